@@ -1,0 +1,176 @@
+"""Which backend serves a call.
+
+One table for every operator. An operator hands over what it needs to know about a call and gets
+back a backend's name; it then runs the ``torch.ops.trifuse.<operator>.<backend>`` overload.
+
+| backend | what it is                          | tensors on                               |
+|---------|-------------------------------------|------------------------------------------|
+| cuda    | CUDA C++ kernels, csrc/cuda         | NVIDIA GPU                               |
+| triton  | Triton kernels, kernels/            | GPU; CPU only under TRITON_INTERPRET=1   |
+| cpp     | vectorised C++ kernels, csrc/cpu    | CPU                                      |
+| eager   | the formula in torch, reference/    | anything                                 |
+
+``auto`` takes the first of these that can serve the call.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+
+log = logging.getLogger("trifuse")
+
+ORDER = ("cuda", "triton", "cpp", "eager")
+
+try:
+    from trifuse import _C
+except ImportError as error:
+    _C = None  # type: ignore[assignment]
+    _extension_error = str(error)
+
+
+class Call(NamedTuple):
+    """What decides between backends. Hashable: the decision is remembered."""
+
+    operator: str
+    device: str  # a torch device type
+    dtype: torch.dtype
+    head_dim: int = 0
+
+
+class Choice(NamedTuple):
+    """The backend for a call, and why each of the others was not taken."""
+
+    backend: str
+    refused: tuple[tuple[str, str], ...]
+
+    def __str__(self) -> str:
+        return "\n".join([self.backend, *(f"  not {name}: {why}" for name, why in self.refused)])
+
+
+def build_info() -> dict[str, object]:
+    """What the extension was built with: CPU capabilities, compiler; or why there is none."""
+    if _C is not None:
+        return dict(_C.build_info())
+    try:
+        from trifuse import _build_info
+    except ImportError:
+        reason = _extension_error
+    else:
+        reason = _build_info.ERROR or _extension_error
+    return {"error": reason}
+
+
+def interpreting() -> bool:
+    """Whether Triton kernels run on CPU tensors, one program at a time, in its interpreter."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def _why_not_cuda(call: Call) -> str | None:
+    if _C is None or not _C.build_info().get("cuda"):
+        return "this build holds no CUDA kernels"
+    return None if call.device == "cuda" else f"tensors are on {call.device}"
+
+
+_HAS_TRITON = importlib.util.find_spec("triton") is not None
+_TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def _why_not_triton(call: Call) -> str | None:
+    if not _HAS_TRITON:
+        return "triton is not installed"
+    if call.device != "cuda" and not (call.device == "cpu" and interpreting()):
+        return f"tensors are on {call.device}"
+    if call.dtype not in _TRITON_DTYPES:
+        return f"no kernel for {call.dtype}"
+    if call.operator == "attention" and call.head_dim > 256:
+        return f"head_dim {call.head_dim} exceeds 256"
+    return None
+
+
+_CPP_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+def _why_not_cpp(call: Call) -> str | None:
+    if _C is None:
+        return "the C++ extension is missing; `python -m trifuse` says why"
+    if call.device != "cpu":
+        return f"tensors are on {call.device}"
+    return None if call.dtype in _CPP_DTYPES else f"no kernel for {call.dtype}"
+
+
+_WHY_NOT = {
+    "cuda": _why_not_cuda,
+    "triton": _why_not_triton,
+    "cpp": _why_not_cpp,
+    "eager": lambda call: None,
+}
+
+
+def _checked(name: str, source: str) -> str:
+    if name not in ("auto", *ORDER):
+        raise ValueError(f"{source}: expected one of auto, {', '.join(ORDER)}; got {name!r}")
+    return name
+
+
+_requested = _checked(os.environ.get("TRIFUSE_BACKEND", "auto"), "TRIFUSE_BACKEND")
+
+
+@contextmanager
+def backend(name: str) -> Iterator[None]:
+    """Serve the calls inside the ``with`` block by one backend, or raise if it can't.
+
+    Args:
+        name: "auto", "cuda", "triton", "cpp" or "eager".
+
+    The choice is made by the forward call and holds for its backward. It is global to the process,
+    like torch's own backend switches. The environment variable ``TRIFUSE_BACKEND`` sets it for the
+    whole run.
+    """
+    global _requested
+    previous, _requested = _requested, _checked(name, "backend")
+    try:
+        yield
+    finally:
+        _requested = previous
+
+
+def choose(call: Call) -> Choice:
+    """The backend for a call.
+
+    Raises:
+        RuntimeError: a backend was asked for by name and can't serve it.
+    """
+    if torch.compiler.is_compiling():
+        return _choose.__wrapped__(call, _requested)
+    return _choose(call, _requested)
+
+
+@functools.cache
+def _choose(call: Call, requested: str) -> Choice:
+    if requested != "auto":
+        why = _WHY_NOT[requested](call)
+        if why is not None:
+            raise RuntimeError(f"{call.operator}: backend {requested!r} can't serve this call: {why}")
+        return Choice(requested, ())
+    refused = []
+    for name in ORDER:
+        # The interpreter is for checking kernels. Nobody wants it chosen for them.
+        if name == "triton" and call.device == "cpu":
+            why: str | None = "on CPU tensors only when asked for by name, under TRITON_INTERPRET=1"
+        else:
+            why = _WHY_NOT[name](call)
+        if why is None:
+            break
+        refused.append((name, why))
+    if name == "eager" and call.device in ("cpu", "cuda") and not torch.compiler.is_compiling():
+        reasons = "; ".join(f"{other}: {why}" for other, why in refused)
+        log.warning("%s (%s, %s) → eager, because %s", *call[:3], reasons)
+    return Choice(name, tuple(refused))

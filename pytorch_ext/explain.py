@@ -1,0 +1,41 @@
+"""Which backend a call would get, without running it."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from trifuse import backends
+from trifuse.ops import attention
+
+# Each operator's preparation takes the operator's own arguments, less those that only shape its
+# results, and ends by choosing a backend.
+_PREPARE: dict[Callable[..., Any], Callable[..., Any]] = {
+    attention.scaled_dot_product_attention: attention._prepare,
+    attention.varlen_attention: attention._prepare_varlen,
+}
+
+
+def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> backends.Choice:
+    """Which backend would serve ``function(*args, **kwargs)``, and why not the others.
+
+    Args:
+        function: an operator of trifuse, such as ``trifuse.scaled_dot_product_attention``.
+        args, kwargs: as for the call itself; they are checked in the same way.
+
+    Returns:
+        A :class:`trifuse.backends.Choice`, which prints as a short report.
+
+    Raises:
+        TypeError: ``function`` is not an operator of trifuse.
+        Whatever the call would raise for bad arguments.
+    """
+    prepare = _PREPARE.get(function)
+    if prepare is None:
+        names = ", ".join(f.__name__ for f in _PREPARE)
+        raise TypeError(f"function: expected one of {names}; got {function!r}")
+    bound = inspect.signature(function).bind(*args, **kwargs)
+    bound.apply_defaults()
+    wanted = inspect.signature(prepare).parameters
+    return prepare(**{k: v for k, v in bound.arguments.items() if k in wanted}).choice

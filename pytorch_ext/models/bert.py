@@ -1,0 +1,548 @@
+"""BERT in plain ``torch.nn``: the eager baseline, with Hugging Face's parameter names.
+
+Devlin, Chang, Lee and Toutanova, "BERT: Pre-training of Deep Bidirectional Transformers for
+Language Understanding" (2018). Modules are named as in Hugging Face checkpoints, so that
+``from_pretrained`` loads them by name. Only torch is imported here (and safetensors where a
+checkpoint is read).
+
+The softmax attention itself sits in a module of its own, :class:`SoftmaxAttention`, which holds no
+parameters: that is what :func:`trifuse.fuse` swaps.
+
+In the shapes below B is the batch, L the length, H the heads, E the head dimension, and hidden_size
+is H · E.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+__all__ = [
+    "BertConfig",
+    "BertForPreTraining",
+    "BertForSequenceClassification",
+    "BertModel",
+    "BertModelOutput",
+    "BertPreTrainingOutput",
+    "SoftmaxAttention",
+]
+
+
+class _GELUTanh(nn.GELU):
+    def __init__(self) -> None:
+        super().__init__(approximate="tanh")
+
+
+_ACTIVATIONS: dict[str, type[nn.Module]] = {
+    "gelu": nn.GELU,
+    "gelu_new": _GELUTanh,
+    "gelu_pytorch_tanh": _GELUTanh,
+    "relu": nn.ReLU,
+    "silu": nn.SiLU,
+}
+
+
+@dataclass
+class BertConfig:
+    """The sizes and rates of a BERT; the fields bear the names of Hugging Face's ``config.json``.
+
+    ``attn_implementation`` is "eager" (the formula, one step at a time) or "sdpa"
+    (``torch.nn.functional.scaled_dot_product_attention``). The defaults are BERT-base.
+
+    Raises:
+        ValueError: ``hidden_size`` is not a multiple of ``num_attention_heads``, or
+            ``hidden_act`` or ``attn_implementation`` is not one of those above.
+    """
+
+    vocab_size: int = 30522
+    hidden_size: int = 768
+    num_hidden_layers: int = 12
+    num_attention_heads: int = 12
+    intermediate_size: int = 3072
+    hidden_act: str = "gelu"
+    hidden_dropout_prob: float = 0.1
+    attention_probs_dropout_prob: float = 0.1
+    max_position_embeddings: int = 512
+    type_vocab_size: int = 2
+    initializer_range: float = 0.02
+    layer_norm_eps: float = 1e-12
+    pad_token_id: int = 0
+    classifier_dropout: float | None = None
+    num_labels: int = 2
+    attn_implementation: str = "eager"
+
+    def __post_init__(self) -> None:
+        if self.hidden_size % self.num_attention_heads:
+            raise ValueError(
+                f"hidden_size: expected a multiple of num_attention_heads="
+                f"{self.num_attention_heads}; got {self.hidden_size}"
+            )
+        if self.hidden_act not in _ACTIVATIONS:
+            raise ValueError(f"hidden_act: expected {_one_of(_ACTIVATIONS)}; got {self.hidden_act!r}")
+        if self.attn_implementation not in ("eager", "sdpa"):
+            raise ValueError(
+                f'attn_implementation: expected "eager" or "sdpa"; got {self.attn_implementation!r}'
+            )
+
+    @classmethod
+    def from_json(cls, path: str | Path, **overrides: Any) -> BertConfig:
+        """Read Hugging Face's ``config.json``, ignoring what does not shape an encoder.
+
+        Raises:
+            ValueError: the file describes a model that this one is not.
+        """
+        stored = json.loads(Path(path).read_text(encoding="utf-8"))
+        for field, wanted in (
+            ("model_type", "bert"),
+            ("position_embedding_type", "absolute"),
+            ("is_decoder", False),
+        ):
+            if (got := stored.get(field, wanted)) != wanted:
+                raise ValueError(f"{path}: {field}: expected {wanted!r}; got {got!r}")
+        if "num_labels" not in stored and "id2label" in stored:
+            stored["num_labels"] = len(stored["id2label"])
+        fields = {field.name for field in dataclasses.fields(cls)}
+        known = {name: value for name, value in stored.items() if name in fields}
+        return cls(**(known | overrides))
+
+
+class BertModelOutput(NamedTuple):
+    """What :class:`BertModel` returns."""
+
+    last_hidden_state: Tensor  # (B, L, hidden_size)
+    pooler_output: Tensor | None  # (B, hidden_size)
+
+
+class BertPreTrainingOutput(NamedTuple):
+    """What :class:`BertForPreTraining` returns."""
+
+    prediction_logits: Tensor  # (B, L, vocab_size)
+    seq_relationship_logits: Tensor  # (B, 2)
+
+
+class BertEmbeddings(nn.Module):
+    """Word, position and token type embeddings, added and normalised."""
+
+    def __init__(self, config: BertConfig) -> None:
+        super().__init__()
+        self.word_embeddings = nn.Embedding(
+            config.vocab_size, config.hidden_size, padding_idx=config.pad_token_id
+        )
+        self.position_embeddings = nn.Embedding(config.max_position_embeddings, config.hidden_size)
+        self.token_type_embeddings = nn.Embedding(config.type_vocab_size, config.hidden_size)
+        self.LayerNorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.dropout = nn.Dropout(config.hidden_dropout_prob)
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        token_type_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+    ) -> Tensor:
+        L, longest = input_ids.shape[1], self.position_embeddings.num_embeddings
+        if L > longest:
+            raise ValueError(f"input_ids: expected at most {longest} positions; got {L}")
+        if position_ids is None:
+            position_ids = torch.arange(L, device=input_ids.device)
+        if token_type_ids is None:
+            token_type_ids = torch.zeros_like(input_ids)
+        # The order of the two additions is transformers', for the same rounding.
+        embeddings = self.word_embeddings(input_ids) + self.token_type_embeddings(token_type_ids)
+        embeddings = embeddings + self.position_embeddings(position_ids)
+        return self.dropout(self.LayerNorm(embeddings))
+
+
+class SoftmaxAttention(nn.Module):
+    """dropout(softmax(Q Kᵀ / √E + mask)) V, from projected heads. Holds no parameters.
+
+    Args:
+        dropout_p: probability of dropping an attention weight while training.
+        implementation: "eager" or "sdpa", as in :class:`BertConfig`.
+    """
+
+    def __init__(self, dropout_p: float = 0.0, implementation: str = "eager") -> None:
+        super().__init__()
+        self.dropout_p = dropout_p
+        self.implementation = implementation
+
+    def extra_repr(self) -> str:
+        return f"dropout_p={self.dropout_p}, implementation={self.implementation!r}"
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        """Attend.
+
+        Args:
+            query: (B, H, Lq, E).
+            key, value: (B, H, Lk, E).
+            mask: bool (B, Lk), True where a key takes part; or broadcastable to (B, H, Lq, Lk),
+                boolean alike or floating and added to the scores. A row with every key masked
+                weighs them all the same in the eager formula, as in transformers.
+
+        Returns:
+            (B, H, Lq, E).
+        """
+        if mask is not None and mask.dim() == 2:
+            mask = mask[:, None, None, :]
+        dropout_p = self.dropout_p if self.training else 0.0
+        if self.implementation == "sdpa":
+            return F.scaled_dot_product_attention(query, key, value, mask, dropout_p)
+        scores = torch.matmul(query, key.transpose(-1, -2)) / math.sqrt(query.shape[-1])
+        if mask is not None and mask.dtype == torch.bool:
+            scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
+        elif mask is not None:
+            scores = scores + mask
+        weights = F.dropout(scores.softmax(-1), dropout_p, self.training)
+        return torch.matmul(weights, value)
+
+
+class BertSelfAttention(nn.Module):
+    """Multi-head self-attention up to, not including, the output projection."""
+
+    def __init__(self, config: BertConfig) -> None:
+        super().__init__()
+        self.num_attention_heads = config.num_attention_heads
+        self.query = nn.Linear(config.hidden_size, config.hidden_size)
+        self.key = nn.Linear(config.hidden_size, config.hidden_size)
+        self.value = nn.Linear(config.hidden_size, config.hidden_size)
+        self.attention = SoftmaxAttention(
+            config.attention_probs_dropout_prob, config.attn_implementation
+        )
+
+    def forward(self, hidden_states: Tensor, mask: Tensor | None = None) -> Tensor:
+        query, key, value = (
+            project(hidden_states).unflatten(-1, (self.num_attention_heads, -1)).transpose(1, 2)
+            for project in (self.query, self.key, self.value)
+        )
+        return self.attention(query, key, value, mask).transpose(1, 2).flatten(-2)
+
+
+class BertSelfOutput(nn.Module):
+    """Project, drop, add the residual, normalise."""
+
+    def __init__(self, in_features: int, config: BertConfig) -> None:
+        super().__init__()
+        self.dense = nn.Linear(in_features, config.hidden_size)
+        self.LayerNorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.dropout = nn.Dropout(config.hidden_dropout_prob)
+
+    def forward(self, hidden_states: Tensor, residual: Tensor) -> Tensor:
+        return self.LayerNorm(self.dropout(self.dense(hidden_states)) + residual)
+
+
+class BertAttention(nn.Module):
+    """Self-attention with its output projection and residual."""
+
+    def __init__(self, config: BertConfig) -> None:
+        super().__init__()
+        self.self = BertSelfAttention(config)
+        self.output = BertSelfOutput(config.hidden_size, config)
+
+    def forward(self, hidden_states: Tensor, mask: Tensor | None = None) -> Tensor:
+        return self.output(self.self(hidden_states, mask), hidden_states)
+
+
+class BertIntermediate(nn.Module):
+    """The widening half of the feed-forward network."""
+
+    def __init__(self, config: BertConfig) -> None:
+        super().__init__()
+        self.dense = nn.Linear(config.hidden_size, config.intermediate_size)
+        self.intermediate_act_fn = _ACTIVATIONS[config.hidden_act]()
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        return self.intermediate_act_fn(self.dense(hidden_states))
+
+
+class BertLayer(nn.Module):
+    """One encoder layer, normalised after each residual."""
+
+    def __init__(self, config: BertConfig) -> None:
+        super().__init__()
+        self.attention = BertAttention(config)
+        self.intermediate = BertIntermediate(config)
+        self.output = BertSelfOutput(config.intermediate_size, config)
+
+    def forward(self, hidden_states: Tensor, mask: Tensor | None = None) -> Tensor:
+        attended = self.attention(hidden_states, mask)
+        return self.output(self.intermediate(attended), attended)
+
+
+class BertEncoder(nn.Module):
+    """The stack of layers."""
+
+    def __init__(self, config: BertConfig) -> None:
+        super().__init__()
+        self.layer = nn.ModuleList(BertLayer(config) for _ in range(config.num_hidden_layers))
+
+    def forward(self, hidden_states: Tensor, mask: Tensor | None = None) -> Tensor:
+        for layer in self.layer:
+            hidden_states = layer(hidden_states, mask)
+        return hidden_states
+
+
+class BertPooler(nn.Module):
+    """A projection of the first token's hidden state."""
+
+    def __init__(self, config: BertConfig) -> None:
+        super().__init__()
+        self.dense = nn.Linear(config.hidden_size, config.hidden_size)
+        self.activation = nn.Tanh()
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        return self.activation(self.dense(hidden_states[:, 0]))
+
+
+class BertPredictionHeadTransform(nn.Module):
+    """What comes between the encoder and the vocabulary."""
+
+    def __init__(self, config: BertConfig) -> None:
+        super().__init__()
+        self.dense = nn.Linear(config.hidden_size, config.hidden_size)
+        self.transform_act_fn = _ACTIVATIONS[config.hidden_act]()
+        self.LayerNorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        return self.LayerNorm(self.transform_act_fn(self.dense(hidden_states)))
+
+
+class BertLMPredictionHead(nn.Module):
+    """Masked-token logits. The decoder's weight is the word embedding's; its bias has two names."""
+
+    def __init__(self, config: BertConfig) -> None:
+        super().__init__()
+        self.transform = BertPredictionHeadTransform(config)
+        self.decoder = nn.Linear(config.hidden_size, config.vocab_size)
+        self.bias = self.decoder.bias
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        return self.decoder(self.transform(hidden_states))
+
+
+class BertPreTrainingHeads(nn.Module):
+    """Masked-token prediction and next-sentence prediction."""
+
+    def __init__(self, config: BertConfig) -> None:
+        super().__init__()
+        self.predictions = BertLMPredictionHead(config)
+        self.seq_relationship = nn.Linear(config.hidden_size, 2)
+
+    def forward(self, hidden_states: Tensor, pooled: Tensor) -> tuple[Tensor, Tensor]:
+        return self.predictions(hidden_states), self.seq_relationship(pooled)
+
+
+_Model = TypeVar("_Model", bound="BertPreTrainedModel")
+
+
+class BertPreTrainedModel(nn.Module):
+    """Initialisation and loading, shared by the models below."""
+
+    def __init__(self, config: BertConfig) -> None:
+        super().__init__()
+        self.config = config
+
+    @torch.no_grad()
+    def _initialise(self) -> None:
+        for module in self.modules():
+            if isinstance(module, (nn.Linear, nn.Embedding)):
+                module.weight.normal_(0.0, self.config.initializer_range)
+            if isinstance(module, nn.Linear):
+                module.bias.zero_()
+            if isinstance(module, nn.Embedding) and module.padding_idx is not None:
+                module.weight[module.padding_idx].zero_()
+
+    @classmethod
+    def from_pretrained(cls: type[_Model], directory: str | Path, **overrides: Any) -> _Model:
+        """Build from a directory that holds ``config.json`` and safetensors, in evaluation mode.
+
+        Names match with or without the ``bert.`` prefix, and ``gamma`` and ``beta`` are read as a
+        LayerNorm's weight and bias. What the checkpoint has and the model has not, and the other
+        way round for the pooler and the heads (which keep their random initialisation), is listed
+        in a ``UserWarning``.
+
+        Args:
+            directory: where ``config.json`` lies, beside ``model.safetensors`` or the shards that
+                ``model.safetensors.index.json`` names.
+            **overrides: fields of :class:`BertConfig` that replace the stored ones.
+
+        Raises:
+            FileNotFoundError: there is no configuration or no safetensors file.
+            ValueError: a parameter of the embeddings or the encoder is missing, or a shape differs.
+        """
+        directory = Path(directory)
+        model = cls(BertConfig.from_json(directory / "config.json", **overrides))
+        model._load(_read_safetensors(directory), directory)
+        return model.eval()
+
+    @torch.no_grad()
+    def _load(self, checkpoint: dict[str, Tensor], directory: Path) -> None:
+        parameters = dict(self.named_parameters(remove_duplicate=False))
+        loaded: set[int] = set()  # ids, so that one name of a tied parameter is enough
+        unexpected = []
+        for stored, value in checkpoint.items():
+            if stored.endswith(("position_ids", "token_type_ids")):
+                continue  # constants that old checkpoints carry along
+            name = self._own_name(stored)
+            parameter = parameters.get(name)
+            if parameter is None:
+                unexpected.append(stored)
+                continue
+            if parameter.shape != value.shape:
+                raise ValueError(
+                    f"{directory}: {stored}: expected shape {tuple(parameter.shape)}; "
+                    f"got {tuple(value.shape)}"
+                )
+            parameter.copy_(value)
+            loaded.add(id(parameter))
+        missing = [name for name, parameter in parameters.items() if id(parameter) not in loaded]
+        if body := [name for name in missing if "embeddings." in name or "encoder." in name]:
+            raise ValueError(f"{directory}: expected a BERT checkpoint; it lacks {_listed(body)}")
+        if missing:
+            warnings.warn(
+                f"{directory}: not in the checkpoint, randomly initialised: {_listed(missing)}",
+                stacklevel=3,
+            )
+        if unexpected:
+            warnings.warn(
+                f"{directory}: in the checkpoint, not in {type(self).__name__}: "
+                f"{_listed(unexpected)}",
+                stacklevel=3,
+            )
+
+    def _own_name(self, stored: str) -> str:
+        """The name that a checkpoint's parameter has in this model."""
+        if stored.endswith("LayerNorm.gamma"):
+            stored = stored.removesuffix("gamma") + "weight"
+        elif stored.endswith("LayerNorm.beta"):
+            stored = stored.removesuffix("beta") + "bias"
+        stored = stored.removeprefix("bert.")
+        has_prefix = not isinstance(self, BertModel)
+        is_head = stored.startswith(("cls.", "classifier."))
+        return f"bert.{stored}" if has_prefix and not is_head else stored
+
+
+class BertModel(BertPreTrainedModel):
+    """Embeddings, encoder and pooler.
+
+    Args:
+        config: the sizes.
+        add_pooling_layer: leave False where the pooled output isn't wanted.
+    """
+
+    def __init__(self, config: BertConfig, add_pooling_layer: bool = True) -> None:
+        super().__init__(config)
+        self.embeddings = BertEmbeddings(config)
+        self.encoder = BertEncoder(config)
+        self.pooler = BertPooler(config) if add_pooling_layer else None
+        self._initialise()
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+    ) -> BertModelOutput:
+        """Encode.
+
+        Args:
+            input_ids: integers (B, L).
+            attention_mask: (B, L), 1 or True where a token is real; or (B, 1 or H, 1 or L, L),
+                boolean or floating and added to the scores.
+            token_type_ids: integers (B, L). Default: all 0.
+            position_ids: integers (L,) or (B, L). Default: 0, 1, …
+
+        Raises:
+            ValueError: more positions than ``config.max_position_embeddings``, or a mask that is
+                neither of the two.
+        """
+        mask = attention_mask
+        if mask is not None and mask.dim() == 2:
+            if mask.shape != input_ids.shape:
+                raise ValueError(
+                    f"attention_mask: expected shape {tuple(input_ids.shape)}, as input_ids; "
+                    f"got {tuple(mask.shape)}"
+                )
+            mask = mask.bool()
+        elif mask is not None and mask.dim() != 4:
+            raise ValueError(f"attention_mask: expected 2 or 4 dimensions; got {mask.dim()}")
+        hidden_states = self.encoder(self.embeddings(input_ids, token_type_ids, position_ids), mask)
+        pooled = None if self.pooler is None else self.pooler(hidden_states)
+        return BertModelOutput(hidden_states, pooled)
+
+
+class BertForPreTraining(BertPreTrainedModel):
+    """BERT with the masked-token (decoder tied to the word embedding) and next-sentence heads."""
+
+    def __init__(self, config: BertConfig) -> None:
+        super().__init__(config)
+        self.bert = BertModel(config)
+        self.cls = BertPreTrainingHeads(config)
+        self.cls.predictions.decoder.weight = self.bert.embeddings.word_embeddings.weight
+        self._initialise()
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+    ) -> BertPreTrainingOutput:
+        """Logits for every token and for the pair. Arguments as in :meth:`BertModel.forward`."""
+        hidden_states, pooled = self.bert(input_ids, attention_mask, token_type_ids, position_ids)
+        return BertPreTrainingOutput(*self.cls(hidden_states, pooled))
+
+
+class BertForSequenceClassification(BertPreTrainedModel):
+    """BERT with one linear layer over the pooled output."""
+
+    def __init__(self, config: BertConfig) -> None:
+        super().__init__(config)
+        self.bert = BertModel(config)
+        dropout_p = config.classifier_dropout
+        self.dropout = nn.Dropout(config.hidden_dropout_prob if dropout_p is None else dropout_p)
+        self.classifier = nn.Linear(config.hidden_size, config.num_labels)
+        self._initialise()
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+    ) -> Tensor:
+        """Logits (B, num_labels). Arguments as in :meth:`BertModel.forward`."""
+        _, pooled = self.bert(input_ids, attention_mask, token_type_ids, position_ids)
+        return self.classifier(self.dropout(pooled))
+
+
+def _read_safetensors(directory: Path) -> dict[str, Tensor]:
+    from safetensors.torch import load_file
+
+    index = directory / "model.safetensors.index.json"
+    if index.is_file():
+        shards = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    else:
+        shards = ["model.safetensors"]
+    tensors: dict[str, Tensor] = {}
+    for shard in shards:
+        tensors |= load_file(directory / shard)
+    return tensors
+
+
+def _listed(names: list[str]) -> str:
+    shown = ", ".join(names[:8])
+    return shown if len(names) <= 8 else f"{shown} and {len(names) - 8} more"
+
+
+def _one_of(names: Iterator[str] | dict[str, Any]) -> str:
+    return " or ".join(f'"{name}"' for name in names)

@@ -1,0 +1,1 @@
+"""The operators as functions: validation, registration with torch, autograd, choice of backend."""

@@ -1,0 +1,55 @@
+"""What every operator asks of its arguments before a kernel runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+FLOATING = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+INTEGER = (torch.int32, torch.int64)
+
+
+class ArgumentError(ValueError, RuntimeError):
+    """An argument that can't be served: the message names it, what was expected and what came.
+
+    It is a ``ValueError``, and a ``RuntimeError`` too because that is what torch raises for the
+    same mistake, so code written around torch's own function keeps working.
+    """
+
+
+def fail(argument: str, expected: str, got: object) -> ArgumentError:
+    return ArgumentError(f"{argument}: expected {expected}; got {got}")
+
+
+def tensor(argument: str, value: Any) -> Tensor:
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{argument}: expected a Tensor; got {type(value).__name__}")
+    if value.is_nested:
+        raise fail(argument, "a dense tensor (use varlen_attention for packed ones)", "nested")
+    if value.layout != torch.strided:
+        raise fail(argument, "a dense tensor", value.layout)
+    return value
+
+
+def same_device(argument: str, value: Tensor, name: str, other: Tensor) -> None:
+    if value.device != other.device:
+        raise fail(argument, f"a tensor on {other.device}, as {name}", value.device)
+
+
+def probability(argument: str, value: float) -> float:
+    if not 0.0 <= value < 1.0:
+        raise fail(argument, "a probability in [0, 1)", value)
+    return float(value)
+
+
+def integers(argument: str, value: Any, shape: str, count: int | None, like: Tensor) -> Tensor:
+    """A 1-D tensor of integers beside ``like``; ``shape`` says what its length means."""
+    value = tensor(argument, value)
+    if value.dtype not in INTEGER:
+        raise TypeError(f"{argument}: expected int32 or int64; got {value.dtype}")
+    if value.dim() != 1 or (count is not None and value.shape[0] != count):
+        raise fail(argument, f"shape {shape}", tuple(value.shape))
+    same_device(argument, value, "query", like)
+    return value

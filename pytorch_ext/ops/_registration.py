@@ -1,0 +1,66 @@
+"""How an operator meets torch's dispatcher.
+
+Each operator has two opaque ops, ``<operator>_forward`` and ``<operator>_backward``, with one
+overload per backend: ``torch.ops.trifuse.attention_forward.cpp``. Opaque, because a traced backward
+made of differentiable pieces over saved outputs gives silently wrong second derivatives; one
+overload each, because a profile then shows which backend ran. The C++ extension registers its own
+implementations; fakes and vmap rules are the same for all backends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from trifuse.backends import ORDER
+
+library = torch.library.Library("trifuse", "DEF")
+
+
+def define(operator: str, signature: str, fake: Callable[..., Any], vmap: Callable[..., Any]) -> None:
+    """Declare an op for every backend.
+
+    Args:
+        operator: its name, such as "attention_forward".
+        signature: arguments and returns in torch's schema language, without the name.
+        fake: shapes, dtypes and strides of the results.
+        vmap: its batching rule, as :func:`torch.library.register_vmap` takes it, with the overload
+            to call as an extra first argument.
+    """
+    for backend in ORDER:
+        name = f"trifuse::{operator}.{backend}"
+        library.define(f"{operator}.{backend}{signature}")
+        torch.library.register_fake(name, fake, lib=library)
+        overload = getattr(getattr(torch.ops.trifuse, operator), backend)
+
+        def rule(info: Any, in_dims: Any, *args: Any, _overload: Any = overload) -> Any:
+            return vmap(_overload, info, in_dims, *args)
+
+        torch.library.register_vmap(name, rule, lib=library)
+
+
+def implement(
+    operator: str, backend: str, key: str = "CompositeExplicitAutograd"
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Decorate the Python implementation of an op for one backend: eager and Triton."""
+
+    def register(function: Callable[..., Any]) -> Callable[..., Any]:
+        library.impl(f"{operator}.{backend}", function, key)
+        return function
+
+    return register
+
+
+def differentiating() -> bool:
+    """Whether some transform might follow the call, so that it must go through autograd.
+
+    Calling an opaque op directly saves a few microseconds when nothing needs a gradient, but under
+    functorch or forward-mode AD it would drop the derivative without a word.
+    """
+    return (
+        torch.compiler.is_compiling()
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or torch.autograd.forward_ad._current_level >= 0
+    )

@@ -1,0 +1,651 @@
+"""Masked scaled dot-product attention: arguments, autograd, and the road to a backend."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.attention.bias import CausalBias, CausalVariant
+
+from trifuse import backends
+from trifuse.ops import _checks, _registration
+from trifuse.ops._checks import fail
+from trifuse.reference import attention as reference
+
+
+def scaled_dot_product_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool | CausalVariant = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    key_lengths: Tensor | None = None,
+    window: int | tuple[int | None, int | None] | None = None,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    r"""softmax(scale · Q Kᵀ + mask) V, with masks, dropout and gradients fused.
+
+    Vaswani et al., "Attention Is All You Need" (2017), equation 1, computed block by block with the
+    running softmax of Milakov and Gimelshein (2018), so that no (Lq, Lk) matrix is stored. It is
+    ``torch.nn.functional.scaled_dot_product_attention`` with more arguments; those shared with it
+    mean the same, and all masks combine.
+
+    Args:
+        query: (..., H, Lq, E), float32, bfloat16, float16 or float64. (N, L, E) and (L, E) work too.
+        key: (..., Hkv, Lk, E). Leading dimensions broadcast with the query's.
+        value: (..., Hkv, Lk, Ev).
+        attn_mask: broadcastable to (..., H, Lq, Lk), read through its own strides. Boolean: True
+            takes part. Floating: added to the scores, -inf leaves the pair out; float32 or the
+            query's dtype. ``torch.nn.attention.bias.causal_lower_right(Lq, Lk)`` is understood.
+        dropout_p: probability of dropping an attention weight, honoured to 2⁻¹⁶. Always applied: pass
+            0 in evaluation. Drawn from torch's default generator for the device; the same seed drops
+            the same weights on every backend.
+        is_causal: query i sees keys up to i. ``CausalVariant.LOWER_RIGHT`` puts the diagonal at
+            i + Lk - Lq instead.
+        scale: multiplies q·k. Default: 1/√E.
+        enable_gqa: let H be a multiple of Hkv; consecutive query heads share a key head.
+        key_lengths: int32 or int64 (B,), B the flattened leading dimensions before the heads. Keys
+            at or past their sequence's length take no part and are never read.
+        window: query i sees keys within ``left`` before and ``right`` after the diagonal. One
+            number stands for both, None for no bound.
+        return_lse: also return the logsumexp of each row's scores, differentiable.
+
+    Returns:
+        (..., H, Lq, Ev) in the query's dtype, in the query's memory order. With ``return_lse`` also
+        (..., H, Lq) in float32 (float64 for float64).
+
+        A row with no key gives 0 and a logsumexp of -inf. A NaN or Inf in a pair left out by a mask
+        reaches neither outputs nor gradients.
+
+    Raises:
+        TypeError: an argument of the wrong type, or a dtype that doesn't fit the others.
+        ValueError: a shape, device, range or value that doesn't fit (see ``trifuse.ArgumentError``).
+        RuntimeError: the backend asked for by name can't serve the call.
+    """
+    call = _prepare(
+        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, key_lengths, window
+    )
+    out, lse = _run(call)
+    if call.lead is not None:
+        out = out.reshape(*call.lead, *out.shape[-2:])
+        lse = lse.reshape(*call.lead, lse.shape[-1])
+    return (out, lse) if return_lse else out
+
+
+def varlen_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool | CausalVariant = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    window: int | tuple[int | None, int | None] | None = None,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention within each of several sequences packed end to end, without padding.
+
+    Args:
+        query: (total_q, H, E), the sequences one after another.
+        key: (total_k, Hkv, E).
+        value: (total_k, Hkv, Ev).
+        cu_seqlens_q: int32 or int64 (N + 1,), where each sequence begins: 0 first, never
+            decreasing, at most total_q. Tokens past the last boundary get 0.
+        cu_seqlens_k: the same for keys. Default: ``cu_seqlens_q``.
+        max_seqlen_q, max_seqlen_k: upper bounds on the lengths. Given, a GPU launches no more
+            blocks than it needs; wrong, they raise on a CPU and leave rows undefined on a GPU.
+        attn_mask: broadcastable to (N, H, max_seqlen_q, max_seqlen_k), indexed by position within
+            the sequence.
+        The rest as in :func:`scaled_dot_product_attention`; a causal diagonal is each sequence's own.
+
+    Returns:
+        (total_q, H, Ev); with ``return_lse`` also (total_q, H).
+
+    Raises:
+        As :func:`scaled_dot_product_attention`.
+    """
+    call = _prepare_varlen(
+        query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, attn_mask,
+        dropout_p, is_causal, scale, enable_gqa, window,
+    )  # fmt: skip
+    out, lse = _run(call)
+    out, lse = out[0].transpose(0, 1), lse[0].transpose(0, 1)
+    return (out, lse) if return_lse else out
+
+
+# Arguments --------------------------------------------------------------------------------------
+
+
+class _Call(NamedTuple):
+    """A call as the ops take it; see :func:`trifuse.reference.attention.attention`."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    attn_mask: Tensor | None
+    key_lengths: Tensor | None
+    cu_seqlens_q: Tensor | None
+    cu_seqlens_k: Tensor | None
+    options: tuple[int, int, float | None, int, int, bool, float]
+    choice: backends.Choice
+    lead: tuple[int, ...] | None  # the caller's leading dimensions, where they are not (B, H)
+
+
+def _prepare(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    dropout_p: float,
+    is_causal: bool | CausalVariant,
+    scale: float | None,
+    enable_gqa: bool,
+    key_lengths: Tensor | None,
+    window: int | tuple[int | None, int | None] | None,
+) -> _Call:
+    query, key, value, attn_mask = _tensors(query, key, value, attn_mask)
+    lead = None
+    if not query.dim() == key.dim() == value.dim() == 4:
+        query, key, value, attn_mask, lead = _to_4d(query, key, value, attn_mask)
+    if not (query.shape[0] == key.shape[0] == value.shape[0]) or query.shape[1] != key.shape[1]:
+        query, key, value = _broadcast_batch(query, key, value, enable_gqa)
+    _check_sizes(query, key, value, enable_gqa)
+    Lq, Lk = query.shape[2], key.shape[2]
+    if isinstance(attn_mask, CausalBias):
+        if (attn_mask.seq_len_q, attn_mask.seq_len_kv) != (Lq, Lk):
+            got = (attn_mask.seq_len_q, attn_mask.seq_len_kv)
+            raise fail("attn_mask", f"a causal bias for lengths ({Lq}, {Lk})", got)
+        attn_mask, is_causal = None, attn_mask.variant
+    left, right, lower_right = _band(is_causal, window)
+    if attn_mask is not None:
+        attn_mask = _mask_to_4d(attn_mask, query, (query.shape[0], query.shape[1], Lq, Lk))
+    if key_lengths is not None:
+        key_lengths = _checks.integers("key_lengths", key_lengths, "(B,)", query.shape[0], query)
+    options = (
+        Lq, Lk, None if scale is None else float(scale), left, right, lower_right,
+        _checks.probability("dropout_p", dropout_p),
+    )  # fmt: skip
+    return _Call(
+        query, key, value, attn_mask, key_lengths, None, None, options, _choose(query, value), lead
+    )
+
+
+def _prepare_varlen(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor | None,
+    max_seqlen_q: int | None,
+    max_seqlen_k: int | None,
+    attn_mask: Tensor | None,
+    dropout_p: float,
+    is_causal: bool | CausalVariant,
+    scale: float | None,
+    enable_gqa: bool,
+    window: int | tuple[int | None, int | None] | None,
+) -> _Call:
+    query, key, value, attn_mask = _tensors(query, key, value, attn_mask)
+    for name, packed in (("query", query), ("key", key), ("value", value)):
+        if packed.dim() != 3:
+            raise fail(name, "shape (total, heads, head_dim)", tuple(packed.shape))
+    shape = "(sequences + 1,)"
+    cu_seqlens_q = _checks.integers("cu_seqlens_q", cu_seqlens_q, shape, None, query)
+    if cu_seqlens_k is None:
+        cu_seqlens_k = cu_seqlens_q
+    cu_seqlens_k = _checks.integers(
+        "cu_seqlens_k", cu_seqlens_k, "of cu_seqlens_q", cu_seqlens_q.shape[0], query
+    )
+    if cu_seqlens_q.shape[0] == 0:
+        raise fail("cu_seqlens_q", "at least one boundary", "an empty tensor")
+    query, key, value = (x.transpose(0, 1).unsqueeze(0) for x in (query, key, value))
+    _check_sizes(query, key, value, enable_gqa)
+    max_seqlen_q = _max_seqlen("max_seqlen_q", max_seqlen_q, query)
+    max_seqlen_k = _max_seqlen("max_seqlen_k", max_seqlen_k, key)
+    left, right, lower_right = _band(is_causal, window)
+    if attn_mask is not None:
+        if isinstance(attn_mask, CausalBias):
+            raise fail("attn_mask", "a tensor (is_causal takes a CausalVariant)", "a CausalBias")
+        shape4 = (cu_seqlens_q.shape[0] - 1, query.shape[1], max_seqlen_q, max_seqlen_k)
+        attn_mask = _mask_to_4d(attn_mask, query, shape4)
+    options = (
+        max_seqlen_q, max_seqlen_k, None if scale is None else float(scale), left, right,
+        lower_right, _checks.probability("dropout_p", dropout_p),
+    )  # fmt: skip
+    return _Call(
+        query, key, value, attn_mask, None, cu_seqlens_q, cu_seqlens_k, options,
+        _choose(query, value), None,
+    )  # fmt: skip
+
+
+def _tensors(
+    query: Any, key: Any, value: Any, attn_mask: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Types, dtypes and devices, after autocast."""
+    query = _checks.tensor("query", query)
+    key = _checks.tensor("key", key)
+    value = _checks.tensor("value", value)
+    if attn_mask is not None and not isinstance(attn_mask, CausalBias):
+        attn_mask = _checks.tensor("attn_mask", attn_mask)
+        if attn_mask.dtype == torch.bool and attn_mask.requires_grad:
+            raise fail("attn_mask", "a floating mask where a gradient is wanted", "torch.bool")
+    if torch.is_autocast_enabled(query.device.type) and query.dtype != torch.float64:
+        dtype = torch.get_autocast_dtype(query.device.type)
+        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    dtype = query.dtype
+    if dtype not in _checks.FLOATING:
+        raise TypeError(f"query: expected float32, bfloat16, float16 or float64; got {dtype}")
+    for name, other in (("key", key), ("value", value)):
+        if other.dtype != dtype:
+            raise TypeError(f"{name}: expected {dtype}, as query; got {other.dtype}")
+        _checks.same_device(name, other, "query", query)
+    return query, key, value, attn_mask
+
+
+def _to_4d(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, tuple[int, ...]]:
+    """(..., H, L, E) seen as (B, H, L, E); 3-D tensors are batches of one head, as in torch."""
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        if tensor.dim() < 2:
+            raise fail(name, "at least 2 dimensions", tuple(tensor.shape))
+    if query.dim() <= 3 and key.dim() <= 3 and value.dim() <= 3:
+        lead = _broadcast_shapes(query.shape[:-2], key.shape[:-2], value.shape[:-2])
+        if isinstance(attn_mask, Tensor) and not isinstance(attn_mask, CausalBias):
+            # (N, Lq, Lk): the batch is in front of a head that the caller does not have.
+            attn_mask = attn_mask.unsqueeze(-3) if attn_mask.dim() == 3 else attn_mask
+        flat = [x.expand(*lead, *x.shape[-2:]) for x in (query, key, value)]
+        flat = [x.reshape(-1, 1, *x.shape[-2:]) if lead else x[None, None] for x in flat]
+        return flat[0], flat[1], flat[2], attn_mask, lead
+    # Heads may differ between query and key; everything before them must broadcast.
+    batch = _broadcast_shapes(query.shape[:-3], key.shape[:-3], value.shape[:-3])
+    heads = query.shape[-3] if query.dim() > 2 else 1
+    if isinstance(attn_mask, Tensor) and not isinstance(attn_mask, CausalBias) and attn_mask.dim() > 3:
+        wanted = torch.Size((*batch, *attn_mask.shape[-3:]))
+        attn_mask = _expand("attn_mask", attn_mask, wanted).flatten(0, -4)
+    flat = []
+    for x in (query, key, value):
+        x = x.unsqueeze(-3) if x.dim() == 2 else x
+        flat.append(x.expand(*batch, *x.shape[-3:]).reshape(-1, *x.shape[-3:]))
+    return flat[0], flat[1], flat[2], attn_mask, (*batch, heads)
+
+
+def _broadcast_shapes(query: torch.Size, key: torch.Size, value: torch.Size) -> tuple[int, ...]:
+    try:
+        return tuple(torch.broadcast_shapes(query, key, value))
+    except RuntimeError:
+        got = f"{tuple(query)}, {tuple(key)} and {tuple(value)}"
+        raise fail("query, key, value", "leading dimensions that broadcast", got) from None
+
+
+def _broadcast_batch(
+    query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    (B,) = _broadcast_shapes(query.shape[:1], key.shape[:1], value.shape[:1])
+    if enable_gqa:
+        query, key, value = (x.expand(B, -1, -1, -1) for x in (query, key, value))
+    else:
+        (H,) = _broadcast_shapes(query.shape[1:2], key.shape[1:2], value.shape[1:2])
+        query, key, value = (x.expand(B, H, -1, -1) for x in (query, key, value))
+    return query, key, value
+
+
+def _check_sizes(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> None:
+    H, Hkv = query.shape[1], key.shape[1]
+    if key.shape[3] != query.shape[3]:
+        raise fail("key", f"head_dim {query.shape[3]}, as query", key.shape[3])
+    if value.shape[2] != key.shape[2]:
+        raise fail("value", f"length {key.shape[2]}, as key", value.shape[2])
+    if value.shape[1] != Hkv:
+        raise fail("value", f"{Hkv} heads, as key", value.shape[1])
+    if H != Hkv:
+        if not enable_gqa:
+            raise fail("key", f"{H} heads, as query (or enable_gqa=True)", Hkv)
+        if Hkv == 0 or H % Hkv:
+            raise fail("key", f"a number of heads that divides query's {H}", Hkv)
+
+
+def _mask_to_4d(attn_mask: Tensor, query: Tensor, shape: tuple[int, int, int, int]) -> Tensor:
+    """The mask with four dimensions, each full or 1: still the caller's memory."""
+    dtype = attn_mask.dtype
+    if dtype not in (torch.bool, torch.float32, query.dtype):
+        expected = "torch.bool, torch.float32 or the query's dtype"
+        raise TypeError(f"attn_mask: expected {expected} ({query.dtype}); got {dtype}")
+    _checks.same_device("attn_mask", attn_mask, "query", query)
+    got = attn_mask.shape
+    if len(got) < 4:
+        attn_mask = attn_mask[(None,) * (4 - len(got))]
+    if attn_mask.dim() > 4 or any(
+        size not in (1, full) for size, full in zip(attn_mask.shape, shape, strict=True)
+    ):
+        raise fail("attn_mask", f"a shape broadcastable to {shape}", tuple(got))
+    return attn_mask
+
+
+def _expand(argument: str, tensor: Tensor, shape: torch.Size) -> Tensor:
+    try:
+        return tensor.expand(shape)
+    except RuntimeError:
+        raise fail(argument, f"a shape broadcastable to {tuple(shape)}", tuple(tensor.shape)) from None
+
+
+def _band(
+    is_causal: bool | CausalVariant, window: int | tuple[int | None, int | None] | None
+) -> tuple[int, int, bool]:
+    """(left, right, lower_right) around the diagonal; -1 is no bound."""
+    left = right = -1
+    if window is not None:
+        pair = window if isinstance(window, (tuple, list)) else (window, window)
+        if len(pair) != 2 or any(
+            side is not None and (not isinstance(side, (int, torch.SymInt)) or side < 0)
+            for side in pair
+        ):
+            raise fail("window", "a number ≥ 0 or a pair (left, right) of them or None", window)
+        left, right = (-1 if side is None else side for side in pair)
+    if is_causal is False:
+        return left, right, False
+    if is_causal is not True and not isinstance(is_causal, CausalVariant):
+        raise TypeError(f"is_causal: expected a bool or a CausalVariant; got {is_causal!r}")
+    return left, 0, is_causal is CausalVariant.LOWER_RIGHT
+
+
+def _max_seqlen(argument: str, value: int | None, packed: Tensor) -> int:
+    if value is None:
+        return packed.shape[2]
+    if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)) or value < 0:
+        raise fail(argument, "an int ≥ 0", repr(value))
+    return value
+
+
+def _choose(query: Tensor, value: Tensor) -> backends.Choice:
+    head_dim = max(query.shape[3], value.shape[3])
+    return backends.choose(backends.Call("attention", query.device.type, query.dtype, head_dim))
+
+
+# Values of integer tensors ----------------------------------------------------------------------
+
+
+def _check_values(
+    query: Tensor,
+    key: Tensor,
+    key_lengths: Tensor | None,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+) -> None:
+    """What only the contents of ``key_lengths`` and ``cu_seqlens`` can tell; run inside the ops.
+
+    On a CPU it raises. Elsewhere reading them would wait for the device, so the device asserts.
+    """
+    if key_lengths is not None:
+        Lk = key.shape[2]
+        ok = (key_lengths >= 0) & (key_lengths <= Lk)
+        _require(ok.all(), "key_lengths", f"lengths in [0, {Lk}]", key_lengths)
+    for name, cu, total, longest in (
+        ("cu_seqlens_q", cu_seqlens_q, query.shape[2], max_seqlen_q),
+        ("cu_seqlens_k", cu_seqlens_k, key.shape[2], max_seqlen_k),
+    ):
+        if cu is not None:
+            steps = cu.diff()
+            ok = (cu[0] == 0) & (cu[-1] <= total) & (steps >= 0).all() & (steps <= longest).all()
+            expected = f"0 first, no decrease, no step over {longest}, the last at most {total}"
+            _require(ok, name, expected, cu)
+
+
+def _require(ok: Tensor, argument: str, expected: str, got: Tensor) -> None:
+    if ok.device.type == "cpu":
+        if not ok:
+            raise fail(argument, expected, got.tolist())
+    else:
+        torch._assert_async(ok, f"{argument}: expected {expected}")
+
+
+# Autograd ---------------------------------------------------------------------------------------
+
+
+def _run(call: _Call) -> tuple[Tensor, Tensor]:
+    tensors = call[:7]
+    query, key, value, attn_mask = call[:4]
+    seed = None
+    if call.options[-1] > 0:
+        limits = torch.iinfo(torch.int64)
+        seed = torch.randint(limits.min, limits.max, (1,), device=query.device)
+    if _registration.differentiating() or (
+        torch.is_grad_enabled()
+        and (
+            query.requires_grad
+            or key.requires_grad
+            or value.requires_grad
+            or (attn_mask is not None and attn_mask.requires_grad)
+        )
+    ):
+        return _Attention.apply(*tensors, seed, call.choice.backend, *call.options)
+    return _FORWARD[call.choice.backend](*tensors, seed, *call.options)
+
+
+class _Attention(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(*args: Any) -> tuple[Tensor, Tensor]:
+        tensors, backend, options = args[:8], args[8], args[9:]
+        return _FORWARD[backend](*tensors, *options)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*inputs[:8], *output)
+        ctx.backend, ctx.options = inputs[8], inputs[9:]
+
+    @staticmethod
+    def backward(
+        ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        *inputs, out, lse = ctx.saved_tensors
+        if grad_out is None and grad_lse is None:
+            return (None,) * (9 + len(ctx.options))
+        if grad_out is None:
+            grad_out = torch.zeros_like(out)
+        args = (
+            grad_out, grad_lse, *inputs, out.detach(), lse.detach(),
+            ctx.backend, *ctx.options, ctx.needs_input_grad[3],
+        )  # fmt: skip
+        if torch.is_grad_enabled():
+            grads = _AttentionBackward.apply(*args)
+        else:
+            grads = _BACKWARD[ctx.backend](*args[:12], *args[13:])
+        needed = (g if n else None for g, n in zip(grads, ctx.needs_input_grad[:4], strict=True))
+        return (*needed, *(None,) * (5 + len(ctx.options)))
+
+
+class _AttentionBackward(torch.autograd.Function):
+    """The backward as a function of its own, so that it can be differentiated in turn.
+
+    ``out`` and ``lse`` are functions of the other inputs; the reference formula computes them
+    again, so its derivative is whole without theirs.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(*args: Any) -> tuple[Tensor, ...]:
+        tensors, backend, options = args[:12], args[12], args[13:]
+        return _BACKWARD[backend](*tensors, *options)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.save_for_backward(*inputs[:10])
+        ctx.options = inputs[13:]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        saved = ctx.saved_tensors
+        variables = [i for i in range(6) if ctx.needs_input_grad[i]]
+
+        def gradients(*values: Tensor) -> tuple[Tensor, ...]:
+            inputs = list(saved)
+            for i, value in zip(variables, values, strict=True):
+                inputs[i] = value
+            results = reference.attention_backward(*inputs, *ctx.options)
+            return tuple(result for result in results if result is not None)
+
+        outputs, vjp = torch.func.vjp(gradients, *(saved[i] for i in variables))
+        result: list[Tensor | None] = [None] * (13 + len(ctx.options))
+        for i, grad in zip(variables, vjp(tuple(grads[: len(outputs)])), strict=True):
+            result[i] = grad
+        return tuple(result)
+
+
+# Registration -----------------------------------------------------------------------------------
+
+_TENSORS = (
+    "Tensor query, Tensor key, Tensor value, Tensor? attn_mask, Tensor? key_lengths, "
+    "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seed"
+)
+_OPTIONS = (
+    "SymInt max_seqlen_q, SymInt max_seqlen_k, float? scale, SymInt window_left, "
+    "SymInt window_right, bool lower_right, float dropout_p"
+)
+
+
+def _empty_like_layout(like: Tensor, last_dim: int) -> Tensor:
+    """Uninitialised (B, H, L, last_dim), dense, in memory order (B, L, H) if ``like`` is so.
+
+    A model splits its heads with a view and a transpose; an output in the same order is joined
+    again without a copy.
+    """
+    B, H, L, _ = like.shape
+    if like.stride(1) < like.stride(2):
+        return like.new_empty(B, L, H, last_dim).transpose(1, 2)
+    return like.new_empty(B, H, L, last_dim)
+
+
+def _forward_fake(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
+    lse = query.new_empty(query.shape[:3], dtype=dtype)
+    return _empty_like_layout(query, value.shape[3]), lse
+
+
+def _backward_fake(
+    grad_out: Tensor, grad_lse: Tensor | None, query: Tensor, key: Tensor, value: Tensor,
+    attn_mask: Tensor | None, *rest: Any,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    grads = [_empty_like_layout(x, x.shape[3]) for x in (query, key, value)]
+    if rest[-1]:
+        assert attn_mask is not None
+        return (*grads, attn_mask.new_empty(attn_mask.shape))
+    return (*grads, query.new_empty(0))
+
+
+def _forward_vmap(op: Any, info: Any, in_dims: Any, *args: Any) -> Any:
+    if _positions_matter(args[5], args[7]):
+        return _one_by_one(op, info, in_dims, args)
+    N, B = info.batch_size, _rows(args[0], in_dims[0])
+    tensors = [_fold(x, d, N, B) for x, d in zip(args[:8], in_dims[:8], strict=True)]
+    results = op(*tensors, *args[8:])
+    return tuple(r.unflatten(0, (N, B)) for r in results), (0, 0)
+
+
+def _backward_vmap(op: Any, info: Any, in_dims: Any, *args: Any) -> Any:
+    if _positions_matter(args[7], args[9]):
+        return _one_by_one(op, info, in_dims, args)
+    N, B = info.batch_size, _rows(args[2], in_dims[2])
+    tensors = [_fold(x, d, N, B) for x, d in zip(args[:12], in_dims[:12], strict=True)]
+    mask_requires_grad = args[-1]
+    if mask_requires_grad:
+        # Each sample's mask has a gradient of its own, also where the mask itself is shared.
+        tensors[5] = _fold(args[5], in_dims[5], N, B, whole=True)
+    *grads, grad_mask = (r for r in op(*tensors, *args[12:]))
+    grads = [g.unflatten(0, (N, B)) for g in grads]
+    if not mask_requires_grad:
+        return (*grads, grad_mask), (0, 0, 0, None)
+    grad_mask = grad_mask.unflatten(0, (N, B))
+    if _rows(args[5], in_dims[5]) != B:
+        grad_mask = grad_mask.sum(1, keepdim=True)
+    return (*grads, grad_mask), (0, 0, 0, 0)
+
+
+def _positions_matter(cu_seqlens_q: Tensor | None, seed: Tensor | None) -> bool:
+    """Packed sequences can't be folded into a batch, nor dropout, which counts by batch index."""
+    return cu_seqlens_q is not None or seed is not None
+
+
+def _rows(x: Tensor, dim: int | None) -> int:
+    """The batch size of one sample."""
+    return x.shape[0] if dim is None else x.movedim(dim, 0).shape[1]
+
+
+def _fold(x: Tensor | None, dim: int | None, N: int, B: int, whole: bool = False) -> Tensor | None:
+    """(N, B, ...) as (N · B, ...). A mask shared by every sample and sequence stays as it is."""
+    if x is None:
+        return None
+    if dim is None and x.shape[0] == 1 and B * N != 1 and not whole and x.shape[0] != B:
+        return x
+    x = x.expand(N, *x.shape) if dim is None else x.movedim(dim, 0)
+    return x.expand(N, B, *x.shape[2:]).flatten(0, 1)
+
+
+def _one_by_one(op: Any, info: Any, in_dims: Any, args: tuple[Any, ...]) -> Any:
+    def sample(i: int) -> list[Any]:
+        return [
+            x if d is None else x.select(d, i)
+            for x, d in zip(args, in_dims, strict=True)
+        ]  # fmt: skip
+
+    results = zip(*(op(*sample(i)) for i in range(info.batch_size)), strict=True)
+    stacked = tuple(torch.stack(r) for r in results)
+    return stacked, (0,) * len(stacked)
+
+
+_registration.define(
+    "attention_forward",
+    f"({_TENSORS}, {_OPTIONS}) -> (Tensor, Tensor)",
+    _forward_fake,
+    _forward_vmap,
+)
+_registration.define(
+    "attention_backward",
+    f"(Tensor grad_out, Tensor? grad_logsumexp, {_TENSORS}, Tensor out, Tensor logsumexp, "
+    f"{_OPTIONS}, bool mask_requires_grad) -> (Tensor, Tensor, Tensor, Tensor)",
+    _backward_fake,
+    _backward_vmap,
+)
+
+
+@_registration.implement("attention_forward", "eager")
+def _eager_forward(query: Tensor, key: Tensor, value: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
+    _check_values(query, key, *args[1:4], *args[5:7])
+    out, lse = reference.attention(query, key, value, *args)
+    return _empty_like_layout(query, value.shape[3]).copy_(out), lse
+
+
+@_registration.implement("attention_backward", "eager")
+def _eager_backward(
+    grad_out: Tensor, grad_lse: Tensor | None, query: Tensor, key: Tensor, value: Tensor,
+    *args: Any,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    tensors, options = args[:5], args[7:]
+    *grads, grad_mask = reference.attention_backward(
+        grad_out, grad_lse, query, key, value, *tensors, *options
+    )
+    like = (query, key, value)
+    laid_out = [
+        _empty_like_layout(x, x.shape[3]).copy_(g) for x, g in zip(like, grads, strict=True)
+    ]
+    return (*laid_out, query.new_empty(0) if grad_mask is None else grad_mask)
+
+
+_FORWARD = {name: getattr(torch.ops.trifuse.attention_forward, name) for name in backends.ORDER}
+_BACKWARD = {name: getattr(torch.ops.trifuse.attention_backward, name) for name in backends.ORDER}

@@ -1,0 +1,299 @@
+r"""Masked scaled dot-product attention, forward and backward, as mathematics.
+
+Vaswani et al., "Attention Is All You Need" (2017), equation 1, with a mask and dropout. For one
+head, with M the pairs (i, j) that take part, b the float mask and D the dropout multiplier (0 where
+a weight is dropped, 1/(1-p) where it is kept):
+
+    S_ij   = scale · q_i·k_j + b_ij                  for (i, j) in M, else -∞
+    lse_i  = log ∑_j exp S_ij
+    P_ij   = exp(S_ij - lse_i)
+    O_i    = ∑_j D_ij P_ij v_j
+
+and, for gradients dO and dlse arriving from above:
+
+    dV_j   = ∑_i D_ij P_ij dO_i
+    dP_ij  = D_ij dO_i·v_j
+    dS_ij  = P_ij (dP_ij - ∑_j P_ij dP_ij + dlse_i)
+    dQ_i   = scale ∑_j dS_ij k_j,   dK_j = scale ∑_i dS_ij q_i,   db = dS
+
+Sums run over pairs in M only, which settles two things that 0 · x leaves open: a row with no pair
+gives O = 0, lse = -∞ and no gradient, and a NaN or Inf in a key, value or query reaches only the
+rows that it is paired with. (What it does reach becomes NaN.)
+
+Every backend is held to this file in float64. 16-bit inputs are computed in float32. It holds whole
+(Lq, Lk) matrices: it is here to be read and to be right, not to be fast.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from trifuse.reference import philox
+
+
+class _Weights(NamedTuple):
+    keep: Tensor  # bool (B, H, Lq, Lk): the set M
+    probability: Tensor  # (B, H, Lq, Lk): P
+    multiplier: Tensor | None  # (B, H, Lq, Lk): D
+    logsumexp: Tensor  # (B, H, Lq)
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    key_lengths: Tensor | None,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    seed: Tensor | None,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    scale: float | None,
+    window_left: int,
+    window_right: int,
+    lower_right: bool,
+    dropout_p: float,
+) -> tuple[Tensor, Tensor]:
+    """The output and the logsumexp.
+
+    Args:
+        query: (B, H, Lq, E). With ``cu_seqlens_q``, (1, H, total, E), the sequences end to end.
+        key: (B, Hkv, Lk, E), H a multiple of Hkv; head h attends to key head h // (H / Hkv).
+        value: (B, Hkv, Lk, Ev).
+        attn_mask: bool (True takes part) or float (added); every dimension of (B, H, Lq, Lk) is
+            full or 1. With ``cu_seqlens_q``, B counts sequences and Lq, Lk are the ``max_seqlen``.
+        key_lengths: integers (B,); keys at or past the length take no part.
+        cu_seqlens_q, cu_seqlens_k: integers (sequences + 1,), where each sequence begins; tokens
+            past the last boundary belong to none.
+        seed: int64, one element; keys the dropout.
+        max_seqlen_q, max_seqlen_k: not needed here; kernels size their grids with them.
+        scale: what q·k is multiplied by; None means 1/√E.
+        window_left, window_right: query i sees keys from ``d(i) - left`` to ``d(i) + right``;
+            -1 means no bound. Causal attention is ``window_right = 0``.
+        lower_right: the diagonal is d(i) = i + Lk - Lq instead of d(i) = i.
+        dropout_p: the probability of dropping a weight.
+
+    Returns:
+        (B, H, Lq, Ev) in the query's dtype, and (B, H, Lq) in float32, or float64 for float64.
+    """
+    wide = _accumulation_dtype(query.dtype)
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    out = query.new_zeros((*query.shape[:-1], value.shape[-1]))
+    logsumexp = query.new_full(query.shape[:-1], float("-inf"), dtype=wide)
+    for part in _sequences(query, key, cu_seqlens_q, cu_seqlens_k):
+        q, k, v = query[part.query], _grouped(key, query)[part.key], _grouped(value, query)[part.key]
+        weights = _weights(
+            q, k, part.mask(attn_mask), key_lengths, seed, scale, window_left, window_right,
+            lower_right, dropout_p, part.index,
+        )  # fmt: skip
+        dropped = _multiply(weights.probability, weights.multiplier)
+        out[part.query] = _matmul_over_pairs(dropped, weights.keep, v.to(wide)).to(query.dtype)
+        logsumexp[part.row] = weights.logsumexp
+    return out, logsumexp
+
+
+def attention_backward(
+    grad_out: Tensor,
+    grad_logsumexp: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    key_lengths: Tensor | None,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    seed: Tensor | None,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    scale: float | None,
+    window_left: int,
+    window_right: int,
+    lower_right: bool,
+    dropout_p: float,
+    mask_requires_grad: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Gradients for query, key, value and, if asked for, the float mask.
+
+    The weights are computed again from the inputs rather than taken from the forward, so that this
+    function can itself be differentiated: it is the double backward of every backend.
+
+    Args:
+        grad_out: (B, H, Lq, Ev).
+        grad_logsumexp: (B, H, Lq) or None.
+        mask_requires_grad: whether the gradient of ``attn_mask`` is wanted.
+        The rest as in :func:`attention`.
+
+    Returns:
+        Tensors shaped and typed like query, key, value and ``attn_mask`` (or None).
+    """
+    wide = _accumulation_dtype(query.dtype)
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    kv_heads, groups = key.shape[1], query.shape[1] // max(key.shape[1], 1)
+    parts_q, parts_k, parts_v, parts_mask = [], [], [], []
+    for part in _sequences(query, key, cu_seqlens_q, cu_seqlens_k):
+        q, do = query[part.query].to(wide), grad_out[part.query].to(wide)
+        k = _grouped(key, query)[part.key].to(wide)
+        v = _grouped(value, query)[part.key].to(wide)
+        mask = part.mask(attn_mask)
+        keep, probability, multiplier, _ = _weights(
+            q, k, mask, key_lengths, seed, scale, window_left, window_right,
+            lower_right, dropout_p, part.index,
+        )  # fmt: skip
+        grad_p = _multiply((do @ v.mT).masked_fill(~keep, 0), multiplier)
+        inner = grad_p - (probability * grad_p).sum(-1, keepdim=True)
+        if grad_logsumexp is not None:
+            inner = inner + grad_logsumexp[part.row][..., None]
+        grad_s = (probability * inner).masked_fill(~keep, 0)
+        dropped = _multiply(probability, multiplier)
+
+        parts_q.append(scale * _matmul_over_pairs(grad_s, keep, k))
+        grad_k = scale * _matmul_over_pairs(grad_s.mT, keep.mT, q)
+        grad_v = _matmul_over_pairs(dropped.mT, keep.mT, do)
+        parts_k.append(grad_k.unflatten(1, (kv_heads, groups)).sum(2) if groups != 1 else grad_k)
+        parts_v.append(grad_v.unflatten(1, (kv_heads, groups)).sum(2) if groups != 1 else grad_v)
+        if mask_requires_grad:
+            assert mask is not None
+            parts_mask.append(_pad_like(grad_s.sum_to_size(mask.shape), attn_mask))
+
+    grad_mask = None
+    if mask_requires_grad:
+        assert attn_mask is not None
+        stacked = torch.cat([*parts_mask, attn_mask.new_zeros((0, *attn_mask.shape[1:]))])
+        grad_mask = stacked.to(wide).sum_to_size(attn_mask.shape).to(attn_mask.dtype)
+    return (
+        _join(parts_q, query, 2),
+        _join(parts_k, key, 2),
+        _join(parts_v, value, 2),
+        grad_mask,
+    )
+
+
+def _weights(
+    query: Tensor,
+    key: Tensor,
+    attn_mask: Tensor | None,
+    key_lengths: Tensor | None,
+    seed: Tensor | None,
+    scale: float,
+    window_left: int,
+    window_right: int,
+    lower_right: bool,
+    dropout_p: float,
+    first_batch: int,
+) -> _Weights:
+    wide = _accumulation_dtype(query.dtype)
+    (B, H, Lq), Lk, device = query.shape[:3], key.shape[2], query.device
+
+    row, column = torch.arange(Lq, device=device)[:, None], torch.arange(Lk, device=device)
+    diagonal = row + (Lk - Lq if lower_right else 0)
+    keep = torch.ones(B, H, Lq, Lk, dtype=torch.bool, device=device)
+    if window_left >= 0:
+        keep = keep & (column >= diagonal - window_left)
+    if window_right >= 0:
+        keep = keep & (column <= diagonal + window_right)
+    if key_lengths is not None:
+        keep = keep & (column < key_lengths[:, None, None, None])
+
+    scores = scale * (query.to(wide) @ key.to(wide).mT)
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        keep = keep & attn_mask
+    elif attn_mask is not None:
+        keep = keep & (attn_mask != float("-inf"))
+        scores = scores + attn_mask.to(wide)
+    scores = scores.masked_fill(~keep, float("-inf"))
+
+    # The maximum only shifts the exponent, so no gradient goes through it. A row without a pair
+    # has no maximum and a sum of 0; 0 and 1 stand in for them.
+    empty = ~keep.any(-1, keepdim=True)
+    peak = scores.detach().amax(-1, keepdim=True) if Lk else scores.new_zeros(B, H, Lq, 1)
+    exponential = torch.exp(scores - peak.masked_fill(empty, 0)).masked_fill(~keep, 0)
+    total = exponential.sum(-1, keepdim=True).masked_fill(empty, 1)
+    logsumexp = (total.log() + peak).masked_fill(empty, float("-inf")).squeeze(-1)
+
+    multiplier = None
+    if dropout_p > 0:
+        assert seed is not None
+        batch = torch.arange(first_batch, first_batch + B, device=device)
+        plane = batch[:, None] * H + torch.arange(H, device=device)
+        kept = philox.dropout_keep(seed, plane, Lq, Lk, dropout_p)
+        multiplier = kept.to(wide) * philox.keep_scale(dropout_p)
+    return _Weights(keep, exponential / total, multiplier, logsumexp)
+
+
+def _matmul_over_pairs(weights: Tensor, keep: Tensor, rows: Tensor) -> Tensor:
+    """``weights @ rows`` with each sum over kept pairs alone, so that 0 · NaN never enters.
+
+    A sum that does hold a non-finite row becomes NaN.
+    """
+    finite = rows.isfinite()
+    product = weights @ rows.masked_fill(~finite, 0)
+    reached = keep.to(rows.dtype) @ (~finite).to(rows.dtype)
+    return product.masked_fill(reached > 0, float("nan"))
+
+
+def _multiply(weights: Tensor, multiplier: Tensor | None) -> Tensor:
+    return weights if multiplier is None else weights * multiplier
+
+
+def _accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _grouped(kv: Tensor, query: Tensor) -> Tensor:
+    """Key or value heads repeated for the query heads that share them."""
+    groups = query.shape[1] // max(kv.shape[1], 1)
+    return kv if groups == 1 else kv.repeat_interleave(groups, dim=1)
+
+
+class _Sequence(NamedTuple):
+    """Where one sequence, or a whole padded batch, lies in the packed tensors."""
+
+    index: int  # the first sequence's number: the b of the dropout counter
+    query: tuple[slice, ...]
+    key: tuple[slice, ...]
+    row: tuple[slice, ...]
+    lengths: tuple[int, int] | None
+
+    def mask(self, attn_mask: Tensor | None) -> Tensor | None:
+        if attn_mask is None or self.lengths is None:
+            return attn_mask
+        if attn_mask.shape[0] != 1:
+            attn_mask = attn_mask[self.index : self.index + 1]
+        rows, columns = self.lengths
+        attn_mask = attn_mask if attn_mask.shape[2] == 1 else attn_mask[:, :, :rows]
+        return attn_mask if attn_mask.shape[3] == 1 else attn_mask[:, :, :, :columns]
+
+
+def _sequences(
+    query: Tensor, key: Tensor, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None
+) -> Iterator[_Sequence]:
+    everything = (slice(None),)
+    if cu_seqlens_q is None or cu_seqlens_k is None:
+        yield _Sequence(0, everything, everything, everything, None)
+        return
+    starts_q, starts_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
+    head = (slice(None), slice(None))
+    for b in range(len(starts_q) - 1):
+        q = slice(starts_q[b], starts_q[b + 1])
+        k = slice(starts_k[b], starts_k[b + 1])
+        lengths = (q.stop - q.start, k.stop - k.start)
+        yield _Sequence(b, (*head, q), (*head, k), (*head, q), lengths)
+
+
+def _join(parts: list[Tensor], like: Tensor, dim: int) -> Tensor:
+    """The parts end to end, then zeros for tokens that belong to no sequence."""
+    rest = list(like.shape)
+    rest[dim] -= sum(part.shape[dim] for part in parts)
+    return torch.cat([*(part.to(like.dtype) for part in parts), like.new_zeros(rest)], dim)
+
+
+def _pad_like(grad: Tensor, attn_mask: Tensor | None) -> Tensor:
+    """A sequence's mask gradient, widened to the mask's own last two dimensions."""
+    assert attn_mask is not None
+    rows, columns = (attn_mask.shape[d] - grad.shape[d] for d in (2, 3))
+    return torch.nn.functional.pad(grad, (0, columns, 0, rows))

@@ -1,0 +1,87 @@
+"""Philox4x32, the counter-based generator behind every dropout mask in trifuse.
+
+Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3" (SC 2011). A block
+cipher in miniature: 128 bits of counter and 64 bits of key go in, 128 random bits come out, and
+no state is carried from one call to the next. So an element's random number depends on *where the
+element is* and on the seed, never on which backend, tile or thread asks for it, and a backward
+pass draws the forward's mask again instead of storing it.
+
+This file is the specification: the C++, Triton and CUDA generators must agree with it bit for bit.
+
+Conventions, chosen once for all backends:
+
+- 7 rounds, the fewest that pass BigCrush in the paper (its table 2);
+- 16 bits per element: one call serves 8 neighbours along the last axis, so p is honoured to 2⁻¹⁶;
+- an element is dropped where its 16 bits are below ``threshold = round(p · 2¹⁶)``, and what is kept
+  is scaled by 2¹⁶ / (2¹⁶ - threshold), the exact inverse of the probability that is really used.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+ROUNDS = 7
+_MASK32 = 0xFFFFFFFF
+_MULTIPLIER = (0xD2511F53, 0xCD9E8D57)
+_WEYL = (0x9E3779B9, 0xBB67AE85)
+
+
+def threshold(dropout_p: float) -> int:
+    """The number of 16-bit values, of 65,536, that drop an element. Never all of them."""
+    return min(round(dropout_p * 65536), 65535)
+
+
+def keep_scale(dropout_p: float) -> float:
+    """What a kept element is multiplied by: the inverse of the probability of keeping it."""
+    return 65536 / (65536 - threshold(dropout_p))
+
+
+def philox4x32(counter: tuple[Tensor, Tensor, Tensor, Tensor], seed: Tensor) -> list[Tensor]:
+    """Four 32-bit words for every counter.
+
+    Args:
+        counter: four int64 tensors, broadcastable together, holding 32-bit words.
+        seed: int64, one element; its low half is the first key word.
+
+    Returns:
+        Four int64 tensors of the broadcast shape, each value in [0, 2³²).
+    """
+    c0, c1, c2, c3 = torch.broadcast_tensors(*counter)
+    key0, key1 = seed & _MASK32, (seed >> 32) & _MASK32
+    for _ in range(ROUNDS):
+        # int64 products wrap modulo 2⁶⁴ and >> copies the sign, so the halves need their masks.
+        p0, p1 = c0 * _MULTIPLIER[0], c2 * _MULTIPLIER[1]
+        c0, c1, c2, c3 = (
+            ((p1 >> 32) & _MASK32) ^ c1 ^ key0,
+            p1 & _MASK32,
+            ((p0 >> 32) & _MASK32) ^ c3 ^ key1,
+            p0 & _MASK32,
+        )
+        key0, key1 = (key0 + _WEYL[0]) & _MASK32, (key1 + _WEYL[1]) & _MASK32
+    return [c0, c1, c2, c3]
+
+
+def dropout_keep(seed: Tensor, plane: Tensor, rows: int, columns: int, dropout_p: float) -> Tensor:
+    """Which elements of a stack of matrices survive dropout.
+
+    Element (row, column) of a plane takes half-word ``column % 8`` of the 128 bits drawn at counter
+    ``(column // 8, row, plane, 0)``; half-words are counted from the low end of the first word.
+
+    Args:
+        seed: int64, one element.
+        plane: int64 (...), the number of each matrix: ``b · H + h`` for attention.
+        rows, columns: the size of each matrix.
+        dropout_p: the probability of dropping an element, in [0, 1).
+
+    Returns:
+        bool (..., rows, columns), True where the element is kept.
+    """
+    device = plane.device
+    groups = (columns + 7) // 8
+    column = torch.arange(groups, device=device)
+    row = torch.arange(rows, device=device)[:, None]
+    words = philox4x32((column, row, plane[..., None, None], torch.zeros_like(column)), seed)
+    halves = [half for word in words for half in (word & 0xFFFF, word >> 16)]
+    bits = torch.stack(halves, dim=-1).flatten(-2)[..., :columns]
+    return bits >= threshold(dropout_p)
