@@ -94,6 +94,8 @@ class BuildExtension(build_ext):
         # OpenMP is only compiled against: torch brings its own runtime, and a second one linked
         # here would be a second pool of threads beside torch's.
         common = ["-std=c++20", "-O3", "-fPIC", "-fopenmp", "-fvisibility=hidden", "-Wall"]
+        # GCC warns of its own intrinsics' undefined values, and of an ABI before 4.6.
+        common += ["-Wno-maybe-uninitialized", "-Wno-psabi"]
         common += ["-DAT_PARALLEL_OPENMP=1", "-DTORCH_EXTENSION_NAME=_C"]
         common += [f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}"]
         jobs: list[tuple[Path, Path, list[str]]] = []
@@ -105,8 +107,7 @@ class BuildExtension(build_ext):
                     for name in CAPABILITIES
                 ]
             else:
-                names = ",".join(CAPABILITIES)
-                jobs.append((source, build / f"{stem}.o", [f'-DTRIFUSE_CAPABILITIES="{names}"']))
+                jobs.append((source, build / f"{stem}.o", []))
 
         headers = [path.stat().st_mtime for path in (ROOT / "csrc").glob("**/*.h")]
         newest = max([*headers, Path(__file__).stat().st_mtime])
@@ -126,7 +127,10 @@ class BuildExtension(build_ext):
             list(pool.map(compile_one, jobs[::-1]))
         output = Path(self.get_ext_fullpath(ext.name))
         output.parent.mkdir(parents=True, exist_ok=True)
-        link = [compiler, "-shared", *(str(target) for _, target, _ in jobs), "-o", str(output)]
+        # The linker keeps the first copy it meets of an inline function. Code for narrow vectors
+        # comes first, so that none compiled for wide ones is shared with what runs everywhere.
+        order = sorted(jobs, key=lambda job: [*CAPABILITIES].index((job[1].suffixes[-2:-1] or [".DEFAULT"])[0][1:]))
+        link = [compiler, "-shared", *(str(target) for _, target, _ in order), "-o", str(output)]
         for path in library_paths():
             link += [f"-L{path}", f"-Wl,-rpath,{path}"]
         link += ["-ltorch_python", "-ltorch", "-ltorch_cpu", "-lc10"]
@@ -149,7 +153,7 @@ setup(
         "trifuse.benchmarks": "benchmarks",
         "trifuse.kernels": "kernels",
     },
-    package_data={"trifuse": ["py.typed"]},
+    package_data={"trifuse": ["py.typed", "_C.pyi"]},
     ext_modules=[Extension("trifuse._C", sources=[])],
     cmdclass={"build_ext": BuildExtension},
 )

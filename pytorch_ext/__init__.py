@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from trifuse import nn
 from trifuse._version import __version__
 from trifuse.backends import backend
 from trifuse.explain import explain
+from trifuse.fuse import FuseReport, fuse
 from trifuse.ops._checks import ArgumentError
 from trifuse.ops.attention import scaled_dot_product_attention, varlen_attention
 
 __all__ = [
     "ArgumentError",
+    "FuseReport",
     "__version__",
     "backend",
     "explain",
+    "fuse",
+    "nn",
     "scaled_dot_product_attention",
     "varlen_attention",
 ]

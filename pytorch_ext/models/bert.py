@@ -18,7 +18,6 @@ import dataclasses
 import json
 import math
 import warnings
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -88,7 +87,8 @@ class BertConfig:
                 f"{self.num_attention_heads}; got {self.hidden_size}"
             )
         if self.hidden_act not in _ACTIVATIONS:
-            raise ValueError(f"hidden_act: expected {_one_of(_ACTIVATIONS)}; got {self.hidden_act!r}")
+            known = " or ".join(f'"{name}"' for name in _ACTIVATIONS)
+            raise ValueError(f"hidden_act: expected {known}; got {self.hidden_act!r}")
         if self.attn_implementation not in ("eager", "sdpa"):
             raise ValueError(
                 f'attn_implementation: expected "eager" or "sdpa"; got {self.attn_implementation!r}'
@@ -149,11 +149,11 @@ class BertEmbeddings(nn.Module):
         token_type_ids: Tensor | None = None,
         position_ids: Tensor | None = None,
     ) -> Tensor:
-        L, longest = input_ids.shape[1], self.position_embeddings.num_embeddings
-        if L > longest:
-            raise ValueError(f"input_ids: expected at most {longest} positions; got {L}")
+        length, limit = input_ids.shape[1], self.position_embeddings.num_embeddings
+        if length > limit:
+            raise ValueError(f"input_ids: expected at most {limit} positions; got {length}")
         if position_ids is None:
-            position_ids = torch.arange(L, device=input_ids.device)
+            position_ids = torch.arange(length, device=input_ids.device)
         if token_type_ids is None:
             token_type_ids = torch.zeros_like(input_ids)
         # The order of the two additions is transformers', for the same rounding.
@@ -351,8 +351,8 @@ class BertPreTrainedModel(nn.Module):
         self.config = config
 
     @torch.no_grad()
-    def _initialise(self) -> None:
-        for module in self.modules():
+    def _initialise(self, part: nn.Module) -> None:
+        for module in part.modules():
             if isinstance(module, (nn.Linear, nn.Embedding)):
                 module.weight.normal_(0.0, self.config.initializer_range)
             if isinstance(module, nn.Linear):
@@ -383,7 +383,6 @@ class BertPreTrainedModel(nn.Module):
         model._load(_read_safetensors(directory), directory)
         return model.eval()
 
-    @torch.no_grad()
     def _load(self, checkpoint: dict[str, Tensor], directory: Path) -> None:
         parameters = dict(self.named_parameters(remove_duplicate=False))
         loaded: set[int] = set()  # ids, so that one name of a tied parameter is enough
@@ -401,9 +400,10 @@ class BertPreTrainedModel(nn.Module):
                     f"{directory}: {stored}: expected shape {tuple(parameter.shape)}; "
                     f"got {tuple(value.shape)}"
                 )
-            parameter.copy_(value)
+            with torch.no_grad():
+                parameter.copy_(value)
             loaded.add(id(parameter))
-        missing = [name for name, parameter in parameters.items() if id(parameter) not in loaded]
+        missing = [name for name, value in self.named_parameters() if id(value) not in loaded]
         if body := [name for name in missing if "embeddings." in name or "encoder." in name]:
             raise ValueError(f"{directory}: expected a BERT checkpoint; it lacks {_listed(body)}")
         if missing:
@@ -443,7 +443,7 @@ class BertModel(BertPreTrainedModel):
         self.embeddings = BertEmbeddings(config)
         self.encoder = BertEncoder(config)
         self.pooler = BertPooler(config) if add_pooling_layer else None
-        self._initialise()
+        self._initialise(self)
 
     def forward(
         self,
@@ -487,8 +487,8 @@ class BertForPreTraining(BertPreTrainedModel):
         super().__init__(config)
         self.bert = BertModel(config)
         self.cls = BertPreTrainingHeads(config)
+        self._initialise(self.cls)
         self.cls.predictions.decoder.weight = self.bert.embeddings.word_embeddings.weight
-        self._initialise()
 
     def forward(
         self,
@@ -511,7 +511,7 @@ class BertForSequenceClassification(BertPreTrainedModel):
         dropout_p = config.classifier_dropout
         self.dropout = nn.Dropout(config.hidden_dropout_prob if dropout_p is None else dropout_p)
         self.classifier = nn.Linear(config.hidden_size, config.num_labels)
-        self._initialise()
+        self._initialise(self.classifier)
 
     def forward(
         self,
@@ -542,7 +542,3 @@ def _read_safetensors(directory: Path) -> dict[str, Tensor]:
 def _listed(names: list[str]) -> str:
     shown = ", ".join(names[:8])
     return shown if len(names) <= 8 else f"{shown} and {len(names) - 8} more"
-
-
-def _one_of(names: Iterator[str] | dict[str, Any]) -> str:
-    return " or ".join(f'"{name}"' for name in names)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 from typing import Any
 
 import torch
@@ -38,10 +39,18 @@ def same_device(argument: str, value: Tensor, name: str, other: Tensor) -> None:
         raise fail(argument, f"a tensor on {other.device}, as {name}", value.device)
 
 
-def probability(argument: str, value: float) -> float:
+def number(argument: str, value: Any) -> float:
+    """A Python number. A tensor is refused: turned into one it would lose its gradient."""
+    if not isinstance(value, (int, float, torch.SymInt, torch.SymFloat, numbers.Real)):
+        raise TypeError(f"{argument}: expected a number; got {type(value).__name__}")
+    return float(value)
+
+
+def probability(argument: str, value: Any) -> float:
+    value = number(argument, value)
     if not 0.0 <= value < 1.0:
         raise fail(argument, "a probability in [0, 1)", value)
-    return float(value)
+    return value
 
 
 def integers(argument: str, value: Any, shape: str, count: int | None, like: Tensor) -> Tensor:

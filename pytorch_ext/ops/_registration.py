@@ -19,7 +19,9 @@ from trifuse.backends import ORDER
 library = torch.library.Library("trifuse", "DEF")
 
 
-def define(operator: str, signature: str, fake: Callable[..., Any], vmap: Callable[..., Any]) -> None:
+def define(
+    operator: str, signature: str, fake: Callable[..., Any], vmap: Callable[..., Any]
+) -> None:
     """Declare an op for every backend.
 
     Args:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -36,15 +37,16 @@ def scaled_dot_product_attention(
     mean the same, and all masks combine.
 
     Args:
-        query: (..., H, Lq, E), float32, bfloat16, float16 or float64. (N, L, E) and (L, E) work too.
+        query: (..., H, Lq, E), float32, bfloat16, float16 or float64. (N, L, E) and (L, E) work
+            too.
         key: (..., Hkv, Lk, E). Leading dimensions broadcast with the query's.
         value: (..., Hkv, Lk, Ev).
         attn_mask: broadcastable to (..., H, Lq, Lk), read through its own strides. Boolean: True
             takes part. Floating: added to the scores, -inf leaves the pair out; float32 or the
             query's dtype. ``torch.nn.attention.bias.causal_lower_right(Lq, Lk)`` is understood.
-        dropout_p: probability of dropping an attention weight, honoured to 2⁻¹⁶. Always applied: pass
-            0 in evaluation. Drawn from torch's default generator for the device; the same seed drops
-            the same weights on every backend.
+        dropout_p: probability of dropping an attention weight, honoured to 2⁻¹⁶. Always applied:
+            pass 0 in evaluation. Drawn from torch's default generator for the device; the same seed
+            drops the same weights on every backend.
         is_causal: query i sees keys up to i. ``CausalVariant.LOWER_RIGHT`` puts the diagonal at
             i + Lk - Lq instead.
         scale: multiplies q·k. Default: 1/√E.
@@ -64,7 +66,7 @@ def scaled_dot_product_attention(
 
     Raises:
         TypeError: an argument of the wrong type, or a dtype that doesn't fit the others.
-        ValueError: a shape, device, range or value that doesn't fit (see ``trifuse.ArgumentError``).
+        ValueError: a shape, device, range or value that doesn't fit (``trifuse.ArgumentError``).
         RuntimeError: the backend asked for by name can't serve the call.
     """
     call = _prepare(
@@ -107,7 +109,7 @@ def varlen_attention(
             blocks than it needs; wrong, they raise on a CPU and leave rows undefined on a GPU.
         attn_mask: broadcastable to (N, H, max_seqlen_q, max_seqlen_k), indexed by position within
             the sequence.
-        The rest as in :func:`scaled_dot_product_attention`; a causal diagonal is each sequence's own.
+        The rest as in :func:`scaled_dot_product_attention`; each sequence has its own diagonal.
 
     Returns:
         (total_q, H, Ev); with ``return_lse`` also (total_q, H).
@@ -157,8 +159,8 @@ def _prepare(
     query, key, value, attn_mask = _tensors(query, key, value, attn_mask)
     lead = None
     if not query.dim() == key.dim() == value.dim() == 4:
-        query, key, value, attn_mask, lead = _to_4d(query, key, value, attn_mask)
-    if not (query.shape[0] == key.shape[0] == value.shape[0]) or query.shape[1] != key.shape[1]:
+        query, key, value, attn_mask, lead = _to_4d(query, key, value, attn_mask, enable_gqa)
+    if not query.shape[:2] == key.shape[:2] == value.shape[:2]:
         query, key, value = _broadcast_batch(query, key, value, enable_gqa)
     _check_sizes(query, key, value, enable_gqa)
     Lq, Lk = query.shape[2], key.shape[2]
@@ -173,7 +175,7 @@ def _prepare(
     if key_lengths is not None:
         key_lengths = _checks.integers("key_lengths", key_lengths, "(B,)", query.shape[0], query)
     options = (
-        Lq, Lk, None if scale is None else float(scale), left, right, lower_right,
+        Lq, Lk, _scale(scale), left, right, lower_right,
         _checks.probability("dropout_p", dropout_p),
     )  # fmt: skip
     return _Call(
@@ -220,7 +222,7 @@ def _prepare_varlen(
         shape4 = (cu_seqlens_q.shape[0] - 1, query.shape[1], max_seqlen_q, max_seqlen_k)
         attn_mask = _mask_to_4d(attn_mask, query, shape4)
     options = (
-        max_seqlen_q, max_seqlen_k, None if scale is None else float(scale), left, right,
+        max_seqlen_q, max_seqlen_k, _scale(scale), left, right,
         lower_right, _checks.probability("dropout_p", dropout_p),
     )  # fmt: skip
     return _Call(
@@ -238,11 +240,13 @@ def _tensors(
     value = _checks.tensor("value", value)
     if attn_mask is not None and not isinstance(attn_mask, CausalBias):
         attn_mask = _checks.tensor("attn_mask", attn_mask)
-        if attn_mask.dtype == torch.bool and attn_mask.requires_grad:
-            raise fail("attn_mask", "a floating mask where a gradient is wanted", "torch.bool")
-    if torch.is_autocast_enabled(query.device.type) and query.dtype != torch.float64:
-        dtype = torch.get_autocast_dtype(query.device.type)
-        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    device = query.device.type
+    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+        query, key, value = (_autocast(x, dtype) for x in (query, key, value))
+        # A float32 mask is served as it is; rounding it would only lose accuracy.
+        if attn_mask is not None and attn_mask.dtype != torch.float32:
+            attn_mask = _autocast(attn_mask, dtype)
     dtype = query.dtype
     if dtype not in _checks.FLOATING:
         raise TypeError(f"query: expected float32, bfloat16, float16 or float64; got {dtype}")
@@ -253,32 +257,48 @@ def _tensors(
     return query, key, value, attn_mask
 
 
+def _autocast(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """What autocast does to an argument: float64 and what isn't floating stay as they are."""
+    return x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x
+
+
 def _to_4d(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, enable_gqa: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, tuple[int, ...]]:
-    """(..., H, L, E) seen as (B, H, L, E); 3-D tensors are batches of one head, as in torch."""
+    """(..., H, L, E) seen as (B, H, L, E), and the leading dimensions of the result.
+
+    3-D tensors are batches of one head, unless grouped heads are asked for: as in torch.
+    """
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if tensor.dim() < 2:
             raise fail(name, "at least 2 dimensions", tuple(tensor.shape))
-    if query.dim() <= 3 and key.dim() <= 3 and value.dim() <= 3:
+    dims = (query.dim(), key.dim(), value.dim())
+    if max(dims) <= 3 and not (enable_gqa and min(dims) == 3):
         lead = _broadcast_shapes(query.shape[:-2], key.shape[:-2], value.shape[:-2])
         if isinstance(attn_mask, Tensor) and not isinstance(attn_mask, CausalBias):
             # (N, Lq, Lk): the batch is in front of a head that the caller does not have.
             attn_mask = attn_mask.unsqueeze(-3) if attn_mask.dim() == 3 else attn_mask
-        flat = [x.expand(*lead, *x.shape[-2:]) for x in (query, key, value)]
-        flat = [x.reshape(-1, 1, *x.shape[-2:]) if lead else x[None, None] for x in flat]
-        return flat[0], flat[1], flat[2], attn_mask, lead
+        N = math.prod(lead)
+        query, key, value = (
+            x.expand(*lead, *x.shape[-2:]).reshape(N, 1, *x.shape[-2:]) for x in (query, key, value)
+        )
+        return query, key, value, attn_mask, lead
     # Heads may differ between query and key; everything before them must broadcast.
     batch = _broadcast_shapes(query.shape[:-3], key.shape[:-3], value.shape[:-3])
-    heads = query.shape[-3] if query.dim() > 2 else 1
-    if isinstance(attn_mask, Tensor) and not isinstance(attn_mask, CausalBias) and attn_mask.dim() > 3:
+    if (
+        isinstance(attn_mask, Tensor)
+        and not isinstance(attn_mask, CausalBias)
+        and attn_mask.dim() > 3
+    ):
         wanted = torch.Size((*batch, *attn_mask.shape[-3:]))
         attn_mask = _expand("attn_mask", attn_mask, wanted).flatten(0, -4)
-    flat = []
-    for x in (query, key, value):
-        x = x.unsqueeze(-3) if x.dim() == 2 else x
-        flat.append(x.expand(*batch, *x.shape[-3:]).reshape(-1, *x.shape[-3:]))
-    return flat[0], flat[1], flat[2], attn_mask, (*batch, heads)
+    B = math.prod(batch)
+    with_heads = (x.unsqueeze(-3) if x.dim() == 2 else x for x in (query, key, value))
+    query, key, value = (
+        x.expand(*batch, *x.shape[-3:]).reshape(B, *x.shape[-3:]) for x in with_heads
+    )
+    query, key, value = _broadcast_batch(query, key, value, enable_gqa)
+    return query, key, value, attn_mask, (*batch, query.shape[1])
 
 
 def _broadcast_shapes(query: torch.Size, key: torch.Size, value: torch.Size) -> tuple[int, ...]:
@@ -292,12 +312,14 @@ def _broadcast_shapes(query: torch.Size, key: torch.Size, value: torch.Size) -> 
 def _broadcast_batch(
     query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """Expanded to one batch size and, where nothing else is asked for, one number of heads."""
     (B,) = _broadcast_shapes(query.shape[:1], key.shape[:1], value.shape[:1])
-    if enable_gqa:
-        query, key, value = (x.expand(B, -1, -1, -1) for x in (query, key, value))
-    else:
-        (H,) = _broadcast_shapes(query.shape[1:2], key.shape[1:2], value.shape[1:2])
-        query, key, value = (x.expand(B, H, -1, -1) for x in (query, key, value))
+    query, key, value = (x.expand(B, -1, -1, -1) for x in (query, key, value))
+    if not enable_gqa:
+        H = next((x.shape[1] for x in (query, key, value) if x.shape[1] != 1), 1)
+        query, key, value = (
+            x.expand(-1, H, -1, -1) if x.shape[1] == 1 else x for x in (query, key, value)
+        )
     return query, key, value
 
 
@@ -309,7 +331,7 @@ def _check_sizes(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) ->
         raise fail("value", f"length {key.shape[2]}, as key", value.shape[2])
     if value.shape[1] != Hkv:
         raise fail("value", f"{Hkv} heads, as key", value.shape[1])
-    if H != Hkv:
+    if Hkv != H:
         if not enable_gqa:
             raise fail("key", f"{H} heads, as query (or enable_gqa=True)", Hkv)
         if Hkv == 0 or H % Hkv:
@@ -337,7 +359,13 @@ def _expand(argument: str, tensor: Tensor, shape: torch.Size) -> Tensor:
     try:
         return tensor.expand(shape)
     except RuntimeError:
-        raise fail(argument, f"a shape broadcastable to {tuple(shape)}", tuple(tensor.shape)) from None
+        raise fail(
+            argument, f"a shape broadcastable to {tuple(shape)}", tuple(tensor.shape)
+        ) from None
+
+
+def _scale(scale: float | None) -> float | None:
+    return None if scale is None else _checks.number("scale", scale)
 
 
 def _band(
@@ -348,7 +376,8 @@ def _band(
     if window is not None:
         pair = window if isinstance(window, (tuple, list)) else (window, window)
         if len(pair) != 2 or any(
-            side is not None and (not isinstance(side, (int, torch.SymInt)) or side < 0)
+            side is not None
+            and (isinstance(side, bool) or not isinstance(side, (int, torch.SymInt)) or side < 0)
             for side in pair
         ):
             raise fail("window", "a number ≥ 0 or a pair (left, right) of them or None", window)

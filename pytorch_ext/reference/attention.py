@@ -82,11 +82,12 @@ def attention(
         (B, H, Lq, Ev) in the query's dtype, and (B, H, Lq) in float32, or float64 for float64.
     """
     wide = _accumulation_dtype(query.dtype)
-    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    scale = max(query.shape[-1], 1) ** -0.5 if scale is None else scale
     out = query.new_zeros((*query.shape[:-1], value.shape[-1]))
     logsumexp = query.new_full(query.shape[:-1], float("-inf"), dtype=wide)
     for part in _sequences(query, key, cu_seqlens_q, cu_seqlens_k):
-        q, k, v = query[part.query], _grouped(key, query)[part.key], _grouped(value, query)[part.key]
+        q, k = query[part.query], _grouped(key, query)[part.key]
+        v = _grouped(value, query)[part.key]
         weights = _weights(
             q, k, part.mask(attn_mask), key_lengths, seed, scale, window_left, window_right,
             lower_right, dropout_p, part.index,
@@ -132,7 +133,7 @@ def attention_backward(
         Tensors shaped and typed like query, key, value and ``attn_mask`` (or None).
     """
     wide = _accumulation_dtype(query.dtype)
-    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    scale = max(query.shape[-1], 1) ** -0.5 if scale is None else scale
     kv_heads, groups = key.shape[1], query.shape[1] // max(key.shape[1], 1)
     parts_q, parts_k, parts_v, parts_mask = [], [], [], []
     for part in _sequences(query, key, cu_seqlens_q, cu_seqlens_k):
@@ -144,7 +145,7 @@ def attention_backward(
             q, k, mask, key_lengths, seed, scale, window_left, window_right,
             lower_right, dropout_p, part.index,
         )  # fmt: skip
-        grad_p = _multiply((do @ v.mT).masked_fill(~keep, 0), multiplier)
+        grad_p = _multiply(_pair_products(do, v).masked_fill(~keep, 0), multiplier)
         inner = grad_p - (probability * grad_p).sum(-1, keepdim=True)
         if grad_logsumexp is not None:
             inner = inner + grad_logsumexp[part.row][..., None]
@@ -199,7 +200,7 @@ def _weights(
     if key_lengths is not None:
         keep = keep & (column < key_lengths[:, None, None, None])
 
-    scores = scale * (query.to(wide) @ key.to(wide).mT)
+    scores = scale * _pair_products(query.to(wide), key.to(wide))
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         keep = keep & attn_mask
     elif attn_mask is not None:
@@ -223,6 +224,18 @@ def _weights(
         kept = philox.dropout_keep(seed, plane, Lq, Lk, dropout_p)
         multiplier = kept.to(wide) * philox.keep_scale(dropout_p)
     return _Weights(keep, exponential / total, multiplier, logsumexp)
+
+
+def _pair_products(rows: Tensor, columns: Tensor) -> Tensor:
+    """``rows @ columns.mT``, the pairs of a non-finite row or column becoming NaN.
+
+    With the plain product, pairs that the caller then leaves out would still come back in its
+    derivative, as 0 · NaN.
+    """
+    finite_row = rows.isfinite().all(-1, keepdim=True)
+    finite_column = columns.isfinite().all(-1, keepdim=True)
+    product = rows.masked_fill(~finite_row, 0) @ columns.masked_fill(~finite_column, 0).mT
+    return product.masked_fill(~(finite_row & finite_column.mT), float("nan"))
 
 
 def _matmul_over_pairs(weights: Tensor, keep: Tensor, rows: Tensor) -> Tensor:

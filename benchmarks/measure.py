@@ -1,0 +1,570 @@
+"""Measuring, for every benchmark: ours and its peers turn by turn, and what the machine could do.
+
+Three rules make a figure mean something:
+
+- **In one run.** A machine's speed drifts with its clock, its memory and its neighbours. Ours and
+  the peers are timed turn by turn, and a ratio is the median of the ratios within each round.
+- **Beside a ceiling.** The rate at which this machine multiplies matrices or copies memory is
+  measured between the cases, so that each figure is also a fraction of what was possible.
+- **With its spread.** Medians come with the 10th and the 90th percentile, and with the machine,
+  the thread count and the versions they were taken with.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+import json
+import math
+import multiprocessing
+import os
+import platform
+import resource
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+import trifuse
+from trifuse import backends
+
+# Into a file or a pipe, tables are as wide as they need to be.
+console = Console(width=None if sys.stdout.isatty() else 120)
+
+# Times ------------------------------------------------------------------------------------------
+
+
+class Timing(NamedTuple):
+    """Seconds a call, one number for every round."""
+
+    seconds: tuple[float, ...]
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.seconds)
+
+    def percentile(self, percent: float) -> float:
+        return percentile(self.seconds, percent)
+
+
+def percentile(values: Sequence[float], percent: float) -> float:
+    """Interpolated between neighbours, as numpy's default."""
+    ordered = sorted(values)
+    place = (len(ordered) - 1) * percent / 100
+    low = math.floor(place)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (place - low) * (ordered[high] - ordered[low])
+
+
+def alternate(
+    functions: Mapping[str, Callable[[], object]],
+    *,
+    device: str = "cpu",
+    seconds: float = 4.0,
+    min_rounds: int = 5,
+) -> dict[str, Timing]:
+    """Time several functions turn by turn.
+
+    Each round calls every function, starting with another one each time. A call too short for the
+    clock is repeated within its turn. On a GPU a turn is timed by events on the stream, after the
+    L2 cache has been overwritten.
+
+    Args:
+        functions: what to call, by name.
+        device: "cpu" or "cuda", where they compute.
+        seconds: how long to go on, once ``min_rounds`` rounds are done.
+    """
+    turn = _cuda_turn if device == "cuda" else _wall_turn
+    names = list(functions)
+    calls = {}
+    for name, function in functions.items():
+        function()  # compiles, autotunes, faults pages in
+        calls[name] = max(1, math.ceil(_SHORTEST_TURN / max(turn(function, 1), 1e-9)))
+        turn(function, calls[name])
+    taken: dict[str, list[float]] = {name: [] for name in names}
+    begin = time.perf_counter()
+    rounds = 0
+    while rounds < min_rounds or time.perf_counter() - begin < seconds:
+        first = rounds % len(names)
+        for name in names[first:] + names[:first]:
+            taken[name].append(turn(functions[name], calls[name]))
+        rounds += 1
+    return {name: Timing(tuple(values)) for name, values in taken.items()}
+
+
+_SHORTEST_TURN = 1e-3  # seconds; the clock's own cost is below 0.01% of it
+
+
+def _wall_turn(function: Callable[[], object], calls: int) -> float:
+    begin = time.perf_counter()
+    for _ in range(calls):
+        function()
+    return (time.perf_counter() - begin) / calls
+
+
+def _cuda_turn(function: Callable[[], object], calls: int) -> float:
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    # Overwriting the cache also keeps the GPU busy while the first launches are queued.
+    torch.empty(256 << 20, dtype=torch.int8, device="cuda").zero_()
+    begin.record()
+    for _ in range(calls):
+        function()
+    end.record()
+    torch.cuda.synchronize()
+    return begin.elapsed_time(end) / 1e3 / calls
+
+
+# Ceilings ---------------------------------------------------------------------------------------
+
+
+class Rate(NamedTuple):
+    """What a machine reaches at most, and how that was found."""
+
+    value: float  # per second
+    source: str
+
+
+def matrix_rate(dtype: torch.dtype, *, device: str = "cpu", seconds: float = 0.2) -> Rate:
+    """FLOP/s of matrix products in ``dtype``, accumulated in float32, on every thread.
+
+    On a CPU these are the extension's own products on tiles that stay in the cores' caches, or
+    without the extension ``torch.mm``, which may be well below what the cores could do.
+    """
+    name = str(dtype).removeprefix("torch.")
+    if device == "cpu" and backends._C is not None and name in ("float32", "bfloat16"):
+        return Rate(backends._C.matrix_rate(name, seconds), "trifuse._C tiles")
+    size = 8192 if device == "cuda" else 1024
+    a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
+    timing = alternate({"mm": lambda: torch.mm(a, b)}, device=device, seconds=seconds)["mm"]
+    return Rate(2 * size**3 / min(timing.seconds), "torch.mm")
+
+
+def copy_rate(*, device: str = "cpu", seconds: float = 0.2) -> Rate:
+    """Bytes/s read and written by copying a tensor far larger than the caches."""
+    source = torch.ones((1 << 30 if device == "cuda" else 1 << 28) // 4, device=device)
+    target = torch.zeros_like(source)
+    copy = {"copy": lambda: target.copy_(source)}
+    timing = alternate(copy, device=device, seconds=seconds)["copy"]
+    return Rate(2 * source.nbytes / min(timing.seconds), "Tensor.copy_")
+
+
+# Memory -----------------------------------------------------------------------------------------
+
+
+def peak_extra_memory(prepare: Callable[..., Callable[[], Sequence[Tensor]]], *args: Any) -> int:
+    """Bytes that a computation held at its peak beyond its inputs and its results.
+
+    Measured in a fresh process, as the peak of the memory resident in it (on a GPU: the peak of
+    torch's allocator), so that nothing measured before has left pages behind.
+
+    Args:
+        prepare: a function of a module, with ``args`` that can be pickled. It makes the inputs and
+            returns the computation, which returns its results. It should run something small first:
+            what a first call loads or allocates once does not count.
+    """
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, mp_context=spawn) as pool:
+        return pool.submit(_peak_here, prepare, args, torch.get_num_threads()).result()
+
+
+def _peak_here(
+    prepare: Callable[..., Callable[[], Sequence[Tensor]]], args: Sequence[Any], threads: int
+) -> int:
+    torch.set_num_threads(threads)
+    compute = prepare(*args)
+    before = _start_peak()
+    results = compute()
+    peak = _peak(results[0].device.type)
+    return max(0, peak - before - sum(result.nbytes for result in results))
+
+
+def _start_peak() -> int:
+    """Forget earlier peaks; the bytes held now."""
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        return torch.cuda.memory_allocated()
+    try:
+        Path("/proc/self/clear_refs").write_text("5")  # proc(5): resets VmHWM
+    except OSError:
+        return _peak("cpu")  # inputs are the most this process has held so far
+    return _status("VmRSS")
+
+
+def _peak(device: str) -> int:
+    if device == "cuda":
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated()
+    if Path("/proc/self/status").exists():
+        return _status("VmHWM")
+    unit = 1 if platform.system() == "Darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def _status(field: str) -> int:
+    """Bytes, from proc(5)'s status, which counts in KiB."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(field)) * 1024
+
+
+# Results ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Result:
+    """One row of a comparison.
+
+    Attributes:
+        case, step, shape: what was computed; ``step`` is "forward" or "forward + backward".
+        ours: our times.
+        peers: their times by name, those that can serve the case.
+        refused: why the others can't, by name.
+        work: operations or bytes that the case cannot do without.
+        ceiling: how many of them the machine does in a second.
+        unit: "FLOP" or "B".
+        at_least: the ratio, fastest peer's time over ours, that we want to see.
+        at_most_over: the seconds over the fastest peer's that we allow, where calls are so short
+            that only their overhead counts.
+    """
+
+    case: str
+    step: str
+    shape: str
+    ours: Timing
+    peers: Mapping[str, Timing]
+    refused: Mapping[str, str]
+    work: float
+    ceiling: Rate
+    unit: str = "FLOP"
+    at_least: float | None = None
+    at_most_over: float | None = None
+
+    @property
+    def fastest_peer(self) -> str:
+        return min(self.peers, key=lambda name: self.peers[name].median)
+
+    @property
+    def ratios(self) -> list[float]:
+        """The fastest peer's time over ours, round by round."""
+        peer = self.peers[self.fastest_peer].seconds
+        return [theirs / ours for theirs, ours in zip(peer, self.ours.seconds, strict=True)]
+
+    @property
+    def ratio(self) -> float:
+        return statistics.median(self.ratios)
+
+    @property
+    def over(self) -> float:
+        """Seconds a call takes us longer than the fastest peer; below 0 where we are faster."""
+        peer = self.peers[self.fastest_peer].seconds
+        pairs = zip(peer, self.ours.seconds, strict=True)
+        return statistics.median(ours - theirs for theirs, ours in pairs)
+
+    @property
+    def met(self) -> bool:
+        if self.at_most_over is not None:
+            return self.over <= self.at_most_over
+        return self.at_least is None or self.ratio >= self.at_least
+
+    @property
+    def achieved(self) -> float:
+        return self.work / self.ours.median
+
+    @property
+    def fraction(self) -> float:
+        return self.achieved / self.ceiling.value
+
+    def record(self) -> dict[str, Any]:
+        """What goes into JSON: seconds, bytes, FLOP, and their rates a second."""
+        return {
+            "case": self.case,
+            "step": self.step,
+            "shape": self.shape,
+            "ours": _summary(self.ours),
+            "peers": {name: _summary(timing) for name, timing in self.peers.items()},
+            "refused": dict(self.refused),
+            "fastest_peer": self.fastest_peer,
+            "ratio": self.ratio,
+            "ratio_p10": percentile(self.ratios, 10),
+            "ratio_p90": percentile(self.ratios, 90),
+            "over": self.over,
+            "at_least": self.at_least,
+            "at_most_over": self.at_most_over,
+            "met": self.met,
+            "work": self.work,
+            "unit": self.unit,
+            "achieved": self.achieved,
+            "ceiling": self.ceiling.value,
+            "ceiling_source": self.ceiling.source,
+            "fraction_of_ceiling": self.fraction,
+        }
+
+
+@dataclass(frozen=True)
+class MemoryResult:
+    """Peak bytes beyond inputs and results: ours, the peers', and what we allow ourselves."""
+
+    case: str
+    step: str
+    shape: str
+    ours: int
+    peers: Mapping[str, int]
+    at_most: int
+
+    @property
+    def met(self) -> bool:
+        return self.ours <= self.at_most
+
+    def record(self) -> dict[str, Any]:
+        return {
+            "case": self.case,
+            "step": self.step,
+            "shape": self.shape,
+            "ours": self.ours,
+            "peers": dict(self.peers),
+            "at_most": self.at_most,
+            "met": self.met,
+        }
+
+
+def _summary(timing: Timing) -> dict[str, float]:
+    return {
+        "median": timing.median,
+        "p10": timing.percentile(10),
+        "p90": timing.percentile(90),
+        "rounds": len(timing.seconds),
+    }
+
+
+def table(title: str, results: Sequence[Result]) -> Table:
+    """Times with their spread, the ratio beside its target, and the fraction of the ceiling."""
+    peers = list(dict.fromkeys(name for result in results for name in result.peers))
+    units = "/".join(dict.fromkeys(f"G{result.unit}" for result in results))
+    columns = ("ours", *peers, "ratio", "at least", f"{units}/s", "of ceiling")
+    out = _empty_table(f"{title}: median (p10–p90)", columns)
+    for result in results:
+        if result.at_most_over is not None:
+            got, wanted = f"{1e6 * result.over:+.1f} µs", f"≤ +{1e6 * result.at_most_over:.0f} µs"
+        else:
+            got = f"{result.ratio:.2f}×"
+            wanted = "" if result.at_least is None else f"{result.at_least:g}×"
+        out.add_row(
+            f"{result.case}\n[dim]{result.shape}[/dim]",
+            result.step,
+            _duration(result.ours),
+            *(_duration(result.peers.get(name)) for name in peers),
+            _coloured(got, result.met),
+            wanted,
+            f"{result.achieved / 1e9:.0f}",
+            f"{result.fraction:.0%}",
+        )
+    return out
+
+
+def memory_table(results: Sequence[MemoryResult]) -> Table:
+    peers = list(dict.fromkeys(name for result in results for name in result.peers))
+    title = "peak memory beyond inputs, outputs and gradients, MiB"
+    out = _empty_table(title, ("ours", *peers, "at most"))
+    for result in results:
+        theirs = (result.peers.get(name) for name in peers)
+        out.add_row(
+            f"{result.case}\n[dim]{result.shape}[/dim]",
+            result.step,
+            _coloured(f"{result.ours / 2**20:.1f}", result.met),
+            *("–" if size is None else f"{size / 2**20:.1f}" for size in theirs),
+            f"{result.at_most / 2**20:.0f}",
+        )
+    return out
+
+
+def _empty_table(title: str, numbers: Sequence[str]) -> Table:
+    out = Table(title=title, box=box.SIMPLE_HEAD, pad_edge=False)
+    for name in ("case", "step"):
+        out.add_column(name, no_wrap=True)
+    for name in numbers:
+        out.add_column(name, justify="right", no_wrap=True)
+    return out
+
+
+def _coloured(text: str, good: bool) -> str:
+    return f"[{'green' if good else 'bold red'}]{text}[/]"
+
+
+def _duration(timing: Timing | None) -> str:
+    if timing is None:
+        return "–"
+    unit, scale = ("ms", 1e3) if timing.median >= 1e-4 else ("µs", 1e6)
+    median, low, high = (scale * timing.percentile(p) for p in (50, 10, 90))
+    digits = max(0, 2 - math.floor(math.log10(median)))
+    return f"{median:.{digits}f} {unit}\n[dim]{low:.{digits}f}–{high:.{digits}f}[/dim]"
+
+
+def plot(path: Path, title: str, results: Sequence[Result]) -> None:
+    """A picture: how many times faster than the fastest peer, and a mark where we want to be."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    rows = [result for result in reversed(results) if result.at_most_over is None]
+    places = range(len(rows))
+    figure, axes = pyplot.subplots(figsize=(9, 1.6 + 0.42 * len(rows)), layout="constrained")
+    ratios = [result.ratio for result in rows]
+    below = [result.ratio - percentile(result.ratios, 10) for result in rows]
+    above = [percentile(result.ratios, 90) - result.ratio for result in rows]
+    bars = axes.barh(places, ratios, xerr=[below, above], color="#3b7dd8", ecolor="#555555")
+    axes.bar_label(bars, [f"{ratio:.1f}×" for ratio in ratios], label_type="center", color="white")
+    targets = [
+        (result.at_least, place)
+        for place, result in zip(places, rows, strict=True)
+        if result.at_least
+    ]
+    if targets:
+        x, y = zip(*targets, strict=True)
+        axes.scatter(x, y, marker="|", s=250, color="black", label="what we ask for")
+        figure.legend(loc="outside lower right", frameon=False, fontsize=8)
+    axes.axvline(1, color="#888888", linewidth=1)
+    axes.set_yticks(places, [f"{r.case}, {r.step}\n{r.shape}" for r in rows], fontsize=8)
+    axes.set_xlabel("times as fast as the fastest peer: median, p10 to p90", fontsize=8)
+    axes.set_title(title, fontsize=8)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)
+
+
+# The machine ------------------------------------------------------------------------------------
+
+
+def machine(device: str = "cpu") -> dict[str, Any]:
+    """What the figures were taken on and with, its measured rates among it."""
+    facts: dict[str, Any] = {
+        "cpu": _cpu_model(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "cpu_capability": None if backends._C is None else backends._C.cpu_capability(),
+        "torch_cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "system": platform.platform(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "trifuse": trifuse.__version__,
+    }
+    if device == "cuda":
+        facts["gpu"] = torch.cuda.get_device_name()
+        facts["cuda"] = torch.version.cuda
+    for dtype in (torch.float32, torch.bfloat16):
+        rate = matrix_rate(dtype, device=device)
+        facts[f"{dtype} matrix products".removeprefix("torch.")] = rate._asdict()
+    facts["copies"] = copy_rate(device=device)._asdict()
+    return facts
+
+
+def _cpu_model() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    names = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.machine())
+
+
+def describe(facts: Mapping[str, Any]) -> str:
+    """The machine in two lines."""
+    place = facts.get("gpu", f"{facts['cpu']}, {facts['threads']} of {facts['cores']} cores")
+    kernels = f", kernels for {facts['cpu_capability']}" if facts["cpu_capability"] else ""
+    fp32, bf16 = facts["float32 matrix products"], facts["bfloat16 matrix products"]
+    return (
+        f"{place}{kernels}, torch {facts['torch']}, trifuse {facts['trifuse']}\n"
+        f"matrix products at most {fp32['value'] / 1e9:.0f} GFLOP/s in fp32 ({fp32['source']}), "
+        f"{bf16['value'] / 1e9:.0f} in bf16 ({bf16['source']}); "
+        f"copies {facts['copies']['value'] / 1e9:.1f} GB/s"
+    )
+
+
+# The command line -------------------------------------------------------------------------------
+
+
+Item = TypeVar("Item")
+
+
+def default_threads() -> int:
+    """Two, so that figures from different machines compare; one where there is no second core."""
+    return min(2, os.cpu_count() or 1)
+
+
+def parser(name: str, description: str | None) -> argparse.ArgumentParser:
+    """The options that every benchmark has."""
+    out = argparse.ArgumentParser(
+        prog=f"python -m trifuse.benchmarks {name}",
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    gpu = torch.cuda.is_available()
+    out.add_argument("--quick", action="store_true", help="a fraction of the rounds")
+    out.add_argument(
+        "--cases", nargs="+", metavar="NAME", help="only these; * and ? match anything"
+    )
+    out.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if gpu else "cpu")
+    out.add_argument("--backend", choices=("auto", *backends.ORDER), default="auto", help="ours")
+    out.add_argument("--threads", type=int, default=default_threads(), help="default: %(default)s")
+    out.add_argument("--json", type=Path, metavar="PATH", help="write all figures")
+    out.add_argument("--plot", type=Path, metavar="PATH", help="write a picture (PNG, SVG or PDF)")
+    return out
+
+
+def select(
+    items: Sequence[Item], name: Callable[[Item], str], wanted: Sequence[str] | None
+) -> list[Item]:
+    """The items whose name matches one of the patterns; all of them without patterns.
+
+    Raises:
+        SystemExit: a pattern matches nothing; the message lists the names.
+    """
+    if wanted is None:
+        return list(items)
+    for pattern in wanted:
+        if not any(fnmatch.fnmatch(name(item), pattern) for item in items):
+            names = "\n  ".join(dict.fromkeys(map(name, items)))
+            raise SystemExit(f"--cases: nothing is named {pattern!r}; there are\n  {names}")
+    return [item for item in items if any(fnmatch.fnmatch(name(item), p) for p in wanted)]
+
+
+def report(
+    name: str,
+    options: argparse.Namespace,
+    facts: Mapping[str, Any],
+    results: Sequence[Result],
+    memory: Sequence[MemoryResult] = (),
+) -> None:
+    """Print the tables; write the JSON and the picture that were asked for.
+
+    JSON: ``{"machine": {...}, "times": [...], "memory": [...]}``, in seconds, bytes and FLOP.
+    """
+    if results:
+        console.print(table(name, results))
+    for result in results:
+        for peer, why in result.refused.items():
+            console.print(f"{peer} does not serve {result.case}, {result.step}: {why}", style="dim")
+    if memory:
+        console.print(memory_table(memory))
+    if options.json is not None:
+        content = {
+            "machine": dict(facts),
+            "times": [result.record() for result in results],
+            "memory": [result.record() for result in memory],
+        }
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        options.json.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n")
+        console.print(f"wrote {options.json}")
+    if options.plot is not None:
+        plot(options.plot, f"{name}\n{describe(facts)}", results)
+        console.print(f"wrote {options.plot}")

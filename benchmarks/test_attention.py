@@ -1,0 +1,47 @@
+"""Microbenchmarks of attention for pytest-benchmark: ``make bench``.
+
+The cases of ``python -m trifuse.benchmarks attention``, one function at a time, for following one
+kernel over time: ``make bench ARGS='-k causal --benchmark-autosave --benchmark-compare'``. Ratios
+are better read from the command, which alternates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from pytest_benchmark.fixture import BenchmarkFixture
+
+from trifuse.benchmarks import attention, measure
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+PAIRS = [(case, who) for case in attention.CASES[DEVICE] for who in ("ours", *case.peers)]
+
+
+@pytest.fixture(autouse=True)
+def _threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(measure.default_threads())
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(("case", "who"), PAIRS, ids=[f"{who}: {case.name}" for case, who in PAIRS])
+def test_attention(benchmark: BenchmarkFixture, case: attention.Case, who: str) -> None:
+    benchmark.group = case.name
+    given = attention.inputs(case, DEVICE)
+    try:
+        step = attention.ours(case, given) if who == "ours" else attention.theirs(who, case, given)
+        step()
+    except RuntimeError as error:
+        if who == "ours":
+            raise
+        pytest.skip(f"{who} does not serve this: {error}")
+
+    def finished() -> None:
+        step()
+        if DEVICE == "cuda":
+            torch.cuda.synchronize()
+
+    benchmark(finished)

@@ -1,0 +1,56 @@
+// One attention call as plain pointers, sizes and strides: what a kernel of any device is told.
+//
+// Names and rules are those of pytorch_ext/reference/attention.py. Strides count elements, in the
+// order of the shape given beside each pointer; 0 where a dimension is broadcast.
+
+#pragma once
+
+#include <cstdint>
+
+namespace trifuse {
+
+enum class DType { Float32, BFloat16, Float16, Float64 };
+enum class MaskKind { None, Bool, Float32, QueryType };
+
+struct Tensor4 {
+  void* data = nullptr;
+  int64_t stride[4] = {0, 0, 0, 0};
+};
+
+struct AttentionProblem {
+  DType dtype;          // of query, key, value, out and their gradients
+  int64_t batch;        // B: padded sequences, or packed ones
+  int64_t heads, kv_heads;
+  int64_t Lq, Lk;       // padded lengths, or the longest packed ones
+  int64_t E, Ev;
+
+  Tensor4 query;        // (B, H, Lq, E); packed: (1, H, total, E)
+  Tensor4 key;          // (B, Hkv, Lk, E)
+  Tensor4 value;        // (B, Hkv, Lk, Ev)
+  Tensor4 mask;         // (B, H, Lq, Lk), broadcast by strides
+  MaskKind mask_kind = MaskKind::None;
+  const int64_t* key_lengths = nullptr;   // (B,)
+  const int64_t* cu_seqlens_q = nullptr;  // (B + 1,), both or neither
+  const int64_t* cu_seqlens_k = nullptr;
+
+  double scale;
+  int64_t window_left, window_right;  // -1: no bound
+  bool lower_right;
+  uint32_t dropout_threshold = 0;     // of 65,536; 0: no dropout
+  double dropout_scale = 1;
+  uint64_t seed = 0;
+
+  Tensor4 out;          // (B, H, Lq, Ev)
+  Tensor4 logsumexp;    // (B, H, Lq), float32, or float64 for Float64: the accumulation type
+
+  // Backward only.
+  Tensor4 grad_out;         // (B, H, Lq, Ev)
+  Tensor4 grad_logsumexp;   // (B, H, Lq), accumulation type, or null
+  Tensor4 grad_query;       // like query
+  Tensor4 grad_key;         // like key
+  Tensor4 grad_value;       // like value
+  Tensor4 grad_query_sum;   // like query, accumulation type: where chunks of keys add up
+  Tensor4 grad_mask;        // accumulation type, the mask's own shape by strides, or null
+};
+
+}  // namespace trifuse

@@ -1,0 +1,74 @@
+// trifuse._C: what this build holds, and hooks for tests and benchmarks. Operators are registered
+// with torch's dispatcher in their own files.
+
+#include <ATen/ATen.h>
+#include <ATen/Parallel.h>
+#include <torch/extension.h>
+
+#include <atomic>
+#include <mutex>
+
+#include "cpu/capability.h"
+#include "cpu/kernels.h"
+
+namespace {
+
+using namespace trifuse;
+
+std::vector<std::string> names() {
+  std::vector<std::string> result;
+  for (Capability c : capabilities()) result.push_back(name(c));
+  return result;
+}
+
+pybind11::dict build_info() {
+  pybind11::dict info;
+  std::vector<std::string> compiled;
+#define TRIFUSE_ADD(set) compiled.push_back(#set);
+  TRIFUSE_EACH_CAPABILITY(TRIFUSE_ADD)
+#undef TRIFUSE_ADD
+  info["capabilities"] = compiled;
+  info["compiler"] = __VERSION__;
+  info["torch"] = TORCH_VERSION;
+  info["cuda"] = false;
+  return info;
+}
+
+double matrix_rate(const std::string& dtype, double seconds) {
+  TORCH_CHECK_VALUE(
+      dtype == "float32" || dtype == "bfloat16", "dtype: expected float32 or bfloat16; got ", dtype);
+  const auto probe = kernels().probe;
+  const int threads = at::get_num_threads();
+  std::vector<double> rates(threads);
+  pybind11::gil_scoped_release release;
+  at::parallel_for(0, threads, 1, [&](int64_t first, int64_t) {
+    rates[first] = probe.matrix_rate(dtype == "bfloat16", seconds);
+  });
+  double sum = 0;
+  for (double rate : rates) sum += rate;
+  return sum;
+}
+
+at::Tensor exp2_of(const at::Tensor& x) {
+  TORCH_CHECK_TYPE(x.scalar_type() == at::kFloat, "x: expected float32; got ", x.scalar_type());
+  const at::Tensor from = x.contiguous();
+  at::Tensor to = at::empty_like(from);
+  kernels().probe.exp2(from.const_data_ptr<float>(), to.mutable_data_ptr<float>(), from.numel());
+  return to;
+}
+
+}  // namespace
+
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
+  m.doc() = "trifuse's compiled kernels: what was built, and hooks for tests and benchmarks";
+  m.def("build_info", &build_info, "What this build holds");
+  m.def("cpu_capabilities", &names, "Instruction sets that this machine can run, worst first");
+  m.def("cpu_capability", [] { return name(capability()); }, "The instruction set in use");
+  m.def(
+      "set_cpu_capability", [](const std::string& wanted) { return name(set_capability(wanted)); },
+      "Use another instruction set; returns the one before");
+  m.def(
+      "matrix_rate", &matrix_rate, pybind11::arg("dtype"), pybind11::arg("seconds") = 0.2,
+      "FLOP/s of all threads' matrix products on tiles in their L1 caches");
+  m.def("exp2", &exp2_of, "2^x as the kernels compute it");
+}

@@ -1,0 +1,236 @@
+// torch.ops.trifuse.attention_{forward,backward}.cpp: tensors in, tensors out.
+//
+// Shapes, dtypes and devices have been checked in pytorch_ext/ops/attention.py; the contents of
+// key_lengths and cu_seqlens are checked here, where they are read.
+
+#include <ATen/ATen.h>
+#include <torch/library.h>
+
+#include <cmath>
+#include <optional>
+#include <tuple>
+
+#include "cpu/kernels.h"
+#include "cpu/parallel.h"
+
+namespace trifuse {
+namespace {
+
+using at::Tensor;
+using OptionalTensor = std::optional<Tensor>;
+
+Tensor4 strided(const Tensor& t) {
+  Tensor4 result{t.data_ptr(), {}};
+  for (int64_t d = 0; d < t.dim(); ++d) result.stride[d] = t.stride(d);
+  return result;
+}
+
+// Strides that repeat the one element of a dimension of size 1.
+Tensor4 broadcast(const Tensor& t) {
+  Tensor4 result = strided(t);
+  for (int64_t d = 0; d < 4; ++d)
+    if (t.size(d) == 1) result.stride[d] = 0;
+  return result;
+}
+
+// Uninitialised (B, H, L, last), in memory order (B, L, H) if `like` is so: see
+// _empty_like_layout in pytorch_ext/ops/attention.py, which must agree.
+Tensor empty_like_layout(const Tensor& like, int64_t last, at::ScalarType dtype) {
+  const int64_t B = like.size(0), H = like.size(1), L = like.size(2);
+  const auto options = like.options().dtype(dtype);
+  if (like.stride(1) < like.stride(2)) return at::empty({B, L, H, last}, options).transpose(1, 2);
+  return at::empty({B, H, L, last}, options);
+}
+
+at::ScalarType accumulation_type(at::ScalarType dtype) {
+  return dtype == at::kDouble ? at::kDouble : at::kFloat;
+}
+
+DType kernel_type(at::ScalarType dtype) {
+  switch (dtype) {
+    case at::kFloat: return DType::Float32;
+    case at::kBFloat16: return DType::BFloat16;
+    case at::kHalf: return DType::Float16;
+    case at::kDouble: return DType::Float64;
+    default: TORCH_CHECK_TYPE(false, "query: no CPU kernel for ", dtype);
+  }
+}
+
+// A call's problem, and the integer tensors it points into.
+struct Call {
+  AttentionProblem problem{};
+  Tensor key_lengths, cu_seqlens_q, cu_seqlens_k;
+  int64_t used_q, used_k;  // tokens that belong to a sequence
+
+  double operations() const {
+    const auto& p = problem;
+    return 2.0 * static_cast<double>(p.batch * p.heads * p.Lq) * static_cast<double>(p.Lk) *
+        static_cast<double>(p.E + p.Ev);
+  }
+};
+
+void check_cu_seqlens(const char* name, const Tensor& cu, int64_t total, int64_t longest) {
+  const int64_t* at = cu.const_data_ptr<int64_t>();
+  bool ok = at[0] == 0 && at[cu.numel() - 1] <= total;
+  for (int64_t b = 1; b < cu.numel(); ++b) ok &= at[b] >= at[b - 1] && at[b] - at[b - 1] <= longest;
+  TORCH_CHECK_VALUE(
+      ok, name, ": expected 0 first, no decrease, no step over ", longest, ", the last at most ",
+      total, "; got ", at::IntArrayRef(at, cu.numel()));
+}
+
+Call make_call(
+    const Tensor& query, const Tensor& key, const Tensor& value, const OptionalTensor& attn_mask,
+    const OptionalTensor& key_lengths, const OptionalTensor& cu_seqlens_q,
+    const OptionalTensor& cu_seqlens_k, const OptionalTensor& seed, int64_t max_seqlen_q,
+    int64_t max_seqlen_k, std::optional<double> scale, int64_t window_left, int64_t window_right,
+    bool lower_right, double dropout_p) {
+  Call call;
+  AttentionProblem& p = call.problem;
+  p.dtype = kernel_type(query.scalar_type());
+  p.batch = query.size(0);
+  p.heads = query.size(1);
+  p.kv_heads = key.size(1);
+  p.Lq = call.used_q = query.size(2);
+  p.Lk = call.used_k = key.size(2);
+  p.E = query.size(3);
+  p.Ev = value.size(3);
+  p.query = strided(query);
+  p.key = strided(key);
+  p.value = strided(value);
+  p.scale = scale.value_or(1.0 / std::sqrt(static_cast<double>(std::max<int64_t>(p.E, 1))));
+  p.window_left = window_left;
+  p.window_right = window_right;
+  p.lower_right = lower_right;
+
+  if (key_lengths) {
+    call.key_lengths = key_lengths->to(at::kLong).contiguous();
+    p.key_lengths = call.key_lengths.const_data_ptr<int64_t>();
+    for (int64_t b = 0; b < p.batch; ++b)
+      TORCH_CHECK_VALUE(
+          p.key_lengths[b] >= 0 && p.key_lengths[b] <= p.Lk, "key_lengths: expected lengths in [0, ",
+          p.Lk, "]; got ", at::IntArrayRef(p.key_lengths, p.batch));
+  }
+  if (cu_seqlens_q) {
+    call.cu_seqlens_q = cu_seqlens_q->to(at::kLong).contiguous();
+    call.cu_seqlens_k = cu_seqlens_k->to(at::kLong).contiguous();
+    check_cu_seqlens("cu_seqlens_q", call.cu_seqlens_q, p.Lq, max_seqlen_q);
+    check_cu_seqlens("cu_seqlens_k", call.cu_seqlens_k, p.Lk, max_seqlen_k);
+    p.cu_seqlens_q = call.cu_seqlens_q.const_data_ptr<int64_t>();
+    p.cu_seqlens_k = call.cu_seqlens_k.const_data_ptr<int64_t>();
+    p.batch = call.cu_seqlens_q.numel() - 1;
+    call.used_q = p.cu_seqlens_q[p.batch];
+    call.used_k = p.cu_seqlens_k[p.batch];
+    // The longest there are: a bound given for another device may be far above them.
+    p.Lq = p.Lk = 0;
+    for (int64_t b = 0; b < p.batch; ++b) {
+      p.Lq = std::max(p.Lq, p.cu_seqlens_q[b + 1] - p.cu_seqlens_q[b]);
+      p.Lk = std::max(p.Lk, p.cu_seqlens_k[b + 1] - p.cu_seqlens_k[b]);
+    }
+  }
+  if (attn_mask) {
+    p.mask = broadcast(*attn_mask);
+    p.mask_kind = attn_mask->scalar_type() == at::kBool ? MaskKind::Bool
+        : attn_mask->scalar_type() == at::kFloat        ? MaskKind::Float32
+                                                        : MaskKind::QueryType;
+  }
+  // Python's round(p · 65536), which rounds halves to even, as nearbyint does.
+  p.dropout_threshold =
+      static_cast<uint32_t>(std::min(std::nearbyint(dropout_p * 65536), 65535.0));
+  p.dropout_scale = 65536.0 / (65536.0 - p.dropout_threshold);
+  if (p.dropout_threshold) p.seed = static_cast<uint64_t>(seed->item<int64_t>());
+  return call;
+}
+
+std::tuple<Tensor, Tensor> attention_forward(
+    const Tensor& query, const Tensor& key, const Tensor& value, const OptionalTensor& attn_mask,
+    const OptionalTensor& key_lengths, const OptionalTensor& cu_seqlens_q,
+    const OptionalTensor& cu_seqlens_k, const OptionalTensor& seed, int64_t max_seqlen_q,
+    int64_t max_seqlen_k, std::optional<double> scale, int64_t window_left, int64_t window_right,
+    bool lower_right, double dropout_p) {
+  Call call = make_call(
+      query, key, value, attn_mask, key_lengths, cu_seqlens_q, cu_seqlens_k, seed, max_seqlen_q,
+      max_seqlen_k, scale, window_left, window_right, lower_right, dropout_p);
+  Tensor out = empty_like_layout(query, value.size(3), query.scalar_type());
+  Tensor logsumexp = at::empty(
+      {query.size(0), query.size(1), query.size(2)},
+      query.options().dtype(accumulation_type(query.scalar_type())));
+  call.problem.out = strided(out);
+  call.problem.logsumexp = strided(logsumexp);
+  if (call.used_q < query.size(2)) {
+    out.slice(2, call.used_q).zero_();
+    logsumexp.slice(2, call.used_q).fill_(-std::numeric_limits<double>::infinity());
+  }
+  const AttentionForward kernel = kernels().attention_forward;
+  parallel_tasks(kernel.tasks(call.problem), call.operations(), [&](int64_t task) {
+    kernel.run(call.problem, task);
+  });
+  return {out, logsumexp};
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward(
+    const Tensor& grad_out, const OptionalTensor& grad_logsumexp, const Tensor& query,
+    const Tensor& key, const Tensor& value, const OptionalTensor& attn_mask,
+    const OptionalTensor& key_lengths, const OptionalTensor& cu_seqlens_q,
+    const OptionalTensor& cu_seqlens_k, const OptionalTensor& seed, const Tensor& out,
+    const Tensor& logsumexp, int64_t max_seqlen_q, int64_t max_seqlen_k,
+    std::optional<double> scale, int64_t window_left, int64_t window_right, bool lower_right,
+    double dropout_p, bool mask_requires_grad) {
+  Call call = make_call(
+      query, key, value, attn_mask, key_lengths, cu_seqlens_q, cu_seqlens_k, seed, max_seqlen_q,
+      max_seqlen_k, scale, window_left, window_right, lower_right, dropout_p);
+  AttentionProblem& p = call.problem;
+  const at::ScalarType dtype = query.scalar_type(), wide = accumulation_type(dtype);
+
+  Tensor grad_query = empty_like_layout(query, p.E, dtype);
+  Tensor grad_key = empty_like_layout(key, p.E, dtype);
+  Tensor grad_value = empty_like_layout(value, p.Ev, dtype);
+  p.grad_out = strided(grad_out);
+  p.out = strided(out);
+  p.logsumexp = strided(logsumexp);
+  Tensor grad_lse;
+  if (grad_logsumexp) {
+    grad_lse = grad_logsumexp->to(wide);
+    p.grad_logsumexp = strided(grad_lse);
+  }
+  p.grad_query = strided(grad_query);
+  p.grad_key = strided(grad_key);
+  p.grad_value = strided(grad_value);
+
+  Tensor grad_mask = at::empty({0}, query.options());
+  if (mask_requires_grad) {
+    grad_mask = at::zeros(attn_mask->sizes(), query.options().dtype(wide));
+    p.grad_mask = broadcast(grad_mask);
+  }
+
+  if (call.used_q < query.size(2)) grad_query.slice(2, call.used_q).zero_();
+  if (call.used_k < key.size(2)) {
+    grad_key.slice(2, call.used_k).zero_();
+    grad_value.slice(2, call.used_k).zero_();
+  }
+  const AttentionBackward kernel = kernels().attention_backward;
+  Tensor grad_query_sum = grad_query;
+  if (dtype != wide && kernel.key_chunks(p) > 1) {
+    grad_query_sum = empty_like_layout(query, p.E, wide);
+    if (call.used_q < query.size(2)) grad_query_sum.slice(2, call.used_q).zero_();
+  }
+  p.grad_query_sum = strided(grad_query_sum);
+  const Tensor progress = at::full(
+      {p.batch * p.heads * kernel.query_blocks(p)}, -1, query.options().dtype(at::kInt));
+
+  parallel_tasks(kernel.tasks(p), 2.5 * call.operations(), [&](int64_t task) {
+    kernel.run(p, task, progress.mutable_data_ptr<int32_t>());
+  });
+  if (!grad_query_sum.is_same(grad_query)) grad_query.copy_(grad_query_sum);
+  return {
+      grad_query, grad_key, grad_value,
+      mask_requires_grad ? grad_mask.to(attn_mask->scalar_type()) : grad_mask};
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(trifuse, CPU, m) {
+  m.impl("attention_forward.cpp", attention_forward);
+  m.impl("attention_backward.cpp", attention_backward);
+}
+
+}  // namespace trifuse

@@ -1,0 +1,400 @@
+// Attention backward on a CPU.
+//
+// A task owns a chunk of the keys of one key head (or of all heads and sequences that share one
+// gradient of a broadcast float mask): their rows of grad_key and grad_value, which it sums over
+// all queries and writes once. It walks over blocks of 64 queries; for each it recomputes the
+// weights of its keys from the saved logsumexp, tile by tile, and adds its part of grad_query.
+//
+// Several chunks add to the same rows of grad_query. They do so in the order of the chunks, each
+// waiting for the one before it at that block (`progress`), so the sum is the same bits however many
+// threads there are, and no copies of grad_query are held. Tasks are started chunk by chunk, so a
+// task waited for is always one already running. Chunk 0 visits every block and so initialises.
+//
+// Floor: 2 · 64 · 64 · (3 E + 2 Ev) operations a tile, five products against the forward's two, and
+// about 15 vector instructions for 16 pairs. What a task keeps at hand, its chunk's keys, values and
+// two sums and the block's queries and gradients, fits in half a MB of L2 (kChunk).
+
+#include <atomic>
+#include <thread>
+
+#include "cpu/kernels.h"
+#include "cpu/attention_tile.h"
+
+namespace trifuse::TRIFUSE_CAPABILITY {
+namespace {
+
+// Keys of a chunk. By head dimension alone: a result must not change with the batch or the threads.
+int64_t chunk_keys(const AttentionProblem& p) {
+  return p.E + p.Ev <= 128 ? 4 * kTile : p.E + p.Ev <= 256 ? 2 * kTile : kTile;
+}
+
+int64_t key_chunks(const AttentionProblem& p) {
+  return std::max<int64_t>(1, (p.Lk + chunk_keys(p) - 1) / chunk_keys(p));
+}
+
+int64_t query_blocks(const AttentionProblem& p) { return (p.Lq + kTile - 1) / kTile; }
+
+// Sequences, and key heads, whose mask gradient is one and the same belong to one task.
+int64_t batch_groups(const AttentionProblem& p) {
+  return p.grad_mask.data && p.grad_mask.stride[0] == 0 ? std::min<int64_t>(p.batch, 1) : p.batch;
+}
+int64_t head_groups(const AttentionProblem& p) {
+  return p.grad_mask.data && p.grad_mask.stride[1] == 0 ? std::min<int64_t>(p.kv_heads, 1)
+                                                        : p.kv_heads;
+}
+
+int64_t tasks(const AttentionProblem& p) {
+  return key_chunks(p) * batch_groups(p) * head_groups(p);
+}
+
+// Weights and score gradients of a tile from its scores and its products of values and grad_out,
+// both in place: scores becomes D P, products becomes dS (reference/attention.py).
+template <bool Partial, bool Dropout, class T>
+inline void gradient_tile(
+    T* scores, T* products, const uint64_t* bits, const uint64_t* kept, int64_t keys, int64_t lanes,
+    T factor, T dropout_scale, const T* logsumexp, const T* delta) {
+  using Vec = Vectorized<T>;
+  constexpr int L = Vec::size();
+  const Vec zero(T(0));
+  for (int64_t j = 0; j < keys; ++j) {
+#pragma GCC unroll 4
+    for (int64_t l = 0; l < lanes; l += L) {
+      T *score = scores + j * kTile + l, *product = products + j * kTile + l;
+      Vec p = exp2(at::vec::fmsub(Vec::loadu(score), Vec(factor), Vec::loadu(logsumexp + l)));
+      Vec dp = Vec::loadu(product);
+      if constexpr (Partial) p = select(bits[j] >> l, p, zero);
+      Vec dropped = p;
+      if constexpr (Dropout) {
+        dropped = select(kept[j] >> l, p * Vec(dropout_scale), zero);
+        dp = select(kept[j] >> l, dp * Vec(dropout_scale), zero);
+      }
+      Vec ds = p * (dp - Vec::loadu(delta + l));
+      if constexpr (Partial) ds = select(bits[j] >> l, ds, zero);
+      dropped.store(score);
+      ds.store(product);
+    }
+  }
+}
+
+// A tile's score gradients added to those of a mask with a value per key: transposed, or summed
+// where the mask is broadcast over queries.
+template <class T>
+void add_mask_gradient(
+    const AttentionProblem& p, const Sequence& s, int64_t h, int64_t i, int64_t rows, int64_t j,
+    int64_t keys, const T* ds, T* room) {
+  const auto* stride = p.grad_mask.stride;
+  T* grad = static_cast<T*>(p.grad_mask.data) + s.index * stride[0] + h * stride[1] +
+      i * stride[2] + j * stride[3];
+  if (stride[2] == 0) {
+    for (int64_t c = 0; c < keys; ++c) {
+      T sum = 0;
+      for (int64_t r = 0; r < rows; ++r) sum += ds[c * kTile + r];
+      grad[c * stride[3]] += sum;
+    }
+  } else {
+    transpose_tile(ds, kTile, keys, rows, room);
+    for (int64_t r = 0; r < rows; ++r)
+      for (int64_t c = 0; c < keys; ++c) grad[r * stride[2] + c] += room[r * kTile + c];
+  }
+}
+
+// A mask broadcast over keys shifts whole rows, which moves their logsumexp and nothing else: the
+// row's sum of dS is dlse exactly.
+template <class T>
+void add_row_mask_gradient(
+    const AttentionProblem& p, const Sequence& s, int64_t h, int64_t i, int64_t rows) {
+  const auto* stride = p.grad_mask.stride;
+  T* grad = static_cast<T*>(p.grad_mask.data) + s.index * stride[0] + h * stride[1] + i * stride[2];
+  const T* lse = s.query_row<T>(p.logsumexp, h, i);
+  const T* grad_lse = s.query_row<T>(p.grad_logsumexp, h, i);
+  for (int64_t r = 0; r < rows; ++r)
+    if (lse[r * p.logsumexp.stride[2]] != -std::numeric_limits<T>::infinity())
+      grad[r * stride[2]] += grad_lse[r * p.grad_logsumexp.stride[2]];
+}
+
+// Everything a task works with, laid out in its thread's scratch memory.
+template <class Scalar>
+class Task {
+  using E = typename Compute<Scalar>::Element;
+  using T = AccumulatorOf<E>;
+  using Vec = Vectorized<T>;
+
+ public:
+  Task(const AttentionProblem& problem, int64_t chunk_index, int32_t* progress)
+      : p(problem),
+        scale(problem.scale),
+        chunk(chunk_keys(problem)),
+        index(chunk_index),
+        progress(progress),
+        e_ld(padded<E>(problem.E)),
+        ev_ld(padded<E>(problem.Ev)) {
+    // Twice: once to count, once to hand out.
+    layout([](auto*& piece, int64_t n) {
+      scratch.need += Scratch::bytes<std::remove_reference_t<decltype(*piece)>>(n);
+    });
+    scratch.memory.reset(std::exchange(scratch.need, 0));
+    layout([](auto*& piece, int64_t n) {
+      piece = scratch.memory.template take<std::remove_reference_t<decltype(*piece)>>(n);
+    });
+  }
+
+  // All query heads that share one key head of one sequence.
+  void run(int64_t b, int64_t kv_head) {
+    const Sequence s(p, b);
+    const int64_t first = index * chunk, stored = std::min(chunk, s.Lk - first);
+    if (stored <= 0 && index > 0) return;
+    const int64_t keys = std::clamp<int64_t>(s.keys - first, 0, chunk);
+    if (stored > 0) {
+      std::fill_n(grad_key, stored * e_ld, T(0));
+      std::fill_n(grad_value, stored * ev_ld, T(0));
+    }
+    if (keys > 0) {
+      key = left_rows<E>(s.key_rows<Scalar>(p.key, kv_head, first), keys, p.E, key_room);
+      value = left_rows<E>(s.key_rows<Scalar>(p.value, kv_head, first), keys, p.Ev, value_room);
+      // By rows of keys, tile by tile: an odd number of keys then pairs only within its tile.
+      key_by_row = right_rows(
+          s.key_rows<Scalar>(p.key, kv_head, first), keys, p.E, key_row_room);
+    }
+    const int64_t group = p.heads / p.kv_heads;
+    for (int64_t h = kv_head * group; h < (kv_head + 1) * group; ++h)
+      for (int64_t i = 0; i < s.Lq; i += kTile) query_block(s, h, kv_head, i, first, keys);
+    for (int64_t r = 0; r < stored; ++r) {
+      T* row = grad_key + r * e_ld;
+      for (int64_t c = 0; c < p.E; ++c) row[c] *= static_cast<T>(p.scale);
+      narrow(row, p.E, s.key_row<Scalar>(p.grad_key, kv_head, first + r), 1);
+      narrow(
+          grad_value + r * ev_ld, p.Ev, s.key_row<Scalar>(p.grad_value, kv_head, first + r), 1);
+    }
+  }
+
+ private:
+  void query_block(
+      const Sequence& s, int64_t h, int64_t kv_head, int64_t i, int64_t first, int64_t keys) {
+    const int64_t rows = std::min(kTile, s.Lq - i), lanes = round_up(rows, Vec::size());
+    const auto visible = s.visible(p, i, rows);
+    const int64_t from = std::max(visible.first, first) / kTile * kTile;
+    const int64_t to = std::min(visible.last, first + keys);
+    if (from >= to && index > 0) return;
+
+    if (index == 0 && p.grad_mask.data && p.grad_mask.stride[3] == 0 && p.grad_logsumexp.data)
+      add_row_mask_gradient<T>(p, s, h, i, rows);
+    std::fill_n(grad_query, kTile * e_ld, T(0));
+    if (from < to) load_queries(s, h, i, rows);
+    for (int64_t j = from; j < to; j += kTile)
+      tile(s, h, kv_head, i, rows, lanes, j, first, std::min(kTile, first + keys - j));
+
+    for (int64_t r = 0; r < rows; ++r)
+      for (int64_t c = 0; c < p.E; ++c) grad_query[r * e_ld + c] *= static_cast<T>(p.scale);
+    add_grad_query(s, h, i, rows);
+  }
+
+  void load_queries(const Sequence& s, int64_t h, int64_t i, int64_t rows) {
+    const auto q = s.query_rows<Scalar>(p.query, h, i);
+    const auto go = s.query_rows<Scalar>(p.grad_out, h, i);
+    right_transposed(q, rows, p.E, scale.sign, row_room, query_t);
+    right_transposed(go, rows, p.Ev, 1.0f, row_room, grad_out_t);
+    query = right_rows(q, rows, p.E, query_room);
+    grad_out = right_rows(go, rows, p.Ev, grad_out_room);
+
+    std::fill_n(logsumexp, kTile, T(0));
+    std::fill_n(delta, kTile, T(0));
+    const T* lse = s.query_row<T>(p.logsumexp, h, i);
+    for (int64_t r = 0; r < rows; ++r) {
+      const T x = lse[r * p.logsumexp.stride[2]];
+      // A row without keys takes no part in any tile; 0 keeps -inf out of its exponents.
+      logsumexp[r] = x == -std::numeric_limits<T>::infinity() ? T(0) : static_cast<T>(x * kLog2e);
+      const Scalar* o = s.query_row<Scalar>(p.out, h, i + r);
+      const Scalar* g = go.row(r);
+      T sum = 0;
+      if (p.out.stride[3] == 1 && go.column_stride == 1) {
+#pragma omp simd reduction(+ : sum)
+        for (int64_t c = 0; c < p.Ev; ++c) sum += static_cast<T>(o[c]) * static_cast<T>(g[c]);
+      } else {
+        for (int64_t c = 0; c < p.Ev; ++c)
+          sum += static_cast<T>(o[c * p.out.stride[3]]) * static_cast<T>(g[c * go.column_stride]);
+      }
+      delta[r] = sum;
+      if (p.grad_logsumexp.data)
+        delta[r] -= s.query_row<T>(p.grad_logsumexp, h, i)[r * p.grad_logsumexp.stride[2]];
+    }
+  }
+
+  void tile(
+      const Sequence& s, int64_t h, int64_t kv_head, int64_t i, int64_t rows, int64_t lanes,
+      int64_t j, int64_t first, int64_t keys) {
+    const Cover cover = mask.template look<Scalar>(p, s, h, i, rows, j, keys);
+    if (cover == Cover::Empty) return;
+    const int64_t at = j - first;  // within the chunk
+
+    tile_gemm(
+        keys, lanes, elements<E>(p.E), key.data + at * key.ld, key.ld, 1, query_t, kTile, scores,
+        kTile);
+    tile_gemm(
+        keys, lanes, elements<E>(p.Ev), value.data + at * value.ld, value.ld, 1, grad_out_t, kTile,
+        products, kTile);
+
+    T factor = scale.factor;
+    if (p.mask_kind == MaskKind::Float32 || p.mask_kind == MaskKind::QueryType) {
+      add_bias(scores, mask.bias, factor, keys, lanes);
+      factor = 1;
+    }
+    if (p.dropout_threshold) dropout_tile(p, s, h, i, rows, j, kept);
+    const auto gradients = [&]<bool Partial, bool Dropout>() {
+      gradient_tile<Partial, Dropout>(
+          scores, products, mask.bits, kept, keys, lanes, factor, static_cast<T>(p.dropout_scale),
+          logsumexp, delta);
+    };
+    const bool partial = cover == Cover::Partial;
+    if (partial && p.dropout_threshold) gradients.template operator()<true, true>();
+    if (partial && !p.dropout_threshold) gradients.template operator()<true, false>();
+    if (!partial && p.dropout_threshold) gradients.template operator()<false, true>();
+    if (!partial && !p.dropout_threshold) gradients.template operator()<false, false>();
+
+    if (p.grad_mask.data && p.grad_mask.stride[3] != 0)
+      add_mask_gradient(p, s, h, i, rows, j, keys, products, mask_room);
+
+    T* dk = grad_key + at * e_ld;
+    T* dv = grad_value + at * ev_ld;
+    const auto q = s.query_rows<Scalar>(p.query, h, i);
+    const auto go = s.query_rows<Scalar>(p.grad_out, h, i);
+    const auto k = s.key_rows<Scalar>(p.key, kv_head, j);
+    // 0 · NaN, as in the forward, in all three products.
+    const bool finite = !partial || (all_finite(q, rows, p.E) && all_finite(go, rows, p.Ev) &&
+                                     all_finite(k, keys, p.E));
+    Operand<E> q_rows = query, go_rows = grad_out;
+    Operand<E> k_rows{key_by_row.data + elements<E>(at) * key_by_row.ld, key_by_row.ld};
+    if (!finite) {
+      q_rows = right_rows(q, rows, p.E, clean_room[0], true);
+      go_rows = right_rows(go, rows, p.Ev, clean_room[1], true);
+      k_rows = right_rows(k, keys, p.E, clean_room[2], true);
+    }
+    const auto weight = pair_columns(scores, keys, pair_room);
+    tile_gemm(
+        keys, p.Ev, elements<E>(rows), weight.data, weight.ld, 1, go_rows.data, go_rows.ld, dv,
+        ev_ld, {true});
+    const auto ds = pair_columns(products, keys, pair_room);
+    tile_gemm(
+        keys, p.E, elements<E>(rows), ds.data, ds.ld, 1, q_rows.data, q_rows.ld, dk, e_ld, {true});
+    const auto ds_t = pair_rows(products, keys, lanes, pair_room);
+    tile_gemm(
+        rows, p.E, elements<E>(keys), ds_t.data, 1, ds_t.ld, k_rows.data, k_rows.ld, grad_query,
+        e_ld, {true});
+    if (!finite) {
+      uint64_t keys_of[kTile];  // of query i: which keys
+      std::copy_n(mask.bits, keys, keys_of);
+      std::fill(keys_of + keys, keys_of + kTile, 0);
+      transpose_bits(keys_of);
+      spread_nan(q, rows, p.E, dk, e_ld, [&](int64_t r) { return keys_of[r]; });
+      spread_nan(go, rows, p.Ev, dv, ev_ld, [&](int64_t r) { return keys_of[r]; });
+      spread_nan(k, keys, p.E, grad_query, e_ld, [&](int64_t c) { return mask.bits[c]; });
+    }
+  }
+
+  // In the order of chunks: after the last one before this that has keys for the block.
+  void add_grad_query(const Sequence& s, int64_t h, int64_t i, int64_t rows) {
+    std::atomic_ref<int32_t> last(
+        progress[(s.index * p.heads + h) * query_blocks(p) + i / kTile]);
+    if (index > 0) {
+      const auto visible = s.visible(p, i, rows);
+      const int64_t before = std::max(visible.first / chunk, int64_t(0)) < index ? index - 1 : 0;
+      for (int spin = 0; last.load(std::memory_order_acquire) < before; ++spin)
+        if (spin > 1000) std::this_thread::yield();
+    }
+    const bool single = key_chunks(p) == 1;
+    for (int64_t r = 0; r < rows; ++r) {
+      const T* row = grad_query + r * e_ld;
+      if (single) {
+        narrow(row, p.E, s.query_row<Scalar>(p.grad_query, h, i + r), 1);
+        continue;
+      }
+      T* sum = s.query_row<T>(p.grad_query_sum, h, i + r);
+      if (index == 0)
+        std::copy_n(row, p.E, sum);
+      else
+        for (int64_t c = 0; c < p.E; ++c) sum[c] += row[c];
+    }
+    last.store(static_cast<int32_t>(index), std::memory_order_release);
+  }
+
+  template <class Piece>
+  void layout(Piece piece) {
+    piece(key_room, left_rows_size<E>(chunk, p.E));
+    piece(value_room, left_rows_size<E>(chunk, p.Ev));
+    piece(key_row_room, right_rows_size<E>(chunk, p.E));
+    piece(row_room, left_rows_size<E>(kTile, std::max(p.E, p.Ev)));
+    piece(query_t, right_transposed_size<E>(p.E));
+    piece(grad_out_t, right_transposed_size<E>(p.Ev));
+    piece(query_room, right_rows_size<E>(kTile, p.E));
+    piece(grad_out_room, right_rows_size<E>(kTile, p.Ev));
+    for (auto& room : clean_room) piece(room, right_rows_size<E>(kTile, std::max(p.E, p.Ev)));
+    piece(pair_room, kTile * kTile);
+    piece(scores, kTile * kTile);
+    piece(products, kTile * kTile);
+    piece(mask_room, kTile * kTile);
+    piece(grad_query, kTile * e_ld);
+    piece(grad_key, chunk * e_ld);
+    piece(grad_value, chunk * ev_ld);
+    piece(logsumexp, kTile);
+    piece(delta, kTile);
+  }
+
+  const AttentionProblem& p;
+  const Scale<T> scale;
+  const int64_t chunk, index;
+  int32_t* const progress;
+  const int64_t e_ld, ev_ld;
+
+  E *key_room, *value_room, *key_row_room;  // [chunk][E], [chunk][Ev], [chunk][E]
+  E* row_room;                              // [64][max(E, Ev)]
+  E *query_t, *grad_out_t;                  // [E][64], [Ev][64]
+  E *query_room, *grad_out_room;            // [64][E], [64][Ev]
+  E* clean_room[3];                         // [64][max(E, Ev)]
+  E* pair_room;                             // [64][64]
+  T *scores, *products, *mask_room;         // [keys][queries], the last transposed
+  T* grad_query;                            // [64][E]
+  T *grad_key, *grad_value;                 // [chunk][E], [chunk][Ev]
+  T *logsumexp, *delta;                     // [64], the first in units of log2
+  Operand<E> key, value, key_by_row, query, grad_out;
+
+  struct ThreadScratch {
+    Scratch memory;
+    int64_t need = 0;
+  };
+  static thread_local ThreadScratch scratch;
+  static thread_local TileMask<T> mask;
+  static thread_local uint64_t kept[kTile];
+};
+
+template <class Scalar>
+thread_local typename Task<Scalar>::ThreadScratch Task<Scalar>::scratch;
+template <class Scalar>
+thread_local TileMask<typename Task<Scalar>::T> Task<Scalar>::mask;
+template <class Scalar>
+thread_local uint64_t Task<Scalar>::kept[kTile];
+
+template <class Scalar>
+void run(const AttentionProblem& p, int64_t task, int32_t* progress) {
+  const int64_t batches = batch_groups(p), heads = head_groups(p);
+  const int64_t group = task % (batches * heads);
+  Task<Scalar> work(p, task / (batches * heads), progress);
+  const int64_t b = group / heads, h = group % heads;
+  const int64_t last_b = batches == p.batch ? b + 1 : p.batch;
+  const int64_t last_h = heads == p.kv_heads ? h + 1 : p.kv_heads;
+  for (int64_t x = b; x < last_b; ++x)
+    for (int64_t y = h; y < last_h; ++y) work.run(x, y);
+}
+
+void run_any(const AttentionProblem& p, int64_t task, int32_t* progress) {
+  switch (p.dtype) {
+    case DType::Float32: return run<float>(p, task, progress);
+    case DType::BFloat16: return run<c10::BFloat16>(p, task, progress);
+    case DType::Float16: return run<c10::Half>(p, task, progress);
+    case DType::Float64: return run<double>(p, task, progress);
+  }
+}
+
+}  // namespace
+
+AttentionBackward attention_backward() { return {tasks, key_chunks, query_blocks, run_any}; }
+
+}  // namespace trifuse::TRIFUSE_CAPABILITY

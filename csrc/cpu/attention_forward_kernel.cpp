@@ -1,0 +1,202 @@
+// Attention forward on a CPU.
+//
+// A task owns 64 queries of one head of one sequence. It reads their keys and values tile by tile,
+// 64 at a time, and keeps for each query a running peak and sum of its softmax (Milakov and
+// Gimelshein, 2018) and the output so far: 64 x Ev values. It writes its rows of out and logsumexp.
+//
+// Floor: 2 · 64 · 64 · (E + Ev) operations a tile, on the machine's multiply-add pipes. Beside them
+// stand one exp2 a pair, about 13 vector instructions for 16 pairs, and a pass for the peak. The
+// tile, the transposed queries and the output stay in the L1 and L2 caches; keys and values are
+// read from there or L3 once for every 64 queries, 1/64 of a byte an operation.
+
+#include "cpu/kernels.h"
+#include "cpu/attention_tile.h"
+
+namespace trifuse::TRIFUSE_CAPABILITY {
+namespace {
+
+template <class T>
+struct Softmax {
+  alignas(64) T peak[kTile];   // in units of log2
+  alignas(64) T sum[kTile];
+  alignas(64) T alpha[kTile];  // what the output so far is multiplied by
+};
+
+// One tile's scores become weights in place; V vectors of queries at a time.
+template <int V, bool Partial, class T>
+inline void softmax_columns(
+    T* scores, const uint64_t* bits, int64_t keys, T factor, int64_t lane, Softmax<T>& state) {
+  using Vec = Vectorized<T>;
+  constexpr int L = Vec::size();
+  constexpr T infinity = std::numeric_limits<T>::infinity();
+  Vec top[V], peak[V], sum[V];
+#pragma GCC unroll 8
+  for (int v = 0; v < V; ++v) top[v] = Vec(-infinity);
+  for (int64_t j = 0; j < keys; ++j) {
+#pragma GCC unroll 8
+    for (int v = 0; v < V; ++v) {
+      Vec x = Vec::loadu(scores + j * kTile + lane + v * L);
+      if constexpr (Partial) x = select(bits[j] >> (lane + v * L), x, Vec(-infinity));
+      top[v] = larger(top[v], x);
+    }
+  }
+#pragma GCC unroll 8
+  for (int v = 0; v < V; ++v) {
+    const Vec before = Vec::loadu(state.peak + lane + v * L);
+    const Vec now = larger(before, top[v] * Vec(factor));
+    now.store(state.peak + lane + v * L);
+    // A query that has seen no key yet has no peak; 0 keeps -inf - -inf out of the exponent.
+    peak[v] = select(equal_bits(now, -infinity), Vec(T(0)), now);
+    exp2(before - peak[v]).store(state.alpha + lane + v * L);
+    sum[v] = Vec(T(0));
+  }
+  for (int64_t j = 0; j < keys; ++j) {
+#pragma GCC unroll 8
+    for (int v = 0; v < V; ++v) {
+      T* at = scores + j * kTile + lane + v * L;
+      Vec p = exp2(at::vec::fmsub(Vec::loadu(at), Vec(factor), peak[v]));
+      if constexpr (Partial) p = select(bits[j] >> (lane + v * L), p, Vec(T(0)));
+      sum[v] = sum[v] + p;
+      p.store(at);
+    }
+  }
+#pragma GCC unroll 8
+  for (int v = 0; v < V; ++v) {
+    T* at = state.sum + lane + v * L;
+    at::vec::fmadd(Vec::loadu(at), Vec::loadu(state.alpha + lane + v * L), sum[v]).store(at);
+  }
+}
+
+template <bool Partial, class T>
+inline void softmax_tile(
+    T* scores, const uint64_t* bits, int64_t keys, T factor, int64_t lanes, Softmax<T>& state) {
+  constexpr int64_t L = Vectorized<T>::size();
+  int64_t lane = 0;
+  for (; lane + 4 * L <= lanes; lane += 4 * L)
+    softmax_columns<4, Partial>(scores, bits, keys, factor, lane, state);
+  for (; lane < lanes; lane += L)
+    softmax_columns<1, Partial>(scores, bits, keys, factor, lane, state);
+}
+
+// -inf for a query that has seen no key. In double: the backward's weights are exp(score - this), so
+// its rounding is theirs.
+template <class T>
+inline void logsumexp(const Softmax<T>& state, T* lse) {
+  using Vec = Vectorized<double>;
+  double sum[kTile];
+  std::copy_n(state.sum, kTile, sum);
+  for (int64_t l = 0; l < kTile; l += Vec::size()) Vec::loadu(sum + l).log2().store(sum + l);
+  for (int64_t l = 0; l < kTile; ++l) lse[l] = static_cast<T>((state.peak[l] + sum[l]) * kLn2);
+}
+
+int64_t query_blocks(const AttentionProblem& p) { return (p.Lq + kTile - 1) / kTile; }
+
+int64_t tasks(const AttentionProblem& p) { return p.batch * p.heads * query_blocks(p); }
+
+template <class Scalar>
+void run(const AttentionProblem& p, int64_t task) {
+  using E = typename Compute<Scalar>::Element;
+  using T = AccumulatorOf<E>;
+  using Vec = Vectorized<T>;
+
+  const int64_t blocks = query_blocks(p);
+  const int64_t h = task / blocks % p.heads;
+  // Under a causal mask late queries see most keys: longest first leaves no long tail.
+  const int64_t i = (blocks - 1 - task % blocks) * kTile;
+  const Sequence s(p, task / blocks / p.heads);
+  if (i >= s.Lq) return;
+  const int64_t rows = std::min(kTile, s.Lq - i), lanes = round_up(rows, Vec::size());
+  const int64_t kv_head = h / (p.heads / p.kv_heads);
+  const int64_t out_ld = padded<E>(p.Ev);
+  const Scale<T> scale(p.scale);
+
+  thread_local Scratch scratch;
+  thread_local TileMask<T> mask;
+  scratch.reset(
+      Scratch::bytes<E>(right_transposed_size<E>(p.E)) +
+      Scratch::bytes<E>(left_rows_size<E>(kTile, p.E)) +
+      Scratch::bytes<E>(right_rows_size<E>(kTile, p.Ev)) + Scratch::bytes<E>(kTile * kTile) +
+      Scratch::bytes<T>(kTile * kTile) + Scratch::bytes<T>(kTile * out_ld));
+  E* query_t = scratch.take<E>(right_transposed_size<E>(p.E));      // [E][64]
+  E* left_room = scratch.take<E>(left_rows_size<E>(kTile, p.E));    // [64][E]
+  E* value_room = scratch.take<E>(right_rows_size<E>(kTile, p.Ev));  // [64][Ev]
+  E* weight_room = scratch.take<E>(kTile * kTile);                  // [64 / pack][64]
+  T* scores = scratch.take<T>(kTile * kTile);                       // [keys][queries]
+  T* out = scratch.take<T>(kTile * out_ld);                         // [queries][Ev]
+
+  Softmax<T> softmax;
+  std::fill_n(softmax.peak, kTile, -std::numeric_limits<T>::infinity());
+  std::fill_n(softmax.sum, kTile, T(0));
+  std::fill_n(out, kTile * out_ld, T(0));
+  right_transposed(
+      s.query_rows<Scalar>(p.query, h, i), rows, p.E, scale.sign, left_room, query_t);
+
+  const auto visible = s.visible(p, i, rows);
+  for (int64_t j = visible.first / kTile * kTile; j < visible.last; j += kTile) {
+    const int64_t keys = std::min(kTile, s.keys - j);
+    const Cover cover = mask.template look<Scalar>(p, s, h, i, rows, j, keys);
+    if (cover == Cover::Empty) continue;
+
+    const auto key = left_rows<E>(s.key_rows<Scalar>(p.key, kv_head, j), keys, p.E, left_room);
+    tile_gemm(
+        keys, lanes, elements<E>(p.E), key.data, key.ld, 1, query_t, kTile, scores, kTile);
+
+    T factor = scale.factor;
+    if (p.mask_kind == MaskKind::Float32 || p.mask_kind == MaskKind::QueryType) {
+      add_bias(scores, mask.bias, factor, keys, lanes);
+      factor = 1;
+    }
+    if (cover == Cover::Full)
+      softmax_tile<false>(scores, mask.bits, keys, factor, lanes, softmax);
+    else
+      softmax_tile<true>(scores, mask.bits, keys, factor, lanes, softmax);
+
+    if (p.dropout_threshold) {
+      uint64_t kept[kTile];
+      dropout_tile(p, s, h, i, rows, j, kept);
+      for (int64_t c = 0; c < keys; ++c)
+        for (int64_t l = 0; l < lanes; l += Vec::size()) {
+          T* at = scores + c * kTile + l;
+          select(kept[c] >> l, Vec::loadu(at), Vec(T(0))).store(at);
+        }
+    }
+
+    // 0 · NaN: only where a pair is left out can a value matter that takes no part.
+    const auto values = s.key_rows<Scalar>(p.value, kv_head, j);
+    const bool finite = cover == Cover::Full || all_finite(values, keys, p.Ev);
+    const auto value = right_rows(values, keys, p.Ev, value_room, !finite);
+    const auto weight = pair_rows(scores, keys, lanes, weight_room);
+    tile_gemm(
+        rows, p.Ev, elements<E>(keys), weight.data, 1, weight.ld, value.data, value.ld, out, out_ld,
+        {true, softmax.alpha});
+    if (!finite)
+      spread_nan(values, keys, p.Ev, out, out_ld, [&](int64_t j) { return mask.bits[j]; });
+  }
+
+  T lse[kTile];
+  logsumexp(softmax, lse);
+  T* lse_row = s.query_row<T>(p.logsumexp, h, i);
+  for (int64_t r = 0; r < rows; ++r) {
+    lse_row[r * p.logsumexp.stride[2]] = lse[r];
+    const bool empty = softmax.sum[r] == 0;
+    const T inverse = empty ? T(0) : static_cast<T>(p.dropout_scale) / softmax.sum[r];
+    T* row = out + r * out_ld;
+    for (int64_t c = 0; c < p.Ev; ++c) row[c] = empty ? T(0) : row[c] * inverse;
+    narrow(row, p.Ev, s.query_row<Scalar>(p.out, h, i + r), p.out.stride[3]);
+  }
+}
+
+void run_any(const AttentionProblem& p, int64_t task) {
+  switch (p.dtype) {
+    case DType::Float32: return run<float>(p, task);
+    case DType::BFloat16: return run<c10::BFloat16>(p, task);
+    case DType::Float16: return run<c10::Half>(p, task);
+    case DType::Float64: return run<double>(p, task);
+  }
+}
+
+}  // namespace
+
+AttentionForward attention_forward() { return {tasks, run_any}; }
+
+}  // namespace trifuse::TRIFUSE_CAPABILITY

@@ -1,0 +1,286 @@
+// What forward and backward share: the geometry of a call, and a tile's mask.
+//
+// A tile is 64 queries by 64 keys, held transposed: row j is a key, and the vector runs over
+// queries. Softmax then works down the rows, lane by lane, without horizontal steps, and the
+// products need no packed copy of keys and values (tile_gemm.h).
+
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <limits>
+
+#include "attention.h"
+#include "cpu/operand.h"
+#include "cpu/philox.h"
+#include "cpu/tile_gemm.h"
+#include "cpu/vector.h"
+
+namespace trifuse::TRIFUSE_CAPABILITY {
+
+constexpr double kLog2e = 1.4426950408889634074;
+constexpr double kLn2 = 0.69314718055994530942;
+
+template <class E>
+using AccumulatorOf = typename Element<E>::Accumulator;
+
+// One sequence of the batch.
+struct Sequence {
+  int64_t index;             // b
+  int64_t q_start, k_start;  // first token in a packed tensor
+  int64_t q_batch, k_batch;  // batch index in the tensors: 0 if packed
+  int64_t Lq, Lk;
+  int64_t keys;              // Lk, or fewer by key_lengths
+  int64_t diagonal;          // query i stands at key i + diagonal
+
+  Sequence(const AttentionProblem& p, int64_t b) : index(b) {
+    const bool packed = p.cu_seqlens_q != nullptr;
+    q_start = packed ? p.cu_seqlens_q[b] : 0;
+    k_start = packed ? p.cu_seqlens_k[b] : 0;
+    q_batch = k_batch = packed ? 0 : b;
+    Lq = packed ? p.cu_seqlens_q[b + 1] - q_start : p.Lq;
+    Lk = packed ? p.cu_seqlens_k[b + 1] - k_start : p.Lk;
+    keys = p.key_lengths ? std::min(p.key_lengths[b], Lk) : Lk;
+    diagonal = p.lower_right ? Lk - Lq : 0;
+  }
+
+  // The first row of head h of a tensor indexed by query or by key.
+  template <class T>
+  T* query_row(const Tensor4& t, int64_t h, int64_t i) const {
+    return static_cast<T*>(t.data) + q_batch * t.stride[0] + h * t.stride[1] +
+        (q_start + i) * t.stride[2];
+  }
+  template <class T>
+  T* key_row(const Tensor4& t, int64_t h, int64_t j) const {
+    return static_cast<T*>(t.data) + k_batch * t.stride[0] + h * t.stride[1] +
+        (k_start + j) * t.stride[2];
+  }
+  template <class Scalar>
+  Rows<Scalar> query_rows(const Tensor4& t, int64_t h, int64_t i) const {
+    return {query_row<Scalar>(t, h, i), t.stride[2], t.stride[3]};
+  }
+  template <class Scalar>
+  Rows<Scalar> key_rows(const Tensor4& t, int64_t h, int64_t j) const {
+    return {key_row<Scalar>(t, h, j), t.stride[2], t.stride[3]};
+  }
+
+  // Keys that some query of [i, i + rows) may see by position: [first, last).
+  struct Range {
+    int64_t first, last;
+  };
+  Range visible(const AttentionProblem& p, int64_t i, int64_t rows) const {
+    Range r{0, keys};
+    if (p.window_left >= 0) r.first = std::max(r.first, i + diagonal - p.window_left);
+    if (p.window_right >= 0)
+      r.last = std::min(r.last, i + rows - 1 + diagonal + p.window_right + 1);
+    return r;
+  }
+};
+
+// The scores' scale in units of log2, with its sign (or 0) split off for the query rows, so that
+// the largest raw score stays the largest after scaling.
+template <class T>
+struct Scale {
+  T factor;  // > 0, times log2(e)
+  float sign;
+  explicit Scale(double scale)
+      : factor(static_cast<T>((scale == 0 ? 1.0 : std::abs(scale)) * kLog2e)),
+        sign(scale > 0 ? 1.0f : scale < 0 ? -1.0f : 0.0f) {}
+};
+
+enum class Cover { Empty, Partial, Full };
+
+// Which pairs of a tile take part, and the float mask of those that do.
+template <class T>
+struct TileMask {
+  uint64_t bits[kTile];            // of key j: which queries
+  alignas(64) T bias[kTile * kTile];  // [j][i], in units of log2; where the mask is a float mask
+
+  // Covers queries i.. i+rows and keys j .. j+columns of head h. `bits` is set unless Full.
+  template <class Scalar>
+  Cover look(
+      const AttentionProblem& p, const Sequence& s, int64_t h, int64_t i, int64_t rows, int64_t j,
+      int64_t columns) {
+    const uint64_t all = low_bits(rows);
+    bool full = true;
+    // The band: the tile's corners say whether any key needs looking at.
+    const bool left = p.window_left >= 0 && j < i + rows - 1 + s.diagonal - p.window_left;
+    const bool right = p.window_right >= 0 && j + columns - 1 > i + s.diagonal + p.window_right;
+    std::fill_n(bits, columns, all);
+    if (left || right) {
+      full = false;
+      for (int64_t c = 0; c < columns; ++c) {
+        const int64_t at = j + c - s.diagonal - i;  // the query whose diagonal key this is
+        if (left) bits[c] &= low_bits(std::clamp<int64_t>(at + p.window_left + 1, 0, rows));
+        if (right) bits[c] &= ~low_bits(std::clamp<int64_t>(at - p.window_right, 0, rows));
+      }
+    }
+    if (p.mask_kind != MaskKind::None) {
+      const int64_t offset = s.index * p.mask.stride[0] + h * p.mask.stride[1] +
+          i * p.mask.stride[2] + j * p.mask.stride[3];
+      if (p.mask_kind == MaskKind::Bool) {
+        boolean(static_cast<const uint8_t*>(p.mask.data) + offset, p, rows, columns);
+      } else if (p.mask_kind == MaskKind::Float32) {
+        floating(static_cast<const float*>(p.mask.data) + offset, p, rows, columns);
+      } else {
+        floating(static_cast<const Scalar*>(p.mask.data) + offset, p, rows, columns);
+      }
+      full = true;
+      for (int64_t c = 0; c < columns; ++c) full &= bits[c] == all;
+    }
+    if (full) return Cover::Full;
+    uint64_t any = 0;
+    for (int64_t c = 0; c < columns; ++c) any |= bits[c];
+    return any ? Cover::Partial : Cover::Empty;
+  }
+
+ private:
+  void boolean(const uint8_t* mask, const AttentionProblem& p, int64_t rows, int64_t columns) {
+    const int64_t si = p.mask.stride[2], sj = p.mask.stride[3];
+    if (si == 0) {
+      for (int64_t c = 0; c < columns; ++c) bits[c] &= mask[c * sj] ? ~uint64_t(0) : 0;
+      return;
+    }
+    // 64 bytes along the dimension that is contiguous (or gathered), then bits.
+    const bool by_query = sj == 1 || si != 1;
+    const int64_t lines = by_query ? rows : columns, length = by_query ? columns : rows;
+    const int64_t step = by_query ? si : sj, along = by_query ? sj : si;
+    uint64_t word[kTile];
+    for (int64_t l = 0; l < lines; ++l) {
+      const uint8_t* line = mask + l * step;
+      uint8_t gathered[kTile] = {};
+      if (along != 1 || length < kTile) {
+        for (int64_t t = 0; t < length; ++t) gathered[t] = line[t * along];
+        line = gathered;
+      }
+      word[l] = nonzero_bits(line);
+    }
+    if (by_query) {
+      std::fill(word + rows, word + kTile, 0);
+      transpose_bits(word);
+    }
+    for (int64_t c = 0; c < columns; ++c) bits[c] &= word[c];
+  }
+
+  template <class M>
+  void floating(const M* mask, const AttentionProblem& p, int64_t rows, int64_t columns) {
+    using Vec = Vectorized<T>;
+    const int64_t si = p.mask.stride[2], sj = p.mask.stride[3];
+    if (si == 0) {
+      for (int64_t c = 0; c < columns; ++c)
+        std::fill_n(bias + c * kTile, kTile, static_cast<T>(mask[c * sj]));
+    } else if (si == 1) {
+      for (int64_t c = 0; c < columns; ++c) {
+        widen(mask + c * sj, 1, rows, bias + c * kTile);
+        std::fill_n(bias + c * kTile + rows, kTile - rows, T(0));
+      }
+    } else {
+      alignas(64) T line[kTile * kTile];
+      for (int64_t r = 0; r < rows; ++r) widen(mask + r * si, sj, columns, line + r * kTile);
+      transpose_tile(line, kTile, rows, columns, bias);
+    }
+    // -inf leaves a pair out. Every other value stays finite in units of log2, so that a row of the
+    // lowest finite number is still a row of equals.
+    constexpr T infinity = std::numeric_limits<T>::infinity();
+    const Vec log2e(static_cast<T>(kLog2e)), lowest(std::numeric_limits<T>::lowest());
+    for (int64_t c = 0; c < columns; ++c) {
+      uint64_t out = 0;
+      for (int64_t l = 0; l < kTile; l += Vec::size()) {
+        T* at = bias + c * kTile + l;
+        const Vec x = Vec::loadu(at);
+        out |= equal_bits(x, -infinity) << l;
+        larger(lowest, x * log2e).store(at);
+      }
+      bits[c] &= ~out;
+    }
+  }
+};
+
+// scores[j][i] = scores · factor + bias: what is left for exp2 once the peak is subtracted.
+template <class T>
+inline void add_bias(T* scores, const T* bias, T factor, int64_t columns, int64_t lanes) {
+  using Vec = Vectorized<T>;
+  const Vec f(factor), lowest(std::numeric_limits<T>::lowest());
+  for (int64_t c = 0; c < columns; ++c) {
+    for (int64_t l = 0; l < lanes; l += Vec::size()) {
+      T* at = scores + c * kTile + l;
+      const Vec sum = at::vec::fmadd(Vec::loadu(at), f, Vec::loadu(bias + c * kTile + l));
+      larger(lowest, sum).store(at);
+    }
+  }
+}
+
+// Which pairs of a tile dropout keeps: bits[j], bit i.
+inline void dropout_tile(
+    const AttentionProblem& p, const Sequence& s, int64_t h, int64_t i, int64_t rows, int64_t j,
+    uint64_t bits[kTile]) {
+  const uint64_t plane = s.index * p.heads + h;
+  for (int64_t r = 0; r < rows; ++r)
+    bits[r] = dropout_row(p.seed, plane, i + r, j, p.dropout_threshold);
+  std::fill(bits + rows, bits + kTile, 0);
+  transpose_bits(bits);
+}
+
+// Two neighbouring rows of a tile as pairs: target[c / 2][i] holds rows c and c + 1 of source.
+// For elements that are not pairs the tile itself serves.
+template <class E, class T>
+inline Operand<E> pair_rows(const T* source, int64_t columns, int64_t lanes, E* room) {
+  if constexpr (kPack<E> == 1) {
+    return {source, kTile};
+  } else {
+#ifdef __AVX512BF16__
+    for (int64_t c = 0; c < columns; c += 2) {
+      for (int64_t l = 0; l < lanes; l += 16) {
+        const float* at = source + c * kTile + l;
+        const __m256bh low = _mm512_cvtneps_pbh(_mm512_loadu_ps(at));
+        const __m256bh high = c + 1 < columns ? _mm512_cvtneps_pbh(_mm512_loadu_ps(at + kTile))
+                                              : (__m256bh)_mm256_setzero_si256();
+        _mm512_storeu_si512(
+            room + c / 2 * kTile + l,
+            _mm512_or_si512(
+                _mm512_cvtepu16_epi32((__m256i)low),
+                _mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)high), 16)));
+      }
+    }
+#endif
+    return {room, kTile};
+  }
+}
+
+// Neighbouring values of a row as pairs: target[j][i / 2].
+template <class E, class T>
+inline Operand<E> pair_columns(const T* source, int64_t columns, E* room) {
+  if constexpr (kPack<E> == 1) {
+    return {source, kTile};
+  } else {
+#ifdef __AVX512BF16__
+    for (int64_t c = 0; c < columns; ++c) {
+      for (int64_t l = 0; l < kTile; l += 32) {
+        const float* at = source + c * kTile + l;
+        _mm512_storeu_si512(
+            room + (c * kTile + l) / 2,
+            (__m512i)_mm512_cvtne2ps_pbh(_mm512_loadu_ps(at + 16), _mm512_loadu_ps(at)));
+      }
+    }
+#endif
+    return {room, kTile / 2};
+  }
+}
+
+// Where a pair that takes part meets a NaN or Inf in `rows`, the sum it enters is NaN. reached(k)
+// gives the outputs that row k enters, as bits.
+template <class Scalar, class T, class Reached>
+inline void spread_nan(
+    Rows<Scalar> rows, int64_t n, int64_t columns, T* sums, int64_t ld, Reached reached) {
+  for (int64_t k = 0; k < n; ++k) {
+    const uint64_t outputs = reached(k);
+    for (int64_t c = 0; c < columns; ++c) {
+      if (std::isfinite(static_cast<double>(rows.row(k)[c * rows.column_stride]))) continue;
+      for (int64_t m = 0; m < kTile; ++m)
+        if (outputs >> m & 1) sums[m * ld + c] = std::numeric_limits<T>::quiet_NaN();
+    }
+  }
+}
+
+}  // namespace trifuse::TRIFUSE_CAPABILITY

@@ -1,0 +1,72 @@
+#include "cpu/capability.h"
+
+#include <atomic>
+#include <cstdlib>
+#include <stdexcept>
+
+namespace trifuse {
+namespace {
+
+bool machine_has(Capability c) {
+#if defined(__x86_64__)
+  __builtin_cpu_init();
+  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+      __builtin_cpu_supports("f16c");
+  const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") &&
+      __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
+      __builtin_cpu_supports("avx512dq");
+  switch (c) {
+    case Capability::DEFAULT: return true;
+    case Capability::AVX2: return avx2;
+    case Capability::AVX512: return avx512;
+    case Capability::AVX512_BF16: return avx512 && __builtin_cpu_supports("avx512bf16");
+  }
+  return false;
+#else
+  return c == Capability::DEFAULT;
+#endif
+}
+
+Capability find(const std::string& wanted) {
+  std::string known;
+  for (Capability c : capabilities()) {
+    if (name(c) == wanted) return c;
+    known += (known.empty() ? "" : ", ") + name(c);
+  }
+  throw std::invalid_argument(
+      "TRIFUSE_CPU_CAPABILITY: expected one this machine can run (" + known + "); got '" + wanted +
+      "'");
+}
+
+std::atomic<Capability>& current() {
+  static std::atomic<Capability> chosen = [] {
+    const char* wanted = std::getenv("TRIFUSE_CPU_CAPABILITY");
+    return wanted && *wanted ? find(wanted) : capabilities().back();
+  }();
+  return chosen;
+}
+
+}  // namespace
+
+std::string name(Capability c) {
+#define TRIFUSE_CASE(capability) \
+  case Capability::capability: return #capability;
+  switch (c) { TRIFUSE_EACH_CAPABILITY(TRIFUSE_CASE) }
+#undef TRIFUSE_CASE
+  return "";
+}
+
+std::vector<Capability> capabilities() {
+  std::vector<Capability> list;
+#define TRIFUSE_ADD(capability) \
+  if (machine_has(Capability::capability)) list.push_back(Capability::capability);
+  TRIFUSE_EACH_CAPABILITY(TRIFUSE_ADD)
+#undef TRIFUSE_ADD
+  return list;
+}
+
+Capability capability() { return current().load(std::memory_order_relaxed); }
+
+Capability set_capability(const std::string& wanted) { return current().exchange(find(wanted)); }
+
+}  // namespace trifuse

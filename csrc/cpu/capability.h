@@ -1,0 +1,40 @@
+// One kernel source, several instruction sets.
+//
+// setup.py compiles every csrc/cpu/*_kernel.cpp once per instruction set, with the macros that
+// ATen's vector types look at (CPU_CAPABILITY_AVX512 and so on) and TRIFUSE_CAPABILITY, which names
+// the namespace the code lands in. The rest of the program picks one when it runs.
+//
+//   DEFAULT       what every CPU of the architecture has (SSE2 on x86-64, NEON on AArch64)
+//   AVX2          with FMA and F16C
+//   AVX512        F, BW, VL, DQ
+//   AVX512_BF16   AVX512 with dot products of bfloat16 pairs
+
+#pragma once
+
+#include <string>
+#include <vector>
+
+#if defined(__x86_64__)
+#define TRIFUSE_EACH_CAPABILITY(X) X(DEFAULT) X(AVX2) X(AVX512) X(AVX512_BF16)
+#else
+#define TRIFUSE_EACH_CAPABILITY(X) X(DEFAULT)
+#endif
+
+namespace trifuse {
+
+#define TRIFUSE_NAME(capability) capability,
+enum class Capability { TRIFUSE_EACH_CAPABILITY(TRIFUSE_NAME) };
+#undef TRIFUSE_NAME
+
+std::string name(Capability);
+
+// Those compiled in that this machine can run, worst first.
+std::vector<Capability> capabilities();
+
+// The one in use: the best, or what TRIFUSE_CPU_CAPABILITY asks for.
+Capability capability();
+
+// Use another, and return the one before. Throws std::invalid_argument for one not in the list.
+Capability set_capability(const std::string& name);
+
+}  // namespace trifuse

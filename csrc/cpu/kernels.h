@@ -1,0 +1,60 @@
+// The CPU kernels: one table of functions per instruction set, and the table in use.
+
+#pragma once
+
+#include <cstdint>
+
+#include "attention.h"
+#include "cpu/capability.h"
+
+namespace trifuse {
+
+// A kernel splits its work into tasks that may run in any number of threads. Tasks must be started
+// in order; results do not depend on how many run at once.
+struct AttentionForward {
+  int64_t (*tasks)(const AttentionProblem&);
+  void (*run)(const AttentionProblem&, int64_t task);
+};
+
+// Several tasks add to the same block of queries, one after the other; `progress`
+// (B, H, query_blocks), -1 at first, says which was last.
+struct AttentionBackward {
+  int64_t (*tasks)(const AttentionProblem&);
+  int64_t (*key_chunks)(const AttentionProblem&);
+  int64_t (*query_blocks)(const AttentionProblem&);
+  void (*run)(const AttentionProblem&, int64_t task, int32_t* progress);
+};
+
+// What tests and benchmarks ask of an instruction set's building blocks.
+struct Probe {
+  // Floating-point operations per second of one thread's tile_gemm on tiles in its L1 cache.
+  double (*matrix_rate)(bool bfloat16, double seconds);
+  void (*exp2)(const float* x, float* y, int64_t n);
+};
+
+struct Kernels {
+  AttentionForward attention_forward;
+  AttentionBackward attention_backward;
+  Probe probe;
+};
+
+// Each *_kernel.cpp defines its function in the namespace of every instruction set.
+#define TRIFUSE_DECLARE(set)              \
+  namespace set {                         \
+  AttentionForward attention_forward();   \
+  AttentionBackward attention_backward(); \
+  Probe probe();                          \
+  }
+TRIFUSE_EACH_CAPABILITY(TRIFUSE_DECLARE)
+#undef TRIFUSE_DECLARE
+
+inline Kernels kernels() {
+#define TRIFUSE_CASE(set) \
+  case Capability::set:   \
+    return {set::attention_forward(), set::attention_backward(), set::probe()};
+  switch (capability()) { TRIFUSE_EACH_CAPABILITY(TRIFUSE_CASE) }
+#undef TRIFUSE_CASE
+  return {};
+}
+
+}  // namespace trifuse

@@ -1,0 +1,300 @@
+// Rows of a tensor as operands of tile_gemm.
+//
+// A tensor's rows reach the product in one of three ways, and only where their type or strides make
+// it necessary are they copied:
+//
+//   left_rows          A: rows as they are, k along the columns
+//   right_transposed   B: k along the columns, one column of B per row
+//   right_rows         B: k along the rows
+//
+// With an element type of pairs (tile_gemm.h) two neighbouring values of k share an element, and a
+// missing partner is 0.
+
+#pragma once
+
+#include <ATen/cpu/vec/functional.h>
+#include <c10/util/Half.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <cstdlib>
+#include <memory>
+#include <new>
+#include <type_traits>
+
+#include "cpu/tile_gemm.h"
+#include "cpu/vector.h"
+
+namespace trifuse::TRIFUSE_CAPABILITY {
+
+constexpr int64_t kTile = 64;  // queries, and keys, of a tile
+
+constexpr int64_t round_up(int64_t n, int64_t multiple) {
+  return (n + multiple - 1) / multiple * multiple;
+}
+
+// How a tensor's type is computed with.
+template <class Scalar>
+struct Compute {
+  using Element = std::conditional_t<std::is_same_v<Scalar, double>, double, float>;
+};
+#ifdef __AVX512BF16__
+template <>
+struct Compute<c10::BFloat16> {
+  using Element = BFloat16Pair;
+};
+#endif
+
+template <class E>
+constexpr int64_t kPack = std::is_same_v<E, BFloat16Pair> ? 2 : 1;  // values of k in an element
+
+// `columns` values of a row, at p + column * stride.
+template <class Scalar>
+struct Rows {
+  const Scalar* data;
+  int64_t row_stride, column_stride;
+  const Scalar* row(int64_t r) const { return data + r * row_stride; }
+};
+
+// Memory of one thread, handed out in pieces that live until the next reset. It grows to what a
+// kernel needs and stays: a call then costs no page faults.
+class Scratch {
+ public:
+  void reset(int64_t bytes) {
+    if (bytes > capacity_) {
+      memory_.reset(static_cast<char*>(std::aligned_alloc(64, round_up(bytes, 64))));
+      if (!memory_) throw std::bad_alloc();
+      capacity_ = round_up(bytes, 64);
+    }
+    used_ = 0;
+  }
+  template <class T>
+  T* take(int64_t count) {
+    T* piece = reinterpret_cast<T*>(memory_.get() + used_);
+    used_ += bytes<T>(count);
+    return piece;
+  }
+  template <class T>
+  static int64_t bytes(int64_t count) {
+    return round_up(count * static_cast<int64_t>(sizeof(T)), 64);
+  }
+
+ private:
+  struct Free {
+    void operator()(char* p) const { std::free(p); }
+  };
+  std::unique_ptr<char, Free> memory_;
+  int64_t capacity_ = 0, used_ = 0;
+};
+
+template <class Scalar>
+constexpr bool kReduced =
+    std::is_same_v<Scalar, c10::BFloat16> || std::is_same_v<Scalar, c10::Half>;
+
+// Conversion ---------------------------------------------------------------------------------------
+
+template <class Scalar, class T>
+inline void widen(const Scalar* source, int64_t stride, int64_t n, T* target) {
+  int64_t i = 0;
+  if constexpr (kReduced<Scalar>) {
+    if (stride == 1) {
+      for (; i + Vectorized<Scalar>::size() <= n; i += Vectorized<Scalar>::size()) {
+        const auto [low, high] = at::vec::convert_to_float<Scalar>(Vectorized<Scalar>::loadu(source + i));
+        low.store(target + i);
+        high.store(target + i + Vectorized<float>::size());
+      }
+    }
+  }
+  for (; i < n; ++i) target[i] = static_cast<T>(source[i * stride]);
+}
+
+template <class T, class Scalar>
+inline void narrow(const T* source, int64_t n, Scalar* target, int64_t stride) {
+  int64_t i = 0;
+  if constexpr (kReduced<Scalar>) {
+    if (stride == 1) {
+      for (; i + Vectorized<Scalar>::size() <= n; i += Vectorized<Scalar>::size()) {
+        at::vec::convert_from_float<Scalar>(
+            Vectorized<float>::loadu(source + i),
+            Vectorized<float>::loadu(source + i + Vectorized<float>::size()))
+            .store(target + i);
+      }
+    }
+  }
+  for (; i < n; ++i) target[i * stride] = static_cast<Scalar>(source[i]);
+}
+
+// Whether rows [0, n) hold no NaN or Inf: x - x is 0 for finite x alone.
+template <class Scalar>
+inline bool all_finite(Rows<Scalar> rows, int64_t n, int64_t columns) {
+  using T = std::conditional_t<std::is_same_v<Scalar, double>, double, float>;
+  for (int64_t r = 0; r < n; ++r) {
+    const Scalar* row = rows.row(r);
+    T sum = 0;
+    if (rows.column_stride == 1) {
+#pragma omp simd reduction(+ : sum)
+      for (int64_t c = 0; c < columns; ++c) sum += static_cast<T>(row[c]) - static_cast<T>(row[c]);
+    } else {
+      for (int64_t c = 0; c < columns; ++c) {
+        const T x = static_cast<T>(row[c * rows.column_stride]);
+        sum += x - x;
+      }
+    }
+    if (!(sum == 0)) return false;
+  }
+  return true;
+}
+
+// dst[c][r] = src[r][c] for elements of 32 or 64 bits; dst has kTile columns, zeros past `rows`.
+template <class E>
+inline void transpose_tile(const E* source, int64_t ld, int64_t rows, int64_t columns, E* target) {
+  if constexpr (sizeof(E) == sizeof(float)) {
+    const auto* from = reinterpret_cast<const float*>(source);
+    auto* to = reinterpret_cast<float*>(target);
+    constexpr int64_t block = Vectorized<float>::size();
+    int64_t r = 0;
+    for (; r + block <= rows; r += block) {
+      int64_t c = 0;
+      for (; c + block <= columns; c += block) {
+        at::vec::transpose_mxn<float, block, block>(from + r * ld + c, ld, to + c * kTile + r, kTile);
+      }
+      for (; c < columns; ++c)
+        for (int64_t k = r; k < r + block; ++k) to[c * kTile + k] = from[k * ld + c];
+    }
+    for (int64_t c = 0; c < columns; ++c)
+      for (int64_t k = r; k < rows; ++k) to[c * kTile + k] = from[k * ld + c];
+  } else {
+    for (int64_t c = 0; c < columns; ++c)
+      for (int64_t r = 0; r < rows; ++r) target[c * kTile + r] = source[r * ld + c];
+  }
+  if (rows < kTile) {
+    for (int64_t c = 0; c < columns; ++c) std::fill_n(target + c * kTile + rows, kTile - rows, E{});
+  }
+}
+
+// Operands -----------------------------------------------------------------------------------------
+
+template <class E>
+struct Operand {
+  const E* data;
+  int64_t ld;
+};
+
+// Elements that `columns` values take, k along them.
+template <class E>
+constexpr int64_t elements(int64_t columns) {
+  return (columns + kPack<E> - 1) / kPack<E>;
+}
+
+// Room that left_rows may need, in elements.
+template <class E>
+constexpr int64_t left_rows_size(int64_t rows, int64_t columns) {
+  return rows * elements<E>(columns);
+}
+
+// `factor` multiplies every value: 1, or the sign of a scale.
+template <class E, class Scalar>
+inline Operand<E> left_rows(
+    Rows<Scalar> rows, int64_t n, int64_t columns, E* room, float factor = 1.0f) {
+  constexpr bool same = std::is_same_v<Scalar, E>;
+  constexpr bool pairs = kPack<E> == 2;
+  if (factor == 1.0f && rows.column_stride == 1) {
+    if constexpr (same) return {rows.data, rows.row_stride};
+    if constexpr (pairs) {
+      // Rows of pairs in place, unless one straddles two rows.
+      if (columns % 2 == 0 && rows.row_stride % 2 == 0)
+        return {reinterpret_cast<const E*>(rows.data), rows.row_stride / 2};
+    }
+  }
+  const int64_t ld = elements<E>(columns);
+  for (int64_t r = 0; r < n; ++r) {
+    if constexpr (pairs) {
+      auto* target = reinterpret_cast<c10::BFloat16*>(room + r * ld);
+      for (int64_t c = 0; c < columns; ++c) {
+        const c10::BFloat16 x = rows.row(r)[c * rows.column_stride];
+        target[c] = factor == 1.0f ? x : c10::BFloat16(static_cast<float>(x) * factor);
+      }
+      if (columns % 2) target[columns] = c10::BFloat16(0.0f);
+    } else {
+      widen(rows.row(r), rows.column_stride, columns, room + r * ld);
+      if (factor != 1.0f)
+        for (int64_t c = 0; c < columns; ++c) room[r * ld + c] *= factor;
+    }
+  }
+  return {room, ld};
+}
+
+template <class E>
+constexpr int64_t right_transposed_size(int64_t columns) {
+  return elements<E>(columns) * kTile;
+}
+
+// At most kTile rows; B's rows hold kTile elements, zeros past the last row.
+template <class E, class Scalar>
+inline void right_transposed(
+    Rows<Scalar> rows, int64_t n, int64_t columns, float factor, E* left_room, E* target) {
+  const Operand<E> left = left_rows<E>(rows, n, columns, left_room, factor);
+  transpose_tile(left.data, left.ld, n, elements<E>(columns), target);
+}
+
+// B's rows are whole vectors.
+template <class E>
+constexpr int64_t padded(int64_t columns) {
+  return round_up(columns, Vectorized<typename Element<E>::Accumulator>::size());
+}
+
+template <class E>
+constexpr int64_t right_rows_size(int64_t rows, int64_t columns) {
+  return elements<E>(rows) * padded<E>(columns);
+}
+
+// With `clean`, a NaN or Inf is replaced by 0 (the caller then sees to what it reaches).
+template <class E, class Scalar>
+inline Operand<E> right_rows(
+    Rows<Scalar> rows, int64_t n, int64_t columns, E* room, bool clean = false) {
+  const int64_t ld = padded<E>(columns);
+  if constexpr (std::is_same_v<Scalar, E>) {
+    if (!clean && rows.column_stride == 1 && ld == columns) return {rows.data, rows.row_stride};
+  }
+  const auto value = [&](int64_t r, int64_t c) {
+    const Scalar x = rows.row(r)[c * rows.column_stride];
+    return clean && !std::isfinite(static_cast<double>(x)) ? Scalar(0) : x;
+  };
+  if constexpr (kPack<E> == 2) {
+    for (int64_t r = 0; r < n; r += 2) {
+      auto* target = reinterpret_cast<c10::BFloat16*>(room + r / 2 * ld);
+      int64_t c = 0;
+#ifdef __AVX512BF16__
+      if (!clean && rows.column_stride == 1) {
+        // 32 columns of two rows, interleaved in 16-bit steps.
+        const __m512i low = _mm512_set_epi16(
+            47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8,
+            39, 7, 38, 6, 37, 5, 36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
+        const __m512i high = _mm512_add_epi16(low, _mm512_set1_epi16(16));
+        for (; c + 32 <= columns; c += 32) {
+          const __m512i x = _mm512_loadu_si512(rows.row(r) + c);
+          const __m512i y =
+              r + 1 < n ? _mm512_loadu_si512(rows.row(r + 1) + c) : _mm512_setzero_si512();
+          _mm512_storeu_si512(target + 2 * c, _mm512_permutex2var_epi16(x, low, y));
+          _mm512_storeu_si512(target + 2 * c + 32, _mm512_permutex2var_epi16(x, high, y));
+        }
+      }
+#endif
+      for (; c < columns; ++c) {
+        target[2 * c] = value(r, c);
+        target[2 * c + 1] = r + 1 < n ? value(r + 1, c) : Scalar(0);
+      }
+      std::fill(target + 2 * columns, target + 2 * ld, Scalar(0));
+    }
+  } else {
+    for (int64_t r = 0; r < n; ++r) {
+      widen(rows.row(r), rows.column_stride, columns, room + r * ld);
+      std::fill(room + r * ld + columns, room + (r + 1) * ld, E(0));
+      if (clean)
+        for (int64_t c = 0; c < columns; ++c) room[r * ld + c] = static_cast<E>(value(r, c));
+    }
+  }
+  return {room, ld};
+}
+
+}  // namespace trifuse::TRIFUSE_CAPABILITY

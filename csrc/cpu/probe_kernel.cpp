@@ -1,0 +1,46 @@
+// Building blocks on their own, for tests of their accuracy and for the ceiling in benchmarks.
+
+#include <chrono>
+
+#include "cpu/kernels.h"
+#include "cpu/operand.h"
+
+namespace trifuse::TRIFUSE_CAPABILITY {
+namespace {
+
+template <class E>
+double rate(double seconds) {
+  using T = typename Element<E>::Accumulator;
+  using Clock = std::chrono::steady_clock;
+  constexpr int64_t K = kTile / kPack<E>;
+  alignas(64) static thread_local E a[kTile * K], b[K * kTile];
+  alignas(64) static thread_local T c[kTile * kTile];
+  const auto start = Clock::now();
+  std::chrono::duration<double> passed{0};
+  int64_t products = 0;
+  while (passed.count() < seconds) {
+    for (int n = 0; n < 200; ++n)
+      tile_gemm<E>(kTile, kTile, K, a, K, 1, b, kTile, c, kTile, {true});
+    products += 200;
+    passed = Clock::now() - start;
+  }
+  return 2.0 * kTile * kTile * kTile * static_cast<double>(products) / passed.count();
+}
+
+double matrix_rate(bool bfloat16, double seconds) {
+  return bfloat16 ? rate<Compute<c10::BFloat16>::Element>(seconds) : rate<float>(seconds);
+}
+
+void exp2_all(const float* x, float* y, int64_t n) {
+  using Vec = Vectorized<float>;
+  for (int64_t i = 0; i < n; i += Vec::size()) {
+    const int64_t count = std::min<int64_t>(Vec::size(), n - i);
+    exp2(Vec::loadu(x + i, count)).store(y + i, static_cast<int>(count));
+  }
+}
+
+}  // namespace
+
+Probe probe() { return {matrix_rate, exp2_all}; }
+
+}  // namespace trifuse::TRIFUSE_CAPABILITY

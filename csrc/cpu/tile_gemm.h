@@ -1,0 +1,149 @@
+// The one matrix product behind the CPU kernels: C (M x N) = A (M x K) B (K x N) on tiles that live
+// in the L1 and L2 caches.
+//
+// The vector runs along N: for every k, a few vectors of B's row k are multiplied by single elements
+// of A, broadcast. So A may have any strides, and transposing it costs nothing:
+//
+//   A(m, k) at a + m * a_m + k * a_k      B(k, n) at b + k * ldb + n      C(m, n) at c + m * ldc + n
+//
+// C's rows hold a whole number of vectors (`padded`), and so do B's; what is past N is garbage in,
+// garbage out. Each element of C is one chain of fused multiply-adds over k in order, whatever M, N
+// and the blocking are, so a result does not depend on its neighbours.
+//
+// Floor: M N K / (lanes x FMA pipes) cycles. A register block of MR x NR vectors needs NR loads of B
+// and MR broadcasts of A for MR NR multiply-adds; with the sizes below both pipes stay busy.
+
+#pragma once
+
+#include <ATen/cpu/vec/vec.h>
+#include <c10/util/BFloat16.h>
+
+#include <cstdint>
+#include <cstring>
+
+namespace trifuse::TRIFUSE_CAPABILITY {
+
+using at::vec::Vectorized;
+
+// Two neighbouring values of k in 32 bits, the unit of the bfloat16 dot product: the lower k in the
+// lower half. As an element type of A and B it makes K count pairs; C is float.
+struct BFloat16Pair {
+  uint32_t bits;
+};
+
+template <class E>
+struct Element {  // float, double
+  using Accumulator = E;
+  using Vector = Vectorized<E>;
+  static Vector load(const E* p) { return Vector::loadu(p); }
+  static Vector broadcast(const E* p) { return Vector(*p); }
+  static Vector multiply_add(Vector a, Vector b, Vector c) { return at::vec::fmadd(a, b, c); }
+};
+
+#ifdef __AVX512BF16__
+template <>
+struct Element<BFloat16Pair> {
+  using Accumulator = float;
+  using Vector = __m512bh;
+  static Vector load(const BFloat16Pair* p) { return (__m512bh)_mm512_loadu_si512(p); }
+  static Vector broadcast(const BFloat16Pair* p) {
+    int bits;
+    std::memcpy(&bits, p, sizeof bits);  // rows of bfloat16 need not start on 4 bytes
+    return (__m512bh)_mm512_set1_epi32(bits);
+  }
+  static Vectorized<float> multiply_add(Vector a, Vector b, Vectorized<float> c) {
+    return _mm512_dpbf16_ps(c, a, b);
+  }
+};
+#endif
+
+// The register block: as many accumulators as the registers hold beside a row of B.
+#if defined(CPU_CAPABILITY_AVX512)
+constexpr int kRows = 6, kVectors = 4;  // 24 of 32 registers
+#elif defined(CPU_CAPABILITY_AVX2)
+constexpr int kRows = 6, kVectors = 2;  // 12 of 16
+#else
+constexpr int kRows = 2, kVectors = 2;  // a portable vector is two of the machine's
+#endif
+
+// What C holds before the product is added.
+template <class T>
+struct Start {
+  bool accumulate = false;       // keep C; otherwise start from 0
+  const T* row_scale = nullptr;  // with accumulate: row m is first multiplied by row_scale[m]
+};
+
+template <int MR, int NR, class E>
+void register_block(
+    int64_t K, const E* a, int64_t a_m, int64_t a_k, const E* b, int64_t ldb,
+    typename Element<E>::Accumulator* c, int64_t ldc,
+    Start<typename Element<E>::Accumulator> start) {
+  using T = typename Element<E>::Accumulator;
+  using Vec = Vectorized<T>;
+  Vec sum[MR][NR];
+  if (start.accumulate) {
+#pragma GCC unroll 8
+    for (int m = 0; m < MR; ++m) {
+      const Vec scale(start.row_scale ? start.row_scale[m] : T(1));
+#pragma GCC unroll 8
+      for (int n = 0; n < NR; ++n) sum[m][n] = Vec::loadu(c + m * ldc + n * Vec::size()) * scale;
+    }
+  } else {
+#pragma GCC unroll 8
+    for (int m = 0; m < MR; ++m)
+#pragma GCC unroll 8
+      for (int n = 0; n < NR; ++n) sum[m][n] = Vec(T(0));
+  }
+  for (int64_t k = 0; k < K; ++k) {
+    typename Element<E>::Vector row[NR];
+#pragma GCC unroll 8
+    for (int n = 0; n < NR; ++n) row[n] = Element<E>::load(b + k * ldb + n * Vec::size());
+#pragma GCC unroll 8
+    for (int m = 0; m < MR; ++m) {
+      const auto x = Element<E>::broadcast(a + m * a_m + k * a_k);
+#pragma GCC unroll 8
+      for (int n = 0; n < NR; ++n) sum[m][n] = Element<E>::multiply_add(x, row[n], sum[m][n]);
+    }
+  }
+#pragma GCC unroll 8
+  for (int m = 0; m < MR; ++m)
+#pragma GCC unroll 8
+    for (int n = 0; n < NR; ++n) sum[m][n].store(c + m * ldc + n * Vec::size());
+}
+
+// All rows against one panel of NR vectors; the last rows in a smaller register block.
+template <int NR, class E>
+void panel(
+    int64_t M, int64_t K, const E* a, int64_t a_m, int64_t a_k, const E* b, int64_t ldb,
+    typename Element<E>::Accumulator* c, int64_t ldc,
+    Start<typename Element<E>::Accumulator> start) {
+  int64_t m = 0;
+  auto block = [&]<int MR>() {
+    register_block<MR, NR>(K, a + m * a_m, a_m, a_k, b, ldb, c + m * ldc, ldc, start);
+    if (start.row_scale) start.row_scale += MR;
+    m += MR;
+  };
+  while (m + kRows <= M) block.template operator()<kRows>();
+  if constexpr (kRows > 4) if (m + 4 <= M) block.template operator()<4>();
+  if constexpr (kRows > 2) if (m + 2 <= M) block.template operator()<2>();
+  if (m < M) block.template operator()<1>();
+}
+
+template <class E>
+void tile_gemm(
+    int64_t M, int64_t N, int64_t K, const E* a, int64_t a_m, int64_t a_k, const E* b, int64_t ldb,
+    typename Element<E>::Accumulator* c, int64_t ldc,
+    Start<typename Element<E>::Accumulator> start = {}) {
+  constexpr int64_t lanes = Vectorized<typename Element<E>::Accumulator>::size();
+  int64_t n = 0;
+  auto columns = [&]<int NR>() {
+    panel<NR>(M, K, a, a_m, a_k, b + n, ldb, c + n, ldc, start);
+    n += NR * lanes;
+  };
+  while (n + (kVectors - 1) * lanes < N) columns.template operator()<kVectors>();
+  if constexpr (kVectors > 3) if (n + 2 * lanes < N) columns.template operator()<3>();
+  if constexpr (kVectors > 2) if (n + lanes < N) columns.template operator()<2>();
+  if (n < N) columns.template operator()<1>();
+}
+
+}  // namespace trifuse::TRIFUSE_CAPABILITY

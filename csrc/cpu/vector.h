@@ -1,0 +1,170 @@
+// What the kernels need of a vector beyond ATen's Vectorized: lanes chosen by the bits of a word, a
+// fast exp2, and bit matrices.
+//
+// A tile of attention is 64 queries wide, so one uint64_t says of one key which queries see it: bit
+// i for query i. Masks of every kind, and dropout, end up as 64 such words.
+
+#pragma once
+
+#include <ATen/cpu/vec/vec.h>
+
+#include <cmath>
+#include <cstdint>
+#include <limits>
+
+namespace trifuse::TRIFUSE_CAPABILITY {
+
+using at::vec::Vectorized;
+
+constexpr uint64_t low_bits(int64_t n) { return n >= 64 ? ~uint64_t(0) : (uint64_t(1) << n) - 1; }
+
+// Lanes of x where the low bits are set, y elsewhere. Bits past the lanes are ignored.
+template <class T>
+inline Vectorized<T> select(uint64_t bits, Vectorized<T> x, Vectorized<T> y) {
+  constexpr int lanes = Vectorized<T>::size();
+  T chosen[lanes], other[lanes];
+  x.store(chosen);
+  y.store(other);
+  for (int l = 0; l < lanes; ++l) chosen[l] = (bits >> l) & 1 ? chosen[l] : other[l];
+  return Vectorized<T>::loadu(chosen);
+}
+
+// Which lanes equal a value.
+template <class T>
+inline uint64_t equal_bits(Vectorized<T> x, T value) {
+  constexpr int lanes = Vectorized<T>::size();
+  T lane[lanes];
+  x.store(lane);
+  uint64_t bits = 0;
+  for (int l = 0; l < lanes; ++l) bits |= uint64_t(lane[l] == value) << l;
+  return bits;
+}
+
+// The larger of two; y if either is NaN. (ATen's maximum spends two more instructions on NaN.)
+template <class T>
+inline Vectorized<T> larger(Vectorized<T> x, Vectorized<T> y) {
+  return at::vec::maximum(x, y);
+}
+
+// 2^x, within 1 ulp; 0 for -inf.
+template <class T>
+inline Vectorized<T> exp2(Vectorized<T> x) {
+  return x.exp2();
+}
+
+// 2^r on [0, 1) as 1 + r q(r): the minimax polynomial of degree 6 for the relative error, 2^-28.9
+// before rounding.
+inline Vectorized<float> exp2_fraction(Vectorized<float> r) {
+  using V = Vectorized<float>;
+  V p(2.16129149696e-4f);
+  p = at::vec::fmadd(p, r, V(1.24678464508e-3f));
+  p = at::vec::fmadd(p, r, V(9.67545156522e-3f));
+  p = at::vec::fmadd(p, r, V(5.54852806202e-2f));
+  p = at::vec::fmadd(p, r, V(2.40229305552e-1f));
+  p = at::vec::fmadd(p, r, V(6.93147044443e-1f));
+  return at::vec::fmadd(p, r, V(1.0f));
+}
+
+#if defined(CPU_CAPABILITY_AVX512)
+
+template <>
+inline Vectorized<float> select(uint64_t bits, Vectorized<float> x, Vectorized<float> y) {
+  return _mm512_mask_mov_ps(y, static_cast<__mmask16>(bits), x);
+}
+
+template <>
+inline uint64_t equal_bits(Vectorized<float> x, float value) {
+  return _mm512_cmp_ps_mask(x, _mm512_set1_ps(value), _CMP_EQ_OQ);
+}
+
+template <>
+inline Vectorized<float> larger(Vectorized<float> x, Vectorized<float> y) {
+  return _mm512_max_ps(x, y);
+}
+
+// vreduce takes x - floor(x), and 0 for -inf; vscalef multiplies by 2^floor(x), underflow included.
+template <>
+inline Vectorized<float> exp2(Vectorized<float> x) {
+  const Vectorized<float> r = _mm512_reduce_ps(x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
+  return _mm512_scalef_ps(exp2_fraction(r), x);
+}
+
+#elif defined(CPU_CAPABILITY_AVX2)
+
+inline __m256i lanes_of(uint64_t bits) {
+  const __m256i one = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
+  return _mm256_cmpeq_epi32(_mm256_and_si256(_mm256_set1_epi32(static_cast<int>(bits)), one), one);
+}
+
+template <>
+inline Vectorized<float> select(uint64_t bits, Vectorized<float> x, Vectorized<float> y) {
+  return _mm256_blendv_ps(y, x, _mm256_castsi256_ps(lanes_of(bits)));
+}
+
+template <>
+inline uint64_t equal_bits(Vectorized<float> x, float value) {
+  return static_cast<unsigned>(
+      _mm256_movemask_ps(_mm256_cmp_ps(x, _mm256_set1_ps(value), _CMP_EQ_OQ)));
+}
+
+template <>
+inline Vectorized<float> larger(Vectorized<float> x, Vectorized<float> y) {
+  return _mm256_max_ps(x, y);
+}
+
+// 2^floor(x) is built in the exponent field. Below 2^-126 the result is 0: nothing that small
+// survives beside a softmax's largest term, 1.
+template <>
+inline Vectorized<float> exp2(Vectorized<float> x) {
+  // The order of operands lets a NaN through the clamp.
+  const __m256 clamped = _mm256_max_ps(_mm256_set1_ps(-127.0f), x);
+  const __m256 whole = _mm256_floor_ps(clamped);
+  const __m256i exponent = _mm256_add_epi32(_mm256_cvtps_epi32(whole), _mm256_set1_epi32(127));
+  const __m256 power = _mm256_castsi256_ps(_mm256_slli_epi32(exponent, 23));
+  return exp2_fraction(Vectorized<float>(_mm256_sub_ps(clamped, whole))) * Vectorized<float>(power);
+}
+
+#endif
+
+// Bit t says whether byte t of 64 is not 0.
+inline uint64_t nonzero_bits(const uint8_t* byte) {
+#if defined(CPU_CAPABILITY_AVX512)
+  const __m512i x = _mm512_loadu_si512(byte);
+  return _mm512_test_epi8_mask(x, x);
+#else
+  uint64_t bits = 0;
+  for (int t = 0; t < 64; ++t) bits |= uint64_t(byte[t] != 0) << t;
+  return bits;
+#endif
+}
+
+// Bit t says whether half-word t of 64 is at least the threshold.
+inline uint64_t at_least_bits(const uint16_t* half, uint16_t threshold) {
+#if defined(CPU_CAPABILITY_AVX512)
+  const __m512i t = _mm512_set1_epi16(static_cast<short>(threshold));
+  const uint64_t low = _mm512_cmpge_epu16_mask(_mm512_loadu_si512(half), t);
+  const uint64_t high = _mm512_cmpge_epu16_mask(_mm512_loadu_si512(half + 32), t);
+  return low | high << 32;
+#else
+  uint8_t kept[64];
+  for (int t = 0; t < 64; ++t) kept[t] = half[t] >= threshold;
+  return nonzero_bits(kept);
+#endif
+}
+
+// A 64 x 64 bit matrix, transposed in place: bit i of word j and bit j of word i change places.
+// Blocks of 32, 16, ... 1 are swapped across the diagonal (Warren, Hacker's Delight, 7-3).
+inline void transpose_bits(uint64_t word[64]) {
+  uint64_t mask = 0x00000000FFFFFFFF;
+  for (int size = 32; size; size >>= 1, mask ^= mask << size) {
+    for (int block = 0; block < 64; block += 2 * size) {
+      for (int k = block; k < block + size; ++k) {
+        const uint64_t swap = ((word[k] >> size) ^ word[k + size]) & mask;
+        word[k + size] ^= swap;
+        word[k] ^= swap << size;
+      }
+    }
+  }
+}
+
+}  // namespace trifuse::TRIFUSE_CAPABILITY

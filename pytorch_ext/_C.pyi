@@ -1,0 +1,24 @@
+"""The C++ extension: what it was built with, and hooks for tests and benchmarks.
+
+Operators are not here; they go through ``torch.ops.trifuse``.
+"""
+
+from torch import Tensor
+
+def build_info() -> dict[str, object]:
+    """ "capabilities": instruction sets compiled for; "compiler"; "cuda": bool; "torch"."""
+
+def cpu_capability() -> str:
+    """The instruction set in use."""
+
+def cpu_capabilities() -> list[str]:
+    """Those that this machine can run, worst first."""
+
+def set_cpu_capability(name: str) -> str:
+    """Use another; returns the one before. Raises ValueError if the machine can't run it."""
+
+def matrix_rate(dtype: str, seconds: float = 0.2) -> float:
+    """FLOP/s of the extension's matrix products, on every thread, for "float32" or "bfloat16"."""
+
+def exp2(x: Tensor) -> Tensor:
+    """2ˣ of float32 as the kernels compute it."""

@@ -1,0 +1,242 @@
+"""Put trifuse into a model that exists already, and take it out again.
+
+``fuse`` changes no weights and makes no modules: it gives a module the class of its fused
+counterpart, which holds the same parameters under the same names. So the state_dict, tied weights,
+hooks, the device, the training flag and every reference to the module stay what they were.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from torch import nn as torch_nn
+
+from trifuse import nn
+from trifuse.models import bert
+
+
+class Swapped(NamedTuple):
+    """A module that now runs fused."""
+
+    path: str  # its name in the model; "" is the model itself
+    before: str
+    after: str
+
+
+class Left(NamedTuple):
+    """A module that was looked at and left alone."""
+
+    path: str
+    module: str
+    reason: str
+
+
+@dataclass
+class FuseReport:
+    """What :func:`fuse` did. ``print(report)`` shows it as a table.
+
+    Attributes:
+        swapped: the modules that now run fused and did not before.
+        left: the modules that could have been meant, and why they were left alone.
+    """
+
+    swapped: list[Swapped] = field(default_factory=list)
+    left: list[Left] = field(default_factory=list)
+    _undo: list[Callable[[], None]] = field(default_factory=list, repr=False)
+
+    def revert(self) -> None:
+        """Undo the swaps of this report, the latest first. A second call does nothing.
+
+        A module whose class was changed again since is left as it is.
+        """
+        while self._undo:
+            self._undo.pop()()
+
+    def __str__(self) -> str:
+        title = f"{len(self.swapped)} swapped, {len(self.left)} left"
+        rows = [(path, before, after) for path, before, after in self.swapped]
+        rows += [(path, module, f"left: {reason}") for path, module, reason in self.left]
+        if not rows:
+            return title
+        rows = [(path or "(the model)", *rest) for path, *rest in rows]
+        widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
+        lines = (f"  {path:{widths[0]}}  {was:{widths[1]}}  {now}" for path, was, now in rows)
+        return "\n".join((title, *lines))
+
+
+def fuse(model: torch_nn.Module) -> FuseReport:
+    """Make every attention in ``model`` that trifuse knows run on the fused operator, in place.
+
+    Known are ``torch.nn.MultiheadAttention`` (also inside ``torch.nn.TransformerEncoder`` and the
+    encoder and decoder layers, whose inference fast path is taken out of the way),
+    ``trifuse.models.bert`` and the models of Hugging Face transformers that choose their attention
+    by ``attn_implementation``. A transformers model gets a copy of its configuration that says
+    "trifuse", so that another model built from the same configuration object stays as it is.
+
+    Subclasses are left alone, as are modules whose ``forward`` was replaced on the instance: what
+    they compute isn't known here. The report says so. Calling this twice changes nothing more.
+
+    Args:
+        model: any module; it is changed, not copied.
+
+    Returns:
+        What was swapped and what was left and why, with ``revert()``.
+
+    Raises:
+        TypeError: ``model`` is not a ``torch.nn.Module``.
+    """
+    if not isinstance(model, torch_nn.Module):
+        raise TypeError(f"model: expected a torch.nn.Module; got {type(model).__name__}")
+    report = FuseReport()
+    table = _swaps()
+    for path, module in model.named_modules():
+        swap = next((table[cls] for cls in type(module).__mro__ if cls in table), None)
+        if swap is None:
+            continue
+        try:
+            change = swap(module)
+        except _CannotSwap as reason:
+            report.left.append(Left(path, type(module).__name__, str(reason)))
+        else:
+            if change is not None:
+                report.swapped.append(Swapped(path, change.before, change.after))
+                report._undo.append(change.undo)
+    return report
+
+
+class _CannotSwap(Exception):  # noqa: N818 - an answer, not an error
+    """Why a module is left alone."""
+
+
+class _Change(NamedTuple):
+    before: str
+    after: str
+    undo: Callable[[], None]
+
+
+# Swaps a module in place and says how to undo that; None where it is fused already.
+_Swap = Callable[[Any], "_Change | None"]
+
+
+def _swaps() -> dict[type, _Swap]:
+    """From the type of a module, or of one of its bases, to what swaps it."""
+    table: dict[type, _Swap] = {
+        torch_nn.MultiheadAttention: _swap_multihead_attention,
+        torch_nn.TransformerEncoder: _swap_transformer_encoder,
+        torch_nn.TransformerEncoderLayer: lambda module: _retype(
+            module, torch_nn.TransformerEncoderLayer, nn.TransformerEncoderLayer
+        ),
+        bert.SoftmaxAttention: lambda module: _retype(
+            module, bert.SoftmaxAttention, nn.SoftmaxAttention
+        ),
+    }
+    if "transformers" in sys.modules:  # else no module of the model can be one of its
+        from transformers import PreTrainedModel
+
+        table[PreTrainedModel] = _swap_transformers_attention
+    return table
+
+
+def _retype(
+    module: torch_nn.Module, source: type[torch_nn.Module], target: type[torch_nn.Module]
+) -> _Change | None:
+    """Change the class of a module that is exactly a ``source`` into ``target``."""
+    if isinstance(module, target):
+        return None
+    if type(module) is not source:
+        raise _CannotSwap(f"a subclass of {source.__name__}")
+    if "forward" in vars(module):
+        raise _CannotSwap("its forward was replaced on the instance")
+    module.__class__ = target
+
+    def undo() -> None:
+        if type(module) is target:
+            module.__class__ = source
+
+    return _Change(_qualified(source), _qualified(target), undo)
+
+
+def _swap_multihead_attention(module: torch_nn.MultiheadAttention) -> _Change | None:
+    packed = module._qkv_same_embed_dim
+    change = _retype(module, torch_nn.MultiheadAttention, nn.MultiheadAttention)
+    if change is None:
+        return None
+    nn.MultiheadAttention.adopt(module)
+
+    def undo() -> None:
+        change.undo()
+        if type(module) is torch_nn.MultiheadAttention:
+            module._qkv_same_embed_dim = packed
+
+    return change._replace(undo=undo)
+
+
+def _swap_transformer_encoder(module: torch_nn.TransformerEncoder) -> _Change | None:
+    known = (torch_nn.TransformerEncoderLayer, nn.TransformerEncoderLayer)
+    if all(type(layer) in known for layer in module.layers):
+        with contextlib.suppress(_CannotSwap):
+            return _retype(module, torch_nn.TransformerEncoder, nn.TransformerEncoder)
+    # A subclass, or one whose layers may count on the float masks that torch's encoder makes. The
+    # attention inside is fused all the same, and takes no NestedTensor.
+    if not module.use_nested_tensor:
+        return None
+    module.use_nested_tensor = False
+
+    def undo() -> None:
+        module.use_nested_tensor = True
+
+    return _Change(_qualified(type(module)), "the same, without NestedTensors", undo)
+
+
+def _swap_transformers_attention(model: Any) -> _Change | None:
+    """Switch a whole transformers model to ``attn_implementation="trifuse"``.
+
+    The models nested in it go with it, or it stays: it may build the mask that they use.
+    """
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+    from trifuse import huggingface
+
+    before = model.config._attn_implementation
+    if before == huggingface.NAME:
+        return None
+    for part in model.modules():
+        if isinstance(part, PreTrainedModel):
+            name = type(part).__name__
+            if not part._can_set_attn_implementation():
+                raise _CannotSwap(f"{name} doesn't choose its attention by attn_implementation")
+            if not part._supports_sdpa:
+                raise _CannotSwap(f"{name} needs more of attention than a softmax of masked scores")
+            if part.config.output_attentions:
+                raise _CannotSwap(f"{name} returns its attention weights")
+    huggingface.register()
+    held = [
+        (module, name, value)
+        for module in model.modules()
+        for name, value in vars(module).items()
+        if isinstance(value, PreTrainedConfig)
+    ]
+    copies: dict[int, Any] = {}  # deepcopy's memo: an object held twice is copied once
+    for module, name, config in held:
+        own = copy.deepcopy(config, copies)
+        own._attn_implementation = huggingface.NAME
+        setattr(module, name, own)
+
+    def undo() -> None:
+        for module, name, config in held:
+            setattr(module, name, config)
+
+    return _Change(f'attn_implementation="{before}"', f'"{huggingface.NAME}"', undo)
+
+
+def _qualified(cls: type) -> str:
+    """``torch.nn.MultiheadAttention`` and the like: by package, as one would import it."""
+    package = "torch.nn" if cls.__module__.startswith("torch.nn.") else cls.__module__
+    if package.startswith("trifuse.nn."):
+        package = "trifuse.nn"
+    return f"{package}.{cls.__name__}"

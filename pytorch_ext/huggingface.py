@@ -1,0 +1,190 @@
+"""trifuse's attention as an ``attn_implementation`` of Hugging Face transformers.
+
+    import trifuse.huggingface
+
+    trifuse.huggingface.register()
+    model = AutoModel.from_pretrained(name, attn_implementation="trifuse")
+
+``trifuse.fuse(model)`` does the same to a model that exists already. This module imports
+transformers; ``import trifuse`` does not.
+
+transformers builds the mask once per forward (``AttentionMaskInterface``) and hands it to every
+layer's attention (``AttentionInterface``). Both ends are here, and between them travels one of
+
+- None: every key takes part, or the causal ones where the layer says that it is causal;
+- a boolean or floating mask, complete in itself: what transformers' own builder makes, what the
+  caller passed, or the padding of a bidirectional layer as a (B, 1, 1, S) view of the 2-D mask;
+- a uint8 mask: the padding, (B, 1, 1, S), of a layer that is causal besides, its last query beside
+  its last key. The dtype carries the causality, so that it survives whatever a model does to the
+  tensor on the way, and no (B, 1, L, S) mask has to be built.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention.bias import CausalVariant
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import (
+    bidirectional_mask_function,
+    causal_mask_function,
+    sdpa_mask,
+)
+
+from trifuse.ops.attention import scaled_dot_product_attention
+
+NAME = "trifuse"
+
+
+def register() -> None:
+    """Make ``attn_implementation="trifuse"`` known to transformers; again is harmless."""
+    AttentionInterface.register(NAME, attention_forward)
+    AttentionMaskInterface.register(NAME, attention_mask)
+
+
+def attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    position_bias: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """The attention of one layer, as transformers' ``AttentionInterface`` calls it.
+
+    Args:
+        module: the layer; ``module.is_causal`` holds where ``is_causal`` is None.
+        query: (B, H, Lq, E).
+        key: (B, Hkv, Lk, E), H a multiple of Hkv.
+        value: (B, Hkv, Lk, Ev).
+        attention_mask: one of those in this module's docstring.
+        dropout: probability of dropping a weight.
+        scaling: multiplies q·k. Default: 1/√E.
+        is_causal: whether the layer is causal, where the mask doesn't say.
+        position_bias: (1 or B, H, Lq, Lk), added to the scores.
+        **kwargs: what else models pass. ``sliding_window`` is in the mask already.
+
+    Returns:
+        (B, Lq, H, Ev), and None for the weights, which are never formed.
+
+    Raises:
+        ValueError: the layer wants something that changes the result and is not supported.
+    """
+    for name in ("softcap", "s_aux", "cache", "output_attentions"):
+        if not (kwargs.get(name) is None or kwargs[name] is False):
+            raise ValueError(
+                f'attn_implementation="{NAME}" does not support {name}; '
+                f"use another for {type(module).__name__}"
+            )
+    causal: bool | CausalVariant
+    if attention_mask is None:
+        # Queries that stand at the end of the keys, as in decoding, are one at a time here: where
+        # there are more, the mask function says so through the mask.
+        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+        causal = causal and query.shape[2] > 1
+    elif attention_mask.dtype == torch.uint8:
+        causal = CausalVariant.LOWER_RIGHT
+        attention_mask = attention_mask.view(torch.bool)
+    else:
+        causal = False
+    if position_bias is not None:
+        attention_mask = _biased(position_bias, attention_mask)
+    out = scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        attention_mask,
+        dropout,
+        causal,
+        scaling,
+        enable_gqa=key.shape[1] != query.shape[1],
+    )
+    return out.transpose(1, 2), None
+
+
+def _biased(position_bias: Tensor, mask: Tensor | None) -> Tensor:
+    if mask is None:
+        return position_bias
+    if mask.dtype == torch.bool:
+        return torch.where(mask, position_bias, float("-inf"))
+    return position_bias + mask
+
+
+def attention_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: Callable[..., Any] = causal_mask_function,
+    attention_mask: Tensor | None = None,
+    allow_is_causal_skip: bool = True,
+    allow_is_bidirectional_skip: bool = False,
+    **kwargs: Any,
+) -> Tensor | None:
+    """The mask of all layers, as transformers' ``AttentionMaskInterface`` calls it.
+
+    What padding with full or causal attention can say is said with the padding alone. Everything
+    else (sliding windows, chunks, packed sequences, static caches, the caller's own functions) is
+    left to transformers' ``sdpa_mask``.
+
+    Args:
+        batch_size, q_length, kv_length: the sizes of the mask.
+        q_offset, kv_offset: the position of the first query and the first key.
+        mask_function: says which query positions see which key positions, padding aside.
+        attention_mask: bool (B, positions), True where a token is real, or None.
+        allow_is_causal_skip, allow_is_bidirectional_skip: whether less than the whole mask will do.
+        **kwargs: as ``sdpa_mask`` takes them.
+
+    Returns:
+        One of those in this module's docstring.
+    """
+    if mask_function is bidirectional_mask_function and allow_is_bidirectional_skip:
+        padding = _padding(attention_mask, kv_length, kv_offset)
+        return None if padding is None else padding[:, None, None, :]
+    if (
+        mask_function is causal_mask_function
+        and allow_is_causal_skip
+        and isinstance(q_offset, int)
+        and q_offset + q_length == kv_offset + kv_length
+    ):
+        padding = _padding(attention_mask, kv_length, kv_offset)
+        if padding is not None:
+            return padding[:, None, None, :].view(torch.uint8)
+        if q_length == 1 or q_length == kv_length:
+            return None
+        device = kwargs.get("device", "cpu")
+        return torch.ones((1, 1, 1, kv_length), dtype=torch.uint8, device=device)
+    return sdpa_mask(
+        batch_size=batch_size,
+        q_length=q_length,
+        kv_length=kv_length,
+        q_offset=q_offset,
+        kv_offset=kv_offset,
+        mask_function=mask_function,
+        attention_mask=attention_mask,
+        allow_is_causal_skip=allow_is_causal_skip,
+        allow_is_bidirectional_skip=allow_is_bidirectional_skip,
+        **kwargs,
+    )
+
+
+def _padding(attention_mask: Tensor | None, kv_length: int, kv_offset: int) -> Tensor | None:
+    """The padding of the keys, (B, kv_length), or None where nothing is padded.
+
+    Whether it is all True is only asked where the answer costs no wait for a device.
+    """
+    if attention_mask is None:
+        return None
+    padding = attention_mask[:, kv_offset : kv_offset + kv_length].bool()
+    if padding.shape[1] < kv_length:
+        padding = nn.functional.pad(padding, (0, kv_length - padding.shape[1]))
+    readable = padding.device.type == "cpu" and not torch.compiler.is_compiling()
+    return None if readable and bool(padding.all()) else padding

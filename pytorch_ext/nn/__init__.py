@@ -1,0 +1,13 @@
+"""Modules with ``torch.nn``'s names, arguments and state_dict keys, on trifuse's operators."""
+
+from __future__ import annotations
+
+from trifuse.nn.attention import MultiheadAttention, SoftmaxAttention
+from trifuse.nn.transformer import TransformerEncoder, TransformerEncoderLayer
+
+__all__ = [
+    "MultiheadAttention",
+    "SoftmaxAttention",
+    "TransformerEncoder",
+    "TransformerEncoderLayer",
+]

@@ -1,0 +1,316 @@
+"""Attention modules: torch's MultiheadAttention, and softmax attention from projected heads."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from trifuse.ops.attention import scaled_dot_product_attention
+
+
+class SoftmaxAttention(nn.Module):
+    """dropout(softmax(Q Kᵀ / √E + mask)) V from projected heads, fused. Holds no parameters.
+
+    The counterpart of :class:`trifuse.models.bert.SoftmaxAttention`.
+
+    Args:
+        dropout_p: probability of dropping an attention weight while training.
+    """
+
+    def __init__(self, dropout_p: float = 0.0) -> None:
+        super().__init__()
+        self.dropout_p = dropout_p
+
+    def extra_repr(self) -> str:
+        return f"dropout_p={self.dropout_p}"
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        """Attend.
+
+        Args:
+            query: (B, H, Lq, E).
+            key, value: (B, H, Lk, E).
+            mask: bool (B, Lk), True where a key takes part; or broadcastable to (B, H, Lq, Lk),
+                boolean alike or floating and added to the scores. A row with every key masked
+                gives 0.
+
+        Returns:
+            (B, H, Lq, E).
+        """
+        if mask is not None and mask.dim() == 2:
+            mask = mask[:, None, None, :]
+        dropout_p = self.dropout_p if self.training else 0.0
+        return scaled_dot_product_attention(query, key, value, mask, dropout_p)
+
+
+class MultiheadAttention(nn.MultiheadAttention):
+    """``torch.nn.MultiheadAttention`` on the fused operator, whenever weights aren't asked for.
+
+    The constructor, the parameters and their initialisation are torch's own. ``forward`` takes and
+    returns the same things; it differs from torch in that
+
+    - a query whose every key is masked attends to nothing, so that its output is ``out_proj.bias``
+      (and its weights 0) where torch gives NaN;
+    - boolean masks stay boolean, so that without weights a NaN in a masked value reaches no output;
+    - masks of different types (one boolean, one float) combine without a warning;
+    - NestedTensor inputs are refused: pass padded tensors and ``key_padding_mask``.
+
+    torch's inference fast path never takes over: neither this module's own nor the one in
+    ``nn.TransformerEncoderLayer``, where such a module may stand as ``self_attn``.
+
+    Args:
+        embed_dim: features of the query and the output, over all heads.
+        num_heads: heads; ``embed_dim`` must be a multiple.
+        dropout: probability of dropping an attention weight while training.
+        bias: whether the projections have biases.
+        add_bias_kv: append a learnt key and value to every sequence.
+        add_zero_attn: append a key and value of zeros to every sequence.
+        kdim, vdim: features of the key and the value. Default: ``embed_dim``.
+        batch_first: whether batched tensors are (B, L, features) instead of (L, B, features).
+        device, dtype: of the parameters.
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        dropout: float = 0.0,
+        bias: bool = True,
+        add_bias_kv: bool = False,
+        add_zero_attn: bool = False,
+        kdim: int | None = None,
+        vdim: int | None = None,
+        batch_first: bool = False,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(
+            embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim,
+            batch_first, device, dtype,
+        )  # fmt: skip
+        _hide_from_fast_path(self)
+
+    @classmethod
+    def adopt(cls, module: nn.MultiheadAttention) -> None:
+        """Make a torch module one of these, in place: it stays the same object."""
+        module.__class__ = cls
+        _hide_from_fast_path(module)
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attend; arguments and results as in ``torch.nn.MultiheadAttention.forward``.
+
+        Boolean masks follow torch.nn's convention here: True is left out.
+
+        Args:
+            query: (L, B, embed_dim), or (B, L, embed_dim) with ``batch_first``, or (L, embed_dim).
+            key: the same with S and kdim.
+            value: the same with S and vdim.
+            key_padding_mask: (B, S), or (S,) unbatched; boolean, or floating and added.
+            need_weights: also return the weights, which are then computed by the formula, with
+                (B, num_heads, L, S) tensors in memory.
+            attn_mask: (L, S) or (B · num_heads, L, S); boolean, or floating and added.
+            average_attn_weights: return the mean of the heads' weights.
+            is_causal: a promise that ``attn_mask`` is the causal mask; it is then not read, unless
+                weights are needed or the module appends a key (``add_bias_kv``, ``add_zero_attn``).
+
+        Returns:
+            The output, shaped like the query, and the weights ((B, L, S); (B, num_heads, L, S) if
+            not averaged; without B if unbatched) or None.
+
+        Raises:
+            AssertionError: a tensor's number of dimensions, shape or dtype doesn't fit.
+            RuntimeError: ``is_causal`` without ``attn_mask``, or the shape of ``attn_mask``.
+        """
+        is_batched = self._check(query, key, value, key_padding_mask, attn_mask, is_causal)
+        batch_first = self.batch_first and is_batched
+        if not is_batched:
+            query, key, value = _unsqueeze_batch(query, key, value)
+            key_padding_mask = None if key_padding_mask is None else key_padding_mask[None]
+
+        q, k, v = self._heads(query, key, value, batch_first)
+        k, v, appended = self._append_keys(k, v)
+        if appended:
+            key_padding_mask = _append_allowed(key_padding_mask, appended)
+            attn_mask = _append_allowed(attn_mask, appended)
+        is_causal = is_causal and not need_weights and not appended
+        mask = _combine(key_padding_mask, None if is_causal else attn_mask, self.num_heads)
+
+        dropout_p = self.dropout if self.training else 0.0
+        weights = None
+        if need_weights:
+            weights = _attention_weights(q, k, mask, dropout_p)
+            out = weights @ v
+        else:
+            out = scaled_dot_product_attention(q, k, v, mask, dropout_p, is_causal)
+
+        # (B, H, L, E) → (B, L, H · E) or (L, B, H · E); the operator lays its output out like the
+        # query, so that this moves nothing.
+        out = out.permute((0, 2, 1, 3) if batch_first else (2, 0, 1, 3)).flatten(-2)
+        out = F.linear(out, self.out_proj.weight, self.out_proj.bias)
+        if weights is not None and average_attn_weights:
+            weights = weights.mean(dim=1)
+        if not is_batched:
+            out = out.squeeze(1)
+            weights = None if weights is None else weights.squeeze(0)
+        return out, weights
+
+    def _heads(
+        self, query: Tensor, key: Tensor, value: Tensor, batch_first: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Project, and view each as (B, H, L, E) without moving it."""
+        weight, bias, E = self.in_proj_weight, self.in_proj_bias, self.embed_dim
+        projected: tuple[Tensor, ...]
+        if weight is not None and query is key and key is value:
+            projected = F.linear(query, weight, bias).chunk(3, dim=-1)
+        elif weight is not None and key is value:
+            w_q, w_kv = weight.split((E, 2 * E))
+            b_q, b_kv = (None, None) if bias is None else bias.split((E, 2 * E))
+            projected = F.linear(query, w_q, b_q), *F.linear(key, w_kv, b_kv).chunk(2, dim=-1)
+        else:
+            if weight is None:
+                weights = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
+            else:
+                weights = weight.chunk(3)
+            biases = (None,) * 3 if bias is None else bias.chunk(3)
+            projected = tuple(map(F.linear, (query, key, value), weights, biases))
+        order = (0, 2, 1, 3) if batch_first else (1, 2, 0, 3)
+        q, k, v = (x.unflatten(-1, (self.num_heads, -1)).permute(order) for x in projected)
+        return q, k, v
+
+    def _append_keys(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, int]:
+        """Append the learnt key (``add_bias_kv``) and the zero key, and say how many there were."""
+        appended = 0
+        if self.bias_k is not None and self.bias_v is not None:
+            shape = (self.num_heads, 1, self.head_dim)
+            k = torch.cat((k, self.bias_k.to(k.dtype).view(shape).expand(len(k), -1, -1, -1)), 2)
+            v = torch.cat((v, self.bias_v.to(v.dtype).view(shape).expand(len(v), -1, -1, -1)), 2)
+            appended += 1
+        if self.add_zero_attn:
+            k, v = F.pad(k, (0, 0, 0, 1)), F.pad(v, (0, 0, 0, 1))
+            appended += 1
+        return k, v, appended
+
+    def _check(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None,
+        attn_mask: Tensor | None,
+        is_causal: bool,
+    ) -> bool:
+        """Raise as torch does for arguments that do not fit; otherwise say whether B is there."""
+        if query.is_nested or key.is_nested or value.is_nested:
+            raise AssertionError(
+                "query, key, value: expected padded tensors with a key_padding_mask; got a "
+                "NestedTensor (a torch.nn.TransformerEncoder makes one unless it was built with "
+                "enable_nested_tensor=False; trifuse.fuse and trifuse.nn.TransformerEncoder see "
+                "to that)"
+            )
+        dims, E = query.dim(), self.embed_dim
+        if dims not in (2, 3):
+            raise AssertionError(f"query: expected 2 or 3 dimensions; got {dims}")
+        for name, tensor in (("key", key), ("value", value)):
+            if tensor.dim() != dims:
+                raise AssertionError(f"{name}: expected {dims} dimensions; got {tensor.dim()}")
+        if query.shape[-1] != E:
+            raise AssertionError(f"query: expected {E} features (embed_dim); got {query.shape[-1]}")
+        length, batch = (1, 0) if self.batch_first and dims == 3 else (0, 1)
+        L, S = query.shape[length], key.shape[length]
+        B = query.shape[batch] if dims == 3 else 1
+        if key.shape[:-1] != value.shape[:-1]:
+            raise AssertionError(
+                f"value: expected {tuple(key.shape[:-1])} before the features, as key; "
+                f"got {tuple(value.shape[:-1])}"
+            )
+        if dims == 3 and key.shape[batch] != B:
+            raise AssertionError(f"key: expected batch {B}, as query; got {key.shape[batch]}")
+        for name, mask in (("key_padding_mask", key_padding_mask), ("attn_mask", attn_mask)):
+            if mask is not None and mask.dtype != torch.bool and not mask.is_floating_point():
+                raise AssertionError(f"{name}: expected bool or a floating dtype; got {mask.dtype}")
+        if key_padding_mask is not None:
+            wanted = (B, S) if dims == 3 else (S,)
+            if key_padding_mask.shape != wanted:
+                got = tuple(key_padding_mask.shape)
+                raise AssertionError(f"key_padding_mask: expected shape {wanted}; got {got}")
+        if attn_mask is not None:
+            per_head = (B * self.num_heads, L, S)
+            if attn_mask.shape not in ((L, S), per_head):
+                got = tuple(attn_mask.shape)
+                raise RuntimeError(f"attn_mask: expected shape {(L, S)} or {per_head}; got {got}")
+        elif is_causal:
+            raise RuntimeError(
+                "is_causal: expected attn_mask to be given too, since is_causal only says that it "
+                "is the causal mask; got None"
+            )
+        return dims == 3
+
+
+def _hide_from_fast_path(module: nn.MultiheadAttention) -> None:
+    # nn.TransformerEncoderLayer and nn.TransformerEncoder hand the parameters of self_attn to a
+    # native kernel without calling it, unless this says that they are not packed. Nothing else
+    # reads it: ``MultiheadAttention._heads`` looks at in_proj_weight itself.
+    module._qkv_same_embed_dim = False
+
+
+def _unsqueeze_batch(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(L, E) → (L, 1, E), the same object where the same came, as the projections look at that."""
+    q = query.unsqueeze(1)
+    k = q if key is query else key.unsqueeze(1)
+    v = k if value is key else value.unsqueeze(1)
+    return q, k, v
+
+
+def _append_allowed(mask: Tensor | None, keys: int) -> Tensor | None:
+    """False and 0 both mean that the appended keys take part."""
+    return None if mask is None else F.pad(mask, (0, keys))
+
+
+def _combine(
+    key_padding_mask: Tensor | None, attn_mask: Tensor | None, num_heads: int
+) -> Tensor | None:
+    """One mask in the operator's convention (True takes part), broadcastable to (B, H, L, S)."""
+    padding = None if key_padding_mask is None else key_padding_mask[:, None, None, :]
+    if attn_mask is not None:
+        attn_mask = attn_mask.unflatten(0, (-1, num_heads)) if attn_mask.dim() == 3 else attn_mask
+    if padding is None or attn_mask is None:
+        mask = attn_mask if padding is None else padding
+        return mask.logical_not() if mask is not None and mask.dtype == torch.bool else mask
+    if padding.dtype == torch.bool and attn_mask.dtype == torch.bool:
+        return (padding | attn_mask).logical_not_()
+    if padding.dtype == torch.bool:
+        return attn_mask.masked_fill(padding, float("-inf"))
+    if attn_mask.dtype == torch.bool:
+        return padding.masked_fill(attn_mask, float("-inf"))
+    return padding + attn_mask
+
+
+def _attention_weights(q: Tensor, k: Tensor, mask: Tensor | None, dropout_p: float) -> Tensor:
+    """dropout(softmax(q kᵀ / √E + mask)), (B, H, L, S); 0 where every key is masked."""
+    scores = (q / math.sqrt(q.shape[-1])) @ k.transpose(-1, -2)
+    if mask is None:
+        weights = scores.softmax(-1)
+    else:
+        if mask.dtype == torch.bool:
+            left_out = mask.logical_not()
+        else:
+            left_out = mask == float("-inf")
+            scores = scores + mask
+        # The lowest finite number instead of -inf, so that a row without keys gives no NaN on the
+        # way, which would come back in its gradient. Its weights are all the same until zeroed.
+        scores = scores.masked_fill(left_out, torch.finfo(scores.dtype).min)
+        weights = scores.softmax(-1).masked_fill(left_out, 0.0)
+    return F.dropout(weights, dropout_p) if dropout_p > 0 else weights

@@ -1,0 +1,310 @@
+"""Attention calls to test with: their arguments, what they give, and what eager torch gives."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any, NamedTuple
+
+import torch
+from hypothesis import strategies as st
+from numerics import LAYOUTS, assert_accurate, lay_out
+from torch import Tensor
+from torch.nn.attention.bias import CausalVariant
+
+import trifuse
+from trifuse.reference import philox
+
+SEED = 1234  # of the default generator before a call that drops weights
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Case:
+    """Arguments of ``scaled_dot_product_attention`` and the gradients that arrive from above."""
+
+    query: Tensor  # (B, H, Lq, E)
+    key: Tensor  # (B, Hkv, Lk, E)
+    value: Tensor  # (B, Hkv, Lk, Ev)
+    attn_mask: Tensor | None
+    grad_out: Tensor  # (B, H, Lq, Ev)
+    grad_lse: Tensor | None  # (B, H, Lq), in the accumulation type
+    options: dict[str, Any]
+
+    def double(self) -> Case:
+        """The same numbers in float64."""
+        wide = {
+            field: value.double()
+            for field, value in vars(self).items()
+            if isinstance(value, Tensor) and value.is_floating_point()
+        }
+        return dataclasses.replace(self, **wide)
+
+    def __repr__(self) -> str:
+        def show(x: Tensor | None) -> str:
+            return "None" if x is None else f"{tuple(x.shape)} strides {x.stride()} {x.dtype}"
+
+        tensors = ("query", "key", "value", "attn_mask", "grad_out", "grad_lse")
+        return "\n".join([*(f"{t}: {show(getattr(self, t))}" for t in tensors), str(self.options)])
+
+
+class Results(NamedTuple):
+    out: Tensor
+    lse: Tensor
+    grad_query: Tensor
+    grad_key: Tensor
+    grad_value: Tensor
+    grad_mask: Tensor | None
+
+
+def run(case: Case) -> Results:
+    """The operator, forward and backward, by the backend in force."""
+    torch.manual_seed(SEED)
+    return _differentiate(
+        case,
+        lambda query, key, value, attn_mask: trifuse.scaled_dot_product_attention(
+            query, key, value, attn_mask, return_lse=True, **case.options
+        ),
+    )
+
+
+def specification(case: Case) -> Results:
+    """The reference formula in float64."""
+    with trifuse.backend("eager"):
+        return run(case.double())
+
+
+def eager_torch(case: Case) -> Results:
+    """The formula as one writes it in torch, in the dtype of the arguments."""
+    keep, multiplier = pairs(case), dropout_multiplier(case)
+
+    def formula(
+        query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        groups = query.shape[1] // max(key.shape[1], 1)
+        key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
+        scores = (query @ key.mT) * scale(case)
+        if attn_mask is not None and attn_mask.dtype != torch.bool:
+            scores = (scores + attn_mask).to(query.dtype)
+        scores = scores.masked_fill(~keep, float("-inf"))
+        weights = scores.softmax(-1).masked_fill(~keep, 0)
+        lse = scores.to(_accumulation(query)).logsumexp(-1)
+        return (weights * multiplier.to(query.dtype)) @ value, lse
+
+    return _differentiate(case, formula)
+
+
+def scale(case: Case) -> float:
+    given = case.options.get("scale")
+    return case.query.shape[-1] ** -0.5 if given is None else given
+
+
+def pairs(case: Case) -> Tensor:
+    """bool (B, H, Lq, Lk): the pairs that take part, straight from the public arguments."""
+    (B, H, Lq), Lk = case.query.shape[:3], case.key.shape[2]
+    i, j = torch.arange(Lq)[:, None], torch.arange(Lk)
+    causal = case.options.get("is_causal", False)
+    distance = j - i - (Lk - Lq if causal is CausalVariant.LOWER_RIGHT else 0)
+    keep = torch.ones(B, H, Lq, Lk, dtype=torch.bool)
+    if causal is not False:
+        keep &= distance <= 0
+    window = case.options.get("window")
+    left, right = window if isinstance(window, tuple) else (window, window)
+    if left is not None:
+        keep &= distance >= -left
+    if right is not None:
+        keep &= distance <= right
+    if case.options.get("key_lengths") is not None:
+        keep &= j < case.options["key_lengths"][:, None, None, None]
+    if case.attn_mask is not None:
+        mask = case.attn_mask
+        keep &= mask if mask.dtype == torch.bool else mask != float("-inf")
+    return keep
+
+
+def dropout_multiplier(case: Case) -> Tensor:
+    """float64 (B, H, Lq, Lk): what each weight is multiplied by."""
+    (B, H, Lq), Lk = case.query.shape[:3], case.key.shape[2]
+    dropout_p = case.options.get("dropout_p", 0.0)
+    plane = torch.arange(B)[:, None] * H + torch.arange(H)
+    keep = philox.dropout_keep(drawn_seed(), plane, Lq, Lk, dropout_p)
+    return keep.double() * philox.keep_scale(dropout_p)
+
+
+def drawn_seed() -> Tensor:
+    """What a call draws from the default generator after ``torch.manual_seed(SEED)``."""
+    limits = torch.iinfo(torch.int64)
+    torch.manual_seed(SEED)
+    return torch.randint(limits.min, limits.max, (1,))
+
+
+def check_accuracy(case: Case) -> None:
+    """The numerics rule on the output, the logsumexp and every gradient."""
+    actual, expected, eager = run(case), specification(case), eager_torch(case)
+    if case.query.dtype.itemsize == 2:
+        # The logsumexp is kept in float32, so what eager torch does in 16 bits is no measure of it.
+        narrow = {"query", "key", "value", "attn_mask", "grad_out"}
+        single = {
+            field: value.float()
+            for field, value in vars(case).items()
+            if field in narrow and value is not None and value.dtype != torch.bool
+        }
+        eager = eager._replace(lse=eager_torch(dataclasses.replace(case, **single)).lse)
+    rounding = one_rounding(case)
+    for name, values in zip(
+        Results._fields, zip(actual, expected, eager, rounding, strict=True), strict=True
+    ):
+        if values[1] is not None:
+            assert_accurate(name, *values)
+
+
+def one_rounding(case: Case) -> Results:
+    """The error of each result if every term of every sum in it were rounded once.
+
+    With ∂ the error in units of eps: a score is wrong by ∂S, so a weight by P(1 + ∂S); the terms of
+    the other sums follow from the formulas at the head of ``trifuse/reference/attention.py``. The
+    logsumexp and the scores are sums in the accumulation type.
+    """
+    exact = case.double()
+    query, key, value, grad_out = exact.query, exact.key, exact.value, exact.grad_out
+    groups = query.shape[1] // max(key.shape[1], 1)
+    keep, multiplier = pairs(case), dropout_multiplier(case)
+    key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
+    scores = query @ key.mT * scale(case)
+    score_error = (query.square() @ key.square().mT).sqrt() * abs(scale(case))
+    if exact.attn_mask is not None and exact.attn_mask.dtype != torch.bool:
+        scores = scores + exact.attn_mask
+        # Added to the lowest finite number a score is absorbed without a trace, error and all.
+        score_error = torch.where(scores.abs() < 1e30, score_error + scores.abs(), 0)
+    scores = scores.masked_fill(~keep, float("-inf"))
+    weights = scores.softmax(-1).masked_fill(~keep, 0)
+    weight_error = weights * (1 + score_error.masked_fill(~keep, 0))
+    lse = scores.logsumexp(-1).masked_fill(~keep.any(-1), 0)
+    lse = torch.where(lse.abs() < 1e30, lse.abs(), 0)
+
+    grad_weights = (grad_out @ value.mT).masked_fill(~keep, 0) * multiplier
+    grad_error = (grad_out.square() @ value.square().mT).sqrt() * multiplier
+    inner = (weights * grad_weights).square().sum(-1, keepdim=True).sqrt()
+    if exact.grad_lse is not None:
+        inner = inner + exact.grad_lse.abs()[..., None]
+    ds = weight_error * (grad_error + inner)
+
+    eps = torch.finfo(case.query.dtype).eps
+    lse_eps = torch.finfo(_accumulation(case.query)).eps
+    grad_mask = None
+    if case.attn_mask is not None and case.attn_mask.dtype != torch.bool:
+        grad_mask = eps * ds.square().sum_to_size(case.attn_mask.shape).sqrt()
+    heads = (key.shape[1] // max(groups, 1), groups)
+    return Results(
+        out=eps * _root_of_squares(weight_error * multiplier, value),
+        lse=lse_eps * (1 + lse + (weights * score_error).square().sum(-1).sqrt()),
+        grad_query=eps * abs(scale(case)) * _root_of_squares(ds, key),
+        grad_key=eps * abs(scale(case)) * _grouped_root(ds.mT, query, heads),
+        grad_value=eps * _grouped_root((weight_error * multiplier).mT, grad_out, heads),
+        grad_mask=grad_mask,
+    )
+
+
+def _root_of_squares(weights: Tensor, terms: Tensor) -> Tensor:
+    return (weights.square() @ terms.square()).sqrt()
+
+
+def _grouped_root(weights: Tensor, terms: Tensor, heads: tuple[int, int]) -> Tensor:
+    return _root_of_squares(weights, terms).square().unflatten(1, heads).sum(2).sqrt()
+
+
+def _accumulation(x: Tensor) -> torch.dtype:
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def _differentiate(case: Case, function: Any) -> Results:
+    names = ("query", "key", "value", "attn_mask")
+    inputs = {name: getattr(case, name) for name in names}
+    wanted = {
+        name: x.detach().requires_grad_()
+        for name, x in inputs.items()
+        if x is not None and x.is_floating_point()
+    }
+    out, lse = function(**(inputs | wanted))
+    outputs, upstream = [out], [case.grad_out]
+    if case.grad_lse is not None:
+        outputs.append(lse)
+        upstream.append(case.grad_lse)
+    grads = dict(
+        zip(wanted, torch.autograd.grad(outputs, list(wanted.values()), upstream), strict=True)
+    )
+    return Results(out.detach(), lse.detach(), *(grads.get(name) for name in names))
+
+
+# Drawn at random --------------------------------------------------------------------------------
+
+# Every block size that a kernel might use has its edges here.
+_LENGTHS = st.sampled_from((1, 2, 15, 16, 17, 32, 33, 63, 64, 65, 127, 128, 129)) | st.integers(
+    0, 150
+)
+_HEAD_DIMS = st.integers(1, 80) | st.sampled_from((96, 100, 127, 128, 192, 256))
+_MASKS = ("none", "bool", "float", "float -inf", "lowest")
+
+
+@st.composite
+def cases(draw: st.DrawFn, dtype: torch.dtype, with_dropout: bool = True) -> Case:
+    """Any call of the operator: sizes, layouts, masks and options, with standard normal numbers."""
+    B, Hkv, groups = draw(st.integers(1, 3)), draw(st.integers(1, 2)), draw(st.integers(1, 3))
+    H, Lq, Lk = Hkv * groups, draw(_LENGTHS), draw(_LENGTHS)
+    E = draw(_HEAD_DIMS)
+    Ev = draw(st.just(E) | _HEAD_DIMS)
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**32)))
+
+    def normal(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
+        x = torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+        return lay_out(x, draw(st.sampled_from(LAYOUTS)))
+
+    options: dict[str, Any] = {"enable_gqa": groups > 1}
+    options["is_causal"] = draw(st.sampled_from((False, False, True, *CausalVariant)))
+    side = st.none() | st.integers(0, max(Lq, Lk, 1))
+    options["window"] = draw(st.none() | side | st.tuples(side, side))
+    options["scale"] = draw(st.sampled_from((None, None, 0.5, 0.0, -0.3, 2.0 / math.sqrt(E))))
+    if draw(st.booleans()):
+        lengths = draw(st.lists(st.integers(0, Lk), min_size=B, max_size=B))
+        kind = draw(st.sampled_from((torch.int32, torch.int64)))
+        options["key_lengths"] = torch.tensor(lengths, dtype=kind)
+    if with_dropout and draw(st.booleans()):
+        options["dropout_p"] = draw(st.sampled_from((0.1, 0.5, 0.9)))
+    return Case(
+        query=normal(B, H, Lq, E),
+        key=normal(B, Hkv, Lk, E),
+        value=normal(B, Hkv, Lk, Ev),
+        attn_mask=draw(_mask((B, H, Lq, Lk), dtype, generator)),
+        grad_out=normal(B, H, Lq, Ev),
+        grad_lse=draw(st.none() | st.just(normal(B, H, Lq, 1, dtype=_lse_dtype(dtype))[..., 0])),
+        options=options,
+    )
+
+
+def _lse_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+@st.composite
+def _mask(
+    draw: st.DrawFn, full: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator
+) -> Tensor | None:
+    """A mask of any kind, each of its dimensions full or 1, in any layout."""
+    kind = draw(st.sampled_from(_MASKS))
+    if kind == "none":
+        return None
+    shape = [size if draw(st.booleans()) else 1 for size in full]
+    layout = draw(st.sampled_from((*LAYOUTS, "columns first")))
+    density = draw(st.sampled_from((0.1, 0.5, 0.95)))
+    keep = torch.rand(shape, generator=generator) < density
+    if kind == "bool":
+        mask = keep
+    else:
+        dtype = draw(st.sampled_from((dtype, torch.float32)))
+        mask = torch.randn(shape, generator=generator).to(dtype)
+        if kind == "float -inf":
+            mask = mask.masked_fill(~keep, float("-inf"))
+        elif kind == "lowest":
+            mask = mask.masked_fill(~keep, torch.finfo(dtype).min)
+    if layout == "columns first":
+        return mask.mT.contiguous().mT
+    return lay_out(mask, layout)

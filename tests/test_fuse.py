@@ -1,0 +1,318 @@
+"""trifuse.fuse and what it must leave as it was."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import trifuse
+from trifuse.models.bert import BertConfig, BertForPreTraining, BertModel, SoftmaxAttention
+from trifuse.nn import attention as nn_attention
+
+TINY = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 48,
+    "max_position_embeddings": 24,
+}
+
+
+def bert(model: type = BertModel) -> nn.Module:
+    torch.manual_seed(0)
+    return model(BertConfig(**TINY)).double().eval()
+
+
+def transformer(batch_first: bool = True) -> nn.Transformer:
+    torch.manual_seed(0)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "enable_nested_tensor is True")
+        return nn.Transformer(
+            16, 4, 2, 2, 24, 0.0, batch_first=batch_first, dtype=torch.float64
+        ).eval()
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    ids = torch.randint(1, 97, (3, 11), generator=torch.Generator().manual_seed(1))
+    return ids, torch.arange(11) < torch.tensor([11, 6, 1])[:, None]
+
+
+@pytest.fixture
+def calls(monkeypatch) -> list[str]:
+    """One entry for every call of the fused operator by a module."""
+    made: list[str] = []
+
+    def count(*args):
+        made.append("call")
+        return trifuse.scaled_dot_product_attention(*args)
+
+    monkeypatch.setattr(nn_attention, "scaled_dot_product_attention", count)
+    return made
+
+
+def snapshot(model: nn.Module) -> dict[str, object]:
+    """What fuse promises to keep, and what revert promises to bring back."""
+    return {
+        "modules": {name: id(module) for name, module in model.named_modules()},
+        "parameters": {
+            name: id(parameter)
+            for name, parameter in model.named_parameters(remove_duplicate=False)
+        },
+        "state_dict": [(name, x.data_ptr()) for name, x in model.state_dict().items()],
+        "training": [module.training for module in model.modules()],
+    }
+
+
+def types(model: nn.Module) -> list[tuple[type, dict[str, object]]]:
+    """Classes and plain attributes: what fuse does change."""
+    plain = (bool, int, float, str)
+    return [
+        (type(m), {name: value for name, value in vars(m).items() if isinstance(value, plain)})
+        for m in model.modules()
+    ]
+
+
+def test_bert(calls):
+    model = bert(BertForPreTraining)
+    ids, mask = batch()
+    wanted = model(ids, mask)
+    kept, before = snapshot(model), types(model)
+
+    report = trifuse.fuse(model)
+    assert snapshot(model) == kept
+    assert [swapped.path for swapped in report.swapped] == [
+        f"bert.encoder.layer.{i}.attention.self.attention" for i in range(2)
+    ]
+    assert not report.left
+    got = model(ids, mask)
+    assert len(calls) == 2
+    for mine, their in zip(got, wanted, strict=True):
+        torch.testing.assert_close(mine, their)
+    tied = model.cls.predictions.decoder.weight
+    assert tied is model.bert.embeddings.word_embeddings.weight
+
+    report.revert()
+    assert snapshot(model) == kept
+    assert types(model) == before
+    assert all(map(torch.equal, model(ids, mask), wanted))
+    assert len(calls) == 2
+
+
+def test_gradients_are_the_same():
+    ids, mask = batch()
+    plain, fused = bert(), bert()
+    trifuse.fuse(fused)
+    for model in (plain, fused):
+        model.train()
+        for module in model.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = 0.0
+            if hasattr(module, "dropout_p"):
+                module.dropout_p = 0.0
+        model(ids, mask).last_hidden_state[mask].square().sum().backward()
+    for mine, their in zip(fused.parameters(), plain.parameters(), strict=True):
+        if their.grad is None:
+            assert mine.grad is None
+        else:
+            torch.testing.assert_close(mine.grad, their.grad)
+
+
+def test_training_flag_and_dropout_rate_are_kept():
+    model = bert().train()
+    trifuse.fuse(model)
+    swapped = model.encoder.layer[0].attention.self.attention
+    assert swapped.training
+    assert swapped.dropout_p == 0.1
+    ids, _ = batch()
+    assert not torch.equal(model(ids)[0], model(ids)[0])
+    model.eval()
+    assert torch.equal(model(ids)[0], model(ids)[0])
+
+
+def test_twice_is_once():
+    model = transformer()
+    first = trifuse.fuse(model)
+    after = types(model)
+    second = trifuse.fuse(model)
+    assert first.swapped
+    assert not second.swapped
+    assert not second.left
+    second.revert()
+    assert types(model) == after
+    first.revert()
+    assert types(model) == types(transformer())
+    first.revert()
+    assert types(model) == types(transformer())
+    third = trifuse.fuse(model)
+    assert third.swapped == first.swapped
+
+
+@pytest.mark.parametrize("batch_first", [True, False])
+@pytest.mark.parametrize("training", [True, False])
+def test_transformer(training, batch_first, calls):
+    """nn.Transformer, whose encoder would otherwise use NestedTensors and a kernel of torch's."""
+    model = transformer(batch_first).train(training)
+    torch.manual_seed(1)
+    source, target = torch.randn(3, 7, 16).double(), torch.randn(3, 5, 16).double()
+    if not batch_first:
+        source, target = source.transpose(0, 1), target.transpose(0, 1)
+    padding = torch.arange(7) >= torch.tensor([7, 4, 2])[:, None]
+    arguments = {
+        "tgt_mask": torch.ones(5, 5, dtype=torch.bool).triu(1),
+        "src_key_padding_mask": padding,
+        "memory_key_padding_mask": padding,
+    }
+    kept, before = snapshot(model), types(model)
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The PyTorch API of nested tensors")
+        wanted = model(source, target, **arguments)
+        report = trifuse.fuse(model)
+        got = model(source, target, **arguments)
+    assert len(calls) == 6  # two encoder layers, two decoder layers that attend twice
+    assert snapshot(model) == kept
+    torch.testing.assert_close(got, wanted)
+    assert {swapped.after for swapped in report.swapped} == {
+        "trifuse.nn.MultiheadAttention",
+        "trifuse.nn.TransformerEncoder",
+        "trifuse.nn.TransformerEncoderLayer",
+    }
+    report.revert()
+    assert types(model) == before
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The PyTorch API of nested tensors")
+        assert torch.equal(model(source, target, **arguments), wanted)
+    assert len(calls) == 6
+
+
+def test_a_lone_module(calls):
+    attention = nn.MultiheadAttention(16, 4, batch_first=True).eval()
+    report = trifuse.fuse(attention)
+    assert type(attention) is trifuse.nn.MultiheadAttention
+    x = torch.randn(2, 5, 16)
+    attention(x, x, x, need_weights=False)
+    assert len(calls) == 1
+    report.revert()
+    assert type(attention) is nn.MultiheadAttention
+    attention(x, x, x, need_weights=False)
+    assert len(calls) == 1
+
+
+def test_hooks_stay():
+    model = bert()
+    module = model.encoder.layer[1].attention.self.attention
+    seen = []
+    module.register_forward_pre_hook(lambda module, args: seen.append("before"))
+    module.register_forward_hook(lambda module, args, output: seen.append("after"))
+    module.register_full_backward_hook(lambda module, *gradients: seen.append("backward"))
+    report = trifuse.fuse(model)
+    ids, mask = batch()
+    model(ids, mask).last_hidden_state.sum().backward()
+    assert seen == ["before", "after", "backward"]
+    report.revert()
+    model(ids, mask).last_hidden_state.sum().backward()
+    assert seen == ["before", "after", "backward"] * 2
+
+
+def test_a_module_used_twice_is_swapped_once():
+    shared = nn.MultiheadAttention(16, 4)
+    model = nn.ModuleDict({"a": shared, "b": shared})
+    assert [swapped.path for swapped in trifuse.fuse(model).swapped] == ["a"]
+    assert type(model["b"]) is trifuse.nn.MultiheadAttention
+
+
+def test_copies_and_state_dicts():
+    model = transformer()
+    trifuse.fuse(model)
+    fresh = transformer()
+    fresh.load_state_dict(model.state_dict(), strict=True)
+    twin = copy.deepcopy(model)
+    x = torch.randn(2, 5, 16).double()
+    torch.testing.assert_close(twin(x, x), model(x, x))
+    assert type(twin.encoder) is trifuse.nn.TransformerEncoder
+    assert not trifuse.fuse(twin).swapped
+
+
+class Attention(nn.MultiheadAttention):
+    """Somebody's own."""
+
+
+class Layer(nn.TransformerEncoderLayer):
+    """Somebody's own, which asks that its mask be floating."""
+
+    def forward(self, src, src_mask=None, src_key_padding_mask=None, is_causal=False):
+        assert src_key_padding_mask.is_floating_point()
+        return super().forward(src, src_mask, src_key_padding_mask, is_causal)
+
+
+def test_what_is_not_known_is_left_and_reported():
+    replaced = nn.MultiheadAttention(16, 4)
+    replaced.forward = replaced.forward
+    model = nn.ModuleDict(
+        {"own": Attention(16, 4), "replaced": replaced, "linear": nn.Linear(4, 4)}
+    )
+    report = trifuse.fuse(model)
+    assert not report.swapped
+    assert [(left.path, left.module) for left in report.left] == [
+        ("own", "Attention"),
+        ("replaced", "MultiheadAttention"),
+    ]
+    text = str(report)
+    assert "0 swapped, 2 left" in text
+    assert "a subclass of MultiheadAttention" in text
+    assert "its forward was replaced on the instance" in text
+
+
+@pytest.mark.parametrize("own_encoder", [True, False])
+def test_encoders_with_unknown_parts_still_run(own_encoder, calls):
+    """Their attention is fused, so their encoder may not make NestedTensors any more."""
+
+    class Encoder(nn.TransformerEncoder):
+        pass
+
+    torch.manual_seed(0)
+    layer = (nn.TransformerEncoderLayer if own_encoder else Layer)(
+        16, 4, 24, 0.0, batch_first=True, dtype=torch.float64
+    )
+    model = (Encoder if own_encoder else nn.TransformerEncoder)(layer, 2).eval()
+    x = torch.randn(3, 7, 16).double()
+    padding = torch.arange(7) >= torch.tensor([7, 4, 2])[:, None]
+    wanted = model(x, src_key_padding_mask=padding)
+    before = types(model)
+    report = trifuse.fuse(model)
+    assert report.swapped[0] == ("", report.swapped[0].before, "the same, without NestedTensors")
+    with torch.no_grad():
+        got = model(x, src_key_padding_mask=padding)
+    assert len(calls) == 2
+    torch.testing.assert_close(got, wanted)
+    report.revert()
+    assert types(model) == before
+
+
+def test_revert_leaves_later_changes_alone():
+    attention = nn.MultiheadAttention(16, 4)
+    report = trifuse.fuse(attention)
+    attention.__class__ = Attention
+    report.revert()
+    assert type(attention) is Attention
+
+
+def test_report_reads_well():
+    model = nn.ModuleDict({"x": SoftmaxAttention(), "longer": nn.MultiheadAttention(16, 4)})
+    assert str(trifuse.fuse(model)).splitlines() == [
+        "2 swapped, 0 left",
+        "  x       trifuse.models.bert.SoftmaxAttention  trifuse.nn.SoftmaxAttention",
+        "  longer  torch.nn.MultiheadAttention           trifuse.nn.MultiheadAttention",
+    ]
+    assert str(trifuse.fuse(nn.Linear(2, 2))) == "0 swapped, 0 left"
+    lone = trifuse.fuse(nn.MultiheadAttention(16, 4))
+    assert "(the model)  torch.nn.MultiheadAttention" in str(lone)
+
+
+def test_only_modules():
+    with pytest.raises(TypeError, match=r"model: expected a torch\.nn\.Module; got dict"):
+        trifuse.fuse({})

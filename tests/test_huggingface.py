@@ -1,0 +1,353 @@
+"""attn_implementation="trifuse" against transformers' own "eager" and "sdpa"."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import trifuse
+
+transformers = pytest.importorskip("transformers")
+
+from transformers import masking_utils  # noqa: E402
+
+from trifuse import huggingface  # noqa: E402
+
+SIZES = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "pad_token_id": 0,
+}
+GQA = SIZES | {"num_key_value_heads": 2, "max_position_embeddings": 64}
+L = 10
+
+
+def gpt2() -> nn.Module:
+    config = transformers.GPT2Config(
+        vocab_size=97,
+        n_embd=32,
+        n_layer=2,
+        n_head=4,
+        n_positions=64,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    return transformers.GPT2LMHeadModel(config)
+
+
+def llama() -> nn.Module:
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**GQA))
+
+
+def mistral() -> nn.Module:
+    """A sliding window, shorter than the text, in every layer."""
+    return transformers.MistralForCausalLM(transformers.MistralConfig(**GQA, sliding_window=4))
+
+
+def gemma3() -> nn.Module:
+    """Sliding and full attention by turns, each with a mask of its own."""
+    config = transformers.Gemma3TextConfig(
+        **GQA, head_dim=8, sliding_window=4, layer_types=["sliding_attention", "full_attention"]
+    )
+    return transformers.Gemma3ForCausalLM(config)
+
+
+def bert(**options) -> nn.Module:
+    return transformers.BertModel(transformers.BertConfig(**SIZES, **options))
+
+
+def t5() -> nn.Module:
+    """A learnt position bias on the scores, and cross attention."""
+    config = transformers.T5Config(
+        vocab_size=97, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4,
+        decoder_start_token_id=0, dropout_rate=0.0,
+    )  # fmt: skip
+    return transformers.T5ForConditionalGeneration(config)
+
+
+DECODERS = [gpt2, llama, mistral, gemma3]
+
+
+def build(make) -> nn.Module:
+    torch.manual_seed(0)
+    return make().double().eval()
+
+
+def ids() -> Tensor:
+    return torch.randint(3, 97, (3, L), generator=torch.Generator().manual_seed(1))
+
+
+LENGTHS = torch.tensor([L, 6, 3])[:, None]
+MASKS = {
+    "no mask": None,
+    "no padding": torch.ones(3, L, dtype=torch.int64),
+    "padded right": (torch.arange(L) < LENGTHS).long(),
+    "padded left": (torch.arange(L) < LENGTHS).flip(1).long(),
+    "with a hole": ((torch.arange(L) < LENGTHS) & (torch.arange(L) != 1)).long(),
+}
+
+
+def implementations(model: nn.Module) -> Iterator[str]:
+    """The model under "sdpa", then fused, then under "eager"."""
+    model.set_attn_implementation("sdpa")
+    yield "sdpa"
+    report = trifuse.fuse(model)
+    assert len(report.swapped) == 1
+    yield "trifuse"
+    report.revert()
+    model.set_attn_implementation("eager")
+    yield "eager"
+
+
+def compare(model: nn.Module, run, real: Tensor | None = None) -> None:
+    """``run`` gives the same under every implementation, on real tokens."""
+    results = {name: run(model) for name in implementations(model)}
+    # Some models take the softmax in float32 under "eager", whatever their own dtype.
+    for peer, tolerance in (("sdpa", 1e-9), ("eager", 1e-5)):
+        got, wanted = results["trifuse"], results[peer]
+        if real is not None:
+            got, wanted = got[real.bool()], wanted[real.bool()]
+        torch.testing.assert_close(got, wanted, rtol=tolerance, atol=tolerance)
+
+
+@pytest.fixture
+def masks_seen(monkeypatch) -> list[tuple[object, ...]]:
+    """Shape and dtype of the mask in every call of the operator, and whether it is causal."""
+    seen: list[tuple[object, ...]] = []
+
+    def spy(query, key, value, mask, dropout_p, is_causal, *rest, **named):
+        shape = None if mask is None else (tuple(mask.shape), mask.dtype)
+        seen.append((shape, bool(is_causal)))
+        args = (query, key, value, mask, dropout_p, is_causal, *rest)
+        return trifuse.scaled_dot_product_attention(*args, **named)
+
+    monkeypatch.setattr(huggingface, "scaled_dot_product_attention", spy)
+    return seen
+
+
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
+@pytest.mark.parametrize("make", [bert, *DECODERS])
+def test_hidden_states(make, mask):
+    model = build(make)
+    compare(model, lambda m: m(input_ids=ids(), attention_mask=mask)[0], real=mask)
+
+
+@pytest.mark.parametrize("mask", ["no mask", "padded right", "padded left"])
+def test_encoder_decoder(mask):
+    """T5: padding and a position bias together, on the encoder, the decoder and across."""
+    model, mask = build(t5), MASKS[mask]
+    compare(model, lambda m: m(input_ids=ids(), attention_mask=mask, decoder_input_ids=ids())[0])
+
+
+@pytest.mark.parametrize("make", [bert, llama, t5])
+def test_gradients(make):
+    model, mask = build(make), MASKS["padded right"]
+    more = {"decoder_input_ids": ids()} if make is t5 else {}
+
+    def run(model: nn.Module) -> Tensor:
+        model.zero_grad()
+        out = model(input_ids=ids(), attention_mask=mask, **more)[0]
+        out[mask.bool()].square().sum().backward()
+        return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+    compare(model, run)
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("make", [*DECODERS, t5])
+def test_generate(make, cache):
+    """Prefill and decoding, with a padded batch, from either kind of cache."""
+    options = {} if cache == "dynamic" else {"cache_implementation": "static"}
+    compare(
+        build(make),
+        lambda m: m.generate(
+            ids(), attention_mask=MASKS["padded left"], max_new_tokens=6, min_new_tokens=6,
+            do_sample=False, disable_compile=True, pad_token_id=0, **options,
+        ),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("mask", ["no mask", "padded left"])
+@pytest.mark.parametrize("make", DECODERS)
+def test_prefill_in_pieces(make, mask):
+    """Several queries at the end of more keys: the causal diagonal ends in the corner."""
+    mask = MASKS[mask]
+
+    @torch.no_grad()
+    def run(model: nn.Module) -> Tensor:
+        first = None if mask is None else mask[:, :4]
+        cache = model(input_ids=ids()[:, :4], attention_mask=first, use_cache=True).past_key_values
+        return model(input_ids=ids()[:, 4:], attention_mask=mask, past_key_values=cache).logits
+
+    compare(build(make), run, real=None if mask is None else mask[:, 4:])
+
+
+@pytest.mark.parametrize("make", [llama, mistral])
+def test_packed_sequences(make):
+    """Position ids that start again: no sequence sees another."""
+    positions = torch.tensor([[*range(4), *range(6)]]).expand(3, -1)
+    compare(build(make), lambda m: m(input_ids=ids(), position_ids=positions)[0])
+
+
+def test_mask_made_by_the_caller():
+    mask = torch.rand(3, 1, L, L, generator=torch.Generator().manual_seed(2)) < 0.5
+    mask |= torch.eye(L, dtype=torch.bool)
+    model = build(llama)
+    model.set_attn_implementation("sdpa")
+    wanted = model(input_ids=ids(), attention_mask=mask)[0]
+    trifuse.fuse(model)
+    additive = torch.zeros(mask.shape).double().masked_fill(~mask, float("-inf"))
+    for form in (mask, additive):
+        torch.testing.assert_close(model(input_ids=ids(), attention_mask=form)[0], wanted)
+
+
+def test_padding_travels_as_it_is(masks_seen):
+    """No mask with a row for every query, where padding and causality say it all."""
+    padded = MASKS["padded right"]
+    row = ((3, 1, 1, L), torch.bool)
+    for make, mask, wanted in (
+        (bert, padded, (row, False)),
+        (bert, MASKS["no padding"], (None, False)),
+        (llama, padded, (row, True)),
+        (llama, MASKS["no padding"], (None, True)),
+        (mistral, padded, (((3, 1, L, L), torch.bool), False)),
+    ):
+        model = build(make)
+        trifuse.fuse(model)
+        model(input_ids=ids(), attention_mask=mask)
+        assert masks_seen == [wanted] * 2
+        masks_seen.clear()
+
+
+def test_padding_is_read_only_where_that_is_free(monkeypatch):
+    """While compiling, whether there is padding isn't asked."""
+    mask = torch.ones(2, 5, dtype=torch.bool)
+    arguments = {
+        "batch_size": 2,
+        "q_length": 5,
+        "kv_length": 5,
+        "mask_function": masking_utils.bidirectional_mask_function,
+        "attention_mask": mask,
+        "allow_is_bidirectional_skip": True,
+    }
+    assert huggingface.attention_mask(**arguments) is None
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    kept = huggingface.attention_mask(**arguments)
+    assert kept.shape == (2, 1, 1, 5)
+    assert kept.data_ptr() == mask.data_ptr()
+
+
+def test_masks_shorter_than_the_keys_are_filled_up():
+    mask = huggingface.attention_mask(
+        batch_size=2,
+        q_length=5,
+        kv_length=7,
+        mask_function=masking_utils.bidirectional_mask_function,
+        attention_mask=torch.ones(2, 5, dtype=torch.bool),
+        allow_is_bidirectional_skip=True,
+    )
+    assert mask[0, 0, 0].tolist() == [True] * 5 + [False] * 2
+
+
+def test_dropout_is_passed_on():
+    config = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.5}
+    model = build(lambda: bert(**config))
+    trifuse.fuse(model)
+    kept = model(input_ids=ids())[0]
+    assert torch.equal(model(input_ids=ids())[0], kept)
+    model.train()
+    assert not torch.equal(model(input_ids=ids())[0], model(input_ids=ids())[0])
+
+
+@pytest.mark.parametrize(
+    "argument", [{"softcap": 30.0}, {"s_aux": torch.zeros(4)}, {"output_attentions": True}]
+)
+def test_what_is_not_supported_raises(argument):
+    query = torch.zeros(1, 4, 3, 8)
+    with pytest.raises(ValueError, match=f"does not support {next(iter(argument))}"):
+        huggingface.attention_forward(nn.Module(), query, query, query, None, **argument)
+
+
+def test_chosen_when_the_model_is_made(tmp_path):
+    huggingface.register()
+    huggingface.register()
+    build(bert).save_pretrained(tmp_path)
+    ours = transformers.BertModel.from_pretrained(tmp_path, attn_implementation="trifuse").eval()
+    theirs = transformers.BertModel.from_pretrained(tmp_path, attn_implementation="sdpa").eval()
+    assert ours.config._attn_implementation == "trifuse"
+    mask = MASKS["padded left"]
+    got, wanted = (m(input_ids=ids(), attention_mask=mask)[0] for m in (ours, theirs))
+    torch.testing.assert_close(got[mask.bool()], wanted[mask.bool()])
+    assert not trifuse.fuse(ours).swapped
+
+
+# fuse -------------------------------------------------------------------------------------------
+
+
+def test_models_that_share_a_configuration():
+    """Fusing one leaves the other as it is, in either order."""
+    config = transformers.BertConfig(**SIZES, attn_implementation="sdpa")
+    a, b = transformers.BertModel(config), transformers.BertModel(config)
+
+    def chosen(model: nn.Module) -> set[str]:
+        return {m.config._attn_implementation for m in model.modules() if hasattr(m, "config")}
+
+    first = trifuse.fuse(a)
+    assert (chosen(a), chosen(b)) == ({"trifuse"}, {"sdpa"})
+    second = trifuse.fuse(b)
+    first.revert()
+    assert (chosen(a), chosen(b)) == ({"sdpa"}, {"trifuse"})
+    second.revert()
+    assert (chosen(a), chosen(b)) == ({"sdpa"}, {"sdpa"})
+    assert all(m.config is config for x in (a, b) for m in x.modules() if hasattr(m, "config"))
+
+
+def test_fuse_keeps_everything_else():
+    model = transformers.BertForPreTraining(transformers.BertConfig(**SIZES)).train()
+    before = model.state_dict()
+    modules = dict(model.named_modules())
+    report = trifuse.fuse(model)
+    assert [(s.path, s.before, s.after) for s in report.swapped] == [
+        ("", 'attn_implementation="sdpa"', '"trifuse"')
+    ]
+    assert dict(model.named_modules()) == modules
+    after = model.state_dict()
+    assert after.keys() == before.keys()
+    assert all(after[name].data_ptr() == value.data_ptr() for name, value in before.items())
+    assert all(module.training for module in model.modules())
+    word = model.bert.embeddings.word_embeddings.weight
+    assert model.cls.predictions.decoder.weight is word
+    assert not trifuse.fuse(model).swapped
+
+
+def test_nested_in_another_module():
+    model = nn.ModuleDict({"encoder": build(bert), "head": nn.MultiheadAttention(32, 4)})
+    report = trifuse.fuse(model)
+    assert [swapped.path for swapped in report.swapped] == ["encoder", "head"]
+    report.revert()
+    assert model["encoder"].config._attn_implementation == "sdpa"
+
+
+def test_models_that_need_something_else_are_left():
+    capped = transformers.Gemma2ForCausalLM(transformers.Gemma2Config(**GQA, head_dim=8))
+    wanting = bert(attn_implementation="eager")
+    wanting.config.output_attentions = True
+    for model, reason in ((capped, "needs more of attention"), (wanting, "returns its attention")):
+        before = model.config._attn_implementation
+        report = trifuse.fuse(model)
+        assert not report.swapped
+        assert reason in report.left[0].reason
+        assert model.config._attn_implementation == before
+
+
+def test_importing_trifuse_does_not_import_transformers():
+    code = "import sys, trifuse; sys.exit('transformers' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
