@@ -60,6 +60,7 @@ class BuildExtension(build_ext):
     """Compiles with the C++ compiler directly: a handful of files, each with flags of its own."""
 
     def run(self) -> None:
+        package = ROOT / "pytorch_ext" if self.inplace else Path(self.build_lib) / "trifuse"
         error = ""
         try:
             super().run()
@@ -67,10 +68,11 @@ class BuildExtension(build_ext):
             error = f"{type(caught).__name__}: {caught}"
             message = f"trifuse: the C++ extension was not built; installing without it. {error}"
             print(message, file=sys.stderr)
-        package = ROOT / "pytorch_ext" if self.inplace else Path(self.build_lib) / "trifuse"
+            for stale in package.glob("_C.*.so"):  # an earlier build's is not what was asked for
+                stale.unlink()
         package.mkdir(parents=True, exist_ok=True)
         (package / "_build_info.py").write_text(
-            f'"""Written by setup.py."""\n\nERROR = {error!r}\n'
+            f'"""Written by setup.py."""\n\nERROR = {error!r}\n', encoding="utf-8"
         )
 
     def get_outputs(self) -> list[str]:
@@ -87,7 +89,8 @@ class BuildExtension(build_ext):
             raise RuntimeError("no C++ compiler was found (looked at $CXX, c++ and g++)")
         from torch.utils.cpp_extension import include_paths, library_paths
 
-        build = Path(self.build_temp)
+        # Kept between builds (pip's own folder is not), apart for each Python and torch.
+        build = ROOT / "build" / f"{sysconfig.get_config_var('SOABI')}-torch-{torch.__version__}"
         build.mkdir(parents=True, exist_ok=True)
         includes = [f"-I{ROOT / 'csrc'}", *(f"-isystem{path}" for path in include_paths())]
         includes.append(f"-isystem{sysconfig.get_path('include')}")
@@ -98,16 +101,16 @@ class BuildExtension(build_ext):
         common += ["-Wno-maybe-uninitialized", "-Wno-psabi"]
         common += ["-DAT_PARALLEL_OPENMP=1", "-DTORCH_EXTENSION_NAME=_C"]
         common += [f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}"]
+        # The linker keeps the first copy it meets of an inline function. Code for narrow vectors
+        # comes first, so that none compiled for wide ones is shared with what runs everywhere.
         jobs: list[tuple[Path, Path, list[str]]] = []
-        for source in sorted((ROOT / "csrc").glob("**/*.cpp")):
-            stem = "_".join(source.relative_to(ROOT / "csrc").with_suffix("").parts)
-            if source.stem.endswith("_kernel"):
-                jobs += [
-                    (source, build / f"{stem}.{name}.o", kernel_flags(name))
-                    for name in CAPABILITIES
-                ]
-            else:
-                jobs.append((source, build / f"{stem}.o", []))
+        sources = sorted((ROOT / "csrc").glob("**/*.cpp"))
+        for capability in (None, *CAPABILITIES):
+            for source in sources:
+                if source.stem.endswith("_kernel") == (capability is not None):
+                    name = "_".join(source.relative_to(ROOT / "csrc").with_suffix("").parts)
+                    target = build / f"{name}.{capability or 'host'}.o"
+                    jobs.append((source, target, kernel_flags(capability) if capability else []))
 
         headers = [path.stat().st_mtime for path in (ROOT / "csrc").glob("**/*.h")]
         newest = max([*headers, Path(__file__).stat().st_mtime])
@@ -127,10 +130,7 @@ class BuildExtension(build_ext):
             list(pool.map(compile_one, jobs[::-1]))
         output = Path(self.get_ext_fullpath(ext.name))
         output.parent.mkdir(parents=True, exist_ok=True)
-        # The linker keeps the first copy it meets of an inline function. Code for narrow vectors
-        # comes first, so that none compiled for wide ones is shared with what runs everywhere.
-        order = sorted(jobs, key=lambda job: [*CAPABILITIES].index((job[1].suffixes[-2:-1] or [".DEFAULT"])[0][1:]))
-        link = [compiler, "-shared", *(str(target) for _, target, _ in order), "-o", str(output)]
+        link = [compiler, "-shared", *(str(target) for _, target, _ in jobs), "-o", str(output)]
         for path in library_paths():
             link += [f"-L{path}", f"-Wl,-rpath,{path}"]
         link += ["-ltorch_python", "-ltorch", "-ltorch_cpu", "-lc10"]

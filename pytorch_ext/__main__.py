@@ -41,12 +41,11 @@ def build() -> list[tuple[str, str]]:
     if "error" in info:
         lines.append(("C++ kernels", f"none: {info['error']}"))
     else:
-        extension = backends._C
         lines += [
             ("C++ kernels", f"built by {info['compiler']} against torch {info['torch']}"),
             ("  built for", " ".join(info["capabilities"])),
-            ("  this CPU runs", " ".join(extension.cpu_capabilities())),
-            ("  in use", extension.cpu_capability()),
+            ("  this CPU runs", " ".join(backends._C.cpu_capabilities())),
+            ("  in use", _capability_in_use()),
         ]
     lines += [
         ("CUDA kernels", "built" if info.get("cuda") else "none in this build"),
@@ -54,6 +53,13 @@ def build() -> list[tuple[str, str]]:
         ("GPU", _gpu()),
     ]
     return lines
+
+
+def _capability_in_use() -> str:
+    try:
+        return backends._C.cpu_capability()
+    except ValueError as error:  # TRIFUSE_CPU_CAPABILITY names none that would do
+        return f"none: {error}"
 
 
 def _version(distribution: str) -> str | None:

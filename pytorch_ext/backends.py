@@ -73,8 +73,12 @@ def interpreting() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
+# Asked once, here: torch.compile can't trace into the extension.
+_HAS_CUDA = _C is not None and bool(_C.build_info()["cuda"])
+
+
 def _why_not_cuda(call: Call) -> str | None:
-    if _C is None or not _C.build_info().get("cuda"):
+    if not _HAS_CUDA:
         return "this build holds no CUDA kernels"
     return None if call.device == "cuda" else f"tensors are on {call.device}"
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 from hypothesis import strategies as st
-from numerics import LAYOUTS, assert_accurate, lay_out
+from numerics import LAYOUTS, Accuracy, lay_out, rounding_error
 from torch import Tensor
 from torch.nn.attention.bias import CausalVariant
 
@@ -84,9 +84,9 @@ def eager_torch(case: Case) -> Results:
         key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
         scores = (query @ key.mT) * scale(case)
         if attn_mask is not None and attn_mask.dtype != torch.bool:
-            scores = (scores + attn_mask).to(query.dtype)
+            scores = scores + attn_mask
         scores = scores.masked_fill(~keep, float("-inf"))
-        weights = scores.softmax(-1).masked_fill(~keep, 0)
+        weights = scores.softmax(-1).masked_fill(~keep, 0).to(query.dtype)
         lse = scores.to(_accumulation(query)).logsumexp(-1)
         return (weights * multiplier.to(query.dtype)) @ value, lse
 
@@ -122,9 +122,11 @@ def pairs(case: Case) -> Tensor:
 
 
 def dropout_multiplier(case: Case) -> Tensor:
-    """float64 (B, H, Lq, Lk): what each weight is multiplied by."""
+    """float64, broadcastable to (B, H, Lq, Lk): what each weight is multiplied by."""
     (B, H, Lq), Lk = case.query.shape[:3], case.key.shape[2]
     dropout_p = case.options.get("dropout_p", 0.0)
+    if dropout_p == 0:
+        return torch.ones((), dtype=torch.float64)
     plane = torch.arange(B)[:, None] * H + torch.arange(H)
     keep = philox.dropout_keep(drawn_seed(), plane, Lq, Lk, dropout_p)
     return keep.double() * philox.keep_scale(dropout_p)
@@ -137,69 +139,80 @@ def drawn_seed() -> Tensor:
     return torch.randint(limits.min, limits.max, (1,))
 
 
-def check_accuracy(case: Case) -> None:
-    """The numerics rule on the output, the logsumexp and every gradient."""
-    actual, expected, eager = run(case), specification(case), eager_torch(case)
+class Judged(NamedTuple):
+    """What the numerics rule needs to know about a case, whichever kernel it is put to."""
+
+    expected: Results
+    eager: Results
+    rounding: Results
+
+
+def judge(case: Case) -> Judged:
+    eager = eager_torch(case)
     if case.query.dtype.itemsize == 2:
         # The logsumexp is kept in float32, so what eager torch does in 16 bits is no measure of it.
-        narrow = {"query", "key", "value", "attn_mask", "grad_out"}
-        single = {
-            field: value.float()
-            for field, value in vars(case).items()
-            if field in narrow and value is not None and value.dtype != torch.bool
-        }
+        narrow = ("query", "key", "value", "grad_out")
+        single = {field: getattr(case, field).float() for field in narrow}
         eager = eager._replace(lse=eager_torch(dataclasses.replace(case, **single)).lse)
-    rounding = one_rounding(case)
-    for name, values in zip(
-        Results._fields, zip(actual, expected, eager, rounding, strict=True), strict=True
-    ):
-        if values[1] is not None:
-            assert_accurate(name, *values)
+    return Judged(specification(case), eager, one_rounding(case))
+
+
+def record_accuracy(accuracy: Accuracy, case: Case, judged: Judged) -> None:
+    """Run a case by the backend in force and hold each result to the numerics rule."""
+    actual = run(case)
+    for name in Results._fields:
+        if getattr(judged.expected, name) is not None:
+            accuracy.record(name, getattr(actual, name), *(getattr(x, name) for x in judged))
 
 
 def one_rounding(case: Case) -> Results:
     """The error of each result if every term of every sum in it were rounded once.
 
-    With ∂ the error in units of eps: a score is wrong by ∂S, so a weight by P(1 + ∂S); the terms of
-    the other sums follow from the formulas at the head of ``trifuse/reference/attention.py``. The
-    logsumexp and the scores are sums in the accumulation type.
+    A score wrong by ∂S makes its weight wrong by P ∂S, besides the weight's own rounding; the terms
+    of the other sums follow from the formulas at the head of ``trifuse/reference/attention.py``.
+    Scores and the logsumexp are sums in the accumulation type, and a score is summed over the head
+    one term after another, so half of its E terms have their rounding in the partial sum.
     """
+    eps = rounding_error(case.query.dtype)
+    sum_eps = rounding_error(_accumulation(case.query))
     exact = case.double()
     query, key, value, grad_out = exact.query, exact.key, exact.value, exact.grad_out
     groups = query.shape[1] // max(key.shape[1], 1)
     keep, multiplier = pairs(case), dropout_multiplier(case)
     key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
     scores = query @ key.mT * scale(case)
-    score_error = (query.square() @ key.square().mT).sqrt() * abs(scale(case))
+    terms = (query.square() @ key.square().mT).sqrt() * abs(scale(case))
+    score_error = sum_eps * terms * math.sqrt(max(query.shape[-1], 2) / 2)
     if exact.attn_mask is not None and exact.attn_mask.dtype != torch.bool:
         scores = scores + exact.attn_mask
         # Added to the lowest finite number a score is absorbed without a trace, error and all.
-        score_error = torch.where(scores.abs() < 1e30, score_error + scores.abs(), 0)
+        added = score_error + sum_eps * scores.abs()
+        score_error = torch.where(scores.abs() < 1e30, added, 0)
     scores = scores.masked_fill(~keep, float("-inf"))
     weights = scores.softmax(-1).masked_fill(~keep, 0)
-    weight_error = weights * (1 + score_error.masked_fill(~keep, 0))
+    score_error = score_error.masked_fill(~keep, 0)
+    weight_error = weights * (eps + score_error)
     lse = scores.logsumexp(-1).masked_fill(~keep.any(-1), 0)
     lse = torch.where(lse.abs() < 1e30, lse.abs(), 0)
 
-    grad_weights = (grad_out @ value.mT).masked_fill(~keep, 0) * multiplier
-    grad_error = (grad_out.square() @ value.square().mT).sqrt() * multiplier
-    inner = (weights * grad_weights).square().sum(-1, keepdim=True).sqrt()
+    grad_weights = (grad_out.square() @ value.square().mT).masked_fill(~keep, 0) * multiplier**2
+    inner = (weights.square() * grad_weights).sum(-1, keepdim=True)
     if exact.grad_lse is not None:
-        inner = inner + exact.grad_lse.abs()[..., None]
-    ds = weight_error * (grad_error + inner)
+        inner = inner + exact.grad_lse.square()[..., None]
+    ds = weight_error * (grad_weights + inner).sqrt()
 
-    eps = torch.finfo(case.query.dtype).eps
-    lse_eps = torch.finfo(_accumulation(case.query)).eps
     grad_mask = None
     if case.attn_mask is not None and case.attn_mask.dtype != torch.bool:
-        grad_mask = eps * ds.square().sum_to_size(case.attn_mask.shape).sqrt()
+        grad_mask = ds.square().sum_to_size(case.attn_mask.shape).sqrt()
+        if torch.finfo(case.attn_mask.dtype).eps > torch.finfo(case.query.dtype).eps:
+            grad_mask = grad_mask * rounding_error(case.attn_mask.dtype) / eps
     heads = (key.shape[1] // max(groups, 1), groups)
     return Results(
-        out=eps * _root_of_squares(weight_error * multiplier, value),
-        lse=lse_eps * (1 + lse + (weights * score_error).square().sum(-1).sqrt()),
-        grad_query=eps * abs(scale(case)) * _root_of_squares(ds, key),
-        grad_key=eps * abs(scale(case)) * _grouped_root(ds.mT, query, heads),
-        grad_value=eps * _grouped_root((weight_error * multiplier).mT, grad_out, heads),
+        out=_root_of_squares(weight_error * multiplier, value),
+        lse=sum_eps * (1 + lse) + (weights * score_error).square().sum(-1).sqrt(),
+        grad_query=abs(scale(case)) * _root_of_squares(ds, key),
+        grad_key=abs(scale(case)) * _grouped_root(ds.mT, query, heads),
+        grad_value=_grouped_root((weight_error * multiplier).mT, grad_out, heads),
         grad_mask=grad_mask,
     )
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
 
 import hypothesis
 import pytest
@@ -30,11 +32,40 @@ hypothesis.settings.register_profile("default", derandomize=True, database=None,
 hypothesis.settings.register_profile("thorough", max_examples=1000, **_COMMON)
 hypothesis.settings.load_profile("default")
 
-CAPABILITIES = () if backends._C is None else tuple(backends._C.cpu_capabilities())
-CPP = pytest.param(
-    "cpp",
-    marks=pytest.mark.skipif(backends._C is None, reason="the C++ extension is not built"),
-)
+
+# The tests' tensors are small. On those, threads waiting for each other cost more than they give,
+# many times more where the machine is shared. Tests that are about threads ask for them.
+torch.set_num_threads(1)
+
+
+class Kernel(NamedTuple):
+    """A backend, and for the C++ one the instruction set it was compiled for."""
+
+    backend: str
+    capability: str | None = None
+
+    @property
+    def name(self) -> str:
+        return self.backend if self.capability is None else f"{self.backend} {self.capability}"
+
+    @contextmanager
+    def serving(self) -> Iterator[None]:
+        """Calls inside the block are served by it."""
+        if self.capability is not None:
+            before = backends._C.cpu_capability()
+            backends._C.set_cpu_capability(self.capability)
+        try:
+            with trifuse.backend(self.backend):
+                yield
+        finally:
+            if self.capability is not None:
+                backends._C.set_cpu_capability(before)
+
+
+CPU_CAPABILITIES = () if backends._C is None else tuple(backends._C.cpu_capabilities())
+CPP_KERNELS = tuple(Kernel("cpp", name) for name in CPU_CAPABILITIES)
+KERNELS = (Kernel("eager"), *CPP_KERNELS)
+BACKENDS = ("eager", "cpp") if CPP_KERNELS else ("eager",)
 
 
 @pytest.fixture(autouse=True)
@@ -47,29 +78,35 @@ def _uninitialised_memory_is_nan() -> Iterator[None]:
     torch.use_deterministic_algorithms(before)
 
 
-@pytest.fixture(params=["eager", CPP])
+@pytest.fixture(params=BACKENDS)
 def backend(request: pytest.FixtureRequest) -> Iterator[str]:
     """Calls are served by each backend for CPU tensors in turn, at the machine's best."""
     with trifuse.backend(request.param):
         yield request.param
 
 
-@pytest.fixture(params=["eager", *(f"cpp-{name}" for name in CAPABILITIES)])
-def kernel(request: pytest.FixtureRequest) -> Iterator[str]:
-    """As ``backend``, with the C++ kernels in turn as compiled for each instruction set."""
-    name, _, capability = request.param.partition("-")
-    if capability:
-        before = backends._C.cpu_capability()
-        backends._C.set_cpu_capability(capability)
-    with trifuse.backend(name):
-        yield name
-    if capability:
-        backends._C.set_cpu_capability(before)
+@pytest.fixture(params=KERNELS, ids=lambda kernel: kernel.name)
+def kernel(request: pytest.FixtureRequest) -> Iterator[Kernel]:
+    """As ``backend``, and by the C++ kernels as compiled for each instruction set in turn."""
+    with request.param.serving():
+        yield request.param
 
 
 @pytest.fixture
-def threads() -> Iterator[None]:
-    """Leaves torch's number of threads as it was."""
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
+def every_kernel() -> tuple[Kernel, ...]:
+    """All of them, for tests that put the same call to each."""
+    return KERNELS
+
+
+@pytest.fixture
+def cpp_kernels() -> tuple[Kernel, ...]:
+    """The C++ kernels for each instruction set; the test is skipped where there are none."""
+    if not CPP_KERNELS:
+        pytest.skip("the C++ extension is not built")
+    return CPP_KERNELS
+
+
+@pytest.fixture(params=CPP_KERNELS or [pytest.param(None, marks=pytest.mark.skip("not built"))])
+def cpp_kernel(request: pytest.FixtureRequest) -> Iterator[Kernel]:
+    with request.param.serving():
+        yield request.param

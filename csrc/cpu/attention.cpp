@@ -161,9 +161,10 @@ std::tuple<Tensor, Tensor> attention_forward(
     logsumexp.slice(2, call.used_q).fill_(-std::numeric_limits<double>::infinity());
   }
   const AttentionForward kernel = kernels().attention_forward;
-  parallel_tasks(kernel.tasks(call.problem), call.operations(), [&](int64_t task) {
-    kernel.run(call.problem, task);
-  });
+  const int64_t blocks = kernel.query_blocks(call.problem);
+  const int64_t tasks = call.problem.batch * call.problem.heads * blocks;
+  parallel_tasks(
+      tasks, blocks, call.operations(), [&](int64_t task) { kernel.run(call.problem, task); });
   return {out, logsumexp};
 }
 
@@ -217,7 +218,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward(
   const Tensor progress = at::full(
       {p.batch * p.heads * kernel.query_blocks(p)}, -1, query.options().dtype(at::kInt));
 
-  parallel_tasks(kernel.tasks(p), 2.5 * call.operations(), [&](int64_t task) {
+  parallel_tasks(kernel.tasks(p), 1, 2.5 * call.operations(), [&](int64_t task) {
     kernel.run(p, task, progress.mutable_data_ptr<int32_t>());
   });
   if (!grad_query_sum.is_same(grad_query)) grad_query.copy_(grad_query_sum);

@@ -91,8 +91,6 @@ inline void logsumexp(const Softmax<T>& state, T* lse) {
 
 int64_t query_blocks(const AttentionProblem& p) { return (p.Lq + kTile - 1) / kTile; }
 
-int64_t tasks(const AttentionProblem& p) { return p.batch * p.heads * query_blocks(p); }
-
 template <class Scalar>
 void run(const AttentionProblem& p, int64_t task) {
   using E = typename Compute<Scalar>::Element;
@@ -137,6 +135,7 @@ void run(const AttentionProblem& p, int64_t task) {
     const Cover cover = mask.template look<Scalar>(p, s, h, i, rows, j, keys);
     if (cover == Cover::Empty) continue;
 
+    const auto values = s.key_rows<Scalar>(p.value, kv_head, j);
     const auto key = left_rows<E>(s.key_rows<Scalar>(p.key, kv_head, j), keys, p.E, left_room);
     tile_gemm(
         keys, lanes, elements<E>(p.E), key.data, key.ld, 1, query_t, kTile, scores, kTile);
@@ -162,7 +161,6 @@ void run(const AttentionProblem& p, int64_t task) {
     }
 
     // 0 · NaN: only where a pair is left out can a value matter that takes no part.
-    const auto values = s.key_rows<Scalar>(p.value, kv_head, j);
     const bool finite = cover == Cover::Full || all_finite(values, keys, p.Ev);
     const auto value = right_rows(values, keys, p.Ev, value_room, !finite);
     const auto weight = pair_rows(scores, keys, lanes, weight_room);
@@ -197,6 +195,6 @@ void run_any(const AttentionProblem& p, int64_t task) {
 
 }  // namespace
 
-AttentionForward attention_forward() { return {tasks, run_any}; }
+AttentionForward attention_forward() { return {query_blocks, run_any}; }
 
 }  // namespace trifuse::TRIFUSE_CAPABILITY

@@ -11,12 +11,13 @@ namespace trifuse {
 
 // A kernel splits its work into tasks that may run in any number of threads. Tasks must be started
 // in order; results do not depend on how many run at once.
+// Forward: one task for each sequence, head and block of queries, in that order.
 struct AttentionForward {
-  int64_t (*tasks)(const AttentionProblem&);
+  int64_t (*query_blocks)(const AttentionProblem&);
   void (*run)(const AttentionProblem&, int64_t task);
 };
 
-// Several tasks add to the same block of queries, one after the other; `progress`
+// Backward: several tasks add to the same block of queries, one after the other; `progress`
 // (B, H, query_blocks), -1 at first, says which was last.
 struct AttentionBackward {
   int64_t (*tasks)(const AttentionProblem&);

@@ -56,6 +56,16 @@ struct Rows {
   const Scalar* row(int64_t r) const { return data + r * row_stride; }
 };
 
+// Brings rows into the L2 cache while other work goes on. The hardware's own prefetchers follow a
+// stream within a page; the broadcasts of tile_gemm walk several rows at once and lose them.
+template <class Scalar>
+inline void prefetch(Rows<Scalar> rows, int64_t n, int64_t columns) {
+  if (rows.column_stride != 1) return;
+  constexpr int64_t line = 64 / sizeof(Scalar);
+  for (int64_t r = 0; r < n; ++r)
+    for (int64_t c = 0; c < columns; c += line) __builtin_prefetch(rows.row(r) + c, 0, 2);
+}
+
 // Memory of one thread, handed out in pieces that live until the next reset. It grows to what a
 // kernel needs and stays: a call then costs no page faults.
 class Scratch {

@@ -66,34 +66,25 @@ constexpr int kRows = 6, kVectors = 2;  // 12 of 16
 constexpr int kRows = 2, kVectors = 2;  // a portable vector is two of the machine's
 #endif
 
-// What C holds before the product is added.
+// What becomes of C's old contents.
 template <class T>
-struct Start {
-  bool accumulate = false;       // keep C; otherwise start from 0
-  const T* row_scale = nullptr;  // with accumulate: row m is first multiplied by row_scale[m]
+struct Old {
+  bool keep = false;         // add the product to them; otherwise overwrite them
+  const T* scale = nullptr;  // with keep: row m of them is first multiplied by scale[m]
 };
 
 template <int MR, int NR, class E>
 void register_block(
     int64_t K, const E* a, int64_t a_m, int64_t a_k, const E* b, int64_t ldb,
     typename Element<E>::Accumulator* c, int64_t ldc,
-    Start<typename Element<E>::Accumulator> start) {
+    Old<typename Element<E>::Accumulator> old) {
   using T = typename Element<E>::Accumulator;
   using Vec = Vectorized<T>;
   Vec sum[MR][NR];
-  if (start.accumulate) {
 #pragma GCC unroll 8
-    for (int m = 0; m < MR; ++m) {
-      const Vec scale(start.row_scale ? start.row_scale[m] : T(1));
+  for (int m = 0; m < MR; ++m)
 #pragma GCC unroll 8
-      for (int n = 0; n < NR; ++n) sum[m][n] = Vec::loadu(c + m * ldc + n * Vec::size()) * scale;
-    }
-  } else {
-#pragma GCC unroll 8
-    for (int m = 0; m < MR; ++m)
-#pragma GCC unroll 8
-      for (int n = 0; n < NR; ++n) sum[m][n] = Vec(T(0));
-  }
+    for (int n = 0; n < NR; ++n) sum[m][n] = Vec(T(0));
   for (int64_t k = 0; k < K; ++k) {
     typename Element<E>::Vector row[NR];
 #pragma GCC unroll 8
@@ -103,6 +94,16 @@ void register_block(
       const auto x = Element<E>::broadcast(a + m * a_m + k * a_k);
 #pragma GCC unroll 8
       for (int n = 0; n < NR; ++n) sum[m][n] = Element<E>::multiply_add(x, row[n], sum[m][n]);
+    }
+  }
+  // What C held is added last: sums over many tiles then err like sums of sums, not like one chain.
+  if (old.keep) {
+#pragma GCC unroll 8
+    for (int m = 0; m < MR; ++m) {
+      const Vec scale(old.scale ? old.scale[m] : T(1));
+#pragma GCC unroll 8
+      for (int n = 0; n < NR; ++n)
+        sum[m][n] = at::vec::fmadd(Vec::loadu(c + m * ldc + n * Vec::size()), scale, sum[m][n]);
     }
   }
 #pragma GCC unroll 8
@@ -116,11 +117,11 @@ template <int NR, class E>
 void panel(
     int64_t M, int64_t K, const E* a, int64_t a_m, int64_t a_k, const E* b, int64_t ldb,
     typename Element<E>::Accumulator* c, int64_t ldc,
-    Start<typename Element<E>::Accumulator> start) {
+    Old<typename Element<E>::Accumulator> old) {
   int64_t m = 0;
   auto block = [&]<int MR>() {
-    register_block<MR, NR>(K, a + m * a_m, a_m, a_k, b, ldb, c + m * ldc, ldc, start);
-    if (start.row_scale) start.row_scale += MR;
+    register_block<MR, NR>(K, a + m * a_m, a_m, a_k, b, ldb, c + m * ldc, ldc, old);
+    if (old.scale) old.scale += MR;
     m += MR;
   };
   while (m + kRows <= M) block.template operator()<kRows>();
@@ -133,11 +134,11 @@ template <class E>
 void tile_gemm(
     int64_t M, int64_t N, int64_t K, const E* a, int64_t a_m, int64_t a_k, const E* b, int64_t ldb,
     typename Element<E>::Accumulator* c, int64_t ldc,
-    Start<typename Element<E>::Accumulator> start = {}) {
+    Old<typename Element<E>::Accumulator> old = {}) {
   constexpr int64_t lanes = Vectorized<typename Element<E>::Accumulator>::size();
   int64_t n = 0;
   auto columns = [&]<int NR>() {
-    panel<NR>(M, K, a, a_m, a_k, b + n, ldb, c + n, ldc, start);
+    panel<NR>(M, K, a, a_m, a_k, b + n, ldb, c + n, ldc, old);
     n += NR * lanes;
   };
   while (n + (kVectors - 1) * lanes < N) columns.template operator()<kVectors>();

@@ -10,6 +10,7 @@
 
 #include <cmath>
 #include <cstdint>
+#include <cstring>
 #include <limits>
 
 namespace trifuse::TRIFUSE_CAPABILITY {
@@ -132,21 +133,30 @@ inline uint64_t nonzero_bits(const uint8_t* byte) {
   const __m512i x = _mm512_loadu_si512(byte);
   return _mm512_test_epi8_mask(x, x);
 #else
+  // Eight bytes at a time: 1 for each that is not 0, then gathered in the top byte by a product.
   uint64_t bits = 0;
-  for (int t = 0; t < 64; ++t) bits |= uint64_t(byte[t] != 0) << t;
+  for (int t = 0; t < 64; t += 8) {
+    uint64_t x;
+    std::memcpy(&x, byte + t, sizeof x);
+    x = ((x & 0x7F7F7F7F7F7F7F7F) + 0x7F7F7F7F7F7F7F7F) | x;
+    bits |= ((x >> 7 & 0x0101010101010101) * 0x0102040810204080 >> 56) << t;
+  }
   return bits;
 #endif
 }
 
-// Bit t says whether half-word t of 64 is at least the threshold.
-inline uint64_t at_least_bits(const uint16_t* half, uint16_t threshold) {
+// Bit t says whether half-word t of 64, four to a word from the low end, is at least the threshold.
+inline uint64_t at_least_bits(const uint64_t word[16], uint16_t threshold) {
+  static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__);
 #if defined(CPU_CAPABILITY_AVX512)
   const __m512i t = _mm512_set1_epi16(static_cast<short>(threshold));
-  const uint64_t low = _mm512_cmpge_epu16_mask(_mm512_loadu_si512(half), t);
-  const uint64_t high = _mm512_cmpge_epu16_mask(_mm512_loadu_si512(half + 32), t);
+  const uint64_t low = _mm512_cmpge_epu16_mask(_mm512_loadu_si512(word), t);
+  const uint64_t high = _mm512_cmpge_epu16_mask(_mm512_loadu_si512(word + 8), t);
   return low | high << 32;
 #else
+  uint16_t half[64];
   uint8_t kept[64];
+  std::memcpy(half, word, sizeof half);
   for (int t = 0; t < 64; ++t) kept[t] = half[t] >= threshold;
   return nonzero_bits(kept);
 #endif

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+import sys
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor
-from torch.nn.attention.bias import CausalBias, CausalVariant
 
 from trifuse import backends
 from trifuse.ops import _checks, _registration
 from trifuse.ops._checks import fail
 from trifuse.reference import attention as reference
+
+if TYPE_CHECKING:
+    from torch.nn.attention.bias import CausalBias, CausalVariant
 
 
 def scaled_dot_product_attention(
@@ -164,7 +167,7 @@ def _prepare(
         query, key, value = _broadcast_batch(query, key, value, enable_gqa)
     _check_sizes(query, key, value, enable_gqa)
     Lq, Lk = query.shape[2], key.shape[2]
-    if isinstance(attn_mask, CausalBias):
+    if _is_causal_bias(attn_mask):
         if (attn_mask.seq_len_q, attn_mask.seq_len_kv) != (Lq, Lk):
             got = (attn_mask.seq_len_q, attn_mask.seq_len_kv)
             raise fail("attn_mask", f"a causal bias for lengths ({Lq}, {Lk})", got)
@@ -217,7 +220,7 @@ def _prepare_varlen(
     max_seqlen_k = _max_seqlen("max_seqlen_k", max_seqlen_k, key)
     left, right, lower_right = _band(is_causal, window)
     if attn_mask is not None:
-        if isinstance(attn_mask, CausalBias):
+        if _is_causal_bias(attn_mask):
             raise fail("attn_mask", "a tensor (is_causal takes a CausalVariant)", "a CausalBias")
         shape4 = (cu_seqlens_q.shape[0] - 1, query.shape[1], max_seqlen_q, max_seqlen_k)
         attn_mask = _mask_to_4d(attn_mask, query, shape4)
@@ -238,7 +241,7 @@ def _tensors(
     query = _checks.tensor("query", query)
     key = _checks.tensor("key", key)
     value = _checks.tensor("value", value)
-    if attn_mask is not None and not isinstance(attn_mask, CausalBias):
+    if attn_mask is not None and not _is_causal_bias(attn_mask):
         attn_mask = _checks.tensor("attn_mask", attn_mask)
     device = query.device.type
     if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
@@ -275,7 +278,7 @@ def _to_4d(
     dims = (query.dim(), key.dim(), value.dim())
     if max(dims) <= 3 and not (enable_gqa and min(dims) == 3):
         lead = _broadcast_shapes(query.shape[:-2], key.shape[:-2], value.shape[:-2])
-        if isinstance(attn_mask, Tensor) and not isinstance(attn_mask, CausalBias):
+        if isinstance(attn_mask, Tensor) and not _is_causal_bias(attn_mask):
             # (N, Lq, Lk): the batch is in front of a head that the caller does not have.
             attn_mask = attn_mask.unsqueeze(-3) if attn_mask.dim() == 3 else attn_mask
         N = math.prod(lead)
@@ -287,7 +290,7 @@ def _to_4d(
     batch = _broadcast_shapes(query.shape[:-3], key.shape[:-3], value.shape[:-3])
     if (
         isinstance(attn_mask, Tensor)
-        and not isinstance(attn_mask, CausalBias)
+        and not _is_causal_bias(attn_mask)
         and attn_mask.dim() > 3
     ):
         wanted = torch.Size((*batch, *attn_mask.shape[-3:]))
@@ -299,6 +302,12 @@ def _to_4d(
     )
     query, key, value = _broadcast_batch(query, key, value, enable_gqa)
     return query, key, value, attn_mask, (*batch, query.shape[1])
+
+
+def _is_causal_bias(attn_mask: object) -> TypeGuard[CausalBias]:
+    """Without importing its module, which loads all of torch.compile: who has one has that."""
+    bias = sys.modules.get("torch.nn.attention.bias")
+    return bias is not None and isinstance(attn_mask, bias.CausalBias)
 
 
 def _broadcast_shapes(query: torch.Size, key: torch.Size, value: torch.Size) -> tuple[int, ...]:
@@ -384,7 +393,11 @@ def _band(
         left, right = (-1 if side is None else side for side in pair)
     if is_causal is False:
         return left, right, False
-    if is_causal is not True and not isinstance(is_causal, CausalVariant):
+    if is_causal is True:
+        return left, 0, False
+    from torch.nn.attention.bias import CausalVariant  # here, as in _is_causal_bias
+
+    if not isinstance(is_causal, CausalVariant):
         raise TypeError(f"is_causal: expected a bool or a CausalVariant; got {is_causal!r}")
     return left, 0, is_causal is CausalVariant.LOWER_RIGHT
 

@@ -1,0 +1,250 @@
+"""What is installed, with a compiler and without, what it says of itself, and what imports what."""
+
+from __future__ import annotations
+
+import ast
+import importlib.metadata
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import trifuse
+from trifuse import __main__ as report
+from trifuse import backends
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = {
+    "trifuse": "pytorch_ext",
+    "trifuse/kernels": "kernels",
+    "trifuse/benchmarks": "benchmarks",
+}
+
+
+def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Python with these arguments; ``environment`` on top of ours."""
+    return subprocess.run(
+        [sys.executable, *arguments],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+def run_installed(
+    where: Path, *arguments: str, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """The same with the trifuse that lies in ``where``.
+
+    ``-S`` leaves out the import hook of an editable install, which would supply what is missing.
+    """
+    path = os.pathsep.join([str(where), str(Path(torch.__file__).parents[1])])
+    return run("-S", *arguments, PYTHONPATH=path, **environment)
+
+
+# Without a compiler -----------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the package lies after ``pip install .`` with a compiler that fails.
+
+    From a copy of the sources, so that what was built in place stays as it is.
+    """
+    source = tmp_path_factory.mktemp("source")
+    target = tmp_path_factory.mktemp("site-packages")
+    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    built = shutil.ignore_patterns("*.so", "_build_info.py", "__pycache__")
+    for name in (*PACKAGES.values(), "csrc"):
+        shutil.copytree(ROOT / name, source / name, ignore=built)
+    done = run(
+        "-m", "pip", "install", "--no-build-isolation", "--no-deps", "--no-index",
+        "--target", str(target), str(source), CXX="false",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return target
+
+
+def test_without_a_compiler_it_installs_and_says_why(installed: Path) -> None:
+    done = run_installed(installed, "-m", "trifuse")
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    (line,) = (line for line in done.stdout.splitlines() if line.startswith("C++ kernels"))
+    assert "none: RuntimeError" in line
+    assert "did not compile" in line
+    assert "the C++ extension is missing" in done.stdout
+
+
+def test_without_a_compiler_it_computes(installed: Path) -> None:
+    script = """
+import torch, trifuse
+q = torch.randn(2, 3, 5, 8, requires_grad=True)
+for _ in range(2):
+    out = trifuse.scaled_dot_product_attention(q, q, q, key_lengths=torch.tensor([2, 5]))
+out.sum().backward()
+print(trifuse.__file__, q.grad.isfinite().all().item())
+"""
+    done = run_installed(installed, "-c", script, TRIFUSE_BACKEND="auto")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == [str(installed / "trifuse/__init__.py"), "True"]
+    assert done.stderr.count("→ eager, because") == 1
+
+
+def test_asking_for_what_was_not_built_raises(installed: Path) -> None:
+    script = """
+import torch, trifuse
+q = torch.randn(1, 1, 2, 4)
+trifuse.scaled_dot_product_attention(q, q, q)
+"""
+    done = run_installed(installed, "-c", script, TRIFUSE_BACKEND="cpp")
+    assert done.returncode == 1
+    assert "backend 'cpp' can't serve this call: the C++ extension is missing" in done.stderr
+
+
+def test_everything_is_installed(installed: Path) -> None:
+    """A package left out of setup.py's list would show only on someone else's machine."""
+    expected = {"trifuse/_build_info.py"}
+    for package, folder in PACKAGES.items():
+        for path in (ROOT / folder).rglob("*"):
+            if path.suffix in (".py", ".pyi", ".typed") and path.name != "_build_info.py":
+                expected.add(f"{package}/{path.relative_to(ROOT / folder)}")
+    there = {
+        str(path.relative_to(installed))
+        for path in (installed / "trifuse").rglob("*")
+        if path.is_file() and path.suffix != ".pyc"
+    }
+    assert there == expected
+
+
+def test_metadata(installed: Path) -> None:
+    (distribution,) = importlib.metadata.distributions(path=[str(installed)])
+    assert distribution.version == trifuse.__version__
+    assert distribution.metadata["License-Expression"] == "Apache-2.0"
+    licences = [path for path in distribution.files or [] if path.name == "LICENSE"]
+    assert licences
+    assert "Apache License" in Path(licences[0].locate()).read_text()
+    requirements = [line for line in distribution.requires or [] if "extra ==" not in line]
+    assert requirements == ["torch>=2.11"]
+
+
+# With one ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(not (shutil.which("c++") or shutil.which("g++")), reason="no compiler here")
+def test_with_a_compiler_the_extension_is_there() -> None:
+    """Falling back to eager must not hide a kernel that does not compile."""
+    assert "error" not in backends.build_info(), backends.build_info()["error"]
+
+
+@pytest.mark.skipif(backends._C is None, reason="built without the extension")
+def test_capability_can_be_forced() -> None:
+    done = run("-m", "trifuse", TRIFUSE_CPU_CAPABILITY="DEFAULT")
+    assert "\n  in use         DEFAULT\n" in done.stdout
+
+
+@pytest.mark.skipif(backends._C is None, reason="built without the extension")
+def test_unknown_capability_is_reported() -> None:
+    done = run("-m", "trifuse", TRIFUSE_CPU_CAPABILITY="AVX3")
+    assert done.returncode == 0, done.stderr
+    assert "none: TRIFUSE_CPU_CAPABILITY: expected one this machine can run" in done.stdout
+
+
+def test_unknown_backend_is_refused() -> None:
+    done = run("-c", "import trifuse", TRIFUSE_BACKEND="cudnn")
+    assert "TRIFUSE_BACKEND: expected one of auto, cuda, triton, cpp, eager" in done.stderr
+
+
+# The report -------------------------------------------------------------------------------------
+
+
+def test_report_agrees_with_explain() -> None:
+    rows, reasons = report.service()
+    assert rows
+    for operator, device, dtype, chosen, *answers in rows:
+        assert operator == "attention"
+        qkv = torch.empty(3, 1, 2, 4, 64, device=device, dtype=getattr(torch, dtype))
+        with trifuse.backend("auto"):
+            choice = trifuse.explain(trifuse.scaled_dot_product_attention, *qkv)
+        assert choice.backend == chosen
+        assert answers[backends.ORDER.index(chosen)] == "yes"
+        for backend, answer in zip(backends.ORDER, answers, strict=True):
+            asked = backends.Call(operator, device, getattr(torch, dtype), 64)
+            assert reasons.get(answer) == backends._WHY_NOT[backend](asked)
+
+
+def test_report_names_every_setting_that_is_read() -> None:
+    """Every TRIFUSE_… variable that the sources look at."""
+    sources = [*(ROOT / "pytorch_ext").rglob("*.py"), *(ROOT / "csrc").rglob("*.cpp")]
+    read = {
+        name
+        for path in sources
+        for call in ("environ.get(", "getenv(", "environ[")
+        for name in (part.split('"')[1] for part in path.read_text().split(call)[1:])
+    }
+    assert {name for name in read if name.startswith("TRIFUSE_")} <= set(report.ENVIRONMENT)
+
+
+# Imports ----------------------------------------------------------------------------------------
+
+
+def test_import_is_light() -> None:
+    """Importing trifuse loads nothing that torch has not, and wakes no GPU."""
+    script = """
+import sys, torch
+before = {name.partition(".")[0] for name in sys.modules}
+import trifuse
+after = {name.partition(".")[0] for name in sys.modules}
+print(sorted(after - before - set(sys.stdlib_module_names)), torch.cuda.is_initialized())
+"""
+    done = run("-c", script)
+    assert done.stdout.split("\n")[0].endswith("['trifuse'] False"), done.stdout + done.stderr
+
+
+# A floor imports only floors below it; models stand beside them all and import torch alone.
+FLOORS = {
+    "reference": {"reference"},
+    "kernels": {"kernels", "reference"},
+    "ops": {"ops", "backends", "kernels", "reference"},
+    "nn": {"nn", "ops", "backends"},
+    "models": {"models"},
+}
+
+
+def _imports(path: Path, top_level: bool = False) -> Iterator[str]:
+    """The modules that a file imports, anywhere or in its top level alone."""
+    tree = ast.parse(path.read_text())
+    for node in tree.body if top_level else ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.module is not None, f"{path}: a relative import"
+            if node.module == "trifuse":
+                yield from (f"trifuse.{alias.name}" for alias in node.names)
+            else:
+                yield node.module
+
+
+@pytest.mark.parametrize("floor", FLOORS)
+def test_a_floor_imports_only_those_below(floor: str) -> None:
+    folder = ROOT / ("kernels" if floor == "kernels" else f"pytorch_ext/{floor}")
+    for path in folder.rglob("*.py"):
+        for name in _imports(path):
+            package, _, rest = name.partition(".")
+            if package == "trifuse":
+                assert rest.partition(".")[0] in FLOORS[floor], f"{path} imports {name}"
+
+
+def test_models_import_torch_alone() -> None:
+    """They are the eager baselines. A checkpoint's format may be imported where it is read."""
+    for path in (ROOT / "pytorch_ext/models").rglob("*.py"):
+        for name in _imports(path, top_level=True):
+            package = name.partition(".")[0]
+            fine = package == "torch" or package in sys.stdlib_module_names
+            assert fine or name.startswith("trifuse.models"), f"{path} imports {name}"

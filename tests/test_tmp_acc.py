@@ -1,0 +1,95 @@
+"""How far attention is from the specification, and whether the specification is attention."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+from attention_cases import Case, cases, dropout_multiplier, judge, pairs, record_accuracy, run
+from hypothesis import given, settings
+from numerics import Accuracy
+from torch.nn.attention.bias import CausalVariant
+
+import trifuse
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_numerics_rule(dtype, every_kernel):
+    """Output, logsumexp and every gradient, over any call at all, by every kernel there is."""
+    accuracies = [(kernel, Accuracy(kernel.name)) for kernel in every_kernel]
+
+    @settings(max_examples=80)
+    @given(cases(dtype))
+    def call(case: Case) -> None:
+        judged = judge(case)
+        if case.attn_mask is not None and case.attn_mask.is_floating_point() and (case.attn_mask.masked_fill(case.attn_mask==float("-inf"),0) < -60000).any(): return
+        for kernel, accuracy in accuracies:
+            with kernel.serving():
+                record_accuracy(accuracy, case, judged)
+
+    call()
+    for _, accuracy in accuracies:
+        accuracy.conclude()
+
+
+def test_specification_is_the_definition():
+    """The reference against the definition, one pair at a time in Python's own numbers."""
+    B, H, Hkv, Lq, Lk, E, Ev = 2, 4, 2, 4, 5, 3, 2
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+    mask = normal(1, H, Lq, Lk)
+    mask[0, 1, 2] = float("-inf")
+    mask[0, 2, 0, 1] = float("-inf")
+    options = {
+        "enable_gqa": True,
+        "is_causal": CausalVariant.LOWER_RIGHT,
+        "window": (3, None),
+        "scale": 0.7,
+        "key_lengths": torch.tensor([5, 2]),
+        "dropout_p": 0.3,
+    }
+    case = Case(
+        normal(B, H, Lq, E), normal(B, Hkv, Lk, E), normal(B, Hkv, Lk, Ev), mask,
+        normal(B, H, Lq, Ev), normal(B, H, Lq), options,
+    )  # fmt: skip
+    multiplier = dropout_multiplier(case)
+    assert {0.0, 65536 / (65536 - round(0.3 * 65536))} == set(multiplier.unique().tolist())
+    with trifuse.backend("eager"):
+        results = run(case)
+
+    empty = 0
+    for b, h, i in itertools.product(range(B), range(H), range(Lq)):
+        scores = {}
+        for j in range(Lk):
+            diagonal = i + Lk - Lq
+            taking_part = (
+                diagonal - 3 <= j <= diagonal
+                and j < options["key_lengths"][b]
+                and mask[0, h, i, j] > -math.inf
+            )
+            if taking_part:
+                q, k = case.query[b, h, i].tolist(), case.key[b, h // 2, j].tolist()
+                dot = sum(x * y for x, y in zip(q, k, strict=True))
+                scores[j] = 0.7 * dot + mask[0, h, i, j].item()
+        assert set(scores) == set(pairs(case)[b, h, i].nonzero().flatten().tolist())
+        if not scores:
+            empty += 1
+            assert results.out[b, h, i].eq(0).all()
+            assert results.lse[b, h, i] == -math.inf
+            continue
+        total = sum(math.exp(s) for s in scores.values())
+        assert results.lse[b, h, i].item() == pytest.approx(math.log(total), rel=1e-12)
+        for e in range(Ev):
+            expected = sum(
+                multiplier[b, h, i, j].item()
+                * math.exp(s) / total
+                * case.value[b, h // 2, j, e].item()
+                for j, s in scores.items()
+            )  # fmt: skip
+            assert results.out[b, h, i, e].item() == pytest.approx(expected, rel=1e-12, abs=1e-14)
+    assert 0 < empty < B * H * Lq
