@@ -38,7 +38,6 @@ from torch import Tensor
 import trifuse
 from trifuse import backends
 
-# Into a file or a pipe, tables are as wide as they need to be.
 console = Console(width=None if sys.stdout.isatty() else 120)
 
 # Times ------------------------------------------------------------------------------------------
@@ -353,11 +352,13 @@ def table(title: str, results: Sequence[Result]) -> Table:
     columns = ("ours", *peers, "ratio", "at least", f"{units}/s", "of ceiling")
     out = _empty_table(f"{title}: median (p10–p90)", columns)
     for result in results:
+        rate, fraction = f"{result.achieved / 1e9:.0f}", f"{result.fraction:.0%}"
         if result.at_most_over is not None:
             got, wanted = f"{1e6 * result.over:+.1f} µs", f"≤ +{1e6 * result.at_most_over:.0f} µs"
+            rate = fraction = "–"
         else:
             got = f"{result.ratio:.2f}×"
-            wanted = "" if result.at_least is None else f"{result.at_least:g}×"
+            wanted = "–" if result.at_least is None else f"{result.at_least:g}×"
         out.add_row(
             f"{result.case}\n[dim]{result.shape}[/dim]",
             result.step,
@@ -365,8 +366,8 @@ def table(title: str, results: Sequence[Result]) -> Table:
             *(_duration(result.peers.get(name)) for name in peers),
             _coloured(got, result.met),
             wanted,
-            f"{result.achieved / 1e9:.0f}",
-            f"{result.fraction:.0%}",
+            rate,
+            fraction,
         )
     return out
 
@@ -422,8 +423,9 @@ def plot(path: Path, title: str, results: Sequence[Result]) -> None:
     ratios = [result.ratio for result in rows]
     below = [result.ratio - percentile(result.ratios, 10) for result in rows]
     above = [percentile(result.ratios, 90) - result.ratio for result in rows]
-    bars = axes.barh(places, ratios, xerr=[below, above], color="#3b7dd8", ecolor="#555555")
-    axes.bar_label(bars, [f"{ratio:.1f}×" for ratio in ratios], label_type="center", color="white")
+    axes.barh(places, ratios, xerr=[below, above], color="#3b7dd8", ecolor="#555555")
+    for place, ratio in zip(places, ratios, strict=True):
+        axes.text(0, place, f"  {ratio:.1f}×", va="center", color="white")
     targets = [
         (result.at_least, place)
         for place, result in zip(places, rows, strict=True)
@@ -549,8 +551,8 @@ def report(
 
     JSON: ``{"machine": {...}, "times": [...], "memory": [...]}``, in seconds, bytes and FLOP.
     """
-    if results:
-        console.print(table(name, results))
+    if results:  # into a file or a pipe as wide as it needs to be
+        console.print(table(name, results), width=None if console.is_terminal else 240)
     for result in results:
         for peer, why in result.refused.items():
             console.print(f"{peer} does not serve {result.case}, {result.step}: {why}", style="dim")

@@ -162,15 +162,16 @@ def _choose(call: Call, requested: str) -> Choice:
     if requested != "auto":
         why = _WHY_NOT[requested](call)
         if why is not None:
-            raise RuntimeError(f"{call.operator}: backend {requested!r} can't serve this call: {why}")
+            raise RuntimeError(
+                f"{call.operator}: backend {requested!r} can't serve this call: {why}"
+            )
         return Choice(requested, ())
     refused = []
     for name in ORDER:
+        why = _WHY_NOT[name](call)
         # The interpreter is for checking kernels. Nobody wants it chosen for them.
         if name == "triton" and call.device == "cpu":
-            why: str | None = "on CPU tensors only when asked for by name, under TRITON_INTERPRET=1"
-        else:
-            why = _WHY_NOT[name](call)
+            why = "on CPU tensors only when asked for by name, under TRITON_INTERPRET=1"
         if why is None:
             break
         refused.append((name, why))

@@ -63,7 +63,7 @@ class FuseReport:
         rows += [(path, module, f"left: {reason}") for path, module, reason in self.left]
         if not rows:
             return title
-        rows = [(path or "(the model)", *rest) for path, *rest in rows]
+        rows = [(path or "(the model)", was, now) for path, was, now in rows]
         widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
         lines = (f"  {path:{widths[0]}}  {was:{widths[1]}}  {now}" for path, was, now in rows)
         return "\n".join((title, *lines))
@@ -77,6 +77,10 @@ def fuse(model: torch_nn.Module) -> FuseReport:
     ``trifuse.models.bert`` and the models of Hugging Face transformers that choose their attention
     by ``attn_implementation``. A transformers model gets a copy of its configuration that says
     "trifuse", so that another model built from the same configuration object stays as it is.
+
+    The encoders among them (``torch.nn.TransformerEncoder``, both BERTs) then also leave out the
+    padding that a boolean mask shows, in all they compute: see :mod:`trifuse.nn.packing`. They give
+    0 at padded positions; nothing else changes.
 
     Subclasses are left alone, as are modules whose ``forward`` was replaced on the instance: what
     they compute isn't known here. The report says so. Calling this twice changes nothing more.
@@ -134,11 +138,16 @@ def _swaps() -> dict[type, _Swap]:
         bert.SoftmaxAttention: lambda module: _retype(
             module, bert.SoftmaxAttention, nn.SoftmaxAttention
         ),
+        bert.BertEncoder: lambda module: _retype(module, bert.BertEncoder, nn.BertEncoder),
     }
     if "transformers" in sys.modules:  # else no module of the model can be one of its
         from transformers import PreTrainedModel
 
         table[PreTrainedModel] = _swap_transformers_attention
+    if "transformers.models.bert.modeling_bert" in sys.modules:
+        from transformers.models.bert.modeling_bert import BertEncoder
+
+        table[BertEncoder] = _swap_transformers_bert_encoder
     return table
 
 
@@ -232,6 +241,17 @@ def _swap_transformers_attention(model: Any) -> _Change | None:
             setattr(module, name, config)
 
     return _Change(f'attn_implementation="{before}"', f'"{huggingface.NAME}"', undo)
+
+
+def _swap_transformers_bert_encoder(module: Any) -> _Change | None:
+    from transformers.models.bert.modeling_bert import BertEncoder
+
+    from trifuse import huggingface
+
+    chosen = module.config._attn_implementation
+    if chosen != huggingface.NAME:  # its model, which comes before it, was left alone
+        raise _CannotSwap(f'its model runs with attn_implementation="{chosen}"')
+    return _retype(module, BertEncoder, huggingface.BertEncoder)
 
 
 def _qualified(cls: type) -> str:

@@ -5,8 +5,8 @@
     trifuse.huggingface.register()
     model = AutoModel.from_pretrained(name, attn_implementation="trifuse")
 
-``trifuse.fuse(model)`` does the same to a model that exists already. This module imports
-transformers; ``import trifuse`` does not.
+``trifuse.fuse(model)`` does the same to a model that exists already, and makes BERT's encoder
+compute on real tokens only. This module imports transformers; ``import trifuse`` does not.
 
 transformers builds the mask once per forward (``AttentionMaskInterface``) and hands it to every
 layer's attention (``AttentionInterface``). Both ends are here, and between them travels one of
@@ -16,7 +16,8 @@ layer's attention (``AttentionInterface``). Both ends are here, and between them
   caller passed, or the padding of a bidirectional layer as a (B, 1, 1, S) view of the 2-D mask;
 - a uint8 mask: the padding, (B, 1, 1, S), of a layer that is causal besides, its last query beside
   its last key. The dtype carries the causality, so that it survives whatever a model does to the
-  tensor on the way, and no (B, 1, L, S) mask has to be built.
+  tensor on the way, and no (B, 1, L, S) mask has to be built;
+- from a :class:`BertEncoder` to its layers: where the sequences lie in the packed batch.
 """
 
 from __future__ import annotations
@@ -33,7 +34,10 @@ from transformers.masking_utils import (
     causal_mask_function,
     sdpa_mask,
 )
+from transformers.models.bert import modeling_bert
 
+from trifuse.nn import packing
+from trifuse.nn.packing import PackedSequences
 from trifuse.ops.attention import scaled_dot_product_attention
 
 NAME = "trifuse"
@@ -50,7 +54,7 @@ def attention_forward(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | None,
+    attention_mask: Tensor | PackedSequences | None,
     dropout: float = 0.0,
     scaling: float | None = None,
     is_causal: bool | None = None,
@@ -83,6 +87,9 @@ def attention_forward(
                 f'attn_implementation="{NAME}" does not support {name}; '
                 f"use another for {type(module).__name__}"
             )
+    if isinstance(attention_mask, PackedSequences):
+        out = packing.attend(query, key, value, attention_mask, dropout, scale=scaling)
+        return out.transpose(1, 2), None
     causal: bool | CausalVariant
     if attention_mask is None:
         # Queries that stand at the end of the keys, as in decoding, are one at a time here: where
@@ -188,3 +195,35 @@ def _padding(attention_mask: Tensor | None, kv_length: int, kv_offset: int) -> T
         padding = nn.functional.pad(padding, (0, kv_length - padding.shape[1]))
     readable = padding.device.type == "cpu" and not torch.compiler.is_compiling()
     return None if readable and bool(padding.all()) else padding
+
+
+class BertEncoder(modeling_bert.BertEncoder):
+    """transformers' BERT encoder, which computes on real tokens only.
+
+    Where the batch is padded, the layers see its real tokens packed into one row, and the padding
+    comes back as 0. Decoders, cross attention, other attention implementations and models whose
+    layers are watched (``output_hidden_states=True``) run as they would without this.
+    """
+
+    def forward(
+        self, hidden_states: Tensor, attention_mask: Tensor | None = None, *args: Any, **kwargs: Any
+    ) -> Any:
+        """As transformers' own."""
+        packed = None
+        if (
+            self.config._attn_implementation == NAME
+            and isinstance(attention_mask, Tensor)
+            and attention_mask.dtype == torch.bool
+            and attention_mask.shape == (hidden_states.shape[0], 1, 1, hidden_states.shape[1])
+            and not args
+            and kwargs.get("encoder_hidden_states") is None
+            and kwargs.get("past_key_values") is None
+        ):
+            known = (modeling_bert.__name__, "transformers.activations", __name__)
+            packed = packing.pack(self, attention_mask[:, 0, 0], *known)
+        if packed is None:
+            return super().forward(hidden_states, attention_mask, *args, **kwargs)
+        out = super().forward(packing.gather(hidden_states, packed), packed, **kwargs)
+        shape = hidden_states.shape
+        out.last_hidden_state = packing.scatter(out.last_hidden_state, packed, shape)
+        return out

@@ -110,3 +110,22 @@ def cpp_kernels() -> tuple[Kernel, ...]:
 def cpp_kernel(request: pytest.FixtureRequest) -> Iterator[Kernel]:
     with request.param.serving():
         yield request.param
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Grows by the operator's name with every call of attention by a module of trifuse.nn."""
+    made: list[str] = []
+
+    def watch(module: object, name: str) -> None:
+        operator = getattr(trifuse, name)
+
+        def call(*args: object, **kwargs: object) -> object:
+            made.append(name)
+            return operator(*args, **kwargs)
+
+        monkeypatch.setattr(module, name, call)
+
+    watch(trifuse.nn.attention, "scaled_dot_product_attention")
+    watch(trifuse.nn.packing, "varlen_attention")
+    return made

@@ -100,7 +100,7 @@ def implementations(model: nn.Module) -> Iterator[str]:
     model.set_attn_implementation("sdpa")
     yield "sdpa"
     report = trifuse.fuse(model)
-    assert len(report.swapped) == 1
+    assert report.swapped
     yield "trifuse"
     report.revert()
     model.set_attn_implementation("eager")
@@ -211,6 +211,7 @@ def test_mask_made_by_the_caller():
 
 def test_padding_travels_as_it_is(masks_seen):
     """No mask with a row for every query, where padding and causality say it all."""
+    huggingface.register()
     padded = MASKS["padded right"]
     row = ((3, 1, 1, L), torch.bool)
     for make, mask, wanted in (
@@ -221,7 +222,7 @@ def test_padding_travels_as_it_is(masks_seen):
         (mistral, padded, (((3, 1, L, L), torch.bool), False)),
     ):
         model = build(make)
-        trifuse.fuse(model)
+        model.set_attn_implementation("trifuse")
         model(input_ids=ids(), attention_mask=mask)
         assert masks_seen == [wanted] * 2
         masks_seen.clear()
@@ -286,7 +287,7 @@ def test_chosen_when_the_model_is_made(tmp_path):
     mask = MASKS["padded left"]
     got, wanted = (m(input_ids=ids(), attention_mask=mask)[0] for m in (ours, theirs))
     torch.testing.assert_close(got[mask.bool()], wanted[mask.bool()])
-    assert not trifuse.fuse(ours).swapped
+    assert [swapped.path for swapped in trifuse.fuse(ours).swapped] == ["encoder"]
 
 
 # fuse -------------------------------------------------------------------------------------------
@@ -315,8 +316,10 @@ def test_fuse_keeps_everything_else():
     before = model.state_dict()
     modules = dict(model.named_modules())
     report = trifuse.fuse(model)
+    encoder = "transformers.models.bert.modeling_bert.BertEncoder"
     assert [(s.path, s.before, s.after) for s in report.swapped] == [
-        ("", 'attn_implementation="sdpa"', '"trifuse"')
+        ("", 'attn_implementation="sdpa"', '"trifuse"'),
+        ("bert.encoder", encoder, "trifuse.huggingface.BertEncoder"),
     ]
     assert dict(model.named_modules()) == modules
     after = model.state_dict()
@@ -331,7 +334,7 @@ def test_fuse_keeps_everything_else():
 def test_nested_in_another_module():
     model = nn.ModuleDict({"encoder": build(bert), "head": nn.MultiheadAttention(32, 4)})
     report = trifuse.fuse(model)
-    assert [swapped.path for swapped in report.swapped] == ["encoder", "head"]
+    assert [swapped.path for swapped in report.swapped] == ["encoder", "encoder.encoder", "head"]
     report.revert()
     assert model["encoder"].config._attn_implementation == "sdpa"
 

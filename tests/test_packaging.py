@@ -212,7 +212,7 @@ FLOORS = {
     "reference": {"reference"},
     "kernels": {"kernels", "reference"},
     "ops": {"ops", "backends", "kernels", "reference"},
-    "nn": {"nn", "ops", "backends"},
+    "nn": {"nn", "models", "ops", "backends"},
     "models": {"models"},
 }
 

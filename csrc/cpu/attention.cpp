@@ -186,7 +186,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward(
   Tensor grad_key = empty_like_layout(key, p.E, dtype);
   Tensor grad_value = empty_like_layout(value, p.Ev, dtype);
   p.grad_out = strided(grad_out);
-  p.out = strided(out);
+  // A compiler may have laid these out its own way.
+  const Tensor out_rows = out.stride(3) == 1 ? out : out.contiguous();
+  p.out = strided(out_rows);
   p.logsumexp = strided(logsumexp);
   Tensor grad_lse;
   if (grad_logsumexp) {

@@ -11,8 +11,8 @@
 // task waited for is always one already running. Chunk 0 visits every block and so initialises.
 //
 // Floor: 2 · 64 · 64 · (3 E + 2 Ev) operations a tile, five products against the forward's two, and
-// about 15 vector instructions for 16 pairs. What a task keeps at hand, its chunk's keys, values and
-// two sums and the block's queries and gradients, fits in half a MB of L2 (kChunk).
+// about 15 vector instructions for 16 pairs. Queries, their gradients and outputs are read once a
+// chunk, so chunks are as long as lets their keys, values and two sums stay in a 1 MB L2 cache.
 
 #include <atomic>
 #include <thread>
@@ -25,7 +25,7 @@ namespace {
 
 // Keys of a chunk. By head dimension alone: a result must not change with the batch or the threads.
 int64_t chunk_keys(const AttentionProblem& p) {
-  return p.E + p.Ev <= 128 ? 4 * kTile : p.E + p.Ev <= 256 ? 2 * kTile : kTile;
+  return p.E + p.Ev <= 128 ? 8 * kTile : p.E + p.Ev <= 256 ? 4 * kTile : 2 * kTile;
 }
 
 int64_t key_chunks(const AttentionProblem& p) {
@@ -205,15 +205,12 @@ class Task {
       logsumexp[r] = x == -std::numeric_limits<T>::infinity() ? T(0) : static_cast<T>(x * kLog2e);
       const Scalar* o = s.query_row<Scalar>(p.out, h, i + r);
       const Scalar* g = go.row(r);
-      T sum = 0;
-      if (p.out.stride[3] == 1 && go.column_stride == 1) {
-#pragma omp simd reduction(+ : sum)
-        for (int64_t c = 0; c < p.Ev; ++c) sum += static_cast<T>(o[c]) * static_cast<T>(g[c]);
+      if (go.column_stride == 1) {
+        delta[r] = dot<T>(o, g, p.Ev);
       } else {
         for (int64_t c = 0; c < p.Ev; ++c)
-          sum += static_cast<T>(o[c * p.out.stride[3]]) * static_cast<T>(g[c * go.column_stride]);
+          delta[r] += static_cast<T>(o[c]) * static_cast<T>(g[c * go.column_stride]);
       }
-      delta[r] = sum;
       if (p.grad_logsumexp.data)
         delta[r] -= s.query_row<T>(p.grad_logsumexp, h, i)[r * p.grad_logsumexp.stride[2]];
     }

@@ -56,16 +56,6 @@ struct Rows {
   const Scalar* row(int64_t r) const { return data + r * row_stride; }
 };
 
-// Brings rows into the L2 cache while other work goes on. The hardware's own prefetchers follow a
-// stream within a page; the broadcasts of tile_gemm walk several rows at once and lose them.
-template <class Scalar>
-inline void prefetch(Rows<Scalar> rows, int64_t n, int64_t columns) {
-  if (rows.column_stride != 1) return;
-  constexpr int64_t line = 64 / sizeof(Scalar);
-  for (int64_t r = 0; r < n; ++r)
-    for (int64_t c = 0; c < columns; c += line) __builtin_prefetch(rows.row(r) + c, 0, 2);
-}
-
 // Memory of one thread, handed out in pieces that live until the next reset. It grows to what a
 // kernel needs and stays: a call then costs no page faults.
 class Scratch {
@@ -132,6 +122,28 @@ inline void narrow(const T* source, int64_t n, Scalar* target, int64_t stride) {
     }
   }
   for (; i < n; ++i) target[i * stride] = static_cast<Scalar>(source[i]);
+}
+
+// The inner product of two contiguous rows.
+template <class T, class Scalar>
+inline T dot(const Scalar* x, const Scalar* y, int64_t n) {
+  using Vec = Vectorized<T>;
+  Vec sum(T(0)), rest(T(0));
+  int64_t i = 0;
+  for (; i + Vectorized<Scalar>::size() <= n; i += Vectorized<Scalar>::size()) {
+    const auto a = Vectorized<Scalar>::loadu(x + i), b = Vectorized<Scalar>::loadu(y + i);
+    if constexpr (kReduced<Scalar>) {
+      const auto [a0, a1] = at::vec::convert_to_float<Scalar>(a);
+      const auto [b0, b1] = at::vec::convert_to_float<Scalar>(b);
+      sum = at::vec::fmadd(a0, b0, sum);
+      rest = at::vec::fmadd(a1, b1, rest);
+    } else {
+      sum = at::vec::fmadd(a, b, sum);
+    }
+  }
+  T total = at::vec::vec_reduce_all([](Vec& a, Vec& b) { return a + b; }, sum + rest);
+  for (; i < n; ++i) total += static_cast<T>(x[i]) * static_cast<T>(y[i]);
+  return total;
 }
 
 // Whether rows [0, n) hold no NaN or Inf: x - x is 0 for finite x alone.

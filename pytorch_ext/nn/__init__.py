@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from trifuse.nn.attention import MultiheadAttention, SoftmaxAttention
+from trifuse.nn.bert import BertEncoder
 from trifuse.nn.transformer import TransformerEncoder, TransformerEncoderLayer
 
 __all__ = [
+    "BertEncoder",
     "MultiheadAttention",
     "SoftmaxAttention",
     "TransformerEncoder",

@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from trifuse.nn import packing
+from trifuse.nn.packing import PackedSequences
 from trifuse.ops.attention import scaled_dot_product_attention
 
 
@@ -27,7 +29,9 @@ class SoftmaxAttention(nn.Module):
     def extra_repr(self) -> str:
         return f"dropout_p={self.dropout_p}"
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | PackedSequences | None
+    ) -> Tensor:
         """Attend.
 
         Args:
@@ -35,14 +39,16 @@ class SoftmaxAttention(nn.Module):
             key, value: (B, H, Lk, E).
             mask: bool (B, Lk), True where a key takes part; or broadcastable to (B, H, Lq, Lk),
                 boolean alike or floating and added to the scores. A row with every key masked
-                gives 0.
+                gives 0. An encoder that packs its batch passes where the sequences lie instead.
 
         Returns:
             (B, H, Lq, E).
         """
+        dropout_p = self.dropout_p if self.training else 0.0
+        if isinstance(mask, PackedSequences):
+            return packing.attend(query, key, value, mask, dropout_p)
         if mask is not None and mask.dim() == 2:
             mask = mask[:, None, None, :]
-        dropout_p = self.dropout_p if self.training else 0.0
         return scaled_dot_product_attention(query, key, value, mask, dropout_p)
 
 
@@ -104,7 +110,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        key_padding_mask: Tensor | None = None,
+        key_padding_mask: Tensor | PackedSequences | None = None,
         need_weights: bool = True,
         attn_mask: Tensor | None = None,
         average_attn_weights: bool = True,
@@ -118,7 +124,8 @@ class MultiheadAttention(nn.MultiheadAttention):
             query: (L, B, embed_dim), or (B, L, embed_dim) with ``batch_first``, or (L, embed_dim).
             key: the same with S and kdim.
             value: the same with S and vdim.
-            key_padding_mask: (B, S), or (S,) unbatched; boolean, or floating and added.
+            key_padding_mask: (B, S), or (S,) unbatched; boolean, or floating and added. An encoder
+                that packs its batch passes where the sequences lie instead.
             need_weights: also return the weights, which are then computed by the formula, with
                 (B, num_heads, L, S) tensors in memory.
             attn_mask: (L, S) or (B · num_heads, L, S); boolean, or floating and added.
@@ -134,6 +141,12 @@ class MultiheadAttention(nn.MultiheadAttention):
             AssertionError: a tensor's number of dimensions, shape or dtype doesn't fit.
             RuntimeError: ``is_causal`` without ``attn_mask``, or the shape of ``attn_mask``.
         """
+        dropout_p = self.dropout if self.training else 0.0
+        if isinstance(key_padding_mask, PackedSequences):
+            q, k, v = self._heads(query, key, value, batch_first=True)
+            out = packing.attend(q, k, v, key_padding_mask, dropout_p, is_causal)
+            return self._project_out(out, batch_first=True), None
+
         is_batched = self._check(query, key, value, key_padding_mask, attn_mask, is_causal)
         batch_first = self.batch_first and is_batched
         if not is_batched:
@@ -148,7 +161,6 @@ class MultiheadAttention(nn.MultiheadAttention):
         is_causal = is_causal and not need_weights and not appended
         mask = _combine(key_padding_mask, None if is_causal else attn_mask, self.num_heads)
 
-        dropout_p = self.dropout if self.training else 0.0
         weights = None
         if need_weights:
             weights = _attention_weights(q, k, mask, dropout_p)
@@ -156,10 +168,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         else:
             out = scaled_dot_product_attention(q, k, v, mask, dropout_p, is_causal)
 
-        # (B, H, L, E) → (B, L, H · E) or (L, B, H · E); the operator lays its output out like the
-        # query, so that this moves nothing.
-        out = out.permute((0, 2, 1, 3) if batch_first else (2, 0, 1, 3)).flatten(-2)
-        out = F.linear(out, self.out_proj.weight, self.out_proj.bias)
+        out = self._project_out(out, batch_first)
         if weights is not None and average_attn_weights:
             weights = weights.mean(dim=1)
         if not is_batched:
@@ -189,6 +198,14 @@ class MultiheadAttention(nn.MultiheadAttention):
         order = (0, 2, 1, 3) if batch_first else (1, 2, 0, 3)
         q, k, v = (x.unflatten(-1, (self.num_heads, -1)).permute(order) for x in projected)
         return q, k, v
+
+    def _project_out(self, out: Tensor, batch_first: bool) -> Tensor:
+        """(B, H, L, E) to (B, L, H · E) or (L, B, H · E), and through the output projection.
+
+        The operator lays its output out like the query, so that only the projection moves anything.
+        """
+        out = out.permute((0, 2, 1, 3) if batch_first else (2, 0, 1, 3)).flatten(-2)
+        return F.linear(out, self.out_proj.weight, self.out_proj.bias)
 
     def _append_keys(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, int]:
         """Append the learnt key (``add_bias_kv``) and the zero key, and say how many there were."""

@@ -9,7 +9,9 @@ implementations; fakes and vmap rules are the same for all backends.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -49,10 +51,20 @@ def implement(
     """Decorate the Python implementation of an op for one backend: eager and Triton."""
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
-        library.impl(f"{operator}.{backend}", function, key)
+        @functools.wraps(function)
+        def kernel(*args: Any) -> Any:
+            with without_autocast():
+                return function(*args)
+
+        library.impl(f"{operator}.{backend}", kernel, key)
         return function
 
     return register
+
+
+def without_autocast() -> AbstractContextManager[None]:
+    """What an operator computes in is its own affair; autocast has had its say on the arguments."""
+    return torch._C._DisableAutocast()
 
 
 def differentiating() -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeGuard, overload
 
 import torch
 from torch import Tensor
@@ -18,6 +18,22 @@ if TYPE_CHECKING:
     from torch.nn.attention.bias import CausalBias, CausalVariant
 
 
+@overload
+def scaled_dot_product_attention(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0, is_causal: bool | CausalVariant = False, scale: float | None = None,
+    enable_gqa: bool = False, *, key_lengths: Tensor | None = None,
+    window: int | tuple[int | None, int | None] | None = None,
+    return_lse: Literal[False] = False,
+) -> Tensor: ...  # fmt: skip
+@overload
+def scaled_dot_product_attention(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0, is_causal: bool | CausalVariant = False, scale: float | None = None,
+    enable_gqa: bool = False, *, key_lengths: Tensor | None = None,
+    window: int | tuple[int | None, int | None] | None = None,
+    return_lse: Literal[True],
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 def scaled_dot_product_attention(
     query: Tensor,
     key: Tensor,
@@ -82,6 +98,24 @@ def scaled_dot_product_attention(
     return (out, lse) if return_lse else out
 
 
+@overload
+def varlen_attention(
+    query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor | None = None, max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
+    is_causal: bool | CausalVariant = False, scale: float | None = None, enable_gqa: bool = False,
+    *, window: int | tuple[int | None, int | None] | None = None,
+    return_lse: Literal[False] = False,
+) -> Tensor: ...  # fmt: skip
+@overload
+def varlen_attention(
+    query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor | None = None, max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
+    is_causal: bool | CausalVariant = False, scale: float | None = None, enable_gqa: bool = False,
+    *, window: int | tuple[int | None, int | None] | None = None,
+    return_lse: Literal[True],
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 def varlen_attention(
     query: Tensor,
     key: Tensor,
@@ -171,7 +205,7 @@ def _prepare(
         if (attn_mask.seq_len_q, attn_mask.seq_len_kv) != (Lq, Lk):
             got = (attn_mask.seq_len_q, attn_mask.seq_len_kv)
             raise fail("attn_mask", f"a causal bias for lengths ({Lq}, {Lk})", got)
-        attn_mask, is_causal = None, attn_mask.variant
+        is_causal, attn_mask = attn_mask.variant, None
     left, right, lower_right = _band(is_causal, window)
     if attn_mask is not None:
         attn_mask = _mask_to_4d(attn_mask, query, (query.shape[0], query.shape[1], Lq, Lk))
@@ -288,11 +322,7 @@ def _to_4d(
         return query, key, value, attn_mask, lead
     # Heads may differ between query and key; everything before them must broadcast.
     batch = _broadcast_shapes(query.shape[:-3], key.shape[:-3], value.shape[:-3])
-    if (
-        isinstance(attn_mask, Tensor)
-        and not _is_causal_bias(attn_mask)
-        and attn_mask.dim() > 3
-    ):
+    if isinstance(attn_mask, Tensor) and not _is_causal_bias(attn_mask) and attn_mask.dim() > 3:
         wanted = torch.Size((*batch, *attn_mask.shape[-3:]))
         attn_mask = _expand("attn_mask", attn_mask, wanted).flatten(0, -4)
     B = math.prod(batch)
@@ -480,10 +510,19 @@ def _run(call: _Call) -> tuple[Tensor, Tensor]:
 class _Attention(torch.autograd.Function):
     generate_vmap_rule = True
 
+    # Dynamo counts the parameters to tell whether a context comes first, so they are spelt out.
     @staticmethod
-    def forward(*args: Any) -> tuple[Tensor, Tensor]:
-        tensors, backend, options = args[:8], args[8], args[9:]
-        return _FORWARD[backend](*tensors, *options)
+    def forward(
+        query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None,
+        key_lengths: Tensor | None, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None,
+        seed: Tensor | None, backend: str, max_seqlen_q: int, max_seqlen_k: int,
+        scale: float | None, window_left: int, window_right: int, lower_right: bool,
+        dropout_p: float,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        return _FORWARD[backend](
+            query, key, value, attn_mask, key_lengths, cu_seqlens_q, cu_seqlens_k, seed,
+            max_seqlen_q, max_seqlen_k, scale, window_left, window_right, lower_right, dropout_p,
+        )  # fmt: skip
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -543,9 +582,12 @@ class _AttentionBackward(torch.autograd.Function):
             results = reference.attention_backward(*inputs, *ctx.options)
             return tuple(result for result in results if result is not None)
 
-        outputs, vjp = torch.func.vjp(gradients, *(saved[i] for i in variables))
+        # Of three results, the last comes only with has_aux.
+        with _registration.without_autocast():
+            outputs, vjp = torch.func.vjp(gradients, *(saved[i] for i in variables))  # type: ignore[misc]
+            derivatives = vjp(tuple(grads[: len(outputs)]))
         result: list[Tensor | None] = [None] * (13 + len(ctx.options))
-        for i, grad in zip(variables, vjp(tuple(grads[: len(outputs)])), strict=True):
+        for i, grad in zip(variables, derivatives, strict=True):
             result[i] = grad
         return tuple(result)
 
@@ -687,6 +729,22 @@ def _eager_backward(
         _empty_like_layout(x, x.shape[3]).copy_(g) for x, g in zip(like, grads, strict=True)
     ]
     return (*laid_out, query.new_empty(0) if grad_mask is None else grad_mask)
+
+
+@_registration.implement("attention_forward", "triton")
+def _triton_forward(query: Tensor, key: Tensor, value: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
+    from trifuse.kernels import attention as kernels
+
+    _check_values(query, key, *args[1:4], *args[5:7])
+    return kernels.attention_forward(query, key, value, *args)
+
+
+@_registration.implement("attention_backward", "triton")
+def _triton_backward(*args: Any) -> tuple[Tensor, ...]:
+    from trifuse.kernels import attention as kernels
+
+    # The forward has looked at the values of key_lengths and cu_seqlens, which are the same.
+    return kernels.attention_backward(*args)
 
 
 _FORWARD = {name: getattr(torch.ops.trifuse.attention_forward, name) for name in backends.ORDER}

@@ -90,7 +90,7 @@ def attention(
         v = _grouped(value, query)[part.key]
         weights = _weights(
             q, k, part.mask(attn_mask), key_lengths, seed, scale, window_left, window_right,
-            lower_right, dropout_p, part.index,
+            lower_right, dropout_p, part.number,
         )  # fmt: skip
         dropped = _multiply(weights.probability, weights.multiplier)
         out[part.query] = _matmul_over_pairs(dropped, weights.keep, v.to(wide)).to(query.dtype)
@@ -143,7 +143,7 @@ def attention_backward(
         mask = part.mask(attn_mask)
         keep, probability, multiplier, _ = _weights(
             q, k, mask, key_lengths, seed, scale, window_left, window_right,
-            lower_right, dropout_p, part.index,
+            lower_right, dropout_p, part.number,
         )  # fmt: skip
         grad_p = _multiply(_pair_products(do, v).masked_fill(~keep, 0), multiplier)
         inner = grad_p - (probability * grad_p).sum(-1, keepdim=True)
@@ -212,7 +212,7 @@ def _weights(
     # has no maximum and a sum of 0; 0 and 1 stand in for them.
     empty = ~keep.any(-1, keepdim=True)
     peak = scores.detach().amax(-1, keepdim=True) if Lk else scores.new_zeros(B, H, Lq, 1)
-    exponential = torch.exp(scores - peak.masked_fill(empty, 0)).masked_fill(~keep, 0)
+    exponential = torch.exp(scores - peak.masked_fill(empty, 0))
     total = exponential.sum(-1, keepdim=True).masked_fill(empty, 1)
     logsumexp = (total.log() + peak).masked_fill(empty, float("-inf")).squeeze(-1)
 
@@ -223,7 +223,9 @@ def _weights(
         plane = batch[:, None] * H + torch.arange(H, device=device)
         kept = philox.dropout_keep(seed, plane, Lq, Lk, dropout_p)
         multiplier = kept.to(wide) * philox.keep_scale(dropout_p)
-    return _Weights(keep, exponential / total, multiplier, logsumexp)
+    # Also in a row that is NaN the pairs left out have weight 0.
+    probability = (exponential / total).masked_fill(~keep, 0)
+    return _Weights(keep, probability, multiplier, logsumexp)
 
 
 def _pair_products(rows: Tensor, columns: Tensor) -> Tensor:
@@ -266,7 +268,7 @@ def _grouped(kv: Tensor, query: Tensor) -> Tensor:
 class _Sequence(NamedTuple):
     """Where one sequence, or a whole padded batch, lies in the packed tensors."""
 
-    index: int  # the first sequence's number: the b of the dropout counter
+    number: int  # the first sequence's number: the b of the dropout counter
     query: tuple[slice, ...]
     key: tuple[slice, ...]
     row: tuple[slice, ...]
@@ -276,7 +278,7 @@ class _Sequence(NamedTuple):
         if attn_mask is None or self.lengths is None:
             return attn_mask
         if attn_mask.shape[0] != 1:
-            attn_mask = attn_mask[self.index : self.index + 1]
+            attn_mask = attn_mask[self.number : self.number + 1]
         rows, columns = self.lengths
         attn_mask = attn_mask if attn_mask.shape[2] == 1 else attn_mask[:, :, :rows]
         return attn_mask if attn_mask.shape[3] == 1 else attn_mask[:, :, :, :columns]

@@ -1,0 +1,125 @@
+"""Padded batches without their padding.
+
+Everything in an encoder but its attention treats each token by itself. So the real tokens of a
+padded batch can go through the layers packed end to end, as one row without padding, and only the
+attention has to know where each sequence begins (:func:`trifuse.varlen_attention`). Padding then
+costs nothing anywhere. It is how Hugging Face's "padding-free" training and torch's NestedTensor
+fast path work; here it serves training and inference alike.
+
+An encoder packs once before its first layer and unpacks once after its last. In between, a
+:class:`PackedSequences` stands where the padding mask would.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+
+from trifuse.ops.attention import varlen_attention
+
+
+class PackedSequences(NamedTuple):
+    """Where the T real tokens of a padded batch (B, L) lie."""
+
+    indices: Tensor  # int64 (T,): their places among the B · L, in order
+    cu_seqlens: Tensor  # int32 (B + 1,): where each sequence begins among the T, and T
+    max_seqlen: int
+
+
+# What torch offers that treats tokens one by one.
+_TOKENWISE = (
+    nn.Dropout,
+    nn.GELU,
+    nn.Identity,
+    nn.LayerNorm,
+    nn.Linear,
+    nn.ModuleList,
+    nn.ReLU,
+    nn.SiLU,
+    nn.Tanh,
+    NonDynamicallyQuantizableLinear,
+)
+
+
+def pack(encoder: nn.Module, keep: Tensor, *known: str) -> PackedSequences | None:
+    """Find the real tokens, unless packing would gain nothing or could be noticed inside.
+
+    Args:
+        encoder: what the packed tokens will go through.
+        keep: bool (B, L), True where a token is real. Its values are read, which waits for a GPU
+            once, as torch's own fast path does.
+        known: modules of Python whose classes treat tokens one by one, except for attention that
+            takes :class:`PackedSequences`. The encoder may hold these and torch's simplest.
+
+    Returns:
+        None where there is no padding, or nothing else; where the values can't be read, under
+        ``torch.compile``, ``torch.func`` and the like; where the encoder holds an unknown class, a
+        ``forward`` that was replaced, or a hook, which would see the packed shape.
+    """
+    if (
+        type(keep) is not Tensor
+        or torch.compiler.is_compiling()
+        or torch.jit.is_tracing()
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or (keep.is_cuda and torch.cuda.is_current_stream_capturing())
+    ):
+        return None
+    for module in encoder.modules():
+        cls = type(module)
+        if not (cls in _TOKENWISE or cls.__module__ in known) or _is_watched(module):
+            return None
+    indices = keep.flatten().nonzero().squeeze(-1)
+    if indices.shape[0] in (0, keep.numel()):
+        return None
+    lengths = keep.sum(-1, dtype=torch.int32)
+    cu_seqlens = nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
+    return PackedSequences(indices, cu_seqlens, int(lengths.max()))
+
+
+def _is_watched(module: nn.Module) -> bool:
+    return bool(
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+        or "forward" in vars(module)
+    )
+
+
+def gather(padded: Tensor, packed: PackedSequences) -> Tensor:
+    """The real tokens of (B, L, features) as a batch of one row, (1, T, features)."""
+    return padded.flatten(0, 1).index_select(0, packed.indices).unsqueeze(0)
+
+
+def scatter(tokens: Tensor, packed: PackedSequences, shape: torch.Size) -> Tensor:
+    """The inverse of :func:`gather`: (1, T, features) back to ``shape``, 0 in the padding."""
+    empty = tokens.new_zeros((shape[0] * shape[1], shape[2]))
+    return empty.index_copy(0, packed.indices, tokens.squeeze(0)).view(shape)
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    packed: PackedSequences,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+) -> Tensor:
+    """:func:`trifuse.varlen_attention`, on (1, H, T, E) tensors and back to such."""
+    query, key, value = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
+    out = varlen_attention(
+        query,
+        key,
+        value,
+        packed.cu_seqlens,
+        max_seqlen_q=packed.max_seqlen,
+        max_seqlen_k=packed.max_seqlen,
+        dropout_p=dropout_p,
+        is_causal=is_causal,
+        scale=scale,
+    )
+    return out.transpose(0, 1).unsqueeze(0)

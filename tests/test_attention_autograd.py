@@ -1,0 +1,588 @@
+"""Attention under torch's transforms: autograd, torch.func, vmap, compile, export, autocast."""
+
+from __future__ import annotations
+
+import functools
+import shutil
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from test_attention import normal
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.autograd import forward_ad
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.bias import CausalVariant
+
+import trifuse
+from trifuse import backends
+
+attention = trifuse.scaled_dot_product_attention
+
+B, H, Lq, Lk, E, Ev = 2, 2, 3, 4, 3, 2
+CU_Q, CU_K = torch.tensor([0, 2, 2, 5]), torch.tensor([0, 3, 4, 4])
+
+
+def inputs(dtype: torch.dtype = torch.float64, Hkv: int = H) -> list[Tensor]:
+    shapes = ((B, H, Lq, E), (B, Hkv, Lk, E), (B, Hkv, Lk, Ev))
+    return [normal(*s, seed=i, dtype=dtype).requires_grad_() for i, s in enumerate(shapes)]
+
+
+def packed_inputs() -> list[Tensor]:
+    shapes = ((6, H, E), (5, H, E), (5, H, Ev))
+    return [normal(*s, seed=i, dtype=torch.float64).requires_grad_() for i, s in enumerate(shapes)]
+
+
+def float_mask(*shape: int) -> Tensor:
+    mask = normal(*shape, seed=8, dtype=torch.float64)
+    return mask.masked_fill(mask > 1, float("-inf"))
+
+
+def with_mask_of(*shape: int) -> tuple[Callable[..., Any], list[Tensor]]:
+    """A mask some of whose entries are -inf: those stay so, and the others vary."""
+    mask = float_mask(*shape)
+
+    def call(query: Tensor, key: Tensor, value: Tensor, finite: Tensor) -> Any:
+        bias = finite.masked_fill(mask.isinf(), float("-inf"))
+        return attention(query, key, value, bias, return_lse=True)
+
+    return call, [*inputs(), mask.masked_fill(mask.isinf(), 0).requires_grad_()]
+
+
+def plain(**options: Any) -> tuple[Callable[..., Any], list[Tensor]]:
+    Hkv = 1 if options.get("enable_gqa") else H
+    return functools.partial(attention, **options), inputs(Hkv=Hkv)
+
+
+def packed(**options: Any) -> tuple[Callable[..., Any], list[Tensor]]:
+    def call(query: Tensor, key: Tensor, value: Tensor) -> Any:
+        return trifuse.varlen_attention(query, key, value, CU_Q, CU_K, return_lse=True, **options)
+
+    return call, packed_inputs()
+
+
+def finite_rows(call: Callable[..., Any]) -> Callable[..., Any]:
+    """Without the logsumexps of rows that have no key: -inf has no derivative to compare."""
+
+    def wrapped(*args: Tensor) -> Any:
+        out = call(*args)
+        if isinstance(out, Tensor):
+            return out
+        return out[0], out[1].masked_fill(out[1].isinf(), 0)
+
+    return wrapped
+
+
+DIFFERENTIABLE: dict[str, Callable[[], tuple[Callable[..., Any], list[Tensor]]]] = {
+    "plain": plain,
+    "lse": lambda: plain(return_lse=True),
+    "causal": lambda: plain(is_causal=True, return_lse=True),
+    "lower right": lambda: plain(is_causal=CausalVariant.LOWER_RIGHT, scale=-0.7),
+    "window": lambda: plain(window=(1, 0), return_lse=True),
+    "gqa": lambda: plain(enable_gqa=True, return_lse=True),
+    "lengths": lambda: plain(key_lengths=torch.tensor([3, 0]), return_lse=True),
+    "bool mask": lambda: plain(attn_mask=float_mask(B, 1, Lq, Lk) > 0, return_lse=True),
+    "float mask": lambda: with_mask_of(B, H, Lq, Lk),
+    "float mask for all": lambda: with_mask_of(1, 1, Lq, Lk),
+    "float mask of keys": lambda: with_mask_of(B, 1, 1, Lk),
+    "float mask of rows": lambda: with_mask_of(1, H, Lq, 1),
+    "dropout": lambda: plain(dropout_p=0.4, return_lse=True),
+    "packed": packed,
+    "packed causal": lambda: packed(is_causal=True),
+    "packed dropout": lambda: packed(dropout_p=0.4),
+}
+
+
+def seeded(call: Callable[..., Any]) -> Callable[..., Any]:
+    """The same weights dropped on every evaluation, so that differences are derivatives."""
+
+    def wrapped(*args: Tensor) -> Any:
+        torch.manual_seed(0)
+        return call(*args)
+
+    return wrapped
+
+
+@pytest.mark.parametrize("what", DIFFERENTIABLE)
+def test_gradcheck(backend, what):
+    call, args = DIFFERENTIABLE[what]()
+    torch.autograd.gradcheck(finite_rows(seeded(call)), args, check_batched_grad=False)
+
+
+@pytest.mark.parametrize("what", DIFFERENTIABLE)
+def test_gradgradcheck(backend, what):
+    call, args = DIFFERENTIABLE[what]()
+    call = finite_rows(seeded(call))
+    torch.manual_seed(0)
+    torch.autograd.gradgradcheck(call, args, gen_non_contig_grad_outputs=True, fast_mode=True)
+
+
+@pytest.mark.parametrize("return_lse", [False, True])
+def test_double_backward_is_the_math_path_s(backend, return_lse):
+    """A gradient penalty, as trained models use one."""
+
+    def penalty(function: Callable[..., Any]) -> tuple[Tensor, ...]:
+        args = [*inputs(), float_mask(1, H, Lq, Lk).clamp(-5).requires_grad_()]
+        first = torch.autograd.grad(function(*args), args, create_graph=True)
+        return torch.autograd.grad(sum(g.square().sum() for g in first), args)
+
+    def ours(*args: Tensor) -> Tensor:
+        if not return_lse:
+            return attention(*args).sin().sum()
+        out, lse = attention(*args, return_lse=True)
+        return out.sin().sum() + lse.cos().sum()
+
+    def theirs(query: Tensor, key: Tensor, value: Tensor, bias: Tensor) -> Tensor:
+        scores = query @ key.mT / E**0.5 + bias
+        out = scores.softmax(-1) @ value
+        return out.sin().sum() + (scores.logsumexp(-1).cos().sum() if return_lse else 0)
+
+    for actual, expected in zip(penalty(ours), penalty(theirs), strict=True):
+        torch.testing.assert_close(actual, expected)
+
+
+def test_third_derivatives(backend):
+    query, key, value = inputs()
+
+    def third(function: Callable[..., Tensor]) -> Tensor:
+        g = function(query, key, value).sin().sum()
+        for _ in range(3):
+            (g,) = torch.autograd.grad(g.sum(), query, create_graph=True)
+        return g
+
+    with sdpa_kernel(SDPBackend.MATH):
+        expected = third(F.scaled_dot_product_attention)
+    torch.testing.assert_close(third(attention), expected)
+
+
+def test_backward_keeps_its_backend(backend):
+    """The forward decides; the switch may have changed by the time the backward runs."""
+    args = inputs()
+    out = attention(*args)
+    other = "eager" if backend == "cpp" else "auto"
+    with trifuse.backend(other), torch.profiler.profile() as profile:
+        out.sum().backward()
+    ran = {event.key for event in profile.key_averages() if "trifuse" in event.key}
+    assert ran == {"trifuse::attention_backward"}
+    assert out.grad_fn is not None
+
+
+# torch.func -------------------------------------------------------------------------------------
+
+
+def test_func_derivatives(backend):
+    args = [x.detach() for x in inputs()]
+    with sdpa_kernel(SDPBackend.MATH):
+        theirs = F.scaled_dot_product_attention
+        for transform in (
+            lambda f: torch.func.grad(lambda *a: f(*a).sin().sum(), argnums=(0, 1, 2)),
+            lambda f: torch.func.jacrev(f, argnums=(0, 1, 2)),
+            lambda f: lambda *a: torch.func.vjp(f, *a)[1](torch.ones(B, H, Lq, Ev).double()),
+            lambda f: torch.func.jacrev(torch.func.jacrev(f, argnums=1), argnums=2),
+        ):
+            actual, expected = transform(attention)(*args), transform(theirs)(*args)
+            torch.testing.assert_close(actual, expected)
+
+
+def test_func_derivative_of_the_mask(backend):
+    query, key, value = (x.detach() for x in inputs())
+    mask = float_mask(1, H, 1, Lk).clamp(-5)
+
+    def loss(function: Callable[..., Tensor], bias: Tensor) -> Tensor:
+        return function(query, key, value, bias).sin().sum()
+
+    actual = torch.func.grad(functools.partial(loss, attention))(mask)
+    with sdpa_kernel(SDPBackend.MATH):
+        theirs = F.scaled_dot_product_attention
+        expected = torch.func.grad(functools.partial(loss, theirs))(mask)
+    torch.testing.assert_close(actual, expected)
+
+
+def test_forward_mode_raises(backend):
+    """There is no forward-mode rule. Silence would be a zero tangent."""
+    args = [x.detach() for x in inputs()]
+    tangents = tuple(torch.ones_like(x) for x in args)
+    with pytest.raises(NotImplementedError, match="forward"):
+        torch.func.jvp(attention, tuple(args), tangents)
+    with pytest.raises(NotImplementedError, match="forward"):
+        torch.func.jacfwd(attention)(*args)
+    for position in range(3):
+        with forward_ad.dual_level():
+            dual = list(args)
+            dual[position] = forward_ad.make_dual(args[position], tangents[position])
+            with pytest.raises(NotImplementedError, match="forward"):
+                attention(*dual)
+    packed_args = tuple(x.detach() for x in packed_inputs())
+    with pytest.raises(NotImplementedError, match="forward"):
+        torch.func.jvp(
+            lambda q: trifuse.varlen_attention(q, *packed_args[1:], CU_Q, CU_K),
+            packed_args[:1],
+            (torch.ones_like(packed_args[0]),),
+        )
+
+
+# vmap -------------------------------------------------------------------------------------------
+
+N = 3
+
+
+def batched(x: Tensor, dim: int, seed: int = 20) -> Tensor:
+    """N different tensors like ``x``, the new dimension at ``dim``."""
+    shape = list(x.shape)
+    shape.insert(dim, N)
+    return normal(*shape, seed=seed, dtype=x.dtype)
+
+
+@pytest.mark.parametrize(
+    "in_dims",
+    [(0, 0, 0), (1, 2, 0), (0, None, None), (None, 0, 0), (None, None, 1), (-1, 0, None)],
+    ids=str,
+)
+@pytest.mark.parametrize("kind", ["no", "bool", "float", "batched float", "batched bool"])
+def test_vmap(backend, in_dims, kind):
+    """Of the output, of the logsumexp and of every gradient; each argument batched or shared."""
+    args = [
+        x.detach() if d is None else batched(x.detach(), d if d >= 0 else x.dim(), seed=20 + i)
+        for i, (x, d) in enumerate(zip(inputs(), in_dims, strict=True))
+    ]
+    mask, mask_dim = None, None
+    if kind != "no":
+        mask = float_mask(1, H, 1, Lk)
+        if kind.startswith("batched"):
+            mask, mask_dim = batched(mask, 1), 1
+        mask = mask > 0 if kind.endswith("bool") else mask
+
+    def call(*a: Tensor) -> tuple[Tensor, Tensor]:
+        return attention(*a, return_lse=True, is_causal=True)
+
+    def gradients(*a: Tensor) -> tuple[Tensor, ...]:
+        def loss(*b: Tensor) -> Tensor:
+            out, lse = call(*b)
+            return out.sin().sum() + lse.masked_fill(lse.isinf(), 0).cos().sum()
+
+        floating = tuple(i for i, x in enumerate(a) if x is not None and x.is_floating_point())
+        return torch.func.grad(loss, argnums=floating)(*a)
+
+    arguments, dims = (*args, mask), (*in_dims, mask_dim)
+    samples = [
+        [x if d is None else x.select(d, n) for x, d in zip(arguments, dims, strict=True)]
+        for n in range(N)
+    ]
+    for function in (call, gradients):
+        actual = torch.vmap(function, in_dims=dims)(*arguments)
+        expected = zip(*(function(*sample) for sample in samples), strict=True)
+        for a, e in zip(actual, expected, strict=True):
+            torch.testing.assert_close(a, torch.stack(e))
+
+
+def test_vmap_of_lengths_and_packed(backend):
+    query, key, value = (batched(x.detach(), 0, seed=i) for i, x in enumerate(inputs()))
+    lengths = torch.tensor([[1, 4], [0, 2], [3, 3]])
+    actual = torch.vmap(lambda q, k, v, n: attention(q, k, v, key_lengths=n))(
+        query, key, value, lengths
+    )
+    for n in range(N):
+        expected = attention(query[n], key[n], value[n], key_lengths=lengths[n])
+        torch.testing.assert_close(actual[n], expected)
+
+    args = [batched(x.detach(), 1, seed=i) for i, x in enumerate(packed_inputs())]
+
+    def loss(*a: Tensor) -> Tensor:
+        return trifuse.varlen_attention(*a, CU_Q, CU_K).sin().sum()
+
+    grads = torch.vmap(torch.func.grad(loss, argnums=(0, 1, 2)), in_dims=1)(*args)
+    for n in range(N):
+        expected = torch.func.grad(loss, argnums=(0, 1, 2))(*(x[:, n] for x in args))
+        torch.testing.assert_close(tuple(g[n] for g in grads), expected)
+
+
+def test_vmap_twice(backend):
+    query = normal(4, N, B, H, Lq, E)
+    key = normal(N, B, H, Lk, E)
+    value = normal(4, B, H, Lk, Ev)
+    inner = torch.vmap(attention, in_dims=(0, 0, None))
+    actual = torch.vmap(inner, in_dims=(0, None, 0))(query, key, value)
+    for i in range(4):
+        for n in range(N):
+            torch.testing.assert_close(actual[i, n], attention(query[i, n], key[n], value[i]))
+
+
+def test_per_sample_gradients_of_a_model(backend):
+    """The use that vmap(grad) is for: one gradient of the weights for each sample."""
+    torch.manual_seed(0)
+    project = nn.Linear(E, 3 * E).double()
+    weights = dict(project.named_parameters())
+    samples = normal(5, Lq, E, seed=30, dtype=torch.float64)
+
+    def loss(parameters: dict[str, Tensor], sample: Tensor) -> Tensor:
+        q, k, v = torch.func.functional_call(project, parameters, (sample,)).chunk(3, -1)
+        return attention(q, k, v, is_causal=True).square().sum()
+
+    actual = torch.vmap(torch.func.grad(loss), in_dims=(None, 0))(weights, samples)
+    for n, sample in enumerate(samples):
+        expected = torch.func.grad(loss)(weights, sample)
+        torch.testing.assert_close({k: g[n] for k, g in actual.items()}, expected)
+
+
+def test_vmap_randomness(backend):
+    """Dropout draws as torch's own random functions do: one seed for all, or one for each."""
+    x = torch.ones(1, 1, 16, 4)
+    samples = x.expand(N, *x.shape)
+    eye = torch.eye(16)[None, None]
+
+    def call(q: Tensor) -> Tensor:
+        return attention(q, x, eye, dropout_p=0.5)
+
+    with pytest.raises(RuntimeError, match="random"):
+        torch.vmap(call)(samples)
+    torch.manual_seed(3)
+    alone = call(x)
+    torch.manual_seed(3)
+    same = torch.vmap(call, randomness="same")(samples)
+    assert all(torch.equal(row, alone) for row in same)
+    different = torch.vmap(call, randomness="different")(samples)
+    assert not torch.equal(different[0], different[1])
+    # A backward draws what its forward drew.
+    torch.manual_seed(3)
+    grads = torch.vmap(torch.func.grad(lambda v: attention(x, x, v, dropout_p=0.5).sum()),
+                       randomness="different")(eye.expand(N, 1, 1, 16, 16))  # fmt: skip
+    torch.manual_seed(3)
+    outs = torch.vmap(lambda v: attention(x, x, v, dropout_p=0.5), randomness="different")(
+        eye.expand(N, 1, 1, 16, 16)
+    )
+    torch.testing.assert_close(grads[..., 0], outs.sum(-2))
+
+
+# The operators themselves -----------------------------------------------------------------------
+
+
+def op_arguments() -> dict[str, tuple[Any, ...]]:
+    """Arguments of the forward op: tensors and options."""
+    q, k, v = (x.detach().float() for x in inputs())
+    pq, pk, pv = (x.detach().float().transpose(0, 1)[None] for x in packed_inputs())
+    seed, n = torch.tensor([99]), torch.tensor([3, 0])
+    mask, keep = float_mask(1, H, 1, Lk).float(), float_mask(B, 1, Lq, Lk) > 0
+    options = (Lq, Lk, None, -1, -1, False, 0.0)
+    heads_inside = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)]
+    return {
+        "plain": (q, k, v, None, None, None, None, None, *options),
+        "transposed": (*heads_inside, None, None, None, None, None, *options),
+        "mask": (q, k, v, mask, None, None, None, None, *options),
+        "bool mask, lengths": (q, k, v, keep, n, None, None, None, *options),
+        "dropout": (q, k, v, None, None, None, None, seed, *options[:-1], 0.5),
+        "band": (q, k, v, None, None, None, None, None, Lq, Lk, 0.3, 1, 0, True, 0.0),
+        "packed": (pq, pk, pv, None, None, CU_Q, CU_K, None, 6, 5, *options[2:]),
+        "16 bits": (q.half(), k.half(), v.half(), mask, None, None, None, None, *options),
+    }
+
+
+@pytest.mark.parametrize("what", op_arguments())
+def test_opcheck(backend, what):
+    args = op_arguments()[what]
+    forward = getattr(torch.ops.trifuse.attention_forward, backend)
+    backward = getattr(torch.ops.trifuse.attention_backward, backend)
+    torch.library.opcheck(forward, args)
+    out, lse = forward(*args)
+    upstream = (torch.ones_like(out), torch.ones_like(lse))
+    needs_mask = args[3] is not None and args[3].is_floating_point()
+    for wants_mask in {False, needs_mask}:
+        for grad_lse in (None, upstream[1]):
+            torch.library.opcheck(
+                backward, (upstream[0], grad_lse, *args[:8], out, lse, *args[8:], wants_mask)
+            )
+
+
+@pytest.mark.parametrize("what", op_arguments())
+@pytest.mark.parametrize("mode", ["fake", "meta"])
+def test_fakes_have_the_real_shapes_and_strides(backend, what, mode):
+    """Inductor lays out memory by what the fakes say."""
+    args = op_arguments()[what]
+    real = run_both(backend, args)
+    if mode == "meta":
+        pretended = run_both(backend, [x.to("meta") if isinstance(x, Tensor) else x for x in args])
+    else:
+        with torch._subclasses.FakeTensorMode() as fake_mode:
+            fakes = [fake_mode.from_tensor(x) if isinstance(x, Tensor) else x for x in args]
+            pretended = run_both(backend, fakes)
+    for r, p in zip(real, pretended, strict=True):
+        assert (p.shape, p.dtype, p.stride()) == (r.shape, r.dtype, r.stride())
+
+
+def run_both(backend: str, args: Any) -> list[Tensor]:
+    out, lse = getattr(torch.ops.trifuse.attention_forward, backend)(*args)
+    needs_mask = args[3] is not None and args[3].is_floating_point()
+    grads = getattr(torch.ops.trifuse.attention_backward, backend)(
+        out, lse, *args[:8], out, lse, *args[8:], needs_mask
+    )
+    return [out, lse, *grads]
+
+
+# Tracing ----------------------------------------------------------------------------------------
+
+TRACED: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "causal": {"is_causal": True},
+    "lower right": {"is_causal": CausalVariant.LOWER_RIGHT, "window": 2},
+    "lengths": {"key_lengths": torch.tensor([3, 0])},
+    "mask": {"attn_mask": float_mask(1, H, Lq, Lk).float()},
+    "dropout": {"dropout_p": 0.3},
+    "lse": {"return_lse": True},
+}
+
+
+def model(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+    """Attention between other things to compile, heads split and joined as models do."""
+    split = [x.unflatten(-1, (H, -1)).transpose(1, 2) for x in (query * 2, key.sin(), value)]
+    out = attention(*split, **options)
+    if isinstance(out, tuple):
+        out = out[0] + out[1].masked_fill(out[1].isinf(), 0)[..., None]
+    return out.transpose(1, 2).flatten(2).cos()
+
+
+def model_inputs(batch: int = B, Lq: int = Lq, Lk: int = Lk) -> list[Tensor]:
+    shapes = ((batch, Lq, H * E), (batch, Lk, H * E), (batch, Lk, H * Ev))
+    return [normal(*s, seed=i).requires_grad_() for i, s in enumerate(shapes)]
+
+
+def values_and_gradients(function: Callable[..., Tensor], args: list[Tensor]) -> list[Tensor]:
+    torch.manual_seed(5)
+    out = function(*args)
+    return [out, *torch.autograd.grad(out.sum(), args)]
+
+
+@pytest.fixture
+def _fresh_dynamo():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.usefixtures("_fresh_dynamo")
+@pytest.mark.parametrize("what", TRACED)
+def test_compile(backend, what):
+    function = functools.partial(model, **TRACED[what])
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    actual = values_and_gradients(compiled, model_inputs())
+    expected = values_and_gradients(function, model_inputs())
+    for a, e in zip(actual, expected, strict=True):
+        torch.testing.assert_close(a, e)
+    with torch.no_grad():
+        torch.manual_seed(5)
+        torch.testing.assert_close(compiled(*model_inputs()), expected[0])
+
+
+@pytest.mark.usefixtures("_fresh_dynamo")
+def test_compile_packed(backend):
+    def function(query: Tensor, key: Tensor, value: Tensor, cu_q: Tensor, cu_k: Tensor) -> Tensor:
+        return trifuse.varlen_attention(query.sin(), key, value, cu_q, cu_k).cos()
+
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    args = packed_inputs()
+    actual = values_and_gradients(lambda *a: compiled(*a, CU_Q, CU_K), args)
+    expected = values_and_gradients(lambda *a: function(*a, CU_Q, CU_K), args)
+    for a, e in zip(actual, expected, strict=True):
+        torch.testing.assert_close(a, e)
+
+
+@pytest.mark.usefixtures("_fresh_dynamo")
+def test_compile_dynamic_shapes(backend):
+    """One graph for every batch and length. No two sizes are equal, or that would be in it."""
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(model, fullgraph=True, dynamic=True, backend=counter)
+    graphs = set()
+    for sizes in ((3, 5, 7), (8, 9, 11), (5, 10, 13)):
+        actual = values_and_gradients(compiled, model_inputs(*sizes))
+        expected = values_and_gradients(model, model_inputs(*sizes))
+        for a, e in zip(actual, expected, strict=True):
+            torch.testing.assert_close(a, e)
+        graphs.add(counter.frame_count)
+    assert len(graphs) == 1
+
+
+@pytest.mark.usefixtures("_fresh_dynamo")
+@pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs a compiler")
+def test_compile_with_inductor(backend):
+    """Forward and backward through generated code, which believes the fakes' strides."""
+    mask = float_mask(1, H, Lq, Lk).float()
+    function = functools.partial(model, attn_mask=mask, return_lse=True)
+    compiled = torch.compile(function, fullgraph=True)
+    actual = values_and_gradients(compiled, model_inputs())
+    expected = values_and_gradients(function, model_inputs())
+    for a, e in zip(actual, expected, strict=True):
+        torch.testing.assert_close(a, e)
+
+
+class Module(nn.Module):
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, lengths: Tensor) -> Tensor:
+        return model(query, key, value, key_lengths=lengths, is_causal=True)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_export(backend, strict):
+    """With a batch and lengths that are free; saved programs carry the op by name."""
+    args = (*(x.detach() for x in model_inputs()), torch.tensor([3, 1]))
+    batch, q, k = (torch.export.Dim(name, min=2, max=64) for name in ("batch", "q", "k"))
+    shapes = ({0: batch, 1: q}, {0: batch, 1: k}, {0: batch, 1: k}, {0: batch})
+    program = torch.export.export(Module(), args, dynamic_shapes=shapes, strict=strict)
+    ops = {str(node.target) for node in program.graph.nodes}
+    assert f"trifuse.attention_forward.{backend}" in ops
+    more = (*(x.detach() for x in model_inputs(5, 8, 9)), torch.tensor([0, 1, 9, 4, 5]))
+    for example in (args, more):
+        torch.testing.assert_close(program.module()(*example), Module()(*example))
+
+
+# Autocast ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast(backend, dtype):
+    """Computed in the autocast dtype, as torch's own; gradients arrive in the inputs' dtype."""
+    args = [x.detach().float().requires_grad_() for x in inputs()]
+    mask = float_mask(1, H, Lq, Lk).float().requires_grad_()
+    with torch.autocast("cpu", dtype=dtype):
+        out, lse = attention(*args, mask, return_lse=True)
+        assert F.scaled_dot_product_attention(*args).dtype == dtype
+        half = attention(*args, mask.detach().half())
+    assert (out.dtype, lse.dtype, half.dtype) == (dtype, torch.float32, dtype)
+    grads = torch.autograd.grad(out.float().sum() + lse.exp().sum(), [*args, mask])
+    assert all(g.dtype == torch.float32 for g in grads)
+    narrow = [x.detach().to(dtype).requires_grad_() for x in args]
+    expected, expected_lse = attention(*narrow, mask, return_lse=True)
+    torch.testing.assert_close(out, expected, rtol=0, atol=0)
+    wanted = torch.autograd.grad(expected.float().sum() + expected_lse.exp().sum(), [*narrow, mask])
+    for grad, want in zip(grads, wanted, strict=True):
+        torch.testing.assert_close(grad, want.float(), rtol=0, atol=0)
+
+
+def test_autocast_does_not_reach_second_derivatives(backend):
+    """The formula that they come from computes in float32 whatever the region it is called in."""
+
+    def penalty(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+        return lambda q: torch.func.grad(lambda x: function(x).sum())(q).square().sum()
+
+    query, key, value = (x.detach().bfloat16() for x in inputs())
+    twice = torch.func.grad(penalty(lambda q: attention(q, key, value).float()))
+    expected = twice(query)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        actual = twice(query)
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0)
+
+
+def test_autocast_leaves_float64_and_integers_alone(backend):
+    with torch.autocast("cpu"):
+        assert attention(*inputs()).dtype == torch.float64
+        with pytest.raises(TypeError, match=r"query: expected float32.*; got torch.int64"):
+            attention(*(x.long() for x in inputs()))
+
+
+@pytest.mark.skipif(backends._C is None, reason="the C++ extension is not built")
+def test_meta_tensors_are_served_by_the_formula():
+    meta = [x.detach().to("meta").requires_grad_() for x in inputs()]
+    out = attention(*meta)
+    assert out.device.type == "meta"
+    assert out.shape == (B, H, Lq, Ev)
+    grads = torch.autograd.grad(out.sum(), meta)
+    assert [g.shape for g in grads] == [x.shape for x in meta]

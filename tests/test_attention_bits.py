@@ -1,0 +1,230 @@
+"""Bit for bit: the same answer whatever the company, and the same dropout on every backend."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from attention_cases import SEED, Case, Results, cases, drawn_seed, run
+from hypothesis import given, settings
+from test_attention import assert_same_bits, boundaries, make, normal, packed, run_packed
+from torch import Tensor
+from torch.nn.attention.bias import CausalVariant
+
+import trifuse
+from trifuse.reference import philox
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+@pytest.fixture(autouse=True)
+def _threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_two_runs_of_the_formula(dtype):
+    torch.set_num_threads(2)
+
+    @settings(max_examples=8)
+    @given(cases(dtype))
+    def call(case: Case) -> None:
+        with trifuse.backend("eager"):
+            assert_same_bits(run(case), run(case))
+
+    call()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_any_number_of_threads(cpp_kernels, dtype):
+    """Also two runs on as many: what a race would break."""
+
+    @settings(max_examples=20)
+    @given(cases(dtype))
+    def call(case: Case) -> None:
+        for kernel in cpp_kernels:
+            with kernel.serving():
+                torch.set_num_threads(1)
+                alone = run(case)
+                for threads in (2, 3, 2):
+                    torch.set_num_threads(threads)
+                    assert_same_bits(run(case), alone)
+
+    call()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"is_causal": True}, {"dropout_p": 0.2}, {"mask": normal(1, 2, 515, 515, seed=8)}],
+    ids=["plain", "causal", "dropout", "float mask"],
+)
+def test_threads_share_one_long_sequence(cpp_kernel, dtype, options):
+    """Enough blocks in one head for threads to meet at their edges, several times over."""
+    case = make(B=1, Lq=515, Lk=515, E=64, dtype=dtype, **options)
+    torch.set_num_threads(1)
+    expected = run(case)
+    for threads in (2, 4, 2, 4):
+        torch.set_num_threads(threads)
+        assert_same_bits(run(case), expected)
+
+
+def _sequence(results: Results, b: int, Lq: int, Lk: int) -> Results:
+    """What a batch gives for one of its sequences."""
+    rows = (b, slice(None), slice(Lq))
+    columns = (b, slice(None), slice(Lk))
+    index = (rows, rows, rows, columns, columns)
+    parts = [x[i][None] for x, i in zip(results[:5], index, strict=True)]
+    return Results(*parts, None)
+
+
+def _zero_padded(x: Tensor | None, length: int, fill: float) -> Tensor | None:
+    """More tokens in dimension 2, all ``fill``."""
+    if x is None:
+        return None
+    more = x.new_full((*x.shape[:2], length - x.shape[2], *x.shape[3:]), fill)
+    return torch.cat([x, more], 2)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"is_causal": True},
+        {"window": (30, 9)},
+        {"H": 4, "Hkv": 2},
+        {"E": 100, "Ev": 40},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("poison", [0.0, float("nan")])
+def test_alone_in_a_batch_and_padded_further(cpp_kernel, dtype, options, poison):
+    """One sequence of 70 queries and 75 keys; in company; among longer ones. NaN in the padding."""
+    together = make(B=3, dtype=dtype, **options)
+    lengths = torch.tensor([75, 75, 40])
+    b = 1
+
+    def only(x: Tensor) -> Tensor:
+        return x[b : b + 1]
+
+    fields = ("query", "key", "value", "grad_out", "grad_lse")
+    alone = dataclasses.replace(together, **{f: only(getattr(together, f)) for f in fields})
+    expected = run(alone)
+    torch.set_num_threads(2)
+    assert_same_bits(_sequence(run(together), b, 70, 75), expected._replace(grad_mask=None))
+    for Lq, Lk in ((70, 76), (70, 200), (71, 128), (140, 129)):
+        longer = dataclasses.replace(
+            together,
+            query=_zero_padded(together.query, Lq, 0.0),
+            key=_zero_padded(together.key, Lk, poison),
+            value=_zero_padded(together.value, Lk, poison),
+            grad_out=_zero_padded(together.grad_out, Lq, 0.0),
+            grad_lse=_zero_padded(together.grad_lse, Lq, 0.0),
+            options=together.options | {"key_lengths": lengths},
+        )
+        results = run(longer)
+        assert_same_bits(_sequence(results, b, 70, 75), expected)
+        assert results.grad_key[:, :, 75:].eq(0).all()
+        assert results.grad_value[:, :, 75:].eq(0).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("causal", [False, True, CausalVariant.LOWER_RIGHT])
+def test_alone_in_a_pack(cpp_kernel, dtype, causal):
+    """The same tokens packed with others before and after them, at any offset."""
+    alone = make(B=1, Lq=67, Lk=67, dtype=dtype, is_causal=causal)
+    expected = run(alone)
+    torch.set_num_threads(2)
+    for before, after in ((1, 0), (64, 5), (13, 200)):
+        lengths = [before, 67, after]
+        company = packed(lengths, lengths, dtype=dtype, is_causal=causal)
+        mine = slice(before, before + 67)
+        for f in ("query", "key", "value", "grad_out", "grad_lse"):
+            getattr(company, f)[:, :, mine] = getattr(alone, f)
+        results = run_packed(company, boundaries(lengths), None)
+        assert_same_bits(Results(*(x[:, :, mine] for x in results[:5]), None), expected)
+
+
+# Dropout ----------------------------------------------------------------------------------------
+
+
+def _kept(B: int, H: int, Lq: int, Lk: int, dropout_p: float) -> Tensor:
+    """What the specification keeps: bool (B, H, Lq, Lk)."""
+    plane = torch.arange(B)[:, None] * H + torch.arange(H)
+    return philox.dropout_keep(drawn_seed(), plane, Lq, Lk, dropout_p)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dropout_p", [0.001, 0.1, 0.5, 0.99])
+@pytest.mark.parametrize("groups", [1, 2])
+def test_the_same_seed_drops_the_same_weights(kernel, dtype, dropout_p, groups):
+    """Values are unit vectors, so the output shows the weights; so does the values' gradient."""
+    B, H, Lq, Lk = 2, 4, 70, 75
+    value = torch.eye(Lk, dtype=dtype).expand(B, H // groups, Lk, Lk)
+    grad_out = torch.eye(Lq, Lk, dtype=dtype).expand(B, H, Lq, Lk)
+    case = make(B, H, Lq, Lk, Hkv=H // groups, dtype=dtype, dropout_p=dropout_p)
+    case = dataclasses.replace(case, query=case.query / 4, value=value, grad_out=grad_out)
+    results = run(case)
+    kept = _kept(B, H, Lq, Lk, dropout_p)
+    assert torch.equal(results.out != 0, kept)
+    # dV[j, i] is the weight of the pair (i, j), dropped or kept, summed over the group.
+    kept_in_group = kept.unflatten(1, (-1, groups)).any(2)
+    dropped_and_kept = results.grad_value[..., :Lq].mT != 0
+    assert torch.equal(dropped_and_kept, kept_in_group)
+
+
+def test_dropout_scales_what_it_keeps_exactly(kernel):
+    """Equal scores over 8 keys: each kept weight is 2¹⁶ / (2¹⁶ - round(p · 2¹⁶)) eighths."""
+    zero, eye = torch.zeros(1, 1, 64, 4), torch.eye(8).expand(1, 1, 8, 8)
+    torch.manual_seed(SEED)
+    out = trifuse.scaled_dot_product_attention(zero, zero[:, :, :8], eye, dropout_p=0.3)
+    kept = 65536 / (65536 - round(0.3 * 65536)) / 8
+    assert set(out.unique().tolist()) == {0.0, torch.tensor(kept).item()}
+
+
+@pytest.mark.parametrize("structure", [{}, {"is_causal": True}, {"window": (9, 70)}])
+def test_packed_sequences_drop_what_padded_ones_do(kernel, structure):
+    """A sequence's number stands for its place in the batch."""
+    lengths = [33, 70, 0, 12]
+    N, H, longest = len(lengths), 2, max(lengths)
+    case = packed(lengths, lengths, H=H, Ev=longest, dropout_p=0.4, **structure)
+    eye = torch.cat([torch.eye(longest)[:length] for length in lengths])
+    case = dataclasses.replace(case, value=eye.expand(1, H, -1, -1))
+    cu = boundaries(lengths)
+    actual = run_packed(case, cu, None).out != 0
+    kept = _kept(N, H, longest, longest, 0.4)
+    without = dataclasses.replace(case, options=case.options | {"dropout_p": 0.0})
+    taking_part = run_packed(without, cu, None).out != 0
+    for b, length in enumerate(lengths):
+        rows = slice(cu[b], cu[b + 1])
+        expected = kept[b, :, :length] & taking_part[0, :, rows]
+        assert torch.equal(actual[0, :, rows], expected)
+
+
+def test_the_generator_decides(backend):
+    """torch's default generator: its seed, its state, and nothing else."""
+
+    def call(**options: Any) -> Tensor:
+        x = normal(1, 2, 20, 8)
+        return trifuse.scaled_dot_product_attention(x, x, x, dropout_p=0.5, **options)
+
+    torch.manual_seed(1)
+    first, second = call(), call()
+    state = torch.get_rng_state()
+    third = call()
+    assert not torch.equal(first, second)
+    assert not torch.equal(second, third)
+    torch.set_rng_state(state)
+    assert torch.equal(call(), third)
+    torch.manual_seed(1)
+    assert torch.equal(call(), first)
+    assert torch.equal(call(), second)
+    before = torch.get_rng_state()
+    trifuse.scaled_dot_product_attention(*(normal(1, 1, 3, 2),) * 3)
+    assert torch.equal(torch.get_rng_state(), before)  # no dropout, no draw

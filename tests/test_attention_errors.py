@@ -1,0 +1,417 @@
+"""Bad arguments raise before a kernel runs, naming the argument, what was expected, what came."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import trifuse
+from trifuse import backends
+
+B, H, Lq, Lk, E = 2, 4, 5, 7, 8
+
+
+def x(*shape: int, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Tensor:
+    return torch.ones(shape, dtype=dtype, device=device)
+
+
+def lengths(*values: int, dtype: torch.dtype = torch.int64) -> Tensor:
+    return torch.tensor(values, dtype=dtype)
+
+
+class Kernels(TorchDispatchMode):
+    """Notes the kernels of trifuse that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ran: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func.namespace == "trifuse":
+            self.ran.append(str(func))  # only once it has come back
+        return result
+
+
+def refused(function: Any, arguments: dict[str, Any], error: type, message: str) -> None:
+    with Kernels() as kernels, pytest.raises(error, match=message) as caught:
+        function(**arguments)
+    assert type(caught.value) in (error, trifuse.ArgumentError)
+    assert kernels.ran == []
+
+
+DEFAULT = {"query": x(B, H, Lq, E), "key": x(B, H, Lk, E), "value": x(B, H, Lk, E)}
+
+ARGUMENTS: list[tuple[str, dict[str, Any], type, str]] = [
+    # What is not a tensor, or not one that is served.
+    ("query a list", {"query": [[1.0]]}, TypeError, r"query: expected a Tensor; got list"),
+    ("key None", {"key": None}, TypeError, r"key: expected a Tensor; got NoneType"),
+    ("value a number", {"value": 1.0}, TypeError, r"value: expected a Tensor; got float"),
+    ("mask a bool", {"attn_mask": True}, TypeError, r"attn_mask: expected a Tensor; got bool"),
+    (
+        "query nested",
+        {"query": torch.nested.nested_tensor([x(H, 3, E), x(H, 5, E)], layout=torch.jagged)},
+        ValueError,
+        r"query: expected a dense tensor \(use varlen_attention.*\); got nested",
+    ),
+    (
+        "key sparse",
+        {"key": x(B, H, Lk, E).to_sparse()},
+        ValueError,
+        r"key: expected a dense tensor; got torch.sparse_coo",
+    ),
+    # Dtypes.
+    (
+        "query of integers",
+        {"query": x(B, H, Lq, E, dtype=torch.int64)},
+        TypeError,
+        r"query: expected float32, bfloat16, float16 or float64; got torch.int64",
+    ),
+    (
+        "all complex",
+        {name: t.to(torch.complex64) for name, t in DEFAULT.items()},
+        TypeError,
+        r"query: expected float32, .*; got torch.complex64",
+    ),
+    (
+        "key of another dtype",
+        {"key": x(B, H, Lk, E, dtype=torch.bfloat16)},
+        TypeError,
+        r"key: expected torch.float32, as query; got torch.bfloat16",
+    ),
+    (
+        "value of another dtype",
+        {"value": x(B, H, Lk, E, dtype=torch.float64)},
+        TypeError,
+        r"value: expected torch.float32, as query; got torch.float64",
+    ),
+    # Devices.
+    (
+        "key on another device",
+        {"key": x(B, H, Lk, E, device="meta")},
+        ValueError,
+        r"key: expected a tensor on cpu, as query; got meta",
+    ),
+    (
+        "value on another device",
+        {"value": x(B, H, Lk, E, device="meta")},
+        ValueError,
+        r"value: expected a tensor on cpu, as query; got meta",
+    ),
+    (
+        "mask on another device",
+        {"attn_mask": x(Lq, Lk, device="meta")},
+        ValueError,
+        r"attn_mask: expected a tensor on cpu, as query; got meta",
+    ),
+    (
+        "lengths on another device",
+        {"key_lengths": lengths(3, 3).to("meta")},
+        ValueError,
+        r"key_lengths: expected a tensor on cpu, as query; got meta",
+    ),
+    # Shapes.
+    ("query 1-D", {"query": x(E)}, ValueError, r"query: expected at least 2 dim.*; got \(8,\)"),
+    ("value 0-D", {"value": x()}, ValueError, r"value: expected at least 2 dim.*; got \(\)"),
+    ("head_dim", {"key": x(B, H, Lk, 9)}, ValueError, r"key: expected head_dim 8, as query; got 9"),
+    (
+        "value's length",
+        {"value": x(B, H, 6, E)},
+        ValueError,
+        r"value: expected length 7, as key; got 6",
+    ),
+    (
+        "batch",
+        {"key": x(3, H, Lk, E), "value": x(3, H, Lk, E)},
+        ValueError,
+        r"query, key, value: expected leading dimensions that broadcast; got \(2,\), \(3,\) and",
+    ),
+    (
+        "batch of 3-D tensors",
+        {"query": x(2, Lq, E), "key": x(3, Lk, E), "value": x(3, Lk, E)},
+        ValueError,
+        r"query, key, value: expected leading dimensions that broadcast; got \(2,\), \(3,\) and",
+    ),
+    (
+        "batch of 5-D tensors",
+        {"query": x(2, 3, H, Lq, E), "key": x(2, 2, H, Lk, E), "value": x(2, 3, H, Lk, E)},
+        ValueError,
+        r"query, key, value: expected leading dimensions that broadcast; got \(2, 3\), \(2, 2\)",
+    ),
+    (
+        "heads",
+        {"key": x(B, 2, Lk, E), "value": x(B, 2, Lk, E)},
+        ValueError,
+        r"key: expected 4 heads, as query \(or enable_gqa=True\); got 2",
+    ),
+    (
+        "value's heads",
+        {"value": x(B, 2, Lk, E), "enable_gqa": True},
+        ValueError,
+        r"value: expected 4 heads, as key; got 2",
+    ),
+    (
+        "groups",
+        {"key": x(B, 3, Lk, E), "value": x(B, 3, Lk, E), "enable_gqa": True},
+        ValueError,
+        r"key: expected a number of heads that divides query's 4; got 3",
+    ),
+    (
+        "no key heads",
+        {"key": x(B, 0, Lk, E), "value": x(B, 0, Lk, E), "enable_gqa": True},
+        ValueError,
+        r"key: expected a number of heads that divides query's 4; got 0",
+    ),
+    # Masks.
+    (
+        "mask of integers",
+        {"attn_mask": x(Lq, Lk, dtype=torch.int64)},
+        TypeError,
+        r"attn_mask: expected torch.bool, torch.float32 or .*\(torch.float32\); got torch.int64",
+    ),
+    (
+        "mask wider than the query",
+        {"attn_mask": x(Lq, Lk, dtype=torch.float64)},
+        TypeError,
+        r"attn_mask: expected torch.bool, torch.float32 or .*; got torch.float64",
+    ),
+    (
+        "mask of another 16 bits",
+        {name: t.bfloat16() for name, t in DEFAULT.items()} | {"attn_mask": x(Lq, Lk).half()},
+        TypeError,
+        r"attn_mask: expected torch.bool, torch.float32 or .*\(torch.bfloat16\); got torch.float16",
+    ),
+    (
+        "mask transposed",
+        {"attn_mask": x(Lk, Lq)},
+        ValueError,
+        r"attn_mask: expected a shape broadcastable to \(2, 4, 5, 7\); got \(7, 5\)",
+    ),
+    (
+        "mask of too many heads",
+        {"attn_mask": x(1, 8, Lq, Lk)},
+        ValueError,
+        r"attn_mask: expected a shape broadcastable to \(2, 4, 5, 7\); got \(1, 8, 5, 7\)",
+    ),
+    (
+        "mask of too many dimensions",
+        {"attn_mask": x(1, B, H, Lq, Lk)},
+        ValueError,
+        r"attn_mask: expected a shape broadcastable to \(2, 4, 5, 7\); got \(1, 2, 4, 5, 7\)",
+    ),
+    (
+        "mask of another 5-D batch",
+        {name: t[:, None] for name, t in DEFAULT.items()} | {"attn_mask": x(2, 3, H, Lq, Lk)},
+        ValueError,
+        r"attn_mask: expected a shape broadcastable to \(2, 1, 4, 5, 7\); got \(2, 3, 4, 5, 7\)",
+    ),
+    (
+        "causal bias of other lengths",
+        {"attn_mask": causal_lower_right(5, 8)},
+        ValueError,
+        r"attn_mask: expected a causal bias for lengths \(5, 7\); got \(5, 8\)",
+    ),
+    ("is_causal a number", {"is_causal": 1}, TypeError, r"is_causal: .*a bool or a .*; got 1"),
+    ("is_causal None", {"is_causal": None}, TypeError, r"is_causal: .*a bool or a .*; got None"),
+    # Lengths, as far as their shape goes.
+    (
+        "lengths a list",
+        {"key_lengths": [3, 3]},
+        TypeError,
+        r"key_lengths: expected a Tensor; got list",
+    ),
+    (
+        "lengths of floats",
+        {"key_lengths": x(B)},
+        TypeError,
+        r"key_lengths: expected int32 or int64; got torch.float32",
+    ),
+    (
+        "lengths of another batch",
+        {"key_lengths": lengths(1, 2, 3)},
+        ValueError,
+        r"key_lengths: expected shape \(B,\); got \(3,\)",
+    ),
+    (
+        "lengths 2-D",
+        {"key_lengths": lengths(1, 2)[:, None]},
+        ValueError,
+        r"key_lengths: expected shape \(B,\); got \(2, 1\)",
+    ),
+    # Numbers.
+    *(
+        (f"dropout {p}", {"dropout_p": p}, ValueError, rf"dropout_p: .*\[0, 1\); got {p}")
+        for p in (-0.1, 1.0, 1.5, float("nan"), float("inf"))
+    ),
+    ("dropout text", {"dropout_p": "0.1"}, TypeError, r"dropout_p: expected a number; got str"),
+    ("dropout None", {"dropout_p": None}, TypeError, r"dropout_p: expected a number; got NoneT"),
+    ("scale text", {"scale": "1"}, TypeError, r"scale: expected a number; got str"),
+    ("scale a tensor", {"scale": x()}, TypeError, r"scale: expected a number; got Tensor"),
+    *(
+        (f"window {w}", {"window": w}, ValueError, rf"window: expected .*; got {re.escape(str(w))}")
+        for w in (-1, 1.5, "3", True, (1,), (1, 2, 3), (None, -2), (2.0, 3))
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"), [a[1:] for a in ARGUMENTS], ids=[a[0] for a in ARGUMENTS]
+)
+def test_arguments(backend, arguments, error, message):
+    call = DEFAULT | arguments
+    refused(trifuse.scaled_dot_product_attention, call, error, message)
+    with pytest.raises(error, match=message):
+        trifuse.explain(trifuse.scaled_dot_product_attention, **call)
+
+
+@pytest.mark.parametrize("values", [(3, 8), (-1, 7)])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_values_of_lengths(backend, values, dtype):
+    message = rf"key_lengths: expected lengths in \[0, 7\]; got \[{values[0]}, {values[1]}\]"
+    arguments = DEFAULT | {"key_lengths": lengths(*values, dtype=dtype)}
+    refused(trifuse.scaled_dot_product_attention, arguments, ValueError, message)
+
+
+def test_a_boolean_mask_cannot_require_a_gradient():
+    """torch refuses to make one, so there is nothing left for us to refuse."""
+    with pytest.raises(RuntimeError, match="floating point"):
+        torch.ones(Lq, Lk, dtype=torch.bool).requires_grad_()
+
+
+def test_argument_errors_are_torch_s_too():
+    """Code that catches what F.scaled_dot_product_attention raises goes on catching it."""
+    assert issubclass(trifuse.ArgumentError, ValueError)
+    assert issubclass(trifuse.ArgumentError, RuntimeError)
+
+
+# Packed sequences -------------------------------------------------------------------------------
+
+PACKED = {"query": x(9, H, E), "key": x(9, H, E), "value": x(9, H, E)}
+PACKED |= {"cu_seqlens_q": lengths(0, 4, 9)}
+
+PACKED_ARGUMENTS: list[tuple[str, dict[str, Any], type, str]] = [
+    (
+        "query 4-D",
+        {"query": x(1, 9, H, E)},
+        ValueError,
+        r"query: expected shape \(total, heads, head_dim\); got \(1, 9, 4, 8\)",
+    ),
+    ("key 2-D", {"key": x(9, E)}, ValueError, r"key: expected shape \(total,.*; got \(9, 8\)"),
+    ("value 4-D", {"value": x(9, H, E, 1)}, ValueError, r"value: expected shape \(total,.*; got"),
+    ("boundaries a list", {"cu_seqlens_q": [0, 9]}, TypeError, r"cu_seqlens_q: .*Tensor; got list"),
+    ("boundaries None", {"cu_seqlens_q": None}, TypeError, r"cu_seqlens_q: .*; got NoneType"),
+    ("boundaries of floats", {"cu_seqlens_q": x(3)}, TypeError, r"cu_seqlens_q: .*torch.float32"),
+    (
+        "boundaries 2-D",
+        {"cu_seqlens_q": lengths(0, 9)[None]},
+        ValueError,
+        r"cu_seqlens_q: expected shape \(sequences \+ 1,\); got \(1, 2\)",
+    ),
+    (
+        "no boundary",
+        {"cu_seqlens_q": lengths()},
+        ValueError,
+        r"cu_seqlens_q: expected at least one boundary; got an empty tensor",
+    ),
+    (
+        "other number of key boundaries",
+        {"cu_seqlens_k": lengths(0, 9)},
+        ValueError,
+        r"cu_seqlens_k: expected shape of cu_seqlens_q; got \(2,\)",
+    ),
+    (
+        "boundaries on another device",
+        {"cu_seqlens_k": lengths(0, 4, 9).to("meta")},
+        ValueError,
+        r"cu_seqlens_k: expected a tensor on cpu, as query; got meta",
+    ),
+    *(
+        (f"{name} {bad}", {name: bad}, ValueError, rf"{name}: expected an int ≥ 0; got {bad}")
+        for name in ("max_seqlen_q", "max_seqlen_k")
+        for bad in (-1, 2.0, True)
+    ),
+    (
+        "causal bias",
+        {"attn_mask": causal_lower_right(9, 9)},
+        ValueError,
+        r"attn_mask: expected a tensor \(is_causal takes a CausalVariant\); got a CausalBias",
+    ),
+    (
+        "mask of the packed length",
+        {"attn_mask": x(9, 9), "max_seqlen_q": 5, "max_seqlen_k": 5},
+        ValueError,
+        r"attn_mask: expected a shape broadcastable to \(2, 4, 5, 5\); got \(9, 9\)",
+    ),
+    (
+        "heads",
+        {"key": x(9, 2, E), "value": x(9, 2, E)},
+        ValueError,
+        r"key: expected 4 heads, as query \(or enable_gqa=True\); got 2",
+    ),
+    ("head_dim", {"key": x(9, H, 9)}, ValueError, r"key: expected head_dim 8, as query; got 9"),
+    ("tokens", {"value": x(8, H, E)}, ValueError, r"value: expected length 9, as key; got 8"),
+    ("dropout", {"dropout_p": 1}, ValueError, r"dropout_p: expected a probability.*; got 1"),
+    ("window", {"window": -3}, ValueError, r"window: expected .*; got -3"),
+    ("scale", {"scale": [1]}, TypeError, r"scale: expected a number; got list"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [a[1:] for a in PACKED_ARGUMENTS],
+    ids=[a[0] for a in PACKED_ARGUMENTS],
+)
+def test_packed_arguments(backend, arguments, error, message):
+    call = PACKED | arguments
+    refused(trifuse.varlen_attention, call, error, message)
+    with pytest.raises(error, match=message):
+        trifuse.explain(trifuse.varlen_attention, **call)
+
+
+@pytest.mark.parametrize("name", ["cu_seqlens_q", "cu_seqlens_k"])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("values", [(1, 4, 9), (0, 5, 4), (0, 4, 10), (0, -1, 9), (-2, 0, 9)])
+def test_values_of_boundaries(backend, name, values, dtype):
+    """Not 0 first, decreasing, past the last token."""
+    message = (
+        rf"{name}: expected 0 first, no decrease, no step over 9, the last at most 9; "
+        rf"got {re.escape(str(list(values)))}"
+    )
+    arguments = PACKED | {name: lengths(*values, dtype=dtype)}
+    if name == "cu_seqlens_q":
+        arguments["cu_seqlens_k"] = lengths(0, 4, 9)
+    refused(trifuse.varlen_attention, arguments, ValueError, message)
+
+
+@pytest.mark.parametrize("side", ["q", "k"])
+def test_longest_sequence_is_checked(backend, side):
+    message = rf"cu_seqlens_{side}: expected .*no step over 4, .*; got \[0, 4, 9\]"
+    arguments = PACKED | {f"max_seqlen_{side}": 4}
+    refused(trifuse.varlen_attention, arguments, ValueError, message)
+
+
+# Backends ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "why"),
+    [
+        ("cuda", {}, r"no CUDA kernels|tensors are on cpu"),
+        ("cpp", {"device": "meta"}, r"tensors are on meta"),
+        ("triton", {"device": "meta"}, r"tensors are on meta|triton is not installed"),
+        ("triton", {"dtype": torch.float64}, r"no kernel for torch.float64|not installed|on cpu"),
+    ],
+)
+def test_a_backend_that_cannot_serve_the_call(name, arguments, why):
+    if name == "cpp" and backends._C is None:
+        why = "the C\\+\\+ extension is missing"
+    inputs = [x(1, 1, 2, 3, **arguments)] * 3
+    message = rf"attention: backend '{name}' can't serve this call: .*({why})"
+    with trifuse.backend(name), pytest.raises(RuntimeError, match=message):
+        trifuse.scaled_dot_product_attention(*inputs)

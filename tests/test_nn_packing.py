@@ -1,0 +1,322 @@
+"""Padding left out by the encoders: the same numbers, from less work, when nobody can tell."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import trifuse
+from trifuse.models.bert import BertConfig, BertModel
+from trifuse.nn import packing
+
+D, H, L = 16, 4, 7
+TINY = {
+    "vocab_size": 97,
+    "hidden_size": D,
+    "num_hidden_layers": 2,
+    "num_attention_heads": H,
+    "intermediate_size": 24,
+}
+KEEP = {
+    "padded right": torch.arange(L) < torch.tensor([7, 3, 1])[:, None],
+    "padded left": (torch.arange(L) < torch.tensor([2, 7, 5])[:, None]).flip(1),
+    "with holes": torch.tensor([[1, 0, 1, 1, 0, 0, 1], [0, 1] * 3 + [0], [1] * 7]).bool(),
+    "one is empty": torch.arange(L) < torch.tensor([4, 0, 6])[:, None],
+}
+
+
+def encoder(*, fused: bool, batch_first: bool = True, norm_first: bool = False) -> nn.Module:
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(
+        D, H, 24, 0.0, batch_first=batch_first, norm_first=norm_first, dtype=torch.float64
+    )
+    model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+    if fused:
+        trifuse.fuse(model)
+    return model
+
+
+def bert_model(*, fused: bool) -> nn.Module:
+    torch.manual_seed(0)
+    model = BertModel(BertConfig(**TINY)).double().eval()
+    if fused:
+        trifuse.fuse(model)
+    return model
+
+
+def huggingface_bert(*, fused: bool) -> nn.Module:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    model = transformers.BertModel(transformers.BertConfig(**TINY)).double().eval()
+    if fused:
+        trifuse.fuse(model)
+    return model
+
+
+def bert_encoder(model: nn.Module, x: Tensor, keep: Tensor) -> Tensor:
+    if isinstance(model, BertModel):
+        return model.encoder(x, keep)
+    return model.encoder(x, attention_mask=keep[:, None, None]).last_hidden_state
+
+
+@pytest.fixture
+def tokens_seen(monkeypatch) -> list[int]:
+    """How many tokens each call of a linear layer was given."""
+    seen = []
+    linear = nn.Linear.forward
+
+    def forward(self, x):
+        seen.append(x[..., 0].numel())
+        return linear(self, x)
+
+    monkeypatch.setattr(nn.Linear, "forward", forward)
+    return seen
+
+
+@pytest.mark.parametrize("keep", KEEP.values(), ids=KEEP)
+def test_pack(keep):
+    packed = packing.pack(nn.Identity(), keep)
+    lengths = keep.sum(1).tolist()
+    assert packed.cu_seqlens.dtype == torch.int32
+    assert packed.cu_seqlens.diff().tolist() == lengths
+    assert packed.cu_seqlens[0] == 0
+    assert packed.max_seqlen == max(lengths)
+
+    x = torch.randn(3, L, D, requires_grad=True)
+    tokens = packing.gather(x, packed)
+    assert torch.equal(tokens[0], x[keep])
+    back = packing.scatter(tokens, packed, x.shape)
+    assert torch.equal(back, x.masked_fill(~keep[..., None], 0))
+    back.sum().backward()
+    assert torch.equal(x.grad, keep[..., None].expand_as(x).float())
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("norm_first", [False, True])
+@pytest.mark.parametrize("batch_first", [False, True])
+@pytest.mark.parametrize("name", [name for name in KEEP if "empty" not in name])
+def test_transformer_encoder(name, batch_first, norm_first, causal, tokens_seen, calls):
+    options = {"batch_first": batch_first, "norm_first": norm_first}
+    theirs, ours = encoder(fused=False, **options), encoder(fused=True, **options)
+    keep = KEEP[name]
+    if causal and name != "padded right":
+        keep = keep.clone()
+        keep[:, 0] = True  # torch gives NaN for a query that sees no key
+    mask = torch.ones(L, L, dtype=torch.bool).triu(1) if causal else None
+    x = torch.randn(3, L, D, dtype=torch.float64)
+    results = []
+    for model in (theirs, ours):
+        tokens_seen.clear()
+        leaf = x.clone().requires_grad_()
+        src = leaf if batch_first else leaf.transpose(0, 1)
+        out = model(src, mask=mask, src_key_padding_mask=~keep)
+        out = (out if batch_first else out.transpose(0, 1))[keep]
+        out.square().sum().backward()
+        results.append([out, leaf.grad[keep], *(p.grad for p in model.parameters())])
+    for mine, their in zip(*reversed(results), strict=True):
+        torch.testing.assert_close(mine, their)
+    assert set(tokens_seen) == {int(keep.sum())}
+    assert calls == ["varlen_attention"] * 2
+
+
+@pytest.mark.parametrize("make", [bert_model, huggingface_bert])
+@pytest.mark.parametrize("name", [name for name in KEEP if "empty" not in name])
+def test_bert(make, name, tokens_seen):
+    keep = KEEP[name]
+    ids = torch.randint(1, 97, (3, L), generator=torch.Generator().manual_seed(1))
+    results = []
+    for fused in (False, True):
+        model = make(fused=fused)
+        tokens_seen.clear()
+        out = model(ids, attention_mask=keep.long())[0]
+        seen = set(tokens_seen)
+        assert torch.equal(out[~keep], torch.zeros_like(out[~keep])) == fused
+        out[keep].square().sum().backward()
+        results.append([out[keep], *(p.grad for p in model.parameters() if p.grad is not None)])
+    for mine, their in zip(*reversed(results), strict=True):
+        torch.testing.assert_close(mine, their)
+    assert seen == {int(keep.sum()), 3}  # the pooler sees one token of each sequence
+
+
+@pytest.mark.parametrize("make", [bert_model, huggingface_bert])
+def test_sequences_without_a_token(make):
+    keep = KEEP["one is empty"]
+    model = make(fused=True)
+    x = torch.randn(3, L, D, dtype=torch.float64, requires_grad=True)
+    out = bert_encoder(model, x, keep)
+    assert not out[~keep].any()
+    torch.testing.assert_close(out[:1], bert_encoder(model, x[:1], keep[:1]))
+    out.sum().backward()
+    assert x.grad.isfinite().all()
+    assert not x.grad[~keep].any()
+
+
+@pytest.mark.parametrize("make", [bert_model, huggingface_bert])
+def test_a_batch_without_a_token(make, calls):
+    x = torch.randn(3, L, D, dtype=torch.float64)
+    out = bert_encoder(make(fused=True), x, torch.zeros(3, L, dtype=torch.bool))
+    assert out.isfinite().all()
+    assert "varlen_attention" not in calls
+
+
+@pytest.mark.parametrize("make", [encoder, bert_model, huggingface_bert])
+def test_what_is_in_the_padding_does_not_matter(make):
+    model, keep = make(fused=True), KEEP["padded right"]
+    x = torch.randn(3, L, D, dtype=torch.float64)
+    spoilt = x.masked_fill(~keep[..., None], torch.nan)
+    if make is encoder:
+        results = [model(src, src_key_padding_mask=~keep) for src in (x, spoilt)]
+    else:
+        results = [bert_encoder(model, src, keep) for src in (x, spoilt)]
+    assert torch.equal(*results)
+
+
+def test_without_padding_nothing_is_packed(calls):
+    model = encoder(fused=True)
+    x = torch.randn(3, L, D, dtype=torch.float64)
+    model(x, src_key_padding_mask=torch.zeros(3, L, dtype=torch.bool))
+    assert calls == ["scaled_dot_product_attention"] * 2
+
+
+def test_masks_that_packing_cannot_follow(calls):
+    """A mask that isn't causal, and one that is added to the scores."""
+    theirs, ours = encoder(fused=False), encoder(fused=True)
+    x, keep = torch.randn(3, L, D, dtype=torch.float64), KEEP["padded right"]
+    banded = torch.ones(L, L, dtype=torch.bool).triu(2)
+    added = torch.zeros(3, L).double().masked_fill_(~keep, -torch.inf)
+    for arguments in (
+        {"mask": banded, "src_key_padding_mask": ~keep},
+        {"src_key_padding_mask": added},
+    ):
+        torch.testing.assert_close(ours(x, **arguments)[keep], theirs(x, **arguments)[keep])
+    assert calls == ["scaled_dot_product_attention"] * 4
+
+
+def watched(model: nn.Module) -> None:
+    model.get_submodule(DEEP[type(model)]).register_forward_hook(lambda *_: None)
+
+
+def watched_before(model: nn.Module) -> None:
+    model.get_submodule(DEEP[type(model)]).register_forward_pre_hook(lambda *_: None)
+
+
+def watched_backward(model: nn.Module) -> None:
+    model.get_submodule(DEEP[type(model)]).register_full_backward_hook(lambda *_: None)
+
+
+def watched_before_backward(model: nn.Module) -> None:
+    model.get_submodule(DEEP[type(model)]).register_full_backward_pre_hook(lambda *_: None)
+
+
+def replaced(model: nn.Module) -> None:
+    module = model.get_submodule(DEEP[type(model)])
+    module.forward = module.forward
+
+
+class Own(nn.Linear):
+    pass
+
+
+def unknown(model: nn.Module) -> None:
+    model.get_submodule(DEEP[type(model)]).__class__ = Own
+
+
+DEEP = {
+    trifuse.nn.TransformerEncoder: "layers.1.linear2",
+    BertModel: "encoder.layer.1.intermediate.dense",
+}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [watched, watched_before, watched_backward, watched_before_backward, replaced, unknown],
+)
+@pytest.mark.parametrize("make", [encoder, bert_model])
+def test_where_it_could_be_noticed_nothing_is_packed(make, change, calls):
+    model, keep = make(fused=True), KEEP["padded right"]
+    x = torch.randn(3, L, D, dtype=torch.float64)
+
+    def run() -> Tensor:
+        if make is encoder:
+            return model(x, src_key_padding_mask=~keep)
+        return bert_encoder(model, x, keep)
+
+    wanted = run()
+    assert calls == ["varlen_attention"] * 2
+    calls.clear()
+    change(model)
+    torch.testing.assert_close(run()[keep], wanted[keep])
+    assert calls == ["scaled_dot_product_attention"] * 2
+
+
+def test_appended_keys_are_not_packed(calls):
+    model = encoder(fused=True)
+    torch.manual_seed(0)
+    for layer in model.layers:
+        layer.self_attn = trifuse.nn.MultiheadAttention(
+            D, H, add_zero_attn=True, batch_first=True, dtype=torch.float64
+        )
+    x, keep = torch.randn(3, L, D, dtype=torch.float64), KEEP["padded right"]
+    alone = model(x[1:2, :3])
+    torch.testing.assert_close(model(x, src_key_padding_mask=~keep)[1:2, :3], alone)
+    assert set(calls) == {"scaled_dot_product_attention"}
+
+
+def test_hidden_states_of_transformers_keep_their_shape():
+    model = huggingface_bert(fused=True)
+    keep = KEEP["padded right"]
+    ids = torch.randint(1, 97, (3, L), generator=torch.Generator().manual_seed(1))
+    wanted = model(ids, attention_mask=keep.long())[0]
+    out = model(ids, attention_mask=keep.long(), output_hidden_states=True)
+    assert [tuple(x.shape) for x in out.hidden_states] == [(3, L, D)] * 3
+    torch.testing.assert_close(out.last_hidden_state[keep], wanted[keep])
+
+
+def test_transformers_encoder_alone_and_after_revert():
+    """Retyped but with another attention implementation, it does what transformers does."""
+    model = huggingface_bert(fused=True)
+    plain = huggingface_bert(fused=False)
+    model.config._attn_implementation = "sdpa"
+    x, keep = torch.randn(3, L, D, dtype=torch.float64), KEEP["padded right"]
+    assert torch.equal(bert_encoder(model, x, keep), bert_encoder(plain, x, keep))
+
+
+def test_under_compile_and_transforms():
+    """Values can't be read there; the result is the same on real tokens."""
+    model, keep = encoder(fused=True), KEEP["padded right"]
+    x = torch.randn(3, L, D, dtype=torch.float64)
+
+    def run(src: Tensor, mask: Tensor) -> Tensor:
+        return model(src, src_key_padding_mask=mask)
+
+    wanted = run(x, ~keep)[keep]
+    compiled = torch.compile(run, fullgraph=True, backend="eager")
+    torch.testing.assert_close(compiled(x, ~keep)[keep], wanted)
+    mapped = torch.vmap(run)(x[:, None], ~keep[:, None]).squeeze(1)
+    torch.testing.assert_close(mapped[keep], wanted)
+
+
+def test_dropout_applies_to_packed_tokens():
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(D, H, 24, 0.5, batch_first=True)
+    for module in layer.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0  # leaves the dropout of the attention weights
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "enable_nested_tensor is True")
+        model = nn.TransformerEncoder(layer, 1)
+    trifuse.fuse(model)
+    x, keep = torch.randn(3, L, D), KEEP["padded right"]
+    draws = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        draws.append(model(x, src_key_padding_mask=~keep))
+    assert torch.equal(draws[0], draws[1])
+    assert not torch.equal(draws[0][keep], draws[2][keep])
+    model.eval()
+    still = copy.deepcopy(model)
+    assert torch.equal(model(x, src_key_padding_mask=~keep), still(x, src_key_padding_mask=~keep))
