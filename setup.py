@@ -42,12 +42,13 @@ X86 = {
     "AVX512": ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx2", "-mfma", "-mf16c"],
 }
 X86["AVX512_BF16"] = [*X86["AVX512"], "-mavx512bf16"]
+X86["AMX_BF16"] = [*X86["AVX512_BF16"], "-DTRIFUSE_BRGEMM"]
 CAPABILITIES = X86 if platform.machine() in ("x86_64", "AMD64") else {"DEFAULT": []}
 
 
 def kernel_flags(capability: str) -> list[str]:
     """Flags for one instruction set. ATen's vector types are chosen by the same macros."""
-    aten = capability.removesuffix("_BF16")
+    aten = "AVX512" if capability.endswith("_BF16") else capability
     return [
         f"-DCPU_CAPABILITY={aten}",
         *([] if aten == "DEFAULT" else [f"-DCPU_CAPABILITY_{aten}"]),

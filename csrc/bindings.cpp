@@ -28,7 +28,11 @@ pybind11::dict build_info() {
   TRIFUSE_EACH_CAPABILITY(TRIFUSE_ADD)
 #undef TRIFUSE_ADD
   info["capabilities"] = compiled;
-  info["compiler"] = __VERSION__;
+#if defined(__clang__)
+  info["compiler"] = __VERSION__;  // names itself
+#else
+  info["compiler"] = "GCC " __VERSION__;
+#endif
   info["torch"] = TORCH_VERSION;
   info["cuda"] = false;
   return info;

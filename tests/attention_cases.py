@@ -275,7 +275,7 @@ def cases(draw: st.DrawFn, dtype: torch.dtype, with_dropout: bool = True) -> Cas
     options["is_causal"] = draw(st.sampled_from((False, False, True, *CausalVariant)))
     side = st.none() | st.integers(0, max(Lq, Lk, 1))
     options["window"] = draw(st.none() | side | st.tuples(side, side))
-    options["scale"] = draw(st.sampled_from((None, None, 0.5, 0.0, -0.3, 2.0 / math.sqrt(E))))
+    options["scale"] = draw(st.sampled_from((None, None, 0.5, 0.0, -0.3, 4 / math.sqrt(E))))
     if draw(st.booleans()):
         lengths = draw(st.lists(st.integers(0, Lk), min_size=B, max_size=B))
         kind = draw(st.sampled_from((torch.int32, torch.int64)))

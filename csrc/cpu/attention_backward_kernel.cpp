@@ -382,6 +382,7 @@ void run(const AttentionProblem& p, int64_t task, int32_t* progress) {
 }
 
 void run_any(const AttentionProblem& p, int64_t task, int32_t* progress) {
+  [[maybe_unused]] const MatrixUnit unit;
   switch (p.dtype) {
     case DType::Float32: return run<float>(p, task, progress);
     case DType::BFloat16: return run<c10::BFloat16>(p, task, progress);

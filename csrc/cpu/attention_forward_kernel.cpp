@@ -185,6 +185,7 @@ void run(const AttentionProblem& p, int64_t task) {
 }
 
 void run_any(const AttentionProblem& p, int64_t task) {
+  [[maybe_unused]] const MatrixUnit unit;
   switch (p.dtype) {
     case DType::Float32: return run<float>(p, task);
     case DType::BFloat16: return run<c10::BFloat16>(p, task);

@@ -1,8 +1,11 @@
 #include "cpu/capability.h"
 
+#include <ATen/native/CPUBlas.h>
+
 #include <atomic>
 #include <cstdlib>
 #include <stdexcept>
+#include <utility>
 
 namespace trifuse {
 namespace {
@@ -19,7 +22,8 @@ bool machine_has(Capability c) {
     case Capability::DEFAULT: return true;
     case Capability::AVX2: return avx2;
     case Capability::AVX512: return avx512;
-    case Capability::AVX512_BF16: return avx512 && __builtin_cpu_supports("avx512bf16");
+    case Capability::AVX512_BF16:
+    case Capability::AMX_BF16: return avx512 && __builtin_cpu_supports("avx512bf16");
   }
   return false;
 #else
@@ -62,6 +66,11 @@ std::vector<Capability> capabilities() {
   if (machine_has(Capability::capability)) list.push_back(Capability::capability);
   TRIFUSE_EACH_CAPABILITY(TRIFUSE_ADD)
 #undef TRIFUSE_ADD
+#if defined(__x86_64__)
+  // could_pack: whether brgemm wants bfloat16 in the matrix unit's layout.
+  if (list.back() == Capability::AMX_BF16 && !at::native::cpublas::could_pack(at::kBFloat16))
+    std::swap(list.back(), list[list.size() - 2]);
+#endif
   return list;
 }
 

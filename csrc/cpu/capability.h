@@ -8,6 +8,8 @@
 //   AVX2          with FMA and F16C
 //   AVX512        F, BW, VL, DQ
 //   AVX512_BF16   AVX512 with dot products of bfloat16 pairs
+//   AMX_BF16      AVX512_BF16 whose bfloat16 products go through torch's brgemm, which uses the matrix
+//                 unit (AMX); on a machine without one it runs too, but is not the best
 
 #pragma once
 
@@ -15,7 +17,7 @@
 #include <vector>
 
 #if defined(__x86_64__)
-#define TRIFUSE_EACH_CAPABILITY(X) X(DEFAULT) X(AVX2) X(AVX512) X(AVX512_BF16)
+#define TRIFUSE_EACH_CAPABILITY(X) X(DEFAULT) X(AVX2) X(AVX512) X(AVX512_BF16) X(AMX_BF16)
 #else
 #define TRIFUSE_EACH_CAPABILITY(X) X(DEFAULT)
 #endif

@@ -16,6 +16,9 @@
 #pragma once
 
 #include <ATen/cpu/vec/vec.h>
+#ifdef TRIFUSE_BRGEMM
+#include <ATen/native/CPUBlas.h>
+#endif
 #include <c10/util/BFloat16.h>
 
 #include <cstdint>
@@ -146,5 +149,41 @@ void tile_gemm(
   if constexpr (kVectors > 2) if (n + lanes < N) columns.template operator()<2>();
   if (n < N) columns.template operator()<1>();
 }
+
+#ifdef TRIFUSE_BRGEMM
+
+// By torch's brgemm, which wants A's rows contiguous along k. Where they run along m (weights, whose
+// tile is held transposed), they are at most a tile and are turned around first.
+template <>
+inline void tile_gemm(
+    int64_t M, int64_t N, int64_t K, const BFloat16Pair* a, int64_t a_m, int64_t a_k,
+    const BFloat16Pair* b, int64_t ldb, float* c, int64_t ldc, Old<float> old) {
+  if (M <= 0 || N <= 0 || K <= 0) return;
+  constexpr int64_t kLargest = 64;
+  BFloat16Pair rows[kLargest * kLargest];
+  if (a_k != 1) {
+    for (int64_t m = 0; m < M; ++m)
+      for (int64_t k = 0; k < K; ++k) rows[m * kLargest + k] = a[m * a_m + k * a_k];
+    a = rows;
+    a_m = kLargest;
+  }
+  if (old.scale)
+    for (int64_t m = 0; m < M; ++m)
+      for (int64_t n = 0; n < N; ++n) c[m * ldc + n] *= old.scale[m];
+  at::native::cpublas::brgemm(
+      M, N, 2 * K, 2 * a_m, ldb, ldc, old.keep, reinterpret_cast<const c10::BFloat16*>(a),
+      reinterpret_cast<const c10::BFloat16*>(b), c, /*is_vnni=*/true);
+}
+
+// The matrix unit is configured by brgemm; a thread hands it back when its task is done.
+struct MatrixUnit {
+  ~MatrixUnit() { at::native::cpublas::brgemm_release(); }
+};
+
+#else
+
+struct MatrixUnit {};
+
+#endif
 
 }  // namespace trifuse::TRIFUSE_CAPABILITY
