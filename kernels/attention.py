@@ -238,19 +238,6 @@ def _dot(a, b, acc):
 
 
 @triton.jit
-def _chunked(
-    a, a_strides, a_first, a_length, b, b_strides, b_first, b_length,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, CH: tl.constexpr
-):  # fmt: skip
-    acc = tl.zeros((ROWS, COLUMNS), tl.float32)
-    for e in tl.range(0, BLOCK_DIM, CH):
-        x = _load_rows(a + e * a_strides[3], a_strides, a_first, a_length, ROWS, DIM - 0, CH, False)
-        y = _load_rows(b + e * b_strides[3], b_strides, b_first, b_length, COLUMNS, DIM - 0, CH, False)
-        acc = _dot(x, tl.trans(y), acc)
-    return acc
-
-
-@triton.jit
 def _zero_non_finite(x):
     return tl.where(tl.abs(x.to(tl.float32)) < INF, x, 0.0).to(x.dtype)
 
@@ -414,7 +401,7 @@ def _attend(
             head.key, inputs.key.strides, first, head.keys, BLOCK_N, variant.E, variant.BLOCK_E,
             INSIDE,
         )  # fmt: skip
-        products = _chunked(head.query, inputs.query.strides, first_row, head.queries, head.key, inputs.key.strides, first, head.keys, BLOCK_M, BLOCK_N, variant.E, variant.BLOCK_E, 16)
+        products = _dot(query, tl.trans(key), tl.zeros((BLOCK_M, BLOCK_N), tl.float32))
         # ±Inf becomes NaN: from here on -∞ says that a pair takes no part.
         scores = tl.fma(products, 0.0, products)
         keep, bias = _take_part(head, inputs, sizes, rows, columns, variant, INSIDE)
@@ -678,7 +665,7 @@ def _collect(
             head.query, inputs.query.strides, first, head.queries, BLOCK_M, variant.E,
             variant.BLOCK_E, INSIDE,
         )  # fmt: skip
-        products = _chunked(head.key, inputs.key.strides, first_column, head.keys, head.query, inputs.query.strides, first, head.queries, BLOCK_N, BLOCK_M, variant.E, variant.BLOCK_E, 16)
+        products = _dot(key, tl.trans(query), tl.zeros((BLOCK_N, BLOCK_M), tl.float32))
         do = _load_rows(
             grad_out, grad_out_strides, first, head.queries, BLOCK_M, variant.Ev,
             variant.BLOCK_EV, INSIDE,
@@ -688,7 +675,7 @@ def _collect(
         p = _weights(products, bias, peak, log_total, sizes, variant)
         if variant.masked or not INSIDE:
             p = tl.where(keep, p, 0.0)
-        grad_p = _chunked(head.value, inputs.value.strides, first_column, head.keys, grad_out, grad_out_strides, first, head.queries, BLOCK_N, BLOCK_M, variant.Ev, variant.BLOCK_EV, 16)
+        grad_p = _dot(value, tl.trans(do), tl.zeros((BLOCK_N, BLOCK_M), tl.float32))
         dropped = p
         if variant.dropout:
             kept = tl.trans(
@@ -859,12 +846,12 @@ def _grad_scores(
     """dS (BLOCK_M, BLOCK_N), 0 for pairs that don't take part."""
     rows = first_row + tl.arange(0, BLOCK_M)[:, None]
     columns = first_column + tl.arange(0, BLOCK_N)[None, :]
-    products = _chunked(head.query, inputs.query.strides, first_row, head.queries, head.key, inputs.key.strides, first_column, head.keys, BLOCK_M, BLOCK_N, variant.E, variant.BLOCK_E, 16)
+    products = _dot(query, tl.trans(key), tl.zeros((BLOCK_M, BLOCK_N), tl.float32))
     value = _load_rows(
         head.value, inputs.value.strides, first_column, head.keys, BLOCK_N, variant.Ev,
         variant.BLOCK_EV, INSIDE,
     )  # fmt: skip
-    grad_p = _chunked(head.query, inputs.query.strides, first_row, head.queries, head.value, inputs.value.strides, first_column, head.keys, BLOCK_M, BLOCK_N, variant.Ev, variant.BLOCK_EV, 16)
+    grad_p = _dot(do, tl.trans(value), tl.zeros((BLOCK_M, BLOCK_N), tl.float32))
     if variant.dropout:
         kept = dropout_keep(
             head.seed, head.plane, first_row, first_column, sizes.threshold, BLOCK_M, BLOCK_N

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from typing import Any, NamedTuple
 
@@ -246,6 +247,80 @@ def _differentiate(case: Case, function: Any) -> Results:
         zip(wanted, torch.autograd.grad(outputs, list(wanted.values()), upstream), strict=True)
     )
     return Results(out.detach(), lse.detach(), *(grads.get(name) for name in names))
+
+
+# Made to measure --------------------------------------------------------------------------------
+
+
+def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def make(
+    B: int = 2, H: int = 2, Lq: int = 70, Lk: int = 75, E: int = 16, Ev: int | None = None,
+    *, Hkv: int | None = None, mask: Tensor | None = None, dtype: torch.dtype = torch.float32,
+    **options: Any,
+) -> Case:  # fmt: skip
+    """A case of these sizes; 70 and 75 reach into a second block of a kernel's tiles."""
+    Hkv, Ev = Hkv or H, Ev or E
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    return Case(
+        normal(B, H, Lq, E, seed=1, dtype=dtype), normal(B, Hkv, Lk, E, seed=2, dtype=dtype),
+        normal(B, Hkv, Lk, Ev, seed=3, dtype=dtype), mask,
+        normal(B, H, Lq, Ev, seed=4, dtype=dtype), normal(B, H, Lq, seed=5, dtype=wide),
+        {"enable_gqa": Hkv != H, **options},
+    )  # fmt: skip
+
+
+def packed(lengths_q: list[int], lengths_k: list[int], rest: int = 0, **sizes: Any) -> Case:
+    """Sequences end to end, and ``rest`` tokens more: (1, H, total, E)."""
+    return make(B=1, Lq=sum(lengths_q) + rest, Lk=sum(lengths_k) + rest, **sizes)
+
+
+def boundaries(lengths: list[int], dtype: torch.dtype = torch.int64) -> Tensor:
+    return torch.tensor([0, *itertools.accumulate(lengths)], dtype=dtype)
+
+
+def run_packed(case: Case, cu_q: Tensor, cu_k: Tensor | None, **options: Any) -> Results:
+    """As :func:`run`, through ``varlen_attention``."""
+    torch.manual_seed(SEED)
+    inputs = [x[0].transpose(0, 1).detach() for x in (case.query, case.key, case.value)]
+    wanted = [x.requires_grad_() for x in inputs]
+    mask = case.attn_mask
+    if mask is not None and mask.is_floating_point():
+        mask = mask.detach().requires_grad_()
+        wanted.append(mask)
+    out, lse = trifuse.varlen_attention(
+        *inputs, cu_q, cu_k, attn_mask=mask, return_lse=True, **case.options, **options
+    )
+    upstream = (case.grad_out[0].transpose(0, 1), case.grad_lse[0].transpose(0, 1))
+    grads = torch.autograd.grad((out, lse), wanted, upstream)
+    front = [x.detach().transpose(0, 1)[None] for x in (out, lse, *grads[:3])]
+    return Results(*front, grads[3] if len(grads) > 3 else None)
+
+
+# Compared ---------------------------------------------------------------------------------------
+
+
+def assert_same_bits(actual: Results, expected: Results) -> None:
+    for name, a, e in zip(Results._fields, actual, expected, strict=True):
+        assert (a is None) == (e is None), name
+        if a is not None:
+            assert_equal(a, e, name)
+
+
+def assert_equal(actual: Tensor, expected: Tensor, name: str = "") -> None:
+    assert actual.dtype == expected.dtype
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True, msg=None)
+
+
+def assert_near(actual: Results, expected: Results) -> None:
+    """Equal but for rounding: how far rounding may go is test_attention_accuracy's business."""
+    for a, e in zip(actual, expected, strict=True):
+        if e is not None:
+            rtol = {torch.float64: 1e-9, torch.float32: 2e-4}.get(a.dtype, 2e-2)
+            torch.testing.assert_close(a.double(), e.double(), rtol=rtol, atol=rtol / 10)
 
 
 # Drawn at random --------------------------------------------------------------------------------

@@ -38,6 +38,10 @@ hypothesis.settings.load_profile("default")
 torch.set_num_threads(1)
 
 
+def pytest_make_parametrize_id(val: object) -> str | None:
+    return str(val).removeprefix("torch.") if isinstance(val, torch.dtype) else None
+
+
 class Kernel(NamedTuple):
     """A backend, and for the C++ one the instruction set it was compiled for."""
 
@@ -90,6 +94,17 @@ def kernel(request: pytest.FixtureRequest) -> Iterator[Kernel]:
     """As ``backend``, and by the C++ kernels as compiled for each instruction set in turn."""
     with request.param.serving():
         yield request.param
+
+
+@pytest.fixture
+def triton() -> Iterator[Kernel]:
+    """Triton's kernels in its interpreter. A program takes milliseconds there: for tiny tensors."""
+    why_not = backends._why_not_triton(backends.Call("attention", "cpu", torch.float32))
+    if why_not is not None:
+        pytest.skip(why_not)
+    kernel = Kernel("triton")
+    with kernel.serving():
+        yield kernel
 
 
 @pytest.fixture

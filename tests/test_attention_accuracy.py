@@ -7,7 +7,16 @@ import math
 
 import pytest
 import torch
-from attention_cases import Case, cases, dropout_multiplier, judge, pairs, record_accuracy, run
+from attention_cases import (
+    Case,
+    cases,
+    dropout_multiplier,
+    judge,
+    make,
+    pairs,
+    record_accuracy,
+    run,
+)
 from hypothesis import given, settings
 from numerics import Accuracy
 from torch.nn.attention.bias import CausalVariant
@@ -31,6 +40,21 @@ def test_numerics_rule(dtype, every_kernel):
     call()
     for _, accuracy in accuracies:
         accuracy.conclude()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"is_causal": True, "dropout_p": 0.3, "mask": torch.linspace(-2, 1, 7)},
+        {"window": 2, "key_lengths": torch.tensor([7, 0]), "H": 4, "Hkv": 2},
+    ],
+    ids=["plain", "causal, mask, dropout", "window, lengths, groups"],
+)
+def test_triton_by_the_same_rule(triton, options):
+    """A few calls, to see the three backends agree; test_kernels_attention has the others."""
+    case = make(B=2, Lq=5, Lk=7, E=4, **options)
+    record_accuracy(Accuracy(triton.name), case, judge(case))
 
 
 def test_specification_is_the_definition():

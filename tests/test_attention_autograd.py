@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from test_attention import normal
+from attention_cases import normal
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import CausalVariant
+from torch.utils.checkpoint import checkpoint
 
 import trifuse
 from trifuse import backends
@@ -168,6 +169,30 @@ def test_backward_keeps_its_backend(backend):
     ran = {event.key for event in profile.key_averages() if "trifuse" in event.key}
     assert ran == {"trifuse::attention_backward"}
     assert out.grad_fn is not None
+
+
+def test_checkpointing_drops_the_same_weights_again(backend):
+    """A forward run a second time, from the same generator state, is the same forward."""
+    args = inputs()
+
+    def block(*a: Tensor) -> Tensor:
+        return attention(*a, dropout_p=0.5).sin()
+
+    torch.manual_seed(0)
+    expected = torch.autograd.grad(block(*args).sum(), args)
+    torch.manual_seed(0)
+    out = checkpoint(block, *args, use_reentrant=False)
+    for actual, wanted in zip(torch.autograd.grad(out.sum(), args), expected, strict=True):
+        torch.testing.assert_close(actual, wanted, rtol=0, atol=0)
+
+
+def test_inputs_changed_in_place_are_noticed(backend):
+    args = inputs()
+    query = args[0].clone()
+    out = attention(query, *args[1:])
+    query.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
 
 
 # torch.func -------------------------------------------------------------------------------------

@@ -272,6 +272,16 @@ def test_position_ids():
     assert not torch.equal(model(ids, position_ids=positions + 1).last_hidden_state, wanted)
 
 
+def test_padding_is_embedded_as_zero_and_not_learnt():
+    model = BertForPreTraining(BertConfig(**TINY, pad_token_id=5))
+    words = model.bert.embeddings.word_embeddings
+    assert not words.weight[5].any()
+    assert words.weight[4].any()
+    words(torch.tensor([4, 5])).sum().backward()
+    assert words.weight.grad[4].all()
+    assert not words.weight.grad[5].any()
+
+
 def test_models_import_nothing_of_trifuse():
     for path in Path(models.__file__).parent.glob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):

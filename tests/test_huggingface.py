@@ -17,6 +17,7 @@ transformers = pytest.importorskip("transformers")
 from transformers import masking_utils  # noqa: E402
 
 from trifuse import huggingface  # noqa: E402
+from trifuse.nn import packing  # noqa: E402
 
 SIZES = {
     "vocab_size": 97,
@@ -161,15 +162,16 @@ def test_gradients(make):
     compare(model, run)
 
 
+@pytest.mark.parametrize("mask", ["no padding", "padded left"])
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 @pytest.mark.parametrize("make", [*DECODERS, t5])
-def test_generate(make, cache):
-    """Prefill and decoding, with a padded batch, from either kind of cache."""
+def test_generate(make, cache, mask):
+    """Prefill and decoding, from either kind of cache."""
     options = {} if cache == "dynamic" else {"cache_implementation": "static"}
     compare(
         build(make),
         lambda m: m.generate(
-            ids(), attention_mask=MASKS["padded left"], max_new_tokens=6, min_new_tokens=6,
+            ids(), attention_mask=MASKS[mask], max_new_tokens=6, min_new_tokens=6,
             do_sample=False, disable_compile=True, pad_token_id=0, **options,
         ),
     )  # fmt: skip
@@ -246,26 +248,73 @@ def test_padding_is_read_only_where_that_is_free(monkeypatch):
     assert kept.data_ptr() == mask.data_ptr()
 
 
-def test_masks_shorter_than_the_keys_are_filled_up():
-    mask = huggingface.attention_mask(
-        batch_size=2,
-        q_length=5,
-        kv_length=7,
-        mask_function=masking_utils.bidirectional_mask_function,
-        attention_mask=torch.ones(2, 5, dtype=torch.bool),
-        allow_is_bidirectional_skip=True,
-    )
-    assert mask[0, 0, 0].tolist() == [True] * 5 + [False] * 2
+@pytest.mark.parametrize("skip", [True, False])
+@pytest.mark.parametrize("kind", ["causal", "bidirectional"])
+@pytest.mark.parametrize(
+    ("q_length", "kv_length", "q_offset", "kv_offset", "given"),
+    [
+        (5, 5, 0, 0, 5),
+        (5, 7, 0, 0, 5),  # keys to come, as in a static cache
+        (5, 7, 0, 0, 9),
+        (3, 8, 5, 0, 8),  # more queries for a cache
+        (3, 8, 7, 2, 10),  # whose first keys are gone
+        (1, 8, 7, 0, 8),
+    ],
+)
+def test_mask_means_what_transformers_means(
+    q_length, kv_length, q_offset, kv_offset, given, kind, skip
+):
+    arguments = {
+        "batch_size": 2,
+        "q_length": q_length,
+        "kv_length": kv_length,
+        "q_offset": q_offset,
+        "kv_offset": kv_offset,
+        "mask_function": getattr(masking_utils, f"{kind}_mask_function"),
+    }
+    generator = torch.Generator().manual_seed(0)
+    padding = torch.rand(2, given, generator=generator) < 0.7
+    whole = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+    wanted = masking_utils.sdpa_mask(**arguments, attention_mask=padding, **whole)
+    options = {f"allow_is_{kind}_skip": True} if skip else whole
+    options = {"allow_is_causal_skip": False} | options
+    mask = huggingface.attention_mask(**arguments, attention_mask=padding, **options)
+    if mask.dtype == torch.uint8:
+        diagonal = torch.arange(q_length)[:, None] + kv_length - q_length
+        mask = mask.bool() & (torch.arange(kv_length) <= diagonal)
+    elif not skip:
+        assert mask.shape == wanted.shape
+    assert torch.equal(mask.expand_as(wanted), wanted)
+
+
+def test_attention_of_packed_sequences():
+    torch.manual_seed(0)
+    query, key, value = torch.randn(3, 2, 4, 5, 8, dtype=torch.float64)
+    keep = torch.arange(5) < torch.tensor([5, 2])[:, None]
+    packed = packing.pack(nn.Identity(), keep)
+    mask = keep[:, None, None]
+    wanted, _ = huggingface.attention_forward(nn.Module(), query, key, value, mask, scaling=0.7)
+    tokens = [
+        packing.gather(x.transpose(1, 2).flatten(2), packed).unflatten(2, (4, 8)).transpose(1, 2)
+        for x in (query, key, value)
+    ]
+    got, _ = huggingface.attention_forward(nn.Module(), *tokens, packed, scaling=0.7)
+    torch.testing.assert_close(got[0], wanted[keep])
 
 
 def test_dropout_is_passed_on():
     config = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.5}
     model = build(lambda: bert(**config))
     trifuse.fuse(model)
-    kept = model(input_ids=ids())[0]
-    assert torch.equal(model(input_ids=ids())[0], kept)
-    model.train()
-    assert not torch.equal(model(input_ids=ids())[0], model(input_ids=ids())[0])
+    for mask in (MASKS["no padding"], MASKS["padded right"]):
+
+        def run(mask: Tensor = mask) -> Tensor:
+            return model(input_ids=ids(), attention_mask=mask)[0][mask.bool()]
+
+        model.eval()
+        assert torch.equal(run(), run())
+        model.train()
+        assert not torch.equal(run(), run())
 
 
 @pytest.mark.parametrize(
@@ -303,6 +352,7 @@ def test_models_that_share_a_configuration():
 
     first = trifuse.fuse(a)
     assert (chosen(a), chosen(b)) == ({"trifuse"}, {"sdpa"})
+    assert all(m.config is a.config for m in a.modules() if hasattr(m, "config"))
     second = trifuse.fuse(b)
     first.revert()
     assert (chosen(a), chosen(b)) == ({"sdpa"}, {"trifuse"})

@@ -285,6 +285,40 @@ def test_transformers_encoder_alone_and_after_revert():
     assert torch.equal(bert_encoder(model, x, keep), bert_encoder(plain, x, keep))
 
 
+@pytest.mark.parametrize("cross", [True, False])
+@pytest.mark.parametrize("use_cache", [True, False])
+def test_transformers_decoders_are_not_packed(cross, use_cache, calls):
+    """Seeing both ways, their mask looks like an encoder's; what they see besides is not packed."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.BertConfig(
+        **TINY, is_decoder=True, add_cross_attention=True, attn_implementation="sdpa"
+    )
+    config.is_causal = False
+    model = transformers.BertModel(config).double().eval()
+    keep = KEEP["padded right"]
+    ids = torch.randint(1, 97, (3, L), generator=torch.Generator().manual_seed(1))
+    arguments = {"attention_mask": keep.long(), "use_cache": use_cache}
+    if cross:
+        arguments["encoder_hidden_states"] = torch.randn(3, 4, D, dtype=torch.float64)
+    wanted = model(ids, **arguments)
+    trifuse.fuse(model)
+    got = model(ids, **arguments)
+    torch.testing.assert_close(got[0][keep], wanted[0][keep])
+    if use_cache:
+        assert got.past_key_values.get_seq_length() == L
+        assert not calls
+
+
+def test_an_encoder_with_eager_attention_is_not_packed():
+    torch.manual_seed(0)
+    plain = BertModel(BertConfig(**TINY)).double().eval().encoder
+    ours = trifuse.nn.BertEncoder(BertConfig(**TINY)).double().eval()
+    ours.load_state_dict(plain.state_dict())
+    x, keep = torch.randn(3, L, D, dtype=torch.float64), KEEP["padded right"]
+    assert torch.equal(ours(x, keep), plain(x, keep))
+
+
 def test_under_compile_and_transforms():
     """Values can't be read there; the result is the same on real tokens."""
     model, keep = encoder(fused=True), KEEP["padded right"]
@@ -298,6 +332,19 @@ def test_under_compile_and_transforms():
     torch.testing.assert_close(compiled(x, ~keep)[keep], wanted)
     mapped = torch.vmap(run)(x[:, None], ~keep[:, None]).squeeze(1)
     torch.testing.assert_close(mapped[keep], wanted)
+
+
+def test_dropout_applies_to_packed_tokens_of_bert():
+    config = BertConfig(**TINY, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.5)
+    model = BertModel(config).train()
+    trifuse.fuse(model)
+    x, keep = torch.randn(3, L, D), KEEP["padded right"]
+    draws = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        draws.append(model.encoder(x, keep))
+    assert torch.equal(draws[0], draws[1])
+    assert not torch.equal(draws[0], draws[2])
 
 
 def test_dropout_applies_to_packed_tokens():

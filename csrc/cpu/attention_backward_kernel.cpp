@@ -52,7 +52,7 @@ int64_t tasks(const AttentionProblem& p) {
 template <bool Partial, bool Dropout, class T>
 inline void gradient_tile(
     T* scores, T* products, const uint64_t* bits, const uint64_t* kept, int64_t keys, int64_t lanes,
-    T factor, T dropout_scale, const T* logsumexp, const T* delta) {
+    T factor, T dropout_scale, const T* lse_high, const T* lse_low, const T* delta) {
   using Vec = Vectorized<T>;
   constexpr int L = Vec::size();
   const Vec zero(T(0));
@@ -60,7 +60,8 @@ inline void gradient_tile(
 #pragma GCC unroll 4
     for (int64_t l = 0; l < lanes; l += L) {
       T *score = scores + j * kTile + l, *product = products + j * kTile + l;
-      Vec p = exp2(at::vec::fmsub(Vec::loadu(score), Vec(factor), Vec::loadu(logsumexp + l)));
+      const Vec x = at::vec::fmsub(Vec::loadu(score), Vec(factor), Vec::loadu(lse_high + l));
+      Vec p = exp2(x - Vec::loadu(lse_low + l));
       Vec dp = Vec::loadu(product);
       if constexpr (Partial) p = select(bits[j] >> l, p, zero);
       Vec dropped = p;
@@ -122,7 +123,7 @@ class Task {
  public:
   Task(const AttentionProblem& problem, int64_t chunk_index, int32_t* progress)
       : p(problem),
-        scale(problem.scale),
+        scale(problem),
         chunk(chunk_keys(problem)),
         index(chunk_index),
         progress(progress),
@@ -179,7 +180,7 @@ class Task {
     if (index == 0 && p.grad_mask.data && p.grad_mask.stride[3] == 0 && p.grad_logsumexp.data)
       add_row_mask_gradient<T>(p, s, h, i, rows);
     std::fill_n(grad_query, kTile * e_ld, T(0));
-    if (from < to) load_queries(s, h, i, rows);
+    if (from < to) load_queries(s, h, kv_head, i, rows);
     for (int64_t j = from; j < to; j += kTile)
       tile(s, h, kv_head, i, rows, lanes, j, first, std::min(kTile, first + keys - j));
 
@@ -188,7 +189,7 @@ class Task {
     add_grad_query(s, h, i, rows);
   }
 
-  void load_queries(const Sequence& s, int64_t h, int64_t i, int64_t rows) {
+  void load_queries(const Sequence& s, int64_t h, int64_t kv_head, int64_t i, int64_t rows) {
     const auto q = s.query_rows<Scalar>(p.query, h, i);
     const auto go = s.query_rows<Scalar>(p.grad_out, h, i);
     right_transposed(q, rows, p.E, scale.sign, row_room, query_t);
@@ -196,13 +197,19 @@ class Task {
     query = right_rows(q, rows, p.E, query_room);
     grad_out = right_rows(go, rows, p.Ev, grad_out_room);
 
-    std::fill_n(logsumexp, kTile, T(0));
+    std::fill_n(lse_high, kTile, T(0));
+    std::fill_n(lse_low, kTile, T(0));
     std::fill_n(delta, kTile, T(0));
+    bool lost = false;
     const T* lse = s.query_row<T>(p.logsumexp, h, i);
     for (int64_t r = 0; r < rows; ++r) {
       const T x = lse[r * p.logsumexp.stride[2]];
       // A row without keys takes no part in any tile; 0 keeps -inf out of its exponents.
-      logsumexp[r] = x == -std::numeric_limits<T>::infinity() ? T(0) : static_cast<T>(x * kLog2e);
+      if (x != -std::numeric_limits<T>::infinity()) {
+        lse_high[r] = static_cast<T>(x * kLog2e);
+        lse_low[r] = static_cast<T>(x * kLog2e - lse_high[r]);
+        lost |= std::abs(x) > 8192;
+      }
       const Scalar* o = s.query_row<Scalar>(p.out, h, i + r);
       const Scalar* g = go.row(r);
       if (go.column_stride == 1) {
@@ -214,6 +221,30 @@ class Task {
       if (p.grad_logsumexp.data)
         delta[r] -= s.query_row<T>(p.grad_logsumexp, h, i)[r * p.grad_logsumexp.stride[2]];
     }
+    if (lost) recover_logsumexp(s, h, kv_head, i, rows);
+  }
+
+  // Beside a peak in the thousands, such as a mask of the lowest finite number makes, the logsumexp
+  // has no room left for the logarithm of the sum. Both are computed again, each for itself.
+  void recover_logsumexp(
+      const Sequence& s, int64_t h, int64_t kv_head, int64_t i, int64_t rows) {
+    Softmax<T> softmax(scale.exponent);
+    const int64_t lanes = round_up(rows, Vec::size());
+    const auto visible = s.visible(p, i, rows);
+    for (int64_t j = visible.first / kTile * kTile; j < visible.last; j += kTile) {
+      const int64_t keys = std::min(kTile, s.keys - j);
+      if (mask.template look<Scalar>(p, s, h, i, rows, j, keys) == Cover::Empty) continue;
+      const auto k = left_rows<E>(s.key_rows<Scalar>(p.key, kv_head, j), keys, p.E, row_room);
+      tile_scores(p, mask, scale, k, query_t, keys, lanes, scores);
+      softmax.template tile<true>(scores, mask.bits, keys, lanes);
+    }
+    double high[kTile], low[kTile];
+    softmax.logsumexp2(high, low);
+    for (int64_t r = 0; r < rows; ++r) {
+      const bool empty = softmax.sum[r] == 0;
+      lse_high[r] = empty ? T(0) : static_cast<T>(high[r]);
+      lse_low[r] = empty ? T(0) : static_cast<T>(high[r] - lse_high[r] + low[r]);
+    }
   }
 
   void tile(
@@ -223,23 +254,16 @@ class Task {
     if (cover == Cover::Empty) return;
     const int64_t at = j - first;  // within the chunk
 
-    tile_gemm(
-        keys, lanes, elements<E>(p.E), key.data + at * key.ld, key.ld, 1, query_t, kTile, scores,
-        kTile);
+    const Operand<E> key_tile{key.data + at * key.ld, key.ld};
+    tile_scores(p, mask, scale, key_tile, query_t, keys, lanes, scores);
     tile_gemm(
         keys, lanes, elements<E>(p.Ev), value.data + at * value.ld, value.ld, 1, grad_out_t, kTile,
         products, kTile);
-
-    T factor = scale.factor;
-    if (p.mask_kind == MaskKind::Float32 || p.mask_kind == MaskKind::QueryType) {
-      add_bias(scores, mask.bias, factor, keys, lanes);
-      factor = 1;
-    }
     if (p.dropout_threshold) dropout_tile(p, s, h, i, rows, j, kept);
     const auto gradients = [&]<bool Partial, bool Dropout>() {
       gradient_tile<Partial, Dropout>(
-          scores, products, mask.bits, kept, keys, lanes, factor, static_cast<T>(p.dropout_scale),
-          logsumexp, delta);
+          scores, products, mask.bits, kept, keys, lanes, scale.exponent, static_cast<T>(p.dropout_scale),
+          lse_high, lse_low, delta);
     };
     const bool partial = cover == Cover::Partial;
     if (partial && p.dropout_threshold) gradients.template operator()<true, true>();
@@ -331,7 +355,8 @@ class Task {
     piece(grad_query, kTile * e_ld);
     piece(grad_key, chunk * e_ld);
     piece(grad_value, chunk * ev_ld);
-    piece(logsumexp, kTile);
+    piece(lse_high, kTile);
+    piece(lse_low, kTile);
     piece(delta, kTile);
   }
 
@@ -350,7 +375,7 @@ class Task {
   T *scores, *products, *mask_room;         // [keys][queries], the last transposed
   T* grad_query;                            // [64][E]
   T *grad_key, *grad_value;                 // [chunk][E], [chunk][Ev]
-  T *logsumexp, *delta;                     // [64], the first in units of log2
+  T *lse_high, *lse_low, *delta;            // [64], the logsumexp in units of log2 in two parts
   Operand<E> key, value, key_by_row, query, grad_out;
 
   struct ThreadScratch {

@@ -1,8 +1,8 @@
 // Attention forward on a CPU.
 //
 // A task owns 64 queries of one head of one sequence. It reads their keys and values tile by tile,
-// 64 at a time, and keeps for each query a running peak and sum of its softmax (Milakov and
-// Gimelshein, 2018) and the output so far: 64 x Ev values. It writes its rows of out and logsumexp.
+// 64 at a time, and keeps for each query its running softmax and the output so far: 64 x Ev values.
+// It writes its rows of out and logsumexp.
 //
 // Floor: 2 · 64 · 64 · (E + Ev) operations a tile, on the machine's multiply-add pipes. Beside them
 // stand one exp2 a pair, about 13 vector instructions for 16 pairs, and a pass for the peak. The
@@ -14,80 +14,6 @@
 
 namespace trifuse::TRIFUSE_CAPABILITY {
 namespace {
-
-template <class T>
-struct Softmax {
-  alignas(64) T peak[kTile];   // in units of log2
-  alignas(64) T sum[kTile];
-  alignas(64) T alpha[kTile];  // what the output so far is multiplied by
-};
-
-// One tile's scores become weights in place; V vectors of queries at a time.
-template <int V, bool Partial, class T>
-inline void softmax_columns(
-    T* scores, const uint64_t* bits, int64_t keys, T factor, int64_t lane, Softmax<T>& state) {
-  using Vec = Vectorized<T>;
-  constexpr int L = Vec::size();
-  constexpr T infinity = std::numeric_limits<T>::infinity();
-  Vec top[V], peak[V], sum[V];
-#pragma GCC unroll 8
-  for (int v = 0; v < V; ++v) top[v] = Vec(-infinity);
-  for (int64_t j = 0; j < keys; ++j) {
-#pragma GCC unroll 8
-    for (int v = 0; v < V; ++v) {
-      Vec x = Vec::loadu(scores + j * kTile + lane + v * L);
-      if constexpr (Partial) x = select(bits[j] >> (lane + v * L), x, Vec(-infinity));
-      top[v] = larger(top[v], x);
-    }
-  }
-#pragma GCC unroll 8
-  for (int v = 0; v < V; ++v) {
-    const Vec before = Vec::loadu(state.peak + lane + v * L);
-    const Vec now = larger(before, top[v] * Vec(factor));
-    now.store(state.peak + lane + v * L);
-    // A query that has seen no key yet has no peak; 0 keeps -inf - -inf out of the exponent.
-    peak[v] = select(equal_bits(now, -infinity), Vec(T(0)), now);
-    exp2(before - peak[v]).store(state.alpha + lane + v * L);
-    sum[v] = Vec(T(0));
-  }
-  for (int64_t j = 0; j < keys; ++j) {
-#pragma GCC unroll 8
-    for (int v = 0; v < V; ++v) {
-      T* at = scores + j * kTile + lane + v * L;
-      Vec p = exp2(at::vec::fmsub(Vec::loadu(at), Vec(factor), peak[v]));
-      if constexpr (Partial) p = select(bits[j] >> (lane + v * L), p, Vec(T(0)));
-      sum[v] = sum[v] + p;
-      p.store(at);
-    }
-  }
-#pragma GCC unroll 8
-  for (int v = 0; v < V; ++v) {
-    T* at = state.sum + lane + v * L;
-    at::vec::fmadd(Vec::loadu(at), Vec::loadu(state.alpha + lane + v * L), sum[v]).store(at);
-  }
-}
-
-template <bool Partial, class T>
-inline void softmax_tile(
-    T* scores, const uint64_t* bits, int64_t keys, T factor, int64_t lanes, Softmax<T>& state) {
-  constexpr int64_t L = Vectorized<T>::size();
-  int64_t lane = 0;
-  for (; lane + 4 * L <= lanes; lane += 4 * L)
-    softmax_columns<4, Partial>(scores, bits, keys, factor, lane, state);
-  for (; lane < lanes; lane += L)
-    softmax_columns<1, Partial>(scores, bits, keys, factor, lane, state);
-}
-
-// -inf for a query that has seen no key. In double: the backward's weights are exp(score - this), so
-// its rounding is theirs.
-template <class T>
-inline void logsumexp(const Softmax<T>& state, T* lse) {
-  using Vec = Vectorized<double>;
-  double sum[kTile];
-  std::copy_n(state.sum, kTile, sum);
-  for (int64_t l = 0; l < kTile; l += Vec::size()) Vec::loadu(sum + l).log2().store(sum + l);
-  for (int64_t l = 0; l < kTile; ++l) lse[l] = static_cast<T>((state.peak[l] + sum[l]) * kLn2);
-}
 
 int64_t query_blocks(const AttentionProblem& p) { return (p.Lq + kTile - 1) / kTile; }
 
@@ -106,7 +32,7 @@ void run(const AttentionProblem& p, int64_t task) {
   const int64_t rows = std::min(kTile, s.Lq - i), lanes = round_up(rows, Vec::size());
   const int64_t kv_head = h / (p.heads / p.kv_heads);
   const int64_t out_ld = padded<E>(p.Ev);
-  const Scale<T> scale(p.scale);
+  const Scale<T> scale(p);
 
   thread_local Scratch scratch;
   thread_local TileMask<T> mask;
@@ -122,9 +48,7 @@ void run(const AttentionProblem& p, int64_t task) {
   T* scores = scratch.take<T>(kTile * kTile);                       // [keys][queries]
   T* out = scratch.take<T>(kTile * out_ld);                         // [queries][Ev]
 
-  Softmax<T> softmax;
-  std::fill_n(softmax.peak, kTile, -std::numeric_limits<T>::infinity());
-  std::fill_n(softmax.sum, kTile, T(0));
+  Softmax<T> softmax(scale.exponent);
   std::fill_n(out, kTile * out_ld, T(0));
   right_transposed(
       s.query_rows<Scalar>(p.query, h, i), rows, p.E, scale.sign, left_room, query_t);
@@ -137,18 +61,11 @@ void run(const AttentionProblem& p, int64_t task) {
 
     const auto values = s.key_rows<Scalar>(p.value, kv_head, j);
     const auto key = left_rows<E>(s.key_rows<Scalar>(p.key, kv_head, j), keys, p.E, left_room);
-    tile_gemm(
-        keys, lanes, elements<E>(p.E), key.data, key.ld, 1, query_t, kTile, scores, kTile);
-
-    T factor = scale.factor;
-    if (p.mask_kind == MaskKind::Float32 || p.mask_kind == MaskKind::QueryType) {
-      add_bias(scores, mask.bias, factor, keys, lanes);
-      factor = 1;
-    }
+    tile_scores(p, mask, scale, key, query_t, keys, lanes, scores);
     if (cover == Cover::Full)
-      softmax_tile<false>(scores, mask.bits, keys, factor, lanes, softmax);
+      softmax.template tile<false>(scores, mask.bits, keys, lanes);
     else
-      softmax_tile<true>(scores, mask.bits, keys, factor, lanes, softmax);
+      softmax.template tile<true>(scores, mask.bits, keys, lanes);
 
     if (p.dropout_threshold) {
       uint64_t kept[kTile];
@@ -172,7 +89,7 @@ void run(const AttentionProblem& p, int64_t task) {
   }
 
   T lse[kTile];
-  logsumexp(softmax, lse);
+  softmax.logsumexp(lse);
   T* lse_row = s.query_row<T>(p.logsumexp, h, i);
   for (int64_t r = 0; r < rows; ++r) {
     lse_row[r * p.logsumexp.stride[2]] = lse[r];

@@ -14,13 +14,11 @@
 #include "attention.h"
 #include "cpu/operand.h"
 #include "cpu/philox.h"
+#include "cpu/softmax.h"
 #include "cpu/tile_gemm.h"
 #include "cpu/vector.h"
 
 namespace trifuse::TRIFUSE_CAPABILITY {
-
-constexpr double kLog2e = 1.4426950408889634074;
-constexpr double kLn2 = 0.69314718055994530942;
 
 template <class E>
 using AccumulatorOf = typename Element<E>::Accumulator;
@@ -78,15 +76,22 @@ struct Sequence {
   }
 };
 
-// The scores' scale in units of log2, with its sign (or 0) split off for the query rows, so that
-// the largest raw score stays the largest after scaling.
+constexpr bool has_float_mask(const AttentionProblem& p) {
+  return p.mask_kind == MaskKind::Float32 || p.mask_kind == MaskKind::QueryType;
+}
+
+// How products of queries and keys become exponents of 2. The sign of the scale (or 0) goes to the
+// query rows, so that the largest score stays the largest after scaling.
 template <class T>
 struct Scale {
-  T factor;  // > 0, times log2(e)
   float sign;
-  explicit Scale(double scale)
-      : factor(static_cast<T>((scale == 0 ? 1.0 : std::abs(scale)) * kLog2e)),
-        sign(scale > 0 ? 1.0f : scale < 0 ? -1.0f : 0.0f) {}
+  T product;   // of query and key, before a float mask is added
+  T exponent;  // of the score: what of the scale and log2(e) is not in it yet
+
+  explicit Scale(const AttentionProblem& p)
+      : sign(p.scale > 0 ? 1.0f : p.scale < 0 ? -1.0f : 0.0f),
+        product(static_cast<T>((p.scale == 0 ? 1.0 : std::abs(p.scale)) * kLog2e)),
+        exponent(has_float_mask(p) ? T(1) : product) {}
 };
 
 enum class Cover { Empty, Partial, Full };
@@ -197,15 +202,19 @@ struct TileMask {
   }
 };
 
-// scores[j][i] = scores · factor + bias: what is left for exp2 once the peak is subtracted.
-template <class T>
-inline void add_bias(T* scores, const T* bias, T factor, int64_t columns, int64_t lanes) {
+// A tile's scores [key][query]: products, or with a float mask scaled products and the mask.
+template <class E, class T = AccumulatorOf<E>>
+inline void tile_scores(
+    const AttentionProblem& p, const TileMask<T>& mask, const Scale<T>& scale, Operand<E> key,
+    const E* query_t, int64_t keys, int64_t lanes, T* scores) {
   using Vec = Vectorized<T>;
-  const Vec f(factor), lowest(std::numeric_limits<T>::lowest());
-  for (int64_t c = 0; c < columns; ++c) {
+  tile_gemm(keys, lanes, elements<E>(p.E), key.data, key.ld, 1, query_t, kTile, scores, kTile);
+  if (!has_float_mask(p)) return;
+  const Vec f(scale.product), lowest(std::numeric_limits<T>::lowest());
+  for (int64_t c = 0; c < keys; ++c) {
     for (int64_t l = 0; l < lanes; l += Vec::size()) {
       T* at = scores + c * kTile + l;
-      const Vec sum = at::vec::fmadd(Vec::loadu(at), f, Vec::loadu(bias + c * kTile + l));
+      const Vec sum = at::vec::fmadd(Vec::loadu(at), f, Vec::loadu(mask.bias + c * kTile + l));
       larger(lowest, sum).store(at);
     }
   }

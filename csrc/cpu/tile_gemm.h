@@ -21,6 +21,7 @@
 #endif
 #include <c10/util/BFloat16.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <cstring>
 
@@ -158,7 +159,9 @@ template <>
 inline void tile_gemm(
     int64_t M, int64_t N, int64_t K, const BFloat16Pair* a, int64_t a_m, int64_t a_k,
     const BFloat16Pair* b, int64_t ldb, float* c, int64_t ldc, Old<float> old) {
-  if (M <= 0 || N <= 0 || K <= 0) return;
+  if (K == 0 && !old.keep)
+    for (int64_t m = 0; m < M; ++m) std::fill_n(c + m * ldc, N, 0.0f);
+  if (M == 0 || N == 0 || K == 0) return;
   constexpr int64_t kLargest = 64;
   BFloat16Pair rows[kLargest * kLargest];
   if (a_k != 1) {

@@ -1,0 +1,109 @@
+// The running softmax of a block of queries, over keys that come a tile at a time.
+//
+// Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018): beside the sum of
+// exponentials a peak is kept, and whenever it rises, what was summed before is scaled down.
+
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <limits>
+
+#include "cpu/operand.h"
+#include "cpu/vector.h"
+
+namespace trifuse::TRIFUSE_CAPABILITY {
+
+constexpr double kLog2e = 1.4426950408889634074;
+constexpr double kLn2 = 0.69314718055994530942;
+
+template <class T>
+struct Softmax {
+  static constexpr T infinity = std::numeric_limits<T>::infinity();
+
+  const T factor;              // of the exponent of 2: (score - peak) · factor
+  alignas(64) T peak[kTile];   // the highest score; -inf for a query that has seen no key
+  alignas(64) T sum[kTile];    // of exponentials
+  alignas(64) T alpha[kTile];  // what was summed before the last tile has been multiplied by
+
+  explicit Softmax(T factor) : factor(factor) {
+    std::fill_n(peak, kTile, -infinity);
+    std::fill_n(sum, kTile, T(0));
+  }
+
+  // A tile's scores [key][query] become weights in place. Where Partial, only pairs in `bits` take
+  // part.
+  template <bool Partial>
+  void tile(T* scores, const uint64_t* bits, int64_t keys, int64_t lanes) {
+    constexpr int64_t L = Vectorized<T>::size();
+    int64_t lane = 0;
+    for (; lane + 4 * L <= lanes; lane += 4 * L)
+      columns<4, Partial>(scores, bits, keys, lane);
+    for (; lane < lanes; lane += L) columns<1, Partial>(scores, bits, keys, lane);
+  }
+
+  // In units of log2 and in two parts, in double: what is added to a peak must not be rounded before.
+  void logsumexp2(double* high, double* low) const {
+    using Vec = Vectorized<double>;
+    std::copy_n(sum, kTile, low);
+    for (int64_t l = 0; l < kTile; l += Vec::size()) Vec::loadu(low + l).log2().store(low + l);
+    for (int64_t l = 0; l < kTile; ++l) high[l] = static_cast<double>(peak[l]) * factor;
+  }
+
+  // In natural units; -inf for a query that has seen no key.
+  void logsumexp(T* result) const {
+    constexpr T lowest = std::numeric_limits<T>::lowest();
+    double high[kTile], low[kTile];
+    logsumexp2(high, low);
+    // A peak at the lowest number was cut off there in units of log2 (tile_scores).
+    for (int64_t l = 0; l < kTile; ++l)
+      result[l] = peak[l] == lowest ? lowest : static_cast<T>((high[l] + low[l]) * kLn2);
+  }
+
+ private:
+  // V vectors of queries at a time: independent chains keep the pipes busy.
+  template <int V, bool Partial>
+  void columns(T* scores, const uint64_t* bits, int64_t keys, int64_t lane) {
+    using Vec = Vectorized<T>;
+    constexpr int L = Vec::size();
+    Vec top[V], base[V], total[V];
+#pragma GCC unroll 8
+    for (int v = 0; v < V; ++v) top[v] = Vec(-infinity);
+    for (int64_t j = 0; j < keys; ++j) {
+#pragma GCC unroll 8
+      for (int v = 0; v < V; ++v) {
+        Vec x = Vec::loadu(scores + j * kTile + lane + v * L);
+        if constexpr (Partial) x = select(bits[j] >> (lane + v * L), x, Vec(-infinity));
+        top[v] = larger(top[v], x);
+      }
+    }
+#pragma GCC unroll 8
+    for (int v = 0; v < V; ++v) {
+      const Vec before = Vec::loadu(peak + lane + v * L);
+      const Vec now = larger(before, top[v]);
+      now.store(peak + lane + v * L);
+      // 0 in place of a peak that is not there keeps -inf - -inf out of the exponents.
+      base[v] = select(equal_bits(now, -infinity), Vec(T(0)), now);
+      exp2((before - base[v]) * Vec(factor)).store(alpha + lane + v * L);
+      total[v] = Vec(T(0));
+    }
+    for (int64_t j = 0; j < keys; ++j) {
+#pragma GCC unroll 8
+      for (int v = 0; v < V; ++v) {
+        T* at = scores + j * kTile + lane + v * L;
+        // Subtracted first, so that a peak's own weight is 1 to the bit.
+        Vec p = exp2((Vec::loadu(at) - base[v]) * Vec(factor));
+        if constexpr (Partial) p = select(bits[j] >> (lane + v * L), p, Vec(T(0)));
+        total[v] = total[v] + p;
+        p.store(at);
+      }
+    }
+#pragma GCC unroll 8
+    for (int v = 0; v < V; ++v) {
+      T* at = sum + lane + v * L;
+      at::vec::fmadd(Vec::loadu(at), Vec::loadu(alpha + lane + v * L), total[v]).store(at);
+    }
+  }
+};
+
+}  // namespace trifuse::TRIFUSE_CAPABILITY

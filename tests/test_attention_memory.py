@@ -1,0 +1,57 @@
+"""No (Lq, Lk) matrix is ever stored."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import trifuse
+from trifuse import backends
+
+# In a process of its own, because the peak is the process's. What is live before counts; import
+# and warm-up may have peaked above it, which can only make the figure larger than the truth.
+SCRIPT = """
+import resource, torch, trifuse
+def step(L, **options):
+    x = [torch.randn(1, 8, L, 64, requires_grad=True) for _ in range(3)]
+    grad = torch.randn(1, 8, L, 64)
+    with open("/proc/self/statm") as statm:
+        before = int(statm.read().split()[1]) * resource.getpagesize()
+    out = trifuse.scaled_dot_product_attention(*x, **options)
+    grads = torch.autograd.grad(out, x, grad)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return peak - before - sum(t.nbytes for t in (out, *grads))
+torch.set_num_threads(2)
+options = {options}
+step(64, **options)
+print(step(8192, **options) / 2**20)
+"""
+
+
+@pytest.mark.skipif(backends._C is None, reason="the C++ extension is not built")
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"dropout_p": 0.1}], ids=str)
+def test_peak_memory_of_a_long_sequence(options):
+    """(1, 8, 8192, 64) in float32, forward and backward: under 64 MiB, where L x L is 2 GiB."""
+    code = SCRIPT.replace("{options}", repr(options))
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    extra = float(done.stdout)
+    assert 0 < extra < 64, f"{extra:.0f} MiB beyond inputs, outputs and gradients"
+
+
+def test_saved_tensors_are_the_inputs_and_two_results(backend):
+    """What a training step keeps from forward to backward: nothing of (Lq, Lk)."""
+    saved = []
+
+    def pack(x: torch.Tensor) -> torch.Tensor:
+        saved.append(x)
+        return x
+
+    inputs = [torch.randn(2, 2, 9, 4, requires_grad=True) for _ in range(3)]
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        trifuse.scaled_dot_product_attention(*inputs, dropout_p=0.5, is_causal=True)
+    shapes = sorted(tuple(x.shape) for x in saved)
+    assert shapes == [(1,), (2, 2, 9), *[(2, 2, 9, 4)] * 4]
