@@ -3,26 +3,33 @@
 The formulas are those at the head of ``trifuse/reference/attention.py``. Nothing of size Lq × Lk is
 stored: the forward keeps a running softmax over blocks of keys (Milakov and Gimelshein, "Online
 normalizer calculation for softmax", 2018; Dao, "FlashAttention-2", 2023), the backward computes
-the weights again from the logsumexp. There are no atomics: every sum is taken by one program in a
-fixed order, so results repeat bit for bit.
+the weights again from the logsumexp. There are no atomics: every sum is taken in a fixed order, so
+results repeat bit for bit.
 
-Three ideas run through all kernels:
+Four ideas run through all kernels:
 
-- *Inside and edge.* Lengths, causality and window give each program a range of blocks that can hold
-  a pair, and within it a range where every pair takes part as far as these are concerned. The
-  second runs a loop without comparisons and with unguarded loads; only the few blocks at its ends
-  pay for the rest. A mask that is the same for all queries narrows the first range too.
+- *Full and edge blocks.* Lengths, causality and window give a block of queries the range of keys
+  that can hold a pair, and within it a range where they leave nothing out. The second runs a loop
+  without comparisons, with unguarded loads; only the few blocks at its ends pay for the rest. Keys
+  that a mask leaves out at the ends of the first range are cut off before the loops begin.
 - *Hope and redo.* A NaN or Inf in a row that the mask leaves out must not come back as 0 · NaN from
-  a matrix product. Cleaning every tile would take it out of the asynchronous path from memory to
-  the tensor cores, so the kernels multiply as if all were finite. Only if a program ends up with a
-  non-finite sum does it run again, cleaning as it goes (``_dot_over_pairs``).
+  a matrix product. Cleaning every tile would take it off the asynchronous path from memory to the
+  tensor cores, so the kernels multiply as if all were finite. Only if a program ends up with a
+  non-finite sum does it start again, cleaning as it goes, and then find out which sums the
+  non-finite numbers do belong to.
 - *Powers of 2.* exp(x) is exp2(x · log2 e), the factor folded into the scale. With a float mask the
-  subtraction comes first: the mask may hold numbers near the end of float32's range.
+  maximum is subtracted first: masks hold numbers near the end of float32's range, which no factor
+  must touch.
+- *Own rounding.* Where a product and a sum are to be one rounding, ``tl.fma`` says so, and the
+  compiler is told to fuse nothing else: full and edge blocks give the same bits.
 """
 
 from __future__ import annotations
 
+import functools
 import math
+import os
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -33,9 +40,9 @@ from torch import Tensor
 from trifuse.kernels.philox import dropout_keep
 from trifuse.reference import philox
 
-LOG2E = tl.constexpr(1.4426950408889634)
-LN2 = tl.constexpr(0.6931471805599453)
-INF = tl.constexpr(float("inf"))
+LOG2E = tl.constexpr(math.log2(math.e))
+LN2 = tl.constexpr(math.log(2))
+INF = tl.constexpr(math.inf)
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 # From here on a float32 logsumexp is too coarse beside the scores of a float mask to normalise
@@ -54,8 +61,8 @@ class Strided(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """The tensors of a call. With ``cu_seqlens``, B of query, key and value is 1 and L their total
-    length."""
+    """The tensors of a call. Packed sequences lie end to end: B of query, key and value is then 1,
+    and L the total."""
 
     query: Strided  # (B, H, Lq, E)
     key: Strided  # (B, Hkv, Lk, E)
@@ -64,7 +71,7 @@ class Inputs(NamedTuple):
     key_lengths: Tensor | None  # (B,)
     cu_seqlens_q: Tensor | None  # (B + 1,)
     cu_seqlens_k: Tensor | None  # (B + 1,)
-    seed: Tensor | None  # (1,)
+    seed: Tensor | None  # (1,) int64
 
 
 class Sizes(NamedTuple):
@@ -75,14 +82,12 @@ class Sizes(NamedTuple):
     group: int  # query heads per key head
     Lq: int  # of the longest sequence
     Lk: int
-    total_q: int  # the size of the query's length dimension: Lq unless sequences are packed
+    total_q: int  # of the query tensor: Lq unless sequences are packed
     total_k: int
     left: int  # the window, where the variant says that there is one
     right: int
     scale: float
     scale_log2: float  # scale · log2 e
-    sign: float  # of the scale, or 0
-    factor: float  # sign · factor is scale_log2, and factor > 0
     threshold: int  # of dropout
     keep_scale: float
 
@@ -93,21 +98,30 @@ class Variant(NamedTuple):
     dtype: str
     E: int
     Ev: int
-    BLOCK_E: int  # E as tile sizes have to be: a power of 2, no less than a tensor core takes
+    BLOCK_E: int  # E as tiles have it: a power of 2, no less than a tensor core takes
     BLOCK_EV: int
     bool_mask: bool
     float_mask: bool
     masked: bool  # either of them
     mask_rows: bool  # the mask differs between queries
-    mask_columns: bool  # and between keys
-    key_mask: bool  # between keys alone, as padding does
-    lengths: bool
-    packed: bool  # sequences end to end
-    left: bool
+    mask_columns: bool  # the mask differs between keys
+    trim: bool  # it is worth looking for ends that it leaves out
+    natural: bool  # scores in units of 1 rather than log 2: a float mask, or a scale that isn't > 0
+    lengths: bool  # key_lengths
+    packed: bool
+    left: bool  # the window is bounded
     right: bool
     lower_right: bool
-    selective: bool  # a tile that is loaded can hold pairs that don't take part
+    selective: bool  # a tile in memory can hold pairs that don't take part
     dropout: bool
+
+
+class Block(NamedTuple):
+    """Sizes of tiles."""
+
+    M: int  # queries
+    N: int  # keys
+    K: int  # of the head dimension, in products of two loaded tiles; 0 for all at once
 
 
 class Head(NamedTuple):
@@ -119,7 +133,7 @@ class Head(NamedTuple):
     mask: Any
     batch: Any  # indices into query, out and the like, and their gradients
     first_query: Any
-    row: Any  # int64: where its entries begin in a contiguous (B, H, L)
+    row: Any  # int64, where its entries begin in a contiguous (B, H, L)
     queries: Any
     keys: Any  # those before key_lengths
     shift: Any  # of the diagonal
@@ -127,7 +141,16 @@ class Head(NamedTuple):
     seed: Any
 
 
-# Pieces ------------------------------------------------------------------------------------------
+class Tile(NamedTuple):
+    """Rows of one head from ``first`` on; there are none from ``length`` on."""
+
+    pointer: Any  # to the head's first row
+    strides: Any
+    first: Any
+    length: Any
+
+
+# Memory ------------------------------------------------------------------------------------------
 
 
 @triton.jit
@@ -135,36 +158,40 @@ def _at(tensor, batch, head, row):
     """Pointer to a row's first element. Offsets are int64: a tensor may pass 2³¹ elements."""
     return (
         tensor.data
-        + batch.to(tl.int64) * tensor.strides[0]
-        + head.to(tl.int64) * tensor.strides[1]
-        + row.to(tl.int64) * tensor.strides[2]
+        + tl.cast(batch, tl.int64) * tensor.strides[0]
+        + tl.cast(head, tl.int64) * tensor.strides[1]
+        + tl.cast(row, tl.int64) * tensor.strides[2]
     )
 
 
 @triton.jit
 def _load_head(inputs, sizes, b, h, variant: tl.constexpr):
-    batch = b
-    first_query = b * 0
-    first_key = b * 0
-    queries = sizes.Lq
-    keys = sizes.Lk
     if variant.packed:
-        batch = b * 0
+        batch = 0
         first_query = tl.load(inputs.cu_seqlens_q + b)
         first_key = tl.load(inputs.cu_seqlens_k + b)
         queries = (tl.load(inputs.cu_seqlens_q + b + 1) - first_query).to(tl.int32)
         keys = (tl.load(inputs.cu_seqlens_k + b + 1) - first_key).to(tl.int32)
-    shift = b * 0
+    else:
+        batch = b
+        first_query = 0
+        first_key = 0
+        queries = sizes.Lq
+        keys = sizes.Lk
     if variant.lower_right:
         shift = keys - queries
+    else:
+        shift = 0
     if variant.lengths:
         keys = tl.load(inputs.key_lengths + b).to(tl.int32)
-    mask = inputs.query.data
     if variant.masked:
-        mask = _at(inputs.attn_mask, b, h, b * 0)
-    seed = b * 0
+        mask = _at(inputs.attn_mask, b, h, 0)
+    else:
+        mask = None
     if variant.dropout:
         seed = tl.load(inputs.seed)
+    else:
+        seed = 0
     return Head(
         query=_at(inputs.query, batch, h, first_query),
         key=_at(inputs.key, batch, h // sizes.group, first_key),
@@ -172,7 +199,7 @@ def _load_head(inputs, sizes, b, h, variant: tl.constexpr):
         mask=mask,
         batch=batch,
         first_query=first_query,
-        row=(batch * sizes.H + h).to(tl.int64) * sizes.total_q + first_query,
+        row=tl.cast(batch * sizes.H + h, tl.int64) * sizes.total_q + first_query,
         queries=queries,
         keys=keys,
         shift=shift,
@@ -182,49 +209,210 @@ def _load_head(inputs, sizes, b, h, variant: tl.constexpr):
 
 
 @triton.jit
-def _tile_offsets(strides, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def _pointers(tile, column, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     rows = tl.arange(0, ROWS)[:, None].to(tl.int64)
     columns = tl.arange(0, COLUMNS)[None, :].to(tl.int64)
-    return rows * strides[2] + columns * strides[3]
+    first = tile.pointer + tl.cast(tile.first, tl.int64) * tile.strides[2]
+    first += tl.cast(column, tl.int64) * tile.strides[3]
+    return first + (rows * tile.strides[2] + columns * tile.strides[3])
 
 
 @triton.jit
-def _load_rows(
-    pointer, strides, first, length, ROWS: tl.constexpr, DIM: tl.constexpr,
-    BLOCK_DIM: tl.constexpr, INSIDE: tl.constexpr,
-):  # fmt: skip
-    """(ROWS, BLOCK_DIM) from row ``first`` on; 0 past ``length`` and past DIM."""
-    columns = tl.arange(0, BLOCK_DIM)[None, :]
-    pointers = pointer + first.to(tl.int64) * strides[2] + _tile_offsets(strides, ROWS, BLOCK_DIM)
-    if INSIDE:
-        if DIM == BLOCK_DIM:
-            return tl.load(pointers)
-        return tl.load(pointers, mask=columns < DIM, other=0.0)
-    rows = first + tl.arange(0, ROWS)[:, None]
-    return tl.load(pointers, mask=(rows < length) & (columns < DIM), other=0.0)
+def _guard(tile, column, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DIM: tl.constexpr):
+    rows = tile.first + tl.arange(0, ROWS)[:, None]
+    columns = column + tl.arange(0, COLUMNS)[None, :]
+    return (rows < tile.length) & (columns < DIM)
 
 
 @triton.jit
-def _store_rows(
-    pointer, strides, first, length, x, ROWS: tl.constexpr, DIM: tl.constexpr,
-    BLOCK_DIM: tl.constexpr,
-):  # fmt: skip
-    rows = first + tl.arange(0, ROWS)[:, None]
-    columns = tl.arange(0, BLOCK_DIM)[None, :]
-    pointers = pointer + first.to(tl.int64) * strides[2] + _tile_offsets(strides, ROWS, BLOCK_DIM)
-    x = x.to(pointer.dtype.element_ty)
-    tl.store(pointers, x, mask=(rows < length) & (columns < DIM))
+def _load(tile, ROWS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, FULL: tl.constexpr):
+    """(ROWS, BLOCK_DIM), 0 past the last row and past DIM. FULL: no row is past the last."""
+    pointers = _pointers(tile, 0, ROWS, BLOCK_DIM)
+    if FULL and DIM == BLOCK_DIM:
+        x = tl.load(pointers)
+    elif FULL:
+        x = tl.load(pointers, mask=tl.arange(0, BLOCK_DIM)[None, :] < DIM, other=0.0)
+    else:
+        x = tl.load(pointers, mask=_guard(tile, 0, ROWS, BLOCK_DIM, DIM), other=0.0)
+    return x
 
 
 @triton.jit
-def _store_zero_rows(
+def _store(tile, x, ROWS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr):
+    x = x.to(tile.pointer.dtype.element_ty)
+    tl.store(_pointers(tile, 0, ROWS, BLOCK_DIM), x, mask=_guard(tile, 0, ROWS, BLOCK_DIM, DIM))
+
+
+@triton.jit
+def _store_zeros(
     tensor, h, start, stop, step, ROWS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr
 ):
-    """Zeros in every ``step``-th row block of packed tokens ``start`` to ``stop``."""
-    zeros = tl.zeros((ROWS, BLOCK_DIM), tl.float32)
+    """Zeros for packed tokens from ``start`` to ``stop``, ROWS of every ``step``."""
     for first in range(start, stop, step):
-        pointer = _at(tensor, h * 0, h, h * 0)
-        _store_rows(pointer, tensor.strides, first, stop, zeros, ROWS, DIM, BLOCK_DIM)
+        tile = Tile(_at(tensor, 0, h, 0), tensor.strides, first, stop)
+        _store(tile, tl.zeros((ROWS, BLOCK_DIM), tl.float32), ROWS, DIM, BLOCK_DIM)
+
+
+@triton.jit
+def _load_mask(head, strides, rows, columns, fill, variant: tl.constexpr, FULL: tl.constexpr):
+    """The mask for ``rows`` and ``columns``, of size 1 in the directions it doesn't vary in.
+
+    Columns are guarded only at an edge: a comparison that can differ between neighbours would break
+    16-byte loads into single elements.
+    """
+    row_offsets = rows.to(tl.int64) * strides[2]
+    column_offsets = columns.to(tl.int64) * strides[3]
+    if variant.mask_rows and variant.mask_columns:
+        guard = rows < head.queries
+        if not FULL:
+            guard = guard & (columns < head.keys)
+        mask = tl.load(head.mask + (row_offsets + column_offsets), mask=guard, other=fill)
+    elif variant.mask_rows:
+        mask = tl.load(head.mask + row_offsets, mask=rows < head.queries, other=fill)
+    elif variant.mask_columns and FULL:
+        mask = tl.load(head.mask + column_offsets)
+    elif variant.mask_columns:
+        mask = tl.load(head.mask + column_offsets, mask=columns < head.keys, other=fill)
+    else:
+        mask = tl.load(head.mask + tl.zeros((1, 1), tl.int64))
+    return mask
+
+
+# Which pairs take part ---------------------------------------------------------------------------
+
+
+@triton.jit
+def _take_part(head, inputs, sizes, rows, columns, variant: tl.constexpr, FULL: tl.constexpr):
+    """Which pairs take part, and the float mask. Rows and columns may lie either way round."""
+    keep = rows < head.queries
+    if not FULL:
+        keep = keep & (columns < head.keys)
+        if variant.left:
+            keep = keep & (columns >= rows + (head.shift - sizes.left))
+        if variant.right:
+            keep = keep & (columns <= rows + (head.shift + sizes.right))
+    bias = 0.0
+    if variant.bool_mask:
+        mask = _load_mask(head, inputs.attn_mask.strides, rows, columns, 0, variant, FULL)
+        keep = keep & (mask != 0)
+    if variant.float_mask:
+        mask = _load_mask(head, inputs.attn_mask.strides, rows, columns, -INF, variant, FULL)
+        bias = mask.to(tl.float32)
+        keep = keep & (bias != -INF)
+    return keep, bias
+
+
+@triton.jit
+def _round(start, full_start, full_stop, stop, BLOCK: tl.constexpr):
+    """The ranges in whole blocks: edges outwards, the full part inwards, within one another."""
+    start = start // BLOCK * BLOCK
+    stop = tl.maximum(tl.cdiv(stop, BLOCK) * BLOCK, start)
+    full_start = tl.minimum(tl.maximum(tl.cdiv(full_start, BLOCK) * BLOCK, start), stop)
+    full_stop = tl.minimum(tl.maximum(full_stop // BLOCK * BLOCK, full_start), stop)
+    return start, full_start, full_stop, stop
+
+
+@triton.jit
+def _visible_keys(head, inputs, sizes, first, variant: tl.constexpr, block: tl.constexpr):
+    """For a block of queries from ``first`` on: keys in [start, stop) may be seen, and the blocks in
+    [full_start, full_stop) are seen whole as far as lengths and window go."""
+    last = tl.minimum(first + block.M, head.queries)
+    start = 0
+    full_start = 0
+    full_stop = head.keys
+    stop = head.keys
+    if variant.left:
+        start = tl.maximum(first + head.shift - sizes.left, 0)
+        full_start = tl.maximum(last - 1 + head.shift - sizes.left, 0)
+    if variant.right:
+        full_stop = tl.maximum(tl.minimum(first + head.shift + sizes.right + 1, head.keys), 0)
+        stop = tl.maximum(tl.minimum(last + head.shift + sizes.right, head.keys), 0)
+    if variant.trim:
+        start, stop = _trim(head, inputs, start, stop, first, block.N, block.M, True, variant)
+    return _round(start, full_start, full_stop, stop, block.N)
+
+
+@triton.jit
+def _visible_queries(head, inputs, sizes, first, variant: tl.constexpr, block: tl.constexpr):
+    """The same for a block of keys from ``first`` on: the queries that see them."""
+    last = tl.minimum(first + block.N, head.keys)
+    start = 0
+    full_start = 0
+    full_stop = tl.where(first + block.N <= head.keys, head.queries, 0)
+    stop = tl.where(first < head.keys, head.queries, 0)
+    if variant.right:
+        start = tl.maximum(first - head.shift - sizes.right, 0)
+        full_start = tl.maximum(last - 1 - head.shift - sizes.right, 0)
+    if variant.left:
+        full_stop = tl.maximum(tl.minimum(first - head.shift + sizes.left + 1, full_stop), 0)
+        stop = tl.maximum(tl.minimum(last - head.shift + sizes.left, stop), 0)
+    if variant.trim:
+        start, stop = _trim(head, inputs, start, stop, first, block.M, block.N, False, variant)
+    return _round(start, full_start, full_stop, stop, block.M)
+
+
+@triton.jit
+def _trim(
+    head, inputs, start, stop, first, BLOCK: tl.constexpr, OTHER: tl.constexpr, KEYS: tl.constexpr,
+    variant: tl.constexpr,
+):  # fmt: skip
+    """[start, stop) without what the mask leaves out at its ends, for a block from ``first`` on.
+
+    The range is of keys (KEYS) or of queries, the block of the other. Two blocks are looked at
+    together, from either end until something turns up: with a mask that has no such ends it costs
+    two looks. Holes in the middle stay.
+    """
+    at = start // BLOCK * BLOCK
+    lowest = stop
+    while (at < stop) & (lowest == stop):
+        index = at + tl.arange(0, 2 * BLOCK)
+        kept = _mask_keeps(head, inputs, index, first, 2 * BLOCK, OTHER, KEYS, variant)
+        lowest = tl.min(tl.where(kept & (index >= start) & (index < stop), index, stop), 0)
+        at += 2 * BLOCK
+    at = tl.cdiv(stop, BLOCK) * BLOCK
+    highest = lowest
+    while (at > lowest) & (highest == lowest):
+        at -= 2 * BLOCK
+        index = at + tl.arange(0, 2 * BLOCK)
+        kept = _mask_keeps(head, inputs, index, first, 2 * BLOCK, OTHER, KEYS, variant)
+        highest = tl.max(tl.where(kept & (index >= lowest) & (index < stop), index + 1, lowest), 0)
+    return lowest, highest
+
+
+@triton.jit
+def _mask_keeps(
+    head, inputs, index, first, SIZE: tl.constexpr, OTHER: tl.constexpr, KEYS: tl.constexpr,
+    variant: tl.constexpr,
+):  # fmt: skip
+    """(SIZE,): whether the mask keeps a key, or a query, for any of a block of the other."""
+    other = first + tl.arange(0, OTHER)
+    if KEYS:
+        rows = other[:, None]
+        columns = index[None, :]
+    else:
+        rows = index[:, None]
+        columns = other[None, :]
+    if not variant.mask_rows:
+        rows = tl.zeros((1, 1), tl.int32)
+    inside = (rows >= 0) & (columns >= 0) & (rows < head.queries) & (columns < head.keys)
+    if variant.bool_mask:
+        fill = 0
+    else:
+        fill = -INF
+    offsets = rows.to(tl.int64) * inputs.attn_mask.strides[2]
+    offsets += columns.to(tl.int64) * inputs.attn_mask.strides[3]
+    mask = tl.load(head.mask + offsets, mask=inside, other=fill)
+    return tl.max((mask != fill).to(tl.int32), 0 if KEYS else 1) > 0
+
+
+@triton.jit
+def _program(blocks, heads):
+    """A block, a head and a sequence."""
+    program = tl.program_id(0)
+    return program % blocks, program // blocks % heads, program // blocks // heads
+
+
+# Arithmetic --------------------------------------------------------------------------------------
 
 
 @triton.jit
@@ -238,20 +426,48 @@ def _dot(a, b, acc):
 
 
 @triton.jit
+def _pair_products(
+    a, a_tile, b, b_tile, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DIM: tl.constexpr,
+    BLOCK_DIM: tl.constexpr, block: tl.constexpr,
+):  # fmt: skip
+    """a @ bᵀ (ROWS, COLUMNS), of whole rows or, if block.K says so, piece by piece.
+
+    In float32 products run on the ordinary arithmetic units, and the compiler keeps all that a
+    thread multiplies in registers. Pieces, which are read again through the cache, bound that.
+    """
+    products = tl.zeros((ROWS, COLUMNS), tl.float32)
+    if block.K == 0 or block.K >= BLOCK_DIM:
+        products = _dot(a, tl.trans(b), products)
+    else:
+        for k in range(0, BLOCK_DIM, block.K):
+            guard = _guard(a_tile, k, ROWS, block.K, DIM)
+            x = tl.load(_pointers(a_tile, k, ROWS, block.K), mask=guard, other=0.0)
+            guard = _guard(b_tile, k, COLUMNS, block.K, DIM)
+            y = tl.load(_pointers(b_tile, k, COLUMNS, block.K), mask=guard, other=0.0)
+            products = _dot(x, tl.trans(y), products)
+    return products
+
+
+@triton.jit
+def _finite(x):
+    return tl.abs(x.to(tl.float32)) < INF
+
+
+@triton.jit
 def _zero_non_finite(x):
-    return tl.where(tl.abs(x.to(tl.float32)) < INF, x, 0.0).to(x.dtype)
+    return tl.where(_finite(x), x, 0.0).to(x.dtype)
 
 
 @triton.jit
-def _count_non_finite(keep, rows, count):
-    """count + how many non-finite numbers each sum of ``rows`` over the pairs in ``keep`` holds."""
-    bad = tl.where(tl.abs(rows.to(tl.float32)) < INF, 0.0, 1.0)
-    return _dot(keep.to(tl.bfloat16), bad.to(tl.bfloat16), count)
+def _count_non_finite(keep, x, count):
+    """count + the number of non-finite numbers in each sum of rows of x over the pairs in keep."""
+    bad = tl.where(_finite(x), 0.0, 1.0).to(tl.bfloat16)
+    return _dot(keep.to(tl.bfloat16), bad, count)
 
 
 @triton.jit
-def _holds_non_finite(x):
-    return tl.max((~(tl.abs(x) < INF)).to(tl.int32)) > 0
+def _any_non_finite(x):
+    return tl.max((~_finite(x)).to(tl.int32)) > 0
 
 
 @triton.jit
@@ -259,200 +475,81 @@ def _infinite_to_nan(x):
     return tl.where(tl.abs(x) == INF, float("nan"), x)
 
 
-@triton.jit
-def _load_mask(head, strides, rows, columns, fill, variant: tl.constexpr, INSIDE: tl.constexpr):
-    """The mask for ``rows`` and ``columns``, of size 1 in the directions it doesn't vary in.
-
-    Columns are checked only at an edge: a comparison that differs between neighbours would break
-    16-byte loads into single elements.
-    """
-    row_offsets = rows.to(tl.int64) * strides[2]
-    column_offsets = columns.to(tl.int64) * strides[3]
-    if variant.mask_rows and variant.mask_columns:
-        guard = rows < head.queries
-        if not INSIDE:
-            guard = guard & (columns < head.keys)
-        mask = tl.load(head.mask + (row_offsets + column_offsets), mask=guard, other=fill)
-    elif variant.mask_rows:
-        mask = tl.load(head.mask + row_offsets, mask=rows < head.queries, other=fill)
-    elif variant.mask_columns and INSIDE:
-        mask = tl.load(head.mask + column_offsets)
-    elif variant.mask_columns:
-        mask = tl.load(head.mask + column_offsets, mask=columns < head.keys, other=fill)
-    else:
-        mask = tl.load(head.mask)
-    return mask
-
-
-@triton.jit
-def _take_part(head, inputs, sizes, rows, columns, variant: tl.constexpr, INSIDE: tl.constexpr):
-    """Which pairs take part, and the float mask. Rows and columns may lie either way round."""
-    keep = rows < head.queries
-    if not INSIDE:
-        keep = keep & (columns < head.keys)
-        if variant.left:
-            keep = keep & (columns >= rows + (head.shift - sizes.left))
-        if variant.right:
-            keep = keep & (columns <= rows + (head.shift + sizes.right))
-    bias = 0.0
-    if variant.bool_mask:
-        mask = _load_mask(head, inputs.attn_mask.strides, rows, columns, 0, variant, INSIDE)
-        keep = keep & (mask != 0)
-    if variant.float_mask:
-        mask = _load_mask(head, inputs.attn_mask.strides, rows, columns, -INF, variant, INSIDE)
-        bias = mask.to(tl.float32)
-        keep = keep & (bias != -INF)
-    return keep, bias
-
-
-@triton.jit
-def _visible_keys(head, inputs, sizes, first, last, variant: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Blocks of keys for queries ``first`` to ``last`` - 1: [start, stop) can hold a pair, and lengths
-    and window cut nothing from [inside, outside), which lies within. All are multiples of BLOCK_N.
-    """
-    start = head.keys * 0
-    stop = head.keys
-    inside = start
-    outside = stop
-    if variant.left:
-        start = tl.maximum(first + head.shift - sizes.left, 0)
-        inside = tl.maximum(last - 1 + head.shift - sizes.left, 0)
-    if variant.right:
-        stop = tl.minimum(last + head.shift + sizes.right, stop)
-        outside = tl.maximum(tl.minimum(first + head.shift + sizes.right + 1, outside), 0)
-    if variant.key_mask:
-        start, stop = _kept_keys(head, inputs, start, stop, variant, BLOCK_N)
-    start = start // BLOCK_N * BLOCK_N
-    stop = tl.maximum(tl.cdiv(stop, BLOCK_N) * BLOCK_N, start)
-    inside = tl.minimum(tl.maximum(tl.cdiv(inside, BLOCK_N) * BLOCK_N, start), stop)
-    outside = tl.minimum(tl.maximum(outside // BLOCK_N * BLOCK_N, inside), stop)
-    return start, inside, outside, stop
-
-
-@triton.jit
-def _kept_keys(head, inputs, start, stop, variant: tl.constexpr, BLOCK_N: tl.constexpr):
-    """[start, stop) without the keys at its ends that a mask of keys leaves out."""
-    from_key = stop
-    to_key = start
-    for first in range(start, stop, 4 * BLOCK_N):
-        columns = first + tl.arange(0, 4 * BLOCK_N)
-        pointers = head.mask + columns.to(tl.int64) * inputs.attn_mask.strides[3]
-        guard = columns < stop
-        if variant.bool_mask:
-            keep = tl.load(pointers, mask=guard, other=0) != 0
-        else:
-            keep = tl.load(pointers, mask=guard, other=-INF) != -INF
-        from_key = tl.minimum(from_key, tl.min(tl.where(keep, columns, stop), 0))
-        to_key = tl.maximum(to_key, tl.max(tl.where(keep, columns + 1, start), 0))
-    return tl.minimum(from_key, to_key), to_key
-
-
-@triton.jit
-def _visible_queries(head, sizes, first, variant: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """As ``_visible_keys``, with the blocks of queries that see keys ``first`` to + BLOCK_N - 1."""
-    last = tl.minimum(first + BLOCK_N, head.keys)
-    start = head.queries * 0
-    stop = tl.where(first < head.keys, head.queries, 0)
-    inside = start
-    outside = tl.where(first + BLOCK_N <= head.keys, stop, 0)
-    if variant.right:
-        start = tl.maximum(first - head.shift - sizes.right, 0)
-        inside = tl.maximum(last - 1 - head.shift - sizes.right, 0)
-    if variant.left:
-        stop = tl.minimum(last - head.shift + sizes.left, stop)
-        outside = tl.maximum(tl.minimum(first - head.shift + sizes.left + 1, outside), 0)
-    start = start // BLOCK_M * BLOCK_M
-    stop = tl.maximum(tl.cdiv(stop, BLOCK_M) * BLOCK_M, start)
-    inside = tl.minimum(tl.maximum(tl.cdiv(inside, BLOCK_M) * BLOCK_M, start), stop)
-    outside = tl.minimum(tl.maximum(outside // BLOCK_M * BLOCK_M, inside), stop)
-    return start, inside, outside, stop
-
-
-@triton.jit
-def _program(sizes, blocks, variant: tl.constexpr):
-    """A block, a head and a sequence. Causal attention begins with the blocks that see most."""
-    program = tl.program_id(0)
-    block = program % blocks
-    if variant.right:
-        block = blocks - 1 - block
-    return block, program // blocks % sizes.H, program // blocks // sizes.H
-
-
 # Forward -----------------------------------------------------------------------------------------
 
 
 @triton.jit
 def _attend(
-    acc, peak, total, query, first_row, start, stop, gap_start, gap_stop, head, inputs, sizes,
-    variant: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    INSIDE: tl.constexpr, CAREFUL: tl.constexpr, WITH_VALUES: tl.constexpr,
+    acc, peak, total, query, query_tile, start, stop, gap_start, gap_stop, head, inputs, sizes,
+    variant: tl.constexpr, block: tl.constexpr, FULL: tl.constexpr, CAREFUL: tl.constexpr,
+    VALUES: tl.constexpr,
 ):  # fmt: skip
-    """Takes the blocks of keys in [start, stop) without [gap_start, gap_stop) into the softmax.
+    """Takes the keys in [start, stop) without [gap_start, gap_stop) into the softmax of a block.
 
-    ``acc`` (BLOCK_M, BLOCK_EV) is ∑ p v, ``total`` (BLOCK_M,) ∑ p, for p = exp(score - peak) and
-    ``peak`` the largest score so far: in units of log 2, with a float mask in natural ones.
+    ``acc`` (M, BLOCK_EV) is ∑ p v and ``total`` (M,) is ∑ p, where p = exp(score - peak) and
+    ``peak`` (M,) is the largest score so far.
     """
-    rows = first_row + tl.arange(0, BLOCK_M)[:, None]
+    rows = query_tile.first + tl.arange(0, block.M)[:, None]
     STAGES: tl.constexpr = 1 if CAREFUL else None
-    for step in tl.range(start, stop - (gap_stop - gap_start), BLOCK_N, num_stages=STAGES):
+    for step in tl.range(start, stop - (gap_stop - gap_start), block.N, num_stages=STAGES):
         first = step + tl.where(step < gap_start, 0, gap_stop - gap_start)
-        columns = first + tl.arange(0, BLOCK_N)[None, :]
-        key = _load_rows(
-            head.key, inputs.key.strides, first, head.keys, BLOCK_N, variant.E, variant.BLOCK_E,
-            INSIDE,
-        )  # fmt: skip
-        products = _dot(query, tl.trans(key), tl.zeros((BLOCK_M, BLOCK_N), tl.float32))
+        columns = first + tl.arange(0, block.N)[None, :]
+        key_tile = Tile(head.key, inputs.key.strides, first, head.keys)
+        key = _load(key_tile, block.N, variant.E, variant.BLOCK_E, FULL)
+        products = _pair_products(
+            query, query_tile, key, key_tile, block.M, block.N, variant.E, variant.BLOCK_E, block
+        )
         # ±Inf becomes NaN: from here on -∞ says that a pair takes no part.
         scores = tl.fma(products, 0.0, products)
-        keep, bias = _take_part(head, inputs, sizes, rows, columns, variant, INSIDE)
-        if variant.float_mask:
+        keep, bias = _take_part(head, inputs, sizes, rows, columns, variant, FULL)
+        if variant.natural:
             scores = tl.fma(scores, sizes.scale, bias)
-        if variant.masked or not INSIDE:
+        if variant.masked or not FULL:
             scores = tl.where(keep, scores, -INF)
         top = tl.max(scores, 1)
-        if not variant.float_mask:
-            # One product per row instead of one per score; the factor is positive.
-            top *= sizes.factor
+        if not variant.natural:
+            # One product per row instead of one per score.
+            top *= sizes.scale_log2
         new_peak = tl.maximum(peak, top)
-        # A row without a pair so far keeps a peak of -∞; any number will do to subtract.
+        # A row without a pair so far has a peak of -∞; any number will do to subtract.
         base = tl.where(new_peak == -INF, 0.0, new_peak)
-        if variant.float_mask:
+        if variant.natural:
             p = tl.exp2((scores - base[:, None]) * LOG2E)
             shrink = tl.exp2((peak - base) * LOG2E)
         else:
-            p = tl.exp2(tl.fma(scores, sizes.factor, -base[:, None]))
+            p = tl.exp2(tl.fma(scores, sizes.scale_log2, -base[:, None]))
             shrink = tl.exp2(peak - base)
         total = tl.fma(total, shrink, tl.sum(p, 1))
         peak = new_peak
-        if WITH_VALUES:
-            acc = acc * shrink[:, None]
+        if VALUES:
             if variant.dropout:
-                kept = dropout_keep(
-                    head.seed, head.plane, first_row, first, sizes.threshold, BLOCK_M, BLOCK_N
-                )
-                p = tl.where(kept, p, 0.0)
-            value = _load_rows(
-                head.value, inputs.value.strides, first, head.keys, BLOCK_N, variant.Ev,
-                variant.BLOCK_EV, INSIDE,
-            )  # fmt: skip
+                p = tl.where(_kept(head, sizes, query_tile.first, first, block), p, 0.0)
+            value_tile = Tile(head.value, inputs.value.strides, first, head.keys)
+            value = _load(value_tile, block.N, variant.Ev, variant.BLOCK_EV, FULL)
             if CAREFUL:
                 value = _zero_non_finite(value)
-            acc = _dot(p.to(value.dtype), value, acc)
+            acc = _dot(p.to(value.dtype), value, acc * shrink[:, None])
     return acc, peak, total
 
 
 @triton.jit
-def _non_finite_keys(
-    pointer, strides, first_row, start, stop, head, inputs, sizes, variant: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr,
+def _kept(head, sizes, row, column, block: tl.constexpr):
+    return dropout_keep(head.seed, head.plane, row, column, sizes.threshold, block.M, block.N)
+
+
+@triton.jit
+def _count_non_finite_keys(
+    tensor, pointer, first_row, start, stop, head, inputs, sizes, variant: tl.constexpr,
+    block: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr,
 ):  # fmt: skip
-    """(BLOCK_M, BLOCK_DIM): how many non-finite numbers of keys or values each query is paired with."""
-    rows = first_row + tl.arange(0, BLOCK_M)[:, None]
-    count = tl.zeros((BLOCK_M, BLOCK_DIM), tl.float32)
-    for first in tl.range(start, stop, BLOCK_N, num_stages=1):
-        columns = first + tl.arange(0, BLOCK_N)[None, :]
+    """(M, BLOCK_DIM): non-finite numbers of keys or values, counted for the queries that see them."""
+    rows = first_row + tl.arange(0, block.M)[:, None]
+    count = tl.zeros((block.M, BLOCK_DIM), tl.float32)
+    for first in tl.range(start, stop, block.N, num_stages=1):
+        columns = first + tl.arange(0, block.N)[None, :]
         keep = _take_part(head, inputs, sizes, rows, columns, variant, False)[0]
-        x = _load_rows(pointer, strides, first, head.keys, BLOCK_N, DIM, BLOCK_DIM, False)
+        tile = Tile(pointer, tensor.strides, first, head.keys)
+        x = _load(tile, block.N, DIM, BLOCK_DIM, False)
         count = _count_non_finite(keep, x, count)
     return count
 
@@ -464,93 +561,80 @@ def attention_forward_kernel(
     lse,  # (B, H, Lq) float32, contiguous
     sizes,
     variant: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    block: tl.constexpr,
 ):
     """Output and logsumexp.
 
-    A program owns BLOCK_M queries of one head of one sequence. It reads them once, and the keys and
-    values that they see; it writes BLOCK_M rows of ``out`` and of ``lse``. Programs of one head are
-    neighbours in the grid, so keys and values come from the L2 cache for all but the first.
+    A program owns M queries of one head of one sequence. It reads them once, and the keys and values
+    that they see; it writes M rows of ``out`` and of ``lse``. Programs of one head are neighbours in
+    the grid, so that its keys and values come from the L2 cache for all but the first.
 
-    Floor: 2 · pairs · (E + Ev) operations of the matrix unit and pairs of the exponential unit, for
+    Floor: 2 · pairs · (E + Ev) operations of the matrix unit and as many exponentials as pairs, for
     B · H · (Lq · (E + Ev) + Lk · (E + Ev)) elements of memory.
     """
-    blocks = tl.cdiv(sizes.Lq, BLOCK_M)
-    block, h, b = _program(sizes, blocks, variant)
-    first = block * BLOCK_M
+    blocks = tl.cdiv(sizes.Lq, block.M)
+    index, h, b = _program(blocks, sizes.H)
+    if variant.right:
+        index = blocks - 1 - index  # the blocks that see most begin first
+    first = index * block.M
     if variant.packed:
-        if b == sizes.B:
-            # Tokens past the last sequence.
+        if b == sizes.B:  # tokens past the last sequence
             start = tl.load(inputs.cu_seqlens_q + b).to(tl.int32) + first
-            step = blocks * BLOCK_M
-            _store_zero_rows(
-                out, h, start, sizes.total_q, step, BLOCK_M, variant.Ev, variant.BLOCK_EV
-            )
+            step = blocks * block.M
+            _store_zeros(out, h, start, sizes.total_q, step, block.M, variant.Ev, variant.BLOCK_EV)
             for token in range(start, sizes.total_q, step):
-                rows = token + tl.arange(0, BLOCK_M)
-                pointers = lse + h.to(tl.int64) * sizes.total_q + rows
-                tl.store(pointers, tl.full((BLOCK_M,), -INF, tl.float32), rows < sizes.total_q)
+                rows = token + tl.arange(0, block.M)
+                pointers = lse + tl.cast(h, tl.int64) * sizes.total_q + rows
+                tl.store(pointers, tl.full((block.M,), -INF, tl.float32), rows < sizes.total_q)
             return
     head = _load_head(inputs, sizes, b, h, variant)
     if first >= head.queries:
         return
-    last = tl.minimum(first + BLOCK_M, head.queries)
-    start, inside, outside, stop = _visible_keys(
-        head, inputs, sizes, first, last, variant, BLOCK_N
-    )
-    query = _load_rows(
-        head.query, inputs.query.strides, first, head.queries, BLOCK_M, variant.E, variant.BLOCK_E,
-        False,
-    )  # fmt: skip
-    if not variant.float_mask:
-        # With a negative scale the largest score comes from the smallest product, unless the sign
-        # goes to the query.
-        query = (query * sizes.sign).to(query.dtype)
-    acc = tl.zeros((BLOCK_M, variant.BLOCK_EV), tl.float32)
-    peak = tl.full((BLOCK_M,), -INF, tl.float32)
-    total = tl.zeros((BLOCK_M,), tl.float32)
+    start, full_start, full_stop, stop = _visible_keys(head, inputs, sizes, first, variant, block)
+    query_tile = Tile(head.query, inputs.query.strides, first, head.queries)
+    query = _load(query_tile, block.M, variant.E, variant.BLOCK_E, False)
+    acc = tl.zeros((block.M, variant.BLOCK_EV), tl.float32)
+    peak = tl.full((block.M,), -INF, tl.float32)
+    total = tl.zeros((block.M,), tl.float32)
     acc, peak, total = _attend(
-        acc, peak, total, query, first, inside, outside, outside, outside, head, inputs, sizes,
-        variant, BLOCK_M, BLOCK_N, True, False, True,
+        acc, peak, total, query, query_tile, full_start, full_stop, full_stop, full_stop, head,
+        inputs, sizes, variant, block, True, False, True,
     )  # fmt: skip
     acc, peak, total = _attend(
-        acc, peak, total, query, first, start, stop, inside, outside, head, inputs, sizes,
-        variant, BLOCK_M, BLOCK_N, False, False, True,
+        acc, peak, total, query, query_tile, start, stop, full_start, full_stop, head,
+        inputs, sizes, variant, block, False, False, True,
     )  # fmt: skip
     if variant.selective:
-        if _holds_non_finite(acc):
+        if _any_non_finite(acc):
             acc, peak, total = _attend(
-                tl.zeros_like(acc), tl.full((BLOCK_M,), -INF, tl.float32), tl.zeros_like(total),
-                query, first, start, stop, stop, stop, head, inputs, sizes,
-                variant, BLOCK_M, BLOCK_N, False, True, True,
+                tl.zeros_like(acc), tl.full((block.M,), -INF, tl.float32), tl.zeros_like(total),
+                query, query_tile, start, stop, stop, stop, head, inputs, sizes, variant, block,
+                False, True, True,
             )  # fmt: skip
-            count = _non_finite_keys(
-                head.value, inputs.value.strides, first, start, stop, head, inputs, sizes, variant,
-                BLOCK_M, BLOCK_N, variant.Ev, variant.BLOCK_EV,
+            count = _count_non_finite_keys(
+                inputs.value, head.value, first, start, stop, head, inputs, sizes, variant, block,
+                variant.Ev, variant.BLOCK_EV,
             )  # fmt: skip
             acc = tl.where(count > 0.0, INF, acc)
     total = tl.where(total == 0.0, 1.0, total)
     result = _infinite_to_nan(acc * (sizes.keep_scale / total)[:, None])
-    _store_rows(
-        _at(out, head.batch, h, head.first_query), out.strides, first, head.queries, result,
-        BLOCK_M, variant.Ev, variant.BLOCK_EV,
-    )  # fmt: skip
-    if variant.float_mask:
-        logsumexp = peak + tl.log2(total) * LN2
+    out_tile = Tile(_at(out, head.batch, h, head.first_query), out.strides, first, head.queries)
+    _store(out_tile, result, block.M, variant.Ev, variant.BLOCK_EV)
+    if variant.natural:
+        logsumexp = tl.fma(tl.log2(total), LN2, peak)
     else:
         logsumexp = (peak + tl.log2(total)) * LN2
-    rows = first + tl.arange(0, BLOCK_M)
+    rows = first + tl.arange(0, block.M)
     tl.store(lse + head.row + rows, logsumexp, rows < head.queries)
 
 
 # Backward ----------------------------------------------------------------------------------------
 
 
-class Rows(NamedTuple):
+class RowVectors(NamedTuple):
     """Per query, float32 (B, H, Lq), contiguous: what the backward needs besides the scores."""
 
-    peak: Tensor  # the logsumexp; where that is too coarse, the largest score
+    peak: Tensor  # the logsumexp or, where that is too coarse, the largest score
     log_total: Tensor | None  # with a float mask: the rest of the logsumexp, in units of log 2
     delta: Tensor  # ∑ dO O - dlse
 
@@ -562,408 +646,383 @@ def attention_backward_rows_kernel(
     grad_lse,  # (B, H, Lq), or None
     out,  # (B, H, Lq, Ev)
     lse,  # (B, H, Lq) float32, contiguous
-    results,  # Rows
+    vectors,  # RowVectors, of which it writes all but a peak that is lse itself
     sizes,
     variant: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    block: tl.constexpr,
 ):
-    """delta = ∑ dO O - dlse, and with a float mask a logsumexp in two parts.
+    """delta = ∑ dO O - dlse and, with a float mask, a logsumexp in two parts.
 
-    A program owns BLOCK_M queries of one head of one sequence; it reads their rows of ``grad_out``
-    and ``out`` and writes one number each. With a float mask, and only if it meets a logsumexp that
-    a large mask has made coarse, it also runs through the keys for the exact sum.
+    A program owns M queries of one head of one sequence; it reads their rows of ``grad_out`` and
+    ``out`` and writes a few numbers for each. With a float mask, and only if it meets a logsumexp
+    that a large mask has made coarse, it also runs through the keys for the exact sum.
 
     Floor: 2 · B · H · Lq · Ev elements of memory.
     """
-    block, h, b = _program(sizes, tl.cdiv(sizes.Lq, BLOCK_M), variant)
-    first = block * BLOCK_M
+    index, h, b = _program(tl.cdiv(sizes.Lq, block.M), sizes.H)
+    first = index * block.M
     head = _load_head(inputs, sizes, b, h, variant)
     if first >= head.queries:
         return
-    rows = first + tl.arange(0, BLOCK_M)
-    do = _load_rows(
-        _at(grad_out, head.batch, h, head.first_query), grad_out.strides, first, head.queries, BLOCK_M, variant.Ev,
-        variant.BLOCK_EV, False,
-    ).to(tl.float32)  # fmt: skip
-    o = _load_rows(
-        _at(out, head.batch, h, head.first_query), out.strides, first, head.queries, BLOCK_M, variant.Ev,
-        variant.BLOCK_EV, False,
-    ).to(tl.float32)  # fmt: skip
-    delta = tl.sum(do * o, 1)
-    # Inf - Inf would do it too, but an output of 0 can hide an Inf from the sum.
-    delta = tl.where(tl.max((~(tl.abs(do) < INF)).to(tl.int32), 1) > 0, float("nan"), delta)
+    rows = first + tl.arange(0, block.M)
+    guard = rows < head.queries
+    do_tile = Tile(
+        _at(grad_out, head.batch, h, head.first_query), grad_out.strides, first, head.queries
+    )
+    do = _load(do_tile, block.M, variant.Ev, variant.BLOCK_EV, False).to(tl.float32)
+    o_tile = Tile(_at(out, head.batch, h, head.first_query), out.strides, first, head.queries)
+    o = _load(o_tile, block.M, variant.Ev, variant.BLOCK_EV, False).to(tl.float32)
+    # An Inf in dO is NaN for its row, whatever the output beside it.
+    delta = tl.sum(tl.fma(do, 0.0, do) * o, 1)
     if grad_lse is not None:
-        pointers = _at(grad_lse, head.batch, h, head.first_query) + rows.to(tl.int64) * grad_lse.strides[2]
-        delta -= tl.load(pointers, rows < head.queries, other=0.0)
-    tl.store(results.delta + head.row + rows, delta, rows < head.queries)
+        pointers = _at(grad_lse, head.batch, h, head.first_query)
+        pointers += rows.to(tl.int64) * grad_lse.strides[2]
+        delta -= tl.load(pointers, guard, other=0.0)
+    tl.store(vectors.delta + head.row + rows, delta, guard)
     if variant.float_mask:
-        peak = tl.load(lse + head.row + rows, rows < head.queries, other=0.0)
-        log_total = tl.zeros((BLOCK_M,), tl.float32)
-        size = tl.where(peak == -INF, 0.0, tl.abs(peak))
-        if tl.max(size, 0) > COARSE_LOGSUMEXP:
-            start, inside, outside, stop = _visible_keys(
-                head, inputs, sizes, first, tl.minimum(first + BLOCK_M, head.queries), variant,
-                BLOCK_N,
-            )  # fmt: skip
-            query = _load_rows(
-                head.query, inputs.query.strides, first, head.queries, BLOCK_M, variant.E,
-                variant.BLOCK_E, False,
-            )  # fmt: skip
-            _, peak, total = _attend(
-                log_total, tl.full((BLOCK_M,), -INF, tl.float32), log_total, query, first, start,
-                stop, stop, stop, head, inputs, sizes, variant, BLOCK_M, BLOCK_N, False, False,
-                False,
+        peak = tl.load(lse + head.row + rows, guard, other=0.0)
+        log_total = tl.zeros((block.M,), tl.float32)
+        if tl.max(tl.where(peak == -INF, 0.0, tl.abs(peak)), 0) > COARSE_LOGSUMEXP:
+            start, _full_start, _full_stop, stop = _visible_keys(
+                head, inputs, sizes, first, variant, block
+            )
+            query_tile = Tile(head.query, inputs.query.strides, first, head.queries)
+            query = _load(query_tile, block.M, variant.E, variant.BLOCK_E, False)
+            _none, peak, total = _attend(
+                0.0, tl.full((block.M,), -INF, tl.float32), log_total, query, query_tile, start,
+                stop, stop, stop, head, inputs, sizes, variant, block, False, False, False,
             )  # fmt: skip
             log_total = tl.log2(tl.where(total == 0.0, 1.0, total))
-        tl.store(results.peak + head.row + rows, peak, rows < head.queries)
-        tl.store(results.log_total + head.row + rows, log_total, rows < head.queries)
+        tl.store(vectors.peak + head.row + rows, peak, guard)
+        tl.store(vectors.log_total + head.row + rows, log_total, guard)
 
 
 @triton.jit
-def _load_row_vectors(rows_of, head, rows, variant: tl.constexpr, INSIDE: tl.constexpr):
-    """peak (with what log_total adds), log_total and delta of some queries; 0 past the last one."""
+def _load_vectors(vectors, head, rows, variant: tl.constexpr):
+    """peak, log_total and delta of some queries, in the units that ``_weights`` wants."""
     guard = rows < head.queries
-    pointers = head.row + rows
-    peak = tl.load(rows_of.peak + pointers, mask=guard, other=0.0)
-    log_total = peak
+    peak = tl.load(vectors.peak + head.row + rows, mask=guard, other=0.0)
+    delta = tl.load(vectors.delta + head.row + rows, mask=guard, other=0.0)
     if variant.float_mask:
-        log_total = tl.load(rows_of.log_total + pointers, mask=guard, other=0.0)
+        log_total = tl.load(vectors.log_total + head.row + rows, mask=guard, other=0.0)
     else:
-        peak = peak * LOG2E
-    delta = tl.load(rows_of.delta + pointers, mask=guard, other=0.0)
+        log_total = peak
+        peak *= LOG2E
     return peak, log_total, delta
 
 
 @triton.jit
 def _weights(products, bias, peak, log_total, sizes, variant: tl.constexpr):
-    """P = exp(score - logsumexp), broadcasting whichever way the vectors lie."""
+    """P = exp(score - logsumexp), whichever way the vectors lie."""
     if variant.float_mask:
         above = tl.fma(products, sizes.scale, bias) - peak
-        return tl.exp2(tl.fma(above, LOG2E, -log_total))
-    return tl.exp2(tl.fma(products, sizes.scale_log2, -peak))
+        p = tl.exp2(tl.fma(above, LOG2E, -log_total))
+    else:
+        p = tl.exp2(tl.fma(products, sizes.scale_log2, -peak))
+    return p
 
 
 @triton.jit
 def _collect(
-    grad_key, grad_value, key, value, first_column, start, stop, gap_start, gap_stop, head,
-    inputs, grad_out, grad_out_strides, rows_of, sizes,
-    variant: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    INSIDE: tl.constexpr, CAREFUL: tl.constexpr,
+    dk, dv, key, value, key_tile, value_tile, start, stop, gap_start, gap_stop, head, grad_out,
+    do_pointer, inputs, vectors, sizes, variant: tl.constexpr, block: tl.constexpr,
+    FULL: tl.constexpr, CAREFUL: tl.constexpr,
 ):  # fmt: skip
-    """Adds to dK and dV what the queries in [start, stop) without [gap_start, gap_stop) give.
+    """Adds what the queries in [start, stop) without [gap_start, gap_stop) give to dK and dV.
 
-    Tiles lie with a row per key: weights computed that way round are the left operand of both
-    products that follow, straight from registers.
+    Tiles have a row per key: computed that way round, weights are the left operand of both products
+    that follow, straight from registers.
     """
-    columns = first_column + tl.arange(0, BLOCK_N)[:, None]
+    columns = key_tile.first + tl.arange(0, block.N)[:, None]
     STAGES: tl.constexpr = 1 if CAREFUL else None
-    for step in tl.range(start, stop - (gap_stop - gap_start), BLOCK_M, num_stages=STAGES):
+    for step in tl.range(start, stop - (gap_stop - gap_start), block.M, num_stages=STAGES):
         first = step + tl.where(step < gap_start, 0, gap_stop - gap_start)
-        rows = first + tl.arange(0, BLOCK_M)[None, :]
-        query = _load_rows(
-            head.query, inputs.query.strides, first, head.queries, BLOCK_M, variant.E,
-            variant.BLOCK_E, INSIDE,
-        )  # fmt: skip
-        products = _dot(key, tl.trans(query), tl.zeros((BLOCK_N, BLOCK_M), tl.float32))
-        do = _load_rows(
-            grad_out, grad_out_strides, first, head.queries, BLOCK_M, variant.Ev,
-            variant.BLOCK_EV, INSIDE,
-        )  # fmt: skip
-        peak, log_total, delta = _load_row_vectors(rows_of, head, rows, variant, INSIDE)
-        keep, bias = _take_part(head, inputs, sizes, rows, columns, variant, INSIDE)
+        rows = first + tl.arange(0, block.M)[None, :]
+        peak, log_total, delta = _load_vectors(vectors, head, rows, variant)
+        query_tile = Tile(head.query, inputs.query.strides, first, head.queries)
+        query = _load(query_tile, block.M, variant.E, variant.BLOCK_E, FULL)
+        if CAREFUL:
+            query = _zero_non_finite(query)
+        products = _pair_products(
+            key, key_tile, query, query_tile, block.N, block.M, variant.E, variant.BLOCK_E, block
+        )
+        keep, bias = _take_part(head, inputs, sizes, rows, columns, variant, FULL)
         p = _weights(products, bias, peak, log_total, sizes, variant)
-        if variant.masked or not INSIDE:
+        if variant.masked or not FULL:
             p = tl.where(keep, p, 0.0)
-        grad_p = _dot(value, tl.trans(do), tl.zeros((BLOCK_N, BLOCK_M), tl.float32))
+        do_tile = Tile(do_pointer, grad_out.strides, first, head.queries)
+        do = _load(do_tile, block.M, variant.Ev, variant.BLOCK_EV, FULL)
+        if CAREFUL:
+            do = _zero_non_finite(do)
+        grad_p = _pair_products(
+            value, value_tile, do, do_tile, block.N, block.M, variant.Ev, variant.BLOCK_EV, block
+        )
         dropped = p
         if variant.dropout:
-            kept = tl.trans(
-                dropout_keep(
-                    head.seed, head.plane, first, first_column, sizes.threshold, BLOCK_M, BLOCK_N
-                )
-            )
+            kept = tl.trans(_kept(head, sizes, first, key_tile.first, block))
             dropped = tl.where(kept, p, 0.0)
             grad_p = tl.where(kept, grad_p * sizes.keep_scale, 0.0)
         grad_scores = p * (grad_p - delta)
-        if variant.masked or not INSIDE:
+        if variant.masked or not FULL:
             grad_scores = tl.where(keep, grad_scores, 0.0)
-        if CAREFUL:
-            do = _zero_non_finite(do)
-            query = _zero_non_finite(query)
-        grad_value = _dot(dropped.to(do.dtype), do, grad_value)
-        grad_key = _dot(grad_scores.to(query.dtype), query, grad_key)
-    return grad_key, grad_value
-
-
-@triton.jit
-def _non_finite_queries(
-    tensor, first_column, kv_head, b, inputs, sizes, variant: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr,
-):  # fmt: skip
-    """(BLOCK_N, BLOCK_DIM): how many non-finite numbers of q or dO each key is paired with."""
-    columns = first_column + tl.arange(0, BLOCK_N)[:, None]
-    count = tl.zeros((BLOCK_N, BLOCK_DIM), tl.float32)
-    for member in range(sizes.group):
-        h = kv_head * sizes.group + member
-        head = _load_head(inputs, sizes, b, h, variant)
-        pointer = _at(tensor, head.batch, h, head.first_query)
-        start, _inside, _outside, stop = _visible_queries(head, sizes, first_column, variant, BLOCK_M, BLOCK_N)
-        for first in tl.range(start, stop, BLOCK_M, num_stages=1):
-            rows = first + tl.arange(0, BLOCK_M)[None, :]
-            keep = _take_part(head, inputs, sizes, rows, columns, variant, False)[0]
-            x = _load_rows(
-                pointer, tensor.strides, first, head.queries, BLOCK_M, DIM, BLOCK_DIM, False
-            )
-            count = _count_non_finite(keep, x, count)
-    return count
+        dv = _dot(dropped.to(do.dtype), do, dv)
+        dk = _dot(grad_scores.to(query.dtype), query, dk)
+    return dk, dv
 
 
 @triton.jit
 def _collect_group(
-    grad_key, grad_value, key, value, b, kv_head, first, inputs, grad_out, rows_of, sizes,
-    variant: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAREFUL: tl.constexpr,
+    dk, dv, key, value, key_tile, value_tile, b, kv_head, grad_out, inputs, vectors, sizes,
+    variant: tl.constexpr, block: tl.constexpr, CAREFUL: tl.constexpr,
 ):  # fmt: skip
-    """All query heads that share a key head."""
+    """The same from all query heads that share a key head."""
     for member in range(sizes.group):
         h = kv_head * sizes.group + member
         head = _load_head(inputs, sizes, b, h, variant)
-        do = _at(grad_out, head.batch, h, head.first_query)
-        start, inside, outside, stop = _visible_queries(
-            head, sizes, first, variant, BLOCK_M, BLOCK_N
+        do_pointer = _at(grad_out, head.batch, h, head.first_query)
+        start, full_start, full_stop, stop = _visible_queries(
+            head, inputs, sizes, key_tile.first, variant, block
         )
         if CAREFUL:
-            grad_key, grad_value = _collect(
-                grad_key, grad_value, key, value, first, start, stop, stop, stop, head, inputs, do,
-                grad_out.strides, rows_of, sizes, variant, BLOCK_M, BLOCK_N, False, True,
+            dk, dv = _collect(
+                dk, dv, key, value, key_tile, value_tile, start, stop, stop, stop, head, grad_out,
+                do_pointer, inputs, vectors, sizes, variant, block, False, True,
             )  # fmt: skip
         else:
-            grad_key, grad_value = _collect(
-                grad_key, grad_value, key, value, first, inside, outside, outside, outside, head,
-                inputs, do, grad_out.strides, rows_of, sizes, variant, BLOCK_M, BLOCK_N, True, False,
+            dk, dv = _collect(
+                dk, dv, key, value, key_tile, value_tile, full_start, full_stop, full_stop,
+                full_stop, head, grad_out, do_pointer, inputs, vectors, sizes, variant, block,
+                True, False,
             )  # fmt: skip
-            grad_key, grad_value = _collect(
-                grad_key, grad_value, key, value, first, start, stop, inside, outside, head, inputs,
-                do, grad_out.strides, rows_of, sizes, variant, BLOCK_M, BLOCK_N, False, False,
+            dk, dv = _collect(
+                dk, dv, key, value, key_tile, value_tile, start, stop, full_start, full_stop, head,
+                grad_out, do_pointer, inputs, vectors, sizes, variant, block, False, False,
             )  # fmt: skip
-    return grad_key, grad_value
+    return dk, dv
+
+
+@triton.jit
+def _count_non_finite_queries(
+    tensor, first_column, b, kv_head, inputs, sizes, variant: tl.constexpr, block: tl.constexpr,
+    DIM: tl.constexpr, BLOCK_DIM: tl.constexpr,
+):  # fmt: skip
+    """(N, BLOCK_DIM): non-finite numbers of q or dO, counted for the keys that are seen from there."""
+    columns = first_column + tl.arange(0, block.N)[:, None]
+    count = tl.zeros((block.N, BLOCK_DIM), tl.float32)
+    for member in range(sizes.group):
+        h = kv_head * sizes.group + member
+        head = _load_head(inputs, sizes, b, h, variant)
+        pointer = _at(tensor, head.batch, h, head.first_query)
+        start, _full_start, _full_stop, stop = _visible_queries(
+            head, inputs, sizes, first_column, variant, block
+        )
+        for first in tl.range(start, stop, block.M, num_stages=1):
+            rows = first + tl.arange(0, block.M)[None, :]
+            keep = _take_part(head, inputs, sizes, rows, columns, variant, False)[0]
+            tile = Tile(pointer, tensor.strides, first, head.queries)
+            x = _load(tile, block.M, DIM, BLOCK_DIM, False)
+            count = _count_non_finite(keep, x, count)
+    return count
 
 
 @triton.jit(do_not_specialize=["sizes"])
 def attention_backward_key_value_kernel(
     inputs,
     grad_out,  # (B, H, Lq, Ev)
-    rows_of,  # Rows
+    vectors,  # RowVectors
     grad_key,  # (B, Hkv, Lk, E)
     grad_value,  # (B, Hkv, Lk, Ev)
     sizes,
     variant: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    block: tl.constexpr,
 ):
     """dV_j = ∑_i D_ij P_ij dO_i and dK_j = scale ∑_i dS_ij q_i.
 
-    A program owns BLOCK_N keys of one key head of one sequence, and runs through the queries that
-    see them, of every query head that shares the key head: no sum is split. It reads its keys and
-    values once, and for each query q, dO, logsumexp and delta; it writes BLOCK_N rows of dK and dV.
+    A program owns N keys of one key head of one sequence, and runs through the queries that see
+    them, of every query head that shares the key head: no sum is split. It reads its keys and values
+    once, and q, dO and three numbers for each query; it writes N rows of dK and of dV.
 
     Floor: 4 · pairs · (E + Ev) operations of the matrix unit.
     """
-    blocks = tl.cdiv(sizes.Lk, BLOCK_N)
-    kv_heads = sizes.H // sizes.group
-    program = tl.program_id(0)
-    first = program % blocks * BLOCK_N  # causal: the first keys are seen most
-    kv_head = program // blocks % kv_heads
-    b = program // blocks // kv_heads
-    batch = b
-    token = b * 0
-    stored = sizes.Lk
+    blocks = tl.cdiv(sizes.Lk, block.N)
+    # Causal attention: the first keys are seen most, and their programs begin first.
+    index, kv_head, b = _program(blocks, sizes.H // sizes.group)
+    first = index * block.N
     if variant.packed:
         token = tl.load(inputs.cu_seqlens_k + b)
-        if b == sizes.B:
+        if b == sizes.B:  # tokens past the last sequence
             start = token.to(tl.int32) + first
-            step = blocks * BLOCK_N
-            _store_zero_rows(
-                grad_key, kv_head, start, sizes.total_k, step, BLOCK_N, variant.E, variant.BLOCK_E
+            step = blocks * block.N
+            stop = sizes.total_k
+            _store_zeros(grad_key, kv_head, start, stop, step, block.N, variant.E, variant.BLOCK_E)
+            _store_zeros(
+                grad_value, kv_head, start, stop, step, block.N, variant.Ev, variant.BLOCK_EV
             )
-            _store_zero_rows(
-                grad_value, kv_head, start, sizes.total_k, step, BLOCK_N, variant.Ev,
-                variant.BLOCK_EV,
-            )  # fmt: skip
             return
-        batch = b * 0
+        batch = 0
         stored = (tl.load(inputs.cu_seqlens_k + b + 1) - token).to(tl.int32)
+    else:
+        token = 0
+        batch = b
+        stored = sizes.Lk
     if first >= stored:
         return
     keys = stored
     if variant.lengths:
         keys = tl.load(inputs.key_lengths + b).to(tl.int32)
-    key = _load_rows(
-        _at(inputs.key, batch, kv_head, token), inputs.key.strides, first, keys, BLOCK_N, variant.E,
-        variant.BLOCK_E, False,
-    )  # fmt: skip
-    value = _load_rows(
-        _at(inputs.value, batch, kv_head, token), inputs.value.strides, first, keys, BLOCK_N,
-        variant.Ev, variant.BLOCK_EV, False,
-    )  # fmt: skip
-    dk = tl.zeros((BLOCK_N, variant.BLOCK_E), tl.float32)
-    dv = tl.zeros((BLOCK_N, variant.BLOCK_EV), tl.float32)
+    key_tile = Tile(_at(inputs.key, batch, kv_head, token), inputs.key.strides, first, keys)
+    value_tile = Tile(_at(inputs.value, batch, kv_head, token), inputs.value.strides, first, keys)
+    key = _load(key_tile, block.N, variant.E, variant.BLOCK_E, False)
+    value = _load(value_tile, block.N, variant.Ev, variant.BLOCK_EV, False)
+    dk = tl.zeros((block.N, variant.BLOCK_E), tl.float32)
+    dv = tl.zeros((block.N, variant.BLOCK_EV), tl.float32)
     dk, dv = _collect_group(
-        dk, dv, key, value, b, kv_head, first, inputs, grad_out, rows_of, sizes, variant, BLOCK_M,
-        BLOCK_N, False,
+        dk, dv, key, value, key_tile, value_tile, b, kv_head, grad_out, inputs, vectors, sizes,
+        variant, block, False,
     )  # fmt: skip
     if variant.selective:
-        if _holds_non_finite(dk) | _holds_non_finite(dv):
+        if _any_non_finite(dk) | _any_non_finite(dv):
             dk, dv = _collect_group(
-                tl.zeros_like(dk), tl.zeros_like(dv), key, value, b, kv_head, first, inputs,
-                grad_out, rows_of, sizes, variant, BLOCK_M, BLOCK_N, True,
+                tl.zeros_like(dk), tl.zeros_like(dv), key, value, key_tile, value_tile, b, kv_head,
+                grad_out, inputs, vectors, sizes, variant, block, True,
             )  # fmt: skip
-            count = _non_finite_queries(
-                inputs.query, first, kv_head, b, inputs, sizes, variant, BLOCK_M, BLOCK_N,
-                variant.E, variant.BLOCK_E,
+            count = _count_non_finite_queries(
+                inputs.query, first, b, kv_head, inputs, sizes, variant, block, variant.E,
+                variant.BLOCK_E,
             )  # fmt: skip
             dk = tl.where(count > 0.0, INF, dk)
-            count = _non_finite_queries(
-                grad_out, first, kv_head, b, inputs, sizes, variant, BLOCK_M, BLOCK_N,
-                variant.Ev, variant.BLOCK_EV,
+            count = _count_non_finite_queries(
+                grad_out, first, b, kv_head, inputs, sizes, variant, block, variant.Ev,
+                variant.BLOCK_EV,
             )  # fmt: skip
             dv = tl.where(count > 0.0, INF, dv)
-    _store_rows(
-        _at(grad_key, batch, kv_head, token), grad_key.strides, first, stored,
-        _infinite_to_nan(dk * sizes.scale), BLOCK_N, variant.E, variant.BLOCK_E,
-    )  # fmt: skip
-    _store_rows(
-        _at(grad_value, batch, kv_head, token), grad_value.strides, first, stored,
-        _infinite_to_nan(dv * sizes.keep_scale), BLOCK_N, variant.Ev, variant.BLOCK_EV,
-    )  # fmt: skip
+    dk_tile = Tile(_at(grad_key, batch, kv_head, token), grad_key.strides, first, stored)
+    dk = _infinite_to_nan(dk * sizes.scale)
+    _store(dk_tile, dk, block.N, variant.E, variant.BLOCK_E)
+    dv_tile = Tile(_at(grad_value, batch, kv_head, token), grad_value.strides, first, stored)
+    dv = _infinite_to_nan(dv * sizes.keep_scale)
+    _store(dv_tile, dv, block.N, variant.Ev, variant.BLOCK_EV)
 
 
 @triton.jit
 def _grad_scores(
-    query, do, peak, log_total, delta, first_row, first_column, key, head, inputs, sizes,
-    variant: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, INSIDE: tl.constexpr,
+    query, do, key, query_tile, do_tile, key_tile, peak, log_total, delta, head, inputs, sizes,
+    variant: tl.constexpr, block: tl.constexpr, FULL: tl.constexpr,
 ):  # fmt: skip
-    """dS (BLOCK_M, BLOCK_N), 0 for pairs that don't take part."""
-    rows = first_row + tl.arange(0, BLOCK_M)[:, None]
-    columns = first_column + tl.arange(0, BLOCK_N)[None, :]
-    products = _dot(query, tl.trans(key), tl.zeros((BLOCK_M, BLOCK_N), tl.float32))
-    value = _load_rows(
-        head.value, inputs.value.strides, first_column, head.keys, BLOCK_N, variant.Ev,
-        variant.BLOCK_EV, INSIDE,
-    )  # fmt: skip
-    grad_p = _dot(do, tl.trans(value), tl.zeros((BLOCK_M, BLOCK_N), tl.float32))
-    if variant.dropout:
-        kept = dropout_keep(
-            head.seed, head.plane, first_row, first_column, sizes.threshold, BLOCK_M, BLOCK_N
-        )
-        grad_p = tl.where(kept, grad_p * sizes.keep_scale, 0.0)
-    keep, bias = _take_part(head, inputs, sizes, rows, columns, variant, INSIDE)
+    """dS (M, N), 0 for pairs that don't take part."""
+    rows = query_tile.first + tl.arange(0, block.M)[:, None]
+    columns = key_tile.first + tl.arange(0, block.N)[None, :]
+    products = _pair_products(
+        query, query_tile, key, key_tile, block.M, block.N, variant.E, variant.BLOCK_E, block
+    )
+    keep, bias = _take_part(head, inputs, sizes, rows, columns, variant, FULL)
     p = _weights(products, bias, peak[:, None], log_total[:, None], sizes, variant)
+    value_tile = Tile(head.value, inputs.value.strides, key_tile.first, head.keys)
+    value = _load(value_tile, block.N, variant.Ev, variant.BLOCK_EV, FULL)
+    grad_p = _pair_products(
+        do, do_tile, value, value_tile, block.M, block.N, variant.Ev, variant.BLOCK_EV, block
+    )
+    if variant.dropout:
+        kept = _kept(head, sizes, query_tile.first, key_tile.first, block)
+        grad_p = tl.where(kept, grad_p * sizes.keep_scale, 0.0)
     grad_scores = p * (grad_p - delta[:, None])
-    if variant.masked or not INSIDE:
+    if variant.masked or not FULL:
         grad_scores = tl.where(keep, grad_scores, 0.0)
     return grad_scores
 
 
 @triton.jit
 def _gather(
-    grad_query, query, do, peak, log_total, delta, first_row, start, stop, gap_start, gap_stop,
-    head, inputs, sizes, variant: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    INSIDE: tl.constexpr, CAREFUL: tl.constexpr,
+    dq, query, do, query_tile, do_tile, peak, log_total, delta, start, stop, gap_start, gap_stop,
+    head, inputs, sizes, variant: tl.constexpr, block: tl.constexpr, FULL: tl.constexpr,
+    CAREFUL: tl.constexpr,
 ):  # fmt: skip
-    """Adds to dQ what the keys in [start, stop) without [gap_start, gap_stop) give."""
+    """Adds what the keys in [start, stop) without [gap_start, gap_stop) give to dQ."""
     STAGES: tl.constexpr = 1 if CAREFUL else None
-    for step in tl.range(start, stop - (gap_stop - gap_start), BLOCK_N, num_stages=STAGES):
+    for step in tl.range(start, stop - (gap_stop - gap_start), block.N, num_stages=STAGES):
         first = step + tl.where(step < gap_start, 0, gap_stop - gap_start)
-        key = _load_rows(
-            head.key, inputs.key.strides, first, head.keys, BLOCK_N, variant.E, variant.BLOCK_E,
-            INSIDE,
-        )  # fmt: skip
-        grad_scores = _grad_scores(
-            query, do, peak, log_total, delta, first_row, first, key, head, inputs, sizes, variant,
-            BLOCK_M, BLOCK_N, INSIDE,
-        )  # fmt: skip
+        key_tile = Tile(head.key, inputs.key.strides, first, head.keys)
+        key = _load(key_tile, block.N, variant.E, variant.BLOCK_E, FULL)
         if CAREFUL:
             key = _zero_non_finite(key)
-        grad_query = _dot(grad_scores.to(key.dtype), key, grad_query)
-    return grad_query
+        grad_scores = _grad_scores(
+            query, do, key, query_tile, do_tile, key_tile, peak, log_total, delta, head, inputs,
+            sizes, variant, block, FULL,
+        )  # fmt: skip
+        dq = _dot(grad_scores.to(key.dtype), key, dq)
+    return dq
 
 
 @triton.jit(do_not_specialize=["sizes"])
 def attention_backward_query_kernel(
     inputs,
     grad_out,  # (B, H, Lq, Ev)
-    rows_of,  # Rows
+    vectors,  # RowVectors
     grad_query,  # (B, H, Lq, E)
     sizes,
     variant: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    block: tl.constexpr,
 ):
     """dQ_i = scale ∑_j dS_ij k_j.
 
-    A program owns BLOCK_M queries of one head of one sequence and runs through the keys that they
-    see. It reads q, dO, logsumexp and delta once, and the keys and values; it writes BLOCK_M rows.
+    A program owns M queries of one head of one sequence and runs through the keys that they see. It
+    reads q, dO and three numbers for each query once, and the keys and values; it writes M rows.
 
     Floor: 2 · pairs · (2 E + Ev) operations of the matrix unit. Two of the three products are also
     made for dK and dV: the price of sums that are never split between programs.
     """
-    blocks = tl.cdiv(sizes.Lq, BLOCK_M)
-    block, h, b = _program(sizes, blocks, variant)
-    first = block * BLOCK_M
+    blocks = tl.cdiv(sizes.Lq, block.M)
+    index, h, b = _program(blocks, sizes.H)
+    if variant.right:
+        index = blocks - 1 - index
+    first = index * block.M
     if variant.packed:
-        if b == sizes.B:
+        if b == sizes.B:  # tokens past the last sequence
             start = tl.load(inputs.cu_seqlens_q + b).to(tl.int32) + first
-            _store_zero_rows(
-                grad_query, h, start, sizes.total_q, blocks * BLOCK_M, BLOCK_M, variant.E,
-                variant.BLOCK_E,
-            )  # fmt: skip
+            step = blocks * block.M
+            _store_zeros(
+                grad_query, h, start, sizes.total_q, step, block.M, variant.E, variant.BLOCK_E
+            )
             return
     head = _load_head(inputs, sizes, b, h, variant)
     if first >= head.queries:
         return
-    last = tl.minimum(first + BLOCK_M, head.queries)
-    start, inside, outside, stop = _visible_keys(
-        head, inputs, sizes, first, last, variant, BLOCK_N
-    )
-    query = _load_rows(
-        head.query, inputs.query.strides, first, head.queries, BLOCK_M, variant.E, variant.BLOCK_E,
-        False,
-    )  # fmt: skip
-    do = _load_rows(
-        _at(grad_out, head.batch, h, head.first_query), grad_out.strides, first, head.queries, BLOCK_M, variant.Ev,
-        variant.BLOCK_EV, False,
-    )  # fmt: skip
-    rows = first + tl.arange(0, BLOCK_M)
-    peak, log_total, delta = _load_row_vectors(rows_of, head, rows, variant, False)
-    dq = tl.zeros((BLOCK_M, variant.BLOCK_E), tl.float32)
+    start, full_start, full_stop, stop = _visible_keys(head, inputs, sizes, first, variant, block)
+    query_tile = Tile(head.query, inputs.query.strides, first, head.queries)
+    do_pointer = _at(grad_out, head.batch, h, head.first_query)
+    do_tile = Tile(do_pointer, grad_out.strides, first, head.queries)
+    query = _load(query_tile, block.M, variant.E, variant.BLOCK_E, False)
+    do = _load(do_tile, block.M, variant.Ev, variant.BLOCK_EV, False)
+    rows = first + tl.arange(0, block.M)
+    peak, log_total, delta = _load_vectors(vectors, head, rows, variant)
+    dq = tl.zeros((block.M, variant.BLOCK_E), tl.float32)
     dq = _gather(
-        dq, query, do, peak, log_total, delta, first, inside, outside, outside, outside, head,
-        inputs, sizes, variant, BLOCK_M, BLOCK_N, True, False,
+        dq, query, do, query_tile, do_tile, peak, log_total, delta, full_start, full_stop,
+        full_stop, full_stop, head, inputs, sizes, variant, block, True, False,
     )  # fmt: skip
     dq = _gather(
-        dq, query, do, peak, log_total, delta, first, start, stop, inside, outside, head, inputs,
-        sizes, variant, BLOCK_M, BLOCK_N, False, False,
+        dq, query, do, query_tile, do_tile, peak, log_total, delta, start, stop, full_start,
+        full_stop, head, inputs, sizes, variant, block, False, False,
     )  # fmt: skip
     if variant.selective:
-        if _holds_non_finite(dq):
+        if _any_non_finite(dq):
             dq = _gather(
-                tl.zeros_like(dq), query, do, peak, log_total, delta, first, start, stop, stop,
-                stop, head, inputs, sizes, variant, BLOCK_M, BLOCK_N, False, True,
+                tl.zeros_like(dq), query, do, query_tile, do_tile, peak, log_total, delta, start,
+                stop, stop, stop, head, inputs, sizes, variant, block, False, True,
             )  # fmt: skip
-            count = _non_finite_keys(
-                head.key, inputs.key.strides, first, start, stop, head, inputs, sizes, variant,
-                BLOCK_M, BLOCK_N, variant.E, variant.BLOCK_E,
+            count = _count_non_finite_keys(
+                inputs.key, head.key, first, start, stop, head, inputs, sizes, variant, block,
+                variant.E, variant.BLOCK_E,
             )  # fmt: skip
             dq = tl.where(count > 0.0, INF, dq)
-    _store_rows(
-        _at(grad_query, head.batch, h, head.first_query), grad_query.strides, first, head.queries,
-        _infinite_to_nan(dq * sizes.scale), BLOCK_M, variant.E, variant.BLOCK_E,
-    )  # fmt: skip
+    dq_pointer = _at(grad_query, head.batch, h, head.first_query)
+    dq_tile = Tile(dq_pointer, grad_query.strides, first, head.queries)
+    dq = _infinite_to_nan(dq * sizes.scale)
+    _store(dq_tile, dq, block.M, variant.E, variant.BLOCK_E)
 
 
 class MaskShape(NamedTuple):
-    """Which dimensions of the mask's gradient are full; the others are sums."""
+    """Which dimensions of the mask's gradient are full; over the others it is a sum."""
 
     batch: bool
     heads: bool
@@ -971,53 +1030,52 @@ class MaskShape(NamedTuple):
     columns: bool
 
 
-@triton.jit(do_not_specialize=["sizes", "chunk"])
+@triton.jit(do_not_specialize=["chunk", "sizes"])
 def attention_backward_mask_kernel(
     inputs,
     grad_out,  # (B, H, Lq, Ev)
     grad_lse,  # (B, H, Lq), or None
-    rows_of,  # Rows
-    grad_mask,  # (splits, *attn_mask.shape), contiguous
-    chunk,  # how many terms a split sums
+    vectors,  # RowVectors
+    grad_mask,  # (shares, *attn_mask.shape), contiguous
+    chunk,  # how many terms of the sum a share has
     sizes,
     shape: tl.constexpr,  # MaskShape
     variant: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    block: tl.constexpr,
 ):
     """The float mask's gradient: dS, summed over the dimensions that the mask is broadcast in.
 
-    A program owns a tile of the gradient (a row of a tile, where all queries share the mask) and a
-    share of the sum: it computes dS again for one batch entry, head and block of queries after
-    another. The shares of a tile are added up afterwards, in order.
+    A program owns a tile of the gradient (one row of it, where all queries share the mask) and a
+    share of the sum: it computes dS again for one sequence, head and block of queries after another.
+    Shares are added up afterwards.
 
     A mask that all keys share shifts whole rows, which moves their logsumexp and nothing else: its
     gradient is dlse, and no scores are needed.
 
     Floor: 2 · pairs · (E + Ev) operations of the matrix unit.
     """
-    row_blocks = tl.cdiv(sizes.Lq, BLOCK_M)
-    column_blocks = 1
-    if shape.columns:
-        column_blocks = tl.cdiv(sizes.Lk, BLOCK_N)
-    # The tile: columns fastest, then rows, heads, batch and the share of the sum.
+    row_blocks = tl.cdiv(sizes.Lq, block.M)
+    # The tile: columns fastest, then rows, heads, sequences, and the share last.
     index = tl.program_id(0)
-    own_column = index % column_blocks * BLOCK_N
-    index = index // column_blocks
-    own_row = index * 0
+    first_column = 0
+    if shape.columns:
+        column_blocks = tl.cdiv(sizes.Lk, block.N)
+        first_column = index % column_blocks * block.N
+        index = index // column_blocks
+    tile_row = 0
     if shape.rows:
-        own_row = index % row_blocks * BLOCK_M
+        tile_row = index % row_blocks * block.M
         index = index // row_blocks
-    own_head = index * 0
+    tile_head = 0
     if shape.heads:
-        own_head = index % sizes.H
+        tile_head = index % sizes.H
         index = index // sizes.H
-    own_batch = index * 0
+    tile_batch = 0
     if shape.batch:
-        own_batch = index % sizes.B
+        tile_batch = index % sizes.B
         index = index // sizes.B
-    # The sum: query blocks fastest, then heads, then batch.
-    terms = index * 0 + 1
+    # The sum: blocks of queries fastest, then heads, then sequences.
+    terms = 1
     if not shape.rows:
         terms *= row_blocks
     if not shape.heads:
@@ -1025,94 +1083,90 @@ def attention_backward_mask_kernel(
     if not shape.batch:
         terms *= sizes.B
 
-    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    row_sums = tl.zeros((BLOCK_M,), tl.float32)
+    tile_sum = tl.zeros((block.M, block.N), tl.float32)
+    row_sum = tl.zeros((block.M,), tl.float32)
     for term in range(index * chunk, tl.minimum((index + 1) * chunk, terms)):
         rest = term
-        first_row = own_row
-        h = own_head
-        b = own_batch
-        if not shape.rows:
-            first_row = rest % row_blocks * BLOCK_M
+        if shape.rows:
+            first = tile_row
+        else:
+            first = rest % row_blocks * block.M
             rest = rest // row_blocks
-        if not shape.heads:
+        if shape.heads:
+            h = tile_head
+        else:
             h = rest % sizes.H
             rest = rest // sizes.H
-        if not shape.batch:
+        if shape.batch:
+            b = tile_batch
+        else:
             b = rest
         head = _load_head(inputs, sizes, b, h, variant)
-        rows = first_row + tl.arange(0, BLOCK_M)
-        peak, log_total, delta = _load_row_vectors(rows_of, head, rows, variant, False)
+        rows = first + tl.arange(0, block.M)
+        peak, log_total, delta = _load_vectors(vectors, head, rows, variant)
         if shape.columns:
-            start, _inside, _outside, stop = _visible_keys(
-                head, inputs, sizes, first_row, tl.minimum(first_row + BLOCK_M, head.queries),
-                variant, BLOCK_N,
-            )  # fmt: skip
-            if (first_row < head.queries) & (start <= own_column) & (own_column < stop):
-                query = _load_rows(
-                    head.query, inputs.query.strides, first_row, head.queries, BLOCK_M, variant.E,
-                    variant.BLOCK_E, False,
+            last = tl.minimum(first + block.M, head.queries) - 1
+            seen = (first < head.queries) & (first_column < head.keys)
+            if variant.left:
+                seen = seen & (first_column + block.N > first + head.shift - sizes.left)
+            if variant.right:
+                seen = seen & (first_column <= last + head.shift + sizes.right)
+            if seen:
+                query_tile = Tile(head.query, inputs.query.strides, first, head.queries)
+                key_tile = Tile(head.key, inputs.key.strides, first_column, head.keys)
+                do_pointer = _at(grad_out, head.batch, h, head.first_query)
+                do_tile = Tile(do_pointer, grad_out.strides, first, head.queries)
+                query = _load(query_tile, block.M, variant.E, variant.BLOCK_E, False)
+                key = _load(key_tile, block.N, variant.E, variant.BLOCK_E, False)
+                do = _load(do_tile, block.M, variant.Ev, variant.BLOCK_EV, False)
+                tile_sum += _grad_scores(
+                    query, do, key, query_tile, do_tile, key_tile, peak, log_total, delta, head,
+                    inputs, sizes, variant, block, False,
                 )  # fmt: skip
-                do = _load_rows(
-                    _at(grad_out, head.batch, h, head.first_query), grad_out.strides, first_row, head.queries,
-                    BLOCK_M, variant.Ev, variant.BLOCK_EV, False,
-                )  # fmt: skip
-                key = _load_rows(
-                    head.key, inputs.key.strides, own_column, head.keys, BLOCK_N, variant.E,
-                    variant.BLOCK_E, False,
-                )  # fmt: skip
-                grad_scores = _grad_scores(
-                    query, do, peak, log_total, delta, first_row, own_column, key, head, inputs,
-                    sizes, variant, BLOCK_M, BLOCK_N, False,
-                )  # fmt: skip
-                acc += grad_scores
         else:
-            grad = tl.zeros((BLOCK_M,), tl.float32)
+            guard = rows < head.queries
+            grad = tl.zeros((block.M,), tl.float32)
             if grad_lse is not None:
-                pointers = _at(grad_lse, head.batch, h, head.first_query) + rows.to(tl.int64) * grad_lse.strides[2]
-                grad = tl.load(pointers, rows < head.queries, other=0.0)
-            # A row that a NaN has reached says so in these two.
+                pointers = _at(grad_lse, head.batch, h, head.first_query)
+                grad = tl.load(pointers + rows.to(tl.int64) * grad_lse.strides[2], guard, other=0.0)
+            # These two say where a NaN has reached the row.
             grad = tl.fma(peak + delta, 0.0, grad)
-            row_sums += tl.where((rows < head.queries) & (peak != -INF), grad, 0.0)
+            row_sum += tl.where(guard & (peak != -INF), grad, 0.0)
 
-    width = 1
-    if shape.columns:
-        width = sizes.Lk
-    height = 1
-    if shape.rows:
-        height = sizes.Lq
-    plane = index.to(tl.int64)
+    plane = tl.cast(index, tl.int64)
     if shape.batch:
-        plane = plane * sizes.B + own_batch
+        plane = plane * sizes.B + tile_batch
     if shape.heads:
-        plane = plane * sizes.H + own_head
-    rows = own_row + tl.arange(0, BLOCK_M)
-    columns = own_column + tl.arange(0, BLOCK_N)
-    pointer = grad_mask + plane * height * width
-    if shape.columns and shape.rows:
-        pointers = pointer + rows[:, None].to(tl.int64) * width + columns[None, :]
-        guard = (rows[:, None] < height) & (columns[None, :] < width)
-        tl.store(pointers, acc.to(pointer.dtype.element_ty), guard)
+        plane = plane * sizes.H + tile_head
+    rows = tile_row + tl.arange(0, block.M)
+    columns = first_column + tl.arange(0, block.N)
+    if shape.rows and shape.columns:
+        offsets = (plane * sizes.Lq + rows[:, None]) * sizes.Lk + columns[None, :]
+        guard = (rows[:, None] < sizes.Lq) & (columns[None, :] < sizes.Lk)
+        tl.store(grad_mask + offsets, tile_sum.to(grad_mask.dtype.element_ty), guard)
     elif shape.columns:
-        tl.store(pointer + columns, tl.sum(acc, 0).to(pointer.dtype.element_ty), columns < width)
+        result = tl.sum(tile_sum, 0).to(grad_mask.dtype.element_ty)
+        tl.store(grad_mask + plane * sizes.Lk + columns, result, columns < sizes.Lk)
     elif shape.rows:
-        tl.store(pointer + rows, row_sums.to(pointer.dtype.element_ty), rows < height)
+        result = row_sum.to(grad_mask.dtype.element_ty)
+        tl.store(grad_mask + plane * sizes.Lq + rows, result, rows < sizes.Lq)
     else:
-        tl.store(pointer, tl.sum(row_sums, 0).to(pointer.dtype.element_ty))
+        tl.store(grad_mask + plane, tl.sum(row_sum, 0).to(grad_mask.dtype.element_ty))
 
 
 # Configurations ----------------------------------------------------------------------------------
 
 
 class Config(NamedTuple):
-    BLOCK_M: int
-    BLOCK_N: int
+    M: int
+    N: int
+    K: int
     num_warps: int
     num_stages: int
 
 
 class Class(NamedTuple):
-    """What decides between configurations; nothing that changes with batch size or lengths."""
+    """What decides between configurations: nothing that changes with batch size or lengths."""
 
     kernel: str
     architecture: str
@@ -1120,18 +1174,11 @@ class Class(NamedTuple):
     head_dim: int  # 64, 128 or 256: no smaller than E and Ev
 
 
-CONFIGS: dict[str, Config] = {}
-
-
 def configs(of: Class) -> tuple[Config, ...]:
-    """The configurations worth trying for a class, the one used without autotuning first."""
+    """The configurations worth trying for a class; the first is the one used without autotuning."""
     if of.architecture == "interpreter":
-        return (Config(32, 32, 4, 1),)
-    if of.bits == 32:
-        return (Config(32, 32, 4, 1),)
-    if of.kernel == "forward":
-        return (Config(128, 64, 8 if of.head_dim > 64 else 4, 3),)
-    return (Config(64, 64, 4 if of.head_dim <= 64 else 8, 2),)
+        return (Config(32, 32, 32, 4, 1),)
+    return (Config(64, 64, 0, 4, 2),)
 
 
 # Launchers ---------------------------------------------------------------------------------------
@@ -1150,15 +1197,10 @@ def attention_forward(
 ) -> tuple[Tensor, Tensor]:
     """Output and logsumexp: arguments and results of the op ``attention_forward``."""
     tensors = (query, key, value, attn_mask, key_lengths, cu_seqlens_q, cu_seqlens_k, seed)
-    inputs, sizes, variant = _describe(*tensors, *options)
+    call = _Call(tensors, *options)
     out = _empty_like_layout(query, value.shape[3])
     lse = query.new_empty(query.shape[:3], dtype=torch.float32)
-
-    def grid(meta: dict[str, Any]) -> tuple[int]:
-        blocks = triton.cdiv(sizes.Lq, meta["BLOCK_M"])
-        return (blocks * sizes.H * (sizes.B + variant.packed),)
-
-    _launch("forward", query, grid, variant, inputs, _strided(out), lse, sizes)
+    call.launch("forward", call.query_grid(tail=True), _strided(out), lse)
     return out, lse
 
 
@@ -1180,78 +1222,48 @@ def attention_backward(
     """The gradients: arguments and results of the op ``attention_backward``."""
     *options, mask_requires_grad = options
     tensors = (query, key, value, attn_mask, key_lengths, cu_seqlens_q, cu_seqlens_k, seed)
-    inputs, sizes, variant = _describe(*tensors, *options)
+    call = _Call(tensors, *options)
     do = _strided(grad_out)
     dlse = None if grad_lse is None else _strided(grad_lse)
     lse = lse.contiguous()
-    rows = Rows(lse, None, torch.empty_like(lse))
-    if variant.float_mask:
-        rows = rows._replace(peak=torch.empty_like(lse), log_total=torch.empty_like(lse))
-
-    def query_grid(meta: dict[str, Any]) -> tuple[int]:
-        return (triton.cdiv(sizes.Lq, meta["BLOCK_M"]) * sizes.H * sizes.B,)
-
-    _launch("rows", query, query_grid, variant, inputs, do, dlse, _strided(out), lse, rows, sizes)
-
+    vectors = RowVectors(peak=lse, log_total=None, delta=torch.empty_like(lse))
+    if call.variant.float_mask:
+        vectors = vectors._replace(peak=torch.empty_like(lse), log_total=torch.empty_like(lse))
     grad_query, grad_key, grad_value = (
         _empty_like_layout(x, x.shape[3]) for x in (query, key, value)
     )
-
-    def key_grid(meta: dict[str, Any]) -> tuple[int]:
-        blocks = triton.cdiv(sizes.Lk, meta["BLOCK_N"])
-        return (blocks * (sizes.H // sizes.group) * (sizes.B + variant.packed),)
-
+    call.launch("rows", call.query_grid(tail=False), do, dlse, _strided(out), lse, vectors)
     grads = (_strided(grad_key), _strided(grad_value))
-    _launch("key_value", query, key_grid, variant, inputs, do, rows, *grads, sizes)
-
-    def grid(meta: dict[str, Any]) -> tuple[int]:
-        blocks = triton.cdiv(sizes.Lq, meta["BLOCK_M"])
-        return (blocks * sizes.H * (sizes.B + variant.packed),)
-
-    _launch("query", query, grid, variant, inputs, do, rows, _strided(grad_query), sizes)
-    if not mask_requires_grad:
-        return grad_query, grad_key, grad_value, query.new_empty(0)
-    assert attn_mask is not None
-    grad_mask = _mask_gradient(query, attn_mask, do, dlse, rows, inputs, sizes, variant)
+    call.launch("key_value", call.key_grid, do, vectors, *grads)
+    call.launch("query", call.query_grid(tail=True), do, vectors, _strided(grad_query))
+    grad_mask = query.new_empty(0)
+    if mask_requires_grad:
+        assert attn_mask is not None
+        grad_mask = _mask_gradient(call, attn_mask, do, dlse, vectors)
     return grad_query, grad_key, grad_value, grad_mask
 
 
-# A sum over broadcast dimensions is shared out until there are about so many programs.
+# A sum over broadcast dimensions is shared out until there are about so many programs: enough for
+# any GPU, and a bound on the memory for the shares.
 _MASK_PROGRAMS = 512
 
 
 def _mask_gradient(
-    query: Tensor,
-    attn_mask: Tensor,
-    grad_out: Strided,
-    grad_lse: Strided | None,
-    rows: Rows,
-    inputs: Inputs,
-    sizes: Sizes,
-    variant: Variant,
+    call: _Call, attn_mask: Tensor, do: Strided, dlse: Strided | None, vectors: RowVectors
 ) -> Tensor:
-    full = [attn_mask.shape[0] != 1, attn_mask.shape[1] != 1, attn_mask.shape[2] != 1]
-    shape = MaskShape(*full, attn_mask.shape[3] != 1)
-    config = configs(_class("mask", query, variant))[0]
-    blocks = triton.cdiv(sizes.Lq, config.BLOCK_M)
-    counts = (sizes.B, sizes.H, blocks)
-    tiles = triton.cdiv(sizes.Lk, config.BLOCK_N) if shape.columns else 1
-    terms = 1
-    for count, is_full in zip(counts, full, strict=True):
-        if is_full:
-            tiles *= count
-        else:
-            terms *= count
-    splits = max(1, min(terms, _MASK_PROGRAMS // max(tiles, 1)))
-    chunk = max(1, triton.cdiv(terms, splits))
-    splits = max(1, triton.cdiv(terms, chunk))
+    shape = MaskShape(*(size != 1 for size in attn_mask.shape))
+    block = call.configs("mask")[0]
+    sizes = (call.sizes.B, call.sizes.H, triton.cdiv(call.sizes.Lq, block.M))
+    terms = math.prod(n for n, full in zip(sizes, shape, strict=False) if not full)
+    tiles = math.prod(n for n, full in zip(sizes, shape, strict=False) if full)
+    tiles *= triton.cdiv(call.sizes.Lk, block.N) if shape.columns else 1
+    chunk = triton.cdiv(terms, max(_MASK_PROGRAMS // max(tiles, 1), 1))
+    shares = triton.cdiv(terms, chunk) if terms else 1
     grad = attn_mask.new_empty(attn_mask.shape)
-    parts = grad if splits == 1 else query.new_empty((splits, *grad.shape), dtype=torch.float32)
-    _launch(
-        "mask", query, lambda meta: (tiles * splits,), variant, inputs, grad_out, grad_lse, rows,
-        parts, chunk, sizes, shape,
-    )  # fmt: skip
-    return grad if splits == 1 else parts.sum(0).to(grad.dtype)
+    parts = grad if shares == 1 else grad.new_empty((shares, *grad.shape), dtype=torch.float32)
+    grid = (tiles * shares,)
+    call.launch("mask", lambda meta: grid, do, dlse, vectors, parts, chunk, shape=shape)
+    return grad if shares == 1 else parts.sum(0).to(grad.dtype)
 
 
 _KERNELS = {
@@ -1261,119 +1273,153 @@ _KERNELS = {
     "query": attention_backward_query_kernel,
     "mask": attention_backward_mask_kernel,
 }
+_AUTOTUNE = os.environ.get("TRIFUSE_TRITON_AUTOTUNE") == "1"
+
+Grid = Callable[[dict[str, Any]], tuple[int]]
 
 
-def _launch(kernel: str, query: Tensor, grid: Any, variant: Variant, *args: Any) -> None:
-    config = configs(_class(kernel, query, variant))[0]
-    with torch.cuda.device_of(query):
-        _KERNELS[kernel][grid](*args, variant=variant, enable_fp_fusion=False, **config._asdict())
+class _Call:
+    """A call of the operator in the kernels' terms."""
+
+    def __init__(
+        self,
+        tensors: tuple[Tensor | None, ...],
+        max_seqlen_q: int,
+        max_seqlen_k: int,
+        scale: float | None,
+        window_left: int,
+        window_right: int,
+        lower_right: bool,
+        dropout_p: float,
+    ) -> None:
+        query, key, value, attn_mask, key_lengths, cu_seqlens_q, cu_seqlens_k, seed = tensors
+        assert query is not None and key is not None and value is not None
+        B, H, total_q, E = query.shape
+        total_k, Ev = value.shape[2:]
+        if cu_seqlens_q is not None and cu_seqlens_k is not None:
+            B = cu_seqlens_q.numel() - 1
+            # Programs are needed for tokens past the last sequence even if all sequences are empty.
+            max_seqlen_q, max_seqlen_k = max(max_seqlen_q, 1), max(max_seqlen_k, 1)
+            cu_seqlens_q, cu_seqlens_k = cu_seqlens_q.contiguous(), cu_seqlens_k.contiguous()
+        scale = max(E, 1) ** -0.5 if scale is None else scale
+        threshold = philox.threshold(dropout_p)
+        mask = None
+        bool_mask = attn_mask is not None and attn_mask.dtype == torch.bool
+        if attn_mask is not None:
+            mask = _strided(attn_mask.view(torch.uint8) if bool_mask else attn_mask)
+        masked, left, right = mask is not None, window_left >= 0, window_right >= 0
+        mask_rows = mask is not None and mask.strides[2] != 0
+        mask_columns = mask is not None and mask.strides[3] != 0
+        farthest = total_q + total_k  # a window beyond it is no bound
+        self.query = query
+        self.inputs = Inputs(
+            query=_strided(query),
+            key=_strided(key),
+            value=_strided(value),
+            attn_mask=mask,
+            key_lengths=None if key_lengths is None else key_lengths.contiguous(),
+            cu_seqlens_q=cu_seqlens_q,
+            cu_seqlens_k=cu_seqlens_k,
+            seed=seed if threshold else None,
+        )
+        self.sizes = Sizes(
+            B=B,
+            H=H,
+            group=max(H // max(key.shape[1], 1), 1),
+            Lq=max_seqlen_q,
+            Lk=max_seqlen_k,
+            total_q=total_q,
+            total_k=total_k,
+            left=min(window_left, farthest),
+            right=min(window_right, farthest),
+            scale=scale,
+            scale_log2=scale * math.log2(math.e),
+            threshold=threshold,
+            keep_scale=philox.keep_scale(dropout_p),
+        )
+        self.variant = Variant(
+            dtype=str(query.dtype),
+            E=E,
+            Ev=Ev,
+            BLOCK_E=max(16, triton.next_power_of_2(E)),
+            BLOCK_EV=max(16, triton.next_power_of_2(Ev)),
+            bool_mask=bool_mask,
+            float_mask=masked and not bool_mask,
+            masked=masked,
+            mask_rows=mask_rows,
+            mask_columns=mask_columns,
+            trim=mask_columns and (bool_mask or not mask_rows),
+            natural=(masked and not bool_mask) or scale <= 0,
+            lengths=key_lengths is not None,
+            packed=cu_seqlens_q is not None,
+            left=left,
+            right=right,
+            lower_right=lower_right and (left or right),
+            selective=masked or left or right,
+            dropout=threshold > 0,
+        )
+
+    def query_grid(self, tail: bool) -> Grid:
+        """Blocks of queries; with ``tail`` also for packed tokens past the last sequence."""
+        sequences = self.sizes.B + (tail and self.variant.packed)
+        return lambda meta: (
+            triton.cdiv(self.sizes.Lq, meta["block"].M) * self.sizes.H * sequences,
+        )
+
+    def key_grid(self, meta: dict[str, Any]) -> tuple[int]:
+        blocks = triton.cdiv(self.sizes.Lk, meta["block"].N)
+        return (
+            blocks * (self.sizes.H // self.sizes.group) * (self.sizes.B + self.variant.packed),
+        )
+
+    def class_of(self, kernel: str) -> Class:
+        head_dim = max(64, self.variant.BLOCK_E, self.variant.BLOCK_EV)
+        architecture = _architecture(self.query.device)
+        return Class(kernel, architecture, self.query.dtype.itemsize * 8, head_dim)
+
+    def configs(self, kernel: str) -> tuple[Config, ...]:
+        return configs(self.class_of(kernel))
+
+    def launch(self, kernel: str, grid: Grid, *args: Any, **static: Any) -> None:
+        of = self.class_of(kernel)
+        arguments = (self.inputs, *args, self.sizes)
+        static |= {"variant": self.variant, "enable_fp_fusion": False}
+        with torch.cuda.device_of(self.query):
+            if _AUTOTUNE and len(configs(of)) > 1:
+                _tuner(of)[grid](*arguments, **static)
+            else:
+                _KERNELS[kernel][grid](*arguments, **static, **_options(configs(of)[0]))
 
 
-def _class(kernel: str, query: Tensor, variant: Variant) -> Class:
-    head_dim = max(64, variant.BLOCK_E, variant.BLOCK_EV)
-    return Class(kernel, _architecture(query.device), query.dtype.itemsize * 8, head_dim)
+def _options(config: Config) -> dict[str, Any]:
+    M, N, K, num_warps, num_stages = config
+    return {"block": Block(M, N, K), "num_warps": num_warps, "num_stages": num_stages}
 
 
+@functools.cache
+def _tuner(of: Class) -> Any:
+    """Times the configurations of a class once for each variant, and keeps the fastest."""
+    candidates = [
+        triton.Config({"block": block}, num_warps=num_warps, num_stages=num_stages)
+        for block, num_warps, num_stages in (_options(c).values() for c in configs(of))
+    ]
+    return triton.autotune(candidates, key=["variant"])(_KERNELS[of.kernel])
+
+
+@functools.cache
 def _architecture(device: torch.device) -> str:
     if device.type != "cuda":
         return "interpreter"
-    return "sm90" if torch.cuda.get_device_capability(device) >= (9, 0) else "sm80"
-
-
-def _describe(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None,
-    key_lengths: Tensor | None,
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_k: Tensor | None,
-    seed: Tensor | None,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    scale: float | None,
-    window_left: int,
-    window_right: int,
-    lower_right: bool,
-    dropout_p: float,
-) -> tuple[Inputs, Sizes, Variant]:
-    B, H, total_q, E = query.shape
-    total_k = key.shape[2]
-    packed = cu_seqlens_q is not None
-    if cu_seqlens_q is not None and cu_seqlens_k is not None:
-        B = cu_seqlens_q.numel() - 1
-        # At least one block of programs has to be there for tokens past the last sequence.
-        max_seqlen_q, max_seqlen_k = max(max_seqlen_q, 1), max(max_seqlen_k, 1)
-        cu_seqlens_q, cu_seqlens_k = cu_seqlens_q.contiguous(), cu_seqlens_k.contiguous()
-    scale = max(E, 1) ** -0.5 if scale is None else scale
-    threshold = philox.threshold(dropout_p)
-    mask = None
-    if attn_mask is not None:
-        mask = _strided(attn_mask.view(torch.uint8) if attn_mask.dtype == torch.bool else attn_mask)
-    inputs = Inputs(
-        _strided(query),
-        _strided(key),
-        _strided(value),
-        mask,
-        None if key_lengths is None else key_lengths.contiguous(),
-        cu_seqlens_q,
-        cu_seqlens_k,
-        seed if threshold else None,
-    )
-    farthest = total_q + total_k  # a window beyond it is no bound
-    sizes = Sizes(
-        B=B,
-        H=H,
-        group=max(H // max(key.shape[1], 1), 1),
-        Lq=max_seqlen_q,
-        Lk=max_seqlen_k,
-        total_q=total_q,
-        total_k=total_k,
-        left=min(window_left, farthest),
-        right=min(window_right, farthest),
-        scale=scale,
-        scale_log2=scale * LOG2E.value,
-        sign=math.copysign(1.0, scale) if scale else 0.0,
-        factor=abs(scale) * LOG2E.value if scale else 1.0,
-        threshold=threshold,
-        keep_scale=philox.keep_scale(dropout_p),
-    )
-    masked, left, right = mask is not None, window_left >= 0, window_right >= 0
-    bool_mask = attn_mask is not None and attn_mask.dtype == torch.bool
-    mask_rows = mask is not None and mask.strides[2] != 0
-    mask_columns = mask is not None and mask.strides[3] != 0
-    variant = Variant(
-        dtype=str(query.dtype),
-        E=E,
-        Ev=value.shape[3],
-        BLOCK_E=_block(E),
-        BLOCK_EV=_block(value.shape[3]),
-        bool_mask=bool_mask,
-        float_mask=masked and not bool_mask,
-        masked=masked,
-        mask_rows=mask_rows,
-        mask_columns=mask_columns,
-        key_mask=mask_columns and not mask_rows,
-        lengths=key_lengths is not None,
-        packed=packed,
-        left=left,
-        right=right,
-        lower_right=lower_right and (left or right),
-        selective=masked or left or right,
-        dropout=threshold > 0,
-    )
-    return inputs, sizes, variant
-
-
-def _block(head_dim: int) -> int:
-    return max(16, triton.next_power_of_2(head_dim))
+    major, minor = torch.cuda.get_device_capability(device)
+    if 9 <= major < 12:
+        return "sm90"
+    return "sm80" if (major, minor) == (8, 0) else "sm86"
 
 
 def _strided(x: Tensor) -> Strided:
     # The stride of a dimension of size 1 is arbitrary. 0 repeats it where it is broadcast, and
-    # gives kernels fewer kinds of strides to be compiled for.
-    strides = (0 if n == 1 else s for n, s in zip(x.shape, x.stride(), strict=True))
-    return Strided(x, tuple(strides))
+    # makes fewer kinds of strides for kernels to be compiled for.
+    return Strided(x, tuple(0 if n == 1 else s for n, s in zip(x.shape, x.stride(), strict=True)))
 
 
 def _empty_like_layout(like: Tensor, last_dim: int) -> Tensor:

@@ -29,7 +29,7 @@ def test_numerics_rule(dtype, every_kernel):
     """Output, logsumexp and every gradient, over any call at all, by every kernel there is."""
     accuracies = [(kernel, Accuracy(kernel.name)) for kernel in every_kernel]
 
-    @settings(max_examples=80)
+    @settings(max_examples=120)
     @given(cases(dtype))
     def call(case: Case) -> None:
         judged = judge(case)

@@ -11,23 +11,26 @@ import torch
 import trifuse
 from trifuse import backends
 
-# In a process of its own, because the peak is the process's. What is live before counts; import
-# and warm-up may have peaked above it, which can only make the figure larger than the truth.
+# In a process of its own, because the peak is the process's. It is read from /proc: a resource
+# usage's would begin with that of the process that started this one. What import and warm-up may
+# have peaked at counts too, which can only make the figure larger than the truth.
 SCRIPT = """
-import resource, torch, trifuse
+import torch, trifuse
+def status(field):
+    with open("/proc/self/status") as lines:
+        (line,) = (line for line in lines if line.startswith(field))
+    return int(line.split()[1]) / 1024
 def step(L, **options):
     x = [torch.randn(1, 8, L, 64, requires_grad=True) for _ in range(3)]
     grad = torch.randn(1, 8, L, 64)
-    with open("/proc/self/statm") as statm:
-        before = int(statm.read().split()[1]) * resource.getpagesize()
+    before = status("VmRSS")
     out = trifuse.scaled_dot_product_attention(*x, **options)
     grads = torch.autograd.grad(out, x, grad)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    return peak - before - sum(t.nbytes for t in (out, *grads))
+    return status("VmHWM") - before - sum(t.nbytes for t in (out, *grads)) / 2**20
 torch.set_num_threads(2)
 options = {options}
 step(64, **options)
-print(step(8192, **options) / 2**20)
+print(step(8192, **options))
 """
 
 

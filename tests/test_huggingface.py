@@ -279,11 +279,11 @@ def test_mask_means_what_transformers_means(
     options = {f"allow_is_{kind}_skip": True} if skip else whole
     options = {"allow_is_causal_skip": False} | options
     mask = huggingface.attention_mask(**arguments, attention_mask=padding, **options)
+    if not skip:
+        assert (mask.shape, mask.dtype) == (wanted.shape, torch.bool)
     if mask.dtype == torch.uint8:
         diagonal = torch.arange(q_length)[:, None] + kv_length - q_length
         mask = mask.bool() & (torch.arange(kv_length) <= diagonal)
-    elif not skip:
-        assert mask.shape == wanted.shape
     assert torch.equal(mask.expand_as(wanted), wanted)
 
 

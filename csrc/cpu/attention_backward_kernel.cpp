@@ -48,11 +48,12 @@ int64_t tasks(const AttentionProblem& p) {
 }
 
 // Weights and score gradients of a tile from its scores and its products of values and grad_out,
-// both in place: scores becomes D P, products becomes dS (reference/attention.py).
+// both in place: scores becomes D P, products becomes dS (reference/attention.py). P is
+// 2^((score - shift) · factor - rest).
 template <bool Partial, bool Dropout, class T>
 inline void gradient_tile(
     T* scores, T* products, const uint64_t* bits, const uint64_t* kept, int64_t keys, int64_t lanes,
-    T factor, T dropout_scale, const T* lse_high, const T* lse_low, const T* delta) {
+    T factor, T dropout_scale, const T* shift, const T* rest, const T* delta) {
   using Vec = Vectorized<T>;
   constexpr int L = Vec::size();
   const Vec zero(T(0));
@@ -60,8 +61,8 @@ inline void gradient_tile(
 #pragma GCC unroll 4
     for (int64_t l = 0; l < lanes; l += L) {
       T *score = scores + j * kTile + l, *product = products + j * kTile + l;
-      const Vec x = at::vec::fmsub(Vec::loadu(score), Vec(factor), Vec::loadu(lse_high + l));
-      Vec p = exp2(x - Vec::loadu(lse_low + l));
+      const Vec x = Vec::loadu(score) - Vec::loadu(shift + l);
+      Vec p = exp2(at::vec::fmsub(x, Vec(factor), Vec::loadu(rest + l)));
       Vec dp = Vec::loadu(product);
       if constexpr (Partial) p = select(bits[j] >> l, p, zero);
       Vec dropped = p;
@@ -197,8 +198,8 @@ class Task {
     query = right_rows(q, rows, p.E, query_room);
     grad_out = right_rows(go, rows, p.Ev, grad_out_room);
 
-    std::fill_n(lse_high, kTile, T(0));
-    std::fill_n(lse_low, kTile, T(0));
+    std::fill_n(shift, kTile, T(0));
+    std::fill_n(rest, kTile, T(0));
     std::fill_n(delta, kTile, T(0));
     bool lost = false;
     const T* lse = s.query_row<T>(p.logsumexp, h, i);
@@ -206,8 +207,9 @@ class Task {
       const T x = lse[r * p.logsumexp.stride[2]];
       // A row without keys takes no part in any tile; 0 keeps -inf out of its exponents.
       if (x != -std::numeric_limits<T>::infinity()) {
-        lse_high[r] = static_cast<T>(x * kLog2e);
-        lse_low[r] = static_cast<T>(x * kLog2e - lse_high[r]);
+        const double in_scores = x / scale.unit;
+        shift[r] = static_cast<T>(in_scores);
+        rest[r] = static_cast<T>((in_scores - shift[r]) * scale.exponent);
         lost |= std::abs(x) > 8192;
       }
       const Scalar* o = s.query_row<Scalar>(p.out, h, i + r);
@@ -238,12 +240,12 @@ class Task {
       tile_scores(p, mask, scale, k, query_t, keys, lanes, scores);
       softmax.template tile<true>(scores, mask.bits, keys, lanes);
     }
-    double high[kTile], low[kTile];
-    softmax.logsumexp2(high, low);
+    double log2_sum[kTile];
+    softmax.log2_sum(log2_sum);
     for (int64_t r = 0; r < rows; ++r) {
       const bool empty = softmax.sum[r] == 0;
-      lse_high[r] = empty ? T(0) : static_cast<T>(high[r]);
-      lse_low[r] = empty ? T(0) : static_cast<T>(high[r] - lse_high[r] + low[r]);
+      shift[r] = empty ? T(0) : softmax.peak[r];
+      rest[r] = empty ? T(0) : static_cast<T>(log2_sum[r]);
     }
   }
 
@@ -263,7 +265,7 @@ class Task {
     const auto gradients = [&]<bool Partial, bool Dropout>() {
       gradient_tile<Partial, Dropout>(
           scores, products, mask.bits, kept, keys, lanes, scale.exponent, static_cast<T>(p.dropout_scale),
-          lse_high, lse_low, delta);
+          shift, rest, delta);
     };
     const bool partial = cover == Cover::Partial;
     if (partial && p.dropout_threshold) gradients.template operator()<true, true>();
@@ -355,8 +357,8 @@ class Task {
     piece(grad_query, kTile * e_ld);
     piece(grad_key, chunk * e_ld);
     piece(grad_value, chunk * ev_ld);
-    piece(lse_high, kTile);
-    piece(lse_low, kTile);
+    piece(shift, kTile);
+    piece(rest, kTile);
     piece(delta, kTile);
   }
 
@@ -375,7 +377,7 @@ class Task {
   T *scores, *products, *mask_room;         // [keys][queries], the last transposed
   T* grad_query;                            // [64][E]
   T *grad_key, *grad_value;                 // [chunk][E], [chunk][Ev]
-  T *lse_high, *lse_low, *delta;            // [64], the logsumexp in units of log2 in two parts
+  T *shift, *rest, *delta;                  // [64], the logsumexp: in scores, and what is over in log2
   Operand<E> key, value, key_by_row, query, grad_out;
 
   struct ThreadScratch {

@@ -89,7 +89,7 @@ void run(const AttentionProblem& p, int64_t task) {
   }
 
   T lse[kTile];
-  softmax.logsumexp(lse);
+  softmax.logsumexp(scale.unit, lse);
   T* lse_row = s.query_row<T>(p.logsumexp, h, i);
   for (int64_t r = 0; r < rows; ++r) {
     lse_row[r * p.logsumexp.stride[2]] = lse[r];

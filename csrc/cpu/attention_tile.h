@@ -80,18 +80,21 @@ constexpr bool has_float_mask(const AttentionProblem& p) {
   return p.mask_kind == MaskKind::Float32 || p.mask_kind == MaskKind::QueryType;
 }
 
-// How products of queries and keys become exponents of 2. The sign of the scale (or 0) goes to the
-// query rows, so that the largest score stays the largest after scaling.
+// What a score is. Without a float mask it is a product of query and key as it comes, the scale being
+// left to the exponent; with one it is in natural units, for the mask's numbers may be anything. The
+// sign of the scale (or 0) goes to the query rows, so that the largest score is the largest weight.
 template <class T>
 struct Scale {
   float sign;
-  T product;   // of query and key, before a float mask is added
-  T exponent;  // of the score: what of the scale and log2(e) is not in it yet
+  T product;    // with a float mask: score = product of query and key · this + mask
+  T exponent;   // exponents of 2 are (score - peak) · this
+  double unit;  // of a score, in natural units
 
   explicit Scale(const AttentionProblem& p)
       : sign(p.scale > 0 ? 1.0f : p.scale < 0 ? -1.0f : 0.0f),
-        product(static_cast<T>((p.scale == 0 ? 1.0 : std::abs(p.scale)) * kLog2e)),
-        exponent(has_float_mask(p) ? T(1) : product) {}
+        product(static_cast<T>(p.scale == 0 ? 1.0 : std::abs(p.scale))),
+        exponent(static_cast<T>((has_float_mask(p) ? 1.0 : product) * kLog2e)),
+        unit(has_float_mask(p) ? 1.0 : exponent * kLn2) {}
 };
 
 enum class Cover { Empty, Partial, Full };
@@ -100,7 +103,7 @@ enum class Cover { Empty, Partial, Full };
 template <class T>
 struct TileMask {
   uint64_t bits[kTile];            // of key j: which queries
-  alignas(64) T bias[kTile * kTile];  // [j][i], in units of log2; where the mask is a float mask
+  alignas(64) T bias[kTile * kTile];  // [j][i], where the mask is a float mask
 
   // Covers queries i.. i+rows and keys j .. j+columns of head h. `bits` is set unless Full.
   template <class Scalar>
@@ -185,17 +188,11 @@ struct TileMask {
       for (int64_t r = 0; r < rows; ++r) widen(mask + r * si, sj, columns, line + r * kTile);
       transpose_tile(line, kTile, rows, columns, bias);
     }
-    // -inf leaves a pair out. Every other value stays finite in units of log2, so that a row of the
-    // lowest finite number is still a row of equals.
-    constexpr T infinity = std::numeric_limits<T>::infinity();
-    const Vec log2e(static_cast<T>(kLog2e)), lowest(std::numeric_limits<T>::lowest());
     for (int64_t c = 0; c < columns; ++c) {
       uint64_t out = 0;
       for (int64_t l = 0; l < kTile; l += Vec::size()) {
-        T* at = bias + c * kTile + l;
-        const Vec x = Vec::loadu(at);
-        out |= equal_bits(x, -infinity) << l;
-        larger(lowest, x * log2e).store(at);
+        const Vec x = Vec::loadu(bias + c * kTile + l);
+        out |= equal_bits(x, -std::numeric_limits<T>::infinity()) << l;
       }
       bits[c] &= ~out;
     }
@@ -210,12 +207,11 @@ inline void tile_scores(
   using Vec = Vectorized<T>;
   tile_gemm(keys, lanes, elements<E>(p.E), key.data, key.ld, 1, query_t, kTile, scores, kTile);
   if (!has_float_mask(p)) return;
-  const Vec f(scale.product), lowest(std::numeric_limits<T>::lowest());
+  const Vec factor(scale.product);
   for (int64_t c = 0; c < keys; ++c) {
     for (int64_t l = 0; l < lanes; l += Vec::size()) {
       T* at = scores + c * kTile + l;
-      const Vec sum = at::vec::fmadd(Vec::loadu(at), f, Vec::loadu(mask.bias + c * kTile + l));
-      larger(lowest, sum).store(at);
+      at::vec::fmadd(Vec::loadu(at), factor, Vec::loadu(mask.bias + c * kTile + l)).store(at);
     }
   }
 }

@@ -21,7 +21,7 @@ template <class T>
 struct Softmax {
   static constexpr T infinity = std::numeric_limits<T>::infinity();
 
-  const T factor;              // of the exponent of 2: (score - peak) · factor
+  const T factor;              // exponents of 2 are (score - peak) · factor
   alignas(64) T peak[kTile];   // the highest score; -inf for a query that has seen no key
   alignas(64) T sum[kTile];    // of exponentials
   alignas(64) T alpha[kTile];  // what was summed before the last tile has been multiplied by
@@ -42,22 +42,19 @@ struct Softmax {
     for (; lane < lanes; lane += L) columns<1, Partial>(scores, bits, keys, lane);
   }
 
-  // In units of log2 and in two parts, in double: what is added to a peak must not be rounded before.
-  void logsumexp2(double* high, double* low) const {
+  // log2 of the sums, in double: what is added to a peak must not be rounded before.
+  void log2_sum(double* result) const {
     using Vec = Vectorized<double>;
-    std::copy_n(sum, kTile, low);
-    for (int64_t l = 0; l < kTile; l += Vec::size()) Vec::loadu(low + l).log2().store(low + l);
-    for (int64_t l = 0; l < kTile; ++l) high[l] = static_cast<double>(peak[l]) * factor;
+    std::copy_n(sum, kTile, result);
+    for (int64_t l = 0; l < kTile; l += Vec::size()) Vec::loadu(result + l).log2().store(result + l);
   }
 
-  // In natural units; -inf for a query that has seen no key.
-  void logsumexp(T* result) const {
-    constexpr T lowest = std::numeric_limits<T>::lowest();
-    double high[kTile], low[kTile];
-    logsumexp2(high, low);
-    // A peak at the lowest number was cut off there in units of log2 (tile_scores).
+  // In natural units, of which a unit of score is so many; -inf for a query that has seen no key.
+  void logsumexp(double score_unit, T* result) const {
+    double log2[kTile];
+    log2_sum(log2);
     for (int64_t l = 0; l < kTile; ++l)
-      result[l] = peak[l] == lowest ? lowest : static_cast<T>((high[l] + low[l]) * kLn2);
+      result[l] = static_cast<T>(peak[l] * score_unit + log2[l] * kLn2);
   }
 
  private:
