@@ -461,8 +461,8 @@ def _zero_non_finite(x):
 @triton.jit
 def _count_non_finite(keep, x, count):
     """count + the number of non-finite numbers in each sum of rows of x over the pairs in keep."""
-    bad = tl.where(_finite(x), 0.0, 1.0).to(tl.bfloat16)
-    return _dot(keep.to(tl.bfloat16), bad, count)
+    bad = tl.where(_finite(x), 0.0, 1.0)
+    return _dot(tl.where(keep, 1.0, 0.0).to(tl.bfloat16), bad.to(tl.bfloat16), count)
 
 
 @triton.jit

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+from random import Random
 from typing import Any, NamedTuple
 
 import torch
@@ -326,58 +327,70 @@ def assert_near(actual: Results, expected: Results) -> None:
 # Drawn at random --------------------------------------------------------------------------------
 
 # Every block size that a kernel might use has its edges here.
-_LENGTHS = st.sampled_from((1, 2, 15, 16, 17, 32, 33, 63, 64, 65, 127, 128, 129)) | st.integers(
-    0, 150
-)
-_HEAD_DIMS = st.integers(1, 80) | st.sampled_from((96, 100, 127, 128, 192, 256))
+_EDGES = (0, 1, 2, 15, 16, 17, 32, 33, 63, 64, 65, 127, 128, 129)
+_WIDE_HEADS = (96, 100, 127, 128, 192, 256)
 _MASKS = ("none", "bool", "float", "float -inf", "lowest")
 
 
-@st.composite
-def cases(draw: st.DrawFn, dtype: torch.dtype, with_dropout: bool = True) -> Case:
+def cases(dtype: torch.dtype) -> st.SearchStrategy[Case]:
+    """Any call, for Hypothesis to vary and to simplify."""
+    return st.randoms(use_true_random=False).map(lambda random: draw_case(random, dtype))
+
+
+def draw_case(random: Random, dtype: torch.dtype) -> Case:
     """Any call of the operator: sizes, layouts, masks and options, with standard normal numbers."""
-    B, Hkv, groups = draw(st.integers(1, 3)), draw(st.integers(1, 2)), draw(st.integers(1, 3))
-    H, Lq, Lk = Hkv * groups, draw(_LENGTHS), draw(_LENGTHS)
-    E = draw(_HEAD_DIMS)
-    Ev = draw(st.just(E) | _HEAD_DIMS)
-    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**32)))
+
+    def length() -> int:
+        return random.choice(_EDGES) if random.random() < 0.5 else random.randint(0, 150)
+
+    def head_dim() -> int:
+        return random.choice(_WIDE_HEADS) if random.random() < 0.2 else random.randint(1, 80)
+
+    def side(longest: int) -> int | None:
+        return None if random.random() < 0.3 else random.randint(0, longest)
+
+    B, Hkv, groups = random.randint(1, 3), random.randint(1, 2), random.randint(1, 3)
+    H, Lq, Lk, E = Hkv * groups, length(), length(), head_dim()
+    Ev = E if random.random() < 0.5 else head_dim()
+    generator = torch.Generator().manual_seed(random.getrandbits(32))
 
     def normal(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
         x = torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
-        return lay_out(x, draw(st.sampled_from(LAYOUTS)))
+        return lay_out(x, random.choice(LAYOUTS))
 
     options: dict[str, Any] = {"enable_gqa": groups > 1}
-    options["is_causal"] = draw(st.sampled_from((False, False, True, *CausalVariant)))
-    side = st.none() | st.integers(0, max(Lq, Lk, 1))
-    options["window"] = draw(st.none() | side | st.tuples(side, side))
-    options["scale"] = draw(st.sampled_from((None, None, 0.5, 0.0, -0.3, 4 / math.sqrt(E))))
-    if draw(st.booleans()):
-        lengths = draw(st.lists(st.integers(0, Lk), min_size=B, max_size=B))
-        kind = draw(st.sampled_from((torch.int32, torch.int64)))
-        options["key_lengths"] = torch.tensor(lengths, dtype=kind)
-    if with_dropout and draw(st.booleans()):
-        options["dropout_p"] = draw(st.sampled_from((0.1, 0.5, 0.9)))
-    kind = draw(st.sampled_from(_MASKS))
+    options["is_causal"] = random.choice((False, False, True, *CausalVariant))
+    longest = max(Lq, Lk)
+    windows = (None, None, side(longest), (side(longest), side(longest)))
+    options["window"] = random.choice(windows)
+    options["scale"] = random.choice((None, None, 0.5, 0.0, -0.3, 4 / math.sqrt(E)))
+    if random.random() < 0.5:
+        options["key_lengths"] = torch.tensor(
+            [random.randint(0, Lk) for _ in range(B)],
+            dtype=random.choice((torch.int32, torch.int64)),
+        )
+    if random.random() < 0.5:
+        options["dropout_p"] = random.choice((0.1, 0.5, 0.9))
     query = normal(B, H, Lq, E)
+    kind = random.choice(_MASKS)
     grad_lse = None
     # In a row of lowest numbers torch's derivative of the logsumexp is 1 for every key, not its
     # share: no measure for anyone.
-    if kind != "lowest" and draw(st.booleans()):
+    if kind != "lowest" and random.random() < 0.5:
         grad_lse = normal(B, H, Lq, 1, dtype=_accumulation(query))[..., 0]
     return Case(
         query=query,
         key=normal(B, Hkv, Lk, E),
         value=normal(B, Hkv, Lk, Ev),
-        attn_mask=draw(_mask(kind, (B, H, Lq, Lk), dtype, generator)),
+        attn_mask=_draw_mask(random, kind, (B, H, Lq, Lk), dtype, generator),
         grad_out=normal(B, H, Lq, Ev),
         grad_lse=grad_lse,
         options=options,
     )
 
 
-@st.composite
-def _mask(
-    draw: st.DrawFn,
+def _draw_mask(
+    random: Random,
     kind: str,
     full: tuple[int, ...],
     dtype: torch.dtype,
@@ -386,14 +399,13 @@ def _mask(
     """A mask of a kind, each of its dimensions full or 1, in any layout."""
     if kind == "none":
         return None
-    shape = [size if draw(st.booleans()) else 1 for size in full]
-    layout = draw(st.sampled_from((*LAYOUTS, "columns first")))
-    density = draw(st.sampled_from((0.1, 0.5, 0.95)))
-    keep = torch.rand(shape, generator=generator) < density
+    shape = [random.choice((1, size)) for size in full]
+    layout = random.choice((*LAYOUTS, "columns first"))
+    keep = torch.rand(shape, generator=generator) < random.choice((0.1, 0.5, 0.95))
     if kind == "bool":
         mask = keep
     else:
-        dtype = draw(st.sampled_from((dtype, torch.float32)))
+        dtype = random.choice((dtype, torch.float32))
         mask = torch.randn(shape, generator=generator).to(dtype)
         if kind == "float -inf":
             mask = mask.masked_fill(~keep, float("-inf"))

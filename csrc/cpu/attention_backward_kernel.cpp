@@ -234,8 +234,9 @@ class Task {
     const int64_t lanes = round_up(rows, Vec::size());
     const auto visible = s.visible(p, i, rows);
     for (int64_t j = visible.first / kTile * kTile; j < visible.last; j += kTile) {
-      const int64_t keys = std::min(kTile, s.keys - j);
-      if (mask.template look<Scalar>(p, s, h, i, rows, j, keys) == Cover::Empty) continue;
+      const int64_t columns = std::min(kTile, s.keys - j);
+      if (mask.template look<Scalar>(p, s, h, i, rows, j, columns) == Cover::Empty) continue;
+      const int64_t keys = mask.keys;
       const auto k = left_rows<E>(s.key_rows<Scalar>(p.key, kv_head, j), keys, p.E, row_room);
       tile_scores(p, mask, scale, k, query_t, keys, lanes, scores);
       softmax.template tile<true>(scores, mask.bits, keys, lanes);
@@ -251,9 +252,10 @@ class Task {
 
   void tile(
       const Sequence& s, int64_t h, int64_t kv_head, int64_t i, int64_t rows, int64_t lanes,
-      int64_t j, int64_t first, int64_t keys) {
-    const Cover cover = mask.template look<Scalar>(p, s, h, i, rows, j, keys);
+      int64_t j, int64_t first, int64_t columns) {
+    const Cover cover = mask.template look<Scalar>(p, s, h, i, rows, j, columns);
     if (cover == Cover::Empty) return;
+    const int64_t keys = mask.keys;
     const int64_t at = j - first;  // within the chunk
 
     const Operand<E> key_tile{key.data + at * key.ld, key.ld};

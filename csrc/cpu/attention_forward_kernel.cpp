@@ -55,9 +55,10 @@ void run(const AttentionProblem& p, int64_t task) {
 
   const auto visible = s.visible(p, i, rows);
   for (int64_t j = visible.first / kTile * kTile; j < visible.last; j += kTile) {
-    const int64_t keys = std::min(kTile, s.keys - j);
-    const Cover cover = mask.template look<Scalar>(p, s, h, i, rows, j, keys);
+    const Cover cover =
+        mask.template look<Scalar>(p, s, h, i, rows, j, std::min(kTile, s.keys - j));
     if (cover == Cover::Empty) continue;
+    const int64_t keys = mask.keys;
 
     const auto values = s.key_rows<Scalar>(p.value, kv_head, j);
     const auto key = left_rows<E>(s.key_rows<Scalar>(p.key, kv_head, j), keys, p.E, left_room);

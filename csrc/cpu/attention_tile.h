@@ -102,15 +102,17 @@ enum class Cover { Empty, Partial, Full };
 // Which pairs of a tile take part, and the float mask of those that do.
 template <class T>
 struct TileMask {
-  uint64_t bits[kTile];            // of key j: which queries
+  uint64_t bits[kTile];               // of key j: which queries
+  int64_t keys;                       // those up to the last that any query sees, or one more
   alignas(64) T bias[kTile * kTile];  // [j][i], where the mask is a float mask
 
-  // Covers queries i.. i+rows and keys j .. j+columns of head h. `bits` is set unless Full.
+  // Queries [i, i + rows) and keys [j, j + columns) of head h.
   template <class Scalar>
   Cover look(
       const AttentionProblem& p, const Sequence& s, int64_t h, int64_t i, int64_t rows, int64_t j,
       int64_t columns) {
     const uint64_t all = low_bits(rows);
+    keys = columns;
     bool full = true;
     // The band: the tile's corners say whether any key needs looking at.
     const bool left = p.window_left >= 0 && j < i + rows - 1 + s.diagonal - p.window_left;
@@ -138,9 +140,9 @@ struct TileMask {
       for (int64_t c = 0; c < columns; ++c) full &= bits[c] == all;
     }
     if (full) return Cover::Full;
-    uint64_t any = 0;
-    for (int64_t c = 0; c < columns; ++c) any |= bits[c];
-    return any ? Cover::Partial : Cover::Empty;
+    while (keys > 0 && bits[keys - 1] == 0) --keys;
+    keys = std::min(round_up(keys, 2), columns);  // whole pairs: an element of bfloat16 may hold two
+    return keys > 0 ? Cover::Partial : Cover::Empty;
   }
 
  private:
