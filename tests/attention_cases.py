@@ -171,9 +171,12 @@ def one_rounding(case: Case) -> Results:
     """The error of each result if every term of every sum in it were rounded once.
 
     A score wrong by ∂S makes its weight wrong by P ∂S, besides the weight's own rounding; the terms
-    of the other sums follow from the formulas at the head of ``trifuse/reference/attention.py``.
-    Scores and the logsumexp are sums in the accumulation type, and a score is summed over the head
-    one term after another, so half of its E terms have their rounding in the partial sum.
+    of the other sums follow from the formulas at the head of ``trifuse/reference/attention.py``. A
+    backward has its weights from the logsumexp, so that one's rounding is theirs too.
+
+    Scores, the logsumexp and dO·v are sums in the accumulation type. The two products are summed
+    over the head one term after another: each partial sum is rounded, and of n terms that go either
+    way it is n/2 times the square of one in the mean.
     """
     eps = rounding_error(case.query.dtype)
     sum_eps = rounding_error(_accumulation(case.query))
@@ -184,7 +187,7 @@ def one_rounding(case: Case) -> Results:
     key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
     scores = query @ key.mT * scale(case)
     terms = (query.square() @ key.square().mT).sqrt() * abs(scale(case))
-    score_error = sum_eps * terms * math.sqrt(max(query.shape[-1], 2) / 2)
+    score_error = sum_eps * terms * _of_partial_sums(query.shape[-1])
     if exact.attn_mask is not None and exact.attn_mask.dtype != torch.bool:
         scores = scores + exact.attn_mask
         # Added to the lowest finite number a score is absorbed without a trace, error and all.
@@ -201,7 +204,9 @@ def one_rounding(case: Case) -> Results:
     inner = (weights.square() * grad_weights).sum(-1, keepdim=True)
     if exact.grad_lse is not None:
         inner = inner + exact.grad_lse.square()[..., None]
-    ds = weight_error * (grad_weights + inner).sqrt()
+    weight_error_again = weight_error + weights * sum_eps * lse[..., None]
+    product_error = weights * sum_eps * _of_partial_sums(value.shape[-1])
+    ds = ((weight_error_again.square() + product_error.square()) * (grad_weights + inner)).sqrt()
 
     grad_mask = None
     if case.attn_mask is not None and case.attn_mask.dtype != torch.bool:
@@ -214,9 +219,13 @@ def one_rounding(case: Case) -> Results:
         lse=sum_eps * (1 + lse) + (weights * score_error).square().sum(-1).sqrt(),
         grad_query=abs(scale(case)) * _root_of_squares(ds, key),
         grad_key=abs(scale(case)) * _grouped_root(ds.mT, query, heads),
-        grad_value=_grouped_root((weight_error * multiplier).mT, grad_out, heads),
+        grad_value=_grouped_root((weight_error_again * multiplier).mT, grad_out, heads),
         grad_mask=grad_mask,
     )
+
+
+def _of_partial_sums(terms: int) -> float:
+    return math.sqrt(max(terms, 2) / 2)
 
 
 def _root_of_squares(weights: Tensor, terms: Tensor) -> Tensor:
@@ -332,9 +341,10 @@ _WIDE_HEADS = (96, 100, 127, 128, 192, 256)
 _MASKS = ("none", "bool", "float", "float -inf", "lowest")
 
 
-def cases(dtype: torch.dtype) -> st.SearchStrategy[Case]:
+@st.composite
+def cases(draw: st.DrawFn, dtype: torch.dtype) -> Case:
     """Any call, for Hypothesis to vary and to simplify."""
-    return st.randoms(use_true_random=False).map(lambda random: draw_case(random, dtype))
+    return draw_case(draw(st.randoms(use_true_random=False)), dtype)
 
 
 def draw_case(random: Random, dtype: torch.dtype) -> Case:

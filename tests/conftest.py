@@ -28,7 +28,9 @@ _COMMON = {
         hypothesis.HealthCheck.too_slow,
     ],
 }
-hypothesis.settings.register_profile("default", derandomize=True, database=None, **_COMMON)
+hypothesis.settings.register_profile(
+    "default", max_examples=100, derandomize=True, database=None, **_COMMON
+)
 hypothesis.settings.register_profile("thorough", max_examples=1000, **_COMMON)
 hypothesis.settings.load_profile("default")
 

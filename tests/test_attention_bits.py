@@ -43,7 +43,7 @@ def _threads() -> Iterator[None]:
 def test_two_runs_of_the_formula(dtype):
     torch.set_num_threads(2)
 
-    @settings(max_examples=8)
+    @settings(max_examples=settings.default.max_examples // 10)
     @given(cases(dtype))
     def call(case: Case) -> None:
         with trifuse.backend("eager"):
@@ -56,7 +56,7 @@ def test_two_runs_of_the_formula(dtype):
 def test_any_number_of_threads(cpp_kernels, dtype):
     """Also two runs on as many: what a race would break."""
 
-    @settings(max_examples=20)
+    @settings(max_examples=settings.default.max_examples // 5)
     @given(cases(dtype))
     def call(case: Case) -> None:
         with cpp_kernels[-1].serving():
