@@ -314,7 +314,7 @@ def _round(start, full_start, full_stop, stop, BLOCK: tl.constexpr):
 
 @triton.jit
 def _visible_keys(head, inputs, sizes, first, variant: tl.constexpr, block: tl.constexpr):
-    """For a block of queries from ``first`` on: keys in [start, stop) may be seen, and the blocks in
+    """For a block of queries from ``first`` on: keys in [start, stop) may be seen, and blocks in
     [full_start, full_stop) are seen whole as far as lengths and window go."""
     last = tl.minimum(first + block.M, head.queries)
     start = 0
@@ -542,7 +542,7 @@ def _count_non_finite_keys(
     tensor, pointer, first_row, start, stop, head, inputs, sizes, variant: tl.constexpr,
     block: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr,
 ):  # fmt: skip
-    """(M, BLOCK_DIM): non-finite numbers of keys or values, counted for the queries that see them."""
+    """(M, BLOCK_DIM): non-finite numbers of keys or values, counted for queries that see them."""
     rows = first_row + tl.arange(0, block.M)[:, None]
     count = tl.zeros((block.M, BLOCK_DIM), tl.float32)
     for first in tl.range(start, stop, block.N, num_stages=1):
@@ -565,9 +565,9 @@ def attention_forward_kernel(
 ):
     """Output and logsumexp.
 
-    A program owns M queries of one head of one sequence. It reads them once, and the keys and values
-    that they see; it writes M rows of ``out`` and of ``lse``. Programs of one head are neighbours in
-    the grid, so that its keys and values come from the L2 cache for all but the first.
+    A program owns M queries of one head of one sequence. It reads them once, and the keys and
+    values that they see; it writes M rows of ``out`` and of ``lse``. Programs of one head are
+    neighbours in the grid, so its keys and values come from the L2 cache for all but the first.
 
     Floor: 2 · pairs · (E + Ev) operations of the matrix unit and as many exponentials as pairs, for
     B · H · (Lq · (E + Ev) + Lk · (E + Ev)) elements of memory.
@@ -806,7 +806,7 @@ def _count_non_finite_queries(
     tensor, first_column, b, kv_head, inputs, sizes, variant: tl.constexpr, block: tl.constexpr,
     DIM: tl.constexpr, BLOCK_DIM: tl.constexpr,
 ):  # fmt: skip
-    """(N, BLOCK_DIM): non-finite numbers of q or dO, counted for the keys that are seen from there."""
+    """(N, BLOCK_DIM): non-finite numbers of q or dO, counted for the keys seen from there."""
     columns = first_column + tl.arange(0, block.N)[:, None]
     count = tl.zeros((block.N, BLOCK_DIM), tl.float32)
     for member in range(sizes.group):
@@ -839,7 +839,7 @@ def attention_backward_key_value_kernel(
     """dV_j = ∑_i D_ij P_ij dO_i and dK_j = scale ∑_i dS_ij q_i.
 
     A program owns N keys of one key head of one sequence, and runs through the queries that see
-    them, of every query head that shares the key head: no sum is split. It reads its keys and values
+    them, of every query head that shares the key head: no sum is split. It reads its keys, values
     once, and q, dO and three numbers for each query; it writes N rows of dK and of dV.
 
     Floor: 4 · pairs · (E + Ev) operations of the matrix unit.
@@ -1046,7 +1046,7 @@ def attention_backward_mask_kernel(
     """The float mask's gradient: dS, summed over the dimensions that the mask is broadcast in.
 
     A program owns a tile of the gradient (one row of it, where all queries share the mask) and a
-    share of the sum: it computes dS again for one sequence, head and block of queries after another.
+    share of the sum: it computes dS again for one sequence, head and query block after another.
     Shares are added up afterwards.
 
     A mask that all keys share shifts whole rows, which moves their logsumexp and nothing else: its
@@ -1220,9 +1220,9 @@ def attention_backward(
     *options: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The gradients: arguments and results of the op ``attention_backward``."""
-    *options, mask_requires_grad = options
+    *call_options, mask_requires_grad = options
     tensors = (query, key, value, attn_mask, key_lengths, cu_seqlens_q, cu_seqlens_k, seed)
-    call = _Call(tensors, *options)
+    call = _Call(tensors, *call_options)
     do = _strided(grad_out)
     dlse = None if grad_lse is None else _strided(grad_lse)
     lse = lse.contiguous()
@@ -1293,7 +1293,9 @@ class _Call:
         dropout_p: float,
     ) -> None:
         query, key, value, attn_mask, key_lengths, cu_seqlens_q, cu_seqlens_k, seed = tensors
-        assert query is not None and key is not None and value is not None
+        assert query is not None
+        assert key is not None
+        assert value is not None
         B, H, total_q, E = query.shape
         total_k, Ev = value.shape[2:]
         if cu_seqlens_q is not None and cu_seqlens_k is not None:
@@ -1368,9 +1370,7 @@ class _Call:
 
     def key_grid(self, meta: dict[str, Any]) -> tuple[int]:
         blocks = triton.cdiv(self.sizes.Lk, meta["block"].N)
-        return (
-            blocks * (self.sizes.H // self.sizes.group) * (self.sizes.B + self.variant.packed),
-        )
+        return (blocks * (self.sizes.H // self.sizes.group) * (self.sizes.B + self.variant.packed),)
 
     def class_of(self, kernel: str) -> Class:
         head_dim = max(64, self.variant.BLOCK_E, self.variant.BLOCK_EV)
@@ -1423,7 +1423,7 @@ def _strided(x: Tensor) -> Strided:
 
 
 def _empty_like_layout(like: Tensor, last_dim: int) -> Tensor:
-    """As the op's fake in trifuse/ops/attention.py says: in memory order (B, L, H) if ``like`` is."""
+    """As the fake in trifuse/ops/attention.py says: in memory order (B, L, H) if ``like`` is."""
     B, H, L, _ = like.shape
     if like.stride(1) < like.stride(2):
         return like.new_empty(B, L, H, last_dim).transpose(1, 2)

@@ -61,7 +61,7 @@ class Accuracy:
         ):
             mine, theirs, one = (measure(x).item() for x in (error, eager_error, unit))
             if actual.dtype == expected.dtype:
-                theirs += 10 * one  # the specification rounds as much as the kernel does
+                theirs += 30 * one  # the specification rounds as much as the kernel does
             allowed = 2 * FACTOR * max(theirs, chance * one)
             assert mine <= allowed, (  # so written that NaN fails
                 f"{self.kernel}, {name}: {statistic} error {mine:.3g} is over {allowed:.3g}; "
