@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import hypothesis
 import pytest
@@ -20,7 +20,7 @@ from trifuse import backends
 
 # The same examples on every run: a change is judged by what it does, not by the day's draw.
 # `pytest --hypothesis-profile=thorough` draws new ones, and many more.
-_COMMON = {
+_COMMON: dict[str, Any] = {
     "deadline": None,
     "suppress_health_check": [
         hypothesis.HealthCheck.function_scoped_fixture,  # `backend` is the same for every example
@@ -79,7 +79,7 @@ def _uninitialised_memory_is_nan() -> Iterator[None]:
     """What a kernel forgets to write shows up as NaN, in every test."""
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True)
-    assert torch.utils.deterministic.fill_uninitialized_memory
+    assert torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
     yield
     torch.use_deterministic_algorithms(before)
 
