@@ -9,12 +9,14 @@ from trifuse.explain import explain
 from trifuse.fuse import FuseReport, fuse
 from trifuse.ops._checks import ArgumentError
 from trifuse.ops.attention import scaled_dot_product_attention, varlen_attention
+from trifuse.ops.dropout_add_layer_norm import dropout_add_layer_norm
 
 __all__ = [
     "ArgumentError",
     "FuseReport",
     "__version__",
     "backend",
+    "dropout_add_layer_norm",
     "explain",
     "fuse",
     "nn",

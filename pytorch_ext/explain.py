@@ -7,13 +7,14 @@ from collections.abc import Callable
 from typing import Any
 
 from trifuse import backends
-from trifuse.ops import attention
+from trifuse.ops import attention, dropout_add_layer_norm
 
 # Each operator's preparation takes the operator's own arguments, less those that only shape its
 # results, and ends by choosing a backend.
 _PREPARE: dict[Callable[..., Any], Callable[..., Any]] = {
     attention.scaled_dot_product_attention: attention._prepare,
     attention.varlen_attention: attention._prepare_varlen,
+    dropout_add_layer_norm.dropout_add_layer_norm: dropout_add_layer_norm._prepare,
 }
 
 

@@ -45,6 +45,17 @@ def define(
         torch.library.register_vmap(name, rule, lib=library)
 
 
+def one_by_one(op: Any, info: Any, in_dims: Any, args: tuple[Any, ...]) -> Any:
+    """A batching rule that calls the op for each sample: for calls that can't be made into one."""
+
+    def sample(i: int) -> list[Any]:
+        return [x if d is None else x.select(d, i) for x, d in zip(args, in_dims, strict=True)]
+
+    results = zip(*(op(*sample(i)) for i in range(info.batch_size)), strict=True)
+    stacked = tuple(torch.stack(r) for r in results)
+    return stacked, (0,) * len(stacked)
+
+
 def implement(
     operator: str, backend: str, key: str = "CompositeExplicitAutograd"
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

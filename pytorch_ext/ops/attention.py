@@ -635,7 +635,7 @@ def _backward_fake(
 
 def _forward_vmap(op: Any, info: Any, in_dims: Any, *args: Any) -> Any:
     if _positions_matter(args[5], args[7]):
-        return _one_by_one(op, info, in_dims, args)
+        return _registration.one_by_one(op, info, in_dims, args)
     N, B = info.batch_size, _rows(args[0], in_dims[0])
     tensors = [_fold(x, d, N, B) for x, d in zip(args[:8], in_dims[:8], strict=True)]
     results = op(*tensors, *args[8:])
@@ -644,7 +644,7 @@ def _forward_vmap(op: Any, info: Any, in_dims: Any, *args: Any) -> Any:
 
 def _backward_vmap(op: Any, info: Any, in_dims: Any, *args: Any) -> Any:
     if _positions_matter(args[7], args[9]):
-        return _one_by_one(op, info, in_dims, args)
+        return _registration.one_by_one(op, info, in_dims, args)
     N, B = info.batch_size, _rows(args[2], in_dims[2])
     tensors = [_fold(x, d, N, B) for x, d in zip(args[:12], in_dims[:12], strict=True)]
     mask_requires_grad = args[-1]
@@ -679,18 +679,6 @@ def _fold(x: Tensor | None, dim: int | None, N: int, B: int, whole: bool = False
         return x
     x = x.expand(N, *x.shape) if dim is None else x.movedim(dim, 0)
     return x.expand(N, B, *x.shape[2:]).flatten(0, 1)
-
-
-def _one_by_one(op: Any, info: Any, in_dims: Any, args: tuple[Any, ...]) -> Any:
-    def sample(i: int) -> list[Any]:
-        return [
-            x if d is None else x.select(d, i)
-            for x, d in zip(args, in_dims, strict=True)
-        ]  # fmt: skip
-
-    results = zip(*(op(*sample(i)) for i in range(info.batch_size)), strict=True)
-    stacked = tuple(torch.stack(r) for r in results)
-    return stacked, (0,) * len(stacked)
 
 
 _registration.define(
