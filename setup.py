@@ -113,14 +113,22 @@ class BuildExtension(build_ext):
                     target = build / f"{name}.{capability or 'host'}.o"
                     jobs.append((source, target, kernel_flags(capability) if capability else []))
 
-        headers = [path.stat().st_mtime for path in (ROOT / "csrc").glob("**/*.h")]
-        newest = max([*headers, Path(__file__).stat().st_mtime])
+        def is_fresh(source: Path, target: Path) -> bool:
+            """Whether nothing that went into an object, by the compiler's own list, is newer."""
+            depends = target.with_suffix(".d")
+            if not (target.exists() and depends.exists()):
+                return False
+            names = depends.read_text().replace("\\\n", " ").split(": ", 1)[1].split()
+            inputs = [Path(__file__), source, *map(Path, names)]
+            built = target.stat().st_mtime
+            return all(path.exists() and path.stat().st_mtime < built for path in inputs)
 
         def compile_one(job: tuple[Path, Path, list[str]]) -> None:
             source, target, flags = job
-            if target.exists() and target.stat().st_mtime > max(newest, source.stat().st_mtime):
+            if is_fresh(source, target):
                 return
-            command = [compiler, *common, *flags, *includes, "-c", str(source), "-o", str(target)]
+            command = [compiler, *common, *flags, *includes, "-MMD", "-c", str(source), "-o"]
+            command.append(str(target))
             done = subprocess.run(command, capture_output=True, text=True)
             print(done.stderr, file=sys.stderr, end="")
             if done.returncode:

@@ -7,9 +7,11 @@
 
 #include <cstdint>
 
+#include "dropout.h"
+#include "dtype.h"
+
 namespace trifuse {
 
-enum class DType { Float32, BFloat16, Float16, Float64 };
 enum class MaskKind { None, Bool, Float32, QueryType };
 
 struct Tensor4 {
@@ -36,9 +38,7 @@ struct AttentionProblem {
   double scale;
   int64_t window_left, window_right;  // -1: no bound
   bool lower_right;
-  uint32_t dropout_threshold = 0;     // of 65,536; 0: no dropout
-  double dropout_scale = 1;
-  uint64_t seed = 0;
+  Dropout dropout;
 
   Tensor4 out;          // (B, H, Lq, Ev)
   Tensor4 logsumexp;    // (B, H, Lq), float32, or float64 for Float64: the accumulation type

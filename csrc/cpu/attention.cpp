@@ -10,14 +10,12 @@
 #include <optional>
 #include <tuple>
 
+#include "cpu/arguments.h"
 #include "cpu/kernels.h"
 #include "cpu/parallel.h"
 
 namespace trifuse {
 namespace {
-
-using at::Tensor;
-using OptionalTensor = std::optional<Tensor>;
 
 Tensor4 strided(const Tensor& t) {
   Tensor4 result{t.data_ptr(), {}};
@@ -40,20 +38,6 @@ Tensor empty_like_layout(const Tensor& like, int64_t last, at::ScalarType dtype)
   const auto options = like.options().dtype(dtype);
   if (like.stride(1) < like.stride(2)) return at::empty({B, L, H, last}, options).transpose(1, 2);
   return at::empty({B, H, L, last}, options);
-}
-
-at::ScalarType accumulation_type(at::ScalarType dtype) {
-  return dtype == at::kDouble ? at::kDouble : at::kFloat;
-}
-
-DType kernel_type(at::ScalarType dtype) {
-  switch (dtype) {
-    case at::kFloat: return DType::Float32;
-    case at::kBFloat16: return DType::BFloat16;
-    case at::kHalf: return DType::Float16;
-    case at::kDouble: return DType::Float64;
-    default: TORCH_CHECK_TYPE(false, "query: no CPU kernel for ", dtype);
-  }
 }
 
 // A call's problem, and the integer tensors it points into.
@@ -133,11 +117,7 @@ Call make_call(
         : attn_mask->scalar_type() == at::kFloat        ? MaskKind::Float32
                                                         : MaskKind::QueryType;
   }
-  // Python's round(p · 65536), which rounds halves to even, as nearbyint does.
-  p.dropout_threshold =
-      static_cast<uint32_t>(std::min(std::nearbyint(dropout_p * 65536), 65535.0));
-  p.dropout_scale = 65536.0 / (65536.0 - p.dropout_threshold);
-  if (p.dropout_threshold) p.seed = static_cast<uint64_t>(seed->item<int64_t>());
+  p.dropout = kernel_dropout(dropout_p, seed);
   return call;
 }
 

@@ -263,17 +263,17 @@ class Task {
     tile_gemm(
         keys, lanes, elements<E>(p.Ev), value.data + at * value.ld, value.ld, 1, grad_out_t, kTile,
         products, kTile);
-    if (p.dropout_threshold) dropout_tile(p, s, h, i, rows, j, kept);
+    if (p.dropout.threshold) dropout_tile(p, s, h, i, rows, j, kept);
     const auto gradients = [&]<bool Partial, bool Dropout>() {
       gradient_tile<Partial, Dropout>(
-          scores, products, mask.bits, kept, keys, lanes, scale.exponent, static_cast<T>(p.dropout_scale),
+          scores, products, mask.bits, kept, keys, lanes, scale.exponent, static_cast<T>(p.dropout.scale),
           shift, rest, delta);
     };
     const bool partial = cover == Cover::Partial;
-    if (partial && p.dropout_threshold) gradients.template operator()<true, true>();
-    if (partial && !p.dropout_threshold) gradients.template operator()<true, false>();
-    if (!partial && p.dropout_threshold) gradients.template operator()<false, true>();
-    if (!partial && !p.dropout_threshold) gradients.template operator()<false, false>();
+    if (partial && p.dropout.threshold) gradients.template operator()<true, true>();
+    if (partial && !p.dropout.threshold) gradients.template operator()<true, false>();
+    if (!partial && p.dropout.threshold) gradients.template operator()<false, true>();
+    if (!partial && !p.dropout.threshold) gradients.template operator()<false, false>();
 
     if (p.grad_mask.data && p.grad_mask.stride[3] != 0)
       add_mask_gradient(p, s, h, i, rows, j, keys, products, mask_room);

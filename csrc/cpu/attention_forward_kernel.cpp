@@ -68,7 +68,7 @@ void run(const AttentionProblem& p, int64_t task) {
     else
       softmax.template tile<true>(scores, mask.bits, keys, lanes);
 
-    if (p.dropout_threshold) {
+    if (p.dropout.threshold) {
       uint64_t kept[kTile];
       dropout_tile(p, s, h, i, rows, j, kept);
       for (int64_t c = 0; c < keys; ++c)
@@ -95,7 +95,7 @@ void run(const AttentionProblem& p, int64_t task) {
   for (int64_t r = 0; r < rows; ++r) {
     lse_row[r * p.logsumexp.stride[2]] = lse[r];
     const bool empty = softmax.sum[r] == 0;
-    const T inverse = empty ? T(0) : static_cast<T>(p.dropout_scale) / softmax.sum[r];
+    const T inverse = empty ? T(0) : static_cast<T>(p.dropout.scale) / softmax.sum[r];
     T* row = out + r * out_ld;
     for (int64_t c = 0; c < p.Ev; ++c) row[c] = empty ? T(0) : row[c] * inverse;
     narrow(row, p.Ev, s.query_row<Scalar>(p.out, h, i + r), p.out.stride[3]);

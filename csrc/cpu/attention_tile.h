@@ -224,7 +224,7 @@ inline void dropout_tile(
     uint64_t bits[kTile]) {
   const uint64_t plane = s.index * p.heads + h;
   for (int64_t r = 0; r < rows; ++r)
-    bits[r] = dropout_row(p.seed, plane, i + r, j, p.dropout_threshold);
+    bits[r] = dropout_row(p.dropout.seed, plane, i + r, j, p.dropout.threshold);
   std::fill(bits + rows, bits + kTile, 0);
   transpose_bits(bits);
 }

@@ -6,6 +6,7 @@
 
 #include "attention.h"
 #include "cpu/capability.h"
+#include "dropout_add_layer_norm.h"
 
 namespace trifuse {
 
@@ -26,6 +27,18 @@ struct AttentionBackward {
   void (*run)(const AttentionProblem&, int64_t task, int32_t* progress);
 };
 
+// One task for each block of rows.
+struct DropoutAddLayerNormForward {
+  void (*run)(const DropoutAddLayerNormProblem&, int64_t block);
+};
+
+// Likewise; then `reduce`, one task for each strip of 64 columns, adds up what the blocks left in
+// grad_weight, grad_bias and grad_x_bias, into their first rows.
+struct DropoutAddLayerNormBackward {
+  void (*run)(const DropoutAddLayerNormProblem&, int64_t block);
+  void (*reduce)(const DropoutAddLayerNormProblem&, int64_t strip);
+};
+
 // What tests and benchmarks ask of an instruction set's building blocks.
 struct Probe {
   // Floating-point operations per second of one thread's tile_gemm on tiles in its L1 cache.
@@ -36,23 +49,30 @@ struct Probe {
 struct Kernels {
   AttentionForward attention_forward;
   AttentionBackward attention_backward;
+  DropoutAddLayerNormForward dropout_add_layer_norm_forward;
+  DropoutAddLayerNormBackward dropout_add_layer_norm_backward;
   Probe probe;
 };
 
 // Each *_kernel.cpp defines its function in the namespace of every instruction set.
-#define TRIFUSE_DECLARE(set)              \
-  namespace set {                         \
-  AttentionForward attention_forward();   \
-  AttentionBackward attention_backward(); \
-  Probe probe();                          \
+#define TRIFUSE_DECLARE(set)                                     \
+  namespace set {                                                \
+  AttentionForward attention_forward();                          \
+  AttentionBackward attention_backward();                        \
+  DropoutAddLayerNormForward dropout_add_layer_norm_forward();   \
+  DropoutAddLayerNormBackward dropout_add_layer_norm_backward(); \
+  Probe probe();                                                 \
   }
 TRIFUSE_EACH_CAPABILITY(TRIFUSE_DECLARE)
 #undef TRIFUSE_DECLARE
 
 inline Kernels kernels() {
-#define TRIFUSE_CASE(set) \
-  case Capability::set:   \
-    return {set::attention_forward(), set::attention_backward(), set::probe()};
+#define TRIFUSE_CASE(set)                                                                      \
+  case Capability::set:                                                                        \
+    return {                                                                                   \
+        set::attention_forward(), set::attention_backward(),                                   \
+        set::dropout_add_layer_norm_forward(), set::dropout_add_layer_norm_backward(),         \
+        set::probe()};
   switch (capability()) { TRIFUSE_EACH_CAPABILITY(TRIFUSE_CASE) }
 #undef TRIFUSE_CASE
   return {};

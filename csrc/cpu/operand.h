@@ -13,25 +13,18 @@
 #pragma once
 
 #include <ATen/cpu/vec/functional.h>
-#include <c10/util/Half.h>
 
 #include <algorithm>
 #include <cstdint>
-#include <cstdlib>
-#include <memory>
-#include <new>
 #include <type_traits>
 
+#include "cpu/scratch.h"
 #include "cpu/tile_gemm.h"
 #include "cpu/vector.h"
 
 namespace trifuse::TRIFUSE_CAPABILITY {
 
 constexpr int64_t kTile = 64;  // queries, and keys, of a tile
-
-constexpr int64_t round_up(int64_t n, int64_t multiple) {
-  return (n + multiple - 1) / multiple * multiple;
-}
 
 // How a tensor's type is computed with.
 template <class Scalar>
@@ -55,41 +48,6 @@ struct Rows {
   int64_t row_stride, column_stride;
   const Scalar* row(int64_t r) const { return data + r * row_stride; }
 };
-
-// Memory of one thread, handed out in pieces that live until the next reset. It grows to what a
-// kernel needs and stays: a call then costs no page faults.
-class Scratch {
- public:
-  void reset(int64_t bytes) {
-    if (bytes > capacity_) {
-      memory_.reset(static_cast<char*>(std::aligned_alloc(64, round_up(bytes, 64))));
-      if (!memory_) throw std::bad_alloc();
-      capacity_ = round_up(bytes, 64);
-    }
-    used_ = 0;
-  }
-  template <class T>
-  T* take(int64_t count) {
-    T* piece = reinterpret_cast<T*>(memory_.get() + used_);
-    used_ += bytes<T>(count);
-    return piece;
-  }
-  template <class T>
-  static int64_t bytes(int64_t count) {
-    return round_up(count * static_cast<int64_t>(sizeof(T)), 64);
-  }
-
- private:
-  struct Free {
-    void operator()(char* p) const { std::free(p); }
-  };
-  std::unique_ptr<char, Free> memory_;
-  int64_t capacity_ = 0, used_ = 0;
-};
-
-template <class Scalar>
-constexpr bool kReduced =
-    std::is_same_v<Scalar, c10::BFloat16> || std::is_same_v<Scalar, c10::Half>;
 
 // Conversion ---------------------------------------------------------------------------------------
 

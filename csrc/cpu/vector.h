@@ -7,15 +7,22 @@
 #pragma once
 
 #include <ATen/cpu/vec/vec.h>
+#include <c10/util/BFloat16.h>
+#include <c10/util/Half.h>
 
 #include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <limits>
+#include <type_traits>
 
 namespace trifuse::TRIFUSE_CAPABILITY {
 
 using at::vec::Vectorized;
+
+template <class Scalar>
+constexpr bool kReduced =
+    std::is_same_v<Scalar, c10::BFloat16> || std::is_same_v<Scalar, c10::Half>;
 
 constexpr uint64_t low_bits(int64_t n) { return n >= 64 ? ~uint64_t(0) : (uint64_t(1) << n) - 1; }
 

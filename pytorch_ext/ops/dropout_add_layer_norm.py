@@ -367,19 +367,12 @@ _registration.define(
 
 
 @_registration.implement("dropout_add_layer_norm_forward", "eager")
-def _eager_forward(
-    x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None,
-    x_bias: Tensor | None, seed: Tensor | None, dropout_p: float, eps: float, rms_norm: bool,
-    prenorm: bool, sum_dtype: torch.dtype,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    out, total, mean, rstd = reference.dropout_add_layer_norm(
-        x, residual, weight, bias, x_bias, seed, dropout_p, eps, rms_norm, sum_dtype
-    )
-    fresh = _forward_fake(
-        x, residual, weight, bias, x_bias, seed, dropout_p, eps, rms_norm, prenorm, sum_dtype
-    )  # an op's results may be none of its arguments, which the formula can return
+def _eager_forward(*args: Any) -> tuple[Tensor, ...]:
+    out, total, mean, rstd = reference.dropout_add_layer_norm(*args)
+    prenorm = args[9]
     results = (out, total if prenorm else total.new_empty(0), mean, rstd)
-    return tuple(to.copy_(r) for to, r in zip(fresh, results, strict=True))
+    # An op's results may be none of its arguments, which the formula can return.
+    return tuple(to.copy_(r) for to, r in zip(_forward_fake(*args), results, strict=True))
 
 
 @_registration.implement("dropout_add_layer_norm_backward", "eager")

@@ -19,8 +19,9 @@ and, for gradients dy and ds arriving from above:
 with dw = ∑ dy n, db = ∑ dy and dc = ∑ dx over rows. RMSNorm (Zhang and Sennrich, "Root Mean Square
 Layer Normalization", 2019) has no μ and no 1/N ∑_k g_k.
 
-Every backend is held to this file in float64. 16-bit inputs are computed in float32, and rounded
-when all is done: y comes from the sum before it is rounded.
+Every backend is held to this file in float64. 16-bit inputs are computed in float32 and rounded
+when all is done, but for a sum that is returned (pre-norm): what is normalised is the sum as it is
+returned, rounded, so that the backward needs nothing else.
 """
 
 from __future__ import annotations
@@ -53,6 +54,7 @@ def dropout_add_layer_norm(
     dropout_p: float,
     eps: float,
     rms_norm: bool,
+    prenorm: bool,
     sum_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The normalised sum, the sum, and the mean and the reciprocal standard deviation of its rows.
@@ -66,6 +68,7 @@ def dropout_add_layer_norm(
         dropout_p: the probability of dropping an element.
         eps: added to the variance.
         rms_norm: RMSNorm instead of LayerNorm.
+        prenorm: whether the sum is returned, and so rounded before it is normalised.
         sum_dtype: what the sum is returned in.
 
     Returns:
@@ -73,13 +76,13 @@ def dropout_add_layer_norm(
         for float64. The mean is 0 in RMSNorm.
     """
     total = _sum(x, residual, x_bias, seed, dropout_p)
-    normalised, mean, rstd = _normalise(total, eps, rms_norm)
-    out = normalised
+    returned = total.to(sum_dtype)
+    out, mean, rstd = _normalise(returned.to(total.dtype) if prenorm else total, eps, rms_norm)
     if weight is not None:
         out = out * weight.to(out.dtype)
     if bias is not None:
         out = out + bias.to(out.dtype)
-    return out.to(x.dtype), total.to(sum_dtype), mean.squeeze(-1), rstd.squeeze(-1)
+    return out.to(x.dtype), returned, mean.squeeze(-1), rstd.squeeze(-1)
 
 
 def dropout_add_layer_norm_backward(

@@ -1,0 +1,177 @@
+// torch.ops.trifuse.dropout_add_layer_norm_{forward,backward}.cpp: tensors in, tensors out.
+//
+// Shapes, dtypes and devices have been checked in pytorch_ext/ops/dropout_add_layer_norm.py.
+
+#include <ATen/ATen.h>
+#include <torch/library.h>
+
+#include <array>
+#include <tuple>
+#include <vector>
+
+#include "cpu/arguments.h"
+#include "cpu/kernels.h"
+#include "cpu/parallel.h"
+
+namespace trifuse {
+namespace {
+
+// Tensors that a problem points into.
+using Held = std::vector<Tensor>;
+
+// The rows of a tensor where they lie; of a copy, if they are not made of neighbours or lie about in
+// more ways than a RowTensor can say.
+RowTensor rows_of(const Tensor& t, Held& held) {
+  const int64_t last = t.dim() - 1;
+  RowTensor rows;
+  bool fits = t.stride(last) == 1 || t.size(last) <= 1;
+  for (int64_t d = 0; d < last && fits; ++d) {
+    if (t.size(d) == 1) continue;
+    int64_t& inner = rows.stride[std::max(rows.dims - 1, 0)];
+    if (rows.dims && inner == t.size(d) * t.stride(d)) {
+      rows.size[rows.dims - 1] *= t.size(d);
+      inner = t.stride(d);
+    } else if (rows.dims < RowTensor::kMaxDims) {
+      rows.size[rows.dims] = t.size(d);
+      rows.stride[rows.dims++] = t.stride(d);
+    } else {
+      fits = false;
+    }
+  }
+  if (!fits) return rows_of(t.contiguous(), held);
+  held.push_back(t);
+  rows.data = t.data_ptr();
+  return rows;
+}
+
+const void* vector_of(const OptionalTensor& t, at::ScalarType wide, Held& held) {
+  if (!t) return nullptr;
+  held.push_back(t->to(wide).contiguous());
+  return held.back().const_data_ptr();
+}
+
+// About 16 KiB of rows to a task of the forward, which leaves nothing behind.
+int64_t forward_rows(int64_t N) { return std::max<int64_t>(4096 / std::max<int64_t>(N, 1), 1); }
+
+// A block of the backward leaves up to three rows of sums: few blocks beside the data, but enough
+// for many threads.
+int64_t backward_rows(int64_t rows, int64_t N) {
+  const int64_t blocks = std::clamp<int64_t>((1 << 17) / std::max<int64_t>(N, 1), 16, 128);
+  return std::max<int64_t>((rows + blocks - 1) / blocks, 4);
+}
+
+// What waking a thread is weighed against: an element costs about as much as 30 multiply-adds.
+double operations(const DropoutAddLayerNormProblem& p) {
+  return 30.0 * static_cast<double>(p.rows) * static_cast<double>(p.N);
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> dropout_add_layer_norm_forward(
+    const Tensor& x, const OptionalTensor& residual, const OptionalTensor& weight,
+    const OptionalTensor& bias, const OptionalTensor& x_bias, const OptionalTensor& seed,
+    double dropout_p, double eps, bool rms_norm, bool prenorm, at::ScalarType sum_dtype) {
+  const at::ScalarType wide = accumulation_type(x.scalar_type());
+  Held held;
+  DropoutAddLayerNormProblem p{};
+  p.dtype = kernel_type(x.scalar_type());
+  p.sum_dtype = kernel_type(residual ? residual->scalar_type() : sum_dtype);
+  p.N = x.size(-1);
+  p.rows = x.numel() / std::max<int64_t>(p.N, 1);
+  p.x = rows_of(x, held);
+  if (residual) p.residual = rows_of(*residual, held);
+  p.weight = vector_of(weight, wide, held);
+  p.bias = vector_of(bias, wide, held);
+  p.x_bias = vector_of(x_bias, wide, held);
+  p.eps = eps;
+  p.rms_norm = rms_norm;
+  p.dropout = kernel_dropout(dropout_p, seed);
+
+  const auto lead = x.sizes().slice(0, x.dim() - 1);
+  const Tensor out = at::empty(x.sizes(), x.options());
+  const Tensor sum = prenorm ? at::empty(x.sizes(), x.options().dtype(sum_dtype))
+                             : at::empty({0}, x.options().dtype(sum_dtype));
+  const Tensor mean = at::empty(lead, x.options().dtype(wide));
+  const Tensor rstd = at::empty(lead, x.options().dtype(wide));
+  p.out = rows_of(out, held);
+  if (prenorm) p.sum = rows_of(sum, held);
+  p.mean = mean.data_ptr();
+  p.rstd = rstd.data_ptr();
+  p.rows_per_block = forward_rows(p.N);
+  p.blocks = p.N ? (p.rows + p.rows_per_block - 1) / p.rows_per_block : 0;
+  const auto run = kernels().dropout_add_layer_norm_forward.run;
+  parallel_tasks(p.blocks, 1, operations(p), [&](int64_t block) { run(p, block); });
+  return {out, sum, mean, rstd};
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> dropout_add_layer_norm_backward(
+    const Tensor& grad_out, const OptionalTensor& grad_sum, const Tensor& x,
+    const OptionalTensor& residual, const OptionalTensor& weight, const OptionalTensor& bias,
+    const OptionalTensor& x_bias, const OptionalTensor& seed, const Tensor& mean,
+    const Tensor& rstd, double dropout_p, double eps, bool rms_norm, bool x_is_sum,
+    std::array<bool, 5> wanted) {
+  const at::ScalarType dtype = grad_out.scalar_type(), wide = accumulation_type(dtype);
+  const at::ScalarType sum_dtype = residual ? residual->scalar_type() : x.scalar_type();
+  Held held;
+  DropoutAddLayerNormProblem p{};
+  p.dtype = kernel_type(dtype);
+  p.sum_dtype = kernel_type(sum_dtype);
+  p.N = x.size(-1);
+  p.rows = x.numel() / std::max<int64_t>(p.N, 1);
+  (x_is_sum ? p.sum : p.x) = rows_of(x, held);
+  if (residual) p.residual = rows_of(*residual, held);
+  p.weight = vector_of(weight, wide, held);
+  p.x_bias = vector_of(x_bias, wide, held);
+  held.push_back(mean.contiguous());
+  p.mean = held.back().data_ptr();
+  held.push_back(rstd.contiguous());
+  p.rstd = held.back().data_ptr();
+  p.eps = eps;
+  p.rms_norm = rms_norm;
+  p.dropout = kernel_dropout(dropout_p, seed);
+  p.grad_out = rows_of(grad_out, held);
+  if (grad_sum) p.grad_sum = rows_of(grad_sum->to(sum_dtype), held);
+  p.rows_per_block = backward_rows(p.rows, p.N);
+  p.blocks = p.N ? (p.rows + p.rows_per_block - 1) / p.rows_per_block : 0;
+
+  const Tensor none = at::empty({0}, grad_out.options());
+  Tensor grad_x = none, grad_residual = none.to(sum_dtype);
+  if (wanted[0]) {
+    grad_x = at::empty(x.sizes(), grad_out.options());
+    p.grad_x = rows_of(grad_x, held);
+  }
+  if (wanted[1]) {
+    grad_residual = at::empty(x.sizes(), grad_out.options().dtype(sum_dtype));
+    p.grad_residual = rows_of(grad_residual, held);
+  }
+  Tensor blocks[3];
+  void** pointers[3] = {&p.grad_weight, &p.grad_bias, &p.grad_x_bias};
+  for (int i = 0; i < 3; ++i) {
+    if (!wanted[2 + i]) continue;
+    blocks[i] = at::empty({p.blocks, p.N}, grad_out.options().dtype(wide));
+    *pointers[i] = blocks[i].data_ptr();
+  }
+
+  const DropoutAddLayerNormBackward kernel = kernels().dropout_add_layer_norm_backward;
+  parallel_tasks(p.blocks, 1, operations(p), [&](int64_t block) { kernel.run(p, block); });
+  if (p.blocks > 1 && (wanted[2] || wanted[3] || wanted[4]))
+    parallel_tasks(
+        (p.N + 63) / 64, 1, 30.0 * static_cast<double>(p.blocks * p.N),
+        [&](int64_t strip) { kernel.reduce(p, strip); });
+
+  const auto sum_over_rows = [&](int i, const OptionalTensor& like) {
+    if (!wanted[2 + i]) return none;
+    if (!p.blocks) return at::zeros(like->sizes(), like->options());
+    return blocks[i][0].to(like->scalar_type(), false, true);  // a copy: the blocks can go
+  };
+  return {
+      grad_x, grad_residual, sum_over_rows(0, weight), sum_over_rows(1, bias),
+      sum_over_rows(2, x_bias)};
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(trifuse, CPU, m) {
+  m.impl("dropout_add_layer_norm_forward.cpp", dropout_add_layer_norm_forward);
+  m.impl("dropout_add_layer_norm_backward.cpp", dropout_add_layer_norm_backward);
+}
+
+}  // namespace trifuse

@@ -1,0 +1,71 @@
+// dropout_add_layer_norm forward on a CPU.
+//
+// A task owns a block of rows. Of each it reads x and the residual once and writes out, and the sum
+// if that is wanted, once; between its three passes the sum of the row lies in the L1 or L2 cache.
+//
+// Floor: the bytes of x, residual, out and sum at the machine's copy rate. Arithmetic hides behind
+// them: about 12 vector instructions a vector, and 42 for the dropout of 64 elements.
+
+#include <cmath>
+
+#include "cpu/dropout_add_layer_norm_row.h"
+#include "cpu/kernels.h"
+
+namespace trifuse::TRIFUSE_CAPABILITY {
+namespace {
+
+template <class Scalar, class Sum, class T = Accumulator<Scalar>>
+void run(const DropoutAddLayerNormProblem& p, int64_t block) {
+  using Row = Strip<T>;
+  const int64_t width = round_up(p.N, kStrip);
+  const T* weight = static_cast<const T*>(p.weight);
+  const T* bias = static_cast<const T*>(p.bias);
+  thread_local Scratch scratch;
+  scratch.reset(Scratch::bytes<T>(width) + Scratch::bytes<uint64_t>(width / kStrip));
+  T* sum = scratch.take<T>(width);
+  uint64_t* kept = scratch.take<uint64_t>(width / kStrip);
+
+  const int64_t first = block * p.rows_per_block;
+  for (int64_t row = first; row < std::min(first + p.rows_per_block, p.rows); ++row) {
+    Sum* returned = p.sum ? p.sum.row<Sum>(row) : nullptr;
+    const T total = sum_row<Scalar>(p, row, sum, kept, returned).total();
+
+    // Deviations from a mean that still has the error of a long sum; their own mean, a small
+    // number, is that error. So a large offset costs the variance nothing.
+    const T about = p.rms_norm ? T(0) : total / static_cast<T>(p.N);
+    std::fill(sum + p.N, sum + width, about);
+    auto deviations = Row::full(0), squares = Row::full(0);
+    for (int64_t c = 0; c < p.N; c += kStrip) {
+      const auto d = Row::load(sum + c) - Row::full(about);
+      deviations = deviations + d;
+      squares = multiply_add(d, d, squares);
+    }
+    const double shift = p.rms_norm ? 0.0 : deviations.total() / static_cast<double>(p.N);
+    const double variance = squares.total() / static_cast<double>(p.N) - shift * shift;
+    const double rstd = 1 / std::sqrt(std::max(variance, 0.0) + p.eps);
+    static_cast<T*>(p.mean)[row] = static_cast<T>(about + shift);
+    static_cast<T*>(p.rstd)[row] = static_cast<T>(rstd);
+
+    Scalar* out = p.out.row<Scalar>(row);
+    const auto factor = Row::full(static_cast<T>(rstd));
+    const auto offset = Row::full(static_cast<T>(-shift * rstd));
+    for (int64_t c = 0; c < p.N; c += kStrip) {
+      const int64_t n = p.N - c;
+      const auto s = Row::load(sum + c);
+      auto y = multiply_add(s - Row::full(about), factor, offset);
+      if (weight) y = y * Row::load(weight + c, n);
+      if (bias) y = y + Row::load(bias + c, n);
+      y.store(out + c, n);
+    }
+  }
+}
+
+void run_any(const DropoutAddLayerNormProblem& p, int64_t block) {
+  for_types(p, [&]<class Scalar, class Sum>() { run<Scalar, Sum>(p, block); });
+}
+
+}  // namespace
+
+DropoutAddLayerNormForward dropout_add_layer_norm_forward() { return {run_any}; }
+
+}  // namespace trifuse::TRIFUSE_CAPABILITY

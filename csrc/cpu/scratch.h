@@ -1,0 +1,47 @@
+// Memory that a kernel works in.
+
+#pragma once
+
+#include <cstdint>
+#include <cstdlib>
+#include <memory>
+#include <new>
+
+namespace trifuse::TRIFUSE_CAPABILITY {
+
+constexpr int64_t round_up(int64_t n, int64_t multiple) {
+  return (n + multiple - 1) / multiple * multiple;
+}
+
+// Memory of one thread, handed out in pieces that live until the next reset. It grows to what a
+// kernel needs and stays: a call then costs no page faults.
+class Scratch {
+ public:
+  void reset(int64_t bytes) {
+    if (bytes > capacity_) {
+      memory_.reset(static_cast<char*>(std::aligned_alloc(64, round_up(bytes, 64))));
+      if (!memory_) throw std::bad_alloc();
+      capacity_ = round_up(bytes, 64);
+    }
+    used_ = 0;
+  }
+  template <class T>
+  T* take(int64_t count) {
+    T* piece = reinterpret_cast<T*>(memory_.get() + used_);
+    used_ += bytes<T>(count);
+    return piece;
+  }
+  template <class T>
+  static int64_t bytes(int64_t count) {
+    return round_up(count * static_cast<int64_t>(sizeof(T)), 64);
+  }
+
+ private:
+  struct Free {
+    void operator()(char* p) const { std::free(p); }
+  };
+  std::unique_ptr<char, Free> memory_;
+  int64_t capacity_ = 0, used_ = 0;
+};
+
+}  // namespace trifuse::TRIFUSE_CAPABILITY

@@ -1,0 +1,71 @@
+// One call of dropout_add_layer_norm as plain pointers, sizes and strides.
+//
+// Names and rules are those of pytorch_ext/reference/dropout_add_layer_norm.py. The accumulation type
+// is float, or double for Float64.
+
+#pragma once
+
+#include <cstdint>
+
+#include "dropout.h"
+#include "dtype.h"
+
+namespace trifuse {
+
+// (rows, N): rows numbered along the leading dimensions of a tensor, dimensions that lie evenly
+// merged into one. Strides count elements; within a row they are 1.
+struct RowTensor {
+  static constexpr int kMaxDims = 4;
+  void* data = nullptr;
+  int dims = 0;
+  int64_t size[kMaxDims] = {};
+  int64_t stride[kMaxDims] = {};
+
+  int64_t offset(int64_t row) const {
+    int64_t result = 0;
+    for (int d = dims - 1; d > 0; --d) {
+      result += row % size[d] * stride[d];
+      row /= size[d];
+    }
+    return dims ? result + row * stride[0] : 0;
+  }
+  template <class Scalar>
+  Scalar* row(int64_t r) const {
+    return static_cast<Scalar*>(data) + offset(r);
+  }
+  explicit operator bool() const { return data != nullptr; }
+};
+
+struct DropoutAddLayerNormProblem {
+  DType dtype;      // of x, out and their gradients
+  DType sum_dtype;  // of residual, sum and their gradients: the same or Float32
+  int64_t rows, N;
+
+  RowTensor x;         // (rows, N); null in the backward where sum is given instead
+  RowTensor residual;  // (rows, N) or null
+  RowTensor sum;       // (rows, N) or null
+  RowTensor out;       // (rows, N)
+  const void* weight = nullptr;  // (N,) in the accumulation type, or null; so the next two
+  const void* bias = nullptr;
+  const void* x_bias = nullptr;
+  void* mean = nullptr;  // (rows,) in the accumulation type
+  void* rstd = nullptr;
+
+  double eps;
+  bool rms_norm;
+  Dropout dropout;
+
+  // Backward only.
+  RowTensor grad_out;       // (rows, N)
+  RowTensor grad_sum;       // (rows, N) or null
+  RowTensor grad_x;         // (rows, N) or null
+  RowTensor grad_residual;  // (rows, N) or null
+  // Blocks of rows add up their gradients of the three vectors; the blocks are added up last. How
+  // rows are shared out must follow from their number alone.
+  int64_t blocks, rows_per_block;
+  void* grad_weight = nullptr;  // (blocks, N) in the accumulation type, or null
+  void* grad_bias = nullptr;
+  void* grad_x_bias = nullptr;
+};
+
+}  // namespace trifuse
