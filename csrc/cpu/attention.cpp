@@ -12,6 +12,7 @@
 
 #include "cpu/arguments.h"
 #include "cpu/kernels.h"
+#include "cpu/memory.h"
 #include "cpu/parallel.h"
 
 namespace trifuse {
@@ -36,8 +37,8 @@ Tensor4 broadcast(const Tensor& t) {
 Tensor empty_like_layout(const Tensor& like, int64_t last, at::ScalarType dtype) {
   const int64_t B = like.size(0), H = like.size(1), L = like.size(2);
   const auto options = like.options().dtype(dtype);
-  if (like.stride(1) < like.stride(2)) return at::empty({B, L, H, last}, options).transpose(1, 2);
-  return at::empty({B, H, L, last}, options);
+  if (like.stride(1) < like.stride(2)) return empty({B, L, H, last}, options).transpose(1, 2);
+  return empty({B, H, L, last}, options);
 }
 
 // A call's problem, and the integer tensors it points into.

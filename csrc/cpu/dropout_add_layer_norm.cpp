@@ -11,6 +11,7 @@
 
 #include "cpu/arguments.h"
 #include "cpu/kernels.h"
+#include "cpu/memory.h"
 #include "cpu/parallel.h"
 
 namespace trifuse {
@@ -50,8 +51,9 @@ const void* vector_of(const OptionalTensor& t, at::ScalarType wide, Held& held) 
   return held.back().const_data_ptr();
 }
 
-// About 16 KiB of rows to a task of the forward, which leaves nothing behind.
-int64_t forward_rows(int64_t N) { return std::max<int64_t>(4096 / std::max<int64_t>(N, 1), 1); }
+// About 128 KiB of rows to a task of the forward: shorter runs would break up what the hardware
+// fetches ahead.
+int64_t forward_rows(int64_t N) { return std::max<int64_t>(32768 / std::max<int64_t>(N, 1), 1); }
 
 // A block of the backward leaves up to three rows of sums: few blocks beside the data, but enough
 // for many threads.
@@ -86,8 +88,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> dropout_add_layer_norm_forward(
   p.dropout = kernel_dropout(dropout_p, seed);
 
   const auto lead = x.sizes().slice(0, x.dim() - 1);
-  const Tensor out = at::empty(x.sizes(), x.options());
-  const Tensor sum = prenorm ? at::empty(x.sizes(), x.options().dtype(sum_dtype))
+  const Tensor out = empty(x.sizes(), x.options());
+  const Tensor sum = prenorm ? empty(x.sizes(), x.options().dtype(sum_dtype))
                              : at::empty({0}, x.options().dtype(sum_dtype));
   const Tensor mean = at::empty(lead, x.options().dtype(wide));
   const Tensor rstd = at::empty(lead, x.options().dtype(wide));
@@ -135,11 +137,11 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> dropout_add_layer_norm_backwa
   const Tensor none = at::empty({0}, grad_out.options());
   Tensor grad_x = none, grad_residual = none.to(sum_dtype);
   if (wanted[0]) {
-    grad_x = at::empty(x.sizes(), grad_out.options());
+    grad_x = empty(x.sizes(), grad_out.options());
     p.grad_x = rows_of(grad_x, held);
   }
   if (wanted[1]) {
-    grad_residual = at::empty(x.sizes(), grad_out.options().dtype(sum_dtype));
+    grad_residual = empty(x.sizes(), grad_out.options().dtype(sum_dtype));
     p.grad_residual = rows_of(grad_residual, held);
   }
   Tensor blocks[3];

@@ -21,21 +21,34 @@ void run(const DropoutAddLayerNormProblem& p, int64_t block) {
   const T* weight = static_cast<const T*>(p.weight);
   const T* bias = static_cast<const T*>(p.bias);
   thread_local Scratch scratch;
-  scratch.reset(Scratch::bytes<T>(width) + Scratch::bytes<uint64_t>(width / kStrip));
+  scratch.reset(Scratch::bytes<T>(width));
   T* sum = scratch.take<T>(width);
-  uint64_t* kept = scratch.take<uint64_t>(width / kStrip);
 
   const int64_t first = block * p.rows_per_block;
-  for (int64_t row = first; row < std::min(first + p.rows_per_block, p.rows); ++row) {
+  const int64_t last = std::min(first + p.rows_per_block, p.rows);
+  for (int64_t row = first; row < last; ++row) {
+    const RowSum<Scalar, Sum> source(p, row);
     Sum* returned = p.sum ? p.sum.row<Sum>(row) : nullptr;
-    const T total = sum_row<Scalar>(p, row, sum, kept, returned).total();
+    auto total = Row::full(0);
+    for_strips(p.N, [&](int64_t c, auto count) TRIFUSE_INLINE {
+      uint64_t word;
+      auto s = source.strip(c, count, word);
+      if (returned) {
+        s.store(returned + c, count);
+        if constexpr (!std::is_same_v<Sum, T>) s = Row::load(returned + c, count);
+      }
+      total = total + s;
+      s.store(sum + c);
+    });
 
     // Deviations from a mean that still has the error of a long sum; their own mean, a small
     // number, is that error. So a large offset costs the variance nothing.
-    const T about = p.rms_norm ? T(0) : total / static_cast<T>(p.N);
+    const T about = p.rms_norm ? T(0) : total.total() / static_cast<T>(p.N);
     std::fill(sum + p.N, sum + width, about);
+    const RowSum<Scalar, Sum> next(p, std::min(row + 1, last - 1));
     auto deviations = Row::full(0), squares = Row::full(0);
-    for (int64_t c = 0; c < p.N; c += kStrip) {
+    for (int64_t c = 0; c < width; c += kStrip) {
+      next.prefetch(c);
       const auto d = Row::load(sum + c) - Row::full(about);
       deviations = deviations + d;
       squares = multiply_add(d, d, squares);
@@ -49,14 +62,12 @@ void run(const DropoutAddLayerNormProblem& p, int64_t block) {
     Scalar* out = p.out.row<Scalar>(row);
     const auto factor = Row::full(static_cast<T>(rstd));
     const auto offset = Row::full(static_cast<T>(-shift * rstd));
-    for (int64_t c = 0; c < p.N; c += kStrip) {
-      const int64_t n = p.N - c;
-      const auto s = Row::load(sum + c);
-      auto y = multiply_add(s - Row::full(about), factor, offset);
-      if (weight) y = y * Row::load(weight + c, n);
-      if (bias) y = y + Row::load(bias + c, n);
-      y.store(out + c, n);
-    }
+    for_strips(p.N, [&](int64_t c, auto count) TRIFUSE_INLINE {
+      auto y = multiply_add(Row::load(sum + c) - Row::full(about), factor, offset);
+      if (weight) y = y * Row::load(weight + c, count);
+      if (bias) y = y + Row::load(bias + c, count);
+      y.store(out + c, count);
+    });
   }
 }
 

@@ -12,36 +12,52 @@ namespace trifuse::TRIFUSE_CAPABILITY {
 template <class Scalar>
 using Accumulator = std::conditional_t<std::is_same_v<Scalar, double>, double, float>;
 
-// s = residual + D (x + x_bias) into `sum`, and the total of its strips, lane by lane. `kept` receives
-// the words of D, one for each strip. Past N, `sum` is filled with zeros up to a whole strip. With
-// `returned`, s goes there too, and is from then on what it is there, rounded.
+// The sum of a row, s = residual + D (x + x_bias), or what the forward returned of it.
 template <class Scalar, class Sum, class T = Accumulator<Scalar>>
-inline Strip<T> sum_row(
-    const DropoutAddLayerNormProblem& p, int64_t row, T* sum, uint64_t* kept,
-    Sum* returned = nullptr) {
-  const Scalar* x = p.x.row<const Scalar>(row);
-  const Sum* residual = p.residual ? p.residual.row<const Sum>(row) : nullptr;
-  const T* x_bias = static_cast<const T*>(p.x_bias);
-  const auto scale = Strip<T>::full(static_cast<T>(p.dropout.scale));
-  auto total = Strip<T>::full(0);
-  for (int64_t c = 0; c < p.N; c += kStrip) {
-    const int64_t n = p.N - c;
-    auto s = Strip<T>::load(x + c, n);
-    if (x_bias) s = s + Strip<T>::load(x_bias + c, n);
-    if (p.dropout.threshold) {
-      kept[c / kStrip] = dropout_row(p.dropout.seed, 0, row, c, p.dropout.threshold);
-      s = (s * scale).keep(kept[c / kStrip]);
-    }
-    if (residual) s = s + Strip<T>::load(residual + c, n);
-    if (returned) {
-      s.store(returned + c, n);
-      if constexpr (!std::is_same_v<Sum, T>) s = Strip<T>::load(returned + c, n);
-    }
-    total = total + s;
-    s.store(sum + c);
+struct RowSum {
+  const Scalar* x;
+  const Sum* residual;
+  const Sum* sum;  // where x is null
+  const T* x_bias;
+  const Dropout dropout;
+  const int64_t row;
+
+  RowSum(const DropoutAddLayerNormProblem& p, int64_t row)
+      : x(p.x ? p.x.row<const Scalar>(row) : nullptr),
+        residual(p.residual ? p.residual.row<const Sum>(row) : nullptr),
+        sum(p.x ? nullptr : p.sum.row<const Sum>(row)),
+        x_bias(static_cast<const T*>(p.x_bias)),
+        dropout(p.dropout),
+        row(row) {}
+
+  // The word of D for a strip.
+  TRIFUSE_INLINE uint64_t kept(int64_t c) const {
+    return dropout_row(dropout.seed, 0, row, c, dropout.threshold);
   }
-  return total;
-}
+
+  TRIFUSE_INLINE Strip<T> drop(const Strip<T>& strip, uint64_t word) const {
+    return (strip * Strip<T>::full(static_cast<T>(dropout.scale))).keep(word);
+  }
+
+  // Columns [c, c + 64). `word` receives D, where there is dropout.
+  template <class Count>
+  TRIFUSE_INLINE Strip<T> strip(int64_t c, Count count, uint64_t& word) const {
+    if (dropout.threshold) word = kept(c);
+    if (!x) return Strip<T>::load(sum + c, count);
+    auto s = Strip<T>::load(x + c, count);
+    if (x_bias) s = s + Strip<T>::load(x_bias + c, count);
+    if (dropout.threshold) s = drop(s, word);
+    if (residual) s = s + Strip<T>::load(residual + c, count);
+    return s;
+  }
+
+  // A hint, given a row ahead: the passes over a row leave the memory idle in between.
+  TRIFUSE_INLINE void prefetch(int64_t c) const {
+    if (x) prefetch_strip(x + c);
+    if (residual) prefetch_strip(residual + c);
+    if (sum) prefetch_strip(sum + c);
+  }
+};
 
 // Calls run<Scalar, Sum>() for the types of a problem.
 template <class Run>

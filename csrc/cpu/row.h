@@ -6,12 +6,34 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <tuple>
+#include <type_traits>
 
 #include "cpu/vector.h"
 
 namespace trifuse::TRIFUSE_CAPABILITY {
 
 constexpr int64_t kStrip = 64;
+
+struct Whole {};
+
+// For what runs once a strip: left out of line, sums that live in registers would live in memory.
+#define TRIFUSE_INLINE __attribute__((always_inline))
+
+// f(c, count) for every strip of a row, beginning at column c; only the last may not be Whole.
+template <class F>
+TRIFUSE_INLINE inline void for_strips(int64_t N, const F& f) {
+  int64_t c = 0;
+  for (; c + kStrip <= N; c += kStrip) f(c, Whole{});
+  if (c < N) f(c, N - c);
+}
+
+// Fetches a strip ahead of its use. A hint: addresses past the end of a tensor do no harm.
+template <class Scalar>
+TRIFUSE_INLINE inline void prefetch_strip(const Scalar* from) {
+  for (size_t byte = 0; byte < kStrip * sizeof(Scalar); byte += 64)
+    __builtin_prefetch(reinterpret_cast<const char*>(from) + byte);
+}
 
 // 64 neighbouring columns, in registers.
 template <class T>
@@ -26,21 +48,27 @@ struct Strip {
     return s;
   }
 
-  // `count` columns, 0 past them.
-  template <class Scalar>
-  static Strip load(const Scalar* from, int64_t count = kStrip) {
-    if (count >= kStrip) return load_whole(from);
-    alignas(64) Scalar padded[kStrip] = {};
-    std::copy_n(from, count, padded);
-    return load_whole(padded);
+  // `count` columns, a number or Whole, and 0 past them.
+  template <class Scalar, class Count = Whole>
+  static Strip load(const Scalar* from, Count count = {}) {
+    if constexpr (std::is_same_v<Count, Whole>) {
+      return load_whole(from);
+    } else {
+      alignas(64) Scalar padded[kStrip] = {};
+      std::copy_n(from, count, padded);
+      return load_whole(padded);
+    }
   }
 
-  template <class Scalar>
-  void store(Scalar* to, int64_t count = kStrip) const {
-    if (count >= kStrip) return store_whole(to);
-    alignas(64) Scalar padded[kStrip];
-    store_whole(padded);
-    std::copy_n(padded, count, to);
+  template <class Scalar, class Count = Whole>
+  void store(Scalar* to, Count count = {}) const {
+    if constexpr (std::is_same_v<Count, Whole>) {
+      store_whole(to);
+    } else {
+      alignas(64) Scalar padded[kStrip];
+      store_whole(padded);
+      std::copy_n(padded, count, to);
+    }
   }
 
   // Lane by lane.
