@@ -92,6 +92,8 @@ class Sizes(NamedTuple):
     keep_scale: float
 
 
+# Shapes made of fields of the next two go to tl.full: tl.zeros is itself compiled, and there Triton
+# 3.6 no longer takes the fields for constants.
 class Variant(NamedTuple):
     """What a kernel is compiled for: the parts of the operator that a call uses."""
 
@@ -187,7 +189,7 @@ def _load_head(inputs, sizes, b, h, variant: tl.constexpr):
     if variant.masked:
         mask = _at(inputs.attn_mask, b, h, 0)
     else:
-        mask = None
+        mask = 0
     if variant.dropout:
         seed = tl.load(inputs.seed)
     else:
@@ -544,7 +546,7 @@ def _count_non_finite_keys(
 ):  # fmt: skip
     """(M, BLOCK_DIM): non-finite numbers of keys or values, counted for queries that see them."""
     rows = first_row + tl.arange(0, block.M)[:, None]
-    count = tl.zeros((block.M, BLOCK_DIM), tl.float32)
+    count = tl.full((block.M, BLOCK_DIM), 0.0, tl.float32)
     for first in tl.range(start, stop, block.N, num_stages=1):
         columns = first + tl.arange(0, block.N)[None, :]
         keep = _take_part(head, inputs, sizes, rows, columns, variant, False)[0]
@@ -593,9 +595,9 @@ def attention_forward_kernel(
     start, full_start, full_stop, stop = _visible_keys(head, inputs, sizes, first, variant, block)
     query_tile = Tile(head.query, inputs.query.strides, first, head.queries)
     query = _load(query_tile, block.M, variant.E, variant.BLOCK_E, False)
-    acc = tl.zeros((block.M, variant.BLOCK_EV), tl.float32)
+    acc = tl.full((block.M, variant.BLOCK_EV), 0.0, tl.float32)
     peak = tl.full((block.M,), -INF, tl.float32)
-    total = tl.zeros((block.M,), tl.float32)
+    total = tl.full((block.M,), 0.0, tl.float32)
     acc, peak, total = _attend(
         acc, peak, total, query, query_tile, full_start, full_stop, full_stop, full_stop, head,
         inputs, sizes, variant, block, True, False, True,
@@ -681,7 +683,7 @@ def attention_backward_rows_kernel(
     tl.store(vectors.delta + head.row + rows, delta, guard)
     if variant.float_mask:
         peak = tl.load(lse + head.row + rows, guard, other=0.0)
-        log_total = tl.zeros((block.M,), tl.float32)
+        log_total = tl.full((block.M,), 0.0, tl.float32)
         if tl.max(tl.where(peak == -INF, 0.0, tl.abs(peak)), 0) > COARSE_LOGSUMEXP:
             start, _full_start, _full_stop, stop = _visible_keys(
                 head, inputs, sizes, first, variant, block
@@ -808,7 +810,7 @@ def _count_non_finite_queries(
 ):  # fmt: skip
     """(N, BLOCK_DIM): non-finite numbers of q or dO, counted for the keys seen from there."""
     columns = first_column + tl.arange(0, block.N)[:, None]
-    count = tl.zeros((block.N, BLOCK_DIM), tl.float32)
+    count = tl.full((block.N, BLOCK_DIM), 0.0, tl.float32)
     for member in range(sizes.group):
         h = kv_head * sizes.group + member
         head = _load_head(inputs, sizes, b, h, variant)
@@ -874,8 +876,8 @@ def attention_backward_key_value_kernel(
     value_tile = Tile(_at(inputs.value, batch, kv_head, token), inputs.value.strides, first, keys)
     key = _load(key_tile, block.N, variant.E, variant.BLOCK_E, False)
     value = _load(value_tile, block.N, variant.Ev, variant.BLOCK_EV, False)
-    dk = tl.zeros((block.N, variant.BLOCK_E), tl.float32)
-    dv = tl.zeros((block.N, variant.BLOCK_EV), tl.float32)
+    dk = tl.full((block.N, variant.BLOCK_E), 0.0, tl.float32)
+    dv = tl.full((block.N, variant.BLOCK_EV), 0.0, tl.float32)
     dk, dv = _collect_group(
         dk, dv, key, value, key_tile, value_tile, b, kv_head, grad_out, inputs, vectors, sizes,
         variant, block, False,
@@ -995,7 +997,7 @@ def attention_backward_query_kernel(
     do = _load(do_tile, block.M, variant.Ev, variant.BLOCK_EV, False)
     rows = first + tl.arange(0, block.M)
     peak, log_total, delta = _load_vectors(vectors, head, rows, variant)
-    dq = tl.zeros((block.M, variant.BLOCK_E), tl.float32)
+    dq = tl.full((block.M, variant.BLOCK_E), 0.0, tl.float32)
     dq = _gather(
         dq, query, do, query_tile, do_tile, peak, log_total, delta, full_start, full_stop,
         full_stop, full_stop, head, inputs, sizes, variant, block, True, False,
@@ -1083,8 +1085,8 @@ def attention_backward_mask_kernel(
     if not shape.batch:
         terms *= sizes.B
 
-    tile_sum = tl.zeros((block.M, block.N), tl.float32)
-    row_sum = tl.zeros((block.M,), tl.float32)
+    tile_sum = tl.full((block.M, block.N), 0.0, tl.float32)
+    row_sum = tl.full((block.M,), 0.0, tl.float32)
     for term in range(index * chunk, tl.minimum((index + 1) * chunk, terms)):
         rest = term
         if shape.rows:
@@ -1125,7 +1127,7 @@ def attention_backward_mask_kernel(
                 )  # fmt: skip
         else:
             guard = rows < head.queries
-            grad = tl.zeros((block.M,), tl.float32)
+            grad = tl.full((block.M,), 0.0, tl.float32)
             if grad_lse is not None:
                 pointers = _at(grad_lse, head.batch, h, head.first_query)
                 grad = tl.load(pointers + rows.to(tl.int64) * grad_lse.strides[2], guard, other=0.0)
@@ -1158,6 +1160,8 @@ def attention_backward_mask_kernel(
 
 
 class Config(NamedTuple):
+    """Sizes of tiles, as in ``Block``, and how the compiler is to spread and pipeline them."""
+
     M: int
     N: int
     K: int
@@ -1169,16 +1173,86 @@ class Class(NamedTuple):
     """What decides between configurations: nothing that changes with batch size or lengths."""
 
     kernel: str
-    architecture: str
-    bits: int
+    unit: str  # that multiplies: "fma", "mma", "wgmma", or "interpreter"
     head_dim: int  # 64, 128 or 256: no smaller than E and Ev
+    extras: bool  # a mask or dropout, which take registers
 
 
+# By the unit that multiplies: float32 by fma, 16 bits by mma, or by wgmma where a GPU has it. In a
+# row stand the configuration for calls without extras, the one for calls with, and whatever else
+# is worth timing; a row of one serves all.
+#
+# They come from compiling ahead of time, with a causal bound, boolean and float masks, dropout and
+# all of these: the largest tiles whose registers don't spill, or hardly. None has been timed on a
+# GPU. Shared memory stays under the 99 KiB of the smallest GPU with an mma unit for bfloat16, and
+# under the 227 KiB of those with wgmma.
+_CONFIGS: dict[tuple[str, str], dict[int, tuple[tuple[int, int, int, int, int], ...]]] = {
+    ("forward", "fma"): {
+        64: ((64, 32, 16, 8, 2),),
+        128: ((64, 16, 16, 8, 2),),
+        256: ((32, 16, 16, 8, 2),),
+    },
+    ("forward", "mma"): {
+        64: ((128, 64, 0, 8, 3), (128, 32, 0, 8, 3), (64, 64, 0, 4, 3)),
+        128: ((128, 32, 0, 8, 3), (64, 64, 0, 8, 2), (128, 64, 0, 8, 2)),
+        256: ((64, 32, 0, 8, 2),),
+    },
+    ("forward", "wgmma"): {
+        64: ((128, 64, 0, 8, 3), (128, 64, 0, 8, 3), (64, 64, 0, 4, 3), (128, 128, 0, 8, 3)),
+        128: ((128, 64, 0, 8, 2), (128, 64, 0, 8, 2), (128, 32, 0, 8, 2), (128, 128, 0, 8, 2)),
+        256: ((64, 32, 0, 8, 2), (64, 32, 0, 8, 2), (64, 64, 0, 8, 2)),
+    },
+    ("rows", "fma"): dict.fromkeys((64, 128, 256), ((64, 32, 16, 8, 1),)),
+    ("rows", "mma"): dict.fromkeys((64, 128, 256), ((64, 64, 64, 8, 1),)),
+    ("rows", "wgmma"): dict.fromkeys((64, 128, 256), ((64, 64, 64, 8, 1),)),
+    ("key_value", "fma"): {
+        64: ((32, 64, 16, 8, 1), (16, 64, 16, 8, 2)),
+        128: ((16, 32, 16, 8, 2),),
+        256: ((16, 16, 16, 8, 2),),
+    },
+    ("key_value", "mma"): {
+        64: ((32, 128, 0, 8, 2), (16, 64, 0, 8, 2), (32, 64, 0, 8, 2)),
+        128: ((32, 64, 0, 8, 2), (32, 64, 0, 8, 2), (16, 128, 0, 8, 2)),
+        256: ((16, 64, 0, 8, 1), (16, 64, 0, 8, 1), (16, 32, 0, 8, 1)),
+    },
+    ("key_value", "wgmma"): {
+        64: ((64, 128, 0, 8, 2), (32, 128, 0, 8, 2)),
+        128: ((32, 128, 0, 8, 2), (16, 128, 0, 8, 2)),
+        256: ((32, 32, 0, 8, 1), (16, 32, 0, 8, 1), (16, 64, 64, 8, 1)),
+    },
+    ("query", "fma"): {
+        64: ((64, 32, 16, 8, 2),),
+        128: ((64, 16, 16, 8, 2),),
+        256: ((32, 16, 16, 8, 2),),
+    },
+    ("query", "mma"): {
+        64: ((128, 32, 0, 8, 2), (64, 32, 0, 8, 2)),
+        128: ((64, 32, 0, 4, 2), (64, 32, 0, 8, 2)),
+        256: ((64, 16, 0, 8, 1),),
+    },
+    ("query", "wgmma"): {
+        64: ((128, 64, 0, 8, 2), (128, 64, 0, 8, 2), (64, 64, 0, 4, 2)),
+        128: ((128, 32, 0, 8, 2), (128, 32, 0, 8, 2), (128, 64, 0, 8, 1)),
+        256: ((64, 32, 128, 8, 1), (64, 32, 128, 8, 1), (32, 64, 0, 8, 1)),
+    },
+    ("mask", "fma"): dict.fromkeys((64, 128, 256), ((32, 64, 16, 8, 1),)),
+    ("mask", "mma"): {
+        64: ((64, 64, 0, 8, 1),),
+        128: ((64, 64, 64, 8, 1),),
+        256: ((64, 64, 32, 8, 1),),
+    },
+    ("mask", "wgmma"): dict.fromkeys((64, 128, 256), ((64, 64, 0, 8, 1),)),
+}
+
+
+@functools.cache
 def configs(of: Class) -> tuple[Config, ...]:
     """The configurations worth trying for a class; the first is the one used without autotuning."""
-    if of.architecture == "interpreter":
-        return (Config(32, 32, 32, 4, 1),)
-    return (Config(64, 64, 0, 4, 2),)
+    if of.unit == "interpreter":
+        return (Config(64, 32, 32, 4, 1),)
+    row = _CONFIGS[of.kernel, of.unit][of.head_dim]
+    default = row[min(of.extras, len(row) - 1)]
+    return tuple(Config(*config) for config in dict.fromkeys((default, *row)))
 
 
 # Launchers ---------------------------------------------------------------------------------------
@@ -1373,9 +1447,10 @@ class _Call:
         return (blocks * (self.sizes.H // self.sizes.group) * (self.sizes.B + self.variant.packed),)
 
     def class_of(self, kernel: str) -> Class:
-        head_dim = max(64, self.variant.BLOCK_E, self.variant.BLOCK_EV)
-        architecture = _architecture(self.query.device)
-        return Class(kernel, architecture, self.query.dtype.itemsize * 8, head_dim)
+        variant = self.variant
+        head_dim = max(64, variant.BLOCK_E, variant.BLOCK_EV)
+        unit = _unit(self.query.device, self.query.dtype)
+        return Class(kernel, unit, head_dim, extras=variant.masked or variant.dropout)
 
     def configs(self, kernel: str) -> tuple[Config, ...]:
         return configs(self.class_of(kernel))
@@ -1406,14 +1481,18 @@ def _tuner(of: Class) -> Any:
     return triton.autotune(candidates, key=["variant"])(_KERNELS[of.kernel])
 
 
-@functools.cache
-def _architecture(device: torch.device) -> str:
-    if device.type != "cuda":
+def _unit(device: torch.device, dtype: torch.dtype) -> str:
+    if device.type == "cpu":
         return "interpreter"
-    major, minor = torch.cuda.get_device_capability(device)
-    if 9 <= major < 12:
-        return "sm90"
-    return "sm80" if (major, minor) == (8, 0) else "sm86"
+    if dtype == torch.float32:
+        return "fma"
+    return "wgmma" if _has_wgmma(device) else "mma"
+
+
+@functools.cache
+def _has_wgmma(device: torch.device) -> bool:
+    """Hopper has it, and the Blackwell of data centres the like."""
+    return 9 <= torch.cuda.get_device_capability(device)[0] < 12
 
 
 def _strided(x: Tensor) -> Strided:

@@ -1,0 +1,155 @@
+"""Compiles the Triton kernels of attention ahead of time, without a GPU, and says what they need.
+
+``python tests/compile_kernels.py`` prints registers, stack and shared memory of every configuration
+for the GPUs of its table; ``test_kernels_attention`` runs it for a few and holds them to a budget.
+It has to be a process of its own: kernels decorated under ``TRITON_INTERPRET=1`` can't be compiled.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from typing import Any, NamedTuple
+
+import torch
+
+os.environ.pop("TRITON_INTERPRET", None)
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime import JITFunction, driver
+
+from trifuse.kernels import attention
+
+# Features of a call that add to what a kernel keeps in registers.
+CALLS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "causal": {"causal": True},
+    "bool mask": {"mask": torch.bool},
+    "causal dropout": {"causal": True, "dropout_p": 0.1},
+    "all": {"mask": "query's", "causal": True, "dropout_p": 0.1},
+}
+ARCHITECTURES = (80, 90)
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+HEAD_DIMS = (64, 128, 256)
+
+
+class Usage(NamedTuple):
+    architecture: int
+    dtype: str
+    head_dim: int
+    call: str
+    kernel: str
+    registers: int  # of a thread
+    stack: int  # bytes of a thread: what was spilled, and little else
+    shared: int  # bytes of a program
+    matrix: str  # the matrix unit's instructions: HMMA, HGMMA (wgmma), both or none
+
+
+class _Device:
+    """What Triton's launcher asks about a GPU, up to the point where it would need one."""
+
+    def __init__(self, architecture: int) -> None:
+        self.architecture = architecture
+
+    def get_current_device(self) -> int:
+        return self.architecture
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self.architecture, 32)
+
+
+def compile_call(
+    architecture: int, dtype: str, head_dim: int, call: str, kernels: tuple[str, ...] = ()
+) -> list[Usage]:
+    """What the kernels (by default all) of one call, forward and backward, need.
+
+    The launchers run on tensors without memory, and every launch stops after its compilation: what
+    is compiled is what a GPU would run, down to the alignments that Triton specialises for.
+    """
+    driver.set_active(_Device(architecture))
+    attention._has_wgmma = lambda device: architecture == 90
+    compiled: dict[str, Any] = {}
+
+    def compile_only(self: Any, *args: Any, warmup: bool, **kwargs: Any) -> None:
+        name = next(name for name, kernel in attention._KERNELS.items() if kernel is self)
+        if name in (kernels or attention._KERNELS):
+            compiled[name] = run(self, *args, warmup=True, **kwargs)
+
+    run, JITFunction.run = JITFunction.run, compile_only
+    try:
+        _launch_all(DTYPES[dtype], head_dim, **CALLS[call])
+    finally:
+        JITFunction.run = run
+    return [
+        Usage(architecture, dtype, head_dim, call, name, *_resources(kernel))
+        for name, kernel in compiled.items()
+    ]
+
+
+def _launch_all(
+    dtype: torch.dtype,
+    head_dim: int,
+    mask: torch.dtype | str | None = None,
+    causal: bool = False,
+    dropout_p: float = 0.0,
+) -> None:
+    B, H, L = 2, 4, 512
+
+    def empty(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    query, key, value, grad_out = (empty(B, H, L, head_dim) for _ in range(4))
+    attn_mask = None
+    if mask is not None:
+        attn_mask = empty(1, H, L, L, dtype=dtype if isinstance(mask, str) else mask)
+    seed = empty(1, dtype=torch.int64) if dropout_p else None
+    tensors = (query, key, value, attn_mask, None, None, None, seed)
+    options = (L, L, None, -1, 0 if causal else -1, False, dropout_p)
+    out, lse = attention.attention_forward(*tensors, *options)
+    wants_mask = attn_mask is not None and attn_mask.is_floating_point()
+    attention.attention_backward(grad_out, None, *tensors, out, lse, *options, wants_mask)
+
+
+def _resources(kernel: Any) -> tuple[int, int, int, str]:
+    tool = triton.knobs.nvidia.cuobjdump.path
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        command = [tool, "--dump-resource-usage", "--dump-sass", file.name]
+        report = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+)", report)
+    assert found is not None, report
+    matrix = sorted(set(re.findall(r"\bHG?MMA\b", report)))
+    return int(found[1]), int(found[2]), kernel.metadata.shared, " ".join(matrix)
+
+
+def main(arguments: list[str]) -> None:
+    """Print usages as JSON for ``[architecture, dtype, head_dim, call, kernels]`` given in JSON,
+    without arguments a table of them all."""
+    if arguments:
+        wanted = json.loads(arguments[0])
+        print(json.dumps([usage for call in wanted for usage in compile_call(*call)]))
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(*Usage._fields)
+    for architecture in ARCHITECTURES:
+        for dtype in DTYPES:
+            for head_dim in HEAD_DIMS:
+                for call in CALLS:
+                    for usage in compile_call(architecture, dtype, head_dim, call):
+                        table.add_row(*map(str, usage))
+    Console(width=120).print(table)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
