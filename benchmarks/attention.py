@@ -260,7 +260,7 @@ def run(case: Case, device: str, seconds: float) -> measure.Result:
             refused[peer] = str(error).splitlines()[0]
             continue
         if case.masking != "dropout 0.1":
-            _check_agreement(peer, functions["ours"](), result)
+            measure.check_agreement(peer, functions["ours"](), result)
         functions[peer] = function
     rate = measure.matrix_rate(case.dtype, device=device)
     timings = measure.alternate(functions, device=device, seconds=seconds)
@@ -276,15 +276,6 @@ def run(case: Case, device: str, seconds: float) -> measure.Result:
         at_least=case.at_least,
         at_most_over=case.at_most_over,
     )
-
-
-def _check_agreement(peer: str, mine: Sequence[Tensor], other: Sequence[Tensor]) -> None:
-    """Both computed the same thing. How precisely each does so is for the tests to say."""
-    for a, b in zip(mine, other, strict=True):
-        bound = 1e-4 if a.dtype == torch.float32 else 3e-2
-        difference = (a.double() - b.double()).norm() / b.double().norm()
-        if not difference <= bound:
-            raise AssertionError(f"we differ from {peer} by {difference:.2g} of its result")
 
 
 def prepare_memory(

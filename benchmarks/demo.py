@@ -134,7 +134,7 @@ def load_models(directory: Path, dtype: torch.dtype) -> dict[str, BertModel]:
     }
     for layer in models["attention"].encoder.layer:
         fuse(layer)
-    fuse(models["fused"])
+    fuse(models["fused"], unpad=True)
     return {variant: model.to(dtype) for variant, model in models.items()}
 
 

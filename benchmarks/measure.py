@@ -71,6 +71,7 @@ def alternate(
     device: str = "cpu",
     seconds: float = 4.0,
     min_rounds: int = 5,
+    rest: float = 0.0,
 ) -> dict[str, Timing]:
     """Time several functions turn by turn.
 
@@ -82,6 +83,8 @@ def alternate(
         functions: what to call, by name.
         device: "cpu" or "cuda", where they compute.
         seconds: how long to go on, once ``min_rounds`` rounds are done.
+        rest: seconds to sleep before each turn. Functions of libraries that bring threads of their
+            own need one: for some time after a call those spin, on the cores of the next turn.
     """
     turn = _cuda_turn if device == "cuda" else _wall_turn
     names = list(functions)
@@ -96,6 +99,7 @@ def alternate(
     while rounds < min_rounds or time.perf_counter() - begin < seconds:
         first = rounds % len(names)
         for name in names[first:] + names[:first]:
+            time.sleep(rest)
             taken[name].append(turn(functions[name], calls[name]))
         rounds += 1
     return {name: Timing(tuple(values)) for name, values in taken.items()}
@@ -216,7 +220,29 @@ def _status(field: str) -> int:
     return next(int(line.split()[1]) for line in lines if line.startswith(field)) * 1024
 
 
+def page_faults(function: Callable[[], object], calls: int = 8) -> float:
+    """Pages of fresh memory that a call touches: the kernel maps and clears each of them."""
+    function()
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(calls):
+        function()
+    return (resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) / calls
+
+
 # Results ----------------------------------------------------------------------------------------
+
+
+def check_agreement(peer: str, ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> None:
+    """Both computed the same thing. How precisely each does so is for the tests to say.
+
+    Raises:
+        AssertionError: a result differs by more than rounding makes of it.
+    """
+    for a, b in zip(ours, theirs, strict=True):
+        bound = 1e-4 if a.dtype == torch.float32 else 3e-2
+        difference = (a.double() - b.double()).norm() / b.double().norm()
+        if not difference <= bound:
+            raise AssertionError(f"we differ from {peer} by {difference:.2g} of its result")
 
 
 @dataclass(frozen=True)
@@ -546,10 +572,12 @@ def report(
     facts: Mapping[str, Any],
     results: Sequence[Result],
     memory: Sequence[MemoryResult] = (),
+    more: Mapping[str, Any] | None = None,
 ) -> None:
     """Print the tables; write the JSON and the picture that were asked for.
 
-    JSON: ``{"machine": {...}, "times": [...], "memory": [...]}``, in seconds, bytes and FLOP.
+    JSON: ``{"machine": {...}, "times": [...], "memory": [...], **more}``, in seconds, bytes and
+    FLOP.
     """
     if results:  # into a file or a pipe as wide as it needs to be
         console.print(table(name, results), width=None if console.is_terminal else 240)
@@ -563,6 +591,7 @@ def report(
             "machine": dict(facts),
             "times": [result.record() for result in results],
             "memory": [result.record() for result in memory],
+            **(more or {}),
         }
         options.json.parent.mkdir(parents=True, exist_ok=True)
         options.json.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n")

@@ -19,13 +19,18 @@ import torch
 from trifuse import __version__, backends
 
 # What each operator is asked for in the table below. A new operator adds a line.
-CALLS = (backends.Call("attention", "cpu", torch.float32, head_dim=64),)
+CALLS = (
+    backends.Call("attention", "cpu", torch.float32, head_dim=64),
+    backends.Call("dropout_add_layer_norm", "cpu", torch.float32),
+)
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 ENVIRONMENT = {
     "TRIFUSE_BACKEND": "serve every call by cuda, triton, cpp or eager; auto (the default) chooses",
     "TRIFUSE_CPU_CAPABILITY": "C++ kernels for this instruction set instead of the best there is",
+    "TRIFUSE_CPU_CACHE_MIB": "memory of freed results that is kept for the next; 256 unless set",
+    "TRIFUSE_LINEAR": "multiply linear layers by onednn or torch instead of the faster of them",
     "TRITON_INTERPRET": "1 lets the Triton kernels run on CPU tensors, slowly, for checking",
 }
 

@@ -9,15 +9,19 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn as torch_nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from trifuse import nn
 from trifuse.models import bert
+from trifuse.ops import linear
 
 
 class Swapped(NamedTuple):
@@ -43,10 +47,12 @@ class FuseReport:
     Attributes:
         swapped: the modules that now run fused and did not before.
         left: the modules that could have been meant, and why they were left alone.
+        linear: for each dtype of the linear layers met, which product serves it and why.
     """
 
     swapped: list[Swapped] = field(default_factory=list)
     left: list[Left] = field(default_factory=list)
+    linear: dict[torch.dtype, str] = field(default_factory=dict)
     _undo: list[Callable[[], None]] = field(default_factory=list, repr=False)
 
     def revert(self) -> None:
@@ -58,58 +64,68 @@ class FuseReport:
             self._undo.pop()()
 
     def __str__(self) -> str:
-        title = f"{len(self.swapped)} swapped, {len(self.left)} left"
-        rows = [(path, before, after) for path, before, after in self.swapped]
-        rows += [(path, module, f"left: {reason}") for path, module, reason in self.left]
-        if not rows:
-            return title
-        rows = [(path or "(the model)", was, now) for path, was, now in rows]
-        widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
-        lines = (f"  {path:{widths[0]}}  {was:{widths[1]}}  {now}" for path, was, now in rows)
-        return "\n".join((title, *lines))
+        lines = [f"{len(self.swapped)} swapped, {len(self.left)} left"]
+        layers = [swapped for swapped in self.swapped if swapped.after == _LINEAR]
+        rows = [swapped for swapped in self.swapped if swapped.after != _LINEAR]
+        if layers:  # too many to list
+            count = "1 layer" if len(layers) == 1 else f"{len(layers)} layers"
+            rows.append(Swapped(f"({count})", layers[0].before, _LINEAR))
+        rows += [Swapped(path, module, f"left: {reason}") for path, module, reason in self.left]
+        rows = [Swapped(path or "(the model)", was, now) for path, was, now in rows]
+        widths = [max((len(row[column]) for row in rows), default=0) for column in (0, 1)]
+        lines += [f"  {path:{widths[0]}}  {was:{widths[1]}}  {now}" for path, was, now in rows]
+        lines += [f"  linear layers: {choice}" for choice in self.linear.values()]
+        return "\n".join(lines)
 
 
-def fuse(model: torch_nn.Module) -> FuseReport:
-    """Make every attention in ``model`` that trifuse knows run on the fused operator, in place.
+_LINEAR = "trifuse.nn.Linear"
+
+
+def fuse(model: torch_nn.Module, unpad: bool = False) -> FuseReport:
+    """Make what trifuse knows in ``model`` run on its operators, in place.
 
     Known are ``torch.nn.MultiheadAttention`` (also inside ``torch.nn.TransformerEncoder`` and the
     encoder and decoder layers, whose inference fast path is taken out of the way),
-    ``trifuse.models.bert`` and the models of Hugging Face transformers that choose their attention
-    by ``attn_implementation``. A transformers model gets a copy of its configuration that says
-    "trifuse", so that another model built from the same configuration object stays as it is.
+    ``trifuse.models.bert``, transformers' BERT, and the attention of all models of Hugging Face
+    transformers that choose it by ``attn_implementation``. A transformers model gets a copy of its
+    configuration that says "trifuse", so that another model built from the same configuration
+    object stays as it is.
 
-    The encoders among them (``torch.nn.TransformerEncoder``, both BERTs) then also leave out the
-    padding that a boolean mask shows, in all they compute: see :mod:`trifuse.nn.packing`. They give
-    0 at padded positions; nothing else changes.
+    ``torch.nn.Linear`` on a CPU is multiplied by oneDNN where that is the faster product, which is
+    measured once per process and dtype, in about 0.3 s: see :mod:`trifuse.ops.linear`.
 
     Subclasses are left alone, as are modules whose ``forward`` was replaced on the instance: what
     they compute isn't known here. The report says so. Calling this twice changes nothing more.
 
     Args:
         model: any module; it is changed, not copied.
+        unpad: leave the padding that a boolean mask shows out of everything that the encoders
+            (``torch.nn.TransformerEncoder``) and models (both BERTs) compute, in training too: see
+            :mod:`trifuse.nn.packing`. They then give 0 at padded positions; what real tokens get
+            does not change. Without it, a padded position gets what the layers make of it.
 
     Returns:
         What was swapped and what was left and why, with ``revert()``.
 
     Raises:
         TypeError: ``model`` is not a ``torch.nn.Module``.
+        ValueError: the environment variable ``TRIFUSE_LINEAR`` is none of auto, onednn and torch.
     """
     if not isinstance(model, torch_nn.Module):
         raise TypeError(f"model: expected a torch.nn.Module; got {type(model).__name__}")
     report = FuseReport()
-    table = _swaps()
+    table = _swaps(unpad, report)
     for path, module in model.named_modules():
-        swap = next((table[cls] for cls in type(module).__mro__ if cls in table), None)
-        if swap is None:
-            continue
-        try:
-            change = swap(module)
-        except _CannotSwap as reason:
-            report.left.append(Left(path, type(module).__name__, str(reason)))
-        else:
-            if change is not None:
-                report.swapped.append(Swapped(path, change.before, change.after))
-                report._undo.append(change.undo)
+        # The base first: a transformers model chooses its attention before it is made to unpad.
+        for swap in [table[cls] for cls in reversed(type(module).__mro__) if cls in table]:
+            try:
+                change = swap(module)
+            except _CannotSwap as reason:
+                report.left.append(Left(path, type(module).__name__, str(reason)))
+            else:
+                if change is not None:
+                    report.swapped.append(Swapped(path, change.before, change.after))
+                    report._undo.append(change.undo)
     return report
 
 
@@ -127,27 +143,45 @@ class _Change(NamedTuple):
 _Swap = Callable[[Any], "_Change | None"]
 
 
-def _swaps() -> dict[type, _Swap]:
+def _swaps(unpad: bool, report: FuseReport) -> dict[type, _Swap]:
     """From the type of a module, or of one of its bases, to what swaps it."""
+    classes: dict[type[torch_nn.Module], type[torch_nn.Module]] = {
+        torch_nn.TransformerEncoderLayer: nn.TransformerEncoderLayer,
+        bert.SoftmaxAttention: nn.SoftmaxAttention,
+        bert.BertIntermediate: nn.BertIntermediate,
+        bert.BertSelfOutput: nn.BertSelfOutput,
+    }
+    if unpad:
+        classes |= {bert.BertModel: nn.BertModel, bert.BertEncoder: nn.BertEncoder}
     table: dict[type, _Swap] = {
         torch_nn.MultiheadAttention: _swap_multihead_attention,
-        torch_nn.TransformerEncoder: _swap_transformer_encoder,
-        torch_nn.TransformerEncoderLayer: lambda module: _retype(
-            module, torch_nn.TransformerEncoderLayer, nn.TransformerEncoderLayer
-        ),
-        bert.SoftmaxAttention: lambda module: _retype(
-            module, bert.SoftmaxAttention, nn.SoftmaxAttention
-        ),
-        bert.BertEncoder: lambda module: _retype(module, bert.BertEncoder, nn.BertEncoder),
+        torch_nn.TransformerEncoder: functools.partial(_swap_transformer_encoder, unpad=unpad),
+        torch_nn.Linear: functools.partial(_swap_linear, report=report),
     }
     if "transformers" in sys.modules:  # else no module of the model can be one of its
         from transformers import PreTrainedModel
 
         table[PreTrainedModel] = _swap_transformers_attention
     if "transformers.models.bert.modeling_bert" in sys.modules:
-        from transformers.models.bert.modeling_bert import BertEncoder
+        from transformers.models.bert import modeling_bert
 
-        table[BertEncoder] = _swap_transformers_bert_encoder
+        from trifuse import huggingface
+
+        classes |= {
+            modeling_bert.BertIntermediate: huggingface.BertIntermediate,
+            modeling_bert.BertSelfOutput: huggingface.BertSelfOutput,
+            modeling_bert.BertOutput: huggingface.BertOutput,
+        }
+        if unpad:
+            table |= {
+                theirs: functools.partial(_swap_transformers_bert, source=theirs, target=ours)
+                for theirs, ours in (
+                    (modeling_bert.BertModel, huggingface.BertModel),
+                    (modeling_bert.BertEncoder, huggingface.BertEncoder),
+                )
+            }
+    for source, target in classes.items():
+        table[source] = functools.partial(_retype, source=source, target=target)
     return table
 
 
@@ -185,11 +219,40 @@ def _swap_multihead_attention(module: torch_nn.MultiheadAttention) -> _Change | 
     return change._replace(undo=undo)
 
 
-def _swap_transformer_encoder(module: torch_nn.TransformerEncoder) -> _Change | None:
+def _unpad(module: torch_nn.Module, change: _Change | None) -> _Change | None:
+    """Have an encoder of trifuse's leave out the padding."""
+    if module.unpad:
+        return change
+    setattr(module, "unpad", True)  # noqa: B010 - mypy has a module's attributes be modules
+
+    def undo() -> None:
+        del module.unpad
+        if change is not None:
+            change.undo()
+
+    if change is None:
+        name = _qualified(type(module))
+        return _Change(name, "the same, without padding", undo)
+    return change._replace(undo=undo)
+
+
+def _swap_linear(module: torch_nn.Linear, report: FuseReport) -> _Change | None:
+    if isinstance(module, (nn.Linear, NonDynamicallyQuantizableLinear)):
+        return None  # the latter is torch's MultiheadAttention's, which never calls it
+    if type(module) is torch_nn.Linear and module.weight.device.type != "cpu":
+        return None
+    dtype = module.weight.dtype
+    choice = linear.choose(dtype)
+    report.linear[dtype] = f"{'oneDNN' if choice.faster else 'torch'}; {choice.reason}"
+    return _retype(module, torch_nn.Linear, nn.Linear) if choice.faster else None
+
+
+def _swap_transformer_encoder(module: torch_nn.TransformerEncoder, unpad: bool) -> _Change | None:
     known = (torch_nn.TransformerEncoderLayer, nn.TransformerEncoderLayer)
     if all(type(layer) in known for layer in module.layers):
         with contextlib.suppress(_CannotSwap):
-            return _retype(module, torch_nn.TransformerEncoder, nn.TransformerEncoder)
+            change = _retype(module, torch_nn.TransformerEncoder, nn.TransformerEncoder)
+            return _unpad(module, change) if unpad else change
     # A subclass, or one whose layers may count on the float masks that torch's encoder makes. The
     # attention inside is fused all the same, and takes no NestedTensor.
     if not module.use_nested_tensor:
@@ -243,15 +306,15 @@ def _swap_transformers_attention(model: Any) -> _Change | None:
     return _Change(f'attn_implementation="{before}"', f'"{huggingface.NAME}"', undo)
 
 
-def _swap_transformers_bert_encoder(module: Any) -> _Change | None:
-    from transformers.models.bert.modeling_bert import BertEncoder
-
+def _swap_transformers_bert(
+    module: Any, source: type[torch_nn.Module], target: type[torch_nn.Module]
+) -> _Change | None:
     from trifuse import huggingface
 
     chosen = module.config._attn_implementation
     if chosen != huggingface.NAME:  # its model, which comes before it, was left alone
         raise _CannotSwap(f'its model runs with attn_implementation="{chosen}"')
-    return _retype(module, BertEncoder, huggingface.BertEncoder)
+    return _retype(module, source, target)
 
 
 def _qualified(cls: type) -> str:

@@ -5,8 +5,9 @@
     trifuse.huggingface.register()
     model = AutoModel.from_pretrained(name, attn_implementation="trifuse")
 
-``trifuse.fuse(model)`` does the same to a model that exists already, and makes BERT's encoder
-compute on real tokens only. This module imports transformers; ``import trifuse`` does not.
+``trifuse.fuse(model)`` does the same to a model that exists already, fuses more of BERT than its
+attention, and with ``unpad=True`` makes it compute on real tokens only. This module imports
+transformers; ``import trifuse`` does not.
 
 transformers builds the mask once per forward (``AttentionMaskInterface``) and hands it to every
 layer's attention (``AttentionInterface``). Both ends are here, and between them travels one of
@@ -17,26 +18,31 @@ layer's attention (``AttentionInterface``). Both ends are here, and between them
 - a uint8 mask: the padding, (B, 1, 1, S), of a layer that is causal besides, its last query beside
   its last key. The dtype carries the causality, so that it survives whatever a model does to the
   tensor on the way, and no (B, 1, L, S) mask has to be built;
-- from a :class:`BertEncoder` to its layers: where the sequences lie in the packed batch.
+- from a :class:`BertModel` to its layers: where the sequences lie in the packed batch.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.attention.bias import CausalVariant
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, modeling_utils
+from transformers.activations import GELUActivation, GELUTanh
 from transformers.masking_utils import (
     bidirectional_mask_function,
     causal_mask_function,
     sdpa_mask,
 )
+from transformers.modeling_outputs import BaseModelOutputWithPoolingAndCrossAttentions
 from transformers.models.bert import modeling_bert
 
-from trifuse.nn import packing
+from trifuse.nn import bert, packing
+from trifuse.nn.dropout_add_layer_norm import add_norm
+from trifuse.nn.linear import is_watched, linear_gelu
 from trifuse.nn.packing import PackedSequences
 from trifuse.ops.attention import scaled_dot_product_attention
 
@@ -197,6 +203,56 @@ def _padding(attention_mask: Tensor | None, kv_length: int, kv_offset: int) -> T
     return None if readable and bool(padding.all()) else padding
 
 
+# BERT -------------------------------------------------------------------------------------------
+
+
+class BertModel(modeling_bert.BertModel):
+    """transformers' BERT, which embeds and encodes real tokens only.
+
+    Where the batch is padded, its real tokens are packed into one row, and the padding of the last
+    hidden state comes back as 0. Decoders, cross attention, other attention implementations and
+    calls that ask for more than the last hidden state and the pooled output run as they would
+    without this.
+    """
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """As transformers' own."""
+        if (
+            input_ids is None
+            or attention_mask is None
+            or attention_mask.shape != input_ids.shape
+            or self.config.is_decoder
+            or self.config.output_hidden_states
+            or self.config._attn_implementation != NAME
+            or any(value for name, value in kwargs.items() if name != "return_dict")
+            or (packed := _pack(self, attention_mask.bool())) is None
+        ):
+            return super().forward(
+                input_ids, attention_mask, token_type_ids, position_ids, **kwargs
+            )
+        tokens = bert.embed_packed(self.embeddings, packed, input_ids, token_type_ids, position_ids)
+        tokens = self.encoder(tokens, attention_mask=packed).last_hidden_state
+        shape = torch.Size((*input_ids.shape, tokens.shape[-1]))
+        hidden_states = packing.scatter(tokens, packed, shape)
+        pooled = None if self.pooler is None else self.pooler(hidden_states)
+        out = BaseModelOutputWithPoolingAndCrossAttentions(
+            last_hidden_state=hidden_states, pooler_output=pooled
+        )
+        as_dict = kwargs.get("return_dict", getattr(self.config, "return_dict", True))
+        return out.to_tuple() if as_dict is False else out
+
+
+# transformers looks up by class what of a model can be returned besides its outputs.
+dict.__setitem__(modeling_utils._CAN_RECORD_REGISTRY, str(BertModel), BertModel._can_record_outputs)
+
+
 class BertEncoder(modeling_bert.BertEncoder):
     """transformers' BERT encoder, which computes on real tokens only.
 
@@ -219,11 +275,53 @@ class BertEncoder(modeling_bert.BertEncoder):
             and kwargs.get("encoder_hidden_states") is None
             and kwargs.get("past_key_values") is None
         ):
-            known = (modeling_bert.__name__, "transformers.activations", __name__)
-            packed = packing.pack(self, attention_mask[:, 0, 0], *known)
+            packed = _pack(self, attention_mask[:, 0, 0])
         if packed is None:
             return super().forward(hidden_states, attention_mask, *args, **kwargs)
         out = super().forward(packing.gather(hidden_states, packed), packed, **kwargs)
         shape = hidden_states.shape
         out.last_hidden_state = packing.scatter(out.last_hidden_state, packed, shape)
         return out
+
+
+def _pack(module: nn.Module, keep: Tensor) -> PackedSequences | None:
+    known = (modeling_bert.__name__, "transformers.activations", __name__)
+    return packing.pack(module, keep, *known)
+
+
+class BertIntermediate(modeling_bert.BertIntermediate):
+    """The widening half of the feed-forward network, its GELU part of the product."""
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """As transformers' own."""
+        approximate = _approximation(self.intermediate_act_fn)
+        if approximate is None:
+            return super().forward(hidden_states)
+        return linear_gelu(self.dense, hidden_states, approximate)
+
+
+class BertSelfOutput(modeling_bert.BertSelfOutput):
+    """Project, drop, add the residual, normalise; all but the first in one operator."""
+
+    def forward(self, hidden_states: Tensor, input_tensor: Tensor) -> Tensor:
+        """As transformers' own."""
+        return add_norm(self.dense(hidden_states), input_tensor, self.dropout, self.LayerNorm)
+
+
+class BertOutput(modeling_bert.BertOutput):
+    """As :class:`BertSelfOutput`, after the feed-forward network."""
+
+    def forward(self, hidden_states: Tensor, input_tensor: Tensor) -> Tensor:
+        """As transformers' own."""
+        return add_norm(self.dense(hidden_states), input_tensor, self.dropout, self.LayerNorm)
+
+
+def _approximation(activation: nn.Module) -> str | None:
+    """``approximate`` of the GELU that a module of transformers is, or None if it is another."""
+    if is_watched(activation):
+        return None
+    if type(activation) is GELUActivation and activation.act is nn.functional.gelu:
+        return "none"
+    if type(activation) is GELUTanh and isinstance(activation.act, functools.partial):
+        return "tanh"
+    return None

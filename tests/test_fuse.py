@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import trifuse
 from trifuse.models.bert import BertConfig, BertForPreTraining, BertModel, SoftmaxAttention
+from trifuse.ops import linear
 
 TINY = {
     "vocab_size": 97,
@@ -63,17 +64,19 @@ def types(model: nn.Module) -> list[tuple[type, dict[str, object]]]:
     ]
 
 
-def test_bert(calls):
+@pytest.mark.parametrize("unpad", [False, True])
+def test_bert(unpad, calls):
     model = bert(BertForPreTraining)
     ids, mask = batch()
     wanted = model(ids, mask)
     kept, before = snapshot(model), types(model)
 
-    report = trifuse.fuse(model)
+    report = trifuse.fuse(model, unpad=unpad)
     assert snapshot(model) == kept
+    parts = ("attention.self.attention", "attention.output", "intermediate", "output")
     assert [swapped.path for swapped in report.swapped] == [
-        "bert.encoder",
-        *(f"bert.encoder.layer.{i}.attention.self.attention" for i in range(2)),
+        *(("bert", "bert.encoder") if unpad else ()),
+        *(f"bert.encoder.layer.{i}.{part}" for i in range(2) for part in parts),
     ]
     assert not report.left
     got = model(ids, mask)
@@ -90,10 +93,11 @@ def test_bert(calls):
     assert len(calls) == 2
 
 
-def test_gradients_are_the_same():
+@pytest.mark.parametrize("unpad", [False, True])
+def test_gradients_are_the_same(unpad):
     ids, mask = batch()
     plain, fused = bert(), bert()
-    trifuse.fuse(fused)
+    trifuse.fuse(fused, unpad=unpad)
     for model in (plain, fused):
         model.train()
         for module in model.modules():
@@ -119,6 +123,37 @@ def test_training_flag_and_dropout_rate_are_kept():
     assert not torch.equal(model(ids)[0], model(ids)[0])
     model.eval()
     assert torch.equal(model(ids)[0], model(ids)[0])
+
+
+def test_unpad_can_be_added():
+    """fuse(unpad=True) after fuse, and reverted alone."""
+    model = nn.ModuleDict({"bert": bert(), "encoder": transformer().encoder})
+    first = trifuse.fuse(model)
+    before = types(model)
+    second = trifuse.fuse(model, unpad=True)
+    assert [(swapped.path, swapped.after) for swapped in second.swapped] == [
+        ("bert", "trifuse.nn.BertModel"),
+        ("bert.encoder", "trifuse.nn.BertEncoder"),
+        ("encoder", "the same, without padding"),
+    ]
+    assert not trifuse.fuse(model, unpad=True).swapped
+    second.revert()
+    assert types(model) == before
+    first.revert()
+    assert types(model["encoder"]) == types(transformer().encoder)
+
+
+def test_sublayer_ends_that_are_watched_run_as_they_are():
+    model = bert()
+    trifuse.fuse(model)
+    ids, mask = batch()
+    wanted = model(ids, mask)
+    seen = []
+    for name in ("LayerNorm", "dropout"):
+        part = model.encoder.layer[0].output.get_submodule(name)
+        part.register_forward_hook(lambda module, *_: seen.append(type(module)))
+    torch.testing.assert_close(model(ids, mask), wanted)
+    assert seen == [nn.Dropout, nn.LayerNorm]
 
 
 def test_twice_is_once():
@@ -239,9 +274,7 @@ class Layer(nn.TransformerEncoderLayer):
 def test_what_is_not_known_is_left_and_reported():
     replaced = nn.MultiheadAttention(16, 4)
     replaced.forward = replaced.forward
-    model = nn.ModuleDict(
-        {"own": Attention(16, 4), "replaced": replaced, "linear": nn.Linear(4, 4)}
-    )
+    model = nn.ModuleDict({"own": Attention(16, 4), "replaced": replaced, "norm": nn.LayerNorm(4)})
     report = trifuse.fuse(model)
     assert not report.swapped
     assert [(left.path, left.module) for left in report.left] == [
@@ -288,14 +321,19 @@ def test_revert_leaves_later_changes_alone():
     assert type(attention) is Attention
 
 
-def test_report_reads_well():
+def test_report_reads_well(monkeypatch):
+    monkeypatch.setenv("TRIFUSE_LINEAR", "torch")
+    monkeypatch.setattr(linear, "_measured", {})
     model = nn.ModuleDict({"x": SoftmaxAttention(), "longer": nn.MultiheadAttention(16, 4)})
     assert str(trifuse.fuse(model)).splitlines() == [
         "2 swapped, 0 left",
         "  x       trifuse.models.bert.SoftmaxAttention  trifuse.nn.SoftmaxAttention",
         "  longer  torch.nn.MultiheadAttention           trifuse.nn.MultiheadAttention",
     ]
-    assert str(trifuse.fuse(nn.Linear(2, 2))) == "0 swapped, 0 left"
+    assert str(trifuse.fuse(nn.Identity())) == "0 swapped, 0 left"
+    assert str(trifuse.fuse(nn.Linear(2, 2))) == (
+        "0 swapped, 0 left\n  linear layers: torch; TRIFUSE_LINEAR=torch"
+    )
     lone = trifuse.fuse(nn.MultiheadAttention(16, 4))
     assert "(the model)  torch.nn.MultiheadAttention" in str(lone)
 

@@ -36,7 +36,7 @@ def encoder(*, fused: bool, batch_first: bool = True, norm_first: bool = False) 
     )
     model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
     if fused:
-        trifuse.fuse(model)
+        trifuse.fuse(model, unpad=True)
     return model
 
 
@@ -44,7 +44,7 @@ def bert_model(*, fused: bool) -> nn.Module:
     torch.manual_seed(0)
     model = BertModel(BertConfig(**TINY)).double().eval()
     if fused:
-        trifuse.fuse(model)
+        trifuse.fuse(model, unpad=True)
     return model
 
 
@@ -53,7 +53,7 @@ def huggingface_bert(*, fused: bool) -> nn.Module:
     torch.manual_seed(0)
     model = transformers.BertModel(transformers.BertConfig(**TINY)).double().eval()
     if fused:
-        trifuse.fuse(model)
+        trifuse.fuse(model, unpad=True)
     return model
 
 
@@ -143,6 +143,86 @@ def test_bert(make, name, tokens_seen):
 
 
 @pytest.mark.parametrize("make", [bert_model, huggingface_bert])
+def test_positions_and_token_types_are_packed_too(make):
+    keep = KEEP["with holes"]
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(1, 97, (3, L), generator=generator)
+    types = torch.randint(2, (3, L), generator=generator)
+    mask = {"attention_mask": keep.long()}
+    for positions in (torch.arange(L).flip(0)[None], torch.randint(30, (3, L))):
+        results = [
+            make(fused=fused)(ids, **mask, token_type_ids=types, position_ids=positions)
+            for fused in (False, True)
+        ]
+        torch.testing.assert_close(results[1][0][keep], results[0][0][keep])
+
+
+@pytest.mark.parametrize("make", [bert_model, huggingface_bert])
+def test_bert_embeds_real_tokens_only(make):
+    keep, model = KEEP["padded right"], make(fused=True)
+    seen = []
+    table = model.embeddings.word_embeddings
+    table.__class__ = type("Embedding", (nn.Embedding,), {"__module__": nn.Embedding.__module__})
+    assert packing.pack(model, keep, "trifuse", model.__class__.__module__) is None  # unknown
+    table.__class__ = nn.Embedding
+    norm = nn.functional.layer_norm
+
+    def watch(x: Tensor, *args: object) -> Tensor:
+        seen.append(x[..., 0].numel())
+        return norm(x, *args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(nn.functional, "layer_norm", watch)
+        model(torch.randint(1, 97, (3, L)), attention_mask=keep.long())
+    assert seen == [int(keep.sum())]
+
+
+def test_too_many_positions_raise_as_without_unpad():
+    model = BertModel(BertConfig(**TINY, max_position_embeddings=5)).eval()
+    trifuse.fuse(model, unpad=True)
+    with pytest.raises(ValueError, match="input_ids: expected at most 5 positions; got 7"):
+        model(torch.ones(3, L, dtype=torch.long), KEEP["padded right"])
+
+
+def test_transformers_bert_as_a_tuple():
+    model, keep = huggingface_bert(fused=True), KEEP["padded right"]
+    ids = torch.randint(1, 97, (3, L), generator=torch.Generator().manual_seed(1))
+    wanted = model(ids, attention_mask=keep)
+    got = model(ids, attention_mask=keep, return_dict=False)
+    assert isinstance(got, tuple)
+    assert torch.equal(got[0], wanted.last_hidden_state)
+    assert torch.equal(got[1], wanted.pooler_output)
+
+
+@pytest.mark.parametrize("make", [encoder, bert_model, huggingface_bert])
+def test_without_unpad_padded_positions_are_as_without_fuse(make, calls):
+    plain, fused = make(fused=False), make(fused=False)
+    trifuse.fuse(fused)
+    keep = KEEP["padded right"]
+    ids = torch.randint(1, 97, (3, L), generator=torch.Generator().manual_seed(1))
+    x = torch.randn(3, L, D, dtype=torch.float64)
+    for training in (False, True):
+        results = []
+        for model in (plain, fused):
+            model.train(training)
+            for module in model.modules():
+                if isinstance(module, nn.Dropout):
+                    module.p = 0.0
+                if hasattr(module, "dropout_p"):
+                    module.dropout_p = 0.0
+            if make is encoder:  # with gradients, so that torch doesn't pack either
+                results.append(model(x.clone().requires_grad_(), src_key_padding_mask=~keep))
+            elif make is huggingface_bert:
+                for attention in model.encoder.layer:
+                    attention.attention.self.dropout.p = 0.0
+                results.append(model(ids, attention_mask=keep.long())[0])
+            else:
+                results.append(model(ids, keep)[0])
+        torch.testing.assert_close(results[1], results[0])
+    assert set(calls) <= {"scaled_dot_product_attention"}
+
+
+@pytest.mark.parametrize("make", [bert_model, huggingface_bert])
 def test_sequences_without_a_token(make):
     keep = KEEP["one is empty"]
     model = make(fused=True)
@@ -227,7 +307,7 @@ def unknown(model: nn.Module) -> None:
 
 DEEP = {
     trifuse.nn.TransformerEncoder: "layers.1.linear2",
-    BertModel: "encoder.layer.1.intermediate.dense",
+    trifuse.nn.BertModel: "encoder.layer.1.intermediate.dense",
 }
 
 
@@ -282,7 +362,7 @@ def test_transformers_encoder_alone_and_after_revert():
     plain = huggingface_bert(fused=False)
     model.config._attn_implementation = "sdpa"
     x, keep = torch.randn(3, L, D, dtype=torch.float64), KEEP["padded right"]
-    assert torch.equal(bert_encoder(model, x, keep), bert_encoder(plain, x, keep))
+    torch.testing.assert_close(bert_encoder(model, x, keep), bert_encoder(plain, x, keep))
 
 
 @pytest.mark.parametrize("cross", [True, False])
@@ -302,7 +382,7 @@ def test_transformers_decoders_are_not_packed(cross, use_cache, calls):
     if cross:
         arguments["encoder_hidden_states"] = torch.randn(3, 4, D, dtype=torch.float64)
     wanted = model(ids, **arguments)
-    trifuse.fuse(model)
+    trifuse.fuse(model, unpad=True)
     got = model(ids, **arguments)
     torch.testing.assert_close(got[0][keep], wanted[0][keep])
     if use_cache:
@@ -337,7 +417,7 @@ def test_under_compile_and_transforms():
 def test_dropout_applies_to_packed_tokens_of_bert():
     config = BertConfig(**TINY, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.5)
     model = BertModel(config).train()
-    trifuse.fuse(model)
+    trifuse.fuse(model, unpad=True)
     x, keep = torch.randn(3, L, D), KEEP["padded right"]
     draws = []
     for seed in (1, 1, 2):
@@ -356,7 +436,7 @@ def test_dropout_applies_to_packed_tokens():
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "enable_nested_tensor is True")
         model = nn.TransformerEncoder(layer, 1)
-    trifuse.fuse(model)
+    trifuse.fuse(model, unpad=True)
     x, keep = torch.randn(3, L, D), KEEP["padded right"]
     draws = []
     for seed in (1, 1, 2):

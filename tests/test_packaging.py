@@ -167,11 +167,14 @@ def test_unknown_backend_is_refused() -> None:
 def test_report_agrees_with_explain() -> None:
     rows, reasons = report.service()
     assert rows
+    assert {row[0] for row in rows} == {"attention", "dropout_add_layer_norm"}
     for operator, device, dtype, chosen, *answers in rows:
-        assert operator == "attention"
         qkv = torch.empty(3, 1, 2, 4, 64, device=device, dtype=getattr(torch, dtype))
         with trifuse.backend("auto"):
-            choice = trifuse.explain(trifuse.scaled_dot_product_attention, *qkv)
+            if operator == "attention":
+                choice = trifuse.explain(trifuse.scaled_dot_product_attention, *qkv)
+            else:
+                choice = trifuse.explain(trifuse.dropout_add_layer_norm, *qkv[:2])
         assert choice.backend == chosen
         assert answers[backends.ORDER.index(chosen)] == "yes"
         for backend, answer in zip(backends.ORDER, answers, strict=True):

@@ -25,6 +25,7 @@ using Held = std::vector<Tensor>;
 RowTensor rows_of(const Tensor& t, Held& held) {
   const int64_t last = t.dim() - 1;
   RowTensor rows;
+  if (t.numel() == 0) return rows;  // without a copy: one would have the same strides
   bool fits = t.stride(last) == 1 || t.size(last) <= 1;
   for (int64_t d = 0; d < last && fits; ++d) {
     if (t.size(d) == 1) continue;
@@ -75,11 +76,13 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> dropout_add_layer_norm_forward(
   Held held;
   DropoutAddLayerNormProblem p{};
   p.dtype = kernel_type(x.scalar_type());
-  p.sum_dtype = kernel_type(residual ? residual->scalar_type() : sum_dtype);
+  // A kernel reads the residual in the type that it writes the sum in.
+  const auto between = residual && !prenorm ? residual->scalar_type() : sum_dtype;
+  p.sum_dtype = kernel_type(between);
   p.N = x.size(-1);
   p.rows = x.numel() / std::max<int64_t>(p.N, 1);
   p.x = rows_of(x, held);
-  if (residual) p.residual = rows_of(*residual, held);
+  if (residual) p.residual = rows_of(residual->to(between), held);
   p.weight = vector_of(weight, wide, held);
   p.bias = vector_of(bias, wide, held);
   p.x_bias = vector_of(x_bias, wide, held);

@@ -3,13 +3,27 @@
 from __future__ import annotations
 
 from trifuse.nn.attention import MultiheadAttention, SoftmaxAttention
-from trifuse.nn.bert import BertEncoder
-from trifuse.nn.transformer import TransformerEncoder, TransformerEncoderLayer
+from trifuse.nn.bert import BertEncoder, BertIntermediate, BertModel, BertSelfOutput
+from trifuse.nn.dropout_add_layer_norm import DropoutAddLayerNorm
+from trifuse.nn.linear import Linear
+from trifuse.nn.transformer import (
+    TransformerDecoder,
+    TransformerDecoderLayer,
+    TransformerEncoder,
+    TransformerEncoderLayer,
+)
 
 __all__ = [
     "BertEncoder",
+    "BertIntermediate",
+    "BertModel",
+    "BertSelfOutput",
+    "DropoutAddLayerNorm",
+    "Linear",
     "MultiheadAttention",
     "SoftmaxAttention",
+    "TransformerDecoder",
+    "TransformerDecoderLayer",
     "TransformerEncoder",
     "TransformerEncoderLayer",
 ]

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trifuse.nn import packing
+from trifuse.nn.linear import project
 from trifuse.nn.packing import PackedSequences
 from trifuse.ops.attention import scaled_dot_product_attention
 
@@ -63,6 +64,8 @@ class MultiheadAttention(nn.MultiheadAttention):
     - boolean masks stay boolean, so that without weights a NaN in a masked value reaches no output;
     - masks of different types (one boolean, one float) combine without a warning;
     - NestedTensor inputs are refused: pass padded tensors and ``key_padding_mask``.
+
+    The projections are multiplied as :class:`trifuse.nn.Linear` multiplies.
 
     torch's inference fast path never takes over: neither this module's own nor the one in
     ``nn.TransformerEncoderLayer``, where such a module may stand as ``self_attn``.
@@ -183,18 +186,23 @@ class MultiheadAttention(nn.MultiheadAttention):
         weight, bias, E = self.in_proj_weight, self.in_proj_bias, self.embed_dim
         projected: tuple[Tensor, ...]
         if weight is not None and query is key and key is value:
-            projected = F.linear(query, weight, bias).chunk(3, dim=-1)
+            projected = project(self, "qkv", query, weight, bias).chunk(3, dim=-1)
         elif weight is not None and key is value:
             w_q, w_kv = weight.split((E, 2 * E))
             b_q, b_kv = (None, None) if bias is None else bias.split((E, 2 * E))
-            projected = F.linear(query, w_q, b_q), *F.linear(key, w_kv, b_kv).chunk(2, dim=-1)
+            q = project(self, "q", query, w_q, b_q)
+            projected = q, *project(self, "kv", key, w_kv, b_kv).chunk(2, dim=-1)
         else:
             if weight is None:
                 weights = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
             else:
                 weights = weight.chunk(3)
             biases = (None,) * 3 if bias is None else bias.chunk(3)
-            projected = tuple(map(F.linear, (query, key, value), weights, biases))
+            names = ("q", "k", "v")
+            inputs = (query, key, value)
+            projected = tuple(
+                project(self, *each) for each in zip(names, inputs, weights, biases, strict=True)
+            )
         order = (0, 2, 1, 3) if batch_first else (1, 2, 0, 3)
         q, k, v = (x.unflatten(-1, (self.num_heads, -1)).permute(order) for x in projected)
         return q, k, v
@@ -205,7 +213,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         The operator lays its output out like the query, so that only the projection moves anything.
         """
         out = out.permute((0, 2, 1, 3) if batch_first else (2, 0, 1, 3)).flatten(-2)
-        return F.linear(out, self.out_proj.weight, self.out_proj.bias)
+        return project(self, "out", out, self.out_proj.weight, self.out_proj.bias)
 
     def _append_keys(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, int]:
         """Append the learnt key (``add_bias_kv``) and the zero key, and say how many there were."""

@@ -3,11 +3,48 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from trifuse.models import bert
 from trifuse.nn import packing
 from trifuse.nn.attention import SoftmaxAttention
+from trifuse.nn.dropout_add_layer_norm import add_norm
+from trifuse.nn.linear import is_watched, linear_gelu
+from trifuse.nn.packing import PackedSequences
+
+
+class BertModel(bert.BertModel):
+    """The model, which embeds and encodes real tokens only once its attention is fused.
+
+    Where the mask is (B, L), the real tokens of the batch are packed into one row, and the padding
+    of the last hidden state comes back as 0.
+    """
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+    ) -> bert.BertModelOutput:
+        """As :meth:`trifuse.models.bert.BertModel.forward`."""
+        packed = None
+        limit = self.embeddings.position_embeddings.num_embeddings
+        if (
+            attention_mask is not None
+            and attention_mask.shape == input_ids.shape
+            and input_ids.shape[1] <= limit
+        ):
+            packed = _pack(self, attention_mask.bool())
+        if packed is None:
+            return super().forward(input_ids, attention_mask, token_type_ids, position_ids)
+        hidden_states = embed_packed(
+            self.embeddings, packed, input_ids, token_type_ids, position_ids
+        )
+        shape = torch.Size((*input_ids.shape, hidden_states.shape[-1]))
+        hidden_states = packing.scatter(self.encoder(hidden_states, packed), packed, shape)
+        pooled = None if self.pooler is None else self.pooler(hidden_states)
+        return bert.BertModelOutput(hidden_states, pooled)
 
 
 class BertEncoder(bert.BertEncoder):
@@ -17,19 +54,66 @@ class BertEncoder(bert.BertEncoder):
     row, and the padding comes back as 0.
     """
 
-    def forward(self, hidden_states: Tensor, mask: Tensor | None = None) -> Tensor:
-        """As :meth:`trifuse.models.bert.BertEncoder.forward`."""
+    def forward(
+        self, hidden_states: Tensor, mask: Tensor | PackedSequences | None = None
+    ) -> Tensor:
+        """As :meth:`trifuse.models.bert.BertEncoder.forward`; or of tokens that are packed."""
         packed = None
-        if (
-            mask is not None
-            and mask.dim() == 2
-            and mask.dtype == torch.bool
-            and not any(isinstance(module, bert.SoftmaxAttention) for module in self.modules())
-        ):
-            packed = packing.pack(self, mask, bert.__name__, __name__, SoftmaxAttention.__module__)
+        if isinstance(mask, Tensor) and mask.dim() == 2 and mask.dtype == torch.bool:
+            packed = _pack(self, mask)
         if packed is None:
-            return super().forward(hidden_states, mask)
-        tokens = packing.gather(hidden_states, packed)
-        for layer in self.layer:
-            tokens = layer(tokens, packed)
+            return self._encode(hidden_states, mask)
+        tokens = self._encode(packing.gather(hidden_states, packed), packed)
         return packing.scatter(tokens, packed, hidden_states.shape)
+
+    def _encode(self, hidden_states: Tensor, mask: Tensor | PackedSequences | None) -> Tensor:
+        for layer in self.layer:
+            hidden_states = layer(hidden_states, mask)
+        return hidden_states
+
+
+class BertIntermediate(bert.BertIntermediate):
+    """The widening half of the feed-forward network, its GELU part of the product."""
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """As :meth:`trifuse.models.bert.BertIntermediate.forward`."""
+        activation = self.intermediate_act_fn
+        if isinstance(activation, nn.GELU) and not is_watched(activation):
+            return linear_gelu(self.dense, hidden_states, activation.approximate)
+        return super().forward(hidden_states)
+
+
+class BertSelfOutput(bert.BertSelfOutput):
+    """Project, drop, add the residual, normalise; all but the first in one operator."""
+
+    def forward(self, hidden_states: Tensor, residual: Tensor) -> Tensor:
+        """As :meth:`trifuse.models.bert.BertSelfOutput.forward`."""
+        return add_norm(self.dense(hidden_states), residual, self.dropout, self.LayerNorm)
+
+
+def embed_packed(
+    embeddings: nn.Module,
+    packed: PackedSequences,
+    input_ids: Tensor,
+    token_type_ids: Tensor | None,
+    position_ids: Tensor | None,
+) -> Tensor:
+    """What a BERT's embeddings make of the real tokens, (1, T, hidden_size).
+
+    ``input_ids`` and ``token_type_ids`` are (B, L), ``position_ids`` broadcasts to that. The
+    embeddings are given T sequences of one token, which are never too long for them.
+    """
+    if position_ids is None:
+        position_ids = torch.arange(input_ids.shape[1], device=input_ids.device)
+    ids, types, positions = (
+        None if x is None else packing.gather(x.expand(input_ids.shape), packed).mT
+        for x in (input_ids, token_type_ids, position_ids)
+    )
+    tokens = embeddings(input_ids=ids, token_type_ids=types, position_ids=positions)
+    return tokens.transpose(0, 1)
+
+
+def _pack(module: nn.Module, keep: Tensor) -> PackedSequences | None:
+    if any(isinstance(part, bert.SoftmaxAttention) for part in module.modules()):
+        return None
+    return packing.pack(module, keep, bert.__name__, __name__, SoftmaxAttention.__module__)

@@ -6,8 +6,8 @@ attention has to know where each sequence begins (:func:`trifuse.varlen_attentio
 costs nothing anywhere. It is how Hugging Face's "padding-free" training and torch's NestedTensor
 fast path work; here it serves training and inference alike.
 
-An encoder packs once before its first layer and unpacks once after its last. In between, a
-:class:`PackedSequences` stands where the padding mask would.
+A model packs its tokens once, before or after their embedding, and unpacks once after its last
+layer. In between, a :class:`PackedSequences` stands where the padding mask would.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
+from trifuse.nn.linear import Linear, is_watched
 from trifuse.ops.attention import varlen_attention
 
 
@@ -32,6 +33,7 @@ class PackedSequences(NamedTuple):
 # What torch offers that treats tokens one by one.
 _TOKENWISE = (
     nn.Dropout,
+    nn.Embedding,
     nn.GELU,
     nn.Identity,
     nn.LayerNorm,
@@ -40,6 +42,7 @@ _TOKENWISE = (
     nn.ReLU,
     nn.SiLU,
     nn.Tanh,
+    Linear,
     NonDynamicallyQuantizableLinear,
 )
 
@@ -69,7 +72,7 @@ def pack(encoder: nn.Module, keep: Tensor, *known: str) -> PackedSequences | Non
         return None
     for module in encoder.modules():
         cls = type(module)
-        if not (cls in _TOKENWISE or cls.__module__ in known) or _is_watched(module):
+        if not (cls in _TOKENWISE or cls.__module__ in known) or is_watched(module):
             return None
     indices = keep.flatten().nonzero().squeeze(-1)
     if indices.shape[0] in (0, keep.numel()):
@@ -79,25 +82,15 @@ def pack(encoder: nn.Module, keep: Tensor, *known: str) -> PackedSequences | Non
     return PackedSequences(indices, cu_seqlens, int(lengths.max()))
 
 
-def _is_watched(module: nn.Module) -> bool:
-    return bool(
-        module._forward_hooks
-        or module._forward_pre_hooks
-        or module._backward_hooks
-        or module._backward_pre_hooks
-        or "forward" in vars(module)
-    )
-
-
 def gather(padded: Tensor, packed: PackedSequences) -> Tensor:
-    """The real tokens of (B, L, features) as a batch of one row, (1, T, features)."""
+    """The real tokens of (B, L) or (B, L, features) as a batch of one row, (1, T, ...)."""
     return padded.flatten(0, 1).index_select(0, packed.indices).unsqueeze(0)
 
 
 def scatter(tokens: Tensor, packed: PackedSequences, shape: torch.Size) -> Tensor:
     """The inverse of :func:`gather`: (1, T, features) back to ``shape``, 0 in the padding."""
-    empty = tokens.new_zeros((shape[0] * shape[1], shape[2]))
-    return empty.index_copy(0, packed.indices, tokens.squeeze(0)).view(shape)
+    padded = tokens.new_zeros((shape[0] * shape[1], shape[2]))
+    return padded.index_copy_(0, packed.indices, tokens.squeeze(0)).view(shape)
 
 
 def attend(

@@ -1,25 +1,59 @@
-"""``torch.nn``'s Transformer encoder without its inference fast path, which would bypass trifuse.
+"""``torch.nn``'s Transformer layers with fused attention and fused ends of sublayers.
 
 torch's ``TransformerEncoder`` and ``TransformerEncoderLayer`` turn boolean masks into floats and,
 in evaluation, hand their parameters to one native kernel (through a NestedTensor where there is
 padding). The classes here call their modules and keep masks boolean, in training and evaluation
 alike, and leave padding out by :mod:`trifuse.nn.packing`.
+
+Dropout, residual and LayerNorm at the end of a sublayer are one operator
+(:func:`trifuse.dropout_add_layer_norm`). Layers that normalise first begin with what ends the
+sublayer before; a stack of them passes on the last sum with its parts still apart.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from trifuse.nn import attention, packing
+from trifuse.nn import attention, dropout_add_layer_norm, linear, packing
 from trifuse.nn.attention import MultiheadAttention
+from trifuse.nn.dropout_add_layer_norm import add_norm, add_then_norm
+from trifuse.nn.linear import is_watched, linear_gelu
 from trifuse.nn.packing import PackedSequences
 
 
+class _Sum(NamedTuple):
+    """residual + dropout(update), not yet computed; the residual alone at the beginning."""
+
+    residual: Tensor
+    update: Tensor | None = None
+    dropout: nn.Module | None = None
+
+    def norm(self, norm: nn.Module) -> tuple[Tensor, Tensor]:
+        """The normalised sum, and the sum."""
+        if self.update is None:
+            return norm(self.residual), self.residual
+        assert self.dropout is not None
+        return add_then_norm(self.update, self.residual, self.dropout, norm)
+
+    def last_norm(self, norm: nn.Module) -> Tensor:
+        """The normalised sum alone."""
+        if self.update is None:
+            return norm(self.residual)
+        assert self.dropout is not None
+        return add_norm(self.update, self.residual, self.dropout, norm)
+
+    def total(self) -> Tensor:
+        if self.update is None:
+            return self.residual
+        assert self.dropout is not None
+        return self.residual + self.dropout(self.update)
+
+
 class TransformerEncoderLayer(nn.TransformerEncoderLayer):
-    """``torch.nn.TransformerEncoderLayer`` on :class:`trifuse.nn.MultiheadAttention`.
+    """``torch.nn.TransformerEncoderLayer`` on trifuse's operators.
 
     The constructor, the parameters and their initialisation are torch's own.
     """
@@ -43,23 +77,146 @@ class TransformerEncoderLayer(nn.TransformerEncoderLayer):
             src_key_padding_mask: as ``key_padding_mask`` there.
             is_causal: as there.
         """
-        masks: tuple[Any, ...] = (src_mask, src_key_padding_mask, is_causal)
         if self.norm_first:
-            src = src + self._sa_block(self.norm1(src), *masks)
-            return src + self._ff_block(self.norm2(src))
-        src = self.norm1(src + self._sa_block(src, *masks))
-        return self.norm2(src + self._ff_block(src))
+            return self._norm_first(_Sum(src), src_mask, src_key_padding_mask, is_causal).total()
+        x = _attend(self.self_attn, src, src, src_mask, src_key_padding_mask, is_causal)
+        src = add_norm(x, src, self.dropout1, self.norm1)
+        return add_norm(_feed_forward(self, src), src, self.dropout2, self.norm2)
+
+    def _norm_first(
+        self,
+        src: _Sum,
+        src_mask: Tensor | None,
+        src_key_padding_mask: Tensor | PackedSequences | None,
+        is_causal: bool,
+    ) -> _Sum:
+        x, residual = src.norm(self.norm1)
+        x = _attend(self.self_attn, x, x, src_mask, src_key_padding_mask, is_causal)
+        x, residual = _Sum(residual, x, self.dropout1).norm(self.norm2)
+        return _Sum(residual, _feed_forward(self, x), self.dropout2)
+
+
+class TransformerDecoderLayer(nn.TransformerDecoderLayer):
+    """``torch.nn.TransformerDecoderLayer`` on trifuse's operators.
+
+    The constructor, the parameters and their initialisation are torch's own.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        MultiheadAttention.adopt(self.self_attn)
+        MultiheadAttention.adopt(self.multihead_attn)
+
+    def forward(
+        self,
+        tgt: Tensor,
+        memory: Tensor,
+        tgt_mask: Tensor | None = None,
+        memory_mask: Tensor | None = None,
+        tgt_key_padding_mask: Tensor | None = None,
+        memory_key_padding_mask: Tensor | None = None,
+        tgt_is_causal: bool = False,
+        memory_is_causal: bool = False,
+    ) -> Tensor:
+        """Attend to the target, attend to the memory, feed forward; as
+        ``torch.nn.TransformerDecoderLayer.forward``.
+
+        Args:
+            tgt: (L, B, d_model), or (B, L, d_model) with ``batch_first``, or (L, d_model).
+            memory: the encoder's output, likewise.
+            tgt_mask, memory_mask: as ``attn_mask`` of :meth:`MultiheadAttention.forward`.
+            tgt_key_padding_mask, memory_key_padding_mask: as ``key_padding_mask`` there.
+            tgt_is_causal, memory_is_causal: as ``is_causal`` there.
+        """
+        if self.norm_first:
+            return self._norm_first(
+                _Sum(tgt), memory, tgt_mask, memory_mask, tgt_key_padding_mask,
+                memory_key_padding_mask, tgt_is_causal, memory_is_causal,
+            ).total()  # fmt: skip
+        x = _attend(self.self_attn, tgt, tgt, tgt_mask, tgt_key_padding_mask, tgt_is_causal)
+        tgt = add_norm(x, tgt, self.dropout1, self.norm1)
+        x = _attend(
+            self.multihead_attn, tgt, memory, memory_mask, memory_key_padding_mask, memory_is_causal
+        )
+        tgt = add_norm(x, tgt, self.dropout2, self.norm2)
+        return add_norm(_feed_forward(self, tgt), tgt, self.dropout3, self.norm3)
+
+    def _norm_first(
+        self,
+        tgt: _Sum,
+        memory: Tensor,
+        tgt_mask: Tensor | None,
+        memory_mask: Tensor | None,
+        tgt_key_padding_mask: Tensor | None,
+        memory_key_padding_mask: Tensor | None,
+        tgt_is_causal: bool,
+        memory_is_causal: bool,
+    ) -> _Sum:
+        x, residual = tgt.norm(self.norm1)
+        x = _attend(self.self_attn, x, x, tgt_mask, tgt_key_padding_mask, tgt_is_causal)
+        x, residual = _Sum(residual, x, self.dropout1).norm(self.norm2)
+        x = _attend(
+            self.multihead_attn, x, memory, memory_mask, memory_key_padding_mask, memory_is_causal
+        )
+        x, residual = _Sum(residual, x, self.dropout2).norm(self.norm3)
+        return _Sum(residual, _feed_forward(self, x), self.dropout3)
+
+
+def _attend(
+    module: nn.MultiheadAttention,
+    query: Tensor,
+    memory: Tensor,
+    mask: Tensor | None,
+    key_padding_mask: Any,
+    is_causal: bool,
+) -> Tensor:
+    out: Tensor = module(
+        query, memory, memory, attn_mask=mask, key_padding_mask=key_padding_mask,
+        is_causal=is_causal, need_weights=False,
+    )[0]  # fmt: skip
+    return out
+
+
+def _feed_forward(
+    layer: nn.TransformerEncoderLayer | nn.TransformerDecoderLayer, x: Tensor
+) -> Tensor:
+    if layer.activation is nn.functional.gelu:
+        hidden = linear_gelu(layer.linear1, x, "none")
+    else:
+        hidden = layer.activation(layer.linear1(x))
+    out: Tensor = layer.linear2(layer.dropout(hidden))
+    return out
 
 
 class TransformerEncoder(nn.TransformerEncoder):
     """``torch.nn.TransformerEncoder`` that computes on real tokens only.
+
+    It does so where ``unpad`` is set on it, as ``trifuse.fuse(model, unpad=True)`` does.
 
     Where ``src_key_padding_mask`` is boolean and ``mask`` None or causal, the layers see the real
     tokens of the batch packed into one row, and give 0 at the padded positions (before ``norm``),
     as torch's fast path does; in other cases the padded positions hold what the layers make of
     them. Whether ``mask`` is causal is detected as in torch where ``is_causal`` is None, which
     reads it; while compiling it is not read and taken as it is.
+
+    Args:
+        encoder_layer: copied ``num_layers`` times.
+        num_layers: how many.
+        norm: applied to what the last layer returns.
+        enable_nested_tensor, mask_check: as torch takes them; no NestedTensor is ever made.
     """
+
+    unpad = False
+
+    def __init__(
+        self,
+        encoder_layer: nn.TransformerEncoderLayer,
+        num_layers: int,
+        norm: nn.Module | None = None,
+        enable_nested_tensor: bool = True,
+        mask_check: bool = True,
+    ) -> None:
+        super().__init__(encoder_layer, num_layers, norm, False, mask_check)
 
     def forward(
         self,
@@ -72,24 +229,22 @@ class TransformerEncoder(nn.TransformerEncoder):
         if is_causal is None:
             is_causal = mask is not None and _is_causal_mask(mask)
         packed = None
-        if src_key_padding_mask is not None and (mask is None or is_causal):
+        if self.unpad and src_key_padding_mask is not None and (mask is None or is_causal):
             packed = self._pack(src, src_key_padding_mask)
         if packed is None:
-            for layer in self.layers:
-                src = layer(
-                    src,
-                    src_mask=mask,
-                    is_causal=is_causal,
-                    src_key_padding_mask=src_key_padding_mask,
-                )
-        else:
-            batch_first = self.layers[0].self_attn.batch_first
-            padded = src if batch_first else src.transpose(0, 1)
-            tokens = packing.gather(padded, packed)
-            for layer in self.layers:
-                tokens = layer(tokens, is_causal=is_causal, src_key_padding_mask=packed)
-            src = packing.scatter(tokens, packed, padded.shape)
-            src = src if batch_first else src.transpose(0, 1)
+            x = _run_layers(
+                self.layers, src, src_mask=mask, src_key_padding_mask=src_key_padding_mask,
+                is_causal=is_causal,
+            )  # fmt: skip
+            return _end(x, self.norm)
+        batch_first = self.layers[0].self_attn.batch_first
+        padded = src if batch_first else src.transpose(0, 1)
+        tokens = packing.gather(padded, packed)
+        tokens = _run_layers(
+            self.layers, tokens, src_mask=None, src_key_padding_mask=packed, is_causal=is_causal
+        ).total()
+        src = packing.scatter(tokens, packed, padded.shape)
+        src = src if batch_first else src.transpose(0, 1)
         return src if self.norm is None else self.norm(src)
 
     def _pack(self, src: Tensor, src_key_padding_mask: Tensor) -> PackedSequences | None:
@@ -98,7 +253,61 @@ class TransformerEncoder(nn.TransformerEncoder):
         for layer in self.layers:
             if layer.self_attn.bias_k is not None or layer.self_attn.add_zero_attn:
                 return None  # keys appended to every sequence
-        return packing.pack(self, ~src_key_padding_mask, attention.__name__, __name__)
+        modules = (attention, dropout_add_layer_norm, linear)
+        names = (module.__name__ for module in modules)
+        return packing.pack(self, ~src_key_padding_mask, *names, __name__)
+
+
+class TransformerDecoder(nn.TransformerDecoder):
+    """``torch.nn.TransformerDecoder`` whose layers, where they normalise first, fuse the end of
+    each with the beginning of the next. Masks stay as they are.
+
+    Whether ``tgt_mask`` is causal is detected as in torch where ``tgt_is_causal`` is None, which
+    reads it; while compiling it is not read and taken as it is.
+    """
+
+    def forward(
+        self,
+        tgt: Tensor,
+        memory: Tensor,
+        tgt_mask: Tensor | None = None,
+        memory_mask: Tensor | None = None,
+        tgt_key_padding_mask: Tensor | None = None,
+        memory_key_padding_mask: Tensor | None = None,
+        tgt_is_causal: bool | None = None,
+        memory_is_causal: bool = False,
+    ) -> Tensor:
+        """Pass ``tgt`` through the layers; as ``torch.nn.TransformerDecoder.forward``."""
+        if tgt_is_causal is None:
+            tgt_is_causal = tgt_mask is not None and _is_causal_mask(tgt_mask)
+        x = _run_layers(
+            self.layers, tgt, memory, tgt_mask=tgt_mask, memory_mask=memory_mask,
+            tgt_key_padding_mask=tgt_key_padding_mask,
+            memory_key_padding_mask=memory_key_padding_mask,
+            tgt_is_causal=tgt_is_causal, memory_is_causal=memory_is_causal,
+        )  # fmt: skip
+        return _end(x, self.norm)
+
+
+def _run_layers(layers: nn.ModuleList, x: Tensor, *memory: Tensor, **masks: Any) -> _Sum:
+    """What all layers of a stack make of x, the last sum left open where they normalise first."""
+    chained = all(
+        type(layer) in (TransformerEncoderLayer, TransformerDecoderLayer)
+        and layer.norm_first
+        and not is_watched(layer)
+        for layer in layers
+    )
+    result = _Sum(x)
+    for layer in layers:
+        if chained:
+            result = layer._norm_first(result, *memory, **masks)  # type: ignore[operator]
+        else:
+            result = _Sum(layer(result.residual, *memory, **masks))
+    return result
+
+
+def _end(x: _Sum, norm: nn.Module | None) -> Tensor:
+    return x.total() if norm is None else x.last_norm(norm)
 
 
 def _is_causal_mask(mask: Tensor) -> bool:

@@ -1,0 +1,240 @@
+"""Dropout + residual + LayerNorm against what a user of torch would write instead.
+
+The peers are the formula itself, eager and compiled, and for a sum that is normalised without
+dropout also ``torch.add(x, residual)`` alone: what moves the same bytes and normalises nothing.
+
+The operator computes little for each byte, so its ceiling is the rate at which this machine copies
+memory. Counted are the tensors that have to be read or written whatever the implementation: x,
+residual and the output; and for the gradients those of the output, x, the residual (which without
+dropout is that of x) and x and residual once more. Weight, bias, mean and rstd are small.
+
+A result in fresh memory costs a page fault every 4 KiB. torch gives freed results back to the
+system and takes fresh ones, we keep ours: below the table stands how many pages a call of each
+touched.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from rich.progress import track
+from torch import Tensor
+
+import trifuse
+from trifuse.benchmarks import measure
+
+# Cases ------------------------------------------------------------------------------------------
+
+Peer = Literal["eager", "torch.compile", "torch.add"]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row; ``at_least`` is the peer's time over ours."""
+
+    dropout_p: float
+    shape: tuple[int, int]  # rows, N
+    dtype: torch.dtype
+    backward: bool
+    peer: Peer
+    at_least: float | None = None
+
+    @property
+    def dropout(self) -> str:
+        return f"dropout {self.dropout_p}" if self.dropout_p else "no dropout"
+
+    @property
+    def name(self) -> str:
+        return f"{self.dropout}, {self.step}, {self.size}, {self.peer}"
+
+    @property
+    def step(self) -> str:
+        return "forward + backward" if self.backward else "forward"
+
+    @property
+    def size(self) -> str:
+        dtype = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}[self.dtype]
+        return f"{dtype} ({','.join(map(str, self.shape))})"
+
+
+_FP32, _BF16 = torch.float32, torch.bfloat16
+_BERT, _LARGE = (4096, 768), (16384, 1024)
+
+CASES: dict[str, tuple[Case, ...]] = {
+    "cpu": (
+        Case(0.1, _BERT, _FP32, False, "eager", at_least=12.0),
+        Case(0.1, _BERT, _FP32, True, "eager", at_least=8.0),
+        Case(0.1, _BERT, _FP32, False, "torch.compile", at_least=8.0),
+        Case(0.1, _BERT, _FP32, True, "torch.compile", at_least=5.0),
+        Case(0.0, _BERT, _FP32, False, "eager", at_least=1.5),
+        Case(0.0, _BERT, _FP32, True, "eager", at_least=1.6),
+        Case(0.0, _BERT, _FP32, False, "torch.compile"),
+        Case(0.0, _BERT, _FP32, True, "torch.compile"),
+        Case(0.0, _LARGE, _FP32, False, "torch.add", at_least=0.9),
+        Case(0.0, _LARGE, _BF16, False, "torch.add", at_least=0.9),
+    ),
+    "cuda": tuple(
+        Case(dropout_p, _LARGE, _BF16, backward, peer)
+        for dropout_p in (0.1, 0.0)
+        for backward in (False, True)
+        for peer in ("eager", "torch.compile")
+    ),
+}
+
+
+def moved(case: Case) -> float:
+    """Bytes that any implementation reads and writes."""
+    tensors = 3  # x and residual, the output
+    if case.backward:
+        tensors += 4  # the output's gradient, x and residual; the gradient of x
+        tensors += case.dropout_p > 0  # and that of the residual
+    return tensors * math.prod(case.shape) * case.dtype.itemsize
+
+
+# What is called ---------------------------------------------------------------------------------
+
+
+class Inputs(NamedTuple):
+    x: Tensor  # (rows, N)
+    residual: Tensor  # (rows, N)
+    weight: Tensor  # (N,)
+    bias: Tensor  # (N,)
+    grad_out: Tensor  # (rows, N)
+
+
+def inputs(case: Case, device: str) -> Inputs:
+    generator = torch.Generator(device).manual_seed(0)
+    features = case.shape[1:]
+
+    def random(*shape: int, requires_grad: bool = case.backward) -> Tensor:
+        values = torch.randn(shape, generator=generator, device=device)
+        return values.to(case.dtype).requires_grad_(requires_grad)
+
+    return Inputs(
+        *(random(*shape) for shape in (case.shape, case.shape, features, features)),
+        random(*case.shape, requires_grad=False),
+    )
+
+
+def ours(case: Case, given: Inputs) -> Callable[[], Sequence[Tensor]]:
+    """Returns the output, and with ``case.backward`` the gradients."""
+    operator: Callable[..., Tensor] = functools.partial(
+        trifuse.dropout_add_layer_norm, dropout_p=case.dropout_p, training=True
+    )
+    return _step(operator, given)
+
+
+def theirs(case: Case, given: Inputs) -> Callable[[], Sequence[Tensor]]:
+    """The same by the peer."""
+    if case.peer == "torch.add":
+        return _step(lambda x, residual, weight, bias: torch.add(x, residual), given)
+
+    def formula(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        if case.dropout_p:
+            x = F.dropout(x, case.dropout_p)
+        return F.layer_norm(residual + x, x.shape[-1:], weight, bias)
+
+    if case.peer == "eager":
+        return _step(formula, given)
+    torch.compiler.reset()  # or dynamo takes one case for another with new shapes
+    return _step(torch.compile(formula), given)
+
+
+def _step(function: Callable[..., Tensor], given: Inputs) -> Callable[[], Sequence[Tensor]]:
+    *variables, grad_out = given
+    if not given.x.requires_grad:
+        return lambda: (function(*variables),)
+
+    def forward_backward() -> Sequence[Tensor]:
+        out = function(*variables)
+        return (out.detach(), *torch.autograd.grad(out, variables, grad_out))
+
+    return forward_backward
+
+
+# Measuring --------------------------------------------------------------------------------------
+
+
+class Measured(NamedTuple):
+    result: measure.Result
+    page_faults: dict[str, float]  # a call; empty on a GPU
+
+    def record(self) -> dict[str, Any]:
+        result = self.result
+        return {"case": result.case, "step": result.step, "shape": result.shape, **self.page_faults}
+
+
+def run(case: Case, device: str, seconds: float) -> Measured:
+    given = inputs(case, device)
+    functions = {"ours": ours(case, given), case.peer: theirs(case, given)}
+    check(case, given, functions)
+    ceiling = measure.copy_rate(device=device)
+    timings = measure.alternate(functions, device=device, seconds=seconds)
+    faults = {}
+    if device == "cpu":
+        faults = {name: measure.page_faults(function) for name, function in functions.items()}
+    result = measure.Result(
+        case=case.dropout,
+        step=case.step,
+        shape=case.size,
+        ours=timings.pop("ours"),
+        peers=timings,
+        refused={},
+        work=moved(case),
+        ceiling=ceiling,
+        unit="B",
+        at_least=case.at_least,
+    )
+    return Measured(result, faults)
+
+
+def check(case: Case, given: Inputs, functions: dict[str, Callable[[], Sequence[Tensor]]]) -> None:
+    """Ours agrees with the specification, which drops the same elements for the same seed.
+
+    The peer agrees with ours where both compute the same: it drops other elements.
+
+    Raises:
+        AssertionError: it doesn't.
+    """
+    torch.manual_seed(0)
+    computed = functions["ours"]()
+    torch.manual_seed(0)
+    with trifuse.backend("eager"):
+        measure.check_agreement("the specification", computed, functions["ours"]())
+    if case.peer != "torch.add" and not case.dropout_p:
+        measure.check_agreement(case.peer, computed, functions[case.peer]())
+
+
+def note(measured: Sequence[Measured]) -> str:
+    """Where page faults are part of a time."""
+    lines = ["pages of fresh memory touched by a call (4 KiB, or 2 MiB where the system has such):"]
+    for result, faults in measured:
+        counts = ", ".join(f"{count:,.0f} {name}" for name, count in faults.items())
+        lines.append(f"  {result.case}, {result.step}, {result.shape}: {counts}")
+    return "\n".join(lines)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the cases and print the table."""
+    options = measure.parser("dropout_add_layer_norm", __doc__).parse_args(argv)
+    device = options.device
+    torch.set_num_threads(options.threads)
+    cases = measure.select(CASES[device], lambda case: case.name, options.cases)
+    facts = measure.machine(device)
+    measure.console.print(measure.describe(facts), soft_wrap=True)
+    with trifuse.backend(options.backend):
+        progress = track(cases, "timing", console=measure.console, transient=True)
+        measured = [run(case, device, seconds=0.6 if options.quick else 4.0) for case in progress]
+    more = {"page_faults": [one.record() for one in measured]}
+    measure.report(
+        "dropout_add_layer_norm", options, facts, [one.result for one in measured], more=more
+    )
+    if device == "cpu":
+        measure.console.print(note(measured), style="dim", highlight=False, soft_wrap=True)
+    return 0

@@ -1,0 +1,163 @@
+"""Inference engines for BERT on a CPU: the same weights, read by what others have built for that.
+
+ONNX Runtime and OpenVINO read an ONNX file, CTranslate2 a file that its own converter writes. Each
+gets the thread count that torch has, one stream, and otherwise what it chooses by itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.metadata
+import importlib.util
+import io
+import tempfile
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from trifuse.models.bert import BertModel
+
+Reader = Callable[[Tensor, Tensor], Tensor]
+"""From token ids (B, L) and the mask (B, L) of the real ones to hidden states (B, L, hidden_size).
+
+An engine's result may be overwritten by its next call.
+"""
+
+
+class Engine(NamedTuple):
+    name: str
+    package: str  # on PyPI, and what is imported
+    needs: tuple[str, ...]  # packages to load the model by
+    dtypes: tuple[torch.dtype, ...]  # that it computes in on a CPU
+    load: Callable[[Path, Path, torch.dtype], Reader]  # from the weights' and a scratch directory
+
+    @property
+    def installed(self) -> bool:
+        return all(map(importlib.util.find_spec, (self.package, *self.needs)))
+
+    @property
+    def version(self) -> str:
+        return importlib.metadata.version(self.package)
+
+
+def load(directory: Path, dtype: torch.dtype) -> dict[str, Reader]:
+    """Those installed that compute in ``dtype``, by name.
+
+    Args:
+        directory: ``config.json``, the weights and the tokenizer of a BERT.
+        dtype: float32 or bfloat16.
+    """
+    readers = {}
+    with tempfile.TemporaryDirectory() as scratch:
+        for engine in ENGINES:
+            if engine.installed and dtype in engine.dtypes:
+                readers[engine.name] = engine.load(directory, Path(scratch), dtype)
+    return readers
+
+
+class _HiddenStates(nn.Module):
+    """A BERT that returns its last hidden states and nothing else."""
+
+    def __init__(self, model: BertModel) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids: Tensor, mask: Tensor) -> Tensor:
+        return self.model(input_ids, mask).last_hidden_state
+
+
+def _export(directory: Path, scratch: Path) -> Path:
+    """Write the model as ONNX, once for the engines that read it.
+
+    The attention is written out and the exporter is the one that traces: of what torch can export,
+    both engines are fastest on this.
+    """
+    path = scratch / "bert.onnx"
+    if path.exists():
+        return path
+    model = _HiddenStates(BertModel.from_pretrained(directory)).eval()
+    example = torch.ones(2, 8, dtype=torch.long)
+    free = {0: "batch", 1: "length"}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that tracing is old, and that it fixes checks of shapes
+        torch.onnx.export(
+            model,
+            (example, example.bool()),
+            str(path),
+            dynamo=False,
+            input_names=["input_ids", "mask"],
+            output_names=["hidden_states"],
+            dynamic_axes={"input_ids": free, "mask": free, "hidden_states": free},
+        )
+    return path
+
+
+def _load_onnxruntime(directory: Path, scratch: Path, dtype: torch.dtype) -> Reader:
+    onnxruntime = importlib.import_module("onnxruntime")
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = torch.get_num_threads()
+    session = onnxruntime.InferenceSession(
+        str(_export(directory, scratch)), options, providers=["CPUExecutionProvider"]
+    )
+
+    def read(input_ids: Tensor, mask: Tensor) -> Tensor:
+        inputs = {"input_ids": input_ids.numpy(), "mask": mask.numpy()}
+        return torch.from_numpy(session.run(None, inputs)[0])
+
+    return read
+
+
+def _load_openvino(directory: Path, scratch: Path, dtype: torch.dtype) -> Reader:
+    openvino = importlib.import_module("openvino")
+    settings = {
+        "INFERENCE_NUM_THREADS": torch.get_num_threads(),
+        "INFERENCE_PRECISION_HINT": {torch.float32: "f32", torch.bfloat16: "bf16"}[dtype],
+        "NUM_STREAMS": 1,
+        "PERFORMANCE_HINT": "LATENCY",
+    }
+    model = openvino.Core().compile_model(str(_export(directory, scratch)), "CPU", settings)
+    request = model.create_infer_request()
+
+    def read(input_ids: Tensor, mask: Tensor) -> Tensor:
+        inputs = {"input_ids": input_ids.numpy(), "mask": mask.numpy()}
+        results = request.infer(inputs, share_inputs=True, share_outputs=True)
+        return torch.from_numpy(results[0])
+
+    return read
+
+
+def _load_ctranslate2(directory: Path, scratch: Path, dtype: torch.dtype) -> Reader:
+    ctranslate2 = importlib.import_module("ctranslate2")
+    numpy = importlib.import_module("numpy")
+    converted = scratch / "ctranslate2"
+    with contextlib.redirect_stderr(io.StringIO()):  # progress bars
+        ctranslate2.converters.TransformersConverter(str(directory)).convert(str(converted))
+    encoder = ctranslate2.Encoder(
+        str(converted),
+        device="cpu",
+        inter_threads=1,
+        intra_threads=torch.get_num_threads(),
+        compute_type="float32",
+    )
+
+    def read(input_ids: Tensor, mask: Tensor) -> Tensor:
+        ids, lengths = (
+            ctranslate2.StorageView.from_array(tensor.int().numpy())
+            for tensor in (input_ids, mask.sum(1))
+        )
+        hidden_states: Any = encoder.forward_batch(ids, lengths).last_hidden_state
+        return torch.from_numpy(numpy.asarray(hidden_states))
+
+    return read
+
+
+ENGINES = (
+    Engine("ONNX Runtime", "onnxruntime", (), (torch.float32,), _load_onnxruntime),
+    Engine("OpenVINO", "openvino", (), (torch.float32, torch.bfloat16), _load_openvino),
+    Engine("CTranslate2", "ctranslate2", ("transformers",), (torch.float32,), _load_ctranslate2),
+)

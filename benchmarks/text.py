@@ -1,0 +1,117 @@
+"""What the models are trained on: the language reference of the standard library, and two puzzles.
+
+The reference (``pydoc_data.topics``) is half a megabyte of English and Python that every Python
+has. Language models read its bytes. The puzzles are to reverse and to sort sequences of symbols, in
+batches of ragged lengths.
+"""
+
+from __future__ import annotations
+
+import re
+from pydoc_data import topics
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+# Text -------------------------------------------------------------------------------------------
+
+BYTES = 256  # the vocabulary of a model of bytes
+
+
+class Split(NamedTuple):
+    """Bytes to train on and bytes to judge by, uint8 (length,)."""
+
+    train: Tensor
+    validation: Tensor
+
+
+def reference() -> Split:
+    """The reference's paragraphs; every tenth is for validation.
+
+    Topics quote each other at length. Each paragraph is taken once, so that none is in both halves.
+    """
+    paragraphs = list(
+        dict.fromkeys(
+            paragraph.strip("\n")
+            for text in topics.topics.values()
+            for paragraph in re.split(r"\n\s*\n", text)
+            if paragraph.strip()
+        )
+    )
+    held_out = paragraphs[9::10]
+    del paragraphs[9::10]
+    return Split(encode("\n\n".join(paragraphs)), encode("\n\n".join(held_out)))
+
+
+def encode(text: str) -> Tensor:
+    """The bytes of a text in UTF-8, uint8 (length,)."""
+    return torch.tensor(list(text.encode()), dtype=torch.uint8)
+
+
+def decode(tokens: Tensor) -> str:
+    """The text of bytes (length,); what isn't UTF-8 shows as U+FFFD."""
+    return bytes(tokens.tolist()).decode(errors="replace")
+
+
+def windows(text: Tensor, batch_size: int, length: int, generator: torch.Generator) -> Tensor:
+    """Cut int64 (batch_size, length) out of a text, at random places."""
+    starts = torch.randint(len(text) - length + 1, (batch_size, 1), generator=generator)
+    return text[starts + torch.arange(length)].long()
+
+
+def cover(text: Tensor, length: int) -> Tensor:
+    """Cut a text into int64 (batch, length), each window beginning with the last byte of the one
+    before, so that a model given a window is asked for every byte of the text but the first.
+
+    What would not fill a window at the end is left out.
+    """
+    return text.unfold(0, length, length - 1).long()
+
+
+# Puzzles ----------------------------------------------------------------------------------------
+
+PAD, BOS, EOS, SYMBOLS = 0, 1, 2, 3  # the symbols are the numbers from SYMBOLS on
+
+Puzzle = Literal["reversal", "sorting"]
+
+
+class Pairs(NamedTuple):
+    """Ragged sources and their targets, padded with PAD at the end."""
+
+    source: Tensor  # int64 (B, S), ending with EOS
+    source_mask: Tensor  # bool (B, S), True where a token is real
+    target: Tensor  # int64 (B, S + 1), the answer between BOS and EOS
+    target_mask: Tensor  # bool (B, S + 1)
+
+
+def pairs(
+    puzzle: Puzzle,
+    batch_size: int,
+    generator: torch.Generator,
+    *,
+    symbols: int = 20,
+    min_length: int = 3,
+    max_length: int = 12,
+) -> Pairs:
+    """Random sequences of ``min_length`` to ``max_length`` symbols with their answers.
+
+    The vocabulary has SYMBOLS + ``symbols`` entries.
+    """
+    lengths = torch.randint(min_length, max_length + 1, (batch_size, 1), generator=generator)
+    places = torch.arange(max_length + 2)
+    drawn = torch.randint(SYMBOLS, SYMBOLS + symbols, (batch_size, max_length), generator=generator)
+    drawn = drawn.masked_fill(places[:max_length] >= lengths, PAD)
+    source = torch.cat((drawn, torch.full_like(lengths, PAD)), 1).scatter(1, lengths, EOS)
+
+    if puzzle == "reversal":
+        backwards = lengths - 1 - places[:max_length]
+        answer = drawn.gather(1, backwards.clamp(min=0)).masked_fill(backwards < 0, PAD)
+    else:
+        past_all = SYMBOLS + symbols
+        ordered = drawn.masked_fill(drawn == PAD, past_all).sort(1).values
+        answer = ordered.masked_fill(ordered == past_all, PAD)
+    begin = torch.full_like(lengths, BOS)
+    target = torch.cat((begin, answer, torch.full_like(lengths, PAD)), 1)
+    target = target.scatter(1, lengths + 1, EOS)
+    return Pairs(source, places[:-1] <= lengths, target, places <= lengths + 1)

@@ -1,0 +1,538 @@
+"""Training Transformers eager and fused: the same loss curves, in how much less time.
+
+An encoder-decoder learns to reverse and to sort, a language model learns the bytes of the standard
+library's language reference. Each is trained eager and fused.
+
+Without dropout, from the same seed on the same batches, the two losses are compared step by step.
+They may differ by rounding, which training amplifies, so a third model is trained in float64: how
+far the eager curve is from that one says what rounding comes to.
+
+With dropout they draw different elements, so the loss on held-out data is compared over seeds.
+
+Speed is that of a training step: forward, loss and backward, without the optimizer, which is the
+same for all. Tokens are real ones, of source and target; padding doesn't count.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich import box
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.table import Table
+from torch import Tensor, nn
+
+import trifuse
+from trifuse.benchmarks import measure, text
+from trifuse.models.transformer import (
+    LanguageModel,
+    LanguageModelConfig,
+    Transformer,
+    TransformerConfig,
+    sample,
+    token_loss,
+    warmup_inverse_sqrt,
+)
+
+DROPOUT = 0.1
+PROMPT = 'The "for" statement'
+
+# What is learnt ---------------------------------------------------------------------------------
+
+Batch = tuple[Tensor, ...]
+
+
+@dataclass(frozen=True)
+class Task:
+    """A model, and what it learns."""
+
+    name: str
+    make: Callable[[float], nn.Module]  # from the dropout probability
+    draw: Callable[[torch.Generator], Batch]
+    held_out: Sequence[Batch]
+    loss: Callable[[nn.Module, Batch], Tensor]
+
+
+def puzzle(name: text.Puzzle) -> Task:
+    # Not ReLU: where rounding puts a unit on the other side of 0, it passes no gradient or all of
+    # it, and the curves soon part, eager from float64 as much as fused from eager.
+    config = TransformerConfig(
+        text.SYMBOLS + 20, 64, 4, 2, 2, 256, activation="gelu", max_length=16
+    )
+    generator = torch.Generator().manual_seed(1 << 20)
+    return Task(
+        name,
+        lambda dropout: Transformer(_with_dropout(config, dropout)),
+        lambda generator: text.pairs(name, 32, generator),
+        [text.pairs(name, 512, generator)],
+        pairs_loss,
+    )
+
+
+def language(batch_size: int = 4, length: int = 256) -> Task:
+    config = LanguageModelConfig(text.BYTES, 128, 4, 4, 512, max_length=length)
+    train, validation = text.reference()
+    return Task(
+        "language model",
+        lambda dropout: LanguageModel(_with_dropout(config, dropout)),
+        lambda generator: (text.windows(train, batch_size, length + 1, generator),),
+        [(windows,) for windows in text.cover(validation, length + 1).split(4 * batch_size)],
+        windows_loss,
+    )
+
+
+def tasks() -> list[Task]:
+    return [puzzle("reversal"), puzzle("sorting"), language()]
+
+
+def _with_dropout(config: Any, dropout: float) -> Any:
+    config = copy.copy(config)
+    config.dropout = dropout
+    return config
+
+
+def pairs_loss(model: nn.Module, batch: Batch) -> Tensor:
+    source, source_mask, target, target_mask = batch
+    logits = model(source, target[:, :-1], source_mask, target_mask[:, :-1])
+    return token_loss(logits, target[:, 1:], target_mask[:, 1:])
+
+
+def windows_loss(model: nn.Module, batch: Batch) -> Tensor:
+    (windows,) = batch
+    return token_loss(model(windows[:, :-1]), windows[:, 1:])
+
+
+# Training ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Trained:
+    model: nn.Module  # in evaluation mode
+    losses: list[float]  # of every step, before it was taken
+    held_out: float  # after the last
+
+
+def train(
+    task: Task,
+    steps: int,
+    *,
+    device: str,
+    fused: bool,
+    seed: int = 0,
+    dropout: float = 0.0,
+    dtype: torch.dtype = torch.float32,
+    advance: Callable[[], object] = lambda: None,
+) -> Trained:
+    """Train a fresh model; the seed decides its weights, its batches and its dropout."""
+    torch.manual_seed(seed)
+    model = task.make(dropout).to(device, dtype)
+    if fused:
+        trifuse.fuse(model)
+    generator = torch.Generator().manual_seed(seed)
+    optimizer = torch.optim.Adam(model.parameters(), lr=2e-3, betas=(0.9, 0.98))
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, warmup_inverse_sqrt(50))
+    losses = []
+    for _ in range(steps):
+        loss = task.loss(model, _to(task.draw(generator), device))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        schedule.step()
+        losses.append(loss.item())
+        advance()
+    model.eval()
+    return Trained(model, losses, evaluate(task, model, device))
+
+
+@torch.no_grad()
+def evaluate(task: Task, model: nn.Module, device: str) -> float:
+    """The mean loss over the held-out batches, each counted by its rows."""
+    losses = [task.loss(model, _to(batch, device)).item() for batch in task.held_out]
+    rows = [len(batch[0]) for batch in task.held_out]
+    return math.fsum(map(math.prod, zip(losses, rows, strict=True))) / sum(rows)
+
+
+def _to(batch: Batch, device: str) -> Batch:
+    return tuple(x.to(device) for x in batch)
+
+
+@dataclass(frozen=True)
+class Curves:
+    """The losses of one task trained three times without dropout."""
+
+    task: str
+    eager: Trained
+    fused: Trained
+    exact: Trained  # eager in float64
+
+    def furthest(self, one: str, other: str) -> float:
+        """The largest difference between two of them at any step."""
+        pairs = zip(getattr(self, one).losses, getattr(self, other).losses, strict=True)
+        return max(abs(a - b) for a, b in pairs)
+
+    def record(self) -> dict[str, Any]:
+        return {
+            "task": self.task,
+            "losses": {name: getattr(self, name).losses for name in ("eager", "fused", "exact")},
+            "held_out": {name: getattr(self, name).held_out for name in ("eager", "fused")},
+            "fused_from_eager": self.furthest("fused", "eager"),
+            "fused_from_exact": self.furthest("fused", "exact"),
+            "eager_from_exact": self.furthest("eager", "exact"),
+        }
+
+
+@dataclass(frozen=True)
+class Seeds:
+    """Held-out losses after training with dropout, one for each seed."""
+
+    task: str
+    eager: list[float]
+    fused: list[float]
+
+    @property
+    def standard_errors(self) -> float:
+        """How far apart the means are, in standard errors of their difference (Welch's t)."""
+        variances = (statistics.variance(losses) / len(losses) for losses in self._both)
+        difference = statistics.mean(self.fused) - statistics.mean(self.eager)
+        return difference / math.sqrt(sum(variances))
+
+    @property
+    def _both(self) -> tuple[list[float], list[float]]:
+        return self.eager, self.fused
+
+    def record(self) -> dict[str, Any]:
+        return {
+            "task": self.task,
+            "dropout": DROPOUT,
+            "eager": self.eager,
+            "fused": self.fused,
+            "standard_errors": self.standard_errors,
+        }
+
+
+def learn(
+    task: Task, steps: int, seeds: int, device: str, progress: Progress
+) -> tuple[Curves, Seeds]:
+    bar = progress.add_task(task.name, total=steps * (3 + 2 * seeds))
+
+    def run(**how: Any) -> Trained:
+        return train(task, steps, device=device, advance=lambda: progress.advance(bar), **how)
+
+    curves = Curves(
+        task.name,
+        run(fused=False),
+        run(fused=True),
+        run(fused=False, dtype=torch.float64),
+    )
+    eager, fused = (
+        [run(fused=fused, seed=seed, dropout=DROPOUT).held_out for seed in range(seeds)]
+        for fused in (False, True)
+    )
+    return curves, Seeds(task.name, eager, fused)
+
+
+# Speed ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model's training step; ``at_least`` is eager's time over ours."""
+
+    name: str
+    make: Callable[[], nn.Module]
+    batch: Callable[[], Batch]
+    loss: Callable[[nn.Module, Batch], Tensor]
+    peers: tuple[str, ...] = ("eager", "compiled")
+    at_least: float | None = None
+
+
+def base_pair() -> nn.Module:
+    """One encoder and one decoder layer of the paper's base model, over bytes."""
+    return Transformer(
+        TransformerConfig(text.BYTES, num_encoder_layers=1, num_decoder_layers=1, max_length=128)
+    )
+
+
+def base_batch(padded: bool, batch_size: int = 4, length: int = 128) -> Batch:
+    """Sources and targets of 128 tokens; ``padded``, from a quarter to three quarters of that."""
+    generator = torch.Generator().manual_seed(0)
+    source = torch.randint(text.BYTES, (batch_size, length), generator=generator)
+    target = torch.randint(text.BYTES, (batch_size, length + 1), generator=generator)
+    lengths = torch.full((batch_size, 1), length)
+    if padded:
+        lengths = torch.linspace(length / 4, 3 * length / 4, batch_size).round().long()[:, None]
+    places = torch.arange(length + 1)
+    return source, places[:-1] < lengths, target, places <= lengths.flip(0)
+
+
+def language_batch() -> Batch:
+    task = language()
+    return task.draw(torch.Generator().manual_seed(0))
+
+
+CASES = (
+    Case("base layer pair", base_pair, lambda: base_batch(False), pairs_loss, at_least=1.8),
+    Case("base layer pair, half padding", base_pair, lambda: base_batch(True), pairs_loss),
+    Case("language model, 4 × 256", lambda: language().make(DROPOUT), language_batch, windows_loss),
+)
+
+
+def tokens(batch: Batch) -> tuple[int, int]:
+    """Real tokens that go into an encoder, if there is one, and into a decoder."""
+    if len(batch) == 1:
+        return 0, batch[0][:, :-1].numel()
+    _, source_mask, _, target_mask = batch
+    return int(source_mask.sum()), int(target_mask[:, :-1].sum())
+
+
+def operations(model: nn.Module, batch: Batch) -> float:
+    """Of the products of a step with the layers' weights: 2 forward, 4 backward for each token."""
+    counts = zip(("encoder.layers", "decoder.layers"), tokens(batch), strict=True)
+    return 6 * sum(
+        count * parameter.numel()
+        for stack, count in counts
+        for name, parameter in model.named_parameters()
+        if name.startswith(stack)
+    )
+
+
+def time_steps(case: Case, device: str, seconds: float) -> measure.Result:
+    torch.manual_seed(0)
+    eager = case.make().to(device)
+    batch = _to(case.batch(), device)
+    models = {"ours": copy.deepcopy(eager), "eager": eager}
+    trifuse.fuse(models["ours"])
+    with torch.no_grad():
+        losses = [case.loss(model.eval(), batch).item() for model in models.values()]
+    if not math.isclose(*losses, rel_tol=1e-5):
+        raise AssertionError(f"{case.name}: fused loss {losses[0]}, eager {losses[1]}")
+    if "compiled" in case.peers:
+        torch.compiler.reset()
+        models["compiled"] = copy.deepcopy(eager)
+        models["compiled"].compile()
+
+    def step(model: nn.Module) -> Callable[[], None]:
+        def run() -> None:
+            model.zero_grad()
+            case.loss(model, batch).backward()
+
+        return run
+
+    functions = {name: step(model.train()) for name, model in models.items()}
+    timings = measure.alternate(functions, device=device, seconds=seconds)
+    count = sum(tokens(batch))
+    rate = measure.matrix_rate(torch.float32, device=device)
+    per_token = operations(eager, batch) / count
+    return measure.Result(
+        case=case.name,
+        step="forward + backward",
+        shape=f"fp32, {count} tokens, dropout {DROPOUT}",
+        ours=timings.pop("ours"),
+        peers=timings,
+        refused={},
+        work=count,
+        ceiling=measure.Rate(rate.value / per_token, rate.source),
+        unit="token",
+        at_least=case.at_least,
+    )
+
+
+# Showing ----------------------------------------------------------------------------------------
+
+
+def curves_table(results: Sequence[Curves]) -> Table:
+    steps = len(results[0].fused.losses)
+    table = _table(
+        f"without dropout, {steps} steps from one seed: largest difference of the losses at a step",
+        ("first loss", "last loss", "fused − eager", "fused − float64", "eager − float64"),
+    )
+    for result in results:
+        differences = (
+            result.furthest(*pair)
+            for pair in (("fused", "eager"), ("fused", "exact"), ("eager", "exact"))
+        )
+        ends = (result.fused.losses[place] for place in (0, -1))
+        table.add_row(
+            result.task,
+            *(f"{loss:.4f}" for loss in ends),
+            *(f"{difference:.1e}" for difference in differences),
+        )
+    return table
+
+
+def seeds_table(results: Sequence[Seeds], seeds: int) -> Table:
+    table = _table(
+        f"with dropout {DROPOUT}, {seeds} seeds: held-out loss, mean ± standard deviation",
+        ("eager", "fused", "apart"),
+    )
+    for result in results:
+        means = (
+            f"{statistics.mean(losses):.4f} ± {statistics.stdev(losses):.4f}"
+            for losses in (result.eager, result.fused)
+        )
+        table.add_row(result.task, *means, f"{result.standard_errors:+.1f} standard errors")
+    return table
+
+
+def speed_table(results: Sequence[measure.Result]) -> Table:
+    peers = list(dict.fromkeys(name for result in results for name in result.peers))
+    table = _table(
+        "training step, tokens per second",
+        (*peers, "fused", *(f"fused / {peer}" for peer in peers), "at least", "of ceiling"),
+    )
+    for result in results:
+        rates = (f"{result.work / result.peers[peer].median:,.0f}" for peer in peers)
+        wanted = "–" if result.at_least is None else f"{result.at_least:g}× eager"
+        table.add_row(
+            f"{result.case}\n[dim]{result.shape}[/dim]",
+            *rates,
+            f"{result.achieved:,.0f}",
+            *(f"{over(result, peer):.2f}×" for peer in peers),
+            wanted,
+            f"{result.fraction:.0%}",
+        )
+    return table
+
+
+def over(result: measure.Result, peer: str) -> float:
+    """A peer's time over ours: the median over the rounds."""
+    pairs = zip(result.peers[peer].seconds, result.ours.seconds, strict=True)
+    return statistics.median(theirs / ours for theirs, ours in pairs)
+
+
+def _table(title: str, numbers: Sequence[str]) -> Table:
+    table = Table(title=title, box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("", no_wrap=True)
+    for name in numbers:
+        table.add_column(name, justify="right", no_wrap=True)
+    return table
+
+
+def continuation(model: LanguageModel, device: str) -> str:
+    """What a trained language model makes of :data:`PROMPT`."""
+    prompt = text.encode(PROMPT).long()[None]
+    generator = torch.Generator(device).manual_seed(0)
+    new = model.config.max_length - prompt.shape[1]
+    drawn = sample(model, prompt.to(device), new, temperature=0.7, top_k=20, generator=generator)
+    return text.decode(drawn[0])
+
+
+def plot(path: Path, results: Sequence[Curves], caption: str) -> None:
+    """Loss curves, and below them what they differ by."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(3.4 * len(results) + 0.6, 5.2), layout="constrained")
+    figure.suptitle("training loss, eager and fused", x=0.01, ha="left", fontweight="bold")
+    figure.supxlabel(caption, x=0.01, ha="left", fontsize=6.5, color="#555555")
+    rows = figure.subplots(2, len(results), squeeze=False, sharex=True)
+    for column, result in enumerate(results):
+        loss, difference = rows[:, column]
+        loss.plot(result.eager.losses, color="#b8bec7", linewidth=4, label="eager")
+        loss.plot(result.fused.losses, color="#d1603d", linewidth=1, label="fused")
+        loss.set_title(result.task, fontsize=9, loc="left")
+        for other, color in (("eager", "#7f8894"), ("fused", "#d1603d")):
+            losses = zip(getattr(result, other).losses, result.exact.losses, strict=True)
+            label = f"|{other} − float64|"
+            difference.semilogy(
+                [abs(a - b) for a, b in losses], ".", markersize=2.5, color=color, label=label
+            )
+        difference.set_xlabel("step", fontsize=8)
+        for axes in (loss, difference):
+            axes.tick_params(labelsize=7)
+            axes.spines[["top", "right"]].set_visible(False)
+            axes.grid(color="#eeeeee")
+            axes.set_axisbelow(True)
+    for axes in rows[:, 0]:
+        axes.legend(frameon=False, fontsize=8, markerscale=3)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = measure.parser("transformer", __doc__)
+    parser.set_defaults(plot=Path("docs/transformer.png"))
+    parser.add_argument("--steps", type=int, default=300, help="of training; default: %(default)s")
+    parser.add_argument("--seeds", type=int, default=5, help="with dropout; default: %(default)s")
+    options = parser.parse_args(argv)
+    if options.quick:
+        options.steps, options.seeds = min(options.steps, 20), min(options.seeds, 2)
+    for name, least in (("steps", 1), ("seeds", 2)):
+        if getattr(options, name) < least:
+            parser.error(f"--{name}: expected at least {least}")
+    return options
+
+
+def main(argv: Sequence[str]) -> int:
+    """Train, time and show."""
+    options = parse(argv)
+    device, console = options.device, measure.console
+    torch.set_num_threads(options.threads)
+    named: list[Task | Case] = [*tasks(), *CASES]
+    chosen = measure.select(named, _name, options.cases)
+    facts = measure.machine(device)
+    caption = measure.describe(facts)
+    console.print(caption, soft_wrap=True)
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    learnt, times = [], []
+    with (
+        trifuse.backend(options.backend),
+        Progress(*columns, console=console, transient=True) as progress,
+    ):
+        cases = [case for case in chosen if isinstance(case, Case)]
+        bar = progress.add_task("timing", total=len(cases), visible=bool(cases))
+        for case in cases:
+            times.append(time_steps(case, device, seconds=0.6 if options.quick else 8.0))
+            progress.advance(bar)
+        for task in chosen:
+            if isinstance(task, Task):
+                learnt.append(learn(task, options.steps, options.seeds, device, progress))
+
+    content: dict[str, Any] = {"machine": facts, "curves": [], "seeds": [], "times": []}
+    if learnt:
+        curves, seeds = map(list, zip(*learnt, strict=True))
+        console.print(curves_table(curves))
+        console.print(seeds_table(seeds, options.seeds))
+        content["curves"] = [result.record() for result in curves]
+        content["seeds"] = [result.record() for result in seeds]
+        for result in curves:
+            if isinstance(result.fused.model, LanguageModel):
+                content["perplexity"] = show_language(result, device, options.backend)
+        plot(options.plot, curves, caption)
+        console.print(f"wrote {options.plot}")
+    if times:
+        console.print(speed_table(times), width=None if console.is_terminal else 160)
+        content["times"] = [result.record() for result in times]
+    if options.json is not None:
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        options.json.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n")
+        console.print(f"wrote {options.json}")
+    return 0
+
+
+def _name(item: Task | Case) -> str:
+    return item.name
+
+
+def show_language(result: Curves, device: str, backend: str) -> dict[str, float]:
+    """Print perplexities a byte, and a text that the fused model wrote."""
+    perplexity = {name: math.exp(getattr(result, name).held_out) for name in ("eager", "fused")}
+    shown = ", ".join(f"{value:.3f} {name}" for name, value in perplexity.items())
+    console = measure.console
+    console.print(f"held-out perplexity of the language model, a byte: {shown}\n")
+    assert isinstance(result.fused.model, LanguageModel)
+    with trifuse.backend(backend):
+        written = continuation(result.fused.model, device)
+    console.print(f"[bold]{PROMPT}[/bold]", end="")
+    console.print(written.removeprefix(PROMPT), markup=False, highlight=False)
+    console.print()
+    return perplexity

@@ -1,0 +1,623 @@
+"""Dropout, residual addition and LayerNorm, forward and backward, in Triton.
+
+The formulas are those at the head of ``trifuse/reference/dropout_add_layer_norm.py``. All is bound
+by memory, so what counts is that every element is read once and written once, 16 bytes at a time
+where rows begin at multiples of 16 bytes, and that enough programs have loads under way: about
+40 KB per multiprocessor hide the latency of an H100's memory.
+
+- Rows that fit are held in registers between the passes of the two-pass variance, as Chan, Golub
+  and LeVeque correct it ("Algorithms for computing the sample variance", 1983). Wider ones are
+  taken in chunks, whose means and variances are merged as they do it, and read again, through the
+  L2 cache as far as it reaches.
+- In the backward every program walks over many rows and sums the gradients of weight, bias and
+  x_bias in float32 registers; a second kernel adds up the programs' sums. There are no atomics, and
+  how many programs there are depends on the shape alone: results repeat bit for bit.
+- A row is summed by one program, in an order that only the width and the dtypes decide: its results
+  don't change by one bit with the number of rows.
+- The width is compiled in, which tells the compiler how rows are aligned and where a tile ends
+  beyond them. The number of rows is not.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from trifuse.kernels.philox import dropout_keep
+from trifuse.reference import philox
+
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+
+# What kernels are given --------------------------------------------------------------------------
+
+
+class Rows(NamedTuple):
+    """A (rows, N) matrix whose rows are contiguous."""
+
+    data: Tensor
+    stride: int  # from row to row, in units of Variant.vector elements
+
+
+class Inputs(NamedTuple):
+    """The tensors of the forward; None where the call has none."""
+
+    x: Rows  # the saved sum if the variant says so
+    residual: Rows | None
+    weight: Tensor | None  # (N,)
+    bias: Tensor | None
+    x_bias: Tensor | None
+
+
+class Dropout(NamedTuple):
+    seed: Tensor  # (1,) int64
+    threshold: int
+    keep_scale: float
+
+
+class Statistics(NamedTuple):
+    """float32, (rows,): the means of a row that its gradient takes."""
+
+    g: Tensor  # of g = weight · grad_out
+    gn: Tensor  # of g · n, n being the normalised sum
+
+
+class VectorGradients(NamedTuple):
+    """(N,), or float32 (programs, N) for the programs' shares; None where not wanted."""
+
+    weight: Tensor | None
+    bias: Tensor | None
+    x_bias: Tensor | None
+
+
+class Variant(NamedTuple):
+    """What a kernel is compiled for, besides which tensors there are."""
+
+    N: int
+    vector: int  # the largest power of 2, at most 8, that divides N; rows begin at multiples of it
+    rms_norm: bool
+    x_is_sum: bool
+
+
+class Block(NamedTuple):
+    """The size of a tile."""
+
+    rows: int
+    columns: int  # a power of 2, at least 8
+
+
+class Tile(NamedTuple):
+    """Where a program is: tiles of ``Block``, the last ones reaching beyond the matrix."""
+
+    first_row: Any  # int64
+    first_column: Any
+    row: Any  # (block.rows, 1), int64
+    column: Any  # (1, block.columns)
+    inside: Any  # (block.rows, block.columns)
+
+
+# Pieces ------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _tile(first_row, first_column, rows, N: tl.constexpr, block: tl.constexpr):
+    row = first_row + tl.arange(0, block.rows)[:, None]
+    column = first_column + tl.arange(0, block.columns)[None, :]
+    return Tile(first_row, first_column, row, column, (row < rows) & (column < N))
+
+
+@triton.jit
+def _load(matrix, tile, vector: tl.constexpr):
+    """float32, 0 outside the matrix."""
+    pointers = matrix.data + tile.row * (matrix.stride * vector) + tile.column
+    return tl.load(pointers, mask=tile.inside, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _round(values, dtype: tl.constexpr):
+    if INTERPRETED and dtype == tl.bfloat16:
+        # The interpreter would cut bits off where a GPU rounds to nearest even.
+        bits = values.to(tl.int32, bitcast=True)
+        rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000
+        values = tl.where(values == values, rounded.to(tl.float32, bitcast=True), values)
+    return values.to(dtype)
+
+
+@triton.jit
+def _store(matrix, values, tile, vector: tl.constexpr):
+    pointers = matrix.data + tile.row * (matrix.stride * vector) + tile.column
+    tl.store(pointers, _round(values, matrix.data.dtype.element_ty), mask=tile.inside)
+
+
+@triton.jit
+def _load_vector(vector, tile, N: tl.constexpr):
+    """float32 (1, block.columns), 0 from N on."""
+    return tl.load(vector + tile.column, mask=tile.column < N, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _draw(dropout, tile, block: tl.constexpr):
+    """Which elements are kept; None without dropout."""
+    if dropout is None:
+        keep = None
+    else:
+        seed = tl.load(dropout.seed)
+        row = tl.cast(tile.first_row, tl.int32)
+        keep = dropout_keep(
+            seed, 0, row, tile.first_column, dropout.threshold, block.rows, block.columns
+        )
+    return keep
+
+
+@triton.jit
+def _drop(values, keep, dropout):
+    """D · values: a dropped element is 0 whatever it was, NaN included."""
+    if dropout is not None:
+        values = tl.where(keep, values * dropout.keep_scale, 0.0)
+    return values
+
+
+@triton.jit
+def _sum(inputs, dropout, keep, tile, variant: tl.constexpr):
+    """The sum s, 0 outside the matrix."""
+    total = _load(inputs.x, tile, variant.vector)
+    if not variant.x_is_sum:
+        if inputs.x_bias is not None:
+            total += _load_vector(inputs.x_bias, tile, variant.N)
+        total = _drop(total, keep, dropout)
+        if inputs.residual is not None:
+            total += _load(inputs.residual, tile, variant.vector)
+    return total
+
+
+# Forward -----------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _forward_sum(inputs, dropout, sums, tile, variant: tl.constexpr, block: tl.constexpr):
+    """The sum, rounded as it is returned if it is."""
+    total = _sum(inputs, dropout, _draw(dropout, tile, block), tile, variant)
+    if sums is not None:
+        total = _round(total, sums.data.dtype.element_ty).to(tl.float32)
+    return total
+
+
+@triton.jit
+def _moments(total, tile, count, variant: tl.constexpr):
+    """Of each row's ``count`` numbers: the mean in two parts, the second what rounding took off the
+    first, and the sum of the squares of what lies beside it."""
+    if variant.rms_norm:
+        squares = tl.sum(total * total, 1)
+        mean = tl.zeros_like(squares)
+        error = mean
+    else:
+        mean = tl.sum(total, 1) / count
+        beside = tl.where(tile.inside, total - mean[:, None], 0.0)
+        error = tl.sum(beside, 1) / count
+        squares = tl.sum(beside * beside, 1) - count * error * error
+        squares = tl.where(squares < 0, 0.0, squares)  # NaN stays
+    return mean, error, squares
+
+
+@triton.jit
+def _write_normalised(out, sums, total, mean, rstd, inputs, tile, variant: tl.constexpr):
+    result = (total - mean[:, None]) * rstd[:, None]
+    if inputs.weight is not None:
+        result *= _load_vector(inputs.weight, tile, variant.N)
+    if inputs.bias is not None:
+        result += _load_vector(inputs.bias, tile, variant.N)
+    _store(out, result, tile, variant.vector)
+    if sums is not None:
+        _store(sums, total, tile, variant.vector)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def dropout_add_layer_norm_forward_kernel(
+    inputs,
+    dropout,  # Dropout or None
+    out,  # Rows
+    sums,  # Rows or None
+    means,  # (rows,)
+    rstds,  # (rows,)
+    rows,
+    eps,
+    variant: tl.constexpr,
+    block: tl.constexpr,
+):
+    """A program owns block.rows whole rows: it reads those of x and the residual once (twice if
+    they are wider than block.columns), and writes those of the output and the sum.
+
+    Floor: N · (bytes of x + residual + out + sum) + 8 bytes a row.
+    """
+    N: tl.constexpr = variant.N
+    first_row = tl.program_id(0).to(tl.int64) * block.rows
+    if block.columns >= N:
+        tile = _tile(first_row, 0, rows, N, block)
+        total = _forward_sum(inputs, dropout, sums, tile, variant, block)
+        mean, error, squares = _moments(total, tile, N, variant)
+        mean += error
+        rstd = _rstd(squares, N, eps)
+        _write_normalised(out, sums, total, mean, rstd, inputs, tile, variant)
+    else:
+        mean = tl.full((block.rows,), 0.0, tl.float32)
+        error = tl.full((block.rows,), 0.0, tl.float32)
+        squares = tl.full((block.rows,), 0.0, tl.float32)
+        for column in range(0, N, block.columns):
+            tile = _tile(first_row, column, rows, N, block)
+            total = _forward_sum(inputs, dropout, sums, tile, variant, block)
+            count = tl.minimum(N - column, block.columns)
+            chunk_mean, chunk_error, chunk_squares = _moments(total, tile, count, variant)
+            if column == 0:
+                mean = chunk_mean  # and the rest of it goes into the error, so as to lose nothing
+            apart = (chunk_mean - mean) + (chunk_error - error)
+            share = count.to(tl.float32) / (column + count)
+            error += apart * share
+            squares += chunk_squares + apart * apart * (column * share)
+        mean += error
+        rstd = _rstd(squares, N, eps)
+        for column in range(0, N, block.columns):
+            tile = _tile(first_row, column, rows, N, block)
+            total = _forward_sum(inputs, dropout, sums, tile, variant, block)
+            _write_normalised(out, sums, total, mean, rstd, inputs, tile, variant)
+    row = first_row + tl.arange(0, block.rows)
+    tl.store(means + row, mean, mask=row < rows)
+    tl.store(rstds + row, rstd, mask=row < rows)
+
+
+@triton.jit
+def _rstd(squares, N: tl.constexpr, eps):
+    # Once a row, so the exact division and root are free.
+    return tl.div_rn(1.0, tl.sqrt_rn(squares / N + eps))
+
+
+# Backward ----------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _normalised(total, means, rstds, tile, rows, variant: tl.constexpr):
+    """n and rstd (block.rows, 1): both 0 past the last row."""
+    guard = tile.row < rows
+    if not variant.rms_norm:
+        total -= tl.load(means + tile.row, mask=guard, other=0.0)
+    rstd = tl.load(rstds + tile.row, mask=guard, other=0.0)
+    return total * rstd, rstd
+
+
+@triton.jit
+def _weighted(dy, inputs, tile, variant: tl.constexpr):
+    if inputs.weight is not None:
+        dy *= _load_vector(inputs.weight, tile, variant.N)
+    return dy
+
+
+@triton.jit(do_not_specialize=["rows"])
+def dropout_add_layer_norm_backward_statistics_kernel(
+    grad_out,
+    inputs,
+    dropout,
+    means,
+    rstds,
+    statistics,
+    rows,
+    variant: tl.constexpr,
+    block: tl.constexpr,
+):
+    """For rows wider than a tile of the backward: the means over a row, which every chunk of it
+    takes. A program owns block.rows rows, reads them once, and writes two numbers for each.
+
+    Floor: N · (bytes of grad_out + x + residual) a row.
+    """
+    first_row = tl.program_id(0).to(tl.int64) * block.rows
+    sum_g = tl.full((block.rows, block.columns), 0.0, tl.float32)
+    sum_gn = tl.full((block.rows, block.columns), 0.0, tl.float32)
+    for column in range(0, variant.N, block.columns):
+        tile = _tile(first_row, column, rows, variant.N, block)
+        total = _sum(inputs, dropout, _draw(dropout, tile, block), tile, variant)
+        n, _ = _normalised(total, means, rstds, tile, rows, variant)
+        g = _weighted(_load(grad_out, tile, variant.vector), inputs, tile, variant)
+        sum_g += g
+        sum_gn += g * n
+    row = first_row + tl.arange(0, block.rows)
+    tl.store(statistics.g + row, tl.sum(sum_g, 1) / variant.N, mask=row < rows)
+    tl.store(statistics.gn + row, tl.sum(sum_gn, 1) / variant.N, mask=row < rows)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def dropout_add_layer_norm_backward_kernel(
+    grad_out,  # Rows
+    grad_sum,  # Rows or None
+    inputs,
+    dropout,  # Dropout or None
+    means,
+    rstds,
+    statistics,  # None if rows fit into a tile
+    grad_x,  # Rows or None
+    grad_residual,  # Rows or None
+    shares,  # VectorGradients
+    rows,
+    variant: tl.constexpr,
+    block: tl.constexpr,
+):
+    """A program owns the columns of one tile, and every ``num_programs``-th tile of rows: it reads
+    those of grad_out, x, the residual and grad_sum once, writes those of grad_x and grad_residual,
+    and keeps its share of the gradients of weight, bias and x_bias in registers to the end.
+
+    Floor: N · (bytes of grad_out + x + residual + grad_sum + grad_x + grad_residual) + 8 bytes a
+    row, and 4 · N bytes a program for each of the shares.
+    """
+    N: tl.constexpr = variant.N
+    program = tl.program_id(0).to(tl.int64)
+    first_column = tl.program_id(1) * block.columns
+    # One number for each element of a tile: rows are only added up at the end.
+    dweight = tl.full((block.rows, block.columns), 0.0, tl.float32)
+    dbias = tl.full((block.rows, block.columns), 0.0, tl.float32)
+    dx_bias = tl.full((block.rows, block.columns), 0.0, tl.float32)
+    for first_row in range(program * block.rows, rows, tl.num_programs(0) * block.rows):
+        tile = _tile(first_row, first_column, rows, N, block)
+        keep = _draw(dropout, tile, block)
+        total = _sum(inputs, dropout, keep, tile, variant)
+        n, rstd = _normalised(total, means, rstds, tile, rows, variant)
+        dy = _load(grad_out, tile, variant.vector)
+        g = _weighted(dy, inputs, tile, variant)
+        if shares.weight is not None:
+            dweight += dy * n
+        if shares.bias is not None:
+            dbias += dy
+        if statistics is None:
+            mean_g = (tl.sum(g, 1) / N)[:, None]
+            mean_gn = (tl.sum(g * n, 1) / N)[:, None]
+        else:
+            mean_g = tl.load(statistics.g + tile.row, mask=tile.row < rows, other=0.0)
+            mean_gn = tl.load(statistics.gn + tile.row, mask=tile.row < rows, other=0.0)
+        if not variant.rms_norm:
+            g -= mean_g
+        grad = rstd * (g - n * mean_gn)
+        if grad_sum is not None:
+            grad += _load(grad_sum, tile, variant.vector)
+        if grad_residual is not None:
+            _store(grad_residual, grad, tile, variant.vector)
+        grad = _drop(grad, keep, dropout)
+        if grad_x is not None:
+            _store(grad_x, grad, tile, variant.vector)
+        if shares.x_bias is not None:
+            dx_bias += grad
+    _store_share(shares.weight, dweight, program, first_column, N, block)
+    _store_share(shares.bias, dbias, program, first_column, N, block)
+    _store_share(shares.x_bias, dx_bias, program, first_column, N, block)
+
+
+@triton.jit
+def _store_share(shares, values, program, first_column, N: tl.constexpr, block: tl.constexpr):
+    if shares is not None:
+        column = first_column + tl.arange(0, block.columns)
+        tl.store(shares + program * N + column, tl.sum(values, 0), mask=column < N)
+
+
+@triton.jit(do_not_specialize=["programs"])
+def dropout_add_layer_norm_backward_sum_kernel(
+    shares,  # VectorGradients, (programs, N)
+    grads,  # VectorGradients, (N,)
+    programs,
+    N: tl.constexpr,
+    block: tl.constexpr,
+):
+    """A program owns block.columns columns of one of the vectors: it adds up the shares in a fixed
+    order, and writes the gradient.
+
+    Floor: 4 · programs bytes a column, from the L2 cache.
+    """
+    vector = tl.program_id(1)
+    if vector == 0:
+        _add_up(shares.weight, grads.weight, programs, N, block)
+    elif vector == 1:
+        _add_up(shares.bias, grads.bias, programs, N, block)
+    else:
+        _add_up(shares.x_bias, grads.x_bias, programs, N, block)
+
+
+@triton.jit
+def _add_up(shares, grad, programs, N: tl.constexpr, block: tl.constexpr):
+    if grad is not None:
+        column = tl.program_id(0) * block.columns + tl.arange(0, block.columns)
+        total = tl.full((block.rows, block.columns), 0.0, tl.float32)
+        for first in range(0, programs, block.rows):
+            row = first + tl.arange(0, block.rows)[:, None]
+            guard = (row < programs) & (column < N)[None, :]
+            pointers = shares + row.to(tl.int64) * N + column[None, :]
+            total += tl.load(pointers, mask=guard, other=0.0)
+        result = _round(tl.sum(total, 0), grad.dtype.element_ty)
+        tl.store(grad + column, result, mask=column < N)
+
+
+# Configurations ----------------------------------------------------------------------------------
+
+
+class Config(NamedTuple):
+    """How a kernel is launched for rows of one width."""
+
+    block: Block
+    num_warps: int
+
+
+# (elements of a tile, num_warps). A row gets the first tile that holds it, and several rows share
+# it if they fit. The forward keeps one number per element in registers, so a thread has room for 16
+# to 32: 4 to 8 loads of 16 bytes from each float32 tensor. The backward keeps three sums and about
+# three more numbers, so 8, or 16 where a row asks for it. Wider rows are taken in chunks.
+_FORWARD_TILES = ((2048, 4), (4096, 8), (8192, 16), (16384, 16))
+_BACKWARD_TILES = ((1024, 4), (2048, 8), (4096, 16), (8192, 16))
+_CHUNK = Config(Block(1, 4096), 16)
+_SUM = Config(Block(256, 32), 8)
+
+# Warps of the backward, all programs together: what an H100 holds at a time with 128 registers a
+# thread, 16 on each of 132 multiprocessors. It isn't asked how many there really are: sums would
+# then depend on the GPU. A program's shares of the sums are a row for each vector, written and read
+# once more, so it gets at least 4 tiles of rows to be worth it.
+_MAX_WARPS = 2048
+_MIN_TILES = 4
+
+
+def tile_config(tiles: tuple[tuple[int, int], ...], N: int) -> Config:
+    """For rows of N elements; they are wider than its tile only if they are to be cut in chunks."""
+    columns = max(triton.next_power_of_2(N), 8)
+    for elements, num_warps in tiles:
+        if columns <= elements:
+            return Config(Block(min(elements // columns, 128), columns), num_warps)
+    return _CHUNK
+
+
+# Launchers ---------------------------------------------------------------------------------------
+
+
+def dropout_add_layer_norm_forward(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    x_bias: Tensor | None,
+    seed: Tensor | None,
+    dropout_p: float,
+    eps: float,
+    rms_norm: bool,
+    prenorm: bool,
+    sum_dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Arguments and results of the op ``dropout_add_layer_norm_forward``."""
+    out = x.new_empty(x.shape)
+    total = x.new_empty(x.shape if prenorm else (0,), dtype=sum_dtype)
+    mean, rstd = (x.new_empty(x.shape[:-1], dtype=torch.float32) for _ in range(2))
+    N = x.shape[-1]
+    rows, vector, matrices = _matrices(x, residual, out, total if prenorm else None)
+    x_rows, residual_rows, out_rows, sum_rows = matrices
+    inputs = _inputs(x_rows, residual_rows, weight, bias, x_bias)
+    config = tile_config(_FORWARD_TILES, N)
+    grid = (triton.cdiv(rows, config.block.rows),)
+    _launch(
+        dropout_add_layer_norm_forward_kernel, grid, config, x,
+        inputs, _dropout(seed, dropout_p), out_rows, sum_rows, mean, rstd, rows, eps,
+        variant=Variant(N, vector, rms_norm, x_is_sum=False),
+    )  # fmt: skip
+    return out, total, mean, rstd
+
+
+def dropout_add_layer_norm_backward(
+    grad_out: Tensor,
+    grad_sum: Tensor | None,
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    x_bias: Tensor | None,
+    seed: Tensor | None,
+    mean: Tensor,
+    rstd: Tensor,
+    dropout_p: float,
+    eps: float,
+    rms_norm: bool,
+    x_is_sum: bool,
+    wanted: tuple[bool, ...],
+) -> tuple[Tensor, ...]:
+    """Arguments and results of the op ``dropout_add_layer_norm_backward``."""
+    N = x.shape[-1]
+    of_rows = (grad_out, x if residual is None else residual)
+    of_vectors = (grad_out if t is None else t for t in (weight, bias, x_bias))
+    results = tuple(
+        t.new_empty(t.shape if want else (0,))
+        for t, want in zip((*of_rows, *of_vectors), wanted, strict=True)
+    )
+    grads = tuple(t if want else None for t, want in zip(results, wanted, strict=True))
+    vector_grads = VectorGradients(*grads[2:])
+    rows, vector, matrices = _matrices(grad_out, grad_sum, x, residual, *grads[:2])
+    dy, ds, x_rows, residual_rows, grad_x, grad_residual = matrices
+    variant = Variant(N, vector, rms_norm, x_is_sum)
+    inputs = _inputs(x_rows, residual_rows, weight, bias, x_bias)
+    dropout = _dropout(seed, dropout_p)
+    mean, rstd = mean.contiguous(), rstd.contiguous()
+
+    config = tile_config(_BACKWARD_TILES, N)
+    tiles = triton.cdiv(rows, config.block.rows)
+    chunks = triton.cdiv(N, config.block.columns)
+    statistics = None
+    if chunks > 1:
+        statistics = Statistics(torch.empty_like(rstd), torch.empty_like(rstd))
+        _launch(
+            dropout_add_layer_norm_backward_statistics_kernel, (tiles,), config, x,
+            dy, inputs, dropout, mean, rstd, statistics, rows,
+            variant=variant,
+        )  # fmt: skip
+
+    most = triton.cdiv(_MAX_WARPS, config.num_warps * max(chunks, 1))
+    programs = min(triton.cdiv(tiles, _MIN_TILES), most)
+    shares = VectorGradients(
+        *(None if t is None else rstd.new_empty((programs, N)) for t in vector_grads)
+    )
+    _launch(
+        dropout_add_layer_norm_backward_kernel, (programs, chunks), config, x,
+        dy, ds, inputs, dropout, mean, rstd, statistics, grad_x, grad_residual, shares, rows,
+        variant=variant,
+    )  # fmt: skip
+    if any(t is not None for t in vector_grads):
+        grid = (triton.cdiv(N, _SUM.block.columns), len(vector_grads))
+        _launch(
+            dropout_add_layer_norm_backward_sum_kernel, grid, _SUM, x,
+            shares, vector_grads, programs,
+            N=N,
+        )  # fmt: skip
+    return results
+
+
+def _matrices(*tensors: Tensor | None) -> tuple[int, int, tuple[Rows | None, ...]]:
+    """The number of rows, ``Variant.vector``, and the tensors, of one shape (..., N), as rows.
+
+    A tensor is copied only if one stride can't lead from row to row, if a row isn't contiguous, or
+    if rows are less aligned than those of a fresh tensor: in what order a row is summed depends on
+    the alignment that a kernel is compiled for.
+    """
+    shape = next(t.shape for t in tensors if t is not None)
+    rows, N = math.prod(shape[:-1]), shape[-1]
+    vector = math.gcd(8, N)
+
+    def as_rows(t: Tensor) -> Rows:
+        t = t.reshape(rows, N)
+        if (t.stride(1) != 1 and N > 1) or (t.stride(0) % vector and rows > 1):
+            t = t.contiguous()
+        t = _aligned(t)
+        # The stride of a single row is arbitrary, and would make for more kinds of calls.
+        return Rows(t, (N if rows == 1 else t.stride(0)) // vector)
+
+    return rows, vector, tuple(None if t is None else as_rows(t) for t in tensors)
+
+
+def _aligned(t: Tensor) -> Tensor:
+    return t.clone(memory_format=torch.contiguous_format) if t.data_ptr() % 16 else t
+
+
+def _inputs(
+    x: Rows | None,
+    residual: Rows | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    x_bias: Tensor | None,
+) -> Inputs:
+    assert x is not None
+    vectors = (None if t is None else _aligned(t.contiguous()) for t in (weight, bias, x_bias))
+    return Inputs(x, residual, *vectors)
+
+
+def _dropout(seed: Tensor | None, dropout_p: float) -> Dropout | None:
+    threshold = philox.threshold(dropout_p)
+    if seed is None or threshold == 0:
+        return None
+    return Dropout(seed, threshold, philox.keep_scale(dropout_p))
+
+
+def _launch(
+    kernel: Any, grid: tuple[int, ...], config: Config, on: Tensor, *args: Any, **static: Any
+) -> None:
+    with torch.cuda.device_of(on):
+        kernel[grid](
+            *args, **static, block=config.block, num_warps=config.num_warps, enable_fp_fusion=True
+        )

@@ -1,0 +1,742 @@
+"""The Transformer in plain ``torch.nn``: the eager baseline for translation and language models.
+
+Vaswani, Shazeer, Parmar, Uszkoreit, Jones, Gomez, Kaiser and Polosukhin, "Attention Is All You
+Need" (2017); its sections are cited as VASWANI. :class:`Transformer` is that paper's encoder and
+decoder, :class:`LanguageModel` a decoder alone, as in GPT-2 (Radford, Wu, Child, Luan, Amodei and
+Sutskever, "Language Models are Unsupervised Multitask Learners", 2019).
+
+The layers are torch's own, which :func:`trifuse.fuse` knows. They have no key/value cache, so
+decoding goes through their parts one position at a time, and its attention is a module without
+parameters, :class:`SoftmaxAttention`. Only torch is imported here.
+
+Boolean masks say True where a token is real. In the shapes below B is the batch, S the length of
+the source, T that of the target, L the length of a text, W the beams for each source, H the heads,
+E the head dimension and V the vocabulary; d_model is H · E.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+__all__ = [
+    "Decoded",
+    "DecodingState",
+    "KeyValueCache",
+    "LanguageModel",
+    "LanguageModelConfig",
+    "SinusoidalPositions",
+    "SoftmaxAttention",
+    "Transformer",
+    "TransformerConfig",
+    "beam_search",
+    "greedy_search",
+    "sample",
+    "token_loss",
+    "warmup_inverse_sqrt",
+]
+
+# The models -------------------------------------------------------------------------------------
+
+
+@dataclass
+class TransformerConfig:
+    """The sizes and rates of a :class:`Transformer`; the defaults are VASWANI's base model.
+
+    The fields are named as the arguments of ``torch.nn.Transformer``. ``max_length`` bounds source
+    and target. As in torch's layers, ``dropout`` is also that of the attention weights and of the
+    feed-forward network's inner activations, which the paper leaves alone.
+
+    Raises:
+        ValueError: ``d_model`` is odd, or not a multiple of ``nhead``.
+    """
+
+    vocab_size: int = 37000
+    d_model: int = 512
+    nhead: int = 8
+    num_encoder_layers: int = 6
+    num_decoder_layers: int = 6
+    dim_feedforward: int = 2048
+    dropout: float = 0.1
+    activation: str = "relu"
+    layer_norm_eps: float = 1e-5
+    norm_first: bool = False
+    max_length: int = 1024
+
+    def __post_init__(self) -> None:
+        _check_heads(self.d_model, self.nhead)
+        if self.d_model % 2:
+            raise ValueError(f"d_model: expected an even number; got {self.d_model}")
+
+
+@dataclass
+class LanguageModelConfig:
+    """The sizes and rates of a :class:`LanguageModel`; the defaults are GPT-2's smallest.
+
+    Raises:
+        ValueError: ``d_model`` is not a multiple of ``nhead``.
+    """
+
+    vocab_size: int = 50257
+    d_model: int = 768
+    nhead: int = 12
+    num_layers: int = 12
+    dim_feedforward: int = 3072
+    dropout: float = 0.1
+    activation: str = "gelu"
+    layer_norm_eps: float = 1e-5
+    max_length: int = 1024
+    initializer_range: float = 0.02
+
+    def __post_init__(self) -> None:
+        _check_heads(self.d_model, self.nhead)
+
+
+def _check_heads(d_model: int, nhead: int) -> None:
+    if d_model % nhead:
+        raise ValueError(f"d_model: expected a multiple of nhead={nhead}; got {d_model}")
+
+
+class SinusoidalPositions(nn.Module):
+    """Add sin(p / 10000^(2i / d_model)) to feature 2i of position p, and its cosine to 2i + 1.
+
+    VASWANI 3.5.
+    """
+
+    table: Tensor  # (max_length, d_model)
+
+    def __init__(self, max_length: int, d_model: int) -> None:
+        super().__init__()
+        positions = torch.arange(max_length, dtype=torch.float64)
+        exponents = torch.arange(0, d_model, 2, dtype=torch.float64) / d_model
+        angles = positions[:, None] / 10000**exponents
+        table = torch.stack((angles.sin(), angles.cos()), dim=-1).flatten(1)
+        self.register_buffer("table", table.to(torch.get_default_dtype()), persistent=False)
+
+    def forward(self, x: Tensor, start: int = 0) -> Tensor:
+        """Add positions ``start``, ``start`` + 1, … to (B, L, d_model).
+
+        Raises:
+            ValueError: a position lies past the table.
+        """
+        stop = start + x.shape[1]
+        _check_length(stop, self.table.shape[0])
+        return x + self.table[start:stop]
+
+
+def _check_length(length: int, limit: int) -> None:
+    if length > limit:
+        raise ValueError(f"expected at most max_length={limit} positions; got {length}")
+
+
+class SoftmaxAttention(nn.Module):
+    """softmax(Q Kᵀ / √E + mask) V, from projected heads, while decoding. Holds no parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dropout_p = 0.0
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        """Attend.
+
+        Args:
+            query: (B, H, Lq, E).
+            key, value: (B, H, Lk, E).
+            mask: bool (B, Lk), True where a key takes part; or broadcastable to (B, H, Lq, Lk).
+
+        Returns:
+            (B, H, Lq, E).
+        """
+        if mask is not None and mask.dim() == 2:
+            mask = mask[:, None, None, :]
+        return F.scaled_dot_product_attention(query, key, value, mask)
+
+
+class Transformer(nn.Module):
+    """An encoder and a decoder that share one embedding, which is also the output projection.
+
+    Embeddings are multiplied by √d_model on their way in (VASWANI 3.4). Matrices begin Xavier
+    uniform (Glorot and Bengio, "Understanding the difficulty of training deep feedforward neural
+    networks", 2010), the three of an attention's input as one of 3 d_model rows, biases 0 and
+    embeddings normal with variance 1 / d_model, so that inputs and logits both begin near
+    variance 1.
+
+    Args:
+        config: the sizes.
+    """
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        self.config = config
+        d_model, eps = config.d_model, config.layer_norm_eps
+        layer: dict[str, Any] = {
+            "d_model": d_model,
+            "nhead": config.nhead,
+            "dim_feedforward": config.dim_feedforward,
+            "dropout": config.dropout,
+            "activation": config.activation,
+            "layer_norm_eps": eps,
+            "batch_first": True,
+            "norm_first": config.norm_first,
+        }
+        # With norm_first the sum of all sublayers leaves a stack without having been normalised.
+        norms = [nn.LayerNorm(d_model, eps=eps) if config.norm_first else None for _ in range(2)]
+        self.embedding = nn.Embedding(config.vocab_size, d_model)
+        self.positions = SinusoidalPositions(config.max_length, d_model)
+        self.dropout = nn.Dropout(config.dropout)
+        self.encoder = nn.TransformerEncoder(
+            nn.TransformerEncoderLayer(**layer),
+            config.num_encoder_layers,
+            norms[0],
+            enable_nested_tensor=False,  # which cuts the output to the longest source's length
+        )
+        self.decoder = nn.TransformerDecoder(
+            nn.TransformerDecoderLayer(**layer), config.num_decoder_layers, norms[1]
+        )
+        self.output = nn.Linear(d_model, config.vocab_size, bias=False)
+        self.output.weight = self.embedding.weight
+        self.attention = SoftmaxAttention()
+        self._initialise()
+
+    @torch.no_grad()
+    def _initialise(self) -> None:
+        self.embedding.weight.normal_(0.0, self.config.d_model**-0.5)
+        for stack in (self.encoder, self.decoder):
+            for name, parameter in stack.named_parameters():
+                if parameter.dim() == 2:
+                    nn.init.xavier_uniform_(parameter)
+                elif name.endswith("bias"):
+                    parameter.zero_()
+
+    def forward(
+        self,
+        source: Tensor,
+        target: Tensor,
+        source_mask: Tensor | None = None,
+        target_mask: Tensor | None = None,
+    ) -> Tensor:
+        """Logits (B, T, V) for the token that follows each position of the target.
+
+        Args:
+            source: integers (B, S).
+            target: integers (B, T), beginning with the token that begins every target.
+            source_mask: bool (B, S), True where a token is real; at least one in each row.
+            target_mask: bool (B, T), alike. Padding at the end changes nothing at real positions
+                even without it.
+
+        Raises:
+            ValueError: more positions than ``config.max_length``, or a mask that isn't a boolean
+                one of its tokens' shape.
+        """
+        memory = self.encode(source, source_mask)
+        _check_mask("target_mask", target_mask, target)
+        decoded = self.decoder(
+            self._embed(target),
+            memory,
+            tgt_mask=_future(target.shape[1], target.device),
+            tgt_is_causal=True,
+            tgt_key_padding_mask=_padding(target_mask),
+            memory_key_padding_mask=_padding(source_mask),
+        )
+        return self.output(decoded)
+
+    def encode(self, source: Tensor, source_mask: Tensor | None = None) -> Tensor:
+        """The encoder's output (B, S, d_model). Arguments and errors as in :meth:`forward`."""
+        _check_mask("source_mask", source_mask, source)
+        return self.encoder(self._embed(source), src_key_padding_mask=_padding(source_mask))
+
+    def start(self, source: Tensor, source_mask: Tensor | None = None) -> DecodingState:
+        """Encode a source, and project it once to the keys and values of every decoder layer."""
+        memory = self.encode(source, source_mask)
+        projected = []
+        for layer in self.decoder.layers:
+            attention = layer.multihead_attn
+            projected.append(_in_project(attention, memory, slice(attention.embed_dim, None)))
+        return DecodingState(KeyValueCache(), projected, source_mask)
+
+    def step(self, tokens: Tensor, state: DecodingState) -> Tensor:
+        """Logits (N, n, V) after each of n further tokens, without dropout.
+
+        Args:
+            tokens: integers (N, n). N is a multiple of the sources in ``state``; the rows of one
+                source follow each other.
+            state: from :meth:`start`; the tokens' keys and values are appended to its cache.
+        """
+        x = self._embed(tokens, state.past.length)
+        for index, layer in enumerate(self.decoder.layers):
+            x = self._layer_step(layer, x, index, state)
+        return self.output(x if self.decoder.norm is None else self.decoder.norm(x))
+
+    def _layer_step(
+        self, layer: nn.TransformerDecoderLayer, x: Tensor, index: int, state: DecodingState
+    ) -> Tensor:
+        def attend_to_past(x: Tensor) -> Tensor:
+            return _attend_to_past(layer.self_attn, self.attention, x, state.past, index)
+
+        def attend_to_memory(x: Tensor) -> Tensor:
+            # All rows of one source have the same keys: they are so many more queries.
+            key, value = state.memory[index]
+            queries = x.reshape(key.shape[0], -1, x.shape[-1])
+            (query,) = _in_project(layer.multihead_attn, queries, slice(x.shape[-1]))
+            out = _merge_heads(self.attention(query, key, value, state.memory_mask))
+            return layer.multihead_attn.out_proj(out).view_as(x)
+
+        for norm, sublayer in (
+            (layer.norm1, attend_to_past),
+            (layer.norm2, attend_to_memory),
+            (layer.norm3, lambda x: _feed_forward(layer, x)),
+        ):
+            x = x + sublayer(norm(x)) if layer.norm_first else norm(x + sublayer(x))
+        return x
+
+    def _embed(self, tokens: Tensor, start: int = 0) -> Tensor:
+        embedded = self.embedding(tokens) * math.sqrt(self.config.d_model)
+        return self.dropout(self.positions(embedded, start))
+
+
+class LanguageModel(nn.Module):
+    """A causal, pre-norm Transformer over one text, with learnt positions and a final norm.
+
+    The output projection is the embedding. Weights begin normal with standard deviation
+    ``initializer_range``; those whose output is added to the residual stream are scaled by
+    1 / √(2 layers), the number of such additions, so that their sum begins as large as one
+    (GPT-2, 2.3). Biases begin 0.
+
+    Args:
+        config: the sizes.
+    """
+
+    def __init__(self, config: LanguageModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embedding = nn.Embedding(config.vocab_size, config.d_model)
+        self.positions = nn.Embedding(config.max_length, config.d_model)
+        self.dropout = nn.Dropout(config.dropout)
+        layer = nn.TransformerEncoderLayer(
+            config.d_model,
+            config.nhead,
+            config.dim_feedforward,
+            config.dropout,
+            config.activation,
+            config.layer_norm_eps,
+            batch_first=True,
+            norm_first=True,
+        )
+        self.decoder = nn.TransformerEncoder(
+            layer,
+            config.num_layers,
+            nn.LayerNorm(config.d_model, eps=config.layer_norm_eps),
+            enable_nested_tensor=False,
+        )
+        self.output = nn.Linear(config.d_model, config.vocab_size, bias=False)
+        self.output.weight = self.embedding.weight
+        self.attention = SoftmaxAttention()
+        self._initialise()
+
+    @torch.no_grad()
+    def _initialise(self) -> None:
+        std = self.config.initializer_range
+        for name, parameter in self.named_parameters():
+            if name.endswith(("out_proj.weight", "linear2.weight")):
+                parameter.normal_(0.0, std / math.sqrt(2 * self.config.num_layers))
+            elif parameter.dim() == 2:
+                parameter.normal_(0.0, std)
+            elif name.endswith("bias"):
+                parameter.zero_()
+
+    def forward(self, tokens: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Logits (B, L, V) for the token that follows each position.
+
+        Args:
+            tokens: integers (B, L).
+            mask: bool (B, L), True where a token is real. Padding at the end changes nothing at
+                real positions even without it.
+
+        Raises:
+            ValueError: more positions than ``config.max_length``, or a mask that isn't a boolean
+                one of the tokens' shape.
+        """
+        _check_mask("mask", mask, tokens)
+        decoded = self.decoder(
+            self._embed(tokens),
+            mask=_future(tokens.shape[1], tokens.device),
+            is_causal=True,
+            src_key_padding_mask=_padding(mask),
+        )
+        return self.output(decoded)
+
+    def step(self, tokens: Tensor, past: KeyValueCache) -> Tensor:
+        """Logits (B, n, V) after each of n further tokens (B, n), without dropout.
+
+        The tokens' keys and values are appended to ``past``, an empty cache at the beginning.
+        """
+        x = self._embed(tokens, past.length)
+        for index, layer in enumerate(self.decoder.layers):
+            x = x + _attend_to_past(layer.self_attn, self.attention, layer.norm1(x), past, index)
+            x = x + _feed_forward(layer, layer.norm2(x))
+        assert self.decoder.norm is not None
+        return self.output(self.decoder.norm(x))
+
+    def _embed(self, tokens: Tensor, start: int = 0) -> Tensor:
+        stop = start + tokens.shape[1]
+        _check_length(stop, self.config.max_length)
+        positions = torch.arange(start, stop, device=tokens.device)
+        return self.dropout(self.embedding(tokens) + self.positions(positions))
+
+
+def _check_mask(name: str, mask: Tensor | None, tokens: Tensor) -> None:
+    if mask is not None and (mask.dtype != torch.bool or mask.shape != tokens.shape):
+        raise ValueError(
+            f"{name}: expected torch.bool of shape {tuple(tokens.shape)}, as its tokens; "
+            f"got {mask.dtype} of shape {tuple(mask.shape)}"
+        )
+
+
+def _padding(mask: Tensor | None) -> Tensor | None:
+    """In torch.nn's convention: True is left out."""
+    return None if mask is None else ~mask
+
+
+def _future(length: int, device: torch.device) -> Tensor:
+    """In torch.nn's convention: True above the diagonal, the keys that a query must not see."""
+    return torch.ones(length, length, dtype=torch.bool, device=device).triu(1)
+
+
+# Training ---------------------------------------------------------------------------------------
+
+
+def token_loss(
+    logits: Tensor, targets: Tensor, mask: Tensor | None = None, label_smoothing: float = 0.0
+) -> Tensor:
+    """The mean cross-entropy of the real tokens, in nats.
+
+    With smoothing ε the wanted distribution is 1 − ε on the target and ε spread evenly over the
+    vocabulary (Szegedy et al., "Rethinking the Inception Architecture for Computer Vision", 2016,
+    section 7; VASWANI 5.4 takes ε = 0.1).
+
+    Args:
+        logits: (B, L, V).
+        targets: integers (B, L).
+        mask: bool (B, L), True where a target counts.
+        label_smoothing: ε.
+    """
+    if mask is not None:
+        targets = targets.masked_fill(~mask, -100)
+    return F.cross_entropy(
+        logits.flatten(0, 1), targets.flatten(), ignore_index=-100, label_smoothing=label_smoothing
+    )
+
+
+def warmup_inverse_sqrt(warmup_steps: int) -> Callable[[int], float]:
+    """A factor for ``LambdaLR``: up to 1 in equal steps, then down with 1 / √step.
+
+    VASWANI eq. 3 is this with (d_model · warmup_steps)^−½ as the optimizer's learning rate. Steps
+    count from 0, as LambdaLR's do, and the first has the factor 1 / warmup_steps.
+
+    Raises:
+        ValueError: ``warmup_steps`` is below 1.
+    """
+    if warmup_steps < 1:
+        raise ValueError(f"warmup_steps: expected at least 1; got {warmup_steps}")
+
+    def factor(step: int) -> float:
+        return min((step + 1) / warmup_steps, math.sqrt(warmup_steps / (step + 1)))
+
+    return factor
+
+
+# Decoding with a cache --------------------------------------------------------------------------
+
+
+class KeyValueCache:
+    """The keys and values of the tokens decoded so far, (N, H, length, E) for each layer."""
+
+    def __init__(self) -> None:
+        self._layers: list[tuple[Tensor, Tensor]] = []
+
+    @property
+    def length(self) -> int:
+        """How many tokens each row has, once all layers have seen them."""
+        return self._layers[-1][0].shape[2] if self._layers else 0
+
+    def append(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Add those of further tokens, (N, H, n, E), and return all there are."""
+        if layer == len(self._layers):
+            self._layers.append((key, value))
+        else:
+            past_key, past_value = self._layers[layer]
+            both = torch.cat((past_key, key), 2), torch.cat((past_value, value), 2)
+            self._layers[layer] = both
+        return self._layers[layer]
+
+    def reorder(self, rows: Tensor) -> None:
+        """Keep the rows with these indices, in this order; a row may be taken more than once."""
+        self._layers = [
+            (key.index_select(0, rows), value.index_select(0, rows)) for key, value in self._layers
+        ]
+
+
+@dataclass
+class DecodingState:
+    """What :meth:`Transformer.step` goes on from.
+
+    Reordering beams needs only ``past`` to be reordered: all rows of a source share its memory.
+    """
+
+    past: KeyValueCache
+    memory: list[tuple[Tensor, ...]] = field(repr=False)  # key, value (B, H, S, E) of each layer
+    memory_mask: Tensor | None  # bool (B, S)
+
+
+def _attend_to_past(
+    projections: nn.MultiheadAttention,
+    attention: nn.Module,
+    x: Tensor,
+    past: KeyValueCache,
+    layer: int,
+) -> Tensor:
+    """Causal self-attention of the newest tokens (N, n, d_model) over all of them."""
+    query, key, value = _in_project(projections, x, slice(None))
+    key, value = past.append(layer, key, value)
+    new, total = query.shape[2], key.shape[2]
+    mask = None
+    if new > 1:
+        mask = torch.ones(new, total, dtype=torch.bool, device=x.device).tril(total - new)
+        mask = mask[None, None]
+    return projections.out_proj(_merge_heads(attention(query, key, value, mask)))
+
+
+def _in_project(projections: nn.MultiheadAttention, x: Tensor, rows: slice) -> tuple[Tensor, ...]:
+    """Query, key and value heads (N, H, n, E), or those whose rows of the weight are named."""
+    weight, bias = projections.in_proj_weight[rows], projections.in_proj_bias[rows]
+    return tuple(
+        part.unflatten(-1, (projections.num_heads, -1)).transpose(1, 2)
+        for part in F.linear(x, weight, bias).split(projections.embed_dim, dim=-1)
+    )
+
+
+def _merge_heads(x: Tensor) -> Tensor:
+    return x.transpose(1, 2).flatten(-2)
+
+
+def _feed_forward(
+    layer: nn.TransformerEncoderLayer | nn.TransformerDecoderLayer, x: Tensor
+) -> Tensor:
+    return layer.linear2(layer.activation(layer.linear1(x)))
+
+
+class Decoded(NamedTuple):
+    """What a search found, for B sources and the best W hypotheses of each.
+
+    Greedy search has no dimension W.
+    """
+
+    tokens: Tensor  # integers (B, W, max_length), with neither the first token nor, past the
+    # hypothesis, anything but the last: all further places hold ``eos_id``
+    lengths: Tensor  # integers (B, W), the ``eos_id`` counted where it came before max_length
+    scores: Tensor  # (B, W), log P, by beam search divided by the length penalty; best first
+
+
+@torch.no_grad()
+def greedy_search(
+    model: Transformer,
+    source: Tensor,
+    source_mask: Tensor | None = None,
+    *,
+    bos_id: int,
+    eos_id: int,
+    max_length: int,
+) -> Decoded:
+    """Take the likeliest token, again and again, until ``eos_id``.
+
+    Args:
+        model: in evaluation mode.
+        source: integers (B, S).
+        source_mask: bool (B, S), True where a token is real.
+        bos_id: the token that begins every target.
+        eos_id: the token that ends it.
+        max_length: the most tokens to give, the last included.
+
+    Raises:
+        ValueError: the model is in training mode, or ``max_length`` is below 1 or above the
+            model's.
+    """
+    state = _start(model, source, source_mask, max_length)
+    B = source.shape[0]
+    tokens = source.new_full((B, max_length), eos_id)
+    lengths = source.new_zeros(B)
+    running = torch.ones(B, dtype=torch.bool, device=source.device)
+    last = source.new_full((B, 1), bos_id)
+    log_probs = None
+    for place in range(max_length):
+        best = _next_log_probs(model, last, state).max(-1)
+        values = best.values * running
+        log_probs = values if log_probs is None else log_probs + values
+        tokens[:, place] = best.indices.where(running, tokens[:, place])
+        lengths += running
+        running = running & (best.indices != eos_id)
+        if not running.any():
+            break
+        last = best.indices[:, None]
+    assert log_probs is not None
+    return Decoded(tokens, lengths, log_probs)
+
+
+@torch.no_grad()
+def beam_search(
+    model: Transformer,
+    source: Tensor,
+    source_mask: Tensor | None = None,
+    *,
+    bos_id: int,
+    eos_id: int,
+    max_length: int,
+    beam_width: int = 4,
+    length_penalty: float = 0.6,
+) -> Decoded:
+    """The likeliest targets that a search of limited width finds.
+
+    Each step extends every beam by every token. Of the W best extensions those that end become
+    hypotheses, and the W best that do not end go on as beams. A source is done when it has W
+    hypotheses; at ``max_length`` its beams are hypotheses too. With one beam this is greedy search.
+
+    Hypotheses are ranked by log P(Y | X) / lp(Y), lp(Y) = ((5 + |Y|) / 6)^α (Wu et al., "Google's
+    Neural Machine Translation System", 2016, eq. 14 without its coverage penalty), |Y| being the
+    length with ``eos_id``. Where there are fewer than W, the rest has length 0 and score −inf.
+
+    Args:
+        model, source, source_mask, bos_id, eos_id, max_length: as in :func:`greedy_search`.
+        beam_width: W.
+        length_penalty: α. 0 ranks by probability, which prefers short hypotheses.
+
+    Raises:
+        ValueError: as :func:`greedy_search`, or ``beam_width`` is below 1.
+    """
+    if beam_width < 1:
+        raise ValueError(f"beam_width: expected at least 1; got {beam_width}")
+    state = _start(model, source, source_mask, max_length)
+    B, W, device = source.shape[0], beam_width, source.device
+    batch = torch.arange(B, device=device)[:, None]
+    beams = source.new_empty((B, W, 0))
+    last = source.new_full((B * W, 1), bos_id)
+    # Only the first of the W beams, all alike at the beginning, may be extended.
+    first = torch.arange(W, device=device).expand(B, W) == 0
+    log_probs = torch.zeros(B, W, device=device).masked_fill(~first, -math.inf)
+    found = Decoded(
+        source.new_full((B, W, max_length), eos_id),
+        source.new_zeros((B, W)),
+        torch.full((B, W), -math.inf, device=device),
+    )
+    ended = source.new_zeros(B)
+    for length in range(1, max_length + 1):
+        penalty = ((5 + length) / 6) ** length_penalty
+        extended = log_probs[..., None] + _next_log_probs(model, last, state).unflatten(0, (B, W))
+        V = extended.shape[-1]
+        # At most W of them end, one for each beam, so that W do not.
+        totals, places = extended.flatten(1).topk(2 * W)
+        origins, words = places // V, places % V
+        candidates = torch.cat((beams[batch, origins], words[..., None]), dim=-1)
+        ends = words == eos_id
+        going = ended[:, None] < W
+
+        new = ends & going & (torch.arange(2 * W, device=device) < W) & totals.isfinite()
+        scores = (totals / penalty).masked_fill(~new, -math.inf)
+        found = _merge(found, candidates, scores, eos_id)
+        ended = ended + new.sum(1)
+        log_probs, kept = totals.masked_fill(ends, -math.inf).topk(W)
+        beams = candidates[batch, kept]
+        going = ended[:, None] < W
+        if length == max_length:
+            scores = (log_probs / penalty).masked_fill(~going, -math.inf)
+            found = _merge(found, beams, scores, eos_id)
+        elif not going.any():
+            break
+        else:
+            last = words.gather(1, kept).view(B * W, 1)
+            state.past.reorder((batch * W + origins.gather(1, kept)).flatten())
+    return found
+
+
+def _merge(found: Decoded, candidates: Tensor, scores: Tensor, eos_id: int) -> Decoded:
+    """The best W among those found and further ones (B, n, length); −inf scores are no finds."""
+    length, max_length = candidates.shape[-1], found.tokens.shape[-1]
+    best, kept = torch.cat((found.scores, scores), 1).topk(found.scores.shape[1])
+    candidates = F.pad(candidates, (0, max_length - length), value=eos_id)
+    batch = torch.arange(len(kept), device=kept.device)[:, None]
+    tokens = torch.cat((found.tokens, candidates), 1)[batch, kept]
+    lengths = torch.cat((found.lengths, scores.isfinite() * length), 1).gather(1, kept)
+    return Decoded(tokens, lengths, best)
+
+
+@torch.no_grad()
+def sample(
+    model: LanguageModel,
+    prompt: Tensor,
+    new_tokens: int,
+    *,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    generator: torch.Generator | None = None,
+) -> Tensor:
+    """Continue texts by drawing from what the model predicts.
+
+    Args:
+        model: in evaluation mode.
+        prompt: integers (B, L), at least one token in each row.
+        new_tokens: how many to append.
+        temperature: the logits are divided by it; below 1 likely tokens become likelier.
+        top_k: draw among the k likeliest tokens only.
+        generator: what to draw from. Default: torch's own.
+
+    Returns:
+        Integers (B, L + new_tokens), the prompt included.
+
+    Raises:
+        ValueError: the model is in training mode; the prompt is empty; ``temperature`` is not
+            above 0; ``top_k`` is below 1; or the text would outgrow ``config.max_length``.
+    """
+    _check_evaluating(model)
+    if prompt.dim() != 2 or prompt.shape[1] == 0:
+        raise ValueError(f"prompt: expected (B, L) with L at least 1; got {tuple(prompt.shape)}")
+    if not temperature > 0:
+        raise ValueError(f"temperature: expected a number above 0; got {temperature}")
+    if top_k is not None and top_k < 1:
+        raise ValueError(f"top_k: expected at least 1; got {top_k}")
+    _check_length(prompt.shape[1] + new_tokens, model.config.max_length)
+    past = KeyValueCache()
+    text = newest = prompt
+    for _ in range(new_tokens):
+        logits = model.step(newest, past)[:, -1] / temperature
+        if top_k is not None:
+            likeliest = logits.topk(min(top_k, logits.shape[-1])).values
+            logits = logits.masked_fill(logits < likeliest[:, -1:], -math.inf)
+        newest = torch.multinomial(logits.softmax(-1), 1, generator=generator)
+        text = torch.cat((text, newest), 1)
+    return text
+
+
+def _start(
+    model: Transformer, source: Tensor, source_mask: Tensor | None, max_length: int
+) -> DecodingState:
+    _check_evaluating(model)
+    limit = model.config.max_length
+    if not 1 <= max_length <= limit:
+        raise ValueError(f"max_length: expected from 1 to the model's {limit}; got {max_length}")
+    return model.start(source, source_mask)
+
+
+def _check_evaluating(model: nn.Module) -> None:
+    if model.training:
+        raise ValueError("model: expected one in evaluation mode, after model.eval()")
+
+
+def _next_log_probs(model: Transformer, last: Tensor, state: DecodingState) -> Tensor:
+    """log P (N, V) of what follows the newest tokens (N, 1), in float32 or wider."""
+    logits = model.step(last, state)[:, -1]
+    return logits.log_softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32))

@@ -1,0 +1,136 @@
+"""The end of a sublayer as a module, and for modules that hold its parts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trifuse.nn.linear import is_watched
+from trifuse.ops.dropout_add_layer_norm import dropout_add_layer_norm
+
+
+class DropoutAddLayerNorm(nn.LayerNorm):
+    """LayerNorm(residual + dropout(x)) over the last dimension, fused.
+
+    The parameters are those of ``torch.nn.LayerNorm``, whose state_dict it loads and whose
+    arguments it takes first.
+
+    Args:
+        normalized_shape: the size of the last dimension, or a list of that one number.
+        eps: added to the variance.
+        elementwise_affine: whether there is a weight, and with ``bias`` a bias.
+        bias: whether there is a bias.
+        device, dtype: of the parameters.
+        p: probability of dropping an element of x while training.
+        prenorm: also return the sum, as the residual of the next sublayer.
+        rms_norm: RMSNorm instead of LayerNorm: no mean is subtracted.
+        residual_in_fp32: with ``prenorm``, return the sum in float32.
+
+    Raises:
+        ValueError: ``normalized_shape`` has more than one dimension, or ``p`` is not in [0, 1).
+    """
+
+    def __init__(
+        self,
+        normalized_shape: int | list[int] | torch.Size,
+        eps: float = 1e-5,
+        elementwise_affine: bool = True,
+        bias: bool = True,
+        device: Any = None,
+        dtype: Any = None,
+        *,
+        p: float = 0.0,
+        prenorm: bool = False,
+        rms_norm: bool = False,
+        residual_in_fp32: bool = False,
+    ) -> None:
+        super().__init__(normalized_shape, eps, elementwise_affine, bias, device, dtype)  # type: ignore[arg-type]
+        if len(self.normalized_shape) != 1:
+            raise ValueError(
+                f"normalized_shape: expected one dimension; got {tuple(self.normalized_shape)}"
+            )
+        if not 0.0 <= p < 1.0:
+            raise ValueError(f"p: expected a probability in [0, 1); got {p}")
+        self.p = p
+        self.prenorm = prenorm
+        self.rms_norm = rms_norm
+        self.residual_in_fp32 = residual_in_fp32
+
+    def extra_repr(self) -> str:
+        flags = ("prenorm", "rms_norm", "residual_in_fp32")
+        named = "".join(f", {flag}=True" for flag in flags if getattr(self, flag))
+        return f"{super().extra_repr()}, p={self.p}{named}"
+
+    def forward(  # type: ignore[override]
+        self, x: Tensor, residual: Tensor | None = None
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Normalise; see :func:`trifuse.dropout_add_layer_norm`.
+
+        Args:
+            x: (..., N), what a sublayer computed.
+            residual: broadcastable to (..., N), what it was given.
+
+        Returns:
+            (..., N), and with ``prenorm`` the sum, (..., N).
+        """
+        return dropout_add_layer_norm(  # type: ignore[call-overload, no-any-return]
+            x,
+            residual,
+            self.weight,
+            self.bias,
+            self.p,
+            self.eps,
+            training=self.training,
+            prenorm=self.prenorm,
+            rms_norm=self.rms_norm,
+            residual_in_fp32=self.residual_in_fp32,
+        )
+
+
+def add_norm(x: Tensor, residual: Tensor, dropout: nn.Module, norm: nn.Module) -> Tensor:
+    """norm(residual + dropout(x)), fused where the modules are torch's own.
+
+    Modules of another class, or watched by hooks, are called as they are. A sum of two dtypes has
+    the wider one, as in torch, whatever autocast made of x.
+    """
+    if not _fuses(dropout, norm):
+        return norm(residual + dropout(x))
+    x, residual = _same_dtype(x, residual)
+    return dropout_add_layer_norm(
+        x, residual, norm.weight, norm.bias, dropout.p, norm.eps, training=dropout.training
+    )  # fmt: skip
+
+
+def add_then_norm(
+    x: Tensor, residual: Tensor, dropout: nn.Module, norm: nn.Module
+) -> tuple[Tensor, Tensor]:
+    """norm(s) and s = residual + dropout(x): the end of a sublayer and the beginning of the next,
+    where these normalise first. Fused as :func:`add_norm` is."""
+    if not _fuses(dropout, norm):
+        total = residual + dropout(x)
+        return norm(total), total
+    x, residual = _same_dtype(x, residual)
+    return dropout_add_layer_norm(
+        x, residual, norm.weight, norm.bias, dropout.p, norm.eps, training=dropout.training,
+        prenorm=True,
+    )  # fmt: skip
+
+
+def _fuses(dropout: nn.Module, norm: nn.Module) -> bool:
+    return (
+        type(dropout) is nn.Dropout
+        and dropout.p < 1
+        and type(norm) is nn.LayerNorm
+        and len(norm.normalized_shape) == 1
+        and not is_watched(dropout)
+        and not is_watched(norm)
+    )
+
+
+def _same_dtype(x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+    if x.dtype == residual.dtype:
+        return x, residual
+    dtype = torch.promote_types(x.dtype, residual.dtype)
+    return x.to(dtype), residual.to(dtype)

@@ -1,0 +1,81 @@
+"""Triton kernels compiled for a GPU that isn't there.
+
+For processes of their own: kernels decorated under ``TRITON_INTERPRET=1`` can't be compiled, so
+this has to be imported before any of them.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import tempfile
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+os.environ.pop("TRITON_INTERPRET", None)
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime import JITFunction, driver
+
+
+class Code(NamedTuple):
+    """What one kernel was compiled to."""
+
+    kernel: str
+    registers: int  # of a thread
+    stack: int  # bytes of a thread: what was spilled, and little else
+    shared: int  # bytes of a program
+    sass: str
+    hash: str
+
+
+class _Device:
+    """What Triton's launcher asks about a GPU, up to the point where it would need one."""
+
+    def __init__(self, architecture: int) -> None:
+        self.architecture = architecture
+
+    def get_current_device(self) -> int:
+        return self.architecture
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self.architecture, 32)
+
+
+def compile_launches(architecture: int, call: Callable[[], object]) -> list[Code]:
+    """The code of every kernel that ``call`` launches, on tensors without memory.
+
+    Every launch stops after its compilation: what is compiled is what a GPU would run, down to the
+    alignments that Triton specialises for.
+    """
+    driver.set_active(_Device(architecture))
+    compiled = []
+
+    def compile_only(self: Any, *args: Any, warmup: bool, **kwargs: Any) -> None:
+        compiled.append(run(self, *args, warmup=True, **kwargs))
+
+    run, JITFunction.run = JITFunction.run, compile_only
+    try:
+        call()
+    finally:
+        JITFunction.run = run
+    return [_disassemble(kernel) for kernel in compiled]
+
+
+def _disassemble(kernel: Any) -> Code:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", "--dump-sass"]
+        report = subprocess.run(
+            [*command, file.name], capture_output=True, text=True, check=True
+        ).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+)", report)
+    assert found is not None, report
+    registers, stack = int(found[1]), int(found[2])
+    return Code(kernel.name, registers, stack, kernel.metadata.shared, report, kernel.hash)

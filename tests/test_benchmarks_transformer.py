@@ -1,0 +1,177 @@
+"""The Transformer comparison trains what it says, alike for both, and counts what is there."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import statistics
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from trifuse.benchmarks import measure, text, transformer
+from trifuse.models.transformer import (
+    LanguageModel,
+    LanguageModelConfig,
+    Transformer,
+    TransformerConfig,
+)
+
+
+def tiny_puzzle(name: text.Puzzle) -> transformer.Task:
+    task = transformer.puzzle(name)
+    config = TransformerConfig(text.SYMBOLS + 20, 16, 2, 1, 1, 32, max_length=16)
+    (held_out,) = task.held_out
+    return dataclasses.replace(
+        task,
+        make=lambda dropout: Transformer(dataclasses.replace(config, dropout=dropout)),
+        held_out=[tuple(x[:16] for x in held_out)],
+    )
+
+
+def tiny_language() -> transformer.Task:
+    task = transformer.language(batch_size=2, length=32)
+    config = LanguageModelConfig(text.BYTES, 16, 2, 1, 32, max_length=32)
+    return dataclasses.replace(
+        task,
+        make=lambda dropout: LanguageModel(dataclasses.replace(config, dropout=dropout)),
+        held_out=task.held_out[-2:],
+    )
+
+
+@pytest.mark.parametrize("task", [tiny_puzzle("sorting"), tiny_language()], ids=lambda x: x.name)
+def test_both_learn_alike(task):
+    eager, fused, exact = (
+        transformer.train(task, 12, device="cpu", **how)
+        for how in ({"fused": False}, {"fused": True}, {"fused": False, "dtype": torch.float64})
+    )
+    curves = transformer.Curves(task.name, eager, fused, exact)
+    assert curves.furthest("fused", "exact") <= max(2 * curves.furthest("eager", "exact"), 1e-5)
+    assert eager.losses[-1] < eager.losses[0]
+    assert not eager.model.training
+    assert {type(module).__module__ for module in fused.model.modules()} & {"trifuse.nn.attention"}
+
+
+def test_the_seed_decides_everything():
+    task = tiny_puzzle("reversal")
+    runs = [
+        transformer.train(task, 3, device="cpu", fused=False, seed=seed, dropout=dropout).losses
+        for seed, dropout in ((0, 0.1), (0, 0.1), (1, 0.1), (0, 0.0))
+    ]
+    assert runs[0] == runs[1]
+    assert runs[0][0] != runs[2][0]
+    assert runs[0][0] != runs[3][0]
+
+
+def test_held_out_loss_counts_rows_alike():
+    task = tiny_language()
+    torch.manual_seed(0)
+    model = task.make(0.0).eval()
+    (first,), (last,) = task.held_out
+    assert len(first) > len(last)
+    together = dataclasses.replace(task, held_out=[(torch.cat((first, last)),)])
+    assert transformer.evaluate(task, model, "cpu") == pytest.approx(
+        transformer.evaluate(together, model, "cpu"), rel=1e-6
+    )
+
+
+def test_standard_errors_are_welchs():
+    eager, fused = [1.0, 1.2, 1.1, 1.3], [1.4, 1.2, 1.6]
+    wanted = (statistics.mean(fused) - statistics.mean(eager)) / math.sqrt(
+        statistics.variance(eager) / 4 + statistics.variance(fused) / 3
+    )
+    assert transformer.Seeds("", eager, fused).standard_errors == pytest.approx(wanted)
+
+
+@pytest.mark.parametrize("case", transformer.CASES, ids=lambda case: case.name)
+def test_tokens_and_operations_are_those_of_a_step(case):
+    """Operations by torch's own count of a model's linear layers, but for the vocabulary's."""
+    model, batch = case.make(), case.batch()
+    into_encoder, into_decoder = transformer.tokens(batch)
+    if isinstance(model, LanguageModel):
+        assert (into_encoder, into_decoder) == (0, 4 * 256)
+    else:
+        share = 0.5 if "padding" in case.name else 1.0
+        assert (into_encoder, into_decoder) == pytest.approx((share * 512,) * 2, rel=0.02)
+    if into_decoder != batch[-1][:, :-1].numel():
+        return  # torch counts the padding too
+    with FlopCounterMode(display=False) as counter:
+        case.loss(model, batch).backward()
+    products = sum(
+        count
+        for operator, count in counter.get_flop_counts()["Global"].items()
+        if str(operator) in ("aten.mm", "aten.addmm")  # attention's are aten.bmm
+    )
+    vocabulary = 6 * into_decoder * model.output.weight.numel()
+    assert transformer.operations(model, batch) == pytest.approx(products - vocabulary, rel=0.01)
+
+
+def test_a_fused_model_that_differs_stops_the_run(monkeypatch):
+    @torch.no_grad()
+    def spoil(model):
+        model.output.weight.mul_(1.01)
+
+    monkeypatch.setattr(transformer.trifuse, "fuse", spoil)
+    with pytest.raises(AssertionError, match="tiny: fused loss"):
+        transformer.time_steps(tiny_case(("eager",)), "cpu", seconds=0.0)
+
+
+def tiny_case(peers: tuple[str, ...], at_least: float | None = None) -> transformer.Case:
+    task = tiny_language()
+    return transformer.Case(
+        "tiny",
+        lambda: task.make(transformer.DROPOUT),
+        lambda: task.draw(torch.Generator().manual_seed(0)),
+        task.loss,
+        peers,
+        at_least,
+    )
+
+
+def test_tables_json_and_picture(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(transformer, "tasks", lambda: [tiny_puzzle("reversal"), tiny_language()])
+    monkeypatch.setattr(transformer, "CASES", (tiny_case(("eager",), at_least=999.0),))
+    monkeypatch.setattr(torch, "set_num_threads", lambda threads: None)
+    figures, picture = tmp_path / "a" / "figures.json", tmp_path / "b" / "picture.png"
+    arguments = ["--quick", "--device", "cpu", "--json", str(figures), "--plot", str(picture)]
+    assert transformer.main([*arguments, "--steps", "6"]) == 0
+
+    printed = capsys.readouterr().out
+    for words in (
+        "without dropout, 6 steps from one seed",
+        "with dropout 0.1, 2 seeds",
+        "standard errors",
+        "training step, tokens per second",
+        "999× eager",
+        "held-out perplexity",
+        transformer.PROMPT,
+    ):
+        assert words in printed
+    content = json.loads(figures.read_text())
+    for curves, seeds in zip(content["curves"], content["seeds"], strict=True):
+        assert curves["task"] == seeds["task"]
+        assert {len(losses) for losses in curves["losses"].values()} == {6}
+        assert curves["fused_from_eager"] < 1e-4
+        assert len(seeds["eager"]) == len(seeds["fused"]) == 2
+    assert content["perplexity"]["eager"] == pytest.approx(content["perplexity"]["fused"], rel=1e-4)
+    assert content["perplexity"]["eager"] == math.exp(content["curves"][1]["held_out"]["eager"])
+    (row,) = content["times"]
+    assert row["work"] == 64
+    assert row["achieved"] == pytest.approx(64 / row["ours"]["median"])
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_ratio_to_a_peer_is_taken_within_rounds():
+    ours, peer = measure.Timing((1.0, 2.0, 4.0)), measure.Timing((3.0, 6.0, 1.0))
+    ceiling = measure.Rate(1.0, "")
+    result = measure.Result("", "", "", ours, {"eager": peer}, {}, 1.0, ceiling, "token")
+    assert transformer.over(result, "eager") == 3.0
+
+
+@pytest.mark.parametrize("arguments", [["--steps", "0"], ["--seeds", "1"]])
+def test_options_are_checked(arguments, capsys):
+    with pytest.raises(SystemExit):
+        transformer.main(arguments)
+    assert f"{arguments[0]}: expected at least" in capsys.readouterr().err

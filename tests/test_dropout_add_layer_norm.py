@@ -1,0 +1,492 @@
+"""dropout_add_layer_norm: what it returns, keeps and drops; the same bits in any company."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from attention_cases import SEED, assert_equal, drawn_seed, normal
+from dropout_add_layer_norm_cases import (
+    TENSORS,
+    Case,
+    Results,
+    assert_same_bits,
+    cases,
+    lay_out_rows,
+    layouts,
+    make,
+    run,
+    specification,
+    sum_dtype,
+)
+from hypothesis import given, settings
+from torch import Tensor
+
+import trifuse
+from trifuse.reference import philox
+
+NAN = float("nan")
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+OP = trifuse.dropout_add_layer_norm
+
+
+@pytest.fixture(autouse=True)
+def _threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def assert_near(actual: Results, expected: Results) -> None:
+    """Equal but for rounding, whose measure is taken in test_dropout_add_layer_norm_accuracy."""
+    assert actual.keys() == expected.keys()
+    for name, a in actual.items():
+        rtol = {torch.float64: 1e-9, torch.float32: 1e-4}.get(a.dtype, 3e-2)
+        torch.testing.assert_close(
+            a.double(), expected[name].double(), rtol=rtol, atol=rtol,
+            msg=lambda why, name=name: f"{name}: {why}",
+        )  # fmt: skip
+
+
+# Results ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_without_options_it_is_layer_norm(kernel, dtype):
+    x, weight, bias = (
+        normal(*s, seed=i, dtype=dtype) for i, s in enumerate([(6, 40), (40,), (40,)])
+    )
+    expected = F.layer_norm(x.double(), (40,), weight.double(), bias.double(), 0.01)
+    actual = OP(x, None, weight, bias, eps=0.01)
+    torch.testing.assert_close(actual, expected.to(dtype))
+    torch.testing.assert_close(OP(x), F.layer_norm(x.double(), (40,)).to(dtype))
+    expected = F.rms_norm(x.double(), (40,), weight.double(), 0.01)
+    actual = OP(x, None, weight, eps=0.01, rms_norm=True)
+    torch.testing.assert_close(actual, expected.to(dtype))
+
+
+@pytest.mark.parametrize("present", list(itertools.product((False, True), repeat=4)), ids=str)
+@pytest.mark.parametrize("prenorm", [False, True])
+def test_tensors_that_are_left_out(kernel, present, prenorm):
+    whole = make(7, 20, dropout_p=0.2)
+    absent: dict[str, Any] = {
+        name: None for name, there in zip(TENSORS[1:], present, strict=True) if not there
+    }
+    case = dataclasses.replace(whole, **absent, grad_sum=whole.grad_sum if prenorm else None)
+    assert_near(run(case), specification(case))
+
+
+@pytest.mark.parametrize("in_fp32", [False, True])
+@pytest.mark.parametrize("residual_dtype", [None, "that of x", torch.float32])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_dtypes_of_results(kernel, dtype, residual_dtype, in_fp32):
+    """The sum in the residual's; in float32 when asked for; with all its bits either way."""
+    if residual_dtype == torch.float32 and dtype == torch.float64:
+        pytest.skip("a float64 x has no float32 residual")
+    residual_dtype = dtype if residual_dtype == "that of x" else residual_dtype
+    x = normal(3, 70, seed=1, dtype=dtype).requires_grad_()
+    residual = None
+    if residual_dtype is not None:
+        residual = normal(3, 70, seed=2, dtype=residual_dtype).requires_grad_()
+    out, total = OP(x, residual, prenorm=True, residual_in_fp32=in_fp32)
+    assert out.dtype == dtype
+    assert total.dtype == sum_dtype(x, residual, in_fp32)
+    exact = x.double() if residual is None else x.double() + residual.double()
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    assert_equal(total, exact.to(wide).to(total.dtype))
+    # What is normalised is the sum as it is returned.
+    torch.testing.assert_close(out, F.layer_norm(total.double(), (70,)).to(dtype))
+    inputs = [t for t in (x, residual) if t is not None]
+    for grad, t in zip(torch.autograd.grad(out.sum() + total.sum(), inputs), inputs, strict=True):
+        assert grad.dtype == t.dtype
+    # Without prenorm there is no sum for the flag to speak of.
+    assert OP(x, residual, residual_in_fp32=in_fp32).dtype == dtype
+
+
+@pytest.mark.parametrize("layout", layouts(4))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_layouts_change_nothing(kernel, layout, dtype):
+    case = make(2, 3, 4, 70, dtype=dtype, dropout_p=0.3)
+    fields = ("x", "residual", "grad_out", "grad_sum")
+    if layout == "expanded":  # repeats its first entry, so the dense tensors have to do so too
+        dense = {f: getattr(case, f)[:1].repeat(2, 1, 1, 1) for f in fields}
+        case = dataclasses.replace(case, **dense)
+    laid = {f: lay_out_rows(getattr(case, f), layout) for f in fields}
+    if layout in ("gaps", "offset", "slices"):
+        vectors = TENSORS[2:]
+        laid |= {f: lay_out_rows(getattr(case, f), layout) for f in vectors}
+    results = run(dataclasses.replace(case, **laid))
+    assert all(t.is_contiguous() for name, t in results.items())
+    if kernel.backend == "eager":
+        assert_near(results, run(case))
+    else:
+        assert_same_bits(results, run(case))
+
+
+def test_more_dimensions_than_a_kernel_has_strides_for(kernel):
+    case = make(2, 2, 3, 2, 2, 17)
+    laid = {f: lay_out_rows(getattr(case, f), "reversed") for f in ("x", "residual", "grad_out")}
+    assert_near(run(dataclasses.replace(case, **laid)), run(case))
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "gaps", "reversed"])
+@pytest.mark.parametrize(
+    "shape", [(0,), (0, 5), (3, 0), (2, 0, 5), (2, 3, 0), (0, 0), (2, 0, 3, 2, 2, 5)], ids=str
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_empty_tensors(kernel, shape, layout, dtype):
+    """No rows, or rows of nothing, however they are said to lie."""
+    case = make(*shape, dtype=dtype, dropout_p=0.5)
+    laid = {f: lay_out_rows(getattr(case, f), layout) for f in ("x", "residual", "grad_out")}
+    results = run(dataclasses.replace(case, **laid))
+    assert results["out"].shape == results["sum"].shape == results["grad_x"].shape == shape
+    for name in ("weight", "bias", "x_bias"):
+        assert_equal(results[f"grad_{name}"], torch.zeros(shape[-1], dtype=dtype))
+
+
+def test_one_row_one_column(kernel):
+    """1-D inputs; and a row of one number, which is its own mean."""
+    case = make(20, dropout_p=0.3)
+    assert_near(run(case), specification(case))
+    one = make(1, grad_sum=None)
+    results = run(one)
+    assert_equal(results["out"], one.bias)
+    assert_equal(results["grad_bias"], one.grad_out)
+    for name in ("grad_x", "grad_residual", "grad_weight", "grad_x_bias"):
+        assert results[name].eq(0).all(), name
+
+
+@pytest.mark.parametrize("eps", [0.0, 1e-5, 3])
+def test_rows_without_variance(kernel, eps):
+    """(x - mean) · rstd: 0 where there is an eps, 0 · ∞ where there is none, as in torch."""
+    x = torch.full((2, 70), 3.0)
+    torch.testing.assert_close(OP(x, eps=eps), F.layer_norm(x, (70,), eps=eps), equal_nan=True)
+
+
+@pytest.mark.parametrize("shape", [(5,), (1, 5), (3, 5), (1, 1, 5), (2, 1, 5), (1, 3, 1)], ids=str)
+def test_residual_is_broadcast(kernel, shape):
+    """And its gradient summed over what it was repeated over."""
+    case = make(2, 3, 5, residual=normal(*shape, seed=7))
+    results = run(case)
+    assert results["grad_residual"].shape == shape
+    assert_near(results, specification(case))
+
+
+def test_inputs_are_not_modified(kernel):
+    case = make(5, 70, dropout_p=0.2)
+    tensors = [t for t in vars(case).values() if isinstance(t, Tensor)]
+    before = [(t.clone(), t._version) for t in tensors]
+    run(case)
+    for t, (value, version) in zip(tensors, before, strict=True):
+        assert_equal(t, value)
+        assert t._version == version
+
+
+def test_results_are_nobody_else_s_memory(kernel):
+    """The sum of x and nothing is a copy; gradients that are equal can be changed one by one."""
+    x, residual = (normal(4, 20, seed=i).requires_grad_() for i in range(2))
+    out, total = OP(x, prenorm=True)
+    assert_equal(total, x)
+    assert len({t.data_ptr() for t in (x, out, total)}) == 3
+    OP(x, residual).sin().sum().backward()
+    assert_equal(x.grad, residual.grad)
+    residual.grad.zero_()
+    assert x.grad.ne(0).any()
+
+
+# Gradients --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dropout_p", [0.0, 0.4])
+@pytest.mark.parametrize(
+    "wanted", [w for n in (1, 2, 4) for w in itertools.combinations(range(5), n)], ids=str
+)
+def test_gradients_asked_for_one_by_one(backend, wanted, dropout_p):
+    """Each subset of gradients equals that part of them all."""
+    for prenorm in (False, True):
+        case = make(9, 20, dropout_p=dropout_p)
+        case = case if prenorm else dataclasses.replace(case, grad_sum=None)
+        everything = run(case)
+        inputs = [t.detach().requires_grad_(i in wanted) for i, t in enumerate(case.tensors)]
+        torch.manual_seed(SEED)
+        results = OP(
+            *inputs[:4], dropout_p, training=True, x_bias=inputs[4], prenorm=prenorm
+        )  # fmt: skip
+        outputs, upstream = (results, (case.grad_out, case.grad_sum)) if prenorm else (
+            (results,), (case.grad_out,)
+        )  # fmt: skip
+        grads = torch.autograd.grad(outputs, [inputs[i] for i in wanted], upstream)
+        for i, grad in zip(wanted, grads, strict=True):
+            assert_equal(grad, everything[f"grad_{TENSORS[i]}"], TENSORS[i])
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+@pytest.mark.parametrize("dropout_p", [0.0, 0.4])
+@pytest.mark.parametrize("missing", ["grad_out", "grad_sum"])
+def test_one_of_two_outputs_has_no_gradient(kernel, missing, dropout_p, mixed):
+    """As if it were zeros. The sum's rarely has none, the output's where a model drops a branch."""
+    case = make(5, 20, dtype=torch.bfloat16 if mixed else torch.float32, dropout_p=dropout_p)
+    if mixed:
+        wide = {f: getattr(case, f).float() for f in ("residual", "grad_sum")}
+        case = dataclasses.replace(case, **wide)
+    zeros = torch.zeros_like(getattr(case, missing))
+    expected = run(dataclasses.replace(case, **{missing: zeros}))
+    inputs = [t.detach().requires_grad_() for t in case.tensors]
+    torch.manual_seed(SEED)
+    out, total = OP(*inputs[:4], dropout_p, training=True, prenorm=True, x_bias=inputs[4])
+    output, upstream = (total, case.grad_sum) if missing == "grad_out" else (out, case.grad_out)
+    grads = torch.autograd.grad(output, inputs, upstream, materialize_grads=True)
+    for name, grad in zip(TENSORS, grads, strict=True):
+        assert (grad == expected[f"grad_{name}"]).all(), name
+
+
+def test_upstream_gradients_expanded_from_one_number(kernel):
+    """What ``out.sum().backward()`` sends up: stride 0 in every dimension."""
+    case = make(5, 70)
+    expanded = dict.fromkeys(("grad_out", "grad_sum"), torch.ones(()).expand(5, 70))
+    dense = dict.fromkeys(("grad_out", "grad_sum"), torch.ones(5, 70))
+    assert_near(run(dataclasses.replace(case, **expanded)), run(dataclasses.replace(case, **dense)))
+
+
+def test_a_backward_can_be_run_again(kernel):
+    inputs = [t.requires_grad_() for t in make(5, 20).tensors]
+    out = OP(*inputs[:4], 0.5, training=True, x_bias=inputs[4]).sin().sum()
+    first = torch.autograd.grad(out, inputs, retain_graph=True)
+    for a, b in zip(first, torch.autograd.grad(out, inputs), strict=True):
+        assert_equal(a, b)
+    with pytest.raises(RuntimeError, match="second time"):
+        torch.autograd.grad(out, inputs)
+
+
+def test_no_gradient_without_grad_mode(backend):
+    case = make(3, 20, grad_sum=None)
+    x = case.x.clone().requires_grad_()
+    with torch.no_grad():
+        assert not OP(x).requires_grad
+    with torch.inference_mode():
+        out = OP(x, *case.tensors[1:4], x_bias=case.x_bias)
+    assert_equal(out, run(case)["out"])
+
+
+@pytest.mark.parametrize("options", [{}, {"dropout_p": 0.1}, {"rms_norm": True}], ids=str)
+def test_saved_tensors_are_inputs_and_one_number_a_row(backend, options):
+    """No mask, no normalised rows; with prenorm the sum, an output, instead of x and residual."""
+    x, residual, weight, bias = (
+        normal(*s, seed=i).requires_grad_() for i, s in enumerate([(9, 20), (9, 20), (20,), (20,)])
+    )
+    for prenorm in (False, True):
+        with Saved() as saved:
+            results = OP(x, residual, weight, bias, training=True, prenorm=prenorm, **options)
+        outputs = results if prenorm else (results,)
+        known = {t.data_ptr() for t in (x, residual, weight, bias, *outputs)}
+        small = sorted(tuple(t.shape) for t in saved.tensors if t.data_ptr() not in known)
+        assert small == [*([(1,)] if "dropout_p" in options else []), (9,), (9,)]
+        big = [t.data_ptr() for t in saved.tensors if t.shape == x.shape]
+        assert big == ([outputs[1].data_ptr()] if prenorm else [x.data_ptr(), residual.data_ptr()])
+
+
+class Saved(torch.autograd.graph.saved_tensors_hooks):
+    """What a forward keeps for its backward."""
+
+    def __init__(self) -> None:
+        self.tensors: list[Tensor] = []
+        super().__init__(self._pack, lambda t: t)
+
+    def _pack(self, t: Tensor) -> Tensor:
+        self.tensors.append(t)
+        return t
+
+
+# The same bits in any company -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_two_runs_and_any_number_of_threads(every_kernel, dtype):
+    """Gradients that are sums over rows too. Also two runs on as many: what a race would break."""
+
+    @settings(max_examples=settings.default.max_examples // 4)
+    @given(cases(dtype))
+    def call(case: Case) -> None:
+        for kernel in (every_kernel[0], every_kernel[-1]):
+            with kernel.serving():
+                torch.set_num_threads(1)
+                alone = run(case)
+                # Torch's own sums may be split among threads as they are.
+                for threads in (1,) if kernel.backend == "eager" else (2, 3, 2):
+                    torch.set_num_threads(threads)
+                    assert_same_bits(run(case), alone)
+
+    call()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(1500, 65), (40, 2000)], ids=str)
+def test_threads_share_many_blocks_of_rows(cpp_kernels, shape, dtype):
+    case = make(*shape, dtype=dtype, dropout_p=0.1)
+    with cpp_kernels[-1].serving():
+        torch.set_num_threads(1)
+        expected = run(case)
+        for threads in (2, 4, 2):
+            torch.set_num_threads(threads)
+            assert_same_bits(run(case), expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("N", [5, 130])
+def test_a_row_does_not_depend_on_the_others(cpp_kernel, N, dtype):
+    """Alone, among others, beside NaN: the same bits."""
+    rows = ("x", "residual", "grad_out", "grad_sum")
+    per_row = ("out", "sum", "grad_x", "grad_residual")
+    together = make(101, N, dtype=dtype)
+    results = run(together)
+    torch.set_num_threads(2)
+    for part in (slice(0, 1), slice(7, 8), slice(30, 101)):
+        alone = run(dataclasses.replace(together, **{f: getattr(together, f)[part] for f in rows}))
+        poisoned = {f: torch.full_like(getattr(together, f), NAN) for f in rows}
+        for f in rows:
+            poisoned[f][part] = getattr(together, f)[part]
+        beside_nan = run(dataclasses.replace(together, **poisoned))
+        for name in per_row:
+            assert_equal(alone[name], results[name][part], name)
+            assert_equal(beside_nan[name][part], results[name][part], name)
+
+
+def test_rows_are_numbered_from_the_first(cpp_kernel):
+    """So with dropout the first rows are the same ones, whatever follows."""
+    together = make(64, 130, dropout_p=0.3)
+    results = run(together)
+    fields = ("x", "residual", "grad_out", "grad_sum")
+    alone = run(dataclasses.replace(together, **{f: getattr(together, f)[:9] for f in fields}))
+    for name in ("out", "sum", "grad_x", "grad_residual"):
+        assert_equal(alone[name], results[name][:9], name)
+
+
+# Dropout ----------------------------------------------------------------------------------------
+
+
+def kept(shape: tuple[int, ...], dropout_p: float) -> Tensor:
+    """What the specification keeps."""
+    rows, N = torch.Size(shape[:-1]).numel(), shape[-1]
+    return philox.dropout_keep(drawn_seed(), torch.tensor(0), rows, N, dropout_p).view(shape)
+
+
+def dropped_ones(shape: tuple[int, ...], dtype: torch.dtype, dropout_p: float) -> list[Tensor]:
+    """What becomes of ones, and of their gradients' ones."""
+    torch.manual_seed(SEED)
+    x = torch.ones(shape, dtype=dtype, requires_grad=True)
+    _, total = OP(x, None, None, None, dropout_p, training=True, prenorm=True)
+    return [total, torch.autograd.grad(total.sum(), x)[0]]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dropout_p", [0.001, 0.1, 0.5, 0.99])
+def test_the_same_seed_drops_the_same_elements(kernel, dtype, dropout_p):
+    """In the forward and again in the backward, as the reference says, scaled exactly."""
+    shape = (3, 11, 137)
+    scale = torch.tensor(65536 / (65536 - round(dropout_p * 65536)), dtype=torch.float64)
+    expected = (kept(shape, dropout_p) * scale).to(dtype)
+    total, grad = dropped_ones(shape, dtype, dropout_p)
+    assert_equal(total, expected)
+    assert_equal(grad, expected)
+
+
+def test_triton_drops_the_same_elements(triton):
+    """The rest of what Triton must do is in test_kernels_dropout_add_layer_norm."""
+    expected = kept((2, 3, 37), 0.3) * torch.tensor(philox.keep_scale(0.3))
+    for t in dropped_ones((2, 3, 37), torch.float32, 0.3):
+        assert_equal(t, expected)
+
+
+@pytest.mark.parametrize("dropout_p", [0.01, 0.1, 0.5, 0.9])
+def test_the_probability_is_honoured(backend, dropout_p):
+    count = 40 * 2500
+    total, _ = dropped_ones((40, 2500), torch.float32, dropout_p)
+    share = total.eq(0).double().mean().item()
+    assert abs(share - dropout_p) < 4 * (dropout_p * (1 - dropout_p) / count) ** 0.5
+
+
+@pytest.mark.parametrize("dropout_p", [2**-18, 1 - 2**-20])
+def test_the_probabilities_next_to_none_and_all(kernel, dropout_p):
+    """Below half of 2⁻¹⁶ nothing is dropped; however near to 1, one in 2¹⁶ is kept."""
+    expected = (kept((700, 600), dropout_p) * philox.keep_scale(dropout_p)).float()
+    assert set(expected.unique().tolist()) == ({1.0} if dropout_p < 0.5 else {0.0, 65536.0})
+    for t in dropped_ones((700, 600), torch.float32, dropout_p):
+        assert_equal(t, expected)
+
+
+def test_nothing_is_dropped_without_training(backend):
+    case = make(5, 70)
+    state = torch.get_rng_state()
+    out = OP(case.x, case.residual, case.weight, case.bias, 0.9)
+    assert_equal(out, OP(case.x, case.residual, case.weight, case.bias))
+    OP(case.x, dropout_p=0.0, training=True)
+    assert torch.equal(torch.get_rng_state(), state)  # no dropout, no draw
+
+
+def test_the_generator_decides(backend):
+    """torch's default generator: its seed, its state, and nothing else."""
+    x = normal(4, 20)
+
+    def call() -> Tensor:
+        return OP(x, dropout_p=0.5, training=True)
+
+    torch.manual_seed(1)
+    first, second = call(), call()
+    state = torch.get_rng_state()
+    third = call()
+    assert not torch.equal(first, second)
+    assert not torch.equal(second, third)
+    torch.set_rng_state(state)
+    assert torch.equal(call(), third)
+    torch.manual_seed(1)
+    assert torch.equal(call(), first)
+
+
+@pytest.mark.parametrize("poison", [NAN, float("inf")])
+@pytest.mark.parametrize("prenorm", [False, True])
+def test_what_is_dropped_does_not_exist(kernel, poison, prenorm):
+    """NaN or Inf in a dropped element of x reaches neither results nor gradients."""
+    case = make(6, 70, dropout_p=0.5, x_bias=None)
+    case = case if prenorm else dataclasses.replace(case, grad_sum=None)
+    poisoned = case.x.masked_fill(~kept((6, 70), 0.5), poison)
+    assert_same_bits(run(dataclasses.replace(case, x=poisoned)), run(case))
+
+
+@pytest.mark.parametrize("prenorm", [False, True])
+def test_what_is_dropped_does_not_exist_in_second_derivatives(backend, prenorm):
+    case = make(4, 9, dropout_p=0.5, dtype=torch.float64, x_bias=None)
+
+    def penalty(x: Tensor) -> tuple[Tensor, ...]:
+        inputs = [t.detach().requires_grad_() for t in (x, *case.tensors[1:4])]
+        torch.manual_seed(SEED)
+        results = OP(*inputs, 0.5, training=True, prenorm=prenorm)
+        out = results[1] * results[0] if prenorm else results
+        first = torch.autograd.grad(out.square().sum(), inputs, create_graph=True)
+        return torch.autograd.grad(sum(g.square().sum() for g in first), inputs)
+
+    poisoned = case.x.masked_fill(~kept((4, 9), 0.5), NAN)
+    for actual, expected in zip(penalty(poisoned), penalty(case.x), strict=True):
+        assert_equal(actual, expected)
+
+
+# Sizes ------------------------------------------------------------------------------------------
+
+
+def test_elements_past_two_to_the_31(cpp_kernel):
+    """Offsets need 64 bits. The tensors are views of memory that is never touched elsewhere."""
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    try:
+        far = torch.empty(2**31 + 2**16, dtype=torch.bfloat16)
+    finally:
+        torch.utils.deterministic.fill_uninitialized_memory = True
+    case = make(2, 3, 70, dtype=torch.bfloat16)
+    views = {}
+    for n, name in enumerate(("x", "residual", "grad_out", "grad_sum")):
+        near = getattr(case, name)
+        views[name] = far[n * 210 :].as_strided(near.shape, (2**31, 70, 1)).copy_(near)
+    assert_same_bits(run(dataclasses.replace(case, **views)), run(case))

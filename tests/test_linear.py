@@ -1,0 +1,612 @@
+"""Linear layers on oneDNN's product: the numerics rule, packed weights, autograd, the choice."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import io
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from numerics import LAYOUTS, Accuracy, lay_out, rounding_error
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import trifuse
+from trifuse.nn.linear import Linear, linear_gelu
+from trifuse.ops import linear as ops
+
+pytestmark = pytest.mark.skipif(
+    not ops._available(torch.float32), reason="torch offers no product of oneDNN's here"
+)
+
+DTYPES = [
+    torch.float32,
+    pytest.param(
+        torch.bfloat16,
+        marks=pytest.mark.skipif(not ops._available(torch.bfloat16), reason="not on this CPU"),
+    ),
+]
+# Features around the lengths at which sums are cut, and odd ones.
+FEATURES = (1, 3, 64, 447, 449, 512, 639, 768, 961, 1536, 3072)
+
+
+@pytest.fixture(autouse=True)
+def _onednn(monkeypatch) -> None:
+    """Its product serves whatever it can, fast or not."""
+    monkeypatch.setenv("TRIFUSE_LINEAR", "onednn")
+    monkeypatch.setattr(ops, "_measured", {})
+    monkeypatch.setattr(ops, "_ROWS_WORTH_PACKING", 1)
+
+
+@pytest.fixture
+def products(monkeypatch) -> list[str]:
+    """Grows with each call of a product: packed, unpacked, or one that needs a gradient."""
+    made: list[str] = []
+
+    def watch(owner: object, name: str, what: str) -> None:
+        function = getattr(owner, name)
+
+        def call(*args: object) -> object:
+            made.append(what)
+            return function(*args)
+
+        monkeypatch.setattr(owner, name, call)
+
+    watch(ops, "_product", "unpacked")
+    watch(ops, "_sum", "packed or not")
+    watch(ops, "_differentiable", "differentiable")
+    return made
+
+
+def layer(
+    inputs: int, outputs: int, dtype: torch.dtype = torch.float32, bias: bool = True
+) -> Linear:
+    torch.manual_seed(0)
+    return Linear(inputs, outputs, bias=bias).to(dtype)
+
+
+def infer(module: nn.Module, x: Tensor) -> list[Tensor]:
+    """Three times: unpacked, packed now, packed before."""
+    with torch.no_grad():
+        return [module(x) for _ in range(3)]
+
+
+# Numbers ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("gelu", [None, "none", "tanh"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_outputs_obey_the_numerics_rule(dtype, gelu):
+    accuracy = Accuracy("linear")
+    generator = torch.Generator().manual_seed(0)
+    for K in FEATURES:
+        for M, N in ((5, 33), (64, 96)):
+            x = torch.randn(M, K, generator=generator).to(dtype)
+            module = layer(K, N, dtype)
+
+            def formula(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+                out = F.linear(x, weight, bias)
+                return out if gelu is None else F.gelu(out, approximate=gelu)
+
+            wide = [t.detach().double() for t in (x, *module.parameters())]
+            expected, eager = formula(*wide), formula(x, *module.parameters()).detach()
+            rounding = (wide[0].square() @ wide[1].square().t() + wide[2].square()).sqrt()
+            rounding = rounding * rounding_error(torch.float32)
+            rounding = rounding + expected.abs() * rounding_error(dtype)
+            with torch.no_grad():
+                for _ in range(2):  # unpacked, packed
+                    out = module(x) if gelu is None else linear_gelu(module, x, gelu)
+                    assert out.dtype == dtype
+                    accuracy.record("out", out, expected, eager, rounding)
+    accuracy.conclude()
+
+
+def test_gradients_obey_the_numerics_rule():
+    """All three, each a sum of another length."""
+    accuracy = Accuracy("linear")
+    for M, K, N in ((7, 512, 33), (512, 65, 100), (1100, 96, 64), (70, 40, 1536), (65, 768, 512)):
+        module = layer(K, N)
+        x = torch.randn(M, K, requires_grad=True)
+        grad_out = torch.randn(M, N)
+
+        def gradients(
+            weight: Tensor, bias: Tensor, x: Tensor = x, grad_out: Tensor = grad_out
+        ) -> tuple[Tensor, ...]:
+            x = x.to(weight.dtype)
+            out = F.linear(x, weight, bias)
+            return torch.autograd.grad(out, (x, weight, bias), grad_out.to(weight.dtype))
+
+        mine = torch.autograd.grad(module(x), (x, *module.parameters()), grad_out)
+        eager = gradients(*module.parameters())
+        exact = gradients(*(p.double() for p in module.parameters()))
+        terms = (
+            grad_out.double().square() @ module.weight.double().square(),
+            grad_out.double().square().t() @ x.double().square(),
+            grad_out.double().square().sum(0),
+        )
+        for name, *values, squares in zip(
+            ("x", "weight", "bias"), mine, exact, eager, terms, strict=True
+        ):
+            rounding = squares.detach().sqrt() * rounding_error(torch.float32)
+            accuracy.record(name, *values, rounding)
+    accuracy.conclude()
+
+
+@pytest.mark.parametrize("enough", [1, 192])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_row_does_not_depend_on_the_others_or_on_threads(dtype, enough, monkeypatch):
+    """Packed or not; but one row that isn't packed is another product of oneDNN's."""
+    monkeypatch.setattr(ops, "_ROWS_WORTH_PACKING", enough)
+    module, x = layer(512, 96, dtype), torch.randn(300, 512).to(dtype)
+    whole = infer(module, x)[-1]
+    threads = torch.get_num_threads()
+    try:
+        for count in (1, 2):
+            torch.set_num_threads(count)
+            for rows in (1 if enough == 1 else 3, 2, 7, 64, 255):
+                assert torch.equal(infer(module, x[:rows])[-1], whole[:rows])
+    finally:
+        torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("shape", [(), (1,), (5,), (2, 3), (0,), (2, 0), (2, 1, 3)])
+def test_shapes(shape, bias):
+    module = layer(6, 4, bias=bias)
+    x = torch.randn(*shape, 6, requires_grad=True)
+    wanted = F.linear(x, module.weight, module.bias)
+    for out in (module(x), *infer(module, x)):
+        assert out.shape == (*shape, 4)
+        assert out.is_contiguous()
+        torch.testing.assert_close(out, wanted)
+    mine, theirs = (torch.autograd.grad(out.sum(), x)[0] for out in (module(x), wanted))
+    torch.testing.assert_close(mine, theirs)
+
+
+@pytest.mark.parametrize(("inputs", "outputs"), [(0, 4), (4, 0), (0, 0)])
+def test_no_features(inputs, outputs):
+    module = layer(4, 4)
+    module.weight = nn.Parameter(torch.randn(outputs, inputs))
+    module.bias = nn.Parameter(torch.randn(outputs))
+    x = torch.randn(3, inputs, requires_grad=True)
+    for out in (module(x), *infer(module, x)):
+        assert torch.equal(out, F.linear(x, module.weight, module.bias))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("features", [32, 512])  # one piece and two
+def test_layouts(layout, features):
+    module = layer(features, 24)
+    x = lay_out(torch.randn(3, 5, features), layout).requires_grad_()
+    wanted = F.linear(x, module.weight, module.bias)
+    for out in (module(x), *infer(module, x)):
+        torch.testing.assert_close(out, wanted)
+    grad = lay_out(torch.randn(3, 5, 24), layout)
+    inputs = (x, *module.parameters())
+    mine = torch.autograd.grad(module(x), inputs, grad)
+    for got, want in zip(mine, torch.autograd.grad(wanted, inputs, grad), strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("layout", ["columns", "gaps", "slice"])
+def test_weights_in_other_layouts(layout):
+    """Views are not packed, and give the same."""
+    whole = torch.randn(48, 1024)
+    weight = {
+        "columns": torch.randn(64, 24).t(),
+        "gaps": whole[:24, :128:2],
+        "slice": whole[:24, 3:67],
+    }[layout]
+    x, packed = torch.randn(7, 64), ops.PackedWeight()
+    for _ in range(3):
+        torch.testing.assert_close(ops.linear(x, weight, packed=packed), F.linear(x, weight))
+    assert not packed.is_kept
+
+
+def test_nan_stays_where_it_is():
+    module, x = layer(8, 8), torch.randn(4, 8)
+    x[1, 2] = torch.nan
+    for out in infer(module, x):
+        assert out.isnan().any(-1).tolist() == [False, True, False, False]
+    with torch.no_grad():
+        out = linear_gelu(module, x, "none")
+    assert out.isnan().any(-1).tolist() == [False, True, False, False]
+
+
+# Packed weights ---------------------------------------------------------------------------------
+
+
+def test_packed_from_the_second_call_on(products):
+    module, x = layer(512, 8), torch.randn(4, 512)
+    packs = []
+    for _ in range(3):
+        infer(module, x)
+        packs.append(trifuse.nn.linear._packed[module]["weight"]._kept[2])
+    assert products.count("unpacked") == 1
+    assert packs[0] is packs[1] is packs[2] is not None
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda m: m.weight.mul_(1.5),
+        lambda m: m.weight.data.mul_(1.5),
+        lambda m: m.weight.detach().numpy().__imul__(1.5),
+        lambda m: m.weight[3].neg_(),
+        lambda m: m.weight.data.__setitem__((2, 5), m.weight[2, 5].nextafter(torch.tensor(9.0))),
+        lambda m: m.weight.data.copy_(m.weight.data.flip(0)),
+        lambda m: m.weight.data.copy_(m.weight.data.flip(1)),
+        lambda m: m.weight.data.copy_(m.weight.data.roll(1, 1)),
+        lambda m: setattr(m.weight, "data", torch.randn_like(m.weight)),
+        lambda m: setattr(m, "weight", nn.Parameter(torch.randn_like(m.weight))),
+        lambda m: m.load_state_dict(layer(16, 8).state_dict()),
+        lambda m: nn.init.normal_(m.weight),
+        lambda m: m.bias.add_(1.0),
+        lambda m: m.bias.data.add_(1.0),
+    ],
+)
+def test_a_changed_weight_is_never_stale(change):
+    module, x = layer(16, 8), torch.randn(5, 16)
+    module.weight.data.normal_(generator=torch.Generator().manual_seed(1))
+    for _ in range(2):
+        infer(module, x)
+        with torch.no_grad():
+            change(module)
+        wanted = F.linear(x.double(), module.weight.double(), module.bias.double())
+        for out in infer(module, x):
+            torch.testing.assert_close(out.double(), wanted, rtol=1e-6, atol=1e-6)
+        # To the last bit what a new module gives, so that the smallest change is seen too.
+        fresh = copy.deepcopy(module)
+        assert torch.equal(module(x).detach(), infer(fresh, x)[0])
+        assert torch.equal(infer(module, x)[2], infer(fresh, x)[0])
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW])
+def test_training_and_evaluation_by_turns(optimizer):
+    module, x = layer(16, 8), torch.randn(5, 16)
+    steps = optimizer(module.parameters(), lr=0.1)
+    for _ in range(3):
+        infer(module, x)
+        assert trifuse.nn.linear._packed[module]["weight"].is_kept
+        module(x).square().sum().backward()
+        assert not trifuse.nn.linear._packed[module]["weight"].is_kept  # its memory is free
+        steps.step()
+        steps.zero_grad()
+        for out in infer(module, x):
+            torch.testing.assert_close(out, F.linear(x, module.weight, module.bias))
+
+
+def test_an_address_used_again():
+    """A new weight may lie where an old one was."""
+    module, x = layer(64, 64), torch.randn(5, 64)
+    for seed in range(20):
+        torch.manual_seed(seed)
+        with torch.no_grad():
+            module.weight.data = torch.randn(64, 64)
+        for out in infer(module, x):
+            torch.testing.assert_close(out, F.linear(x, module.weight, module.bias))
+
+
+def test_tied_weights():
+    a, b = layer(16, 8), layer(16, 8)
+    b.weight = a.weight
+    x = torch.randn(5, 16)
+    for module in (a, b):
+        infer(module, x)
+    with torch.no_grad():
+        a.weight.mul_(2)
+        for module in (a, b):
+            torch.testing.assert_close(module(x), F.linear(x, a.weight, module.bias))
+
+
+@pytest.mark.parametrize("case", ["self", "key is value", "all differ", "separate weights"])
+def test_projections_of_attention_are_packed(case, products):
+    torch.manual_seed(0)
+    sizes = {"kdim": 12} if case == "separate weights" else {}
+    module = nn.MultiheadAttention(16, 4, batch_first=True, **sizes).eval()
+    query, value = torch.randn(3, 5, 16), torch.randn(3, 7, 16)
+    key = torch.randn(3, 7, 12) if case == "separate weights" else torch.randn(3, 7, 16)
+    inputs = {"self": (query,) * 3, "key is value": (query, value, value)}
+    inputs = inputs.get(case, (query, key, value))
+    with torch.no_grad():
+        wanted = module(*inputs, need_weights=False)[0]
+        trifuse.fuse(module)
+        for _ in range(3):
+            torch.testing.assert_close(module(*inputs, need_weights=False)[0], wanted)
+    parts = {"self": 2, "key is value": 3}.get(case, 4)
+    assert products.count("unpacked") == parts
+    assert all(part.is_kept for part in trifuse.nn.linear._packed[module].values())
+
+
+def test_copies_and_files_hold_no_packed_weight():
+    module, x = layer(16, 8), torch.randn(5, 16)
+    wanted = infer(module, x)[-1]
+    keys = set(vars(module))
+    file = io.BytesIO()
+    torch.save(module, file)
+    file.seek(0)
+    for twin in (copy.deepcopy(module), torch.load(file, weights_only=False)):
+        assert set(vars(twin)) == keys == set(vars(nn.Linear(2, 2)))
+        assert twin not in trifuse.nn.linear._packed
+        torch.testing.assert_close(infer(twin, x)[-1], wanted)
+
+
+@pytest.mark.parametrize("rows", [191, 192])
+def test_few_rows_are_not_worth_packing(rows, monkeypatch):
+    monkeypatch.undo()
+    monkeypatch.setattr(ops, "_measured", {torch.float32: ops.Choice("test", True, True)})
+    module = layer(16, 8)
+    infer(module, torch.randn(rows, 16))
+    assert (trifuse.nn.linear._packed[module]["weight"].is_kept) == (rows == 192)
+
+
+# Autograd and the rest of torch -----------------------------------------------------------------
+
+
+def test_gradients_come_from_the_product(products):
+    module = layer(8, 4)
+    x = torch.randn(3, 8, requires_grad=True)
+    module(x).sum().backward()
+    assert products.count("differentiable") == 1
+    assert products.count("unpacked") == 3
+
+
+def compared(run) -> None:
+    """``run`` of a module and an input, the same for torch's linear layer and ours."""
+    x = torch.randn(3, 5, 16)
+    ours = layer(16, 8)
+    theirs = copy.deepcopy(ours)
+    theirs.__class__ = nn.Linear
+    mine, wanted = run(ours, x), run(theirs, x)
+    for got, want in zip(mine, wanted, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+
+
+def test_double_backward():
+    def run(module: nn.Module, x: Tensor) -> tuple[Tensor, ...]:
+        inputs = (x.requires_grad_(), *module.parameters())
+        first = torch.autograd.grad(module(x).pow(3).sum(), inputs, create_graph=True)
+        second = torch.autograd.grad(
+            sum(g.square().sum() for g in first), inputs, create_graph=True
+        )
+        third = torch.autograd.grad(sum(g.sum() for g in second), inputs)
+        return tuple(g / g.abs().max() for g in (*first, *second, *third))
+
+    compared(run)
+
+
+def test_gradcheck_in_float64_is_torch():
+    module = layer(5, 4, torch.float64)
+    x = torch.randn(3, 5, dtype=torch.float64, requires_grad=True)
+    inputs = (x, *module.parameters())
+    run = functools.partial(ops.linear, gelu="tanh")
+    assert torch.autograd.gradcheck(run, inputs, check_forward_ad=True)
+    assert torch.autograd.gradgradcheck(run, inputs)
+
+
+@pytest.mark.parametrize("frozen", ["weight", "bias", "x"])
+def test_parts_that_need_no_gradient(frozen):
+    def run(module: nn.Module, x: Tensor) -> tuple[Tensor, ...]:
+        inputs = {"x": x, **dict(module.named_parameters())}
+        inputs.pop(frozen).requires_grad_(False)
+        inputs = [value.requires_grad_() for value in inputs.values()]
+        return torch.autograd.grad(module(x).square().sum(), inputs)
+
+    compared(run)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+def test_compile(backend):
+    def run(module: nn.Module, x: Tensor) -> tuple[Tensor, ...]:
+        trifuse.ops.linear.choose(torch.float32)
+        compiled = torch.compile(module, fullgraph=True, backend=backend)
+        inputs = (x.requires_grad_(), *module.parameters())
+        out = compiled(x)
+        grads = torch.autograd.grad(out.square().sum(), inputs)
+        with torch.no_grad():
+            return (out, *grads, compiled(x), compiled(x[:1]))
+
+    torch._dynamo.reset()
+    compared(run)
+
+
+def test_opcheck():
+    x = torch.randn(5, 16, requires_grad=True)
+    for weight, bias in ((torch.randn(8, 16), torch.randn(8)), (torch.randn(16, 8).t(), None)):
+        checks = ("test_schema", "test_faketensor")
+        torch.library.opcheck(
+            torch.ops.trifuse.linear.default, (x.detach(), weight, bias), test_utils=checks
+        )
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_autocast(training):
+    def run(module: nn.Module, x: Tensor) -> tuple[Tensor, ...]:
+        with torch.autocast("cpu", torch.bfloat16), torch.set_grad_enabled(training):
+            outs = [module(x) for _ in range(3)]
+        assert {out.dtype for out in outs} == {torch.bfloat16}
+        if training:
+            outs += torch.autograd.grad(outs[0].sum(), list(module.parameters()))
+            assert outs[-1].dtype == torch.float32
+        return tuple(out.float() for out in outs)
+
+    x = torch.randn(3, 5, 16)
+    ours = layer(16, 8)
+    theirs = copy.deepcopy(ours)
+    theirs.__class__ = nn.Linear
+    for got, want in zip(run(ours, x), run(theirs, x), strict=True):
+        torch.testing.assert_close(got, want, rtol=2e-2, atol=2e-2)
+
+
+def test_transforms():
+    def run(module: nn.Module, x: Tensor) -> tuple[Tensor, ...]:
+        parameters = dict(module.named_parameters())
+
+        def loss(parameters: dict[str, Tensor], x: Tensor) -> Tensor:
+            return torch.func.functional_call(module, parameters, (x,)).square().sum()
+
+        mapped = torch.vmap(module)(x)
+        per_sample = torch.vmap(torch.func.grad(loss), (None, 0))(parameters, x)
+        tangent = torch.func.jvp(lambda x: module(x), (x,), (torch.ones_like(x),))[1]
+        return (mapped, *per_sample.values(), tangent)
+
+    compared(run)
+
+
+def test_checkpoint_and_hooks():
+    calls = []
+
+    def run(module: nn.Module, x: Tensor) -> tuple[Tensor, ...]:
+        seen: list[str] = []
+        calls.append(seen)
+        hooks = [
+            module.register_forward_hook(lambda *_: seen.append("forward")),
+            module.register_full_backward_hook(lambda *_: seen.append("backward")),
+        ]
+        out = checkpoint(module, x.requires_grad_(), use_reentrant=False)
+        grads = torch.autograd.grad(out.sum(), list(module.parameters()))
+        for hook in hooks:
+            hook.remove()
+        return (out, *grads)
+
+    compared(run)
+    assert calls[0] == calls[1] != []
+
+
+def test_tracing_and_fake_tensors():
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    module, x = layer(16, 8), torch.randn(5, 16)
+    with torch.no_grad():
+        with pytest.warns(DeprecationWarning, match="trace"):
+            traced = torch.jit.trace(module, x)
+        torch.testing.assert_close(traced(x), module(x))
+    with FakeTensorMode() as mode:
+        tensors = [mode.from_tensor(t) for t in (x, *module.parameters())]
+        assert ops.linear(*tensors, packed=ops.PackedWeight()).shape == (5, 8)
+
+
+def test_wrong_arguments_raise_what_torch_raises():
+    module = layer(16, 8)
+    for x in (torch.randn(3, 15), torch.randn(3, 16).double(), torch.tensor(1.0)):
+        with pytest.raises(RuntimeError) as theirs:
+            F.linear(x, module.weight, module.bias)
+        with pytest.raises(RuntimeError) as ours:
+            module(x)
+        assert str(ours.value) == str(theirs.value)
+
+
+def test_linear_gelu_calls_what_is_watched():
+    x, seen = torch.randn(3, 16), []
+    for module in (layer(16, 8), nn.Linear(16, 8)):
+        module.register_forward_hook(lambda module, *_: seen.append(type(module)))
+        with torch.no_grad():
+            torch.testing.assert_close(linear_gelu(module, x, "none"), F.gelu(module(x)))
+    assert seen == [Linear, Linear, nn.Linear, nn.Linear]
+
+
+# The choice -------------------------------------------------------------------------------------
+
+
+def test_pieces():
+    for terms in range(1, 5000):
+        pieces = ops._pieces(terms, torch.float32)
+        ends = [piece.stop for piece in pieces]
+        assert [piece.start for piece in pieces] == [0, *ends[:-1]]
+        assert ends[-1] == terms
+        longest = max(piece.stop - piece.start for piece in pieces)
+        assert longest <= 448 or 640 <= longest <= 960
+        assert len(pieces) <= math.ceil(terms / 640) + 1
+        assert len(ops._pieces(terms, torch.bfloat16)) == 1
+
+
+def test_the_faster_is_taken(monkeypatch, products):
+    monkeypatch.delenv("TRIFUSE_LINEAR")
+    calls = []
+
+    def measure(dtype: torch.dtype) -> tuple[float, float]:
+        calls.append(dtype)
+        return ratios
+
+    monkeypatch.setattr(ops, "measure", measure)
+    module, x = nn.Sequential(nn.Linear(16, 8), nn.Linear(8, 4)), torch.randn(5, 16)
+    for ratios, inference, training in (
+        ((2.1, 1.6), True, True),
+        ((1.3, 0.9), True, False),
+        ((0.9, 1.6), False, True),
+        ((1.0, 0.5), False, False),
+    ):
+        monkeypatch.setattr(ops, "_measured", {})
+        calls.clear()
+        report = trifuse.fuse(module)
+        faster = inference or training
+        assert [s.path for s in report.swapped] == (["0", "1"] if faster else [])
+        product = "oneDNN" if faster else "torch"
+        speeds = f"{ratios[0]}× torch's speed in inference, {ratios[1]}× in training"
+        line = f"{product}; {speeds}, float32"
+        assert report.linear == {torch.float32: line}
+        assert line in str(report)
+        assert calls == [torch.float32]  # once
+
+        products.clear()
+        with torch.no_grad():
+            module(x)
+        assert ("unpacked" in products) == inference
+        products.clear()
+        module(x).sum().backward()
+        assert ("unpacked" in products) == training
+        report.revert()
+
+
+def test_measuring():
+    state = torch.get_rng_state()
+    for ratio in ops.measure(torch.float32):
+        assert 0.05 < ratio < 50
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_asked_for_by_name(monkeypatch):
+    assert ops.choose(torch.float32).faster
+    monkeypatch.setattr(ops, "_measured", {})
+    monkeypatch.setenv("TRIFUSE_LINEAR", "torch")
+    assert not ops.choose(torch.float32).faster
+    monkeypatch.setattr(ops, "_measured", {})
+    monkeypatch.setenv("TRIFUSE_LINEAR", "mkl")
+    with pytest.raises(ValueError, match="TRIFUSE_LINEAR: expected auto, onednn or torch"):
+        trifuse.fuse(nn.Linear(2, 2))
+
+
+def test_without_the_operator(monkeypatch):
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
+    choice = ops.choose(torch.float32)
+    assert not choice.faster
+    assert "no product of oneDNN's for torch.float32" in choice.reason
+    module, x = layer(16, 8), torch.randn(3, 16)
+    assert torch.equal(module(x), F.linear(x, module.weight, module.bias))
+
+
+def test_swapped_and_back():
+    module = nn.Sequential(nn.Linear(16, 8), nn.GELU(), nn.Linear(8, 4, dtype=torch.float64))
+    kept = {name: value.data_ptr() for name, value in module.state_dict().items()}
+    x = torch.randn(3, 16)
+    wanted = module[0](x)
+    report = trifuse.fuse(module)
+    assert [(s.path, s.after) for s in report.swapped] == [("0", "trifuse.nn.Linear")]
+    assert "(1 layer)" in str(report)
+    torch.testing.assert_close(module[0](x), wanted)
+    assert {name: value.data_ptr() for name, value in module.state_dict().items()} == kept
+    report.revert()
+    assert type(module[0]) is nn.Linear
+    assert torch.equal(module[0](x), wanted)
+
+
+class Own(nn.Linear):
+    pass
+
+
+def test_subclasses_are_left():
+    report = trifuse.fuse(nn.Sequential(Own(4, 4), nn.MultiheadAttention(4, 2)))
+    assert [(left.path, left.reason) for left in report.left] == [("0", "a subclass of Linear")]
