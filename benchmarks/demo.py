@@ -9,6 +9,8 @@ layers, hidden size 384, 12 heads). Batches hold paragraphs as they come, so the
 Two fused models run: one with nothing but its attention swapped, and one given whole to
 ``trifuse.fuse``, whose encoder then leaves the padding out of everything else too.
 
+ONNX Runtime, OpenVINO and CTranslate2 join in where they are installed, with the same weights.
+
 Parity first: the hidden states of the real tokens against those of the eager model in float64. Then
 speed: they run turn by turn, and medians are shown. Last, the paragraphs nearest to a few
 sentences, by the fused model's embeddings.
@@ -19,11 +21,11 @@ from __future__ import annotations
 import argparse
 import functools
 import importlib.util
-import json
 import random
 import re
 import textwrap
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from pydoc_data import topics
 from typing import Any, NamedTuple
@@ -34,7 +36,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 from torch import Tensor
 
-from trifuse.benchmarks import measure
+from trifuse.benchmarks import engines, measure
 from trifuse.fuse import fuse
 from trifuse.models.bert import BertModel
 
@@ -68,15 +70,33 @@ class Batch(NamedTuple):
     mask: Tensor
 
 
-@dataclass
-class Result:
-    """How one variant did over all batches; errors are of hidden states of real tokens."""
+class Parity(NamedTuple):
+    """How far hidden states of real tokens are from exact ones, over all batches."""
 
-    variant: str
     max_error: float
     rms_error: float
-    milliseconds: float  # one batch; median over rounds
-    tokens_per_second: float  # real tokens
+
+
+@dataclass(frozen=True)
+class Result:
+    """How one variant did over all batches."""
+
+    variant: str
+    parity: Parity
+    timing: measure.Timing  # of one batch
+    tokens: float  # real ones in a batch, on average
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / self.timing.median
+
+    def record(self) -> dict[str, Any]:
+        return {
+            "variant": self.variant,
+            **self.parity._asdict(),
+            "milliseconds": 1e3 * self.timing.median,
+            "tokens_per_second": self.tokens_per_second,
+        }
 
 
 def model_directory() -> Path:
@@ -91,12 +111,13 @@ def model_directory() -> Path:
     return Path(spec.submodule_search_locations[0]) / "model"
 
 
-def load_tokenizer(directory: Path) -> Any:
+def load_tokenizer(directory: Path, max_tokens: int | None = None) -> Any:
+    """It cuts longer texts off; default: :data:`MAX_TOKENS`."""
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
     tokenizer.no_padding()
-    tokenizer.enable_truncation(MAX_TOKENS)
+    tokenizer.enable_truncation(MAX_TOKENS if max_tokens is None else max_tokens)
     return tokenizer
 
 
@@ -138,50 +159,70 @@ def load_models(directory: Path, dtype: torch.dtype) -> dict[str, BertModel]:
     return {variant: model.to(dtype) for variant, model in models.items()}
 
 
+def reader(model: Any) -> engines.Reader:
+    """What is timed of a model of ours or of transformers."""
+    return lambda input_ids, mask: model(input_ids, mask).last_hidden_state
+
+
 @torch.inference_mode()
-def compare(
-    models: dict[str, BertModel],
-    exact: BertModel,
-    batches: list[Batch],
-    rounds: int,
+def parity(
+    readers: Mapping[str, engines.Reader],
+    exact: engines.Reader,
+    batches: Sequence[Batch],
     progress: Progress,
-) -> list[Result]:
-    """Errors against ``exact`` (a float64 model), then latencies, the variants taking turns."""
-    task = progress.add_task("parity", total=len(batches) * (1 + len(models)))
-    worst = dict.fromkeys(models, 0.0)
-    squares = dict.fromkeys(models, 0.0)
+) -> dict[str, Parity]:
+    """Errors of every variant against ``exact``, which reads in float64."""
+    task = progress.add_task("parity", total=len(batches) * (1 + len(readers)))
+    worst = dict.fromkeys(readers, 0.0)
+    squares = dict.fromkeys(readers, 0.0)
     count = 0
     for batch in batches:
-        wanted = exact(*batch).last_hidden_state[batch.mask]
+        wanted = exact(*batch)[batch.mask]
         progress.advance(task)
         count += wanted.numel()
-        for variant, model in models.items():  # which also warms them up
-            error = model(*batch).last_hidden_state[batch.mask].double() - wanted
+        for variant, read in readers.items():
+            error = read(*batch)[batch.mask].double() - wanted
             worst[variant] = max(worst[variant], error.abs().max().item())
             squares[variant] += error.square().sum().item()
             progress.advance(task)
+    return {name: Parity(worst[name], (squares[name] / count) ** 0.5) for name in readers}
 
+
+@torch.inference_mode()
+def speed(
+    readers: Mapping[str, engines.Reader],
+    batches: Sequence[Batch],
+    rounds: int,
+    progress: Progress,
+) -> dict[str, measure.Timing]:
+    """Seconds that each variant takes for a batch, the variants taking turns."""
     task = progress.add_task("speed", total=None)
 
-    def read_all(model: BertModel) -> None:
+    def read_all(read: engines.Reader) -> None:
         for batch in batches:
-            model(*batch)
+            read(*batch)
         progress.advance(task)
 
-    readers = {variant: functools.partial(read_all, model) for variant, model in models.items()}
-    timings = measure.alternate(readers, seconds=0.0, min_rounds=rounds)
+    functions = {name: functools.partial(read_all, read) for name, read in readers.items()}
+    timings = measure.alternate(functions, seconds=0.0, min_rounds=rounds, rest=0.02)
+    return {
+        name: measure.Timing(tuple(seconds / len(batches) for seconds in timing.seconds))
+        for name, timing in timings.items()
+    }
 
-    tokens = sum(int(batch.mask.sum()) for batch in batches)
-    return [
-        Result(
-            variant,
-            worst[variant],
-            (squares[variant] / count) ** 0.5,
-            1e3 * timings[variant].median / len(batches),
-            tokens / timings[variant].median,
-        )
-        for variant in models
-    ]
+
+def compare(
+    readers: Mapping[str, engines.Reader],
+    exact: engines.Reader,
+    batches: Sequence[Batch],
+    rounds: int,
+    progress: Progress,
+) -> list[Result]:
+    """Parity, then speed."""
+    errors = parity(readers, exact, batches, progress)
+    timings = speed(readers, batches, rounds, progress)
+    tokens = sum(int(batch.mask.sum()) for batch in batches) / len(batches)
+    return [Result(name, errors[name], timings[name], tokens) for name in readers]
 
 
 @torch.inference_mode()
@@ -203,58 +244,80 @@ def embed(
     return embeddings
 
 
-def result_table(results: list[Result], title: str, caption: str) -> Table:
+def result_table(results: Sequence[Result], title: str, caption: str) -> Table:
     table = Table(title=title, caption=caption, min_width=min(measure.console.width, 90))
-    for heading in ("attention", "max error", "RMS error", "ms/batch", "tokens/s", "speed"):
-        table.add_column(heading, justify="left" if heading == "attention" else "right")
+    for heading in ("", "max error", "RMS error", "ms/batch", "tokens/s", "speed"):
+        table.add_column(heading, justify="right" if heading else "left")
     for result in results:
         table.add_row(
-            LABELS[result.variant],
-            f"{result.max_error:.1e}",
-            f"{result.rms_error:.1e}",
-            f"{result.milliseconds:.0f}",
+            LABELS.get(result.variant, result.variant),
+            f"{result.parity.max_error:.1e}",
+            f"{result.parity.rms_error:.1e}",
+            f"{1e3 * result.timing.median:.0f}",
             f"{result.tokens_per_second:,.0f}",
             f"{result.tokens_per_second / results[0].tokens_per_second:.2f}×",
         )
     return table
 
 
-def plot(results: list[Result], title: str, caption: str, path: Path) -> None:
-    """Speed and error, side by side, as an image."""
+COLORS = {
+    "eager": "#b8bec7",
+    "sdpa": "#7f9cc0",
+    "torch.compile": "#5a7cab",
+    "attention": "#e3a58f",
+    "fused": "#d1603d",
+}
+
+
+def plot(panels: Mapping[str, Sequence[Result]], title: str, caption: str, path: Path) -> None:
+    """Speed and error side by side as an image, one pair of axes for each heading in ``panels``."""
     from matplotlib.figure import Figure
 
-    colors = ["#b8bec7", "#7f9cc0", "#e3a58f", "#d1603d"]
-    labels = [LABELS[result.variant] for result in results]
-    figure = Figure(figsize=(9, 3.7), layout="constrained")
+    rows = sum(map(len, panels.values()))
+    figure = Figure(figsize=(9, 0.9 * len(panels) + 0.42 * rows + 0.9), layout="constrained")
     figure.suptitle(title, x=0.01, ha="left", fontsize=11, fontweight="bold")
     figure.supxlabel(caption, x=0.01, ha="left", fontsize=7.5, color="#555555")
-    speed, error = figure.subplots(1, 2)
+    grid = figure.subplots(
+        len(panels),
+        2,
+        squeeze=False,
+        height_ratios=[len(results) + 1 for results in panels.values()],
+    )
+    for (heading, results), (rate_axes, error_axes) in zip(panels.items(), grid, strict=True):
+        labels = [LABELS.get(result.variant, result.variant) for result in results]
+        colors = [COLORS.get(result.variant, "#8fae8b") for result in results]
 
-    rates = [result.tokens_per_second for result in results]
-    bars = speed.barh(labels, rates, color=colors, height=0.62)
-    text = [f"{rate:,.0f}  ({rate / rates[0]:.2f}×)" for rate in rates]
-    speed.bar_label(bars, text, padding=4, fontsize=9)
-    speed.set_xlim(0, 1.4 * max(rates))
-    speed.set_title("tokens per second (higher is better)", fontsize=9, loc="left")
+        rates = [result.tokens_per_second for result in results]
+        bars = rate_axes.barh(labels, rates, color=colors, height=0.62)
+        text = [f"{rate:,.0f}  ({rate / rates[0]:.2f}×)" for rate in rates]
+        rate_axes.bar_label(bars, text, padding=4, fontsize=9)
+        rate_axes.set_xlim(0, 1.4 * max(rates))
+        rate_axes.set_title(
+            f"{heading}: tokens per second (higher is better)", fontsize=9, loc="left"
+        )
 
-    errors = [(result.rms_error, result.max_error) for result in results]
-    for row, (rms, worst) in enumerate(errors):
-        error.plot((rms, worst), (row, row), color=colors[row], linewidth=5, solid_capstyle="round")
-        for value, side in ((rms, "right"), (worst, "left")):
-            gap = 0.8 if side == "right" else 1.25
-            error.text(value * gap, row, f"{value:.1e}", ha=side, va="center", fontsize=9)
-    error.set_xscale("log")
-    error.set_xlim(min(e[0] for e in errors) / 8, max(e[1] for e in errors) * 8)
-    error.set_yticks(range(len(labels)), labels)
-    error.set_title("error against float64, RMS to maximum", fontsize=9, loc="left")
+        for row, (worst, rms) in enumerate(result.parity for result in results):
+            error_axes.plot(
+                (rms, worst), (row, row), color=colors[row], linewidth=5, solid_capstyle="round"
+            )
+            for value, side in ((rms, "right"), (worst, "left")):
+                gap = 0.8 if side == "right" else 1.25
+                error_axes.text(value * gap, row, f"{value:.1e}", ha=side, va="center", fontsize=9)
+        error_axes.set_xscale("log")
+        error_axes.set_xlim(
+            min(result.parity.rms_error for result in results) / 8,
+            max(result.parity.max_error for result in results) * 8,
+        )
+        error_axes.set_yticks(range(len(labels)), labels)
+        error_axes.set_title("error against float64, RMS to maximum", fontsize=9, loc="left")
 
-    for axes in (speed, error):
-        axes.set_ylim(len(labels) - 0.4, -0.6)
-        axes.tick_params(axis="both", length=0, labelsize=8)
-        axes.tick_params(axis="x", labelcolor="#777777")
-        axes.spines[["top", "right", "left"]].set_visible(False)
-        axes.grid(axis="x", color="#e6e6e6")
-        axes.set_axisbelow(True)
+        for axes in (rate_axes, error_axes):
+            axes.set_ylim(len(labels) - 0.4, -0.6)
+            axes.tick_params(axis="both", length=0, labelsize=8)
+            axes.tick_params(axis="x", labelcolor="#777777")
+            axes.spines[["top", "right", "left"]].set_visible(False)
+            axes.grid(axis="x", color="#e6e6e6")
+            axes.set_axisbelow(True)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=160, facecolor="white")
 
@@ -307,12 +370,14 @@ def main(argv: list[str]) -> int:
     chosen = random.Random(0).sample(text, min(len(text), arguments.batches * arguments.batch_size))
     batches = to_batches(tokenizer, [passage.text for passage in chosen], arguments.batch_size)
     models = load_models(directory, DTYPES[arguments.dtype])
-    exact = BertModel.from_pretrained(directory).double()
+    readers = {variant: reader(model) for variant, model in models.items()}
+    readers |= engines.load(directory, DTYPES[arguments.dtype])
+    exact = reader(BertModel.from_pretrained(directory).double())
 
     sentences = arguments.sentences or list(SENTENCES)
     columns = (TextColumn("{task.description:8}"), BarColumn(), MofNCompleteColumn())
     with Progress(*columns, console=console, transient=True) as progress:
-        results = compare(models, exact, batches, arguments.rounds, progress)
+        results = compare(readers, exact, batches, arguments.rounds, progress)
         known = embed(models["fused"], tokenizer, [p.text for p in text], 32, progress)
         queries = embed(models["fused"], tokenizer, sentences, 32, progress)
     facts = measure.machine()
@@ -326,11 +391,10 @@ def main(argv: list[str]) -> int:
     )
     caption = measure.describe(facts)
     console.print(result_table(results, title, caption))
-    plot(results, title, caption, arguments.output)
+    plot({arguments.dtype: results}, title, caption, arguments.output)
     console.print(f"wrote {arguments.output}")
     if arguments.json is not None:
-        report = {"title": title, "machine": facts, "results": [asdict(r) for r in results]}
-        arguments.json.write_text(json.dumps(report, indent=1, ensure_ascii=False) + "\n")
-        console.print(f"wrote {arguments.json}")
+        report = {"title": title, "machine": facts, "results": [r.record() for r in results]}
+        measure.write_json(arguments.json, report)
     show_nearest(sentences, queries, text, known)
     return 0

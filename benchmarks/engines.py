@@ -10,10 +10,9 @@ import contextlib
 import importlib
 import importlib.metadata
 import importlib.util
-import io
 import tempfile
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -58,6 +57,21 @@ def load(directory: Path, dtype: torch.dtype) -> dict[str, Reader]:
             if engine.installed and dtype in engine.dtypes:
                 readers[engine.name] = engine.load(directory, Path(scratch), dtype)
     return readers
+
+
+@contextlib.contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """No progress bars and no warnings while transformers loads a model."""
+    logging = importlib.import_module("transformers.utils.logging")
+    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if bars:
+            logging.enable_progress_bar()
 
 
 class _HiddenStates(nn.Module):
@@ -135,7 +149,7 @@ def _load_ctranslate2(directory: Path, scratch: Path, dtype: torch.dtype) -> Rea
     ctranslate2 = importlib.import_module("ctranslate2")
     numpy = importlib.import_module("numpy")
     converted = scratch / "ctranslate2"
-    with contextlib.redirect_stderr(io.StringIO()):  # progress bars
+    with quiet_transformers():
         ctranslate2.converters.TransformersConverter(str(directory)).convert(str(converted))
     encoder = ctranslate2.Encoder(
         str(converted),
@@ -157,7 +171,7 @@ def _load_ctranslate2(directory: Path, scratch: Path, dtype: torch.dtype) -> Rea
 
 
 ENGINES = (
-    Engine("ONNX Runtime", "onnxruntime", (), (torch.float32,), _load_onnxruntime),
-    Engine("OpenVINO", "openvino", (), (torch.float32, torch.bfloat16), _load_openvino),
+    Engine("ONNX Runtime", "onnxruntime", ("onnx",), (torch.float32,), _load_onnxruntime),
+    Engine("OpenVINO", "openvino", ("onnx",), (torch.float32, torch.bfloat16), _load_openvino),
     Engine("CTranslate2", "ctranslate2", ("transformers",), (torch.float32,), _load_ctranslate2),
 )

@@ -371,11 +371,16 @@ def _summary(timing: Timing) -> dict[str, float]:
     }
 
 
-def table(title: str, results: Sequence[Result]) -> Table:
-    """Times with their spread, the ratio beside its target, and the fraction of the ceiling."""
+def table(title: str, results: Sequence[Result], fastest_only: bool = False) -> Table:
+    """Times with their spread, the ratio beside its target, and the fraction of the ceiling.
+
+    Every peer has a column; with ``fastest_only``, for rows of different peers, the fastest of each
+    row is named in one.
+    """
     peers = list(dict.fromkeys(name for result in results for name in result.peers))
+    shown = ["fastest peer"] if fastest_only else peers
     units = "/".join(dict.fromkeys(f"G{result.unit}" for result in results))
-    columns = ("ours", *peers, "ratio", "at least", f"{units}/s", "of ceiling")
+    columns = ("ours", *shown, "ratio", "at least", f"{units}/s", "of ceiling")
     out = _empty_table(f"{title}: median (p10–p90)", columns)
     for result in results:
         rate, fraction = f"{result.achieved / 1e9:.0f}", f"{result.fraction:.0%}"
@@ -385,11 +390,15 @@ def table(title: str, results: Sequence[Result]) -> Table:
         else:
             got = f"{result.ratio:.2f}×"
             wanted = "–" if result.at_least is None else f"{result.at_least:g}×"
+        theirs = [_duration(result.peers.get(name)) for name in peers]
+        if fastest_only:
+            median, _, _ = _duration(result.peers[result.fastest_peer]).partition("\n")
+            theirs = [f"{median}\n[dim]{result.fastest_peer}[/dim]"]
         out.add_row(
             f"{result.case}\n[dim]{result.shape}[/dim]",
             result.step,
             _duration(result.ours),
-            *(_duration(result.peers.get(name)) for name in peers),
+            *theirs,
             _coloured(got, result.met),
             wanted,
             rate,
@@ -450,8 +459,10 @@ def plot(path: Path, title: str, results: Sequence[Result]) -> None:
     below = [result.ratio - percentile(result.ratios, 10) for result in rows]
     above = [percentile(result.ratios, 90) - result.ratio for result in rows]
     axes.barh(places, ratios, xerr=[below, above], color="#3b7dd8", ecolor="#555555")
-    for place, ratio in zip(places, ratios, strict=True):
-        axes.text(0, place, f"  {ratio:.1f}×", va="center", color="white")
+    for place, ratio, over in zip(places, ratios, above, strict=True):
+        end = max(ratio + over, rows[place].at_least or 0)
+        axes.text(end, place, f"  {ratio:.1f}×", va="center", fontsize=9)
+    axes.margins(x=0.1)
     targets = [
         (result.at_least, place)
         for place, result in zip(places, rows, strict=True)
@@ -462,7 +473,8 @@ def plot(path: Path, title: str, results: Sequence[Result]) -> None:
         axes.scatter(x, y, marker="|", s=250, color="black", label="what we ask for")
         figure.legend(loc="outside lower right", frameon=False, fontsize=8)
     axes.axvline(1, color="#888888", linewidth=1)
-    axes.set_yticks(places, [f"{r.case}, {r.step}\n{r.shape}" for r in rows], fontsize=8)
+    labels = [f"{r.case}, {r.step}\n{r.shape}, against {r.fastest_peer}" for r in rows]
+    axes.set_yticks(places, labels, fontsize=8)
     axes.set_xlabel("times as fast as the fastest peer: median, p10 to p90", fontsize=8)
     axes.set_title(title, fontsize=8)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -529,19 +541,21 @@ def default_threads() -> int:
     return min(2, os.cpu_count() or 1)
 
 
-def parser(name: str, description: str | None) -> argparse.ArgumentParser:
-    """The options that every benchmark has."""
+def parser(
+    name: str, description: str | None, devices: Sequence[str] = ("cpu", "cuda")
+) -> argparse.ArgumentParser:
+    """The options that every benchmark has; it runs on one of ``devices``."""
     out = argparse.ArgumentParser(
         prog=f"python -m trifuse.benchmarks {name}",
         description=description,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    gpu = torch.cuda.is_available()
+    gpu = torch.cuda.is_available() and "cuda" in devices
     out.add_argument("--quick", action="store_true", help="a fraction of the rounds")
     out.add_argument(
         "--cases", nargs="+", metavar="NAME", help="only these; * and ? match anything"
     )
-    out.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if gpu else "cpu")
+    out.add_argument("--device", choices=devices, default="cuda" if gpu else "cpu")
     out.add_argument("--backend", choices=("auto", *backends.ORDER), default="auto", help="ours")
     out.add_argument("--threads", type=int, default=default_threads(), help="default: %(default)s")
     out.add_argument("--json", type=Path, metavar="PATH", help="write all figures")
@@ -566,6 +580,18 @@ def select(
     return [item for item in items if any(fnmatch.fnmatch(name(item), p) for p in wanted)]
 
 
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """Times are in seconds, sizes in bytes, rates a second."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n")
+    console.print(f"wrote {path}")
+
+
+def print_table(table: Table) -> None:
+    """Into a file or a pipe as wide as it needs to be."""
+    (console if console.is_terminal else Console(width=240)).print(table)
+
+
 def report(
     name: str,
     options: argparse.Namespace,
@@ -573,14 +599,11 @@ def report(
     results: Sequence[Result],
     memory: Sequence[MemoryResult] = (),
     more: Mapping[str, Any] | None = None,
+    fastest_only: bool = False,
 ) -> None:
-    """Print the tables; write the JSON and the picture that were asked for.
-
-    JSON: ``{"machine": {...}, "times": [...], "memory": [...], **more}``, in seconds, bytes and
-    FLOP.
-    """
-    if results:  # into a file or a pipe as wide as it needs to be
-        console.print(table(name, results), width=None if console.is_terminal else 240)
+    """Print the tables; write the JSON and the picture that were asked for."""
+    if results:
+        print_table(table(name, results, fastest_only))
     for result in results:
         for peer, why in result.refused.items():
             console.print(f"{peer} does not serve {result.case}, {result.step}: {why}", style="dim")
@@ -593,9 +616,7 @@ def report(
             "memory": [result.record() for result in memory],
             **(more or {}),
         }
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n")
-        console.print(f"wrote {options.json}")
+        write_json(options.json, content)
     if options.plot is not None:
         plot(options.plot, f"{name}\n{describe(facts)}", results)
         console.print(f"wrote {options.plot}")

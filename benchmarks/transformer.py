@@ -60,6 +60,7 @@ class Task:
     draw: Callable[[torch.Generator], Batch]
     held_out: Sequence[Batch]
     loss: Callable[[nn.Module, Batch], Tensor]
+    learning_rate: float = 2e-3  # at the end of the warm-up
 
 
 def puzzle(name: text.Puzzle) -> Task:
@@ -136,9 +137,9 @@ def train(
     torch.manual_seed(seed)
     model = task.make(dropout).to(device, dtype)
     if fused:
-        trifuse.fuse(model)
+        trifuse.fuse(model, unpad=True)
     generator = torch.Generator().manual_seed(seed)
-    optimizer = torch.optim.Adam(model.parameters(), lr=2e-3, betas=(0.9, 0.98))
+    optimizer = torch.optim.Adam(model.parameters(), task.learning_rate, betas=(0.9, 0.98))
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, warmup_inverse_sqrt(50))
     losses = []
     for _ in range(steps):
@@ -310,7 +311,7 @@ def time_steps(case: Case, device: str, seconds: float) -> measure.Result:
     eager = case.make().to(device)
     batch = _to(case.batch(), device)
     models = {"ours": copy.deepcopy(eager), "eager": eager}
-    trifuse.fuse(models["ours"])
+    trifuse.fuse(models["ours"], unpad=True)
     with torch.no_grad():
         losses = [case.loss(model.eval(), batch).item() for model in models.values()]
     if not math.isclose(*losses, rel_tol=1e-5):
@@ -351,7 +352,7 @@ def time_steps(case: Case, device: str, seconds: float) -> measure.Result:
 
 def curves_table(results: Sequence[Curves]) -> Table:
     steps = len(results[0].fused.losses)
-    table = _table(
+    table = empty_table(
         f"without dropout, {steps} steps from one seed: largest difference of the losses at a step",
         ("first loss", "last loss", "fused − eager", "fused − float64", "eager − float64"),
     )
@@ -370,7 +371,7 @@ def curves_table(results: Sequence[Curves]) -> Table:
 
 
 def seeds_table(results: Sequence[Seeds], seeds: int) -> Table:
-    table = _table(
+    table = empty_table(
         f"with dropout {DROPOUT}, {seeds} seeds: held-out loss, mean ± standard deviation",
         ("eager", "fused", "apart"),
     )
@@ -385,7 +386,7 @@ def seeds_table(results: Sequence[Seeds], seeds: int) -> Table:
 
 def speed_table(results: Sequence[measure.Result]) -> Table:
     peers = list(dict.fromkeys(name for result in results for name in result.peers))
-    table = _table(
+    table = empty_table(
         "training step, tokens per second",
         (*peers, "fused", *(f"fused / {peer}" for peer in peers), "at least", "of ceiling"),
     )
@@ -409,7 +410,7 @@ def over(result: measure.Result, peer: str) -> float:
     return statistics.median(theirs / ours for theirs, ours in pairs)
 
 
-def _table(title: str, numbers: Sequence[str]) -> Table:
+def empty_table(title: str, numbers: Sequence[str]) -> Table:
     table = Table(title=title, box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("", no_wrap=True)
     for name in numbers:

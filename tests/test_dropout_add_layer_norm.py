@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -82,13 +82,16 @@ def test_tensors_that_are_left_out(kernel, present, prenorm):
 
 
 @pytest.mark.parametrize("in_fp32", [False, True])
-@pytest.mark.parametrize("residual_dtype", [None, "that of x", torch.float32])
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("dtype", "residual_dtype"),
+    [
+        *((dtype, residual_dtype) for dtype in DTYPES for residual_dtype in (None, dtype)),
+        (torch.bfloat16, torch.float32),
+        (torch.float16, torch.float32),
+    ],
+)
 def test_dtypes_of_results(kernel, dtype, residual_dtype, in_fp32):
     """The sum in the residual's; in float32 when asked for; with all its bits either way."""
-    if residual_dtype == torch.float32 and dtype == torch.float64:
-        pytest.skip("a float64 x has no float32 residual")
-    residual_dtype = dtype if residual_dtype == "that of x" else residual_dtype
     x = normal(3, 70, seed=1, dtype=dtype).requires_grad_()
     residual = None
     if residual_dtype is not None:
@@ -273,6 +276,14 @@ def test_no_gradient_without_grad_mode(backend):
     assert_equal(out, run(case)["out"])
 
 
+def keep_in(saved: list[Tensor]) -> Callable[[Tensor], Tensor]:
+    def pack(t: Tensor) -> Tensor:
+        saved.append(t)
+        return t
+
+    return pack
+
+
 @pytest.mark.parametrize("options", [{}, {"dropout_p": 0.1}, {"rms_norm": True}], ids=str)
 def test_saved_tensors_are_inputs_and_one_number_a_row(backend, options):
     """No mask, no normalised rows; with prenorm the sum, an output, instead of x and residual."""
@@ -280,26 +291,15 @@ def test_saved_tensors_are_inputs_and_one_number_a_row(backend, options):
         normal(*s, seed=i).requires_grad_() for i, s in enumerate([(9, 20), (9, 20), (20,), (20,)])
     )
     for prenorm in (False, True):
-        with Saved() as saved:
+        saved: list[Tensor] = []
+        with torch.autograd.graph.saved_tensors_hooks(keep_in(saved), lambda t: t):
             results = OP(x, residual, weight, bias, training=True, prenorm=prenorm, **options)
         outputs = results if prenorm else (results,)
         known = {t.data_ptr() for t in (x, residual, weight, bias, *outputs)}
-        small = sorted(tuple(t.shape) for t in saved.tensors if t.data_ptr() not in known)
+        small = sorted(tuple(t.shape) for t in saved if t.data_ptr() not in known)
         assert small == [*([(1,)] if "dropout_p" in options else []), (9,), (9,)]
-        big = [t.data_ptr() for t in saved.tensors if t.shape == x.shape]
+        big = [t.data_ptr() for t in saved if t.shape == x.shape]
         assert big == ([outputs[1].data_ptr()] if prenorm else [x.data_ptr(), residual.data_ptr()])
-
-
-class Saved(torch.autograd.graph.saved_tensors_hooks):
-    """What a forward keeps for its backward."""
-
-    def __init__(self) -> None:
-        self.tensors: list[Tensor] = []
-        super().__init__(self._pack, lambda t: t)
-
-    def _pack(self, t: Tensor) -> Tensor:
-        self.tensors.append(t)
-        return t
 
 
 # The same bits in any company -------------------------------------------------------------------
@@ -309,7 +309,7 @@ class Saved(torch.autograd.graph.saved_tensors_hooks):
 def test_two_runs_and_any_number_of_threads(every_kernel, dtype):
     """Gradients that are sums over rows too. Also two runs on as many: what a race would break."""
 
-    @settings(max_examples=settings.default.max_examples // 4)
+    @settings(max_examples=settings.default.max_examples // 10)
     @given(cases(dtype))
     def call(case: Case) -> None:
         for kernel in (every_kernel[0], every_kernel[-1]):
@@ -331,7 +331,7 @@ def test_threads_share_many_blocks_of_rows(cpp_kernels, shape, dtype):
     with cpp_kernels[-1].serving():
         torch.set_num_threads(1)
         expected = run(case)
-        for threads in (2, 4, 2):
+        for threads in (2, 4):
             torch.set_num_threads(threads)
             assert_same_bits(run(case), expected)
 

@@ -59,7 +59,7 @@ def test_wide_rows_and_many(every_kernel, shape, dtype):
 
 
 @pytest.mark.parametrize("N", [17, 768])
-@pytest.mark.parametrize("offset", [1e4, -1e4, 3e5])
+@pytest.mark.parametrize("offset", [1e4, -1e4])
 def test_far_from_zero(kernel, offset, N):
     """The variance of numbers that differ in their last digits only, which E[x²] - E[x]² loses."""
     x = normal(20, N) + offset

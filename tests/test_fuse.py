@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -42,6 +43,11 @@ def batch() -> tuple[Tensor, Tensor]:
     return ids, torch.arange(11) < torch.tensor([11, 6, 1])[:, None]
 
 
+def but_for_dropout(report: trifuse.FuseReport) -> list[Any]:
+    """What was swapped; dropouts are many and lie everywhere."""
+    return [swapped for swapped in report.swapped if swapped.after != "trifuse.nn.Dropout"]
+
+
 def snapshot(model: nn.Module) -> dict[str, object]:
     """What fuse promises to keep, and what revert promises to bring back."""
     return {
@@ -74,7 +80,7 @@ def test_bert(unpad, calls):
     report = trifuse.fuse(model, unpad=unpad)
     assert snapshot(model) == kept
     parts = ("attention.self.attention", "attention.output", "intermediate", "output")
-    assert [swapped.path for swapped in report.swapped] == [
+    assert [swapped.path for swapped in but_for_dropout(report)] == [
         *(("bert", "bert.encoder") if unpad else ()),
         *(f"bert.encoder.layer.{i}.{part}" for i in range(2) for part in parts),
     ]
@@ -153,7 +159,7 @@ def test_sublayer_ends_that_are_watched_run_as_they_are():
         part = model.encoder.layer[0].output.get_submodule(name)
         part.register_forward_hook(lambda module, *_: seen.append(type(module)))
     torch.testing.assert_close(model(ids, mask), wanted)
-    assert seen == [nn.Dropout, nn.LayerNorm]
+    assert seen == [trifuse.nn.Dropout, nn.LayerNorm]
 
 
 def test_twice_is_once():
@@ -200,6 +206,8 @@ def test_transformer(training, batch_first, calls):
     torch.testing.assert_close(got, wanted)
     assert {swapped.after for swapped in report.swapped} == {
         "trifuse.nn.MultiheadAttention",
+        "trifuse.nn.TransformerDecoder",
+        "trifuse.nn.TransformerDecoderLayer",
         "trifuse.nn.TransformerEncoder",
         "trifuse.nn.TransformerEncoderLayer",
     }
@@ -341,3 +349,17 @@ def test_report_reads_well(monkeypatch):
 def test_only_modules():
     with pytest.raises(TypeError, match=r"model: expected a torch\.nn\.Module; got dict"):
         trifuse.fuse({})
+
+
+def test_dropout():
+    model = nn.Sequential(nn.Dropout(0.5), nn.Dropout(0.0), nn.Dropout1d(0.5))
+    report = trifuse.fuse(model)
+    assert [(s.path, s.after) for s in report.swapped] == [("0", "trifuse.nn.Dropout")]
+    x = torch.ones(64, 64)
+    out = model[0](x)
+    assert set(out.unique().tolist()) == {0.0, 2.0}
+    assert 0.45 < (out == 0).float().mean() < 0.55
+    model.eval()
+    assert model[0](x) is x
+    report.revert()
+    assert type(model[0]) is nn.Dropout

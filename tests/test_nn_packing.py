@@ -447,3 +447,98 @@ def test_dropout_applies_to_packed_tokens():
     model.eval()
     still = copy.deepcopy(model)
     assert torch.equal(model(x, src_key_padding_mask=~keep), still(x, src_key_padding_mask=~keep))
+
+
+# Decoders ---------------------------------------------------------------------------------------
+
+MEMORY_KEEP = torch.arange(5) < torch.tensor([3, 5, 1])[:, None]
+
+
+def encoder_decoder(*, fused: bool, batch_first: bool, norm_first: bool) -> nn.Transformer:
+    torch.manual_seed(0)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "enable_nested_tensor is True")
+        model = nn.Transformer(
+            D, H, 2, 2, 24, 0.0, batch_first=batch_first, norm_first=norm_first, dtype=torch.float64
+        )
+    if fused:
+        trifuse.fuse(model, unpad=True)
+    return model
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("norm_first", [False, True])
+@pytest.mark.parametrize("batch_first", [False, True])
+@pytest.mark.parametrize("padded", ["target", "memory", "both"])
+def test_transformer_decoder(padded, batch_first, norm_first, causal, calls):
+    """Outputs at real positions and every gradient, from real tokens alone."""
+    keep, torch_model, fused = (
+        KEEP["padded right"],
+        *(
+            encoder_decoder(fused=fused, batch_first=batch_first, norm_first=norm_first)
+            for fused in (False, True)
+        ),
+    )
+    torch.manual_seed(1)
+    tgt, memory = (torch.randn(3, n, D, dtype=torch.float64) for n in (L, 5))
+    masks = {}
+    if padded != "memory":
+        masks["tgt_key_padding_mask"] = ~keep
+    if padded != "target":
+        masks["memory_key_padding_mask"] = ~MEMORY_KEEP
+    if causal:
+        masks["tgt_mask"] = torch.ones(L, L, dtype=torch.bool).triu(1)
+    real = keep if padded != "memory" else torch.ones_like(keep)
+    upstream = torch.randn_like(tgt) * real[..., None]
+    results = []
+    for model in (torch_model, fused):
+        inputs = [(x if batch_first else x.transpose(0, 1)).requires_grad_() for x in (tgt, memory)]
+        out = model.decoder(*inputs, **masks)
+        out = out if batch_first else out.transpose(0, 1)
+        wanted = [*inputs, *model.decoder.parameters()]
+        results.append((out, torch.autograd.grad(out, wanted, upstream)))
+    (expected, expected_grads), (actual, grads) = results
+    torch.testing.assert_close(actual[real], expected[real])
+    torch.testing.assert_close(grads, expected_grads)
+    assert calls == ["varlen_attention"] * 4  # two layers that attend twice
+
+
+def test_decoder_masks_that_packing_cannot_follow(calls):
+    model = encoder_decoder(fused=True, batch_first=True, norm_first=False)
+    plain = encoder_decoder(fused=False, batch_first=True, norm_first=False)
+    torch.manual_seed(1)
+    tgt, memory = (torch.randn(3, n, D, dtype=torch.float64) for n in (L, 5))
+    padding = {"tgt_key_padding_mask": ~KEEP["padded right"]}
+    for masks in (
+        {"tgt_mask": torch.randn(L, L, dtype=torch.float64)},
+        {"memory_mask": torch.zeros(L, 5, dtype=torch.bool)},
+        {"memory_key_padding_mask": torch.where(MEMORY_KEEP, 0.0, -1e9).double()},
+    ):
+        expected = plain.decoder(tgt, memory, **padding, **masks)
+        actual = model.decoder(tgt, memory, **padding, **masks)
+        torch.testing.assert_close(actual, expected)
+    assert "varlen_attention" not in calls
+
+
+def test_reference_transformer():
+    """Source and target padded: the encoder packs its tokens, the decoder both."""
+    from trifuse.models.transformer import Transformer, TransformerConfig
+
+    config = TransformerConfig(
+        vocab_size=31, d_model=D, nhead=H, num_encoder_layers=2, num_decoder_layers=2,
+        dim_feedforward=24, dropout=0.0, max_length=L,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = Transformer(config).double()
+    source, target = torch.randint(1, 31, (2, 3, L))
+    arguments = (source, target, KEEP["with holes"], KEEP["padded right"])
+    real = KEEP["padded right"]
+    expected = model(*arguments)[real]
+    expected_grads = torch.autograd.grad(expected.square().sum(), list(model.parameters()))
+    report = trifuse.fuse(model, unpad=True)
+    actual = model(*arguments)[real]
+    grads = torch.autograd.grad(actual.square().sum(), list(model.parameters()))
+    torch.testing.assert_close(actual, expected)
+    torch.testing.assert_close(grads, expected_grads)
+    report.revert()
+    assert type(model.decoder) is nn.TransformerDecoder

@@ -137,16 +137,15 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> dropout_add_layer_norm_backwa
   p.rows_per_block = backward_rows(p.rows, p.N);
   p.blocks = p.N ? (p.rows + p.rows_per_block - 1) / p.rows_per_block : 0;
 
-  const Tensor none = at::empty({0}, grad_out.options());
-  Tensor grad_x = none, grad_residual = none.to(sum_dtype);
-  if (wanted[0]) {
-    grad_x = empty(x.sizes(), grad_out.options());
-    p.grad_x = rows_of(grad_x, held);
-  }
-  if (wanted[1]) {
-    grad_residual = empty(x.sizes(), grad_out.options().dtype(sum_dtype));
-    p.grad_residual = rows_of(grad_residual, held);
-  }
+  // Without elements where it is not wanted.
+  const auto grad_of_rows = [&](bool wanted, at::ScalarType dtype, RowTensor& rows) {
+    const auto options = x.options().dtype(dtype);
+    const Tensor grad = wanted ? empty(x.sizes(), options) : at::empty({0}, options);
+    rows = rows_of(grad, held);
+    return grad;
+  };
+  const Tensor grad_x = grad_of_rows(wanted[0], dtype, p.grad_x);
+  const Tensor grad_residual = grad_of_rows(wanted[1], sum_dtype, p.grad_residual);
   Tensor blocks[3];
   void** pointers[3] = {&p.grad_weight, &p.grad_bias, &p.grad_x_bias};
   for (int i = 0; i < 3; ++i) {
@@ -163,7 +162,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> dropout_add_layer_norm_backwa
         [&](int64_t strip) { kernel.reduce(p, strip); });
 
   const auto sum_over_rows = [&](int i, const OptionalTensor& like) {
-    if (!wanted[2 + i]) return none;
+    if (!wanted[2 + i]) return at::empty({0}, like ? like->options() : grad_out.options());
     if (!p.blocks) return at::zeros(like->sizes(), like->options());
     return blocks[i][0].to(like->scalar_type(), false, true);  // a copy: the blocks can go
   };

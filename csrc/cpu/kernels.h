@@ -39,6 +39,12 @@ struct DropoutAddLayerNormBackward {
   void (*reduce)(const DropoutAddLayerNormProblem&, int64_t strip);
 };
 
+// One task for each so many elements.
+constexpr int64_t kDropoutBlock = 1 << 15;
+struct DropoutKernel {
+  void (*run)(const DropoutProblem&, int64_t block);
+};
+
 // What tests and benchmarks ask of an instruction set's building blocks.
 struct Probe {
   // Floating-point operations per second of one thread's tile_gemm on tiles in its L1 cache.
@@ -51,6 +57,7 @@ struct Kernels {
   AttentionBackward attention_backward;
   DropoutAddLayerNormForward dropout_add_layer_norm_forward;
   DropoutAddLayerNormBackward dropout_add_layer_norm_backward;
+  DropoutKernel dropout;
   Probe probe;
 };
 
@@ -61,6 +68,7 @@ struct Kernels {
   AttentionBackward attention_backward();                        \
   DropoutAddLayerNormForward dropout_add_layer_norm_forward();   \
   DropoutAddLayerNormBackward dropout_add_layer_norm_backward(); \
+  DropoutKernel dropout();                                       \
   Probe probe();                                                 \
   }
 TRIFUSE_EACH_CAPABILITY(TRIFUSE_DECLARE)
@@ -72,7 +80,7 @@ inline Kernels kernels() {
     return {                                                                                   \
         set::attention_forward(), set::attention_backward(),                                   \
         set::dropout_add_layer_norm_forward(), set::dropout_add_layer_norm_backward(),         \
-        set::probe()};
+        set::dropout(), set::probe()};
   switch (capability()) { TRIFUSE_EACH_CAPABILITY(TRIFUSE_CASE) }
 #undef TRIFUSE_CASE
   return {};

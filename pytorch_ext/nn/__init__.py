@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from trifuse.nn.attention import MultiheadAttention, SoftmaxAttention
 from trifuse.nn.bert import BertEncoder, BertIntermediate, BertModel, BertSelfOutput
+from trifuse.nn.dropout import Dropout
 from trifuse.nn.dropout_add_layer_norm import DropoutAddLayerNorm
 from trifuse.nn.linear import Linear
 from trifuse.nn.transformer import (
@@ -18,6 +19,7 @@ __all__ = [
     "BertIntermediate",
     "BertModel",
     "BertSelfOutput",
+    "Dropout",
     "DropoutAddLayerNorm",
     "Linear",
     "MultiheadAttention",

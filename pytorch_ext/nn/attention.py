@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from trifuse.nn import packing
 from trifuse.nn.linear import project
-from trifuse.nn.packing import PackedSequences
+from trifuse.nn.packing import CrossSequences, PackedSequences
 from trifuse.ops.attention import scaled_dot_product_attention
 
 
@@ -113,7 +113,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        key_padding_mask: Tensor | PackedSequences | None = None,
+        key_padding_mask: Tensor | PackedSequences | CrossSequences | None = None,
         need_weights: bool = True,
         attn_mask: Tensor | None = None,
         average_attn_weights: bool = True,
@@ -127,7 +127,7 @@ class MultiheadAttention(nn.MultiheadAttention):
             query: (L, B, embed_dim), or (B, L, embed_dim) with ``batch_first``, or (L, embed_dim).
             key: the same with S and kdim.
             value: the same with S and vdim.
-            key_padding_mask: (B, S), or (S,) unbatched; boolean, or floating and added. An encoder
+            key_padding_mask: (B, S), or (S,) unbatched; boolean, or floating and added. A stack
                 that packs its batch passes where the sequences lie instead.
             need_weights: also return the weights, which are then computed by the formula, with
                 (B, num_heads, L, S) tensors in memory.
@@ -145,7 +145,7 @@ class MultiheadAttention(nn.MultiheadAttention):
             RuntimeError: ``is_causal`` without ``attn_mask``, or the shape of ``attn_mask``.
         """
         dropout_p = self.dropout if self.training else 0.0
-        if isinstance(key_padding_mask, PackedSequences):
+        if isinstance(key_padding_mask, (PackedSequences, CrossSequences)):
             q, k, v = self._heads(query, key, value, batch_first=True)
             out = packing.attend(q, k, v, key_padding_mask, dropout_p, is_causal)
             return self._project_out(out, batch_first=True), None

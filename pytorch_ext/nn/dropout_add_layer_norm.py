@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from trifuse.nn.dropout import Dropout
 from trifuse.nn.linear import is_watched
 from trifuse.ops.dropout_add_layer_norm import dropout_add_layer_norm
 
@@ -120,7 +121,7 @@ def add_then_norm(
 
 def _fuses(dropout: nn.Module, norm: nn.Module) -> bool:
     return (
-        type(dropout) is nn.Dropout
+        type(dropout) in (nn.Dropout, Dropout)
         and dropout.p < 1
         and type(norm) is nn.LayerNorm
         and len(norm.normalized_shape) == 1

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
+from trifuse.nn.dropout import Dropout
 from trifuse.nn.linear import Linear, is_watched
 from trifuse.ops.attention import varlen_attention
 
@@ -28,6 +29,13 @@ class PackedSequences(NamedTuple):
     indices: Tensor  # int64 (T,): their places among the B · L, in order
     cu_seqlens: Tensor  # int32 (B + 1,): where each sequence begins among the T, and T
     max_seqlen: int
+
+
+class CrossSequences(NamedTuple):
+    """Where the tokens of queries and of the keys that they attend to lie."""
+
+    queries: PackedSequences
+    keys: PackedSequences
 
 
 # What torch offers that treats tokens one by one.
@@ -42,6 +50,7 @@ _TOKENWISE = (
     nn.ReLU,
     nn.SiLU,
     nn.Tanh,
+    Dropout,
     Linear,
     NonDynamicallyQuantizableLinear,
 )
@@ -62,24 +71,49 @@ def pack(encoder: nn.Module, keep: Tensor, *known: str) -> PackedSequences | Non
         ``torch.compile``, ``torch.func`` and the like; where the encoder holds an unknown class, a
         ``forward`` that was replaced, or a hook, which would see the packed shape.
     """
-    if (
+    if not _readable(keep) or not _tokenwise(encoder, known):
+        return None
+    packed = _find(keep)
+    return None if packed.indices.shape[0] in (0, keep.numel()) else packed
+
+
+def pack_cross(
+    decoder: nn.Module, keep_queries: Tensor, keep_keys: Tensor, *known: str
+) -> CrossSequences | None:
+    """The same for a decoder: its own tokens, (B, L), and those of its memory, (B, S)."""
+    masks = (keep_queries, keep_keys)
+    if not all(map(_readable, masks)) or not _tokenwise(decoder, known):
+        return None
+    packed = CrossSequences(*map(_find, masks))
+    counts = [each.indices.shape[0] for each in packed]
+    if 0 in counts or counts == [keep.numel() for keep in masks]:
+        return None
+    return packed
+
+
+def _readable(keep: Tensor) -> bool:
+    return not (
         type(keep) is not Tensor
         or torch.compiler.is_compiling()
         or torch.jit.is_tracing()
         or torch._C._functorch.peek_interpreter_stack() is not None
         or (keep.is_cuda and torch.cuda.is_current_stream_capturing())
-    ):
-        return None
-    for module in encoder.modules():
-        cls = type(module)
-        if not (cls in _TOKENWISE or cls.__module__ in known) or is_watched(module):
-            return None
+    )
+
+
+def _tokenwise(stack: nn.Module, known: tuple[str, ...]) -> bool:
+    return not any(
+        is_watched(module) or not (type(module) in _TOKENWISE or type(module).__module__ in known)
+        for module in stack.modules()
+    )
+
+
+def _find(keep: Tensor) -> PackedSequences:
     indices = keep.flatten().nonzero().squeeze(-1)
-    if indices.shape[0] in (0, keep.numel()):
-        return None
     lengths = keep.sum(-1, dtype=torch.int32)
     cu_seqlens = nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
-    return PackedSequences(indices, cu_seqlens, int(lengths.max()))
+    longest = int(lengths.max()) if lengths.numel() else 0
+    return PackedSequences(indices, cu_seqlens, longest)
 
 
 def gather(padded: Tensor, packed: PackedSequences) -> Tensor:
@@ -97,20 +131,22 @@ def attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    packed: PackedSequences,
+    packed: PackedSequences | CrossSequences,
     dropout_p: float = 0.0,
     is_causal: bool = False,
     scale: float | None = None,
 ) -> Tensor:
     """:func:`trifuse.varlen_attention`, on (1, H, T, E) tensors and back to such."""
+    queries, keys = packed if isinstance(packed, CrossSequences) else (packed, packed)
     query, key, value = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
     out = varlen_attention(
         query,
         key,
         value,
-        packed.cu_seqlens,
-        max_seqlen_q=packed.max_seqlen,
-        max_seqlen_k=packed.max_seqlen,
+        queries.cu_seqlens,
+        keys.cu_seqlens,
+        max_seqlen_q=queries.max_seqlen,
+        max_seqlen_k=keys.max_seqlen,
         dropout_p=dropout_p,
         is_causal=is_causal,
         scale=scale,

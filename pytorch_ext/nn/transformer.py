@@ -21,7 +21,7 @@ from trifuse.nn import attention, dropout_add_layer_norm, linear, packing
 from trifuse.nn.attention import MultiheadAttention
 from trifuse.nn.dropout_add_layer_norm import add_norm, add_then_norm
 from trifuse.nn.linear import is_watched, linear_gelu
-from trifuse.nn.packing import PackedSequences
+from trifuse.nn.packing import CrossSequences, PackedSequences
 
 
 class _Sum(NamedTuple):
@@ -113,8 +113,8 @@ class TransformerDecoderLayer(nn.TransformerDecoderLayer):
         memory: Tensor,
         tgt_mask: Tensor | None = None,
         memory_mask: Tensor | None = None,
-        tgt_key_padding_mask: Tensor | None = None,
-        memory_key_padding_mask: Tensor | None = None,
+        tgt_key_padding_mask: Tensor | PackedSequences | None = None,
+        memory_key_padding_mask: Tensor | CrossSequences | None = None,
         tgt_is_causal: bool = False,
         memory_is_causal: bool = False,
     ) -> Tensor:
@@ -147,8 +147,8 @@ class TransformerDecoderLayer(nn.TransformerDecoderLayer):
         memory: Tensor,
         tgt_mask: Tensor | None,
         memory_mask: Tensor | None,
-        tgt_key_padding_mask: Tensor | None,
-        memory_key_padding_mask: Tensor | None,
+        tgt_key_padding_mask: Tensor | PackedSequences | None,
+        memory_key_padding_mask: Tensor | CrossSequences | None,
         tgt_is_causal: bool,
         memory_is_causal: bool,
     ) -> _Sum:
@@ -237,34 +237,34 @@ class TransformerEncoder(nn.TransformerEncoder):
                 is_causal=is_causal,
             )  # fmt: skip
             return _end(x, self.norm)
-        batch_first = self.layers[0].self_attn.batch_first
-        padded = src if batch_first else src.transpose(0, 1)
-        tokens = packing.gather(padded, packed)
         tokens = _run_layers(
-            self.layers, tokens, src_mask=None, src_key_padding_mask=packed, is_causal=is_causal
-        ).total()
-        src = packing.scatter(tokens, packed, padded.shape)
-        src = src if batch_first else src.transpose(0, 1)
+            self.layers, _gather(self, src, packed), src_mask=None, src_key_padding_mask=packed,
+            is_causal=is_causal,
+        ).total()  # fmt: skip
+        src = _scatter(self, tokens, packed, src.shape)
         return src if self.norm is None else self.norm(src)
 
     def _pack(self, src: Tensor, src_key_padding_mask: Tensor) -> PackedSequences | None:
         if src.dim() != 3 or src_key_padding_mask.dtype != torch.bool:
             return None
-        for layer in self.layers:
-            if layer.self_attn.bias_k is not None or layer.self_attn.add_zero_attn:
-                return None  # keys appended to every sequence
-        modules = (attention, dropout_add_layer_norm, linear)
-        names = (module.__name__ for module in modules)
-        return packing.pack(self, ~src_key_padding_mask, *names, __name__)
+        if _appends_keys(self):
+            return None
+        return packing.pack(self, ~src_key_padding_mask, *_KNOWN)
 
 
 class TransformerDecoder(nn.TransformerDecoder):
-    """``torch.nn.TransformerDecoder`` whose layers, where they normalise first, fuse the end of
-    each with the beginning of the next. Masks stay as they are.
+    """``torch.nn.TransformerDecoder`` that computes on real tokens only.
 
-    Whether ``tgt_mask`` is causal is detected as in torch where ``tgt_is_causal`` is None, which
-    reads it; while compiling it is not read and taken as it is.
+    It does so where ``unpad`` is set on it, as ``trifuse.fuse(model, unpad=True)`` does.
+
+    Where the padding masks that are given are boolean, ``tgt_mask`` None or causal and there is no
+    ``memory_mask``, the real tokens of target and memory are packed into one row each, and the
+    layers give 0 at padded positions of the target (before ``norm``). Whether ``tgt_mask`` is
+    causal is detected as in torch where ``tgt_is_causal`` is None, which reads it; while compiling
+    it is not read and taken as it is.
     """
+
+    unpad = False
 
     def forward(
         self,
@@ -280,13 +280,69 @@ class TransformerDecoder(nn.TransformerDecoder):
         """Pass ``tgt`` through the layers; as ``torch.nn.TransformerDecoder.forward``."""
         if tgt_is_causal is None:
             tgt_is_causal = tgt_mask is not None and _is_causal_mask(tgt_mask)
-        x = _run_layers(
-            self.layers, tgt, memory, tgt_mask=tgt_mask, memory_mask=memory_mask,
-            tgt_key_padding_mask=tgt_key_padding_mask,
-            memory_key_padding_mask=memory_key_padding_mask,
-            tgt_is_causal=tgt_is_causal, memory_is_causal=memory_is_causal,
-        )  # fmt: skip
-        return _end(x, self.norm)
+        packed = None
+        if (
+            self.unpad
+            and memory_mask is None
+            and not memory_is_causal
+            and (tgt_mask is None or tgt_is_causal)
+        ):
+            packed = self._pack(tgt, memory, tgt_key_padding_mask, memory_key_padding_mask)
+        if packed is None:
+            x = _run_layers(
+                self.layers, tgt, memory, tgt_mask=tgt_mask, memory_mask=memory_mask,
+                tgt_key_padding_mask=tgt_key_padding_mask,
+                memory_key_padding_mask=memory_key_padding_mask,
+                tgt_is_causal=tgt_is_causal, memory_is_causal=memory_is_causal,
+            )  # fmt: skip
+            return _end(x, self.norm)
+        tokens = _run_layers(
+            self.layers, _gather(self, tgt, packed.queries), _gather(self, memory, packed.keys),
+            tgt_mask=None, memory_mask=None, tgt_key_padding_mask=packed.queries,
+            memory_key_padding_mask=packed, tgt_is_causal=tgt_is_causal, memory_is_causal=False,
+        ).total()  # fmt: skip
+        tgt = _scatter(self, tokens, packed.queries, tgt.shape)
+        return tgt if self.norm is None else self.norm(tgt)
+
+    def _pack(
+        self, tgt: Tensor, memory: Tensor, tgt_padding: Tensor | None, memory_padding: Tensor | None
+    ) -> CrossSequences | None:
+        if tgt.dim() != 3 or memory.dim() != 3 or _appends_keys(self):
+            return None
+        keep = []
+        for x, padding in ((tgt, tgt_padding), (memory, memory_padding)):
+            if padding is None:
+                shape = x.shape[:2] if self.layers[0].self_attn.batch_first else x.shape[1::-1]
+                padding = torch.zeros(shape, dtype=torch.bool, device=x.device)
+            if padding.dtype != torch.bool:
+                return None
+            keep.append(~padding)
+        return packing.pack_cross(self, *keep, *_KNOWN)
+
+
+# Whose classes treat tokens one by one, or take PackedSequences.
+_KNOWN = (*(m.__name__ for m in (attention, dropout_add_layer_norm, linear)), __name__)
+
+
+def _appends_keys(stack: nn.Module) -> bool:
+    """Whether an attention in it adds keys to every sequence: packed ones have no room for them."""
+    return any(
+        module.bias_k is not None or module.add_zero_attn
+        for module in stack.modules()
+        if isinstance(module, nn.MultiheadAttention)
+    )
+
+
+def _gather(stack: Any, x: Tensor, packed: PackedSequences) -> Tensor:
+    """The real tokens, (1, T, d_model), whichever way round the stack has its batch."""
+    return packing.gather(x if stack.layers[0].self_attn.batch_first else x.transpose(0, 1), packed)
+
+
+def _scatter(stack: Any, tokens: Tensor, packed: PackedSequences, shape: torch.Size) -> Tensor:
+    if stack.layers[0].self_attn.batch_first:
+        return packing.scatter(tokens, packed, shape)
+    swapped = torch.Size((shape[1], shape[0], shape[2]))
+    return packing.scatter(tokens, packed, swapped).transpose(0, 1)
 
 
 def _run_layers(layers: nn.ModuleList, x: Tensor, *memory: Tensor, **masks: Any) -> _Sum:

@@ -49,7 +49,9 @@ def one_by_one(op: Any, info: Any, in_dims: Any, args: tuple[Any, ...]) -> Any:
     """A batching rule that calls the op for each sample: for calls that can't be made into one."""
 
     def sample(i: int) -> list[Any]:
-        return [x if d is None else x.select(d, i) for x, d in zip(args, in_dims, strict=True)]
+        pairs = zip(args, in_dims, strict=True)
+        # Beside a list of options stands a list of dimensions.
+        return [x.select(d, i) if isinstance(d, int) else x for x, d in pairs]
 
     results = zip(*(op(*sample(i)) for i in range(info.batch_size)), strict=True)
     stacked = tuple(torch.stack(r) for r in results)
@@ -87,5 +89,10 @@ def differentiating() -> bool:
     return (
         torch.compiler.is_compiling()
         or torch._C._functorch.peek_interpreter_stack() is not None
-        or torch.autograd.forward_ad._current_level >= 0
+        or forward_mode()
     )
+
+
+def forward_mode() -> bool:
+    """Whether a tensor might carry a tangent, which an opaque op would drop."""
+    return torch.autograd.forward_ad._current_level >= 0

@@ -228,6 +228,9 @@ class _DropoutAddLayerNorm(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         *inputs, mean, rstd = ctx.saved_tensors
         needed = ctx.needs_input_grad[:5]
+        prenorm = ctx.options[-1]
+        if not prenorm:
+            grad_sum = None  # Dynamo makes up zeros for an output that has no gradient.
         if grad_out is None and grad_sum is None:
             return (None,) * 12
         if grad_out is None:
@@ -235,7 +238,7 @@ class _DropoutAddLayerNorm(torch.autograd.Function):
             grad_out = torch.zeros_like(grad_sum, dtype=ctx.dtype)
         wanted = (needed[0] or needed[1], False, *needed[2:]) if ctx.one_gradient else needed
         args = (grad_out, grad_sum, *inputs, mean, rstd, ctx.backend, *ctx.options, wanted)
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() or _registration.forward_mode():
             grads = list(_DropoutAddLayerNormBackward.apply(*args))
         else:
             grads = list(_BACKWARD[ctx.backend](*args[:10], *args[11:]))

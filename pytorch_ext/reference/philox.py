@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 ROUNDS = 7
+LONG_ROW = 1 << 30
 _MASK32 = 0xFFFFFFFF
 _MULTIPLIER = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
@@ -85,3 +86,15 @@ def dropout_keep(seed: Tensor, plane: Tensor, rows: int, columns: int, dropout_p
     halves = [half for word in words for half in (word & 0xFFFF, word >> 16)]
     bits = torch.stack(halves, dim=-1).flatten(-2)[..., :columns]
     return bits >= threshold(dropout_p)
+
+
+def dropout_keep_flat(seed: Tensor, count: int, dropout_p: float) -> Tensor:
+    """Which of so many elements in a line survive: bool (count,).
+
+    The line is laid in rows of 2³⁰, so that columns are numbers of 32 bits: element i is that of
+    row i // 2³⁰ and column i mod 2³⁰ in plane 0.
+    """
+    rows = -(-count // LONG_ROW)
+    plane = torch.zeros((), dtype=torch.int64, device=seed.device)
+    keep = dropout_keep(seed, plane, rows, min(count, LONG_ROW), dropout_p)
+    return keep.flatten()[:count]

@@ -1,0 +1,309 @@
+"""BERT on ragged text: fused, against torch, its compiler and the inference engines.
+
+Inference reads paragraphs of the language reference with a pretrained MiniLM-L6, in one batch that
+is padded as a server would pad it. transformers' own BertModel is run by its eager formula, by
+torch's attention, compiled, and fused without its padding; ONNX Runtime, OpenVINO and CTranslate2
+run the same weights where they are installed, on as many threads. Hidden states of real tokens are
+compared with those of a float64 run, and with ours, before anything is timed.
+
+A training step is that of two layers of BERT-base, forward and backward, over sequences of which
+half is padding. The optimizer, which is the same for all, is left out.
+
+Rates count what real tokens need: 2 operations for each weight of a linear layer, and 4 for each
+pair of tokens of a sequence and each feature; the backward counts twice.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from torch import Tensor
+
+import trifuse
+from trifuse.benchmarks import demo, engines, measure
+from trifuse.models.bert import BertConfig, BertEncoder, BertModel
+
+# Cases ------------------------------------------------------------------------------------------
+
+TORCH = ("eager", "sdpa", "torch.compile")
+ENGINES = tuple(engine.name for engine in engines.ENGINES)
+_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
+
+
+@dataclass(frozen=True)
+class Target:
+    """``at_least`` is the time of the fastest of the peers over ours."""
+
+    peers: tuple[str, ...]
+    at_least: float | None = None
+
+
+@dataclass(frozen=True)
+class Inference:
+    """A batch of real text, of which about the fraction ``valid`` is real tokens."""
+
+    dtype: torch.dtype
+    targets: tuple[Target, ...]
+    batch_size: int = 32
+    length: int = 128
+    valid: float = 0.56
+    peers: tuple[str, ...] = TORCH + ENGINES
+
+    @property
+    def name(self) -> str:
+        return f"inference, {_NAMES[self.dtype]}"
+
+
+@dataclass(frozen=True)
+class Training:
+    """A step of an encoder, over sequences from a quarter of the length to three quarters."""
+
+    config: BertConfig
+    targets: tuple[Target, ...]
+    batch_size: int = 4
+    length: int = 512
+    peers: tuple[str, ...] = ("eager", "torch.compile")
+
+    @property
+    def name(self) -> str:
+        return "training step, fp32"
+
+
+CASES: tuple[Inference | Training, ...] = (
+    Inference(torch.float32, (Target(("sdpa",), 4.0), Target(ENGINES, 1.5))),
+    Inference(torch.bfloat16, (Target(("sdpa",), 2.0), Target(("torch.compile", "OpenVINO"), 1.4))),
+    Training(
+        BertConfig(num_hidden_layers=2), (Target(("eager",), 3.0), Target(("torch.compile",)))
+    ),
+)
+
+
+def flops(config: BertConfig, lengths: Sequence[int]) -> float:
+    """Operations of a forward over sequences of these lengths, without their padding."""
+    hidden = config.hidden_size
+    weights = hidden * (4 * hidden + 2 * config.intermediate_size)
+    pairs = sum(length**2 for length in lengths)
+    return config.num_hidden_layers * (2 * weights * sum(lengths) + 4 * pairs * hidden)
+
+
+# Inference --------------------------------------------------------------------------------------
+
+
+def choose(directory: Path, case: Inference) -> demo.Batch:
+    """Real paragraphs, shuffled and dealt into batches; the one whose padding is as asked for.
+
+    Only those that fill a quarter of the length or more are dealt. A longer one is cut.
+    """
+    tokenizer = demo.load_tokenizer(directory, case.length)
+    texts = [passage.text for passage in demo.passages()]
+    filled = [len(encoding.ids) / case.length for encoding in tokenizer.encode_batch(texts)]
+    texts = [text for text, fraction in zip(texts, filled, strict=True) if fraction >= 0.25]
+    random.Random(0).shuffle(texts)
+    texts = texts[: len(texts) // case.batch_size * case.batch_size]
+    batches = demo.to_batches(tokenizer, texts, case.batch_size)
+    full = [batch for batch in batches if batch.mask.shape[1] == case.length]
+    return min(full, key=lambda batch: abs(batch.mask.double().mean().item() - case.valid))
+
+
+def load(directory: Path, case: Inference) -> dict[str, engines.Reader]:
+    """Ours, as "fused", and the peers that are there."""
+
+    def model(attn_implementation: str) -> Any:
+        with engines.quiet_transformers():
+            return transformers.BertModel.from_pretrained(
+                directory, attn_implementation=attn_implementation, dtype=case.dtype
+            )
+
+    fused = model("sdpa")
+    trifuse.fuse(fused, unpad=True)
+    readers = {}
+    for peer in case.peers:
+        if peer == "torch.compile":
+            torch.compiler.reset()
+            readers[peer] = demo.reader(torch.compile(model("sdpa")))
+        elif peer in TORCH:
+            readers[peer] = demo.reader(model(peer))
+    served = engines.load(directory, case.dtype)
+    readers |= {name: read for name, read in served.items() if name in case.peers}
+    return readers | {"fused": demo.reader(fused)}
+
+
+@dataclass(frozen=True)
+class Read:
+    """How all variants did on one batch."""
+
+    heading: str
+    variants: list[demo.Result]
+    targets: list[measure.Result] = field(repr=False)
+
+    def record(self) -> dict[str, Any]:
+        return {"heading": self.heading, "results": [one.record() for one in self.variants]}
+
+
+@torch.inference_mode()
+def read(case: Inference, directory: Path, rounds: int, progress: Progress) -> Read:
+    task = progress.add_task("loading", total=1)
+    batch = choose(directory, case)
+    readers = load(directory, case)
+    exact = demo.reader(BertModel.from_pretrained(directory, attn_implementation="sdpa").double())
+    progress.advance(task)
+    ours = readers["fused"](*batch)[batch.mask]
+    for peer, peer_reads in readers.items():
+        measure.check_agreement(peer, [ours], [peer_reads(*batch)[batch.mask].to(case.dtype)])
+    variants = demo.compare(readers, exact, [batch], rounds, progress)
+
+    lengths = batch.mask.sum(1).tolist()
+    config = BertConfig.from_json(directory / "config.json")
+    size = f"{case.batch_size} × {case.length}"
+    heading = f"{_NAMES[case.dtype]}, {size}, {sum(lengths) / batch.mask.numel():.0%} valid"
+    timings = {variant.variant: variant.timing for variant in variants}
+    results = _against(
+        case.targets, "MiniLM-L6", "forward", heading, timings, flops(config, lengths), case.dtype
+    )
+    return Read(heading, variants, results)
+
+
+def _against(
+    targets: Sequence[Target],
+    name: str,
+    step: str,
+    shape: str,
+    timings: Mapping[str, measure.Timing],
+    work: float,
+    dtype: torch.dtype,
+) -> list[measure.Result]:
+    """A row for each target of which some peer was timed."""
+    ceiling = measure.matrix_rate(dtype)
+    timed = [
+        ({peer: timings[peer] for peer in target.peers if peer in timings}, target.at_least)
+        for target in targets
+    ]
+    return [
+        measure.Result(
+            case=name,
+            step=step,
+            shape=shape,
+            ours=timings["fused"],
+            peers=peers,
+            refused={},
+            work=work,
+            ceiling=ceiling,
+            at_least=at_least,
+        )
+        for peers, at_least in timed
+        if peers
+    ]
+
+
+# Training ---------------------------------------------------------------------------------------
+
+
+def train(case: Training, seconds: float) -> list[measure.Result]:
+    torch.manual_seed(0)
+    B, L, config = case.batch_size, case.length, case.config
+    eager = BertEncoder(config)
+    x, grad_out = (torch.randn(B, L, config.hidden_size) for _ in range(2))
+    lengths = torch.linspace(L / 4, 3 * L / 4, B).round().long()
+    mask = torch.arange(L) < lengths[:, None]
+    grad_out[~mask] = 0  # no loss looks at padding
+    x.requires_grad_()
+
+    models: dict[str, BertEncoder] = {"fused": copy.deepcopy(eager), "eager": eager}
+    trifuse.fuse(models["fused"], unpad=True)
+
+    def step(model: Callable[..., Tensor], parameters: Sequence[Tensor]) -> list[Tensor]:
+        out = model(x, mask)
+        return [out.detach(), *torch.autograd.grad(out, [x, *parameters], grad_out)]
+
+    def compared(step: Callable[[], list[Tensor]]) -> list[Tensor]:
+        # Gradients of parameters as one: that of a key's bias is 0 but for rounding.
+        out, grad_x, *grads = step()
+        return [out[mask], grad_x[mask], torch.cat([grad.flatten() for grad in grads])]
+
+    steps = {
+        name: functools.partial(step, model.eval(), list(model.parameters()))
+        for name, model in models.items()
+    }
+    measure.check_agreement("eager", compared(steps["fused"]), compared(steps["eager"]))
+    for model in models.values():
+        model.train()
+    if "torch.compile" in case.peers:
+        torch.compiler.reset()
+        compiled = torch.compile(eager)
+        steps["torch.compile"] = functools.partial(step, compiled, list(eager.parameters()))
+    timings = measure.alternate(steps, seconds=seconds, min_rounds=3)
+    shape = f"fp32, {B} × {L}, half valid, dropout {config.hidden_dropout_prob}"
+    return _against(
+        case.targets,
+        f"{config.num_hidden_layers} layers, hidden size {config.hidden_size}",
+        "forward + backward",
+        shape,
+        timings,
+        3 * flops(config, lengths.tolist()),
+        torch.float32,
+    )
+
+
+# The command ------------------------------------------------------------------------------------
+
+
+def main(argv: Sequence[str]) -> int:
+    """Read, train and print the tables."""
+    options = measure.parser("bert", __doc__, devices=("cpu",)).parse_args(argv)
+    console = measure.console
+    torch.set_num_threads(options.threads)
+    cases = measure.select(CASES, lambda case: case.name, options.cases)
+    try:
+        directory = demo.model_directory()
+    except FileNotFoundError as missing:
+        console.print(str(missing), style="red")
+        return 1
+    facts = measure.machine()
+    facts["transformers"] = transformers.__version__
+    facts["engines"] = {e.name: e.version for e in engines.ENGINES if e.installed}
+    versions = "".join(f", {name} {version}" for name, version in facts["engines"].items())
+    caption = f"{measure.describe(facts)}\ntransformers {transformers.__version__}{versions}"
+    console.print(caption, soft_wrap=True)
+
+    reads, results = [], []
+    columns = (TextColumn("{task.description:8}"), BarColumn(), MofNCompleteColumn())
+    with (
+        trifuse.backend(options.backend),
+        Progress(*columns, console=console, transient=True) as progress,
+    ):
+        for case in cases:
+            if isinstance(case, Inference):
+                reads.append(read(case, directory, 3 if options.quick else 9, progress))
+                results += reads[-1].targets
+            else:
+                task = progress.add_task("training", total=None)
+                results += train(case, 0.6 if options.quick else 12.0)
+                progress.remove_task(task)
+    for one in reads:
+        title = f"MiniLM-L6 on paragraphs of the language reference, {one.heading}"
+        console.print(demo.result_table(one.variants, title, caption))
+    measure.print_table(measure.table("bert", results, fastest_only=True))
+    for engine in engines.ENGINES:
+        if not engine.installed:
+            console.print(f"{engine.name} is not installed; try: pip install 'trifuse[bench]'")
+    if options.json is not None:
+        content = {
+            "machine": facts,
+            "times": [result.record() for result in results],
+            "inference": [one.record() for one in reads],
+        }
+        measure.write_json(options.json, content)
+    if options.plot is not None and reads:
+        panels = {one.heading: one.variants for one in reads}
+        demo.plot(panels, "MiniLM-L6 on real text", caption, options.plot)
+        console.print(f"wrote {options.plot}")
+    return 0

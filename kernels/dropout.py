@@ -1,0 +1,59 @@
+"""Dropout in Triton, by the generator that all of trifuse's operators share."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from trifuse.kernels.philox import dropout_keep
+from trifuse.reference import philox
+
+LONG_ROW = tl.constexpr(philox.LONG_ROW)
+ROWS, COLUMNS = 8, 512  # of a program's block: 16 bytes to a thread in 16 bits, with 8 warps
+
+
+@triton.jit(do_not_specialize=["threshold", "scale"])
+def dropout_kernel(
+    x,  # (count,)
+    out,  # (count,)
+    seed,  # (1,) int64
+    count,
+    threshold,
+    scale,  # float32
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """out = D x, the elements numbered as ``philox.dropout_keep_flat`` does.
+
+    A program owns ROWS runs of COLUMNS neighbours, which it reads and writes once.
+
+    Floor: the bytes of x and out.
+    """
+    first = tl.program_id(0).to(tl.int64) * (ROWS * COLUMNS)
+    long_row = (first // LONG_ROW).to(tl.int32)
+    key = tl.load(seed)
+    for row in tl.static_range(ROWS):
+        start = first + row * COLUMNS
+        columns = tl.arange(0, COLUMNS)
+        inside = start + columns < count
+        column = (start % LONG_ROW).to(tl.int32)
+        value = tl.load(x + start + columns, mask=inside, other=0.0).to(tl.float32)
+        kept = tl.reshape(dropout_keep(key, 0, long_row, column, threshold, 1, COLUMNS), (COLUMNS,))
+        value = tl.where(kept, value * scale, 0.0)
+        tl.store(out + start + columns, value.to(out.dtype.element_ty), mask=inside)
+
+
+def dropout(x: Tensor, seed: Tensor, p: float) -> Tensor:
+    """Arguments and result of the op ``dropout``."""
+    x = x.contiguous()
+    out = torch.empty_like(x)
+    grid = (triton.cdiv(x.numel(), ROWS * COLUMNS),)
+    if x.numel():
+        with torch.cuda.device_of(x):
+            dropout_kernel[grid](
+                x, out, seed, x.numel(), philox.threshold(p), philox.keep_scale(p), ROWS, COLUMNS,
+                num_warps=4,
+            )  # fmt: skip
+    return out

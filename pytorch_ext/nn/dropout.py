@@ -1,0 +1,22 @@
+"""``torch.nn.Dropout`` by trifuse's generator."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from trifuse.ops.dropout import dropout
+
+
+class Dropout(nn.Dropout):
+    """``torch.nn.Dropout`` that, on a CPU, draws its random numbers in vectors and on every core.
+
+    The constructor is torch's own. On other devices, where ``inplace`` is set, and where everything
+    is dropped, it is torch's dropout.
+    """
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Drop elements while training; see :func:`trifuse.ops.dropout.dropout`."""
+        fused = input.device.type == "cpu" and input.is_floating_point()
+        if fused and self.p < 1 and not self.inplace:
+            return dropout(input, self.p, self.training)
+        return super().forward(input)

@@ -1,0 +1,102 @@
+"""Dropout by the generator that all of trifuse's operators share.
+
+On many machines torch draws a CPU's random numbers in one thread, which makes dropout cost more
+than the layer that it follows.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trifuse import backends
+from trifuse.ops import _checks, _registration
+from trifuse.reference import philox
+
+
+def dropout(x: Tensor, p: float = 0.5, training: bool = True) -> Tensor:
+    """Zero elements with probability p and scale the rest by the inverse of that of keeping them.
+
+    Srivastava et al., "Dropout" (2014); as ``torch.nn.functional.dropout``. No mask is stored: the
+    backward draws it again.
+
+    Args:
+        x: any shape, float32, bfloat16, float16 or float64.
+        p: honoured to 2⁻¹⁶. Drawn from torch's default generator for the device; the same seed
+            drops the same elements on every backend. An element's place is its number in x,
+            flattened.
+        training: without it x is returned as it is.
+
+    Returns:
+        Of the shape and dtype of x, contiguous.
+
+    Raises:
+        TypeError: x is not a floating-point tensor.
+        ValueError: p is not in [0, 1) (``trifuse.ArgumentError``).
+        RuntimeError: the backend asked for by name can't serve the call.
+    """
+    x = _checks.tensor("x", x)
+    if x.dtype not in _checks.FLOATING:
+        raise TypeError(f"x: expected float32, bfloat16, float16 or float64; got {x.dtype}")
+    p = _checks.probability("p", p)
+    if not training or p == 0:
+        return x
+    backend = backends.choose(backends.Call("dropout", x.device.type, x.dtype)).backend
+    limits = torch.iinfo(torch.int64)
+    seed = torch.randint(limits.min, limits.max, (1,), device=x.device)
+    if _registration.differentiating() or (torch.is_grad_enabled() and x.requires_grad):
+        return _Dropout.apply(x, seed, backend, p)
+    return _OPS[backend](x, seed, p)
+
+
+class _Dropout(torch.autograd.Function):
+    """Linear in x: its own backward, to any order."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, seed: Tensor, backend: str, p: float) -> Tensor:
+        return _OPS[backend](x, seed, p)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        _, seed, ctx.backend, ctx.p = inputs
+        ctx.save_for_backward(seed)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (seed,) = ctx.saved_tensors
+        return _Dropout.apply(grad, seed, ctx.backend, ctx.p), None, None, None
+
+
+def _fake(x: Tensor, seed: Tensor, p: float) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+def _vmap(op: Any, info: Any, in_dims: Any, *args: Any) -> Any:
+    # Elements are counted within a sample, as if it were alone.
+    results, _ = _registration.one_by_one(lambda *each: (op(*each),), info, in_dims, args)
+    return results[0], 0
+
+
+_registration.define("dropout", "(Tensor x, Tensor seed, float dropout_p) -> Tensor", _fake, _vmap)
+
+
+@_registration.implement("dropout", "eager")
+def _eager(x: Tensor, seed: Tensor, p: float) -> Tensor:
+    keep = philox.dropout_keep_flat(seed, x.numel(), p).view(x.shape)
+    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    out = torch.where(keep, x.to(wide) * philox.keep_scale(p), 0.0)
+    return x.new_empty(x.shape).copy_(out)
+
+
+@_registration.implement("dropout", "triton")
+def _triton(x: Tensor, seed: Tensor, p: float) -> Tensor:
+    from trifuse.kernels import dropout as kernels
+
+    return kernels.dropout(x, seed, p)
+
+
+_OPS = {name: getattr(torch.ops.trifuse.dropout, name) for name in backends.ORDER}

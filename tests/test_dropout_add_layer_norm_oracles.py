@@ -1,0 +1,114 @@
+"""dropout_add_layer_norm against others' word: ONNX's node tests and torch's own samples."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import warnings
+from typing import NamedTuple
+
+import onnx
+import pytest
+import torch
+import torch.nn.functional as F
+from onnx.backend.test.loader import load_model_tests
+from torch import Tensor
+from torch.testing._internal.common_methods_invocations import op_db
+
+import trifuse
+
+# ONNX -------------------------------------------------------------------------------------------
+
+OPERATORS = {"LayerNormalization": False, "RMSNormalization": True}
+
+
+class Node(NamedTuple):
+    """A case of one of ONNX's operators."""
+
+    rms_norm: bool
+    axis: int  # the first that is normalised over
+    eps: float
+    inputs: list[Tensor]  # x, and the scale and bias it may have
+    outputs: list[Tensor]  # out, and LayerNormalization's mean and inverse standard deviation
+
+
+@functools.cache
+def onnx_nodes() -> dict[str, Node]:
+    """Every case once: those named _expanded are the same ones, written in smaller operators."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # making all of ONNX's cases overflows here and there
+        tests = load_model_tests(kind="node")
+    nodes = {}
+    for test in tests:
+        if len(test.model.graph.node) != 1 or "_expanded" in test.name:
+            continue
+        (node,) = test.model.graph.node
+        if node.op_type not in OPERATORS:
+            continue
+        attributes = {a.name: onnx.helper.get_attribute_value(a) for a in node.attribute}
+        ((inputs, outputs),) = test.data_sets
+        nodes[test.name.removeprefix("test_")] = Node(
+            OPERATORS[node.op_type],
+            attributes.get("axis", -1),
+            attributes.get("epsilon", 1e-5),
+            *([torch.from_numpy(array.copy()) for array in arrays] for arrays in (inputs, outputs)),
+        )
+    return nodes
+
+
+@pytest.mark.parametrize("name", sorted(onnx_nodes()))
+def test_onnx(kernel, name):
+    """They normalise over any number of trailing dimensions, which for us are one."""
+    node = onnx_nodes()[name]
+    x, weight, bias = itertools.islice(itertools.chain(node.inputs, itertools.repeat(None)), 3)
+    axis = node.axis % x.dim()
+    flat = x.reshape(*x.shape[:axis], -1)
+    vectors = [None if v is None else v.expand(x.shape[axis:]).flatten() for v in (weight, bias)]
+    forward = getattr(torch.ops.trifuse.dropout_add_layer_norm_forward, kernel.backend)
+    out, _, mean, rstd = forward(
+        flat, None, *vectors, None, None, 0.0, node.eps, node.rms_norm, False, x.dtype
+    )
+    expected = [out.view(x.shape), *(t.view(x.shape[:axis]) for t in (mean, rstd))]
+    for actual, wanted in zip(expected, node.outputs, strict=False):
+        torch.testing.assert_close(actual, wanted.view(actual.shape))
+    public = trifuse.dropout_add_layer_norm(
+        flat, None, *vectors, eps=node.eps, rms_norm=node.rms_norm
+    )
+    torch.testing.assert_close(public.view(x.shape), node.outputs[0])
+
+
+def test_all_of_onnx_s_cases_run():
+    """None is left out unseen."""
+    counted = [sum(n.rms_norm is rms for n in onnx_nodes().values()) for rms in (False, True)]
+    assert counted[0] >= 19
+    assert counted[1] >= 19
+
+
+# torch ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("name", ["layer_norm", "rms_norm"])
+def test_torch_s_samples(kernel, name, dtype):
+    """Output and gradients against torch in float64."""
+    (info,) = (op for op in op_db if op.name == f"nn.functional.{name}")
+    samples = list(info.sample_inputs("cpu", dtype, requires_grad=True))
+    assert len(samples) >= 6
+    for sample in samples:
+        shape, *vectors = sample.args
+        # torch takes a negative eps for what it is, which we don't.
+        eps = abs(sample.kwargs.get("eps", 1e-5))
+        leaves = [sample.input, *vectors]
+        wide = [t.detach().double().requires_grad_() for t in leaves]
+        expected = getattr(F, name)(wide[0], shape, *wide[1:], eps=eps)
+        out = trifuse.dropout_add_layer_norm(
+            sample.input.flatten(-len(shape)), None, *(v.flatten() for v in vectors), eps=eps,
+            rms_norm=name == "rms_norm",
+        ).view(expected.shape)  # fmt: skip
+        upstream = torch.randn(out.shape, dtype=torch.float64).to(dtype)
+        grads = torch.autograd.grad(out, leaves, upstream)
+        wanted = torch.autograd.grad(expected, wide, upstream.double())
+        tolerance = {torch.float64: 1e-9, torch.float32: 1e-4}.get(dtype, 2e-2)
+        for actual, want in zip((out, *grads), (expected, *wanted), strict=True):
+            assert actual.dtype == dtype
+            torch.testing.assert_close(actual.double(), want, rtol=tolerance, atol=tolerance)
