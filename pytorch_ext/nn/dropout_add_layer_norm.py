@@ -47,7 +47,7 @@ class DropoutAddLayerNorm(nn.LayerNorm):
         rms_norm: bool = False,
         residual_in_fp32: bool = False,
     ) -> None:
-        super().__init__(normalized_shape, eps, elementwise_affine, bias, device, dtype)  # type: ignore[arg-type]
+        super().__init__(normalized_shape, eps, elementwise_affine, bias, device, dtype)
         if len(self.normalized_shape) != 1:
             raise ValueError(
                 f"normalized_shape: expected one dimension; got {tuple(self.normalized_shape)}"
@@ -76,7 +76,7 @@ class DropoutAddLayerNorm(nn.LayerNorm):
         Returns:
             (..., N), and with ``prenorm`` the sum, (..., N).
         """
-        return dropout_add_layer_norm(  # type: ignore[call-overload, no-any-return]
+        return dropout_add_layer_norm(  # type: ignore[call-overload]
             x,
             residual,
             self.weight,
@@ -96,12 +96,11 @@ def add_norm(x: Tensor, residual: Tensor, dropout: nn.Module, norm: nn.Module) -
     Modules of another class, or watched by hooks, are called as they are. A sum of two dtypes has
     the wider one, as in torch, whatever autocast made of x.
     """
-    if not _fuses(dropout, norm):
-        return norm(residual + dropout(x))
+    if (parts := _torch_parts(dropout, norm)) is None:
+        out: Tensor = norm(residual + dropout(x))
+        return out
     x, residual = _same_dtype(x, residual)
-    return dropout_add_layer_norm(
-        x, residual, norm.weight, norm.bias, dropout.p, norm.eps, training=dropout.training
-    )  # fmt: skip
+    return dropout_add_layer_norm(x, residual, **parts)
 
 
 def add_then_norm(
@@ -109,25 +108,32 @@ def add_then_norm(
 ) -> tuple[Tensor, Tensor]:
     """norm(s) and s = residual + dropout(x): the end of a sublayer and the beginning of the next,
     where these normalise first. Fused as :func:`add_norm` is."""
-    if not _fuses(dropout, norm):
+    if (parts := _torch_parts(dropout, norm)) is None:
         total = residual + dropout(x)
         return norm(total), total
     x, residual = _same_dtype(x, residual)
-    return dropout_add_layer_norm(
-        x, residual, norm.weight, norm.bias, dropout.p, norm.eps, training=dropout.training,
-        prenorm=True,
-    )  # fmt: skip
+    return dropout_add_layer_norm(x, residual, prenorm=True, **parts)
 
 
-def _fuses(dropout: nn.Module, norm: nn.Module) -> bool:
-    return (
-        type(dropout) in (nn.Dropout, Dropout)
-        and dropout.p < 1
-        and type(norm) is nn.LayerNorm
-        and len(norm.normalized_shape) == 1
-        and not is_watched(dropout)
-        and not is_watched(norm)
-    )
+def _torch_parts(dropout: nn.Module, norm: nn.Module) -> dict[str, Any] | None:
+    """What the operator wants of two modules, if they are torch's own and nobody watches."""
+    if (
+        not isinstance(dropout, nn.Dropout)
+        or type(dropout) not in (nn.Dropout, Dropout)
+        or dropout.p >= 1
+        or type(norm) is not nn.LayerNorm
+        or len(norm.normalized_shape) != 1
+        or is_watched(dropout)
+        or is_watched(norm)
+    ):
+        return None
+    return {
+        "weight": norm.weight,
+        "bias": norm.bias,
+        "dropout_p": dropout.p,
+        "eps": norm.eps,
+        "training": dropout.training,
+    }
 
 
 def _same_dtype(x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:

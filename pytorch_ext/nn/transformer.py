@@ -317,7 +317,7 @@ class TransformerDecoder(nn.TransformerDecoder):
             if padding.dtype != torch.bool:
                 return None
             keep.append(~padding)
-        return packing.pack_cross(self, *keep, *_KNOWN)
+        return packing.pack_cross(self, keep[0], keep[1], *_KNOWN)
 
 
 # Whose classes treat tokens one by one, or take PackedSequences.

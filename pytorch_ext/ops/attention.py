@@ -543,7 +543,7 @@ class _Attention(torch.autograd.Function):
             grad_out, grad_lse, *inputs, out.detach(), lse.detach(),
             ctx.backend, *ctx.options, ctx.needs_input_grad[3],
         )  # fmt: skip
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() or _registration.forward_mode():
             grads = _AttentionBackward.apply(*args)
         else:
             grads = _BACKWARD[ctx.backend](*args[:12], *args[13:])

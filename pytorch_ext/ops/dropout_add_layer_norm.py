@@ -383,7 +383,10 @@ def _eager_backward(*args: Any) -> tuple[Tensor, ...]:
     tensors, options, wanted = args[:8], args[10:14], args[14]
     grads = reference.dropout_add_layer_norm_backward(*tensors, *options)
     empty = _backward_fake(*args)
-    return tuple(e.copy_(g) if w else e for e, g, w in zip(empty, grads, wanted, strict=True))
+    return tuple(
+        e.copy_(g) if w and g is not None else e
+        for e, g, w in zip(empty, grads, wanted, strict=True)
+    )
 
 
 @_registration.implement("dropout_add_layer_norm_forward", "triton")
