@@ -45,8 +45,13 @@ void run(const DropoutAddLayerNormProblem& p, int64_t block) {
     const Scalar* dy = p.grad_out.row<const Scalar>(row);
     const auto mean = Row::full(static_cast<const T*>(p.mean)[row]);
     const auto rstd = Row::full(static_cast<const T*>(p.rstd)[row]);
+    const Sum* ds = p.grad_sum ? p.grad_sum.row<const Sum>(row) : nullptr;
+    Scalar* dx = p.grad_x ? p.grad_x.row<Scalar>(row) : nullptr;
+    Sum* dr = p.grad_residual ? p.grad_residual.row<Sum>(row) : nullptr;
     auto g_total = Row::full(0), gn_total = Row::full(0);
     for_strips(p.N, [&](int64_t c, auto count) TRIFUSE_INLINE {
+      if (dx) prefetch_strip<true>(dx + c);
+      if (dr) prefetch_strip<true>(dr + c);
       const auto normal = (source.strip(c, count, kept[c / kStrip]) - mean) * rstd;
       normal.store(normalised + c);
       const auto grad = Row::load(dy + c, count);
@@ -60,9 +65,6 @@ void run(const DropoutAddLayerNormProblem& p, int64_t block) {
     const auto g_mean = Row::full(p.rms_norm ? T(0) : g_total.total() / count);
     const auto gn_mean = Row::full(-gn_total.total() / count);
 
-    const Sum* ds = p.grad_sum ? p.grad_sum.row<const Sum>(row) : nullptr;
-    Scalar* dx = p.grad_x ? p.grad_x.row<Scalar>(row) : nullptr;
-    Sum* dr = p.grad_residual ? p.grad_residual.row<Sum>(row) : nullptr;
     const RowSum<Scalar, Sum> next(p, std::min(row + 1, last - 1));
     const Scalar* next_dy = p.grad_out.row<const Scalar>(std::min(row + 1, last - 1));
     for_strips(p.N, [&](int64_t c, auto count) TRIFUSE_INLINE {

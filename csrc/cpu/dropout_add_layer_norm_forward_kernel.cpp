@@ -29,8 +29,10 @@ void run(const DropoutAddLayerNormProblem& p, int64_t block) {
   for (int64_t row = first; row < last; ++row) {
     const RowSum<Scalar, Sum> source(p, row);
     Sum* returned = p.sum ? p.sum.row<Sum>(row) : nullptr;
+    Scalar* out = p.out.row<Scalar>(row);
     auto total = Row::full(0);
     for_strips(p.N, [&](int64_t c, auto count) TRIFUSE_INLINE {
+      prefetch_strip<true>(out + c);
       uint64_t word;
       auto s = source.strip(c, count, word);
       if (returned) {
@@ -59,7 +61,6 @@ void run(const DropoutAddLayerNormProblem& p, int64_t block) {
     static_cast<T*>(p.mean)[row] = static_cast<T>(about + shift);
     static_cast<T*>(p.rstd)[row] = static_cast<T>(rstd);
 
-    Scalar* out = p.out.row<Scalar>(row);
     const auto factor = Row::full(static_cast<T>(rstd));
     const auto offset = Row::full(static_cast<T>(-shift * rstd));
     for_strips(p.N, [&](int64_t c, auto count) TRIFUSE_INLINE {

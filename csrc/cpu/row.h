@@ -28,11 +28,12 @@ TRIFUSE_INLINE inline void for_strips(int64_t N, const F& f) {
   if (c < N) f(c, N - c);
 }
 
-// Fetches a strip ahead of its use. A hint: addresses past the end of a tensor do no harm.
-template <class Scalar>
+// Fetches a strip ahead of its use, or makes it ready to be written. A hint: addresses past the end of
+// a tensor do no harm.
+template <bool write = false, class Scalar>
 TRIFUSE_INLINE inline void prefetch_strip(const Scalar* from) {
   for (size_t byte = 0; byte < kStrip * sizeof(Scalar); byte += 64)
-    __builtin_prefetch(reinterpret_cast<const char*>(from) + byte);
+    __builtin_prefetch(reinterpret_cast<const char*>(from) + byte, write);
 }
 
 // 64 neighbouring columns, in registers.
