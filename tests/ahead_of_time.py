@@ -47,8 +47,10 @@ class _Device:
         return GPUTarget("cuda", self.architecture, 32)
 
 
-def compile_launches(architecture: int, call: Callable[[], object]) -> list[Code]:
-    """The code of every kernel that ``call`` launches, on tensors without memory.
+def compile_launches(
+    architecture: int, call: Callable[[], object], kernels: tuple[str, ...] = ()
+) -> list[Code]:
+    """The code of the kernels (by default all) that ``call`` launches, on tensors without memory.
 
     Every launch stops after its compilation: what is compiled is what a GPU would run, down to the
     alignments that Triton specialises for.
@@ -57,7 +59,8 @@ def compile_launches(architecture: int, call: Callable[[], object]) -> list[Code
     compiled = []
 
     def compile_only(self: Any, *args: Any, warmup: bool, **kwargs: Any) -> None:
-        compiled.append(run(self, *args, warmup=True, **kwargs))
+        if self.__name__ in kernels or not kernels:
+            compiled.append(run(self, *args, warmup=True, **kwargs))
 
     run, JITFunction.run = JITFunction.run, compile_only
     try:

@@ -45,7 +45,7 @@ def test_demo(dtype, weights, tmp_path, capsys):
     report = json.loads((tmp_path / "demo.json").read_text())
     eager, *others = report["results"]
     names = [engine.name for engine in served_engines(getattr(torch, dtype))]
-    assert [r["variant"] for r in others] == ["sdpa", "attention", "fused", *names]
+    assert [r["variant"] for r in others] == ["sdpa", "padded", "fused", *names]
     for result in others[:3]:
         assert result["max_error"] <= 2 * eager["max_error"]
         assert result["rms_error"] <= 2 * eager["rms_error"]

@@ -423,7 +423,7 @@ SLACK = (8, 32, 8)  # for other versions of the compiler
 def usages() -> dict[tuple[Any, ...], dict[str, list[Any]]]:
     """By call and kernel: registers, stack, shared memory and instructions of the matrix unit."""
     pytest.importorskip("triton")
-    script = Path(__file__).with_name("compile_kernels.py")
+    script = Path(__file__).with_name("compile_attention.py")
     # A process for each architecture, side by side; in them kernels aren't the interpreter's.
     compilers = []
     for architecture in (80, 90):

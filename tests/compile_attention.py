@@ -1,27 +1,19 @@
 """Compiles the Triton kernels of attention ahead of time, without a GPU, and says what they need.
 
-``python tests/compile_kernels.py`` prints registers, stack and shared memory of every configuration
-for the GPUs of its table; ``test_kernels_attention`` runs it for a few and holds them to a budget.
-It has to be a process of its own: kernels decorated under ``TRITON_INTERPRET=1`` can't be compiled.
+``python tests/compile_attention.py`` prints registers, stack and shared memory of every
+configuration for the GPUs of its table; ``test_kernels_attention`` runs it for a few and holds them
+to a budget.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
 import sys
-import tempfile
 from typing import Any, NamedTuple
 
 import torch
-
-os.environ.pop("TRITON_INTERPRET", None)
-
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.runtime import JITFunction, driver
+from ahead_of_time import compile_launches
 
 from trifuse.kernels import attention
 
@@ -50,48 +42,22 @@ class Usage(NamedTuple):
     matrix: str  # the matrix unit's instructions: HMMA, HGMMA (wgmma), both or none
 
 
-class _Device:
-    """What Triton's launcher asks about a GPU, up to the point where it would need one."""
-
-    def __init__(self, architecture: int) -> None:
-        self.architecture = architecture
-
-    def get_current_device(self) -> int:
-        return self.architecture
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
-
-    def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", self.architecture, 32)
-
-
 def compile_call(
     architecture: int, dtype: str, head_dim: int, call: str, kernels: tuple[str, ...] = ()
 ) -> list[Usage]:
-    """What the kernels (by default all) of one call, forward and backward, need.
-
-    The launchers run on tensors without memory, and every launch stops after its compilation: what
-    is compiled is what a GPU would run, down to the alignments that Triton specialises for.
-    """
-    driver.set_active(_Device(architecture))
+    """What the kernels (by default all) of one call, forward and backward, need."""
     attention._has_wgmma = lambda device: architecture == 90
-    compiled: dict[str, Any] = {}
-
-    def compile_only(self: Any, *args: Any, warmup: bool, **kwargs: Any) -> None:
-        name = next(name for name, kernel in attention._KERNELS.items() if kernel is self)
-        if name in (kernels or attention._KERNELS):
-            compiled[name] = run(self, *args, warmup=True, **kwargs)
-
-    run, JITFunction.run = JITFunction.run, compile_only
-    try:
-        _launch_all(DTYPES[dtype], head_dim, **CALLS[call])
-    finally:
-        JITFunction.run = run
+    names = {kernel.__name__: name for name, kernel in attention._KERNELS.items()}
+    wanted = tuple(name for name, short in names.items() if short in kernels)
     return [
-        Usage(architecture, dtype, head_dim, call, name, *_resources(kernel))
-        for name, kernel in compiled.items()
-    ]
+        Usage(
+            architecture, dtype, head_dim, call, names[code.kernel], code.registers, code.stack,
+            code.shared, " ".join(sorted(set(re.findall(r"\bHG?MMA\b", code.sass)))),
+        )
+        for code in compile_launches(
+            architecture, lambda: _launch_all(DTYPES[dtype], head_dim, **CALLS[call]), wanted
+        )
+    ]  # fmt: skip
 
 
 def _launch_all(
@@ -116,19 +82,6 @@ def _launch_all(
     out, lse = attention.attention_forward(*tensors, *options)
     wants_mask = attn_mask is not None and attn_mask.is_floating_point()
     attention.attention_backward(grad_out, None, *tensors, out, lse, *options, wants_mask)
-
-
-def _resources(kernel: Any) -> tuple[int, int, int, str]:
-    tool = triton.knobs.nvidia.cuobjdump.path
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(kernel.asm["cubin"])
-        file.flush()
-        command = [tool, "--dump-resource-usage", "--dump-sass", file.name]
-        report = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    found = re.search(r"REG:(\d+) STACK:(\d+)", report)
-    assert found is not None, report
-    matrix = sorted(set(re.findall(r"\bHG?MMA\b", report)))
-    return int(found[1]), int(found[2]), kernel.metadata.shared, " ".join(matrix)
 
 
 def main(arguments: list[str]) -> None:
