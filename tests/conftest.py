@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import hypothesis
 import pytest
 import torch
+import torch.testing._internal.common_utils  # loads a Hypothesis profile, so ours comes after
 
 if not torch.cuda.is_available():
     # Triton decides when a kernel is decorated, so this has to come before it is imported.

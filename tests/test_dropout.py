@@ -62,12 +62,12 @@ def test_place_is_logical():
 
 def test_threads():
     x = torch.randn(300_000)
-    results = []
+    results, before = [], torch.get_num_threads()
     for threads in (1, 2, 5):
         torch.set_num_threads(threads)
         torch.manual_seed(3)
         results.append(dropout(x, P))
-    torch.set_num_threads(2)
+    torch.set_num_threads(before)
     assert torch.equal(results[0], results[1])
     assert torch.equal(results[0], results[2])
 
