@@ -249,6 +249,15 @@ def test_forward_mode_raises(backend):
         )
 
 
+def test_forward_mode_over_a_backward_raises(backend):
+    """A tangent that comes with the gradient from above, with no graph asked for."""
+    args = inputs()
+    out = attention(*args)
+    upstream = torch.ones_like(out)
+    with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="forward"):
+        torch.autograd.grad(out, args, forward_ad.make_dual(upstream, upstream))
+
+
 # vmap -------------------------------------------------------------------------------------------
 
 N = 3
