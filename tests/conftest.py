@@ -36,9 +36,11 @@ hypothesis.settings.register_profile("thorough", max_examples=1000, **_COMMON)
 hypothesis.settings.load_profile("default")
 
 
-# The tests' tensors are small. On those, threads waiting for each other cost more than they give,
-# many times more where the machine is shared. Tests that are about threads ask for them.
-torch.set_num_threads(1)
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    """The tests' tensors are small. On those, threads waiting for each other cost more than they
+    give, many times more where the machine is shared. Tests that are about threads ask for them."""
+    torch.set_num_threads(1)
 
 
 def pytest_make_parametrize_id(val: object) -> str | None:
