@@ -53,11 +53,13 @@ double matrix_rate(const std::string& dtype, double seconds) {
   return sum;
 }
 
-at::Tensor exp2_of(const at::Tensor& x) {
+template <void (*Probe::*function)(const float*, float*, int64_t)>
+at::Tensor each(const at::Tensor& x) {
   TORCH_CHECK_TYPE(x.scalar_type() == at::kFloat, "x: expected float32; got ", x.scalar_type());
   const at::Tensor from = x.contiguous();
   at::Tensor to = at::empty_like(from);
-  kernels().probe.exp2(from.const_data_ptr<float>(), to.mutable_data_ptr<float>(), from.numel());
+  const auto run = kernels().probe.*function;
+  run(from.const_data_ptr<float>(), to.mutable_data_ptr<float>(), from.numel());
   return to;
 }
 
@@ -74,5 +76,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def(
       "matrix_rate", &matrix_rate, pybind11::arg("dtype"), pybind11::arg("seconds") = 0.2,
       "FLOP/s of all threads' matrix products on tiles in their L1 caches");
-  m.def("exp2", &exp2_of, "2^x as the kernels compute it");
+  m.def("exp2", &each<&Probe::exp2>, "2^x as the kernels compute it");
+  m.def("sigmoid", &each<&Probe::sigmoid>, "1 / (1 + e^-x) as the kernels compute it");
+  m.def("tanh", &each<&Probe::tanh>, "tanh(x) as the kernels compute it");
 }

@@ -54,6 +54,7 @@ struct DropoutAddLayerNormProblem {
   double eps;
   bool rms_norm;
   Dropout dropout;
+  bool stream;  // results go past the caches, which they would fill
 
   // Backward only.
   RowTensor grad_out;       // (rows, N)

@@ -22,3 +22,9 @@ def matrix_rate(dtype: str, seconds: float = 0.2) -> float:
 
 def exp2(x: Tensor) -> Tensor:
     """2ˣ of float32 as the kernels compute it."""
+
+def sigmoid(x: Tensor) -> Tensor:
+    """1 / (1 + e⁻ˣ) of float32 as the kernels compute it."""
+
+def tanh(x: Tensor) -> Tensor:
+    """tanh(x) of float32 as the kernels compute it."""

@@ -30,7 +30,7 @@ ENVIRONMENT = {
     "TRIFUSE_BACKEND": "serve every call by cuda, triton, cpp or eager; auto (the default) chooses",
     "TRIFUSE_CPU_CAPABILITY": "C++ kernels for this instruction set instead of the best there is",
     "TRIFUSE_CPU_CACHE_MIB": "memory of freed results that is kept for the next; 256 unless set",
-    "TRIFUSE_LINEAR": "multiply linear layers by onednn or torch instead of the faster of them",
+    "TRIFUSE_LINEAR": "multiply linear layers by cpp or torch instead of the faster of them",
     "TRITON_INTERPRET": "1 lets the Triton kernels run on CPU tensors, slowly, for checking",
 }
 

@@ -68,6 +68,11 @@ def build_info() -> dict[str, object]:
     return {"error": reason}
 
 
+def cpu_capability() -> str | None:
+    """The instruction set that the C++ kernels use; None where there are none."""
+    return None if _C is None else str(_C.cpu_capability())
+
+
 def interpreting() -> bool:
     """Whether Triton kernels run on CPU tensors, one program at a time, in its interpreter."""
     return os.environ.get("TRITON_INTERPRET") == "1"
@@ -96,6 +101,8 @@ def _why_not_triton(call: Call) -> str | None:
         return f"no kernel for {call.dtype}"
     if call.operator == "attention" and call.head_dim > 256:
         return f"head_dim {call.head_dim} exceeds 256"
+    if call.operator in ("lstm", "gru") and not _has_triton_kernel(call.operator):
+        return "no kernel for it"
     return None
 
 
@@ -107,7 +114,20 @@ def _why_not_cpp(call: Call) -> str | None:
         return "the C++ extension is missing; `python -m trifuse` says why"
     if call.device != "cpu":
         return f"tensors are on {call.device}"
+    if call.operator in ("lstm", "gru") and not _has_cpp_kernel(call.operator):
+        return "this build holds no kernel for it"
     return None if call.dtype in _CPP_DTYPES else f"no kernel for {call.dtype}"
+
+
+@torch.compiler.assume_constant_result
+def _has_triton_kernel(operator: str) -> bool:
+    return importlib.util.find_spec(f"trifuse.kernels.{operator}") is not None
+
+
+@torch.compiler.assume_constant_result
+def _has_cpp_kernel(operator: str) -> bool:
+    name = f"trifuse::{operator}_forward.cpp"
+    return torch._C._dispatch_has_kernel_for_dispatch_key(name, "CPU")
 
 
 _WHY_NOT = {

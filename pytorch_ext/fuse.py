@@ -91,7 +91,7 @@ def fuse(model: torch_nn.Module, unpad: bool = False) -> FuseReport:
     gets a copy of its configuration that says "trifuse", so that another model built from the same
     configuration object stays as it is.
 
-    ``torch.nn.Linear`` on a CPU is multiplied by oneDNN where that is the faster product, which is
+    ``torch.nn.Linear`` on a CPU is multiplied by our product where that is the faster one, which is
     measured once per process and dtype, in about 0.3 s: see :mod:`trifuse.ops.linear`.
     ``torch.nn.Dropout`` on a CPU draws by trifuse's generator, which is not torch's: the same seed
     drops other elements.
@@ -112,7 +112,7 @@ def fuse(model: torch_nn.Module, unpad: bool = False) -> FuseReport:
 
     Raises:
         TypeError: ``model`` is not a ``torch.nn.Module``.
-        ValueError: the environment variable ``TRIFUSE_LINEAR`` is none of auto, onednn and torch.
+        ValueError: the environment variable ``TRIFUSE_LINEAR`` is none of auto, cpp and torch.
     """
     if not isinstance(model, torch_nn.Module):
         raise TypeError(f"model: expected a torch.nn.Module; got {type(model).__name__}")
@@ -250,7 +250,7 @@ def _swap_linear(module: torch_nn.Linear, report: FuseReport) -> _Change | None:
         return None
     dtype = module.weight.dtype
     choice = linear.choose(dtype)
-    report.linear[dtype] = f"{'oneDNN' if choice.faster else 'torch'}; {choice.reason}"
+    report.linear[dtype] = f"{'cpp' if choice.faster else 'torch'}; {choice.reason}"
     return _retype(module, torch_nn.Linear, nn.Linear) if choice.faster else None
 
 

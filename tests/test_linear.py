@@ -1,11 +1,12 @@
-"""Linear layers on oneDNN's product: the numerics rule, packed weights, autograd, the choice."""
+"""Linear layers on our product: the numerics rule, packed weights, autograd, the choice."""
 
 from __future__ import annotations
 
 import copy
 import functools
 import io
-import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -15,50 +16,36 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import trifuse
+from trifuse.backends import _C
 from trifuse.nn.linear import Linear, linear_gelu
 from trifuse.ops import linear as ops
 
-pytestmark = pytest.mark.skipif(
-    not ops._available(torch.float32), reason="torch offers no product of oneDNN's here"
-)
+pytestmark = pytest.mark.skipif(not ops._available(torch.float32), reason="no C++ extension")
 
-DTYPES = [
-    torch.float32,
-    pytest.param(
-        torch.bfloat16,
-        marks=pytest.mark.skipif(not ops._available(torch.bfloat16), reason="not on this CPU"),
-    ),
-]
+DTYPES = [torch.float32, torch.bfloat16]
 # Features around the lengths at which sums are cut, and odd ones.
-FEATURES = (1, 3, 64, 447, 449, 512, 639, 768, 961, 1536, 3072)
+FEATURES = (1, 3, 64, 127, 128, 129, 257, 639, 768, 961, 1536, 3072)
 
 
 @pytest.fixture(autouse=True)
-def _onednn(monkeypatch) -> None:
-    """Its product serves whatever it can, fast or not."""
-    monkeypatch.setenv("TRIFUSE_LINEAR", "onednn")
+def _ours(monkeypatch) -> None:
+    """Our product serves whatever it can, fast or not."""
+    monkeypatch.setenv("TRIFUSE_LINEAR", "cpp")
     monkeypatch.setattr(ops, "_measured", {})
     monkeypatch.setattr(ops, "_ROWS_WORTH_PACKING", 1)
+    monkeypatch.setattr(ops, "_ROWS_WORTH_LOOKING", 1)
 
 
-@pytest.fixture
-def products(monkeypatch) -> list[str]:
-    """Grows with each call of a product: packed, unpacked, or one that needs a gradient."""
-    made: list[str] = []
-
-    def watch(owner: object, name: str, what: str) -> None:
-        function = getattr(owner, name)
-
-        def call(*args: object) -> object:
-            made.append(what)
-            return function(*args)
-
-        monkeypatch.setattr(owner, name, call)
-
-    watch(ops, "_product", "unpacked")
-    watch(ops, "_sum", "packed or not")
-    watch(ops, "_differentiable", "differentiable")
-    return made
+@contextmanager
+def products() -> Iterator[list[str]]:
+    """The names of our ops called within: linear, pack_linear, linear_packed."""
+    names: list[str] = []
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        yield names
+    for event in profile.events():
+        namespace, _, name = event.name.partition("::")
+        if namespace == "trifuse":
+            names.append(name)
 
 
 def layer(
@@ -135,19 +122,17 @@ def test_gradients_obey_the_numerics_rule():
     accuracy.conclude()
 
 
-@pytest.mark.parametrize("enough", [1, 192])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_row_does_not_depend_on_the_others_or_on_threads(dtype, enough, monkeypatch):
-    """Packed or not; but one row that isn't packed is another product of oneDNN's."""
-    monkeypatch.setattr(ops, "_ROWS_WORTH_PACKING", enough)
+def test_a_row_does_not_depend_on_the_others_or_on_threads(dtype):
     module, x = layer(512, 96, dtype), torch.randn(300, 512).to(dtype)
     whole = infer(module, x)[-1]
     threads = torch.get_num_threads()
     try:
         for count in (1, 2):
             torch.set_num_threads(count)
-            for rows in (1 if enough == 1 else 3, 2, 7, 64, 255):
-                assert torch.equal(infer(module, x[:rows])[-1], whole[:rows])
+            for rows in (1, 2, 7, 64, 255):
+                for out in infer(module, x[:rows]):
+                    assert torch.equal(out, whole[:rows])
     finally:
         torch.set_num_threads(threads)
 
@@ -177,7 +162,7 @@ def test_no_features(inputs, outputs):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("features", [32, 512])  # one piece and two
+@pytest.mark.parametrize("features", [32, 512])  # one block and four
 def test_layouts(layout, features):
     module = layer(features, 24)
     x = lay_out(torch.randn(3, 5, features), layout).requires_grad_()
@@ -219,14 +204,29 @@ def test_nan_stays_where_it_is():
 # Packed weights ---------------------------------------------------------------------------------
 
 
-def test_packed_from_the_second_call_on(products):
+def test_packed_from_the_second_call_on():
     module, x = layer(512, 8), torch.randn(4, 512)
     packs = []
-    for _ in range(3):
-        infer(module, x)
-        packs.append(trifuse.nn.linear._packed[module]["weight"]._kept[2])
-    assert products.count("unpacked") == 1
+    with products() as names:
+        for _ in range(3):
+            infer(module, x)
+            packs.append(trifuse.nn.linear._packed[module]["weight"]._kept[2])
+    assert names.count("pack_linear") == 2
+    assert names.count("linear_packed") == 9
     assert packs[0] is packs[1] is packs[2] is not None
+
+
+def test_packed_for_another_instruction_set():
+    module, x = layer(64, 8, torch.bfloat16), torch.randn(4, 64).bfloat16()
+    wanted = infer(module, x)[-1]
+    before = _C.set_cpu_capability("DEFAULT")
+    try:
+        for out in infer(module, x):
+            torch.testing.assert_close(out, wanted)
+    finally:
+        _C.set_cpu_capability(before)
+    with pytest.raises(ValueError, match="packed: not a weight of 9 by 64"):
+        torch.ops.trifuse.linear_packed(x, torch.empty(8, dtype=torch.uint8), 9, None)
 
 
 @pytest.mark.parametrize(
@@ -303,7 +303,7 @@ def test_tied_weights():
 
 
 @pytest.mark.parametrize("case", ["self", "key is value", "all differ", "separate weights"])
-def test_projections_of_attention_are_packed(case, products):
+def test_projections_of_attention_are_packed(case):
     torch.manual_seed(0)
     sizes = {"kdim": 12} if case == "separate weights" else {}
     module = nn.MultiheadAttention(16, 4, batch_first=True, **sizes).eval()
@@ -314,10 +314,12 @@ def test_projections_of_attention_are_packed(case, products):
     with torch.no_grad():
         wanted = module(*inputs, need_weights=False)[0]
         trifuse.fuse(module)
-        for _ in range(3):
-            torch.testing.assert_close(module(*inputs, need_weights=False)[0], wanted)
+        with products() as names:
+            for _ in range(3):
+                torch.testing.assert_close(module(*inputs, need_weights=False)[0], wanted)
     parts = {"self": 2, "key is value": 3}.get(case, 4)
-    assert products.count("unpacked") == parts
+    assert names.count("pack_linear") == 2 * parts
+    assert names.count("linear_packed") == 3 * parts
     assert all(part.is_kept for part in trifuse.nn.linear._packed[module].values())
 
 
@@ -334,24 +336,30 @@ def test_copies_and_files_hold_no_packed_weight():
         torch.testing.assert_close(infer(twin, x)[-1], wanted)
 
 
-@pytest.mark.parametrize("rows", [191, 192])
-def test_few_rows_are_not_worth_packing(rows, monkeypatch):
+def test_few_rows_are_left_to_torch(monkeypatch):
     monkeypatch.undo()
     monkeypatch.setattr(ops, "_measured", {torch.float32: ops.Choice("test", True, True)})
-    module = layer(16, 8)
-    infer(module, torch.randn(rows, 16))
-    assert (trifuse.nn.linear._packed[module]["weight"].is_kept) == (rows == 192)
+    for rows, packs, products_of_ours in ((15, 0, 0), (16, 1, 2), (63, 1, 2), (64, 2, 3)):
+        module = layer(16, 8)
+        with products() as names:
+            infer(module, torch.randn(rows, 16))
+        assert names.count("pack_linear") == packs
+        assert names.count("linear_packed") == products_of_ours
+        assert module in trifuse.nn.linear._packed
+        with products() as names:
+            module(torch.randn(rows, 16)).sum().backward()
+        assert names.count("linear") == (2 if rows == 64 else 0)
 
 
 # Autograd and the rest of torch -----------------------------------------------------------------
 
 
-def test_gradients_come_from_the_product(products):
+def test_gradients_come_from_the_product():
     module = layer(8, 4)
     x = torch.randn(3, 8, requires_grad=True)
-    module(x).sum().backward()
-    assert products.count("differentiable") == 1
-    assert products.count("unpacked") == 3
+    with products() as names:
+        module(x).sum().backward()
+    assert names == ["linear"] * 3
 
 
 def compared(run) -> None:
@@ -511,19 +519,7 @@ def test_linear_gelu_calls_what_is_watched():
 # The choice -------------------------------------------------------------------------------------
 
 
-def test_pieces():
-    for terms in range(1, 5000):
-        pieces = ops._pieces(terms, torch.float32)
-        ends = [piece.stop for piece in pieces]
-        assert [piece.start for piece in pieces] == [0, *ends[:-1]]
-        assert ends[-1] == terms
-        longest = max(piece.stop - piece.start for piece in pieces)
-        assert longest <= 448 or 640 <= longest <= 960
-        assert len(pieces) <= math.ceil(terms / 640) + 1
-        assert len(ops._pieces(terms, torch.bfloat16)) == 1
-
-
-def test_the_faster_is_taken(monkeypatch, products):
+def test_the_faster_is_taken(monkeypatch):
     monkeypatch.delenv("TRIFUSE_LINEAR")
     calls = []
 
@@ -544,20 +540,19 @@ def test_the_faster_is_taken(monkeypatch, products):
         report = trifuse.fuse(module)
         faster = inference or training
         assert [s.path for s in report.swapped] == (["0", "1"] if faster else [])
-        product = "oneDNN" if faster else "torch"
+        product = "cpp" if faster else "torch"
         speeds = f"{ratios[0]}× torch's speed in inference, {ratios[1]}× in training"
         line = f"{product}; {speeds}, float32"
         assert report.linear == {torch.float32: line}
         assert line in str(report)
         assert calls == [torch.float32]  # once
 
-        products.clear()
-        with torch.no_grad():
+        with products() as names, torch.no_grad():
             module(x)
-        assert ("unpacked" in products) == inference
-        products.clear()
-        module(x).sum().backward()
-        assert ("unpacked" in products) == training
+        assert ("linear_packed" in names) == inference
+        with products() as names:
+            module(x).sum().backward()
+        assert ("linear" in names) == training
         report.revert()
 
 
@@ -575,15 +570,15 @@ def test_asked_for_by_name(monkeypatch):
     assert not ops.choose(torch.float32).faster
     monkeypatch.setattr(ops, "_measured", {})
     monkeypatch.setenv("TRIFUSE_LINEAR", "mkl")
-    with pytest.raises(ValueError, match="TRIFUSE_LINEAR: expected auto, onednn or torch"):
+    with pytest.raises(ValueError, match="TRIFUSE_LINEAR: expected auto, cpp or torch"):
         trifuse.fuse(nn.Linear(2, 2))
 
 
-def test_without_the_operator(monkeypatch):
-    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
+def test_without_the_extension(monkeypatch):
+    monkeypatch.setattr(trifuse.backends, "_C", None)
     choice = ops.choose(torch.float32)
     assert not choice.faster
-    assert "no product of oneDNN's for torch.float32" in choice.reason
+    assert "no product of ours for torch.float32" in choice.reason
     module, x = layer(16, 8), torch.randn(3, 16)
     assert torch.equal(module(x), F.linear(x, module.weight, module.bias))
 

@@ -68,6 +68,10 @@ double operations(const DropoutAddLayerNormProblem& p) {
   return 30.0 * static_cast<double>(p.rows) * static_cast<double>(p.N);
 }
 
+// Whether a result is so large that whoever reads it next would not find all of it in a cache: then it
+// is written past them, and they are spared reading each line before it is written.
+bool streams(const Tensor& x) { return x.nbytes() >= size_t(8) << 20; }
+
 std::tuple<Tensor, Tensor, Tensor, Tensor> dropout_add_layer_norm_forward(
     const Tensor& x, const OptionalTensor& residual, const OptionalTensor& weight,
     const OptionalTensor& bias, const OptionalTensor& x_bias, const OptionalTensor& seed,
@@ -89,6 +93,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> dropout_add_layer_norm_forward(
   p.eps = eps;
   p.rms_norm = rms_norm;
   p.dropout = kernel_dropout(dropout_p, seed);
+  p.stream = streams(x);
 
   const auto lead = x.sizes().slice(0, x.dim() - 1);
   const Tensor out = empty(x.sizes(), x.options());
@@ -132,6 +137,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> dropout_add_layer_norm_backwa
   p.eps = eps;
   p.rms_norm = rms_norm;
   p.dropout = kernel_dropout(dropout_p, seed);
+  p.stream = streams(x);
   p.grad_out = rows_of(grad_out, held);
   if (grad_sum) p.grad_sum = rows_of(grad_sum->to(sum_dtype), held);
   p.rows_per_block = backward_rows(p.rows, p.N);

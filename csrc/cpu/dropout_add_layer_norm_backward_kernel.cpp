@@ -50,8 +50,8 @@ void run(const DropoutAddLayerNormProblem& p, int64_t block) {
     Sum* dr = p.grad_residual ? p.grad_residual.row<Sum>(row) : nullptr;
     auto g_total = Row::full(0), gn_total = Row::full(0);
     for_strips(p.N, [&](int64_t c, auto count) TRIFUSE_INLINE {
-      if (dx) prefetch_strip<true>(dx + c);
-      if (dr) prefetch_strip<true>(dr + c);
+      if (dx && !p.stream) prefetch_strip<true>(dx + c);
+      if (dr && !p.stream) prefetch_strip<true>(dr + c);
       const auto normal = (source.strip(c, count, kept[c / kStrip]) - mean) * rstd;
       normal.store(normalised + c);
       const auto grad = Row::load(dy + c, count);
@@ -74,12 +74,13 @@ void run(const DropoutAddLayerNormProblem& p, int64_t block) {
       if (weight) g = g * Row::load(weight + c, count);
       auto grad = multiply_add(Row::load(normalised + c), gn_mean, g - g_mean) * rstd;
       if (ds) grad = grad + Row::load(ds + c, count);
-      if (dr) grad.store(dr + c, count);
+      if (dr) grad.store(dr + c, count, p.stream);
       if (p.dropout.threshold) grad = source.drop(grad, kept[c / kStrip]);
       if (grad_x_bias) add_to(grad_x_bias + c, grad);
-      if (dx) grad.store(dx + c, count);
+      if (dx) grad.store(dx + c, count, p.stream);
     });
   }
+  if (p.stream) fence_streams();
   const auto leave = [&](const T* sums, void* blocks) {
     if (sums) std::copy_n(sums, p.N, block_row<T>(blocks, block, p.N));
   };

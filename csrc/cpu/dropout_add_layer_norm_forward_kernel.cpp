@@ -32,12 +32,12 @@ void run(const DropoutAddLayerNormProblem& p, int64_t block) {
     Scalar* out = p.out.row<Scalar>(row);
     auto total = Row::full(0);
     for_strips(p.N, [&](int64_t c, auto count) TRIFUSE_INLINE {
-      prefetch_strip<true>(out + c);
+      if (!p.stream) prefetch_strip<true>(out + c);
       uint64_t word;
       auto s = source.strip(c, count, word);
       if (returned) {
-        s.store(returned + c, count);
-        if constexpr (!std::is_same_v<Sum, T>) s = Row::load(returned + c, count);
+        s.store(returned + c, count, p.stream);
+        if constexpr (!std::is_same_v<Sum, T>) s = s.template rounded<Sum>();
       }
       total = total + s;
       s.store(sum + c);
@@ -67,9 +67,10 @@ void run(const DropoutAddLayerNormProblem& p, int64_t block) {
       auto y = multiply_add(Row::load(sum + c) - Row::full(about), factor, offset);
       if (weight) y = y * Row::load(weight + c, count);
       if (bias) y = y + Row::load(bias + c, count);
-      y.store(out + c, count);
+      y.store(out + c, count, p.stream);
     });
   }
+  if (p.stream) fence_streams();
 }
 
 void run_any(const DropoutAddLayerNormProblem& p, int64_t block) {

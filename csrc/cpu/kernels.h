@@ -7,6 +7,7 @@
 #include "attention.h"
 #include "cpu/capability.h"
 #include "dropout_add_layer_norm.h"
+#include "linear.h"
 
 namespace trifuse {
 
@@ -45,11 +46,24 @@ struct DropoutKernel {
   void (*run)(const DropoutProblem&, int64_t block);
 };
 
+// `pack` has one task for each `panel` output features, of panel_bytes each. Then one task for each so
+// many rows and columns of the result; columns_per_task is a multiple of `panel`. `checksum`, of words
+// of 32 bits, tells a weight that was packed from one that has changed since.
+struct LinearKernel {
+  int64_t panel;
+  int64_t (*panel_bytes)(DType, int64_t K);
+  void (*pack)(const LinearProblem&, int64_t panel);
+  void (*run)(const LinearProblem&, int64_t task);
+  uint64_t (*checksum)(const void* data, int64_t words);
+};
+
 // What tests and benchmarks ask of an instruction set's building blocks.
 struct Probe {
   // Floating-point operations per second of one thread's tile_gemm on tiles in its L1 cache.
   double (*matrix_rate)(bool bfloat16, double seconds);
   void (*exp2)(const float* x, float* y, int64_t n);
+  void (*sigmoid)(const float* x, float* y, int64_t n);
+  void (*tanh)(const float* x, float* y, int64_t n);
 };
 
 struct Kernels {
@@ -58,6 +72,7 @@ struct Kernels {
   DropoutAddLayerNormForward dropout_add_layer_norm_forward;
   DropoutAddLayerNormBackward dropout_add_layer_norm_backward;
   DropoutKernel dropout;
+  LinearKernel linear;
   Probe probe;
 };
 
@@ -69,6 +84,7 @@ struct Kernels {
   DropoutAddLayerNormForward dropout_add_layer_norm_forward();   \
   DropoutAddLayerNormBackward dropout_add_layer_norm_backward(); \
   DropoutKernel dropout();                                       \
+  LinearKernel linear();                                         \
   Probe probe();                                                 \
   }
 TRIFUSE_EACH_CAPABILITY(TRIFUSE_DECLARE)
@@ -80,7 +96,7 @@ inline Kernels kernels() {
     return {                                                                                   \
         set::attention_forward(), set::attention_backward(),                                   \
         set::dropout_add_layer_norm_forward(), set::dropout_add_layer_norm_backward(),         \
-        set::dropout(), set::probe()};
+        set::dropout(), set::linear(), set::probe()};
   switch (capability()) { TRIFUSE_EACH_CAPABILITY(TRIFUSE_CASE) }
 #undef TRIFUSE_CASE
   return {};

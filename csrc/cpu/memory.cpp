@@ -107,7 +107,7 @@ at::Tensor empty(at::IntArrayRef sizes, const at::TensorOptions& options) {
       sizes, &Recycler::get(), c10::DispatchKeySet(c10::DispatchKey::CPU), dtype, std::nullopt);
   const auto& context = at::globalContext();
   if (context.deterministicAlgorithms() && context.deterministicFillUninitializedMemory())
-    result.fill_(std::numeric_limits<double>::quiet_NaN());
+    result.fill_(c10::isFloatingType(dtype) ? std::numeric_limits<double>::quiet_NaN() : 127.0);
   return result;
 }
 

@@ -228,14 +228,11 @@ constexpr int64_t right_rows_size(int64_t rows, int64_t columns) {
   return elements<E>(rows) * padded<E>(columns);
 }
 
-// With `clean`, a NaN or Inf is replaced by 0 (the caller then sees to what it reaches).
+// B's rows hold `ld` elements in `room`, zeros past the last column. With `clean`, a NaN or Inf is
+// replaced by 0 (the caller then sees to what it reaches).
 template <class E, class Scalar>
-inline Operand<E> right_rows(
-    Rows<Scalar> rows, int64_t n, int64_t columns, E* room, bool clean = false) {
-  const int64_t ld = padded<E>(columns);
-  if constexpr (std::is_same_v<Scalar, E>) {
-    if (!clean && rows.column_stride == 1 && ld == columns) return {rows.data, rows.row_stride};
-  }
+inline void copy_right_rows(
+    Rows<Scalar> rows, int64_t n, int64_t columns, int64_t ld, E* room, bool clean = false) {
   const auto value = [&](int64_t r, int64_t c) {
     const Scalar x = rows.row(r)[c * rows.column_stride];
     return clean && !std::isfinite(static_cast<double>(x)) ? Scalar(0) : x;
@@ -274,6 +271,16 @@ inline Operand<E> right_rows(
         for (int64_t c = 0; c < columns; ++c) room[r * ld + c] = static_cast<E>(value(r, c));
     }
   }
+}
+
+template <class E, class Scalar>
+inline Operand<E> right_rows(
+    Rows<Scalar> rows, int64_t n, int64_t columns, E* room, bool clean = false) {
+  const int64_t ld = padded<E>(columns);
+  if constexpr (std::is_same_v<Scalar, E>) {
+    if (!clean && rows.column_stride == 1 && ld == columns) return {rows.data, rows.row_stride};
+  }
+  copy_right_rows(rows, n, columns, ld, room, clean);
   return {room, ld};
 }
 

@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <cstring>
 #include <tuple>
 #include <type_traits>
 
@@ -36,6 +37,28 @@ TRIFUSE_INLINE inline void prefetch_strip(const Scalar* from) {
     __builtin_prefetch(reinterpret_cast<const char*>(from) + byte, write);
 }
 
+// A store past the caches, to an address that is a multiple of the vector.
+template <class Scalar>
+TRIFUSE_INLINE inline void stream_vector(const Vectorized<Scalar>& v, Scalar* to) {
+#if defined(CPU_CAPABILITY_AVX512)
+  __m512i bits;
+  std::memcpy(&bits, &v, sizeof bits);
+  _mm512_stream_si512(reinterpret_cast<__m512i*>(to), bits);
+#elif defined(CPU_CAPABILITY_AVX2)
+  __m256i bits;
+  std::memcpy(&bits, &v, sizeof bits);
+  _mm256_stream_si256(reinterpret_cast<__m256i*>(to), bits);
+#else
+  v.store(to);
+#endif
+}
+
+inline void fence_streams() {
+#if defined(CPU_CAPABILITY_AVX512) || defined(CPU_CAPABILITY_AVX2)
+  _mm_sfence();
+#endif
+}
+
 // 64 neighbouring columns, in registers.
 template <class T>
 struct Strip {
@@ -61,9 +84,12 @@ struct Strip {
     }
   }
 
+  // With `stream`, past the caches: the line is then not read before it is written. fence_streams()
+  // must follow before another thread may read it.
   template <class Scalar, class Count = Whole>
-  void store(Scalar* to, Count count = {}) const {
+  void store(Scalar* to, Count count = {}, bool stream = false) const {
     if constexpr (std::is_same_v<Count, Whole>) {
+      if (stream && reinterpret_cast<uintptr_t>(to) % 64 == 0) return stream_whole(to);
       store_whole(to);
     } else {
       alignas(64) Scalar padded[kStrip];
@@ -108,6 +134,14 @@ struct Strip {
     return s;
   }
 
+  // As a narrower type holds it.
+  template <class Scalar>
+  Strip rounded() const {
+    alignas(64) Scalar narrow[kStrip];
+    store_whole(narrow);
+    return load_whole(narrow);
+  }
+
   T total() const {
     Vec sum = v[0];
     for (int i = 1; i < kVecs; ++i) sum = sum + v[i];
@@ -126,6 +160,17 @@ struct Strip {
       for (int i = 0; i < kVecs; ++i) s.v[i] = Vec::loadu(from + i * Vec::size());
     }
     return s;
+  }
+
+  template <class Scalar>
+  void stream_whole(Scalar* to) const {
+    if constexpr (kReduced<Scalar>) {
+      for (int i = 0; i < kVecs; i += 2)
+        stream_vector(
+            at::vec::convert_from_float<Scalar>(v[i], v[i + 1]), to + i * Vec::size());
+    } else {
+      for (int i = 0; i < kVecs; ++i) stream_vector(v[i], to + i * Vec::size());
+    }
   }
 
   template <class Scalar>

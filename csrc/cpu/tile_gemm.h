@@ -162,8 +162,8 @@ inline void tile_gemm(
   if (K == 0 && !old.keep)
     for (int64_t m = 0; m < M; ++m) std::fill_n(c + m * ldc, N, 0.0f);
   if (M == 0 || N == 0 || K == 0) return;
-  constexpr int64_t kLargest = 64;
-  BFloat16Pair rows[kLargest * kLargest];
+  constexpr int64_t kLargestM = 64, kLargest = 128;
+  BFloat16Pair rows[kLargestM * kLargest];
   if (a_k != 1) {
     for (int64_t m = 0; m < M; ++m)
       for (int64_t k = 0; k < K; ++k) rows[m * kLargest + k] = a[m * a_m + k * a_k];

@@ -1,5 +1,5 @@
 // What the kernels need of a vector beyond ATen's Vectorized: lanes chosen by the bits of a word, a
-// fast exp2, and bit matrices.
+// fast exp2, sigmoid and tanh, and bit matrices.
 //
 // A tile of attention is 64 queries wide, so one uint64_t says of one key which queries see it: bit
 // i for query i. Masks of every kind, and dropout, end up as 64 such words.
@@ -130,6 +130,76 @@ inline Vectorized<float> exp2(Vectorized<float> x) {
   const __m256i exponent = _mm256_add_epi32(_mm256_cvtps_epi32(whole), _mm256_set1_epi32(127));
   const __m256 power = _mm256_castsi256_ps(_mm256_slli_epi32(exponent, 23));
   return exp2_fraction(Vectorized<float>(_mm256_sub_ps(clamped, whole))) * Vectorized<float>(power);
+}
+
+#endif
+
+// 1 / (1 + e^-x), within 2 ulp; 0 below -87 (in float32).
+template <class T>
+inline Vectorized<T> sigmoid(Vectorized<T> x) {
+  return Vectorized<T>(T(1)) / (Vectorized<T>(T(1)) + x.neg().exp());
+}
+
+// Within 2 ulp.
+template <class T>
+inline Vectorized<T> tanh(Vectorized<T> x) {
+  return x.tanh();
+}
+
+#if defined(CPU_CAPABILITY_AVX512) || defined(CPU_CAPABILITY_AVX2)
+
+// e^x = power · (1 + part) for x <= 0: part = e^r - 1 of |r| <= ln 2 / 2, power = 2^n.
+struct Exponential {
+  Vectorized<float> power, part;
+};
+
+inline Exponential exponential(Vectorized<float> x) {
+  using V = Vectorized<float>;
+  // Below, power is 0. The order of operands lets a NaN through.
+#if defined(CPU_CAPABILITY_AVX512)
+  x = _mm512_max_ps(_mm512_set1_ps(-88.0f), x);
+#else
+  x = _mm256_max_ps(_mm256_set1_ps(-88.0f), x);
+#endif
+  const V n = (x * V(1.44269504f)).round();
+  // ln 2 in two parts; n times the first is exact.
+  const V r = at::vec::fmadd(n, V(2.12194440e-4f), at::vec::fmadd(n, V(-0.693359375f), x));
+  // (e^r - 1 - r) / r^2: the interpolant at Chebyshev's nodes, 2^-30.8 of e^r - 1 before rounding.
+  V q(1.98910306e-4f);
+  q = at::vec::fmadd(q, r, V(1.39336858e-3f));
+  q = at::vec::fmadd(q, r, V(8.33331048e-3f));
+  q = at::vec::fmadd(q, r, V(4.16664630e-2f));
+  q = at::vec::fmadd(q, r, V(1.66666672e-1f));
+  q = at::vec::fmadd(q, r, V(0.5f));
+  // 2^n in the exponent field.
+#if defined(CPU_CAPABILITY_AVX512)
+  const __m512i field = _mm512_add_epi32(_mm512_cvtps_epi32(n), _mm512_set1_epi32(127));
+  const V power = _mm512_castsi512_ps(_mm512_slli_epi32(field, 23));
+#else
+  const __m256i field = _mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127));
+  const V power = _mm256_castsi256_ps(_mm256_slli_epi32(field, 23));
+#endif
+  return {power, at::vec::fmadd(r * r, q, r)};
+}
+
+// Of |x|, whose exponential neither overflows nor, for tanh, cancels; then turned around.
+template <>
+inline Vectorized<float> sigmoid(Vectorized<float> x) {
+  using V = Vectorized<float>;
+  const auto [power, part] = exponential(x.abs().neg());
+  const V e = at::vec::fmadd(power, part, power);
+  const V top = V::blendv(V(1.0f), e, x < V(0.0f));
+  return top / (V(1.0f) + e);
+}
+
+template <>
+inline Vectorized<float> tanh(Vectorized<float> x) {
+  using V = Vectorized<float>;
+  const V magnitude = x.abs();
+  const auto [power, part] = exponential(V(-2.0f) * magnitude);
+  const V less = at::vec::fmadd(power, part, power - V(1.0f));  // e^(-2 |x|) - 1
+  const V result = less.abs() / (V(2.0f) + less);
+  return result | (x ^ magnitude);  // with the sign of x
 }
 
 #endif

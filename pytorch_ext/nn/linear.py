@@ -15,7 +15,7 @@ _packed: WeakKeyDictionary[nn.Module, dict[str, PackedWeight]] = WeakKeyDictiona
 
 
 class Linear(nn.Linear):
-    """``torch.nn.Linear`` that multiplies by oneDNN where that is faster (CPU).
+    """``torch.nn.Linear`` on our own product where that is faster (CPU).
 
     The constructor, the parameters and their initialisation are torch's own. Where nothing needs a
     gradient, the weight is packed for the product once and kept so beside the parameter, in as much

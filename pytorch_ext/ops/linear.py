@@ -1,11 +1,12 @@
-"""Linear layers on oneDNN's product, where that is faster than torch's own.
+"""Linear layers on the product of the CPU kernels, where that is faster than torch's own.
 
-torch multiplies float32 matrices by MKL, which runs at half of oneDNN's rate on some CPUs. torch
-carries oneDNN too, but reaches it for such products only through private operators. They are used
-here where a short measurement, made once per process and dtype, says that they gain; everywhere
-else (other devices and dtypes, torch.func, tracing) this is ``torch.nn.functional.linear``.
+torch multiplies float32 matrices by MKL, which runs at under half of some CPUs' rate. Here GELU is
+part of the product, a weight that stays the same is packed for it once, and results come from
+memory that is kept (csrc/cpu/memory.h). It serves where a short measurement, made once per process
+and dtype, says that it gains; everywhere else (other devices and dtypes, few rows, torch.func,
+tracing) this is ``torch.nn.functional.linear``.
 
-The environment variable ``TRIFUSE_LINEAR`` decides instead of the measurement: "onednn" or "torch".
+The environment variable ``TRIFUSE_LINEAR`` decides instead of the measurement: "cpp" or "torch".
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from trifuse import backends
 from trifuse.ops import _registration
 
 
@@ -65,7 +67,7 @@ def _torch(x: Tensor, weight: Tensor, bias: Tensor | None, gelu: str | None) -> 
 def _serves(
     x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, autocast: bool
 ) -> bool:
-    """Whether oneDNN's product can compute this call, and is faster somewhere."""
+    """Whether our product can compute this call, and is faster somewhere."""
     if torch.jit.is_tracing():
         return False
     for tensor in (x, weight) if bias is None else (x, weight, bias):
@@ -97,7 +99,7 @@ _AUTOCAST = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class Choice(NamedTuple):
-    """Where oneDNN's product serves a dtype, and why."""
+    """Where our product serves a dtype, and why."""
 
     reason: str
     inference: bool = False  # where nothing needs a gradient
@@ -120,8 +122,8 @@ _measured: dict[torch.dtype, Choice] = {}
 
 def _requested() -> str:
     name = os.environ.get("TRIFUSE_LINEAR", "auto")
-    if name not in ("auto", "onednn", "torch"):
-        raise ValueError(f"TRIFUSE_LINEAR: expected auto, onednn or torch; got {name!r}")
+    if name not in ("auto", "cpp", "torch"):
+        raise ValueError(f"TRIFUSE_LINEAR: expected auto, cpp or torch; got {name!r}")
     return name
 
 
@@ -130,9 +132,9 @@ def _choose(dtype: torch.dtype) -> Choice:
     if requested == "torch":
         return Choice("TRIFUSE_LINEAR=torch")
     if not _available(dtype):
-        return Choice(f"torch offers no product of oneDNN's for {dtype} here")
-    if requested == "onednn":
-        return Choice("TRIFUSE_LINEAR=onednn", inference=True, training=True)
+        return Choice(f"no product of ours for {dtype} here")
+    if requested == "cpp":
+        return Choice("TRIFUSE_LINEAR=cpp", inference=True, training=True)
     inference, training = measure(dtype)
     name = str(dtype).removeprefix("torch.")
     return Choice(
@@ -147,40 +149,34 @@ _WORTH = 1.05
 
 
 def _available(dtype: torch.dtype) -> bool:
-    if not (torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled):
-        return False
-    try:
-        names = ("_linear_pointwise", "_reorder_linear_weight")
-        found = all(hasattr(torch.ops.mkldnn, name) for name in names)
-        bfloat16 = torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    except (AttributeError, RuntimeError):
-        return False
-    return found and (dtype == torch.float32 or (dtype == torch.bfloat16 and bfloat16))
+    return backends.cpu_capability() is not None and dtype in (torch.float32, torch.bfloat16)
 
 
 @torch.no_grad()
 def measure(dtype: torch.dtype) -> tuple[float, float]:
-    """How many times as fast as torch oneDNN is here: in inference, and in a training step.
+    """How many times as fast as torch we are here: in inference, and in a training step.
 
     Several weights take turns, as a model's layers do, so that none stays in the nearest cache. Of
     each, the best of a few short rounds counts, as others may use the machine. Takes about 0.3 s.
     """
 
-    def infer(weight: Tensor, pieces: _Pieces) -> None:
+    def infer(weight: Tensor, packed: Tensor) -> None:
         F.linear(x, weight, bias)
 
-    def infer_faster(weight: Tensor, pieces: _Pieces) -> None:
-        _sum(x, pieces, bias, None)
+    def infer_faster(weight: Tensor, packed: Tensor) -> None:
+        ops.linear_packed(x, packed, weight.shape[0], bias)
 
-    def step(weight: Tensor, pieces: _Pieces) -> None:
+    def step(weight: Tensor, packed: Tensor) -> None:
         out = F.linear(x, weight, bias)
         torch.mm(out, weight)
         torch.mm(out.t(), x)
 
-    def step_faster(weight: Tensor, pieces: _Pieces) -> None:
-        out = _product(x, weight, bias)
-        _product(out, weight.t(), None)
-        _product(out.t(), x.t(), None)
+    def step_faster(weight: Tensor, packed: Tensor) -> None:
+        out = ops.linear(x, weight, bias)
+        ops.linear(out, weight.t(), None)
+        ops.linear(out.t(), x.t(), None)
+
+    ops = torch.ops.trifuse
 
     runs = (infer, infer_faster, step, step_faster)
     with _registration.without_autocast():
@@ -188,7 +184,7 @@ def measure(dtype: torch.dtype) -> tuple[float, float]:
         x = torch.ones(512, 768, dtype=dtype, device="cpu")
         bias = torch.ones(768, dtype=dtype, device="cpu")
         weights = [torch.ones(768, 768, dtype=dtype, device="cpu") for _ in range(3)]
-        packed = [(weight, _pack(weight, dtype)) for weight in weights]
+        packed = [(weight, ops.pack_linear(weight)) for weight in weights]
         best = [[math.inf] * len(weights) for _ in runs]
         for _ in range(5):
             for i, arguments in enumerate(packed):
@@ -200,72 +196,21 @@ def measure(dtype: torch.dtype) -> tuple[float, float]:
     return theirs / ours, their_step / our_step
 
 
-# The product ------------------------------------------------------------------------------------
-
-
-_Pieces = list[tuple[slice, Tensor]]  # columns, and a weight's part in them
-
-
-def _pieces(terms: int, dtype: torch.dtype) -> list[slice]:
-    """Cut a sum of ``terms`` products where oneDNN's rounding error would outgrow torch's.
-
-    oneDNN adds up to 512 terms one after the other in float32, MKL about 200; its error is then
-    over twice MKL's. Pieces of at most 448 terms, or of 640 to 960, which oneDNN itself cuts in
-    two, keep it under that. In bfloat16 the rounding of the result outweighs all of this.
-    """
-    count = 1
-    if dtype == torch.float32:
-        while not ((longest := -(-terms // count)) <= 448 or 640 <= longest <= 960):
-            count += 1
-    size = -(-terms // count)
-    return [slice(start, min(start + size, terms)) for start in range(0, terms, size)]
-
-
-def _call(x: Tensor, weight: Tensor, bias: Tensor | None, gelu: str | None) -> Tensor:
-    attr, algorithm = ("none", "") if gelu is None else ("gelu", gelu)
-    return torch.ops.mkldnn._linear_pointwise.default(x, weight, bias, attr, [], algorithm)
-
-
-def _product(x: Tensor, weight: Tensor, bias: Tensor | None, gelu: str | None = None) -> Tensor:
-    """gelu(x weightᵀ + bias) of 2-D tensors with any strides."""
-    pieces = _pieces(x.shape[1], x.dtype)
-    return _sum(x, [(piece, _dense(weight[:, piece])) for piece in pieces], bias, gelu)
-
-
-def _dense(matrix: Tensor) -> Tensor:
-    """Without gaps, in either order. Gaps would send oneDNN to a loop a thousand times slower."""
-    return matrix if matrix.t().is_contiguous() else matrix.contiguous()
-
-
-def _sum(x: Tensor, pieces: _Pieces, bias: Tensor | None, gelu: str | None) -> Tensor:
-    if len(pieces) == 1:
-        return _call(_dense(x), pieces[0][1], bias, gelu)
-    out = None
-    for columns, weight in pieces:
-        part = _dense(x[:, columns])
-        if out is None:
-            out = _call(part, weight, bias, None)
-        else:
-            out = torch.ops.mkldnn._linear_pointwise.binary(part, out, weight, None, "add")
-    assert out is not None
-    return out if gelu is None else F.gelu(out, approximate=gelu)
-
-
 # Without gradients ------------------------------------------------------------------------------
 
 
 class PackedWeight:
-    """A weight in the layout that oneDNN's product reads fastest, for as long as it stays the same.
+    """A weight in the layout that the product reads, for as long as it stays the same.
 
     Weights change in ways that leave no trace on the tensor: ``weight.data.mul_(0.9)``, an array or
-    another process sharing its memory. So each use sums the weight's bits, by rows and by columns,
-    in exact integer arithmetic, and the packed form is used only where all sums are those of the
-    bits that it was made from. That takes about 2% of the product's own time.
+    another process sharing its memory. So each use sums up the weight's bits, each word multiplied
+    by a number of its place, and the packed form is used only where the sums are those of the bits
+    that it was made from. That takes as long as reading the weight.
     """
 
     def __init__(self) -> None:
-        # Sums, dtype and pieces; replaced as one, as threads may share a model.
-        self._kept: tuple[tuple[Tensor, Tensor], torch.dtype, _Pieces | None] | None = None
+        # Sums, kind and packed form; replaced as one, as threads may share a model.
+        self._kept: tuple[Tensor, _Kind, Tensor | None] | None = None
 
     def clear(self) -> None:
         """Give the memory back."""
@@ -275,42 +220,29 @@ class PackedWeight:
     def is_kept(self) -> bool:
         return self._kept is not None and self._kept[2] is not None
 
-    def get(self, weight: Tensor, dtype: torch.dtype) -> _Pieces | None:
+    def get(self, weight: Tensor, dtype: torch.dtype) -> Tensor | None:
         """The weight packed in ``dtype``, from the second time on that it is seen unchanged."""
-        words = _words(weight.detach())
-        if words is None:
+        if not weight.is_contiguous() or weight.numel() * weight.itemsize % 4:
             return None
-        sums, kept = (words.sum(0), words.sum(1)), self._kept
-        pieces = None
-        if kept is not None and kept[1] == dtype and all(map(torch.equal, sums, kept[0])):
-            pieces = kept[2]
-            if pieces is not None:
-                return pieces
-            pieces = _pack(weight.detach(), dtype)
-        self._kept = sums, dtype, pieces
-        return pieces
+        sums, kept = torch.ops.trifuse.checksum(weight), self._kept
+        kind: _Kind = (dtype, backends.cpu_capability())
+        packed = None
+        if kept is not None and kept[1] == kind and torch.equal(sums, kept[0]):
+            packed = kept[2]
+            if packed is not None:
+                return packed
+            packed = torch.ops.trifuse.pack_linear(weight.detach().to(dtype))
+        self._kept = sums, kind, packed
+        return packed
 
 
-def _words(weight: Tensor) -> Tensor | None:
-    """The bits of a contiguous matrix as integers of the widest type that fits its rows."""
-    if not weight.is_contiguous():
-        return None
-    row, offset = weight.shape[1] * weight.itemsize, weight.storage_offset() * weight.itemsize
-    for dtype in (torch.int64, torch.int32, torch.int16):
-        if row % dtype.itemsize == 0 and offset % dtype.itemsize == 0:
-            return weight.view(dtype)
-    return None
+_Kind = tuple[torch.dtype, str | None]  # the instruction set has a say in the layout
 
 
-def _pack(weight: Tensor, dtype: torch.dtype) -> _Pieces:
-    weight = weight.to(dtype)
-    pack = torch.ops.mkldnn._reorder_linear_weight.default
-    pieces = _pieces(weight.shape[1], dtype)
-    return [(piece, pack(weight[:, piece].contiguous())) for piece in pieces]
-
-
-# Below this many rows, looking whether the weight changed takes as long as its packed form saves.
-_ROWS_WORTH_PACKING = 192
+# Below this many rows, packing the weight takes as long as the product then saves; looking whether
+# a packed one is still good takes less.
+_ROWS_WORTH_PACKING = 64
+_ROWS_WORTH_LOOKING = 16
 
 
 def _infer(
@@ -323,16 +255,19 @@ def _infer(
 ) -> Tensor:
     if not _measured[dtype].inference:
         return _torch(x, weight, bias, gelu)
+    rows = math.prod(x.shape[:-1])
+    if rows < _ROWS_WORTH_LOOKING:
+        return _torch(x, weight, bias, gelu)
     with _registration.without_autocast():
-        rows = x.to(dtype).reshape(-1, x.shape[-1])
-        bias = None if bias is None else bias.to(dtype)
-        pieces = None
-        if packed is not None and rows.shape[0] >= _ROWS_WORTH_PACKING:
-            pieces = packed.get(weight, dtype)
-        if pieces is None:
-            out = _product(rows, weight.to(dtype), bias, gelu)
-        else:
-            out = _sum(rows, pieces, bias, gelu)
+        found = None if packed is None else packed.get(weight, dtype)
+        if found is None and rows < _ROWS_WORTH_PACKING:
+            return _torch(
+                x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype), gelu
+            )
+        if found is None:
+            found = torch.ops.trifuse.pack_linear(weight.to(dtype))
+        flat = x.to(dtype).reshape(rows, x.shape[-1])
+        out = torch.ops.trifuse.linear_packed(flat, found, weight.shape[0], bias, gelu)
     return out.view(*x.shape[:-1], weight.shape[0])
 
 
@@ -342,7 +277,7 @@ def _infer(
 def _differentiable(
     x: Tensor, weight: Tensor, bias: Tensor | None, gelu: str | None, dtype: torch.dtype
 ) -> Tensor:
-    if not _measured[dtype].training:
+    if not _measured[dtype].training or math.prod(x.shape[:-1]) < _ROWS_WORTH_PACKING:
         return _torch(x, weight, bias, gelu)
     bias = None if bias is None else bias.to(dtype)
     rows = x.to(dtype).reshape(-1, x.shape[-1])
@@ -376,16 +311,20 @@ class _Linear(torch.autograd.Function):
         )
 
 
-def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    if 0 in x.shape or 0 in weight.shape:
-        return F.linear(x, weight, bias)
-    return _product(x, weight, bias)
-
-
-def _fake(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def _fake(x: Tensor, weight: Tensor, bias: Tensor | None, gelu: str | None = None) -> Tensor:
     return x.new_empty(x.shape[0], weight.shape[0])
 
 
-_registration.library.define("linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
-_registration.library.impl("linear", _linear, "CPU")
+_registration.library.define(
+    "linear(Tensor x, Tensor weight, Tensor? bias, str? gelu=None) -> Tensor"
+)
 torch.library.register_fake("trifuse::linear", _fake, lib=_registration.library)
+
+# With a weight that is packed already, and what tells whether it still is that weight. Of no use to
+# a trace, where the weight may change.
+_registration.library.define("pack_linear(Tensor weight) -> Tensor")
+_registration.library.define(
+    "linear_packed(Tensor x, Tensor packed, int out_features, Tensor? bias, str? gelu=None)"
+    " -> Tensor"
+)
+_registration.library.define("checksum(Tensor weight) -> Tensor")

@@ -1,0 +1,114 @@
+// torch.ops.trifuse.linear, and what it is made of: tensors in, tensors out.
+
+#include <ATen/ATen.h>
+#include <torch/library.h>
+
+#include "cpu/arguments.h"
+#include "cpu/kernels.h"
+#include "cpu/memory.h"
+#include "cpu/parallel.h"
+
+namespace trifuse {
+namespace {
+
+int64_t panels(const LinearKernel& kernel, int64_t N) {
+  return (N + kernel.panel - 1) / kernel.panel;
+}
+
+// The weight (N, K) in panels; opaque bytes.
+Tensor pack_linear(const Tensor& weight) {
+  const LinearKernel kernel = kernels().linear;
+  LinearProblem p{};
+  p.dtype = kernel_type(weight.scalar_type());
+  p.N = weight.size(0);
+  p.K = weight.size(1);
+  p.weight = weight.const_data_ptr();
+  p.weight_row = weight.stride(0);
+  p.weight_column = weight.stride(1);
+  const int64_t count = panels(kernel, p.N);
+  Tensor packed =
+      empty({count * kernel.panel_bytes(p.dtype, p.K)}, weight.options().dtype(at::kByte));
+  p.packed = packed.mutable_data_ptr();
+  parallel_tasks(
+      count, 1, 8.0 * static_cast<double>(p.N) * static_cast<double>(p.K),
+      [&](int64_t panel) { kernel.pack(p, panel); });
+  return packed;
+}
+
+// Sums over the bits of a contiguous tensor of a whole number of 32-bit words, one for each 64 KiB.
+Tensor checksum(const Tensor& weight) {
+  constexpr int64_t kWords = 1 << 14;
+  const int64_t words = static_cast<int64_t>(weight.nbytes() / 4), count = (words + kWords - 1) / kWords;
+  TORCH_CHECK_VALUE(
+      weight.is_contiguous() && weight.nbytes() % 4 == 0,
+      "weight: expected contiguous rows of a whole number of 32-bit words; got ", weight.sizes(), " ",
+      weight.scalar_type());
+  Tensor sums = at::empty({count}, weight.options().dtype(at::kLong));
+  const auto* data = static_cast<const uint32_t*>(weight.const_data_ptr());
+  int64_t* sum = sums.mutable_data_ptr<int64_t>();
+  const auto checksum = kernels().linear.checksum;
+  parallel_tasks(count, 1, 8.0 * static_cast<double>(words), [&](int64_t i) {
+    sum[i] = static_cast<int64_t>(
+        checksum(data + i * kWords, std::min(kWords, words - i * kWords)));
+  });
+  return sums;
+}
+
+// x (M, K) and `packed`, which is a weight (N, K).
+Tensor linear_packed(
+    const Tensor& x, const Tensor& packed, int64_t out_features, const OptionalTensor& bias,
+    std::optional<c10::string_view> gelu) {
+  const LinearKernel kernel = kernels().linear;
+  LinearProblem p{};
+  p.dtype = kernel_type(x.scalar_type());
+  p.M = x.size(0);
+  p.N = out_features;
+  p.K = x.size(1);
+  TORCH_CHECK_VALUE(
+      packed.numel() == panels(kernel, p.N) * kernel.panel_bytes(p.dtype, p.K),
+      "packed: not a weight of ", p.N, " by ", p.K, " ", x.scalar_type(), " as ",
+      name(capability()), " takes it");
+  p.x = x.const_data_ptr();
+  p.x_row = x.stride(0);
+  p.x_column = x.stride(1);
+  p.packed = const_cast<void*>(packed.const_data_ptr());
+  const Tensor wide_bias =
+      bias ? bias->to(accumulation_type(x.scalar_type())).contiguous() : Tensor();
+  if (bias) p.bias = wide_bias.const_data_ptr();
+  if (gelu) p.gelu = *gelu == "tanh" ? Gelu::Tanh : Gelu::Exact;
+  Tensor out = empty({p.M, p.N}, x.options());
+  if (p.M == 0 || p.N == 0) return out;
+  p.out = out.mutable_data_ptr();
+
+  // Rows that stay in the L2 cache while the panels pass by, a whole number of register blocks; and
+  // enough tasks for the last of them not to be waited for.
+  p.rows_per_task = p.x_row == 1 ? 2 * kernel.panel : 120;
+  p.columns_per_task = 8 * kernel.panel;
+  const auto tasks = [&] {
+    return ((p.M + p.rows_per_task - 1) / p.rows_per_task) *
+        ((p.N + p.columns_per_task - 1) / p.columns_per_task);
+  };
+  while (p.columns_per_task > kernel.panel && tasks() < 8 * at::get_num_threads())
+    p.columns_per_task /= 2;
+  parallel_tasks(
+      tasks(), 1, 2.0 * static_cast<double>(p.M * p.N) * static_cast<double>(p.K),
+      [&](int64_t task) { kernel.run(p, task); });
+  return out;
+}
+
+Tensor linear(
+    const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
+    std::optional<c10::string_view> gelu) {
+  return linear_packed(x, pack_linear(weight), weight.size(0), bias, gelu);
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(trifuse, CPU, m) {
+  m.impl("linear", linear);
+  m.impl("pack_linear", pack_linear);
+  m.impl("linear_packed", linear_packed);
+  m.impl("checksum", checksum);
+}
+
+}  // namespace trifuse

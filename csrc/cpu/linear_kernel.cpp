@@ -1,0 +1,196 @@
+// Linear layers on a CPU: gelu(x weight^T + bias).
+//
+// The weight is packed first (product.h), one task for each 64 features; a weight that stays the same
+// is packed once. Then a task owns rows_per_task x columns_per_task elements of the result. It reads
+// its rows of x and its panels of the weight, adds up in the result itself, or for 16-bit types in
+// float32 beside it, and adds the bias and applies GELU to a tile that is still in a cache.
+//
+// Floor: M N K / (lanes x FMA pipes) cycles, beside which packing a weight is 1 / M of as many loads
+// and stores as there are multiply-adds.
+
+#include <numbers>
+
+#include "cpu/kernels.h"
+#include "cpu/product.h"
+#include "cpu/row.h"
+
+namespace trifuse::TRIFUSE_CAPABILITY {
+namespace {
+
+template <class Scalar>
+using ElementOf = typename Compute<Scalar>::Element;
+
+// x Phi(x), the standard normal distribution's function as torch's own GELU has it.
+template <class T>
+Vectorized<T> gelu_exact(Vectorized<T> x) {
+  using Vec = Vectorized<T>;
+  return x * Vec(T(0.5)) * (Vec(T(1)) + (x * Vec(T(1 / std::numbers::sqrt2))).erf());
+}
+
+// With z = |x| / sqrt 2, Phi(-|x|) = erfc(z) / 2 = exp(-z^2) t p(t), t = 1 / (1 + 0.3 z): the form of
+// Abramowitz and Stegun, 7.1.26. The polynomial is the minimax one of degree 8 for the relative error
+// on z <= 10, 2^-25.6 before rounding, so that Phi's lower tail keeps its digits.
+template <>
+Vectorized<float> gelu_exact(Vectorized<float> x) {
+  using Vec = Vectorized<float>;
+  const Vec one(1.0f);
+  const Vec t = one / at::vec::fmadd(x.abs(), Vec(0.3f / std::numbers::sqrt2_v<float>), one);
+  Vec p(-6.476136405e-2f);
+  p = at::vec::fmadd(p, t, Vec(2.427812761e-1f));
+  p = at::vec::fmadd(p, t, Vec(-2.561383719e-1f));
+  p = at::vec::fmadd(p, t, Vec(2.738592539e-1f));
+  p = at::vec::fmadd(p, t, Vec(-4.732478449e-2f));
+  p = at::vec::fmadd(p, t, Vec(1.074628109e-1f));
+  p = at::vec::fmadd(p, t, Vec(7.416963960e-2f));
+  p = at::vec::fmadd(p, t, Vec(8.535760585e-2f));
+  p = at::vec::fmadd(p, t, Vec(8.459400305e-2f));
+  const Vec power = exp2(x * x * Vec(-0.5f * std::numbers::log2e_v<float>));
+  const Vec tail = p * t * power;
+  return x * Vec::blendv(tail, one - tail, x >= Vec(0.0f));
+}
+
+// x (1 + tanh(u)) / 2 = x / (1 + exp(-2 u)), u = sqrt(2 / pi) (x + 0.044715 x^3).
+template <class T>
+Vectorized<T> gelu_tanh(Vectorized<T> x) {
+  using Vec = Vectorized<T>;
+  constexpr double factor = -2 * std::numbers::sqrt2 * std::numbers::inv_sqrtpi * std::numbers::log2e;
+  const Vec cubic = at::vec::fmadd(x * x * x, Vec(T(0.044715)), x);
+  return x / (Vec(T(1)) + exp2(cubic * Vec(T(factor))));
+}
+
+// Bias, GELU and rounding of a tile of sums (rows, columns), which may be where the result goes. Its
+// rows are whole vectors.
+template <class Scalar, class T>
+void finish(
+    const LinearProblem& p, T* sums, int64_t ld, int64_t rows, int64_t columns, const T* bias,
+    Scalar* out) {
+  using Vec = Vectorized<T>;
+  const auto each = [&](auto f) TRIFUSE_INLINE {
+    for (int64_t n = 0; n < columns; n += Vec::size()) {
+      const Vec b = bias ? Vec::loadu(bias + n, std::min<int64_t>(columns - n, Vec::size())) : Vec(T(0));
+      for (int64_t m = 0; m < rows; ++m) {
+        T* x = sums + m * ld + n;
+        f(Vec::loadu(x) + b).store(x);
+      }
+    }
+  };
+  switch (p.gelu) {
+    case Gelu::None:
+      if (bias) each([](Vec x) TRIFUSE_INLINE { return x; });
+      break;
+    case Gelu::Exact: each([](Vec x) TRIFUSE_INLINE { return gelu_exact(x); }); break;
+    case Gelu::Tanh: each([](Vec x) TRIFUSE_INLINE { return gelu_tanh(x); }); break;
+  }
+  if constexpr (!std::is_same_v<Scalar, T>)
+    for (int64_t m = 0; m < rows; ++m) narrow(sums + m * ld, columns, out + m * p.N, 1);
+}
+
+// Rows of sums that are finished at once: they stay in the L1 cache beside the block of the weight.
+constexpr int64_t kStep = 24;
+
+template <class Scalar>
+void run(const LinearProblem& p, int64_t task) {
+  using E = ElementOf<Scalar>;
+  using T = typename Element<E>::Accumulator;
+  constexpr bool in_place = std::is_same_v<Scalar, T>;
+  static thread_local Scratch scratch;
+  const int64_t across = (p.N + p.columns_per_task - 1) / p.columns_per_task;
+  const int64_t m0 = task / across * p.rows_per_task, n0 = task % across * p.columns_per_task;
+  const int64_t M = std::min(p.M - m0, p.rows_per_task);
+  const int64_t N = std::min(p.N - n0, p.columns_per_task);
+  const int64_t wide = round_up(N, kTile), room_size = left_block_size<E>(M, p.x_row);
+  // The last panel's sums hold whole vectors.
+  const bool direct = in_place && N % Vectorized<T>::size() == 0;
+  scratch.reset(Scratch::bytes<E>(room_size) + Scratch::bytes<T>(direct ? 0 : M * wide));
+  E* room = scratch.take<E>(room_size);
+  Scalar* out = static_cast<Scalar*>(p.out) + m0 * p.N + n0;
+  T* sums = direct ? reinterpret_cast<T*>(out) : scratch.take<T>(M * wide);
+  const int64_t ld = direct ? p.N : wide;
+  const Scalar* x = static_cast<const Scalar*>(p.x) + m0 * p.x_row;
+  const E* packed = static_cast<const E*>(p.packed) + n0 / kTile * panel_size<E>(p.K);
+  const T* bias = p.bias ? static_cast<const T*>(p.bias) + n0 : nullptr;
+  [[maybe_unused]] MatrixUnit unit;
+
+  for (int64_t k = 0; k < p.K; k += kDepth<E>) {
+    const int64_t depth = std::min(p.K - k, kDepth<E>);
+    const bool last = k + depth == p.K;
+    for (int64_t m = 0; m < M;) {
+      const int64_t rows = std::min(M - m, left_group(p.x_row));
+      const Left<E> left = left_block<E>(
+          x + m * p.x_row + k * p.x_column, p.x_row, p.x_column, rows, depth, room);
+      for (int64_t n = 0; n < N; n += kTile) {
+        const int64_t columns = std::min(N - n, kTile);
+        const E* block = packed + n / kTile * panel_size<E>(p.K) + panel_size<E>(k);
+        for (int64_t r = 0; r < rows; r += kStep) {
+          const int64_t step = std::min(rows - r, kStep);
+          T* tile = sums + (m + r) * ld + n;
+          tile_gemm<E>(
+              step, columns, elements<E>(depth), left.data + r * left.m, left.m, left.k, block, kTile,
+              tile, ld, {k > 0});
+          if (last)
+            finish(
+                p, tile, ld, step, columns, bias ? bias + n : nullptr, out + (m + r) * p.N + n);
+        }
+      }
+      m += rows;
+    }
+  }
+  if constexpr (in_place)
+    if (!direct)
+      for (int64_t m = 0; m < M; ++m) std::copy_n(sums + m * ld, N, out + m * p.N);
+}
+
+template <class Scalar>
+void pack(const LinearProblem& p, int64_t panel) {
+  using E = ElementOf<Scalar>;
+  static thread_local Scratch scratch;
+  pack_panel(
+      static_cast<const Scalar*>(p.weight) + panel * kTile * p.weight_row, p.weight_column,
+      p.weight_row, p.K, std::min(p.N - panel * kTile, kTile), scratch,
+      static_cast<E*>(p.packed) + panel * panel_size<E>(p.K));
+}
+
+// Each 32 bits times a number of their place, summed up modulo 2^64. Two sums over data that differ in
+// one place or two differ; over data that differ in more, they are equal once in about 2^64 times.
+uint64_t checksum(const void* data, int64_t words) {
+  const auto* word = static_cast<const uint32_t*>(data);
+  uint64_t sum = 0;
+  for (int64_t i = 0; i < words; ++i)
+    sum += uint64_t(word[i]) * (static_cast<uint32_t>(i) * 0x9E3779B9u + 0x7F4A7C15u);
+  return sum;
+}
+
+int64_t panel_bytes(DType dtype, int64_t K) {
+  switch (dtype) {
+    case DType::Float32: return panel_size<ElementOf<float>>(K) * sizeof(ElementOf<float>);
+    case DType::BFloat16:
+      return panel_size<ElementOf<c10::BFloat16>>(K) * sizeof(ElementOf<c10::BFloat16>);
+    case DType::Float16: return panel_size<ElementOf<c10::Half>>(K) * sizeof(ElementOf<c10::Half>);
+    case DType::Float64: return panel_size<double>(K) * sizeof(double);
+  }
+  return 0;
+}
+
+void pack_any(const LinearProblem& p, int64_t panel) {
+  switch (p.dtype) {
+    case DType::Float32: return pack<float>(p, panel);
+    case DType::BFloat16: return pack<c10::BFloat16>(p, panel);
+    case DType::Float16: return pack<c10::Half>(p, panel);
+    case DType::Float64: return pack<double>(p, panel);
+  }
+}
+
+void run_any(const LinearProblem& p, int64_t task) {
+  switch (p.dtype) {
+    case DType::Float32: return run<float>(p, task);
+    case DType::BFloat16: return run<c10::BFloat16>(p, task);
+    case DType::Float16: return run<c10::Half>(p, task);
+    case DType::Float64: return run<double>(p, task);
+  }
+}
+
+}  // namespace
+
+LinearKernel linear() { return {kTile, panel_bytes, pack_any, run_any, checksum}; }
+
+}  // namespace trifuse::TRIFUSE_CAPABILITY

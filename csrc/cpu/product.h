@@ -1,0 +1,76 @@
+// The packed operand of a product too large for a cache: C (M x N) = A (M x K) B (K x N).
+//
+// B is packed into panels of 64 columns, one after the other; a panel holds B's rows, k by k. A block
+// of it, kDepth rows in 32 KB, fits the L1 cache beside what it meets of A and C, and serves as many
+// rows of A as a caller has at hand.
+//
+// Each element of C is the sum, block by block of k, of chains of kDepth multiply-adds: where a
+// product is cut into tasks, and how many threads run them, does not change it.
+
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "cpu/operand.h"
+
+namespace trifuse::TRIFUSE_CAPABILITY {
+
+template <class E>
+constexpr int64_t kDepth = 128 * kPack<E>;  // values of k
+
+// Elements of one packed panel.
+template <class E>
+constexpr int64_t panel_size(int64_t K) {
+  return elements<E>(K) * kTile;
+}
+
+// Packs the panel of at most 64 columns of B, whose element (k, n) is at b + k * b_k + n * b_n.
+template <class E, class Scalar>
+void pack_panel(
+    const Scalar* b, int64_t b_k, int64_t b_n, int64_t K, int64_t columns, Scratch& scratch,
+    E* panel) {
+  constexpr int64_t room_size = left_rows_size<E>(kTile, kDepth<E>);
+  scratch.reset(Scratch::bytes<E>(room_size));
+  E* room = scratch.take<E>(room_size);
+  for (int64_t k = 0; k < K; k += kDepth<E>) {
+    const int64_t depth = std::min(K - k, kDepth<E>);
+    const Scalar* block = b + k * b_k;
+    E* target = panel + panel_size<E>(k);
+    if (b_k == 1) {
+      right_transposed<E>(Rows<Scalar>{block, b_n, 1}, columns, depth, 1.0f, room, target);
+    } else {
+      copy_right_rows<E>(Rows<Scalar>{block, b_k, b_n}, depth, columns, kTile, target);
+    }
+  }
+}
+
+// A block of A as tile_gemm reads it.
+template <class E>
+struct Left {
+  const E* data;
+  int64_t m, k;  // strides
+};
+
+// Rows of a block that are prepared at once.
+constexpr int64_t left_group(int64_t a_m) { return a_m == 1 ? kTile : INT64_MAX; }
+
+template <class E>
+constexpr int64_t left_block_size(int64_t rows, int64_t a_m) {
+  return a_m == 1 ? panel_size<E>(kDepth<E>) : left_rows_size<E>(rows, kDepth<E>);
+}
+
+// A's element (m, k) is at a + m * a_m + k * a_k. Rows are read in place where they can be. Columns
+// are copied, 64 rows at most: a column's elements lie a whole row of A^T apart.
+template <class E, class Scalar>
+Left<E> left_block(
+    const Scalar* a, int64_t a_m, int64_t a_k, int64_t rows, int64_t depth, E* room) {
+  if (a_m == 1 && a_k != 1) {
+    copy_right_rows<E>(Rows<Scalar>{a, a_k, 1}, depth, rows, kTile, room);
+    return {room, 1, kTile};
+  }
+  const Operand<E> left = left_rows<E>(Rows<Scalar>{a, a_m, a_k}, rows, depth, room);
+  return {left.data, left.ld, 1};
+}
+
+}  // namespace trifuse::TRIFUSE_CAPABILITY

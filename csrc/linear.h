@@ -1,0 +1,31 @@
+// One call of a linear layer as plain pointers, sizes and strides.
+
+#pragma once
+
+#include <cstdint>
+
+#include "dtype.h"
+
+namespace trifuse {
+
+enum class Gelu { None, Exact, Tanh };
+
+// out = gelu(x weight^T + bias). Strides count elements.
+struct LinearProblem {
+  DType dtype;      // of x, weight and out
+  int64_t M, N, K;  // rows, out_features, in_features
+
+  const void* x;  // (M, K)
+  int64_t x_row, x_column;
+  const void* weight;  // (N, K), read by `pack` alone
+  int64_t weight_row, weight_column;
+  void* packed;                // the weight as `pack` lays it out
+  const void* bias = nullptr;  // (N,) in the accumulation type, or null
+  Gelu gelu = Gelu::None;
+  void* out;  // (M, N), contiguous
+
+  // A task owns rows_per_task x columns_per_task of out.
+  int64_t rows_per_task, columns_per_task;
+};
+
+}  // namespace trifuse
