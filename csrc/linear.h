@@ -8,9 +8,9 @@
 
 namespace trifuse {
 
-enum class Gelu { None, Exact, Tanh };
+enum class Activation { None, Relu, Gelu, GeluTanh };
 
-// out = gelu(x weight^T + bias). Strides count elements.
+// out = activation(x weight^T + bias). Strides count elements.
 struct LinearProblem {
   DType dtype;      // of x, weight and out
   int64_t M, N, K;  // rows, out_features, in_features
@@ -21,7 +21,7 @@ struct LinearProblem {
   int64_t weight_row, weight_column;
   void* packed;                // the weight as `pack` lays it out
   const void* bias = nullptr;  // (N,) in the accumulation type, or null
-  Gelu gelu = Gelu::None;
+  Activation activation = Activation::None;
   void* out;  // (M, N), contiguous
 
   // A task owns rows_per_task x columns_per_task of out.

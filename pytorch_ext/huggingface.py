@@ -42,9 +42,10 @@ from transformers.models.bert import modeling_bert
 
 from trifuse.nn import bert, packing
 from trifuse.nn.dropout_add_layer_norm import add_norm
-from trifuse.nn.linear import is_watched, linear_gelu
+from trifuse.nn.linear import is_watched, linear_activation
 from trifuse.nn.packing import PackedSequences
 from trifuse.ops.attention import scaled_dot_product_attention
+from trifuse.ops.linear import Activation
 
 NAME = "trifuse"
 
@@ -294,10 +295,10 @@ class BertIntermediate(modeling_bert.BertIntermediate):
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """As transformers' own."""
-        approximate = _approximation(self.intermediate_act_fn)
-        if approximate is None:
+        activation = _activation(self.intermediate_act_fn)
+        if activation is None:
             return super().forward(hidden_states)
-        return linear_gelu(self.dense, hidden_states, approximate)
+        return linear_activation(self.dense, hidden_states, activation)
 
 
 class BertSelfOutput(modeling_bert.BertSelfOutput):
@@ -316,12 +317,14 @@ class BertOutput(modeling_bert.BertOutput):
         return add_norm(self.dense(hidden_states), input_tensor, self.dropout, self.LayerNorm)
 
 
-def _approximation(activation: nn.Module) -> str | None:
-    """``approximate`` of the GELU that a module of transformers is, or None if it is another."""
+def _activation(activation: nn.Module) -> Activation | None:
+    """What a module of transformers computes, or None if our product knows nothing of it."""
     if is_watched(activation):
         return None
     if type(activation) is GELUActivation and activation.act is nn.functional.gelu:
-        return "none"
+        return "gelu"
     if type(activation) is GELUTanh and isinstance(activation.act, functools.partial):
-        return "tanh"
+        return "gelu_tanh"
+    if type(activation) is nn.ReLU:
+        return "relu"
     return None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import io
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -17,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import trifuse
 from trifuse.backends import _C
-from trifuse.nn.linear import Linear, linear_gelu
+from trifuse.nn.linear import Linear, linear_activation
 from trifuse.ops import linear as ops
 
 pytestmark = pytest.mark.skipif(not ops._available(torch.float32), reason="no C++ extension")
@@ -64,9 +65,9 @@ def infer(module: nn.Module, x: Tensor) -> list[Tensor]:
 # Numbers ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("gelu", [None, "none", "tanh"])
+@pytest.mark.parametrize("activation", [None, *ops.ACTIVATIONS])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_outputs_obey_the_numerics_rule(dtype, gelu):
+def test_outputs_obey_the_numerics_rule(dtype, activation):
     accuracy = Accuracy("linear")
     generator = torch.Generator().manual_seed(0)
     for K in FEATURES:
@@ -76,7 +77,7 @@ def test_outputs_obey_the_numerics_rule(dtype, gelu):
 
             def formula(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
                 out = F.linear(x, weight, bias)
-                return out if gelu is None else F.gelu(out, approximate=gelu)
+                return out if activation is None else ops.ACTIVATIONS[activation](out)
 
             wide = [t.detach().double() for t in (x, *module.parameters())]
             expected, eager = formula(*wide), formula(x, *module.parameters()).detach()
@@ -85,7 +86,11 @@ def test_outputs_obey_the_numerics_rule(dtype, gelu):
             rounding = rounding + expected.abs() * rounding_error(dtype)
             with torch.no_grad():
                 for _ in range(2):  # unpacked, packed
-                    out = module(x) if gelu is None else linear_gelu(module, x, gelu)
+                    out = (
+                        module(x)
+                        if activation is None
+                        else linear_activation(module, x, activation)
+                    )
                     assert out.dtype == dtype
                     accuracy.record("out", out, expected, eager, rounding)
     accuracy.conclude()
@@ -196,9 +201,23 @@ def test_nan_stays_where_it_is():
     x[1, 2] = torch.nan
     for out in infer(module, x):
         assert out.isnan().any(-1).tolist() == [False, True, False, False]
-    with torch.no_grad():
-        out = linear_gelu(module, x, "none")
-    assert out.isnan().any(-1).tolist() == [False, True, False, False]
+    for activation in ops.ACTIVATIONS:
+        with torch.no_grad():
+            out = linear_activation(module, x, activation)
+        assert out.isnan().any(-1).tolist() == [False, True, False, False]
+
+
+def test_activations_far_out():
+    """Where their parts overflow or vanish, and in GELU's lower tail, where torch's formula is 0."""
+    values = torch.tensor([0.0, -0.0, 1e-30, 5.0, -5.0, 12.0, -12.0, 80.0, -80.0, 1e20, -1e20])
+    for activation, function in ops.ACTIVATIONS.items():
+        out = torch.ops.trifuse.linear(torch.zeros(1, 1), torch.zeros(11, 1), values, activation)
+        wide = values.double()
+        exact = wide / 2 * torch.special.erfc(-wide / math.sqrt(2))
+        expected = (exact if activation == "gelu" else function(wide)).float()
+        torch.testing.assert_close(out[0], expected, rtol=2e-5, atol=0)
+    with pytest.raises(ValueError, match="activation: expected relu, gelu or gelu_tanh; got silu"):
+        torch.ops.trifuse.linear(torch.zeros(1, 1), torch.zeros(11, 1), values, "silu")
 
 
 # Packed weights ---------------------------------------------------------------------------------
@@ -390,7 +409,7 @@ def test_gradcheck_in_float64_is_torch():
     module = layer(5, 4, torch.float64)
     x = torch.randn(3, 5, dtype=torch.float64, requires_grad=True)
     inputs = (x, *module.parameters())
-    run = functools.partial(ops.linear, gelu="tanh")
+    run = functools.partial(ops.linear, activation="gelu_tanh")
     assert torch.autograd.gradcheck(run, inputs, check_forward_ad=True)
     assert torch.autograd.gradgradcheck(run, inputs)
 
@@ -507,12 +526,12 @@ def test_wrong_arguments_raise_what_torch_raises():
         assert str(ours.value) == str(theirs.value)
 
 
-def test_linear_gelu_calls_what_is_watched():
+def test_linear_activation_calls_what_is_watched():
     x, seen = torch.randn(3, 16), []
     for module in (layer(16, 8), nn.Linear(16, 8)):
         module.register_forward_hook(lambda module, *_: seen.append(type(module)))
         with torch.no_grad():
-            torch.testing.assert_close(linear_gelu(module, x, "none"), F.gelu(module(x)))
+            torch.testing.assert_close(linear_activation(module, x, "gelu"), F.gelu(module(x)))
     assert seen == [Linear, Linear, nn.Linear, nn.Linear]
 
 

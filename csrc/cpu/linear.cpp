@@ -15,6 +15,15 @@ int64_t panels(const LinearKernel& kernel, int64_t N) {
   return (N + kernel.panel - 1) / kernel.panel;
 }
 
+Activation activation_of(std::optional<c10::string_view> name) {
+  if (!name) return Activation::None;
+  if (*name == "relu") return Activation::Relu;
+  if (*name == "gelu") return Activation::Gelu;
+  TORCH_CHECK_VALUE(
+      *name == "gelu_tanh", "activation: expected relu, gelu or gelu_tanh; got ", *name);
+  return Activation::GeluTanh;
+}
+
 // The weight (N, K) in panels; opaque bytes.
 Tensor pack_linear(const Tensor& weight) {
   const LinearKernel kernel = kernels().linear;
@@ -57,7 +66,7 @@ Tensor checksum(const Tensor& weight) {
 // x (M, K) and `packed`, which is a weight (N, K).
 Tensor linear_packed(
     const Tensor& x, const Tensor& packed, int64_t out_features, const OptionalTensor& bias,
-    std::optional<c10::string_view> gelu) {
+    std::optional<c10::string_view> activation) {
   const LinearKernel kernel = kernels().linear;
   LinearProblem p{};
   p.dtype = kernel_type(x.scalar_type());
@@ -75,7 +84,7 @@ Tensor linear_packed(
   const Tensor wide_bias =
       bias ? bias->to(accumulation_type(x.scalar_type())).contiguous() : Tensor();
   if (bias) p.bias = wide_bias.const_data_ptr();
-  if (gelu) p.gelu = *gelu == "tanh" ? Gelu::Tanh : Gelu::Exact;
+  p.activation = activation_of(activation);
   Tensor out = empty({p.M, p.N}, x.options());
   if (p.M == 0 || p.N == 0) return out;
   p.out = out.mutable_data_ptr();
@@ -98,8 +107,8 @@ Tensor linear_packed(
 
 Tensor linear(
     const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
-    std::optional<c10::string_view> gelu) {
-  return linear_packed(x, pack_linear(weight), weight.size(0), bias, gelu);
+    std::optional<c10::string_view> activation) {
+  return linear_packed(x, pack_linear(weight), weight.size(0), bias, activation);
 }
 
 }  // namespace

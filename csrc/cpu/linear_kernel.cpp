@@ -1,9 +1,9 @@
-// Linear layers on a CPU: gelu(x weight^T + bias).
+// Linear layers on a CPU: activation(x weight^T + bias).
 //
 // The weight is packed first (product.h), one task for each 64 features; a weight that stays the same
 // is packed once. Then a task owns rows_per_task x columns_per_task elements of the result. It reads
 // its rows of x and its panels of the weight, adds up in the result itself, or for 16-bit types in
-// float32 beside it, and adds the bias and applies GELU to a tile that is still in a cache.
+// float32 beside it, and adds the bias and applies the activation to a tile that is still in a cache.
 //
 // Floor: M N K / (lanes x FMA pipes) cycles, beside which packing a weight is 1 / M of as many loads
 // and stores as there are multiply-adds.
@@ -58,7 +58,7 @@ Vectorized<T> gelu_tanh(Vectorized<T> x) {
   return x / (Vec(T(1)) + exp2(cubic * Vec(T(factor))));
 }
 
-// Bias, GELU and rounding of a tile of sums (rows, columns), which may be where the result goes. Its
+// Bias, activation and rounding of a tile of sums (rows, columns), which may be where the result goes. Its
 // rows are whole vectors.
 template <class Scalar, class T>
 void finish(
@@ -74,12 +74,15 @@ void finish(
       }
     }
   };
-  switch (p.gelu) {
-    case Gelu::None:
+  switch (p.activation) {
+    case Activation::None:
       if (bias) each([](Vec x) TRIFUSE_INLINE { return x; });
       break;
-    case Gelu::Exact: each([](Vec x) TRIFUSE_INLINE { return gelu_exact(x); }); break;
-    case Gelu::Tanh: each([](Vec x) TRIFUSE_INLINE { return gelu_tanh(x); }); break;
+    case Activation::Relu:  // at::vec::maximum keeps a NaN
+      each([](Vec x) TRIFUSE_INLINE { return at::vec::maximum(x, Vec(T(0))); });
+      break;
+    case Activation::Gelu: each([](Vec x) TRIFUSE_INLINE { return gelu_exact(x); }); break;
+    case Activation::GeluTanh: each([](Vec x) TRIFUSE_INLINE { return gelu_tanh(x); }); break;
   }
   if constexpr (!std::is_same_v<Scalar, T>)
     for (int64_t m = 0; m < rows; ++m) narrow(sums + m * ld, columns, out + m * p.N, 1);

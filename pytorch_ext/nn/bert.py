@@ -9,7 +9,7 @@ from trifuse.models import bert
 from trifuse.nn import packing
 from trifuse.nn.attention import SoftmaxAttention
 from trifuse.nn.dropout_add_layer_norm import add_norm
-from trifuse.nn.linear import is_watched, linear_gelu
+from trifuse.nn.linear import is_watched, linear_activation
 from trifuse.nn.packing import PackedSequences
 
 
@@ -79,7 +79,8 @@ class BertIntermediate(bert.BertIntermediate):
         """As :meth:`trifuse.models.bert.BertIntermediate.forward`."""
         activation = self.intermediate_act_fn
         if isinstance(activation, nn.GELU) and not is_watched(activation):
-            return linear_gelu(self.dense, hidden_states, activation.approximate)
+            name = "gelu" if activation.approximate == "none" else "gelu_tanh"
+            return linear_activation(self.dense, hidden_states, name)
         return super().forward(hidden_states)
 
 

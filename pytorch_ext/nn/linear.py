@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from trifuse.ops import linear as ops
-from trifuse.ops.linear import PackedWeight
+from trifuse.ops.linear import Activation, PackedWeight
 
 # Beside the modules instead of in them: what is kept here is neither copied nor saved with them.
 _packed: WeakKeyDictionary[nn.Module, dict[str, PackedWeight]] = WeakKeyDictionary()
@@ -32,15 +32,15 @@ def project(owner: nn.Module, name: str, x: Tensor, weight: Tensor, bias: Tensor
     return ops.linear(x, weight, bias, packed=_packed_weight(owner, name))
 
 
-def linear_gelu(module: nn.Linear, x: Tensor, approximate: str) -> Tensor:
-    """GELU of what ``module`` makes of ``x``, in one product where nothing needs a gradient.
+def linear_activation(module: nn.Linear, x: Tensor, activation: Activation) -> Tensor:
+    """The activation of what ``module`` makes of ``x``, in one product without gradients.
 
     A subclass, or a module that is watched by hooks, is called as it is.
     """
     if type(module) is Linear and not is_watched(module):
         packed = _packed_weight(module, "weight")
-        return ops.linear(x, module.weight, module.bias, gelu=approximate, packed=packed)
-    return nn.functional.gelu(module(x), approximate=approximate)
+        return ops.linear(x, module.weight, module.bias, activation=activation, packed=packed)
+    return ops.ACTIVATIONS[activation](module(x))
 
 
 def _packed_weight(owner: nn.Module, name: str) -> PackedWeight | None:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from trifuse.nn import attention, dropout_add_layer_norm, linear, packing
 from trifuse.nn.attention import MultiheadAttention
 from trifuse.nn.dropout_add_layer_norm import add_norm, add_then_norm
-from trifuse.nn.linear import is_watched, linear_gelu
+from trifuse.nn.linear import is_watched, linear_activation
 from trifuse.nn.packing import CrossSequences, PackedSequences
 
 
@@ -180,8 +180,10 @@ def _attend(
 def _feed_forward(
     layer: nn.TransformerEncoderLayer | nn.TransformerDecoderLayer, x: Tensor
 ) -> Tensor:
-    if layer.activation is nn.functional.gelu:
-        hidden = linear_gelu(layer.linear1, x, "none")
+    if layer.activation is nn.functional.relu:
+        hidden = linear_activation(layer.linear1, x, "relu")
+    elif layer.activation is nn.functional.gelu:
+        hidden = linear_activation(layer.linear1, x, "gelu")
     else:
         hidden = layer.activation(layer.linear1(x))
     out: Tensor = layer.linear2(layer.dropout(hidden))

@@ -1,20 +1,22 @@
 """Linear layers on the product of the CPU kernels, where that is faster than torch's own.
 
-torch multiplies float32 matrices by MKL, which runs at under half of some CPUs' rate. Here GELU is
-part of the product, a weight that stays the same is packed for it once, and results come from
-memory that is kept (csrc/cpu/memory.h). It serves where a short measurement, made once per process
-and dtype, says that it gains; everywhere else (other devices and dtypes, few rows, torch.func,
-tracing) this is ``torch.nn.functional.linear``.
+torch multiplies float32 matrices by MKL, which runs at under half of some CPUs' rate. Here the
+activation is part of the product, a weight that stays the same is packed for it once, and results
+come from memory that is kept (csrc/cpu/memory.h). It serves where a short measurement, made once
+per process and dtype, says that it gains; everywhere else (other devices and dtypes, few rows,
+torch.func, tracing) this is ``torch.nn.functional.linear``.
 
 The environment variable ``TRIFUSE_LINEAR`` decides instead of the measurement: "cpp" or "torch".
 """
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import time
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -29,17 +31,17 @@ def linear(
     weight: Tensor,
     bias: Tensor | None = None,
     *,
-    gelu: str | None = None,
+    activation: Activation | None = None,
     packed: PackedWeight | None = None,
 ) -> Tensor:
-    """``torch.nn.functional.linear``, optionally followed by ``torch.nn.functional.gelu``.
+    """``torch.nn.functional.linear``, optionally followed by an activation.
 
     Args:
         x: (..., in_features).
         weight: (out_features, in_features).
         bias: (out_features,).
-        gelu: apply it, with this ``approximate``: "none" or "tanh". Part of the product where
-            nothing needs a gradient.
+        activation: "relu", "gelu" or "gelu_tanh" (``approximate="tanh"``). Part of the product
+            where nothing needs a gradient.
         packed: where this weight's packed form is kept between calls that need no gradient.
 
     Returns:
@@ -48,20 +50,28 @@ def linear(
     autocast = torch.is_autocast_enabled("cpu")
     dtype = torch.get_autocast_dtype("cpu") if autocast else x.dtype
     if not _serves(x, weight, bias, dtype, autocast):
-        return _torch(x, weight, bias, gelu)
+        return _torch(x, weight, bias, activation)
     needs_grad = torch.is_grad_enabled() and (
         x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
     )
     if needs_grad and packed is not None:
         packed.clear()
     if needs_grad or torch.compiler.is_compiling():
-        return _differentiable(x, weight, bias, gelu, dtype)
-    return _infer(x, weight, bias, gelu, packed, dtype)
+        return _differentiable(x, weight, bias, activation, dtype)
+    return _infer(x, weight, bias, activation, packed, dtype)
 
 
-def _torch(x: Tensor, weight: Tensor, bias: Tensor | None, gelu: str | None) -> Tensor:
+Activation = Literal["relu", "gelu", "gelu_tanh"]
+ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
+    "relu": F.relu,
+    "gelu": F.gelu,
+    "gelu_tanh": functools.partial(F.gelu, approximate="tanh"),
+}
+
+
+def _torch(x: Tensor, weight: Tensor, bias: Tensor | None, activation: Activation | None) -> Tensor:
     out = F.linear(x, weight, bias)
-    return out if gelu is None else F.gelu(out, approximate=gelu)
+    return out if activation is None else ACTIVATIONS[activation](out)
 
 
 def _serves(
@@ -249,25 +259,25 @@ def _infer(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    gelu: str | None,
+    activation: Activation | None,
     packed: PackedWeight | None,
     dtype: torch.dtype,
 ) -> Tensor:
     if not _measured[dtype].inference:
-        return _torch(x, weight, bias, gelu)
+        return _torch(x, weight, bias, activation)
     rows = math.prod(x.shape[:-1])
     if rows < _ROWS_WORTH_LOOKING:
-        return _torch(x, weight, bias, gelu)
+        return _torch(x, weight, bias, activation)
     with _registration.without_autocast():
         found = None if packed is None else packed.get(weight, dtype)
         if found is None and rows < _ROWS_WORTH_PACKING:
             return _torch(
-                x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype), gelu
+                x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype), activation
             )
         if found is None:
             found = torch.ops.trifuse.pack_linear(weight.to(dtype))
         flat = x.to(dtype).reshape(rows, x.shape[-1])
-        out = torch.ops.trifuse.linear_packed(flat, found, weight.shape[0], bias, gelu)
+        out = torch.ops.trifuse.linear_packed(flat, found, weight.shape[0], bias, activation)
     return out.view(*x.shape[:-1], weight.shape[0])
 
 
@@ -275,14 +285,18 @@ def _infer(
 
 
 def _differentiable(
-    x: Tensor, weight: Tensor, bias: Tensor | None, gelu: str | None, dtype: torch.dtype
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: Activation | None,
+    dtype: torch.dtype,
 ) -> Tensor:
     if not _measured[dtype].training or math.prod(x.shape[:-1]) < _ROWS_WORTH_PACKING:
-        return _torch(x, weight, bias, gelu)
+        return _torch(x, weight, bias, activation)
     bias = None if bias is None else bias.to(dtype)
     rows = x.to(dtype).reshape(-1, x.shape[-1])
     out = _Linear.apply(rows, weight.to(dtype), bias).view(*x.shape[:-1], weight.shape[0])
-    return out if gelu is None else F.gelu(out, approximate=gelu)
+    return out if activation is None else ACTIVATIONS[activation](out)
 
 
 class _Linear(torch.autograd.Function):
@@ -311,12 +325,14 @@ class _Linear(torch.autograd.Function):
         )
 
 
-def _fake(x: Tensor, weight: Tensor, bias: Tensor | None, gelu: str | None = None) -> Tensor:
+def _fake(
+    x: Tensor, weight: Tensor, bias: Tensor | None, activation: Activation | None = None
+) -> Tensor:
     return x.new_empty(x.shape[0], weight.shape[0])
 
 
 _registration.library.define(
-    "linear(Tensor x, Tensor weight, Tensor? bias, str? gelu=None) -> Tensor"
+    "linear(Tensor x, Tensor weight, Tensor? bias, str? activation=None) -> Tensor"
 )
 torch.library.register_fake("trifuse::linear", _fake, lib=_registration.library)
 
@@ -324,7 +340,7 @@ torch.library.register_fake("trifuse::linear", _fake, lib=_registration.library)
 # a trace, where the weight may change.
 _registration.library.define("pack_linear(Tensor weight) -> Tensor")
 _registration.library.define(
-    "linear_packed(Tensor x, Tensor packed, int out_features, Tensor? bias, str? gelu=None)"
+    "linear_packed(Tensor x, Tensor packed, int out_features, Tensor? bias, str? activation=None)"
     " -> Tensor"
 )
 _registration.library.define("checksum(Tensor weight) -> Tensor")
