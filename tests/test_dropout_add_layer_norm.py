@@ -477,6 +477,18 @@ def test_what_is_dropped_does_not_exist_in_second_derivatives(backend, prenorm):
 # Sizes ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("N", [768, 771])  # 771: rows begin anywhere in a vector
+def test_results_too_large_for_a_cache(cpp_kernel, dtype, N):
+    """They are written past it, and are those of a part of the rows, which are not."""
+    case = make(2**23 // (N * dtype.itemsize) + 3, N, dtype=dtype)
+    whole, part = run(case), slice(1000, 2000)
+    rows = {name: getattr(case, name)[part] for name in ("x", "residual", "grad_out", "grad_sum")}
+    of_rows = run(dataclasses.replace(case, **rows))
+    for name in ("out", "sum", "grad_x", "grad_residual"):
+        assert_equal(whole[name][part], of_rows[name])
+
+
 def test_elements_past_two_to_the_31(cpp_kernel):
     """Offsets need 64 bits. The tensors are views of memory that is never touched elsewhere."""
     torch.utils.deterministic.fill_uninitialized_memory = False
