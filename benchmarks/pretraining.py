@@ -1,29 +1,38 @@
 """Pretraining a small BERT eager and fused, and what both then know.
 
 On passages of the standard library's language reference, in words: masked tokens and next passages
-are predicted (Devlin et al., 2018, 3.1), without dropout, so that the loss curves can be compared
-step by step. Then the help topic that a passage comes from is learnt twice, by fine-tuning the
-whole model and by a linear classifier of the frozen model's features.
+are predicted (Devlin et al., 2018, 3.1). Then the help topic that a passage comes from is learnt
+twice, by fine-tuning the whole model and by a linear classifier of the frozen model's features.
+
+Loss curves are compared step by step, so these models are trained without dropout: eager, fused,
+and eager in float64, which says what rounding comes to. Topics are told by models that were
+fine-tuned with dropout, from several seeds. The learning rate of fine-tuning and the weight decay
+of the linear classifier are those that do best on validation passages; the figures are of others.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import itertools
+import operator
+import random
 import re
+import statistics
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.table import Table
 from torch import Tensor, nn
 
 import trifuse
 from trifuse.benchmarks import demo, measure
 from trifuse.benchmarks.transformer import (
+    DROPOUT,
     Batch,
     Curves,
     Task,
@@ -39,23 +48,28 @@ PAD, UNKNOWN, CLS, SEP, MASK, WORDS = range(6)  # the words are the numbers from
 VOCABULARY = 2000
 LENGTH = 64  # tokens of a pair
 TOPICS = 8  # the topics with the most passages are told apart
+LEARNING_RATES = (1e-3, 3e-3)  # of fine-tuning
+WEIGHT_DECAYS = (1e-3, 1e-2, 1e-1)  # of the linear classifier
+SEEDS = 3  # of fine-tuning
 
 # Data -------------------------------------------------------------------------------------------
 
 
 class Passage(NamedTuple):
-    """A passage in tokens, and its topic's place among those that are told apart, or None."""
+    """A passage in tokens, and its topic's number among those that are told apart, or None."""
 
     tokens: Tensor  # int64 (length,)
     topic: str
+    place: int  # among the topic's passages
     label: int | None
 
 
 class Split(NamedTuple):
-    """Of every topic the first four fifths, and the rest, both in the text's order."""
+    """Of every topic seven tenths, one tenth and two tenths of the passages, drawn at random."""
 
     train: list[Passage]
     validation: list[Passage]
+    test: list[Passage]
 
 
 def read() -> Split:
@@ -67,13 +81,19 @@ def read() -> Split:
     counts = Counter(word for texts in by_topic.values() for words in texts for word in words)
     ids = {word: WORDS + n for n, (word, _) in enumerate(counts.most_common(VOCABULARY - WORDS))}
     largest = sorted(by_topic, key=lambda topic: len(by_topic[topic]), reverse=True)[:TOPICS]
-    split = Split([], [])
+    split = Split([], [], [])
+    shuffle, in_order = random.Random(0).shuffle, operator.attrgetter("place")
     for topic, texts in by_topic.items():
         label = largest.index(topic) if topic in largest else None
-        for place, words in enumerate(texts):
-            tokens = torch.tensor([ids.get(word, UNKNOWN) for word in words])
-            part = split.train if place < 0.8 * len(texts) else split.validation
-            part.append(Passage(tokens, topic, label))
+        passages = [
+            Passage(torch.tensor([ids.get(word, UNKNOWN) for word in words]), topic, place, label)
+            for place, words in enumerate(texts)
+        ]
+        shuffle(passages)
+        ends = round(0.7 * len(passages)), round(0.8 * len(passages))
+        split.train.extend(sorted(passages[: ends[0]], key=in_order))
+        split.validation.extend(passages[slice(*ends)])
+        split.test.extend(sorted(passages[ends[1] :], key=in_order))
     return split
 
 
@@ -85,9 +105,9 @@ def pairs(passages: Sequence[Passage], batch_size: int, generator: torch.Generat
         −100 where nothing is asked, and int64 (B,), 0 where the second passage follows the first.
     """
     follow = [
-        place
-        for place in range(len(passages) - 1)
-        if passages[place].topic == passages[place + 1].topic
+        number
+        for number, (one, other) in enumerate(itertools.pairwise(passages))
+        if (one.topic, one.place + 1) == (other.topic, other.place)
     ]
     chosen = torch.randint(len(follow), (batch_size,), generator=generator)
     others = torch.randint(len(passages), (batch_size,), generator=generator)
@@ -98,7 +118,7 @@ def pairs(passages: Sequence[Passage], batch_size: int, generator: torch.Generat
     ):
         first = follow[number]
         second = other if swap else first + 1
-        rows.append([passages[place].tokens[: (LENGTH - 3) // 2] for place in (first, second)])
+        rows.append([passages[n].tokens[: (LENGTH - 3) // 2] for n in (first, second)])
     ids, mask, types = join(rows)
     masked, targets = hide(ids, generator)
     return masked, mask, types, targets, is_other.long()
@@ -140,9 +160,11 @@ def labelled(passages: Sequence[Passage]) -> Batch:
 
 
 def config(dropout: float) -> BertConfig:
+    # The initial weights are larger than BERT's, whose 0.02 is for 768 features.
     return BertConfig(
         vocab_size=VOCABULARY,
         hidden_size=64,
+        initializer_range=64**-0.5,
         num_hidden_layers=2,
         num_attention_heads=4,
         intermediate_size=256,
@@ -159,7 +181,7 @@ def pretraining(split: Split) -> Task:
         "pretraining",
         lambda dropout: BertForPreTraining(config(dropout)),
         lambda generator: pairs(split.train, 16, generator),
-        [pairs(split.validation, 64, generator)],
+        [pairs(split.test, 64, generator)],
         pretraining_loss,
     )
 
@@ -173,7 +195,7 @@ def pretraining_loss(model: nn.Module, batch: Batch) -> Tensor:
     )
 
 
-def fine_tuning(split: Split, pretrained: Trained) -> Task:
+def fine_tuning(split: Split, pretrained: Trained, learning_rate: float) -> Task:
     """Classify, from the pretrained encoder on."""
     ids, mask, types, labels = labelled(split.train)
 
@@ -190,32 +212,82 @@ def fine_tuning(split: Split, pretrained: Trained) -> Task:
     def loss(model: nn.Module, batch: Batch) -> Tensor:
         return F.cross_entropy(model(*batch[:3]), batch[3])
 
-    return Task("fine-tuning", make, draw, [labelled(split.validation)], loss, learning_rate=1e-3)
+    return Task("fine-tuning", make, draw, [labelled(split.test)], loss, learning_rate)
 
 
 # Measuring --------------------------------------------------------------------------------------
 
 
+def learn_curves(task: Task, steps: int, device: str, advance: Callable[[], object]) -> Curves:
+    def run(**how: Any) -> Trained:
+        return train(task, steps, device=device, advance=advance, **how)
+
+    return Curves(
+        task.name, run(fused=False), run(fused=True), run(fused=False, dtype=torch.float64)
+    )
+
+
+class Accuracy(NamedTuple):
+    """The share of passages whose topic is told right."""
+
+    validation: float
+    test: float
+
+
 @dataclass(frozen=True)
 class Knowledge:
-    """Of one pretrained model: how many validation passages get their topic, out of all."""
+    """What one pretrained model knows of topics, fine-tuned and frozen."""
 
-    fine_tuned: float
-    frozen: float
-    features: Tensor  # (N, hidden_size), of the validation passages, from the frozen model
+    fine_tuned: dict[float, list[Accuracy]]  # by learning rate, one for each seed
+    frozen: float  # of the test passages
+    features: Tensor  # (N, hidden_size) of the test passages, from the frozen model
 
 
-def know(split: Split, pretrained: Trained, steps: int, device: str, fused: bool) -> Knowledge:
-    tuned = train(fine_tuning(split, pretrained), steps, device=device, fused=fused)
-    validation = labelled(split.validation)
-    with torch.no_grad():
-        logits = tuned.model(*(x.to(device) for x in validation[:3])).cpu()
-    train_set = labelled(split.train)
-    known, asked = (features(pretrained.model, batch, device) for batch in (train_set, validation))
-    return Knowledge(
-        _accuracy(logits, validation[3]),
-        _accuracy(_classify(known, train_set[3], asked), validation[3]),
-        asked,
+def know(
+    split: Split,
+    pretrained: Trained,
+    steps: int,
+    device: str,
+    fused: bool,
+    advance: Callable[[], object],
+) -> Knowledge:
+    parts = [labelled(part) for part in split]
+
+    @torch.no_grad()
+    def tell(model: nn.Module, batch: Batch) -> float:
+        return accuracy(model(*(x.to(device) for x in batch[:3])).cpu(), batch[3])
+
+    def tune(learning_rate: float, seed: int) -> Accuracy:
+        task = fine_tuning(split, pretrained, learning_rate)
+        tuned = train(
+            task,
+            steps,
+            device=device,
+            fused=fused,
+            seed=seed,
+            dropout=DROPOUT,
+            advance=advance,
+        )
+        return Accuracy(*(tell(tuned.model, batch) for batch in parts[1:]))
+
+    fine_tuned = {rate: [tune(rate, seed) for seed in range(SEEDS)] for rate in LEARNING_RATES}
+    known, *asked = (features(pretrained.model, batch, device) for batch in parts)
+    labels = [batch[3] for batch in parts]
+    told = [
+        Accuracy(*map(accuracy, classify(known, labels[0], asked, decay), labels[1:]))
+        for decay in WEIGHT_DECAYS
+    ]
+    best = max(told, key=operator.attrgetter("validation"))
+    return Knowledge(fine_tuned, best.test, asked[1])
+
+
+def best_rate(knowledge: Sequence[Knowledge]) -> float:
+    """The learning rate of the best validation accuracy, over all models and seeds."""
+    return max(
+        LEARNING_RATES,
+        key=lambda rate: statistics.mean(
+            told.validation for known in knowledge for told in known.fine_tuned[rate]
+        ),
     )
 
 
@@ -228,35 +300,44 @@ def features(model: nn.Module, batch: Batch, device: str) -> Tensor:
     return (hidden.masked_fill(~mask[..., None], 0).sum(1) / mask.sum(1, keepdim=True)).cpu()
 
 
-def _classify(known: Tensor, labels: Tensor, asked: Tensor) -> Tensor:
-    """Logits of multinomial logistic regression, fitted by L-BFGS with a little weight decay."""
+def classify(known: Tensor, labels: Tensor, asked: Sequence[Tensor], decay: float) -> list[Tensor]:
+    """Logits of multinomial logistic regression, fitted by L-BFGS with weight decay."""
     mean, std = known.mean(0), known.std(0)
-    known, asked = (((x - mean) / std).double() for x in (known, asked))
+    known, *asked = (((x - mean) / std).double() for x in (known, *asked))
     weight = torch.zeros(known.shape[1], TOPICS, dtype=torch.float64, requires_grad=True)
     optimizer = torch.optim.LBFGS([weight], max_iter=100, line_search_fn="strong_wolfe")
 
     def closure() -> Tensor:
         optimizer.zero_grad()
-        loss = F.cross_entropy(known @ weight, labels) + 1e-2 * weight.square().sum()
+        loss = F.cross_entropy(known @ weight, labels) + decay * weight.square().sum()
         loss.backward()
         return loss
 
     optimizer.step(closure)
-    return asked @ weight.detach()
+    return [x @ weight.detach() for x in asked]
 
 
-def _accuracy(logits: Tensor, labels: Tensor) -> float:
+def accuracy(logits: Tensor, labels: Tensor) -> float:
     return (logits.argmax(-1) == labels).double().mean().item()
+
+
+# The command ------------------------------------------------------------------------------------
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = measure.parser("pretraining", __doc__)
-    parser.add_argument("--steps", type=int, default=300, help="of training; default: %(default)s")
+    parser.add_argument(
+        "--steps", type=int, default=300, help="of pretraining; default: %(default)s"
+    )
+    parser.add_argument(
+        "--tuning-steps", type=int, default=400, help="of fine-tuning; default: %(default)s"
+    )
     options = parser.parse_args(argv)
     if options.quick:
-        options.steps = min(options.steps, 20)
-    if options.steps < 1:
-        parser.error("--steps: expected at least 1")
+        options.steps, options.tuning_steps = min(options.steps, 20), min(options.tuning_steps, 20)
+    for name in ("steps", "tuning_steps"):
+        if getattr(options, name) < 1:
+            parser.error(f"--{name.replace('_', '-')}: expected at least 1")
     return options
 
 
@@ -269,59 +350,79 @@ def main(argv: Sequence[str]) -> int:
     caption = measure.describe(facts)
     console.print(caption, soft_wrap=True)
     split = read()
-    task = pretraining(split)
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     with (
         trifuse.backend(options.backend),
         Progress(*columns, console=console, transient=True) as progress,
     ):
-        bar = progress.add_task("pretraining", total=3 * options.steps)
 
-        def run(**how: Any) -> Trained:
-            return train(
-                task, options.steps, device=device, advance=lambda: progress.advance(bar), **how
-            )
+        def bar(name: str, steps: int) -> Callable[[], object]:
+            task = progress.add_task(name, total=steps)
+            return lambda: progress.advance(task)
 
-        curves = Curves(
-            task.name, run(fused=False), run(fused=True), run(fused=False, dtype=torch.float64)
+        tuning = options.tuning_steps
+        pretrained = learn_curves(
+            pretraining(split), options.steps, device, bar("pretraining", 3 * options.steps)
         )
+        # From one model, so that the curves differ by what fine-tuning adds.
+        tuned = learn_curves(
+            fine_tuning(split, pretrained.eager, LEARNING_RATES[0]),
+            tuning,
+            device,
+            bar("fine-tuning", 3 * tuning),
+        )
+        advance = bar("with dropout", 2 * len(LEARNING_RATES) * SEEDS * tuning)
         knowledge = {
-            name: know(split, pretrained, options.steps, device, fused)
-            for name, pretrained, fused in (
-                ("eager", curves.eager, False),
-                ("fused", curves.fused, True),
-            )
+            name: know(split, model, tuning, device, name == "fused", advance)
+            for name, model in (("eager", pretrained.eager), ("fused", pretrained.fused))
         }
 
-    console.print(curves_table([curves]))
-    labels = labelled(split.validation)[3]
-    chance = labels.bincount().max().item() / len(labels)
-    table = empty_table(
-        f"topics of {len(labels)} held-out passages told right ({TOPICS} topics)",
-        ("fine-tuned", "frozen features", "the commonest"),
-    )
-    for name, known in knowledge.items():
-        table.add_row(name, *(f"{x:.1%}" for x in (known.fine_tuned, known.frozen, chance)))
-    console.print(table)
+    for curves in (pretrained, tuned):
+        measure.print_table(curves_table([curves]))
+    rate = best_rate(list(knowledge.values()))
+    labels = labelled(split.test)[3]
+    commonest = labels.bincount().max().item() / len(labels)
+    measure.print_table(knowledge_table(knowledge, rate, commonest, len(labels)))
     apart = (knowledge["fused"].features - knowledge["eager"].features).abs().max().item()
     console.print(f"largest difference of the frozen features: {apart:.1e}")
 
     if options.plot is not None:
-        plot(options.plot, [curves], caption)
+        plot(options.plot, [pretrained, tuned], caption.partition("\n")[0])
         console.print(f"wrote {options.plot}")
     if options.json is not None:
-        accuracies = {
-            name: {"fine_tuned": known.fine_tuned, "frozen": known.frozen}
-            for name, known in knowledge.items()
-        }
         content = {
             "machine": facts,
-            "curves": curves.record(),
-            "accuracy": accuracies | {"the commonest": chance},
+            "curves": [pretrained.record(), tuned.record()],
+            "learning_rate": rate,
+            "accuracy": {
+                name: {
+                    "fine_tuned": [told.test for told in known.fine_tuned[rate]],
+                    "frozen": known.frozen,
+                }
+                for name, known in knowledge.items()
+            },
+            "commonest": commonest,
             "features_apart": apart,
         }
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n")
-        console.print(f"wrote {options.json}")
+        measure.write_json(options.json, content)
     return 0
+
+
+def knowledge_table(
+    knowledge: Mapping[str, Knowledge], rate: float, commonest: float, passages: int
+) -> Table:
+    table = empty_table(
+        f"topics of {passages} test passages told right, one of {TOPICS}; fine-tuned with dropout "
+        f"{DROPOUT} and learning rate {rate:g}, {SEEDS} seeds: mean ± standard deviation",
+        ("fine-tuned", "frozen features", "the commonest topic"),
+    )
+    for name, known in knowledge.items():
+        shares = [told.test for told in known.fine_tuned[rate]]
+        table.add_row(
+            name,
+            f"{statistics.mean(shares):.1%} ± {statistics.stdev(shares):.1%}",
+            f"{known.frozen:.1%}",
+            f"{commonest:.1%}",
+        )
+    return table

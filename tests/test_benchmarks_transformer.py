@@ -91,10 +91,14 @@ def test_tokens_and_operations_are_those_of_a_step(case):
     model, batch = case.make(), case.batch()
     into_encoder, into_decoder = transformer.tokens(batch)
     if isinstance(model, LanguageModel):
-        assert (into_encoder, into_decoder) == (0, 4 * 256)
-    else:
+        assert (into_encoder, into_decoder) == (0, 12 * 96)
+    elif "pair" in case.name:
         share = 0.5 if "padding" in case.name else 1.0
-        assert (into_encoder, into_decoder) == pytest.approx((share * 512,) * 2, rel=0.02)
+        assert (into_encoder, into_decoder) == pytest.approx((share * 1024,) * 2, rel=0.02)
+    else:
+        source, _, target, _ = batch
+        wanted = (source != text.PAD).sum(), (target[:, :-1] != text.PAD).sum()
+        assert (into_encoder, into_decoder) == wanted
     if into_decoder != batch[-1][:, :-1].numel():
         return  # torch counts the padding too
     with FlopCounterMode(display=False) as counter:
@@ -143,9 +147,10 @@ def test_tables_json_and_picture(tmp_path, capsys, monkeypatch):
         "without dropout, 6 steps from one seed",
         "with dropout 0.1, 2 seeds",
         "standard errors",
-        "training step, tokens per second",
+        "training step: tokens per second",
         "999× eager",
-        "held-out perplexity",
+        "language model: held-out perplexity",
+        "reversal: held-out sequences decoded without a mistake",
         transformer.PROMPT,
     ):
         assert words in printed
@@ -155,12 +160,65 @@ def test_tables_json_and_picture(tmp_path, capsys, monkeypatch):
         assert {len(losses) for losses in curves["losses"].values()} == {6}
         assert curves["fused_from_eager"] < 1e-4
         assert len(seeds["eager"]) == len(seeds["fused"]) == 2
-    assert content["perplexity"]["eager"] == pytest.approx(content["perplexity"]["fused"], rel=1e-4)
-    assert content["perplexity"]["eager"] == math.exp(content["curves"][1]["held_out"]["eager"])
+    perplexity = content["learnt"]["language model"]
+    assert perplexity["eager"] == pytest.approx(perplexity["fused"], rel=1e-4)
+    assert perplexity["eager"] == math.exp(content["curves"][1]["held_out"]["eager"])
+    assert content["learnt"]["reversal"].keys() == {"eager", "fused"}
     (row,) = content["times"]
     assert row["work"] == 64
     assert row["achieved"] == pytest.approx(64 / row["ours"]["median"])
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("only", ["training", "speed"])
+def test_a_part_runs_alone(only, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(transformer, "tasks", lambda: [tiny_puzzle("reversal")])
+    monkeypatch.setattr(transformer, "CASES", (tiny_case(("eager",)),))
+    monkeypatch.setattr(torch, "set_num_threads", lambda threads: None)
+    picture = tmp_path / "picture.png"
+    arguments = ["--quick", "--device", "cpu", "--only", only, "--plot", str(picture)]
+    assert transformer.main([*arguments, "--steps", "2"]) == 0
+    printed = capsys.readouterr().out
+    assert ("2 steps from one seed" in printed) == picture.exists() == (only == "training")
+    assert ("training step: tokens per second" in printed) == (only == "speed")
+
+
+class Oracle(Transformer):
+    """Decodes the sources it knows to their answers, but for a mistake in the last place."""
+
+    def __init__(self, batch: transformer.Batch, mistaken: int) -> None:
+        super().__init__(TransformerConfig(text.SYMBOLS + 20, 16, 2, 1, 1, 32, max_length=16))
+        _, _, target, target_mask = batch
+        self.answers = target[:, 1:].masked_fill(~target_mask[:, 1:], text.EOS)
+        ends = target_mask.sum(1) - 2
+        self.answers[torch.arange(mistaken), ends[:mistaken]] = text.SYMBOLS
+
+    def step(self, tokens, state):
+        place = state.past.length
+        ones = torch.ones(len(tokens), 1, 1, 1)
+        state.past.append(0, ones, ones)
+        return torch.nn.functional.one_hot(self.answers[:, place, None], text.SYMBOLS + 20).float()
+
+
+def test_a_sequence_counts_when_all_of_it_is_right():
+    batch = text.pairs("sorting", 10, torch.Generator().manual_seed(0))
+    for mistaken in (0, 3):
+        model = Oracle(batch, mistaken).eval()
+        assert transformer.decoded_right(model, batch) == 1 - mistaken / 10
+
+
+def test_tables_fit_a_terminal():
+    timing = measure.Timing((1e-3,))
+    ceiling = measure.Rate(1.0, "")
+    peers = {"eager": timing, "compiled": timing}
+    results = [
+        measure.Result(
+            case.name, "", "fp32, 2048 tokens", timing, peers, {}, 99_999.0, ceiling, at_least=1.8
+        )
+        for case in transformer.CASES
+    ]
+    width = measure.Console(width=200).measure(transformer.speed_table(results)).maximum
+    assert width <= 100
 
 
 def test_ratio_to_a_peer_is_taken_within_rounds():

@@ -19,11 +19,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from trifuse.models.decoding import Decoded, beam_search, check_evaluating, greedy_search
 
 __all__ = [
     "Decoded",
@@ -204,6 +206,10 @@ class Transformer(nn.Module):
         self.attention = SoftmaxAttention()
         self._initialise()
 
+    @property
+    def max_target_length(self) -> int:
+        return self.config.max_length
+
     @torch.no_grad()
     def _initialise(self) -> None:
         self.embedding.weight.normal_(0.0, self.config.d_model**-0.5)
@@ -235,7 +241,7 @@ class Transformer(nn.Module):
                 one of its tokens' shape.
         """
         memory = self.encode(source, source_mask)
-        _check_mask("target_mask", target_mask, target)
+        check_mask("target_mask", target_mask, target)
         decoded = self.decoder(
             self._embed(target),
             memory,
@@ -248,7 +254,7 @@ class Transformer(nn.Module):
 
     def encode(self, source: Tensor, source_mask: Tensor | None = None) -> Tensor:
         """The encoder's output (B, S, d_model). Arguments and errors as in :meth:`forward`."""
-        _check_mask("source_mask", source_mask, source)
+        check_mask("source_mask", source_mask, source)
         return self.encoder(self._embed(source), src_key_padding_mask=_padding(source_mask))
 
     def start(self, source: Tensor, source_mask: Tensor | None = None) -> DecodingState:
@@ -362,7 +368,7 @@ class LanguageModel(nn.Module):
             ValueError: more positions than ``config.max_length``, or a mask that isn't a boolean
                 one of the tokens' shape.
         """
-        _check_mask("mask", mask, tokens)
+        check_mask("mask", mask, tokens)
         decoded = self.decoder(
             self._embed(tokens),
             mask=_future(tokens.shape[1], tokens.device),
@@ -390,7 +396,8 @@ class LanguageModel(nn.Module):
         return self.dropout(self.embedding(tokens) + self.positions(positions))
 
 
-def _check_mask(name: str, mask: Tensor | None, tokens: Tensor) -> None:
+def check_mask(name: str, mask: Tensor | None, tokens: Tensor) -> None:
+    """Raise a ValueError where a mask is given that isn't a boolean one of its tokens' shape."""
     if mask is not None and (mask.dtype != torch.bool or mask.shape != tokens.shape):
         raise ValueError(
             f"{name}: expected torch.bool of shape {tuple(tokens.shape)}, as its tokens; "
@@ -484,14 +491,15 @@ class KeyValueCache:
 
 @dataclass
 class DecodingState:
-    """What :meth:`Transformer.step` goes on from.
-
-    Reordering beams needs only ``past`` to be reordered: all rows of a source share its memory.
-    """
+    """What :meth:`Transformer.step` goes on from. All rows of a source share its memory."""
 
     past: KeyValueCache
     memory: list[tuple[Tensor, ...]] = field(repr=False)  # key, value (B, H, S, E) of each layer
     memory_mask: Tensor | None  # bool (B, S)
+
+    def reorder(self, rows: Tensor) -> None:
+        """Keep the targets with these indices, each still of the source that it was of."""
+        self.past.reorder(rows)
 
 
 def _attend_to_past(
@@ -531,149 +539,6 @@ def _feed_forward(
     return layer.linear2(layer.activation(layer.linear1(x)))
 
 
-class Decoded(NamedTuple):
-    """What a search found, for B sources and the best W hypotheses of each.
-
-    Greedy search has no dimension W.
-    """
-
-    tokens: Tensor  # integers (B, W, max_length), with neither the first token nor, past the
-    # hypothesis, anything but the last: all further places hold ``eos_id``
-    lengths: Tensor  # integers (B, W), the ``eos_id`` counted where it came before max_length
-    scores: Tensor  # (B, W), log P, by beam search divided by the length penalty; best first
-
-
-@torch.no_grad()
-def greedy_search(
-    model: Transformer,
-    source: Tensor,
-    source_mask: Tensor | None = None,
-    *,
-    bos_id: int,
-    eos_id: int,
-    max_length: int,
-) -> Decoded:
-    """Take the likeliest token, again and again, until ``eos_id``.
-
-    Args:
-        model: in evaluation mode.
-        source: integers (B, S).
-        source_mask: bool (B, S), True where a token is real.
-        bos_id: the token that begins every target.
-        eos_id: the token that ends it.
-        max_length: the most tokens to give, the last included.
-
-    Raises:
-        ValueError: the model is in training mode, or ``max_length`` is below 1 or above the
-            model's.
-    """
-    state = _start(model, source, source_mask, max_length)
-    B = source.shape[0]
-    tokens = source.new_full((B, max_length), eos_id)
-    lengths = source.new_zeros(B)
-    running = torch.ones(B, dtype=torch.bool, device=source.device)
-    last = source.new_full((B, 1), bos_id)
-    log_probs = None
-    for place in range(max_length):
-        best = _next_log_probs(model, last, state).max(-1)
-        values = best.values * running
-        log_probs = values if log_probs is None else log_probs + values
-        tokens[:, place] = best.indices.where(running, tokens[:, place])
-        lengths += running
-        running = running & (best.indices != eos_id)
-        if not running.any():
-            break
-        last = best.indices[:, None]
-    assert log_probs is not None
-    return Decoded(tokens, lengths, log_probs)
-
-
-@torch.no_grad()
-def beam_search(
-    model: Transformer,
-    source: Tensor,
-    source_mask: Tensor | None = None,
-    *,
-    bos_id: int,
-    eos_id: int,
-    max_length: int,
-    beam_width: int = 4,
-    length_penalty: float = 0.6,
-) -> Decoded:
-    """The likeliest targets that a search of limited width finds.
-
-    Each step extends every beam by every token. Of the W best extensions those that end become
-    hypotheses, and the W best that do not end go on as beams. A source is done when it has W
-    hypotheses; at ``max_length`` its beams are hypotheses too. With one beam this is greedy search.
-
-    Hypotheses are ranked by log P(Y | X) / lp(Y), lp(Y) = ((5 + |Y|) / 6)^α (Wu et al., "Google's
-    Neural Machine Translation System", 2016, eq. 14 without its coverage penalty), |Y| being the
-    length with ``eos_id``. Where there are fewer than W, the rest has length 0 and score −inf.
-
-    Args:
-        model, source, source_mask, bos_id, eos_id, max_length: as in :func:`greedy_search`.
-        beam_width: W.
-        length_penalty: α. 0 ranks by probability, which prefers short hypotheses.
-
-    Raises:
-        ValueError: as :func:`greedy_search`, or ``beam_width`` is below 1.
-    """
-    if beam_width < 1:
-        raise ValueError(f"beam_width: expected at least 1; got {beam_width}")
-    state = _start(model, source, source_mask, max_length)
-    B, W, device = source.shape[0], beam_width, source.device
-    batch = torch.arange(B, device=device)[:, None]
-    beams = source.new_empty((B, W, 0))
-    last = source.new_full((B * W, 1), bos_id)
-    # Only the first of the W beams, all alike at the beginning, may be extended.
-    first = torch.arange(W, device=device).expand(B, W) == 0
-    log_probs = torch.zeros(B, W, device=device).masked_fill(~first, -math.inf)
-    found = Decoded(
-        source.new_full((B, W, max_length), eos_id),
-        source.new_zeros((B, W)),
-        torch.full((B, W), -math.inf, device=device),
-    )
-    ended = source.new_zeros(B)
-    for length in range(1, max_length + 1):
-        penalty = ((5 + length) / 6) ** length_penalty
-        extended = log_probs[..., None] + _next_log_probs(model, last, state).unflatten(0, (B, W))
-        V = extended.shape[-1]
-        # At most W of them end, one for each beam, so that W do not.
-        totals, places = extended.flatten(1).topk(2 * W)
-        origins, words = places // V, places % V
-        candidates = torch.cat((beams[batch, origins], words[..., None]), dim=-1)
-        ends = words == eos_id
-        going = ended[:, None] < W
-
-        new = ends & going & (torch.arange(2 * W, device=device) < W) & totals.isfinite()
-        scores = (totals / penalty).masked_fill(~new, -math.inf)
-        found = _merge(found, candidates, scores, eos_id)
-        ended = ended + new.sum(1)
-        log_probs, kept = totals.masked_fill(ends, -math.inf).topk(W)
-        beams = candidates[batch, kept]
-        going = ended[:, None] < W
-        if length == max_length:
-            scores = (log_probs / penalty).masked_fill(~going, -math.inf)
-            found = _merge(found, beams, scores, eos_id)
-        elif not going.any():
-            break
-        else:
-            last = words.gather(1, kept).view(B * W, 1)
-            state.past.reorder((batch * W + origins.gather(1, kept)).flatten())
-    return found
-
-
-def _merge(found: Decoded, candidates: Tensor, scores: Tensor, eos_id: int) -> Decoded:
-    """The best W among those found and further ones (B, n, length); −inf scores are no finds."""
-    length, max_length = candidates.shape[-1], found.tokens.shape[-1]
-    best, kept = torch.cat((found.scores, scores), 1).topk(found.scores.shape[1])
-    candidates = F.pad(candidates, (0, max_length - length), value=eos_id)
-    batch = torch.arange(len(kept), device=kept.device)[:, None]
-    tokens = torch.cat((found.tokens, candidates), 1)[batch, kept]
-    lengths = torch.cat((found.lengths, scores.isfinite() * length), 1).gather(1, kept)
-    return Decoded(tokens, lengths, best)
-
-
 @torch.no_grad()
 def sample(
     model: LanguageModel,
@@ -701,7 +566,7 @@ def sample(
         ValueError: the model is in training mode; the prompt is empty; ``temperature`` is not
             above 0; ``top_k`` is below 1; or the text would outgrow ``config.max_length``.
     """
-    _check_evaluating(model)
+    check_evaluating(model)
     if prompt.dim() != 2 or prompt.shape[1] == 0:
         raise ValueError(f"prompt: expected (B, L) with L at least 1; got {tuple(prompt.shape)}")
     if not temperature > 0:
@@ -719,24 +584,3 @@ def sample(
         newest = torch.multinomial(logits.softmax(-1), 1, generator=generator)
         text = torch.cat((text, newest), 1)
     return text
-
-
-def _start(
-    model: Transformer, source: Tensor, source_mask: Tensor | None, max_length: int
-) -> DecodingState:
-    _check_evaluating(model)
-    limit = model.config.max_length
-    if not 1 <= max_length <= limit:
-        raise ValueError(f"max_length: expected from 1 to the model's {limit}; got {max_length}")
-    return model.start(source, source_mask)
-
-
-def _check_evaluating(model: nn.Module) -> None:
-    if model.training:
-        raise ValueError("model: expected one in evaluation mode, after model.eval()")
-
-
-def _next_log_probs(model: Transformer, last: Tensor, state: DecodingState) -> Tensor:
-    """log P (N, V) of what follows the newest tokens (N, 1), in float32 or wider."""
-    logits = model.step(last, state)[:, -1]
-    return logits.log_softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32))

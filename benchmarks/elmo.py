@@ -1,0 +1,678 @@
+"""ELMo eager and fused: the published size timed, and a small one trained on the same text.
+
+The text is the prose of the standard library's language reference, in sentences.
+
+At the published size (cells of 4096, projected to 512, two layers in two directions, random
+weights) a call reads a batch of ragged sentences, in evaluation and in a training step: forward,
+loss and backward, without the optimizer, which is the same for both.
+
+The small one learns to predict the words of the reference in both directions, eager, fused and
+eager in float64, on the same batches without dropout, so that the losses can be compared step by
+step. Then it is frozen. The help topic that a sentence comes from is learnt from the mean of its
+words' vectors: of the words by themselves, of the top layer, and of a learnt mix of all layers. At
+last, occurrences of one word in different sentences are compared by their vectors.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import itertools
+import math
+import operator
+import re
+import statistics
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.table import Table
+from torch import Tensor, nn
+
+import trifuse
+from trifuse.benchmarks import demo, measure
+from trifuse.benchmarks.transformer import (
+    Batch,
+    Curves,
+    Task,
+    Trained,
+    curves_table,
+    empty_table,
+    train,
+)
+from trifuse.models.elmo import (
+    BiLM,
+    BiLMForPreTraining,
+    ElmoConfig,
+    ScalarMix,
+    batch_to_char_ids,
+)
+
+END, BEGIN, UNKNOWN, WORDS = range(4)  # the words are the numbers from WORDS on
+VOCABULARY = 2000
+MAX_LENGTH = 30  # words of a sentence
+TOPICS = 8  # the topics with the most sentences are told apart
+BATCH = 32
+SMALL = "small"  # the name of what is trained, beside the cases that are timed
+
+# Text -------------------------------------------------------------------------------------------
+
+
+class Sentence(NamedTuple):
+    """A sentence in words, and its topic's place among those that are told apart, or None."""
+
+    words: list[str]
+    label: int | None
+
+
+class Corpus(NamedTuple):
+    """The text in two parts, and the words that it is predicted in."""
+
+    train: list[Sentence]
+    validation: list[Sentence]  # every fifth of each topic
+    places: dict[str, int]  # of the commonest words in the vocabulary, by falling frequency
+
+
+def read() -> Corpus:
+    """The reference's prose in sentences of at least five words, each once."""
+    found: dict[tuple[str, ...], str] = {}
+    for passage in demo.passages():
+        for sentence in re.split(r"(?<=[.!?:;])\s+(?=[A-Z])", passage.text):
+            words = re.findall(r"\w+|[^\w\s]", sentence)[:MAX_LENGTH]
+            if len(words) >= 5:
+                found.setdefault(tuple(words), passage.topic)
+    by_topic: dict[str, list[list[str]]] = {}
+    for key, topic in found.items():
+        by_topic.setdefault(topic, []).append(list(key))
+    counts = Counter(word for key in found for word in key)
+    commonest = counts.most_common(VOCABULARY - WORDS)
+    places = {word: WORDS + n for n, (word, _) in enumerate(commonest)}
+    largest = sorted(by_topic, key=lambda topic: len(by_topic[topic]), reverse=True)[:TOPICS]
+    corpus = Corpus([], [], places)
+    for topic, texts in by_topic.items():
+        label = largest.index(topic) if topic in largest else None
+        for place, words in enumerate(texts):
+            part = corpus.validation if place % 5 == 4 else corpus.train
+            part.append(Sentence(words, label))
+    return corpus
+
+
+def encode(sentences: Sequence[Sentence], places: dict[str, int], max_characters: int) -> Batch:
+    """Character ids (B, T, C) and the words' places in the vocabulary (B, T), both int64."""
+    ids = [torch.tensor([places.get(word, UNKNOWN) for word in row.words]) for row in sentences]
+    characters = batch_to_char_ids([row.words for row in sentences], max_characters)
+    return characters, nn.utils.rnn.pad_sequence(ids, batch_first=True)
+
+
+# The small model's training ---------------------------------------------------------------------
+
+
+def small() -> ElmoConfig:
+    # Not ReLU, where rounding decides whether a unit passes a gradient.
+    return ElmoConfig(
+        char_embedding_dim=8,
+        filters=((1, 16), (2, 16), (3, 32), (4, 32), (5, 32)),
+        n_highway=1,
+        max_characters_per_token=20,
+        activation="tanh",
+        lstm_dim=256,
+        projection_dim=64,
+        dropout=0.0,
+    )
+
+
+class Perplexities(NamedTuple):
+    """Of the words of both directions."""
+
+    forward: float
+    backward: float
+
+
+def pretraining(corpus: Corpus, config: ElmoConfig, seen: list[Perplexities]) -> Task:
+    """Predict words; ``seen`` grows with every step by the perplexities of its batch."""
+
+    def batch(sentences: Sequence[Sentence]) -> Batch:
+        return encode(sentences, corpus.places, config.max_characters_per_token)
+
+    def draw(generator: torch.Generator) -> Batch:
+        rows = torch.randint(len(corpus.train), (BATCH,), generator=generator)
+        return batch([corpus.train[row] for row in rows.tolist()])
+
+    def loss(model: nn.Module, batch: Batch) -> Tensor:
+        losses = model(*batch)
+        if model.training:
+            seen.append(
+                Perplexities(losses.forward_perplexity.item(), losses.backward_perplexity.item())
+            )
+        return losses.loss
+
+    def make(dropout: float) -> nn.Module:
+        own = copy.copy(config)
+        own.dropout = dropout
+        return BiLMForPreTraining(own, WORDS + len(corpus.places), BEGIN, END)
+
+    starts = range(0, len(corpus.validation), 2 * BATCH)
+    held_out = [batch(corpus.validation[start : start + 2 * BATCH]) for start in starts]
+    return Task(SMALL, make, draw, held_out, loss, learning_rate=4e-3)
+
+
+@torch.no_grad()
+def held_out_perplexities(task: Task, model: nn.Module, device: str) -> Perplexities:
+    """Over all predictions in the held-out sentences."""
+    totals, count = [0.0, 0.0], 0
+    for char_ids, token_ids in task.held_out:
+        losses = model(char_ids.to(device), token_ids.to(device))
+        predictions = int((char_ids != 0).any(-1).sum()) + len(char_ids)
+        for direction, mean in enumerate((losses.forward, losses.backward)):
+            totals[direction] += predictions * mean.item()
+        count += predictions
+    return Perplexities(*(math.exp(total / count) for total in totals))
+
+
+@dataclass(frozen=True)
+class Learnt:
+    """The small model, trained three times, and the perplexities that it went through."""
+
+    curves: Curves
+    untrained: Perplexities  # of the held-out sentences
+    trained: dict[str, Perplexities]
+    steps: dict[str, list[Perplexities]]  # of the training batches
+
+    def record(self) -> dict[str, Any]:
+        return {
+            "curves": self.curves.record(),
+            "held_out_perplexity": {
+                "untrained": self.untrained._asdict(),
+                **{name: values._asdict() for name, values in self.trained.items()},
+            },
+            "perplexity": {
+                name: {"forward": [p.forward for p in values], "backward": [p[1] for p in values]}
+                for name, values in self.steps.items()
+            },
+        }
+
+
+def learn(
+    corpus: Corpus,
+    config: ElmoConfig,
+    steps: int,
+    device: str,
+    advance: Callable[[], object] = lambda: None,
+) -> Learnt:
+    seen: dict[str, list[Perplexities]] = {"eager": [], "fused": [], "exact": []}
+    tasks = {name: pretraining(corpus, config, values) for name, values in seen.items()}
+
+    def run(name: str, **how: Any) -> Trained:
+        return train(tasks[name], steps, device=device, advance=advance, **how)
+
+    curves = Curves(
+        SMALL,
+        run("eager", fused=False),
+        run("fused", fused=True),
+        run("exact", fused=False, dtype=torch.float64),
+    )
+    task = tasks["eager"]
+    torch.manual_seed(0)  # as train does
+    untrained = task.make(0.0).to(device).eval()
+    return Learnt(
+        curves,
+        held_out_perplexities(task, untrained, device),
+        {
+            name: held_out_perplexities(task, getattr(curves, name).model, device)
+            for name in ("eager", "fused")
+        },
+        {name: seen[name] for name in ("eager", "fused")},
+    )
+
+
+# What a sentence is about -----------------------------------------------------------------------
+
+
+class Features(NamedTuple):
+    """Of the sentences that are told apart: the mean of the words' frozen vectors, by layer.
+
+    The mean of mixed vectors is the mix of these.
+    """
+
+    means: Tensor  # (L + 1, N, 1, 2 · P), as of sentences of a single word
+    labels: Tensor  # int64 (N,)
+
+
+@torch.no_grad()
+def features(bilm: BiLM, sentences: Sequence[Sentence], device: str) -> Features:
+    known = [sentence for sentence in sentences if sentence.label is not None]
+    char_ids = batch_to_char_ids(
+        [sentence.words for sentence in known], bilm.config.max_characters_per_token
+    )
+    means = []
+    for part in char_ids.split(2 * BATCH):
+        layers, mask = bilm(part.to(device))
+        means.append((layers.sum(2, keepdim=True) / mask.sum(1)[:, None, None]).cpu())
+    return Features(torch.cat(means, 1), torch.tensor([sentence.label for sentence in known]))
+
+
+class TopicClassifier(nn.Module):
+    """A linear layer on a mix of vectors."""
+
+    def __init__(self, n_layers: int, features: int) -> None:
+        super().__init__()
+        self.mix = ScalarMix(n_layers)
+        self.output = nn.Linear(features, TOPICS)
+
+    def forward(self, means: Tensor) -> Tensor:
+        """From (n_layers, N, 1, features) to logits (N, TOPICS)."""
+        return self.output(self.mix(means).squeeze(1))
+
+
+class Classified(NamedTuple):
+    accuracy: float  # of the held-out sentences
+    weights: list[float]  # of the layers in the mix
+
+
+def classify(known: Features, asked: Features, layers: slice, epochs: int, seed: int) -> Classified:
+    """Learn the topics from some of the layers; the seed decides weights and batches.
+
+    Each feature is standardised by the sentences to learn from.
+    """
+    torch.manual_seed(seed)
+    mean, std = (
+        statistic(known.means[layers], dim=1, keepdim=True) for statistic in (torch.mean, torch.std)
+    )
+    means, asked_means = ((part.means[layers] - mean) / std for part in (known, asked))
+    model = TopicClassifier(len(means), means.shape[-1])
+    optimizer = torch.optim.Adam(model.parameters(), 1e-2, weight_decay=1e-3)
+    for _ in range(epochs):
+        for rows in torch.randperm(len(known.labels)).split(4 * BATCH):
+            optimizer.zero_grad()
+            F.cross_entropy(model(means[:, rows]), known.labels[rows]).backward()
+            optimizer.step()
+    with torch.no_grad():
+        right = model(asked_means).argmax(-1) == asked.labels
+        return Classified(right.double().mean().item(), model.mix.weights.softmax(0).tolist())
+
+
+READINGS = {
+    "words by themselves": slice(0, 1),
+    "the top layer": slice(-1, None),
+    "a learnt mix": slice(None),
+}
+
+Topics = dict[str, dict[str, list[Classified]]]  # by model and reading, one for each seed
+
+
+# Words in context -------------------------------------------------------------------------------
+
+LOOKED_AT = ("for", "class", "name", "object", "with", "type")
+
+
+class Occurrences(NamedTuple):
+    """A word in different sentences, and how alike its vectors are there (cosines)."""
+
+    word: str
+    times: int
+    means: list[float]  # over all pairs, of each layer
+    # Of the top layer, with both contexts, among pairs that have no neighbour in common.
+    nearest: tuple[float, str, str]
+    farthest: tuple[float, str, str]
+
+
+@torch.no_grad()
+def occurrences(
+    bilm: BiLM, sentences: Sequence[Sentence], word: str, device: str
+) -> Occurrences | None:
+    """None where no two sentences have the word between other neighbours."""
+    found = [row.words for row in sentences if word in row.words]
+    places = [row.index(word) for row in found]
+    neighbours = [
+        (row[place - 1] if place else "", row[place + 1] if place + 1 < len(row) else "")
+        for row, place in zip(found, places, strict=True)
+    ]
+    apart = torch.tensor(
+        [all(map(operator.ne, one, other)) for one, other in itertools.combinations(neighbours, 2)],
+        dtype=torch.bool,
+    )
+    if not apart.any():
+        return None
+    char_ids = batch_to_char_ids(found, bilm.config.max_characters_per_token)
+    parts = [bilm(part.to(device)).layers.cpu() for part in char_ids.split(2 * BATCH)]
+    vectors = torch.cat(parts, 1)[:, torch.arange(len(found)), torch.tensor(places)]
+    unit = F.normalize(vectors.double(), dim=-1)
+    one, other = torch.triu_indices(len(found), len(found), 1)
+    cosines = (unit @ unit.transpose(1, 2))[:, one, other]
+
+    def context(row: int) -> str:
+        return " ".join(found[row][max(0, places[row] - 4) : places[row] + 5])
+
+    def pair(best: Tensor) -> tuple[float, str, str]:
+        cosine = cosines[-1, best].item()
+        return cosine, context(int(one[best])), context(int(other[best]))
+
+    top = cosines[-1]
+    return Occurrences(
+        word,
+        len(found),
+        cosines.mean(1).tolist(),
+        pair(top.masked_fill(~apart, -math.inf).argmax()),
+        pair(top.masked_fill(~apart, math.inf).argmin()),
+    )
+
+
+# Speed ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model and a batch of sentences; ``at_least`` is eager's time over ours."""
+
+    name: str
+    config: Callable[[], ElmoConfig]
+    batch_size: int
+    at_least: float | None = None
+
+
+CASES = (
+    Case("published size, batch 1", ElmoConfig, 1),
+    Case("published size, batch 16", ElmoConfig, 16, at_least=4.0),
+)
+
+
+def sentences_to_time(corpus: Corpus, batch_size: int) -> list[Sentence]:
+    """Neighbours in the text; a single one is as long as sentences are."""
+    if batch_size > 1:
+        return corpus.train[:batch_size]
+    middle = statistics.median_low(len(sentence.words) for sentence in corpus.train)
+    return [next(x for x in corpus.train if len(x.words) == middle)]
+
+
+def operations(config: ElmoConfig, tokens: int) -> float:
+    """Of the products of a biLM's forward with its weights: 2 for each weight a token meets."""
+    C, D, P = config.max_characters_per_token, config.char_embedding_dim, config.projection_dim
+    filters = sum(count for _, count in config.filters)
+    convolutions = sum(D * width * count * (C - width + 1) for width, count in config.filters)
+    highways = config.n_highway * 2 * filters**2
+    projected = filters * P if filters != P else 0
+    recurrent = 8 * config.lstm_dim * P + (config.lstm_dim * P if config.lstm_dim > P else 0)
+    layers = 2 * config.n_layers * recurrent
+    return 2.0 * tokens * (convolutions + highways + projected + layers)
+
+
+def time_case(
+    case: Case, corpus: Corpus, device: str, seconds: float, min_rounds: int
+) -> list[measure.Result]:
+    """Inference and a training step."""
+    torch.manual_seed(0)
+    config = case.config()
+    vocabulary = WORDS + len(corpus.places)
+    eager = BiLMForPreTraining(config, vocabulary, BEGIN, END).to(device)
+    models = {"ours": copy.deepcopy(eager), "eager": eager}
+    trifuse.fuse(models["ours"])
+    sentences = sentences_to_time(corpus, case.batch_size)
+    batch = encode(sentences, corpus.places, config.max_characters_per_token)
+    char_ids, token_ids = (x.to(device) for x in batch)
+
+    def read(model: BiLMForPreTraining) -> Tensor:
+        with torch.no_grad():
+            return model.bilm(char_ids).layers
+
+    def step(model: BiLMForPreTraining) -> Tensor:
+        model.zero_grad()
+        loss = model(char_ids, token_ids).loss
+        loss.backward()
+        return loss.detach()
+
+    for model in models.values():
+        model.eval()
+    measure.check_agreement("eager", [read(models["ours"])], [read(eager)])
+    measure.check_agreement("eager", [step(models["ours"])], [step(eager)])
+
+    real = sum(len(sentence.words) + 2 for sentence in sentences)
+    forward = operations(config, real)
+    # Each real word and one of its sentence's marks is predicted in both directions.
+    predicted = 2 * (real - len(sentences))
+    softmax = 2.0 * predicted * vocabulary * config.projection_dim
+    shape = f"fp32, {len(sentences)} × at most {token_ids.shape[1]} words, {real} with marks"
+    results = []
+    for name, function, work in (
+        ("inference", read, forward),
+        ("training step", step, 3 * (forward + softmax)),
+    ):
+        for model in models.values():
+            model.train(function is step)
+        functions = {
+            key: lambda model=model, function=function: function(model)
+            for key, model in models.items()
+        }
+        timings = measure.alternate(
+            functions, device=device, seconds=seconds, min_rounds=min_rounds
+        )
+        results.append(
+            measure.Result(
+                case=case.name,
+                step=name,
+                shape=shape if function is read else f"{shape}, dropout {config.dropout}",
+                ours=timings.pop("ours"),
+                peers=timings,
+                refused={},
+                work=work,
+                ceiling=measure.matrix_rate(torch.float32, device=device),
+                unit="FLOP",
+                at_least=case.at_least,
+            )
+        )
+    return results
+
+
+# Showing ----------------------------------------------------------------------------------------
+
+
+def perplexity_table(learnt: Learnt) -> Table:
+    table = empty_table("perplexity a word, held-out sentences", ("forwards", "backwards"))
+    for name, values in (("untrained", learnt.untrained), *learnt.trained.items()):
+        table.add_row(name, *(f"{value:,.1f}" for value in values))
+    return table
+
+
+def topics_table(topics: Topics, chance: float, sentences: int) -> Table:
+    table = empty_table(
+        f"topics of {sentences} held-out sentences told right ({TOPICS} topics; commonest "
+        f"{chance:.1%}), mean ± standard deviation over seeds",
+        (*READINGS, "weights of the mix"),
+    )
+    for model, readings in topics.items():
+        accuracies = ([seed.accuracy for seed in readings[name]] for name in READINGS)
+        columns = zip(*(seed.weights for seed in readings["a learnt mix"]), strict=True)
+        table.add_row(
+            model,
+            *(f"{statistics.mean(x):.1%} ± {statistics.stdev(x):.1%}" for x in accuracies),
+            " ".join(f"{statistics.mean(column):.2f}" for column in columns),
+        )
+    return table
+
+
+def words_table(words: Sequence[Occurrences]) -> Table:
+    layers = len(words[0].means)
+    table = empty_table(
+        "one word in different sentences: cosines of its vectors",
+        ("sentences", "by itself", *(f"layer {n}" for n in range(1, layers)), "top layer"),
+    )
+    table.add_column("nearest, and farthest")
+    for row in words:
+        ends = [f"{cosine:.2f}" for cosine, _, _ in (row.nearest, row.farthest)]
+        contexts = [
+            f"{one}  [dim]|[/dim]  {other}" for _, one, other in (row.nearest, row.farthest)
+        ]
+        means = (f"{mean:.2f}" for mean in row.means)
+        table.add_row(row.word, str(row.times), *means, "\n".join(ends), "\n".join(contexts))
+    return table
+
+
+def plot(path: Path, learnt: Learnt, topics: Topics, caption: str) -> None:
+    """Losses, perplexities, weights of the mix, and accuracies."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11.5, 3.4), layout="constrained")
+    figure.suptitle("a small ELMo, eager and fused", x=0.01, ha="left", fontweight="bold")
+    figure.supxlabel(caption, x=0.01, ha="left", fontsize=6.5, color="#555555")
+    loss, perplexity, mix, accuracy = figure.subplots(1, 4)
+    colours = {"eager": "#b8bec7", "fused": "#d1603d"}
+    widths = {"eager": 4, "fused": 1}
+
+    for name, colour in colours.items():
+        losses = getattr(learnt.curves, name).losses
+        loss.plot(losses, color=colour, linewidth=widths[name], label=name)
+    loss.set_title("training loss", fontsize=9, loc="left")
+
+    styles = {"forward": "-", "backward": ":"}
+    for name, colour in colours.items():
+        for direction, style in styles.items():
+            values = [getattr(step, direction) for step in learnt.steps[name]]
+            perplexity.semilogy(
+                _smooth(values),
+                style,
+                color=colour,
+                linewidth=widths[name],
+                label=f"{name}, {direction}s",
+            )
+    perplexity.set_title("perplexity a word, training", fontsize=9, loc="left")
+    for axes in (loss, perplexity):
+        axes.set_xlabel("step", fontsize=8)
+        axes.legend(frameon=False, fontsize=7)
+
+    for place, (name, readings) in enumerate(topics.items()):
+        by_layer = list(zip(*(seed.weights for seed in readings["a learnt mix"]), strict=True))
+        for axes, columns in (
+            (mix, by_layer),
+            (accuracy, [[100 * seed.accuracy for seed in readings[key]] for key in READINGS]),
+        ):
+            x = [n + 0.4 * (place - 0.5) for n in range(len(columns))]
+            axes.bar(x, list(map(statistics.mean, columns)), 0.38, color=colours[name], label=name)
+            for at, column in zip(x, columns, strict=True):
+                axes.plot([at] * len(column), column, ".", color="#333333", markersize=3)
+    names = ["by itself", *(f"layer {n}" for n in range(1, len(by_layer)))]
+    mix.set_xticks(range(len(names)), names)
+    mix.set_title("learnt weights of the mix", fontsize=9, loc="left")
+    accuracy.set_xticks(range(len(READINGS)), list(READINGS))
+    accuracy.set_title("topics told right, held-out, %", fontsize=9, loc="left")
+    for axes in (loss, perplexity, mix, accuracy):
+        axes.tick_params(which="both", labelsize=7)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(color="#eeeeee", axis="y")
+        axes.set_axisbelow(True)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
+
+
+def _smooth(values: Sequence[float], window: int = 10) -> list[float]:
+    """Geometric means over the steps up to each one: batches differ."""
+    logs = [math.log(value) for value in values]
+    return [
+        math.exp(statistics.fmean(logs[max(0, end - window) : end]))
+        for end in range(1, len(logs) + 1)
+    ]
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = measure.parser("elmo", __doc__)
+    parser.set_defaults(plot=Path("docs/elmo.png"))
+    parser.add_argument("--steps", type=int, default=200, help="of training; default: %(default)s")
+    parser.add_argument("--seeds", type=int, default=5, help="to classify; default: %(default)s")
+    options = parser.parse_args(argv)
+    if options.quick:
+        options.steps, options.seeds = min(options.steps, 20), min(options.seeds, 2)
+    for name, least in (("steps", 1), ("seeds", 2)):
+        if getattr(options, name) < least:
+            parser.error(f"--{name}: expected at least {least}")
+    return options
+
+
+def main(argv: Sequence[str]) -> int:
+    """Time, train, classify and show."""
+    options = parse(argv)
+    device, console = options.device, measure.console
+    torch.set_num_threads(options.threads)
+    chosen = measure.select([*(case.name for case in CASES), SMALL], str, options.cases)
+    cases = [case for case in CASES if case.name in chosen]
+    facts = measure.machine(device)
+    caption = measure.describe(facts)
+    console.print(caption, soft_wrap=True)
+    corpus = read()
+    content: dict[str, Any] = {"machine": facts, "times": []}
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    with (
+        trifuse.backend(options.backend),
+        Progress(*columns, console=console, transient=True) as progress,
+    ):
+        bar = progress.add_task("timing", total=len(cases), visible=bool(cases))
+        times = []
+        for case in cases:
+            seconds, rounds = (0.6, 2) if options.quick else (8.0, 5)
+            times += time_case(case, corpus, device, seconds, rounds)
+            progress.advance(bar)
+        if times:
+            measure.print_table(measure.table("ELMo", times))
+            content["times"] = [result.record() for result in times]
+        if SMALL in chosen:
+            content |= _small(corpus, options, caption, progress)
+    if options.json is not None:
+        measure.write_json(options.json, content)
+    return 0
+
+
+def _small(
+    corpus: Corpus, options: argparse.Namespace, caption: str, progress: Progress
+) -> dict[str, Any]:
+    """Train, classify and compare; print and plot that. What goes into JSON."""
+    device = options.device
+    bar = progress.add_task("training", total=3 * options.steps)
+    learnt = learn(corpus, small(), options.steps, device, advance=lambda: progress.advance(bar))
+    bilms: dict[str, BiLM] = {}
+    for name in learnt.trained:
+        model = getattr(learnt.curves, name).model
+        assert isinstance(model, BiLMForPreTraining)
+        bilms[name] = model.bilm
+    sets = {
+        name: [features(bilm, part, device) for part in (corpus.train, corpus.validation)]
+        for name, bilm in bilms.items()
+    }
+    bar = progress.add_task("classifying", total=len(sets) * len(READINGS) * options.seeds)
+    topics: Topics = {name: {key: [] for key in READINGS} for name in sets}
+    for name, (known, asked) in sets.items():
+        for key, layers in READINGS.items():
+            for seed in range(options.seeds):
+                epochs = 2 if options.quick else 60
+                topics[name][key].append(classify(known, asked, layers, epochs, seed))
+                progress.advance(bar)
+    everything = [*corpus.train, *corpus.validation]
+    looked_at = [occurrences(bilms["fused"], everything, word, device) for word in LOOKED_AT]
+    words = [row for row in looked_at if row is not None]
+
+    labels = sets["eager"][1].labels
+    chance = labels.bincount().max().item() / len(labels)
+    apart = max(
+        (eager.means - fused.means).abs().max().item()
+        for eager, fused in zip(sets["eager"], sets["fused"], strict=True)
+    )
+    measure.print_table(curves_table([learnt.curves]))
+    measure.print_table(perplexity_table(learnt))
+    measure.print_table(topics_table(topics, chance, len(labels)))
+    measure.console.print(f"largest difference of the frozen features: {apart:.1e}\n")
+    if words:
+        measure.print_table(words_table(words))
+    plot(options.plot, learnt, topics, caption)
+    measure.console.print(f"wrote {options.plot}")
+    return {
+        **learnt.record(),
+        "topics": {
+            name: {key: [seed._asdict() for seed in seeds] for key, seeds in readings.items()}
+            for name, readings in topics.items()
+        },
+        "commonest_topic": chance,
+        "features_apart": apart,
+        "words": [row._asdict() for row in words],
+    }

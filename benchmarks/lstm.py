@@ -1,0 +1,320 @@
+"""LSTM layers against nn.LSTM, and against the loop a user writes for what nn.LSTM does not have.
+
+Each case is one layer over whole sequences. nn.LSTM is given ragged sequences as a PackedSequence,
+packed outside of what is timed. It has neither clips nor layer normalisation: where it is the peer
+of a clipped cell, it computes the same without them, and ours with them. The eager loop has
+everything; its input's products are one matrix product for all steps.
+
+Rates count the products that the valid steps need: 2 (G·H (I + R) + R·H) operations a token
+forward, and twice as many more backward. One sequence at a time has no products of matrices: a
+step's time is that of reading W_hh, and the ceiling the rate at which as many bytes are read again
+and again.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from rich.progress import track
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
+
+import trifuse
+from trifuse.benchmarks import measure
+from trifuse.ops.lstm import Parameters, layer
+
+# Cases ------------------------------------------------------------------------------------------
+
+Peer = Literal["nn.LSTM", "eager loop"]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row. ``at_least`` is the peer's time over ours."""
+
+    what: str
+    shape: tuple[int, int, int, int]  # T, B, input size I, H
+    dtype: torch.dtype
+    backward: bool
+    peer: Peer
+    at_least: float | None = None
+    projection: int = 0
+    clip: float | None = None  # of the cell and of the projection
+    norm: bool = False
+    ragged: bool = False  # half of T on average
+    bidirectional: bool = False
+
+    @property
+    def name(self) -> str:
+        return f"{self.what}, {self.step}, {self.size}, {self.peer}"
+
+    @property
+    def step(self) -> str:
+        return "forward + backward" if self.backward else "forward"
+
+    @property
+    def size(self) -> str:
+        dtype = {torch.float32: "fp32", torch.bfloat16: "bf16"}[self.dtype]
+        T, B, features, H = self.shape
+        projection = f", projection {self.projection}" if self.projection else ""
+        return f"{dtype}, T {T}, B {B}, in {features}, cell {H}{projection}"
+
+    @property
+    def lengths(self) -> list[int]:
+        T, B, _, _ = self.shape
+        if not self.ragged:
+            return [T] * B
+        return torch.linspace(1, T - 1, B).round().int().tolist()
+
+    @property
+    def hidden(self) -> int:
+        return self.projection or self.shape[3]
+
+
+_FP32, _BF16 = torch.float32, torch.bfloat16
+_LSTM: Peer = "nn.LSTM"
+_LOOP: Peer = "eager loop"
+
+
+def _elmo(
+    B: int, dtype: torch.dtype, backward: bool, peer: Peer, at_least: float | None
+) -> Case:  # the published cell
+    shape = (20, B, 512, 4096)
+    return Case("ELMo's cell", shape, dtype, backward, peer, at_least, projection=512, clip=3.0)
+
+
+CASES = (
+    _elmo(16, _FP32, True, _LSTM, 4.0),
+    _elmo(16, _FP32, True, _LOOP, 6.0),
+    _elmo(1, _FP32, True, _LSTM, 6.0),
+    _elmo(1, _FP32, True, _LOOP, 10.0),
+    _elmo(16, _BF16, False, _LSTM, 2.0),
+    Case("projection", (64, 16, 512, 512), _FP32, True, _LSTM, 3.0, projection=128),
+    Case("ragged", (64, 16, 512, 512), _FP32, True, _LSTM, 3.0, ragged=True),
+    Case(
+        "two directions, ragged", (64, 8, 256, 256), _FP32, True, _LSTM, 3.0, ragged=True,
+        bidirectional=True,
+    ),
+    Case("dense", (64, 32, 512, 512), _FP32, True, _LSTM, 1.2),
+    Case("dense", (64, 32, 512, 512), _BF16, True, _LSTM, 1.4),
+    Case("dense", (64, 8, 1024, 1024), _BF16, True, _LSTM, 2.0),
+    Case("layer norm", (64, 16, 512, 512), _FP32, True, _LOOP, 6.0, norm=True),
+    Case("one sequence", (64, 1, 512, 512), _FP32, False, _LSTM, 1.0),
+)  # fmt: skip
+
+
+def flops(case: Case) -> float:
+    """Operations of the products that the valid steps need."""
+    _, _, features, H = case.shape
+    token = 4 * H * (features + case.hidden) + case.projection * H
+    directions = 2 if case.bidirectional else 1
+    return 2.0 * sum(case.lengths) * directions * token * (3 if case.backward else 1)
+
+
+def weight_bytes(case: Case) -> int:
+    """What every step reads: W_hh, and the projection's weight."""
+    H = case.shape[3]
+    return (4 * H * case.hidden + case.projection * H) * case.dtype.itemsize
+
+
+# What is called ---------------------------------------------------------------------------------
+
+
+class Inputs(NamedTuple):
+    input: Tensor  # (T, B, I)
+    lengths: Tensor | None  # (B,)
+    module: nn.LSTM  # holds the weights of all who are compared
+    norms: tuple[Tensor, ...]  # of W_ih's product, W_hh's, the cell: weight and bias
+    grad_output: Tensor  # (T, B, D·R)
+
+    @property
+    def variables(self) -> list[Tensor]:
+        return [self.input, *self.module.parameters(), *self.norms]
+
+
+def inputs(case: Case) -> Inputs:
+    T, B, features, H = case.shape
+    torch.manual_seed(0)
+    module = nn.LSTM(features, H, proj_size=case.projection, bidirectional=case.bidirectional)
+    module = module.to(case.dtype).requires_grad_(case.backward)
+    norms: tuple[Tensor, ...] = ()
+    if case.norm:
+        sizes, fills = (4 * H, 4 * H, H, H), (1.0, 1.0, 1.0, 0.0)
+        norms = tuple(
+            torch.full((size,), fill, dtype=case.dtype, requires_grad=case.backward)
+            for size, fill in zip(sizes, fills, strict=True)
+        )
+    width = case.hidden * (2 if case.bidirectional else 1)
+    lengths = torch.tensor(case.lengths) if case.ragged else None
+    grad_output = torch.randn(T, B, width, dtype=case.dtype)
+    if lengths is not None:
+        grad_output[torch.arange(T)[:, None] >= lengths] = 0
+    x = torch.randn(T, B, features, dtype=case.dtype, requires_grad=case.backward)
+    return Inputs(x, lengths, module, norms, grad_output)
+
+
+def _weights(module: nn.LSTM, direction: int = 0) -> Any:
+    """weight_ih, weight_hh, bias_ih, bias_hh, and weight_hr or None."""
+    names = ("weight_ih", "weight_hh", "bias_ih", "bias_hh", "weight_hr")
+    suffix = "_l0" + ("_reverse" if direction else "")
+    return tuple(getattr(module, name + suffix, None) for name in names)
+
+
+def ours(case: Case, given: Inputs) -> Callable[[], Sequence[Tensor]]:
+    """Returns the output, and with ``case.backward`` the gradients."""
+    reverse = (False, True)[: 1 + case.bidirectional]
+    parameters = [
+        Parameters._make([*_weights(given.module, d), None, *(given.norms or (None,) * 4)])
+        for d in range(len(reverse))
+    ]
+    clips: dict[str, Any] = {}
+    if case.clip is not None:
+        clips = {"cell_clip": case.clip, "proj_clip": case.clip}
+
+    def output() -> Tensor:
+        x, lengths = given.input, given.lengths
+        return layer(x, None, None, parameters, lengths, reverse=reverse, **clips)[0]
+
+    return _step(output, given)
+
+
+def theirs(case: Case, given: Inputs) -> Callable[[], Sequence[Tensor]]:
+    """The same by the peer."""
+    if case.peer == "eager loop":
+        return _step(functools.partial(_loop, case, given), given)
+    if given.lengths is None:
+        return _step(lambda: given.module(given.input)[0], given)
+    T = case.shape[0]
+    packed = pack_padded_sequence(given.input.detach(), given.lengths, enforce_sorted=False)
+    data = packed.data.requires_grad_(case.backward)
+
+    def output() -> Tensor:
+        sequence = PackedSequence(
+            data, packed.batch_sizes, packed.sorted_indices, packed.unsorted_indices
+        )
+        return pad_packed_sequence(given.module(sequence)[0], total_length=T)[0]
+
+    return _step(output, given, variables=[data, *given.module.parameters()])
+
+
+def _loop(case: Case, given: Inputs) -> Tensor:
+    """One direction, step by step."""
+    T, B, _, H = case.shape
+    x, norms = given.input, given.norms
+    weight_ih, weight_hh, bias_ih, bias_hh, weight_hr = _weights(given.module)
+    from_input = F.linear(x, weight_ih)
+    if norms:
+        from_input = F.layer_norm(from_input, (4 * H,), norms[0])
+    from_input = from_input + (bias_ih + bias_hh)
+    h = x.new_zeros(B, case.hidden)
+    c = x.new_zeros(B, H)
+    outputs = []
+    for t in range(T):
+        from_hidden = F.linear(h, weight_hh)
+        if norms:
+            from_hidden = F.layer_norm(from_hidden, (4 * H,), norms[1])
+        i, f, g, o = (from_input[t] + from_hidden).chunk(4, -1)
+        c = f.sigmoid() * c + i.sigmoid() * g.tanh()
+        if case.clip is not None:
+            c = c.clamp(-case.clip, case.clip)
+        seen = F.layer_norm(c, (H,), norms[2], norms[3]) if norms else c
+        h = o.sigmoid() * seen.tanh()
+        if weight_hr is not None:
+            h = F.linear(h, weight_hr)
+            if case.clip is not None:
+                h = h.clamp(-case.clip, case.clip)
+        outputs.append(h)
+    return torch.stack(outputs)
+
+
+def _step(
+    output: Callable[[], Tensor], given: Inputs, variables: Sequence[Tensor] | None = None
+) -> Callable[[], Sequence[Tensor]]:
+    if not given.input.requires_grad:
+
+        def forward() -> Sequence[Tensor]:
+            with torch.no_grad():
+                return (output(),)
+
+        return forward
+    wanted = given.variables if variables is None else variables
+
+    def forward_backward() -> Sequence[Tensor]:
+        y = output()
+        return (y.detach(), *torch.autograd.grad(y, wanted, given.grad_output))
+
+    return forward_backward
+
+
+# Measuring --------------------------------------------------------------------------------------
+
+
+def read_rate(size: int, *, seconds: float = 0.2) -> measure.Rate:
+    """Bytes/s of reading so many again and again, on every thread."""
+    source = torch.ones(size // 4)
+    timing = measure.alternate({"sum": source.sum}, seconds=seconds)["sum"]
+    return measure.Rate(
+        source.nbytes / min(timing.seconds), f"Tensor.sum of {size / 2**20:.0f} MiB"
+    )
+
+
+def check(case: Case, given: Inputs) -> None:
+    """Ours agrees with the peer, both without clips where the peer has none.
+
+    Raises:
+        AssertionError: it doesn't.
+    """
+    compared = case
+    if case.peer == "nn.LSTM" and case.clip is not None:
+        compared = Case(**{**vars(case), "clip": None})
+    results, expected = ours(compared, given)(), theirs(compared, given)()
+    if case.ragged and case.backward:  # the peer's gradient for the input is that of packed tokens
+        results, expected = (results[0], *results[2:]), (expected[0], *expected[2:])
+    measure.check_agreement(case.peer, results, expected)
+
+
+def run(case: Case, seconds: float) -> measure.Result:
+    given = inputs(case)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that oneDNN does not serve projections
+        check(case, given)
+        functions = {"ours": ours(case, given), case.peer: theirs(case, given)}
+        bound_by_memory = case.shape[1] == 1 and not case.backward
+        if bound_by_memory:
+            ceiling = read_rate(weight_bytes(case))
+            work = float(weight_bytes(case) * case.shape[0])
+        else:
+            ceiling, work = measure.matrix_rate(case.dtype), flops(case)
+        timings = measure.alternate(functions, seconds=seconds)
+    return measure.Result(
+        case=case.what,
+        step=case.step,
+        shape=case.size,
+        ours=timings.pop("ours"),
+        peers=timings,
+        refused={},
+        work=work,
+        ceiling=ceiling,
+        unit="B" if bound_by_memory else "FLOP",
+        at_least=case.at_least,
+    )
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the cases and print the table."""
+    options = measure.parser("lstm", __doc__, devices=("cpu",)).parse_args(argv)
+    torch.set_num_threads(options.threads)
+    cases = measure.select(CASES, lambda case: case.name, options.cases)
+    facts = measure.machine()
+    measure.console.print(measure.describe(facts), soft_wrap=True)
+    with trifuse.backend(options.backend):
+        progress = track(cases, "timing", console=measure.console, transient=True)
+        results = [run(case, seconds=0.6 if options.quick else 4.0) for case in progress]
+    measure.report("lstm", options, facts, results, fastest_only=True)
+    return 0

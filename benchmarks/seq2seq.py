@@ -1,0 +1,453 @@
+"""Teaching recurrent encoder-decoders to read dates, eager and fused: curves, accuracy, attention.
+
+A date written in one of many formats, as "Tuesday, the third of March 1998", is to be written as
+1998-03-03. Held-out days are in no format ever seen in training, and an answer is right when each
+of its characters is. So that an answer is unique, dates of three numbers with strokes begin with
+the month and those with dots with the day, and years of two digits are those of POSIX, 1969 to
+2068.
+
+For each attention a model is trained eager and fused, without dropout from the same seed on the
+same batches, and eager in float64: how far the eager losses are from those says what rounding
+comes to.
+
+Speed is that of a training step: forward, loss and backward, without the optimizer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import datetime
+import functools
+import math
+import string
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.table import Table
+from torch import Tensor, nn
+
+import trifuse
+from trifuse.benchmarks import measure
+from trifuse.benchmarks.text import BOS, EOS, PAD, SYMBOLS, Pairs
+from trifuse.benchmarks.transformer import (
+    Batch,
+    Curves,
+    Task,
+    Trained,
+    curves_table,
+    empty_table,
+    speed_table,
+    tokens,
+    train,
+)
+from trifuse.models.decoding import Decoded, beam_search, greedy_search
+from trifuse.models.seq2seq import Seq2Seq, Seq2SeqConfig
+from trifuse.models.transformer import token_loss
+
+BEAMS = 4
+
+# Dates ------------------------------------------------------------------------------------------
+
+# Not strftime's, whose words are those of the machine's locale.
+WEEKDAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday")
+MONTHS = (
+    *("January", "February", "March", "April", "May", "June"),
+    *("July", "August", "September", "October", "November", "December"),
+)
+ROMAN = ("I", "II", "III", "IV", "V", "VI", "VII", "VIII", "IX", "X", "XI", "XII")
+ORDINALS = (
+    *("first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth", "ninth"),
+    *("tenth", "eleventh", "twelfth", "thirteenth", "fourteenth", "fifteenth", "sixteenth"),
+    *("seventeenth", "eighteenth", "nineteenth", "twentieth", "twenty-first", "twenty-second"),
+    *("twenty-third", "twenty-fourth", "twenty-fifth", "twenty-sixth", "twenty-seventh"),
+    *("twenty-eighth", "twenty-ninth", "thirtieth", "thirty-first"),
+)
+FORMATS = (
+    "{day} {month} {year}",
+    "{month} {day}, {year}",
+    "{nth} of {month} {year}",
+    "{month} {nth}, {year}",
+    "the {ordinal} of {month} {year}",
+    "{weekday}, the {ordinal} of {month}, {year}",
+    "{weekday}, {month} {nth}, {year}",
+    "{weekday:.3} {day} {month:.3} {year}",
+    "{weekday:.3}, {day:02} {month:.3} {short:02}",
+    "{day:02}-{month:.3}-{year}",
+    "{month:.3} {day} '{short:02}",
+    "{month} the {ordinal} '{short:02}",
+    "{year}, {month} {day}",
+    "in {month} {year}, on the {nth}",
+    "on {weekday}, {day} {month:.3}. {year}",
+    "{day}. {roman}. {year}",
+    "{day:02}.{number:02}.{year}",
+    "{day}.{number}.{short:02}",
+    "{number:02}/{day:02}/{year}",
+    "{number}/{day}/{short:02}",
+    "{year}/{number}/{day}",
+    "{year}{number:02}{day:02}",
+)
+SOURCE_CHARACTERS = string.ascii_letters + string.digits + " ',-./"
+TARGET_CHARACTERS = string.digits + "-"
+LENGTH = len("1998-03-03") + 1  # of an answer, with the token that ends it
+
+
+def write(day: datetime.date, form: str) -> str:
+    """A date in one of :data:`FORMATS`."""
+    suffix = {1: "st", 2: "nd", 3: "rd"}.get(day.day % 10 if day.day // 10 != 1 else 0, "th")
+    return form.format(
+        day=day.day,
+        nth=f"{day.day}{suffix}",
+        ordinal=ORDINALS[day.day - 1],
+        weekday=WEEKDAYS[day.weekday()],
+        month=MONTHS[day.month - 1],
+        number=day.month,
+        roman=ROMAN[day.month - 1],
+        year=day.year,
+        short=day.year % 100,
+    )
+
+
+@functools.cache
+def days() -> tuple[list[datetime.date], list[datetime.date]]:
+    """A century's days to train on, and the tenth of them, drawn once, to judge by."""
+    first, last = (datetime.date(year, 1, 1).toordinal() for year in (1969, 2069))
+    order = torch.randperm(last - first, generator=torch.Generator().manual_seed(0)).tolist()
+    drawn = [datetime.date.fromordinal(first + place) for place in order]
+    return drawn[len(drawn) // 10 :], drawn[: len(drawn) // 10]
+
+
+def draw(among: Sequence[datetime.date], batch_size: int, generator: torch.Generator) -> Pairs:
+    """Random days in random formats, and what they are to be read as."""
+    which, form = (
+        torch.randint(count, (batch_size,), generator=generator).tolist()
+        for count in (len(among), len(FORMATS))
+    )
+    chosen = [among[place] for place in which]
+    written = [write(day, FORMATS[place]) for day, place in zip(chosen, form, strict=True)]
+    source, source_mask = _pad([_encode(text, SOURCE_CHARACTERS) for text in written])
+    target, target_mask = _pad(
+        [[BOS, *_encode(day.isoformat(), TARGET_CHARACTERS)] for day in chosen]
+    )
+    return Pairs(source, source_mask, target, target_mask)
+
+
+def _encode(text: str, characters: str) -> list[int]:
+    return [*(SYMBOLS + characters.index(character) for character in text), EOS]
+
+
+def _decode(sequence: Sequence[int], characters: str) -> str:
+    """What precedes the end; what isn't a character, which a model may give, shows as "?"."""
+    text = sequence[: sequence.index(EOS)] if EOS in sequence else sequence
+    return "".join(characters[each - SYMBOLS] if each >= SYMBOLS else "?" for each in text)
+
+
+def _pad(rows: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
+    padded = nn.utils.rnn.pad_sequence([torch.tensor(row) for row in rows], True, PAD)
+    return padded, padded != PAD
+
+
+# Training ---------------------------------------------------------------------------------------
+
+
+def config(attention: str, **sizes: Any) -> Seq2SeqConfig:
+    default = {
+        "source_vocab_size": SYMBOLS + len(SOURCE_CHARACTERS),
+        "target_vocab_size": SYMBOLS + len(TARGET_CHARACTERS),
+        "embedding_dim": 64,
+        "hidden_size": 128,
+        "num_layers": 1,
+        "dropout": 0.0,
+        "bidirectional": True,
+    }
+    return Seq2SeqConfig(**(default | sizes), attention=attention)
+
+
+def task(attention: str, held_out: int = 1000, **sizes: Any) -> Task:
+    training, validation = days()
+    generator = torch.Generator().manual_seed(1 << 20)
+    return Task(
+        attention.replace("_", " "),
+        lambda dropout: Seq2Seq(config(attention, dropout=dropout, **sizes)),
+        lambda generator: draw(training, 64, generator),
+        [draw(validation, held_out, generator)],
+        loss,
+        learning_rate=5e-3,
+    )
+
+
+def tasks() -> list[Task]:
+    return [task(name) for name in ("additive", "multiplicative", "dot", "scaled_dot")]
+
+
+def loss(model: nn.Module, batch: Batch) -> Tensor:
+    source, source_mask, target, target_mask = batch
+    logits = model(source, target[:, :-1], source_mask)
+    return token_loss(logits, target[:, 1:], target_mask[:, 1:])
+
+
+@dataclass(frozen=True)
+class Answers:
+    """What one trained model makes of the held-out dates."""
+
+    greedy: Tensor  # int64 (N, LENGTH)
+    beam: Tensor  # int64 (N, LENGTH), the best of each search
+
+    @staticmethod
+    def of(model: Seq2Seq, batch: Batch) -> Answers:
+        source, source_mask = batch[:2]
+        ends = {"bos_id": BOS, "eos_id": EOS, "max_length": LENGTH}
+        greedy: Decoded = greedy_search(model, source, source_mask, **ends)
+        best: Decoded = beam_search(model, source, source_mask, beam_width=BEAMS, **ends)
+        return Answers(greedy.tokens, best.tokens[:, 0])
+
+
+def right(answers: Tensor, batch: Batch) -> float:
+    """How many are right in every character, out of all."""
+    return (answers == batch[2][:, 1:]).all(1).double().mean().item()
+
+
+@dataclass(frozen=True)
+class Learnt:
+    """One task, trained eager and fused."""
+
+    curves: Curves
+    held_out: Batch
+    eager: Answers
+    fused: Answers
+
+    @property
+    def same(self) -> float:
+        """How many greedy answers of both are the same, right or wrong, out of all."""
+        return (self.eager.greedy == self.fused.greedy).all(1).double().mean().item()
+
+    def record(self) -> dict[str, Any]:
+        accuracy = {
+            name: {search: right(getattr(answers, search), self.held_out) for search in SEARCHES}
+            for name, answers in (("eager", self.eager), ("fused", self.fused))
+        }
+        return self.curves.record() | {"accuracy": accuracy, "same_answers": self.same}
+
+
+SEARCHES = ("greedy", "beam")
+
+
+def learn(task: Task, steps: int, device: str, progress: Progress) -> Learnt:
+    bar = progress.add_task(task.name, total=3 * steps)
+
+    def run(**how: Any) -> Trained:
+        return train(task, steps, device=device, advance=lambda: progress.advance(bar), **how)
+
+    curves = Curves(
+        task.name, run(fused=False), run(fused=True), run(fused=False, dtype=torch.float64)
+    )
+    held_out = tuple(x.to(device) for x in task.held_out[0])
+    answers = []
+    for trained in (curves.eager, curves.fused):
+        assert isinstance(trained.model, Seq2Seq)
+        answers.append(Answers.of(trained.model, held_out))
+    return Learnt(curves, held_out, *answers)
+
+
+# Speed ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model whose training step is timed on random tokens.
+
+    Sources and targets have from a quarter to all of ``length``.
+    """
+
+    name: str
+    config: Seq2SeqConfig
+    batch_size: int
+    length: int
+
+    def batch(self) -> Batch:
+        generator = torch.Generator().manual_seed(0)
+        source, target = (
+            torch.randint(SYMBOLS, size, (self.batch_size, self.length), generator=generator)
+            for size in (self.config.source_vocab_size, self.config.target_vocab_size)
+        )
+        lengths = torch.linspace(self.length / 4, self.length, self.batch_size).round()[:, None]
+        mask = torch.arange(self.length) < lengths
+        return source, mask, target, mask.flip(0)
+
+
+def cases() -> list[Case]:
+    sizes = {"embedding_dim": 512, "hidden_size": 512, "num_layers": 2, "dropout": 0.2}
+    return [
+        Case("dates, training step", config("additive"), 64, 28),
+        Case("H 512, additive", config("additive", **sizes), 32, 32),
+        Case("H 512, multiplicative", config("multiplicative", **sizes), 32, 32),
+        Case("H 512, multiplicative, GRU", config("multiplicative", cell="gru", **sizes), 32, 32),
+    ]
+
+
+def operations(model: Seq2Seq, batch: Batch) -> float:
+    """Of the products of a step with the weights: 2 forward, 4 backward for each token."""
+    into_encoder, into_decoder = tokens(batch)
+    per_source = ("encoder.weight", "attention.key")
+    per_target = ("decoder.weight", "attention.query", "combine", "output")
+    return 6 * sum(
+        parameter.numel() * (into_encoder if name.startswith(per_source) else into_decoder)
+        for name, parameter in model.named_parameters()
+        if name.startswith((*per_source, *per_target))
+    )
+
+
+def time_steps(case: Case, device: str, seconds: float) -> measure.Result:
+    torch.manual_seed(0)
+    eager = Seq2Seq(case.config).to(device)
+    batch = tuple(x.to(device) for x in case.batch())
+    models = {"ours": copy.deepcopy(eager), "eager": eager}
+    trifuse.fuse(models["ours"], unpad=True)
+    with torch.no_grad():
+        losses = [loss(model.eval(), batch).item() for model in models.values()]
+    if not math.isclose(*losses, rel_tol=1e-5):
+        raise AssertionError(f"{case.name}: fused loss {losses[0]}, eager {losses[1]}")
+
+    def step(model: nn.Module) -> None:
+        model.zero_grad()
+        loss(model, batch).backward()
+
+    functions = {name: functools.partial(step, model.train()) for name, model in models.items()}
+    timings = measure.alternate(functions, device=device, seconds=seconds)
+    count = sum(tokens(batch))
+    rate = measure.matrix_rate(torch.float32, device=device)
+    return measure.Result(
+        case=case.name,
+        step="forward + backward",
+        shape=f"fp32, {count} tokens",
+        ours=timings.pop("ours"),
+        peers=timings,
+        refused={},
+        work=count,
+        ceiling=measure.Rate(rate.value * count / operations(eager, batch), rate.source),
+        unit="token",
+    )
+
+
+# Showing ----------------------------------------------------------------------------------------
+
+
+def accuracy_table(results: Sequence[Learnt]) -> Table:
+    count = len(results[0].held_out[0])
+    table = empty_table(
+        f"{count} held-out dates read right in every character",
+        (
+            *("eager, greedy", f"eager, {BEAMS} beams"),
+            *("fused, greedy", f"fused, {BEAMS} beams", "same answers"),
+        ),
+    )
+    for result in results:
+        accuracies = (
+            right(getattr(answers, search), result.held_out)
+            for answers in (result.eager, result.fused)
+            for search in SEARCHES
+        )
+        table.add_row(result.curves.task, *(f"{x:.1%}" for x in accuracies), f"{result.same:.1%}")
+    return table
+
+
+def examples(result: Learnt, count: int) -> list[int]:
+    """Held-out rows to show: the longest source, and others evenly down to the shortest."""
+    order = result.held_out[1].sum(1).argsort(descending=True, stable=True)
+    places = torch.linspace(0, len(order) - 1, count).round().long()
+    return order[places].tolist()
+
+
+def plot(path: Path, results: Sequence[Learnt], caption: str) -> None:
+    """What each character of three answers attended to, a row for each attention."""
+    from matplotlib.figure import Figure
+
+    shown = examples(results[0], 3)
+    figure = Figure(figsize=(12.5, 0.5 + 2.3 * len(results)), layout="constrained")
+    figure.suptitle("attention while reading dates", x=0.01, ha="left", fontweight="bold")
+    figure.supxlabel(caption, x=0.01, ha="left", fontsize=6.5, color="#555555")
+    widths = [int(results[0].held_out[1][row].sum()) for row in shown]
+    grid = figure.subplots(len(results), len(shown), squeeze=False, width_ratios=widths)
+    for line, result in zip(grid, results, strict=True):
+        for axes, row in zip(line, shown, strict=True):
+            written, read, weights = attention(result, row)
+            axes.imshow(weights.numpy(), cmap="Blues", vmin=0, vmax=1, aspect="auto")
+            axes.set_xticks(range(len(written)), written, fontsize=8)
+            axes.set_yticks(range(len(read)), read, fontsize=8)
+            axes.tick_params(length=0)
+        line[0].set_ylabel(result.curves.task, fontsize=9)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
+
+
+@torch.no_grad()
+def attention(result: Learnt, row: int) -> tuple[str, str, Tensor]:
+    """A held-out date as written, as read by the fused model, and (read, written) weights.
+
+    "¶" stands for the tokens that end both.
+    """
+    model = result.curves.fused.model
+    assert isinstance(model, Seq2Seq)
+    source = result.held_out[0][row][result.held_out[1][row]]
+    answer = result.fused.greedy[row]
+    read = _decode(answer.tolist(), TARGET_CHARACTERS)
+    target = torch.cat((answer.new_tensor([BOS]), answer[: len(read)]))
+    weights = model.align(source[None], target[None])[0].cpu()
+    return _decode(source.tolist(), SOURCE_CHARACTERS) + "¶", read + "¶", weights
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = measure.parser("seq2seq", __doc__)
+    parser.add_argument("--steps", type=int, default=500, help="of training; default: %(default)s")
+    options = parser.parse_args(argv)
+    if options.quick:
+        options.steps = min(options.steps, 20)
+    if options.steps < 1:
+        parser.error("--steps: expected at least 1")
+    return options
+
+
+def main(argv: Sequence[str]) -> int:
+    """Train, time and show."""
+    options = parse(argv)
+    device, console = options.device, measure.console
+    torch.set_num_threads(options.threads)
+    named: list[Task | Case] = [*tasks(), *cases()]
+    chosen = measure.select(named, lambda item: item.name, options.cases)
+    facts = measure.machine(device)
+    caption = measure.describe(facts)
+    console.print(caption, soft_wrap=True)
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    learnt, times = [], []
+    with (
+        trifuse.backend(options.backend),
+        Progress(*columns, console=console, transient=True) as progress,
+    ):
+        for item in chosen:
+            if isinstance(item, Case):
+                times.append(time_steps(item, device, 0.6 if options.quick else 8.0))
+            else:
+                learnt.append(learn(item, options.steps, device, progress))
+
+    if learnt:
+        measure.print_table(curves_table([result.curves for result in learnt]))
+        measure.print_table(accuracy_table(learnt))
+        if options.plot is not None:
+            with trifuse.backend(options.backend):
+                plot(options.plot, learnt, caption)
+            console.print(f"wrote {options.plot}")
+    if times:
+        measure.print_table(speed_table(times))
+    if options.json is not None:
+        content = {
+            "machine": facts,
+            "learnt": [result.record() for result in learnt],
+            "times": [result.record() for result in times],
+        }
+        measure.write_json(options.json, content)
+    return 0

@@ -1,0 +1,226 @@
+"""Greedy and beam search, for every model that reads a source and writes a target token by token.
+
+In the shapes below B is the number of sources, S the length of the longest, W the beams for each
+source, N the targets being written, and V the vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple, Protocol, TypeVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+__all__ = [
+    "Decoded",
+    "HasMode",
+    "Model",
+    "Reorderable",
+    "beam_search",
+    "check_evaluating",
+    "greedy_search",
+]
+
+
+class Reorderable(Protocol):
+    """What a model goes on from after some steps."""
+
+    def reorder(self, rows: Tensor) -> None:
+        """Keep the targets with these indices, in this order; one may be taken more than once.
+
+        A target's new row is of the same source as its old one.
+        """
+
+
+State = TypeVar("State", bound=Reorderable)
+
+
+class HasMode(Protocol):
+    """Any ``torch.nn.Module``."""
+
+    training: bool
+
+
+class Model(HasMode, Protocol[State]):
+    """What a search asks of a model."""
+
+    @property
+    def max_target_length(self) -> int | None:
+        """The most tokens of a target that it can read; None is no limit."""
+
+    def start(self, source: Tensor, source_mask: Tensor | None = None) -> State:
+        """Read integers (B, S), real where a bool mask of that shape is True."""
+
+    def step(self, tokens: Tensor, state: State) -> Tensor:
+        """Logits (N, n, V) after each of n further tokens (N, n), which go into the state.
+
+        N is a multiple of B; the targets of one source follow each other.
+        """
+
+
+class Decoded(NamedTuple):
+    """What a search found, for B sources and the best W hypotheses of each.
+
+    Greedy search has no dimension W.
+    """
+
+    tokens: Tensor  # integers (B, W, max_length), with neither the first token nor, past the
+    # hypothesis, anything but the last: all further places hold ``eos_id``
+    lengths: Tensor  # integers (B, W), the ``eos_id`` counted where it came before max_length
+    scores: Tensor  # (B, W), log P, by beam search divided by the length penalty; best first
+
+
+@torch.no_grad()
+def greedy_search(
+    model: Model[State],
+    source: Tensor,
+    source_mask: Tensor | None = None,
+    *,
+    bos_id: int,
+    eos_id: int,
+    max_length: int,
+) -> Decoded:
+    """Take the likeliest token, again and again, until ``eos_id``.
+
+    Args:
+        model: in evaluation mode.
+        source: integers (B, S).
+        source_mask: bool (B, S), True where a token is real.
+        bos_id: the token that begins every target.
+        eos_id: the token that ends it.
+        max_length: the most tokens to give, the last included.
+
+    Raises:
+        ValueError: the model is in training mode, or ``max_length`` is below 1 or above the
+            model's, if that has a limit.
+    """
+    state = _start(model, source, source_mask, max_length)
+    B = source.shape[0]
+    tokens = source.new_full((B, max_length), eos_id)
+    lengths = source.new_zeros(B)
+    running = torch.ones(B, dtype=torch.bool, device=source.device)
+    last = source.new_full((B, 1), bos_id)
+    log_probs = None
+    for place in range(max_length):
+        best = _next_log_probs(model, last, state).max(-1)
+        values = best.values * running
+        log_probs = values if log_probs is None else log_probs + values
+        tokens[:, place] = best.indices.where(running, tokens[:, place])
+        lengths += running
+        running = running & (best.indices != eos_id)
+        if not running.any():
+            break
+        last = best.indices[:, None]
+    assert log_probs is not None
+    return Decoded(tokens, lengths, log_probs)
+
+
+@torch.no_grad()
+def beam_search(
+    model: Model[State],
+    source: Tensor,
+    source_mask: Tensor | None = None,
+    *,
+    bos_id: int,
+    eos_id: int,
+    max_length: int,
+    beam_width: int = 4,
+    length_penalty: float = 0.6,
+) -> Decoded:
+    """The likeliest targets that a search of limited width finds.
+
+    Each step extends every beam by every token. Of the W best extensions those that end become
+    hypotheses, and the W best that do not end go on as beams. A source is done when it has W
+    hypotheses; at ``max_length`` its beams are hypotheses too. With one beam this is greedy search.
+
+    Hypotheses are ranked by log P(Y | X) / lp(Y), lp(Y) = ((5 + |Y|) / 6)^α (Wu et al., "Google's
+    Neural Machine Translation System", 2016, eq. 14 without its coverage penalty), |Y| being the
+    length with ``eos_id``. Where there are fewer than W, the rest has length 0 and score −inf.
+
+    Args:
+        model, source, source_mask, bos_id, eos_id, max_length: as in :func:`greedy_search`.
+        beam_width: W.
+        length_penalty: α. 0 ranks by probability, which prefers short hypotheses.
+
+    Raises:
+        ValueError: as :func:`greedy_search`, or ``beam_width`` is below 1.
+    """
+    if beam_width < 1:
+        raise ValueError(f"beam_width: expected at least 1; got {beam_width}")
+    state = _start(model, source, source_mask, max_length)
+    B, W, device = source.shape[0], beam_width, source.device
+    batch = torch.arange(B, device=device)[:, None]
+    beams = source.new_empty((B, W, 0))
+    last = source.new_full((B * W, 1), bos_id)
+    # Only the first of the W beams, all alike at the beginning, may be extended.
+    first = torch.arange(W, device=device).expand(B, W) == 0
+    log_probs = torch.zeros(B, W, device=device).masked_fill(~first, -math.inf)
+    found = Decoded(
+        source.new_full((B, W, max_length), eos_id),
+        source.new_zeros((B, W)),
+        torch.full((B, W), -math.inf, device=device),
+    )
+    ended = source.new_zeros(B)
+    for length in range(1, max_length + 1):
+        penalty = ((5 + length) / 6) ** length_penalty
+        extended = log_probs[..., None] + _next_log_probs(model, last, state).unflatten(0, (B, W))
+        V = extended.shape[-1]
+        # At most W of them end, one for each beam, so that W do not.
+        totals, places = extended.flatten(1).topk(2 * W)
+        origins, words = places // V, places % V
+        candidates = torch.cat((beams[batch, origins], words[..., None]), dim=-1)
+        ends = words == eos_id
+        going = ended[:, None] < W
+
+        new = ends & going & (torch.arange(2 * W, device=device) < W) & totals.isfinite()
+        scores = (totals / penalty).masked_fill(~new, -math.inf)
+        found = _merge(found, candidates, scores, eos_id)
+        ended = ended + new.sum(1)
+        log_probs, kept = totals.masked_fill(ends, -math.inf).topk(W)
+        beams = candidates[batch, kept]
+        going = ended[:, None] < W
+        if length == max_length:
+            scores = (log_probs / penalty).masked_fill(~going, -math.inf)
+            found = _merge(found, beams, scores, eos_id)
+        elif not going.any():
+            break
+        else:
+            last = words.gather(1, kept).view(B * W, 1)
+            state.reorder((batch * W + origins.gather(1, kept)).flatten())
+    return found
+
+
+def _merge(found: Decoded, candidates: Tensor, scores: Tensor, eos_id: int) -> Decoded:
+    """The best W among those found and further ones (B, n, length); −inf scores are no finds."""
+    length, max_length = candidates.shape[-1], found.tokens.shape[-1]
+    best, kept = torch.cat((found.scores, scores), 1).topk(found.scores.shape[1])
+    candidates = F.pad(candidates, (0, max_length - length), value=eos_id)
+    batch = torch.arange(len(kept), device=kept.device)[:, None]
+    tokens = torch.cat((found.tokens, candidates), 1)[batch, kept]
+    lengths = torch.cat((found.lengths, scores.isfinite() * length), 1).gather(1, kept)
+    return Decoded(tokens, lengths, best)
+
+
+def _start(
+    model: Model[State], source: Tensor, source_mask: Tensor | None, max_length: int
+) -> State:
+    check_evaluating(model)
+    limit = model.max_target_length
+    if max_length < 1 or (limit is not None and max_length > limit):
+        wanted = "at least 1" if limit is None else f"from 1 to the model's {limit}"
+        raise ValueError(f"max_length: expected {wanted}; got {max_length}")
+    return model.start(source, source_mask)
+
+
+def check_evaluating(model: HasMode) -> None:
+    """Raise a ValueError where the model is in training mode."""
+    if model.training:
+        raise ValueError("model: expected one in evaluation mode, after model.eval()")
+
+
+def _next_log_probs(model: Model[State], last: Tensor, state: State) -> Tensor:
+    """log P (N, V) of what follows the newest tokens (N, 1), in float32 or wider."""
+    logits = model.step(last, state)[:, -1]
+    return logits.log_softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32))

@@ -1,0 +1,488 @@
+"""Recurrent encoder-decoders with attention, in plain ``torch.nn``: the eager baseline.
+
+An LSTM or a GRU reads the source, another writes the target, and between them is the global
+attention of Luong, Pham and Manning, "Effective Approaches to Attention-based Neural Machine
+Translation" (2015), cited as LUONG, or that of Bahdanau, Cho and Bengio, "Neural Machine
+Translation by Jointly Learning to Align and Translate" (2015), cited as BAHDANAU.
+
+The recurrent layers are torch's own. Attention that is a product of queries and keys goes through
+:class:`trifuse.models.transformer.SoftmaxAttention`, which :func:`trifuse.fuse` knows; targets are
+found by :mod:`trifuse.models.decoding`, and :func:`trifuse.models.transformer.token_loss` is what
+to train with.
+
+Boolean masks say True where a token is real. In the shapes below B is the batch, S the length of
+the source, T that of the target, H the hidden size, L the layers, V the target's vocabulary and N
+the targets being written, a multiple of B.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from trifuse.models.transformer import SoftmaxAttention, check_mask
+
+__all__ = [
+    "AdditiveAttention",
+    "Attention",
+    "DecodingState",
+    "DotAttention",
+    "MultiplicativeAttention",
+    "Seq2Seq",
+    "Seq2SeqConfig",
+]
+
+# Attention --------------------------------------------------------------------------------------
+
+
+class Attention(nn.Module):
+    """softmax(scores) values, over what is real of the source. What the scores are is a subclass's.
+
+    A source is attended to again and again while its target is written, so what depends on it alone
+    comes from :meth:`project`, once.
+    """
+
+    def project(self, memory: Tensor) -> Tensor:
+        """The keys (B, S, H) that queries are compared with, of the encoder's output (B, S, H)."""
+        return memory
+
+    def scores(self, query: Tensor, keys: Tensor) -> Tensor:
+        """(B, T, S), of queries (B, T, H) and keys from :meth:`project`."""
+        raise NotImplementedError
+
+    def forward(
+        self,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        mask: Tensor | None = None,
+        need_weights: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attend.
+
+        Args:
+            query: (B, T, H).
+            keys: (B, S, H), from :meth:`project`.
+            values: (B, S, H).
+            mask: bool (B, S), True where a token is real; at least one in each row.
+            need_weights: also return the weights.
+
+        Returns:
+            The contexts (B, T, H), and the weights (B, T, S) or None.
+        """
+        scores = self.scores(query, keys)
+        if mask is not None:
+            scores = scores.masked_fill(~mask[:, None], -math.inf)
+        weights = scores.softmax(-1)
+        return weights @ values, weights if need_weights else None
+
+
+class DotAttention(Attention):
+    """score(q, k) = q · k (LUONG eq. 8, "dot"), or with ``scaled`` q · k / √H.
+
+    The latter is that of Vaswani et al., "Attention Is All You Need" (2017), eq. 1.
+    """
+
+    def __init__(self, hidden_size: int, scaled: bool = False) -> None:
+        super().__init__()
+        self.scale = hidden_size**-0.5 if scaled else 1.0
+        self.attention = SoftmaxAttention()
+
+    def extra_repr(self) -> str:
+        return f"scale={self.scale:.4g}"
+
+    def scores(self, query: Tensor, keys: Tensor) -> Tensor:
+        return (query * self.scale) @ keys.transpose(-1, -2)
+
+    def forward(
+        self,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        mask: Tensor | None = None,
+        need_weights: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """As :meth:`Attention.forward`, which computes the weights; fused where none are needed.
+
+        Second derivatives are then those of ``F.scaled_dot_product_attention``, of whose kernels in
+        torch only ``SDPBackend.MATH`` has any.
+        """
+        if need_weights:
+            return super().forward(query, keys, values, mask, need_weights)
+        query = query * (self.scale * math.sqrt(query.shape[-1]))  # what the attention divides by
+        heads = (x[:, None] for x in (query, keys, values))
+        return self.attention(*heads, mask)[:, 0], None
+
+
+class MultiplicativeAttention(DotAttention):
+    """score(q, k) = qᵀ W k (LUONG eq. 8, "general"), W being applied to the keys, once a source."""
+
+    def __init__(self, hidden_size: int) -> None:
+        super().__init__(hidden_size)
+        self.key = nn.Linear(hidden_size, hidden_size, bias=False)
+
+    def project(self, memory: Tensor) -> Tensor:
+        return self.key(memory)
+
+
+class AdditiveAttention(Attention):
+    """score(q, k) = v · tanh(W q + U k) (BAHDANAU A.1.2), U being applied once a source.
+
+    The tanh of every query with every key is never held whole: see :func:`additive_scores`.
+    """
+
+    def __init__(self, hidden_size: int) -> None:
+        super().__init__()
+        self.query = nn.Linear(hidden_size, hidden_size, bias=False)
+        self.key = nn.Linear(hidden_size, hidden_size, bias=False)
+        self.score = nn.Linear(hidden_size, 1, bias=False)
+
+    def project(self, memory: Tensor) -> Tensor:
+        return self.key(memory)
+
+    def scores(self, query: Tensor, keys: Tensor) -> Tensor:
+        query = self.query(query)
+        return additive_scores(query, keys, self.score.weight[0].to(query.dtype))
+
+
+def additive_scores(query: Tensor, key: Tensor, vector: Tensor) -> Tensor:
+    """Σ_h vector[h] · tanh(query[b, i, h] + key[b, j, h]), (B, T, S).
+
+    The tanh is computed for a block of queries at a time, and in the backward again, so that beyond
+    its inputs nothing is kept and nothing needs more memory than one block, or than one query with
+    all its keys. A backward that is itself differentiated keeps all of it.
+
+    Args:
+        query: (B, T, H).
+        key: (B, S, H).
+        vector: (H,).
+    """
+    queries = max(1, _BLOCK // max(1, key.numel()))
+    return torch.cat(
+        [
+            checkpoint(_block, part, key, vector, use_reentrant=False, preserve_rng_state=False)
+            for part in query.split(queries, 1)
+        ],
+        1,
+    )
+
+
+_BLOCK = 1 << 18  # elements of a block's tanh: in fp32 a megabyte, which a core's cache may hold
+
+
+def _block(query: Tensor, key: Tensor, vector: Tensor) -> Tensor:
+    return (query[:, :, None] + key[:, None]).tanh() @ vector
+
+
+# The model --------------------------------------------------------------------------------------
+
+_CELLS: dict[str, type[nn.LSTM | nn.GRU]] = {"lstm": nn.LSTM, "gru": nn.GRU}
+
+_ATTENTIONS: dict[str, Callable[[int], Attention]] = {
+    "dot": DotAttention,
+    "scaled_dot": functools.partial(DotAttention, scaled=True),
+    "additive": AdditiveAttention,
+    "multiplicative": MultiplicativeAttention,
+}
+
+
+@dataclass
+class Seq2SeqConfig:
+    """The sizes and choices of a :class:`Seq2Seq`; the default sizes are LUONG's.
+
+    Attributes:
+        source_vocab_size, target_vocab_size: how many tokens there are.
+        embedding_dim: of both embeddings.
+        hidden_size: H, of encoder and decoder. In a bidirectional encoder each direction has half,
+            so that its output is as wide as the decoder's.
+        num_layers: L, of each.
+        dropout: of the embeddings, between layers, and of what the output projection reads.
+        cell: "lstm" or "gru".
+        bidirectional: read the source in both directions. The decoder then begins with what a
+            learnt projection makes of their final states; otherwise with the final state itself.
+        attention: "dot", "scaled_dot", "additive" or "multiplicative".
+        input_feeding: the decoder also reads its last attentional vector (LUONG 3.3). Training then
+            goes step by step.
+        share_embedding: one embedding for source and target.
+        tie_output: the output projection is the target's embedding (Press and Wolf, "Using the
+            Output Embedding to Improve Language Models", 2017).
+
+    Raises:
+        ValueError: ``cell`` or ``attention`` is none of these, ``hidden_size`` is odd with
+            ``bidirectional``, or sizes that must be the same to share weights are not.
+    """
+
+    source_vocab_size: int = 50_000
+    target_vocab_size: int = 50_000
+    embedding_dim: int = 1000
+    hidden_size: int = 1000
+    num_layers: int = 4
+    dropout: float = 0.2
+    cell: str = "lstm"
+    bidirectional: bool = False
+    attention: str = "multiplicative"
+    input_feeding: bool = False
+    share_embedding: bool = False
+    tie_output: bool = False
+
+    def __post_init__(self) -> None:
+        for name, known in (("cell", _CELLS), ("attention", _ATTENTIONS)):
+            if getattr(self, name) not in known:
+                got = getattr(self, name)
+                raise ValueError(f"{name}: expected one of {', '.join(known)}; got {got!r}")
+        if self.bidirectional and self.hidden_size % 2:
+            raise ValueError(
+                f"hidden_size: expected an even number with bidirectional; got {self.hidden_size}"
+            )
+        for asked, one, other in (
+            ("share_embedding", "source_vocab_size", "target_vocab_size"),
+            ("tie_output", "embedding_dim", "hidden_size"),
+        ):
+            sizes = getattr(self, one), getattr(self, other)
+            if getattr(self, asked) and sizes[0] != sizes[1]:
+                raise ValueError(f"{one}: expected {other}={sizes[1]} with {asked}; got {sizes[0]}")
+
+
+@dataclass
+class DecodingState:
+    """What :meth:`Seq2Seq.step` goes on from. All targets of a source share its memory."""
+
+    hidden: tuple[Tensor, ...]  # h, and of an LSTM c, (L, N, H)
+    vector: Tensor  # (N, 1, H), the newest attentional vector
+    keys: Tensor  # (B, S, H)
+    values: Tensor  # (B, S, H)
+    mask: Tensor | None  # bool (B, S)
+
+    def reorder(self, rows: Tensor) -> None:
+        """Keep the targets with these indices, each still of the source that it was of."""
+        self.hidden = tuple(x.index_select(1, rows) for x in self.hidden)
+        self.vector = self.vector.index_select(0, rows)
+
+
+class Bridge(nn.Module):
+    """From the final states of both directions to the first of the decoder: for each layer its own
+    tanh(W [→; ←] + b).
+
+    A cell's state has no bounds, so an LSTM's c is made without the tanh. BAHDANAU A.2.2 reads the
+    backward direction alone.
+    """
+
+    def __init__(self, hidden_size: int, num_layers: int, has_cell_state: bool) -> None:
+        super().__init__()
+
+        def projections() -> nn.ModuleList:
+            return nn.ModuleList(nn.Linear(hidden_size, hidden_size) for _ in range(num_layers))
+
+        self.hidden = projections()
+        self.cell = projections() if has_cell_state else None
+
+    def forward(self, final: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """(L, B, H) from (2 L, B, H / 2), as torch's layers return them; h, and of an LSTM c."""
+        joined = [x.unflatten(0, (-1, 2)).transpose(1, 2).flatten(2) for x in final]
+        first = [_each(self.hidden, joined[0]).tanh()]
+        if self.cell is not None:
+            first.append(_each(self.cell, joined[1]))
+        return tuple(first)
+
+
+def _each(projections: nn.ModuleList, layers: Tensor) -> Tensor:
+    return torch.stack([project(x) for project, x in zip(projections, layers, strict=True)])
+
+
+class Seq2Seq(nn.Module):
+    """An encoder, attention, and a decoder whose states read a context of the source.
+
+    What is projected to logits is LUONG's attentional vector, tanh(W [context; state]) (eq. 5).
+
+    Embeddings begin normal with variance 1 / embedding_dim and are multiplied by √embedding_dim on
+    their way in, so that inputs begin with variance 1 whether or not the output is tied to them.
+    Recurrent matrices begin orthogonal, gate by gate (Saxe, McClelland and Ganguli, "Exact
+    solutions to the nonlinear dynamics of learning in deep linear neural networks", 2014), other
+    matrices Xavier uniform, each gate as one, and biases 0, but 1 for an LSTM's forget gate
+    (Jozefowicz, Zaremba and Sutskever, "An Empirical Exploration of Recurrent Network
+    Architectures", 2015).
+
+    Args:
+        config: the sizes and choices.
+    """
+
+    max_target_length: int | None = None  # for the searches: any length will do
+
+    def __init__(self, config: Seq2SeqConfig) -> None:
+        super().__init__()
+        self.config = config
+        E, H, L = config.embedding_dim, config.hidden_size, config.num_layers
+        directions = 2 if config.bidirectional else 1
+        between = config.dropout if L > 1 else 0.0  # torch warns about one that does nothing
+        layers: dict[str, Any] = {"num_layers": L, "batch_first": True, "dropout": between}
+        cell = _CELLS[config.cell]
+
+        self.source_embedding = nn.Embedding(config.source_vocab_size, E)
+        self.target_embedding = nn.Embedding(config.target_vocab_size, E)
+        if config.share_embedding:
+            self.target_embedding = self.source_embedding
+        self.dropout = nn.Dropout(config.dropout)
+        self.encoder = cell(E, H // directions, bidirectional=config.bidirectional, **layers)
+        self.bridge = Bridge(H, L, config.cell == "lstm") if config.bidirectional else None
+        self.decoder = cell(E + H if config.input_feeding else E, H, **layers)
+        self.attention = _ATTENTIONS[config.attention](H)
+        self.combine = nn.Linear(2 * H, H, bias=False)
+        self.output = nn.Linear(H, config.target_vocab_size, bias=False)
+        if config.tie_output:
+            self.output.weight = self.target_embedding.weight
+        self._initialise()
+
+    @torch.no_grad()
+    def _initialise(self) -> None:
+        gates = 4 if self.config.cell == "lstm" else 3
+        for name, parameter in self.named_parameters():
+            if "embedding" in name:
+                parameter.normal_(0.0, self.config.embedding_dim**-0.5)
+            elif "weight_hh" in name or "weight_ih" in name:
+                fill = nn.init.orthogonal_ if "hh" in name else nn.init.xavier_uniform_
+                for gate in parameter.chunk(gates):
+                    fill(gate)
+            elif parameter.dim() == 2:
+                nn.init.xavier_uniform_(parameter)
+            else:
+                parameter.zero_()
+                if "bias_ih" in name and self.config.cell == "lstm":
+                    parameter.chunk(gates)[1].fill_(1.0)
+
+    def forward(self, source: Tensor, target: Tensor, source_mask: Tensor | None = None) -> Tensor:
+        """Logits (B, T, V) for the token that follows each position of the target.
+
+        Args:
+            source: integers (B, S).
+            target: integers (B, T), beginning with the token that begins every target. Padding at
+                the end changes nothing before it.
+            source_mask: bool (B, S), True where a token is real: those at the beginning, at least
+                one in each row. No other changes anything.
+
+        Raises:
+            ValueError: source or target has no position, or the mask isn't one of those above.
+        """
+        return self.output(self._decode(target, self.start(source, source_mask))[0])
+
+    def align(self, source: Tensor, target: Tensor, source_mask: Tensor | None = None) -> Tensor:
+        """How much each position of the target attends to each of the source, (B, T, S).
+
+        Arguments and errors as in :meth:`forward`.
+        """
+        weights = self._decode(target, self.start(source, source_mask), need_weights=True)[1]
+        assert weights is not None
+        return weights
+
+    def start(self, source: Tensor, source_mask: Tensor | None = None) -> DecodingState:
+        """Read a source, and compute the attention's keys. Errors as in :meth:`forward`."""
+        _check_length("source", source)
+        lengths = None
+        if source_mask is not None:
+            lengths = _lengths(source, source_mask)
+            if lengths.min() == source.shape[1]:  # no padding, of which packing is the price
+                lengths = source_mask = None
+        memory, hidden = self._encode(source, lengths)
+        vector = memory.new_zeros(len(memory), 1, memory.shape[-1])
+        return DecodingState(hidden, vector, self.attention.project(memory), memory, source_mask)
+
+    def step(self, tokens: Tensor, state: DecodingState) -> Tensor:
+        """Logits (N, n, V) after each of n further tokens.
+
+        Args:
+            tokens: integers (N, n). N is a multiple of the targets in ``state``; those of one
+                source follow each other.
+            state: from :meth:`start`; it is changed to go on after the tokens.
+        """
+        begun = len(state.vector)
+        if len(tokens) != begun:
+            rows = torch.arange(begun, device=tokens.device)
+            state.reorder(rows.repeat_interleave(len(tokens) // begun))
+        return self.output(self._decode(tokens, state)[0])
+
+    def _encode(self, source: Tensor, lengths: Tensor | None) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """The memory (B, S, H), 0 where it is padded, and the decoder's first hidden state."""
+        x = self._embed(self.source_embedding, source)
+        if lengths is None:
+            memory, final = self.encoder(x)
+        else:
+            # The recurrence ends, or backwards begins, at each row's own last token.
+            packed = nn.utils.rnn.pack_padded_sequence(
+                x, lengths.cpu(), batch_first=True, enforce_sorted=False
+            )
+            packed, final = self.encoder(packed)
+            memory, _ = nn.utils.rnn.pad_packed_sequence(
+                packed, batch_first=True, total_length=source.shape[1]
+            )
+        hidden = final if isinstance(final, tuple) else (final,)
+        return memory, hidden if self.bridge is None else self.bridge(hidden)
+
+    def _decode(
+        self, tokens: Tensor, state: DecodingState, need_weights: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attentional vectors (N, n, H) of further tokens; weights (B, N / B · n, S) or None."""
+        _check_length("target", tokens)
+        x = self._embed(self.target_embedding, tokens)
+        if not self.config.input_feeding:
+            return self._advance(x, state, need_weights)
+        vectors, weights = [], []
+        for embedded in x.split(1, 1):
+            fed = torch.cat((embedded, state.vector), -1)
+            vector, weight = self._advance(fed, state, need_weights)
+            vectors.append(vector)
+            if weight is not None:
+                weights.append(weight)
+        return torch.cat(vectors, 1), torch.cat(weights, 1) if weights else None
+
+    def _advance(
+        self, x: Tensor, state: DecodingState, need_weights: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """Run the decoder's layers over (N, n, ·) at once, and attend from all that they give."""
+        if self.config.cell == "lstm":
+            out, state.hidden = self.decoder(x, state.hidden)
+        else:
+            out, hidden = self.decoder(x, state.hidden[0])
+            state.hidden = (hidden,)
+        # All targets of one source have the same keys: they are so many more queries.
+        queries = out.reshape(len(state.values), -1, out.shape[-1])
+        context, weights = self.attention(
+            queries, state.keys, state.values, state.mask, need_weights
+        )
+        vectors = self.combine(torch.cat((context.view_as(out), out), -1)).tanh()
+        vectors = self.dropout(vectors)
+        state.vector = vectors[:, -1:]
+        return vectors, weights
+
+    def _embed(self, embedding: nn.Embedding, tokens: Tensor) -> Tensor:
+        return self.dropout(embedding(tokens) * math.sqrt(self.config.embedding_dim))
+
+
+def _check_length(name: str, tokens: Tensor) -> None:
+    if tokens.dim() != 2 or tokens.shape[1] == 0:
+        raise ValueError(
+            f"{name}: expected integers (batch, length), at least one in each row; "
+            f"got shape {tuple(tokens.shape)}"
+        )
+
+
+def _lengths(source: Tensor, mask: Tensor) -> Tensor:
+    """How many tokens of each row are real, (B,)."""
+    check_mask("source_mask", mask, source)
+    lengths = mask.sum(1)
+    for wanted, wrong in (
+        ("at least one real token in each row", lengths == 0),
+        (
+            "each row's real tokens before its padding",
+            mask[:, 1:].logical_and(~mask[:, :-1]).any(1),
+        ),
+    ):
+        if wrong.any():
+            row = int(wrong.nonzero()[0])
+            raise ValueError(f"source_mask: expected {wanted}; not so in row {row}")
+    return lengths
