@@ -10,6 +10,8 @@ from trifuse.fuse import FuseReport, fuse
 from trifuse.ops._checks import ArgumentError
 from trifuse.ops.attention import scaled_dot_product_attention, varlen_attention
 from trifuse.ops.dropout_add_layer_norm import dropout_add_layer_norm
+from trifuse.ops.gru import gru, gru_cell
+from trifuse.ops.lstm import lstm, lstm_cell
 
 __all__ = [
     "ArgumentError",
@@ -19,6 +21,10 @@ __all__ = [
     "dropout_add_layer_norm",
     "explain",
     "fuse",
+    "gru",
+    "gru_cell",
+    "lstm",
+    "lstm_cell",
     "nn",
     "scaled_dot_product_attention",
     "varlen_attention",

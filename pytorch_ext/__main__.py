@@ -22,6 +22,8 @@ from trifuse import __version__, backends
 CALLS = (
     backends.Call("attention", "cpu", torch.float32, head_dim=64),
     backends.Call("dropout_add_layer_norm", "cpu", torch.float32),
+    backends.Call("lstm", "cpu", torch.float32),
+    backends.Call("gru", "cpu", torch.float32),
 )
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from trifuse import backends
-from trifuse.ops import attention, dropout_add_layer_norm
+from trifuse.ops import attention, dropout_add_layer_norm, gru, lstm
 
 # Each operator's preparation takes the operator's own arguments, less those that only shape its
 # results, and ends by choosing a backend.
@@ -15,6 +15,10 @@ _PREPARE: dict[Callable[..., Any], Callable[..., Any]] = {
     attention.scaled_dot_product_attention: attention._prepare,
     attention.varlen_attention: attention._prepare_varlen,
     dropout_add_layer_norm.dropout_add_layer_norm: dropout_add_layer_norm._prepare,
+    lstm.lstm: lstm._prepare,
+    lstm.lstm_cell: lstm._prepare_cell,
+    gru.gru: gru._prepare,
+    gru.gru_cell: gru._prepare_cell,
 }
 
 

@@ -19,8 +19,8 @@ import torch
 from torch import nn as torch_nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
-from trifuse import nn
-from trifuse.models import bert, transformer
+from trifuse import backends, nn
+from trifuse.models import bert, elmo, transformer
 from trifuse.ops import linear
 
 
@@ -93,6 +93,8 @@ def fuse(model: torch_nn.Module, unpad: bool = False) -> FuseReport:
 
     ``torch.nn.Linear`` on a CPU is multiplied by our product where that is the faster one, which is
     measured once per process and dtype, in about 0.3 s: see :mod:`trifuse.ops.linear`.
+    ``torch.nn.LSTM``, ``GRU`` and their cells run fused on a CPU where the extension is built, and
+    are no instances of torch's classes while they do: see :mod:`trifuse.nn.lstm`.
     ``torch.nn.Dropout`` on a CPU draws by trifuse's generator, which is not torch's: the same seed
     drops other elements.
 
@@ -155,6 +157,9 @@ def _swaps(unpad: bool, report: FuseReport) -> dict[type, _Swap]:
         transformer.SoftmaxAttention: nn.SoftmaxAttention,
         bert.BertIntermediate: nn.BertIntermediate,
         bert.BertSelfOutput: nn.BertSelfOutput,
+        elmo.CharacterEncoder: nn.CharacterEncoder,
+        elmo.Highway: nn.Highway,
+        elmo.ProjectedLSTM: nn.ProjectedLSTM,
     }
     if unpad:
         classes |= {bert.BertModel: nn.BertModel, bert.BertEncoder: nn.BertEncoder}
@@ -164,6 +169,10 @@ def _swaps(unpad: bool, report: FuseReport) -> dict[type, _Swap]:
         torch_nn.TransformerDecoder: functools.partial(_swap_transformer_decoder, unpad=unpad),
         torch_nn.Dropout: _swap_dropout,
         torch_nn.Linear: functools.partial(_swap_linear, report=report),
+        torch_nn.LSTM: functools.partial(_swap_recurrent, target=nn.LSTM, operator="lstm"),
+        torch_nn.LSTMCell: functools.partial(_swap_recurrent, target=nn.LSTMCell, operator="lstm"),
+        torch_nn.GRU: functools.partial(_swap_recurrent, target=nn.GRU, operator="gru"),
+        torch_nn.GRUCell: functools.partial(_swap_recurrent, target=nn.GRUCell, operator="gru"),
     }
     if "transformers" in sys.modules:  # else no module of the model can be one of its
         from transformers import PreTrainedModel
@@ -284,6 +293,24 @@ def _swap_dropout(module: torch_nn.Dropout) -> _Change | None:
     if module.p == 0 or type(module) is not torch_nn.Dropout:
         return None
     return _retype(module, torch_nn.Dropout, nn.Dropout)
+
+
+def _swap_recurrent(
+    module: torch_nn.Module, target: type[torch_nn.Module], operator: str
+) -> _Change | None:
+    (source,) = (cls for cls in _RECURRENT if isinstance(module, cls))
+    weight = next(module.parameters(), None)
+    if weight is not None and not isinstance(module, target):
+        if weight.device.type == "cuda":
+            raise _CannotSwap("on a GPU, where torch has cuDNN's kernels for it")
+        call = backends.Call(operator, weight.device.type, weight.dtype)
+        choice = backends.choose(call)
+        if choice.backend == "eager" and choice.refused:  # and not because it was asked for
+            raise _CannotSwap("no fused kernel serves it here")
+    return _retype(module, source, target)
+
+
+_RECURRENT = (torch_nn.LSTM, torch_nn.LSTMCell, torch_nn.GRU, torch_nn.GRUCell)
 
 
 def _swap_transformers_attention(model: Any) -> _Change | None:

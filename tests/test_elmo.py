@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import trifuse
 from trifuse.models.elmo import (
     BiLM,
     BiLMForPreTraining,
@@ -1097,3 +1098,59 @@ def test_token_ids_are_checked():
     model = BiLMForPreTraining(ElmoConfig(**TINY), 12, 0, 1)
     with pytest.raises(ValueError, match=r"token_ids: expected \(3, 6\); got \(3, 5\)"):
         model(char_ids(), torch.ones(3, 5, dtype=torch.long))
+
+
+# Fused ------------------------------------------------------------------------------------------
+
+
+def test_published_vectors_fused(published):
+    assert furthest(published, CarriedState(), trifuse.fuse) <= 1
+
+
+@pytest.mark.parametrize("skip", [False, True])
+def test_fused_computes_the_same(skip):
+    """Layers, carried state and every gradient, over batches of fewer rows and repeated words."""
+    eager = tiny(use_skip_connections=skip)
+    fused = copy.deepcopy(eager)
+    report = trifuse.fuse(fused)
+    after = {swap.path: swap.after for swap in report.swapped}
+    assert after["characters"] == "trifuse.nn.CharacterEncoder"
+    assert after["characters.highways.0"] == "trifuse.nn.Highway"
+    assert after["backward_layers.1"] == "trifuse.nn.ProjectedLSTM"
+    outputs = []
+    for model in (eager, fused):
+        state = CarriedState()
+        layers = [model(char_ids(part), state).layers for part in (SENTENCES, SENTENCES[1:])]
+        sum(x.pow(3).sum() for x in layers).backward()
+        outputs.append(layers)
+    for got, wanted in zip(*reversed(outputs), strict=True):
+        assert_close(got, wanted)
+    for got, wanted in zip(fused.parameters(), eager.parameters(), strict=True):
+        assert_close(got.grad, wanted.grad)
+    report.revert()
+    assert type(fused.backward_layers[1]) is ProjectedLSTM
+    assert torch.equal(fused(char_ids()).layers, eager(char_ids()).layers)
+
+
+def test_fused_reads_each_word_once():
+    model = tiny()
+    trifuse.fuse(model)
+    wanted = model.characters(char_ids())
+    seen = []
+    hook = model.characters.embedding.register_forward_hook(lambda *args: seen.append(args[1][0]))
+    assert_close(model.characters(char_ids()), wanted)
+    assert len(seen[0]) == 18  # a module that is watched sees what it would see unfused
+    hook.remove()
+    for ids in (char_ids()[:, :0], char_ids()[:0]):
+        assert model.characters(ids).shape == (*ids.shape[:2], 4)
+
+
+def test_fused_loss():
+    torch.manual_seed(0)
+    eager = awake(BiLMForPreTraining(ElmoConfig(**TINY), 11, 9, 10)).train()
+    fused = copy.deepcopy(eager)
+    trifuse.fuse(fused)
+    targets = torch.randint(11, (3, 6))
+    losses = [model(char_ids(), targets) for model in (eager, fused)]
+    for got, wanted in zip(*reversed(losses), strict=True):
+        assert_close(got, wanted)

@@ -208,7 +208,7 @@ def test_nan_stays_where_it_is():
 
 
 def test_activations_far_out():
-    """Where their parts overflow or vanish, and in GELU's lower tail, where torch's formula is 0."""
+    """Where parts overflow or vanish, and in GELU's lower tail, where torch's formula is 0."""
     values = torch.tensor([0.0, -0.0, 1e-30, 5.0, -5.0, 12.0, -12.0, 80.0, -80.0, 1e20, -1e20])
     for activation, function in ops.ACTIVATIONS.items():
         out = torch.ops.trifuse.linear(torch.zeros(1, 1), torch.zeros(11, 1), values, activation)

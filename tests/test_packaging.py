@@ -167,14 +167,18 @@ def test_unknown_backend_is_refused() -> None:
 def test_report_agrees_with_explain() -> None:
     rows, reasons = report.service()
     assert rows
-    assert {row[0] for row in rows} == {"attention", "dropout_add_layer_norm"}
+    assert {row[0] for row in rows} == {"attention", "dropout_add_layer_norm", "lstm", "gru"}
     for operator, device, dtype, chosen, *answers in rows:
         qkv = torch.empty(3, 1, 2, 4, 64, device=device, dtype=getattr(torch, dtype))
         with trifuse.backend("auto"):
             if operator == "attention":
                 choice = trifuse.explain(trifuse.scaled_dot_product_attention, *qkv)
-            else:
+            elif operator == "dropout_add_layer_norm":
                 choice = trifuse.explain(trifuse.dropout_add_layer_norm, *qkv[:2])
+            else:
+                weight = qkv.new_empty((4 if operator == "lstm" else 3) * 64, 64)
+                recurrent = getattr(trifuse, operator)
+                choice = trifuse.explain(recurrent, qkv[0, 0], None, weight, weight)
         assert choice.backend == chosen
         assert answers[backends.ORDER.index(chosen)] == "yes"
         for backend, answer in zip(backends.ORDER, answers, strict=True):

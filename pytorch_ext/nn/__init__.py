@@ -6,7 +6,10 @@ from trifuse.nn.attention import MultiheadAttention, SoftmaxAttention
 from trifuse.nn.bert import BertEncoder, BertIntermediate, BertModel, BertSelfOutput
 from trifuse.nn.dropout import Dropout
 from trifuse.nn.dropout_add_layer_norm import DropoutAddLayerNorm
+from trifuse.nn.elmo import CharacterEncoder, Highway, ProjectedLSTM
+from trifuse.nn.gru import GRU, GRUCell
 from trifuse.nn.linear import Linear
+from trifuse.nn.lstm import LSTM, LSTMCell
 from trifuse.nn.transformer import (
     TransformerDecoder,
     TransformerDecoderLayer,
@@ -15,14 +18,21 @@ from trifuse.nn.transformer import (
 )
 
 __all__ = [
+    "GRU",
+    "LSTM",
     "BertEncoder",
     "BertIntermediate",
     "BertModel",
     "BertSelfOutput",
+    "CharacterEncoder",
     "Dropout",
     "DropoutAddLayerNorm",
+    "GRUCell",
+    "Highway",
+    "LSTMCell",
     "Linear",
     "MultiheadAttention",
+    "ProjectedLSTM",
     "SoftmaxAttention",
     "TransformerDecoder",
     "TransformerDecoderLayer",

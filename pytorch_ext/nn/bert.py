@@ -11,6 +11,7 @@ from trifuse.nn.attention import SoftmaxAttention
 from trifuse.nn.dropout_add_layer_norm import add_norm
 from trifuse.nn.linear import is_watched, linear_activation
 from trifuse.nn.packing import PackedSequences
+from trifuse.ops.linear import Activation
 
 
 class BertModel(bert.BertModel):
@@ -79,7 +80,7 @@ class BertIntermediate(bert.BertIntermediate):
         """As :meth:`trifuse.models.bert.BertIntermediate.forward`."""
         activation = self.intermediate_act_fn
         if isinstance(activation, nn.GELU) and not is_watched(activation):
-            name = "gelu" if activation.approximate == "none" else "gelu_tanh"
+            name: Activation = "gelu" if activation.approximate == "none" else "gelu_tanh"
             return linear_activation(self.dense, hidden_states, name)
         return super().forward(hidden_states)
 

@@ -53,12 +53,27 @@ def probability(argument: str, value: Any) -> float:
     return value
 
 
-def integers(argument: str, value: Any, shape: str, count: int | None, like: Tensor) -> Tensor:
+def beside(argument: str, value: Any, name: str, like: Tensor) -> Tensor:
+    """A tensor on the device and in the dtype of ``like``, or beside 16 bits in float32."""
+    value = tensor(argument, value)
+    if value.dtype != like.dtype and not (
+        value.dtype == torch.float32 and like.dtype.itemsize == 2
+    ):
+        expected = f"{like.dtype}, as {name}"
+        expected += ", or torch.float32" if like.dtype.itemsize == 2 else ""
+        raise TypeError(f"{argument}: expected {expected}; got {value.dtype}")
+    same_device(argument, value, name, like)
+    return value
+
+
+def integers(
+    argument: str, value: Any, shape: str, count: int | None, like: Tensor, name: str = "query"
+) -> Tensor:
     """A 1-D tensor of integers beside ``like``; ``shape`` says what its length means."""
     value = tensor(argument, value)
     if value.dtype not in INTEGER:
         raise TypeError(f"{argument}: expected int32 or int64; got {value.dtype}")
     if value.dim() != 1 or (count is not None and value.shape[0] != count):
         raise fail(argument, f"shape {shape}", tuple(value.shape))
-    same_device(argument, value, "query", like)
+    same_device(argument, value, name, like)
     return value

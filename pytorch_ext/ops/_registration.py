@@ -48,12 +48,16 @@ def define(
 def one_by_one(op: Any, info: Any, in_dims: Any, args: tuple[Any, ...]) -> Any:
     """A batching rule that calls the op for each sample: for calls that can't be made into one."""
 
-    def sample(i: int) -> list[Any]:
-        pairs = zip(args, in_dims, strict=True)
-        # Beside a list of options stands a list of dimensions.
-        return [x.select(d, i) if isinstance(d, int) else x for x, d in pairs]
+    def sample(x: Any, dim: Any, i: int) -> Any:
+        if isinstance(dim, (list, tuple)):  # beside a list stands a list of dimensions
+            return [sample(*pair, i) for pair in zip(x, dim, strict=True)]
+        return x.select(dim, i) if isinstance(dim, int) else x
 
-    results = zip(*(op(*sample(i)) for i in range(info.batch_size)), strict=True)
+    calls = (
+        [sample(*pair, i) for pair in zip(args, in_dims, strict=True)]
+        for i in range(info.batch_size)
+    )
+    results = zip(*(op(*call) for call in calls), strict=True)
     stacked = tuple(torch.stack(r) for r in results)
     return stacked, (0,) * len(stacked)
 

@@ -123,7 +123,7 @@ def _prepare(
         raise fail("x", "at least 1 dimension", "a scalar")
     sum_dtype = dtype
     if residual is not None:
-        residual = _beside("residual", residual, x)
+        residual = _checks.beside("residual", residual, "x", x)
         if residual.shape != x.shape:
             residual = _expand(residual, x)
         sum_dtype = residual.dtype
@@ -147,17 +147,8 @@ def _prepare(
     )  # fmt: skip
 
 
-def _beside(argument: str, value: Any, x: Tensor) -> Tensor:
-    value = _checks.tensor(argument, value)
-    if value.dtype != x.dtype and not (value.dtype == torch.float32 and x.dtype.itemsize == 2):
-        expected = f"{x.dtype}, as x" + (", or torch.float32" if x.dtype.itemsize == 2 else "")
-        raise TypeError(f"{argument}: expected {expected}; got {value.dtype}")
-    _checks.same_device(argument, value, "x", x)
-    return value
-
-
 def _vector(argument: str, value: Any, x: Tensor, features: torch.Size) -> Tensor:
-    value = _beside(argument, value, x)
+    value = _checks.beside(argument, value, "x", x)
     if value.shape != features:
         raise fail(
             argument, f"shape {tuple(features)}, the last dimension of x", tuple(value.shape)

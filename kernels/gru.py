@@ -1,0 +1,500 @@
+"""The GRU over a whole sequence, one layer in one or two directions, forward and backward, in
+Triton.
+
+The formulas are those at the head of ``trifuse/reference/gru.py``; how they are spread over
+launches is said at the head of ``trifuse/kernels/recurrent.py``.
+
+What is multiplied by W_ih and by W_hh differs in the last gate only: n there, k here. So the
+backward keeps the four gradients n, r, z, k side by side, of which the first three are one matrix
+and the last three the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from trifuse.kernels.attention import _dot
+from trifuse.kernels.dropout_add_layer_norm import _round
+from trifuse.kernels.recurrent import (
+    Config,
+    Sequences,
+    fits_one_launch,
+    load,
+    load_weights,
+    longest_row,
+    make_step,
+    make_tile,
+    of_saved,
+    of_state,
+    of_token,
+    prepare,
+    sequence_config,
+    sigmoid,
+    stack,
+    step_config,
+    store,
+    tanh,
+)
+from trifuse.reference.gru import SLOTS, Parameters
+from trifuse.reference.lstm import masked
+
+# What kernels are given --------------------------------------------------------------------------
+
+
+class Inputs(NamedTuple):
+    """What both passes read."""
+
+    lengths: Tensor | None  # (B,) int64
+    bias: Tensor | None  # (D, 4, H): of n, r, z and k, float32, or float64 for float64
+
+
+class Variant(NamedTuple):
+    """What a kernel is compiled for, besides which tensors there are."""
+
+    H: int
+    D: int  # directions
+    reverse: int  # bit d: direction d reads rows from their ends
+
+
+class Gates(NamedTuple):
+    """Something of n, r, z and k, in the order in which they lie in memory."""
+
+    n: Any
+    r: Any
+    z: Any
+    k: Any
+
+
+# Parts of a step ---------------------------------------------------------------------------------
+
+
+@triton.jit
+def _load_gates(pointers, inside, H: tl.constexpr, dtype: tl.constexpr):
+    return Gates(
+        load(pointers, inside, dtype),
+        load(pointers + H, inside, dtype),
+        load(pointers + 2 * H, inside, dtype),
+        load(pointers + 3 * H, inside, dtype),
+    )
+
+
+@triton.jit
+def _store_gates(pointers, gates, inside, H: tl.constexpr):
+    store(pointers, gates.n, inside)
+    store(pointers + H, gates.r, inside)
+    store(pointers + 2 * H, gates.z, inside)
+    store(pointers + 3 * H, gates.k, inside)
+
+
+@triton.jit
+def _forward(v, h, products, out, gates, inputs, tile, at, variant: tl.constexpr):
+    """The next h, in its dtype. ``products`` is what came from x, v what came from h: of n nothing.
+
+    Writes the output and, if they are kept, the gates.
+    """
+    H: tl.constexpr = variant.H
+    dtype: tl.constexpr = v.k.dtype
+    inside = at.runs & (tile.column < H)
+    products += of_token(tile, at.t, variant.D, 3 * H)
+    a_n = load(products + 2 * H, inside, dtype)
+    a_r = load(products, inside, dtype) + v.r
+    a_z = load(products + H, inside, dtype) + v.z
+    k = v.k
+    if inputs.bias is not None:
+        pointers = inputs.bias + tile.d * (4 * H) + tile.column
+        bias = _load_gates(pointers, tile.column < H, H, dtype)
+        a_n += bias.n
+        a_r += bias.r
+        a_z += bias.z
+        k += bias.k
+    r = sigmoid(a_r)
+    z = sigmoid(a_z)
+    n = tanh(a_n + r * k)
+    # Stored before they are used: Triton 3.6 makes invalid code of it the other way round.
+    if gates is not None:
+        _store_gates(gates + of_saved(tile, at.t, 4 * H), Gates(n, r, z, k), inside, H)
+    new = (1.0 - z) * n + z * h.to(dtype)
+    h = tl.where(at.runs, _round(new, h.dtype), h)
+    y = tl.where(at.runs, h, 0.0).to(h.dtype)
+    tl.store(out + of_token(tile, at.t, variant.D, H), y, tile.exists & (tile.column < H))
+    return h
+
+
+@triton.jit
+def _backward(
+    dh, through, grad_out, gates, h0, out, grads, inputs, tile, at, variant: tl.constexpr
+):
+    """The gradients of n, r, z and k, which it writes, and that of h_{t-1} but for what goes
+    through the product.
+
+    ``through`` is what came through that of the next step: 0 for a row that doesn't have it. The
+    gradient of a row that doesn't run waits in dh, and those of its gates are 0.
+    """
+    H: tl.constexpr = variant.H
+    dtype: tl.constexpr = dh.dtype
+    inside = at.runs & (tile.column < H)
+    g = _load_gates(gates + of_saved(tile, at.t, 4 * H), inside, H, dtype)
+    h = load(h0 + of_state(tile, H), inside & ~at.begun, dtype)
+    h += load(out + of_token(tile, at.before, variant.D, H), inside & at.begun, dtype)
+    total = dh + through
+    total += load(grad_out + of_token(tile, at.t, variant.D, H), inside, dtype)
+    total = tl.where(at.runs, total, 0.0)
+    dn = total * (1.0 - g.z) * (1.0 - g.n * g.n)
+    dz = total * (h - g.n) * g.z * (1.0 - g.z)
+    dr = dn * g.k * g.r * (1.0 - g.r)
+    d = Gates(dn, dr, dz, dn * g.r)
+    written = tile.exists & (tile.column < H)
+    _store_gates(grads + of_token(tile, at.t, variant.D, 4 * H), d, written, H)
+    return d, tl.where(at.runs, total * g.z, dh)
+
+
+# Forward -----------------------------------------------------------------------------------------
+
+
+@triton.jit(do_not_specialize=["step", "T", "B"])
+def gru_forward_step_kernel(
+    step,
+    from_hidden,  # (D, B, 3, H): W_hh h
+    products,  # (T, B, D, 3, H): W_ih x
+    state,  # (D, B, H): h
+    out,  # (T, B, D, H)
+    gates,  # (D, T, B, 4, H) or None
+    inputs,
+    T,
+    B,
+    variant: tl.constexpr,
+    block: tl.constexpr,
+):
+    """A step but for the product.
+
+    A program owns block.rows rows and block.columns units of one direction. It reads what came from
+    x and from h to each of their gates, and h; it writes h, the output, and the gates if kept.
+
+    Floor: 7 numbers a unit read, 2 written and 4 kept, in the dtype of the input. All but the
+    products of x and what is kept stays in the L2 cache, so what counts is the time from launch to
+    launch.
+    """
+    H: tl.constexpr = variant.H
+    tile = make_tile(tl.program_id(0), inputs.lengths, T, B, block)
+    at = make_step(tile, step, variant.reverse)
+    inside = tile.exists & (tile.column < H)
+    h = tl.load(state + of_state(tile, H), inside, other=0.0)
+    dtype: tl.constexpr = tl.float64 if h.dtype == tl.float64 else tl.float32
+    v = from_hidden + (tile.d * B + tile.row) * (3 * H) + tile.column
+    v_r = load(v, inside, dtype)
+    v_z = load(v + H, inside, dtype)
+    v_k = load(v + 2 * H, inside, dtype)
+    h = _forward(Gates(v_k, v_r, v_z, v_k), h, products, out, gates, inputs, tile, at, variant)
+    tl.store(state + of_state(tile, H), h, inside)
+
+
+@triton.jit(do_not_specialize=["T", "B"])
+def gru_forward_sequence_kernel(
+    weight_hh,  # (D, 3, H, H)
+    products,  # (T, B, D, 3, H): W_ih x
+    state,  # (D, B, H): what the sequence begins with, and what it ends with
+    out,  # (T, B, D, H)
+    gates,  # (D, T, B, 4, H) or None
+    inputs,
+    T,
+    B,
+    variant: tl.constexpr,
+    block: tl.constexpr,
+):
+    """All steps. A program owns block.rows rows of one direction, whole.
+
+    It reads the weights once and keeps them in shared memory; h stays in registers. Of each step it
+    reads what came from x and writes the output and the gates if kept, as long as one of its rows
+    runs; then it only writes zeros.
+
+    Floor: per step and program, 3 · block.columns² · block.rows multiplications on one
+    multiprocessor's matrix unit, and the latency of one such product.
+    """
+    H: tl.constexpr = variant.H
+    tile = make_tile(tl.program_id(0), inputs.lengths, T, B, block)
+    inside = tile.exists & (tile.column < H)
+    h = tl.load(state + of_state(tile, H), inside, other=0.0)
+    w_r = load_weights(weight_hh, 0, tile, H, 3, block)
+    w_z = load_weights(weight_hh, 1, tile, H, 3, block)
+    w_k = load_weights(weight_hh, 2, tile, H, 3, block)
+    longest = longest_row(tile)
+    for step in tl.range(0, longest, num_stages=1):
+        at = make_step(tile, step, variant.reverse)
+        zeros = tl.full((block.rows, block.columns), 0.0, tl.float32)
+        v_r = _dot(h, tl.trans(w_r), zeros)
+        v_z = _dot(h, tl.trans(w_z), zeros)
+        v_k = _dot(h, tl.trans(w_k), zeros)
+        h = _forward(Gates(v_k, v_r, v_z, v_k), h, products, out, gates, inputs, tile, at, variant)
+    nothing = tl.full((block.rows, block.columns), 0.0, h.dtype)
+    for step in range(longest, T):
+        at = make_step(tile, step, variant.reverse)
+        tl.store(out + of_token(tile, at.t, variant.D, H), nothing, inside)
+    tl.store(state + of_state(tile, H), h, inside)
+
+
+# Backward ----------------------------------------------------------------------------------------
+
+
+@triton.jit(do_not_specialize=["step", "T", "B"])
+def gru_backward_step_kernel(
+    step,
+    through,  # (D, B, H): the gradient of h that came through the product of the next step
+    grad_out,  # (T, B, D, H)
+    gates,  # (D, T, B, 4, H)
+    h0,  # (D, B, H)
+    out,  # (T, B, D, H)
+    grad_state,  # (D, B, H), in the accumulation dtype: the rest of the gradient of h
+    grads,  # (T, B, D, 4, H): of n, r, z and k
+    operand,  # (D, B, 3, H): the gradient of W_hh h
+    inputs,
+    T,
+    B,
+    variant: tl.constexpr,
+    block: tl.constexpr,
+):
+    """A step back but for the product.
+
+    A program owns block.rows rows and block.columns units of one direction. It reads their gates, h
+    before the step and the gradients of h; it writes those of the gates, twice but for one, and of
+    h.
+
+    Floor: 7 numbers a unit read and 7 written in the dtype of the input, and one both in 4 bytes;
+    from launch to launch, as in the forward.
+    """
+    H: tl.constexpr = variant.H
+    tile = make_tile(tl.program_id(0), inputs.lengths, T, B, block)
+    at = make_step(tile, step, variant.reverse)
+    inside = tile.exists & (tile.column < H)
+    offsets = of_state(tile, H)
+    dh = tl.load(grad_state + offsets, inside, other=0.0)
+    through = load(through + offsets, inside, dh.dtype)
+    d, dh = _backward(dh, through, grad_out, gates, h0, out, grads, inputs, tile, at, variant)
+    tl.store(grad_state + offsets, dh, inside)
+    operand += (tile.d * B + tile.row) * (3 * H) + tile.column
+    store(operand, d.r, inside)
+    store(operand + H, d.z, inside)
+    store(operand + 2 * H, d.k, inside)
+
+
+@triton.jit(do_not_specialize=["T", "B"])
+def gru_backward_sequence_kernel(
+    weight_hh,  # (D, 3, H, H)
+    grad_out,  # (T, B, D, H)
+    gates,  # (D, T, B, 4, H)
+    h0,  # (D, B, H)
+    out,  # (T, B, D, H)
+    grad_state,  # (D, B, H) float32: the gradient of h_n, and then of h0
+    grads,  # (T, B, D, 4, H): of n, r, z and k
+    inputs,
+    T,
+    B,
+    variant: tl.constexpr,
+    block: tl.constexpr,
+):
+    """All steps, back. A program owns block.rows rows of one direction, whole, and keeps the
+    weights as that of the forward does; the gradient of h stays in registers.
+
+    Floor: as in the forward, with the gates read as well as written.
+    """
+    H: tl.constexpr = variant.H
+    narrow: tl.constexpr = weight_hh.dtype.element_ty
+    tile = make_tile(tl.program_id(0), inputs.lengths, T, B, block)
+    inside = tile.exists & (tile.column < H)
+    dh = tl.load(grad_state + of_state(tile, H), inside, other=0.0)
+    zeros = tl.full((block.rows, block.columns), 0.0, tl.float32)
+    longest = longest_row(tile)
+    for step in range(longest, T):
+        at = make_step(tile, step, variant.reverse)
+        nothing = Gates(zeros, zeros, zeros, zeros)
+        _store_gates(grads + of_token(tile, at.t, variant.D, 4 * H), nothing, inside, H)
+    w_r = load_weights(weight_hh, 0, tile, H, 3, block)
+    w_z = load_weights(weight_hh, 1, tile, H, 3, block)
+    w_k = load_weights(weight_hh, 2, tile, H, 3, block)
+    through = zeros
+    for back in tl.range(0, longest, num_stages=1):
+        at = make_step(tile, longest - 1 - back, variant.reverse)
+        d, dh = _backward(dh, through, grad_out, gates, h0, out, grads, inputs, tile, at, variant)
+        through = _dot(_round(d.r, narrow), w_r, zeros)
+        through = _dot(_round(d.z, narrow), w_z, through)
+        through = _dot(_round(d.k, narrow), w_k, through)
+    tl.store(grad_state + of_state(tile, H), dh + through, inside)
+
+
+# Launchers ---------------------------------------------------------------------------------------
+
+
+def gru_forward(
+    input: Tensor,
+    h0: Tensor | None,
+    parameters: Sequence[Tensor | None],
+    lengths: Tensor | None,
+    reverse: Sequence[bool],
+    save: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Arguments and results of the op ``gru_forward``. float64 is for checking the formulas."""
+    with torch.cuda.device_of(input):
+        call = _Call(input, parameters, lengths, reverse)
+        of, T, B, D, H = call.sequences, call.T, call.B, call.variant.D, call.variant.H
+        state = of.zeros_or_copy(h0, H, of.dtype)
+        out = state.new_empty(T, B, D * H)
+        gates = state.new_empty((D, T, B, 4 * H) if save else (0,))
+        kept = gates if save else None
+        products = of.products(input.flatten(0, 1))
+        if call.one_launch:
+            sequence = call.prepare(gru_forward_sequence_kernel)
+            sequence(of.weight_hh, products, state, out, kept, call.inputs, T, B)
+        else:
+            from_hidden, weight_hh = state.new_empty(D, B, 3 * H), of.weight_hh.mT
+            cell = call.prepare(gru_forward_step_kernel)
+            for step in range(T):
+                torch.bmm(state, weight_hh, out=from_hidden)
+                cell(step, from_hidden, products, state, out, kept, call.inputs, T, B)
+    return out, state, gates
+
+
+def gru_backward(
+    grad_output: Tensor,
+    grad_h_n: Tensor | None,
+    input: Tensor,
+    h0: Tensor | None,
+    parameters: Sequence[Tensor | None],
+    lengths: Tensor | None,
+    output: Tensor,
+    gates: Tensor,
+    reverse: Sequence[bool],
+    wanted: Sequence[bool],
+) -> list[Tensor]:
+    """Arguments and results of the op ``gru_backward``."""
+    with torch.cuda.device_of(input):
+        call = _Call(input, parameters, lengths, reverse)
+        grads, grad_state = _through_time(call, grad_output, grad_h_n, h0, output, gates)
+        found = _gradients(call, input, h0, output, grads, grad_state, wanted)
+    tensors = (input, h0, *parameters)
+    return [
+        input.new_empty(0) if grad is None or t is None else grad.to(t.dtype).view(t.shape)
+        for grad, t in zip(found, tensors, strict=True)
+    ]
+
+
+def _through_time(
+    call: _Call,
+    grad_output: Tensor,
+    grad_h_n: Tensor | None,
+    h0: Tensor | None,
+    output: Tensor,
+    gates: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """The gradients of n, r, z and k (T, B, D, 4·H), and of h0 (D, B, H)."""
+    of, T, B, D, H = call.sequences, call.T, call.B, call.variant.D, call.variant.H
+    grad_output = grad_output.contiguous()
+    h0 = of.zeros_or_copy(h0, H, of.dtype)
+    grad_state = of.zeros_or_copy(grad_h_n, H, of.wide)
+    grads = output.new_empty(T, B, D, 4 * H)
+    if call.one_launch:
+        call.prepare(gru_backward_sequence_kernel)(
+            of.weight_hh, grad_output, gates, h0, output, grad_state, grads, call.inputs, T, B
+        )
+        return grads, grad_state
+    through, operand = torch.zeros_like(h0), h0.new_empty(D, B, 3 * H)
+    cell = call.prepare(gru_backward_step_kernel)
+    for step in reversed(range(T)):
+        cell(
+            step, through, grad_output, gates, h0, output, grad_state, grads, operand, call.inputs,
+            T, B,
+        )  # fmt: skip
+        torch.bmm(operand, of.weight_hh, out=through)
+    return grads, grad_state.add_(through)
+
+
+def _gradients(
+    call: _Call,
+    input: Tensor,
+    h0: Tensor | None,
+    output: Tensor,
+    grads: Tensor,
+    grad_state: Tensor,
+    wanted: Sequence[bool],
+) -> list[Tensor | None]:
+    """Those of input, h0 and the parameters, but for their dtypes; None where not wanted."""
+    of, D, H = call.sequences, call.variant.D, call.variant.H
+    x = masked(input, of.valid).flatten(0, 1)
+    before = of.before(output, h0)
+    of_input, of_hidden = grads[..., : 3 * H], grads[..., H:]
+    grad_input = None
+    if wanted[0]:
+        # n, r, z, as the gradients have it.
+        weights = of.weight_ih.unflatten(0, (D, 3, H)).roll(1, 1).flatten(1, 2)
+        grad_input = of.tokens(of_input, 0) @ weights[0]
+        for d in range(1, D):
+            grad_input.addmm_(of.tokens(of_input, d), weights[d])
+    results: list[Tensor | None] = [grad_input, grad_state if wanted[1] else None]
+    for d in range(D):
+        wants = Parameters(*wanted[2 + d * SLOTS : 2 + (d + 1) * SLOTS])  # type: ignore[arg-type]
+        da, dv = of.tokens(of_input, d), of.tokens(of_hidden, d)
+        results += [
+            _as_in_weights(da.mT @ x) if wants.weight_ih else None,
+            dv.mT @ before[d].flatten(0, 1) if wants.weight_hh else None,
+            _as_in_weights(da.sum(0, dtype=of.wide)) if wants.bias_ih else None,
+            dv.sum(0, dtype=of.wide) if wants.bias_hh else None,
+        ]
+    return results
+
+
+def _as_in_weights(t: Tensor) -> Tensor:
+    """From n, r, z to r, z, n."""
+    return t.unflatten(0, (3, -1)).roll(-1, 0).flatten(0, 1)
+
+
+class _Call:
+    """A call of the operator in the kernels' terms."""
+
+    def __init__(
+        self,
+        input: Tensor,
+        parameters: Sequence[Tensor | None],
+        lengths: Tensor | None,
+        reverse: Sequence[bool],
+    ) -> None:
+        given = [
+            Parameters(*parameters[d * SLOTS : (d + 1) * SLOTS])  # type: ignore[arg-type]
+            for d in range(len(reverse))
+        ]
+        self.sequences = of = Sequences(
+            input, [p.weight_ih for p in given], [p.weight_hh for p in given], lengths, reverse
+        )
+        self.T, self.B = of.T, of.B
+        H = of.weight_hh.shape[2]
+        self.variant = Variant(H, of.D, of.reverse)
+        self.inputs = Inputs(of.lengths, _bias(of, given, H))
+        self.one_launch = fits_one_launch(input.device, of.dtype, H, gates=3)
+
+    def prepare(self, kernel: Any) -> Any:
+        """The kernel over all units, ready to be given its arguments."""
+        config: Config = (
+            sequence_config(self.variant.H)
+            if self.one_launch
+            else step_config(self.B, self.variant.H)
+        )
+        grid = self.sequences.grid(config, self.variant.H)
+        return prepare(kernel, grid, config, variant=self.variant)
+
+
+def _bias(of: Sequences, given: list[Parameters], H: int) -> Tensor | None:
+    """(D, 4·H), of n, r, z and k."""
+    from_input = stack([p.bias_ih for p in given], of.wide)
+    from_hidden = stack([p.bias_hh for p in given], of.wide)
+    if from_input is None and from_hidden is None:
+        return None
+    bias = of.weight_hh.new_zeros((of.D, 4 * H), dtype=of.wide)
+    if from_input is not None:
+        bias[:, :H] += from_input[:, 2 * H :]
+        bias[:, H : 3 * H] += from_input[:, : 2 * H]
+    if from_hidden is not None:
+        bias[:, H:] += from_hidden
+    return bias

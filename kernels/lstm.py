@@ -1,0 +1,1261 @@
+"""The LSTM over a whole sequence, one layer in one or two directions, forward and backward, in
+Triton.
+
+The formulas are those at the head of ``trifuse/reference/lstm.py``; how they are spread over
+launches is said at the head of ``trifuse/kernels/recurrent.py``. Beside that:
+
+- With a projection, a step is two products and two kernels, and always a launch by itself.
+- With layer normalisation a program holds whole rows, else a tile of any of their units.
+- Without saved gates (``recompute``), the backward first puts the preactivations where their
+  gradients are to stand, by two products over all tokens, and each step overwrites its own. With
+  layer normalisation W_hh h is there in the same way.
+- Gradients of peepholes and of the norms within the cell are sums over steps and rows. Programs add
+  them up step by step, each in memory of its own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from trifuse.kernels import dropout_add_layer_norm as layer_norm
+from trifuse.kernels.attention import _dot
+from trifuse.kernels.dropout_add_layer_norm import _round
+from trifuse.kernels.philox import dropout_keep
+from trifuse.kernels.recurrent import (
+    INF,
+    Config,
+    Sequences,
+    fits_one_launch,
+    load,
+    load_weights,
+    longest_row,
+    make_step,
+    make_tile,
+    of_saved,
+    of_state,
+    of_token,
+    prepare,
+    sequence_config,
+    sigmoid,
+    stack,
+    step_config,
+    store,
+    tanh,
+)
+from trifuse.reference import philox
+from trifuse.reference.lstm import SLOTS, Parameters, masked
+
+# What kernels are given --------------------------------------------------------------------------
+
+
+class Inputs(NamedTuple):
+    """What both passes read; None where the call has none. Vectors are in the accumulation dtype:
+    float32, or float64 for float64."""
+
+    lengths: Tensor | None  # (B,) int64
+    seed: Tensor | None  # (1,) int64, if zoneout draws
+    dropout: Tensor | None  # (D, B, R): the recurrent dropout's multipliers
+    bias: Tensor | None  # (D, G, H): both biases and the forget bias
+    peephole: Tensor | None  # (D, P, H)
+    norm_hh: Tensor | None  # (D, G, H)
+    norm_cell_weight: Tensor | None  # (D, H)
+    norm_cell_bias: Tensor | None  # (D, H)
+
+
+class State(NamedTuple):
+    """What one step hands to the next."""
+
+    h: Tensor  # (D, B, R)
+    operand: Tensor | None  # (D, B, R): h after recurrent dropout, if there is any
+    c: Tensor  # (D, B, H), in the accumulation dtype
+
+
+class Saved(NamedTuple):
+    """What the forward keeps for the backward; None where it doesn't."""
+
+    gates: Tensor | None  # (D, T, B, G, H): i, f, g, o; with coupled i, g, o
+    cells: Tensor | None  # (D, T, B, H): c_t
+
+
+class Gradients(NamedTuple):
+    """What the backward carries from a step to the one before, and what it writes.
+
+    Both tensors over all tokens hold at first what the step is computed again from.
+    """
+
+    h: Tensor  # (D, B, R), in the accumulation dtype: but for what comes through the product
+    c: Tensor  # (D, B, H), in the accumulation dtype
+    gates: Tensor  # (T, B, D, G, H): of the preactivations; at first these, if none were saved
+    hidden: Tensor | None  # likewise, with layer norm: of W_hh h, and at first W_hh h itself
+
+
+class Past(NamedTuple):
+    """What the backward knows of the forward."""
+
+    saved: Saved
+    c0: Tensor  # (D, B, H), in the accumulation dtype
+
+
+class Shares(NamedTuple):
+    """Gradients of vectors, by row block of the backward; None where there are none."""
+
+    peephole: Tensor | None  # (D, row blocks, P, H)
+    norm_hh: Tensor | None  # (D, row blocks, G, H)
+    norm_cell: Tensor | None  # (D, row blocks, 2, H): weight and bias
+
+
+class Variant(NamedTuple):
+    """What a kernel is compiled for, besides which tensors there are."""
+
+    H: int
+    R: int  # what h has: H, or the projection's
+    D: int  # directions
+    G: int  # gates: 4, or 3 where coupled
+    reverse: int  # bit d: direction d reads rows from their ends
+    coupled: bool
+    projected: bool
+    training: bool
+    recompute: bool  # of the backward: gates weren't saved
+    cell_clip: float
+    proj_clip: float
+    eps: float
+    zoneout_h: float
+    zoneout_c: float
+    threshold_h: int  # of zoneout_h, as random bits are compared with it
+    threshold_c: int
+
+
+class Gates(NamedTuple):
+    """Something of each of the four gates. With ``coupled``, f follows from i."""
+
+    i: Any
+    f: Any
+    g: Any
+    o: Any
+
+
+# Arithmetic --------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _clip(x, limit: tl.constexpr):
+    if limit < INF:
+        # NaN passes.
+        x = tl.where(x > limit, limit, tl.where(x < -limit, -limit, x))
+    return x
+
+
+@triton.jit
+def _normalise(x, inside, N: tl.constexpr, eps: tl.constexpr):
+    """Rows of N elements with mean 0 and variance 1, and by what they were multiplied."""
+    mean = tl.sum(tl.where(inside, x, 0.0), 1)[:, None] / N
+    x = tl.where(inside, x - mean, 0.0)
+    rstd = 1.0 / tl.sqrt(tl.sum(x * x, 1)[:, None] / N + eps)
+    return x * rstd, rstd
+
+
+@triton.jit
+def _normalise_backward(grad, n, rstd, N: tl.constexpr):
+    """``grad`` is 0 outside, as n is."""
+    mean = tl.sum(grad, 1)[:, None] / N
+    mean_n = tl.sum(grad * n, 1)[:, None] / N
+    return rstd * (grad - mean - n * mean_n)
+
+
+# Gates -------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _load_gates(pointers, inside, variant: tl.constexpr, dtype: tl.constexpr):
+    """From pointers to those of the first gate."""
+    i = load(pointers, inside, dtype)
+    g = load(pointers + (variant.G - 2) * variant.H, inside, dtype)
+    o = load(pointers + (variant.G - 1) * variant.H, inside, dtype)
+    if variant.coupled:
+        f = i
+    else:
+        f = load(pointers + variant.H, inside, dtype)
+    return Gates(i, f, g, o)
+
+
+@triton.jit
+def _store_gates(pointers, gates, inside, variant: tl.constexpr):
+    store(pointers, gates.i, inside)
+    if not variant.coupled:
+        store(pointers + variant.H, gates.f, inside)
+    store(pointers + (variant.G - 2) * variant.H, gates.g, inside)
+    store(pointers + (variant.G - 1) * variant.H, gates.o, inside)
+
+
+@triton.jit
+def _add_gates(x, y):
+    return Gates(x.i + y.i, x.f + y.f, x.g + y.g, x.o + y.o)
+
+
+@triton.jit
+def _multiply_gates(x, y):
+    return Gates(x.i * y.i, x.f * y.f, x.g * y.g, x.o * y.o)
+
+
+@triton.jit
+def _where_gates(condition, x):
+    return Gates(
+        tl.where(condition, x.i, 0.0),
+        tl.where(condition, x.f, 0.0),
+        tl.where(condition, x.g, 0.0),
+        tl.where(condition, x.o, 0.0),
+    )
+
+
+@triton.jit
+def _sum_gates(x, variant: tl.constexpr):
+    """(block.rows, 1): over all units of all gates."""
+    total = x.i + x.g + x.o
+    if not variant.coupled:
+        total += x.f
+    return tl.sum(total, 1)[:, None]
+
+
+@triton.jit
+def _normalise_gates(x, inside, variant: tl.constexpr):
+    """As ``_normalise``, over all gates together; x is 0 outside."""
+    N: tl.constexpr = variant.G * variant.H
+    mean = _sum_gates(x, variant) / N
+    x = _where_gates(inside, Gates(x.i - mean, x.f - mean, x.g - mean, x.o - mean))
+    squares = _sum_gates(_multiply_gates(x, x), variant)
+    rstd = 1.0 / tl.sqrt(squares / N + variant.eps)
+    return Gates(x.i * rstd, x.f * rstd, x.g * rstd, x.o * rstd), rstd
+
+
+@triton.jit
+def _normalise_gates_backward(grad, n, rstd, variant: tl.constexpr):
+    N: tl.constexpr = variant.G * variant.H
+    mean = _sum_gates(grad, variant) / N
+    mean_n = _sum_gates(_multiply_gates(grad, n), variant) / N
+    return Gates(
+        rstd * (grad.i - mean - n.i * mean_n),
+        rstd * (grad.f - mean - n.f * mean_n),
+        rstd * (grad.g - mean - n.g * mean_n),
+        rstd * (grad.o - mean - n.o * mean_n),
+    )
+
+
+# Parts of a step ---------------------------------------------------------------------------------
+
+
+@triton.jit
+def _load_vector(vectors, number, tile, N: tl.constexpr, dtype: tl.constexpr):
+    """(1, block.columns): one of several vectors of N elements."""
+    return load(vectors + number * N + tile.column, tile.column < N, dtype)
+
+
+@triton.jit
+def _load_peephole(inputs, k: tl.constexpr, tile, variant: tl.constexpr, dtype: tl.constexpr):
+    PEEPHOLES: tl.constexpr = variant.G - 1
+    return _load_vector(inputs.peephole, tile.d * PEEPHOLES + k, tile, variant.H, dtype)
+
+
+@triton.jit
+def _load_of_gates(vectors, tile, variant: tl.constexpr, dtype: tl.constexpr):
+    """Each (1, block.columns), from (D, G, H)."""
+    pointers = vectors + tile.d * (variant.G * variant.H) + tile.column
+    return _load_gates(pointers, tile.column < variant.H, variant, dtype)
+
+
+@triton.jit
+def _draw(seed, plane, tile, threshold: tl.constexpr, block: tl.constexpr):
+    return dropout_keep(
+        seed, plane, tl.cast(tile.first_row, tl.int32), tile.first_column,
+        tl.full((), threshold, tl.int32), block.rows, block.columns,
+    )  # fmt: skip
+
+
+@triton.jit
+def _keep(inputs, tile, at, CELL: tl.constexpr, variant: tl.constexpr, block: tl.constexpr):
+    """Where zoneout in training takes the new state. Rows may be at different positions."""
+    plane = ((at.t * 3 + (2 if CELL else 1)) * 2 + tile.d).to(tl.int32)
+    threshold: tl.constexpr = variant.threshold_c if CELL else variant.threshold_h
+    return _draw(tl.load(inputs.seed), plane, tile, threshold, block)
+
+
+@triton.jit
+def _zoneout(
+    new, old, inputs, tile, at, CELL: tl.constexpr, variant: tl.constexpr, block: tl.constexpr
+):
+    """Of c (CELL) or of h."""
+    p: tl.constexpr = variant.zoneout_c if CELL else variant.zoneout_h
+    if p > 0:
+        if variant.training:
+            new = tl.where(_keep(inputs, tile, at, CELL, variant, block), new, old)
+        else:
+            new = p * old + (1 - p) * new
+    return new
+
+
+@triton.jit
+def _zoneout_backward(
+    grad, inputs, tile, at, CELL: tl.constexpr, variant: tl.constexpr, block: tl.constexpr
+):
+    """The gradients of the new state and of the old."""
+    p: tl.constexpr = variant.zoneout_c if CELL else variant.zoneout_h
+    if p == 0:
+        new = grad
+        old = tl.zeros_like(grad)
+    elif variant.training:
+        keep = _keep(inputs, tile, at, CELL, variant, block)
+        new = tl.where(keep, grad, 0.0)
+        old = tl.where(keep, 0.0, grad)
+    else:
+        new = (1 - p) * grad
+        old = p * grad
+    return new, old
+
+
+@triton.jit
+def _cell(a, c, inputs, tile, variant: tl.constexpr):
+    """The gates, and u of the formula."""
+    dtype: tl.constexpr = c.dtype
+    a_i = a.i
+    a_f = a.f
+    a_o = a.o
+    if inputs.peephole is not None:
+        a_i += _load_peephole(inputs, 0, tile, variant, dtype) * c
+        if not variant.coupled:
+            a_f += _load_peephole(inputs, 1, tile, variant, dtype) * c
+    i = sigmoid(a_i)
+    if variant.coupled:
+        f = 1.0 - i
+    else:
+        f = sigmoid(a_f)
+    g = tanh(a.g)
+    u = f * c + i * g
+    if inputs.peephole is not None:
+        p_o = _load_peephole(inputs, variant.G - 2, tile, variant, dtype)
+        a_o += p_o * _clip(u, variant.cell_clip)
+    return Gates(i, f, g, sigmoid(a_o)), u
+
+
+@triton.jit
+def _normalise_cell(c, inputs, tile, inside, variant: tl.constexpr):
+    """What tanh is taken of; also c normalised, and by what it was multiplied."""
+    if inputs.norm_cell_weight is None:
+        value = c
+        n = c
+        rstd = c
+    else:
+        dtype: tl.constexpr = c.dtype
+        n, rstd = _normalise(c, inside, variant.H, variant.eps)
+        value = n * _load_vector(inputs.norm_cell_weight, tile.d, tile, variant.H, dtype)
+        if inputs.norm_cell_bias is not None:
+            value += _load_vector(inputs.norm_cell_bias, tile.d, tile, variant.H, dtype)
+    return value, n, rstd
+
+
+# Forward -----------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _cell_forward(x, v, c, saved, inputs, tile, at, variant: tl.constexpr, block: tl.constexpr):
+    """m and the next c, from what came of x to the gates, what came of h, and c."""
+    dtype: tl.constexpr = c.dtype
+    inside = at.runs & (tile.column < variant.H)
+    if inputs.norm_hh is not None:
+        n, _rstd = _normalise_gates(v, inside, variant)
+        v = _multiply_gates(n, _load_of_gates(inputs.norm_hh, tile, variant, dtype))
+    a = _add_gates(x, v)
+    if inputs.bias is not None:
+        a = _add_gates(a, _load_of_gates(inputs.bias, tile, variant, dtype))
+    gates, u = _cell(a, c, inputs, tile, variant)
+    new = _clip(u, variant.cell_clip)
+    value, _n, _rstd = _normalise_cell(new, inputs, tile, inside, variant)
+    m = gates.o * tanh(value)
+    c = tl.where(at.runs, _zoneout(new, c, inputs, tile, at, True, variant, block), c)
+    if saved.gates is not None:
+        pointers = saved.gates + of_saved(tile, at.t, variant.G * variant.H)
+        _store_gates(pointers, gates, inside, variant)
+    if saved.cells is not None:
+        store(saved.cells + of_saved(tile, at.t, variant.H), c, inside)
+    return m, c
+
+
+@triton.jit
+def _from_input(products, tile, at, variant: tl.constexpr, dtype: tl.constexpr):
+    pointers = products + of_token(tile, at.t, variant.D, variant.G * variant.H)
+    return _load_gates(pointers, at.runs & (tile.column < variant.H), variant, dtype)
+
+
+@triton.jit
+def _hidden_forward(new, h, out, inputs, tile, at, variant: tl.constexpr, block: tl.constexpr):
+    """The next h in its dtype, from the new one and the last; writes the output."""
+    wide = _zoneout(new, h.to(new.dtype), inputs, tile, at, False, variant, block)
+    h = tl.where(at.runs, _round(wide, h.dtype), h)
+    inside = tile.exists & (tile.column < variant.R)
+    y = tl.where(at.runs, h, 0.0).to(h.dtype)
+    tl.store(out + of_token(tile, at.t, variant.D, variant.R), y, inside)
+    return h
+
+
+@triton.jit
+def _drop(h, inputs, tile, variant: tl.constexpr):
+    """h as the recurrent weights see it."""
+    if inputs.dropout is not None:
+        inside = tile.exists & (tile.column < variant.R)
+        dropout = tl.load(inputs.dropout + of_state(tile, variant.R), inside, other=0.0)
+        h = _round(h.to(dropout.dtype) * dropout, h.dtype)
+    return h
+
+
+@triton.jit
+def _hidden_step(new, out, state, inputs, tile, at, variant: tl.constexpr, block: tl.constexpr):
+    offsets = of_state(tile, variant.R)
+    inside = tile.exists & (tile.column < variant.R)
+    h = tl.load(state.h + offsets, inside, other=0.0)
+    h = _hidden_forward(new, h, out, inputs, tile, at, variant, block)
+    tl.store(state.h + offsets, h, inside)
+    if state.operand is not None:
+        tl.store(state.operand + offsets, _drop(h, inputs, tile, variant), inside)
+
+
+@triton.jit(do_not_specialize=["step", "T", "B"])
+def lstm_forward_step_kernel(
+    step,
+    from_hidden,  # (D, B, G, H): W_hh h
+    products,  # (T, B, D, G, H): W_ih x, normalised if the call normalises
+    state,
+    out,  # (T, B, D, R)
+    hidden,  # (D, B, H): m, for a projection to follow; else None
+    saved,
+    inputs,
+    T,
+    B,
+    variant: tl.constexpr,
+    block: tl.constexpr,
+):
+    """A step but for the products.
+
+    A program owns block.rows rows and block.columns units of one direction, with layer norm all of
+    them. It reads what came from x and from h to each of their gates, and c; it writes c and h (or
+    m), the output, and the gates and c that are kept.
+
+    Floor: 2 · G numbers a unit read and G written, in the dtype of the input; c, of 4 bytes, read
+    and written twice; h written twice. All but the products of x and what is kept for the backward
+    stays in the L2 cache, so what counts is the time from launch to launch.
+    """
+    tile = make_tile(tl.program_id(0), inputs.lengths, T, B, block)
+    at = make_step(tile, step, variant.reverse)
+    inside = tile.exists & (tile.column < variant.H)
+    dtype: tl.constexpr = state.c.dtype.element_ty
+    c_pointers = state.c + of_state(tile, variant.H)
+    c = load(c_pointers, inside, dtype)
+    offsets = (tile.d * B + tile.row) * (variant.G * variant.H) + tile.column
+    v = _load_gates(from_hidden + offsets, inside, variant, dtype)
+    x = _from_input(products, tile, at, variant, dtype)
+    m, c = _cell_forward(x, v, c, saved, inputs, tile, at, variant, block)
+    tl.store(c_pointers, c, inside)
+    if variant.projected:
+        store(hidden + of_state(tile, variant.H), m, inside)
+    else:
+        _hidden_step(m, out, state, inputs, tile, at, variant, block)
+
+
+@triton.jit(do_not_specialize=["step", "T", "B"])
+def lstm_forward_projection_kernel(
+    step,
+    projected,  # (D, B, R): W_hr m
+    state,
+    out,  # (T, B, D, R)
+    inputs,
+    T,
+    B,
+    variant: tl.constexpr,
+    block: tl.constexpr,
+):
+    """The rest of a step after the projection: a program owns block.rows rows and block.columns
+    units of h.
+
+    Floor: W_hr m and h read, h written twice; from launch to launch, as the kernel before.
+    """
+    tile = make_tile(tl.program_id(0), inputs.lengths, T, B, block)
+    at = make_step(tile, step, variant.reverse)
+    dtype: tl.constexpr = state.c.dtype.element_ty
+    inside = at.runs & (tile.column < variant.R)
+    new = load(projected + of_state(tile, variant.R), inside, dtype)
+    new = _clip(new, variant.proj_clip)
+    _hidden_step(new, out, state, inputs, tile, at, variant, block)
+
+
+@triton.jit
+def _load_weights(weight_hh, tile, variant: tl.constexpr, block: tl.constexpr):
+    w_i = load_weights(weight_hh, 0, tile, variant.H, variant.G, block)
+    w_g = load_weights(weight_hh, variant.G - 2, tile, variant.H, variant.G, block)
+    w_o = load_weights(weight_hh, variant.G - 1, tile, variant.H, variant.G, block)
+    w_f = w_i
+    if not variant.coupled:
+        w_f = load_weights(weight_hh, 1, tile, variant.H, variant.G, block)
+    return Gates(w_i, w_f, w_g, w_o)
+
+
+@triton.jit(do_not_specialize=["T", "B"])
+def lstm_forward_sequence_kernel(
+    weight_hh,  # (D, G, H, H)
+    products,  # (T, B, D, G, H): W_ih x, normalised if the call normalises
+    state,  # what the sequence begins with, and what it ends with
+    out,  # (T, B, D, H)
+    saved,
+    inputs,
+    T,
+    B,
+    variant: tl.constexpr,
+    block: tl.constexpr,
+):
+    """All steps. A program owns block.rows rows of one direction, whole.
+
+    It reads the weights once and keeps them in shared memory; h and c stay in registers. Of each
+    step it reads what came from x and writes the output and what is kept for the backward, as long
+    as one of its rows runs; then it only writes zeros.
+
+    Floor: per step and program, G · block.columns² · block.rows multiplications on one
+    multiprocessor's matrix unit, and the latency of one such product and of a row's sum if it
+    normalises.
+    """
+    tile = make_tile(tl.program_id(0), inputs.lengths, T, B, block)
+    dtype: tl.constexpr = state.c.dtype.element_ty
+    inside = tile.exists & (tile.column < variant.H)
+    offsets = of_state(tile, variant.H)
+    h = tl.load(state.h + offsets, inside, other=0.0)
+    c = load(state.c + offsets, inside, dtype)
+    w = _load_weights(weight_hh, tile, variant, block)
+    longest = longest_row(tile)
+    for step in tl.range(0, longest, num_stages=1):
+        at = make_step(tile, step, variant.reverse)
+        # Before the products, so that they hide its latency.
+        x = _from_input(products, tile, at, variant, dtype)
+        operand = _drop(h, inputs, tile, variant)
+        zeros = tl.full((block.rows, block.columns), 0.0, dtype)
+        v_i = _dot(operand, tl.trans(w.i), zeros)
+        v_g = _dot(operand, tl.trans(w.g), zeros)
+        v_o = _dot(operand, tl.trans(w.o), zeros)
+        v_f = v_i
+        if not variant.coupled:
+            v_f = _dot(operand, tl.trans(w.f), zeros)
+        v = Gates(v_i, v_f, v_g, v_o)
+        m, c = _cell_forward(x, v, c, saved, inputs, tile, at, variant, block)
+        h = _hidden_forward(m, h, out, inputs, tile, at, variant, block)
+    nothing = tl.full((block.rows, block.columns), 0.0, h.dtype)
+    for step in range(longest, T):
+        at = make_step(tile, step, variant.reverse)
+        tl.store(out + of_token(tile, at.t, variant.D, variant.R), nothing, inside)
+    tl.store(state.h + offsets, h, inside)
+    tl.store(state.c + offsets, c, inside)
+
+
+@triton.jit(do_not_specialize=["B"])
+def lstm_dropout_kernel(
+    multipliers,  # (D, B, R)
+    seed,
+    B,
+    threshold: tl.constexpr,
+    scale: tl.constexpr,
+    variant: tl.constexpr,
+    block: tl.constexpr,
+):
+    """The recurrent dropout's multipliers, the same at every step. A program owns a tile of them.
+
+    Floor: the bytes that it writes.
+    """
+    tile = make_tile(tl.program_id(0), None, 0, B, block)
+    keep = _draw(tl.load(seed), tile.d, tile, threshold, block)
+    values = keep.to(multipliers.dtype.element_ty) * scale
+    inside = tile.exists & (tile.column < variant.R)
+    tl.store(multipliers + of_state(tile, variant.R), values, inside)
+
+
+# Backward ----------------------------------------------------------------------------------------
+
+
+class Recalled(NamedTuple):
+    """A step of the forward, as the backward needs it."""
+
+    gates: Gates
+    c: Any  # c_{t-1}
+    new: Any  # c̃
+    unclipped: Any
+    n: Gates  # with layer norm: W_hh h normalised
+    rstd: Any
+
+
+@triton.jit
+def _recall(past, grads, inputs, tile, at, variant: tl.constexpr):
+    saved = past.saved
+    dtype: tl.constexpr = past.c0.dtype.element_ty
+    inside = at.runs & (tile.column < variant.H)
+    c = load(past.c0 + of_state(tile, variant.H), inside & ~at.begun, dtype)
+    pointers = saved.cells + of_saved(tile, at.before, variant.H)
+    c += load(pointers, inside & at.begun, dtype)
+    of_products = of_token(tile, at.t, variant.D, variant.G * variant.H)
+    if variant.recompute:
+        a = _load_gates(grads.gates + of_products, inside, variant, dtype)
+        n = a
+    else:
+        pointers = saved.gates + of_saved(tile, at.t, variant.G * variant.H)
+        gates = _load_gates(pointers, inside, variant, dtype)
+        if variant.coupled:
+            gates = Gates(gates.i, 1.0 - gates.i, gates.g, gates.o)
+        u = gates.f * c + gates.i * gates.g
+        n = gates
+    rstd = c
+    if inputs.norm_hh is not None:
+        v = _load_gates(grads.hidden + of_products, inside, variant, dtype)
+        n, rstd = _normalise_gates(v, inside, variant)
+    if variant.recompute:
+        if inputs.norm_hh is not None:
+            weight = _load_of_gates(inputs.norm_hh, tile, variant, dtype)
+            a = _add_gates(a, _multiply_gates(n, weight))
+        if inputs.bias is not None:
+            a = _add_gates(a, _load_of_gates(inputs.bias, tile, variant, dtype))
+        gates, u = _cell(a, c, inputs, tile, variant)
+    if variant.zoneout_c > 0:
+        new = _clip(u, variant.cell_clip)
+        unclipped = tl.abs(u) <= variant.cell_clip
+    else:
+        new = load(saved.cells + of_saved(tile, at.t, variant.H), inside, dtype)
+        unclipped = tl.abs(new) < variant.cell_clip
+    return Recalled(gates, c, new, unclipped, n, rstd)
+
+
+@triton.jit
+def _accumulate(shares, number, values, tile, at, H: tl.constexpr, block: tl.constexpr):
+    """Adds up ``values`` over the rows that run, in the program's own place."""
+    column = tile.first_column + tl.arange(0, block.columns)
+    pointers = shares + number * H + column
+    total = tl.load(pointers, column < H, other=0.0) + tl.sum(tl.where(at.runs, values, 0.0), 0)
+    tl.store(pointers, total, column < H)
+
+
+@triton.jit
+def _accumulate_gates(shares, number, values, tile, at, variant: tl.constexpr, block: tl.constexpr):
+    _accumulate(shares, number, values.i, tile, at, variant.H, block)
+    if not variant.coupled:
+        _accumulate(shares, number + 1, values.f, tile, at, variant.H, block)
+    _accumulate(shares, number + variant.G - 2, values.g, tile, at, variant.H, block)
+    _accumulate(shares, number + variant.G - 1, values.o, tile, at, variant.H, block)
+
+
+@triton.jit
+def _cell_backward(
+    dm, dc, past, grads, shares, inputs, tile, at, variant: tl.constexpr, block: tl.constexpr
+):
+    """The gradient of what came from h, and of c_{t-1}; writes those of the preactivations.
+
+    dm is 0 for rows that don't run, and so are the gradients of their gates; their dc stays.
+    """
+    dtype: tl.constexpr = dc.dtype
+    inside = at.runs & (tile.column < variant.H)
+    recalled = _recall(past, grads, inputs, tile, at, variant)
+    i = recalled.gates.i
+    f = recalled.gates.f
+    g = recalled.gates.g
+    o = recalled.gates.o
+    c = recalled.c
+    slot = tile.d * tl.num_programs(0) + tile.block_row
+    value, n, rstd = _normalise_cell(recalled.new, inputs, tile, inside, variant)
+    y = tanh(value)
+    du = dm * o * (1.0 - y * y)
+    if inputs.norm_cell_weight is not None:
+        _accumulate(shares.norm_cell, slot * 2, du * n, tile, at, variant.H, block)
+        _accumulate(shares.norm_cell, slot * 2 + 1, du, tile, at, variant.H, block)
+        du *= _load_vector(inputs.norm_cell_weight, tile.d, tile, variant.H, dtype)
+        du = _normalise_backward(du, n, rstd, variant.H)
+    da_o = dm * y * o * (1.0 - o)
+    dnew, dold = _zoneout_backward(dc, inputs, tile, at, True, variant, block)
+    du += dnew
+    if inputs.peephole is not None:
+        du += da_o * _load_peephole(inputs, variant.G - 2, tile, variant, dtype)
+    if variant.cell_clip < INF:
+        du = tl.where(recalled.unclipped, du, 0.0)
+    da_g = du * i * (1.0 - g * g)
+    if variant.coupled:
+        da_i = du * (g - c) * i * (1.0 - i)
+        da_f = da_i
+    else:
+        da_i = du * g * i * (1.0 - i)
+        da_f = du * c * f * (1.0 - f)
+    dold += du * f
+    da = _where_gates(inside, Gates(da_i, da_f, da_g, da_o))
+    if inputs.peephole is not None:
+        PEEPHOLES: tl.constexpr = variant.G - 1
+        peephole = slot * PEEPHOLES
+        dold += da.i * _load_peephole(inputs, 0, tile, variant, dtype)
+        _accumulate(shares.peephole, peephole, da.i * c, tile, at, variant.H, block)
+        if not variant.coupled:
+            dold += da.f * _load_peephole(inputs, 1, tile, variant, dtype)
+            _accumulate(shares.peephole, peephole + 1, da.f * c, tile, at, variant.H, block)
+        peephole += PEEPHOLES - 1
+        _accumulate(shares.peephole, peephole, da.o * recalled.new, tile, at, variant.H, block)
+    written = tile.exists & (tile.column < variant.H)
+    of_products = of_token(tile, at.t, variant.D, variant.G * variant.H)
+    _store_gates(grads.gates + of_products, da, written, variant)
+    dv = da
+    if inputs.norm_hh is not None:
+        da_n = _multiply_gates(da, recalled.n)
+        _accumulate_gates(shares.norm_hh, slot * variant.G, da_n, tile, at, variant, block)
+        dn = _multiply_gates(da, _load_of_gates(inputs.norm_hh, tile, variant, dtype))
+        dv = _normalise_gates_backward(dn, recalled.n, recalled.rstd, variant)
+        dv = _where_gates(inside, dv)
+        _store_gates(grads.hidden + of_products, dv, written, variant)
+    return dv, tl.where(at.runs, dold, dc)
+
+
+@triton.jit
+def _hidden_backward(
+    dh, through, grad_out, inputs, tile, at, variant: tl.constexpr, block: tl.constexpr
+):
+    """The gradients of the new h and of h_{t-1}, but for what goes through the products.
+
+    ``through`` is what came through those of the next step: 0 for a row that doesn't have it. The
+    gradient of a row that doesn't run waits in dh.
+    """
+    inside = at.runs & (tile.column < variant.R)
+    if inputs.dropout is not None:
+        through *= tl.load(inputs.dropout + of_state(tile, variant.R), inside, other=0.0)
+    total = dh + through
+    total += load(grad_out + of_token(tile, at.t, variant.D, variant.R), inside, dh.dtype)
+    new, old = _zoneout_backward(total, inputs, tile, at, False, variant, block)
+    return tl.where(at.runs, new, 0.0), tl.where(at.runs, old, dh)
+
+
+@triton.jit
+def _hidden_backward_step(
+    through, grad_out, grads, inputs, tile, at, variant: tl.constexpr, block: tl.constexpr
+):
+    dtype: tl.constexpr = grads.h.dtype.element_ty
+    offsets = of_state(tile, variant.R)
+    inside = tile.exists & (tile.column < variant.R)
+    dh = tl.load(grads.h + offsets, inside, other=0.0)
+    through = load(through + offsets, inside, dtype)
+    new, dh = _hidden_backward(dh, through, grad_out, inputs, tile, at, variant, block)
+    tl.store(grads.h + offsets, dh, inside)
+    return new
+
+
+@triton.jit(do_not_specialize=["step", "T", "B"])
+def lstm_backward_projection_kernel(
+    step,
+    through,  # (D, B, R): the gradient of h that came through the products of the next step
+    grad_out,  # (T, B, D, R)
+    projected,  # (D, T, B, R): W_hr m, or None if the output shows what was clipped
+    out,  # (T, B, D, R)
+    grads,
+    operand,  # (D, B, R): the gradient of W_hr m
+    grad_projected,  # (D, T, B, R): that of all steps
+    inputs,
+    T,
+    B,
+    clip: tl.constexpr,  # proj_clip as outputs are rounded
+    variant: tl.constexpr,
+    block: tl.constexpr,
+):
+    """From the gradient of h to that of W_hr m. A program owns block.rows rows and block.columns
+    units of h.
+
+    Floor: three tensors of the size of h read and two written in the dtype of the input, and one
+    both in 4 bytes; from launch to launch, as in the forward.
+    """
+    tile = make_tile(tl.program_id(0), inputs.lengths, T, B, block)
+    at = make_step(tile, step, variant.reverse)
+    dtype: tl.constexpr = grads.h.dtype.element_ty
+    dq = _hidden_backward_step(through, grad_out, grads, inputs, tile, at, variant, block)
+    inside = at.runs & (tile.column < variant.R)
+    saved = of_saved(tile, at.t, variant.R)
+    if variant.proj_clip < INF:
+        if projected is None:
+            h = load(out + of_token(tile, at.t, variant.D, variant.R), inside, dtype)
+            unclipped = tl.abs(h) < clip
+        else:
+            q = load(projected + saved, inside, dtype)
+            unclipped = tl.abs(q) <= variant.proj_clip
+        dq = tl.where(unclipped, dq, 0.0)
+    written = tile.exists & (tile.column < variant.R)
+    store(operand + of_state(tile, variant.R), dq, written)
+    store(grad_projected + saved, dq, written)
+
+
+@triton.jit(do_not_specialize=["step", "T", "B"])
+def lstm_backward_step_kernel(
+    step,
+    through,  # (D, B, H): the gradient of m; without a projection as in the kernel before
+    grad_out,  # (T, B, D, R)
+    past,
+    grads,
+    operand,  # (D, B, G, H): the gradient of W_hh h
+    shares,
+    inputs,
+    T,
+    B,
+    variant: tl.constexpr,
+    block: tl.constexpr,
+):
+    """A step back but for the products.
+
+    A program owns block.rows rows and block.columns units of one direction, with layer norm all of
+    them. It reads their gates, c before and after, and the gradients of h (or m) and c; it writes
+    the gradients of the preactivations, twice, and of c and h.
+
+    Floor: G numbers a unit read and 2 · G written in the dtype of the input, four of 4 bytes read
+    and two written; from launch to launch, as in the forward.
+    """
+    tile = make_tile(tl.program_id(0), inputs.lengths, T, B, block)
+    at = make_step(tile, step, variant.reverse)
+    dtype: tl.constexpr = grads.c.dtype.element_ty
+    inside = tile.exists & (tile.column < variant.H)
+    offsets = of_state(tile, variant.H)
+    if variant.projected:
+        dm = load(through + offsets, inside & at.runs, dtype)
+    else:
+        dm = _hidden_backward_step(through, grad_out, grads, inputs, tile, at, variant, block)
+    dc = tl.load(grads.c + offsets, inside, other=0.0)
+    dv, dc = _cell_backward(dm, dc, past, grads, shares, inputs, tile, at, variant, block)
+    tl.store(grads.c + offsets, dc, inside)
+    offsets = (tile.d * B + tile.row) * (variant.G * variant.H) + tile.column
+    _store_gates(operand + offsets, dv, inside, variant)
+
+
+@triton.jit(do_not_specialize=["T", "B"])
+def lstm_backward_sequence_kernel(
+    weight_hh,  # (D, G, H, H)
+    grad_out,  # (T, B, D, H)
+    past,
+    grads,
+    shares,
+    inputs,
+    T,
+    B,
+    variant: tl.constexpr,
+    block: tl.constexpr,
+):
+    """All steps, back. A program owns block.rows rows of one direction, whole, and keeps the
+    weights as that of the forward does; the gradients of h and c stay in registers.
+
+    Floor: as in the forward, with the gates read as well as written.
+    """
+    tile = make_tile(tl.program_id(0), inputs.lengths, T, B, block)
+    dtype: tl.constexpr = grads.c.dtype.element_ty
+    narrow: tl.constexpr = weight_hh.dtype.element_ty
+    inside = tile.exists & (tile.column < variant.H)
+    offsets = of_state(tile, variant.H)
+    dh = tl.load(grads.h + offsets, inside, other=0.0)
+    dc = tl.load(grads.c + offsets, inside, other=0.0)
+    through = tl.full((block.rows, block.columns), 0.0, dtype)
+    nothing = Gates(through, through, through, through)
+    longest = longest_row(tile)
+    for step in range(longest, T):
+        at = make_step(tile, step, variant.reverse)
+        of_products = of_token(tile, at.t, variant.D, variant.G * variant.H)
+        _store_gates(grads.gates + of_products, nothing, inside, variant)
+        if inputs.norm_hh is not None:
+            _store_gates(grads.hidden + of_products, nothing, inside, variant)
+    w = _load_weights(weight_hh, tile, variant, block)
+    for back in tl.range(0, longest, num_stages=1):
+        step = longest - 1 - back
+        at = make_step(tile, step, variant.reverse)
+        dm, dh = _hidden_backward(dh, through, grad_out, inputs, tile, at, variant, block)
+        dv, dc = _cell_backward(dm, dc, past, grads, shares, inputs, tile, at, variant, block)
+        through = _dot(_round(dv.i, narrow), w.i, tl.full((block.rows, block.columns), 0.0, dtype))
+        if not variant.coupled:
+            through = _dot(_round(dv.f, narrow), w.f, through)
+        through = _dot(_round(dv.g, narrow), w.g, through)
+        through = _dot(_round(dv.o, narrow), w.o, through)
+        # A share may be read by another thread than the one that wrote it a step before.
+        tl.debug_barrier()
+    if inputs.dropout is not None:
+        through *= tl.load(inputs.dropout + offsets, inside, other=0.0)
+    tl.store(grads.h + offsets, dh + through, inside)
+    tl.store(grads.c + offsets, dc, inside)
+
+
+@triton.jit(do_not_specialize=["T", "B"])
+def lstm_hidden_kernel(
+    hidden,  # (D, T, B, H): m
+    past,
+    grads,
+    inputs,
+    T,
+    B,
+    variant: tl.constexpr,
+    block: tl.constexpr,
+):
+    """m of all steps, for the gradient of the projection. A program owns block.rows rows and
+    block.columns units of one step, with layer norm all of them.
+
+    Floor: G numbers a unit read and one written in the dtype of the input, two of 4 bytes read.
+    """
+    blocks = tl.cdiv(B, block.rows)
+    program = tl.program_id(0)
+    tile = make_tile(program % blocks, inputs.lengths, T, B, block)
+    step = program // blocks
+    at = make_step(tile, step, variant.reverse)
+    inside = at.runs & (tile.column < variant.H)
+    recalled = _recall(past, grads, inputs, tile, at, variant)
+    value, _n, _rstd = _normalise_cell(recalled.new, inputs, tile, inside, variant)
+    m = tl.where(at.runs, recalled.gates.o * tanh(value), 0.0)
+    written = tile.exists & (tile.column < variant.H)
+    store(hidden + of_saved(tile, at.t, variant.H), m, written)
+
+
+# Launchers ---------------------------------------------------------------------------------------
+
+
+def lstm_forward(
+    input: Tensor,
+    h0: Tensor | None,
+    c0: Tensor | None,
+    parameters: Sequence[Tensor | None],
+    lengths: Tensor | None,
+    seed: Tensor | None,
+    *options: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Arguments and results of the op ``lstm_forward``. float64 is there to check the formulas by:
+    it is slow, and knows no layer norm."""
+    *call_options, save = options
+    with torch.cuda.device_of(input):
+        call = _Call(input, parameters, lengths, seed, *call_options)
+        variant, inputs, of, T, B = call.variant, call.inputs, call.sequences, call.T, call.B
+        h = of.zeros_or_copy(h0, variant.R, of.dtype)
+        dropped = None if inputs.dropout is None else (h * inputs.dropout).to(of.dtype)
+        state = State(h, dropped, of.zeros_or_copy(c0, variant.H, of.wide))
+        out = h.new_empty(T, B, variant.D * variant.R)
+        gates = h.new_empty((variant.D, T, B, variant.G * variant.H) if save == 2 else (0,))
+        cells = state.c.new_empty((variant.D, T, B, variant.H) if save else (0,))
+        saved = Saved(gates if save == 2 else None, cells if save else None)
+        products = call.normalised(of.products(input.flatten(0, 1)))
+        if call.one_launch:
+            sequence = call.prepare(lstm_forward_sequence_kernel, variant.H)
+            sequence(of.weight_hh, products, state, out, saved, inputs, T, B)
+        else:
+            _forward_steps(call, products, state, out, saved)
+    return out, state.h, state.c, gates, cells
+
+
+def _forward_steps(call: _Call, products: Tensor, state: State, out: Tensor, saved: Saved) -> None:
+    variant, inputs, T, B = call.variant, call.inputs, call.T, call.B
+    operand = state.h if state.operand is None else state.operand
+    weight_hh = call.sequences.weight_hh.mT
+    from_hidden = operand.new_empty(variant.D, B, variant.G * variant.H)
+    cell = call.prepare(lstm_forward_step_kernel, variant.H)
+    if call.weight_hr is None:
+        for step in range(T):
+            torch.bmm(operand, weight_hh, out=from_hidden)
+            cell(step, from_hidden, products, state, out, None, saved, inputs, T, B)
+        return
+    weight_hr = call.weight_hr.mT
+    m, projected = operand.new_empty(variant.D, B, variant.H), torch.empty_like(operand)
+    projection = call.prepare(lstm_forward_projection_kernel, variant.R)
+    for step in range(T):
+        torch.bmm(operand, weight_hh, out=from_hidden)
+        cell(step, from_hidden, products, state, out, m, saved, inputs, T, B)
+        torch.bmm(m, weight_hr, out=projected)
+        projection(step, projected, state, out, inputs, T, B)
+
+
+def lstm_backward(
+    grad_output: Tensor,
+    grad_h_n: Tensor | None,
+    grad_c_n: Tensor | None,
+    input: Tensor,
+    h0: Tensor | None,
+    c0: Tensor | None,
+    parameters: Sequence[Tensor | None],
+    lengths: Tensor | None,
+    seed: Tensor | None,
+    output: Tensor,
+    gates: Tensor,
+    cells: Tensor,
+    *options: Any,
+) -> list[Tensor]:
+    """Arguments and results of the op ``lstm_backward``."""
+    *call_options, wanted = options
+    recompute = gates.dim() == 1
+    with torch.cuda.device_of(input):
+        call = _Call(input, parameters, lengths, seed, *call_options, recompute=recompute)
+        variant, of = call.variant, call.sequences
+        x = masked(input, of.valid).flatten(0, 1)
+        hd = of.before(output, h0)
+        if call.inputs.dropout is not None:
+            hd = (hd * call.inputs.dropout[:, None]).to(of.dtype)
+        grads = Gradients(
+            of.zeros_or_copy(grad_h_n, variant.R, of.wide),
+            of.zeros_or_copy(grad_c_n, variant.H, of.wide),
+            *_rebuilt(call, x, hd),
+        )
+        past = Past(
+            Saved(None if recompute else gates, cells), of.zeros_or_copy(c0, variant.H, of.wide)
+        )
+        shares = call.shares()
+        if call.one_launch:
+            sequence = call.prepare(lstm_backward_sequence_kernel, variant.H)
+            sequence(
+                of.weight_hh, grad_output.contiguous(), past, grads, shares, call.inputs, call.T,
+                call.B,
+            )  # fmt: skip
+            projection = None
+        else:
+            projection = _backward_steps(
+                call, grad_output.contiguous(), output, past, grads, shares
+            )
+        found = _gradients(call, x, hd, grads, shares, projection, wanted)
+    tensors = (input, h0, c0, *parameters)
+    return [
+        input.new_empty(0) if grad is None or t is None else grad.to(t.dtype).view(t.shape)
+        for grad, t in zip(found, tensors, strict=True)
+    ]
+
+
+def _rebuilt(call: _Call, x: Tensor, hd: Tensor) -> tuple[Tensor, Tensor | None]:
+    """``gates`` and ``hidden`` of Gradients, with what the steps begin with there."""
+    variant, of = call.variant, call.sequences
+    shape = (call.T, call.B, variant.D, variant.G * variant.H)
+    gates = call.normalised(of.products(x)) if variant.recompute else x.new_empty(shape)
+    hidden = None if call.inputs.norm_hh is None else x.new_empty(shape)
+    for d in range(variant.D):
+        h, weight = hd[d].flatten(0, 1), of.weight_hh[d].mT
+        if hidden is not None:
+            torch.mm(h, weight, out=of.tokens(hidden, d))
+        elif variant.recompute:
+            of.tokens(gates, d).addmm_(h, weight)
+    return gates, hidden
+
+
+def _backward_steps(
+    call: _Call, grad_out: Tensor, out: Tensor, past: Past, grads: Gradients, shares: Shares
+) -> tuple[Tensor, Tensor] | None:
+    """With a projection, returns the gradient of W_hr m (D, T, B, R) and m (D, T, B, H)."""
+    variant, inputs, T, B = call.variant, call.inputs, call.T, call.B
+    weight_hh, weight_hr = call.sequences.weight_hh, call.weight_hr
+    through = out.new_zeros(variant.D, B, variant.R)
+    operand = out.new_empty(variant.D, B, variant.G * variant.H)
+    cell = call.prepare(lstm_backward_step_kernel, variant.H)
+    if weight_hr is None:
+        for step in reversed(range(T)):
+            cell(step, through, grad_out, past, grads, operand, shares, inputs, T, B)
+            torch.bmm(operand, weight_hh, out=through)
+        call.add_through(grads, through)
+        return None
+    m = out.new_empty(variant.D, T, B, variant.H)
+    call.prepare(lstm_hidden_kernel, variant.H, steps=T)(m, past, grads, inputs, T, B)
+    projected = None
+    if variant.zoneout_h > 0 and not variant.training and variant.proj_clip < math.inf:
+        projected = (m.flatten(1, 2) @ weight_hr.mT).view(variant.D, T, B, variant.R)
+    dqs = out.new_empty(variant.D, T, B, variant.R)
+    dq, dm = torch.empty_like(through), out.new_empty(variant.D, B, variant.H)
+    # As outputs are rounded, so is what they are compared with.
+    clip = torch.tensor(variant.proj_clip, dtype=out.dtype).item()
+    projection = call.prepare(lstm_backward_projection_kernel, variant.R, clip=clip)
+    for step in reversed(range(T)):
+        projection(step, through, grad_out, projected, out, grads, dq, dqs, inputs, T, B)
+        torch.bmm(dq, weight_hr, out=dm)
+        cell(step, dm, grad_out, past, grads, operand, shares, inputs, T, B)
+        torch.bmm(operand, weight_hh, out=through)
+    call.add_through(grads, through)
+    return dqs, m
+
+
+def _gradients(
+    call: _Call,
+    x: Tensor,
+    hd: Tensor,
+    grads: Gradients,
+    shares: Shares,
+    projection: tuple[Tensor, Tensor] | None,
+    wanted: Sequence[bool],
+) -> list[Tensor | None]:
+    """Those of input, h0, c0 and the parameters, but for their dtypes; None where not wanted."""
+    of, of_input = call.sequences, grads.gates
+    of_norms: Sequence[Tensor | None] = [None] * call.variant.D
+    if call.norms[0] is not None:
+        of_input, of_norms = _normalised_backward(call, grads.gates, of.products(x))
+    of_hidden = grads.gates if grads.hidden is None else grads.hidden
+    results: list[Tensor | None] = [
+        of_input.flatten(2).flatten(0, 1) @ of.weight_ih if wanted[0] else None,
+        grads.h if wanted[1] else None,
+        grads.c if wanted[2] else None,
+    ]
+    for d in range(call.variant.D):
+        wants = Parameters(*wanted[3 + d * SLOTS : 3 + (d + 1) * SLOTS])  # type: ignore[arg-type]
+        found: dict[str, Tensor | None] = dict.fromkeys(Parameters._fields)
+        if wants.weight_ih:
+            found["weight_ih"] = of.tokens(of_input, d).mT @ x
+        if wants.weight_hh:
+            found["weight_hh"] = of.tokens(of_hidden, d).mT @ hd[d].flatten(0, 1)
+        for name in ("bias_ih", "bias_hh"):
+            if getattr(wants, name):
+                found[name] = of.tokens(grads.gates, d).sum(0, dtype=of.wide)
+        if wants.weight_hr and projection is not None:
+            dq, m = (t[d].flatten(0, 1) for t in projection)
+            found["weight_hr"] = dq.mT @ m
+        if wants.weight_peephole and shares.peephole is not None:
+            found["weight_peephole"] = shares.peephole[d].sum(0)
+        if wants.norm_ih_weight:
+            found["norm_ih_weight"] = of_norms[d]
+        if wants.norm_hh_weight and shares.norm_hh is not None:
+            found["norm_hh_weight"] = shares.norm_hh[d].sum(0)
+        for i, name in enumerate(("norm_cell_weight", "norm_cell_bias")):
+            if getattr(wants, name) and shares.norm_cell is not None:
+                found[name] = shares.norm_cell[d, :, i].sum(0)
+        results += found.values()
+    return results
+
+
+def _normalised_backward(
+    call: _Call, grad: Tensor, products: Tensor
+) -> tuple[Tensor, list[Tensor]]:
+    """Gradients of ``products`` (T, B, D, G·H), which ``_Call.normalised`` takes, and the gains."""
+    of_products, of_gains = [], []
+    for d, gain in enumerate(call.norms):
+        x, eps, vectors = products[:, :, d], call.variant.eps, (gain, None, None, None)
+        *_, mean, rstd = layer_norm.dropout_add_layer_norm_forward(
+            x, None, *vectors, 0.0, eps, False, False, x.dtype
+        )
+        found = layer_norm.dropout_add_layer_norm_backward(
+            grad[:, :, d], None, x, None, *vectors, mean, rstd, 0.0, eps, False, False,
+            (True, False, True, False, False),
+        )  # fmt: skip
+        of_products.append(found[0])
+        of_gains.append(found[2])
+    return torch.stack(of_products, 2), of_gains
+
+
+class _Call:
+    """A call of the operator in the kernels' terms."""
+
+    def __init__(
+        self,
+        input: Tensor,
+        parameters: Sequence[Tensor | None],
+        lengths: Tensor | None,
+        seed: Tensor | None,
+        reverse: Sequence[bool],
+        coupled: bool,
+        forget_bias: float,
+        cell_clip: float,
+        proj_clip: float,
+        eps: float,
+        zoneout_h: float,
+        zoneout_c: float,
+        recurrent_dropout: float,
+        training: bool,
+        *,
+        recompute: bool = False,
+    ) -> None:
+        given = [
+            Parameters(*parameters[d * SLOTS : (d + 1) * SLOTS])  # type: ignore[arg-type]
+            for d in range(len(reverse))
+        ]
+        self.sequences = of = Sequences(
+            input, [p.weight_ih for p in given], [p.weight_hh for p in given], lengths, reverse
+        )
+        self.T, self.B = of.T, of.B
+        self.weight_hr = stack([p.weight_hr for p in given], of.dtype)  # (D, R, H)
+        self.norms = [p.norm_ih_weight for p in given]
+        G = 3 if coupled else 4
+        H, R = of.weight_hh.shape[1] // G, of.weight_hh.shape[2]
+        self.variant = Variant(
+            H=H,
+            R=R,
+            D=of.D,
+            G=G,
+            reverse=of.reverse,
+            coupled=coupled,
+            projected=self.weight_hr is not None,
+            training=training,
+            recompute=recompute,
+            cell_clip=cell_clip,
+            proj_clip=proj_clip,
+            eps=eps,
+            zoneout_h=zoneout_h,
+            zoneout_c=zoneout_c,
+            threshold_h=philox.threshold(zoneout_h),
+            threshold_c=philox.threshold(zoneout_c),
+        )
+        self.inputs = Inputs(
+            lengths=of.lengths,
+            seed=seed if training and max(zoneout_h, zoneout_c) > 0 else None,
+            dropout=None,
+            bias=_bias(of, given, forget_bias),
+            peephole=stack([p.weight_peephole for p in given], of.wide),
+            norm_hh=stack([p.norm_hh_weight for p in given], of.wide),
+            norm_cell_weight=stack([p.norm_cell_weight for p in given], of.wide),
+            norm_cell_bias=stack([p.norm_cell_bias for p in given], of.wide),
+        )
+        fits = fits_one_launch(input.device, of.dtype, H, gates=4)
+        self.one_launch = fits and self.weight_hr is None
+        if training and recurrent_dropout > 0:
+            dropout = of.zeros_or_copy(None, R, of.wide)
+            scale = philox.keep_scale(recurrent_dropout)
+            fill = self.prepare(lstm_dropout_kernel, R)
+            fill(dropout, seed, self.B, philox.threshold(recurrent_dropout), scale)
+            self.inputs = self.inputs._replace(dropout=dropout)
+
+    def normalised(self, products: Tensor) -> Tensor:
+        """W_ih x (T, B, D, G·H) after layer norm, if there is any."""
+        if self.norms[0] is None:
+            return products
+        eps, dtype = self.variant.eps, products.dtype
+        results = [
+            layer_norm.dropout_add_layer_norm_forward(
+                products[:, :, d], None, gain, None, None, None, 0.0, eps, False, False, dtype
+            )[0]
+            for d, gain in enumerate(self.norms)
+        ]
+        return torch.stack(results, 2)
+
+    def shares(self) -> Shares:
+        variant, inputs = self.variant, self.inputs
+        blocks = triton.cdiv(self.B, self._config(variant.H).block.rows)
+
+        def zeros(like: Tensor | None, vectors: int) -> Tensor | None:
+            if like is None:
+                return None
+            return like.new_zeros(variant.D, blocks, vectors, variant.H)
+
+        return Shares(
+            zeros(inputs.peephole, variant.G - 1),
+            zeros(inputs.norm_hh, variant.G),
+            zeros(inputs.norm_cell_weight, 2),
+        )
+
+    def add_through(self, grads: Gradients, through: Tensor) -> None:
+        """Completes the gradient of h0: what came through the product of the first step."""
+        dropout = self.inputs.dropout
+        grads.h.add_(through if dropout is None else through * dropout)
+
+    def prepare(self, kernel: Any, columns: int, steps: int = 1, **static: Any) -> Any:
+        """The kernel over so many units, ready to be given its arguments."""
+        config = self._config(columns)
+        grid = self.sequences.grid(config, columns, steps)
+        return prepare(kernel, grid, config, variant=self.variant, **static)
+
+    def _config(self, columns: int) -> Config:
+        if self.one_launch:
+            return sequence_config(self.variant.H)
+        return step_config(self.B, columns, whole_rows=self.inputs.norm_hh is not None)
+
+
+def _bias(of: Sequences, given: list[Parameters], forget_bias: float) -> Tensor | None:
+    """(D, G·H): both biases and the forget bias, which coupled gates don't have."""
+    vectors = [[v for v in (p.bias_ih, p.bias_hh) if v is not None] for p in given]
+    if not vectors[0] and forget_bias == 0:
+        return None
+    D, rows, _ = of.weight_hh.shape
+    bias = of.weight_hh.new_zeros((D, rows), dtype=of.wide)
+    for own, summands in zip(bias, vectors, strict=True):
+        for summand in summands:
+            own += summand
+    bias[:, rows // 4 : rows // 2] += forget_bias
+    return bias

@@ -1,0 +1,296 @@
+"""What the kernels of the recurrent operators, LSTM and GRU, share.
+
+What comes from the input is one matrix product over all tokens, and so are the gradients of input
+and weights; only what goes through h is done step by step. There are two ways of doing that:
+
+- *Step by step*, for any sizes: at each step torch multiplies h by the recurrent weights, and one
+  kernel does all the rest. Both directions share every launch.
+- *A whole sequence in one launch*, where a direction's recurrent weights fit into the shared memory
+  of a multiprocessor: a program owns a block of rows from the first step to the last, keeps the
+  weights beside it and the states in registers. See ``fits_one_launch`` for the rule.
+
+The pieces of a step are functions that both ways call. Lengths stay on the device: a row that has
+ended runs along and changes nothing but its outputs, which become 0. Nothing waits for the host,
+so that a call can be captured into a CUDA graph.
+
+The backward writes the gradients of the gates' preactivations over all steps into one tensor, from
+which the products make those of the weights. There are no atomics: results repeat bit for bit.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from trifuse.kernels.dropout_add_layer_norm import _round
+from trifuse.reference.lstm import accumulation_dtype, masked, valid_steps
+
+INF = tl.constexpr(math.inf)
+
+
+class Block(NamedTuple):
+    """The size of a tile."""
+
+    rows: int
+    columns: int  # units, a power of 2, at least 8
+
+
+class Tile(NamedTuple):
+    """Where a program is: rows of the batch by units of one direction."""
+
+    T: Any
+    B: Any
+    d: Any  # the direction
+    block_row: Any
+    first_row: Any
+    first_column: Any
+    row: Any  # (block.rows, 1), int64
+    column: Any  # (1, block.columns)
+    exists: Any  # (block.rows, 1): whether there is such a row
+    length: Any  # (block.rows, 1), int32: its steps
+
+
+class Step(NamedTuple):
+    """A step of each row of a tile, (block.rows, 1)."""
+
+    t: Any  # int64, the position; past its length a row has its zeros to write at that of the step
+    runs: Any  # whether the row has that step
+    begun: Any  # whether it isn't the first
+    before: Any  # int64, the position of the step before
+
+
+# Arithmetic --------------------------------------------------------------------------------------
+
+
+@triton.jit
+def sigmoid(x):
+    """Without overflow, and with a small relative error at both ends."""
+    e = tl.exp(-tl.abs(x))
+    return tl.where(x >= 0, 1.0, e) / (1.0 + e)
+
+
+@triton.jit
+def tanh(x):
+    """With a small relative error everywhere, float64 included.
+
+    Up to 1/2 it is Lambert's continued fraction (1768), x / (1 + x² / (3 + x² / (5 + …))), broken
+    off after 15: there, the next term is less than 1e-18 of the result.
+    """
+    e = tl.exp(-2.0 * tl.abs(x))
+    large = (1.0 - e) / (1.0 + e)
+    y = tl.where(tl.abs(x) < 0.5, x * x, 0.0)
+    top = ((36.0 * y + 6930.0) * y + 270270.0) * y + 2027025.0
+    bottom = (((y + 630.0) * y + 51975.0) * y + 945945.0) * y + 2027025.0
+    return tl.where(tl.abs(x) < 0.5, x * (top / bottom), tl.where(x >= 0, large, -large))
+
+
+# Memory ------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def load(pointers, inside, dtype: tl.constexpr):
+    """0 outside."""
+    return tl.load(pointers, mask=inside, other=0.0).to(dtype)
+
+
+@triton.jit
+def store(pointers, values, inside):
+    tl.store(pointers, _round(values, pointers.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def load_weights(weight_hh, number, tile, H: tl.constexpr, G: tl.constexpr, block: tl.constexpr):
+    """One gate's of (D, G, H, H): (units of the gate, units of h), 0 outside."""
+    unit = tl.arange(0, block.columns)[:, None]
+    pointers = weight_hh + ((tile.d * G + number) * H + unit) * H + tile.column
+    return tl.load(pointers, (unit < H) & (tile.column < H), other=0.0)
+
+
+# Places ------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def make_tile(block_row, lengths, T, B, block: tl.constexpr):
+    first_row = block_row * block.rows
+    first_column = tl.program_id(1) * block.columns
+    row = first_row + tl.arange(0, block.rows)[:, None]
+    column = first_column + tl.arange(0, block.columns)[None, :]
+    exists = row < B
+    if lengths is None:
+        length = tl.where(exists, T, 0)
+    else:
+        length = tl.load(lengths + row, mask=exists, other=0).to(tl.int32)
+    d = tl.program_id(2)
+    row = row.to(tl.int64)
+    return Tile(T, B, d, block_row, first_row, first_column, row, column, exists, length)
+
+
+@triton.jit
+def make_step(tile, step, reverse: tl.constexpr):
+    """``reverse``: bit d says that direction d reads rows from their ends."""
+    runs = step < tile.length
+    backwards = ((reverse >> tile.d) & 1) != 0
+    t = tl.where(backwards & runs, tile.length - 1 - step, step).to(tl.int64)
+    return Step(t, runs, tl.zeros_like(tile.length) < step, t + tl.where(backwards, 1, -1))
+
+
+@triton.jit
+def longest_row(tile):
+    return tl.max(tl.max(tile.length, 1), 0)
+
+
+@triton.jit
+def of_state(tile, N: tl.constexpr):
+    """Offsets into (D, B, N). These three are int64: a tensor may pass 2³¹ elements."""
+    return (tile.d * tile.B + tile.row) * N + tile.column
+
+
+@triton.jit
+def of_token(tile, t, D: tl.constexpr, N: tl.constexpr):
+    """Offsets into (T, B, D, N)."""
+    return ((t * tile.B + tile.row) * D + tile.d) * N + tile.column
+
+
+@triton.jit
+def of_saved(tile, t, N: tl.constexpr):
+    """Offsets into (D, T, B, N)."""
+    return ((tl.cast(tile.d, tl.int64) * tile.T + t) * tile.B + tile.row) * N + tile.column
+
+
+# Configurations ----------------------------------------------------------------------------------
+
+
+class Config(NamedTuple):
+    """How a kernel is launched."""
+
+    block: Block
+    num_warps: int
+
+
+# Units of h, at most, if a program is to hold the recurrent weights. In 16 bits they lie in shared
+# memory, 128 KiB for an LSTM of 128 units. In float32, which no matrix unit multiplies exactly,
+# threads multiply from registers: twice as many as 32 units spill.
+_MAX_UNITS = {torch.bfloat16: 128, torch.float16: 128, torch.float32: 32}
+_EXCHANGE = 24 * 1024  # bytes of shared memory that a program needs beside them
+
+
+def step_config(B: int, columns: int, whole_rows: bool = False) -> Config:
+    """For ``columns`` units. A thread has 4 elements, 16 bytes of float32, or more in whole rows of
+    over 2048 units. A step's work is little, so tiles are small, for many programs to share it."""
+    width = max(triton.next_power_of_2(columns), 8)
+    if whole_rows:
+        return Config(Block(1, width), min(max(width // 128, 1), 16))
+    width = min(width, 128)
+    rows = min(triton.next_power_of_2(max(B, 1)), 4)
+    return Config(Block(rows, width), max(rows * width // 128, 1))
+
+
+def sequence_config(H: int) -> Config:
+    """16 rows are what a matrix unit takes."""
+    columns = max(triton.next_power_of_2(H), 16)
+    return Config(Block(16, columns), 4 if columns <= 32 else 8)
+
+
+def fits_one_launch(device: torch.device, dtype: torch.dtype, H: int, gates: int) -> bool:
+    """Whether one program can hold a direction's recurrent weights.
+
+    If it can, that should win: a step is one small product on one multiprocessor, where two
+    launches cost microseconds each, however few rows there are. No GPU has timed it yet.
+    """
+    columns = sequence_config(H).block.columns
+    weights = gates * columns**2 * dtype.itemsize
+    return columns <= _MAX_UNITS.get(dtype, 0) and weights + _EXCHANGE <= _shared_memory(device)
+
+
+@functools.cache
+def _shared_memory(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 1 << 30  # nothing bounds the interpreter
+    properties = torch.cuda.get_device_properties(device)
+    # What a program may ask for beyond the usual; AMD's have no such thing.
+    return getattr(properties, "shared_memory_per_block_optin", properties.shared_memory_per_block)
+
+
+# Calls -------------------------------------------------------------------------------------------
+
+
+class Sequences:
+    """The sequences and the matrices of a call."""
+
+    def __init__(
+        self,
+        input: Tensor,
+        weights_ih: Sequence[Tensor],
+        weights_hh: Sequence[Tensor],
+        lengths: Tensor | None,
+        reverse: Sequence[bool],
+    ) -> None:
+        self.T, self.B, _ = input.shape
+        self.D = len(reverse)
+        self.reverse = sum(1 << d for d in range(self.D) if reverse[d])
+        self.lengths = None if lengths is None else lengths.contiguous()
+        self.dtype, self.wide = input.dtype, accumulation_dtype(input.dtype)
+        self.weight_ih = torch.cat(list(weights_ih))  # (D·G·H, I)
+        self.weight_hh = _stacked(weights_hh)  # (D, G·H, R)
+        self.valid = valid_steps(self.T, lengths)
+
+    def zeros_or_copy(self, t: Tensor | None, columns: int, dtype: torch.dtype) -> Tensor:
+        """(D, B, columns), contiguous."""
+        if t is None:
+            return self.weight_hh.new_zeros((self.D, self.B, columns), dtype=dtype)
+        return t.to(dtype, copy=True, memory_format=torch.contiguous_format)
+
+    def products(self, x: Tensor) -> Tensor:
+        """W_ih x, from (T·B, I) to (T, B, D, G·H)."""
+        rows = self.weight_ih.shape[0] // self.D
+        return (x @ self.weight_ih.mT).view(self.T, self.B, self.D, rows)
+
+    def before(self, output: Tensor, h0: Tensor | None) -> Tensor:
+        """h_{t-1} at each position: (D, T, B, R), 0 past a row's length."""
+        states = output.unflatten(2, (self.D, -1)).unbind(2)
+        first = self.zeros_or_copy(h0, states[0].shape[-1], self.dtype)
+        position = torch.arange(self.T, device=output.device)[:, None]
+        results = []
+        for d, (h, begin) in enumerate(zip(states, first[:, None], strict=True)):
+            if not self.reverse >> d & 1:
+                shifted = torch.cat([begin, h])[:-1]
+            else:
+                shifted = torch.cat([h, begin])[1:]
+                if self.lengths is not None:
+                    at_end = (position == self.lengths - 1)[..., None]
+                    shifted = torch.where(at_end, begin, shifted)
+            results.append(masked(shifted, self.valid))
+        return torch.stack(results)
+
+    def tokens(self, t: Tensor, d: int) -> Tensor:
+        """(T, B, D, N) of one direction as (T·B, N), the same memory."""
+        return t[:, :, d].view(self.T * self.B, t.shape[3])
+
+    def grid(self, config: Config, columns: int, steps: int = 1) -> tuple[int, int, int]:
+        rows = triton.cdiv(self.B, config.block.rows) * steps
+        return rows, triton.cdiv(columns, config.block.columns), self.D
+
+
+def stack(tensors: Sequence[Tensor | None], dtype: torch.dtype) -> Tensor | None:
+    """One direction's after the other's, contiguous; None where they are."""
+    given = [t.to(dtype) for t in tensors if t is not None]
+    return _stacked(given) if given else None
+
+
+def _stacked(tensors: Sequence[Tensor]) -> Tensor:
+    if len(tensors) == 1:
+        return tensors[0].contiguous()[None]
+    return torch.stack(list(tensors))
+
+
+def prepare(kernel: Any, grid: tuple[int, int, int], config: Config, **static: Any) -> Any:
+    """The kernel, ready to be given its arguments, once or step by step."""
+    static |= {"block": config.block, "num_warps": config.num_warps, "enable_fp_fusion": True}
+    return functools.partial(kernel[grid], **static)

@@ -1,0 +1,55 @@
+"""Fused counterparts of :mod:`trifuse.models.elmo`."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from trifuse.models import elmo
+from trifuse.models.elmo import LSTMState
+from trifuse.nn.linear import is_watched, linear_activation
+from trifuse.ops import _registration
+from trifuse.ops.lstm import lstm
+
+
+class ProjectedLSTM(elmo.ProjectedLSTM):
+    """The recurrence on :func:`trifuse.lstm`."""
+
+    def forward(
+        self, x: Tensor, lengths: Tensor | None = None, state: LSTMState | None = None
+    ) -> tuple[Tensor, LSTMState]:
+        """As :meth:`trifuse.models.elmo.ProjectedLSTM.forward`."""
+        state = self._check(x, lengths, state)
+        return lstm(
+            x, state, self.weight_ih, self.weight_hh, self.bias, None, self.weight_hr,
+            lengths=lengths, batch_first=True, reverse=self.reverse, cell_clip=self.cell_clip,
+            proj_clip=self.proj_clip, forget_bias=self.forget_bias,
+        )  # fmt: skip
+
+
+class Highway(elmo.Highway):
+    """The layer with ReLU as part of its product, and one pass over what the gate mixes."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """As :meth:`trifuse.models.elmo.Highway.forward`."""
+        transformed = linear_activation(self.transform, x, "relu")
+        return torch.lerp(x, transformed, torch.sigmoid(self.carry(x)))
+
+
+class CharacterEncoder(elmo.CharacterEncoder):
+    """The encoder, which on a CPU reads each distinct word of a batch once."""
+
+    def forward(self, char_ids: Tensor) -> Tensor:
+        """As :meth:`trifuse.models.elmo.CharacterEncoder.forward`."""
+        if (
+            char_ids.device.type != "cpu"  # elsewhere the host would wait for their number
+            or char_ids.numel() == 0
+            or torch.compiler.is_compiling()
+            or _registration.differentiating()
+            or any(is_watched(module) for module in self.modules() if module is not self)
+        ):
+            return super().forward(char_ids)
+        words, place = torch.unique(char_ids.flatten(0, 1), dim=0, return_inverse=True)
+        distinct = super().forward(words[None])[0]
+        return F.embedding(place, distinct).unflatten(0, char_ids.shape[:2])

@@ -1,0 +1,69 @@
+"""``torch.nn.GRU`` and ``GRUCell`` on the fused operator."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from trifuse.nn.lstm import Recurrent, Sequences
+from trifuse.ops import gru as ops
+
+
+class GRU(Recurrent):
+    """``torch.nn.GRU`` on the fused operator.
+
+    The arguments, the parameters' names and their initialisation are torch's own. Both directions
+    of a layer run in one call; weights may be replaced by plain tensors, as weight drop does.
+    Dropout between layers draws by trifuse's generator on a CPU.
+    """
+
+    def __init__(
+        self,
+        input_size: int,
+        hidden_size: int,
+        num_layers: int = 1,
+        bias: bool = True,
+        batch_first: bool = False,
+        dropout: float = 0.0,
+        bidirectional: bool = False,
+        device: Any = None,
+        dtype: Any = None,
+    ) -> None:
+        super().__init__(
+            "GRU", input_size, hidden_size, num_layers, bias, batch_first, dropout, bidirectional,
+            device=device, dtype=dtype,
+        )  # fmt: skip
+
+    def forward(
+        self, input: Sequences, hx: Tensor | None = None, *, lengths: Tensor | None = None
+    ) -> tuple[Sequences, Tensor]:
+        """As ``torch.nn.GRU``'s.
+
+        Args:
+            input: (T, B, I), with ``batch_first`` (B, T, I), or (T, I), or a PackedSequence.
+            hx: as in torch, or None for zeros.
+            lengths: int32 or int64 (B,), instead of packing: see :func:`trifuse.gru`.
+
+        Raises:
+            As :func:`trifuse.gru`.
+        """
+        output, (h_n,) = self._forward(input, [hx], lengths)
+        return output, h_n
+
+    def _layer(
+        self, k: int, x: Tensor, states: list[Tensor | None], lengths: Tensor | None
+    ) -> list[Tensor]:
+        parameters = self._parameters_of(ops.Parameters, k)
+        return list(ops.layer(x, states[0], parameters, lengths, reverse=self._reverse()))
+
+    def _widths(self) -> list[int]:
+        return [self.hidden_size]
+
+
+class GRUCell(nn.GRUCell):
+    """``torch.nn.GRUCell`` on the fused operator; the constructor is torch's own."""
+
+    def forward(self, input: Tensor, hx: Tensor | None = None) -> Tensor:
+        """One step. Shapes as in torch."""
+        return ops.gru_cell(input, hx, self.weight_ih, self.weight_hh, self.bias_ih, self.bias_hh)

@@ -1,0 +1,265 @@
+"""``torch.nn.LSTM`` and ``LSTMCell`` on the fused operator."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence
+
+from trifuse.nn.dropout import drop
+from trifuse.ops import lstm as ops
+from trifuse.ops._checks import fail
+
+Sequences = TypeVar("Sequences", Tensor, PackedSequence)
+
+
+class Recurrent(nn.RNNBase):
+    """What LSTM and GRU share: sequences in and out, and layers one after another.
+
+    They are no subclasses of torch's, because torch.compile refuses every ``torch.nn.LSTM`` and
+    ``GRU`` at sight.
+    """
+
+    def flatten_parameters(self) -> None:
+        """Nothing to do: weights are read where they are, parameters or any other tensors."""
+
+    def _layer(
+        self, k: int, x: Tensor, states: list[Tensor | None], lengths: Tensor | None
+    ) -> list[Tensor]:
+        """Layer k of (T, B, ...): output and last states of all its directions."""
+        raise NotImplementedError
+
+    def _widths(self) -> list[int]:
+        """Of each state."""
+        raise NotImplementedError
+
+    def _forward(
+        self, input: Sequences, states: list[Tensor | None], lengths: Tensor | None
+    ) -> tuple[Sequences, list[Tensor]]:
+        if isinstance(input, PackedSequence):
+            if lengths is not None:
+                raise fail("lengths", "None beside a PackedSequence, which has its own", "a tensor")
+            x, lengths = pad_packed_sequence(input)
+            lengths = lengths.to(x.device)
+            output, last = self._padded(x, states, lengths)
+            return _packed_as(input, output), last
+        if input.dim() == 2:
+            states = [None if t is None else t.unsqueeze(1) for t in states]
+            output, last = self._padded(input.unsqueeze(1), states, lengths)
+            return output.squeeze(1), [t.squeeze(1) for t in last]
+        swap = self.batch_first and input.dim() == 3
+        output, last = self._padded(input.transpose(0, 1) if swap else input, states, lengths)
+        return output.transpose(0, 1) if swap else output, last
+
+    def _padded(
+        self, x: Tensor, states: list[Tensor | None], lengths: Tensor | None
+    ) -> tuple[Tensor, list[Tensor]]:
+        """(T, B, ...), whatever ``batch_first`` says."""
+        D = len(self._suffixes())
+        names = ("h0", "c0") if len(states) == 2 else ("hx",)
+        for name, state, width in zip(names, states, self._widths(), strict=True):
+            shape = (self.num_layers * D, x.shape[1], width)
+            if state is not None and tuple(state.shape) != shape:
+                raise fail(name, f"shape {shape}", tuple(state.shape))
+        layers = []
+        for k in range(self.num_layers):
+            if k > 0:
+                x = drop(x, self.dropout, self.training)
+            own = [None if t is None else t[k * D : (k + 1) * D] for t in states]
+            x, *last = self._layer(k, x, own, lengths)
+            layers.append(last)
+        return x, [torch.cat(parts) for parts in zip(*layers, strict=True)]
+
+    def _suffixes(self) -> tuple[str, ...]:
+        return ("", "_reverse") if self.bidirectional else ("",)
+
+    def _reverse(self) -> tuple[bool, ...]:
+        return (False, True) if self.bidirectional else (False,)
+
+    def _parameters_of(self, cls: Any, k: int) -> list[Any]:
+        """Of layer k, for each direction: whatever stands there under torch's names."""
+        return [
+            cls(*(getattr(self, f"{name}_l{k}{suffix}", None) for name in cls._fields))
+            for suffix in self._suffixes()
+        ]
+
+
+def _packed_as(like: PackedSequence, padded: Tensor) -> PackedSequence:
+    """(T, B, ...), in the order that the user has, packed as another sequence is."""
+    if like.sorted_indices is not None:
+        padded = padded.index_select(1, like.sorted_indices)
+    column = torch.arange(padded.shape[1])
+    taken = (column < like.batch_sizes[:, None]).to(padded.device)
+    return PackedSequence(
+        padded[taken], like.batch_sizes, like.sorted_indices, like.unsorted_indices
+    )
+
+
+class LSTM(Recurrent):
+    """``torch.nn.LSTM`` on the fused operator, with what others add to the cell.
+
+    The first ten arguments, the parameters' names and their initialisation are torch's own. Both
+    directions of a layer run in one call, in any dtype and with any option; weights may be replaced
+    by plain tensors, as weight drop does, at no cost.
+
+    Args:
+        input_size, hidden_size, num_layers, bias, batch_first, dropout, bidirectional, proj_size,
+            device, dtype: as in ``torch.nn.LSTM``. Dropout between layers draws by trifuse's
+            generator on a CPU.
+        cell_clip, proj_clip, forget_bias, coupled, eps, zoneout_h, zoneout_c, recurrent_dropout,
+            recompute: as in :func:`trifuse.lstm`. With ``coupled`` the weights have three gates:
+            i, g, o.
+        peephole: adds parameters ``weight_peephole_l{k}``, (3, hidden_size), or with ``coupled``
+            (2, hidden_size).
+        layer_norm: adds ``norm_ih_weight_l{k}``, ``norm_hh_weight_l{k}`` (gates · hidden_size),
+            ``norm_cell_weight_l{k}`` and ``norm_cell_bias_l{k}`` (hidden_size), ones and zeros at
+            first.
+    """
+
+    # Here too, so that a torch.nn.LSTM becomes one by a change of its class.
+    cell_clip: float | None = None
+    proj_clip: float | None = None
+    forget_bias = 0.0
+    coupled = False
+    eps = 1e-5
+    zoneout_h = 0.0
+    zoneout_c = 0.0
+    recurrent_dropout = 0.0
+    recompute = False
+
+    def __init__(
+        self,
+        input_size: int,
+        hidden_size: int,
+        num_layers: int = 1,
+        bias: bool = True,
+        batch_first: bool = False,
+        dropout: float = 0.0,
+        bidirectional: bool = False,
+        proj_size: int = 0,
+        device: Any = None,
+        dtype: Any = None,
+        *,
+        cell_clip: float | None = None,
+        proj_clip: float | None = None,
+        forget_bias: float = 0.0,
+        coupled: bool = False,
+        peephole: bool = False,
+        layer_norm: bool = False,
+        eps: float = 1e-5,
+        zoneout_h: float = 0.0,
+        zoneout_c: float = 0.0,
+        recurrent_dropout: float = 0.0,
+        recompute: bool = False,
+    ) -> None:
+        super().__init__(
+            "LSTM", input_size, hidden_size, num_layers, bias, batch_first, dropout, bidirectional,
+            proj_size, device, dtype,
+        )  # fmt: skip
+        self.cell_clip, self.proj_clip, self.forget_bias = cell_clip, proj_clip, forget_bias
+        self.coupled, self.eps, self.recompute = coupled, eps, recompute
+        self.zoneout_h, self.zoneout_c = zoneout_h, zoneout_c
+        self.recurrent_dropout = recurrent_dropout
+        gates = 3 if coupled else 4
+        rows = gates * hidden_size
+        more: dict[str, tuple[int, ...]] = {}
+        if peephole:
+            more["weight_peephole"] = (gates - 1, hidden_size)
+        if layer_norm:
+            more |= {"norm_ih_weight": (rows,), "norm_hh_weight": (rows,)}
+            more |= {"norm_cell_weight": (hidden_size,), "norm_cell_bias": (hidden_size,)}
+        for layer in range(num_layers):
+            for suffix in self._suffixes():
+                end = f"_l{layer}{suffix}"
+                for name in ("weight_ih", "weight_hh", "bias_ih", "bias_hh"):
+                    if coupled and hasattr(self, name + end):
+                        setattr(self, name + end, nn.Parameter(getattr(self, name + end)[:rows]))
+                for name, shape in more.items():
+                    empty = torch.empty(shape, device=device, dtype=dtype)
+                    self.register_parameter(name + end, nn.Parameter(empty))
+        if coupled or more:
+            self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """As torch does; layer normalisation begins as the identity."""
+        super().reset_parameters()
+        for name, parameter in self.named_parameters():
+            if name.startswith("norm"):
+                nn.init.constant_(parameter, 0.0 if "bias" in name else 1.0)
+
+    def extra_repr(self) -> str:
+        names = (
+            "cell_clip", "proj_clip", "forget_bias", "coupled", "zoneout_h", "zoneout_c",
+            "recurrent_dropout", "recompute",
+        )  # fmt: skip
+        given = [f"{n}={getattr(self, n)}" for n in names if getattr(self, n) != getattr(LSTM, n)]
+        return ", ".join([super().extra_repr(), *given])
+
+    def forward(
+        self,
+        input: Sequences,
+        hx: tuple[Tensor, Tensor] | None = None,
+        *,
+        lengths: Tensor | None = None,
+    ) -> tuple[Sequences, tuple[Tensor, Tensor]]:
+        """As ``torch.nn.LSTM``'s.
+
+        Args:
+            input: (T, B, I), with ``batch_first`` (B, T, I), or (T, I), or a PackedSequence.
+            hx: (h0, c0), or None for zeros.
+            lengths: int32 or int64 (B,), instead of packing: see :func:`trifuse.lstm`.
+
+        Returns:
+            The output, as ``input`` came, and (h_n, c_n). c_n is in the dtype of c0, so that a
+            float32 c0 beside 16 bits is carried on with all its bits; without one, in that of the
+            output.
+
+        Raises:
+            As :func:`trifuse.lstm`.
+        """
+        states: list[Tensor | None] = [None, None] if hx is None else list(hx)
+        output, (h_n, c_n) = self._forward(input, states, lengths)
+        kept = states[1] if states[1] is not None else h_n
+        return output, (h_n, c_n.to(kept.dtype))
+
+    def _layer(
+        self, k: int, x: Tensor, states: list[Tensor | None], lengths: Tensor | None
+    ) -> list[Tensor]:
+        return list(
+            ops.layer(
+                x,
+                states[0],
+                states[1],
+                self._parameters_of(ops.Parameters, k),
+                lengths,
+                reverse=self._reverse(),
+                recompute=self.recompute,
+                cell_clip=self.cell_clip,
+                proj_clip=self.proj_clip,
+                forget_bias=self.forget_bias,
+                coupled=self.coupled,
+                eps=self.eps,
+                zoneout_h=self.zoneout_h,
+                zoneout_c=self.zoneout_c,
+                recurrent_dropout=self.recurrent_dropout,
+                training=self.training,
+            )
+        )
+
+    def _widths(self) -> list[int]:
+        return [self.proj_size or self.hidden_size, self.hidden_size]
+
+
+class LSTMCell(nn.LSTMCell):
+    """``torch.nn.LSTMCell`` on the fused operator; the constructor is torch's own."""
+
+    def forward(
+        self, input: Tensor, hx: tuple[Tensor, Tensor] | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """One step. Shapes as in torch; c is returned in the dtype of c0, or of h without one."""
+        h, c = ops.lstm_cell(
+            input, hx, self.weight_ih, self.weight_hh, self.bias_ih, self.bias_hh
+        )  # fmt: skip
+        return h, c.to(h.dtype if hx is None else hx[1].dtype)

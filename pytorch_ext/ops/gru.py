@@ -1,0 +1,265 @@
+"""The GRU: arguments, and the road to a backend."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trifuse import backends
+from trifuse.ops import _recurrent, _registration
+from trifuse.reference import gru as reference
+from trifuse.reference.gru import Options, Parameters
+
+
+def gru(
+    input: Tensor,
+    hx: Tensor | None,
+    weight_ih: Tensor,
+    weight_hh: Tensor,
+    bias_ih: Tensor | None = None,
+    bias_hh: Tensor | None = None,
+    *,
+    lengths: Tensor | None = None,
+    batch_first: bool = False,
+    reverse: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """One layer of a GRU in one direction, over whole sequences.
+
+    Cho et al., "Learning Phrase Representations using RNN Encoder-Decoder" (2014), in the form of
+    ``torch.nn.GRU``; :mod:`trifuse.reference.gru` has the equations.
+
+    Args:
+        input: (T, B, I), or with ``batch_first`` (B, T, I), or (T, I); float32, bfloat16, float16
+            or float64, of any strides.
+        hx: (B, H), or (H,), in the dtype of the input; None for zeros.
+        weight_ih: (3·H, I), in the dtype of the input: the gates r, z, n.
+        weight_hh: (3·H, H), likewise.
+        bias_ih, bias_hh: (3·H,), in the dtype of the input, or in float32 beside 16 bits.
+        lengths: int32 or int64 (B,), how many steps each row has, from 0 to T. Past them the output
+            is 0, h stands still, and what is in ``input`` reaches neither results nor gradients.
+        reverse: read each row from its last step to its first. Outputs stand at their own steps.
+
+    Returns:
+        The output, (T, B, H) or as ``input`` has it, and h_n, shaped as ``hx``, in the dtype of the
+        input.
+
+    Raises:
+        TypeError: an argument of the wrong type, or a dtype that doesn't fit the others.
+        ValueError: a shape, device or range that doesn't fit (``trifuse.ArgumentError``).
+        RuntimeError: the backend asked for by name can't serve the call.
+    """
+    call = _prepare(
+        input, hx, weight_ih, weight_hh, bias_ih, bias_hh, lengths, batch_first, reverse
+    )
+    output, h_n = _recurrent.run(call)
+    if input.dim() == 2:
+        return output.squeeze(1), h_n[0, 0]
+    return output.transpose(0, 1) if batch_first else output, h_n[0]
+
+
+def gru_cell(
+    input: Tensor,
+    hx: Tensor | None,
+    weight_ih: Tensor,
+    weight_hh: Tensor,
+    bias_ih: Tensor | None = None,
+    bias_hh: Tensor | None = None,
+) -> Tensor:
+    """One step of a GRU, as ``torch.gru_cell`` takes it.
+
+    Args:
+        input: (B, I) or (I,).
+        hx: (B, H) or (H,), or None for zeros.
+        weight_ih, weight_hh, bias_ih, bias_hh: as in :func:`gru`.
+
+    Returns:
+        h, shaped as ``hx``.
+
+    Raises:
+        As :func:`gru`.
+    """
+    call = _prepare_cell(input, hx, weight_ih, weight_hh, bias_ih, bias_hh)
+    _, h = _recurrent.run(call)
+    return h[0, 0] if input.dim() == 1 else h[0]
+
+
+def layer(
+    input: Tensor,
+    h0: Tensor | None,
+    parameters: Sequence[Parameters],
+    lengths: Tensor | None = None,
+    *,
+    reverse: Sequence[bool] = (False,),
+) -> tuple[Tensor, Tensor]:
+    """One layer in D directions, in one call, so that a backend can run them side by side.
+
+    Args:
+        input: (T, B, I).
+        h0: (D, B, H) or None.
+        parameters: each direction's.
+        lengths: as in :func:`gru`.
+        reverse: of each direction.
+
+    Returns:
+        Output (T, B, D·H), h_n (D, B, H).
+
+    Raises:
+        As :func:`gru`.
+    """
+    input, batch = _recurrent.sequence(input, batch_first=False)
+    batch = (len(parameters), *batch)
+    output, h_n = _recurrent.run(_check(input, batch, h0, parameters, lengths, reverse))
+    return output, h_n
+
+
+# Arguments --------------------------------------------------------------------------------------
+
+
+def _prepare(
+    input: Tensor,
+    hx: Tensor | None,
+    weight_ih: Tensor,
+    weight_hh: Tensor,
+    bias_ih: Tensor | None,
+    bias_hh: Tensor | None,
+    lengths: Tensor | None,
+    batch_first: bool,
+    reverse: bool,
+) -> _recurrent.Call:
+    input, batch = _recurrent.sequence(input, batch_first)
+    parameters = [Parameters(weight_ih, weight_hh, bias_ih, bias_hh)]
+    return _check(input, batch, hx, parameters, lengths, [reverse])
+
+
+def _prepare_cell(
+    input: Tensor,
+    hx: Tensor | None,
+    weight_ih: Tensor,
+    weight_hh: Tensor,
+    bias_ih: Tensor | None,
+    bias_hh: Tensor | None,
+) -> _recurrent.Call:
+    input, batch = _recurrent.one_step(input)
+    return _check(input, batch, hx, [Parameters(weight_ih, weight_hh, bias_ih, bias_hh)])
+
+
+def _check(
+    input: Tensor,
+    batch: tuple[int, ...],
+    h0: Any,
+    parameters: Sequence[Parameters],
+    lengths: Tensor | None = None,
+    reverse: Sequence[bool] = (False,),
+) -> _recurrent.Call:
+    """``input`` is (T, B, I), and ``batch`` the shape that the caller's h0 has before H."""
+    _recurrent.check_directions(parameters, reverse)
+    checked = [_check_parameters(p, input) for p in parameters]
+    for p in checked[1:]:
+        for name, first, other in zip(Parameters._fields, checked[0], p, strict=True):
+            _recurrent.same_shape(name, first, other)
+    H = checked[0].weight_hh.shape[1]
+    h0 = _recurrent.state("hx", _recurrent.autocast(h0), input, batch, H, (input.dtype,))
+    return _recurrent.Call(
+        "gru",
+        input,
+        (h0,),
+        tuple(t for p in checked for t in p),
+        _recurrent.row_lengths(lengths, input),
+        (tuple(bool(r) for r in reverse),),
+        backends.choose(backends.Call("gru", input.device.type, input.dtype)),
+    )
+
+
+def _check_parameters(p: Parameters, input: Tensor) -> Parameters:
+    """One direction's, with weights as autocast wants them."""
+    weight_ih, H = _recurrent.weight_ih(p.weight_ih, input, 3)
+    weight_hh = _recurrent.matrix("weight_hh", p.weight_hh, input, 3 * H, H)
+    biases = (
+        _recurrent.vector(name, getattr(p, name), input, (3 * H,))
+        for name in ("bias_ih", "bias_hh")
+    )
+    return Parameters(weight_ih, weight_hh, *biases)
+
+
+# Registration -----------------------------------------------------------------------------------
+
+_TENSORS = "Tensor input, Tensor? h0, Tensor?[] parameters, Tensor? lengths"
+
+
+def _forward_fake(
+    input: Tensor, h0: Tensor | None, parameters: Sequence[Tensor], lengths: Tensor | None,
+    reverse: Sequence[bool], save: bool,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    (T, B, _), H, D = input.shape, parameters[1].shape[1], len(reverse)
+    gates = (D, T, B, 4 * H) if save else (0,)
+    return input.new_empty(T, B, D * H), input.new_empty(D, B, H), input.new_empty(gates)
+
+
+def _backward_fake(
+    grad_output: Tensor, grad_h_n: Tensor | None, input: Tensor, h0: Tensor | None,
+    parameters: Sequence[Tensor | None], *rest: Any,
+) -> list[Tensor]:  # fmt: skip
+    return _recurrent.empty_gradients([input, h0, *parameters], rest[-1])
+
+
+_registration.define(
+    "gru_forward",
+    f"({_TENSORS}, bool[] reverse, bool save) -> (Tensor, Tensor, Tensor)",
+    _forward_fake,
+    functools.partial(_recurrent.forward_vmap, "gru"),
+)
+_registration.define(
+    "gru_backward",
+    f"(Tensor grad_output, Tensor? grad_h_n, {_TENSORS}, Tensor output, Tensor gates, "
+    "bool[] reverse, bool[] wanted) -> Tensor[]",
+    _backward_fake,
+    functools.partial(_recurrent.backward_vmap, "gru"),
+)
+
+
+@_registration.implement("gru_forward", "eager")
+def _eager_forward(*args: Any) -> tuple[Tensor, ...]:
+    input, h0, parameters, lengths, reverse, _ = args
+    _recurrent.check_lengths(lengths, input.shape[0])
+    results = reference.gru(input, h0, parameters, lengths, options=Options(reverse))
+    return _recurrent.copied_forward(results, _forward_fake(*args))
+
+
+@_registration.implement("gru_backward", "eager")
+def _eager_backward(*args: Any) -> list[Tensor]:
+    return _recurrent.copied(_formula(*args), _backward_fake(*args))
+
+
+def _formula(*args: Any) -> list[Tensor | None]:
+    """The backward op's arguments, for the reference."""
+    return reference.gru_backward(*args[:8], options=Options(args[8]), wanted=args[9])
+
+
+@_registration.implement("gru_forward", "triton")
+def _triton_forward(*args: Any) -> tuple[Tensor, ...]:
+    from trifuse.kernels import gru as kernels
+
+    _recurrent.check_lengths(args[3], args[0].shape[0])
+    return kernels.gru_forward(*args)
+
+
+@_registration.implement("gru_backward", "triton")
+def _triton_backward(*args: Any) -> list[Tensor]:
+    from trifuse.kernels import gru as kernels
+
+    return kernels.gru_backward(*args)
+
+
+_recurrent.OPERATORS["gru"] = _recurrent.Operator(
+    states=1,
+    integers=1,
+    kept=1,
+    save=bool,
+    formula=_formula,
+    forward={name: getattr(torch.ops.trifuse.gru_forward, name) for name in backends.ORDER},
+    backward={name: getattr(torch.ops.trifuse.gru_backward, name) for name in backends.ORDER},
+)

@@ -1,0 +1,429 @@
+"""The LSTM: arguments, and the road to a backend."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trifuse import backends
+from trifuse.ops import _checks, _recurrent, _registration
+from trifuse.ops._checks import fail
+from trifuse.reference import lstm as reference
+from trifuse.reference.lstm import Options, Parameters
+
+
+def lstm(
+    input: Tensor,
+    hx: tuple[Tensor | None, Tensor | None] | None,
+    weight_ih: Tensor,
+    weight_hh: Tensor,
+    bias_ih: Tensor | None = None,
+    bias_hh: Tensor | None = None,
+    weight_hr: Tensor | None = None,
+    *,
+    lengths: Tensor | None = None,
+    batch_first: bool = False,
+    reverse: bool = False,
+    cell_clip: float | None = None,
+    proj_clip: float | None = None,
+    forget_bias: float = 0.0,
+    coupled: bool = False,
+    weight_peephole: Tensor | None = None,
+    norm_ih_weight: Tensor | None = None,
+    norm_hh_weight: Tensor | None = None,
+    norm_cell_weight: Tensor | None = None,
+    norm_cell_bias: Tensor | None = None,
+    eps: float = 1e-5,
+    zoneout_h: float = 0.0,
+    zoneout_c: float = 0.0,
+    recurrent_dropout: float = 0.0,
+    training: bool = False,
+    recompute: bool = False,
+) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    """One layer of an LSTM in one direction, over whole sequences.
+
+    Hochreiter and Schmidhuber, "Long Short-Term Memory" (1997), in the form of ``torch.nn.LSTM``;
+    :mod:`trifuse.reference.lstm` has the equations and where each of the options is from. They all
+    combine. H is the hidden size, I the input's, R the size of h: H, or the projection's; G counts
+    the gates: 4, in the order i, f, g, o, or with ``coupled`` 3: i, g, o.
+
+    Args:
+        input: (T, B, I), or with ``batch_first`` (B, T, I), or (T, I); float32, bfloat16, float16
+            or float64, of any strides.
+        hx: (h0, c0), shaped (B, R) and (B, H), or (R,) and (H,); either or both None for zeros. h0
+            in the dtype of the input; c0 too, or in float32 beside 16 bits.
+        weight_ih: (G·H, I), in the dtype of the input, as are the other matrices.
+        weight_hh: (G·H, R).
+        bias_ih, bias_hh: (G·H,). All vectors are in the dtype of the input, or in float32 beside 16
+            bits.
+        weight_hr: (R, H), projects each step's h.
+        lengths: int32 or int64 (B,), how many steps each row has, from 0 to T. Past them the output
+            is 0, states stand still, and the input reaches neither results nor gradients.
+        reverse: read each row from its last step to its first. Outputs stand at their own steps.
+        cell_clip: c is held within ± this, before the output gate sees it.
+        proj_clip: what ``weight_hr`` gives is held within ± this.
+        forget_bias: added to the forget gate. Zero with ``coupled``.
+        coupled: the forget gate is 1 - the input gate.
+        weight_peephole: (3, H), from c to the gates i, f and o; with ``coupled`` (2, H), i and o.
+        norm_ih_weight, norm_hh_weight: (G·H,), the gains of layer normalisation of the two
+            products. Both and ``norm_cell_weight`` are given, or none.
+        norm_cell_weight, norm_cell_bias: (H,), of that of c on its way to h. The bias may be None.
+        eps: of the layer normalisations.
+        zoneout_h, zoneout_c: the probability that an element of a state stays as it was, in
+            training; otherwise the share of it that stays.
+        recurrent_dropout: the probability of dropping an element of h on its way to the gates, in
+            training; one draw per row for all steps.
+        training: whether to draw at random: from torch's default generator for the device, honoured
+            to 2⁻¹⁶; the same seed draws the same on every backend.
+        recompute: keep nothing but h and c for the backward, which computes the gates again.
+
+    Returns:
+        The output, (T, B, R) or as ``input`` has it, and (h_n, c_n), shaped as ``hx``. c_n is in
+        float32, or float64 for float64: passed on to the next call, a sequence cut in two gives the
+        same bits as a whole one. The rest is in the dtype of the input.
+
+    Raises:
+        TypeError: an argument of the wrong type, or a dtype that doesn't fit the others.
+        ValueError: a shape, device, range or combination that doesn't fit
+            (``trifuse.ArgumentError``).
+        RuntimeError: the backend asked for by name can't serve the call.
+    """
+    call = _prepare(
+        input, hx, weight_ih, weight_hh, bias_ih, bias_hh, weight_hr, lengths, batch_first, reverse,
+        cell_clip, proj_clip, forget_bias, coupled, weight_peephole, norm_ih_weight, norm_hh_weight,
+        norm_cell_weight, norm_cell_bias, eps, zoneout_h, zoneout_c, recurrent_dropout, training,
+        recompute,
+    )  # fmt: skip
+    output, h_n, c_n = _recurrent.run(call)
+    if input.dim() == 2:
+        return output.squeeze(1), (h_n[0, 0], c_n[0, 0])
+    return output.transpose(0, 1) if batch_first else output, (h_n[0], c_n[0])
+
+
+def lstm_cell(
+    input: Tensor,
+    hx: tuple[Tensor | None, Tensor | None] | None,
+    weight_ih: Tensor,
+    weight_hh: Tensor,
+    bias_ih: Tensor | None = None,
+    bias_hh: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """One step of an LSTM, as ``torch.lstm_cell`` takes it.
+
+    Args:
+        input: (B, I) or (I,).
+        hx: (h0, c0), each (B, H) or (H,), or None for zeros.
+        weight_ih, weight_hh, bias_ih, bias_hh: as in :func:`lstm`.
+
+    Returns:
+        (h, c), shaped as ``hx``, c in float32, or float64 for float64.
+
+    Raises:
+        As :func:`lstm`.
+    """
+    call = _prepare_cell(input, hx, weight_ih, weight_hh, bias_ih, bias_hh)
+    _, h, c = _recurrent.run(call)
+    return (h[0, 0], c[0, 0]) if input.dim() == 1 else (h[0], c[0])
+
+
+def layer(
+    input: Tensor,
+    h0: Tensor | None,
+    c0: Tensor | None,
+    parameters: Sequence[Parameters],
+    lengths: Tensor | None = None,
+    *,
+    reverse: Sequence[bool] = (False,),
+    recompute: bool = False,
+    **options: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """One layer in D directions, in one call, so that a backend can run them side by side.
+
+    Args:
+        input: (T, B, I).
+        h0: (D, B, R) or None.
+        c0: (D, B, H) or None.
+        parameters: each direction's.
+        lengths: as in :func:`lstm`.
+        reverse: of each direction.
+        options: those of :func:`lstm` that are numbers and flags, and ``training``.
+
+    Returns:
+        Output (T, B, D·R), h_n (D, B, R), c_n (D, B, H).
+
+    Raises:
+        As :func:`lstm`.
+    """
+    input, batch = _recurrent.sequence(input, batch_first=False)
+    batch = (len(parameters), *batch)
+    call = _check(input, batch, (h0, c0), parameters, lengths, reverse, recompute, **options)
+    output, h_n, c_n = _recurrent.run(call)
+    return output, h_n, c_n
+
+
+# Arguments --------------------------------------------------------------------------------------
+
+
+def _prepare(
+    input: Tensor,
+    hx: tuple[Tensor | None, Tensor | None] | None,
+    weight_ih: Tensor,
+    weight_hh: Tensor,
+    bias_ih: Tensor | None,
+    bias_hh: Tensor | None,
+    weight_hr: Tensor | None,
+    lengths: Tensor | None,
+    batch_first: bool,
+    reverse: bool,
+    cell_clip: float | None,
+    proj_clip: float | None,
+    forget_bias: float,
+    coupled: bool,
+    weight_peephole: Tensor | None,
+    norm_ih_weight: Tensor | None,
+    norm_hh_weight: Tensor | None,
+    norm_cell_weight: Tensor | None,
+    norm_cell_bias: Tensor | None,
+    eps: float,
+    zoneout_h: float,
+    zoneout_c: float,
+    recurrent_dropout: float,
+    training: bool,
+    recompute: bool,
+) -> _recurrent.Call:
+    input, batch = _recurrent.sequence(input, batch_first)
+    parameters = Parameters(
+        weight_ih, weight_hh, bias_ih, bias_hh, weight_hr, weight_peephole, norm_ih_weight,
+        norm_hh_weight, norm_cell_weight, norm_cell_bias,
+    )  # fmt: skip
+    return _check(
+        input, batch, hx, [parameters], lengths, [reverse], recompute, cell_clip, proj_clip,
+        forget_bias, coupled, eps, zoneout_h, zoneout_c, recurrent_dropout, training,
+    )  # fmt: skip
+
+
+def _prepare_cell(
+    input: Tensor,
+    hx: tuple[Tensor | None, Tensor | None] | None,
+    weight_ih: Tensor,
+    weight_hh: Tensor,
+    bias_ih: Tensor | None,
+    bias_hh: Tensor | None,
+) -> _recurrent.Call:
+    input, batch = _recurrent.one_step(input)
+    return _check(input, batch, hx, [Parameters(weight_ih, weight_hh, bias_ih, bias_hh)])
+
+
+def _check(
+    input: Tensor,
+    batch: tuple[int, ...],
+    hx: Any,
+    parameters: Sequence[Parameters],
+    lengths: Tensor | None = None,
+    reverse: Sequence[bool] = (False,),
+    recompute: bool = False,
+    cell_clip: float | None = None,
+    proj_clip: float | None = None,
+    forget_bias: float = 0.0,
+    coupled: bool = False,
+    eps: float = 1e-5,
+    zoneout_h: float = 0.0,
+    zoneout_c: float = 0.0,
+    recurrent_dropout: float = 0.0,
+    training: bool = False,
+) -> _recurrent.Call:
+    """``input`` is (T, B, I), and ``batch`` the shape that the caller's states have before R."""
+    _recurrent.check_directions(parameters, reverse)
+    checked = [_check_parameters(p, input, coupled) for p in parameters]
+    for p in checked[1:]:
+        for name, first, other in zip(Parameters._fields, checked[0], p, strict=True):
+            _recurrent.same_shape(name, first, other)
+    h0, c0 = (None, None) if hx is None else _pair(hx)
+    weight_hh, weight_hr = checked[0].weight_hh, checked[0].weight_hr
+    R = weight_hh.shape[1]
+    H = R if weight_hr is None else weight_hr.shape[1]
+    h0 = _recurrent.state("h0", _recurrent.autocast(h0), input, batch, R, (input.dtype,))
+    wide = torch.float64 if input.dtype == torch.float64 else torch.float32
+    c0 = _recurrent.state("c0", c0, input, batch, H, (input.dtype, wide))
+    if proj_clip is not None and weight_hr is None:
+        raise fail("proj_clip", "None without weight_hr", proj_clip)
+    forget_bias = _checks.number("forget_bias", forget_bias)
+    if not abs(forget_bias) < math.inf or (coupled and forget_bias != 0):
+        expected = "0 with coupled" if coupled else "a finite number"
+        raise fail("forget_bias", expected, forget_bias)
+    eps = _checks.number("eps", eps)
+    if not eps >= 0:
+        raise fail("eps", "a number ≥ 0", eps)
+    options = Options(
+        tuple(bool(r) for r in reverse),
+        bool(coupled),
+        forget_bias,
+        _clip("cell_clip", cell_clip),
+        _clip("proj_clip", proj_clip),
+        eps,
+        _checks.probability("zoneout_h", zoneout_h),
+        _checks.probability("zoneout_c", zoneout_c),
+        _checks.probability("recurrent_dropout", recurrent_dropout),
+        bool(training),
+    )
+    draws = options.training and max(options[6:9]) > 0
+    return _recurrent.Call(
+        "lstm",
+        input,
+        (h0, c0),
+        tuple(t for p in checked for t in p),
+        _recurrent.row_lengths(lengths, input),
+        tuple(options),
+        backends.choose(backends.Call("lstm", input.device.type, input.dtype)),
+        bool(recompute),
+        draws,
+    )
+
+
+def _check_parameters(p: Parameters, input: Tensor, coupled: bool) -> Parameters:
+    """One direction's, with weights as autocast wants them."""
+    gates = 3 if coupled else 4
+    weight_ih, H = _recurrent.weight_ih(p.weight_ih, input, gates)
+    R, weight_hr = H, None
+    if p.weight_hr is not None:
+        weight_hr = _recurrent.matrix("weight_hr", p.weight_hr, input, None, H)
+        R = weight_hr.shape[0]
+        if R == 0:
+            raise fail("weight_hr", f"shape (R, {H}) with R ≥ 1", tuple(weight_hr.shape))
+    weight_hh = _recurrent.matrix("weight_hh", p.weight_hh, input, gates * H, R)
+    shapes: list[tuple[str, tuple[int, ...]]] = [
+        ("bias_ih", (gates * H,)),
+        ("bias_hh", (gates * H,)),
+        ("weight_peephole", (gates - 1, H)),
+        ("norm_ih_weight", (gates * H,)),
+        ("norm_hh_weight", (gates * H,)),
+        ("norm_cell_weight", (H,)),
+        ("norm_cell_bias", (H,)),
+    ]
+    vectors = {
+        name: _recurrent.vector(name, getattr(p, name), input, shape) for name, shape in shapes
+    }
+    gains = ("norm_ih_weight", "norm_hh_weight", "norm_cell_weight")
+    given = [vectors[name] is not None for name in gains]
+    if any(given) and not all(given):
+        missing = gains[given.index(False)]
+        raise fail(missing, f"a tensor, as {gains[given.index(True)]}", None)
+    if vectors["norm_cell_bias"] is not None and not any(given):
+        raise fail("norm_cell_bias", "None without norm_cell_weight", "a tensor")
+    return Parameters(weight_ih, weight_hh, weight_hr=weight_hr, **vectors)
+
+
+def _pair(hx: Any) -> tuple[Any, Any]:
+    if not isinstance(hx, (tuple, list)) or len(hx) != 2:
+        got = f"{len(hx)} of them" if isinstance(hx, (tuple, list)) else type(hx).__name__
+        raise TypeError(f"hx: expected a pair (h0, c0); got {got}")
+    return hx[0], hx[1]
+
+
+def _clip(argument: str, value: float | None) -> float:
+    if value is None:
+        return math.inf
+    value = _checks.number(argument, value)
+    if not value > 0:
+        raise fail(argument, "a number > 0 or None", value)
+    return value
+
+
+# Registration -----------------------------------------------------------------------------------
+
+_TENSORS = (
+    "Tensor input, Tensor? h0, Tensor? c0, Tensor?[] parameters, Tensor? lengths, Tensor? seed"
+)
+_OPTIONS = (
+    "bool[] reverse, bool coupled, float forget_bias, float cell_clip, float proj_clip, float eps, "
+    "float zoneout_h, float zoneout_c, float recurrent_dropout, bool training"
+)
+
+
+def _forward_fake(
+    input: Tensor, h0: Tensor | None, c0: Tensor | None, parameters: Sequence[Tensor],
+    lengths: Tensor | None, seed: Tensor | None, reverse: Sequence[bool], coupled: bool, *rest: Any,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    (T, B, _), D, save = input.shape, len(reverse), rest[-1]
+    rows, R = parameters[1].shape
+    H = rows // (3 if coupled else 4)
+    wide = torch.float64 if input.dtype == torch.float64 else torch.float32
+    gates = (D, T, B, rows) if save == _recurrent.SAVE_ALL else (0,)
+    cells = (0,) if save == _recurrent.SAVE_NOTHING else (D, T, B, H)
+    return (
+        input.new_empty(T, B, D * R),
+        input.new_empty(D, B, R),
+        input.new_empty(D, B, H, dtype=wide),
+        input.new_empty(gates),
+        input.new_empty(cells, dtype=wide),
+    )
+
+
+def _backward_fake(
+    grad_output: Tensor, grad_h_n: Tensor | None, grad_c_n: Tensor | None, input: Tensor,
+    h0: Tensor | None, c0: Tensor | None, parameters: Sequence[Tensor | None], *rest: Any,
+) -> list[Tensor]:  # fmt: skip
+    return _recurrent.empty_gradients([input, h0, c0, *parameters], rest[-1])
+
+
+_registration.define(
+    "lstm_forward",
+    f"({_TENSORS}, {_OPTIONS}, int save) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _forward_fake,
+    functools.partial(_recurrent.forward_vmap, "lstm"),
+)
+_registration.define(
+    "lstm_backward",
+    f"(Tensor grad_output, Tensor? grad_h_n, Tensor? grad_c_n, {_TENSORS}, Tensor output, "
+    f"Tensor gates, Tensor cells, {_OPTIONS}, bool[] wanted) -> Tensor[]",
+    _backward_fake,
+    functools.partial(_recurrent.backward_vmap, "lstm"),
+)
+
+
+@_registration.implement("lstm_forward", "eager")
+def _eager_forward(*args: Any) -> tuple[Tensor, ...]:
+    _recurrent.check_lengths(args[4], args[0].shape[0])
+    results = reference.lstm(*args[:6], options=Options(*args[6:16]))
+    return _recurrent.copied_forward(results, _forward_fake(*args))
+
+
+@_registration.implement("lstm_backward", "eager")
+def _eager_backward(*args: Any) -> list[Tensor]:
+    return _recurrent.copied(_formula(*args), _backward_fake(*args))
+
+
+def _formula(*args: Any) -> list[Tensor | None]:
+    """The backward op's arguments, for the reference."""
+    return reference.lstm_backward(*args[:12], options=Options(*args[12:22]), wanted=args[22])
+
+
+@_registration.implement("lstm_forward", "triton")
+def _triton_forward(*args: Any) -> tuple[Tensor, ...]:
+    from trifuse.kernels import lstm as kernels
+
+    _recurrent.check_lengths(args[4], args[0].shape[0])
+    return kernels.lstm_forward(*args)
+
+
+@_registration.implement("lstm_backward", "triton")
+def _triton_backward(*args: Any) -> list[Tensor]:
+    from trifuse.kernels import lstm as kernels
+
+    return kernels.lstm_backward(*args)
+
+
+_recurrent.OPERATORS["lstm"] = _recurrent.Operator(
+    states=2,
+    integers=2,
+    kept=2,
+    save=int,
+    formula=_formula,
+    forward={name: getattr(torch.ops.trifuse.lstm_forward, name) for name in backends.ORDER},
+    backward={name: getattr(torch.ops.trifuse.lstm_backward, name) for name in backends.ORDER},
+)

@@ -1,0 +1,254 @@
+r"""The GRU, forward and backward, as mathematics.
+
+Cho et al., "Learning Phrase Representations using RNN Encoder-Decoder" (2014), in the form of
+``torch.nn.GRU``, whose reset gate multiplies after the product. For row b at a step t that it has,
+with h = h_{t-1} and σ the logistic function:
+
+    r    = σ(W_ir x_t + b_ir + W_hr h + b_hr)
+    z    = σ(W_iz x_t + b_iz + W_hz h + b_hz)
+    k    = W_hn h + b_hn
+    n    = tanh(W_in x_t + b_in + r ⊙ k)
+    h_t  = (1 - z) ⊙ n + z ⊙ h,         y_t = h_t
+
+and, for a gradient dh arriving at h_t:
+
+    dn   = dh ⊙ (1 - z) ⊙ (1 - n²)
+    dz   = dh ⊙ (h - n) ⊙ z ⊙ (1 - z)
+    dr   = dn ⊙ k ⊙ r ⊙ (1 - r)
+    dk   = dn ⊙ r
+    dh'  = dh ⊙ z + W_hrᵀ dr + W_hzᵀ dz + W_hnᵀ dk     for h_{t-1}
+
+h is rounded to the dtype of the input at every step; all else is float32, or float64 for float64.
+Every backend is held to this file in float64.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from trifuse.reference.lstm import (
+    accumulation_dtype,
+    added_up,
+    in_step_order,
+    masked,
+    side_by_side,
+    stack_steps,
+    sum_of_outer_products,
+    sum_over_steps,
+    valid_steps,
+)
+
+
+class Parameters(NamedTuple):
+    """One direction's. H is the hidden size, I the input's; the gates are r, z, n, as in torch."""
+
+    weight_ih: Tensor  # (3·H, I)
+    weight_hh: Tensor  # (3·H, H)
+    bias_ih: Tensor | None = None  # (3·H,)
+    bias_hh: Tensor | None = None  # (3·H,)
+
+
+SLOTS = len(Parameters._fields)
+
+
+class Options(NamedTuple):
+    reverse: Sequence[bool]  # of each direction: whether rows are read from their ends
+
+
+class Results(NamedTuple):
+    output: Tensor  # (T, B, D·H), D the number of directions
+    h_n: Tensor  # (D, B, H)
+    gates: Tensor  # (D, T, B, 4·H): r, z, n and k of the formula
+
+
+def gru(
+    input: Tensor,
+    h0: Tensor | None,
+    parameters: Sequence[Tensor | None],
+    lengths: Tensor | None,
+    *,
+    options: Options,
+) -> Results:
+    """One layer, in one direction or two.
+
+    Args:
+        input: (T, B, I).
+        h0: (D, B, H) or None for zeros.
+        parameters: those of each direction, one after another: see :class:`Parameters`.
+        lengths: int64 (B,), how many steps each row has; None: all T.
+
+    Returns:
+        Output and h_n in the dtype of the input, the gates in float32, or float64 for float64. Past
+        a row's length its output is 0 and h stands still.
+    """
+    directions = []
+    for way in _ways(input, h0, parameters, lengths, options):
+        p, h = way.p, way.h0
+        from_input = _from_input(way.x, p)
+        hs, gates = [], []
+        for s in range(input.shape[0]):
+            cell = _cell(from_input[s], h, p)
+            new_h = ((1 - cell.z) * cell.n + cell.z * h).to(input.dtype).to(h.dtype)
+            h = new_h if way.valid is None else torch.where(way.valid[s], new_h, h)
+            hs.append(h)
+            gates.append(torch.cat(cell, -1))
+        shapes = (h.shape, (h.shape[0], 4 * h.shape[1]))
+        y, gates_t = (
+            in_step_order(stack_steps(steps, shape, h), lengths, way.reverse)
+            for steps, shape in zip((hs, gates), shapes, strict=True)
+        )
+        directions.append((masked(y, way.valid), h, gates_t))
+    ys, h_n, gates_n = zip(*directions, strict=True)
+    return Results(
+        torch.cat(ys, -1).to(input.dtype), torch.stack(h_n).to(input.dtype), torch.stack(gates_n)
+    )
+
+
+def gru_backward(
+    grad_output: Tensor,
+    grad_h_n: Tensor | None,
+    input: Tensor,
+    h0: Tensor | None,
+    parameters: Sequence[Tensor | None],
+    lengths: Tensor | None,
+    output: Tensor | None,
+    gates: Tensor | None,
+    *,
+    options: Options,
+    wanted: Sequence[bool],
+) -> list[Tensor | None]:
+    """Gradients for input, h0 and each of the parameters.
+
+    Args:
+        grad_output: (T, B, D·H).
+        grad_h_n: (D, B, H) or None for zeros.
+        output, gates: what the forward gave. None: computed again, so that this function can itself
+            be differentiated: it is the double backward of every backend.
+        wanted: which gradients are, in the order above.
+        The rest as in :func:`gru`.
+
+    Returns:
+        A tensor shaped and typed like what it is the gradient of, or None where none is wanted.
+    """
+    if output is None or gates is None:
+        output, _, gates = gru(input, h0, parameters, lengths, options=options)
+    results: list[dict[str, Tensor | None]] = []
+    for d, way in enumerate(_ways(input, h0, parameters, lengths, options)):
+        H, slots = way.h0.shape[-1], slice(d * SLOTS, (d + 1) * SLOTS)
+        own = slice(d * H, (d + 1) * H)
+        asked = dict(zip(("input", "h0"), wanted[:2], strict=True))
+        asked |= dict(zip(Parameters._fields, wanted[2:][slots], strict=True))
+        gradients = _backward(
+            way,
+            way.steps(grad_output[..., own]),
+            torch.zeros_like(way.h0) if grad_h_n is None else grad_h_n[d].to(way.h0.dtype),
+            way.steps(output[..., own]),
+            _Cell(*way.steps(gates[d]).chunk(4, -1)),
+        )
+        results.append({name: gradients[name]() if want else None for name, want in asked.items()})
+    of_parameters = [result[name] for result in results for name in Parameters._fields]
+    grads = [added_up(results, "input"), side_by_side(results, "h0"), *of_parameters]
+    return [
+        None if grad is None or t is None else grad.to(t.dtype)
+        for grad, t in zip(grads, [input, h0, *parameters], strict=True)
+    ]
+
+
+# One direction ----------------------------------------------------------------------------------
+
+
+class _Way(NamedTuple):
+    """What one direction is given: in the order of its steps, in the accumulation dtype."""
+
+    p: Parameters
+    x: Tensor  # (T, B, I)
+    h0: Tensor  # (B, H)
+    lengths: Tensor | None
+    reverse: bool
+    valid: Tensor | None  # bool (T, B, 1): whether a row has that step
+
+    def steps(self, t: Tensor) -> Tensor:
+        """(T, B, ...) by position as (T, B, ...) by step."""
+        return in_step_order(masked(t, self.valid), self.lengths, self.reverse).to(self.x.dtype)
+
+
+def _ways(
+    input: Tensor, h0: Tensor | None, parameters: Sequence[Tensor | None], lengths: Tensor | None,
+    options: Options,
+) -> Iterator[_Way]:  # fmt: skip
+    (T, B, _), wide = input.shape, accumulation_dtype(input.dtype)
+    valid = valid_steps(T, lengths)
+    for d, reverse in enumerate(options.reverse):
+        given = parameters[d * SLOTS : (d + 1) * SLOTS]
+        p = Parameters(*(None if t is None else t.to(wide) for t in given))  # type: ignore[arg-type]
+        x = in_step_order(masked(input, valid), lengths, reverse).to(wide)
+        H = p.weight_hh.shape[1]
+        first = input.new_zeros(B, H, dtype=wide) if h0 is None else h0[d].to(wide)
+        yield _Way(p, x, first, lengths, reverse, valid)
+
+
+def _backward(
+    way: _Way, dy: Tensor, dh: Tensor, y: Tensor, cell: _Cell
+) -> dict[str, Callable[[], Tensor]]:
+    """Gradients by the names of what they belong to, each computed when it is asked for.
+
+    Args:
+        dy: (T, B, H). With it dh (B, H) arrives from above.
+        y: (T, B, H), of the forward, in step order.
+        cell: each (T, B, H), likewise.
+    """
+    p, x = way.p, way.x
+    # What each step began with. Past a row's length there is none; 0 stands in, and goes nowhere.
+    h = masked(torch.cat([way.h0[None], y])[: len(x)], way.valid)
+    r, z, n, k = cell
+    # The derivatives at each step. A row that has ended keeps its h.
+    n_by_h = masked((1 - z) * (1 - n.square()), way.valid)
+    z_by_h = masked((h - n) * z * (1 - z), way.valid)
+    r_by_n = k * r * (1 - r)
+    old_h = z if way.valid is None else torch.where(way.valid, z, 1)
+
+    das, dahs = [], []
+    for s in reversed(range(len(x))):
+        dh = dh + dy[s]
+        dn, dz = dh * n_by_h[s], dh * z_by_h[s]
+        dr = dn * r_by_n[s]
+        dah = torch.cat([dr, dz, dn * r[s]], -1)
+        dh = dh * old_h[s] + dah @ p.weight_hh
+        das.append(torch.cat([dr, dz, dn], -1))
+        dahs.append(dah)
+    shape = (h.shape[1], 3 * h.shape[2])
+    da, dah = (stack_steps(steps[::-1], shape, h) for steps in (das, dahs))
+    return {
+        "input": lambda: in_step_order(da @ p.weight_ih, way.lengths, way.reverse),
+        "h0": lambda: dh,
+        "weight_ih": lambda: sum_of_outer_products(da, x),
+        "weight_hh": lambda: sum_of_outer_products(dah, h),
+        "bias_ih": lambda: sum_over_steps(da),
+        "bias_hh": lambda: sum_over_steps(dah),
+    }
+
+
+class _Cell(NamedTuple):
+    """The formula's letters, each (..., H)."""
+
+    r: Tensor
+    z: Tensor
+    n: Tensor
+    k: Tensor
+
+
+def _cell(from_input: Tensor, h: Tensor, p: Parameters) -> _Cell:
+    a_r, a_z, a_n = from_input.chunk(3, -1)
+    hidden = h @ p.weight_hh.mT
+    h_r, h_z, k = (hidden if p.bias_hh is None else hidden + p.bias_hh).chunk(3, -1)
+    r, z = torch.sigmoid(a_r + h_r), torch.sigmoid(a_z + h_z)
+    return _Cell(r, z, torch.tanh(a_n + r * k), k)
+
+
+def _from_input(x: Tensor, p: Parameters) -> Tensor:
+    a = x @ p.weight_ih.mT
+    return a if p.bias_ih is None else a + p.bias_ih

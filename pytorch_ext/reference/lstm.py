@@ -1,0 +1,525 @@
+r"""The LSTM, forward and backward, as mathematics.
+
+Hochreiter and Schmidhuber, "Long Short-Term Memory" (1997), with the forget gate of Gers et al.
+(2000), and what was added to it since. For row b at a step t that it has, with h = h_{t-1},
+c = c_{t-1}, σ the logistic function and ⊙ products by element:
+
+    a    = LN(W_ih x_t; γ_ih) + LN(W_hh (D ⊙ h); γ_hh) + b_ih + b_hh
+    i    = σ(a_i + p_i ⊙ c)
+    f    = σ(a_f + p_f ⊙ c + forget bias)
+    g    = tanh(a_g)
+    u    = f ⊙ c + i ⊙ g,               c̃ = clip(u)
+    o    = σ(a_o + p_o ⊙ c̃)
+    m    = o ⊙ tanh(LN(c̃; γ_c, β_c))
+    q    = W_hr m,                      h̃ = clip(q)
+    c_t  = zoneout(c̃, c)
+    h_t  = zoneout(h̃, h),               y_t = h_t
+
+Each addition falls away where it isn't given: LN, the layer normalisation of Ba, Kiros and Hinton
+(2016, equations 20 to 22), over all of a product's entries and with a gain alone, or over a cell;
+the peepholes p of Gers and Schmidhuber (2000); W_hr, the projection of Sak, Senior and Beaufays
+(2014); D, a dropout drawn once for all steps (Gal and Ghahramani, 2016); and zoneout (Krueger et
+al., 2017), which in training leaves an element as it was where it is drawn, and otherwise takes the
+mean of that. With ``coupled``, f = 1 - i (Greff et al., "LSTM: A Search Space Odyssey", 2017).
+
+Gradients follow by the chain rule from the last step to the first; :func:`lstm_backward` writes it
+out. All that is not a state's way through time is done for all steps at once.
+
+h is rounded to the dtype of the input at every step, c is not rounded: float32, or float64 for
+float64. Every backend is held to this file in float64.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from trifuse.reference import philox
+
+
+class Parameters(NamedTuple):
+    """One direction's. H is the hidden size, I the input's, R what h has: H, or the projection's.
+
+    G is 4: the gates i, f, g, o; or with ``coupled`` 3: i, g, o.
+    """
+
+    weight_ih: Tensor  # (G·H, I)
+    weight_hh: Tensor  # (G·H, R)
+    bias_ih: Tensor | None = None  # (G·H,)
+    bias_hh: Tensor | None = None  # (G·H,)
+    weight_hr: Tensor | None = None  # (R, H)
+    weight_peephole: Tensor | None = None  # (3, H): i, f, o; with coupled (2, H): i, o
+    norm_ih_weight: Tensor | None = None  # (G·H,)
+    norm_hh_weight: Tensor | None = None  # (G·H,)
+    norm_cell_weight: Tensor | None = None  # (H,)
+    norm_cell_bias: Tensor | None = None  # (H,)
+
+
+SLOTS = len(Parameters._fields)
+
+
+class Options(NamedTuple):
+    """What a call computes: numbers and flags, in the order of the op's schema."""
+
+    reverse: Sequence[bool]  # of each direction: whether rows are read from their ends
+    coupled: bool = False
+    forget_bias: float = 0.0
+    cell_clip: float = math.inf
+    proj_clip: float = math.inf
+    eps: float = 1e-5
+    zoneout_h: float = 0.0
+    zoneout_c: float = 0.0
+    recurrent_dropout: float = 0.0
+    training: bool = False
+
+
+class Results(NamedTuple):
+    output: Tensor  # (T, B, D·R), D the number of directions
+    h_n: Tensor  # (D, B, R)
+    c_n: Tensor  # (D, B, H)
+    gates: Tensor  # (D, T, B, G·H): a of the formula
+    cells: Tensor  # (D, T, B, H): c_t
+
+
+def lstm(
+    input: Tensor,
+    h0: Tensor | None,
+    c0: Tensor | None,
+    parameters: Sequence[Tensor | None],
+    lengths: Tensor | None,
+    seed: Tensor | None,
+    *,
+    options: Options,
+) -> Results:
+    """One layer, in one direction or two.
+
+    Args:
+        input: (T, B, I).
+        h0: (D, B, R) or None for zeros.
+        c0: (D, B, H) or None for zeros.
+        parameters: those of each direction, one after another: see :class:`Parameters`.
+        lengths: int64 (B,), how many steps each row has; None: all T.
+        seed: int64, one element, keys what is drawn at random; None where nothing is.
+
+    Returns:
+        Output and h_n in the dtype of the input, the rest in float32, or float64 for float64. Past
+        a row's length its output is 0 and its states stand still.
+    """
+    directions = []
+    for way in _ways(input, h0, c0, parameters, lengths, seed, options):
+        p, h, c = way.p, way.h0, way.c0
+        from_input = _from_input(way.x, p, options.eps)
+        hs, gates, cells = [], [], []
+        for s in range(input.shape[0]):
+            a = from_input[s] + _from_hidden(_times(h, way.dropout), p, options.eps)
+            cell = _cell(a, c, p, options)
+            new_h = _clip(cell.q, options.proj_clip)
+            h = _next(new_h, h, way.keep_h, options.zoneout_h, way.valid, s)
+            h = h.to(input.dtype).to(h.dtype)
+            c = _next(cell.c, c, way.keep_c, options.zoneout_c, way.valid, s)
+            hs.append(h)
+            gates.append(a)
+            cells.append(c)
+        shapes = (h.shape, from_input.shape[1:], c.shape)
+        y, a_t, c_t = (
+            in_step_order(stack_steps(steps, shape, h), lengths, way.reverse)
+            for steps, shape in zip((hs, gates, cells), shapes, strict=True)
+        )
+        directions.append((masked(y, way.valid), h, c, a_t, c_t))
+    ys, h_n, c_n, a_n, c_ts = zip(*directions, strict=True)
+    return Results(
+        torch.cat(ys, -1).to(input.dtype), torch.stack(h_n).to(input.dtype), torch.stack(c_n),
+        torch.stack(a_n), torch.stack(c_ts),
+    )  # fmt: skip
+
+
+def lstm_backward(
+    grad_output: Tensor,
+    grad_h_n: Tensor | None,
+    grad_c_n: Tensor | None,
+    input: Tensor,
+    h0: Tensor | None,
+    c0: Tensor | None,
+    parameters: Sequence[Tensor | None],
+    lengths: Tensor | None,
+    seed: Tensor | None,
+    output: Tensor | None,
+    gates: Tensor | None,
+    cells: Tensor | None,
+    *,
+    options: Options,
+    wanted: Sequence[bool],
+) -> list[Tensor | None]:
+    """Gradients for input, h0, c0 and each of the parameters.
+
+    Args:
+        grad_output: (T, B, D·R).
+        grad_h_n: (D, B, R) or None for zeros.
+        grad_c_n: (D, B, H) or None for zeros.
+        output, cells: what the forward gave. None: computed again, so that this function can itself
+            be differentiated: it is the double backward of every backend.
+        gates: what the forward gave. None or (0,): computed again from the output and the cells.
+        wanted: which gradients are, in the order above.
+        The rest as in :func:`lstm`.
+
+    Returns:
+        A tensor shaped and typed like what it is the gradient of, or None where none is wanted.
+    """
+    if output is None or cells is None:
+        output, _, _, gates, cells = lstm(input, h0, c0, parameters, lengths, seed, options=options)
+    results: list[dict[str, Tensor | None]] = []
+    for d, way in enumerate(_ways(input, h0, c0, parameters, lengths, seed, options)):
+        R, slots = way.h0.shape[-1], slice(d * SLOTS, (d + 1) * SLOTS)
+        own = slice(d * R, (d + 1) * R)
+        asked = dict(zip(("input", "h0", "c0"), wanted[:3], strict=True))
+        asked |= dict(zip(Parameters._fields, wanted[3:][slots], strict=True))
+        gradients = _backward(
+            way,
+            way.steps(grad_output[..., own]),
+            torch.zeros_like(way.h0) if grad_h_n is None else grad_h_n[d].to(way.h0.dtype),
+            torch.zeros_like(way.c0) if grad_c_n is None else grad_c_n[d],
+            way.steps(output[..., own]),
+            None if gates is None or gates.dim() == 1 else way.steps(gates[d]),
+            way.steps(cells[d]),
+            options,
+        )
+        results.append({name: gradients[name]() if want else None for name, want in asked.items()})
+    of_parameters = [result[name] for result in results for name in Parameters._fields]
+    grads = [added_up(results, "input"), side_by_side(results, "h0"), side_by_side(results, "c0")]
+    return [
+        None if grad is None or t is None else grad.to(t.dtype)
+        for grad, t in zip([*grads, *of_parameters], [input, h0, c0, *parameters], strict=True)
+    ]
+
+
+# One direction ----------------------------------------------------------------------------------
+
+
+class _Way(NamedTuple):
+    """What one direction is given: in the order of its steps, in the accumulation dtype."""
+
+    p: Parameters
+    x: Tensor  # (T, B, I)
+    h0: Tensor  # (B, R)
+    c0: Tensor  # (B, H)
+    lengths: Tensor | None
+    reverse: bool
+    valid: Tensor | None  # bool (T, B, 1): whether a row has that step
+    dropout: Tensor | None  # (B, R): D
+    keep_h: Tensor | None  # bool (T, B, R): where zoneout in training takes the new h
+    keep_c: Tensor | None  # bool (T, B, H)
+
+    def steps(self, t: Tensor) -> Tensor:
+        """(T, B, ...) by position as (T, B, ...) by step."""
+        return in_step_order(masked(t, self.valid), self.lengths, self.reverse).to(self.x.dtype)
+
+
+def _ways(
+    input: Tensor, h0: Tensor | None, c0: Tensor | None, parameters: Sequence[Tensor | None],
+    lengths: Tensor | None, seed: Tensor | None, options: Options,
+) -> Iterator[_Way]:  # fmt: skip
+    (T, B, _), wide = input.shape, accumulation_dtype(input.dtype)
+    valid = valid_steps(T, lengths)
+    for d, reverse in enumerate(options.reverse):
+        given = parameters[d * SLOTS : (d + 1) * SLOTS]
+        p = Parameters(*(None if t is None else t.to(wide) for t in given))  # type: ignore[arg-type]
+        R = p.weight_hh.shape[1]
+        H = R if p.weight_hr is None else p.weight_hr.shape[1]
+
+        def keep(kind: int, count: int, columns: int, p: float, d: int = d) -> Tensor | None:
+            if not options.training or p == 0:
+                return None
+            assert seed is not None
+            plane = (torch.arange(count, device=input.device) * 3 + kind) * 2 + d
+            return philox.dropout_keep(seed, plane, B, columns, p)
+
+        dropout = keep(0, 1, R, options.recurrent_dropout)
+        if dropout is not None:
+            dropout = dropout[0].to(wide) * philox.keep_scale(options.recurrent_dropout)
+        keep_h, keep_c = keep(1, T, R, options.zoneout_h), keep(2, T, H, options.zoneout_c)
+        yield _Way(
+            p,
+            in_step_order(masked(input, valid), lengths, reverse).to(wide),
+            input.new_zeros(B, R, dtype=wide) if h0 is None else h0[d].to(wide),
+            input.new_zeros(B, H, dtype=wide) if c0 is None else c0[d].to(wide),
+            lengths,
+            reverse,
+            valid,
+            dropout,
+            None if keep_h is None else in_step_order(keep_h, lengths, reverse),
+            None if keep_c is None else in_step_order(keep_c, lengths, reverse),
+        )
+
+
+def _backward(
+    way: _Way, dy: Tensor, dh: Tensor, dc: Tensor, y: Tensor, a: Tensor | None, c_t: Tensor,
+    options: Options,
+) -> dict[str, Callable[[], Tensor]]:  # fmt: skip
+    """Gradients by the names of what they belong to, each computed when it is asked for.
+
+    Args:
+        dy: (T, B, R). With it dh (B, R) and dc (B, H) arrive from above.
+        y: (T, B, R), a: (T, B, G·H) or None, c_t: (T, B, H), of the forward, in step order.
+    """
+    p, x, eps = way.p, way.x, options.eps
+    # What each step began with. Past a row's length there is none; 0 stands in, and goes nowhere.
+    h, c = (
+        masked(torch.cat([first[None], after])[: len(x)], way.valid)
+        for first, after in ((way.h0, y), (way.c0, c_t))
+    )
+    hd = _times(h, way.dropout)
+    if a is None:
+        a = _from_input(x, p, eps) + _from_hidden(hd, p, eps)
+    cell = _cell(a, c, p, options)
+    i, f, g, o, tanh = cell.i, cell.f, cell.g, cell.o, cell.tanh
+    norm_x = norm_h = norm_c = None
+    if p.norm_ih_weight is not None and p.norm_hh_weight is not None:
+        norm_x, norm_h = _normalise(x @ p.weight_ih.mT, eps), _normalise(hd @ p.weight_hh.mT, eps)
+    if p.norm_cell_weight is not None:
+        norm_c = _normalise(cell.c, eps)
+
+    # The derivatives at each step, (T, B, ...). What doesn't get the new state keeps the old one.
+    new_h = _share(way.keep_h, way.valid, options.zoneout_h, h)
+    new_c = _share(way.keep_c, way.valid, options.zoneout_c, c)
+    unclipped_q = ~(cell.q.abs() > options.proj_clip)
+    unclipped_u = ~(cell.u.abs() > options.cell_clip)
+    n_by_m = o * (1 - tanh.square())
+    o_by_m = tanh * o * (1 - o)
+    i_by_u = (g - c if options.coupled else g) * i * (1 - i)
+    f_by_u = c * f * (1 - f)
+    g_by_u = i * (1 - g.square())
+    p_i, p_f, p_o = _peepholes(p, options.coupled)
+
+    das: list[Tensor] = []
+    dahs: list[Tensor] = []
+    dqs: list[Tensor] = []
+    dns: list[Tensor] = []
+    for s in reversed(range(len(x))):
+        dh = dh + dy[s]
+        dq = dh * new_h[s] * unclipped_q[s]
+        dm = dq if p.weight_hr is None else dq @ p.weight_hr
+        dn, da_o = dm * n_by_m[s], dm * o_by_m[s]
+        du = dc * new_c[s] + da_o * p_o
+        if norm_c is None or p.norm_cell_weight is None:
+            du = du + dn
+        else:
+            du = du + _normalise_backward(dn * p.norm_cell_weight, norm_c.at(s))
+        du = du * unclipped_u[s]
+        da_i, da_f, da_g = du * i_by_u[s], du * f_by_u[s], du * g_by_u[s]
+        dc = dc * (1 - new_c[s]) + du * f[s] + da_i * p_i
+        if options.coupled:
+            da = torch.cat([da_i, da_g, da_o], -1)
+        else:
+            dc = dc + da_f * p_f
+            da = torch.cat([da_i, da_f, da_g, da_o], -1)
+        dah = da
+        if norm_h is not None and p.norm_hh_weight is not None:
+            dah = _normalise_backward(da * p.norm_hh_weight, norm_h.at(s))
+        dh = dh * (1 - new_h[s]) + _times(dah @ p.weight_hh, way.dropout)
+        for steps, step in ((das, da), (dahs, dah), (dqs, dq), (dns, dn)):
+            steps.append(step)
+    da, dah, dq, dn = (
+        stack_steps(steps[::-1], like.shape[1:], like)
+        for steps, like in ((das, a), (dahs, a), (dqs, h), (dns, c))
+    )
+    dax = da
+    if norm_x is not None and p.norm_ih_weight is not None:
+        dax = _normalise_backward(da * p.norm_ih_weight, norm_x)
+    parts = da.chunk(3 if options.coupled else 4, -1)
+
+    def peephole() -> Tensor:
+        seen = [(parts[0], c), (parts[-1], cell.c)]
+        if not options.coupled:
+            seen.insert(1, (parts[1], c))
+        return torch.stack([sum_over_steps(da * state) for da, state in seen])
+
+    def gain(norm: _Normalised | None, by: Tensor) -> Tensor:
+        assert norm is not None
+        return sum_over_steps(norm.values * by)
+
+    return {
+        "input": lambda: in_step_order(dax @ p.weight_ih, way.lengths, way.reverse),
+        "h0": lambda: dh,
+        "c0": lambda: dc,
+        "weight_ih": lambda: sum_of_outer_products(dax, x),
+        "weight_hh": lambda: sum_of_outer_products(dah, hd),
+        "bias_ih": lambda: sum_over_steps(da),
+        "bias_hh": lambda: sum_over_steps(da),
+        "weight_hr": lambda: sum_of_outer_products(dq, cell.m),
+        "weight_peephole": peephole,
+        "norm_ih_weight": lambda: gain(norm_x, da),
+        "norm_hh_weight": lambda: gain(norm_h, da),
+        "norm_cell_weight": lambda: gain(norm_c, dn),
+        "norm_cell_bias": lambda: sum_over_steps(dn),
+    }
+
+
+# One step, or all of them at once ---------------------------------------------------------------
+
+
+class _Cell(NamedTuple):
+    """The formula's letters, each (..., H), but for q, (..., R)."""
+
+    i: Tensor
+    f: Tensor
+    g: Tensor
+    o: Tensor
+    u: Tensor
+    c: Tensor  # c̃
+    tanh: Tensor  # tanh(LN(c̃))
+    m: Tensor
+    q: Tensor
+
+
+def _cell(a: Tensor, c: Tensor, p: Parameters, options: Options) -> _Cell:
+    p_i, p_f, p_o = _peepholes(p, options.coupled)
+    if options.coupled:
+        a_i, a_g, a_o = a.chunk(3, -1)
+        i = torch.sigmoid(a_i + p_i * c)
+        f = 1 - i
+    else:
+        a_i, a_f, a_g, a_o = a.chunk(4, -1)
+        i = torch.sigmoid(a_i + p_i * c)
+        f = torch.sigmoid(a_f + p_f * c + options.forget_bias)
+    g = torch.tanh(a_g)
+    u = f * c + i * g
+    c = _clip(u, options.cell_clip)
+    o = torch.sigmoid(a_o + p_o * c)
+    normalised = c
+    if p.norm_cell_weight is not None:
+        normalised = _normalise(c, options.eps).values * p.norm_cell_weight
+    if p.norm_cell_bias is not None:
+        normalised = normalised + p.norm_cell_bias
+    tanh = torch.tanh(normalised)
+    m = o * tanh
+    q = m if p.weight_hr is None else m @ p.weight_hr.mT
+    return _Cell(i, f, g, o, u, c, tanh, m, q)
+
+
+def _from_input(x: Tensor, p: Parameters, eps: float) -> Tensor:
+    """a, but for what comes from h."""
+    a = x @ p.weight_ih.mT
+    if p.norm_ih_weight is not None:
+        a = _normalise(a, eps).values * p.norm_ih_weight
+    for bias in (p.bias_ih, p.bias_hh):
+        a = a if bias is None else a + bias
+    return a
+
+
+def _from_hidden(hd: Tensor, p: Parameters, eps: float) -> Tensor:
+    a = hd @ p.weight_hh.mT
+    return a if p.norm_hh_weight is None else _normalise(a, eps).values * p.norm_hh_weight
+
+
+def _peepholes(p: Parameters, coupled: bool) -> tuple[Any, Any, Any]:
+    """Each (H,), or 0."""
+    if p.weight_peephole is None:
+        return 0, 0, 0
+    p_i, *p_f, p_o = p.weight_peephole
+    return p_i, 0 if coupled else p_f[0], p_o
+
+
+def _clip(t: Tensor, limit: float) -> Tensor:
+    return t if limit == math.inf else t.clamp(-limit, limit)
+
+
+def _times(t: Tensor, multiplier: Tensor | None) -> Tensor:
+    return t if multiplier is None else t * multiplier
+
+
+def _next(
+    new: Tensor, old: Tensor, keep: Tensor | None, p: float, valid: Tensor | None, s: int
+) -> Tensor:
+    """The state after step s: zoneout, and a row that has ended keeps what it has."""
+    if keep is not None:
+        new = torch.where(keep[s], new, old)
+    elif p > 0:
+        new = p * old + (1 - p) * new
+    return new if valid is None else torch.where(valid[s], new, old)
+
+
+def _share(keep: Tensor | None, valid: Tensor | None, p: float, like: Tensor) -> Tensor:
+    """(T, B, ...): the derivative of the state after a step by the new state."""
+    share = torch.full_like(like, 1 - p) if keep is None else keep.to(like.dtype)
+    return masked(share, valid)
+
+
+class _Normalised(NamedTuple):
+    values: Tensor  # mean 0, variance 1
+    rstd: Tensor
+
+    def at(self, s: int) -> _Normalised:
+        return _Normalised(self.values[s], self.rstd[s])
+
+
+def _normalise(t: Tensor, eps: float) -> _Normalised:
+    centred = t - t.mean(-1, keepdim=True)
+    rstd = (centred.square().mean(-1, keepdim=True) + eps).rsqrt()
+    return _Normalised(centred * rstd, rstd)
+
+
+def _normalise_backward(g: Tensor, norm: _Normalised) -> Tensor:
+    n = norm.values
+    return norm.rstd * (g - g.mean(-1, keepdim=True) - n * (g * n).mean(-1, keepdim=True))
+
+
+# Sequences --------------------------------------------------------------------------------------
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def valid_steps(T: int, lengths: Tensor | None) -> Tensor | None:
+    """bool (T, B, 1): whether a row has that step, or that position. None: they all have."""
+    if lengths is None:
+        return None
+    return (torch.arange(T, device=lengths.device)[:, None] < lengths)[..., None]
+
+
+def masked(t: Tensor, valid: Tensor | None) -> Tensor:
+    return t if valid is None else t.masked_fill(~valid, 0)
+
+
+def in_step_order(t: Tensor, lengths: Tensor | None, reverse: bool) -> Tensor:
+    """(T, B, ...) by position as (T, B, ...) by step, or the other way: it undoes itself."""
+    if not reverse:
+        return t
+    if lengths is None:
+        return t.flip(0)
+    step = torch.arange(t.shape[0], device=t.device)[:, None]
+    position = torch.where(step < lengths, lengths - 1 - step, step)
+    return t.gather(0, position[..., None].expand(t.shape))
+
+
+def stack_steps(steps: Sequence[Tensor], shape: Sequence[int], like: Tensor) -> Tensor:
+    """Steps one after another; also none at all, then of this shape."""
+    return torch.stack(list(steps)) if steps else like.new_empty(0, *shape)
+
+
+def added_up(results: list[dict[str, Tensor | None]], name: str) -> Tensor | None:
+    """What all directions gave, added up."""
+    parts = [result[name] for result in results]
+    total = parts[0]
+    for part in parts[1:]:
+        total = None if total is None or part is None else total + part
+    return total
+
+
+def side_by_side(results: list[dict[str, Tensor | None]], name: str) -> Tensor | None:
+    """What each direction gave, side by side."""
+    parts = [part for result in results if (part := result[name]) is not None]
+    return torch.stack(parts) if parts else None
+
+
+def sum_of_outer_products(left: Tensor, right: Tensor) -> Tensor:
+    """The sum over steps and rows of left ⊗ right."""
+    return left.flatten(0, 1).mT @ right.flatten(0, 1)
+
+
+def sum_over_steps(t: Tensor) -> Tensor:
+    return t.sum((0, 1))

@@ -1,0 +1,142 @@
+"""Compiles the Triton kernels of lstm and gru without a GPU, and says what they need.
+
+``python tests/compile_lstm.py`` prints the table of all its calls; ``test_kernels_lstm`` and
+``test_kernels_gru`` hold a few to a budget.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any, NamedTuple
+
+import torch
+from ahead_of_time import compile_launches
+from torch import Tensor
+
+from trifuse.kernels import gru, lstm
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+# Options of a call that add to what a kernel keeps in registers.
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "all": {
+        "cell_clip": 3.0, "peephole": True, "zoneout": 0.1, "recurrent_dropout": 0.1,
+        "lengths": True, "training": True, "recompute": True,
+    },
+    "norm": {"norm": True},
+    "norm, all": {
+        "cell_clip": 3.0, "peephole": True, "zoneout": 0.1, "recurrent_dropout": 0.1,
+        "lengths": True, "training": True, "recompute": True, "norm": True,
+    },
+    "projected": {"projection": 512, "cell_clip": 3.0, "proj_clip": 3.0},
+    "gru": {"gru": True},
+}  # fmt: skip
+
+
+class Call(NamedTuple):
+    architecture: int
+    dtype: str
+    H: int
+    options: str
+    B: int = 16
+
+
+CALLS = tuple(
+    Call(architecture, dtype, H, options)
+    for architecture in (80, 90)
+    for dtype in DTYPES
+    for H in (32, 64, 128, 512, 1000, 2048)
+    for options in OPTIONS
+)
+
+
+class Usage(NamedTuple):
+    kernel: str
+    registers: int
+    stack: int
+    shared: int
+    matrix: bool  # whether it uses the matrix unit
+    hash: str
+
+
+def compile_call(call: Call) -> list[Usage]:
+    """What the kernels of a call, forward and backward, need."""
+    launch = _launch_gru if call.options == "gru" else _launch_lstm
+    codes = {
+        code.kernel: code  # a step's kernels are launched again and again
+        for code in compile_launches(call.architecture, lambda: launch(call))
+        if code.kernel.startswith(("lstm", "gru"))
+    }
+    return [
+        Usage(name.removesuffix("_kernel"), *code[1:4], "HMMA" in code.sass, code.hash)
+        for name, code in codes.items()
+    ]
+
+
+def _empty(*shape: int, dtype: torch.dtype) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def _launch_lstm(call: Call) -> None:
+    of = OPTIONS[call.options]
+    T, B, H, I = 2, call.B, call.H, 64  # noqa: E741
+    R, dtype = of.get("projection", H), DTYPES[call.dtype]
+
+    def empty(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
+        return _empty(*shape, dtype=dtype)
+
+    norm = of.get("norm")
+    parameters = [
+        empty(4 * H, I), empty(4 * H, R), empty(4 * H), empty(4 * H),
+        empty(R, H) if "projection" in of else None,
+        empty(3, H) if "peephole" in of else None,
+        *((empty(4 * H), empty(4 * H), empty(H), empty(H)) if norm else (None,) * 4),
+    ]  # fmt: skip
+    inputs = (
+        empty(T, B, I), None, None, parameters,
+        empty(B, dtype=torch.int64) if "lengths" in of else None,
+        empty(1, dtype=torch.int64),
+    )  # fmt: skip
+    zoneout = of.get("zoneout", 0.0)
+    inf = float("inf")
+    options = (
+        [False], False, 0.0, of.get("cell_clip", inf), of.get("proj_clip", inf), 1e-5,
+        zoneout, zoneout, of.get("recurrent_dropout", 0.0), of.get("training", False),
+    )  # fmt: skip
+    out, h_n, c_n, gates, cells = lstm.lstm_forward(
+        *inputs, *options, 1 if "recompute" in of else 2
+    )
+    wanted = [True, False, False, *(p is not None for p in parameters)]
+    lstm.lstm_backward(out, h_n, c_n, *inputs, out, gates, cells, *options, wanted)
+
+
+def _launch_gru(call: Call) -> None:
+    T, B, H, I = 2, call.B, call.H, 64  # noqa: E741
+    dtype = DTYPES[call.dtype]
+    shapes = ((3 * H, I), (3 * H, H), (3 * H,), (3 * H,))
+    parameters = [_empty(*shape, dtype=dtype) for shape in shapes]
+    inputs = (_empty(T, B, I, dtype=dtype), None, parameters, None)
+    out, h_n, gates = gru.gru_forward(*inputs, [False], True)
+    gru.gru_backward(out, h_n, *inputs, out, gates, [False], [True] * 6)
+
+
+def main(arguments: list[str]) -> None:
+    """Print usages as JSON for calls given in JSON, without arguments a table of them all."""
+    if arguments:
+        wanted = [Call(*call) for call in json.loads(arguments[0])]
+        print(json.dumps([compile_call(call) for call in wanted]))
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(*Call._fields, *Usage._fields[:-1])
+    for call in CALLS:
+        for usage in compile_call(call):
+            table.add_row(*map(str, (*call, *usage[:-1])))
+    Console(width=200).print(table)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

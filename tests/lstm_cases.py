@@ -1,0 +1,499 @@
+"""LSTM calls to test with: arguments, what they give, what eager torch gives."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Sequence
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from attention_cases import SEED, assert_equal, drawn_seed
+from conftest import KERNELS, Kernel
+from numerics import Accuracy, lay_out, rounding_error
+from torch import Tensor
+
+import trifuse
+from trifuse import backends
+from trifuse.ops import lstm as ops
+from trifuse.reference import lstm as reference
+from trifuse.reference import philox
+from trifuse.reference.lstm import Options, Parameters
+
+STATES = ("input", "h0", "c0")
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Case:
+    """Arguments of ``trifuse.ops.lstm.layer``, and the gradients that arrive from above."""
+
+    input: Tensor  # (T, B, I)
+    h0: Tensor | None  # (D, B, R)
+    c0: Tensor | None  # (D, B, H)
+    parameters: tuple[Parameters, ...]
+    lengths: Tensor | None
+    reverse: tuple[bool, ...]
+    grad_output: Tensor  # (T, B, D·R)
+    grad_h_n: Tensor  # (D, B, R)
+    grad_c_n: Tensor  # (D, B, H), in the accumulation dtype
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)
+    recompute: bool = False
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """All that have gradients, by name: those of the second direction end in _reverse."""
+        named = {name: getattr(self, name) for name in STATES}
+        for p, suffix in zip(self.parameters, ("", "_reverse"), strict=False):
+            named |= {f"{name}{suffix}": t for name, t in p._asdict().items()}
+        return {name: t for name, t in named.items() if t is not None}
+
+    def of(self, tensors: dict[str, Tensor]) -> list[Any]:
+        """The states and parameters of this call, made of other tensors by the same names."""
+        states = [tensors.get(name) for name in STATES]
+        suffixes = ("", "_reverse")[: len(self.parameters)]
+        return [
+            *states,
+            [Parameters(*(tensors.get(f"{n}{s}") for n in Parameters._fields)) for s in suffixes],
+        ]
+
+    def with_tensors(self, tensors: dict[str, Tensor]) -> Case:
+        input, h0, c0, parameters = self.of(tensors)
+        return dataclasses.replace(self, input=input, h0=h0, c0=c0, parameters=tuple(parameters))
+
+    @property
+    def numbers(self) -> Options:
+        options = dict(self.options)
+        for clip in ("cell_clip", "proj_clip"):
+            options[clip] = math.inf if options.get(clip) is None else options[clip]
+        return Options(self.reverse, **options)
+
+    @property
+    def seed(self) -> Tensor | None:
+        o = self.numbers
+        draws = o.training and max(o.zoneout_h, o.zoneout_c, o.recurrent_dropout) > 0
+        return drawn_seed() if draws else None
+
+    def __repr__(self) -> str:
+        shapes = [f"{n}: {tuple(t.shape)} {t.stride()} {t.dtype}" for n, t in self.tensors.items()]
+        lengths = None if self.lengths is None else self.lengths.tolist()
+        return "\n".join([*shapes, f"{lengths=} {self.reverse=} {self.options}"])
+
+
+# output, h_n, c_n and grad_<tensor>: as many as the call has.
+Results = dict[str, Tensor]
+
+
+def run(case: Case, **options: Any) -> Results:
+    """The operator, forward and backward, by the backend in force."""
+    torch.manual_seed(SEED)
+
+    def call(tensors: dict[str, Tensor]) -> Any:
+        return ops.layer(
+            *case.of(tensors), case.lengths, reverse=case.reverse,
+            **{"recompute": case.recompute, **case.options, **options},
+        )  # fmt: skip
+
+    return _differentiate(case, case.tensors, call)
+
+
+def specification(case: Case) -> Results:
+    """The reference formula in float64, differentiated by autograd."""
+
+    def formula(tensors: dict[str, Tensor]) -> Any:
+        input, h0, c0, parameters = case.of(tensors)
+        flat = [t for p in parameters for t in p]
+        return reference.lstm(
+            input, h0, c0, flat, case.lengths, case.seed, options=case.numbers
+        )[:3]  # fmt: skip
+
+    return _differentiate(case, {n: t.double() for n, t in case.tensors.items()}, formula)
+
+
+def eager_torch(case: Case) -> Results:
+    """As one writes it in torch, everything in the dtype of the input."""
+
+    def formula(tensors: dict[str, Tensor]) -> Any:
+        dtype = case.input.dtype
+        tensors = {name: t.to(dtype) for name, t in tensors.items()}
+        input, h0, c0, parameters = case.of(tensors)
+        results = [
+            _eager_direction(
+                case, d, input, None if h0 is None else h0[d], None if c0 is None else c0[d], p
+            )
+            for d, p in enumerate(parameters)
+        ]
+        ys, hs, cs = zip(*results, strict=True)
+        return torch.cat(ys, -1), torch.stack(hs), torch.stack(cs)
+
+    return _differentiate(case, case.tensors, formula)
+
+
+def _eager_direction(
+    case: Case, d: int, input: Tensor, h: Tensor | None, c: Tensor | None, p: Parameters
+) -> tuple[Tensor, Tensor, Tensor]:
+    o, (T, B, _), R = case.numbers, input.shape, p.weight_hh.shape[1]
+    H = R if p.weight_hr is None else p.weight_hr.shape[1]
+    h = input.new_zeros(B, R) if h is None else h
+    c = input.new_zeros(B, H) if c is None else c
+    peepholes = iter([0, 0, 0] if p.weight_peephole is None else p.weight_peephole)
+    p_i, p_f, p_o = next(peepholes), 0 if o.coupled else next(peepholes), next(peepholes)
+    drawn = draws(case, d)
+    steps: dict[int, Tensor] = {}
+    for step in range(T):
+        # Where rows differ in what is their last step, each step is computed at every position.
+        position = torch.full((B,), step)
+        lengths = torch.full((B,), T) if case.lengths is None else case.lengths
+        if case.reverse[d]:
+            position = torch.where(step < lengths, lengths - 1 - step, position)
+        valid = (step < lengths)[:, None]
+        rows = torch.arange(B)
+        x = torch.where(valid, input[position, rows], 0)
+        ax, ah = F.linear(x, p.weight_ih), F.linear(h * drawn.dropout.to(h.dtype), p.weight_hh)
+        if p.norm_ih_weight is not None:
+            ax = F.layer_norm(ax, ax.shape[1:], p.norm_ih_weight, None, o.eps)
+            ah = F.layer_norm(ah, ah.shape[1:], p.norm_hh_weight, None, o.eps)
+        a = ax + ah
+        for bias in (p.bias_ih, p.bias_hh):
+            a = a if bias is None else a + bias
+        a_i, *a_f, a_g, a_o = a.chunk(3 if o.coupled else 4, 1)
+        i = torch.sigmoid(a_i + p_i * c)
+        f = 1 - i if o.coupled else torch.sigmoid(a_f[0] + p_f * c + o.forget_bias)
+        new_c = (f * c + i * torch.tanh(a_g)).clamp(-o.cell_clip, o.cell_clip)
+        gate = torch.sigmoid(a_o + p_o * new_c)
+        n = new_c
+        if p.norm_cell_weight is not None:
+            n = F.layer_norm(n, (H,), p.norm_cell_weight, p.norm_cell_bias, o.eps)
+        new_h = gate * torch.tanh(n)
+        if p.weight_hr is not None:
+            new_h = F.linear(new_h, p.weight_hr).clamp(-o.proj_clip, o.proj_clip)
+        new_h = zoneout(new_h, h, drawn.keep_h, position, o.zoneout_h)
+        new_c = zoneout(new_c, c, drawn.keep_c, position, o.zoneout_c)
+        h, c = torch.where(valid, new_h, h), torch.where(valid, new_c, c)
+        for b in range(B):
+            if valid[b]:
+                steps[int(position[b]) * B + b] = h[b]
+    nothing = input.new_zeros(R)
+    y = [steps.get(k, nothing) for k in range(T * B)]
+    return torch.stack(y).view(T, B, R) if y else input.new_zeros(T, B, R), h, c
+
+
+def zoneout(new: Tensor, old: Tensor, keep: Tensor | None, position: Tensor, p: float) -> Tensor:
+    if keep is None:
+        return p * old + (1 - p) * new if p else new
+    return torch.where(keep[position, torch.arange(len(position))], new, old)
+
+
+@dataclasses.dataclass
+class Draws:
+    dropout: Tensor  # float64 (B, R): what h is multiplied by, or 1
+    keep_h: Tensor | None  # bool (T, B, R), by position: where the new h is taken
+    keep_c: Tensor | None  # bool (T, B, H)
+
+
+def draws(case: Case, d: int) -> Draws:
+    """What a call draws at random for a direction, straight from the public arguments."""
+    o, (T, B, _), p = case.numbers, case.input.shape, case.parameters[d]
+    R = p.weight_hh.shape[1]
+    H = R if p.weight_hr is None else p.weight_hr.shape[1]
+
+    def keep(kind: int, count: int, columns: int, probability: float) -> Tensor | None:
+        if not o.training or probability == 0:
+            return None
+        planes = torch.tensor([(t * 3 + kind) * 2 + d for t in range(count)])
+        return philox.dropout_keep(drawn_seed(), planes, B, columns, probability)
+
+    kept = keep(0, 1, R, o.recurrent_dropout)
+    dropout = torch.ones((), dtype=torch.float64)
+    if kept is not None:
+        dropout = kept[0].double() * philox.keep_scale(o.recurrent_dropout)
+    return Draws(dropout, keep(1, T, R, o.zoneout_h), keep(2, T, H, o.zoneout_c))
+
+
+def _differentiate(
+    case: Case, tensors: dict[str, Tensor], function: Callable[[dict[str, Tensor]], Any]
+) -> Results:
+    leaves = {name: t.detach().requires_grad_() for name, t in tensors.items()}
+    outputs = function(leaves)
+    upstream = [
+        g.to(o.dtype)
+        for g, o in zip((case.grad_output, case.grad_h_n, case.grad_c_n), outputs, strict=True)
+    ]
+    # Of no steps, without states, nothing depends on anything.
+    pairs = [(o, g) for o, g in zip(outputs, upstream, strict=True) if o.requires_grad]
+    grads: Sequence[Tensor | None] = [None] * len(leaves)
+    if pairs:
+        roots, gradients = zip(*pairs, strict=True)
+        grads = torch.autograd.grad(roots, list(leaves.values()), gradients, allow_unused=True)
+    results = dict(zip(("output", "h_n", "c_n"), (o.detach() for o in outputs), strict=True))
+    return results | {
+        f"grad_{name}": torch.zeros_like(t) if g is None else g
+        for (name, t), g in zip(leaves.items(), grads, strict=True)
+    }
+
+
+# The numerics rule ------------------------------------------------------------------------------
+
+
+def record_accuracy(accuracies: dict[Kernel, Accuracy], case: Case) -> None:
+    """Put a case to each kernel and hold each result to the numerics rule."""
+    expected, eager, rounding = specification(case), eager_torch(case), one_rounding(case)
+    for kernel, accuracy in accuracies.items():
+        with kernel.serving():
+            actual = run(case)
+        assert actual.keys() == expected.keys()
+        for name in actual:
+            theirs = eager[name].to(actual[name].dtype)
+            accuracy.record(name, actual[name], expected[name], theirs, rounding[name])
+
+
+def one_rounding(case: Case, count: int = 4) -> Results:
+    """How far each result moves when each number that goes in is rounded once more.
+
+    What roundings do on their way through time isn't written out here but tried: the root mean
+    square over some draws of random ones.
+    """
+    eps = rounding_error(case.input.dtype)
+    generator = torch.Generator().manual_seed(0)
+
+    def rounded(t: Tensor) -> Tensor:
+        noise = torch.randn(t.shape, generator=generator, dtype=torch.float64)
+        return t.double() * (1 + eps * noise)
+
+    exact = specification(case)
+    squares = {name: torch.zeros_like(t) for name, t in exact.items()}
+    for _ in range(count):
+        near = case.with_tensors({name: rounded(t) for name, t in case.tensors.items()})
+        near = dataclasses.replace(
+            near,
+            **{n: rounded(getattr(case, n)) for n in ("grad_output", "grad_h_n", "grad_c_n")},
+        )
+        for name, t in specification(near).items():
+            # A result is rounded itself, and so are the terms of the sums that it is.
+            own = (eps * exact[name]).square()
+            squares[name] += (t - exact[name]).square() / count + own / count
+    return {name: square.sqrt() for name, square in squares.items()}
+
+
+# Made to measure --------------------------------------------------------------------------------
+
+
+def make(
+    T: int = 5,
+    B: int = 3,
+    I: int = 4,  # noqa: E741
+    H: int = 6,
+    *,
+    dtype: torch.dtype = torch.float32,
+    projection: int | None = None,
+    biases: bool = True,
+    peephole: bool = False,
+    norm: bool = False,
+    norm_cell_bias: bool = True,
+    lengths: Sequence[int] | None = None,
+    reverse: tuple[bool, ...] = (False,),
+    states: bool = True,
+    vectors: torch.dtype | None = None,
+    seed: int = 0,
+    recompute: bool = False,
+    **options: Any,
+) -> Case:
+    """Standard normal numbers, weights so scaled that gates are neither open nor shut."""
+    generator = torch.Generator().manual_seed(seed)
+    gates = 3 if options.get("coupled") else 4
+    D, R = len(reverse), H if projection is None else projection
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+
+    def normal(*shape: int, scale: float = 1.0, as_type: torch.dtype = dtype) -> Tensor:
+        return (torch.randn(shape, generator=generator, dtype=torch.float64) * scale).to(as_type)
+
+    def vector(*shape: int, mean: float = 0.0) -> Tensor:
+        t = mean + 0.5 * torch.randn(shape, generator=generator, dtype=torch.float64)
+        return t.to(vectors or dtype)
+
+    def direction() -> Parameters:
+        return Parameters(
+            normal(gates * H, I, scale=I**-0.5),
+            normal(gates * H, R, scale=R**-0.5),
+            vector(gates * H) if biases else None,
+            vector(gates * H) if biases else None,
+            normal(R, H, scale=2 * H**-0.5) if projection is not None else None,
+            vector(gates - 1, H) if peephole else None,
+            vector(gates * H, mean=1.0) if norm else None,
+            vector(gates * H, mean=1.0) if norm else None,
+            vector(H, mean=1.0) if norm else None,
+            vector(H) if norm and norm_cell_bias else None,
+        )
+
+    return Case(
+        normal(T, B, I),
+        normal(D, B, R) if states else None,
+        normal(D, B, H, as_type=wide) if states else None,
+        tuple(direction() for _ in reverse),
+        None if lengths is None else torch.tensor(lengths, dtype=torch.int64),
+        reverse,
+        normal(T, B, D * R),
+        normal(D, B, R),
+        normal(D, B, H, as_type=wide),
+        options,
+        recompute,
+    )
+
+
+DRAWN = {"zoneout_h": 0.3, "zoneout_c": 0.2, "recurrent_dropout": 0.4, "training": True}
+CLIPS = {"cell_clip": 0.8, "proj_clip": 0.5}
+EVERYTHING = {
+    "projection": 3, "peephole": True, "norm": True, "lengths": (3, 5, 0), "forget_bias": 1.0,
+    "reverse": (False, True), **CLIPS,
+}  # fmt: skip
+
+# Arguments of `make`: each option alone, and all that go together.
+VARIANTS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "without biases or states": {"biases": False, "states": False},
+    "reverse": {"reverse": (True,)},
+    "lengths": {"lengths": (3, 5, 0)},
+    "lengths, reverse": {"lengths": (4, 1, 5), "reverse": (True,)},
+    "projection": {"projection": 3},
+    "a projection wider than c": {"projection": 8, "H": 5},
+    "cell clip": {"cell_clip": 0.8},
+    "both clips": {"projection": 3, **CLIPS},
+    "forget bias": {"forget_bias": 1.0},
+    "peephole": {"peephole": True},
+    "coupled": {"coupled": True},
+    "coupled, peephole": {"coupled": True, "peephole": True},
+    "layer norm": {"norm": True},
+    "layer norm, no bias of c": {"norm": True, "norm_cell_bias": False, "biases": False},
+    "zoneout": {"zoneout_h": 0.3, "zoneout_c": 0.2, "training": True},
+    "zoneout of h": {"zoneout_h": 0.3, "training": True, "projection": 3, "proj_clip": 0.5},
+    "zoneout in evaluation": {"zoneout_h": 0.3, "zoneout_c": 0.2, "projection": 3, **CLIPS},
+    "recurrent dropout": {"recurrent_dropout": 0.4, "training": True},
+    "recurrent dropout in evaluation": {"recurrent_dropout": 0.4},
+    "recompute": {"recompute": True},
+    "recompute, layer norm": {"recompute": True, "norm": True, "lengths": (3, 5, 0)},
+    "two directions": {"reverse": (False, True)},
+    "two directions, lengths": {"reverse": (False, True), "lengths": (2, 0, 5)},
+    "everything": {**EVERYTHING, **DRAWN},
+    "everything, recompute": {**EVERYTHING, **DRAWN, "recompute": True},
+    "everything, coupled": {**EVERYTHING, **DRAWN, "coupled": True, "forget_bias": 0.0},
+    "everything in evaluation": {**EVERYTHING, **DRAWN, "training": False},
+}
+
+
+def assert_near(actual: Results, expected: Results) -> None:
+    """Equal but for rounding, whose measure is taken in test_lstm_accuracy."""
+    assert actual.keys() == expected.keys()
+    for name, a in actual.items():
+        rtol = {torch.float64: 1e-9, torch.float32: 1e-4}.get(a.dtype, 5e-2)
+        torch.testing.assert_close(
+            a.double(), expected[name].double(), rtol=rtol, atol=rtol,
+            msg=lambda why, name=name: f"{name}: {why}",
+        )  # fmt: skip
+
+
+def assert_same_bits(actual: Results, expected: Results) -> None:
+    assert actual.keys() == expected.keys()
+    for name in actual:
+        assert_equal(actual[name], expected[name], name)
+
+
+# Which kernels there are ------------------------------------------------------------------------
+
+
+def serving(operator: str, kernels: Sequence[Kernel]) -> list[Kernel]:
+    """Those that serve an operator on this machine, in float32."""
+    call = backends.Call(operator, "cpu", torch.float32)
+    return [kernel for kernel in kernels if backends._WHY_NOT[kernel.backend](call) is None]
+
+
+def kernel_fixture(operator: str, *more: Kernel) -> Any:
+    """A fixture: calls are served by each kernel in turn."""
+    kernels = serving(operator, (*KERNELS, *more))
+
+    @pytest.fixture(params=kernels, ids=lambda kernel: kernel.name)
+    def kernel(request: pytest.FixtureRequest) -> Iterator[Kernel]:
+        with request.param.serving():
+            yield request.param
+
+    return kernel
+
+
+def backend_fixture(operator: str, *more: str) -> Any:
+    """As :func:`kernel_fixture`, each backend at the machine's best."""
+    names = ("eager", "cpp", *more)
+    found = [kernel.backend for kernel in serving(operator, [Kernel(name) for name in names])]
+
+    @pytest.fixture(params=found)
+    def backend(request: pytest.FixtureRequest) -> Iterator[str]:
+        with trifuse.backend(request.param):
+            yield request.param
+
+    return backend
+
+
+# Drawn at random --------------------------------------------------------------------------------
+
+# The edges of vectors and of tiles.
+_SIZES = (1, 2, 3, 7, 8, 15, 16, 17, 31, 32, 33, 64, 65)
+
+
+def draw_case(random: Random, dtype: torch.dtype) -> Case:
+    """Any call of the operator: sizes, layouts, dtypes, options; whatever may be left out."""
+
+    def size() -> int:
+        return random.choice(_SIZES) if random.random() < 0.5 else random.randint(1, 20)
+
+    def chance(p: float) -> bool:
+        return random.random() < p
+
+    T, B, H = random.randint(1, 6), random.randint(1, 5), size()
+    projection = size() if chance(0.4) else None
+    coupled = chance(0.3)
+    wider = torch.float32 if dtype.itemsize == 2 else dtype
+    case = make(
+        T,
+        B,
+        size(),
+        H,
+        dtype=dtype,
+        projection=projection,
+        biases=chance(0.7),
+        peephole=chance(0.4),
+        # Two numbers that are nearly the same, normalised, are as far apart as two that are not.
+        norm=H >= 7 and chance(0.4),
+        norm_cell_bias=chance(0.5),
+        lengths=[random.randint(0, T) for _ in range(B)] if chance(0.5) else None,
+        reverse=tuple(chance(0.5) for _ in range(random.choice((1, 1, 2)))),
+        states=chance(0.7),
+        vectors=random.choice((dtype, wider)),
+        seed=random.getrandbits(30),
+        recompute=chance(0.3),
+        coupled=coupled,
+        forget_bias=0.0 if coupled else random.choice((0.0, 1.0)),
+        cell_clip=random.choice((None, None, 0.7)),
+        proj_clip=random.choice((None, 0.6)) if projection is not None else None,
+        zoneout_h=random.choice((0.0, 0.0, 0.3)),
+        zoneout_c=random.choice((0.0, 0.0, 0.3)),
+        recurrent_dropout=random.choice((0.0, 0.0, 0.4)),
+        training=chance(0.5),
+    )
+    return laid_out(case, lambda: random.choice(("contiguous", "gaps", "offset", "swapped")))
+
+
+def laid_out(case: Case, layout: Callable[[], str]) -> Case:
+    """The same numbers, each tensor in another memory layout; what lies between is NaN."""
+    upstream: dict[str, Any] = {
+        name: lay_out_any(getattr(case, name), layout())
+        for name in ("grad_output", "grad_h_n", "grad_c_n")
+    }
+    laid = {name: lay_out_any(t, layout()) for name, t in case.tensors.items()}
+    return dataclasses.replace(case.with_tensors(laid), **upstream)
+
+
+def lay_out_any(t: Tensor, layout: str) -> Tensor:
+    """As :func:`numerics.lay_out`; "swapped" has the first two dimensions in the other order."""
+    if layout == "swapped":
+        return t if t.dim() < 2 else t.transpose(0, 1).contiguous().transpose(0, 1)
+    return lay_out(t, layout)

@@ -1,0 +1,452 @@
+"""gru: results, gradients, the same bits in any company; the rest it shares with lstm."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from attention_cases import assert_equal, normal
+from conftest import KERNELS, Kernel
+from lstm_cases import backend_fixture, kernel_fixture, lay_out_any, serving
+from numerics import Accuracy, rounding_error
+from torch import Tensor
+
+import trifuse
+from trifuse.ops import gru as ops
+from trifuse.reference import gru as reference
+from trifuse.reference.gru import Options, Parameters
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+CPP = serving("gru", [kernel for kernel in KERNELS if kernel.backend == "cpp"])
+
+kernel = kernel_fixture("gru")
+backend = backend_fixture("gru")
+served = backend_fixture("gru", "triton")
+
+
+@pytest.fixture(params=CPP, ids=lambda kernel: kernel.name)
+def cpp_kernel(request: pytest.FixtureRequest) -> Any:
+    with request.param.serving():
+        yield request.param
+
+
+class Case:
+    """A call: tensors by name, and the gradients that arrive from above."""
+
+    def __init__(
+        self, T: int = 5, B: int = 3, I: int = 4, H: int = 6, *,  # noqa: E741
+        dtype: torch.dtype = torch.float32, biases: bool = True, states: bool = True,
+        lengths: Sequence[int] | None = None, reverse: tuple[bool, ...] = (False,), seed: int = 0,
+    ) -> None:  # fmt: skip
+        generator, D = torch.Generator().manual_seed(seed), len(reverse)
+
+        def normal(*shape: int, scale: float = 1.0) -> Tensor:
+            return (torch.randn(shape, generator=generator, dtype=torch.float64) * scale).to(dtype)
+
+        self.tensors = {"input": normal(T, B, I)}
+        if states:
+            self.tensors["h0"] = normal(D, B, H)
+        for suffix in ("", "_reverse")[:D]:
+            self.tensors[f"weight_ih{suffix}"] = normal(3 * H, I, scale=I**-0.5)
+            self.tensors[f"weight_hh{suffix}"] = normal(3 * H, H, scale=H**-0.5)
+            if biases:
+                self.tensors[f"bias_ih{suffix}"] = normal(3 * H)
+                self.tensors[f"bias_hh{suffix}"] = normal(3 * H)
+        self.reverse = reverse
+        self.lengths = None if lengths is None else torch.tensor(lengths, dtype=torch.int64)
+        self.upstream = [normal(T, B, D * H), normal(D, B, H)]
+
+    def arguments(self, tensors: dict[str, Tensor]) -> tuple[Any, ...]:
+        parameters = [
+            Parameters(*(tensors.get(f"{n}{s}") for n in Parameters._fields))
+            for s in ("", "_reverse")[: len(self.reverse)]
+        ]
+        return tensors["input"], tensors.get("h0"), parameters
+
+    def rows(self, which: slice) -> Case:
+        part = object.__new__(Case)
+        vars(part).update(vars(self))
+        part.tensors = dict(self.tensors)
+        for name in ("input", "h0"):
+            if name in self.tensors:
+                part.tensors[name] = self.tensors[name][:, which]
+        part.upstream = [g[:, which] for g in self.upstream]
+        part.lengths = None if self.lengths is None else self.lengths[which]
+        return part
+
+    def steps(self, which: slice) -> Case:
+        part = object.__new__(Case)
+        vars(part).update(vars(self))
+        part.tensors = self.tensors | {"input": self.tensors["input"][which]}
+        part.upstream = [self.upstream[0][which], self.upstream[1]]
+        return part
+
+
+Results = dict[str, Tensor]
+
+
+def differentiate(
+    case: Case, tensors: dict[str, Tensor], function: Callable[[dict[str, Tensor]], Any],
+    upstream: Sequence[Tensor] | None = None,
+) -> Results:  # fmt: skip
+    leaves = {n: t.detach().requires_grad_() for n, t in tensors.items()}
+    output, h_n = function(leaves)
+    pairs = [
+        (t, g.to(t.dtype))
+        for t, g in zip((output, h_n), upstream or case.upstream, strict=True)
+        if t.requires_grad  # of no steps the formula's output depends on nothing
+    ]
+    roots, gradients = zip(*pairs, strict=True)
+    grads = torch.autograd.grad(roots, list(leaves.values()), gradients, allow_unused=True)
+    results = {"output": output.detach(), "h_n": h_n.detach()}
+    return results | {
+        f"grad_{n}": torch.zeros_like(t) if g is None else g
+        for (n, t), g in zip(leaves.items(), grads, strict=True)
+    }
+
+
+def run(case: Case) -> Results:
+    """The operator, forward and backward, by the backend in force."""
+
+    def call(tensors: dict[str, Tensor]) -> Any:
+        return ops.layer(*case.arguments(tensors), case.lengths, reverse=case.reverse)
+
+    return differentiate(case, case.tensors, call)
+
+
+def specification(case: Case, disturb: Callable[[Tensor], Tensor] = torch.Tensor.double) -> Results:
+    """The reference formula in float64, differentiated by autograd."""
+
+    def formula(tensors: dict[str, Tensor]) -> Any:
+        input, h0, parameters = case.arguments(tensors)
+        flat = [t for p in parameters for t in p]
+        return reference.gru(input, h0, flat, case.lengths, options=Options(case.reverse))[:2]
+
+    tensors = {n: disturb(t) for n, t in case.tensors.items()}
+    return differentiate(case, tensors, formula, [disturb(g) for g in case.upstream])
+
+
+def eager_torch(case: Case) -> Results:
+    """As one writes it in torch, row by row, in the dtype of the input."""
+
+    def formula(tensors: dict[str, Tensor]) -> Any:
+        input, h0, parameters = case.arguments(tensors)
+        T, B, _ = input.shape
+        outputs, last = [], []
+        for d, (p, reverse) in enumerate(zip(parameters, case.reverse, strict=True)):
+            H = p.weight_hh.shape[1]
+            ys, hs = [], []
+            for b in range(B):
+                length = T if case.lengths is None else int(case.lengths[b])
+                h = input.new_zeros(H) if h0 is None else h0[d, b]
+                y = [input.new_zeros(H)] * T
+                order = range(length)
+                for t in reversed(order) if reverse else order:
+                    x = F.linear(input[t, b], p.weight_ih, p.bias_ih).chunk(3)
+                    g = F.linear(h, p.weight_hh, p.bias_hh).chunk(3)
+                    r, z = torch.sigmoid(x[0] + g[0]), torch.sigmoid(x[1] + g[1])
+                    h = (1 - z) * torch.tanh(x[2] + r * g[2]) + z * h
+                    y[t] = h
+                ys.append(torch.stack(y))
+                hs.append(h)
+            outputs.append(torch.stack(ys, 1))
+            last.append(torch.stack(hs))
+        return torch.cat(outputs, -1), torch.stack(last)
+
+    return differentiate(case, case.tensors, formula)
+
+
+def record_accuracy(accuracies: dict[Kernel, Accuracy], case: Case) -> None:
+    """Put a case to each kernel and hold each result to the numerics rule."""
+    generator = torch.Generator().manual_seed(0)
+    eps = rounding_error(case.tensors["input"].dtype)
+
+    def rounded(t: Tensor) -> Tensor:
+        noise = torch.randn(t.shape, generator=generator, dtype=torch.float64)
+        return t.double() * (1 + eps * noise)
+
+    expected, eager = specification(case), eager_torch(case)
+    near = [specification(case, rounded) for _ in range(4)]
+    for kernel, accuracy in accuracies.items():
+        with kernel.serving():
+            actual = run(case)
+        for name, exact in expected.items():
+            moved = sum((n[name] - exact).square() for n in near) / len(near)
+            one = (moved + (eps * exact).square()).sqrt()
+            accuracy.record(name, actual[name], exact, eager[name], one)
+
+
+def draw_case(random: Random, dtype: torch.dtype) -> Case:
+    def size() -> int:
+        return random.choice((1, 2, 7, 8, 15, 16, 17, 31, 33, 64, 65))
+
+    T, B = random.randint(1, 5), random.randint(1, 4)
+    case = Case(
+        T, B, size(), size(), dtype=dtype, biases=random.random() < 0.7,
+        states=random.random() < 0.7, seed=random.getrandbits(30),
+        lengths=[random.randint(0, T) for _ in range(B)] if random.random() < 0.5 else None,
+        reverse=random.choice(((False,), (True,), (False, True))),
+    )  # fmt: skip
+    layouts = ("contiguous", "gaps", "offset", "swapped")
+    case.tensors = {n: lay_out_any(t, random.choice(layouts)) for n, t in case.tensors.items()}
+    return case
+
+
+def assert_near(actual: Results, expected: Results) -> None:
+    for name, a in actual.items():
+        rtol = {torch.float64: 1e-9, torch.float32: 1e-4}.get(a.dtype, 5e-2)
+        torch.testing.assert_close(a.double(), expected[name].double(), rtol=rtol, atol=rtol)
+
+
+def assert_same_bits(actual: Results, expected: Results) -> None:
+    for name, t in expected.items():
+        assert_equal(actual[name], t, name)
+
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "without biases or states": {"biases": False, "states": False},
+    "reverse": {"reverse": (True,)},
+    "lengths": {"lengths": (3, 5, 0)},
+    "lengths, reverse": {"lengths": (4, 1, 5), "reverse": (True,)},
+    "two directions, lengths": {"reverse": (False, True), "lengths": (2, 0, 5)},
+}
+
+PER_ROW = ("output", "h_n", "grad_input", "grad_h0")
+
+
+# Results ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_many_calls(dtype):
+    """Errors by the numerics rule, each call and in the mean."""
+    kernels = serving("gru", KERNELS)
+    accuracies, random = {kernel: Accuracy(kernel.name) for kernel in kernels}, Random(0)
+    for _ in range(30):
+        record_accuracy(accuracies, draw_case(random, dtype))
+    for accuracy in accuracies.values():
+        accuracy.conclude()
+
+
+@pytest.mark.parametrize("what", VARIANTS)
+def test_variants(served, what):
+    dtypes = (torch.float32,) if served == "triton" else (torch.float32, torch.float64)
+    for dtype in dtypes:
+        case = Case(dtype=dtype, **VARIANTS[what])
+        assert_near(run(case), specification(case))
+
+
+def test_the_public_functions(backend):
+    """Time or batch first, unbatched, one step."""
+    case = Case()
+    x, h0, (p,) = case.arguments(case.tensors)
+    output, h_n = trifuse.gru(x, h0[0], *p)
+    expected = ops.layer(x, h0, [p])
+    assert_equal(output, expected[0])
+    assert_equal(h_n, expected[1][0])
+    first, last = trifuse.gru(x.transpose(0, 1), h0[0], *p, batch_first=True)
+    assert_equal(first.transpose(0, 1), output)
+    assert_equal(last, h_n)
+    alone, h = trifuse.gru(x[:, 1], h0[0, 1], *p)
+    torch.testing.assert_close((alone, h), (output[:, 1], h_n[1]))
+    torch.testing.assert_close(trifuse.gru_cell(x[0], h0[0], *p), torch.gru_cell(x[0], h0[0], *p))
+    alone = trifuse.gru_cell(x[0, 1], h0[0, 1], *p)
+    torch.testing.assert_close(alone, trifuse.gru_cell(x[0], h0[0], *p)[1])
+
+
+@pytest.mark.parametrize(("T", "B"), [(0, 3), (4, 0), (0, 0), (1, 1)])
+def test_no_steps_and_no_rows(kernel, T, B):
+    case = Case(T, B, reverse=(False, True))
+    results = run(case)
+    assert_near(results, specification(case))
+    if T == 0:
+        assert_equal(results["h_n"], case.tensors["h0"])
+        assert_equal(results["grad_h0"], case.upstream[1])
+
+
+@pytest.mark.parametrize("layout", ["gaps", "offset", "swapped"])
+def test_layouts_change_nothing(kernel, layout):
+    case, laid = (Case(**VARIANTS["two directions, lengths"]) for _ in range(2))
+    laid.tensors = {n: lay_out_any(t, layout) for n, t in case.tensors.items()}
+    laid.upstream = [lay_out_any(g, layout) for g in case.upstream]
+    compare = assert_near if kernel.backend == "eager" else assert_same_bits
+    compare(run(laid), run(case))
+
+
+@pytest.mark.parametrize("what", ["lengths", "lengths, reverse", "two directions, lengths"])
+def test_padding_does_not_exist(kernel, what):
+    case, poisoned = (Case(**VARIANTS[what]) for _ in range(2))
+    past = torch.arange(5)[:, None, None] >= case.lengths[:, None]
+    poisoned.tensors["input"] = case.tensors["input"].masked_fill(past, math.nan)
+    poisoned.upstream[0] = case.upstream[0].masked_fill(past, math.nan)
+    results = run(poisoned)
+    assert_same_bits(results, run(case))
+    for name in ("output", "grad_input"):
+        assert results[name].masked_select(past).eq(0).all()
+
+
+# The same bits in any company -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("reverse", [(False,), (True,), (False, True)], ids=str)
+def test_ragged_is_a_loop_over_sequences(cpp_kernel, reverse, dtype):
+    lengths = (4, 0, 6, 1, 6, 2)
+    case = Case(6, 6, 5, 19, dtype=dtype, lengths=lengths, reverse=reverse)
+    results = run(case)
+    for b, length in enumerate(lengths):
+        alone = case.rows(slice(b, b + 1)).steps(slice(length))
+        alone.lengths = None
+        expected = run(alone)
+        for name in PER_ROW:
+            actual = results[name][:, b : b + 1]
+            actual = actual[:length] if name in ("output", "grad_input") else actual
+            assert_equal(actual, expected[name], f"{name} of row {b}")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_and_threads(cpp_kernel, dtype):
+    """A row alone; and any number of threads."""
+    case = Case(4, 21, 5, 35, dtype=dtype)
+    results = run(case)
+    alone = run(case.rows(slice(7, 8)))
+    for name in PER_ROW:
+        assert_equal(alone[name], results[name][:, 7:8], name)
+    for threads in (2, 3, 2):
+        torch.set_num_threads(threads)
+        assert_same_bits(run(case), results)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_sequence_cut_in_two(cpp_kernel, dtype):
+    case = Case(7, 3, 5, 19, dtype=dtype)
+    whole = run(case)
+    for T1 in (0, 3, 7):
+        first, then = run(case.steps(slice(T1))), case.steps(slice(T1, None))
+        then.tensors["h0"] = first["h_n"]
+        second = run(then)
+        assert_equal(torch.cat([first["output"], second["output"]]), whole["output"])
+        assert_equal(second["h_n"], whole["h_n"])
+        assert_equal(second["grad_input"], whole["grad_input"][T1:])
+
+
+# Transforms -------------------------------------------------------------------------------------
+
+
+def call_of(case: Case) -> tuple[Callable[..., Any], list[Tensor]]:
+    names = list(case.tensors)
+
+    def call(*tensors: Tensor) -> Any:
+        arguments = case.arguments(dict(zip(names, tensors, strict=True)))
+        return ops.layer(*arguments, case.lengths, reverse=case.reverse)
+
+    return call, [t.detach().requires_grad_() for t in case.tensors.values()]
+
+
+@pytest.mark.parametrize("what", VARIANTS)
+def test_gradcheck(backend, what):
+    options = VARIANTS[what] | ({"lengths": (3, 1)} if "lengths" in VARIANTS[what] else {})
+    call, args = call_of(Case(3, 2, 2, 3, dtype=torch.float64, **options))
+    torch.autograd.gradcheck(call, args)
+    torch.autograd.gradgradcheck(call, args, gen_non_contig_grad_outputs=True, fast_mode=True)
+
+
+@pytest.mark.parametrize("what", ["plain", "two directions, lengths"])
+def test_opcheck(served, what):
+    # Past a row's length the gates hold anything, which opcheck would compare.
+    full = {"lengths": (5, 5, 5)} if "lengths" in VARIANTS[what] else {}
+    case = Case(**{**VARIANTS[what], **full})
+    input, h0, parameters = case.arguments(case.tensors)
+    flat, reverse = [t for p in parameters for t in p], list(case.reverse)
+    args = (input, h0, flat, case.lengths, reverse)
+    forward = getattr(torch.ops.trifuse.gru_forward, served)
+    torch.library.opcheck(forward, (*args, True))
+    output, h_n, gates = forward(*args, True)
+    assert forward(*args, False)[2].shape == (0,)
+    every = [t is not None for t in (input, h0, *flat)]
+    for upstream, wanted in (
+        ((output, h_n), every),
+        ((output, None), [True, *[False] * (len(every) - 1)]),
+    ):
+        torch.library.opcheck(
+            getattr(torch.ops.trifuse.gru_backward, served),
+            (*upstream, *args[:4], output, gates, reverse, wanted),
+        )
+
+
+@pytest.mark.parametrize(
+    "batched", [{"input": 0}, {"h0": 1}, {"input": 1, "weight_hh": 0}], ids=str
+)
+def test_vmap(served, batched):
+    case = Case(3, 2, 4, 5, lengths=(3, 1))
+    call, args = call_of(case)
+    in_dims = tuple(batched.get(n) for n in case.tensors)
+    args = [
+        t.detach() if d is None else normal(*t.shape[:d], 3, *t.shape[d:], seed=i)
+        for i, (t, d) in enumerate(zip(args, in_dims, strict=True))
+    ]
+
+    def gradients(*a: Tensor) -> Any:
+        every = tuple(range(len(a)))
+        return torch.func.grad(lambda *b: call(*b)[0].sin().sum(), argnums=every)(*a)
+
+    for function in (call, gradients):
+        actual = torch.vmap(function, in_dims=in_dims)(*args)
+        for n in range(3):
+            sample = [
+                t if d is None else t.select(d, n) for t, d in zip(args, in_dims, strict=True)
+            ]
+            for a, e in zip(actual, function(*sample), strict=True):
+                torch.testing.assert_close(a[n], e)
+
+
+def test_compile(served):
+    torch._dynamo.reset()
+    case = Case(**VARIANTS["lengths"])
+    call, args = call_of(case)
+
+    def model(*tensors: Tensor) -> Tensor:
+        return sum(t.sin().sum() for t in call(*tensors))
+
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    results = [torch.autograd.grad(f(*args), args) for f in (compiled, model)]
+    for actual, expected in zip(*results, strict=True):
+        torch.testing.assert_close(actual, expected)
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(*args), model(*args))
+
+
+def test_forward_mode_raises(backend):
+    call, args = call_of(Case())
+    args = [t.detach() for t in args]
+    with pytest.raises(NotImplementedError, match="forward"):
+        torch.func.jvp(call, tuple(args), tuple(torch.ones_like(t) for t in args))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast(backend, dtype):
+    call, args = call_of(Case())
+    cast = [t.to(dtype) if t.dim() > 1 else t for t in args]
+    with torch.autocast("cpu", dtype=dtype):
+        actual = call(*args)
+    for a, e in zip(actual, call(*cast), strict=True):
+        assert a.dtype == dtype
+        assert_equal(a, e)
+
+
+def test_saved_tensors(backend):
+    """Inputs, the output, and the gates: four per unit, in the dtype of the input."""
+    case = Case(dtype=torch.bfloat16)
+    saved: list[Tensor] = []
+    call, args = call_of(case)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        output, _ = call(*args)
+    known = {t.data_ptr() for t in (*args, output)}
+    kept = [(tuple(t.shape), t.dtype) for t in saved if t.data_ptr() not in known]
+    assert kept == [((1, 5, 3, 24), torch.bfloat16)]

@@ -1,0 +1,558 @@
+"""lstm under torch's transforms: autograd, torch.func, vmap, compile, export."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from attention_cases import SEED, assert_equal, normal
+from lstm_cases import VARIANTS, Case, backend_fixture, make
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.autograd import forward_ad
+from torch.utils.checkpoint import checkpoint
+
+import trifuse
+from trifuse.ops import lstm as ops
+from trifuse.ops._recurrent import SAVE_ALL, SAVE_NOTHING, SAVE_STATES
+
+backend = backend_fixture("lstm")
+served = backend_fixture("lstm", "triton")
+
+SMALL = {"T": 3, "B": 2, "I": 2, "H": 3}
+
+
+def small(what: str, dtype: torch.dtype = torch.float64) -> Case:
+    options = {**VARIANTS[what], **SMALL}
+    if "projection" in options:
+        options["projection"] = 2
+    if "lengths" in options:
+        options["lengths"] = (3, 1)
+    return make(**options, dtype=dtype)
+
+
+def call_of(case: Case) -> tuple[Callable[..., tuple[Tensor, ...]], list[Tensor]]:
+    """A call as a function of all its tensors by position, and those."""
+    names = list(case.tensors)
+
+    def call(*tensors: Tensor) -> tuple[Tensor, ...]:
+        torch.manual_seed(SEED)  # or differences would not be derivatives
+        return ops.layer(
+            *case.of(dict(zip(names, tensors, strict=True))), case.lengths, reverse=case.reverse,
+            recompute=case.recompute, **case.options,
+        )  # fmt: skip
+
+    return call, [t.detach().requires_grad_() for t in case.tensors.values()]
+
+
+@pytest.mark.parametrize("what", VARIANTS)
+def test_gradcheck(backend, what):
+    call, args = call_of(small(what))
+    # The slow mode looks at every element of every derivative; the fast one at random sums of them.
+    slow = ("plain", "both clips", "peephole", "layer norm", "lengths, reverse")
+    torch.autograd.gradcheck(call, args, fast_mode=what not in slow)
+
+
+@pytest.mark.parametrize("what", [w for w in VARIANTS if not w.startswith("everything,")])
+def test_gradgradcheck(what):
+    """By the machine's best backend: second derivatives come from the formula by any of them."""
+    call, args = call_of(small(what))
+    torch.autograd.gradgradcheck(call, args, gen_non_contig_grad_outputs=True, fast_mode=True)
+
+
+def combine(results: tuple[Tensor, ...]) -> Tensor:
+    """A number that depends on every result and on none linearly."""
+    return sum((i + t).sin().sum() for i, t in enumerate(results))
+
+
+def test_double_backward_is_torchs(backend):
+    """A gradient penalty, as trained models use one; nn.LSTM's own is differentiable in float64."""
+    torch.manual_seed(0)
+    module = torch.nn.LSTM(3, 4, proj_size=2).double()
+    p = list(module.parameters())
+    input = normal(5, 2, 3, dtype=torch.float64).requires_grad_()
+
+    def penalty(output: Tensor) -> tuple[Tensor, ...]:
+        first = torch.autograd.grad(output.sin().sum(), [input, *p], create_graph=True)
+        return torch.autograd.grad(sum(g.square().sum() for g in first), [input, *p])
+
+    torch.testing.assert_close(penalty(trifuse.lstm(input, None, *p)[0]), penalty(module(input)[0]))
+
+
+def test_third_derivatives(backend):
+    case = small("plain")
+    call, args = call_of(case)
+
+    def third(function: Callable[..., Any]) -> Tensor:
+        g = combine(function(*args))
+        for _ in range(3):
+            (g,) = torch.autograd.grad(g.sum(), args[0], create_graph=True)
+        return g
+
+    def formula(input: Tensor, h0: Tensor, c0: Tensor, *p: Tensor) -> tuple[Tensor, ...]:
+        h, c, ys = h0[0], c0[0], []
+        for x in input:
+            i, f, g, o = (x @ p[0].T + h @ p[1].T + p[2] + p[3]).chunk(4, 1)
+            c = f.sigmoid() * c + i.sigmoid() * g.tanh()
+            h = o.sigmoid() * c.tanh()
+            ys.append(h)
+        return torch.stack(ys), h[None], c[None]
+
+    torch.testing.assert_close(third(call), third(formula))
+
+
+def test_double_backward_in_other_dtypes(backend):
+    """Each second derivative in its input's dtype, near that in float64."""
+    for dtype in (torch.float32, torch.bfloat16):
+        results = []
+        case = small("everything", dtype)
+        for tensors in (case.tensors, {n: t.double() for n, t in case.tensors.items()}):
+            call, args = call_of(case.with_tensors(tensors))
+            first = torch.autograd.grad(combine(call(*args)).double(), args, create_graph=True)
+            penalty = sum(g.double().square().sum() for g in first)
+            results.append(torch.autograd.grad(penalty, args))
+        for grad, want, t in zip(*results, case.tensors.values(), strict=True):
+            assert grad.dtype == t.dtype
+            tolerance = (1e-3 if dtype == torch.float32 else 0.3) * want.abs().max().item()
+            torch.testing.assert_close(grad.double(), want, rtol=0, atol=tolerance + 1e-6)
+
+
+def test_backward_keeps_its_backend(backend):
+    """The forward decides; the switch may have changed by the time the backward runs."""
+    call, args = call_of(small("plain"))
+    total = combine(call(*args))
+    with trifuse.backend("cuda"):  # which would serve nothing here
+        total.backward()
+    assert all(t.grad is not None for t in args)
+
+
+def test_checkpointing_draws_the_same_again(backend):
+    case = small("everything")
+    args = [t.detach().requires_grad_() for t in case.tensors.values()]
+    names = list(case.tensors)
+
+    def block(*tensors: Tensor) -> Tensor:
+        return combine(
+            ops.layer(
+                *case.of(dict(zip(names, tensors, strict=True))),
+                case.lengths,
+                reverse=case.reverse,
+                **case.options,
+            )
+        )
+
+    torch.manual_seed(0)
+    expected = torch.autograd.grad(block(*args), args)
+    torch.manual_seed(0)
+    out = checkpoint(block, *args, use_reentrant=False)
+    for actual, wanted in zip(torch.autograd.grad(out, args), expected, strict=True):
+        assert_equal(actual, wanted)
+
+
+def test_tensors_changed_in_place_are_noticed(backend):
+    """Inputs and the output, all of which the backward reads."""
+    for which in ("input", "weight_hh", "output"):
+        case = small("plain")
+        leaves = {n: t.detach().requires_grad_() for n, t in case.tensors.items()}
+        copies = {n: t.clone() for n, t in leaves.items()}
+        output, *_ = ops.layer(*case.of(copies))
+        (output if which == "output" else copies[which]).mul_(2)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            output.sum().backward()
+
+
+# torch.func -------------------------------------------------------------------------------------
+
+
+def reference_of(case: Case) -> Callable[..., tuple[Tensor, ...]]:
+    """The same call by autograd through the reference formula."""
+    from trifuse.reference import lstm as reference
+
+    names = list(case.tensors)
+
+    def formula(*tensors: Tensor) -> tuple[Tensor, ...]:
+        input, h0, c0, parameters = case.of(dict(zip(names, tensors, strict=True)))
+        flat = [t for p in parameters for t in p]
+        return reference.lstm(
+            input, h0, c0, flat, case.lengths, case.seed, options=case.numbers
+        )[:3]  # fmt: skip
+
+    return formula
+
+
+@pytest.mark.parametrize("what", ["plain", "both clips", "two directions, lengths"])
+def test_func_derivatives(backend, what):
+    case = small(what)
+    call, args = call_of(case)
+    args = [t.detach() for t in args]
+    every = tuple(range(len(args)))
+    for transform in (
+        lambda f: torch.func.grad(lambda *a: combine(f(*a)), argnums=every),
+        lambda f: torch.func.jacrev(lambda *a: f(*a)[0], argnums=every),
+        lambda f: torch.func.jacrev(torch.func.grad(lambda *a: combine(f(*a)), argnums=4)),
+    ):
+        actual, expected = (transform(f)(*args) for f in (call, reference_of(case)))
+        torch.testing.assert_close(actual, expected)
+
+
+def test_forward_mode_raises(backend):
+    """There is no forward-mode rule. Silence would be a zero tangent."""
+    call, args = call_of(small("plain"))
+    args = [t.detach() for t in args]
+    tangents = tuple(torch.ones_like(t) for t in args)
+    with pytest.raises(NotImplementedError, match="forward"):
+        torch.func.jvp(call, tuple(args), tangents)
+    for position in range(len(args)):
+        with forward_ad.dual_level(), torch.no_grad():
+            dual = list(args)
+            dual[position] = forward_ad.make_dual(args[position], tangents[position])
+            with pytest.raises(NotImplementedError, match="forward"):
+                call(*dual)
+
+
+def test_forward_mode_over_a_backward_raises(backend):
+    call, args = call_of(small("plain"))
+    output, *_ = call(*args)
+    upstream = torch.ones_like(output)
+    with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="forward"):
+        torch.autograd.grad(output, args, forward_ad.make_dual(upstream, upstream))
+
+
+# vmap -------------------------------------------------------------------------------------------
+
+SAMPLES = 3
+
+
+@pytest.mark.parametrize(
+    "batched",
+    [
+        {"input": 0},
+        {"input": 2, "h0": 1, "c0": -1},
+        {"h0": 0},
+        {"c0": 0},
+        {"weight_hh": 0},
+        {"input": 1, "weight_ih": 2, "bias_hh": 0},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("what", ["plain", "lengths", "both clips"])
+def test_vmap(backend, what, batched):
+    """Of results and of every gradient; each argument batched or shared."""
+    assert_vmap_is_a_loop(small(what), batched)
+
+
+@pytest.mark.parametrize("batched", [{"input": 0}, {"weight_hh": 0}], ids=str)
+def test_vmap_by_triton(triton, batched):
+    with triton.serving():
+        assert_vmap_is_a_loop(small("lengths", torch.float32), batched)
+
+
+def assert_vmap_is_a_loop(case: Case, batched: dict[str, int]) -> None:
+    names = list(case.tensors)
+    call, shared = call_of(case)
+    in_dims = tuple(batched.get(n) for n in names)
+    args = []
+    for i, (t, dim) in enumerate(zip(shared, in_dims, strict=True)):
+        if dim is not None:
+            shape = list(t.shape)
+            shape.insert(dim if dim >= 0 else t.dim(), SAMPLES)
+            args.append(normal(*shape, seed=i, dtype=t.dtype))
+        else:
+            args.append(t.detach())
+    samples = [
+        [t if d is None else t.select(d, n) for t, d in zip(args, in_dims, strict=True)]
+        for n in range(SAMPLES)
+    ]
+
+    def gradients(argnums: tuple[int, ...]) -> Callable[..., tuple[Tensor, ...]]:
+        return torch.func.grad(lambda *a: combine(call(*a)), argnums=argnums)
+
+    for function in (call, gradients((0, 1, 2)), gradients(tuple(range(len(names))))):
+        actual = torch.vmap(function, in_dims=in_dims)(*args)
+        expected = zip(*(function(*sample) for sample in samples), strict=True)
+        for a, e in zip(actual, expected, strict=True):
+            torch.testing.assert_close(a, torch.stack(e))
+
+
+def test_vmap_over_lengths(backend):
+    case = small("plain")
+    lengths = torch.tensor([[3, 1], [0, 2], [2, 2]])
+    tensors = case.of(case.tensors)
+    actual = torch.vmap(lambda n: ops.layer(*tensors, n))(lengths)
+    expected = zip(*(ops.layer(*tensors, n) for n in lengths), strict=True)
+    for a, e in zip(actual, expected, strict=True):
+        torch.testing.assert_close(a, torch.stack(e))
+
+
+def test_vmap_twice(backend):
+    case = small("plain", torch.float32)
+    call, args = call_of(case)
+    args = [t.detach() for t in args]
+    inputs, weights = normal(4, SAMPLES, *args[0].shape), normal(4, *args[4].shape, seed=1)
+    inner = torch.vmap(lambda x, w: call(x, *args[1:4], w, *args[5:])[0], in_dims=(0, None))
+    actual = torch.vmap(inner)(inputs, weights)
+    for i in range(4):
+        for n in range(SAMPLES):
+            expected = call(inputs[i, n], *args[1:4], weights[i], *args[5:])[0]
+            torch.testing.assert_close(actual[i, n], expected)
+
+
+def test_vmap_randomness(backend):
+    """Draws as torch's own random functions do: one seed for all, or one for each."""
+    case = dataclasses.replace(make(**VARIANTS["zoneout"]), reverse=(False,))
+    rest = case.of(case.tensors)[1:]
+
+    def draw(x: Tensor) -> Tensor:
+        return ops.layer(x, *rest, **case.options)[0]
+
+    samples = case.input.expand(SAMPLES, *case.input.shape)
+    with pytest.raises(RuntimeError, match="random"):
+        torch.vmap(draw)(samples)
+    torch.manual_seed(3)
+    alone = draw(samples[0])
+    torch.manual_seed(3)
+    same = torch.vmap(draw, randomness="same")(samples)
+    assert all(torch.equal(sample, alone) for sample in same)
+    different = torch.vmap(draw, randomness="different")(samples)
+    assert not torch.equal(different[0], different[1])
+
+
+# The operators themselves -----------------------------------------------------------------------
+
+
+def op_arguments(what: str, save: int, dtype: torch.dtype = torch.float32) -> tuple[Any, ...]:
+    """Arguments of the forward op."""
+    case = small(what, dtype)
+    parameters = [t for p in case.parameters for t in p]
+    numbers = case.numbers._replace(reverse=list(case.reverse))
+    return (case.input, case.h0, case.c0, parameters, case.lengths, case.seed, *numbers, save)
+
+
+def backward_arguments(args: tuple[Any, ...], results: Any) -> Iterator[tuple[Any, ...]]:
+    """Of the backward op, for all gradients there are and for some of them."""
+    output, h_n, c_n, gates, cells = results
+    every = [t is not None for t in (*args[:3], *args[3])]
+    upstream = (torch.ones_like(output), torch.ones_like(h_n), torch.ones_like(c_n))
+    for grads, wanted in (
+        (upstream, every),
+        ((upstream[0], None, None), [False, *every[1:4], *(False,) * (len(every) - 4)]),
+    ):
+        yield (*grads, *args[:6], output, gates, cells, *args[6:-1], wanted)
+
+
+OPCHECKED = ["plain", "everything", "two directions, lengths", "without biases or states"]
+
+
+@pytest.mark.parametrize("what", OPCHECKED)
+@pytest.mark.parametrize("save", [SAVE_STATES, SAVE_ALL])
+def test_opcheck(backend, what, save):
+    opcheck(backend, what, save)
+
+
+@pytest.mark.parametrize("what", ["plain", "two directions, lengths"])
+def test_opcheck_of_triton(triton, what):
+    """The interpreter takes too long over everything."""
+    opcheck("triton", what, SAVE_ALL)
+
+
+def opcheck(name: str, what: str, save: int) -> None:
+    args = list(op_arguments(what, save))
+    if args[4] is not None:
+        args[4] = torch.full_like(args[4], SMALL["T"])  # past that, gates and cells hold anything
+    torch.library.opcheck(getattr(torch.ops.trifuse.lstm_forward, name), tuple(args))
+    results = getattr(torch.ops.trifuse.lstm_forward, name)(*args)
+    for more in backward_arguments(tuple(args), results):
+        torch.library.opcheck(getattr(torch.ops.trifuse.lstm_backward, name), more)
+
+
+@pytest.mark.parametrize("what", ["plain", "everything", "coupled"])
+@pytest.mark.parametrize("save", [SAVE_NOTHING, SAVE_STATES, SAVE_ALL])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("mode", ["fake", "meta"])
+def test_fakes_have_the_real_shapes_dtypes_and_strides(backend, what, save, dtype, mode):
+    """Inductor lays out memory by what the fakes say."""
+    args = op_arguments(what, save, dtype)
+    real = run_both(backend, args)
+    tree = torch.utils._pytree
+    if mode == "meta":
+        meta = tree.tree_map_only(Tensor, lambda t: t.to("meta"), args)
+        # The values of lengths can't be looked at there, only where there is a kernel.
+        pretended = run_both("cuda", meta)
+    else:
+        with torch._subclasses.FakeTensorMode() as fake_mode:
+            pretended = run_both(backend, tree.tree_map_only(Tensor, fake_mode.from_tensor, args))
+    for r, p in zip(real, pretended, strict=True):
+        assert (p.shape, p.dtype, p.stride()) == (r.shape, r.dtype, r.stride())
+
+
+def run_both(name: str, args: Any) -> list[Tensor]:
+    results = list(getattr(torch.ops.trifuse.lstm_forward, name)(*args))
+    if args[-1] == SAVE_NOTHING:
+        return results
+    for more in backward_arguments(args, results[:5]):
+        results += getattr(torch.ops.trifuse.lstm_backward, name)(*more)
+    return results
+
+
+# Tracing ----------------------------------------------------------------------------------------
+
+
+def model(*args: Tensor, what: str = "plain") -> Tensor:
+    """The operator between other things to compile; both states are one and the same tensor."""
+    x, states, *p = args
+    output, (h_n, c_n) = trifuse.lstm(
+        x.sin(), (states, states), *p, cell_clip=0.8, zoneout_h=0.3, training=True
+    )
+    return output.cos().sum() + h_n.cos().sum() * c_n.sin().sum()
+
+
+def model_inputs(T: int = 3, B: int = 2, I: int = 4, H: int = 5) -> list[Tensor]:  # noqa: E741
+    shapes = ((T, B, I), (B, H), (4 * H, I), (4 * H, H), (4 * H,), (4 * H,))
+    return [normal(*s, seed=i).requires_grad_() for i, s in enumerate(shapes)]
+
+
+def values_and_gradients(function: Callable[..., Tensor], args: list[Tensor]) -> list[Tensor]:
+    torch.manual_seed(SEED)
+    out = function(*args)
+    return [out, *torch.autograd.grad(out, args)]
+
+
+def assert_same_results(
+    actual: Callable[..., Tensor], expected: Callable[..., Tensor], args: list[Tensor]
+) -> None:
+    results = (values_and_gradients(f, args) for f in (actual, expected))
+    for a, e in zip(*results, strict=True):
+        torch.testing.assert_close(a, e)
+
+
+@pytest.fixture
+def _fresh_dynamo() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.usefixtures("_fresh_dynamo")
+def test_compile(served):
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    assert_same_results(compiled, model, model_inputs())
+    with torch.no_grad():
+        torch.manual_seed(SEED)
+        expected = model(*model_inputs())
+        torch.manual_seed(SEED)
+        torch.testing.assert_close(compiled(*model_inputs()), expected)
+
+
+@pytest.mark.usefixtures("_fresh_dynamo")
+def test_compile_two_directions_with_lengths(backend):
+    case = small("everything", torch.float32)
+    _, args = call_of(case)
+    names = list(case.tensors)
+
+    def function(lengths: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+        return ops.layer(
+            *case.of(dict(zip(names, tensors, strict=True))), lengths, reverse=case.reverse,
+            **{**case.options, "training": False},
+        )  # fmt: skip
+
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    results = []
+    for f in (compiled, function):
+        out = combine(f(case.lengths, *args))
+        results.append([out, *torch.autograd.grad(out, args)])
+    for a, e in zip(*results, strict=True):
+        torch.testing.assert_close(a, e)
+
+
+@pytest.mark.usefixtures("_fresh_dynamo")
+def test_compile_dynamic_shapes(backend):
+    """One graph for every length, batch and width. No two sizes are equal, or the graph has it."""
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(model, fullgraph=True, dynamic=True, backend=counter)
+    graphs = set()
+    for sizes in ((3, 5, 7, 9), (8, 9, 11, 6), (5, 10, 13, 4)):
+        assert_same_results(compiled, model, model_inputs(*sizes))
+        graphs.add(counter.frame_count)
+    assert len(graphs) == 1
+
+
+@pytest.mark.usefixtures("_fresh_dynamo")
+@pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs a compiler")
+def test_compile_with_inductor(backend):
+    """Forward and backward through generated code, which believes the fakes' strides."""
+    compiled = torch.compile(model, fullgraph=True, options={"fallback_random": True})
+    assert_same_results(compiled, model, model_inputs())
+
+
+class Module(torch.nn.Module):
+    def forward(self, *args: Tensor) -> Tensor:
+        return trifuse.lstm(args[0], None, *args[1:])[0]
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_export(served, strict):
+    """With a batch and a length that are free; saved programs carry the op by name."""
+    length, batch = (torch.export.Dim(name, min=2, max=64) for name in ("length", "batch"))
+    args = tuple(t.detach() for t in (lambda x, _, *p: (x, *p))(*model_inputs(6, 5)))
+    free: Any = ({0: length, 1: batch}, *(None,) * 4)
+    with torch.no_grad():
+        program = torch.export.export(Module(), args, dynamic_shapes=(free,), strict=strict)
+    ran = {str(node.target) for node in program.graph.nodes}
+    assert f"trifuse.lstm_forward.{served}" in ran
+    for x in (args[0], normal(7, 3, 4)):
+        torch.testing.assert_close(program.module()(x, *args[1:]), Module()(x, *args[1:]))
+
+
+# Autocast ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast(backend, dtype):
+    """As with nn.LSTM, input, h and weights are cast; c and vectors are not."""
+    case = small("everything", torch.float32)
+    cast = {
+        n: t.to(dtype) if n in ("input", "h0") or n.startswith(("weight_ih", "weight_h")) else t
+        for n, t in case.tensors.items()
+    }
+    call, args = call_of(case)
+    narrow = call_of(case.with_tensors(cast))
+    expected = narrow[0](*narrow[1])
+    with torch.autocast("cpu", dtype=dtype):
+        actual = call(*args)
+    assert actual[0].dtype == dtype
+    assert actual[2].dtype == torch.float32
+    for a, e in zip(actual, expected, strict=True):
+        assert_equal(a, e)
+    grads = torch.autograd.grad(combine([t.float() for t in actual]), args)
+    wanted = torch.autograd.grad(combine([t.float() for t in expected]), narrow[1])
+    for g, w, t in zip(grads, wanted, args, strict=True):
+        assert g.dtype == t.dtype
+        assert_equal(g, w.to(g.dtype))
+
+
+def test_autocast_does_not_reach_second_derivatives(backend):
+    """The formula that they come from computes in float32 whatever the region it is called in."""
+    call, args = call_of(small("plain"))
+    x, rest = args[0].detach(), [t.detach() for t in args[1:]]
+
+    def penalty(x: Tensor) -> Tensor:
+        return torch.func.grad(lambda t: combine(call(t, *rest)))(x).square().sum()
+
+    expected = torch.func.grad(penalty)(x)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        actual = torch.func.grad(penalty)(x)
+    assert_equal(actual, expected)
+
+
+def test_meta_tensors_are_served_by_the_formula():
+    case = small("plain", torch.float32)
+    call, args = call_of(case)
+    meta = [t.detach().to("meta").requires_grad_() for t in args]
+    results = call(*meta)
+    assert all(t.device.type == "meta" for t in results)
+    grads = torch.autograd.grad(combine(results), meta)
+    assert [g.shape for g in grads] == [t.shape for t in meta]
