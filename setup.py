@@ -99,7 +99,7 @@ class BuildExtension(build_ext):
         # here would be a second pool of threads beside torch's.
         common = ["-std=c++20", "-O3", "-fPIC", "-fopenmp", "-fvisibility=hidden", "-Wall"]
         # GCC warns of its own intrinsics' undefined values, and of an ABI before 4.6.
-        common += ["-Wno-maybe-uninitialized", "-Wno-psabi"]
+        common += ["-Wno-maybe-uninitialized", "-Wno-uninitialized", "-Wno-psabi"]
         common += ["-DAT_PARALLEL_OPENMP=1", "-DTORCH_EXTENSION_NAME=_C"]
         common += [f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}"]
         # The linker keeps the first copy it meets of an inline function. Code for narrow vectors

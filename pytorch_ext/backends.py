@@ -104,14 +104,6 @@ def _why_not_triton(call: Call) -> str | None:
     return None
 
 
-def _is_in_extension(operator: str) -> bool:
-    name = f"trifuse::{operator}_forward.cpp"
-    known = torch._C._dispatch_has_kernel(name)
-    return known and torch._C._dispatch_has_kernel_for_dispatch_key(name, "CPU")
-
-
-# Asked once, as above.
-_NOT_IN_EXTENSION = tuple(name for name in ("lstm", "gru") if not _is_in_extension(name))
 _CPP_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -120,8 +112,6 @@ def _why_not_cpp(call: Call) -> str | None:
         return "the C++ extension is missing; `python -m trifuse` says why"
     if call.device != "cpu":
         return f"tensors are on {call.device}"
-    if call.operator in _NOT_IN_EXTENSION:
-        return "this build holds no kernel for it"
     return None if call.dtype in _CPP_DTYPES else f"no kernel for {call.dtype}"
 
 

@@ -6,8 +6,10 @@
 
 #include "attention.h"
 #include "cpu/capability.h"
+#include "cpu/crew.h"
 #include "dropout_add_layer_norm.h"
 #include "linear.h"
+#include "lstm.h"
 
 namespace trifuse {
 
@@ -57,6 +59,19 @@ struct LinearKernel {
   uint64_t (*checksum)(const void* data, int64_t words);
 };
 
+// An LSTM or a GRU, whole: `run` is called by all threads of a crew at once, each with its index, and
+// works in `workspace` bytes of memory, which are enough for so many threads.
+struct LstmForward {
+  bool bfloat16;  // whether a problem may be of that type
+  int64_t (*workspace)(const LstmProblem&, int64_t threads);
+  void (*run)(const LstmProblem&, void* workspace, int64_t threads, const Crew&, int64_t index);
+};
+
+struct LstmBackward {
+  int64_t (*workspace)(const LstmProblem&, int64_t threads);
+  void (*run)(const LstmProblem&, void* workspace, int64_t threads, const Crew&, int64_t index);
+};
+
 // What tests and benchmarks ask of an instruction set's building blocks.
 struct Probe {
   // Floating-point operations per second of one thread's tile_gemm on tiles in its L1 cache.
@@ -73,6 +88,8 @@ struct Kernels {
   DropoutAddLayerNormBackward dropout_add_layer_norm_backward;
   DropoutKernel dropout;
   LinearKernel linear;
+  LstmForward lstm_forward;
+  LstmBackward lstm_backward;
   Probe probe;
 };
 
@@ -85,6 +102,8 @@ struct Kernels {
   DropoutAddLayerNormBackward dropout_add_layer_norm_backward(); \
   DropoutKernel dropout();                                       \
   LinearKernel linear();                                         \
+  LstmForward lstm_forward();                                    \
+  LstmBackward lstm_backward();                                  \
   Probe probe();                                                 \
   }
 TRIFUSE_EACH_CAPABILITY(TRIFUSE_DECLARE)
@@ -96,7 +115,8 @@ inline Kernels kernels() {
     return {                                                                                   \
         set::attention_forward(), set::attention_backward(),                                   \
         set::dropout_add_layer_norm_forward(), set::dropout_add_layer_norm_backward(),         \
-        set::dropout(), set::linear(), set::probe()};
+        set::dropout(), set::linear(), set::lstm_forward(), set::lstm_backward(),              \
+        set::probe()};
   switch (capability()) { TRIFUSE_EACH_CAPABILITY(TRIFUSE_CASE) }
 #undef TRIFUSE_CASE
   return {};

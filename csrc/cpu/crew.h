@@ -1,0 +1,128 @@
+// Threads that go through a sequence of steps together.
+//
+// A step of a recurrent network takes microseconds: too little to hand out tasks anew for each. All
+// threads enter one parallel region, and meet at a barrier where one needs what another has
+// written.
+
+#pragma once
+
+#include <ATen/Parallel.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <thread>
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace trifuse {
+
+// Waits for what another thread is about to do. After some ten microseconds it lets others have the
+// core: there may be more threads than cores.
+template <class Done>
+inline void spin_until(const Done& done) {
+  for (int turn = 0; !done(); ++turn) {
+    if (turn < 1000) {
+#if defined(__x86_64__)
+      _mm_pause();
+#endif
+    } else {
+      std::this_thread::yield();
+    }
+  }
+}
+
+// Where `size` threads wait for one another, any number of times.
+class Barrier {
+ public:
+  void wait(int64_t size) {
+    if (size == 1) return;
+    const uint32_t phase = phase_.load(std::memory_order_relaxed);
+    if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == size) {
+      arrived_.store(0, std::memory_order_relaxed);
+      phase_.store(phase + 1, std::memory_order_release);
+    } else {
+      spin_until([&] { return phase_.load(std::memory_order_acquire) != phase; });
+    }
+  }
+
+ private:
+  alignas(64) std::atomic<int64_t> arrived_{0};
+  alignas(64) std::atomic<uint32_t> phase_{0};
+};
+
+struct Range {
+  int64_t first, last;
+};
+
+// Some of the threads, as one of them sees it.
+struct Team {
+  Barrier* barrier;
+  int64_t index, size;
+
+  void wait() const { barrier->wait(size); }
+  // This thread's share of so many things, neighbours.
+  Range share(int64_t count) const {
+    return {count * index / size, count * (index + 1) / size};
+  }
+};
+
+// All of the threads, to be split into teams that each have jobs of their own.
+class Crew {
+ public:
+  explicit Crew(int64_t threads) : barriers_(new Barrier[threads + 1]) {}
+
+  Team all(int64_t index) const { return {&barriers_[0], index, size_}; }
+
+  // Calls run(job, team) in every thread for its jobs of 0 .. count - 1. A job has a team to itself
+  // where threads divide evenly among jobs; else it has all threads.
+  template <class Run>
+  void share_jobs(int64_t index, int64_t count, const Run& run) const {
+    if (size_ % count == 0) {
+      const int64_t team = size_ / count;
+      run(index / team, Team{&barriers_[1 + index / team], index % team, team});
+    } else if (count % size_ == 0) {
+      for (int64_t job = index; job < count; job += size_) run(job, Team{&barriers_[1], 0, 1});
+    } else {
+      for (int64_t job = 0; job < count; ++job) run(job, all(index));
+    }
+  }
+
+  // Calls run(task) for 0 .. count - 1, each in whichever thread is free; started in order. Once a
+  // crew.
+  template <class Run>
+  void share_tasks(int64_t count, const Run& run) const {
+    for (int64_t task; (task = next_.fetch_add(1, std::memory_order_relaxed)) < count;) run(task);
+  }
+
+  // Runs body(index) in all threads at once: in at most as many as the crew was made for, and in
+  // this one alone where a parallel region is already running. `body` must not throw.
+  template <class Body>
+  void run(int64_t threads, const Body& body) {
+    if (threads <= 1 || at::in_parallel_region()) {
+      body(0);
+      return;
+    }
+    // torch may start fewer threads than it is asked for, giving some of them several tasks'
+    // numbers. They count themselves before they begin.
+    std::atomic<int64_t> members{0}, numbers{0};
+    at::parallel_for(0, threads, 1, [&](int64_t first, int64_t last) {
+      const int64_t arrival = members.fetch_add(1);
+      if (numbers.fetch_add(last - first) + last - first == threads) {
+        size_ = members.load();
+        numbers.store(-1, std::memory_order_release);
+      }
+      spin_until([&] { return numbers.load(std::memory_order_acquire) == -1; });
+      body(size_ == threads ? first : arrival);
+    });
+  }
+
+ private:
+  std::unique_ptr<Barrier[]> barriers_;
+  int64_t size_ = 1;
+  mutable std::atomic<int64_t> next_{0};
+};
+
+}  // namespace trifuse

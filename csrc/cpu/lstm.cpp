@@ -1,0 +1,364 @@
+// torch.ops.trifuse.{lstm,gru}_{forward,backward}.cpp: tensors in, tensors out.
+//
+// Shapes, dtypes and devices have been checked in pytorch_ext/ops/lstm.py and gru.py.
+
+#include <ATen/ATen.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <deque>
+#include <numeric>
+#include <tuple>
+#include <vector>
+
+#include "cpu/arguments.h"
+#include "cpu/kernels.h"
+#include "cpu/memory.h"
+
+namespace trifuse {
+namespace {
+
+using Parameters = c10::List<OptionalTensor>;
+using Flags = c10::List<bool>;
+
+struct LstmOptions {
+  bool coupled = false;
+  double forget_bias = 0;
+  double cell_clip = std::numeric_limits<double>::infinity();
+  double proj_clip = std::numeric_limits<double>::infinity();
+  double eps = 0, zoneout_h = 0, zoneout_c = 0, recurrent_dropout = 0;
+  bool training = false;
+};
+
+// Slots of the parameters of one direction.
+enum Slot {
+  WeightIh, WeightHh, BiasIh, BiasHh, WeightHr, WeightPeephole, NormIh, NormHh, NormCell,
+  NormCellBias, LstmSlots,
+  GruSlots = WeightHr
+};
+
+// A problem, and the tensors that it points into.
+class Call {
+ public:
+  LstmProblem p;
+  at::ScalarType dtype, wide;  // of the input, and of accumulation
+  // In what a kernel computes. A 16-bit type without products of its own is widened here, and h is
+  // rounded at every step.
+  at::ScalarType stored;
+
+  Call(
+      Cell cell, const Tensor& input, const OptionalTensor& h0, const OptionalTensor& c0,
+      const Parameters& parameters, const OptionalTensor& lengths, const OptionalTensor& seed,
+      const Flags& reverse, const LstmOptions& options)
+      : slots_(cell == Cell::Gru ? GruSlots : LstmSlots) {
+    dtype = input.scalar_type();
+    wide = accumulation_type(dtype);
+    const bool native =
+        dtype == wide || (dtype == at::kBFloat16 && kernels().lstm_forward.bfloat16);
+    stored = native ? dtype : wide;
+    p.cell = cell;
+    p.dtype = kernel_type(stored);
+    p.rounding = native ? DType::Float32 : kernel_type(dtype);
+    p.T = input.size(0);
+    p.B = input.size(1);
+    p.I = input.size(2);
+    p.directions = static_cast<int64_t>(reverse.size());
+    const Tensor weight_hh = *parameters.get(WeightHh);
+    p.R = weight_hh.size(1);
+    p.coupled = options.coupled;
+    p.H = weight_hh.size(0) / p.gates();
+    p.forget_bias = options.forget_bias;
+    p.cell_clip = options.cell_clip;
+    p.proj_clip = options.proj_clip;
+    p.eps = options.eps;
+    p.training = options.training;
+    p.zoneout_h = options.zoneout_h;
+    p.zoneout_c = options.zoneout_c;
+    if (options.training) {
+      p.draw_h = kernel_dropout(options.zoneout_h, seed);
+      p.draw_c = kernel_dropout(options.zoneout_c, seed);
+      p.recurrent_dropout = kernel_dropout(options.recurrent_dropout, seed);
+    }
+    const Tensor x = hold(input.to(stored));
+    p.input = x.const_data_ptr();
+    for (int d = 0; d < 3; ++d) p.input_stride[d] = x.stride(d);
+
+    for (int64_t d = 0; d < p.directions; ++d) {
+      LstmDirection& way = p.direction[d];
+      way.reverse = reverse.get(d);
+      const auto given = [&](int slot) -> OptionalTensor {
+        return slot < slots_ ? parameters.get(d * slots_ + slot) : OptionalTensor();
+      };
+      way.weight_ih = data(given(WeightIh), stored);
+      way.weight_hh = data(given(WeightHh), stored);
+      way.bias_ih = data(given(BiasIh), wide);
+      way.bias_hh = data(given(BiasHh), wide);
+      way.weight_hr = data(given(WeightHr), stored);
+      way.weight_peephole = data(given(WeightPeephole), wide);
+      way.norm_ih_weight = data(given(NormIh), wide);
+      way.norm_hh_weight = data(given(NormHh), wide);
+      way.norm_cell_weight = data(given(NormCell), wide);
+      way.norm_cell_bias = data(given(NormCellBias), wide);
+      if (h0) way.h0 = data((*h0)[d], stored);
+      if (c0) way.c0 = data((*c0)[d], wide);
+    }
+    sort_rows(lengths);
+    p.groups = row_groups();
+  }
+
+  Tensor hold(const Tensor& t) {
+    held_.push_back(t);
+    return t;
+  }
+  const void* data(const OptionalTensor& t, at::ScalarType type) {
+    return t ? hold(t->to(type).contiguous()).const_data_ptr() : nullptr;
+  }
+  // A result of these sizes.
+  Tensor result(at::IntArrayRef sizes, at::ScalarType type) {
+    return hold(empty(sizes, at::TensorOptions(type)));
+  }
+
+  // What a forward left; gates without elements if it did not keep them.
+  void saved(const Tensor& output, const Tensor& gates, const OptionalTensor& cells) {
+    p.output = const_cast<void*>(data(output, stored));
+    for (int64_t d = 0; d < p.directions; ++d) {
+      if (gates.numel())
+        p.direction[d].gates = const_cast<void*>(data(gates[d], stored));
+      if (cells && cells->numel())
+        p.direction[d].cells = const_cast<void*>(data((*cells)[d], wide));
+    }
+  }
+
+  // Multiply-adds of one step of all rows of a direction, and of all steps.
+  double step_size() const {
+    return static_cast<double>(p.B) * static_cast<double>(p.H) *
+        static_cast<double>(p.gates() * p.R + (p.direction[0].weight_hr ? p.R : 0));
+  }
+
+  // How many threads are worth waking; and, a barrier a step apart, keeping awake.
+  int64_t threads() const {
+    const int64_t available = at::in_parallel_region() ? 1 : at::get_num_threads();
+    constexpr double kWorthwhile = 30000;  // a microsecond or so
+    const bool apart = p.directions * p.groups > 1;
+    if (step_size() * (apart ? 8 : 1) < kWorthwhile) return 1;
+    return available;
+  }
+
+  template <class Kernel>
+  void run(const Kernel& kernel) {
+    const int64_t count = threads();
+    const Tensor memory = empty({kernel.workspace(p, count)}, at::TensorOptions(at::kByte));
+    void* workspace = memory.mutable_data_ptr();
+    Crew crew(count);
+    crew.run(count, [&](int64_t index) { kernel.run(p, workspace, count, crew, index); });
+  }
+
+ private:
+  void sort_rows(const OptionalTensor& lengths) {
+    std::vector<int64_t> given(p.B, p.T);
+    if (lengths) {
+      const Tensor dense = lengths->contiguous();
+      given.assign(dense.const_data_ptr<int64_t>(), dense.const_data_ptr<int64_t>() + p.B);
+      for (int64_t length : given)
+        TORCH_CHECK_VALUE(
+            length >= 0 && length <= p.T, "lengths: expected lengths in [0, ", p.T, "]; got ",
+            at::IntArrayRef(given));
+    }
+    order_.resize(p.B);
+    std::iota(order_.begin(), order_.end(), 0);
+    std::stable_sort(order_.begin(), order_.end(), [&](int64_t a, int64_t b) {
+      return given[a] > given[b];
+    });
+    for (int64_t row : order_) length_.push_back(given[row]);
+    p.steps = p.B ? length_[0] : 0;
+    start_.push_back(0);
+    for (int64_t s = 0, rows = p.B; s < p.steps; ++s) {
+      while (length_[rows - 1] <= s) --rows;
+      active_.push_back(rows);
+      start_.push_back(start_.back() + rows);
+    }
+    p.order = order_.data();
+    p.length = length_.data();
+    p.active = active_.data();
+    p.start = start_.data();
+  }
+
+  // Groups of rows need no barrier between them, but each reads all of W_hh at every step: worth it
+  // where that stays in a core's L2 cache. Sums over rows that a kernel takes as it goes, for
+  // peepholes and layer normalisation, must not depend on the number of threads.
+  int64_t row_groups() const {
+    constexpr double kCache = 768 << 10;
+    const double bytes = static_cast<double>(p.gates() * p.H) * static_cast<double>(p.R) *
+        static_cast<double>(c10::elementSize(stored));
+    const auto& way = p.direction[0];
+    constexpr int64_t kSteps = 8;  // below, packing weights for all groups would take longest
+    if (bytes > kCache || p.steps < kSteps || way.weight_peephole || way.norm_ih_weight) return 1;
+    const int64_t most = std::min<int64_t>(
+        {at::get_num_threads() / p.directions, p.B / 4, LstmProblem::kMaxGroups});
+    return std::max<int64_t>(most, 1);
+  }
+
+  const int slots_;
+  std::deque<Tensor> held_;
+  std::vector<int64_t> order_, length_, active_, start_;
+};
+
+struct ForwardResults {
+  Tensor output, h_n, c_n, gates, cells;
+};
+
+// `gate_blocks`: how many values of gates a unit leaves; 0 for none.
+ForwardResults forward(Call& call, int64_t gate_blocks, bool save_cells) {
+  LstmProblem& p = call.p;
+  const int64_t D = p.directions;
+  ForwardResults r;
+  r.output = call.result({p.T, p.B, D * p.R}, call.stored);
+  r.h_n = call.result({D, p.B, p.R}, call.stored);
+  r.c_n = call.result({p.cell == Cell::Lstm ? D : 0, p.B, p.H}, call.wide);
+  r.gates = gate_blocks ? call.result({D, p.T, p.B, gate_blocks * p.H}, call.stored)
+                        : at::empty({0}, call.stored);
+  r.cells = save_cells ? call.result({D, p.T, p.B, p.H}, call.wide) : at::empty({0}, call.wide);
+  p.output = r.output.mutable_data_ptr();
+  for (int64_t d = 0; d < D; ++d) {
+    LstmDirection& way = p.direction[d];
+    way.h_n = r.h_n[d].mutable_data_ptr();
+    if (p.cell == Cell::Lstm) way.c_n = r.c_n[d].mutable_data_ptr();
+    if (gate_blocks) way.gates = r.gates[d].mutable_data_ptr();
+    if (save_cells) way.cells = r.cells[d].mutable_data_ptr();
+  }
+  if (p.B) call.run(kernels().lstm_forward);
+  if (call.stored != call.dtype)
+    for (Tensor* t : {&r.output, &r.h_n, &r.gates}) *t = t->to(call.dtype);
+  return r;
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> lstm_forward(
+    const Tensor& input, const OptionalTensor& h0, const OptionalTensor& c0,
+    const Parameters& parameters, const OptionalTensor& lengths, const OptionalTensor& seed,
+    const Flags& reverse, bool coupled, double forget_bias, double cell_clip, double proj_clip,
+    double eps, double zoneout_h, double zoneout_c, double recurrent_dropout, bool training,
+    int64_t save) {
+  Call call(
+      Cell::Lstm, input, h0, c0, parameters, lengths, seed, reverse,
+      {coupled, forget_bias, cell_clip, proj_clip, eps, zoneout_h, zoneout_c, recurrent_dropout,
+       training});
+  auto r = forward(call, save == 2 ? call.p.gates() : 0, save >= 1);
+  return {r.output, r.h_n, r.c_n, r.gates, r.cells};
+}
+
+std::tuple<Tensor, Tensor, Tensor> gru_forward(
+    const Tensor& input, const OptionalTensor& h0, const Parameters& parameters,
+    const OptionalTensor& lengths, const Flags& reverse, bool save) {
+  Call call(Cell::Gru, input, h0, {}, parameters, lengths, {}, reverse, {});
+  auto r = forward(call, save ? 4 : 0, false);
+  return {r.output, r.h_n, r.gates};
+}
+
+// The slots of a direction's parameters, and where each one's gradient goes.
+struct GradientOf {
+  Slot slot;
+  void* LstmDirection::*target;
+  bool matrix;
+};
+constexpr GradientOf kGradients[] = {
+    {WeightIh, &LstmDirection::grad_weight_ih, true},
+    {WeightHh, &LstmDirection::grad_weight_hh, true},
+    {BiasIh, &LstmDirection::grad_bias, false},
+    {BiasHh, &LstmDirection::grad_bias_hh, false},
+    {WeightHr, &LstmDirection::grad_weight_hr, true},
+    {WeightPeephole, &LstmDirection::grad_peephole, false},
+    {NormIh, &LstmDirection::grad_norm_ih, false},
+    {NormHh, &LstmDirection::grad_norm_hh, false},
+    {NormCell, &LstmDirection::grad_norm_cell_weight, false},
+    {NormCellBias, &LstmDirection::grad_norm_cell_bias, false}};
+
+// Gradients of the input, the states and the parameters, in the order of `given`; without elements
+// where they are not wanted. A call's output, gates and cells must have been set.
+std::vector<Tensor> backward(
+    Call& call, const Tensor& grad_output, const OptionalTensor& grad_h_n,
+    const OptionalTensor& grad_c_n, const std::vector<OptionalTensor>& given, const Flags& wanted) {
+  LstmProblem& p = call.p;
+  const int states = p.cell == Cell::Gru ? 1 : 2;
+  const int slots = p.cell == Cell::Gru ? GruSlots : LstmSlots;
+  std::vector<Tensor> grads(given.size());
+  const auto result = [&](size_t index, at::IntArrayRef sizes, at::ScalarType type) -> Tensor {
+    if (wanted.get(index)) grads[index] = call.result(sizes, type);
+    return grads[index];
+  };
+  p.grad_output = call.data(grad_output, call.stored);
+  if (const Tensor x = result(0, {p.T, p.B, p.I}, call.stored); x.defined())
+    p.grad_input = x.mutable_data_ptr();
+  const Tensor h0 = result(1, {p.directions, p.B, p.R}, call.stored);
+  const Tensor c0 = states == 2 ? result(2, {p.directions, p.B, p.H}, call.wide) : Tensor();
+  for (int64_t d = 0; d < p.directions; ++d) {
+    LstmDirection& way = p.direction[d];
+    if (grad_h_n) way.grad_h_n = call.data((*grad_h_n)[d], call.stored);
+    if (grad_c_n) way.grad_c_n = call.data((*grad_c_n)[d], call.wide);
+    if (h0.defined()) way.grad_h0 = h0[d].mutable_data_ptr();
+    if (c0.defined()) way.grad_c0 = c0[d].mutable_data_ptr();
+    for (const auto& gradient : kGradients) {
+      if (gradient.slot >= slots) break;
+      const size_t index = 1 + states + d * slots + gradient.slot;
+      if (!given[index]) continue;
+      const Tensor grad =
+          result(index, given[index]->sizes(), gradient.matrix ? call.stored : call.wide);
+      if (grad.defined()) way.*gradient.target = grad.mutable_data_ptr();
+    }
+  }
+  if (p.B && p.steps) {
+    call.run(kernels().lstm_backward);
+  } else {  // the states pass through
+    for (size_t i = 0; i < grads.size(); ++i)
+      if (grads[i].defined()) grads[i].zero_();
+    if (h0.defined() && grad_h_n) grads[1].copy_(*grad_h_n);
+    if (c0.defined() && grad_c_n) grads[2].copy_(*grad_c_n);
+  }
+  for (size_t i = 0; i < grads.size(); ++i)
+    grads[i] = grads[i].defined() ? grads[i].to(given[i]->scalar_type())
+                                  : at::empty({0}, given[0]->options());
+  return grads;
+}
+
+std::vector<OptionalTensor> all_of(
+    std::initializer_list<OptionalTensor> first, const Parameters& parameters) {
+  std::vector<OptionalTensor> all(first);
+  for (const OptionalTensor& t : parameters) all.push_back(t);
+  return all;
+}
+
+std::vector<Tensor> lstm_backward(
+    const Tensor& grad_output, const OptionalTensor& grad_h_n, const OptionalTensor& grad_c_n,
+    const Tensor& input, const OptionalTensor& h0, const OptionalTensor& c0,
+    const Parameters& parameters, const OptionalTensor& lengths, const OptionalTensor& seed,
+    const Tensor& output, const Tensor& gates, const Tensor& cells, const Flags& reverse,
+    bool coupled, double forget_bias, double cell_clip, double proj_clip, double eps,
+    double zoneout_h, double zoneout_c, double recurrent_dropout, bool training,
+    const Flags& wanted) {
+  Call call(
+      Cell::Lstm, input, h0, c0, parameters, lengths, seed, reverse,
+      {coupled, forget_bias, cell_clip, proj_clip, eps, zoneout_h, zoneout_c, recurrent_dropout,
+       training});
+  call.saved(output, gates, cells);
+  return backward(
+      call, grad_output, grad_h_n, grad_c_n, all_of({input, h0, c0}, parameters), wanted);
+}
+
+std::vector<Tensor> gru_backward(
+    const Tensor& grad_output, const OptionalTensor& grad_h_n, const Tensor& input,
+    const OptionalTensor& h0, const Parameters& parameters, const OptionalTensor& lengths,
+    const Tensor& output, const Tensor& gates, const Flags& reverse, const Flags& wanted) {
+  Call call(Cell::Gru, input, h0, {}, parameters, lengths, {}, reverse, {});
+  call.saved(output, gates, {});
+  return backward(call, grad_output, grad_h_n, {}, all_of({input, h0}, parameters), wanted);
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(trifuse, CPU, m) {
+  m.impl("lstm_forward.cpp", lstm_forward);
+  m.impl("lstm_backward.cpp", lstm_backward);
+  m.impl("gru_forward.cpp", gru_forward);
+  m.impl("gru_backward.cpp", gru_backward);
+}
+
+}  // namespace trifuse

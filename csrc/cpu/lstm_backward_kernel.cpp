@@ -1,0 +1,970 @@
+// LSTM and GRU backward on a CPU.
+//
+// As in the forward, teams of threads go through the steps of a direction, or of a group of its
+// rows, now from the last to the first. At each step a thread owns columns of dh: it multiplies the
+// gates' gradients of the step after, of all units, by its panels of W_hh^T. After a barrier it
+// owns hidden units: from dh (with a projection, from its product with W_hr) it makes the gradients
+// of their gates, and after another barrier the next step begins. The gates' gradients of all steps
+// are kept, panel by panel. When all steps are done, the gradients of the weights and the input are
+// products over all tokens, cut into tasks that any thread may take: a task owns the rows of a
+// weight's gradient that belong to a panel, or 128 tokens of the input's.
+//
+// Gates that the forward did not keep, and what layer normalisation needs, are computed again for
+// about 128 tokens at a time, by the products of the forward in its order: to the same bits.
+//
+// Each element is a fixed chain of multiply-adds whatever the number of threads.
+//
+// Floor: 2 · G·H · (I + R) (+ 2 · R · H) operations a token, twice, on the multiply-add pipes; or
+// where rows are few, the bytes of W_hh at each step.
+
+#include "cpu/kernels.h"
+#include "cpu/lstm_layer.h"
+
+namespace trifuse::TRIFUSE_CAPABILITY {
+namespace {
+
+template <class E>
+class Backward : Layer<E> {
+  using Base = Layer<E>;
+  using typename Base::S, typename Base::T, typename Base::U, typename Base::LstmGates,
+      typename Base::Weights;
+  using Base::p, Base::panels, Base::norm, Base::projected, Base::chunk, Base::weights, Base::room;
+  using Base::group_rows, Base::tiles, Base::x_ld, Base::h_ld, Base::m_ld, Base::left,
+      Base::left_ld, Base::hr_size, Base::room_size, Base::pack, Base::activate,
+      Base::multiply_hidden;
+
+ public:
+  Backward(const LstmProblem& p, void* workspace, int64_t threads, int64_t index)
+      : Base(p),
+        rebuild_gates(p.cell == Cell::Lstm && !p.direction[0].gates),
+        rebuild_q(projected && std::isfinite(p.proj_clip) && p.zoneout_h != 0 && !p.training),
+        rebuild_products(rebuild_gates || norm),
+        exact_gates(rebuild_gates || (kPack<E> == 1 && p.rounding == DType::Float32)),
+        tokens(p.start[p.steps]) {
+    Arena arena(workspace);
+    const int64_t rows = group_rows(), together = chunk * rows, width = panels.width();
+    this->take_weights(arena, rebuild_products, rebuild_products, rebuild_q);
+    for (int64_t d = 0; d < p.directions; ++d) {
+      const LstmDirection& way = p.direction[d];
+      Sequence& q = sequences[d];
+      q.hh = arena.take<E>(tiles(p.R) * hh_back_size());
+      q.hr = arena.take<E>(projected ? tiles(p.H) * hr_back_size() : 0);
+      q.da = arena.take<S>(panels.count * tokens * width);
+      q.dax = norm ? arena.take<S>(panels.count * tokens * width) : q.da;
+      q.dq = arena.take<S>(projected ? tiles(p.R) * tokens * kTile : 0);
+      q.m = arena.take<S>(projected ? tiles(p.H) * tokens * kTile : 0);
+      q.x = arena.take<E>(way.grad_weight_ih ? tiles(p.I) * elements<E>(tokens) * kTile : 0);
+      q.h = arena.take<E>(way.grad_weight_hh ? tiles(p.R) * elements<E>(tokens) * kTile : 0);
+      q.peephole = arena.take<T>(way.weight_peephole ? 3 * m_ld() : 0);
+      q.bias = arena.take<T>(norm ? 3 * panels.count * width : 0);
+      q.cell = arena.take<T>(norm ? 2 * m_ld() : 0);
+    }
+    for (int64_t j = 0; j < p.directions * p.groups; ++j) {
+      Job& job = jobs[j];
+      job.da = arena.take<S>(rows * da_ld());
+      job.dh = arena.take<T>(rows * h_ld());
+      job.kept_dh = arena.take<T>(p.cell == Cell::Gru || p.zoneout_h != 0 ? rows * h_ld() : 0);
+      job.multiplier = arena.take<T>(p.recurrent_dropout.threshold ? rows * h_ld() : 0);
+      job.dq = arena.take<S>(projected ? rows * h_ld() : 0);
+      job.dc = arena.take<T>(panels.count * rows * kUnits);
+      job.x = arena.take<S>(rebuild_products ? together * x_ld() : 0);
+      job.h = arena.take<S>(rebuild_products ? together * h_ld() : 0);
+      job.products = arena.take<T>(rebuild_products ? panels.count * together * width : 0);
+      job.h_products = arena.take<T>(norm ? panels.count * together * width : 0);
+      job.cells = arena.take<T>(norm ? panels.count * together * kUnits : 0);
+      for (auto& moments : job.moments)
+        moments = arena.take<T[2]>(norm ? panels.count * together : 0);
+      job.sums = arena.take<T[4]>(norm ? panels.count * rows : 0);
+      job.grads = arena.take<T>(norm ? panels.count * rows * width : 0);
+      job.m = arena.take<S>(rebuild_q ? together * m_ld() : 0);
+      job.q = arena.take<T>(rebuild_q ? together * h_ld() : 0);
+    }
+    for (int64_t t = 0; t < threads; ++t) {
+      Own piece;
+      piece.room = arena.take<E>(room_size());
+      piece.dm = arena.take<T>(projected ? rows * kTile : 0);
+      piece.words = arena.take<uint64_t>(rows);
+      for (auto& statistics : piece.statistics)
+        statistics = arena.take<Statistics<T>>(norm ? together : 0);
+      piece.means = arena.take<T[4]>(norm ? rows : 0);
+      const int64_t column = kPack<E> == 2 ? elements<E>(tokens) * kTile : 0;
+      piece.left = arena.take<E>(std::max(column, kInputTokens * input_depth()));
+      piece.right = arena.take<E>(std::max(column, input_depth() * kTile));
+      piece.sums = arena.take<T>(kInputTiles * kInputTokens * kTile);
+      if (t == index) own = piece;
+    }
+    bytes = arena.used();
+    room = own.room;
+  }
+
+  void run(const Crew& crew, int64_t index) {
+    const Team all = crew.all(index);
+    if (rebuild_products || rebuild_q || p.direction[0].weight_peephole) pack(all);
+    begin(all);
+    all.wait();
+    crew.share_jobs(index, p.directions * p.groups, [&](int64_t job, const Team& team) {
+      run_job({p, job / p.groups, job % p.groups, p.groups}, jobs[job], team);
+    });
+    all.wait();
+    crew.share_tasks(tasks(), [&](int64_t task) { run_task(task); });
+  }
+
+  int64_t bytes;  // of the workspace
+
+ private:
+  // A task owns at most so many tiles of columns of a weight's gradient; or tokens and tiles of the
+  // input's.
+  static constexpr int64_t kGroupTiles = 8, kInputTokens = 128, kInputTiles = 4;
+
+  // One direction's tensors over all steps. Tokens are numbered step by step.
+  struct Sequence {
+    E* hh;  // [tiles of R][k][64]: rows of W_hh in the order of panels
+    E* hr;  // [tiles of H][k][64]: rows of W_hr
+    S* da;  // [panels][tokens][width]: of W_hh's product; all four of a GRU
+    S* dax;  // of W_ih's, another where products are normalised
+    S* dq;  // [tiles of R][tokens][64]: of W_hr's product
+    S* m;   // [tiles of H][tokens][64]
+    E* x;   // [tiles of I][tokens][64]: B of W_ih's gradient
+    E* h;   // [tiles of R][tokens][64]: h before each step, B of W_hh's
+    // Sums over tokens, taken as the steps go by.
+    T* peephole;  // [3][units]
+    T* bias;      // [3][panels][width]: of the bias and of both norms' weights
+    T* cell;      // [2][units]: of the cell norm's weight and bias
+  };
+
+  struct Job {
+    S* da;          // [rows][da_ld]: a step's gates' gradients in the order of panels
+    T* dh;          // [rows][h_ld]: what arrives at h; then what goes on to h~ or m
+    T* kept_dh;     // [rows][h_ld]: what goes on past the cell to the h before
+    T* multiplier;  // [rows][h_ld]: D
+    S* dq;          // [rows][h_ld]
+    T* dc;          // [panels][rows][16]
+    // Of the steps whose products are computed again.
+    S *x, *h;              // [tokens][x_ld], [tokens][h_ld]
+    T *products, *h_products;  // [panels][tokens][width]; both in one where nothing is normalised
+    T* cells;              // [panels][tokens][16]: c~
+    T (*moments[3])[2];    // [panels][tokens]: of W_ih's products, of W_hh's, of the cells
+    T (*sums)[4];          // [panels][rows]: a panel's part of sums over a row
+    T* grads;              // [panels][rows][width]: a's gradients
+    S* m;                  // [tokens][m_ld]
+    T* q;                  // [tokens][h_ld]: before the clip
+  };
+
+  // A thread's.
+  struct Own {
+    E* room;
+    T* dm;            // [rows][64]
+    uint64_t* words;  // [rows]: bits of 64 columns
+    Statistics<T>* statistics[3];  // [tokens], as a job's moments
+    T (*means)[4];    // [rows]
+    E *left, *right;  // operands of a task
+    T* sums;          // [tiles][tokens][64]
+  };
+
+  int64_t depth() const { return panels.count * panels.hh_width(); }
+  int64_t hh_back_size() const { return elements<E>(depth()) * kTile; }
+  int64_t hr_back_size() const { return elements<E>(p.R) * kTile; }
+  // Not a multiple of the cache's way: rows would push one another out.
+  int64_t da_ld() const { return depth() + 2 * kUnits; }
+  int64_t input_depth() const { return elements<E>(2 * panels.ih_width()); }
+
+  // Before the first step -------------------------------------------------------------------------
+
+  void begin(const Team& team) {
+    for (int64_t d = 0; d < p.directions; ++d) {
+      const LstmDirection& way = p.direction[d];
+      const Sequence& sequence = sequences[d];
+      const RowGroup group{p, d};
+      Range share = team.share(tiles(p.R));
+      for (int64_t tile = share.first; tile < share.last; ++tile) {
+        pack_hidden(way, tile, sequence.hh + tile * hh_back_size());
+        if (sequence.h) pack_tokens(group, tile, p.R, true, sequence.h);
+      }
+      share = team.share(sequence.hr ? tiles(p.H) : 0);
+      for (int64_t tile = share.first; tile < share.last; ++tile)
+        copy_right_rows<E>(
+            Rows<S>{static_cast<const S*>(way.weight_hr) + tile * kTile, p.H, 1}, p.R,
+            std::min(kTile, p.H - tile * kTile), kTile, sequence.hr + tile * hr_back_size());
+      share = team.share(sequence.x ? tiles(p.I) : 0);
+      for (int64_t tile = share.first; tile < share.last; ++tile)
+        pack_tokens(group, tile, p.I, false, sequence.x);
+      if (team.index == 0) {
+        if (sequence.peephole) std::fill_n(sequence.peephole, 3 * m_ld(), T(0));
+        if (norm) {
+          std::fill_n(sequence.bias, 3 * panels.count * panels.width(), T(0));
+          std::fill_n(sequence.cell, 2 * m_ld(), T(0));
+        }
+      }
+    }
+    if (p.grad_input) {
+      const Range rows = team.share(p.B);
+      for (int64_t r = rows.first; r < rows.last; ++r)
+        for (int64_t t = p.length[r]; t < p.T; ++t)
+          std::fill_n(static_cast<S*>(p.grad_input) + (t * p.B + p.order[r]) * p.I, p.I, S(0));
+    }
+  }
+
+  void pack_hidden(const LstmDirection& way, int64_t tile, E* target) {
+    const int64_t columns = std::min(kTile, p.R - tile * kTile);
+    for (int64_t q = 0; q < panels.count; ++q)
+      for (int b = panels.hh_first; b < panels.hh_first + panels.hh_blocks; ++b) {
+        const S* rows = static_cast<const S*>(way.weight_hh) +
+            (panels.hh_gate[b] * p.H + q * kUnits) * p.R;
+        pack_unit_rows<E>(rows, p.R, units_of(p, q), tile * kTile, columns, target);
+        target += elements<E>(kUnits) * kTile;
+      }
+  }
+
+  // 64 columns of all tokens' x, or of h before their steps.
+  void pack_tokens(const RowGroup& group, int64_t tile, int64_t width, bool hidden, E* panels_of) {
+    E* target = panels_of + tile * elements<E>(tokens) * kTile;
+    const int64_t first = tile * kTile, columns = std::min(kTile, width - first);
+    alignas(64) S rows[kTile * kTile];
+    int64_t i = 0, s = 0;
+    for (int64_t token = 0; token < tokens; token += kTile) {
+      const int64_t count = std::min(kTile, tokens - token);
+      for (int64_t k = 0; k < count; ++k, ++i) {
+        if (i == group.active(s)) {
+          i = 0;
+          ++s;
+        }
+        S* row = rows + k * kTile;
+        if (hidden)
+          copy_hidden(group, i, s, first, columns, row);
+        else
+          this->copy_input(group, i, s, first, columns, row);
+      }
+      copy_right_rows<E>(
+          Rows<S>{rows, kTile, 1}, count, columns, kTile, target + elements<E>(token) * kTile);
+    }
+  }
+
+  // Of h before step s, with zeros where recurrent dropout has them.
+  void copy_hidden(
+      const RowGroup& group, int64_t i, int64_t s, int64_t first, int64_t columns, S* target) {
+    const S* h = group.template h<S>(i, s - 1);
+    if (!h) {
+      std::fill_n(target, columns, S(0));
+      return;
+    }
+    std::copy_n(h + first, columns, target);
+    if (p.recurrent_dropout.threshold) {
+      const uint64_t kept =
+          group.kept(p.recurrent_dropout, RowGroup::RecurrentDropout, i, 0, first);
+      for (int64_t k = 0; k < columns; ++k)
+        if (!(kept >> k & 1)) target[k] = S(0);
+    }
+  }
+
+  // The sequence ----------------------------------------------------------------------------------
+
+  void run_job(const RowGroup& group, const Job& job, const Team& team) {
+    begin_job(group, job, team);
+    team.wait();
+    for (int64_t s1 = p.steps; s1 > 0;) {
+      const int64_t s0 = std::max<int64_t>(s1 - chunk, 0);
+      if (rebuild_products || rebuild_q) rebuild(group, job, team, s0, s1);
+      for (int64_t s = s1 - 1; s >= s0; --s) {
+        hidden_columns(group, job, team, s, s0);
+        team.wait();
+        units(group, job, team, s, s0);
+        team.wait();
+      }
+      s1 = s0;
+    }
+    if (group.d.grad_h0) hidden_columns(group, job, team, -1, 0);
+    if (group.d.grad_c0) {
+      const Range rows = team.share(group.rows());
+      for (int64_t i = rows.first; i < rows.last; ++i)
+        this->load_units(job.dc, i, static_cast<T*>(group.d.grad_c0) + group.row(i) * p.H);
+    }
+  }
+
+  void begin_job(const RowGroup& group, const Job& job, const Team& team) {
+    const Range own_rows = team.share(group.rows());
+    for (int64_t i = own_rows.first; i < own_rows.last; ++i) {
+      const T* dc = static_cast<const T*>(group.d.grad_c_n);
+      this->store_units(dc ? dc + group.row(i) * p.H : nullptr, i, job.dc);
+      if (job.multiplier)
+        for (int64_t c = 0; c < p.R; c += kTile) {
+          const uint64_t kept =
+              group.kept(p.recurrent_dropout, RowGroup::RecurrentDropout, i, 0, c);
+          for (int64_t k = 0; k < kTile; ++k)
+            job.multiplier[i * h_ld() + c + k] =
+                kept >> k & 1 ? static_cast<T>(p.recurrent_dropout.scale) : T(0);
+        }
+    }
+  }
+
+  // Own columns of what arrives at h after step s, and how it is shared between h~ and the h
+  // before. Step -1 stands for h0.
+  void hidden_columns(
+      const RowGroup& group, const Job& job, const Team& team, int64_t s, int64_t s0) {
+    const int64_t later = group.active(s + 1), rows = s < 0 ? group.rows() : group.active(s);
+    for_tiles(team, p.R, [&](int64_t tile, int64_t first, int64_t columns) {
+      if (later)
+        product<E>(
+            later, columns, elements<E>(depth()), left(job.da), left_ld(da_ld()), 1,
+            sequences[group.index].hh + tile * hh_back_size() + first, kTile,
+            job.dh + tile * kTile + first, h_ld(), false,
+            far_away<E>(tiles(p.R) * hh_back_size()));
+      for (int64_t i = 0; i < rows; ++i) {
+        if (s >= 0 && p.draw_h.threshold)
+          own.words[i] = group.kept(p.draw_h, RowGroup::ZoneoutH, i, s, tile * kTile);
+        for (int64_t c = first; c < first + columns; c += kUnits) {
+          const int64_t column = tile * kTile + c, count = std::min(kUnits, p.R - column);
+          const int64_t at = i * h_ld() + column;
+          U dh(T(0));
+          if (i < later) {
+            dh = U::load(job.dh + at);
+            if (job.multiplier) dh = dh * U::load(job.multiplier + at);
+            if (job.kept_dh) dh = dh + U::load(job.kept_dh + at);
+          } else if (group.d.grad_h_n) {
+            dh = U::load(
+                static_cast<const S*>(group.d.grad_h_n) + group.row(i) * p.R + column, count);
+          }
+          if (s < 0) {
+            dh.store(static_cast<S*>(group.d.grad_h0) + group.row(i) * p.R + column, count);
+            continue;
+          }
+          dh = dh + U::load(group.template output<S>(p.grad_output, i, s) + column, count);
+          share_dh(group, job, i, s, s0, column, count, dh);
+        }
+      }
+    });
+  }
+
+  void share_dh(
+      const RowGroup& group, const Job& job, int64_t i, int64_t s, int64_t s0, int64_t column,
+      int64_t count, U dh) {
+    const int64_t at = i * h_ld() + column;
+    if (p.draw_h.threshold) {
+      const uint64_t kept = own.words[i] >> column % kTile;
+      choose(kept, U(T(0)), dh).store(job.kept_dh + at);
+      dh = choose(kept, dh, U(T(0)));
+    } else if (p.zoneout_h != 0 && !p.training) {
+      (U(T(p.zoneout_h)) * dh).store(job.kept_dh + at);
+      dh = U(T(1 - p.zoneout_h)) * dh;
+    } else if (p.zoneout_h != 0) {
+      U(T(0)).store(job.kept_dh + at);
+    }
+    if (!projected) {
+      dh.store(job.dh + at);
+      return;
+    }
+    if (std::isfinite(p.proj_clip)) {
+      if (rebuild_q) {
+        dh = where_inside(
+            dh, U::load(job.q + (group_token(group, s, s0) + i) * h_ld() + column), p.proj_clip);
+      } else {
+        // What was clipped is the clip, as it is rounded.
+        const U h = U::load(group.template output<S>(p.output, i, s) + column, count);
+        dh = where_inside(dh, h, std::nextafter(rounded_clip(), T(0)));
+      }
+    }
+    dh.store(job.dq + at);
+    S* dq = sequences[group.index].dq;
+    dh.store(
+        dq + (column / kTile * tokens + group.token(i, s)) * kTile + column % kTile);
+  }
+
+  T rounded_clip() const {
+    const T clip = static_cast<T>(p.proj_clip);
+    if (kPack<E> == 2 || p.rounding == DType::BFloat16)
+      return static_cast<T>(static_cast<c10::BFloat16>(clip));
+    if (p.rounding == DType::Float16) return static_cast<T>(static_cast<c10::Half>(clip));
+    return clip;
+  }
+
+  // Where step s begins among the tokens of the steps from s0 on.
+  static int64_t group_token(const RowGroup& group, int64_t s, int64_t s0) {
+    int64_t token = 0;
+    for (; s0 < s; ++s0) token += group.active(s0);
+    return token;
+  }
+
+  // Own units at step s.
+  void units(const RowGroup& group, const Job& job, const Team& team, int64_t s, int64_t s0) {
+    if (norm) return normalised_units(group, job, team, s, s0);
+    const int64_t token = group_token(group, s, s0);
+    for_tiles(team, p.H, [&](int64_t tile, int64_t first, int64_t columns) {
+      begin_tile(group, job, s, tile, first, columns);
+      for (int64_t q = (tile * kTile + first) / kUnits; q * kUnits < tile * kTile + first + columns;
+           ++q)
+        for (int64_t i = 0; i < group.active(s); ++i) {
+          if (p.cell == Cell::Gru) {
+            gru_unit(group, job, q, i, s);
+            continue;
+          }
+          const Gates g = gates_of(group, job, q, i, s, token + i);
+          const U dm = incoming(job, q, i), tanh_c = tanh(g.c);
+          U da[4];
+          const U dn = dm * g.o * (U(T(1)) - tanh_c * tanh_c);
+          cell_backward(group, job, q, i, dm * tanh_c, dn, g, da);
+          leave_m(group, q, i, s, g.o * tanh_c);
+          for (int b = 0; b < panels.blocks; ++b) {
+            da[b].store(job.da + i * da_ld() + q * panels.width() + b * kUnits);
+            da[b].store(all_steps(sequences[group.index].da, group, q, i, s) + b * kUnits);
+          }
+        }
+    });
+  }
+
+  S* all_steps(S* grads, const RowGroup& group, int64_t q, int64_t i, int64_t s) const {
+    return grads + (q * tokens + group.token(i, s)) * panels.width();
+  }
+
+  // Gradients of m from those of W_hr's product, and what zoneout draws.
+  void begin_tile(
+      const RowGroup& group, const Job& job, int64_t s, int64_t tile, int64_t first,
+      int64_t columns) {
+    if (projected)
+      product<E>(
+          group.active(s), columns, elements<E>(p.R), left(job.dq), left_ld(h_ld()), 1,
+          sequences[group.index].hr + tile * hr_back_size() + first, kTile, own.dm + first, kTile,
+          false, far_away<E>(tiles(p.H) * hr_back_size()));
+    if (p.draw_c.threshold)
+      for (int64_t i = 0; i < group.active(s); ++i)
+        own.words[i] = group.kept(p.draw_c, RowGroup::ZoneoutC, i, s, tile * kTile);
+  }
+
+  U incoming(const Job& job, int64_t q, int64_t i) const {
+    return projected ? U::load(own.dm + i * kTile + q * kUnits % kTile)
+                     : U::load(job.dh + i * h_ld() + q * kUnits);
+  }
+
+  void leave_m(const RowGroup& group, int64_t q, int64_t i, int64_t s, const U& m) const {
+    if (!projected) return;
+    S* panel = sequences[group.index].m + q / 4 * tokens * kTile;
+    m.store(panel + group.token(i, s) * kTile + q % 4 * kUnits);
+  }
+
+  // The forward's, with its c and the cell before.
+  struct Gates : LstmGates {
+    U c_old, u;  // u: before the clip, where that is known
+  };
+
+  Gates gates_of(
+      const RowGroup& group, const Job& job, int64_t q, int64_t i, int64_t s, int64_t token) const {
+    const int64_t count = units_of(p, q);
+    Gates g;
+    const T* c_old = group.template c<T>(i, s - 1);
+    g.c_old = c_old ? U::load(c_old + q * kUnits, count) : U(T(0));
+    if (rebuild_gates) {
+      U a[4];
+      const int64_t at = (q * chunk * group_rows() + token) * panels.width();
+      if (norm)
+        this->normalised_gates(
+            group.index, q, job.products + at, own.statistics[0][token], job.h_products + at,
+            own.statistics[1][token], a);
+      else
+        for (int b = 0; b < panels.blocks; ++b) a[b] = U::load(job.products + at + b * kUnits);
+      static_cast<LstmGates&>(g) = activate(group, q, a, g.c_old);
+    } else {
+      const S* row = static_cast<const S*>(group.d.gates) +
+          (group.position(i, s) * p.B + group.row(i)) * p.H * panels.blocks +
+          q * kUnits * panels.blocks;
+      g.i = U::load(row, count);
+      g.f = p.coupled ? U(T(1)) - g.i : U::load(row + count, count);
+      g.g = U::load(row + (panels.blocks - 2) * count, count);
+      g.o = U::load(row + (panels.blocks - 1) * count, count);
+    }
+    g.u = multiply_add(g.f, g.c_old, g.i * g.g);
+    if (p.zoneout_c == 0)
+      g.c = U::load(group.template cells<T>(i, s) + q * kUnits, count);
+    else
+      g.c = std::isfinite(p.cell_clip) ? clip(g.u, p.cell_clip) : g.u;
+    return g;
+  }
+
+  // From the gradients of o and of what tanh is taken of, those of a, and of the cell before.
+  void cell_backward(
+      const RowGroup& group, const Job& job, int64_t q, int64_t i, const U& grad_o, const U& grad_c,
+      const Gates& g, U da[4]) {
+    const U one(T(1));
+    const T* peephole = weights[group.index].peephole + q * kUnits;
+    const bool peeps = group.d.weight_peephole;
+    T* carried = job.dc + this->unit_row(q, i);
+    U dc = U::load(carried), past(T(0));  // what goes past the cell
+    if (p.draw_c.threshold) {
+      const uint64_t kept = own.words[i] >> q % 4 * kUnits;
+      past = choose(kept, U(T(0)), dc);
+      dc = choose(kept, dc, U(T(0)));
+    } else if (p.zoneout_c != 0 && !p.training) {
+      past = U(T(p.zoneout_c)) * dc;
+      dc = U(T(1 - p.zoneout_c)) * dc;
+    }
+    const U da_o = grad_o * g.o * (one - g.o);
+    U du = dc + grad_c;
+    if (peeps) du = multiply_add(da_o, U::load(peephole + 2 * m_ld()), du);
+    if (std::isfinite(p.cell_clip)) {
+      if (exact_gates)
+        du = where_inside(du, g.u, p.cell_clip);
+      else
+        du = where_inside(du, g.c, std::nextafter(static_cast<T>(p.cell_clip), T(0)));
+    }
+    const U da_i = du * (p.coupled ? g.g - g.c_old : g.g) * g.i * (one - g.i);
+    const U da_f = du * g.c_old * g.f * (one - g.f);
+    past = multiply_add(du, g.f, past);
+    if (peeps) {
+      T* sums = sequences[group.index].peephole + q * kUnits;
+      const auto add = [&](int gate, const U& da, const U& c) {
+        multiply_add(da, c, U::load(sums + gate * m_ld())).store(sums + gate * m_ld());
+      };
+      past = multiply_add(da_i, U::load(peephole), past);
+      add(0, da_i, g.c_old);
+      if (!p.coupled) {
+        past = multiply_add(da_f, U::load(peephole + m_ld()), past);
+        add(1, da_f, g.c_old);
+      }
+      add(2, da_o, g.c);
+    }
+    past.store(carried);
+    da[0] = da_i;
+    if (!p.coupled) da[1] = da_f;
+    da[panels.blocks - 2] = du * g.i * (one - g.g * g.g);
+    da[panels.blocks - 1] = da_o;
+  }
+
+  void gru_unit(const RowGroup& group, const Job& job, int64_t q, int64_t i, int64_t s) {
+    const int64_t count = units_of(p, q), at = i * h_ld() + q * kUnits;
+    const S* row = static_cast<const S*>(group.d.gates) +
+        (group.position(i, s) * p.B + group.row(i)) * p.H * 4 + q * kUnits * 4;
+    const U n = U::load(row, count), r = U::load(row + count, count);
+    const U z = U::load(row + 2 * count, count), k = U::load(row + 3 * count, count);
+    const S* h = group.template h<S>(i, s - 1);
+    const U old = h ? U::load(h + q * kUnits, count) : U(T(0));
+    const U one(T(1)), dh = U::load(job.dh + at);
+    const U dn = dh * (one - z) * (one - n * n);
+    const U da[4] = {dn, dn * k * r * (one - r), dh * (old - n) * z * (one - z), dn * r};
+    (dh * z).store(job.kept_dh + at);
+    for (int b = 0; b < 4; ++b) {
+      if (b > 0) da[b].store(job.da + i * da_ld() + q * panels.hh_width() + (b - 1) * kUnits);
+      da[b].store(all_steps(sequences[group.index].da, group, q, i, s) + b * kUnits);
+    }
+  }
+
+  // Computed again --------------------------------------------------------------------------------
+
+  void rebuild(const RowGroup& group, const Job& job, const Team& team, int64_t s0, int64_t s1) {
+    const int64_t count = group_token(group, s1, s0), capacity = chunk * group_rows();
+    const int64_t width = panels.width();
+    const Range own_panels = team.share(panels.count);
+    if (rebuild_products) {
+      this->gather(group, team, s0, s1, job.x);
+      S* h = job.h;
+      for (int64_t s = s0; s < s1; h += group.active(s++) * h_ld()) {
+        const Range rows = team.share(group.active(s));
+        for (int64_t i = rows.first; i < rows.last; ++i) {
+          std::fill_n(h + i * h_ld(), h_ld(), S(0));
+          for (int64_t c = 0; c < p.R; c += kTile)
+            copy_hidden(group, i, s, c, std::min(kTile, p.R - c), h + i * h_ld() + c);
+        }
+      }
+      team.wait();
+      for (int64_t q = own_panels.first; q < own_panels.last; ++q) {
+        T* x_products = job.products + q * capacity * width;
+        T* h_products = norm ? job.h_products + q * capacity * width : x_products;
+        this->multiply_input(group.index, q, count, job.x, x_products);
+        multiply_hidden(group.index, q, count, job.h, h_products, !norm);
+        if (norm) {
+          const int64_t units = units_of(p, q);
+          take_moments(
+              x_products, width, count, panels.blocks, units, job.moments[0] + q * capacity);
+          take_moments(
+              h_products, width, count, panels.blocks, units, job.moments[1] + q * capacity);
+        }
+      }
+    }
+    if (norm) {
+      team.wait();
+      for (int k = 0; k < 2; ++k)
+        combine_moments<T>(p, job.moments[k], capacity, count, panels.blocks, own.statistics[k]);
+      each_cell(group, job, own_panels, s0, s1, [&](int64_t q, int64_t token, const Gates& g) {
+        g.c.store(job.cells + (q * capacity + token) * kUnits);
+      });
+      for (int64_t q = own_panels.first; q < own_panels.last; ++q)
+        take_moments(
+            job.cells + q * capacity * kUnits, kUnits, count, 1, units_of(p, q),
+            job.moments[2] + q * capacity);
+      team.wait();
+      combine_moments<T>(p, job.moments[2], capacity, count, 1, own.statistics[2]);
+    }
+    if (rebuild_q) {
+      each_cell(group, job, own_panels, s0, s1, [&](int64_t q, int64_t token, const Gates& g) {
+        const U seen = norm ? normalised_cell(group, q, token, g.c) : g.c;
+        (g.o * tanh(seen)).store(job.m + token * m_ld() + q * kUnits);
+      });
+      team.wait();
+      for_tiles(team, p.R, [&](int64_t tile, int64_t first, int64_t columns) {
+        product<E>(
+            count, columns, elements<E>(p.H), left(job.m), left_ld(m_ld()), 1,
+            weights[group.index].hr + tile * hr_size() + first, kTile,
+            job.q + tile * kTile + first, h_ld(), false);
+      });
+    }
+  }
+
+  // f(panel, token, gates) for own panels of the steps [s0, s1).
+  template <class F>
+  void each_cell(
+      const RowGroup& group, const Job& job, const Range& own_panels, int64_t s0, int64_t s1,
+      const F& f) {
+    for (int64_t q = own_panels.first; q < own_panels.last; ++q) {
+      int64_t token = 0;
+      for (int64_t s = s0; s < s1; token += group.active(s++))
+        for (int64_t i = 0; i < group.active(s); ++i)
+          f(q, token + i, gates_of(group, job, q, i, s, token + i));
+    }
+  }
+
+  // Layer normalisation ---------------------------------------------------------------------------
+
+  U normalised_cell(const RowGroup& group, int64_t q, int64_t token, const U& c) const {
+    const T* norm_cell = weights[group.index].norm_cell + q * kUnits;
+    return multiply_add(
+        own.statistics[2][token].normalise(c), U::load(norm_cell), U::load(norm_cell + m_ld()));
+  }
+
+  // The gradient of what is normalised from g, the gradient of the normalised values n, and the
+  // means over the row of g and g · n.
+  static U normalise_backward(const U& g, const U& n, T rstd, T mean, T product_mean) {
+    return (g - U(mean) - n * U(product_mean)) * U(rstd);
+  }
+
+  // Each panel's sums, added up panel by panel: means over `size` values.
+  void combine_sums(const Job& job, int64_t rows, int64_t size) {
+    for (int64_t i = 0; i < rows; ++i)
+      for (int k = 0; k < 4; ++k) {
+        T sum = 0;
+        for (int64_t q = 0; q < panels.count; ++q) sum += job.sums[q * group_rows() + i][k];
+        own.means[i][k] = sum / static_cast<T>(size);
+      }
+  }
+
+  // Three passes, each with sums over rows that the next one needs: the cells' norm, the products'
+  // norms, the products.
+  void normalised_units(
+      const RowGroup& group, const Job& job, const Team& team, int64_t s, int64_t s0) {
+    const int64_t token = group_token(group, s, s0), rows = group.active(s);
+    const int64_t width = panels.width(), capacity = group_rows(), size = panels.count * width;
+    const Weights& w = weights[group.index];
+    const Sequence& sequence = sequences[group.index];
+    const Range share = team.share(panels.count);
+    const auto grads = [&](int64_t q, int64_t i) { return job.grads + (q * capacity + i) * width; };
+    const auto add_to = [](T* sums, const U& x) { (U::load(sums) + x).store(sums); };
+
+    for_tiles(team, p.H, [&](int64_t tile, int64_t first, int64_t columns) {
+      begin_tile(group, job, s, tile, first, columns);
+      for (int64_t q = (tile * kTile + first) / kUnits; q * kUnits < tile * kTile + first + columns;
+           ++q)
+        for (int64_t i = 0; i < rows; ++i) {
+          const Gates g = gates_of(group, job, q, i, s, token + i);
+          const U tanh_c = tanh(normalised_cell(group, q, token + i, g.c));
+          const U dm = incoming(job, q, i), dn = dm * g.o * (U(T(1)) - tanh_c * tanh_c);
+          const U n = own.statistics[2][token + i].normalise(g.c);
+          leave_m(group, q, i, s, g.o * tanh_c);
+          add_to(sequence.cell + q * kUnits, dn * n);
+          add_to(sequence.cell + m_ld() + q * kUnits, dn);
+          const U grad_n = dn * U::load(w.norm_cell + q * kUnits);
+          (dm * tanh_c).store(grads(q, i));
+          grad_n.store(grads(q, i) + kUnits);
+          T* sums = job.sums[q * capacity + i];
+          sums[0] = grad_n.total();
+          sums[1] = (grad_n * n).total();
+        }
+    });
+    team.wait();
+    combine_sums(job, rows, p.H);
+    team.wait();  // before these sums make place for the products'
+    for (int64_t q = share.first; q < share.last; ++q) {
+      if (p.draw_c.threshold)
+        for (int64_t i = 0; i < rows; ++i)
+          own.words[i] = group.kept(p.draw_c, RowGroup::ZoneoutC, i, s, q / 4 * kTile);
+      for (int64_t i = 0; i < rows; ++i) {
+        const Gates g = gates_of(group, job, q, i, s, token + i);
+        const Statistics<T>& cell = own.statistics[2][token + i];
+        const U grad_c = normalise_backward(
+            U::load(grads(q, i) + kUnits), cell.normalise(g.c), cell.rstd, own.means[i][0],
+            own.means[i][1]);
+        U da[4];
+        cell_backward(group, job, q, i, U::load(grads(q, i)), grad_c, g, da);
+        U sums[4] = {U(T(0)), U(T(0)), U(T(0)), U(T(0))};
+        for (int b = 0; b < panels.blocks; ++b) {
+          const int64_t at = q * width + b * kUnits;
+          const auto [x, h] = normalised_products(job, q, b, token + i);
+          const U to_x = da[b] * U::load(w.norm_ih + at), to_h = da[b] * U::load(w.norm_hh + at);
+          add_to(sequence.bias + at, da[b]);
+          add_to(sequence.bias + size + at, da[b] * x);
+          add_to(sequence.bias + 2 * size + at, da[b] * h);
+          sums[0] = sums[0] + to_x;
+          sums[1] = multiply_add(to_x, x, sums[1]);
+          sums[2] = sums[2] + to_h;
+          sums[3] = multiply_add(to_h, h, sums[3]);
+          da[b].store(grads(q, i) + b * kUnits);
+        }
+        for (int k = 0; k < 4; ++k) job.sums[q * capacity + i][k] = sums[k].total();
+      }
+    }
+    team.wait();
+    combine_sums(job, rows, panels.blocks * p.H);
+    for (int64_t q = share.first; q < share.last; ++q)
+      for (int64_t i = 0; i < rows; ++i) {
+        const uint64_t existing = low_bits(units_of(p, q));
+        for (int b = 0; b < panels.blocks; ++b) {
+          const int64_t at = q * width + b * kUnits;
+          const auto [x, h] = normalised_products(job, q, b, token + i);
+          const U da = U::load(grads(q, i) + b * kUnits);
+          const U dx = normalise_backward(
+              da * U::load(w.norm_ih + at), x, own.statistics[0][token + i].rstd,
+              own.means[i][0], own.means[i][1]);
+          const U dh = choose(
+              existing,
+              normalise_backward(
+                  da * U::load(w.norm_hh + at), h, own.statistics[1][token + i].rstd,
+                  own.means[i][2], own.means[i][3]),
+              U(T(0)));
+          dx.store(all_steps(sequence.dax, group, q, i, s) + b * kUnits);
+          dh.store(all_steps(sequence.da, group, q, i, s) + b * kUnits);
+          dh.store(job.da + i * da_ld() + at);
+        }
+      }
+  }
+
+  struct Products {
+    U x, h;
+  };
+  // Both products of block b, normalised.
+  Products normalised_products(const Job& job, int64_t q, int b, int64_t token) const {
+    const int64_t at = (q * chunk * group_rows() + token) * panels.width() + b * kUnits;
+    return {
+        own.statistics[0][token].normalise(U::load(job.products + at)),
+        own.statistics[1][token].normalise(U::load(job.h_products + at))};
+  }
+
+  // After the first step --------------------------------------------------------------------------
+
+  static int64_t groups(int64_t columns) {
+    return (columns + kGroupTiles * kTile - 1) / (kGroupTiles * kTile);
+  }
+  int64_t weight_tasks() const {
+    return panels.count * (groups(p.I) + groups(p.R)) +
+        (projected ? tiles(p.R) * groups(p.H) : 0) + 1;
+  }
+  int64_t input_groups() const { return (tiles(p.I) + kInputTiles - 1) / kInputTiles; }
+  int64_t input_tasks() const {
+    return p.grad_input ? (tokens + kInputTokens - 1) / kInputTokens * input_groups() : 0;
+  }
+
+  int64_t tasks() const { return input_tasks() + p.directions * weight_tasks(); }
+
+  // The largest come first.
+  void run_task(int64_t task) {
+    if (task < input_tasks())
+      return input_gradient(task / input_groups(), task % input_groups() * kInputTiles * kTile);
+    task -= input_tasks();
+    const int64_t d = task / weight_tasks();
+    task %= weight_tasks();
+    const LstmDirection& way = p.direction[d];
+    const Sequence& sequence = sequences[d];
+    for (const bool hidden : {false, true}) {
+      const int64_t width = hidden ? p.R : p.I, count = panels.count * groups(width);
+      if (task < count) {
+        S* grad = static_cast<S*>(hidden ? way.grad_weight_hh : way.grad_weight_ih);
+        if (!grad) return;
+        const int64_t q = task / groups(width);
+        const int first = hidden ? panels.hh_first : panels.ih_first;
+        const int* gate = (hidden ? panels.hh_gate : panels.ih_gate) + first;
+        const S* da = (hidden ? sequence.da : sequence.dax) + q * tokens * panels.width();
+        const double factor =
+            hidden && p.recurrent_dropout.threshold ? p.recurrent_dropout.scale : 1;
+        sum_outer(
+            da + first * kUnits, panels.width(), hidden ? panels.hh_width() : panels.ih_width(),
+            hidden ? sequence.h : sequence.x, task % groups(width), width, factor,
+            [&](int64_t m) -> S* {
+              const int64_t unit = q * kUnits + m % kUnits;
+              return unit < p.H ? grad + (gate[m / kUnits] * p.H + unit) * width : nullptr;
+            });
+        return;
+      }
+      task -= count;
+    }
+    if (projected && task < tiles(p.R) * groups(p.H)) {
+      S* grad = static_cast<S*>(way.grad_weight_hr);
+      if (!grad) return;
+      const int64_t tile = task / groups(p.H);
+      sum_outer(
+          sequence.dq + tile * tokens * kTile, kTile, std::min(kTile, p.R - tile * kTile),
+          sequence.m, task % groups(p.H), p.H, 1,
+          [&](int64_t m) { return grad + (tile * kTile + m) * p.H; });
+      return;
+    }
+    vector_gradients(d);
+  }
+
+  // Sums over all tokens of the products of `rows` columns of a (tokens, a_ld) with a run of
+  // 64-column panels of b, which are E's, or still S's. Row m goes to where row_of(m) says.
+  template <class Right, class RowOf>
+  void sum_outer(
+      const S* a, int64_t a_ld, int64_t rows, const Right* b, int64_t group, int64_t width,
+      double factor, const RowOf& row_of) {
+    const E* a_rows;
+    if constexpr (kPack<E> == 2) {
+      copy_right_rows<E>(Rows<S>{a, a_ld, 1}, tokens, rows, kTile, own.left);
+      a_rows = own.left;
+      a_ld = kTile;
+    } else {
+      a_rows = a;
+    }
+    const int64_t last = std::min((group + 1) * kGroupTiles * kTile, width);
+    for (int64_t column = group * kGroupTiles * kTile; column < last; column += kTile) {
+      const E* right;
+      if constexpr (std::is_same_v<Right, E>) {
+        right = b + column / kTile * elements<E>(tokens) * kTile;
+      } else {
+        copy_right_rows<E>(
+            Rows<S>{b + column * tokens, kTile, 1}, tokens, kTile, kTile, own.right);
+        right = own.right;
+      }
+      alignas(64) T sums[kTile * kTile];
+      product<E>(
+          rows, kTile, elements<E>(tokens), a_rows, 1, a_ld, right, kTile, sums, kTile, false);
+      const int64_t columns = std::min(kTile, last - column);
+      if (tokens == 0) std::fill_n(sums, kTile * kTile, T(0));
+      if (factor != 1) this->scale(sums, kTile * kTile, static_cast<T>(factor));
+      for (int64_t m = 0; m < rows; ++m)
+        if (S* row = row_of(m)) narrow(sums + m * kTile, columns, row + column, 1);
+    }
+  }
+
+  // A block of tokens, in the order of a direction that is not reversed, and columns from `begin`
+  // on.
+  void input_gradient(int64_t block, int64_t begin) {
+    const int64_t first = block * kInputTokens, rows = std::min(kInputTokens, tokens - first);
+    const int64_t columns = std::min(kInputTiles * kTile, p.I - begin);
+    const int64_t ld = 2 * panels.ih_width();
+    struct Token {
+      int64_t t, rank;
+    } list[kInputTokens];
+    int64_t s = std::upper_bound(p.start, p.start + p.steps, first) - p.start - 1;
+    for (int64_t k = 0; k < rows; ++k) {
+      if (first + k == p.start[s + 1]) ++s;
+      list[k] = {s, first + k - p.start[s]};
+    }
+    for (int64_t d = 0; d < p.directions; ++d) {
+      const LstmDirection& way = p.direction[d];
+      for (int64_t q = 0; q < panels.count; q += 2) {
+        const int64_t pair = std::min<int64_t>(panels.count - q, 2);
+        S* a = reinterpret_cast<S*>(own.left);
+        for (int64_t k = 0; k < rows; ++k) {
+          const auto [t, rank] = list[k];
+          const int64_t token = p.start[way.reverse ? p.length[rank] - 1 - t : t] + rank;
+          for (int64_t j = 0; j < pair; ++j)
+            std::copy_n(
+                sequences[d].dax + ((q + j) * tokens + token) * panels.width() +
+                    panels.ih_first * kUnits,
+                panels.ih_width(), a + k * ld + j * panels.ih_width());
+        }
+        for (int64_t c = 0; c < columns; c += kTile) {
+          E* target = own.right;
+          for (int64_t j = 0; j < pair; ++j)
+            for (int b = panels.ih_first; b < panels.ih_first + panels.ih_blocks; ++b) {
+              const S* weight = static_cast<const S*>(way.weight_ih) +
+                  (panels.ih_gate[b] * p.H + (q + j) * kUnits) * p.I;
+              pack_unit_rows<E>(
+                  weight, p.I, units_of(p, q + j), begin + c, std::min(kTile, columns - c), target);
+              target += elements<E>(kUnits) * kTile;
+            }
+          product<E>(
+              rows, kTile, elements<E>(pair * panels.ih_width()), left(a), left_ld(ld), 1,
+              own.right, kTile, own.sums + c * kInputTokens, kTile, d > 0 || q > 0);
+        }
+      }
+    }
+    for (int64_t k = 0; k < rows; ++k) {
+      S* row = static_cast<S*>(p.grad_input) + (list[k].t * p.B + p.order[list[k].rank]) * p.I;
+      for (int64_t c = 0; c < columns; c += kTile)
+        narrow(
+            own.sums + c * kInputTokens + k * kTile, std::min(kTile, columns - c),
+            row + begin + c, 1);
+    }
+  }
+
+  // Of biases, peepholes and norms.
+  void vector_gradients(int64_t d) {
+    const LstmDirection& way = p.direction[d];
+    const Sequence& sequence = sequences[d];
+    const int64_t width = panels.width(), size = panels.count * width;
+    const auto leave = [&](const T* sums, int64_t q, const int* gate, void* target) {
+      if (!target) return;
+      for (int b = 0; b < panels.blocks; ++b)
+        if (gate[b] >= 0)
+          std::copy_n(
+              sums + b * kUnits, units_of(p, q),
+              static_cast<T*>(target) + gate[b] * p.H + q * kUnits);
+    };
+    for (int64_t q = 0; q < panels.count; ++q) {
+      if (norm) {
+        leave(sequence.bias + q * width, q, panels.ih_gate, way.grad_bias);
+        leave(sequence.bias + q * width, q, panels.hh_gate, way.grad_bias_hh);
+        leave(sequence.bias + size + q * width, q, panels.ih_gate, way.grad_norm_ih);
+        leave(sequence.bias + 2 * size + q * width, q, panels.ih_gate, way.grad_norm_hh);
+      } else if (way.grad_bias || way.grad_bias_hh) {
+        T sums[4 * kUnits];
+        sum_tokens(sequence.da + q * tokens * width, sums);
+        leave(sums, q, panels.ih_gate, way.grad_bias);
+        leave(sums, q, panels.hh_gate, way.grad_bias_hh);
+      }
+    }
+    const auto vectors = [&](const T* from, void* to, int64_t row) {
+      if (to) std::copy_n(from, p.H, static_cast<T*>(to) + row * p.H);
+    };
+    if (way.grad_peephole) {
+      vectors(sequence.peephole, way.grad_peephole, 0);
+      if (!p.coupled) vectors(sequence.peephole + m_ld(), way.grad_peephole, 1);
+      vectors(sequence.peephole + 2 * m_ld(), way.grad_peephole, p.coupled ? 1 : 2);
+    }
+    if (norm) {
+      vectors(sequence.cell, way.grad_norm_cell_weight, 0);
+      vectors(sequence.cell + m_ld(), way.grad_norm_cell_bias, 0);
+    }
+  }
+
+  // A panel's gradients over all tokens, block by block of them.
+  void sum_tokens(const S* grads, T* sums) const {
+    for (int b = 0; b < panels.blocks; ++b) {
+      U total(T(0));
+      for (int64_t token = 0; token < tokens; token += kTile) {
+        U sum(T(0));
+        for (int64_t k = token; k < std::min(token + kTile, tokens); ++k)
+          sum = sum + U::load(grads + k * panels.width() + b * kUnits);
+        total = total + sum;
+      }
+      total.store(sums + b * kUnits);
+    }
+  }
+
+  const bool rebuild_gates;     // they were not kept
+  const bool rebuild_q;         // W_hr's product: zoneout hides where it was clipped
+  const bool rebuild_products;  // of W_ih and W_hh
+  const bool exact_gates;       // u computed again is u to the bit
+  const int64_t tokens;
+  Sequence sequences[LstmProblem::kMaxDirections];
+  Job jobs[LstmProblem::kMaxDirections * LstmProblem::kMaxGroups];
+  Own own;
+};
+
+int64_t workspace(const LstmProblem& p, int64_t threads) {
+  return for_element(p, [&]<class E>() { return Backward<E>(p, nullptr, threads, 0).bytes; });
+}
+
+void run(const LstmProblem& p, void* memory, int64_t threads, const Crew& crew, int64_t index) {
+  [[maybe_unused]] const MatrixUnit unit;
+  for_element(p, [&]<class E>() { Backward<E>(p, memory, threads, index).run(crew, index); });
+}
+
+}  // namespace
+
+LstmBackward lstm_backward() { return {workspace, run}; }
+
+}  // namespace trifuse::TRIFUSE_CAPABILITY

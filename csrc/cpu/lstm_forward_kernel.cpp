@@ -1,0 +1,399 @@
+// LSTM and GRU forward on a CPU.
+//
+// All threads stay in one parallel region for the whole sequence. A team of them owns a direction,
+// or a group of its rows; a thread of a team owns panels of 16 hidden units. The input's products
+// are computed for about 128 tokens at a time, so that they stay in a cache until their steps come.
+// At each step a thread multiplies all rows' h by its panels of W_hh, adding to what the input
+// gave, and applies the gates to the tile while it is in the L1 cache. It then writes its units of
+// c, and of the h that all threads read at the next step: one barrier a step. With a projection it
+// writes its units of m, and after a barrier its columns of h. Layer normalisation needs sums over
+// all units: one barrier for the products' and one for the cells'.
+//
+// Rows are sorted by length, so those that have a step are the first ones; past a row's end nothing
+// is computed. Each element is a fixed chain of multiply-adds whatever the number of rows and
+// threads.
+//
+// Floor: 2 · G·H · (I + R) (+ 2 · R · H) operations a token on the multiply-add pipes, or where
+// rows are few, the bytes of W_hh from the cache that holds it, at each step. Weights are packed
+// once a call.
+
+#include "cpu/kernels.h"
+#include "cpu/lstm_layer.h"
+
+namespace trifuse::TRIFUSE_CAPABILITY {
+namespace {
+
+template <class E>
+class Forward : Layer<E> {
+  using Base = Layer<E>;
+  using typename Base::S, typename Base::T, typename Base::U, typename Base::LstmGates,
+      typename Base::Weights;
+  using Base::p, Base::panels, Base::norm, Base::projected, Base::chunk, Base::weights, Base::room;
+  using Base::group_rows, Base::tiles, Base::x_ld, Base::h_ld, Base::m_ld, Base::left,
+      Base::left_ld, Base::hr_size, Base::room_size, Base::pack, Base::activate,
+      Base::multiply_hidden, Base::unit_row;
+
+ public:
+  Forward(const LstmProblem& p, void* workspace, int64_t threads) : Base(p) {
+    Arena arena(workspace);
+    // What would be read once is packed when it is read, and stays in a cache. Groups of rows share
+    // what is packed.
+    const bool ih_once = p.groups == 1 && p.steps <= chunk, hh_once = p.groups == 1 && p.steps <= 1;
+    this->take_weights(arena, !ih_once, !hh_once, projected);
+    const int64_t width = panels.width();
+    const int64_t rows = group_rows(), tokens = chunk * rows;
+    for (int64_t j = 0; j < p.directions * p.groups; ++j) {
+      Job& job = jobs[j];
+      job.tokens = arena.take<S>(tokens * x_ld());
+      job.from_input = arena.take<T>(panels.count * tokens * width);
+      job.h[0] = arena.take<S>(rows * h_ld());
+      job.h[1] = arena.take<S>(rows * h_ld());
+      job.keeps = arena.take<T>(p.recurrent_dropout.threshold ? rows * h_ld() : 0);
+      job.c = arena.take<T>(panels.count * rows * kUnits);
+      job.m = arena.take<S>(projected ? rows * m_ld() : 0);
+      job.from_m = arena.take<T>(projected ? tiles(p.R) * rows * kTile : 0);
+      job.from_hidden = arena.take<T>(norm ? panels.count * rows * width : 0);
+      job.cells = arena.take<T>(norm ? panels.count * rows * kUnits : 0);
+      job.moments = arena.take<T[2]>(norm ? panels.count * tokens : 0);
+      job.cell_moments = arena.take<T[2]>(norm ? panels.count * rows : 0);
+    }
+    rooms = arena.take<E>(threads * room_size());
+    own_panels = arena.take<E>(ih_once || hh_once ? threads * this->panel_size() : 0);
+    statistics = arena.take<Statistics<T>>(norm ? threads * (tokens + rows) : 0);
+    words = arena.take<uint64_t>(threads * 2 * rows);
+    bytes = arena.used();
+  }
+
+  void run(const Crew& crew, int64_t index) {
+    room = rooms + index * room_size();
+    if (own_panels) this->panel = own_panels + index * this->panel_size();
+    const int64_t rows = group_rows();
+    ih_statistics = statistics + index * (chunk + 1) * rows;
+    row_statistics = ih_statistics + chunk * rows;
+    words_h = words + index * 2 * rows;
+    words_c = words_h + rows;
+    const Team all = crew.all(index);
+    pack(all);
+    all.wait();
+    crew.share_jobs(index, p.directions * p.groups, [&](int64_t job, const Team& team) {
+      run_job({p, job / p.groups, job % p.groups, p.groups}, jobs[job], team);
+    });
+  }
+
+  int64_t bytes;  // of the workspace
+
+ private:
+  struct Job {
+    S* tokens;        // [tokens][x_ld]: rows of the input
+    T* from_input;    // [panels][tokens][width]
+    S* h[2];          // [rows][h_ld]: what a step reads, and what it writes
+    T* keeps;         // [rows][h_ld]: 0 where recurrent dropout drops, else 1
+    T* c;             // [panels][rows][16]
+    S* m;             // [rows][m_ld]
+    T* from_m;        // [tiles][rows][64]
+    T* from_hidden;   // [panels][rows][width]
+    T* cells;         // [panels][rows][16]: clipped, of the step that runs
+    T (*moments)[2];  // [panels][tokens]
+    T (*cell_moments)[2];  // [panels][rows]
+  };
+
+  // The sequence ---------------------------------------------------------------------------------
+
+  void run_job(const RowGroup& group, const Job& job, const Team& team) {
+    begin(group, job, team);
+    const Range own = team.share(panels.count);
+    for (int64_t s0 = 0; s0 < p.steps; s0 += chunk) {
+      const int64_t s1 = std::min(s0 + chunk, p.steps);
+      this->gather(group, team, s0, s1, job.tokens);
+      team.wait();
+      from_input(group, job, team, own, s0, s1);
+      T* products = job.from_input;
+      int64_t token = 0;
+      for (int64_t s = s0; s < s1; ++s) {
+        if (norm)
+          normalised_step(group, job, team, own, s, products, token);
+        else
+          step(group, job, own, s, products);
+        if (projected) {
+          team.wait();
+          project(group, job, team, s);
+        }
+        team.wait();
+        products += group.active(s) * panels.width();
+        token += group.active(s);
+      }
+    }
+    finish(group, job, team);
+  }
+
+  // The state before the first step, and zeros past every row's last.
+  void begin(const RowGroup& group, const Job& job, const Team& team) {
+    const Range own = team.share(group.rows());
+    for (int64_t i = own.first; i < own.last; ++i) {
+      S* h = job.h[0] + i * h_ld();
+      std::fill_n(h, h_ld(), S(0));
+      std::fill_n(job.h[1] + i * h_ld(), h_ld(), S(0));
+      if (const S* h0 = group.template h<S>(i, -1)) std::copy_n(h0, p.R, h);
+      if (job.keeps) {
+        for (int64_t c = 0; c < p.R; c += 64) {
+          const uint64_t kept =
+              group.kept(p.recurrent_dropout, RowGroup::RecurrentDropout, i, 0, c);
+          for (int64_t k = 0; k < kTile; ++k)
+            job.keeps[i * h_ld() + c + k] = static_cast<T>(kept >> k & 1);
+        }
+        for (int64_t c = 0; c < p.R; ++c)
+          h[c] = static_cast<S>(static_cast<T>(h[c]) * job.keeps[i * h_ld() + c]);
+      }
+      this->store_units(group.template c<T>(i, -1), i, job.c);
+      if (job.m) std::fill_n(job.m + i * m_ld(), m_ld(), S(0));
+      for (int64_t t = group.length(i); t < p.T; ++t)
+        std::fill_n(
+            static_cast<S*>(p.output) +
+                ((t * p.B + group.row(i)) * p.directions + group.index) * p.R,
+            p.R, S(0));
+    }
+  }
+
+  // The last states. c stands still past a row's end.
+  void finish(const RowGroup& group, const Job& job, const Team& team) {
+    const Range own = team.share(group.rows());
+    for (int64_t i = own.first; i < own.last; ++i) {
+      S* h_n = static_cast<S*>(group.d.h_n) + group.row(i) * p.R;
+      if (const S* h = group.template h<S>(i, group.length(i) - 1))
+        std::copy_n(h, p.R, h_n);
+      else
+        std::fill_n(h_n, p.R, S(0));
+      if (group.d.c_n)
+        this->load_units(job.c, i, static_cast<T*>(group.d.c_n) + group.row(i) * p.H);
+    }
+  }
+
+  // W_ih x for own panels, on top of the biases.
+  void from_input(
+      const RowGroup& group, const Job& job, const Team& team, const Range& own, int64_t s0,
+      int64_t s1) {
+    const int64_t width = panels.width(), stride = chunk * group_rows() * width;
+    int64_t tokens = 0;
+    for (int64_t s = s0; s < s1; ++s) tokens += group.active(s);
+    for (int64_t q = own.first; q < own.last; ++q) {
+      T* target = job.from_input + q * stride;
+      this->multiply_input(group.index, q, tokens, job.tokens, target);
+      if (norm)
+        take_moments(
+            target, width, tokens, panels.blocks, units_of(p, q),
+            job.moments + q * chunk * group_rows());
+    }
+    if (norm) {
+      team.wait();
+      combine_moments<T>(
+          p, job.moments, chunk * group_rows(), tokens, panels.blocks, ih_statistics);
+      team.wait();  // before these moments make place for a step's
+    }
+  }
+
+  void step(const RowGroup& group, const Job& job, const Range& own, int64_t s, T* from_input) {
+    const int64_t width = panels.width(), stride = chunk * group_rows() * width;
+    for (int64_t q = own.first; q < own.last; ++q) {
+      T* tile = from_input + q * stride;
+      multiply_hidden(group.index, q, group.active(s), job.h[s % 2], tile, true);
+      draw(group, q, s, q == own.first);
+      for (int64_t i = 0; i < group.active(s); ++i) {
+        const T* row = tile + i * width;
+        if (p.cell == Cell::Gru) {
+          gru_cell(group, job, q, i, s, row);
+          continue;
+        }
+        U a[4];
+        for (int b = 0; b < panels.blocks; ++b) a[b] = U::load(row + b * kUnits);
+        const U c_old = U::load(job.c + unit_row(q, i));
+        const LstmGates gates = activate(group, q, a, c_old);
+        leave(group, job, q, i, s, gates, c_old, gates.o * tanh(gates.c));
+      }
+    }
+  }
+
+  // Row i's units of panel q after step s.
+  void leave(
+      const RowGroup& group, const Job& job, int64_t q, int64_t i, int64_t s,
+      const LstmGates& gates, const U& c_old, const U& m) {
+    const int64_t units = units_of(p, q);
+    U c = gates.c;
+    if (p.draw_c.threshold)
+      c = choose(words_c[i] >> q % 4 * kUnits, c, c_old);
+    else if (p.zoneout_c != 0 && !p.training)
+      c = multiply_add(U(T(p.zoneout_c)), c_old, U(T(1 - p.zoneout_c)) * c);
+    c.store(job.c + unit_row(q, i));
+    if (group.d.cells) c.store(group.template cells<T>(i, s) + q * kUnits, units);
+    if (group.d.gates) {
+      S* row = gates_row(group, i, s, panels.blocks) + q * kUnits * panels.blocks;
+      gates.i.store(row, units);
+      if (!p.coupled) gates.f.store(row + units, units);
+      gates.g.store(row + (panels.blocks - 2) * units, units);
+      gates.o.store(row + (panels.blocks - 1) * units, units);
+    }
+    if (projected)
+      m.store(job.m + i * m_ld() + q * kUnits);
+    else
+      leave_h(group, job, i, s, q * kUnits, units, m);
+  }
+
+  S* gates_row(const RowGroup& group, int64_t i, int64_t s, int64_t blocks) {
+    return static_cast<S*>(group.d.gates) +
+        (group.position(i, s) * p.B + group.row(i)) * p.H * blocks;
+  }
+
+  // Row i's new h in `units` columns from `column`.
+  void leave_h(
+      const RowGroup& group, const Job& job, int64_t i, int64_t s, int64_t column, int64_t units,
+      U h) {
+    if (p.draw_h.threshold || (p.zoneout_h != 0 && !p.training)) {
+      const S* row = group.template h<S>(i, s - 1);
+      const U old = row ? U::load(row + column, units) : U(T(0));
+      h = p.draw_h.threshold
+          ? choose(words_h[i] >> column % 64, h, old)
+          : multiply_add(U(T(p.zoneout_h)), old, U(T(1 - p.zoneout_h)) * h);
+    }
+    if (p.rounding != DType::Float32) h = rounded(h);
+    h.store(group.template output<S>(p.output, i, s) + column, units);
+    if (job.keeps) {
+      h = h * U::load(job.keeps + i * h_ld() + column);
+    }
+    h.store(job.h[(s + 1) % 2] + i * h_ld() + column);
+  }
+
+  U rounded(const U& h) const {
+    T value[kUnits];
+    h.store(value);
+    for (T& x : value)
+      x = p.rounding == DType::Float16 ? static_cast<T>(static_cast<c10::Half>(x))
+                                       : static_cast<T>(static_cast<c10::BFloat16>(x));
+    return U::load(value);
+  }
+
+  // What zoneout draws for the 64 columns that panel q is among.
+  void draw(const RowGroup& group, int64_t q, int64_t s, bool first) {
+    if (q % 4 != 0 && !first) return;
+    const int64_t column = q * kUnits / 64 * 64;
+    for (int64_t i = 0; i < group.active(s); ++i) {
+      if (p.draw_h.threshold && !projected)
+        words_h[i] = group.kept(p.draw_h, RowGroup::ZoneoutH, i, s, column);
+      if (p.draw_c.threshold)
+        words_c[i] = group.kept(p.draw_c, RowGroup::ZoneoutC, i, s, column);
+    }
+  }
+
+  void project(const RowGroup& group, const Job& job, const Team& team, int64_t s) {
+    const int64_t rows = group.active(s), stride = group_rows() * kTile;
+    for_tiles(team, p.R, [&](int64_t tile, int64_t first, int64_t columns) {
+      T* sums = job.from_m + tile * stride + first;
+      product<E>(
+          rows, columns, elements<E>(p.H), left(job.m), left_ld(m_ld()), 1,
+          weights[group.index].hr + tile * hr_size() + first, kTile, sums, kTile, false,
+          far_away<E>(tiles(p.R) * hr_size()));
+      for (int64_t i = 0; i < rows; ++i) {
+        if (p.draw_h.threshold)
+          words_h[i] = group.kept(p.draw_h, RowGroup::ZoneoutH, i, s, tile * kTile);
+        for (int64_t c = 0; c < columns; c += kUnits) {
+          U h = U::load(sums + i * kTile + c);
+          if (std::isfinite(p.proj_clip)) h = clip(h, p.proj_clip);
+          const int64_t column = tile * kTile + first + c;
+          leave_h(group, job, i, s, column, std::min(kUnits, p.R - column), h);
+        }
+      }
+    });
+  }
+
+  void gru_cell(
+      const RowGroup& group, const Job& job, int64_t q, int64_t i, int64_t s, const T* row) {
+    const int64_t units = units_of(p, q);
+    const U from_h = U::load(row + 3 * kUnits);
+    const U r = sigmoid(U::load(row + kUnits)), z = sigmoid(U::load(row + 2 * kUnits));
+    const U n = tanh(multiply_add(r, from_h, U::load(row)));
+    const U old = U::load(job.h[s % 2] + i * h_ld() + q * kUnits);
+    if (group.d.gates) {
+      S* target = gates_row(group, i, s, 4) + q * kUnits * 4;
+      n.store(target, units);
+      r.store(target + units, units);
+      z.store(target + 2 * units, units);
+      from_h.store(target + 3 * units, units);
+    }
+    leave_h(group, job, i, s, q * kUnits, units, multiply_add(z, old - n, n));
+  }
+
+  // Layer normalisation --------------------------------------------------------------------------
+
+  void normalised_step(
+      const RowGroup& group, const Job& job, const Team& team, const Range& own, int64_t s,
+      T* from_input, int64_t token) {
+    const int64_t width = panels.width(), rows = group.active(s), capacity = group_rows();
+    const int last = panels.blocks - 1;
+    const Weights& w = weights[group.index];
+    const auto hidden = [&](int64_t q) { return job.from_hidden + q * capacity * width; };
+    const auto cells = [&](int64_t q) { return job.cells + q * capacity * kUnits; };
+    for (int64_t q = own.first; q < own.last; ++q) {
+      multiply_hidden(group.index, q, rows, job.h[s % 2], hidden(q), false);
+      take_moments(
+          hidden(q), width, rows, panels.blocks, units_of(p, q), job.moments + q * capacity);
+    }
+    team.wait();
+    combine_moments<T>(p, job.moments, capacity, rows, panels.blocks, row_statistics);
+    for (int64_t q = own.first; q < own.last; ++q) {
+      for (int64_t i = 0; i < rows; ++i) {
+        T* row = hidden(q) + i * width;
+        const T* x = from_input + (q * chunk * capacity + i) * width;
+        U a[4];
+        this->normalised_gates(
+            group.index, q, x, ih_statistics[token + i], row, row_statistics[i], a);
+        const LstmGates gates = activate(group, q, a, U::load(job.c + unit_row(q, i)));
+        // In the products' place, until the cells of all units are known.
+        gates.i.store(row);
+        if (!p.coupled) gates.f.store(row + kUnits);
+        gates.g.store(row + (last - 1) * kUnits);
+        gates.o.store(row + last * kUnits);
+        gates.c.store(cells(q) + i * kUnits);
+      }
+      take_moments(cells(q), kUnits, rows, 1, units_of(p, q), job.cell_moments + q * capacity);
+    }
+    team.wait();
+    combine_moments<T>(p, job.cell_moments, capacity, rows, 1, row_statistics);
+    for (int64_t q = own.first; q < own.last; ++q) {
+      draw(group, q, s, q == own.first);
+      for (int64_t i = 0; i < rows; ++i) {
+        const T* row = hidden(q) + i * width;
+        const LstmGates gates = {
+            U::load(row), U::load(row + kUnits), U::load(row + (last - 1) * kUnits),
+            U::load(row + last * kUnits), U::load(cells(q) + i * kUnits)};
+        const U normalised = multiply_add(
+            row_statistics[i].normalise(gates.c), U::load(w.norm_cell + q * kUnits),
+            U::load(w.norm_cell + m_ld() + q * kUnits));
+        leave(
+            group, job, q, i, s, gates, U::load(job.c + unit_row(q, i)),
+            gates.o * tanh(normalised));
+      }
+    }
+  }
+
+  Job jobs[LstmProblem::kMaxDirections * LstmProblem::kMaxGroups];
+  E *rooms, *own_panels;
+  Statistics<T>* statistics;
+  uint64_t* words;
+  // This thread's.
+  Statistics<T>* ih_statistics;   // [tokens]
+  Statistics<T>* row_statistics;  // [rows]
+  uint64_t *words_h, *words_c;    // [rows]: set where zoneout does not draw, 64 columns
+};
+
+int64_t workspace(const LstmProblem& p, int64_t threads) {
+  return for_element(p, [&]<class E>() { return Forward<E>(p, nullptr, threads).bytes; });
+}
+
+void run(const LstmProblem& p, void* memory, int64_t threads, const Crew& crew, int64_t index) {
+  [[maybe_unused]] const MatrixUnit unit;
+  for_element(p, [&]<class E>() { Forward<E>(p, memory, threads).run(crew, index); });
+}
+
+}  // namespace
+
+LstmForward lstm_forward() { return {kPack<Compute<c10::BFloat16>::Element> == 2, workspace, run}; }
+
+}  // namespace trifuse::TRIFUSE_CAPABILITY

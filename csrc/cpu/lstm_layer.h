@@ -1,0 +1,273 @@
+// What the forward and the backward of a layer share: its weights as B of the products that make
+// its gates, and the gates.
+
+#pragma once
+
+#include "cpu/lstm_units.h"
+
+namespace trifuse::TRIFUSE_CAPABILITY {
+
+// Tokens whose products with W_ih are computed at once.
+constexpr int64_t kChunkTokens = 128;
+
+template <class E>
+class Layer {
+ protected:
+  using S = Stored<E>;
+  using T = typename Element<E>::Accumulator;
+  using U = Units<T>;
+
+  explicit Layer(const LstmProblem& p)
+      : p(p),
+        panels(p),
+        norm(p.direction[0].norm_ih_weight),
+        projected(p.direction[0].weight_hr),
+        chunk(std::clamp<int64_t>(
+            std::max(kChunkTokens, few_tokens()) / group_rows(), 1,
+            std::max<int64_t>(p.steps, 1))) {}
+
+  struct Weights {
+    E *ih, *hh;   // [panels][k][columns]
+    E* hr;        // [tiles of 64 columns][k][64]
+    T* bias;      // [panels][width]; so the next two
+    T *norm_ih, *norm_hh;
+    T* peephole;  // [3][units]: i, f, o
+    T* norm_cell;  // [2][units]: weight, bias
+  };
+  // Room for the weights: for those that are asked for.
+  void take_weights(Arena& arena, bool ih, bool hh, bool hr) {
+    const int64_t size = panels.count * panels.width();
+    for (int64_t d = 0; d < p.directions; ++d) {
+      Weights& w = weights[d];
+      w.ih = arena.take<E>(ih ? panels.count * ih_size() : 0);
+      w.hh = arena.take<E>(hh ? panels.count * hh_size() : 0);
+      w.hr = arena.take<E>(hr ? tiles(p.R) * hr_size() : 0);
+      w.bias = arena.take<T>(size);
+      w.norm_ih = arena.take<T>(norm ? size : 0);
+      w.norm_hh = arena.take<T>(norm ? size : 0);
+      w.peephole = arena.take<T>(3 * m_ld());
+      w.norm_cell = arena.take<T>(norm ? 2 * m_ld() : 0);
+    }
+  }
+
+  // All of them, where their products take no more memory than the weights: these are then read
+  // once.
+  int64_t few_tokens() const {
+    const int64_t all = group_rows() * p.steps;
+    const auto weights = p.I * static_cast<int64_t>(sizeof(S));
+    return all * static_cast<int64_t>(sizeof(T)) <= weights ? all : 0;
+  }
+  int64_t group_rows() const {
+    return std::max<int64_t>((p.B + p.groups - 1) / p.groups, 1);
+  }
+  static int64_t tiles(int64_t columns) { return (columns + kTile - 1) / kTile; }
+  int64_t ih_size() const { return elements<E>(p.I) * panels.ih_width(); }
+  int64_t hh_size() const { return elements<E>(p.R) * panels.hh_width(); }
+  int64_t hr_size() const { return elements<E>(p.H) * kTile; }
+  // Rows' lengths. Were they powers of two, rows would push one another out of a cache.
+  int64_t x_ld() const { return round_up(p.I, kUnits) + kUnits; }
+  int64_t h_ld() const { return round_up(p.R, kTile) + kUnits; }
+  int64_t m_ld() const { return round_up(p.H, kUnits) + kUnits; }
+  // Where a panel's units of row i are, [panels][rows][16].
+  int64_t unit_row(int64_t q, int64_t i) const { return (q * group_rows() + i) * kUnits; }
+  // A row of (rows, H) from there or to there.
+  void load_units(const T* units, int64_t i, T* row) const {
+    for (int64_t q = 0; q < panels.count; ++q)
+      std::copy_n(units + unit_row(q, i), units_of(p, q), row + q * kUnits);
+  }
+  void store_units(const T* row, int64_t i, T* units) const {
+    for (int64_t q = 0; q < panels.count; ++q) {
+      T* target = std::fill_n(units + unit_row(q, i), kUnits, T(0)) - kUnits;
+      if (row) std::copy_n(row + q * kUnits, units_of(p, q), target);
+    }
+  }
+  int64_t panel_size() const { return std::max(ih_size(), hh_size()); }
+  int64_t room_size() const { return kTile * elements<E>(std::max({p.I, p.R, p.H})); }
+
+  // Of rows of S as rows of elements.
+  static const E* left(const S* rows) { return reinterpret_cast<const E*>(rows); }
+  static int64_t left_ld(int64_t ld) { return ld / kPack<E>; }
+
+  void pack(const Team& team) {
+    for (int64_t d = 0; d < p.directions; ++d) {
+      const LstmDirection& given = p.direction[d];
+      const Weights& w = weights[d];
+      const Range share = team.share(panels.count);
+      for (int64_t q = share.first; q < share.last; ++q) {
+        if (w.ih) pack_ih(d, q, w.ih + q * ih_size());
+        if (w.hh) pack_hh(d, q, w.hh + q * hh_size());
+      }
+      if (w.hr) {
+        const Range share = team.share(tiles(p.R));
+        for (int64_t tile = share.first; tile < share.last; ++tile)
+          right_transposed<E>(
+              Rows<S>{static_cast<const S*>(given.weight_hr) + tile * kTile * p.H, p.H, 1},
+              std::min(kTile, p.R - tile * kTile), p.H, 1.0f, room, w.hr + tile * hr_size());
+      }
+      if (team.index == 0) pack_vectors(given, w);
+    }
+  }
+
+  void pack_ih(int64_t d, int64_t q, E* target) const {
+    pack_panel_columns<E>(
+        p, static_cast<const S*>(p.direction[d].weight_ih), p.I, panels.ih_gate, panels.ih_first,
+        panels.ih_blocks, q, room, target);
+  }
+  void pack_hh(int64_t d, int64_t q, E* target) const {
+    pack_panel_columns<E>(
+        p, static_cast<const S*>(p.direction[d].weight_hh), p.R, panels.hh_gate, panels.hh_first,
+        panels.hh_blocks, q, room, target);
+  }
+
+  // A panel of W_ih, of W_hh; packed now, where all panels together would be read but once.
+  const E* ih_panel(int64_t d, int64_t q) const {
+    if (weights[d].ih) return weights[d].ih + q * ih_size();
+    pack_ih(d, q, panel);
+    return panel;
+  }
+  const E* hh_panel(int64_t d, int64_t q) const {
+    if (weights[d].hh) return weights[d].hh + q * hh_size();
+    pack_hh(d, q, panel);
+    return panel;
+  }
+
+  void pack_vectors(const LstmDirection& given, const Weights& w) {
+    const int64_t columns = m_ld(), width = panels.width();
+    std::fill_n(w.bias, panels.count * width, T(0));
+    add_to_panels(p, panels, panels.ih_gate, given.bias_ih, w.bias);
+    add_to_panels(p, panels, panels.hh_gate, given.bias_hh, w.bias);
+    if (p.forget_bias != 0)
+      for (int64_t q = 0; q < panels.count; ++q)
+        for (int64_t u = 0; u < kUnits; ++u)
+          w.bias[q * width + kUnits + u] += static_cast<T>(p.forget_bias);
+    const auto padded = [&](const void* vector, T* target) {
+      std::fill_n(target, columns, T(0));
+      if (vector) std::copy_n(static_cast<const T*>(vector), p.H, target);
+    };
+    if (given.weight_peephole) {
+      const T* peephole = static_cast<const T*>(given.weight_peephole);
+      padded(peephole, w.peephole);
+      padded(p.coupled ? nullptr : peephole + p.H, w.peephole + columns);
+      padded(peephole + (p.coupled ? 1 : 2) * p.H, w.peephole + 2 * columns);
+    }
+    if (given.norm_ih_weight) {
+      std::fill_n(w.norm_ih, panels.count * width, T(0));
+      std::fill_n(w.norm_hh, panels.count * width, T(0));
+      add_to_panels(p, panels, panels.ih_gate, given.norm_ih_weight, w.norm_ih);
+      add_to_panels(p, panels, panels.hh_gate, given.norm_hh_weight, w.norm_hh);
+      padded(given.norm_cell_weight, w.norm_cell);
+      padded(given.norm_cell_bias, w.norm_cell + columns);
+    }
+  }
+
+  // Rows of the input, step by step; padded to x_ld().
+  void gather(const RowGroup& group, const Team& team, int64_t s0, int64_t s1, S* tokens) const {
+    for (int64_t s = s0; s < s1; tokens += group.active(s++) * x_ld()) {
+      const Range own = team.share(group.active(s));
+      for (int64_t i = own.first; i < own.last; ++i) {
+        S* target = tokens + i * x_ld();
+        copy_input(group, i, s, 0, p.I, target);
+        std::fill_n(target + p.I, x_ld() - p.I, S(0));
+      }
+    }
+  }
+  void copy_input(
+      const RowGroup& group, int64_t i, int64_t s, int64_t column, int64_t columns,
+      S* target) const {
+    const S* x = static_cast<const S*>(p.input) + group.position(i, s) * p.input_stride[0] +
+        group.row(i) * p.input_stride[1] + column * p.input_stride[2];
+    if (p.input_stride[2] == 1)
+      std::copy_n(x, columns, target);
+    else
+      for (int64_t k = 0; k < columns; ++k) target[k] = x[k * p.input_stride[2]];
+  }
+
+  // W_ih x of so many tokens for a panel, [tokens][width]: on top of the biases, unless what is
+  // normalised is the product alone.
+  void multiply_input(int64_t d, int64_t q, int64_t tokens, const S* x, T* target) const {
+    const int64_t width = panels.width();
+    if (!norm)
+      for (int64_t k = 0; k < tokens; ++k)
+        std::copy_n(weights[d].bias + q * width, width, target + k * width);
+    product<E>(
+        tokens, panels.ih_width(), elements<E>(p.I), left(x), left_ld(x_ld()), 1,
+        ih_panel(d, q), panels.ih_width(), target + panels.ih_first * kUnits, width,
+        !norm);
+  }
+
+  // W_hh h, on top of what is there with `add`. With recurrent dropout h has zeros where D has, and
+  // its factor comes in here: h times the factor would not be exact in 16 bits.
+  void multiply_hidden(int64_t d, int64_t q, int64_t rows, const S* h, T* target, bool add) const {
+    const int64_t width = panels.width();
+    const double factor = p.recurrent_dropout.threshold ? p.recurrent_dropout.scale : 1;
+    if (factor != 1 && add) scale(target, rows * width, static_cast<T>(1 / factor));
+    product<E>(
+        rows, panels.hh_width(), elements<E>(p.R), left(h), left_ld(h_ld()), 1,
+        hh_panel(d, q), panels.hh_width(), target + panels.hh_first * kUnits, width, add,
+        far_away<E>(panels.count * hh_size()));
+    if (factor != 1) scale(target, rows * width, static_cast<T>(factor));
+  }
+
+  static void scale(T* values, int64_t count, T factor) {
+    for (int64_t k = 0; k < count; ++k) values[k] *= factor;
+  }
+
+  struct LstmGates {
+    U i, f, g, o, c;
+  };
+
+  // Clipped, c is what the formula calls c~.
+  LstmGates activate(const RowGroup& group, int64_t q, const U a[4], const U& c_old) const {
+    const Weights& w = weights[group.index];
+    const bool peephole = group.d.weight_peephole;
+    const T* p_i = w.peephole + q * kUnits;
+    U a_i = a[0], a_f = a[1], a_o = a[panels.blocks - 1];
+    if (peephole) {
+      a_i = multiply_add(U::load(p_i), c_old, a_i);
+      if (!p.coupled) a_f = multiply_add(U::load(p_i + m_ld()), c_old, a_f);
+    }
+    LstmGates gates;
+    gates.i = sigmoid(a_i);
+    gates.f = p.coupled ? U(T(1)) - gates.i : sigmoid(a_f);
+    gates.g = tanh(a[panels.blocks - 2]);
+    gates.c = multiply_add(gates.f, c_old, gates.i * gates.g);
+    if (std::isfinite(p.cell_clip)) gates.c = clip(gates.c, p.cell_clip);
+    if (peephole) a_o = multiply_add(U::load(p_i + 2 * m_ld()), gates.c, a_o);
+    gates.o = sigmoid(a_o);
+    return gates;
+  }
+
+  // a of the layer-norm LSTM, block by block, from the two products and their rows' statistics.
+  void normalised_gates(
+      int64_t d, int64_t q, const T* x, const Statistics<T>& x_statistics, const T* h,
+      const Statistics<T>& h_statistics, U a[4]) const {
+    const Weights& w = weights[d];
+    for (int b = 0; b < panels.blocks; ++b) {
+      const int64_t at = q * panels.width() + b * kUnits;
+      const U from_h = h_statistics.normalise(U::load(h + b * kUnits));
+      const U from_x = x_statistics.normalise(U::load(x + b * kUnits));
+      a[b] = multiply_add(from_h, U::load(w.norm_hh + at), U::load(w.bias + at));
+      a[b] = multiply_add(from_x, U::load(w.norm_ih + at), a[b]);
+    }
+  }
+
+  const LstmProblem& p;
+  const Panels panels;
+  const bool norm, projected;
+  const int64_t chunk;  // steps whose input's products are computed at once
+  Weights weights[LstmProblem::kMaxDirections];
+  // This thread's.
+  E* room = nullptr;   // of room_size() elements: rows of a weight that is packed
+  E* panel = nullptr;  // of panel_size() elements
+};
+
+// Calls f.template operator()<Element>() for the type that a problem is computed in.
+template <class F>
+auto for_element(const LstmProblem& p, const F& f) {
+  if (p.dtype == DType::Float64) return f.template operator()<double>();
+  if (p.dtype == DType::BFloat16)
+    return f.template operator()<typename Compute<c10::BFloat16>::Element>();
+  return f.template operator()<float>();
+}
+
+}  // namespace trifuse::TRIFUSE_CAPABILITY

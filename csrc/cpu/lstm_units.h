@@ -1,0 +1,413 @@
+// What the LSTM kernels share: units in registers, how a layer's columns are ordered, and the
+// packing of its weights.
+//
+// The gates of 16 neighbouring units lie side by side, in a panel: a thread that owns a panel has
+// all that these units' next state depends on, and no other thread needs its products.
+
+#pragma once
+
+#include <ATen/cpu/vec/functional.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#include "cpu/crew.h"
+#include "cpu/operand.h"
+#include "cpu/philox.h"
+#include "cpu/vector.h"
+#include "lstm.h"
+
+namespace trifuse::TRIFUSE_CAPABILITY {
+
+constexpr int64_t kUnits = 16;
+
+// What is stored of states and gates: pairs are rows of bfloat16, two by two.
+template <class E>
+using Stored = std::conditional_t<kPack<E> == 2, c10::BFloat16, E>;
+
+// 16 units in registers.
+template <class T>
+struct Units {
+  using Vec = Vectorized<T>;
+  static constexpr int kVecs = kUnits / Vec::size();
+  Vec v[kVecs];
+
+  Units() = default;
+  explicit Units(T value) {
+    for (Vec& x : v) x = Vec(value);
+  }
+
+  template <class S>
+  static Units load(const S* from) {
+    Units u;
+    if constexpr (std::is_same_v<S, T>) {
+      for (int i = 0; i < kVecs; ++i) u.v[i] = Vec::loadu(from + i * Vec::size());
+    } else {
+#ifdef __AVX512BF16__
+      const __m256i narrow = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
+      u.v[0] = _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(narrow), 16));
+#endif
+    }
+    return u;
+  }
+  template <class S>
+  void store(S* to) const {
+    if constexpr (std::is_same_v<S, T>) {
+      for (int i = 0; i < kVecs; ++i) v[i].store(to + i * Vec::size());
+    } else {
+#ifdef __AVX512BF16__
+      _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), (__m256i)_mm512_cvtneps_pbh(v[0]));
+#endif
+    }
+  }
+  // Fewer than 16, zeros past them.
+  template <class S>
+  static Units load(const S* from, int64_t count) {
+    if (count == kUnits) return load(from);
+    alignas(64) S padded[kUnits] = {};
+    std::copy_n(from, count, padded);
+    return load(padded);
+  }
+  template <class S>
+  void store(S* to, int64_t count) const {
+    if (count == kUnits) return store(to);
+    alignas(64) S padded[kUnits];
+    store(padded);
+    std::copy_n(padded, count, to);
+  }
+
+  template <class F>
+  friend Units map(F f, const Units& a) {
+    Units u;
+    for (int i = 0; i < kVecs; ++i) u.v[i] = f(a.v[i]);
+    return u;
+  }
+  template <class F>
+  friend Units map(F f, const Units& a, const Units& b) {
+    Units u;
+    for (int i = 0; i < kVecs; ++i) u.v[i] = f(a.v[i], b.v[i]);
+    return u;
+  }
+  friend Units operator+(const Units& a, const Units& b) {
+    return map([](Vec x, Vec y) { return x + y; }, a, b);
+  }
+  friend Units operator-(const Units& a, const Units& b) {
+    return map([](Vec x, Vec y) { return x - y; }, a, b);
+  }
+  friend Units operator*(const Units& a, const Units& b) {
+    return map([](Vec x, Vec y) { return x * y; }, a, b);
+  }
+  // a · b + c, rounded once.
+  friend Units multiply_add(const Units& a, const Units& b, const Units& c) {
+    Units u;
+    for (int i = 0; i < kVecs; ++i) u.v[i] = at::vec::fmadd(a.v[i], b.v[i], c.v[i]);
+    return u;
+  }
+  friend Units sigmoid(const Units& a) {
+    return map([](Vec x) { return TRIFUSE_CAPABILITY::sigmoid(x); }, a);
+  }
+  friend Units tanh(const Units& a) {
+    return map([](Vec x) { return TRIFUSE_CAPABILITY::tanh(x); }, a);
+  }
+  // Into [-limit, limit]; a NaN stays.
+  friend Units clip(const Units& a, double limit) {
+    const Vec low(static_cast<T>(-limit)), high(static_cast<T>(limit));
+    return map([&](Vec x) { return at::vec::clamp(x, low, high); }, a);
+  }
+  // a where |x| <= limit, 0 elsewhere: the derivative of clip. A NaN counts as inside.
+  friend Units where_inside(const Units& a, const Units& x, double limit) {
+    const Vec bound(static_cast<T>(limit)), zero(T(0));
+    return map([&](Vec x, Vec a) { return Vec::blendv(a, zero, x.abs() > bound); }, x, a);
+  }
+  // a where the low bits are set, b elsewhere.
+  friend Units choose(uint64_t bits, const Units& a, const Units& b) {
+    Units u;
+    for (int i = 0; i < kVecs; ++i) u.v[i] = select(bits >> i * Vec::size(), a.v[i], b.v[i]);
+    return u;
+  }
+  T total() const {
+    Vec sum = v[0];
+    for (int i = 1; i < kVecs; ++i) sum = sum + v[i];
+    return at::vec::vec_reduce_all([](Vec& a, Vec& b) { return a + b; }, sum);
+  }
+};
+
+// The order of columns: panels of 16 units, each of up to four blocks of 16 columns.
+struct Panels {
+  // Which of a weight's gates stands in each block, -1 for none: W_ih's, and W_hh's. They differ in
+  // a GRU alone, where the two products that make up n stay apart.
+  int ih_gate[4], hh_gate[4];
+  int blocks;
+  int ih_first, ih_blocks;  // the blocks that W_ih's product has; they are neighbours
+  int hh_first, hh_blocks;
+  int64_t count;  // of panels
+
+  explicit Panels(const LstmProblem& p) : count((p.H + kUnits - 1) / kUnits) {
+    if (p.cell == Cell::Gru) {
+      *this = {{2, 0, 1, -1}, {-1, 0, 1, 2}, 4, 0, 3, 1, 3, count};
+    } else {
+      const int gates = static_cast<int>(p.gates());
+      *this = {{0, 1, 2, 3}, {0, 1, 2, 3}, gates, 0, gates, 0, gates, count};
+    }
+  }
+  int64_t width() const { return blocks * kUnits; }
+  int64_t ih_width() const { return ih_blocks * kUnits; }
+  int64_t hh_width() const { return hh_blocks * kUnits; }
+
+ private:
+  Panels(
+      std::initializer_list<int> ih, std::initializer_list<int> hh, int blocks, int ih_first,
+      int ih_blocks, int hh_first, int hh_blocks, int64_t count)
+      : blocks(blocks),
+        ih_first(ih_first),
+        ih_blocks(ih_blocks),
+        hh_first(hh_first),
+        hh_blocks(hh_blocks),
+        count(count) {
+    std::copy(ih.begin(), ih.end(), ih_gate);
+    std::copy(hh.begin(), hh.end(), hh_gate);
+  }
+};
+
+inline int64_t units_of(const LstmProblem& p, int64_t panel) {
+  return std::min(kUnits, p.H - panel * kUnits);
+}
+
+// Memory dealt out in pieces, a null pointer for an empty one; from no memory at all, to find how
+// much is needed.
+class Arena {
+ public:
+  explicit Arena(void* base) : base_(static_cast<char*>(base)) {}
+  template <class T>
+  T* take(int64_t count) {
+    T* piece = base_ && count ? reinterpret_cast<T*>(base_ + used_) : nullptr;
+    used_ += round_up(count * static_cast<int64_t>(sizeof(T)), 64);
+    return piece;
+  }
+  int64_t used() const { return used_; }
+
+ private:
+  char* base_;
+  int64_t used_ = 0;
+};
+
+// C (M x N) = or += A (M x K) B (K x N), in chains of multiply-adds: a block of B that fits the L1
+// cache meets all rows of A. K counts elements, pairs being one.
+//
+// With `ahead` B is read from end to end, and from far away: while a block meets a few rows, part
+// of the next one is fetched. Then, and where A's columns are read, which pass through the same
+// cache, the blocks are half as long. (And where brgemm turns A around, it takes no more.)
+constexpr int64_t kChain = 128;
+
+template <class E>
+inline void product(
+    int64_t M, int64_t N, int64_t K, const E* a, int64_t a_m, int64_t a_k, const E* b, int64_t ldb,
+    typename Element<E>::Accumulator* c, int64_t ldc, bool add, bool ahead = false) {
+  const int64_t chain = ahead || a_k != 1 ? kChain / 2 : kChain;
+  const int64_t rows = ahead ? 4 : M, block = chain * ldb * static_cast<int64_t>(sizeof(E));
+  for (int64_t k = 0; k < K; k += chain) {
+    const char* next = reinterpret_cast<const char*>(b + (k + chain) * ldb);
+    for (int64_t m = 0; m < M; m += rows) {
+      if (ahead)
+        for (int64_t byte = m * block / M / 64 * 64; byte < std::min(m + rows, M) * block / M;
+             byte += 64)
+          __builtin_prefetch(next + byte);
+      tile_gemm<E>(
+          std::min(rows, M - m), N, std::min(chain, K - k), a + m * a_m + k * a_k, a_m, a_k,
+          b + k * ldb, ldb, c + m * ldc, ldc, {add || k > 0});
+    }
+  }
+}
+
+// Whether so many elements of weights are fetched ahead: more than a cache near a core holds.
+template <class E>
+constexpr bool far_away(int64_t count) {
+  return count * static_cast<int64_t>(sizeof(E)) > int64_t(8) << 20;
+}
+
+// Calls f(tile, first, columns) for a thread's share of a matrix's columns, in whole blocks of 16:
+// `columns` columns of a tile of 64, beginning with column `first` of the tile.
+template <class F>
+inline void for_tiles(const Team& team, int64_t columns, const F& f) {
+  const Range blocks = team.share((columns + kUnits - 1) / kUnits);
+  const int64_t last = blocks.last * kUnits;
+  for (int64_t c = blocks.first * kUnits; c < last; c = round_up(c + 1, kTile))
+    f(c / kTile, c % kTile, std::min(round_up(c + 1, kTile), last) - c);
+}
+
+// Packing -----------------------------------------------------------------------------------------
+
+// target[c * ld + r] = source[r * source_ld + c] for 16 rows of which `rows` exist, zeros past
+// them.
+template <class E>
+inline void transpose_units(
+    const E* source, int64_t source_ld, int64_t rows, int64_t columns, E* target, int64_t ld) {
+  int64_t first = 0;
+  if constexpr (sizeof(E) == sizeof(float)) {
+    if (rows == kUnits) {
+      constexpr int64_t block = Vectorized<float>::size();
+      const auto* from = reinterpret_cast<const float*>(source);
+      auto* to = reinterpret_cast<float*>(target);
+      for (; first + block <= columns; first += block)
+        for (int64_t r = 0; r < kUnits; r += block)
+          at::vec::transpose_mxn<float, block, block>(
+              from + r * source_ld + first, source_ld, to + first * ld + r, ld);
+    }
+  }
+  for (int64_t c = first; c < columns; ++c) {
+    for (int64_t r = 0; r < rows; ++r) target[c * ld + r] = source[r * source_ld + c];
+    std::fill(target + c * ld + rows, target + c * ld + kUnits, E{});
+  }
+}
+
+// The rows of one panel of a weight (G·H, columns) as B of the forward's products: `blocks` · 16
+// columns, beginning at block `first`. `room` holds 16 rows.
+template <class E>
+inline void pack_panel_columns(
+    const LstmProblem& p, const Stored<E>* weight, int64_t columns, const int* gate, int first,
+    int blocks, int64_t panel, E* room, E* target) {
+  using S = Stored<E>;
+  const int64_t units = units_of(p, panel);
+  for (int block = 0; block < blocks; ++block) {
+    const S* rows = weight + (gate[first + block] * p.H + panel * kUnits) * columns;
+    const Operand<E> source = left_rows<E>(Rows<S>{rows, columns, 1}, units, columns, room);
+    transpose_units(
+        source.data, source.ld, units, elements<E>(columns), target + block * kUnits,
+        blocks * kUnits);
+  }
+}
+
+// `columns` columns from `first` of 16 rows of a weight, of which `rows` exist, as 16 values of k
+// of B with 64 columns, zeros where there is none.
+template <class E>
+inline void pack_unit_rows(
+    const Stored<E>* weight, int64_t row_size, int64_t rows, int64_t first, int64_t columns,
+    E* target) {
+  using S = Stored<E>;
+  copy_right_rows<E>(Rows<S>{weight + first, row_size, 1}, rows, columns, kTile, target);
+  std::fill(
+      target + elements<E>(rows) * kTile, target + elements<E>(kUnits) * kTile, E{});
+}
+
+// A vector (G·H,) in the order of panels: added to what is there.
+template <class T>
+inline void add_to_panels(
+    const LstmProblem& p, const Panels& panels, const int* gate, const void* vector, T* target) {
+  if (!vector) return;
+  const T* from = static_cast<const T*>(vector);
+  for (int64_t q = 0; q < panels.count; ++q)
+    for (int block = 0; block < panels.blocks; ++block)
+      if (gate[block] >= 0)
+        for (int64_t u = 0; u < units_of(p, q); ++u)
+          target[q * panels.width() + block * kUnits + u] +=
+              from[gate[block] * p.H + q * kUnits + u];
+}
+
+// Layer normalisation -----------------------------------------------------------------------------
+//
+// Each panel gives the sum of its part of a row and the squares about that part's mean; added up
+// panel by panel (Chan, Golub and LeVeque, 1979), they are the row's.
+
+// moments[k] of `count` rows of a panel's blocks.
+template <class T>
+inline void take_moments(
+    const T* rows, int64_t ld, int64_t count, int64_t blocks, int64_t units, T (*moments)[2]) {
+  using U = Units<T>;
+  for (int64_t k = 0; k < count; ++k) {
+    U sum(T(0)), squares(T(0));
+    for (int64_t b = 0; b < blocks; ++b)
+      sum = sum + U::load(rows + k * ld + b * kUnits, units);
+    const T total = sum.total();
+    const U mean(total / static_cast<T>(blocks * units));
+    const uint64_t existing = low_bits(units);
+    for (int64_t b = 0; b < blocks; ++b) {
+      const U x = choose(existing, U::load(rows + k * ld + b * kUnits) - mean, U(T(0)));
+      squares = multiply_add(x, x, squares);
+    }
+    moments[k][0] = total;
+    moments[k][1] = squares.total();
+  }
+}
+
+template <class T>
+struct Statistics {
+  T mean, rstd;
+  Units<T> normalise(const Units<T>& x) const { return (x - Units<T>(mean)) * Units<T>(rstd); }
+};
+
+// Of `count` rows of blocks · H values; panel q's moments are at moments + q * stride.
+template <class T>
+inline void combine_moments(
+    const LstmProblem& p, const T (*moments)[2], int64_t stride, int64_t count, int64_t blocks,
+    Statistics<T>* statistics) {
+  const int64_t panels = (p.H + kUnits - 1) / kUnits;
+  const T size = static_cast<T>(blocks * p.H);
+  for (int64_t k = 0; k < count; ++k) {
+    T sum = 0, squares = 0;
+    for (int64_t q = 0; q < panels; ++q) sum += moments[q * stride + k][0];
+    const T mean = sum / size;
+    for (int64_t q = 0; q < panels; ++q) {
+      const T part = static_cast<T>(blocks * units_of(p, q));
+      const T off = moments[q * stride + k][0] / part - mean;
+      squares += moments[q * stride + k][1] + part * off * off;
+    }
+    statistics[k] = {mean, T(1) / std::sqrt(squares / size + static_cast<T>(p.eps))};
+  }
+}
+
+// Rows --------------------------------------------------------------------------------------------
+
+// One direction's rows, or one group of them, in the order of their lengths.
+struct RowGroup {
+  const LstmProblem& p;
+  int64_t index;  // of the direction
+  int64_t group = 0, groups = 1;
+  const LstmDirection& d = p.direction[index];
+
+  int64_t among(int64_t ranks) const { return (ranks - group + groups - 1) / groups; }
+  int64_t rows() const { return among(p.B); }
+  // How many rows have step s; none past the last step.
+  int64_t active(int64_t s) const { return s < p.steps ? among(p.active[s]) : 0; }
+
+  int64_t rank(int64_t i) const { return i * groups + group; }
+  int64_t row(int64_t i) const { return p.order[rank(i)]; }
+  int64_t length(int64_t i) const { return p.length[rank(i)]; }
+  // Where row i has its step s.
+  int64_t position(int64_t i, int64_t s) const { return d.reverse ? length(i) - 1 - s : s; }
+  int64_t token(int64_t i, int64_t s) const { return p.start[s] + rank(i); }
+
+  // Row i's h after step s; null for zeros. Step -1 is the beginning.
+  template <class S>
+  const S* h(int64_t i, int64_t s) const {
+    if (s < 0) return d.h0 ? static_cast<const S*>(d.h0) + row(i) * p.R : nullptr;
+    return output<S>(p.output, i, s);
+  }
+  template <class S>
+  S* output(void* tensor, int64_t i, int64_t s) const {
+    return static_cast<S*>(tensor) + ((position(i, s) * p.B + row(i)) * p.directions + index) * p.R;
+  }
+  template <class S>
+  const S* output(const void* tensor, int64_t i, int64_t s) const {
+    return output<S>(const_cast<void*>(tensor), i, s);
+  }
+  template <class T>
+  T* cells(int64_t i, int64_t s) const {
+    return static_cast<T*>(d.cells) + (position(i, s) * p.B + row(i)) * p.H;
+  }
+  template <class T>
+  const T* c(int64_t i, int64_t s) const {
+    if (s < 0) return d.c0 ? static_cast<const T*>(d.c0) + row(i) * p.H : nullptr;
+    return cells<T>(i, s);
+  }
+
+  // 64 bits of what is drawn: bit t for column `column` + t, set where an element is kept.
+  enum Kind { RecurrentDropout, ZoneoutH, ZoneoutC };
+  uint64_t kept(const Dropout& draw, Kind kind, int64_t i, int64_t s, int64_t column) const {
+    const uint64_t plane = ((kind == RecurrentDropout ? 0 : position(i, s)) * 3 + kind) * 2 + index;
+    return dropout_row(draw.seed, plane, row(i), column, draw.threshold);
+  }
+};
+
+}  // namespace trifuse::TRIFUSE_CAPABILITY
