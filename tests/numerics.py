@@ -31,7 +31,13 @@ class Accuracy:
         self._errors: dict[str, list[tuple[float, float]]] = defaultdict(list)
 
     def record(
-        self, name: str, actual: Tensor, expected: Tensor, eager: Tensor, rounding: Tensor
+        self,
+        name: str,
+        actual: Tensor,
+        expected: Tensor,
+        eager: Tensor,
+        rounding: Tensor,
+        independent: int | None = None,
     ) -> None:
         """Hold one tensor of one call to the rule, as far as a single call can be.
 
@@ -42,6 +48,8 @@ class Accuracy:
                 be.
             eager: what eager torch computed in the dtype of ``actual``.
             rounding: float64, broadcastable, the error of rounding each term of each element once.
+            independent: how many of its errors are independent of one another. Default: its rows,
+                as the errors of a row may share a weight.
         """
         assert actual.shape == expected.shape, f"{name}: {actual.shape}, not {expected.shape}"
         infinite = expected.isinf()
@@ -52,12 +60,12 @@ class Accuracy:
             return
         error, eager_error = _error(actual, expected), _error(eager, expected)
         unit = rounding.expand(expected.shape)[~infinite]
-        # How far above its expectation a statistic of that many errors may come out by chance. The
-        # errors of a row share a weight, so only rows count as independent.
-        rows = max(1, expected.numel() // max(1, expected.shape[-1]))
+        # How far above its expectation a statistic of that many errors may come out by chance.
+        if independent is None:
+            independent = expected.numel() // max(1, expected.shape[-1])
         for statistic, measure, chance in (
             ("maximum", torch.Tensor.max, 3.0),
-            ("RMS", _root_mean_square, 1 + 2 / math.sqrt(rows)),
+            ("RMS", _root_mean_square, 1 + 2 / math.sqrt(max(1, independent))),
         ):
             mine, theirs, one = (measure(x).item() for x in (error, eager_error, unit))
             if actual.dtype == expected.dtype:
