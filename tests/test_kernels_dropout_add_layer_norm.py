@@ -7,17 +7,13 @@ where rows are to be wider than one.
 from __future__ import annotations
 
 import dataclasses
-import json
-import math
-import subprocess
-import sys
-from pathlib import Path
 from random import Random
 from typing import Any
 
 import pytest
 import torch
 from attention_cases import drawn_seed, normal
+from budgets import check_budget, compile_calls
 from dropout_add_layer_norm_cases import (
     Case,
     assert_same_bits,
@@ -292,36 +288,13 @@ BATCHES = [(90, "fp32", 768, 0.1, False, False, rows) for rows in (1, 37, 4096)]
 @pytest.fixture(scope="module")
 def usages() -> dict[tuple[Any, ...], list[Any]]:
     """By call: the kernels of its forward and backward, and what each of them needs."""
-    pytest.importorskip("triton")
-    script = Path(__file__).with_name("compile_dropout_add_layer_norm.py")
-    calls = {architecture: [(architecture, *of) for of in BUDGET] for architecture in (80, 90)}
-    calls[90] += BATCHES
-    # Processes of their own, in which kernels aren't the interpreter's.
-    compilers = {
-        architecture: subprocess.Popen(
-            [sys.executable, str(script), json.dumps(of)], stdout=subprocess.PIPE, text=True
-        )
-        for architecture, of in calls.items()
-    }
-    found = {}
-    for architecture, compiler in compilers.items():
-        output, _ = compiler.communicate()
-        assert compiler.returncode == 0
-        found |= dict(zip(calls[architecture], json.loads(output), strict=True))
-    return found
+    return compile_calls("compile_dropout_add_layer_norm.py", BUDGET, BATCHES)
 
 
 @pytest.mark.parametrize("architecture", [80, 90])
 @pytest.mark.parametrize("call", BUDGET, ids=lambda call: " ".join(map(str, call)))
 def test_compiled_kernels_keep_to_their_budget(usages, architecture, call):
-    kernels = usages[(architecture, *call)]
-    assert [name for name, *_ in kernels] == list(BUDGET[call])
-    for name, registers, stack, shared, *_ in kernels:
-        needed = (registers, stack, math.ceil(shared / 1024))
-        allowed = BUDGET[call][name]
-        assert all(n <= a for n, a in zip(needed, allowed, strict=True)), (
-            f"{name}: registers, stack bytes, shared KiB {needed}, allowed {allowed}"
-        )
+    check_budget(usages[(architecture, *call)], BUDGET[call])
 
 
 @pytest.mark.parametrize("architecture", [80, 90])

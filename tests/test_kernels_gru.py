@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from budgets import check_budget, compile_calls
 from lstm_cases import assert_same_bits, lay_out_any
 from numerics import Accuracy, rounding_error
-from test_kernels_lstm import check_budget, compile_calls
 from torch import Tensor
 
 from trifuse.ops import gru as ops
@@ -336,7 +336,7 @@ BUDGET: dict[tuple[Any, ...], dict[str, tuple[int, int, int]]] = {
 
 @pytest.fixture(scope="module")
 def usages() -> dict[tuple[Any, ...], list[Any]]:
-    return compile_calls(BUDGET)
+    return compile_calls("compile_lstm.py", BUDGET)
 
 
 @pytest.mark.parametrize("architecture", [80, 90])

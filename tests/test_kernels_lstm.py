@@ -7,15 +7,12 @@ fits one launch is also made step by step.
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from budgets import check_budget, compile_calls
 from lstm_cases import (
     DRAWN,
     EVERYTHING,
@@ -357,36 +354,7 @@ BATCHES = [(90, "bf16", 512, "projected", B) for B in (4, 37)]
 @pytest.fixture(scope="module")
 def usages() -> dict[tuple[Any, ...], list[Any]]:
     """By call: the kernels of its forward and backward, and what each of them needs."""
-    return compile_calls(BUDGET, BATCHES)
-
-
-def compile_calls(budget: Any, more: Any = ()) -> dict[tuple[Any, ...], list[Any]]:
-    pytest.importorskip("triton")
-    script = Path(__file__).with_name("compile_lstm.py")
-    calls = {architecture: [(architecture, *of) for of in budget] for architecture in (80, 90)}
-    calls[90] += more
-    # Processes of their own, in which kernels aren't the interpreter's.
-    compilers = {
-        architecture: subprocess.Popen(
-            [sys.executable, str(script), json.dumps(of)], stdout=subprocess.PIPE, text=True
-        )
-        for architecture, of in calls.items()
-    }
-    found = {}
-    for architecture, compiler in compilers.items():
-        output, _ = compiler.communicate()
-        assert compiler.returncode == 0
-        found |= dict(zip(calls[architecture], json.loads(output), strict=True))
-    return found
-
-
-def check_budget(kernels: list[Any], budget: dict[str, tuple[int, int, int]]) -> None:
-    assert [name for name, *_ in kernels] == list(budget)
-    for name, registers, stack, shared, *_ in kernels:
-        needed = (registers, stack, math.ceil(shared / 1024))
-        assert all(n <= a for n, a in zip(needed, budget[name], strict=True)), (
-            f"{name}: registers, stack bytes, shared KiB {needed}, allowed {budget[name]}"
-        )
+    return compile_calls("compile_lstm.py", BUDGET, BATCHES)
 
 
 @pytest.mark.parametrize("architecture", [80, 90])
