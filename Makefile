@@ -23,7 +23,7 @@ demo: $(VENV)/installed-demo $(VENV)/weights
 	$(RUN) -m trifuse.benchmarks demo $(ARGS)
 
 test: $(VENV)/installed-test $(VENV)/weights
-	$(RUN) -m pytest $(ARGS)
+	$(RUN) -m pytest --numprocesses=auto --maxprocesses=8 --dist=worksteal $(ARGS)
 
 bench: $(VENV)/installed-bench $(VENV)/weights
 	$(RUN) -m pytest benchmarks --benchmark-columns=min,median,iqr,rounds $(ARGS)

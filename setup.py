@@ -4,7 +4,10 @@ Everything declarative is in pyproject.toml. This file holds what is not:
 
 - finding torch from inside pip's isolated build environment,
 - compiling each CPU kernel once per instruction set (csrc/cpu/capability.h),
-- installing without the extension, and saying why, where it can't be built.
+- compiling the CUDA kernels where nvcc is found, also against a CPU build of torch: they include no
+  header of it (NVCC names another nvcc; set but empty, the kernels are left out),
+- installing without the extension, or without CUDA kernels, and saying why, where they can't be
+  built.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ import sys
 import sysconfig
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
@@ -57,8 +61,45 @@ def kernel_flags(capability: str) -> list[str]:
     ]
 
 
+# Machine code for these, and PTX from which drivers make it for GPUs to come.
+CUDA_ARCHITECTURES = (
+    "-gencode=arch=compute_80,code=[sm_80,compute_80]",
+    "-gencode=arch=compute_90a,code=sm_90a",
+)
+
+
+class Job(NamedTuple):
+    """One object to compile."""
+
+    source: Path
+    target: Path
+    command: list[str]  # without the names of files
+
+    def is_fresh(self) -> bool:
+        """Whether nothing that went into the object, by the compiler's own list, is newer."""
+        depends = self.target.with_suffix(".d")
+        if not (self.target.exists() and depends.exists()):
+            return False
+        names = depends.read_text().replace("\\\n", " ").split(": ", 1)[1].split()
+        inputs = [Path(__file__), self.source, *map(Path, names)]
+        built = self.target.stat().st_mtime
+        return all(path.exists() and path.stat().st_mtime < built for path in inputs)
+
+    def run(self) -> None:
+        if self.is_fresh():
+            return
+        files = ["-MMD", "-MF", str(self.target.with_suffix(".d"))]
+        files += ["-c", str(self.source), "-o", str(self.target)]
+        done = subprocess.run([*self.command, *files], capture_output=True, text=True)
+        print(done.stderr, file=sys.stderr, end="")
+        if done.returncode:
+            raise RuntimeError(f"{self.source.name} did not compile: {done.stderr[-2000:]}")
+
+
 class BuildExtension(build_ext):
-    """Compiles with the C++ compiler directly: a handful of files, each with flags of its own."""
+    """Compiles with the compilers directly: a handful of files, each with flags of its own."""
+
+    cuda_error = "the extension was not built"
 
     def run(self) -> None:
         package = ROOT / "pytorch_ext" if self.inplace else Path(self.build_lib) / "trifuse"
@@ -73,7 +114,8 @@ class BuildExtension(build_ext):
                 stale.unlink()
         package.mkdir(parents=True, exist_ok=True)
         (package / "_build_info.py").write_text(
-            f'"""Written by setup.py."""\n\nERROR = {error!r}\n', encoding="utf-8"
+            f'"""Written by setup.py."""\n\nERROR = {error!r}\nCUDA_ERROR = {self.cuda_error!r}\n',
+            encoding="utf-8",
         )
 
     def get_outputs(self) -> list[str]:
@@ -102,46 +144,62 @@ class BuildExtension(build_ext):
         common += ["-Wno-maybe-uninitialized", "-Wno-uninitialized", "-Wno-psabi"]
         common += ["-DAT_PARALLEL_OPENMP=1", "-DTORCH_EXTENSION_NAME=_C"]
         common += [f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}"]
-        # The linker keeps the first copy it meets of an inline function. Code for narrow vectors
-        # comes first, so that none compiled for wide ones is shared with what runs everywhere.
-        jobs: list[tuple[Path, Path, list[str]]] = []
         sources = sorted((ROOT / "csrc").glob("**/*.cpp"))
-        for capability in (None, *CAPABILITIES):
-            for source in sources:
-                if source.stem.endswith("_kernel") == (capability is not None):
-                    name = "_".join(source.relative_to(ROOT / "csrc").with_suffix("").parts)
-                    target = build / f"{name}.{capability or 'host'}.o"
-                    jobs.append((source, target, kernel_flags(capability) if capability else []))
+        kernels = [source for source in sources if source.stem.endswith("_kernel")]
 
-        def is_fresh(source: Path, target: Path) -> bool:
-            """Whether nothing that went into an object, by the compiler's own list, is newer."""
-            depends = target.with_suffix(".d")
-            if not (target.exists() and depends.exists()):
-                return False
-            names = depends.read_text().replace("\\\n", " ").split(": ", 1)[1].split()
-            inputs = [Path(__file__), source, *map(Path, names)]
-            built = target.stat().st_mtime
-            return all(path.exists() and path.stat().st_mtime < built for path in inputs)
+        def job(source: Path, variant: str, command: list[str]) -> Job:
+            name = "_".join(source.relative_to(ROOT / "csrc").with_suffix("").parts)
+            return Job(source, build / f"{name}.{variant}.o", command)
 
-        def compile_one(job: tuple[Path, Path, list[str]]) -> None:
-            source, target, flags = job
-            if is_fresh(source, target):
-                return
-            command = [compiler, *common, *flags, *includes, "-MMD", "-c", str(source), "-o"]
-            command.append(str(target))
-            done = subprocess.run(command, capture_output=True, text=True)
-            print(done.stderr, file=sys.stderr, end="")
-            if done.returncode:
-                raise RuntimeError(f"{source.name} did not compile: {done.stderr[-2000:]}")
-
-        # Longest first: the kernels for wide vectors.
         with ThreadPoolExecutor(int(os.environ.get("MAX_JOBS", os.cpu_count() or 1))) as pool:
-            list(pool.map(compile_one, jobs[::-1]))
+            nvcc, cuda_jobs = os.environ.get("NVCC", shutil.which("nvcc")), []
+            if nvcc:
+                command = [nvcc, "-ccbin", compiler, "-std=c++20", "-O3", *CUDA_ARCHITECTURES]
+                command += ["--expt-relaxed-constexpr", "-Xcompiler=-fPIC,-fvisibility=hidden"]
+                command.append(f"-I{ROOT / 'csrc'}")
+                for source in sorted((ROOT / "csrc/cuda").glob("*.cu")):
+                    cuda_jobs.append(job(source, "cuda", command))
+            # Longest first: CUDA, then the kernels for wide vectors.
+            cuda_runs = [pool.submit(one.run) for one in cuda_jobs]
+            kernel_jobs = [
+                job(source, capability, [compiler, *common, *kernel_flags(capability), *includes])
+                for capability in CAPABILITIES
+                for source in kernels
+            ]
+            kernel_runs = [pool.submit(one.run) for one in kernel_jobs[::-1]]
+            self.cuda_error = "nvcc was not found (looked at $NVCC and the path)"
+            if nvcc:
+                errors = [run.exception() for run in cuda_runs]
+                self.cuda_error = next((str(error) for error in errors if error), "")
+            if self.cuda_error:
+                message = f"trifuse: installing without CUDA kernels. {self.cuda_error}"
+                print(message, file=sys.stderr)
+                nvcc, cuda_jobs = None, []
+            # What torch calls: with or without the ops of csrc/cuda.
+            host = [*common, *includes, *(["-DTRIFUSE_HAS_CUDA"] if nvcc else [])]
+            host_jobs = [
+                job(source, "with_cuda" if nvcc else "host", [compiler, *host])
+                for source in sources
+                if source not in kernels and (nvcc or source.parent.name != "cuda")
+            ]
+            host_runs = [pool.submit(one.run) for one in host_jobs]
+            for run in (*kernel_runs, *host_runs):
+                run.result()
+
         output = Path(self.get_ext_fullpath(ext.name))
         output.parent.mkdir(parents=True, exist_ok=True)
-        link = [compiler, "-shared", *(str(target) for _, target, _ in jobs), "-o", str(output)]
+        # The linker keeps the first copy it meets of an inline function. Code for narrow vectors
+        # comes first, so that none compiled for wide ones is shared with what runs everywhere.
+        objects = [str(one.target) for one in (*host_jobs, *kernel_jobs, *cuda_jobs)]
+        linker = [compiler]
+        if nvcc:
+            # nvcc knows where its runtime lies, which is linked in: a second one in the process, of
+            # whichever version torch brings, is no trouble if neither sees the other's names.
+            linker = [nvcc, "-ccbin", compiler, "-cudart", "static"]
+            linker += ["-Xlinker", "--exclude-libs=ALL"]
+        link = [*linker, "-shared", *objects, "-o", str(output)]
         for path in library_paths():
-            link += [f"-L{path}", f"-Wl,-rpath,{path}"]
+            link += [f"-L{path}", "-Xlinker", f"-rpath={path}"]
         link += ["-ltorch_python", "-ltorch", "-ltorch_cpu", "-lc10"]
         subprocess.run(link, check=True)
 

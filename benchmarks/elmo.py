@@ -4,7 +4,8 @@ The text is the prose of the standard library's language reference, in sentences
 
 At the published size (cells of 4096, projected to 512, two layers in two directions, random
 weights) a call reads a batch of ragged sentences, in evaluation and in a training step: forward,
-loss and backward, without the optimizer, which is the same for both.
+loss and backward, without the optimizer, which is the same for both. What such a step needs in
+memory is measured in processes of their own, for the fused model also with ``recompute``.
 
 The small one learns to predict the words of the reference in both directions, eager, fused and
 eager in float64, on the same batches without dropout, so that the losses can be compared step by
@@ -17,14 +18,16 @@ from __future__ import annotations
 
 import argparse
 import copy
+import functools
 import itertools
 import math
 import operator
+import os
 import re
 import statistics
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -59,6 +62,7 @@ MAX_LENGTH = 30  # words of a sentence
 TOPICS = 8  # the topics with the most sentences are told apart
 BATCH = 32
 SMALL = "small"  # the name of what is trained, beside the cases that are timed
+MEMORY = "memory"  # the name of what is measured in processes of their own
 
 # Text -------------------------------------------------------------------------------------------
 
@@ -389,8 +393,30 @@ def sentences_to_time(corpus: Corpus, batch_size: int) -> list[Sentence]:
     return [next(x for x in corpus.train if len(x.words) == middle)]
 
 
-def operations(config: ElmoConfig, tokens: int) -> float:
-    """Of the products of a biLM's forward with its weights: 2 for each weight a token meets."""
+def model_to_time(case: Case, corpus: Corpus, device: str) -> BiLMForPreTraining:
+    torch.manual_seed(0)
+    vocabulary = WORDS + len(corpus.places)
+    return BiLMForPreTraining(case.config(), vocabulary, BEGIN, END).to(device)
+
+
+def batch_to_time(
+    model: BiLMForPreTraining, corpus: Corpus, sentences: Sequence[Sentence]
+) -> Batch:
+    batch = encode(sentences, corpus.places, model.bilm.config.max_characters_per_token)
+    return tuple(x.to(model.softmax.output.weight.device) for x in batch)
+
+
+def training_step(model: BiLMForPreTraining, batch: Batch) -> Tensor:
+    model.zero_grad()
+    loss = model(*batch).loss
+    loss.backward()
+    return loss.detach()
+
+
+def operations(config: ElmoConfig, tokens: int, words: int) -> float:
+    """Of the products of a biLM's forward with its weights: 2 for each weight that a token, or to
+    be read by its characters one of the distinct words, meets.
+    """
     C, D, P = config.max_characters_per_token, config.char_embedding_dim, config.projection_dim
     filters = sum(count for _, count in config.filters)
     convolutions = sum(D * width * count * (C - width + 1) for width, count in config.filters)
@@ -398,43 +424,38 @@ def operations(config: ElmoConfig, tokens: int) -> float:
     projected = filters * P if filters != P else 0
     recurrent = 8 * config.lstm_dim * P + (config.lstm_dim * P if config.lstm_dim > P else 0)
     layers = 2 * config.n_layers * recurrent
-    return 2.0 * tokens * (convolutions + highways + projected + layers)
+    return 2.0 * (words * (convolutions + highways + projected) + tokens * layers)
 
 
 def time_case(
     case: Case, corpus: Corpus, device: str, seconds: float, min_rounds: int
 ) -> list[measure.Result]:
     """Inference and a training step."""
-    torch.manual_seed(0)
-    config = case.config()
-    vocabulary = WORDS + len(corpus.places)
-    eager = BiLMForPreTraining(config, vocabulary, BEGIN, END).to(device)
+    eager = model_to_time(case, corpus, device)
     models = {"ours": copy.deepcopy(eager), "eager": eager}
     trifuse.fuse(models["ours"])
+    config = eager.bilm.config
     sentences = sentences_to_time(corpus, case.batch_size)
-    batch = encode(sentences, corpus.places, config.max_characters_per_token)
-    char_ids, token_ids = (x.to(device) for x in batch)
+    char_ids, token_ids = batch_to_time(eager, corpus, sentences)
 
     def read(model: BiLMForPreTraining) -> Tensor:
         with torch.no_grad():
             return model.bilm(char_ids).layers
 
     def step(model: BiLMForPreTraining) -> Tensor:
-        model.zero_grad()
-        loss = model(char_ids, token_ids).loss
-        loss.backward()
-        return loss.detach()
+        return training_step(model, (char_ids, token_ids))
 
     for model in models.values():
         model.eval()
     measure.check_agreement("eager", [read(models["ours"])], [read(eager)])
     measure.check_agreement("eager", [step(models["ours"])], [step(eager)])
 
-    real = sum(len(sentence.words) + 2 for sentence in sentences)
-    forward = operations(config, real)
+    real = sum(len(sentence.words) + 2 for sentence in sentences)  # with two marks each
+    words = {word for sentence in sentences for word in sentence.words}
+    forward = operations(config, real, len(words) + 2)
     # Each real word and one of its sentence's marks is predicted in both directions.
     predicted = 2 * (real - len(sentences))
-    softmax = 2.0 * predicted * vocabulary * config.projection_dim
+    softmax = 2.0 * predicted * eager.softmax.output.weight.numel()
     shape = f"fp32, {len(sentences)} × at most {token_ids.shape[1]} words, {real} with marks"
     results = []
     for name, function, work in (
@@ -467,7 +488,83 @@ def time_case(
     return results
 
 
+# Memory -----------------------------------------------------------------------------------------
+
+
+def set_recompute(model: nn.Module, recompute: bool) -> None:
+    for module in model.modules():
+        if isinstance(module, trifuse.nn.ProjectedLSTM):
+            module.recompute = recompute
+
+
+def prepare_memory(
+    who: str, case: Case, device: str, backend: str
+) -> Callable[[], Sequence[Tensor]]:
+    """What :func:`measure.peak_extra_memory` runs in a process of its own."""
+    # Freed memory that is kept would hide what the next call needs of it.
+    os.environ["TRIFUSE_CPU_CACHE_MIB"] = "0"
+    corpus = read()
+    model = model_to_time(case, corpus, device).train()
+    if who != "eager":
+        trifuse.fuse(model)
+    set_recompute(model, who == "recompute")
+
+    def step(sentences: Sequence[Sentence]) -> Sequence[Tensor]:
+        with trifuse.backend(backend):
+            loss = model(*batch_to_time(model, corpus, sentences)).loss
+            loss.backward()
+        return [loss.detach()]
+
+    step([Sentence(["once"], None)])  # makes the gradients that the step then adds to
+    return functools.partial(step, sentences_to_time(corpus, case.batch_size))
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes that a training step holds at its peak, beyond the weights and the gradients that it
+    adds to, and how long a step with ``recompute`` takes of one without.
+    """
+
+    case: str
+    eager: int
+    fused: int
+    recompute: int
+    time_of_recompute: float
+
+
+def measure_memory(
+    case: Case, corpus: Corpus, device: str, backend: str, min_rounds: int
+) -> Memory:
+    peaks = {
+        who: measure.peak_extra_memory(prepare_memory, who, case, device, backend)
+        for who in ("eager", "fused", "recompute")
+    }
+    model = model_to_time(case, corpus, device).train()
+    trifuse.fuse(model)
+    batch = batch_to_time(model, corpus, sentences_to_time(corpus, case.batch_size))
+
+    def step(recompute: bool) -> None:
+        set_recompute(model, recompute)
+        training_step(model, batch)
+
+    functions = {str(recompute): functools.partial(step, recompute) for recompute in (False, True)}
+    timings = measure.alternate(functions, device=device, seconds=0.0, min_rounds=min_rounds)
+    pairs = zip(timings["True"].seconds, timings["False"].seconds, strict=True)
+    return Memory(case.name, **peaks, time_of_recompute=statistics.median(a / b for a, b in pairs))
+
+
 # Showing ----------------------------------------------------------------------------------------
+
+
+def memory_table(memory: Memory) -> Table:
+    table = empty_table(
+        "training step: peak memory beyond weights and gradients, MiB",
+        ("eager", "fused", "fused, recompute", "time of recompute"),
+    )
+    sizes = (memory.eager, memory.fused, memory.recompute)
+    time = f"{memory.time_of_recompute:.2f}×"
+    table.add_row(memory.case, *(f"{size / 2**20:,.0f}" for size in sizes), time)
+    return table
 
 
 def perplexity_table(learnt: Learnt) -> Table:
@@ -579,14 +676,11 @@ def _smooth(values: Sequence[float], window: int = 10) -> list[float]:
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = measure.parser("elmo", __doc__)
     parser.set_defaults(plot=Path("docs/elmo.png"))
-    parser.add_argument("--steps", type=int, default=200, help="of training; default: %(default)s")
-    parser.add_argument("--seeds", type=int, default=5, help="to classify; default: %(default)s")
+    measure.add_count(parser, "--steps", 200, "of training")
+    measure.add_count(parser, "--seeds", 5, "to classify", least=2)
     options = parser.parse_args(argv)
     if options.quick:
         options.steps, options.seeds = min(options.steps, 20), min(options.seeds, 2)
-    for name, least in (("steps", 1), ("seeds", 2)):
-        if getattr(options, name) < least:
-            parser.error(f"--{name}: expected at least {least}")
     return options
 
 
@@ -595,7 +689,7 @@ def main(argv: Sequence[str]) -> int:
     options = parse(argv)
     device, console = options.device, measure.console
     torch.set_num_threads(options.threads)
-    chosen = measure.select([*(case.name for case in CASES), SMALL], str, options.cases)
+    chosen = measure.select([*(case.name for case in CASES), MEMORY, SMALL], str, options.cases)
     cases = [case for case in CASES if case.name in chosen]
     facts = measure.machine(device)
     caption = measure.describe(facts)
@@ -617,6 +711,11 @@ def main(argv: Sequence[str]) -> int:
         if times:
             measure.print_table(measure.table("ELMo", times))
             content["times"] = [result.record() for result in times]
+        if MEMORY in chosen:
+            rounds = 2 if options.quick else 5
+            memory = measure_memory(CASES[-1], corpus, device, options.backend, rounds)
+            measure.print_table(memory_table(memory))
+            content["memory"] = asdict(memory)
         if SMALL in chosen:
             content |= _small(corpus, options, caption, progress)
     if options.json is not None:
@@ -664,7 +763,7 @@ def _small(
     measure.console.print(f"largest difference of the frozen features: {apart:.1e}\n")
     if words:
         measure.print_table(words_table(words))
-    plot(options.plot, learnt, topics, caption)
+    plot(options.plot, learnt, topics, caption.partition("\n")[0])
     measure.console.print(f"wrote {options.plot}")
     return {
         **learnt.record(),

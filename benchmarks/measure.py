@@ -476,7 +476,7 @@ def plot(path: Path, title: str, results: Sequence[Result]) -> None:
     labels = [f"{r.case}, {r.step}\n{r.shape}, against {r.fastest_peer}" for r in rows]
     axes.set_yticks(places, labels, fontsize=8)
     axes.set_xlabel("times as fast as the fastest peer: median, p10 to p90", fontsize=8)
-    axes.set_title(title, fontsize=8)
+    figure.suptitle(title, fontsize=8, wrap=True)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
     pyplot.close(figure)
@@ -561,6 +561,21 @@ def parser(
     out.add_argument("--json", type=Path, metavar="PATH", help="write all figures")
     out.add_argument("--plot", type=Path, metavar="PATH", help="write a picture (PNG, SVG or PDF)")
     return out
+
+
+def add_count(
+    to: argparse.ArgumentParser, option: str, default: int, of: str = "", least: int = 1
+) -> None:
+    """An option that is a whole number, at least ``least``."""
+
+    def count(text: str) -> int:
+        value = int(text)
+        if value < least:
+            raise argparse.ArgumentTypeError(f"expected at least {least}")
+        return value
+
+    text = "; ".join(filter(None, (of, f"default: {default}")))
+    to.add_argument(option, type=count, default=default, help=text)
 
 
 def select(

@@ -326,18 +326,11 @@ def accuracy(logits: Tensor, labels: Tensor) -> float:
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = measure.parser("pretraining", __doc__)
-    parser.add_argument(
-        "--steps", type=int, default=300, help="of pretraining; default: %(default)s"
-    )
-    parser.add_argument(
-        "--tuning-steps", type=int, default=400, help="of fine-tuning; default: %(default)s"
-    )
+    measure.add_count(parser, "--steps", 300, "of pretraining")
+    measure.add_count(parser, "--tuning-steps", 400, "of fine-tuning")
     options = parser.parse_args(argv)
     if options.quick:
         options.steps, options.tuning_steps = min(options.steps, 20), min(options.tuning_steps, 20)
-    for name in ("steps", "tuning_steps"):
-        if getattr(options, name) < 1:
-            parser.error(f"--{name.replace('_', '-')}: expected at least 1")
     return options
 
 

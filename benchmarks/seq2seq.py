@@ -16,10 +16,8 @@ Speed is that of a training step: forward, loss and backward, without the optimi
 from __future__ import annotations
 
 import argparse
-import copy
 import datetime
 import functools
-import math
 import string
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -36,12 +34,14 @@ from trifuse.benchmarks import measure
 from trifuse.benchmarks.text import BOS, EOS, PAD, SYMBOLS, Pairs
 from trifuse.benchmarks.transformer import (
     Batch,
+    Case,
     Curves,
     Task,
     Trained,
     curves_table,
     empty_table,
     speed_table,
+    time_steps,
     tokens,
     train,
 )
@@ -256,40 +256,42 @@ def learn(task: Task, steps: int, device: str, progress: Progress) -> Learnt:
 # Speed ------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Case:
-    """A model whose training step is timed on random tokens.
+def random_batch(config: Seq2SeqConfig, batch_size: int, length: int) -> Batch:
+    """Random tokens; sources and targets have from a quarter to all of ``length``."""
+    generator = torch.Generator().manual_seed(0)
+    source, target = (
+        torch.randint(SYMBOLS, size, (batch_size, length), generator=generator)
+        for size in (config.source_vocab_size, config.target_vocab_size)
+    )
+    lengths = torch.linspace(length / 4, length, batch_size).round()[:, None]
+    mask = torch.arange(length) < lengths
+    return source, mask, target, mask.flip(0)
 
-    Sources and targets have from a quarter to all of ``length``.
-    """
 
-    name: str
-    config: Seq2SeqConfig
-    batch_size: int
-    length: int
-
-    def batch(self) -> Batch:
-        generator = torch.Generator().manual_seed(0)
-        source, target = (
-            torch.randint(SYMBOLS, size, (self.batch_size, self.length), generator=generator)
-            for size in (self.config.source_vocab_size, self.config.target_vocab_size)
-        )
-        lengths = torch.linspace(self.length / 4, self.length, self.batch_size).round()[:, None]
-        mask = torch.arange(self.length) < lengths
-        return source, mask, target, mask.flip(0)
+def case(name: str, config: Seq2SeqConfig, batch_size: int, length: int) -> Case:
+    """The training step of a model, by its sizes."""
+    return Case(
+        name,
+        lambda: Seq2Seq(config),
+        lambda: random_batch(config, batch_size, length),
+        loss,
+        peers=("eager",),
+        dropout=config.dropout,
+        operations=operations,
+    )
 
 
 def cases() -> list[Case]:
     sizes = {"embedding_dim": 512, "hidden_size": 512, "num_layers": 2, "dropout": 0.2}
     return [
-        Case("dates, training step", config("additive"), 64, 28),
-        Case("H 512, additive", config("additive", **sizes), 32, 32),
-        Case("H 512, multiplicative", config("multiplicative", **sizes), 32, 32),
-        Case("H 512, multiplicative, GRU", config("multiplicative", cell="gru", **sizes), 32, 32),
+        case("dates, training step", config("additive"), 64, 28),
+        case("H 512, additive", config("additive", **sizes), 32, 32),
+        case("H 512, multiplicative", config("multiplicative", **sizes), 32, 32),
+        case("H 512, multiplicative, GRU", config("multiplicative", cell="gru", **sizes), 32, 32),
     ]
 
 
-def operations(model: Seq2Seq, batch: Batch) -> float:
+def operations(model: nn.Module, batch: Batch) -> float:
     """Of the products of a step with the weights: 2 forward, 4 backward for each token."""
     into_encoder, into_decoder = tokens(batch)
     per_source = ("encoder.weight", "attention.key")
@@ -298,38 +300,6 @@ def operations(model: Seq2Seq, batch: Batch) -> float:
         parameter.numel() * (into_encoder if name.startswith(per_source) else into_decoder)
         for name, parameter in model.named_parameters()
         if name.startswith((*per_source, *per_target))
-    )
-
-
-def time_steps(case: Case, device: str, seconds: float) -> measure.Result:
-    torch.manual_seed(0)
-    eager = Seq2Seq(case.config).to(device)
-    batch = tuple(x.to(device) for x in case.batch())
-    models = {"ours": copy.deepcopy(eager), "eager": eager}
-    trifuse.fuse(models["ours"], unpad=True)
-    with torch.no_grad():
-        losses = [loss(model.eval(), batch).item() for model in models.values()]
-    if not math.isclose(*losses, rel_tol=1e-5):
-        raise AssertionError(f"{case.name}: fused loss {losses[0]}, eager {losses[1]}")
-
-    def step(model: nn.Module) -> None:
-        model.zero_grad()
-        loss(model, batch).backward()
-
-    functions = {name: functools.partial(step, model.train()) for name, model in models.items()}
-    timings = measure.alternate(functions, device=device, seconds=seconds)
-    count = sum(tokens(batch))
-    rate = measure.matrix_rate(torch.float32, device=device)
-    return measure.Result(
-        case=case.name,
-        step="forward + backward",
-        shape=f"fp32, {count} tokens",
-        ours=timings.pop("ours"),
-        peers=timings,
-        refused={},
-        work=count,
-        ceiling=measure.Rate(rate.value * count / operations(eager, batch), rate.source),
-        unit="token",
     )
 
 
@@ -402,12 +372,11 @@ def attention(result: Learnt, row: int) -> tuple[str, str, Tensor]:
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = measure.parser("seq2seq", __doc__)
-    parser.add_argument("--steps", type=int, default=500, help="of training; default: %(default)s")
+    parser.set_defaults(plot=Path("docs/seq2seq.png"))
+    measure.add_count(parser, "--steps", 500, "of training")
     options = parser.parse_args(argv)
     if options.quick:
         options.steps = min(options.steps, 20)
-    if options.steps < 1:
-        parser.error("--steps: expected at least 1")
     return options
 
 
@@ -437,10 +406,9 @@ def main(argv: Sequence[str]) -> int:
     if learnt:
         measure.print_table(curves_table([result.curves for result in learnt]))
         measure.print_table(accuracy_table(learnt))
-        if options.plot is not None:
-            with trifuse.backend(options.backend):
-                plot(options.plot, learnt, caption)
-            console.print(f"wrote {options.plot}")
+        with trifuse.backend(options.backend):
+            plot(options.plot, learnt, caption.partition("\n")[0])
+        console.print(f"wrote {options.plot}")
     if times:
         measure.print_table(speed_table(times))
     if options.json is not None:

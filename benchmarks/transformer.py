@@ -268,6 +268,25 @@ def learn(
 # Speed ------------------------------------------------------------------------------------------
 
 
+def tokens(batch: Batch) -> tuple[int, int]:
+    """Real tokens that go into an encoder, if there is one, and into a decoder."""
+    if len(batch) == 1:
+        return 0, batch[0][:, :-1].numel()
+    _, source_mask, _, target_mask = batch
+    return int(source_mask.sum()), int(target_mask[:, :-1].sum())
+
+
+def operations(model: nn.Module, batch: Batch) -> float:
+    """Of the products of a step with the layers' weights: 2 forward, 4 backward for each token."""
+    counts = zip(("encoder.layers", "decoder.layers"), tokens(batch), strict=True)
+    return 6 * sum(
+        count * parameter.numel()
+        for stack, count in counts
+        for name, parameter in model.named_parameters()
+        if name.startswith(stack)
+    )
+
+
 @dataclass(frozen=True)
 class Case:
     """A model's training step; ``at_least`` is eager's time over ours."""
@@ -278,6 +297,8 @@ class Case:
     loss: Callable[[nn.Module, Batch], Tensor]
     peers: tuple[str, ...] = ("eager", "compiled")
     at_least: float | None = None
+    dropout: float = DROPOUT
+    operations: Callable[[nn.Module, Batch], float] = operations
 
 
 def base_pair() -> nn.Module:
@@ -317,25 +338,6 @@ CASES = (
 )
 
 
-def tokens(batch: Batch) -> tuple[int, int]:
-    """Real tokens that go into an encoder, if there is one, and into a decoder."""
-    if len(batch) == 1:
-        return 0, batch[0][:, :-1].numel()
-    _, source_mask, _, target_mask = batch
-    return int(source_mask.sum()), int(target_mask[:, :-1].sum())
-
-
-def operations(model: nn.Module, batch: Batch) -> float:
-    """Of the products of a step with the layers' weights: 2 forward, 4 backward for each token."""
-    counts = zip(("encoder.layers", "decoder.layers"), tokens(batch), strict=True)
-    return 6 * sum(
-        count * parameter.numel()
-        for stack, count in counts
-        for name, parameter in model.named_parameters()
-        if name.startswith(stack)
-    )
-
-
 def time_steps(case: Case, device: str, seconds: float) -> measure.Result:
     torch.manual_seed(0)
     eager = case.make().to(device)
@@ -362,11 +364,11 @@ def time_steps(case: Case, device: str, seconds: float) -> measure.Result:
     timings = measure.alternate(functions, device=device, seconds=seconds)
     count = sum(tokens(batch))
     rate = measure.matrix_rate(torch.float32, device=device)
-    per_token = operations(eager, batch) / count
+    per_token = case.operations(eager, batch) / count
     return measure.Result(
         case=case.name,
         step="forward + backward",
-        shape=f"fp32, {count} tokens, dropout {DROPOUT}",
+        shape=f"fp32, {count} tokens, dropout {case.dropout}",
         ours=timings.pop("ours"),
         peers=timings,
         refused={},
@@ -498,14 +500,11 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = measure.parser("transformer", __doc__)
     parser.set_defaults(plot=Path("docs/transformer.png"))
     parser.add_argument("--only", choices=("training", "speed"), help="default: both")
-    parser.add_argument("--steps", type=int, default=300, help="of training; default: %(default)s")
-    parser.add_argument("--seeds", type=int, default=5, help="with dropout; default: %(default)s")
+    measure.add_count(parser, "--steps", 300, "of training")
+    measure.add_count(parser, "--seeds", 5, "with dropout", least=2)
     options = parser.parse_args(argv)
     if options.quick:
         options.steps, options.seeds = min(options.steps, 20), min(options.seeds, 2)
-    for name, least in (("steps", 1), ("seeds", 2)):
-        if getattr(options, name) < least:
-            parser.error(f"--{name}: expected at least {least}")
     return options
 
 

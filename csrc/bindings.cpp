@@ -34,7 +34,12 @@ pybind11::dict build_info() {
   info["compiler"] = "GCC " __VERSION__;
 #endif
   info["torch"] = TORCH_VERSION;
-  info["cuda"] = false;
+  // The operators that csrc/cuda has kernels for.
+#if defined(TRIFUSE_HAS_CUDA)
+  info["cuda"] = std::vector<std::string>{"attention", "dropout_add_layer_norm", "lstm"};
+#else
+  info["cuda"] = std::vector<std::string>{};
+#endif
   return info;
 }
 

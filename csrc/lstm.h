@@ -38,8 +38,10 @@ struct LstmDirection {
 
   // What a training forward leaves to its backward. A row of gates is made of blocks of 16 units
   // (the last may have fewer), each gate's beside one another: i, f, g, o, or i, g, o; in a GRU n,
-  // r, z and W_hn h + b_hn.
-  void* gates = nullptr;  // (T, B, G·H), in a GRU (T, B, 4·H), in the dtype
+  // r, z and W_hn h + b_hn. A layer-norm LSTM leaves what it normalises: W_ih x in those blocks,
+  // and after them W_hh h.
+  void* gates = nullptr;  // (T, B, G·H), in a GRU (T, B, 4·H), in the dtype; with layer
+                          // normalisation (T, B, 2·G·H) in the accumulation type
   void* cells = nullptr;  // (T, B, H) in the accumulation type: c_t
 
   // Backward only.

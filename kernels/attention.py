@@ -37,13 +37,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from trifuse.kernels.arithmetic import dot
 from trifuse.kernels.philox import dropout_keep
 from trifuse.reference import philox
 
 LOG2E = tl.constexpr(math.log2(math.e))
 LN2 = tl.constexpr(math.log(2))
 INF = tl.constexpr(math.inf)
-INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 # From here on a float32 logsumexp is too coarse beside the scores of a float mask to normalise
 # with: at the lowest finite number, where masks like to be, log ∑ exp is lost in it altogether.
@@ -418,16 +418,6 @@ def _program(blocks, heads):
 
 
 @triton.jit
-def _dot(a, b, acc):
-    """acc + a @ b, in float32 throughout where a and b are."""
-    if INTERPRETED:
-        # numpy has no bfloat16, and would multiply the bit patterns.
-        a = a.to(tl.float32)
-        b = b.to(tl.float32)
-    return tl.dot(a, b, acc, input_precision="ieee")
-
-
-@triton.jit
 def _pair_products(
     a, a_tile, b, b_tile, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DIM: tl.constexpr,
     BLOCK_DIM: tl.constexpr, block: tl.constexpr,
@@ -439,14 +429,14 @@ def _pair_products(
     """
     products = tl.zeros((ROWS, COLUMNS), tl.float32)
     if block.K == 0 or block.K >= BLOCK_DIM:
-        products = _dot(a, tl.trans(b), products)
+        products = dot(a, tl.trans(b), products)
     else:
         for k in range(0, BLOCK_DIM, block.K):
             guard = _guard(a_tile, k, ROWS, block.K, DIM)
             x = tl.load(_pointers(a_tile, k, ROWS, block.K), mask=guard, other=0.0)
             guard = _guard(b_tile, k, COLUMNS, block.K, DIM)
             y = tl.load(_pointers(b_tile, k, COLUMNS, block.K), mask=guard, other=0.0)
-            products = _dot(x, tl.trans(y), products)
+            products = dot(x, tl.trans(y), products)
     return products
 
 
@@ -464,7 +454,7 @@ def _zero_non_finite(x):
 def _count_non_finite(keep, x, count):
     """count + the number of non-finite numbers in each sum of rows of x over the pairs in keep."""
     bad = tl.where(_finite(x), 0.0, 1.0)
-    return _dot(tl.where(keep, 1.0, 0.0).to(tl.bfloat16), bad.to(tl.bfloat16), count)
+    return dot(tl.where(keep, 1.0, 0.0).to(tl.bfloat16), bad.to(tl.bfloat16), count)
 
 
 @triton.jit
@@ -530,7 +520,7 @@ def _attend(
             value = _load(value_tile, block.N, variant.Ev, variant.BLOCK_EV, FULL)
             if CAREFUL:
                 value = _zero_non_finite(value)
-            acc = _dot(p.to(value.dtype), value, acc * shrink[:, None])
+            acc = dot(p.to(value.dtype), value, acc * shrink[:, None])
     return acc, peak, total
 
 
@@ -767,8 +757,8 @@ def _collect(
         grad_scores = p * (grad_p - delta)
         if variant.masked or not FULL:
             grad_scores = tl.where(keep, grad_scores, 0.0)
-        dv = _dot(dropped.to(do.dtype), do, dv)
-        dk = _dot(grad_scores.to(query.dtype), query, dk)
+        dv = dot(dropped.to(do.dtype), do, dv)
+        dk = dot(grad_scores.to(query.dtype), query, dk)
     return dk, dv
 
 
@@ -951,7 +941,7 @@ def _gather(
             query, do, key, query_tile, do_tile, key_tile, peak, log_total, delta, head, inputs,
             sizes, variant, block, FULL,
         )  # fmt: skip
-        dq = _dot(grad_scores.to(key.dtype), key, dq)
+        dq = dot(grad_scores.to(key.dtype), key, dq)
     return dq
 
 

@@ -28,10 +28,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from trifuse.kernels.arithmetic import round_to
 from trifuse.kernels.philox import dropout_keep
 from trifuse.reference import philox
-
-INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 # What kernels are given --------------------------------------------------------------------------
 
@@ -118,19 +117,9 @@ def _load(matrix, tile, vector: tl.constexpr):
 
 
 @triton.jit
-def _round(values, dtype: tl.constexpr):
-    if INTERPRETED and dtype == tl.bfloat16:
-        # The interpreter would cut bits off where a GPU rounds to nearest even.
-        bits = values.to(tl.int32, bitcast=True)
-        rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000
-        values = tl.where(values == values, rounded.to(tl.float32, bitcast=True), values)
-    return values.to(dtype)
-
-
-@triton.jit
 def _store(matrix, values, tile, vector: tl.constexpr):
     pointers = matrix.data + tile.row * (matrix.stride * vector) + tile.column
-    tl.store(pointers, _round(values, matrix.data.dtype.element_ty), mask=tile.inside)
+    tl.store(pointers, round_to(values, matrix.data.dtype.element_ty), mask=tile.inside)
 
 
 @triton.jit
@@ -182,7 +171,7 @@ def _forward_sum(inputs, dropout, sums, tile, variant: tl.constexpr, block: tl.c
     """The sum, rounded as it is returned if it is."""
     total = _sum(inputs, dropout, _draw(dropout, tile, block), tile, variant)
     if sums is not None:
-        total = _round(total, sums.data.dtype.element_ty).to(tl.float32)
+        total = round_to(total, sums.data.dtype.element_ty).to(tl.float32)
     return total
 
 
@@ -430,7 +419,7 @@ def _add_up(shares, grad, programs, N: tl.constexpr, block: tl.constexpr):
             guard = (row < programs) & (column < N)[None, :]
             pointers = shares + row.to(tl.int64) * N + column[None, :]
             total += tl.load(pointers, mask=guard, other=0.0)
-        result = _round(tl.sum(total, 0), grad.dtype.element_ty)
+        result = round_to(tl.sum(total, 0), grad.dtype.element_ty)
         tl.store(grad + column, result, mask=column < N)
 
 

@@ -19,8 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from trifuse.kernels.attention import _dot
-from trifuse.kernels.dropout_add_layer_norm import _round
+from trifuse.kernels.arithmetic import dot, round_to
 from trifuse.kernels.recurrent import (
     Config,
     Sequences,
@@ -120,7 +119,7 @@ def _forward(v, h, products, out, gates, inputs, tile, at, variant: tl.constexpr
     if gates is not None:
         _store_gates(gates + of_saved(tile, at.t, 4 * H), Gates(n, r, z, k), inside, H)
     new = (1.0 - z) * n + z * h.to(dtype)
-    h = tl.where(at.runs, _round(new, h.dtype), h)
+    h = tl.where(at.runs, round_to(new, h.dtype), h)
     y = tl.where(at.runs, h, 0.0).to(h.dtype)
     tl.store(out + of_token(tile, at.t, variant.D, H), y, tile.exists & (tile.column < H))
     return h
@@ -227,9 +226,9 @@ def gru_forward_sequence_kernel(
     for step in tl.range(0, longest, num_stages=1):
         at = make_step(tile, step, variant.reverse)
         zeros = tl.full((block.rows, block.columns), 0.0, tl.float32)
-        v_r = _dot(h, tl.trans(w_r), zeros)
-        v_z = _dot(h, tl.trans(w_z), zeros)
-        v_k = _dot(h, tl.trans(w_k), zeros)
+        v_r = dot(h, tl.trans(w_r), zeros)
+        v_z = dot(h, tl.trans(w_z), zeros)
+        v_k = dot(h, tl.trans(w_k), zeros)
         h = _forward(Gates(v_k, v_r, v_z, v_k), h, products, out, gates, inputs, tile, at, variant)
     nothing = tl.full((block.rows, block.columns), 0.0, h.dtype)
     for step in range(longest, T):
@@ -320,9 +319,9 @@ def gru_backward_sequence_kernel(
     for back in tl.range(0, longest, num_stages=1):
         at = make_step(tile, longest - 1 - back, variant.reverse)
         d, dh = _backward(dh, through, grad_out, gates, h0, out, grads, inputs, tile, at, variant)
-        through = _dot(_round(d.r, narrow), w_r, zeros)
-        through = _dot(_round(d.z, narrow), w_z, through)
-        through = _dot(_round(d.k, narrow), w_k, through)
+        through = dot(round_to(d.r, narrow), w_r, zeros)
+        through = dot(round_to(d.z, narrow), w_z, through)
+        through = dot(round_to(d.k, narrow), w_k, through)
     tl.store(grad_state + of_state(tile, H), dh + through, inside)
 
 

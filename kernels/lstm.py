@@ -25,8 +25,7 @@ import triton.language as tl
 from torch import Tensor
 
 from trifuse.kernels import dropout_add_layer_norm as layer_norm
-from trifuse.kernels.attention import _dot
-from trifuse.kernels.dropout_add_layer_norm import _round
+from trifuse.kernels.arithmetic import dot, round_to
 from trifuse.kernels.philox import dropout_keep
 from trifuse.kernels.recurrent import (
     INF,
@@ -395,7 +394,7 @@ def _from_input(products, tile, at, variant: tl.constexpr, dtype: tl.constexpr):
 def _hidden_forward(new, h, out, inputs, tile, at, variant: tl.constexpr, block: tl.constexpr):
     """The next h in its dtype, from the new one and the last; writes the output."""
     wide = _zoneout(new, h.to(new.dtype), inputs, tile, at, False, variant, block)
-    h = tl.where(at.runs, _round(wide, h.dtype), h)
+    h = tl.where(at.runs, round_to(wide, h.dtype), h)
     inside = tile.exists & (tile.column < variant.R)
     y = tl.where(at.runs, h, 0.0).to(h.dtype)
     tl.store(out + of_token(tile, at.t, variant.D, variant.R), y, inside)
@@ -408,7 +407,7 @@ def _drop(h, inputs, tile, variant: tl.constexpr):
     if inputs.dropout is not None:
         inside = tile.exists & (tile.column < variant.R)
         dropout = tl.load(inputs.dropout + of_state(tile, variant.R), inside, other=0.0)
-        h = _round(h.to(dropout.dtype) * dropout, h.dtype)
+        h = round_to(h.to(dropout.dtype) * dropout, h.dtype)
     return h
 
 
@@ -539,12 +538,12 @@ def lstm_forward_sequence_kernel(
         x = _from_input(products, tile, at, variant, dtype)
         operand = _drop(h, inputs, tile, variant)
         zeros = tl.full((block.rows, block.columns), 0.0, dtype)
-        v_i = _dot(operand, tl.trans(w.i), zeros)
-        v_g = _dot(operand, tl.trans(w.g), zeros)
-        v_o = _dot(operand, tl.trans(w.o), zeros)
+        v_i = dot(operand, tl.trans(w.i), zeros)
+        v_g = dot(operand, tl.trans(w.g), zeros)
+        v_o = dot(operand, tl.trans(w.o), zeros)
         v_f = v_i
         if not variant.coupled:
-            v_f = _dot(operand, tl.trans(w.f), zeros)
+            v_f = dot(operand, tl.trans(w.f), zeros)
         v = Gates(v_i, v_f, v_g, v_o)
         m, c = _cell_forward(x, v, c, saved, inputs, tile, at, variant, block)
         h = _hidden_forward(m, h, out, inputs, tile, at, variant, block)
@@ -867,11 +866,11 @@ def lstm_backward_sequence_kernel(
         at = make_step(tile, step, variant.reverse)
         dm, dh = _hidden_backward(dh, through, grad_out, inputs, tile, at, variant, block)
         dv, dc = _cell_backward(dm, dc, past, grads, shares, inputs, tile, at, variant, block)
-        through = _dot(_round(dv.i, narrow), w.i, tl.full((block.rows, block.columns), 0.0, dtype))
+        through = dot(round_to(dv.i, narrow), w.i, tl.full((block.rows, block.columns), 0.0, dtype))
         if not variant.coupled:
-            through = _dot(_round(dv.f, narrow), w.f, through)
-        through = _dot(_round(dv.g, narrow), w.g, through)
-        through = _dot(_round(dv.o, narrow), w.o, through)
+            through = dot(round_to(dv.f, narrow), w.f, through)
+        through = dot(round_to(dv.g, narrow), w.g, through)
+        through = dot(round_to(dv.o, narrow), w.o, through)
         # A share may be read by another thread than the one that wrote it a step before.
         tl.debug_barrier()
     if inputs.dropout is not None:

@@ -29,7 +29,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from trifuse.kernels.dropout_add_layer_norm import _round
+from trifuse.kernels.arithmetic import round_to
 from trifuse.reference.lstm import accumulation_dtype, masked, valid_steps
 
 INF = tl.constexpr(math.inf)
@@ -102,7 +102,7 @@ def load(pointers, inside, dtype: tl.constexpr):
 
 @triton.jit
 def store(pointers, values, inside):
-    tl.store(pointers, _round(values, pointers.dtype.element_ty), mask=inside)
+    tl.store(pointers, round_to(values, pointers.dtype.element_ty), mask=inside)
 
 
 @triton.jit

@@ -3,10 +3,13 @@
 Operators are not here; they go through ``torch.ops.trifuse``.
 """
 
+from typing import Any
+
 from torch import Tensor
 
-def build_info() -> dict[str, object]:
-    """ "capabilities": instruction sets compiled for; "compiler"; "cuda": bool; "torch"."""
+def build_info() -> dict[str, Any]:
+    """ "capabilities": instruction sets compiled for; "compiler"; "torch"; "cuda": the operators
+    that have CUDA kernels."""
 
 def cpu_capability() -> str:
     """The instruction set in use."""

@@ -55,7 +55,7 @@ def build() -> list[tuple[str, str]]:
             ("  in use", _capability_in_use()),
         ]
     lines += [
-        ("CUDA kernels", "built" if info.get("cuda") else "none in this build"),
+        ("CUDA kernels", _cuda_kernels(info)),
         ("Triton", _version("triton") or "not installed"),
         ("GPU", _gpu()),
     ]
@@ -67,6 +67,13 @@ def _capability_in_use() -> str:
         return backends._C.cpu_capability()
     except ValueError as error:  # TRIFUSE_CPU_CAPABILITY names none that would do
         return f"none: {error}"
+
+
+def _cuda_kernels(info: dict[str, Any]) -> str:
+    if info.get("cuda"):
+        return f"{', '.join(info['cuda'])}, for sm_80, sm_90a and by PTX for later GPUs"
+    why = info.get("cuda_error")
+    return f"none in this build: {why}" if why else "none in this build"
 
 
 def _version(distribution: str) -> str | None:

@@ -10,7 +10,8 @@ back a backend's name; it then runs the ``torch.ops.trifuse.<operator>.<backend>
 | cpp     | vectorised C++ kernels, csrc/cpu    | CPU                                      |
 | eager   | the formula in torch, reference/    | anything                                 |
 
-``auto`` takes the first of these that can serve the call.
+``auto`` takes the first of these that can serve the call; but Triton before CUDA where that is not
+measured to be faster: ``CUDA_BEFORE_TRITON``.
 """
 
 from __future__ import annotations
@@ -28,6 +29,9 @@ import torch
 log = logging.getLogger("trifuse")
 
 ORDER = ("cuda", "triton", "cpp", "eager")
+
+# Operators whose CUDA kernels measure faster than their Triton kernels. None has been measured yet.
+CUDA_BEFORE_TRITON: frozenset[str] = frozenset()
 
 try:
     from trifuse import _C
@@ -56,16 +60,17 @@ class Choice(NamedTuple):
 
 
 def build_info() -> dict[str, object]:
-    """What the extension was built with: CPU capabilities, compiler; or why there is none."""
-    if _C is not None:
-        return dict(_C.build_info())
+    """What the extension was built with: CPU capabilities, compiler, operators with CUDA kernels or
+    why there are none; or why there is no extension."""
     try:
         from trifuse import _build_info
     except ImportError:
-        reason = _extension_error
+        reason, why_no_cuda = "", ""
     else:
-        reason = _build_info.ERROR or _extension_error
-    return {"error": reason}
+        reason, why_no_cuda = _build_info.ERROR, _build_info.CUDA_ERROR
+    if _C is None:
+        return {"error": reason or _extension_error}
+    return {**_C.build_info(), "cuda_error": why_no_cuda}
 
 
 def cpu_capability() -> str | None:
@@ -79,13 +84,26 @@ def interpreting() -> bool:
 
 
 # Asked once, here: torch.compile can't trace into the extension.
-_HAS_CUDA = _C is not None and bool(_C.build_info()["cuda"])
+_CUDA_OPERATORS: tuple[str, ...] = () if _C is None else tuple(_C.build_info()["cuda"])
 
 
 def _why_not_cuda(call: Call) -> str | None:
-    if not _HAS_CUDA:
+    if not _CUDA_OPERATORS:
         return "this build holds no CUDA kernels"
-    return None if call.device == "cuda" else f"tensors are on {call.device}"
+    if call.device != "cuda":
+        return f"tensors are on {call.device}"
+    if call.operator not in _CUDA_OPERATORS:
+        return "no CUDA kernel for this operator"
+    if call.operator == "attention" and call.dtype == torch.float64:
+        return f"no kernel for {call.dtype}"
+    return _why_not_head_dim(call)
+
+
+def _why_not_head_dim(call: Call) -> str | None:
+    """What a GPU's tiles of attention have no room for."""
+    if call.operator == "attention" and call.head_dim > 256:
+        return f"head_dim {call.head_dim} exceeds 256"
+    return None
 
 
 _HAS_TRITON = importlib.util.find_spec("triton") is not None
@@ -99,9 +117,7 @@ def _why_not_triton(call: Call) -> str | None:
         return f"tensors are on {call.device}"
     if call.dtype not in _TRITON_DTYPES:
         return f"no kernel for {call.dtype}"
-    if call.operator == "attention" and call.head_dim > 256:
-        return f"head_dim {call.head_dim} exceeds 256"
-    return None
+    return _why_not_head_dim(call)
 
 
 _CPP_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -113,6 +129,11 @@ def _why_not_cpp(call: Call) -> str | None:
     if call.device != "cpu":
         return f"tensors are on {call.device}"
     return None if call.dtype in _CPP_DTYPES else f"no kernel for {call.dtype}"
+
+
+def _is_for_triton(call: Call) -> bool:
+    """Whether ``auto`` takes Triton's kernels though there are CUDA's."""
+    return call.operator not in CUDA_BEFORE_TRITON and _why_not_triton(call) is None
 
 
 _WHY_NOT = {
@@ -177,6 +198,8 @@ def _choose(call: Call, requested: str) -> Choice:
         # The interpreter is for checking kernels. Nobody wants it chosen for them.
         if name == "triton" and call.device == "cpu":
             why = "on CPU tensors only when asked for by name, under TRITON_INTERPRET=1"
+        if name == "cuda" and why is None and _is_for_triton(call):
+            why = "not measured to be faster than Triton"
         if why is None:
             break
         refused.append((name, why))

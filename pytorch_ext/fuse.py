@@ -104,10 +104,11 @@ def fuse(model: torch_nn.Module, unpad: bool = False) -> FuseReport:
     Args:
         model: any module; it is changed, not copied.
         unpad: leave the padding that a boolean mask shows out of everything that the stacks
-            (``torch.nn.TransformerEncoder`` and ``TransformerDecoder``) and models (both BERTs)
-            compute, in training too: see :mod:`trifuse.nn.packing`. They then give 0 at padded
-            positions; what real tokens get does not change. Without it, a padded position gets what
-            the layers make of it.
+            (``torch.nn.TransformerEncoder`` and ``TransformerDecoder``) and models (both BERTs
+            without the heads on top of them, ``trifuse.models.transformer``'s with theirs) compute,
+            in training too: see :mod:`trifuse.nn.packing`. They then give 0 at padded positions;
+            what real tokens get does not change. Without it, a padded position gets what the layers
+            make of it.
 
     Returns:
         What was swapped and what was left and why, with ``revert()``.
@@ -155,6 +156,7 @@ def _swaps(unpad: bool, report: FuseReport) -> dict[type, _Swap]:
         torch_nn.TransformerDecoderLayer: nn.TransformerDecoderLayer,
         bert.SoftmaxAttention: nn.SoftmaxAttention,
         transformer.SoftmaxAttention: nn.SoftmaxAttention,
+        transformer.AddNorm: nn.AddNorm,
         bert.BertIntermediate: nn.BertIntermediate,
         bert.BertSelfOutput: nn.BertSelfOutput,
         elmo.CharacterEncoder: nn.CharacterEncoder,
@@ -162,7 +164,12 @@ def _swaps(unpad: bool, report: FuseReport) -> dict[type, _Swap]:
         elmo.ProjectedLSTM: nn.ProjectedLSTM,
     }
     if unpad:
-        classes |= {bert.BertModel: nn.BertModel, bert.BertEncoder: nn.BertEncoder}
+        classes |= {
+            bert.BertModel: nn.BertModel,
+            bert.BertEncoder: nn.BertEncoder,
+            transformer.Transformer: nn.UnpaddedTransformer,
+            transformer.LanguageModel: nn.UnpaddedLanguageModel,
+        }
     table: dict[type, _Swap] = {
         torch_nn.MultiheadAttention: _swap_multihead_attention,
         torch_nn.TransformerEncoder: functools.partial(_swap_transformer_encoder, unpad=unpad),

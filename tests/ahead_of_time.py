@@ -76,7 +76,7 @@ def _disassemble(kernel: Any) -> Code:
         file.flush()
         command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", "--dump-sass"]
         report = subprocess.run(
-            [*command, file.name], capture_output=True, text=True, check=True
+            [*command, file.name], stdout=subprocess.PIPE, text=True, check=True
         ).stdout
     found = re.search(r"REG:(\d+) STACK:(\d+)", report)
     assert found is not None, report

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -17,24 +18,35 @@ from ahead_of_time import compile_launches
 
 from trifuse.kernels import attention
 
-# Features of a call that add to what a kernel keeps in registers.
-CALLS: dict[str, dict[str, Any]] = {
+# Options of a call that add to what a kernel keeps in registers.
+OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "causal": {"causal": True},
     "bool mask": {"mask": torch.bool},
     "causal dropout": {"causal": True, "dropout_p": 0.1},
     "all": {"mask": "query's", "causal": True, "dropout_p": 0.1},
 }
-ARCHITECTURES = (80, 90)
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-HEAD_DIMS = (64, 128, 256)
 
 
-class Usage(NamedTuple):
+class Call(NamedTuple):
     architecture: int
     dtype: str
     head_dim: int
-    call: str
+    options: str
+    kernels: Sequence[str] = ()  # those to compile, by default all
+
+
+CALLS = tuple(
+    Call(architecture, dtype, head_dim, options)
+    for architecture in (80, 90)
+    for dtype in DTYPES
+    for head_dim in (64, 128, 256)
+    for options in OPTIONS
+)
+
+
+class Usage(NamedTuple):
     kernel: str
     registers: int  # of a thread
     stack: int  # bytes of a thread: what was spilled, and little else
@@ -42,25 +54,26 @@ class Usage(NamedTuple):
     matrix: str  # the matrix unit's instructions: HMMA, HGMMA (wgmma), both or none
 
 
-def compile_call(
-    architecture: int, dtype: str, head_dim: int, call: str, kernels: tuple[str, ...] = ()
-) -> list[Usage]:
-    """What the kernels (by default all) of one call, forward and backward, need."""
-    attention._has_wgmma = lambda device: architecture == 90
+def compile_call(call: Call) -> list[Usage]:
+    """What the kernels of a call, forward and backward, need."""
+    attention._has_wgmma = lambda device: call.architecture == 90
     names = {kernel.__name__: name for name, kernel in attention._KERNELS.items()}
-    wanted = tuple(name for name, short in names.items() if short in kernels)
+    wanted = tuple(name for name, short in names.items() if short in call.kernels)
     return [
         Usage(
-            architecture, dtype, head_dim, call, names[code.kernel], code.registers, code.stack,
-            code.shared, " ".join(sorted(set(re.findall(r"\bHG?MMA\b", code.sass)))),
+            names[code.kernel],
+            *code[1:4],
+            " ".join(sorted(set(re.findall(r"\bHG?MMA\b", code.sass)))),
         )
         for code in compile_launches(
-            architecture, lambda: _launch_all(DTYPES[dtype], head_dim, **CALLS[call]), wanted
+            call.architecture,
+            lambda: _launch(DTYPES[call.dtype], call.head_dim, **OPTIONS[call.options]),
+            wanted,
         )
-    ]  # fmt: skip
+    ]
 
 
-def _launch_all(
+def _launch(
     dtype: torch.dtype,
     head_dim: int,
     mask: torch.dtype | str | None = None,
@@ -85,22 +98,18 @@ def _launch_all(
 
 
 def main(arguments: list[str]) -> None:
-    """Print usages as JSON for ``[architecture, dtype, head_dim, call, kernels]`` given in JSON,
-    without arguments a table of them all."""
+    """Print usages as JSON for calls given in JSON, without arguments a table of them all."""
     if arguments:
-        wanted = json.loads(arguments[0])
-        print(json.dumps([usage for call in wanted for usage in compile_call(*call)]))
+        wanted = [Call(*call) for call in json.loads(arguments[0])]
+        print(json.dumps([compile_call(call) for call in wanted]))
         return
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(*Usage._fields)
-    for architecture in ARCHITECTURES:
-        for dtype in DTYPES:
-            for head_dim in HEAD_DIMS:
-                for call in CALLS:
-                    for usage in compile_call(architecture, dtype, head_dim, call):
-                        table.add_row(*map(str, usage))
+    table = Table(*Call._fields[:-1], *Usage._fields)
+    for call in CALLS:
+        for usage in compile_call(call):
+            table.add_row(*map(str, (*call[:-1], *usage)))
     Console(width=120).print(table)
 
 

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import hypothesis
 import pytest
+
+# Threads wait asleep instead of spinning: the cores may be busy with another worker's tests, and
+# there are more threads than cores in some. OpenMP reads it when torch is loaded.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
 import torch
 import torch.testing._internal.common_utils  # loads a Hypothesis profile, so ours comes after
 
@@ -18,6 +25,45 @@ if not torch.cuda.is_available():
 
 import trifuse
 from trifuse import backends
+
+
+def _patch_language_once_a_launch() -> None:
+    """Have Triton's interpreter replace the functions of triton.language once a launch.
+
+    It does so again in every call of one jitted function by another, which changes nothing and
+    takes half of a test's time.
+    """
+    from triton.runtime import interpreter
+
+    if not hasattr(interpreter, "_LangPatchScope"):
+        return  # a version of Triton that goes about it in another way
+
+    patch, scope = interpreter._patch_lang, interpreter._LangPatchScope
+    language = interpreter.tl
+    patched: set[str] = set()
+
+    class Scope(scope):  # type: ignore[misc, valid-type]
+        def restore(self) -> None:
+            super().restore()
+            patched.clear()
+
+    @functools.cache
+    def seen_from(module: str) -> set[str]:
+        """Which parts of the language are globals there: those that the interpreter replaces."""
+        known = vars(sys.modules[module]).values()
+        return {m.__name__ for m in (language, language.core) if any(m is v for v in known)}
+
+    def patch_lang(fn: Any) -> Any:
+        if patched and seen_from(fn.__module__) <= patched:
+            return Scope()
+        patched.update(seen_from(fn.__module__))
+        return patch(fn)
+
+    interpreter._patch_lang, interpreter._LangPatchScope = patch_lang, Scope
+
+
+if backends._HAS_TRITON and os.environ.get("TRITON_INTERPRET") == "1":
+    _patch_language_once_a_launch()
 
 # The same examples on every run: a change is judged by what it does, not by the day's draw.
 # `pytest --hypothesis-profile=thorough` draws new ones, and many more.

@@ -172,9 +172,9 @@ def _eager_direction(
         new_h = zoneout(new_h, h, drawn.keep_h, position, o.zoneout_h)
         new_c = zoneout(new_c, c, drawn.keep_c, position, o.zoneout_c)
         h, c = torch.where(valid, new_h, h), torch.where(valid, new_c, c)
-        for b in range(B):
-            if valid[b]:
-                steps[int(position[b]) * B + b] = h[b]
+        for b, (t, runs) in enumerate(zip(position.tolist(), valid[:, 0].tolist(), strict=True)):
+            if runs:
+                steps[t * B + b] = h[b]
     nothing = input.new_zeros(R)
     y = [steps.get(k, nothing) for k in range(T * B)]
     return torch.stack(y).view(T, B, R) if y else input.new_zeros(T, B, R), h, c
@@ -239,7 +239,8 @@ def _differentiate(
 
 def record_accuracy(accuracies: dict[Kernel, Accuracy], case: Case) -> None:
     """Put a case to each kernel and hold each result to the numerics rule."""
-    expected, eager, rounding = specification(case), eager_torch(case), one_rounding(case)
+    expected, eager = specification(case), eager_torch(case)
+    rounding = one_rounding(case, expected)
     for kernel, accuracy in accuracies.items():
         with kernel.serving():
             actual = run(case)
@@ -251,8 +252,8 @@ def record_accuracy(accuracies: dict[Kernel, Accuracy], case: Case) -> None:
             accuracy.record(name, actual[name], expected[name], theirs, rounding[name], sequences)
 
 
-def one_rounding(case: Case, count: int = 4) -> Results:
-    """How far each result moves when each number that goes in is rounded once more.
+def one_rounding(case: Case, exact: Results, count: int = 4) -> Results:
+    """How far each of the exact results moves when each number that goes in is rounded once more.
 
     What roundings do on their way through time isn't written out here but tried: the root mean
     square over some draws of random ones.
@@ -264,7 +265,6 @@ def one_rounding(case: Case, count: int = 4) -> Results:
         noise = torch.randn(t.shape, generator=generator, dtype=torch.float64)
         return t.double() * (1 + eps * noise)
 
-    exact = specification(case)
     squares = {name: torch.zeros_like(t) for name, t in exact.items()}
     for _ in range(count):
         near = case.with_tensors({name: rounded(t) for name, t in case.tensors.items()})
@@ -482,6 +482,15 @@ def draw_case(random: Random, dtype: torch.dtype) -> Case:
         training=chance(0.5),
     )
     return laid_out(case, lambda: random.choice(("contiguous", "gaps", "offset", "swapped")))
+
+
+# torch's products of few rows may differ in the last bit from those of many. These don't round.
+def with_exact_products(case: Case) -> Case:
+    def short(t: Tensor) -> Tensor:
+        return (t * 16).round() / 16
+
+    parameters = tuple(p._replace(weight_ih=short(p.weight_ih)) for p in case.parameters)
+    return dataclasses.replace(case, input=short(case.input), parameters=parameters)
 
 
 def laid_out(case: Case, layout: Callable[[], str]) -> Case:

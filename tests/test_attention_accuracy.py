@@ -19,7 +19,7 @@ from attention_cases import (
     record_accuracy,
     run,
 )
-from hypothesis import given
+from hypothesis import given, settings
 from numerics import Accuracy
 from torch.nn.attention.bias import CausalVariant
 
@@ -30,6 +30,7 @@ import trifuse
 def test_any_call(dtype, every_kernel):
     """Output, logsumexp and every gradient of whatever Hypothesis thinks of, by every kernel."""
 
+    @settings(max_examples=settings.default.max_examples // 3)
     @given(cases(dtype))
     def call(case: Case) -> None:
         judged = judge(case)

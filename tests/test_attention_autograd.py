@@ -110,7 +110,12 @@ def seeded(call: Callable[..., Any]) -> Callable[..., Any]:
 @pytest.mark.parametrize("what", DIFFERENTIABLE)
 def test_gradcheck(backend, what):
     call, args = DIFFERENTIABLE[what]()
-    torch.autograd.gradcheck(finite_rows(seeded(call)), args, check_batched_grad=False)
+    # The slow mode looks at every element of every derivative; the fast one at random sums of them.
+    slow = ("lse", "causal", "float mask", "packed dropout")
+    torch.manual_seed(0)
+    torch.autograd.gradcheck(
+        finite_rows(seeded(call)), args, check_batched_grad=False, fast_mode=what not in slow
+    )
 
 
 @pytest.mark.parametrize("what", DIFFERENTIABLE)

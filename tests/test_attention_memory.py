@@ -21,8 +21,8 @@ def status(field):
         (line,) = (line for line in lines if line.startswith(field))
     return int(line.split()[1]) / 1024
 def step(L, **options):
-    x = [torch.randn(1, 8, L, 64, requires_grad=True) for _ in range(3)]
-    grad = torch.randn(1, 8, L, 64)
+    x = [torch.randn(1, 2, L, 64, requires_grad=True) for _ in range(3)]
+    grad = torch.randn(1, 2, L, 64)
     before = status("VmRSS")
     out = trifuse.scaled_dot_product_attention(*x, **options)
     grads = torch.autograd.grad(out, x, grad)
@@ -38,11 +38,13 @@ print(step(8192, **options))
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"dropout_p": 0.1}], ids=str)
 def test_peak_memory_of_a_long_sequence(options):
-    """(1, 8, 8192, 64) in float32, forward and backward: under 64 MiB, where L x L is 2 GiB."""
+    """(1, 2, 8192, 64) in float32, forward and backward: under 16 MiB, where L x L is 512 MiB."""
     code = SCRIPT.replace("{options}", repr(options))
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=True
+    )
     extra = float(done.stdout)
-    assert 0 < extra < 64, f"{extra:.0f} MiB beyond inputs, outputs and gradients"
+    assert 0 < extra < 16, f"{extra:.0f} MiB beyond inputs, outputs and gradients"
 
 
 def test_saved_tensors_are_the_inputs_and_two_results(backend):

@@ -104,7 +104,7 @@ def test_environment_variable(name):
     done = subprocess.run(
         [sys.executable, "-c", code],
         env=os.environ | {"TRIFUSE_BACKEND": name},
-        capture_output=True,
+        stdout=subprocess.PIPE,
         text=True,
         check=True,
     )
@@ -171,3 +171,29 @@ def test_cpu_capabilities():
         assert backends._C.cpu_capability() == available[-1]
     finally:
         backends._C.set_cpu_capability(before)
+
+
+@pytest.mark.skipif(not backends._HAS_TRITON, reason="triton is not installed")
+def test_triton_comes_before_cuda_until_that_measures_faster(monkeypatch):
+    operator = "dropout_add_layer_norm"
+    monkeypatch.setattr(backends, "_CUDA_OPERATORS", (operator,))
+    call = backends.Call(operator, "cuda", torch.float32)
+
+    def chosen(call: backends.Call) -> backends.Choice:
+        return backends._choose.__wrapped__(call, "auto")
+
+    assert chosen(call) == ("triton", (("cuda", "not measured to be faster than Triton"),))
+    assert chosen(call._replace(dtype=torch.float64)).backend == "cuda"  # Triton has no kernel
+    assert dict(chosen(call._replace(operator="gru")).refused) == {
+        "cuda": "no CUDA kernel for this operator"
+    }
+    monkeypatch.setattr(backends, "CUDA_BEFORE_TRITON", frozenset({operator}))
+    assert chosen(call).backend == "cuda"
+
+
+@needs_cpp
+def test_cuda_kernels_that_a_build_names_are_registered():
+    for operator in backends.build_info()["cuda"]:
+        for direction in ("forward", "backward"):
+            name = f"trifuse::{operator}_{direction}.cuda"
+            assert torch._C._dispatch_has_kernel_for_dispatch_key(name, "CUDA"), name

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import math
@@ -27,6 +28,10 @@ def tiny() -> ElmoConfig:
         projection_dim=8,
         dropout=0.0,
     )
+
+
+def wide() -> ElmoConfig:
+    return dataclasses.replace(tiny(), lstm_dim=512)
 
 
 @pytest.fixture(scope="module")
@@ -165,8 +170,12 @@ def test_operations_are_those_that_torch_counts(whole):
     char_ids, _ = elmo.encode([sentence], {}, 8)
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         model.bilm(char_ids)
-    wanted = counter.get_total_flops()
-    assert elmo.operations(config, len(sentence.words) + 2) == pytest.approx(wanted, rel=1e-6)
+    tokens, wanted = len(sentence.words) + 2, counter.get_total_flops()
+    assert elmo.operations(config, tokens, tokens) == pytest.approx(wanted, rel=1e-6)
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model.bilm.characters(char_ids)  # of all words but the marks
+    wanted -= counter.get_total_flops()
+    assert elmo.operations(config, tokens, 2) == pytest.approx(wanted, rel=1e-6)
 
 
 def test_a_fused_model_that_differs_stops_the_run(corpus, monkeypatch):
@@ -185,6 +194,8 @@ def test_tables_json_and_picture(tmp_path, capsys, monkeypatch, corpus):
     monkeypatch.setattr(elmo, "small", tiny)
     monkeypatch.setattr(elmo, "CASES", (elmo.Case("tiny, batch 3", tiny, 3, at_least=999.0),))
     monkeypatch.setattr(elmo, "LOOKED_AT", ("the", "nowhere"))
+    memory = elmo.Memory("tiny, batch 3", 3 << 20, 2 << 20, 1 << 20, 1.25)
+    monkeypatch.setattr(elmo, "measure_memory", lambda *arguments: memory)
     monkeypatch.setattr(torch, "set_num_threads", lambda threads: None)
     figures, picture = tmp_path / "a" / "figures.json", tmp_path / "b" / "picture.png"
     arguments = ["--quick", "--device", "cpu", "--json", str(figures), "--plot", str(picture)]
@@ -195,6 +206,8 @@ def test_tables_json_and_picture(tmp_path, capsys, monkeypatch, corpus):
         "inference",
         "training step",
         "999×",
+        "fused, recompute",
+        "1.25×",
         "without dropout, 6 steps from one seed",
         "perplexity a word",
         "a learnt mix",
@@ -215,10 +228,22 @@ def test_tables_json_and_picture(tmp_path, capsys, monkeypatch, corpus):
         assert {len(seeds) for seeds in readings.values()} == {2}
         assert {len(seed["weights"]) for seed in readings["a learnt mix"]} == {3}
     assert [row["word"] for row in content["words"]] == ["the"]
+    assert content["memory"] == dataclasses.asdict(memory)
     steps = [row["step"] for row in content["times"]]
     assert steps == ["inference", "training step"]
     assert content["times"][1]["work"] > 3 * content["times"][0]["work"]
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.slow
+def test_memory_is_that_of_a_step(whole):
+    """Of the three, the one that keeps less needs less."""
+    case = elmo.Case("wide", wide, 24)
+    memory = elmo.measure_memory(case, whole, "cpu", "auto", 1)
+    gates = 4 * 24 * max(len(x.words) + 2 for x in whole.train[:24]) * 4 * 512 * 4
+    assert memory.eager > memory.fused > gates
+    assert memory.fused - memory.recompute > gates / 3  # a layer rebuilds its own
+    assert memory.time_of_recompute > 0
 
 
 def test_cases_are_chosen_by_name():

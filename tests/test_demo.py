@@ -13,6 +13,8 @@ pytest.importorskip("tokenizers")
 pytest.importorskip("safetensors")
 
 from trifuse.benchmarks import demo
+from trifuse.models.elmo import ElmoConfig
+from trifuse.models.transformer import TransformerConfig
 
 
 @pytest.fixture(autouse=True)
@@ -21,6 +23,14 @@ def few_and_short(monkeypatch):
     garbage = [passage for passage in text if "garbage" in passage.text]
     monkeypatch.setattr(demo, "passages", lambda: text[:20] + garbage[:4])
     monkeypatch.setattr(demo, "MAX_TOKENS", 24)
+    monkeypatch.setattr(
+        demo, "transformer_config", lambda: TransformerConfig(256, 64, 4, 1, 1, 128, max_length=40)
+    )
+    monkeypatch.setattr(
+        demo,
+        "ElmoConfig",
+        lambda: ElmoConfig(filters=((1, 16), (3, 32)), lstm_dim=64, projection_dim=32),
+    )
 
 
 @pytest.fixture
@@ -43,16 +53,22 @@ def test_demo(dtype, weights, tmp_path, capsys):
 
     assert (tmp_path / "demo.png").read_bytes().startswith(b"\x89PNG")
     report = json.loads((tmp_path / "demo.json").read_text())
-    eager, *others = report["results"]
+    bert, transformer, elmo = (
+        report["results"][name] for name in ("MiniLM-L6", "Transformer", "ELMo")
+    )
     names = [engine.name for engine in served_engines(getattr(torch, dtype))]
-    assert [r["variant"] for r in others] == ["sdpa", "padded", "fused", *names]
-    for result in others[:3]:
-        assert result["max_error"] <= 2 * eager["max_error"]
-        assert result["rms_error"] <= 2 * eager["rms_error"]
-    assert all(r["milliseconds"] > 0 and r["tokens_per_second"] > 0 for r in [eager, *others])
+    assert [r["variant"] for r in bert] == ["eager", "sdpa", "padded", "fused", *names]
+    for eager, *others in (bert[:4], transformer, elmo):
+        for result in others:
+            assert 0 < result["max_error"] <= 2 * eager["max_error"]
+            assert 0 < result["rms_error"] <= 2 * eager["rms_error"]
+    for result in (*bert, *transformer, *elmo):
+        assert result["milliseconds"] > 0
+        assert result["tokens_per_second"] > 0
 
     printed = capsys.readouterr().out
-    assert all(name in printed for name in ("trifuse.fuse", *names))
+    headings = "MiniLM-L6", "Transformer, 1 + 1 layers", "ELMo, 2 × 2 LSTMs of 64"
+    assert all(name in printed for name in (*headings, "trifuse.fuse", *names))
     nearest = printed.partition("When are objects freed?")[2].strip().splitlines()[0]
     assert "garbage" in nearest
 

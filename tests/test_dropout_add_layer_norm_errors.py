@@ -167,6 +167,16 @@ ARGUMENTS: list[tuple[str, dict[str, Any], type, str]] = [
         for value in (-1e-5, float("nan"))
     ),
     ("eps None", {"eps": None}, TypeError, r"^eps: expected a number; got NoneType"),
+    *(
+        (
+            f"{name} {value!r}",
+            {name: value},
+            TypeError,
+            rf"^{name}: expected True or False; got {type(value).__name__}",
+        )
+        for name in ("training", "prenorm", "rms_norm", "residual_in_fp32")
+        for value in (1, "no", None, torch.tensor(True))
+    ),
     ("eps a tensor", {"eps": torch.ones(())}, TypeError, r"^eps: expected a number; got Tensor"),
 ]  # fmt: skip
 

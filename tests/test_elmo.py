@@ -1145,6 +1145,65 @@ def test_fused_reads_each_word_once():
         assert model.characters(ids).shape == (*ids.shape[:2], 4)
 
 
+@pytest.mark.parametrize(
+    ("words", "read"),
+    [(["a", "cats"], 6 + 4), (["a", "c" * 30], 20), ([], 3 + 4)],
+    ids=["short", "as long as can be", "marks alone"],
+)
+def test_fused_reads_no_more_padding_than_a_filter_sees(words, read, monkeypatch):
+    """A word has marks around it; padding changes no maximum, and no gradient."""
+    torch.manual_seed(0)
+    sizes = {"max_characters_per_token": 20, "filters": ((1, 3), (2, 4), (4, 6))}
+    eager = awake(BiLM(ElmoConfig(**{**TINY, **sizes})))
+    fused = copy.deepcopy(eager)
+    trifuse.fuse(fused)
+    widths = []
+    forward = nn.Conv1d.forward
+
+    def watch(convolution: nn.Conv1d, x: Tensor) -> Tensor:
+        widths.append(x.shape[-1])
+        return forward(convolution, x)
+
+    monkeypatch.setattr(nn.Conv1d, "forward", watch)
+    ids = batch_to_char_ids([words, words[:1]], 20)
+    results = []
+    for model, wanted in ((eager, 20), (fused, read)):
+        results.append(model._read(ids).words)
+        results[-1].pow(3).sum().backward()
+        assert set(widths) == {wanted}
+        widths.clear()
+    assert_close(results[1], results[0])
+    for got, wanted in zip(
+        fused.characters.parameters(), eager.characters.parameters(), strict=True
+    ):
+        assert_close(got.grad, wanted.grad)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_fused_keeps_the_gates_unless_told_otherwise(recompute):
+    """The same gradients, of fewer bytes kept."""
+    torch.manual_seed(0)
+    model = awake(BiLM(ElmoConfig(**TINY)))
+    trifuse.fuse(model)
+    lstm = model.forward_layers[0]
+    x = draw(3, 6, lstm.input_size).requires_grad_()
+    results = []
+    for lstm.recompute in (False, recompute):
+        kept: dict[int, int] = {}
+
+        def keep(t: Tensor, kept: dict[int, int] = kept) -> Tensor:
+            kept[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+            return t
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+            output, _ = lstm(x)
+        results.append((sum(kept.values()), *torch.autograd.grad(output.sum(), (x, lstm.bias))))
+    (before, *wanted), (after, *got) = results
+    assert before - after == (3 * 6 * 4 * lstm.hidden_size * x.element_size() if recompute else 0)
+    for ours, theirs in zip(got, wanted, strict=True):
+        assert_close(ours, theirs)
+
+
 def test_fused_loss():
     torch.manual_seed(0)
     eager = awake(BiLMForPreTraining(ElmoConfig(**TINY), 11, 9, 10)).train()

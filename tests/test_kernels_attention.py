@@ -8,11 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import json
 import math
-import subprocess
-import sys
-from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -35,6 +31,7 @@ from attention_cases import (
     run,
     run_packed,
 )
+from budgets import check_budget, compile_calls
 from numerics import LAYOUTS, Accuracy, lay_out
 from torch import Tensor
 from torch.nn.attention.bias import CausalVariant
@@ -420,41 +417,24 @@ SLACK = (8, 32, 8)  # for other versions of the compiler
 
 
 @pytest.fixture(scope="module")
-def usages() -> dict[tuple[Any, ...], dict[str, list[Any]]]:
-    """By call and kernel: registers, stack, shared memory and instructions of the matrix unit."""
-    pytest.importorskip("triton")
-    script = Path(__file__).with_name("compile_attention.py")
-    # A process for each architecture, side by side; in them kernels aren't the interpreter's.
-    compilers = []
-    for architecture in (80, 90):
-        calls = [(*call, list(of)) for call, of in BUDGET.items() if call[0] == architecture]
-        command = [sys.executable, str(script), json.dumps(calls)]
-        compilers.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
-    found: dict[tuple[Any, ...], dict[str, list[Any]]] = {call: {} for call in BUDGET}
-    for compiler in compilers:
-        output, _ = compiler.communicate()
-        assert compiler.returncode == 0
-        for *call, kernel, registers, stack, shared, matrix in json.loads(output):
-            found[tuple(call)][kernel] = [registers, stack, shared, matrix]
-    return found
+def usages() -> dict[tuple[Any, ...], list[Any]]:
+    """By call: its kernels, what each of them needs and which matrix unit it uses."""
+    found = compile_calls(
+        "compile_attention.py", [(*call, tuple(of)) for call, of in BUDGET.items()]
+    )
+    return {call[:-1]: kernels for call, kernels in found.items()}
 
 
 @pytest.mark.parametrize(
     "call", BUDGET, ids=lambda call: f"sm_{call[0]} {' '.join(map(str, call[1:]))}"
 )
 def test_compiled_kernels_keep_to_their_budget(usages, call):
-    assert usages[call].keys() == BUDGET[call].keys()
-    for kernel, (registers, stack, shared, _) in usages[call].items():
-        needed = (registers, stack, math.ceil(shared / 1024))
-        allowed = tuple(sum(pair) for pair in zip(BUDGET[call][kernel], SLACK, strict=True))
-        assert all(n <= a for n, a in zip(needed, allowed, strict=True)), (
-            f"{kernel}: registers, stack bytes, shared KiB {needed}, allowed {allowed}"
-        )
+    check_budget(usages[call], BUDGET[call], SLACK)
 
 
 @pytest.mark.parametrize(("architecture", "instruction"), [(80, "HMMA"), (90, "HGMMA")])
 def test_matrix_products_run_on_the_unit_meant_for_them(usages, architecture, instruction):
-    for kernel, (*_, matrix) in usages[architecture, "bf16", 64, "plain"].items():
+    for kernel, *_, matrix in usages[architecture, "bf16", 64, "plain"]:
         assert matrix == instruction, kernel
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from attention_cases import drawn_seed, normal
-from budgets import check_budget, compile_calls
+from budgets import check_budget, compile_calls, for_each_architecture
 from dropout_add_layer_norm_cases import (
     Case,
     assert_same_bits,
@@ -288,7 +288,9 @@ BATCHES = [(90, "fp32", 768, 0.1, False, False, rows) for rows in (1, 37, 4096)]
 @pytest.fixture(scope="module")
 def usages() -> dict[tuple[Any, ...], list[Any]]:
     """By call: the kernels of its forward and backward, and what each of them needs."""
-    return compile_calls("compile_dropout_add_layer_norm.py", BUDGET, BATCHES)
+    return compile_calls(
+        "compile_dropout_add_layer_norm.py", for_each_architecture(BUDGET) + BATCHES
+    )
 
 
 @pytest.mark.parametrize("architecture", [80, 90])

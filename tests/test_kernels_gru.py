@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from budgets import check_budget, compile_calls
+from budgets import check_budget, compile_calls, for_each_architecture
 from lstm_cases import assert_same_bits, lay_out_any
 from numerics import Accuracy, rounding_error
 from torch import Tensor
@@ -336,7 +336,7 @@ BUDGET: dict[tuple[Any, ...], dict[str, tuple[int, int, int]]] = {
 
 @pytest.fixture(scope="module")
 def usages() -> dict[tuple[Any, ...], list[Any]]:
-    return compile_calls("compile_lstm.py", BUDGET)
+    return compile_calls("compile_lstm.py", for_each_architecture(BUDGET))
 
 
 @pytest.mark.parametrize("architecture", [80, 90])

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from budgets import check_budget, compile_calls
+from budgets import check_budget, compile_calls, for_each_architecture
 from lstm_cases import (
     DRAWN,
     EVERYTHING,
@@ -23,6 +23,7 @@ from lstm_cases import (
     make,
     record_accuracy,
     specification,
+    with_exact_products,
 )
 from numerics import Accuracy
 from torch import Tensor
@@ -180,15 +181,6 @@ def of_rows(results: dict[str, Tensor], keep: slice, T: int | None = None) -> di
         n: results[n][:T, keep] if n in ("output", "grad_input") else results[n][:, keep]
         for n in OF_ROWS
     }
-
-
-# torch's products of few rows may differ in the last bit from those of many. These don't round.
-def with_exact_products(case: Case) -> Case:
-    def short(t: Tensor) -> Tensor:
-        return (t * 16).round() / 16
-
-    parameters = tuple(p._replace(weight_ih=short(p.weight_ih)) for p in case.parameters)
-    return dataclasses.replace(case, input=short(case.input), parameters=parameters)
 
 
 OF_KERNELS = tuple(name for name in OF_ROWS if name != "grad_input")
@@ -354,7 +346,7 @@ BATCHES = [(90, "bf16", 512, "projected", B) for B in (4, 37)]
 @pytest.fixture(scope="module")
 def usages() -> dict[tuple[Any, ...], list[Any]]:
     """By call: the kernels of its forward and backward, and what each of them needs."""
-    return compile_calls("compile_lstm.py", BUDGET, BATCHES)
+    return compile_calls("compile_lstm.py", for_each_architecture(BUDGET) + BATCHES)
 
 
 @pytest.mark.parametrize("architecture", [80, 90])

@@ -96,13 +96,14 @@ def test_outputs_obey_the_numerics_rule(dtype, activation):
     accuracy.conclude()
 
 
-def test_gradients_obey_the_numerics_rule():
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gradients_obey_the_numerics_rule(dtype):
     """All three, each a sum of another length."""
     accuracy = Accuracy("linear")
     for M, K, N in ((7, 512, 33), (512, 65, 100), (1100, 96, 64), (70, 40, 1536), (65, 768, 512)):
-        module = layer(K, N)
-        x = torch.randn(M, K, requires_grad=True)
-        grad_out = torch.randn(M, N)
+        module = layer(K, N, dtype)
+        x = torch.randn(M, K).to(dtype).requires_grad_()
+        grad_out = torch.randn(M, N).to(dtype)
 
         def gradients(
             weight: Tensor, bias: Tensor, x: Tensor = x, grad_out: Tensor = grad_out
@@ -122,9 +123,22 @@ def test_gradients_obey_the_numerics_rule():
         for name, *values, squares in zip(
             ("x", "weight", "bias"), mine, exact, eager, terms, strict=True
         ):
-            rounding = squares.detach().sqrt() * rounding_error(torch.float32)
+            rounding = squares.detach().sqrt() * rounding_error(dtype)
             accuracy.record(name, *values, rounding)
     accuracy.conclude()
+
+
+@pytest.mark.parametrize("activation", ops.ACTIVATIONS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gradients_through_an_activation(dtype, activation):
+    """Part of the product or after it: the same, twice differentiated."""
+    module, x = layer(96, 40, dtype), torch.randn(130, 96).to(dtype).requires_grad_()
+    inputs, results = (x, *module.parameters()), []
+    for out in (linear_activation(module, x, activation), ops.ACTIVATIONS[activation](module(x))):
+        grads = torch.autograd.grad(out.square().sum(), inputs, create_graph=True)
+        results.append([out, *grads, *torch.autograd.grad(grads[0].square().sum(), inputs)])
+    for mine, wanted in zip(*results, strict=True):
+        assert torch.equal(mine, wanted)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

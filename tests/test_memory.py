@@ -202,7 +202,11 @@ def test_what_is_kept_is_bounded(limit, kept):
     if limit is not None:
         environment["TRIFUSE_CPU_CACHE_MIB"] = limit
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True, check=True
+        [sys.executable, "-c", SCRIPT],
+        env=environment,
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
     )
     in_use, freed = map(float, done.stdout.split())
     assert 320 <= in_use < 340

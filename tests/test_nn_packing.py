@@ -503,6 +503,49 @@ def test_transformer_decoder(padded, batch_first, norm_first, causal, calls):
     assert calls == ["varlen_attention"] * 4  # two layers that attend twice
 
 
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("name", ["padded right", "with holes"])
+def test_reference_language_model(name, training, tokens_seen):
+    from trifuse.models.transformer import LanguageModel, LanguageModelConfig
+
+    torch.manual_seed(0)
+    config = LanguageModelConfig(31, D, H, 2, dim_feedforward=24, dropout=0.0, max_length=L)
+    model = LanguageModel(config).double().train(training)
+    tokens, real = torch.randint(1, 31, (3, L)), KEEP[name].clone()
+    real[:, 0] = True  # torch gives NaN for a query that sees no key
+    expected = model(tokens, real)[real]
+    expected_grads = gradients(model, expected)
+    trifuse.fuse(model, unpad=True)
+    tokens_seen.clear()
+    logits = model(tokens, real)
+    assert set(tokens_seen) == {int(real.sum())}
+    assert logits[~real].eq(0).all()
+    torch.testing.assert_close(logits[real], expected)
+    torch.testing.assert_close(gradients(model, logits[real]), expected_grads)
+    with pytest.raises(ValueError, match=r"mask: expected torch\.bool"):
+        model(tokens, real.long())
+    with pytest.raises(ValueError, match="tokens: expected at most max_length=7"):
+        model(torch.ones(3, L + 1, dtype=torch.long), torch.ones(3, L + 1, dtype=torch.bool).tril())
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_a_causal_hint_without_its_mask_is_refused(padded):
+    """Whether or not there is padding to leave out."""
+    keep = KEEP["padded right"] if padded else torch.ones(3, L, dtype=torch.bool)
+    x = torch.randn(3, L, D, dtype=torch.float64)
+    for stack in (
+        encoder(fused=fused)
+        if kind == "encoder"
+        else encoder_decoder(fused=fused, batch_first=True, norm_first=False).decoder
+        for fused in (False, True)
+        for kind in ("encoder", "decoder")
+    ):
+        given, of = ((x,), "src") if isinstance(stack, nn.TransformerEncoder) else ((x, x), "tgt")
+        hint = "is_causal" if of == "src" else "tgt_is_causal"
+        with pytest.raises(RuntimeError, match="attn_mask"):
+            stack(*given, **{f"{of}_key_padding_mask": ~keep, hint: True})
+
+
 def test_decoder_masks_that_packing_cannot_follow(calls):
     model = encoder_decoder(fused=True, batch_first=True, norm_first=False)
     plain = encoder_decoder(fused=False, batch_first=True, norm_first=False)
@@ -520,25 +563,40 @@ def test_decoder_masks_that_packing_cannot_follow(calls):
     assert "varlen_attention" not in calls
 
 
-def test_reference_transformer():
-    """Source and target padded: the encoder packs its tokens, the decoder both."""
+def gradients(model: nn.Module, logits: Tensor) -> tuple[Tensor, ...]:
+    return torch.autograd.grad(logits.square().sum(), list(model.parameters()))
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("norm_first", [False, True])
+@pytest.mark.parametrize("padded", ["source", "target", "both"])
+def test_reference_transformer(padded, norm_first, training, tokens_seen):
+    """Nothing but the embedding sees padding: not the output projection either."""
     from trifuse.models.transformer import Transformer, TransformerConfig
 
     config = TransformerConfig(
         vocab_size=31, d_model=D, nhead=H, num_encoder_layers=2, num_decoder_layers=2,
-        dim_feedforward=24, dropout=0.0, max_length=L,
+        dim_feedforward=24, dropout=0.0, norm_first=norm_first, max_length=L,
     )  # fmt: skip
     torch.manual_seed(0)
-    model = Transformer(config).double()
+    model = Transformer(config).double().train(training)
     source, target = torch.randint(1, 31, (2, 3, L))
-    arguments = (source, target, KEEP["with holes"], KEEP["padded right"])
-    real = KEEP["padded right"]
-    expected = model(*arguments)[real]
-    expected_grads = torch.autograd.grad(expected.square().sum(), list(model.parameters()))
+    source_mask = None if padded == "target" else KEEP["with holes"]
+    target_mask = None if padded == "source" else KEEP["padded right"]
+    masks = (source_mask, target_mask)
+    counts = [3 * L if mask is None else int(mask.sum()) for mask in masks]
+    real = torch.ones(3, L, dtype=torch.bool) if target_mask is None else target_mask
+    expected = model(source, target, *masks)[real]
+    expected_grads = gradients(model, expected)
     report = trifuse.fuse(model, unpad=True)
-    actual = model(*arguments)[real]
-    grads = torch.autograd.grad(actual.square().sum(), list(model.parameters()))
-    torch.testing.assert_close(actual, expected)
-    torch.testing.assert_close(grads, expected_grads)
+    tokens_seen.clear()
+    logits = model(source, target, *masks)
+    assert set(tokens_seen) == set(counts)
+    assert tokens_seen[-1] == counts[1]  # the output projection
+    assert logits[~real].eq(0).all()
+    torch.testing.assert_close(logits[real], expected)
+    torch.testing.assert_close(gradients(model, logits[real]), expected_grads)
+    assert torch.equal(model(source, target), model(source, target, None, torch.ones_like(real)))
     report.revert()
+    assert type(model) is Transformer
     assert type(model.decoder) is nn.TransformerDecoder

@@ -31,6 +31,14 @@ ENCODER_MASKS: dict[str, dict[str, Any]] = {
     "float": {"src_mask": BIAS},
     "padding": {"src_key_padding_mask": PADDED},
     "causal, padding": {"src_mask": CAUSAL.isinf(), "src_key_padding_mask": PADDED},
+    "causal hint, padding": {
+        "src_mask": CAUSAL,
+        "is_causal": True,
+        "src_key_padding_mask": PADDED.double() * -1e9,
+    },
+    "float mask for each head": {
+        "src_mask": BIAS.expand(B * H, L, L) + torch.arange(B * H)[:, None, None]
+    },
     "float, padding": {
         "src_mask": BIAS,
         "src_key_padding_mask": torch.where(PADDED, -1e9, 0.0).double(),
@@ -43,6 +51,17 @@ DECODER_MASKS: dict[str, dict[str, Any]] = {
     "boolean causal": {"tgt_mask": CAUSAL.isinf()},
     "padding": {"tgt_key_padding_mask": PADDED, "memory_key_padding_mask": MEMORY_PADDED},
     "memory": {"memory_mask": CROSS},
+    "float": {
+        "tgt_mask": BIAS,
+        "memory_mask": torch.where(CROSS, -2.0, 0.5).double(),
+        "tgt_key_padding_mask": torch.where(PADDED, -1e9, 0.0).double(),
+        "memory_key_padding_mask": torch.where(MEMORY_PADDED, -1e9, 0.0).double(),
+    },
+    "mask for each head": {"tgt_mask": CAUSAL.isinf().expand(B * H, L, L)},
+    "memory causal": {
+        "memory_mask": torch.ones(L, M, dtype=torch.bool).triu(1),
+        "memory_is_causal": True,
+    },
     "all": {
         "tgt_mask": CAUSAL.isinf(),
         "memory_mask": CROSS,
@@ -263,8 +282,19 @@ def test_module_options():
     assert "p=0.0, prenorm=True, rms_norm=True, residual_in_fp32=True" in repr(module)
 
 
+def test_module_has_the_state_of_rms_norm():
+    theirs = nn.RMSNorm(D, 1e-3)
+    nn.init.normal_(theirs.weight)
+    ours = trifuse.nn.DropoutAddLayerNorm(D, 1e-3, bias=False, rms_norm=True)
+    ours.load_state_dict(theirs.state_dict())
+    x = torch.randn(B, L, D)
+    torch.testing.assert_close(ours(x), theirs(x))
+
+
 def test_module_arguments():
     with pytest.raises(ValueError, match=r"normalized_shape: expected one dimension; got \(2, 3\)"):
         trifuse.nn.DropoutAddLayerNorm([2, 3])
     with pytest.raises(ValueError, match=r"p: expected a probability in \[0, 1\); got 1"):
         trifuse.nn.DropoutAddLayerNorm(4, p=1)
+    with pytest.raises(TypeError, match="p: expected a number; got str"):
+        trifuse.nn.DropoutAddLayerNorm(4, p="a")

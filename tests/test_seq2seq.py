@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._pytree import tree_leaves
 
 import trifuse
 from trifuse.models import seq2seq
@@ -205,16 +206,82 @@ def test_no_block_of_additive_scores_is_larger_than_asked(monkeypatch):
     """But for one query with all its keys, which is as large as these."""
     made = []
 
-    def watch(query: Tensor, key: Tensor, vector: Tensor) -> Tensor:
+    def watch(query: Tensor, key: Tensor) -> Tensor:
         made.append(query.shape[1])
-        return plain_scores(query, key, vector)
+        return (query[:, :, None] + key[:, None]).tanh()
 
-    monkeypatch.setattr(seq2seq, "_block", watch)
+    monkeypatch.setattr(seq2seq, "_tanh", watch)
     for size, wanted in ((1, [1] * 5), (35, [2, 2, 1]), (1 << 20, [5])):
         made.clear()
         monkeypatch.setattr(seq2seq, "_BLOCK", size)
-        additive_scores(*additive_inputs())
+        scores = additive_scores(*additive_inputs())
         assert made == wanted
+        scores.sum().backward()
+        assert made == 2 * wanted
+
+
+TRANSFORMS: dict[str, Callable[[Callable[..., Tensor]], Callable[..., Any]]] = {
+    "grad": lambda f: torch.func.grad(lambda *x: f(*x).square().sum(), (0, 1, 2)),
+    "vjp": lambda f: lambda *x: torch.func.vjp(f, *x)[1](torch.ones(2, 5, 3).double()),
+    "jacrev": lambda f: torch.func.jacrev(f, (0, 1, 2)),
+    "hessian": lambda f: torch.func.jacrev(TRANSFORMS["grad"](f), (0, 1, 2)),
+}
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
+def test_additive_scores_under_function_transforms(transform, block):
+    given = [x.detach() for x in additive_inputs()]
+    for got, wanted in zip(
+        tree_leaves(transform(additive_scores)(*given)),
+        tree_leaves(transform(plain_scores)(*given)),
+        strict=True,
+    ):
+        assert_close(got, wanted)
+
+
+def test_additive_scores_refuse_forward_mode():
+    given = tuple(x.detach() for x in additive_inputs())
+    with pytest.raises(RuntimeError, match="jvp"):
+        torch.func.jvp(additive_scores, given, given)
+
+
+@pytest.mark.parametrize("dims", [(0, None, None), (None, 1, None), (None, None, 0), (1, 0, 1)])
+def test_additive_scores_of_many(dims, block):
+    """Under vmap, of which arguments ever have one more dimension, and their gradients."""
+    given = [
+        x.detach() if dim is None else torch.stack((x, -x, 2 * x), dim).detach()
+        for x, dim in zip(additive_inputs(), dims, strict=True)
+    ]
+    for transform in (lambda f: f, TRANSFORMS["grad"]):
+        for got, wanted in zip(
+            tree_leaves(torch.vmap(transform(additive_scores), dims)(*given)),
+            tree_leaves(torch.vmap(transform(plain_scores), dims)(*given)),
+            strict=True,
+        ):
+            assert_close(got, wanted)
+
+
+@attentions
+def test_attention_under_function_transforms(name):
+    """Gradients of each sample, as for per-sample clipping."""
+    attention = attention_of(name)
+    torch.manual_seed(1)
+    queries, memories = random(3, 4, 8), random(3, 5, 8)
+
+    def loss(parameters: dict[str, Tensor], query: Tensor, memory: Tensor) -> Tensor:
+        def compute(module: nn.Module) -> Tensor:
+            args = query[None], module.project(memory[None]), memory[None]
+            return module(*args, need_weights=True)[0].square().sum()
+
+        return torch.func.functional_call(_Calling(attention, compute), parameters, ())
+
+    parameters = {f"module.{key}": x.detach() for key, x in attention.named_parameters()}
+    over = torch.func.grad(loss, (0, 1, 2))
+    each = torch.vmap(over, (None, 0, 0))(parameters, queries, memories)
+    for row, sample in enumerate(zip(queries, memories, strict=True)):
+        wanted = tree_leaves(over(parameters, *sample))
+        for got, alone in zip(tree_leaves(each), wanted, strict=True):
+            assert_close(got[row], alone)
 
 
 def bytes_kept(compute: Callable[[], Tensor]) -> list[int]:

@@ -53,15 +53,16 @@ TINY_LANGUAGE = LanguageModelConfig(
 BOS, EOS = 1, 2
 
 
-def transformer(norm_first: bool = False, **sizes: int) -> Transformer:
+def transformer(norm_first: bool = False, **sizes: float) -> Transformer:
     torch.manual_seed(0)
     model = Transformer(dataclasses.replace(TINY, norm_first=norm_first, **sizes))
     return _awake(model).double().eval()
 
 
-def language_model() -> LanguageModel:
+def language_model(**sizes: float) -> LanguageModel:
     torch.manual_seed(0)
-    return _awake(LanguageModel(TINY_LANGUAGE)).double().eval()
+    config = dataclasses.replace(TINY_LANGUAGE, **sizes)
+    return _awake(LanguageModel(config)).double().eval()
 
 
 @torch.no_grad()
@@ -137,7 +138,7 @@ def test_embeddings_are_scaled_and_positioned():
     model = transformer()
     source = tokens(1, 5)
     wanted = model.embedding.weight[source[0]] * 4 + model.positions.table[:5]
-    assert_close(model._embed(source)[0], wanted)
+    assert_close(model._embed("source", source)[0], wanted)
 
 
 @norms
@@ -209,12 +210,17 @@ def test_bad_arguments_are_named():
         TransformerConfig(d_model=16, nhead=3)
     with pytest.raises(ValueError, match="d_model: expected an even number; got 15"):
         TransformerConfig(d_model=15, nhead=3)
+    for config in (TransformerConfig, LanguageModelConfig):
+        with pytest.raises(ValueError, match="nhead: expected at least 1; got 0"):
+            config(nhead=0)
     with pytest.raises(ValueError, match="d_model: expected a multiple of nhead=12; got 16"):
         LanguageModelConfig(d_model=16)
     model, language = transformer(), language_model()
-    with pytest.raises(ValueError, match="at most max_length=20 positions; got 21"):
+    with pytest.raises(ValueError, match=r"target: expected at most max_length=20 .*; got 21"):
         model(tokens(1, 4), tokens(1, 21))
-    with pytest.raises(ValueError, match="at most max_length=20 positions; got 21"):
+    with pytest.raises(ValueError, match=r"source: expected at most max_length=20 .*; got 21"):
+        model(tokens(1, 21), tokens(1, 4))
+    with pytest.raises(ValueError, match=r"tokens: expected at most max_length=20 .*; got 21"):
         language(tokens(1, 21))
     with pytest.raises(ValueError, match=r"source_mask: expected torch.bool of shape \(1, 4\)"):
         model(tokens(1, 4), tokens(1, 3), torch.ones(1, 4))
@@ -375,6 +381,17 @@ def test_cache_of_a_language_model_changes_nothing(chunks):
     model, given, past = language_model(), tokens(2, 7), KeyValueCache()
     got = [model.step(chunk, past) for chunk in given.split(chunks, 1)]
     assert_close(torch.cat(got, 1), model(given))
+
+
+def test_steps_drop_nothing():
+    """Not even those of a model in training."""
+    model, language, given = transformer(dropout=0.5), language_model(dropout=0.5), tokens(2, 3)
+    results = []
+    for training in (False, True):
+        state = model.eval().start(tokens(2, 5))
+        first = model.train(training).step(given, state)
+        results.append((first, language.train(training).step(given, KeyValueCache())))
+    assert_close(*results)
 
 
 def test_reordered_beams_go_on_as_if_they_had_always_been():
@@ -547,10 +564,14 @@ def test_bad_arguments_of_searches_are_named():
             _greedy(model, source, max_length=max_length)
     with pytest.raises(ValueError, match="beam_width: expected at least 1; got 0"):
         _search(model, source, beam_width=0)
+    with pytest.raises(ValueError, match="length_penalty: expected a finite number; got nan"):
+        _search(model, source, length_penalty=math.nan)
     with pytest.raises(ValueError, match=r"prompt: expected .* got \(1, 0\)"):
         sample(language, source[:, :0], 3)
     with pytest.raises(ValueError, match="temperature: expected a number above 0; got 0"):
         sample(language, source, 3, temperature=0)
+    with pytest.raises(ValueError, match="new_tokens: expected at least 0; got -1"):
+        sample(language, source, -1)
     with pytest.raises(ValueError, match="top_k: expected at least 1; got 0"):
         sample(language, source, 3, top_k=0)
     with pytest.raises(ValueError, match="at most max_length=20 positions; got 21"):
@@ -600,8 +621,9 @@ def test_fused_language_model_computes_the_same(calls):
 def test_fused_models_decode_the_same():
     model, language = reverser(False), language_model()
     fused, fused_language = copy.deepcopy(model), copy.deepcopy(language)
-    trifuse.fuse(fused)
-    trifuse.fuse(fused_language)
+    for each in (fused, fused_language):
+        report = trifuse.fuse(each)
+        assert "add_norm" in {swapped.path for swapped in report.swapped}
     source, mask = sources(1, 4, 8, 3)
     for search in (_greedy, _search):
         got, wanted = search(fused, source, mask), search(model, source, mask)

@@ -30,12 +30,18 @@ inline at::ScalarType accumulation_type(at::ScalarType dtype) {
   return dtype == at::kDouble ? at::kDouble : at::kFloat;
 }
 
-inline Dropout kernel_dropout(double dropout_p, const OptionalTensor& seed) {
+// All but the seed.
+inline Dropout kernel_dropout(double dropout_p) {
   Dropout dropout;
-  if (!seed) return dropout;
   // Python's round(p · 65536), which rounds halves to even, as nearbyint does.
   dropout.threshold = static_cast<uint32_t>(std::min(std::nearbyint(dropout_p * 65536), 65535.0));
   dropout.scale = 65536.0 / (65536.0 - dropout.threshold);
+  return dropout;
+}
+
+inline Dropout kernel_dropout(double dropout_p, const OptionalTensor& seed) {
+  if (!seed) return {};
+  Dropout dropout = kernel_dropout(dropout_p);
   if (dropout.threshold) dropout.seed = static_cast<uint64_t>(seed->item<int64_t>());
   return dropout;
 }

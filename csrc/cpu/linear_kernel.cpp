@@ -88,9 +88,6 @@ void finish(
     for (int64_t m = 0; m < rows; ++m) narrow(sums + m * ld, columns, out + m * p.N, 1);
 }
 
-// Rows of sums that are finished at once: they stay in the L1 cache beside the block of the weight.
-constexpr int64_t kStep = 24;
-
 template <class Scalar>
 void run(const LinearProblem& p, int64_t task) {
   using E = ElementOf<Scalar>;
@@ -109,6 +106,9 @@ void run(const LinearProblem& p, int64_t task) {
   Scalar* out = static_cast<Scalar*>(p.out) + m0 * p.N + n0;
   T* sums = direct ? reinterpret_cast<T*>(out) : scratch.take<T>(M * wide);
   const int64_t ld = direct ? p.N : wide;
+  // Rows that are finished at once: their sums stay in the L1 cache beside the block of the weight, and
+  // what they are rounded to, where it lies apart.
+  constexpr int64_t group = in_place ? 60 : 24;
   const Scalar* x = static_cast<const Scalar*>(p.x) + m0 * p.x_row;
   const E* packed = static_cast<const E*>(p.packed) + n0 / kTile * panel_size<E>(p.K);
   const T* bias = p.bias ? static_cast<const T*>(p.bias) + n0 : nullptr;
@@ -124,8 +124,8 @@ void run(const LinearProblem& p, int64_t task) {
       for (int64_t n = 0; n < N; n += kTile) {
         const int64_t columns = std::min(N - n, kTile);
         const E* block = packed + n / kTile * panel_size<E>(p.K) + panel_size<E>(k);
-        for (int64_t r = 0; r < rows; r += kStep) {
-          const int64_t step = std::min(rows - r, kStep);
+        for (int64_t r = 0; r < rows; r += group) {
+          const int64_t step = std::min(rows - r, group);
           T* tile = sums + (m + r) * ld + n;
           tile_gemm<E>(
               step, columns, elements<E>(depth), left.data + r * left.m, left.m, left.k, block, kTile,
@@ -158,8 +158,8 @@ void pack(const LinearProblem& p, int64_t panel) {
 uint64_t checksum(const void* data, int64_t words) {
   const auto* word = static_cast<const uint32_t*>(data);
   uint64_t sum = 0;
-  for (int64_t i = 0; i < words; ++i)
-    sum += uint64_t(word[i]) * (static_cast<uint32_t>(i) * 0x9E3779B9u + 0x7F4A7C15u);
+  uint32_t factor = 0x7F4A7C15u;
+  for (int64_t i = 0; i < words; ++i, factor += 0x9E3779B9u) sum += uint64_t(word[i]) * factor;
   return sum;
 }
 

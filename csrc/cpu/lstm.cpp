@@ -118,12 +118,16 @@ class Call {
     return hold(empty(sizes, at::TensorOptions(type)));
   }
 
+  // With layer normalisation products are kept in place of gates, as they are.
+  bool normalises() const { return p.direction[0].norm_ih_weight; }
+  at::ScalarType gates_type() const { return normalises() ? wide : stored; }
+
   // What a forward left; gates without elements if it did not keep them.
   void saved(const Tensor& output, const Tensor& gates, const OptionalTensor& cells) {
     p.output = const_cast<void*>(data(output, stored));
     for (int64_t d = 0; d < p.directions; ++d) {
       if (gates.numel())
-        p.direction[d].gates = const_cast<void*>(data(gates[d], stored));
+        p.direction[d].gates = const_cast<void*>(data(gates[d], gates_type()));
       if (cells && cells->numel())
         p.direction[d].cells = const_cast<void*>(data((*cells)[d], wide));
     }
@@ -207,7 +211,7 @@ struct ForwardResults {
   Tensor output, h_n, c_n, gates, cells;
 };
 
-// `gate_blocks`: how many values of gates a unit leaves; 0 for none.
+// `gate_blocks`: how many values of gates, or of products, a unit leaves; 0 for none.
 ForwardResults forward(Call& call, int64_t gate_blocks, bool save_cells) {
   LstmProblem& p = call.p;
   const int64_t D = p.directions;
@@ -215,8 +219,8 @@ ForwardResults forward(Call& call, int64_t gate_blocks, bool save_cells) {
   r.output = call.result({p.T, p.B, D * p.R}, call.stored);
   r.h_n = call.result({D, p.B, p.R}, call.stored);
   r.c_n = call.result({p.cell == Cell::Lstm ? D : 0, p.B, p.H}, call.wide);
-  r.gates = gate_blocks ? call.result({D, p.T, p.B, gate_blocks * p.H}, call.stored)
-                        : at::empty({0}, call.stored);
+  r.gates = gate_blocks ? call.result({D, p.T, p.B, gate_blocks * p.H}, call.gates_type())
+                        : at::empty({0}, call.dtype);
   r.cells = save_cells ? call.result({D, p.T, p.B, p.H}, call.wide) : at::empty({0}, call.wide);
   p.output = r.output.mutable_data_ptr();
   for (int64_t d = 0; d < D; ++d) {
@@ -227,8 +231,10 @@ ForwardResults forward(Call& call, int64_t gate_blocks, bool save_cells) {
     if (save_cells) way.cells = r.cells[d].mutable_data_ptr();
   }
   if (p.B) call.run(kernels().lstm_forward);
-  if (call.stored != call.dtype)
-    for (Tensor* t : {&r.output, &r.h_n, &r.gates}) *t = t->to(call.dtype);
+  if (call.stored != call.dtype) {
+    for (Tensor* t : {&r.output, &r.h_n}) *t = t->to(call.dtype);
+    if (!call.normalises()) r.gates = r.gates.to(call.dtype);
+  }
   return r;
 }
 
@@ -242,7 +248,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> lstm_forward(
       Cell::Lstm, input, h0, c0, parameters, lengths, seed, reverse,
       {coupled, forget_bias, cell_clip, proj_clip, eps, zoneout_h, zoneout_c, recurrent_dropout,
        training});
-  auto r = forward(call, save == 2 ? call.p.gates() : 0, save >= 1);
+  auto r = forward(
+      call, save == 2 ? call.p.gates() * (call.normalises() ? 2 : 1) : 0, save >= 1);
   return {r.output, r.h_n, r.c_n, r.gates, r.cells};
 }
 

@@ -9,8 +9,9 @@
 // products over all tokens, cut into tasks that any thread may take: a task owns the rows of a
 // weight's gradient that belong to a panel, or 128 tokens of the input's.
 //
-// Gates that the forward did not keep, and what layer normalisation needs, are computed again for
-// about 128 tokens at a time, by the products of the forward in its order: to the same bits.
+// Gates that the forward did not keep are computed again for about 128 tokens at a time, by the
+// products of the forward in its order, to the same bits: with layer normalisation, from the
+// products that it kept.
 //
 // Each element is a fixed chain of multiply-adds whatever the number of threads.
 //
@@ -36,9 +37,9 @@ class Backward : Layer<E> {
  public:
   Backward(const LstmProblem& p, void* workspace, int64_t threads, int64_t index)
       : Base(p),
-        rebuild_gates(p.cell == Cell::Lstm && !p.direction[0].gates),
+        rebuild_gates(p.cell == Cell::Lstm && (norm || !p.direction[0].gates)),
         rebuild_q(projected && std::isfinite(p.proj_clip) && p.zoneout_h != 0 && !p.training),
-        rebuild_products(rebuild_gates || norm),
+        rebuild_products(p.cell == Cell::Lstm && !p.direction[0].gates),
         exact_gates(rebuild_gates || (kPack<E> == 1 && p.rounding == DType::Float32)),
         tokens(p.start[p.steps]) {
     Arena arena(workspace);
@@ -69,8 +70,9 @@ class Backward : Layer<E> {
       job.dc = arena.take<T>(panels.count * rows * kUnits);
       job.x = arena.take<S>(rebuild_products ? together * x_ld() : 0);
       job.h = arena.take<S>(rebuild_products ? together * h_ld() : 0);
-      job.products = arena.take<T>(rebuild_products ? panels.count * together * width : 0);
+      job.products = arena.take<T>(rebuild_gates ? panels.count * together * width : 0);
       job.h_products = arena.take<T>(norm ? panels.count * together * width : 0);
+      job.gates = arena.take<T>(norm ? panels.count * together * width : 0);
       job.cells = arena.take<T>(norm ? panels.count * together * kUnits : 0);
       for (auto& moments : job.moments)
         moments = arena.take<T[2]>(norm ? panels.count * together : 0);
@@ -99,7 +101,7 @@ class Backward : Layer<E> {
 
   void run(const Crew& crew, int64_t index) {
     const Team all = crew.all(index);
-    if (rebuild_products || rebuild_q || p.direction[0].weight_peephole) pack(all);
+    if (rebuild_gates || rebuild_q || p.direction[0].weight_peephole) pack(all);
     begin(all);
     all.wait();
     crew.share_jobs(index, p.directions * p.groups, [&](int64_t job, const Team& team) {
@@ -142,7 +144,8 @@ class Backward : Layer<E> {
     // Of the steps whose products are computed again.
     S *x, *h;              // [tokens][x_ld], [tokens][h_ld]
     T *products, *h_products;  // [panels][tokens][width]; both in one where nothing is normalised
-    T* cells;              // [panels][tokens][16]: c~
+    T* gates;              // [panels][tokens][width]: i, f, g, o of a layer-norm LSTM
+    T* cells;              // [panels][tokens][16]: its c~
     T (*moments[3])[2];    // [panels][tokens]: of W_ih's products, of W_hh's, of the cells
     T (*sums)[4];          // [panels][rows]: a panel's part of sums over a row
     T* grads;              // [panels][rows][width]: a's gradients
@@ -263,7 +266,7 @@ class Backward : Layer<E> {
     team.wait();
     for (int64_t s1 = p.steps; s1 > 0;) {
       const int64_t s0 = std::max<int64_t>(s1 - chunk, 0);
-      if (rebuild_products || rebuild_q) rebuild(group, job, team, s0, s1);
+      if (rebuild_gates || rebuild_q) rebuild(group, job, team, s0, s1);
       for (int64_t s = s1 - 1; s >= s0; --s) {
         hidden_columns(group, job, team, s, s0);
         team.wait();
@@ -444,21 +447,26 @@ class Backward : Layer<E> {
     U c_old, u;  // u: before the clip, where that is known
   };
 
+  U cell_before(const RowGroup& group, int64_t q, int64_t i, int64_t s) const {
+    const T* c = group.template c<T>(i, s - 1);
+    return c ? U::load(c + q * kUnits, units_of(p, q)) : U(T(0));
+  }
+
   Gates gates_of(
       const RowGroup& group, const Job& job, int64_t q, int64_t i, int64_t s, int64_t token) const {
     const int64_t count = units_of(p, q);
     Gates g;
-    const T* c_old = group.template c<T>(i, s - 1);
-    g.c_old = c_old ? U::load(c_old + q * kUnits, count) : U(T(0));
-    if (rebuild_gates) {
+    g.c_old = cell_before(group, q, i, s);
+    const int64_t at = (q * chunk * group_rows() + token) * panels.width();
+    if (norm) {
+      const T* row = job.gates + at;
+      g.i = U::load(row);
+      g.f = p.coupled ? U(T(1)) - g.i : U::load(row + kUnits);
+      g.g = U::load(row + (panels.blocks - 2) * kUnits);
+      g.o = U::load(row + (panels.blocks - 1) * kUnits);
+    } else if (rebuild_gates) {
       U a[4];
-      const int64_t at = (q * chunk * group_rows() + token) * panels.width();
-      if (norm)
-        this->normalised_gates(
-            group.index, q, job.products + at, own.statistics[0][token], job.h_products + at,
-            own.statistics[1][token], a);
-      else
-        for (int b = 0; b < panels.blocks; ++b) a[b] = U::load(job.products + at + b * kUnits);
+      for (int b = 0; b < panels.blocks; ++b) a[b] = U::load(job.products + at + b * kUnits);
       static_cast<LstmGates&>(g) = activate(group, q, a, g.c_old);
     } else {
       const S* row = static_cast<const S*>(group.d.gates) +
@@ -550,6 +558,19 @@ class Backward : Layer<E> {
     const int64_t count = group_token(group, s1, s0), capacity = chunk * group_rows();
     const int64_t width = panels.width();
     const Range own_panels = team.share(panels.count);
+    if (norm && !rebuild_products) {
+      each_token(group, s0, s1, [&](int64_t i, int64_t s, int64_t token) {
+        for (int64_t q = own_panels.first; q < own_panels.last; ++q) {
+          const int64_t at = (q * capacity + token) * width, units = units_of(p, q);
+          const T* kept = this->kept_products(group, q, i, s);
+          for (int b = 0; b < panels.blocks; ++b) {
+            U::load(kept + b * units, units).store(job.products + at + b * kUnits);
+            U::load(kept + (panels.blocks + b) * units, units)
+                .store(job.h_products + at + b * kUnits);
+          }
+        }
+      });
+    }
     if (rebuild_products) {
       this->gather(group, team, s0, s1, job.x);
       S* h = job.h;
@@ -567,34 +588,45 @@ class Backward : Layer<E> {
         T* h_products = norm ? job.h_products + q * capacity * width : x_products;
         this->multiply_input(group.index, q, count, job.x, x_products);
         multiply_hidden(group.index, q, count, job.h, h_products, !norm);
-        if (norm) {
-          const int64_t units = units_of(p, q);
-          take_moments(
-              x_products, width, count, panels.blocks, units, job.moments[0] + q * capacity);
-          take_moments(
-              h_products, width, count, panels.blocks, units, job.moments[1] + q * capacity);
-        }
       }
     }
     if (norm) {
+      for (int64_t q = own_panels.first; q < own_panels.last; ++q)
+        for (int k = 0; k < 2; ++k)
+          take_moments(
+              (k ? job.h_products : job.products) + q * capacity * width, width, count,
+              panels.blocks, units_of(p, q), job.moments[k] + q * capacity);
       team.wait();
       for (int k = 0; k < 2; ++k)
         combine_moments<T>(p, job.moments[k], capacity, count, panels.blocks, own.statistics[k]);
-      each_cell(group, job, own_panels, s0, s1, [&](int64_t q, int64_t token, const Gates& g) {
-        g.c.store(job.cells + (q * capacity + token) * kUnits);
-      });
-      for (int64_t q = own_panels.first; q < own_panels.last; ++q)
+      for (int64_t q = own_panels.first; q < own_panels.last; ++q) {
+        each_token(group, s0, s1, [&](int64_t i, int64_t s, int64_t token) {
+          const int64_t at = (q * capacity + token) * width;
+          U a[4];
+          this->normalised_gates(
+              group.index, q, job.products + at, own.statistics[0][token], job.h_products + at,
+              own.statistics[1][token], a);
+          const LstmGates g = activate(group, q, a, cell_before(group, q, i, s));
+          g.i.store(job.gates + at);
+          if (!p.coupled) g.f.store(job.gates + at + kUnits);
+          g.g.store(job.gates + at + (panels.blocks - 2) * kUnits);
+          g.o.store(job.gates + at + (panels.blocks - 1) * kUnits);
+          g.c.store(job.cells + (q * capacity + token) * kUnits);
+        });
         take_moments(
             job.cells + q * capacity * kUnits, kUnits, count, 1, units_of(p, q),
             job.moments[2] + q * capacity);
+      }
       team.wait();
       combine_moments<T>(p, job.moments[2], capacity, count, 1, own.statistics[2]);
     }
     if (rebuild_q) {
-      each_cell(group, job, own_panels, s0, s1, [&](int64_t q, int64_t token, const Gates& g) {
-        const U seen = norm ? normalised_cell(group, q, token, g.c) : g.c;
-        (g.o * tanh(seen)).store(job.m + token * m_ld() + q * kUnits);
-      });
+      for (int64_t q = own_panels.first; q < own_panels.last; ++q)
+        each_token(group, s0, s1, [&](int64_t i, int64_t s, int64_t token) {
+          const Gates g = gates_of(group, job, q, i, s, token);
+          const U seen = norm ? normalised_cell(group, q, token, g.c) : g.c;
+          (g.o * tanh(seen)).store(job.m + token * m_ld() + q * kUnits);
+        });
       team.wait();
       for_tiles(team, p.R, [&](int64_t tile, int64_t first, int64_t columns) {
         product<E>(
@@ -605,17 +637,12 @@ class Backward : Layer<E> {
     }
   }
 
-  // f(panel, token, gates) for own panels of the steps [s0, s1).
+  // f(row, step, token) for the tokens of the steps [s0, s1).
   template <class F>
-  void each_cell(
-      const RowGroup& group, const Job& job, const Range& own_panels, int64_t s0, int64_t s1,
-      const F& f) {
-    for (int64_t q = own_panels.first; q < own_panels.last; ++q) {
-      int64_t token = 0;
-      for (int64_t s = s0; s < s1; token += group.active(s++))
-        for (int64_t i = 0; i < group.active(s); ++i)
-          f(q, token + i, gates_of(group, job, q, i, s, token + i));
-    }
+  static void each_token(const RowGroup& group, int64_t s0, int64_t s1, const F& f) {
+    int64_t token = 0;
+    for (int64_t s = s0; s < s1; token += group.active(s++))
+      for (int64_t i = 0; i < group.active(s); ++i) f(i, s, token + i);
   }
 
   // Layer normalisation ---------------------------------------------------------------------------
@@ -944,7 +971,7 @@ class Backward : Layer<E> {
     }
   }
 
-  const bool rebuild_gates;     // they were not kept
+  const bool rebuild_gates;     // they were not kept, or only what a layer norm makes them of
   const bool rebuild_q;         // W_hr's product: zoneout hides where it was clipped
   const bool rebuild_products;  // of W_ih and W_hh
   const bool exact_gates;       // u computed again is u to the bit

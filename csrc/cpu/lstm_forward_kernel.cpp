@@ -224,7 +224,7 @@ class Forward : Layer<E> {
       c = multiply_add(U(T(p.zoneout_c)), c_old, U(T(1 - p.zoneout_c)) * c);
     c.store(job.c + unit_row(q, i));
     if (group.d.cells) c.store(group.template cells<T>(i, s) + q * kUnits, units);
-    if (group.d.gates) {
+    if (group.d.gates && !norm) {
       S* row = gates_row(group, i, s, panels.blocks) + q * kUnits * panels.blocks;
       gates.i.store(row, units);
       if (!p.coupled) gates.f.store(row + units, units);
@@ -344,6 +344,14 @@ class Forward : Layer<E> {
         U a[4];
         this->normalised_gates(
             group.index, q, x, ih_statistics[token + i], row, row_statistics[i], a);
+        if (group.d.gates) {
+          const int64_t units = units_of(p, q);
+          T* kept = this->kept_products(group, q, i, s);
+          for (int b = 0; b < panels.blocks; ++b) {
+            U::load(x + b * kUnits).store(kept + b * units, units);
+            U::load(row + b * kUnits).store(kept + (panels.blocks + b) * units, units);
+          }
+        }
         const LstmGates gates = activate(group, q, a, U::load(job.c + unit_row(q, i)));
         // In the products' place, until the cells of all units are known.
         gates.i.store(row);

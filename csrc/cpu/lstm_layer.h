@@ -237,6 +237,12 @@ class Layer {
     return gates;
   }
 
+  // Where a layer-norm LSTM's forward leaves a panel's two products for its backward.
+  T* kept_products(const RowGroup& group, int64_t q, int64_t i, int64_t s) const {
+    const int64_t token = group.position(i, s) * p.B + group.row(i);
+    return static_cast<T*>(group.d.gates) + (token * p.H + q * kUnits) * 2 * panels.blocks;
+  }
+
   // a of the layer-norm LSTM, block by block, from the two products and their rows' statistics.
   void normalised_gates(
       int64_t d, int64_t q, const T* x, const Statistics<T>& x_statistics, const T* h,

@@ -149,6 +149,7 @@ class BertEmbeddings(nn.Module):
         token_type_ids: Tensor | None = None,
         position_ids: Tensor | None = None,
     ) -> Tensor:
+        """Embed (B, L) tokens; arguments and errors as in :meth:`BertModel.forward`."""
         length, limit = input_ids.shape[1], self.position_embeddings.num_embeddings
         if length > limit:
             raise ValueError(f"input_ids: expected at most {limit} positions; got {length}")
@@ -219,6 +220,7 @@ class BertSelfAttention(nn.Module):
         )
 
     def forward(self, hidden_states: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Attend from (B, L, hidden_size) to itself; ``mask`` as in :class:`SoftmaxAttention`."""
         query, key, value = (
             project(hidden_states).unflatten(-1, (self.num_attention_heads, -1)).transpose(1, 2)
             for project in (self.query, self.key, self.value)
@@ -236,6 +238,7 @@ class BertSelfOutput(nn.Module):
         self.dropout = nn.Dropout(config.hidden_dropout_prob)
 
     def forward(self, hidden_states: Tensor, residual: Tensor) -> Tensor:
+        """From (B, L, in_features), and the residual's (B, L, hidden_size), to the latter."""
         return self.LayerNorm(self.dropout(self.dense(hidden_states)) + residual)
 
 
@@ -248,6 +251,7 @@ class BertAttention(nn.Module):
         self.output = BertSelfOutput(config.hidden_size, config)
 
     def forward(self, hidden_states: Tensor, mask: Tensor | None = None) -> Tensor:
+        """As :meth:`BertSelfAttention.forward`."""
         return self.output(self.self(hidden_states, mask), hidden_states)
 
 
@@ -260,6 +264,7 @@ class BertIntermediate(nn.Module):
         self.intermediate_act_fn = _ACTIVATIONS[config.hidden_act]()
 
     def forward(self, hidden_states: Tensor) -> Tensor:
+        """From (B, L, hidden_size) to (B, L, intermediate_size)."""
         return self.intermediate_act_fn(self.dense(hidden_states))
 
 
@@ -273,6 +278,7 @@ class BertLayer(nn.Module):
         self.output = BertSelfOutput(config.intermediate_size, config)
 
     def forward(self, hidden_states: Tensor, mask: Tensor | None = None) -> Tensor:
+        """As :meth:`BertSelfAttention.forward`."""
         attended = self.attention(hidden_states, mask)
         return self.output(self.intermediate(attended), attended)
 
@@ -285,6 +291,7 @@ class BertEncoder(nn.Module):
         self.layer = nn.ModuleList(BertLayer(config) for _ in range(config.num_hidden_layers))
 
     def forward(self, hidden_states: Tensor, mask: Tensor | None = None) -> Tensor:
+        """As :meth:`BertSelfAttention.forward`, through all layers."""
         for layer in self.layer:
             hidden_states = layer(hidden_states, mask)
         return hidden_states
@@ -299,6 +306,7 @@ class BertPooler(nn.Module):
         self.activation = nn.Tanh()
 
     def forward(self, hidden_states: Tensor) -> Tensor:
+        """From (B, L, hidden_size) to (B, hidden_size)."""
         return self.activation(self.dense(hidden_states[:, 0]))
 
 
@@ -312,6 +320,7 @@ class BertPredictionHeadTransform(nn.Module):
         self.LayerNorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
+        """(B, L, hidden_size), to the same."""
         return self.LayerNorm(self.transform_act_fn(self.dense(hidden_states)))
 
 
@@ -325,6 +334,7 @@ class BertLMPredictionHead(nn.Module):
         self.bias = self.decoder.bias
 
     def forward(self, hidden_states: Tensor) -> Tensor:
+        """From (B, L, hidden_size) to logits (B, L, vocab_size)."""
         return self.decoder(self.transform(hidden_states))
 
 
@@ -337,6 +347,7 @@ class BertPreTrainingHeads(nn.Module):
         self.seq_relationship = nn.Linear(config.hidden_size, 2)
 
     def forward(self, hidden_states: Tensor, pooled: Tensor) -> tuple[Tensor, Tensor]:
+        """Logits (B, L, vocab_size), and (B, 2) from the pooled (B, hidden_size)."""
         return self.predictions(hidden_states), self.seq_relationship(pooled)
 
 

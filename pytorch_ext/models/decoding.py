@@ -145,10 +145,13 @@ def beam_search(
         length_penalty: α. 0 ranks by probability, which prefers short hypotheses.
 
     Raises:
-        ValueError: as :func:`greedy_search`, or ``beam_width`` is below 1.
+        ValueError: as :func:`greedy_search`; or ``beam_width`` is below 1, or ``length_penalty``
+            is not finite.
     """
     if beam_width < 1:
         raise ValueError(f"beam_width: expected at least 1; got {beam_width}")
+    if not math.isfinite(length_penalty):
+        raise ValueError(f"length_penalty: expected a finite number; got {length_penalty}")
     state = _start(model, source, source_mask, max_length)
     B, W, device = source.shape[0], beam_width, source.device
     batch = torch.arange(B, device=device)[:, None]

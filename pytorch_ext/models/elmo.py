@@ -327,7 +327,7 @@ class CharacterEncoder(nn.Module):
     def forward(self, char_ids: Tensor) -> Tensor:
         """From integers (B, T, C) to (B, T, P)."""
         characters = self.embedding(char_ids.flatten(0, 1)).transpose(1, 2)
-        maxima = [convolution(characters).amax(-1) for convolution in self.convolutions]
+        maxima = [convolution(characters).max(-1).values for convolution in self.convolutions]
         words = self.activation(torch.cat(maxima, -1))
         for highway in self.highways:
             words = highway(words)

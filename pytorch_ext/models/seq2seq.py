@@ -19,13 +19,12 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from trifuse.models.transformer import SoftmaxAttention, check_mask
 
@@ -156,29 +155,57 @@ def additive_scores(query: Tensor, key: Tensor, vector: Tensor) -> Tensor:
     """Σ_h vector[h] · tanh(query[b, i, h] + key[b, j, h]), (B, T, S).
 
     The tanh is computed for a block of queries at a time, and in the backward again, so that beyond
-    its inputs nothing is kept and nothing needs more memory than one block, or than one query with
-    all its keys. A backward that is itself differentiated keeps all of it.
+    its inputs nothing is kept and nothing needs more memory than a few blocks, or than a few of one
+    query with all its keys. A backward that is itself differentiated keeps all of it.
+    Forward-mode AD raises.
 
     Args:
         query: (B, T, H).
         key: (B, S, H).
         vector: (H,).
     """
-    queries = max(1, _BLOCK // max(1, key.numel()))
-    return torch.cat(
-        [
-            checkpoint(_block, part, key, vector, use_reentrant=False, preserve_rng_state=False)
-            for part in query.split(queries, 1)
-        ],
-        1,
-    )
+    return _AdditiveScores.apply(query, key, vector)
 
 
 _BLOCK = 1 << 18  # elements of a block's tanh: in fp32 a megabyte, which a core's cache may hold
 
 
-def _block(query: Tensor, key: Tensor, vector: Tensor) -> Tensor:
-    return (query[:, :, None] + key[:, None]).tanh() @ vector
+def _blocks(key: Tensor, *by_query: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Tensors (B, T, ...), cut along T into blocks of queries."""
+    queries = max(1, _BLOCK // max(1, key.numel()))
+    return zip(*(x.split(queries, 1) for x in by_query), strict=True)
+
+
+def _tanh(query: Tensor, key: Tensor) -> Tensor:
+    """(B, T, S, H)."""
+    return (query[:, :, None] + key[:, None]).tanh()
+
+
+class _AdditiveScores(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(query: Tensor, key: Tensor, vector: Tensor) -> Tensor:
+        return torch.cat([_tanh(part, key) @ vector for (part,) in _blocks(key, query)], 1)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
+        query, key, vector = ctx.saved_tensors
+        by_query, by_block = [], []
+        for part, grad_part in _blocks(key, query, grad):
+            tanh = _tanh(part, key)
+            upstream = grad_part[..., None].to(tanh.dtype)
+            inner = upstream * (1 - tanh.square())
+            by_query.append(inner.sum(2) * vector)
+            by_block.append((inner.sum(1) * vector, (upstream * tanh).sum((0, 1, 2))))
+        grad_key, grad_vector = (
+            functools.reduce(torch.add, x) for x in zip(*by_block, strict=True)
+        )
+        return torch.cat(by_query, 1), grad_key, grad_vector
 
 
 # The model --------------------------------------------------------------------------------------

@@ -6,8 +6,9 @@ decoder, :class:`LanguageModel` a decoder alone, as in GPT-2 (Radford, Wu, Child
 Sutskever, "Language Models are Unsupervised Multitask Learners", 2019).
 
 The layers are torch's own, which :func:`trifuse.fuse` knows. They have no key/value cache, so
-decoding goes through their parts one position at a time, and its attention is a module without
-parameters, :class:`SoftmaxAttention`. Only torch is imported here.
+decoding goes through their parts one position at a time. What it does between the projections are
+modules without parameters, :class:`SoftmaxAttention` and :class:`AddNorm`. Only torch is imported
+here.
 
 Boolean masks say True where a token is real. In the shapes below B is the batch, S the length of
 the source, T that of the target, L the length of a text, W the beams for each source, H the heads,
@@ -16,8 +17,9 @@ E the head dimension and V the vocabulary; d_model is H · E.
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,6 +30,7 @@ from torch import Tensor, nn
 from trifuse.models.decoding import Decoded, beam_search, check_evaluating, greedy_search
 
 __all__ = [
+    "AddNorm",
     "Decoded",
     "DecodingState",
     "KeyValueCache",
@@ -56,7 +59,7 @@ class TransformerConfig:
     feed-forward network's inner activations, which the paper leaves alone.
 
     Raises:
-        ValueError: ``d_model`` is odd, or not a multiple of ``nhead``.
+        ValueError: ``d_model`` is odd, or not a multiple of ``nhead``; ``nhead`` is below 1.
     """
 
     vocab_size: int = 37000
@@ -82,7 +85,7 @@ class LanguageModelConfig:
     """The sizes and rates of a :class:`LanguageModel`; the defaults are GPT-2's smallest.
 
     Raises:
-        ValueError: ``d_model`` is not a multiple of ``nhead``.
+        ValueError: ``d_model`` is not a multiple of ``nhead``, or ``nhead`` below 1.
     """
 
     vocab_size: int = 50257
@@ -101,6 +104,8 @@ class LanguageModelConfig:
 
 
 def _check_heads(d_model: int, nhead: int) -> None:
+    if nhead < 1:
+        raise ValueError(f"nhead: expected at least 1; got {nhead}")
     if d_model % nhead:
         raise ValueError(f"d_model: expected a multiple of nhead={nhead}; got {d_model}")
 
@@ -128,13 +133,13 @@ class SinusoidalPositions(nn.Module):
             ValueError: a position lies past the table.
         """
         stop = start + x.shape[1]
-        _check_length(stop, self.table.shape[0])
+        _check_length("x", stop, self.table.shape[0])
         return x + self.table[start:stop]
 
 
-def _check_length(length: int, limit: int) -> None:
+def _check_length(what: str, length: int, limit: int) -> None:
     if length > limit:
-        raise ValueError(f"expected at most max_length={limit} positions; got {length}")
+        raise ValueError(f"{what}: expected at most max_length={limit} positions; got {length}")
 
 
 class SoftmaxAttention(nn.Module):
@@ -158,6 +163,15 @@ class SoftmaxAttention(nn.Module):
         if mask is not None and mask.dim() == 2:
             mask = mask[:, None, None, :]
         return F.scaled_dot_product_attention(query, key, value, mask)
+
+
+class AddNorm(nn.Module):
+    """The end of a sublayer while decoding, where nothing is dropped. Holds no parameters."""
+
+    def forward(self, x: Tensor, residual: Tensor, norm: nn.Module) -> tuple[Tensor, Tensor]:
+        """norm(s) and s = residual + x, of what a sublayer computed and what it was given."""
+        total = residual + x
+        return norm(total), total
 
 
 class Transformer(nn.Module):
@@ -204,6 +218,7 @@ class Transformer(nn.Module):
         self.output = nn.Linear(d_model, config.vocab_size, bias=False)
         self.output.weight = self.embedding.weight
         self.attention = SoftmaxAttention()
+        self.add_norm = AddNorm()
         self._initialise()
 
     @property
@@ -243,7 +258,7 @@ class Transformer(nn.Module):
         memory = self.encode(source, source_mask)
         check_mask("target_mask", target_mask, target)
         decoded = self.decoder(
-            self._embed(target),
+            self.dropout(self._embed("target", target)),
             memory,
             tgt_mask=_future(target.shape[1], target.device),
             tgt_is_causal=True,
@@ -255,7 +270,8 @@ class Transformer(nn.Module):
     def encode(self, source: Tensor, source_mask: Tensor | None = None) -> Tensor:
         """The encoder's output (B, S, d_model). Arguments and errors as in :meth:`forward`."""
         check_mask("source_mask", source_mask, source)
-        return self.encoder(self._embed(source), src_key_padding_mask=_padding(source_mask))
+        embedded = self.dropout(self._embed("source", source))
+        return self.encoder(embedded, src_key_padding_mask=_padding(source_mask))
 
     def start(self, source: Tensor, source_mask: Tensor | None = None) -> DecodingState:
         """Encode a source, and project it once to the keys and values of every decoder layer."""
@@ -273,15 +289,25 @@ class Transformer(nn.Module):
             tokens: integers (N, n). N is a multiple of the sources in ``state``; the rows of one
                 source follow each other.
             state: from :meth:`start`; the tokens' keys and values are appended to its cache.
-        """
-        x = self._embed(tokens, state.past.length)
-        for index, layer in enumerate(self.decoder.layers):
-            x = self._layer_step(layer, x, index, state)
-        return self.output(x if self.decoder.norm is None else self.decoder.norm(x))
 
-    def _layer_step(
-        self, layer: nn.TransformerDecoderLayer, x: Tensor, index: int, state: DecodingState
-    ) -> Tensor:
+        Raises:
+            ValueError: with those in the cache, more positions than ``config.max_length``.
+        """
+        x = self._embed("tokens", tokens, state.past.length)
+        sublayers, norms = [], []
+        for index, layer in enumerate(self.decoder.layers):
+            sublayers += self._sublayers(layer, index, state)
+            norms += [layer.norm1, layer.norm2, layer.norm3]
+        if not self.config.norm_first:
+            for sublayer, norm in zip(sublayers, norms, strict=True):
+                x, _ = self.add_norm(sublayer(x), x, norm)
+            return self.output(x)
+        assert self.decoder.norm is not None
+        return self.output(_norm_first(self.add_norm, x, sublayers, [*norms, self.decoder.norm]))
+
+    def _sublayers(
+        self, layer: nn.TransformerDecoderLayer, index: int, state: DecodingState
+    ) -> list[Sublayer]:
         def attend_to_past(x: Tensor) -> Tensor:
             return _attend_to_past(layer.self_attn, self.attention, x, state.past, index)
 
@@ -293,17 +319,12 @@ class Transformer(nn.Module):
             out = _merge_heads(self.attention(query, key, value, state.memory_mask))
             return layer.multihead_attn.out_proj(out).view_as(x)
 
-        for norm, sublayer in (
-            (layer.norm1, attend_to_past),
-            (layer.norm2, attend_to_memory),
-            (layer.norm3, lambda x: _feed_forward(layer, x)),
-        ):
-            x = x + sublayer(norm(x)) if layer.norm_first else norm(x + sublayer(x))
-        return x
+        return [attend_to_past, attend_to_memory, functools.partial(_feed_forward, layer)]
 
-    def _embed(self, tokens: Tensor, start: int = 0) -> Tensor:
+    def _embed(self, name: str, tokens: Tensor, start: int = 0) -> Tensor:
+        _check_length(name, start + tokens.shape[1], self.config.max_length)
         embedded = self.embedding(tokens) * math.sqrt(self.config.d_model)
-        return self.dropout(self.positions(embedded, start))
+        return self.positions(embedded, start)
 
 
 class LanguageModel(nn.Module):
@@ -343,6 +364,7 @@ class LanguageModel(nn.Module):
         self.output = nn.Linear(config.d_model, config.vocab_size, bias=False)
         self.output.weight = self.embedding.weight
         self.attention = SoftmaxAttention()
+        self.add_norm = AddNorm()
         self._initialise()
 
     @torch.no_grad()
@@ -370,7 +392,7 @@ class LanguageModel(nn.Module):
         """
         check_mask("mask", mask, tokens)
         decoded = self.decoder(
-            self._embed(tokens),
+            self.dropout(self._embed(tokens)),
             mask=_future(tokens.shape[1], tokens.device),
             is_causal=True,
             src_key_padding_mask=_padding(mask),
@@ -381,19 +403,29 @@ class LanguageModel(nn.Module):
         """Logits (B, n, V) after each of n further tokens (B, n), without dropout.
 
         The tokens' keys and values are appended to ``past``, an empty cache at the beginning.
+
+        Raises:
+            ValueError: with those in the cache, more positions than ``config.max_length``.
         """
-        x = self._embed(tokens, past.length)
+        sublayers: list[Sublayer] = []
+        norms = []
         for index, layer in enumerate(self.decoder.layers):
-            x = x + _attend_to_past(layer.self_attn, self.attention, layer.norm1(x), past, index)
-            x = x + _feed_forward(layer, layer.norm2(x))
+            sublayers += [
+                functools.partial(
+                    _attend_to_past, layer.self_attn, self.attention, past=past, layer=index
+                ),
+                functools.partial(_feed_forward, layer),
+            ]
+            norms += [layer.norm1, layer.norm2]
         assert self.decoder.norm is not None
-        return self.output(self.decoder.norm(x))
+        x = self._embed(tokens, past.length)
+        return self.output(_norm_first(self.add_norm, x, sublayers, [*norms, self.decoder.norm]))
 
     def _embed(self, tokens: Tensor, start: int = 0) -> Tensor:
         stop = start + tokens.shape[1]
-        _check_length(stop, self.config.max_length)
+        _check_length("tokens", stop, self.config.max_length)
         positions = torch.arange(start, stop, device=tokens.device)
-        return self.dropout(self.embedding(tokens) + self.positions(positions))
+        return self.embedding(tokens) + self.positions(positions)
 
 
 def check_mask(name: str, mask: Tensor | None, tokens: Tensor) -> None:
@@ -430,8 +462,11 @@ def token_loss(
     Args:
         logits: (B, L, V).
         targets: integers (B, L).
-        mask: bool (B, L), True where a target counts.
+        mask: bool (B, L), True where a target counts. Where none does, the mean is NaN.
         label_smoothing: ε.
+
+    Raises:
+        RuntimeError: the shapes don't match, or ``label_smoothing`` is not in [0, 1].
     """
     if mask is not None:
         targets = targets.masked_fill(~mask, -100)
@@ -502,6 +537,19 @@ class DecodingState:
         self.past.reorder(rows)
 
 
+Sublayer = Callable[[Tensor], Tensor]
+
+
+def _norm_first(
+    add_norm: nn.Module, x: Tensor, sublayers: Sequence[Sublayer], norms: Sequence[nn.Module]
+) -> Tensor:
+    """Sublayers that normalise first, each by its norm, and the norm of the last sum."""
+    residual, x = x, norms[0](x)
+    for sublayer, norm in zip(sublayers, norms[1:], strict=True):
+        x, residual = add_norm(sublayer(x), residual, norm)
+    return x
+
+
 def _attend_to_past(
     projections: nn.MultiheadAttention,
     attention: nn.Module,
@@ -554,7 +602,7 @@ def sample(
     Args:
         model: in evaluation mode.
         prompt: integers (B, L), at least one token in each row.
-        new_tokens: how many to append.
+        new_tokens: how many to append; 0 gives the prompt.
         temperature: the logits are divided by it; below 1 likely tokens become likelier.
         top_k: draw among the k likeliest tokens only.
         generator: what to draw from. Default: torch's own.
@@ -563,17 +611,20 @@ def sample(
         Integers (B, L + new_tokens), the prompt included.
 
     Raises:
-        ValueError: the model is in training mode; the prompt is empty; ``temperature`` is not
-            above 0; ``top_k`` is below 1; or the text would outgrow ``config.max_length``.
+        ValueError: the model is in training mode; the prompt is empty; ``new_tokens`` is below 0,
+            ``temperature`` not above 0 or ``top_k`` below 1; or the text would outgrow
+            ``config.max_length``.
     """
     check_evaluating(model)
     if prompt.dim() != 2 or prompt.shape[1] == 0:
         raise ValueError(f"prompt: expected (B, L) with L at least 1; got {tuple(prompt.shape)}")
+    if new_tokens < 0:
+        raise ValueError(f"new_tokens: expected at least 0; got {new_tokens}")
     if not temperature > 0:
         raise ValueError(f"temperature: expected a number above 0; got {temperature}")
     if top_k is not None and top_k < 1:
         raise ValueError(f"top_k: expected at least 1; got {top_k}")
-    _check_length(prompt.shape[1] + new_tokens, model.config.max_length)
+    _check_length("prompt and new_tokens", prompt.shape[1] + new_tokens, model.config.max_length)
     past = KeyValueCache()
     text = newest = prompt
     for _ in range(new_tokens):

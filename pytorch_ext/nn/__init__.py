@@ -11,15 +11,19 @@ from trifuse.nn.gru import GRU, GRUCell
 from trifuse.nn.linear import Linear
 from trifuse.nn.lstm import LSTM, LSTMCell
 from trifuse.nn.transformer import (
+    AddNorm,
     TransformerDecoder,
     TransformerDecoderLayer,
     TransformerEncoder,
     TransformerEncoderLayer,
+    UnpaddedLanguageModel,
+    UnpaddedTransformer,
 )
 
 __all__ = [
     "GRU",
     "LSTM",
+    "AddNorm",
     "BertEncoder",
     "BertIntermediate",
     "BertModel",
@@ -38,4 +42,6 @@ __all__ = [
     "TransformerDecoderLayer",
     "TransformerEncoder",
     "TransformerEncoderLayer",
+    "UnpaddedLanguageModel",
+    "UnpaddedTransformer",
 ]

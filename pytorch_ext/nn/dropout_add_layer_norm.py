@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from trifuse.nn.dropout import Dropout
 from trifuse.nn.linear import is_watched
+from trifuse.ops import _checks
 from trifuse.ops.dropout_add_layer_norm import dropout_add_layer_norm
 
 
@@ -26,10 +27,12 @@ class DropoutAddLayerNorm(nn.LayerNorm):
         device, dtype: of the parameters.
         p: probability of dropping an element of x while training.
         prenorm: also return the sum, as the residual of the next sublayer.
-        rms_norm: RMSNorm instead of LayerNorm: no mean is subtracted.
+        rms_norm: RMSNorm instead of LayerNorm: no mean is subtracted. With ``bias=False`` the
+            state_dict is that of ``torch.nn.RMSNorm``.
         residual_in_fp32: with ``prenorm``, return the sum in float32.
 
     Raises:
+        TypeError: ``p`` is not a number.
         ValueError: ``normalized_shape`` has more than one dimension, or ``p`` is not in [0, 1).
     """
 
@@ -52,9 +55,7 @@ class DropoutAddLayerNorm(nn.LayerNorm):
             raise ValueError(
                 f"normalized_shape: expected one dimension; got {tuple(self.normalized_shape)}"
             )
-        if not 0.0 <= p < 1.0:
-            raise ValueError(f"p: expected a probability in [0, 1); got {p}")
-        self.p = p
+        self.p = _checks.probability("p", p)
         self.prenorm = prenorm
         self.rms_norm = rms_norm
         self.residual_in_fp32 = residual_in_fp32
@@ -75,6 +76,9 @@ class DropoutAddLayerNorm(nn.LayerNorm):
 
         Returns:
             (..., N), and with ``prenorm`` the sum, (..., N).
+
+        Raises:
+            TypeError, ValueError, RuntimeError: as the operator does.
         """
         return dropout_add_layer_norm(  # type: ignore[call-overload]
             x,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -14,7 +16,13 @@ from trifuse.ops.lstm import lstm
 
 
 class ProjectedLSTM(elmo.ProjectedLSTM):
-    """The recurrence on :func:`trifuse.lstm`."""
+    """The recurrence on :func:`trifuse.lstm`.
+
+    Attributes:
+        recompute: as in :func:`trifuse.lstm`. It may be set on a module at any time.
+    """
+
+    recompute = False  # here, because a module becomes one of these by a change of its class
 
     def forward(
         self, x: Tensor, lengths: Tensor | None = None, state: LSTMState | None = None
@@ -24,7 +32,7 @@ class ProjectedLSTM(elmo.ProjectedLSTM):
         return lstm(
             x, state, self.weight_ih, self.weight_hh, self.bias, None, self.weight_hr,
             lengths=lengths, batch_first=True, reverse=self.reverse, cell_clip=self.cell_clip,
-            proj_clip=self.proj_clip, forget_bias=self.forget_bias,
+            proj_clip=self.proj_clip, forget_bias=self.forget_bias, recompute=self.recompute,
         )  # fmt: skip
 
 
@@ -38,7 +46,11 @@ class Highway(elmo.Highway):
 
 
 class CharacterEncoder(elmo.CharacterEncoder):
-    """The encoder, which on a CPU reads each distinct word of a batch once."""
+    """The encoder, which on a CPU reads each distinct word of a batch once.
+
+    Of the padding that all words end with it reads no more than a filter sees at once: further
+    windows are the same, and so is their maximum.
+    """
 
     def forward(self, char_ids: Tensor) -> Tensor:
         """As :meth:`trifuse.models.elmo.CharacterEncoder.forward`."""
@@ -51,5 +63,9 @@ class CharacterEncoder(elmo.CharacterEncoder):
         ):
             return super().forward(char_ids)
         words, place = torch.unique(char_ids.flatten(0, 1), dim=0, return_inverse=True)
-        distinct = super().forward(words[None])[0]
+        changes = (words[:, 1:] != words[:, :-1]).any(0).nonzero()
+        ends = int(changes[-1]) + 1 if len(changes) else 0  # from here on all is padding
+        convolutions: Any = self.convolutions
+        widest = max(convolution.kernel_size[0] for convolution in convolutions)
+        distinct = super().forward(words[None, :, : ends + widest])[0]
         return F.embedding(place, distinct).unflatten(0, char_ids.shape[:2])

@@ -6,6 +6,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules import module as _global  # hooks on all modules
 
 from trifuse.ops import linear as ops
 from trifuse.ops.linear import Activation, PackedWeight
@@ -57,7 +58,11 @@ def _packed_weight(owner: nn.Module, name: str) -> PackedWeight | None:
 def is_watched(module: nn.Module) -> bool:
     """Whether a call of the module runs something besides its class's ``forward``."""
     return bool(
-        module._forward_hooks
+        _global._global_forward_hooks
+        or _global._global_forward_pre_hooks
+        or _global._global_backward_hooks
+        or _global._global_backward_pre_hooks
+        or module._forward_hooks
         or module._forward_pre_hooks
         or module._backward_hooks
         or module._backward_pre_hooks

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from trifuse.models import transformer
 from trifuse.nn import attention, dropout_add_layer_norm, linear, packing
 from trifuse.nn.attention import MultiheadAttention
 from trifuse.nn.dropout_add_layer_norm import add_norm, add_then_norm
@@ -76,6 +77,12 @@ class TransformerEncoderLayer(nn.TransformerEncoderLayer):
             src_mask: as ``attn_mask`` of :meth:`MultiheadAttention.forward`.
             src_key_padding_mask: as ``key_padding_mask`` there.
             is_causal: as there.
+
+        Returns:
+            As ``src``.
+
+        Raises:
+            RuntimeError, ValueError, TypeError: as :meth:`MultiheadAttention.forward` does.
         """
         if self.norm_first:
             return self._norm_first(_Sum(src), src_mask, src_key_padding_mask, is_causal).total()
@@ -127,6 +134,12 @@ class TransformerDecoderLayer(nn.TransformerDecoderLayer):
             tgt_mask, memory_mask: as ``attn_mask`` of :meth:`MultiheadAttention.forward`.
             tgt_key_padding_mask, memory_key_padding_mask: as ``key_padding_mask`` there.
             tgt_is_causal, memory_is_causal: as ``is_causal`` there.
+
+        Returns:
+            As ``tgt``.
+
+        Raises:
+            RuntimeError, ValueError, TypeError: as :meth:`MultiheadAttention.forward` does.
         """
         if self.norm_first:
             return self._norm_first(
@@ -227,11 +240,24 @@ class TransformerEncoder(nn.TransformerEncoder):
         src_key_padding_mask: Tensor | None = None,
         is_causal: bool | None = None,
     ) -> Tensor:
-        """Pass ``src`` through the layers; as ``torch.nn.TransformerEncoder.forward``."""
+        """Pass ``src`` through the layers; as ``torch.nn.TransformerEncoder.forward``.
+
+        Args:
+            src, mask, src_key_padding_mask, is_causal: as ``src``, ``src_mask``,
+                ``src_key_padding_mask`` and ``is_causal`` of
+                :meth:`TransformerEncoderLayer.forward`.
+
+        Returns:
+            As ``src``.
+
+        Raises:
+            RuntimeError, ValueError, TypeError: as the layers do.
+        """
         if is_causal is None:
             is_causal = mask is not None and _is_causal_mask(mask)
         packed = None
-        if self.unpad and src_key_padding_mask is not None and (mask is None or is_causal):
+        # A hint without its mask is for the layers to refuse, whether there is padding or not.
+        if self.unpad and src_key_padding_mask is not None and is_causal == (mask is not None):
             packed = self._pack(src, src_key_padding_mask)
         if packed is None:
             x = _run_layers(
@@ -239,12 +265,15 @@ class TransformerEncoder(nn.TransformerEncoder):
                 is_causal=is_causal,
             )  # fmt: skip
             return _end(x, self.norm)
-        tokens = _run_layers(
-            self.layers, _gather(self, src, packed), src_mask=None, src_key_padding_mask=packed,
-            is_causal=is_causal,
-        ).total()  # fmt: skip
+        tokens = self._run_packed(_gather(self, src, packed), packed, is_causal).total()
         src = _scatter(self, tokens, packed, src.shape)
         return src if self.norm is None else self.norm(src)
+
+    def _run_packed(self, tokens: Tensor, packed: PackedSequences, is_causal: bool) -> _Sum:
+        """What the layers make of real tokens, (1, T, d_model)."""
+        return _run_layers(
+            self.layers, tokens, src_mask=None, src_key_padding_mask=packed, is_causal=is_causal
+        )
 
     def _pack(self, src: Tensor, src_key_padding_mask: Tensor) -> PackedSequences | None:
         if src.dim() != 3 or src_key_padding_mask.dtype != torch.bool:
@@ -264,6 +293,11 @@ class TransformerDecoder(nn.TransformerDecoder):
     layers give 0 at padded positions of the target (before ``norm``). Whether ``tgt_mask`` is
     causal is detected as in torch where ``tgt_is_causal`` is None, which reads it; while compiling
     it is not read and taken as it is.
+
+    Args:
+        decoder_layer: copied ``num_layers`` times.
+        num_layers: how many.
+        norm: applied to what the last layer returns.
     """
 
     unpad = False
@@ -279,7 +313,19 @@ class TransformerDecoder(nn.TransformerDecoder):
         tgt_is_causal: bool | None = None,
         memory_is_causal: bool = False,
     ) -> Tensor:
-        """Pass ``tgt`` through the layers; as ``torch.nn.TransformerDecoder.forward``."""
+        """Pass ``tgt`` through the layers; as ``torch.nn.TransformerDecoder.forward``.
+
+        Args:
+            tgt, memory: as in :meth:`TransformerDecoderLayer.forward`.
+            tgt_mask, memory_mask, tgt_key_padding_mask, memory_key_padding_mask: as there.
+            tgt_is_causal, memory_is_causal: as there.
+
+        Returns:
+            As ``tgt``.
+
+        Raises:
+            RuntimeError, ValueError, TypeError: as the layers do.
+        """
         if tgt_is_causal is None:
             tgt_is_causal = tgt_mask is not None and _is_causal_mask(tgt_mask)
         packed = None
@@ -287,7 +333,7 @@ class TransformerDecoder(nn.TransformerDecoder):
             self.unpad
             and memory_mask is None
             and not memory_is_causal
-            and (tgt_mask is None or tgt_is_causal)
+            and tgt_is_causal == (tgt_mask is not None)
         ):
             packed = self._pack(tgt, memory, tgt_key_padding_mask, memory_key_padding_mask)
         if packed is None:
@@ -298,13 +344,20 @@ class TransformerDecoder(nn.TransformerDecoder):
                 tgt_is_causal=tgt_is_causal, memory_is_causal=memory_is_causal,
             )  # fmt: skip
             return _end(x, self.norm)
-        tokens = _run_layers(
-            self.layers, _gather(self, tgt, packed.queries), _gather(self, memory, packed.keys),
-            tgt_mask=None, memory_mask=None, tgt_key_padding_mask=packed.queries,
-            memory_key_padding_mask=packed, tgt_is_causal=tgt_is_causal, memory_is_causal=False,
-        ).total()  # fmt: skip
+        tokens, memory = _gather(self, tgt, packed.queries), _gather(self, memory, packed.keys)
+        tokens = self._run_packed(tokens, memory, packed, tgt_is_causal).total()
         tgt = _scatter(self, tokens, packed.queries, tgt.shape)
         return tgt if self.norm is None else self.norm(tgt)
+
+    def _run_packed(
+        self, tokens: Tensor, memory: Tensor, packed: CrossSequences, is_causal: bool
+    ) -> _Sum:
+        """What the layers make of real tokens, (1, T, d_model), and of those of the memory."""
+        return _run_layers(
+            self.layers, tokens, memory, tgt_mask=None, memory_mask=None,
+            tgt_key_padding_mask=packed.queries, memory_key_padding_mask=packed,
+            tgt_is_causal=is_causal, memory_is_causal=False,
+        )  # fmt: skip
 
     def _pack(
         self, tgt: Tensor, memory: Tensor, tgt_padding: Tensor | None, memory_padding: Tensor | None
@@ -322,8 +375,86 @@ class TransformerDecoder(nn.TransformerDecoder):
         return packing.pack_cross(self, keep[0], keep[1], *_KNOWN)
 
 
-# Whose classes treat tokens one by one, or take PackedSequences.
-_KNOWN = (*(m.__name__ for m in (attention, dropout_add_layer_norm, linear)), __name__)
+class UnpaddedLanguageModel(transformer.LanguageModel):
+    """The model, which embeds a padded batch and computes all the rest on its real tokens only.
+
+    It does so where there is a mask that shows padding; the logits at padded positions are then 0.
+    """
+
+    def forward(self, tokens: Tensor, mask: Tensor | None = None) -> Tensor:
+        """As :meth:`trifuse.models.transformer.LanguageModel.forward`."""
+        transformer.check_mask("mask", mask, tokens)
+        packed = None
+        if mask is not None and _can_pack(self.decoder):
+            packed = packing.pack(self, mask, *_KNOWN)
+        if packed is None:
+            return super().forward(tokens, mask)
+        assert isinstance(self.decoder, TransformerEncoder)
+        x = packing.gather(self.dropout(self._embed(tokens)), packed)
+        x = _end(self.decoder._run_packed(x, packed, is_causal=True), self.decoder.norm)
+        return _scatter_logits(self.output(x), packed, tokens)
+
+
+class UnpaddedTransformer(transformer.Transformer):
+    """The model, which embeds padded batches and computes all the rest on their real tokens only.
+
+    It does so where there is a mask that shows padding; the logits at padded positions of the
+    target are then 0.
+    """
+
+    def forward(
+        self,
+        source: Tensor,
+        target: Tensor,
+        source_mask: Tensor | None = None,
+        target_mask: Tensor | None = None,
+    ) -> Tensor:
+        """As :meth:`trifuse.models.transformer.Transformer.forward`."""
+        transformer.check_mask("source_mask", source_mask, source)
+        transformer.check_mask("target_mask", target_mask, target)
+        packed = None
+        if _can_pack(self.encoder) and _can_pack(self.decoder):
+            keep = (
+                torch.ones_like(tokens, dtype=torch.bool) if mask is None else mask
+                for mask, tokens in ((target_mask, target), (source_mask, source))
+            )
+            packed = packing.pack_cross(self, *keep, *_KNOWN)
+        if packed is None:
+            return super().forward(source, target, source_mask, target_mask)
+        assert isinstance(self.encoder, TransformerEncoder)
+        assert isinstance(self.decoder, TransformerDecoder)
+        memory = packing.gather(self.dropout(self._embed("source", source)), packed.keys)
+        encoded = self.encoder._run_packed(memory, packed.keys, is_causal=False)
+        memory = _end(encoded, self.encoder.norm)
+        x = packing.gather(self.dropout(self._embed("target", target)), packed.queries)
+        decoded = self.decoder._run_packed(x, memory, packed, is_causal=True)
+        logits = self.output(_end(decoded, self.decoder.norm))
+        return _scatter_logits(logits, packed.queries, target)
+
+
+def _can_pack(stack: nn.Module) -> bool:
+    return isinstance(stack, (TransformerEncoder, TransformerDecoder)) and not _appends_keys(stack)
+
+
+def _scatter_logits(logits: Tensor, packed: PackedSequences, tokens: Tensor) -> Tensor:
+    return packing.scatter(logits, packed, torch.Size((*tokens.shape, logits.shape[-1])))
+
+
+class AddNorm(transformer.AddNorm):
+    """The end of a sublayer while decoding, in one operator."""
+
+    def forward(self, x: Tensor, residual: Tensor, norm: nn.Module) -> tuple[Tensor, Tensor]:
+        """As :meth:`trifuse.models.transformer.AddNorm.forward`."""
+        return add_then_norm(x, residual, _NO_DROPOUT, norm)
+
+
+_NO_DROPOUT = nn.Dropout(0.0)
+
+# Whose classes treat tokens one by one, or take PackedSequences, or see none that are packed.
+_KNOWN = (
+    *(m.__name__ for m in (attention, dropout_add_layer_norm, linear, transformer)),
+    __name__,
+)
 
 
 def _appends_keys(stack: nn.Module) -> bool:

@@ -46,6 +46,11 @@ def number(argument: str, value: Any) -> float:
     return float(value)
 
 
+def flag(argument: str, value: Any) -> None:
+    if not isinstance(value, (bool, torch.SymBool)):
+        raise TypeError(f"{argument}: expected True or False; got {type(value).__name__}")
+
+
 def probability(argument: str, value: Any) -> float:
     value = number(argument, value)
     if not 0.0 <= value < 1.0:

@@ -88,7 +88,7 @@ def autocast(t: Any) -> Any:
     """What autocast does to the input, h and the weights. c and vectors stay as they are."""
     if not isinstance(t, Tensor):
         return t
-    device = t.device.type
+    device = "cpu" if t.is_cpu else t.device.type  # the name of a device takes a microsecond
     if not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
         return t
     return t.to(torch.get_autocast_dtype(device)) if t.dtype in _AUTOCAST else t

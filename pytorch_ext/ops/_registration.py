@@ -4,13 +4,14 @@ Each operator has two opaque ops, ``<operator>_forward`` and ``<operator>_backwa
 overload per backend: ``torch.ops.trifuse.attention_forward.cpp``. Opaque, because a traced backward
 made of differentiable pieces over saved outputs gives silently wrong second derivatives; one
 overload each, because a profile then shows which backend ran. The C++ extension registers its own
-implementations; fakes and vmap rules are the same for all backends.
+implementations; vmap rules are the same for all backends, and fakes unless told otherwise.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import importlib
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -22,7 +23,11 @@ library = torch.library.Library("trifuse", "DEF")
 
 
 def define(
-    operator: str, signature: str, fake: Callable[..., Any], vmap: Callable[..., Any]
+    operator: str,
+    signature: str,
+    fake: Callable[..., Any],
+    vmap: Callable[..., Any],
+    fakes: Mapping[str, Callable[..., Any]] | None = None,
 ) -> None:
     """Declare an op for every backend.
 
@@ -32,11 +37,12 @@ def define(
         fake: shapes, dtypes and strides of the results.
         vmap: its batching rule, as :func:`torch.library.register_vmap` takes it, with the overload
             to call as an extra first argument.
+        fakes: of the backends that leave something else to their backward than the others do.
     """
     for backend in ORDER:
         name = f"trifuse::{operator}.{backend}"
         library.define(f"{operator}.{backend}{signature}")
-        torch.library.register_fake(name, fake, lib=library)
+        torch.library.register_fake(name, (fakes or {}).get(backend, fake), lib=library)
         overload = getattr(getattr(torch.ops.trifuse, operator), backend)
 
         def rule(info: Any, in_dims: Any, *args: Any, _overload: Any = overload) -> Any:
@@ -77,6 +83,25 @@ def implement(
         return function
 
     return register
+
+
+def implement_triton(operator: str, check: Callable[..., None] | None = None) -> None:
+    """Both ops of an operator, by the launchers of their names in ``trifuse.kernels.<operator>``.
+
+    Args:
+        check: what looks at the values in the forward's arguments; the backward's are the same.
+    """
+
+    def register(op: str, check: Callable[..., None] | None) -> None:
+        @implement(op, "triton")
+        def launch(*args: Any) -> Any:
+            if check is not None:
+                check(*args)
+            # Imported when it is called: Triton need not be there.
+            return getattr(importlib.import_module(f"trifuse.kernels.{operator}"), op)(*args)
+
+    register(f"{operator}_forward", check)
+    register(f"{operator}_backward", None)
 
 
 def without_autocast() -> AbstractContextManager[None]:

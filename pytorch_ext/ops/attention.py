@@ -696,9 +696,13 @@ _registration.define(
 )
 
 
+def _check_arguments(query: Tensor, key: Tensor, value: Tensor, *args: Any) -> None:
+    _check_values(query, key, *args[1:4], *args[5:7])
+
+
 @_registration.implement("attention_forward", "eager")
 def _eager_forward(query: Tensor, key: Tensor, value: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
-    _check_values(query, key, *args[1:4], *args[5:7])
+    _check_arguments(query, key, value, *args)
     out, lse = reference.attention(query, key, value, *args)
     return _empty_like_layout(query, value.shape[3]).copy_(out), lse
 
@@ -719,20 +723,7 @@ def _eager_backward(
     return (*laid_out, query.new_empty(0) if grad_mask is None else grad_mask)
 
 
-@_registration.implement("attention_forward", "triton")
-def _triton_forward(query: Tensor, key: Tensor, value: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
-    from trifuse.kernels import attention as kernels
-
-    _check_values(query, key, *args[1:4], *args[5:7])
-    return kernels.attention_forward(query, key, value, *args)
-
-
-@_registration.implement("attention_backward", "triton")
-def _triton_backward(*args: Any) -> tuple[Tensor, ...]:
-    from trifuse.kernels import attention as kernels
-
-    # The forward has looked at the values of key_lengths and cu_seqlens, which are the same.
-    return kernels.attention_backward(*args)
+_registration.implement_triton("attention", _check_arguments)
 
 
 _FORWARD = {name: getattr(torch.ops.trifuse.attention_forward, name) for name in backends.ORDER}

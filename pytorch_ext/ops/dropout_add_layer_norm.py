@@ -57,14 +57,14 @@ def dropout_add_layer_norm(
             default generator for the device; the same seed drops the same elements on every
             backend.
         eps: added to the variance.
-        training: without it nothing is dropped.
+        training: without it nothing is dropped, whatever ``dropout_p`` is.
         prenorm: also return the sum, as the next sublayer's residual (pre-norm Transformers).
         x_bias: (N,), in the dtype of x or float32, added to x before dropout: the bias of the
             linear layer before, if that left it out.
         rms_norm: divide by the root mean square instead (Zhang and Sennrich, 2019): no mean is
             subtracted.
-        residual_in_fp32: with ``prenorm``, return the sum in float32. A float32 residual gives a
-            float32 sum without being asked.
+        residual_in_fp32: with ``prenorm``, return the sum in float32, or of float64 in float64. A
+            float32 residual gives a float32 sum without being asked.
 
     Returns:
         (..., N) in the dtype of x, contiguous; with ``prenorm`` also the sum, (..., N), in the
@@ -127,6 +127,11 @@ def _prepare(
         if residual.shape != x.shape:
             residual = _expand(residual, x)
         sum_dtype = residual.dtype
+    for argument, value in (
+        ("training", training), ("prenorm", prenorm), ("rms_norm", rms_norm),
+        ("residual_in_fp32", residual_in_fp32),
+    ):  # fmt: skip
+        _checks.flag(argument, value)
     if residual_in_fp32 and dtype != torch.float64:
         sum_dtype = torch.float32
     features = x.shape[-1:]
@@ -380,18 +385,7 @@ def _eager_backward(*args: Any) -> tuple[Tensor, ...]:
     )
 
 
-@_registration.implement("dropout_add_layer_norm_forward", "triton")
-def _triton_forward(*args: Any) -> tuple[Tensor, ...]:
-    from trifuse.kernels import dropout_add_layer_norm as kernels
-
-    return kernels.dropout_add_layer_norm_forward(*args)
-
-
-@_registration.implement("dropout_add_layer_norm_backward", "triton")
-def _triton_backward(*args: Any) -> tuple[Tensor, ...]:
-    from trifuse.kernels import dropout_add_layer_norm as kernels
-
-    return kernels.dropout_add_layer_norm_backward(*args)
+_registration.implement_triton("dropout_add_layer_norm")
 
 
 _FORWARD = {

@@ -221,10 +221,14 @@ _registration.define(
 )
 
 
+def _check_arguments(*args: Any) -> None:
+    _recurrent.check_lengths(args[3], args[0].shape[0])
+
+
 @_registration.implement("gru_forward", "eager")
 def _eager_forward(*args: Any) -> tuple[Tensor, ...]:
+    _check_arguments(*args)
     input, h0, parameters, lengths, reverse, _ = args
-    _recurrent.check_lengths(lengths, input.shape[0])
     results = reference.gru(input, h0, parameters, lengths, options=Options(reverse))
     return _recurrent.copied_forward(results, _forward_fake(*args))
 
@@ -239,19 +243,7 @@ def _formula(*args: Any) -> list[Tensor | None]:
     return reference.gru_backward(*args[:8], options=Options(args[8]), wanted=args[9])
 
 
-@_registration.implement("gru_forward", "triton")
-def _triton_forward(*args: Any) -> tuple[Tensor, ...]:
-    from trifuse.kernels import gru as kernels
-
-    _recurrent.check_lengths(args[3], args[0].shape[0])
-    return kernels.gru_forward(*args)
-
-
-@_registration.implement("gru_backward", "triton")
-def _triton_backward(*args: Any) -> list[Tensor]:
-    from trifuse.kernels import gru as kernels
-
-    return kernels.gru_backward(*args)
+_registration.implement_triton("gru", _check_arguments)
 
 
 _recurrent.OPERATORS["gru"] = _recurrent.Operator(

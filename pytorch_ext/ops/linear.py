@@ -295,33 +295,40 @@ def _differentiable(
         return _torch(x, weight, bias, activation)
     bias = None if bias is None else bias.to(dtype)
     rows = x.to(dtype).reshape(-1, x.shape[-1])
-    out = _Linear.apply(rows, weight.to(dtype), bias).view(*x.shape[:-1], weight.shape[0])
-    return out if activation is None else ACTIVATIONS[activation](out)
+    relu = activation == "relu"
+    out = _Linear.apply(rows, weight.to(dtype), bias, relu).view(*x.shape[:-1], weight.shape[0])
+    # GELU's derivative needs what goes into it, which its product does not return.
+    return out if activation is None or relu else ACTIVATIONS[activation](out)
 
 
 class _Linear(torch.autograd.Function):
-    """x weightᵀ + bias of 2-D tensors. Its gradients are two more of these."""
+    """x weightᵀ + bias of 2-D tensors, or its ReLU. The gradients are two more such products."""
 
     @staticmethod
-    def forward(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return torch.ops.trifuse.linear(x, weight, bias)
+    def forward(x: Tensor, weight: Tensor, bias: Tensor | None, relu: bool) -> Tensor:
+        return torch.ops.trifuse.linear(x, weight, bias, "relu" if relu else None)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        x, weight, _ = inputs
+        x, weight, _, relu = inputs
         # Each is needed for the other's gradient.
         ctx.save_for_backward(
-            x if ctx.needs_input_grad[1] else None, weight if ctx.needs_input_grad[0] else None
+            x if ctx.needs_input_grad[1] else None,
+            weight if ctx.needs_input_grad[0] else None,
+            output if relu else None,
         )
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
-        needs_x, needs_weight, needs_bias = ctx.needs_input_grad
+        x, weight, out = ctx.saved_tensors
+        needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
+        if out is not None:
+            grad_out = torch.ops.aten.threshold_backward(grad_out, out, 0)
         return (
-            _Linear.apply(grad_out, weight.t(), None) if needs_x else None,
-            _Linear.apply(grad_out.t(), x.t(), None) if needs_weight else None,
+            _Linear.apply(grad_out, weight.t(), None, False) if needs_x else None,
+            _Linear.apply(grad_out.t(), x.t(), None, False) if needs_weight else None,
             grad_out.sum(0) if needs_bias else None,
+            None,
         )
 
 

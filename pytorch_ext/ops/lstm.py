@@ -364,6 +364,16 @@ def _forward_fake(
     )
 
 
+def _cpp_forward_fake(*args: Any) -> tuple[Tensor, ...]:
+    """With layer normalisation it leaves both products, as they were accumulated, not the gates."""
+    results = _forward_fake(*args)
+    output, h_n, c_n, gates, cells = results
+    if Parameters(*args[3][: len(Parameters._fields)]).norm_ih_weight is None or gates.dim() == 1:
+        return results
+    products = c_n.new_empty(*gates.shape[:-1], 2 * gates.shape[-1])
+    return output, h_n, c_n, products, cells
+
+
 def _backward_fake(
     grad_output: Tensor, grad_h_n: Tensor | None, grad_c_n: Tensor | None, input: Tensor,
     h0: Tensor | None, c0: Tensor | None, parameters: Sequence[Tensor | None], *rest: Any,
@@ -376,6 +386,7 @@ _registration.define(
     f"({_TENSORS}, {_OPTIONS}, int save) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     _forward_fake,
     functools.partial(_recurrent.forward_vmap, "lstm"),
+    fakes={"cpp": _cpp_forward_fake},
 )
 _registration.define(
     "lstm_backward",
@@ -384,11 +395,19 @@ _registration.define(
     _backward_fake,
     functools.partial(_recurrent.backward_vmap, "lstm"),
 )
+# Why the CUDA kernels go step by step in such a call; "" where it is one launch.
+_registration.library.define(
+    "lstm_step_by_step.cuda(Tensor input, Tensor?[] parameters, bool coupled, bool backward) -> str"
+)
+
+
+def _check_arguments(*args: Any) -> None:
+    _recurrent.check_lengths(args[4], args[0].shape[0])
 
 
 @_registration.implement("lstm_forward", "eager")
 def _eager_forward(*args: Any) -> tuple[Tensor, ...]:
-    _recurrent.check_lengths(args[4], args[0].shape[0])
+    _check_arguments(*args)
     results = reference.lstm(*args[:6], options=Options(*args[6:16]))
     return _recurrent.copied_forward(results, _forward_fake(*args))
 
@@ -403,19 +422,7 @@ def _formula(*args: Any) -> list[Tensor | None]:
     return reference.lstm_backward(*args[:12], options=Options(*args[12:22]), wanted=args[22])
 
 
-@_registration.implement("lstm_forward", "triton")
-def _triton_forward(*args: Any) -> tuple[Tensor, ...]:
-    from trifuse.kernels import lstm as kernels
-
-    _recurrent.check_lengths(args[4], args[0].shape[0])
-    return kernels.lstm_forward(*args)
-
-
-@_registration.implement("lstm_backward", "triton")
-def _triton_backward(*args: Any) -> list[Tensor]:
-    from trifuse.kernels import lstm as kernels
-
-    return kernels.lstm_backward(*args)
+_registration.implement_triton("lstm", _check_arguments)
 
 
 _recurrent.OPERATORS["lstm"] = _recurrent.Operator(

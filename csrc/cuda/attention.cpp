@@ -1,0 +1,182 @@
+// torch.ops.trifuse.attention_{forward,backward}.cuda: tensors in, tensors out.
+//
+// Shapes, dtypes and devices have been checked in pytorch_ext/ops/attention.py. What only the contents of
+// key_lengths and cu_seqlens can tell is checked here, by the device.
+
+#include "cuda/attention.h"
+
+#include <ATen/ATen.h>
+#include <torch/library.h>
+
+#include <cmath>
+#include <string>
+#include <tuple>
+
+#include "cpu/arguments.h"
+#include "cuda/tensors.h"
+
+namespace trifuse::cuda {
+namespace {
+
+// Strides that repeat the one element of a dimension of size 1.
+Tensor4 strided(const Tensor& t) {
+  Tensor4 result{t.data_ptr(), {}};
+  for (int64_t d = 0; d < t.dim(); ++d) result.stride[d] = t.size(d) == 1 ? 0 : t.stride(d);
+  return result;
+}
+
+// Uninitialised (B, H, L, last), in memory order (B, L, H) if `like` is so: see
+// _empty_like_layout in pytorch_ext/ops/attention.py, which must agree.
+Tensor empty_like_layout(const Tensor& like, int64_t last) {
+  const int64_t B = like.size(0), H = like.size(1), L = like.size(2);
+  if (like.stride(1) < like.stride(2))
+    return at::empty({B, L, H, last}, like.options()).transpose(1, 2);
+  return at::empty({B, H, L, last}, like.options());
+}
+
+// On a GPU it doesn't wait for the answer.
+void require(const Tensor& ok, const std::string& argument, const std::string& expected) {
+  const std::string message = argument + ": expected " + expected;
+  if (!ok.is_cpu()) return at::_assert_async(ok, message);
+  TORCH_CHECK_VALUE(ok.item<bool>(), message);
+}
+
+void check_cu_seqlens(const char* name, const Tensor& cu, int64_t total, int64_t longest) {
+  const Tensor steps = cu.diff();
+  const Tensor ok = (cu[0] == 0) & (cu[-1] <= total) & (steps >= 0).all() & (steps <= longest).all();
+  require(
+      ok, name,
+      "0 first, no decrease, no step over " + std::to_string(longest) + ", the last at most " +
+          std::to_string(total));
+}
+
+// A call, and the integer tensors it points into.
+struct Call {
+  Attention attention{};
+  Tensor key_lengths, cu_seqlens_q, cu_seqlens_k;
+};
+
+Call make_call(
+    const Tensor& query, const Tensor& key, const Tensor& value, const OptionalTensor& attn_mask,
+    const OptionalTensor& key_lengths, const OptionalTensor& cu_seqlens_q,
+    const OptionalTensor& cu_seqlens_k, const OptionalTensor& seed, int64_t max_seqlen_q,
+    int64_t max_seqlen_k, std::optional<double> scale, int64_t window_left, int64_t window_right,
+    bool lower_right, double dropout_p) {
+  Call call;
+  Attention& p = call.attention;
+  p.dtype = kernel_type(query.scalar_type());
+  p.batch = query.size(0);
+  p.heads = query.size(1);
+  p.kv_heads = key.size(1);
+  p.Lq = p.total_q = query.size(2);
+  p.Lk = p.total_k = key.size(2);
+  p.E = query.size(3);
+  p.Ev = value.size(3);
+  p.query = strided(query);
+  p.key = strided(key);
+  p.value = strided(value);
+  p.scale = scale.value_or(1.0 / std::sqrt(static_cast<double>(std::max<int64_t>(p.E, 1))));
+  // A window beyond the farthest pair is no bound.
+  p.window_left = std::min(window_left, p.total_q + p.total_k);
+  p.window_right = std::min(window_right, p.total_q + p.total_k);
+  p.lower_right = lower_right;
+  if (key_lengths) {
+    call.key_lengths = key_lengths->to(at::kLong).contiguous();
+    p.key_lengths = call.key_lengths.const_data_ptr<int64_t>();
+  }
+  if (cu_seqlens_q) {
+    call.cu_seqlens_q = cu_seqlens_q->to(at::kLong).contiguous();
+    call.cu_seqlens_k = cu_seqlens_k->to(at::kLong).contiguous();
+    p.cu_seqlens_q = call.cu_seqlens_q.const_data_ptr<int64_t>();
+    p.cu_seqlens_k = call.cu_seqlens_k.const_data_ptr<int64_t>();
+    p.batch = call.cu_seqlens_q.numel() - 1;
+    // Blocks are needed for tokens past the last sequence even if all sequences are empty.
+    p.Lq = std::max<int64_t>(max_seqlen_q, 1);
+    p.Lk = std::max<int64_t>(max_seqlen_k, 1);
+  }
+  if (attn_mask) {
+    p.mask = strided(*attn_mask);
+    p.mask_kind = attn_mask->scalar_type() == at::kBool ? MaskKind::Bool
+        : attn_mask->scalar_type() == at::kFloat        ? MaskKind::Float32
+                                                        : MaskKind::QueryType;
+  }
+  if (seed) {
+    p.dropout = kernel_dropout(dropout_p);
+    p.seed = seed->const_data_ptr<int64_t>();
+  }
+  return call;
+}
+
+std::tuple<Tensor, Tensor> forward(
+    const Tensor& query, const Tensor& key, const Tensor& value, const OptionalTensor& attn_mask,
+    const OptionalTensor& key_lengths, const OptionalTensor& cu_seqlens_q,
+    const OptionalTensor& cu_seqlens_k, const OptionalTensor& seed, int64_t max_seqlen_q,
+    int64_t max_seqlen_k, std::optional<double> scale, int64_t window_left, int64_t window_right,
+    bool lower_right, double dropout_p) {
+  const OnDeviceOf device(query);
+  Call call = make_call(
+      query, key, value, attn_mask, key_lengths, cu_seqlens_q, cu_seqlens_k, seed, max_seqlen_q,
+      max_seqlen_k, scale, window_left, window_right, lower_right, dropout_p);
+  Attention& p = call.attention;
+  if (p.key_lengths) {
+    const Tensor& lengths = call.key_lengths;
+    require(
+        ((lengths >= 0) & (lengths <= p.Lk)).all(), "key_lengths",
+        "lengths in [0, " + std::to_string(p.Lk) + "]");
+  }
+  if (p.cu_seqlens_q) {
+    check_cu_seqlens("cu_seqlens_q", call.cu_seqlens_q, p.total_q, max_seqlen_q);
+    check_cu_seqlens("cu_seqlens_k", call.cu_seqlens_k, p.total_k, max_seqlen_k);
+  }
+  const Tensor out = empty_like_layout(query, p.Ev);
+  const Tensor logsumexp = at::empty(
+      {query.size(0), query.size(1), query.size(2)}, query.options().dtype(at::kFloat));
+  p.out = strided(out);
+  p.logsumexp = strided(logsumexp);
+  attention_forward(p, device.stream());
+  return {out, logsumexp};
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> backward(
+    const Tensor& grad_out, const OptionalTensor& grad_logsumexp, const Tensor& query,
+    const Tensor& key, const Tensor& value, const OptionalTensor& attn_mask,
+    const OptionalTensor& key_lengths, const OptionalTensor& cu_seqlens_q,
+    const OptionalTensor& cu_seqlens_k, const OptionalTensor& seed, const Tensor& out,
+    const Tensor& logsumexp, int64_t max_seqlen_q, int64_t max_seqlen_k,
+    std::optional<double> scale, int64_t window_left, int64_t window_right, bool lower_right,
+    double dropout_p, bool mask_requires_grad) {
+  const OnDeviceOf device(query);
+  Call call = make_call(
+      query, key, value, attn_mask, key_lengths, cu_seqlens_q, cu_seqlens_k, seed, max_seqlen_q,
+      max_seqlen_k, scale, window_left, window_right, lower_right, dropout_p);
+  Attention& p = call.attention;
+  p.out = strided(out);
+  p.logsumexp = strided(logsumexp);
+  p.grad_out = strided(grad_out);
+  if (grad_logsumexp) p.grad_logsumexp = strided(*grad_logsumexp);
+
+  const Tensor grad_query = empty_like_layout(query, p.E);
+  const Tensor grad_key = empty_like_layout(key, p.E);
+  const Tensor grad_value = empty_like_layout(value, p.Ev);
+  p.grad_query = strided(grad_query);
+  p.grad_key = strided(grad_key);
+  p.grad_value = strided(grad_value);
+  Tensor grad_mask = at::empty({0}, query.options());
+  if (mask_requires_grad) {
+    grad_mask = at::empty(attn_mask->sizes(), attn_mask->options());
+    if (grad_mask.numel() > 0) p.grad_mask = strided(grad_mask);
+  }
+  const Tensor workspace =
+      at::empty({attention_backward_workspace(p)}, query.options().dtype(at::kByte));
+  attention_backward(p, workspace.data_ptr(), device.stream());
+  return {grad_query, grad_key, grad_value, grad_mask};
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(trifuse, TRIFUSE_CUDA, m) {
+  m.impl("attention_forward.cuda", forward);
+  m.impl("attention_backward.cuda", backward);
+}
+
+}  // namespace trifuse::cuda

@@ -1,0 +1,29 @@
+// Attention on a GPU: its launchers. What a call is, ../attention.h says; all pointers are the device's.
+
+#pragma once
+
+#include <cstdint>
+
+#include "../attention.h"
+
+namespace trifuse::cuda {
+
+// As AttentionProblem, but:
+// - the dtype is Float32, BFloat16 or Float16, and the accumulation type is float;
+// - `seed` takes the place of dropout.seed, so that a graph may draw it anew;
+// - the strides of dimensions of size 1 are 0;
+// - grad_mask is in the mask's own dtype, contiguous, and grad_query_sum isn't needed.
+struct Attention : AttentionProblem {
+  const int64_t* seed = nullptr;
+  int64_t total_q, total_k;  // tokens of query and key: Lq and Lk unless sequences are packed
+};
+
+// `stream` is a cudaStream_t. Throws std::runtime_error where a kernel can't be launched. A block takes
+// up to 96 KiB of shared memory, in float32 beyond a head_dim of 128 up to 128.
+void attention_forward(const Attention& call, void* stream);
+
+// `workspace` is that many bytes of the device's memory, aligned to 16, and needn't be initialised.
+int64_t attention_backward_workspace(const Attention& call);
+void attention_backward(const Attention& call, void* workspace, void* stream);
+
+}  // namespace trifuse::cuda

@@ -1,0 +1,672 @@
+// Attention backward on a GPU: the formulas at the head of pytorch_ext/reference/attention.py.
+//
+// Four kernels, without atomics: every sum is taken in one block, in an order that depends on nothing but
+// the sizes, so results repeat bit for bit.
+//
+// - rows: what a query's weights are computed from again, and ∑ dO O - dlse.
+// - key_value: a block owns 64 keys of one key head (32 in float32 beyond a head_dim of 128), and runs
+//   through the queries that see them, of all query heads that share the key head. It reads its keys and
+//   values once, and q, dO and three numbers for each query; it writes its rows of dK and dV. Beyond a
+//   head_dim of 128 two blocks share the keys, and each writes half of the columns.
+// - query: a block owns 64 queries of one head (32, likewise), and runs through the keys that they see. It
+//   reads q and dO once, and the keys and values; it writes its rows of dQ.
+// - mask: a block owns a tile of the float mask's gradient, and a share of the sum over what the mask is
+//   broadcast in. It computes dS again for one sequence, head and block of queries after another.
+//
+// Floor: 2 · pairs · (5 E + 2 Ev) operations of the tensor cores (float32: of the FMA pipes), of which
+// 2 · pairs · (E + Ev) are made twice: the price of sums that are never split between blocks. The mask's
+// gradient takes those a third time.
+
+#include "cuda/attention_tile.cuh"
+
+namespace trifuse::cuda {
+namespace {
+
+// For each query, contiguous (B, H, Lq), or (H, total) if sequences are packed. A weight is
+// 2^((score - shift) · exponent - rest), with what Scale says; shift is the logsumexp in units of a score.
+struct RowVectors {
+  float *shift, *rest, *delta;
+};
+
+// How the gradient of a float mask is shared out.
+struct MaskShares {
+  bool full[4];  // dimensions that it has; it is a sum over the others
+  int64_t row_blocks, column_blocks;
+  int64_t tiles, terms, chunk, shares;  // a share: up to `chunk` of the terms of the sum
+  int64_t size;                         // of the gradient
+};
+
+template <class Scalar, int D>
+struct Shape {
+  static constexpr int kWarps = !kTensorCore<Scalar> && D == 256 ? 2 : 4;
+  static constexpr int kRows = 16 * kWarps;
+  static constexpr int N = kTensorCore<Scalar> ? (D == 256 ? 16 : 32) : (D == 64 ? 32 : 16);
+  static constexpr size_t kShared = (2 * kRows + 4 * N) * D * sizeof(Scalar);
+  static constexpr int kColumns = D < 128 ? D : 128;  // of dK and dV that a block sums up
+};
+
+// Kernels in which only tiles depend on the head dimension: one for all.
+template <class Scalar>
+struct WideShape {
+  static constexpr int kWarps = kTensorCore<Scalar> ? 4 : 2;
+  static constexpr int kRows = 16 * kWarps;
+  static constexpr int N = kTensorCore<Scalar> ? 32 : 16;
+};
+
+int padded_head_dim(const Attention& p) {
+  int result = 0;
+  for_head_dim(p, [&]<int D>() { result = D; });
+  return result;
+}
+
+// Rows ---------------------------------------------------------------------------------------------------
+
+// From here on a float32 logsumexp is too coarse beside the scores of a float mask to normalise with: at
+// the lowest finite number, where masks like to be, log ∑ exp is lost in it altogether.
+constexpr float kCoarseLogsumexp = 1024;
+
+// A block owns some queries of one head of one sequence; it reads their rows of dO and O and writes three
+// numbers for each. With a float mask, and only if it meets a logsumexp that a large mask has made coarse,
+// it also runs through the keys for the peak and the sum, each for itself.
+template <class Scalar>
+__global__ __launch_bounds__(32 * WideShape<Scalar>::kWarps) void attention_backward_rows_kernel(
+    const __grid_constant__ Attention p, const RowVectors vectors, int pitch) {
+  using Shape = WideShape<Scalar>;
+  constexpr int N = Shape::N;
+  const Place place(p.Lq, Shape::kRows, p.heads);
+  const Head head(p, place.b, place.h);
+  const int first = place.block * Shape::kRows, row = first + 16 * warp();
+  if (first >= head.queries) return;
+
+  const auto grad_out = head.query_rows<const Scalar>(p.grad_out, p.Ev);
+  const auto out = head.query_rows<const Scalar>(p.out, p.Ev);
+  const auto float_at = [&](const Tensor4& t, int query) {
+    return static_cast<const float*>(t.data)[
+        head.batch * t.stride[0] + head.h * t.stride[1] + (head.first_query + query) * t.stride[2]];
+  };
+  const Scale scale(p);
+  bool coarse = false;
+  // Eight lanes share a row.
+  constexpr int kChunk = Tile<Scalar>::kChunk;
+#pragma unroll
+  for (int i = 0; i < 16; i += 4) {
+    const int query = row + i + lane() / 8;
+    const bool inside = query < head.queries;
+    float delta = 0;
+    for (int c = lane() % 8 * kChunk; inside && c < out.columns; c += 8 * kChunk) {
+      float g[kChunk], o[kChunk];
+      load_chunk(g, grad_out, query, c);
+      load_chunk(o, out, query, c);
+      // An Inf in dO is NaN for its row, whatever the output beside it.
+#pragma unroll
+      for (int j = 0; j < kChunk; ++j) delta = fmaf(fmaf(g[j], 0.0f, g[j]), o[j], delta);
+    }
+    delta = warp_sum<8>(delta);
+    if (!inside || lane() % 8 != 0) continue;
+    if (p.grad_logsumexp.data) delta -= float_at(p.grad_logsumexp, query);
+    const float lse = float_at(p.logsumexp, query);
+    const bool empty = lse == -kInfinity;
+    coarse |= !empty && fabsf(lse) > kCoarseLogsumexp;
+    // What the shift loses by rounding is in the rest. A row without a pair takes no part in any tile; 0
+    // keeps -inf out of its exponents.
+    const double in_scores = empty ? 0.0 : lse / scale.unit;
+    const float shift = static_cast<float>(in_scores);
+    vectors.delta[head.row + query] = delta;
+    vectors.shift[head.row + query] = shift;
+    vectors.rest[head.row + query] = static_cast<float>((in_scores - shift) * scale.exponent);
+  }
+  if (!has_float_mask(p) || !__syncthreads_or(coarse)) return;
+
+  const Tile<Scalar> query{reinterpret_cast<Scalar*>(shared_memory()), pitch};
+  const auto key_tile = [&](int stage) { return query.from(Shape::kRows + stage * N); };
+  const auto keys = head.key_rows<const Scalar>(p.key, p.E);
+  const Span spans[2] = {keys_of(p, head, row + row_of(0)), keys_of(p, head, row + row_of(2))};
+  load_tile(query, head.query_rows<const Scalar>(p.query, p.E), first, Shape::kRows, head.queries);
+  cp_async_commit();
+  Softmax<Scalar> softmax;
+  for_tiles<N>(
+      visible<N, false>(p, head, first, Shape::kRows),
+      [&](int column) { return look<N, false>(p, head, spans, row, column); },
+      [&](int column, int stage) { load_tile(key_tile(stage), keys, column, N, head.keys); },
+      [](int) {},
+      [&](int column, int stage, const Pairs<N>& pairs) {
+        float scores[N / 8][4] = {}, shrink[2];
+        multiply_rows<N>(
+            scores, query.from(16 * warp()), key_tile(stage), static_cast<int>(round_up(p.E, 16)));
+        scale_and_add_mask<N, false, Scalar>(scores, p, scale, head, pairs, row, column);
+        softmax.template take<N>(scores, pairs, scale.exponent, shrink);
+      });
+  softmax.finish();
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const int own = row + row_of(2 * r);
+    if (lane() % 4 != 0 || own >= head.queries) continue;
+    const bool empty = softmax.peak[r] == -kInfinity;
+    vectors.shift[head.row + own] = empty ? 0.0f : softmax.peak[r];
+    vectors.rest[head.row + own] = log2f(softmax.sum[r]);
+  }
+}
+
+// Gradients of scores ------------------------------------------------------------------------------------
+
+// What a thread needs of the queries of its tile: by row, or, in a tile that has them as columns, by
+// column.
+template <int N, bool kByKey>
+struct TileVectors {
+  static constexpr int kCount = kByKey ? N / 4 : 2;
+  float shift[kCount], rest[kCount], delta[kCount];
+
+  __device__ __forceinline__ TileVectors(
+      const RowVectors& vectors, const Head& head, int row, int column) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      const int query = kByKey ? column + column_of(i / 2, i % 2) : row + row_of(2 * i);
+      const bool inside = query < head.queries;
+      shift[i] = inside ? vectors.shift[head.row + query] : 0.0f;
+      rest[i] = inside ? vectors.rest[head.row + query] : 0.0f;
+      delta[i] = inside ? vectors.delta[head.row + query] : 0.0f;
+    }
+  }
+  __device__ static constexpr int index(int n, int e) { return kByKey ? 2 * n + e % 2 : e / 2; }
+};
+
+// Of a warp's tile, scores (products of q and k) become the weights that dropout keeps, not scaled up yet,
+// and products (of dO and v) become dS; both are 0 for pairs that take no part.
+template <int N, bool kByKey, class Scalar>
+__device__ __forceinline__ void weights_and_gradients(
+    float (&scores)[N / 8][4], float (&products)[N / 8][4], const Attention& p, const Scale& scale,
+    const Head& head, const TileVectors<N, kByKey>& of, const Pairs<N>& pairs, uint64_t seed,
+    int row, int column) {
+  if (scale.natural)
+    scale_and_add_mask<N, kByKey, Scalar>(scores, p, scale, head, pairs, row, column);
+#pragma unroll
+  for (int n = 0; n < N / 8; ++n)
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      const int i = of.index(n, e);
+      scores[n][e] = power_of_2<Scalar>(
+          fmaf(scores[n][e] - of.shift[i], scale.exponent, -of.rest[i]));
+    }
+  if (!pairs.full) {
+#pragma unroll
+    for (int n = 0; n < N / 8; ++n)
+#pragma unroll
+      for (int e = 0; e < 4; ++e)
+        if (!pairs.test(n, e)) scores[n][e] = 0;
+  }
+  if (p.dropout.threshold) {
+    const Dropped<N, kByKey> dropped(p, head, seed, row, column);
+    const float keep_scale = static_cast<float>(p.dropout.scale);
+#pragma unroll
+    for (int n = 0; n < N / 8; ++n)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const bool kept = dropped.keeps(n, e);
+        const float grad = kept ? products[n][e] * keep_scale : 0.0f;
+        products[n][e] = scores[n][e] * (grad - of.delta[of.index(n, e)]);
+        if (!kept) scores[n][e] = 0;
+      }
+  } else {
+#pragma unroll
+    for (int n = 0; n < N / 8; ++n)
+#pragma unroll
+      for (int e = 0; e < 4; ++e)
+        products[n][e] = scores[n][e] * (products[n][e] - of.delta[of.index(n, e)]);
+  }
+  if (!pairs.full) {
+#pragma unroll
+    for (int n = 0; n < N / 8; ++n)
+#pragma unroll
+      for (int e = 0; e < 4; ++e)
+        if (!pairs.test(n, e)) products[n][e] = 0;
+  }
+}
+
+template <int N>
+__device__ __forceinline__ void count_pairs(float (&weights)[N / 8][4], const Pairs<N>& pairs) {
+#pragma unroll
+  for (int n = 0; n < N / 8; ++n)
+#pragma unroll
+    for (int e = 0; e < 4; ++e) weights[n][e] = pairs.test(n, e);
+}
+
+template <int C>
+__device__ __forceinline__ void set_to_zero(float (&sums)[C / 8][4]) {
+#pragma unroll
+  for (int n = 0; n < C / 8; ++n)
+#pragma unroll
+    for (int e = 0; e < 4; ++e) sums[n][e] = 0;
+}
+
+// Keys and values ----------------------------------------------------------------------------------------
+
+template <class Scalar, int D>
+__global__ __launch_bounds__(32 * Shape<Scalar, D>::kWarps) void attention_backward_key_value_kernel(
+    const __grid_constant__ Attention p, const RowVectors vectors) {
+  using Shape = Shape<Scalar, D>;
+  constexpr int N = Shape::N, C = Shape::kColumns;
+  // With a causal bound the first keys are seen most, and their blocks begin first.
+  const Place place(p.Lk, Shape::kRows, p.kv_heads);
+  const int first_column = blockIdx.y * C;
+  if (place.b == p.batch) {
+    if (first_column > 0) return;
+    const int64_t first = p.cu_seqlens_k[place.b] + place.block * Shape::kRows;
+    const int64_t step = int64_t(place.blocks) * Shape::kRows;
+    store_zeros<Scalar>({p.grad_key, 0, place.h, 0, p.E}, first, p.total_k, Shape::kRows, step);
+    store_zeros<Scalar>({p.grad_value, 0, place.h, 0, p.Ev}, first, p.total_k, Shape::kRows, step);
+    return;
+  }
+  const int group = static_cast<int>(p.heads / p.kv_heads);
+  const Head any_head(p, place.b, place.h * group);
+  const int first = place.block * Shape::kRows, row = first + 16 * warp();
+  if (first >= any_head.stored) return;
+
+  const Tile<Scalar> key{reinterpret_cast<Scalar*>(shared_memory()), D};
+  const Tile<Scalar> value = key.from(Shape::kRows), stages = value.from(Shape::kRows);
+  const auto query_tile = [&](int stage) { return stages.from(2 * stage * N); };
+  const auto grad_out_tile = [&](int stage) { return stages.from((2 * stage + 1) * N); };
+  const int depth = static_cast<int>(round_up(p.E, 16)), columns = static_cast<int>(round_up(p.Ev, 16));
+  const Scale scale(p);
+  const uint64_t seed = p.dropout.threshold ? *p.seed : 0;
+
+  const auto keys = any_head.key_rows<const Scalar>(p.key, p.E);
+  const auto values = any_head.key_rows<const Scalar>(p.value, p.Ev);
+  load_tile(key, keys, first, Shape::kRows, any_head.keys);
+  load_tile(value, values, first, Shape::kRows, any_head.keys);
+  cp_async_commit();
+
+  // As in the forward: what a NaN or Inf in a query or in dO reaches is found out only if there is one.
+  Mode mode = Mode::Hope;
+  float dk[C / 8][4], dv[C / 8][4];
+  Reached<C> dk_reached, dv_reached;
+  for (;;) {
+    set_to_zero<C>(dk);
+    set_to_zero<C>(dv);
+    for (int member = 0; member < group; ++member) {
+      const Head head(p, place.b, place.h * group + member);
+      const auto queries = head.query_rows<const Scalar>(p.query, p.E);
+      const auto grad_outs = head.query_rows<const Scalar>(p.grad_out, p.Ev);
+      const Span spans[2] = {
+          queries_of(p, head, row + row_of(0)), queries_of(p, head, row + row_of(2))};
+      for_tiles<N>(
+          visible<N, true>(p, head, first, Shape::kRows),
+          [&](int column) { return look<N, true>(p, head, spans, row, column); },
+          [&](int column, int stage) {
+            load_tile(query_tile(stage), queries, column, N, head.queries);
+            load_tile(grad_out_tile(stage), grad_outs, column, N, head.queries);
+          },
+          [&](int stage) {
+            if (mode == Mode::Hope) return;
+            clean_tile(query_tile(stage), N, mode);
+            clean_tile(grad_out_tile(stage), N, mode);
+            __syncthreads();
+          },
+          [&](int column, int stage, const Pairs<N>& pairs) {
+            float weights[N / 8][4] = {}, grad_scores[N / 8][4] = {};
+            if (mode == Mode::Count) {
+              count_pairs<N>(weights, pairs);
+              count_pairs<N>(grad_scores, pairs);
+            } else {
+              const TileVectors<N, true> of(vectors, head, row, column);  // loaded meanwhile
+              multiply_rows<N>(weights, key.from(16 * warp()), query_tile(stage), depth);
+              multiply_rows<N>(grad_scores, value.from(16 * warp()), grad_out_tile(stage), columns);
+              weights_and_gradients<N, true, Scalar>(
+                  weights, grad_scores, p, scale, head, of, pairs, seed, row, column);
+            }
+            multiply_weights<N, C>(dv, weights, grad_out_tile(stage), first_column, columns);
+            multiply_weights<N, C>(dk, grad_scores, query_tile(stage), first_column, depth);
+          });
+    }
+    if (mode == Mode::Clean) break;
+    if (mode == Mode::Count) {
+      dk_reached = Reached<C>(dk);
+      dv_reached = Reached<C>(dv);
+      mode = Mode::Clean;
+    } else {
+      const bool found = any_non_finite<C>(dk) || any_non_finite<C>(dv);
+      if (!is_selective(p) || !__syncthreads_or(found)) break;
+      mode = Mode::Count;
+    }
+  }
+  const float scale_factor[2] = {static_cast<float>(p.scale), static_cast<float>(p.scale)};
+  store_rows<C>(
+      dk, scale_factor, dk_reached, key.from(16 * warp()),
+      any_head.key_rows<Scalar>(p.grad_key, p.E), row, any_head.stored, first_column);
+  const float keep_scale = static_cast<float>(p.dropout.scale);
+  const float keep_factor[2] = {keep_scale, keep_scale};
+  store_rows<C>(
+      dv, keep_factor, dv_reached, value.from(16 * warp()),
+      any_head.key_rows<Scalar>(p.grad_value, p.Ev), row, any_head.stored, first_column);
+}
+
+// Queries ------------------------------------------------------------------------------------------------
+
+template <class Scalar, int D>
+__global__ __launch_bounds__(32 * Shape<Scalar, D>::kWarps) void attention_backward_query_kernel(
+    const __grid_constant__ Attention p, const RowVectors vectors) {
+  using Shape = Shape<Scalar, D>;
+  constexpr int N = Shape::N;
+  Place place(p.Lq, Shape::kRows, p.heads);
+  if (p.window_right >= 0) place.block = place.blocks - 1 - place.block;
+  if (place.b == p.batch) {
+    const int64_t first = p.cu_seqlens_q[place.b] + place.block * Shape::kRows;
+    const int64_t step = int64_t(place.blocks) * Shape::kRows;
+    store_zeros<Scalar>({p.grad_query, 0, place.h, 0, p.E}, first, p.total_q, Shape::kRows, step);
+    return;
+  }
+  const Head head(p, place.b, place.h);
+  const int first = place.block * Shape::kRows, row = first + 16 * warp();
+  if (first >= head.queries) return;
+
+  const Tile<Scalar> query{reinterpret_cast<Scalar*>(shared_memory()), D};
+  const Tile<Scalar> grad_out = query.from(Shape::kRows), stages = grad_out.from(Shape::kRows);
+  const auto key_tile = [&](int stage) { return stages.from(2 * stage * N); };
+  const auto value_tile = [&](int stage) { return stages.from((2 * stage + 1) * N); };
+  const auto keys = head.key_rows<const Scalar>(p.key, p.E);
+  const auto values = head.key_rows<const Scalar>(p.value, p.Ev);
+  const int depth = static_cast<int>(round_up(p.E, 16)), columns = static_cast<int>(round_up(p.Ev, 16));
+  const Scale scale(p);
+  const uint64_t seed = p.dropout.threshold ? *p.seed : 0;
+  const Span spans[2] = {keys_of(p, head, row + row_of(0)), keys_of(p, head, row + row_of(2))};
+  const Span span = visible<N, false>(p, head, first, Shape::kRows);
+
+  load_tile(query, head.query_rows<const Scalar>(p.query, p.E), first, Shape::kRows, head.queries);
+  load_tile(
+      grad_out, head.query_rows<const Scalar>(p.grad_out, p.Ev), first, Shape::kRows, head.queries);
+  cp_async_commit();
+
+  const TileVectors<N, false> of(vectors, head, row, 0);
+  Mode mode = Mode::Hope;
+  float dq[D / 8][4];
+  Reached<D> reached;
+  for (;;) {
+    set_to_zero<D>(dq);
+    for_tiles<N>(
+        span, [&](int column) { return look<N, false>(p, head, spans, row, column); },
+        [&](int column, int stage) {
+          load_tile(key_tile(stage), keys, column, N, head.keys);
+          load_tile(value_tile(stage), values, column, N, head.keys);
+        },
+        [&](int stage) {
+          if (mode == Mode::Hope) return;
+          clean_tile(key_tile(stage), N, mode);
+          __syncthreads();
+        },
+        [&](int column, int stage, const Pairs<N>& pairs) {
+          float weights[N / 8][4] = {}, grad_scores[N / 8][4] = {};
+          if (mode == Mode::Count) {
+            count_pairs<N>(grad_scores, pairs);
+          } else {
+            multiply_rows<N>(weights, query.from(16 * warp()), key_tile(stage), depth);
+            multiply_rows<N>(grad_scores, grad_out.from(16 * warp()), value_tile(stage), columns);
+            weights_and_gradients<N, false, Scalar>(
+                weights, grad_scores, p, scale, head, of, pairs, seed, row, column);
+          }
+          multiply_weights<N, D>(dq, grad_scores, key_tile(stage), 0, depth);
+        });
+    if (mode == Mode::Clean) break;
+    if (mode == Mode::Count) {
+      reached = Reached<D>(dq);
+      mode = Mode::Clean;
+    } else {
+      if (!is_selective(p) || !__syncthreads_or(any_non_finite<D>(dq))) break;
+      mode = Mode::Count;
+    }
+  }
+  const float factor[2] = {static_cast<float>(p.scale), static_cast<float>(p.scale)};
+  store_rows<D>(
+      dq, factor, reached, query.from(16 * warp()), head.query_rows<Scalar>(p.grad_query, p.E), row,
+      head.queries, 0);
+}
+
+// The float mask -----------------------------------------------------------------------------------------
+
+__device__ __forceinline__ void store_mask_gradient(
+    const Attention& p, const MaskShares& how, float* parts, int64_t share, int64_t at, float value) {
+  if (how.shares > 1) {
+    parts[share * how.size + at] = value;
+  } else if (p.mask_kind == MaskKind::Float32 || p.dtype == DType::Float32) {
+    static_cast<float*>(p.grad_mask.data)[at] = value;
+  } else if (p.dtype == DType::BFloat16) {
+    static_cast<__nv_bfloat16*>(p.grad_mask.data)[at] = narrow<__nv_bfloat16>(value);
+  } else {
+    static_cast<__half*>(p.grad_mask.data)[at] = narrow<__half>(value);
+  }
+}
+
+// Takes a digit of a mixed-radix number.
+__device__ __forceinline__ int64_t take_digit(int64_t& number, int64_t base) {
+  const int64_t digit = number % base;
+  number /= base;
+  return digit;
+}
+
+// A block owns a tile (of one row, where all queries share the mask) and a share of the sum.
+template <class Scalar>
+__global__ __launch_bounds__(32 * WideShape<Scalar>::kWarps) void attention_backward_mask_kernel(
+    const __grid_constant__ Attention p, const RowVectors vectors,
+    const __grid_constant__ MaskShares how, float* parts, int pitch) {
+  using Shape = WideShape<Scalar>;
+  constexpr int N = Shape::N;
+  // The tile: columns fastest, then rows, heads, sequences, and the share last.
+  int64_t index = blockIdx.x;
+  const int column = static_cast<int>(take_digit(index, how.column_blocks)) * N;
+  const int tile_row = how.full[2] ? static_cast<int>(take_digit(index, how.row_blocks)) : 0;
+  const int tile_head = how.full[1] ? static_cast<int>(take_digit(index, p.heads)) : 0;
+  const int tile_batch = how.full[0] ? static_cast<int>(take_digit(index, p.batch)) : 0;
+  const int64_t share = index;
+
+  const Tile<Scalar> query{reinterpret_cast<Scalar*>(shared_memory()), pitch};
+  const Tile<Scalar> grad_out = query.from(Shape::kRows), key = grad_out.from(Shape::kRows);
+  const Tile<Scalar> value = key.from(N);
+  const int depth = static_cast<int>(round_up(p.E, 16)), columns = static_cast<int>(round_up(p.Ev, 16));
+  const Scale scale(p);
+  const uint64_t seed = p.dropout.threshold ? *p.seed : 0;
+  float sums[N / 8][4] = {};
+  for (int64_t term = share * how.chunk; term < min((share + 1) * how.chunk, how.terms); ++term) {
+    // The sum: blocks of queries fastest, then heads, then sequences.
+    int64_t rest = term;
+    const int block = how.full[2] ? tile_row : static_cast<int>(take_digit(rest, how.row_blocks));
+    const int h = how.full[1] ? tile_head : static_cast<int>(take_digit(rest, p.heads));
+    const int b = how.full[0] ? tile_batch : static_cast<int>(rest);
+    const Head head(p, b, h);
+    const int first = block * Shape::kRows, row = first + 16 * warp();
+    const Span span = visible<N, false>(p, head, first, Shape::kRows);
+    if (column < span.first || column >= span.last) continue;
+    const Span spans[2] = {keys_of(p, head, row + row_of(0)), keys_of(p, head, row + row_of(2))};
+    const Pairs<N> pairs = look<N, false>(p, head, spans, row, column);
+    if (!__syncthreads_or(pairs.any)) continue;  // and the tiles of the term before have been read
+    load_tile(query, head.query_rows<const Scalar>(p.query, p.E), first, Shape::kRows, head.queries);
+    load_tile(
+        grad_out, head.query_rows<const Scalar>(p.grad_out, p.Ev), first, Shape::kRows,
+        head.queries);
+    load_tile(key, head.key_rows<const Scalar>(p.key, p.E), column, N, head.keys);
+    load_tile(value, head.key_rows<const Scalar>(p.value, p.Ev), column, N, head.keys);
+    cp_async_commit();
+    cp_async_wait<0>();
+    __syncthreads();
+    if (!pairs.any) continue;
+    const TileVectors<N, false> of(vectors, head, row, column);
+    float weights[N / 8][4] = {}, grad_scores[N / 8][4] = {};
+    multiply_rows<N>(weights, query.from(16 * warp()), key, depth);
+    multiply_rows<N>(grad_scores, grad_out.from(16 * warp()), value, columns);
+    weights_and_gradients<N, false, Scalar>(
+        weights, grad_scores, p, scale, head, of, pairs, seed, row, column);
+#pragma unroll
+    for (int n = 0; n < N / 8; ++n)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) sums[n][e] += grad_scores[n][e];
+  }
+
+  const int64_t plane =
+      (how.full[0] ? tile_batch : 0) * (how.full[1] ? p.heads : 1) + tile_head;
+  if (how.full[2]) {
+#pragma unroll
+    for (int n = 0; n < N / 8; ++n)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const int64_t i = tile_row * Shape::kRows + 16 * warp() + row_of(e);
+        const int64_t j = column + column_of(n, e);
+        if (i < p.Lq && j < p.Lk)
+          store_mask_gradient(p, how, parts, share, (plane * p.Lq + i) * p.Lk + j, sums[n][e]);
+      }
+    return;
+  }
+  // One row: over the rows of a thread, of a warp, of the block.
+  float* const room = reinterpret_cast<float*>(shared_memory());  // (kWarps, N)
+  __syncthreads();
+#pragma unroll
+  for (int n = 0; n < N / 8; ++n)
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      float sum = sums[n][i] + sums[n][2 + i];
+#pragma unroll
+      for (int bits = 4; bits < 32; bits *= 2) sum += __shfl_xor_sync(kAllLanes, sum, bits);
+      if (lane() < 4) room[warp() * N + column_of(n, i)] = sum;
+    }
+  __syncthreads();
+  if (threadIdx.x >= N || column + int(threadIdx.x) >= p.Lk) return;
+  float sum = 0;
+  for (int w = 0; w < Shape::kWarps; ++w) sum += room[w * N + threadIdx.x];
+  store_mask_gradient(p, how, parts, share, plane * p.Lk + column + threadIdx.x, sum);
+}
+
+// A mask that all keys share shifts whole rows, which moves their logsumexp and nothing else: its gradient
+// is dlse. A block owns one number of it.
+constexpr int kRowMaskThreads = 128;
+__global__ __launch_bounds__(kRowMaskThreads) void attention_backward_row_mask_kernel(
+    const __grid_constant__ Attention p, const RowVectors vectors,
+    const __grid_constant__ MaskShares how) {
+  int64_t index = blockIdx.x;
+  const int64_t own_row = how.full[2] ? take_digit(index, p.Lq) : 0;
+  const int own_head = how.full[1] ? static_cast<int>(take_digit(index, p.heads)) : 0;
+  const int own_batch = static_cast<int>(index);
+  float sum[1] = {0};
+  for (int64_t term = threadIdx.x; term < how.terms; term += kRowMaskThreads) {
+    int64_t rest = term;
+    const int query = static_cast<int>(how.full[2] ? own_row : take_digit(rest, p.Lq));
+    const int h = how.full[1] ? own_head : static_cast<int>(take_digit(rest, p.heads));
+    const Head head(p, how.full[0] ? own_batch : static_cast<int>(rest), h);
+    if (query >= head.queries) continue;
+    const auto at = [&](const Tensor4& t) {
+      return static_cast<const float*>(t.data)[
+          head.batch * t.stride[0] + h * t.stride[1] + (head.first_query + query) * t.stride[2]];
+    };
+    if (at(p.logsumexp) == -kInfinity) continue;
+    // The other two say where a NaN has reached the row.
+    sum[0] += fmaf(
+        vectors.shift[head.row + query] + vectors.delta[head.row + query], 0.0f,
+        p.grad_logsumexp.data ? at(p.grad_logsumexp) : 0.0f);
+  }
+  block_sum<kRowMaskThreads>(sum, reinterpret_cast<float*>(shared_memory()));
+  if (threadIdx.x == 0) store_mask_gradient(p, how, nullptr, 0, blockIdx.x, sum[0]);
+}
+
+// A thread adds up the shares of one number.
+constexpr int kSumThreads = 256;
+__global__ __launch_bounds__(kSumThreads) void attention_backward_mask_sum_kernel(
+    const __grid_constant__ Attention p, MaskShares how, const float* parts) {
+  const int64_t at = int64_t(blockIdx.x) * kSumThreads + threadIdx.x;
+  if (at >= how.size) return;
+  float sum = 0;
+  for (int64_t share = 0; share < how.shares; ++share) sum += parts[share * how.size + at];
+  how.shares = 1;
+  store_mask_gradient(p, how, nullptr, 0, at, sum);
+}
+
+// Launchers ----------------------------------------------------------------------------------------------
+
+// A sum over broadcast dimensions is shared out until there are about so many blocks: enough for any GPU,
+// and a bound on the memory for the shares.
+constexpr int64_t kMaskBlocks = 512;
+
+MaskShares mask_shares(const Attention& p) {
+  MaskShares how{};
+  const bool tensor_core = p.dtype != DType::Float32;
+  const int64_t rows = tensor_core ? WideShape<__half>::kRows : WideShape<float>::kRows;
+  const int64_t N = tensor_core ? WideShape<__half>::N : WideShape<float>::N;
+  for (int d = 0; d < 4; ++d) how.full[d] = p.grad_mask.stride[d] != 0;
+  how.row_blocks = how.full[3] ? (p.Lq + rows - 1) / rows : p.Lq;
+  how.column_blocks = how.full[3] ? (p.Lk + N - 1) / N : 1;
+  how.tiles = how.column_blocks;
+  how.terms = 1;
+  how.size = how.full[3] ? p.Lk : 1;
+  const int64_t blocks[3] = {p.batch, p.heads, how.row_blocks}, sizes[3] = {p.batch, p.heads, p.Lq};
+  for (int d = 0; d < 3; ++d) {
+    (how.full[d] ? how.tiles : how.terms) *= blocks[d];
+    if (how.full[d]) how.size *= sizes[d];
+  }
+  const int64_t wanted = std::max<int64_t>(kMaskBlocks / std::max<int64_t>(how.tiles, 1), 1);
+  how.chunk = how.full[3] ? std::max<int64_t>((how.terms + wanted - 1) / wanted, 1) : how.terms;
+  how.shares = how.full[3] ? std::max<int64_t>((how.terms + how.chunk - 1) / how.chunk, 1) : 1;
+  return how;
+}
+
+template <class Scalar>
+void launch_mask(
+    const Attention& p, const RowVectors& vectors, float* parts, int pitch, cudaStream_t stream) {
+  using Shape = WideShape<Scalar>;
+  const MaskShares how = mask_shares(p);
+  if (how.size == 0) return;
+  if (!how.full[3]) {
+    const LaunchPlan plan = attention_plan(
+        "attention_backward_row_mask", p, how.size, kRowMaskThreads / 32, 4 * sizeof(float));
+    return launch(plan, stream, attention_backward_row_mask_kernel, p, vectors, how);
+  }
+  const size_t shared = (2 * Shape::kRows + 2 * Shape::N) * pitch * sizeof(Scalar);
+  const LaunchPlan plan = attention_plan(
+      "attention_backward_mask", p, how.tiles * how.shares, Shape::kWarps, shared);
+  launch(plan, stream, attention_backward_mask_kernel<Scalar>, p, vectors, how, parts, pitch);
+  if (how.shares == 1) return;
+  const LaunchPlan sum = attention_plan(
+      "attention_backward_mask_sum", p, (how.size + kSumThreads - 1) / kSumThreads,
+      kSumThreads / 32, 0);
+  launch(sum, stream, attention_backward_mask_sum_kernel, p, how, parts);
+}
+
+int64_t row_count(const Attention& p) {
+  return p.cu_seqlens_q ? p.heads * p.total_q : p.batch * p.heads * p.Lq;
+}
+
+}  // namespace
+
+int64_t attention_backward_workspace(const Attention& p) {
+  int64_t floats = 3 * row_count(p);
+  if (p.grad_mask.data) {
+    const MaskShares how = mask_shares(p);
+    if (how.shares > 1) floats += how.shares * how.size;
+  }
+  return floats * static_cast<int64_t>(sizeof(float));
+}
+
+void attention_backward(const Attention& p, void* workspace, void* stream) {
+  const auto on = static_cast<cudaStream_t>(stream);
+  float* const floats = static_cast<float*>(workspace);
+  const int64_t rows = row_count(p);
+  const RowVectors vectors{floats, floats + rows, floats + 2 * rows};
+  const int pitch = padded_head_dim(p);
+  for_kernel(p, [&]<class Scalar, int D>() {
+    using Shape = Shape<Scalar, D>;
+    using Wide = WideShape<Scalar>;
+    if (const int64_t blocks = blocks_for(p, p.Lq, Wide::kRows, p.heads, false)) {
+      const size_t shared =
+          has_float_mask(p) ? (Wide::kRows + 2 * Wide::N) * pitch * sizeof(Scalar) : 0;
+      launch(
+          attention_plan("attention_backward_rows", p, blocks, Wide::kWarps, shared), on,
+          attention_backward_rows_kernel<Scalar>, p, vectors, pitch);
+    }
+    if (const int64_t blocks = blocks_for(p, p.Lk, Shape::kRows, p.kv_heads, true)) {
+      LaunchPlan plan =
+          attention_plan("attention_backward_key_value", p, blocks, Shape::kWarps, Shape::kShared);
+      plan.grid.y = D / Shape::kColumns;
+      launch(plan, on, attention_backward_key_value_kernel<Scalar, D>, p, vectors);
+    }
+    if (const int64_t blocks = blocks_for(p, p.Lq, Shape::kRows, p.heads, true))
+      launch(
+          attention_plan("attention_backward_query", p, blocks, Shape::kWarps, Shape::kShared), on,
+          attention_backward_query_kernel<Scalar, D>, p, vectors);
+    if (p.grad_mask.data) launch_mask<Scalar>(p, vectors, floats + 3 * rows, pitch, on);
+  });
+}
+
+}  // namespace trifuse::cuda

@@ -1,0 +1,157 @@
+// Attention forward on a GPU.
+//
+// A block owns 64 queries of one head of one sequence (32 in float32 beyond a head_dim of 128), a warp 16
+// of them. It reads the queries once and the keys and values that they see, tile after tile, and writes
+// their rows of out and logsumexp. Blocks of one head are neighbours in the grid, so its keys and values
+// come from the L2 cache for all but the first.
+//
+// Floor: 2 · pairs · (E + Ev) operations of the tensor cores (float32: of the FMA pipes) and an
+// exponential for each pair.
+
+#include "cuda/attention_tile.cuh"
+
+namespace trifuse::cuda {
+namespace {
+
+template <class Scalar, int D>
+struct Shape {
+  static constexpr int kWarps = !kTensorCore<Scalar> && D == 256 ? 2 : 4;
+  static constexpr int kRows = 16 * kWarps;
+  static constexpr int N = kTensorCore<Scalar> ? (D == 256 ? 32 : 64) : (D == 256 ? 16 : 32);
+  static constexpr size_t kShared = (kRows + 4 * N) * D * sizeof(Scalar);
+};
+
+template <class Scalar, int D>
+__global__ __launch_bounds__(32 * Shape<Scalar, D>::kWarps) void attention_forward_kernel(
+    const __grid_constant__ Attention p) {
+  using Shape = Shape<Scalar, D>;
+  constexpr int N = Shape::N;
+  Place place(p.Lq, Shape::kRows, p.heads);
+  if (p.window_right >= 0) place.block = place.blocks - 1 - place.block;  // those that see most first
+  if (place.b == p.batch) {
+    const int64_t first = p.cu_seqlens_q[place.b] + place.block * Shape::kRows;
+    const int64_t step = int64_t(place.blocks) * Shape::kRows;
+    store_zeros<Scalar>({p.out, 0, place.h, 0, p.Ev}, first, p.total_q, Shape::kRows, step);
+    float* lse = static_cast<float*>(p.logsumexp.data) + place.h * p.logsumexp.stride[1];
+    for (int64_t row = first; row < p.total_q; row += step)
+      for (int i = threadIdx.x; i < Shape::kRows && row + i < p.total_q; i += blockDim.x)
+        lse[(row + i) * p.logsumexp.stride[2]] = -kInfinity;
+    return;
+  }
+  const Head head(p, place.b, place.h);
+  const int first = place.block * Shape::kRows, row = first + 16 * warp();
+  if (first >= head.queries) return;
+
+  const Tile<Scalar> query{reinterpret_cast<Scalar*>(shared_memory()), D};
+  const Tile<Scalar> stages = query.from(Shape::kRows);
+  const auto key_tile = [&](int stage) { return stages.from(2 * stage * N); };
+  const auto value_tile = [&](int stage) { return stages.from((2 * stage + 1) * N); };
+  const auto keys = head.key_rows<const Scalar>(p.key, p.E);
+  const auto values = head.key_rows<const Scalar>(p.value, p.Ev);
+  const int depth = static_cast<int>(round_up(p.E, 16)), columns = static_cast<int>(round_up(p.Ev, 16));
+  const Scale scale(p);
+  const uint64_t seed = p.dropout.threshold ? *p.seed : 0;
+  const Span spans[2] = {keys_of(p, head, row + row_of(0)), keys_of(p, head, row + row_of(2))};
+  const Span span = visible<N, false>(p, head, first, Shape::kRows);
+
+  load_tile(query, head.query_rows<const Scalar>(p.query, p.E), first, Shape::kRows, head.queries);
+  cp_async_commit();
+
+  // A NaN or Inf in a value that the mask leaves out must not come back as 0 · NaN from a product. The
+  // first pass takes all to be finite; only if it ends with a number that isn't, a second one finds out
+  // where there are some that do take part, and a third sums up the others.
+  Mode mode = Mode::Hope;
+  float acc[D / 8][4];
+  Softmax<Scalar> softmax;
+  Reached<D> reached;
+  for (;;) {
+#pragma unroll
+    for (int n = 0; n < D / 8; ++n)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) acc[n][e] = 0;
+    softmax = {};
+    for_tiles<N>(
+        span, [&](int column) { return look<N, false>(p, head, spans, row, column); },
+        [&](int column, int stage) {
+          load_tile(key_tile(stage), keys, column, N, head.keys);
+          load_tile(value_tile(stage), values, column, N, head.keys);
+        },
+        [&](int stage) {
+          if (mode == Mode::Hope) return;
+          clean_tile(value_tile(stage), N, mode);
+          __syncthreads();
+        },
+        [&](int column, int stage, const Pairs<N>& pairs) {
+          float weights[N / 8][4] = {};
+          float shrink[2] = {1, 1};
+          if (mode != Mode::Count) {
+            multiply_rows<N>(weights, query.from(16 * warp()), key_tile(stage), depth);
+            // ±Inf becomes NaN: from here on -inf says that a pair takes no part.
+#pragma unroll
+            for (int n = 0; n < N / 8; ++n)
+#pragma unroll
+              for (int e = 0; e < 4; ++e) weights[n][e] = fmaf(weights[n][e], 0.0f, weights[n][e]);
+            if (scale.natural)
+              scale_and_add_mask<N, false, Scalar>(weights, p, scale, head, pairs, row, column);
+            softmax.template take<N>(weights, pairs, scale.exponent, shrink);
+            if (p.dropout.threshold) {
+              const Dropped<N, false> dropped(p, head, seed, row, column);
+#pragma unroll
+              for (int n = 0; n < N / 8; ++n)
+#pragma unroll
+                for (int e = 0; e < 4; ++e)
+                  if (!dropped.keeps(n, e)) weights[n][e] = 0;
+            }
+#pragma unroll
+            for (int n = 0; n < D / 8; ++n)
+#pragma unroll
+              for (int e = 0; e < 4; ++e) acc[n][e] *= shrink[e / 2];
+          } else {
+#pragma unroll
+            for (int n = 0; n < N / 8; ++n)
+#pragma unroll
+              for (int e = 0; e < 4; ++e) weights[n][e] = pairs.test(n, e);
+          }
+          multiply_weights<N, D>(acc, weights, value_tile(stage), 0, columns);
+        });
+    if (mode == Mode::Clean) break;
+    if (mode == Mode::Count) {
+      reached = Reached<D>(acc);
+      mode = Mode::Clean;
+    } else {
+      if (!is_selective(p) || !__syncthreads_or(any_non_finite<D>(acc))) break;
+      mode = Mode::Count;
+    }
+  }
+
+  softmax.finish();
+  float factor[2];
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    factor[r] = static_cast<float>(p.dropout.scale) / softmax.sum[r];
+    const int query_index = row + row_of(2 * r);
+    if (lane() % 4 == 0 && query_index < head.queries) {
+      float* lse = static_cast<float*>(p.logsumexp.data) + head.batch * p.logsumexp.stride[0] +
+          head.h * p.logsumexp.stride[1] + (head.first_query + query_index) * p.logsumexp.stride[2];
+      *lse = fmaf(log2f(softmax.sum[r]), kLn2, softmax.peak[r] * static_cast<float>(scale.unit));
+    }
+  }
+  store_rows<D>(
+      acc, factor, reached, query.from(16 * warp()), head.query_rows<Scalar>(p.out, p.Ev), row,
+      head.queries, 0);
+}
+
+}  // namespace
+
+void attention_forward(const Attention& p, void* stream) {
+  for_kernel(p, [&]<class Scalar, int D>() {
+    using Shape = Shape<Scalar, D>;
+    const int64_t blocks = blocks_for(p, p.Lq, Shape::kRows, p.heads, true);
+    if (blocks == 0) return;
+    launch(
+        attention_plan("attention_forward", p, blocks, Shape::kWarps, Shape::kShared),
+        static_cast<cudaStream_t>(stream), attention_forward_kernel<Scalar, D>, p);
+  });
+}
+
+}  // namespace trifuse::cuda

@@ -1,0 +1,748 @@
+// What the kernels of attention share: tiles in shared memory, their products, and which pairs of a
+// query and a key take part.
+//
+// A warp owns 16 rows of a block's: queries, or keys in the pass that sums over queries. The other side
+// comes by, N columns at a time, through two stages of shared memory. A thread holds what the
+// tensor core's instruction gives it of a 16 x N tile: rows lane / 4 and lane / 4 + 8, and of every eight
+// columns the two from 2 (lane % 4) on. float32 is multiplied by ordinary fused multiply-adds, term
+// after term and rounded as eager torch's are, on the same layout, so all that lies between two products
+// is the same code.
+
+#pragma once
+
+#include "cuda/attention.h"
+#include "cuda/dtype.cuh"
+#include "cuda/launch.h"
+#include "cuda/philox.cuh"
+#include "cuda/warp.cuh"
+
+namespace trifuse::cuda {
+
+constexpr float kLog2e = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
+constexpr float kInfinity = __builtin_huge_valf(), kNan = __builtin_nanf("");
+
+template <class Scalar>
+constexpr bool kTensorCore = sizeof(Scalar) == 2;
+
+__device__ __forceinline__ int lane() { return threadIdx.x % 32; }
+__device__ __forceinline__ int warp() { return threadIdx.x / 32; }
+constexpr int64_t round_up(int64_t n, int64_t multiple) {
+  return (n + multiple - 1) / multiple * multiple;
+}
+__device__ __forceinline__ bool finite(float x) { return fabsf(x) < kInfinity; }
+
+// Element e of a thread's fragment f[n][e] of a 16 x N tile: its row, and its column.
+__device__ __forceinline__ int row_of(int e) { return lane() / 4 + e / 2 * 8; }
+__device__ __forceinline__ int column_of(int n, int e) { return 8 * n + lane() % 4 * 2 + e % 2; }
+
+// Tiles ------------------------------------------------------------------------------------------------
+
+// Rows of a tensor: those of one head of one sequence.
+template <class Scalar>
+struct Rows {
+  Scalar* data;
+  int64_t stride, column_stride;
+  int columns;
+  bool aligned;  // 16 bytes can be moved at once
+
+  __device__ Rows(const Tensor4& t, int64_t batch, int head, int64_t first, int64_t columns)
+      : data(
+            static_cast<Scalar*>(t.data) + batch * t.stride[0] + head * t.stride[1] +
+            first * t.stride[2]),
+        stride(t.stride[2]),
+        column_stride(t.stride[3]),
+        columns(static_cast<int>(columns)) {
+    const int64_t chunk = 16 / sizeof(Scalar);
+    aligned = reinterpret_cast<uintptr_t>(data) % 16 == 0 && stride % chunk == 0 &&
+        (column_stride == 1 || columns == 1);
+  }
+};
+
+// 16 bytes of a row, straight from memory; zeros past its end.
+template <class Scalar>
+__device__ __forceinline__ void load_chunk(
+    float (&values)[16 / sizeof(Scalar)], const Rows<const Scalar>& from, int row, int column) {
+  constexpr int kChunk = 16 / sizeof(Scalar);
+  const Scalar* source = from.data + row * from.stride + column * from.column_stride;
+  Scalar chunk[kChunk];
+  if (from.aligned && column + kChunk <= from.columns) {
+    const uint4 bytes = *reinterpret_cast<const uint4*>(source);
+    memcpy(chunk, &bytes, 16);
+  } else {
+#pragma unroll
+    for (int j = 0; j < kChunk; ++j)
+      chunk[j] = column + j < from.columns ? source[j * from.column_stride] : narrow<Scalar>(0);
+  }
+#pragma unroll
+  for (int j = 0; j < kChunk; ++j) values[j] = widen(chunk[j]);
+}
+
+// A tile in shared memory. Chunks of 16 bytes are permuted within a row, so that those that eight
+// neighbouring rows have in the same place lie in different banks.
+template <class Scalar>
+struct Tile {
+  static constexpr int kChunk = 16 / sizeof(Scalar);  // elements
+  Scalar* data;
+  int pitch;  // elements of a row: a multiple of eight chunks
+
+  __device__ __forceinline__ Scalar* chunk(int row, int column) const {
+    return data + row * pitch + ((column / kChunk) ^ (row % 8)) * kChunk;
+  }
+  __device__ __forceinline__ Tile from(int row) const { return {data + row * pitch, pitch}; }
+};
+
+// Rows [first, first + rows) of those before `length`, by all threads of a block; zeros past the ends,
+// as far as a product reads. They are there after cp_async_wait and a barrier.
+template <class Scalar>
+__device__ __forceinline__ void load_tile(
+    const Tile<Scalar>& to, const Rows<const Scalar>& from, int first, int rows, int length) {
+  constexpr int kChunk = Tile<Scalar>::kChunk;
+  const int chunks = to.pitch / kChunk, used = static_cast<int>(round_up(from.columns, 16));
+  for (int i = threadIdx.x; i < rows * chunks; i += blockDim.x) {
+    const int row = i / chunks, column = i % chunks * kChunk;
+    if (column >= used) continue;
+    const int count = first + row < length ? min(max(from.columns - column, 0), kChunk) : 0;
+    const Scalar* source = from.data;
+    if (count > 0) source += (first + row) * from.stride + column * from.column_stride;
+    Scalar* target = to.chunk(row, column);
+    if (from.aligned) {
+      cp_async(target, source, count * int(sizeof(Scalar)));
+    } else {
+#pragma unroll 1
+      for (int j = 0; j < kChunk; ++j)
+        target[j] = j < count ? source[j * from.column_stride] : narrow<Scalar>(0);
+    }
+  }
+}
+
+// What a pass that has met a NaN or Inf makes of a tile's numbers.
+enum class Mode {
+  Hope,   // nothing: it takes all numbers to be finite
+  Count,  // 1 where they aren't, 0 where they are
+  Clean,  // 0 where they aren't
+};
+
+// By all threads of a block, between barriers.
+template <class Scalar>
+__device__ __forceinline__ void clean_tile(const Tile<Scalar>& tile, int rows, Mode mode) {
+  for (int i = threadIdx.x; i < rows * tile.pitch; i += blockDim.x) {
+    // Where in the tile doesn't matter. What no product reads may be anything.
+    const float x = widen(tile.data[i]);
+    if (mode == Mode::Count) tile.data[i] = narrow<Scalar>(finite(x) ? 0.0f : 1.0f);
+    else if (!finite(x)) tile.data[i] = narrow<Scalar>(0);
+  }
+}
+
+// Products ---------------------------------------------------------------------------------------------
+
+template <class Scalar>
+__device__ __forceinline__ uint32_t pack(float low, float high) {
+  uint32_t result;
+  if constexpr (std::is_same_v<Scalar, __half>) {
+    const __half2 pair = __floats2half2_rn(low, high);
+    memcpy(&result, &pair, 4);
+  } else {
+    const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
+    memcpy(&result, &pair, 4);
+  }
+  return result;
+}
+
+// c (16, N) += a bᵀ over `depth` columns, a multiple of 16, of a (16, depth) and b (N, depth).
+template <int N, class Scalar>
+__device__ __forceinline__ void multiply_rows(
+    float (&c)[N / 8][4], const Tile<Scalar>& a, const Tile<Scalar>& b, int depth) {
+  if constexpr (kTensorCore<Scalar>) {
+#pragma unroll 4
+    for (int k = 0; k < depth; k += 16) {
+      uint32_t row[4];
+      ldmatrix(row, a.chunk(lane() % 16, k + lane() / 16 * 8));
+#pragma unroll
+      for (int n = 0; n < N / 8; n += 2) {
+        uint32_t m[4];
+        ldmatrix(m, b.chunk(8 * n + lane() / 16 * 8 + lane() % 8, k + lane() / 8 % 2 * 8));
+        mma<Scalar>(c[n], row, {m[0], m[1]});
+        mma<Scalar>(c[n + 1], row, {m[2], m[3]});
+      }
+    }
+  } else {
+#pragma unroll 2
+    for (int k = 0; k < depth; k += 4) {
+      float4 row[2];
+#pragma unroll
+      for (int r = 0; r < 2; ++r)
+        row[r] = *reinterpret_cast<const float4*>(a.chunk(row_of(2 * r), k));
+#pragma unroll
+      for (int n = 0; n < N / 8; ++n)
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          const float4 x = *reinterpret_cast<const float4*>(b.chunk(column_of(n, i), k));
+#pragma unroll
+          for (int r = 0; r < 2; ++r) {
+            float& sum = c[n][2 * r + i];
+            sum = fmaf(row[r].x, x.x, sum);
+            sum = fmaf(row[r].y, x.y, sum);
+            sum = fmaf(row[r].z, x.z, sum);
+            sum = fmaf(row[r].w, x.w, sum);
+          }
+        }
+    }
+  }
+}
+
+// acc (16, C) += weights (16, N) times columns [first, first + C) of b (N, columns); as far as there are
+// columns, a multiple of 16. Which column of a row an element of acc stands for, sum_column says.
+template <int N, int C, class Scalar>
+__device__ __forceinline__ void multiply_weights(
+    float (&acc)[C / 8][4], const float (&weights)[N / 8][4], const Tile<Scalar>& b, int first,
+    int columns) {
+  if constexpr (kTensorCore<Scalar>) {
+#pragma unroll
+    for (int k = 0; k < N / 16; ++k) {
+      uint32_t row[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        row[i] = pack<Scalar>(
+            weights[2 * k + i / 2][i % 2 * 2], weights[2 * k + i / 2][i % 2 * 2 + 1]);
+#pragma unroll
+      for (int j = 0; j < C / 16; ++j) {
+        if (first + 16 * j >= columns) break;
+        uint32_t m[4];
+        ldmatrix_transposed(
+            m, b.chunk(16 * k + lane() % 16, first + 16 * j + lane() / 16 * 8));
+        mma<Scalar>(acc[2 * j], row, {m[0], m[1]});
+        mma<Scalar>(acc[2 * j + 1], row, {m[2], m[3]});
+      }
+    }
+  } else {
+#pragma unroll
+    for (int k = 0; k < N; ++k) {
+      float w[2];
+#pragma unroll
+      for (int r = 0; r < 2; ++r)
+        w[r] = __shfl_sync(kAllLanes, weights[k / 8][2 * r + k % 2], k % 8 / 2, 4);
+#pragma unroll
+      for (int j = 0; j < C / 16; ++j) {
+        if (first + 16 * j >= columns) break;
+        const float4 x =
+            *reinterpret_cast<const float4*>(b.chunk(k, first + 16 * j + lane() % 4 * 4));
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          acc[2 * j][2 * r] = fmaf(w[r], x.x, acc[2 * j][2 * r]);
+          acc[2 * j][2 * r + 1] = fmaf(w[r], x.y, acc[2 * j][2 * r + 1]);
+          acc[2 * j + 1][2 * r] = fmaf(w[r], x.z, acc[2 * j + 1][2 * r]);
+          acc[2 * j + 1][2 * r + 1] = fmaf(w[r], x.w, acc[2 * j + 1][2 * r + 1]);
+        }
+      }
+    }
+  }
+}
+
+template <class Scalar>
+__device__ __forceinline__ int sum_column(int n, int e) {
+  if constexpr (kTensorCore<Scalar>) return column_of(n, e);
+  else return n / 2 * 16 + lane() % 4 * 4 + n % 2 * 2 + e % 2;
+}
+
+// Where a NaN or Inf has been summed up, by bits; made of a pass in Mode::Count.
+template <int C>
+struct Reached {
+  uint32_t bits[C / 64] = {};
+
+  Reached() = default;
+  __device__ __forceinline__ explicit Reached(const float (&count)[C / 8][4]) {
+#pragma unroll
+    for (int n = 0; n < C / 8; ++n)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) bits[n / 8] |= uint32_t(count[n][e] > 0) << (n % 8 * 4 + e);
+  }
+  __device__ __forceinline__ bool test(int n, int e) const {
+    return bits[n / 8] >> (n % 8 * 4 + e) & 1;
+  }
+};
+
+template <int C>
+__device__ __forceinline__ bool any_non_finite(const float (&sums)[C / 8][4]) {
+  bool found = false;
+#pragma unroll
+  for (int n = 0; n < C / 8; ++n)
+#pragma unroll
+    for (int e = 0; e < 4; ++e) found |= !finite(sums[n][e]);
+  return found;
+}
+
+// Writes a warp's rows [first, first + 16) of those before `length`, columns [first_column, ... + C) of
+// them: sums times a factor for each of the thread's two rows, ±Inf as NaN. They go by way of `room`, 16
+// rows of shared memory that nobody else uses.
+template <int C, class Scalar>
+__device__ __forceinline__ void store_rows(
+    const float (&sums)[C / 8][4], const float (&factor)[2], const Reached<C>& reached,
+    const Tile<Scalar>& room, const Rows<Scalar>& to, int first, int length, int first_column) {
+  constexpr int kChunk = Tile<Scalar>::kChunk;
+#pragma unroll
+  for (int n = 0; n < C / 8; ++n)
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      float x = sums[n][e] * factor[e / 2];
+      if (fabsf(x) == kInfinity || reached.test(n, e)) x = kNan;
+      const int column = sum_column<Scalar>(n, e);
+      room.chunk(row_of(e), column)[column % kChunk] = narrow<Scalar>(x);
+    }
+  __syncwarp();
+  for (int i = lane(); i < 16 * C / kChunk; i += 32) {
+    const int row = i / (C / kChunk), column = i % (C / kChunk) * kChunk;
+    const int count = to.columns - first_column - column;
+    if (first + row >= length || count <= 0) continue;
+    const Scalar* source = room.chunk(row, column);
+    Scalar* target = to.data + (first + row) * to.stride + (first_column + column) * to.column_stride;
+    if (to.aligned && count >= kChunk) {
+      *reinterpret_cast<uint4*>(target) = *reinterpret_cast<const uint4*>(source);
+    } else {
+      for (int j = 0; j < min(count, kChunk); ++j) target[j * to.column_stride] = source[j];
+    }
+  }
+}
+
+// For packed tokens that belong to no sequence: zeros in rows [first, length), `rows` of every `step`.
+template <class Scalar>
+__device__ __forceinline__ void store_zeros(
+    const Rows<Scalar>& to, int64_t first, int64_t length, int rows, int64_t step) {
+  for (; first < length; first += step)
+    for (int i = threadIdx.x; i < rows * to.columns; i += blockDim.x)
+      if (const int64_t row = first + i / to.columns; row < length)
+        to.data[row * to.stride + i % to.columns * to.column_stride] = narrow<Scalar>(0);
+}
+
+// Sequences and heads ----------------------------------------------------------------------------------
+
+// One query head of one sequence.
+struct Head {
+  int b, h, kv_head;
+  int64_t batch;                  // in the tensors: 0 if sequences are packed
+  int64_t first_query, first_key;  // tokens
+  int queries, keys;              // of which some take part: keys before key_lengths
+  int stored;                     // keys
+  int64_t diagonal;               // query i stands at key i + diagonal
+  int64_t row;                    // where its rows begin in a contiguous (B, H, Lq), or (H, total)
+  int64_t mask;                   // where its mask begins
+
+  __device__ Head(const Attention& p, int b, int h) : b(b), h(h) {
+    const bool packed = p.cu_seqlens_q != nullptr;
+    kv_head = h / static_cast<int>(p.heads / p.kv_heads);
+    batch = packed ? 0 : b;
+    first_query = packed ? p.cu_seqlens_q[b] : 0;
+    first_key = packed ? p.cu_seqlens_k[b] : 0;
+    queries = static_cast<int>(packed ? p.cu_seqlens_q[b + 1] - first_query : p.Lq);
+    keys = stored = static_cast<int>(packed ? p.cu_seqlens_k[b + 1] - first_key : p.Lk);
+    diagonal = p.lower_right ? stored - queries : 0;
+    if (p.key_lengths) keys = min(static_cast<int>(p.key_lengths[b]), stored);
+    row = (batch * p.heads + h) * p.total_q + first_query;
+    mask = b * p.mask.stride[0] + h * p.mask.stride[1];
+  }
+
+  template <class Scalar>
+  __device__ Rows<Scalar> query_rows(const Tensor4& t, int64_t columns) const {
+    return {t, batch, h, first_query, columns};
+  }
+  template <class Scalar>
+  __device__ Rows<Scalar> key_rows(const Tensor4& t, int64_t columns) const {
+    return {t, batch, kv_head, first_key, columns};
+  }
+};
+
+// What a block owns: one of so many blocks of rows, of one of so many heads. With packed sequences b is
+// p.batch in the blocks that see to the tokens past the last.
+struct Place {
+  int block, blocks, h, b;
+
+  __device__ Place(int64_t length, int rows, int64_t heads) {
+    blocks = static_cast<int>((length + rows - 1) / rows);
+    block = blockIdx.x % blocks;
+    h = static_cast<int>(blockIdx.x / blocks % heads);
+    b = static_cast<int>(blockIdx.x / blocks / heads);
+  }
+};
+
+// Pairs ------------------------------------------------------------------------------------------------
+
+constexpr bool has_float_mask(const AttentionProblem& p) {
+  return p.mask_kind == MaskKind::Float32 || p.mask_kind == MaskKind::QueryType;
+}
+// Whether a tile in memory can hold pairs that don't take part.
+constexpr bool is_selective(const AttentionProblem& p) {
+  return p.mask_kind != MaskKind::None || p.window_left >= 0 || p.window_right >= 0;
+}
+
+// What a score is. Without a float mask it is a product of query and key as it comes, the scale being
+// left to the exponent; with one, and with a scale that isn't above 0, it is in natural units, for the
+// mask's numbers may be anything.
+struct Scale {
+  bool natural;
+  float product;   // if natural: score = product of query and key · this + mask
+  float exponent;  // exponents of 2 are (score - peak) · this
+  double unit;     // of a score, in natural units
+
+  __device__ explicit Scale(const AttentionProblem& p)
+      : natural(has_float_mask(p) || p.scale <= 0),
+        product(static_cast<float>(p.scale)),
+        exponent(static_cast<float>((natural ? 1.0 : p.scale) * 1.4426950408889634)),
+        unit(natural ? 1.0 : p.scale) {}
+};
+
+// The columns that a row sees by its position: [first, last).
+struct Span {
+  int first, last;
+
+  // The position, seen from the columns, and bounds before and behind it, -1 for none.
+  __device__ Span(int64_t at, int64_t before, int64_t behind, int count) {
+    first = static_cast<int>(before >= 0 ? min(max(at - before, int64_t(0)), int64_t(count)) : 0);
+    last = static_cast<int>(
+        behind >= 0 ? min(max(at + behind + 1, int64_t(0)), int64_t(count)) : count);
+  }
+};
+__device__ __forceinline__ Span keys_of(const Attention& p, const Head& head, int query) {
+  return {query + head.diagonal, p.window_left, p.window_right, head.keys};
+}
+__device__ __forceinline__ Span queries_of(const Attention& p, const Head& head, int key) {
+  return {key - head.diagonal, p.window_right, p.window_left, head.queries};
+}
+
+// kByKey: rows are keys and columns are queries.
+template <bool kByKey>
+__device__ __forceinline__ Span span_of(const Attention& p, const Head& head, int row) {
+  if constexpr (kByKey) return queries_of(p, head, row);
+  else return keys_of(p, head, row);
+}
+
+// The columns that any of a block's rows sees by position, from a multiple of N on.
+template <int N, bool kByKey>
+__device__ __forceinline__ Span visible(const Attention& p, const Head& head, int first, int rows) {
+  const int count = kByKey ? head.keys : head.queries;
+  Span result = span_of<kByKey>(p, head, first);
+  result.last = first < count ? span_of<kByKey>(p, head, min(first + rows, count) - 1).last : 0;
+  result.first = result.first / N * N;
+  return result;
+}
+
+// Which pairs of a warp's 16 x N tile take part.
+template <int N>
+struct Pairs {
+  using Bits = std::conditional_t<N == 64, uint64_t, uint32_t>;
+  Bits row[2];  // of the thread's two rows, shifted so that its own columns' bits have constant places
+  bool any, full;  // of the whole tile
+
+  __device__ __forceinline__ bool test(int n, int e) const {
+    return row[e / 2] >> (8 * n + e % 2) & 1;
+  }
+};
+
+template <int N>
+constexpr typename Pairs<N>::Bits low_bits(int count) {
+  using Bits = typename Pairs<N>::Bits;
+  constexpr int kBits = 8 * sizeof(Bits);
+  return count <= 0 ? 0 : count >= kBits ? ~Bits(0) : (Bits(1) << count) - 1;
+}
+
+// Numbers of a mask by their bits: which ones leave a pair out?
+template <class Raw>
+__device__ __forceinline__ bool keeps(const Raw* at, Raw out) {
+  return __ldg(at) != out;
+}
+
+// The mask of rows [row, row + 16) by columns [column, column + N), by bits: those of the thread's rows.
+template <int N, bool kByKey, class Raw>
+__device__ __forceinline__ void look_at_mask(
+    typename Pairs<N>::Bits (&bits)[2], const Attention& p, const Head& head, int row, int column,
+    Raw out) {
+  using Bits = typename Pairs<N>::Bits;
+  const Raw* mask = static_cast<const Raw*>(p.mask.data) + head.mask;
+  const int64_t query_stride = p.mask.stride[2], key_stride = p.mask.stride[3];
+  if constexpr (kByKey) {
+    // A lane looks at a key and every second query, its other half at the others.
+    const int key = row + lane() % 16, half = lane() / 16;
+    Bits mine = 0;
+    if (query_stride == 0) {
+      mine = key < head.keys && keeps(mask + key * key_stride, out) ? ~Bits(0) : 0;
+    } else {
+#pragma unroll 4
+      for (int i = 0; i < N / 2; ++i) {
+        const int query = column + 2 * i + half;
+        const bool kept = query < head.queries && key < head.keys &&
+            keeps(mask + query * query_stride + key * key_stride, out);
+        mine |= Bits(kept) << (2 * i + half);
+      }
+      mine |= __shfl_xor_sync(kAllLanes, mine, 16);
+    }
+#pragma unroll
+    for (int r = 0; r < 2; ++r) bits[r] = __shfl_sync(kAllLanes, mine, row_of(2 * r));
+  } else {
+    // A lane looks at a key, or two, of one query after the other.
+    const int rows = query_stride == 0 ? 1 : 16;
+    bits[0] = bits[1] = 0;
+#pragma unroll 4
+    for (int r = 0; r < rows; ++r) {
+      const int query = row + r;
+      Bits word = 0;
+#pragma unroll
+      for (int part = 0; part < N; part += 32) {
+        const int key = column + part + lane();
+        const bool kept = lane() < N && (rows == 1 || query < head.queries) && key < head.keys &&
+            keeps(mask + query * query_stride + key * key_stride, out);
+        word |= Bits(__ballot_sync(kAllLanes, kept)) << part;
+      }
+#pragma unroll
+      for (int i = 0; i < 2; ++i)
+        if (rows == 1 || r == row_of(2 * i)) bits[i] = word;
+    }
+  }
+}
+
+// Looks at rows [row, row + 16), which see by position what `spans` says of the thread's two, and columns
+// [column, column + N).
+template <int N, bool kByKey>
+__device__ __forceinline__ Pairs<N> look(
+    const Attention& p, const Head& head, const Span (&spans)[2], int row, int column) {
+  using Bits = typename Pairs<N>::Bits;
+  Pairs<N> pairs;
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const bool inside = row + row_of(2 * r) < (kByKey ? head.keys : head.queries);
+    pairs.row[r] = inside
+        ? low_bits<N>(min(spans[r].last - column, N)) & ~low_bits<N>(spans[r].first - column)
+        : 0;
+  }
+  if (p.mask_kind != MaskKind::None && __any_sync(kAllLanes, (pairs.row[0] | pairs.row[1]) != 0)) {
+    Bits kept[2];
+    const bool bfloat16 = p.dtype == DType::BFloat16;
+    if (p.mask_kind == MaskKind::Bool)
+      look_at_mask<N, kByKey, uint8_t>(kept, p, head, row, column, 0);
+    else if (p.mask_kind == MaskKind::Float32 || p.dtype == DType::Float32)
+      look_at_mask<N, kByKey, uint32_t>(kept, p, head, row, column, 0xFF800000);
+    else
+      look_at_mask<N, kByKey, uint16_t>(kept, p, head, row, column, bfloat16 ? 0xFF80 : 0xFC00);
+    pairs.row[0] &= kept[0];
+    pairs.row[1] &= kept[1];
+  }
+  const Bits all = low_bits<N>(N);
+  pairs.any = __any_sync(kAllLanes, (pairs.row[0] | pairs.row[1]) != 0);
+  pairs.full = __all_sync(kAllLanes, pairs.row[0] == all && pairs.row[1] == all);
+#pragma unroll
+  for (int r = 0; r < 2; ++r) pairs.row[r] >>= lane() % 4 * 2;
+  return pairs;
+}
+
+// Scores in natural units: products times the scale, plus a float mask where pairs take part.
+template <int N, bool kByKey, class Scalar>
+__device__ __forceinline__ void scale_and_add_mask(
+    float (&scores)[N / 8][4], const Attention& p, const Scale& scale, const Head& head,
+    const Pairs<N>& pairs, int row, int column) {
+  const int64_t row_stride = p.mask.stride[kByKey ? 3 : 2], column_stride = p.mask.stride[kByKey ? 2 : 3];
+  const int64_t offset =
+      head.mask + (row + row_of(0)) * row_stride + (column + column_of(0, 0)) * column_stride;
+  const auto add = [&]<class M>(const M* mask) {
+#pragma unroll
+    for (int n = 0; n < N / 8; ++n)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const int64_t at = offset + e / 2 * 8 * row_stride + (8 * n + e % 2) * column_stride;
+        const float bias = mask && pairs.test(n, e) ? widen(mask[at]) : 0.0f;
+        scores[n][e] = fmaf(scores[n][e], scale.product, bias);
+      }
+  };
+  if (p.mask_kind == MaskKind::QueryType) add(static_cast<const Scalar*>(p.mask.data));
+  else add(p.mask_kind == MaskKind::Float32 ? static_cast<const float*>(p.mask.data) : nullptr);
+}
+
+// Which weights of a warp's tile dropout keeps.
+template <int N, bool kByKey>
+class Dropped {
+ public:
+  // The tile begins at a multiple of 8 keys. Each lane draws for some (query, eight keys) and packs the
+  // bytes into a word; a thread then gets those of its own pairs.
+  __device__ __forceinline__ Dropped(
+      const Attention& p, const Head& head, uint64_t seed, int row, int column) {
+    constexpr int kDraws = 16 * N / 8;
+    constexpr int kQueries = kByKey ? N : 16;
+    const uint32_t plane = static_cast<uint32_t>(head.b * p.heads + head.h);
+    const int first_query = kByKey ? column : row, first_key = kByKey ? row : column;
+    uint32_t drawn = 0;
+#pragma unroll
+    for (int i = 0; i < kDraws; i += 32) {
+      const int draw = i + lane();
+      const int query = first_query + draw % kQueries, group = first_key / 8 + draw / kQueries;
+      drawn |= dropout_keep(seed, plane, query, group, p.dropout.threshold) << i / 4;
+    }
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) {
+      const int from = kByKey ? i / 2 * 8 + lane() % 4 * 2 + i % 2 : i / 2 * 16 + row_of(i % 2 * 2);
+      word_[i] = __shfl_sync(kAllLanes, drawn, from) >> (kByKey ? lane() / 4 : lane() % 4 * 2);
+    }
+  }
+  __device__ __forceinline__ bool keeps(int n, int e) const {
+    if constexpr (kByKey) {
+      const int draw = e / 2 * N + 8 * n;
+      return word_[draw % 32 / 8 * 2 + e % 2] >> draw / 32 * 8 & 1;
+    } else {
+      return word_[n % 2 * 2 + e / 2] >> (n / 2 * 8 + e % 2) & 1;
+    }
+  }
+
+ private:
+  static constexpr int kWords = kByKey ? 8 : 4;
+  uint32_t word_[kWords];
+};
+
+// Calls compute(column, stage, pairs) in each warp for the tiles of `span`, N columns each, in which it
+// has pairs. `look(column)` says which; issue(column, stage) starts to load a tile for the block, and is
+// called one tile ahead, only for those in which some warp has a pair; prepare(stage) is called by all
+// threads when a tile has come. One barrier a tile; all threads have left the stages when it returns.
+template <int N, class Look, class Issue, class Prepare, class Compute>
+__device__ __forceinline__ void for_tiles(
+    const Span& span, const Look& look, const Issue& issue, const Prepare& prepare,
+    const Compute& compute) {
+  Pairs<N> pairs, next_pairs;
+  int column = span.first - N, stage = 0;
+  for (bool loaded = false;; loaded = true) {
+    if (loaded) cp_async_wait<0>();
+    int next = column;
+    bool some;
+    do {
+      next += N;
+      some = false;
+      if (next < span.last) {
+        next_pairs = look(next);
+        some = next_pairs.any;
+      }
+      some = __syncthreads_or(some);
+    } while (!some && next < span.last);
+    if (some) {
+      issue(next, stage ^ 1);
+      cp_async_commit();
+    }
+    if (loaded) {
+      prepare(stage);
+      if (pairs.any) compute(column, stage, pairs);
+    }
+    if (!some) break;
+    column = next;
+    pairs = next_pairs;
+    stage ^= 1;
+  }
+  cp_async_wait<0>();
+  __syncthreads();
+}
+
+// 2^x: by the special function unit beside 16-bit numbers, to 2 units in the last place; beside float32
+// by the series on ordinary pipes, to 1. Below the smallest normal number it is 0.
+template <class Scalar>
+__device__ __forceinline__ float power_of_2(float x) {
+  if constexpr (kTensorCore<Scalar>) return exp2_approximate(x);
+  if (x < -126) return 0;
+  const float whole = rintf(x), rest = x - whole;
+  constexpr float kSeries[] = {  // (ln 2)^k / k!
+      1.5252733804e-5f, 1.5403530393e-4f, 1.3333558146e-3f, 9.6181291076e-3f,
+      5.5504108665e-2f, 2.4022650696e-1f, 6.9314718056e-1f, 1};
+  float result = kSeries[0];
+#pragma unroll
+  for (int k = 1; k < 8; ++k) result = fmaf(result, rest, kSeries[k]);
+  return __uint_as_float(__float_as_uint(result) + (static_cast<unsigned>(static_cast<int>(whole)) << 23));
+}
+
+// The running softmax of the thread's two rows (Milakov and Gimelshein, "Online normalizer calculation
+// for softmax", 2018). The four lanes that share a row each have a part of its sum.
+template <class Scalar>
+struct Softmax {
+  float peak[2] = {-kInfinity, -kInfinity};
+  float sum[2] = {0, 0};
+
+  // A tile's scores become weights, 0 for pairs that take no part; `shrink` is what was summed before
+  // has to be multiplied by.
+  template <int N>
+  __device__ __forceinline__ void take(
+      float (&scores)[N / 8][4], const Pairs<N>& pairs, float exponent, float (&shrink)[2]) {
+    if (!pairs.full) {
+#pragma unroll
+      for (int n = 0; n < N / 8; ++n)
+#pragma unroll
+        for (int e = 0; e < 4; ++e)
+          if (!pairs.test(n, e)) scores[n][e] = -kInfinity;
+    }
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      float top = peak[r];
+#pragma unroll
+      for (int n = 0; n < N / 8; ++n)
+        top = fmaxf(top, fmaxf(scores[n][2 * r], scores[n][2 * r + 1]));
+      top = warp_max<4>(top);
+      // A row without a pair so far has a peak of -inf; any number will do to subtract.
+      const float base = top == -kInfinity ? 0.0f : top;
+      shrink[r] = power_of_2<Scalar>((peak[r] - base) * exponent);
+      peak[r] = top;
+      float total = 0;
+#pragma unroll
+      for (int n = 0; n < N / 8; ++n)
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          float& p = scores[n][2 * r + i];
+          p = power_of_2<Scalar>((p - base) * exponent);
+          total += p;
+        }
+      sum[r] = fmaf(sum[r], shrink[r], total);
+    }
+  }
+
+  // Brings the four parts together; 1 for a row without a pair.
+  __device__ __forceinline__ void finish() {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      sum[r] = warp_sum<4>(sum[r]);
+      if (sum[r] == 0) sum[r] = 1;
+    }
+  }
+};
+
+// Calls run<D>() for the head dimension, padded.
+template <class Run>
+inline void for_head_dim(const AttentionProblem& p, const Run& run) {
+  const int64_t head_dim = p.E > p.Ev ? p.E : p.Ev;
+  if (head_dim <= 64) run.template operator()<64>();
+  else if (head_dim <= 128) run.template operator()<128>();
+  else if (head_dim <= 256) run.template operator()<256>();
+  else throw std::runtime_error("attention: head_dim " + std::to_string(head_dim) + " is over 256");
+}
+
+// Calls run<Scalar, D>() for the types and the padded head dimension of a call.
+template <class Run>
+inline void for_kernel(const AttentionProblem& p, const Run& run) {
+  for_head_dim(p, [&]<int D>() {
+    switch (p.dtype) {
+      case DType::Float32: return run.template operator()<float, D>();
+      case DType::BFloat16: return run.template operator()<__nv_bfloat16, D>();
+      case DType::Float16: return run.template operator()<__half, D>();
+      case DType::Float64: throw std::runtime_error("attention: no CUDA kernel for float64");
+    }
+  });
+}
+
+inline LaunchPlan attention_plan(
+    const char* kernel, const Attention& p, int64_t blocks, int warps, size_t shared) {
+  return {
+      .kernel = kernel,
+      .sizes =
+          {{"B", p.batch}, {"H", p.heads}, {"Hkv", p.kv_heads}, {"Lq", p.Lq}, {"Lk", p.Lk},
+           {"E", p.E}, {"Ev", p.Ev}},
+      .grid = static_cast<unsigned>(blocks),
+      .block = static_cast<unsigned>(32 * warps),
+      .shared = shared,
+  };
+}
+
+// One for each block of rows of each head; with packed sequences also for tokens past the last.
+inline int64_t blocks_for(const Attention& p, int64_t length, int rows, int64_t heads, bool tail) {
+  const int64_t blocks =
+      (length + rows - 1) / rows * heads * (p.batch + (tail && p.cu_seqlens_q != nullptr));
+  if (blocks > 0x7FFFFFFF) throw std::runtime_error("attention: over 2^31 blocks");
+  return blocks;
+}
+
+}  // namespace trifuse::cuda

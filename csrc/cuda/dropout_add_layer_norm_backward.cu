@@ -1,0 +1,344 @@
+// dropout_add_layer_norm backward on a GPU.
+//
+// A grid about as large as the device walks over the rows. A warp owns a row of up to 256 columns, a
+// block a wider one. It reads those of grad_out, grad_sum, x and the residual (or the sum that the
+// forward returned) once, and writes grad_x and grad_residual once. The gradients of weight, bias and
+// x_bias add up in shared memory, where every thread has its own columns; a block leaves its sums in the
+// workspace at the end, and a second kernel adds up the blocks in order. There are no atomics: results repeat bit for bit on one kind of device.
+//
+// Rows of more than 8192 columns (4096 where a width is no multiple of 8, or in float64) are cut into chunks, each with blocks of its own; a
+// kernel before reads the rows once more, for the two means that the chunks of a row share.
+//
+// Floor: the bytes of grad_out, grad_sum, x, residual, grad_x and grad_residual at the copy rate.
+
+#include "cuda/dropout_add_layer_norm_row.cuh"
+
+namespace trifuse::cuda {
+namespace {
+
+// How the backward of a call is shared out, and what it leaves where.
+struct Shape {
+  int threads;      // of a team
+  int64_t columns;  // of a chunk
+  int64_t chunks, programs;  // programs: blocks for each chunk
+};
+
+template <class T>
+struct Workspace {
+  T* shares[3];    // (programs, N): of the gradients of weight, bias and x_bias; null if not wanted
+  T* statistics;   // (rows, 2): the means of g and of g n over a row; null with a single chunk
+};
+
+// g = weight · grad_out and n, the normalised sum, of eight columns.
+template <class Scalar, bool kAligned>
+struct Group {
+  using T = Accumulator<Scalar>;
+  using Row = RowSum<Scalar, kAligned>;
+
+  struct Loaded {
+    typename Row::Loaded sum;
+    Eight<Scalar> grad_out;
+  };
+  static __device__ __forceinline__ void load(
+      Loaded& loaded, const DropoutAddLayerNorm& p, const Row& source, uint32_t row,
+      int64_t column) {
+    source.load(loaded.sum, column);
+    load_eight<kAligned>(loaded.grad_out, p.grad_out, row, column, p.N - column);
+  }
+
+  T g[8], n[8];
+  uint32_t keep;
+
+  // n, and grad_out in the place of g.
+  __device__ __forceinline__ void normalise(
+      const Row& source, const Loaded& loaded, int64_t column, uint64_t seed, T mean, T rstd) {
+    keep = source.keep(column, seed);
+    source.add_up(n, loaded.sum, column, keep);
+#pragma unroll
+    for (int j = 0; j < 8; ++j) n[j] = (n[j] - mean) * rstd;
+    loaded.grad_out.get(g);
+  }
+  __device__ __forceinline__ void weigh(const DropoutAddLayerNorm& p, int64_t column) {
+    if (!p.weight) return;
+    T weight[8];
+    load_features<kAligned, Scalar>(weight, p.weight, column, p.N - column);
+#pragma unroll
+    for (int j = 0; j < 8; ++j) g[j] *= weight[j];
+  }
+
+  // Past the end of a row grad_out is 0, and so is g.
+  __device__ __forceinline__ void add_to(T (&totals)[2]) const {
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+      totals[0] += g[j];
+      totals[1] += g[j] * n[j];
+    }
+  }
+};
+
+// For rows of several chunks: a block reads a row and leaves the means of g and of g n.
+template <class Scalar, bool kAligned>
+__global__ __launch_bounds__(kWideThreads) void backward_statistics_kernel(
+    const __grid_constant__ DropoutAddLayerNorm p, Accumulator<Scalar>* statistics) {
+  using T = Accumulator<Scalar>;
+  using Group = Group<Scalar, kAligned>;
+  T* const scratch = reinterpret_cast<T*>(shared_memory());
+  const uint64_t seed = p.threshold ? *p.seed : 0;
+  int parity = 0;
+  Team<kWideThreads>::for_rows(p.rows, [&](uint32_t row) {
+    const RowSum<Scalar, kAligned> source(p, row);
+    const T mean = static_cast<const T*>(p.mean)[row], rstd = static_cast<const T*>(p.rstd)[row];
+    T totals[2] = {};
+    for (int64_t c = 8 * threadIdx.x; c < p.N; c += 8 * kWideThreads) {
+      typename Group::Loaded loaded;
+      Group::load(loaded, p, source, row, c);
+      Group group;
+      group.normalise(source, loaded, c, seed, mean, rstd);
+      group.weigh(p, c);
+      group.add_to(totals);
+    }
+    // The next row's sums go elsewhere: some threads may still read these.
+    block_sum<kWideThreads>(totals, scratch + parity * 2 * Team<kWideThreads>::kWarps);
+    parity ^= 1;
+    if (threadIdx.x > 0) return;
+    statistics[2 * int64_t{row}] = totals[0] / static_cast<T>(p.N);
+    statistics[2 * int64_t{row} + 1] = totals[1] / static_cast<T>(p.N);
+  });
+}
+
+template <class Scalar, bool kAligned, int kThreads>
+__global__ __launch_bounds__(Team<kThreads>::kBlock, kResidentThreads / Team<kThreads>::kBlock) void
+backward_kernel(
+    const __grid_constant__ DropoutAddLayerNorm p,
+    const __grid_constant__ Workspace<Accumulator<Scalar>> workspace) {
+  using T = Accumulator<Scalar>;
+  using Team = Team<kThreads>;
+  using Group = Group<Scalar, kAligned>;
+  // Of every thread's eight columns: the gradients of weight, bias and x_bias.
+  T* const memory = reinterpret_cast<T*>(shared_memory());
+  const auto sums = [&](int v) {
+    return SharedEights<T>(memory + v * 8 * Team::kBlock, Team::kBlock);
+  };
+  T* const scratch = memory + 3 * 8 * Team::kBlock;
+  for (int v = 0; v < 3; ++v) sums(v).put(threadIdx.x, {});
+  const uint64_t seed = p.threshold ? *p.seed : 0;
+  const int64_t column = int64_t(blockIdx.y) * 8 * kThreads + 8 * Team::thread();
+  const int64_t count = p.N - column;
+  int parity = 0;
+  Team::for_rows(p.rows, [&](uint32_t row) {
+    const RowSum<Scalar, kAligned> source(p, row);
+    const T mean = static_cast<const T*>(p.mean)[row], rstd = static_cast<const T*>(p.rstd)[row];
+    Group group;
+    T means[2] = {};
+    if (count > 0) {
+      typename Group::Loaded loaded;
+      Group::load(loaded, p, source, row, column);
+      group.normalise(source, loaded, column, seed, mean, rstd);
+      T products[8];
+#pragma unroll
+      for (int j = 0; j < 8; ++j) products[j] = group.g[j] * group.n[j];
+      if (workspace.shares[0]) sums(0).add(threadIdx.x, products);
+      if (workspace.shares[1]) sums(1).add(threadIdx.x, group.g);
+      group.weigh(p, column);
+      group.add_to(means);
+    }
+    if (workspace.statistics) {
+      means[0] = workspace.statistics[2 * int64_t{row}];
+      means[1] = workspace.statistics[2 * int64_t{row} + 1];
+    } else {
+      // The next row's sums go elsewhere: some threads may still read these.
+      block_sum<kThreads>(means, scratch + parity * 2 * Team::kWarps);
+      parity ^= 1;
+      means[0] /= static_cast<T>(p.N);
+      means[1] /= static_cast<T>(p.N);
+    }
+    if (p.rms_norm) means[0] = 0;
+    if (count <= 0) return;
+    T grad[8];
+#pragma unroll
+    for (int j = 0; j < 8; ++j) grad[j] = (group.g[j] - means[0] - group.n[j] * means[1]) * rstd;
+    if (p.grad_sum) {
+      Eight<Scalar> loaded;
+      T grad_sum[8];
+      load_eight<kAligned>(loaded, p.grad_sum, row, column, count);
+      loaded.get(grad_sum);
+#pragma unroll
+      for (int j = 0; j < 8; ++j) grad[j] += grad_sum[j];
+    }
+    if (p.grad_residual) store_eight<Scalar, kAligned>(p.grad_residual, row, column, grad, count);
+    source.drop(grad, group.keep);
+    if (workspace.shares[2]) sums(2).add(threadIdx.x, grad);
+    if (p.grad_x) store_eight<Scalar, kAligned>(p.grad_x, row, column, grad, count);
+  });
+
+  // The teams of a block have the same columns: the first adds up what all have, in order.
+  if (Team::kRows > 1) __syncthreads();
+  if (threadIdx.x >= kThreads || count <= 0) return;
+  for (int v = 0; v < 3; ++v) {
+    if (!workspace.shares[v]) continue;
+    T share[8], other[8];
+    sums(v).get(threadIdx.x, share);
+    for (int team = 1; team < Team::kRows; ++team) {
+      sums(v).get(threadIdx.x + team * kThreads, other);
+#pragma unroll
+      for (int j = 0; j < 8; ++j) share[j] += other[j];
+    }
+    store_eight_as<T, kAligned>(
+        workspace.shares[v] + blockIdx.x * p.N + column, share, count);
+  }
+}
+
+// A block owns 32 columns of one of the vectors: each of its 16 warps adds up every 16th program's share.
+// Floor: the bytes of the shares, from the L2 cache.
+constexpr int kSumWarps = 16;
+template <class Scalar>
+__global__ __launch_bounds__(32 * kSumWarps) void backward_sum_kernel(
+    const __grid_constant__ DropoutAddLayerNorm p,
+    const __grid_constant__ Workspace<Accumulator<Scalar>> workspace, int64_t programs) {
+  using T = Accumulator<Scalar>;
+  const int v = blockIdx.y;
+  const Vector grad = v == 0 ? p.grad_weight : v == 1 ? p.grad_bias : p.grad_x_bias;
+  const T* const shares = v == 0 ? workspace.shares[0] : workspace.shares[v == 1 ? 1 : 2];
+  if (!grad) return;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int64_t column = int64_t(blockIdx.x) * 32 + lane;
+  T sum = 0;
+  if (column < p.N)
+    for (int64_t program = warp; program < programs; program += kSumWarps)
+      sum += shares[program * p.N + column];
+  T* const sums = reinterpret_cast<T*>(shared_memory());  // (kSumWarps, 32)
+  sums[threadIdx.x] = sum;
+  __syncthreads();
+  if (warp > 0 || column >= p.N) return;
+  for (int other = 1; other < kSumWarps; ++other) sum += sums[32 * other + lane];
+  if (grad.wide) static_cast<T*>(grad.data)[column] = sum;
+  else static_cast<Scalar*>(grad.data)[column] = narrow<Scalar>(sum);
+}
+
+// float64, which is there to check the others by, goes an element at a time, like widths that are no
+// multiple of 8.
+bool is_aligned(const DropoutAddLayerNorm& p) {
+  return p.N % 8 == 0 && p.dtype != DType::Float64;
+}
+
+Shape shape_of(const DropoutAddLayerNorm& p) {
+  Shape shape;
+  shape.threads = p.N <= 256 ? 32 : p.N <= 1024 && is_aligned(p) ? 128 : 512;
+  if (p.N > 4096 && is_aligned(p)) shape.threads = 1024;
+  const int block = std::max(shape.threads, 128), rows = block / shape.threads;
+  shape.columns = 8 * shape.threads;
+  shape.chunks = std::max<int64_t>((p.N + shape.columns - 1) / shape.columns, 1);
+  // A program's shares are written and read once more: at least four times as many rows are worth it.
+  const int64_t resident = int64_t(kResidentThreads / block) * multiprocessors();
+  const int64_t most = std::max<int64_t>(resident / shape.chunks, 1);
+  shape.programs = std::min((p.rows + 4 * rows - 1) / (4 * rows), most);
+  return shape;
+}
+
+template <class T>
+Workspace<T> lay_out(const DropoutAddLayerNorm& p, const Shape& shape, void* memory, T** end) {
+  T* next = static_cast<T*>(memory);
+  const auto take = [&](bool wanted, int64_t count) {
+    T* const taken = wanted ? next : nullptr;
+    if (wanted) next += (count + 3) / 4 * 4;
+    return taken;
+  };
+  Workspace<T> workspace;
+  int v = 0;
+  for (const bool wanted : {bool(p.grad_weight), bool(p.grad_bias), bool(p.grad_x_bias)})
+    workspace.shares[v++] = take(wanted, shape.programs * p.N);
+  workspace.statistics = take(shape.chunks > 1, 2 * p.rows);
+  *end = next;
+  return workspace;
+}
+
+template <class Scalar, bool kAligned, int kThreads>
+void launch_backward(
+    const DropoutAddLayerNorm& p, const Shape& shape,
+    const Workspace<Accumulator<Scalar>>& workspace, cudaStream_t stream) {
+  using T = Accumulator<Scalar>;
+  using Team = Team<kThreads>;
+  const LaunchPlan plan{
+      .kernel = "dropout_add_layer_norm_backward",
+      .sizes = {{"rows", p.rows}, {"N", p.N}},
+      .grid = dim3(shape.programs, shape.chunks),
+      .block = Team::kBlock,
+      .shared = (3 * 8 * Team::kBlock + 4 * Team::kWarps) * sizeof(T),
+  };
+  launch(plan, stream, backward_kernel<Scalar, kAligned, kThreads>, p, workspace);
+}
+
+template <class Scalar, bool kAligned>
+void launch_statistics(
+    const DropoutAddLayerNorm& p, Accumulator<Scalar>* statistics, cudaStream_t stream) {
+  const LaunchPlan plan{
+      .kernel = "dropout_add_layer_norm_backward_statistics",
+      .sizes = {{"rows", p.rows}, {"N", p.N}},
+      .grid = blocks_for(p.rows, 1),
+      .block = kWideThreads,
+      .shared = 4 * Team<kWideThreads>::kWarps * sizeof(Accumulator<Scalar>),
+  };
+  launch(plan, stream, backward_statistics_kernel<Scalar, kAligned>, p, statistics);
+}
+
+template <class Scalar>
+void launch_for_width(
+    const DropoutAddLayerNorm& p, const Shape& shape,
+    const Workspace<Accumulator<Scalar>>& workspace, cudaStream_t stream) {
+  if (!is_aligned(p)) {
+    if (workspace.statistics) launch_statistics<Scalar, false>(p, workspace.statistics, stream);
+    if (shape.threads == 32) return launch_backward<Scalar, false, 32>(p, shape, workspace, stream);
+    return launch_backward<Scalar, false, 512>(p, shape, workspace, stream);
+  }
+  if constexpr (!std::is_same_v<Scalar, double>) {
+    if (workspace.statistics) launch_statistics<Scalar, true>(p, workspace.statistics, stream);
+    if (shape.threads == 32) return launch_backward<Scalar, true, 32>(p, shape, workspace, stream);
+    if (shape.threads == 128)
+      return launch_backward<Scalar, true, 128>(p, shape, workspace, stream);
+    if (shape.threads == 512)
+      return launch_backward<Scalar, true, 512>(p, shape, workspace, stream);
+    launch_backward<Scalar, true, 1024>(p, shape, workspace, stream);
+  }
+}
+
+template <class Scalar>
+void launch_sum(
+    const DropoutAddLayerNorm& p, const Shape& shape,
+    const Workspace<Accumulator<Scalar>>& workspace, cudaStream_t stream) {
+  const LaunchPlan plan{
+      .kernel = "dropout_add_layer_norm_backward_sum",
+      .sizes = {{"programs", shape.programs}, {"N", p.N}},
+      .grid = dim3((p.N + 31) / 32, 3),
+      .block = 32 * kSumWarps,
+      .shared = 32 * kSumWarps * sizeof(Accumulator<Scalar>),
+  };
+  launch(plan, stream, backward_sum_kernel<Scalar>, p, workspace, shape.programs);
+}
+
+}  // namespace
+
+int64_t dropout_add_layer_norm_backward_workspace(const DropoutAddLayerNorm& p) {
+  int64_t bytes = 0;
+  for_type(p.dtype, [&]<class Scalar>() {
+    using T = Accumulator<Scalar>;
+    T* end;
+    lay_out<T>(p, shape_of(p), nullptr, &end);
+    bytes = reinterpret_cast<uintptr_t>(end);
+  });
+  return bytes;
+}
+
+void dropout_add_layer_norm_backward(const DropoutAddLayerNorm& p, void* memory, void* stream) {
+  if (p.N == 0) return;
+  const auto on = static_cast<cudaStream_t>(stream);
+  const Shape shape = shape_of(p);
+  for_type(p.dtype, [&]<class Scalar>() {
+    using T = Accumulator<Scalar>;
+    T* end;
+    const Workspace<T> workspace = lay_out<T>(p, shape, memory, &end);
+    if (p.rows > 0) launch_for_width<Scalar>(p, shape, workspace, on);
+    if (p.grad_weight || p.grad_bias || p.grad_x_bias) launch_sum<Scalar>(p, shape, workspace, on);
+  });
+}
+
+}  // namespace trifuse::cuda

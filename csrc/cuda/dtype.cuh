@@ -1,0 +1,133 @@
+// The types that tensors come in, inside a kernel.
+
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+
+#include <cstdint>
+#include <cstring>
+#include <stdexcept>
+#include <type_traits>
+
+#include "dtype.h"
+
+namespace trifuse::cuda {
+
+// What a kernel computes in.
+template <class Scalar>
+using Accumulator = std::conditional_t<std::is_same_v<Scalar, double>, double, float>;
+
+__device__ __forceinline__ float widen(float x) { return x; }
+__device__ __forceinline__ double widen(double x) { return x; }
+__device__ __forceinline__ float widen(__nv_bfloat16 x) { return __bfloat162float(x); }
+__device__ __forceinline__ float widen(__half x) { return __half2float(x); }
+
+// To nearest even.
+template <class Scalar>
+__device__ __forceinline__ Scalar narrow(Accumulator<Scalar> x) {
+  if constexpr (std::is_same_v<Scalar, __nv_bfloat16>) return __float2bfloat16_rn(x);
+  else if constexpr (std::is_same_v<Scalar, __half>) return __float2half_rn(x);
+  else return x;
+}
+
+template <class Scalar>
+__device__ __forceinline__ Accumulator<Scalar> rounded(Accumulator<Scalar> x) {
+  return widen(narrow<Scalar>(x));
+}
+
+// Eight neighbours in a row, as they lie in memory: of type Scalar, or, if `wide`, of its accumulator's.
+// They are moved 16 bytes at a time where that is allowed, kAligned; all of them then, and else those
+// before `count`, zeros in place of the others.
+template <class Scalar>
+class Eight {
+ public:
+  using T = Accumulator<Scalar>;
+
+  template <bool kAligned>
+  __device__ __forceinline__ void load(const void* row, bool wide, int64_t column, int64_t count) {
+    wide_ = wide;
+    if (is_wide()) load_as<kAligned>(static_cast<const T*>(row) + column, count);
+    else load_as<kAligned>(static_cast<const Scalar*>(row) + column, count);
+  }
+
+  __device__ __forceinline__ void get(T (&values)[8]) const {
+    if (is_wide()) get_as<T>(values);
+    else get_as<Scalar>(values);
+  }
+
+ private:
+  static constexpr int kPieces = 8 * sizeof(T) / 16;
+
+  __device__ __forceinline__ bool is_wide() const { return std::is_same_v<Scalar, T> || wide_; }
+
+  template <bool kAligned, class As>
+  __device__ __forceinline__ void load_as(const As* from, int64_t count) {
+    if constexpr (kAligned) {
+#pragma unroll
+      for (int i = 0; i < int(8 * sizeof(As) / 16); ++i)
+        piece_[i] = __ldg(reinterpret_cast<const uint4*>(from) + i);
+    } else {
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        const As value = i < count ? from[i] : narrow<As>(0);
+        memcpy(reinterpret_cast<unsigned char*>(piece_) + i * sizeof(As), &value, sizeof(As));
+      }
+    }
+  }
+
+  template <class As>
+  __device__ __forceinline__ void get_as(T (&values)[8]) const {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      As value;
+      memcpy(&value, reinterpret_cast<const unsigned char*>(piece_) + i * sizeof(As), sizeof(As));
+      values[i] = widen(value);
+    }
+  }
+
+  uint4 piece_[kPieces];
+  bool wide_;
+};
+
+template <class As, bool kAligned>
+__device__ __forceinline__ void store_eight_as(
+    As* to, const Accumulator<As> (&values)[8], int64_t count) {
+  if constexpr (kAligned) {
+    uint4 piece[8 * sizeof(As) / 16];
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      const As value = narrow<As>(values[i]);
+      memcpy(reinterpret_cast<unsigned char*>(piece) + i * sizeof(As), &value, sizeof(As));
+    }
+#pragma unroll
+    for (int i = 0; i < int(8 * sizeof(As) / 16); ++i) reinterpret_cast<uint4*>(to)[i] = piece[i];
+  } else {
+#pragma unroll
+    for (int i = 0; i < 8; ++i)
+      if (i < count) to[i] = narrow<As>(values[i]);
+  }
+}
+
+// The way back, rounding to nearest even.
+template <class Scalar, bool kAligned, class T = Accumulator<Scalar>>
+__device__ __forceinline__ void store_eight(
+    void* row, bool wide, int64_t column, const T (&values)[8], int64_t count) {
+  if (std::is_same_v<Scalar, T> || wide)
+    store_eight_as<T, kAligned>(static_cast<T*>(row) + column, values, count);
+  else store_eight_as<Scalar, kAligned>(static_cast<Scalar*>(row) + column, values, count);
+}
+
+// Calls run<Scalar>() for the type of a call.
+template <class Run>
+inline void for_type(DType dtype, const Run& run) {
+  switch (dtype) {
+    case DType::Float32: return run.template operator()<float>();
+    case DType::BFloat16: return run.template operator()<__nv_bfloat16>();
+    case DType::Float16: return run.template operator()<__half>();
+    case DType::Float64: return run.template operator()<double>();
+  }
+}
+
+}  // namespace trifuse::cuda

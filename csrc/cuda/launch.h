@@ -1,0 +1,81 @@
+// Launching kernels, and asking about the device that they are launched on: the current one.
+//
+// Every return code is looked at; what fails is thrown as std::runtime_error, which torch hands to
+// Python as RuntimeError. Nothing here waits for the device, and all of it may be captured in a graph.
+
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <stdexcept>
+#include <string>
+#include <utility>
+
+#include "cuda/launch_plan.h"
+
+namespace trifuse::cuda {
+
+inline void check(cudaError_t error, const std::string& what) {
+  if (error == cudaSuccess) return;
+  cudaGetLastError();  // else the next call of the runtime would report it again
+  throw std::runtime_error(
+      what + ": CUDA error " + std::to_string(error) + ", " + cudaGetErrorString(error));
+}
+
+inline int device_attribute(cudaDeviceAttr attribute) {
+  int device, value;
+  check(cudaGetDevice(&device), "cudaGetDevice");
+  check(cudaDeviceGetAttribute(&value, attribute, device), "cudaDeviceGetAttribute");
+  return value;
+}
+
+inline int multiprocessors() { return device_attribute(cudaDevAttrMultiProcessorCount); }
+
+// What one block may have, in bytes.
+inline size_t shared_memory_limit() {
+  return device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin);
+}
+
+// Shared memory beyond 48 KiB has to be asked for.
+template <class... Params>
+void allow_shared_memory(void (*kernel)(Params...), size_t bytes, const std::string& what) {
+  if (bytes <= 48 << 10) return;
+  const int size = static_cast<int>(bytes);
+  check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, size), what);
+}
+
+// How many blocks the device holds at a time: the most that a cooperative grid may have.
+template <class... Params>
+int resident_blocks(void (*kernel)(Params...), int threads, size_t shared) {
+  allow_shared_memory(kernel, shared, "cudaFuncSetAttribute");
+  int blocks;
+  check(
+      cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, threads, shared),
+      "cudaOccupancyMaxActiveBlocksPerMultiprocessor");
+  return blocks * multiprocessors();
+}
+
+template <class... Params, class... Arguments>
+void launch(
+    const LaunchPlan& plan, cudaStream_t stream, void (*kernel)(Params...),
+    Arguments&&... arguments) {
+  allow_shared_memory(kernel, plan.shared, describe(plan));
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeCooperative;
+  attribute.val.cooperative = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = plan.grid;
+  config.blockDim = plan.block;
+  config.dynamicSmemBytes = plan.shared;
+  config.stream = stream;
+  config.attrs = &attribute;
+  config.numAttrs = plan.cooperative ? 1 : 0;
+  check(
+      cudaLaunchKernelEx(&config, kernel, std::forward<Arguments>(arguments)...), describe(plan));
+}
+
+inline void fill_with_zeros(void* data, size_t bytes, cudaStream_t stream) {
+  check(cudaMemsetAsync(data, 0, bytes, stream), "cudaMemsetAsync");
+}
+
+}  // namespace trifuse::cuda

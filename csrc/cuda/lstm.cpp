@@ -1,0 +1,488 @@
+// torch.ops.trifuse.lstm_{forward,backward}.cuda: tensors in, tensors out.
+//
+// Shapes, dtypes and devices have been checked in pytorch_ext/ops/lstm.py. Here are the products
+// over all tokens, of the input and for the weights' gradients, and, where the recurrent weights
+// don't fit the multiprocessors, those of every step.
+
+#include "cuda/lstm.h"
+
+#include <ATen/ATen.h>
+#include <torch/library.h>
+
+#include <limits>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "cpu/arguments.h"
+#include "cuda/tensors.h"
+
+namespace trifuse::cuda {
+namespace {
+
+using Parameters = c10::List<OptionalTensor>;
+using Flags = c10::List<bool>;
+
+// Slots of the parameters of one direction.
+enum Slot {
+  WeightIh, WeightHh, BiasIh, BiasHh, WeightHr, WeightPeephole, NormIh, NormHh, NormCell,
+  NormCellBias, kSlots
+};
+
+struct Options {
+  const Flags& reverse;
+  bool coupled;
+  double forget_bias, cell_clip, proj_clip, eps, zoneout_h, zoneout_c, recurrent_dropout;
+  bool training;
+};
+
+void* data(const Tensor& t) { return t.defined() ? t.data_ptr() : nullptr; }
+
+// A call in the kernels' terms, and the tensors that it points into.
+class Call {
+ public:
+  Lstm p{};
+  const OnDeviceOf device;
+  const at::ScalarType dtype, wide;
+  Tensor weight_ih;  // (D, H·4, I), a unit's gates side by side
+  Tensor weight_hh;  // (D, H·4, R)
+  Tensor weight_hr;  // (D, R, H), or undefined
+  Tensor lengths;    // (B,) or undefined
+  Tensor valid;      // (T, B, 1): which steps rows have; undefined: all
+
+  Call(
+      const Tensor& input, const Parameters& parameters, const OptionalTensor& row_lengths,
+      const OptionalTensor& seed, const Options& o)
+      : device(input), dtype(input.scalar_type()), wide(accumulation_type(dtype)),
+        parameters_(parameters), options_(input.options()) {
+    const Tensor hh = *parameters.get(WeightHh);
+    p.dtype = kernel_type(dtype);
+    p.T = input.size(0);
+    p.B = input.size(1);
+    p.R = hh.size(1);
+    p.coupled = o.coupled;
+    p.H = hh.size(0) / saved_gates();
+    p.directions = static_cast<int64_t>(o.reverse.size());
+    for (int64_t d = 0; d < p.directions; ++d) p.reverse[d] = o.reverse.get(d);
+    p.training = o.training;
+    p.cell_clip = o.cell_clip;
+    p.proj_clip = o.proj_clip;
+    p.eps = o.eps;
+    p.zoneout_h = o.zoneout_h;
+    p.zoneout_c = o.zoneout_c;
+    p.threshold_h = kernel_dropout(o.zoneout_h).threshold;
+    p.threshold_c = kernel_dropout(o.zoneout_c).threshold;
+    p.seed = seed ? seed->const_data_ptr<int64_t>() : nullptr;
+    if (row_lengths) {
+      lengths = row_lengths->contiguous();
+      p.lengths = lengths.const_data_ptr<int64_t>();
+      const Tensor steps = at::arange(p.T, lengths.options());
+      valid = steps.unsqueeze(1).lt(lengths).unsqueeze(2);
+    }
+
+    weight_ih = interleaved(WeightIh, dtype);
+    weight_hh = interleaved(WeightHh, dtype);
+    weight_hr = stacked(WeightHr, dtype);
+    p.projected = weight_hr.defined();
+    bias_ = bias(o.forget_bias);
+    peephole_ = stacked(WeightPeephole, wide);
+    if (p.coupled && peephole_.defined()) {
+      const Tensor of_i = peephole_.select(1, 0), of_o = peephole_.select(1, 1);
+      peephole_ = at::stack({of_i, at::zeros_like(of_i), of_o}, 1);
+    }
+    norm_ih_ = interleaved(NormIh, wide);
+    norm_hh_ = interleaved(NormHh, wide);
+    norm_cell_weight_ = stacked(NormCell, wide);
+    norm_cell_bias_ = stacked(NormCellBias, wide);
+    p.bias = data(bias_);
+    p.peephole = data(peephole_);
+    p.norm_ih = data(norm_ih_);
+    p.norm_hh = data(norm_hh_);
+    p.norm_cell_weight = data(norm_cell_weight_);
+    p.norm_cell_bias = data(norm_cell_bias_);
+    if (o.training && o.recurrent_dropout > 0) {
+      dropout_ = empty({p.directions, p.B, p.R}, wide);
+      const Dropout drawn = kernel_dropout(o.recurrent_dropout);
+      if (p.B) lstm_dropout(p, data(dropout_), drawn.threshold, drawn.scale, device.stream());
+      p.dropout = data(dropout_);
+    }
+  }
+
+  int64_t saved_gates() const { return p.coupled ? 3 : 4; }
+
+  Tensor empty(at::IntArrayRef sizes, at::ScalarType type) const {
+    return at::empty(sizes, options_.dtype(type));
+  }
+  // For what kernels write of each step that a row has: the rest is zeros.
+  Tensor empty_tokens(at::IntArrayRef sizes, at::ScalarType type) const {
+    return lengths.defined() ? at::zeros(sizes, options_.dtype(type)) : empty(sizes, type);
+  }
+
+  // (D, B, N), contiguous and its own: zeros, or a copy.
+  Tensor state(const OptionalTensor& t, int64_t N, at::ScalarType type) const {
+    if (!t) return at::zeros({p.directions, p.B, N}, options_.dtype(type));
+    return empty({p.directions, p.B, N}, type).copy_(*t);
+  }
+
+  // h as the recurrent weights see it.
+  Tensor dropped(const Tensor& h) const {
+    return dropout_.defined() ? (h * dropout_).to(h.scalar_type()) : h;
+  }
+  // What came through the product, as a gradient of h.
+  Tensor dropped_gradient(const Tensor& through) const {
+    return dropout_.defined() ? through * dropout_ : through;
+  }
+
+  // W_ih x, (T, B, D, H·4), of x (T·B, I).
+  Tensor from_input(const Tensor& x) const {
+    return x.matmul(weight_ih.flatten(0, 1).t()).view({p.T, p.B, p.directions, 4 * p.H});
+  }
+
+  // Each direction's tensor, one after the other, contiguous; undefined where the call has none.
+  Tensor stacked(Slot slot, at::ScalarType type) const {
+    if (!parameters_.get(slot)) return {};
+    std::vector<Tensor> all;
+    for (int64_t d = 0; d < p.directions; ++d)
+      all.push_back(parameters_.get(d * kSlots + slot)->to(type));
+    return at::stack(all);
+  }
+  // Of (G·H, ...): (D, H·4, ...).
+  Tensor interleaved(Slot slot, at::ScalarType type) const {
+    const Tensor all = stacked(slot, type);
+    return all.defined() ? with_gates_inside(all) : all;
+  }
+
+  // From (D, G·H, ...) to (D, H·4, ...), with zeros for f where the cell is coupled.
+  Tensor with_gates_inside(const Tensor& t) const {
+    Tensor gates = t.unflatten(1, {saved_gates(), p.H});
+    if (p.coupled) {
+      const Tensor none = at::zeros_like(gates.narrow(1, 0, 1));
+      gates = at::cat({gates.narrow(1, 0, 1), none, gates.narrow(1, 1, 2)}, 1);
+    }
+    return gates.transpose(1, 2).flatten(1, 2).contiguous();
+  }
+  // And back, of one direction: from (H·4, ...) to (G·H, ...).
+  Tensor with_gates_outside(const Tensor& t) const {
+    Tensor gates = t.unflatten(0, {p.H, 4}).transpose(0, 1);
+    if (p.coupled) gates = at::cat({gates.narrow(0, 0, 1), gates.narrow(0, 2, 2)});
+    return gates.flatten(0, 1);
+  }
+
+ private:
+  // (D, H·4): both biases and the forget bias.
+  Tensor bias(double forget_bias) const {
+    Tensor sum = interleaved(BiasIh, wide);
+    const Tensor other = interleaved(BiasHh, wide);
+    if (!sum.defined()) sum = other;
+    else if (other.defined()) sum = sum + other;
+    if (forget_bias == 0) return sum;
+    if (!sum.defined()) sum = at::zeros({p.directions, 4 * p.H}, options_.dtype(wide));
+    sum.unflatten(1, {p.H, 4}).select(2, 1).add_(forget_bias);
+    return sum;
+  }
+
+  // The products here are nobody else's affair.
+  const at::AutoDispatchBelowADInplaceOrView no_autograd_;
+  const c10::impl::ExcludeDispatchKeyGuard no_autocast_{c10::autocast_dispatch_keyset};
+  const Parameters& parameters_;
+  const at::TensorOptions options_;
+  Tensor bias_, peephole_, norm_ih_, norm_hh_, norm_cell_weight_, norm_cell_bias_, dropout_;
+};
+
+// What the launches of whole sequences need beside the call.
+struct Exchange {
+  LstmSequence sequence{};
+  Tensor operand, hidden, arrivals, order;
+
+  // Of `columns` numbers a row, and with a projection of `others` too.
+  Exchange(const Call& call, int64_t columns, int64_t others) {
+    const Lstm& p = call.p;
+    const auto rows = [&](int64_t states, int64_t N) {
+      const auto options = call.weight_hh.options();
+      return at::zeros({states, p.directions, p.B, (N + 7) / 8 * 8}, options);
+    };
+    operand = rows(2, columns);
+    if (p.projected) hidden = rows(1, others);
+    arrivals = call.empty({LstmSequence::kArrivals}, at::kInt);
+    sequence.weight_hh = data(call.weight_hh);
+    sequence.weight_hr = data(call.weight_hr);
+    if (call.lengths.defined()) {
+      order = call.lengths.argsort(/*stable=*/true, 0, /*descending=*/true);
+      sequence.order = order.const_data_ptr<int64_t>();
+    }
+    sequence.operand = data(operand);
+    sequence.hidden = data(hidden);
+    sequence.arrivals = static_cast<uint32_t*>(data(arrivals));
+  }
+};
+
+// Forward -----------------------------------------------------------------------------------------
+
+// What the op `lstm_forward` may be asked to keep.
+enum Save { kNothing, kCells, kGatesAndCells };
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> lstm_forward(
+    const Tensor& input, const OptionalTensor& h0, const OptionalTensor& c0,
+    const Parameters& parameters, const OptionalTensor& lengths, const OptionalTensor& seed,
+    const Flags& reverse, bool coupled, double forget_bias, double cell_clip, double proj_clip,
+    double eps, double zoneout_h, double zoneout_c, double recurrent_dropout, bool training,
+    int64_t save) {
+  Call call(
+      input, parameters, lengths, seed,
+      {reverse, coupled, forget_bias, cell_clip, proj_clip, eps, zoneout_h, zoneout_c,
+       recurrent_dropout, training});
+  Lstm& p = call.p;
+  const int64_t D = p.directions, T = p.T, B = p.B, H = p.H, R = p.R;
+  const Tensor h = call.state(h0, R, call.dtype), c = call.state(c0, H, call.wide);
+  const Tensor output = call.empty_tokens({T, B, D * R}, call.dtype);
+  Tensor gates = call.empty({0}, call.dtype), cells = call.empty({0}, call.wide);
+  if (save == kGatesAndCells) gates = call.empty({D, T, B, call.saved_gates() * H}, call.dtype);
+  if (save != kNothing) cells = call.empty({D, T, B, H}, call.wide);
+  if (call.lengths.defined()) {
+    // Reading them would wait for the device, so the device asserts.
+    const Tensor right = call.lengths.ge(0).logical_and(call.lengths.le(T)).all();
+    at::_assert_async(right, "lengths: expected lengths in [0, " + std::to_string(T) + "]");
+  }
+  if (T == 0 || B == 0) return {output, h, c, gates, cells};
+
+  const Tensor from_input = call.from_input(input.flatten(0, 1));
+  const Tensor operand = p.dropout ? call.dropped(h) : h;
+  p.from_input = data(from_input);
+  p.output = data(output);
+  p.gates = gates.numel() ? data(gates) : nullptr;
+  p.cells = cells.numel() ? data(cells) : nullptr;
+  p.h = data(h);
+  p.operand = data(operand);
+  p.c = data(c);
+  void* const stream = call.device.stream();
+
+  if (lstm_fits_sequence(p, false)) {
+    Exchange exchange(call, R, H);
+    exchange.operand.select(0, 0).narrow(2, 0, R).copy_(operand);
+    lstm_forward_sequence(p, exchange.sequence, stream);
+    return {output, h, c, gates, cells};
+  }
+  Tensor from_hidden = call.empty({D, B, 4 * H}, call.dtype), m, projected;
+  if (p.projected) {
+    m = call.state({}, H, call.dtype);
+    projected = call.empty({D, B, R}, call.dtype);
+  }
+  const Tensor weight_hh = call.weight_hh.mT(), weight_hr = p.projected ? call.weight_hr.mT() : m;
+  for (int64_t step = 0; step < T; ++step) {
+    at::bmm_out(from_hidden, operand, weight_hh);
+    lstm_forward_step(p, step, data(from_hidden), data(m), stream);
+    if (!p.projected) continue;
+    at::bmm_out(projected, m, weight_hr);
+    lstm_forward_projection(p, step, data(projected), stream);
+  }
+  return {output, h, c, gates, cells};
+}
+
+// Backward ----------------------------------------------------------------------------------------
+
+// h before each step, (D, T, B, R), 0 past a row's length.
+Tensor states_before(const Call& call, const Tensor& output, const Tensor& h0) {
+  const Lstm& p = call.p;
+  std::vector<Tensor> all;
+  for (int64_t d = 0; d < p.directions; ++d) {
+    const Tensor h = output.narrow(2, d * p.R, p.R), first = h0.narrow(0, d, 1);
+    Tensor before = p.reverse[d] ? at::cat({h.narrow(0, 1, p.T - 1), first})
+                                 : at::cat({first, h.narrow(0, 0, p.T - 1)});
+    if (call.lengths.defined()) {
+      if (p.reverse[d]) {
+        const Tensor steps = at::arange(p.T, call.lengths.options()).unsqueeze(1);
+        before = at::where(steps.eq(call.lengths - 1).unsqueeze(2), first, before);
+      }
+      before = before.masked_fill(call.valid.logical_not(), 0);
+    }
+    all.push_back(before);
+  }
+  return at::stack(all);
+}
+
+// One direction's of (T, B, D, N), as (T·B, N), the same memory.
+Tensor tokens(const Tensor& t, int64_t d) { return t.select(2, d).flatten(0, 1); }
+
+// What a backward computes over all tokens. Past a row's length all of it is 0.
+struct Tokens {
+  Tensor x;               // (T·B, I)
+  Tensor hd;              // (D, T·B, R): h before each step, after dropout
+  Tensor of_input;        // (T, B, D, H·4): gradients of W_ih x
+  Tensor of_hidden;       // (T, B, D, H·4): of W_hh h; the same without layer norm
+  Tensor m;               // (D, T, B, H), with a projection
+  Tensor grad_projected;  // (D, T, B, R), of W_hr m
+};
+
+// From the last step to the first; leaves the gradient of h0 in grad_h.
+void backward_steps(const Call& call, const Tensor& grad_h, Tokens& over) {
+  const Lstm& p = call.p;
+  const int64_t D = p.directions, T = p.T, B = p.B, H = p.H, R = p.R;
+  void* const stream = call.device.stream();
+  Tensor projected;
+  if (p.projected) {
+    over.m = call.empty_tokens({D, T, B, H}, call.dtype);
+    over.grad_projected = call.empty_tokens({D, T, B, R}, call.dtype);
+    lstm_hidden(p, data(over.m), stream);
+    // Where zoneout takes a mean, the output doesn't show what was clipped.
+    if (p.zoneout_h > 0 && !p.training && p.proj_clip < std::numeric_limits<double>::infinity())
+      projected = over.m.flatten(1, 2).bmm(call.weight_hr.mT());
+  }
+  if (lstm_fits_sequence(p, true)) {
+    Exchange exchange(call, 4 * H, R);
+    const Tensor parts = call.empty({lstm_backward_parts(p)}, at::kFloat);
+    exchange.sequence.parts = static_cast<float*>(data(parts));
+    exchange.sequence.projected = data(projected);
+    exchange.sequence.grad_projected = data(over.grad_projected);
+    return lstm_backward_sequence(p, exchange.sequence, stream);
+  }
+  Tensor through = call.state({}, R, call.dtype), operand = call.empty({D, B, 4 * H}, call.dtype);
+  Tensor dq, dm;
+  if (p.projected) {
+    dq = call.empty({D, B, R}, call.dtype);
+    dm = call.empty({D, B, H}, call.dtype);
+  }
+  for (int64_t step = T - 1; step >= 0; --step) {
+    if (p.projected) {
+      lstm_backward_projection(
+          p, step, data(through), data(projected), data(dq), data(over.grad_projected), stream);
+      at::bmm_out(dm, dq, call.weight_hr);
+    }
+    lstm_backward_step(p, step, data(p.projected ? dm : through), data(operand), stream);
+    at::bmm_out(through, operand, call.weight_hh);
+  }
+  grad_h.add_(call.dropped_gradient(through));
+}
+
+std::vector<Tensor> lstm_backward(
+    const Tensor& grad_output, const OptionalTensor& grad_h_n, const OptionalTensor& grad_c_n,
+    const Tensor& input, const OptionalTensor& h0, const OptionalTensor& c0,
+    const Parameters& parameters, const OptionalTensor& lengths, const OptionalTensor& seed,
+    const Tensor& output, const Tensor& gates, const Tensor& cells, const Flags& reverse,
+    bool coupled, double forget_bias, double cell_clip, double proj_clip, double eps,
+    double zoneout_h, double zoneout_c, double recurrent_dropout, bool training,
+    const Flags& wanted) {
+  Call call(
+      input, parameters, lengths, seed,
+      {reverse, coupled, forget_bias, cell_clip, proj_clip, eps, zoneout_h, zoneout_c,
+       recurrent_dropout, training});
+  Lstm& p = call.p;
+  const int64_t D = p.directions, T = p.T, B = p.B, H = p.H, R = p.R;
+  const bool recompute = gates.dim() == 1, norm = p.norm_hh != nullptr;
+  const Tensor first_h = call.state(h0, R, call.dtype), first_c = call.state(c0, H, call.wide);
+  const Tensor grad_h = call.state(grad_h_n, R, call.wide);
+  const Tensor grad_c = call.state(grad_c_n, H, call.wide);
+  const Tensor padding = call.lengths.defined() ? call.valid.logical_not() : Tensor();
+
+  Tokens over;
+  over.x = padding.defined() ? input.masked_fill(padding, 0) : input;
+  over.x = over.x.flatten(0, 1);
+  over.hd = call.empty({D, 0, R}, call.dtype);
+  if (T) {
+    const Tensor before = states_before(call, output, first_h).transpose(0, 1);  // (T, D, B, R)
+    over.hd = call.dropped(before).transpose(0, 1).reshape({D, T * B, R});
+  }
+  // What was not kept of the forward is computed again, where its gradient is to stand.
+  over.of_input = norm || recompute ? call.from_input(over.x)
+                                    : call.empty_tokens({T, B, D, 4 * H}, call.dtype);
+  over.of_hidden = norm ? call.empty({T, B, D, 4 * H}, call.dtype) : over.of_input;
+  for (int64_t d = 0; d < D; ++d) {
+    const Tensor weight = call.weight_hh[d].t();
+    if (norm) tokens(over.of_hidden, d).copy_(over.hd[d].mm(weight));
+    else if (recompute) tokens(over.of_input, d).addmm_(over.hd[d], weight);
+  }
+  Tensor shares;
+  if (norm || p.peephole) shares = at::zeros({D, B, p.shares_count(), H}, grad_c.options());
+
+  const Tensor arriving = grad_output.contiguous();
+  p.from_input = data(over.of_input);
+  p.from_hidden = norm ? data(over.of_hidden) : nullptr;
+  p.output = data(output);
+  p.gates = recompute ? nullptr : data(gates);
+  p.cells = data(cells);
+  p.grad_output = data(arriving);
+  p.c0 = data(first_c);
+  p.grad_h = data(grad_h);
+  p.grad_c = data(grad_c);
+  p.shares = data(shares);
+  if (T && B) backward_steps(call, grad_h, over);
+  if (padding.defined() && (norm || recompute)) {
+    over.of_input.masked_fill_(padding.unsqueeze(3), 0);
+    over.of_hidden.masked_fill_(padding.unsqueeze(3), 0);
+  }
+
+  const auto wants = [&](int64_t index) { return wanted.get(index); };
+  std::vector<Tensor> results(3 + kSlots * D, at::empty({0}, input.options()));
+  const auto give = [&](int64_t index, const Tensor& like, const Tensor& grad) {
+    results[index] = grad.to(like.scalar_type()).reshape(like.sizes()).contiguous();
+  };
+  if (wants(0)) {
+    const Tensor of_tokens = over.of_input.view({T * B, D * 4 * H});
+    give(0, input, of_tokens.mm(call.weight_ih.flatten(0, 1)));
+  }
+  if (h0 && wants(1)) give(1, *h0, grad_h);
+  if (c0 && wants(2)) give(2, *c0, grad_c);
+  for (int64_t d = 0; d < D; ++d) {
+    const auto give_slot = [&](Slot slot, const auto& gradient) {
+      const int64_t index = d * kSlots + slot;
+      const OptionalTensor like = parameters.get(index);
+      if (like && wants(3 + index)) give(3 + index, *like, gradient());
+    };
+    // Of (H·4, ...).
+    const auto outside = [&](const Tensor& t) { return call.with_gates_outside(t); };
+    // The sum over rows of vectors first to last of their shares, (vectors, H).
+    const auto share = [&](int64_t first, int64_t count) {
+      return shares[d].narrow(1, first, count).sum(0);
+    };
+    const auto of_gates = [&](int64_t first) {  // (4, H)
+      return outside(share(first, 4).t().flatten());
+    };
+    const auto bias = [&] {
+      return norm ? of_gates(Lstm::OfBias)
+                  : outside(tokens(over.of_input, d).sum(0, false, call.wide));
+    };
+    give_slot(WeightIh, [&] { return outside(tokens(over.of_input, d).t().mm(over.x)); });
+    give_slot(WeightHh, [&] { return outside(tokens(over.of_hidden, d).t().mm(over.hd[d])); });
+    give_slot(BiasIh, bias);
+    give_slot(BiasHh, bias);
+    give_slot(WeightHr, [&] {
+      if (!over.m.defined()) return at::zeros({R, H}, input.options());
+      return over.grad_projected[d].flatten(0, 1).t().mm(over.m[d].flatten(0, 1));
+    });
+    give_slot(WeightPeephole, [&] {
+      const Tensor all = share(Lstm::OfPeephole, 3);
+      return coupled ? at::stack({all[0], all[2]}) : all;
+    });
+    give_slot(NormIh, [&] { return of_gates(Lstm::OfNormIh); });
+    give_slot(NormHh, [&] { return of_gates(Lstm::OfNormHh); });
+    give_slot(NormCell, [&] { return share(Lstm::OfNormCell, 1); });
+    give_slot(NormCellBias, [&] { return share(Lstm::OfNormCell + 1, 1); });
+  }
+  return results;
+}
+
+// Why such a call goes step by step; empty where it is one launch.
+std::string lstm_step_by_step(
+    const Tensor& input, const Parameters& parameters, bool coupled, bool backward) {
+  const OnDeviceOf device(input);
+  Lstm p{};
+  p.dtype = kernel_type(input.scalar_type());
+  p.directions = static_cast<int64_t>(parameters.size()) / kSlots;
+  const Tensor weight_hh = *parameters.get(WeightHh);
+  p.R = weight_hh.size(1);
+  p.H = weight_hh.size(0) / (coupled ? 3 : 4);
+  p.projected = parameters.get(WeightHr).has_value();
+  if (const OptionalTensor norm = parameters.get(NormHh)) p.norm_hh = norm->data_ptr();
+  std::string why;
+  lstm_fits_sequence(p, backward, &why);
+  return why;
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(trifuse, TRIFUSE_CUDA, m) {
+  m.impl("lstm_step_by_step.cuda", lstm_step_by_step);
+  m.impl("lstm_forward.cuda", lstm_forward);
+  m.impl("lstm_backward.cuda", lstm_backward);
+}
+
+}  // namespace trifuse::cuda

@@ -1,0 +1,305 @@
+// What the LSTM's kernels share: where an element is, and the arithmetic of one unit of one row.
+
+#pragma once
+
+#include "cuda/dtype.cuh"
+#include "cuda/lstm.h"
+#include "cuda/philox.cuh"
+
+namespace trifuse::cuda {
+
+// Arithmetic --------------------------------------------------------------------------------------
+
+__device__ __forceinline__ float exponential(float x) { return expf(x); }
+__device__ __forceinline__ double exponential(double x) { return exp(x); }
+__device__ __forceinline__ float hyperbolic_tangent(float x) { return tanhf(x); }
+__device__ __forceinline__ double hyperbolic_tangent(double x) { return tanh(x); }
+__device__ __forceinline__ float square_root(float x) { return sqrtf(x); }
+__device__ __forceinline__ double square_root(double x) { return sqrt(x); }
+
+// Without overflow, and with a small relative error at both ends.
+template <class T>
+__device__ __forceinline__ T sigmoid(T x) {
+  const T e = exponential(x < 0 ? x : -x);
+  return (x < 0 ? e : T(1)) / (1 + e);
+}
+
+// NaN passes.
+template <class T>
+__device__ __forceinline__ T clip(T x, double limit) {
+  const T most = static_cast<T>(limit);
+  return x > most ? most : x < -most ? -most : x;
+}
+
+// Something of each of a unit's gates.
+template <class T>
+struct Gates {
+  T i, f, g, o;
+};
+
+template <class T>
+__device__ __forceinline__ Gates<T> operator+(const Gates<T>& x, const Gates<T>& y) {
+  return {x.i + y.i, x.f + y.f, x.g + y.g, x.o + y.o};
+}
+template <class T>
+__device__ __forceinline__ Gates<T> operator-(const Gates<T>& x, T y) {
+  return {x.i - y, x.f - y, x.g - y, x.o - y};
+}
+template <class T>
+__device__ __forceinline__ Gates<T> operator*(const Gates<T>& x, const Gates<T>& y) {
+  return {x.i * y.i, x.f * y.f, x.g * y.g, x.o * y.o};
+}
+template <class T>
+__device__ __forceinline__ Gates<T> operator*(const Gates<T>& x, T y) {
+  return {x.i * y, x.f * y, x.g * y, x.o * y};
+}
+
+// Memory ------------------------------------------------------------------------------------------
+
+// As they lie in memory: one access of up to 16 bytes.
+template <class Scalar>
+struct alignas(4 * sizeof(Scalar) < 16 ? 4 * sizeof(Scalar) : 16) Four {
+  Scalar i, f, g, o;
+};
+
+// The gates of unit number `unit`, counted over whatever the tensor has.
+template <class Scalar, class T = Accumulator<Scalar>>
+__device__ __forceinline__ Gates<T> load_gates(const void* tensor, int64_t unit) {
+  const Four<Scalar> four = static_cast<const Four<Scalar>*>(tensor)[unit];
+  return {widen(four.i), widen(four.f), widen(four.g), widen(four.o)};
+}
+template <class Scalar, class T = Accumulator<Scalar>>
+__device__ __forceinline__ void store_gates(void* tensor, int64_t unit, const Gates<T>& x) {
+  static_cast<Four<Scalar>*>(tensor)[unit] = {
+      narrow<Scalar>(x.i), narrow<Scalar>(x.f), narrow<Scalar>(x.g), narrow<Scalar>(x.o)};
+}
+
+// Saved gates of a coupled cell are three.
+template <class Scalar, class T = Accumulator<Scalar>>
+__device__ __forceinline__ Gates<T> load_saved(const Lstm& p, int64_t unit) {
+  if (!p.coupled) return load_gates<Scalar>(p.gates, unit);
+  const Scalar* from = static_cast<const Scalar*>(p.gates) + 3 * unit;
+  const T i = widen(from[0]);
+  return {i, 1 - i, widen(from[1]), widen(from[2])};
+}
+template <class Scalar, class T = Accumulator<Scalar>>
+__device__ __forceinline__ void store_saved(const Lstm& p, int64_t unit, const Gates<T>& x) {
+  if (!p.coupled) return store_gates<Scalar>(p.gates, unit, x);
+  Scalar* to = static_cast<Scalar*>(p.gates) + 3 * unit;
+  to[0] = narrow<Scalar>(x.i);
+  to[1] = narrow<Scalar>(x.g);
+  to[2] = narrow<Scalar>(x.o);
+}
+
+// Places ------------------------------------------------------------------------------------------
+
+// A step of a row in one direction.
+struct Step {
+  int64_t row;
+  int d;
+  int64_t t;       // its position
+  int64_t before;  // that of the step before
+  bool runs;       // whether the row has that step; if not, all else means nothing
+  bool begun;      // whether it isn't the first
+
+  __device__ __forceinline__ Step(const Lstm& p, int64_t step, int64_t row, int d)
+      : row(row), d(d) {
+    const int64_t length = p.lengths ? p.lengths[row] : p.T;
+    runs = step < length;
+    begun = step > 0;
+    t = p.reverse[d] ? length - 1 - step : step;
+    before = p.reverse[d] ? t + 1 : t - 1;
+  }
+
+  // Numbers of elements in tensors of N columns.
+  __device__ __forceinline__ int64_t of_state(const Lstm& p, int64_t N) const {  // (D, B, N)
+    return (d * p.B + row) * N;
+  }
+  __device__ __forceinline__ int64_t of_token(const Lstm& p, int64_t N) const {  // (T, B, D, N)
+    return ((t * p.B + row) * p.directions + d) * N;
+  }
+  __device__ __forceinline__ int64_t of_saved(const Lstm& p, int64_t N) const {  // (D, T, B, N)
+    return ((d * p.T + t) * p.B + row) * N;
+  }
+  __device__ __forceinline__ int64_t saved_before(const Lstm& p, int64_t N) const {
+    return ((d * p.T + before) * p.B + row) * N;
+  }
+};
+
+// One direction's vector of N elements, out of (D, N).
+template <class T>
+__device__ __forceinline__ const T* of_direction(const void* vectors, int d, int64_t N) {
+  return static_cast<const T*>(vectors) + d * N;
+}
+
+// Zoneout -----------------------------------------------------------------------------------------
+
+enum class State { H = 1, C = 2 };  // as Philox's planes are numbered
+
+// The weight of the new state: 0 or 1 where it is drawn.
+template <State state, class T>
+__device__ __forceinline__ T share_of_new(const Lstm& p, const Step& at, int64_t column) {
+  const bool of_h = state == State::H;
+  if (!p.training) return 1 - static_cast<T>(of_h ? p.zoneout_h : p.zoneout_c);
+  const uint32_t threshold = of_h ? p.threshold_h : p.threshold_c;
+  if (!threshold) return 1;
+  const auto plane = static_cast<uint32_t>((at.t * 3 + static_cast<int>(state)) * 2 + at.d);
+  const uint32_t keep = dropout_keep(
+      *p.seed, plane, static_cast<uint32_t>(at.row), static_cast<uint32_t>(column / 8), threshold);
+  return keep >> column % 8 & 1;
+}
+
+// The state after a step.
+template <State state, class T>
+__device__ __forceinline__ T zoneout(
+    const Lstm& p, const Step& at, int64_t column, T fresh, T old) {
+  const T share = share_of_new<state, T>(p, at, column);
+  return share == 1 ? fresh : share == 0 ? old : (1 - share) * old + share * fresh;
+}
+
+// The cell ----------------------------------------------------------------------------------------
+
+template <class T>
+struct Cell {
+  Gates<T> gates;
+  T u;  // c̃ but for its clip
+};
+
+// From preactivations, the bias among them, and c before.
+template <class T>
+__device__ __forceinline__ Cell<T> cell(const Lstm& p, int d, int64_t unit, Gates<T> a, T c) {
+  const T* peephole = p.peephole ? of_direction<T>(p.peephole, d, 3 * p.H) + unit : nullptr;
+  if (peephole) {
+    a.i += peephole[0] * c;
+    a.f += peephole[p.H] * c;
+  }
+  Cell<T> result;
+  Gates<T>& gates = result.gates;
+  gates.i = sigmoid(a.i);
+  gates.f = p.coupled ? 1 - gates.i : sigmoid(a.f);
+  gates.g = hyperbolic_tangent(a.g);
+  result.u = gates.f * c + gates.i * gates.g;
+  if (peephole) a.o += peephole[2 * p.H] * clip(result.u, p.cell_clip);
+  gates.o = sigmoid(a.o);
+  return result;
+}
+
+// Writes the next h of a column; returns it after dropout, as the next step's product sees it.
+// `fresh` is h̃.
+template <class Scalar, class T = Accumulator<Scalar>>
+__device__ __forceinline__ Scalar finish_h(const Lstm& p, const Step& at, int64_t column, T fresh) {
+  const int64_t index = at.of_state(p, p.R) + column;
+  Scalar& h = static_cast<Scalar*>(p.h)[index];
+  h = narrow<Scalar>(zoneout<State::H>(p, at, column, fresh, T(widen(h))));
+  static_cast<Scalar*>(p.output)[at.of_token(p, p.R) + column] = h;
+  return p.dropout ? narrow<Scalar>(widen(h) * static_cast<const T*>(p.dropout)[index]) : h;
+}
+
+// Backward ----------------------------------------------------------------------------------------
+
+// The gradient of h̃; what goes past it, to h before, waits in grad_h. `through` is the gradient
+// that came through the product of the step after.
+template <class Scalar, class T = Accumulator<Scalar>>
+__device__ __forceinline__ T hidden_backward(
+    const Lstm& p, const Step& at, int64_t column, T through) {
+  const int64_t index = at.of_state(p, p.R) + column;
+  if (p.dropout) through *= static_cast<const T*>(p.dropout)[index];
+  T& waiting = static_cast<T*>(p.grad_h)[index];
+  const Scalar arrived = static_cast<const Scalar*>(p.grad_output)[at.of_token(p, p.R) + column];
+  const T total = waiting + through + widen(arrived);
+  const T share = share_of_new<State::H, T>(p, at, column);
+  waiting = share == 1 ? T(0) : (1 - share) * total;
+  return share == 0 ? T(0) : share * total;
+}
+
+// Whether a column of W_hr m was clipped. `projected` is that of all steps, (D, T, B, R), or null
+// if the output shows it.
+template <class Scalar, class T = Accumulator<Scalar>>
+__device__ __forceinline__ bool clipped_projection(
+    const Lstm& p, const Step& at, int64_t column, const Scalar* projected) {
+  const T limit = static_cast<T>(p.proj_clip);
+  if (projected) {
+    const T q = widen(projected[at.of_saved(p, p.R) + column]);
+    return q > limit || q < -limit;
+  }
+  // Outputs are rounded, and so must be what they are compared with.
+  const T most = rounded<Scalar>(limit);
+  const T h = widen(static_cast<const Scalar*>(p.output)[at.of_token(p, p.R) + column]);
+  return h >= most || h <= -most;
+}
+
+// A unit at a step of the forward, as the backward needs it.
+template <class T>
+struct Recalled {
+  Gates<T> gates;
+  T before, fresh;  // c_{t-1} and c̃
+  bool clipped;
+};
+
+// `a` are the preactivations, the bias among them; read only where gates weren't saved.
+template <class Scalar, class T = Accumulator<Scalar>>
+__device__ __forceinline__ Recalled<T> recall(
+    const Lstm& p, const Step& at, int64_t unit, const Gates<T>& a) {
+  const T* cells = static_cast<const T*>(p.cells);
+  Recalled<T> result;
+  result.before = at.begun ? cells[at.saved_before(p, p.H) + unit]
+                           : static_cast<const T*>(p.c0)[at.of_state(p, p.H) + unit];
+  T u;
+  if (p.gates) {
+    result.gates = load_saved<Scalar>(p, at.of_saved(p, p.H) + unit);
+    u = result.gates.f * result.before + result.gates.i * result.gates.g;
+  } else {
+    const Cell<T> again = cell(p, at.d, unit, a, result.before);
+    result.gates = again.gates;
+    u = again.u;
+  }
+  const T limit = static_cast<T>(p.cell_clip);
+  if (p.zoneout_c > 0) {
+    result.fresh = clip(u, p.cell_clip);
+    result.clipped = u > limit || u < -limit;
+  } else {  // it is c after the step, which wasn't rounded
+    result.fresh = cells[at.of_saved(p, p.H) + unit];
+    result.clipped = result.fresh >= limit || result.fresh <= -limit;
+  }
+  return result;
+}
+
+// Adds to a row's gradient of a vector.
+template <class T>
+__device__ __forceinline__ void add_share(
+    const Lstm& p, const Step& at, int vector, int64_t unit, T value) {
+  if (!p.shares) return;
+  const int64_t of_row = (at.d * p.B + at.row) * p.shares_count() + vector;
+  static_cast<T*>(p.shares)[of_row * p.H + unit] += value;
+}
+
+// The gradients of the preactivations, from those of m (`dm`) and of c̃ as far as it comes through
+// m (`du`). That of c before replaces that of c in grad_c. `y` is what tanh gave.
+template <class T>
+__device__ __forceinline__ Gates<T> cell_backward(
+    const Lstm& p, const Step& at, int64_t unit, const Recalled<T>& x, T y, T dm, T du) {
+  const auto& [i, f, g, o] = x.gates;
+  const T* peephole = p.peephole ? of_direction<T>(p.peephole, at.d, 3 * p.H) + unit : nullptr;
+  T& waiting = static_cast<T*>(p.grad_c)[at.of_state(p, p.H) + unit];
+  const T share = share_of_new<State::C, T>(p, at, unit);
+  Gates<T> da;
+  da.o = dm * y * o * (1 - o);
+  if (share != 0) du += share * waiting;
+  if (peephole) du += da.o * peephole[2 * p.H];
+  if (x.clipped) du = 0;
+  da.g = du * i * (1 - g * g);
+  da.i = du * (p.coupled ? g - x.before : g) * i * (1 - i);
+  da.f = p.coupled ? T(0) : du * x.before * f * (1 - f);
+  T dc = du * f;
+  if (share != 1) dc += (1 - share) * waiting;
+  if (peephole) {
+    dc += da.i * peephole[0] + da.f * peephole[p.H];
+    add_share(p, at, Lstm::OfPeephole, unit, da.i * x.before);
+    add_share(p, at, Lstm::OfPeephole + 1, unit, da.f * x.before);
+    add_share(p, at, Lstm::OfPeephole + 2, unit, da.o * x.fresh);
+  }
+  waiting = dc;
+  return da;
+}
+
+}  // namespace trifuse::cuda

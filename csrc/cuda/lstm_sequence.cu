@@ -1,0 +1,612 @@
+// The LSTM over a whole sequence in one launch, where the multiprocessors can hold the recurrent
+// weights.
+//
+// A block owns some units of one direction, with all four gates of each, and with a projection some
+// columns of h; its rows of the weights lie in shared memory from the first step to the last. c
+// stays with the unit's owner. What all blocks need of a step, h (or m, or the gradients of the
+// gates) of all rows, goes through global memory, that is the L2 cache; then the blocks of a
+// direction wait for one another, once a step or, with a projection, twice. The two directions wait
+// each for its own. The grid is cooperative: a call whose blocks can't all be resident has no plan,
+// and is never launched.
+//
+// Products are of 16 rows at a time. The warps share out the contraction, and add up their parts in
+// shared memory in order, so results repeat bit for bit. 16-bit types go by mma.sync, accumulated
+// in float32; float32 by fused multiply-adds, as no matrix unit multiplies it exactly.
+//
+// Back, either every block reads the gradients of all gates, and makes of them that of its own
+// units' h. Or, where a projection makes h small, it multiplies those of its own gates, and the
+// owners of h read and add up what all blocks made.
+//
+// Floor, of a step: the weights read once from shared memory for every 16 rows, at 128 bytes a
+// clock; h, B · R numbers, or back up to four times as many, read by every block from the L2 cache;
+// a barrier of some 1 to 2 µs, or two.
+
+#include <algorithm>
+
+#include "cuda/grid_barrier.cuh"
+#include "cuda/launch.h"
+#include "cuda/lstm_cell.cuh"
+
+namespace trifuse::cuda {
+namespace {
+
+constexpr int kWarps = 8, kThreads = 32 * kWarps;
+constexpr int kRows = 16;       // of a product
+constexpr int kTiles = 8;       // of 8 columns each, the most that a warp has
+// Between one direction's counter and the other's: a line of the cache.
+constexpr int kLine = LstmSequence::kArrivals / Lstm::kMaxDirections;
+
+// Of one matrix a block's columns, as many as it has, by K numbers that are contracted. Lanes take
+// them 16 bytes at a time: (chunks, columns, 4, 16 bytes).
+template <class Scalar>
+struct Slice {
+  static constexpr int kPiece = 16 / sizeof(Scalar);  // numbers in 16 bytes
+  static constexpr int kChunk = 4 * kPiece;
+  uint4* pieces;
+  int64_t K;
+  int columns;
+
+  static __host__ __device__ int chunks_of(int64_t K) {
+    return static_cast<int>((K + kChunk - 1) / kChunk);
+  }
+  static size_t bytes(int64_t columns, int64_t K) {
+    return chunks_of(K) * columns * kChunk * sizeof(Scalar);
+  }
+
+  __device__ Slice(unsigned char*& memory, int64_t columns, int64_t K)
+      : pieces(reinterpret_cast<uint4*>(memory)), K(K), columns(static_cast<int>(columns)) {
+    memory += int64_t(chunks_of(K)) * columns * 4 * sizeof(uint4);
+  }
+
+  __device__ const uint4& piece(int chunk, int column, int quarter) const {
+    return pieces[(chunk * columns + column) * 4 + quarter];
+  }
+
+  // `weight(column, k)` is a number of the matrix. Across: those of one k lie side by side in
+  // memory.
+  template <bool kAcross, class Weight>
+  __device__ void fill(int existing, const Weight& weight) const {
+    Scalar* const numbers = reinterpret_cast<Scalar*>(pieces);
+    const int depth = chunks_of(K) * kChunk;
+    for (int index = threadIdx.x; index < depth * columns; index += kThreads) {
+      const int k = kAcross ? index / columns : index % depth;
+      const int column = kAcross ? index % columns : index / depth;
+      numbers[(k / kChunk * columns + column) * kChunk + k % kChunk] =
+          column < existing && k < K ? weight(column, k) : narrow<Scalar>(0);
+    }
+  }
+};
+
+// Rows of numbers that all blocks read and write: each begins at a multiple of 16 bytes, and past
+// its end are zeros.
+__host__ __device__ inline int64_t stride_of(int64_t N) { return (N + 7) / 8 * 8; }
+
+// 16 bytes of a row that another block wrote, or zeros.
+__device__ __forceinline__ uint4 load_piece(
+    const void* row, int64_t first, int64_t limit, int size) {
+  if (!row || first >= limit) return make_uint4(0, 0, 0, 0);
+  return __ldcg(reinterpret_cast<const uint4*>(static_cast<const char*>(row) + first * size));
+}
+
+__device__ __forceinline__ void add_products(float& sum, const uint4& a, const uint4& b) {
+  sum = fmaf(__uint_as_float(a.x), __uint_as_float(b.x), sum);
+  sum = fmaf(__uint_as_float(a.y), __uint_as_float(b.y), sum);
+  sum = fmaf(__uint_as_float(a.z), __uint_as_float(b.z), sum);
+  sum = fmaf(__uint_as_float(a.w), __uint_as_float(b.w), sum);
+}
+
+// The products of 16 rows with all columns of a slice.
+template <class Scalar>
+class Products {
+ public:
+  // As many groups of warps share out the columns, the warps of a group the contraction.
+  static __host__ __device__ int groups_of(int64_t columns) {
+    int groups = 1;
+    while (groups * kTiles * 8 < columns) groups *= 2;
+    return groups;
+  }
+  static constexpr int64_t kMaxColumns = kWarps * kTiles * 8;
+  static size_t bytes(int64_t columns) {
+    return kWarps / groups_of(columns) * kRows * stride_of(columns) * sizeof(float);
+  }
+
+  __device__ Products(unsigned char* memory, const Slice<Scalar>& slice)
+      : slice_(slice), parts_(reinterpret_cast<float*>(memory)),
+        stride_(static_cast<int>(stride_of(slice.columns))), groups_(groups_of(slice.columns)) {}
+
+  // Called by all threads. `row(r)` points to one of the 16 rows, or null for zeros.
+  template <class Row>
+  __device__ void compute(const Row& row) const {
+    constexpr int kPiece = Slice<Scalar>::kPiece, kChunk = Slice<Scalar>::kChunk;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int splits = kWarps / groups_, split = warp / groups_;
+    const int first_tile = warp % groups_ * kTiles;
+    const int tiles = min((slice_.columns + 7) / 8 - first_tile, kTiles);
+    const int chunks = Slice<Scalar>::chunks_of(slice_.K), each = (chunks + splits - 1) / splits;
+    const int end = min((split + 1) * each, chunks);
+    const int64_t limit = min(slice_.K, int64_t(end) * kChunk);
+    const void* const rows[2] = {row(lane / 4), row(lane / 4 + 8)};
+    float sums[kTiles][4] = {};
+    for (int chunk = split * each; chunk < end; chunk += kAhead) {
+      // Asked for together, so that they take one latency of the L2 cache.
+      uint4 a[kAhead][kTurns][2];
+#pragma unroll
+      for (int i = 0; i < kAhead; ++i)
+#pragma unroll
+        for (int turn = 0; turn < kTurns; ++turn)
+#pragma unroll
+          for (int half = 0; half < 2; ++half)
+            a[i][turn][half] = load_piece(
+                rows[half], int64_t(chunk + i) * kChunk + quarter_of(turn) * kPiece, limit,
+                sizeof(Scalar));
+#pragma unroll
+      for (int i = 0; i < kAhead; ++i) {
+        if (chunk + i >= end) break;
+#pragma unroll
+        for (int j = 0; j < kTiles; ++j) {
+          if (j >= tiles) break;
+          add(sums[j], a[i], chunk + i, 8 * (first_tile + j));
+        }
+      }
+    }
+    __syncthreads();  // the parts before have been read
+#pragma unroll
+    for (int j = 0; j < kTiles; ++j) {
+      if (j >= tiles) break;
+      const int column = 8 * (first_tile + j) + lane % 4 * 2;
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        float* const part = parts_ + (split * kRows + lane / 4 + 8 * i) * stride_ + column;
+        part[0] = sums[j][2 * i];
+        part[1] = sums[j][2 * i + 1];
+      }
+    }
+    __syncthreads();
+  }
+
+  __device__ __forceinline__ float operator()(int row, int column) const {
+    float sum = 0;
+    for (int split = 0; split < kWarps / groups_; ++split)
+      sum += parts_[(split * kRows + row) * stride_ + column];
+    return sum;
+  }
+  // Of a unit's gates.
+  __device__ __forceinline__ Gates<float> gates(int row, int unit) const {
+    Gates<float> sum = {};
+    for (int split = 0; split < kWarps / groups_; ++split)
+      sum = sum + load_gates<float>(parts_ + (split * kRows + row) * stride_, unit);
+    return sum;
+  }
+
+ private:
+  static constexpr bool kMatrixUnit = sizeof(Scalar) == 2;
+  // Of a chunk of its two rows a lane takes one quarter, for the matrix unit; or else one after the
+  // other.
+  static constexpr int kTurns = kMatrixUnit ? 1 : 4;
+  static constexpr int kAhead = kMatrixUnit ? 4 : 1;  // chunks
+
+  // Lanes begin at different quarters, so that they read different banks.
+  static __device__ __forceinline__ int quarter_of(int turn) { return (turn + threadIdx.x) % 4; }
+
+  // Adds the product of a chunk of the rows with the 8 columns of a tile. Lanes hold sums as those
+  // of mma do: of rows l / 4 and 8 more, and columns 2 (l % 4) and the next.
+  __device__ __forceinline__ void add(
+      float (&sums)[4], const uint4 (&a)[kTurns][2], int chunk, int first_column) const {
+    const int lane = threadIdx.x % 32;
+    if constexpr (kMatrixUnit) {
+      const int column = first_column + lane / 4;
+      const uint4 b = column < slice_.columns ? slice_.piece(chunk, column, lane % 4)
+                                              : make_uint4(0, 0, 0, 0);
+      const auto& [upper, lower] = a[0];
+      // The lane's 8 numbers, of a as of b, stand for those that mma takes in two steps of 16.
+      mma<Scalar>(sums, {upper.x, lower.x, upper.y, lower.y}, {b.x, b.y});
+      mma<Scalar>(sums, {upper.z, lower.z, upper.w, lower.w}, {b.z, b.w});
+    } else {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const int column = first_column + lane % 4 * 2 + i;
+        if (column >= slice_.columns) break;
+#pragma unroll
+        for (int turn = 0; turn < kTurns; ++turn) {
+          const uint4 b = slice_.piece(chunk, column, quarter_of(turn));
+          add_products(sums[i], a[turn][0], b);
+          add_products(sums[2 + i], a[turn][1], b);
+        }
+      }
+    }
+  }
+
+  const Slice<Scalar> slice_;
+  float* const parts_;
+  const int stride_, groups_;
+};
+
+// How a call is shared out.
+struct Layout {
+  int64_t blocks;   // of a direction
+  int64_t units;    // that a block owns, or fewer
+  int64_t columns;  // of h, likewise; with a projection
+  // Of the backward. Where h is smaller than c its gradient is cheaper sent than gathered: a block
+  // multiplies the gradients of its own gates, and the owners of h add up what all blocks made of
+  // theirs.
+  bool scattered;
+  size_t shared;
+};
+
+// What a block owns.
+struct Share {
+  int d;
+  int64_t first_unit, first_column;
+  int units, columns;  // that exist
+
+  __device__ Share(const Lstm& p, const Layout& layout) {
+    d = blockIdx.y;
+    first_unit = blockIdx.x * layout.units;
+    first_column = blockIdx.x * layout.columns;
+    units = static_cast<int>(max(int64_t(0), min(layout.units, p.H - first_unit)));
+    columns = static_cast<int>(max(int64_t(0), min(layout.columns, p.R - first_column)));
+  }
+};
+
+__device__ int64_t longest_row(const Lstm& p) {
+  if (!p.lengths) return p.T;
+  int64_t longest = 0;
+  for (int64_t row = 0; row < p.B; ++row) longest = max(longest, p.lengths[row]);
+  return longest;
+}
+
+// The 16 rows from the `first` on, in the order that the caller gives, that have a step.
+struct Rows {
+  const Lstm& p;
+  const int64_t* order;
+  int64_t first, step;
+
+  // -1 where there is none.
+  __device__ __forceinline__ int64_t operator[](int r) const {
+    if (first + r >= p.B) return -1;
+    const int64_t row = order ? order[first + r] : first + r;
+    return step < (p.lengths ? p.lengths[row] : p.T) ? row : -1;
+  }
+  // Called by all threads.
+  __device__ __forceinline__ bool any() const {
+    return __syncthreads_or(threadIdx.x < kRows && (*this)[threadIdx.x] >= 0);
+  }
+  // For a product: where they begin in a state that every block reads, (B, stride), or null.
+  template <class Scalar>
+  __device__ __forceinline__ auto of(const Scalar* state, int64_t stride) const {
+    return [=, *this](int r) {
+      const int64_t row = (*this)[r];
+      return row < 0 ? nullptr : state + row * stride;
+    };
+  }
+};
+
+// Calls each(row, column) for those of the rows that have the step and the first columns of a
+// block: the same thread for the same element at every step.
+template <class Each>
+__device__ __forceinline__ void for_elements(const Rows& rows, int columns, const Each& each) {
+  for (int item = threadIdx.x; item < kRows * columns; item += kThreads)
+    if (rows[item / columns] >= 0) each(item / columns, item % columns);
+}
+
+// Forward -----------------------------------------------------------------------------------------
+
+template <class Scalar>
+__global__ __launch_bounds__(kThreads, 1) void forward_sequence_kernel(
+    const __grid_constant__ Lstm p, const __grid_constant__ LstmSequence s, const Layout layout) {
+  const Share own(p, layout);
+  const int d = own.d;
+  unsigned char* memory = shared_memory();
+  const Slice<Scalar> of_units(memory, 4 * layout.units, p.R);
+  const Slice<Scalar> of_columns(memory, layout.columns, p.projected ? p.H : 0);
+  const auto* weight_hh = static_cast<const Scalar*>(s.weight_hh);
+  of_units.template fill<false>(4 * own.units, [&](int row, int64_t k) {
+    return weight_hh[((d * p.H + own.first_unit) * 4 + row) * p.R + k];
+  });
+  const auto* weight_hr = static_cast<const Scalar*>(s.weight_hr);
+  of_columns.template fill<false>(own.columns, [&](int row, int64_t k) {
+    return weight_hr[(d * p.R + own.first_column + row) * p.H + k];
+  });
+  __syncthreads();
+  const Products<Scalar> to_gates(memory, of_units), to_h(memory, of_columns);
+
+  const int64_t of_h = stride_of(p.R), of_m = stride_of(p.H);
+  Scalar* const m = static_cast<Scalar*>(s.hidden) + d * p.B * of_m;
+  uint32_t* const arrivals = s.arrivals + d * kLine;
+  uint32_t phase = 0;
+  const int64_t steps = longest_row(p);
+  for (int64_t step = 0; step < steps; ++step) {
+    // Two states take turns: while some write the next, others may still read the last.
+    const auto h_of = [&](int64_t step) {
+      return static_cast<Scalar*>(s.operand) + (step % 2 * p.directions + d) * p.B * of_h;
+    };
+    for (int64_t first = 0; first < p.B; first += kRows) {
+      const Rows rows{p, s.order, first, step};
+      if (!rows.any()) continue;
+      const auto from_input_of = [&](const Step& at, int u) {
+        return load_gates<Scalar>(p.from_input, at.of_token(p, p.H) + own.first_unit + u);
+      };
+      // A thread's first element: what came of x is under way during the product.
+      Gates<float> x = {};
+      const int r = threadIdx.x / max(own.units, 1);
+      if (r < kRows && own.units && rows[r] >= 0)
+        x = from_input_of(Step(p, step, rows[r], d), threadIdx.x % own.units);
+      to_gates.compute(rows.of(h_of(step), of_h));
+      for_elements(rows, own.units, [&](int r, int u) {
+        const Step at(p, step, rows[r], d);
+        const int64_t unit = own.first_unit + u;
+        const bool first_element = r * own.units + u == static_cast<int>(threadIdx.x);
+        Gates<float> a = to_gates.gates(r, u) + (first_element ? x : from_input_of(at, u));
+        if (p.bias) a = a + load_gates<float>(p.bias, d * p.H + unit);
+        float& c = static_cast<float*>(p.c)[at.of_state(p, p.H) + unit];
+        const Cell<float> now = cell(p, d, unit, a, c);
+        const float fresh = clip(now.u, p.cell_clip);
+        const float hidden = now.gates.o * hyperbolic_tangent(fresh);
+        c = zoneout<State::C>(p, at, unit, fresh, c);
+        if (p.gates) store_saved<Scalar>(p, at.of_saved(p, p.H) + unit, now.gates);
+        if (p.cells) static_cast<float*>(p.cells)[at.of_saved(p, p.H) + unit] = c;
+        if (p.projected) m[at.row * of_m + unit] = narrow<Scalar>(hidden);
+        else h_of(step + 1)[at.row * of_h + unit] = finish_h<Scalar>(p, at, unit, hidden);
+      });
+    }
+    grid_barrier(arrivals, gridDim.x, ++phase);
+    if (!p.projected) continue;
+    for (int64_t first = 0; first < p.B; first += kRows) {
+      const Rows rows{p, s.order, first, step};
+      if (!rows.any()) continue;
+      to_h.compute(rows.of(m, of_m));
+      for_elements(rows, own.columns, [&](int r, int k) {
+        const Step at(p, step, rows[r], d);
+        const int64_t column = own.first_column + k;
+        const float fresh = clip(to_h(r, k), p.proj_clip);
+        h_of(step + 1)[at.row * of_h + column] = finish_h<Scalar>(p, at, column, fresh);
+      });
+    }
+    grid_barrier(arrivals, gridDim.x, ++phase);
+  }
+}
+
+// Backward ----------------------------------------------------------------------------------------
+
+template <class Scalar>
+__global__ __launch_bounds__(kThreads, 1) void backward_sequence_kernel(
+    const __grid_constant__ Lstm p, const __grid_constant__ LstmSequence s, const Layout layout) {
+  const Share own(p, layout);
+  const int d = own.d;
+  // The columns of h that a block owns: its units or, with a projection, others.
+  const int columns = p.projected ? own.columns : own.units;
+  const int64_t first_column = p.projected ? own.first_column : own.first_unit;
+  // What it multiplies gradients of gates by: of all gates for its columns, or of its own for all
+  // columns.
+  const int64_t first_gate = layout.scattered ? 4 * own.first_unit : 0;
+  const int64_t gates = layout.scattered ? 4 * own.units : 4 * p.H;
+  const int64_t first_product = layout.scattered ? 0 : first_column;
+  const int products = layout.scattered ? static_cast<int>(p.R) : columns;
+  unsigned char* memory = shared_memory();
+  const Slice<Scalar> of_columns(
+      memory, layout.scattered ? p.R : p.projected ? layout.columns : layout.units, gates);
+  const Slice<Scalar> of_units(memory, p.projected ? layout.units : 0, p.R);
+  const auto* weight_hh = static_cast<const Scalar*>(s.weight_hh);
+  of_columns.template fill<true>(products, [&](int column, int64_t k) {
+    return weight_hh[(d * p.H * 4 + first_gate + k) * p.R + first_product + column];
+  });
+  const auto* weight_hr = static_cast<const Scalar*>(s.weight_hr);
+  of_units.template fill<true>(own.units, [&](int unit, int64_t k) {
+    return weight_hr[(d * p.R + k) * p.H + own.first_unit + unit];
+  });
+  __syncthreads();
+  const Products<Scalar> to_h(memory, of_columns), to_m(memory, of_units);
+
+  const int64_t of_gates = stride_of(4 * p.H), of_q = stride_of(p.R);
+  Scalar* const dq = static_cast<Scalar*>(s.hidden) + d * p.B * of_q;
+  const auto da_of = [&](int64_t step) {
+    return static_cast<Scalar*>(s.operand) + (step % 2 * p.directions + d) * p.B * of_gates;
+  };
+  float* const parts = s.parts + int64_t(d) * gridDim.x * p.B * p.R;
+  uint32_t* const arrivals = s.arrivals + d * kLine;
+  uint32_t phase = 0;
+
+  // Calls each(r, k, through) for a block's columns of rows that have a step: with the gradient of
+  // h that came through the product of step `after`. Nothing comes to a row that doesn't have that.
+  const auto for_columns = [&](const Rows& rows, int64_t after, const auto& each) {
+    const Rows gone{p, s.order, rows.first, after};
+    if (!layout.scattered) {
+      to_h.compute(gone.of(da_of(after), of_gates));
+      return for_elements(rows, columns, [&](int r, int k) { each(r, k, to_h(r, k)); });
+    }
+    // Four neighbouring lanes share a column.
+    for_elements(rows, 4 * columns, [&](int r, int k) {
+      float sum = 0;
+      if (const int64_t row = gone[r]; row >= 0)
+        for (int64_t block = k % 4; block < gridDim.x; block += 4)
+          sum += __ldcg(parts + (block * p.B + row) * p.R + first_column + k / 4);
+      const unsigned lanes = 0xFu << (threadIdx.x % 32 / 4 * 4);
+      sum += __shfl_xor_sync(lanes, sum, 1);
+      sum += __shfl_xor_sync(lanes, sum, 2);
+      if (k % 4 == 0) each(r, k / 4, sum);
+    });
+  };
+
+  // What a unit's owner does at a step, given the gradient of m.
+  const auto step_back = [&](const Step& at, int64_t step, int64_t unit, float dm) {
+    const int64_t token = at.of_token(p, p.H) + unit;
+    Gates<float> a = {};
+    if (!p.gates) {
+      a = load_gates<Scalar>(p.from_input, token);
+      if (p.bias) a = a + load_gates<float>(p.bias, d * p.H + unit);
+    }
+    const Recalled<float> x = recall<Scalar>(p, at, unit, a);
+    const float y = hyperbolic_tangent(x.fresh);
+    const Gates<float> da =
+        cell_backward(p, at, unit, x, y, dm, dm * x.gates.o * (1 - y * y));
+    store_gates<Scalar>(p.from_input, token, da);
+    store_gates<Scalar>(da_of(step) + at.row * of_gates, unit, da);
+  };
+
+  // What the forward left of a step goes into the L2 cache while the step after it is at work.
+  const auto ask_for = [&](const Rows& rows) {
+    for_elements(rows, own.units, [&](int r, int u) {
+      const Step at(p, rows.step, rows[r], d);
+      const int64_t unit = own.first_unit + u, saved = at.of_saved(p, p.H) + unit;
+      prefetch(static_cast<const float*>(p.cells) + saved);
+      if (p.gates) prefetch(static_cast<const Scalar*>(p.gates) + saved * (p.coupled ? 3 : 4));
+      else prefetch(static_cast<const Four<Scalar>*>(p.from_input) + at.of_token(p, p.H) + unit);
+    });
+    for_elements(rows, columns, [&](int r, int k) {
+      const Step at(p, rows.step, rows[r], d);
+      prefetch(static_cast<const Scalar*>(p.grad_output) + at.of_token(p, p.R) + first_column + k);
+    });
+  };
+
+  const int64_t steps = longest_row(p);
+  // Before the first step, what comes through its product completes the gradient of h0.
+  for (int64_t step = steps - 1; step >= -1; --step) {
+    for (int64_t first = 0; first < p.B; first += kRows) {
+      const Rows rows{p, s.order, first, step};
+      if (step > 0) ask_for(Rows{p, s.order, first, step - 1});
+      if (!rows.any()) continue;
+      for_columns(rows, step + 1, [&](int r, int k, float through) {
+        const Step at(p, step, rows[r], d);
+        const int64_t column = first_column + k;
+        if (step < 0) {
+          const int64_t index = at.of_state(p, p.R) + column;
+          if (p.dropout) through *= static_cast<const float*>(p.dropout)[index];
+          static_cast<float*>(p.grad_h)[index] += through;
+          return;
+        }
+        const float grad = hidden_backward<Scalar>(p, at, column, through);
+        if (!p.projected) return step_back(at, step, column, grad);
+        const bool clipped =
+            clipped_projection(p, at, column, static_cast<const Scalar*>(s.projected));
+        const Scalar of_column = narrow<Scalar>(clipped ? 0 : grad);
+        static_cast<Scalar*>(s.grad_projected)[at.of_saved(p, p.R) + column] = of_column;
+        dq[at.row * of_q + column] = of_column;
+      });
+    }
+    if (step < 0) break;
+    grid_barrier(arrivals, gridDim.x, ++phase);
+    if (!p.projected) continue;
+    for (int64_t first = 0; first < p.B; first += kRows) {
+      const Rows rows{p, s.order, first, step};
+      if (!rows.any()) continue;
+      to_m.compute(rows.of(dq, of_q));
+      for_elements(rows, own.units, [&](int r, int u) {
+        step_back(Step(p, step, rows[r], d), step, own.first_unit + u, to_m(r, u));
+      });
+      if (!layout.scattered) continue;
+      __syncthreads();  // the block's own gradients have been written
+      to_h.compute(rows.of(da_of(step) + first_gate, of_gates));
+      for_elements(rows, products, [&](int r, int column) {
+        parts[(blockIdx.x * p.B + rows[r]) * p.R + column] = to_h(r, column);
+      });
+    }
+    grid_barrier(arrivals, gridDim.x, ++phase);
+  }
+}
+
+// Launches ----------------------------------------------------------------------------------------
+
+template <class Scalar>
+using Kernel = void (*)(const Lstm, const LstmSequence, const Layout);
+
+// Empty where the call fits, or why it doesn't.
+template <class Scalar>
+std::string lay_out(const Lstm& p, bool backward, Kernel<Scalar> kernel, Layout& layout) {
+  const auto share = [](int64_t whole, int64_t parts) { return (whole + parts - 1) / parts; };
+  const int64_t most = multiprocessors() / p.directions;
+  if (most == 0) return "the directions share one multiprocessor";
+  layout.units = share(p.H, most);
+  layout.scattered = backward && p.projected && p.R < p.H && p.R <= Products<Scalar>::kMaxColumns;
+  // Its gates begin at multiples of 16 bytes.
+  if (layout.scattered) layout.units = share(layout.units, 2) * 2;
+  layout.blocks = share(p.H, layout.units);
+  layout.columns = p.projected ? share(p.R, layout.blocks) : 0;
+  // Columns and contraction of the products with W_hh and W_hr.
+  int64_t first = 4 * layout.units, K = p.R, second = layout.columns, L = p.projected ? p.H : 0;
+  if (backward) {
+    first = layout.scattered ? p.R : p.projected ? layout.columns : layout.units;
+    K = 4 * (layout.scattered ? layout.units : p.H);
+    second = p.projected ? layout.units : 0;
+    L = p.R;
+  }
+  layout.shared = Slice<Scalar>::bytes(first, K) + Slice<Scalar>::bytes(second, L) +
+      std::max(Products<Scalar>::bytes(first), Products<Scalar>::bytes(second));
+  const int64_t blocks = layout.blocks * p.directions;
+  if (std::max(first, second) > Products<Scalar>::kMaxColumns ||
+      layout.shared > shared_memory_limit())
+    return "the recurrent weights take " + std::to_string(layout.shared >> 10) +
+        " KiB of each of " + std::to_string(blocks) + " multiprocessors, which have " +
+        std::to_string(shared_memory_limit() >> 10);
+  const int64_t resident = resident_blocks(kernel, kThreads, layout.shared);
+  if (blocks > resident)
+    return std::to_string(blocks) + " blocks would have to be resident, and " +
+        std::to_string(resident) + " can be";
+  return {};
+}
+
+// Calls run<Scalar>(kernel) for the type of a call; there is none in float64.
+template <class Run>
+void with_kernel(const Lstm& p, bool backward, const Run& run) {
+  for_type(p.dtype, [&]<class Scalar>() {
+    if constexpr (!std::is_same_v<Scalar, double>)
+      run.template operator()<Scalar>(
+          backward ? backward_sequence_kernel<Scalar> : forward_sequence_kernel<Scalar>);
+  });
+}
+
+void launch_sequence(const Lstm& p, const LstmSequence& s, bool backward, void* stream) {
+  with_kernel(p, backward, [&]<class Scalar>(Kernel<Scalar> kernel) {
+    Layout layout;
+    const std::string why_not = lay_out<Scalar>(p, backward, kernel, layout);
+    if (!why_not.empty()) throw std::runtime_error("lstm in one launch: " + why_not);
+    const auto on = static_cast<cudaStream_t>(stream);
+    fill_with_zeros(s.arrivals, LstmSequence::kArrivals * sizeof(uint32_t), on);
+    const LaunchPlan plan{
+        .kernel = backward ? "lstm_backward_sequence" : "lstm_forward_sequence",
+        .sizes = {{"T", p.T}, {"B", p.B}, {"H", p.H}, {"R", p.R}},
+        .grid = dim3(static_cast<unsigned>(layout.blocks), static_cast<unsigned>(p.directions)),
+        .block = kThreads,
+        .shared = layout.shared,
+        .cooperative = true,
+    };
+    launch(plan, on, kernel, p, s, layout);
+  });
+}
+
+}  // namespace
+
+bool lstm_fits_sequence(const Lstm& p, bool backward, std::string* why_not) {
+  std::string reason;
+  if (p.norm_hh) {
+    reason = "layer norm needs whole rows";
+  } else if (p.dtype == DType::Float64) {
+    reason = "float64 has no kernel of its own";
+  } else {
+    with_kernel(p, backward, [&]<class Scalar>(Kernel<Scalar> kernel) {
+      Layout layout;
+      reason = lay_out<Scalar>(p, backward, kernel, layout);
+    });
+  }
+  if (why_not) *why_not = reason;
+  return reason.empty();
+}
+
+int64_t lstm_backward_parts(const Lstm& p) {
+  int64_t count = 0;
+  with_kernel(p, true, [&]<class Scalar>(Kernel<Scalar> kernel) {
+    Layout layout;
+    if (lay_out<Scalar>(p, true, kernel, layout).empty() && layout.scattered)
+      count = p.directions * layout.blocks * p.B * p.R;
+  });
+  return count;
+}
+
+void lstm_forward_sequence(const Lstm& p, const LstmSequence& s, void* stream) {
+  launch_sequence(p, s, false, stream);
+}
+
+void lstm_backward_sequence(const Lstm& p, const LstmSequence& s, void* stream) {
+  launch_sequence(p, s, true, stream);
+}
+
+}  // namespace trifuse::cuda

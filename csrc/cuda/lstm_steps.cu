@@ -1,0 +1,495 @@
+// The LSTM step by step: all of a step but for its products, which the caller makes.
+//
+// A block owns a row of one direction, or a part of one; a thread has units of it to itself. With
+// layer norm a block owns all of a row, and sums over it meet in shared memory. States go from
+// launch to launch in global memory, which the L2 cache holds. There are no atomics: results repeat
+// bit for bit.
+//
+// Floor: the bytes of what the kernels read and write, a few numbers a unit; from launch to launch
+// some microseconds, which outweigh them.
+
+#include <algorithm>
+
+#include "cuda/launch.h"
+#include "cuda/lstm_cell.cuh"
+#include "cuda/warp.cuh"
+
+namespace trifuse::cuda {
+namespace {
+
+constexpr int kThreads = 256;
+
+// The units, or columns of h, that a block owns.
+struct Share {
+  int64_t row, first, last;
+  int d;
+
+  __device__ Share(const Lstm& p, int64_t columns, int64_t number = blockIdx.x) {
+    const int64_t parts = parts_of(p, columns);
+    row = number / parts;
+    d = blockIdx.y;
+    first = number % parts * kThreads;
+    last = parts == 1 ? columns : min(first + kThreads, columns);
+  }
+  // How many blocks share a row.
+  static __host__ __device__ int64_t parts_of(const Lstm& p, int64_t columns) {
+    return p.norm_hh ? 1 : (columns + kThreads - 1) / kThreads;
+  }
+};
+
+// What a block of the cell's kernels has in shared memory, by units.
+template <class T>
+struct Scratch {
+  T* sums;          // (4, warps)
+  T* c;             // (units,): c̃
+  Gates<T>* gates;  // (units,)
+
+  __device__ explicit Scratch(int64_t units) {
+    gates = reinterpret_cast<Gates<T>*>(shared_memory());
+    c = reinterpret_cast<T*>(gates + units);
+    sums = c + units;
+  }
+  static size_t bytes(int64_t units) { return (5 * units + 4 * kThreads / 32) * sizeof(T); }
+};
+
+// Sums over the block of what `term(unit, sums)` adds for each unit.
+template <int count, class T, class Term>
+__device__ void sum_over_units(
+    T (&sums)[count], const Share& own, const Scratch<T>& scratch, const Term& term) {
+  for (int64_t unit = own.first + threadIdx.x; unit < own.last; unit += kThreads) term(unit, sums);
+  __syncthreads();  // an earlier sum has been read
+  block_sum<kThreads>(sums, scratch.sums);
+}
+
+template <class T>
+struct Moments {
+  T mean, rstd;
+};
+
+// Of the values that `value(unit)` gives, in two passes.
+template <class T, class Value>
+__device__ Moments<T> moments(
+    const Lstm& p, const Share& own, const Scratch<T>& scratch, const Value& value) {
+  const T count = static_cast<T>(p.H);
+  T sum[1] = {};
+  sum_over_units(sum, own, scratch, [&](int64_t unit, T(&s)[1]) { s[0] += value(unit); });
+  const T mean = sum[0] / count;
+  T squares[1] = {};
+  sum_over_units(squares, own, scratch, [&](int64_t unit, T(&s)[1]) {
+    const T x = value(unit) - mean;
+    s[0] += x * x;
+  });
+  return {mean, 1 / square_root(squares[0] / count + static_cast<T>(p.eps))};
+}
+
+// Sums over a unit's gates. A coupled cell has no f.
+template <class T>
+__device__ __forceinline__ T sum_of(const Lstm& p, const Gates<T>& x) {
+  return x.i + (p.coupled ? T(0) : x.f) + x.g + x.o;
+}
+
+// Layer norm of a row's product, over all units of all gates.
+template <class T>
+struct GateNorm {
+  Moments<T> of;
+  const void* gain;
+
+  __device__ Gates<T> normalised(const Gates<T>& x) const { return (x - of.mean) * of.rstd; }
+};
+
+template <class Scalar, class T = Accumulator<Scalar>>
+__device__ GateNorm<T> gate_norm(
+    const Lstm& p, const Share& own, const Scratch<T>& scratch, const void* product, int64_t first,
+    const void* gain) {
+  const T count = static_cast<T>((p.coupled ? 3 : 4) * p.H);
+  T sum[1] = {};
+  sum_over_units(sum, own, scratch, [&](int64_t unit, T(&s)[1]) {
+    s[0] += sum_of(p, load_gates<Scalar>(product, first + unit));
+  });
+  const T mean = sum[0] / count;
+  T squares[1] = {};
+  sum_over_units(squares, own, scratch, [&](int64_t unit, T(&s)[1]) {
+    const Gates<T> x = load_gates<Scalar>(product, first + unit) - mean;
+    s[0] += sum_of(p, x * x);
+  });
+  return {{mean, 1 / square_root(squares[0] / count + static_cast<T>(p.eps))}, gain};
+}
+
+// A row's preactivations at a step, from what came of x and, if it stands by itself, of h.
+template <class Scalar>
+struct Preactivations {
+  using T = Accumulator<Scalar>;
+  const Lstm& p;
+  const int d;
+  const void* from_input;
+  const void* from_hidden;  // or null: the other has both
+  const int64_t input_first, hidden_first;
+  GateNorm<T> of_input, of_hidden;
+
+  __device__ Preactivations(
+      const Lstm& p, const Share& own, const Scratch<T>& scratch, const void* from_input,
+      int64_t input_first, const void* from_hidden, int64_t hidden_first)
+      : p(p), d(own.d), from_input(from_input), from_hidden(from_hidden), input_first(input_first),
+        hidden_first(hidden_first) {
+    if (!p.norm_hh) return;
+    of_input = gate_norm<Scalar>(p, own, scratch, from_input, input_first, p.norm_ih);
+    of_hidden = gate_norm<Scalar>(p, own, scratch, from_hidden, hidden_first, p.norm_hh);
+  }
+
+  __device__ Gates<T> normalised_input(int64_t unit) const {
+    return of_input.normalised(load_gates<Scalar>(from_input, input_first + unit));
+  }
+  __device__ Gates<T> normalised_hidden(int64_t unit) const {
+    return of_hidden.normalised(load_gates<Scalar>(from_hidden, hidden_first + unit));
+  }
+  __device__ Gates<T> gain(const GateNorm<T>& norm, int64_t unit) const {
+    return load_gates<T>(norm.gain, d * p.H + unit);
+  }
+
+  __device__ Gates<T> at(int64_t unit) const {
+    Gates<T> a;
+    if (p.norm_hh) {
+      a = normalised_input(unit) * gain(of_input, unit) +
+          normalised_hidden(unit) * gain(of_hidden, unit);
+    } else {
+      a = load_gates<Scalar>(from_input, input_first + unit);
+      if (from_hidden) a = a + load_gates<Scalar>(from_hidden, hidden_first + unit);
+    }
+    return p.bias ? a + load_gates<T>(p.bias, d * p.H + unit) : a;
+  }
+};
+
+// What tanh is taken of on the way from c̃ to m.
+template <class T>
+struct CellNorm {
+  const Lstm& p;
+  const int d;
+  Moments<T> of;
+
+  // Reads c̃ of all units from the scratch memory.
+  __device__ CellNorm(const Lstm& p, const Share& own, const Scratch<T>& scratch)
+      : p(p), d(own.d) {
+    if (!p.norm_hh) return;
+    of = moments(p, own, scratch, [&](int64_t unit) { return scratch.c[unit - own.first]; });
+  }
+  __device__ T normalised(T c) const { return (c - of.mean) * of.rstd; }
+  __device__ T gain(int64_t unit) const {
+    return of_direction<T>(p.norm_cell_weight, d, p.H)[unit];
+  }
+  __device__ T operator()(T c, int64_t unit) const {
+    if (!p.norm_hh) return c;
+    const T value = normalised(c) * gain(unit);
+    return p.norm_cell_bias ? value + of_direction<T>(p.norm_cell_bias, d, p.H)[unit] : value;
+  }
+};
+
+// Forward -----------------------------------------------------------------------------------------
+
+template <class Scalar, class T = Accumulator<Scalar>>
+__device__ __forceinline__ void finish_step(
+    const Lstm& p, const Step& at, int64_t column, T fresh) {
+  const Scalar next = finish_h<Scalar>(p, at, column, fresh);
+  if (p.dropout) static_cast<Scalar*>(p.operand)[at.of_state(p, p.R) + column] = next;
+}
+
+// Reads 8 numbers a unit, and c; writes c, h twice, and 4 numbers and c if they are kept.
+template <class Scalar>
+__global__ __launch_bounds__(kThreads) void forward_step_kernel(
+    const __grid_constant__ Lstm p, int64_t step, const void* from_hidden, Scalar* hidden) {
+  using T = Accumulator<Scalar>;
+  const Share own(p, p.H);
+  const Step at(p, step, own.row, own.d);
+  if (!at.runs) return;
+  const Scratch<T> scratch(own.last - own.first);
+  const Preactivations<Scalar> preactivations(
+      p, own, scratch, p.from_input, at.of_token(p, p.H), from_hidden, at.of_state(p, p.H));
+  T* const c = static_cast<T*>(p.c) + at.of_state(p, p.H);
+  for (int64_t unit = own.first + threadIdx.x; unit < own.last; unit += kThreads) {
+    const Cell<T> now = cell(p, at.d, unit, preactivations.at(unit), c[unit]);
+    scratch.gates[unit - own.first] = now.gates;
+    scratch.c[unit - own.first] = clip(now.u, p.cell_clip);
+    if (p.gates) store_saved<Scalar>(p, at.of_saved(p, p.H) + unit, now.gates);
+  }
+  const CellNorm<T> norm(p, own, scratch);
+  for (int64_t unit = own.first + threadIdx.x; unit < own.last; unit += kThreads) {
+    const T fresh = scratch.c[unit - own.first];
+    const T m = scratch.gates[unit - own.first].o * hyperbolic_tangent(norm(fresh, unit));
+    c[unit] = zoneout<State::C>(p, at, unit, fresh, c[unit]);
+    if (p.cells) static_cast<T*>(p.cells)[at.of_saved(p, p.H) + unit] = c[unit];
+    if (hidden) hidden[at.of_state(p, p.H) + unit] = narrow<Scalar>(m);
+    else finish_step<Scalar>(p, at, unit, m);
+  }
+}
+
+// A thread owns a column of h. Reads W_hr m and h; writes h twice.
+template <class Scalar>
+__global__ __launch_bounds__(kThreads) void forward_projection_kernel(
+    const __grid_constant__ Lstm p, int64_t step, const Scalar* projected) {
+  using T = Accumulator<Scalar>;
+  const Share own(p, p.R);
+  const Step at(p, step, own.row, own.d);
+  if (!at.runs) return;
+  for (int64_t column = own.first + threadIdx.x; column < own.last; column += kThreads) {
+    const T q = widen(projected[at.of_state(p, p.R) + column]);
+    finish_step<Scalar>(p, at, column, clip(q, p.proj_clip));
+  }
+}
+
+// A thread owns eight columns, one call of Philox. Floor: the bytes written.
+template <class T>
+__global__ __launch_bounds__(kThreads) void dropout_kernel(
+    const __grid_constant__ Lstm p, T* multipliers, uint32_t threshold, double scale) {
+  const int64_t groups = (p.R + 7) / 8, index = int64_t(blockIdx.x) * kThreads + threadIdx.x;
+  const int64_t row = index / groups, group = index % groups;
+  if (row >= p.B) return;
+  const uint32_t d = blockIdx.y;
+  const uint32_t keep = dropout_keep(
+      *p.seed, d, static_cast<uint32_t>(row), static_cast<uint32_t>(group), threshold);
+  for (int j = 0; j < 8 && 8 * group + j < p.R; ++j)
+    multipliers[(d * p.B + row) * p.R + 8 * group + j] = T(keep >> j & 1 ? scale : 0);
+}
+
+// Backward ----------------------------------------------------------------------------------------
+
+// Reads 4 numbers a unit, or 8 with layer norm, c before and after, and the gradients of c and of h
+// (or m); writes 4 of them twice, or three times, and the gradients of c and h before.
+template <class Scalar>
+__global__ __launch_bounds__(kThreads) void backward_step_kernel(
+    const __grid_constant__ Lstm p, int64_t step, const Scalar* through, void* operand) {
+  using T = Accumulator<Scalar>;
+  const Share own(p, p.H);
+  const Step at(p, step, own.row, own.d);
+  const int64_t state = at.of_state(p, p.H), token = at.of_token(p, p.H);
+  if (!at.runs) {
+    for (int64_t unit = own.first + threadIdx.x; unit < own.last; unit += kThreads)
+      store_gates<Scalar>(operand, state + unit, {});
+    return;
+  }
+  const Scratch<T> scratch(own.last - own.first);
+  const Preactivations<Scalar> preactivations(
+      p, own, scratch, p.from_input, token, p.norm_hh ? p.from_hidden : nullptr, token);
+  const auto recalled = [&](int64_t unit) {
+    return recall<Scalar>(p, at, unit, p.gates ? Gates<T>{} : preactivations.at(unit));
+  };
+  if (p.norm_hh)
+    for (int64_t unit = own.first + threadIdx.x; unit < own.last; unit += kThreads)
+      scratch.c[unit - own.first] = recalled(unit).fresh;
+  const CellNorm<T> norm(p, own, scratch);
+
+  // The gradient of m, once for each unit, and with layer norm that of what it is made of.
+  T means[2] = {};  // of the gradient of c̃ normalised, and of its product with that
+  for (int64_t unit = own.first + threadIdx.x; unit < own.last; unit += kThreads) {
+    const T from_above = widen(through[state + unit]);
+    const T dm = p.projected ? from_above : hidden_backward<Scalar>(p, at, unit, from_above);
+    scratch.gates[unit - own.first].i = dm;
+    if (!p.norm_hh) continue;
+    const Recalled<T> x = recalled(unit);
+    const T y = hyperbolic_tangent(norm(x.fresh, unit)), n = norm.normalised(x.fresh);
+    const T dn = dm * x.gates.o * (1 - y * y), g = dn * norm.gain(unit);
+    add_share(p, at, Lstm::OfNormCell, unit, dn * n);
+    add_share(p, at, Lstm::OfNormCell + 1, unit, dn);
+    means[0] += g;
+    means[1] += g * n;
+  }
+  if (p.norm_hh) {
+    sum_over_units(means, own, scratch, [](int64_t, T(&)[2]) {});
+    means[0] /= static_cast<T>(p.H);
+    means[1] /= static_cast<T>(p.H);
+  }
+
+  T sums[4] = {};  // as the means, over all gates, of both products
+  for (int64_t unit = own.first + threadIdx.x; unit < own.last; unit += kThreads) {
+    const Recalled<T> x = recalled(unit);
+    const T y = hyperbolic_tangent(norm(x.fresh, unit)), dm = scratch.gates[unit - own.first].i;
+    T du = dm * x.gates.o * (1 - y * y);
+    if (p.norm_hh) {
+      const T n = norm.normalised(x.fresh);
+      du = norm.of.rstd * (du * norm.gain(unit) - means[0] - n * means[1]);
+    }
+    const Gates<T> da = cell_backward(p, at, unit, x, y, dm, du);
+    if (!p.norm_hh) {
+      store_gates<Scalar>(p.from_input, token + unit, da);
+      store_gates<Scalar>(operand, state + unit, da);
+      continue;
+    }
+    scratch.gates[unit - own.first] = da;
+    const Gates<T> nx = preactivations.normalised_input(unit);
+    const Gates<T> nh = preactivations.normalised_hidden(unit);
+    const auto add_shares = [&](int vector, const Gates<T>& g) {
+      add_share(p, at, vector, unit, g.i);
+      add_share(p, at, vector + 1, unit, g.f);
+      add_share(p, at, vector + 2, unit, g.g);
+      add_share(p, at, vector + 3, unit, g.o);
+    };
+    add_shares(Lstm::OfBias, da);
+    add_shares(Lstm::OfNormIh, da * nx);
+    add_shares(Lstm::OfNormHh, da * nh);
+    const Gates<T> gx = da * preactivations.gain(preactivations.of_input, unit);
+    const Gates<T> gh = da * preactivations.gain(preactivations.of_hidden, unit);
+    sums[0] += sum_of(p, gx);
+    sums[1] += sum_of(p, gx * nx);
+    sums[2] += sum_of(p, gh);
+    sums[3] += sum_of(p, gh * nh);
+  }
+  if (!p.norm_hh) return;
+  sum_over_units(sums, own, scratch, [](int64_t, T(&)[4]) {});
+  const T count = static_cast<T>((p.coupled ? 3 : 4) * p.H);
+  for (int64_t unit = own.first + threadIdx.x; unit < own.last; unit += kThreads) {
+    const Gates<T> da = scratch.gates[unit - own.first];
+    const auto of_product = [&](const GateNorm<T>& norm, const Gates<T>& n, const T* sum) {
+      const Gates<T> g = da * preactivations.gain(norm, unit) - sum[0] / count;
+      Gates<T> result = (g + n * (-sum[1] / count)) * norm.of.rstd;
+      if (p.coupled) result.f = 0;
+      return result;
+    };
+    const Gates<T> dax = of_product(
+        preactivations.of_input, preactivations.normalised_input(unit), sums);
+    const Gates<T> dah = of_product(
+        preactivations.of_hidden, preactivations.normalised_hidden(unit), sums + 2);
+    store_gates<Scalar>(p.from_input, token + unit, dax);
+    store_gates<Scalar>(p.from_hidden, token + unit, dah);
+    store_gates<Scalar>(operand, state + unit, dah);
+  }
+}
+
+// A thread owns a column of h. Reads h, what arrives, and the gradient of h; writes those of h
+// before and, twice, of W_hr m.
+template <class Scalar>
+__global__ __launch_bounds__(kThreads) void backward_projection_kernel(
+    const __grid_constant__ Lstm p, int64_t step, const Scalar* through, const Scalar* projected,
+    Scalar* grad_projected, Scalar* all) {
+  using T = Accumulator<Scalar>;
+  const Share own(p, p.R);
+  const Step at(p, step, own.row, own.d);
+  const int64_t state = at.of_state(p, p.R), saved = at.of_saved(p, p.R);
+  for (int64_t column = own.first + threadIdx.x; column < own.last; column += kThreads) {
+    Scalar dq = narrow<Scalar>(0);
+    if (at.runs) {
+      const T grad = hidden_backward<Scalar>(p, at, column, T(widen(through[state + column])));
+      if (!clipped_projection(p, at, column, projected)) dq = narrow<Scalar>(grad);
+      all[saved + column] = dq;
+    }
+    grad_projected[state + column] = dq;
+  }
+}
+
+// m of all steps: a block owns of a row what it does in the forward, of one step after another.
+// Reads 4 numbers a unit, or 8 with layer norm, and c; writes one.
+template <class Scalar>
+__global__ __launch_bounds__(kThreads) void hidden_kernel(
+    const __grid_constant__ Lstm p, Scalar* hidden) {
+  using T = Accumulator<Scalar>;
+  const int64_t blocks = p.B * Share::parts_of(p, p.H);  // of a step
+  for (int64_t number = blockIdx.x; number < p.T * blocks; number += gridDim.x) {
+    const Share own(p, p.H, number % blocks);
+    const Step at(p, number / blocks, own.row, own.d);
+    if (!at.runs) continue;
+    const Scratch<T> scratch(own.last - own.first);
+    const int64_t token = at.of_token(p, p.H);
+    const Preactivations<Scalar> preactivations(
+        p, own, scratch, p.from_input, token, p.norm_hh ? p.from_hidden : nullptr, token);
+    __syncthreads();  // the step before has been read
+    for (int64_t unit = own.first + threadIdx.x; unit < own.last; unit += kThreads) {
+      const Recalled<T> x =
+          recall<Scalar>(p, at, unit, p.gates ? Gates<T>{} : preactivations.at(unit));
+      scratch.c[unit - own.first] = x.fresh;
+      scratch.gates[unit - own.first] = x.gates;
+    }
+    const CellNorm<T> norm(p, own, scratch);
+    for (int64_t unit = own.first + threadIdx.x; unit < own.last; unit += kThreads) {
+      const T y = hyperbolic_tangent(norm(scratch.c[unit - own.first], unit));
+      hidden[at.of_saved(p, p.H) + unit] = narrow<Scalar>(scratch.gates[unit - own.first].o * y);
+    }
+  }
+}
+
+// Launches ----------------------------------------------------------------------------------------
+
+LaunchPlan plan_of(const char* kernel, const Lstm& p, int64_t blocks, size_t shared = 0) {
+  return {
+      .kernel = kernel,
+      .sizes = {{"T", p.T}, {"B", p.B}, {"H", p.H}, {"R", p.R}},
+      .grid = dim3(static_cast<unsigned>(blocks), static_cast<unsigned>(p.directions)),
+      .block = kThreads,
+      .shared = shared,
+  };
+}
+
+template <class T>
+size_t scratch_of(const Lstm& p) {
+  return Scratch<T>::bytes(p.norm_hh ? p.H : std::min<int64_t>(p.H, kThreads));
+}
+
+// For a kernel over the units of all rows.
+template <class T>
+LaunchPlan plan_of_cell(const char* kernel, const Lstm& p) {
+  return plan_of(kernel, p, p.B * Share::parts_of(p, p.H), scratch_of<T>(p));
+}
+
+}  // namespace
+
+void lstm_dropout(
+    const Lstm& p, void* multipliers, uint32_t threshold, double scale, void* stream) {
+  const auto launch_for = [&]<class T>() {
+    const int64_t groups = p.B * ((p.R + 7) / 8);
+    launch(
+        plan_of("lstm_dropout", p, (groups + kThreads - 1) / kThreads),
+        static_cast<cudaStream_t>(stream), dropout_kernel<T>, p, static_cast<T*>(multipliers),
+        threshold, scale);
+  };
+  if (p.dtype == DType::Float64) launch_for.template operator()<double>();
+  else launch_for.template operator()<float>();
+}
+
+void lstm_forward_step(
+    const Lstm& p, int64_t step, const void* from_hidden, void* hidden, void* stream) {
+  for_type(p.dtype, [&]<class Scalar>() {
+    launch(
+        plan_of_cell<Accumulator<Scalar>>("lstm_forward_step", p),
+        static_cast<cudaStream_t>(stream), forward_step_kernel<Scalar>, p, step, from_hidden,
+        static_cast<Scalar*>(hidden));
+  });
+}
+
+void lstm_forward_projection(const Lstm& p, int64_t step, const void* projected, void* stream) {
+  for_type(p.dtype, [&]<class Scalar>() {
+    launch(
+        plan_of("lstm_forward_projection", p, p.B * Share::parts_of(p, p.R)),
+        static_cast<cudaStream_t>(stream), forward_projection_kernel<Scalar>, p, step,
+        static_cast<const Scalar*>(projected));
+  });
+}
+
+void lstm_backward_step(
+    const Lstm& p, int64_t step, const void* through, void* operand, void* stream) {
+  for_type(p.dtype, [&]<class Scalar>() {
+    launch(
+        plan_of_cell<Accumulator<Scalar>>("lstm_backward_step", p),
+        static_cast<cudaStream_t>(stream), backward_step_kernel<Scalar>, p, step,
+        static_cast<const Scalar*>(through), operand);
+  });
+}
+
+void lstm_backward_projection(
+    const Lstm& p, int64_t step, const void* through, const void* projected, void* grad_projected,
+    void* all, void* stream) {
+  for_type(p.dtype, [&]<class Scalar>() {
+    launch(
+        plan_of("lstm_backward_projection", p, p.B * Share::parts_of(p, p.R)),
+        static_cast<cudaStream_t>(stream), backward_projection_kernel<Scalar>, p, step,
+        static_cast<const Scalar*>(through), static_cast<const Scalar*>(projected),
+        static_cast<Scalar*>(grad_projected), static_cast<Scalar*>(all));
+  });
+}
+
+void lstm_hidden(const Lstm& p, void* hidden, void* stream) {
+  for_type(p.dtype, [&]<class Scalar>() {
+    LaunchPlan plan = plan_of_cell<Accumulator<Scalar>>("lstm_hidden", p);
+    plan.grid.x = static_cast<unsigned>(std::min<int64_t>(p.T * plan.grid.x, 1 << 20));
+    launch(
+        plan, static_cast<cudaStream_t>(stream), hidden_kernel<Scalar>, p,
+        static_cast<Scalar*>(hidden));
+  });
+}
+
+}  // namespace trifuse::cuda

@@ -1,0 +1,140 @@
+// What CUDA C++ has no word for: instructions by their PTX, one function each. sm_80 and up.
+//
+// Tests that compile the kernels for the host put a model of each in this file's place.
+
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+
+#include <cstdint>
+#include <type_traits>
+
+namespace trifuse::cuda {
+
+constexpr unsigned kAllLanes = 0xFFFFFFFF;
+
+// A block's shared memory, all of it; aligned to 1024 bytes.
+__device__ __forceinline__ unsigned char* shared_memory() {
+  extern __shared__ __align__(1024) unsigned char trifuse_shared_memory[];
+  return trifuse_shared_memory;
+}
+
+__device__ __forceinline__ uint32_t shared_address(const void* p) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(p));
+}
+
+// Copies of 16 bytes into shared memory that arrive at cp_async_wait ---------------------------------
+
+// `valid` of the bytes, 0 to 16, are copied, the others 0.
+__device__ __forceinline__ void cp_async(void* to, const void* from, int valid = 16) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)),
+               "l"(from), "r"(valid)
+               : "memory");
+}
+
+// Those since the last commit become a group.
+__device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+// Until all but the latest groups of the thread have arrived; others see them after a barrier.
+template <int groups>
+__device__ __forceinline__ void cp_async_wait() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(groups) : "memory");
+}
+
+// Has a line of global memory brought into the L2 cache.
+__device__ __forceinline__ void prefetch(const void* p) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(p));
+}
+
+// Matrices of 8 x 8 halves in shared memory, and products of tiles ------------------------------------
+
+// Four matrices: lanes 8 i to 8 i + 7 point to the rows of matrix i, 16 bytes each. Lane l gets elements
+// 2 (l % 4) and the next of row l / 4 of each.
+__device__ __forceinline__ void ldmatrix(uint32_t (&matrix)[4], const void* row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(matrix[0]), "=r"(matrix[1]), "=r"(matrix[2]), "=r"(matrix[3])
+               : "r"(shared_address(row))
+               : "memory");
+}
+
+// The same of the transposed matrices.
+__device__ __forceinline__ void ldmatrix_transposed(uint32_t (&matrix)[4], const void* row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(matrix[0]), "=r"(matrix[1]), "=r"(matrix[2]), "=r"(matrix[3])
+               : "r"(shared_address(row))
+               : "memory");
+}
+
+// d += a b, (16, 16) by (16, 8) in float32; the fragments are laid out as PTX has it (mma.m16n8k16).
+template <class Scalar>
+__device__ __forceinline__ void mma(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+  static_assert(std::is_same_v<Scalar, __nv_bfloat16> || std::is_same_v<Scalar, __half>);
+  if constexpr (std::is_same_v<Scalar, __nv_bfloat16>)
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+        "{%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+  else
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+        "{%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+
+// d += a b, (16, 8) by (8, 8) of tf32, float32 whose last 13 bits count as 0 (mma.m16n8k8).
+__device__ __forceinline__ void mma_tf32(
+    float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+      "{%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+
+// Special functions ------------------------------------------------------------------------------------
+
+// 2^x, to 2 units in the last place; denormals are 0.
+__device__ __forceinline__ float exp2_approximate(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// tanh(x), to a relative error of 2^-11.
+__device__ __forceinline__ float tanh_approximate(float x) {
+  float y;
+  asm("tanh.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// Between blocks and warps --------------------------------------------------------------------------------
+
+// Adds after all that the thread wrote before can be seen by whoever reads the sum with load_acquire.
+__device__ __forceinline__ void add_release(uint32_t* p, uint32_t value) {
+  asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(p), "r"(value) : "memory");
+}
+
+__device__ __forceinline__ void store_release(uint32_t* p, uint32_t value) {
+  asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(p), "r"(value) : "memory");
+}
+
+__device__ __forceinline__ uint32_t load_acquire(const uint32_t* p) {
+  uint32_t value;
+  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(p) : "memory");
+  return value;
+}
+
+// Barrier `number`, 1 to 15, of so many threads of a block: whole warps, each with its own number of
+// times. Those that only arrive go on at once.
+__device__ __forceinline__ void named_barrier(int number, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(number), "r"(threads) : "memory");
+}
+__device__ __forceinline__ void named_barrier_arrive(int number, int threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(number), "r"(threads) : "memory");
+}
+
+}  // namespace trifuse::cuda

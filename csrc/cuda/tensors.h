@@ -1,0 +1,28 @@
+// Where a CUDA call runs, as torch has it. No header of CUDA is needed: torch may be a CPU build.
+
+#pragma once
+
+#include <ATen/ATen.h>
+#include <c10/core/DeviceGuard.h>
+#include <c10/core/Stream.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+
+namespace trifuse::cuda {
+
+// The dispatch key of the ops in this folder.
+#define TRIFUSE_CUDA CUDA
+
+// Makes a tensor's device the current one for as long as it lives, and knows its current stream.
+class OnDeviceOf {
+ public:
+  explicit OnDeviceOf(const at::Tensor& t) : guard_(t.device()), device_(t.device()) {}
+  void* stream() const {
+    return c10::impl::VirtualGuardImpl(device_.type()).getStream(device_).native_handle();
+  }
+
+ private:
+  c10::DeviceGuard guard_;
+  c10::Device device_;
+};
+
+}  // namespace trifuse::cuda

@@ -1,0 +1,47 @@
+// Sums and maxima over the lanes of a warp, in an order that is always the same.
+
+#pragma once
+
+#include "cuda/ptx.cuh"
+
+namespace trifuse::cuda {
+
+// Over segments of `lanes` lanes, a power of 2; every lane gets the result.
+template <int lanes = 32, class T>
+__device__ __forceinline__ T warp_sum(T value) {
+#pragma unroll
+  for (int bits = lanes / 2; bits > 0; bits /= 2)
+    value += __shfl_xor_sync(kAllLanes, value, bits, lanes);
+  return value;
+}
+
+template <int lanes = 32>
+__device__ __forceinline__ float warp_max(float value) {
+#pragma unroll
+  for (int bits = lanes / 2; bits > 0; bits /= 2)
+    value = fmaxf(value, __shfl_xor_sync(kAllLanes, value, bits, lanes));
+  return value;
+}
+
+// Over all threads of a block of whole warps, each of a few values at once, in place. `scratch` holds
+// `count` values for each warp; it may be used again once all threads have passed another barrier.
+template <int threads, int count, class T>
+__device__ __forceinline__ void block_sum(T (&values)[count], T* scratch) {
+  constexpr int warps = threads / 32;
+#pragma unroll
+  for (int i = 0; i < count; ++i) values[i] = warp_sum(values[i]);
+  if constexpr (warps > 1) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    if (lane < count) {
+      T mine = values[0];
+#pragma unroll
+      for (int i = 1; i < count; ++i) mine = lane == i ? values[i] : mine;
+      scratch[warp * count + lane] = mine;
+    }
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < count; ++i) values[i] = warp_sum<warps>(scratch[lane % warps * count + i]);
+  }
+}
+
+}  // namespace trifuse::cuda

@@ -1,0 +1,88 @@
+"""What nvcc makes of the CUDA kernels: registers, stack, shared memory, instructions.
+
+No GPU is needed. Tests that ask are skipped where there is no nvcc; a warning of its fails them.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+BUILD = ROOT / "build/cuda_code"
+ARCHITECTURES = ("80", "90a")  # as in setup.py
+
+
+class Code(NamedTuple):
+    """What one kernel was compiled to for one architecture."""
+
+    architecture: str
+    kernel: str  # without namespaces and arguments: backward_kernel<float, true, 512>
+    registers: int  # of a thread
+    stack: int  # bytes of a thread: what was spilled, and little else
+    sass: str
+
+    def count(self, instruction: str) -> int:
+        """How often it has an instruction, by a regular expression such as LDG.E.128."""
+        return len(re.findall(rf"\b{instruction}\b", self.sass))
+
+
+def compile_operator(operator: str) -> list[Code]:
+    """Every kernel of csrc/cuda/<operator>*.cu, for every architecture."""
+    nvcc = shutil.which("nvcc")
+    if nvcc is None:
+        pytest.skip("no nvcc here")
+    triton = pytest.importorskip("triton", reason="which brings cuobjdump")
+    tool = triton.knobs.nvidia.cuobjdump.path
+    BUILD.mkdir(parents=True, exist_ok=True)
+
+    def compile_one(job: tuple[Path, str]) -> list[Code]:
+        source, architecture = job
+        cubin = BUILD / f"{source.stem}.{architecture}.{os.getpid()}.cubin"
+        command = [
+            nvcc, "-std=c++20", "-O3", "--expt-relaxed-constexpr", "-Werror=all-warnings",
+            f"-gencode=arch=compute_{architecture},code=sm_{architecture}", "-cubin",
+            f"-I{ROOT / 'csrc'}", str(source), "-o", str(cubin),
+        ]  # fmt: skip
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.returncode == 0, f"{source.name}: {done.stderr[-4000:]}"
+        try:
+            command = [tool, "--dump-resource-usage", "--dump-sass", str(cubin)]
+            report = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        finally:
+            cubin.unlink()
+        return _read(report, architecture)
+
+    sources = sorted((ROOT / "csrc/cuda").glob(f"{operator}*.cu"))
+    assert sources, operator
+    jobs = [(source, architecture) for source in sources for architecture in ARCHITECTURES]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        return [code for codes in pool.map(compile_one, jobs) for code in codes]
+
+
+def _read(report: str, architecture: str) -> list[Code]:
+    """cuobjdump's report: the resources of all functions, then the instructions of each."""
+    sass = {}
+    for part in re.split(r"^\s*Function : ", report, flags=re.MULTILINE)[1:]:
+        name, _, instructions = part.partition("\n")
+        sass[name.strip()] = instructions
+    usages = re.findall(r"Function (\w+):\s*REG:(\d+) STACK:(\d+)", report)
+    names = subprocess.run(
+        ["c++filt", *(name for name, *_ in usages)], capture_output=True, text=True, check=True
+    ).stdout.splitlines()
+    return [
+        Code(architecture, _short(full), int(registers), int(stack), sass[name])
+        for (name, registers, stack), full in zip(usages, names, strict=True)
+    ]
+
+
+def _short(name: str) -> str:
+    name = re.sub(r"trifuse::cuda::|\(anonymous namespace\)::|\((?:int|bool)\)|void ", "", name)
+    return name[: name.index("(")]

@@ -1,0 +1,17 @@
+// Stands in for csrc/cuda/tensors.h: the CUDA backend's ops, for CPU tensors.
+
+#pragma once
+
+#include <ATen/ATen.h>
+
+namespace trifuse::cuda {
+
+#define TRIFUSE_CUDA CPU
+
+class OnDeviceOf {
+ public:
+  explicit OnDeviceOf(const at::Tensor&) {}
+  void* stream() const { return nullptr; }
+};
+
+}  // namespace trifuse::cuda

@@ -1,0 +1,324 @@
+// CUDA's execution model: a grid of blocks of warps of threads, each thread a fiber.
+//
+// A thread runs until it waits for others; then another takes its turn. In order, or, with a seed, in
+// an order drawn at random, so that whatever is not held back by a barrier happens in any order.
+
+#pragma once
+
+#include <algorithm>
+#include <bit>
+#include <cstdint>
+#include <cstring>
+#include <deque>
+#include <exception>
+#include <map>
+#include <random>
+#include <stdexcept>
+#include <string>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+#include "fiber.h"
+
+struct uint3 {
+  unsigned x, y, z;
+};
+
+struct dim3 {
+  unsigned x = 1, y = 1, z = 1;
+  constexpr dim3(unsigned x = 1, unsigned y = 1, unsigned z = 1) : x(x), y(y), z(z) {}
+};
+
+inline uint3 threadIdx, blockIdx;
+inline dim3 blockDim, gridDim;
+constexpr int warpSize = 32;
+
+namespace cuda_on_host {
+
+// What the machine is taken to have. Tests may change it.
+struct Device {
+  int multiprocessors = 4;
+  int blocks_per_multiprocessor = 2;  // however many fit by their registers on a real one
+  size_t shared_memory = 227 << 10;   // that a block may have
+  uint64_t seed = 0;                  // of the order in which threads run; 0: in their own order
+};
+inline Device device;
+
+struct Error : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
+// What uninitialised memory holds, NaN in every floating-point type; and what lies around it.
+constexpr int kPoison = 0xFF, kGuardByte = 0xFB;
+constexpr size_t kGuardBytes = 1024;
+
+// An instruction that threads execute together, told from others by its name and its line.
+struct Site {
+  const char* what = "";
+  int line = 0;
+  std::string text() const {
+    return line ? what + (" of line " + std::to_string(line)) : std::string(what);
+  }
+  bool operator!=(const Site& other) const {
+    return line != other.line || std::strcmp(what, other.what) != 0;
+  }
+};
+
+// Threads that wait until all that are expected have come. Each brings a value, and gets everyone's.
+struct Rendezvous {
+  static constexpr size_t kBytes = 32;
+  struct Values {
+    alignas(16) std::byte of[32][kBytes];
+  };
+  Site site;
+  unsigned arrived = 0;
+  uint64_t generation = 0;
+  std::vector<struct Thread*> waiting;
+  Values values[2];  // of this generation and of the last, which some have yet to read
+};
+
+struct Warp {
+  std::deque<std::pair<unsigned, Rendezvous>> by_mask;  // few
+
+  Rendezvous& of(unsigned mask) {
+    for (auto& [of, rendezvous] : by_mask)
+      if (of == mask) return rendezvous;
+    return by_mask.emplace_back(mask, Rendezvous{}).second;
+  }
+};
+
+struct Block {
+  uint3 index;
+  size_t size;                    // of its shared memory
+  std::vector<std::byte> memory;  // between guards
+  std::vector<Warp> warps;
+  Rendezvous barriers[16];  // __syncthreads() is number 0
+  int vote = 0;             // of __syncthreads_or
+
+  // Aligned as strictly as any instruction asks for.
+  std::byte* shared() {
+    const auto address = reinterpret_cast<uintptr_t>(memory.data()) + kGuardBytes;
+    return reinterpret_cast<std::byte*>((address + 1023) / 1024 * 1024);
+  }
+};
+
+// cp.async: what is under way.
+struct Copy {
+  void* to;
+  const void* from;
+  size_t bytes, valid;  // zeros come after the valid ones
+};
+
+struct Thread {
+  enum class State { Ready, Waiting, Spinning, Done };
+  Fiber* fiber;
+  Block* block;
+  uint3 index;
+  unsigned number;  // in its block
+  State state = State::Ready;
+  Site waits_for;
+  std::vector<Copy> copies;                // cp.async since the last commit
+  std::vector<std::vector<Copy>> groups;   // committed, oldest first
+
+  unsigned lane() const { return number % 32; }
+  Warp& warp() const { return block->warps[number / 32]; }
+};
+
+inline Thread* current = nullptr;
+
+class Grid {
+ public:
+  Grid(std::string kernel, dim3 grid, dim3 block, size_t shared, std::function<void()> body)
+      : kernel_(std::move(kernel)), grid_(grid), block_(block), shared_(shared),
+        body_(std::move(body)), random_(device.seed) {}
+
+  // One block after the other, or, in a cooperative launch, all of them alive at once.
+  void run(bool cooperative) {
+    std::vector<uint3> indices;
+    for (unsigned z = 0; z < grid_.z; ++z)
+      for (unsigned y = 0; y < grid_.y; ++y)
+        for (unsigned x = 0; x < grid_.x; ++x) indices.push_back({x, y, z});
+    if (device.seed) std::shuffle(indices.begin(), indices.end(), random_);
+    ::gridDim = grid_;
+    ::blockDim = block_;
+    if (cooperative) return run_together(indices);
+    for (const uint3& index : indices) run_together({index});
+  }
+
+ private:
+  friend Grid& grid();
+  friend bool arrive(Rendezvous&, unsigned, Site, const void*, size_t);
+  friend void made_progress();
+
+  void run_together(const std::vector<uint3>& indices) {
+    const unsigned threads = block_.x * block_.y * block_.z;
+    std::deque<Block> blocks;
+    threads_.clear();
+    threads_.reserve(indices.size() * threads);  // pointers to them are kept
+    for (const uint3& index : indices) {
+      Block& block = blocks.emplace_back();
+      block.index = index;
+      block.size = shared_;
+      block.warps.resize((threads + 31) / 32);
+      block.memory.resize(shared_ + 2 * kGuardBytes + 1024, std::byte(kGuardByte));
+      std::memset(block.shared(), kPoison, shared_);
+      for (unsigned t = 0; t < threads; ++t) {
+        const uint3 at = {t % block_.x, t / block_.x % block_.y, t / block_.x / block_.y};
+        Fiber& own = fiber(threads_.size());
+        Thread& thread = threads_.emplace_back();
+        thread.fiber = &own;
+        thread.block = &block;
+        thread.index = at;
+        thread.number = t;
+        own.body = [this] {
+          try {
+            body_();
+          } catch (...) {
+            error_ = std::current_exception();
+          }
+          current->state = Thread::State::Done;
+        };
+      }
+    }
+    ready_.clear();
+    for (Thread& thread : threads_) ready_.push_back(&thread);
+    running_ = this;
+    idle_turns_ = 0;
+    unfinished_ = threads_.size();
+    while (!ready_.empty() && !error_) take_turn();
+    running_ = nullptr;
+    current = nullptr;
+    if (error_ || unfinished_) {
+      for (Thread& thread : threads_) thread.fiber->abandon();
+      if (!error_) throw Error(kernel_ + ": " + waiting());
+      try {
+        std::rethrow_exception(error_);
+      } catch (const std::exception& error) {
+        throw Error(kernel_ + ": " + error.what());
+      }
+    }
+    for (Block& block : blocks) check_guards(block);
+  }
+
+  void take_turn() {
+    if (device.seed) std::swap(ready_.front(), ready_[random_() % ready_.size()]);
+    Thread& thread = *ready_.front();
+    ready_.pop_front();
+    thread.state = Thread::State::Ready;
+    current = &thread;
+    ::threadIdx = thread.index;
+    ::blockIdx = thread.block->index;
+    thread.fiber->resume();
+    if (thread.state == Thread::State::Done) {
+      --unfinished_;
+      idle_turns_ = 0;
+    } else if (thread.state == Thread::State::Spinning) {
+      ready_.push_back(&thread);
+      if (++idle_turns_ > 64 * threads_.size()) error_ = std::make_exception_ptr(Error(waiting()));
+    }
+  }
+
+  // What is wrong when nobody can go on.
+  std::string waiting() const {
+    std::map<std::string, unsigned> counts;
+    for (const Thread& thread : threads_) {
+      using State = Thread::State;
+      if (thread.state == State::Done) ++counts["have returned"];
+      if (thread.state == State::Waiting) ++counts["wait at " + thread.waits_for.text()];
+      if (thread.state == State::Spinning) ++counts["wait for a flag"];
+    }
+    std::string result = "a barrier that not all threads reach:";
+    for (const auto& [what, count] : counts) result += " " + std::to_string(count) + " " + what + ";";
+    result.back() = '.';
+    return result;
+  }
+
+  void check_guards(Block& block) const {
+    std::byte* const first = block.shared();
+    for (std::byte* p = block.memory.data(); p != block.memory.data() + block.memory.size(); ++p) {
+      if (p == first) p += shared_;
+      if (*p == std::byte(kGuardByte)) continue;
+      throw Error(
+          kernel_ + ": written outside of its shared memory of " + std::to_string(shared_) +
+          " bytes, at offset " + std::to_string(p - first));
+    }
+  }
+
+  const std::string kernel_;
+  const dim3 grid_, block_;
+  const size_t shared_;
+  const std::function<void()> body_;
+  std::mt19937_64 random_;
+  std::vector<Thread> threads_;
+  std::deque<Thread*> ready_;
+  std::exception_ptr error_;
+  size_t unfinished_ = 0, idle_turns_ = 0;
+  static inline Grid* running_ = nullptr;
+};
+
+inline Grid& grid() { return *Grid::running_; }
+
+// Something that a spinning thread may have waited for.
+inline void made_progress() { grid().idle_turns_ = 0; }
+
+// Of a block.
+inline unsigned threads() { return blockDim.x * blockDim.y * blockDim.z; }
+
+// Another thread's turn, and then again this one's: where it looks at a flag in a loop.
+inline void spin() {
+  current->state = Thread::State::Spinning;
+  Fiber::suspend();
+}
+
+// Leaves a value for the others; whether all that are expected have come.
+inline bool arrive(
+    Rendezvous& r, unsigned expected, Site site, const void* value = nullptr, size_t bytes = 0) {
+  if (r.arrived && r.site != site)
+    throw Error("divergent: some are at " + r.site.text() + ", another at " + site.text() + ".");
+  r.site = site;
+  if (bytes) std::memcpy(r.values[r.generation % 2].of[current->lane()], value, bytes);
+  if (++r.arrived < expected) return false;
+  r.arrived = 0;
+  ++r.generation;
+  for (Thread* thread : r.waiting) grid().ready_.push_back(thread);
+  r.waiting.clear();
+  made_progress();
+  return true;
+}
+
+// Waits for the others, and returns what all brought, by lane.
+inline const Rendezvous::Values& meet(
+    Rendezvous& r, unsigned expected, Site site, const void* value = nullptr, size_t bytes = 0) {
+  const Rendezvous::Values& values = r.values[r.generation % 2];
+  if (!arrive(r, expected, site, value, bytes)) {
+    current->state = Thread::State::Waiting;
+    current->waits_for = site;
+    r.waiting.push_back(current);
+    Fiber::suspend();
+  }
+  return values;
+}
+
+// What the lanes named in a mask bring to an instruction that they all execute.
+template <class T>
+class Lanes {
+ public:
+  Lanes(const char* what, unsigned mask, const T& value) {
+    static_assert(sizeof(T) <= Rendezvous::kBytes && std::is_trivially_copyable_v<T>);
+    if (!(mask >> current->lane() & 1))
+      throw Error(std::string(what) + " by a lane that its mask does not name.");
+    Rendezvous& r = current->warp().of(mask);
+    values_ = &meet(r, std::popcount(mask), {what}, &value, sizeof value);
+  }
+  T operator[](unsigned lane) const {
+    T value;
+    std::memcpy(&value, values_->of[lane], sizeof value);
+    return value;
+  }
+
+ private:
+  const Rendezvous::Values* values_;
+};
+
+}  // namespace cuda_on_host

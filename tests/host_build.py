@@ -1,0 +1,141 @@
+"""The CUDA sources compiled by the host's C++ compiler against the model of CUDA in cuda_on_host.
+
+A library is built once for a state of its sources and kept in build/cuda_on_host; tests that need
+one are skipped where there is no C++ compiler.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from filelock import FileLock
+from torch.utils.cpp_extension import include_paths, library_paths
+
+from trifuse import backends
+
+ROOT = Path(__file__).parents[1]
+MODEL = Path(__file__).parent / "cuda_on_host"
+BUILD = ROOT / "build/cuda_on_host"
+
+# Where the model has a header of the same name, it stands before the one in csrc.
+_FLAGS = [
+    "-std=c++20", "-O1", "-g1", "-fPIC", "-fvisibility=hidden", "-U_FORTIFY_SOURCE",
+    "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas", f"-I{MODEL}", f"-I{ROOT / 'csrc'}",
+]  # fmt: skip
+_TORCH_FLAGS = ["-Wno-error", *(f"-isystem{path}" for path in include_paths())]
+
+
+class Library:
+    """A library of kernels under the model, and the device that they find."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.functions = ctypes.CDLL(str(path))
+        self.functions.set_device.argtypes = (
+            ctypes.c_int, ctypes.c_int, ctypes.c_size_t, ctypes.c_uint64,
+        )  # fmt: skip
+
+    @contextmanager
+    def device(
+        self,
+        *,
+        multiprocessors: int = 4,
+        blocks_per_multiprocessor: int = 2,
+        shared_memory: int = 227 << 10,
+        seed: int = 0,
+    ) -> Iterator[None]:
+        """Run kernels on such a device; with a seed, threads in an order drawn at random."""
+        self.functions.set_device(multiprocessors, blocks_per_multiprocessor, shared_memory, seed)
+        try:
+            yield
+        finally:
+            self.functions.set_device(4, 2, 227 << 10, 0)
+
+    @contextmanager
+    def guarded_memory(self) -> Iterator[None]:
+        """Put guards around tensors made inside the block, and see that they are intact."""
+        self.functions.guard_memory(True)
+        try:
+            yield
+        finally:
+            self.functions.guard_memory(False)
+            damaged = self.functions.damaged_tensors()
+        assert damaged == 0, f"{damaged} tensors were written around"
+
+
+def build(name: str, sources: Sequence[Path]) -> Library:
+    """A library of .cu sources and of .cpp ones, which may include torch's headers."""
+    compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++")
+    if compiler is None:
+        pytest.skip("no C++ compiler here")
+    settings = " ".join([compiler, torch.__version__, *_FLAGS, *_TORCH_FLAGS])
+    folder = BUILD / f"{name}-{hashlib.sha256(settings.encode()).hexdigest()[:16]}"
+    folder.mkdir(parents=True, exist_ok=True)
+    library = folder / f"lib{name}.so"
+
+    def compile_one(source: Path) -> Path:
+        target = folder / f"{source.name}.o"
+        if not _is_fresh(target):
+            flags = _FLAGS if source.suffix == ".cu" else [*_FLAGS, *_TORCH_FLAGS]
+            files = ["-MMD", "-x", "c++", "-c", str(source), "-o", str(target)]
+            done = subprocess.run([compiler, *flags, *files], capture_output=True, text=True)
+            assert done.returncode == 0, f"{source.name}: {done.stderr[-4000:]}"
+        return target
+
+    with FileLock(folder / "lock"):  # another worker of the test run may be at it
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            objects = list(pool.map(compile_one, [*sources, MODEL / "hooks.cpp"]))
+        if not library.exists() or any(_newer(path, library) for path in objects):
+            link = [compiler, "-shared", *map(str, objects)]
+            for path in library_paths():
+                link += [f"-L{path}", f"-Wl,-rpath,{path}"]
+            link += ["-Wl,--no-as-needed", "-ltorch_cpu", "-lc10"]
+            unfinished = folder / "unfinished.so"
+            subprocess.run([*link, "-o", str(unfinished)], check=True)
+            unfinished.rename(library)
+    return Library(library)
+
+
+def _is_fresh(target: Path) -> bool:
+    """Whether nothing that went into an object, by the compiler's own list, is newer."""
+    depends = target.with_suffix(".d")
+    if not (target.exists() and depends.exists()):
+        return False
+    names = depends.read_text().replace("\\\n", " ").split(": ", 1)[1].split()
+    return not any(_newer(Path(name), target) for name in names)
+
+
+def _newer(path: Path, than: Path) -> bool:
+    return not path.exists() or path.stat().st_mtime >= than.stat().st_mtime
+
+
+def build_operator(operator: str) -> Library:
+    """The CUDA kernels of an operator, registered as its ``cuda`` backend for CPU tensors."""
+    folder = ROOT / "csrc/cuda"
+    sources = [*folder.glob(f"{operator}*.cu"), *folder.glob(f"{operator}*.cpp")]
+    assert sources, operator
+    return build(operator, sorted([*sources, MODEL / "guarded_memory.cpp"]))
+
+
+@contextmanager
+def serving_as_cuda(library: Library) -> Iterator[None]:
+    """``trifuse.backend("cuda")`` means a library's kernels inside the block, on CPU tensors."""
+    torch.ops.load_library(str(library.path))
+    before = backends._WHY_NOT["cuda"]
+    backends._WHY_NOT["cuda"] = lambda call: None
+    backends._choose.cache_clear()
+    try:
+        yield
+    finally:
+        backends._WHY_NOT["cuda"] = before
+        backends._choose.cache_clear()

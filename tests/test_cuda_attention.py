@@ -1,0 +1,255 @@
+"""The CUDA kernels of attention, under the model of CUDA on the host.
+
+Most of what they have to do is what Triton's kernels have to do, whose tests are put to them too.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterator
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from attention_cases import (
+    Case,
+    assert_same_bits,
+    boundaries,
+    draw_case,
+    judge,
+    make,
+    normal,
+    record_accuracy,
+    run,
+    run_packed,
+)
+from conftest import Kernel
+from cuda_code import Code, compile_operator
+from host_build import Library, build_operator, serving_as_cuda
+from numerics import Accuracy
+from test_kernels_attention import (  # noqa: F401 - collected here, with this file's kernel
+    FEATURES,
+    NAN,
+    ONE_HEAD,
+    bias,
+    some,
+    test_alone_in_a_batch_and_padded_further,
+    test_each_feature,
+    test_empty_tensors,
+    test_gradients_of_broadcast_masks,
+    test_head_dims,
+    test_keys_left_out_pass_on_no_poison,
+    test_layouts_change_nothing,
+    test_masks_of_the_lowest_number,
+    test_nan_reaches_exactly_what_it_is_paired_with,
+    test_packed_is_each_sequence_by_itself,
+    test_packed_with_a_mask_and_dropout,
+    test_packed_without_tokens,
+    test_rows_without_a_key,
+    test_the_same_weights_are_dropped_as_elsewhere,
+    test_upstream_gradients_expanded_from_one_number,
+)
+
+CUDA = Kernel("cuda")
+
+
+@pytest.fixture(scope="module")
+def library() -> Iterator[Library]:
+    library = build_operator("attention")
+    with serving_as_cuda(library):
+        yield library
+
+
+@pytest.fixture(autouse=True)
+def _cuda(library: Library) -> Iterator[None]:
+    """By the CUDA kernels, between guards, the threads in an order drawn at random."""
+    with library.device(seed=1), library.guarded_memory(), CUDA.serving():
+        yield
+
+
+@pytest.fixture
+def triton(_cuda: None) -> Kernel:
+    """What the tests that come from test_kernels_attention call the kernel that they are put to."""
+    return CUDA
+
+
+def check(*calls: Case) -> None:
+    accuracy = Accuracy(CUDA.name)
+    for call in calls:
+        record_accuracy(accuracy, call, judge(call))
+    accuracy.conclude()
+
+
+# Numbers -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_each_feature_on_tensor_cores(feature, dtype):
+    case = make(**ONE_HEAD | FEATURES[feature], dtype=dtype)
+    record_accuracy(Accuracy(CUDA.name), case, judge(case))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_many_calls(dtype):
+    random = Random(2)
+
+    def pairs_of(case: Case) -> int:
+        return math.prod(case.query.shape[:3]) * case.key.shape[2]
+
+    drawn = (draw_case(random, dtype) for _ in itertools.count())
+    check(*itertools.islice((case for case in drawn if 0 < pairs_of(case) < 12_000), 40))
+
+
+LONG: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "causal": {"is_causal": True},
+    "window": {"window": (30, 40)},
+    "bool mask": {"mask": some(1, 1, 150, 200)},
+    "float mask": {"mask": bias(1, 1, 150, 200)},
+}
+
+
+@pytest.mark.parametrize("options", LONG)
+@pytest.mark.parametrize(("E", "Ev"), [(64, 64), (128, 40), (72, 160)])
+def test_tiles_follow_each_other_through_both_stages(options, E, Ev):
+    case = make(1, 1, 150, 200, E, Ev, dtype=torch.bfloat16, dropout_p=0.1, **LONG[options])
+    record_accuracy(Accuracy(CUDA.name), case, judge(case))
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 1, 3), (1, 1, 2, 3), (1, 1, 2, 1)], ids=str)
+def test_more_terms_of_a_mask_gradient_than_blocks(shape):
+    case = make(300, 2, 2, 3, 4, mask=normal(*shape, seed=8))
+    record_accuracy(Accuracy(CUDA.name), case, judge(case))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_poison_in_tiles_that_a_mask_leaves_empty(dtype):
+    """Tiles at the start, and in the middle, of a row of them."""
+    mask = torch.zeros(1, 1, 100, 200, dtype=torch.bool)
+    mask[..., 64:80] = mask[..., 192:] = True
+    case = make(1, 1, 100, 200, 20, dtype=dtype, mask=mask)
+    left_out = ~mask[0, 0, 0, :, None]
+    poisoned = dataclasses.replace(
+        case, key=case.key.masked_fill(left_out, NAN), value=case.value.masked_fill(left_out, NAN)
+    )
+    assert_same_bits(run(poisoned), run(case))
+
+
+# The same bits -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("E", [40, 200])
+def test_bits_do_not_depend_on_the_order_of_threads(library, dtype, E):
+    """Nor do those of a call that meets a NaN, whose passes clean tiles in place."""
+    mask = bias(1, 1, 70, 90)
+    case = make(1, 2, 70, 90, E, Hkv=1, dtype=dtype, mask=mask, dropout_p=0.2)
+    value = case.value.clone()
+    value[0, 0, 50, 3] = NAN
+    for call in (case, dataclasses.replace(case, value=value)):
+        with library.device():
+            expected = run(call)
+        for seed in range(2, 4):
+            with library.device(seed=seed):
+                assert_same_bits(run(call), expected)
+
+
+# Edges -------------------------------------------------------------------------------------------
+
+
+def test_launches_name_the_kernel_and_the_sizes(library):
+    message = (
+        r"attention_forward \(B 1, H 2, Hkv 2, Lq 70, Lk 75, E 16, Ev 16, grid 4x1x1, "
+        r"block 128x1x1, shared \d+ bytes\): too much shared memory"
+    )
+    with library.device(shared_memory=1024), pytest.raises(RuntimeError, match=message):
+        run(make(1))
+
+
+def test_values_of_integer_tensors_are_checked():
+    with pytest.raises(ValueError, match=r"key_lengths: expected lengths in \[0, 75\]"):
+        run(make(key_lengths=torch.tensor([3, 76])))
+    case = make(1, 2, 20, 20)
+    with pytest.raises(ValueError, match="cu_seqlens_k: expected 0 first, no decrease, no step"):
+        run_packed(case, boundaries([10, 10]), boundaries([5, 16]))
+
+
+@pytest.mark.parametrize(("E", "Ev"), [(257, 8), (8, 257)])
+def test_wider_heads_are_refused(E, Ev):
+    with pytest.raises(RuntimeError, match="head_dim 257 is over 256"):
+        run(make(1, 1, 2, 2, E, Ev))
+
+
+# Code for GPUs -----------------------------------------------------------------------------------
+
+
+# What a kernel may need at most, by its type, tensor cores' or not, and its padded head dimension:
+# registers and bytes of stack for a thread. The stack is what is spilled.
+BUDGET: dict[str, dict[tuple[bool, int], tuple[int, int]]] = {
+    "attention_forward_kernel": {
+        (True, 64): (168, 8), (True, 128): (255, 0), (True, 256): (255, 0),
+        (False, 64): (168, 0), (False, 128): (168, 24), (False, 256): (255, 0),
+    },
+    "attention_backward_key_value_kernel": {
+        (True, 64): (255, 0), (True, 128): (255, 56), (True, 256): (255, 0),
+        (False, 64): (255, 0), (False, 128): (255, 160), (False, 256): (255, 160),
+    },
+    "attention_backward_query_kernel": {
+        (True, 64): (168, 0), (True, 128): (232, 0), (True, 256): (255, 0),
+        (False, 64): (168, 64), (False, 128): (168, 32), (False, 256): (255, 32),
+    },
+    "attention_backward_rows_kernel": {(True, 0): (96, 32), (False, 0): (80, 16)},
+    "attention_backward_mask_kernel": {(True, 0): (128, 8), (False, 0): (96, 0)},
+    "attention_backward_row_mask_kernel": {(False, 0): (32, 0)},
+    "attention_backward_mask_sum_kernel": {(False, 0): (32, 0)},
+}  # fmt: skip
+
+
+def test_shared_memory_keeps_to_its_budget(library):
+    """99 KiB, what every GPU from sm_80 on has; float32 beyond a head_dim of 128 needs 128."""
+    for E, dtype, KiB in (
+        (64, torch.bfloat16, 40),
+        (128, torch.bfloat16, 80),
+        (256, torch.bfloat16, 99),
+        (128, torch.float32, 99),
+        (256, torch.float32, 128),
+    ):
+        with library.device(shared_memory=KiB << 10):
+            run(make(1, 1, 2, 3, E, dtype=dtype, mask=bias(1, 1, 2, 3)))
+
+
+@pytest.fixture(scope="module")
+def code() -> list[Code]:
+    return compile_operator("attention")
+
+
+def _kind(code: Code) -> tuple[str, tuple[bool, int]]:
+    name, _, arguments = code.kernel.rstrip(">").partition("<")
+    dtype, _, head_dim = arguments.partition(", ")
+    return name, (dtype not in ("", "float"), int(head_dim or 0))
+
+
+def test_compiled_kernels_keep_to_their_budget(code):
+    expected = {(name, kind) for name, kinds in BUDGET.items() for kind in kinds}
+    for architecture in ("80", "90a"):
+        assert {_kind(c) for c in code if c.architecture == architecture} == expected
+    for c in code:
+        name, kind = _kind(c)
+        registers, stack = BUDGET[name][kind]
+        assert c.registers <= registers, c[:4]
+        assert c.stack <= stack, c[:4]
+
+
+def test_tiles_are_copied_and_multiplied_by_the_instructions_meant_for_it(code):
+    """cp.async, and in 16 bits ldmatrix and the tensor cores."""
+    for c in code:
+        name, (tensor_core, _) = _kind(c)
+        if name.endswith(("row_mask_kernel", "mask_sum_kernel")):
+            continue
+        assert c.sass.count("LDGSTS.E.BYPASS.128") >= 2, c[:4]
+        assert (c.sass.count("HMMA.16816") >= 8) == tensor_core, c[:4]
+        assert (c.sass.count("LDSM") >= 4) == tensor_core, c[:4]

@@ -1,0 +1,390 @@
+"""The CUDA kernels of lstm: their numbers under the model of CUDA on the host, their code for two
+GPUs.
+
+Small calls fit one launch. On a device that holds no blocks of it they go step by step.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from attention_cases import assert_equal
+from conftest import Kernel
+from cuda_code import Code, compile_operator
+from host_build import Library, build_operator, serving_as_cuda
+from lstm_cases import (
+    DRAWN,
+    EVERYTHING,
+    VARIANTS,
+    Case,
+    assert_same_bits,
+    draw_case,
+    laid_out,
+    make,
+    record_accuracy,
+    run,
+    specification,
+    with_exact_products,
+)
+from numerics import Accuracy
+from torch import Tensor
+
+from trifuse.reference.lstm import SLOTS
+
+NAN = float("nan")
+CUDA = Kernel("cuda")
+DTYPES = (torch.float32, torch.bfloat16)
+
+ONE_LAUNCH: dict[str, int] = {}
+STEP_BY_STEP = {"blocks_per_multiprocessor": 0}
+WAYS = pytest.mark.parametrize("way", [ONE_LAUNCH, STEP_BY_STEP], ids=["one launch", "steps"])
+
+# Layer norm is never one launch.
+FITTING = tuple(variant for variant, of in VARIANTS.items() if not of.get("norm"))
+
+
+@pytest.fixture(scope="module")
+def library() -> Iterator[Library]:
+    library = build_operator("lstm")
+    with serving_as_cuda(library):
+        yield library
+
+
+@pytest.fixture(autouse=True)
+def _cuda(request: pytest.FixtureRequest) -> Iterator[None]:
+    """By the CUDA kernels, between guards, the threads in an order drawn at random."""
+    if "library" not in request.fixturenames:
+        yield
+        return
+    library, way = request.getfixturevalue("library"), ONE_LAUNCH
+    if "way" in request.fixturenames:
+        way = request.getfixturevalue("way")
+    with library.device(seed=1, **way), CUDA.serving(), library.guarded_memory():
+        yield
+
+
+def check(*calls: Case) -> None:
+    accuracy = Accuracy(CUDA.name)
+    for call in calls:
+        record_accuracy({CUDA: accuracy}, call)
+
+
+# Numbers -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_step_by_step(library, variant):
+    with library.device(seed=1, **STEP_BY_STEP):
+        check(make(**VARIANTS[variant]))
+
+
+@pytest.mark.parametrize("variant", FITTING)
+def test_one_launch(library, variant):
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        check(make(dtype=dtype, **VARIANTS[variant]))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_float64(library, variant):
+    """The formulas to 12 digits, where no rounding hides a mistake."""
+    case = make(dtype=torch.float64, **VARIANTS[variant])
+    actual = run(case)
+    for name, expected in specification(case).items():
+        torch.testing.assert_close(actual[name], expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("way", "dtype"),
+    [
+        (ONE_LAUNCH, torch.float32), (ONE_LAUNCH, torch.bfloat16), (STEP_BY_STEP, torch.bfloat16),
+        (STEP_BY_STEP, torch.float16),
+    ],
+)  # fmt: skip
+def test_many_calls(library, way, dtype):
+    """Whatever a call may be, and in the mean, over calls drawn independently of each other."""
+    accuracy, random = Accuracy(CUDA.name), Random(0)
+    for _ in range(40):
+        record_accuracy({CUDA: accuracy}, draw_case(random, dtype))
+    accuracy.conclude()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("multiprocessors", "options"),
+    [
+        (4, {}),
+        (3, {**EVERYTHING, **DRAWN, "norm": False, "projection": 21}),
+        (4, {"projection": 13, "cell_clip": 0.8, "proj_clip": 0.5}),
+        (1, {"projection": 70, "recompute": True}),
+        (2, {"reverse": (True, False), "peephole": True}),
+    ],
+    ids=["plain", "everything", "projection", "one block", "a block each"],
+)
+def test_several_blocks_and_tiles(library, dtype, multiprocessors, options):
+    """More rows than a tile, more columns than a warp's; the last blocks own less or nothing."""
+    B = 18
+    lengths = [b % 4 for b in range(B)] if "lengths" in options else None
+    case = make(3, B, 8, 37, dtype=dtype, **{**options, "lengths": lengths})
+    assert fits(case)
+    with library.device(seed=1, multiprocessors=multiprocessors):
+        check(case)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_long_contractions(library, dtype):
+    """More chunks than warps."""
+    with library.device(seed=1, multiprocessors=8, blocks_per_multiprocessor=1):
+        check(make(2, 2, 8, 300, dtype=dtype))
+
+
+def test_rows_wider_than_a_block(library):
+    check(make(2, 2, 8, 270, norm=True, peephole=True), make(2, 2, 8, 270, norm=True, coupled=True))
+    with library.device(seed=1, **STEP_BY_STEP):
+        check(make(2, 2, 8, 270, projection=260))
+
+
+@pytest.mark.parametrize("what", ["plain", "everything"])
+def test_both_ways_agree(library, what):
+    """Within a few roundings, in every result."""
+    case = make(4, 3, 5, 20, **{**VARIANTS[what], "norm": False, "lengths": None})
+    together = run(case)
+    with library.device(**STEP_BY_STEP):
+        apart = run(case)
+    for name in together:
+        torch.testing.assert_close(together[name], apart[name], rtol=1e-4, atol=1e-5)
+
+
+# Which way ---------------------------------------------------------------------------------------
+
+
+def why_step_by_step(case: Case, backward: bool = False) -> str:
+    parameters = [t for p in case.parameters for t in p]
+    coupled = case.numbers.coupled
+    return torch.ops.trifuse.lstm_step_by_step.cuda(case.input, parameters, coupled, backward)
+
+
+def fits(case: Case) -> bool:
+    return not why_step_by_step(case) and not why_step_by_step(case, True)
+
+
+def test_why_a_call_goes_step_by_step(library):
+    case = make(2, 3, 8, 64, dtype=torch.bfloat16)
+    assert fits(case)
+    assert why_step_by_step(make(norm=True)) == "layer norm needs whole rows"
+    assert why_step_by_step(make(dtype=torch.float64)) == "float64 has no kernel of its own"
+    # 64 columns, each of 64 numbers of 2 bytes, and 8 parts of 16 rows of them.
+    with library.device(shared_memory=32 << 10):
+        assert why_step_by_step(case) == (
+            "the recurrent weights take 40 KiB of each of 4 multiprocessors, which have 32"
+        )
+    with library.device(blocks_per_multiprocessor=0):
+        assert why_step_by_step(case) == "4 blocks would have to be resident, and 0 can be"
+    with library.device(multiprocessors=1):
+        two = make(reverse=(False, True))
+        assert why_step_by_step(two) == "the directions share one multiprocessor"
+
+
+@pytest.mark.parametrize(
+    ("H", "projection", "directions", "dtype", "one_launch"),
+    [
+        (1024, None, 1, torch.bfloat16, True),
+        (1024, None, 2, torch.bfloat16, True),
+        (1024, None, 1, torch.float32, True),
+        (1024, None, 2, torch.float32, False),
+        (2048, None, 1, torch.bfloat16, False),
+        (4096, 512, 1, torch.bfloat16, True),  # ELMo's
+    ],
+)
+def test_what_fits_an_h200(library, H, projection, directions, dtype, one_launch):
+    def empty(*shape: int) -> Tensor:
+        return torch.empty(1, dtype=dtype).expand(shape)
+
+    R = projection or H
+    parameters = [empty(4 * H, 1), empty(4 * H, R), None, None, empty(R, H) if projection else None]
+    parameters += [None] * 5
+    with library.device(multiprocessors=132, blocks_per_multiprocessor=1):
+        for backward in (False, True):
+            why = torch.ops.trifuse.lstm_step_by_step.cuda(
+                empty(1, 1, 1), parameters * directions, False, backward
+            )
+            assert (why == "") == one_launch, why
+
+
+def test_a_launch_that_fails_names_the_kernel_and_the_sizes(library):
+    message = r"lstm_forward_step \(T 5, B 3, H 6, R 6, grid 3x1x1, block 256x1x1, shared 248 "
+    with library.device(shared_memory=16), pytest.raises(RuntimeError, match=message):
+        run(make())
+
+
+# The same bits -----------------------------------------------------------------------------------
+
+
+@WAYS
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("norm", [False, True])
+def test_bits_do_not_depend_on_the_order_of_threads(library, way, dtype, norm):
+    options = {**EVERYTHING, **DRAWN, "norm": norm, "lengths": (2, 3, 0)}
+    case = make(3, 3, H=20, dtype=dtype, **options)
+    with library.device(**way):
+        expected = run(case)
+    for seed in range(2, 4):
+        with library.device(seed=seed, **way):
+            assert_same_bits(run(case), expected)
+
+
+OF_ROWS = ("output", "h_n", "c_n", "grad_h0", "grad_c0")
+
+
+def test_a_row_does_not_depend_on_its_batch(library):
+    """In one launch, whose products are its own; neither on the padding of its lengths."""
+    lengths = [b % 5 for b in range(18)]
+    case = make(4, 18, H=20, lengths=lengths, reverse=(False, True), peephole=True)
+    case = with_exact_products(case)
+    together = run(case)
+    for b in (0, 3, 17):
+        length, keep = int(case.lengths[b]), slice(b, b + 1)
+        of_input = {n: getattr(case, n)[:length, keep] for n in ("input", "grad_output")}
+        of_states = {n: getattr(case, n)[:, keep] for n in ("h0", "c0", "grad_h_n", "grad_c_n")}
+        alone = run(dataclasses.replace(case, lengths=None, **of_input, **of_states))
+        for name in OF_ROWS:
+            part = together[name][:length, keep] if name == "output" else together[name][:, keep]
+            assert_equal(part, alone[name], name)
+        assert not together["output"][length:, b].any()
+        assert not together["grad_input"][length:, b].any()
+
+
+@WAYS
+@pytest.mark.parametrize("options", [{}, {"recompute": True}, {"norm": True}], ids=str)
+def test_padding_does_not_exist(library, way, options):
+    clean = make(4, 3, lengths=(2, 4, 0), reverse=(True,), peephole=True, **DRAWN, **options)
+    padding = torch.arange(4)[:, None] >= clean.lengths
+    spoilt = dataclasses.replace(
+        clean,
+        input=clean.input.masked_fill(padding[..., None], NAN),
+        grad_output=clean.grad_output.masked_fill(padding[..., None], NAN),
+    )
+    assert_same_bits(run(spoilt), run(clean))
+
+
+@WAYS
+def test_layouts_change_nothing(library, way):
+    case = make(3, 3, reverse=(False, True), norm=way == STEP_BY_STEP, peephole=True)
+    for layout in ("gaps", "swapped"):
+        assert_same_bits(run(laid_out(case, lambda layout=layout: layout)), run(case))
+
+
+# The ops -----------------------------------------------------------------------------------------
+
+
+def forward(case: Case, save: int, **changes: Any) -> tuple[Tensor, ...]:
+    case = dataclasses.replace(case, **changes)
+    parameters = [t for p in case.parameters for t in p]
+    inputs = (case.input, case.h0, case.c0, parameters, case.lengths, case.seed)
+    return torch.ops.trifuse.lstm_forward.cuda(*inputs, *case.numbers, save)
+
+
+@WAYS
+def test_a_sequence_cut_in_two(library, way):
+    whole = with_exact_products(make(5, 3, cell_clip=0.8, peephole=True))
+    y1, h, c, *_ = forward(whole, 0, input=whole.input[:2])
+    y2, *last = forward(whole, 0, input=whole.input[2:], h0=h, c0=c)
+    y, *expected = forward(whole, 0)
+    assert torch.equal(torch.cat([y1, y2]), y)
+    assert all(torch.equal(a, b) for a, b in zip(last, expected, strict=True))
+
+
+@WAYS
+def test_nothing_is_kept_without_need(library, way):
+    case = make(peephole=True)
+    results = [forward(case, save) for save in (0, 1, 2)]
+    shapes = [(tuple(gates.shape), tuple(cells.shape)) for *_, gates, cells in results]
+    assert shapes == [((0,), (0,)), ((0,), (1, 5, 3, 6)), ((1, 5, 3, 24), (1, 5, 3, 6))]
+    for *of_results, _, _ in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(of_results, results[0], strict=False))
+
+
+@pytest.mark.parametrize(("T", "B"), [(0, 2), (2, 0), (0, 0)])
+def test_empty(library, T, B):
+    case = make(T, B, reverse=(False, True), norm=True, projection=3, peephole=True, **DRAWN)
+    results = run(case)
+    assert results["output"].shape == case.grad_output.shape
+    if T == 0:
+        assert torch.equal(results["h_n"], case.h0)
+        assert torch.equal(results["c_n"], case.c0)
+        assert torch.equal(results["grad_h0"], case.grad_h_n)
+        assert torch.equal(results["grad_c0"], case.grad_c_n)
+    for name in results.keys() - {*OF_ROWS, "grad_input"}:
+        assert not results[name].any()
+
+
+@pytest.mark.parametrize("half", [0, 1])
+def test_gradients_not_wanted_are_empty(library, half):
+    case = make(2, 2, **EVERYTHING | {"lengths": None, "reverse": (True,)})
+    parameters = [t for p in case.parameters for t in p]
+    inputs = (case.input, case.h0, case.c0, parameters, None, None)
+    output, _, _, gates, cells = forward(case, 2)
+
+    def backward(wanted: tuple[bool, ...]) -> list[Tensor]:
+        return torch.ops.trifuse.lstm_backward.cuda(
+            case.grad_output, case.grad_h_n, case.grad_c_n, *inputs, output, gates, cells,
+            *case.numbers, wanted,
+        )  # fmt: skip
+
+    wanted = tuple(i % 2 == half for i in range(3 + SLOTS))
+    pairs = zip(backward(wanted), backward((True,) * (3 + SLOTS)), wanted, strict=True)
+    for some, every, want in pairs:
+        assert some.dtype == case.input.dtype
+        assert torch.equal(some, every) if want else some.shape == (0,)
+
+
+def test_lengths_out_of_range_are_refused(library):
+    with pytest.raises(RuntimeError, match=r"lengths: expected lengths in \[0, 5\]"):
+        forward(make(lengths=(3, 6, 0)), 0)
+
+
+# Code for GPUs -----------------------------------------------------------------------------------
+
+# Registers and bytes of stack of a thread. A block of the last two has a multiprocessor to itself.
+BUDGET = {
+    "dropout_kernel": (40, 0),
+    "forward_projection_kernel": (40, 0),
+    "backward_projection_kernel": (48, 0),
+    "forward_step_kernel": (96, 0),
+    "hidden_kernel": (96, 8),
+    "backward_step_kernel": (128, 0),
+    "forward_sequence_kernel": (152, 0),
+    "backward_sequence_kernel": (168, 0),
+}
+
+
+@pytest.fixture(scope="module")
+def compiled() -> list[Code]:
+    return compile_operator("lstm")
+
+
+def test_compiled_kernels_keep_to_their_budget(compiled):
+    names = {code.kernel.partition("<")[0] for code in compiled}
+    assert names == BUDGET.keys()
+    for code in compiled:
+        registers, stack = BUDGET[code.kernel.partition("<")[0]]
+        assert code.registers <= registers, f"{code.kernel}: {code.registers} registers"
+        assert code.stack <= stack, f"{code.kernel}: {code.stack} bytes of stack"
+
+
+def test_products_run_on_the_matrix_unit(compiled):
+    """Of 16-bit types; float32 it would round."""
+    for code in compiled:
+        if "sequence" in code.kernel:
+            assert ("HMMA" in code.sass) == ("<float>" not in code.kernel), code.kernel
+
+
+def test_exchanged_states_are_read_16_bytes_at_a_time(compiled):
+    """From the L2 cache: a multiprocessor's own may hold what another has overwritten."""
+    for code in compiled:
+        if "sequence" in code.kernel:
+            assert code.count(r"LDG\.E\.128\.STRONG\.GPU") >= 8, code.kernel
