@@ -89,24 +89,32 @@ def _elmo(
     return Case("ELMo's cell", shape, dtype, backward, peer, at_least, projection=512, clip=3.0)
 
 
-CASES = (
-    _elmo(16, _FP32, True, _LSTM, 4.0),
-    _elmo(16, _FP32, True, _LOOP, 6.0),
-    _elmo(1, _FP32, True, _LSTM, 6.0),
-    _elmo(1, _FP32, True, _LOOP, 10.0),
-    _elmo(16, _BF16, False, _LSTM, 2.0),
-    Case("projection", (64, 16, 512, 512), _FP32, True, _LSTM, 3.0, projection=128),
-    Case("ragged", (64, 16, 512, 512), _FP32, True, _LSTM, 3.0, ragged=True),
-    Case(
-        "two directions, ragged", (64, 8, 256, 256), _FP32, True, _LSTM, 3.0, ragged=True,
-        bidirectional=True,
+CASES: dict[str, tuple[Case, ...]] = {
+    "cpu": (
+        _elmo(16, _FP32, True, _LSTM, 4.0),
+        _elmo(16, _FP32, True, _LOOP, 6.0),
+        _elmo(1, _FP32, True, _LSTM, 6.0),
+        _elmo(1, _FP32, True, _LOOP, 10.0),
+        _elmo(16, _BF16, False, _LSTM, 2.0),
+        Case("projection", (64, 16, 512, 512), _FP32, True, _LSTM, 3.0, projection=128),
+        Case("ragged", (64, 16, 512, 512), _FP32, True, _LSTM, 3.0, ragged=True),
+        Case(
+            "two directions, ragged", (64, 8, 256, 256), _FP32, True, _LSTM, 3.0, ragged=True,
+            bidirectional=True,
+        ),
+        Case("dense", (64, 32, 512, 512), _FP32, True, _LSTM, 1.2),
+        Case("dense", (64, 32, 512, 512), _BF16, True, _LSTM, 1.4),
+        Case("dense", (64, 8, 1024, 1024), _BF16, True, _LSTM, 2.0),
+        Case("layer norm", (64, 16, 512, 512), _FP32, True, _LOOP, 6.0, norm=True),
+        Case("one sequence", (64, 1, 512, 512), _FP32, False, _LSTM, 1.0),
     ),
-    Case("dense", (64, 32, 512, 512), _FP32, True, _LSTM, 1.2),
-    Case("dense", (64, 32, 512, 512), _BF16, True, _LSTM, 1.4),
-    Case("dense", (64, 8, 1024, 1024), _BF16, True, _LSTM, 2.0),
-    Case("layer norm", (64, 16, 512, 512), _FP32, True, _LOOP, 6.0, norm=True),
-    Case("one sequence", (64, 1, 512, 512), _FP32, False, _LSTM, 1.0),
-)  # fmt: skip
+    "cuda": (
+        Case("two directions", (512, 16, 1024, 1024), _BF16, True, _LSTM, 2.0, bidirectional=True),
+        Case("ragged", (512, 32, 1024, 1024), _BF16, True, _LSTM, 3.0, ragged=True),
+        _elmo(16, _BF16, True, _LSTM, 2.0),
+        Case("layer norm", (64, 16, 512, 512), _BF16, True, _LOOP, norm=True),
+    ),
+}  # fmt: skip
 
 
 def flops(case: Case) -> float:
@@ -138,24 +146,25 @@ class Inputs(NamedTuple):
         return [self.input, *self.module.parameters(), *self.norms]
 
 
-def inputs(case: Case) -> Inputs:
+def inputs(case: Case, device: str) -> Inputs:
     T, B, features, H = case.shape
     torch.manual_seed(0)
     module = nn.LSTM(features, H, proj_size=case.projection, bidirectional=case.bidirectional)
-    module = module.to(case.dtype).requires_grad_(case.backward)
+    module = module.to(device, case.dtype).requires_grad_(case.backward)
     norms: tuple[Tensor, ...] = ()
     if case.norm:
         sizes, fills = (4 * H, 4 * H, H, H), (1.0, 1.0, 1.0, 0.0)
         norms = tuple(
-            torch.full((size,), fill, dtype=case.dtype, requires_grad=case.backward)
+            torch.full((size,), fill, dtype=case.dtype, device=device, requires_grad=case.backward)
             for size, fill in zip(sizes, fills, strict=True)
         )
     width = case.hidden * (2 if case.bidirectional else 1)
-    lengths = torch.tensor(case.lengths) if case.ragged else None
-    grad_output = torch.randn(T, B, width, dtype=case.dtype)
+    lengths = torch.tensor(case.lengths, device=device) if case.ragged else None
+    given: dict[str, Any] = {"dtype": case.dtype, "device": device}
+    grad_output = torch.randn(T, B, width, **given)
     if lengths is not None:
-        grad_output[torch.arange(T)[:, None] >= lengths] = 0
-    x = torch.randn(T, B, features, dtype=case.dtype, requires_grad=case.backward)
+        grad_output[torch.arange(T, device=device)[:, None] >= lengths] = 0
+    x = torch.randn(T, B, features, requires_grad=case.backward, **given)
     return Inputs(x, lengths, module, norms, grad_output)
 
 
@@ -191,7 +200,8 @@ def theirs(case: Case, given: Inputs) -> Callable[[], Sequence[Tensor]]:
     if given.lengths is None:
         return _step(lambda: given.module(given.input)[0], given)
     T = case.shape[0]
-    packed = pack_padded_sequence(given.input.detach(), given.lengths, enforce_sorted=False)
+    lengths = given.lengths.cpu()
+    packed = pack_padded_sequence(given.input.detach(), lengths, enforce_sorted=False)
     data = packed.data.requires_grad_(case.backward)
 
     def output() -> Tensor:
@@ -279,19 +289,19 @@ def check(case: Case, given: Inputs) -> None:
     measure.check_agreement(case.peer, results, expected)
 
 
-def run(case: Case, seconds: float) -> measure.Result:
-    given = inputs(case)
+def run(case: Case, device: str, seconds: float) -> measure.Result:
+    given = inputs(case, device)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that oneDNN does not serve projections
         check(case, given)
         functions = {"ours": ours(case, given), case.peer: theirs(case, given)}
-        bound_by_memory = case.shape[1] == 1 and not case.backward
+        bound_by_memory = case.shape[1] == 1 and not case.backward and device == "cpu"
         if bound_by_memory:
             ceiling = read_rate(weight_bytes(case))
             work = float(weight_bytes(case) * case.shape[0])
         else:
-            ceiling, work = measure.matrix_rate(case.dtype), flops(case)
-        timings = measure.alternate(functions, seconds=seconds)
+            ceiling, work = measure.matrix_rate(case.dtype, device=device), flops(case)
+        timings = measure.alternate(functions, device=device, seconds=seconds)
     return measure.Result(
         case=case.what,
         step=case.step,
@@ -308,13 +318,15 @@ def run(case: Case, seconds: float) -> measure.Result:
 
 def main(argv: Sequence[str]) -> int:
     """Run the cases and print the table."""
-    options = measure.parser("lstm", __doc__, devices=("cpu",)).parse_args(argv)
+    options = measure.parser("lstm", __doc__).parse_args(argv)
     torch.set_num_threads(options.threads)
-    cases = measure.select(CASES, lambda case: case.name, options.cases)
-    facts = measure.machine()
+    device: str = options.device
+    cases = measure.select(CASES[device], lambda case: case.name, options.cases)
+    facts = measure.machine(device)
     measure.console.print(measure.describe(facts), soft_wrap=True)
     with trifuse.backend(options.backend):
         progress = track(cases, "timing", console=measure.console, transient=True)
-        results = [run(case, seconds=0.6 if options.quick else 4.0) for case in progress]
+        seconds = 0.6 if options.quick else 4.0
+        results = [run(case, device, seconds) for case in progress]
     measure.report("lstm", options, facts, results, fastest_only=True)
     return 0

@@ -414,11 +414,11 @@ class UnpaddedTransformer(transformer.Transformer):
         transformer.check_mask("target_mask", target_mask, target)
         packed = None
         if _can_pack(self.encoder) and _can_pack(self.decoder):
-            keep = (
+            targets, sources = (
                 torch.ones_like(tokens, dtype=torch.bool) if mask is None else mask
                 for mask, tokens in ((target_mask, target), (source_mask, source))
             )
-            packed = packing.pack_cross(self, *keep, *_KNOWN)
+            packed = packing.pack_cross(self, targets, sources, *_KNOWN)
         if packed is None:
             return super().forward(source, target, source_mask, target_mask)
         assert isinstance(self.encoder, TransformerEncoder)
