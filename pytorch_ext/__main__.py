@@ -71,7 +71,7 @@ def _capability_in_use() -> str:
 
 def _cuda_kernels(info: dict[str, Any]) -> str:
     if info.get("cuda"):
-        return f"{', '.join(info['cuda'])}, for sm_80, sm_90a and by PTX for later GPUs"
+        return f"{', '.join(info['cuda'])}, for sm_80, sm_90 and by PTX for later GPUs"
     why = info.get("cuda_error")
     return f"none in this build: {why}" if why else "none in this build"
 
