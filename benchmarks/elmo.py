@@ -653,7 +653,7 @@ def plot(path: Path, learnt: Learnt, topics: Topics, caption: str) -> None:
     names = ["by itself", *(f"layer {n}" for n in range(1, len(by_layer)))]
     mix.set_xticks(range(len(names)), names)
     mix.set_title("learnt weights of the mix", fontsize=9, loc="left")
-    accuracy.set_xticks(range(len(READINGS)), list(READINGS))
+    accuracy.set_xticks(range(len(READINGS)), [name.replace(" by ", "\nby ") for name in READINGS])
     accuracy.set_title("topics told right, held-out, %", fontsize=9, loc="left")
     for axes in (loss, perplexity, mix, accuracy):
         axes.tick_params(which="both", labelsize=7)
