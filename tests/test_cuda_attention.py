@@ -71,8 +71,7 @@ def _cuda(library: Library) -> Iterator[None]:
 
 
 @pytest.fixture
-def triton(_cuda: None) -> Kernel:
-    """What the tests that come from test_kernels_attention call the kernel that they are put to."""
+def kernel(_cuda: None) -> Kernel:
     return CUDA
 
 

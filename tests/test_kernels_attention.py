@@ -32,6 +32,7 @@ from attention_cases import (
     run_packed,
 )
 from budgets import check_budget, compile_calls
+from conftest import Kernel
 from numerics import LAYOUTS, Accuracy, lay_out
 from torch import Tensor
 from torch.nn.attention.bias import CausalVariant
@@ -43,6 +44,12 @@ Lq, Lk = 70, 45  # two blocks of either
 SIZES: dict[str, Any] = {"Lq": Lq, "Lk": Lk}
 ONE_HEAD: dict[str, Any] = SIZES | {"H": 1}
 LOWER_RIGHT = CausalVariant.LOWER_RIGHT
+
+
+@pytest.fixture
+def kernel(triton: Kernel) -> Kernel:
+    """What the tests of numbers are put to. Other kernels' tests put their own in its place."""
+    return triton
 
 
 # Numbers ----------------------------------------------------------------------------------------
@@ -86,21 +93,21 @@ FEATURES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("feature", FEATURES)
-def test_each_feature(triton, feature):
+def test_each_feature(kernel, feature):
     """Output, logsumexp and all gradients, also those that come through the logsumexp."""
     case = make(**ONE_HEAD | FEATURES[feature])
-    record_accuracy(Accuracy(triton.name), case, judge(case))
+    record_accuracy(Accuracy(kernel.name), case, judge(case))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_calls_drawn_at_random(triton, dtype):
+def test_calls_drawn_at_random(kernel, dtype):
     """Each by itself, and in the mean."""
 
     def tiles(case: Case) -> int:
         B, H, queries = case.query.shape[:3]
         return B * H * math.ceil(queries / 64) * math.ceil(case.key.shape[2] / 32)
 
-    random, accuracy = Random(1), Accuracy(triton.name)
+    random, accuracy = Random(1), Accuracy(kernel.name)
     drawn = (draw_case(random, dtype) for _ in itertools.count())
     for case in itertools.islice((case for case in drawn if 0 < tiles(case) <= 3), 10):
         record_accuracy(accuracy, case, judge(case))
@@ -112,39 +119,39 @@ HEAD_DIMS = (1, 3, 16, 33, 64, 80, 128, 256)
 
 @pytest.mark.parametrize(("E", "Ev"), list(zip(HEAD_DIMS, HEAD_DIMS[::-1], strict=True)))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_head_dims(triton, dtype, E, Ev):
+def test_head_dims(kernel, dtype, E, Ev):
     case = make(1, 1, 5, 37, E, Ev, dtype=dtype)
-    record_accuracy(Accuracy(triton.name), case, judge(case))
+    record_accuracy(Accuracy(kernel.name), case, judge(case))
 
 
 @pytest.mark.parametrize("shape", list(itertools.product((1, 2), (1, 2), (1, 5), (1, 37))), ids=str)
-def test_gradients_of_broadcast_masks(triton, shape):
+def test_gradients_of_broadcast_masks(kernel, shape):
     """Summed over what the mask is broadcast in."""
     case = make(Lq=5, Lk=37, mask=normal(*shape, seed=8))
-    record_accuracy(Accuracy(triton.name), case, judge(case))
+    record_accuracy(Accuracy(kernel.name), case, judge(case))
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 1, Lk), (1, 2, Lq, Lk), (1, 2, 1, 1)], ids=str)
-def test_long_sums_of_a_broadcast_mask(triton, shape, monkeypatch):
+def test_long_sums_of_a_broadcast_mask(kernel, shape, monkeypatch):
     """More terms than there are programs to share them out to."""
     monkeypatch.setattr("trifuse.kernels.attention._MASK_PROGRAMS", 2)
     case = make(B=3, **SIZES, mask=normal(*shape, seed=8))
-    record_accuracy(Accuracy(triton.name), case, judge(case))
+    record_accuracy(Accuracy(kernel.name), case, judge(case))
 
 
 @pytest.mark.parametrize("rows", ["some", "all"])
-def test_masks_of_the_lowest_number(triton, rows):
+def test_masks_of_the_lowest_number(kernel, rows):
     """A number like others: added to it all scores are equal, and a row of it is a mean."""
     mask = torch.zeros(2, 1, Lq, Lk)
     chosen = mask if rows == "all" else mask[0, 0, 5]
     chosen.fill_(torch.finfo(torch.float32).min)
     # torch's derivative of a logsumexp gives each key of such a row 1 instead of its share.
     case = dataclasses.replace(make(**ONE_HEAD, mask=mask), grad_lse=None)
-    record_accuracy(Accuracy(triton.name), case, judge(case))
+    record_accuracy(Accuracy(kernel.name), case, judge(case))
 
 
 @pytest.mark.parametrize("size", ["B", "H", "Lq", "Lk", "E", "Ev"])
-def test_empty_tensors(triton, size):
+def test_empty_tensors(kernel, size):
     sizes = {"B": 2, "H": 2, "Lq": 3, "Lk": 4, "E": 5, "Ev": 6} | {size: 0}
     B, H, queries, keys, E, Ev = sizes.values()
     case = Case(
@@ -187,7 +194,7 @@ def left_out_keys(way: str) -> tuple[dict[str, Any], Tensor]:
 
 @pytest.mark.parametrize("dropout_p", [0.0, 0.3])
 @pytest.mark.parametrize("way", ["bool mask", "float mask", "lengths", "causal", "window"])
-def test_keys_left_out_pass_on_no_poison(triton, way, dropout_p):
+def test_keys_left_out_pass_on_no_poison(kernel, way, dropout_p):
     options, out = left_out_keys(way)
     case = make(**ONE_HEAD | options, dropout_p=dropout_p)
     where = out[:, None, :, None]
@@ -207,7 +214,7 @@ EMPTY: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("way", EMPTY)
-def test_rows_without_a_key(triton, way):
+def test_rows_without_a_key(kernel, way):
     """They are 0, and what is in their queries and upstream gradients reaches nobody."""
     case = make(**ONE_HEAD, **EMPTY[way])
     empty = ~pairs(case).any(-1)
@@ -227,7 +234,7 @@ def test_rows_without_a_key(triton, way):
 
 
 @pytest.mark.parametrize("where", ["query", "key", "value", "grad_out", "grad_lse", "attn_mask"])
-def test_nan_reaches_exactly_what_it_is_paired_with(triton, where):
+def test_nan_reaches_exactly_what_it_is_paired_with(kernel, where):
     """One NaN in one place, each key seen by some rows and not by others."""
     case = make(B=2, **ONE_HEAD, mask=bias(2, 1, Lq, Lk), is_causal=True)
     seen = pairs(case)[1, 0].nonzero()
@@ -259,7 +266,7 @@ def shows_weights(case: Case) -> Case:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_same_weights_are_dropped_as_elsewhere(triton, dtype):
+def test_the_same_weights_are_dropped_as_elsewhere(kernel, dtype):
     case = shows_weights(make(Hkv=1, **SIZES, dtype=dtype, dropout_p=0.3, window=(30, 9)))
     results = run(case)
     with trifuse.backend("eager"):
@@ -288,7 +295,7 @@ LENGTHS_Q, LENGTHS_K = [70, 0, 1, 33], [40, 7, 0, 45]
     ],
     ids=str,
 )
-def test_packed_is_each_sequence_by_itself(triton, dtype, options):
+def test_packed_is_each_sequence_by_itself(kernel, dtype, options):
     """Bit for bit, with NaN in tokens past the last sequence, whose results are 0."""
     case = packed(LENGTHS_Q, LENGTHS_K, rest=9, dtype=dtype, **options)
     cu_q, cu_k = boundaries(LENGTHS_Q), boundaries(LENGTHS_K, torch.int32)
@@ -310,7 +317,7 @@ def test_packed_is_each_sequence_by_itself(triton, dtype, options):
         assert x[:, :, -9:].eq(-INF if name == "lse" else 0).all(), name
 
 
-def test_packed_with_a_mask_and_dropout(triton):
+def test_packed_with_a_mask_and_dropout(kernel):
     lengths = [33, 0, 40]
     case = packed(lengths, lengths, mask=bias(3, 2, 40, 40), dropout_p=0.4, is_causal=True)
     limits = {"max_seqlen_q": 40, "max_seqlen_k": 40}
@@ -321,7 +328,7 @@ def test_packed_with_a_mask_and_dropout(triton):
 
 
 @pytest.mark.parametrize("lengths", [[], [0, 0]])
-def test_packed_without_tokens(triton, lengths):
+def test_packed_without_tokens(kernel, lengths):
     results = run_packed(packed(lengths, lengths, rest=3), boundaries(lengths), None)
     assert results.out.eq(0).all()
     assert results.lse.eq(-INF).all()
@@ -329,7 +336,7 @@ def test_packed_without_tokens(triton, lengths):
 
 
 @pytest.mark.parametrize("options", [{"is_causal": True}, {"window": (30, 9)}], ids=str)
-def test_alone_in_a_batch_and_padded_further(triton, options):
+def test_alone_in_a_batch_and_padded_further(kernel, options):
     """A sequence gets the same bits in company and with NaN for padding."""
     company = make(**ONE_HEAD, **options)
     fields = ("query", "key", "value", "grad_out", "grad_lse")
@@ -351,7 +358,7 @@ def test_alone_in_a_batch_and_padded_further(triton, options):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS[1:])
-def test_layouts_change_nothing(triton, layout):
+def test_layouts_change_nothing(kernel, layout):
     fields = ("query", "key", "value", "grad_out", "attn_mask")
     case = make(**ONE_HEAD, E=24, Ev=20, dtype=torch.bfloat16, mask=bias(2, 1, Lq, Lk))
     if layout == "expanded":
@@ -367,7 +374,7 @@ def test_layouts_change_nothing(triton, layout):
             assert x.transpose(1, 2).is_contiguous()
 
 
-def test_upstream_gradients_expanded_from_one_number(triton):
+def test_upstream_gradients_expanded_from_one_number(kernel):
     """What ``out.sum().backward()`` sends up: stride 0 in every dimension."""
     case = make(**ONE_HEAD)
     ones = {"grad_out": torch.ones(()), "grad_lse": torch.ones(())}
