@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 from random import Random
 from typing import Any
 
@@ -242,6 +243,32 @@ def layouts(dims: int) -> tuple[str, ...]:
     """Those that a tensor of so many dimensions can have."""
     names = ("contiguous", "gaps", "offset", "slices", "expanded", "reversed", "transposed")
     return names[: {1: 4, 2: 5}.get(dims, 7)]
+
+
+def check_without_columns(forward: Callable[..., Any], rms_norm: bool) -> None:
+    """Mean and rstd of rows of nothing, by a backend's forward op."""
+    nothing = torch.empty(3, 0)
+    arguments = (nothing, None, None, None, None, None, 0.0, 1e-5, rms_norm, False, torch.float32)
+    results, expected = forward(*arguments), reference.dropout_add_layer_norm(*arguments)
+    for actual, of_reference in zip(results[2:], expected[2:], strict=True):
+        torch.testing.assert_close(actual, of_reference, equal_nan=True)
+
+
+def check_wanted(forward: Callable[..., Any], backward: Callable[..., Any], wanted: int) -> None:
+    """A backend's backward op gives the gradients whose bits are set, and nothing for others."""
+    case, seed = make(5, 12, dropout_p=0.3), drawn_seed()
+    options = (case.dropout_p, case.eps, case.rms_norm)
+    _, _, mean, rstd = forward(*case.tensors, seed, *options, False, torch.float32)
+
+    def grads(wants: tuple[bool, ...]) -> Any:
+        return backward(
+            case.grad_out, None, *case.tensors, seed, mean, rstd, *options, False, wants
+        )
+
+    wants = tuple(bool(wanted >> i & 1) for i in range(5))
+    for some, every, want in zip(grads(wants), grads((True,) * 5), wants, strict=True):
+        assert some.dtype == every.dtype
+        assert torch.equal(some, every) if want else some.shape == (0,)
 
 
 def assert_same_bits(actual: Results, expected: Results) -> None:

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -139,3 +140,15 @@ def serving_as_cuda(library: Library) -> Iterator[None]:
     finally:
         backends._WHY_NOT["cuda"] = before
         backends._choose.cache_clear()
+
+
+def library_fixture(operator: str) -> Any:
+    """A fixture: an operator's library, which ``trifuse.backend("cuda")`` means in a module."""
+
+    @pytest.fixture(scope="module")
+    def library() -> Iterator[Library]:
+        library = build_operator(operator)
+        with serving_as_cuda(library):
+            yield library
+
+    return library

@@ -401,6 +401,19 @@ def assert_same_bits(actual: Results, expected: Results) -> None:
         assert_equal(actual[name], expected[name], name)
 
 
+def check_empty(case: Case, results: Results) -> None:
+    """A call without steps or rows gives the states as they are, and gradients of 0 else."""
+    assert results["output"].shape == case.grad_output.shape
+    if case.input.shape[0] == 0:
+        assert torch.equal(results["h_n"], case.h0)
+        assert torch.equal(results["c_n"], case.c0)
+        assert torch.equal(results["grad_h0"], case.grad_h_n)
+        assert torch.equal(results["grad_c0"], case.grad_c_n)
+    of_rows = {"output", "h_n", "c_n", "grad_input", "grad_h0", "grad_c0"}
+    for name in results.keys() - of_rows:
+        assert not results[name].any()
+
+
 # Which kernels there are ------------------------------------------------------------------------
 
 

@@ -28,7 +28,7 @@ from attention_cases import (
 )
 from conftest import Kernel
 from cuda_code import Code, compile_operator
-from host_build import Library, build_operator, serving_as_cuda
+from host_build import Library, library_fixture
 from numerics import Accuracy
 from test_kernels_attention import (  # noqa: F401 - collected here, with this file's kernel
     FEATURES,
@@ -56,11 +56,7 @@ from test_kernels_attention import (  # noqa: F401 - collected here, with this f
 CUDA = Kernel("cuda")
 
 
-@pytest.fixture(scope="module")
-def library() -> Iterator[Library]:
-    library = build_operator("attention")
-    with serving_as_cuda(library):
-        yield library
+library = library_fixture("attention")
 
 
 @pytest.fixture(autouse=True)

@@ -15,6 +15,8 @@ from dropout_add_layer_norm_cases import (
     Case,
     assert_same_bits,
     cases,
+    check_wanted,
+    check_without_columns,
     draw_case,
     dropout_multiplier,
     lay_out_rows,
@@ -23,23 +25,17 @@ from dropout_add_layer_norm_cases import (
     record_accuracy,
     run,
 )
-from host_build import Library, build_operator, serving_as_cuda
+from host_build import Library, library_fixture
 from hypothesis import given, settings
 from numerics import Accuracy
-from torch import Tensor
 
 import trifuse
-from trifuse.reference import dropout_add_layer_norm as reference
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 CUDA = Kernel("cuda")
 
 
-@pytest.fixture(scope="module")
-def library() -> Iterator[Library]:
-    library = build_operator("dropout_add_layer_norm")
-    with serving_as_cuda(library):
-        yield library
+library = library_fixture("dropout_add_layer_norm")
 
 
 @pytest.fixture(autouse=True)
@@ -217,31 +213,15 @@ def test_empty(library, shape):
 
 @pytest.mark.parametrize("rms_norm", [False, True])
 def test_statistics_without_columns(library, rms_norm):
-    nothing = torch.empty(3, 0)
-    arguments = (nothing, None, None, None, None, None, 0.0, 1e-5, rms_norm, False, torch.float32)
-    results = torch.ops.trifuse.dropout_add_layer_norm_forward.cuda(*arguments)
-    expected = reference.dropout_add_layer_norm(*arguments)
-    for actual, of_reference in zip(results[2:], expected[2:], strict=True):
-        torch.testing.assert_close(actual, of_reference, equal_nan=True)
+    check_without_columns(torch.ops.trifuse.dropout_add_layer_norm_forward.cuda, rms_norm)
 
 
 @pytest.mark.parametrize("wanted", [0b00001, 0b00010, 0b00100, 0b01000, 0b10000, 0b01001])
 def test_gradients_not_wanted_are_empty(library, wanted):
-    case = make(5, 12, dropout_p=0.3)
-    wants = tuple(bool(wanted >> i & 1) for i in range(5))
-    tensors, seed = case.tensors, drawn_seed()
-    options = (case.dropout_p, case.eps, case.rms_norm)
-    forward = torch.ops.trifuse.dropout_add_layer_norm_forward.cuda
-    _, _, mean, rstd = forward(*tensors, seed, *options, False, torch.float32)
-
-    def backward(wants: tuple[bool, ...]) -> tuple[Tensor, ...]:
-        return torch.ops.trifuse.dropout_add_layer_norm_backward.cuda(
-            case.grad_out, None, *tensors, seed, mean, rstd, *options, False, wants
-        )
-
-    for some, every, want in zip(backward(wants), backward((True,) * 5), wants, strict=True):
-        assert some.dtype == every.dtype
-        assert torch.equal(some, every) if want else some.shape == (0,)
+    ops = torch.ops.trifuse
+    check_wanted(
+        ops.dropout_add_layer_norm_forward.cuda, ops.dropout_add_layer_norm_backward.cuda, wanted
+    )
 
 
 def test_launches_name_the_kernel_and_the_sizes(library):

@@ -12,11 +12,13 @@ from typing import Any
 
 import pytest
 import torch
-from attention_cases import drawn_seed, normal
+from attention_cases import normal
 from budgets import check_budget, compile_calls, for_each_architecture
 from dropout_add_layer_norm_cases import (
     Case,
     assert_same_bits,
+    check_wanted,
+    check_without_columns,
     draw_case,
     dropout_multiplier,
     lay_out_rows,
@@ -28,10 +30,8 @@ from dropout_add_layer_norm_cases import (
 from hypothesis import given
 from hypothesis import strategies as st
 from numerics import Accuracy
-from torch import Tensor
 
 import trifuse
-from trifuse.reference import dropout_add_layer_norm as reference
 from trifuse.reference import philox
 
 NAN, INF = float("nan"), float("inf")
@@ -235,33 +235,15 @@ def test_empty(triton, shape):
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered in divide")  # 0 / 0
 def test_statistics_without_columns(kernels):
-    nothing = torch.empty(3, 0)
     for rms_norm in (False, True):
-        arguments = (nothing, None, None, None, None, None, 0.0, 1e-5, rms_norm, False)
-        results = kernels.dropout_add_layer_norm_forward(*arguments, torch.float32)
-        expected = reference.dropout_add_layer_norm(*arguments, torch.float32)
-        for actual, of_reference in zip(results[2:], expected[2:], strict=True):
-            torch.testing.assert_close(actual, of_reference, equal_nan=True)
+        check_without_columns(kernels.dropout_add_layer_norm_forward, rms_norm)
 
 
 @pytest.mark.parametrize("wanted", [0b00001, 0b00010, 0b00100, 0b01000, 0b10000, 0b01001])
 def test_gradients_not_wanted_are_empty(kernels, wanted):
-    case = make(5, 12, dropout_p=0.3)
-    wants = tuple(bool(wanted >> i & 1) for i in range(5))
-    tensors, seed = case.tensors, drawn_seed()
-    options = (case.dropout_p, case.eps, case.rms_norm)
-    _, _, mean, rstd = kernels.dropout_add_layer_norm_forward(
-        *tensors, seed, *options, False, torch.float32
+    check_wanted(
+        kernels.dropout_add_layer_norm_forward, kernels.dropout_add_layer_norm_backward, wanted
     )
-
-    def backward(wants: tuple[bool, ...]) -> tuple[Tensor, ...]:
-        return kernels.dropout_add_layer_norm_backward(
-            case.grad_out, None, *tensors, seed, mean, rstd, *options, False, wants
-        )
-
-    for some, every, want in zip(backward(wants), backward((True,) * 5), wants, strict=True):
-        assert some.dtype == every.dtype
-        assert torch.equal(some, every) if want else some.shape == (0,)
 
 
 # Code for GPUs ----------------------------------------------------------------------------------

@@ -362,6 +362,8 @@ class TransformerDecoder(nn.TransformerDecoder):
     def _pack(
         self, tgt: Tensor, memory: Tensor, tgt_padding: Tensor | None, memory_padding: Tensor | None
     ) -> CrossSequences | None:
+        if tgt_padding is None and memory_padding is None:
+            return None
         if tgt.dim() != 3 or memory.dim() != 3 or _appends_keys(self):
             return None
         keep = []
@@ -413,7 +415,8 @@ class UnpaddedTransformer(transformer.Transformer):
         transformer.check_mask("source_mask", source_mask, source)
         transformer.check_mask("target_mask", target_mask, target)
         packed = None
-        if _can_pack(self.encoder) and _can_pack(self.decoder):
+        masked = source_mask is not None or target_mask is not None
+        if masked and _can_pack(self.encoder) and _can_pack(self.decoder):
             targets, sources = (
                 torch.ones_like(tokens, dtype=torch.bool) if mask is None else mask
                 for mask, tokens in ((target_mask, target), (source_mask, source))
