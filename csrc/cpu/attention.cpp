@@ -6,10 +6,10 @@
 #include <ATen/ATen.h>
 #include <torch/library.h>
 
-#include <cmath>
 #include <optional>
 #include <tuple>
 
+#include "attention_tensors.h"
 #include "cpu/arguments.h"
 #include "cpu/kernels.h"
 #include "cpu/memory.h"
@@ -17,20 +17,6 @@
 
 namespace trifuse {
 namespace {
-
-Tensor4 strided(const Tensor& t) {
-  Tensor4 result{t.data_ptr(), {}};
-  for (int64_t d = 0; d < t.dim(); ++d) result.stride[d] = t.stride(d);
-  return result;
-}
-
-// Strides that repeat the one element of a dimension of size 1.
-Tensor4 broadcast(const Tensor& t) {
-  Tensor4 result = strided(t);
-  for (int64_t d = 0; d < 4; ++d)
-    if (t.size(d) == 1) result.stride[d] = 0;
-  return result;
-}
 
 // Uninitialised (B, H, L, last), in memory order (B, L, H) if `like` is so: see
 // _empty_like_layout in pytorch_ext/ops/attention.py, which must agree.
@@ -71,22 +57,14 @@ Call make_call(
     bool lower_right, double dropout_p) {
   Call call;
   AttentionProblem& p = call.problem;
-  p.dtype = kernel_type(query.scalar_type());
-  p.batch = query.size(0);
-  p.heads = query.size(1);
-  p.kv_heads = key.size(1);
-  p.Lq = call.used_q = query.size(2);
-  p.Lk = call.used_k = key.size(2);
-  p.E = query.size(3);
-  p.Ev = value.size(3);
+  describe(p, query, key, value, attn_mask, scale, lower_right);
+  call.used_q = p.Lq;
+  call.used_k = p.Lk;
   p.query = strided(query);
   p.key = strided(key);
   p.value = strided(value);
-  p.scale = scale.value_or(1.0 / std::sqrt(static_cast<double>(std::max<int64_t>(p.E, 1))));
   p.window_left = window_left;
   p.window_right = window_right;
-  p.lower_right = lower_right;
-
   if (key_lengths) {
     call.key_lengths = key_lengths->to(at::kLong).contiguous();
     p.key_lengths = call.key_lengths.const_data_ptr<int64_t>();
@@ -111,12 +89,6 @@ Call make_call(
       p.Lq = std::max(p.Lq, p.cu_seqlens_q[b + 1] - p.cu_seqlens_q[b]);
       p.Lk = std::max(p.Lk, p.cu_seqlens_k[b + 1] - p.cu_seqlens_k[b]);
     }
-  }
-  if (attn_mask) {
-    p.mask = broadcast(*attn_mask);
-    p.mask_kind = attn_mask->scalar_type() == at::kBool ? MaskKind::Bool
-        : attn_mask->scalar_type() == at::kFloat        ? MaskKind::Float32
-                                                        : MaskKind::QueryType;
   }
   p.dropout = kernel_dropout(dropout_p, seed);
   return call;

@@ -8,22 +8,15 @@
 #include <ATen/ATen.h>
 #include <torch/library.h>
 
-#include <cmath>
 #include <string>
 #include <tuple>
 
+#include "attention_tensors.h"
 #include "cpu/arguments.h"
 #include "cuda/tensors.h"
 
 namespace trifuse::cuda {
 namespace {
-
-// Strides that repeat the one element of a dimension of size 1.
-Tensor4 strided(const Tensor& t) {
-  Tensor4 result{t.data_ptr(), {}};
-  for (int64_t d = 0; d < t.dim(); ++d) result.stride[d] = t.size(d) == 1 ? 0 : t.stride(d);
-  return result;
-}
 
 // Uninitialised (B, H, L, last), in memory order (B, L, H) if `like` is so: see
 // _empty_like_layout in pytorch_ext/ops/attention.py, which must agree.
@@ -64,22 +57,15 @@ Call make_call(
     bool lower_right, double dropout_p) {
   Call call;
   Attention& p = call.attention;
-  p.dtype = kernel_type(query.scalar_type());
-  p.batch = query.size(0);
-  p.heads = query.size(1);
-  p.kv_heads = key.size(1);
-  p.Lq = p.total_q = query.size(2);
-  p.Lk = p.total_k = key.size(2);
-  p.E = query.size(3);
-  p.Ev = value.size(3);
-  p.query = strided(query);
-  p.key = strided(key);
-  p.value = strided(value);
-  p.scale = scale.value_or(1.0 / std::sqrt(static_cast<double>(std::max<int64_t>(p.E, 1))));
+  describe(p, query, key, value, attn_mask, scale, lower_right);
+  p.total_q = p.Lq;
+  p.total_k = p.Lk;
+  p.query = broadcast(query);
+  p.key = broadcast(key);
+  p.value = broadcast(value);
   // A window beyond the farthest pair is no bound.
   p.window_left = std::min(window_left, p.total_q + p.total_k);
   p.window_right = std::min(window_right, p.total_q + p.total_k);
-  p.lower_right = lower_right;
   if (key_lengths) {
     call.key_lengths = key_lengths->to(at::kLong).contiguous();
     p.key_lengths = call.key_lengths.const_data_ptr<int64_t>();
@@ -93,12 +79,6 @@ Call make_call(
     // Blocks are needed for tokens past the last sequence even if all sequences are empty.
     p.Lq = std::max<int64_t>(max_seqlen_q, 1);
     p.Lk = std::max<int64_t>(max_seqlen_k, 1);
-  }
-  if (attn_mask) {
-    p.mask = strided(*attn_mask);
-    p.mask_kind = attn_mask->scalar_type() == at::kBool ? MaskKind::Bool
-        : attn_mask->scalar_type() == at::kFloat        ? MaskKind::Float32
-                                                        : MaskKind::QueryType;
   }
   if (seed) {
     p.dropout = kernel_dropout(dropout_p);
@@ -131,8 +111,8 @@ std::tuple<Tensor, Tensor> forward(
   const Tensor out = empty_like_layout(query, p.Ev);
   const Tensor logsumexp = at::empty(
       {query.size(0), query.size(1), query.size(2)}, query.options().dtype(at::kFloat));
-  p.out = strided(out);
-  p.logsumexp = strided(logsumexp);
+  p.out = broadcast(out);
+  p.logsumexp = broadcast(logsumexp);
   attention_forward(p, device.stream());
   return {out, logsumexp};
 }
@@ -150,21 +130,21 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> backward(
       query, key, value, attn_mask, key_lengths, cu_seqlens_q, cu_seqlens_k, seed, max_seqlen_q,
       max_seqlen_k, scale, window_left, window_right, lower_right, dropout_p);
   Attention& p = call.attention;
-  p.out = strided(out);
-  p.logsumexp = strided(logsumexp);
-  p.grad_out = strided(grad_out);
-  if (grad_logsumexp) p.grad_logsumexp = strided(*grad_logsumexp);
+  p.out = broadcast(out);
+  p.logsumexp = broadcast(logsumexp);
+  p.grad_out = broadcast(grad_out);
+  if (grad_logsumexp) p.grad_logsumexp = broadcast(*grad_logsumexp);
 
   const Tensor grad_query = empty_like_layout(query, p.E);
   const Tensor grad_key = empty_like_layout(key, p.E);
   const Tensor grad_value = empty_like_layout(value, p.Ev);
-  p.grad_query = strided(grad_query);
-  p.grad_key = strided(grad_key);
-  p.grad_value = strided(grad_value);
+  p.grad_query = broadcast(grad_query);
+  p.grad_key = broadcast(grad_key);
+  p.grad_value = broadcast(grad_value);
   Tensor grad_mask = at::empty({0}, query.options());
   if (mask_requires_grad) {
     grad_mask = at::empty(attn_mask->sizes(), attn_mask->options());
-    if (grad_mask.numel() > 0) p.grad_mask = strided(grad_mask);
+    if (grad_mask.numel() > 0) p.grad_mask = broadcast(grad_mask);
   }
   const Tensor workspace =
       at::empty({attention_backward_workspace(p)}, query.options().dtype(at::kByte));
