@@ -12,6 +12,7 @@ sublayer before; a stack of them passes on the last sum with its parts still apa
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -59,6 +60,7 @@ class TransformerEncoderLayer(nn.TransformerEncoderLayer):
     The constructor, the parameters and their initialisation are torch's own.
     """
 
+    @functools.wraps(nn.TransformerEncoderLayer.__init__)  # type: ignore[misc]
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         MultiheadAttention.adopt(self.self_attn)
@@ -109,6 +111,7 @@ class TransformerDecoderLayer(nn.TransformerDecoderLayer):
     The constructor, the parameters and their initialisation are torch's own.
     """
 
+    @functools.wraps(nn.TransformerDecoderLayer.__init__)  # type: ignore[misc]
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         MultiheadAttention.adopt(self.self_attn)
