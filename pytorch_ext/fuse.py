@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn as torch_nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+from torch.nn.utils import parametrize
 
 from trifuse import backends, nn
 from trifuse.models import bert, elmo, transformer
@@ -214,6 +215,8 @@ def _retype(
     """Change the class of a module that is exactly a ``source`` into ``target``."""
     if isinstance(module, target):
         return None
+    if parametrize.is_parametrized(module):  # torch has made it a class of its own
+        raise _CannotSwap("a parameter of it is parametrized; do that after fusing")
     if type(module) is not source:
         raise _CannotSwap(f"a subclass of {source.__name__}")
     if "forward" in vars(module):

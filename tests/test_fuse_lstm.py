@@ -123,10 +123,13 @@ def test_what_is_left_alone(backend):
 
     replaced = nn.GRU(I, H)
     replaced.forward = lambda *args: None
-    report = trifuse.fuse(nn.ModuleDict({"mine": Mine(I, H), "replaced": replaced}))
+    normed = nn.utils.parametrizations.weight_norm(nn.LSTM(I, H), "weight_hh_l0")
+    model = nn.ModuleDict({"mine": Mine(I, H), "normed": normed, "replaced": replaced})
+    report = trifuse.fuse(model)
     assert report.swapped == []
     assert {left.path: left.reason for left in report.left} == {
         "mine": "a subclass of LSTM",
+        "normed": "a parameter of it is parametrized; do that after fusing",
         "replaced": "its forward was replaced on the instance",
     }
 

@@ -415,6 +415,50 @@ def test_arguments_of_layers():
             call()
 
 
+LSTM_MODULE, GRU_MODULE = trifuse.nn.LSTM(I, H), trifuse.nn.GRU(I, H)
+
+
+@pytest.mark.parametrize(
+    ("module", "input", "hx", "error", "message"),
+    [
+        (LSTM_MODULE, [1.0], None, TypeError, "input: expected a Tensor; got list"),
+        (LSTM_MODULE, ones(I), None, ValueError, r"input: .* \(T, B, I\) or \(T, I\); got \(4,\)"),
+        (
+            trifuse.nn.LSTM(I, H, batch_first=True),
+            ones(1, B, T, I),
+            None,
+            ValueError,
+            r"input: expected shape \(B, T, I\) or \(T, I\); got \(1, 2, 3, 4\)",
+        ),
+        (LSTM_MODULE, ones(T, B, I), ones(1, B, H), TypeError, "hx: .* pair .*; got Tensor"),
+        (LSTM_MODULE, ones(T, B, I), (ones(1, B, H),), TypeError, "hx: .* pair .*; got tuple"),
+        (LSTM_MODULE, ones(T, B, I), (1.0, None), TypeError, "h0: expected a Tensor; got float"),
+        (
+            LSTM_MODULE,
+            ones(T, B, I),
+            (ones(1, B, H), ones(B, H)),
+            ValueError,
+            r"c0: expected shape \(1, 2, 5\); got \(2, 5\)",
+        ),
+        (
+            LSTM_MODULE,
+            ones(T, I),
+            (ones(2, H), None),
+            ValueError,
+            r"h0: expected shape \(1, 5\); got \(2, 5\)",
+        ),
+        (GRU_MODULE, ones(I), None, ValueError, r"input: .* \(T, B, I\) or \(T, I\); got \(4,\)"),
+        (GRU_MODULE, ones(T, B, I), (None,), TypeError, "hx: expected a Tensor; got tuple"),
+        (GRU_MODULE, ones(T, B, I), ones(B, H), ValueError, r"hx: .* \(1, 2, 5\); got \(2, 5\)"),
+    ],
+)
+def test_arguments_of_modules(module, input, hx, error, message):
+    """In the shapes that the caller has, whatever the module makes of them."""
+    with Kernels() as kernels, pytest.raises(error, match=f"^{message}"):
+        module(input, hx)
+    assert kernels.called == []
+
+
 @pytest.mark.parametrize("lengths", [[4, 1], [-1, 2]])
 @pytest.mark.parametrize("name", ["eager", "cpp", "triton"])
 @pytest.mark.parametrize("operator", ["lstm", "gru"])

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence
 
 from trifuse.nn.dropout import drop
+from trifuse.ops import _checks, _recurrent
 from trifuse.ops import lstm as ops
 from trifuse.ops._checks import fail
 
@@ -43,26 +44,30 @@ class Recurrent(nn.RNNBase):
                 raise fail("lengths", "None beside a PackedSequence, which has its own", "a tensor")
             x, lengths = pad_packed_sequence(input)
             lengths = lengths.to(x.device)
-            output, last = self._padded(x, states, lengths)
+            output, last = self._padded(x, (x.shape[1],), states, lengths)
             return _packed_as(input, output), last
-        if input.dim() == 2:
-            states = [None if t is None else t.unsqueeze(1) for t in states]
-            output, last = self._padded(input.unsqueeze(1), states, lengths)
+        x, batch = _recurrent.sequence(input, self.batch_first)
+        output, last = self._padded(x, batch, states, lengths)
+        if not batch:
             return output.squeeze(1), [t.squeeze(1) for t in last]
-        swap = self.batch_first and input.dim() == 3
-        output, last = self._padded(input.transpose(0, 1) if swap else input, states, lengths)
-        return output.transpose(0, 1) if swap else output, last
+        return output.transpose(0, 1) if self.batch_first else output, last
 
     def _padded(
-        self, x: Tensor, states: list[Tensor | None], lengths: Tensor | None
+        self,
+        x: Tensor,
+        batch: tuple[int, ...],
+        states: list[Tensor | None],
+        lengths: Tensor | None,
     ) -> tuple[Tensor, list[Tensor]]:
-        """(T, B, ...), whatever ``batch_first`` says."""
+        """(T, B, ...), whatever ``batch_first`` says; ``batch`` is (B,), or () without one."""
         D = len(self._suffixes())
         names = ("h0", "c0") if len(states) == 2 else ("hx",)
         for name, state, width in zip(names, states, self._widths(), strict=True):
-            shape = (self.num_layers * D, x.shape[1], width)
-            if state is not None and tuple(state.shape) != shape:
+            shape = (self.num_layers * D, *batch, width)
+            if state is not None and _checks.tensor(name, state).shape != shape:
                 raise fail(name, f"shape {shape}", tuple(state.shape))
+        if not batch:
+            states = [None if t is None else t.unsqueeze(1) for t in states]
         layers = []
         for k in range(self.num_layers):
             if k > 0:
@@ -219,6 +224,8 @@ class LSTM(Recurrent):
         Raises:
             As :func:`trifuse.lstm`.
         """
+        if hx is not None and not (isinstance(hx, (tuple, list)) and len(hx) == 2):
+            raise TypeError(f"hx: expected a pair of tensors, (h0, c0); got {type(hx).__name__}")
         states: list[Tensor | None] = [None, None] if hx is None else list(hx)
         output, (h_n, c_n) = self._forward(input, states, lengths)
         kept = states[1] if states[1] is not None else h_n
