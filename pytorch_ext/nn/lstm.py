@@ -32,6 +32,10 @@ class Recurrent(nn.RNNBase):
         """Layer k of (T, B, ...): output and last states of all its directions."""
         raise NotImplementedError
 
+    def _parameter_names(self) -> list[str]:
+        """Of a layer, without the ends that torch gives them."""
+        return ["weight_ih", "weight_hh", *(("bias_ih", "bias_hh") if self.bias else ())]
+
     def _widths(self) -> list[int]:
         """Of each state."""
         raise NotImplementedError
@@ -75,6 +79,8 @@ class Recurrent(nn.RNNBase):
             own = [None if t is None else t[k * D : (k + 1) * D] for t in states]
             x, *last = self._layer(k, x, own, lengths)
             layers.append(last)
+        if len(layers) == 1:
+            return x, layers[0]
         return x, [torch.cat(parts) for parts in zip(*layers, strict=True)]
 
     def _suffixes(self) -> tuple[str, ...]:
@@ -85,8 +91,9 @@ class Recurrent(nn.RNNBase):
 
     def _parameters_of(self, cls: Any, k: int) -> list[Any]:
         """Of layer k, for each direction: whatever stands there under torch's names."""
+        names = self._parameter_names()
         return [
-            cls(*(getattr(self, f"{name}_l{k}{suffix}", None) for name in cls._fields))
+            cls(**{name: getattr(self, f"{name}_l{k}{suffix}") for name in names})
             for suffix in self._suffixes()
         ]
 
@@ -128,6 +135,8 @@ class LSTM(Recurrent):
     proj_clip: float | None = None
     forget_bias = 0.0
     coupled = False
+    peephole = False
+    layer_norm = False
     eps = 1e-5
     zoneout_h = 0.0
     zoneout_c = 0.0
@@ -164,7 +173,8 @@ class LSTM(Recurrent):
             proj_size, device, dtype,
         )  # fmt: skip
         self.cell_clip, self.proj_clip, self.forget_bias = cell_clip, proj_clip, forget_bias
-        self.coupled, self.eps, self.recompute = coupled, eps, recompute
+        self.coupled, self.peephole, self.layer_norm = coupled, peephole, layer_norm
+        self.eps, self.recompute = eps, recompute
         self.zoneout_h, self.zoneout_c = zoneout_h, zoneout_c
         self.recurrent_dropout = recurrent_dropout
         gates = 3 if coupled else 4
@@ -196,8 +206,8 @@ class LSTM(Recurrent):
 
     def extra_repr(self) -> str:
         names = (
-            "cell_clip", "proj_clip", "forget_bias", "coupled", "zoneout_h", "zoneout_c",
-            "recurrent_dropout", "recompute",
+            "cell_clip", "proj_clip", "forget_bias", "coupled", "peephole", "layer_norm", "zoneout_h",
+            "zoneout_c", "recurrent_dropout", "recompute",
         )  # fmt: skip
         given = [f"{n}={getattr(self, n)}" for n in names if getattr(self, n) != getattr(LSTM, n)]
         return ", ".join([super().extra_repr(), *given])
@@ -254,6 +264,16 @@ class LSTM(Recurrent):
                 training=self.training,
             )
         )
+
+    def _parameter_names(self) -> list[str]:
+        names = super()._parameter_names()
+        if self.proj_size:
+            names.append("weight_hr")
+        if self.peephole:
+            names.append("weight_peephole")
+        if self.layer_norm:
+            names += ["norm_ih_weight", "norm_hh_weight", "norm_cell_weight", "norm_cell_bias"]
+        return names
 
     def _widths(self) -> list[int]:
         return [self.proj_size or self.hidden_size, self.hidden_size]
