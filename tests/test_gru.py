@@ -244,6 +244,41 @@ def test_variants(served, what):
         assert_near(run(case), specification(case))
 
 
+def test_no_drift_over_many_steps():
+    """2000 steps: errors as large as eager torch's at most, and no larger at the end."""
+    case = Case(2000, 2, 3, 5)
+    expected, eager = specification(case), eager_torch(case)
+    for kernel in serving("gru", KERNELS):
+        with kernel.serving():
+            actual = run(case)
+        for name in ("output", "grad_input", "grad_weight_hh"):
+            mine, theirs = (r[name] - expected[name] for r in (actual, eager))
+            assert mine.square().mean().sqrt() <= 2 * theirs.square().mean().sqrt(), name
+        error = (actual["output"] - expected["output"]).square().mean((1, 2)).sqrt()
+        assert error[-200:].mean() <= 3 * error[:200].mean()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("sign", [1, -1])
+def test_saturation(kernel, sign, dtype):
+    """Gates at ±80, where e^80 is near float32's end: open or shut, never NaN."""
+    case = Case(4, 2, 1, 5, dtype=dtype, biases=False)
+    case.tensors["input"].fill_(1)
+    case.tensors["weight_ih"].fill_(80 * sign)
+    case.tensors["weight_hh"].zero_()
+    results = run(case)
+    h0 = case.tensors["h0"][0]
+    # z = 1 keeps h as it is; z = 0 takes n = tanh(-80).
+    wanted = (h0 if sign > 0 else torch.full_like(h0, -1)).expand(4, 2, 5)
+    torch.testing.assert_close(results["output"], wanted)
+    expected = specification(case)
+    tolerance = 1e-2 if dtype.itemsize == 2 else 1e-5
+    for name, actual in results.items():
+        torch.testing.assert_close(
+            actual.double(), expected[name], rtol=tolerance, atol=tolerance, msg=name
+        )
+
+
 def test_the_public_functions(backend):
     """Time or batch first, unbatched, one step."""
     case = Case()
@@ -294,6 +329,18 @@ def test_padding_does_not_exist(kernel, what):
 
 
 # The same bits in any company -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@torch.no_grad()
+def test_one_step_of_few_rows(cpp_kernel, dtype):
+    """By weights where they lie, through the layer's op and the cell's: the bits of packed ones."""
+    case = Case(2, 11, 150, 51, dtype=dtype)
+    x, h0, (p,) = case.arguments(case.tensors)
+    output, _ = trifuse.gru(x, h0[0], *p)
+    for count in (1, 5, 8, 9):
+        assert_equal(trifuse.gru(x[:1, :count], h0[0, :count], *p)[0], output[:1, :count])
+        assert_equal(trifuse.gru_cell(x[0, :count], h0[0, :count], *p), output[0, :count])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -450,6 +450,16 @@ def test_padding_and_company_change_nothing(changes):
 
 
 @models
+def test_no_rows(changes):
+    model, source, target = seq2seq_model(**changes), tokens(0, 4), tokens(0, 2)
+    mask = torch.ones(0, 4, dtype=torch.bool)
+    assert model(source, target, mask).shape == (0, 2, VOCABULARY)
+    assert model.align(source, target).shape == (0, 2, 4)
+    assert _greedy(model, source).tokens.shape == (0, 8)
+    assert _search(model, source, mask).tokens.shape == (0, 4, 8)
+
+
+@models
 def test_every_parameter_learns(changes):
     model = seq2seq_model(**changes).train()
     source, mask = ragged(*LENGTHS)
@@ -572,6 +582,7 @@ def test_bad_arguments_are_named():
         ((source[:, :0], target), r"source: expected .* at least one .*got shape \(3, 0\)"),
         ((source, target[:, :0]), r"target: expected .* at least one .*got shape \(3, 0\)"),
         ((source[0], target), r"source: expected integers \(batch, length\).*got shape \(4,\)"),
+        ((source, target[:2]), r"target: expected 3 rows, .*; got 2"),
         ((source, target, mask.float()), r"source_mask: expected torch.bool of shape \(3, 4\)"),
         ((source, target, mask[:, :3]), r"source_mask: .*got torch.bool of shape \(3, 3\)"),
     ):
@@ -584,6 +595,8 @@ def test_bad_arguments_are_named():
         model(source, target, empty)
     with pytest.raises(ValueError, match=r"real tokens before its padding; not so in row 2"):
         model.align(source, target, left)
+    with pytest.raises(ValueError, match=r"target: expected 3 rows, .*; got 4"):
+        model.step(tokens(4, 2), model.start(source))
 
 
 # Decoding ---------------------------------------------------------------------------------------

@@ -512,6 +512,15 @@ def test_search_minds_no_company(length_penalty):
     assert (together.lengths.amax(1) == 8).any()
 
 
+def test_no_sources():
+    model = transformer().eval()
+    none = tokens(0, 4)
+    found = greedy_search(model, none, bos_id=0, eos_id=1, max_length=5)
+    assert (found.tokens.shape, found.lengths.shape) == ((0, 5), (0,))
+    found = beam_search(model, none, bos_id=0, eos_id=1, max_length=5, beam_width=3)
+    assert (found.tokens.shape, found.scores.shape) == ((0, 3, 5), (0, 3))
+
+
 def test_greedy_takes_the_likeliest_each_time():
     model = reverser(False)
     source, mask = sources(2, 9)

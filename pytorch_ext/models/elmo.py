@@ -969,6 +969,7 @@ class VocabularySoftmax(nn.Module):
 
     def forward(self, hidden: Tensor, targets: Tensor) -> Tensor:
         """The mean loss (), in nats, of words, integers (N,), from (N, D)."""
+        targets = targets.long()  # all that cross_entropy takes
         if self.training and self.sampler is not None:
             return self._sampled(self.sampler, hidden, targets)
         logits = self.output(hidden)

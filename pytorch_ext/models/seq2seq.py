@@ -394,7 +394,8 @@ class Seq2Seq(nn.Module):
                 one in each row. No other changes anything.
 
         Raises:
-            ValueError: source or target has no position, or the mask isn't one of those above.
+            ValueError: source or target has no position, they have not as many rows, or the mask
+                isn't one of those above.
         """
         return self.output(self._decode(target, self.start(source, source_mask))[0])
 
@@ -413,7 +414,7 @@ class Seq2Seq(nn.Module):
         lengths = None
         if source_mask is not None:
             lengths = _lengths(source, source_mask)
-            if lengths.min() == source.shape[1]:  # no padding, of which packing is the price
+            if (lengths == source.shape[1]).all():  # no padding, of which packing is the price
                 lengths = source_mask = None
         memory, hidden = self._encode(source, lengths)
         vector = memory.new_zeros(len(memory), 1, memory.shape[-1])
@@ -426,9 +427,12 @@ class Seq2Seq(nn.Module):
             tokens: integers (N, n). N is a multiple of the targets in ``state``; those of one
                 source follow each other.
             state: from :meth:`start`; it is changed to go on after the tokens.
+
+        Raises:
+            ValueError: there are no tokens, or not so many rows of them.
         """
         begun = len(state.vector)
-        if len(tokens) != begun:
+        if len(tokens) != begun and begun and len(tokens) % begun == 0:
             rows = torch.arange(begun, device=tokens.device)
             state.reorder(rows.repeat_interleave(len(tokens) // begun))
         return self.output(self._decode(tokens, state)[0])
@@ -455,6 +459,10 @@ class Seq2Seq(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         """Attentional vectors (N, n, H) of further tokens; weights (B, N / B · n, S) or None."""
         _check_length("target", tokens)
+        if len(tokens) != (rows := len(state.vector)):
+            raise ValueError(
+                f"target: expected {rows} rows, or in a step a multiple; got {len(tokens)}"
+            )
         x = self._embed(self.target_embedding, tokens)
         if not self.config.input_feeding:
             return self._advance(x, state, need_weights)
@@ -477,7 +485,9 @@ class Seq2Seq(nn.Module):
             out, hidden = self.decoder(x, state.hidden[0])
             state.hidden = (hidden,)
         # All targets of one source have the same keys: they are so many more queries.
-        queries = out.reshape(len(state.values), -1, out.shape[-1])
+        B = len(state.values)
+        targets = len(out) // B if B else 1
+        queries = out.reshape(B, targets * out.shape[1], out.shape[-1])
         context, weights = self.attention(
             queries, state.keys, state.values, state.mask, need_weights
         )

@@ -314,7 +314,8 @@ class Transformer(nn.Module):
         def attend_to_memory(x: Tensor) -> Tensor:
             # All rows of one source have the same keys: they are so many more queries.
             key, value = state.memory[index]
-            queries = x.reshape(key.shape[0], -1, x.shape[-1])
+            B = key.shape[0]
+            queries = x.reshape(B, x.shape[0] // max(B, 1) * x.shape[1], x.shape[-1])
             (query,) = _in_project(layer.multihead_attn, queries, slice(x.shape[-1]))
             out = _merge_heads(self.attention(query, key, value, state.memory_mask))
             return layer.multihead_attn.out_proj(out).view_as(x)

@@ -206,8 +206,8 @@ class LSTM(Recurrent):
 
     def extra_repr(self) -> str:
         names = (
-            "cell_clip", "proj_clip", "forget_bias", "coupled", "peephole", "layer_norm", "zoneout_h",
-            "zoneout_c", "recurrent_dropout", "recompute",
+            "cell_clip", "proj_clip", "forget_bias", "coupled", "peephole", "layer_norm",
+            "zoneout_h", "zoneout_c", "recurrent_dropout", "recompute",
         )  # fmt: skip
         given = [f"{n}={getattr(self, n)}" for n in names if getattr(self, n) != getattr(LSTM, n)]
         return ", ".join([super().extra_repr(), *given])
@@ -289,4 +289,5 @@ class LSTMCell(nn.LSTMCell):
         h, c = ops.lstm_cell(
             input, hx, self.weight_ih, self.weight_hh, self.bias_ih, self.bias_hh
         )  # fmt: skip
-        return h, c.to(h.dtype if hx is None else hx[1].dtype)
+        kept = h if hx is None or hx[1] is None else hx[1]
+        return h, c if c.dtype == kept.dtype else c.to(kept.dtype)

@@ -160,7 +160,9 @@ def state(
     _checks.same_device(argument, value, "input", input)
     if value.shape != (*batch, columns):
         raise fail(argument, f"shape {(*batch, columns)}", tuple(value.shape))
-    return value[(None,) * (2 - len(batch))]
+    for _ in range(2 - len(batch)):
+        value = value.unsqueeze(0)
+    return value
 
 
 def row_lengths(lengths: Any, input: Tensor) -> Tensor | None:
@@ -190,7 +192,7 @@ def check_lengths(lengths: Tensor | None, T: int) -> None:
 def run(call: Call) -> tuple[Tensor, ...]:
     """Output and last states."""
     operator, backend = OPERATORS[call.operator], call.choice.backend
-    tensors = (call.input, *call.states, *call.parameters)
+    tensors = _registration.for_dynamo(call.input, *call.states, *call.parameters)
     seed = None
     if call.draws:
         limits = torch.iinfo(torch.int64)
@@ -201,8 +203,8 @@ def run(call: Call) -> tuple[Tensor, ...]:
     ):
         save = SAVE_STATES if call.recompute else SAVE_ALL
         save = save if torch.is_grad_enabled() else SAVE_NOTHING
-        return _Recurrence.apply(
-            call.operator, backend, call.options, save, call.lengths, seed, *_distinct(tensors)
+        return _registration.apply(
+            _Recurrence, call.operator, backend, call.options, save, call.lengths, seed, *tensors
         )[:results]
     integers = (call.lengths, seed)[: operator.integers]
     return operator.forward[backend](
@@ -215,22 +217,36 @@ def run(call: Call) -> tuple[Tensor, ...]:
     )[:results]
 
 
+def plain_step(op: Any, *tensors: Tensor | None) -> Any:
+    """One step by the C++ op of a cell; None where the call has to go the long way.
+
+    A step of a few hundred units takes no longer than looking at its arguments in Python does. The
+    op refuses those that don't fit each other: then the long way says what is wrong.
+    """
+    if (
+        op is None
+        or _registration.differentiating()
+        or not _PLAIN.issuperset(map(type, tensors))
+        or not getattr(tensors[0], "is_cpu", False)
+        or backends._requested not in ("auto", "cpp")
+        or torch.is_autocast_enabled("cpu")
+        or torch._C._len_torch_dispatch_stack() > 0
+        or (torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors))
+    ):
+        return None
+    try:
+        return op(*tensors)
+    except RuntimeError:
+        return None
+
+
+_PLAIN = {Tensor, torch.nn.Parameter, type(None)}
+
+
 def _differentiating() -> bool:
-    if torch.compiler.is_compiling() and not torch.is_grad_enabled():
-        # Dynamo would trace the Function's forward itself, and fails at its variable arguments.
-        return _registration.forward_mode()
-    return _registration.differentiating()
-
-
-def _distinct(tensors: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
-    """Dynamo refuses a Function that is given the same tensor twice, as in hx = (zeros, zeros)."""
-    if not torch.compiler.is_compiling():
-        return tensors
-    result: list[Tensor | None] = []
-    for i, t in enumerate(tensors):
-        seen = t is not None and any(t is other for other in tensors[:i])
-        result.append(t.view_as(t) if t is not None and seen else t)
-    return tuple(result)
+    # Where nothing needs a gradient Dynamo would trace the Function's forward itself, and fails at
+    # its variable arguments.
+    return not torch.compiler.is_compiling() and _registration.differentiating()
 
 
 class _Recurrence(torch.autograd.Function):

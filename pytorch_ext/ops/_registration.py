@@ -104,6 +104,17 @@ def implement_triton(operator: str, check: Callable[..., None] | None = None) ->
     register(f"{operator}_backward", None)
 
 
+def apply(function: type[torch.autograd.Function], *args: Any) -> Any:
+    """``function.apply``, without asking in every call which arguments have defaults.
+
+    That takes longer than the kernels of small tensors do.
+    """
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        return function.apply(*args)
+    args = torch._functorch.utils.unwrap_dead_wrappers(args)
+    return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]
+
+
 def without_autocast() -> AbstractContextManager[None]:
     """What an operator computes in is its own affair; autocast has had its say on the arguments."""
     return torch._C._DisableAutocast()
@@ -120,6 +131,39 @@ def differentiating() -> bool:
         or torch._C._functorch.peek_interpreter_stack() is not None
         or forward_mode()
     )
+
+
+def for_dynamo(*tensors: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    """What a Function is to be given: views of the tensors, where Dynamo would err about them.
+
+    It refuses the same tensor twice, as in self-attention of x. And it takes what a function under
+    ``torch.func.grad`` is given for tensors that need no gradient, though not their views; of a
+    Function that nothing needs a gradient of it drops the backward, so the gradient would be zero.
+    Nor does it ask a Function for its forward-mode derivative, which ours don't have. And it takes
+    a Function that a backward calls for one that nothing needs a gradient of.
+    """
+    if not torch.compiler.is_compiling():
+        return tensors
+    if forward_mode():
+        raise NotImplementedError("trifuse's operators have no forward-mode derivatives")
+    if _gradient_transforms() > 1:
+        raise NotImplementedError(
+            "torch.compile loses gradients of gradients that torch.func takes inside; "
+            "take them uncompiled"
+        )
+    transformed = torch._C._functorch.peek_interpreter_stack() is not None
+    result: list[torch.Tensor | None] = []
+    for i, t in enumerate(tensors):
+        seen = t is not None and any(t is other for other in tensors[:i])
+        result.append(t.view_as(t) if t is not None and (seen or transformed) else t)
+    return tuple(result)
+
+
+@torch.compiler.assume_constant_result
+def _gradient_transforms() -> int:
+    """How many ``torch.func.grad`` and the like are around the call."""
+    grad = torch._C._functorch.TransformType.Grad
+    return [each.key() for each in torch._C._functorch.get_interpreter_stack() or ()].count(grad)
 
 
 def forward_mode() -> bool:

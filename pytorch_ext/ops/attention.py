@@ -503,7 +503,8 @@ def _run(call: _Call) -> tuple[Tensor, Tensor]:
             or (attn_mask is not None and attn_mask.requires_grad)
         )
     ):
-        return _Attention.apply(*tensors, seed, call.choice.backend, *call.options)
+        given = _registration.for_dynamo(*tensors)
+        return _Attention.apply(*given, seed, call.choice.backend, *call.options)
     return _FORWARD[call.choice.backend](*tensors, seed, *call.options)
 
 

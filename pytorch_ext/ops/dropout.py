@@ -47,7 +47,7 @@ def dropout(x: Tensor, p: float = 0.5, training: bool = True) -> Tensor:
     limits = torch.iinfo(torch.int64)
     seed = torch.randint(limits.min, limits.max, (1,), device=x.device)
     if _registration.differentiating() or (torch.is_grad_enabled() and x.requires_grad):
-        return _Dropout.apply(x, seed, backend, p)
+        return _Dropout.apply(*_registration.for_dynamo(x), seed, backend, p)
     return _OPS[backend](x, seed, p)
 
 

@@ -181,7 +181,8 @@ def _run(call: _Call) -> tuple[Tensor, Tensor]:
     if _registration.differentiating() or (
         torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
     ):
-        return _DropoutAddLayerNorm.apply(*tensors, seed, backend, *options)[:2]
+        given = _registration.for_dynamo(*tensors)
+        return _DropoutAddLayerNorm.apply(*given, seed, backend, *options)[:2]
     return _FORWARD[backend](*tensors, seed, *options)[:2]
 
 

@@ -82,9 +82,12 @@ def gru_cell(
     Raises:
         As :func:`gru`.
     """
+    h = _recurrent.plain_step(_CELL, input, hx, weight_ih, weight_hh, bias_ih, bias_hh)
+    if h is not None:
+        return h
     call = _prepare_cell(input, hx, weight_ih, weight_hh, bias_ih, bias_hh)
     _, h = _recurrent.run(call)
-    return h[0, 0] if input.dim() == 1 else h[0]
+    return h.squeeze((0, 1) if input.dim() == 1 else (0,))
 
 
 def layer(
@@ -219,6 +222,13 @@ _registration.define(
     _backward_fake,
     functools.partial(_recurrent.backward_vmap, "gru"),
 )
+
+# One step on plain CPU tensors that need no gradient; it makes its own checks.
+_registration.library.define(
+    "gru_cell.cpp(Tensor input, Tensor? hx, Tensor weight_ih, Tensor weight_hh, Tensor? bias_ih, "
+    "Tensor? bias_hh) -> Tensor"
+)
+_CELL = None if backends._C is None else torch.ops.trifuse.gru_cell.cpp
 
 
 def _check_arguments(*args: Any) -> None:

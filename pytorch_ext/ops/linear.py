@@ -94,7 +94,8 @@ def _serves(
     if x.numel() == 0 or weight.numel() == 0:
         return False
     if torch.compiler.is_compiling():
-        return dtype in _measured and _measured[dtype].faster
+        faster = dtype in _measured and _measured[dtype].faster
+        return faster and not _registration.forward_mode()
     return (
         not _registration.differentiating()
         and torch._C._len_torch_dispatch_stack() == 0

@@ -126,9 +126,14 @@ def lstm_cell(
     Raises:
         As :func:`lstm`.
     """
+    h0, c0 = (None, None) if hx is None else _pair(hx)
+    step = _recurrent.plain_step(_CELL, input, h0, c0, weight_ih, weight_hh, bias_ih, bias_hh)
+    if step is not None:
+        return step
     call = _prepare_cell(input, hx, weight_ih, weight_hh, bias_ih, bias_hh)
     _, h, c = _recurrent.run(call)
-    return (h[0, 0], c[0, 0]) if input.dim() == 1 else (h[0], c[0])
+    one = (0, 1) if input.dim() == 1 else (0,)
+    return h.squeeze(one), c.squeeze(one)
 
 
 def layer(
@@ -399,6 +404,13 @@ _registration.define(
 _registration.library.define(
     "lstm_step_by_step.cuda(Tensor input, Tensor?[] parameters, bool coupled, bool backward) -> str"
 )
+
+# One step on plain CPU tensors that need no gradient; it makes its own checks.
+_registration.library.define(
+    "lstm_cell.cpp(Tensor input, Tensor? h0, Tensor? c0, Tensor weight_ih, Tensor weight_hh, "
+    "Tensor? bias_ih, Tensor? bias_hh) -> (Tensor, Tensor)"
+)
+_CELL = None if backends._C is None else torch.ops.trifuse.lstm_cell.cpp
 
 
 def _check_arguments(*args: Any) -> None:
