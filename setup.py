@@ -5,15 +5,18 @@ Everything declarative is in pyproject.toml. This file holds what is not:
 - finding torch from inside pip's isolated build environment,
 - compiling each CPU kernel once per instruction set (csrc/cpu/capability.h),
 - compiling the CUDA kernels where nvcc is found, also against a CPU build of torch: they include no
-  header of it (NVCC names another nvcc; set but empty, the kernels are left out),
+  header of it (NVCC names another nvcc; set but empty, the kernels are left out;
+  TORCH_CUDA_ARCH_LIST says for which GPUs),
 - installing without the extension, or without CUDA kernels, and saying why, where they can't be
   built.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -49,6 +52,11 @@ X86["AVX512_BF16"] = [*X86["AVX512"], "-mavx512bf16"]
 X86["AMX_BF16"] = [*X86["AVX512_BF16"], "-DTRIFUSE_BRGEMM"]
 CAPABILITIES = X86 if platform.machine() in ("x86_64", "AMD64") else {"DEFAULT": []}
 
+# What torch calls becomes an object for each of these operators, for CPU and GPU together, and one
+# for all others: torch's headers take longer to compile than what includes them. Sources of one
+# object share their unnamed namespaces.
+LARGE_OPERATORS = ("attention", "lstm")
+
 
 def kernel_flags(capability: str) -> list[str]:
     """Flags for one instruction set. ATen's vector types are chosen by the same macros."""
@@ -61,17 +69,52 @@ def kernel_flags(capability: str) -> list[str]:
     ]
 
 
-# Machine code for these, and PTX from which drivers make it for GPUs to come. No kernel has
-# instructions of its own for sm_90a, and one front end for both takes two thirds of the time.
-CUDA_ARCHITECTURES = ("-gencode=arch=compute_80,code=[sm_80,sm_90,compute_80]",)
+def is_compiled(kernel: Path, capability: str) -> bool:
+    """Whether a kernel has code of its own for an instruction set: those that add products of
+    bfloat16 have none for kernels without products (csrc/cpu/kernels.h)."""
+    return not (capability.endswith("_BF16") and kernel.name.startswith("dropout"))
+
+
+def cuda_architectures() -> list[str]:
+    """nvcc's flags for TORCH_CUDA_ARCH_LIST, which is read as torch's own extensions read it.
+
+    If it is not set: machine code for the GPUs that are there, and PTX for later ones; if there are
+    none, machine code for sm_80 and sm_90, and PTX. Beside a CPU build of torch, which can run none
+    of it, PTX alone: most of the time would go into machine code.
+    """
+    asked = os.environ.get("TORCH_CUDA_ARCH_LIST")
+    if not asked and torch.version.cuda is None:
+        return ["-gencode=arch=compute_80,code=compute_80"]
+    if not asked and not torch.cuda.is_available():
+        # One front end for both: no kernel has instructions of its own for sm_90.
+        return ["-gencode=arch=compute_80,code=[sm_80,sm_90,compute_80]"]
+    from torch.utils.cpp_extension import _get_cuda_arch_flags
+
+    try:
+        flags = _get_cuda_arch_flags()
+    except (ValueError, IndexError) as error:  # the latter: "native", and no GPU
+        raise ValueError(f"TORCH_CUDA_ARCH_LIST={asked!r}: {error}") from None
+    # Lists are written for more than one package; kernels here begin with sm_80.
+    return [flag for flag in flags if int(re.findall(r"compute_(\d+)", flag)[0]) >= 80]
+
+
+def hopper_architecture(architectures: list[str]) -> str:
+    """nvcc's flag for csrc/cuda/*_hopper.cu, whose instructions sm_90a alone has: machine code
+    where others are compiled to sm_90's, otherwise PTX."""
+    code = "sm" if "sm_90" in " ".join(architectures) else "compute"
+    return f"-gencode=arch=compute_90a,code={code}_90a"
 
 
 class Job(NamedTuple):
     """One object to compile."""
 
-    source: Path
+    sources: list[Path]  # several are compiled as if one included the others
     target: Path
     command: list[str]  # without the names of files
+
+    def size(self) -> int:
+        """About how long it takes, to begin with the longest."""
+        return sum(source.stat().st_size for source in self.sources)
 
     def is_fresh(self) -> bool:
         """Whether nothing that went into the object, by the compiler's own list, is newer."""
@@ -79,19 +122,24 @@ class Job(NamedTuple):
         if not (self.target.exists() and depends.exists()):
             return False
         names = depends.read_text().replace("\\\n", " ").split(": ", 1)[1].split()
-        inputs = [Path(__file__), self.source, *map(Path, names)]
         built = self.target.stat().st_mtime
+        inputs = map(Path, names)
         return all(path.exists() and path.stat().st_mtime < built for path in inputs)
 
     def run(self) -> None:
         if self.is_fresh():
             return
-        files = ["-MMD", "-MF", str(self.target.with_suffix(".d"))]
-        files += ["-c", str(self.source), "-o", str(self.target)]
-        done = subprocess.run([*self.command, *files], capture_output=True, text=True)
+        files = ["-MMD", "-MF", str(self.target.with_suffix(".d")), "-o", str(self.target), "-c"]
+        if len(self.sources) == 1:
+            files.append(str(self.sources[0]))
+        else:
+            files += ["-x", "c++", "-"]
+        text = "".join(f'#include "{source}"\n' for source in self.sources)
+        done = subprocess.run([*self.command, *files], input=text, capture_output=True, text=True)
         print(done.stderr, file=sys.stderr, end="")
         if done.returncode:
-            raise RuntimeError(f"{self.source.name} did not compile: {done.stderr[-2000:]}")
+            names = ", ".join(source.name for source in self.sources)
+            raise RuntimeError(f"{names} did not compile: {done.stderr[-2000:]}")
 
 
 class BuildExtension(build_ext):
@@ -100,6 +148,9 @@ class BuildExtension(build_ext):
     cuda_error = "the extension was not built"
 
     def run(self) -> None:
+        self.nvcc = os.environ.get("NVCC", shutil.which("nvcc"))
+        # First: a setting that is wrong is no reason to install without the extension.
+        self.architectures = cuda_architectures() if self.nvcc and torch else []
         package = ROOT / "pytorch_ext" if self.inplace else Path(self.build_lib) / "trifuse"
         error = ""
         try:
@@ -142,47 +193,67 @@ class BuildExtension(build_ext):
         common += ["-Wno-maybe-uninitialized", "-Wno-uninitialized", "-Wno-psabi"]
         common += ["-DAT_PARALLEL_OPENMP=1", "-DTORCH_EXTENSION_NAME=_C"]
         common += [f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}"]
+        # Headers of torch's then include those operators that they use, not all of them.
+        host = [compiler, *common, "-DAT_PER_OPERATOR_HEADERS", *includes]
         sources = sorted((ROOT / "csrc").glob("**/*.cpp"))
         kernels = [source for source in sources if source.stem.endswith("_kernel")]
 
-        def job(source: Path, variant: str, command: list[str]) -> Job:
-            name = "_".join(source.relative_to(ROOT / "csrc").with_suffix("").parts)
-            return Job(source, build / f"{name}.{variant}.o", command)
+        def job(sources: list[Path], name: str, command: list[str]) -> Job:
+            # Another command is another object.
+            settings = " ".join([*command, *map(str, sources)])
+            digest = hashlib.sha256(settings.encode()).hexdigest()[:8]
+            return Job(sources, build / f"{name}.{digest}.o", command)
+
+        def torch_facing_jobs(with_cuda: bool) -> list[Job]:
+            groups: dict[str, list[Path]] = {}
+            for source in sources:
+                if source in kernels or (source.parent.name == "cuda" and not with_cuda):
+                    continue
+                alone = source.stem in (*LARGE_OPERATORS, "bindings")
+                groups.setdefault(source.stem if alone else "operators", []).append(source)
+            code = [flag.split(",code=")[1].strip("[]") for flag in self.architectures]
+            built_for = [f'-DTRIFUSE_CUDA_CODE="{",".join(code)}"'] if with_cuda else []
+            return [
+                job(group, name, [*host, *(built_for if name == "bindings" else [])])
+                for name, group in groups.items()
+            ]
+
+        kernel_jobs = []
+        for capability in CAPABILITIES:
+            command = [compiler, *common, *kernel_flags(capability), *includes]
+            for source in kernels:
+                if is_compiled(source, capability):
+                    kernel_jobs.append(job([source], f"{source.stem}.{capability}", command))
+        cuda_jobs = []
+        if self.nvcc and self.architectures:
+            command = [self.nvcc, "-ccbin", compiler, "-std=c++20", "-O3", f"-I{ROOT / 'csrc'}"]
+            command += ["--expt-relaxed-constexpr", "-Xcompiler=-fPIC,-fvisibility=hidden"]
+            for source in sorted((ROOT / "csrc/cuda").glob("*.cu")):
+                is_hopper = source.stem.endswith("_hopper")
+                flags = (
+                    [hopper_architecture(self.architectures)] if is_hopper else self.architectures
+                )
+                cuda_jobs.append(job([source], f"{source.stem}.cuda", [*command, *flags]))
+            self.cuda_error = ""
+        elif self.nvcc:
+            self.cuda_error = "neither TORCH_CUDA_ARCH_LIST nor a GPU asks for sm_80 or later"
+        else:
+            self.cuda_error = "nvcc was not found (looked at $NVCC and the path)"
+        host_jobs = torch_facing_jobs(with_cuda=bool(cuda_jobs))
 
         with ThreadPoolExecutor(int(os.environ.get("MAX_JOBS", os.cpu_count() or 1))) as pool:
-            nvcc, cuda_jobs = os.environ.get("NVCC", shutil.which("nvcc")), []
-            if nvcc:
-                command = [nvcc, "-ccbin", compiler, "-std=c++20", "-O3", *CUDA_ARCHITECTURES]
-                command += ["--expt-relaxed-constexpr", "-Xcompiler=-fPIC,-fvisibility=hidden"]
-                command.append(f"-I{ROOT / 'csrc'}")
-                for source in sorted((ROOT / "csrc/cuda").glob("*.cu")):
-                    cuda_jobs.append(job(source, "cuda", command))
-            # Longest first: CUDA, then the kernels for wide vectors.
-            cuda_runs = [pool.submit(one.run) for one in cuda_jobs]
-            kernel_jobs = [
-                job(source, capability, [compiler, *common, *kernel_flags(capability), *includes])
-                for capability in CAPABILITIES
-                for source in kernels
-            ]
-            kernel_runs = [pool.submit(one.run) for one in kernel_jobs[::-1]]
-            self.cuda_error = "nvcc was not found (looked at $NVCC and the path)"
-            if nvcc:
-                errors = [run.exception() for run in cuda_runs]
-                self.cuda_error = next((str(error) for error in errors if error), "")
+            jobs = sorted([*host_jobs, *kernel_jobs, *cuda_jobs], key=Job.size, reverse=True)
+            runs = {one.target: pool.submit(one.run) for one in jobs}
+            errors = [runs[one.target].exception() for one in cuda_jobs]
+            if any(errors):
+                self.cuda_error = next(str(error) for error in errors if error)
+                cuda_jobs, host_jobs = [], torch_facing_jobs(with_cuda=False)
+                runs |= {one.target: pool.submit(one.run) for one in host_jobs}
             if self.cuda_error:
                 message = f"trifuse: installing without CUDA kernels. {self.cuda_error}"
                 print(message, file=sys.stderr)
-                nvcc, cuda_jobs = None, []
-            # What torch calls: with or without the ops of csrc/cuda.
-            host = [*common, *includes, *(["-DTRIFUSE_HAS_CUDA"] if nvcc else [])]
-            host_jobs = [
-                job(source, "with_cuda" if nvcc else "host", [compiler, *host])
-                for source in sources
-                if source not in kernels and (nvcc or source.parent.name != "cuda")
-            ]
-            host_runs = [pool.submit(one.run) for one in host_jobs]
-            for run in (*kernel_runs, *host_runs):
-                run.result()
+            for one in (*kernel_jobs, *host_jobs):
+                runs[one.target].result()
 
         output = Path(self.get_ext_fullpath(ext.name))
         output.parent.mkdir(parents=True, exist_ok=True)
@@ -190,10 +261,10 @@ class BuildExtension(build_ext):
         # comes first, so that none compiled for wide ones is shared with what runs everywhere.
         objects = [str(one.target) for one in (*host_jobs, *kernel_jobs, *cuda_jobs)]
         linker = [compiler]
-        if nvcc:
+        if cuda_jobs:
             # nvcc knows where its runtime lies, which is linked in: a second one in the process, of
             # whichever version torch brings, is no trouble if neither sees the other's names.
-            linker = [nvcc, "-ccbin", compiler, "-cudart", "static"]
+            linker = [self.nvcc, "-ccbin", compiler, "-cudart", "static"]
             linker += ["-Xlinker", "--exclude-libs=ALL"]
         link = [*linker, "-shared", *objects, "-o", str(output)]
         for path in library_paths():

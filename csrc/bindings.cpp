@@ -1,12 +1,15 @@
 // trifuse._C: what this build holds, and hooks for tests and benchmarks. Operators are registered
 // with torch's dispatcher in their own files.
 
-#include <ATen/ATen.h>
 #include <ATen/Parallel.h>
-#include <torch/extension.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty_like.h>
+#include <pybind11/stl.h>
+#include <torch/csrc/utils/pybind.h>
+#include <torch/version.h>
 
-#include <atomic>
-#include <mutex>
+#include <string>
+#include <vector>
 
 #include "cpu/capability.h"
 #include "cpu/kernels.h"
@@ -34,9 +37,10 @@ pybind11::dict build_info() {
   info["compiler"] = "GCC " __VERSION__;
 #endif
   info["torch"] = TORCH_VERSION;
-  // The operators that csrc/cuda has kernels for.
-#if defined(TRIFUSE_HAS_CUDA)
+  // The operators that csrc/cuda has kernels for, and the code that they were compiled to.
+#if defined(TRIFUSE_CUDA_CODE)
   info["cuda"] = std::vector<std::string>{"attention", "dropout_add_layer_norm", "lstm"};
+  info["cuda_code"] = TRIFUSE_CUDA_CODE;
 #else
   info["cuda"] = std::vector<std::string>{};
 #endif

@@ -9,7 +9,8 @@ from torch import Tensor
 
 def build_info() -> dict[str, Any]:
     """ "capabilities": instruction sets compiled for; "compiler"; "torch"; "cuda": the operators
-    that have CUDA kernels."""
+    that have CUDA kernels; "cuda_code", where there are any: what for, such as "sm_90,compute_90"
+    (compute_: PTX)."""
 
 def cpu_capability() -> str:
     """The instruction set in use."""

@@ -5,11 +5,14 @@ from __future__ import annotations
 import ast
 import importlib.metadata
 import os
+import re
+import runpy
 import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -159,6 +162,68 @@ def test_unknown_capability_is_reported() -> None:
 def test_unknown_backend_is_refused() -> None:
     done = run("-c", "import trifuse", TRIFUSE_BACKEND="cudnn")
     assert "TRIFUSE_BACKEND: expected one of auto, cuda, triton, cpp, eager" in done.stderr
+
+
+# For which GPUs ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def setup_script(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What setup.py defines; TORCH_CUDA_ARCH_LIST is not set, and torch is a CPU build."""
+    monkeypatch.setattr("setuptools.setup", lambda **settings: None)
+    monkeypatch.delenv("TORCH_CUDA_ARCH_LIST", raising=False)
+    monkeypatch.setattr(torch.version, "cuda", None)
+    return runpy.run_path(str(ROOT / "setup.py"))
+
+
+def code(setup_script: dict[str, Any]) -> tuple[set[str], str]:
+    """What CUDA kernels are compiled to, and those for Hopper alone."""
+    flags = setup_script["cuda_architectures"]()
+    hopper = setup_script["hopper_architecture"](flags)
+    names = [re.findall(r"\w+_\w+", flag.split(",code=")[1]) for flag in flags]
+    return {name for some in names for name in some}, hopper.split(",code=")[1]
+
+
+@pytest.mark.parametrize(
+    ("asked", "compiled", "hopper"),
+    [
+        ("8.0;9.0+PTX", {"sm_80", "sm_90", "compute_90"}, "sm_90a"),
+        ("9.0a", {"sm_90a"}, "sm_90a"),
+        ("7.5 8.6+PTX", {"sm_86", "compute_86"}, "compute_90a"),
+        ("7.0", set(), "compute_90a"),
+    ],
+)
+def test_architectures_are_those_asked_for(
+    setup_script: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    asked: str,
+    compiled: set[str],
+    hopper: str,
+) -> None:
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", asked)
+    assert code(setup_script) == (compiled, hopper)
+
+
+def test_architectures_follow_torch_and_the_gpus(
+    setup_script: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert code(setup_script) == ({"compute_80"}, "compute_90a")
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert code(setup_script) == ({"sm_80", "sm_90", "compute_80"}, "sm_90a")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: ["sm_80", "sm_90", "sm_120"])
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
+    assert code(setup_script) == ({"sm_90", "compute_90"}, "sm_90a")
+
+
+def test_unknown_architecture_is_refused(
+    setup_script: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "8.0;9.9")
+    with pytest.raises(ValueError, match=r"TORCH_CUDA_ARCH_LIST='8\.0;9\.9'.*9\.9"):
+        setup_script["cuda_architectures"]()
 
 
 # The report -------------------------------------------------------------------------------------

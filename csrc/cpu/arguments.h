@@ -2,7 +2,7 @@
 
 #pragma once
 
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
 
 #include <algorithm>
 #include <cmath>
@@ -22,7 +22,7 @@ inline DType kernel_type(at::ScalarType dtype) {
     case at::kBFloat16: return DType::BFloat16;
     case at::kHalf: return DType::Float16;
     case at::kDouble: return DType::Float64;
-    default: TORCH_CHECK_TYPE(false, "no CPU kernel for ", dtype);
+    default: TORCH_CHECK_TYPE(false, "no kernel for ", dtype);
   }
 }
 

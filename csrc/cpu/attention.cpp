@@ -3,7 +3,10 @@
 // Shapes, dtypes and devices have been checked in pytorch_ext/ops/attention.py; the contents of
 // key_lengths and cu_seqlens are checked here, where they are read.
 
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/full.h>
+#include <ATen/ops/zeros.h>
 #include <torch/library.h>
 
 #include <optional>
@@ -113,7 +116,7 @@ std::tuple<Tensor, Tensor> attention_forward(
     out.slice(2, call.used_q).zero_();
     logsumexp.slice(2, call.used_q).fill_(-std::numeric_limits<double>::infinity());
   }
-  const AttentionForward kernel = kernels().attention_forward;
+  const AttentionForward kernel = kernels(call.problem.dtype).attention_forward;
   const int64_t blocks = kernel.query_blocks(call.problem);
   const int64_t tasks = call.problem.batch * call.problem.heads * blocks;
   parallel_tasks(
@@ -163,7 +166,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward(
     grad_key.slice(2, call.used_k).zero_();
     grad_value.slice(2, call.used_k).zero_();
   }
-  const AttentionBackward kernel = kernels().attention_backward;
+  const AttentionBackward kernel = kernels(p.dtype).attention_backward;
   Tensor grad_query_sum = grad_query;
   if (dtype != wide && kernel.key_chunks(p) > 1) {
     grad_query_sum = empty_like_layout(query, p.E, wide);

@@ -412,12 +412,7 @@ void run(const AttentionProblem& p, int64_t task, int32_t* progress) {
 
 void run_any(const AttentionProblem& p, int64_t task, int32_t* progress) {
   [[maybe_unused]] const MatrixUnit unit;
-  switch (p.dtype) {
-    case DType::Float32: return run<float>(p, task, progress);
-    case DType::BFloat16: return run<c10::BFloat16>(p, task, progress);
-    case DType::Float16: return run<c10::Half>(p, task, progress);
-    case DType::Float64: return run<double>(p, task, progress);
-  }
+  for_type(p.dtype, [&]<class Scalar>() { run<Scalar>(p, task, progress); });
 }
 
 }  // namespace

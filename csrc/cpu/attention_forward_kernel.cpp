@@ -104,12 +104,7 @@ void run(const AttentionProblem& p, int64_t task) {
 
 void run_any(const AttentionProblem& p, int64_t task) {
   [[maybe_unused]] const MatrixUnit unit;
-  switch (p.dtype) {
-    case DType::Float32: return run<float>(p, task);
-    case DType::BFloat16: return run<c10::BFloat16>(p, task);
-    case DType::Float16: return run<c10::Half>(p, task);
-    case DType::Float64: return run<double>(p, task);
-  }
+  for_type(p.dtype, [&]<class Scalar>() { run<Scalar>(p, task); });
 }
 
 }  // namespace

@@ -2,6 +2,7 @@
 
 #include <ATen/native/CPUBlas.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cstdlib>
 #include <stdexcept>
@@ -75,6 +76,14 @@ std::vector<Capability> capabilities() {
 }
 
 Capability capability() { return current().load(std::memory_order_relaxed); }
+
+Capability capability([[maybe_unused]] DType dtype) {
+  const Capability c = capability();
+#if defined(__x86_64__)
+  if (dtype != DType::BFloat16) return std::min(c, Capability::AVX512);
+#endif
+  return c;
+}
 
 Capability set_capability(const std::string& wanted) { return current().exchange(find(wanted)); }
 

@@ -1,6 +1,6 @@
 // torch.ops.trifuse.dropout.cpp: tensors in, tensors out.
 
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
 #include <torch/library.h>
 
 #include "cpu/arguments.h"

@@ -2,7 +2,9 @@
 //
 // Shapes, dtypes and devices have been checked in pytorch_ext/ops/dropout_add_layer_norm.py.
 
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
 #include <torch/library.h>
 
 #include <array>

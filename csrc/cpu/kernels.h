@@ -93,23 +93,39 @@ struct Kernels {
   Probe probe;
 };
 
-// Each *_kernel.cpp defines its function in the namespace of every instruction set.
-#define TRIFUSE_DECLARE(set)                                     \
-  namespace set {                                                \
-  AttentionForward attention_forward();                          \
-  AttentionBackward attention_backward();                        \
-  DropoutAddLayerNormForward dropout_add_layer_norm_forward();   \
-  DropoutAddLayerNormBackward dropout_add_layer_norm_backward(); \
-  DropoutKernel dropout();                                       \
-  LinearKernel linear();                                         \
-  LstmForward lstm_forward();                                    \
-  LstmBackward lstm_backward();                                  \
-  Probe probe();                                                 \
+// Each *_kernel.cpp defines its function in the namespace of every instruction set; those that have no
+// products to compute, in those that differ in more than products.
+#define TRIFUSE_DECLARE(set)              \
+  namespace set {                         \
+  AttentionForward attention_forward();   \
+  AttentionBackward attention_backward(); \
+  LinearKernel linear();                  \
+  LstmForward lstm_forward();             \
+  LstmBackward lstm_backward();           \
+  Probe probe();                          \
   }
 TRIFUSE_EACH_CAPABILITY(TRIFUSE_DECLARE)
 #undef TRIFUSE_DECLARE
+#define TRIFUSE_DECLARE(set)                                     \
+  namespace set {                                                \
+  DropoutAddLayerNormForward dropout_add_layer_norm_forward();   \
+  DropoutAddLayerNormBackward dropout_add_layer_norm_backward(); \
+  DropoutKernel dropout();                                       \
+  }
+TRIFUSE_EACH_VECTOR(TRIFUSE_DECLARE)
+#undef TRIFUSE_DECLARE
+#if defined(__x86_64__)
+#define TRIFUSE_SHARE(set)                                                   \
+  namespace set {                                                            \
+  using AVX512::dropout_add_layer_norm_forward,                              \
+      AVX512::dropout_add_layer_norm_backward, AVX512::dropout;              \
+  }
+TRIFUSE_SHARE(AVX512_BF16)
+TRIFUSE_SHARE(AMX_BF16)
+#undef TRIFUSE_SHARE
+#endif
 
-inline Kernels kernels() {
+inline Kernels kernels_of(Capability capability) {
 #define TRIFUSE_CASE(set)                                                                      \
   case Capability::set:                                                                        \
     return {                                                                                   \
@@ -117,9 +133,13 @@ inline Kernels kernels() {
         set::dropout_add_layer_norm_forward(), set::dropout_add_layer_norm_backward(),         \
         set::dropout(), set::linear(), set::lstm_forward(), set::lstm_backward(),              \
         set::probe()};
-  switch (capability()) { TRIFUSE_EACH_CAPABILITY(TRIFUSE_CASE) }
+  switch (capability) { TRIFUSE_EACH_CAPABILITY(TRIFUSE_CASE) }
 #undef TRIFUSE_CASE
   return {};
 }
+
+// For problems of a type; without one, for what has no type or is there for all.
+inline Kernels kernels(DType dtype) { return kernels_of(capability(dtype)); }
+inline Kernels kernels() { return kernels_of(capability()); }
 
 }  // namespace trifuse

@@ -1,6 +1,7 @@
 // torch.ops.trifuse.linear, and what it is made of: tensors in, tensors out.
 
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
 #include <torch/library.h>
 
 #include "cpu/arguments.h"
@@ -26,9 +27,9 @@ Activation activation_of(std::optional<c10::string_view> name) {
 
 // The weight (N, K) in panels; opaque bytes.
 Tensor pack_linear(const Tensor& weight) {
-  const LinearKernel kernel = kernels().linear;
   LinearProblem p{};
   p.dtype = kernel_type(weight.scalar_type());
+  const LinearKernel kernel = kernels(p.dtype).linear;
   p.N = weight.size(0);
   p.K = weight.size(1);
   p.weight = weight.const_data_ptr();
@@ -67,9 +68,9 @@ Tensor checksum(const Tensor& weight) {
 Tensor linear_packed(
     const Tensor& x, const Tensor& packed, int64_t out_features, const OptionalTensor& bias,
     std::optional<c10::string_view> activation) {
-  const LinearKernel kernel = kernels().linear;
   LinearProblem p{};
   p.dtype = kernel_type(x.scalar_type());
+  const LinearKernel kernel = kernels(p.dtype).linear;
   p.M = x.size(0);
   p.N = out_features;
   p.K = x.size(1);

@@ -164,32 +164,17 @@ uint64_t checksum(const void* data, int64_t words) {
 }
 
 int64_t panel_bytes(DType dtype, int64_t K) {
-  switch (dtype) {
-    case DType::Float32: return panel_size<ElementOf<float>>(K) * sizeof(ElementOf<float>);
-    case DType::BFloat16:
-      return panel_size<ElementOf<c10::BFloat16>>(K) * sizeof(ElementOf<c10::BFloat16>);
-    case DType::Float16: return panel_size<ElementOf<c10::Half>>(K) * sizeof(ElementOf<c10::Half>);
-    case DType::Float64: return panel_size<double>(K) * sizeof(double);
-  }
-  return 0;
+  return for_type(dtype, [&]<class Scalar>() -> int64_t {
+    return panel_size<ElementOf<Scalar>>(K) * sizeof(ElementOf<Scalar>);
+  });
 }
 
 void pack_any(const LinearProblem& p, int64_t panel) {
-  switch (p.dtype) {
-    case DType::Float32: return pack<float>(p, panel);
-    case DType::BFloat16: return pack<c10::BFloat16>(p, panel);
-    case DType::Float16: return pack<c10::Half>(p, panel);
-    case DType::Float64: return pack<double>(p, panel);
-  }
+  for_type(p.dtype, [&]<class Scalar>() { pack<Scalar>(p, panel); });
 }
 
 void run_any(const LinearProblem& p, int64_t task) {
-  switch (p.dtype) {
-    case DType::Float32: return run<float>(p, task);
-    case DType::BFloat16: return run<c10::BFloat16>(p, task);
-    case DType::Float16: return run<c10::Half>(p, task);
-    case DType::Float64: return run<double>(p, task);
-  }
+  for_type(p.dtype, [&]<class Scalar>() { run<Scalar>(p, task); });
 }
 
 }  // namespace

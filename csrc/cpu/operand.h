@@ -21,6 +21,7 @@
 #include "cpu/scratch.h"
 #include "cpu/tile_gemm.h"
 #include "cpu/vector.h"
+#include "dtype.h"
 
 namespace trifuse::TRIFUSE_CAPABILITY {
 
@@ -37,6 +38,22 @@ struct Compute<c10::BFloat16> {
   using Element = BFloat16Pair;
 };
 #endif
+
+// Calls f.template operator()<Scalar>() for a problem's type: where there are products of bfloat16, that
+// one (capability.h).
+template <class F>
+auto for_type([[maybe_unused]] DType dtype, const F& f) {
+#ifdef __AVX512BF16__
+  return f.template operator()<c10::BFloat16>();
+#else
+  switch (dtype) {
+    case DType::BFloat16: return f.template operator()<c10::BFloat16>();
+    case DType::Float16: return f.template operator()<c10::Half>();
+    case DType::Float64: return f.template operator()<double>();
+    default: return f.template operator()<float>();
+  }
+#endif
+}
 
 template <class E>
 constexpr int64_t kPack = std::is_same_v<E, BFloat16Pair> ? 2 : 1;  // values of k in an element
@@ -125,6 +142,14 @@ inline bool all_finite(Rows<Scalar> rows, int64_t n, int64_t columns) {
   return true;
 }
 
+// target[c][r] = source[r][c] for a square of a vector's size. Flattened, because the compiler leaves
+// ATen's function as a call, in which sizes are no constants and the registers are an array.
+[[gnu::flatten]] inline void transpose_square(
+    const float* source, int64_t ld, float* target, int64_t target_ld) {
+  constexpr int64_t size = Vectorized<float>::size();
+  at::vec::transpose_mxn<float, size, size>(source, ld, target, target_ld);
+}
+
 // dst[c][r] = src[r][c] for elements of 32 or 64 bits; dst has kTile columns, zeros past `rows`.
 template <class E>
 inline void transpose_tile(const E* source, int64_t ld, int64_t rows, int64_t columns, E* target) {
@@ -135,9 +160,8 @@ inline void transpose_tile(const E* source, int64_t ld, int64_t rows, int64_t co
     int64_t r = 0;
     for (; r + block <= rows; r += block) {
       int64_t c = 0;
-      for (; c + block <= columns; c += block) {
-        at::vec::transpose_mxn<float, block, block>(from + r * ld + c, ld, to + c * kTile + r, kTile);
-      }
+      for (; c + block <= columns; c += block)
+        transpose_square(from + r * ld + c, ld, to + c * kTile + r, kTile);
       for (; c < columns; ++c)
         for (int64_t k = r; k < r + block; ++k) to[c * kTile + k] = from[k * ld + c];
     }

@@ -5,7 +5,10 @@
 
 #include "cuda/attention.h"
 
-#include <ATen/ATen.h>
+#include <ATen/TensorOperators.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/_assert_async.h>
+#include <ATen/ops/empty.h>
 #include <torch/library.h>
 
 #include <string>

@@ -4,7 +4,8 @@
 
 #include "cuda/dropout_add_layer_norm.h"
 
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
 #include <torch/library.h>
 
 #include <array>
