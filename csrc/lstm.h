@@ -5,6 +5,7 @@
 
 #pragma once
 
+#include <cmath>
 #include <cstdint>
 
 #include "dropout.h"
@@ -33,7 +34,7 @@ struct LstmDirection {
   const void* h0 = nullptr;                // (B, R) in the dtype
   const void* c0 = nullptr;                // (B, H) in the accumulation type
 
-  void* h_n = nullptr;  // (B, R) in the dtype; written by the forward
+  void* h_n = nullptr;  // (B, R) in the dtype; written by the forward, unless null
   void* c_n = nullptr;  // (B, H) in the accumulation type; so too
 
   // What a training forward leaves to its backward. A row of gates is made of blocks of 16 units
@@ -43,6 +44,9 @@ struct LstmDirection {
   void* gates = nullptr;  // (T, B, G·H), in a GRU (T, B, 4·H), in the dtype; with layer
                           // normalisation (T, B, 2·G·H) in the accumulation type
   void* cells = nullptr;  // (T, B, H) in the accumulation type: c_t
+  // (T, B, clip_words()) of 16 bits: bit k of a word says that its unit k was clipped. The first
+  // words are c's, if that is clipped, the others h's.
+  void* clipped = nullptr;
 
   // Backward only.
   const void* grad_h_n = nullptr;  // (B, R) in the dtype
@@ -95,6 +99,10 @@ struct LstmProblem {
   void* grad_input = nullptr;         // (T, B, I) in the dtype
 
   int64_t gates() const { return cell == Cell::Gru || coupled ? 3 : 4; }
+  int64_t cell_clip_words() const { return std::isfinite(cell_clip) ? (H + 15) / 16 : 0; }
+  int64_t clip_words() const {
+    return cell_clip_words() + (std::isfinite(proj_clip) ? (R + 15) / 16 : 0);
+  }
 };
 
 }  // namespace trifuse

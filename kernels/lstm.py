@@ -15,7 +15,6 @@ launches is said at the head of ``trifuse/kernels/recurrent.py``. Beside that:
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -49,7 +48,7 @@ from trifuse.kernels.recurrent import (
     tanh,
 )
 from trifuse.reference import philox
-from trifuse.reference.lstm import SLOTS, Parameters, masked
+from trifuse.reference.lstm import SLOTS, Parameters, clipped_columns, masked
 
 # What kernels are given --------------------------------------------------------------------------
 
@@ -81,6 +80,7 @@ class Saved(NamedTuple):
 
     gates: Tensor | None  # (D, T, B, G, H): i, f, g, o; with coupled i, g, o
     cells: Tensor | None  # (D, T, B, H): c_t
+    clipped: Tensor | None  # bool (D, T, B, H) where c is clipped, and R more where h is
 
 
 class Gradients(NamedTuple):
@@ -125,6 +125,7 @@ class Variant(NamedTuple):
     cell_clip: float
     proj_clip: float
     eps: float
+    clip_columns: int  # of what says what was clipped
     zoneout_h: float
     zoneout_c: float
     threshold_h: int  # of zoneout_h, as random bits are compared with it
@@ -373,6 +374,9 @@ def _cell_forward(x, v, c, saved, inputs, tile, at, variant: tl.constexpr, block
         a = _add_gates(a, _load_of_gates(inputs.bias, tile, variant, dtype))
     gates, u = _cell(a, c, inputs, tile, variant)
     new = _clip(u, variant.cell_clip)
+    if variant.cell_clip < INF and saved.clipped is not None:
+        pointers = saved.clipped + of_saved(tile, at.t, variant.clip_columns)
+        tl.store(pointers, tl.abs(u) > variant.cell_clip, inside)
     value, _n, _rstd = _normalise_cell(new, inputs, tile, inside, variant)
     m = gates.o * tanh(value)
     c = tl.where(at.runs, _zoneout(new, c, inputs, tile, at, True, variant, block), c)
@@ -464,12 +468,20 @@ def lstm_forward_step_kernel(
         _hidden_step(m, out, state, inputs, tile, at, variant, block)
 
 
+@triton.jit
+def _of_clipped_h(clipped, tile, at, variant: tl.constexpr):
+    """Pointers to what says whether h was clipped."""
+    first: tl.constexpr = variant.clip_columns - variant.R
+    return clipped + of_saved(tile, at.t, variant.clip_columns) + first
+
+
 @triton.jit(do_not_specialize=["step", "T", "B"])
 def lstm_forward_projection_kernel(
     step,
     projected,  # (D, B, R): W_hr m
     state,
     out,  # (T, B, D, R)
+    saved,
     inputs,
     T,
     B,
@@ -486,6 +498,9 @@ def lstm_forward_projection_kernel(
     dtype: tl.constexpr = state.c.dtype.element_ty
     inside = at.runs & (tile.column < variant.R)
     new = load(projected + of_state(tile, variant.R), inside, dtype)
+    if variant.proj_clip < INF and saved.clipped is not None:
+        pointers = _of_clipped_h(saved.clipped, tile, at, variant)
+        tl.store(pointers, tl.abs(new) > variant.proj_clip, inside)
     new = _clip(new, variant.proj_clip)
     _hidden_step(new, out, state, inputs, tile, at, variant, block)
 
@@ -585,7 +600,6 @@ class Recalled(NamedTuple):
     gates: Gates
     c: Any  # c_{t-1}
     new: Any  # c̃
-    unclipped: Any
     n: Gates  # with layer norm: W_hh h normalised
     rstd: Any
 
@@ -622,11 +636,9 @@ def _recall(past, grads, inputs, tile, at, variant: tl.constexpr):
         gates, u = _cell(a, c, inputs, tile, variant)
     if variant.zoneout_c > 0:
         new = _clip(u, variant.cell_clip)
-        unclipped = tl.abs(u) <= variant.cell_clip
     else:
         new = load(saved.cells + of_saved(tile, at.t, variant.H), inside, dtype)
-        unclipped = tl.abs(new) < variant.cell_clip
-    return Recalled(gates, c, new, unclipped, n, rstd)
+    return Recalled(gates, c, new, n, rstd)
 
 
 @triton.jit
@@ -678,7 +690,8 @@ def _cell_backward(
     if inputs.peephole is not None:
         du += da_o * _load_peephole(inputs, variant.G - 2, tile, variant, dtype)
     if variant.cell_clip < INF:
-        du = tl.where(recalled.unclipped, du, 0.0)
+        pointers = past.saved.clipped + of_saved(tile, at.t, variant.clip_columns)
+        du = tl.where(tl.load(pointers, inside, other=1), 0.0, du)
     da_g = du * i * (1.0 - g * g)
     if variant.coupled:
         da_i = du * (g - c) * i * (1.0 - i)
@@ -749,15 +762,13 @@ def lstm_backward_projection_kernel(
     step,
     through,  # (D, B, R): the gradient of h that came through the products of the next step
     grad_out,  # (T, B, D, R)
-    projected,  # (D, T, B, R): W_hr m, or None if the output shows what was clipped
-    out,  # (T, B, D, R)
+    past,
     grads,
     operand,  # (D, B, R): the gradient of W_hr m
     grad_projected,  # (D, T, B, R): that of all steps
     inputs,
     T,
     B,
-    clip: tl.constexpr,  # proj_clip as outputs are rounded
     variant: tl.constexpr,
     block: tl.constexpr,
 ):
@@ -769,21 +780,14 @@ def lstm_backward_projection_kernel(
     """
     tile = make_tile(tl.program_id(0), inputs.lengths, T, B, block)
     at = make_step(tile, step, variant.reverse)
-    dtype: tl.constexpr = grads.h.dtype.element_ty
     dq = _hidden_backward_step(through, grad_out, grads, inputs, tile, at, variant, block)
     inside = at.runs & (tile.column < variant.R)
-    saved = of_saved(tile, at.t, variant.R)
     if variant.proj_clip < INF:
-        if projected is None:
-            h = load(out + of_token(tile, at.t, variant.D, variant.R), inside, dtype)
-            unclipped = tl.abs(h) < clip
-        else:
-            q = load(projected + saved, inside, dtype)
-            unclipped = tl.abs(q) <= variant.proj_clip
-        dq = tl.where(unclipped, dq, 0.0)
+        pointers = _of_clipped_h(past.saved.clipped, tile, at, variant)
+        dq = tl.where(tl.load(pointers, inside, other=1), 0.0, dq)
     written = tile.exists & (tile.column < variant.R)
     store(operand + of_state(tile, variant.R), dq, written)
-    store(grad_projected + saved, dq, written)
+    store(grad_projected + of_saved(tile, at.t, variant.R), dq, written)
 
 
 @triton.jit(do_not_specialize=["step", "T", "B"])
@@ -919,7 +923,7 @@ def lstm_forward(
     lengths: Tensor | None,
     seed: Tensor | None,
     *options: Any,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     """Arguments and results of the op ``lstm_forward``. float64 is there to check the formulas by:
     it is slow, and knows no layer norm."""
     *call_options, save = options
@@ -932,14 +936,20 @@ def lstm_forward(
         out = h.new_empty(T, B, variant.D * variant.R)
         gates = h.new_empty((variant.D, T, B, variant.G * variant.H) if save == 2 else (0,))
         cells = state.c.new_empty((variant.D, T, B, variant.H) if save else (0,))
-        saved = Saved(gates if save == 2 else None, cells if save else None)
+        marks = save and variant.clip_columns > 0
+        clipped = out.new_empty(
+            (variant.D, T, B, variant.clip_columns) if marks else (0,), dtype=torch.bool
+        )
+        saved = Saved(
+            gates if save == 2 else None, cells if save else None, clipped if marks else None
+        )
         products = call.normalised(of.products(input.flatten(0, 1)))
         if call.one_launch:
             sequence = call.prepare(lstm_forward_sequence_kernel, variant.H)
             sequence(of.weight_hh, products, state, out, saved, inputs, T, B)
         else:
             _forward_steps(call, products, state, out, saved)
-    return out, state.h, state.c, gates, cells
+    return out, state.h, state.c, gates, cells, clipped
 
 
 def _forward_steps(call: _Call, products: Tensor, state: State, out: Tensor, saved: Saved) -> None:
@@ -960,7 +970,7 @@ def _forward_steps(call: _Call, products: Tensor, state: State, out: Tensor, sav
         torch.bmm(operand, weight_hh, out=from_hidden)
         cell(step, from_hidden, products, state, out, m, saved, inputs, T, B)
         torch.bmm(m, weight_hr, out=projected)
-        projection(step, projected, state, out, inputs, T, B)
+        projection(step, projected, state, out, saved, inputs, T, B)
 
 
 def lstm_backward(
@@ -976,6 +986,7 @@ def lstm_backward(
     output: Tensor,
     gates: Tensor,
     cells: Tensor,
+    clipped: Tensor,
     *options: Any,
 ) -> list[Tensor]:
     """Arguments and results of the op ``lstm_backward``."""
@@ -994,7 +1005,8 @@ def lstm_backward(
             *_rebuilt(call, x, hd),
         )
         past = Past(
-            Saved(None if recompute else gates, cells), of.zeros_or_copy(c0, variant.H, of.wide)
+            Saved(None if recompute else gates, cells, clipped if clipped.numel() else None),
+            of.zeros_or_copy(c0, variant.H, of.wide),
         )
         shares = call.shares()
         if call.one_launch:
@@ -1005,9 +1017,7 @@ def lstm_backward(
             )  # fmt: skip
             projection = None
         else:
-            projection = _backward_steps(
-                call, grad_output.contiguous(), output, past, grads, shares
-            )
+            projection = _backward_steps(call, grad_output.contiguous(), past, grads, shares)
         found = _gradients(call, x, hd, grads, shares, projection, wanted)
     tensors = (input, h0, c0, *parameters)
     return [
@@ -1032,13 +1042,13 @@ def _rebuilt(call: _Call, x: Tensor, hd: Tensor) -> tuple[Tensor, Tensor | None]
 
 
 def _backward_steps(
-    call: _Call, grad_out: Tensor, out: Tensor, past: Past, grads: Gradients, shares: Shares
+    call: _Call, grad_out: Tensor, past: Past, grads: Gradients, shares: Shares
 ) -> tuple[Tensor, Tensor] | None:
     """With a projection, returns the gradient of W_hr m (D, T, B, R) and m (D, T, B, H)."""
     variant, inputs, T, B = call.variant, call.inputs, call.T, call.B
     weight_hh, weight_hr = call.sequences.weight_hh, call.weight_hr
-    through = out.new_zeros(variant.D, B, variant.R)
-    operand = out.new_empty(variant.D, B, variant.G * variant.H)
+    through = grad_out.new_zeros(variant.D, B, variant.R)
+    operand = grad_out.new_empty(variant.D, B, variant.G * variant.H)
     cell = call.prepare(lstm_backward_step_kernel, variant.H)
     if weight_hr is None:
         for step in reversed(range(T)):
@@ -1046,18 +1056,13 @@ def _backward_steps(
             torch.bmm(operand, weight_hh, out=through)
         call.add_through(grads, through)
         return None
-    m = out.new_empty(variant.D, T, B, variant.H)
+    m = grad_out.new_empty(variant.D, T, B, variant.H)
     call.prepare(lstm_hidden_kernel, variant.H, steps=T)(m, past, grads, inputs, T, B)
-    projected = None
-    if variant.zoneout_h > 0 and not variant.training and variant.proj_clip < math.inf:
-        projected = (m.flatten(1, 2) @ weight_hr.mT).view(variant.D, T, B, variant.R)
-    dqs = out.new_empty(variant.D, T, B, variant.R)
-    dq, dm = torch.empty_like(through), out.new_empty(variant.D, B, variant.H)
-    # As outputs are rounded, so is what they are compared with.
-    clip = torch.tensor(variant.proj_clip, dtype=out.dtype).item()
-    projection = call.prepare(lstm_backward_projection_kernel, variant.R, clip=clip)
+    dqs = grad_out.new_empty(variant.D, T, B, variant.R)
+    dq, dm = torch.empty_like(through), grad_out.new_empty(variant.D, B, variant.H)
+    projection = call.prepare(lstm_backward_projection_kernel, variant.R)
     for step in reversed(range(T)):
-        projection(step, through, grad_out, projected, out, grads, dq, dqs, inputs, T, B)
+        projection(step, through, grad_out, past, grads, dq, dqs, inputs, T, B)
         torch.bmm(dq, weight_hr, out=dm)
         cell(step, dm, grad_out, past, grads, operand, shares, inputs, T, B)
         torch.bmm(operand, weight_hh, out=through)
@@ -1176,6 +1181,7 @@ class _Call:
             recompute=recompute,
             cell_clip=cell_clip,
             proj_clip=proj_clip,
+            clip_columns=clipped_columns(H, R, cell_clip, proj_clip),
             eps=eps,
             zoneout_h=zoneout_h,
             zoneout_c=zoneout_c,

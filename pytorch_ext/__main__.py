@@ -32,6 +32,7 @@ ENVIRONMENT = {
     "TRIFUSE_BACKEND": "serve every call by cuda, triton, cpp or eager; auto (the default) chooses",
     "TRIFUSE_CPU_CAPABILITY": "C++ kernels for this instruction set instead of the best there is",
     "TRIFUSE_CPU_CACHE_MIB": "memory of freed results that is kept for the next; 256 unless set",
+    "TRIFUSE_CUDA_CAPABILITY": "CUDA kernels for this compute capability, if the GPU's is higher",
     "TRIFUSE_LINEAR": "multiply linear layers by cpp or torch instead of the faster of them",
     "TRITON_INTERPRET": "1 lets the Triton kernels run on CPU tensors, slowly, for checking",
 }
@@ -70,8 +71,8 @@ def _capability_in_use() -> str:
 
 
 def _cuda_kernels(info: dict[str, Any]) -> str:
-    if info.get("cuda"):
-        return f"{', '.join(info['cuda'])}, for sm_80, sm_90 and by PTX for later GPUs"
+    if code := info.get("cuda_code"):
+        return f"{', '.join(info['cuda'])}, compiled to {code.replace(',', ', ')}"
     why = info.get("cuda_error")
     return f"none in this build: {why}" if why else "none in this build"
 

@@ -50,13 +50,15 @@ class Call(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """The backend for a call, and why each of the others was not taken."""
+    """The backend for a call, why each of the others was not taken, and how it goes about it."""
 
     backend: str
     refused: tuple[tuple[str, str], ...]
+    notes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        return "\n".join([self.backend, *(f"  not {name}: {why}" for name, why in self.refused)])
+        refused = (f"not {name}: {why}" for name, why in self.refused)
+        return "\n  ".join([self.backend, *self.notes, *refused])
 
 
 def build_info() -> dict[str, object]:

@@ -6,8 +6,10 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from trifuse import backends
-from trifuse.ops import attention, dropout_add_layer_norm, gru, lstm
+from trifuse.ops import _recurrent, attention, dropout_add_layer_norm, gru, lstm
 
 # Each operator's preparation takes the operator's own arguments, less those that only shape its
 # results, and ends by choosing a backend.
@@ -24,6 +26,9 @@ _PREPARE: dict[Callable[..., Any], Callable[..., Any]] = {
 
 def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> backends.Choice:
     """Which backend would serve ``function(*args, **kwargs)``, and why not the others.
+
+    Of an LSTM by CUDA kernels also whether it is one launch for the whole sequence, which takes the
+    recurrent weights onto the chip once, or goes step by step, and why.
 
     Args:
         function: an operator of trifuse, such as ``trifuse.scaled_dot_product_attention``.
@@ -43,4 +48,20 @@ def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> backends
     bound = inspect.signature(function).bind(*args, **kwargs)
     bound.apply_defaults()
     wanted = inspect.signature(prepare).parameters
-    return prepare(**{k: v for k, v in bound.arguments.items() if k in wanted}).choice
+    call = prepare(**{k: v for k, v in bound.arguments.items() if k in wanted})
+    choice: backends.Choice = call.choice
+    if choice.backend == "cuda" and function in (lstm.lstm, lstm.lstm_cell):
+        choice = choice._replace(notes=_launches(call))
+    return choice
+
+
+def _launches(call: _recurrent.Call) -> tuple[str, ...]:
+    coupled = lstm.Options(*call.options).coupled
+    notes = []
+    for direction, backward in (("forward", False), ("backward", True)):
+        why = torch.ops.trifuse.lstm_step_by_step.cuda(
+            call.input, call.parameters, coupled, backward
+        )
+        way = f"step by step: {why}" if why else "one launch for the whole sequence"
+        notes.append(f"{direction}: {way}")
+    return tuple(notes)

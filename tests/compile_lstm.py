@@ -105,11 +105,9 @@ def _launch_lstm(call: Call) -> None:
         [False], False, 0.0, of.get("cell_clip", inf), of.get("proj_clip", inf), 1e-5,
         zoneout, zoneout, of.get("recurrent_dropout", 0.0), of.get("training", False),
     )  # fmt: skip
-    out, h_n, c_n, gates, cells = lstm.lstm_forward(
-        *inputs, *options, 1 if "recompute" in of else 2
-    )
+    out, h_n, c_n, *kept = lstm.lstm_forward(*inputs, *options, 1 if "recompute" in of else 2)
     wanted = [True, False, False, *(p is not None for p in parameters)]
-    lstm.lstm_backward(out, h_n, c_n, *inputs, out, gates, cells, *options, wanted)
+    lstm.lstm_backward(out, h_n, c_n, *inputs, out, *kept, *options, wanted)
 
 
 def _launch_gru(call: Call) -> None:

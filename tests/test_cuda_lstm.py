@@ -12,11 +12,12 @@ from random import Random
 from typing import Any
 
 import pytest
+import test_lstm_autograd as of_autograd
 import torch
 from attention_cases import assert_equal
 from conftest import Kernel
 from cuda_code import Code, compile_operator
-from host_build import library_fixture
+from host_build import Library, library_fixture
 from lstm_cases import (
     DRAWN,
     EVERYTHING,
@@ -35,6 +36,7 @@ from lstm_cases import (
 from numerics import Accuracy
 from torch import Tensor
 
+import trifuse
 from trifuse.reference.lstm import SLOTS
 
 NAN = float("nan")
@@ -132,11 +134,19 @@ def test_several_blocks_and_tiles(library, dtype, multiprocessors, options):
         check(case)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_long_contractions(library, dtype):
-    """More chunks than warps."""
-    with library.device(seed=1, multiprocessors=8, blocks_per_multiprocessor=1):
-        check(make(2, 2, 8, 300, dtype=dtype))
+@pytest.mark.parametrize(
+    ("dtype", "multiprocessors", "H"),
+    [
+        (torch.float32, 8, 300),
+        (torch.bfloat16, 8, 300),
+        (torch.bfloat16, 20, 540),
+        (torch.bfloat16, 40, 540),
+    ],
+)
+def test_long_contractions(library, dtype, multiprocessors, H):
+    """More chunks than warps, and in 16 bits than registers, however many columns a warp has."""
+    with library.device(seed=1, multiprocessors=multiprocessors, blocks_per_multiprocessor=1):
+        check(make(1, 2, 8, H, dtype=dtype))
 
 
 def test_rows_wider_than_a_block(library):
@@ -154,6 +164,21 @@ def test_both_ways_agree(library, what):
         apart = run(case)
     for name in together:
         torch.testing.assert_close(together[name], apart[name], rtol=1e-4, atol=1e-5)
+
+
+@pytest.fixture(params=[ONE_LAUNCH, STEP_BY_STEP], ids=["one launch", "steps"])
+def served(library: Library, request: pytest.FixtureRequest) -> Iterator[None]:
+    with library.device(seed=1, **request.param):
+        yield
+
+
+test_gradients_pass_where_c_is_at_its_clip = of_autograd.test_gradients_pass_where_c_is_at_its_clip
+test_gradients_pass_where_a_projection_is_at_its_clip = (
+    of_autograd.test_gradients_pass_where_a_projection_is_at_its_clip
+)
+test_clips_are_those_of_the_forward_in_16_bits = (
+    of_autograd.test_clips_are_those_of_the_forward_in_16_bits
+)
 
 
 # Which way ---------------------------------------------------------------------------------------
@@ -174,16 +199,32 @@ def test_why_a_call_goes_step_by_step(library):
     assert fits(case)
     assert why_step_by_step(make(norm=True)) == "layer norm needs whole rows"
     assert why_step_by_step(make(dtype=torch.float64)) == "float64 has no kernel of its own"
-    # 64 columns, each of 64 numbers of 2 bytes, and 8 parts of 16 rows of them.
-    with library.device(shared_memory=32 << 10):
-        assert why_step_by_step(case) == (
-            "the recurrent weights take 40 KiB of each of 4 multiprocessors, which have 32"
+    # 64 columns, each of 64 numbers of 4 bytes, and 8 parts of 16 rows of them.
+    with library.device(shared_memory=47 << 10):
+        assert why_step_by_step(make(2, 3, 8, 64)) == (
+            "the recurrent weights take 48 KiB of shared memory of each of 4 multiprocessors, "
+            "which have 47"
         )
+        # In 2 bytes the numbers are in registers.
+        assert fits(case)
     with library.device(blocks_per_multiprocessor=0):
         assert why_step_by_step(case) == "4 blocks would have to be resident, and 0 can be"
     with library.device(multiprocessors=1):
         two = make(reverse=(False, True))
         assert why_step_by_step(two) == "the directions share one multiprocessor"
+
+
+def test_explain_tells_which_way(library):
+    x, weight_ih, weight_hh = torch.randn(2, 3, 8), torch.randn(256, 8), torch.randn(256, 64)
+    call = (trifuse.lstm, x, None, weight_ih, weight_hh)
+    at_once = "one launch for the whole sequence"
+    assert trifuse.explain(*call).notes == (f"forward: {at_once}", f"backward: {at_once}")
+    with library.device(blocks_per_multiprocessor=0):
+        printed = str(trifuse.explain(*call))
+        why = "step by step: 4 blocks would have to be resident, and 0 can be"
+        assert printed == f"cuda\n  forward: {why}\n  backward: {why}"
+    with trifuse.backend("eager"):
+        assert trifuse.explain(*call).notes == ()
 
 
 @pytest.mark.parametrize(
@@ -193,7 +234,9 @@ def test_why_a_call_goes_step_by_step(library):
         (1024, None, 2, torch.bfloat16, True),
         (1024, None, 1, torch.float32, True),
         (1024, None, 2, torch.float32, False),
-        (2048, None, 1, torch.bfloat16, False),
+        (1408, None, 2, torch.bfloat16, True),
+        (2048, None, 1, torch.bfloat16, True),
+        (2048, None, 2, torch.bfloat16, False),
         (4096, 512, 1, torch.bfloat16, True),  # ELMo's
     ],
 )
@@ -299,9 +342,9 @@ def test_a_sequence_cut_in_two(library, way):
 def test_nothing_is_kept_without_need(library, way):
     case = make(peephole=True)
     results = [forward(case, save) for save in (0, 1, 2)]
-    shapes = [(tuple(gates.shape), tuple(cells.shape)) for *_, gates, cells in results]
+    shapes = [(tuple(gates.shape), tuple(cells.shape)) for *_, gates, cells, _ in results]
     assert shapes == [((0,), (0,)), ((0,), (1, 5, 3, 6)), ((1, 5, 3, 24), (1, 5, 3, 6))]
-    for *of_results, _, _ in results[1:]:
+    for *of_results, _, _, _ in results[1:]:
         assert all(torch.equal(a, b) for a, b in zip(of_results, results[0], strict=False))
 
 
@@ -316,11 +359,11 @@ def test_gradients_not_wanted_are_empty(library, half):
     case = make(2, 2, **EVERYTHING | {"lengths": None, "reverse": (True,)})
     parameters = [t for p in case.parameters for t in p]
     inputs = (case.input, case.h0, case.c0, parameters, None, None)
-    output, _, _, gates, cells = forward(case, 2)
+    output, _, _, *kept = forward(case, 2)
 
     def backward(wanted: tuple[bool, ...]) -> list[Tensor]:
         return torch.ops.trifuse.lstm_backward.cuda(
-            case.grad_output, case.grad_h_n, case.grad_c_n, *inputs, output, gates, cells,
+            case.grad_output, case.grad_h_n, case.grad_c_n, *inputs, output, *kept,
             *case.numbers, wanted,
         )  # fmt: skip
 
@@ -338,7 +381,8 @@ def test_lengths_out_of_range_are_refused(library):
 
 # Code for GPUs -----------------------------------------------------------------------------------
 
-# Registers and bytes of stack of a thread. A block of the last two has a multiprocessor to itself.
+# Registers and bytes of stack of a thread. A block of the last two has a multiprocessor to itself,
+# and in 16 bits 64 of its registers hold weights.
 BUDGET = {
     "dropout_kernel": (40, 0),
     "forward_projection_kernel": (40, 0),
@@ -346,8 +390,8 @@ BUDGET = {
     "forward_step_kernel": (96, 0),
     "hidden_kernel": (96, 8),
     "backward_step_kernel": (128, 0),
-    "forward_sequence_kernel": (152, 0),
-    "backward_sequence_kernel": (168, 0),
+    "forward_sequence_kernel": (212, 0),
+    "backward_sequence_kernel": (248, 0),
 }
 
 

@@ -105,9 +105,10 @@ def launch(kernels: Any, case: Case, wanted: tuple[bool, ...] | None = None) -> 
     parameters = [t for p in case.parameters for t in p]
     tensors = (case.input, case.h0, case.c0, *parameters)
     inputs = (case.input, case.h0, case.c0, parameters, case.lengths, case.seed)
-    *results, gates, cells = kernels.lstm_forward(*inputs, *case.numbers, 1 + (not case.recompute))
+    results = kernels.lstm_forward(*inputs, *case.numbers, 1 + (not case.recompute))
+    results, kept = results[:3], results[3:]
     grads = kernels.lstm_backward(
-        case.grad_output, case.grad_h_n, case.grad_c_n, *inputs, results[0], gates, cells,
+        case.grad_output, case.grad_h_n, case.grad_c_n, *inputs, results[0], *kept,
         *case.numbers, wanted or tuple(t is not None for t in tensors),
     )  # fmt: skip
     given = [grad for grad, t in zip(grads, tensors, strict=True) if t is not None]
@@ -287,9 +288,9 @@ def test_nothing_is_kept_without_need(kernels):
     case = make(peephole=True)
     inputs = (case.input, case.h0, case.c0, list(case.parameters[0]), None, None)
     results = [kernels.lstm_forward(*inputs, *case.numbers, save) for save in (0, 1, 2)]
-    shapes = [(tuple(gates.shape), tuple(cells.shape)) for *_, gates, cells in results]
+    shapes = [(tuple(gates.shape), tuple(cells.shape)) for *_, gates, cells, _ in results]
     assert shapes == [((0,), (0,)), ((0,), (1, 5, 3, 6)), ((1, 5, 3, 24), (1, 5, 3, 6))]
-    for *results_of, _, _ in results[1:]:
+    for *results_of, _, _, _ in results[1:]:
         assert all(torch.equal(a, b) for a, b in zip(results_of, results[0], strict=False))
 
 

@@ -151,6 +151,63 @@ def test_cell(backend):
     )
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_cells_op_gives_the_bits_of_the_layers(cpp_kernel, dtype):
+    """With each of the states, of other strides, without biases, of one row or none."""
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    for B, I, H in ((3, 20, 19), (1, 5, 64), (0, 4, 3)):  # noqa: E741
+        case = make(1, B, I, H, dtype=dtype)
+        weights, biases = case.parameters[0][:2], case.parameters[0][2:4]
+        x, h0, c0 = case.input[0], case.h0[0], case.c0[0]
+        columns = [t.t().contiguous().t() for t in weights]
+        for hx in (None, (h0, None), (None, c0), (h0, c0.to(dtype)), [h0.t().contiguous().t(), c0]):
+            for p in ((*weights, *biases), (*weights, None, biases[1]), columns):
+                actual = trifuse.lstm_cell(x, hx, *p)
+                _, expected = trifuse.lstm(x[None], hx, *p)
+                assert [t.dtype for t in actual] == [dtype, wide]
+                for a, e in zip(actual, expected, strict=True):
+                    assert_equal(a, e)
+        for b in range(B):
+            alone = trifuse.lstm_cell(x[b], (h0[b], c0[b]), *weights)
+            for a, e in zip(alone, trifuse.lstm_cell(x, (h0, c0), *weights), strict=True):
+                assert_equal(a, e[b])
+
+
+def test_which_steps_go_straight_to_a_cells_op(monkeypatch):
+    """Those that shapes and dtypes say all about; the others get checks, or derivatives."""
+    if not CPP:
+        pytest.skip("the C++ extension is not built")
+    long_way: list[None] = []
+    prepare = trifuse.ops.lstm._prepare_cell
+
+    def watched(*args: Any) -> Any:
+        long_way.append(None)
+        return prepare(*args)
+
+    monkeypatch.setattr(trifuse.ops.lstm, "_prepare_cell", watched)
+    case = make(1, dtype=torch.bfloat16, vectors=torch.float32)
+    x, h0, c0, p = case.input[0], case.h0[0], case.c0[0], case.parameters[0][:4]
+    leaf = x.clone().requires_grad_()
+
+    def straight(x: Tensor = x) -> bool:
+        long_way.clear()
+        trifuse.lstm_cell(x, (h0, c0), *p)
+        return not long_way
+
+    assert straight()
+    assert not straight(leaf)
+    with torch.no_grad():
+        assert straight(leaf)
+    with torch.autocast("cpu", torch.float16):
+        assert not straight()
+    with trifuse.backend("eager"):
+        assert not straight()
+    torch.func.vmap(lambda t: trifuse.lstm_cell(t, (h0[0], c0[0]), *p))(x)
+    assert long_way
+    with torch.autograd.forward_ad.dual_level():
+        assert not straight()
+
+
 @pytest.mark.parametrize("vectors", [None, torch.float32])
 @pytest.mark.parametrize("dtype", DTYPES[1:3])
 def test_dtypes_of_results(kernel, dtype, vectors):
@@ -407,6 +464,29 @@ def test_a_ragged_sequence_cut_in_two(cpp_kernel):
         assert_equal(second[name], whole[name], name)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("what", ["plain", "projection", "coupled", "layer norm"])
+def test_one_step_of_few_rows(cpp_kernel, what, dtype):
+    """By weights where they lie, whole blocks of them or not: the bits of packed ones."""
+    for I, H in ((5, 19), (150, 48), (33, 147)):  # noqa: E741
+        projection = {"projection": H - 30 if H > 30 else 7} if what == "projection" else {}
+        case = make(2, 11, I, H, dtype=dtype, **VARIANTS[what] | projection)
+        results = run(case)
+        for count in (1, 2, 5, 8, 9):
+            few = run(rows(steps(case, slice(1)), slice(count)))
+            assert_equal(few["output"], results["output"][:1, :count])
+
+
+@torch.no_grad()
+def test_one_step_of_a_layer_larger_than_a_cache(cpp_kernel):
+    """Whose weights are packed for other chains."""
+    case = make(2, 9, 3, 800, projection=780)
+    output, _ = trifuse.lstm(case.input, (case.h0[0], case.c0[0]), *case.parameters[0][:5])
+    states = (case.h0[0, :3], case.c0[0, :3])
+    few, _ = trifuse.lstm(case.input[:1, :3], states, *case.parameters[0][:5])
+    assert_equal(few, output[:1, :3])
+
+
 @pytest.mark.parametrize("what", VARIANTS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_two_directions_are_two_calls(cpp_kernel, what, dtype):
@@ -512,12 +592,16 @@ def keep_in(saved: list[Tensor]) -> Callable[[Tensor], Tensor]:
     return pack
 
 
-@pytest.mark.parametrize("what", ["plain", "two directions", "layer norm", "coupled", "projection"])
+@pytest.mark.parametrize(
+    "what", ["plain", "two directions", "layer norm", "coupled", "projection", "both clips"]
+)
 @pytest.mark.parametrize("recompute", [False, True])
 def test_what_is_saved(backend, what, recompute):
-    """Inputs, the output, cells in float32, and unless they are computed again, the gates.
+    """Inputs, the output, cells in float32, unless they are computed again the gates, and where
+    there are clips, what they changed.
 
-    In their place C++ keeps the products that layer normalisation makes them of, in float32.
+    In place of the gates C++ keeps the products that layer normalisation makes them of, in float32;
+    and what was clipped, 16 to a number.
     """
     case = make(dtype=torch.bfloat16, **VARIANTS[what])
     leaves = {n: t.detach().requires_grad_() for n, t in case.tensors.items()}
@@ -534,7 +618,12 @@ def test_what_is_saved(backend, what, recompute):
     if backend == "cpp" and what == "layer norm":
         shape, dtype = (D, T, B, 2 * gates), torch.float32
     first = ((0,), torch.bfloat16) if recompute else (shape, dtype)
-    assert kept == [first, ((D, T, B, H), torch.float32)]
+    clipped: tuple[int, ...] = (0,)
+    if what == "both clips":
+        columns = (H, case.h0.shape[2])
+        clipped = (D, T, B, sum(-(-n // 16) if backend == "cpp" else n for n in columns))
+    marks = torch.int16 if backend == "cpp" else torch.bool
+    assert kept == [first, ((D, T, B, H), torch.float32), (clipped, marks)]
 
 
 # Randomness -------------------------------------------------------------------------------------

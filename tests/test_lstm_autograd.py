@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 import torch
 from attention_cases import SEED, assert_equal, normal
-from lstm_cases import VARIANTS, Case, backend_fixture, make
+from lstm_cases import VARIANTS, Case, assert_same_bits, backend_fixture, make, run
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 import trifuse
+from trifuse import backends
 from trifuse.ops import lstm as ops
 from trifuse.ops._recurrent import SAVE_ALL, SAVE_NOTHING, SAVE_STATES
 
@@ -166,6 +167,112 @@ def test_tensors_changed_in_place_are_noticed(backend):
         (output if which == "output" else copies[which]).mul_(2)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             output.sum().backward()
+
+
+# Computed again ---------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(backends._C is None, reason="the C++ extension is not built")
+@pytest.mark.parametrize("T", [5, 70], ids=["all steps at once", "some at a time"])
+@pytest.mark.parametrize("what", ["plain", "both clips", "two directions, lengths", "layer norm"])
+def test_gates_that_are_computed_again_have_the_same_bits(what, T):
+    """Where they are kept as they were accumulated."""
+    with trifuse.backend("cpp"):
+        case = make(T=T, **{**VARIANTS[what], "H": 19})
+        assert_same_bits(run(dataclasses.replace(case, recompute=True)), run(case))
+
+
+# Clips ------------------------------------------------------------------------------------------
+
+
+def with_open_gates(case: Case, bias: Tensor, **changes: Tensor) -> Case:
+    """Nothing reaches the gates but a bias: (G·H,) in the order i, f, g, o."""
+    p = case.parameters[0]
+    nothing = {name: torch.zeros_like(getattr(p, name)) for name in ("weight_ih", "weight_hh")}
+    p = p._replace(**nothing, bias_ih=bias.to(case.input.dtype), **changes)
+    return dataclasses.replace(case, parameters=(p,))
+
+
+def gradients(function: Callable[..., tuple[Tensor, ...]], case: Case) -> dict[str, Tensor]:
+    leaves = [t.detach().requires_grad_() for t in case.tensors.values()]
+    upstream = (case.grad_output, case.grad_h_n, case.grad_c_n)
+    grads = torch.autograd.grad(function(*leaves), leaves, upstream)
+    return {f"grad_{name}": grad for name, grad in zip(case.tensors, grads, strict=True)}
+
+
+def assert_about_equal(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    for name, grad in actual.items():
+        torch.testing.assert_close(grad.float(), expected[name].float(), rtol=2e-2, atol=2e-2)
+
+
+def around(bound: float, dtype: torch.dtype) -> Tensor:
+    """Numbers on both sides of ± bound, and the bound itself where the dtype has it."""
+    near = torch.tensor(bound, dtype=dtype)
+    up, down = (torch.nextafter(near, torch.tensor(to, dtype=dtype)) for to in (9.0, 0.0))
+    return torch.stack([near, up, down, -near, -up, -down])
+
+
+@pytest.mark.parametrize("options", [{}, {"recompute": True}, {"zoneout_c": 0.25}], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_gradients_pass_where_c_is_at_its_clip(served, dtype, options):
+    """c is kept as it is in both steps, so u is c0 in the first, and its clip in the second."""
+    for bound in (0.5, 0.3):
+        case = make(T=2, B=1, H=6, dtype=dtype, cell_clip=bound, biases=True, **options)
+        bias = torch.tensor([-200.0, 100.0, 0.0, 0.0]).repeat_interleave(6)
+        case = with_open_gates(case, bias, bias_hh=torch.zeros_like(case.parameters[0].bias_hh))
+        c0 = around(bound, torch.float32)
+        case = dataclasses.replace(case, c0=c0[None, None])
+        actual = gradients(call_of(case)[0], case)
+        assert_about_equal(actual, gradients(reference_of(case), case))
+        if "zoneout_c" not in options:
+            inside = c0.abs() <= torch.tensor(bound)
+            assert torch.equal(actual["grad_c0"][0, 0] != 0, inside)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"recompute": True}, {"zoneout_h": 0.25}, {"lengths": (2,)}], ids=str
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_gradients_pass_where_a_projection_is_at_its_clip(served, dtype, options):
+    """m is 1 in its first unit and 0 in the others, so q is the first column of W_hr.
+
+    Neither 0.2992 nor 0.3 has 16 bits; the one is rounded down, the other up.
+    """
+    for bound in (0.5, 0.2992, 0.3):
+        case = make(T=2, B=1, H=8, dtype=dtype, projection=6, proj_clip=bound, **options)
+        weight_hr = torch.zeros(6, 8, dtype=dtype)
+        weight_hr[:, 0] = around(bound, dtype)
+        bias = torch.tensor([-200.0, 100.0, 0.0, 100.0]).repeat_interleave(8)
+        zeros = torch.zeros_like(case.parameters[0].bias_hh)
+        case = with_open_gates(case, bias, bias_hh=zeros, weight_hr=weight_hr)
+        c0 = torch.tensor([20.0, *(0.0,) * 7])
+        case = dataclasses.replace(case, c0=c0[None, None])
+        actual = gradients(call_of(case)[0], case)
+        assert_about_equal(actual, gradients(reference_of(case), case))
+        inside = weight_hr[:, 0].float().abs() <= torch.tensor(bound)
+        assert torch.equal(actual["grad_weight_hr"][:, 0] != 0, inside)
+
+
+@pytest.mark.parametrize("options", [{}, {"recompute": True}, {"norm": True}], ids=str)
+def test_clips_are_those_of_the_forward_in_16_bits(served, options):
+    """u is nearer to its clip than gates of 16 bits could tell, and what zoneout makes of it
+    tells nothing."""
+    case = make(T=1, B=1, H=8, dtype=torch.bfloat16, cell_clip=0.5, zoneout_c=0.25, **options)
+    zeros = torch.zeros_like(case.parameters[0].bias_hh)
+    bias = torch.tensor([-200.0, 0.3, 0.0, 0.0]).repeat_interleave(8)
+    case = with_open_gates(case, bias, bias_hh=zeros)
+    over = torch.tensor([1e-3, -1e-3, 3e-4, -3e-4, 1e-4, -1e-4, 1e-2, -1e-2])
+    forget = torch.sigmoid(bias[8].bfloat16().float())
+    case = dataclasses.replace(
+        case,
+        c0=(0.5 * (1 + over) / forget)[None, None],
+        grad_output=torch.zeros_like(case.grad_output),
+        grad_h_n=torch.zeros_like(case.grad_h_n),
+        grad_c_n=torch.ones_like(case.grad_c_n),
+    )
+    expected = 0.25 + 0.75 * forget * (over <= 0)
+    actual = gradients(call_of(case)[0], case)["grad_c0"][0, 0]
+    torch.testing.assert_close(actual, expected, rtol=1e-2, atol=0)
 
 
 # torch.func -------------------------------------------------------------------------------------
@@ -337,14 +444,14 @@ def op_arguments(what: str, save: int, dtype: torch.dtype = torch.float32) -> tu
 
 def backward_arguments(args: tuple[Any, ...], results: Any) -> Iterator[tuple[Any, ...]]:
     """Of the backward op, for all gradients there are and for some of them."""
-    output, h_n, c_n, gates, cells = results
+    output, h_n, c_n, *kept = results
     every = [t is not None for t in (*args[:3], *args[3])]
     upstream = (torch.ones_like(output), torch.ones_like(h_n), torch.ones_like(c_n))
     for grads, wanted in (
         (upstream, every),
         ((upstream[0], None, None), [False, *every[1:4], *(False,) * (len(every) - 4)]),
     ):
-        yield (*grads, *args[:6], output, gates, cells, *args[6:-1], wanted)
+        yield (*grads, *args[:6], output, *kept, *args[6:-1], wanted)
 
 
 @pytest.mark.parametrize(
@@ -401,7 +508,7 @@ def run_both(name: str, args: Any) -> list[Tensor]:
     results = list(getattr(torch.ops.trifuse.lstm_forward, name)(*args))
     if args[-1] == SAVE_NOTHING:
         return results
-    for more in backward_arguments(args, results[:5]):
+    for more in backward_arguments(args, results[:6]):
         results += getattr(torch.ops.trifuse.lstm_backward, name)(*more)
     return results
 

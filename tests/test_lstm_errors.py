@@ -382,6 +382,38 @@ def test_arguments_of_gru(changed, error, message):
     assert kernels.called == []
 
 
+@pytest.mark.parametrize(
+    ("changed", "error", "message"),
+    [
+        ({"input": [1.0]}, TypeError, "input: expected a Tensor; got list"),
+        ({"input": None}, TypeError, "input: expected a Tensor; got NoneType"),
+        ({"input": ones(B, I).to_sparse()}, ValueError, "input: expected a dense"),
+        ({"input": ones(B, I).int()}, TypeError, "input: expected float32, .*; got torch.int32"),
+        ({"input": ones(B, I + 1)}, ValueError, r"weight_ih: .* \(rows, 5\); got \(20, 4\)"),
+        ({"input": ones(B, 0)}, ValueError, "input: expected at least one feature"),
+        ({"hx": ones(B, H)}, TypeError, r"hx: expected a pair \(h0, c0\); got Tensor"),
+        ({"hx": (ones(B, H),)}, TypeError, r"hx: expected a pair \(h0, c0\); got 1 of them"),
+        ({"hx": (ones(B, H), 1.0)}, TypeError, "c0: expected a Tensor; got float"),
+        ({"hx": (ones(B + 1, H), None)}, ValueError, r"h0: .* \(2, 5\); got \(3, 5\)"),
+        ({"hx": (None, ones(H))}, ValueError, r"c0: expected shape \(2, 5\); got \(5,\)"),
+        ({"hx": (None, ones(B, H).double())}, TypeError, "c0: expected torch.float32; got"),
+        ({"weight_ih": None}, TypeError, "weight_ih: expected a Tensor; got NoneType"),
+        ({"weight_ih": ones(19, I)}, ValueError, r"weight_ih: expected shape \(4·H, 4\)"),
+        ({"weight_hh": ones(20, 4)}, ValueError, r"weight_hh: expected shape \(20, 5\); got"),
+        ({"weight_hh": ones(20)}, ValueError, r"weight_hh: expected shape \(20, 5\); got"),
+        ({"weight_hh": ones(20, H).bfloat16()}, TypeError, "weight_hh: expected torch.float32"),
+        ({"bias_ih": ones(5)}, ValueError, r"bias_ih: expected shape \(20,\); got \(5,\)"),
+        ({"bias_hh": ones(20).double()}, TypeError, "bias_hh: expected torch.float32"),
+        ({"bias_hh": ones(20, device="meta")}, ValueError, "bias_hh: expected a tensor on cpu"),
+    ],
+)
+def test_arguments_of_a_cell(changed, error, message):
+    """Whose op makes checks of its own, but leaves saying what is wrong to these."""
+    call = {**arguments(), "input": ones(B, I), **changed}
+    with pytest.raises(error, match=f"^{message}"):
+        trifuse.lstm_cell(**call)
+
+
 @pytest.mark.parametrize("shape", [(), (1, B, I)], ids=str)
 @pytest.mark.parametrize("cell", [trifuse.lstm_cell, trifuse.gru_cell])
 def test_arguments_of_cells(cell, shape):
@@ -416,6 +448,7 @@ def test_arguments_of_layers():
 
 
 LSTM_MODULE, GRU_MODULE = trifuse.nn.LSTM(I, H), trifuse.nn.GRU(I, H)
+LSTM_CELL = trifuse.nn.LSTMCell(I, H)
 
 
 @pytest.mark.parametrize(
@@ -447,6 +480,8 @@ LSTM_MODULE, GRU_MODULE = trifuse.nn.LSTM(I, H), trifuse.nn.GRU(I, H)
             ValueError,
             r"h0: expected shape \(1, 5\); got \(2, 5\)",
         ),
+        (LSTM_CELL, ones(B, I), ones(B, H), TypeError, "hx: .* pair .*; got Tensor"),
+        (LSTM_CELL, ones(B, I), (1.0, None), TypeError, "h0: expected a Tensor; got float"),
         (GRU_MODULE, ones(I), None, ValueError, r"input: .* \(T, B, I\) or \(T, I\); got \(4,\)"),
         (GRU_MODULE, ones(T, B, I), (None,), TypeError, "hx: expected a Tensor; got tuple"),
         (GRU_MODULE, ones(T, B, I), ones(B, H), ValueError, r"hx: .* \(1, 2, 5\); got \(2, 5\)"),

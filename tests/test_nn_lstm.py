@@ -132,6 +132,18 @@ def test_cells(kind, bias):
                 torch.testing.assert_close(a, e)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_cell_with_one_of_its_states(dtype):
+    """The other is zeros; c is returned in the dtype of c0, without one in that of h."""
+    cell, x = trifuse.nn.LSTMCell(I, H).to(dtype), normal(B, I, dtype=dtype)
+    h0, zeros = normal(B, H, seed=1, dtype=dtype), torch.zeros(B, H, dtype=dtype)
+    c0 = normal(B, H, seed=2)
+    for hx, full in (((h0, None), (h0, zeros)), ((None, c0), (zeros, c0)), ((None,) * 2, None)):
+        for a, e in zip(cell(x, hx), cell(x, full), strict=True):
+            torch.testing.assert_close(a, e, rtol=0, atol=0)
+    assert [t.dtype for t in cell(x, (None, c0))] == [dtype, torch.float32]
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("kind", KINDS)
 def test_dtypes_of_results_are_torchs(kind, dtype):

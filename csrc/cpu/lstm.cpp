@@ -1,8 +1,10 @@
-// torch.ops.trifuse.{lstm,gru}_{forward,backward}.cpp: tensors in, tensors out.
+// torch.ops.trifuse.{lstm,gru}_{forward,backward,cell}.cpp: tensors in, tensors out.
 //
-// Shapes, dtypes and devices have been checked in pytorch_ext/ops/lstm.py and gru.py.
+// Shapes, dtypes and devices have been checked in pytorch_ext/ops/lstm.py and gru.py, but for those
+// of a cell, which refuses here what is not plain.
 
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
 #include <torch/library.h>
 
 #include <algorithm>
@@ -18,7 +20,8 @@
 namespace trifuse {
 namespace {
 
-using Parameters = c10::List<OptionalTensor>;
+using Parameters = std::vector<OptionalTensor>;
+using ParameterList = c10::List<OptionalTensor>;
 using Flags = c10::List<bool>;
 
 struct LstmOptions {
@@ -59,11 +62,16 @@ class Call {
     p.cell = cell;
     p.dtype = kernel_type(stored);
     p.rounding = native ? DType::Float32 : kernel_type(dtype);
-    p.T = input.size(0);
-    p.B = input.size(1);
-    p.I = input.size(2);
+    // (T, B, I), or of one step (B, I) or (I,).
+    const Tensor x = hold(as(input, stored));
+    p.input = x.const_data_ptr();
+    int64_t* const sizes[] = {&p.T, &p.B, &p.I};
+    for (int64_t d = 2, given = x.dim() - 1; d >= 0; --d, --given) {
+      *sizes[d] = given < 0 ? 1 : x.size(given);
+      p.input_stride[d] = given < 0 ? 0 : x.stride(given);
+    }
     p.directions = static_cast<int64_t>(reverse.size());
-    const Tensor weight_hh = *parameters.get(WeightHh);
+    const Tensor& weight_hh = *parameters[WeightHh];
     p.R = weight_hh.size(1);
     p.coupled = options.coupled;
     p.H = weight_hh.size(0) / p.gates();
@@ -79,15 +87,12 @@ class Call {
       p.draw_c = kernel_dropout(options.zoneout_c, seed);
       p.recurrent_dropout = kernel_dropout(options.recurrent_dropout, seed);
     }
-    const Tensor x = hold(input.to(stored));
-    p.input = x.const_data_ptr();
-    for (int d = 0; d < 3; ++d) p.input_stride[d] = x.stride(d);
 
     for (int64_t d = 0; d < p.directions; ++d) {
       LstmDirection& way = p.direction[d];
       way.reverse = reverse.get(d);
       const auto given = [&](int slot) -> OptionalTensor {
-        return slot < slots_ ? parameters.get(d * slots_ + slot) : OptionalTensor();
+        return slot < slots_ ? parameters[d * slots_ + slot] : OptionalTensor();
       };
       way.weight_ih = data(given(WeightIh), stored);
       way.weight_hh = data(given(WeightHh), stored);
@@ -99,9 +104,9 @@ class Call {
       way.norm_hh_weight = data(given(NormHh), wide);
       way.norm_cell_weight = data(given(NormCell), wide);
       way.norm_cell_bias = data(given(NormCellBias), wide);
-      if (h0) way.h0 = data((*h0)[d], stored);
-      if (c0) way.c0 = data((*c0)[d], wide);
     }
+    each_direction(&LstmDirection::h0, h0, stored);
+    each_direction(&LstmDirection::c0, c0, wide);
     sort_rows(lengths);
     p.groups = row_groups();
   }
@@ -111,7 +116,16 @@ class Call {
     return t;
   }
   const void* data(const OptionalTensor& t, at::ScalarType type) {
-    return t ? hold(t->to(type).contiguous()).const_data_ptr() : nullptr;
+    return t ? hold(as(*t, type).contiguous()).const_data_ptr() : nullptr;
+  }
+  // Of a tensor with a row for each direction, each one's.
+  template <class Pointer>
+  void each_direction(
+      Pointer LstmDirection::*which, const OptionalTensor& t, at::ScalarType type) {
+    if (!t) return;
+    char* all = static_cast<char*>(const_cast<void*>(data(t, type)));
+    const int64_t bytes = t->numel() / p.directions * c10::elementSize(type);
+    for (int64_t d = 0; d < p.directions; ++d) p.direction[d].*which = all + d * bytes;
   }
   // A result of these sizes.
   Tensor result(at::IntArrayRef sizes, at::ScalarType type) {
@@ -123,14 +137,13 @@ class Call {
   at::ScalarType gates_type() const { return normalises() ? wide : stored; }
 
   // What a forward left; gates without elements if it did not keep them.
-  void saved(const Tensor& output, const Tensor& gates, const OptionalTensor& cells) {
+  void saved(
+      const Tensor& output, const Tensor& gates, const OptionalTensor& cells,
+      const OptionalTensor& clipped) {
     p.output = const_cast<void*>(data(output, stored));
-    for (int64_t d = 0; d < p.directions; ++d) {
-      if (gates.numel())
-        p.direction[d].gates = const_cast<void*>(data(gates[d], gates_type()));
-      if (cells && cells->numel())
-        p.direction[d].cells = const_cast<void*>(data((*cells)[d], wide));
-    }
+    if (gates.numel()) each_direction(&LstmDirection::gates, gates, gates_type());
+    if (cells && cells->numel()) each_direction(&LstmDirection::cells, cells, wide);
+    if (clipped && clipped->numel()) each_direction(&LstmDirection::clipped, clipped, at::kShort);
   }
 
   // Multiply-adds of one step of all rows of a direction, and of all steps.
@@ -158,6 +171,11 @@ class Call {
   }
 
  private:
+  // A call of Tensor::to takes a third of a microsecond, also where there is nothing to do.
+  static Tensor as(const Tensor& t, at::ScalarType type) {
+    return t.scalar_type() == type ? t : t.to(type);
+  }
+
   void sort_rows(const OptionalTensor& lengths) {
     std::vector<int64_t> given(p.B, p.T);
     if (lengths) {
@@ -170,9 +188,10 @@ class Call {
     }
     order_.resize(p.B);
     std::iota(order_.begin(), order_.end(), 0);
-    std::stable_sort(order_.begin(), order_.end(), [&](int64_t a, int64_t b) {
-      return given[a] > given[b];
-    });
+    if (lengths)
+      std::stable_sort(order_.begin(), order_.end(), [&](int64_t a, int64_t b) {
+        return given[a] > given[b];
+      });
     for (int64_t row : order_) length_.push_back(given[row]);
     p.steps = p.B ? length_[0] : 0;
     start_.push_back(0);
@@ -208,7 +227,7 @@ class Call {
 };
 
 struct ForwardResults {
-  Tensor output, h_n, c_n, gates, cells;
+  Tensor output, h_n, c_n, gates, cells, clipped;
 };
 
 // `gate_blocks`: how many values of gates, or of products, a unit leaves; 0 for none.
@@ -222,15 +241,16 @@ ForwardResults forward(Call& call, int64_t gate_blocks, bool save_cells) {
   r.gates = gate_blocks ? call.result({D, p.T, p.B, gate_blocks * p.H}, call.gates_type())
                         : at::empty({0}, call.dtype);
   r.cells = save_cells ? call.result({D, p.T, p.B, p.H}, call.wide) : at::empty({0}, call.wide);
+  const bool save_clipped = save_cells && p.clip_words();
+  r.clipped = save_clipped ? call.result({D, p.T, p.B, p.clip_words()}, at::kShort)
+                           : at::empty({0}, at::kShort);
   p.output = r.output.mutable_data_ptr();
-  for (int64_t d = 0; d < D; ++d) {
-    LstmDirection& way = p.direction[d];
-    way.h_n = r.h_n[d].mutable_data_ptr();
-    if (p.cell == Cell::Lstm) way.c_n = r.c_n[d].mutable_data_ptr();
-    if (gate_blocks) way.gates = r.gates[d].mutable_data_ptr();
-    if (save_cells) way.cells = r.cells[d].mutable_data_ptr();
-  }
-  if (p.B) call.run(kernels().lstm_forward);
+  call.each_direction(&LstmDirection::h_n, r.h_n, call.stored);
+  if (p.cell == Cell::Lstm) call.each_direction(&LstmDirection::c_n, r.c_n, call.wide);
+  if (gate_blocks) call.each_direction(&LstmDirection::gates, r.gates, call.gates_type());
+  if (save_cells) call.each_direction(&LstmDirection::cells, r.cells, call.wide);
+  if (save_clipped) call.each_direction(&LstmDirection::clipped, r.clipped, at::kShort);
+  if (p.B) call.run(kernels(p.dtype).lstm_forward);
   if (call.stored != call.dtype) {
     for (Tensor* t : {&r.output, &r.h_n}) *t = t->to(call.dtype);
     if (!call.normalises()) r.gates = r.gates.to(call.dtype);
@@ -238,27 +258,80 @@ ForwardResults forward(Call& call, int64_t gate_blocks, bool save_cells) {
   return r;
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> lstm_forward(
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> lstm_forward(
     const Tensor& input, const OptionalTensor& h0, const OptionalTensor& c0,
-    const Parameters& parameters, const OptionalTensor& lengths, const OptionalTensor& seed,
+    const ParameterList& parameters, const OptionalTensor& lengths, const OptionalTensor& seed,
     const Flags& reverse, bool coupled, double forget_bias, double cell_clip, double proj_clip,
     double eps, double zoneout_h, double zoneout_c, double recurrent_dropout, bool training,
     int64_t save) {
   Call call(
-      Cell::Lstm, input, h0, c0, parameters, lengths, seed, reverse,
+      Cell::Lstm, input, h0, c0, parameters.vec(), lengths, seed, reverse,
       {coupled, forget_bias, cell_clip, proj_clip, eps, zoneout_h, zoneout_c, recurrent_dropout,
        training});
   auto r = forward(
       call, save == 2 ? call.p.gates() * (call.normalises() ? 2 : 1) : 0, save >= 1);
-  return {r.output, r.h_n, r.c_n, r.gates, r.cells};
+  return {r.output, r.h_n, r.c_n, r.gates, r.cells, r.clipped};
 }
 
 std::tuple<Tensor, Tensor, Tensor> gru_forward(
-    const Tensor& input, const OptionalTensor& h0, const Parameters& parameters,
+    const Tensor& input, const OptionalTensor& h0, const ParameterList& parameters,
     const OptionalTensor& lengths, const Flags& reverse, bool save) {
-  Call call(Cell::Gru, input, h0, {}, parameters, lengths, {}, reverse, {});
+  Call call(Cell::Gru, input, h0, {}, parameters.vec(), lengths, {}, reverse, {});
   auto r = forward(call, save ? 4 : 0, false);
   return {r.output, r.h_n, r.gates};
+}
+
+// One step of a layer without options. No checks have been made: what would have to be converted, or
+// does not fit, is refused, and goes the way of the ops above, after theirs.
+std::tuple<Tensor, Tensor> cell_step(
+    Cell cell, const Tensor& input, const OptionalTensor& h0, const OptionalTensor& c0,
+    const Parameters& parameters) {
+  const at::ScalarType dtype = input.scalar_type(), wide = accumulation_type(dtype);
+  const Tensor &weight_ih = *parameters[WeightIh], &weight_hh = *parameters[WeightHh];
+  const int64_t gates = cell == Cell::Gru ? 3 : 4;
+  const auto has = [](const OptionalTensor& t, at::IntArrayRef sizes, at::ScalarType a,
+                      at::ScalarType b) {
+    return !t || (t->sizes() == sizes && (t->scalar_type() == a || t->scalar_type() == b));
+  };
+  bool plain = (input.dim() == 1 || input.dim() == 2) && weight_hh.dim() == 2 &&
+      input.size(-1) > 0 && weight_hh.size(1) > 0 &&
+      (dtype == wide || dtype == at::kBFloat16 || dtype == at::kHalf);
+  at::DimVector states(input.sizes());
+  if (plain) {
+    const int64_t I = input.size(-1), H = weight_hh.size(1);
+    states.back() = H;
+    plain = has(h0, states, dtype, dtype) && has(c0, states, dtype, wide) &&
+        has(weight_ih, {gates * H, I}, dtype, dtype) &&
+        has(weight_hh, {gates * H, H}, dtype, dtype) &&
+        has(parameters[BiasIh], {gates * H}, dtype, wide) &&
+        has(parameters[BiasHh], {gates * H}, dtype, wide);
+  }
+  TORCH_CHECK_NOT_IMPLEMENTED(plain, "not a plain step");
+  Call call(cell, input, h0, c0, parameters, {}, {}, Flags({false}), {});
+  Tensor h = call.result(states, call.stored), c;
+  call.p.output = h.mutable_data_ptr();
+  if (cell == Cell::Lstm) {
+    c = call.result(states, call.wide);
+    call.p.direction[0].c_n = c.mutable_data_ptr();
+  }
+  if (call.p.B) call.run(kernels(call.p.dtype).lstm_forward);
+  return {call.stored == dtype ? h : h.to(dtype), c};
+}
+
+std::tuple<Tensor, Tensor> lstm_cell(
+    const Tensor& input, const OptionalTensor& h0, const OptionalTensor& c0,
+    const Tensor& weight_ih, const Tensor& weight_hh, const OptionalTensor& bias_ih,
+    const OptionalTensor& bias_hh) {
+  return cell_step(
+      Cell::Lstm, input, h0, c0,
+      {weight_ih, weight_hh, bias_ih, bias_hh, {}, {}, {}, {}, {}, {}});
+}
+
+Tensor gru_cell(
+    const Tensor& input, const OptionalTensor& hx, const Tensor& weight_ih,
+    const Tensor& weight_hh, const OptionalTensor& bias_ih, const OptionalTensor& bias_hh) {
+  return std::get<0>(
+      cell_step(Cell::Gru, input, hx, {}, {weight_ih, weight_hh, bias_ih, bias_hh}));
 }
 
 // The slots of a direction's parameters, and where each one's gradient goes.
@@ -297,12 +370,12 @@ std::vector<Tensor> backward(
     p.grad_input = x.mutable_data_ptr();
   const Tensor h0 = result(1, {p.directions, p.B, p.R}, call.stored);
   const Tensor c0 = states == 2 ? result(2, {p.directions, p.B, p.H}, call.wide) : Tensor();
+  call.each_direction(&LstmDirection::grad_h_n, grad_h_n, call.stored);
+  call.each_direction(&LstmDirection::grad_c_n, grad_c_n, call.wide);
+  if (h0.defined()) call.each_direction(&LstmDirection::grad_h0, h0, call.stored);
+  if (c0.defined()) call.each_direction(&LstmDirection::grad_c0, c0, call.wide);
   for (int64_t d = 0; d < p.directions; ++d) {
     LstmDirection& way = p.direction[d];
-    if (grad_h_n) way.grad_h_n = call.data((*grad_h_n)[d], call.stored);
-    if (grad_c_n) way.grad_c_n = call.data((*grad_c_n)[d], call.wide);
-    if (h0.defined()) way.grad_h0 = h0[d].mutable_data_ptr();
-    if (c0.defined()) way.grad_c0 = c0[d].mutable_data_ptr();
     for (const auto& gradient : kGradients) {
       if (gradient.slot >= slots) break;
       const size_t index = 1 + states + d * slots + gradient.slot;
@@ -313,7 +386,7 @@ std::vector<Tensor> backward(
     }
   }
   if (p.B && p.steps) {
-    call.run(kernels().lstm_backward);
+    call.run(kernels(p.dtype).lstm_backward);
   } else {  // the states pass through
     for (size_t i = 0; i < grads.size(); ++i)
       if (grads[i].defined()) grads[i].zero_();
@@ -327,7 +400,7 @@ std::vector<Tensor> backward(
 }
 
 std::vector<OptionalTensor> all_of(
-    std::initializer_list<OptionalTensor> first, const Parameters& parameters) {
+    std::initializer_list<OptionalTensor> first, const ParameterList& parameters) {
   std::vector<OptionalTensor> all(first);
   for (const OptionalTensor& t : parameters) all.push_back(t);
   return all;
@@ -336,26 +409,26 @@ std::vector<OptionalTensor> all_of(
 std::vector<Tensor> lstm_backward(
     const Tensor& grad_output, const OptionalTensor& grad_h_n, const OptionalTensor& grad_c_n,
     const Tensor& input, const OptionalTensor& h0, const OptionalTensor& c0,
-    const Parameters& parameters, const OptionalTensor& lengths, const OptionalTensor& seed,
-    const Tensor& output, const Tensor& gates, const Tensor& cells, const Flags& reverse,
-    bool coupled, double forget_bias, double cell_clip, double proj_clip, double eps,
-    double zoneout_h, double zoneout_c, double recurrent_dropout, bool training,
+    const ParameterList& parameters, const OptionalTensor& lengths, const OptionalTensor& seed,
+    const Tensor& output, const Tensor& gates, const Tensor& cells, const Tensor& clipped,
+    const Flags& reverse, bool coupled, double forget_bias, double cell_clip, double proj_clip,
+    double eps, double zoneout_h, double zoneout_c, double recurrent_dropout, bool training,
     const Flags& wanted) {
   Call call(
-      Cell::Lstm, input, h0, c0, parameters, lengths, seed, reverse,
+      Cell::Lstm, input, h0, c0, parameters.vec(), lengths, seed, reverse,
       {coupled, forget_bias, cell_clip, proj_clip, eps, zoneout_h, zoneout_c, recurrent_dropout,
        training});
-  call.saved(output, gates, cells);
+  call.saved(output, gates, cells, clipped);
   return backward(
       call, grad_output, grad_h_n, grad_c_n, all_of({input, h0, c0}, parameters), wanted);
 }
 
 std::vector<Tensor> gru_backward(
     const Tensor& grad_output, const OptionalTensor& grad_h_n, const Tensor& input,
-    const OptionalTensor& h0, const Parameters& parameters, const OptionalTensor& lengths,
+    const OptionalTensor& h0, const ParameterList& parameters, const OptionalTensor& lengths,
     const Tensor& output, const Tensor& gates, const Flags& reverse, const Flags& wanted) {
-  Call call(Cell::Gru, input, h0, {}, parameters, lengths, {}, reverse, {});
-  call.saved(output, gates, {});
+  Call call(Cell::Gru, input, h0, {}, parameters.vec(), lengths, {}, reverse, {});
+  call.saved(output, gates, {}, {});
   return backward(call, grad_output, grad_h_n, {}, all_of({input, h0}, parameters), wanted);
 }
 
@@ -364,8 +437,10 @@ std::vector<Tensor> gru_backward(
 TORCH_LIBRARY_IMPL(trifuse, CPU, m) {
   m.impl("lstm_forward.cpp", lstm_forward);
   m.impl("lstm_backward.cpp", lstm_backward);
+  m.impl("lstm_cell.cpp", lstm_cell);
   m.impl("gru_forward.cpp", gru_forward);
   m.impl("gru_backward.cpp", gru_backward);
+  m.impl("gru_cell.cpp", gru_cell);
 }
 
 }  // namespace trifuse

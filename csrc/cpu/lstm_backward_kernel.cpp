@@ -7,11 +7,11 @@
 // of their gates, and after another barrier the next step begins. The gates' gradients of all steps
 // are kept, panel by panel. When all steps are done, the gradients of the weights and the input are
 // products over all tokens, cut into tasks that any thread may take: a task owns the rows of a
-// weight's gradient that belong to a panel, or 128 tokens of the input's.
+// weight's gradient that belong to a panel, or some hundred tokens of the input's.
 //
-// Gates that the forward did not keep are computed again for about 128 tokens at a time, by the
-// products of the forward in its order, to the same bits: with layer normalisation, from the
-// products that it kept.
+// Gates that the forward did not keep are computed again for about 128 tokens at a time, or all
+// where they are few, by the products of the forward in its order, to the same bits: with layer
+// normalisation, from the products that it kept.
 //
 // Each element is a fixed chain of multiply-adds whatever the number of threads.
 //
@@ -20,6 +20,7 @@
 
 #include "cpu/kernels.h"
 #include "cpu/lstm_layer.h"
+#include "cpu/row.h"
 
 namespace trifuse::TRIFUSE_CAPABILITY {
 namespace {
@@ -38,13 +39,15 @@ class Backward : Layer<E> {
   Backward(const LstmProblem& p, void* workspace, int64_t threads, int64_t index)
       : Base(p),
         rebuild_gates(p.cell == Cell::Lstm && (norm || !p.direction[0].gates)),
-        rebuild_q(projected && std::isfinite(p.proj_clip) && p.zoneout_h != 0 && !p.training),
         rebuild_products(p.cell == Cell::Lstm && !p.direction[0].gates),
-        exact_gates(rebuild_gates || (kPack<E> == 1 && p.rounding == DType::Float32)),
-        tokens(p.start[p.steps]) {
+        tokens(p.start[p.steps]),
+        once(rebuild_products && p.groups == 1 && p.steps <= chunk),
+        together(once ? tokens : chunk * group_rows()) {
     Arena arena(workspace);
-    const int64_t rows = group_rows(), together = chunk * rows, width = panels.width();
-    this->take_weights(arena, rebuild_products, rebuild_products, rebuild_q);
+    const int64_t rows = group_rows(), width = panels.width();
+    // What would be read once is packed when it is read.
+    const bool keep_weights = rebuild_products && !once;
+    this->take_weights(arena, keep_weights, keep_weights, false);
     for (int64_t d = 0; d < p.directions; ++d) {
       const LstmDirection& way = p.direction[d];
       Sequence& q = sequences[d];
@@ -70,7 +73,10 @@ class Backward : Layer<E> {
       job.dc = arena.take<T>(panels.count * rows * kUnits);
       job.x = arena.take<S>(rebuild_products ? together * x_ld() : 0);
       job.h = arena.take<S>(rebuild_products ? together * h_ld() : 0);
-      job.products = arena.take<T>(rebuild_gates ? panels.count * together * width : 0);
+      const bool apart = rebuild_gates && !in_place();
+      job.products = arena.take<T>(apart ? panels.count * together * width : 0);
+      if constexpr (std::is_same_v<S, T>)
+        if (in_place()) job.products = sequences[j].da;
       job.h_products = arena.take<T>(norm ? panels.count * together * width : 0);
       job.gates = arena.take<T>(norm ? panels.count * together * width : 0);
       job.cells = arena.take<T>(norm ? panels.count * together * kUnits : 0);
@@ -78,12 +84,11 @@ class Backward : Layer<E> {
         moments = arena.take<T[2]>(norm ? panels.count * together : 0);
       job.sums = arena.take<T[4]>(norm ? panels.count * rows : 0);
       job.grads = arena.take<T>(norm ? panels.count * rows * width : 0);
-      job.m = arena.take<S>(rebuild_q ? together * m_ld() : 0);
-      job.q = arena.take<T>(rebuild_q ? together * h_ld() : 0);
     }
     for (int64_t t = 0; t < threads; ++t) {
       Own piece;
       piece.room = arena.take<E>(room_size());
+      piece.panel = arena.take<E>(once ? this->panel_size() : 0);
       piece.dm = arena.take<T>(projected ? rows * kTile : 0);
       piece.words = arena.take<uint64_t>(rows);
       for (auto& statistics : piece.statistics)
@@ -97,11 +102,12 @@ class Backward : Layer<E> {
     }
     bytes = arena.used();
     room = own.room;
+    this->panel = own.panel;
   }
 
   void run(const Crew& crew, int64_t index) {
     const Team all = crew.all(index);
-    if (rebuild_gates || rebuild_q || p.direction[0].weight_peephole) pack(all);
+    if (rebuild_gates || p.direction[0].weight_peephole) pack(all);
     begin(all);
     all.wait();
     crew.share_jobs(index, p.directions * p.groups, [&](int64_t job, const Team& team) {
@@ -116,7 +122,7 @@ class Backward : Layer<E> {
  private:
   // A task owns at most so many tiles of columns of a weight's gradient; or tokens and tiles of the
   // input's.
-  static constexpr int64_t kGroupTiles = 8, kInputTokens = 128, kInputTiles = 4;
+  static constexpr int64_t kGroupTiles = 8, kInputTokens = 320, kInputTiles = 4;
 
   // One direction's tensors over all steps. Tokens are numbered step by step.
   struct Sequence {
@@ -149,13 +155,11 @@ class Backward : Layer<E> {
     T (*moments[3])[2];    // [panels][tokens]: of W_ih's products, of W_hh's, of the cells
     T (*sums)[4];          // [panels][rows]: a panel's part of sums over a row
     T* grads;              // [panels][rows][width]: a's gradients
-    S* m;                  // [tokens][m_ld]
-    T* q;                  // [tokens][h_ld]: before the clip
   };
 
   // A thread's.
   struct Own {
-    E* room;
+    E *room, *panel;
     T* dm;            // [rows][64]
     uint64_t* words;  // [rows]: bits of 64 columns
     Statistics<T>* statistics[3];  // [tokens], as a job's moments
@@ -164,6 +168,8 @@ class Backward : Layer<E> {
     T* sums;          // [tiles][tokens][64]
   };
 
+  // Whether products that are computed again stand where the gates' gradients will.
+  bool in_place() const { return std::is_same_v<S, T> && once && !norm; }
   int64_t depth() const { return panels.count * panels.hh_width(); }
   int64_t hh_back_size() const { return elements<E>(depth()) * kTile; }
   int64_t hr_back_size() const { return elements<E>(p.R) * kTile; }
@@ -266,16 +272,16 @@ class Backward : Layer<E> {
     team.wait();
     for (int64_t s1 = p.steps; s1 > 0;) {
       const int64_t s0 = std::max<int64_t>(s1 - chunk, 0);
-      if (rebuild_gates || rebuild_q) rebuild(group, job, team, s0, s1);
+      if (rebuild_gates) rebuild(group, job, team, s0, s1);
       for (int64_t s = s1 - 1; s >= s0; --s) {
-        hidden_columns(group, job, team, s, s0);
+        hidden_columns(group, job, team, s);
         team.wait();
         units(group, job, team, s, s0);
         team.wait();
       }
       s1 = s0;
     }
-    if (group.d.grad_h0) hidden_columns(group, job, team, -1, 0);
+    if (group.d.grad_h0) hidden_columns(group, job, team, -1);
     if (group.d.grad_c0) {
       const Range rows = team.share(group.rows());
       for (int64_t i = rows.first; i < rows.last; ++i)
@@ -301,8 +307,7 @@ class Backward : Layer<E> {
 
   // Own columns of what arrives at h after step s, and how it is shared between h~ and the h
   // before. Step -1 stands for h0.
-  void hidden_columns(
-      const RowGroup& group, const Job& job, const Team& team, int64_t s, int64_t s0) {
+  void hidden_columns(const RowGroup& group, const Job& job, const Team& team, int64_t s) {
     const int64_t later = group.active(s + 1), rows = s < 0 ? group.rows() : group.active(s);
     for_tiles(team, p.R, [&](int64_t tile, int64_t first, int64_t columns) {
       if (later)
@@ -331,15 +336,14 @@ class Backward : Layer<E> {
             continue;
           }
           dh = dh + U::load(group.template output<S>(p.grad_output, i, s) + column, count);
-          share_dh(group, job, i, s, s0, column, count, dh);
+          share_dh(group, job, i, s, column, dh);
         }
       }
     });
   }
 
   void share_dh(
-      const RowGroup& group, const Job& job, int64_t i, int64_t s, int64_t s0, int64_t column,
-      int64_t count, U dh) {
+      const RowGroup& group, const Job& job, int64_t i, int64_t s, int64_t column, U dh) {
     const int64_t at = i * h_ld() + column;
     if (p.draw_h.threshold) {
       const uint64_t kept = own.words[i] >> column % kTile;
@@ -355,28 +359,12 @@ class Backward : Layer<E> {
       dh.store(job.dh + at);
       return;
     }
-    if (std::isfinite(p.proj_clip)) {
-      if (rebuild_q) {
-        dh = where_inside(
-            dh, U::load(job.q + (group_token(group, s, s0) + i) * h_ld() + column), p.proj_clip);
-      } else {
-        // What was clipped is the clip, as it is rounded.
-        const U h = U::load(group.template output<S>(p.output, i, s) + column, count);
-        dh = where_inside(dh, h, std::nextafter(rounded_clip(), T(0)));
-      }
-    }
+    if (std::isfinite(p.proj_clip))
+      dh = choose(group.clipped(i, s)[p.cell_clip_words() + column / kUnits], U(T(0)), dh);
     dh.store(job.dq + at);
     S* dq = sequences[group.index].dq;
     dh.store(
         dq + (column / kTile * tokens + group.token(i, s)) * kTile + column % kTile);
-  }
-
-  T rounded_clip() const {
-    const T clip = static_cast<T>(p.proj_clip);
-    if (kPack<E> == 2 || p.rounding == DType::BFloat16)
-      return static_cast<T>(static_cast<c10::BFloat16>(clip));
-    if (p.rounding == DType::Float16) return static_cast<T>(static_cast<c10::Half>(clip));
-    return clip;
   }
 
   // Where step s begins among the tokens of the steps from s0 on.
@@ -395,6 +383,7 @@ class Backward : Layer<E> {
       for (int64_t q = (tile * kTile + first) / kUnits; q * kUnits < tile * kTile + first + columns;
            ++q)
         for (int64_t i = 0; i < group.active(s); ++i) {
+          fetch(group, q + 1, i, s);
           if (p.cell == Cell::Gru) {
             gru_unit(group, job, q, i, s);
             continue;
@@ -411,6 +400,20 @@ class Backward : Layer<E> {
           }
         }
     });
+  }
+
+  // Asks for what row i's units of a panel are made of, and for where their gradients go: rows are
+  // too far apart for the machine to see what comes next. A hint: there may be no such panel.
+  void fetch(const RowGroup& group, int64_t q, int64_t i, int64_t s) const {
+    const int64_t token = group.position(i, s) * p.B + group.row(i);
+    if (!rebuild_gates) {
+      const S* gates =
+          static_cast<const S*>(group.d.gates) + (token * p.H + q * kUnits) * panels.blocks;
+      prefetch_strip(gates);
+    }
+    if (p.cell == Cell::Lstm && s > 0)
+      __builtin_prefetch(group.template cells<T>(i, s - 1) + q * kUnits);
+    prefetch_strip</*write=*/true>(all_steps(sequences[group.index].da, group, q, i, s));
   }
 
   S* all_steps(S* grads, const RowGroup& group, int64_t q, int64_t i, int64_t s) const {
@@ -442,9 +445,9 @@ class Backward : Layer<E> {
     m.store(panel + group.token(i, s) * kTile + q % 4 * kUnits);
   }
 
-  // The forward's, with its c and the cell before.
+  // The forward's, with the cell before.
   struct Gates : LstmGates {
-    U c_old, u;  // u: before the clip, where that is known
+    U c_old;
   };
 
   U cell_before(const RowGroup& group, int64_t q, int64_t i, int64_t s) const {
@@ -457,7 +460,7 @@ class Backward : Layer<E> {
     const int64_t count = units_of(p, q);
     Gates g;
     g.c_old = cell_before(group, q, i, s);
-    const int64_t at = (q * chunk * group_rows() + token) * panels.width();
+    const int64_t at = (q * together + token) * panels.width();
     if (norm) {
       const T* row = job.gates + at;
       g.i = U::load(row);
@@ -477,11 +480,13 @@ class Backward : Layer<E> {
       g.g = U::load(row + (panels.blocks - 2) * count, count);
       g.o = U::load(row + (panels.blocks - 1) * count, count);
     }
-    g.u = multiply_add(g.f, g.c_old, g.i * g.g);
-    if (p.zoneout_c == 0)
+    if (p.zoneout_c == 0) {
       g.c = U::load(group.template cells<T>(i, s) + q * kUnits, count);
-    else
-      g.c = std::isfinite(p.cell_clip) ? clip(g.u, p.cell_clip) : g.u;
+    } else {
+      g.c = multiply_add(g.f, g.c_old, g.i * g.g);
+      if (std::isfinite(p.cell_clip)) g.c = clip(g.c, p.cell_clip);
+    }
+    if (std::isfinite(p.cell_clip)) g.clipped = group.clipped(i, s)[q];
     return g;
   }
 
@@ -505,12 +510,7 @@ class Backward : Layer<E> {
     const U da_o = grad_o * g.o * (one - g.o);
     U du = dc + grad_c;
     if (peeps) du = multiply_add(da_o, U::load(peephole + 2 * m_ld()), du);
-    if (std::isfinite(p.cell_clip)) {
-      if (exact_gates)
-        du = where_inside(du, g.u, p.cell_clip);
-      else
-        du = where_inside(du, g.c, std::nextafter(static_cast<T>(p.cell_clip), T(0)));
-    }
+    if (std::isfinite(p.cell_clip)) du = choose(g.clipped, U(T(0)), du);
     const U da_i = du * (p.coupled ? g.g - g.c_old : g.g) * g.i * (one - g.i);
     const U da_f = du * g.c_old * g.f * (one - g.f);
     past = multiply_add(du, g.f, past);
@@ -555,7 +555,7 @@ class Backward : Layer<E> {
   // Computed again --------------------------------------------------------------------------------
 
   void rebuild(const RowGroup& group, const Job& job, const Team& team, int64_t s0, int64_t s1) {
-    const int64_t count = group_token(group, s1, s0), capacity = chunk * group_rows();
+    const int64_t count = group_token(group, s1, s0), capacity = together;
     const int64_t width = panels.width();
     const Range own_panels = team.share(panels.count);
     if (norm && !rebuild_products) {
@@ -619,21 +619,6 @@ class Backward : Layer<E> {
       }
       team.wait();
       combine_moments<T>(p, job.moments[2], capacity, count, 1, own.statistics[2]);
-    }
-    if (rebuild_q) {
-      for (int64_t q = own_panels.first; q < own_panels.last; ++q)
-        each_token(group, s0, s1, [&](int64_t i, int64_t s, int64_t token) {
-          const Gates g = gates_of(group, job, q, i, s, token);
-          const U seen = norm ? normalised_cell(group, q, token, g.c) : g.c;
-          (g.o * tanh(seen)).store(job.m + token * m_ld() + q * kUnits);
-        });
-      team.wait();
-      for_tiles(team, p.R, [&](int64_t tile, int64_t first, int64_t columns) {
-        product<E>(
-            count, columns, elements<E>(p.H), left(job.m), left_ld(m_ld()), 1,
-            weights[group.index].hr + tile * hr_size() + first, kTile,
-            job.q + tile * kTile + first, h_ld(), false);
-      });
     }
   }
 
@@ -763,7 +748,7 @@ class Backward : Layer<E> {
   };
   // Both products of block b, normalised.
   Products normalised_products(const Job& job, int64_t q, int b, int64_t token) const {
-    const int64_t at = (q * chunk * group_rows() + token) * panels.width() + b * kUnits;
+    const int64_t at = (q * together + token) * panels.width() + b * kUnits;
     return {
         own.statistics[0][token].normalise(U::load(job.products + at)),
         own.statistics[1][token].normalise(U::load(job.h_products + at))};
@@ -797,9 +782,10 @@ class Backward : Layer<E> {
     for (const bool hidden : {false, true}) {
       const int64_t width = hidden ? p.R : p.I, count = panels.count * groups(width);
       if (task < count) {
+        const int64_t q = task / groups(width);
+        if (!hidden && task % groups(width) == 0) vectors_of_panel(d, q);
         S* grad = static_cast<S*>(hidden ? way.grad_weight_hh : way.grad_weight_ih);
         if (!grad) return;
-        const int64_t q = task / groups(width);
         const int first = hidden ? panels.hh_first : panels.ih_first;
         const int* gate = (hidden ? panels.hh_gate : panels.ih_gate) + first;
         const S* da = (hidden ? sequence.da : sequence.dax) + q * tokens * panels.width();
@@ -826,7 +812,7 @@ class Backward : Layer<E> {
           [&](int64_t m) { return grad + (tile * kTile + m) * p.H; });
       return;
     }
-    vector_gradients(d);
+    unit_vectors(d);
   }
 
   // Sums over all tokens of the products of `rows` columns of a (tokens, a_ld) with a run of
@@ -844,6 +830,7 @@ class Backward : Layer<E> {
       a_rows = a;
     }
     const int64_t last = std::min((group + 1) * kGroupTiles * kTile, width);
+    const bool stream = far_away<S>(panels.count * kUnits * width);  // nor would it stay in a cache
     for (int64_t column = group * kGroupTiles * kTile; column < last; column += kTile) {
       const E* right;
       if constexpr (std::is_same_v<Right, E>) {
@@ -860,8 +847,15 @@ class Backward : Layer<E> {
       if (tokens == 0) std::fill_n(sums, kTile * kTile, T(0));
       if (factor != 1) this->scale(sums, kTile * kTile, static_cast<T>(factor));
       for (int64_t m = 0; m < rows; ++m)
-        if (S* row = row_of(m)) narrow(sums + m * kTile, columns, row + column, 1);
+        if (S* row = row_of(m)) {
+          const auto strip = Strip<T>::load(sums + m * kTile);
+          if (columns == kTile)
+            strip.store(row + column, Whole{}, stream);
+          else
+            strip.store(row + column, columns);
+        }
     }
+    if (stream) fence_streams();
   }
 
   // A block of tokens, in the order of a direction that is not reversed, and columns from `begin`
@@ -917,8 +911,8 @@ class Backward : Layer<E> {
     }
   }
 
-  // Of biases, peepholes and norms.
-  void vector_gradients(int64_t d) {
+  // Of biases and of the products' norms.
+  void vectors_of_panel(int64_t d, int64_t q) {
     const LstmDirection& way = p.direction[d];
     const Sequence& sequence = sequences[d];
     const int64_t width = panels.width(), size = panels.count * width;
@@ -930,19 +924,23 @@ class Backward : Layer<E> {
               sums + b * kUnits, units_of(p, q),
               static_cast<T*>(target) + gate[b] * p.H + q * kUnits);
     };
-    for (int64_t q = 0; q < panels.count; ++q) {
-      if (norm) {
-        leave(sequence.bias + q * width, q, panels.ih_gate, way.grad_bias);
-        leave(sequence.bias + q * width, q, panels.hh_gate, way.grad_bias_hh);
-        leave(sequence.bias + size + q * width, q, panels.ih_gate, way.grad_norm_ih);
-        leave(sequence.bias + 2 * size + q * width, q, panels.ih_gate, way.grad_norm_hh);
-      } else if (way.grad_bias || way.grad_bias_hh) {
-        T sums[4 * kUnits];
-        sum_tokens(sequence.da + q * tokens * width, sums);
-        leave(sums, q, panels.ih_gate, way.grad_bias);
-        leave(sums, q, panels.hh_gate, way.grad_bias_hh);
-      }
+    if (norm) {
+      leave(sequence.bias + q * width, q, panels.ih_gate, way.grad_bias);
+      leave(sequence.bias + q * width, q, panels.hh_gate, way.grad_bias_hh);
+      leave(sequence.bias + size + q * width, q, panels.ih_gate, way.grad_norm_ih);
+      leave(sequence.bias + 2 * size + q * width, q, panels.ih_gate, way.grad_norm_hh);
+    } else if (way.grad_bias || way.grad_bias_hh) {
+      T sums[4 * kUnits];
+      sum_tokens(sequence.da + q * tokens * width, sums);
+      leave(sums, q, panels.ih_gate, way.grad_bias);
+      leave(sums, q, panels.hh_gate, way.grad_bias_hh);
     }
+  }
+
+  // Of peepholes and of the cell's norm.
+  void unit_vectors(int64_t d) {
+    const LstmDirection& way = p.direction[d];
+    const Sequence& sequence = sequences[d];
     const auto vectors = [&](const T* from, void* to, int64_t row) {
       if (to) std::copy_n(from, p.H, static_cast<T*>(to) + row * p.H);
     };
@@ -959,23 +957,22 @@ class Backward : Layer<E> {
 
   // A panel's gradients over all tokens, block by block of them.
   void sum_tokens(const S* grads, T* sums) const {
-    for (int b = 0; b < panels.blocks; ++b) {
-      U total(T(0));
-      for (int64_t token = 0; token < tokens; token += kTile) {
-        U sum(T(0));
-        for (int64_t k = token; k < std::min(token + kTile, tokens); ++k)
-          sum = sum + U::load(grads + k * panels.width() + b * kUnits);
-        total = total + sum;
-      }
-      total.store(sums + b * kUnits);
+    U total[4] = {U(T(0)), U(T(0)), U(T(0)), U(T(0))};
+    for (int64_t token = 0; token < tokens; token += kTile) {
+      U sum[4] = {U(T(0)), U(T(0)), U(T(0)), U(T(0))};
+      for (int64_t k = token; k < std::min(token + kTile, tokens); ++k)
+        for (int b = 0; b < panels.blocks; ++b)
+          sum[b] = sum[b] + U::load(grads + k * panels.width() + b * kUnits);
+      for (int b = 0; b < panels.blocks; ++b) total[b] = total[b] + sum[b];
     }
+    for (int b = 0; b < panels.blocks; ++b) total[b].store(sums + b * kUnits);
   }
 
   const bool rebuild_gates;     // they were not kept, or only what a layer norm makes them of
-  const bool rebuild_q;         // W_hr's product: zoneout hides where it was clipped
   const bool rebuild_products;  // of W_ih and W_hh
-  const bool exact_gates;       // u computed again is u to the bit
   const int64_t tokens;
+  const bool once;         // all products that are computed again are so at once
+  const int64_t together;  // room for their tokens
   Sequence sequences[LstmProblem::kMaxDirections];
   Job jobs[LstmProblem::kMaxDirections * LstmProblem::kMaxGroups];
   Own own;

@@ -19,6 +19,7 @@
 
 #include "cpu/kernels.h"
 #include "cpu/lstm_layer.h"
+#include "cpu/row.h"
 
 namespace trifuse::TRIFUSE_CAPABILITY {
 namespace {
@@ -31,17 +32,17 @@ class Forward : Layer<E> {
   using Base::p, Base::panels, Base::norm, Base::projected, Base::chunk, Base::weights, Base::room;
   using Base::group_rows, Base::tiles, Base::x_ld, Base::h_ld, Base::m_ld, Base::left,
       Base::left_ld, Base::hr_size, Base::room_size, Base::pack, Base::activate,
-      Base::multiply_hidden, Base::unit_row;
+      Base::unit_row, Base::in_place;
 
  public:
   Forward(const LstmProblem& p, void* workspace, int64_t threads) : Base(p) {
     Arena arena(workspace);
-    // What would be read once is packed when it is read, and stays in a cache. Groups of rows share
-    // what is packed.
+    // What would be read once is packed when it is read, and stays in a cache; for few rows it is
+    // read where it lies. Groups of rows share what is packed.
     const bool ih_once = p.groups == 1 && p.steps <= chunk, hh_once = p.groups == 1 && p.steps <= 1;
-    this->take_weights(arena, !ih_once, !hh_once, projected);
     const int64_t width = panels.width();
     const int64_t rows = group_rows(), tokens = chunk * rows;
+    this->take_weights(arena, !ih_once, !hh_once, projected && !(hh_once && in_place(rows)));
     for (int64_t j = 0; j < p.directions * p.groups; ++j) {
       Job& job = jobs[j];
       job.tokens = arena.take<S>(tokens * x_ld());
@@ -58,7 +59,8 @@ class Forward : Layer<E> {
       job.cell_moments = arena.take<T[2]>(norm ? panels.count * rows : 0);
     }
     rooms = arena.take<E>(threads * room_size());
-    own_panels = arena.take<E>(ih_once || hh_once ? threads * this->panel_size() : 0);
+    const bool packs = (ih_once && !in_place(tokens)) || (hh_once && !in_place(rows));
+    own_panels = arena.take<E>(packs ? threads * this->panel_size() : 0);
     statistics = arena.take<Statistics<T>>(norm ? threads * (tokens + rows) : 0);
     words = arena.take<uint64_t>(threads * 2 * rows);
     bytes = arena.used();
@@ -158,11 +160,13 @@ class Forward : Layer<E> {
   void finish(const RowGroup& group, const Job& job, const Team& team) {
     const Range own = team.share(group.rows());
     for (int64_t i = own.first; i < own.last; ++i) {
-      S* h_n = static_cast<S*>(group.d.h_n) + group.row(i) * p.R;
-      if (const S* h = group.template h<S>(i, group.length(i) - 1))
-        std::copy_n(h, p.R, h_n);
-      else
-        std::fill_n(h_n, p.R, S(0));
+      if (group.d.h_n) {
+        S* h_n = static_cast<S*>(group.d.h_n) + group.row(i) * p.R;
+        if (const S* h = group.template h<S>(i, group.length(i) - 1))
+          std::copy_n(h, p.R, h_n);
+        else
+          std::fill_n(h_n, p.R, S(0));
+      }
       if (group.d.c_n)
         this->load_units(job.c, i, static_cast<T*>(group.d.c_n) + group.row(i) * p.H);
     }
@@ -177,7 +181,7 @@ class Forward : Layer<E> {
     for (int64_t s = s0; s < s1; ++s) tokens += group.active(s);
     for (int64_t q = own.first; q < own.last; ++q) {
       T* target = job.from_input + q * stride;
-      this->multiply_input(group.index, q, tokens, job.tokens, target);
+      this->template multiply_input<true>(group.index, q, tokens, job.tokens, target);
       if (norm)
         take_moments(
             target, width, tokens, panels.blocks, units_of(p, q),
@@ -195,7 +199,8 @@ class Forward : Layer<E> {
     const int64_t width = panels.width(), stride = chunk * group_rows() * width;
     for (int64_t q = own.first; q < own.last; ++q) {
       T* tile = from_input + q * stride;
-      multiply_hidden(group.index, q, group.active(s), job.h[s % 2], tile, true);
+      this->template multiply_hidden<true>(
+          group.index, q, group.active(s), job.h[s % 2], tile, true);
       draw(group, q, s, q == own.first);
       for (int64_t i = 0; i < group.active(s); ++i) {
         const T* row = tile + i * width;
@@ -207,9 +212,15 @@ class Forward : Layer<E> {
         for (int b = 0; b < panels.blocks; ++b) a[b] = U::load(row + b * kUnits);
         const U c_old = U::load(job.c + unit_row(q, i));
         const LstmGates gates = activate(group, q, a, c_old);
+        leave_clipped(group, q, i, s, gates);
         leave(group, job, q, i, s, gates, c_old, gates.o * tanh(gates.c));
       }
     }
+  }
+
+  void leave_clipped(
+      const RowGroup& group, int64_t q, int64_t i, int64_t s, const LstmGates& gates) {
+    if (group.d.clipped && p.cell_clip_words()) group.clipped(i, s)[q] = gates.clipped;
   }
 
   // Row i's units of panel q after step s.
@@ -286,17 +297,28 @@ class Forward : Layer<E> {
     const int64_t rows = group.active(s), stride = group_rows() * kTile;
     for_tiles(team, p.R, [&](int64_t tile, int64_t first, int64_t columns) {
       T* sums = job.from_m + tile * stride + first;
-      product<E>(
-          rows, columns, elements<E>(p.H), left(job.m), left_ld(m_ld()), 1,
-          weights[group.index].hr + tile * hr_size() + first, kTile, sums, kTile, false,
-          far_away<E>(tiles(p.R) * hr_size()));
+      const bool ahead = far_away<E>(tiles(p.R) * hr_size());
+      if (const E* packed = weights[group.index].hr)
+        product<E>(
+            rows, columns, elements<E>(p.H), left(job.m), left_ld(m_ld()), 1,
+            packed + tile * hr_size() + first, kTile, sums, kTile, false, ahead);
+      else
+        product_with_rows<E>(
+            static_cast<const S*>(group.d.weight_hr) + (tile * kTile + first) * p.H,
+            std::min(columns, p.R - tile * kTile - first), p.H, room, rows, left(job.m),
+            left_ld(m_ld()), sums, kTile, ahead);
       for (int64_t i = 0; i < rows; ++i) {
         if (p.draw_h.threshold)
           words_h[i] = group.kept(p.draw_h, RowGroup::ZoneoutH, i, s, tile * kTile);
         for (int64_t c = 0; c < columns; c += kUnits) {
           U h = U::load(sums + i * kTile + c);
-          if (std::isfinite(p.proj_clip)) h = clip(h, p.proj_clip);
           const int64_t column = tile * kTile + first + c;
+          if (std::isfinite(p.proj_clip)) {
+            if (group.d.clipped)
+              group.clipped(i, s)[p.cell_clip_words() + column / kUnits] =
+                  clipped_bits(h, p.proj_clip);
+            h = clip(h, p.proj_clip);
+          }
           leave_h(group, job, i, s, column, std::min(kUnits, p.R - column), h);
         }
       }
@@ -331,7 +353,7 @@ class Forward : Layer<E> {
     const auto hidden = [&](int64_t q) { return job.from_hidden + q * capacity * width; };
     const auto cells = [&](int64_t q) { return job.cells + q * capacity * kUnits; };
     for (int64_t q = own.first; q < own.last; ++q) {
-      multiply_hidden(group.index, q, rows, job.h[s % 2], hidden(q), false);
+      this->template multiply_hidden<true>(group.index, q, rows, job.h[s % 2], hidden(q), false);
       take_moments(
           hidden(q), width, rows, panels.blocks, units_of(p, q), job.moments + q * capacity);
     }
@@ -345,6 +367,9 @@ class Forward : Layer<E> {
         this->normalised_gates(
             group.index, q, x, ih_statistics[token + i], row, row_statistics[i], a);
         if (group.d.gates) {
+          // Rows are too far apart for the machine to see where the next panel's will go.
+          prefetch_strip<true>(this->kept_products(group, q + 1, i, s));
+          prefetch_strip<true>(this->kept_products(group, q + 1, i, s) + kStrip);
           const int64_t units = units_of(p, q);
           T* kept = this->kept_products(group, q, i, s);
           for (int b = 0; b < panels.blocks; ++b) {
@@ -353,6 +378,7 @@ class Forward : Layer<E> {
           }
         }
         const LstmGates gates = activate(group, q, a, U::load(job.c + unit_row(q, i)));
+        leave_clipped(group, q, i, s, gates);
         // In the products' place, until the cells of all units are known.
         gates.i.store(row);
         if (!p.coupled) gates.f.store(row + kUnits);

@@ -119,6 +119,14 @@ class Layer {
         panels.hh_blocks, q, room, target);
   }
 
+  // Whether a weight that is not packed is read where it lies. brgemm takes nothing but packed ones.
+  static bool in_place(int64_t rows) {
+#ifdef TRIFUSE_BRGEMM
+    if constexpr (kPack<E> == 2) return false;
+#endif
+    return rows <= kFewRows;
+  }
+
   // A panel of W_ih, of W_hh; packed now, where all panels together would be read but once.
   const E* ih_panel(int64_t d, int64_t q) const {
     if (weights[d].ih) return weights[d].ih + q * ih_size();
@@ -183,28 +191,46 @@ class Layer {
   }
 
   // W_ih x of so many tokens for a panel, [tokens][width]: on top of the biases, unless what is
-  // normalised is the product alone.
+  // normalised is the product alone. With `reads` a weight that has no packed form may be read where
+  // it lies.
+  template <bool reads = false>
   void multiply_input(int64_t d, int64_t q, int64_t tokens, const S* x, T* target) const {
     const int64_t width = panels.width();
     if (!norm)
       for (int64_t k = 0; k < tokens; ++k)
         std::copy_n(weights[d].bias + q * width, width, target + k * width);
+    T* columns = target + panels.ih_first * kUnits;
+    if constexpr (reads)
+      if (!weights[d].ih && in_place(tokens))
+        return product_with_panel<E>(
+            p, static_cast<const S*>(p.direction[d].weight_ih), p.I, panels.ih_gate,
+            panels.ih_first, panels.ih_blocks, q, room, tokens, left(x), left_ld(x_ld()), columns,
+            width, !norm, false);
     product<E>(
         tokens, panels.ih_width(), elements<E>(p.I), left(x), left_ld(x_ld()), 1,
-        ih_panel(d, q), panels.ih_width(), target + panels.ih_first * kUnits, width,
-        !norm);
+        ih_panel(d, q), panels.ih_width(), columns, width, !norm);
   }
 
   // W_hh h, on top of what is there with `add`. With recurrent dropout h has zeros where D has, and
   // its factor comes in here: h times the factor would not be exact in 16 bits.
+  template <bool reads = false>
   void multiply_hidden(int64_t d, int64_t q, int64_t rows, const S* h, T* target, bool add) const {
     const int64_t width = panels.width();
     const double factor = p.recurrent_dropout.threshold ? p.recurrent_dropout.scale : 1;
     if (factor != 1 && add) scale(target, rows * width, static_cast<T>(1 / factor));
-    product<E>(
-        rows, panels.hh_width(), elements<E>(p.R), left(h), left_ld(h_ld()), 1,
-        hh_panel(d, q), panels.hh_width(), target + panels.hh_first * kUnits, width, add,
-        far_away<E>(panels.count * hh_size()));
+    T* columns = target + panels.hh_first * kUnits;
+    const bool ahead = far_away<E>(panels.count * hh_size());
+    if (reads && !weights[d].hh && in_place(rows)) {
+      if constexpr (reads)
+        product_with_panel<E>(
+            p, static_cast<const S*>(p.direction[d].weight_hh), p.R, panels.hh_gate,
+            panels.hh_first, panels.hh_blocks, q, room, rows, left(h), left_ld(h_ld()), columns,
+            width, add, ahead);
+    } else {
+      product<E>(
+          rows, panels.hh_width(), elements<E>(p.R), left(h), left_ld(h_ld()), 1,
+          hh_panel(d, q), panels.hh_width(), columns, width, add, ahead);
+    }
     if (factor != 1) scale(target, rows * width, static_cast<T>(factor));
   }
 
@@ -212,11 +238,12 @@ class Layer {
     for (int64_t k = 0; k < count; ++k) values[k] *= factor;
   }
 
+  // c is what the formula calls c~.
   struct LstmGates {
     U i, f, g, o, c;
+    uint16_t clipped = 0;  // bits of c's units
   };
 
-  // Clipped, c is what the formula calls c~.
   LstmGates activate(const RowGroup& group, int64_t q, const U a[4], const U& c_old) const {
     const Weights& w = weights[group.index];
     const bool peephole = group.d.weight_peephole;
@@ -231,7 +258,10 @@ class Layer {
     gates.f = p.coupled ? U(T(1)) - gates.i : sigmoid(a_f);
     gates.g = tanh(a[panels.blocks - 2]);
     gates.c = multiply_add(gates.f, c_old, gates.i * gates.g);
-    if (std::isfinite(p.cell_clip)) gates.c = clip(gates.c, p.cell_clip);
+    if (std::isfinite(p.cell_clip)) {
+      gates.clipped = clipped_bits(gates.c, p.cell_clip);
+      gates.c = clip(gates.c, p.cell_clip);
+    }
     if (peephole) a_o = multiply_add(U::load(p_i + 2 * m_ld()), gates.c, a_o);
     gates.o = sigmoid(a_o);
     return gates;
@@ -267,13 +297,16 @@ class Layer {
   E* panel = nullptr;  // of panel_size() elements
 };
 
-// Calls f.template operator()<Element>() for the type that a problem is computed in.
+// Calls f.template operator()<Element>() for the type that a problem is computed in: where there are
+// products of bfloat16, that one (capability.h).
 template <class F>
-auto for_element(const LstmProblem& p, const F& f) {
+auto for_element([[maybe_unused]] const LstmProblem& p, const F& f) {
+#ifdef __AVX512BF16__
+  return f.template operator()<BFloat16Pair>();
+#else
   if (p.dtype == DType::Float64) return f.template operator()<double>();
-  if (p.dtype == DType::BFloat16)
-    return f.template operator()<typename Compute<c10::BFloat16>::Element>();
   return f.template operator()<float>();
+#endif
 }
 
 }  // namespace trifuse::TRIFUSE_CAPABILITY

@@ -16,6 +16,7 @@
 #include "cpu/crew.h"
 #include "cpu/operand.h"
 #include "cpu/philox.h"
+#include "cpu/row.h"
 #include "cpu/vector.h"
 #include "lstm.h"
 
@@ -116,10 +117,12 @@ struct Units {
     const Vec low(static_cast<T>(-limit)), high(static_cast<T>(limit));
     return map([&](Vec x) { return at::vec::clamp(x, low, high); }, a);
   }
-  // a where |x| <= limit, 0 elsewhere: the derivative of clip. A NaN counts as inside.
-  friend Units where_inside(const Units& a, const Units& x, double limit) {
-    const Vec bound(static_cast<T>(limit)), zero(T(0));
-    return map([&](Vec x, Vec a) { return Vec::blendv(a, zero, x.abs() > bound); }, x, a);
+  // Which ones that clip changes.
+  friend uint16_t clipped_bits(const Units& x, double limit) {
+    uint64_t bits = 0;
+    for (int i = 0; i < kVecs; ++i)
+      bits |= greater_bits(x.v[i].abs(), static_cast<T>(limit)) << i * Vec::size();
+    return static_cast<uint16_t>(bits);
   }
   // a where the low bits are set, b elsewhere.
   friend Units choose(uint64_t bits, const Units& a, const Units& b) {
@@ -197,16 +200,19 @@ class Arena {
 // cache meets all rows of A. K counts elements, pairs being one.
 //
 // With `ahead` B is read from end to end, and from far away: while a block meets a few rows, part
-// of the next one is fetched. Then, and where A's columns are read, which pass through the same
-// cache, the blocks are half as long. (And where brgemm turns A around, it takes no more.)
+// of the next one is fetched, and the blocks are half as long. Where A's columns are read, a few at
+// a time pass through the cache beside the block. (And where brgemm turns A around, it takes no
+// more.)
 constexpr int64_t kChain = 128;
+constexpr int64_t chain_length(bool ahead) { return ahead ? kChain / 2 : kChain; }
 
 template <class E>
 inline void product(
     int64_t M, int64_t N, int64_t K, const E* a, int64_t a_m, int64_t a_k, const E* b, int64_t ldb,
     typename Element<E>::Accumulator* c, int64_t ldc, bool add, bool ahead = false) {
-  const int64_t chain = ahead || a_k != 1 ? kChain / 2 : kChain;
-  const int64_t rows = ahead ? 4 : M, block = chain * ldb * static_cast<int64_t>(sizeof(E));
+  const int64_t chain = chain_length(ahead);
+  const int64_t rows = ahead ? 4 : a_k != 1 ? 24 : M;
+  const int64_t block = chain * ldb * static_cast<int64_t>(sizeof(E));
   for (int64_t k = 0; k < K; k += chain) {
     const char* next = reinterpret_cast<const char*>(b + (k + chain) * ldb);
     for (int64_t m = 0; m < M; m += rows) {
@@ -242,7 +248,7 @@ inline void for_tiles(const Team& team, int64_t columns, const F& f) {
 // target[c * ld + r] = source[r * source_ld + c] for 16 rows of which `rows` exist, zeros past
 // them.
 template <class E>
-inline void transpose_units(
+TRIFUSE_INLINE inline void transpose_units(
     const E* source, int64_t source_ld, int64_t rows, int64_t columns, E* target, int64_t ld) {
   int64_t first = 0;
   if constexpr (sizeof(E) == sizeof(float)) {
@@ -252,8 +258,7 @@ inline void transpose_units(
       auto* to = reinterpret_cast<float*>(target);
       for (; first + block <= columns; first += block)
         for (int64_t r = 0; r < kUnits; r += block)
-          at::vec::transpose_mxn<float, block, block>(
-              from + r * source_ld + first, source_ld, to + first * ld + r, ld);
+          transpose_square(from + r * source_ld + first, source_ld, to + first * ld + r, ld);
     }
   }
   for (int64_t c = first; c < columns; ++c) {
@@ -289,6 +294,102 @@ inline void pack_unit_rows(
   copy_right_rows<E>(Rows<S>{weight + first, row_size, 1}, rows, columns, kTile, target);
   std::fill(
       target + elements<E>(rows) * kTile, target + elements<E>(kUnits) * kTile, E{});
+}
+
+// Products with a weight where it lies -------------------------------------------------------------
+
+// So few rows of A that packing a panel for them takes longer than multiplying by it.
+constexpr int kFewRows = 8;
+
+// With one vector for 16 units a square of 16 stays in registers.
+constexpr int kUnrolled = Vectorized<float>::size() == kUnits ? kUnits : 1;
+
+// C (M x 16) = or += A (M x K) B for M <= kFewRows, where B's columns are rows of a weight, of which
+// `units` exist. 16 of them by 16 values of k are turned around and meet all rows of A, while as much
+// of `next`, where reading goes on afterwards, is fetched. In the chains of `product`, to the bit.
+template <int most = kFewRows, class E>
+inline void product_in_place(
+    int64_t M, int64_t K, const E* a, int64_t a_m, const E* weight, int64_t ld, int64_t units,
+    const void* next, typename Element<E>::Accumulator* c, int64_t ldc, bool add, bool ahead) {
+  if constexpr (most > 1)
+    if (M <= most / 2)
+      return product_in_place<most / 2>(
+          M, K, a, a_m, weight, ld, units, next, c, ldc, add, ahead);
+  using T = typename Element<E>::Accumulator;
+  using U = Units<T>;
+  const E* row[most];  // the last one stands in for those that don't exist
+  for (int m = 0; m < most; ++m) row[m] = a + std::min<int64_t>(m, M - 1) * a_m;
+  alignas(64) E square[kUnits * kUnits];
+  for (int64_t first = 0; first < K; first += chain_length(ahead)) {
+    const int64_t end = std::min(first + chain_length(ahead), K);
+    U sum[most];
+#pragma GCC unroll 8
+    for (int m = 0; m < most; ++m) sum[m] = U(T(0));
+    const auto meet = [&](int64_t k, int64_t depth) TRIFUSE_INLINE {
+      transpose_units(weight + k, ld, units, depth, square, kUnits);
+#pragma GCC unroll kUnrolled
+      for (int64_t j = 0; j < depth; ++j)
+#pragma GCC unroll 4
+        for (int v = 0; v < U::kVecs; ++v) {
+          const auto column = Element<E>::load(square + j * kUnits + v * U::Vec::size());
+#pragma GCC unroll 8
+          for (int m = 0; m < most; ++m)
+            sum[m].v[v] =
+                Element<E>::multiply_add(Element<E>::broadcast(row[m] + k + j), column, sum[m].v[v]);
+        }
+    };
+    int64_t k = first;
+    for (; k + kUnits <= end; k += kUnits) {
+      const char* fetched = static_cast<const char*>(next) + k * kUnits * sizeof(E);
+      for (size_t byte = 0; byte < sizeof square; byte += 64) __builtin_prefetch(fetched + byte);
+      meet(k, kUnits);
+    }
+    if (k < end) meet(k, end - k);
+#pragma GCC unroll 8
+    for (int m = 0; m < most; ++m) {
+      if (m == M) break;
+      T* target = c + m * ldc;
+      if (add || first > 0) sum[m] = multiply_add(U::load(target), U(T(1)), sum[m]);
+      sum[m].store(target);
+    }
+  }
+}
+
+// The same with more rows of a weight (.., columns) as B's columns: all in whole blocks of 16.
+template <class E>
+inline void product_with_rows(
+    const Stored<E>* weight, int64_t count, int64_t columns, E* room, int64_t M, const E* a,
+    int64_t a_m, typename Element<E>::Accumulator* c, int64_t ldc, bool ahead) {
+  for (int64_t first = 0; first < count; first += kUnits) {
+    const int64_t units = std::min(count - first, kUnits);
+    const Stored<E>* rows = weight + first * columns;
+    const Operand<E> b = left_rows<E>(Rows<Stored<E>>{rows, columns, 1}, units, columns, room);
+    product_in_place(
+        M, elements<E>(columns), a, a_m, b.data, b.ld, units, rows + units * columns, c + first,
+        ldc, false, ahead);
+  }
+}
+
+// The product of few rows with a panel of a weight (G·H, columns), as pack_panel_columns would pack
+// it. `room` holds 16 rows.
+template <class E>
+inline void product_with_panel(
+    const LstmProblem& p, const Stored<E>* weight, int64_t columns, const int* gate, int first,
+    int blocks, int64_t panel, E* room, int64_t M, const E* a, int64_t a_m,
+    typename Element<E>::Accumulator* c, int64_t ldc, bool add, bool ahead) {
+  using S = Stored<E>;
+  const int64_t units = units_of(p, panel);
+  const auto rows_of = [&](int block, int64_t panel) {
+    return weight + (gate[first + block] * p.H + panel * kUnits) * columns;
+  };
+  for (int block = 0; block < blocks; ++block) {
+    const Operand<E> rows =
+        left_rows<E>(Rows<S>{rows_of(block, panel), columns, 1}, units, columns, room);
+    const S* next = block + 1 < blocks ? rows_of(block + 1, panel) : rows_of(0, panel + 1);
+    product_in_place(
+        M, elements<E>(columns), a, a_m, rows.data, rows.ld, units, next, c + block * kUnits, ldc,
+        add, ahead);
+  }
 }
 
 // A vector (G·H,) in the order of panels: added to what is there.
@@ -395,6 +496,9 @@ struct RowGroup {
   template <class T>
   T* cells(int64_t i, int64_t s) const {
     return static_cast<T*>(d.cells) + (position(i, s) * p.B + row(i)) * p.H;
+  }
+  uint16_t* clipped(int64_t i, int64_t s) const {
+    return static_cast<uint16_t*>(d.clipped) + (position(i, s) * p.B + row(i)) * p.clip_words();
   }
   template <class T>
   const T* c(int64_t i, int64_t s) const {

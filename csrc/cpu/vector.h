@@ -48,6 +48,17 @@ inline uint64_t equal_bits(Vectorized<T> x, T value) {
   return bits;
 }
 
+// Which lanes are greater than a value.
+template <class T>
+inline uint64_t greater_bits(Vectorized<T> x, T value) {
+  constexpr int lanes = Vectorized<T>::size();
+  T lane[lanes];
+  x.store(lane);
+  uint64_t bits = 0;
+  for (int l = 0; l < lanes; ++l) bits |= uint64_t(lane[l] > value) << l;
+  return bits;
+}
+
 // The larger of two; y if either is NaN. (ATen's maximum spends two more instructions on NaN.)
 template <class T>
 inline Vectorized<T> larger(Vectorized<T> x, Vectorized<T> y) {
@@ -86,6 +97,11 @@ inline uint64_t equal_bits(Vectorized<float> x, float value) {
 }
 
 template <>
+inline uint64_t greater_bits(Vectorized<float> x, float value) {
+  return _mm512_cmp_ps_mask(x, _mm512_set1_ps(value), _CMP_GT_OQ);
+}
+
+template <>
 inline Vectorized<float> larger(Vectorized<float> x, Vectorized<float> y) {
   return _mm512_max_ps(x, y);
 }
@@ -113,6 +129,12 @@ template <>
 inline uint64_t equal_bits(Vectorized<float> x, float value) {
   return static_cast<unsigned>(
       _mm256_movemask_ps(_mm256_cmp_ps(x, _mm256_set1_ps(value), _CMP_EQ_OQ)));
+}
+
+template <>
+inline uint64_t greater_bits(Vectorized<float> x, float value) {
+  return static_cast<unsigned>(
+      _mm256_movemask_ps(_mm256_cmp_ps(x, _mm256_set1_ps(value), _CMP_GT_OQ)));
 }
 
 template <>

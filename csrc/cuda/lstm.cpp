@@ -9,7 +9,6 @@
 #include <ATen/ATen.h>
 #include <torch/library.h>
 
-#include <limits>
 #include <string>
 #include <tuple>
 #include <vector>
@@ -221,7 +220,7 @@ struct Exchange {
 // What the op `lstm_forward` may be asked to keep.
 enum Save { kNothing, kCells, kGatesAndCells };
 
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> lstm_forward(
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> lstm_forward(
     const Tensor& input, const OptionalTensor& h0, const OptionalTensor& c0,
     const Parameters& parameters, const OptionalTensor& lengths, const OptionalTensor& seed,
     const Flags& reverse, bool coupled, double forget_bias, double cell_clip, double proj_clip,
@@ -238,12 +237,15 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> lstm_forward(
   Tensor gates = call.empty({0}, call.dtype), cells = call.empty({0}, call.wide);
   if (save == kGatesAndCells) gates = call.empty({D, T, B, call.saved_gates() * H}, call.dtype);
   if (save != kNothing) cells = call.empty({D, T, B, H}, call.wide);
+  Tensor clipped = call.empty({0}, at::kBool);
+  if (save != kNothing && p.clipped_columns())
+    clipped = call.empty({D, T, B, p.clipped_columns()}, at::kBool);
   if (call.lengths.defined()) {
     // Reading them would wait for the device, so the device asserts.
     const Tensor right = call.lengths.ge(0).logical_and(call.lengths.le(T)).all();
     at::_assert_async(right, "lengths: expected lengths in [0, " + std::to_string(T) + "]");
   }
-  if (T == 0 || B == 0) return {output, h, c, gates, cells};
+  if (T == 0 || B == 0) return {output, h, c, gates, cells, clipped};
 
   const Tensor from_input = call.from_input(input.flatten(0, 1));
   const Tensor operand = p.dropout ? call.dropped(h) : h;
@@ -251,6 +253,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> lstm_forward(
   p.output = data(output);
   p.gates = gates.numel() ? data(gates) : nullptr;
   p.cells = cells.numel() ? data(cells) : nullptr;
+  p.clipped = clipped.numel() ? clipped.data_ptr<bool>() : nullptr;
   p.h = data(h);
   p.operand = data(operand);
   p.c = data(c);
@@ -260,7 +263,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> lstm_forward(
     Exchange exchange(call, R, H);
     exchange.operand.select(0, 0).narrow(2, 0, R).copy_(operand);
     lstm_forward_sequence(p, exchange.sequence, stream);
-    return {output, h, c, gates, cells};
+    return {output, h, c, gates, cells, clipped};
   }
   Tensor from_hidden = call.empty({D, B, 4 * H}, call.dtype), m, projected;
   if (p.projected) {
@@ -275,7 +278,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> lstm_forward(
     at::bmm_out(projected, m, weight_hr);
     lstm_forward_projection(p, step, data(projected), stream);
   }
-  return {output, h, c, gates, cells};
+  return {output, h, c, gates, cells, clipped};
 }
 
 // Backward ----------------------------------------------------------------------------------------
@@ -318,20 +321,15 @@ void backward_steps(const Call& call, const Tensor& grad_h, Tokens& over) {
   const Lstm& p = call.p;
   const int64_t D = p.directions, T = p.T, B = p.B, H = p.H, R = p.R;
   void* const stream = call.device.stream();
-  Tensor projected;
   if (p.projected) {
     over.m = call.empty_tokens({D, T, B, H}, call.dtype);
     over.grad_projected = call.empty_tokens({D, T, B, R}, call.dtype);
     lstm_hidden(p, data(over.m), stream);
-    // Where zoneout takes a mean, the output doesn't show what was clipped.
-    if (p.zoneout_h > 0 && !p.training && p.proj_clip < std::numeric_limits<double>::infinity())
-      projected = over.m.flatten(1, 2).bmm(call.weight_hr.mT());
   }
   if (lstm_fits_sequence(p, true)) {
     Exchange exchange(call, 4 * H, R);
     const Tensor parts = call.empty({lstm_backward_parts(p)}, at::kFloat);
     exchange.sequence.parts = static_cast<float*>(data(parts));
-    exchange.sequence.projected = data(projected);
     exchange.sequence.grad_projected = data(over.grad_projected);
     return lstm_backward_sequence(p, exchange.sequence, stream);
   }
@@ -344,7 +342,7 @@ void backward_steps(const Call& call, const Tensor& grad_h, Tokens& over) {
   for (int64_t step = T - 1; step >= 0; --step) {
     if (p.projected) {
       lstm_backward_projection(
-          p, step, data(through), data(projected), data(dq), data(over.grad_projected), stream);
+          p, step, data(through), data(dq), data(over.grad_projected), stream);
       at::bmm_out(dm, dq, call.weight_hr);
     }
     lstm_backward_step(p, step, data(p.projected ? dm : through), data(operand), stream);
@@ -357,9 +355,9 @@ std::vector<Tensor> lstm_backward(
     const Tensor& grad_output, const OptionalTensor& grad_h_n, const OptionalTensor& grad_c_n,
     const Tensor& input, const OptionalTensor& h0, const OptionalTensor& c0,
     const Parameters& parameters, const OptionalTensor& lengths, const OptionalTensor& seed,
-    const Tensor& output, const Tensor& gates, const Tensor& cells, const Flags& reverse,
-    bool coupled, double forget_bias, double cell_clip, double proj_clip, double eps,
-    double zoneout_h, double zoneout_c, double recurrent_dropout, bool training,
+    const Tensor& output, const Tensor& gates, const Tensor& cells, const Tensor& clipped,
+    const Flags& reverse, bool coupled, double forget_bias, double cell_clip, double proj_clip,
+    double eps, double zoneout_h, double zoneout_c, double recurrent_dropout, bool training,
     const Flags& wanted) {
   Call call(
       input, parameters, lengths, seed,
@@ -399,6 +397,7 @@ std::vector<Tensor> lstm_backward(
   p.output = data(output);
   p.gates = recompute ? nullptr : data(gates);
   p.cells = data(cells);
+  p.clipped = clipped.numel() ? clipped.data_ptr<bool>() : nullptr;
   p.grad_output = data(arriving);
   p.c0 = data(first_c);
   p.grad_h = data(grad_h);

@@ -12,6 +12,7 @@
 #pragma once
 
 #include <cstdint>
+#include <limits>
 #include <string>
 
 #include "../dtype.h"
@@ -53,6 +54,7 @@ struct Lstm {
   void* output;      // (T, B, D, R)
   void* gates;       // (D, T, B, H, 4), or 3 if coupled: i, g, o; null if not saved
   void* cells;       // (D, T, B, H): c_t; null if not saved
+  bool* clipped;     // (D, T, B, clipped_columns()): units of c, if it has a clip, then of h; or null
 
   // Forward: what a step leaves to the next.
   void* h;        // (D, B, R)
@@ -69,6 +71,12 @@ struct Lstm {
   // what is there; null where none are needed.
   void* shares;
 
+  static constexpr bool clips(double limit) {
+    return limit < std::numeric_limits<double>::infinity();
+  }
+  constexpr int64_t clipped_columns() const {
+    return (clips(cell_clip) ? H : 0) + (clips(proj_clip) ? R : 0);
+  }
   constexpr int shares_count() const { return norm_hh ? int(kShares) : int(OfBias); }
 };
 
@@ -96,11 +104,10 @@ void lstm_backward_step(
     const Lstm& call, int64_t step, const void* through, void* operand, void* stream);
 
 // With a projection, first: from the gradient of h to that of W_hr m, which `grad_projected`, (D,
-// B, R), takes and `all`, (D, T, B, R). `projected`, (D, T, B, R), has W_hr m; null if the output
-// shows what was clipped.
+// B, R), takes and `all`, (D, T, B, R).
 void lstm_backward_projection(
-    const Lstm& call, int64_t step, const void* through, const void* projected,
-    void* grad_projected, void* all, void* stream);
+    const Lstm& call, int64_t step, const void* through, void* grad_projected, void* all,
+    void* stream);
 
 // m of all steps, (D, T, B, H), for the projection's gradient; 0 past a row's length.
 void lstm_hidden(const Lstm& call, void* hidden, void* stream);
@@ -119,9 +126,7 @@ struct LstmSequence {
   uint32_t* arrivals;  // kArrivals numbers
   static constexpr int kArrivals = 64;
   float* parts;        // lstm_backward_parts numbers
-  // Backward with a projection: as in lstm_backward_projection.
-  const void* projected;
-  void* grad_projected;
+  void* grad_projected;  // backward with a projection: (D, T, B, R)
 };
 
 // Whether the current device's multiprocessors can hold the weights, all at once; or else why not.

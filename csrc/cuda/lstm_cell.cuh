@@ -132,6 +132,32 @@ __device__ __forceinline__ const T* of_direction(const void* vectors, int d, int
   return static_cast<const T*>(vectors) + d * N;
 }
 
+// Clips -------------------------------------------------------------------------------------------
+
+// What says whether a unit of c, or a column of W_hr m, was clipped.
+__device__ __forceinline__ bool& clipped_cell(const Lstm& p, const Step& at, int64_t unit) {
+  return p.clipped[at.of_saved(p, p.clipped_columns()) + unit];
+}
+__device__ __forceinline__ bool& clipped_projection(
+    const Lstm& p, const Step& at, int64_t column) {
+  const int64_t columns = p.clipped_columns();
+  return p.clipped[at.of_saved(p, columns) + columns - p.R + column];
+}
+
+// c̃ and h̃, the latter from W_hr m.
+template <class T>
+__device__ __forceinline__ T clip_cell(const Lstm& p, const Step& at, int64_t unit, T u) {
+  const T clipped = clip(u, p.cell_clip);
+  if (p.clipped && p.clips(p.cell_clip)) clipped_cell(p, at, unit) = clipped != u && u == u;
+  return clipped;
+}
+template <class T>
+__device__ __forceinline__ T clip_projection(const Lstm& p, const Step& at, int64_t column, T q) {
+  const T clipped = clip(q, p.proj_clip);
+  if (p.clipped && p.clips(p.proj_clip)) clipped_projection(p, at, column) = clipped != q && q == q;
+  return clipped;
+}
+
 // Zoneout -----------------------------------------------------------------------------------------
 
 enum class State { H = 1, C = 2 };  // as Philox's planes are numbered
@@ -212,28 +238,11 @@ __device__ __forceinline__ T hidden_backward(
   return share == 0 ? T(0) : share * total;
 }
 
-// Whether a column of W_hr m was clipped. `projected` is that of all steps, (D, T, B, R), or null
-// if the output shows it.
-template <class Scalar, class T = Accumulator<Scalar>>
-__device__ __forceinline__ bool clipped_projection(
-    const Lstm& p, const Step& at, int64_t column, const Scalar* projected) {
-  const T limit = static_cast<T>(p.proj_clip);
-  if (projected) {
-    const T q = widen(projected[at.of_saved(p, p.R) + column]);
-    return q > limit || q < -limit;
-  }
-  // Outputs are rounded, and so must be what they are compared with.
-  const T most = rounded<Scalar>(limit);
-  const T h = widen(static_cast<const Scalar*>(p.output)[at.of_token(p, p.R) + column]);
-  return h >= most || h <= -most;
-}
-
 // A unit at a step of the forward, as the backward needs it.
 template <class T>
 struct Recalled {
   Gates<T> gates;
   T before, fresh;  // c_{t-1} and c̃
-  bool clipped;
 };
 
 // `a` are the preactivations, the bias among them; read only where gates weren't saved.
@@ -253,14 +262,9 @@ __device__ __forceinline__ Recalled<T> recall(
     result.gates = again.gates;
     u = again.u;
   }
-  const T limit = static_cast<T>(p.cell_clip);
-  if (p.zoneout_c > 0) {
-    result.fresh = clip(u, p.cell_clip);
-    result.clipped = u > limit || u < -limit;
-  } else {  // it is c after the step, which wasn't rounded
-    result.fresh = cells[at.of_saved(p, p.H) + unit];
-    result.clipped = result.fresh >= limit || result.fresh <= -limit;
-  }
+  // Without zoneout it is c after the step, which wasn't rounded.
+  result.fresh =
+      p.zoneout_c > 0 ? clip(u, p.cell_clip) : cells[at.of_saved(p, p.H) + unit];
   return result;
 }
 
@@ -286,7 +290,7 @@ __device__ __forceinline__ Gates<T> cell_backward(
   da.o = dm * y * o * (1 - o);
   if (share != 0) du += share * waiting;
   if (peephole) du += da.o * peephole[2 * p.H];
-  if (x.clipped) du = 0;
+  if (p.clips(p.cell_clip) && clipped_cell(p, at, unit)) du = 0;
   da.g = du * i * (1 - g * g);
   da.i = du * (p.coupled ? g - x.before : g) * i * (1 - i);
   da.f = p.coupled ? T(0) : du * x.before * f * (1 - f);

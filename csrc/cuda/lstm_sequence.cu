@@ -2,12 +2,13 @@
 // weights.
 //
 // A block owns some units of one direction, with all four gates of each, and with a projection some
-// columns of h; its rows of the weights lie in shared memory from the first step to the last. c
-// stays with the unit's owner. What all blocks need of a step, h (or m, or the gradients of the
-// gates) of all rows, goes through global memory, that is the L2 cache; then the blocks of a
-// direction wait for one another, once a step or, with a projection, twice. The two directions wait
-// each for its own. The grid is cooperative: a call whose blocks can't all be resident has no plan,
-// and is never launched.
+// columns of h; its share of the weights lies on the chip from the first step to the last: up to 64
+// KiB of W_hh in registers, if it is in 16 bits, and the rest in shared memory. c stays with the
+// unit's owner. What all blocks need of a step, h (or m, or the gradients of the gates) of all
+// rows, goes through global memory, that is the L2 cache; then the blocks of a direction wait for
+// one another, once a step or, with a projection, twice. The two directions wait each for its own.
+// The grid is cooperative: a call whose blocks can't all be resident has no plan, and is never
+// launched.
 //
 // Products are of 16 rows at a time. The warps share out the contraction, and add up their parts in
 // shared memory in order, so results repeat bit for bit. 16-bit types go by mma.sync, accumulated
@@ -17,9 +18,9 @@
 // units' h. Or, where a projection makes h small, it multiplies those of its own gates, and the
 // owners of h read and add up what all blocks made.
 //
-// Floor, of a step: the weights read once from shared memory for every 16 rows, at 128 bytes a
-// clock; h, B · R numbers, or back up to four times as many, read by every block from the L2 cache;
-// a barrier of some 1 to 2 µs, or two.
+// Floor, of a step: the weights that aren't in registers read once from shared memory for every 16
+// rows, at 128 bytes a clock; h, B · R numbers, or back up to four times as many, read by every
+// block from the L2 cache; a barrier of some 1 to 2 µs, or two.
 
 #include <algorithm>
 
@@ -33,47 +34,87 @@ namespace {
 constexpr int kWarps = 8, kThreads = 32 * kWarps;
 constexpr int kRows = 16;       // of a product
 constexpr int kTiles = 8;       // of 8 columns each, the most that a warp has
+constexpr int64_t kMaxColumns = kWarps * kTiles * 8;
+// How many times 16 bytes of W_hh a lane holds in registers, as the matrix unit takes them.
+template <class Scalar>
+constexpr int kHeldOf = sizeof(Scalar) == 2 ? 16 : 0;
 // Between one direction's counter and the other's: a line of the cache.
 constexpr int kLine = LstmSequence::kArrivals / Lstm::kMaxDirections;
 
 // Of one matrix a block's columns, as many as it has, by K numbers that are contracted. Lanes take
-// them 16 bytes at a time: (chunks, columns, 4, 16 bytes).
+// them 16 bytes at a time: (chunks, columns, 4, 16 bytes). As many groups of warps share out the
+// columns, the warps of a group the chunks. A warp's first chunks may be held in its registers; the
+// others lie in shared memory.
 template <class Scalar>
 struct Slice {
   static constexpr int kPiece = 16 / sizeof(Scalar);  // numbers in 16 bytes
   static constexpr int kChunk = 4 * kPiece;
-  uint4* pieces;
   int64_t K;
   int columns;
+  int groups, splits;  // of warps
+  int chunks, each;    // all, and of one split, the last ones fewer
+  int held;            // of one split
+  uint4* pieces;       // those in shared memory
 
-  static __host__ __device__ int chunks_of(int64_t K) {
-    return static_cast<int>((K + kChunk - 1) / kChunk);
-  }
-  static size_t bytes(int64_t columns, int64_t K) {
-    return chunks_of(K) * columns * kChunk * sizeof(Scalar);
-  }
-
-  __device__ Slice(unsigned char*& memory, int64_t columns, int64_t K)
-      : pieces(reinterpret_cast<uint4*>(memory)), K(K), columns(static_cast<int>(columns)) {
-    memory += int64_t(chunks_of(K)) * columns * 4 * sizeof(uint4);
-  }
-
-  __device__ const uint4& piece(int chunk, int column, int quarter) const {
-    return pieces[(chunk * columns + column) * 4 + quarter];
+  // `held`: how many times 16 bytes a lane may hold.
+  __host__ __device__ Slice(int64_t columns, int64_t K, int held)
+      : K(K), columns(static_cast<int>(columns)), groups(1),
+        chunks(static_cast<int>((K + kChunk - 1) / kChunk)) {
+    while (groups * kTiles * 8 < columns) groups *= 2;
+    splits = max(kWarps / groups, 1);
+    each = (chunks + splits - 1) / splits;
+    this->held = min(held / tiles(), each);
   }
 
-  // `weight(column, k)` is a number of the matrix. Across: those of one k lie side by side in
-  // memory.
+  // Of 8 columns each that a warp has: rounded up, as code is compiled for some numbers only.
+  __host__ __device__ int tiles() const { return columns <= 16 ? 2 : columns <= 32 ? 4 : kTiles; }
+  // In shared memory: the place of a split's chunk, and how many have one.
+  __host__ __device__ int place(int chunk, int split) const { return chunk - held * (split + 1); }
+  __host__ __device__ int places() const {
+    const int full = each ? chunks / each : 0;  // splits
+    return full * (each - held) + max(chunks - full * each - held, 0);
+  }
+  __host__ __device__ int64_t bytes() const { return int64_t(places()) * columns * 4 * 16; }
+
+  __device__ Slice(unsigned char*& memory, int64_t columns, int64_t K, int held)
+      : Slice(columns, K, held) {
+    pieces = reinterpret_cast<uint4*>(memory);
+    memory += bytes();
+  }
+
+  __device__ const uint4& piece(int place, int column, int quarter) const {
+    return pieces[(place * columns + column) * 4 + quarter];
+  }
+
+  // `weight(column, k)` points to a number of the matrix. Across: those of one k lie side by side
+  // in memory; or else those of one column.
   template <bool kAcross, class Weight>
   __device__ void fill(int existing, const Weight& weight) const {
-    Scalar* const numbers = reinterpret_cast<Scalar*>(pieces);
-    const int depth = chunks_of(K) * kChunk;
-    for (int index = threadIdx.x; index < depth * columns; index += kThreads) {
-      const int k = kAcross ? index / columns : index % depth;
-      const int column = kAcross ? index % columns : index / depth;
-      numbers[(k / kChunk * columns + column) * kChunk + k % kChunk] =
-          column < existing && k < K ? weight(column, k) : narrow<Scalar>(0);
+    const int shared = each - held;  // of a split
+#pragma unroll 4
+    for (int index = threadIdx.x; index < places() * columns * 4; index += kThreads) {
+      const int column = kAcross ? index % columns : index / 4 % columns;
+      const int quarter = kAcross ? index / columns % 4 : index % 4;
+      const int place = index / (4 * columns), chunk = place + held * (place / shared + 1);
+      pieces[(place * columns + column) * 4 + quarter] =
+          gather<kAcross>(chunk, column, quarter, existing, weight);
     }
+  }
+  template <bool kAcross, class Weight>
+  __device__ __forceinline__ uint4 gather(
+      int chunk, int column, int quarter, int existing, const Weight& weight) const {
+    uint4 piece = make_uint4(0, 0, 0, 0);
+    const int64_t k = int64_t(chunk) * kChunk + quarter * kPiece;
+    if (column >= existing || k >= K) return piece;
+    const Scalar* const first = weight(column, k);
+    if (!kAcross && k + kPiece <= K && reinterpret_cast<uintptr_t>(first) % 16 == 0)
+      return __ldg(reinterpret_cast<const uint4*>(first));
+    Scalar numbers[kPiece];
+#pragma unroll
+    for (int n = 0; n < kPiece; ++n)
+      numbers[n] = k + n < K ? *weight(column, k + n) : narrow<Scalar>(0);
+    memcpy(&piece, numbers, sizeof(piece));
+    return piece;
   }
 };
 
@@ -95,65 +136,78 @@ __device__ __forceinline__ void add_products(float& sum, const uint4& a, const u
   sum = fmaf(__uint_as_float(a.w), __uint_as_float(b.w), sum);
 }
 
-// The products of 16 rows with all columns of a slice.
+// What the splits of a slice leave for one another to add up.
 template <class Scalar>
+int64_t bytes_of_parts(const Slice<Scalar>& slice) {
+  return slice.splits * kRows * stride_of(slice.columns) * sizeof(float);
+}
+
+// The products of 16 rows with all columns of a slice, of which a lane holds up to kHeld pieces.
+template <class Scalar, int kHeld>
 class Products {
  public:
-  // As many groups of warps share out the columns, the warps of a group the contraction.
-  static __host__ __device__ int groups_of(int64_t columns) {
-    int groups = 1;
-    while (groups * kTiles * 8 < columns) groups *= 2;
-    return groups;
-  }
-  static constexpr int64_t kMaxColumns = kWarps * kTiles * 8;
-  static size_t bytes(int64_t columns) {
-    return kWarps / groups_of(columns) * kRows * stride_of(columns) * sizeof(float);
-  }
-
   __device__ Products(unsigned char* memory, const Slice<Scalar>& slice)
       : slice_(slice), parts_(reinterpret_cast<float*>(memory)),
-        stride_(static_cast<int>(stride_of(slice.columns))), groups_(groups_of(slice.columns)) {}
+        stride_(static_cast<int>(stride_of(slice.columns))) {}
+
+  // Takes the matrix in, as Slice::fill.
+  template <bool kAcross, class Weight>
+  __device__ __forceinline__ void fill(int existing, const Weight& weight) {
+    slice_.template fill<kAcross>(existing, weight);
+    const int lane = threadIdx.x % 32, tiles = slice_.tiles();
+#pragma unroll
+    for (int i = 0; i < kHeld; ++i)
+      held_[i] = i / tiles < slice_.held
+          ? slice_.template gather<kAcross>(
+                first_chunk() + i / tiles, first_column() + i % tiles * 8 + lane / 4, lane % 4,
+                existing, weight)
+          : make_uint4(0, 0, 0, 0);
+  }
 
   // Called by all threads. `row(r)` points to one of the 16 rows, or null for zeros.
   template <class Row>
-  __device__ void compute(const Row& row) const {
-    constexpr int kPiece = Slice<Scalar>::kPiece, kChunk = Slice<Scalar>::kChunk;
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const int splits = kWarps / groups_, split = warp / groups_;
-    const int first_tile = warp % groups_ * kTiles;
-    const int tiles = min((slice_.columns + 7) / 8 - first_tile, kTiles);
-    const int chunks = Slice<Scalar>::chunks_of(slice_.K), each = (chunks + splits - 1) / splits;
-    const int end = min((split + 1) * each, chunks);
+  __device__ __forceinline__ void compute(const Row& row) const {
+    const int lane = threadIdx.x % 32, split = threadIdx.x / 32 / slice_.groups;
+    const int exist = min((slice_.columns - first_column() + 7) / 8, kTiles);  // tiles
+    const int places = slice_.place(0, split);
+    int chunk = first_chunk();
+    const int end = min(chunk + slice_.each, slice_.chunks);
     const int64_t limit = min(slice_.K, int64_t(end) * kChunk);
     const void* const rows[2] = {row(lane / 4), row(lane / 4 + 8)};
     float sums[kTiles][4] = {};
-    for (int chunk = split * each; chunk < end; chunk += kAhead) {
-      // Asked for together, so that they take one latency of the L2 cache.
-      uint4 a[kAhead][kTurns][2];
+    // Chunks of the rows are asked for together, so that they take one latency of the L2 cache.
+    uint4 a[kAhead][kTurns][2];
+    if constexpr (kHeld > 0)
+      with_tiles([&]<int tiles>() {
+        constexpr int kMost = kHeld / tiles;
 #pragma unroll
-      for (int i = 0; i < kAhead; ++i)
+        for (int i = 0; i < kMost; i += kAhead, chunk += kAhead) {
+          load(a, rows, chunk, limit);
 #pragma unroll
-        for (int turn = 0; turn < kTurns; ++turn)
+          for (int n = 0; n < kAhead; ++n) {
+            if (chunk + n >= end) break;
+            if (i + n >= kMost) {
+              add_from_memory(sums, a[n], places + chunk + n, exist);
+              continue;
+            }
 #pragma unroll
-          for (int half = 0; half < 2; ++half)
-            a[i][turn][half] = load_piece(
-                rows[half], int64_t(chunk + i) * kChunk + quarter_of(turn) * kPiece, limit,
-                sizeof(Scalar));
-#pragma unroll
-      for (int i = 0; i < kAhead; ++i) {
-        if (chunk + i >= end) break;
-#pragma unroll
-        for (int j = 0; j < kTiles; ++j) {
-          if (j >= tiles) break;
-          add(sums[j], a[i], chunk + i, 8 * (first_tile + j));
+            for (int j = 0; j < tiles; ++j) add(sums[j], a[n], held_[(i + n) * tiles + j]);
+          }
         }
+      });
+    for (; chunk < end; chunk += kAhead) {
+      load(a, rows, chunk, limit);
+#pragma unroll
+      for (int n = 0; n < kAhead; ++n) {
+        if (chunk + n >= end) break;
+        add_from_memory(sums, a[n], places + chunk + n, exist);
       }
     }
     __syncthreads();  // the parts before have been read
 #pragma unroll
     for (int j = 0; j < kTiles; ++j) {
-      if (j >= tiles) break;
-      const int column = 8 * (first_tile + j) + lane % 4 * 2;
+      if (j >= exist) break;
+      const int column = first_column() + 8 * j + lane % 4 * 2;
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         float* const part = parts_ + (split * kRows + lane / 4 + 8 * i) * stride_ + column;
@@ -166,59 +220,104 @@ class Products {
 
   __device__ __forceinline__ float operator()(int row, int column) const {
     float sum = 0;
-    for (int split = 0; split < kWarps / groups_; ++split)
+    for (int split = 0; split < slice_.splits; ++split)
       sum += parts_[(split * kRows + row) * stride_ + column];
     return sum;
   }
   // Of a unit's gates.
   __device__ __forceinline__ Gates<float> gates(int row, int unit) const {
     Gates<float> sum = {};
-    for (int split = 0; split < kWarps / groups_; ++split)
+    for (int split = 0; split < slice_.splits; ++split)
       sum = sum + load_gates<float>(parts_ + (split * kRows + row) * stride_, unit);
     return sum;
   }
 
  private:
+  static constexpr int kPiece = Slice<Scalar>::kPiece, kChunk = Slice<Scalar>::kChunk;
   static constexpr bool kMatrixUnit = sizeof(Scalar) == 2;
   // Of a chunk of its two rows a lane takes one quarter, for the matrix unit; or else one after the
   // other.
   static constexpr int kTurns = kMatrixUnit ? 1 : 4;
   static constexpr int kAhead = kMatrixUnit ? 4 : 1;  // chunks
+  static_assert(kMatrixUnit || kHeld == 0);
+
+  // Of the warp.
+  __device__ __forceinline__ int first_column() const {
+    return threadIdx.x / 32 % slice_.groups * kTiles * 8;
+  }
+  __device__ __forceinline__ int first_chunk() const {
+    return threadIdx.x / 32 / slice_.groups * slice_.each;
+  }
+
+  // Calls run<tiles>() for the number of the slice: which register holds what is then known.
+  template <class Run>
+  __device__ __forceinline__ void with_tiles(const Run& run) const {
+    switch (slice_.tiles()) {
+      case 2: return run.template operator()<2>();
+      case 4: return run.template operator()<4>();
+      default: return run.template operator()<kTiles>();
+    }
+  }
 
   // Lanes begin at different quarters, so that they read different banks.
   static __device__ __forceinline__ int quarter_of(int turn) { return (turn + threadIdx.x) % 4; }
 
-  // Adds the product of a chunk of the rows with the 8 columns of a tile. Lanes hold sums as those
-  // of mma do: of rows l / 4 and 8 more, and columns 2 (l % 4) and the next.
-  __device__ __forceinline__ void add(
-      float (&sums)[4], const uint4 (&a)[kTurns][2], int chunk, int first_column) const {
+  // Chunks of the two rows.
+  static __device__ __forceinline__ void load(
+      uint4 (&a)[kAhead][kTurns][2], const void* const (&rows)[2], int chunk, int64_t limit) {
+#pragma unroll
+    for (int n = 0; n < kAhead; ++n)
+#pragma unroll
+      for (int turn = 0; turn < kTurns; ++turn)
+#pragma unroll
+        for (int half = 0; half < 2; ++half)
+          a[n][turn][half] = load_piece(
+              rows[half], int64_t(chunk + n) * kChunk + quarter_of(turn) * kPiece, limit,
+              sizeof(Scalar));
+  }
+
+  // Adds the product of a chunk of the rows with that at a place in shared memory, of as many tiles
+  // as exist. Lanes hold sums as those of mma do: of rows l / 4 and 8 more, and columns 2 (l % 4)
+  // and the next.
+  __device__ __forceinline__ void add_from_memory(
+      float (&sums)[kTiles][4], const uint4 (&a)[kTurns][2], int place, int exist) const {
     const int lane = threadIdx.x % 32;
-    if constexpr (kMatrixUnit) {
-      const int column = first_column + lane / 4;
-      const uint4 b = column < slice_.columns ? slice_.piece(chunk, column, lane % 4)
-                                              : make_uint4(0, 0, 0, 0);
-      const auto& [upper, lower] = a[0];
-      // The lane's 8 numbers, of a as of b, stand for those that mma takes in two steps of 16.
-      mma<Scalar>(sums, {upper.x, lower.x, upper.y, lower.y}, {b.x, b.y});
-      mma<Scalar>(sums, {upper.z, lower.z, upper.w, lower.w}, {b.z, b.w});
-    } else {
 #pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const int column = first_column + lane % 4 * 2 + i;
-        if (column >= slice_.columns) break;
+    for (int j = 0; j < kTiles; ++j) {
+      if (j >= exist) break;
+      const int first = first_column() + 8 * j;
+      if constexpr (kMatrixUnit) {
+        const int column = first + lane / 4;
+        add(sums[j], a, column < slice_.columns ? slice_.piece(place, column, lane % 4)
+                                                : make_uint4(0, 0, 0, 0));
+      } else {
 #pragma unroll
-        for (int turn = 0; turn < kTurns; ++turn) {
-          const uint4 b = slice_.piece(chunk, column, quarter_of(turn));
-          add_products(sums[i], a[turn][0], b);
-          add_products(sums[2 + i], a[turn][1], b);
+        for (int i = 0; i < 2; ++i) {
+          const int column = first + lane % 4 * 2 + i;
+          if (column >= slice_.columns) break;
+#pragma unroll
+          for (int turn = 0; turn < kTurns; ++turn) {
+            const uint4 b = slice_.piece(place, column, quarter_of(turn));
+            add_products(sums[j][i], a[turn][0], b);
+            add_products(sums[j][2 + i], a[turn][1], b);
+          }
         }
       }
     }
   }
+  // `b` is of column l / 4. The lane's 8 numbers, of a as of b, stand for those that mma takes in
+  // two steps of 16.
+  static __device__ __forceinline__ void add(
+      float (&sums)[4], const uint4 (&a)[kTurns][2], const uint4& b) {
+    const auto& [upper, lower] = a[0];
+    mma<Scalar>(sums, {upper.x, lower.x, upper.y, lower.y}, {b.x, b.y});
+    mma<Scalar>(sums, {upper.z, lower.z, upper.w, lower.w}, {b.z, b.w});
+  }
 
   const Slice<Scalar> slice_;
   float* const parts_;
-  const int stride_, groups_;
+  const int stride_;
+  uint4 held_[kHeld > 0 ? kHeld : 1];
 };
 
 // How a call is shared out.
@@ -297,18 +396,19 @@ __global__ __launch_bounds__(kThreads, 1) void forward_sequence_kernel(
   const Share own(p, layout);
   const int d = own.d;
   unsigned char* memory = shared_memory();
-  const Slice<Scalar> of_units(memory, 4 * layout.units, p.R);
-  const Slice<Scalar> of_columns(memory, layout.columns, p.projected ? p.H : 0);
+  const Slice<Scalar> of_units(memory, 4 * layout.units, p.R, kHeldOf<Scalar>);
+  const Slice<Scalar> of_columns(memory, layout.columns, p.projected ? p.H : 0, 0);
+  Products<Scalar, kHeldOf<Scalar>> to_gates(memory, of_units);
+  Products<Scalar, 0> to_h(memory, of_columns);
   const auto* weight_hh = static_cast<const Scalar*>(s.weight_hh);
-  of_units.template fill<false>(4 * own.units, [&](int row, int64_t k) {
-    return weight_hh[((d * p.H + own.first_unit) * 4 + row) * p.R + k];
+  to_gates.template fill<false>(4 * own.units, [&](int row, int64_t k) {
+    return weight_hh + ((d * p.H + own.first_unit) * 4 + row) * p.R + k;
   });
   const auto* weight_hr = static_cast<const Scalar*>(s.weight_hr);
-  of_columns.template fill<false>(own.columns, [&](int row, int64_t k) {
-    return weight_hr[(d * p.R + own.first_column + row) * p.H + k];
+  to_h.template fill<false>(own.columns, [&](int row, int64_t k) {
+    return weight_hr + (d * p.R + own.first_column + row) * p.H + k;
   });
   __syncthreads();
-  const Products<Scalar> to_gates(memory, of_units), to_h(memory, of_columns);
 
   const int64_t of_h = stride_of(p.R), of_m = stride_of(p.H);
   Scalar* const m = static_cast<Scalar*>(s.hidden) + d * p.B * of_m;
@@ -340,7 +440,7 @@ __global__ __launch_bounds__(kThreads, 1) void forward_sequence_kernel(
         if (p.bias) a = a + load_gates<float>(p.bias, d * p.H + unit);
         float& c = static_cast<float*>(p.c)[at.of_state(p, p.H) + unit];
         const Cell<float> now = cell(p, d, unit, a, c);
-        const float fresh = clip(now.u, p.cell_clip);
+        const float fresh = clip_cell(p, at, unit, now.u);
         const float hidden = now.gates.o * hyperbolic_tangent(fresh);
         c = zoneout<State::C>(p, at, unit, fresh, c);
         if (p.gates) store_saved<Scalar>(p, at.of_saved(p, p.H) + unit, now.gates);
@@ -358,7 +458,7 @@ __global__ __launch_bounds__(kThreads, 1) void forward_sequence_kernel(
       for_elements(rows, own.columns, [&](int r, int k) {
         const Step at(p, step, rows[r], d);
         const int64_t column = own.first_column + k;
-        const float fresh = clip(to_h(r, k), p.proj_clip);
+        const float fresh = clip_projection(p, at, column, to_h(r, k));
         h_of(step + 1)[at.row * of_h + column] = finish_h<Scalar>(p, at, column, fresh);
       });
     }
@@ -384,18 +484,20 @@ __global__ __launch_bounds__(kThreads, 1) void backward_sequence_kernel(
   const int products = layout.scattered ? static_cast<int>(p.R) : columns;
   unsigned char* memory = shared_memory();
   const Slice<Scalar> of_columns(
-      memory, layout.scattered ? p.R : p.projected ? layout.columns : layout.units, gates);
-  const Slice<Scalar> of_units(memory, p.projected ? layout.units : 0, p.R);
+      memory, layout.scattered ? p.R : p.projected ? layout.columns : layout.units, gates,
+      kHeldOf<Scalar>);
+  const Slice<Scalar> of_units(memory, p.projected ? layout.units : 0, p.R, 0);
+  Products<Scalar, kHeldOf<Scalar>> to_h(memory, of_columns);
+  Products<Scalar, 0> to_m(memory, of_units);
   const auto* weight_hh = static_cast<const Scalar*>(s.weight_hh);
-  of_columns.template fill<true>(products, [&](int column, int64_t k) {
-    return weight_hh[(d * p.H * 4 + first_gate + k) * p.R + first_product + column];
+  to_h.template fill<true>(products, [&](int column, int64_t k) {
+    return weight_hh + (d * p.H * 4 + first_gate + k) * p.R + first_product + column;
   });
   const auto* weight_hr = static_cast<const Scalar*>(s.weight_hr);
-  of_units.template fill<true>(own.units, [&](int unit, int64_t k) {
-    return weight_hr[(d * p.R + k) * p.H + own.first_unit + unit];
+  to_m.template fill<true>(own.units, [&](int unit, int64_t k) {
+    return weight_hr + (d * p.R + k) * p.H + own.first_unit + unit;
   });
   __syncthreads();
-  const Products<Scalar> to_h(memory, of_columns), to_m(memory, of_units);
 
   const int64_t of_gates = stride_of(4 * p.H), of_q = stride_of(p.R);
   Scalar* const dq = static_cast<Scalar*>(s.hidden) + d * p.B * of_q;
@@ -476,8 +578,7 @@ __global__ __launch_bounds__(kThreads, 1) void backward_sequence_kernel(
         }
         const float grad = hidden_backward<Scalar>(p, at, column, through);
         if (!p.projected) return step_back(at, step, column, grad);
-        const bool clipped =
-            clipped_projection(p, at, column, static_cast<const Scalar*>(s.projected));
+        const bool clipped = p.clips(p.proj_clip) && clipped_projection(p, at, column);
         const Scalar of_column = narrow<Scalar>(clipped ? 0 : grad);
         static_cast<Scalar*>(s.grad_projected)[at.of_saved(p, p.R) + column] = of_column;
         dq[at.row * of_q + column] = of_column;
@@ -516,7 +617,7 @@ std::string lay_out(const Lstm& p, bool backward, Kernel<Scalar> kernel, Layout&
   const int64_t most = multiprocessors() / p.directions;
   if (most == 0) return "the directions share one multiprocessor";
   layout.units = share(p.H, most);
-  layout.scattered = backward && p.projected && p.R < p.H && p.R <= Products<Scalar>::kMaxColumns;
+  layout.scattered = backward && p.projected && p.R < p.H && p.R <= kMaxColumns;
   // Its gates begin at multiples of 16 bytes.
   if (layout.scattered) layout.units = share(layout.units, 2) * 2;
   layout.blocks = share(p.H, layout.units);
@@ -529,13 +630,15 @@ std::string lay_out(const Lstm& p, bool backward, Kernel<Scalar> kernel, Layout&
     second = p.projected ? layout.units : 0;
     L = p.R;
   }
-  layout.shared = Slice<Scalar>::bytes(first, K) + Slice<Scalar>::bytes(second, L) +
-      std::max(Products<Scalar>::bytes(first), Products<Scalar>::bytes(second));
+  const Slice<Scalar> of_hh(first, K, kHeldOf<Scalar>), of_hr(second, L, 0);
+  layout.shared = of_hh.bytes() + of_hr.bytes() +
+      std::max(bytes_of_parts(of_hh), bytes_of_parts(of_hr));
   const int64_t blocks = layout.blocks * p.directions;
-  if (std::max(first, second) > Products<Scalar>::kMaxColumns ||
+  if (std::max(first, second) > kMaxColumns ||
       layout.shared > shared_memory_limit())
     return "the recurrent weights take " + std::to_string(layout.shared >> 10) +
-        " KiB of each of " + std::to_string(blocks) + " multiprocessors, which have " +
+        " KiB of shared memory of each of " + std::to_string(blocks) +
+        " multiprocessors, which have " +
         std::to_string(shared_memory_limit() >> 10);
   const int64_t resident = resident_blocks(kernel, kThreads, layout.shared);
   if (blocks > resident)

@@ -207,7 +207,7 @@ __global__ __launch_bounds__(kThreads) void forward_step_kernel(
   for (int64_t unit = own.first + threadIdx.x; unit < own.last; unit += kThreads) {
     const Cell<T> now = cell(p, at.d, unit, preactivations.at(unit), c[unit]);
     scratch.gates[unit - own.first] = now.gates;
-    scratch.c[unit - own.first] = clip(now.u, p.cell_clip);
+    scratch.c[unit - own.first] = clip_cell(p, at, unit, now.u);
     if (p.gates) store_saved<Scalar>(p, at.of_saved(p, p.H) + unit, now.gates);
   }
   const CellNorm<T> norm(p, own, scratch);
@@ -231,7 +231,7 @@ __global__ __launch_bounds__(kThreads) void forward_projection_kernel(
   if (!at.runs) return;
   for (int64_t column = own.first + threadIdx.x; column < own.last; column += kThreads) {
     const T q = widen(projected[at.of_state(p, p.R) + column]);
-    finish_step<Scalar>(p, at, column, clip(q, p.proj_clip));
+    finish_step<Scalar>(p, at, column, clip_projection(p, at, column, q));
   }
 }
 
@@ -356,8 +356,8 @@ __global__ __launch_bounds__(kThreads) void backward_step_kernel(
 // before and, twice, of W_hr m.
 template <class Scalar>
 __global__ __launch_bounds__(kThreads) void backward_projection_kernel(
-    const __grid_constant__ Lstm p, int64_t step, const Scalar* through, const Scalar* projected,
-    Scalar* grad_projected, Scalar* all) {
+    const __grid_constant__ Lstm p, int64_t step, const Scalar* through, Scalar* grad_projected,
+    Scalar* all) {
   using T = Accumulator<Scalar>;
   const Share own(p, p.R);
   const Step at(p, step, own.row, own.d);
@@ -366,7 +366,7 @@ __global__ __launch_bounds__(kThreads) void backward_projection_kernel(
     Scalar dq = narrow<Scalar>(0);
     if (at.runs) {
       const T grad = hidden_backward<Scalar>(p, at, column, T(widen(through[state + column])));
-      if (!clipped_projection(p, at, column, projected)) dq = narrow<Scalar>(grad);
+      if (!p.clips(p.proj_clip) || !clipped_projection(p, at, column)) dq = narrow<Scalar>(grad);
       all[saved + column] = dq;
     }
     grad_projected[state + column] = dq;
@@ -471,13 +471,13 @@ void lstm_backward_step(
 }
 
 void lstm_backward_projection(
-    const Lstm& p, int64_t step, const void* through, const void* projected, void* grad_projected,
+    const Lstm& p, int64_t step, const void* through, void* grad_projected,
     void* all, void* stream) {
   for_type(p.dtype, [&]<class Scalar>() {
     launch(
         plan_of("lstm_backward_projection", p, p.B * Share::parts_of(p, p.R)),
         static_cast<cudaStream_t>(stream), backward_projection_kernel<Scalar>, p, step,
-        static_cast<const Scalar*>(through), static_cast<const Scalar*>(projected),
+        static_cast<const Scalar*>(through),
         static_cast<Scalar*>(grad_projected), static_cast<Scalar*>(all));
   });
 }

@@ -2,7 +2,8 @@
 
 Both ops take the input, the first states (h and c, or h alone), the parameters of every direction
 in one list, integer tensors (the lengths, and lstm's seed), options, and what to save. They return
-the output, the last states, and what only the backward reads: gates, and lstm's cells. A backward
+the output, the last states, and what only the backward reads: gates, and lstm's cells and what
+it clipped. A backward
 takes gradients of output and states, all of those tensors, the options, and which gradients are
 wanted; it returns those for input, states and parameters in one list.
 """
@@ -40,7 +41,7 @@ class Operator(NamedTuple):
 
     states: int  # h and c, or h
     integers: int  # lengths and seed, or lengths
-    kept: int  # gates and cells, or gates
+    kept: int  # gates, cells and what was clipped, or gates
     save: type  # of the argument that says what to keep: int, or bool where it is all or nothing
     formula: Callable[..., list[Tensor | None]]  # the backward, to be differentiated in turn
     forward: dict[str, Callable[..., Any]]  # by backend

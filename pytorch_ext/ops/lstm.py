@@ -360,23 +360,32 @@ def _forward_fake(
     wide = torch.float64 if input.dtype == torch.float64 else torch.float32
     gates = (D, T, B, rows) if save == _recurrent.SAVE_ALL else (0,)
     cells = (0,) if save == _recurrent.SAVE_NOTHING else (D, T, B, H)
+    columns = reference.clipped_columns(H, R, *rest[1:3])
+    clipped = (D, T, B, columns) if columns and save != _recurrent.SAVE_NOTHING else (0,)
     return (
         input.new_empty(T, B, D * R),
         input.new_empty(D, B, R),
         input.new_empty(D, B, H, dtype=wide),
         input.new_empty(gates),
         input.new_empty(cells, dtype=wide),
+        input.new_empty(clipped, dtype=torch.bool),  # of c's units, then of h's
     )
 
 
 def _cpp_forward_fake(*args: Any) -> tuple[Tensor, ...]:
-    """With layer normalisation it leaves both products, as they were accumulated, not the gates."""
-    results = _forward_fake(*args)
-    output, h_n, c_n, gates, cells = results
-    if Parameters(*args[3][: len(Parameters._fields)]).norm_ih_weight is None or gates.dim() == 1:
-        return results
-    products = c_n.new_empty(*gates.shape[:-1], 2 * gates.shape[-1])
-    return output, h_n, c_n, products, cells
+    """With layer normalisation it leaves both products, as they were accumulated, not the gates.
+
+    What was clipped it leaves as bits, 16 of them in a number.
+    """
+    output, h_n, c_n, gates, cells, clipped = _forward_fake(*args)
+    norm = Parameters(*args[3][: len(Parameters._fields)]).norm_ih_weight
+    if norm is not None and gates.dim() > 1:
+        gates = c_n.new_empty(*gates.shape[:-1], 2 * gates.shape[-1])
+    if clipped.dim() > 1:
+        words = (-(-t.shape[-1] // 16) for t in (c_n, h_n))
+        columns = reference.clipped_columns(*words, *args[9:11])
+        clipped = clipped.new_empty(*clipped.shape[:-1], columns)
+    return output, h_n, c_n, gates, cells, clipped.to(torch.int16)
 
 
 def _backward_fake(
@@ -388,7 +397,7 @@ def _backward_fake(
 
 _registration.define(
     "lstm_forward",
-    f"({_TENSORS}, {_OPTIONS}, int save) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    f"({_TENSORS}, {_OPTIONS}, int save) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     _forward_fake,
     functools.partial(_recurrent.forward_vmap, "lstm"),
     fakes={"cpp": _cpp_forward_fake},
@@ -396,7 +405,7 @@ _registration.define(
 _registration.define(
     "lstm_backward",
     f"(Tensor grad_output, Tensor? grad_h_n, Tensor? grad_c_n, {_TENSORS}, Tensor output, "
-    f"Tensor gates, Tensor cells, {_OPTIONS}, bool[] wanted) -> Tensor[]",
+    f"Tensor gates, Tensor cells, Tensor clipped, {_OPTIONS}, bool[] wanted) -> Tensor[]",
     _backward_fake,
     functools.partial(_recurrent.backward_vmap, "lstm"),
 )
@@ -431,7 +440,7 @@ def _eager_backward(*args: Any) -> list[Tensor]:
 
 def _formula(*args: Any) -> list[Tensor | None]:
     """The backward op's arguments, for the reference."""
-    return reference.lstm_backward(*args[:12], options=Options(*args[12:22]), wanted=args[22])
+    return reference.lstm_backward(*args[:13], options=Options(*args[13:23]), wanted=args[23])
 
 
 _registration.implement_triton("lstm", _check_arguments)
@@ -440,7 +449,7 @@ _registration.implement_triton("lstm", _check_arguments)
 _recurrent.OPERATORS["lstm"] = _recurrent.Operator(
     states=2,
     integers=2,
-    kept=2,
+    kept=3,
     save=int,
     formula=_formula,
     forward={name: getattr(torch.ops.trifuse.lstm_forward, name) for name in backends.ORDER},

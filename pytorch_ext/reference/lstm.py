@@ -83,6 +83,11 @@ class Results(NamedTuple):
     c_n: Tensor  # (D, B, H)
     gates: Tensor  # (D, T, B, G·H): a of the formula
     cells: Tensor  # (D, T, B, H): c_t
+    clipped: Tensor  # bool (D, T, B, ...): H columns if c has a clip, then R if h has one
+
+
+def clipped_columns(H: int, R: int, cell_clip: float, proj_clip: float) -> int:
+    return H * (cell_clip < math.inf) + R * (proj_clip < math.inf)
 
 
 def lstm(
@@ -106,14 +111,14 @@ def lstm(
         seed: int64, one element, keys what is drawn at random; None where nothing is.
 
     Returns:
-        Output and h_n in the dtype of the input, the rest in float32, or float64 for float64. Past
-        a row's length its output is 0 and its states stand still.
+        Output and h_n in the dtype of the input, gates and cells in float32, or float64 for
+        float64. Past a row's length its output is 0 and its states stand still.
     """
     directions = []
     for way in _ways(input, h0, c0, parameters, lengths, seed, options):
         p, h, c = way.p, way.h0, way.c0
         from_input = _from_input(way.x, p, options.eps)
-        hs, gates, cells = [], [], []
+        hs, gates, cells, clipped = [], [], [], []
         for s in range(input.shape[0]):
             a = from_input[s] + _from_hidden(_times(h, way.dropout), p, options.eps)
             cell = _cell(a, c, p, options)
@@ -124,16 +129,18 @@ def lstm(
             hs.append(h)
             gates.append(a)
             cells.append(c)
-        shapes = (h.shape, from_input.shape[1:], c.shape)
-        y, a_t, c_t = (
+            clipped.append(_clipped(cell, options))
+        columns = clipped_columns(c.shape[1], h.shape[1], options.cell_clip, options.proj_clip)
+        shapes = (h.shape, from_input.shape[1:], c.shape, (len(h), columns))
+        y, a_t, c_t, clipped_t = (
             in_step_order(stack_steps(steps, shape, h), lengths, way.reverse)
-            for steps, shape in zip((hs, gates, cells), shapes, strict=True)
+            for steps, shape in zip((hs, gates, cells, clipped), shapes, strict=True)
         )
-        directions.append((masked(y, way.valid), h, c, a_t, c_t))
-    ys, h_n, c_n, a_n, c_ts = zip(*directions, strict=True)
+        directions.append((masked(y, way.valid), h, c, a_t, c_t, clipped_t))
+    ys, h_n, c_n, a_n, c_ts, clipped_n = zip(*directions, strict=True)
     return Results(
         torch.cat(ys, -1).to(input.dtype), torch.stack(h_n).to(input.dtype), torch.stack(c_n),
-        torch.stack(a_n), torch.stack(c_ts),
+        torch.stack(a_n), torch.stack(c_ts), torch.stack(clipped_n),
     )  # fmt: skip
 
 
@@ -150,6 +157,7 @@ def lstm_backward(
     output: Tensor | None,
     gates: Tensor | None,
     cells: Tensor | None,
+    clipped: Tensor | None,
     *,
     options: Options,
     wanted: Sequence[bool],
@@ -160,8 +168,8 @@ def lstm_backward(
         grad_output: (T, B, D·R).
         grad_h_n: (D, B, R) or None for zeros.
         grad_c_n: (D, B, H) or None for zeros.
-        output, cells: what the forward gave. None: computed again, so that this function can itself
-            be differentiated: it is the double backward of every backend.
+        output, cells, clipped: what the forward gave. None: computed again, so that this function
+            can itself be differentiated: it is the double backward of every backend.
         gates: what the forward gave. None or (0,): computed again from the output and the cells.
         wanted: which gradients are, in the order above.
         The rest as in :func:`lstm`.
@@ -169,8 +177,10 @@ def lstm_backward(
     Returns:
         A tensor shaped and typed like what it is the gradient of, or None where none is wanted.
     """
-    if output is None or cells is None:
-        output, _, _, gates, cells = lstm(input, h0, c0, parameters, lengths, seed, options=options)
+    if output is None or cells is None or clipped is None:
+        output, _, _, gates, cells, clipped = lstm(
+            input, h0, c0, parameters, lengths, seed, options=options
+        )
     results: list[dict[str, Tensor | None]] = []
     for d, way in enumerate(_ways(input, h0, c0, parameters, lengths, seed, options)):
         R, slots = way.h0.shape[-1], slice(d * SLOTS, (d + 1) * SLOTS)
@@ -185,6 +195,7 @@ def lstm_backward(
             way.steps(output[..., own]),
             None if gates is None or gates.dim() == 1 else way.steps(gates[d]),
             way.steps(cells[d]),
+            way.steps(clipped[d]) if clipped.dim() > 1 else None,
             options,
         )
         results.append({name: gradients[name]() if want else None for name, want in asked.items()})
@@ -257,13 +268,14 @@ def _ways(
 
 def _backward(
     way: _Way, dy: Tensor, dh: Tensor, dc: Tensor, y: Tensor, a: Tensor | None, c_t: Tensor,
-    options: Options,
+    clipped: Tensor | None, options: Options,
 ) -> dict[str, Callable[[], Tensor]]:  # fmt: skip
     """Gradients by the names of what they belong to, each computed when it is asked for.
 
     Args:
         dy: (T, B, R). With it dh (B, R) and dc (B, H) arrive from above.
-        y: (T, B, R), a: (T, B, G·H) or None, c_t: (T, B, H), of the forward, in step order.
+        y: (T, B, R), a: (T, B, G·H) or None, c_t: (T, B, H), clipped: (T, B, ...) of 0 and 1, or
+            None without clips; of the forward, in step order.
     """
     p, x, eps = way.p, way.x, options.eps
     # What each step began with. Past a row's length there is none; 0 stands in, and goes nowhere.
@@ -285,8 +297,11 @@ def _backward(
     # The derivatives at each step, (T, B, ...). What doesn't get the new state keeps the old one.
     new_h = _share(way.keep_h, way.valid, options.zoneout_h, h)
     new_c = _share(way.keep_c, way.valid, options.zoneout_c, c)
-    unclipped_q = ~(cell.q.abs() > options.proj_clip)
-    unclipped_u = ~(cell.u.abs() > options.cell_clip)
+    unclipped_u, unclipped_q = torch.ones_like(c), torch.ones_like(h)
+    if clipped is not None and options.cell_clip < math.inf:
+        unclipped_u = 1 - clipped[..., : c.shape[-1]]
+    if clipped is not None and options.proj_clip < math.inf:
+        unclipped_q = 1 - clipped[..., -h.shape[-1] :]
     n_by_m = o * (1 - tanh.square())
     o_by_m = tanh * o * (1 - o)
     i_by_u = (g - c if options.coupled else g) * i * (1 - i)
@@ -425,6 +440,12 @@ def _peepholes(p: Parameters, coupled: bool) -> tuple[Any, Any, Any]:
 
 def _clip(t: Tensor, limit: float) -> Tensor:
     return t if limit == math.inf else t.clamp(-limit, limit)
+
+
+def _clipped(cell: _Cell, options: Options) -> Tensor:
+    clips = ((cell.u, options.cell_clip), (cell.q, options.proj_clip))
+    marks = [t.abs() > limit for t, limit in clips if limit < math.inf]
+    return torch.cat(marks, -1) if marks else cell.u.new_empty(len(cell.u), 0)
 
 
 def _times(t: Tensor, multiplier: Tensor | None) -> Tensor:
