@@ -43,8 +43,9 @@ class Library:
         self.path = path
         self.functions = ctypes.CDLL(str(path))
         self.functions.set_device.argtypes = (
-            ctypes.c_int, ctypes.c_int, ctypes.c_size_t, ctypes.c_uint64,
+            ctypes.c_int, ctypes.c_int, ctypes.c_size_t, ctypes.c_uint64, ctypes.c_int,
         )  # fmt: skip
+        self._set_device(4, 2, 227 << 10, 0, 80)
 
     @contextmanager
     def device(
@@ -54,13 +55,26 @@ class Library:
         blocks_per_multiprocessor: int = 2,
         shared_memory: int = 227 << 10,
         seed: int = 0,
+        compute_capability: int = 80,
     ) -> Iterator[None]:
         """Run kernels on such a device; with a seed, threads in an order drawn at random."""
-        self.functions.set_device(multiprocessors, blocks_per_multiprocessor, shared_memory, seed)
+        before = self._device
+        self._set_device(
+            multiprocessors, blocks_per_multiprocessor, shared_memory, seed, compute_capability
+        )
         try:
             yield
         finally:
-            self.functions.set_device(4, 2, 227 << 10, 0)
+            self._set_device(*before)
+
+    def launches(self, kernel: str) -> int:
+        """How often a kernel has been launched."""
+        count: int = self.functions.launches(kernel.encode())
+        return count
+
+    def _set_device(self, *device: int) -> None:
+        self._device = device
+        self.functions.set_device(*device)
 
     @contextmanager
     def guarded_memory(self) -> Iterator[None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -116,6 +117,104 @@ def test_launches_beyond_the_device_are_refused(library):
         call(library, "too_much_shared_memory")
 
 
+def test_arrivals_that_nobody_waits_for_are_noticed(library):
+    with pytest.raises(RuntimeError, match="ended with threads arrived at named barrier 3"):
+        call(library, "arrive_for_nobody")
+
+
+def test_copies_that_nobody_waits_for_are_noticed(library):
+    with pytest.raises(RuntimeError, match="ended before a copy had come"):
+        call(library, "copy_for_nobody", numbers(64, 64).half())
+
+
+def test_registers_have_to_be_given_back_before_they_are_taken(library):
+    call(library, "hand_registers_over", False)
+    with pytest.raises(RuntimeError, match="setmaxnreg hands out more registers than were given"):
+        call(library, "hand_registers_over", True)
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "stride", "fits"),
+    [(5, 64, 64, True), (5, 20, 24, True), (5, 24, 20, False), (0, 64, 64, False)],
+)
+def test_what_a_tensor_map_can_say(library, rows, columns, stride, fits):
+    answer, x = torch.zeros(1, dtype=torch.bool), numbers(2, 2, 8, 64).half()
+    if fits:
+        call(library, "has_tensor_map", x, rows, columns, stride, answer)
+    else:
+        with pytest.raises(RuntimeError, match=r"cuTensorMapEncodeTiled .*: CUDA driver error 1"):
+            call(library, "has_tensor_map", x, rows, columns, stride, answer)
+    assert answer.item() == fits
+
+
+def copy_boxes(library: Library, column: int, *waits: bool) -> bool:
+    """Whether tiles are what they are in memory, with zeros past the ends."""
+    x = numbers(2, 2, 21, 104).half()
+    out = torch.full((2, 2, 2, 16, 64), float("nan"), dtype=torch.float16)
+    call(library, "copy_boxes", x, out, 21, 100, 104, column, *waits)
+    padded = torch.zeros(2, 2, 32, 128, dtype=torch.float16)
+    padded[:, :, :21, :100] = x[..., :100]
+    return torch.equal(out, padded.view(2, 2, 2, 16, 128)[..., column : column + 64])
+
+
+@pytest.mark.parametrize("column", [0, 64])
+@pytest.mark.parametrize("seed", [0, *SEEDS])
+def test_tiles_copied_by_the_copy_engine(library, seed, column):
+    with library.device(seed=seed):
+        assert copy_boxes(library, column, True, True)
+        for waits in ((False, True), (True, False)):
+            with suppress(RuntimeError):  # that it ends early, or that too many arrive
+                assert not copy_boxes(library, column, *waits)
+
+
+FAULTS = {  # by their numbers in self_test.cu
+    "no begin": (1, "have changed since wgmma_begin, or weren't named to it"),
+    "no wait": (2, None),
+    "sum": (3, "registers of a sum were written while"),
+    "factor": (4, "registers of a factor were written while"),
+    "stride": (5, None),
+    "leading": (6, None),
+    "one warp": (7, "warps of a warpgroup took part in different products"),
+}
+
+
+def multiply_of_warpgroup(
+    library: Library, dtype: torch.dtype, by_rows: bool, fault: int = 0
+) -> tuple[Tensor, Tensor, Tensor]:
+    """A product, the exact one, and how far they may differ."""
+    a, b = numbers(64, 64).to(dtype), numbers(64, 128).flip(0).to(dtype)
+    stored = b.T.contiguous() if by_rows else b
+    out = nan(64, 128)
+    call(
+        library, "multiply_of_warpgroup", a, stored, out, dtype == torch.bfloat16, by_rows, fault
+    )  # fmt: skip
+    a, b = a.double(), b.double()
+    return out, a @ b, 2**-23 * 8 * (a.abs() @ b.abs())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("by_rows", [True, False])
+def test_products_of_warpgroups(library, dtype, by_rows):
+    out, exact, bound = multiply_of_warpgroup(library, dtype, by_rows)
+    assert ((out - exact).abs() <= bound).all()
+    assert not torch.equal(out.double(), exact)
+
+
+# By rows, no factor is in registers, and the leading offset is of no meaning.
+BY_ROWS = [(fault, True) for fault in FAULTS if fault not in ("factor", "leading")]
+
+
+@pytest.mark.parametrize(("fault", "by_rows"), [*BY_ROWS, *((fault, False) for fault in FAULTS)])
+def test_faults_of_products_of_warpgroups_show(library, fault, by_rows):
+    number, message = FAULTS[fault]
+    if message is not None:
+        with pytest.raises(RuntimeError, match=message):
+            multiply_of_warpgroup(library, torch.float16, by_rows, number)
+        return
+    out, exact, bound = multiply_of_warpgroup(library, torch.float16, by_rows, number)
+    assert not ((out - exact).abs() <= bound).all()
+
+
 # What is computed --------------------------------------------------------------------------------
 
 
@@ -147,6 +246,15 @@ def test_named_barriers(library, seed):
     with library.device(seed=seed):
         call(library, "producers_and_consumers", out)
     assert torch.equal(out, torch.arange(63.0, -1, -1))
+
+
+@pytest.mark.parametrize("seed", [0, *SEEDS])
+def test_votes_of_some_warps(library, seed):
+    x, out = torch.full((128,), -1.0), nan(128)
+    x[100] = 1
+    with library.device(seed=seed):
+        call(library, "votes", x, out)
+    assert torch.equal(out, torch.tensor([2.0, 3.0]).repeat_interleave(64))
 
 
 @pytest.mark.parametrize("seed", [0, *SEEDS])

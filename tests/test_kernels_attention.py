@@ -343,7 +343,7 @@ def test_alone_in_a_batch_and_padded_further(kernel, options):
     alone = run(dataclasses.replace(company, **{f: getattr(company, f)[1:] for f in fields}))
 
     def pad(x: Tensor) -> Tensor:
-        return torch.cat([x, torch.full((2, 1, 30, *x.shape[3:]), NAN)], 2)
+        return torch.cat([x, torch.full((2, 1, 30, *x.shape[3:]), NAN, dtype=x.dtype)], 2)
 
     results = run(
         dataclasses.replace(

@@ -19,8 +19,15 @@ struct Attention : AttentionProblem {
 };
 
 // `stream` is a cudaStream_t. Throws std::runtime_error where a kernel can't be launched. A block takes
-// up to 96 KiB of shared memory, in float32 beyond a head_dim of 128 up to 128.
+// up to 96 KiB of shared memory.
 void attention_forward(const Attention& call, void* stream);
+
+// As attention_forward, on GPUs of compute capability 9.0, for some calls: 16-bit types and a head_dim up
+// to 256, where query, key and value begin at multiples of 16 bytes, their elements lie side by side and
+// their other strides are multiples of 16 bytes. attention_forward sees to it. A block takes up to 198 KiB
+// of shared memory.
+bool is_for_hopper(const Attention& call);
+void attention_forward_hopper(const Attention& call, void* stream);
 
 // `workspace` is that many bytes of the device's memory, aligned to 16, and needn't be initialised.
 int64_t attention_backward_workspace(const Attention& call);

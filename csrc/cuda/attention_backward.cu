@@ -40,7 +40,7 @@ template <class Scalar, int D>
 struct Shape {
   static constexpr int kWarps = !kTensorCore<Scalar> && D == 256 ? 2 : 4;
   static constexpr int kRows = 16 * kWarps;
-  static constexpr int N = kTensorCore<Scalar> ? (D == 256 ? 16 : 32) : (D == 64 ? 32 : 16);
+  static constexpr int N = kTensorCore<Scalar> ? (D == 256 ? 16 : 32) : (D == 64 ? 32 : D == 128 ? 16 : 8);
   static constexpr size_t kShared = (2 * kRows + 4 * N) * D * sizeof(Scalar);
   static constexpr int kColumns = D < 128 ? D : 128;  // of dK and dV that a block sums up
 };
@@ -228,14 +228,6 @@ __device__ __forceinline__ void count_pairs(float (&weights)[N / 8][4], const Pa
   for (int n = 0; n < N / 8; ++n)
 #pragma unroll
     for (int e = 0; e < 4; ++e) weights[n][e] = pairs.test(n, e);
-}
-
-template <int C>
-__device__ __forceinline__ void set_to_zero(float (&sums)[C / 8][4]) {
-#pragma unroll
-  for (int n = 0; n < C / 8; ++n)
-#pragma unroll
-    for (int e = 0; e < 4; ++e) sums[n][e] = 0;
 }
 
 // Keys and values ----------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@
 // Floor: 2 · pairs · (E + Ev) operations of the tensor cores (float32: of the FMA pipes) and an
 // exponential for each pair.
 
-#include "cuda/attention_tile.cuh"
+#include "cuda/attention_forward.cuh"
 
 namespace trifuse::cuda {
 namespace {
@@ -29,13 +29,7 @@ __global__ __launch_bounds__(32 * Shape<Scalar, D>::kWarps) void attention_forwa
   Place place(p.Lq, Shape::kRows, p.heads);
   if (p.window_right >= 0) place.block = place.blocks - 1 - place.block;  // those that see most first
   if (place.b == p.batch) {
-    const int64_t first = p.cu_seqlens_q[place.b] + place.block * Shape::kRows;
-    const int64_t step = int64_t(place.blocks) * Shape::kRows;
-    store_zeros<Scalar>({p.out, 0, place.h, 0, p.Ev}, first, p.total_q, Shape::kRows, step);
-    float* lse = static_cast<float*>(p.logsumexp.data) + place.h * p.logsumexp.stride[1];
-    for (int64_t row = first; row < p.total_q; row += step)
-      for (int i = threadIdx.x; i < Shape::kRows && row + i < p.total_q; i += blockDim.x)
-        lse[(row + i) * p.logsumexp.stride[2]] = -kInfinity;
+    store_unused_tokens<Scalar>(p, place, Shape::kRows);
     return;
   }
   const Head head(p, place.b, place.h);
@@ -65,10 +59,7 @@ __global__ __launch_bounds__(32 * Shape<Scalar, D>::kWarps) void attention_forwa
   Softmax<Scalar> softmax;
   Reached<D> reached;
   for (;;) {
-#pragma unroll
-    for (int n = 0; n < D / 8; ++n)
-#pragma unroll
-      for (int e = 0; e < 4; ++e) acc[n][e] = 0;
+    set_to_zero<D>(acc);
     softmax = {};
     for_tiles<N>(
         span, [&](int column) { return look<N, false>(p, head, spans, row, column); },
@@ -86,11 +77,7 @@ __global__ __launch_bounds__(32 * Shape<Scalar, D>::kWarps) void attention_forwa
           float shrink[2] = {1, 1};
           if (mode != Mode::Count) {
             multiply_rows<N>(weights, query.from(16 * warp()), key_tile(stage), depth);
-            // ±Inf becomes NaN: from here on -inf says that a pair takes no part.
-#pragma unroll
-            for (int n = 0; n < N / 8; ++n)
-#pragma unroll
-              for (int e = 0; e < 4; ++e) weights[n][e] = fmaf(weights[n][e], 0.0f, weights[n][e]);
+            make_infinite_scores_nan<N>(weights);
             if (scale.natural)
               scale_and_add_mask<N, false, Scalar>(weights, p, scale, head, pairs, row, column);
             softmax.template take<N>(weights, pairs, scale.exponent, shrink);
@@ -102,10 +89,7 @@ __global__ __launch_bounds__(32 * Shape<Scalar, D>::kWarps) void attention_forwa
                 for (int e = 0; e < 4; ++e)
                   if (!dropped.keeps(n, e)) weights[n][e] = 0;
             }
-#pragma unroll
-            for (int n = 0; n < D / 8; ++n)
-#pragma unroll
-              for (int e = 0; e < 4; ++e) acc[n][e] *= shrink[e / 2];
+            multiply_by<D>(acc, shrink);
           } else {
 #pragma unroll
             for (int n = 0; n < N / 8; ++n)
@@ -124,26 +108,13 @@ __global__ __launch_bounds__(32 * Shape<Scalar, D>::kWarps) void attention_forwa
     }
   }
 
-  softmax.finish();
-  float factor[2];
-#pragma unroll
-  for (int r = 0; r < 2; ++r) {
-    factor[r] = static_cast<float>(p.dropout.scale) / softmax.sum[r];
-    const int query_index = row + row_of(2 * r);
-    if (lane() % 4 == 0 && query_index < head.queries) {
-      float* lse = static_cast<float*>(p.logsumexp.data) + head.batch * p.logsumexp.stride[0] +
-          head.h * p.logsumexp.stride[1] + (head.first_query + query_index) * p.logsumexp.stride[2];
-      *lse = fmaf(log2f(softmax.sum[r]), kLn2, softmax.peak[r] * static_cast<float>(scale.unit));
-    }
-  }
-  store_rows<D>(
-      acc, factor, reached, query.from(16 * warp()), head.query_rows<Scalar>(p.out, p.Ev), row,
-      head.queries, 0);
+  store_results<D>(p, head, scale, row, acc, softmax, reached, query.from(16 * warp()));
 }
 
 }  // namespace
 
 void attention_forward(const Attention& p, void* stream) {
+  if (is_for_hopper(p)) return attention_forward_hopper(p, stream);
   for_kernel(p, [&]<class Scalar, int D>() {
     using Shape = Shape<Scalar, D>;
     const int64_t blocks = blocks_for(p, p.Lq, Shape::kRows, p.heads, true);

@@ -122,18 +122,32 @@ enum class Mode {
   Clean,  // 0 where they aren't
 };
 
-// By all threads of a block, between barriers.
+// All numbers of a tile, in whichever order, by the first `threads` threads of a block. What no product
+// reads may be anything.
 template <class Scalar>
-__device__ __forceinline__ void clean_tile(const Tile<Scalar>& tile, int rows, Mode mode) {
-  for (int i = threadIdx.x; i < rows * tile.pitch; i += blockDim.x) {
-    // Where in the tile doesn't matter. What no product reads may be anything.
-    const float x = widen(tile.data[i]);
-    if (mode == Mode::Count) tile.data[i] = narrow<Scalar>(finite(x) ? 0.0f : 1.0f);
-    else if (!finite(x)) tile.data[i] = narrow<Scalar>(0);
+__device__ __forceinline__ void clean_numbers(Scalar* data, int count, int threads, Mode mode) {
+  for (int i = threadIdx.x; i < count; i += threads) {
+    const float x = widen(data[i]);
+    if (mode == Mode::Count) data[i] = narrow<Scalar>(finite(x) ? 0.0f : 1.0f);
+    else if (!finite(x)) data[i] = narrow<Scalar>(0);
   }
 }
 
+// By all threads of a block, between barriers.
+template <class Scalar>
+__device__ __forceinline__ void clean_tile(const Tile<Scalar>& tile, int rows, Mode mode) {
+  clean_numbers(tile.data, rows * tile.pitch, blockDim.x, mode);
+}
+
 // Products ---------------------------------------------------------------------------------------------
+
+template <int C>
+__device__ __forceinline__ void set_to_zero(float (&sums)[C / 8][4]) {
+#pragma unroll
+  for (int n = 0; n < C / 8; ++n)
+#pragma unroll
+    for (int e = 0; e < 4; ++e) sums[n][e] = 0;
+}
 
 template <class Scalar>
 __device__ __forceinline__ uint32_t pack(float low, float high) {
@@ -427,7 +441,8 @@ __device__ __forceinline__ Span visible(const Attention& p, const Head& head, in
 // Which pairs of a warp's 16 x N tile take part.
 template <int N>
 struct Pairs {
-  using Bits = std::conditional_t<N == 64, uint64_t, uint32_t>;
+  using Bits = std::conditional_t<
+      N == 128, unsigned __int128, std::conditional_t<N == 64, uint64_t, uint32_t>>;
   Bits row[2];  // of the thread's two rows, shifted so that its own columns' bits have constant places
   bool any, full;  // of the whole tile
 

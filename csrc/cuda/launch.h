@@ -31,6 +31,12 @@ inline int device_attribute(cudaDeviceAttr attribute) {
 
 inline int multiprocessors() { return device_attribute(cudaDevAttrMultiProcessorCount); }
 
+inline int compute_capability() {
+  return wanted_capability(
+      10 * device_attribute(cudaDevAttrComputeCapabilityMajor) +
+      device_attribute(cudaDevAttrComputeCapabilityMinor));
+}
+
 // What one block may have, in bytes.
 inline size_t shared_memory_limit() {
   return device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin);

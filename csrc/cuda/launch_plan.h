@@ -1,11 +1,15 @@
-// How a kernel is launched, and how a launch that fails is described.
+// How a kernel is launched, how a launch that fails is described, and for which GPU kernels are chosen.
 
 #pragma once
 
 #include <cuda_runtime.h>
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <stdexcept>
 #include <string>
 
 namespace trifuse::cuda {
@@ -32,6 +36,18 @@ inline std::string describe(const LaunchPlan& plan) {
   };
   return text + "grid " + shape(plan.grid) + ", block " + shape(plan.block) + ", shared " +
          std::to_string(plan.shared) + " bytes)";
+}
+
+// The compute capability that kernels are chosen for, 90 for 9.0: the device's, or the environment variable
+// TRIFUSE_CUDA_CAPABILITY, written as 8.0, if that is lower.
+inline int wanted_capability(int device) {
+  const char* wanted = std::getenv("TRIFUSE_CUDA_CAPABILITY");
+  if (!wanted || !*wanted) return device;
+  int major, minor, end = 0;
+  if (std::sscanf(wanted, "%d.%d%n", &major, &minor, &end) != 2 || wanted[end])
+    throw std::runtime_error(
+        std::string("TRIFUSE_CUDA_CAPABILITY: expected a number such as 8.0; got '") + wanted + "'");
+  return std::min(device, 10 * major + minor);
 }
 
 }  // namespace trifuse::cuda

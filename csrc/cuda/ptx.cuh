@@ -137,4 +137,20 @@ __device__ __forceinline__ void named_barrier_arrive(int number, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(number), "r"(threads) : "memory");
 }
 
+// As named_barrier: whether it holds for any of the threads.
+__device__ __forceinline__ bool named_barrier_or(int number, int threads, bool predicate) {
+  int any;
+  asm volatile(
+      "{\n"
+      ".reg .pred mine, any;\n"
+      "setp.ne.s32 mine, %3, 0;\n"
+      "bar.red.or.pred any, %1, %2, mine;\n"
+      "selp.s32 %0, 1, 0, any;\n"
+      "}"
+      : "=r"(any)
+      : "r"(number), "r"(threads), "r"(int(predicate))
+      : "memory");
+  return any;
+}
+
 }  // namespace trifuse::cuda

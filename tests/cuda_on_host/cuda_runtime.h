@@ -20,6 +20,8 @@
 #define __align__(n) alignas(n)
 
 using cudaStream_t = void*;
+using cudaError_t = int;
+constexpr cudaError_t cudaSuccess = 0;
 using std::max;
 using std::min;
 
@@ -95,16 +97,9 @@ inline int __any_sync(unsigned mask, int predicate) { return __ballot_sync(mask,
 inline int __all_sync(unsigned mask, int predicate) { return __ballot_sync(mask, predicate) == mask; }
 
 inline int __syncthreads_or(int predicate) {
-  cuda_on_host::Block& block = *cuda_on_host::current->block;
-  const auto barrier = [&] {
-    meet(block.barriers[0], cuda_on_host::threads(), {"__syncthreads_or"});
-  };
-  barrier();
-  block.vote = 0;
-  barrier();
-  block.vote |= predicate != 0;
-  barrier();
-  return block.vote;
+  return vote(
+      cuda_on_host::current->block->barriers[0], cuda_on_host::threads(), {"__syncthreads_or"},
+      predicate != 0);
 }
 
 // Memory ---------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@
 #include <cstring>
 #include <deque>
 #include <exception>
+#include <functional>
 #include <map>
 #include <random>
 #include <stdexcept>
@@ -42,8 +43,10 @@ struct Device {
   int blocks_per_multiprocessor = 2;  // however many fit by their registers on a real one
   size_t shared_memory = 227 << 10;   // that a block may have
   uint64_t seed = 0;                  // of the order in which threads run; 0: in their own order
+  int compute_capability = 80;
 };
 inline Device device;
+inline std::map<std::string, int> launches;  // of each kernel, so far
 
 struct Error : std::runtime_error {
   using std::runtime_error::runtime_error;
@@ -76,10 +79,40 @@ struct Rendezvous {
   uint64_t generation = 0;
   std::vector<struct Thread*> waiting;
   Values values[2];  // of this generation and of the last, which some have yet to read
+  bool votes[2];     // whether any of its threads said yes, likewise
+};
+
+// A barrier in shared memory (mbarrier): a phase ends when all threads that it was made for have arrived,
+// and all bytes that they expect.
+struct SharedBarrierState {
+  unsigned expected, pending;
+  int64_t bytes = 0;
+  uint64_t phase = 0;
+  std::vector<struct Thread*> waiting;
+};
+
+// What a warp does in one product of its warpgroup, which runs behind its back.
+struct Product {
+  bool by_rows;   // of b
+  bool half;      // float16, else bfloat16
+  bool add;       // to what is there
+  unsigned columns;
+  uint64_t a, b;  // descriptors; a's if it isn't in registers
+  unsigned lanes = 0;
+  float* d[32];
+  const uint32_t* a_registers[32];
+  uint32_t a_values[32][4];  // as they were
+  bool operator==(const Product& other) const {
+    return by_rows == other.by_rows && half == other.half && add == other.add &&
+        columns == other.columns && a == other.a && b == other.b;
+  }
 };
 
 struct Warp {
   std::deque<std::pair<unsigned, Rendezvous>> by_mask;  // few
+  std::vector<Product> products;  // all that it ever made
+  size_t computed = 0;            // of them
+  int registers = 0;              // of a thread, if setmaxnreg has said
 
   Rendezvous& of(unsigned mask) {
     for (auto& [of, rendezvous] : by_mask)
@@ -94,7 +127,8 @@ struct Block {
   std::vector<std::byte> memory;  // between guards
   std::vector<Warp> warps;
   Rendezvous barriers[16];  // __syncthreads() is number 0
-  int vote = 0;             // of __syncthreads_or
+  std::map<const void*, SharedBarrierState> shared_barriers;
+  std::vector<std::function<void()>> deliveries;  // of the copy engine, under way
 
   // Aligned as strictly as any instruction asks for.
   std::byte* shared() {
@@ -110,6 +144,12 @@ struct Copy {
   size_t bytes, valid;  // zeros come after the valid ones
 };
 
+// Registers that products may work on, or do.
+struct Registers {
+  std::vector<float> values;  // as they were; of a sum under way: as they will be
+  unsigned products = 0;      // under way
+};
+
 struct Thread {
   enum class State { Ready, Waiting, Spinning, Done };
   Fiber* fiber;
@@ -120,6 +160,10 @@ struct Thread {
   Site waits_for;
   std::vector<Copy> copies;                // cp.async since the last commit
   std::vector<std::vector<Copy>> groups;   // committed, oldest first
+  std::map<const void*, Registers> begun;  // arrays of registers named to wgmma_begin
+  std::map<float*, Registers> sums;        // of products under way
+  size_t products = 0;                     // that it took part in
+  std::deque<size_t> product_groups;       // committed, oldest first: `products` then
 
   unsigned lane() const { return number % 32; }
   Warp& warp() const { return block->warps[number / 32]; }
@@ -148,8 +192,9 @@ class Grid {
 
  private:
   friend Grid& grid();
-  friend bool arrive(Rendezvous&, unsigned, Site, const void*, size_t);
   friend void made_progress();
+  friend void set_registers(int, bool);
+  friend void wake(std::vector<Thread*>&);
 
   void run_together(const std::vector<uint3>& indices) {
     const unsigned threads = block_.x * block_.y * block_.z;
@@ -186,7 +231,13 @@ class Grid {
     running_ = this;
     idle_turns_ = 0;
     unfinished_ = threads_.size();
-    while (!ready_.empty() && !error_) take_turn();
+    blocks_ = &blocks;
+    while (!error_) {
+      // In the threads' own order copies come as late as can be; in others also earlier.
+      if (device.seed && random_() % 16 == 0) deliver();
+      if (!ready_.empty()) take_turn();
+      else if (!deliver()) break;
+    }
     running_ = nullptr;
     current = nullptr;
     if (error_ || unfinished_) {
@@ -198,7 +249,24 @@ class Grid {
         throw Error(kernel_ + ": " + error.what());
       }
     }
-    for (Block& block : blocks) check_guards(block);
+    for (Block& block : blocks) {
+      check_guards(block);
+      check_what_is_left(block);
+    }
+  }
+
+  // Has the copy engine finish something, if it has anything to do.
+  bool deliver() {
+    for (Block& block : *blocks_) {
+      auto& waiting = block.deliveries;
+      if (waiting.empty() || unfinished_ == 0) continue;
+      const size_t which = device.seed ? random_() % waiting.size() : 0;
+      const auto copy = std::move(waiting[which]);
+      waiting.erase(waiting.begin() + which);
+      copy();
+      return true;
+    }
+    return false;
   }
 
   void take_turn() {
@@ -245,12 +313,37 @@ class Grid {
     }
   }
 
+  void check_what_is_left(const Block& block) const {
+    const auto fail = [&](const std::string& what) { throw Error(kernel_ + ": " + what); };
+    if (!block.deliveries.empty()) fail("it ended before a copy had come.");
+    for (int number = 1; number < 16; ++number)
+      if (block.barriers[number].arrived)
+        fail("it ended with threads arrived at named barrier " + std::to_string(number) + ".");
+    const int at_launch = registers_at_launch();
+    int more = 0;  // registers than a thread had at launch, of all warps
+    for (size_t w = 0; w < block.warps.size(); ++w) {
+      const Warp &warp = block.warps[w], &first = block.warps[w / 4 * 4];
+      if (warp.computed < warp.products.size()) fail("it ended before a product was done.");
+      if (warp.products != first.products)
+        fail("warps of a warpgroup took part in different products.");
+      if (warp.registers != first.registers) fail("warps of a warpgroup differ in their registers.");
+      if (warp.registers) more += warp.registers - at_launch;
+    }
+    if (more > 0) fail("setmaxnreg hands out more registers than were given back.");
+  }
+
+  // Of a thread: what a kernel bounded to its number of threads may have.
+  int registers_at_launch() const {
+    return std::min(255u, 65536 / (block_.x * block_.y * block_.z) / 8 * 8);
+  }
+
   const std::string kernel_;
   const dim3 grid_, block_;
   const size_t shared_;
   const std::function<void()> body_;
   std::mt19937_64 random_;
   std::vector<Thread> threads_;
+  std::deque<Block>* blocks_ = nullptr;
   std::deque<Thread*> ready_;
   std::exception_ptr error_;
   size_t unfinished_ = 0, idle_turns_ = 0;
@@ -261,6 +354,21 @@ inline Grid& grid() { return *Grid::running_; }
 
 // Something that a spinning thread may have waited for.
 inline void made_progress() { grid().idle_turns_ = 0; }
+
+inline void wake(std::vector<Thread*>& waiting) {
+  for (Thread* thread : waiting) grid().ready_.push_back(thread);
+  waiting.clear();
+  made_progress();
+}
+
+// setmaxnreg: by all threads of a warp, to more or to fewer than it had.
+inline void set_registers(int count, bool more) {
+  const int before = grid().registers_at_launch();
+  if (count % 8 || count < 24 || count > 256 || (more ? count < before : count > before))
+    throw Error(
+        "setmaxnreg from " + std::to_string(before) + " to " + std::to_string(count) + " registers.");
+  current->warp().registers = count;
+}
 
 // Of a block.
 inline unsigned threads() { return blockDim.x * blockDim.y * blockDim.z; }
@@ -273,31 +381,42 @@ inline void spin() {
 
 // Leaves a value for the others; whether all that are expected have come.
 inline bool arrive(
-    Rendezvous& r, unsigned expected, Site site, const void* value = nullptr, size_t bytes = 0) {
+    Rendezvous& r, unsigned expected, Site site, const void* value = nullptr, size_t bytes = 0,
+    bool yes = false) {
   if (r.arrived && r.site != site)
     throw Error("divergent: some are at " + r.site.text() + ", another at " + site.text() + ".");
   r.site = site;
   if (bytes) std::memcpy(r.values[r.generation % 2].of[current->lane()], value, bytes);
+  bool& vote = r.votes[r.generation % 2];
+  vote = (r.arrived && vote) || yes;
   if (++r.arrived < expected) return false;
   r.arrived = 0;
   ++r.generation;
-  for (Thread* thread : r.waiting) grid().ready_.push_back(thread);
-  r.waiting.clear();
-  made_progress();
+  wake(r.waiting);
   return true;
+}
+
+// Until somebody wakes it.
+inline void sleep(std::vector<Thread*>& among, Site site) {
+  current->state = Thread::State::Waiting;
+  current->waits_for = site;
+  among.push_back(current);
+  Fiber::suspend();
 }
 
 // Waits for the others, and returns what all brought, by lane.
 inline const Rendezvous::Values& meet(
     Rendezvous& r, unsigned expected, Site site, const void* value = nullptr, size_t bytes = 0) {
   const Rendezvous::Values& values = r.values[r.generation % 2];
-  if (!arrive(r, expected, site, value, bytes)) {
-    current->state = Thread::State::Waiting;
-    current->waits_for = site;
-    r.waiting.push_back(current);
-    Fiber::suspend();
-  }
+  if (!arrive(r, expected, site, value, bytes)) sleep(r.waiting, site);
   return values;
+}
+
+// Waits for the others, and returns whether any of all said yes.
+inline bool vote(Rendezvous& r, unsigned expected, Site site, bool yes) {
+  const bool& any = r.votes[r.generation % 2];
+  if (!arrive(r, expected, site, nullptr, 0, yes)) sleep(r.waiting, site);
+  return any;
 }
 
 // What the lanes named in a mask bring to an instruction that they all execute.

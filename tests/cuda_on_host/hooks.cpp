@@ -1,8 +1,14 @@
-// What tests set, as C: one copy in each library that they build.
+// What tests set and ask, as C: one copy in each library that they build.
 
 #include "grid.h"
 
 extern "C" __attribute__((visibility("default"))) void set_device(
-    int multiprocessors, int blocks_per_multiprocessor, size_t shared_memory, uint64_t seed) {
-  cuda_on_host::device = {multiprocessors, blocks_per_multiprocessor, shared_memory, seed};
+    int multiprocessors, int blocks_per_multiprocessor, size_t shared_memory, uint64_t seed,
+    int compute_capability) {
+  cuda_on_host::device = {
+      multiprocessors, blocks_per_multiprocessor, shared_memory, seed, compute_capability};
+}
+
+extern "C" __attribute__((visibility("default"))) int launches(const char* kernel) {
+  return cuda_on_host::launches[kernel];
 }

@@ -7,6 +7,8 @@
 
 #include "cuda/grid_barrier.cuh"
 #include "cuda/launch.h"
+#include "cuda/ptx_sm90a.cuh"
+#include "cuda/tensor_map.h"
 #include "cuda/warp.cuh"
 
 namespace {
@@ -166,6 +168,113 @@ __global__ void convert(const float* x, float* to, int n) {
   }
 }
 
+// Whether any thread of its warp has a positive number, and any of the block.
+__global__ void votes(const float* from, float* to) {
+  const bool positive = from[threadIdx.x] > 0;
+  const bool of_pair = named_barrier_or(1 + threadIdx.x / 64, 64, positive);
+  to[threadIdx.x] = of_pair + 2 * __syncthreads_or(positive);
+}
+
+__global__ void arrive_for_nobody() { named_barrier_arrive(3, 64); }
+
+// Eight boxes of 16 rows of 64 columns, one after the other through one place in shared memory: warp 0
+// has them copied, warp 1 writes them to `to`, row by row.
+template <bool kWaitUntilFull, bool kWaitUntilEmpty>
+__global__ void copy_boxes(const __grid_constant__ CUtensorMap map, uint16_t* to, int column) {
+  auto* tile = reinterpret_cast<uint16_t*>(shared_memory());
+  auto* full = reinterpret_cast<SharedBarrier*>(shared_memory() + 2048);
+  SharedBarrier* empty = full + 1;
+  if (threadIdx.x == 0) {
+    init_barrier(full, 1);
+    init_barrier(empty, 32);
+    fence_for_async();
+  }
+  __syncthreads();
+  for (int i = 0; i < 8; ++i) {
+    const uint32_t parity = i % 2;
+    if (threadIdx.x == 0) {
+      if (kWaitUntilEmpty) wait(empty, parity ^ 1);
+      arrive_and_expect(full, 2048);
+      copy_box(tile, &map, full, column, 16 * (i % 2), i / 2 % 2, i / 4);
+    } else if (threadIdx.x >= 32) {
+      if (kWaitUntilFull) wait(full, parity);
+      for (int at = threadIdx.x - 32; at < 1024; at += 32) {
+        const int row = at / 64, chunk = at % 64 / 8 ^ row % 8;
+        to[1024 * i + at] = tile[64 * row + 8 * chunk + at % 8];
+      }
+      arrive(empty);
+    }
+  }
+}
+
+__global__ void copy_for_nobody(const __grid_constant__ CUtensorMap map) {
+  auto* full = reinterpret_cast<SharedBarrier*>(shared_memory() + 2048);
+  if (threadIdx.x == 0) {
+    init_barrier(full, 1);
+    arrive_and_expect(full, 2048);
+    copy_box(shared_memory(), &map, full, 0, 0, 0, 0);
+  }
+}
+
+// A row of 64 numbers of a swizzled tile.
+__device__ uint16_t* at(uint16_t* tile, int row, int column) {
+  return tile + 64 * row + ((column / 8 ^ row % 8) * 8 + column % 8);
+}
+
+enum Fault { kNone, kNoBegin, kNoWait, kSum, kFactor, kStride, kLeading, kOneWarp };
+
+// (64, 64) by (64, 128) in 16 bits. By rows b is (128, 64), its transpose, and a in shared memory; else
+// a is in registers. b lies in panels of 64 columns.
+template <class Scalar, bool kByRows>
+__global__ void multiply_of_warpgroup(const uint16_t* a, const uint16_t* b, float* d, int fault) {
+  auto* of_a = reinterpret_cast<uint16_t*>(shared_memory());
+  uint16_t* of_b = of_a + 4096;
+  for (int i = threadIdx.x; i < 4096; i += 128) *at(of_a, i / 64, i % 64) = a[i];
+  for (int i = threadIdx.x; i < 8192; i += 128) {
+    if (kByRows) *at(of_b, i / 64, i % 64) = b[i];
+    else *at(of_b + i / 64 % 2 * 4096, i / 128, i % 64) = b[i];
+  }
+  fence_for_async();
+  __syncthreads();
+  const int lane = threadIdx.x % 32, row = threadIdx.x / 32 * 16 + lane / 4;
+  uint32_t fragments[4][4];
+  for (int k = 0; k < 4; ++k)
+    for (int i = 0; i < 4; ++i)
+      memcpy(
+          &fragments[k][i], a + (row + i % 2 * 8) * 64 + 16 * k + i / 2 * 8 + lane % 4 * 2, 4);
+  float sum[16][4] = {};
+  const uint32_t stride = fault == kStride ? 512 : 1024, leading = fault == kLeading ? 4096 : 8192;
+  if (fault != kNoBegin) wgmma_begin(sum, fragments);
+  for (int k = 0; k < (fault == kOneWarp && threadIdx.x < 32 ? 3 : 4); ++k) {
+    const uint64_t of = describe_matrix(of_b, leading, stride);
+    if (kByRows) wgmma_rows<Scalar>(sum, describe_matrix(of_a, 0, 1024) + 2 * k, of + 2 * k, k > 0);
+    else wgmma_columns<Scalar>(sum, fragments[k], of + 128 * k);
+  }
+  wgmma_commit();
+  const float early = sum[0][0];
+  if (fault == kSum) sum[0][0] = 1;
+  if (fault == kFactor) fragments[3][3] = 0;
+  wgmma_wait<0>(sum, fragments);
+  if (fault == kNoWait) sum[0][0] = early;
+  for (int n = 0; n < 16; ++n)
+    for (int e = 0; e < 4; ++e)
+      d[(row + e / 2 * 8) * 128 + 8 * n + lane % 4 * 2 + e % 2] = sum[n][e];
+}
+
+// Of 168 registers that a thread of three warpgroups has at launch, one gives some back and the others
+// take more.
+template <int taken>
+__global__ void hand_registers_over() {
+  if (threadIdx.x < 128) give_registers_back<40>();
+  else take_registers<taken>();
+}
+
+MappedTensor mapped(void* data, int64_t rows, int64_t columns, int64_t row_stride) {
+  return {
+      trifuse::DType::Float16, data, {2, 2, rows, columns},
+      {2 * rows * row_stride, rows * row_stride, row_stride, 1}};
+}
+
 // Runs a test; what it throws, or null.
 template <class Run>
 const char* thrown_by(const Run& run) {
@@ -241,3 +350,37 @@ TEST(convert, (const float* x, float* to, int n), {
   launch(plan("convert", 1, 32, 0), nullptr, convert, x, to, n);
 })
 TEST(too_much_shared_memory, (), { launch(plan("diverge", 1, 32, 1 << 20), nullptr, diverge);})
+TEST(votes, (const float* from, float* to), {
+  launch(plan("votes", 1, 128, 0), nullptr, votes, from, to);
+})
+TEST(arrive_for_nobody, (), {
+  launch(plan("arrive_for_nobody", 1, 32, 0), nullptr, arrive_for_nobody);
+})
+TEST(copy_boxes,
+     (uint16_t* from, uint16_t* to, int rows, int columns, int stride, int column, bool full, bool empty), {
+  const auto kernel = !full ? copy_boxes<false, true>
+                     : empty ? copy_boxes<true, true>
+                             : copy_boxes<true, false>;
+  const CUtensorMap map = make_tensor_map(mapped(from, rows, columns, stride), 16);
+  launch(plan("copy_boxes", 1, 64, 2064), nullptr, kernel, map, to, column);
+})
+TEST(copy_for_nobody, (uint16_t* from), {
+  const CUtensorMap map = make_tensor_map(mapped(from, 16, 64, 64), 16);
+  launch(plan("copy_for_nobody", 1, 32, 2064), nullptr, copy_for_nobody, map);
+})
+TEST(has_tensor_map, (uint16_t* from, int rows, int columns, int stride, bool* answer), {
+  *answer = has_tensor_map(mapped(from, rows, columns, stride));
+  if (!*answer) make_tensor_map(mapped(from, rows, columns, stride), 16);
+})
+TEST(multiply_of_warpgroup,
+     (const uint16_t* a, const uint16_t* b, float* d, bool bfloat16, bool by_rows, int fault), {
+  const auto kernel = bfloat16 ? by_rows ? multiply_of_warpgroup<__nv_bfloat16, true>
+                                         : multiply_of_warpgroup<__nv_bfloat16, false>
+                      : by_rows ? multiply_of_warpgroup<__half, true>
+                                : multiply_of_warpgroup<__half, false>;
+  launch(plan("multiply_of_warpgroup", 1, 128, 24576), nullptr, kernel, a, b, d, fault);
+})
+TEST(hand_registers_over, (bool too_many), {
+  const auto kernel = too_many ? hand_registers_over<240> : hand_registers_over<232>;
+  launch(plan("hand_registers_over", 1, 384, 0), nullptr, kernel);
+})

@@ -13,6 +13,14 @@
 
 namespace trifuse::cuda {
 
+inline void check(cudaError_t error, const std::string& what) {
+  if (error != cudaSuccess) throw std::runtime_error(what + ": CUDA error " + std::to_string(error));
+}
+
+inline int compute_capability() {
+  return wanted_capability(cuda_on_host::device.compute_capability);
+}
+
 inline int multiprocessors() { return cuda_on_host::device.multiprocessors; }
 
 inline size_t shared_memory_limit() { return cuda_on_host::device.shared_memory; }
@@ -40,6 +48,7 @@ void launch(
       count(plan.grid) > uint64_t(resident_blocks(kernel, threads, plan.shared)))
     error = "a cooperative grid that isn't resident at once";
   if (error) throw std::runtime_error(describe(plan) + ": " + error);
+  ++cuda_on_host::launches[plan.kernel];
   const std::tuple<Params...> parameters(std::forward<Arguments>(arguments)...);
   cuda_on_host::Grid grid(
       describe(plan), plan.grid, plan.block, plan.shared,

@@ -87,25 +87,35 @@ inline void ldmatrix_transposed(uint32_t (&matrix)[4], const void* row) {
   }
 }
 
+inline float widen_bits(uint16_t bits, bool half) {
+  return half ? __half2float({bits}) : __bfloat162float({bits});
+}
+
 struct Fragments {
   uint32_t a[4], b[2];
 };
 
-// One product of tiles, K deep: `a_of(row, k)` and `b_of(k, column)` give the factors. Tensor cores add up
-// a few exact products at a time to the sum and cut off what float32 doesn't hold: measured by Fasi et
-// al., "Numerical behavior of NVIDIA tensor cores" (2021).
+// Tensor cores add up a few exact products at a time to the sum and cut off what float32 doesn't hold:
+// measured by Fasi et al., "Numerical behavior of NVIDIA tensor cores" (2021).
+constexpr int kProductsAtATime = 8;
+
+inline float cut_off(double sum) {
+  const float near = static_cast<float>(sum);
+  const bool away = std::isfinite(near) && std::abs(static_cast<double>(near)) > std::abs(sum);
+  return away ? std::bit_cast<float>(std::bit_cast<uint32_t>(near) - 1) : near;
+}
+
+// One product of tiles, K deep: `a_of(row, k)` and `b_of(k, column)` give the factors.
 template <int K, class A, class B>
 void add_product(float (&d)[4], const A& a_of, const B& b_of) {
   const unsigned lane = current->lane();
   for (int i = 0; i < 4; ++i) {
     const unsigned row = lane / 4 + i / 2 * 8, column = lane % 4 * 2 + i % 2;
-    for (int first = 0; first < K; first += 8) {
+    for (int first = 0; first < K; first += kProductsAtATime) {
       double sum = d[i];
-      for (int k = first; k < std::min(first + 8, K); ++k)
+      for (int k = first; k < first + kProductsAtATime; ++k)
         sum += static_cast<double>(a_of(row, k)) * b_of(k, column);
-      const float near = static_cast<float>(sum);
-      const bool away = std::isfinite(near) && std::abs(static_cast<double>(near)) > std::abs(sum);
-      d[i] = away ? std::nextafter(near, 0.0f) : near;
+      d[i] = cut_off(sum);
     }
   }
 }
@@ -116,9 +126,7 @@ void mma(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
   const cuda_on_host::Lanes<Fragments> lanes(
       "mma", kAllLanes, {{a[0], a[1], a[2], a[3]}, {b[0], b[1]}});
   const auto half = [](uint32_t pair, int which) {
-    const uint16_t bits = which ? pair >> 16 : pair & 0xFFFF;
-    if constexpr (std::is_same_v<Scalar, __half>) return __half2float({bits});
-    else return __bfloat162float({bits});
+    return widen_bits(which ? pair >> 16 : pair & 0xFFFF, std::is_same_v<Scalar, __half>);
   };
   const unsigned lane = current->lane();
   float rows[2][16], columns[2][16];
@@ -171,6 +179,9 @@ inline void named_barrier(int number, int threads) {
 }
 inline void named_barrier_arrive(int number, int threads) {
   arrive(current->block->barriers[number], threads, {"named_barrier"});
+}
+inline bool named_barrier_or(int number, int threads, bool predicate) {
+  return vote(current->block->barriers[number], threads, {"named_barrier_or"}, predicate);
 }
 
 }  // namespace trifuse::cuda
