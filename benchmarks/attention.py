@@ -20,11 +20,11 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from rich.progress import track
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import trifuse
+from trifuse import backends
 from trifuse.benchmarks import measure
 
 # Cases ------------------------------------------------------------------------------------------
@@ -36,7 +36,8 @@ Masking = Literal["no mask", "key lengths", "causal", "boolean mask", "float mas
 class Case:
     """One row: a size, a mask, forward alone or with its backward, and what we want of it.
 
-    ``at_least`` is the fastest peer's time over ours; ``at_most_over`` seconds beyond the peer's.
+    ``at_least`` is the fastest peer's time over ours, or, with ``against``, that of the fastest of
+    those; ``at_most_over`` seconds beyond the peer's.
     """
 
     masking: Masking
@@ -46,6 +47,7 @@ class Case:
     peers: tuple[str, ...]
     at_least: float | None = None
     at_most_over: float | None = None
+    against: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
@@ -62,7 +64,8 @@ class Case:
 
 
 _CPU = ("sdpa",)
-_GPU = ("flash", "mem-efficient", "cudnn", "math", "flex")
+_SDPA = ("flash", "mem-efficient", "cudnn", "math")
+_GPU = (*_SDPA, "flex")
 _FP32, _BF16 = torch.float32, torch.bfloat16
 _BERT = (4, 12, 512, 64)
 
@@ -83,19 +86,24 @@ CASES: dict[str, tuple[Case, ...]] = {
         Case("no mask", (1, 2, 8, 16), _FP32, False, _CPU, at_most_over=10e-6),
     ),
     "cuda": (
-        Case("no mask", (4, 16, 4096, 128), _BF16, False, _GPU, at_least=0.85),
+        Case("key lengths", (64, 16, 512, 64), _BF16, True, _GPU, at_least=2.5, against=_SDPA),
+        Case(
+            "float mask", (16, 16, 1024, 64), _BF16, True, _GPU, at_least=2.0,
+            against=("mem-efficient",),
+        ),
+        Case(
+            "no mask", (4, 16, 4096, 128), _BF16, False, _GPU, at_least=0.85, against=("cudnn",)
+        ),
         Case("no mask", (4, 16, 4096, 128), _BF16, True, _GPU),
         Case("causal", (4, 16, 4096, 128), _BF16, False, _GPU),
         Case("causal", (4, 16, 4096, 128), _BF16, True, _GPU),
         Case("key lengths", (64, 16, 512, 64), _BF16, False, _GPU),
-        Case("key lengths", (64, 16, 512, 64), _BF16, True, _GPU, at_least=2.5),
         Case("boolean mask", (16, 16, 1024, 64), _BF16, True, _GPU),
-        Case("float mask", (16, 16, 1024, 64), _BF16, True, _GPU, at_least=2.0),
         Case("dropout 0.1", (64, 16, 512, 64), _BF16, True, _GPU),
         Case("key lengths", (16, 12, 512, 64), _FP32, True, _GPU),
         Case("no mask", (1, 2, 8, 16), _BF16, False, ("sdpa",), at_most_over=10e-6),
     ),
-}
+}  # fmt: skip
 
 # The longest sequence whose scores nobody should store, and the bytes we allow ourselves for it.
 MEMORY_CASE = Case("no mask", (1, 8, 8192, 64), _FP32, True, _CPU)
@@ -256,25 +264,37 @@ def run(case: Case, device: str, seconds: float) -> measure.Result:
                 warnings.simplefilter("ignore")  # torch warns once for each reason to refuse
                 function = theirs(peer, case, given)
                 result = function()
-        except RuntimeError as error:
-            refused[peer] = str(error).splitlines()[0]
-            continue
-        if case.masking != "dropout 0.1":
-            measure.check_agreement(peer, functions["ours"](), result)
-        functions[peer] = function
+            if case.masking != "dropout 0.1":
+                measure.check_agreement(peer, functions["ours"](), result)
+        except Exception as error:
+            refused[peer] = str(error).partition("\n")[0]
+        else:
+            functions[peer] = function
+    if len(functions) == 1:  # with none to agree with, it may be us who are wrong
+        raise AssertionError("; ".join(refused.values()))
+    expected = functions["ours"]() if case.masking != "dropout 0.1" else ()
+    also, why_not = measure.other_kernels(
+        backends.Call("attention", device, case.dtype, case.shape[-1]),
+        lambda: ours(case, given),
+        lambda other: measure.check_agreement("other kernels", other()[: len(expected)], expected),
+    )
+    functions |= also
     rate = measure.matrix_rate(case.dtype, device=device)
-    timings = measure.alternate(functions, device=device, seconds=seconds)
+    waited = case.at_most_over is not None
+    timings = measure.alternate(functions, device=device, waited=waited, seconds=seconds)
     return measure.Result(
         case=case.masking,
         step=case.step,
         shape=case.size,
         ours=timings.pop("ours"),
+        also={name: timings.pop(name) for name in also},
         peers=timings,
-        refused=refused,
+        refused=refused | why_not,
         work=flops(case, given.lengths),
         ceiling=rate,
         at_least=case.at_least,
         at_most_over=case.at_most_over,
+        against=case.against,
     )
 
 
@@ -318,11 +338,16 @@ def main(argv: Sequence[str]) -> int:
     timed = [case for case in cases if case is not MEMORY_CASE]
     facts = measure.machine(device)
     measure.console.print(measure.describe(facts), soft_wrap=True)
+    seconds = 0.6 if options.quick else 4.0
     with trifuse.backend(options.backend):
-        progress = track(timed, "timing", console=measure.console, transient=True)
-        results = [run(case, device, seconds=0.6 if options.quick else 4.0) for case in progress]
+        results, failed = measure.run_all(
+            timed,
+            lambda case: case.name,
+            lambda case: run(case, device, seconds),
+            lambda some: measure.save(options, facts, some),
+        )
     memory = []
-    if MEMORY_CASE in cases:
+    if MEMORY_CASE in cases and not failed:
         memory.append(run_memory(MEMORY_CASE, device, options.backend))
-    measure.report("attention", options, facts, results, memory)
-    return 0
+    measure.report("attention", options, facts, results, memory, failed=failed)
+    return bool(failed)

@@ -9,28 +9,40 @@ compared with those of a float64 run, and with ours, before anything is timed.
 A training step is that of two layers of BERT-base, forward and backward, over sequences of which
 half is padding. The optimizer, which is the same for all, is left out.
 
+On a GPU there are training steps of whole models with random weights, at the sizes of MiniLM-L6 and
+BERT-large, against transformers' BertModel on torch's attention, or where that is not installed
+ours. Batches are as long as real texts are in words and punctuation marks: paragraphs of the
+language reference, or its topics. What is timed is what a caller waits for.
+
 Rates count what real tokens need: 2 operations for each weight of a linear layer, and 4 for each
 pair of tokens of a sequence and each feature; the backward counts twice.
 """
 
 from __future__ import annotations
 
+import argparse
 import copy
 import functools
 import random
+import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from pydoc_data import topics
 from typing import Any
 
 import torch
-import transformers
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from torch import Tensor
 
 import trifuse
 from trifuse.benchmarks import demo, engines, measure
 from trifuse.models.bert import BertConfig, BertEncoder, BertModel
+
+try:
+    import transformers
+except ImportError:
+    transformers = None
 
 # Cases ------------------------------------------------------------------------------------------
 
@@ -78,13 +90,58 @@ class Training:
         return "training step, fp32"
 
 
-CASES: tuple[Inference | Training, ...] = (
-    Inference(torch.float32, (Target(("sdpa",), 4.0), Target(ENGINES, 1.5))),
-    Inference(torch.bfloat16, (Target(("sdpa",), 2.0), Target(("torch.compile", "OpenVINO"), 1.4))),
-    Training(
-        BertConfig(num_hidden_layers=2), (Target(("eager",), 3.0), Target(("torch.compile",)))
-    ),
+@dataclass(frozen=True)
+class Step:
+    """A step of a whole model, over a batch of texts that is padded to the longest.
+
+    ``at_least`` is the peer's time over ours.
+    """
+
+    model: str
+    config: BertConfig
+    texts: Callable[[], Sequence[str]]
+    batch_size: int
+    length: int  # where texts are cut
+    at_least: float | None = None
+    dtype: torch.dtype = torch.bfloat16
+
+    @property
+    def name(self) -> str:
+        return f"training step, {self.model}, {_NAMES[self.dtype]}"
+
+    def lengths(self) -> list[int]:
+        """Of texts drawn at random, in words and punctuation marks, and one at either end."""
+        drawn = random.Random(0).sample(self.texts(), self.batch_size)
+        return [min(len(re.findall(r"\w+|[^\w\s]", text)) + 2, self.length) for text in drawn]
+
+
+def _paragraphs() -> list[str]:
+    return [passage.text for passage in demo.passages()]
+
+
+def _topics() -> list[str]:
+    return list(topics.topics.values())
+
+
+MINILM = BertConfig(hidden_size=384, num_hidden_layers=6, intermediate_size=1536)
+BERT_LARGE = BertConfig(
+    hidden_size=1024, num_hidden_layers=24, num_attention_heads=16, intermediate_size=4096
 )
+CASES: dict[str, tuple[Inference | Training | Step, ...]] = {
+    "cpu": (
+        Inference(torch.float32, (Target(("sdpa",), 4.0), Target(ENGINES, 1.5))),
+        Inference(
+            torch.bfloat16, (Target(("sdpa",), 2.0), Target(("torch.compile", "OpenVINO"), 1.4))
+        ),
+        Training(
+            BertConfig(num_hidden_layers=2), (Target(("eager",), 3.0), Target(("torch.compile",)))
+        ),
+    ),
+    "cuda": (
+        Step("MiniLM-L6", MINILM, _paragraphs, 128, 128, 1.8),
+        Step("BERT-large", BERT_LARGE, _topics, 16, 512, 1.8),
+    ),
+}
 
 
 def flops(config: BertConfig, lengths: Sequence[int]) -> float:
@@ -253,25 +310,121 @@ def train(case: Training, seconds: float) -> list[measure.Result]:
     )
 
 
+def random_model(config: BertConfig) -> tuple[str, torch.nn.Module]:
+    """transformers' model on torch's attention or, without transformers, ours; and its name."""
+    if transformers is None:
+        model = BertModel(replace(config, attn_implementation="sdpa"), add_pooling_layer=False)
+        return "trifuse.models on sdpa", model
+    theirs = transformers.BertConfig(
+        hidden_size=config.hidden_size,
+        num_hidden_layers=config.num_hidden_layers,
+        num_attention_heads=config.num_attention_heads,
+        intermediate_size=config.intermediate_size,
+        attn_implementation="sdpa",
+    )
+    return "transformers on sdpa", transformers.BertModel(theirs, add_pooling_layer=False)
+
+
+def step(case: Step, device: str, seconds: float) -> measure.Result:
+    torch.manual_seed(0)
+    config, lengths = case.config, torch.tensor(case.lengths(), device=device)
+    peer, model = random_model(config)
+    models = {"fused": copy.deepcopy(model), peer: model, "exact": copy.deepcopy(model)}
+    trifuse.fuse(models["fused"], unpad=True)
+    exact = torch.float64 if case.dtype == torch.float32 else torch.float32
+
+    mask = torch.arange(int(lengths.max()), device=device) < lengths[:, None]
+    input_ids = torch.randint(1, config.vocab_size, mask.shape, device=device) * mask
+    grad_out = torch.randn(*mask.shape, config.hidden_size, device=device) * mask[..., None]
+
+    def function(name: str) -> Callable[[], list[Tensor]]:
+        model = models[name].to(device, exact if name == "exact" else case.dtype).eval()
+        parameters = list(model.parameters())
+
+        def forward_backward() -> list[Tensor]:
+            out = model(input_ids, mask).last_hidden_state
+            return [out.detach(), *torch.autograd.grad(out, parameters, grad_out.to(out.dtype))]
+
+        return forward_backward
+
+    def results(name: str) -> list[Tensor]:
+        # Gradients of parameters as one: that of a key's bias is 0 but for rounding.
+        out, *grads = functions[name]()
+        return [out[mask], torch.cat([grad.flatten() for grad in grads])]
+
+    functions = {name: function(name) for name in models}
+    measure.check_accuracy(peer, results("fused"), results(peer), results("exact"))
+    del functions["exact"], models["exact"]
+    for model in models.values():
+        model.train()
+    timings = measure.alternate(functions, device=device, waited=True, seconds=seconds)
+    valid = mask.double().mean().item()
+    return measure.Result(
+        case=f"{case.model}, {config.num_hidden_layers} layers of {config.hidden_size}",
+        step="forward + backward",
+        shape=f"{_NAMES[case.dtype]}, {' × '.join(map(str, mask.shape))}, {valid:.0%} valid",
+        ours=timings.pop("fused"),
+        peers=timings,
+        refused={},
+        work=3 * flops(config, lengths.tolist()),
+        ceiling=measure.matrix_rate(case.dtype, device=device),
+        at_least=case.at_least,
+    )
+
+
 # The command ------------------------------------------------------------------------------------
 
 
 def main(argv: Sequence[str]) -> int:
     """Read, train and print the tables."""
-    options = measure.parser("bert", __doc__, devices=("cpu",)).parse_args(argv)
-    console = measure.console
+    options = measure.parser("bert", __doc__).parse_args(argv)
     torch.set_num_threads(options.threads)
-    cases = measure.select(CASES, lambda case: case.name, options.cases)
+    device: str = options.device
+    cases = measure.select(CASES[device], lambda case: case.name, options.cases)
+    if device == "cuda":
+        return train_on_a_gpu([case for case in cases if isinstance(case, Step)], options)
+    return read_and_train(cases, options)
+
+
+def machine(device: str) -> dict[str, Any]:
+    facts = measure.machine(device)
+    facts["transformers"] = None if transformers is None else transformers.__version__
+    return facts
+
+
+def train_on_a_gpu(cases: Sequence[Step], options: argparse.Namespace) -> int:
+    facts = machine("cuda")
+    measure.console.print(measure.describe(facts), soft_wrap=True)
+    if transformers is None:
+        measure.console.print("transformers is not installed: trifuse.models stands in for it")
+    seconds = 0.6 if options.quick else 12.0
+    with trifuse.backend(options.backend):
+        results, failed = measure.run_all(
+            cases,
+            lambda case: case.name,
+            lambda case: step(case, options.device, seconds),
+            lambda some: measure.save(options, facts, some),
+        )
+    measure.report("bert", options, facts, results, failed=failed, fastest_only=True)
+    return bool(failed)
+
+
+def read_and_train(
+    cases: Sequence[Inference | Training | Step], options: argparse.Namespace
+) -> int:
+    console = measure.console
+    if transformers is None:
+        console.print("transformers is not installed; try: pip install 'trifuse[bench]'")
+        return 1
     try:
         directory = demo.model_directory()
     except FileNotFoundError as missing:
         console.print(str(missing), style="red")
         return 1
-    facts = measure.machine()
-    facts["transformers"] = transformers.__version__
+    facts = machine("cpu")
     facts["engines"] = {e.name: e.version for e in engines.ENGINES if e.installed}
     versions = "".join(f", {name} {version}" for name, version in facts["engines"].items())
-    caption = f"{measure.describe(facts)}\ntransformers {transformers.__version__}{versions}"
+    caption = f"{measure.describe(facts)}\ntransformers {facts['transformers']}{versions}"
     console.print(caption, soft_wrap=True)
 
     reads, results = [], []
@@ -284,7 +437,7 @@ def main(argv: Sequence[str]) -> int:
             if isinstance(case, Inference):
                 reads.append(read(case, directory, 3 if options.quick else 9, progress))
                 results += reads[-1].targets
-            else:
+            elif isinstance(case, Training):
                 task = progress.add_task("training", total=None)
                 results += train(case, 0.6 if options.quick else 12.0)
                 progress.remove_task(task)

@@ -6,7 +6,8 @@ dropout also ``torch.add(x, residual)`` alone: what moves the same bytes and nor
 The operator computes little for each byte, so its ceiling is the rate at which this machine copies
 memory. Counted are the tensors that have to be read or written whatever the implementation: x,
 residual and the output; and for the gradients those of the output, x, the residual (which without
-dropout is that of x) and x and residual once more. Weight, bias, mean and rstd are small.
+dropout is that of x) and x and residual once more. Weight, bias, mean and rstd are small. On a GPU
+the two halves are also timed each by itself, and held to a fraction of that rate.
 
 A result in fresh memory costs a page fault every 4 KiB. torch gives freed results back to the
 system and takes fresh ones, we keep ours: below the table stands how many pages a call of each
@@ -23,10 +24,10 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from rich.progress import track
 from torch import Tensor
 
 import trifuse
+from trifuse import backends
 from trifuse.benchmarks import measure
 
 # Cases ------------------------------------------------------------------------------------------
@@ -36,7 +37,10 @@ Peer = Literal["eager", "torch.compile", "torch.add"]
 
 @dataclass(frozen=True)
 class Case:
-    """One row; ``at_least`` is the peer's time over ours."""
+    """One row.
+
+    ``at_least`` is the peer's time over ours, ``at_least_fraction`` that of the copy rate.
+    """
 
     dropout_p: float
     shape: tuple[int, int]  # rows, N
@@ -44,6 +48,8 @@ class Case:
     backward: bool
     peer: Peer
     at_least: float | None = None
+    at_least_fraction: float | None = None
+    forward: bool = True  # or, the forward being done, the backward by itself
 
     @property
     def dropout(self) -> str:
@@ -55,7 +61,7 @@ class Case:
 
     @property
     def step(self) -> str:
-        return "forward + backward" if self.backward else "forward"
+        return " + ".join(["forward"] * self.forward + ["backward"] * self.backward)
 
     @property
     def size(self) -> str:
@@ -79,18 +85,30 @@ CASES: dict[str, tuple[Case, ...]] = {
         Case(0.0, _LARGE, _FP32, False, "torch.add", at_least=0.9),
         Case(0.0, _LARGE, _BF16, False, "torch.add", at_least=0.9),
     ),
-    "cuda": tuple(
-        Case(dropout_p, _LARGE, _BF16, backward, peer)
-        for dropout_p in (0.1, 0.0)
-        for backward in (False, True)
-        for peer in ("eager", "torch.compile")
+    "cuda": (
+        *(
+            Case(0.1, (16384, N), _BF16, False, "torch.add", at_least_fraction=0.88)
+            for N in (1024, 2048, 4096, 8192)
+        ),
+        *(
+            Case(0.1, (16384, N), _BF16, True, "eager", at_least_fraction=0.75, forward=False)
+            for N in (1024, 2048, 4096, 8192)
+        ),
+        Case(0.1, _LARGE, _BF16, True, "eager", at_least=4.0),
+        Case(0.1, _LARGE, _BF16, True, "torch.compile", at_least=1.2),
+        Case(0.1, (16384, 4096), _BF16, True, "eager", at_least=4.0),
+        Case(0.1, (16384, 4096), _BF16, True, "torch.compile", at_least=1.2),
+        Case(0.0, _LARGE, _BF16, False, "eager"),
+        Case(0.0, _LARGE, _BF16, False, "torch.compile"),
+        Case(0.0, _LARGE, _BF16, True, "eager"),
+        Case(0.0, _LARGE, _BF16, True, "torch.compile"),
     ),
 }
 
 
 def moved(case: Case) -> float:
     """Bytes that any implementation reads and writes."""
-    tensors = 3  # x and residual, the output
+    tensors = 3 * case.forward  # x and residual, the output
     if case.backward:
         tensors += 4  # the output's gradient, x and residual; the gradient of x
         tensors += case.dropout_p > 0  # and that of the residual
@@ -125,13 +143,13 @@ def ours(case: Case, given: Inputs) -> Callable[[], Sequence[Tensor]]:
     operator: Callable[..., Tensor] = functools.partial(
         trifuse.dropout_add_layer_norm, dropout_p=case.dropout_p, training=True
     )
-    return _step(operator, given)
+    return _step(operator, case, given)
 
 
 def theirs(case: Case, given: Inputs) -> Callable[[], Sequence[Tensor]]:
     """The same by the peer."""
     if case.peer == "torch.add":
-        return _step(lambda x, residual, weight, bias: torch.add(x, residual), given)
+        return _step(lambda x, residual, weight, bias: torch.add(x, residual), case, given)
 
     def formula(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         if case.dropout_p:
@@ -139,15 +157,20 @@ def theirs(case: Case, given: Inputs) -> Callable[[], Sequence[Tensor]]:
         return F.layer_norm(residual + x, x.shape[-1:], weight, bias)
 
     if case.peer == "eager":
-        return _step(formula, given)
+        return _step(formula, case, given)
     torch.compiler.reset()  # or dynamo takes one case for another with new shapes
-    return _step(torch.compile(formula), given)
+    return _step(torch.compile(formula), case, given)
 
 
-def _step(function: Callable[..., Tensor], given: Inputs) -> Callable[[], Sequence[Tensor]]:
+def _step(
+    function: Callable[..., Tensor], case: Case, given: Inputs
+) -> Callable[[], Sequence[Tensor]]:
     *variables, grad_out = given
-    if not given.x.requires_grad:
+    if not case.backward:
         return lambda: (function(*variables),)
+    if not case.forward:
+        done = function(*variables)
+        return lambda: torch.autograd.grad(done, variables, grad_out, retain_graph=True)
 
     def forward_backward() -> Sequence[Tensor]:
         out = function(*variables)
@@ -171,7 +194,13 @@ class Measured(NamedTuple):
 def run(case: Case, device: str, seconds: float) -> Measured:
     given = inputs(case, device)
     functions = {"ours": ours(case, given), case.peer: theirs(case, given)}
-    check(case, given, functions)
+    computed = check(case, given, functions[case.peer])
+    also, refused = measure.other_kernels(
+        backends.Call("dropout_add_layer_norm", device, case.dtype),
+        lambda: ours(case, given),
+        lambda _: measure.check_agreement("other kernels", _with_a_seed(case, given), computed),
+    )
+    functions |= also
     ceiling = measure.copy_rate(device=device)
     timings = measure.alternate(functions, device=device, seconds=seconds)
     faults = {}
@@ -182,31 +211,40 @@ def run(case: Case, device: str, seconds: float) -> Measured:
         step=case.step,
         shape=case.size,
         ours=timings.pop("ours"),
+        also={name: timings.pop(name) for name in also},
         peers=timings,
-        refused={},
+        refused=refused,
         work=moved(case),
         ceiling=ceiling,
         unit="B",
         at_least=case.at_least,
+        at_least_fraction=case.at_least_fraction,
     )
     return Measured(result, faults)
 
 
-def check(case: Case, given: Inputs, functions: dict[str, Callable[[], Sequence[Tensor]]]) -> None:
+def _with_a_seed(case: Case, given: Inputs) -> Sequence[Tensor]:
+    torch.manual_seed(0)
+    return ours(case, given)()
+
+
+def check(case: Case, given: Inputs, peer: Callable[[], Sequence[Tensor]]) -> Sequence[Tensor]:
     """Ours agrees with the specification, which drops the same elements for the same seed.
 
     The peer agrees with ours where both compute the same: it drops other elements.
 
+    Returns:
+        What ours computed.
+
     Raises:
         AssertionError: it doesn't.
     """
-    torch.manual_seed(0)
-    computed = functions["ours"]()
-    torch.manual_seed(0)
+    computed = _with_a_seed(case, given)
     with trifuse.backend("eager"):
-        measure.check_agreement("the specification", computed, functions["ours"]())
+        measure.check_agreement("the specification", computed, _with_a_seed(case, given))
     if case.peer != "torch.add" and not case.dropout_p:
-        measure.check_agreement(case.peer, computed, functions[case.peer]())
+        measure.check_agreement(case.peer, computed, peer())
+    return computed
 
 
 def note(measured: Sequence[Measured]) -> str:
@@ -226,13 +264,25 @@ def main(argv: Sequence[str]) -> int:
     cases = measure.select(CASES[device], lambda case: case.name, options.cases)
     facts = measure.machine(device)
     measure.console.print(measure.describe(facts), soft_wrap=True)
+    seconds = 0.6 if options.quick else 4.0
+
+    def more(measured: Sequence[Measured]) -> dict[str, Any]:
+        return {"page_faults": [one.record() for one in measured]} if device == "cpu" else {}
+
     with trifuse.backend(options.backend):
-        progress = track(cases, "timing", console=measure.console, transient=True)
-        measured = [run(case, device, seconds=0.6 if options.quick else 4.0) for case in progress]
-    more = {"page_faults": [one.record() for one in measured]}
+        measured, failed = measure.run_all(
+            cases,
+            lambda case: case.name,
+            lambda case: run(case, device, seconds),
+            lambda some: measure.save(
+                options, facts, [one.result for one in some], more=more(some)
+            ),
+        )
     results = [one.result for one in measured]
     name = "dropout_add_layer_norm"
-    measure.report(name, options, facts, results, more=more, fastest_only=True)
+    measure.report(
+        name, options, facts, results, more=more(measured), failed=failed, fastest_only=True
+    )
     if device == "cpu":
         measure.console.print(note(measured), style="dim", highlight=False, soft_wrap=True)
-    return 0
+    return bool(failed)

@@ -2,60 +2,119 @@
 # Everything that only a GPU can tell, in one command and under ten minutes: does it build, are the
 # numbers right, does compute-sanitizer find anything, how fast is it.
 #
-#   benchmarks/gpu.sh [FOLDER]        results go there; default: benchmarks/results
-#   PYTHON=python3.12 benchmarks/gpu.sh
+#   benchmarks/gpu.sh [FOLDER [PART...]]      results go to FOLDER; default: benchmarks/results
 #
-# Each step has a time limit and writes as it goes: what was done when one is stopped stays. The exit
-# status is the number of steps that failed.
-set -uo pipefail
-cd "$(dirname "$0")/.."
+# Parts: build, tests, sanitizer, dropout_add_layer_norm, lstm, bert, attention; default: all, in this
+# order. Environment: LIMIT, seconds for everything (default 570); PYTHON.
+#
+# On a machine that is there for minutes, give it one call and a folder, `benchmarks/gpu.sh results`,
+# and 600 seconds. It needs no network: torch with CUDA, Triton, pip, setuptools, nvcc and a C++
+# compiler, pytest and hypothesis for the tests, rich and matplotlib for the benchmarks. With
+# pytest-xdist the tests run side by side; without transformers its model is replaced by ours. What
+# was built stays, so that a second call goes on: `benchmarks/gpu.sh results lstm bert`.
+#
+# Every step has a time limit. FOLDER gets, as they come: gpu.txt, a line for each step and then the
+# tables; gpu.log, what steps printed; NAME-gpu.json, the figures of a benchmark, written after each
+# case; gpu-pictures.tar.gz. The exit status is the number of steps that failed or were left out.
+set -uom pipefail  # with jobs of their own: else what runs beside could not be interrupted
+repository=$(cd "$(dirname "$0")/.." && pwd)
+out=${1:-$repository/benchmarks/results}
+mkdir -p "$out"
+out=$(cd "$out" && pwd)
+cd "$repository" || exit
 
 python=${PYTHON:-$([ -x .venv/bin/python ] && echo .venv/bin/python || echo python3)}
-out=${1:-benchmarks/results}
-mkdir -p "$out"
-summary=$out/gpu.txt
-: >"$summary"
-failed=0
+limit=${LIMIT:-570}
+parts=${*:2}
+parts=${parts:-build tests sanitizer dropout_add_layer_norm lstm bert attention}
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+: >"$out/gpu.log"
+: >"$out/gpu.txt"
 
-# step NAME SECONDS COMMAND...: what it prints goes to gpu-NAME.log.
+export PATH=$PATH:/usr/local/cuda/bin PYTHONUNBUFFERED=1 PIP_DISABLE_PIP_VERSION_CHECK=1
+gpu() { nvidia-smi --query-gpu="$1" --format=csv,noheader | head -n 1; }
+gpu name,driver_version,memory.total,compute_cap | tee -a "$out/gpu.txt"
+architecture=$(gpu compute_cap)  # machine code for this one alone
+[ -n "$architecture" ] && export TORCH_CUDA_ARCH_LIST=${TORCH_CUDA_ARCH_LIST:-$architecture}
+
+# step NAME SECONDS COMMAND...: interrupted when its time, or that for everything, is over.
 step() {
-  local name=$1 limit=$2 begin=$SECONDS
+  local name=$1 most=$(($2 < limit - SECONDS ? $2 : limit - SECONDS)) begin=$SECONDS
+  local state=ok status=0
   shift 2
-  if timeout "$limit" "$@" >"$out/gpu-$name.log" 2>&1; then
-    local state=ok
+  if [ "$most" -lt 2 ]; then
+    state="left out: no time" status=124
   else
-    local state="FAILED ($?)"
-    failed=$((failed + 1))
+    timeout --signal=INT --kill-after=10 "$most" "$@" >"$work/$name.log" 2>&1 || status=$?
+    [ "$status" = 0 ] || state="FAILED ($status)"
   fi
-  printf '%-32s %5d s  %s\n' "$name" $((SECONDS - begin)) "$state" | tee -a "$summary"
-  [ "$state" = ok ] || tail -n 15 "$out/gpu-$name.log"
+  printf '%-32s %5d s  %s\n' "$name" $((SECONDS - begin)) "$state" | tee -a "$out/gpu.txt"
+  if [ -e "$work/$name.log" ]; then
+    { echo "=== $name: $*"; cat "$work/$name.log"; } >>"$out/gpu.log"
+    [ "$state" = ok ] || tail -n 15 "$work/$name.log"
+  fi
+  [ "$state" = ok ] || echo "$name" >>"$work/failed"
+  return "$status"
 }
 
-nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv,noheader | tee -a "$summary"
-step build 240 "$python" -m pip install --quiet --no-build-isolation --no-deps --editable .
-step what-there-is 60 "$python" -m trifuse
-step tests 180 "$python" -m pytest tests/test_gpu.py -q -rf --durations=10
+wants() { [[ " $parts " == *" $1 "* ]]; }
 
-# One size of each kernel: every access in bounds, every race between threads of a block.
-small='test_attention and float32-everything or test_attention and bfloat16-everything'
-small="$small or test_lstm and bfloat16-everything or test_lstm and bfloat16-plain"
-small="$small or of_any_width and 1000-bfloat16"
-if command -v compute-sanitizer >/dev/null; then
-  for tool in memcheck racecheck; do
-    step "$tool" 90 compute-sanitizer --tool "$tool" --error-exitcode 1 --target-processes all \
-      "$python" -m pytest tests/test_gpu.py -q -k "($small) and cuda"
-  done
-else
-  echo "compute-sanitizer is not there" | tee -a "$summary"
+if wants build; then
+  step build 240 "$python" -m pip install --quiet --no-build-isolation --no-deps --editable .
 fi
+cat >"$work/what_there_is.py" <<'END'
+import setuptools, sys, torch, trifuse.__main__
+from trifuse import backends
 
-for operator in dropout_add_layer_norm attention lstm; do
-  for backend in triton cuda; do
-    step "$operator-$backend" 75 "$python" -m trifuse.benchmarks "$operator" --quick \
-      --device cuda --backend "$backend" \
-      --json "$out/$operator-gpu-$backend.json" --plot "$out/$operator-gpu-$backend.png"
-    cat "$out/gpu-$operator-$backend.log" >>"$summary"
-  done
+print(trifuse.__main__.report())
+print("setuptools", setuptools.__version__, "cuDNN", torch.backends.cudnn.version())
+sys.exit(None if backends._CUDA_OPERATORS else "the build holds no CUDA kernels")
+END
+step what-there-is 60 "$python" "$work/what_there_is.py"
+
+# Right or wrong: side by side, as nothing is timed.
+if wants tests; then
+  workers=$("$python" -c 'import os, xdist; print("-n", min(8, os.cpu_count()))' 2>/dev/null)
+  # shellcheck disable=SC2086
+  step tests 180 "$python" -m pytest tests/test_gpu.py -vv -rf --durations=10 $workers &
+fi
+if wants sanitizer; then
+  if command -v compute-sanitizer >/dev/null; then
+    # One size of each CUDA kernel: every access in bounds, no races between threads of a block.
+    small='test_attention and float32-everything or test_attention and bfloat16-everything'
+    small="$small or test_lstm and bfloat16-everything or test_lstm and bfloat16-plain"
+    small="$small or of_any_width and 1000-bfloat16"
+    for tool in memcheck racecheck; do
+      step "$tool" 180 compute-sanitizer --tool "$tool" --error-exitcode 1 --report-api-errors no \
+        --target-processes all "$python" -m pytest tests/test_gpu.py -vv -k "($small) and cuda" &
+    done
+  else
+    echo "compute-sanitizer is not there" | tee -a "$out/gpu.txt"
+  fi
+fi
+wait
+
+# How fast. Should one of our kernels take the process or the GPU down, which is neither a case that
+# failed (1) nor time that ran out (124), Triton's are timed by themselves.
+for name in dropout_add_layer_norm lstm bert attention; do
+  wants "$name" || continue
+  arguments=(-m trifuse.benchmarks "$name" --quick --device cuda)
+  step "$name" 200 "$python" "${arguments[@]}" --json "$out/$name-gpu.json" \
+    --plot "$work/$name-gpu.png"
+  case $? in
+    0 | 1 | 124) ;;
+    *) step "$name-triton" 100 "$python" "${arguments[@]}" --backend triton ;;
+  esac
+  pictures=("$work"/*.png)
+  [ -e "${pictures[0]}" ] && tar -czf "$out/gpu-pictures.tar.gz" -C "$work" "${pictures[@]##*/}"
 done
-cat "$summary"
-exit "$failed"
+cp "$out/gpu.txt" "$work/steps.txt"
+for name in dropout_add_layer_norm lstm bert attention; do
+  for log in "$work/$name.log" "$work/$name-triton.log"; do
+    [ -e "$log" ] && cat "$log"
+  done
+done | tee -a "$out/gpu.txt"
+cat "$work/steps.txt"
+[ -e "$work/failed" ] && exit "$(wc -l <"$work/failed")"
+exit 0

@@ -1,37 +1,39 @@
 """LSTM layers against nn.LSTM, and against the loop a user writes for what nn.LSTM does not have.
 
-Each case is one layer over whole sequences. nn.LSTM is given ragged sequences as a PackedSequence,
-packed outside of what is timed. It has neither clips nor layer normalisation: where it is the peer
-of a clipped cell, it computes the same without them, and ours with them. The eager loop has
-everything; its input's products are one matrix product for all steps.
+Each case is one layer over whole sequences, or several. nn.LSTM is given ragged sequences as a
+PackedSequence, packed outside of what is timed. It has neither clips nor layer normalisation: where
+it is the peer of a clipped cell, it computes the same without them, and ours with them. The eager
+loop has everything; its input's products are one matrix product for all steps. A single step is
+nn.LSTMCell's.
 
 Rates count the products that the valid steps need: 2 (G·H (I + R) + R·H) operations a token
 forward, and twice as many more backward. One sequence at a time has no products of matrices: a
-step's time is that of reading W_hh, and the ceiling the rate at which as many bytes are read again
-and again.
+step's time is that of reading W_hh, of a cell also W_ih, whose backward reads them once more and
+writes as many; the ceiling is the rate at which as many bytes are read again and again.
 """
 
 from __future__ import annotations
 
+import copy
 import functools
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from rich.progress import track
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
 import trifuse
+from trifuse import backends
 from trifuse.benchmarks import measure
 from trifuse.ops.lstm import Parameters, layer
 
 # Cases ------------------------------------------------------------------------------------------
 
-Peer = Literal["nn.LSTM", "eager loop"]
+Peer = Literal["nn.LSTM", "eager loop", "nn.LSTMCell"]
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,7 @@ class Case:
     norm: bool = False
     ragged: bool = False  # half of T on average
     bidirectional: bool = False
+    layers: int = 1
 
     @property
     def name(self) -> str:
@@ -80,6 +83,7 @@ class Case:
 _FP32, _BF16 = torch.float32, torch.bfloat16
 _LSTM: Peer = "nn.LSTM"
 _LOOP: Peer = "eager loop"
+_CELL: Peer = "nn.LSTMCell"
 
 
 def _elmo(
@@ -107,11 +111,21 @@ CASES: dict[str, tuple[Case, ...]] = {
         Case("dense", (64, 8, 1024, 1024), _BF16, True, _LSTM, 2.0),
         Case("layer norm", (64, 16, 512, 512), _FP32, True, _LOOP, 6.0, norm=True),
         Case("one sequence", (64, 1, 512, 512), _FP32, False, _LSTM, 1.0),
+        Case("one step", (1, 1, 64, 64), _FP32, False, _CELL, 1.0),
+        Case("one step", (1, 1, 512, 512), _FP32, False, _CELL, 1.0),
+        Case("one step", (1, 1, 64, 64), _FP32, True, _CELL),
+        Case("one step", (1, 1, 512, 512), _FP32, True, _CELL),
     ),
     "cuda": (
-        Case("two directions", (512, 16, 1024, 1024), _BF16, True, _LSTM, 2.0, bidirectional=True),
+        Case(
+            "two directions, two layers", (512, 16, 1024, 1024), _BF16, True, _LSTM, 2.0,
+            bidirectional=True, layers=2,
+        ),
         Case("ragged", (512, 32, 1024, 1024), _BF16, True, _LSTM, 3.0, ragged=True),
         _elmo(16, _BF16, True, _LSTM, 2.0),
+        _elmo(16, _BF16, True, _LOOP, None),
+        Case("dense", (512, 16, 1024, 1024), _BF16, False, _LSTM),
+        Case("dense", (128, 16, 2048, 2048), _BF16, True, _LSTM),
         Case("layer norm", (64, 16, 512, 512), _BF16, True, _LOOP, norm=True),
     ),
 }  # fmt: skip
@@ -120,15 +134,17 @@ CASES: dict[str, tuple[Case, ...]] = {
 def flops(case: Case) -> float:
     """Operations of the products that the valid steps need."""
     _, _, features, H = case.shape
-    token = 4 * H * (features + case.hidden) + case.projection * H
     directions = 2 if case.bidirectional else 1
+    inputs = features + (case.layers - 1) * directions * case.hidden  # of all layers
+    token = 4 * H * (inputs + case.layers * case.hidden) + case.layers * case.projection * H
     return 2.0 * sum(case.lengths) * directions * token * (3 if case.backward else 1)
 
 
 def weight_bytes(case: Case) -> int:
-    """What every step reads: W_hh, and the projection's weight."""
-    H = case.shape[3]
-    return (4 * H * case.hidden + case.projection * H) * case.dtype.itemsize
+    """What every step reads: W_hh, the projection's weight, and in a single one W_ih."""
+    T, _, features, H = case.shape
+    columns = case.hidden + (features if T == 1 else 0)
+    return (4 * H * columns + case.projection * H) * case.dtype.itemsize
 
 
 # What is called ---------------------------------------------------------------------------------
@@ -149,7 +165,9 @@ class Inputs(NamedTuple):
 def inputs(case: Case, device: str) -> Inputs:
     T, B, features, H = case.shape
     torch.manual_seed(0)
-    module = nn.LSTM(features, H, proj_size=case.projection, bidirectional=case.bidirectional)
+    module = nn.LSTM(
+        features, H, case.layers, proj_size=case.projection, bidirectional=case.bidirectional
+    )
     module = module.to(device, case.dtype).requires_grad_(case.backward)
     norms: tuple[Tensor, ...] = ()
     if case.norm:
@@ -168,27 +186,32 @@ def inputs(case: Case, device: str) -> Inputs:
     return Inputs(x, lengths, module, norms, grad_output)
 
 
-def _weights(module: nn.LSTM, direction: int = 0) -> Any:
+def _weights(module: nn.LSTM, of_layer: int = 0, reverse: bool = False) -> Any:
     """weight_ih, weight_hh, bias_ih, bias_hh, and weight_hr or None."""
     names = ("weight_ih", "weight_hh", "bias_ih", "bias_hh", "weight_hr")
-    suffix = "_l0" + ("_reverse" if direction else "")
+    suffix = f"_l{of_layer}" + ("_reverse" if reverse else "")
     return tuple(getattr(module, name + suffix, None) for name in names)
 
 
 def ours(case: Case, given: Inputs) -> Callable[[], Sequence[Tensor]]:
     """Returns the output, and with ``case.backward`` the gradients."""
+    if case.peer == "nn.LSTMCell":
+        return _cell(trifuse.nn.LSTMCell, case, given)
     reverse = (False, True)[: 1 + case.bidirectional]
+    norms = given.norms or (None,) * 4
     parameters = [
-        Parameters._make([*_weights(given.module, d), None, *(given.norms or (None,) * 4)])
-        for d in range(len(reverse))
+        [Parameters._make([*_weights(given.module, i, r), None, *norms]) for r in reverse]
+        for i in range(case.layers)
     ]
     clips: dict[str, Any] = {}
     if case.clip is not None:
         clips = {"cell_clip": case.clip, "proj_clip": case.clip}
 
     def output() -> Tensor:
-        x, lengths = given.input, given.lengths
-        return layer(x, None, None, parameters, lengths, reverse=reverse, **clips)[0]
+        x = given.input
+        for of_layer in parameters:
+            x, _, _ = layer(x, None, None, of_layer, given.lengths, reverse=reverse, **clips)
+        return x
 
     return _step(output, given)
 
@@ -197,6 +220,8 @@ def theirs(case: Case, given: Inputs) -> Callable[[], Sequence[Tensor]]:
     """The same by the peer."""
     if case.peer == "eager loop":
         return _step(functools.partial(_loop, case, given), given)
+    if case.peer == "nn.LSTMCell":
+        return _cell(nn.LSTMCell, case, given)
     if given.lengths is None:
         return _step(lambda: given.module(given.input)[0], given)
     T = case.shape[0]
@@ -211,6 +236,16 @@ def theirs(case: Case, given: Inputs) -> Callable[[], Sequence[Tensor]]:
         return pad_packed_sequence(given.module(sequence)[0], total_length=T)[0]
 
     return _step(output, given, variables=[data, *given.module.parameters()])
+
+
+def _cell(module: type[nn.LSTMCell], case: Case, given: Inputs) -> Callable[[], Sequence[Tensor]]:
+    """One step from given states."""
+    _, B, features, H = case.shape
+    cell = module(features, H)
+    for name in ("weight_ih", "weight_hh", "bias_ih", "bias_hh"):
+        setattr(cell, name, getattr(given.module, f"{name}_l0"))
+    state = torch.ones(B, H)
+    return _step(lambda: cell(given.input[0], (state, state))[0][None], given)
 
 
 def _loop(case: Case, given: Inputs) -> Tensor:
@@ -277,16 +312,38 @@ def read_rate(size: int, *, seconds: float = 0.2) -> measure.Rate:
 def check(case: Case, given: Inputs) -> None:
     """Ours agrees with the peer, both without clips where the peer has none.
 
+    In 16 bits, whose roundings add up over the steps, it is as near to the formula in float64.
+
     Raises:
         AssertionError: it doesn't.
     """
-    compared = case
-    if case.peer == "nn.LSTM" and case.clip is not None:
-        compared = Case(**{**vars(case), "clip": None})
-    results, expected = ours(compared, given)(), theirs(compared, given)()
-    if case.ragged and case.backward:  # the peer's gradient for the input is that of packed tokens
-        results, expected = (results[0], *results[2:]), (expected[0], *expected[2:])
-    measure.check_agreement(case.peer, results, expected)
+    if case.peer == "nn.LSTM":
+        case = replace(case, clip=None)
+
+    def compared(results: Sequence[Tensor]) -> Sequence[Tensor]:
+        # The peer's gradient for a ragged input is that of packed tokens.
+        return (results[0], *results[2:]) if case.ragged and case.backward else results
+
+    results, expected = compared(ours(case, given)()), compared(theirs(case, given)())
+    if case.dtype == torch.float32:
+        measure.check_agreement(case.peer, results, expected)
+        return
+    with trifuse.backend("eager"):
+        exact = compared(ours(case, _in_float64(given))())
+    measure.check_accuracy(case.peer, results, expected, exact)
+
+
+def _in_float64(given: Inputs) -> Inputs:
+    def wide(t: Tensor) -> Tensor:
+        return t.detach().double().requires_grad_(t.requires_grad)
+
+    return Inputs(
+        wide(given.input),
+        given.lengths,
+        copy.deepcopy(given.module).double(),
+        tuple(map(wide, given.norms)),
+        given.grad_output.double(),
+    )
 
 
 def run(case: Case, device: str, seconds: float) -> measure.Result:
@@ -295,10 +352,17 @@ def run(case: Case, device: str, seconds: float) -> measure.Result:
         warnings.simplefilter("ignore")  # that oneDNN does not serve projections
         check(case, given)
         functions = {"ours": ours(case, given), case.peer: theirs(case, given)}
-        bound_by_memory = case.shape[1] == 1 and not case.backward and device == "cpu"
+        also, refused = measure.other_kernels(
+            backends.Call("lstm", device, case.dtype),
+            lambda: ours(case, given),
+            lambda _: check(case, given),
+        )
+        functions |= also
+        T, B, _, _ = case.shape
+        bound_by_memory = B == 1 and (T == 1 or not case.backward) and device == "cpu"
         if bound_by_memory:
             ceiling = read_rate(weight_bytes(case))
-            work = float(weight_bytes(case) * case.shape[0])
+            work = float(weight_bytes(case) * T * (3 if case.backward else 1))
         else:
             ceiling, work = measure.matrix_rate(case.dtype, device=device), flops(case)
         timings = measure.alternate(functions, device=device, seconds=seconds)
@@ -307,8 +371,9 @@ def run(case: Case, device: str, seconds: float) -> measure.Result:
         step=case.step,
         shape=case.size,
         ours=timings.pop("ours"),
+        also={name: timings.pop(name) for name in also},
         peers=timings,
-        refused={},
+        refused=refused,
         work=work,
         ceiling=ceiling,
         unit="B" if bound_by_memory else "FLOP",
@@ -324,9 +389,13 @@ def main(argv: Sequence[str]) -> int:
     cases = measure.select(CASES[device], lambda case: case.name, options.cases)
     facts = measure.machine(device)
     measure.console.print(measure.describe(facts), soft_wrap=True)
+    seconds = 0.6 if options.quick else 4.0
     with trifuse.backend(options.backend):
-        progress = track(cases, "timing", console=measure.console, transient=True)
-        seconds = 0.6 if options.quick else 4.0
-        results = [run(case, device, seconds) for case in progress]
-    measure.report("lstm", options, facts, results, fastest_only=True)
-    return 0
+        results, failed = measure.run_all(
+            cases,
+            lambda case: case.name,
+            lambda case: run(case, device, seconds),
+            lambda some: measure.save(options, facts, some),
+        )
+    measure.report("lstm", options, facts, results, failed=failed, fastest_only=True)
+    return bool(failed)

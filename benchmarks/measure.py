@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import fnmatch
+import importlib.metadata
 import json
 import math
 import multiprocessing
@@ -21,17 +22,19 @@ import os
 import platform
 import resource
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from rich import box
 from rich.console import Console
+from rich.progress import track
 from rich.table import Table
 from torch import Tensor
 
@@ -69,6 +72,7 @@ def alternate(
     functions: Mapping[str, Callable[[], object]],
     *,
     device: str = "cpu",
+    waited: bool = False,
     seconds: float = 4.0,
     min_rounds: int = 5,
     rest: float = 0.0,
@@ -76,22 +80,30 @@ def alternate(
     """Time several functions turn by turn.
 
     Each round calls every function, starting with another one each time. A call too short for the
-    clock is repeated within its turn. On a GPU a turn is timed by events on the stream, after the
-    L2 cache has been overwritten.
+    clock is repeated within its turn.
+
+    On a GPU it is the GPU's time that counts, by events on the stream: each call finds the L2 cache
+    overwritten, and its launches queued while the GPU is still busy with that. So what Python takes
+    shows only where it is longer than what the GPU does. With ``waited`` it is the caller's time,
+    by the CPU's clock, Python and launches included, of calls one after the other.
 
     Args:
         functions: what to call, by name.
         device: "cpu" or "cuda", where they compute.
+        waited: on a GPU, time what a caller waits for.
         seconds: how long to go on, once ``min_rounds`` rounds are done.
         rest: seconds to sleep before each turn. Functions of libraries that bring threads of their
             own need one: for some time after a call those spin, on the cores of the next turn.
     """
-    turn = _cuda_turn if device == "cuda" else _wall_turn
+    turn, shortest = _wall_turn, 1e-3  # seconds; the clock's own cost is below 0.01% of it
+    if device == "cuda":
+        # The CPU's clock also sees the GPU begin and end, once a turn.
+        turn, shortest = (_waited_turn, 2e-2) if waited else (_cuda_turn, 1e-3)
     names = list(functions)
     calls = {}
     for name, function in functions.items():
         function()  # compiles, autotunes, faults pages in
-        calls[name] = max(1, math.ceil(_SHORTEST_TURN / max(turn(function, 1), 1e-9)))
+        calls[name] = max(1, math.ceil(shortest / max(turn(function, 1), 1e-9)))
         turn(function, calls[name])
     taken: dict[str, list[float]] = {name: [] for name in names}
     begin = time.perf_counter()
@@ -105,9 +117,6 @@ def alternate(
     return {name: Timing(tuple(values)) for name, values in taken.items()}
 
 
-_SHORTEST_TURN = 1e-3  # seconds; the clock's own cost is below 0.01% of it
-
-
 def _wall_turn(function: Callable[[], object], calls: int) -> float:
     begin = time.perf_counter()
     for _ in range(calls):
@@ -115,16 +124,79 @@ def _wall_turn(function: Callable[[], object], calls: int) -> float:
     return (time.perf_counter() - begin) / calls
 
 
-def _cuda_turn(function: Callable[[], object], calls: int) -> float:
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    # Overwriting the cache also keeps the GPU busy while the first launches are queued.
-    torch.empty(256 << 20, dtype=torch.int8, device="cuda").zero_()
-    begin.record()
+def _waited_turn(function: Callable[[], object], calls: int) -> float:
+    torch.cuda.synchronize()
+    begin = time.perf_counter()
     for _ in range(calls):
         function()
-    end.record()
     torch.cuda.synchronize()
-    return begin.elapsed_time(end) / 1e3 / calls
+    return (time.perf_counter() - begin) / calls
+
+
+_CACHE = 256 << 20  # bytes; more than any L2 cache has
+
+
+def _cuda_turn(function: Callable[[], object], calls: int) -> float:
+    events = [
+        [torch.cuda.Event(enable_timing=True) for _ in ("begin", "end")] for _ in range(calls)
+    ]
+    cache = torch.empty(_CACHE, dtype=torch.int8, device="cuda")
+    for _ in range(16):  # about a millisecond, in which Python gets ahead of the GPU
+        cache.zero_()
+    for begin, end in events:
+        cache.zero_()
+        begin.record()
+        function()
+        end.record()
+    torch.cuda.synchronize()
+    return sum(begin.elapsed_time(end) for begin, end in events) / 1e3 / calls
+
+
+Function = Callable[[], Sequence[Tensor]]
+
+
+def other_kernels(
+    call: backends.Call, make: Callable[[], Function], check: Callable[[Function], None]
+) -> tuple[dict[str, Function], dict[str, str]]:
+    """Ours by each kind of kernel for GPUs that could serve a call but is not what it gets.
+
+    None on a CPU, and none where a backend was asked for by name.
+
+    Args:
+        make: returns what to time; called, as that is, while such kernels serve.
+        check: raises where its result is wrong; called likewise.
+
+    Returns:
+        What to time, by name, and why others were left out.
+    """
+    functions: dict[str, Function] = {}
+    refused: dict[str, str] = {}
+    if call.device != "cuda" or backends._requested != "auto":
+        return functions, refused
+    chosen = backends.choose(call).backend
+
+    def by(backend: str) -> Function:
+        with backends.backend(backend):
+            made = make()
+
+        def serve() -> Sequence[Tensor]:
+            with backends.backend(backend):
+                return made()
+
+        return serve
+
+    for backend in ("cuda", "triton"):
+        if backend == chosen or backends._WHY_NOT[backend](call) is not None:
+            continue
+        try:
+            function = by(backend)
+            with backends.backend(backend):
+                check(function)
+        except (RuntimeError, AssertionError) as error:
+            refused[f"ours by {backend}"] = str(error).partition("\n")[0]
+        else:
+            functions[f"by {backend}"] = function
+    return functions, refused
 
 
 # Ceilings ---------------------------------------------------------------------------------------
@@ -245,6 +317,26 @@ def check_agreement(peer: str, ours: Sequence[Tensor], theirs: Sequence[Tensor])
             raise AssertionError(f"we differ from {peer} by {difference:.2g} of its result")
 
 
+def check_accuracy(
+    peer: str, ours: Sequence[Tensor], theirs: Sequence[Tensor], exact: Sequence[Tensor]
+) -> None:
+    """Ours is at most twice as far from exact results as the peer's, or two units of its precision.
+
+    For what is so deep, in 16 bits, that both have gone some way from them.
+
+    Raises:
+        AssertionError: it is further.
+    """
+    for a, b, expected in zip(ours, theirs, exact, strict=True):
+        off, theirs_off = (
+            (x.double() - expected.double()).norm() / expected.double().norm() for x in (a, b)
+        )
+        if not off <= 2 * max(theirs_off, torch.finfo(a.dtype).eps):
+            raise AssertionError(
+                f"we are off by {off:.2g} of an exact result, {peer} by {theirs_off:.2g}"
+            )
+
+
 @dataclass(frozen=True)
 class Result:
     """One row of a comparison.
@@ -257,7 +349,11 @@ class Result:
         work: operations or bytes that the case cannot do without.
         ceiling: how many of them the machine does in a second.
         unit: "FLOP" or "B".
+        also: times of ours by kernels that are not what a call gets, by name.
+        against: the peers that a ratio is with, where those that serve the case are among them;
+            none means all.
         at_least: the ratio, fastest peer's time over ours, that we want to see.
+        at_least_fraction: the fraction of the ceiling that we want to see.
         at_most_over: the seconds over the fastest peer's that we allow, where calls are so short
             that only their overhead counts.
     """
@@ -273,10 +369,14 @@ class Result:
     unit: str = "FLOP"
     at_least: float | None = None
     at_most_over: float | None = None
+    at_least_fraction: float | None = None
+    also: Mapping[str, Timing] = field(default_factory=dict)
+    against: Sequence[str] = ()
 
     @property
     def fastest_peer(self) -> str:
-        return min(self.peers, key=lambda name: self.peers[name].median)
+        names = [name for name in self.peers if name in self.against] or list(self.peers)
+        return min(names, key=lambda name: self.peers[name].median)
 
     @property
     def ratios(self) -> list[float]:
@@ -299,7 +399,8 @@ class Result:
     def met(self) -> bool:
         if self.at_most_over is not None:
             return self.over <= self.at_most_over
-        return self.at_least is None or self.ratio >= self.at_least
+        enough = self.at_least_fraction is None or self.fraction >= self.at_least_fraction
+        return enough and (self.at_least is None or self.ratio >= self.at_least)
 
     @property
     def achieved(self) -> float:
@@ -316,6 +417,7 @@ class Result:
             "step": self.step,
             "shape": self.shape,
             "ours": _summary(self.ours),
+            "also": {name: _summary(timing) for name, timing in self.also.items()},
             "peers": {name: _summary(timing) for name, timing in self.peers.items()},
             "refused": dict(self.refused),
             "fastest_peer": self.fastest_peer,
@@ -325,6 +427,7 @@ class Result:
             "over": self.over,
             "at_least": self.at_least,
             "at_most_over": self.at_most_over,
+            "at_least_fraction": self.at_least_fraction,
             "met": self.met,
             "work": self.work,
             "unit": self.unit,
@@ -380,7 +483,8 @@ def table(title: str, results: Sequence[Result], fastest_only: bool = False) -> 
     peers = list(dict.fromkeys(name for result in results for name in result.peers))
     shown = ["fastest peer"] if fastest_only else peers
     units = "/".join(dict.fromkeys(f"G{result.unit}" for result in results))
-    columns = ("ours", *shown, "ratio", "at least", f"{units}/s", "of ceiling")
+    also = list(dict.fromkeys(name for result in results for name in result.also))
+    columns = ("ours", *also, *shown, "ratio", "at least", f"{units}/s", "of ceiling")
     out = _empty_table(f"{title}: median (p10–p90)", columns)
     for result in results:
         rate, fraction = f"{result.achieved / 1e9:.0f}", f"{result.fraction:.0%}"
@@ -390,6 +494,9 @@ def table(title: str, results: Sequence[Result], fastest_only: bool = False) -> 
         else:
             got = f"{result.ratio:.2f}×"
             wanted = "–" if result.at_least is None else f"{result.at_least:g}×"
+        if result.at_least_fraction is not None:
+            good = result.fraction >= result.at_least_fraction
+            fraction = f"{_coloured(fraction, good)}\n[dim]≥ {result.at_least_fraction:.0%}[/dim]"
         theirs = [_duration(result.peers.get(name)) for name in peers]
         if fastest_only:
             median, _, _ = _duration(result.peers[result.fastest_peer]).partition("\n")
@@ -398,6 +505,7 @@ def table(title: str, results: Sequence[Result], fastest_only: bool = False) -> 
             f"{result.case}\n[dim]{result.shape}[/dim]",
             result.step,
             _duration(result.ours),
+            *(_duration(result.also.get(name)) for name in also),
             *theirs,
             _coloured(got, result.met),
             wanted,
@@ -500,12 +608,31 @@ def machine(device: str = "cpu") -> dict[str, Any]:
     }
     if device == "cuda":
         facts["gpu"] = torch.cuda.get_device_name()
+        facts["driver"] = _driver()
         facts["cuda"] = torch.version.cuda
+        facts["cudnn"] = torch.backends.cudnn.version()
+        facts["triton"] = _version("triton")
     for dtype in (torch.float32, torch.bfloat16):
         rate = matrix_rate(dtype, device=device)
         facts[f"{dtype} matrix products".removeprefix("torch.")] = rate._asdict()
     facts["copies"] = copy_rate(device=device)._asdict()
     return facts
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _driver() -> str:
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return done.stdout.partition("\n")[0]
 
 
 def _cpu_model() -> str:
@@ -534,6 +661,7 @@ def describe(facts: Mapping[str, Any]) -> str:
 
 
 Item = TypeVar("Item")
+Outcome = TypeVar("Outcome")
 
 
 def default_threads() -> int:
@@ -595,11 +723,55 @@ def select(
     return [item for item in items if any(fnmatch.fnmatch(name(item), p) for p in wanted)]
 
 
-def write_json(path: Path, content: Mapping[str, Any]) -> None:
+def run_all(
+    cases: Sequence[Item],
+    name: Callable[[Item], str],
+    run: Callable[[Item], Outcome],
+    keep: Callable[[list[Outcome]], None],
+) -> tuple[list[Outcome], dict[str, str]]:
+    """Run every case, whatever becomes of the others.
+
+    Args:
+        keep: called after each with what there is so far, so that it outlives an interruption.
+
+    Returns:
+        What the cases gave, those that failed or were interrupted left out; why, by name.
+
+    Raises:
+        SystemExit: with status 2, a case has left the GPU unusable.
+    """
+    done: list[Outcome] = []
+    failed = {}
+    for case in track(cases, "timing", console=console, transient=True):
+        try:
+            done.append(run(case))
+        except (Exception, KeyboardInterrupt) as error:
+            failed[name(case)] = f"{type(error).__name__}: {error}"
+            console.print(f"{name(case)}: {failed[name(case)]}", style="red", markup=False)
+            if isinstance(error, KeyboardInterrupt):
+                break
+            if _gpu_is_lost():
+                sys.exit(2)
+        keep(done)
+    return done, failed
+
+
+def _gpu_is_lost() -> bool:
+    """Whether a kernel did what makes every later call of this process fail."""
+    try:
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+    except RuntimeError:
+        return True
+    return False
+
+
+def write_json(path: Path, content: Mapping[str, Any], *, quietly: bool = False) -> None:
     """Times are in seconds, sizes in bytes, rates a second."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n")
-    console.print(f"wrote {path}")
+    if not quietly:
+        console.print(f"wrote {path}")
 
 
 def print_table(table: Table) -> None:
@@ -614,6 +786,7 @@ def report(
     results: Sequence[Result],
     memory: Sequence[MemoryResult] = (),
     more: Mapping[str, Any] | None = None,
+    failed: Mapping[str, str] | None = None,
     fastest_only: bool = False,
 ) -> None:
     """Print the tables; write the JSON and the picture that were asked for."""
@@ -621,17 +794,34 @@ def report(
         print_table(table(name, results, fastest_only))
     for result in results:
         for peer, why in result.refused.items():
-            console.print(f"{peer} does not serve {result.case}, {result.step}: {why}", style="dim")
+            line = f"{peer} does not serve {result.case}, {result.step}: {why}"
+            console.print(line, style="dim", markup=False)
     if memory:
         console.print(memory_table(memory))
     if options.json is not None:
-        content = {
-            "machine": dict(facts),
-            "times": [result.record() for result in results],
-            "memory": [result.record() for result in memory],
-            **(more or {}),
-        }
-        write_json(options.json, content)
-    if options.plot is not None:
+        save(options, facts, results, memory, more, failed)
+        console.print(f"wrote {options.json}")
+    if options.plot is not None and results:
         plot(options.plot, f"{name}\n{describe(facts)}", results)
         console.print(f"wrote {options.plot}")
+
+
+def save(
+    options: argparse.Namespace,
+    facts: Mapping[str, Any],
+    results: Sequence[Result],
+    memory: Sequence[MemoryResult] = (),
+    more: Mapping[str, Any] | None = None,
+    failed: Mapping[str, str] | None = None,
+) -> None:
+    """Write the JSON, if one was asked for."""
+    if options.json is None:
+        return
+    content = {
+        "machine": dict(facts),
+        "times": [result.record() for result in results],
+        "memory": [result.record() for result in memory],
+        "failed": dict(failed or {}),
+        **(more or {}),
+    }
+    write_json(options.json, content, quietly=True)

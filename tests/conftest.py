@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import sys
@@ -17,7 +18,10 @@ import pytest
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import torch
-import torch.testing._internal.common_utils  # loads a Hypothesis profile, so ours comes after
+
+with contextlib.suppress(ModuleNotFoundError):  # it needs a package that torch does not bring
+    # Loads a Hypothesis profile, so ours comes after.
+    import torch.testing._internal.common_utils
 
 if not torch.cuda.is_available():
     # Triton decides when a kernel is decorated, so this has to come before it is imported.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import os
 from random import Random
 from typing import Any
 
@@ -24,6 +25,9 @@ from torch import Tensor
 
 import trifuse
 from trifuse import backends
+
+# cuBLAS gives the same bits every time only with a workspace of a fixed size, and torch insists.
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
 
@@ -163,6 +167,36 @@ def test_lstm_of_many_blocks(kernel, dtype, H):
     lengths = [9 - b % 9 for b in range(20)]
     case = lstm.make(9, 20, 40, H, dtype=dtype, lengths=lengths, reverse=(False, True))
     lstm.record_accuracy({kernel: Accuracy(kernel.name)}, case)
+
+
+@operator("lstm")
+def test_lstm_that_fills_registers_and_shared_memory(kernel):
+    lengths = [3 - b % 3 for b in range(20)]
+    case = lstm.make(3, 20, 40, 2048, dtype=torch.bfloat16, lengths=lengths)
+    lstm.record_accuracy({kernel: Accuracy(kernel.name)}, case)
+
+
+@pytest.mark.parametrize(
+    ("H", "projection", "directions"), [(1024, None, 2), (2048, None, 1), (4096, 512, 1)]
+)
+def test_lstms_that_are_one_launch(H, projection, directions):
+    """By what the driver says of the compiled kernels, on a GPU with as many multiprocessors."""
+    if not backends._CUDA_OPERATORS:
+        pytest.skip("this build holds no CUDA kernels")
+    if torch.cuda.get_device_properties(0).multi_processor_count < 132:
+        pytest.skip("a smaller GPU")
+
+    def empty(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.bfloat16, device=DEVICE)
+
+    R = projection or H
+    weight_hr = empty(R, H) if projection else None
+    parameters = [empty(4 * H, 1), empty(4 * H, R), None, None, weight_hr, *[None] * 5]
+    for backward in (False, True):
+        why = torch.ops.trifuse.lstm_step_by_step.cuda(
+            empty(1, 1, 1), parameters * directions, False, backward
+        )
+        assert why == ""
 
 
 @operator("lstm")
