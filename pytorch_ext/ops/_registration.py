@@ -159,11 +159,14 @@ def for_dynamo(*tensors: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]
     return tuple(result)
 
 
-@torch.compiler.assume_constant_result
 def _gradient_transforms() -> int:
     """How many ``torch.func.grad`` and the like are around the call."""
     grad = torch._C._functorch.TransformType.Grad
     return [each.key() for each in torch._C._functorch.get_interpreter_stack() or ()].count(grad)
+
+
+# As torch.compiler.assume_constant_result does, which would import Dynamo with trifuse.
+_gradient_transforms._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def forward_mode() -> bool:
