@@ -477,8 +477,8 @@ def draw_case(random: Random, dtype: torch.dtype) -> Case:
         projection=projection,
         biases=chance(0.7),
         peephole=chance(0.4),
-        # Two numbers that are nearly the same, normalised, are as far apart as two that are not; and
-        # what is made of a single feature doesn't depend on it, so its gradient is rounding alone.
+        # Two numbers that are nearly the same, normalised, are as far apart as two that are not;
+        # and what is made of a single feature doesn't depend on it: its gradient is rounding alone.
         norm=H >= 7 and features > 1 and chance(0.4),
         norm_cell_bias=chance(0.5),
         lengths=[random.randint(0, T) for _ in range(B)] if chance(0.5) else None,
