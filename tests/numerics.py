@@ -60,8 +60,9 @@ class Accuracy:
             return
         error, eager_error = _error(actual, expected), _error(eager, expected)
         unit = rounding.expand(expected.shape)[~infinite]
-        # How far above its expectation a statistic of that many errors may come out by chance, or
-        # eager torch's below.
+        # How far above its expectation a statistic of that many errors may come out by chance. Of
+        # few that are independent, eager torch's may as well come out below.
+        few = independent is not None
         if independent is None:
             independent = expected.numel() // max(1, expected.shape[-1])
         for statistic, measure, chance in (
@@ -73,7 +74,7 @@ class Accuracy:
                 # The specification rounds too. Beside its errors stand those of partial sums, which
                 # outgrow the terms that a rounding is measured by.
                 theirs += 30 * one
-            allowed = 2 * FACTOR * chance * max(theirs, one)
+            allowed = 2 * FACTOR * max(theirs * chance if few else theirs, chance * one)
             assert mine <= allowed, (  # so written that NaN fails
                 f"{self.kernel}, {name}: {statistic} error {mine:.3g} is over {allowed:.3g}; "
                 f"eager torch's is {theirs:.3g}, one rounding {one:.3g}"
