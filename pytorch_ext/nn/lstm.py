@@ -234,11 +234,9 @@ class LSTM(Recurrent):
         Raises:
             As :func:`trifuse.lstm`.
         """
-        if hx is not None and not (isinstance(hx, (tuple, list)) and len(hx) == 2):
-            raise TypeError(f"hx: expected a pair of tensors, (h0, c0); got {type(hx).__name__}")
-        states: list[Tensor | None] = [None, None] if hx is None else list(hx)
-        output, (h_n, c_n) = self._forward(input, states, lengths)
-        kept = states[1] if states[1] is not None else h_n
+        h0, c0 = ops.pair(hx)
+        output, (h_n, c_n) = self._forward(input, [h0, c0], lengths)
+        kept = h_n if c0 is None else c0
         return output, (h_n, c_n.to(kept.dtype))
 
     def _layer(

@@ -126,7 +126,7 @@ def lstm_cell(
     Raises:
         As :func:`lstm`.
     """
-    h0, c0 = (None, None) if hx is None else _pair(hx)
+    h0, c0 = pair(hx)
     step = _recurrent.plain_step(_CELL, input, h0, c0, weight_ih, weight_hh, bias_ih, bias_hh)
     if step is not None:
         return step
@@ -248,7 +248,7 @@ def _check(
     for p in checked[1:]:
         for name, first, other in zip(Parameters._fields, checked[0], p, strict=True):
             _recurrent.same_shape(name, first, other)
-    h0, c0 = (None, None) if hx is None else _pair(hx)
+    h0, c0 = pair(hx)
     weight_hh, weight_hr = checked[0].weight_hh, checked[0].weight_hr
     R = weight_hh.shape[1]
     H = R if weight_hr is None else weight_hr.shape[1]
@@ -323,7 +323,10 @@ def _check_parameters(p: Parameters, input: Tensor, coupled: bool) -> Parameters
     return Parameters(weight_ih, weight_hh, weight_hr=weight_hr, **vectors)
 
 
-def _pair(hx: Any) -> tuple[Any, Any]:
+def pair(hx: Any) -> tuple[Any, Any]:
+    """(h0, c0), each of which may be missing, as both are where ``hx`` is None."""
+    if hx is None:
+        return None, None
     if not isinstance(hx, (tuple, list)) or len(hx) != 2:
         got = f"{len(hx)} of them" if isinstance(hx, (tuple, list)) else type(hx).__name__
         raise TypeError(f"hx: expected a pair (h0, c0); got {got}")
