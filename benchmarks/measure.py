@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import fnmatch
-import importlib.metadata
 import json
 import math
 import multiprocessing
@@ -40,6 +39,7 @@ from torch import Tensor
 
 import trifuse
 from trifuse import backends
+from trifuse.__main__ import version_of
 
 console = Console(width=None if sys.stdout.isatty() else 120)
 
@@ -611,19 +611,12 @@ def machine(device: str = "cpu") -> dict[str, Any]:
         facts["driver"] = _driver()
         facts["cuda"] = torch.version.cuda
         facts["cudnn"] = torch.backends.cudnn.version()
-        facts["triton"] = _version("triton")
+        facts["triton"] = version_of("triton")
     for dtype in (torch.float32, torch.bfloat16):
         rate = matrix_rate(dtype, device=device)
         facts[f"{dtype} matrix products".removeprefix("torch.")] = rate._asdict()
     facts["copies"] = copy_rate(device=device)._asdict()
     return facts
-
-
-def _version(distribution: str) -> str | None:
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def _driver() -> str:

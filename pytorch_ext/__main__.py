@@ -57,7 +57,7 @@ def build() -> list[tuple[str, str]]:
         ]
     lines += [
         ("CUDA kernels", _cuda_kernels(info)),
-        ("Triton", _version("triton") or "not installed"),
+        ("Triton", version_of("triton") or "not installed"),
         ("GPU", _gpu()),
     ]
     return lines
@@ -77,7 +77,8 @@ def _cuda_kernels(info: dict[str, Any]) -> str:
     return f"none in this build: {why}" if why else "none in this build"
 
 
-def _version(distribution: str) -> str | None:
+def version_of(distribution: str) -> str | None:
+    """None where it is not installed."""
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:

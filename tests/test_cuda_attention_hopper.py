@@ -18,13 +18,10 @@ from attention_cases import (
     SEED,
     Case,
     assert_equal,
-    boundaries,
     draw_case,
     judge,
     make,
-    packed,
     record_accuracy,
-    run_packed,
 )
 from conftest import Kernel
 from host_build import Library, library_fixture
@@ -35,6 +32,7 @@ from test_kernels_attention import (  # noqa: F401 - collected here, with this f
     NAN,
     ONE_HEAD,
     bias,
+    packed_with_a_mask_and_dropout,
     some,
     test_alone_in_a_batch_and_padded_further,
     test_keys_left_out_pass_on_no_poison,
@@ -141,13 +139,7 @@ def test_packed_is_each_sequence_by_itself(kernel, options):
 
 
 def test_packed_with_a_mask_and_dropout():
-    lengths = [33, 0, 140]
-    case = packed(lengths, lengths, mask=bias(3, 2, 140, 140), dropout_p=0.4, is_causal=True)
-    limits = {"max_seqlen_q": 140, "max_seqlen_k": 140}
-    cu = boundaries(lengths)
-    with trifuse.backend("eager"):
-        expected = run_packed(case.double(), cu, None, **limits)
-    actual = run_packed(case, cu, None, **limits)
+    actual, expected = packed_with_a_mask_and_dropout(140)
     torch.testing.assert_close(actual.out.double(), expected.out, rtol=2e-2, atol=2e-2)
     torch.testing.assert_close(actual.lse.double(), expected.lse, rtol=1e-4, atol=1e-4)
 

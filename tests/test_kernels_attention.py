@@ -317,14 +317,20 @@ def test_packed_is_each_sequence_by_itself(kernel, dtype, options):
         assert x[:, :, -9:].eq(-INF if name == "lse" else 0).all(), name
 
 
-def test_packed_with_a_mask_and_dropout(kernel):
-    lengths = [33, 0, 40]
-    case = packed(lengths, lengths, mask=bias(3, 2, 40, 40), dropout_p=0.4, is_causal=True)
-    limits = {"max_seqlen_q": 40, "max_seqlen_k": 40}
+def packed_with_a_mask_and_dropout(longest: int) -> tuple[Results, Results]:
+    """What a kernel makes of it, and the formula in float64."""
+    lengths = [33, 0, longest]
+    mask = bias(3, 2, longest, longest)
+    case = packed(lengths, lengths, mask=mask, dropout_p=0.4, is_causal=True)
+    limits = {"max_seqlen_q": longest, "max_seqlen_k": longest}
     cu = boundaries(lengths)
     with trifuse.backend("eager"):
         expected = run_packed(case.double(), cu, None, **limits)
-    assert_near(run_packed(case, cu, None, **limits), expected)
+    return run_packed(case, cu, None, **limits), expected
+
+
+def test_packed_with_a_mask_and_dropout(kernel):
+    assert_near(*packed_with_a_mask_and_dropout(40))
 
 
 @pytest.mark.parametrize("lengths", [[], [0, 0]])
