@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -28,8 +28,9 @@ def define(
     fake: Callable[..., Any],
     vmap: Callable[..., Any],
     fakes: Mapping[str, Callable[..., Any]] | None = None,
+    backends: Sequence[str] = ORDER,
 ) -> None:
-    """Declare an op for every backend.
+    """Declare an op for every backend, or for some.
 
     Args:
         operator: its name, such as "attention_forward".
@@ -39,7 +40,7 @@ def define(
             to call as an extra first argument.
         fakes: of the backends that leave something else to their backward than the others do.
     """
-    for backend in ORDER:
+    for backend in backends:
         name = f"trifuse::{operator}.{backend}"
         library.define(f"{operator}.{backend}{signature}")
         torch.library.register_fake(name, (fakes or {}).get(backend, fake), lib=library)
@@ -113,6 +114,39 @@ def apply(function: type[torch.autograd.Function], *args: Any) -> Any:
         return function.apply(*args)
     args = torch._functorch.utils.unwrap_dead_wrappers(args)
     return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]
+
+
+def second_derivatives(
+    formula: Callable[..., Sequence[Any]],
+    saved: Sequence[Any],
+    variables: Sequence[int],
+    grads: Sequence[torch.Tensor],
+    wanted: Sequence[bool],
+) -> list[torch.Tensor | None]:
+    """What the backward of a backward returns for the tensors that it saved.
+
+    Args:
+        formula: the backward in differentiable pieces, of those tensors.
+        saved: the tensors, or None.
+        variables: the places of those that need a gradient.
+        grads: of the formula's results.
+        wanted: which of the results count.
+    """
+
+    def results(*values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        inputs = list(saved)
+        for i, value in zip(variables, values, strict=True):
+            inputs[i] = value
+        return tuple(r for r, w in zip(formula(*inputs), wanted, strict=True) if w)
+
+    with without_autocast():
+        # Of three results, the last comes only with has_aux.
+        _, vjp = torch.func.vjp(results, *(saved[i] for i in variables))  # type: ignore[misc]
+        derivatives = vjp(tuple(g for g, w in zip(grads, wanted, strict=True) if w))
+    found: list[torch.Tensor | None] = [None] * len(saved)
+    for i, derivative in zip(variables, derivatives, strict=True):
+        found[i] = derivative
+    return found
 
 
 def without_autocast() -> AbstractContextManager[None]:

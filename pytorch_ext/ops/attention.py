@@ -504,7 +504,7 @@ def _run(call: _Call) -> tuple[Tensor, Tensor]:
         )
     ):
         given = _registration.for_dynamo(*tensors)
-        return _Attention.apply(*given, seed, call.choice.backend, *call.options)
+        return _registration.apply(_Attention, *given, seed, call.choice.backend, *call.options)
     return _FORWARD[call.choice.backend](*tensors, seed, *call.options)
 
 
@@ -545,7 +545,7 @@ class _Attention(torch.autograd.Function):
             ctx.backend, *ctx.options, ctx.needs_input_grad[3],
         )  # fmt: skip
         if torch.is_grad_enabled() or _registration.forward_mode():
-            grads = _AttentionBackward.apply(*args)
+            grads = _registration.apply(_AttentionBackward, *args)
         else:
             grads = _BACKWARD[ctx.backend](*args[:12], *args[13:])
         needed = (g if n else None for g, n in zip(grads, ctx.needs_input_grad[:4], strict=True))
@@ -573,24 +573,14 @@ class _AttentionBackward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        saved = ctx.saved_tensors
-        variables = [i for i in range(6) if ctx.needs_input_grad[i]]
-
-        def gradients(*values: Tensor) -> tuple[Tensor, ...]:
-            inputs = list(saved)
-            for i, value in zip(variables, values, strict=True):
-                inputs[i] = value
-            results = reference.attention_backward(*inputs, *ctx.options)
-            return tuple(result for result in results if result is not None)
-
-        # Of three results, the last comes only with has_aux.
-        with _registration.without_autocast():
-            outputs, vjp = torch.func.vjp(gradients, *(saved[i] for i in variables))  # type: ignore[misc]
-            derivatives = vjp(tuple(grads[: len(outputs)]))
-        result: list[Tensor | None] = [None] * (13 + len(ctx.options))
-        for i, grad in zip(variables, derivatives, strict=True):
-            result[i] = grad
-        return tuple(result)
+        found = _registration.second_derivatives(
+            lambda *inputs: reference.attention_backward(*inputs, *ctx.options),
+            ctx.saved_tensors,
+            [i for i in range(6) if ctx.needs_input_grad[i]],
+            grads,
+            wanted=(True, True, True, ctx.options[-1]),
+        )
+        return (*found, *(None,) * (3 + len(ctx.options)))
 
 
 # Registration -----------------------------------------------------------------------------------

@@ -47,7 +47,7 @@ def dropout(x: Tensor, p: float = 0.5, training: bool = True) -> Tensor:
     limits = torch.iinfo(torch.int64)
     seed = torch.randint(limits.min, limits.max, (1,), device=x.device)
     if _registration.differentiating() or (torch.is_grad_enabled() and x.requires_grad):
-        return _Dropout.apply(*_registration.for_dynamo(x), seed, backend, p)
+        return _registration.apply(_Dropout, *_registration.for_dynamo(x), seed, backend, p)
     return _OPS[backend](x, seed, p)
 
 
@@ -68,7 +68,7 @@ class _Dropout(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (seed,) = ctx.saved_tensors
-        return _Dropout.apply(grad, seed, ctx.backend, ctx.p), None, None, None
+        return _registration.apply(_Dropout, grad, seed, ctx.backend, ctx.p), None, None, None
 
 
 def _fake(x: Tensor, seed: Tensor, p: float) -> Tensor:

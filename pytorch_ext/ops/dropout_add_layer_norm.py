@@ -182,7 +182,7 @@ def _run(call: _Call) -> tuple[Tensor, Tensor]:
         torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
     ):
         given = _registration.for_dynamo(*tensors)
-        return _DropoutAddLayerNorm.apply(*given, seed, backend, *options)[:2]
+        return _registration.apply(_DropoutAddLayerNorm, *given, seed, backend, *options)[:2]
     return _FORWARD[backend](*tensors, seed, *options)[:2]
 
 
@@ -236,7 +236,7 @@ class _DropoutAddLayerNorm(torch.autograd.Function):
         wanted = (needed[0] or needed[1], False, *needed[2:]) if ctx.one_gradient else needed
         args = (grad_out, grad_sum, *inputs, mean, rstd, ctx.backend, *ctx.options, wanted)
         if torch.is_grad_enabled() or _registration.forward_mode():
-            grads = list(_DropoutAddLayerNormBackward.apply(*args))
+            grads = list(_registration.apply(_DropoutAddLayerNormBackward, *args))
         else:
             grads = list(_BACKWARD[ctx.backend](*args[:10], *args[11:]))
         if ctx.one_gradient:
@@ -265,24 +265,14 @@ class _DropoutAddLayerNormBackward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        saved = ctx.saved_tensors
-        variables = [i for i in range(7) if ctx.needs_input_grad[i]]
-
-        def gradients(*values: Tensor) -> tuple[Tensor, ...]:
-            inputs = list(saved)
-            for i, value in zip(variables, values, strict=True):
-                inputs[i] = value
-            results = reference.dropout_add_layer_norm_backward(*inputs, *ctx.options)
-            return tuple(r for r, w in zip(results, ctx.wanted, strict=True) if w and r is not None)
-
-        with _registration.without_autocast():
-            # Of three results, the last comes only with has_aux.
-            _, vjp = torch.func.vjp(gradients, *(saved[i] for i in variables))  # type: ignore[misc]
-            derivatives = vjp(tuple(g for g, w in zip(grads, ctx.wanted, strict=True) if w))
-        result: list[Tensor | None] = [None] * 16
-        for i, grad in zip(variables, derivatives, strict=True):
-            result[i] = grad
-        return tuple(result)
+        found = _registration.second_derivatives(
+            lambda *inputs: reference.dropout_add_layer_norm_backward(*inputs, *ctx.options),
+            ctx.saved_tensors,
+            [i for i in range(7) if ctx.needs_input_grad[i]],
+            grads,
+            ctx.wanted,
+        )
+        return (*found, *(None,) * 8)
 
 
 # Registration -----------------------------------------------------------------------------------

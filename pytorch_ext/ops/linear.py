@@ -297,13 +297,18 @@ def _differentiable(
     bias = None if bias is None else bias.to(dtype)
     rows = x.to(dtype).reshape(-1, x.shape[-1])
     relu = activation == "relu"
-    out = _Linear.apply(rows, weight.to(dtype), bias, relu).view(*x.shape[:-1], weight.shape[0])
+    out = _product(rows, weight.to(dtype), bias, relu).view(*x.shape[:-1], weight.shape[0])
     # GELU's derivative needs what goes into it, which its product does not return.
     return out if activation is None or relu else ACTIVATIONS[activation](out)
 
 
+def _product(x: Tensor, weight: Tensor, bias: Tensor | None = None, relu: bool = False) -> Tensor:
+    """x weightᵀ + bias of 2-D tensors, or its ReLU."""
+    return _registration.apply(_Linear, x, weight, bias, relu)
+
+
 class _Linear(torch.autograd.Function):
-    """x weightᵀ + bias of 2-D tensors, or its ReLU. The gradients are two more such products."""
+    """The gradients are two more such products."""
 
     @staticmethod
     def forward(x: Tensor, weight: Tensor, bias: Tensor | None, relu: bool) -> Tensor:
@@ -326,8 +331,8 @@ class _Linear(torch.autograd.Function):
         if out is not None:
             grad_out = torch.ops.aten.threshold_backward(grad_out, out, 0)
         return (
-            _Linear.apply(grad_out, weight.t(), None, False) if needs_x else None,
-            _Linear.apply(grad_out.t(), x.t(), None, False) if needs_weight else None,
+            _product(grad_out, weight.t()) if needs_x else None,
+            _product(grad_out.t(), x.t()) if needs_weight else None,
             grad_out.sum(0) if needs_bias else None,
             None,
         )
