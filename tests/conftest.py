@@ -137,6 +137,14 @@ def _uninitialised_memory_is_nan() -> Iterator[None]:
     torch.use_deterministic_algorithms(before)
 
 
+@pytest.fixture
+def fresh_dynamo() -> Iterator[None]:
+    """Nothing that a test compiles counts towards the graphs of another."""
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
 @pytest.fixture(params=BACKENDS)
 def backend(request: pytest.FixtureRequest) -> Iterator[str]:
     """Calls are served by each backend for CPU tensors in turn, at the machine's best."""

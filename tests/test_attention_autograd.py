@@ -12,11 +12,10 @@ import torch
 import torch.nn.functional as F
 from attention_cases import normal
 from torch import Tensor, nn
-from torch._dynamo.testing import CompileCounterWithBackend
 from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import CausalVariant
-from torch.utils.checkpoint import checkpoint
+from torch_checks import assert_same_results, check_checkpoint, check_fakes, check_one_graph, seeded
 
 import trifuse
 from trifuse import backends
@@ -97,16 +96,6 @@ DIFFERENTIABLE: dict[str, Callable[[], tuple[Callable[..., Any], list[Tensor]]]]
 }
 
 
-def seeded(call: Callable[..., Any]) -> Callable[..., Any]:
-    """The same weights dropped on every evaluation, so that differences are derivatives."""
-
-    def wrapped(*args: Tensor) -> Any:
-        torch.manual_seed(0)
-        return call(*args)
-
-    return wrapped
-
-
 @pytest.mark.parametrize("what", DIFFERENTIABLE)
 def test_gradcheck(backend, what):
     call, args = DIFFERENTIABLE[what]()
@@ -177,18 +166,7 @@ def test_backward_keeps_its_backend(backend):
 
 
 def test_checkpointing_drops_the_same_weights_again(backend):
-    """A forward run a second time, from the same generator state, is the same forward."""
-    args = inputs()
-
-    def block(*a: Tensor) -> Tensor:
-        return attention(*a, dropout_p=0.5).sin()
-
-    torch.manual_seed(0)
-    expected = torch.autograd.grad(block(*args).sum(), args)
-    torch.manual_seed(0)
-    out = checkpoint(block, *args, use_reentrant=False)
-    for actual, wanted in zip(torch.autograd.grad(out.sum(), args), expected, strict=True):
-        torch.testing.assert_close(actual, wanted, rtol=0, atol=0)
+    check_checkpoint(lambda *args: attention(*args, dropout_p=0.5).sin(), inputs())
 
 
 def test_inputs_changed_in_place_are_noticed(backend):
@@ -439,15 +417,7 @@ def test_opcheck(backend, what):
 def test_fakes_have_the_real_shapes_and_strides(backend, what, mode):
     """Inductor lays out memory by what the fakes say."""
     args = op_arguments()[what]
-    real = run_both(backend, args)
-    if mode == "meta":
-        pretended = run_both(backend, [x.to("meta") if isinstance(x, Tensor) else x for x in args])
-    else:
-        with torch._subclasses.FakeTensorMode() as fake_mode:
-            fakes = [fake_mode.from_tensor(x) if isinstance(x, Tensor) else x for x in args]
-            pretended = run_both(backend, fakes)
-    for r, p in zip(real, pretended, strict=True):
-        assert (p.shape, p.dtype, p.stride()) == (r.shape, r.dtype, r.stride())
+    check_fakes(run_both(backend, args), functools.partial(run_both, backend), args, mode)
 
 
 def run_both(backend: str, args: Any) -> list[Tensor]:
@@ -486,72 +456,40 @@ def model_inputs(batch: int = B, Lq: int = Lq, Lk: int = Lk) -> list[Tensor]:
     return [normal(*s, seed=i).requires_grad_() for i, s in enumerate(shapes)]
 
 
-def values_and_gradients(function: Callable[..., Tensor], args: list[Tensor]) -> list[Tensor]:
-    torch.manual_seed(5)
-    out = function(*args)
-    return [out, *torch.autograd.grad(out.sum(), args)]
-
-
-@pytest.fixture
-def _fresh_dynamo():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
-@pytest.mark.usefixtures("_fresh_dynamo")
+@pytest.mark.usefixtures("fresh_dynamo")
 @pytest.mark.parametrize("what", TRACED)
 def test_compile(backend, what):
     function = functools.partial(model, **TRACED[what])
     compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
-    actual = values_and_gradients(compiled, model_inputs())
-    expected = values_and_gradients(function, model_inputs())
-    for a, e in zip(actual, expected, strict=True):
-        torch.testing.assert_close(a, e)
+    assert_same_results(compiled, function, model_inputs())
     with torch.no_grad():
-        torch.manual_seed(5)
-        torch.testing.assert_close(compiled(*model_inputs()), expected[0])
+        actual, expected = (seeded(f)(*model_inputs()) for f in (compiled, function))
+        torch.testing.assert_close(actual, expected)
 
 
-@pytest.mark.usefixtures("_fresh_dynamo")
+@pytest.mark.usefixtures("fresh_dynamo")
 def test_compile_packed(backend):
     def function(query: Tensor, key: Tensor, value: Tensor, cu_q: Tensor, cu_k: Tensor) -> Tensor:
         return trifuse.varlen_attention(query.sin(), key, value, cu_q, cu_k).cos()
 
     compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
-    args = packed_inputs()
-    actual = values_and_gradients(lambda *a: compiled(*a, CU_Q, CU_K), args)
-    expected = values_and_gradients(lambda *a: function(*a, CU_Q, CU_K), args)
-    for a, e in zip(actual, expected, strict=True):
-        torch.testing.assert_close(a, e)
+    actual, expected = (lambda *args, f=f: f(*args, CU_Q, CU_K) for f in (compiled, function))
+    assert_same_results(actual, expected, packed_inputs())
 
 
-@pytest.mark.usefixtures("_fresh_dynamo")
+@pytest.mark.usefixtures("fresh_dynamo")
 def test_compile_dynamic_shapes(backend):
-    """One graph for every batch and length. No two sizes are equal, or that would be in it."""
-    counter = CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(model, fullgraph=True, dynamic=True, backend=counter)
-    graphs = set()
-    for sizes in ((3, 5, 7), (8, 9, 11), (5, 10, 13)):
-        actual = values_and_gradients(compiled, model_inputs(*sizes))
-        expected = values_and_gradients(model, model_inputs(*sizes))
-        for a, e in zip(actual, expected, strict=True):
-            torch.testing.assert_close(a, e)
-        graphs.add(counter.frame_count)
-    assert len(graphs) == 1
+    """Every batch and length."""
+    check_one_graph(model, (model_inputs(*s) for s in ((3, 5, 7), (8, 9, 11), (5, 10, 13))))
 
 
-@pytest.mark.usefixtures("_fresh_dynamo")
+@pytest.mark.usefixtures("fresh_dynamo")
 @pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs a compiler")
 def test_compile_with_inductor(backend):
     """Forward and backward through generated code, which believes the fakes' strides."""
     mask = float_mask(1, H, Lq, Lk).float()
     function = functools.partial(model, attn_mask=mask, return_lse=True)
-    compiled = torch.compile(function, fullgraph=True)
-    actual = values_and_gradients(compiled, model_inputs())
-    expected = values_and_gradients(function, model_inputs())
-    for a, e in zip(actual, expected, strict=True):
-        torch.testing.assert_close(a, e)
+    assert_same_results(torch.compile(function, fullgraph=True), function, model_inputs())
 
 
 class Module(nn.Module):

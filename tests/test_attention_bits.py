@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -25,18 +23,12 @@ from attention_cases import (
 from hypothesis import given, settings
 from torch import Tensor
 from torch.nn.attention.bias import CausalVariant
+from torch_checks import check_generator
 
 import trifuse
 from trifuse.reference import philox
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-
-
-@pytest.fixture(autouse=True)
-def _threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -233,23 +225,8 @@ def test_packed_sequences_drop_what_padded_ones_do(kernel, structure):
 
 
 def test_the_generator_decides(backend):
-    """torch's default generator: its seed, its state, and nothing else."""
-
-    def call(**options: Any) -> Tensor:
-        x = normal(1, 2, 20, 8)
-        return trifuse.scaled_dot_product_attention(x, x, x, dropout_p=0.5, **options)
-
-    torch.manual_seed(1)
-    first, second = call(), call()
-    state = torch.get_rng_state()
-    third = call()
-    assert not torch.equal(first, second)
-    assert not torch.equal(second, third)
-    torch.set_rng_state(state)
-    assert torch.equal(call(), third)
-    torch.manual_seed(1)
-    assert torch.equal(call(), first)
-    assert torch.equal(call(), second)
+    x = normal(1, 2, 20, 8)
+    check_generator(lambda: trifuse.scaled_dot_product_attention(x, x, x, dropout_p=0.5))
     before = torch.get_rng_state()
     trifuse.scaled_dot_product_attention(*(normal(1, 1, 3, 2),) * 3)
     assert torch.equal(torch.get_rng_state(), before)  # no dropout, no draw

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch_checks import Kernels
 
 import trifuse
 from trifuse import backends
@@ -23,20 +23,6 @@ def x(*shape: int, dtype: torch.dtype = torch.float32, device: str = "cpu") -> T
 
 def lengths(*values: int, dtype: torch.dtype = torch.int64) -> Tensor:
     return torch.tensor(values, dtype=dtype)
-
-
-class Kernels(TorchDispatchMode):
-    """Notes the kernels of trifuse that run."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.ran: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if func.namespace == "trifuse":
-            self.ran.append(str(func))  # only once it has come back
-        return result
 
 
 def refused(function: Any, arguments: dict[str, Any], error: type, message: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -26,6 +26,7 @@ from dropout_add_layer_norm_cases import (
 )
 from hypothesis import given, settings
 from torch import Tensor
+from torch_checks import check_generator
 
 import trifuse
 from trifuse.reference import philox
@@ -33,13 +34,6 @@ from trifuse.reference import philox
 NAN = float("nan")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 OP = trifuse.dropout_add_layer_norm
-
-
-@pytest.fixture(autouse=True)
-def _threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 def assert_near(actual: Results, expected: Results) -> None:
@@ -429,22 +423,8 @@ def test_nothing_is_dropped_without_training(backend):
 
 
 def test_the_generator_decides(backend):
-    """torch's default generator: its seed, its state, and nothing else."""
     x = normal(4, 20)
-
-    def call() -> Tensor:
-        return OP(x, dropout_p=0.5, training=True)
-
-    torch.manual_seed(1)
-    first, second = call(), call()
-    state = torch.get_rng_state()
-    third = call()
-    assert not torch.equal(first, second)
-    assert not torch.equal(second, third)
-    torch.set_rng_state(state)
-    assert torch.equal(call(), third)
-    torch.manual_seed(1)
-    assert torch.equal(call(), first)
+    check_generator(lambda: OP(x, dropout_p=0.5, training=True))
 
 
 @pytest.mark.parametrize("poison", [NAN, float("inf")])

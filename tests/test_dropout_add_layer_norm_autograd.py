@@ -10,11 +10,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from attention_cases import SEED, assert_equal, normal
+from attention_cases import assert_equal, normal
 from torch import Tensor, nn
-from torch._dynamo.testing import CompileCounterWithBackend
 from torch.autograd import forward_ad
-from torch.utils.checkpoint import checkpoint
+from torch_checks import assert_same_results, check_checkpoint, check_fakes, check_one_graph, seeded
 
 import trifuse
 from trifuse import backends
@@ -94,16 +93,6 @@ DIFFERENTIABLE: dict[str, Callable[[], tuple[Callable[..., Any], list[Tensor]]]]
     "one column": lambda: shaped((3, 1), (3, 1), (1,), (1,), (1,), prenorm=True),
     "broadcast": lambda: shaped((2, 3, N), (3, 1), prenorm=True),
 }
-
-
-def seeded(call: Callable[..., Any]) -> Callable[..., Any]:
-    """The same elements dropped on every evaluation, so that differences are derivatives."""
-
-    def wrapped(*args: Tensor) -> Any:
-        torch.manual_seed(0)
-        return call(*args)
-
-    return wrapped
 
 
 @pytest.mark.parametrize("what", DIFFERENTIABLE)
@@ -188,18 +177,7 @@ def test_backward_keeps_its_backend(backend):
 
 
 def test_checkpointing_drops_the_same_elements_again(backend):
-    """A forward run a second time, from the same generator state, is the same forward."""
-    args = inputs()
-
-    def block(*a: Tensor) -> Tensor:
-        return normalise(*a, **DROPOUT).sin()
-
-    torch.manual_seed(0)
-    expected = torch.autograd.grad(block(*args).sum(), args)
-    torch.manual_seed(0)
-    out = checkpoint(block, *args, use_reentrant=False)
-    for actual, wanted in zip(torch.autograd.grad(out.sum(), args), expected, strict=True):
-        assert_equal(actual, wanted)
+    check_checkpoint(lambda *args: normalise(*args, **DROPOUT).sin(), inputs())
 
 
 @pytest.mark.parametrize("prenorm", [False, True])
@@ -422,15 +400,7 @@ def test_opcheck(served, what):
 def test_fakes_have_the_real_shapes_dtypes_and_strides(served, what, mode):
     """Inductor lays out memory by what the fakes say."""
     args = op_arguments()[what]
-    real = run_both(served, args)
-    if mode == "meta":
-        pretended = run_both(served, [t.to("meta") if isinstance(t, Tensor) else t for t in args])
-    else:
-        with torch._subclasses.FakeTensorMode() as fake_mode:
-            fakes = [fake_mode.from_tensor(t) if isinstance(t, Tensor) else t for t in args]
-            pretended = run_both(served, fakes)
-    for r, p in zip(real, pretended, strict=True):
-        assert (p.shape, p.dtype, p.stride()) == (r.shape, r.dtype, r.stride())
+    check_fakes(run_both(served, args), functools.partial(run_both, served), args, mode)
 
 
 def run_both(name: str, args: Any) -> list[Tensor]:
@@ -463,28 +433,7 @@ def model_inputs(batch: int = 2, length: int = 3, width: int = N) -> list[Tensor
     return [normal(*s, seed=i).requires_grad_() for i, s in enumerate(shapes)]
 
 
-def values_and_gradients(function: Callable[..., Tensor], args: list[Tensor]) -> list[Tensor]:
-    torch.manual_seed(SEED)
-    out = function(*args)
-    return [out, *torch.autograd.grad(out.sum(), args)]
-
-
-def assert_same_results(
-    actual: Callable[..., Tensor], expected: Callable[..., Tensor], args: list[Tensor]
-) -> None:
-    results = (values_and_gradients(f, args) for f in (actual, expected))
-    for a, e in zip(*results, strict=True):
-        torch.testing.assert_close(a, e)
-
-
-@pytest.fixture
-def _fresh_dynamo() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
-@pytest.mark.usefixtures("_fresh_dynamo")
+@pytest.mark.usefixtures("fresh_dynamo")
 @pytest.mark.parametrize("what", TRACED)
 def test_compile(served, what):
     function = functools.partial(model, **TRACED[what])
@@ -497,20 +446,15 @@ def test_compile(served, what):
         torch.testing.assert_close(actual, expected)
 
 
-@pytest.mark.usefixtures("_fresh_dynamo")
+@pytest.mark.usefixtures("fresh_dynamo")
 def test_compile_dynamic_shapes(backend):
-    """One graph for every batch, length and width. No two sizes are equal, or the graph has it."""
-    counter = CompileCounterWithBackend("aot_eager")
+    """Every batch, length and width."""
     function = functools.partial(model, prenorm=True, **DROPOUT)
-    compiled = torch.compile(function, fullgraph=True, dynamic=True, backend=counter)
-    graphs = set()
-    for sizes in ((3, 5, 7), (8, 9, 11), (5, 10, 130)):
-        assert_same_results(compiled, function, model_inputs(*sizes))
-        graphs.add(counter.frame_count)
-    assert len(graphs) == 1
+    sizes = ((3, 5, 7), (8, 9, 11), (5, 10, 130))
+    check_one_graph(function, (model_inputs(*each) for each in sizes))
 
 
-@pytest.mark.usefixtures("_fresh_dynamo")
+@pytest.mark.usefixtures("fresh_dynamo")
 @pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs a compiler")
 def test_compile_with_inductor(backend):
     """Forward and backward through generated code, which believes the fakes' strides."""

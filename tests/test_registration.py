@@ -13,6 +13,8 @@ import trifuse
 from trifuse.ops.dropout import dropout
 from trifuse.ops.linear import linear
 
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
 E = 4
 WEIGHT, BIAS, GATES = normal(E, E), normal(E), normal(4 * E, E)
 
@@ -29,13 +31,6 @@ OPERATORS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 operators = pytest.mark.parametrize("operator", OPERATORS)
-
-
-@pytest.fixture(autouse=True)
-def _fresh_dynamo():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 def compiled(function: Callable[..., object]) -> Callable[..., object]:

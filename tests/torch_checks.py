@@ -1,0 +1,113 @@
+"""How an operator gets on with torch: its dispatcher, compiler, checkpoints and generator."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from attention_cases import SEED, assert_equal
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch._subclasses import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+from torch.utils.checkpoint import checkpoint
+
+
+class Kernels(TorchDispatchMode):
+    """Notes the ops of trifuse that are called, and those that have come back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.called: list[str] = []
+        self.ran: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace != "trifuse":
+            return func(*args, **(kwargs or {}))
+        self.called.append(str(func))
+        result = func(*args, **(kwargs or {}))
+        self.ran.append(str(func))
+        return result
+
+
+def seeded(call: Callable[..., Any]) -> Callable[..., Any]:
+    """The same elements dropped on every evaluation, so that differences are derivatives."""
+
+    def wrapped(*args: Tensor) -> Any:
+        torch.manual_seed(SEED)
+        return call(*args)
+
+    return wrapped
+
+
+def check_fakes(
+    real: Sequence[Tensor], call: Callable[[Any], Sequence[Tensor]], args: Any, mode: str
+) -> None:
+    """Of tensors without memory a call makes what has the shape, dtype and strides of the real.
+
+    Args:
+        mode: how they come to have none: "fake", or "meta" for those of that device.
+    """
+    if mode == "meta":
+        pretended = call(tree_map_only(Tensor, lambda t: t.to("meta"), args))
+    else:
+        with FakeTensorMode() as fake_mode:
+            pretended = call(tree_map_only(Tensor, fake_mode.from_tensor, args))
+    for r, p in zip(real, pretended, strict=True):
+        assert (p.shape, p.dtype, p.stride()) == (r.shape, r.dtype, r.stride())
+
+
+def values_and_gradients(function: Callable[..., Tensor], args: Sequence[Tensor]) -> list[Tensor]:
+    out = seeded(function)(*args)
+    return [out, *torch.autograd.grad(out.sum(), args)]
+
+
+def assert_same_results(
+    actual: Callable[..., Tensor], expected: Callable[..., Tensor], args: Sequence[Tensor]
+) -> None:
+    results = (values_and_gradients(f, args) for f in (actual, expected))
+    for a, e in zip(*results, strict=True):
+        torch.testing.assert_close(a, e)
+
+
+def check_one_graph(function: Callable[..., Tensor], inputs: Iterable[Sequence[Tensor]]) -> None:
+    """Compiled for dynamic shapes, one graph serves them all.
+
+    No two sizes of one input may be equal: that would be in the graph.
+    """
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(function, fullgraph=True, dynamic=True, backend=counter)
+    graphs = set()
+    for args in inputs:
+        assert_same_results(compiled, function, args)
+        graphs.add(counter.frame_count)
+    assert len(graphs) == 1
+
+
+def check_checkpoint(function: Callable[..., Tensor], args: Sequence[Tensor]) -> None:
+    """A forward run a second time, from the same generator state, is the same forward."""
+
+    def run_twice(*args: Tensor) -> Tensor:
+        out: Tensor = checkpoint(function, *args, use_reentrant=False)
+        return out
+
+    results = (values_and_gradients(f, args) for f in (run_twice, function))
+    for actual, expected in zip(*results, strict=True):
+        assert_equal(actual, expected)
+
+
+def check_generator(call: Callable[[], Tensor]) -> None:
+    """torch's default generator decides: its seed, its state, and nothing else."""
+    torch.manual_seed(1)
+    first, second = call(), call()
+    state = torch.get_rng_state()
+    third = call()
+    assert not torch.equal(first, second)
+    assert not torch.equal(second, third)
+    torch.set_rng_state(state)
+    assert torch.equal(call(), third)
+    torch.manual_seed(1)
+    assert torch.equal(call(), first)
+    assert torch.equal(call(), second)
