@@ -273,23 +273,24 @@ class BuildExtension(build_ext):
         subprocess.run(link, check=True)
 
 
-setup(
-    version=VERSION,
-    packages=[
-        "trifuse",
-        "trifuse.benchmarks",
-        "trifuse.kernels",
-        "trifuse.models",
-        "trifuse.nn",
-        "trifuse.ops",
-        "trifuse.reference",
-    ],
-    package_dir={
-        "trifuse": "pytorch_ext",
-        "trifuse.benchmarks": "benchmarks",
-        "trifuse.kernels": "kernels",
-    },
-    package_data={"trifuse": ["py.typed", "_C.pyi"]},
-    ext_modules=[Extension("trifuse._C", sources=[])],
-    cmdclass={"build_ext": BuildExtension},
-)
+if __name__ == "__main__":
+    setup(
+        version=VERSION,
+        packages=[
+            "trifuse",
+            "trifuse.benchmarks",
+            "trifuse.kernels",
+            "trifuse.models",
+            "trifuse.nn",
+            "trifuse.ops",
+            "trifuse.reference",
+        ],
+        package_dir={
+            "trifuse": "pytorch_ext",
+            "trifuse.benchmarks": "benchmarks",
+            "trifuse.kernels": "kernels",
+        },
+        package_data={"trifuse": ["py.typed", "_C.pyi"]},
+        ext_modules=[Extension("trifuse._C", sources=[])],
+        cmdclass={"build_ext": BuildExtension},
+    )

@@ -6,11 +6,13 @@ this has to be imported before any of them.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
+import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 os.environ.pop("TRITON_INTERPRET", None)
@@ -82,3 +84,24 @@ def _disassemble(kernel: Any) -> Code:
     assert found is not None, report
     registers, stack = int(found[1]), int(found[2])
     return Code(kernel.name, registers, stack, kernel.metadata.shared, report, kernel.hash)
+
+
+def main(calls: Sequence[Any], compile_call: Callable[[Any], list[Any]]) -> None:
+    """Print usages as JSON for calls given in JSON, without arguments a table of all ``calls``.
+
+    Args:
+        compile_call: what a call's kernels need. Calls are NamedTuples, and so are usages.
+    """
+    if sys.argv[1:]:
+        wanted = [type(calls[0])(*call) for call in json.loads(sys.argv[1])]
+        print(json.dumps([compile_call(call) for call in wanted]))
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    rows = [call._asdict() | usage._asdict() for call in calls for usage in compile_call(call)]
+    shown = [name for name in rows[0] if name not in ("kernels", "hash")]
+    table = Table(*shown)
+    for row in rows:
+        table.add_row(*(str(row[name]) for name in shown))
+    Console(width=200).print(table)

@@ -7,14 +7,12 @@ to a budget.
 
 from __future__ import annotations
 
-import json
 import re
-import sys
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-from ahead_of_time import compile_launches
+from ahead_of_time import compile_launches, main
 
 from trifuse.kernels import attention
 
@@ -97,21 +95,5 @@ def _launch(
     attention.attention_backward(grad_out, None, *tensors, out, lse, *options, wants_mask)
 
 
-def main(arguments: list[str]) -> None:
-    """Print usages as JSON for calls given in JSON, without arguments a table of them all."""
-    if arguments:
-        wanted = [Call(*call) for call in json.loads(arguments[0])]
-        print(json.dumps([compile_call(call) for call in wanted]))
-        return
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(*Call._fields[:-1], *Usage._fields)
-    for call in CALLS:
-        for usage in compile_call(call):
-            table.add_row(*map(str, (*call[:-1], *usage)))
-    Console(width=120).print(table)
-
-
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main(CALLS, compile_call)

@@ -6,14 +6,12 @@
 
 from __future__ import annotations
 
-import json
 import re
-import sys
 from collections import Counter
 from typing import NamedTuple
 
 import torch
-from ahead_of_time import compile_launches
+from ahead_of_time import compile_launches, main
 from torch import Tensor
 
 from trifuse.kernels import dropout_add_layer_norm as kernels
@@ -95,21 +93,5 @@ def _launch(call: Call) -> None:
     )  # fmt: skip
 
 
-def main(arguments: list[str]) -> None:
-    """Print usages as JSON for calls given in JSON, without arguments a table of them all."""
-    if arguments:
-        wanted = [Call(*call) for call in json.loads(arguments[0])]
-        print(json.dumps([compile_call(call) for call in wanted]))
-        return
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(*Call._fields, *Usage._fields[:-1])
-    for call in CALLS:
-        for usage in compile_call(call):
-            table.add_row(*map(str, (*call, *usage[:-1])))
-    Console(width=200).print(table)
-
-
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main(CALLS, compile_call)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import os
+import runpy
 import shutil
 import subprocess
 from collections.abc import Iterator, Sequence
@@ -97,20 +98,19 @@ def build(name: str, sources: Sequence[Path]) -> Library:
     folder = BUILD / f"{name}-{hashlib.sha256(settings.encode()).hexdigest()[:16]}"
     folder.mkdir(parents=True, exist_ok=True)
     library = folder / f"lib{name}.so"
+    job = runpy.run_path(str(ROOT / "setup.py"))["Job"]
 
     def compile_one(source: Path) -> Path:
+        flags = _FLAGS if source.suffix == ".cu" else [*_FLAGS, *_TORCH_FLAGS]
         target = folder / f"{source.name}.o"
-        if not _is_fresh(target):
-            flags = _FLAGS if source.suffix == ".cu" else [*_FLAGS, *_TORCH_FLAGS]
-            files = ["-MMD", "-x", "c++", "-c", str(source), "-o", str(target)]
-            done = subprocess.run([compiler, *flags, *files], capture_output=True, text=True)
-            assert done.returncode == 0, f"{source.name}: {done.stderr[-4000:]}"
+        job([source], target, [compiler, *flags, "-x", "c++"]).run()
         return target
 
     with FileLock(folder / "lock"):  # another worker of the test run may be at it
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             objects = list(pool.map(compile_one, [*sources, MODEL / "hooks.cpp"]))
-        if not library.exists() or any(_newer(path, library) for path in objects):
+        newest = max(path.stat().st_mtime for path in objects)
+        if not library.exists() or library.stat().st_mtime <= newest:
             link = [compiler, "-shared", *map(str, objects)]
             for path in library_paths():
                 link += [f"-L{path}", f"-Wl,-rpath,{path}"]
@@ -119,19 +119,6 @@ def build(name: str, sources: Sequence[Path]) -> Library:
             subprocess.run([*link, "-o", str(unfinished)], check=True)
             unfinished.rename(library)
     return Library(library)
-
-
-def _is_fresh(target: Path) -> bool:
-    """Whether nothing that went into an object, by the compiler's own list, is newer."""
-    depends = target.with_suffix(".d")
-    if not (target.exists() and depends.exists()):
-        return False
-    names = depends.read_text().replace("\\\n", " ").split(": ", 1)[1].split()
-    return not any(_newer(Path(name), target) for name in names)
-
-
-def _newer(path: Path, than: Path) -> bool:
-    return not path.exists() or path.stat().st_mtime >= than.stat().st_mtime
 
 
 def build_operator(operator: str) -> Library:

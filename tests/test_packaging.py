@@ -170,7 +170,6 @@ def test_unknown_backend_is_refused() -> None:
 @pytest.fixture
 def setup_script(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """What setup.py defines; TORCH_CUDA_ARCH_LIST is not set, and torch is a CPU build."""
-    monkeypatch.setattr("setuptools.setup", lambda **settings: None)
     monkeypatch.delenv("TORCH_CUDA_ARCH_LIST", raising=False)
     monkeypatch.setattr(torch.version, "cuda", None)
     return runpy.run_path(str(ROOT / "setup.py"))
@@ -253,7 +252,8 @@ def test_report_agrees_with_explain() -> None:
 
 def test_report_names_every_setting_that_is_read() -> None:
     """Every TRIFUSE_… variable that the sources look at."""
-    sources = [*(ROOT / "pytorch_ext").rglob("*.py"), *(ROOT / "csrc").rglob("*.cpp")]
+    folders = (ROOT / name for name in ("pytorch_ext", "kernels", "csrc"))
+    sources = [path for f in folders for kind in ("*.py", "*.cpp") for path in f.rglob(kind)]
     read = {
         name
         for path in sources
