@@ -78,10 +78,21 @@ def pack(encoder: nn.Module, keep: Tensor, *known: str) -> PackedSequences | Non
 
 
 def pack_cross(
-    decoder: nn.Module, keep_queries: Tensor, keep_keys: Tensor, *known: str
+    decoder: nn.Module,
+    queries: Tensor,
+    keys: Tensor,
+    keep_queries: Tensor | None,
+    keep_keys: Tensor | None,
+    *known: str,
 ) -> CrossSequences | None:
-    """The same for a decoder: its own tokens, (B, L), and those of its memory, (B, S)."""
-    masks = (keep_queries, keep_keys)
+    """The same for a decoder: its own tokens, (B, L, ...), and those of its memory, (B, S, ...).
+
+    Where one of them has no mask, all of its tokens are real.
+    """
+    masks = [
+        torch.ones(x.shape[:2], dtype=torch.bool, device=x.device) if keep is None else keep
+        for x, keep in ((queries, keep_queries), (keys, keep_keys))
+    ]
     if not all(map(_readable, masks)) or not _tokenwise(decoder, known):
         return None
     packed = CrossSequences(*map(_find, masks))

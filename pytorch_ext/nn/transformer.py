@@ -369,15 +369,12 @@ class TransformerDecoder(nn.TransformerDecoder):
             return None
         if tgt.dim() != 3 or memory.dim() != 3 or _appends_keys(self):
             return None
-        keep = []
-        for x, padding in ((tgt, tgt_padding), (memory, memory_padding)):
-            if padding is None:
-                shape = x.shape[:2] if self.layers[0].self_attn.batch_first else x.shape[1::-1]
-                padding = torch.zeros(shape, dtype=torch.bool, device=x.device)
-            if padding.dtype != torch.bool:
-                return None
-            keep.append(~padding)
-        return packing.pack_cross(self, keep[0], keep[1], *_KNOWN)
+        if any(p is not None and p.dtype != torch.bool for p in (tgt_padding, memory_padding)):
+            return None
+        queries, keys = _batch_first(self, tgt), _batch_first(self, memory)
+        keep_queries = None if tgt_padding is None else ~tgt_padding
+        keep_keys = None if memory_padding is None else ~memory_padding
+        return packing.pack_cross(self, queries, keys, keep_queries, keep_keys, *_KNOWN)
 
 
 class UnpaddedLanguageModel(transformer.LanguageModel):
@@ -420,11 +417,7 @@ class UnpaddedTransformer(transformer.Transformer):
         packed = None
         masked = source_mask is not None or target_mask is not None
         if masked and _can_pack(self.encoder) and _can_pack(self.decoder):
-            targets, sources = (
-                torch.ones_like(tokens, dtype=torch.bool) if mask is None else mask
-                for mask, tokens in ((target_mask, target), (source_mask, source))
-            )
-            packed = packing.pack_cross(self, targets, sources, *_KNOWN)
+            packed = packing.pack_cross(self, target, source, target_mask, source_mask, *_KNOWN)
         if packed is None:
             return super().forward(source, target, source_mask, target_mask)
         assert isinstance(self.encoder, TransformerEncoder)
@@ -472,9 +465,14 @@ def _appends_keys(stack: nn.Module) -> bool:
     )
 
 
+def _batch_first(stack: Any, x: Tensor) -> Tensor:
+    """(B, L, d_model), whichever way round the stack has its batch."""
+    return x if stack.layers[0].self_attn.batch_first else x.transpose(0, 1)
+
+
 def _gather(stack: Any, x: Tensor, packed: PackedSequences) -> Tensor:
-    """The real tokens, (1, T, d_model), whichever way round the stack has its batch."""
-    return packing.gather(x if stack.layers[0].self_attn.batch_first else x.transpose(0, 1), packed)
+    """The real tokens, (1, T, d_model)."""
+    return packing.gather(_batch_first(stack, x), packed)
 
 
 def _scatter(stack: Any, tokens: Tensor, packed: PackedSequences, shape: torch.Size) -> Tensor:
