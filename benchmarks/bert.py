@@ -32,7 +32,7 @@ from pydoc_data import topics
 from typing import Any
 
 import torch
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.progress import Progress
 from torch import Tensor
 
 import trifuse
@@ -428,11 +428,7 @@ def read_and_train(
     console.print(caption, soft_wrap=True)
 
     reads, results = [], []
-    columns = (TextColumn("{task.description:8}"), BarColumn(), MofNCompleteColumn())
-    with (
-        trifuse.backend(options.backend),
-        Progress(*columns, console=console, transient=True) as progress,
-    ):
+    with trifuse.backend(options.backend), measure.progress() as progress:
         for case in cases:
             if isinstance(case, Inference):
                 reads.append(read(case, directory, 3 if options.quick else 9, progress))

@@ -37,7 +37,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.progress import Progress
 from rich.table import Table
 from torch import Tensor, nn
 
@@ -447,8 +447,7 @@ def main(argv: list[str]) -> int:
     exact = reader(BertModel.from_pretrained(directory).double())
 
     sentences = arguments.sentences or list(SENTENCES)
-    columns = (TextColumn("{task.description:8}"), BarColumn(), MofNCompleteColumn())
-    with Progress(*columns, console=console, transient=True) as progress:
+    with measure.progress() as progress:
         results = compare(readers, exact, batches, arguments.rounds, progress)
         texts = [passage.text for passage in chosen]
         others = [transformer(texts[:8]), elmo(texts[:4])]

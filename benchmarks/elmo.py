@@ -33,7 +33,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.progress import Progress
 from rich.table import Table
 from torch import Tensor, nn
 
@@ -697,11 +697,7 @@ def main(argv: Sequence[str]) -> int:
     corpus = read()
     content: dict[str, Any] = {"machine": facts, "times": []}
 
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    with (
-        trifuse.backend(options.backend),
-        Progress(*columns, console=console, transient=True) as progress,
-    ):
+    with trifuse.backend(options.backend), measure.progress() as progress:
         bar = progress.add_task("timing", total=len(cases), visible=bool(cases))
         times = []
         for case in cases:

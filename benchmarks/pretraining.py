@@ -25,7 +25,6 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 from torch import Tensor, nn
 
@@ -344,11 +343,7 @@ def main(argv: Sequence[str]) -> int:
     console.print(caption, soft_wrap=True)
     split = read()
 
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    with (
-        trifuse.backend(options.backend),
-        Progress(*columns, console=console, transient=True) as progress,
-    ):
+    with trifuse.backend(options.backend), measure.progress() as progress:
 
         def bar(name: str, steps: int) -> Callable[[], object]:
             task = progress.add_task(name, total=steps)

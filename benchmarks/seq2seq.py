@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.progress import Progress
 from rich.table import Table
 from torch import Tensor, nn
 
@@ -391,12 +391,8 @@ def main(argv: Sequence[str]) -> int:
     caption = measure.describe(facts)
     console.print(caption, soft_wrap=True)
 
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     learnt, times = [], []
-    with (
-        trifuse.backend(options.backend),
-        Progress(*columns, console=console, transient=True) as progress,
-    ):
+    with trifuse.backend(options.backend), measure.progress() as progress:
         for item in chosen:
             if isinstance(item, Case):
                 times.append(time_steps(item, device, 0.6 if options.quick else 8.0))

@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 from rich import box
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.progress import Progress
 from rich.table import Table
 from torch import Tensor, nn
 
@@ -525,12 +525,8 @@ def main(argv: Sequence[str]) -> int:
     caption = measure.describe(facts)
     console.print(caption, soft_wrap=True)
 
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     learnt, times = [], []
-    with (
-        trifuse.backend(options.backend),
-        Progress(*columns, console=console, transient=True) as progress,
-    ):
+    with trifuse.backend(options.backend), measure.progress() as progress:
         bar = progress.add_task("timing", total=len(timed), visible=bool(timed))
         for case in timed:
             times.append(time_steps(case, device, seconds=0.6 if options.quick else 8.0))

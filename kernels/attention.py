@@ -888,6 +888,11 @@ def attention_backward_key_value_kernel(
                 variant.BLOCK_EV,
             )  # fmt: skip
             dv = tl.where(count > 0.0, INF, dv)
+    if variant.lengths:
+        # Weights of keys past them are 0, but what they were multiplied by may have been NaN.
+        take_part = (first + tl.arange(0, block.N) < keys)[:, None]
+        dk = tl.where(take_part, dk, 0.0)
+        dv = tl.where(take_part, dv, 0.0)
     dk_tile = Tile(_at(grad_key, batch, kv_head, token), grad_key.strides, first, stored)
     dk = _infinite_to_nan(dk * sizes.scale)
     _store(dk_tile, dk, block.N, variant.E, variant.BLOCK_E)

@@ -34,6 +34,7 @@ ENVIRONMENT = {
     "TRIFUSE_CPU_CACHE_MIB": "memory of freed results that is kept for the next; 256 unless set",
     "TRIFUSE_CUDA_CAPABILITY": "CUDA kernels for this compute capability, if the GPU's is higher",
     "TRIFUSE_LINEAR": "multiply linear layers by cpp or torch instead of the faster of them",
+    "TRIFUSE_TRITON_AUTOTUNE": "1 times ways to launch Triton's attention and keeps the fastest",
     "TRITON_INTERPRET": "1 lets the Triton kernels run on CPU tensors, slowly, for checking",
 }
 
