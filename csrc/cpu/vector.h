@@ -37,26 +37,27 @@ inline Vectorized<T> select(uint64_t bits, Vectorized<T> x, Vectorized<T> y) {
   return Vectorized<T>::loadu(chosen);
 }
 
-// Which lanes equal a value.
-template <class T>
-inline uint64_t equal_bits(Vectorized<T> x, T value) {
+// Bit l says whether something holds of lane l.
+template <class T, class Holds>
+inline uint64_t bits_where(Vectorized<T> x, Holds holds) {
   constexpr int lanes = Vectorized<T>::size();
   T lane[lanes];
   x.store(lane);
   uint64_t bits = 0;
-  for (int l = 0; l < lanes; ++l) bits |= uint64_t(lane[l] == value) << l;
+  for (int l = 0; l < lanes; ++l) bits |= uint64_t(holds(lane[l])) << l;
   return bits;
+}
+
+// Which lanes equal a value.
+template <class T>
+inline uint64_t equal_bits(Vectorized<T> x, T value) {
+  return bits_where(x, [value](T lane) { return lane == value; });
 }
 
 // Which lanes are greater than a value.
 template <class T>
 inline uint64_t greater_bits(Vectorized<T> x, T value) {
-  constexpr int lanes = Vectorized<T>::size();
-  T lane[lanes];
-  x.store(lane);
-  uint64_t bits = 0;
-  for (int l = 0; l < lanes; ++l) bits |= uint64_t(lane[l] > value) << l;
-  return bits;
+  return bits_where(x, [value](T lane) { return lane > value; });
 }
 
 // The larger of two; y if either is NaN. (ATen's maximum spends two more instructions on NaN.)
