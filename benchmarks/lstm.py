@@ -17,7 +17,7 @@ from __future__ import annotations
 import copy
 import functools
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
@@ -29,7 +29,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_
 import trifuse
 from trifuse import backends
 from trifuse.benchmarks import measure
-from trifuse.ops.lstm import Parameters, layer
+from trifuse.ops.lstm import Parameters, layer, stack, why_not_stacked
 
 # Cases ------------------------------------------------------------------------------------------
 
@@ -63,7 +63,7 @@ class Case:
 
     @property
     def size(self) -> str:
-        dtype = {torch.float32: "fp32", torch.bfloat16: "bf16"}[self.dtype]
+        dtype = {_FP64: "fp64", _FP32: "fp32", _BF16: "bf16"}[self.dtype]
         T, B, features, H = self.shape
         projection = f", projection {self.projection}" if self.projection else ""
         return f"{dtype}, T {T}, B {B}, in {features}, cell {H}{projection}"
@@ -80,7 +80,7 @@ class Case:
         return self.projection or self.shape[3]
 
 
-_FP32, _BF16 = torch.float32, torch.bfloat16
+_FP64, _FP32, _BF16 = torch.float64, torch.float32, torch.bfloat16
 _LSTM: Peer = "nn.LSTM"
 _LOOP: Peer = "eager loop"
 _CELL: Peer = "nn.LSTMCell"
@@ -113,14 +113,19 @@ CASES: dict[str, tuple[Case, ...]] = {
         Case("one sequence", (64, 1, 512, 512), _FP32, False, _LSTM, 1.0),
         Case("one step", (1, 1, 64, 64), _FP32, False, _CELL, 1.0),
         Case("one step", (1, 1, 512, 512), _FP32, False, _CELL, 1.0),
-        Case("one step", (1, 1, 64, 64), _FP32, True, _CELL),
-        Case("one step", (1, 1, 512, 512), _FP32, True, _CELL),
+        Case("one step", (1, 1, 64, 64), _FP32, True, _CELL, 1.0),
+        Case("one step", (1, 1, 512, 512), _FP32, True, _CELL, 1.0),
+        Case("one step", (1, 1, 64, 64), _FP32, False, _LSTM, 1.0, projection=16),
+        Case("one step", (1, 1, 256, 256), _FP32, True, _LSTM, 1.0, projection=64),
+        Case("one step", (1, 1, 256, 256), _FP64, False, _LSTM, 1.0),
+        Case("one step", (1, 1, 256, 256), _FP64, True, _LSTM, 1.0),
     ),
     "cuda": (
         Case(
             "two directions, two layers", (512, 16, 1024, 1024), _BF16, True, _LSTM, 2.0,
             bidirectional=True, layers=2,
         ),
+        Case("two layers", (512, 16, 1024, 1024), _BF16, True, _LSTM, layers=2),
         Case("ragged", (512, 32, 1024, 1024), _BF16, True, _LSTM, 3.0, ragged=True),
         _elmo(16, _BF16, True, _LSTM, 2.0),
         _elmo(16, _BF16, True, _LOOP, None),
@@ -193,8 +198,11 @@ def _weights(module: nn.LSTM, of_layer: int = 0, reverse: bool = False) -> Any:
     return tuple(getattr(module, name + suffix, None) for name in names)
 
 
-def ours(case: Case, given: Inputs) -> Callable[[], Sequence[Tensor]]:
-    """Returns the output, and with ``case.backward`` the gradients."""
+def ours(case: Case, given: Inputs, together: bool = True) -> Callable[[], Sequence[Tensor]]:
+    """Returns the output, and with ``case.backward`` the gradients.
+
+    Layers are one call where they may be, unless they aren't to be called ``together``.
+    """
     if case.peer == "nn.LSTMCell":
         return _cell(trifuse.nn.LSTMCell, case, given)
     reverse = (False, True)[: 1 + case.bidirectional]
@@ -207,8 +215,13 @@ def ours(case: Case, given: Inputs) -> Callable[[], Sequence[Tensor]]:
     if case.clip is not None:
         clips = {"cell_clip": case.clip, "proj_clip": case.clip}
 
+    together = together and case.layers > 1 and not case.bidirectional
+
     def output() -> Tensor:
         x = given.input
+        if together and why_not_stacked(x) is None:
+            forward = [of_layer[0] for of_layer in parameters]
+            return stack(x, None, None, forward, given.lengths, **clips)[0]
         for of_layer in parameters:
             x, _, _ = layer(x, None, None, of_layer, given.lengths, reverse=reverse, **clips)
         return x
@@ -325,12 +338,28 @@ def check(case: Case, given: Inputs) -> None:
         return (results[0], *results[2:]) if case.ragged and case.backward else results
 
     results, expected = compared(ours(case, given)()), compared(theirs(case, given)())
-    if case.dtype == torch.float32:
+    if case.dtype in (_FP64, _FP32):
         measure.check_agreement(case.peer, results, expected)
         return
     with trifuse.backend("eager"):
         exact = compared(ours(case, _in_float64(given))())
     measure.check_accuracy(case.peer, results, expected, exact)
+
+
+def _served_by_cuda(case: Case, device: str, also: Mapping[str, Any]) -> bool:
+    choice = backends.choose(backends.Call("lstm", device, case.dtype))
+    return choice.backend == "cuda" or "by cuda" in also
+
+
+def _layer_after_layer(case: Case, given: Inputs) -> Callable[[], Sequence[Tensor]]:
+    """By the CUDA kernels, which would run layers side by side."""
+    step = ours(case, given, together=False)
+
+    def serve() -> Sequence[Tensor]:
+        with backends.backend("cuda"):
+            return step()
+
+    return serve
 
 
 def _in_float64(given: Inputs) -> Inputs:
@@ -357,6 +386,8 @@ def run(case: Case, device: str, seconds: float) -> measure.Result:
             lambda: ours(case, given),
             lambda _: check(case, given),
         )
+        if case.layers > 1 and not case.bidirectional and _served_by_cuda(case, device, also):
+            also["by cuda, layer after layer"] = _layer_after_layer(case, given)
         functions |= also
         T, B, _, _ = case.shape
         bound_by_memory = B == 1 and (T == 1 or not case.backward) and device == "cpu"

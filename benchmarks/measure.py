@@ -663,7 +663,10 @@ def default_threads() -> int:
 
 
 def parser(
-    name: str, description: str | None, devices: Sequence[str] = ("cpu", "cuda")
+    name: str,
+    description: str | None,
+    devices: Sequence[str] = ("cpu", "cuda"),
+    plots: bool = True,
 ) -> argparse.ArgumentParser:
     """The options that every benchmark has; it runs on one of ``devices``."""
     out = argparse.ArgumentParser(
@@ -680,7 +683,9 @@ def parser(
     out.add_argument("--backend", choices=("auto", *backends.ORDER), default="auto", help="ours")
     out.add_argument("--threads", type=int, default=default_threads(), help="default: %(default)s")
     out.add_argument("--json", type=Path, metavar="PATH", help="write all figures")
-    out.add_argument("--plot", type=Path, metavar="PATH", help="write a picture (PNG, SVG or PDF)")
+    if plots:
+        plot = "write a picture (PNG, SVG or PDF)"
+        out.add_argument("--plot", type=Path, metavar="PATH", help=plot)
     return out
 
 

@@ -40,8 +40,8 @@ from trifuse.kernels.recurrent import (
     store,
     tanh,
 )
-from trifuse.reference.gru import SLOTS, Parameters
-from trifuse.reference.lstm import masked
+from trifuse.reference.gru import Parameters
+from trifuse.reference.lstm import by_direction, masked
 
 # What kernels are given --------------------------------------------------------------------------
 
@@ -433,8 +433,7 @@ def _gradients(
         for d in range(1, D):
             grad_input.addmm_(of.tokens(of_input, d), weights[d])
     results: list[Tensor | None] = [grad_input, grad_state if wanted[1] else None]
-    for d in range(D):
-        wants = Parameters(*wanted[2 + d * SLOTS : 2 + (d + 1) * SLOTS])  # type: ignore[arg-type]
+    for d, wants in enumerate(by_direction(Parameters, wanted[2:])):
         da, dv = of.tokens(of_input, d), of.tokens(of_hidden, d)
         results += [
             _as_in_weights(da.mT @ x) if wants.weight_ih else None,
@@ -460,10 +459,7 @@ class _Call:
         lengths: Tensor | None,
         reverse: Sequence[bool],
     ) -> None:
-        given = [
-            Parameters(*parameters[d * SLOTS : (d + 1) * SLOTS])  # type: ignore[arg-type]
-            for d in range(len(reverse))
-        ]
+        given = by_direction(Parameters, parameters)
         self.sequences = of = Sequences(
             input, [p.weight_ih for p in given], [p.weight_hh for p in given], lengths, reverse
         )

@@ -48,7 +48,7 @@ from trifuse.kernels.recurrent import (
     tanh,
 )
 from trifuse.reference import philox
-from trifuse.reference.lstm import SLOTS, Parameters, clipped_columns, masked
+from trifuse.reference.lstm import Parameters, by_direction, clipped_columns, masked
 
 # What kernels are given --------------------------------------------------------------------------
 
@@ -1090,8 +1090,7 @@ def _gradients(
         grads.h if wanted[1] else None,
         grads.c if wanted[2] else None,
     ]
-    for d in range(call.variant.D):
-        wants = Parameters(*wanted[3 + d * SLOTS : 3 + (d + 1) * SLOTS])  # type: ignore[arg-type]
+    for d, wants in enumerate(by_direction(Parameters, wanted[3:])):
         found: dict[str, Tensor | None] = dict.fromkeys(Parameters._fields)
         if wants.weight_ih:
             found["weight_ih"] = of.tokens(of_input, d).mT @ x
@@ -1157,10 +1156,7 @@ class _Call:
         *,
         recompute: bool = False,
     ) -> None:
-        given = [
-            Parameters(*parameters[d * SLOTS : (d + 1) * SLOTS])  # type: ignore[arg-type]
-            for d in range(len(reverse))
-        ]
+        given = by_direction(Parameters, parameters)
         self.sequences = of = Sequences(
             input, [p.weight_ih for p in given], [p.weight_hh for p in given], lengths, reverse
         )

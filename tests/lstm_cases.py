@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from random import Random
@@ -28,7 +29,10 @@ STATES = ("input", "h0", "c0")
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Case:
-    """Arguments of ``trifuse.ops.lstm.layer``, and the gradients that arrive from above."""
+    """Arguments of ``trifuse.ops.lstm.layer``, and the gradients that arrive from above.
+
+    Or of ``trifuse.ops.lstm.stack``: D counts layers then, and the output is (T, B, R).
+    """
 
     input: Tensor  # (T, B, I)
     h0: Tensor | None  # (D, B, R)
@@ -41,22 +45,31 @@ class Case:
     grad_c_n: Tensor  # (D, B, H), in the accumulation dtype
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
     recompute: bool = False
+    layers: bool = False
+
+    @property
+    def suffixes(self) -> tuple[str, ...]:
+        if self.layers:
+            return tuple(f"_l{k}" for k in range(len(self.parameters)))
+        return ("", "_reverse")[: len(self.parameters)]
 
     @property
     def tensors(self) -> dict[str, Tensor]:
         """All that have gradients, by name: those of the second direction end in _reverse."""
         named = {name: getattr(self, name) for name in STATES}
-        for p, suffix in zip(self.parameters, ("", "_reverse"), strict=False):
+        for p, suffix in zip(self.parameters, self.suffixes, strict=True):
             named |= {f"{name}{suffix}": t for name, t in p._asdict().items()}
         return {name: t for name, t in named.items() if t is not None}
 
     def of(self, tensors: dict[str, Tensor]) -> list[Any]:
         """The states and parameters of this call, made of other tensors by the same names."""
         states = [tensors.get(name) for name in STATES]
-        suffixes = ("", "_reverse")[: len(self.parameters)]
         return [
             *states,
-            [Parameters(*(tensors.get(f"{n}{s}") for n in Parameters._fields)) for s in suffixes],
+            [
+                Parameters(*(tensors.get(f"{n}{suffix}") for n in Parameters._fields))
+                for suffix in self.suffixes
+            ],
         ]
 
     def with_tensors(self, tensors: dict[str, Tensor]) -> Case:
@@ -91,25 +104,49 @@ def run(case: Case, **options: Any) -> Results:
     torch.manual_seed(SEED)
 
     def call(tensors: dict[str, Tensor]) -> Any:
-        return ops.layer(
-            *case.of(tensors), case.lengths, reverse=case.reverse,
-            **{"recompute": case.recompute, **case.options, **options},
-        )  # fmt: skip
+        given = {"recompute": case.recompute, **case.options, **options}
+        if case.layers:
+            return ops.stack(*case.of(tensors), case.lengths, **given)
+        return ops.layer(*case.of(tensors), case.lengths, reverse=case.reverse, **given)
 
-    return _differentiate(case, case.tensors, call)
+    return differentiate(case, case.tensors, call)
+
+
+def layer_after_layer(
+    input: Tensor,
+    h0: Tensor | None,
+    c0: Tensor | None,
+    parameters: Sequence[Parameters],
+    one: Callable[..., tuple[Tensor, Tensor, Tensor]],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What ``ops.stack`` returns; ``one(input, h0, c0, parameters)`` is a layer by itself."""
+    hs, cs = [], []
+    for k, p in enumerate(parameters):
+        input, h, c = one(input, _part(h0, k), _part(c0, k), p)
+        hs.append(h)
+        cs.append(c)
+    return input, torch.cat(hs), torch.cat(cs)
+
+
+def _part(states: Tensor | None, k: int) -> Tensor | None:
+    return None if states is None else states[k : k + 1]
 
 
 def specification(case: Case) -> Results:
     """The reference formula in float64, differentiated by autograd."""
 
+    def one(options: Options, input: Any, h0: Any, c0: Any, *parameters: Parameters) -> Any:
+        flat = [t for p in parameters for t in p]
+        return reference.lstm(input, h0, c0, flat, case.lengths, case.seed, options=options)[:3]
+
     def formula(tensors: dict[str, Tensor]) -> Any:
         input, h0, c0, parameters = case.of(tensors)
-        flat = [t for p in parameters for t in p]
-        return reference.lstm(
-            input, h0, c0, flat, case.lengths, case.seed, options=case.numbers
-        )[:3]  # fmt: skip
+        if case.layers:
+            layer = functools.partial(one, case.numbers._replace(reverse=(False,)))
+            return layer_after_layer(input, h0, c0, parameters, layer)
+        return one(case.numbers, input, h0, c0, *parameters)
 
-    return _differentiate(case, {n: t.double() for n, t in case.tensors.items()}, formula)
+    return differentiate(case, {n: t.double() for n, t in case.tensors.items()}, formula)
 
 
 def eager_torch(case: Case) -> Results:
@@ -119,16 +156,19 @@ def eager_torch(case: Case) -> Results:
         dtype = case.input.dtype
         tensors = {name: t.to(dtype) for name, t in tensors.items()}
         input, h0, c0, parameters = case.of(tensors)
-        results = [
-            _eager_direction(
-                case, d, input, None if h0 is None else h0[d], None if c0 is None else c0[d], p
-            )
-            for d, p in enumerate(parameters)
-        ]
-        ys, hs, cs = zip(*results, strict=True)
-        return torch.cat(ys, -1), torch.stack(hs), torch.stack(cs)
 
-    return _differentiate(case, case.tensors, formula)
+        def one(d: int, input: Any, h0: Any, c0: Any, p: Parameters) -> Any:
+            h, c = (None if t is None else t[0] for t in (h0, c0))
+            y, h, c = _eager_direction(case, d, input, h, c, p)
+            return y, h[None], c[None]
+
+        if case.layers:
+            return layer_after_layer(input, h0, c0, parameters, functools.partial(one, 0))
+        results = [one(d, input, _part(h0, d), _part(c0, d), p) for d, p in enumerate(parameters)]
+        ys, hs, cs = zip(*results, strict=True)
+        return torch.cat(ys, -1), torch.cat(hs), torch.cat(cs)
+
+    return differentiate(case, case.tensors, formula)
 
 
 def _eager_direction(
@@ -212,7 +252,7 @@ def draws(case: Case, d: int) -> Draws:
     return Draws(dropout, keep(1, T, R, o.zoneout_h), keep(2, T, H, o.zoneout_c))
 
 
-def _differentiate(
+def differentiate(
     case: Case, tensors: dict[str, Tensor], function: Callable[[dict[str, Tensor]], Any]
 ) -> Results:
     leaves = {name: t.detach().requires_grad_() for name, t in tensors.items()}
@@ -296,16 +336,20 @@ def make(
     norm_cell_bias: bool = True,
     lengths: Sequence[int] | None = None,
     reverse: tuple[bool, ...] = (False,),
+    layers: int = 0,
     states: bool = True,
     vectors: torch.dtype | None = None,
     seed: int = 0,
     recompute: bool = False,
     **options: Any,
 ) -> Case:
-    """Standard normal numbers, weights so scaled that gates are neither open nor shut."""
+    """Standard normal numbers, weights so scaled that gates are neither open nor shut.
+
+    With ``layers`` a stack of so many.
+    """
     generator = torch.Generator().manual_seed(seed)
     gates = 3 if options.get("coupled") else 4
-    D, R = len(reverse), H if projection is None else projection
+    D, R = layers or len(reverse), H if projection is None else projection
     wide = torch.float64 if dtype == torch.float64 else torch.float32
 
     def normal(*shape: int, scale: float = 1.0, as_type: torch.dtype = dtype) -> Tensor:
@@ -315,9 +359,9 @@ def make(
         t = mean + 0.5 * torch.randn(shape, generator=generator, dtype=torch.float64)
         return t.to(vectors or dtype)
 
-    def direction() -> Parameters:
+    def direction(features: int) -> Parameters:
         return Parameters(
-            normal(gates * H, I, scale=I**-0.5),
+            normal(gates * H, features, scale=features**-0.5),
             normal(gates * H, R, scale=R**-0.5),
             vector(gates * H) if biases else None,
             vector(gates * H) if biases else None,
@@ -333,14 +377,15 @@ def make(
         normal(T, B, I),
         normal(D, B, R) if states else None,
         normal(D, B, H, as_type=wide) if states else None,
-        tuple(direction() for _ in reverse),
+        tuple(direction(R if layers and d else I) for d in range(D)),
         None if lengths is None else torch.tensor(lengths, dtype=torch.int64),
-        reverse,
-        normal(T, B, D * R),
+        (False,) * layers or reverse,
+        normal(T, B, R if layers else D * R),
         normal(D, B, R),
         normal(D, B, H, as_type=wide),
         options,
         recompute,
+        layers > 0,
     )
 
 

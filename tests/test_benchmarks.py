@@ -16,7 +16,15 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 import trifuse
-from trifuse.benchmarks import attention, bert, demo, dropout_add_layer_norm, engines, measure
+from trifuse.benchmarks import (
+    attention,
+    bert,
+    demo,
+    dropout_add_layer_norm,
+    engines,
+    measure,
+    one_row,
+)
 from trifuse.benchmarks.__main__ import benchmarks, main
 from trifuse.models.bert import BertConfig, BertEncoder, BertModel
 from trifuse.reference.attention import _weights as reference_weights
@@ -590,3 +598,35 @@ def test_missing_requirement_is_named(
     monkeypatch.setattr(importlib, "import_module", fail)
     assert main(["attention"]) == 1
     assert "rich is not installed" in capsys.readouterr().out
+
+
+def test_one_row(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cases = [
+        one_row.Case(module, torch.float32, 8, projection, backward)
+        for module, projection in (("LSTM", 4), ("GRU", 0), ("LSTMCell", 0), ("GRUCell", 0))
+        for backward in (False, True)
+    ]
+    monkeypatch.setattr(one_row, "CASES", cases)
+    monkeypatch.setattr(torch, "set_num_threads", lambda threads: None)
+    figures = tmp_path / "figures.json"
+    assert one_row.main(["--quick", "--json", str(figures), "--cases", "*"]) == 0
+    assert "LSTM, forward + backward, float32, H 8, proj_size 4" in capsys.readouterr().out
+    rows = json.loads(figures.read_text())["times"]
+    assert [row["case"] for row in rows] == [case.name for case in cases]
+    assert [list(row["steps"]) for row in rows[3:5]] == [["1", "2", "3", "5", "20"], ["1"]]
+    for row in rows:
+        for T, ratio in row["ratios"].items():
+            assert ratio == pytest.approx(row["steps"][T]["torch"] / row["steps"][T]["ours"])
+
+
+def test_one_row_that_differs_fails(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = one_row.Case("GRUCell", torch.float32, 8, 0, False)
+    monkeypatch.setattr(one_row, "CASES", [case])
+    monkeypatch.setattr(torch, "set_num_threads", lambda threads: None)
+    monkeypatch.setattr(trifuse.nn.GRUCell, "forward", lambda self, x: -x)
+    assert one_row.main(["--quick"]) == 1
+    assert "differ from torch" in capsys.readouterr().out

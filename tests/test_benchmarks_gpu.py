@@ -118,7 +118,10 @@ def test_every_case(module: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert len(content["times"]) == len(cases)
     for row in content["times"]:
         assert row["ours"]["rounds"] == 2
-        assert list(row["also"]) == ([] if module is bert else ["by cuda"])
+        also = [] if module is bert else ["by cuda"]
+        if row["case"] == "two layers":
+            also.append("by cuda, layer after layer")
+        assert list(row["also"]) == also
         assert row["ratio"] > 0
     assert picture.read_bytes().startswith(b"\x89PNG")
 

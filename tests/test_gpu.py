@@ -170,6 +170,16 @@ def test_lstm_of_many_blocks(kernel, dtype, H):
 
 
 @operator("lstm")
+@pytest.mark.parametrize("kernel", ["cuda"], indirect=True)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("layers", [2, 4])
+def test_lstm_layers_side_by_side(kernel, dtype, layers):
+    lengths = [40 - b % 40 for b in range(20)]
+    case = lstm.make(40, 20, 40, 256, dtype=dtype, lengths=lengths, layers=layers)
+    lstm.record_accuracy({kernel: Accuracy(kernel.name)}, case)
+
+
+@operator("lstm")
 def test_lstm_that_fills_registers_and_shared_memory(kernel):
     lengths = [3 - b % 3 for b in range(20)]
     case = lstm.make(3, 20, 40, 2048, dtype=torch.bfloat16, lengths=lengths)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from random import Random
 from typing import Any
 
@@ -33,6 +33,7 @@ from lstm_cases import (
 from torch import Tensor
 
 import trifuse
+from trifuse.ops import _recurrent, _registration
 
 NAN = float("nan")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -46,13 +47,6 @@ backend = backend_fixture("lstm")
 def cpp_kernel(request: pytest.FixtureRequest) -> Iterator[Kernel]:
     with request.param.serving():
         yield request.param
-
-
-@pytest.fixture(autouse=True)
-def _threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 def rows(case: Case, which: slice) -> Case:
@@ -151,61 +145,108 @@ def test_cell(backend):
     )
 
 
+def results_and_gradients(
+    function: Callable[..., tuple[Tensor, ...]], tensors: Sequence[Tensor | None]
+) -> list[Tensor | None]:
+    leaves = [None if t is None else t.detach().requires_grad_() for t in tensors]
+    results = function(*leaves)
+    total = sum((i + t.float()).sin().sum() for i, t in enumerate(results))
+    grads = torch.autograd.grad(total, [t for t in leaves if t is not None])
+    return [*results, *grads]
+
+
+def assert_plain_is_the_long_way(
+    monkeypatch: pytest.MonkeyPatch,
+    function: Callable[..., tuple[Tensor, ...]],
+    tensors: Sequence[Tensor | None],
+) -> None:
+    """Bit for bit, with gradients and without."""
+    with torch.no_grad():
+        alone = function(*tensors)
+    actual = results_and_gradients(function, tensors)
+    with monkeypatch.context() as patch:
+        for name, operator in _recurrent.OPERATORS.items():
+            patch.setitem(_recurrent.OPERATORS, name, operator._replace(plain=None))
+        expected = results_and_gradients(function, tensors)
+    for a, e in zip([*alone, *actual], [*expected[: len(alone)], *expected], strict=True):
+        assert (a.dtype, a.shape) == (e.dtype, e.shape)
+        assert_equal(a, e)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_cells_op_gives_the_bits_of_the_layers(cpp_kernel, dtype):
+def test_a_plain_step_gives_the_bits_of_the_long_way(cpp_kernel, monkeypatch, dtype):
     """With each of the states, of other strides, without biases, of one row or none."""
-    wide = torch.float64 if dtype == torch.float64 else torch.float32
+
+    def step(x: Tensor, h0: Any, c0: Any, *p: Any) -> tuple[Tensor, ...]:
+        return trifuse.lstm_cell(x, (h0, c0), *p)
+
     for B, I, H in ((3, 20, 19), (1, 5, 64), (0, 4, 3)):  # noqa: E741
         case = make(1, B, I, H, dtype=dtype)
         weights, biases = case.parameters[0][:2], case.parameters[0][2:4]
         x, h0, c0 = case.input[0], case.h0[0], case.c0[0]
         columns = [t.t().contiguous().t() for t in weights]
-        for hx in (None, (h0, None), (None, c0), (h0, c0.to(dtype)), [h0.t().contiguous().t(), c0]):
+        narrow, wide = c0.to(dtype), h0.t().contiguous().t()
+        for states in ((None, None), (h0, None), (None, c0), (h0, narrow), (wide, c0)):
             for p in ((*weights, *biases), (*weights, None, biases[1]), columns):
-                actual = trifuse.lstm_cell(x, hx, *p)
-                _, expected = trifuse.lstm(x[None], hx, *p)
-                assert [t.dtype for t in actual] == [dtype, wide]
-                for a, e in zip(actual, expected, strict=True):
-                    assert_equal(a, e)
-        for b in range(B):
-            alone = trifuse.lstm_cell(x[b], (h0[b], c0[b]), *weights)
-            for a, e in zip(alone, trifuse.lstm_cell(x, (h0, c0), *weights), strict=True):
-                assert_equal(a, e[b])
+                assert_plain_is_the_long_way(monkeypatch, step, [x, *states, *p])
+        if B:
+            assert_plain_is_the_long_way(monkeypatch, step, [x[0], h0[0], c0[0], *weights])
 
 
-def test_which_steps_go_straight_to_a_cells_op(monkeypatch):
-    """Those that shapes and dtypes say all about; the others get checks, or derivatives."""
+@pytest.mark.parametrize("what", ["plain", "projection", "two directions"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_plain_layer_gives_the_bits_of_the_long_way(cpp_kernel, monkeypatch, dtype, what):
+    for T, B in ((1, 1), (3, 2), (5, 9)):
+        case = make(T, B, dtype=dtype, **VARIANTS[what])
+        names = list(case.tensors)
+
+        def layer(*tensors: Any, case: Case = case, names: list[str] = names) -> Any:
+            of = case.of(dict(zip(names, tensors, strict=True)))
+            return trifuse.ops.lstm.layer(*of, reverse=case.reverse)
+
+        assert_plain_is_the_long_way(monkeypatch, layer, list(case.tensors.values()))
+
+
+def test_which_calls_are_plain(monkeypatch):
+    """Those that shapes and dtypes say all about, and no transform follows."""
     if not CPP:
         pytest.skip("the C++ extension is not built")
     long_way: list[None] = []
-    prepare = trifuse.ops.lstm._prepare_cell
+    check = trifuse.ops.lstm._check
 
-    def watched(*args: Any) -> Any:
+    def watched(*args: Any, **options: Any) -> Any:
         long_way.append(None)
-        return prepare(*args)
+        return check(*args, **options)
 
-    monkeypatch.setattr(trifuse.ops.lstm, "_prepare_cell", watched)
+    monkeypatch.setattr(trifuse.ops.lstm, "_check", watched)
     case = make(1, dtype=torch.bfloat16, vectors=torch.float32)
     x, h0, c0, p = case.input[0], case.h0[0], case.c0[0], case.parameters[0][:4]
     leaf = x.clone().requires_grad_()
 
-    def straight(x: Tensor = x) -> bool:
+    def plain(x: Tensor = x) -> bool:
         long_way.clear()
-        trifuse.lstm_cell(x, (h0, c0), *p)
-        return not long_way
+        results = trifuse.lstm_cell(x, (h0, c0), *p)
+        by_step = not long_way
+        long_way.clear()
+        layer = trifuse.ops.lstm.layer(x[None], h0[None], c0[None], case.parameters)
+        assert by_step is not bool(long_way)
+        if not _registration.differentiating():
+            assert results[0].requires_grad == layer[0].requires_grad == x.requires_grad
+        return by_step
 
-    assert straight()
-    assert not straight(leaf)
+    assert plain()
+    assert plain(leaf)
     with torch.no_grad():
-        assert straight(leaf)
+        trifuse.lstm_cell(leaf, (h0, c0), *p)
+        assert not long_way
     with torch.autocast("cpu", torch.float16):
-        assert not straight()
+        assert not plain()
     with trifuse.backend("eager"):
-        assert not straight()
+        assert not plain()
     torch.func.vmap(lambda t: trifuse.lstm_cell(t, (h0[0], c0[0]), *p))(x)
     assert long_way
     with torch.autograd.forward_ad.dual_level():
-        assert not straight()
+        assert not plain()
 
 
 @pytest.mark.parametrize("vectors", [None, torch.float32])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import shutil
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -12,9 +13,8 @@ import torch
 from attention_cases import SEED, assert_equal, normal
 from lstm_cases import VARIANTS, Case, assert_same_bits, backend_fixture, make, run
 from torch import Tensor
-from torch._dynamo.testing import CompileCounterWithBackend
 from torch.autograd import forward_ad
-from torch.utils.checkpoint import checkpoint
+from torch_checks import assert_same_results, check_checkpoint, check_fakes, check_one_graph, seeded
 
 import trifuse
 from trifuse import backends
@@ -149,12 +149,7 @@ def test_checkpointing_draws_the_same_again(backend):
             )
         )
 
-    torch.manual_seed(0)
-    expected = torch.autograd.grad(block(*args), args)
-    torch.manual_seed(0)
-    out = checkpoint(block, *args, use_reentrant=False)
-    for actual, wanted in zip(torch.autograd.grad(out, args), expected, strict=True):
-        assert_equal(actual, wanted)
+    check_checkpoint(block, args)
 
 
 def test_tensors_changed_in_place_are_noticed(backend):
@@ -167,6 +162,63 @@ def test_tensors_changed_in_place_are_noticed(backend):
         (output if which == "output" else copies[which]).mul_(2)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             output.sum().backward()
+
+
+# Single steps -------------------------------------------------------------------------------------
+
+
+def step(x: Tensor, h: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
+    """Of an LSTM, or where there is no c of a GRU."""
+    c, *p = rest if rest[0].shape == h.shape else (None, *rest)
+    return (trifuse.gru_cell(x, h, *p),) if c is None else trifuse.lstm_cell(x, (h, c), *p)
+
+
+@pytest.fixture(params=["lstm", "gru"])
+def step_args(request: pytest.FixtureRequest) -> list[Tensor]:
+    H, states, gates = 3, *((2, 4) if request.param == "lstm" else (1, 3))
+    shapes = [(2, H)] * (1 + states) + [(gates * H, H)] * 2 + [(gates * H,)] * 2
+    return [normal(*shape, dtype=torch.float64).requires_grad_() for shape in shapes]
+
+
+def test_gradients_of_a_step(backend, step_args):
+    torch.autograd.gradcheck(step, step_args)
+    torch.autograd.gradgradcheck(step, step_args)
+
+
+def test_a_steps_input_as_its_state(backend, step_args):
+    """Of the same tensor given twice, both parts of the gradient, and of the second one."""
+    x, _, *rest = step_args
+    torch.autograd.gradcheck(lambda x: step(x, x, *rest), x)
+    torch.autograd.gradgradcheck(lambda x: step(x, x, *rest), x)
+
+
+def test_vmap_over_gradients_of_a_step(backend, step_args):
+    """The step is over when the transform comes."""
+    for wanted in (step_args, step_args[:2]):
+        for result in step(*step_args):
+
+            def gradients(row: Tensor, result: Tensor = result, wanted: Any = wanted) -> Any:
+                return torch.autograd.grad(result, wanted, row, retain_graph=True)
+
+            basis = torch.eye(result.numel(), dtype=result.dtype).unflatten(1, result.shape)
+            each = zip(*map(gradients, basis), strict=True)
+            torch.testing.assert_close(
+                torch.func.vmap(gradients)(basis), tuple(torch.stack(rows) for rows in each)
+            )
+
+
+def test_a_steps_second_derivatives_know_nothing_of_what_is_switched_on(step_args):
+    def penalty() -> tuple[Tensor, ...]:
+        first = torch.autograd.grad(combine(results), args, create_graph=True)
+        return torch.autograd.grad(sum(g.square().sum() for g in first), args)
+
+    args = [t.detach().float().requires_grad_() for t in step_args]
+    results = step(*args)
+    expected = penalty()
+    results = step(*args)
+    with torch.autocast("cpu", torch.bfloat16), trifuse.backend("eager"):
+        for a, e in zip(penalty(), expected, strict=True):
+            assert_equal(a, e)
 
 
 # Computed again ---------------------------------------------------------------------------------
@@ -491,17 +543,9 @@ def opcheck(name: str, what: str, save: int) -> None:
 def test_fakes_have_the_real_shapes_dtypes_and_strides(backend, what, save, dtype, mode):
     """Inductor lays out memory by what the fakes say."""
     args = op_arguments(what, save, dtype)
-    real = run_both(backend, args)
-    tree = torch.utils._pytree
-    if mode == "meta":
-        meta = tree.tree_map_only(Tensor, lambda t: t.to("meta"), args)
-        # The formula in Python would look at the values of lengths; a kernel's fake does not.
-        pretended = run_both("cuda" if backend == "eager" else backend, meta)
-    else:
-        with torch._subclasses.FakeTensorMode() as fake_mode:
-            pretended = run_both(backend, tree.tree_map_only(Tensor, fake_mode.from_tensor, args))
-    for r, p in zip(real, pretended, strict=True):
-        assert (p.shape, p.dtype, p.stride()) == (r.shape, r.dtype, r.stride())
+    # The formula in Python would look at the values of lengths; a kernel's fake does not.
+    pretends = "cuda" if (backend, mode) == ("eager", "meta") else backend
+    check_fakes(run_both(backend, args), functools.partial(run_both, pretends), args, mode)
 
 
 def run_both(name: str, args: Any) -> list[Tensor]:
@@ -530,39 +574,16 @@ def model_inputs(T: int = 3, B: int = 2, I: int = 4, H: int = 5) -> list[Tensor]
     return [normal(*s, seed=i).requires_grad_() for i, s in enumerate(shapes)]
 
 
-def values_and_gradients(function: Callable[..., Tensor], args: list[Tensor]) -> list[Tensor]:
-    torch.manual_seed(SEED)
-    out = function(*args)
-    return [out, *torch.autograd.grad(out, args)]
-
-
-def assert_same_results(
-    actual: Callable[..., Tensor], expected: Callable[..., Tensor], args: list[Tensor]
-) -> None:
-    results = (values_and_gradients(f, args) for f in (actual, expected))
-    for a, e in zip(*results, strict=True):
-        torch.testing.assert_close(a, e)
-
-
-@pytest.fixture
-def _fresh_dynamo() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
-@pytest.mark.usefixtures("_fresh_dynamo")
+@pytest.mark.usefixtures("fresh_dynamo")
 def test_compile(served):
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     assert_same_results(compiled, model, model_inputs())
     with torch.no_grad():
-        torch.manual_seed(SEED)
-        expected = model(*model_inputs())
-        torch.manual_seed(SEED)
-        torch.testing.assert_close(compiled(*model_inputs()), expected)
+        actual, expected = (seeded(f)(*model_inputs()) for f in (compiled, model))
+        torch.testing.assert_close(actual, expected)
 
 
-@pytest.mark.usefixtures("_fresh_dynamo")
+@pytest.mark.usefixtures("fresh_dynamo")
 def test_compile_two_directions_with_lengths(backend):
     case = small("everything", torch.float32)
     _, args = call_of(case)
@@ -575,27 +596,20 @@ def test_compile_two_directions_with_lengths(backend):
         )  # fmt: skip
 
     compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
-    results = []
-    for f in (compiled, function):
-        out = combine(f(case.lengths, *args))
-        results.append([out, *torch.autograd.grad(out, args)])
-    for a, e in zip(*results, strict=True):
-        torch.testing.assert_close(a, e)
+    actual, expected = (
+        lambda *args, f=f: combine(f(case.lengths, *args)) for f in (compiled, function)
+    )
+    assert_same_results(actual, expected, args)
 
 
-@pytest.mark.usefixtures("_fresh_dynamo")
+@pytest.mark.usefixtures("fresh_dynamo")
 def test_compile_dynamic_shapes(backend):
-    """One graph for every length, batch and width. No two sizes are equal, or the graph has it."""
-    counter = CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(model, fullgraph=True, dynamic=True, backend=counter)
-    graphs = set()
-    for sizes in ((3, 5, 7, 9), (8, 9, 11, 6), (5, 10, 13, 4)):
-        assert_same_results(compiled, model, model_inputs(*sizes))
-        graphs.add(counter.frame_count)
-    assert len(graphs) == 1
+    """Every length, batch and width."""
+    sizes = ((3, 5, 7, 9), (8, 9, 11, 6), (5, 10, 13, 4))
+    check_one_graph(model, (model_inputs(*each) for each in sizes))
 
 
-@pytest.mark.usefixtures("_fresh_dynamo")
+@pytest.mark.usefixtures("fresh_dynamo")
 @pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs a compiler")
 def test_compile_with_inductor(backend):
     """Forward and backward through generated code, which believes the fakes' strides."""

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch_checks import Kernels
 
 import trifuse
 from trifuse import backends
@@ -19,19 +19,6 @@ T, B, I, H = 3, 2, 4, 5  # noqa: E741
 
 def ones(*shape: int, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Tensor:
     return torch.ones(shape, dtype=dtype, device=device)
-
-
-class Kernels(TorchDispatchMode):
-    """Notes the ops of trifuse that are called."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.called: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "trifuse":
-            self.called.append(str(func))
-        return func(*args, **(kwargs or {}))
 
 
 def arguments(dtype: torch.dtype = torch.float32) -> dict[str, Any]:

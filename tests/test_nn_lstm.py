@@ -6,7 +6,6 @@ import copy
 import itertools
 import pickle
 import warnings
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -330,14 +329,7 @@ def test_input_of_another_width():
 # Tracing ----------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def _fresh_dynamo() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
-@pytest.mark.usefixtures("_fresh_dynamo")
+@pytest.mark.usefixtures("fresh_dynamo")
 @pytest.mark.parametrize("kind", KINDS)
 def test_compile(kind):
     """In one graph, which torch's own breaks; with lengths, and in inference."""
@@ -358,7 +350,7 @@ def test_compile(kind):
         torch.testing.assert_close(tensors(compiled(x)), tensors(module(x)))
 
 
-@pytest.mark.usefixtures("_fresh_dynamo")
+@pytest.mark.usefixtures("fresh_dynamo")
 @pytest.mark.parametrize("kind", ["LSTMCell", "GRUCell"])
 def test_compile_cells(kind):
     cell = getattr(trifuse.nn, kind)(I, H)

@@ -1,7 +1,7 @@
-// torch.ops.trifuse.{lstm,gru}_{forward,backward,cell}.cpp: tensors in, tensors out.
+// torch.ops.trifuse.{lstm,gru}_{forward,backward,plain}.cpp: tensors in, tensors out.
 //
 // Shapes, dtypes and devices have been checked in pytorch_ext/ops/lstm.py and gru.py, but for those
-// of a cell, which refuses here what is not plain.
+// of a plain call, which are checked here.
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
@@ -48,12 +48,15 @@ class Call {
   // In what a kernel computes. A 16-bit type without products of its own is widened here, and h is
   // rounded at every step.
   at::ScalarType stored;
+  const bool one_step;  // of an input (B, I) or (I,), and states likewise
 
   Call(
       Cell cell, const Tensor& input, const OptionalTensor& h0, const OptionalTensor& c0,
       const Parameters& parameters, const OptionalTensor& lengths, const OptionalTensor& seed,
       const Flags& reverse, const LstmOptions& options)
-      : slots_(cell == Cell::Gru ? GruSlots : LstmSlots) {
+      : one_step(input.dim() < 3),
+        input_sizes_(input.sizes()),
+        slots_(cell == Cell::Gru ? GruSlots : LstmSlots) {
     dtype = input.scalar_type();
     wide = accumulation_type(dtype);
     const bool native =
@@ -62,7 +65,6 @@ class Call {
     p.cell = cell;
     p.dtype = kernel_type(stored);
     p.rounding = native ? DType::Float32 : kernel_type(dtype);
-    // (T, B, I), or of one step (B, I) or (I,).
     const Tensor x = hold(as(input, stored));
     p.input = x.const_data_ptr();
     int64_t* const sizes[] = {&p.T, &p.B, &p.I};
@@ -126,6 +128,13 @@ class Call {
     char* all = static_cast<char*>(const_cast<void*>(data(t, type)));
     const int64_t bytes = t->numel() / p.directions * c10::elementSize(type);
     for (int64_t d = 0; d < p.directions; ++d) p.direction[d].*which = all + d * bytes;
+  }
+  // (count, B, columns), or of one step (B, columns) or (columns,).
+  at::DimVector rows(int64_t count, int64_t columns) const {
+    if (!one_step) return {count, p.B, columns};
+    at::DimVector sizes(input_sizes_);
+    sizes.back() = columns;
+    return sizes;
   }
   // A result of these sizes.
   Tensor result(at::IntArrayRef sizes, at::ScalarType type) {
@@ -221,13 +230,14 @@ class Call {
     return std::max<int64_t>(most, 1);
   }
 
+  const at::DimVector input_sizes_;
   const int slots_;
   std::deque<Tensor> held_;
   std::vector<int64_t> order_, length_, active_, start_;
 };
 
 struct ForwardResults {
-  Tensor output, h_n, c_n, gates, cells, clipped;
+  Tensor output, h_n, c_n, gates, cells, clipped;  // undefined where there is none
 };
 
 // `gate_blocks`: how many values of gates, or of products, a unit leaves; 0 for none.
@@ -235,27 +245,39 @@ ForwardResults forward(Call& call, int64_t gate_blocks, bool save_cells) {
   LstmProblem& p = call.p;
   const int64_t D = p.directions;
   ForwardResults r;
-  r.output = call.result({p.T, p.B, D * p.R}, call.stored);
-  r.h_n = call.result({D, p.B, p.R}, call.stored);
-  r.c_n = call.result({p.cell == Cell::Lstm ? D : 0, p.B, p.H}, call.wide);
-  r.gates = gate_blocks ? call.result({D, p.T, p.B, gate_blocks * p.H}, call.gates_type())
-                        : at::empty({0}, call.dtype);
-  r.cells = save_cells ? call.result({D, p.T, p.B, p.H}, call.wide) : at::empty({0}, call.wide);
-  const bool save_clipped = save_cells && p.clip_words();
-  r.clipped = save_clipped ? call.result({D, p.T, p.B, p.clip_words()}, at::kShort)
-                           : at::empty({0}, at::kShort);
+  r.output = call.result(call.rows(p.T, D * p.R), call.stored);
   p.output = r.output.mutable_data_ptr();
-  call.each_direction(&LstmDirection::h_n, r.h_n, call.stored);
-  if (p.cell == Cell::Lstm) call.each_direction(&LstmDirection::c_n, r.c_n, call.wide);
-  if (gate_blocks) call.each_direction(&LstmDirection::gates, r.gates, call.gates_type());
-  if (save_cells) call.each_direction(&LstmDirection::cells, r.cells, call.wide);
-  if (save_clipped) call.each_direction(&LstmDirection::clipped, r.clipped, at::kShort);
+  if (!call.one_step) {
+    r.h_n = call.result({D, p.B, p.R}, call.stored);
+    call.each_direction(&LstmDirection::h_n, r.h_n, call.stored);
+  }
+  if (p.cell == Cell::Lstm) {
+    r.c_n = call.result(call.rows(D, p.H), call.wide);
+    call.each_direction(&LstmDirection::c_n, r.c_n, call.wide);
+  }
+  if (gate_blocks) {
+    r.gates = call.result({D, p.T, p.B, gate_blocks * p.H}, call.gates_type());
+    call.each_direction(&LstmDirection::gates, r.gates, call.gates_type());
+  }
+  if (save_cells) {
+    r.cells = call.result({D, p.T, p.B, p.H}, call.wide);
+    call.each_direction(&LstmDirection::cells, r.cells, call.wide);
+  }
+  if (save_cells && p.clip_words()) {
+    r.clipped = call.result({D, p.T, p.B, p.clip_words()}, at::kShort);
+    call.each_direction(&LstmDirection::clipped, r.clipped, at::kShort);
+  }
   if (p.B) call.run(kernels(p.dtype).lstm_forward);
   if (call.stored != call.dtype) {
-    for (Tensor* t : {&r.output, &r.h_n}) *t = t->to(call.dtype);
-    if (!call.normalises()) r.gates = r.gates.to(call.dtype);
+    r.output = r.output.to(call.dtype);
+    if (r.h_n.defined()) r.h_n = r.h_n.to(call.dtype);
+    if (r.gates.defined() && !call.normalises()) r.gates = r.gates.to(call.dtype);
   }
   return r;
+}
+
+Tensor or_empty(const Tensor& t, at::ScalarType type) {
+  return t.defined() ? t : at::empty({0}, type);
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> lstm_forward(
@@ -270,7 +292,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> lstm_forward(
        training});
   auto r = forward(
       call, save == 2 ? call.p.gates() * (call.normalises() ? 2 : 1) : 0, save >= 1);
-  return {r.output, r.h_n, r.c_n, r.gates, r.cells, r.clipped};
+  return {
+      r.output, r.h_n, r.c_n, or_empty(r.gates, call.dtype), or_empty(r.cells, call.wide),
+      or_empty(r.clipped, at::kShort)};
 }
 
 std::tuple<Tensor, Tensor, Tensor> gru_forward(
@@ -278,61 +302,82 @@ std::tuple<Tensor, Tensor, Tensor> gru_forward(
     const OptionalTensor& lengths, const Flags& reverse, bool save) {
   Call call(Cell::Gru, input, h0, {}, parameters.vec(), lengths, {}, reverse, {});
   auto r = forward(call, save ? 4 : 0, false);
+  return {r.output, r.h_n, or_empty(r.gates, call.dtype)};
+}
+
+// Plain calls -------------------------------------------------------------------------------------
+
+// Whether nothing is to be converted, and everything fits.
+bool is_plain(
+    Cell cell, const Tensor& input, const OptionalTensor& h0, const OptionalTensor& c0,
+    const Parameters& parameters, int64_t D) {
+  const at::ScalarType dtype = input.scalar_type();
+  if (dtype != at::kFloat && dtype != at::kDouble && dtype != at::kBFloat16 && dtype != at::kHalf)
+    return false;
+  const at::ScalarType wide = accumulation_type(dtype);
+  const bool one_step = input.dim() < 3;
+  if (input.dim() < 1 || input.dim() > 3 || input.numel() == 0 || D < 1 || D > (one_step ? 1 : 2))
+    return false;
+  if (!parameters[WeightHh] || parameters[WeightHh]->dim() != 2) return false;
+
+  const int64_t G = cell == Cell::Gru ? 3 : 4, I = input.size(-1);
+  const int64_t H = parameters[WeightHh]->size(0) / G, R = parameters[WeightHh]->size(1);
+  if (H == 0 || R == 0) return false;
+  const auto has = [&](const OptionalTensor& t, at::IntArrayRef sizes, at::ScalarType other) {
+    return t && t->sizes() == sizes && (t->scalar_type() == dtype || t->scalar_type() == other);
+  };
+  const auto may_have = [&](const OptionalTensor& t, at::IntArrayRef sizes, at::ScalarType other) {
+    return !t || has(t, sizes, other);
+  };
+  const int64_t slots = static_cast<int64_t>(parameters.size()) / D;
+  for (int64_t d = 0; d < D; ++d) {
+    const OptionalTensor* const given = parameters.data() + d * slots;
+    if (!has(given[WeightIh], {G * H, I}, dtype) || !has(given[WeightHh], {G * H, R}, dtype) ||
+        !may_have(given[BiasIh], {G * H}, wide) || !may_have(given[BiasHh], {G * H}, wide))
+      return false;
+    const bool projected = slots > WeightHr && given[WeightHr];
+    if (projected ? !has(given[WeightHr], {R, H}, dtype) : R != H) return false;
+    for (int64_t slot = 0; slot < slots; ++slot)
+      if (given[slot].has_value() != (slot <= WeightHr && parameters[slot])) return false;
+  }
+  at::DimVector rows(input.sizes().slice(one_step ? 0 : 1));
+  if (!one_step) rows.insert(rows.begin(), D);
+  rows.back() = R;
+  if (!may_have(h0, rows, dtype)) return false;
+  rows.back() = H;
+  return may_have(c0, rows, wide);
+}
+
+// A layer without options or lengths, or one step of it; `save`: for a backward. Looking at the
+// arguments in Python takes as long as a step of a few hundred units does, so the checks are here.
+// What is not plain is refused, and goes the way of the ops above, after their checks.
+ForwardResults plain(
+    Cell cell, const Tensor& input, const OptionalTensor& h0, const OptionalTensor& c0,
+    const ParameterList& list, bool save) {
+  const Parameters parameters = list.vec();
+  const size_t D = parameters.size() / (cell == Cell::Gru ? GruSlots : LstmSlots);
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      is_plain(cell, input, h0, c0, parameters, static_cast<int64_t>(D)), "not a plain call");
+  Flags reverse({false});
+  if (D == 2) reverse.push_back(true);
+  Call call(cell, input, h0, c0, parameters, {}, {}, reverse, {});
+  return forward(call, save ? 4 : 0, save && cell == Cell::Lstm);
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> lstm_plain(
+    const Tensor& input, const OptionalTensor& h0, const OptionalTensor& c0,
+    const ParameterList& parameters, bool save) {
+  auto r = plain(Cell::Lstm, input, h0, c0, parameters, save);
+  return {r.output, r.h_n, r.c_n, r.gates, r.cells, or_empty(r.clipped, at::kShort)};
+}
+
+std::tuple<Tensor, Tensor, Tensor> gru_plain(
+    const Tensor& input, const OptionalTensor& h0, const ParameterList& parameters, bool save) {
+  auto r = plain(Cell::Gru, input, h0, {}, parameters, save);
   return {r.output, r.h_n, r.gates};
 }
 
-// One step of a layer without options. No checks have been made: what would have to be converted, or
-// does not fit, is refused, and goes the way of the ops above, after theirs.
-std::tuple<Tensor, Tensor> cell_step(
-    Cell cell, const Tensor& input, const OptionalTensor& h0, const OptionalTensor& c0,
-    const Parameters& parameters) {
-  const at::ScalarType dtype = input.scalar_type(), wide = accumulation_type(dtype);
-  const Tensor &weight_ih = *parameters[WeightIh], &weight_hh = *parameters[WeightHh];
-  const int64_t gates = cell == Cell::Gru ? 3 : 4;
-  const auto has = [](const OptionalTensor& t, at::IntArrayRef sizes, at::ScalarType a,
-                      at::ScalarType b) {
-    return !t || (t->sizes() == sizes && (t->scalar_type() == a || t->scalar_type() == b));
-  };
-  bool plain = (input.dim() == 1 || input.dim() == 2) && weight_hh.dim() == 2 &&
-      input.size(-1) > 0 && weight_hh.size(1) > 0 &&
-      (dtype == wide || dtype == at::kBFloat16 || dtype == at::kHalf);
-  at::DimVector states(input.sizes());
-  if (plain) {
-    const int64_t I = input.size(-1), H = weight_hh.size(1);
-    states.back() = H;
-    plain = has(h0, states, dtype, dtype) && has(c0, states, dtype, wide) &&
-        has(weight_ih, {gates * H, I}, dtype, dtype) &&
-        has(weight_hh, {gates * H, H}, dtype, dtype) &&
-        has(parameters[BiasIh], {gates * H}, dtype, wide) &&
-        has(parameters[BiasHh], {gates * H}, dtype, wide);
-  }
-  TORCH_CHECK_NOT_IMPLEMENTED(plain, "not a plain step");
-  Call call(cell, input, h0, c0, parameters, {}, {}, Flags({false}), {});
-  Tensor h = call.result(states, call.stored), c;
-  call.p.output = h.mutable_data_ptr();
-  if (cell == Cell::Lstm) {
-    c = call.result(states, call.wide);
-    call.p.direction[0].c_n = c.mutable_data_ptr();
-  }
-  if (call.p.B) call.run(kernels(call.p.dtype).lstm_forward);
-  return {call.stored == dtype ? h : h.to(dtype), c};
-}
-
-std::tuple<Tensor, Tensor> lstm_cell(
-    const Tensor& input, const OptionalTensor& h0, const OptionalTensor& c0,
-    const Tensor& weight_ih, const Tensor& weight_hh, const OptionalTensor& bias_ih,
-    const OptionalTensor& bias_hh) {
-  return cell_step(
-      Cell::Lstm, input, h0, c0,
-      {weight_ih, weight_hh, bias_ih, bias_hh, {}, {}, {}, {}, {}, {}});
-}
-
-Tensor gru_cell(
-    const Tensor& input, const OptionalTensor& hx, const Tensor& weight_ih,
-    const Tensor& weight_hh, const OptionalTensor& bias_ih, const OptionalTensor& bias_hh) {
-  return std::get<0>(
-      cell_step(Cell::Gru, input, hx, {}, {weight_ih, weight_hh, bias_ih, bias_hh}));
-}
+// Backward ----------------------------------------------------------------------------------------
 
 // The slots of a direction's parameters, and where each one's gradient goes.
 struct GradientOf {
@@ -366,10 +411,13 @@ std::vector<Tensor> backward(
     return grads[index];
   };
   p.grad_output = call.data(grad_output, call.stored);
-  if (const Tensor x = result(0, {p.T, p.B, p.I}, call.stored); x.defined())
+  if (const Tensor x = result(0, given[0]->sizes(), call.stored); x.defined())
     p.grad_input = x.mutable_data_ptr();
-  const Tensor h0 = result(1, {p.directions, p.B, p.R}, call.stored);
-  const Tensor c0 = states == 2 ? result(2, {p.directions, p.B, p.H}, call.wide) : Tensor();
+  const auto state = [&](size_t index) {
+    return given[index] ? result(index, given[index]->sizes(), index == 1 ? call.stored : call.wide)
+                        : Tensor();
+  };
+  const Tensor h0 = state(1), c0 = states == 2 ? state(2) : Tensor();
   call.each_direction(&LstmDirection::grad_h_n, grad_h_n, call.stored);
   call.each_direction(&LstmDirection::grad_c_n, grad_c_n, call.wide);
   if (h0.defined()) call.each_direction(&LstmDirection::grad_h0, h0, call.stored);
@@ -437,10 +485,10 @@ std::vector<Tensor> gru_backward(
 TORCH_LIBRARY_IMPL(trifuse, CPU, m) {
   m.impl("lstm_forward.cpp", lstm_forward);
   m.impl("lstm_backward.cpp", lstm_backward);
-  m.impl("lstm_cell.cpp", lstm_cell);
+  m.impl("lstm_plain.cpp", lstm_plain);
   m.impl("gru_forward.cpp", gru_forward);
   m.impl("gru_backward.cpp", gru_backward);
-  m.impl("gru_cell.cpp", gru_cell);
+  m.impl("gru_plain.cpp", gru_plain);
 }
 
 }  // namespace trifuse

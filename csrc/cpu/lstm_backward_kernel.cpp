@@ -51,7 +51,8 @@ class Backward : Layer<E> {
     for (int64_t d = 0; d < p.directions; ++d) {
       const LstmDirection& way = p.direction[d];
       Sequence& q = sequences[d];
-      q.hh = arena.take<E>(tiles(p.R) * hh_back_size());
+      // Of one step it makes but the gradient of h0.
+      q.hh = arena.take<E>(p.steps > 1 || way.grad_h0 ? tiles(p.R) * hh_back_size() : 0);
       q.hr = arena.take<E>(projected ? tiles(p.H) * hr_back_size() : 0);
       q.da = arena.take<S>(panels.count * tokens * width);
       q.dax = norm ? arena.take<S>(panels.count * tokens * width) : q.da;
@@ -123,6 +124,7 @@ class Backward : Layer<E> {
   // A task owns at most so many tiles of columns of a weight's gradient; or tokens and tiles of the
   // input's.
   static constexpr int64_t kGroupTiles = 8, kInputTokens = 320, kInputTiles = 4;
+  static constexpr int64_t kFlatRows = 12;  // of a weight's gradient, that are computed at once
 
   // One direction's tensors over all steps. Tokens are numbered step by step.
   struct Sequence {
@@ -186,7 +188,7 @@ class Backward : Layer<E> {
       const RowGroup group{p, d};
       Range share = team.share(tiles(p.R));
       for (int64_t tile = share.first; tile < share.last; ++tile) {
-        pack_hidden(way, tile, sequence.hh + tile * hh_back_size());
+        if (sequence.hh) pack_hidden(way, tile, sequence.hh + tile * hh_back_size());
         if (sequence.h) pack_tokens(group, tile, p.R, true, sequence.h);
       }
       share = team.share(sequence.hr ? tiles(p.H) : 0);
@@ -829,32 +831,41 @@ class Backward : Layer<E> {
     } else {
       a_rows = a;
     }
-    const int64_t last = std::min((group + 1) * kGroupTiles * kTile, width);
+    const int64_t begin = group * kGroupTiles * kTile;
+    const int64_t columns = std::min(kGroupTiles * kTile, width - begin);
     const bool stream = far_away<S>(panels.count * kUnits * width);  // nor would it stay in a cache
-    for (int64_t column = group * kGroupTiles * kTile; column < last; column += kTile) {
-      const E* right;
-      if constexpr (std::is_same_v<Right, E>) {
-        right = b + column / kTile * elements<E>(tokens) * kTile;
-      } else {
-        copy_right_rows<E>(
-            Rows<S>{b + column * tokens, kTile, 1}, tokens, kTile, kTile, own.right);
-        right = own.right;
-      }
-      alignas(64) T sums[kTile * kTile];
-      product<E>(
-          rows, kTile, elements<E>(tokens), a_rows, 1, a_ld, right, kTile, sums, kTile, false);
-      const int64_t columns = std::min(kTile, last - column);
-      if (tokens == 0) std::fill_n(sums, kTile * kTile, T(0));
-      if (factor != 1) this->scale(sums, kTile * kTile, static_cast<T>(factor));
-      for (int64_t m = 0; m < rows; ++m)
-        if (S* row = row_of(m)) {
-          const auto strip = Strip<T>::load(sums + m * kTile);
-          if (columns == kTile)
-            strip.store(row + column, Whole{}, stream);
-          else
-            strip.store(row + column, columns);
+    // Of few tokens the time is that of writing, which whole rows take less of than tiles.
+    const bool few = elements<E>(tokens) <= kTile;
+    const int64_t high = few ? kFlatRows : kTile, wide = few ? kGroupTiles * kTile : kTile;
+    alignas(64) T sums[std::max(kFlatRows * kGroupTiles, kTile) * kTile];
+    for (int64_t m = 0; m < rows; m += high)
+      for (int64_t first = 0; first < columns; first += wide) {
+        const int64_t count = std::min(high, rows - m), last = std::min(first + wide, columns);
+        for (int64_t c = first; c < last; c += kTile) {
+          const E* right;
+          if constexpr (std::is_same_v<Right, E>) {
+            right = b + (begin + c) / kTile * elements<E>(tokens) * kTile;
+          } else {
+            copy_right_rows<E>(
+                Rows<S>{b + (begin + c) * tokens, kTile, 1}, tokens, kTile, kTile, own.right);
+            right = own.right;
+          }
+          product<E>(
+              count, kTile, elements<E>(tokens), a_rows + m, 1, a_ld, right, kTile,
+              sums + (c - first), wide, false);
         }
-    }
+        if (tokens == 0) std::fill_n(sums, count * wide, T(0));
+        if (factor != 1) this->scale(sums, count * wide, static_cast<T>(factor));
+        for (int64_t k = 0; k < count; ++k)
+          if (S* row = row_of(m + k))
+            for (int64_t c = first; c < last; c += kTile) {
+              const auto strip = Strip<T>::load(sums + k * wide + (c - first));
+              if (last - c >= kTile)
+                strip.store(row + begin + c, Whole{}, stream);
+              else
+                strip.store(row + begin + c, last - c);
+            }
+      }
     if (stream) fence_streams();
   }
 

@@ -30,15 +30,13 @@ using Stored = std::conditional_t<kPack<E> == 2, c10::BFloat16, E>;
 
 // 16 units in registers.
 template <class T>
-struct Units {
-  using Vec = Vectorized<T>;
-  static constexpr int kVecs = kUnits / Vec::size();
-  Vec v[kVecs];
+struct Units : Lanes<Units<T>, T, kUnits> {
+  using Base = Lanes<Units<T>, T, kUnits>;
+  using typename Base::Vec;
+  using Base::kVecs, Base::v;
 
   Units() = default;
-  explicit Units(T value) {
-    for (Vec& x : v) x = Vec(value);
-  }
+  explicit Units(T value) : Units(Base::full(value)) {}
 
   template <class S>
   static Units load(const S* from) {
@@ -79,33 +77,6 @@ struct Units {
     std::copy_n(padded, count, to);
   }
 
-  template <class F>
-  friend Units map(F f, const Units& a) {
-    Units u;
-    for (int i = 0; i < kVecs; ++i) u.v[i] = f(a.v[i]);
-    return u;
-  }
-  template <class F>
-  friend Units map(F f, const Units& a, const Units& b) {
-    Units u;
-    for (int i = 0; i < kVecs; ++i) u.v[i] = f(a.v[i], b.v[i]);
-    return u;
-  }
-  friend Units operator+(const Units& a, const Units& b) {
-    return map([](Vec x, Vec y) { return x + y; }, a, b);
-  }
-  friend Units operator-(const Units& a, const Units& b) {
-    return map([](Vec x, Vec y) { return x - y; }, a, b);
-  }
-  friend Units operator*(const Units& a, const Units& b) {
-    return map([](Vec x, Vec y) { return x * y; }, a, b);
-  }
-  // a · b + c, rounded once.
-  friend Units multiply_add(const Units& a, const Units& b, const Units& c) {
-    Units u;
-    for (int i = 0; i < kVecs; ++i) u.v[i] = at::vec::fmadd(a.v[i], b.v[i], c.v[i]);
-    return u;
-  }
   friend Units sigmoid(const Units& a) {
     return map([](Vec x) { return TRIFUSE_CAPABILITY::sigmoid(x); }, a);
   }
@@ -123,17 +94,6 @@ struct Units {
     for (int i = 0; i < kVecs; ++i)
       bits |= greater_bits(x.v[i].abs(), static_cast<T>(limit)) << i * Vec::size();
     return static_cast<uint16_t>(bits);
-  }
-  // a where the low bits are set, b elsewhere.
-  friend Units choose(uint64_t bits, const Units& a, const Units& b) {
-    Units u;
-    for (int i = 0; i < kVecs; ++i) u.v[i] = select(bits >> i * Vec::size(), a.v[i], b.v[i]);
-    return u;
-  }
-  T total() const {
-    Vec sum = v[0];
-    for (int i = 1; i < kVecs; ++i) sum = sum + v[i];
-    return at::vec::vec_reduce_all([](Vec& a, Vec& b) { return a + b; }, sum);
   }
 };
 
@@ -251,15 +211,13 @@ template <class E>
 TRIFUSE_INLINE inline void transpose_units(
     const E* source, int64_t source_ld, int64_t rows, int64_t columns, E* target, int64_t ld) {
   int64_t first = 0;
-  if constexpr (sizeof(E) == sizeof(float)) {
-    if (rows == kUnits) {
-      constexpr int64_t block = Vectorized<float>::size();
-      const auto* from = reinterpret_cast<const float*>(source);
-      auto* to = reinterpret_cast<float*>(target);
-      for (; first + block <= columns; first += block)
-        for (int64_t r = 0; r < kUnits; r += block)
-          transpose_square(from + r * source_ld + first, source_ld, to + first * ld + r, ld);
-    }
+  if (rows == kUnits) {
+    constexpr int64_t block = Vectorized<Moved<E>>::size();
+    const auto* from = reinterpret_cast<const Moved<E>*>(source);
+    auto* to = reinterpret_cast<Moved<E>*>(target);
+    for (; first + block <= columns; first += block)
+      for (int64_t r = 0; r < kUnits; r += block)
+        transpose_square(from + r * source_ld + first, source_ld, to + first * ld + r, ld);
   }
   for (int64_t c = first; c < columns; ++c) {
     for (int64_t r = 0; r < rows; ++r) target[c * ld + r] = source[r * source_ld + c];
@@ -301,12 +259,12 @@ inline void pack_unit_rows(
 // So few rows of A that packing a panel for them takes longer than multiplying by it.
 constexpr int kFewRows = 8;
 
-// With one vector for 16 units a square of 16 stays in registers.
+// With 32 registers of 64 bytes, 16 rows of a weight stay in half of them.
 constexpr int kUnrolled = Vectorized<float>::size() == kUnits ? kUnits : 1;
 
 // C (M x 16) = or += A (M x K) B for M <= kFewRows, where B's columns are rows of a weight, of which
-// `units` exist. 16 of them by 16 values of k are turned around and meet all rows of A, while as much
-// of `next`, where reading goes on afterwards, is fetched. In the chains of `product`, to the bit.
+// `units` exist. A vector's length of each is turned around and meets all rows of A, while as much of
+// `next`, where reading goes on afterwards, is fetched. In the chains of `product`, to the bit.
 template <int most = kFewRows, class E>
 inline void product_in_place(
     int64_t M, int64_t K, const E* a, int64_t a_m, const E* weight, int64_t ld, int64_t units,
@@ -319,19 +277,20 @@ inline void product_in_place(
   using U = Units<T>;
   const E* row[most];  // the last one stands in for those that don't exist
   for (int m = 0; m < most; ++m) row[m] = a + std::min<int64_t>(m, M - 1) * a_m;
-  alignas(64) E square[kUnits * kUnits];
+  constexpr int64_t kDepth = Vectorized<Moved<E>>::size();
+  alignas(64) E turned[kDepth * kUnits];
   for (int64_t first = 0; first < K; first += chain_length(ahead)) {
     const int64_t end = std::min(first + chain_length(ahead), K);
     U sum[most];
 #pragma GCC unroll 8
     for (int m = 0; m < most; ++m) sum[m] = U(T(0));
     const auto meet = [&](int64_t k, int64_t depth) TRIFUSE_INLINE {
-      transpose_units(weight + k, ld, units, depth, square, kUnits);
+      transpose_units(weight + k, ld, units, depth, turned, kUnits);
 #pragma GCC unroll kUnrolled
       for (int64_t j = 0; j < depth; ++j)
 #pragma GCC unroll 4
         for (int v = 0; v < U::kVecs; ++v) {
-          const auto column = Element<E>::load(square + j * kUnits + v * U::Vec::size());
+          const auto column = Element<E>::load(turned + j * kUnits + v * U::Vec::size());
 #pragma GCC unroll 8
           for (int m = 0; m < most; ++m)
             sum[m].v[v] =
@@ -339,10 +298,10 @@ inline void product_in_place(
         }
     };
     int64_t k = first;
-    for (; k + kUnits <= end; k += kUnits) {
+    for (; k + kDepth <= end; k += kDepth) {
       const char* fetched = static_cast<const char*>(next) + k * kUnits * sizeof(E);
-      for (size_t byte = 0; byte < sizeof square; byte += 64) __builtin_prefetch(fetched + byte);
-      meet(k, kUnits);
+      for (size_t byte = 0; byte < sizeof turned; byte += 64) __builtin_prefetch(fetched + byte);
+      meet(k, kDepth);
     }
     if (k < end) meet(k, end - k);
 #pragma GCC unroll 8

@@ -16,6 +16,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <tuple>
 #include <type_traits>
 
 #include "cpu/scratch.h"
@@ -143,34 +144,54 @@ inline bool all_finite(Rows<Scalar> rows, int64_t n, int64_t columns) {
 }
 
 // target[c][r] = source[r][c] for a square of a vector's size. Flattened, because the compiler leaves
-// ATen's function as a call, in which sizes are no constants and the registers are an array.
+// ATen's functions as calls, in which sizes are no constants and the registers are an array.
 [[gnu::flatten]] inline void transpose_square(
     const float* source, int64_t ld, float* target, int64_t target_ld) {
   constexpr int64_t size = Vectorized<float>::size();
   at::vec::transpose_mxn<float, size, size>(source, ld, target, target_ld);
 }
+// ATen has no such function of doubles. With rows i and i + size / 2 interleaved, an element's row
+// and column, as one number in base 2, have turned by a place: after log2(size) turns they have
+// changed places.
+[[gnu::flatten]] inline void transpose_square(
+    const double* source, int64_t ld, double* target, int64_t target_ld) {
+  using Vec = Vectorized<double>;
+  constexpr int64_t size = Vec::size(), half = size / 2;
+  Vec rows[size], turned[size];
+#pragma GCC unroll 8
+  for (int64_t r = 0; r < size; ++r) rows[r] = Vec::loadu(source + r * ld);
+#pragma GCC unroll 3
+  for (int64_t turn = 1; turn < size; turn *= 2) {
+#pragma GCC unroll 4
+    for (int64_t r = 0; r < half; ++r)
+      std::tie(turned[2 * r], turned[2 * r + 1]) = at::vec::interleave2(rows[r], rows[r + half]);
+#pragma GCC unroll 8
+    for (int64_t r = 0; r < size; ++r) rows[r] = turned[r];
+  }
+#pragma GCC unroll 8
+  for (int64_t r = 0; r < size; ++r) rows[r].store(target + r * target_ld);
+}
 
-// dst[c][r] = src[r][c] for elements of 32 or 64 bits; dst has kTile columns, zeros past `rows`.
+// What elements of 32 or 64 bits are moved as.
+template <class E>
+using Moved = std::conditional_t<sizeof(E) == sizeof(float), float, double>;
+
+// dst[c][r] = src[r][c]; dst has kTile columns, zeros past `rows`.
 template <class E>
 inline void transpose_tile(const E* source, int64_t ld, int64_t rows, int64_t columns, E* target) {
-  if constexpr (sizeof(E) == sizeof(float)) {
-    const auto* from = reinterpret_cast<const float*>(source);
-    auto* to = reinterpret_cast<float*>(target);
-    constexpr int64_t block = Vectorized<float>::size();
-    int64_t r = 0;
-    for (; r + block <= rows; r += block) {
-      int64_t c = 0;
-      for (; c + block <= columns; c += block)
-        transpose_square(from + r * ld + c, ld, to + c * kTile + r, kTile);
-      for (; c < columns; ++c)
-        for (int64_t k = r; k < r + block; ++k) to[c * kTile + k] = from[k * ld + c];
-    }
-    for (int64_t c = 0; c < columns; ++c)
-      for (int64_t k = r; k < rows; ++k) to[c * kTile + k] = from[k * ld + c];
-  } else {
-    for (int64_t c = 0; c < columns; ++c)
-      for (int64_t r = 0; r < rows; ++r) target[c * kTile + r] = source[r * ld + c];
+  const auto* from = reinterpret_cast<const Moved<E>*>(source);
+  auto* to = reinterpret_cast<Moved<E>*>(target);
+  constexpr int64_t block = Vectorized<Moved<E>>::size();
+  int64_t r = 0;
+  for (; r + block <= rows; r += block) {
+    int64_t c = 0;
+    for (; c + block <= columns; c += block)
+      transpose_square(from + r * ld + c, ld, to + c * kTile + r, kTile);
+    for (; c < columns; ++c)
+      for (int64_t k = r; k < r + block; ++k) to[c * kTile + k] = from[k * ld + c];
   }
+  for (int64_t c = 0; c < columns; ++c)
+    for (int64_t k = r; k < rows; ++k) to[c * kTile + k] = from[k * ld + c];
   if (rows < kTile) {
     for (int64_t c = 0; c < columns; ++c) std::fill_n(target + c * kTile + rows, kTile - rows, E{});
   }

@@ -61,16 +61,10 @@ inline void fence_streams() {
 
 // 64 neighbouring columns, in registers.
 template <class T>
-struct Strip {
-  using Vec = Vectorized<T>;
-  static constexpr int kVecs = kStrip / Vec::size();
-  Vec v[kVecs];
-
-  static Strip full(T value) {
-    Strip s;
-    for (auto& v : s.v) v = Vec(value);
-    return s;
-  }
+struct Strip : Lanes<Strip<T>, T, kStrip> {
+  using Base = Lanes<Strip<T>, T, kStrip>;
+  using typename Base::Vec;
+  using Base::kVecs, Base::v;
 
   // `count` columns, a number or Whole, and 0 past them.
   template <class Scalar, class Count = Whole>
@@ -98,41 +92,8 @@ struct Strip {
     }
   }
 
-  // Lane by lane.
-  template <class F>
-  friend Strip map(F f, const Strip& a) {
-    Strip s;
-    for (int i = 0; i < kVecs; ++i) s.v[i] = f(a.v[i]);
-    return s;
-  }
-  template <class F>
-  friend Strip map(F f, const Strip& a, const Strip& b) {
-    Strip s;
-    for (int i = 0; i < kVecs; ++i) s.v[i] = f(a.v[i], b.v[i]);
-    return s;
-  }
-  friend Strip operator+(const Strip& a, const Strip& b) {
-    return map([](Vec x, Vec y) { return x + y; }, a, b);
-  }
-  friend Strip operator-(const Strip& a, const Strip& b) {
-    return map([](Vec x, Vec y) { return x - y; }, a, b);
-  }
-  friend Strip operator*(const Strip& a, const Strip& b) {
-    return map([](Vec x, Vec y) { return x * y; }, a, b);
-  }
-  // a · b + c, rounded once.
-  friend Strip multiply_add(const Strip& a, const Strip& b, const Strip& c) {
-    Strip s;
-    for (int i = 0; i < kVecs; ++i) s.v[i] = at::vec::fmadd(a.v[i], b.v[i], c.v[i]);
-    return s;
-  }
-
   // 0 where a bit is not set.
-  Strip keep(uint64_t bits) const {
-    Strip s;
-    for (int i = 0; i < kVecs; ++i) s.v[i] = select(bits >> i * Vec::size(), v[i], Vec(T(0)));
-    return s;
-  }
+  Strip keep(uint64_t bits) const { return choose(bits, *this, Base::full(T(0))); }
 
   // As a narrower type holds it.
   template <class Scalar>
@@ -140,12 +101,6 @@ struct Strip {
     alignas(64) Scalar narrow[kStrip];
     store_whole(narrow);
     return load_whole(narrow);
-  }
-
-  T total() const {
-    Vec sum = v[0];
-    for (int i = 1; i < kVecs; ++i) sum = sum + v[i];
-    return at::vec::vec_reduce_all([](Vec& a, Vec& b) { return a + b; }, sum);
   }
 
  private:

@@ -6,6 +6,7 @@
 
 #pragma once
 
+#include <ATen/cpu/vec/functional.h>
 #include <ATen/cpu/vec/vec.h>
 #include <c10/util/BFloat16.h>
 #include <c10/util/Half.h>
@@ -156,6 +157,62 @@ inline Vectorized<float> exp2(Vectorized<float> x) {
 }
 
 #endif
+
+// As many numbers as a Self has, in registers, and what Strip (row.h) and Units (lstm_units.h), which
+// derive from it, have in common.
+template <class Self, class T, int64_t count>
+struct Lanes {
+  using Vec = Vectorized<T>;
+  static constexpr int kVecs = count / Vec::size();
+  Vec v[kVecs];
+
+  static Self full(T value) {
+    Self s;
+    for (Vec& x : s.v) x = Vec(value);
+    return s;
+  }
+
+  // Lane by lane.
+  template <class F>
+  friend Self map(F f, const Self& a) {
+    Self s;
+    for (int i = 0; i < kVecs; ++i) s.v[i] = f(a.v[i]);
+    return s;
+  }
+  template <class F>
+  friend Self map(F f, const Self& a, const Self& b) {
+    Self s;
+    for (int i = 0; i < kVecs; ++i) s.v[i] = f(a.v[i], b.v[i]);
+    return s;
+  }
+  friend Self operator+(const Self& a, const Self& b) {
+    return map([](Vec x, Vec y) { return x + y; }, a, b);
+  }
+  friend Self operator-(const Self& a, const Self& b) {
+    return map([](Vec x, Vec y) { return x - y; }, a, b);
+  }
+  friend Self operator*(const Self& a, const Self& b) {
+    return map([](Vec x, Vec y) { return x * y; }, a, b);
+  }
+  // a · b + c, rounded once.
+  friend Self multiply_add(const Self& a, const Self& b, const Self& c) {
+    Self s;
+    for (int i = 0; i < kVecs; ++i) s.v[i] = at::vec::fmadd(a.v[i], b.v[i], c.v[i]);
+    return s;
+  }
+  // a where the low bits are set, b elsewhere.
+  friend Self choose(uint64_t bits, const Self& a, const Self& b) {
+    Self s;
+    for (int i = 0; i < kVecs; ++i) s.v[i] = select(bits >> i * Vec::size(), a.v[i], b.v[i]);
+    return s;
+  }
+
+  T total() const {
+    Vec sum = v[0];
+    for (int i = 1; i < kVecs; ++i) sum = sum + v[i];
+    return at::vec::vec_reduce_all([](Vec& a, Vec& b) { return a + b; }, sum);
+  }
+};
 
 // 1 / (1 + e^-x), within 2.5 ulp; 0 below -87 (in float32).
 template <class T>

@@ -1,14 +1,19 @@
-// torch.ops.trifuse.lstm_{forward,backward}.cuda: tensors in, tensors out.
+// torch.ops.trifuse.lstm_{forward,backward}.cuda and lstm_stack_{forward,backward}.cuda: tensors
+// in, tensors out.
 //
 // Shapes, dtypes and devices have been checked in pytorch_ext/ops/lstm.py. Here are the products
 // over all tokens, of the input and for the weights' gradients, and, where the recurrent weights
-// don't fit the multiprocessors, those of every step.
+// don't fit the multiprocessors, those of every step. Of a stack's layers, as many run at once as
+// fit; where that is one, each as if it were alone.
 
 #include "cuda/lstm.h"
 
 #include <ATen/ATen.h>
 #include <torch/library.h>
 
+#include <algorithm>
+#include <cmath>
+#include <optional>
 #include <string>
 #include <tuple>
 #include <vector>
@@ -29,13 +34,30 @@ enum Slot {
 };
 
 struct Options {
-  const Flags& reverse;
+  Flags reverse;
   bool coupled;
   double forget_bias, cell_clip, proj_clip, eps, zoneout_h, zoneout_c, recurrent_dropout;
   bool training;
+  bool layers = false;  // of a stack, as many as there are flags above, instead of directions
 };
 
 void* data(const Tensor& t) { return t.defined() ? t.data_ptr() : nullptr; }
+
+// What says whether a call fits.
+Lstm sizes(const Tensor& input, const Parameters& parameters, bool coupled, int64_t directions) {
+  Lstm p{};
+  const Tensor weight_hh = *parameters.get(WeightHh);
+  p.dtype = kernel_type(input.scalar_type());
+  p.T = input.size(0);
+  p.B = input.size(1);
+  p.R = weight_hh.size(1);
+  p.coupled = coupled;
+  p.H = weight_hh.size(0) / (coupled ? 3 : 4);
+  p.directions = directions;
+  p.projected = parameters.get(WeightHr).has_value();
+  if (const OptionalTensor norm = parameters.get(NormHh)) p.norm_hh = norm->data_ptr();
+  return p;
+}
 
 // A call in the kernels' terms, and the tensors that it points into.
 class Call {
@@ -43,25 +65,21 @@ class Call {
   Lstm p{};
   const OnDeviceOf device;
   const at::ScalarType dtype, wide;
-  Tensor weight_ih;  // (D, H·4, I), a unit's gates side by side
-  Tensor weight_hh;  // (D, H·4, R)
-  Tensor weight_hr;  // (D, R, H), or undefined
-  Tensor lengths;    // (B,) or undefined
-  Tensor valid;      // (T, B, 1): which steps rows have; undefined: all
+  const Parameters parameters;
+  Tensor weight_ih;     // (D, H·4, I), a unit's gates side by side; of layers the first's alone
+  Tensor weight_above;  // of the layers above it, (D - 1, H·4, R), or undefined
+  Tensor weight_hh;     // (D, H·4, R)
+  Tensor weight_hr;     // (D, R, H), or undefined
+  Tensor lengths;       // (B,) or undefined
+  Tensor valid;         // (T, B, 1): which steps rows have; undefined: all
 
   Call(
       const Tensor& input, const Parameters& parameters, const OptionalTensor& row_lengths,
       const OptionalTensor& seed, const Options& o)
       : device(input), dtype(input.scalar_type()), wide(accumulation_type(dtype)),
-        parameters_(parameters), options_(input.options()) {
-    const Tensor hh = *parameters.get(WeightHh);
-    p.dtype = kernel_type(dtype);
-    p.T = input.size(0);
-    p.B = input.size(1);
-    p.R = hh.size(1);
-    p.coupled = o.coupled;
-    p.H = hh.size(0) / saved_gates();
-    p.directions = static_cast<int64_t>(o.reverse.size());
+        parameters(parameters), options_(input.options()) {
+    p = sizes(input, parameters, o.coupled, o.reverse.size());
+    p.layers = o.layers;
     for (int64_t d = 0; d < p.directions; ++d) p.reverse[d] = o.reverse.get(d);
     p.training = o.training;
     p.cell_clip = o.cell_clip;
@@ -79,10 +97,10 @@ class Call {
       valid = steps.unsqueeze(1).lt(lengths).unsqueeze(2);
     }
 
-    weight_ih = interleaved(WeightIh, dtype);
+    weight_ih = interleaved(WeightIh, dtype, 0, p.layers ? 1 : p.directions);
+    if (p.layers) weight_above = interleaved(WeightIh, dtype, 1);
     weight_hh = interleaved(WeightHh, dtype);
     weight_hr = stacked(WeightHr, dtype);
-    p.projected = weight_hr.defined();
     bias_ = bias(o.forget_bias);
     peephole_ = stacked(WeightPeephole, wide);
     if (p.coupled && peephole_.defined()) {
@@ -119,8 +137,11 @@ class Call {
 
   // (D, B, N), contiguous and its own: zeros, or a copy.
   Tensor state(const OptionalTensor& t, int64_t N, at::ScalarType type) const {
-    if (!t) return at::zeros({p.directions, p.B, N}, options_.dtype(type));
-    return empty({p.directions, p.B, N}, type).copy_(*t);
+    return state(t, p.directions, N, type);
+  }
+  Tensor state(const OptionalTensor& t, int64_t D, int64_t N, at::ScalarType type) const {
+    if (!t) return at::zeros({D, p.B, N}, options_.dtype(type));
+    return empty({D, p.B, N}, type).copy_(*t);
   }
 
   // h as the recurrent weights see it.
@@ -132,22 +153,52 @@ class Call {
     return dropout_.defined() ? through * dropout_ : through;
   }
 
-  // W_ih x, (T, B, D, H·4), of x (T·B, I).
-  Tensor from_input(const Tensor& x) const {
-    return x.matmul(weight_ih.flatten(0, 1).t()).view({p.T, p.B, p.directions, 4 * p.H});
+  // The gates of all tokens, (T, B, D, 4·H), or of layers (D, T, B, 4·H).
+  at::DimVector all_gates() const {
+    if (p.layers) return {p.directions, p.T, p.B, 4 * p.H};
+    return {p.T, p.B, p.directions, 4 * p.H};
+  }
+  // Of a tensor that lies so: those of one direction, (T·B, 4·H), and of all who read the input,
+  // (T·B, D·4·H), or of layers (T·B, 4·H). The same memory.
+  Tensor tokens(const Tensor& t, int64_t d) const {
+    return t.select(p.layers ? 0 : 2, d).flatten(0, 1);
+  }
+  Tensor of_readers(const Tensor& t) const {
+    return p.layers ? tokens(t, 0) : t.flatten(2).flatten(0, 1);
+  }
+
+  // W_ih x of those who read the input, x (T·B, I).
+  void multiply_input(const Tensor& from_input, const Tensor& x) const {
+    Tensor product = of_readers(from_input);
+    at::mm_out(product, x, weight_ih.flatten(0, 1).t());
+  }
+  // And of layer d over some steps, of `below`, what the layer below it gave, (T, B, R).
+  void multiply_below(
+      const Tensor& from_input, const Tensor& below, int64_t d, LstmSequence::Steps steps) const {
+    Tensor product = of_steps(tokens(from_input, d), steps);
+    at::mm_out(product, of_steps(below.flatten(0, 1), steps), weight_above[d - 1].t());
+  }
+  // Back: the gradient of what layer d gave to the next.
+  void multiply_above(
+      const Tensor& grad_output, const Tensor& grad, int64_t d, LstmSequence::Steps steps) const {
+    Tensor product = of_steps(tokens(grad_output, d), steps);
+    at::mm_out(product, of_steps(tokens(grad, d + 1), steps), weight_above[d]);
   }
 
   // Each direction's tensor, one after the other, contiguous; undefined where the call has none.
-  Tensor stacked(Slot slot, at::ScalarType type) const {
-    if (!parameters_.get(slot)) return {};
+  Tensor stacked(
+      Slot slot, at::ScalarType type, int64_t first = 0, std::optional<int64_t> last = {}) const {
+    const int64_t end = last.value_or(p.directions);
+    if (first == end || !parameters.get(slot)) return {};
     std::vector<Tensor> all;
-    for (int64_t d = 0; d < p.directions; ++d)
-      all.push_back(parameters_.get(d * kSlots + slot)->to(type));
+    for (int64_t d = first; d < end; ++d)
+      all.push_back(parameters.get(d * kSlots + slot)->to(type));
     return at::stack(all);
   }
   // Of (G·H, ...): (D, H·4, ...).
-  Tensor interleaved(Slot slot, at::ScalarType type) const {
-    const Tensor all = stacked(slot, type);
+  Tensor interleaved(
+      Slot slot, at::ScalarType type, int64_t first = 0, std::optional<int64_t> last = {}) const {
+    const Tensor all = stacked(slot, type, first, last);
     return all.defined() ? with_gates_inside(all) : all;
   }
 
@@ -168,6 +219,10 @@ class Call {
   }
 
  private:
+  Tensor of_steps(const Tensor& tokens, LstmSequence::Steps steps) const {
+    return tokens.slice(0, steps.first * p.B, steps.last * p.B);
+  }
+
   // (D, H·4): both biases and the forget bias.
   Tensor bias(double forget_bias) const {
     Tensor sum = interleaved(BiasIh, wide);
@@ -183,10 +238,18 @@ class Call {
   // The products here are nobody else's affair.
   const at::AutoDispatchBelowADInplaceOrView no_autograd_;
   const c10::impl::ExcludeDispatchKeyGuard no_autocast_{c10::autocast_dispatch_keyset};
-  const Parameters& parameters_;
   const at::TensorOptions options_;
   Tensor bias_, peephole_, norm_ih_, norm_hh_, norm_cell_weight_, norm_cell_bias_, dropout_;
 };
+
+// How many steps of a layer a launch takes. A launch more costs as much as some steps, as blocks
+// read their weights again; how many is estimated, not measured. With T + (D - 1) C steps one after
+// the other, in T / C + D - 1 launches, the best C is the root below.
+int64_t chunk_of(const Lstm& p) {
+  constexpr double kStepsOfLaunch = 5;
+  if (!p.layers || p.directions == 1) return p.T;
+  return std::lround(std::sqrt(kStepsOfLaunch * p.T / (p.directions - 1)));
+}
 
 // What the launches of whole sequences need beside the call.
 struct Exchange {
@@ -203,6 +266,7 @@ struct Exchange {
     operand = rows(2, columns);
     if (p.projected) hidden = rows(1, others);
     arrivals = call.empty({LstmSequence::kArrivals}, at::kInt);
+    sequence.chunk = chunk_of(p);
     sequence.weight_hh = data(call.weight_hh);
     sequence.weight_hr = data(call.weight_hr);
     if (call.lengths.defined()) {
@@ -220,34 +284,44 @@ struct Exchange {
 // What the op `lstm_forward` may be asked to keep.
 enum Save { kNothing, kCells, kGatesAndCells };
 
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> lstm_forward(
-    const Tensor& input, const OptionalTensor& h0, const OptionalTensor& c0,
-    const Parameters& parameters, const OptionalTensor& lengths, const OptionalTensor& seed,
-    const Flags& reverse, bool coupled, double forget_bias, double cell_clip, double proj_clip,
-    double eps, double zoneout_h, double zoneout_c, double recurrent_dropout, bool training,
-    int64_t save) {
-  Call call(
-      input, parameters, lengths, seed,
-      {reverse, coupled, forget_bias, cell_clip, proj_clip, eps, zoneout_h, zoneout_c,
-       recurrent_dropout, training});
+// What a forward returns, of D directions, or of as many layers, whose output is (D, T, B, R).
+struct Results {
+  Tensor output, h, c, gates, cells, clipped;
+};
+
+Results results_of(
+    const Call& call, int64_t D, const OptionalTensor& h0, const OptionalTensor& c0, int64_t save) {
+  const int64_t T = call.p.T, B = call.p.B, H = call.p.H, R = call.p.R;
+  const int64_t columns = call.p.clipped_columns();
+  Results all;
+  all.output = call.p.layers ? call.empty_tokens({D, T, B, R}, call.dtype)
+                             : call.empty_tokens({T, B, D * R}, call.dtype);
+  all.h = call.state(h0, D, R, call.dtype);
+  all.c = call.state(c0, D, H, call.wide);
+  all.gates = call.empty({0}, call.dtype);
+  all.cells = call.empty({0}, call.wide);
+  all.clipped = call.empty({0}, at::kBool);
+  if (save == kGatesAndCells) all.gates = call.empty({D, T, B, call.saved_gates() * H}, call.dtype);
+  if (save != kNothing) all.cells = call.empty({D, T, B, H}, call.wide);
+  if (save != kNothing && columns) all.clipped = call.empty({D, T, B, columns}, at::kBool);
+  return all;
+}
+
+// Reading them would wait for the device, so the device asserts.
+void check_lengths(const Call& call) {
+  if (!call.lengths.defined()) return;
+  const int64_t T = call.p.T;
+  const Tensor right = call.lengths.ge(0).logical_and(call.lengths.le(T)).all();
+  at::_assert_async(right, "lengths: expected lengths in [0, " + std::to_string(T) + "]");
+}
+
+void forward(Call& call, const Tensor& input, const Results& results) {
   Lstm& p = call.p;
   const int64_t D = p.directions, T = p.T, B = p.B, H = p.H, R = p.R;
-  const Tensor h = call.state(h0, R, call.dtype), c = call.state(c0, H, call.wide);
-  const Tensor output = call.empty_tokens({T, B, D * R}, call.dtype);
-  Tensor gates = call.empty({0}, call.dtype), cells = call.empty({0}, call.wide);
-  if (save == kGatesAndCells) gates = call.empty({D, T, B, call.saved_gates() * H}, call.dtype);
-  if (save != kNothing) cells = call.empty({D, T, B, H}, call.wide);
-  Tensor clipped = call.empty({0}, at::kBool);
-  if (save != kNothing && p.clipped_columns())
-    clipped = call.empty({D, T, B, p.clipped_columns()}, at::kBool);
-  if (call.lengths.defined()) {
-    // Reading them would wait for the device, so the device asserts.
-    const Tensor right = call.lengths.ge(0).logical_and(call.lengths.le(T)).all();
-    at::_assert_async(right, "lengths: expected lengths in [0, " + std::to_string(T) + "]");
-  }
-  if (T == 0 || B == 0) return {output, h, c, gates, cells, clipped};
-
-  const Tensor from_input = call.from_input(input.flatten(0, 1));
+  if (T == 0 || B == 0) return;
+  const auto& [output, h, c, gates, cells, clipped] = results;
+  const Tensor from_input = call.empty(call.all_gates(), call.dtype);
+  call.multiply_input(from_input, input.flatten(0, 1));
   const Tensor operand = p.dropout ? call.dropped(h) : h;
   p.from_input = data(from_input);
   p.output = data(output);
@@ -262,8 +336,13 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> lstm_forward(
   if (lstm_fits_sequence(p, false)) {
     Exchange exchange(call, R, H);
     exchange.operand.select(0, 0).narrow(2, 0, R).copy_(operand);
-    lstm_forward_sequence(p, exchange.sequence, stream);
-    return {output, h, c, gates, cells, clipped};
+    LstmSequence& sequence = exchange.sequence;
+    for (; sequence.wave < sequence.waves(p); ++sequence.wave) {
+      for (int64_t d = 1; p.layers && d < D; ++d)
+        call.multiply_below(from_input, output[d - 1], d, sequence.steps(p, d));
+      lstm_forward_sequence(p, sequence, stream);
+    }
+    return;
   }
   Tensor from_hidden = call.empty({D, B, 4 * H}, call.dtype), m, projected;
   if (p.projected) {
@@ -278,17 +357,33 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> lstm_forward(
     at::bmm_out(projected, m, weight_hr);
     lstm_forward_projection(p, step, data(projected), stream);
   }
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> lstm_forward(
+    const Tensor& input, const OptionalTensor& h0, const OptionalTensor& c0,
+    const Parameters& parameters, const OptionalTensor& lengths, const OptionalTensor& seed,
+    const Flags& reverse, bool coupled, double forget_bias, double cell_clip, double proj_clip,
+    double eps, double zoneout_h, double zoneout_c, double recurrent_dropout, bool training,
+    int64_t save) {
+  Call call(
+      input, parameters, lengths, seed,
+      {reverse, coupled, forget_bias, cell_clip, proj_clip, eps, zoneout_h, zoneout_c,
+       recurrent_dropout, training});
+  check_lengths(call);
+  const Results results = results_of(call, call.p.directions, h0, c0, save);
+  forward(call, input, results);
+  const auto& [output, h, c, gates, cells, clipped] = results;
   return {output, h, c, gates, cells, clipped};
 }
 
 // Backward ----------------------------------------------------------------------------------------
 
 // h before each step, (D, T, B, R), 0 past a row's length.
-Tensor states_before(const Call& call, const Tensor& output, const Tensor& h0) {
+Tensor states_before(const Call& call, const std::vector<Tensor>& outputs, const Tensor& h0) {
   const Lstm& p = call.p;
   std::vector<Tensor> all;
   for (int64_t d = 0; d < p.directions; ++d) {
-    const Tensor h = output.narrow(2, d * p.R, p.R), first = h0.narrow(0, d, 1);
+    const Tensor h = outputs[d], first = h0.narrow(0, d, 1);
     Tensor before = p.reverse[d] ? at::cat({h.narrow(0, 1, p.T - 1), first})
                                  : at::cat({first, h.narrow(0, 0, p.T - 1)});
     if (call.lengths.defined()) {
@@ -303,15 +398,14 @@ Tensor states_before(const Call& call, const Tensor& output, const Tensor& h0) {
   return at::stack(all);
 }
 
-// One direction's of (T, B, D, N), as (T·B, N), the same memory.
-Tensor tokens(const Tensor& t, int64_t d) { return t.select(2, d).flatten(0, 1); }
-
 // What a backward computes over all tokens. Past a row's length all of it is 0.
 struct Tokens {
   Tensor x;               // (T·B, I)
+  Tensor arriving;        // (T, B, D·R): gradients of outputs; of layers (D, T, B, R), where those
+                          // of all but the last are yet to come
   Tensor hd;              // (D, T·B, R): h before each step, after dropout
-  Tensor of_input;        // (T, B, D, H·4): gradients of W_ih x
-  Tensor of_hidden;       // (T, B, D, H·4): of W_hh h; the same without layer norm
+  Tensor of_input;        // all_gates(): gradients of W_ih x
+  Tensor of_hidden;       // all_gates(): of W_hh h; the same without layer norm
   Tensor m;               // (D, T, B, H), with a projection
   Tensor grad_projected;  // (D, T, B, R), of W_hr m
 };
@@ -329,9 +423,15 @@ void backward_steps(const Call& call, const Tensor& grad_h, Tokens& over) {
   if (lstm_fits_sequence(p, true)) {
     Exchange exchange(call, 4 * H, R);
     const Tensor parts = call.empty({lstm_backward_parts(p)}, at::kFloat);
-    exchange.sequence.parts = static_cast<float*>(data(parts));
-    exchange.sequence.grad_projected = data(over.grad_projected);
-    return lstm_backward_sequence(p, exchange.sequence, stream);
+    LstmSequence& sequence = exchange.sequence;
+    sequence.parts = static_cast<float*>(data(parts));
+    sequence.grad_projected = data(over.grad_projected);
+    for (sequence.wave = sequence.waves(p) - 1; sequence.wave >= 0; --sequence.wave) {
+      for (int64_t d = 0; p.layers && d < D - 1; ++d)
+        call.multiply_above(over.arriving, over.of_input, d, sequence.steps(p, d));
+      lstm_backward_sequence(p, sequence, stream);
+    }
+    return;
   }
   Tensor through = call.state({}, R, call.dtype), operand = call.empty({D, B, 4 * H}, call.dtype);
   Tensor dq, dm;
@@ -351,19 +451,19 @@ void backward_steps(const Call& call, const Tensor& grad_h, Tokens& over) {
   grad_h.add_(call.dropped_gradient(through));
 }
 
-std::vector<Tensor> lstm_backward(
-    const Tensor& grad_output, const OptionalTensor& grad_h_n, const OptionalTensor& grad_c_n,
-    const Tensor& input, const OptionalTensor& h0, const OptionalTensor& c0,
-    const Parameters& parameters, const OptionalTensor& lengths, const OptionalTensor& seed,
-    const Tensor& output, const Tensor& gates, const Tensor& cells, const Tensor& clipped,
-    const Flags& reverse, bool coupled, double forget_bias, double cell_clip, double proj_clip,
-    double eps, double zoneout_h, double zoneout_c, double recurrent_dropout, bool training,
-    const Flags& wanted) {
-  Call call(
-      input, parameters, lengths, seed,
-      {reverse, coupled, forget_bias, cell_clip, proj_clip, eps, zoneout_h, zoneout_c,
-       recurrent_dropout, training});
+// What a forward left to its backward.
+struct Kept {
+  std::vector<Tensor> outputs;  // of each direction, or layer, (T, B, R)
+  Tensor gates, cells, clipped;
+};
+
+// Gradients for input, h0, c0 and parameters. Of layers, `grad_output` is of the last one's.
+std::vector<Tensor> backward(
+    Call& call, const Tensor& grad_output, const OptionalTensor& grad_h_n,
+    const OptionalTensor& grad_c_n, const Tensor& input, const OptionalTensor& h0,
+    const OptionalTensor& c0, const Kept& kept, const Flags& wanted) {
   Lstm& p = call.p;
+  const auto& [outputs, gates, cells, clipped] = kept;
   const int64_t D = p.directions, T = p.T, B = p.B, H = p.H, R = p.R;
   const bool recompute = gates.dim() == 1, norm = p.norm_hh != nullptr;
   const Tensor first_h = call.state(h0, R, call.dtype), first_c = call.state(c0, H, call.wide);
@@ -376,54 +476,59 @@ std::vector<Tensor> lstm_backward(
   over.x = over.x.flatten(0, 1);
   over.hd = call.empty({D, 0, R}, call.dtype);
   if (T) {
-    const Tensor before = states_before(call, output, first_h).transpose(0, 1);  // (T, D, B, R)
+    const Tensor before = states_before(call, outputs, first_h).transpose(0, 1);  // (T, D, B, R)
     over.hd = call.dropped(before).transpose(0, 1).reshape({D, T * B, R});
   }
   // What was not kept of the forward is computed again, where its gradient is to stand.
-  over.of_input = norm || recompute ? call.from_input(over.x)
-                                    : call.empty_tokens({T, B, D, 4 * H}, call.dtype);
-  over.of_hidden = norm ? call.empty({T, B, D, 4 * H}, call.dtype) : over.of_input;
+  over.of_input = norm || recompute ? call.empty(call.all_gates(), call.dtype)
+                                    : call.empty_tokens(call.all_gates(), call.dtype);
+  over.of_hidden = norm ? call.empty(call.all_gates(), call.dtype) : over.of_input;
+  if (norm || recompute) call.multiply_input(over.of_input, over.x);
   for (int64_t d = 0; d < D; ++d) {
     const Tensor weight = call.weight_hh[d].t();
-    if (norm) tokens(over.of_hidden, d).copy_(over.hd[d].mm(weight));
-    else if (recompute) tokens(over.of_input, d).addmm_(over.hd[d], weight);
+    if (recompute && p.layers && d > 0)
+      call.multiply_below(over.of_input, outputs[d - 1], d, {0, T});
+    if (norm) call.tokens(over.of_hidden, d).copy_(over.hd[d].mm(weight));
+    else if (recompute) call.tokens(over.of_input, d).addmm_(over.hd[d], weight);
   }
   Tensor shares;
   if (norm || p.peephole) shares = at::zeros({D, B, p.shares_count(), H}, grad_c.options());
 
-  const Tensor arriving = grad_output.contiguous();
+  over.arriving = grad_output.contiguous();
+  if (p.layers && D > 1) {
+    over.arriving = call.empty({D, T, B, R}, call.dtype);
+    over.arriving.select(0, D - 1).copy_(grad_output);
+  }
   p.from_input = data(over.of_input);
   p.from_hidden = norm ? data(over.of_hidden) : nullptr;
-  p.output = data(output);
   p.gates = recompute ? nullptr : data(gates);
   p.cells = data(cells);
   p.clipped = clipped.numel() ? clipped.data_ptr<bool>() : nullptr;
-  p.grad_output = data(arriving);
+  p.grad_output = data(over.arriving);
   p.c0 = data(first_c);
   p.grad_h = data(grad_h);
   p.grad_c = data(grad_c);
   p.shares = data(shares);
   if (T && B) backward_steps(call, grad_h, over);
   if (padding.defined() && (norm || recompute)) {
-    over.of_input.masked_fill_(padding.unsqueeze(3), 0);
-    over.of_hidden.masked_fill_(padding.unsqueeze(3), 0);
+    const Tensor of_gates = p.layers ? padding : padding.unsqueeze(3);
+    over.of_input.masked_fill_(of_gates, 0);
+    over.of_hidden.masked_fill_(of_gates, 0);
   }
 
   const auto wants = [&](int64_t index) { return wanted.get(index); };
-  std::vector<Tensor> results(3 + kSlots * D, at::empty({0}, input.options()));
+  std::vector<Tensor> results(3 + kSlots * D);
   const auto give = [&](int64_t index, const Tensor& like, const Tensor& grad) {
     results[index] = grad.to(like.scalar_type()).reshape(like.sizes()).contiguous();
   };
-  if (wants(0)) {
-    const Tensor of_tokens = over.of_input.view({T * B, D * 4 * H});
-    give(0, input, of_tokens.mm(call.weight_ih.flatten(0, 1)));
-  }
+  if (wants(0))
+    give(0, input, call.of_readers(over.of_input).mm(call.weight_ih.flatten(0, 1)));
   if (h0 && wants(1)) give(1, *h0, grad_h);
   if (c0 && wants(2)) give(2, *c0, grad_c);
   for (int64_t d = 0; d < D; ++d) {
     const auto give_slot = [&](Slot slot, const auto& gradient) {
       const int64_t index = d * kSlots + slot;
-      const OptionalTensor like = parameters.get(index);
+      const OptionalTensor like = call.parameters.get(index);
       if (like && wants(3 + index)) give(3 + index, *like, gradient());
     };
     // Of (H·4, ...).
@@ -437,10 +542,13 @@ std::vector<Tensor> lstm_backward(
     };
     const auto bias = [&] {
       return norm ? of_gates(Lstm::OfBias)
-                  : outside(tokens(over.of_input, d).sum(0, false, call.wide));
+                  : outside(call.tokens(over.of_input, d).sum(0, false, call.wide));
     };
-    give_slot(WeightIh, [&] { return outside(tokens(over.of_input, d).t().mm(over.x)); });
-    give_slot(WeightHh, [&] { return outside(tokens(over.of_hidden, d).t().mm(over.hd[d])); });
+    give_slot(WeightIh, [&] {
+      const Tensor x = p.layers && d > 0 ? outputs[d - 1].flatten(0, 1) : over.x;
+      return outside(call.tokens(over.of_input, d).t().mm(x));
+    });
+    give_slot(WeightHh, [&] { return outside(call.tokens(over.of_hidden, d).t().mm(over.hd[d])); });
     give_slot(BiasIh, bias);
     give_slot(BiasHh, bias);
     give_slot(WeightHr, [&] {
@@ -449,31 +557,160 @@ std::vector<Tensor> lstm_backward(
     });
     give_slot(WeightPeephole, [&] {
       const Tensor all = share(Lstm::OfPeephole, 3);
-      return coupled ? at::stack({all[0], all[2]}) : all;
+      return p.coupled ? at::stack({all[0], all[2]}) : all;
     });
     give_slot(NormIh, [&] { return of_gates(Lstm::OfNormIh); });
     give_slot(NormHh, [&] { return of_gates(Lstm::OfNormHh); });
     give_slot(NormCell, [&] { return share(Lstm::OfNormCell, 1); });
     give_slot(NormCellBias, [&] { return share(Lstm::OfNormCell + 1, 1); });
   }
+  for (Tensor& grad : results)  // no two may be the same tensor
+    if (!grad.defined()) grad = call.empty({0}, call.dtype);
   return results;
+}
+
+std::vector<Tensor> lstm_backward(
+    const Tensor& grad_output, const OptionalTensor& grad_h_n, const OptionalTensor& grad_c_n,
+    const Tensor& input, const OptionalTensor& h0, const OptionalTensor& c0,
+    const Parameters& parameters, const OptionalTensor& lengths, const OptionalTensor& seed,
+    const Tensor& output, const Tensor& gates, const Tensor& cells, const Tensor& clipped,
+    const Flags& reverse, bool coupled, double forget_bias, double cell_clip, double proj_clip,
+    double eps, double zoneout_h, double zoneout_c, double recurrent_dropout, bool training,
+    const Flags& wanted) {
+  Call call(
+      input, parameters, lengths, seed,
+      {reverse, coupled, forget_bias, cell_clip, proj_clip, eps, zoneout_h, zoneout_c,
+       recurrent_dropout, training});
+  const Kept kept{output.split(call.p.R, 2), gates, cells, clipped};
+  return backward(call, grad_output, grad_h_n, grad_c_n, input, h0, c0, kept, wanted);
 }
 
 // Why such a call goes step by step; empty where it is one launch.
 std::string lstm_step_by_step(
     const Tensor& input, const Parameters& parameters, bool coupled, bool backward) {
   const OnDeviceOf device(input);
-  Lstm p{};
-  p.dtype = kernel_type(input.scalar_type());
-  p.directions = static_cast<int64_t>(parameters.size()) / kSlots;
-  const Tensor weight_hh = *parameters.get(WeightHh);
-  p.R = weight_hh.size(1);
-  p.H = weight_hh.size(0) / (coupled ? 3 : 4);
-  p.projected = parameters.get(WeightHr).has_value();
-  if (const OptionalTensor norm = parameters.get(NormHh)) p.norm_hh = norm->data_ptr();
   std::string why;
-  lstm_fits_sequence(p, backward, &why);
+  const int64_t directions = static_cast<int64_t>(parameters.size()) / kSlots;
+  lstm_fits_sequence(sizes(input, parameters, coupled, directions), backward, &why);
   return why;
+}
+
+// Stacks ------------------------------------------------------------------------------------------
+
+// How many layers of a stack run at once, and why no more. Groups of so many are nearly equal.
+std::tuple<int64_t, std::string> layers_at_once(
+    const Tensor& input, const Parameters& parameters, bool coupled, bool backward) {
+  constexpr int64_t kFewestSteps = 32;  // an estimate too
+  const OnDeviceOf device(input);
+  const int64_t layers = static_cast<int64_t>(parameters.size()) / kSlots;
+  int64_t most = std::min<int64_t>(layers, Lstm::kMaxDirections);
+  std::string why = most < layers ? "more never do" : "", reason;
+  if (input.size(0) < kFewestSteps) {
+    why = "fewer than " + std::to_string(kFewestSteps) + " steps";
+    most = 1;
+  }
+  for (; most > 1; --most) {
+    Lstm p = sizes(input, parameters, coupled, most);
+    p.layers = true;
+    if (lstm_fits_sequence(p, backward, &reason)) break;
+    why = reason;
+  }
+  const int64_t groups = (layers + most - 1) / most;
+  return {(layers + groups - 1) / groups, why};
+}
+
+// Some layers of a stack.
+struct Layers {
+  int64_t first, count;
+
+  // Their part of a list that after others has `each` for a layer, or of a tensor, if there is one.
+  template <class List>
+  List of(const List& all, int64_t each, int64_t others = 0) const {
+    List part;
+    for (int64_t i = first * each; i < (first + count) * each; ++i)
+      part.push_back(all.get(others + i));
+    return part;
+  }
+  OptionalTensor of(const OptionalTensor& t) const {
+    return t && t->dim() > 1 ? t->narrow(0, first, count) : t;
+  }
+  Results of(const Results& all) const {
+    return {
+        *of(all.output), *of(all.h), *of(all.c), *of(all.gates), *of(all.cells), *of(all.clipped)};
+  }
+  // Of the options of all.
+  Options of(Options options) const {
+    options.reverse = of(options.reverse, 1);
+    options.layers = true;
+    return options;
+  }
+};
+
+// Returns the last layer's output, and in the end those of the layers below, (L - 1, T, B, R),
+// unless nothing is kept.
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> lstm_stack_forward(
+    const Tensor& input, const OptionalTensor& h0, const OptionalTensor& c0,
+    const Parameters& parameters, const OptionalTensor& lengths, const OptionalTensor& seed,
+    const Flags& reverse, bool coupled, double forget_bias, double cell_clip, double proj_clip,
+    double eps, double zoneout_h, double zoneout_c, double recurrent_dropout, bool training,
+    int64_t save) {
+  const Options options{
+      reverse, coupled, forget_bias, cell_clip, proj_clip, eps, zoneout_h, zoneout_c,
+      recurrent_dropout, training};
+  const int64_t L = static_cast<int64_t>(reverse.size());
+  const int64_t at_once = std::get<0>(layers_at_once(input, parameters, coupled, false));
+  Results all;
+  for (Layers some{0, at_once}; some.first < L; some.first += at_once) {
+    some.count = std::min(at_once, L - some.first);
+    const Tensor x = some.first ? all.output[some.first - 1] : input;
+    Call call(x, some.of(parameters, kSlots), lengths, seed, some.of(options));
+    if (some.first == 0) {
+      check_lengths(call);
+      all = results_of(call, L, h0, c0, save);
+    }
+    forward(call, x, some.of(all));
+  }
+  const auto& [outputs, h, c, gates, cells, clipped] = all;
+  const Tensor below = save == kNothing ? at::empty({0}, input.options())
+                                        : outputs.narrow(0, 0, L - 1);
+  return {outputs[L - 1].clone(), h, c, gates, cells, clipped, below};
+}
+
+std::vector<Tensor> lstm_stack_backward(
+    const Tensor& grad_output, const OptionalTensor& grad_h_n, const OptionalTensor& grad_c_n,
+    const Tensor& input, const OptionalTensor& h0, const OptionalTensor& c0,
+    const Parameters& parameters, const OptionalTensor& lengths, const OptionalTensor& seed,
+    const Tensor& output, const Tensor& gates, const Tensor& cells, const Tensor& clipped,
+    const Tensor& below, const Flags& reverse, bool coupled, double forget_bias, double cell_clip,
+    double proj_clip, double eps, double zoneout_h, double zoneout_c, double recurrent_dropout,
+    bool training, const Flags& wanted) {
+  const Options options{
+      reverse, coupled, forget_bias, cell_clip, proj_clip, eps, zoneout_h, zoneout_c,
+      recurrent_dropout, training};
+  const int64_t L = static_cast<int64_t>(reverse.size());
+  const int64_t at_once = std::get<0>(layers_at_once(input, parameters, coupled, true));
+  std::vector<Tensor> results(3 + kSlots * L);
+  Tensor arriving = grad_output;
+  for (int64_t first = (L - 1) / at_once * at_once; first >= 0; first -= at_once) {
+    const Layers some{first, std::min(at_once, L - first)};
+    const Tensor x = first ? below[first - 1] : input;
+    Call call(x, some.of(parameters, kSlots), lengths, seed, some.of(options));
+    Kept kept{{}, *some.of(gates), *some.of(cells), *some.of(clipped)};
+    for (int64_t d = first; d < first + some.count; ++d)
+      kept.outputs.push_back(d < L - 1 ? below[d] : output);
+    Flags own({first > 0 || wanted.get(0), wanted.get(1), wanted.get(2)});
+    own.append(some.of(wanted, kSlots, 3));
+    const std::vector<Tensor> part = backward(
+        call, arriving, some.of(grad_h_n), some.of(grad_c_n), x, some.of(h0), some.of(c0), kept,
+        own);
+    arriving = part[0];
+    for (int64_t state : {1, 2})
+      results[state] = results[state].defined() ? at::cat({part[state], results[state]})
+                                                : part[state];
+    std::copy(part.begin() + 3, part.end(), results.begin() + 3 + first * kSlots);
+  }
+  results[0] = arriving;
+  return results;
 }
 
 }  // namespace
@@ -482,6 +719,9 @@ TORCH_LIBRARY_IMPL(trifuse, TRIFUSE_CUDA, m) {
   m.impl("lstm_step_by_step.cuda", lstm_step_by_step);
   m.impl("lstm_forward.cuda", lstm_forward);
   m.impl("lstm_backward.cuda", lstm_backward);
+  m.impl("lstm_layers_at_once.cuda", layers_at_once);
+  m.impl("lstm_stack_forward.cuda", lstm_stack_forward);
+  m.impl("lstm_stack_backward.cuda", lstm_stack_backward);
 }
 
 }  // namespace trifuse::cuda

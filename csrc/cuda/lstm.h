@@ -1,5 +1,5 @@
-// The LSTM on a GPU: one layer in one or two directions as plain pointers and sizes, and its
-// launchers.
+// The LSTM on a GPU: one layer in one or two directions, or some layers of a stack, as plain
+// pointers and sizes, and its launchers.
 //
 // Names and rules are those of pytorch_ext/reference/lstm.py. What goes over all tokens at once,
 // the products of the input and those that make the weights' gradients, is the caller's, and so are
@@ -11,6 +11,7 @@
 
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <limits>
 #include <string>
@@ -20,7 +21,7 @@
 namespace trifuse::cuda {
 
 struct Lstm {
-  static constexpr int kMaxDirections = 2;
+  static constexpr int kMaxDirections = 4;  // or layers
   // Gradients of vectors, of each unit: of the peepholes to i, f and o; and with layer norm those
   // of the biases and of the gains of both products, each four, and of gain and bias of c.
   enum Share {
@@ -30,6 +31,9 @@ struct Lstm {
   DType dtype;  // vectors and c are in the accumulation type: float32, or float64 for Float64
   int64_t T, B, H, R;  // R: what h has
   int64_t directions;
+  // They aren't directions of one layer but as many layers, each of which reads the output of the
+  // one before. What is (T, B, D, ...) below is then (D, T, B, ...).
+  bool layers;
   bool reverse[kMaxDirections];
   bool coupled, projected, training;
   double cell_clip, proj_clip, eps;  // infinity: no clip
@@ -124,9 +128,25 @@ struct LstmSequence {
   void* operand;  // forward (2, D, B, R'), the first h0 after dropout; backward (2, D, B, (4 H)')
   void* hidden;   // with a projection; forward (D, B, H'), backward (D, B, R')
   uint32_t* arrivals;  // kArrivals numbers
-  static constexpr int kArrivals = 64;
+  static constexpr int kArrivals = 32 * Lstm::kMaxDirections;
   float* parts;        // lstm_backward_parts numbers
   void* grad_projected;  // backward with a projection: (D, T, B, R)
+
+  // A launch takes so many steps of every layer, each a chunk behind the one that it reads: layer d
+  // is at chunk `wave` - d, where there is such a chunk. Directions have all T in one.
+  int64_t chunk, wave = 0;
+
+  struct Steps {
+    int64_t first, last;  // the last not among them; both T where there are none
+  };
+  constexpr Steps steps(const Lstm& call, int64_t d) const {
+    const int64_t first = (wave - (call.layers ? d : 0)) * chunk;
+    if (first < 0 || first >= call.T) return {call.T, call.T};
+    return {first, std::min(first + chunk, call.T)};
+  }
+  constexpr int64_t waves(const Lstm& call) const {
+    return (call.T + chunk - 1) / chunk + (call.layers ? call.directions - 1 : 0);
+  }
 };
 
 // Whether the current device's multiprocessors can hold the weights, all at once; or else why not.
@@ -136,8 +156,8 @@ bool lstm_fits_sequence(const Lstm& call, bool backward, std::string* why_not = 
 // How many numbers the backward of a call that fits needs for what its blocks send to one another.
 int64_t lstm_backward_parts(const Lstm& call);
 
-// All steps; only where they fit. Leaves what the steps one by one leave: in the backward, grad_h
-// is all of the gradient of h0.
+// The steps of a wave, all but for layers; only where they fit. Leaves what the steps one by one
+// leave: in the backward, grad_h is all of the gradient of h0.
 void lstm_forward_sequence(const Lstm& call, const LstmSequence& sequence, void* stream);
 void lstm_backward_sequence(const Lstm& call, const LstmSequence& sequence, void* stream);
 

@@ -116,7 +116,7 @@ struct Step {
     return (d * p.B + row) * N;
   }
   __device__ __forceinline__ int64_t of_token(const Lstm& p, int64_t N) const {  // (T, B, D, N)
-    return ((t * p.B + row) * p.directions + d) * N;
+    return p.layers ? of_saved(p, N) : ((t * p.B + row) * p.directions + d) * N;
   }
   __device__ __forceinline__ int64_t of_saved(const Lstm& p, int64_t N) const {  // (D, T, B, N)
     return ((d * p.T + t) * p.B + row) * N;

@@ -10,6 +10,12 @@
 // The grid is cooperative: a call whose blocks can't all be resident has no plan, and is never
 // launched.
 //
+// Layers of a stack run in the place of directions, as a wavefront: a launch is a chunk of steps,
+// in which each layer is a chunk behind the one that it reads; between launches the caller
+// multiplies what a layer gave by the weights of the next. T steps of L layers then take as long as
+// T steps and L - 1 chunks of one. To run without launches in between, each layer but the first
+// would have to hold its W_ih too, twice as much.
+//
 // Products are of 16 rows at a time. The warps share out the contraction, and add up their parts in
 // shared memory in order, so results repeat bit for bit. 16-bit types go by mma.sync, accumulated
 // in float32; float32 by fused multiply-adds, as no matrix unit multiplies it exactly.
@@ -395,6 +401,8 @@ __global__ __launch_bounds__(kThreads, 1) void forward_sequence_kernel(
     const __grid_constant__ Lstm p, const __grid_constant__ LstmSequence s, const Layout layout) {
   const Share own(p, layout);
   const int d = own.d;
+  const LstmSequence::Steps steps = s.steps(p, d);
+  if (steps.first == steps.last) return;
   unsigned char* memory = shared_memory();
   const Slice<Scalar> of_units(memory, 4 * layout.units, p.R, kHeldOf<Scalar>);
   const Slice<Scalar> of_columns(memory, layout.columns, p.projected ? p.H : 0, 0);
@@ -414,8 +422,8 @@ __global__ __launch_bounds__(kThreads, 1) void forward_sequence_kernel(
   Scalar* const m = static_cast<Scalar*>(s.hidden) + d * p.B * of_m;
   uint32_t* const arrivals = s.arrivals + d * kLine;
   uint32_t phase = 0;
-  const int64_t steps = longest_row(p);
-  for (int64_t step = 0; step < steps; ++step) {
+  const int64_t last = min(longest_row(p), steps.last);
+  for (int64_t step = steps.first; step < last; ++step) {
     // Two states take turns: while some write the next, others may still read the last.
     const auto h_of = [&](int64_t step) {
       return static_cast<Scalar*>(s.operand) + (step % 2 * p.directions + d) * p.B * of_h;
@@ -473,6 +481,8 @@ __global__ __launch_bounds__(kThreads, 1) void backward_sequence_kernel(
     const __grid_constant__ Lstm p, const __grid_constant__ LstmSequence s, const Layout layout) {
   const Share own(p, layout);
   const int d = own.d;
+  const LstmSequence::Steps steps = s.steps(p, d);
+  if (steps.first == steps.last) return;
   // The columns of h that a block owns: its units or, with a projection, others.
   const int columns = p.projected ? own.columns : own.units;
   const int64_t first_column = p.projected ? own.first_column : own.first_unit;
@@ -560,9 +570,10 @@ __global__ __launch_bounds__(kThreads, 1) void backward_sequence_kernel(
     });
   };
 
-  const int64_t steps = longest_row(p);
+  const int64_t last = min(longest_row(p), steps.last);
   // Before the first step, what comes through its product completes the gradient of h0.
-  for (int64_t step = steps - 1; step >= -1; --step) {
+  const int64_t first_step = steps.first == 0 ? -1 : steps.first;
+  for (int64_t step = last - 1; step >= first_step; --step) {
     for (int64_t first = 0; first < p.B; first += kRows) {
       const Rows rows{p, s.order, first, step};
       if (step > 0) ask_for(Rows{p, s.order, first, step - 1});
@@ -615,7 +626,8 @@ template <class Scalar>
 std::string lay_out(const Lstm& p, bool backward, Kernel<Scalar> kernel, Layout& layout) {
   const auto share = [](int64_t whole, int64_t parts) { return (whole + parts - 1) / parts; };
   const int64_t most = multiprocessors() / p.directions;
-  if (most == 0) return "the directions share one multiprocessor";
+  if (most == 0)
+    return std::string("the ") + (p.layers ? "layers" : "directions") + " share one multiprocessor";
   layout.units = share(p.H, most);
   layout.scattered = backward && p.projected && p.R < p.H && p.R <= kMaxColumns;
   // Its gates begin at multiples of 16 bytes.

@@ -72,6 +72,13 @@ class Recurrent(nn.RNNBase):
                 raise fail(name, f"shape {shape}", tuple(state.shape))
         if not batch:
             states = [None if t is None else t.unsqueeze(1) for t in states]
+        return self._layers(x, states, lengths)
+
+    def _layers(
+        self, x: Tensor, states: list[Tensor | None], lengths: Tensor | None
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Output and last states of all layers of (T, B, ...)."""
+        D = len(self._suffixes())
         layers = []
         for k in range(self.num_layers):
             if k > 0:
@@ -239,29 +246,40 @@ class LSTM(Recurrent):
         kept = h_n if c0 is None else c0
         return output, (h_n, c_n.to(kept.dtype))
 
+    def _why_not_stacked(self, x: Tensor) -> str | None:
+        """Why layers are called one after the other; None where they are in one call."""
+        if self.num_layers == 1:
+            return "there is one layer"
+        if self.bidirectional:
+            return "layers have two directions"
+        if self.dropout > 0 and self.training:
+            return "there is dropout between layers"
+        return ops.why_not_stacked(x, **self._options())
+
+    def _layers(
+        self, x: Tensor, states: list[Tensor | None], lengths: Tensor | None
+    ) -> tuple[Tensor, list[Tensor]]:
+        if self._why_not_stacked(x) is not None:
+            return super()._layers(x, states, lengths)
+        parameters = [self._parameters_of(ops.Parameters, k)[0] for k in range(self.num_layers)]
+        h0, c0 = states
+        x, *last = ops.stack(x, h0, c0, parameters, lengths, **self._options())
+        return x, last
+
     def _layer(
         self, k: int, x: Tensor, states: list[Tensor | None], lengths: Tensor | None
     ) -> list[Tensor]:
-        return list(
-            ops.layer(
-                x,
-                states[0],
-                states[1],
-                self._parameters_of(ops.Parameters, k),
-                lengths,
-                reverse=self._reverse(),
-                recompute=self.recompute,
-                cell_clip=self.cell_clip,
-                proj_clip=self.proj_clip,
-                forget_bias=self.forget_bias,
-                coupled=self.coupled,
-                eps=self.eps,
-                zoneout_h=self.zoneout_h,
-                zoneout_c=self.zoneout_c,
-                recurrent_dropout=self.recurrent_dropout,
-                training=self.training,
-            )
-        )
+        (h0, c0), parameters = states, self._parameters_of(ops.Parameters, k)
+        options = {"reverse": self._reverse(), **self._options()}
+        return list(ops.layer(x, h0, c0, parameters, lengths, **options))
+
+    def _options(self) -> dict[str, Any]:
+        """What all layers have in common."""
+        names = (
+            "recompute", "cell_clip", "proj_clip", "forget_bias", "coupled", "eps", "zoneout_h",
+            "zoneout_c", "recurrent_dropout", "training",
+        )  # fmt: skip
+        return {name: getattr(self, name) for name in names}
 
     def _parameter_names(self) -> list[str]:
         names = super()._parameter_names()

@@ -46,6 +46,8 @@ class Operator(NamedTuple):
     formula: Callable[..., list[Tensor | None]]  # the backward, to be differentiated in turn
     forward: dict[str, Callable[..., Any]]  # by backend
     backward: dict[str, Callable[..., Any]]
+    plain: Callable[..., Any] | None  # the C++ op that looks at its arguments itself
+    no_options: dict[int, tuple[Any, ...]]  # of a plain call, by the number of parameters
 
 
 OPERATORS: dict[str, Operator] = {}
@@ -218,30 +220,103 @@ def run(call: Call) -> tuple[Tensor, ...]:
     )[:results]
 
 
-def plain_step(op: Any, *tensors: Tensor | None) -> Any:
-    """One step by the C++ op of a cell; None where the call has to go the long way.
+def plainly(
+    name: str,
+    long_way: Callable[..., tuple[Tensor, ...]],
+    input: Any,
+    states: tuple[Any, ...],
+    parameters: tuple[Any, ...],
+    one_step: bool = False,
+) -> tuple[Tensor, ...]:
+    """A layer without options or lengths, or a step of one, by the C++ op for just that if it can.
 
     A step of a few hundred units takes no longer than looking at its arguments in Python does. The
     op refuses those that don't fit each other: then the long way says what is wrong.
+
+    Args:
+        long_way: computes the same of the same tensors, in one list.
+        one_step: of an input (B, I) or (I,); its h is the output, and no h_n is returned.
     """
+    operator = OPERATORS[name]
+    tensors = (input, *states, *parameters)
     if (
-        op is None
+        operator.plain is None
         or _registration.differentiating()
         or not _PLAIN.issuperset(map(type, tensors))
-        or not getattr(tensors[0], "is_cpu", False)
+        or not getattr(input, "is_cpu", False)
+        or (input.dim() < 3) is not one_step
         or backends._requested not in ("auto", "cpp")
         or torch.is_autocast_enabled("cpu")
         or torch._C._len_torch_dispatch_stack() > 0
-        or (torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors))
     ):
-        return None
+        return long_way(*tensors)
     try:
-        return op(*tensors)
-    except RuntimeError:
-        return None
+        if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
+            return _registration.apply(_Plain, name, long_way, *tensors)
+        return operator.plain(input, *states, parameters, False)
+    except NotImplementedError:
+        return long_way(*tensors)
 
 
 _PLAIN = {Tensor, torch.nn.Parameter, type(None)}
+
+
+class _Plain(torch.autograd.Function):
+    """A plain call with its backward, neither of which any transform follows."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, name: str, long_way: Callable[..., tuple[Tensor, ...]], *tensors: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        operator = OPERATORS[name]
+        lead = 1 + operator.states
+        assert operator.plain is not None
+        results = operator.plain(*tensors[:lead], tensors[lead:], True)
+        ctx.name, ctx.long_way = name, long_way
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(results[0], *results[lead:], *tensors)
+        return results[:lead]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        operator = OPERATORS[ctx.name]
+        lead, kept = 1 + operator.states, 1 + operator.kept
+        output, *kept_tensors = ctx.saved_tensors[:kept]
+        tensors = ctx.saved_tensors[kept:]
+        wanted = ctx.needs_input_grad[2:]
+        if all(g is None for g in grads):
+            return (None,) * len(ctx.needs_input_grad)
+        if torch.is_grad_enabled() or _registration.differentiating():
+            return None, None, *_gradients(ctx.long_way, tensors, grads, wanted)
+        first = torch.zeros_like(output) if grads[0] is None else grads[0]
+        results = operator.backward["cpp"](
+            first, *grads[1:], *tensors[:lead], tensors[lead:], *(None,) * operator.integers,
+            output, *kept_tensors, *operator.no_options[len(tensors) - lead], wanted,
+        )  # fmt: skip
+        needed = (g if w else None for g, w in zip(results, wanted, strict=True))
+        return None, None, *needed
+
+
+def _gradients(
+    function: Callable[..., tuple[Tensor, ...]],
+    tensors: Sequence[Tensor | None],
+    grads: Sequence[Tensor | None],
+    wanted: Sequence[bool],
+) -> list[Tensor | None]:
+    """Of a function's results, which can be differentiated in turn.
+
+    What is switched on around a backward is not what was around the forward.
+    """
+    with torch.enable_grad(), _registration.without_autocast(), backends.backend("cpp"):
+        # Views, or the gradient of one tensor would have a part by way of another.
+        views = [None if t is None else t.view_as(t) for t in tensors]
+        pairs = [(r, g) for r, g in zip(function(*views), grads, strict=True) if g is not None]
+        results, upstream = zip(*pairs, strict=True)
+        targets = [v for v, w in zip(views, wanted, strict=True) if v is not None and w]
+        found = iter(
+            torch.autograd.grad(results, targets, upstream, create_graph=True, allow_unused=True)
+        )
+    return [next(found) if w else None for w in wanted]
 
 
 def _differentiating() -> bool:
@@ -339,26 +414,15 @@ class _RecurrenceBackward(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         operator, saved = OPERATORS[ctx.name], ctx.saved_tensors
-        variables = [i for i, t in enumerate(saved) if ctx.needs_input_grad[4 + i]]
-        variables = [i for i in variables if saved[i] is not None]
 
-        def gradients(*values: Tensor) -> tuple[Tensor, ...]:
-            tensors = list(saved)
-            for i, value in zip(variables, values, strict=True):
-                tensors[i] = value
-            results = operator.formula(
-                *_backward_arguments(operator, tensors), *ctx.options, ctx.wanted
-            )
-            return tuple(result for result in results if result is not None)
+        def formula(*tensors: Tensor | None) -> list[Tensor | None]:
+            arguments = _backward_arguments(operator, tensors)
+            return operator.formula(*arguments, *ctx.options, ctx.wanted)
 
-        with _registration.without_autocast():
-            # Of three results, the last comes only with has_aux.
-            _, vjp = torch.func.vjp(gradients, *(saved[i] for i in variables))  # type: ignore[misc]
-            derivatives = vjp(tuple(g for g, w in zip(grads, ctx.wanted, strict=True) if w))
-        result: list[Tensor | None] = [None] * (4 + len(saved))
-        for i, grad in zip(variables, derivatives, strict=True):
-            result[4 + i] = grad
-        return tuple(result)
+        needed = zip(saved, ctx.needs_input_grad[4:], strict=True)
+        variables = [i for i, (t, need) in enumerate(needed) if need and t is not None]
+        found = _registration.second_derivatives(formula, saved, variables, grads, ctx.wanted)
+        return (*(None,) * 4, *found)
 
 
 # vmap -------------------------------------------------------------------------------------------

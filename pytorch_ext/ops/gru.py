@@ -12,7 +12,8 @@ from torch import Tensor
 from trifuse import backends
 from trifuse.ops import _recurrent, _registration
 from trifuse.reference import gru as reference
-from trifuse.reference.gru import Options, Parameters
+from trifuse.reference.gru import SLOTS, Options, Parameters
+from trifuse.reference.lstm import by_direction
 
 
 def gru(
@@ -82,12 +83,14 @@ def gru_cell(
     Raises:
         As :func:`gru`.
     """
-    h = _recurrent.plain_step(_CELL, input, hx, weight_ih, weight_hh, bias_ih, bias_hh)
-    if h is not None:
-        return h
-    call = _prepare_cell(input, hx, weight_ih, weight_hh, bias_ih, bias_hh)
-    _, h = _recurrent.run(call)
-    return h.squeeze((0, 1) if input.dim() == 1 else (0,))
+    parameters = Parameters(weight_ih, weight_hh, bias_ih, bias_hh)
+    return _recurrent.plainly("gru", _step, input, (hx,), parameters, one_step=True)[0]
+
+
+def _step(input: Tensor, hx: Any, *parameters: Any) -> tuple[Any, ...]:
+    """h, with nothing for h_n."""
+    _, h = _recurrent.run(_prepare_cell(input, hx, *parameters))
+    return h.squeeze((0, 1) if input.dim() == 1 else (0,)), None
 
 
 def layer(
@@ -113,9 +116,17 @@ def layer(
     Raises:
         As :func:`gru`.
     """
-    input, batch = _recurrent.sequence(input, batch_first=False)
-    batch = (len(parameters), *batch)
-    output, h_n = _recurrent.run(_check(input, batch, h0, parameters, lengths, reverse))
+
+    def long_way(input: Tensor, h0: Any, *flat: Any) -> tuple[Tensor, ...]:
+        given = by_direction(Parameters, flat)
+        input, batch = _recurrent.sequence(input, batch_first=False)
+        return _recurrent.run(_check(input, (len(given), *batch), h0, given, lengths, reverse))
+
+    flat = tuple(t for p in parameters for t in p)
+    if lengths is None and tuple(reverse) == (False, True)[: len(parameters)]:
+        output, h_n, *_ = _recurrent.plainly("gru", long_way, input, (h0,), flat)
+    else:
+        output, h_n = long_way(input, h0, *flat)
     return output, h_n
 
 
@@ -223,12 +234,10 @@ _registration.define(
     functools.partial(_recurrent.backward_vmap, "gru"),
 )
 
-# One step on plain CPU tensors that need no gradient; it makes its own checks.
 _registration.library.define(
-    "gru_cell.cpp(Tensor input, Tensor? hx, Tensor weight_ih, Tensor weight_hh, Tensor? bias_ih, "
-    "Tensor? bias_hh) -> Tensor"
+    "gru_plain.cpp(Tensor input, Tensor? h0, Tensor?[] parameters, bool save) -> "
+    "(Tensor, Tensor, Tensor)"
 )
-_CELL = None if backends._C is None else torch.ops.trifuse.gru_cell.cpp
 
 
 def _check_arguments(*args: Any) -> None:
@@ -264,4 +273,6 @@ _recurrent.OPERATORS["gru"] = _recurrent.Operator(
     formula=_formula,
     forward={name: getattr(torch.ops.trifuse.gru_forward, name) for name in backends.ORDER},
     backward={name: getattr(torch.ops.trifuse.gru_backward, name) for name in backends.ORDER},
+    plain=None if backends._C is None else torch.ops.trifuse.gru_plain.cpp,
+    no_options={D * SLOTS: ((False, True)[:D],) for D in (1, 2)},
 )

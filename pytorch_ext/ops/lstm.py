@@ -14,7 +14,7 @@ from trifuse import backends
 from trifuse.ops import _checks, _recurrent, _registration
 from trifuse.ops._checks import fail
 from trifuse.reference import lstm as reference
-from trifuse.reference.lstm import Options, Parameters
+from trifuse.reference.lstm import SLOTS, Options, Parameters, by_direction
 
 
 def lstm(
@@ -126,14 +126,17 @@ def lstm_cell(
     Raises:
         As :func:`lstm`.
     """
-    h0, c0 = pair(hx)
-    step = _recurrent.plain_step(_CELL, input, h0, c0, weight_ih, weight_hh, bias_ih, bias_hh)
-    if step is not None:
-        return step
-    call = _prepare_cell(input, hx, weight_ih, weight_hh, bias_ih, bias_hh)
+    parameters = Parameters(weight_ih, weight_hh, bias_ih, bias_hh)
+    h, _, c, *_ = _recurrent.plainly("lstm", _step, input, pair(hx), parameters, one_step=True)
+    return h, c
+
+
+def _step(input: Tensor, h0: Any, c0: Any, *parameters: Any) -> tuple[Any, ...]:
+    """h and c, with nothing for h_n."""
+    call = _prepare_cell(input, (h0, c0), *parameters[:4])
     _, h, c = _recurrent.run(call)
     one = (0, 1) if input.dim() == 1 else (0,)
-    return h.squeeze(one), c.squeeze(one)
+    return h.squeeze(one), None, c.squeeze(one)
 
 
 def layer(
@@ -164,11 +167,82 @@ def layer(
     Raises:
         As :func:`lstm`.
     """
-    input, batch = _recurrent.sequence(input, batch_first=False)
-    batch = (len(parameters), *batch)
-    call = _check(input, batch, (h0, c0), parameters, lengths, reverse, recompute, **options)
+
+    def long_way(input: Tensor, h0: Any, c0: Any, *flat: Any) -> tuple[Tensor, ...]:
+        given = by_direction(Parameters, flat)
+        input, batch = _recurrent.sequence(input, batch_first=False)
+        batch = (len(given), *batch)
+        call = _check(input, batch, (h0, c0), given, lengths, reverse, recompute, **options)
+        return _recurrent.run(call)
+
+    states, flat = (h0, c0), tuple(t for p in parameters for t in p)
+    plain = (
+        lengths is None
+        and not recompute
+        and tuple(reverse) == (False, True)[: len(parameters)]
+        and all(options.get(name, none) == none for name, none in _NO_OPTIONS.items())
+    )
+    if plain:
+        output, h_n, c_n, *_ = _recurrent.plainly("lstm", long_way, input, states, flat)
+    else:
+        output, h_n, c_n = long_way(input, *states, *flat)
+    return output, h_n, c_n
+
+
+def stack(
+    input: Tensor,
+    h0: Tensor | None,
+    c0: Tensor | None,
+    parameters: Sequence[Parameters],
+    lengths: Tensor | None = None,
+    *,
+    recompute: bool = False,
+    **options: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """L layers, each of which reads the one before, in one call, so that they can run side by side.
+
+    Only for what :func:`why_not_stacked` has nothing against.
+
+    Args:
+        input: (T, B, I).
+        h0: (L, B, R) or None.
+        c0: (L, B, H) or None.
+        parameters: each layer's.
+        lengths, recompute, options: as in :func:`layer`.
+
+    Returns:
+        Output of the last layer (T, B, R), h_n (L, B, R), c_n (L, B, H).
+
+    Raises:
+        As :func:`lstm`.
+    """
+    call = _prepare_stack(input, h0, c0, parameters, lengths, recompute, **options)
     output, h_n, c_n = _recurrent.run(call)
     return output, h_n, c_n
+
+
+def why_not_stacked(
+    input: Tensor,
+    *,
+    zoneout_h: float = 0.0,
+    zoneout_c: float = 0.0,
+    recurrent_dropout: float = 0.0,
+    training: bool = False,
+    **others: Any,
+) -> str | None:
+    """Why layers with such options have to be called one after the other; None: they needn't."""
+    choice = backends.choose(backends.Call("lstm", input.device.type, input.dtype))
+    if choice.backend != "cuda":
+        return f"the {choice.backend} backend has layers alone"
+    if training and max(zoneout_h, zoneout_c, recurrent_dropout) > 0:
+        return "each layer draws at random by a seed of its own"
+    return None
+
+
+_NO_OPTIONS = {
+    "cell_clip": None, "proj_clip": None, "forget_bias": 0.0, "coupled": False, "zoneout_h": 0.0,
+    "zoneout_c": 0.0, "recurrent_dropout": 0.0,
+}  # fmt: skip
 
 
 # Arguments --------------------------------------------------------------------------------------
@@ -212,6 +286,36 @@ def _prepare(
     )  # fmt: skip
 
 
+def _prepare_stack(
+    input: Tensor,
+    h0: Tensor | None,
+    c0: Tensor | None,
+    parameters: Sequence[Parameters],
+    lengths: Tensor | None,
+    recompute: bool,
+    **options: Any,
+) -> _recurrent.Call:
+    input, batch = _recurrent.sequence(input, batch_first=False)
+    layers: list[_recurrent.Call] = []
+    x = input
+    for p in parameters:
+        call = _check(x, (1, *batch), None, [p], lengths, (False,), recompute, **options)
+        layers.append(call)
+        for each in zip(Parameters._fields, layers[0].parameters, call.parameters, strict=True):
+            if each[0] != "weight_ih":
+                _recurrent.same_shape(*each)
+        # In place of its output, for the shape.
+        x = input.new_empty(1).expand(*input.shape[:2], p.weight_hh.shape[1])
+    one = layers[0]
+    checked = Parameters(*one.parameters)  # type: ignore[arg-type]
+    return one._replace(
+        operator="lstm_stack",
+        states=_states((h0, c0), input, (len(layers), *batch), checked),
+        parameters=tuple(t for call in layers for t in call.parameters),
+        options=((False,) * len(layers), *one.options[1:]),
+    )
+
+
 def _prepare_cell(
     input: Tensor,
     hx: tuple[Tensor | None, Tensor | None] | None,
@@ -248,14 +352,8 @@ def _check(
     for p in checked[1:]:
         for name, first, other in zip(Parameters._fields, checked[0], p, strict=True):
             _recurrent.same_shape(name, first, other)
-    h0, c0 = pair(hx)
-    weight_hh, weight_hr = checked[0].weight_hh, checked[0].weight_hr
-    R = weight_hh.shape[1]
-    H = R if weight_hr is None else weight_hr.shape[1]
-    h0 = _recurrent.state("h0", _recurrent.autocast(h0), input, batch, R, (input.dtype,))
-    wide = torch.float64 if input.dtype == torch.float64 else torch.float32
-    c0 = _recurrent.state("c0", c0, input, batch, H, (input.dtype, wide))
-    if proj_clip is not None and weight_hr is None:
+    states = _states(hx, input, batch, checked[0])
+    if proj_clip is not None and checked[0].weight_hr is None:
         raise fail("proj_clip", "None without weight_hr", proj_clip)
     forget_bias = _checks.number("forget_bias", forget_bias)
     if not abs(forget_bias) < math.inf or (coupled and forget_bias != 0):
@@ -280,7 +378,7 @@ def _check(
     return _recurrent.Call(
         "lstm",
         input,
-        (h0, c0),
+        states,
         tuple(t for p in checked for t in p),
         _recurrent.row_lengths(lengths, input),
         tuple(options),
@@ -288,6 +386,17 @@ def _check(
         bool(recompute),
         draws,
     )
+
+
+def _states(
+    hx: Any, input: Tensor, batch: tuple[int, ...], p: Parameters
+) -> tuple[Tensor | None, Tensor | None]:
+    h0, c0 = pair(hx)
+    R = p.weight_hh.shape[1]
+    H = R if p.weight_hr is None else p.weight_hr.shape[1]
+    h0 = _recurrent.state("h0", _recurrent.autocast(h0), input, batch, R, (input.dtype,))
+    wide = torch.float64 if input.dtype == torch.float64 else torch.float32
+    return h0, _recurrent.state("c0", c0, input, batch, H, (input.dtype, wide))
 
 
 def _check_parameters(p: Parameters, input: Tensor, coupled: bool) -> Parameters:
@@ -344,6 +453,7 @@ def _clip(argument: str, value: float | None) -> float:
 
 # Registration -----------------------------------------------------------------------------------
 
+_STACKING = ("cuda",)  # backends that run layers of a stack side by side
 _TENSORS = (
     "Tensor input, Tensor? h0, Tensor? c0, Tensor?[] parameters, Tensor? lengths, Tensor? seed"
 )
@@ -373,6 +483,13 @@ def _forward_fake(
         input.new_empty(cells, dtype=wide),
         input.new_empty(clipped, dtype=torch.bool),  # of c's units, then of h's
     )
+
+
+def _stack_forward_fake(*args: Any) -> tuple[Tensor, ...]:
+    output, h_n, *rest = _forward_fake(*args)
+    (layers, _, R), (T, B, _) = h_n.shape, output.shape
+    below = (0,) if args[-1] == _recurrent.SAVE_NOTHING else (layers - 1, T, B, R)
+    return output.new_empty(T, B, R), h_n, *rest, output.new_empty(below)
 
 
 def _cpp_forward_fake(*args: Any) -> tuple[Tensor, ...]:
@@ -412,17 +529,39 @@ _registration.define(
     _backward_fake,
     functools.partial(_recurrent.backward_vmap, "lstm"),
 )
+# Layers, each of which reads the one before: instead of directions, and of these the output is the
+# last one's. What it keeps ends with the outputs of those below.
+_registration.define(
+    "lstm_stack_forward",
+    f"({_TENSORS}, {_OPTIONS}, int save) -> "
+    "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _stack_forward_fake,
+    functools.partial(_recurrent.forward_vmap, "lstm_stack"),
+    backends=_STACKING,
+)
+_registration.define(
+    "lstm_stack_backward",
+    f"(Tensor grad_output, Tensor? grad_h_n, Tensor? grad_c_n, {_TENSORS}, Tensor output, "
+    f"Tensor gates, Tensor cells, Tensor clipped, Tensor below, {_OPTIONS}, bool[] wanted) "
+    "-> Tensor[]",
+    _backward_fake,
+    functools.partial(_recurrent.backward_vmap, "lstm_stack"),
+    backends=_STACKING,
+)
+# How many layers of a stack the CUDA kernels run at once, and why no more.
+_registration.library.define(
+    "lstm_layers_at_once.cuda(Tensor input, Tensor?[] parameters, bool coupled, bool backward) -> "
+    "(int, str)"
+)
 # Why the CUDA kernels go step by step in such a call; "" where it is one launch.
 _registration.library.define(
     "lstm_step_by_step.cuda(Tensor input, Tensor?[] parameters, bool coupled, bool backward) -> str"
 )
 
-# One step on plain CPU tensors that need no gradient; it makes its own checks.
 _registration.library.define(
-    "lstm_cell.cpp(Tensor input, Tensor? h0, Tensor? c0, Tensor weight_ih, Tensor weight_hh, "
-    "Tensor? bias_ih, Tensor? bias_hh) -> (Tensor, Tensor)"
+    "lstm_plain.cpp(Tensor input, Tensor? h0, Tensor? c0, Tensor?[] parameters, bool save) -> "
+    "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
-_CELL = None if backends._C is None else torch.ops.trifuse.lstm_cell.cpp
 
 
 def _check_arguments(*args: Any) -> None:
@@ -446,6 +585,35 @@ def _formula(*args: Any) -> list[Tensor | None]:
     return reference.lstm_backward(*args[:13], options=Options(*args[13:23]), wanted=args[23])
 
 
+def _stack_formula(*args: Any) -> list[Tensor | None]:
+    """The backward op's arguments, for the reference, layer by layer."""
+    grad_output, grad_h_n, grad_c_n, x, h0, c0, parameters, lengths, seed = args[:9]
+    options, wanted = Options(*args[14:24]), args[24]
+    one = options._replace(reverse=(False,))
+    layers = []
+    for k in range(len(options.reverse)):
+        slots = slice(k * SLOTS, (k + 1) * SLOTS)
+        h, c, grad_h, grad_c = (
+            None if t is None else t[k : k + 1] for t in (h0, c0, grad_h_n, grad_c_n)
+        )
+        given: tuple[Any, ...] = (x, h, c, parameters[slots], lengths, seed)
+        asked = (k > 0 or wanted[0], *wanted[1:3], *wanted[3:][slots])
+        layers.append((grad_h, grad_c, given, asked))
+        x = reference.lstm(*given, options=one).output
+    results = []
+    for grad_h, grad_c, given, asked in reversed(layers):
+        given = (grad_output, grad_h, grad_c, *given, None, None, None, None)
+        grads = reference.lstm_backward(*given, options=one, wanted=asked)
+        grad_output = grads[0]
+        results.append(grads)
+    results.reverse()
+    states = [
+        None if of_layers[0] is None else torch.cat(of_layers)
+        for of_layers in zip(*(grads[1:3] for grads in results), strict=True)
+    ]
+    return [grad_output, *states, *(g for grads in results for g in grads[3:])]
+
+
 _registration.implement_triton("lstm", _check_arguments)
 
 
@@ -457,4 +625,12 @@ _recurrent.OPERATORS["lstm"] = _recurrent.Operator(
     formula=_formula,
     forward={name: getattr(torch.ops.trifuse.lstm_forward, name) for name in backends.ORDER},
     backward={name: getattr(torch.ops.trifuse.lstm_backward, name) for name in backends.ORDER},
+    plain=None if backends._C is None else torch.ops.trifuse.lstm_plain.cpp,
+    no_options={D * SLOTS: tuple(Options(reverse=(False, True)[:D])) for D in (1, 2)},
+)
+_recurrent.OPERATORS["lstm_stack"] = _recurrent.OPERATORS["lstm"]._replace(
+    kept=4,
+    formula=_stack_formula,
+    forward={name: getattr(torch.ops.trifuse.lstm_stack_forward, name) for name in _STACKING},
+    backward={name: getattr(torch.ops.trifuse.lstm_stack_backward, name) for name in _STACKING},
 )

@@ -33,6 +33,7 @@ from torch import Tensor
 from trifuse.reference.lstm import (
     accumulation_dtype,
     added_up,
+    by_direction,
     in_step_order,
     masked,
     side_by_side,
@@ -182,9 +183,9 @@ def _ways(
 ) -> Iterator[_Way]:  # fmt: skip
     (T, B, _), wide = input.shape, accumulation_dtype(input.dtype)
     valid = valid_steps(T, lengths)
-    for d, reverse in enumerate(options.reverse):
-        given = parameters[d * SLOTS : (d + 1) * SLOTS]
-        p = Parameters(*(None if t is None else t.to(wide) for t in given))  # type: ignore[arg-type]
+    wide_parameters = [None if t is None else t.to(wide) for t in parameters]
+    for d, p in enumerate(by_direction(Parameters, wide_parameters)):
+        reverse = options.reverse[d]
         x = in_step_order(masked(input, valid), lengths, reverse).to(wide)
         H = p.weight_hh.shape[1]
         first = input.new_zeros(B, H, dtype=wide) if h0 is None else h0[d].to(wide)

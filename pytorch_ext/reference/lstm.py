@@ -33,7 +33,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -60,6 +60,14 @@ class Parameters(NamedTuple):
 
 
 SLOTS = len(Parameters._fields)
+
+Slots = TypeVar("Slots", bound=tuple)
+
+
+def by_direction(slots: type[Slots], flat: Sequence[Any]) -> list[Slots]:
+    """Of Parameters one after another in one list, or of something for each of them."""
+    count = len(slots._fields)  # type: ignore[attr-defined]
+    return [slots(*flat[i : i + count]) for i in range(0, len(flat), count)]
 
 
 class Options(NamedTuple):
@@ -235,9 +243,9 @@ def _ways(
 ) -> Iterator[_Way]:  # fmt: skip
     (T, B, _), wide = input.shape, accumulation_dtype(input.dtype)
     valid = valid_steps(T, lengths)
-    for d, reverse in enumerate(options.reverse):
-        given = parameters[d * SLOTS : (d + 1) * SLOTS]
-        p = Parameters(*(None if t is None else t.to(wide) for t in given))  # type: ignore[arg-type]
+    wide_parameters = [None if t is None else t.to(wide) for t in parameters]
+    for d, p in enumerate(by_direction(Parameters, wide_parameters)):
+        reverse = options.reverse[d]
         R = p.weight_hh.shape[1]
         H = R if p.weight_hr is None else p.weight_hr.shape[1]
 

@@ -1,0 +1,159 @@
+"""Recurrent layers and cells of one row, from a single step on, against torch's.
+
+Short calls of one row are over in microseconds, so that what counts is how soon the kernels begin
+and how they read the weights. Each number of the table is torch's time over ours. Forward is timed
+without gradients; forward + backward takes the gradients of the input and of all parameters.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from rich.table import Table
+from torch import Tensor, nn
+
+import trifuse
+from trifuse.benchmarks import measure
+
+STEPS = (1, 2, 3, 5, 20)
+
+
+class Case(NamedTuple):
+    module: str  # of torch.nn and trifuse.nn
+    dtype: torch.dtype
+    H: int  # of the input too
+    projection: int
+    backward: bool
+
+    @property
+    def name(self) -> str:
+        dtype = str(self.dtype).removeprefix("torch.")
+        projected = f", proj_size {self.projection}" if self.projection else ""
+        return f"{self.module}, {self.step}, {dtype}, H {self.H}{projected}"
+
+    @property
+    def step(self) -> str:
+        return "forward + backward" if self.backward else "forward"
+
+    @property
+    def steps(self) -> tuple[int, ...]:
+        return (1,) if self.module.endswith("Cell") else STEPS
+
+
+CASES = tuple(
+    Case(module, dtype, H, H // 4 if projected else 0, backward)
+    for backward, (module, projected), dtype, H in itertools.product(
+        (False, True),
+        (
+            ("LSTM", False), ("LSTM", True), ("GRU", False), ("LSTMCell", False),
+            ("GRUCell", False),
+        ),
+        (torch.float32, torch.float64, torch.bfloat16),
+        (64, 256, 512),
+    )
+)  # fmt: skip
+
+
+class Outcome(NamedTuple):
+    case: Case
+    timings: dict[int, dict[str, measure.Timing]]  # by the number of steps: ours and torch's
+
+    def ratios(self) -> dict[int, float]:
+        return {T: each["torch"].median / each["ours"].median for T, each in self.timings.items()}
+
+    def record(self) -> dict[str, Any]:
+        medians = {
+            T: {name: timing.median for name, timing in each.items()}
+            for T, each in self.timings.items()
+        }
+        return {"case": self.case.name, "steps": medians, "ratios": self.ratios()}
+
+
+def run(case: Case, seconds: float) -> Outcome:
+    """Time a case for each number of steps.
+
+    Raises:
+        AssertionError: the two don't compute the same.
+    """
+    torch.manual_seed(0)
+    given: dict[str, Any] = {"proj_size": case.projection} if case.projection else {}
+    theirs = getattr(nn, case.module)(case.H, case.H, dtype=case.dtype, **given)
+    ours = getattr(trifuse.nn, case.module)(case.H, case.H, dtype=case.dtype, **given)
+    ours.load_state_dict(theirs.state_dict())
+    timings = {}
+    for T in case.steps:
+        shape = (1, case.H) if case.module.endswith("Cell") else (T, 1, case.H)
+        x = torch.randn(shape, dtype=case.dtype, requires_grad=case.backward)
+        calls = {"ours": _call(ours, x, case.backward), "torch": _call(theirs, x, case.backward)}
+        measure.check_agreement("torch", calls["ours"](), calls["torch"]())
+        timings[T] = measure.alternate(calls, seconds=seconds)
+    return Outcome(case, timings)
+
+
+def _call(module: nn.Module, x: Tensor, backward: bool) -> Callable[[], Sequence[Tensor]]:
+    def output() -> Tensor:
+        result = module(x)
+        return result[0] if isinstance(result, tuple) else result
+
+    def forward() -> Sequence[Tensor]:
+        with torch.no_grad():
+            return (output(),)
+
+    variables = [x, *module.parameters()]
+
+    def forward_backward() -> Sequence[Tensor]:
+        y = output()
+        return (y.detach(), *torch.autograd.grad(y.sum(), variables))
+
+    return forward_backward if backward else forward
+
+
+def table(outcomes: Sequence[Outcome]) -> Table:
+    out = Table("case", *(f"T {T}" for T in STEPS), "ours, T 1", title="torch's time over ours")
+    for column in out.columns[1:]:
+        column.justify = "right"
+    for outcome in outcomes:
+        ratios = [f"{ratio:.2f}×" for ratio in outcome.ratios().values()]
+        ratios += [""] * (len(STEPS) - len(ratios))
+        out.add_row(outcome.case.name, *ratios, f"{outcome.timings[1]['ours'].median * 1e6:.0f} µs")
+    return out
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the cases and print the table."""
+    parser = measure.parser("one_row", __doc__, devices=("cpu",), plots=False)
+    options = parser.parse_args(argv)
+    torch.set_num_threads(options.threads)
+    # torch says that it has a slower way for projections.
+    warnings.filterwarnings("ignore", message="LSTM with projections is not supported with oneDNN")
+    cases = measure.select(CASES, lambda case: case.name, options.cases)
+    facts = measure.machine()
+    measure.console.print(measure.describe(facts), soft_wrap=True)
+
+    def keep(outcomes: Sequence[Outcome], failed: Any = None) -> None:
+        if options.json is not None:
+            records = [outcome.record() for outcome in outcomes]
+            content = {"machine": dict(facts), "times": records, "failed": failed or {}}
+            measure.write_json(options.json, content, quietly=True)
+
+    with trifuse.backend(options.backend):
+        seconds = 0.05 if options.quick else 0.25
+        call = functools.partial(run, seconds=seconds)
+        outcomes, failed = measure.run_all(cases, lambda case: case.name, call, keep)
+    keep(outcomes, failed)
+    if outcomes:
+        measure.print_table(table(outcomes))
+        worst = min(outcomes, key=lambda outcome: min(outcome.ratios().values()))
+        ratios = [ratio for outcome in outcomes for ratio in outcome.ratios().values()]
+        mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
+        measure.console.print(
+            f"{sum(ratio >= 1 for ratio in ratios)} of {len(ratios)} are at least as fast; least "
+            f"{min(ratios):.2f}× ({worst.case.name}); geometric mean {mean:.2f}×"
+        )
+    return bool(failed)
