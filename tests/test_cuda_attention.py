@@ -44,6 +44,7 @@ from test_kernels_attention import (  # noqa: F401 - collected here, with this f
     test_keys_left_out_pass_on_no_poison,
     test_layouts_change_nothing,
     test_masks_of_the_lowest_number,
+    test_nan_in_a_query_reaches_no_key_past_its_length,
     test_nan_reaches_exactly_what_it_is_paired_with,
     test_packed_is_each_sequence_by_itself,
     test_packed_with_a_mask_and_dropout,
@@ -200,6 +201,8 @@ BUDGET: dict[str, dict[tuple[bool, int], tuple[int, int]]] = {
         (True, 64): (168, 0), (True, 128): (232, 0), (True, 256): (255, 0),
         (False, 64): (168, 64), (False, 128): (168, 32), (False, 256): (255, 0),
     },
+    "attention_backward_key_value_hopper_kernel": {(True, 64): (168, 24), (True, 128): (168, 80)},
+    "attention_backward_query_hopper_kernel": {(True, 64): (168, 0), (True, 128): (168, 0)},
     "attention_backward_rows_kernel": {(True, 0): (96, 32), (False, 0): (80, 16)},
     "attention_backward_mask_kernel": {(True, 0): (128, 8), (False, 0): (96, 0)},
     "attention_backward_row_mask_kernel": {(False, 0): (32, 0)},
@@ -254,16 +257,19 @@ def test_tiles_are_copied_and_multiplied_by_the_instructions_meant_for_it(code):
         assert (c.sass.count("LDSM") >= 4) == tensor_core, c[:4]
 
 
-def test_hopper_s_kernel_uses_what_only_hopper_has(code):
+def test_hopper_s_kernels_use_what_only_hopper_has(code):
     """The copy engine, registers handed over, and products of warpgroups, two groups at a time."""
     of_hopper = [c for c in code if "hopper" in c.kernel]
-    assert len(of_hopper) == 6
+    assert len(of_hopper) == 14
     for c in of_hopper:
-        _, (_, head_dim) = _kind(c)
-        keys = 64 if head_dim == 256 else 128
-        # Scores of the first tile and of others; sums of others, of the last, and of a count.
-        products = 2 * head_dim // 16 + 3 * keys // 16
-        assert c.count("HGMMA.64x.*") == products, c[:4]
-        assert c.count("UTMALDG.4D.*") >= 3 * head_dim // 64, c[:4]
+        name, (_, head_dim) = _kind(c)
+        columns = 128 if "forward" in name and head_dim < 256 else 64
+        # Scores of the first tile and of others; sums of others, of the last, and of a count. The
+        # backward also has dO v, and by key two kinds of sums.
+        products, sums = (2, 3) if "forward" in name else (3, 6 if "key_value" in name else 3)
+        assert c.count("HGMMA.64x.*") == (products * head_dim + sums * columns) // 16, c[:4]
+        tensors = 3 if "forward" in name else 4
+        assert c.count("UTMALDG.4D.*") >= tensors * head_dim // 64, c[:4]
         assert c.count("USETMAXREG.*") == 2, c[:4]
-        assert "WARPGROUP.DEPBAR.LE gsb0, 0x1" in c.sass, c[:4]
+        if "forward" in name:
+            assert "WARPGROUP.DEPBAR.LE gsb0, 0x1" in c.sass, c[:4]

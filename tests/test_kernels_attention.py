@@ -252,6 +252,17 @@ def test_nan_reaches_exactly_what_it_is_paired_with(kernel, where):
         torch.testing.assert_close(a[~e.isnan()], c[~e.isnan()], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("where", ["query", "grad_out"])
+def test_nan_in_a_query_reaches_no_key_past_its_length(kernel, where):
+    case = make(**ONE_HEAD, key_lengths=torch.tensor([20, Lk]))
+    x = getattr(case, where).clone()
+    x[0, 0, 5, 4] = NAN
+    results = run(dataclasses.replace(case, **{where: x}))
+    for grad in (results.grad_key, results.grad_value):
+        assert grad[0, :, :20].isnan().any()
+        assert grad[0, :, 20:].eq(0).all()
+
+
 # Dropout, packed sequences, memory --------------------------------------------------------------
 
 

@@ -22,10 +22,10 @@ struct Attention : AttentionProblem {
 // up to 96 KiB of shared memory.
 void attention_forward(const Attention& call, void* stream);
 
-// As attention_forward, on GPUs of compute capability 9.0, for some calls: 16-bit types and a head_dim up
-// to 256, where query, key and value begin at multiples of 16 bytes, their elements lie side by side and
-// their other strides are multiples of 16 bytes. attention_forward sees to it. A block takes up to 198 KiB
-// of shared memory.
+// Whether the kernels for GPUs of compute capability 9.0 serve a call, its backward if it has a grad_out:
+// 16-bit types and a head_dim up to 256, in the backward up to 128, where query, key, value and grad_out
+// begin at multiples of 16 bytes, their elements lie side by side and their other strides are multiples
+// of 16 bytes. attention_forward and attention_backward ask. A block takes up to 204 KiB of shared memory.
 bool is_for_hopper(const Attention& call);
 void attention_forward_hopper(const Attention& call, void* stream);
 

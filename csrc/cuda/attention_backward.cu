@@ -17,16 +17,10 @@
 // 2 · pairs · (E + Ev) are made twice: the price of sums that are never split between blocks. The mask's
 // gradient takes those a third time.
 
-#include "cuda/attention_tile.cuh"
+#include "cuda/attention_backward.cuh"
 
 namespace trifuse::cuda {
 namespace {
-
-// For each query, contiguous (B, H, Lq), or (H, total) if sequences are packed. A weight is
-// 2^((score - shift) · exponent - rest), with what Scale says; shift is the logsumexp in units of a score.
-struct RowVectors {
-  float *shift, *rest, *delta;
-};
 
 // How the gradient of a float mask is shared out.
 struct MaskShares {
@@ -149,27 +143,6 @@ __global__ __launch_bounds__(32 * WideShape<Scalar>::kWarps) void attention_back
 
 // Gradients of scores ------------------------------------------------------------------------------------
 
-// What a thread needs of the queries of its tile: by row, or, in a tile that has them as columns, by
-// column.
-template <int N, bool kByKey>
-struct TileVectors {
-  static constexpr int kCount = kByKey ? N / 4 : 2;
-  float shift[kCount], rest[kCount], delta[kCount];
-
-  __device__ __forceinline__ TileVectors(
-      const RowVectors& vectors, const Head& head, int row, int column) {
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) {
-      const int query = kByKey ? column + column_of(i / 2, i % 2) : row + row_of(2 * i);
-      const bool inside = query < head.queries;
-      shift[i] = inside ? vectors.shift[head.row + query] : 0.0f;
-      rest[i] = inside ? vectors.rest[head.row + query] : 0.0f;
-      delta[i] = inside ? vectors.delta[head.row + query] : 0.0f;
-    }
-  }
-  __device__ static constexpr int index(int n, int e) { return kByKey ? 2 * n + e % 2 : e / 2; }
-};
-
 // Of a warp's tile, scores (products of q and k) become the weights that dropout keeps, not scaled up yet,
 // and products (of dO and v) become dS; both are 0 for pairs that take no part.
 template <int N, bool kByKey, class Scalar>
@@ -179,46 +152,15 @@ __device__ __forceinline__ void weights_and_gradients(
     int row, int column) {
   if (scale.natural)
     scale_and_add_mask<N, kByKey, Scalar>(scores, p, scale, head, pairs, row, column);
-#pragma unroll
-  for (int n = 0; n < N / 8; ++n)
-#pragma unroll
-    for (int e = 0; e < 4; ++e) {
-      const int i = of.index(n, e);
-      scores[n][e] = power_of_2<Scalar>(
-          fmaf(scores[n][e] - of.shift[i], scale.exponent, -of.rest[i]));
-    }
-  if (!pairs.full) {
-#pragma unroll
-    for (int n = 0; n < N / 8; ++n)
-#pragma unroll
-      for (int e = 0; e < 4; ++e)
-        if (!pairs.test(n, e)) scores[n][e] = 0;
-  }
+  make_weights<N, Scalar>(scores, scale, of, pairs);
   if (p.dropout.threshold) {
     const Dropped<N, kByKey> dropped(p, head, seed, row, column);
-    const float keep_scale = static_cast<float>(p.dropout.scale);
-#pragma unroll
-    for (int n = 0; n < N / 8; ++n)
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        const bool kept = dropped.keeps(n, e);
-        const float grad = kept ? products[n][e] * keep_scale : 0.0f;
-        products[n][e] = scores[n][e] * (grad - of.delta[of.index(n, e)]);
-        if (!kept) scores[n][e] = 0;
-      }
+    const auto kept = [&](int n, int e) { return dropped.keeps(n, e); };
+    keep<N>(products, kept, static_cast<float>(p.dropout.scale));
+    make_gradients<N>(products, scores, of, pairs);
+    keep<N>(scores, kept, 1);
   } else {
-#pragma unroll
-    for (int n = 0; n < N / 8; ++n)
-#pragma unroll
-      for (int e = 0; e < 4; ++e)
-        products[n][e] = scores[n][e] * (products[n][e] - of.delta[of.index(n, e)]);
-  }
-  if (!pairs.full) {
-#pragma unroll
-    for (int n = 0; n < N / 8; ++n)
-#pragma unroll
-      for (int e = 0; e < 4; ++e)
-        if (!pairs.test(n, e)) products[n][e] = 0;
+    make_gradients<N>(products, scores, of, pairs);
   }
 }
 
@@ -241,11 +183,7 @@ __global__ __launch_bounds__(32 * Shape<Scalar, D>::kWarps) void attention_backw
   const Place place(p.Lk, Shape::kRows, p.kv_heads);
   const int first_column = blockIdx.y * C;
   if (place.b == p.batch) {
-    if (first_column > 0) return;
-    const int64_t first = p.cu_seqlens_k[place.b] + place.block * Shape::kRows;
-    const int64_t step = int64_t(place.blocks) * Shape::kRows;
-    store_zeros<Scalar>({p.grad_key, 0, place.h, 0, p.E}, first, p.total_k, Shape::kRows, step);
-    store_zeros<Scalar>({p.grad_value, 0, place.h, 0, p.Ev}, first, p.total_k, Shape::kRows, step);
+    if (first_column == 0) store_unused_keys<Scalar>(p, place, Shape::kRows);
     return;
   }
   const int group = static_cast<int>(p.heads / p.kv_heads);
@@ -320,6 +258,8 @@ __global__ __launch_bounds__(32 * Shape<Scalar, D>::kWarps) void attention_backw
       mode = Mode::Count;
     }
   }
+  clear_rows<C>(dk, any_head.keys - row);
+  clear_rows<C>(dv, any_head.keys - row);
   const float scale_factor[2] = {static_cast<float>(p.scale), static_cast<float>(p.scale)};
   store_rows<C>(
       dk, scale_factor, dk_reached, key.from(16 * warp()),
@@ -341,9 +281,7 @@ __global__ __launch_bounds__(32 * Shape<Scalar, D>::kWarps) void attention_backw
   Place place(p.Lq, Shape::kRows, p.heads);
   if (p.window_right >= 0) place.block = place.blocks - 1 - place.block;
   if (place.b == p.batch) {
-    const int64_t first = p.cu_seqlens_q[place.b] + place.block * Shape::kRows;
-    const int64_t step = int64_t(place.blocks) * Shape::kRows;
-    store_zeros<Scalar>({p.grad_query, 0, place.h, 0, p.E}, first, p.total_q, Shape::kRows, step);
+    store_unused_queries<Scalar>(p, place, Shape::kRows);
     return;
   }
   const Head head(p, place.b, place.h);
@@ -647,6 +585,8 @@ void attention_backward(const Attention& p, void* workspace, void* stream) {
           attention_plan("attention_backward_rows", p, blocks, Wide::kWarps, shared), on,
           attention_backward_rows_kernel<Scalar>, p, vectors, pitch);
     }
+    if (p.grad_mask.data) launch_mask<Scalar>(p, vectors, floats + 3 * rows, pitch, on);
+    if (is_for_hopper(p)) return attention_backward_hopper(p, vectors, stream);
     if (const int64_t blocks = blocks_for(p, p.Lk, Shape::kRows, p.kv_heads, true)) {
       LaunchPlan plan =
           attention_plan("attention_backward_key_value", p, blocks, Shape::kWarps, Shape::kShared);
@@ -657,7 +597,6 @@ void attention_backward(const Attention& p, void* workspace, void* stream) {
       launch(
           attention_plan("attention_backward_query", p, blocks, Shape::kWarps, Shape::kShared), on,
           attention_backward_query_kernel<Scalar, D>, p, vectors);
-    if (p.grad_mask.data) launch_mask<Scalar>(p, vectors, floats + 3 * rows, pitch, on);
   });
 }
 

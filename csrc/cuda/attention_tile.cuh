@@ -465,7 +465,8 @@ __device__ __forceinline__ bool keeps(const Raw* at, Raw out) {
 }
 
 // The mask of rows [row, row + 16) by columns [column, column + N), by bits: those of the thread's rows.
-template <int N, bool kByKey, class Raw>
+// A lane has its numbers for `kAhead` of the queries under way at a time.
+template <int N, bool kByKey, int kAhead, class Raw>
 __device__ __forceinline__ void look_at_mask(
     typename Pairs<N>::Bits (&bits)[2], const Attention& p, const Head& head, int row, int column,
     Raw out) {
@@ -479,7 +480,7 @@ __device__ __forceinline__ void look_at_mask(
     if (query_stride == 0) {
       mine = key < head.keys && keeps(mask + key * key_stride, out) ? ~Bits(0) : 0;
     } else {
-#pragma unroll 4
+#pragma unroll kAhead
       for (int i = 0; i < N / 2; ++i) {
         const int query = column + 2 * i + half;
         const bool kept = query < head.queries && key < head.keys &&
@@ -494,7 +495,7 @@ __device__ __forceinline__ void look_at_mask(
     // A lane looks at a key, or two, of one query after the other.
     const int rows = query_stride == 0 ? 1 : 16;
     bits[0] = bits[1] = 0;
-#pragma unroll 4
+#pragma unroll kAhead
     for (int r = 0; r < rows; ++r) {
       const int query = row + r;
       Bits word = 0;
@@ -514,7 +515,7 @@ __device__ __forceinline__ void look_at_mask(
 
 // Looks at rows [row, row + 16), which see by position what `spans` says of the thread's two, and columns
 // [column, column + N).
-template <int N, bool kByKey>
+template <int N, bool kByKey, int kAhead = 4>
 __device__ __forceinline__ Pairs<N> look(
     const Attention& p, const Head& head, const Span (&spans)[2], int row, int column) {
   using Bits = typename Pairs<N>::Bits;
@@ -530,11 +531,11 @@ __device__ __forceinline__ Pairs<N> look(
     Bits kept[2];
     const bool bfloat16 = p.dtype == DType::BFloat16;
     if (p.mask_kind == MaskKind::Bool)
-      look_at_mask<N, kByKey, uint8_t>(kept, p, head, row, column, 0);
+      look_at_mask<N, kByKey, kAhead, uint8_t>(kept, p, head, row, column, 0);
     else if (p.mask_kind == MaskKind::Float32 || p.dtype == DType::Float32)
-      look_at_mask<N, kByKey, uint32_t>(kept, p, head, row, column, 0xFF800000);
+      look_at_mask<N, kByKey, kAhead, uint32_t>(kept, p, head, row, column, 0xFF800000);
     else
-      look_at_mask<N, kByKey, uint16_t>(kept, p, head, row, column, bfloat16 ? 0xFF80 : 0xFC00);
+      look_at_mask<N, kByKey, kAhead, uint16_t>(kept, p, head, row, column, bfloat16 ? 0xFF80 : 0xFC00);
     pairs.row[0] &= kept[0];
     pairs.row[1] &= kept[1];
   }

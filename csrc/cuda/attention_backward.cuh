@@ -1,0 +1,116 @@
+// What the kernels of attention's backward share: a query's numbers, and what lies between the products.
+
+#pragma once
+
+#include "cuda/attention_tile.cuh"
+
+namespace trifuse::cuda {
+
+// For each query, contiguous (B, H, Lq), or (H, total) if sequences are packed. A weight is
+// 2^((score - shift) · exponent - rest), with what Scale says; shift is the logsumexp in units of a score,
+// and delta is ∑ dO O - dlse.
+struct RowVectors {
+  float *shift, *rest, *delta;
+};
+
+// attention_backward's gradients of queries, keys and values, if is_for_hopper.
+void attention_backward_hopper(const Attention& call, const RowVectors& vectors, void* stream);
+
+// What a block of `place` does for packed tokens past the last sequence: zeros.
+template <class Scalar>
+__device__ __forceinline__ void store_unused_keys(const Attention& p, const Place& place, int rows) {
+  const int64_t first = p.cu_seqlens_k[place.b] + place.block * rows;
+  const int64_t step = int64_t(place.blocks) * rows;
+  store_zeros<Scalar>({p.grad_key, 0, place.h, 0, p.E}, first, p.total_k, rows, step);
+  store_zeros<Scalar>({p.grad_value, 0, place.h, 0, p.Ev}, first, p.total_k, rows, step);
+}
+template <class Scalar>
+__device__ __forceinline__ void store_unused_queries(const Attention& p, const Place& place, int rows) {
+  const int64_t first = p.cu_seqlens_q[place.b] + place.block * rows;
+  const int64_t step = int64_t(place.blocks) * rows;
+  store_zeros<Scalar>({p.grad_query, 0, place.h, 0, p.E}, first, p.total_q, rows, step);
+}
+
+// What a thread needs of the queries of its tile: by row, or, in a tile that has them as columns, by
+// column.
+template <int N, bool kByKey>
+class TileVectors {
+ public:
+  __device__ __forceinline__ TileVectors(
+      const RowVectors& vectors, const Head& head, int row, int column) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      const int query = kByKey ? column + column_of(i / 2, i % 2) : row + row_of(2 * i);
+      const bool inside = query < head.queries;
+      shift_[i] = inside ? vectors.shift[head.row + query] : 0.0f;
+      rest_[i] = inside ? vectors.rest[head.row + query] : 0.0f;
+      delta_[i] = inside ? vectors.delta[head.row + query] : 0.0f;
+    }
+  }
+  __device__ __forceinline__ float shift(int n, int e) const { return shift_[index(n, e)]; }
+  __device__ __forceinline__ float rest(int n, int e) const { return rest_[index(n, e)]; }
+  __device__ __forceinline__ float delta(int n, int e) const { return delta_[index(n, e)]; }
+
+ private:
+  __device__ static constexpr int index(int n, int e) { return kByKey ? 2 * n + e % 2 : e / 2; }
+  static constexpr int kCount = kByKey ? N / 4 : 2;
+  float shift_[kCount], rest_[kCount], delta_[kCount];
+};
+
+template <int N>
+__device__ __forceinline__ void leave_out(float (&numbers)[N / 8][4], const Pairs<N>& pairs) {
+  if (pairs.full) return;
+#pragma unroll
+  for (int n = 0; n < N / 8; ++n)
+#pragma unroll
+    for (int e = 0; e < 4; ++e)
+      if (!pairs.test(n, e)) numbers[n][e] = 0;
+}
+
+// Of a warp's sums those of keys past the lengths, `first` and on: of weights that are 0, but what they
+// were multiplied by may have been NaN.
+template <int C>
+__device__ __forceinline__ void clear_rows(float (&sums)[C / 8][4], int first) {
+#pragma unroll
+  for (int n = 0; n < C / 8; ++n)
+#pragma unroll
+    for (int e = 0; e < 4; ++e)
+      if (row_of(e) >= first) sums[n][e] = 0;
+}
+
+// Scores become weights, before dropout.
+template <int N, class Scalar, class Vectors>
+__device__ __forceinline__ void make_weights(
+    float (&scores)[N / 8][4], const Scale& scale, const Vectors& of, const Pairs<N>& pairs) {
+#pragma unroll
+  for (int n = 0; n < N / 8; ++n)
+#pragma unroll
+    for (int e = 0; e < 4; ++e)
+      scores[n][e] = power_of_2<Scalar>(
+          fmaf(scores[n][e] - of.shift(n, e), scale.exponent, -of.rest(n, e)));
+  leave_out<N>(scores, pairs);
+}
+
+// What dropout makes of numbers that multiply weights.
+template <int N, class Kept>
+__device__ __forceinline__ void keep(float (&numbers)[N / 8][4], const Kept& kept, float factor) {
+#pragma unroll
+  for (int n = 0; n < N / 8; ++n)
+#pragma unroll
+    for (int e = 0; e < 4; ++e) numbers[n][e] = kept(n, e) ? numbers[n][e] * factor : 0.0f;
+}
+
+// Products of dO and v, after dropout, become dS.
+template <int N, class Vectors>
+__device__ __forceinline__ void make_gradients(
+    float (&products)[N / 8][4], const float (&weights)[N / 8][4], const Vectors& of,
+    const Pairs<N>& pairs) {
+#pragma unroll
+  for (int n = 0; n < N / 8; ++n)
+#pragma unroll
+    for (int e = 0; e < 4; ++e)
+      products[n][e] = weights[n][e] * (products[n][e] - of.delta(n, e));
+  leave_out<N>(products, pairs);
+}
+
+}  // namespace trifuse::cuda
