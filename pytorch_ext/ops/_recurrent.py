@@ -10,6 +10,7 @@ wanted; it returns those for input, states and parameters in one list.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -303,11 +304,11 @@ def _gradients(
     grads: Sequence[Tensor | None],
     wanted: Sequence[bool],
 ) -> list[Tensor | None]:
-    """Of a function's results, which can be differentiated in turn.
-
-    What is switched on around a backward is not what was around the forward.
-    """
-    with torch.enable_grad(), _registration.without_autocast(), backends.backend("cpp"):
+    """Of a function's results, which can be differentiated in turn."""
+    # What is switched on by now is not what was around the forward. The switch is the process's.
+    as_then = backends._requested in ("auto", "cpp")
+    backend = contextlib.nullcontext() if as_then else backends.backend("cpp")
+    with torch.enable_grad(), _registration.without_autocast(), backend:
         # Views, or the gradient of one tensor would have a part by way of another.
         views = [None if t is None else t.view_as(t) for t in tensors]
         pairs = [(r, g) for r, g in zip(function(*views), grads, strict=True) if g is not None]
