@@ -84,7 +84,8 @@ if wants sanitizer; then
     # One size of each CUDA kernel: every access in bounds, no races between threads of a block.
     small='test_attention and float32-everything or test_attention and bfloat16-everything'
     small="$small or test_lstm and bfloat16-everything or test_lstm and bfloat16-plain"
-    small="$small or layers_side_by_side or of_any_width and 1000-bfloat16"
+    small="$small or layers_side_by_side or many_tiles and 33-64-bfloat16"
+    small="$small or of_any_width and 1000-bfloat16 or of_any_width and 12288-bfloat16"
     for tool in memcheck racecheck; do
       step "$tool" 180 compute-sanitizer --tool "$tool" --error-exitcode 1 --report-api-errors no \
         --target-processes all "$python" -m pytest tests/test_gpu.py -vv -k "($small) and cuda" &

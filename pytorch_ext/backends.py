@@ -98,7 +98,19 @@ def _why_not_cuda(call: Call) -> str | None:
         return "no CUDA kernel for this operator"
     if call.operator == "attention" and call.dtype == torch.float64:
         return f"no kernel for {call.dtype}"
+    major, minor = _capability()
+    if major < 8:
+        return f"the GPU's compute capability is {major}.{minor}, and 8.0 is the least"
     return _why_not_head_dim(call)
+
+
+def _capability() -> tuple[int, int]:
+    """Of the current GPU; where there is none, what kernels are compiled for at least."""
+    return torch.cuda.get_device_capability() if torch.cuda.is_available() else (8, 0)
+
+
+# As torch.compiler.assume_constant_result does, which would import Dynamo with trifuse.
+_capability._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _why_not_head_dim(call: Call) -> str | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+import mmap
 from random import Random
 from typing import Any, NamedTuple
 
@@ -293,6 +294,18 @@ def packed(lengths_q: list[int], lengths_k: list[int], rest: int = 0, **sizes: A
 
 def boundaries(lengths: list[int], dtype: torch.dtype = torch.int64) -> Tensor:
     return torch.tensor([0, *itertools.accumulate(lengths)], dtype=dtype)
+
+
+def check_past_two_to_the_31() -> None:
+    """Offsets need 64 bits. The tensors are views of memory that is never touched elsewhere."""
+    far = torch.frombuffer(mmap.mmap(-1, 2 * (2**31 + 2**16)), dtype=torch.bfloat16)
+    case = make(H=1, dtype=torch.bfloat16)
+    views = {}
+    for name in ("query", "key", "value", "grad_out"):
+        near = getattr(case, name)
+        views[name] = far.as_strided(near.shape, (2**31, *near.stride()[1:])).copy_(near)
+        far = far[near[0].numel() :]
+    assert_same_bits(run(dataclasses.replace(case, **views)), run(case))
 
 
 def run_packed(case: Case, cu_q: Tensor, cu_k: Tensor | None, **options: Any) -> Results:

@@ -18,6 +18,7 @@ from attention_cases import (
     assert_near,
     assert_same_bits,
     boundaries,
+    check_past_two_to_the_31,
     make,
     normal,
     packed,
@@ -593,17 +594,4 @@ def test_no_gradient_without_grad_mode(backend):
 
 
 def test_elements_past_two_to_the_31(cpp_kernel):
-    """Offsets need 64 bits. The tensors are views of memory that is never touched elsewhere."""
-    torch.utils.deterministic.fill_uninitialized_memory = False
-    try:
-        far = torch.empty(2**31 + 2**16, dtype=torch.bfloat16)
-    finally:
-        torch.utils.deterministic.fill_uninitialized_memory = True
-    case = make(H=1, dtype=torch.bfloat16)
-    L, E = 75, 16
-    near = {"query": case.query, "key": case.key, "value": case.value, "grad_out": case.grad_out}
-    views = {}
-    for n, (name, x) in enumerate(near.items()):
-        view = far[n * L * E :].as_strided(x.shape, (2**31, L * E, E, 1))
-        views[name] = view.copy_(x)
-    assert_same_bits(run(dataclasses.replace(case, **views)), run(case))
+    check_past_two_to_the_31()

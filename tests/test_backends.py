@@ -190,6 +190,9 @@ def test_triton_comes_before_cuda_until_that_measures_faster(monkeypatch):
     }
     monkeypatch.setattr(backends, "CUDA_BEFORE_TRITON", frozenset({operator}))
     assert chosen(call).backend == "cuda"
+    monkeypatch.setattr(backends, "_capability", lambda: (7, 5))
+    too_old = ("cuda", "the GPU's compute capability is 7.5, and 8.0 is the least")
+    assert chosen(call) == backends.Choice("triton", (too_old,))
 
 
 @needs_cpp

@@ -18,6 +18,7 @@ from attention_cases import (
     Case,
     assert_same_bits,
     boundaries,
+    check_past_two_to_the_31,
     draw_case,
     judge,
     make,
@@ -155,6 +156,10 @@ def test_bits_do_not_depend_on_the_order_of_threads(library, dtype, E):
 
 
 # Edges -------------------------------------------------------------------------------------------
+
+
+def test_elements_past_two_to_the_31(kernel):
+    check_past_two_to_the_31()
 
 
 def test_launches_name_the_kernel_and_the_sizes(library):

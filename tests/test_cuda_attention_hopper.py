@@ -20,6 +20,7 @@ from attention_cases import (
     assert_equal,
     assert_near,
     assert_same_bits,
+    check_past_two_to_the_31,
     draw_case,
     judge,
     make,
@@ -173,6 +174,12 @@ def test_tiles_follow_each_other_through_the_backward_s_stages(library, options,
 @pytest.mark.parametrize("options", [{"is_causal": LOWER_RIGHT, "Hkv": 1}, {"window": (20, 4)}])
 def test_packed_is_each_sequence_by_itself(kernel, options):
     packed_is_each_sequence_by_itself(kernel, torch.float16, options)
+
+
+def test_elements_past_two_to_the_31(library):
+    before = launches(library)
+    check_past_two_to_the_31()
+    assert launches(library) == {name: count + 2 for name, count in before.items()}
 
 
 def test_packed_with_a_mask_and_dropout(library):

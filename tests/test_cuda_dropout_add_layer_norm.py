@@ -15,6 +15,7 @@ from dropout_add_layer_norm_cases import (
     Case,
     assert_same_bits,
     cases,
+    check_past_two_to_the_31,
     check_wanted,
     check_without_columns,
     draw_case,
@@ -147,6 +148,11 @@ def test_layouts(library, layout, N):
     assert_same_bits(run(odd), run(even))
 
 
+@pytest.mark.parametrize("N", [70, 72])
+def test_elements_past_two_to_the_31(library, N):
+    check_past_two_to_the_31(N)
+
+
 # Dropout -----------------------------------------------------------------------------------------
 
 
@@ -235,6 +241,24 @@ def test_launches_name_the_kernel_and_the_sizes(library):
 
 
 # Code for GPUs -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("N", "dtype", "KiB"),
+    [
+        (256, torch.bfloat16, 13),
+        (1024, torch.bfloat16, 13),
+        (1001, torch.bfloat16, 49),
+        (4096, torch.bfloat16, 49),
+        (8192, torch.bfloat16, 97),
+        (1001, torch.float64, 97),
+    ],
+)
+def test_shared_memory_keeps_to_its_budget(library, N, dtype, KiB):
+    """Of 99 KiB, what every GPU from sm_80 on has: sums of gradients, mostly."""
+    with library.device(shared_memory=KiB << 10):
+        run(make(3, N, dtype=dtype, dropout_p=0.1))
+
 
 # What a kernel may need at most, but in float64: registers and bytes of stack for a thread.
 # 64 registers leave room for 1024 threads on a multiprocessor. Two words are spilled in 16 bits,

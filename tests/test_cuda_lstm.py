@@ -659,6 +659,14 @@ def test_lengths_out_of_range_are_refused(library):
 
 # Code for GPUs -----------------------------------------------------------------------------------
 
+
+@pytest.mark.parametrize(("H", "norm", "KiB"), [(300, False, 6), (300, True, 6), (1000, True, 20)])
+def test_shared_memory_of_single_steps_keeps_to_its_budget(library, H, norm, KiB):
+    """Five numbers a unit: of 256 units or, with layer norm, of a whole row."""
+    with library.device(shared_memory=KiB << 10, **STEP_BY_STEP):
+        run(make(2, 1, 3, H, norm=norm))
+
+
 # Registers and bytes of stack of a thread. A block of the last two has a multiprocessor to itself,
 # and in 16 bits 64 of its registers hold weights.
 BUDGET = {

@@ -248,24 +248,31 @@ def test_repeated_calls_give_the_same_bits(kernel, name):
 
 @each_operator
 def test_a_graph_repeats_the_call(kernel, name):
-    """Captured once, replayed on other numbers."""
-    x = torch.randn(4, 8, 128, 64, device=DEVICE, dtype=torch.bfloat16)
+    """Forward and backward, captured once, replayed on other numbers."""
+    x = torch.randn(4, 8, 128, 64, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
     w_ih, w_hh = torch.randn(2, 4 * 64, 64, device=DEVICE, dtype=torch.bfloat16) / 8
-    call = {
+    function = {
         "attention": lambda: trifuse.scaled_dot_product_attention(x, x, x),
         "dropout_add_layer_norm": lambda: trifuse.dropout_add_layer_norm(x, x),
         "lstm": lambda: trifuse.lstm(x[0], None, w_ih, w_hh)[0],
     }[name]
+
+    def call() -> tuple[Tensor, Tensor]:
+        out = function()
+        (grad,) = torch.autograd.grad(out, x, out.detach())
+        return out.detach(), grad
+
     # Poisoning memory that is not initialised is a kernel too, which a graph would repeat.
     torch.use_deterministic_algorithms(False)
-    with torch.no_grad(), kernel.serving():
+    with kernel.serving():
         for _ in range(3):
             call()
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            out = call()
+            captured = call()
         for seed in range(3):
-            x.copy_(attention.normal(*x.shape, seed=seed))
+            with torch.no_grad():
+                x.copy_(attention.normal(*x.shape, seed=seed))
             graph.replay()
-            torch.testing.assert_close(out, call(), rtol=0, atol=0)
+            torch.testing.assert_close(captured, call(), rtol=0, atol=0)

@@ -4,10 +4,12 @@
 // block a wider one. It reads those of grad_out, grad_sum, x and the residual (or the sum that the
 // forward returned) once, and writes grad_x and grad_residual once. The gradients of weight, bias and
 // x_bias add up in shared memory, where every thread has its own columns; a block leaves its sums in the
-// workspace at the end, and a second kernel adds up the blocks in order. There are no atomics: results repeat bit for bit on one kind of device.
+// workspace at the end, and a second kernel adds up the blocks in order. There are no atomics: results
+// repeat bit for bit on one kind of device.
 //
-// Rows of more than 8192 columns (4096 where a width is no multiple of 8, or in float64) are cut into chunks, each with blocks of its own; a
-// kernel before reads the rows once more, for the two means that the chunks of a row share.
+// Rows of more than 8192 columns (4096 where a width is no multiple of 8, or in float64) are cut into
+// chunks, each with blocks of its own; a kernel before reads the rows once more, for the two means that
+// the chunks of a row share.
 //
 // Floor: the bytes of grad_out, grad_sum, x, residual, grad_x and grad_residual at the copy rate.
 

@@ -52,12 +52,13 @@ void allow_shared_memory(void (*kernel)(Params...), size_t bytes, const std::str
 
 // How many blocks the device holds at a time: the most that a cooperative grid may have.
 template <class... Params>
-int resident_blocks(void (*kernel)(Params...), int threads, size_t shared) {
-  allow_shared_memory(kernel, shared, "cudaFuncSetAttribute");
+int resident_blocks(const LaunchPlan& plan, void (*kernel)(Params...)) {
+  allow_shared_memory(kernel, plan.shared, describe(plan));
+  const int threads = static_cast<int>(plan.block.x * plan.block.y * plan.block.z);
   int blocks;
   check(
-      cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, threads, shared),
-      "cudaOccupancyMaxActiveBlocksPerMultiprocessor");
+      cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, threads, plan.shared),
+      describe(plan));
   return blocks * multiprocessors();
 }
 
@@ -80,8 +81,10 @@ void launch(
       cudaLaunchKernelEx(&config, kernel, std::forward<Arguments>(arguments)...), describe(plan));
 }
 
-inline void fill_with_zeros(void* data, size_t bytes, cudaStream_t stream) {
-  check(cudaMemsetAsync(data, 0, bytes, stream), "cudaMemsetAsync");
+// What a launch is to find in memory.
+inline void fill_with_zeros(
+    const LaunchPlan& plan, cudaStream_t stream, void* data, size_t bytes) {
+  check(cudaMemsetAsync(data, 0, bytes, stream), describe(plan));
 }
 
 }  // namespace trifuse::cuda

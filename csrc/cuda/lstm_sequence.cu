@@ -621,6 +621,17 @@ __global__ __launch_bounds__(kThreads, 1) void backward_sequence_kernel(
 template <class Scalar>
 using Kernel = void (*)(const Lstm, const LstmSequence, const Layout);
 
+LaunchPlan plan_of(const Lstm& p, bool backward, const Layout& layout) {
+  return {
+      .kernel = backward ? "lstm_backward_sequence" : "lstm_forward_sequence",
+      .sizes = {{"T", p.T}, {"B", p.B}, {"H", p.H}, {"R", p.R}},
+      .grid = dim3(static_cast<unsigned>(layout.blocks), static_cast<unsigned>(p.directions)),
+      .block = kThreads,
+      .shared = layout.shared,
+      .cooperative = true,
+  };
+}
+
 // Empty where the call fits, or why it doesn't.
 template <class Scalar>
 std::string lay_out(const Lstm& p, bool backward, Kernel<Scalar> kernel, Layout& layout) {
@@ -652,7 +663,7 @@ std::string lay_out(const Lstm& p, bool backward, Kernel<Scalar> kernel, Layout&
         " KiB of shared memory of each of " + std::to_string(blocks) +
         " multiprocessors, which have " +
         std::to_string(shared_memory_limit() >> 10);
-  const int64_t resident = resident_blocks(kernel, kThreads, layout.shared);
+  const int64_t resident = resident_blocks(plan_of(p, backward, layout), kernel);
   if (blocks > resident)
     return std::to_string(blocks) + " blocks would have to be resident, and " +
         std::to_string(resident) + " can be";
@@ -675,15 +686,8 @@ void launch_sequence(const Lstm& p, const LstmSequence& s, bool backward, void* 
     const std::string why_not = lay_out<Scalar>(p, backward, kernel, layout);
     if (!why_not.empty()) throw std::runtime_error("lstm in one launch: " + why_not);
     const auto on = static_cast<cudaStream_t>(stream);
-    fill_with_zeros(s.arrivals, LstmSequence::kArrivals * sizeof(uint32_t), on);
-    const LaunchPlan plan{
-        .kernel = backward ? "lstm_backward_sequence" : "lstm_forward_sequence",
-        .sizes = {{"T", p.T}, {"B", p.B}, {"H", p.H}, {"R", p.R}},
-        .grid = dim3(static_cast<unsigned>(layout.blocks), static_cast<unsigned>(p.directions)),
-        .block = kThreads,
-        .shared = layout.shared,
-        .cooperative = true,
-    };
+    const LaunchPlan plan = plan_of(p, backward, layout);
+    fill_with_zeros(plan, on, s.arrivals, LstmSequence::kArrivals * sizeof(uint32_t));
     launch(plan, on, kernel, p, s, layout);
   });
 }

@@ -25,17 +25,18 @@ inline int multiprocessors() { return cuda_on_host::device.multiprocessors; }
 
 inline size_t shared_memory_limit() { return cuda_on_host::device.shared_memory; }
 
+inline uint64_t count(dim3 d) { return uint64_t(d.x) * d.y * d.z; }
+
 template <class... Params>
-int resident_blocks(void (*)(Params...), int threads, size_t shared) {
+int resident_blocks(const LaunchPlan& plan, void (*)(Params...)) {
   const auto& device = cuda_on_host::device;
-  if (shared > device.shared_memory || threads > 1024) return 0;
+  if (plan.shared > device.shared_memory || count(plan.block) > 1024) return 0;
   return device.multiprocessors * device.blocks_per_multiprocessor;
 }
 
 template <class... Params, class... Arguments>
 void launch(
     const LaunchPlan& plan, cudaStream_t, void (*kernel)(Params...), Arguments&&... arguments) {
-  const auto count = [](dim3 d) { return uint64_t(d.x) * d.y * d.z; };
   const uint64_t threads = count(plan.block);
   const char* error = nullptr;
   if (count(plan.grid) == 0 || threads == 0) error = "nothing to launch";
@@ -44,8 +45,7 @@ void launch(
   if (threads > 1024 || plan.block.z > 64) error = "too many threads";
   if (threads % 32) error = "a block of part of a warp, which isn't modelled";
   if (plan.shared > shared_memory_limit()) error = "too much shared memory";
-  if (plan.cooperative &&
-      count(plan.grid) > uint64_t(resident_blocks(kernel, threads, plan.shared)))
+  if (plan.cooperative && count(plan.grid) > uint64_t(resident_blocks(plan, kernel)))
     error = "a cooperative grid that isn't resident at once";
   if (error) throw std::runtime_error(describe(plan) + ": " + error);
   ++cuda_on_host::launches[plan.kernel];
@@ -56,6 +56,8 @@ void launch(
   grid.run(plan.cooperative);
 }
 
-inline void fill_with_zeros(void* data, size_t bytes, cudaStream_t) { std::memset(data, 0, bytes); }
+inline void fill_with_zeros(const LaunchPlan&, cudaStream_t, void* data, size_t bytes) {
+  std::memset(data, 0, bytes);
+}
 
 }  // namespace trifuse::cuda
