@@ -833,7 +833,8 @@ class Backward : Layer<E> {
     }
     const int64_t begin = group * kGroupTiles * kTile;
     const int64_t columns = std::min(kGroupTiles * kTile, width - begin);
-    const bool stream = far_away<S>(panels.count * kUnits * width);  // nor would it stay in a cache
+    // All of it would not stay in a cache.
+    const bool stream = far_away<S>(panels.count * panels.width() * width);
     // Of few tokens the time is that of writing, which whole rows take less of than tiles.
     const bool few = elements<E>(tokens) <= kTile;
     const int64_t high = few ? kFlatRows : kTile, wide = few ? kGroupTiles * kTile : kTile;
