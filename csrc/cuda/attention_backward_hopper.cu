@@ -121,12 +121,7 @@ __device__ __forceinline__ void produce(
         TileNotes& notes = shared.notes[tiles.stage];
         wait(&shared.empty[tiles.stage], tiles.parity ^ 1);
         if constexpr (kByKey) note_vectors(notes, call.vectors, head(), column);
-        const bool any = note_pairs<N, kByKey>(notes, p, place.b, h, first, column);
-        if (!named_barrier_or(kProducing, kWarpgroup, any)) continue;
-        if (p.dropout.threshold) {
-          note_kept<N, kByKey>(notes, p, place.b, h, first, column);
-          named_barrier(kProducing, kWarpgroup);
-        }
+        if (!note_tile<N, kByKey>(notes, p, place.b, h, first, column)) continue;
         // Rows from here on are in memory, but none of this sequence.
         const Head of = head();
         const int end = kByKey ? of.first_query + of.queries < p.total_q ? of.queries - column : N
@@ -151,14 +146,7 @@ __device__ __forceinline__ void produce(
         tiles.advance();
       }
     }
-    wait(&shared.empty[tiles.stage], tiles.parity ^ 1);
-    // The leader goes on only when no thread can come so late to a wait that the next phase is over too.
-    named_barrier(kProducing, kWarpgroup);
-    if (leader) {
-      shared.notes[tiles.stage].column = -1;
-      arrive(&shared.full[tiles.stage]);
-    }
-    tiles.advance();
+    note_end(shared.notes, shared.full, shared.empty, tiles);
   } while (pass_again(p, shared, mode, (1 + groups) * kWarpgroup, false));
 }
 

@@ -65,12 +65,7 @@ __device__ __forceinline__ void produce(
     for (int column = span.first; column < span.last; column += N) {
       Notes<N>& notes = shared.notes[keys.stage];
       wait(&shared.key_empty[keys.stage], keys.parity ^ 1);
-      const bool any = note_pairs<N, false>(notes, p, place.b, place.h, first, column);
-      if (!named_barrier_or(kProducing, kWarpgroup, any)) continue;
-      if (p.dropout.threshold) {
-        note_kept<N, false>(notes, p, place.b, place.h, first, column);
-        named_barrier(kProducing, kWarpgroup);
-      }
+      if (!note_tile<N, false>(notes, p, place.b, place.h, first, column)) continue;
       if (leader) {
         notes.column = column;
         arrive_and_expect(&shared.key_full[keys.stage], sizeof shared.key[keys.stage]);
@@ -102,14 +97,7 @@ __device__ __forceinline__ void produce(
       }
       values.advance();
     }
-    wait(&shared.key_empty[keys.stage], keys.parity ^ 1);
-    // The leader goes on only when no thread can come so late to a wait that the next phase is over too.
-    named_barrier(kProducing, kWarpgroup);
-    if (leader) {
-      shared.notes[keys.stage].column = -1;
-      arrive(&shared.key_full[keys.stage]);
-    }
-    keys.advance();
+    note_end(shared.notes, shared.key_full, shared.key_empty, keys);
   } while (pass_again(p, shared, mode, (1 + groups) * kWarpgroup, false));
 }
 

@@ -197,6 +197,34 @@ __device__ __forceinline__ void note_kept(
   }
 }
 
+// Notes all of a tile. False: no pair takes part, and the tile is left out.
+template <int N, bool kByKey>
+__device__ __forceinline__ bool note_tile(
+    Notes<N>& notes, const Attention& p, int b, int h, int first, int column) {
+  const bool any = note_pairs<N, kByKey>(notes, p, b, h, first, column);
+  if (!named_barrier_or(kProducing, kWarpgroup, any)) return false;
+  if (p.dropout.threshold) {
+    note_kept<N, kByKey>(notes, p, b, h, first, column);
+    named_barrier(kProducing, kWarpgroup);
+  }
+  return true;
+}
+
+// Says, in the place of a tile's notes, that a pass has no more of them.
+template <class TileNotes, int kStages>
+__device__ __forceinline__ void note_end(
+    TileNotes (&notes)[kStages], SharedBarrier (&full)[kStages], SharedBarrier (&empty)[kStages],
+    Ring<kStages>& tiles) {
+  wait(&empty[tiles.stage], tiles.parity ^ 1);
+  // The leader goes on only when no thread can come so late to a wait that the next phase is over too.
+  named_barrier(kProducing, kWarpgroup);
+  if (threadIdx.x == 0) {
+    notes[tiles.stage].column = -1;
+    arrive(&full[tiles.stage]);
+  }
+  tiles.advance();
+}
+
 // Of the thread's two rows of a strip of 16, as it was noted.
 template <int N>
 __device__ __forceinline__ Pairs<N> noted(

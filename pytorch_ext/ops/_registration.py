@@ -39,6 +39,7 @@ def define(
         vmap: its batching rule, as :func:`torch.library.register_vmap` takes it, with the overload
             to call as an extra first argument.
         fakes: of the backends that leave something else to their backward than the others do.
+        backends: those that have it.
     """
     for backend in backends:
         name = f"trifuse::{operator}.{backend}"
