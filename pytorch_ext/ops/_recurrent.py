@@ -92,10 +92,8 @@ def autocast(t: Any) -> Any:
     """What autocast does to the input, h and the weights. c and vectors stay as they are."""
     if not isinstance(t, Tensor):
         return t
-    device = "cpu" if t.is_cpu else t.device.type  # the name of a device takes a microsecond
-    if not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
-        return t
-    return t.to(torch.get_autocast_dtype(device)) if t.dtype in _AUTOCAST else t
+    dtype = _registration.autocast_dtype(t)
+    return t if dtype is None or t.dtype not in _AUTOCAST else t.to(dtype)
 
 
 _AUTOCAST = (torch.float32, torch.bfloat16, torch.float16)

@@ -150,6 +150,22 @@ def second_derivatives(
     return found
 
 
+def autocast_dtype(x: torch.Tensor) -> torch.dtype | None:
+    """What autocast has tensors like x computed in; None where it is off."""
+    device = "cpu" if x.is_cpu else x.device.type  # the name of a device takes a microsecond
+    if _has_autocast(device) and torch.is_autocast_enabled(device):
+        return torch.get_autocast_dtype(device)
+    return None
+
+
+def _has_autocast(device: str) -> bool:
+    return torch.amp.is_autocast_available(device)
+
+
+# See backends._capability. Dynamo can't trace into it before torch 2.12 or so.
+_has_autocast._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
 def without_autocast() -> AbstractContextManager[None]:
     """What an operator computes in is its own affair; autocast has had its say on the arguments."""
     return torch._C._DisableAutocast()

@@ -277,9 +277,8 @@ def _tensors(
     value = _checks.tensor("value", value)
     if attn_mask is not None and not _is_causal_bias(attn_mask):
         attn_mask = _checks.tensor("attn_mask", attn_mask)
-    device = query.device.type
-    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
-        dtype = torch.get_autocast_dtype(device)
+    dtype = _registration.autocast_dtype(query)
+    if dtype is not None:
         query, key, value = (_autocast(x, dtype) for x in (query, key, value))
         # A float32 mask is served as it is; rounding it would only lose accuracy.
         if attn_mask is not None and attn_mask.dtype != torch.float32:
