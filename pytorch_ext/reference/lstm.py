@@ -95,7 +95,7 @@ class Results(NamedTuple):
 
 
 def clipped_columns(H: int, R: int, cell_clip: float, proj_clip: float) -> int:
-    return H * (cell_clip < math.inf) + R * (proj_clip < math.inf)
+    return (H if cell_clip < math.inf else 0) + (R if proj_clip < math.inf else 0)
 
 
 def lstm(
