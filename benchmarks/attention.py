@@ -2,7 +2,9 @@
 
 On a CPU the peer is ``torch.nn.functional.scaled_dot_product_attention``, given what a user would
 give it: the boolean (B, 1, 1, L) mask that says what our ``key_lengths`` say, and otherwise the
-very same arguments. On a GPU each of its backends is a peer, and so is FlexAttention.
+very same arguments. On a GPU each of its backends is a peer, and without ``--quick`` so is
+FlexAttention, which takes longer to compile than all the rest. On a Hopper GPU, beside the CUDA
+kernels that are for it alone stand those for all.
 
 Rates count the products that a case needs and no others: the pairs of queries and keys that take
 part, times 2 (E + Ev) operations forward and 2.5 times as many backward, whose five products
@@ -13,6 +15,7 @@ in full.
 from __future__ import annotations
 
 import functools
+import os
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -273,10 +276,12 @@ def run(case: Case, device: str, seconds: float) -> measure.Result:
     if len(functions) == 1:  # with none to agree with, it may be us who are wrong
         raise AssertionError("; ".join(refused.values()))
     expected = functions["ours"]() if case.masking != "dropout 0.1" else ()
+    ampere = {"as for 8.0": lambda: _as_for_8_0(ours(case, given))}
     also, why_not = measure.other_kernels(
         backends.Call("attention", device, case.dtype, case.shape[-1]),
         lambda: ours(case, given),
         lambda other: measure.check_agreement("other kernels", other()[: len(expected)], expected),
+        ampere if _hopper_s_serve(case, device) else None,
     )
     functions |= also
     rate = measure.matrix_rate(case.dtype, device=device)
@@ -296,6 +301,32 @@ def run(case: Case, device: str, seconds: float) -> measure.Result:
         at_most_over=case.at_most_over,
         against=case.against,
     )
+
+
+_CAPABILITY = "TRIFUSE_CUDA_CAPABILITY"
+
+
+def _hopper_s_serve(case: Case, device: str) -> bool:
+    """Whether a case gets CUDA kernels that are for this generation of GPUs alone."""
+    return (
+        device == "cuda"
+        and torch.cuda.get_device_capability() == (9, 0)
+        and case.dtype.itemsize == 2
+        and _CAPABILITY not in os.environ
+    )
+
+
+def _as_for_8_0(step: Callable[[], Sequence[Tensor]]) -> Callable[[], Sequence[Tensor]]:
+    """By the CUDA kernels that other GPUs get."""
+
+    def serve() -> Sequence[Tensor]:
+        os.environ[_CAPABILITY] = "8.0"
+        try:
+            return step()
+        finally:
+            del os.environ[_CAPABILITY]
+
+    return serve
 
 
 def prepare_memory(
@@ -336,6 +367,8 @@ def main(argv: Sequence[str]) -> int:
     torch.set_num_threads(options.threads)
     cases = measure.select([*CASES[device], MEMORY_CASE], lambda case: case.name, options.cases)
     timed = [case for case in cases if case is not MEMORY_CASE]
+    if options.quick:
+        timed = [replace(case, peers=tuple(p for p in case.peers if p != "flex")) for case in timed]
     facts = measure.machine(device)
     measure.console.print(measure.describe(facts), soft_wrap=True)
     seconds = 0.6 if options.quick else 4.0
@@ -346,8 +379,12 @@ def main(argv: Sequence[str]) -> int:
             lambda case: run(case, device, seconds),
             lambda some: measure.save(options, facts, some),
         )
-    memory = []
-    if MEMORY_CASE in cases and not failed:
-        memory.append(run_memory(MEMORY_CASE, device, options.backend))
+    memory, no_memory = measure.run_all(
+        [case for case in cases if case is MEMORY_CASE and not failed],
+        lambda case: f"memory, {case.name}",
+        lambda case: run_memory(case, device, options.backend),
+        lambda some: None,
+    )
+    failed |= no_memory
     measure.report("attention", options, facts, results, memory, failed=failed)
     return bool(failed)

@@ -329,16 +329,18 @@ def step(case: Step, device: str, seconds: float) -> measure.Result:
     torch.manual_seed(0)
     config, lengths = case.config, torch.tensor(case.lengths(), device=device)
     peer, model = random_model(config)
-    models = {"fused": copy.deepcopy(model), peer: model, "exact": copy.deepcopy(model)}
-    trifuse.fuse(models["fused"], unpad=True)
+    model = model.to(device).eval()
     exact = torch.float64 if case.dtype == torch.float32 else torch.float32
+    dtypes = {"fused": case.dtype, peer: case.dtype, "exact": exact}
+    models = {name: copy.deepcopy(model).to(dtype) for name, dtype in dtypes.items()}
+    trifuse.fuse(models["fused"], unpad=True)
 
     mask = torch.arange(int(lengths.max()), device=device) < lengths[:, None]
     input_ids = torch.randint(1, config.vocab_size, mask.shape, device=device) * mask
     grad_out = torch.randn(*mask.shape, config.hidden_size, device=device) * mask[..., None]
 
     def function(name: str) -> Callable[[], list[Tensor]]:
-        model = models[name].to(device, exact if name == "exact" else case.dtype).eval()
+        model = models[name]
         parameters = list(model.parameters())
 
         def forward_backward() -> list[Tensor]:

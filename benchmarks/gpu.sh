@@ -8,10 +8,11 @@
 # order. Environment: LIMIT, seconds for everything (default 570); PYTHON.
 #
 # On a machine that is there for minutes, give it one call and a folder, `benchmarks/gpu.sh results`,
-# and 600 seconds. It needs no network: torch with CUDA, Triton, pip, setuptools, nvcc and a C++
-# compiler, pytest and hypothesis for the tests, rich and matplotlib for the benchmarks. With
-# pytest-xdist the tests run side by side; without transformers its model is replaced by ours. What
-# was built stays, so that a second call goes on: `benchmarks/gpu.sh results lstm bert`.
+# and 600 seconds. It needs no network: torch with CUDA, Triton, pip, setuptools (77 or later), nvcc
+# and a C++ compiler, pytest and hypothesis for the tests, rich and matplotlib for the benchmarks. With
+# pytest-xdist the tests run side by side, with pytest-timeout none of them hangs; without
+# transformers its model is replaced by ours. What was built stays, so that a second call goes on:
+# `benchmarks/gpu.sh results lstm bert`.
 #
 # Every step has a time limit. FOLDER gets, as they come: gpu.txt, a line for each step and then the
 # tables; gpu.log, what steps printed; NAME-gpu.json, the figures of a benchmark, written after each
@@ -27,12 +28,14 @@ python=${PYTHON:-$([ -x .venv/bin/python ] && echo .venv/bin/python || echo pyth
 limit=${LIMIT:-570}
 parts=${*:2}
 parts=${parts:-build tests sanitizer dropout_add_layer_norm lstm bert attention}
+operators=(attention dropout_add_layer_norm lstm)
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 : >"$out/gpu.log"
 : >"$out/gpu.txt"
 
-export PATH=$PATH:/usr/local/cuda/bin PYTHONUNBUFFERED=1 PIP_DISABLE_PIP_VERSION_CHECK=1
+export PATH=$PATH:/usr/local/cuda/bin:/usr/local/cuda/compute-sanitizer
+export PYTHONUNBUFFERED=1 PIP_DISABLE_PIP_VERSION_CHECK=1
 gpu() { nvidia-smi --query-gpu="$1" --format=csv,noheader | head -n 1; }
 gpu name,driver_version,memory.total,compute_cap | tee -a "$out/gpu.txt"
 architecture=$(gpu compute_cap)  # machine code for this one alone
@@ -74,21 +77,33 @@ END
 step what-there-is 60 "$python" "$work/what_there_is.py"
 
 # Right or wrong: side by side, as nothing is timed.
+pytest=("$python" -m pytest tests/test_gpu.py -vv -rf)
 if wants tests; then
-  workers=$("$python" -c 'import os, xdist; print("-n", min(8, os.cpu_count()))' 2>/dev/null)
+  # Most of the time goes into compiling Triton's kernels for each call. Tests are dealt one by one,
+  # as some take a minute; with pytest-timeout one that doesn't end takes its process with it.
+  workers=$("$python" -c 'import os, xdist; print("--maxschedchunk=1 -n", min(12, os.cpu_count()))' \
+    2>/dev/null)
   # shellcheck disable=SC2086
-  step tests 180 "$python" -m pytest tests/test_gpu.py -vv -rf --durations=10 $workers &
+  PYTEST_TIMEOUT=150 step tests 180 "${pytest[@]}" --durations=10 -o timeout_method=thread \
+    $workers &
+  for operator in "${operators[@]}"; do
+    {
+      step "kernels-$operator" 120 "${pytest[@]}" -k "test_each_kernel and $operator"
+      [ $? -ge 124 ] && touch "$work/$operator.hangs"
+    } &
+  done
 fi
 if wants sanitizer; then
   if command -v compute-sanitizer >/dev/null; then
-    # One size of each CUDA kernel: every access in bounds, no races between threads of a block.
-    small='test_attention and float32-everything or test_attention and bfloat16-everything'
-    small="$small or test_lstm and bfloat16-everything or test_lstm and bfloat16-plain"
-    small="$small or layers_side_by_side or many_tiles and 33-64-bfloat16"
-    small="$small or of_any_width and 1000-bfloat16 or of_any_width and 12288-bfloat16"
-    for tool in memcheck racecheck; do
-      step "$tool" 180 compute-sanitizer --tool "$tool" --error-exitcode 1 --report-api-errors no \
-        --target-processes all "$python" -m pytest tests/test_gpu.py -vv -k "($small) and cuda" &
+    # Each CUDA kernel: every access in bounds, no races between threads of a block. A process for
+    # each operator, as none goes on after an error; and memory of its own for each tensor, as what
+    # torch would keep for the next ones is in bounds too.
+    for operator in "${operators[@]}"; do
+      for tool in memcheck racecheck; do
+        PYTORCH_NO_CUDA_MEMORY_CACHING=1 step "$tool-$operator" 150 \
+          compute-sanitizer --tool "$tool" --error-exitcode 1 --report-api-errors no \
+          --target-processes all "${pytest[@]}" -k "test_each_kernel and $operator" &
+      done
     done
   else
     echo "compute-sanitizer is not there" | tee -a "$out/gpu.txt"
@@ -96,19 +111,23 @@ if wants sanitizer; then
 fi
 wait
 
-# How fast. Should one of our kernels take the process or the GPU down, which is neither a case that
-# failed (1) nor time that ran out (124), Triton's are timed by themselves.
+# How fast. Triton's kernels are timed by themselves where CUDA's don't end, or should one of ours take
+# the process or the GPU down, which is neither a case that failed (1) nor time that ran out (124).
 for name in dropout_add_layer_norm lstm bert attention; do
   wants "$name" || continue
-  arguments=(-m trifuse.benchmarks "$name" --quick --device cuda)
-  step "$name" 200 "$python" "${arguments[@]}" --json "$out/$name-gpu.json" \
-    --plot "$work/$name-gpu.png"
-  case $? in
+  benchmark=("$python" -m trifuse.benchmarks "$name" --quick --device cuda)
+  status=2
+  if [ ! -e "$work/$name.hangs" ]; then
+    step "$name" 200 "${benchmark[@]}" --json "$out/$name-gpu.json" --plot "$work/$name-gpu.png"
+    status=$?
+  fi
+  case $status in
     0 | 1 | 124) ;;
-    *) step "$name-triton" 100 "$python" "${arguments[@]}" --backend triton ;;
+    *) step "$name-triton" 100 "${benchmark[@]}" --backend triton \
+      --json "$work/$name-triton-gpu.json" --plot "$work/$name-triton-gpu.png" ;;
   esac
-  pictures=("$work"/*.png)
-  [ -e "${pictures[0]}" ] && tar -czf "$out/gpu-pictures.tar.gz" -C "$work" "${pictures[@]##*/}"
+  more=("$work"/*-gpu.*)
+  [ -e "${more[0]}" ] && tar -czf "$out/gpu-pictures.tar.gz" -C "$work" "${more[@]##*/}"
 done
 cp "$out/gpu.txt" "$work/steps.txt"
 for name in dropout_add_layer_norm lstm bert attention; do

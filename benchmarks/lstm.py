@@ -17,7 +17,7 @@ from __future__ import annotations
 import copy
 import functools
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
@@ -322,13 +322,11 @@ def read_rate(size: int, *, seconds: float = 0.2) -> measure.Rate:
     )
 
 
-def check(case: Case, given: Inputs) -> None:
-    """Ours agrees with the peer, both without clips where the peer has none.
+def checker(case: Case, given: Inputs) -> Callable[[], None]:
+    """Returns what compares ours, by the kernels in force, with the peer.
 
-    In 16 bits, whose roundings add up over the steps, it is as near to the formula in float64.
-
-    Raises:
-        AssertionError: it doesn't.
+    Both without clips where the peer has none. In 16 bits, whose roundings add up over the steps,
+    ours is as near to the formula in float64. It raises AssertionError where it isn't.
     """
     if case.peer == "nn.LSTM":
         case = replace(case, clip=None)
@@ -337,29 +335,20 @@ def check(case: Case, given: Inputs) -> None:
         # The peer's gradient for a ragged input is that of packed tokens.
         return (results[0], *results[2:]) if case.ragged and case.backward else results
 
-    results, expected = compared(ours(case, given)()), compared(theirs(case, given)())
-    if case.dtype in (_FP64, _FP32):
-        measure.check_agreement(case.peer, results, expected)
-        return
-    with trifuse.backend("eager"):
-        exact = compared(ours(case, _in_float64(given))())
-    measure.check_accuracy(case.peer, results, expected, exact)
+    expected = compared(theirs(case, given)())
+    exact: Sequence[Tensor] | None = None
+    if case.dtype not in (_FP64, _FP32):
+        with trifuse.backend("eager"):
+            exact = compared(ours(case, _in_float64(given))())
 
+    def check() -> None:
+        results = compared(ours(case, given)())
+        if exact is None:
+            measure.check_agreement(case.peer, results, expected)
+        else:
+            measure.check_accuracy(case.peer, results, expected, exact)
 
-def _served_by_cuda(case: Case, device: str, also: Mapping[str, Any]) -> bool:
-    choice = backends.choose(backends.Call("lstm", device, case.dtype))
-    return choice.backend == "cuda" or "by cuda" in also
-
-
-def _layer_after_layer(case: Case, given: Inputs) -> Callable[[], Sequence[Tensor]]:
-    """By the CUDA kernels, which would run layers side by side."""
-    step = ours(case, given, together=False)
-
-    def serve() -> Sequence[Tensor]:
-        with backends.backend("cuda"):
-            return step()
-
-    return serve
+    return check
 
 
 def _in_float64(given: Inputs) -> Inputs:
@@ -379,15 +368,16 @@ def run(case: Case, device: str, seconds: float) -> measure.Result:
     given = inputs(case, device)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that oneDNN does not serve projections
-        check(case, given)
+        check = checker(case, given)
+        check()
         functions = {"ours": ours(case, given), case.peer: theirs(case, given)}
+        apart = {"layer after layer": lambda: ours(case, given, together=False)}
         also, refused = measure.other_kernels(
             backends.Call("lstm", device, case.dtype),
             lambda: ours(case, given),
-            lambda _: check(case, given),
+            lambda _: check(),
+            apart if case.layers > 1 and not case.bidirectional else None,
         )
-        if case.layers > 1 and not case.bidirectional and _served_by_cuda(case, device, also):
-            also["by cuda, layer after layer"] = _layer_after_layer(case, given)
         functions |= also
         T, B, _, _ = case.shape
         bound_by_memory = B == 1 and (T == 1 or not case.backward) and device == "cpu"

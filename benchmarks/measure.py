@@ -58,6 +58,10 @@ class Timing(NamedTuple):
     def percentile(self, percent: float) -> float:
         return percentile(self.seconds, percent)
 
+    def ratios(self, other: Timing) -> list[float]:
+        """The other's time over this one's, round by round."""
+        return [theirs / ours for theirs, ours in zip(other.seconds, self.seconds, strict=True)]
+
 
 def percentile(values: Sequence[float], percent: float) -> float:
     """Interpolated between neighbours, as numpy's default."""
@@ -141,7 +145,7 @@ def _cuda_turn(function: Callable[[], object], calls: int) -> float:
         [torch.cuda.Event(enable_timing=True) for _ in ("begin", "end")] for _ in range(calls)
     ]
     cache = torch.empty(_CACHE, dtype=torch.int8, device="cuda")
-    for _ in range(16):  # about a millisecond, in which Python gets ahead of the GPU
+    for _ in range(64):  # some milliseconds, in which Python gets ahead of the GPU
         cache.zero_()
     for begin, end in events:
         cache.zero_()
@@ -156,7 +160,10 @@ Function = Callable[[], Sequence[Tensor]]
 
 
 def other_kernels(
-    call: backends.Call, make: Callable[[], Function], check: Callable[[Function], None]
+    call: backends.Call,
+    make: Callable[[], Function],
+    check: Callable[[Function], None],
+    of_cuda: Mapping[str, Callable[[], Function]] | None = None,
 ) -> tuple[dict[str, Function], dict[str, str]]:
     """Ours by each kind of kernel for GPUs that could serve a call but is not what it gets.
 
@@ -165,6 +172,7 @@ def other_kernels(
     Args:
         make: returns what to time; called, as that is, while such kernels serve.
         check: raises where its result is wrong; called likewise.
+        of_cuda: as ``make``, by name: what the CUDA kernels are to do besides.
 
     Returns:
         What to time, by name, and why others were left out.
@@ -173,9 +181,14 @@ def other_kernels(
     refused: dict[str, str] = {}
     if call.device != "cuda" or backends._requested != "auto":
         return functions, refused
-    chosen = backends.choose(call).backend
+    ways = {
+        f"by {backend}": (backend, make)
+        for backend in ("cuda", "triton")
+        if backend != backends.choose(call).backend
+    }
+    ways |= {f"by cuda, {how}": ("cuda", made) for how, made in (of_cuda or {}).items()}
 
-    def by(backend: str) -> Function:
+    def by(backend: str, make: Callable[[], Function]) -> Function:
         with backends.backend(backend):
             made = make()
 
@@ -185,17 +198,17 @@ def other_kernels(
 
         return serve
 
-    for backend in ("cuda", "triton"):
-        if backend == chosen or backends._WHY_NOT[backend](call) is not None:
+    for name, (backend, make_it) in ways.items():
+        if backends._WHY_NOT[backend](call) is not None:
             continue
         try:
-            function = by(backend)
+            function = by(backend, make_it)
             with backends.backend(backend):
                 check(function)
         except (RuntimeError, AssertionError) as error:
-            refused[f"ours by {backend}"] = str(error).partition("\n")[0]
+            refused[f"ours {name}"] = str(error).partition("\n")[0]
         else:
-            functions[f"by {backend}"] = function
+            functions[name] = function
     return functions, refused
 
 
@@ -381,12 +394,18 @@ class Result:
     @property
     def ratios(self) -> list[float]:
         """The fastest peer's time over ours, round by round."""
-        peer = self.peers[self.fastest_peer].seconds
-        return [theirs / ours for theirs, ours in zip(peer, self.ours.seconds, strict=True)]
+        return self.ours.ratios(self.peers[self.fastest_peer])
 
     @property
     def ratio(self) -> float:
         return statistics.median(self.ratios)
+
+    @property
+    def also_ratios(self) -> dict[str, float]:
+        """How many times as fast as ours ours by other kernels are."""
+        return {
+            name: statistics.median(timing.ratios(self.ours)) for name, timing in self.also.items()
+        }
 
     @property
     def over(self) -> float:
@@ -418,6 +437,7 @@ class Result:
             "shape": self.shape,
             "ours": _summary(self.ours),
             "also": {name: _summary(timing) for name, timing in self.also.items()},
+            "also_ratios": self.also_ratios,
             "peers": {name: _summary(timing) for name, timing in self.peers.items()},
             "refused": dict(self.refused),
             "fastest_peer": self.fastest_peer,
@@ -485,7 +505,8 @@ def table(title: str, results: Sequence[Result], fastest_only: bool = False) -> 
     units = "/".join(dict.fromkeys(f"G{result.unit}" for result in results))
     also = list(dict.fromkeys(name for result in results for name in result.also))
     columns = ("ours", *also, *shown, "ratio", "at least", f"{units}/s", "of ceiling")
-    out = _empty_table(f"{title}: median (p10–p90)", columns)
+    compared = "; by other kernels, and times as fast as ours" if also else ""
+    out = _empty_table(f"{title}: median (p10–p90){compared}", columns)
     for result in results:
         rate, fraction = f"{result.achieved / 1e9:.0f}", f"{result.fraction:.0%}"
         if result.at_most_over is not None:
@@ -505,7 +526,7 @@ def table(title: str, results: Sequence[Result], fastest_only: bool = False) -> 
             f"{result.case}\n[dim]{result.shape}[/dim]",
             result.step,
             _duration(result.ours),
-            *(_duration(result.also.get(name)) for name in also),
+            *(_beside(result, name) for name in also),
             *theirs,
             _coloured(got, result.met),
             wanted,
@@ -513,6 +534,20 @@ def table(title: str, results: Sequence[Result], fastest_only: bool = False) -> 
             fraction,
         )
     return out
+
+
+def kernels_compared(results: Sequence[Result]) -> str:
+    """What decides between kernels of one operator: a line for each kind that ours isn't by."""
+    lines = []
+    for name in dict.fromkeys(name for result in results for name in result.also):
+        ratios = [result.also_ratios[name] for result in results if name in result.also]
+        mean = statistics.geometric_mean(ratios)
+        lines.append(
+            f"{name}: {mean:.2f} times as fast as ours in the geometric mean of {len(ratios)} "
+            f"cases, from {min(ratios):.2f} to {max(ratios):.2f}; faster in "
+            f"{sum(ratio > 1 for ratio in ratios)}"
+        )
+    return "\n".join(lines)
 
 
 def memory_table(results: Sequence[MemoryResult]) -> Table:
@@ -542,6 +577,14 @@ def _empty_table(title: str, numbers: Sequence[str]) -> Table:
 
 def _coloured(text: str, good: bool) -> str:
     return f"[{'green' if good else 'bold red'}]{text}[/]"
+
+
+def _beside(result: Result, name: str) -> str:
+    median, _, _ = _duration(result.also.get(name)).partition("\n")
+    if name not in result.also:
+        return median
+    ratio = result.also_ratios[name]
+    return f"{median}\n{_coloured(f'{ratio:.2f}×', ratio > 1)}"
 
 
 def _duration(timing: Timing | None) -> str:
@@ -794,12 +837,17 @@ def report(
     fastest_only: bool = False,
 ) -> None:
     """Print the tables; write the JSON and the picture that were asked for."""
-    if results:
-        print_table(table(name, results, fastest_only))
+    refused: dict[tuple[str, str], list[str]] = {}
     for result in results:
         for peer, why in result.refused.items():
-            line = f"{peer} does not serve {result.case}, {result.step}: {why}"
-            console.print(line, style="dim", markup=False)
+            refused.setdefault((peer, why), []).append(f"{result.case}, {result.step}")
+    for (peer, why), cases in refused.items():
+        line = f"{peer} does not serve {'; '.join(cases)}: {why}"
+        console.print(line, style="dim", markup=False, soft_wrap=True)
+    if results:
+        print_table(table(name, results, fastest_only))
+        if compared := kernels_compared(results):
+            console.print(compared, soft_wrap=True)
     if memory:
         console.print(memory_table(memory))
     if options.json is not None:

@@ -61,6 +61,7 @@ def _gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         (torch.cuda, "Event", _Event),
         (torch.cuda, "synchronize", lambda: None),
         (torch.cuda, "get_device_name", lambda: "a GPU"),
+        (torch.cuda, "get_device_capability", lambda: (9, 0)),
         (torch, "Generator", _Generator),
         (torch, "compile", lambda function: function),
         (torch, "set_num_threads", lambda threads: None),
@@ -102,7 +103,9 @@ def _small(case: Any) -> Any:
 
 
 @pytest.mark.parametrize("module", [attention, dropout_add_layer_norm, lstm, bert])
-def test_every_case(module: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_case(
+    module: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     cases = tuple(map(_small, module.CASES["cuda"]))
     monkeypatch.setitem(module.CASES, "cuda", cases)
     figures, picture = tmp_path / "figures.json", tmp_path / "picture.png"
@@ -119,11 +122,15 @@ def test_every_case(module: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     for row in content["times"]:
         assert row["ours"]["rounds"] == 2
         also = [] if module is bert else ["by cuda"]
+        if module is attention and "fp32" not in row["shape"]:
+            also.append("by cuda, as for 8.0")
         if row["case"] == "two layers":
             also.append("by cuda, layer after layer")
-        assert list(row["also"]) == also
+        assert list(row["also"]) == list(row["also_ratios"]) == also
         assert row["ratio"] > 0
     assert picture.read_bytes().startswith(b"\x89PNG")
+    compared = "by cuda: " in capsys.readouterr().out
+    assert compared != (module is bert)
 
 
 def _fail_at_one(case: int) -> int:
@@ -156,41 +163,57 @@ case "$*" in
 esac
 echo "$*, for $TORCH_CUDA_ARCH_LIST"
 case "$*" in
-  *"-m pytest"*) trap "echo interrupted; exit 2" INT; sleep 60 ;;
+  *"-m pytest"*) eval "$PYTEST" ;;
   *lstm*triton*) ;;
   *lstm*) echo trouble; exit 3 ;;
   *--json*) echo {} >"${@: -3:1}"; echo >"${@: -1}" ;;
 esac
+"""
+COMPUTE_SANITIZER = """#!/bin/bash
+echo "without a cache: $PYTORCH_NO_CUDA_MEMORY_CACHING"
+[[ "$*" != *racecheck*lstm ]]
 """
 NVIDIA_SMI = """#!/bin/bash
 [[ "$*" == *=compute_cap* ]] && echo 9.0 || echo a GPU
 """
 
 
+def _run_script(out: Path, limit: int, *parts: str, pytest: str = "") -> tuple[int, dict[str, str]]:
+    """Its exit status, and what became of each step. ``pytest`` is what the tests do instead."""
+    for name, text in (
+        ("python", PYTHON),
+        ("compute-sanitizer", COMPUTE_SANITIZER),
+        ("nvidia-smi", NVIDIA_SMI),
+    ):
+        (out.parent / name).write_text(text)
+        (out.parent / name).chmod(0o755)
+    script = Path(__file__).parents[1] / "benchmarks/gpu.sh"
+    environment = {
+        "PATH": f"{out.parent}:/usr/bin:/bin",
+        "PYTHON": f"{out.parent}/python",
+        "PYTEST": pytest,
+        "LIMIT": f"{limit}",
+    }
+    done = subprocess.run(["bash", script, out, *parts], env=environment, capture_output=True)
+    steps = (out / "gpu.txt").read_text().splitlines()[1:]
+    return done.returncode, {
+        line.split()[0]: line.split(maxsplit=3)[-1] for line in steps if " s  " in line
+    }
+
+
 def test_the_script_goes_on_whatever_fails(tmp_path: Path) -> None:
-    for name, text in (("python", PYTHON), ("nvidia-smi", NVIDIA_SMI)):
-        (tmp_path / name).write_text(text)
-        (tmp_path / name).chmod(0o755)
     out = tmp_path / "out"
-
-    def run(limit: int, *parts: str) -> tuple[int, dict[str, str]]:
-        script = Path(__file__).parents[1] / "benchmarks/gpu.sh"
-        environment = {
-            "PATH": f"{tmp_path}:/usr/bin:/bin",
-            "PYTHON": f"{tmp_path}/python",
-            "LIMIT": f"{limit}",
-        }
-        done = subprocess.run(["bash", script, out, *parts], env=environment, capture_output=True)
-        steps = (out / "gpu.txt").read_text().splitlines()[1:]
-        return done.returncode, {
-            line.split()[0]: line.split(maxsplit=3)[-1] for line in steps if " s  " in line
-        }
-
-    assert run(60, "build", "lstm", "bert") == (
-        1,
+    assert _run_script(out, 60, "build", "sanitizer", "lstm", "bert") == (
+        2,
         {
             "build": "ok",
             "what-there-is": "ok",
+            "memcheck-attention": "ok",
+            "memcheck-dropout_add_layer_norm": "ok",
+            "memcheck-lstm": "ok",
+            "racecheck-attention": "ok",
+            "racecheck-dropout_add_layer_norm": "ok",
+            "racecheck-lstm": "FAILED (1)",
             "lstm": "FAILED (3)",
             "lstm-triton": "ok",
             "bert": "ok",
@@ -200,8 +223,21 @@ def test_the_script_goes_on_whatever_fails(tmp_path: Path) -> None:
     assert {path.name for path in out.iterdir()} == names
     assert "-m pip install" in (out / "gpu.log").read_text()
     assert "for 9.0\n" in (out / "gpu.log").read_text()
+    assert "without a cache: 1\n" in (out / "gpu.log").read_text()
     assert "trouble" in (out / "gpu.txt").read_text()
 
-    status, states = run(3, "tests", "bert")
-    assert (status, states["tests"], states["bert"]) == (2, "FAILED (124)", "left out: no time")
+
+def test_the_script_ends_in_time(tmp_path: Path) -> None:
+    out, endless = tmp_path / "out", 'trap "echo interrupted; exit 2" INT; sleep 60'
+    status, states = _run_script(out, 3, "tests", "bert", pytest=endless)
+    assert (status, states["tests"], states["bert"]) == (5, "FAILED (124)", "left out: no time")
     assert "interrupted" in (out / "gpu.log").read_text()
+
+
+def test_the_script_leaves_out_kernels_that_hang(tmp_path: Path) -> None:
+    hanging = '[[ "$*" != *"each_kernel and lstm" ]] || exit 137'
+    status, states = _run_script(tmp_path / "out", 60, "tests", "lstm", pytest=hanging)
+    assert status == 1
+    assert states["kernels-lstm"] == "FAILED (137)"
+    assert states["lstm-triton"] == "ok"
+    assert "lstm" not in states

@@ -10,6 +10,8 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import os
+import sys
+from collections.abc import Callable, Iterator
 from random import Random
 from typing import Any
 
@@ -47,19 +49,39 @@ def kernel(request: pytest.FixtureRequest) -> Kernel:
 
 @pytest.fixture(autouse=True)
 def _calls_go_to_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """``run`` of the three modules of cases computes there, with the seeds that the CPU draws."""
+    """What runs a case computes there, with the seeds that the CPU draws."""
     draw = torch.randint
 
     def randint(*args: Any, device: Any = None, **options: Any) -> Tensor:
         return draw(*args, **options).to(device or "cpu")
 
-    monkeypatch.setattr(torch, "randint", randint)
-    for module in (attention, dropout_add_layer_norm, lstm):
+    for module, name in (
+        (attention, "run"),
+        (attention, "run_packed"),
+        (dropout_add_layer_norm, "run"),
+        (lstm, "run"),
+    ):
+        run = getattr(module, name)
 
-        def there(case: Any, *args: Any, _run: Any = module.run, **options: Any) -> Any:
-            return moved(_run(moved(case, DEVICE), *args, **options), "cpu")
+        def there(*args: Any, _run: Any = run, **options: Any) -> Any:
+            with monkeypatch.context() as patch:
+                patch.setattr(torch, "randint", randint)
+                return moved(_run(*moved(args, DEVICE), **options), "cpu")
 
-        monkeypatch.setattr(module, "run", there)
+        monkeypatch.setattr(module, name, there)
+
+
+@pytest.fixture(autouse=True)
+def _a_lost_gpu_is_nobody_else_s() -> Iterator[None]:
+    """After an access out of bounds every later call of the process fails. Another takes over."""
+    yield
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError as error:
+        if "PYTEST_XDIST_WORKER" not in os.environ:
+            pytest.exit(f"the GPU is lost: {error}", returncode=1)
+        print(f"the GPU is lost: {error}", file=sys.__stderr__, flush=True)
+        os._exit(1)
 
 
 def moved(value: Any, device: str) -> Any:
@@ -82,6 +104,11 @@ def moved(value: Any, device: str) -> Any:
 operator = pytest.mark.operator
 
 
+def drawn(kernel: Kernel, count: int) -> range:
+    """How many calls to draw at random. Triton compiles kernels for each, which takes seconds."""
+    return range(count // 8 if kernel.backend == "triton" else count)
+
+
 # Attention --------------------------------------------------------------------------------------
 
 
@@ -95,19 +122,19 @@ def check_attention(kernel: Kernel, *cases: attention.Case) -> Accuracy:
 
 
 @operator("attention")
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_attention_calls_drawn_at_random(kernel, dtype):
+    random = Random(3)
+    cases = (attention.draw_case(random, dtype) for _ in itertools.count())
+    given = (case for case in cases if case.query.numel() and case.key.shape[-1] <= 256)
+    check_attention(kernel, *(next(given) for _ in drawn(kernel, 80))).conclude()
+
+
+@operator("attention")
 @pytest.mark.parametrize("feature", FEATURES)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_attention(kernel, dtype, feature):
     check_attention(kernel, attention.make(**{"Lq": 70, "Lk": 45} | FEATURES[feature], dtype=dtype))
-
-
-@operator("attention")
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_attention_calls_drawn_at_random(kernel, dtype):
-    random = Random(3)
-    drawn = (attention.draw_case(random, dtype) for _ in itertools.count())
-    given = (case for case in drawn if case.query.numel() and case.key.shape[-1] <= 256)
-    check_attention(kernel, *itertools.islice(given, 100)).conclude()
 
 
 @operator("attention")
@@ -119,6 +146,27 @@ def test_attention_of_many_tiles(kernel, dtype, E, Ev):
         check_attention(kernel, attention.make(2, 3, 300, 500, E, Ev, dtype=dtype, **options))
 
 
+@operator("attention")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("head_dim", [40, 64, 128])
+def test_packed_sequences_are_what_each_is_by_itself(kernel, dtype, head_dim):
+    """Bit for bit, wherever its tokens begin; those past the last sequence give 0."""
+    lengths, rest = [200, 0, 70, 129], 9
+    sizes: dict[str, Any] = {"H": 4, "Hkv": 2, "E": head_dim, "dtype": dtype, "is_causal": True}
+    case = attention.packed(lengths, lengths, rest=rest, **sizes)
+    cu = attention.boundaries(lengths)
+    fields = ("query", "key", "value", "grad_out", "grad_lse")
+    with kernel.serving():
+        together = attention.run_packed(case, cu, None)
+        for begin, end in itertools.pairwise(cu.unique().tolist()):
+            tokens = {field: getattr(case, field)[:, :, begin:end] for field in fields}
+            alone = attention.run(dataclasses.replace(case, **tokens))
+            whole = [None if t is None else t[:, :, begin:end] for t in together]
+            attention.assert_same_bits(attention.Results(*whole), alone)
+    for name in ("out", "grad_query", "grad_key", "grad_value"):
+        assert not getattr(together, name)[:, :, -rest:].any(), name
+
+
 # Dropout + residual + LayerNorm -----------------------------------------------------------------
 
 
@@ -126,7 +174,7 @@ def test_attention_of_many_tiles(kernel, dtype, E, Ev):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_dropout_add_layer_norm_calls_drawn_at_random(kernel, dtype):
     random, accuracy = Random(0), Accuracy(kernel.name)
-    for _ in range(150):
+    for _ in drawn(kernel, 150):
         case = dropout_add_layer_norm.draw_case(random, dtype)
         dropout_add_layer_norm.record_accuracy({kernel: accuracy}, case)
     accuracy.conclude()
@@ -155,7 +203,7 @@ def test_lstm(kernel, dtype, variant):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_lstm_calls_drawn_at_random(kernel, dtype):
     random, accuracy = Random(0), Accuracy(kernel.name)
-    for _ in range(40):
+    for _ in drawn(kernel, 40):
         lstm.record_accuracy({kernel: accuracy}, lstm.draw_case(random, dtype))
     accuracy.conclude()
 
@@ -216,21 +264,77 @@ def test_elmo_s_cell(kernel):
     lstm.record_accuracy({kernel: Accuracy(kernel.name)}, case)
 
 
-# Races, graphs ----------------------------------------------------------------------------------
+# Each kernel, races, graphs, devices -------------------------------------------------------------
+
+MODULES: dict[str, Any] = {
+    "attention": attention,
+    "dropout_add_layer_norm": dropout_add_layer_norm,
+    "lstm": lstm,
+}
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+SMALL = {"Lq": 70, "Lk": 45, "dtype": BF16} | FEATURES["everything"]
+EVERYTHING = {"dtype": BF16} | lstm.VARIANTS["everything"]
+
+# By operator: between them they launch each of its CUDA kernels, as test_cuda_kernels sees to. They
+# are what compute-sanitizer is put to.
+EACH_KERNEL: dict[str, dict[str, Callable[[], Any]]] = {
+    "attention": {
+        "float32": lambda: attention.make(**SMALL | {"dtype": FP32}),
+        "Hopper's": lambda: attention.make(**SMALL),
+        "Hopper's, many tiles": lambda: attention.make(
+            1, 2, 200, 300, 128, dtype=BF16, is_causal=True
+        ),
+        "Hopper's, wide": lambda: attention.make(1, 2, 140, 150, 256, dtype=FP16),
+        "rows that TMA can't copy": lambda: attention.make(**SMALL | {"E": 33}),
+        "a mask for all": lambda: attention.make(**SMALL | {"mask": attention.normal(70, 45)}),
+        "a mask of rows": lambda: attention.make(**SMALL | {"mask": attention.normal(70, 1)}),
+    },
+    "dropout_add_layer_norm": {
+        "rows in registers": lambda: dropout_add_layer_norm.make(
+            40, 1000, dtype=BF16, dropout_p=0.1
+        ),
+        "rows in shared memory": lambda: dropout_add_layer_norm.make(
+            5, 12_288, dtype=BF16, dropout_p=0.1
+        ),
+        "rows too wide for it": lambda: dropout_add_layer_norm.make(2, 70_001, dropout_p=0.1),
+    },
+    "lstm": {
+        "one launch": lambda: lstm.make(
+            4, 20, 8, 40, dtype=BF16, lengths=[b % 5 for b in range(20)]
+        ),
+        "one launch, everything": lambda: lstm.make(
+            **EVERYTHING | {"norm": False, "H": 40, "projection": 12}
+        ),
+        "layers side by side": lambda: lstm.make(33, 3, 8, 20, dtype=BF16, layers=2),
+        "steps": lambda: lstm.make(**EVERYTHING),
+    },
+}
+
+
+@pytest.mark.parametrize("kernel", ["cuda"], indirect=True)
+@pytest.mark.parametrize(
+    ("name", "case"),
+    [
+        pytest.param(name, case, marks=operator(name), id=f"{name}: {what}")
+        for name, cases in EACH_KERNEL.items()
+        for what, case in cases.items()
+    ],
+)
+def test_each_kernel(kernel, name, case):
+    if name == "attention":
+        check_attention(kernel, case())
+    else:
+        MODULES[name].record_accuracy({kernel: Accuracy(kernel.name)}, case())
+
 
 CALLS: dict[str, Any] = {
-    "attention": lambda: (
-        attention,
-        attention.make(4, 8, 300, 500, 64, dtype=torch.bfloat16, mask=attention.normal(300, 500)),
+    "attention": lambda: attention.make(
+        4, 8, 300, 500, 64, dtype=BF16, mask=attention.normal(300, 500)
     ),
-    "dropout_add_layer_norm": lambda: (
-        dropout_add_layer_norm,
-        dropout_add_layer_norm.make(2000, 1024, dtype=torch.bfloat16, dropout_p=0.1),
+    "dropout_add_layer_norm": lambda: dropout_add_layer_norm.make(
+        2000, 1024, dtype=BF16, dropout_p=0.1
     ),
-    "lstm": lambda: (
-        lstm,
-        lstm.make(50, 16, 128, 512, dtype=torch.bfloat16, reverse=(False, True)),
-    ),
+    "lstm": lambda: lstm.make(50, 16, 128, 512, dtype=BF16, reverse=(False, True)),
 }
 each_operator = pytest.mark.parametrize(
     "name", [pytest.param(name, marks=operator(name)) for name in CALLS]
@@ -239,40 +343,107 @@ each_operator = pytest.mark.parametrize(
 
 @each_operator
 def test_repeated_calls_give_the_same_bits(kernel, name):
-    module, case = CALLS[name]()
+    module, case = MODULES[name], CALLS[name]()
     with kernel.serving():
         first = module.run(case)
         for _ in range(20):
             module.assert_same_bits(module.run(case), first)
 
 
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there is one GPU")
 @each_operator
-def test_a_graph_repeats_the_call(kernel, name):
+def test_tensors_on_another_gpu_than_the_current_one(kernel, name, monkeypatch):
+    module, case = MODULES[name], CALLS[name]()
+    with kernel.serving(), torch.cuda.device(0):
+        expected = module.run(case)
+        monkeypatch.setattr(f"{__name__}.DEVICE", "cuda:1")
+        module.assert_same_bits(module.run(case), expected)
+
+
+Call = Callable[[], tuple[Tensor, ...]]
+
+
+def differentiated(function: Callable[[], Tensor], *variables: Tensor) -> Call:
+    """Its output and gradients."""
+
+    def call() -> tuple[Tensor, ...]:
+        out = function()
+        return out.detach(), *torch.autograd.grad(out, variables, out.detach())
+
+    return call
+
+
+def captured(call: Call) -> tuple[torch.cuda.CUDAGraph, tuple[Tensor, ...]]:
+    """A graph of a call, and where its replays put the results."""
+    # Poisoning memory that is not initialised is a kernel too, which a graph would repeat.
+    torch.use_deterministic_algorithms(False)
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):  # compiles
+            call()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph, stream=stream):
+        results = call()
+    return graph, results
+
+
+def on_the_gpu(*shape: int) -> Tensor:
+    return attention.normal(*shape, dtype=BF16).to(DEVICE)
+
+
+@pytest.mark.parametrize(
+    "what",
+    [
+        *(pytest.param(name, marks=operator(name)) for name in CALLS),
+        pytest.param("lstm, two layers", marks=operator("lstm")),
+    ],
+)
+def test_a_graph_repeats_the_call(kernel, what):
     """Forward and backward, captured once, replayed on other numbers."""
-    x = torch.randn(4, 8, 128, 64, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
-    w_ih, w_hh = torch.randn(2, 4 * 64, 64, device=DEVICE, dtype=torch.bfloat16) / 8
-    function = {
+    x = on_the_gpu(4, 40, 8, 64).requires_grad_()
+    w_ih, w_hh = (on_the_gpu(4 * 64, 64) / 8 for _ in range(2))
+    layers = trifuse.nn.LSTM(64, 64, num_layers=2, device=DEVICE, dtype=BF16)
+    call = {
         "attention": lambda: trifuse.scaled_dot_product_attention(x, x, x),
         "dropout_add_layer_norm": lambda: trifuse.dropout_add_layer_norm(x, x),
         "lstm": lambda: trifuse.lstm(x[0], None, w_ih, w_hh)[0],
-    }[name]
-
-    def call() -> tuple[Tensor, Tensor]:
-        out = function()
-        (grad,) = torch.autograd.grad(out, x, out.detach())
-        return out.detach(), grad
-
-    # Poisoning memory that is not initialised is a kernel too, which a graph would repeat.
-    torch.use_deterministic_algorithms(False)
+        "lstm, two layers": lambda: layers(x[0])[0],
+    }[what]
+    weights = layers.parameters() if what == "lstm, two layers" else ()
+    call = differentiated(call, x, *weights)
     with kernel.serving():
-        for _ in range(3):
-            call()
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            captured = call()
+        graph, results = captured(call)
         for seed in range(3):
             with torch.no_grad():
                 x.copy_(attention.normal(*x.shape, seed=seed))
             graph.replay()
-            torch.testing.assert_close(captured, call(), rtol=0, atol=0)
+            torch.testing.assert_close(results, call(), rtol=0, atol=0)
+
+
+@each_operator
+def test_each_replay_of_a_graph_draws_anew(kernel, name):
+    """As torch's dropout does: what calls outside of a graph would draw by the same seed."""
+    x = on_the_gpu(4, 40, 8, 64).requires_grad_()
+    w_ih, w_hh = (on_the_gpu(4 * 64, 64) / 8 for _ in range(2))
+    draws: dict[str, Any] = {"recurrent_dropout": 0.5, "zoneout_h": 0.5, "training": True}
+    call = {
+        "attention": lambda: trifuse.scaled_dot_product_attention(x, x, x, dropout_p=0.5),
+        "dropout_add_layer_norm": lambda: trifuse.dropout_add_layer_norm(
+            x, x, dropout_p=0.5, training=True
+        ),
+        "lstm": lambda: trifuse.lstm(x[0], None, w_ih, w_hh, **draws)[0],
+    }[name]
+    call = differentiated(call, x)
+    with kernel.serving():
+        graph, results = captured(call)
+        seen: list[Tensor] = []
+        for seed in (1, 2):
+            torch.manual_seed(seed)
+            expected = [call() for _ in range(2)]
+            torch.manual_seed(seed)
+            for alone in expected:
+                graph.replay()
+                torch.testing.assert_close(results, alone, rtol=0, atol=0)
+                assert not any(torch.equal(results[0], other) for other in seen)
+                seen.append(results[0].clone())
