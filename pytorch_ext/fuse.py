@@ -340,7 +340,7 @@ def _swap_transformers_attention(model: Any) -> _Change | None:
             name = type(part).__name__
             if not part._can_set_attn_implementation():
                 raise _CannotSwap(f"{name} doesn't choose its attention by attn_implementation")
-            # Some versions of transformers say yes for models whose scores are capped, and don't cap.
+            # Some versions of transformers say yes for models that cap scores, and don't cap.
             capped = getattr(part.config, "attn_logit_softcapping", None) is not None
             if capped or not part._supports_sdpa:
                 raise _CannotSwap(f"{name} needs more of attention than a softmax of masked scores")

@@ -19,13 +19,13 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import torch
 
-with contextlib.suppress(ModuleNotFoundError):  # it needs a package that torch does not bring
-    # Loads a Hypothesis profile, so ours comes after.
-    import torch.testing._internal.common_utils
-
 if not torch.cuda.is_available():
     # Triton decides when a kernel is decorated, so this has to come before it is imported.
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+with contextlib.suppress(ModuleNotFoundError):  # it needs a package that torch does not bring
+    # Loads a Hypothesis profile, so ours comes after; and Triton, in some versions.
+    import torch.testing._internal.common_utils
 
 import trifuse
 from trifuse import backends
