@@ -49,6 +49,9 @@ INF = tl.constexpr(math.inf)
 # with: at the lowest finite number, where masks like to be, log ∑ exp is lost in it altogether.
 COARSE_LOGSUMEXP = tl.constexpr(1024.0)
 
+# Columns of a mask: 16 bytes of the narrowest.
+MASK_RUN = tl.constexpr(16)
+
 
 # What kernels are given --------------------------------------------------------------------------
 
@@ -75,7 +78,11 @@ class Inputs(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """Numbers that change from call to call: no kernel is compiled again for them."""
+    """Numbers that change from call to call: no kernel is compiled again for them.
+
+    Kernels are given them one by one. Those within a tuple Triton would specialise for, whatever it
+    is told: being 1 or a multiple of 16 would make another kernel.
+    """
 
     B: int  # sequences
     H: int
@@ -107,6 +114,7 @@ class Variant(NamedTuple):
     masked: bool  # either of them
     mask_rows: bool  # the mask differs between queries
     mask_columns: bool  # the mask differs between keys
+    mask_runs: bool  # its rows are whole runs of MASK_RUN columns
     trim: bool  # it is worth looking for ends that it leaves out
     natural: bool  # scores in units of 1 rather than log 2: a float mask, or a scale that isn't > 0
     lengths: bool  # key_lengths
@@ -116,6 +124,7 @@ class Variant(NamedTuple):
     lower_right: bool
     selective: bool  # a tile in memory can hold pairs that don't take part
     dropout: bool
+    grouped: bool  # query heads share key heads
 
 
 class Block(NamedTuple):
@@ -259,24 +268,30 @@ def _store_zeros(
 def _load_mask(head, strides, rows, columns, fill, variant: tl.constexpr, FULL: tl.constexpr):
     """The mask for ``rows`` and ``columns``, of size 1 in the directions it doesn't vary in.
 
-    Columns are guarded only at an edge: a comparison that can differ between neighbours would break
-    16-byte loads into single elements.
+    It is guarded only at an edge, and there, if its rows are whole runs, for a run at a time: a
+    comparison that can differ between neighbours would break 16-byte loads into single elements.
     """
+    columns_end = head.keys
+    if variant.mask_runs:
+        columns_end = tl.cdiv(head.keys, MASK_RUN) * MASK_RUN
     row_offsets = rows.to(tl.int64) * strides[2]
     column_offsets = columns.to(tl.int64) * strides[3]
     if variant.mask_rows and variant.mask_columns:
-        guard = rows < head.queries
-        if not FULL:
-            guard = guard & (columns < head.keys)
-        mask = tl.load(head.mask + (row_offsets + column_offsets), mask=guard, other=fill)
+        pointers = head.mask + (row_offsets + column_offsets)
+        guard = (rows < head.queries) & (columns < columns_end)
     elif variant.mask_rows:
-        mask = tl.load(head.mask + row_offsets, mask=rows < head.queries, other=fill)
-    elif variant.mask_columns and FULL:
-        mask = tl.load(head.mask + column_offsets)
+        pointers = head.mask + row_offsets
+        guard = rows < head.queries
     elif variant.mask_columns:
-        mask = tl.load(head.mask + column_offsets, mask=columns < head.keys, other=fill)
+        pointers = head.mask + column_offsets
+        guard = columns < columns_end
     else:
-        mask = tl.load(head.mask + tl.zeros((1, 1), tl.int64))
+        pointers = head.mask + tl.zeros((1, 1), tl.int64)
+        guard = tl.full((1, 1), True, tl.int1)
+    if FULL:
+        mask = tl.load(pointers)
+    else:
+        mask = tl.load(pointers, mask=guard, other=fill)
     return mask
 
 
@@ -284,23 +299,36 @@ def _load_mask(head, strides, rows, columns, fill, variant: tl.constexpr, FULL: 
 
 
 @triton.jit
+def _query_rows(head, first, M: tl.constexpr, FULL: tl.constexpr):
+    """(M, 1). Full blocks of keys don't look whether a query exists: past the last, whose results
+    nobody reads, it is the last one's mask that is read."""
+    rows = first + tl.arange(0, M)[:, None]
+    if FULL:
+        rows = tl.minimum(rows, head.queries - 1)
+    return rows
+
+
+@triton.jit
 def _take_part(head, inputs, sizes, rows, columns, variant: tl.constexpr, FULL: tl.constexpr):
-    """Which pairs take part, and the float mask. Rows and columns may lie either way round."""
+    """Which pairs take part, and the float mask. Rows and columns may lie either way round.
+
+    In a full block only the mask decides. A float one needs no selection there: its -∞ alone makes
+    a weight 0, and a NaN that outlives it is what the second attempt is for.
+    """
     keep = rows < head.queries
+    bias = 0.0
+    if variant.bool_mask:
+        keep = _load_mask(head, inputs.attn_mask.strides, rows, columns, 0, variant, FULL) != 0
+    if variant.float_mask:
+        mask = _load_mask(head, inputs.attn_mask.strides, rows, columns, -INF, variant, FULL)
+        bias = mask.to(tl.float32)
+        keep = bias != -INF
     if not FULL:
-        keep = keep & (columns < head.keys)
+        keep = keep & (rows < head.queries) & (columns < head.keys)
         if variant.left:
             keep = keep & (columns >= rows + (head.shift - sizes.left))
         if variant.right:
             keep = keep & (columns <= rows + (head.shift + sizes.right))
-    bias = 0.0
-    if variant.bool_mask:
-        mask = _load_mask(head, inputs.attn_mask.strides, rows, columns, 0, variant, FULL)
-        keep = keep & (mask != 0)
-    if variant.float_mask:
-        mask = _load_mask(head, inputs.attn_mask.strides, rows, columns, -INF, variant, FULL)
-        bias = mask.to(tl.float32)
-        keep = keep & (bias != -INF)
     return keep, bias
 
 
@@ -481,7 +509,7 @@ def _attend(
     ``acc`` (M, BLOCK_EV) is ∑ p v and ``total`` (M,) is ∑ p, where p = exp(score - peak) and
     ``peak`` (M,) is the largest score so far.
     """
-    rows = query_tile.first + tl.arange(0, block.M)[:, None]
+    rows = _query_rows(head, query_tile.first, block.M, FULL)
     STAGES: tl.constexpr = 1 if CAREFUL else None
     for step in tl.range(start, stop - (gap_stop - gap_start), block.N, num_stages=STAGES):
         first = step + tl.where(step < gap_start, 0, gap_stop - gap_start)
@@ -496,7 +524,7 @@ def _attend(
         keep, bias = _take_part(head, inputs, sizes, rows, columns, variant, FULL)
         if variant.natural:
             scores = tl.fma(scores, sizes.scale, bias)
-        if variant.masked or not FULL:
+        if variant.bool_mask or not FULL:
             scores = tl.where(keep, scores, -INF)
         top = tl.max(scores, 1)
         if not variant.natural:
@@ -546,15 +574,15 @@ def _count_non_finite_keys(
     return count
 
 
-@triton.jit(do_not_specialize=["sizes"])
+@triton.jit(do_not_specialize=Sizes._fields)
 def attention_forward_kernel(
     inputs,
     out,  # (B, H, Lq, Ev)
     lse,  # (B, H, Lq) float32, contiguous
-    sizes,
+    B, H, group, Lq, Lk, total_q, total_k, left, right, scale, scale_log2, threshold, keep_scale,
     variant: tl.constexpr,
     block: tl.constexpr,
-):
+):  # fmt: skip
     """Output and logsumexp.
 
     A program owns M queries of one head of one sequence. It reads them once, and the keys and
@@ -564,6 +592,9 @@ def attention_forward_kernel(
     Floor: 2 · pairs · (E + Ev) operations of the matrix unit and as many exponentials as pairs, for
     B · H · (Lq · (E + Ev) + Lk · (E + Ev)) elements of memory.
     """
+    sizes = Sizes(
+        B, H, group, Lq, Lk, total_q, total_k, left, right, scale, scale_log2, threshold, keep_scale
+    )
     blocks = tl.cdiv(sizes.Lq, block.M)
     index, h, b = _program(blocks, sizes.H)
     if variant.right:
@@ -597,17 +628,17 @@ def attention_forward_kernel(
         inputs, sizes, variant, block, False, False, True,
     )  # fmt: skip
     if variant.selective:
-        if _any_non_finite(acc):
-            acc, peak, total = _attend(
-                tl.zeros_like(acc), tl.full((block.M,), -INF, tl.float32), tl.zeros_like(total),
-                query, query_tile, start, stop, stop, stop, head, inputs, sizes, variant, block,
-                False, True, True,
-            )  # fmt: skip
+        # Dropout may have taken a NaN out of the first.
+        if _any_non_finite(acc) | _any_non_finite(total):
             count = _count_non_finite_keys(
                 inputs.value, head.value, first, start, stop, head, inputs, sizes, variant, block,
                 variant.Ev, variant.BLOCK_EV,
             )  # fmt: skip
-            acc = tl.where(count > 0.0, INF, acc)
+            acc, peak, total = _attend(
+                tl.where(count > 0.0, INF, 0.0), tl.full((block.M,), -INF, tl.float32),
+                tl.zeros_like(total), query, query_tile, start, stop, stop, stop, head, inputs,
+                sizes, variant, block, False, True, True,
+            )  # fmt: skip
     total = tl.where(total == 0.0, 1.0, total)
     result = _infinite_to_nan(acc * (sizes.keep_scale / total)[:, None])
     out_tile = Tile(_at(out, head.batch, h, head.first_query), out.strides, first, head.queries)
@@ -626,12 +657,14 @@ def attention_forward_kernel(
 class RowVectors(NamedTuple):
     """Per query, float32 (B, H, Lq), contiguous: what the backward needs besides the scores."""
 
-    peak: Tensor  # the logsumexp or, where that is too coarse, the largest score
+    # The logsumexp or, where that is too coarse, the largest score. With a float mask ∞ for a row
+    # without a pair: every score less it is -∞, and the weights are 0.
+    peak: Tensor
     log_total: Tensor | None  # with a float mask: the rest of the logsumexp, in units of log 2
     delta: Tensor  # ∑ dO O - dlse
 
 
-@triton.jit(do_not_specialize=["sizes"])
+@triton.jit(do_not_specialize=Sizes._fields)
 def attention_backward_rows_kernel(
     inputs,
     grad_out,  # (B, H, Lq, Ev)
@@ -639,10 +672,10 @@ def attention_backward_rows_kernel(
     out,  # (B, H, Lq, Ev)
     lse,  # (B, H, Lq) float32, contiguous
     vectors,  # RowVectors, of which it writes all but a peak that is lse itself
-    sizes,
+    B, H, group, Lq, Lk, total_q, total_k, left, right, scale, scale_log2, threshold, keep_scale,
     variant: tl.constexpr,
     block: tl.constexpr,
-):
+):  # fmt: skip
     """delta = ∑ dO O - dlse and, with a float mask, a logsumexp in two parts.
 
     A program owns M queries of one head of one sequence; it reads their rows of ``grad_out`` and
@@ -651,6 +684,9 @@ def attention_backward_rows_kernel(
 
     Floor: 2 · B · H · Lq · Ev elements of memory.
     """
+    sizes = Sizes(
+        B, H, group, Lq, Lk, total_q, total_k, left, right, scale, scale_log2, threshold, keep_scale
+    )
     index, h, b = _program(tl.cdiv(sizes.Lq, block.M), sizes.H)
     first = index * block.M
     head = _load_head(inputs, sizes, b, h, variant)
@@ -685,18 +721,26 @@ def attention_backward_rows_kernel(
                 stop, stop, stop, head, inputs, sizes, variant, block, False, False, False,
             )  # fmt: skip
             log_total = tl.log2(tl.where(total == 0.0, 1.0, total))
-        tl.store(vectors.peak + head.row + rows, peak, guard)
+        tl.store(vectors.peak + head.row + rows, tl.where(peak == -INF, INF, peak), guard)
         tl.store(vectors.log_total + head.row + rows, log_total, guard)
 
 
 @triton.jit
-def _load_vectors(vectors, head, rows, variant: tl.constexpr):
+def _load_vector(vector, head, rows, FULL: tl.constexpr):
+    if FULL:
+        x = tl.load(vector + head.row + rows)
+    else:
+        x = tl.load(vector + head.row + rows, mask=rows < head.queries, other=0.0)
+    return x
+
+
+@triton.jit
+def _load_vectors(vectors, head, rows, variant: tl.constexpr, FULL: tl.constexpr):
     """peak, log_total and delta of some queries, in the units that ``_weights`` wants."""
-    guard = rows < head.queries
-    peak = tl.load(vectors.peak + head.row + rows, mask=guard, other=0.0)
-    delta = tl.load(vectors.delta + head.row + rows, mask=guard, other=0.0)
+    peak = _load_vector(vectors.peak, head, rows, FULL)
+    delta = _load_vector(vectors.delta, head, rows, FULL)
     if variant.float_mask:
-        log_total = tl.load(vectors.log_total + head.row + rows, mask=guard, other=0.0)
+        log_total = _load_vector(vectors.log_total, head, rows, FULL)
     else:
         log_total = peak
         peak *= LOG2E
@@ -730,7 +774,7 @@ def _collect(
     for step in tl.range(start, stop - (gap_stop - gap_start), block.M, num_stages=STAGES):
         first = step + tl.where(step < gap_start, 0, gap_stop - gap_start)
         rows = first + tl.arange(0, block.M)[None, :]
-        peak, log_total, delta = _load_vectors(vectors, head, rows, variant)
+        peak, log_total, delta = _load_vectors(vectors, head, rows, variant, FULL)
         query_tile = Tile(head.query, inputs.query.strides, first, head.queries)
         query = _load(query_tile, block.M, variant.E, variant.BLOCK_E, FULL)
         if CAREFUL:
@@ -740,7 +784,7 @@ def _collect(
         )
         keep, bias = _take_part(head, inputs, sizes, rows, columns, variant, FULL)
         p = _weights(products, bias, peak, log_total, sizes, variant)
-        if variant.masked or not FULL:
+        if variant.bool_mask or not FULL:
             p = tl.where(keep, p, 0.0)
         do_tile = Tile(do_pointer, grad_out.strides, first, head.queries)
         do = _load(do_tile, block.M, variant.Ev, variant.BLOCK_EV, FULL)
@@ -755,11 +799,21 @@ def _collect(
             dropped = tl.where(kept, p, 0.0)
             grad_p = tl.where(kept, grad_p * sizes.keep_scale, 0.0)
         grad_scores = p * (grad_p - delta)
-        if variant.masked or not FULL:
+        if not FULL:
             grad_scores = tl.where(keep, grad_scores, 0.0)
         dv = dot(dropped.to(do.dtype), do, dv)
         dk = dot(grad_scores.to(query.dtype), query, dk)
     return dk, dv
+
+
+@triton.jit
+def _group(sizes, variant: tl.constexpr):
+    """Query heads to a key head, known to the compiler where it is one: a loop less."""
+    if variant.grouped:
+        group = sizes.group
+    else:
+        group = 1
+    return group
 
 
 @triton.jit
@@ -768,8 +822,8 @@ def _collect_group(
     variant: tl.constexpr, block: tl.constexpr, CAREFUL: tl.constexpr,
 ):  # fmt: skip
     """The same from all query heads that share a key head."""
-    for member in range(sizes.group):
-        h = kv_head * sizes.group + member
+    for member in range(_group(sizes, variant)):
+        h = kv_head * _group(sizes, variant) + member
         head = _load_head(inputs, sizes, b, h, variant)
         do_pointer = _at(grad_out, head.batch, h, head.first_query)
         start, full_start, full_stop, stop = _visible_queries(
@@ -801,8 +855,8 @@ def _count_non_finite_queries(
     """(N, BLOCK_DIM): non-finite numbers of q or dO, counted for the keys seen from there."""
     columns = first_column + tl.arange(0, block.N)[:, None]
     count = tl.full((block.N, BLOCK_DIM), 0.0, tl.float32)
-    for member in range(sizes.group):
-        h = kv_head * sizes.group + member
+    for member in range(_group(sizes, variant)):
+        h = kv_head * _group(sizes, variant) + member
         head = _load_head(inputs, sizes, b, h, variant)
         pointer = _at(tensor, head.batch, h, head.first_query)
         start, _full_start, _full_stop, stop = _visible_queries(
@@ -817,17 +871,17 @@ def _count_non_finite_queries(
     return count
 
 
-@triton.jit(do_not_specialize=["sizes"])
+@triton.jit(do_not_specialize=Sizes._fields)
 def attention_backward_key_value_kernel(
     inputs,
     grad_out,  # (B, H, Lq, Ev)
     vectors,  # RowVectors
     grad_key,  # (B, Hkv, Lk, E)
     grad_value,  # (B, Hkv, Lk, Ev)
-    sizes,
+    B, H, group, Lq, Lk, total_q, total_k, left, right, scale, scale_log2, threshold, keep_scale,
     variant: tl.constexpr,
     block: tl.constexpr,
-):
+):  # fmt: skip
     """dV_j = ∑_i D_ij P_ij dO_i and dK_j = scale ∑_i dS_ij q_i.
 
     A program owns N keys of one key head of one sequence, and runs through the queries that see
@@ -836,6 +890,9 @@ def attention_backward_key_value_kernel(
 
     Floor: 4 · pairs · (E + Ev) operations of the matrix unit.
     """
+    sizes = Sizes(
+        B, H, group, Lq, Lk, total_q, total_k, left, right, scale, scale_log2, threshold, keep_scale
+    )
     blocks = tl.cdiv(sizes.Lk, block.N)
     # Causal attention: the first keys are seen most, and their programs begin first.
     index, kv_head, b = _program(blocks, sizes.H // sizes.group)
@@ -874,20 +931,20 @@ def attention_backward_key_value_kernel(
     )  # fmt: skip
     if variant.selective:
         if _any_non_finite(dk) | _any_non_finite(dv):
-            dk, dv = _collect_group(
-                tl.zeros_like(dk), tl.zeros_like(dv), key, value, key_tile, value_tile, b, kv_head,
-                grad_out, inputs, vectors, sizes, variant, block, True,
-            )  # fmt: skip
             count = _count_non_finite_queries(
                 inputs.query, first, b, kv_head, inputs, sizes, variant, block, variant.E,
                 variant.BLOCK_E,
             )  # fmt: skip
-            dk = tl.where(count > 0.0, INF, dk)
+            dk = tl.where(count > 0.0, INF, 0.0)
             count = _count_non_finite_queries(
                 grad_out, first, b, kv_head, inputs, sizes, variant, block, variant.Ev,
                 variant.BLOCK_EV,
             )  # fmt: skip
-            dv = tl.where(count > 0.0, INF, dv)
+            dv = tl.where(count > 0.0, INF, 0.0)
+            dk, dv = _collect_group(
+                dk, dv, key, value, key_tile, value_tile, b, kv_head, grad_out, inputs, vectors,
+                sizes, variant, block, True,
+            )  # fmt: skip
     if variant.lengths:
         # Weights of keys past them are 0, but what they were multiplied by may have been NaN.
         take_part = (first + tl.arange(0, block.N) < keys)[:, None]
@@ -907,7 +964,7 @@ def _grad_scores(
     variant: tl.constexpr, block: tl.constexpr, FULL: tl.constexpr,
 ):  # fmt: skip
     """dS (M, N), 0 for pairs that don't take part."""
-    rows = query_tile.first + tl.arange(0, block.M)[:, None]
+    rows = _query_rows(head, query_tile.first, block.M, FULL)
     columns = key_tile.first + tl.arange(0, block.N)[None, :]
     products = _pair_products(
         query, query_tile, key, key_tile, block.M, block.N, variant.E, variant.BLOCK_E, block
@@ -923,7 +980,7 @@ def _grad_scores(
         kept = _kept(head, sizes, query_tile.first, key_tile.first, block)
         grad_p = tl.where(kept, grad_p * sizes.keep_scale, 0.0)
     grad_scores = p * (grad_p - delta[:, None])
-    if variant.masked or not FULL:
+    if variant.bool_mask or not FULL:
         grad_scores = tl.where(keep, grad_scores, 0.0)
     return grad_scores
 
@@ -950,16 +1007,16 @@ def _gather(
     return dq
 
 
-@triton.jit(do_not_specialize=["sizes"])
+@triton.jit(do_not_specialize=Sizes._fields)
 def attention_backward_query_kernel(
     inputs,
     grad_out,  # (B, H, Lq, Ev)
     vectors,  # RowVectors
     grad_query,  # (B, H, Lq, E)
-    sizes,
+    B, H, group, Lq, Lk, total_q, total_k, left, right, scale, scale_log2, threshold, keep_scale,
     variant: tl.constexpr,
     block: tl.constexpr,
-):
+):  # fmt: skip
     """dQ_i = scale ∑_j dS_ij k_j.
 
     A program owns M queries of one head of one sequence and runs through the keys that they see. It
@@ -968,6 +1025,9 @@ def attention_backward_query_kernel(
     Floor: 2 · pairs · (2 E + Ev) operations of the matrix unit. Two of the three products are also
     made for dK and dV: the price of sums that are never split between programs.
     """
+    sizes = Sizes(
+        B, H, group, Lq, Lk, total_q, total_k, left, right, scale, scale_log2, threshold, keep_scale
+    )
     blocks = tl.cdiv(sizes.Lq, block.M)
     index, h, b = _program(blocks, sizes.H)
     if variant.right:
@@ -991,7 +1051,7 @@ def attention_backward_query_kernel(
     query = _load(query_tile, block.M, variant.E, variant.BLOCK_E, False)
     do = _load(do_tile, block.M, variant.Ev, variant.BLOCK_EV, False)
     rows = first + tl.arange(0, block.M)
-    peak, log_total, delta = _load_vectors(vectors, head, rows, variant)
+    peak, log_total, delta = _load_vectors(vectors, head, rows, variant, False)
     dq = tl.full((block.M, variant.BLOCK_E), 0.0, tl.float32)
     dq = _gather(
         dq, query, do, query_tile, do_tile, peak, log_total, delta, full_start, full_stop,
@@ -1003,15 +1063,14 @@ def attention_backward_query_kernel(
     )  # fmt: skip
     if variant.selective:
         if _any_non_finite(dq):
-            dq = _gather(
-                tl.zeros_like(dq), query, do, query_tile, do_tile, peak, log_total, delta, start,
-                stop, stop, stop, head, inputs, sizes, variant, block, False, True,
-            )  # fmt: skip
             count = _count_non_finite_keys(
                 inputs.key, head.key, first, start, stop, head, inputs, sizes, variant, block,
                 variant.E, variant.BLOCK_E,
             )  # fmt: skip
-            dq = tl.where(count > 0.0, INF, dq)
+            dq = _gather(
+                tl.where(count > 0.0, INF, 0.0), query, do, query_tile, do_tile, peak, log_total,
+                delta, start, stop, stop, stop, head, inputs, sizes, variant, block, False, True,
+            )  # fmt: skip
     dq_pointer = _at(grad_query, head.batch, h, head.first_query)
     dq_tile = Tile(dq_pointer, grad_query.strides, first, head.queries)
     dq = _infinite_to_nan(dq * sizes.scale)
@@ -1027,7 +1086,7 @@ class MaskShape(NamedTuple):
     columns: bool
 
 
-@triton.jit(do_not_specialize=["chunk", "sizes"])
+@triton.jit(do_not_specialize=("chunk", *Sizes._fields))
 def attention_backward_mask_kernel(
     inputs,
     grad_out,  # (B, H, Lq, Ev)
@@ -1035,11 +1094,11 @@ def attention_backward_mask_kernel(
     vectors,  # RowVectors
     grad_mask,  # (shares, *attn_mask.shape), contiguous
     chunk,  # how many terms of the sum a share has
-    sizes,
+    B, H, group, Lq, Lk, total_q, total_k, left, right, scale, scale_log2, threshold, keep_scale,
     shape: tl.constexpr,  # MaskShape
     variant: tl.constexpr,
     block: tl.constexpr,
-):
+):  # fmt: skip
     """The float mask's gradient: dS, summed over the dimensions that the mask is broadcast in.
 
     A program owns a tile of the gradient (one row of it, where all queries share the mask) and a
@@ -1051,6 +1110,9 @@ def attention_backward_mask_kernel(
 
     Floor: 2 · pairs · (E + Ev) operations of the matrix unit.
     """
+    sizes = Sizes(
+        B, H, group, Lq, Lk, total_q, total_k, left, right, scale, scale_log2, threshold, keep_scale
+    )
     row_blocks = tl.cdiv(sizes.Lq, block.M)
     # The tile: columns fastest, then rows, heads, sequences, and the share last.
     index = tl.program_id(0)
@@ -1100,7 +1162,7 @@ def attention_backward_mask_kernel(
             b = rest
         head = _load_head(inputs, sizes, b, h, variant)
         rows = first + tl.arange(0, block.M)
-        peak, log_total, delta = _load_vectors(vectors, head, rows, variant)
+        peak, log_total, delta = _load_vectors(vectors, head, rows, variant, False)
         if shape.columns:
             last = tl.minimum(first + block.M, head.queries) - 1
             seen = (first < head.queries) & (first_column < head.keys)
@@ -1128,7 +1190,7 @@ def attention_backward_mask_kernel(
                 grad = tl.load(pointers + rows.to(tl.int64) * grad_lse.strides[2], guard, other=0.0)
             # These two say where a NaN has reached the row.
             grad = tl.fma(peak + delta, 0.0, grad)
-            row_sum += tl.where(guard & (peak != -INF), grad, 0.0)
+            row_sum += tl.where(guard & (peak != INF), grad, 0.0)
 
     plane = tl.cast(index, tl.int64)
     if shape.batch:
@@ -1162,6 +1224,7 @@ class Config(NamedTuple):
     K: int
     num_warps: int
     num_stages: int
+    max_registers: int | None = None  # of a thread, so that more programs fit a multiprocessor
 
 
 class Class(NamedTuple):
@@ -1178,10 +1241,11 @@ class Class(NamedTuple):
 # is worth timing; a row of one serves all.
 #
 # They come from compiling ahead of time, with a causal bound, boolean and float masks, dropout and
-# all of these: the largest tiles whose registers don't spill, or hardly. None has been timed on a
-# GPU. Shared memory stays under the 99 KiB of the smallest GPU with an mma unit for bfloat16, and
-# under the 227 KiB of those with wgmma.
-_CONFIGS: dict[tuple[str, str], dict[int, tuple[tuple[int, int, int, int, int], ...]]] = {
+# all of these: the largest tiles whose loops don't spill, or hardly. None has been timed on a GPU.
+# With wgmma two stages are loads that begin as the step before ends, and are waited for at once;
+# the third hides them. Shared memory stays under the 99 KiB of the smallest GPU with an mma unit
+# for bfloat16, and under the 227 KiB of those with wgmma.
+_CONFIGS: dict[tuple[str, str], dict[int, tuple[tuple[int, ...], ...]]] = {
     ("forward", "fma"): {
         64: ((64, 32, 16, 8, 2),),
         128: ((64, 16, 16, 8, 2),),
@@ -1193,9 +1257,9 @@ _CONFIGS: dict[tuple[str, str], dict[int, tuple[tuple[int, int, int, int, int], 
         256: ((64, 32, 0, 8, 2),),
     },
     ("forward", "wgmma"): {
-        64: ((128, 64, 0, 8, 3), (128, 64, 0, 8, 3), (64, 64, 0, 4, 3), (128, 128, 0, 8, 3)),
-        128: ((128, 64, 0, 8, 2), (128, 64, 0, 8, 2), (128, 32, 0, 8, 2), (128, 128, 0, 8, 2)),
-        256: ((64, 32, 0, 8, 2), (64, 32, 0, 8, 2), (64, 64, 0, 8, 2)),
+        64: ((128, 64, 0, 8, 3, 128), (128, 64, 0, 8, 3), (64, 128, 0, 4, 3), (128, 128, 0, 8, 3)),
+        128: ((128, 64, 0, 8, 3), (128, 64, 0, 8, 3), (64, 64, 0, 4, 3), (128, 128, 0, 8, 3)),
+        256: ((128, 64, 0, 8, 2), (128, 32, 0, 8, 2), (64, 32, 0, 4, 3)),
     },
     ("rows", "fma"): dict.fromkeys((64, 128, 256), ((64, 32, 16, 8, 1),)),
     ("rows", "mma"): dict.fromkeys((64, 128, 256), ((64, 64, 64, 8, 1),)),
@@ -1211,9 +1275,9 @@ _CONFIGS: dict[tuple[str, str], dict[int, tuple[tuple[int, int, int, int, int], 
         256: ((16, 64, 0, 8, 1), (16, 64, 0, 8, 1), (16, 32, 0, 8, 1)),
     },
     ("key_value", "wgmma"): {
-        64: ((64, 128, 0, 8, 2), (32, 128, 0, 8, 2)),
-        128: ((32, 128, 0, 8, 2), (16, 128, 0, 8, 2)),
-        256: ((32, 32, 0, 8, 1), (16, 32, 0, 8, 1), (16, 64, 64, 8, 1)),
+        64: ((64, 128, 0, 8, 3), (32, 128, 0, 8, 3), (32, 128, 0, 8, 2)),
+        128: ((64, 128, 0, 8, 3), (32, 128, 0, 8, 3), (32, 128, 0, 8, 2)),
+        256: ((32, 64, 0, 8, 2), (32, 64, 0, 8, 2), (64, 64, 0, 8, 2)),
     },
     ("query", "fma"): {
         64: ((64, 32, 16, 8, 2),),
@@ -1226,9 +1290,9 @@ _CONFIGS: dict[tuple[str, str], dict[int, tuple[tuple[int, int, int, int, int], 
         256: ((64, 16, 0, 8, 1),),
     },
     ("query", "wgmma"): {
-        64: ((128, 64, 0, 8, 2), (128, 64, 0, 8, 2), (64, 64, 0, 4, 2)),
-        128: ((128, 32, 0, 8, 2), (128, 32, 0, 8, 2), (128, 64, 0, 8, 1)),
-        256: ((64, 32, 128, 8, 1), (64, 32, 128, 8, 1), (32, 64, 0, 8, 1)),
+        64: ((128, 64, 0, 8, 3), (128, 64, 0, 8, 3), (64, 64, 0, 4, 3)),
+        128: ((128, 64, 0, 8, 3), (128, 64, 0, 8, 2), (64, 64, 0, 4, 2)),
+        256: ((128, 32, 0, 8, 2),),
     },
     ("mask", "fma"): dict.fromkeys((64, 128, 256), ((32, 64, 16, 8, 1),)),
     ("mask", "mma"): {
@@ -1381,6 +1445,7 @@ class _Call:
         masked, left, right = mask is not None, window_left >= 0, window_right >= 0
         mask_rows = mask is not None and mask.strides[2] != 0
         mask_columns = mask is not None and mask.strides[3] != 0
+        mask_runs = attn_mask is not None and attn_mask.shape[3] % MASK_RUN.value == 0
         farthest = total_q + total_k  # a window beyond it is no bound
         self.query = query
         self.inputs = Inputs(
@@ -1419,6 +1484,7 @@ class _Call:
             masked=masked,
             mask_rows=mask_rows,
             mask_columns=mask_columns,
+            mask_runs=mask_runs,
             trim=mask_columns and (bool_mask or not mask_rows),
             natural=(masked and not bool_mask) or scale <= 0,
             lengths=key_lengths is not None,
@@ -1428,6 +1494,7 @@ class _Call:
             lower_right=lower_right and (left or right),
             selective=masked or left or right,
             dropout=threshold > 0,
+            grouped=key.shape[1] != H,
         )
 
     def query_grid(self, tail: bool) -> Grid:
@@ -1452,7 +1519,7 @@ class _Call:
 
     def launch(self, kernel: str, grid: Grid, *args: Any, **static: Any) -> None:
         of = self.class_of(kernel)
-        arguments = (self.inputs, *args, self.sizes)
+        arguments = (self.inputs, *args, *self.sizes)
         static |= {"variant": self.variant, "enable_fp_fusion": False}
         with torch.cuda.device_of(self.query):
             if _AUTOTUNE and len(configs(of)) > 1:
@@ -1462,16 +1529,19 @@ class _Call:
 
 
 def _options(config: Config) -> dict[str, Any]:
-    M, N, K, num_warps, num_stages = config
-    return {"block": Block(M, N, K), "num_warps": num_warps, "num_stages": num_stages}
+    *block, num_warps, num_stages, max_registers = config
+    return {
+        "block": Block(*block), "num_warps": num_warps, "num_stages": num_stages,
+        "maxnreg": max_registers,
+    }  # fmt: skip
 
 
 @functools.cache
 def _tuner(of: Class) -> Any:
     """Times the configurations of a class once for each variant, and keeps the fastest."""
     candidates = [
-        triton.Config({"block": block}, num_warps=num_warps, num_stages=num_stages)
-        for block, num_warps, num_stages in (_options(c).values() for c in configs(of))
+        triton.Config({"block": options.pop("block")}, **options)
+        for options in map(_options, configs(of))
     ]
     return triton.autotune(candidates, key=["variant"])(_KERNELS[of.kernel])
 

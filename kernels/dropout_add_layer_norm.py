@@ -2,8 +2,9 @@
 
 The formulas are those at the head of ``trifuse/reference/dropout_add_layer_norm.py``. All is bound
 by memory, so what counts is that every element is read once and written once, 16 bytes at a time
-where rows begin at multiples of 16 bytes, and that enough programs have loads under way: about
-40 KB per multiprocessor hide the latency of an H100's memory.
+where rows begin at multiples of 16 bytes, and that enough loads are under way: about 40 KB per
+multiprocessor hide the latency of an H100's memory. In the forward many programs see to it, in the
+backward, which has few, each reads one tile ahead.
 
 - Rows that fit are held in registers between the passes of the two-pass variance, as Chan, Golub
   and LeVeque correct it ("Algorithms for computing the sample variance", 1983). Wider ones are
@@ -331,6 +332,7 @@ def dropout_add_layer_norm_backward_kernel(
     rows,
     variant: tl.constexpr,
     block: tl.constexpr,
+    stages: tl.constexpr,  # 2 to have the next tile's reads under way while at this one
 ):
     """A program owns the columns of one tile, and every ``num_programs``-th tile of rows: it reads
     those of grad_out, x, the residual and grad_sum once, writes those of grad_x and grad_residual,
@@ -346,7 +348,8 @@ def dropout_add_layer_norm_backward_kernel(
     dweight = tl.full((block.rows, block.columns), 0.0, tl.float32)
     dbias = tl.full((block.rows, block.columns), 0.0, tl.float32)
     dx_bias = tl.full((block.rows, block.columns), 0.0, tl.float32)
-    for first_row in range(program * block.rows, rows, tl.num_programs(0) * block.rows):
+    step = tl.num_programs(0) * block.rows
+    for first_row in tl.range(program * block.rows, rows, step, num_stages=stages):
         tile = _tile(first_row, first_column, rows, N, block)
         keep = _draw(dropout, tile, block)
         total = _sum(inputs, dropout, keep, tile, variant)
@@ -449,6 +452,10 @@ _SUM = Config(Block(256, 32), 8)
 _MAX_WARPS = 2048
 _MIN_TILES = 4
 
+# Bytes that the backward reads for a tile, at most, if it is to read one ahead, into shared memory:
+# every GPU that can do so has 99 KiB of it. What is wider has enough under way as it is.
+_MAX_AHEAD = 64 * 1024
+
 
 def tile_config(tiles: tuple[tuple[int, int], ...], N: int) -> Config:
     """For rows of N elements; they are wider than its tile only if they are to be cut in chunks."""
@@ -539,6 +546,8 @@ def dropout_add_layer_norm_backward(
             variant=variant,
         )  # fmt: skip
 
+    reads = sum(t.data.element_size() for t in (dy, ds, x_rows, residual_rows) if t is not None)
+    ahead = reads * config.block.rows * config.block.columns <= _MAX_AHEAD
     most = triton.cdiv(_MAX_WARPS, config.num_warps * max(chunks, 1))
     programs = min(triton.cdiv(tiles, _MIN_TILES), most)
     shares = VectorGradients(
@@ -547,7 +556,7 @@ def dropout_add_layer_norm_backward(
     _launch(
         dropout_add_layer_norm_backward_kernel, (programs, chunks), config, x,
         dy, ds, inputs, dropout, mean, rstd, statistics, grad_x, grad_residual, shares, rows,
-        variant=variant,
+        variant=variant, stages=2 if ahead else 1,
     )  # fmt: skip
     if any(t is not None for t in vector_grads):
         grid = (triton.cdiv(N, _SUM.block.columns), len(vector_grads))

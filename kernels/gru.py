@@ -22,6 +22,7 @@ from torch import Tensor
 from trifuse.kernels.arithmetic import dot, round_to
 from trifuse.kernels.recurrent import (
     Config,
+    Launch,
     Sequences,
     fits_one_launch,
     load,
@@ -32,7 +33,6 @@ from trifuse.kernels.recurrent import (
     of_saved,
     of_state,
     of_token,
-    prepare,
     sequence_config,
     sigmoid,
     stack,
@@ -469,7 +469,7 @@ class _Call:
         self.inputs = Inputs(of.lengths, _bias(of, given, H))
         self.one_launch = fits_one_launch(input.device, of.dtype, H, gates=3)
 
-    def prepare(self, kernel: Any) -> Any:
+    def prepare(self, kernel: Any) -> Launch:
         """The kernel over all units, ready to be given its arguments."""
         config: Config = (
             sequence_config(self.variant.H)
@@ -477,7 +477,7 @@ class _Call:
             else step_config(self.B, self.variant.H)
         )
         grid = self.sequences.grid(config, self.variant.H)
-        return prepare(kernel, grid, config, variant=self.variant)
+        return Launch(kernel, grid, config, self.variant)
 
 
 def _bias(of: Sequences, given: list[Parameters], H: int) -> Tensor | None:

@@ -29,6 +29,7 @@ from trifuse.kernels.philox import dropout_keep
 from trifuse.kernels.recurrent import (
     INF,
     Config,
+    Launch,
     Sequences,
     fits_one_launch,
     load,
@@ -39,7 +40,6 @@ from trifuse.kernels.recurrent import (
     of_saved,
     of_state,
     of_token,
-    prepare,
     sequence_config,
     sigmoid,
     stack,
@@ -1236,11 +1236,11 @@ class _Call:
         dropout = self.inputs.dropout
         grads.h.add_(through if dropout is None else through * dropout)
 
-    def prepare(self, kernel: Any, columns: int, steps: int = 1, **static: Any) -> Any:
+    def prepare(self, kernel: Any, columns: int, steps: int = 1) -> Launch:
         """The kernel over so many units, ready to be given its arguments."""
         config = self._config(columns)
         grid = self.sequences.grid(config, columns, steps)
-        return prepare(kernel, grid, config, variant=self.variant, **static)
+        return Launch(kernel, grid, config, self.variant)
 
     def _config(self, columns: int) -> Config:
         if self.one_launch:

@@ -290,7 +290,30 @@ def _stacked(tensors: Sequence[Tensor]) -> Tensor:
     return torch.stack(list(tensors))
 
 
-def prepare(kernel: Any, grid: tuple[int, int, int], config: Config, **static: Any) -> Any:
-    """The kernel, ready to be given its arguments, once or step by step."""
-    static |= {"block": config.block, "num_warps": config.num_warps, "enable_fp_fusion": True}
-    return functools.partial(kernel[grid], **static)
+class Launch:
+    """A kernel, ready to be given its arguments, once or step by step.
+
+    Args:
+        kernel: its last parameters are ``variant`` and ``block``.
+
+    Calls may differ in numbers only that the kernel doesn't specialise for, such as the step. So
+    what the first one was compiled to serves the others: looking for it again would take longer
+    than the launch itself.
+    """
+
+    def __init__(
+        self, kernel: Any, grid: tuple[int, int, int], config: Config, variant: NamedTuple
+    ) -> None:
+        self.kernel, self.grid, self.num_warps = kernel, grid, config.num_warps
+        self.constants = (variant, config.block)
+        self.compiled: Any = None
+
+    def __call__(self, *args: Any) -> None:
+        if self.compiled is not None:
+            self.compiled(*args, *self.constants)
+            return
+        compiled = self.kernel[self.grid](
+            *args, *self.constants, num_warps=self.num_warps, enable_fp_fusion=True
+        )
+        if compiled is not None:  # as it is in the interpreter
+            self.compiled = compiled[self.grid]

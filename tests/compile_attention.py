@@ -33,6 +33,8 @@ class Call(NamedTuple):
     head_dim: int
     options: str
     kernels: Sequence[str] = ()  # those to compile, by default all
+    B: int = 2
+    L: int = 512
 
 
 CALLS = tuple(
@@ -49,6 +51,7 @@ class Usage(NamedTuple):
     registers: int  # of a thread
     stack: int  # bytes of a thread: what was spilled, and little else
     shared: int  # bytes of a program
+    hash: str
     matrix: str  # the matrix unit's instructions: HMMA, HGMMA (wgmma), both or none
 
 
@@ -61,11 +64,14 @@ def compile_call(call: Call) -> list[Usage]:
         Usage(
             names[code.kernel],
             *code[1:4],
+            code.hash,
             " ".join(sorted(set(re.findall(r"\bHG?MMA\b", code.sass)))),
         )
         for code in compile_launches(
             call.architecture,
-            lambda: _launch(DTYPES[call.dtype], call.head_dim, **OPTIONS[call.options]),
+            lambda: _launch(
+                DTYPES[call.dtype], call.head_dim, call.B, call.L, **OPTIONS[call.options]
+            ),
             wanted,
         )
     ]
@@ -74,11 +80,13 @@ def compile_call(call: Call) -> list[Usage]:
 def _launch(
     dtype: torch.dtype,
     head_dim: int,
+    B: int,
+    L: int,
     mask: torch.dtype | str | None = None,
     causal: bool = False,
     dropout_p: float = 0.0,
 ) -> None:
-    B, H, L = 2, 4, 512
+    H = 4
 
     def empty(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")

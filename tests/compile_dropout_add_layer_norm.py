@@ -54,7 +54,7 @@ def compile_call(call: Call) -> list[Usage]:
         Usage(
             code.kernel.removeprefix("dropout_add_layer_norm_").removesuffix("_kernel"),
             *code[1:4],
-            _widths("LDG", code.sass),
+            _widths("LDG(?:STS)?", code.sass),
             _widths("STG", code.sass),
             code.hash,
         )

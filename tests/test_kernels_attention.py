@@ -404,49 +404,52 @@ def test_upstream_gradients_expanded_from_one_number(kernel):
 # Code for GPUs ----------------------------------------------------------------------------------
 
 # What the kernels of a call may need at most: registers and bytes of stack for a thread, KiB of
-# shared memory for a program. The stack is what was spilled. Each is the worse of what Triton 3.6
-# and 3.9 made of the configurations when they were chosen, registers rounded up to the 8 that they
-# are dealt out in.
+# shared memory for a program. The stack is what was spilled, most of it in the second attempts that
+# only non-finite numbers lead to. Each is the worse of what Triton 3.6 and 3.9 made of the
+# configurations when they were chosen, registers rounded up to the 8 that they are dealt out in.
 BUDGET: dict[tuple[int, str, int, str], dict[str, tuple[int, int, int]]] = {
     (80, "bf16", 64, "plain"): {
-        "forward": (192, 0, 48), "key_value": (255, 0, 41), "query": (176, 0, 40),
+        "forward": (200, 0, 48), "key_value": (255, 0, 41), "query": (176, 0, 40),
     },
     (80, "bf16", 64, "all"): {
-        "forward": (248, 0, 52), "rows": (104, 0, 24), "key_value": (255, 16, 25),
-        "query": (255, 0, 32), "mask": (255, 32, 16),
+        "forward": (192, 0, 52), "rows": (104, 0, 24), "key_value": (255, 0, 25),
+        "query": (255, 128, 32), "mask": (255, 8, 16),
     },
     (80, "bf16", 128, "causal"): {
-        "forward": (255, 24, 64), "key_value": (216, 0, 53), "query": (255, 8, 52),
+        "forward": (255, 48, 64), "key_value": (216, 0, 53), "query": (255, 0, 52),
     },
     (80, "bf16", 256, "causal"): {
-        "forward": (255, 0, 68), "key_value": (255, 0, 88), "query": (255, 0, 80),
+        "forward": (255, 0, 68), "key_value": (255, 40, 88), "query": (255, 0, 80),
     },
-    (80, "fp32", 64, "causal dropout"): {"forward": (176, 0, 17)},
+    (80, "fp32", 64, "causal dropout"): {"forward": (184, 0, 32)},
     (90, "bf16", 64, "plain"): {
-        "forward": (128, 0, 64), "key_value": (248, 0, 65), "query": (152, 0, 64),
+        "forward": (128, 8, 64), "key_value": (224, 0, 81), "query": (160, 0, 80),
     },
     (90, "bf16", 64, "all"): {
-        "forward": (255, 0, 104), "rows": (80, 0, 16), "key_value": (255, 24, 61),
-        "query": (255, 8, 88), "mask": (192, 0, 24),
+        "forward": (248, 0, 104), "rows": (80, 0, 16), "key_value": (255, 8, 77),
+        "query": (255, 0, 120), "mask": (184, 0, 24),
     },
     (90, "bf16", 128, "causal"): {
-        "forward": (255, 40, 96), "key_value": (255, 40, 97), "query": (255, 0, 96),
+        "forward": (255, 8, 128), "key_value": (255, 360, 161), "query": (255, 8, 160),
     },
     (90, "bf16", 256, "causal"): {
-        "forward": (255, 8, 96), "key_value": (192, 0, 80), "query": (240, 0, 40),
+        "forward": (255, 432, 192), "key_value": (255, 520, 129), "query": (255, 256, 192),
     },
-    (90, "fp32", 64, "causal dropout"): {"forward": (136, 0, 17)},
+    (90, "fp32", 64, "causal dropout"): {"forward": (184, 0, 32)},
 }  # fmt: skip
 SLACK = (8, 32, 8)  # for other versions of the compiler
+BATCHES = [
+    (90, "bf16", 64, "causal dropout", ("forward", "key_value", "query"), B, L)
+    for B, L in ((2, 512), (1, 77), (3, 130))
+]
 
 
 @pytest.fixture(scope="module")
 def usages() -> dict[tuple[Any, ...], list[Any]]:
     """By call: its kernels, what each of them needs and which matrix unit it uses."""
-    found = compile_calls(
-        "compile_attention.py", [(*call, tuple(of)) for call, of in BUDGET.items()]
-    )
-    return {call[:-1]: kernels for call, kernels in found.items()}
+    calls = [(*call, tuple(of)) for call, of in BUDGET.items()]
+    found = compile_calls("compile_attention.py", calls + BATCHES)
+    return {call[:4] if call in calls else call: kernels for call, kernels in found.items()}
 
 
 @pytest.mark.parametrize(
@@ -458,8 +461,14 @@ def test_compiled_kernels_keep_to_their_budget(usages, call):
 
 @pytest.mark.parametrize(("architecture", "instruction"), [(80, "HMMA"), (90, "HGMMA")])
 def test_matrix_products_run_on_the_unit_meant_for_them(usages, architecture, instruction):
-    for kernel, *_, matrix in usages[architecture, "bf16", 64, "plain"]:
-        assert matrix == instruction, kernel
+    for head_dim, options in ((64, "plain"), (256, "causal")):
+        for kernel, *_, matrix in usages[architecture, "bf16", head_dim, options]:
+            assert matrix == instruction, kernel
+
+
+def test_one_compilation_serves_every_batch(usages):
+    one, *others = ([(name, code) for name, *_, code, _ in usages[call]] for call in BATCHES)
+    assert all(other == one for other in others)
 
 
 @pytest.mark.parametrize("unit", ["fma", "mma", "wgmma"])
@@ -470,9 +479,10 @@ def test_every_class_has_configurations(unit):
         plain, extras = attention.configs(of), attention.configs(of._replace(extras=True))
         assert set(plain) == set(extras)
         assert len(plain) == len(set(plain)) > 0
-        for M, N, K, num_warps, num_stages in plain:
+        for M, N, K, num_warps, num_stages, max_registers in plain:
             # Tiles that the matrix units take, and pieces that whole rows fall into.
             assert {M, N} <= {16, 32, 64, 128}
             assert K in (0, 16, 32, 64, 128)
             assert num_warps in (4, 8)
             assert 1 <= num_stages <= 3
+            assert max_registers in (None, 128)

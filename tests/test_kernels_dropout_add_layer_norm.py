@@ -253,14 +253,16 @@ def test_gradients_not_wanted_are_empty(kernels, wanted):
 # 16 warps are to share a multiprocessor.
 # By dtype, N, dropout_p, whether the residual is in float32, and whether there is all there can be.
 BUDGET: dict[tuple[Any, ...], dict[str, tuple[int, int, int]]] = {
-    ("fp32", 768, 0.1): {"forward": (56, 0, 2), "backward": (80, 0, 1), "backward_sum": (80, 0, 1)},
-    ("bf16", 1000): {"forward": (56, 0, 1), "backward": (80, 8, 4), "backward_sum": (80, 0, 1)},
+    ("fp32", 768, 0.1): {
+        "forward": (56, 0, 2), "backward": (80, 0, 18), "backward_sum": (80, 0, 1),
+    },
+    ("bf16", 1000): {"forward": (56, 0, 1), "backward": (80, 8, 9), "backward_sum": (80, 0, 1)},
     ("bf16", 4096, 0.1, True, True): {
-        "forward": (64, 0, 8), "backward": (128, 0, 16), "backward_sum": (80, 0, 1),
+        "forward": (64, 0, 8), "backward": (128, 0, 73), "backward_sum": (80, 0, 1),
     },
     ("fp32", 8192): {"forward": (64, 0, 1), "backward": (128, 0, 1), "backward_sum": (80, 0, 1)},
     ("fp32", 65536, 0.1): {
-        "forward": (64, 0, 4), "backward_statistics": (104, 0, 4), "backward": (80, 0, 4),
+        "forward": (64, 0, 4), "backward_statistics": (104, 0, 4), "backward": (104, 0, 69),
         "backward_sum": (80, 0, 1),
     },
 }  # fmt: skip
@@ -284,11 +286,13 @@ def test_compiled_kernels_keep_to_their_budget(usages, architecture, call):
 @pytest.mark.parametrize("architecture", [80, 90])
 @pytest.mark.parametrize("call", BUDGET, ids=lambda call: " ".join(map(str, call)))
 def test_matrices_move_16_bytes_at_a_time(usages, architecture, call):
-    """All else is the seed, of 8 bytes, statistics of rows, of 4, and gradients of vectors."""
+    """All else is the seed, of 8 bytes, statistics of rows, of 4, and gradients of vectors: in the
+    backward once more before its loop, where a tile is read ahead."""
+    most = {"forward": 2, "backward_statistics": 3, "backward": 10, "backward_sum": 0}
     for name, _, _, _, loads, stores, _ in usages[(architecture, *call)]:
         assert loads["128"] > 0
         others = sum(loads.values()) - loads["128"]
-        assert others <= {"forward": 2, "backward_sum": 0}.get(name, 5), (name, loads)
+        assert others <= most[name], (name, loads)
         if name in ("forward", "backward"):
             assert stores["128"] > 0
             assert sum(stores.values()) - stores["128"] <= 2, (name, stores)
