@@ -86,12 +86,28 @@ def test_widths(library, N):
     check(library, make(5, N), make(3, N, **with_all), make(3, N, grad_sum=None, rms_norm=True))
 
 
+USUAL = {"x_bias": None, "grad_sum": None}  # which kernels of their own serve, in 16 bits
+
+
+@pytest.mark.parametrize("N", [8, 512, 520, 1024, 1032, 2048, 2056, 4096, 4104, 8192])
+def test_usual_calls(library, N):
+    vectors = {"weight": normal(N, seed=4), "bias": normal(N, seed=5)}
+    with library.device(multiprocessors=1, blocks_per_multiprocessor=1, seed=1):
+        check(
+            library,
+            make(9, N, dtype=torch.bfloat16, dropout_p=0.1, **USUAL),
+            make(9, N, dtype=torch.bfloat16, dropout_p=0.1, **USUAL, **vectors),
+            make(9, N, dtype=torch.float16, rms_norm=True, **USUAL),
+            make(9, N, dtype=torch.float16, **USUAL, **vectors),
+        )
+
+
 @pytest.mark.parametrize("N", [65_536, 70_001])
 def test_wide_rows(library, N):
     check(library, make(2, N, dtype=torch.bfloat16, dropout_p=0.1))
 
 
-@pytest.mark.parametrize("N", [300, 2056, 9000])
+@pytest.mark.parametrize("N", [300, 8200, 9000])
 def test_a_row_in_shared_memory_and_read_again_give_the_same_bits(library, N):
     for dtype in (torch.float64, torch.bfloat16):
         case = make(3, N, dtype=dtype, dropout_p=0.3)
@@ -181,12 +197,13 @@ def test_dropped_elements_are_0_whatever_they_were(library):
 
 @pytest.mark.parametrize("N", [24, 300, 512, 1000, 2000, 9000])
 def test_bits_do_not_depend_on_the_order_of_threads(library, N):
-    case = make(6, N, dtype=torch.bfloat16, dropout_p=0.1)
-    with library.device():
-        expected = run(case)
-    for seed in range(2, 5):
-        with library.device(seed=seed):
-            assert_same_bits(run(case), expected)
+    for options in ({}, USUAL):
+        case = make(6, N, dtype=torch.bfloat16, dropout_p=0.1, **options)
+        with library.device(multiprocessors=1):  # where a block has more than one row
+            expected = run(case)
+        for seed in range(2, 5):
+            with library.device(multiprocessors=1, seed=seed):
+                assert_same_bits(run(case), expected)
 
 
 @pytest.mark.parametrize("N", [20, 24, 600, 5000])
@@ -234,7 +251,7 @@ def test_launches_name_the_kernel_and_the_sizes(library):
     case = make(3, 24)
     message = (
         r"dropout_add_layer_norm_forward \(rows 3, N 24, grid 1x1x1, block 128x1x1, "
-        r"shared 16 bytes\): too much shared memory"
+        r"shared 48 bytes\): too much shared memory"
     )
     with library.device(shared_memory=8), pytest.raises(RuntimeError, match=message):
         run(case)
@@ -246,10 +263,10 @@ def test_launches_name_the_kernel_and_the_sizes(library):
 @pytest.mark.parametrize(
     ("N", "dtype", "KiB"),
     [
-        (256, torch.bfloat16, 13),
-        (1024, torch.bfloat16, 13),
+        (256, torch.bfloat16, 25),
+        (1024, torch.bfloat16, 25),
         (1001, torch.bfloat16, 49),
-        (4096, torch.bfloat16, 49),
+        (4096, torch.bfloat16, 97),
         (8192, torch.bfloat16, 97),
         (1001, torch.float64, 97),
     ],
@@ -261,16 +278,15 @@ def test_shared_memory_keeps_to_its_budget(library, N, dtype, KiB):
 
 
 # What a kernel may need at most, but in float64: registers and bytes of stack for a thread.
-# 64 registers leave room for 1024 threads on a multiprocessor. Two words are spilled in 16 bits,
-# where a residual may be in float32.
+# 128 registers leave room for 512 threads on a multiprocessor, 96 for 640, 80 for 768. Where blocks
+# of 256 threads leave the compiler more than 96, it takes them.
 BUDGET = {
-    "forward_kernel": (64, 0),
-    "forward_wide_kernel": (72, 0),
-    "backward_kernel": (64, 8),
+    "forward_kernel": (128, 16),
+    "forward_wide_kernel": (80, 8),
+    "backward_kernel": (128, 0),
     "backward_statistics_kernel": (80, 0),
     "backward_sum_kernel": (32, 0),
 }
-UNALIGNED_BACKWARD = (64, 56)  # an element at a time
 
 
 @pytest.fixture(scope="module")
@@ -285,14 +301,13 @@ def test_compiled_kernels_keep_to_their_budget(code):
         name, _, arguments = c.kernel.partition("<")
         if arguments.startswith("double"):
             continue
-        is_unaligned = name == "backward_kernel" and ", false" in arguments
-        registers, stack = UNALIGNED_BACKWARD if is_unaligned else BUDGET[name]
+        registers, stack = BUDGET[name]
         assert c.registers <= registers, c[:4]
         assert c.stack <= stack, c[:4]
 
 
 def test_rows_move_16_bytes_at_a_time(code):
-    """All else is the seed, of 8 bytes, and statistics of rows."""
+    """All else is the seed, of 8 bytes, and statistics of rows, of this one and of the next."""
     checked = 0
     for c in code:
         name, _, arguments = c.kernel.partition("<")
@@ -303,9 +318,10 @@ def test_rows_move_16_bytes_at_a_time(code):
         ):
             continue
         assert c.count(r"LDG\.E\.128\S*") >= 10, c.kernel
-        assert c.count(r"LDG\.\S*") - c.count(r"LDG\.E\.128\S*") <= 5, c.kernel
+        assert c.count(r"LDG\.\S*") - c.count(r"LDG\.E\.128\S*") <= 9, c.kernel
         if name != "backward_statistics_kernel":
             assert c.count(r"STG\.E\.128\S*") >= 4, c.kernel
         assert c.count(r"STG\.\S*") - c.count(r"STG\.E\.128\S*") <= 2, c.kernel
         checked += 1
-    assert checked == 2 * 3 * (4 + 5)
+    usual, others = 4 * 4 + 5 * 2, 2 + 1 + 2 + 1  # of a type
+    assert checked == 2 * (2 * usual + 3 * others)

@@ -1,22 +1,29 @@
 // dropout_add_layer_norm backward on a GPU.
 //
-// A grid about as large as the device walks over the rows. A warp owns a row of up to 256 columns, a
-// block a wider one. It reads those of grad_out, grad_sum, x and the residual (or the sum that the
-// forward returned) once, and writes grad_x and grad_residual once. The gradients of weight, bias and
-// x_bias add up in shared memory, where every thread has its own columns; a block leaves its sums in the
-// workspace at the end, and a second kernel adds up the blocks in order. There are no atomics: results
-// repeat bit for bit on one kind of device.
+// A grid about as large as the device walks over the rows. A warp owns a row of up to 512 columns, a
+// block a wider one. It reads those of grad_out, x and the residual (or the sum that the forward
+// returned) once, a row ahead, and grad_sum, and writes grad_x and grad_residual once. The gradients of
+// weight, bias and x_bias add up in shared memory, where every thread has its own columns; a block leaves
+// its sums in the workspace at the end, and a second kernel adds up the blocks in order. There are no
+// atomics: results repeat bit for bit on one kind of device.
 //
 // Rows of more than 8192 columns (4096 where a width is no multiple of 8, or in float64) are cut into
 // chunks, each with blocks of its own; a kernel before reads the rows once more, for the two means that
 // the chunks of a row share.
 //
-// Floor: the bytes of grad_out, grad_sum, x, residual, grad_x and grad_residual at the copy rate.
+// Floor: the bytes of grad_out, grad_sum, x, residual, grad_x and grad_residual at the copy rate. Some 33
+// instructions an element stand beside them, and 9 more with dropout.
 
 #include "cuda/dropout_add_layer_norm_row.cuh"
 
 namespace trifuse::cuda {
 namespace {
+
+// Groups of eight columns that a thread has in registers, of this row and of the next.
+template <bool kAligned>
+constexpr int kGroups = kAligned ? 2 : 1;
+// Threads on one multiprocessor: they leave 128 registers for each.
+constexpr int kResidentThreads = 512;
 
 // How the backward of a call is shared out, and what it leaves where.
 struct Shape {
@@ -32,20 +39,20 @@ struct Workspace {
 };
 
 // g = weight · grad_out and n, the normalised sum, of eight columns.
-template <class Scalar, bool kAligned>
+template <class Scalar, bool kAligned, int kCalls>
 struct Group {
   using T = Accumulator<Scalar>;
-  using Row = RowSum<Scalar, kAligned>;
+  using Row = RowSum<Scalar, kAligned, kCalls>;
 
+  // What eight columns take from memory.
   struct Loaded {
     typename Row::Loaded sum;
-    Eight<Scalar> grad_out;
+    Eight<Scalar, false> grad_out;
   };
   static __device__ __forceinline__ void load(
-      Loaded& loaded, const DropoutAddLayerNorm& p, const Row& source, uint32_t row,
-      int64_t column) {
-    source.load(loaded.sum, column);
-    load_eight<kAligned>(loaded.grad_out, p.grad_out, row, column, p.N - column);
+      Loaded& loaded, const DropoutAddLayerNorm& p, uint32_t row, int64_t column) {
+    Row(p, row).load(loaded.sum, column);
+    loaded.grad_out.template load<kAligned>(p.grad_out.row(row), false, column, p.N - column);
   }
 
   T g[8], n[8];
@@ -61,9 +68,9 @@ struct Group {
     loaded.grad_out.get(g);
   }
   __device__ __forceinline__ void weigh(const DropoutAddLayerNorm& p, int64_t column) {
-    if (!p.weight) return;
+    if (!has<kCalls>(p.weight)) return;
     T weight[8];
-    load_features<kAligned, Scalar>(weight, p.weight, column, p.N - column);
+    load_features<kAligned, Scalar, kAnyCalls>(weight, p.weight, column, p.N - column);
 #pragma unroll
     for (int j = 0; j < 8; ++j) g[j] *= weight[j];
   }
@@ -83,110 +90,145 @@ template <class Scalar, bool kAligned>
 __global__ __launch_bounds__(kWideThreads) void backward_statistics_kernel(
     const __grid_constant__ DropoutAddLayerNorm p, Accumulator<Scalar>* statistics) {
   using T = Accumulator<Scalar>;
-  using Group = Group<Scalar, kAligned>;
+  using Group = Group<Scalar, kAligned, kAnyCalls>;
+  using Team = Team<kWideThreads>;
   T* const scratch = reinterpret_cast<T*>(shared_memory());
   const uint64_t seed = p.threshold ? *p.seed : 0;
   int parity = 0;
-  Team<kWideThreads>::for_rows(p.rows, [&](uint32_t row) {
-    const RowSum<Scalar, kAligned> source(p, row);
+  for (int64_t row = Team::first_row(); row < p.rows; row += Team::step()) {
+    const typename Group::Row source(p, row);
     const T mean = static_cast<const T*>(p.mean)[row], rstd = static_cast<const T*>(p.rstd)[row];
     T totals[2] = {};
     for (int64_t c = 8 * threadIdx.x; c < p.N; c += 8 * kWideThreads) {
       typename Group::Loaded loaded;
-      Group::load(loaded, p, source, row, c);
+      Group::load(loaded, p, row, c);
       Group group;
       group.normalise(source, loaded, c, seed, mean, rstd);
       group.weigh(p, c);
       group.add_to(totals);
     }
     // The next row's sums go elsewhere: some threads may still read these.
-    block_sum<kWideThreads>(totals, scratch + parity * 2 * Team<kWideThreads>::kWarps);
+    block_sum<kWideThreads>(totals, scratch + parity * 2 * Team::kWarps);
     parity ^= 1;
-    if (threadIdx.x > 0) return;
-    statistics[2 * int64_t{row}] = totals[0] / static_cast<T>(p.N);
-    statistics[2 * int64_t{row} + 1] = totals[1] / static_cast<T>(p.N);
-  });
+    if (threadIdx.x > 0) continue;
+    statistics[2 * row] = totals[0] / static_cast<T>(p.N);
+    statistics[2 * row + 1] = totals[1] / static_cast<T>(p.N);
+  }
 }
 
-template <class Scalar, bool kAligned, int kThreads>
-__global__ __launch_bounds__(Team<kThreads>::kBlock, kResidentThreads / Team<kThreads>::kBlock) void
+template <class Scalar, bool kAligned, int kThreads, int kCalls>
+__global__ __launch_bounds__(
+    Team<kThreads>::kBlock, kResidentThreads / Team<kThreads>::kBlock) void
 backward_kernel(
     const __grid_constant__ DropoutAddLayerNorm p,
     const __grid_constant__ Workspace<Accumulator<Scalar>> workspace) {
   using T = Accumulator<Scalar>;
   using Team = Team<kThreads>;
-  using Group = Group<Scalar, kAligned>;
-  // Of every thread's eight columns: the gradients of weight, bias and x_bias.
+  using Group = Group<Scalar, kAligned, kCalls>;
+  constexpr int G = kGroups<kAligned>, kEights = G * Team::kBlock;
+  // Of every thread's columns: the gradients of weight, bias and x_bias.
   T* const memory = reinterpret_cast<T*>(shared_memory());
-  const auto sums = [&](int v) {
-    return SharedEights<T>(memory + v * 8 * Team::kBlock, Team::kBlock);
-  };
-  T* const scratch = memory + 3 * 8 * Team::kBlock;
-  for (int v = 0; v < 3; ++v) sums(v).put(threadIdx.x, {});
-  const uint64_t seed = p.threshold ? *p.seed : 0;
-  const int64_t column = int64_t(blockIdx.y) * 8 * kThreads + 8 * Team::thread();
-  const int64_t count = p.N - column;
+  const auto sums = [&](int v) { return SharedEights<T>(memory + v * 8 * kEights, kEights); };
+  const auto own = [](int g) { return g * Team::kBlock + threadIdx.x; };
+  T* const scratch = memory + 3 * 8 * kEights;
+  for (int v = 0; v < 3; ++v)
+    for (int g = 0; g < G; ++g) sums(v).put(own(g), {});
+  const uint64_t seed = drops<kCalls>(p) ? *p.seed : 0;
+  const T one_over_N = T(1) / static_cast<T>(p.N);
+  const int64_t first_column = int64_t(blockIdx.y) * 8 * G * kThreads + 8 * Team::thread();
+  const auto column = [&](int g) { return first_column + 8 * kThreads * g; };
   int parity = 0;
-  Team::for_rows(p.rows, [&](uint32_t row) {
-    const RowSum<Scalar, kAligned> source(p, row);
-    const T mean = static_cast<const T*>(p.mean)[row], rstd = static_cast<const T*>(p.rstd)[row];
-    Group group;
+
+  int64_t row = Team::first_row();
+  const T* const statistics = kCalls == kAnyCalls ? workspace.statistics : nullptr;
+  typename Group::Loaded loaded[G];
+  T mean = 0, rstd = 0, known[2] = {};
+  const auto load = [&](int64_t row) {
+    if (row >= p.rows) return;
+    mean = static_cast<const T*>(p.mean)[row];
+    rstd = static_cast<const T*>(p.rstd)[row];
+    for (int i = 0; statistics && i < 2; ++i) known[i] = statistics[2 * row + i];
+#pragma unroll
+    for (int g = 0; g < G; ++g)
+      if (column(g) < p.N) Group::load(loaded[g], p, row, column(g));
+  };
+  load(row);
+  for (; row < p.rows; row += Team::step()) {
+    const typename Group::Row source(p, row);
+    Group groups[G];
     T means[2] = {};
-    if (count > 0) {
-      typename Group::Loaded loaded;
-      Group::load(loaded, p, source, row, column);
-      group.normalise(source, loaded, column, seed, mean, rstd);
+    const T scale = rstd, of_all_chunks[2] = {known[0], known[1]};
+#pragma unroll
+    for (int g = 0; g < G; ++g)
+      if (column(g) < p.N) groups[g].normalise(source, loaded[g], column(g), seed, mean, rstd);
+    // All at once, for a wait for one load is a wait for all before it.
+    load(row + Team::step());
+#pragma unroll
+    for (int g = 0; g < G; ++g) {
+      if (column(g) >= p.N) continue;
+      Group& group = groups[g];
       T products[8];
 #pragma unroll
       for (int j = 0; j < 8; ++j) products[j] = group.g[j] * group.n[j];
-      if (workspace.shares[0]) sums(0).add(threadIdx.x, products);
-      if (workspace.shares[1]) sums(1).add(threadIdx.x, group.g);
-      group.weigh(p, column);
+      if (workspace.shares[0]) sums(0).add(own(g), products);
+      if (workspace.shares[1]) sums(1).add(own(g), group.g);
+      group.weigh(p, column(g));
       group.add_to(means);
     }
-    if (workspace.statistics) {
-      means[0] = workspace.statistics[2 * int64_t{row}];
-      means[1] = workspace.statistics[2 * int64_t{row} + 1];
+    if (statistics) {
+      means[0] = of_all_chunks[0];
+      means[1] = of_all_chunks[1];
     } else {
       // The next row's sums go elsewhere: some threads may still read these.
       block_sum<kThreads>(means, scratch + parity * 2 * Team::kWarps);
       parity ^= 1;
-      means[0] /= static_cast<T>(p.N);
-      means[1] /= static_cast<T>(p.N);
+      means[0] *= one_over_N;
+      means[1] *= one_over_N;
     }
     if (p.rms_norm) means[0] = 0;
-    if (count <= 0) return;
-    T grad[8];
 #pragma unroll
-    for (int j = 0; j < 8; ++j) grad[j] = (group.g[j] - means[0] - group.n[j] * means[1]) * rstd;
-    if (p.grad_sum) {
-      Eight<Scalar> loaded;
-      T grad_sum[8];
-      load_eight<kAligned>(loaded, p.grad_sum, row, column, count);
-      loaded.get(grad_sum);
+    for (int g = 0; g < G; ++g) {
+      if (column(g) >= p.N) continue;
+      const Group& group = groups[g];
+      const int64_t count = p.N - column(g);
+      T grad[8];
 #pragma unroll
-      for (int j = 0; j < 8; ++j) grad[j] += grad_sum[j];
+      for (int j = 0; j < 8; ++j) grad[j] = (group.g[j] - means[0] - group.n[j] * means[1]) * scale;
+      if (kCalls == kAnyCalls && p.grad_sum) {
+        Eight<Scalar> eight;
+        T grad_sum[8];
+        eight.template load<kAligned>(p.grad_sum.row(row), p.grad_sum.wide, column(g), count);
+        eight.get(grad_sum);
+#pragma unroll
+        for (int j = 0; j < 8; ++j) grad[j] += grad_sum[j];
+      }
+      if (p.grad_residual)
+        store_eight<Scalar, kAligned, kCalls>(
+            p.grad_residual.row(row), p.grad_residual, column(g), grad, count);
+      source.drop(grad, group.keep);
+      if (workspace.shares[2]) sums(2).add(own(g), grad);
+      if (p.grad_x)
+        store_eight_as<Scalar, kAligned>(
+            static_cast<Scalar*>(p.grad_x.row(row)) + column(g), grad, count);
     }
-    if (p.grad_residual) store_eight<Scalar, kAligned>(p.grad_residual, row, column, grad, count);
-    source.drop(grad, group.keep);
-    if (workspace.shares[2]) sums(2).add(threadIdx.x, grad);
-    if (p.grad_x) store_eight<Scalar, kAligned>(p.grad_x, row, column, grad, count);
-  });
+  }
 
   // The teams of a block have the same columns: the first adds up what all have, in order.
   if (Team::kRows > 1) __syncthreads();
-  if (threadIdx.x >= kThreads || count <= 0) return;
+  if (threadIdx.x >= kThreads) return;
   for (int v = 0; v < 3; ++v) {
-    if (!workspace.shares[v]) continue;
-    T share[8], other[8];
-    sums(v).get(threadIdx.x, share);
-    for (int team = 1; team < Team::kRows; ++team) {
-      sums(v).get(threadIdx.x + team * kThreads, other);
+    for (int g = 0; g < G; ++g) {
+      if (!workspace.shares[v] || column(g) >= p.N) continue;
+      T share[8], other[8];
+      sums(v).get(own(g), share);
+      for (int team = 1; team < Team::kRows; ++team) {
+        sums(v).get(own(g) + team * kThreads, other);
 #pragma unroll
-      for (int j = 0; j < 8; ++j) share[j] += other[j];
+        for (int j = 0; j < 8; ++j) share[j] += other[j];
+      }
+      store_eight_as<T, kAligned>(
+          workspace.shares[v] + blockIdx.x * p.N + column(g), share, p.N - column(g));
     }
-    store_eight_as<T, kAligned>(
-        workspace.shares[v] + blockIdx.x * p.N + column, share, count);
   }
 }
 
@@ -223,14 +265,18 @@ bool is_aligned(const DropoutAddLayerNorm& p) {
   return p.N % 8 == 0 && p.dtype != DType::Float64;
 }
 
+bool is_usual_backward(const DropoutAddLayerNorm& p) { return is_usual(p) && !p.grad_sum; }
+
 Shape shape_of(const DropoutAddLayerNorm& p) {
   Shape shape;
-  shape.threads = p.N <= 256 ? 32 : p.N <= 1024 && is_aligned(p) ? 128 : 512;
-  if (p.N > 4096 && is_aligned(p)) shape.threads = 1024;
-  const int block = std::max(shape.threads, 128), rows = block / shape.threads;
-  shape.columns = 8 * shape.threads;
+  const int groups = is_aligned(p) ? kGroups<true> : kGroups<false>;
+  shape.threads = is_aligned(p) && !is_usual_backward(p) ? 128 : 32;
+  while (shape.threads < 512 && 8 * groups * shape.threads < p.N)
+    shape.threads *= is_usual_backward(p) ? 2 : 512 / shape.threads;
+  shape.columns = 8 * groups * shape.threads;
   shape.chunks = std::max<int64_t>((p.N + shape.columns - 1) / shape.columns, 1);
   // A program's shares are written and read once more: at least four times as many rows are worth it.
+  const int block = shape.threads == 32 ? 128 : shape.threads, rows = block / shape.threads;
   const int64_t resident = int64_t(kResidentThreads / block) * multiprocessors();
   const int64_t most = std::max<int64_t>(resident / shape.chunks, 1);
   shape.programs = std::min((p.rows + 4 * rows - 1) / (4 * rows), most);
@@ -254,20 +300,29 @@ Workspace<T> lay_out(const DropoutAddLayerNorm& p, const Shape& shape, void* mem
   return workspace;
 }
 
-template <class Scalar, bool kAligned, int kThreads>
+template <class Scalar, bool kAligned, int kThreads, int kCalls = kAnyCalls>
 void launch_backward(
     const DropoutAddLayerNorm& p, const Shape& shape,
     const Workspace<Accumulator<Scalar>>& workspace, cudaStream_t stream) {
-  using T = Accumulator<Scalar>;
   using Team = Team<kThreads>;
   const LaunchPlan plan{
       .kernel = "dropout_add_layer_norm_backward",
       .sizes = {{"rows", p.rows}, {"N", p.N}},
       .grid = dim3(shape.programs, shape.chunks),
       .block = Team::kBlock,
-      .shared = (3 * 8 * Team::kBlock + 4 * Team::kWarps) * sizeof(T),
+      .shared = (3 * 8 * kGroups<kAligned> * Team::kBlock + 4 * Team::kWarps) *
+          sizeof(Accumulator<Scalar>),
   };
-  launch(plan, stream, backward_kernel<Scalar, kAligned, kThreads>, p, workspace);
+  launch(plan, stream, backward_kernel<Scalar, kAligned, kThreads, kCalls>, p, workspace);
+}
+
+template <class Scalar, int kThreads>
+void launch_usual_backward(
+    const DropoutAddLayerNorm& p, const Shape& shape,
+    const Workspace<Accumulator<Scalar>>& workspace, cudaStream_t stream) {
+  constexpr int kDropout = kUsualCalls | kWithDropout;
+  if (p.threshold) launch_backward<Scalar, true, kThreads, kDropout>(p, shape, workspace, stream);
+  else launch_backward<Scalar, true, kThreads, kUsualCalls>(p, shape, workspace, stream);
 }
 
 template <class Scalar, bool kAligned>
@@ -276,7 +331,7 @@ void launch_statistics(
   const LaunchPlan plan{
       .kernel = "dropout_add_layer_norm_backward_statistics",
       .sizes = {{"rows", p.rows}, {"N", p.N}},
-      .grid = blocks_for(p.rows, 1),
+      .grid = blocks_for(p.rows, 1, 0x7FFFFFFF),
       .block = kWideThreads,
       .shared = 4 * Team<kWideThreads>::kWarps * sizeof(Accumulator<Scalar>),
   };
@@ -294,12 +349,19 @@ void launch_for_width(
   }
   if constexpr (!std::is_same_v<Scalar, double>) {
     if (workspace.statistics) launch_statistics<Scalar, true>(p, workspace.statistics, stream);
-    if (shape.threads == 32) return launch_backward<Scalar, true, 32>(p, shape, workspace, stream);
-    if (shape.threads == 128)
-      return launch_backward<Scalar, true, 128>(p, shape, workspace, stream);
-    if (shape.threads == 512)
-      return launch_backward<Scalar, true, 512>(p, shape, workspace, stream);
-    launch_backward<Scalar, true, 1024>(p, shape, workspace, stream);
+    if constexpr (sizeof(Scalar) == 2) {
+      if (is_usual_backward(p)) {
+        switch (shape.threads) {
+          case 32: return launch_usual_backward<Scalar, 32>(p, shape, workspace, stream);
+          case 64: return launch_usual_backward<Scalar, 64>(p, shape, workspace, stream);
+          case 128: return launch_usual_backward<Scalar, 128>(p, shape, workspace, stream);
+          case 256: return launch_usual_backward<Scalar, 256>(p, shape, workspace, stream);
+          default: return launch_usual_backward<Scalar, 512>(p, shape, workspace, stream);
+        }
+      }
+    }
+    if (shape.threads == 128) return launch_backward<Scalar, true, 128>(p, shape, workspace, stream);
+    launch_backward<Scalar, true, 512>(p, shape, workspace, stream);
   }
 }
 

@@ -1,14 +1,16 @@
 // dropout_add_layer_norm forward on a GPU.
 //
-// A warp owns a row of up to 256 columns, a block a wider one. It reads those of x and the residual once
-// and writes out, and the sum if that is wanted, once; between the passes of the two-pass variance the
-// sum stays in registers up to 2048 columns, then in shared memory: so several blocks fit beside one
-// another, and some load while others store. A row too wide for that is read and drawn again in each of
-// the three passes. Widths that are no multiple of 8 go by the same kernel as the wide ones, an element
-// at a time.
+// A grid as large as the device walks over the rows. A warp owns a row of up to 1024 columns, a block a
+// wider one. It reads those of x and the residual once and writes out, and the sum if that is wanted, once;
+// between the passes of the two-pass variance the sum stays in registers, while the next row is on its
+// way.
 //
-// Floor: the bytes of x, residual, out and sum at the copy rate. Some 15 instructions an element stand
-// beside them, and 12 more with dropout.
+// Rows of more than 8192 columns go by a kernel that keeps the sum in shared memory; one too wide for that
+// is read and drawn again in each of the three passes. Widths that are no multiple of 8 go by the same
+// kernel, an element at a time.
+//
+// Floor: the bytes of x, residual, out and sum at the copy rate. Some 20 instructions an element stand
+// beside them, and 8 more with dropout.
 
 #include "cuda/dropout_add_layer_norm_row.cuh"
 
@@ -16,12 +18,12 @@ namespace trifuse::cuda {
 namespace {
 
 // Eight columns of the sum in `s`, as it is returned if it is, and their total.
-template <class Scalar, bool kAligned, class T = Accumulator<Scalar>>
+template <class Scalar, bool kAligned, int kCalls, class T = Accumulator<Scalar>>
 __device__ __forceinline__ T sum_eight(
-    T (&s)[8], const DropoutAddLayerNorm& p, const RowSum<Scalar, kAligned>& source,
-    const typename RowSum<Scalar, kAligned>::Loaded& loaded, int64_t column, uint64_t seed) {
+    T (&s)[8], const DropoutAddLayerNorm& p, const RowSum<Scalar, kAligned, kCalls>& source,
+    const typename RowSum<Scalar, kAligned, kCalls>::Loaded& loaded, int64_t column, uint64_t seed) {
   source.add_up(s, loaded, column, source.keep(column, seed));
-  if (p.sum && !p.sum.wide) {
+  if (p.sum && !(kCalls == kAnyCalls && p.sum.wide)) {
 #pragma unroll
     for (int j = 0; j < 8; ++j) s[j] = rounded<Scalar>(s[j]);
   }
@@ -31,24 +33,19 @@ __device__ __forceinline__ T sum_eight(
   return total;
 }
 
-template <class Scalar, bool kAligned, class T = Accumulator<Scalar>>
-__device__ __forceinline__ void store_sum(
-    const DropoutAddLayerNorm& p, uint32_t row, int64_t column, const T (&s)[8]) {
-  if (p.sum) store_eight<Scalar, kAligned>(p.sum, row, column, s, p.N - column);
-}
-
 // What a pass over the deviations from `about` adds up.
 template <class T>
 struct Deviations {
   T sums[2] = {};  // of the deviations, and of their squares
 
+  // Numbers become deviations.
   template <bool kAligned>
-  __device__ __forceinline__ void add(const T (&s)[8], T about, int64_t count) {
+  __device__ __forceinline__ void add(T (&s)[8], T about, int64_t count) {
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
-      const T d = kAligned || j < count ? s[j] - about : T(0);
-      sums[0] += d;
-      sums[1] += d * d;
+      s[j] = kAligned || j < count ? s[j] - about : T(0);
+      sums[0] += s[j];
+      sums[1] += s[j] * s[j];
     }
   }
 };
@@ -63,36 +60,34 @@ struct Statistics {
 // number, is that error. So a large offset costs the variance nothing.
 template <int kThreads, class T>
 __device__ __forceinline__ Statistics<T> statistics_of(
-    const DropoutAddLayerNorm& p, T about, Deviations<T>& deviations, T* scratch) {
+    const DropoutAddLayerNorm& p, T about, Deviations<T>& deviations, T one_over_N, T* scratch) {
   block_sum<kThreads>(deviations.sums, scratch);
-  const T N = static_cast<T>(p.N);
-  const T shift = p.rms_norm ? T(0) : deviations.sums[0] / N;
-  const T variance = deviations.sums[1] / N - shift * shift;
+  const T shift = p.rms_norm ? T(0) : deviations.sums[0] * one_over_N;
+  const T variance = deviations.sums[1] * one_over_N - shift * shift;
   // Of equal numbers nothing is left, or less than nothing. NaN stays.
   const T rstd = T(1) / sqrt((variance < 0 ? T(0) : variance) + static_cast<T>(p.eps));
   return {about, shift, rstd};
 }
 
-template <class Scalar, bool kAligned, class T>
+// `out` is the row's; `s` are deviations from `about`.
+template <class Scalar, bool kAligned, int kCalls, class T>
 __device__ __forceinline__ void store_normalised(
-    const DropoutAddLayerNorm& p, uint32_t row, int64_t column, T (&s)[8],
+    const DropoutAddLayerNorm& p, void* out, int64_t column, T (&s)[8],
     const Statistics<T>& statistics) {
   const int64_t count = p.N - column;
   const T offset = -statistics.shift * statistics.rstd;
 #pragma unroll
-  for (int j = 0; j < 8; ++j) s[j] = (s[j] - statistics.about) * statistics.rstd + offset;
-  T values[8];
-  if (p.weight) {
-    load_features<kAligned, Scalar>(values, p.weight, column, count);
+  for (int j = 0; j < 8; ++j) s[j] = s[j] * statistics.rstd + offset;
+  T weight[8], bias[8] = {};
+  if (has<kCalls>(p.bias)) load_features<kAligned, Scalar, kCalls>(bias, p.bias, column, count);
+  if (has<kCalls>(p.weight)) {
+    load_features<kAligned, Scalar, kCalls>(weight, p.weight, column, count);
 #pragma unroll
-    for (int j = 0; j < 8; ++j) s[j] *= values[j];
+    for (int j = 0; j < 8; ++j) s[j] *= weight[j];
   }
-  if (p.bias) {
-    load_features<kAligned, Scalar>(values, p.bias, column, count);
 #pragma unroll
-    for (int j = 0; j < 8; ++j) s[j] += values[j];
-  }
-  store_eight<Scalar, kAligned>(p.out, row, column, s, count);
+  for (int j = 0; j < 8; ++j) s[j] += bias[j];
+  store_eight_as<Scalar, kAligned>(static_cast<Scalar*>(out) + column, s, count);
 }
 
 template <class T>
@@ -106,50 +101,85 @@ __device__ __forceinline__ void store_statistics(
 template <int kThreads>
 constexpr int kScratch = (3 * kThreads / 32 + 3) / 4 * 4;
 
-// Aligned rows of up to 8 * kThreads columns, in registers.
-template <class Scalar, int kThreads>
-__global__ __launch_bounds__(Team<kThreads>::kBlock, kResidentThreads / Team<kThreads>::kBlock) void
+// Groups of eight columns that a thread has in registers, of this row and of the next.
+template <class Scalar>
+constexpr int kGroups = sizeof(Scalar) == 2 ? 4 : 2;
+// Threads on one multiprocessor: they leave 96 registers for each, and 128 where rows may be wide.
+template <int kCalls>
+constexpr int kForwardThreads = kCalls == kAnyCalls ? 512 : 640;
+
+// Aligned rows of up to 8 * kGroups * kThreads columns, in registers.
+template <class Scalar, int kThreads, int kCalls>
+__global__ __launch_bounds__(
+    Team<kThreads>::kBlock, kForwardThreads<kCalls> / Team<kThreads>::kBlock) void
 forward_kernel(const __grid_constant__ DropoutAddLayerNorm p) {
   using T = Accumulator<Scalar>;
-  using Row = RowSum<Scalar, true>;
+  using Row = RowSum<Scalar, true, kCalls>;
   using Team = Team<kThreads>;
+  constexpr int G = kGroups<Scalar>;
   T* const scratch = reinterpret_cast<T*>(shared_memory());
-  const uint64_t seed = p.threshold ? *p.seed : 0;
-  const int64_t column = 8 * Team::thread();
-  const bool any = column < p.N;
-  Team::for_rows(p.rows, [&](uint32_t row) {
-    T s[8], total[1] = {};
-    if (any) {
-      const Row source(p, row);
-      typename Row::Loaded loaded;
-      source.load(loaded, column);
-      total[0] = sum_eight(s, p, source, loaded, column, seed);
-      store_sum<Scalar, true>(p, row, column, s);
+  const uint64_t seed = drops<kCalls>(p) ? *p.seed : 0;
+  const T one_over_N = T(1) / static_cast<T>(p.N);
+  const int N = static_cast<int>(p.N), first_column = 8 * Team::thread();
+  const auto column = [&](int g) { return first_column + 8 * kThreads * g; };
+
+  int64_t row = Team::first_row();
+  typename Row::Loaded loaded[G];
+  if (row < p.rows) {
+    const Row source(p, row);
+#pragma unroll
+    for (int g = 0; g < G; ++g)
+      if (column(g) < N) source.load(loaded[g], column(g));
+  }
+  for (; row < p.rows; row += Team::step()) {
+    const int64_t next_row = row + Team::step();
+    const Row source(p, row), next(p, next_row);
+    void* const sum = p.sum ? p.sum.row(row) : nullptr;
+    T s[G][8], total[1] = {};
+#pragma unroll
+    for (int g = 0; g < G; ++g) {
+      if (column(g) >= N) continue;
+      total[0] += sum_eight(s[g], p, source, loaded[g], column(g), seed);
+      if (sum) store_eight<Scalar, true, kCalls>(sum, p.sum, column(g), s[g], 8);
+    }
+    // All at once, for a wait for one load is a wait for all before it.
+    if (next_row < p.rows) {
+#pragma unroll
+      for (int g = 0; g < G; ++g)
+        if (column(g) < N) next.load(loaded[g], column(g));
     }
     block_sum<kThreads>(total, scratch);
-    const T about = p.rms_norm ? T(0) : total[0] / static_cast<T>(p.N);
+    const T about = p.rms_norm ? T(0) : total[0] * one_over_N;
     Deviations<T> deviations;
-    if (any) deviations.template add<true>(s, about, 8);
+#pragma unroll
+    for (int g = 0; g < G; ++g)
+      if (column(g) < N) deviations.template add<true>(s[g], about, 8);
     const auto statistics =
-        statistics_of<kThreads>(p, about, deviations, scratch + Team::kWarps);
-    if (any) store_normalised<Scalar, true>(p, row, column, s, statistics);
+        statistics_of<kThreads>(p, about, deviations, one_over_N, scratch + Team::kWarps);
+    void* const out = p.out.row(row);
+#pragma unroll
+    for (int g = 0; g < G; ++g)
+      if (column(g) < N) store_normalised<Scalar, true, kCalls>(p, out, column(g), s[g], statistics);
     if (Team::thread() == 0) store_statistics(p, row, statistics);
-  });
+  }
 }
 
 // Rows of any width, eight columns of a thread at a time.
 template <class Scalar, bool kAligned, int kThreads>
-__global__ __launch_bounds__(Team<kThreads>::kBlock) void forward_wide_kernel(
+__global__ __launch_bounds__(Team<kThreads>::kBlock, 768 / Team<kThreads>::kBlock) void
+forward_wide_kernel(
     const __grid_constant__ DropoutAddLayerNorm p, bool in_shared_memory) {
   using T = Accumulator<Scalar>;
-  using Row = RowSum<Scalar, kAligned>;
+  using Row = RowSum<Scalar, kAligned, kAnyCalls>;
   using Team = Team<kThreads>;
   T* const scratch = reinterpret_cast<T*>(shared_memory());
   const int eights = static_cast<int>((p.N + 7) / 8);
   SharedEights<T> sums(scratch + kScratch<kThreads> + threadIdx.x / kThreads * 8 * eights, eights);
   const uint64_t seed = p.threshold ? *p.seed : 0;
-  Team::for_rows(p.rows, [&](uint32_t row) {
+  const T one_over_N = T(1) / static_cast<T>(p.N);
+  for (int64_t row = Team::first_row(); row < p.rows; row += Team::step()) {
     const Row source(p, row);
+    void* const sum = p.sum ? p.sum.row(row) : nullptr;
     T total[1] = {}, about = 0;
     Deviations<T> deviations;
     Statistics<T> statistics{};
@@ -163,37 +193,52 @@ __global__ __launch_bounds__(Team<kThreads>::kBlock) void forward_wide_kernel(
           const T eight = sum_eight(s, p, source, loaded, c, seed);
           if (pass == 0) {
             total[0] += eight;
-            store_sum<Scalar, kAligned>(p, row, c, s);
+            if (sum) store_eight<Scalar, kAligned, kAnyCalls>(sum, p.sum, c, s, p.N - c);
             if (in_shared_memory) sums.put(static_cast<int>(c / 8), s);
           }
         } else {
           sums.get(static_cast<int>(c / 8), s);  // what this same thread left there
         }
-        if (pass == 1) deviations.template add<kAligned>(s, about, p.N - c);
-        if (pass == 2) store_normalised<Scalar, kAligned>(p, row, c, s, statistics);
+        if (pass == 0) continue;
+        deviations.template add<kAligned>(s, about, p.N - c);
+        if (pass == 2) store_normalised<Scalar, kAligned, kAnyCalls>(
+              p, p.out.row(row), c, s, statistics);
       }
       if (pass == 0) {
         block_sum<kThreads>(total, scratch);
-        if (!p.rms_norm) about = total[0] / static_cast<T>(p.N);
+        if (!p.rms_norm) about = total[0] * one_over_N;
       }
       if (pass == 1)
-        statistics = statistics_of<kThreads>(p, about, deviations, scratch + Team::kWarps);
+        statistics =
+            statistics_of<kThreads>(p, about, deviations, one_over_N, scratch + Team::kWarps);
     }
     if (Team::thread() == 0) store_statistics(p, row, statistics);
-  });
+  }
 }
 
-template <class Scalar, int kThreads>
+template <class Scalar, int kThreads, int kCalls>
 void launch_forward(const DropoutAddLayerNorm& p, cudaStream_t stream) {
   using Team = Team<kThreads>;
-  const LaunchPlan plan{
+  const auto kernel = forward_kernel<Scalar, kThreads, kCalls>;
+  LaunchPlan plan{
       .kernel = "dropout_add_layer_norm_forward",
       .sizes = {{"rows", p.rows}, {"N", p.N}},
-      .grid = blocks_for(p.rows, Team::kRows),
+      .grid = {},
       .block = Team::kBlock,
       .shared = kScratch<kThreads> * sizeof(Accumulator<Scalar>),
   };
-  launch(plan, stream, forward_kernel<Scalar, kThreads>, p);
+  plan.grid = blocks_for(p.rows, Team::kRows, resident_blocks(plan, kernel));
+  launch(plan, stream, kernel, p);
+}
+
+template <class Scalar, int kThreads>
+void launch_usual_forward(const DropoutAddLayerNorm& p, cudaStream_t stream) {
+  constexpr int kWide = kUsualCalls | kWithWideVectors;
+  if (p.weight.wide && p.threshold)
+    launch_forward<Scalar, kThreads, kWide | kWithDropout>(p, stream);
+  else if (p.weight.wide) launch_forward<Scalar, kThreads, kWide>(p, stream);
+  else if (p.threshold) launch_forward<Scalar, kThreads, kUsualCalls | kWithDropout>(p, stream);
+  else launch_forward<Scalar, kThreads, kUsualCalls>(p, stream);
 }
 
 template <class Scalar, bool kAligned, int kThreads>
@@ -206,7 +251,7 @@ void launch_forward_wide(const DropoutAddLayerNorm& p, cudaStream_t stream) {
   const LaunchPlan plan{
       .kernel = "dropout_add_layer_norm_forward_wide",
       .sizes = {{"rows", p.rows}, {"N", p.N}},
-      .grid = blocks_for(p.rows, Team::kRows),
+      .grid = blocks_for(p.rows, Team::kRows, 0x7FFFFFFF),
       .block = Team::kBlock,
       .shared = in_shared_memory ? all : scratch,
   };
@@ -221,9 +266,17 @@ void launch_for_width(const DropoutAddLayerNorm& p, cudaStream_t stream) {
     return launch_forward_wide<Scalar, false, kWideThreads>(p, stream);
   }
   if constexpr (!std::is_same_v<Scalar, double>) {
-    if (p.N <= 256) return launch_forward<Scalar, 32>(p, stream);
-    if (p.N <= 1024) return launch_forward<Scalar, 128>(p, stream);
-    if (p.N <= 2048) return launch_forward<Scalar, 256>(p, stream);
+    if constexpr (sizeof(Scalar) == 2) {
+      if (is_usual(p) && p.bias && p.bias.wide == p.weight.wide) {
+        if (p.N <= 1024) return launch_usual_forward<Scalar, 32>(p, stream);
+        if (p.N <= 2048) return launch_usual_forward<Scalar, 64>(p, stream);
+        if (p.N <= 4096) return launch_usual_forward<Scalar, 128>(p, stream);
+        return launch_usual_forward<Scalar, 256>(p, stream);
+      }
+    }
+    constexpr int kThreads = 256 / kGroups<Scalar>;
+    if (p.N <= 2048) return launch_forward<Scalar, kThreads, kAnyCalls>(p, stream);
+    if (p.N <= 8192) return launch_forward<Scalar, 4 * kThreads, kAnyCalls>(p, stream);
     launch_forward_wide<Scalar, true, kWideThreads>(p, stream);
   }
 }

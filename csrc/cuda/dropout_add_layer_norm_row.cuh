@@ -14,31 +14,27 @@ namespace trifuse::cuda {
 
 // Threads that share a row: a warp, of which a block holds four, or a whole block. Columns go by groups
 // of eight neighbours, one call of Philox; thread t owns group t and every `threads`-th after it. That,
-// and with it the order of every sum over a row, depends on the width alone.
+// and with it the order of every sum over a row, depends on nothing but the width and the kind of call.
 template <int kThreads>
 struct Team {
-  static constexpr int kBlock = kThreads > 128 ? kThreads : 128;
+  static constexpr int kBlock = kThreads == 32 ? 128 : kThreads;
   static constexpr int kRows = kBlock / kThreads;  // of a block
   static constexpr int kWarps = kThreads / 32;
 
   __device__ static int thread() { return threadIdx.x % kThreads; }
-  // Calls run(row) for each of the team's rows: those of a grid that is smaller than the matrix walk on.
-  template <class Run>
-  __device__ static __forceinline__ void for_rows(int64_t rows, const Run& run) {
-    int64_t row = int64_t(blockIdx.x) * kRows + threadIdx.x / kThreads;
-    for (; row < rows; row += int64_t(gridDim.x) * kRows) run(static_cast<uint32_t>(row));
+  // A team's rows: those of a grid that is smaller than the matrix walk on.
+  __device__ static int64_t first_row() {
+    return int64_t(blockIdx.x) * kRows + threadIdx.x / kThreads;
   }
+  __device__ static int64_t step() { return int64_t(gridDim.x) * kRows; }
 };
 
 // For rows of any width: a row of more columns than eight for each thread is walked over.
 constexpr int kWideThreads = 256;
 
-// On one multiprocessor: they leave 64 registers for each.
-constexpr int kResidentThreads = 1024;
-
-// One for every so many rows.
-inline unsigned blocks_for(int64_t rows, int64_t rows_of_a_block) {
-  return std::min<int64_t>((rows + rows_of_a_block - 1) / rows_of_a_block, 0x7FFFFFFF);
+// One for every so many rows, up to a number that is enough.
+inline unsigned blocks_for(int64_t rows, int64_t rows_of_a_block, int64_t enough) {
+  return std::min((rows + rows_of_a_block - 1) / rows_of_a_block, std::max<int64_t>(enough, 1));
 }
 
 // So many eights of numbers in shared memory, the halves of them apart: where lanes access neighbouring
@@ -82,81 +78,110 @@ class SharedEights {
   int count_;
 };
 
-template <bool kAligned, class Scalar, class T = Accumulator<Scalar>>
+// What a kernel is told of its calls when it is compiled: nothing, or that they are of the usual kind, with
+// x, residual and weight, without x_bias, of 16 bits and no matrix wide; and then these. Otherwise there
+// are too many instructions beside the bytes, most of them to ask what a call is.
+constexpr int kAnyCalls = 0, kUsualCalls = 1;
+constexpr int kWithDropout = 2;
+constexpr int kWithWideVectors = 4;  // forward: all are; else none is
+
+inline bool is_usual(const DropoutAddLayerNorm& p) {
+  const bool half = p.dtype == DType::BFloat16 || p.dtype == DType::Float16;
+  const bool wide = p.residual.wide || p.sum.wide || p.grad_sum.wide || p.grad_residual.wide;
+  return half && !wide && p.x && p.residual && p.weight && !p.x_bias && p.N % 8 == 0 && p.N <= 8192;
+}
+
+template <int kCalls>
+__device__ __forceinline__ bool drops(const DropoutAddLayerNorm& p) {
+  return kCalls == kAnyCalls ? p.threshold != 0 : (kCalls & kWithDropout) != 0;
+}
+// Whether something is there that the usual calls have.
+template <int kCalls, class Part>
+__device__ __forceinline__ bool has(const Part& part) {
+  return kCalls != kAnyCalls || bool(part);
+}
+
+template <bool kAligned, class Scalar, int kCalls, class T = Accumulator<Scalar>>
 __device__ __forceinline__ void load_features(
     T (&values)[8], const Vector& vector, int64_t column, int64_t count) {
-  Eight<Scalar> eight;
+  using As = std::conditional_t<(kCalls & kWithWideVectors) != 0, T, Scalar>;
+  Eight<As, kCalls == kAnyCalls> eight;
   eight.template load<kAligned>(vector.data, vector.wide, column, count);
   eight.get(values);
 }
 
-template <bool kAligned, class Scalar>
-__device__ __forceinline__ void load_eight(
-    Eight<Scalar>& eight, const Matrix& matrix, uint32_t row, int64_t column, int64_t count) {
-  eight.template load<kAligned>(matrix.row(row), matrix.wide, column, count);
-}
-
-template <class Scalar, bool kAligned, class T = Accumulator<Scalar>>
+// A row of a matrix that may be wide: eight columns, written.
+template <class Scalar, bool kAligned, int kCalls, class T = Accumulator<Scalar>>
 __device__ __forceinline__ void store_eight(
-    const Matrix& matrix, uint32_t row, int64_t column, const T (&values)[8], int64_t count) {
-  store_eight<Scalar, kAligned>(matrix.row(row), matrix.wide, column, values, count);
+    void* row, const Matrix& matrix, int64_t column, const T (&values)[8], int64_t count) {
+  if (kCalls == kAnyCalls && matrix.wide)
+    store_eight_as<T, kAligned>(static_cast<T*>(row) + column, values, count);
+  else store_eight_as<Scalar, kAligned>(static_cast<Scalar*>(row) + column, values, count);
 }
 
 // The sum of a row, s = residual + D (x + x_bias), or what the forward returned of it.
-template <class Scalar, bool kAligned>
+template <class Scalar, bool kAligned, int kCalls>
 class RowSum {
  public:
   using T = Accumulator<Scalar>;
 
   __device__ __forceinline__ RowSum(const DropoutAddLayerNorm& p, uint32_t row)
-      : p_(p), row_(row) {}
+      : p_(p), row_(row), x_(has<kCalls>(p.x) ? p.x.row(row) : nullptr),
+        other_(has<kCalls>(other()) ? other().row(row) : nullptr), scale_(static_cast<T>(p.scale)) {}
 
   // What eight columns take from memory.
   struct Loaded {
-    Eight<Scalar> x, other;  // the residual, or the sum where there is no x
+    Eight<Scalar, false> x;
+    Eight<Scalar, kCalls == kAnyCalls> other;  // the residual, or the sum where there is no x
   };
 
   __device__ __forceinline__ void load(Loaded& loaded, int64_t column) const {
-    if (p_.x) load_eight<kAligned>(loaded.x, p_.x, row_, column, p_.N - column);
-    const Matrix& other = p_.x ? p_.residual : p_.sum;
-    if (other) load_eight<kAligned>(loaded.other, other, row_, column, p_.N - column);
+    const int64_t count = p_.N - column;
+    if (has<kCalls>(p_.x)) loaded.x.template load<kAligned>(x_, false, column, count);
+    if (has<kCalls>(other())) loaded.other.template load<kAligned>(other_, other().wide, column, count);
   }
 
   // D of eight columns: bit j for column + j.
   __device__ __forceinline__ uint32_t keep(int64_t column, uint64_t seed) const {
-    if (!p_.threshold) return 0xFF;
+    if (!drops<kCalls>(p_)) return 0xFF;
     return dropout_keep(seed, 0, row_, static_cast<uint32_t>(column / 8), p_.threshold);
   }
 
   // D times the values: what is dropped is 0 whatever it was, NaN included.
   __device__ __forceinline__ void drop(T (&values)[8], uint32_t keep) const {
-    if (!p_.threshold) return;
-    const T scale = static_cast<T>(p_.scale);
+    if (!drops<kCalls>(p_)) return;
 #pragma unroll
-    for (int j = 0; j < 8; ++j) values[j] = keep >> j & 1 ? values[j] * scale : T(0);
+    for (int j = 0; j < 8; ++j) values[j] = keep >> j & 1 ? values[j] * scale_ : T(0);
   }
 
   __device__ __forceinline__ void add_up(
       T (&s)[8], const Loaded& loaded, int64_t column, uint32_t keep) const {
-    T other[8];
-    if (!p_.x) return loaded.other.get(s);
+    if (!has<kCalls>(p_.x)) return loaded.other.get(s);
     loaded.x.get(s);
-    if (p_.x_bias) {
-      load_features<kAligned, Scalar>(other, p_.x_bias, column, p_.N - column);
+    T added[8];
+    if (kCalls == kAnyCalls && p_.x_bias) {
+      load_features<kAligned, Scalar, kCalls>(added, p_.x_bias, column, p_.N - column);
 #pragma unroll
-      for (int j = 0; j < 8; ++j) s[j] += other[j];
+      for (int j = 0; j < 8; ++j) s[j] += added[j];
     }
-    drop(s, keep);
-    if (p_.residual) {
-      loaded.other.get(other);
+    if (!has<kCalls>(p_.residual)) return drop(s, keep);
+    loaded.other.get(added);
 #pragma unroll
-      for (int j = 0; j < 8; ++j) s[j] += other[j];
+    for (int j = 0; j < 8; ++j) {
+      if (drops<kCalls>(p_)) s[j] = keep >> j & 1 ? s[j] * scale_ + added[j] : added[j];
+      else s[j] += added[j];
     }
   }
 
  private:
+  __device__ __forceinline__ const Matrix& other() const {
+    return has<kCalls>(p_.x) ? p_.residual : p_.sum;
+  }
+
   const DropoutAddLayerNorm& p_;
   const uint32_t row_;
+  const void *const x_, *const other_;
+  const T scale_;
 };
 
 }  // namespace trifuse::cuda

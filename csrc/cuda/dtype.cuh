@@ -37,10 +37,10 @@ __device__ __forceinline__ Accumulator<Scalar> rounded(Accumulator<Scalar> x) {
   return widen(narrow<Scalar>(x));
 }
 
-// Eight neighbours in a row, as they lie in memory: of type Scalar, or, if `wide`, of its accumulator's.
-// They are moved 16 bytes at a time where that is allowed, kAligned; all of them then, and else those
-// before `count`, zeros in place of the others.
-template <class Scalar>
+// Eight neighbours in a row, as they lie in memory: of type Scalar, or, if `wide` and kEither, of its
+// accumulator's. They are moved 16 bytes at a time where that is allowed, kAligned; all of them then, and
+// else those before `count`, zeros in place of the others.
+template <class Scalar, bool kEither = true>
 class Eight {
  public:
   using T = Accumulator<Scalar>;
@@ -48,19 +48,21 @@ class Eight {
   template <bool kAligned>
   __device__ __forceinline__ void load(const void* row, bool wide, int64_t column, int64_t count) {
     wide_ = wide;
-    if (is_wide()) load_as<kAligned>(static_cast<const T*>(row) + column, count);
+    if (is_wide(wide)) load_as<kAligned>(static_cast<const T*>(row) + column, count);
     else load_as<kAligned>(static_cast<const Scalar*>(row) + column, count);
   }
 
   __device__ __forceinline__ void get(T (&values)[8]) const {
-    if (is_wide()) get_as<T>(values);
+    if (is_wide(wide_)) get_as<T>(values);
     else get_as<Scalar>(values);
   }
 
  private:
-  static constexpr int kPieces = 8 * sizeof(T) / 16;
+  static constexpr int kMost = 8 * (kEither ? sizeof(T) : sizeof(Scalar)) / 16;
 
-  __device__ __forceinline__ bool is_wide() const { return std::is_same_v<Scalar, T> || wide_; }
+  __device__ static constexpr bool is_wide(bool wide) {
+    return std::is_same_v<Scalar, T> || (kEither && wide);
+  }
 
   template <bool kAligned, class As>
   __device__ __forceinline__ void load_as(const As* from, int64_t count) {
@@ -79,18 +81,28 @@ class Eight {
 
   template <class As>
   __device__ __forceinline__ void get_as(T (&values)[8]) const {
+    if constexpr (std::is_same_v<As, __nv_bfloat16>) {  // the upper half of a float
+      const uint32_t words[4] = {piece_[0].x, piece_[0].y, piece_[0].z, piece_[0].w};
 #pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      As value;
-      memcpy(&value, reinterpret_cast<const unsigned char*>(piece_) + i * sizeof(As), sizeof(As));
-      values[i] = widen(value);
+      for (int i = 0; i < 4; ++i) {
+        values[2 * i] = __uint_as_float(words[i] << 16);
+        values[2 * i + 1] = __uint_as_float(words[i] & 0xFFFF0000);
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        As value;
+        memcpy(&value, reinterpret_cast<const unsigned char*>(piece_) + i * sizeof(As), sizeof(As));
+        values[i] = widen(value);
+      }
     }
   }
 
-  uint4 piece_[kPieces];
+  uint4 piece_[kMost];
   bool wide_;
 };
 
+// The way back, rounding to nearest even.
 template <class As, bool kAligned>
 __device__ __forceinline__ void store_eight_as(
     As* to, const Accumulator<As> (&values)[8], int64_t count) {
@@ -108,15 +120,6 @@ __device__ __forceinline__ void store_eight_as(
     for (int i = 0; i < 8; ++i)
       if (i < count) to[i] = narrow<As>(values[i]);
   }
-}
-
-// The way back, rounding to nearest even.
-template <class Scalar, bool kAligned, class T = Accumulator<Scalar>>
-__device__ __forceinline__ void store_eight(
-    void* row, bool wide, int64_t column, const T (&values)[8], int64_t count) {
-  if (std::is_same_v<Scalar, T> || wide)
-    store_eight_as<T, kAligned>(static_cast<T*>(row) + column, values, count);
-  else store_eight_as<Scalar, kAligned>(static_cast<Scalar*>(row) + column, values, count);
 }
 
 // Calls run<Scalar>() for the type of a call.

@@ -42,12 +42,13 @@ inline size_t shared_memory_limit() {
   return device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin);
 }
 
-// Shared memory beyond 48 KiB has to be asked for.
+// Shared memory beyond 48 KiB has to be allowed, for each device. All that there is, always: another
+// thread may be about to launch the same kernel with more than this launch needs.
 template <class... Params>
 void allow_shared_memory(void (*kernel)(Params...), size_t bytes, const std::string& what) {
   if (bytes <= 48 << 10) return;
-  const int size = static_cast<int>(bytes);
-  check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, size), what);
+  const int all = static_cast<int>(shared_memory_limit());
+  check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, all), what);
 }
 
 // How many blocks the device holds at a time: the most that a cooperative grid may have.

@@ -14,10 +14,9 @@ __device__ __forceinline__ uint4 philox(uint4 c, uint64_t seed) {
   uint32_t key0 = static_cast<uint32_t>(seed), key1 = static_cast<uint32_t>(seed >> 32);
 #pragma unroll
   for (int round = 0; round < kRounds; ++round) {
-    const uint64_t p0 = uint64_t(0xD2511F53) * c.x, p1 = uint64_t(0xCD9E8D57) * c.z;
     c = make_uint4(
-        static_cast<uint32_t>(p1 >> 32) ^ c.y ^ key0, static_cast<uint32_t>(p1),
-        static_cast<uint32_t>(p0 >> 32) ^ c.w ^ key1, static_cast<uint32_t>(p0));
+        __umulhi(0xCD9E8D57, c.z) ^ c.y ^ key0, 0xCD9E8D57 * c.z,
+        __umulhi(0xD2511F53, c.x) ^ c.w ^ key1, 0xD2511F53 * c.x);
     key0 += 0x9E3779B9;
     key1 += 0xBB67AE85;
   }
@@ -29,11 +28,12 @@ __device__ __forceinline__ uint32_t dropout_keep(
     uint64_t seed, uint32_t plane, uint32_t row, uint32_t group, uint32_t threshold) {
   const uint4 words = philox(make_uint4(group, row, plane, 0), seed);
   const uint32_t word[4] = {words.x, words.y, words.z, words.w};
+  const uint32_t least = threshold << 16;  // what lies below the upper half changes no comparison
   uint32_t keep = 0;
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    keep |= uint32_t((word[i] & 0xFFFF) >= threshold) << 2 * i;
-    keep |= uint32_t((word[i] >> 16) >= threshold) << (2 * i + 1);
+    keep |= uint32_t((word[i] << 16) >= least) << 2 * i;
+    keep |= uint32_t(word[i] >= least) << (2 * i + 1);
   }
   return keep;
 }
