@@ -53,7 +53,8 @@ ONE_LAUNCH: dict[str, int] = {}
 STEP_BY_STEP = {"blocks_per_multiprocessor": 0}
 WAYS = pytest.mark.parametrize("way", [ONE_LAUNCH, STEP_BY_STEP], ids=["one launch", "steps"])
 
-# Layer norm is never one launch.
+WHOLE_ROWS = "layer norm needs whole rows"  # which is never one launch
+TOO_LONG = f"{WHOLE_ROWS}, too long for shared memory"
 FITTING = tuple(variant for variant, of in VARIANTS.items() if not of.get("norm"))
 
 
@@ -155,6 +156,32 @@ def test_long_contractions(library, dtype, multiprocessors, H):
         check(make(1, 2, 8, H, dtype=dtype))
 
 
+# A block's shared memory where the sums over a row fit, but no row of twenty units.
+LONG_ROWS = {"shared_memory": 256}
+OF_LONG_ROWS = [variant for variant, of in VARIANTS.items() if of.get("norm")]
+
+
+@pytest.mark.parametrize("variant", OF_LONG_ROWS)
+def test_rows_longer_than_shared_memory(library, variant):
+    """By the same numbers, for a row is computed the same way wherever it is kept."""
+    for dtype in (torch.float32, torch.bfloat16, torch.float64):
+        case = make(**{"H": 20, **VARIANTS[variant]}, dtype=dtype)
+        expected = run(case)
+        with library.device(seed=1, **LONG_ROWS):
+            assert why_step_by_step(case) == TOO_LONG
+            assert_same_bits(run(case), expected)
+            check(case)
+
+
+def test_a_row_longer_than_a_gpu_s_shared_memory(library):
+    """227 KiB in float64, on blocks that have units of several steps."""
+    case = make(2, 2, 3, 6000, norm=True, projection=4, dtype=torch.float64, lengths=(2, 1))
+    assert why_step_by_step(case) == TOO_LONG
+    actual = run(case)
+    for name, expected in specification(case).items():
+        torch.testing.assert_close(actual[name], expected, rtol=1e-9, atol=1e-9)
+
+
 def test_rows_wider_than_a_block(library):
     check(make(2, 2, 8, 270, norm=True, peephole=True), make(2, 2, 8, 270, norm=True, coupled=True))
     with library.device(seed=1, **STEP_BY_STEP):
@@ -203,7 +230,7 @@ def fits(case: Case) -> bool:
 def test_why_a_call_goes_step_by_step(library):
     case = make(2, 3, 8, 64, dtype=torch.bfloat16)
     assert fits(case)
-    assert why_step_by_step(make(norm=True)) == "layer norm needs whole rows"
+    assert why_step_by_step(make(norm=True)) == WHOLE_ROWS
     assert why_step_by_step(make(dtype=torch.float64)) == "float64 has no kernel of its own"
     # 64 columns, each of 64 numbers of 4 bytes, and 8 parts of 16 rows of them.
     with library.device(shared_memory=47 << 10):
@@ -428,7 +455,7 @@ def test_as_many_layers_at_once_as_fit(library, layers, device, at_once, why):
 
 @pytest.mark.parametrize(("options", "why"), [
     ({"T": 9}, "fewer than 32 steps"),
-    ({"norm": True}, "layer norm needs whole rows"),
+    ({"norm": True}, WHOLE_ROWS),
     ({"dtype": torch.float64}, "float64 has no kernel of its own"),
 ])  # fmt: skip
 def test_stacks_that_are_none(library, options, why):
@@ -660,24 +687,27 @@ def test_lengths_out_of_range_are_refused(library):
 # Code for GPUs -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("H", "norm", "KiB"), [(300, False, 6), (300, True, 6), (1000, True, 20)])
-def test_shared_memory_of_single_steps_keeps_to_its_budget(library, H, norm, KiB):
-    """Five numbers a unit: of 256 units or, with layer norm, of a whole row."""
-    with library.device(shared_memory=KiB << 10, **STEP_BY_STEP):
-        run(make(2, 1, 3, H, norm=norm))
+def test_shared_memory_of_single_steps_keeps_to_its_budget(library):
+    """Five numbers a unit: of 256 units or, with layer norm, of a whole row, if it fits."""
+    with library.device(shared_memory=6 << 10, **STEP_BY_STEP):
+        run(make(2, 1, 3, 300))
+    for KiB, why in ((20, WHOLE_ROWS), (19, TOO_LONG)):
+        with library.device(shared_memory=KiB << 10):
+            assert why_step_by_step(make(2, 1, 3, 1000, norm=True)) == why
 
 
-# Registers and bytes of stack of a thread. A block of the last two has a multiprocessor to itself,
-# and in 16 bits 64 of its registers hold weights.
+# Registers and bytes of stack of a thread. Two blocks of the step back share a multiprocessor, but
+# in float64. A block of the last two has one to itself, and in 16 bits 64 of its registers hold
+# weights.
 BUDGET = {
     "dropout_kernel": (40, 0),
     "forward_projection_kernel": (40, 0),
     "backward_projection_kernel": (48, 0),
-    "forward_step_kernel": (96, 8),
-    "hidden_kernel": (96, 8),
-    "backward_step_kernel": (128, 0),
-    "forward_sequence_kernel": (213, 0),
-    "backward_sequence_kernel": (248, 0),
+    "forward_step_kernel": (96, 0),
+    "hidden_kernel": (96, 0),
+    "backward_step_kernel": (178, 16),
+    "forward_sequence_kernel": (225, 0),
+    "backward_sequence_kernel": (250, 0),
 }
 
 
@@ -700,6 +730,14 @@ def test_products_run_on_the_matrix_unit(compiled):
     for code in compiled:
         if "sequence" in code.kernel:
             assert ("HMMA" in code.sass) == ("<float>" not in code.kernel), code.kernel
+
+
+def test_parts_of_products_are_written_8_bytes_at_a_time(compiled):
+    """One half of a warp to all banks of shared memory."""
+    for code in compiled:
+        if "sequence" in code.kernel:
+            assert code.count(r"STS\.64") >= 32, code.kernel
+            assert code.count(r"STS \[R") == 0, code.kernel
 
 
 def test_exchanged_states_are_read_16_bytes_at_a_time(compiled):

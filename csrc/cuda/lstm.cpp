@@ -8,7 +8,18 @@
 
 #include "cuda/lstm.h"
 
-#include <ATen/ATen.h>
+#include <ATen/TensorOperators.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/_assert_async.h>
+#include <ATen/ops/arange.h>
+#include <ATen/ops/bmm.h>
+#include <ATen/ops/cat.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/mm.h>
+#include <ATen/ops/stack.h>
+#include <ATen/ops/where.h>
+#include <ATen/ops/zeros.h>
+#include <ATen/ops/zeros_like.h>
 #include <torch/library.h>
 
 #include <algorithm>
@@ -117,6 +128,10 @@ class Call {
     p.norm_hh = data(norm_hh_);
     p.norm_cell_weight = data(norm_cell_weight_);
     p.norm_cell_bias = data(norm_cell_bias_);
+    if (const int64_t bytes = lstm_workspace(p)) {
+      workspace_ = empty({bytes}, at::kByte);
+      p.workspace = data(workspace_);
+    }
     if (o.training && o.recurrent_dropout > 0) {
       dropout_ = empty({p.directions, p.B, p.R}, wide);
       const Dropout drawn = kernel_dropout(o.recurrent_dropout);
@@ -186,30 +201,34 @@ class Call {
   }
 
   // Each direction's tensor, one after the other, contiguous; undefined where the call has none.
-  Tensor stacked(
+  // That of a single one may be the parameter itself.
+  Tensor stacked(Slot slot, at::ScalarType type) const {
+    if (!parameters.get(slot)) return {};
+    std::vector<Tensor> all;
+    for (int64_t d = 0; d < p.directions; ++d)
+      all.push_back(parameters.get(d * kSlots + slot)->to(type));
+    return all.size() == 1 ? all[0].contiguous().unsqueeze(0) : at::stack(all);
+  }
+  // Of (G·H, ...): (D, H·4, ...), always its own memory; zeros for f where the cell is coupled.
+  Tensor interleaved(
       Slot slot, at::ScalarType type, int64_t first = 0, std::optional<int64_t> last = {}) const {
     const int64_t end = last.value_or(p.directions);
     if (first == end || !parameters.get(slot)) return {};
-    std::vector<Tensor> all;
-    for (int64_t d = first; d < end; ++d)
-      all.push_back(parameters.get(d * kSlots + slot)->to(type));
-    return at::stack(all);
-  }
-  // Of (G·H, ...): (D, H·4, ...).
-  Tensor interleaved(
-      Slot slot, at::ScalarType type, int64_t first = 0, std::optional<int64_t> last = {}) const {
-    const Tensor all = stacked(slot, type, first, last);
-    return all.defined() ? with_gates_inside(all) : all;
-  }
-
-  // From (D, G·H, ...) to (D, H·4, ...), with zeros for f where the cell is coupled.
-  Tensor with_gates_inside(const Tensor& t) const {
-    Tensor gates = t.unflatten(1, {saved_gates(), p.H});
-    if (p.coupled) {
-      const Tensor none = at::zeros_like(gates.narrow(1, 0, 1));
-      gates = at::cat({gates.narrow(1, 0, 1), none, gates.narrow(1, 1, 2)}, 1);
+    const Tensor like = *parameters.get(first * kSlots + slot);
+    at::DimVector sizes{end - first, p.H, 4};
+    sizes.append(like.sizes().begin() + 1, like.sizes().end());
+    const Tensor all = p.coupled ? at::zeros(sizes, options_.dtype(type)) : empty(sizes, type);
+    for (int64_t d = first; d < end; ++d) {
+      const Tensor from = parameters.get(d * kSlots + slot)->unflatten(0, {saved_gates(), p.H});
+      const Tensor to = all[d - first].transpose(0, 1);
+      if (p.coupled) {
+        to[0].copy_(from[0]);
+        to.narrow(0, 2, 2).copy_(from.narrow(0, 1, 2));
+      } else {
+        to.copy_(from);
+      }
     }
-    return gates.transpose(1, 2).flatten(1, 2).contiguous();
+    return all.flatten(1, 2);
   }
   // And back, of one direction: from (H·4, ...) to (G·H, ...).
   Tensor with_gates_outside(const Tensor& t) const {
@@ -240,6 +259,7 @@ class Call {
   const c10::impl::ExcludeDispatchKeyGuard no_autocast_{c10::autocast_dispatch_keyset};
   const at::TensorOptions options_;
   Tensor bias_, peephole_, norm_ih_, norm_hh_, norm_cell_weight_, norm_cell_bias_, dropout_;
+  Tensor workspace_;
 };
 
 // How many steps of a layer a launch takes. A launch more costs as much as some steps, as blocks
@@ -254,7 +274,7 @@ int64_t chunk_of(const Lstm& p) {
 // What the launches of whole sequences need beside the call.
 struct Exchange {
   LstmSequence sequence{};
-  Tensor operand, hidden, arrivals, order;
+  Tensor operand, hidden, arrivals, lengths, order;
 
   // Of `columns` numbers a row, and with a projection of `others` too.
   Exchange(const Call& call, int64_t columns, int64_t others) {
@@ -270,8 +290,9 @@ struct Exchange {
     sequence.weight_hh = data(call.weight_hh);
     sequence.weight_hr = data(call.weight_hr);
     if (call.lengths.defined()) {
-      order = call.lengths.argsort(/*stable=*/true, 0, /*descending=*/true);
+      std::tie(lengths, order) = call.lengths.sort(/*stable=*/true, 0, /*descending=*/true);
       sequence.order = order.const_data_ptr<int64_t>();
+      sequence.lengths = lengths.const_data_ptr<int64_t>();
     }
     sequence.operand = data(operand);
     sequence.hidden = data(hidden);

@@ -51,6 +51,8 @@ struct Lstm {
   const void* norm_cell_bias;    // (D, H)
   const void* dropout;           // (D, B, R): what h is multiplied by on its way to the gates
 
+  void* workspace;  // as many bytes as lstm_workspace says; or null
+
   // Over all steps. In the backward, from_input holds the gradient of itself in the end. Before, it
   // is read where gates weren't saved, or with layer norm; in the first case without it, it has all
   // of the preactivations but for the bias.
@@ -93,6 +95,10 @@ void lstm_dropout(
 
 // Step by step ------------------------------------------------------------------------------------
 
+// How many bytes of workspace a call needs: rows that must stay whole, by layer norm, may not fit a
+// block's shared memory. Reads the dtype, the sizes and whether there is layer norm.
+int64_t lstm_workspace(const Lstm& call);
+
 // Step `step` but for its products. `from_hidden` is (D, B, H, 4), W_hh h. `hidden`, (D, B, H),
 // takes m where a projection follows. Outputs past a row's length are not written.
 void lstm_forward_step(
@@ -122,9 +128,10 @@ void lstm_hidden(const Lstm& call, void* hidden, void* stream);
 // that begin at multiples of 16 bytes, with zeros past their end: N' is N rounded up to a multiple
 // of 8.
 struct LstmSequence {
-  const void* weight_hh;  // (D, H, 4, R)
-  const void* weight_hr;  // (D, R, H) or null
-  const int64_t* order;   // (B,): rows, the longest first; or null: as they are
+  const void* weight_hh;   // (D, H, 4, R)
+  const void* weight_hr;   // (D, R, H) or null
+  const int64_t* order;    // (B,): rows, the longest first; or null: as they are, all T long
+  const int64_t* lengths;  // (B,): theirs, in that order
   void* operand;  // forward (2, D, B, R'), the first h0 after dropout; backward (2, D, B, (4 H)')
   void* hidden;   // with a projection; forward (D, B, H'), backward (D, B, R')
   uint32_t* arrivals;  // kArrivals numbers

@@ -61,6 +61,27 @@ template <class Scalar>
 struct alignas(4 * sizeof(Scalar) < 16 ? 4 * sizeof(Scalar) : 16) Four {
   Scalar i, f, g, o;
 };
+// The same, not yet taken apart: whoever has read them waits for them only then.
+template <class Scalar>
+struct alignas(sizeof(Four<Scalar>) < 16 ? sizeof(Four<Scalar>) : 16) Packed {
+  uint2 words[sizeof(Four<Scalar>) / 8];
+
+  static __device__ __forceinline__ Packed of(Four<Scalar> x) {
+    Packed result;
+    memcpy(result.words, &x, sizeof(x));
+    return result;
+  }
+  // Of unit number `unit`, counted over whatever the tensor has.
+  static __device__ __forceinline__ Packed load(const void* tensor, int64_t unit) {
+    return static_cast<const Packed*>(tensor)[unit];
+  }
+  template <class T = Accumulator<Scalar>>
+  __device__ __forceinline__ Gates<T> widened() const {
+    Four<Scalar> x;
+    memcpy(&x, words, sizeof(x));
+    return {widen(x.i), widen(x.f), widen(x.g), widen(x.o)};
+  }
+};
 
 // The gates of unit number `unit`, counted over whatever the tensor has.
 template <class Scalar, class T = Accumulator<Scalar>>
@@ -75,12 +96,11 @@ __device__ __forceinline__ void store_gates(void* tensor, int64_t unit, const Ga
 }
 
 // Saved gates of a coupled cell are three.
-template <class Scalar, class T = Accumulator<Scalar>>
-__device__ __forceinline__ Gates<T> load_saved(const Lstm& p, int64_t unit) {
-  if (!p.coupled) return load_gates<Scalar>(p.gates, unit);
+template <class Scalar>
+__device__ __forceinline__ Packed<Scalar> load_saved(const Lstm& p, int64_t unit) {
+  if (!p.coupled) return Packed<Scalar>::load(p.gates, unit);
   const Scalar* from = static_cast<const Scalar*>(p.gates) + 3 * unit;
-  const T i = widen(from[0]);
-  return {i, 1 - i, widen(from[1]), widen(from[2])};
+  return Packed<Scalar>::of({from[0], {}, from[1], from[2]});
 }
 template <class Scalar, class T = Accumulator<Scalar>>
 __device__ __forceinline__ void store_saved(const Lstm& p, int64_t unit, const Gates<T>& x) {
@@ -103,8 +123,10 @@ struct Step {
   bool begun;      // whether it isn't the first
 
   __device__ __forceinline__ Step(const Lstm& p, int64_t step, int64_t row, int d)
+      : Step(p, step, row, d, p.lengths ? p.lengths[row] : p.T) {}
+  __device__ __forceinline__ Step(
+      const Lstm& p, int64_t step, int64_t row, int d, int64_t length)
       : row(row), d(d) {
-    const int64_t length = p.lengths ? p.lengths[row] : p.T;
     runs = step < length;
     begun = step > 0;
     t = p.reverse[d] ? length - 1 - step : step;
@@ -175,12 +197,14 @@ __device__ __forceinline__ T share_of_new(const Lstm& p, const Step& at, int64_t
   return keep >> column % 8 & 1;
 }
 
-// The state after a step.
-template <State state, class T>
+// The state after a step; that before is read only where it counts.
+template <State state, class T, class Scalar>
 __device__ __forceinline__ T zoneout(
-    const Lstm& p, const Step& at, int64_t column, T fresh, T old) {
+    const Lstm& p, const Step& at, int64_t column, T fresh, const Scalar* before) {
   const T share = share_of_new<state, T>(p, at, column);
-  return share == 1 ? fresh : share == 0 ? old : (1 - share) * old + share * fresh;
+  if (share == 1) return fresh;
+  const T old = widen(*before);
+  return share == 0 ? old : (1 - share) * old + share * fresh;
 }
 
 // The cell ----------------------------------------------------------------------------------------
@@ -215,56 +239,102 @@ __device__ __forceinline__ Cell<T> cell(const Lstm& p, int d, int64_t unit, Gate
 template <class Scalar, class T = Accumulator<Scalar>>
 __device__ __forceinline__ Scalar finish_h(const Lstm& p, const Step& at, int64_t column, T fresh) {
   const int64_t index = at.of_state(p, p.R) + column;
-  Scalar& h = static_cast<Scalar*>(p.h)[index];
-  h = narrow<Scalar>(zoneout<State::H>(p, at, column, fresh, T(widen(h))));
-  static_cast<Scalar*>(p.output)[at.of_token(p, p.R) + column] = h;
-  return p.dropout ? narrow<Scalar>(widen(h) * static_cast<const T*>(p.dropout)[index]) : h;
+  Scalar* const h = static_cast<Scalar*>(p.h) + index;
+  const Scalar next = narrow<Scalar>(zoneout<State::H>(p, at, column, fresh, h));
+  *h = next;
+  static_cast<Scalar*>(p.output)[at.of_token(p, p.R) + column] = next;
+  return p.dropout ? narrow<Scalar>(widen(next) * static_cast<const T*>(p.dropout)[index]) : next;
 }
 
 // Backward ----------------------------------------------------------------------------------------
+
+// What memory has of a column of h and of a unit at a step is read apart from what is made of it,
+// and left as it lies there: a thread waits for what it reads only where it needs its value.
+
+// The gradient of h but for what comes through the product of the step after.
+template <class Scalar, class T = Accumulator<Scalar>>
+struct Arriving {
+  T waiting;
+  Scalar from_above;
+  uint8_t clipped;  // the column of W_hr m
+};
+template <class Scalar, class T = Accumulator<Scalar>>
+__device__ __forceinline__ Arriving<Scalar> arriving(
+    const Lstm& p, const Step& at, int64_t column) {
+  Arriving<Scalar> result{};
+  result.waiting = static_cast<const T*>(p.grad_h)[at.of_state(p, p.R) + column];
+  result.from_above =
+      static_cast<const Scalar*>(p.grad_output)[at.of_token(p, p.R) + column];
+  if (p.clips(p.proj_clip))
+    result.clipped = reinterpret_cast<const uint8_t&>(clipped_projection(p, at, column));
+  return result;
+}
 
 // The gradient of h̃; what goes past it, to h before, waits in grad_h. `through` is the gradient
 // that came through the product of the step after.
 template <class Scalar, class T = Accumulator<Scalar>>
 __device__ __forceinline__ T hidden_backward(
-    const Lstm& p, const Step& at, int64_t column, T through) {
+    const Lstm& p, const Step& at, int64_t column, const Arriving<Scalar>& x, T through) {
   const int64_t index = at.of_state(p, p.R) + column;
   if (p.dropout) through *= static_cast<const T*>(p.dropout)[index];
-  T& waiting = static_cast<T*>(p.grad_h)[index];
-  const Scalar arrived = static_cast<const Scalar*>(p.grad_output)[at.of_token(p, p.R) + column];
-  const T total = waiting + through + widen(arrived);
+  const T total = x.waiting + through + widen(x.from_above);
   const T share = share_of_new<State::H, T>(p, at, column);
-  waiting = share == 1 ? T(0) : (1 - share) * total;
+  static_cast<T*>(p.grad_h)[index] = share == 1 ? T(0) : (1 - share) * total;
   return share == 0 ? T(0) : share * total;
 }
 
-// A unit at a step of the forward, as the backward needs it.
+// What the forward left of a unit.
+template <class Scalar, class T = Accumulator<Scalar>>
+struct Left {
+  Packed<Scalar> gates;  // where they were saved
+  T before, after;       // c_{t-1} and c_t
+  T grad;                // of c_t, from the step after
+  uint8_t clipped;       // c̃
+};
+template <class Scalar, class T = Accumulator<Scalar>>
+__device__ __forceinline__ Left<Scalar> left(const Lstm& p, const Step& at, int64_t unit) {
+  const int64_t state = at.of_state(p, p.H) + unit, saved = at.of_saved(p, p.H) + unit;
+  const T* cells = static_cast<const T*>(p.cells);
+  Left<Scalar> result{};
+  if (p.gates) result.gates = load_saved<Scalar>(p, saved);
+  result.before = at.begun ? cells[at.saved_before(p, p.H) + unit]
+                           : static_cast<const T*>(p.c0)[state];
+  result.after = cells[saved];
+  result.grad = static_cast<const T*>(p.grad_c)[state];
+  if (p.clips(p.cell_clip))
+    result.clipped = reinterpret_cast<const uint8_t&>(clipped_cell(p, at, unit));
+  return result;
+}
+
+// A unit at a step, as the backward needs it.
 template <class T>
 struct Recalled {
   Gates<T> gates;
   T before, fresh;  // c_{t-1} and c̃
+  T grad;           // of c_t, from the step after
+  bool clipped;     // c̃
 };
 
 // `a` are the preactivations, the bias among them; read only where gates weren't saved.
 template <class Scalar, class T = Accumulator<Scalar>>
 __device__ __forceinline__ Recalled<T> recall(
-    const Lstm& p, const Step& at, int64_t unit, const Gates<T>& a) {
-  const T* cells = static_cast<const T*>(p.cells);
+    const Lstm& p, const Step& at, int64_t unit, const Left<Scalar>& x, const Gates<T>& a) {
   Recalled<T> result;
-  result.before = at.begun ? cells[at.saved_before(p, p.H) + unit]
-                           : static_cast<const T*>(p.c0)[at.of_state(p, p.H) + unit];
   T u;
   if (p.gates) {
-    result.gates = load_saved<Scalar>(p, at.of_saved(p, p.H) + unit);
-    u = result.gates.f * result.before + result.gates.i * result.gates.g;
+    result.gates = x.gates.widened();
+    if (p.coupled) result.gates.f = 1 - result.gates.i;
+    u = result.gates.f * x.before + result.gates.i * result.gates.g;
   } else {
-    const Cell<T> again = cell(p, at.d, unit, a, result.before);
+    const Cell<T> again = cell(p, at.d, unit, a, x.before);
     result.gates = again.gates;
     u = again.u;
   }
+  result.before = x.before;
   // Without zoneout it is c after the step, which wasn't rounded.
-  result.fresh =
-      p.zoneout_c > 0 ? clip(u, p.cell_clip) : cells[at.of_saved(p, p.H) + unit];
+  result.fresh = p.zoneout_c > 0 ? clip(u, p.cell_clip) : x.after;
+  result.grad = x.grad;
+  result.clipped = x.clipped;
   return result;
 }
 
@@ -278,31 +348,30 @@ __device__ __forceinline__ void add_share(
 }
 
 // The gradients of the preactivations, from those of m (`dm`) and of c̃ as far as it comes through
-// m (`du`). That of c before replaces that of c in grad_c. `y` is what tanh gave.
+// m (`du`); leaves that of c before in grad_c. `y` is what tanh gave.
 template <class T>
 __device__ __forceinline__ Gates<T> cell_backward(
     const Lstm& p, const Step& at, int64_t unit, const Recalled<T>& x, T y, T dm, T du) {
   const auto& [i, f, g, o] = x.gates;
   const T* peephole = p.peephole ? of_direction<T>(p.peephole, at.d, 3 * p.H) + unit : nullptr;
-  T& waiting = static_cast<T*>(p.grad_c)[at.of_state(p, p.H) + unit];
   const T share = share_of_new<State::C, T>(p, at, unit);
   Gates<T> da;
   da.o = dm * y * o * (1 - o);
-  if (share != 0) du += share * waiting;
+  if (share != 0) du += share * x.grad;
   if (peephole) du += da.o * peephole[2 * p.H];
-  if (p.clips(p.cell_clip) && clipped_cell(p, at, unit)) du = 0;
+  if (x.clipped) du = 0;
   da.g = du * i * (1 - g * g);
   da.i = du * (p.coupled ? g - x.before : g) * i * (1 - i);
   da.f = p.coupled ? T(0) : du * x.before * f * (1 - f);
   T dc = du * f;
-  if (share != 1) dc += (1 - share) * waiting;
+  if (share != 1) dc += (1 - share) * x.grad;
   if (peephole) {
     dc += da.i * peephole[0] + da.f * peephole[p.H];
     add_share(p, at, Lstm::OfPeephole, unit, da.i * x.before);
     add_share(p, at, Lstm::OfPeephole + 1, unit, da.f * x.before);
     add_share(p, at, Lstm::OfPeephole + 2, unit, da.o * x.fresh);
   }
-  waiting = dc;
+  static_cast<T*>(p.grad_c)[at.of_state(p, p.H) + unit] = dc;
   return da;
 }
 

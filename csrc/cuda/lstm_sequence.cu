@@ -93,17 +93,29 @@ struct Slice {
   }
 
   // `weight(column, k)` points to a number of the matrix. Across: those of one k lie side by side
-  // in memory; or else those of one column.
+  // in memory; or else those of one column. A thread asks for some pieces together, so that they
+  // take one latency.
   template <bool kAcross, class Weight>
   __device__ void fill(int existing, const Weight& weight) const {
+    constexpr int kTogether = 4;
     const int shared = each - held;  // of a split
-#pragma unroll 4
-    for (int index = threadIdx.x; index < places() * columns * 4; index += kThreads) {
-      const int column = kAcross ? index % columns : index / 4 % columns;
-      const int quarter = kAcross ? index / columns % 4 : index % 4;
-      const int place = index / (4 * columns), chunk = place + held * (place / shared + 1);
-      pieces[(place * columns + column) * 4 + quarter] =
-          gather<kAcross>(chunk, column, quarter, existing, weight);
+    const int all = places() * columns * 4;
+    for (int first = threadIdx.x; first < all; first += kTogether * kThreads) {
+      uint4 asked[kTogether];
+      int to[kTogether];
+#pragma unroll
+      for (int i = 0; i < kTogether; ++i) {
+        const int index = first + i * kThreads;
+        if (index >= all) break;
+        const int column = kAcross ? index % columns : index / 4 % columns;
+        const int quarter = kAcross ? index / columns % 4 : index % 4;
+        const int place = index / (4 * columns), chunk = place + held * (place / shared + 1);
+        to[i] = (place * columns + column) * 4 + quarter;
+        asked[i] = gather<kAcross>(chunk, column, quarter, existing, weight);
+      }
+#pragma unroll
+      for (int i = 0; i < kTogether; ++i)
+        if (first + i * kThreads < all) pieces[to[i]] = asked[i];
     }
   }
   template <bool kAcross, class Weight>
@@ -142,10 +154,13 @@ __device__ __forceinline__ void add_products(float& sum, const uint4& a, const u
   sum = fmaf(__uint_as_float(a.w), __uint_as_float(b.w), sum);
 }
 
-// What the splits of a slice leave for one another to add up.
+// What the splits of a slice leave for one another to add up: (splits, 16, stride). Groups of 8
+// columns change places by the row: half a warp, with sums of four rows, writes to all banks.
+__host__ __device__ inline int stride_of_parts(int columns) { return (columns + 31) / 32 * 32; }
+__device__ __forceinline__ int place_of_part(int row, int column) { return column ^ row % 4 * 8; }
 template <class Scalar>
 int64_t bytes_of_parts(const Slice<Scalar>& slice) {
-  return slice.splits * kRows * stride_of(slice.columns) * sizeof(float);
+  return int64_t(slice.splits) * kRows * stride_of_parts(slice.columns) * sizeof(float);
 }
 
 // The products of 16 rows with all columns of a slice, of which a lane holds up to kHeld pieces.
@@ -154,7 +169,7 @@ class Products {
  public:
   __device__ Products(unsigned char* memory, const Slice<Scalar>& slice)
       : slice_(slice), parts_(reinterpret_cast<float*>(memory)),
-        stride_(static_cast<int>(stride_of(slice.columns))) {}
+        stride_(stride_of_parts(slice.columns)) {}
 
   // Takes the matrix in, as Slice::fill.
   template <bool kAcross, class Weight>
@@ -170,9 +185,10 @@ class Products {
           : make_uint4(0, 0, 0, 0);
   }
 
-  // Called by all threads. `row(r)` points to one of the 16 rows, or null for zeros.
-  template <class Row>
-  __device__ __forceinline__ void compute(const Row& row) const {
+  // Called by all threads. `row(r)` points to one of the 16 rows, or null for zeros. `meanwhile` is
+  // called while the first of their numbers are under way.
+  template <class Row, class Meanwhile>
+  __device__ __forceinline__ void compute(const Row& row, const Meanwhile& meanwhile) const {
     const int lane = threadIdx.x % 32, split = threadIdx.x / 32 / slice_.groups;
     const int exist = min((slice_.columns - first_column() + 7) / 8, kTiles);  // tiles
     const int places = slice_.place(0, split);
@@ -183,12 +199,13 @@ class Products {
     float sums[kTiles][4] = {};
     // Chunks of the rows are asked for together, so that they take one latency of the L2 cache.
     uint4 a[kAhead][kTurns][2];
+    load(a, rows, chunk, limit);
+    meanwhile();
     if constexpr (kHeld > 0)
       with_tiles([&]<int tiles>() {
         constexpr int kMost = kHeld / tiles;
 #pragma unroll
-        for (int i = 0; i < kMost; i += kAhead, chunk += kAhead) {
-          load(a, rows, chunk, limit);
+        for (int i = 0; i < kMost; i += kAhead) {
 #pragma unroll
           for (int n = 0; n < kAhead; ++n) {
             if (chunk + n >= end) break;
@@ -199,15 +216,18 @@ class Products {
 #pragma unroll
             for (int j = 0; j < tiles; ++j) add(sums[j], a[n], held_[(i + n) * tiles + j]);
           }
+          chunk += kAhead;
+          if (chunk < end) load(a, rows, chunk, limit);
         }
       });
-    for (; chunk < end; chunk += kAhead) {
-      load(a, rows, chunk, limit);
+    while (chunk < end) {
 #pragma unroll
       for (int n = 0; n < kAhead; ++n) {
         if (chunk + n >= end) break;
         add_from_memory(sums, a[n], places + chunk + n, exist);
       }
+      chunk += kAhead;
+      if (chunk < end) load(a, rows, chunk, limit);
     }
     __syncthreads();  // the parts before have been read
 #pragma unroll
@@ -216,9 +236,8 @@ class Products {
       const int column = first_column() + 8 * j + lane % 4 * 2;
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        float* const part = parts_ + (split * kRows + lane / 4 + 8 * i) * stride_ + column;
-        part[0] = sums[j][2 * i];
-        part[1] = sums[j][2 * i + 1];
+        *reinterpret_cast<float2*>(part(split, lane / 4 + 8 * i, column)) =
+            make_float2(sums[j][2 * i], sums[j][2 * i + 1]);
       }
     }
     __syncthreads();
@@ -226,15 +245,14 @@ class Products {
 
   __device__ __forceinline__ float operator()(int row, int column) const {
     float sum = 0;
-    for (int split = 0; split < slice_.splits; ++split)
-      sum += parts_[(split * kRows + row) * stride_ + column];
+    for (int split = 0; split < slice_.splits; ++split) sum += *part(split, row, column);
     return sum;
   }
   // Of a unit's gates.
   __device__ __forceinline__ Gates<float> gates(int row, int unit) const {
     Gates<float> sum = {};
     for (int split = 0; split < slice_.splits; ++split)
-      sum = sum + load_gates<float>(parts_ + (split * kRows + row) * stride_, unit);
+      sum = sum + load_gates<float>(part(split, row, 4 * unit), 0);
     return sum;
   }
 
@@ -244,9 +262,12 @@ class Products {
   // Of a chunk of its two rows a lane takes one quarter, for the matrix unit; or else one after the
   // other.
   static constexpr int kTurns = kMatrixUnit ? 1 : 4;
-  static constexpr int kAhead = kMatrixUnit ? 4 : 1;  // chunks
+  static constexpr int kAhead = kMatrixUnit ? 4 : 2;  // chunks
   static_assert(kMatrixUnit || kHeld == 0);
 
+  __device__ __forceinline__ float* part(int split, int row, int column) const {
+    return parts_ + (split * kRows + row) * stride_ + place_of_part(row, column);
+  }
   // Of the warp.
   __device__ __forceinline__ int first_column() const {
     return threadIdx.x / 32 % slice_.groups * kTiles * 8;
@@ -353,28 +374,24 @@ struct Share {
   }
 };
 
-__device__ int64_t longest_row(const Lstm& p) {
-  if (!p.lengths) return p.T;
-  int64_t longest = 0;
-  for (int64_t row = 0; row < p.B; ++row) longest = max(longest, p.lengths[row]);
-  return longest;
-}
-
-// The 16 rows from the `first` on, in the order that the caller gives, that have a step.
+// The 16 rows from the `first` on, the longest first, that have a step.
 struct Rows {
   const Lstm& p;
-  const int64_t* order;
+  const LstmSequence& s;
   int64_t first, step;
 
   // -1 where there is none.
   __device__ __forceinline__ int64_t operator[](int r) const {
-    if (first + r >= p.B) return -1;
-    const int64_t row = order ? order[first + r] : first + r;
-    return step < (p.lengths ? p.lengths[row] : p.T) ? row : -1;
+    const int64_t i = first + r;
+    if (i >= p.B) return -1;
+    if (!s.order) return step < p.T ? i : -1;
+    const int64_t row = s.order[i];
+    return step < s.lengths[i] ? row : -1;
   }
-  // Called by all threads.
-  __device__ __forceinline__ bool any() const {
-    return __syncthreads_or(threadIdx.x < kRows && (*this)[threadIdx.x] >= 0);
+  __device__ __forceinline__ bool any() const { return (*this)[0] >= 0; }
+  // Of one that has it.
+  __device__ __forceinline__ Step at(int r, int d) const {
+    return {p, step, (*this)[r], d, s.order ? s.lengths[first + r] : p.T};
   }
   // For a product: where they begin in a state that every block reads, (B, stride), or null.
   template <class Scalar>
@@ -392,6 +409,23 @@ template <class Each>
 __device__ __forceinline__ void for_elements(const Rows& rows, int columns, const Each& each) {
   for (int item = threadIdx.x; item < kRows * columns; item += kThreads)
     if (rows[item / columns] >= 0) each(item / columns, item % columns);
+}
+
+// Likewise each(row, column, taken), after product(meanwhile), which all threads call. `taken` is
+// what take(row, column) reads from memory: that of a thread's first element is under way during
+// the product, if `take` leaves it as it lies there.
+template <class Take, class Product, class Each>
+__device__ __forceinline__ void for_elements_of(
+    const Product& product, const Rows& rows, int columns, const Take& take, const Each& each) {
+  const int own = threadIdx.x;
+  decltype(take(0, 0)) first{};
+  product([&] {
+    if (own < kRows * columns && rows[own / columns] >= 0)
+      first = take(own / columns, own % columns);
+  });
+  for_elements(rows, columns, [&](int r, int column) {
+    each(r, column, r * columns + column == own ? first : take(r, column));
+  });
 }
 
 // Forward -----------------------------------------------------------------------------------------
@@ -420,57 +454,75 @@ __global__ __launch_bounds__(kThreads, 1) void forward_sequence_kernel(
 
   const int64_t of_h = stride_of(p.R), of_m = stride_of(p.H);
   Scalar* const m = static_cast<Scalar*>(s.hidden) + d * p.B * of_m;
-  uint32_t* const arrivals = s.arrivals + d * kLine;
-  uint32_t phase = 0;
-  const int64_t last = min(longest_row(p), steps.last);
+  GridBarrier others(s.arrivals + d * kLine, gridDim.x);
+
+  struct Taken {
+    Packed<Scalar> x;  // what came of it
+    Packed<float> bias;
+    float c;
+  };
+  // It goes into the L2 cache while the blocks wait for one another.
+  const auto ask_for = [&](const Rows& rows) {
+    for_elements(rows, own.units, [&](int r, int u) {
+      const int64_t token = rows.at(r, d).of_token(p, p.H);
+      prefetch(static_cast<const Packed<Scalar>*>(p.from_input) + token + own.first_unit + u);
+    });
+  };
+
+  const int64_t last = min(s.order ? s.lengths[0] : p.T, steps.last);
   for (int64_t step = steps.first; step < last; ++step) {
     // Two states take turns: while some write the next, others may still read the last.
     const auto h_of = [&](int64_t step) {
       return static_cast<Scalar*>(s.operand) + (step % 2 * p.directions + d) * p.B * of_h;
     };
     for (int64_t first = 0; first < p.B; first += kRows) {
-      const Rows rows{p, s.order, first, step};
+      const Rows rows{p, s, first, step};
       if (!rows.any()) continue;
-      const auto from_input_of = [&](const Step& at, int u) {
-        return load_gates<Scalar>(p.from_input, at.of_token(p, p.H) + own.first_unit + u);
-      };
-      // A thread's first element: what came of x is under way during the product.
-      Gates<float> x = {};
-      const int r = threadIdx.x / max(own.units, 1);
-      if (r < kRows && own.units && rows[r] >= 0)
-        x = from_input_of(Step(p, step, rows[r], d), threadIdx.x % own.units);
-      to_gates.compute(rows.of(h_of(step), of_h));
-      for_elements(rows, own.units, [&](int r, int u) {
-        const Step at(p, step, rows[r], d);
+      const auto take = [&](int r, int u) -> Taken {
+        const Step at = rows.at(r, d);
         const int64_t unit = own.first_unit + u;
-        const bool first_element = r * own.units + u == static_cast<int>(threadIdx.x);
-        Gates<float> a = to_gates.gates(r, u) + (first_element ? x : from_input_of(at, u));
-        if (p.bias) a = a + load_gates<float>(p.bias, d * p.H + unit);
-        float& c = static_cast<float*>(p.c)[at.of_state(p, p.H) + unit];
-        const Cell<float> now = cell(p, d, unit, a, c);
+        Taken taken{};
+        taken.x = Packed<Scalar>::load(p.from_input, at.of_token(p, p.H) + unit);
+        if (p.bias) taken.bias = Packed<float>::load(p.bias, d * p.H + unit);
+        taken.c = static_cast<const float*>(p.c)[at.of_state(p, p.H) + unit];
+        return taken;
+      };
+      const auto product = [&](const auto& meanwhile) {
+        to_gates.compute(rows.of(h_of(step), of_h), meanwhile);
+      };
+      for_elements_of(product, rows, own.units, take, [&](int r, int u, const Taken& taken) {
+        const Step at = rows.at(r, d);
+        const int64_t unit = own.first_unit + u;
+        const Gates<float> a =
+            to_gates.gates(r, u) + taken.x.widened() + taken.bias.widened();
+        const Cell<float> now = cell(p, d, unit, a, taken.c);
         const float fresh = clip_cell(p, at, unit, now.u);
         const float hidden = now.gates.o * hyperbolic_tangent(fresh);
-        c = zoneout<State::C>(p, at, unit, fresh, c);
+        const float c = zoneout<State::C>(p, at, unit, fresh, &taken.c);
+        static_cast<float*>(p.c)[at.of_state(p, p.H) + unit] = c;
         if (p.gates) store_saved<Scalar>(p, at.of_saved(p, p.H) + unit, now.gates);
         if (p.cells) static_cast<float*>(p.cells)[at.of_saved(p, p.H) + unit] = c;
         if (p.projected) m[at.row * of_m + unit] = narrow<Scalar>(hidden);
         else h_of(step + 1)[at.row * of_h + unit] = finish_h<Scalar>(p, at, unit, hidden);
       });
     }
-    grid_barrier(arrivals, gridDim.x, ++phase);
+    others.arrive();
+    for (int64_t first = 0; first < p.B; first += kRows) ask_for(Rows{p, s, first, step + 1});
+    others.wait();
     if (!p.projected) continue;
     for (int64_t first = 0; first < p.B; first += kRows) {
-      const Rows rows{p, s.order, first, step};
+      const Rows rows{p, s, first, step};
       if (!rows.any()) continue;
-      to_h.compute(rows.of(m, of_m));
+      to_h.compute(rows.of(m, of_m), [] {});
       for_elements(rows, own.columns, [&](int r, int k) {
-        const Step at(p, step, rows[r], d);
+        const Step at = rows.at(r, d);
         const int64_t column = own.first_column + k;
         const float fresh = clip_projection(p, at, column, to_h(r, k));
         h_of(step + 1)[at.row * of_h + column] = finish_h<Scalar>(p, at, column, fresh);
       });
     }
-    grid_barrier(arrivals, gridDim.x, ++phase);
+    others.arrive();
+    others.wait();
   }
 }
 
@@ -515,19 +567,25 @@ __global__ __launch_bounds__(kThreads, 1) void backward_sequence_kernel(
     return static_cast<Scalar*>(s.operand) + (step % 2 * p.directions + d) * p.B * of_gates;
   };
   float* const parts = s.parts + int64_t(d) * gridDim.x * p.B * p.R;
-  uint32_t* const arrivals = s.arrivals + d * kLine;
-  uint32_t phase = 0;
+  GridBarrier others(s.arrivals + d * kLine, gridDim.x);
 
-  // Calls each(r, k, through) for a block's columns of rows that have a step: with the gradient of
-  // h that came through the product of step `after`. Nothing comes to a row that doesn't have that.
-  const auto for_columns = [&](const Rows& rows, int64_t after, const auto& each) {
-    const Rows gone{p, s.order, rows.first, after};
+  // Calls each(r, k, taken, through) for a block's columns of rows that have a step: with what
+  // take(r, k) reads and the gradient of h that came through the product of step `after`. Nothing
+  // comes to a row that doesn't have that.
+  const auto for_columns = [&](
+      const Rows& rows, int64_t after, const auto& take, const auto& each) {
+    const Rows gone{p, s, rows.first, after};
     if (!layout.scattered) {
-      to_h.compute(gone.of(da_of(after), of_gates));
-      return for_elements(rows, columns, [&](int r, int k) { each(r, k, to_h(r, k)); });
+      const auto product = [&](const auto& meanwhile) {
+        to_h.compute(gone.of(da_of(after), of_gates), meanwhile);
+      };
+      return for_elements_of(product, rows, columns, take, [&](int r, int k, const auto& taken) {
+        each(r, k, taken, to_h(r, k));
+      });
     }
     // Four neighbouring lanes share a column.
     for_elements(rows, 4 * columns, [&](int r, int k) {
+      const auto taken = take(r, k / 4);
       float sum = 0;
       if (const int64_t row = gone[r]; row >= 0)
         for (int64_t block = k % 4; block < gridDim.x; block += 4)
@@ -535,51 +593,70 @@ __global__ __launch_bounds__(kThreads, 1) void backward_sequence_kernel(
       const unsigned lanes = 0xFu << (threadIdx.x % 32 / 4 * 4);
       sum += __shfl_xor_sync(lanes, sum, 1);
       sum += __shfl_xor_sync(lanes, sum, 2);
-      if (k % 4 == 0) each(r, k / 4, sum);
+      if (k % 4 == 0) each(r, k / 4, taken, sum);
     });
   };
 
-  // What a unit's owner does at a step, given the gradient of m.
-  const auto step_back = [&](const Step& at, int64_t step, int64_t unit, float dm) {
-    const int64_t token = at.of_token(p, p.H) + unit;
-    Gates<float> a = {};
-    if (!p.gates) {
-      a = load_gates<Scalar>(p.from_input, token);
-      if (p.bias) a = a + load_gates<float>(p.bias, d * p.H + unit);
-    }
-    const Recalled<float> x = recall<Scalar>(p, at, unit, a);
+  struct OfUnit {
+    Left<Scalar> left;
+    Packed<Scalar> a;  // but for the bias, where gates weren't saved
+  };
+  struct Taken {
+    Arriving<Scalar> arriving;
+    OfUnit unit;  // without a projection
+  };
+
+  // What a unit's owner does at a step: before it knows the gradient of m, and then.
+  const auto take_unit = [&](const Step& at, int64_t unit) {
+    OfUnit taken{left<Scalar>(p, at, unit), {}};
+    if (!p.gates) taken.a = Packed<Scalar>::load(p.from_input, at.of_token(p, p.H) + unit);
+    return taken;
+  };
+  const auto step_back = [&](
+      const Step& at, int64_t step, int64_t unit, const OfUnit& taken, float dm) {
+    Gates<float> a = taken.a.widened();
+    if (!p.gates && p.bias) a = a + load_gates<float>(p.bias, d * p.H + unit);
+    const Recalled<float> x = recall<Scalar>(p, at, unit, taken.left, a);
     const float y = hyperbolic_tangent(x.fresh);
     const Gates<float> da =
         cell_backward(p, at, unit, x, y, dm, dm * x.gates.o * (1 - y * y));
-    store_gates<Scalar>(p.from_input, token, da);
+    store_gates<Scalar>(p.from_input, at.of_token(p, p.H) + unit, da);
     store_gates<Scalar>(da_of(step) + at.row * of_gates, unit, da);
   };
 
-  // What the forward left of a step goes into the L2 cache while the step after it is at work.
+  // What the forward left of a step goes into the L2 cache while the blocks wait for one another.
   const auto ask_for = [&](const Rows& rows) {
     for_elements(rows, own.units, [&](int r, int u) {
-      const Step at(p, rows.step, rows[r], d);
+      const Step at = rows.at(r, d);
       const int64_t unit = own.first_unit + u, saved = at.of_saved(p, p.H) + unit;
       prefetch(static_cast<const float*>(p.cells) + saved);
+      if (p.clips(p.cell_clip)) prefetch(&clipped_cell(p, at, unit));
       if (p.gates) prefetch(static_cast<const Scalar*>(p.gates) + saved * (p.coupled ? 3 : 4));
       else prefetch(static_cast<const Four<Scalar>*>(p.from_input) + at.of_token(p, p.H) + unit);
     });
     for_elements(rows, columns, [&](int r, int k) {
-      const Step at(p, rows.step, rows[r], d);
+      const Step at = rows.at(r, d);
       prefetch(static_cast<const Scalar*>(p.grad_output) + at.of_token(p, p.R) + first_column + k);
+      if (p.clips(p.proj_clip)) prefetch(&clipped_projection(p, at, first_column + k));
     });
   };
 
-  const int64_t last = min(longest_row(p), steps.last);
+  const int64_t last = min(s.order ? s.lengths[0] : p.T, steps.last);
   // Before the first step, what comes through its product completes the gradient of h0.
   const int64_t first_step = steps.first == 0 ? -1 : steps.first;
   for (int64_t step = last - 1; step >= first_step; --step) {
     for (int64_t first = 0; first < p.B; first += kRows) {
-      const Rows rows{p, s.order, first, step};
-      if (step > 0) ask_for(Rows{p, s.order, first, step - 1});
+      const Rows rows{p, s, first, step};
       if (!rows.any()) continue;
-      for_columns(rows, step + 1, [&](int r, int k, float through) {
-        const Step at(p, step, rows[r], d);
+      const auto take = [&](int r, int k) -> Taken {
+        if (step < 0) return {};
+        const Step at = rows.at(r, d);
+        const int64_t column = first_column + k;
+        return {
+            arriving<Scalar>(p, at, column), p.projected ? OfUnit{} : take_unit(at, column)};
+      };
+      for_columns(rows, step + 1, take, [&](int r, int k, const Taken& taken, float through) {
+        const Step at = rows.at(r, d);
         const int64_t column = first_column + k;
         if (step < 0) {
           const int64_t index = at.of_state(p, p.R) + column;
@@ -587,32 +664,40 @@ __global__ __launch_bounds__(kThreads, 1) void backward_sequence_kernel(
           static_cast<float*>(p.grad_h)[index] += through;
           return;
         }
-        const float grad = hidden_backward<Scalar>(p, at, column, through);
-        if (!p.projected) return step_back(at, step, column, grad);
-        const bool clipped = p.clips(p.proj_clip) && clipped_projection(p, at, column);
-        const Scalar of_column = narrow<Scalar>(clipped ? 0 : grad);
+        const float grad = hidden_backward(p, at, column, taken.arriving, through);
+        if (!p.projected) return step_back(at, step, column, taken.unit, grad);
+        const Scalar of_column = narrow<Scalar>(taken.arriving.clipped ? 0 : grad);
         static_cast<Scalar*>(s.grad_projected)[at.of_saved(p, p.R) + column] = of_column;
         dq[at.row * of_q + column] = of_column;
       });
     }
     if (step < 0) break;
-    grid_barrier(arrivals, gridDim.x, ++phase);
+    others.arrive();
+    if (step > 0)
+      for (int64_t first = 0; first < p.B; first += kRows) ask_for(Rows{p, s, first, step - 1});
+    others.wait();
     if (!p.projected) continue;
     for (int64_t first = 0; first < p.B; first += kRows) {
-      const Rows rows{p, s.order, first, step};
+      const Rows rows{p, s, first, step};
       if (!rows.any()) continue;
-      to_m.compute(rows.of(dq, of_q));
-      for_elements(rows, own.units, [&](int r, int u) {
-        step_back(Step(p, step, rows[r], d), step, own.first_unit + u, to_m(r, u));
+      const auto take = [&](int r, int u) {
+        return take_unit(rows.at(r, d), own.first_unit + u);
+      };
+      const auto product = [&](const auto& meanwhile) {
+        to_m.compute(rows.of(dq, of_q), meanwhile);
+      };
+      for_elements_of(product, rows, own.units, take, [&](int r, int u, const auto& unit) {
+        step_back(rows.at(r, d), step, own.first_unit + u, unit, to_m(r, u));
       });
       if (!layout.scattered) continue;
       __syncthreads();  // the block's own gradients have been written
-      to_h.compute(rows.of(da_of(step) + first_gate, of_gates));
+      to_h.compute(rows.of(da_of(step) + first_gate, of_gates), [] {});
       for_elements(rows, products, [&](int r, int column) {
         parts[(blockIdx.x * p.B + rows[r]) * p.R + column] = to_h(r, column);
       });
     }
-    grid_barrier(arrivals, gridDim.x, ++phase);
+    others.arrive();
+    others.wait();
   }
 }
 
@@ -698,6 +783,7 @@ bool lstm_fits_sequence(const Lstm& p, bool backward, std::string* why_not) {
   std::string reason;
   if (p.norm_hh) {
     reason = "layer norm needs whole rows";
+    if (lstm_workspace(p)) reason += ", too long for shared memory";
   } else if (p.dtype == DType::Float64) {
     reason = "float64 has no kernel of its own";
   } else {

@@ -1,9 +1,10 @@
 // The LSTM step by step: all of a step but for its products, which the caller makes.
 //
 // A block owns a row of one direction, or a part of one; a thread has units of it to itself. With
-// layer norm a block owns all of a row, and sums over it meet in shared memory. States go from
-// launch to launch in global memory, which the L2 cache holds. There are no atomics: results repeat
-// bit for bit.
+// layer norm a block owns all of a row, and sums over it meet in shared memory. What a thread keeps
+// of its units lies there too, or, where a row has too many of them, in global memory. There also
+// go the states, from launch to launch: the L2 cache holds them. There are no atomics: results
+// repeat bit for bit.
 //
 // Floor: the bytes of what the kernels read and write, a few numbers a unit; from launch to launch
 // some microseconds, which outweigh them.
@@ -37,19 +38,24 @@ struct Share {
   }
 };
 
-// What a block of the cell's kernels has in shared memory, by units.
+// What a block of the cell's kernels keeps of its units: a thread of its own, for no other.
 template <class T>
 struct Scratch {
-  T* sums;          // (4, warps)
-  T* c;             // (units,): c̃
-  Gates<T>* gates;  // (units,)
+  struct Unit {
+    Gates<T> gates;
+    T c;  // c̃
+  };
+  static constexpr int kSums = 4 * kThreads / 32;
+  T* sums;      // (4, warps)
+  Unit* units;
 
-  __device__ explicit Scratch(int64_t units) {
-    gates = reinterpret_cast<Gates<T>*>(shared_memory());
-    c = reinterpret_cast<T*>(gates + units);
-    sums = c + units;
+  __device__ Scratch(const Lstm& p, int64_t count) : sums(reinterpret_cast<T*>(shared_memory())) {
+    const int64_t block = int64_t(blockIdx.y) * gridDim.x + blockIdx.x;
+    units = p.workspace ? static_cast<Unit*>(p.workspace) + block * count
+                        : reinterpret_cast<Unit*>(sums + kSums);
   }
-  static size_t bytes(int64_t units) { return (5 * units + 4 * kThreads / 32) * sizeof(T); }
+  // Of shared memory, with so many units in it.
+  static size_t bytes(int64_t count) { return kSums * sizeof(T) + count * sizeof(Unit); }
 };
 
 // Sums over the block of what `term(unit, sums)` adds for each unit.
@@ -170,7 +176,7 @@ struct CellNorm {
   __device__ CellNorm(const Lstm& p, const Share& own, const Scratch<T>& scratch)
       : p(p), d(own.d) {
     if (!p.norm_hh) return;
-    of = moments(p, own, scratch, [&](int64_t unit) { return scratch.c[unit - own.first]; });
+    of = moments(p, own, scratch, [&](int64_t unit) { return scratch.units[unit - own.first].c; });
   }
   __device__ T normalised(T c) const { return (c - of.mean) * of.rstd; }
   __device__ T gain(int64_t unit) const {
@@ -200,22 +206,23 @@ __global__ __launch_bounds__(kThreads) void forward_step_kernel(
   const Share own(p, p.H);
   const Step at(p, step, own.row, own.d);
   if (!at.runs) return;
-  const Scratch<T> scratch(own.last - own.first);
+  const Scratch<T> scratch(p, own.last - own.first);
   const Preactivations<Scalar> preactivations(
       p, own, scratch, p.from_input, at.of_token(p, p.H), from_hidden, at.of_state(p, p.H));
   T* const c = static_cast<T*>(p.c) + at.of_state(p, p.H);
   for (int64_t unit = own.first + threadIdx.x; unit < own.last; unit += kThreads) {
     const Cell<T> now = cell(p, at.d, unit, preactivations.at(unit), c[unit]);
-    scratch.gates[unit - own.first] = now.gates;
-    scratch.c[unit - own.first] = clip_cell(p, at, unit, now.u);
+    scratch.units[unit - own.first].gates = now.gates;
+    scratch.units[unit - own.first].c = clip_cell(p, at, unit, now.u);
     if (p.gates) store_saved<Scalar>(p, at.of_saved(p, p.H) + unit, now.gates);
   }
   const CellNorm<T> norm(p, own, scratch);
   for (int64_t unit = own.first + threadIdx.x; unit < own.last; unit += kThreads) {
-    const T fresh = scratch.c[unit - own.first];
-    const T m = scratch.gates[unit - own.first].o * hyperbolic_tangent(norm(fresh, unit));
-    c[unit] = zoneout<State::C>(p, at, unit, fresh, c[unit]);
-    if (p.cells) static_cast<T*>(p.cells)[at.of_saved(p, p.H) + unit] = c[unit];
+    const T fresh = scratch.units[unit - own.first].c;
+    const T m = scratch.units[unit - own.first].gates.o * hyperbolic_tangent(norm(fresh, unit));
+    const T next = zoneout<State::C>(p, at, unit, fresh, c + unit);
+    c[unit] = next;
+    if (p.cells) static_cast<T*>(p.cells)[at.of_saved(p, p.H) + unit] = next;
     if (hidden) hidden[at.of_state(p, p.H) + unit] = narrow<Scalar>(m);
     else finish_step<Scalar>(p, at, unit, m);
   }
@@ -265,23 +272,26 @@ __global__ __launch_bounds__(kThreads) void backward_step_kernel(
       store_gates<Scalar>(operand, state + unit, {});
     return;
   }
-  const Scratch<T> scratch(own.last - own.first);
+  const Scratch<T> scratch(p, own.last - own.first);
   const Preactivations<Scalar> preactivations(
       p, own, scratch, p.from_input, token, p.norm_hh ? p.from_hidden : nullptr, token);
   const auto recalled = [&](int64_t unit) {
-    return recall<Scalar>(p, at, unit, p.gates ? Gates<T>{} : preactivations.at(unit));
+    return recall<Scalar>(
+        p, at, unit, left<Scalar>(p, at, unit), p.gates ? Gates<T>{} : preactivations.at(unit));
   };
   if (p.norm_hh)
     for (int64_t unit = own.first + threadIdx.x; unit < own.last; unit += kThreads)
-      scratch.c[unit - own.first] = recalled(unit).fresh;
+      scratch.units[unit - own.first].c = recalled(unit).fresh;
   const CellNorm<T> norm(p, own, scratch);
 
   // The gradient of m, once for each unit, and with layer norm that of what it is made of.
   T means[2] = {};  // of the gradient of c̃ normalised, and of its product with that
   for (int64_t unit = own.first + threadIdx.x; unit < own.last; unit += kThreads) {
     const T from_above = widen(through[state + unit]);
-    const T dm = p.projected ? from_above : hidden_backward<Scalar>(p, at, unit, from_above);
-    scratch.gates[unit - own.first].i = dm;
+    const T dm = p.projected
+        ? from_above
+        : hidden_backward(p, at, unit, arriving<Scalar>(p, at, unit), from_above);
+    scratch.units[unit - own.first].gates.i = dm;
     if (!p.norm_hh) continue;
     const Recalled<T> x = recalled(unit);
     const T y = hyperbolic_tangent(norm(x.fresh, unit)), n = norm.normalised(x.fresh);
@@ -300,7 +310,8 @@ __global__ __launch_bounds__(kThreads) void backward_step_kernel(
   T sums[4] = {};  // as the means, over all gates, of both products
   for (int64_t unit = own.first + threadIdx.x; unit < own.last; unit += kThreads) {
     const Recalled<T> x = recalled(unit);
-    const T y = hyperbolic_tangent(norm(x.fresh, unit)), dm = scratch.gates[unit - own.first].i;
+    const T y = hyperbolic_tangent(norm(x.fresh, unit));
+    const T dm = scratch.units[unit - own.first].gates.i;
     T du = dm * x.gates.o * (1 - y * y);
     if (p.norm_hh) {
       const T n = norm.normalised(x.fresh);
@@ -312,7 +323,7 @@ __global__ __launch_bounds__(kThreads) void backward_step_kernel(
       store_gates<Scalar>(operand, state + unit, da);
       continue;
     }
-    scratch.gates[unit - own.first] = da;
+    scratch.units[unit - own.first].gates = da;
     const Gates<T> nx = preactivations.normalised_input(unit);
     const Gates<T> nh = preactivations.normalised_hidden(unit);
     const auto add_shares = [&](int vector, const Gates<T>& g) {
@@ -335,7 +346,7 @@ __global__ __launch_bounds__(kThreads) void backward_step_kernel(
   sum_over_units(sums, own, scratch, [](int64_t, T(&)[4]) {});
   const T count = static_cast<T>((p.coupled ? 3 : 4) * p.H);
   for (int64_t unit = own.first + threadIdx.x; unit < own.last; unit += kThreads) {
-    const Gates<T> da = scratch.gates[unit - own.first];
+    const Gates<T> da = scratch.units[unit - own.first].gates;
     const auto of_product = [&](const GateNorm<T>& norm, const Gates<T>& n, const T* sum) {
       const Gates<T> g = da * preactivations.gain(norm, unit) - sum[0] / count;
       Gates<T> result = (g + n * (-sum[1] / count)) * norm.of.rstd;
@@ -365,15 +376,17 @@ __global__ __launch_bounds__(kThreads) void backward_projection_kernel(
   for (int64_t column = own.first + threadIdx.x; column < own.last; column += kThreads) {
     Scalar dq = narrow<Scalar>(0);
     if (at.runs) {
-      const T grad = hidden_backward<Scalar>(p, at, column, T(widen(through[state + column])));
-      if (!p.clips(p.proj_clip) || !clipped_projection(p, at, column)) dq = narrow<Scalar>(grad);
+      const Arriving<Scalar> x = arriving<Scalar>(p, at, column);
+      const T grad = hidden_backward(p, at, column, x, widen(through[state + column]));
+      if (!x.clipped) dq = narrow<Scalar>(grad);
       all[saved + column] = dq;
     }
     grad_projected[state + column] = dq;
   }
 }
 
-// m of all steps: a block owns of a row what it does in the forward, of one step after another.
+// m of all steps: a block owns of a row what it does in the forward, of one step after another;
+// where it keeps that in global memory, of the same row.
 // Reads 4 numbers a unit, or 8 with layer norm, and c; writes one.
 template <class Scalar>
 __global__ __launch_bounds__(kThreads) void hidden_kernel(
@@ -384,21 +397,23 @@ __global__ __launch_bounds__(kThreads) void hidden_kernel(
     const Share own(p, p.H, number % blocks);
     const Step at(p, number / blocks, own.row, own.d);
     if (!at.runs) continue;
-    const Scratch<T> scratch(own.last - own.first);
+    const Scratch<T> scratch(p, own.last - own.first);
     const int64_t token = at.of_token(p, p.H);
     const Preactivations<Scalar> preactivations(
         p, own, scratch, p.from_input, token, p.norm_hh ? p.from_hidden : nullptr, token);
     __syncthreads();  // the step before has been read
     for (int64_t unit = own.first + threadIdx.x; unit < own.last; unit += kThreads) {
-      const Recalled<T> x =
-          recall<Scalar>(p, at, unit, p.gates ? Gates<T>{} : preactivations.at(unit));
-      scratch.c[unit - own.first] = x.fresh;
-      scratch.gates[unit - own.first] = x.gates;
+      const Recalled<T> x = recall<Scalar>(
+          p, at, unit, left<Scalar>(p, at, unit),
+          p.gates ? Gates<T>{} : preactivations.at(unit));
+      scratch.units[unit - own.first].c = x.fresh;
+      scratch.units[unit - own.first].gates = x.gates;
     }
     const CellNorm<T> norm(p, own, scratch);
     for (int64_t unit = own.first + threadIdx.x; unit < own.last; unit += kThreads) {
-      const T y = hyperbolic_tangent(norm(scratch.c[unit - own.first], unit));
-      hidden[at.of_saved(p, p.H) + unit] = narrow<Scalar>(scratch.gates[unit - own.first].o * y);
+      const auto& [gates, c] = scratch.units[unit - own.first];
+      hidden[at.of_saved(p, p.H) + unit] =
+          narrow<Scalar>(gates.o * hyperbolic_tangent(norm(c, unit)));
     }
   }
 }
@@ -415,18 +430,24 @@ LaunchPlan plan_of(const char* kernel, const Lstm& p, int64_t blocks, size_t sha
   };
 }
 
-template <class T>
-size_t scratch_of(const Lstm& p) {
-  return Scratch<T>::bytes(p.norm_hh ? p.H : std::min<int64_t>(p.H, kThreads));
-}
-
 // For a kernel over the units of all rows.
 template <class T>
 LaunchPlan plan_of_cell(const char* kernel, const Lstm& p) {
-  return plan_of(kernel, p, p.B * Share::parts_of(p, p.H), scratch_of<T>(p));
+  const int64_t units = p.workspace ? 0 : p.norm_hh ? p.H : std::min<int64_t>(p.H, kThreads);
+  return plan_of(kernel, p, p.B * Share::parts_of(p, p.H), Scratch<T>::bytes(units));
 }
 
 }  // namespace
+
+int64_t lstm_workspace(const Lstm& p) {
+  int64_t bytes = 0;
+  for_type(p.dtype, [&]<class Scalar>() {
+    using Kept = Scratch<Accumulator<Scalar>>;
+    if (p.norm_hh && Kept::bytes(p.H) > shared_memory_limit())
+      bytes = p.directions * p.B * p.H * sizeof(typename Kept::Unit);
+  });
+  return bytes;
+}
 
 void lstm_dropout(
     const Lstm& p, void* multipliers, uint32_t threshold, double scale, void* stream) {
@@ -485,7 +506,8 @@ void lstm_backward_projection(
 void lstm_hidden(const Lstm& p, void* hidden, void* stream) {
   for_type(p.dtype, [&]<class Scalar>() {
     LaunchPlan plan = plan_of_cell<Accumulator<Scalar>>("lstm_hidden", p);
-    plan.grid.x = static_cast<unsigned>(std::min<int64_t>(p.T * plan.grid.x, 1 << 20));
+    if (!p.workspace)
+      plan.grid.x = static_cast<unsigned>(std::min<int64_t>(p.T * plan.grid.x, 1 << 20));
     launch(
         plan, static_cast<cudaStream_t>(stream), hidden_kernel<Scalar>, p,
         static_cast<Scalar*>(hidden));

@@ -85,11 +85,17 @@ __global__ void wait_for_nobody(uint32_t* flag) {
 // Every block adds its number to a sum and reads it after all have.
 template <bool kBarrier>
 __global__ void sum_of_blocks(uint32_t* arrivals, float* sum, float* to) {
-  for (uint32_t phase = 1; phase <= 3; ++phase) {
+  GridBarrier others(arrivals, gridDim.x);
+  const auto meet = [&] {
+    if (!kBarrier) return;
+    others.arrive();
+    others.wait();
+  };
+  for (int round = 0; round < 3; ++round) {
     if (threadIdx.x == 0) atomicAdd(sum, static_cast<float>(blockIdx.x));
-    if (kBarrier) grid_barrier(arrivals, gridDim.x, 2 * phase - 1);
-    to[(phase - 1) * gridDim.x + blockIdx.x] = *sum;
-    if (kBarrier) grid_barrier(arrivals, gridDim.x, 2 * phase);
+    meet();
+    to[round * gridDim.x + blockIdx.x] = *sum;
+    meet();
   }
 }
 
