@@ -53,8 +53,8 @@ X86["AMX_BF16"] = [*X86["AVX512_BF16"], "-DTRIFUSE_BRGEMM"]
 CAPABILITIES = X86 if platform.machine() in ("x86_64", "AMD64") else {"DEFAULT": []}
 
 # What torch calls becomes an object for each of these operators, for CPU and GPU together, and one
-# for all others: torch's headers take longer to compile than what includes them. Sources of one
-# object share their unnamed namespaces.
+# for all others and the bindings: torch's headers take longer to compile than what includes them.
+# Sources of one object share their unnamed namespaces.
 LARGE_OPERATORS = ("attention", "lstm")
 
 
@@ -209,12 +209,12 @@ class BuildExtension(build_ext):
             for source in sources:
                 if source in kernels or (source.parent.name == "cuda" and not with_cuda):
                     continue
-                alone = source.stem in (*LARGE_OPERATORS, "bindings")
-                groups.setdefault(source.stem if alone else "operators", []).append(source)
+                name = source.stem if source.stem in LARGE_OPERATORS else "operators"
+                groups.setdefault(name, []).append(source)
             code = [flag.split(",code=")[1].strip("[]") for flag in self.architectures]
             built_for = [f'-DTRIFUSE_CUDA_CODE="{",".join(code)}"'] if with_cuda else []
             return [
-                job(group, name, [*host, *(built_for if name == "bindings" else [])])
+                job(group, name, [*host, *(built_for if name == "operators" else [])])
                 for name, group in groups.items()
             ]
 

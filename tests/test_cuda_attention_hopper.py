@@ -224,6 +224,23 @@ def test_queries_that_a_mask_leaves_out_pass_on_no_poison(library):
     assert_same_bits(run(dataclasses.replace(case, **fields)), run(case))
 
 
+def test_an_infinite_key_that_all_queries_see():
+    """Its scores are inf and -inf, and the latter are no pairs left out."""
+    case = make(1, 1, 70, 300, 64)
+    case.key[..., 5, :] = 0
+    case.key[..., 5, 3] = math.inf
+    out, lse = forward(case)
+    assert out.isnan().all()
+    assert lse.isnan().all()
+
+
+def test_peaks_that_rise_by_little_and_by_more():
+    case = make(1, 1, 70, 700, 64)
+    case.query[..., 0] = 4
+    case.key[..., 0] = torch.linspace(-20, 40, 700)
+    check_forward(case)
+
+
 # The same bits -----------------------------------------------------------------------------------
 
 

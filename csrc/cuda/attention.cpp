@@ -46,6 +46,13 @@ void check_cu_seqlens(const char* name, const Tensor& cu, int64_t total, int64_t
           std::to_string(total));
 }
 
+// Kernels count the positions of a sequence in 32 bits, some of them beyond its end.
+void check_length(const char* name, int64_t length) {
+  constexpr int64_t kMost = int64_t(1) << 30;
+  TORCH_CHECK_VALUE(
+      length <= kMost, name, ": expected sequences of at most ", kMost, " tokens; got ", length);
+}
+
 // A call, and the integer tensors it points into.
 struct Call {
   Attention attention{};
@@ -83,6 +90,8 @@ Call make_call(
     p.Lq = std::max<int64_t>(max_seqlen_q, 1);
     p.Lk = std::max<int64_t>(max_seqlen_k, 1);
   }
+  check_length("query", p.Lq);
+  check_length("key", p.Lk);
   if (seed) {
     p.dropout = kernel_dropout(dropout_p);
     p.seed = seed->const_data_ptr<int64_t>();

@@ -104,7 +104,8 @@ __global__ __launch_bounds__(32 * WideShape<Scalar>::kWarps) void attention_back
     // What the shift loses by rounding is in the rest. A row without a pair takes no part in any tile; 0
     // keeps -inf out of its exponents.
     const double in_scores = empty ? 0.0 : lse / scale.unit;
-    const float shift = static_cast<float>(in_scores);
+    const float shift =
+        scale.natural || !kTensorCore<Scalar> ? static_cast<float>(in_scores) : 0.0f;
     vectors.delta[head.row + query] = delta;
     vectors.shift[head.row + query] = shift;
     vectors.rest[head.row + query] = static_cast<float>((in_scores - shift) * scale.exponent);
@@ -128,7 +129,7 @@ __global__ __launch_bounds__(32 * WideShape<Scalar>::kWarps) void attention_back
         multiply_rows<N>(
             scores, query.from(16 * warp()), key_tile(stage), static_cast<int>(round_up(p.E, 16)));
         scale_and_add_mask<N, false, Scalar>(scores, p, scale, head, pairs, row, column);
-        softmax.template take<N>(scores, pairs, scale.exponent, shrink);
+        softmax.template take<N>(scores, pairs, scale, shrink);
       });
   softmax.finish();
 #pragma unroll
@@ -150,8 +151,10 @@ __device__ __forceinline__ void weights_and_gradients(
     float (&scores)[N / 8][4], float (&products)[N / 8][4], const Attention& p, const Scale& scale,
     const Head& head, const TileVectors<N, kByKey>& of, const Pairs<N>& pairs, uint64_t seed,
     int row, int column) {
-  if (scale.natural)
+  if (scale.natural) {
     scale_and_add_mask<N, kByKey, Scalar>(scores, p, scale, head, pairs, row, column);
+    if constexpr (kTensorCore<Scalar>) subtract_shifts<N>(scores, of);
+  }
   make_weights<N, Scalar>(scores, scale, of, pairs);
   if (p.dropout.threshold) {
     const Dropped<N, kByKey> dropped(p, head, seed, row, column);

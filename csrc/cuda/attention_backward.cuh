@@ -7,8 +7,8 @@
 namespace trifuse::cuda {
 
 // For each query, contiguous (B, H, Lq), or (H, total) if sequences are packed. A weight is
-// 2^((score - shift) · exponent - rest), with what Scale says; shift is the logsumexp in units of a score,
-// and delta is ∑ dO O - dlse.
+// 2^((score - shift) · exponent - rest), with what Scale says; shift is the logsumexp in units of a score, or, in
+// 16-bit types without natural scores, 0, and all of it is in the rest; and delta is ∑ dO O - dlse.
 struct RowVectors {
   float *shift, *rest, *delta;
 };
@@ -78,6 +78,15 @@ __device__ __forceinline__ void clear_rows(float (&sums)[C / 8][4], int first) {
       if (row_of(e) >= first) sums[n][e] = 0;
 }
 
+// From natural scores that are to become weights, in 16-bit types.
+template <int N, class Vectors>
+__device__ __forceinline__ void subtract_shifts(float (&scores)[N / 8][4], const Vectors& of) {
+#pragma unroll
+  for (int n = 0; n < N / 8; ++n)
+#pragma unroll
+    for (int e = 0; e < 4; ++e) scores[n][e] -= of.shift(n, e);
+}
+
 // Scores become weights, before dropout.
 template <int N, class Scalar, class Vectors>
 __device__ __forceinline__ void make_weights(
@@ -85,9 +94,10 @@ __device__ __forceinline__ void make_weights(
 #pragma unroll
   for (int n = 0; n < N / 8; ++n)
 #pragma unroll
-    for (int e = 0; e < 4; ++e)
-      scores[n][e] = power_of_2<Scalar>(
-          fmaf(scores[n][e] - of.shift(n, e), scale.exponent, -of.rest(n, e)));
+    for (int e = 0; e < 4; ++e) {
+      const float score = kTensorCore<Scalar> ? scores[n][e] : scores[n][e] - of.shift(n, e);
+      scores[n][e] = power_of_2<Scalar>(fmaf(score, scale.exponent, -of.rest(n, e)));
+    }
   leave_out<N>(scores, pairs);
 }
 

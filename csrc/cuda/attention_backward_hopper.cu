@@ -26,6 +26,8 @@ namespace {
 
 // Columns of a tile, and how many tiles there is room for.
 constexpr int N = 64, kStages = 4;
+template <bool kByKey, int D>
+constexpr int kProducerRegisters = kByKey && D == 128 ? 56 : 72;
 
 struct Call {
   Attention attention;
@@ -110,6 +112,7 @@ __device__ __forceinline__ void produce(
       load_both<kByKey>(
           shared.own[group], call, &shared.own_full[group], Head(p, place.b, place.h * members),
           first + group * kGroupRows);
+  const Span all = seen_by_all<kByKey>(p, Head(p, place.b, place.h * members), first);
   Ring<kStages> tiles;
   uint32_t loaded = 0;  // parity
   Mode mode = Mode::Hope;
@@ -121,7 +124,7 @@ __device__ __forceinline__ void produce(
         TileNotes& notes = shared.notes[tiles.stage];
         wait(&shared.empty[tiles.stage], tiles.parity ^ 1);
         if constexpr (kByKey) note_vectors(notes, call.vectors, head(), column);
-        if (!note_tile<N, kByKey>(notes, p, place.b, h, first, column)) continue;
+        if (!note_tile<N, kByKey>(notes, p, place.b, h, first, column, all)) continue;
         // Rows from here on are in memory, but none of this sequence.
         const Head of = head();
         const int end = kByKey ? of.first_query + of.queries < p.total_q ? of.queries - column : N
@@ -160,6 +163,7 @@ __device__ __forceinline__ void consume(
   const Scale scale(p);
   auto& own = shared.own[group];
   Ring<kStages> tiles;
+  int last_stage;  // of the tile before
 
   // Of a tile: scores, then weights; products of dO and v, then dS. Sums of dS times q or k, and by key
   // also of weights times dO.
@@ -170,16 +174,20 @@ __device__ __forceinline__ void consume(
 
   // Whether there is another tile, once it has come.
   const auto another = [&] {
+    tiles.stage = uniform(tiles.stage);
     wait(&shared.full[tiles.stage], tiles.parity);
     return shared.notes[tiles.stage].column >= 0;
   };
-  const auto last_stage = [&] { return (tiles.stage + kStages - 1) % kStages; };
+  const auto go_on = [&] {
+    last_stage = tiles.stage;
+    tiles.advance();
+  };
   const auto start_scores = [&] {
     start_products<Scalar, D, N>(scores, own.of_scores, shared.other[tiles.stage].of_scores);
   };
   // Sums of the last tile, and the scores of this one, if there are more.
   const auto finish_tile = [&]<bool more>() {
-    const auto& used = shared.other[last_stage()];
+    const auto& used = shared.other[last_stage];
     if constexpr (kByKey) wgmma_begin(scores, sums, gradients, value_sums, weights);
     else wgmma_begin(scores, sums, gradients);
     if constexpr (more) start_scores();
@@ -188,15 +196,17 @@ __device__ __forceinline__ void consume(
     wgmma_commit();
     if constexpr (kByKey) wgmma_wait<0>(scores, sums, gradients, value_sums, weights);
     else wgmma_wait<0>(scores, sums, gradients);
-    release(&shared.empty[last_stage()]);
+    release(&shared.empty[last_stage]);
   };
   // From a tile's scores to what its sums are made of.
   const auto weigh = [&](const auto& of) {
     const TileNotes& notes = shared.notes[tiles.stage];
     const Pairs<N> pairs = noted<N>(notes.pairs, strip, notes.full[strip]);
-    if (scale.natural)
+    if (scale.natural) {
       scale_and_add_mask<N, kByKey, Scalar>(
           scores, p, scale, Head(p, place.b, notes.h), pairs, row, notes.column);
+      subtract_shifts<N>(scores, of);
+    }
     wgmma_begin(products);
     start_products<Scalar, D, N>(products, own.of_outputs, shared.other[tiles.stage].of_outputs);
     wgmma_commit();
@@ -226,7 +236,7 @@ __device__ __forceinline__ void consume(
         const auto part = [&](int n, int e) { return pairs.test(n, e); };
         pack_weights<Scalar, N>(gradients, part);
         if constexpr (kByKey) pack_weights<Scalar, N>(weights, part);
-        tiles.advance();
+        go_on();
         finish_tile.template operator()<false>();
       }
       reached = Reached<D>(sums);
@@ -240,7 +250,7 @@ __device__ __forceinline__ void consume(
       for (;;) {
         if constexpr (kByKey) weigh(NotedVectors(shared.notes[tiles.stage]));
         else weigh(of_rows);
-        tiles.advance();
+        go_on();
         if (!another()) break;
         finish_tile.template operator()<true>();
       }
@@ -297,12 +307,12 @@ __device__ __forceinline__ void backward(const Call& call, const Place& place, i
   }
   __syncthreads();
 
-  const int group = threadIdx.x / kWarpgroup - 1;
+  const int group = uniform(threadIdx.x / kWarpgroup) - 1;
   if (group < 0) {
-    give_registers_back<kProducerRegisters>();
+    give_registers_back<kProducerRegisters<kByKey, D>>();
     produce<kByKey>(call, place, groups, shared);
   } else {
-    take_registers<kConsumerRegisters>();
+    take_registers<consumer_registers(kProducerRegisters<kByKey, D>)>();
     if (group < groups) consume<kByKey>(call, place, groups, group, shared);
   }
 }
@@ -336,6 +346,7 @@ void attention_backward_hopper(const Attention& p, const RowVectors& vectors, vo
   const auto run = [&]<class Scalar, int D>() {
     const auto launch_one = [&](const char* name, auto kernel, int64_t length, int64_t heads) {
       const int64_t blocks = blocks_for(p, length, kRows, heads, true);
+      if (blocks == 0) return;
       launch(
           attention_plan(name, p, blocks, kThreads / 32, sizeof(Shared<Scalar, D>)),
           static_cast<cudaStream_t>(stream), kernel, call);

@@ -80,7 +80,7 @@ __global__ __launch_bounds__(32 * Shape<Scalar, D>::kWarps) void attention_forwa
             make_infinite_scores_nan<N>(weights);
             if (scale.natural)
               scale_and_add_mask<N, false, Scalar>(weights, p, scale, head, pairs, row, column);
-            softmax.template take<N>(weights, pairs, scale.exponent, shrink);
+            softmax.template take<N>(weights, pairs, scale, shrink);
             if (p.dropout.threshold) {
               const Dropped<N, false> dropped(p, head, seed, row, column);
 #pragma unroll

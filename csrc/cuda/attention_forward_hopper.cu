@@ -24,6 +24,8 @@ template <int D>
 constexpr int kKeys = D == 256 ? 64 : 128;
 template <int D>
 constexpr int kStages = D == 64 ? 4 : 2;
+template <int D>
+constexpr int kProducerRegisters = D == 64 ? 72 : 56;
 
 // A block's shared memory.
 template <class Scalar, int D>
@@ -50,6 +52,7 @@ __device__ __forceinline__ void produce(
   // Made anew wherever it is needed, for it takes more registers than there are to keep.
   const auto head = [&] { return Head(p, place.b, place.h); };
   const Span span = visible<N, false>(p, head(), first, kRows);
+  const Span all = seen_by_all<false>(p, head(), first);
   if (leader) {
     for (int group = 0; group < groups; ++group) {
       arrive_and_expect(&shared.query_full[group], sizeof shared.query[group]);
@@ -65,7 +68,7 @@ __device__ __forceinline__ void produce(
     for (int column = span.first; column < span.last; column += N) {
       Notes<N>& notes = shared.notes[keys.stage];
       wait(&shared.key_empty[keys.stage], keys.parity ^ 1);
-      if (!note_tile<N, false>(notes, p, place.b, place.h, first, column)) continue;
+      if (!note_tile<N, false>(notes, p, place.b, place.h, first, column, all)) continue;
       if (leader) {
         notes.column = column;
         arrive_and_expect(&shared.key_full[keys.stage], sizeof shared.key[keys.stage]);
@@ -103,6 +106,19 @@ __device__ __forceinline__ void produce(
 
 // Consumers ----------------------------------------------------------------------------------------------
 
+// Whether the thread's part of one of its rows holds a score of -inf, or a negative NaN: as integers they are
+// the greatest.
+template <int N>
+__device__ __forceinline__ bool any_minus_infinity(const float (&scores)[N / 8][4], int r) {
+  constexpr uint32_t kMinusInfinity = 0xFF800000;
+  uint32_t top = 0;
+#pragma unroll
+  for (int n = 0; n < N / 8; ++n)
+    top = __vimax3_u32(
+        top, __float_as_uint(scores[n][2 * r]), __float_as_uint(scores[n][2 * r + 1]));
+  return top >= kMinusInfinity;
+}
+
 template <class Scalar, int D>
 __device__ __forceinline__ void consume(
     const Attention& p, const Place& place, int groups, int group, Shared<Scalar, D>& shared) {
@@ -127,11 +143,18 @@ __device__ __forceinline__ void consume(
   const auto weigh = [&](float (&shrink)[2]) {
     const Notes<N>& notes = shared.notes[keys.stage];
     const Pairs<N> pairs = noted<N>(notes.pairs, strip, notes.full[strip]);
-    make_infinite_scores_nan<N>(scores);
-    if (scale.natural)
+    if (scale.natural) {
+      make_infinite_scores_nan<N>(scores);
       scale_and_add_mask<N, false, Scalar>(
           scores, p, scale, Head(p, place.b, place.h), pairs, row, notes.column);
-    softmax.template take<N>(scores, pairs, scale.exponent, shrink);
+    } else if (!pairs.full) {
+      make_infinite_scores_nan<N>(scores);
+    } else {  // cheaper, and a score of inf makes its row NaN by itself
+#pragma unroll
+      for (int r = 0; r < 2; ++r)
+        if (any_minus_infinity<N>(scores, r)) softmax.sum[r] = kNan;
+    }
+    softmax.template take<N>(scores, pairs, scale, shrink);
     if (p.dropout.threshold) {
       const Pairs<N> kept = noted<N>(notes.kept, strip, false);
 #pragma unroll
@@ -181,14 +204,11 @@ __device__ __forceinline__ void consume(
         wgmma_commit();
         give_turn();
         wgmma_wait<0>(scores);
-        for (bool summing = false;; summing = true) {
+        for (int summed = -1;;) {  // the stage of the values under way
           weigh(shrink);
           wgmma_wait<0>(acc, weights);
-          if (summing) {
-            release(&shared.value_empty[values.stage]);
-            values.advance();
-          }
-          multiply_by<D>(acc, shrink);
+          if (summed >= 0) release(&shared.value_empty[summed]);
+          if (__any_sync(kAllLanes, shrink[0] != 1 || shrink[1] != 1)) multiply_by<D>(acc, shrink);
           pack_weights<Scalar, N>(weights, [&](int n, int e) { return scores[n][e]; });
           if (!another()) break;
           wait(&shared.value_full[values.stage], values.parity);
@@ -198,6 +218,8 @@ __device__ __forceinline__ void consume(
           wgmma_commit();
           start_sums<Scalar, D, N>(acc, weights, shared.value[values.stage]);
           wgmma_commit();
+          summed = values.stage;
+          values.advance();
           give_turn();
           wgmma_wait<1>(scores);
         }
@@ -247,12 +269,12 @@ __global__ __launch_bounds__(kThreads, 1) void attention_forward_hopper_kernel(
   }
   __syncthreads();
 
-  const int group = threadIdx.x / kWarpgroup - 1;
+  const int group = uniform(threadIdx.x / kWarpgroup) - 1;
   if (group < 0) {
-    give_registers_back<kProducerRegisters>();
+    give_registers_back<kProducerRegisters<D>>();
     produce(call, place, groups, shared);
   } else {
-    take_registers<kConsumerRegisters>();
+    take_registers<consumer_registers(kProducerRegisters<D>)>();
     if (group < groups) consume(p, place, groups, group, shared);
   }
 }

@@ -16,12 +16,15 @@ namespace trifuse::cuda {
 
 constexpr int kWarpgroup = 128, kConsumers = 2, kThreads = (1 + kConsumers) * kWarpgroup;
 constexpr int kGroupRows = 64, kRows = kConsumers * kGroupRows;
-// For a thread, of the 168 that each has at launch: 56 + 2 · 224 = 3 · 168.
-constexpr int kProducerRegisters = 56, kConsumerRegisters = 224;
+// Of the registers that each thread has at launch a producer keeps some, and consumers get the others.
+constexpr int kRegisters = 168;
+constexpr int consumer_registers(int producer) { return (3 * kRegisters - producer) / kConsumers; }
 
-// A row of a panel, in bytes; and how far on so many bytes are in a matrix's descriptor.
-constexpr int kPanelRow = 128;
-constexpr int steps(int bytes) { return bytes / 16; }
+constexpr int kPanelRow = 128;  // bytes of a row of a panel
+
+// A number that is the same for all lanes of a warp. Told so the compiler keeps what follows from it, descriptors
+// of matrices above all, where products take it from: in uniform registers.
+__device__ __forceinline__ int uniform(int number) { return __shfl_sync(kAllLanes, number, 0); }
 
 // Numbers of named barriers; 0 is __syncthreads.
 enum Named {
@@ -146,7 +149,7 @@ struct Notes {
 template <int N, bool kByKey>
 __device__ __forceinline__ bool note_pairs(
     Notes<N>& notes, const Attention& p, int b, int h, int first, int column) {
-  constexpr int kAhead = kByKey ? 16 : N == 64 ? 8 : 4;  // as registers allow
+  constexpr int kAhead = kByKey || N == 64 ? 8 : 4;  // as registers allow
   const Head head(p, b, h);
   bool any = false;
 #pragma unroll 1
@@ -197,11 +200,25 @@ __device__ __forceinline__ void note_kept(
   }
 }
 
-// Notes all of a tile. False: no pair takes part, and the tile is left out.
+// The columns that all of the block's rows see, from `first` on.
+template <bool kByKey>
+__device__ __forceinline__ Span seen_by_all(const Attention& p, const Head& head, int first) {
+  const int count = kByKey ? head.keys : head.queries;
+  Span result = span_of<kByKey>(p, head, min(first + kRows, count) - 1);
+  result.last = p.mask_kind == MaskKind::None ? span_of<kByKey>(p, head, first).last : 0;
+  return result;
+}
+
+// Notes all of a tile. False: no pair takes part, and the tile is left out. `all`: what seen_by_all says.
 template <int N, bool kByKey>
 __device__ __forceinline__ bool note_tile(
-    Notes<N>& notes, const Attention& p, int b, int h, int first, int column) {
-  const bool any = note_pairs<N, kByKey>(notes, p, b, h, first, column);
+    Notes<N>& notes, const Attention& p, int b, int h, int first, int column, const Span& all) {
+  bool any = true;
+  if (all.first <= column && column + N <= all.last) {
+    notes.full[threadIdx.x % (kRows / 16)] = true;  // without a branch, which takes registers
+  } else {
+    any = note_pairs<N, kByKey>(notes, p, b, h, first, column);
+  }
   if (!named_barrier_or(kProducing, kWarpgroup, any)) return false;
   if (p.dropout.threshold) {
     note_kept<N, kByKey>(notes, p, b, h, first, column);
@@ -229,6 +246,8 @@ __device__ __forceinline__ void note_end(
 template <int N>
 __device__ __forceinline__ Pairs<N> noted(
     const typename Pairs<N>::Bits (&bits)[kRows], int strip, bool full) {
+  using Bits = typename Pairs<N>::Bits;
+  if (full) return {{~Bits(0), ~Bits(0)}, true, true};
   const int shift = lane() % 4 * 2, at = 16 * strip;
   return {{bits[at + row_of(0)] >> shift, bits[at + row_of(2)] >> shift}, true, full};
 }
@@ -257,7 +276,7 @@ __device__ __forceinline__ void start_products(
   for (int k = 0; k < D / 16; ++k) {
     const int panel = k / 4 * kPanelRow, within = k % 4 * 32;
     wgmma_rows<Scalar>(
-        products, a + steps(panel * kGroupRows + within), b + steps(panel * N + within), k > 0);
+        products, further(a, panel * kGroupRows + within), further(b, panel * N + within), k > 0);
   }
 }
 
@@ -268,7 +287,7 @@ __device__ __forceinline__ void start_sums(
   const uint64_t b = describe_matrix(tile, N * kPanelRow, 8 * kPanelRow);
 #pragma unroll
   for (int k = 0; k < N / 16; ++k)
-    wgmma_columns<Scalar>(sums, weights[k], b + steps(16 * k * kPanelRow));
+    wgmma_columns<Scalar>(sums, weights[k], further(b, 16 * k * kPanelRow));
 }
 
 }  // namespace trifuse::cuda

@@ -668,14 +668,17 @@ __device__ __forceinline__ float power_of_2(float x) {
 // for softmax", 2018). The four lanes that share a row each have a part of its sum.
 template <class Scalar>
 struct Softmax {
+  // What is taken off a row's scores: their greatest so far, or, beside 16-bit numbers, one that was and has been
+  // passed by so little that weights stay below 2^kSlack. Then nothing that was summed has to be multiplied.
   float peak[2] = {-kInfinity, -kInfinity};
   float sum[2] = {0, 0};
+  static constexpr float kSlack = 8;
 
   // A tile's scores become weights, 0 for pairs that take no part; `shrink` is what was summed before
   // has to be multiplied by.
   template <int N>
   __device__ __forceinline__ void take(
-      float (&scores)[N / 8][4], const Pairs<N>& pairs, float exponent, float (&shrink)[2]) {
+      float (&scores)[N / 8][4], const Pairs<N>& pairs, const Scale& scale, float (&shrink)[2]) {
     if (!pairs.full) {
 #pragma unroll
       for (int n = 0; n < N / 8; ++n)
@@ -690,17 +693,28 @@ struct Softmax {
       for (int n = 0; n < N / 8; ++n)
         top = fmaxf(top, fmaxf(scores[n][2 * r], scores[n][2 * r + 1]));
       top = warp_max<4>(top);
+      const float before = peak[r];
+      if (!kTensorCore<Scalar> || (top - before) * scale.exponent > kSlack) peak[r] = top;
       // A row without a pair so far has a peak of -inf; any number will do to subtract.
-      const float base = top == -kInfinity ? 0.0f : top;
-      shrink[r] = power_of_2<Scalar>((peak[r] - base) * exponent);
-      peak[r] = top;
+      const float base = peak[r] == -kInfinity ? 0.0f : peak[r];
+      shrink[r] = power_of_2<Scalar>((before - base) * scale.exponent);
+      // Scores with a mask's numbers may be too large to be multiplied first. Others are, beside 16-bit numbers:
+      // one operation does both.
+      if (kTensorCore<Scalar> && scale.natural) {
+#pragma unroll
+        for (int n = 0; n < N / 8; ++n)
+#pragma unroll
+          for (int i = 0; i < 2; ++i) scores[n][2 * r + i] -= base;
+      }
+      const float offset = scale.natural ? 0.0f : -base * scale.exponent;
       float total = 0;
 #pragma unroll
       for (int n = 0; n < N / 8; ++n)
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
           float& p = scores[n][2 * r + i];
-          p = power_of_2<Scalar>((p - base) * exponent);
+          p = power_of_2<Scalar>(
+              kTensorCore<Scalar> ? fmaf(p, scale.exponent, offset) : (p - base) * scale.exponent);
           total += p;
         }
       sum[r] = fmaf(sum[r], shrink[r], total);
@@ -742,6 +756,9 @@ inline void for_kernel(const AttentionProblem& p, const Run& run) {
 
 inline LaunchPlan attention_plan(
     const char* kernel, const Attention& p, int64_t blocks, int warps, size_t shared) {
+  if (blocks > 0x7FFFFFFF)
+    throw std::runtime_error(
+        std::string(kernel) + ": " + std::to_string(blocks) + " blocks, and 2^31 - 1 is the most");
   return {
       .kernel = kernel,
       .sizes =
@@ -755,10 +772,7 @@ inline LaunchPlan attention_plan(
 
 // One for each block of rows of each head; with packed sequences also for tokens past the last.
 inline int64_t blocks_for(const Attention& p, int64_t length, int rows, int64_t heads, bool tail) {
-  const int64_t blocks =
-      (length + rows - 1) / rows * heads * (p.batch + (tail && p.cu_seqlens_q != nullptr));
-  if (blocks > 0x7FFFFFFF) throw std::runtime_error("attention: over 2^31 blocks");
-  return blocks;
+  return (length + rows - 1) / rows * heads * (p.batch + (tail && p.cu_seqlens_q != nullptr));
 }
 
 }  // namespace trifuse::cuda

@@ -78,12 +78,17 @@ __device__ __forceinline__ void prefetch_map(const CUtensorMap* map) {
 // A matrix in shared memory for a product: eight rows of 128 bytes after another, chunks of 16 bytes
 // swizzled as copy_box with CU_TENSOR_MAP_SWIZZLE_128B does, at a multiple of 1024 bytes. Counted in bytes:
 // `stride` from eight rows to the next; `leading` from 64 columns to the next where a product sums over
-// rows, and else of no meaning. What begins some bytes further on, columns of the first eight rows or rows
-// by the eight, is described by that many / 16 more.
+// rows, and else of no meaning.
 __device__ __forceinline__ uint64_t describe_matrix(const void* p, uint32_t leading, uint32_t stride) {
   constexpr uint64_t kSwizzle128 = 1;
   return uint64_t(shared_address(p) >> 4 & 0x3FFF) | uint64_t(leading >> 4 & 0x3FFF) << 16 |
       uint64_t(stride >> 4 & 0x3FFF) << 32 | kSwizzle128 << 62;
+}
+
+// What begins some bytes further on: columns of the first eight rows, or rows by the eight. Addresses carry
+// nothing into the upper half, which stays a constant to the compiler.
+__device__ __forceinline__ uint64_t further(uint64_t matrix, uint32_t bytes) {
+  return matrix >> 32 << 32 | (static_cast<uint32_t>(matrix) + bytes / 16);
 }
 
 // Makes the compiler take these registers for read and written here.

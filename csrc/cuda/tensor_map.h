@@ -59,6 +59,10 @@ inline decltype(&cuTensorMapEncodeTiled) tensor_map_encoder() {
 // 128 bytes of shared memory, swizzled.
 inline CUtensorMap make_tensor_map(const MappedTensor& t, int rows) {
   static const auto encode = tensor_map_encoder();
+  // The driver asks for a context, which a thread that has yet to use the runtime has none of.
+  int device;
+  check(cudaGetDevice(&device), "cudaGetDevice");
+  check(cudaSetDevice(device), "cudaSetDevice");
   CUtensorMap map;
   cuuint64_t sizes[4], strides[4];  // innermost first
   for (int d = 0; d < 4; ++d) {

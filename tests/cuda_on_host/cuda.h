@@ -4,13 +4,14 @@
 
 #include <cstdint>
 #include <cstring>
+#include <utility>
 
 #include "cuda_runtime.h"
 
 using cuuint32_t = uint32_t;
 using cuuint64_t = uint64_t;
 
-enum CUresult { CUDA_SUCCESS = 0, CUDA_ERROR_INVALID_VALUE = 1 };
+enum CUresult { CUDA_SUCCESS = 0, CUDA_ERROR_INVALID_VALUE = 1, CUDA_ERROR_INVALID_CONTEXT = 201 };
 enum CUtensorMapDataType { CU_TENSOR_MAP_DATA_TYPE_FLOAT16 = 6, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 = 9 };
 enum CUtensorMapInterleave { CU_TENSOR_MAP_INTERLEAVE_NONE = 0 };
 enum CUtensorMapSwizzle {
@@ -29,11 +30,24 @@ struct alignas(128) CUtensorMap {
   uint32_t box[5];
 };
 
+// Whether the thread has a context. It has it for one map only, so that whoever makes one sees to it.
+inline thread_local bool has_context = false;
+
+inline cudaError_t cudaGetDevice(int* device) {
+  *device = 0;
+  return cudaSuccess;
+}
+inline cudaError_t cudaSetDevice(int) {
+  has_context = true;
+  return cudaSuccess;
+}
+
 // For two bytes an element. What the documentation asks for, and no more.
 inline CUresult cuTensorMapEncodeTiled(
     CUtensorMap* map, CUtensorMapDataType, cuuint32_t rank, void* data, const cuuint64_t* sizes,
     const cuuint64_t* strides, const cuuint32_t* box, const cuuint32_t* steps, CUtensorMapInterleave,
     CUtensorMapSwizzle swizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill) {
+  if (!std::exchange(has_context, false)) return CUDA_ERROR_INVALID_CONTEXT;
   bool ok = rank >= 1 && rank <= 5 && reinterpret_cast<uintptr_t>(data) % 16 == 0 &&
       2 * box[0] % 16 == 0;
   std::memset(static_cast<void*>(map), cuda_on_host::kPoison, sizeof *map);

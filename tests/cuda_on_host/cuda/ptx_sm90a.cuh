@@ -128,6 +128,10 @@ inline uint64_t describe_matrix(const void* p, uint32_t leading, uint32_t stride
       uint64_t(stride >> 4 & 0x3FFF) << 32 | kSwizzle128 << 62;
 }
 
+inline uint64_t further(uint64_t matrix, uint32_t bytes) {
+  return matrix >> 32 << 32 | (static_cast<uint32_t>(matrix) + bytes / 16);
+}
+
 // A matrix by its descriptor ("Asynchronous Warpgroup Level Matrix Shared Memory Layout" of the PTX manual):
 // row r of the (M or N, 16) factor, number k of it. `along_k`: those of a row are neighbours.
 class DescribedMatrix {
