@@ -162,7 +162,7 @@ def _has_autocast(device: str) -> bool:
     return torch.amp.is_autocast_available(device)
 
 
-# See backends._capability. Dynamo can't trace into it before torch 2.12 or so.
+# See backends._capability. torch 2.11's Dynamo can't trace into it.
 _has_autocast._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
