@@ -276,7 +276,7 @@ Shape shape_of(const DropoutAddLayerNorm& p) {
   shape.columns = 8 * groups * shape.threads;
   shape.chunks = std::max<int64_t>((p.N + shape.columns - 1) / shape.columns, 1);
   // A program's shares are written and read once more: at least four times as many rows are worth it.
-  const int block = shape.threads == 32 ? 128 : shape.threads, rows = block / shape.threads;
+  const int block = block_of(shape.threads), rows = block / shape.threads;
   const int64_t resident = int64_t(kResidentThreads / block) * multiprocessors();
   const int64_t most = std::max<int64_t>(resident / shape.chunks, 1);
   shape.programs = std::min((p.rows + 4 * rows - 1) / (4 * rows), most);

@@ -12,12 +12,15 @@
 
 namespace trifuse::cuda {
 
+// The threads of a block whose teams have so many.
+constexpr int block_of(int team) { return team == 32 ? 128 : team; }
+
 // Threads that share a row: a warp, of which a block holds four, or a whole block. Columns go by groups
 // of eight neighbours, one call of Philox; thread t owns group t and every `threads`-th after it. That,
 // and with it the order of every sum over a row, depends on nothing but the width and the kind of call.
 template <int kThreads>
 struct Team {
-  static constexpr int kBlock = kThreads == 32 ? 128 : kThreads;
+  static constexpr int kBlock = block_of(kThreads);
   static constexpr int kRows = kBlock / kThreads;  // of a block
   static constexpr int kWarps = kThreads / 32;
 
