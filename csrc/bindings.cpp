@@ -11,6 +11,7 @@
 #include <string>
 #include <vector>
 
+#include "autograd.h"
 #include "cpu/capability.h"
 #include "cpu/kernels.h"
 
@@ -85,6 +86,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def(
       "matrix_rate", &matrix_rate, pybind11::arg("dtype"), pybind11::arg("seconds") = 0.2,
       "FLOP/s of all threads' matrix products on tiles in their L1 caches");
+  m.def(
+      "register_autograd", &register_autograd,
+      "Have an op's companion run in its place where a derivative is wanted");
   m.def("exp2", &each<&Probe::exp2>, "2^x as the kernels compute it");
   m.def("sigmoid", &each<&Probe::sigmoid>, "1 / (1 + e^-x) as the kernels compute it");
   m.def("tanh", &each<&Probe::tanh>, "tanh(x) as the kernels compute it");

@@ -1353,7 +1353,7 @@ def attention_backward(
     *options: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The gradients: arguments and results of the op ``attention_backward``."""
-    *call_options, mask_requires_grad = options
+    *call_options, (_, _, _, mask_requires_grad) = options
     tensors = (query, key, value, attn_mask, key_lengths, cu_seqlens_q, cu_seqlens_k, seed)
     call = _Call(tensors, *call_options)
     do = _strided(grad_out)

@@ -514,7 +514,8 @@ def dropout_add_layer_norm_backward(
     dropout_p: float,
     eps: float,
     rms_norm: bool,
-    x_is_sum: bool,
+    prenorm: bool,
+    sum_dtype: torch.dtype,
     wanted: tuple[bool, ...],
 ) -> tuple[Tensor, ...]:
     """Arguments and results of the op ``dropout_add_layer_norm_backward``."""
@@ -529,7 +530,7 @@ def dropout_add_layer_norm_backward(
     vector_grads = VectorGradients(*grads[2:])
     rows, vector, matrices = _matrices(grad_out, grad_sum, x, residual, *grads[:2])
     dy, ds, x_rows, residual_rows, grad_x, grad_residual = matrices
-    variant = Variant(N, vector, rms_norm, x_is_sum)
+    variant = Variant(N, vector, rms_norm, x_is_sum=prenorm)
     inputs = _inputs(x_rows, residual_rows, weight, bias, x_bias)
     dropout = _dropout(seed, dropout_p)
     mean, rstd = mean.contiguous(), rstd.contiguous()

@@ -15,6 +15,7 @@ launches is said at the head of ``trifuse/kernels/recurrent.py``. Beside that:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -1126,7 +1127,7 @@ def _normalised_backward(
             x, None, *vectors, 0.0, eps, False, False, x.dtype
         )
         found = layer_norm.dropout_add_layer_norm_backward(
-            grad[:, :, d], None, x, None, *vectors, mean, rstd, 0.0, eps, False, False,
+            grad[:, :, d], None, x, None, *vectors, mean, rstd, 0.0, eps, False, False, x.dtype,
             (True, False, True, False, False),
         )  # fmt: skip
         of_products.append(found[0])
@@ -1146,8 +1147,8 @@ class _Call:
         reverse: Sequence[bool],
         coupled: bool,
         forget_bias: float,
-        cell_clip: float,
-        proj_clip: float,
+        cell_clip: float | None,
+        proj_clip: float | None,
         eps: float,
         zoneout_h: float,
         zoneout_c: float,
@@ -1175,8 +1176,8 @@ class _Call:
             projected=self.weight_hr is not None,
             training=training,
             recompute=recompute,
-            cell_clip=cell_clip,
-            proj_clip=proj_clip,
+            cell_clip=math.inf if cell_clip is None else cell_clip,
+            proj_clip=math.inf if proj_clip is None else proj_clip,
             clip_columns=clipped_columns(H, R, cell_clip, proj_clip),
             eps=eps,
             zoneout_h=zoneout_h,

@@ -24,6 +24,10 @@ def set_cpu_capability(name: str) -> str:
 def matrix_rate(dtype: str, seconds: float = 0.2) -> float:
     """FLOP/s of the extension's matrix products, on every thread, for "float32" or "bfloat16"."""
 
+def register_autograd(op: str, companion: str) -> None:
+    """Have ``companion`` run in the place of ``op`` where a derivative is wanted. Both are of
+    namespace trifuse, "name.overload", and have the same schema."""
+
 def exp2(x: Tensor) -> Tensor:
     """2ˣ of float32 as the kernels compute it."""
 

@@ -198,6 +198,12 @@ def choose(call: Call) -> Choice:
 
 
 @functools.cache
+def elsewhere(call: Call, backend: str) -> str:
+    """Which backend serves a call that was traced for another device: ``backend``, if it can."""
+    return backend if _WHY_NOT[backend](call) is None else _choose(call, "auto").backend
+
+
+@functools.cache
 def _choose(call: Call, requested: str) -> Choice:
     if requested != "auto":
         why = _WHY_NOT[requested](call)

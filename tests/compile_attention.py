@@ -99,8 +99,8 @@ def _launch(
     tensors = (query, key, value, attn_mask, None, None, None, seed)
     options = (L, L, None, -1, 0 if causal else -1, False, dropout_p)
     out, lse = attention.attention_forward(*tensors, *options)
-    wants_mask = attn_mask is not None and attn_mask.is_floating_point()
-    attention.attention_backward(grad_out, None, *tensors, out, lse, *options, wants_mask)
+    wanted = (True, True, True, attn_mask is not None and attn_mask.is_floating_point())
+    attention.attention_backward(grad_out, None, *tensors, out, lse, *options, wanted)
 
 
 if __name__ == "__main__":

@@ -89,7 +89,7 @@ def _launch(call: Call) -> None:
         tensors = (total, None, *tensors[2:])
     kernels.dropout_add_layer_norm_backward(
         grad_out, total if call.full else None, *tensors, mean, rstd, *options, call.full,
-        (True, True, True, True, call.full),
+        wide, (True, True, True, True, call.full),
     )  # fmt: skip
 
 

@@ -98,9 +98,8 @@ def _launch_lstm(call: Call) -> None:
         empty(1, dtype=torch.int64),
     )  # fmt: skip
     zoneout = of.get("zoneout", 0.0)
-    inf = float("inf")
     options = (
-        [False], False, 0.0, of.get("cell_clip", inf), of.get("proj_clip", inf), 1e-5,
+        [False], False, 0.0, of.get("cell_clip"), of.get("proj_clip"), 1e-5,
         zoneout, zoneout, of.get("recurrent_dropout", 0.0), of.get("training", False),
     )  # fmt: skip
     out, h_n, c_n, *kept = lstm.lstm_forward(*inputs, *options, 1 if "recompute" in of else 2)
@@ -114,7 +113,7 @@ def _launch_gru(call: Call) -> None:
     shapes = ((3 * H, I), (3 * H, H), (3 * H,), (3 * H,))
     parameters = [_empty(*shape, dtype=dtype) for shape in shapes]
     inputs = (_empty(T, B, I, dtype=dtype), None, parameters, None)
-    out, h_n, gates = gru.gru_forward(*inputs, [False], True)
+    out, h_n, gates = gru.gru_forward(*inputs, [False], 2)
     gru.gru_backward(out, h_n, *inputs, out, gates, [False], [True] * 6)
 
 

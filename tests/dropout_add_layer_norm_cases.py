@@ -274,8 +274,9 @@ def check_wanted(forward: Callable[..., Any], backward: Callable[..., Any], want
 
     def grads(wants: tuple[bool, ...]) -> Any:
         return backward(
-            case.grad_out, None, *case.tensors, seed, mean, rstd, *options, False, wants
-        )
+            case.grad_out, None, *case.tensors, seed, mean, rstd, *options, False, torch.float32,
+            wants,
+        )  # fmt: skip
 
     wants = tuple(bool(wanted >> i & 1) for i in range(5))
     for some, every, want in zip(grads(wants), grads((True,) * 5), wants, strict=True):

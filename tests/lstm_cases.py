@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Iterator, Sequence
 from random import Random
 from typing import Any
@@ -78,10 +77,7 @@ class Case:
 
     @property
     def numbers(self) -> Options:
-        options = dict(self.options)
-        for clip in ("cell_clip", "proj_clip"):
-            options[clip] = math.inf if options.get(clip) is None else options[clip]
-        return Options(self.reverse, **options)
+        return Options(self.reverse, **self.options)
 
     @property
     def seed(self) -> Tensor | None:
@@ -171,6 +167,10 @@ def eager_torch(case: Case) -> Results:
     return differentiate(case, case.tensors, formula)
 
 
+def _clip(t: Tensor, limit: float | None) -> Tensor:
+    return t if limit is None else t.clamp(-limit, limit)
+
+
 def _eager_direction(
     case: Case, d: int, input: Tensor, h: Tensor | None, c: Tensor | None, p: Parameters
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -201,14 +201,14 @@ def _eager_direction(
         a_i, *a_f, a_g, a_o = a.chunk(3 if o.coupled else 4, 1)
         i = torch.sigmoid(a_i + p_i * c)
         f = 1 - i if o.coupled else torch.sigmoid(a_f[0] + p_f * c + o.forget_bias)
-        new_c = (f * c + i * torch.tanh(a_g)).clamp(-o.cell_clip, o.cell_clip)
+        new_c = _clip(f * c + i * torch.tanh(a_g), o.cell_clip)
         gate = torch.sigmoid(a_o + p_o * new_c)
         n = new_c
         if p.norm_cell_weight is not None:
             n = F.layer_norm(n, (H,), p.norm_cell_weight, p.norm_cell_bias, o.eps)
         new_h = gate * torch.tanh(n)
         if p.weight_hr is not None:
-            new_h = F.linear(new_h, p.weight_hr).clamp(-o.proj_clip, o.proj_clip)
+            new_h = _clip(F.linear(new_h, p.weight_hr), o.proj_clip)
         new_h = zoneout(new_h, h, drawn.keep_h, position, o.zoneout_h)
         new_c = zoneout(new_c, c, drawn.keep_c, position, o.zoneout_c)
         h, c = torch.where(valid, new_h, h), torch.where(valid, new_c, c)

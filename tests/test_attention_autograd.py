@@ -12,10 +12,16 @@ import torch
 import torch.nn.functional as F
 from attention_cases import normal
 from torch import Tensor, nn
-from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import CausalVariant
-from torch_checks import assert_same_results, check_checkpoint, check_fakes, check_one_graph, seeded
+from torch_checks import (
+    assert_same_results,
+    check_checkpoint,
+    check_fakes,
+    check_forward_mode,
+    check_one_graph,
+    seeded,
+)
 
 import trifuse
 from trifuse import backends
@@ -103,7 +109,7 @@ def test_gradcheck(backend, what):
     slow = ("lse", "causal", "float mask", "packed dropout")
     torch.manual_seed(0)
     torch.autograd.gradcheck(
-        finite_rows(seeded(call)), args, check_batched_grad=False, fast_mode=what not in slow
+        finite_rows(seeded(call)), args, check_batched_grad=True, fast_mode=what not in slow
     )
 
 
@@ -209,36 +215,10 @@ def test_func_derivative_of_the_mask(backend):
     torch.testing.assert_close(actual, expected)
 
 
-def test_forward_mode_raises(backend):
-    """There is no forward-mode rule. Silence would be a zero tangent."""
-    args = [x.detach() for x in inputs()]
-    tangents = tuple(torch.ones_like(x) for x in args)
-    with pytest.raises(NotImplementedError, match="forward"):
-        torch.func.jvp(attention, tuple(args), tangents)
-    with pytest.raises(NotImplementedError, match="forward"):
-        torch.func.jacfwd(attention)(*args)
-    for position in range(3):
-        with forward_ad.dual_level():
-            dual = list(args)
-            dual[position] = forward_ad.make_dual(args[position], tangents[position])
-            with pytest.raises(NotImplementedError, match="forward"):
-                attention(*dual)
-    packed_args = tuple(x.detach() for x in packed_inputs())
-    with pytest.raises(NotImplementedError, match="forward"):
-        torch.func.jvp(
-            lambda q: trifuse.varlen_attention(q, *packed_args[1:], CU_Q, CU_K),
-            packed_args[:1],
-            (torch.ones_like(packed_args[0]),),
-        )
-
-
-def test_forward_mode_over_a_backward_raises(backend):
-    """A tangent that comes with the gradient from above, with no graph asked for."""
-    args = inputs()
-    out = attention(*args)
-    upstream = torch.ones_like(out)
-    with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="forward"):
-        torch.autograd.grad(out, args, forward_ad.make_dual(upstream, upstream))
+@pytest.mark.parametrize("what", DIFFERENTIABLE)
+def test_forward_mode(backend, what):
+    call, args = DIFFERENTIABLE[what]()
+    check_forward_mode(finite_rows(seeded(call)), args, draws="dropout" in what)
 
 
 # vmap -------------------------------------------------------------------------------------------
@@ -408,7 +388,8 @@ def test_opcheck(backend, what):
     for wants_mask in {False, needs_mask}:
         for grad_lse in (None, upstream[1]):
             torch.library.opcheck(
-                backward, (upstream[0], grad_lse, *args[:8], out, lse, *args[8:], wants_mask)
+                backward,
+                (upstream[0], grad_lse, *args[:8], out, lse, *args[8:], [True] * 3 + [wants_mask]),
             )
 
 
@@ -424,7 +405,7 @@ def run_both(backend: str, args: Any) -> list[Tensor]:
     out, lse = getattr(torch.ops.trifuse.attention_forward, backend)(*args)
     needs_mask = args[3] is not None and args[3].is_floating_point()
     grads = getattr(torch.ops.trifuse.attention_backward, backend)(
-        out, lse, *args[:8], out, lse, *args[8:], needs_mask
+        out, lse, *args[:8], out, lse, *args[8:], [True, True, True, needs_mask]
     )
     return [out, lse, *grads]
 

@@ -12,8 +12,14 @@ import torch
 import torch.nn.functional as F
 from attention_cases import assert_equal, normal
 from torch import Tensor, nn
-from torch.autograd import forward_ad
-from torch_checks import assert_same_results, check_checkpoint, check_fakes, check_one_graph, seeded
+from torch_checks import (
+    assert_same_results,
+    check_checkpoint,
+    check_fakes,
+    check_forward_mode,
+    check_one_graph,
+    seeded,
+)
 
 import trifuse
 from trifuse import backends
@@ -98,7 +104,7 @@ DIFFERENTIABLE: dict[str, Callable[[], tuple[Callable[..., Any], list[Tensor]]]]
 @pytest.mark.parametrize("what", DIFFERENTIABLE)
 def test_gradcheck(backend, what):
     call, args = DIFFERENTIABLE[what]()
-    torch.autograd.gradcheck(seeded(call), args, check_batched_grad="dropout" not in what)
+    torch.autograd.gradcheck(seeded(call), args, check_batched_grad=True)
 
 
 @pytest.mark.parametrize("what", DIFFERENTIABLE)
@@ -214,30 +220,10 @@ def test_func_derivatives(backend, prenorm):
         torch.testing.assert_close(actual, expected)
 
 
-def test_forward_mode_raises(backend):
-    """There is no forward-mode rule. Silence would be a zero tangent."""
-    args = [t.detach() for t in inputs()]
-    tangents = tuple(torch.ones_like(t) for t in args)
-    for call in (normalise, functools.partial(normalise, prenorm=True, **DROPOUT)):
-        with pytest.raises(NotImplementedError, match="forward"):
-            torch.func.jvp(call, tuple(args), tangents)
-        with pytest.raises(NotImplementedError, match="forward"):
-            torch.func.jacfwd(call, randomness="same")(*args)
-        for position in range(5):
-            with forward_ad.dual_level():
-                dual = list(args)
-                dual[position] = forward_ad.make_dual(args[position], tangents[position])
-                with pytest.raises(NotImplementedError, match="forward"):
-                    call(*dual)
-
-
-def test_forward_mode_over_a_backward_raises(backend):
-    """A tangent that comes with the gradient from above, with no graph asked for."""
-    args = inputs()
-    out = normalise(*args)
-    upstream = torch.ones_like(out)
-    with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="forward"):
-        torch.autograd.grad(out, args, forward_ad.make_dual(upstream, upstream))
+@pytest.mark.parametrize("what", DIFFERENTIABLE)
+def test_forward_mode(backend, what):
+    call, args = DIFFERENTIABLE[what]()
+    check_forward_mode(seeded(call), args, draws="dropout" in what)
 
 
 # vmap -------------------------------------------------------------------------------------------
@@ -382,7 +368,7 @@ def backward_arguments(args: tuple[Any, ...], results: list[Tensor]) -> Iterator
     every = [True, args[1] is not None, *(t is not None for t in args[2:5])]
     for wanted in (every, [False, *every[1:]], [True, False, False, False, False]):
         upstream = (torch.ones_like(out), torch.ones_like(total) if prenorm else None)
-        yield (*upstream, *tensors, mean, rstd, *args[6:9], prenorm, wanted)
+        yield (*upstream, *tensors, mean, rstd, *args[6:11], wanted)
 
 
 @pytest.mark.parametrize("what", op_arguments())

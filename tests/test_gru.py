@@ -15,9 +15,11 @@ from conftest import KERNELS, Kernel
 from lstm_cases import backend_fixture, kernel_fixture, lay_out_any, serving
 from numerics import Accuracy, rounding_error
 from torch import Tensor
+from torch_checks import check_forward_mode
 
 import trifuse
 from trifuse.ops import gru as ops
+from trifuse.ops._operator import SAVE_ALL, SAVE_NOTHING
 from trifuse.reference import gru as reference
 from trifuse.reference.gru import Options, Parameters
 
@@ -415,9 +417,9 @@ def test_opcheck(served, what):
     flat, reverse = [t for p in parameters for t in p], list(case.reverse)
     args = (input, h0, flat, case.lengths, reverse)
     forward = getattr(torch.ops.trifuse.gru_forward, served)
-    torch.library.opcheck(forward, (*args, True))
-    output, h_n, gates = forward(*args, True)
-    assert forward(*args, False)[2].shape == (0,)
+    torch.library.opcheck(forward, (*args, SAVE_ALL))
+    output, h_n, gates = forward(*args, SAVE_ALL)
+    assert forward(*args, SAVE_NOTHING)[2].shape == (0,)
     every = [t is not None for t in (input, h0, *flat)]
     for upstream, wanted in (
         ((output, h_n), every),
@@ -471,11 +473,8 @@ def test_compile(served):
         torch.testing.assert_close(compiled(*args), model(*args))
 
 
-def test_forward_mode_raises(backend):
-    call, args = call_of(Case())
-    args = [t.detach() for t in args]
-    with pytest.raises(NotImplementedError, match="forward"):
-        torch.func.jvp(call, tuple(args), tuple(torch.ones_like(t) for t in args))
+def test_forward_mode(backend):
+    check_forward_mode(*call_of(Case(dtype=torch.float64)))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

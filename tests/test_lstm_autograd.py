@@ -13,13 +13,19 @@ import torch
 from attention_cases import SEED, assert_equal, normal
 from lstm_cases import VARIANTS, Case, assert_same_bits, backend_fixture, make, run
 from torch import Tensor
-from torch.autograd import forward_ad
-from torch_checks import assert_same_results, check_checkpoint, check_fakes, check_one_graph, seeded
+from torch_checks import (
+    assert_same_results,
+    check_checkpoint,
+    check_fakes,
+    check_forward_mode,
+    check_one_graph,
+    seeded,
+)
 
 import trifuse
 from trifuse import backends
 from trifuse.ops import lstm as ops
-from trifuse.ops._recurrent import SAVE_ALL, SAVE_NOTHING, SAVE_STATES
+from trifuse.ops._operator import SAVE_ALL, SAVE_NOTHING, SAVE_STATES
 
 backend = backend_fixture("lstm")
 served = backend_fixture("lstm", "triton")
@@ -361,27 +367,10 @@ def test_func_derivatives(backend, what):
         torch.testing.assert_close(actual, expected)
 
 
-def test_forward_mode_raises(backend):
-    """There is no forward-mode rule. Silence would be a zero tangent."""
-    call, args = call_of(small("plain"))
-    args = [t.detach() for t in args]
-    tangents = tuple(torch.ones_like(t) for t in args)
-    with pytest.raises(NotImplementedError, match="forward"):
-        torch.func.jvp(call, tuple(args), tangents)
-    for position in range(len(args)):
-        with forward_ad.dual_level(), torch.no_grad():
-            dual = list(args)
-            dual[position] = forward_ad.make_dual(args[position], tangents[position])
-            with pytest.raises(NotImplementedError, match="forward"):
-                call(*dual)
-
-
-def test_forward_mode_over_a_backward_raises(backend):
-    call, args = call_of(small("plain"))
-    output, *_ = call(*args)
-    upstream = torch.ones_like(output)
-    with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="forward"):
-        torch.autograd.grad(output, args, forward_ad.make_dual(upstream, upstream))
+@pytest.mark.parametrize("what", ["plain", "everything", "coupled"])
+def test_forward_mode(backend, what):
+    call, args = call_of(small(what))
+    check_forward_mode(seeded(call), args, draws=what == "everything")
 
 
 # vmap -------------------------------------------------------------------------------------------

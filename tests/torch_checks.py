@@ -10,8 +10,9 @@ from attention_cases import SEED, assert_equal
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses import FakeTensorMode
+from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 
@@ -70,6 +71,44 @@ def assert_same_results(
     results = (values_and_gradients(f, args) for f in (actual, expected))
     for a, e in zip(*results, strict=True):
         torch.testing.assert_close(a, e)
+
+
+def check_forward_mode(
+    call: Callable[..., Any], args: Sequence[Tensor], draws: bool = False
+) -> None:
+    """Tangents are right: of a call, of its gradients, and under torch.func.
+
+    Args:
+        draws: it draws at random, which torch refuses for a batch of tangents.
+    """
+    batched = not draws
+    torch.autograd.gradcheck(
+        call, args, check_forward_ad=True, check_backward_ad=False,
+        check_batched_forward_grad=batched,
+    )  # fmt: skip
+    torch.autograd.gradgradcheck(call, args, fast_mode=True, check_fwd_over_rev=True)
+    values = tuple(t.detach() for t in args)
+    tangents = tuple(torch.randn_like(t) for t in values)
+    results, derivatives = torch.func.jvp(call, values, tangents)
+    # By two backwards, which go through the kernels.
+    expected = torch.autograd.functional.jvp(call, values, tangents)
+    leaves = map(tree_leaves, ((results, derivatives), expected))
+    for actual, wanted in zip(*leaves, strict=True):
+        torch.testing.assert_close(actual, wanted)
+    # A gradient is linear in what comes from above, which here brings a tangent.
+    outs = tree_leaves(call(*args))
+    upstream = [torch.randn_like(o) for o in outs]
+    plain = torch.autograd.grad(outs, args, upstream, allow_unused=True)
+    outs = tree_leaves(call(*args))
+    with forward_ad.dual_level():
+        dual = [forward_ad.make_dual(u, 2 * u) for u in upstream]
+        for grad, once in zip(
+            torch.autograd.grad(outs, args, dual, allow_unused=True), plain, strict=True
+        ):
+            if once is not None:
+                primal, tangent = forward_ad.unpack_dual(grad)
+                torch.testing.assert_close(primal, once)
+                torch.testing.assert_close(tangent, 2 * once)
 
 
 def check_one_graph(function: Callable[..., Tensor], inputs: Iterable[Sequence[Tensor]]) -> None:

@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 #include <optional>
 
 #include "dropout.h"
@@ -15,6 +16,12 @@ namespace trifuse {
 
 using at::Tensor;
 using OptionalTensor = std::optional<Tensor>;
+using OptionalLimit = std::optional<double>;
+
+// Infinity stands for no limit.
+inline double limit(OptionalLimit value) {
+  return value.value_or(std::numeric_limits<double>::infinity());
+}
 
 inline DType kernel_type(at::ScalarType dtype) {
   switch (dtype) {

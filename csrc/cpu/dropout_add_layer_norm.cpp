@@ -90,7 +90,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> dropout_add_layer_norm_backwa
     const Tensor& grad_out, const OptionalTensor& grad_sum, const Tensor& x,
     const OptionalTensor& residual, const OptionalTensor& weight, const OptionalTensor& bias,
     const OptionalTensor& x_bias, const OptionalTensor& seed, const Tensor& mean,
-    const Tensor& rstd, double dropout_p, double eps, bool rms_norm, bool x_is_sum,
+    const Tensor& rstd, double dropout_p, double eps, bool rms_norm, bool prenorm,
+    at::ScalarType /*sum_dtype*/,
     std::array<bool, 5> wanted) {
   const at::ScalarType dtype = grad_out.scalar_type(), wide = accumulation_type(dtype);
   const at::ScalarType sum_dtype = residual ? residual->scalar_type() : x.scalar_type();
@@ -100,7 +101,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> dropout_add_layer_norm_backwa
   p.sum_dtype = kernel_type(sum_dtype);
   p.N = x.size(-1);
   p.rows = x.numel() / std::max<int64_t>(p.N, 1);
-  (x_is_sum ? p.sum : p.x) = rows_of(x, held);
+  (prenorm ? p.sum : p.x) = rows_of(x, held);
   if (residual) p.residual = rows_of(*residual, held);
   p.weight = vector_of(weight, wide, held);
   p.x_bias = vector_of(x_bias, wide, held);

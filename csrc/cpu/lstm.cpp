@@ -283,12 +283,12 @@ Tensor or_empty(const Tensor& t, at::ScalarType type) {
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> lstm_forward(
     const Tensor& input, const OptionalTensor& h0, const OptionalTensor& c0,
     const ParameterList& parameters, const OptionalTensor& lengths, const OptionalTensor& seed,
-    const Flags& reverse, bool coupled, double forget_bias, double cell_clip, double proj_clip,
+    const Flags& reverse, bool coupled, double forget_bias, OptionalLimit cell_clip, OptionalLimit proj_clip,
     double eps, double zoneout_h, double zoneout_c, double recurrent_dropout, bool training,
     int64_t save) {
   Call call(
       Cell::Lstm, input, h0, c0, parameters.vec(), lengths, seed, reverse,
-      {coupled, forget_bias, cell_clip, proj_clip, eps, zoneout_h, zoneout_c, recurrent_dropout,
+      {coupled, forget_bias, limit(cell_clip), limit(proj_clip), eps, zoneout_h, zoneout_c, recurrent_dropout,
        training});
   auto r = forward(
       call, save == 2 ? call.p.gates() * (call.normalises() ? 2 : 1) : 0, save >= 1);
@@ -299,7 +299,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> lstm_forward(
 
 std::tuple<Tensor, Tensor, Tensor> gru_forward(
     const Tensor& input, const OptionalTensor& h0, const ParameterList& parameters,
-    const OptionalTensor& lengths, const Flags& reverse, bool save) {
+    const OptionalTensor& lengths, const Flags& reverse, int64_t save) {
   Call call(Cell::Gru, input, h0, {}, parameters.vec(), lengths, {}, reverse, {});
   auto r = forward(call, save ? 4 : 0, false);
   return {r.output, r.h_n, or_empty(r.gates, call.dtype)};
@@ -459,12 +459,12 @@ std::vector<Tensor> lstm_backward(
     const Tensor& input, const OptionalTensor& h0, const OptionalTensor& c0,
     const ParameterList& parameters, const OptionalTensor& lengths, const OptionalTensor& seed,
     const Tensor& output, const Tensor& gates, const Tensor& cells, const Tensor& clipped,
-    const Flags& reverse, bool coupled, double forget_bias, double cell_clip, double proj_clip,
+    const Flags& reverse, bool coupled, double forget_bias, OptionalLimit cell_clip, OptionalLimit proj_clip,
     double eps, double zoneout_h, double zoneout_c, double recurrent_dropout, bool training,
     const Flags& wanted) {
   Call call(
       Cell::Lstm, input, h0, c0, parameters.vec(), lengths, seed, reverse,
-      {coupled, forget_bias, cell_clip, proj_clip, eps, zoneout_h, zoneout_c, recurrent_dropout,
+      {coupled, forget_bias, limit(cell_clip), limit(proj_clip), eps, zoneout_h, zoneout_c, recurrent_dropout,
        training});
   call.saved(output, gates, cells, clipped);
   return backward(

@@ -11,6 +11,7 @@
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
 
+#include <array>
 #include <string>
 #include <tuple>
 
@@ -136,7 +137,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> backward(
     const OptionalTensor& cu_seqlens_k, const OptionalTensor& seed, const Tensor& out,
     const Tensor& logsumexp, int64_t max_seqlen_q, int64_t max_seqlen_k,
     std::optional<double> scale, int64_t window_left, int64_t window_right, bool lower_right,
-    double dropout_p, bool mask_requires_grad) {
+    double dropout_p, std::array<bool, 4> wanted) {
+  const bool mask_requires_grad = wanted[3];
   const OnDeviceOf device(query);
   Call call = make_call(
       query, key, value, attn_mask, key_lengths, cu_seqlens_q, cu_seqlens_k, seed, max_seqlen_q,

@@ -99,7 +99,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(
     const Tensor& grad_out, const OptionalTensor& grad_sum, const Tensor& x,
     const OptionalTensor& residual, const OptionalTensor& weight, const OptionalTensor& bias,
     const OptionalTensor& x_bias, const OptionalTensor& seed, const Tensor& mean,
-    const Tensor& rstd, double dropout_p, double eps, bool rms_norm, bool x_is_sum,
+    const Tensor& rstd, double dropout_p, double eps, bool rms_norm, bool prenorm,
+    at::ScalarType /*sum_dtype*/,
     std::array<bool, 5> wanted) {
   const OnDeviceOf device(x);
   const at::ScalarType dtype = grad_out.scalar_type();
@@ -109,7 +110,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(
   call.dtype = kernel_type(dtype);
   call.N = x.size(-1);
   call.rows = count_rows(x);
-  if (x_is_sum) call.sum = matrix_of(x, dtype, held);
+  if (prenorm) call.sum = matrix_of(x, dtype, held);
   else call.x = matrix_of(x, dtype, held);
   if (residual) call.residual = matrix_of(*residual, dtype, held);
   call.weight = vector_of(weight, dtype, held);

@@ -383,12 +383,12 @@ void forward(Call& call, const Tensor& input, const Results& results) {
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> lstm_forward(
     const Tensor& input, const OptionalTensor& h0, const OptionalTensor& c0,
     const Parameters& parameters, const OptionalTensor& lengths, const OptionalTensor& seed,
-    const Flags& reverse, bool coupled, double forget_bias, double cell_clip, double proj_clip,
+    const Flags& reverse, bool coupled, double forget_bias, OptionalLimit cell_clip, OptionalLimit proj_clip,
     double eps, double zoneout_h, double zoneout_c, double recurrent_dropout, bool training,
     int64_t save) {
   Call call(
       input, parameters, lengths, seed,
-      {reverse, coupled, forget_bias, cell_clip, proj_clip, eps, zoneout_h, zoneout_c,
+      {reverse, coupled, forget_bias, limit(cell_clip), limit(proj_clip), eps, zoneout_h, zoneout_c,
        recurrent_dropout, training});
   check_lengths(call);
   const Results results = results_of(call, call.p.directions, h0, c0, save);
@@ -595,12 +595,12 @@ std::vector<Tensor> lstm_backward(
     const Tensor& input, const OptionalTensor& h0, const OptionalTensor& c0,
     const Parameters& parameters, const OptionalTensor& lengths, const OptionalTensor& seed,
     const Tensor& output, const Tensor& gates, const Tensor& cells, const Tensor& clipped,
-    const Flags& reverse, bool coupled, double forget_bias, double cell_clip, double proj_clip,
+    const Flags& reverse, bool coupled, double forget_bias, OptionalLimit cell_clip, OptionalLimit proj_clip,
     double eps, double zoneout_h, double zoneout_c, double recurrent_dropout, bool training,
     const Flags& wanted) {
   Call call(
       input, parameters, lengths, seed,
-      {reverse, coupled, forget_bias, cell_clip, proj_clip, eps, zoneout_h, zoneout_c,
+      {reverse, coupled, forget_bias, limit(cell_clip), limit(proj_clip), eps, zoneout_h, zoneout_c,
        recurrent_dropout, training});
   const Kept kept{output.split(call.p.R, 2), gates, cells, clipped};
   return backward(call, grad_output, grad_h_n, grad_c_n, input, h0, c0, kept, wanted);
@@ -672,11 +672,11 @@ struct Layers {
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> lstm_stack_forward(
     const Tensor& input, const OptionalTensor& h0, const OptionalTensor& c0,
     const Parameters& parameters, const OptionalTensor& lengths, const OptionalTensor& seed,
-    const Flags& reverse, bool coupled, double forget_bias, double cell_clip, double proj_clip,
+    const Flags& reverse, bool coupled, double forget_bias, OptionalLimit cell_clip, OptionalLimit proj_clip,
     double eps, double zoneout_h, double zoneout_c, double recurrent_dropout, bool training,
     int64_t save) {
   const Options options{
-      reverse, coupled, forget_bias, cell_clip, proj_clip, eps, zoneout_h, zoneout_c,
+      reverse, coupled, forget_bias, limit(cell_clip), limit(proj_clip), eps, zoneout_h, zoneout_c,
       recurrent_dropout, training};
   const int64_t L = static_cast<int64_t>(reverse.size());
   const int64_t at_once = std::get<0>(layers_at_once(input, parameters, coupled, false));
@@ -702,11 +702,10 @@ std::vector<Tensor> lstm_stack_backward(
     const Tensor& input, const OptionalTensor& h0, const OptionalTensor& c0,
     const Parameters& parameters, const OptionalTensor& lengths, const OptionalTensor& seed,
     const Tensor& output, const Tensor& gates, const Tensor& cells, const Tensor& clipped,
-    const Tensor& below, const Flags& reverse, bool coupled, double forget_bias, double cell_clip,
-    double proj_clip, double eps, double zoneout_h, double zoneout_c, double recurrent_dropout,
+    const Tensor& below, const Flags& reverse, bool coupled, double forget_bias, OptionalLimit cell_clip, OptionalLimit proj_clip, double eps, double zoneout_h, double zoneout_c, double recurrent_dropout,
     bool training, const Flags& wanted) {
   const Options options{
-      reverse, coupled, forget_bias, cell_clip, proj_clip, eps, zoneout_h, zoneout_c,
+      reverse, coupled, forget_bias, limit(cell_clip), limit(proj_clip), eps, zoneout_h, zoneout_c,
       recurrent_dropout, training};
   const int64_t L = static_cast<int64_t>(reverse.size());
   const int64_t at_once = std::get<0>(layers_at_once(input, parameters, coupled, true));

@@ -11,7 +11,7 @@ from torch import Tensor
 from trifuse.models import elmo
 from trifuse.models.elmo import LSTMState
 from trifuse.nn.linear import is_watched, linear_activation
-from trifuse.ops import _registration
+from trifuse.ops import _operator
 from trifuse.ops.lstm import lstm
 
 
@@ -58,7 +58,7 @@ class CharacterEncoder(elmo.CharacterEncoder):
             char_ids.device.type != "cpu"  # elsewhere the host would wait for their number
             or char_ids.numel() == 0
             or torch.compiler.is_compiling()
-            or _registration.differentiating()
+            or _operator.differentiating()
             or any(is_watched(module) for module in self.modules() if module is not self)
         ):
             return super().forward(char_ids)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from trifuse import backends
-from trifuse.ops import _checks, _registration
+from trifuse.ops import _checks, _operator
 from trifuse.ops._checks import fail
 from trifuse.reference import attention as reference
 
@@ -277,7 +277,7 @@ def _tensors(
     value = _checks.tensor("value", value)
     if attn_mask is not None and not _is_causal_bias(attn_mask):
         attn_mask = _checks.tensor("attn_mask", attn_mask)
-    dtype = _registration.autocast_dtype(query)
+    dtype = _operator.autocast_dtype(query)
     if dtype is not None:
         query, key, value = (_autocast(x, dtype) for x in (query, key, value))
         # A float32 mask is served as it is; rounding it would only lose accuracy.
@@ -483,115 +483,40 @@ def _require(ok: Tensor, argument: str, expected: str, got: Tensor) -> None:
         torch._assert_async(ok, f"{argument}: expected {expected}")
 
 
-# Autograd ---------------------------------------------------------------------------------------
+# The operator -----------------------------------------------------------------------------------
 
 
-def _run(call: _Call) -> tuple[Tensor, Tensor]:
-    tensors = call[:7]
-    query, key, value, attn_mask = call[:4]
-    seed = None
-    if call.options[-1] > 0:
-        limits = torch.iinfo(torch.int64)
-        seed = torch.randint(limits.min, limits.max, (1,), device=query.device)
-    if _registration.differentiating() or (
-        torch.is_grad_enabled()
-        and (
-            query.requires_grad
-            or key.requires_grad
-            or value.requires_grad
-            or (attn_mask is not None and attn_mask.requires_grad)
-        )
-    ):
-        given = _registration.for_dynamo(*tensors)
-        return _registration.apply(_Attention, *given, seed, call.choice.backend, *call.options)
-    return _FORWARD[call.choice.backend](*tensors, seed, *call.options)
+class _Tensors(NamedTuple):
+    """See :func:`trifuse.reference.attention.attention`."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    attn_mask: Tensor | None
+    key_lengths: Tensor | None
+    cu_seqlens_q: Tensor | None
+    cu_seqlens_k: Tensor | None
+    seed: Tensor | None
 
 
-class _Attention(torch.autograd.Function):
-    generate_vmap_rule = True
-
-    # Dynamo counts the parameters to tell whether a context comes first, so they are spelt out.
-    @staticmethod
-    def forward(
-        query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None,
-        key_lengths: Tensor | None, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None,
-        seed: Tensor | None, backend: str, max_seqlen_q: int, max_seqlen_k: int,
-        scale: float | None, window_left: int, window_right: int, lower_right: bool,
-        dropout_p: float,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        return _FORWARD[backend](
-            query, key, value, attn_mask, key_lengths, cu_seqlens_q, cu_seqlens_k, seed,
-            max_seqlen_q, max_seqlen_k, scale, window_left, window_right, lower_right, dropout_p,
-        )  # fmt: skip
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*inputs[:8], *output)
-        ctx.backend, ctx.options = inputs[8], inputs[9:]
-
-    @staticmethod
-    def backward(
-        ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None
-    ) -> tuple[Tensor | None, ...]:
-        *inputs, out, lse = ctx.saved_tensors
-        if grad_out is None and grad_lse is None:
-            return (None,) * (9 + len(ctx.options))
-        if grad_out is None:
-            grad_out = torch.zeros_like(out)
-        args = (
-            grad_out, grad_lse, *inputs, out.detach(), lse.detach(),
-            ctx.backend, *ctx.options, ctx.needs_input_grad[3],
-        )  # fmt: skip
-        if torch.is_grad_enabled() or _registration.forward_mode():
-            grads = _registration.apply(_AttentionBackward, *args)
-        else:
-            grads = _BACKWARD[ctx.backend](*args[:12], *args[13:])
-        needed = (g if n else None for g, n in zip(grads, ctx.needs_input_grad[:4], strict=True))
-        return (*needed, *(None,) * (5 + len(ctx.options)))
+class _Options(NamedTuple):
+    max_seqlen_q: int
+    max_seqlen_k: int
+    scale: float | None
+    window_left: int
+    window_right: int
+    lower_right: bool
+    dropout_p: float
 
 
-class _AttentionBackward(torch.autograd.Function):
-    """The backward as a function of its own, so that it can be differentiated in turn.
-
-    ``out`` and ``lse`` are functions of the other inputs; the reference formula computes them
-    again, so its derivative is whole without theirs.
-    """
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(*args: Any) -> tuple[Tensor, ...]:
-        tensors, backend, options = args[:12], args[12], args[13:]
-        return _BACKWARD[backend](*tensors, *options)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        ctx.save_for_backward(*inputs[:10])
-        ctx.options = inputs[13:]
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        found = _registration.second_derivatives(
-            lambda *inputs: reference.attention_backward(*inputs, *ctx.options),
-            ctx.saved_tensors,
-            [i for i in range(6) if ctx.needs_input_grad[i]],
-            grads,
-            wanted=(True, True, True, ctx.options[-1]),
-        )
-        return (*found, *(None,) * (3 + len(ctx.options)))
+class _Results(NamedTuple):
+    out: Tensor
+    logsumexp: Tensor
 
 
-# Registration -----------------------------------------------------------------------------------
-
-_TENSORS = (
-    "Tensor query, Tensor key, Tensor value, Tensor? attn_mask, Tensor? key_lengths, "
-    "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seed"
-)
-_OPTIONS = (
-    "SymInt max_seqlen_q, SymInt max_seqlen_k, float? scale, SymInt window_left, "
-    "SymInt window_right, bool lower_right, float dropout_p"
-)
+def _run(call: _Call) -> tuple[Tensor, ...]:
+    seed = _operator.draw_seed(call.query) if call.options[-1] > 0 else None
+    return _OPERATOR(call.choice.backend, (*call[:7], seed), call.options)
 
 
 def _empty_like_layout(like: Tensor, last_dim: int) -> Tensor:
@@ -606,115 +531,77 @@ def _empty_like_layout(like: Tensor, last_dim: int) -> Tensor:
     return like.new_empty(B, H, L, last_dim)
 
 
-def _forward_fake(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+def _fake(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
     lse = query.new_empty(query.shape[:3], dtype=dtype)
     return _empty_like_layout(query, value.shape[3]), lse
 
 
-def _backward_fake(
+def _grad_fake(
     grad_out: Tensor, grad_lse: Tensor | None, query: Tensor, key: Tensor, value: Tensor,
     attn_mask: Tensor | None, *rest: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     grads = [_empty_like_layout(x, x.shape[3]) for x in (query, key, value)]
-    if rest[-1]:
+    if rest[-1][3]:
         assert attn_mask is not None
         return (*grads, attn_mask.new_empty(attn_mask.shape))
     return (*grads, query.new_empty(0))
 
 
-def _forward_vmap(op: Any, info: Any, in_dims: Any, *args: Any) -> Any:
-    if _positions_matter(args[5], args[7]):
-        return _registration.one_by_one(op, info, in_dims, args)
-    N, B = info.batch_size, _rows(args[0], in_dims[0])
-    tensors = [_fold(x, d, N, B) for x, d in zip(args[:8], in_dims[:8], strict=True)]
-    results = op(*tensors, *args[8:])
-    return tuple(r.unflatten(0, (N, B)) for r in results), (0, 0)
+def _grad_formula(*args: Any) -> tuple[Tensor | None, ...]:
+    """The backward op's arguments, for the reference, which needs no results of the forward."""
+    arguments: list[Any] = [*args[:10], *args[12:-1]]
+    return reference.attention_backward(*arguments, mask_requires_grad=args[-1][3])
 
 
-def _backward_vmap(op: Any, info: Any, in_dims: Any, *args: Any) -> Any:
-    if _positions_matter(args[7], args[9]):
-        return _registration.one_by_one(op, info, in_dims, args)
-    N, B = info.batch_size, _rows(args[2], in_dims[2])
-    tensors = [_fold(x, d, N, B) for x, d in zip(args[:12], in_dims[:12], strict=True)]
-    mask_requires_grad = args[-1]
-    if mask_requires_grad:
-        # Each sample's mask has a gradient of its own, also where the mask itself is shared.
-        tensors[5] = _fold(args[5], in_dims[5], N, B, whole=True)
-    *grads, grad_mask = (r for r in op(*tensors, *args[12:]))
-    grads = [g.unflatten(0, (N, B)) for g in grads]
-    if not mask_requires_grad:
-        return (*grads, grad_mask), (0, 0, 0, None)
-    grad_mask = grad_mask.unflatten(0, (N, B))
-    if _rows(args[5], in_dims[5]) != B:
-        grad_mask = grad_mask.sum(1, keepdim=True)
-    return (*grads, grad_mask), (0, 0, 0, 0)
+def _pairs(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Any, key_lengths: Any,
+    cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, *rest: Any,
+) -> int:  # fmt: skip
+    """Of a query and a key, in all heads; masked ones too, as torch counts its own attention's."""
+    (B, H, Lq, _), Lk = query.shape, key.shape[2]
+    if cu_seqlens_q is None or cu_seqlens_k is None:
+        return B * H * Lq * Lk
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    if cu_seqlens_q.is_meta or isinstance(cu_seqlens_q, FakeTensor):
+        return H * Lq * min(Lk, rest[2])  # no sequence has more keys
+    return H * int((cu_seqlens_q.diff() * cu_seqlens_k.diff()).sum())
 
 
-def _positions_matter(cu_seqlens_q: Tensor | None, seed: Tensor | None) -> bool:
-    """Packed sequences can't be folded into a batch, nor dropout, which counts by batch index."""
-    return cu_seqlens_q is not None or seed is not None
+def _flops(*args: Any) -> int:
+    """Of Q Kᵀ and P V."""
+    return 2 * _pairs(*args) * (args[0].shape[3] + args[2].shape[3])
 
 
-def _rows(x: Tensor, dim: int | None) -> int:
-    """The batch size of one sample."""
-    return x.shape[0] if dim is None else x.movedim(dim, 0).shape[1]
-
-
-def _fold(x: Tensor | None, dim: int | None, N: int, B: int, whole: bool = False) -> Tensor | None:
-    """(N, B, ...) as (N · B, ...). A mask shared by every sample and sequence stays as it is."""
-    if x is None:
-        return None
-    if dim is None and x.shape[0] == 1 and B * N != 1 and not whole and x.shape[0] != B:
-        return x
-    x = x.expand(N, *x.shape) if dim is None else x.movedim(dim, 0)
-    return x.expand(N, B, *x.shape[2:]).flatten(0, 1)
-
-
-_registration.define(
-    "attention_forward",
-    f"({_TENSORS}, {_OPTIONS}) -> (Tensor, Tensor)",
-    _forward_fake,
-    _forward_vmap,
-)
-_registration.define(
-    "attention_backward",
-    f"(Tensor grad_out, Tensor? grad_logsumexp, {_TENSORS}, Tensor out, Tensor logsumexp, "
-    f"{_OPTIONS}, bool mask_requires_grad) -> (Tensor, Tensor, Tensor, Tensor)",
-    _backward_fake,
-    _backward_vmap,
-)
+def _grad_flops(*args: Any) -> int:
+    """Of Q Kᵀ again, dQ and dK, and of dP and dV."""
+    return 2 * _pairs(*args) * (3 * args[0].shape[3] + 2 * args[2].shape[3])
 
 
 def _check_arguments(query: Tensor, key: Tensor, value: Tensor, *args: Any) -> None:
     _check_values(query, key, *args[1:4], *args[5:7])
 
 
-@_registration.implement("attention_forward", "eager")
-def _eager_forward(query: Tensor, key: Tensor, value: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
-    _check_arguments(query, key, value, *args)
-    out, lse = reference.attention(query, key, value, *args)
-    return _empty_like_layout(query, value.shape[3]).copy_(out), lse
-
-
-@_registration.implement("attention_backward", "eager")
-def _eager_backward(
-    grad_out: Tensor, grad_lse: Tensor | None, query: Tensor, key: Tensor, value: Tensor,
-    *args: Any,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    tensors, options = args[:5], args[7:]
-    *grads, grad_mask = reference.attention_backward(
-        grad_out, grad_lse, query, key, value, *tensors, *options
-    )
-    like = (query, key, value)
-    laid_out = [
-        _empty_like_layout(x, x.shape[3]).copy_(g) for x, g in zip(like, grads, strict=True)
-    ]
-    return (*laid_out, query.new_empty(0) if grad_mask is None else grad_mask)
-
-
-_registration.implement_triton("attention", _check_arguments)
-
-
-_FORWARD = {name: getattr(torch.ops.trifuse.attention_forward, name) for name in backends.ORDER}
-_BACKWARD = {name: getattr(torch.ops.trifuse.attention_backward, name) for name in backends.ORDER}
+_OPERATOR = _operator.Operator(
+    name="attention",
+    tensors=_Tensors,
+    options=_Options,
+    results=_Results,
+    returned=2,
+    differentiable=4,
+    saved=("out", "logsumexp"),
+    axes=dict.fromkeys(
+        ("query", "key", "value", "attn_mask", "key_lengths", "out", "logsumexp"), 0
+    ),
+    # Packed sequences are no batch, and dropout counts by the number in the batch.
+    alone=("cu_seqlens_q", "seed"),
+    fake=_fake,
+    grad_fake=_grad_fake,
+    formula=reference.attention,
+    grad_formula=_grad_formula,
+    flops=_flops,
+    grad_flops=_grad_flops,
+    check=_check_arguments,
+    head_dim=lambda tensors: max(tensors[0].shape[3], tensors[2].shape[3]),
+)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from trifuse import backends
-from trifuse.ops import _checks, _registration
+from trifuse.ops import _checks, _operator
 from trifuse.reference import philox
 
 
@@ -44,59 +44,63 @@ def dropout(x: Tensor, p: float = 0.5, training: bool = True) -> Tensor:
     if not training or p == 0:
         return x
     backend = backends.choose(backends.Call("dropout", x.device.type, x.dtype)).backend
-    limits = torch.iinfo(torch.int64)
-    seed = torch.randint(limits.min, limits.max, (1,), device=x.device)
-    if _registration.differentiating() or (torch.is_grad_enabled() and x.requires_grad):
-        return _registration.apply(_Dropout, *_registration.for_dynamo(x), seed, backend, p)
-    return _OPS[backend](x, seed, p)
+    seed = _operator.draw_seed(x)
+    if _operator.requires_grad(x) and not _operator.differentiating():
+        return _operator.apply(_Dropout, backend, x, seed, p)
+    return _OP.overloads[backend](x, seed, p)
 
 
 class _Dropout(torch.autograd.Function):
     """Linear in x: its own backward, to any order."""
 
-    generate_vmap_rule = True
-
     @staticmethod
-    def forward(x: Tensor, seed: Tensor, backend: str, p: float) -> Tensor:
-        return _OPS[backend](x, seed, p)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        _, seed, ctx.backend, ctx.p = inputs
+    def forward(ctx: Any, backend: str, x: Tensor, seed: Tensor, p: float) -> Tensor:
+        ctx.backend, ctx.p = backend, p
         ctx.save_for_backward(seed)
+        return _operator.below(_OP.overloads[backend], x, seed, p)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (seed,) = ctx.saved_tensors
-        return _registration.apply(_Dropout, grad, seed, ctx.backend, ctx.p), None, None, None
+        return None, _OP.overloads[ctx.backend](grad, seed, ctx.p), None, None
 
 
 def _fake(x: Tensor, seed: Tensor, p: float) -> Tensor:
     return x.new_empty(x.shape)
 
 
+def _formula(x: Tensor, seed: Tensor, p: float) -> Tensor:
+    keep = philox.dropout_keep_flat(seed, x.numel(), p).view(x.shape)
+    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    return torch.where(keep, x.to(wide) * philox.keep_scale(p), 0.0).to(x.dtype)
+
+
+def _derivative(backend: str, x: Tensor, seed: Tensor, p: float) -> Tensor:
+    if _operator.forward_mode():
+        return _formula(x, seed, p)
+    return _operator.apply(_Dropout, backend, x, seed, p)
+
+
 def _vmap(op: Any, info: Any, in_dims: Any, *args: Any) -> Any:
     # Elements are counted within a sample, as if it were alone.
-    results, _ = _registration.one_by_one(lambda *each: (op(*each),), info, in_dims, args)
+    results, _ = _operator.one_by_one(lambda *each: (op(*each),), info, in_dims, args)
     return results[0], 0
 
 
-_registration.define("dropout", "(Tensor x, Tensor seed, float dropout_p) -> Tensor", _fake, _vmap)
+_OP = _operator.Op(
+    "dropout",
+    "(Tensor x, Tensor seed, float dropout_p) -> Tensor",
+    fake=_fake,
+    vmap=_vmap,
+    derivative=_derivative,
+    decomposition=lambda backend, *args: _formula(*args),
+    describe=lambda x, *rest: backends.Call("dropout", x.device.type, x.dtype),
+)
 
 
-@_registration.implement("dropout", "eager")
+@_operator.implement("dropout", "eager")
 def _eager(x: Tensor, seed: Tensor, p: float) -> Tensor:
-    keep = philox.dropout_keep_flat(seed, x.numel(), p).view(x.shape)
-    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-    out = torch.where(keep, x.to(wide) * philox.keep_scale(p), 0.0)
-    return x.new_empty(x.shape).copy_(out)
+    return x.new_empty(x.shape).copy_(_formula(x, seed, p))
 
 
-@_registration.implement("dropout", "triton")
-def _triton(x: Tensor, seed: Tensor, p: float) -> Tensor:
-    from trifuse.kernels import dropout as kernels
-
-    return kernels.dropout(x, seed, p)
-
-
-_OPS = {name: getattr(torch.ops.trifuse.dropout, name) for name in backends.ORDER}
+_OP.implement_triton("dropout")

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from trifuse import backends
-from trifuse.ops import _checks, _registration
+from trifuse.ops import _checks, _operator
 from trifuse.ops._checks import fail
 from trifuse.reference import dropout_add_layer_norm as reference
 
@@ -169,118 +169,45 @@ def _expand(residual: Tensor, x: Tensor) -> Tensor:
         raise fail("residual", expected, tuple(residual.shape)) from None
 
 
-# Autograd ---------------------------------------------------------------------------------------
+# The operator -----------------------------------------------------------------------------------
 
 
-def _run(call: _Call) -> tuple[Tensor, Tensor]:
-    tensors, options, backend = call[:5], call[5:10], call.choice.backend
-    seed = None
-    if call.dropout_p > 0:
-        limits = torch.iinfo(torch.int64)
-        seed = torch.randint(limits.min, limits.max, (1,), device=call.x.device)
-    if _registration.differentiating() or (
-        torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
-    ):
-        given = _registration.for_dynamo(*tensors)
-        return _registration.apply(_DropoutAddLayerNorm, *given, seed, backend, *options)[:2]
-    return _FORWARD[backend](*tensors, seed, *options)[:2]
+class _Tensors(NamedTuple):
+    """See :func:`trifuse.reference.dropout_add_layer_norm.dropout_add_layer_norm`.
 
-
-class _DropoutAddLayerNorm(torch.autograd.Function):
-    generate_vmap_rule = True
-
-    # Dynamo counts the parameters to tell whether a context comes first, so they are spelt out.
-    @staticmethod
-    def forward(
-        x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None,
-        x_bias: Tensor | None, seed: Tensor | None, backend: str, dropout_p: float, eps: float,
-        rms_norm: bool, prenorm: bool, sum_dtype: torch.dtype,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-        return _FORWARD[backend](
-            x, residual, weight, bias, x_bias, seed, dropout_p, eps, rms_norm, prenorm, sum_dtype
-        )
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        x, residual, weight, bias, x_bias, seed, backend, dropout_p, eps, rms_norm, prenorm, _ = (
-            inputs
-        )
-        out, total, mean, rstd = output
-        ctx.set_materialize_grads(False)
-        ctx.dtype = out.dtype
-        if prenorm:
-            # The sum lives on as an output, so keeping it costs nothing, where x would.
-            ctx.mark_non_differentiable(mean, rstd)
-            ctx.save_for_backward(total, None, weight, bias, x_bias, seed, mean, rstd)
-        else:
-            ctx.mark_non_differentiable(total, mean, rstd)
-            ctx.save_for_backward(x, residual, weight, bias, x_bias, seed, mean, rstd)
-        ctx.backend, ctx.options = backend, (dropout_p, eps, rms_norm, prenorm)
-        # Without dropout the two gradients are one and the same tensor.
-        ctx.one_gradient = seed is None and (residual is None or residual.dtype == x.dtype)
-
-    @staticmethod
-    def backward(
-        ctx: Any, grad_out: Tensor | None, grad_sum: Tensor | None, *_: None
-    ) -> tuple[Tensor | None, ...]:
-        *inputs, mean, rstd = ctx.saved_tensors
-        needed = ctx.needs_input_grad[:5]
-        prenorm = ctx.options[-1]
-        if not prenorm:
-            grad_sum = None  # Dynamo makes up zeros for an output that has no gradient.
-        if grad_out is None and grad_sum is None:
-            return (None,) * 12
-        if grad_out is None:
-            assert grad_sum is not None
-            grad_out = torch.zeros_like(grad_sum, dtype=ctx.dtype)
-        wanted = (needed[0] or needed[1], False, *needed[2:]) if ctx.one_gradient else needed
-        args = (grad_out, grad_sum, *inputs, mean, rstd, ctx.backend, *ctx.options, wanted)
-        if torch.is_grad_enabled() or _registration.forward_mode():
-            grads = list(_registration.apply(_DropoutAddLayerNormBackward, *args))
-        else:
-            grads = list(_BACKWARD[ctx.backend](*args[:10], *args[11:]))
-        if ctx.one_gradient:
-            grads[1] = grads[0]
-        return (*(g if n else None for g, n in zip(grads, needed, strict=True)), *(None,) * 7)
-
-
-class _DropoutAddLayerNormBackward(torch.autograd.Function):
-    """The backward as a function of its own, so that it can be differentiated in turn.
-
-    The mean and rstd are functions of the other inputs; the reference formula computes them again,
-    so its derivative is whole without theirs.
+    In the backward of a call with ``prenorm``, x is the sum that it returned: it lives on as an
+    output, so that keeping it costs nothing.
     """
 
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(*args: Any) -> tuple[Tensor, ...]:
-        tensors, backend, options = args[:10], args[10], args[11:]
-        return tuple(_BACKWARD[backend](*tensors, *options))
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        ctx.save_for_backward(*inputs[:8])
-        ctx.options, ctx.wanted = inputs[11:15], inputs[15]
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        found = _registration.second_derivatives(
-            lambda *inputs: reference.dropout_add_layer_norm_backward(*inputs, *ctx.options),
-            ctx.saved_tensors,
-            [i for i in range(7) if ctx.needs_input_grad[i]],
-            grads,
-            ctx.wanted,
-        )
-        return (*found, *(None,) * 8)
+    x: Tensor
+    residual: Tensor | None
+    weight: Tensor | None
+    bias: Tensor | None
+    x_bias: Tensor | None
+    seed: Tensor | None
 
 
-# Registration -----------------------------------------------------------------------------------
+class _Options(NamedTuple):
+    dropout_p: float
+    eps: float
+    rms_norm: bool
+    prenorm: bool
+    sum_dtype: torch.dtype
 
-_TENSORS = "Tensor x, Tensor? residual, Tensor? weight, Tensor? bias, Tensor? x_bias, Tensor? seed"
+
+class _Results(NamedTuple):
+    out: Tensor
+    sum: Tensor  # without prenorm, of shape (0,)
+    mean: Tensor
+    rstd: Tensor
 
 
-def _forward_fake(
+def _run(call: _Call) -> tuple[Tensor, ...]:
+    seed = _operator.draw_seed(call.x) if call.dropout_p > 0 else None
+    return _OPERATOR(call.choice.backend, (*call[:5], seed), call[5:10])
+
+
+def _fake(
     x: Tensor, residual: Tensor | None, weight: Any, bias: Any, x_bias: Any, seed: Any,
     dropout_p: float, eps: float, rms_norm: bool, prenorm: bool, sum_dtype: torch.dtype,
 ) -> tuple[Tensor, ...]:  # fmt: skip
@@ -290,7 +217,7 @@ def _forward_fake(
     return x.new_empty(x.shape), total, mean, rstd
 
 
-def _backward_fake(
+def _grad_fake(
     grad_out: Tensor, grad_sum: Tensor | None, x: Tensor, residual: Tensor | None,
     weight: Tensor | None, bias: Tensor | None, x_bias: Tensor | None, *rest: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
@@ -304,85 +231,31 @@ def _backward_fake(
     )
 
 
-def _forward_vmap(op: Any, info: Any, in_dims: Any, *args: Any) -> Any:
-    if _rows_matter(in_dims[2:5], args[5]):
-        return _registration.one_by_one(op, info, in_dims, args)
-    N, dims = info.batch_size, iter(in_dims)
-    x, residual = (_fold(t, next(dims), N) for t in args[:2])
-    out, total, mean, rstd = op(x, residual, *args[2:])
-    if not args[9]:
-        total = total.expand(N, 0)
-    return (out, total, mean, rstd), (0, 0, 0, 0)
+def _grad_formula(*args: Any) -> tuple[Tensor | None, ...]:
+    """The backward op's arguments, for the reference, which needs no results of the forward."""
+    given, options = args[:8], args[10:14]
+    return reference.dropout_add_layer_norm_backward(*given, *options)
 
 
-def _backward_vmap(op: Any, info: Any, in_dims: Any, *args: Any) -> Any:
-    wanted = args[-1]
-    # A sample's gradients of weight and the like are a sum over its own rows.
-    if _rows_matter(in_dims[4:7], args[7]) or any(wanted[2:]):
-        return _registration.one_by_one(op, info, in_dims, args)
-    N = info.batch_size
-    rows = {i: _fold(args[i], in_dims[i], N) for i in (0, 1, 2, 3, 8, 9)}
-    results = op(*(rows.get(i, arg) for i, arg in enumerate(args)))
-    results = tuple(r if w else r.expand(N, 0) for r, w in zip(results, wanted, strict=True))
-    return results, (0,) * 5
-
-
-def _rows_matter(vector_dims: Any, seed: Tensor | None) -> bool:
-    """Samples with weights of their own can't share a call, nor with dropout, which counts rows."""
-    return seed is not None or any(dim is not None for dim in vector_dims)
-
-
-def _fold(t: Tensor | None, dim: int | None, N: int) -> Tensor | None:
-    """The samples as one more leading dimension: more rows."""
-    if t is None:
-        return None
-    return t.expand(N, *t.shape) if dim is None else t.movedim(dim, 0)
-
-
-_registration.define(
-    "dropout_add_layer_norm_forward",
-    f"({_TENSORS}, float dropout_p, float eps, bool rms_norm, bool prenorm, ScalarType sum_dtype)"
-    " -> (Tensor, Tensor, Tensor, Tensor)",
-    _forward_fake,
-    _forward_vmap,
+_OPERATOR = _operator.Operator(
+    name="dropout_add_layer_norm",
+    tensors=_Tensors,
+    options=_Options,
+    results=_Results,
+    returned=2,
+    differentiable=5,
+    saved=("mean", "rstd"),
+    # Samples are more rows. Dropout counts rows, so its samples are called one by one.
+    axes=dict.fromkeys(("x", "residual", "out", "sum", "mean", "rstd"), _operator.LEADING),
+    fake=_fake,
+    grad_fake=_grad_fake,
+    formula=reference.dropout_add_layer_norm,
+    grad_formula=_grad_formula,
+    keep=lambda tensors, results, options: (
+        tensors._replace(x=results.sum, residual=None) if options.prenorm else tensors
+    ),
+    shares_gradient=lambda tensors, options: (
+        tensors.seed is None
+        and (tensors.residual is None or tensors.residual.dtype == tensors.x.dtype)
+    ),
 )
-_registration.define(
-    "dropout_add_layer_norm_backward",
-    f"(Tensor grad_out, Tensor? grad_sum, {_TENSORS}, Tensor mean, Tensor rstd, float dropout_p, "
-    "float eps, bool rms_norm, bool x_is_sum, bool[5] wanted)"
-    " -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
-    _backward_fake,
-    _backward_vmap,
-)
-
-
-@_registration.implement("dropout_add_layer_norm_forward", "eager")
-def _eager_forward(*args: Any) -> tuple[Tensor, ...]:
-    out, total, mean, rstd = reference.dropout_add_layer_norm(*args)
-    prenorm = args[9]
-    results = (out, total if prenorm else total.new_empty(0), mean, rstd)
-    # An op's results may be none of its arguments, which the formula can return.
-    return tuple(to.copy_(r) for to, r in zip(_forward_fake(*args), results, strict=True))
-
-
-@_registration.implement("dropout_add_layer_norm_backward", "eager")
-def _eager_backward(*args: Any) -> tuple[Tensor, ...]:
-    tensors, options, wanted = args[:8], args[10:14], args[14]
-    grads = reference.dropout_add_layer_norm_backward(*tensors, *options)
-    empty = _backward_fake(*args)
-    return tuple(
-        e.copy_(g) if w and g is not None else e
-        for e, g, w in zip(empty, grads, wanted, strict=True)
-    )
-
-
-_registration.implement_triton("dropout_add_layer_norm")
-
-
-_FORWARD = {
-    name: getattr(torch.ops.trifuse.dropout_add_layer_norm_forward, name) for name in backends.ORDER
-}
-_BACKWARD = {
-    name: getattr(torch.ops.trifuse.dropout_add_layer_norm_backward, name)
-    for name in backends.ORDER
-}

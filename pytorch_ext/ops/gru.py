@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from trifuse import backends
-from trifuse.ops import _recurrent, _registration
+from trifuse.ops import _operator, _recurrent
 from trifuse.reference import gru as reference
 from trifuse.reference.gru import SLOTS, Options, Parameters
 from trifuse.reference.lstm import by_direction
@@ -199,80 +198,71 @@ def _check_parameters(p: Parameters, input: Tensor) -> Parameters:
     return Parameters(weight_ih, weight_hh, *biases)
 
 
-# Registration -----------------------------------------------------------------------------------
-
-_TENSORS = "Tensor input, Tensor? h0, Tensor?[] parameters, Tensor? lengths"
+# The operator -----------------------------------------------------------------------------------
 
 
-def _forward_fake(
+class _Tensors(NamedTuple):
+    """See :func:`trifuse.reference.gru.gru`."""
+
+    input: Tensor
+    h0: Tensor | None
+    parameters: Sequence[Tensor | None]
+    lengths: Tensor | None
+
+
+def _fake(
     input: Tensor, h0: Tensor | None, parameters: Sequence[Tensor], lengths: Tensor | None,
-    reverse: Sequence[bool], save: bool,
+    reverse: Sequence[bool], save: int,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     (T, B, _), H, D = input.shape, parameters[1].shape[1], len(reverse)
-    gates = (D, T, B, 4 * H) if save else (0,)
+    gates = (0,) if save == _operator.SAVE_NOTHING else (D, T, B, 4 * H)
     return input.new_empty(T, B, D * H), input.new_empty(D, B, H), input.new_empty(gates)
 
 
-def _backward_fake(
+def _grad_fake(
     grad_output: Tensor, grad_h_n: Tensor | None, input: Tensor, h0: Tensor | None,
     parameters: Sequence[Tensor | None], *rest: Any,
 ) -> list[Tensor]:  # fmt: skip
     return _recurrent.empty_gradients([input, h0, *parameters], rest[-1])
 
 
-_registration.define(
-    "gru_forward",
-    f"({_TENSORS}, bool[] reverse, bool save) -> (Tensor, Tensor, Tensor)",
-    _forward_fake,
-    functools.partial(_recurrent.forward_vmap, "gru"),
-)
-_registration.define(
-    "gru_backward",
-    f"(Tensor grad_output, Tensor? grad_h_n, {_TENSORS}, Tensor output, Tensor gates, "
-    "bool[] reverse, bool[] wanted) -> Tensor[]",
-    _backward_fake,
-    functools.partial(_recurrent.backward_vmap, "gru"),
-)
+def _formula(*args: Any) -> reference.Results:
+    """The forward op's arguments, for the reference."""
+    return reference.gru(*args[:4], options=Options(*args[4:]))
 
-_registration.library.define(
-    "gru_plain.cpp(Tensor input, Tensor? h0, Tensor?[] parameters, bool save) -> "
-    "(Tensor, Tensor, Tensor)"
-)
+
+def _grad_formula(*args: Any) -> list[Tensor | None]:
+    """The backward op's arguments, for the reference."""
+    return reference.gru_backward(*args[:8], options=Options(args[8]), wanted=args[9])
 
 
 def _check_arguments(*args: Any) -> None:
     _recurrent.check_lengths(args[3], args[0].shape[0])
 
 
-@_registration.implement("gru_forward", "eager")
-def _eager_forward(*args: Any) -> tuple[Tensor, ...]:
-    _check_arguments(*args)
-    input, h0, parameters, lengths, reverse, _ = args
-    results = reference.gru(input, h0, parameters, lengths, options=Options(reverse))
-    return _recurrent.copied_forward(results, _forward_fake(*args))
-
-
-@_registration.implement("gru_backward", "eager")
-def _eager_backward(*args: Any) -> list[Tensor]:
-    return _recurrent.copied(_formula(*args), _backward_fake(*args))
-
-
-def _formula(*args: Any) -> list[Tensor | None]:
-    """The backward op's arguments, for the reference."""
-    return reference.gru_backward(*args[:8], options=Options(args[8]), wanted=args[9])
-
-
-_registration.implement_triton("gru", _check_arguments)
-
-
-_recurrent.OPERATORS["gru"] = _recurrent.Operator(
-    states=1,
-    integers=1,
-    kept=1,
-    save=bool,
+_recurrent.OPERATORS["gru"] = _operator.Operator(
+    name="gru",
+    tensors=_Tensors,
+    options=Options,
+    results=reference.Results,
+    returned=2,
+    differentiable=3,
+    saved=("output", "gates"),
+    saves=True,
+    axes=_recurrent.AXES,
+    fake=_fake,
+    grad_fake=_grad_fake,
     formula=_formula,
-    forward={name: getattr(torch.ops.trifuse.gru_forward, name) for name in backends.ORDER},
-    backward={name: getattr(torch.ops.trifuse.gru_backward, name) for name in backends.ORDER},
-    plain=None if backends._C is None else torch.ops.trifuse.gru_plain.cpp,
-    no_options={D * SLOTS: ((False, True)[:D],) for D in (1, 2)},
+    grad_formula=_grad_formula,
+    flops=lambda *args: _recurrent.flops(args[0], args[2], Parameters),
+    check=_check_arguments,
 )
+
+_operator.library.define(
+    "gru_plain.cpp(Tensor input, Tensor? h0, Tensor?[] parameters, bool save) -> "
+    "(Tensor, Tensor, Tensor)"
+)
+if backends._C is not None:
+    _recurrent.PLAIN["gru"] = _recurrent.Plain(
+        torch.ops.trifuse.gru_plain.cpp, {D * SLOTS: ((False, True)[:D],) for D in (1, 2)}
+    )

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from trifuse import backends
-from trifuse.ops import _registration
+from trifuse.ops import _operator
 
 
 def linear(
@@ -94,10 +94,9 @@ def _serves(
     if x.numel() == 0 or weight.numel() == 0:
         return False
     if torch.compiler.is_compiling():
-        faster = dtype in _measured and _measured[dtype].faster
-        return faster and not _registration.forward_mode()
+        return dtype in _measured and _measured[dtype].faster
     return (
-        not _registration.differentiating()
+        not _operator.differentiating()
         and torch._C._len_torch_dispatch_stack() == 0
         and choose(dtype).faster
     )
@@ -190,7 +189,7 @@ def measure(dtype: torch.dtype) -> tuple[float, float]:
     ops = torch.ops.trifuse
 
     runs = (infer, infer_faster, step, step_faster)
-    with _registration.without_autocast():
+    with _operator.without_autocast():
         # Not random: fuse must not move the generator.
         x = torch.ones(512, 768, dtype=dtype, device="cpu")
         bias = torch.ones(768, dtype=dtype, device="cpu")
@@ -269,7 +268,7 @@ def _infer(
     rows = math.prod(x.shape[:-1])
     if rows < _ROWS_WORTH_LOOKING:
         return _torch(x, weight, bias, activation)
-    with _registration.without_autocast():
+    with _operator.without_autocast():
         found = None if packed is None else packed.get(weight, dtype)
         if found is None and rows < _ROWS_WORTH_PACKING:
             return _torch(
@@ -304,25 +303,27 @@ def _differentiable(
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None = None, relu: bool = False) -> Tensor:
     """x weightᵀ + bias of 2-D tensors, or its ReLU."""
-    return _registration.apply(_Linear, x, weight, bias, relu)
+    activation = "relu" if relu else None
+    if _operator.requires_grad(x, weight, bias) and not _operator.differentiating():
+        return _operator.apply(_Linear, x, weight, bias, activation)
+    return torch.ops.trifuse.linear(x, weight, bias, activation)
 
 
 class _Linear(torch.autograd.Function):
     """The gradients are two more such products."""
 
     @staticmethod
-    def forward(x: Tensor, weight: Tensor, bias: Tensor | None, relu: bool) -> Tensor:
-        return torch.ops.trifuse.linear(x, weight, bias, "relu" if relu else None)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        x, weight, _, relu = inputs
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None
+    ) -> Tensor:
+        out = _operator.below(torch.ops.trifuse.linear, x, weight, bias, activation)
         # Each is needed for the other's gradient.
         ctx.save_for_backward(
             x if ctx.needs_input_grad[1] else None,
             weight if ctx.needs_input_grad[0] else None,
-            output if relu else None,
+            out if activation == "relu" else None,
         )
+        return out
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
@@ -344,16 +345,45 @@ def _fake(
     return x.new_empty(x.shape[0], weight.shape[0])
 
 
-_registration.library.define(
-    "linear(Tensor x, Tensor weight, Tensor? bias, str? activation=None) -> Tensor"
+def _derivative(
+    x: Tensor, weight: Tensor, bias: Tensor | None, activation: Activation | None = None
+) -> Tensor:
+    if _operator.forward_mode() or activation not in (None, "relu"):
+        return _torch(x, weight, bias, activation)
+    return _operator.apply(_Linear, x, weight, bias, activation)
+
+
+def _vmap(info: Any, in_dims: Any, x: Tensor, weight: Tensor, *rest: Any) -> Any:
+    """By torch's product, which has batches of weights."""
+    bias, activation = (*rest, None)[:2]
+    x, weight = (
+        t if d is None else t.movedim(d, 0) for t, d in zip((x, weight), in_dims, strict=False)
+    )
+    out = x @ weight.mT
+    if bias is not None:
+        out = out + (bias if in_dims[2] is None else bias.movedim(in_dims[2], 0).unsqueeze(-2))
+    if out.dim() == 2:  # the bias alone may be batched, or nothing
+        out = out.expand(info.batch_size, *out.shape)
+    return out if activation is None else ACTIVATIONS[activation](out), 0
+
+
+_SIGNATURE = "(Tensor x, Tensor weight, Tensor? bias, str? activation=None) -> Tensor"
+_operator.library.define(f"linear{_SIGNATURE}")
+torch.library.register_fake("trifuse::linear", _fake, lib=_operator.library)
+_operator.register_derivative("linear", _SIGNATURE, _derivative)
+_operator.register_batching("linear", _vmap)
+_operator.register_decomposition(torch.ops.trifuse.linear.default, _torch, _fake)
+_operator.register_flops(
+    torch.ops.trifuse.linear, lambda x, weight, *rest: 2 * x.shape[0] * weight.numel()
 )
-torch.library.register_fake("trifuse::linear", _fake, lib=_registration.library)
+# Where our product is not: a program was moved there.
+_operator.implement("linear")(_torch)
 
 # With a weight that is packed already, and what tells whether it still is that weight. Of no use to
 # a trace, where the weight may change.
-_registration.library.define("pack_linear(Tensor weight) -> Tensor")
-_registration.library.define(
+_operator.library.define("pack_linear(Tensor weight) -> Tensor")
+_operator.library.define(
     "linear_packed(Tensor x, Tensor packed, int out_features, Tensor? bias, str? activation=None)"
     " -> Tensor"
 )
-_registration.library.define("checksum(Tensor weight) -> Tensor")
+_operator.library.define("checksum(Tensor weight) -> Tensor")

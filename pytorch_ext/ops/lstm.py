@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import functools
+import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from trifuse import backends
-from trifuse.ops import _checks, _recurrent, _registration
+from trifuse.ops import _checks, _operator, _recurrent
 from trifuse.ops._checks import fail
 from trifuse.reference import lstm as reference
 from trifuse.reference.lstm import SLOTS, Options, Parameters, by_direction
@@ -442,28 +442,30 @@ def pair(hx: Any) -> tuple[Any, Any]:
     return hx[0], hx[1]
 
 
-def _clip(argument: str, value: float | None) -> float:
+def _clip(argument: str, value: float | None) -> float | None:
     if value is None:
-        return math.inf
+        return None
     value = _checks.number(argument, value)
     if not value > 0:
         raise fail(argument, "a number > 0 or None", value)
-    return value
+    return value if value < math.inf else None
 
 
-# Registration -----------------------------------------------------------------------------------
-
-_STACKING = ("cuda",)  # backends that run layers of a stack side by side
-_TENSORS = (
-    "Tensor input, Tensor? h0, Tensor? c0, Tensor?[] parameters, Tensor? lengths, Tensor? seed"
-)
-_OPTIONS = (
-    "bool[] reverse, bool coupled, float forget_bias, float cell_clip, float proj_clip, float eps, "
-    "float zoneout_h, float zoneout_c, float recurrent_dropout, bool training"
-)
+# The operator -----------------------------------------------------------------------------------
 
 
-def _forward_fake(
+class _Tensors(NamedTuple):
+    """See :func:`trifuse.reference.lstm.lstm`."""
+
+    input: Tensor
+    h0: Tensor | None
+    c0: Tensor | None
+    parameters: Sequence[Tensor | None]
+    lengths: Tensor | None
+    seed: Tensor | None
+
+
+def _fake(
     input: Tensor, h0: Tensor | None, c0: Tensor | None, parameters: Sequence[Tensor],
     lengths: Tensor | None, seed: Tensor | None, reverse: Sequence[bool], coupled: bool, *rest: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
@@ -471,10 +473,10 @@ def _forward_fake(
     rows, R = parameters[1].shape
     H = rows // (3 if coupled else 4)
     wide = torch.float64 if input.dtype == torch.float64 else torch.float32
-    gates = (D, T, B, rows) if save == _recurrent.SAVE_ALL else (0,)
-    cells = (0,) if save == _recurrent.SAVE_NOTHING else (D, T, B, H)
+    gates = (D, T, B, rows) if save == _operator.SAVE_ALL else (0,)
+    cells = (0,) if save == _operator.SAVE_NOTHING else (D, T, B, H)
     columns = reference.clipped_columns(H, R, *rest[1:3])
-    clipped = (D, T, B, columns) if columns and save != _recurrent.SAVE_NOTHING else (0,)
+    clipped = (D, T, B, columns) if columns and save != _operator.SAVE_NOTHING else (0,)
     return (
         input.new_empty(T, B, D * R),
         input.new_empty(D, B, R),
@@ -485,19 +487,12 @@ def _forward_fake(
     )
 
 
-def _stack_forward_fake(*args: Any) -> tuple[Tensor, ...]:
-    output, h_n, *rest = _forward_fake(*args)
-    (layers, _, R), (T, B, _) = h_n.shape, output.shape
-    below = (0,) if args[-1] == _recurrent.SAVE_NOTHING else (layers - 1, T, B, R)
-    return output.new_empty(T, B, R), h_n, *rest, output.new_empty(below)
-
-
-def _cpp_forward_fake(*args: Any) -> tuple[Tensor, ...]:
+def _cpp_fake(*args: Any) -> tuple[Tensor, ...]:
     """With layer normalisation it leaves both products, as they were accumulated, not the gates.
 
     What was clipped it leaves as bits, 16 of them in a number.
     """
-    output, h_n, c_n, gates, cells, clipped = _forward_fake(*args)
+    output, h_n, c_n, gates, cells, clipped = _fake(*args)
     norm = Parameters(*args[3][: len(Parameters._fields)]).norm_ih_weight
     if norm is not None and gates.dim() > 1:
         gates = c_n.new_empty(*gates.shape[:-1], 2 * gates.shape[-1])
@@ -508,102 +503,117 @@ def _cpp_forward_fake(*args: Any) -> tuple[Tensor, ...]:
     return output, h_n, c_n, gates, cells, clipped.to(torch.int16)
 
 
-def _backward_fake(
+def _grad_fake(
     grad_output: Tensor, grad_h_n: Tensor | None, grad_c_n: Tensor | None, input: Tensor,
     h0: Tensor | None, c0: Tensor | None, parameters: Sequence[Tensor | None], *rest: Any,
 ) -> list[Tensor]:  # fmt: skip
     return _recurrent.empty_gradients([input, h0, c0, *parameters], rest[-1])
 
 
-_registration.define(
-    "lstm_forward",
-    f"({_TENSORS}, {_OPTIONS}, int save) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
-    _forward_fake,
-    functools.partial(_recurrent.forward_vmap, "lstm"),
-    fakes={"cpp": _cpp_forward_fake},
-)
-_registration.define(
-    "lstm_backward",
-    f"(Tensor grad_output, Tensor? grad_h_n, Tensor? grad_c_n, {_TENSORS}, Tensor output, "
-    f"Tensor gates, Tensor cells, Tensor clipped, {_OPTIONS}, bool[] wanted) -> Tensor[]",
-    _backward_fake,
-    functools.partial(_recurrent.backward_vmap, "lstm"),
-)
-# Layers, each of which reads the one before: instead of directions, and of these the output is the
-# last one's. What it keeps ends with the outputs of those below.
-_registration.define(
-    "lstm_stack_forward",
-    f"({_TENSORS}, {_OPTIONS}, int save) -> "
-    "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
-    _stack_forward_fake,
-    functools.partial(_recurrent.forward_vmap, "lstm_stack"),
-    backends=_STACKING,
-)
-_registration.define(
-    "lstm_stack_backward",
-    f"(Tensor grad_output, Tensor? grad_h_n, Tensor? grad_c_n, {_TENSORS}, Tensor output, "
-    f"Tensor gates, Tensor cells, Tensor clipped, Tensor below, {_OPTIONS}, bool[] wanted) "
-    "-> Tensor[]",
-    _backward_fake,
-    functools.partial(_recurrent.backward_vmap, "lstm_stack"),
-    backends=_STACKING,
-)
-# How many layers of a stack the CUDA kernels run at once, and why no more.
-_registration.library.define(
-    "lstm_layers_at_once.cuda(Tensor input, Tensor?[] parameters, bool coupled, bool backward) -> "
-    "(int, str)"
-)
-# Why the CUDA kernels go step by step in such a call; "" where it is one launch.
-_registration.library.define(
-    "lstm_step_by_step.cuda(Tensor input, Tensor?[] parameters, bool coupled, bool backward) -> str"
-)
+def _formula(*args: Any) -> reference.Results:
+    """The forward op's arguments, for the reference."""
+    return reference.lstm(*args[:6], options=Options(*args[6:]))
 
-_registration.library.define(
-    "lstm_plain.cpp(Tensor input, Tensor? h0, Tensor? c0, Tensor?[] parameters, bool save) -> "
-    "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
-)
+
+def _grad_formula(*args: Any) -> list[Tensor | None]:
+    """The backward op's arguments, for the reference."""
+    return reference.lstm_backward(*args[:13], options=Options(*args[13:23]), wanted=args[23])
 
 
 def _check_arguments(*args: Any) -> None:
     _recurrent.check_lengths(args[4], args[0].shape[0])
 
 
-@_registration.implement("lstm_forward", "eager")
-def _eager_forward(*args: Any) -> tuple[Tensor, ...]:
-    _check_arguments(*args)
-    results = reference.lstm(*args[:6], options=Options(*args[6:16]))
-    return _recurrent.copied_forward(results, _forward_fake(*args))
+_OPERATOR = _recurrent.OPERATORS["lstm"] = _operator.Operator(
+    name="lstm",
+    tensors=_Tensors,
+    options=Options,
+    results=reference.Results,
+    returned=3,
+    differentiable=4,
+    saved=("output", "gates", "cells", "clipped"),
+    saves=True,
+    axes=_recurrent.AXES,
+    fake=_fake,
+    fakes={"cpp": _cpp_fake},
+    grad_fake=_grad_fake,
+    formula=_formula,
+    grad_formula=_grad_formula,
+    flops=lambda *args: _recurrent.flops(args[0], args[3], Parameters),
+    check=_check_arguments,
+)
+
+_operator.library.define(
+    "lstm_plain.cpp(Tensor input, Tensor? h0, Tensor? c0, Tensor?[] parameters, bool save) -> "
+    "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
+)
+if backends._C is not None:
+    _recurrent.PLAIN["lstm"] = _recurrent.Plain(
+        torch.ops.trifuse.lstm_plain.cpp,
+        {D * SLOTS: tuple(Options(reverse=(False, True)[:D])) for D in (1, 2)},
+    )
 
 
-@_registration.implement("lstm_backward", "eager")
-def _eager_backward(*args: Any) -> list[Tensor]:
-    return _recurrent.copied(_formula(*args), _backward_fake(*args))
+# Stacks -----------------------------------------------------------------------------------------
+#
+# Layers, each of which reads the one before: instead of directions. The output is the last one's.
 
 
-def _formula(*args: Any) -> list[Tensor | None]:
-    """The backward op's arguments, for the reference."""
-    return reference.lstm_backward(*args[:13], options=Options(*args[13:23]), wanted=args[23])
+class _StackResults(NamedTuple):
+    """Those of the layers side by side, as if they were directions, but for the output."""
+
+    output: Tensor  # (T, B, R), the last layer's
+    h_n: Tensor
+    c_n: Tensor
+    gates: Tensor
+    cells: Tensor
+    clipped: Tensor
+    below: Tensor  # (layers - 1, T, B, R): the outputs of the layers below the last
 
 
-def _stack_formula(*args: Any) -> list[Tensor | None]:
-    """The backward op's arguments, for the reference, layer by layer."""
-    grad_output, grad_h_n, grad_c_n, x, h0, c0, parameters, lengths, seed = args[:9]
-    options, wanted = Options(*args[14:24]), args[24]
-    one = options._replace(reverse=(False,))
+def _stack_fake(*args: Any) -> tuple[Tensor, ...]:
+    output, h_n, *rest = _fake(*args)
+    (layers, _, R), (T, B, _) = h_n.shape, output.shape
+    below = (0,) if args[-1] == _operator.SAVE_NOTHING else (layers - 1, T, B, R)
+    return output.new_empty(T, B, R), h_n, *rest, output.new_empty(below)
+
+
+def _layer(args: Sequence[Any], k: int, x: Tensor) -> tuple[tuple[Any, ...], Options]:
+    """The k-th layer's arguments, for the reference, and its options."""
+    _, h0, c0, parameters, lengths, seed, *options = args
+    h, c = (None if t is None else t[k : k + 1] for t in (h0, c0))
+    given = (x, h, c, parameters[k * SLOTS : (k + 1) * SLOTS], lengths, seed)
+    return given, Options(*options)._replace(reverse=(False,))
+
+
+def _stack_formula(*args: Any) -> _StackResults:
+    """The forward op's arguments, for the reference, layer by layer."""
+    outputs: list[Tensor] = [args[0]]
     layers = []
-    for k in range(len(options.reverse)):
-        slots = slice(k * SLOTS, (k + 1) * SLOTS)
-        h, c, grad_h, grad_c = (
-            None if t is None else t[k : k + 1] for t in (h0, c0, grad_h_n, grad_c_n)
-        )
-        given: tuple[Any, ...] = (x, h, c, parameters[slots], lengths, seed)
-        asked = (k > 0 or wanted[0], *wanted[1:3], *wanted[3:][slots])
-        layers.append((grad_h, grad_c, given, asked))
-        x = reference.lstm(*given, options=one).output
+    for k in range(len(args[6])):
+        given, options = _layer(args, k, outputs[-1])
+        layers.append(reference.lstm(*given, options=options))
+        outputs.append(layers[-1].output)
+    _, *others = (torch.cat(of_layers) for of_layers in zip(*layers, strict=True))
+    last, below = outputs[-1], outputs[1:-1]
+    return _StackResults._make((last, *others, reference.stack_steps(below, last.shape, last)))
+
+
+def _stack_grad_formula(*args: Any) -> list[Tensor | None]:
+    """The backward op's arguments, for the reference, layer by layer."""
+    grad_output, grad_h_n, grad_c_n = args[:3]
+    forward, wanted = (*args[3:9], *args[14:24]), args[24]
+    x, layers = args[3], []
+    for k in range(len(forward[6])):
+        given, options = _layer(forward, k, x)
+        grad_h, grad_c = (None if t is None else t[k : k + 1] for t in (grad_h_n, grad_c_n))
+        asked = (k > 0 or wanted[0], *wanted[1:3], *wanted[3:][k * SLOTS : (k + 1) * SLOTS])
+        layers.append((grad_h, grad_c, given, options, asked))
+        x = reference.lstm(*given, options=options).output
     results = []
-    for grad_h, grad_c, given, asked in reversed(layers):
-        given = (grad_output, grad_h, grad_c, *given, None, None, None, None)
-        grads = reference.lstm_backward(*given, options=one, wanted=asked)
+    for grad_h, grad_c, given, options, asked in reversed(layers):
+        arguments = (grad_output, grad_h, grad_c, *given, None, None, None, None)
+        grads = reference.lstm_backward(*arguments, options=options, wanted=asked)
         grad_output = grads[0]
         results.append(grads)
     results.reverse()
@@ -614,23 +624,24 @@ def _stack_formula(*args: Any) -> list[Tensor | None]:
     return [grad_output, *states, *(g for grads in results for g in grads[3:])]
 
 
-_registration.implement_triton("lstm", _check_arguments)
-
-
-_recurrent.OPERATORS["lstm"] = _recurrent.Operator(
-    states=2,
-    integers=2,
-    kept=3,
-    save=int,
-    formula=_formula,
-    forward={name: getattr(torch.ops.trifuse.lstm_forward, name) for name in backends.ORDER},
-    backward={name: getattr(torch.ops.trifuse.lstm_backward, name) for name in backends.ORDER},
-    plain=None if backends._C is None else torch.ops.trifuse.lstm_plain.cpp,
-    no_options={D * SLOTS: tuple(Options(reverse=(False, True)[:D])) for D in (1, 2)},
-)
-_recurrent.OPERATORS["lstm_stack"] = _recurrent.OPERATORS["lstm"]._replace(
-    kept=4,
+_recurrent.OPERATORS["lstm_stack"] = dataclasses.replace(
+    _OPERATOR,
+    name="lstm_stack",
+    results=_StackResults,
+    saved=(*_OPERATOR.saved, "below"),
+    fake=_stack_fake,
+    fakes={},
     formula=_stack_formula,
-    forward={name: getattr(torch.ops.trifuse.lstm_stack_forward, name) for name in _STACKING},
-    backward={name: getattr(torch.ops.trifuse.lstm_stack_backward, name) for name in _STACKING},
+    grad_formula=_stack_grad_formula,
+    backends=("cuda",),  # those that run layers of a stack side by side
+)
+
+# How many layers of a stack the CUDA kernels run at once, and why no more.
+_operator.library.define(
+    "lstm_layers_at_once.cuda(Tensor input, Tensor?[] parameters, bool coupled, bool backward) -> "
+    "(int, str)"
+)
+# Why the CUDA kernels go step by step in such a call; "" where it is one launch.
+_operator.library.define(
+    "lstm_step_by_step.cuda(Tensor input, Tensor?[] parameters, bool coupled, bool backward) -> str"
 )

@@ -26,7 +26,7 @@ Every backend is held to this file in float64. 16-bit inputs are computed in flo
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -83,8 +83,7 @@ def attention(
     """
     wide = _accumulation_dtype(query.dtype)
     scale = max(query.shape[-1], 1) ** -0.5 if scale is None else scale
-    out = query.new_zeros((*query.shape[:-1], value.shape[-1]))
-    logsumexp = query.new_full(query.shape[:-1], float("-inf"), dtype=wide)
+    outs, logsumexps = [], []
     for part in _sequences(query, key, cu_seqlens_q, cu_seqlens_k):
         q, k = query[part.query], _grouped(key, query)[part.key]
         v = _grouped(value, query)[part.key]
@@ -93,9 +92,12 @@ def attention(
             lower_right, dropout_p, part.number,
         )  # fmt: skip
         dropped = _multiply(weights.probability, weights.multiplier)
-        out[part.query] = _matmul_over_pairs(dropped, weights.keep, v.to(wide)).to(query.dtype)
-        logsumexp[part.row] = weights.logsumexp
-    return out, logsumexp
+        outs.append(_matmul_over_pairs(dropped, weights.keep, v.to(wide)))
+        logsumexps.append(weights.logsumexp)
+    return (
+        _join(outs, (*query.shape[:-1], value.shape[-1]), query),
+        _join(logsumexps, query.shape[:-1], query.new_empty(0, dtype=wide), float("-inf")),
+    )
 
 
 def attention_backward(
@@ -167,9 +169,9 @@ def attention_backward(
         stacked = torch.cat([*parts_mask, attn_mask.new_zeros((0, *attn_mask.shape[1:]))])
         grad_mask = stacked.to(wide).sum_to_size(attn_mask.shape).to(attn_mask.dtype)
     return (
-        _join(parts_q, query, 2),
-        _join(parts_k, key, 2),
-        _join(parts_v, value, 2),
+        _join(parts_q, query.shape, query),
+        _join(parts_k, key.shape, key),
+        _join(parts_v, value.shape, value),
         grad_mask,
     )
 
@@ -300,11 +302,11 @@ def _sequences(
         yield _Sequence(b, (*head, q), (*head, k), (*head, q), lengths)
 
 
-def _join(parts: list[Tensor], like: Tensor, dim: int) -> Tensor:
-    """The parts end to end, then zeros for tokens that belong to no sequence."""
-    rest = list(like.shape)
-    rest[dim] -= sum(part.shape[dim] for part in parts)
-    return torch.cat([*(part.to(like.dtype) for part in parts), like.new_zeros(rest)], dim)
+def _join(parts: list[Tensor], shape: Sequence[int], like: Tensor, fill: float = 0.0) -> Tensor:
+    """(B, H, L, ...): the parts end to end, then ``fill`` for tokens that belong to no sequence."""
+    B, H, L, *rest = shape
+    missing = like.new_full((B, H, L - sum(part.shape[2] for part in parts), *rest), fill)
+    return torch.cat([*(part.to(like.dtype) for part in parts), missing], 2)
 
 
 def _pad_like(grad: Tensor, attn_mask: Tensor | None) -> Tensor:

@@ -31,7 +31,6 @@ float64. Every backend is held to this file in float64.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -76,8 +75,8 @@ class Options(NamedTuple):
     reverse: Sequence[bool]  # of each direction: whether rows are read from their ends
     coupled: bool = False
     forget_bias: float = 0.0
-    cell_clip: float = math.inf
-    proj_clip: float = math.inf
+    cell_clip: float | None = None
+    proj_clip: float | None = None
     eps: float = 1e-5
     zoneout_h: float = 0.0
     zoneout_c: float = 0.0
@@ -94,8 +93,8 @@ class Results(NamedTuple):
     clipped: Tensor  # bool (D, T, B, ...): H columns if c has a clip, then R if h has one
 
 
-def clipped_columns(H: int, R: int, cell_clip: float, proj_clip: float) -> int:
-    return (H if cell_clip < math.inf else 0) + (R if proj_clip < math.inf else 0)
+def clipped_columns(H: int, R: int, cell_clip: float | None, proj_clip: float | None) -> int:
+    return (0 if cell_clip is None else H) + (0 if proj_clip is None else R)
 
 
 def lstm(
@@ -306,9 +305,9 @@ def _backward(
     new_h = _share(way.keep_h, way.valid, options.zoneout_h, h)
     new_c = _share(way.keep_c, way.valid, options.zoneout_c, c)
     unclipped_u, unclipped_q = torch.ones_like(c), torch.ones_like(h)
-    if clipped is not None and options.cell_clip < math.inf:
+    if clipped is not None and options.cell_clip is not None:
         unclipped_u = 1 - clipped[..., : c.shape[-1]]
-    if clipped is not None and options.proj_clip < math.inf:
+    if clipped is not None and options.proj_clip is not None:
         unclipped_q = 1 - clipped[..., -h.shape[-1] :]
     n_by_m = o * (1 - tanh.square())
     o_by_m = tanh * o * (1 - o)
@@ -446,13 +445,13 @@ def _peepholes(p: Parameters, coupled: bool) -> tuple[Any, Any, Any]:
     return p_i, 0 if coupled else p_f[0], p_o
 
 
-def _clip(t: Tensor, limit: float) -> Tensor:
-    return t if limit == math.inf else t.clamp(-limit, limit)
+def _clip(t: Tensor, limit: float | None) -> Tensor:
+    return t if limit is None else t.clamp(-limit, limit)
 
 
 def _clipped(cell: _Cell, options: Options) -> Tensor:
     clips = ((cell.u, options.cell_clip), (cell.q, options.proj_clip))
-    marks = [t.abs() > limit for t, limit in clips if limit < math.inf]
+    marks = [t.abs() > limit for t, limit in clips if limit is not None]
     return torch.cat(marks, -1) if marks else cell.u.new_empty(len(cell.u), 0)
 
 

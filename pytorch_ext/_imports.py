@@ -1,0 +1,49 @@
+"""What is to happen when another package is imported, without importing it."""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import sys
+from collections.abc import Callable, Sequence
+from types import ModuleType
+
+
+def when_imported(name: str, action: Callable[[], object]) -> None:
+    """Call ``action`` once ``name`` has been imported: now, if it has been already."""
+    if name in sys.modules:
+        action()
+    else:
+        _FINDER.actions.setdefault(name, []).append(action)
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """Lets the other finders find a module, and has actions follow its execution."""
+
+    def __init__(self) -> None:
+        self.actions: dict[str, list[Callable[[], object]]] = {}
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        actions = self.actions.pop(name, None)
+        if actions is None:
+            return None
+        spec = importlib.util.find_spec(name)
+        if spec is None or spec.loader is None:
+            self.actions[name] = actions
+            return None
+        execute = spec.loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            execute(module)
+            for action in actions:
+                action()
+
+        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+
+_FINDER = _Finder()
+sys.meta_path.insert(0, _FINDER)

@@ -1,0 +1,914 @@
+"""How an operator meets torch: it is declared once, and everything that torch asks follows.
+
+An operator is two ops, ``<name>_forward`` and ``<name>_backward``, with one overload per backend:
+``torch.ops.trifuse.attention_forward.cpp``. The ops are opaque: a backward traced through pieces
+over saved outputs gives silently wrong second derivatives. There is one overload per backend, so
+that a profile shows which one ran, and so that a backward runs where its forward did.
+
+An :class:`Operator` declares its tensors, options and results as named tuples. From these follow,
+for every overload:
+
+- the schemas, and fakes that return true shapes, dtypes and strides;
+- derivatives, registered for the op itself: whatever traces the op can differentiate it
+  (torch.compile, torch.export, pipelines);
+- batching rules for ``torch.vmap`` and for the older ``autograd.grad(is_grads_batched=True)``;
+- the decomposition into the formula: for ONNX and whoever else lowers graphs. The formula also
+  serves forward-mode AD;
+- floating-point operations for ``torch.utils.flop_counter``;
+- what happens on a device that the overload's backend does not serve, as when an exported program
+  was moved to a GPU: the backend chosen there serves the call.
+
+Why overloads and not one op that finds its backend by dispatch key: several backends serve one
+device, so such an op would take the backend's name as an argument, and its kernel for CPUs would
+have to leave C++ for the Python of the others. Registering rules for several overloads is a loop.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import types
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from trifuse import backends
+from trifuse._imports import when_imported
+from trifuse.backends import ORDER, Call
+
+library = torch.library.Library("trifuse", "DEF")
+
+
+# What a call of a forward op keeps for the backward, where there is a choice.
+SAVE_NOTHING, SAVE_STATES, SAVE_ALL = range(3)
+
+# In ``Operator.axes``: the batch of a sample is all that comes before the last dimension.
+LEADING = -1
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Operator:
+    """The declaration of an operator.
+
+    The forward op takes ``tensors``, ``options`` and, if there is a choice, what to save; it
+    returns ``results``. The backward op takes the gradients of those results that a caller gets,
+    ``tensors``, those results that it reads (``saved``), ``options``, and one flag for each tensor
+    that can have a gradient: whether it is wanted. It returns gradients, of shape (0,) where not
+    wanted.
+
+    Attributes:
+        name: the operator's, as in ``trifuse.explain``.
+        tensors: a named tuple of the forward op's tensors; at most one is a list.
+        options: a named tuple of numbers and flags.
+        results: a named tuple of what the forward op returns.
+        returned: how many of the results a caller gets, which come first. The first of them always
+            has a gradient in the backward op; the others' may be None.
+        differentiable: how many of the tensors can have a gradient, which come first.
+        saved: names of the results that the backward op reads.
+        axes: by the name of a tensor or result, where its batch is. A call for N samples is then
+            one call of a batch N times as large. Samples with tensors of their own that have no
+            batch are called one by one, as are gradients of such tensors.
+        alone: tensors that forbid the larger batch where they are not None.
+        saves: whether the forward op is told what to save, as its last argument.
+        fake: the forward op's results without their values.
+        grad_fake: the backward op's results without their values.
+        formula: the forward op in plain torch.
+        grad_formula: the backward op in plain torch, differentiable, which computes again what was
+            saved: it gets None there. None stands for a gradient that is not wanted.
+        flops: floating-point operations of products in the forward op, by its arguments.
+        grad_flops: those of the backward op by the same arguments. Default: twice as many, as each
+            factor of a product has a gradient.
+        fakes: instead of ``fake``, for backends that save something else.
+        keep: what the backward gets for ``tensors``, if not them: (tensors, results, options) ->
+            tensors.
+        shares_gradient: whether the first two tensors have one and the same gradient:
+            (tensors, options) -> bool.
+        check: raises for values that only the op sees; Triton and the formula run it first.
+        head_dim: that of a call's tensors, for the choice of a backend.
+        backends: those that have the ops.
+    """
+
+    name: str
+    tensors: type[Any]
+    options: type[Any]
+    results: type[Any]
+    returned: int
+    differentiable: int
+    saved: tuple[str, ...]
+    axes: Mapping[str, int]
+    fake: Callable[..., tuple[Tensor, ...]]
+    grad_fake: Callable[..., Sequence[Tensor]]
+    formula: Callable[..., Sequence[Tensor]]
+    grad_formula: Callable[..., Sequence[Tensor | None]]
+    flops: Callable[..., int] | None = None
+    grad_flops: Callable[..., int] | None = None
+    alone: tuple[str, ...] = ("seed",)
+    saves: bool = False
+    fakes: Mapping[str, Callable[..., tuple[Tensor, ...]]] = field(default_factory=dict)
+    keep: Callable[..., Any] | None = None
+    shares_gradient: Callable[..., bool] | None = None
+    check: Callable[..., None] = lambda *args: None
+    head_dim: Callable[..., int] = lambda tensors: 0
+    backends: Sequence[str] = ORDER
+
+    def __post_init__(self) -> None:
+        forward = Op(
+            f"{self.name}_forward",
+            self._forward_signature(),
+            fake=self.fake,
+            fakes=self.fakes,
+            vmap=self._forward_vmap,
+            derivative=self._forward_derivative,
+            decomposition=self._forward_decomposition,
+            flops=self.flops,
+            describe=self._describe,
+            backends=self.backends,
+        )
+        backward = Op(
+            f"{self.name}_backward",
+            self._backward_signature(),
+            fake=self.grad_fake,
+            vmap=self._backward_vmap,
+            derivative=self._backward_derivative,
+            decomposition=self._backward_decomposition,
+            flops=None if self.flops is None else self._backward_flops,
+            describe=lambda *args: self._describe(*args[self.returned :]),
+            backends=self.backends,
+        )
+        saved = tuple(self._names(self.results).index(name) for name in self.saved)
+        object.__setattr__(self, "saved_places", saved)
+        object.__setattr__(self, "forward", forward.overloads)
+        object.__setattr__(self, "backward", backward.overloads)
+        if "eager" in self.backends:
+            implement(f"{self.name}_forward", "eager")(self._eager_forward)
+            implement(f"{self.name}_backward", "eager")(self._eager_backward)
+        if "triton" in self.backends:
+            forward.implement_triton(self.name, self.check)
+            backward.implement_triton(self.name)
+
+    saved_places: tuple[int, ...] = field(init=False, repr=False)  # of ``saved`` in the results
+    forward: dict[str, Any] = field(init=False, repr=False)
+    backward: dict[str, Any] = field(init=False, repr=False)
+
+    # The call ----------------------------------------------------------------------------------
+
+    def __call__(
+        self, backend: str, tensors: Sequence[Any], options: Sequence[Any], save: int = SAVE_ALL
+    ) -> tuple[Tensor, ...]:
+        """Run the forward op by a backend; return the results that a caller gets.
+
+        Args:
+            save: what the forward keeps if a gradient is wanted.
+        """
+        flat = tensors if self._list is None else self.flatten(tensors)
+        wanted = requires_grad(*flat)
+        results: tuple[Tensor, ...]
+        if wanted and not differentiating():
+            # What the op itself would come to, by way of the dispatcher.
+            results = apply(_Forward, self, backend, options, save, *flat)
+        else:
+            last = (save if wanted else SAVE_NOTHING,) if self.saves else ()
+            results = self.forward[backend](*tensors, *options, *last)
+        return results[: self.returned]
+
+    # Schemas -----------------------------------------------------------------------------------
+
+    def _forward_signature(self) -> str:
+        arguments = _schema(self.tensors) + _schema(self.options) + ["int save"] * self.saves
+        return f"({', '.join(arguments)}) -> ({', '.join(['Tensor'] * self._count(self.results))})"
+
+    def _backward_signature(self) -> str:
+        first, *others = self._names(self.results)[: self.returned]
+        grads = [f"Tensor grad_{first}", *(f"Tensor? grad_{name}" for name in others)]
+        saved = [f"Tensor {name}" for name in self.saved]
+        if self._list is None:
+            n = self.differentiable
+            wanted, returns = f"bool[{n}] wanted", f"({', '.join(['Tensor'] * n)})"
+        else:
+            wanted, returns = "bool[] wanted", "Tensor[]"
+        arguments = [*grads, *_schema(self.tensors), *saved, *_schema(self.options), wanted]
+        return f"({', '.join(arguments)}) -> {returns}"
+
+    @staticmethod
+    def _names(fields: Any) -> tuple[str, ...]:
+        names: tuple[str, ...] = fields._fields
+        return names
+
+    def _count(self, fields: Any) -> int:
+        return len(self._names(fields))
+
+    # Arguments ---------------------------------------------------------------------------------
+
+    @functools.cached_property
+    def _list(self) -> int | None:
+        """Which of the tensors is a list."""
+        kinds = [schema.startswith("Tensor?[]") for schema in _schema(self.tensors)]
+        return kinds.index(True) if any(kinds) else None
+
+    def flatten(self, tensors: Sequence[Any]) -> Sequence[Tensor | None]:
+        if self._list is None:
+            return tensors
+        before, after = self._list, self._list + 1
+        return [*tensors[:before], *tensors[before], *tensors[after:]]
+
+    def unflatten(self, flat: Sequence[Any]) -> list[Any]:
+        if self._list is None:
+            return list(flat)
+        after = self._count(self.tensors) - self._list - 1
+        end = len(flat) - after
+        return [*flat[: self._list], list(flat[self._list : end]), *flat[end:]]
+
+    def count_differentiable(self, flat: Sequence[Any]) -> int:
+        """How many of the flattened tensors can have a gradient."""
+        return len(flat) - (self._count(self.tensors) - self.differentiable)
+
+    def _split_forward(self, args: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any], int]:
+        """Tensors, options and what to save."""
+        t = self._count(self.tensors)
+        o = t + self._count(self.options)
+        return args[:t], args[t:o], args[o] if self.saves else SAVE_ALL
+
+    def _split_backward(self, args: Sequence[Any]) -> _Backwards:
+        sizes = (self.returned, self._count(self.tensors), len(self.saved))
+        parts: list[Any] = []
+        start = 0
+        for size in sizes:
+            parts.append(args[start : start + size])
+            start += size
+        grads, tensors, saved = parts
+        return _Backwards(grads, tensors, saved, args[start:-1], args[-1])
+
+    def _describe(self, *args: Any) -> Call:
+        tensors = args[: self._count(self.tensors)]
+        first = tensors[0]
+        return Call(self.name, first.device.type, first.dtype, self.head_dim(tensors))
+
+    # Derivatives -------------------------------------------------------------------------------
+
+    def _forward_derivative(self, backend: str, *args: Any) -> tuple[Tensor, ...]:
+        tensors, options, save = self._split_forward(args)
+        if forward_mode():
+            with without_autocast():
+                return tuple(self.formula(*tensors, *options))
+        # The op was called by someone who did not expect a gradient to be wanted.
+        save = SAVE_ALL if save == SAVE_NOTHING else save
+        return apply(_Forward, self, backend, options, save, *self.flatten(tensors))
+
+    def _backward_derivative(self, backend: str, *args: Any) -> Sequence[Tensor]:
+        if forward_mode():
+            return self._backward_decomposition(backend, *args)
+        grads, tensors, saved, options, wanted = self._split_backward(args)
+        flat = self.flatten(tensors)
+        return self._returns(
+            apply(_Backward, self, backend, options, tuple(wanted), *grads, *flat, *saved)
+        )
+
+    def _returns(self, grads: Sequence[Any]) -> Any:
+        return tuple(grads) if self._list is None else list(grads)
+
+    # The formula -------------------------------------------------------------------------------
+
+    def _forward_decomposition(self, backend: str, *args: Any) -> tuple[Tensor, ...]:
+        tensors, options, _ = self._split_forward(args)
+        with without_autocast():
+            results = self.formula(*tensors, *options)
+        # A decomposed backward computes the others again.
+        others = self.fakes.get(backend, self.fake)(*args)[self.returned :]
+        return (*results[: self.returned], *others)
+
+    def _backward_decomposition(self, backend: str, *args: Any) -> Sequence[Tensor]:
+        call = self._split_backward(args)
+        with without_autocast():
+            grads = self.grad_formula(
+                *call.grads, *call.tensors, *(None,) * len(self.saved), *call.options, call.wanted
+            )
+        placeholders = self.grad_fake(*args)
+        return self._returns(
+            [
+                g if w and g is not None else p
+                for g, p, w in zip(grads, placeholders, call.wanted, strict=True)
+            ]
+        )
+
+    def _eager_forward(self, *args: Any) -> tuple[Tensor, ...]:
+        tensors, options, _ = self._split_forward(args)
+        self.check(*args)
+        return _copied(self.formula(*tensors, *options), self.fake(*args))
+
+    def _eager_backward(self, *args: Any) -> Sequence[Tensor]:
+        call = self._split_backward(args)
+        grads = self.grad_formula(
+            *call.grads, *call.tensors, *call.saved, *call.options, call.wanted
+        )
+        return self._returns(_copied(grads, self.grad_fake(*args)))
+
+    # Operations --------------------------------------------------------------------------------
+
+    def _backward_flops(self, *args: Any) -> int:
+        assert self.flops is not None
+        args = args[self.returned :]
+        return 2 * self.flops(*args) if self.grad_flops is None else self.grad_flops(*args)
+
+    # Batching ----------------------------------------------------------------------------------
+
+    def _forward_vmap(self, op: Any, info: Any, in_dims: Any, *args: Any) -> Any:
+        names = (*self._names(self.tensors),)
+        if not self._foldable(names, in_dims, args):
+            return one_by_one(op, info, in_dims, args)
+        N, B = info.batch_size, self._batch(args[0], in_dims[0], self.axes[names[0]])
+        folded = [
+            self._fold(name, t, dim, N, B)
+            for name, t, dim in zip(names, args, in_dims, strict=False)
+        ]
+        results = op(*folded, *args[len(names) :])
+        return _unzip(
+            self._unfold(name, r, N)
+            for name, r in zip(self._names(self.results), results, strict=True)
+        )
+
+    def _backward_vmap(self, op: Any, info: Any, in_dims: Any, *args: Any) -> Any:
+        inputs, results = self._names(self.tensors), self._names(self.results)
+        names = (*results[: self.returned], *inputs, *self.saved)
+        wanted = args[-1]
+        first = self.returned  # the place of the first tensor
+        flat: list[tuple[str, Tensor | None, int | None]] = []
+        for name, t, dim in zip(inputs, args[first:], in_dims[first:], strict=False):
+            if isinstance(t, (list, tuple)):
+                flat += [(name, *pair) for pair in zip(t, dim or [None] * len(t), strict=True)]
+            else:
+                flat.append((name, t, dim))
+        apart = any(
+            w and name not in self.axes for (name, *_), w in zip(flat, wanted, strict=False)
+        )
+
+        def call(*each: Any) -> Any:
+            # A kernel finds what a forward saved as the forward laid it out.
+            start = first + len(inputs)
+            end = start + len(self.saved)
+            return op(*each[:start], *(t.contiguous() for t in each[start:end]), *each[end:])
+
+        if apart or not self._foldable(names, in_dims, args):
+            results, dims = one_by_one(call, info, in_dims, args)
+            return self._returns(results), self._returns(dims)
+        N, B = info.batch_size, self._batch(args[first], in_dims[first], self.axes[inputs[0]])
+        shared = dict(zip(inputs, wanted, strict=False)) if self._list is None else {}
+        folded = [
+            self._fold(name, t, dim, N, B, whole=shared.get(name, False))
+            for name, t, dim in zip(names, args, in_dims, strict=False)
+        ]
+        grads = call(*folded, *args[len(names) :])
+        pairs = []
+        for (name, t, dim), g, w in zip(flat, grads, wanted, strict=False):
+            g, out_dim = self._unfold(name, g, N) if w else (g.expand(N, *g.shape), 0)
+            if w and self._batch(t, dim, self.axes[name]) != B:  # it was broadcast
+                g = g.sum(self.axes[name] + 1, keepdim=True)
+            pairs.append((g, out_dim))
+        results, dims = _unzip(pairs)
+        return self._returns(results), self._returns(dims)
+
+    def _foldable(self, names: Sequence[str], in_dims: Any, args: Sequence[Any]) -> bool:
+        for name, t, dim in zip(names, args, in_dims, strict=False):
+            if name in self.alone and t is not None:
+                return False
+            dims = dim if isinstance(dim, (list, tuple)) else [dim]
+            if name not in self.axes and any(d is not None for d in dims):
+                return False
+        return True
+
+    @staticmethod
+    def _batch(t: Tensor | None, dim: int | None, axis: int) -> int:
+        """The size of one sample's batch."""
+        if t is None or axis == LEADING:
+            return 1
+        sample = t.shape if dim is None else t.movedim(dim, 0).shape[1:]
+        return sample[axis]
+
+    def _fold(self, name: str, t: Any, dim: Any, N: int, B: int, whole: bool = False) -> Any:
+        """N samples as one larger batch. What all share and is broadcast over the batch stays."""
+        axis = self.axes.get(name)
+        if t is None or axis is None:
+            return t
+        if axis == LEADING:
+            return t.expand(N, *t.shape) if dim is None else t.movedim(dim, 0)
+        size = self._batch(t, dim, axis) if t.dim() > axis + (dim is not None) else None
+        if size is None:  # nothing was saved
+            return t if dim is None else t.movedim(dim, 0)[0]
+        if dim is None and size == 1 != B and not whole:
+            return t
+        t = t.expand(N, *t.shape) if dim is None else t.movedim(dim, 0)
+        if size != B:
+            t = t.expand(*t.shape[: axis + 1], B, *t.shape[axis + 2 :])
+        return t.movedim(0, axis).flatten(axis, axis + 1)
+
+    def _unfold(self, name: str, t: Tensor, N: int) -> tuple[Tensor, int]:
+        """The samples of a result apart again, and the dimension that counts them."""
+        axis = self.axes[name]
+        if axis == LEADING:
+            return (t, 0) if t.shape[0] == N else (t.expand(N, *t.shape), 0)
+        if t.dim() <= axis:  # nothing was saved
+            return t.expand(N, *t.shape), 0
+        return t.unflatten(axis, (N, t.shape[axis] // N)), axis
+
+
+class _Backwards(NamedTuple):
+    """The arguments of a backward op, by their kinds."""
+
+    grads: Sequence[Any]
+    tensors: Sequence[Any]
+    saved: Sequence[Any]
+    options: Sequence[Any]
+    wanted: Sequence[bool]
+
+
+def _copied(values: Sequence[Tensor | None], to: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """An op's results may be none of its arguments, nor each other, as a formula's can be."""
+    return tuple(
+        t if v is None or t.numel() == 0 else t.copy_(v) for t, v in zip(to, values, strict=True)
+    )
+
+
+def _unzip(pairs: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    first, second = zip(*pairs, strict=True)
+    return first, second
+
+
+# Derivatives -------------------------------------------------------------------------------------
+
+
+class _Forward(torch.autograd.Function):
+    """A forward op with its backward op."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, operator: Operator, backend: str, options: Any, save: int, *flat: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        tensors: Any = operator.unflatten(flat)
+        last = (save,) if operator.saves else ()
+        results: tuple[Tensor, ...] = below(operator.forward[backend], *tensors, *options, *last)
+        ctx.operator, ctx.backend, ctx.options = operator, backend, options
+        ctx.first = results[0].shape, results[0].dtype
+        ctx.shares_gradient = False
+        if operator.shares_gradient is not None or operator.keep is not None:
+            named = operator.tensors(*tensors), operator.options(*options)
+            if operator.shares_gradient is not None:
+                ctx.shares_gradient = operator.shares_gradient(*named)
+            if operator.keep is not None:
+                tensors = operator.keep(named[0], operator.results(*results), named[1])
+                flat = operator.flatten(tensors)
+        ctx.set_materialize_grads(False)
+        if len(results) > operator.returned:
+            # What was not asked for is of shape (0,).
+            returned, rest = results[1 : operator.returned], results[operator.returned :]
+            absent = (t for t in returned if t.shape == (0,) != results[0].shape)
+            ctx.mark_non_differentiable(*rest, *absent)
+        ctx.save_for_backward(*[results[i] for i in operator.saved_places], *flat)
+        return results
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        operator: Operator = ctx.operator
+        grads = grads[: operator.returned]
+        count = len(ctx.needs_input_grad)
+        if all(g is None for g in grads):
+            return (None,) * count
+        if grads[0] is None:
+            shape, dtype = ctx.first
+            other = next(g for g in grads if g is not None)
+            grads = (other.new_zeros(shape, dtype=dtype), *grads[1:])
+        kept = ctx.saved_tensors  # once: checkpoints give them once
+        saved, flat = kept[: len(operator.saved)], kept[len(operator.saved) :]
+        needed = ctx.needs_input_grad[4 : 4 + operator.count_differentiable(flat)]
+        wanted = list(needed)
+        if ctx.shares_gradient:
+            wanted[:2] = [needed[0] or needed[1], False]
+        found = list(
+            operator.backward[ctx.backend](
+                *grads, *operator.unflatten(flat), *saved, *ctx.options, wanted
+            )
+        )
+        if ctx.shares_gradient:
+            found[1] = found[0]
+        results = [g if n else None for g, n in zip(found, needed, strict=True)]
+        return (*(None,) * 4, *results, *(None,) * (count - 4 - len(results)))
+
+
+class _Backward(torch.autograd.Function):
+    """A backward op, differentiated through its formula.
+
+    What the forward saved is a function of the other inputs. The formula computes it again, so its
+    derivative is whole without theirs.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, operator: Operator, backend: str, options: Any, wanted: tuple[bool, ...],
+        *flat: Tensor | None,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        grads = flat[: operator.returned]
+        inputs = flat[operator.returned : len(flat) - len(operator.saved)]
+        saved = flat[len(flat) - len(operator.saved) :]
+        ctx.operator, ctx.options, ctx.wanted = operator, options, wanted
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*grads, *inputs)
+        return tuple(
+            below(
+                operator.backward[backend],
+                *grads,
+                *operator.unflatten(inputs),
+                *saved,
+                *options,
+                list(wanted),
+            )
+        )
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
+        operator: Operator = ctx.operator
+        given = ctx.saved_tensors
+        found: list[Tensor | None] = [None] * len(ctx.needs_input_grad)
+        needed = ctx.needs_input_grad[4 : 4 + len(given)]
+        places = [i for i, need in enumerate(needed) if need]
+        asked = [w and u is not None for w, u in zip(ctx.wanted, upstream, strict=True)]
+        if not any(asked):
+            return tuple(found)
+
+        def gradients(*values: Tensor) -> tuple[Tensor, ...]:
+            inputs = list(given)
+            for i, value in zip(places, values, strict=True):
+                inputs[i] = value
+            grads = operator.grad_formula(
+                *inputs[: operator.returned],
+                *operator.unflatten(inputs[operator.returned :]),
+                *(None,) * len(operator.saved),
+                *ctx.options,
+                ctx.wanted,
+            )
+            return tuple(g for g, a in zip(grads, asked, strict=True) if g is not None and a)
+
+        with without_autocast():
+            # Of three results, the last comes only with has_aux.
+            _, vjp = torch.func.vjp(gradients, *(given[i] for i in places))  # type: ignore[misc]
+            derivatives = vjp(tuple(u for u, a in zip(upstream, asked, strict=True) if a))
+        for i, derivative in zip(places, derivatives, strict=True):
+            found[4 + i] = derivative
+        return tuple(found)
+
+
+def apply(function: type[torch.autograd.Function], *args: Any) -> Any:
+    """``function.apply`` for one level of differentiation: that which is being dispatched.
+
+    Torch's own asks in every call which arguments have defaults, which takes longer than the
+    kernels of small tensors do, and has the transforms of ``torch.func`` follow the call. Here the
+    dispatcher has them follow the op instead.
+    """
+    base: Any = super(torch.autograd.Function, function)
+    if torch._C._are_functorch_transforms_active():
+        from torch._functorch.autograd_function import enable_single_level_autograd_function
+
+        with enable_single_level_autograd_function():
+            return base.apply(*args)
+    return base.apply(*torch._functorch.utils.unwrap_dead_wrappers(args))
+
+
+def below(op: Any, *args: Any) -> Any:
+    """An op from within the Function that differentiates it.
+
+    The Function has switched gradients off, for transforms further out as well, which need them.
+    """
+    if not torch._C._are_functorch_transforms_active():
+        return op(*args)
+    with torch.enable_grad(), torch._C._AutoDispatchBelowAutograd():
+        return op(*args)
+
+
+# One op ------------------------------------------------------------------------------------------
+
+
+class Op:
+    """An op with one overload per backend, and its rules for each.
+
+    Args:
+        name: such as "attention_forward".
+        signature: arguments and returns in torch's schema language, without the name.
+        fake: shapes, dtypes and strides of the results.
+        vmap: the batching rule, as :func:`torch.library.register_vmap` takes it, with the overload
+            to call as an extra first argument.
+        derivative: the results where some transform needs derivatives of them. Its extra first
+            argument is the backend.
+        decomposition: the results in plain torch. Its extra first argument is the backend.
+        describe: the call by its arguments, to choose a backend for it.
+        flops: floating-point operations of products, by the arguments.
+        fakes: instead of ``fake``, for backends that return something else to their backward.
+        backends: those that have the op.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        signature: str,
+        *,
+        fake: Callable[..., Any],
+        vmap: Callable[..., Any],
+        derivative: Callable[..., Any],
+        decomposition: Callable[..., Any],
+        describe: Callable[..., Call],
+        flops: Callable[..., int] | None = None,
+        fakes: Mapping[str, Callable[..., Any]] | None = None,
+        backends: Sequence[str] = ORDER,
+    ) -> None:
+        self.name = name
+        self.describe = describe
+        self.overloads: dict[str, Any] = {}
+        for backend in backends:
+            overload = f"{name}.{backend}"
+            library.define(f"{overload}{signature}")
+            self.overloads[backend] = op = getattr(getattr(torch.ops.trifuse, name), backend)
+            meta = self._fake(backend, fake, fakes or {})
+            torch.library.register_fake(f"trifuse::{overload}", meta, lib=library)
+            register_batching(overload, functools.partial(vmap, op))
+            register_derivative(overload, signature, functools.partial(derivative, backend))
+            register_decomposition(op, functools.partial(decomposition, backend), meta)
+            if backend not in _IN_PYTHON:  # their kernels are registered for one device each
+                library.impl(overload, self._elsewhere(backend), "CompositeExplicitAutograd")
+        if flops is not None:
+            register_flops(getattr(torch.ops.trifuse, name), flops)
+
+    def _fake(
+        self, backend: str, fake: Callable[..., Any], fakes: Mapping[str, Callable[..., Any]]
+    ) -> Callable[..., Any]:
+        if not fakes:
+            return fake
+
+        def of_backend(*args: Any) -> Any:
+            call = self.describe(*args)
+            served = backend if call.device == "meta" else backends.elsewhere(call, backend)
+            return fakes.get(served, fake)(*args)
+
+        return of_backend
+
+    def _elsewhere(self, backend: str) -> Callable[..., Any]:
+        """Of an overload on a device that its backend does not serve: a program was moved there."""
+
+        def call(*args: Any) -> Any:
+            served = backends.elsewhere(self.describe(*args), backend)
+            if served == backend:
+                raise NotImplementedError(
+                    f"trifuse::{self.name}.{backend} has no kernel for {args[0].device}"
+                )
+            return self.overloads[served](*args)
+
+        return call
+
+    def implement_triton(self, operator: str, check: Callable[..., None] | None = None) -> None:
+        """By the launcher of the op's name in ``trifuse.kernels.<operator>``.
+
+        Args:
+            check: looks at the values in the arguments.
+        """
+        elsewhere = self._elsewhere("triton")
+
+        def launch(*args: Any) -> Any:
+            if not (args[0].is_cuda or backends.interpreting()):
+                return elsewhere(*args)
+            if check is not None:
+                check(*args)
+            # Imported when it is called: Triton need not be there.
+            return getattr(importlib.import_module(f"trifuse.kernels.{operator}"), self.name)(*args)
+
+        implement(self.name, "triton")(launch)
+
+
+# Backends whose implementations are registered for any device.
+_IN_PYTHON = ("triton", "eager")
+
+
+def implement(op: str, backend: str = "") -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Decorate the Python implementation of an op, for one backend if it has several."""
+
+    def register(function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def kernel(*args: Any) -> Any:
+            with without_autocast():
+                return function(*args)
+
+        key = "CompositeExplicitAutograd"
+        overload = f"{op}.{backend}" if backend else op
+        library.impl(overload, kernel, key)
+        return function
+
+    return register
+
+
+def register_derivative(overload: str, signature: str, derivative: Callable[..., Any]) -> None:
+    """Have ``derivative`` compute an op's results where a gradient or a tangent is wanted.
+
+    Elsewhere the op's kernel runs, at no cost to the call where the extension is there to decide.
+    """
+    if backends._C is not None:
+        name, _, suffix = overload.partition(".")
+        companion = f"{name}_autograd.{suffix}" if suffix else f"{name}_autograd"
+        library.define(f"{companion}{signature}")
+        library.impl(companion, derivative, "CompositeImplicitAutograd")
+        backends._C.register_autograd(overload, companion)
+        return
+    name, _, suffix = overload.partition(".")
+    op = getattr(getattr(torch.ops.trifuse, name), suffix or "default")
+
+    def decide(*args: Any) -> Any:
+        tensors = (t for t in tree_leaves(args) if isinstance(t, Tensor))
+        if forward_mode() or requires_grad(*tensors):
+            return derivative(*args)
+        with torch._C._AutoDispatchBelowAutograd():
+            return op(*args)
+
+    library.impl(overload, decide, "Autograd")
+
+
+def register_decomposition(
+    op: Any, decomposition: Callable[..., Any], fake: Callable[..., Any]
+) -> None:
+    """For ``torch.onnx.export``, and for others by :func:`decompositions`.
+
+    The fake is registered beside it. Otherwise fake tensors of symbolic sizes would go through the
+    decomposition.
+    """
+    torch._decomp.decomposition_table[op] = decomposition
+    torch._decomp.meta_table[op] = fake
+    _DECOMPOSITIONS[op] = decomposition
+
+
+_DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {}
+
+
+def decompositions() -> dict[Any, Callable[..., Any]]:
+    """From each op of trifuse to its formula in plain torch.
+
+    For whoever lowers graphs: ``exported.run_decompositions(trifuse.decompositions())`` leaves a
+    program without ops of trifuse.
+    """
+    return dict(_DECOMPOSITIONS)
+
+
+def register_flops(packet: Any, flops: Callable[..., int]) -> None:
+    """For ``torch.utils.flop_counter``, which is not imported for it."""
+
+    def register() -> None:
+        from torch.utils.flop_counter import register_flop_formula
+
+        @register_flop_formula(packet, get_raw=True)
+        def formula(*args: Any, out_val: Any = None, **kwargs: Any) -> int:
+            return flops(*args)
+
+    when_imported("torch.utils.flop_counter", register)
+
+
+# Batching ----------------------------------------------------------------------------------------
+
+
+def register_batching(overload: str, rule: Callable[..., Any]) -> None:
+    """A batching rule for ``torch.func.vmap`` and for the older one behind ``is_grads_batched``."""
+    torch.library.register_vmap(f"trifuse::{overload}", rule, lib=library)
+    if hasattr(torch._C, "_vmapmode_increment_nesting"):
+        library.impl(overload, functools.partial(_older_vmap, rule), "Batched")
+
+
+class _Info(NamedTuple):
+    """What a batching rule reads of the argument that torch.func.vmap gives it."""
+
+    batch_size: int
+
+
+def is_batched(t: Tensor) -> bool:
+    """Whether the older vmap is at work: ``autograd.grad(is_grads_batched=True)``."""
+    return torch._C._functorch.is_legacy_batchedtensor(t)
+
+
+def _older_vmap(rule: Callable[..., Any], *args: Any) -> Any:
+    """A batching rule applied to tensors of ``torch._vmap_internals``."""
+    level = torch._C._vmapmode_increment_nesting() - 1
+    torch._C._vmapmode_decrement_nesting()
+    sizes: list[int] = []
+
+    def unwrap(t: Any) -> Any:
+        if isinstance(t, (list, tuple)):
+            pairs = [unwrap(each) for each in t]
+            return [p[0] for p in pairs], [p[1] for p in pairs]
+        if not isinstance(t, Tensor) or not is_batched(t):
+            return t, None
+        t = torch._remove_batch_dim(t, level, -1, 0)
+        sizes.append(t.shape[0])
+        return t, 0
+
+    values, in_dims = unwrap(args)
+    results, dims = rule(_Info(sizes[0]), tuple(in_dims), *values)
+    if isinstance(results, Tensor):
+        return torch._add_batch_dim(results, dims, level)
+    wrapped = [torch._add_batch_dim(r, d, level) for r, d in zip(results, dims, strict=True)]
+    return wrapped if isinstance(results, list) else tuple(wrapped)
+
+
+def one_by_one(op: Any, info: Any, in_dims: Any, args: tuple[Any, ...]) -> Any:
+    """A batching rule that calls the op for each sample: for calls that can't be made into one."""
+
+    def sample(x: Any, dim: Any, i: int) -> Any:
+        if isinstance(dim, (list, tuple)):  # beside a list stands a list of dimensions
+            return [sample(*pair, i) for pair in zip(x, dim, strict=True)]
+        return x.select(dim, i) if isinstance(dim, int) else x
+
+    calls = (
+        [sample(*pair, i) for pair in zip(args, in_dims, strict=True)]
+        for i in range(info.batch_size)
+    )
+    results = zip(*(op(*call) for call in calls), strict=True)
+    stacked = tuple(torch.stack(r) for r in results)
+    return stacked, (0,) * len(stacked)
+
+
+# Schemas -----------------------------------------------------------------------------------------
+
+_TYPES: dict[Any, str] = {
+    Tensor: "Tensor",
+    int: "SymInt",
+    float: "float",
+    bool: "bool",
+    torch.dtype: "ScalarType",
+}
+
+
+def _schema(fields: Any) -> list[str]:
+    """The fields of a named tuple as arguments in torch's schema language."""
+    hints = typing.get_type_hints(fields)
+    return [f"{_schema_type(hints[name])} {name}" for name in fields._fields]
+
+
+def _schema_type(hint: Any) -> str:
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        (kind,) = (a for a in arguments if a is not type(None))
+        return f"{_schema_type(kind)}?"
+    if origin is not None:
+        return f"{_schema_type(arguments[0])}[]"
+    return _TYPES[hint]
+
+
+# What is around a call ---------------------------------------------------------------------------
+
+
+def requires_grad(*tensors: Tensor | None) -> bool:
+    """Whether autograd is to follow a call of these tensors."""
+    if torch.is_grad_enabled():
+        for t in tensors:
+            if t is not None and t.requires_grad:
+                return True
+    return False
+
+
+def draw_seed(like: Tensor) -> Tensor:
+    """int64 (1,), which keys what a call draws at random: from torch's default generator."""
+    limits = torch.iinfo(torch.int64)
+    return torch.randint(limits.min, limits.max, (1,), device=like.device)
+
+
+def autocast_dtype(x: Tensor) -> torch.dtype | None:
+    """What autocast has tensors like x computed in; None where it is off."""
+    device = "cpu" if x.is_cpu else x.device.type  # the name of a device takes a microsecond
+    if _has_autocast(device) and torch.is_autocast_enabled(device):
+        return torch.get_autocast_dtype(device)
+    return None
+
+
+def _has_autocast(device: str) -> bool:
+    return torch.amp.is_autocast_available(device)
+
+
+# See backends._capability. torch 2.11's Dynamo can't trace into it.
+_has_autocast._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def without_autocast() -> AbstractContextManager[None]:
+    """What an operator computes in is its own affair; autocast has had its say on the arguments."""
+    return torch._C._DisableAutocast()
+
+
+def differentiating() -> bool:
+    """Whether some transform might follow the call, so that the dispatcher must see it."""
+    return (
+        torch.compiler.is_compiling()
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or torch.autograd.forward_ad._current_level >= 0
+    )
+
+
+def forward_mode() -> bool:
+    """Whether a tensor might carry a tangent. The formula serves such calls."""
+    if torch.autograd.forward_ad._current_level >= 0:
+        return True
+    # A compiled jvp enters its level without telling torch.autograd.forward_ad.
+    transforms = torch._C._functorch.get_interpreter_stack() or ()
+    return any(each.key() == torch._C._functorch.TransformType.Jvp for each in transforms)
