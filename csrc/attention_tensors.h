@@ -27,10 +27,11 @@ inline Tensor4 broadcast(const Tensor& t) {
   return result;
 }
 
-// Sizes, mask and scale, as they are where sequences are not packed.
+// Sizes, mask, scale and window, as they are where sequences are not packed.
 inline void describe(
     AttentionProblem& p, const Tensor& query, const Tensor& key, const Tensor& value,
-    const OptionalTensor& attn_mask, std::optional<double> scale, bool lower_right) {
+    const OptionalTensor& attn_mask, std::optional<double> scale, int64_t window_left,
+    int64_t window_right, bool lower_right) {
   p.dtype = kernel_type(query.scalar_type());
   p.batch = query.size(0);
   p.heads = query.size(1);
@@ -40,6 +41,9 @@ inline void describe(
   p.E = query.size(3);
   p.Ev = value.size(3);
   p.scale = scale.value_or(1.0 / std::sqrt(static_cast<double>(std::max<int64_t>(p.E, 1))));
+  // A window beyond the farthest pair is no tighter than one as far. Positions can be added to that one.
+  p.window_left = std::min(window_left, p.Lq + p.Lk);
+  p.window_right = std::min(window_right, p.Lq + p.Lk);
   p.lower_right = lower_right;
   if (attn_mask) {
     p.mask = broadcast(*attn_mask);

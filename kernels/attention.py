@@ -26,6 +26,7 @@ Four ideas run through all kernels:
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import math
 import os
@@ -48,6 +49,10 @@ INF = tl.constexpr(math.inf)
 # From here on a float32 logsumexp is too coarse beside the scores of a float mask to normalise
 # with: at the lowest finite number, where masks like to be, log ∑ exp is lost in it altogether.
 COARSE_LOGSUMEXP = tl.constexpr(1024.0)
+
+# From here on a score has no room left for the logarithm of a sum, and its product with log2 e is
+# rounded by more than 1.
+LARGE_SCALE = 2.0**20
 
 # Columns of a mask: 16 bytes of the narrowest.
 MASK_RUN = tl.constexpr(16)
@@ -116,7 +121,8 @@ class Variant(NamedTuple):
     mask_columns: bool  # the mask differs between keys
     mask_runs: bool  # its rows are whole runs of MASK_RUN columns
     trim: bool  # it is worth looking for ends that it leaves out
-    natural: bool  # scores in units of 1 rather than log 2: a float mask, or a scale that isn't > 0
+    large: bool  # scores may be large beside the logarithm of a sum: a float mask, or a large scale
+    natural: bool  # scores in units of 1 rather than log 2: those, or a scale that isn't above 0
     lengths: bool  # key_lengths
     packed: bool
     left: bool  # the window is bounded
@@ -519,8 +525,7 @@ def _attend(
         products = _pair_products(
             query, query_tile, key, key_tile, block.M, block.N, variant.E, variant.BLOCK_E, block
         )
-        # ±Inf becomes NaN: from here on -∞ says that a pair takes no part.
-        scores = tl.fma(products, 0.0, products)
+        scores = products
         keep, bias = _take_part(head, inputs, sizes, rows, columns, variant, FULL)
         if variant.natural:
             scores = tl.fma(scores, sizes.scale, bias)
@@ -550,6 +555,20 @@ def _attend(
                 value = _zero_non_finite(value)
             acc = dot(p.to(value.dtype), value, acc * shrink[:, None])
     return acc, peak, total
+
+
+@triton.jit
+def _have_pairs(
+    first_row, start, stop, head, inputs, sizes, variant: tl.constexpr, block: tl.constexpr
+):
+    """(M,): whether a query has a key at all."""
+    rows = first_row + tl.arange(0, block.M)[:, None]
+    found = tl.full((block.M,), 0, tl.int32)
+    for first in tl.range(start, stop, block.N, num_stages=1):
+        columns = first + tl.arange(0, block.N)[None, :]
+        keep = _take_part(head, inputs, sizes, rows, columns, variant, False)[0]
+        found = tl.maximum(found, tl.max(keep.to(tl.int32), 1))
+    return found > 0
 
 
 @triton.jit
@@ -639,6 +658,12 @@ def attention_forward_kernel(
                 tl.zeros_like(total), query, query_tile, start, stop, stop, stop, head, inputs,
                 sizes, variant, block, False, True, True,
             )  # fmt: skip
+    rows = first + tl.arange(0, block.M)
+    # A row that has nothing has no pair, or none with a score above -∞. The latter is NaN.
+    nothing = (total == 0.0) & (rows < head.queries)
+    if tl.max(nothing.to(tl.int32), 0) > 0:
+        have = _have_pairs(first, start, stop, head, inputs, sizes, variant, block)
+        total = tl.where(nothing & have, float("nan"), total)
     total = tl.where(total == 0.0, 1.0, total)
     result = _infinite_to_nan(acc * (sizes.keep_scale / total)[:, None])
     out_tile = Tile(_at(out, head.batch, h, head.first_query), out.strides, first, head.queries)
@@ -647,7 +672,6 @@ def attention_forward_kernel(
         logsumexp = tl.fma(tl.log2(total), LN2, peak)
     else:
         logsumexp = (peak + tl.log2(total)) * LN2
-    rows = first + tl.arange(0, block.M)
     tl.store(lse + head.row + rows, logsumexp, rows < head.queries)
 
 
@@ -657,10 +681,10 @@ def attention_forward_kernel(
 class RowVectors(NamedTuple):
     """Per query, float32 (B, H, Lq), contiguous: what the backward needs besides the scores."""
 
-    # The logsumexp or, where that is too coarse, the largest score. With a float mask ∞ for a row
+    # The logsumexp or, where that is too coarse, the largest score. With large scores ∞ for a row
     # without a pair: every score less it is -∞, and the weights are 0.
     peak: Tensor
-    log_total: Tensor | None  # with a float mask: the rest of the logsumexp, in units of log 2
+    log_total: Tensor | None  # with large scores: the rest of the logsumexp, in units of log 2
     delta: Tensor  # ∑ dO O - dlse
 
 
@@ -706,11 +730,13 @@ def attention_backward_rows_kernel(
         pointers = _at(grad_lse, head.batch, h, head.first_query)
         pointers += rows.to(tl.int64) * grad_lse.strides[2]
         delta -= tl.load(pointers, guard, other=0.0)
+    delta = _infinite_to_nan(delta)
     tl.store(vectors.delta + head.row + rows, delta, guard)
-    if variant.float_mask:
+    if variant.large:
         peak = tl.load(lse + head.row + rows, guard, other=0.0)
         log_total = tl.full((block.M,), 0.0, tl.float32)
-        if tl.max(tl.where(peak == -INF, 0.0, tl.abs(peak)), 0) > COARSE_LOGSUMEXP:
+        is_nan = peak != peak
+        if tl.max(tl.where((peak == -INF) | is_nan, 0.0, tl.abs(peak)), 0) > COARSE_LOGSUMEXP:
             start, _full_start, _full_stop, stop = _visible_keys(
                 head, inputs, sizes, first, variant, block
             )
@@ -721,6 +747,7 @@ def attention_backward_rows_kernel(
                 stop, stop, stop, head, inputs, sizes, variant, block, False, False, False,
             )  # fmt: skip
             log_total = tl.log2(tl.where(total == 0.0, 1.0, total))
+            peak = tl.where(is_nan, float("nan"), peak)
         tl.store(vectors.peak + head.row + rows, tl.where(peak == -INF, INF, peak), guard)
         tl.store(vectors.log_total + head.row + rows, log_total, guard)
 
@@ -739,7 +766,7 @@ def _load_vectors(vectors, head, rows, variant: tl.constexpr, FULL: tl.constexpr
     """peak, log_total and delta of some queries, in the units that ``_weights`` wants."""
     peak = _load_vector(vectors.peak, head, rows, FULL)
     delta = _load_vector(vectors.delta, head, rows, FULL)
-    if variant.float_mask:
+    if variant.large:
         log_total = _load_vector(vectors.log_total, head, rows, FULL)
     else:
         log_total = peak
@@ -750,7 +777,7 @@ def _load_vectors(vectors, head, rows, variant: tl.constexpr, FULL: tl.constexpr
 @triton.jit
 def _weights(products, bias, peak, log_total, sizes, variant: tl.constexpr):
     """P = exp(score - logsumexp), whichever way the vectors lie."""
-    if variant.float_mask:
+    if variant.large:
         above = tl.fma(products, sizes.scale, bias) - peak
         p = tl.exp2(tl.fma(above, LOG2E, -log_total))
     else:
@@ -997,12 +1024,12 @@ def _gather(
         first = step + tl.where(step < gap_start, 0, gap_stop - gap_start)
         key_tile = Tile(head.key, inputs.key.strides, first, head.keys)
         key = _load(key_tile, block.N, variant.E, variant.BLOCK_E, FULL)
-        if CAREFUL:
-            key = _zero_non_finite(key)
         grad_scores = _grad_scores(
             query, do, key, query_tile, do_tile, key_tile, peak, log_total, delta, head, inputs,
             sizes, variant, block, FULL,
         )  # fmt: skip
+        if CAREFUL:
+            key = _zero_non_finite(key)  # after the scores, which may be -∞
         dq = dot(grad_scores.to(key.dtype), key, dq)
     return dq
 
@@ -1360,7 +1387,7 @@ def attention_backward(
     dlse = None if grad_lse is None else _strided(grad_lse)
     lse = lse.contiguous()
     vectors = RowVectors(peak=lse, log_total=None, delta=torch.empty_like(lse))
-    if call.variant.float_mask:
+    if call.variant.large:
         vectors = vectors._replace(peak=torch.empty_like(lse), log_total=torch.empty_like(lse))
     grad_query, grad_key, grad_value = (
         _empty_like_layout(x, x.shape[3]) for x in (query, key, value)
@@ -1433,6 +1460,11 @@ class _Call:
         total_k, Ev = value.shape[2:]
         if cu_seqlens_q is not None and cu_seqlens_k is not None:
             B = cu_seqlens_q.numel() - 1
+            # No sequence is longer than all tokens; a mask laid out for longer ones keeps its size.
+            if attn_mask is None or attn_mask.shape[2] == 1:
+                max_seqlen_q = min(max_seqlen_q, total_q)
+            if attn_mask is None or attn_mask.shape[3] == 1:
+                max_seqlen_k = min(max_seqlen_k, total_k)
             # Programs are needed for tokens past the last sequence even if all sequences are empty.
             max_seqlen_q, max_seqlen_k = max(max_seqlen_q, 1), max(max_seqlen_k, 1)
             cu_seqlens_q, cu_seqlens_k = cu_seqlens_q.contiguous(), cu_seqlens_k.contiguous()
@@ -1446,7 +1478,9 @@ class _Call:
         mask_rows = mask is not None and mask.strides[2] != 0
         mask_columns = mask is not None and mask.strides[3] != 0
         mask_runs = attn_mask is not None and attn_mask.shape[3] % MASK_RUN.value == 0
-        farthest = total_q + total_k  # a window beyond it is no bound
+        farthest = max(total_q, total_k)  # a window beyond it is no bound
+        single = ctypes.c_float(scale).value  # 0 or ∞ beyond what float32 holds
+        large = (masked and not bool_mask) or abs(single) > LARGE_SCALE
         self.query = query
         self.inputs = Inputs(
             query=_strided(query),
@@ -1468,8 +1502,8 @@ class _Call:
             total_k=total_k,
             left=min(window_left, farthest),
             right=min(window_right, farthest),
-            scale=scale,
-            scale_log2=scale * math.log2(math.e),
+            scale=single,
+            scale_log2=ctypes.c_float(scale * math.log2(math.e)).value,
             threshold=threshold,
             keep_scale=philox.keep_scale(dropout_p),
         )
@@ -1486,7 +1520,8 @@ class _Call:
             mask_columns=mask_columns,
             mask_runs=mask_runs,
             trim=mask_columns and (bool_mask or not mask_rows),
-            natural=(masked and not bool_mask) or scale <= 0,
+            large=large,
+            natural=large or single <= 0,
             lengths=key_lengths is not None,
             packed=cu_seqlens_q is not None,
             left=left,

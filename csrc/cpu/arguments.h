@@ -42,7 +42,7 @@ inline Dropout kernel_dropout(double dropout_p) {
   Dropout dropout;
   // Python's round(p · 65536), which rounds halves to even, as nearbyint does.
   dropout.threshold = static_cast<uint32_t>(std::min(std::nearbyint(dropout_p * 65536), 65535.0));
-  dropout.scale = 65536.0 / (65536.0 - dropout.threshold);
+  dropout.scale = dropout_p < 1 ? 65536.0 / (65536.0 - dropout.threshold) : 0.0;
   return dropout;
 }
 

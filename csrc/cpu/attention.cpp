@@ -3,6 +3,7 @@
 // Shapes, dtypes and devices have been checked in pytorch_ext/ops/attention.py; the contents of
 // key_lengths and cu_seqlens are checked here, where they are read.
 
+#include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/full.h>
@@ -23,8 +24,10 @@ namespace trifuse {
 namespace {
 
 // Uninitialised (B, H, L, last), in memory order (B, L, H) if `like` is so: see
-// _empty_like_layout in pytorch_ext/ops/attention.py, which must agree.
+// _empty_like_layout in pytorch_ext/ops/attention.py, which must agree. To autograd the result is no view: a
+// view that a function returns beside other results could not be changed in place.
 Tensor empty_like_layout(const Tensor& like, int64_t last, at::ScalarType dtype) {
+  const at::AutoDispatchBelowADInplaceOrView no_view;
   const int64_t B = like.size(0), H = like.size(1), L = like.size(2);
   const auto options = like.options().dtype(dtype);
   if (like.stride(1) < like.stride(2)) return empty({B, L, H, last}, options).transpose(1, 2);
@@ -61,14 +64,13 @@ Call make_call(
     bool lower_right, double dropout_p) {
   Call call;
   AttentionProblem& p = call.problem;
-  describe(p, query, key, value, attn_mask, scale, lower_right);
+  describe(
+      p, query, key, value, attn_mask, scale, window_left, window_right, lower_right);
   call.used_q = p.Lq;
   call.used_k = p.Lk;
   p.query = strided(query);
   p.key = strided(key);
   p.value = strided(value);
-  p.window_left = window_left;
-  p.window_right = window_right;
   if (key_lengths) {
     call.key_lengths = key_lengths->to(at::kLong).contiguous();
     p.key_lengths = call.key_lengths.const_data_ptr<int64_t>();

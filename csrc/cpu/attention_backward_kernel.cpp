@@ -162,10 +162,11 @@ class Task {
       for (int64_t i = 0; i < s.Lq; i += kTile) query_block(s, h, kv_head, i, first, keys);
     for (int64_t r = 0; r < stored; ++r) {
       T* row = grad_key + r * e_ld;
-      for (int64_t c = 0; c < p.E; ++c) row[c] *= static_cast<T>(p.scale);
+      for (int64_t c = 0; c < p.E; ++c) row[c] = infinite_to_nan(row[c] * static_cast<T>(p.scale));
       narrow(row, p.E, s.key_row<Scalar>(p.grad_key, kv_head, first + r), 1);
-      narrow(
-          grad_value + r * ev_ld, p.Ev, s.key_row<Scalar>(p.grad_value, kv_head, first + r), 1);
+      T* value_row = grad_value + r * ev_ld;
+      for (int64_t c = 0; c < p.Ev; ++c) value_row[c] = infinite_to_nan(value_row[c]);
+      narrow(value_row, p.Ev, s.key_row<Scalar>(p.grad_value, kv_head, first + r), 1);
     }
   }
 
@@ -185,8 +186,10 @@ class Task {
     for (int64_t j = from; j < to; j += kTile)
       tile(s, h, kv_head, i, rows, lanes, j, first, std::min(kTile, first + keys - j));
 
-    for (int64_t r = 0; r < rows; ++r)
-      for (int64_t c = 0; c < p.E; ++c) grad_query[r * e_ld + c] *= static_cast<T>(p.scale);
+    for (int64_t r = 0; r < rows; ++r) {
+      T* row = grad_query + r * e_ld;
+      for (int64_t c = 0; c < p.E; ++c) row[c] = infinite_to_nan(row[c] * static_cast<T>(p.scale));
+    }
     add_grad_query(s, h, i, rows);
   }
 
@@ -222,6 +225,7 @@ class Task {
       }
       if (p.grad_logsumexp.data)
         delta[r] -= s.query_row<T>(p.grad_logsumexp, h, i)[r * p.grad_logsumexp.stride[2]];
+      delta[r] = infinite_to_nan(delta[r]);
     }
     if (lost) recover_logsumexp(s, h, kv_head, i, rows);
   }
@@ -244,6 +248,7 @@ class Task {
     double log2_sum[kTile];
     softmax.log2_sum(log2_sum);
     for (int64_t r = 0; r < rows; ++r) {
+      if (std::isnan(shift[r])) continue;  // the row is NaN, even if every weight has been 0
       const bool empty = softmax.sum[r] == 0;
       shift[r] = empty ? T(0) : softmax.peak[r];
       rest[r] = empty ? T(0) : static_cast<T>(log2_sum[r]);

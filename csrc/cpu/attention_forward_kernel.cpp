@@ -53,12 +53,14 @@ void run(const AttentionProblem& p, int64_t task) {
   right_transposed(
       s.query_rows<Scalar>(p.query, h, i), rows, p.E, scale.sign, left_room, query_t);
 
+  uint64_t seen = 0;  // of query i: whether it has a key
   const auto visible = s.visible(p, i, rows);
   for (int64_t j = visible.first / kTile * kTile; j < visible.last; j += kTile) {
     const Cover cover =
         mask.template look<Scalar>(p, s, h, i, rows, j, std::min(kTile, s.keys - j));
     if (cover == Cover::Empty) continue;
     const int64_t keys = mask.keys;
+    seen |= cover == Cover::Full ? low_bits(rows) : mask.queries();
 
     const auto values = s.key_rows<Scalar>(p.value, kv_head, j);
     const auto key = left_rows<E>(s.key_rows<Scalar>(p.key, kv_head, j), keys, p.E, left_room);
@@ -93,11 +95,13 @@ void run(const AttentionProblem& p, int64_t task) {
   softmax.logsumexp(scale.unit, lse);
   T* lse_row = s.query_row<T>(p.logsumexp, h, i);
   for (int64_t r = 0; r < rows; ++r) {
+    const bool empty = !(seen >> r & 1);
+    // A softmax of scores that are all -inf is NaN, and so it is with one of +inf.
+    if (!empty && !std::isfinite(lse[r])) lse[r] = std::numeric_limits<T>::quiet_NaN();
     lse_row[r * p.logsumexp.stride[2]] = lse[r];
-    const bool empty = softmax.sum[r] == 0;
-    const T inverse = empty ? T(0) : static_cast<T>(p.dropout.scale) / softmax.sum[r];
+    const T inverse = std::isnan(lse[r]) ? lse[r] : static_cast<T>(p.dropout.scale) / softmax.sum[r];
     T* row = out + r * out_ld;
-    for (int64_t c = 0; c < p.Ev; ++c) row[c] = empty ? T(0) : row[c] * inverse;
+    for (int64_t c = 0; c < p.Ev; ++c) row[c] = empty ? T(0) : infinite_to_nan(row[c] * inverse);
     narrow(row, p.Ev, s.query_row<Scalar>(p.out, h, i + r), p.out.stride[3]);
   }
 }

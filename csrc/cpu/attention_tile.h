@@ -81,20 +81,27 @@ constexpr bool has_float_mask(const AttentionProblem& p) {
 }
 
 // What a score is. Without a float mask it is a product of query and key as it comes, the scale being
-// left to the exponent; with one it is in natural units, for the mask's numbers may be anything. The
-// sign of the scale (or 0) goes to the query rows, so that the largest score is the largest weight.
+// left to the exponent. In natural units it is with one, for the mask's numbers may be anything, and with
+// a scale beside which an exponent, or a logsumexp in units of a product, would overflow. The sign of the
+// scale (or 0, to which it may round) goes to the query rows, so that the largest score is the largest
+// weight.
 template <class T>
 struct Scale {
   float sign;
-  T product;    // with a float mask: score = product of query and key · this + mask
-  T exponent;   // exponents of 2 are (score - peak) · this
-  double unit;  // of a score, in natural units
+  T product;     // if natural: score = product of query and key · this + mask
+  bool natural;
+  T exponent;    // exponents of 2 are (score - peak) · this
+  double unit;   // of a score, in natural units
 
-  explicit Scale(const AttentionProblem& p)
-      : sign(p.scale > 0 ? 1.0f : p.scale < 0 ? -1.0f : 0.0f),
-        product(static_cast<T>(p.scale == 0 ? 1.0 : std::abs(p.scale))),
-        exponent(static_cast<T>((has_float_mask(p) ? 1.0 : product) * kLog2e)),
-        unit(has_float_mask(p) ? 1.0 : exponent * kLn2) {}
+  explicit Scale(const AttentionProblem& p) {
+    using Limits = std::numeric_limits<T>;
+    const T scale = static_cast<T>(p.scale);
+    sign = scale == 0 ? 0.0f : scale < 0 ? -1.0f : 1.0f;  // 1 for NaN
+    product = scale == 0 ? T(1) : std::abs(scale);
+    natural = has_float_mask(p) || !(product >= 16 * Limits::min() && product <= Limits::max() / 2);
+    exponent = static_cast<T>((natural ? 1.0 : product) * kLog2e);
+    unit = natural ? 1.0 : exponent * kLn2;
+  }
 };
 
 enum class Cover { Empty, Partial, Full };
@@ -143,6 +150,13 @@ struct TileMask {
     while (keys > 0 && bits[keys - 1] == 0) --keys;
     keys = std::min(round_up(keys, 2), columns);  // whole pairs: an element of bfloat16 may hold two
     return keys > 0 ? Cover::Partial : Cover::Empty;
+  }
+
+  // The queries that see any of the tile's keys.
+  uint64_t queries() const {
+    uint64_t result = 0;
+    for (int64_t c = 0; c < keys; ++c) result |= bits[c];
+    return result;
   }
 
  private:
@@ -201,15 +215,24 @@ struct TileMask {
   }
 };
 
-// A tile's scores [key][query]: products, or with a float mask scaled products and the mask.
+// A tile's scores [key][query]: products or, in natural units, scaled products and a float mask.
 template <class E, class T = AccumulatorOf<E>>
 inline void tile_scores(
     const AttentionProblem& p, const TileMask<T>& mask, const Scale<T>& scale, Operand<E> key,
     const E* query_t, int64_t keys, int64_t lanes, T* scores) {
   using Vec = Vectorized<T>;
   tile_gemm(keys, lanes, elements<E>(p.E), key.data, key.ld, 1, query_t, kTile, scores, kTile);
-  if (!has_float_mask(p)) return;
+  if (!scale.natural) return;
   const Vec factor(scale.product);
+  if (!has_float_mask(p)) {
+    for (int64_t c = 0; c < keys; ++c) {
+      for (int64_t l = 0; l < lanes; l += Vec::size()) {
+        T* at = scores + c * kTile + l;
+        (Vec::loadu(at) * factor).store(at);
+      }
+    }
+    return;
+  }
   for (int64_t c = 0; c < keys; ++c) {
     for (int64_t l = 0; l < lanes; l += Vec::size()) {
       T* at = scores + c * kTile + l;
@@ -273,6 +296,12 @@ inline Operand<E> pair_columns(const T* source, int64_t columns, E* room) {
 #endif
     return {room, kTile / 2};
   }
+}
+
+// What an infinity has reached is NaN.
+template <class T>
+inline T infinite_to_nan(T x) {
+  return x * 0 + x;
 }
 
 // Where a pair that takes part meets a NaN or Inf in `rows`, the sum it enters is NaN. reached(k)

@@ -6,6 +6,7 @@
 #include "cuda/attention.h"
 
 #include <ATen/TensorOperators.h>
+#include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/_assert_async.h>
 #include <ATen/ops/empty.h>
@@ -23,8 +24,10 @@ namespace trifuse::cuda {
 namespace {
 
 // Uninitialised (B, H, L, last), in memory order (B, L, H) if `like` is so: see
-// _empty_like_layout in pytorch_ext/ops/attention.py, which must agree.
+// _empty_like_layout in pytorch_ext/ops/attention.py, which must agree. To autograd the result is no view: a
+// view that a function returns beside other results could not be changed in place.
 Tensor empty_like_layout(const Tensor& like, int64_t last) {
+  const at::AutoDispatchBelowADInplaceOrView no_view;
   const int64_t B = like.size(0), H = like.size(1), L = like.size(2);
   if (like.stride(1) < like.stride(2))
     return at::empty({B, L, H, last}, like.options()).transpose(1, 2);
@@ -68,15 +71,13 @@ Call make_call(
     bool lower_right, double dropout_p) {
   Call call;
   Attention& p = call.attention;
-  describe(p, query, key, value, attn_mask, scale, lower_right);
+  describe(
+      p, query, key, value, attn_mask, scale, window_left, window_right, lower_right);
   p.total_q = p.Lq;
   p.total_k = p.Lk;
   p.query = broadcast(query);
   p.key = broadcast(key);
   p.value = broadcast(value);
-  // A window beyond the farthest pair is no bound.
-  p.window_left = std::min(window_left, p.total_q + p.total_k);
-  p.window_right = std::min(window_right, p.total_q + p.total_k);
   if (key_lengths) {
     call.key_lengths = key_lengths->to(at::kLong).contiguous();
     p.key_lengths = call.key_lengths.const_data_ptr<int64_t>();
@@ -87,9 +88,14 @@ Call make_call(
     p.cu_seqlens_q = call.cu_seqlens_q.const_data_ptr<int64_t>();
     p.cu_seqlens_k = call.cu_seqlens_k.const_data_ptr<int64_t>();
     p.batch = call.cu_seqlens_q.numel() - 1;
-    // Blocks are needed for tokens past the last sequence even if all sequences are empty.
-    p.Lq = std::max<int64_t>(max_seqlen_q, 1);
-    p.Lk = std::max<int64_t>(max_seqlen_k, 1);
+    // No sequence is longer than all tokens; a mask that has been laid out for longer ones keeps its size.
+    const auto longest = [&](int64_t bound, int64_t total, int dimension) {
+      const bool laid_out = attn_mask && attn_mask->size(dimension) != 1;
+      // Blocks are needed for tokens past the last sequence even if all sequences are empty.
+      return std::max<int64_t>(laid_out ? bound : std::min(bound, total), 1);
+    };
+    p.Lq = longest(max_seqlen_q, p.total_q, 2);
+    p.Lk = longest(max_seqlen_k, p.total_k, 3);
   }
   check_length("query", p.Lq);
   check_length("key", p.Lk);

@@ -98,6 +98,7 @@ __global__ __launch_bounds__(32 * WideShape<Scalar>::kWarps) void attention_back
     delta = warp_sum<8>(delta);
     if (!inside || lane() % 8 != 0) continue;
     if (p.grad_logsumexp.data) delta -= float_at(p.grad_logsumexp, query);
+    delta = fmaf(delta, 0.0f, delta);
     const float lse = float_at(p.logsumexp, query);
     const bool empty = lse == -kInfinity;
     coarse |= !empty && fabsf(lse) > kCoarseLogsumexp;
@@ -110,7 +111,7 @@ __global__ __launch_bounds__(32 * WideShape<Scalar>::kWarps) void attention_back
     vectors.shift[head.row + query] = shift;
     vectors.rest[head.row + query] = static_cast<float>((in_scores - shift) * scale.exponent);
   }
-  if (!has_float_mask(p) || !__syncthreads_or(coarse)) return;
+  if (!has_large_scores(p) || !__syncthreads_or(coarse)) return;
 
   const Tile<Scalar> query{reinterpret_cast<Scalar*>(shared_memory()), pitch};
   const auto key_tile = [&](int stage) { return query.from(Shape::kRows + stage * N); };
@@ -583,7 +584,7 @@ void attention_backward(const Attention& p, void* workspace, void* stream) {
     using Wide = WideShape<Scalar>;
     if (const int64_t blocks = blocks_for(p, p.Lq, Wide::kRows, p.heads, false)) {
       const size_t shared =
-          has_float_mask(p) ? (Wide::kRows + 2 * Wide::N) * pitch * sizeof(Scalar) : 0;
+          has_large_scores(p) ? (Wide::kRows + 2 * Wide::N) * pitch * sizeof(Scalar) : 0;
       launch(
           attention_plan("attention_backward_rows", p, blocks, Wide::kWarps, shared), on,
           attention_backward_rows_kernel<Scalar>, p, vectors, pitch);

@@ -77,7 +77,6 @@ __global__ __launch_bounds__(32 * Shape<Scalar, D>::kWarps) void attention_forwa
           float shrink[2] = {1, 1};
           if (mode != Mode::Count) {
             multiply_rows<N>(weights, query.from(16 * warp()), key_tile(stage), depth);
-            make_infinite_scores_nan<N>(weights);
             if (scale.natural)
               scale_and_add_mask<N, false, Scalar>(weights, p, scale, head, pairs, row, column);
             softmax.template take<N>(weights, pairs, scale, shrink);

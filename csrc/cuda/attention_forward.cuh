@@ -18,15 +18,6 @@ __device__ __forceinline__ void store_unused_tokens(const Attention& p, const Pl
       lse[(row + i) * p.logsumexp.stride[2]] = -kInfinity;
 }
 
-// Turns ±Inf into NaN: from here on -inf says that a pair takes no part.
-template <int N>
-__device__ __forceinline__ void make_infinite_scores_nan(float (&scores)[N / 8][4]) {
-#pragma unroll
-  for (int n = 0; n < N / 8; ++n)
-#pragma unroll
-    for (int e = 0; e < 4; ++e) scores[n][e] = fmaf(scores[n][e], 0.0f, scores[n][e]);
-}
-
 template <int C>
 __device__ __forceinline__ void multiply_by(float (&sums)[C / 8][4], const float (&factor)[2]) {
 #pragma unroll
@@ -45,11 +36,14 @@ __device__ __forceinline__ void store_results(
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     factor[r] = static_cast<float>(p.dropout.scale) / softmax.sum[r];
+    float logsumexp =
+        fmaf(log2f(softmax.sum[r]), kLn2, softmax.peak[r] * static_cast<float>(scale.unit));
+    if (softmax.peak[r] != -kInfinity && !finite(logsumexp)) factor[r] = logsumexp = kNan;
     const int query = row + row_of(2 * r);
     if (lane() % 4 == 0 && query < head.queries) {
       float* lse = static_cast<float*>(p.logsumexp.data) + head.batch * p.logsumexp.stride[0] +
           head.h * p.logsumexp.stride[1] + (head.first_query + query) * p.logsumexp.stride[2];
-      *lse = fmaf(log2f(softmax.sum[r]), kLn2, softmax.peak[r] * static_cast<float>(scale.unit));
+      *lse = logsumexp;
     }
   }
   store_rows<D>(

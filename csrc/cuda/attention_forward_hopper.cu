@@ -106,19 +106,6 @@ __device__ __forceinline__ void produce(
 
 // Consumers ----------------------------------------------------------------------------------------------
 
-// Whether the thread's part of one of its rows holds a score of -inf, or a negative NaN: as integers they are
-// the greatest.
-template <int N>
-__device__ __forceinline__ bool any_minus_infinity(const float (&scores)[N / 8][4], int r) {
-  constexpr uint32_t kMinusInfinity = 0xFF800000;
-  uint32_t top = 0;
-#pragma unroll
-  for (int n = 0; n < N / 8; ++n)
-    top = __vimax3_u32(
-        top, __float_as_uint(scores[n][2 * r]), __float_as_uint(scores[n][2 * r + 1]));
-  return top >= kMinusInfinity;
-}
-
 template <class Scalar, int D>
 __device__ __forceinline__ void consume(
     const Attention& p, const Place& place, int groups, int group, Shared<Scalar, D>& shared) {
@@ -143,17 +130,9 @@ __device__ __forceinline__ void consume(
   const auto weigh = [&](float (&shrink)[2]) {
     const Notes<N>& notes = shared.notes[keys.stage];
     const Pairs<N> pairs = noted<N>(notes.pairs, strip, notes.full[strip]);
-    if (scale.natural) {
-      make_infinite_scores_nan<N>(scores);
+    if (scale.natural)
       scale_and_add_mask<N, false, Scalar>(
           scores, p, scale, Head(p, place.b, place.h), pairs, row, notes.column);
-    } else if (!pairs.full) {
-      make_infinite_scores_nan<N>(scores);
-    } else {  // cheaper, and a score of inf makes its row NaN by itself
-#pragma unroll
-      for (int r = 0; r < 2; ++r)
-        if (any_minus_infinity<N>(scores, r)) softmax.sum[r] = kNan;
-    }
     softmax.template take<N>(scores, pairs, scale, shrink);
     if (p.dropout.threshold) {
       const Pairs<N> kept = noted<N>(notes.kept, strip, false);

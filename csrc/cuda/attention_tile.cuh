@@ -20,6 +20,7 @@ namespace trifuse::cuda {
 
 constexpr float kLog2e = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
 constexpr float kInfinity = __builtin_huge_valf(), kNan = __builtin_nanf("");
+constexpr float kLowest = -3.40282347e38f;  // the lowest finite number
 
 template <class Scalar>
 constexpr bool kTensorCore = sizeof(Scalar) == 2;
@@ -115,11 +116,19 @@ __device__ __forceinline__ void load_tile(
   }
 }
 
+template <class Scalar>
+constexpr float kLargest = -kLowest;
+template <>
+inline constexpr float kLargest<__half> = 65504;
+template <>
+inline constexpr float kLargest<__nv_bfloat16> = 3.38953139e38f;
+
 // What a pass that has met a NaN or Inf makes of a tile's numbers.
 enum class Mode {
   Hope,   // nothing: it takes all numbers to be finite
   Count,  // 1 where they aren't, 0 where they are
-  Clean,  // 0 where they aren't
+  Clean,  // finite ones in place of those that aren't: the largest for Inf, which scores of -inf
+          // then stay next to, and 0 for NaN
 };
 
 // All numbers of a tile, in whichever order, by the first `threads` threads of a block. What no product
@@ -129,7 +138,7 @@ __device__ __forceinline__ void clean_numbers(Scalar* data, int count, int threa
   for (int i = threadIdx.x; i < count; i += threads) {
     const float x = widen(data[i]);
     if (mode == Mode::Count) data[i] = narrow<Scalar>(finite(x) ? 0.0f : 1.0f);
-    else if (!finite(x)) data[i] = narrow<Scalar>(0);
+    else if (!finite(x)) data[i] = narrow<Scalar>(x == x ? copysignf(kLargest<Scalar>, x) : 0.0f);
   }
 }
 
@@ -382,14 +391,18 @@ struct Place {
 constexpr bool has_float_mask(const AttentionProblem& p) {
   return p.mask_kind == MaskKind::Float32 || p.mask_kind == MaskKind::QueryType;
 }
+// Whether scores may be so large that a product with log2 e, or a logsumexp, has no room for the rest.
+constexpr bool has_large_scores(const AttentionProblem& p) {
+  return has_float_mask(p) || p.scale > 0x1p20 || p.scale < -0x1p20;
+}
 // Whether a tile in memory can hold pairs that don't take part.
 constexpr bool is_selective(const AttentionProblem& p) {
   return p.mask_kind != MaskKind::None || p.window_left >= 0 || p.window_right >= 0;
 }
 
 // What a score is. Without a float mask it is a product of query and key as it comes, the scale being
-// left to the exponent; with one, and with a scale that isn't above 0, it is in natural units, for the
-// mask's numbers may be anything.
+// left to the exponent. It is in natural units with one, for the mask's numbers may be anything; with a
+// large scale; and with one so small, or not above 0, that a logsumexp in units of a product would overflow.
 struct Scale {
   bool natural;
   float product;   // if natural: score = product of query and key · this + mask
@@ -397,7 +410,7 @@ struct Scale {
   double unit;     // of a score, in natural units
 
   __device__ explicit Scale(const AttentionProblem& p)
-      : natural(has_float_mask(p) || p.scale <= 0),
+      : natural(has_large_scores(p) || !(p.scale >= 0x1p-122)),
         product(static_cast<float>(p.scale)),
         exponent(static_cast<float>((natural ? 1.0 : p.scale) * 1.4426950408889634)),
         unit(natural ? 1.0 : p.scale) {}
@@ -670,6 +683,7 @@ template <class Scalar>
 struct Softmax {
   // What is taken off a row's scores: their greatest so far, or, beside 16-bit numbers, one that was and has been
   // passed by so little that weights stay below 2^kSlack. Then nothing that was summed has to be multiplied.
+  // It is -inf for a row without a pair so far, and otherwise kLowest or above, also if all scores are -inf.
   float peak[2] = {-kInfinity, -kInfinity};
   float sum[2] = {0, 0};
   static constexpr float kSlack = 8;
@@ -688,15 +702,17 @@ struct Softmax {
     }
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      float top = peak[r];
+      float top = pairs.row[r] ? fmaxf(peak[r], kLowest) : peak[r];
 #pragma unroll
       for (int n = 0; n < N / 8; ++n)
         top = fmaxf(top, fmaxf(scores[n][2 * r], scores[n][2 * r + 1]));
       top = warp_max<4>(top);
       const float before = peak[r];
       if (!kTensorCore<Scalar> || (top - before) * scale.exponent > kSlack) peak[r] = top;
-      // A row without a pair so far has a peak of -inf; any number will do to subtract.
-      const float base = peak[r] == -kInfinity ? 0.0f : peak[r];
+      // With a row that has summed up nothing so far any number will do to subtract. kLowest won't where the
+      // scale multiplies it first.
+      const bool nothing = peak[r] <= (kTensorCore<Scalar> && !scale.natural ? kLowest : -kInfinity);
+      const float base = nothing ? 0.0f : peak[r];
       shrink[r] = power_of_2<Scalar>((before - base) * scale.exponent);
       // Scores with a mask's numbers may be too large to be multiplied first. Others are, beside 16-bit numbers:
       // one operation does both.
@@ -721,12 +737,12 @@ struct Softmax {
     }
   }
 
-  // Brings the four parts together; 1 for a row without a pair.
+  // Brings the four parts together; 1 for a row without a pair, and NaN for one whose scores are all -inf.
   __device__ __forceinline__ void finish() {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       sum[r] = warp_sum<4>(sum[r]);
-      if (sum[r] == 0) sum[r] = 1;
+      if (sum[r] == 0) sum[r] = peak[r] == -kInfinity ? 1.0f : kNan;
     }
   }
 };

@@ -33,7 +33,7 @@ class DropoutAddLayerNorm(nn.LayerNorm):
 
     Raises:
         TypeError: ``p`` is not a number.
-        ValueError: ``normalized_shape`` has more than one dimension, or ``p`` is not in [0, 1).
+        ValueError: ``normalized_shape`` has more than one dimension, or ``p`` is not in [0, 1].
     """
 
     def __init__(

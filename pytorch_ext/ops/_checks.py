@@ -10,6 +10,7 @@ from torch import Tensor
 
 FLOATING = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 INTEGER = (torch.int32, torch.int64)
+FARTHEST = 1 << 60  # in tokens
 
 
 class ArgumentError(ValueError, RuntimeError):
@@ -40,21 +41,44 @@ def same_device(argument: str, value: Tensor, name: str, other: Tensor) -> None:
 
 
 def number(argument: str, value: Any) -> float:
-    """A Python number. A tensor is refused: turned into one it would lose its gradient."""
-    if not isinstance(value, (int, float, torch.SymInt, torch.SymFloat, numbers.Real)):
+    """A Python number. A tensor is refused: turned into one it would lose its gradient.
+
+    So is a bool, which is a number to Python: it is a flag that has come to the wrong place.
+    """
+    real = isinstance(value, (int, float, torch.SymInt, torch.SymFloat, numbers.Real))
+    if not real or isinstance(value, bool):
         raise TypeError(f"{argument}: expected a number; got {type(value).__name__}")
-    return float(value)
+    try:
+        return float(value)
+    except OverflowError:
+        raise fail(argument, "a number that a float can hold", f"{type(value).__name__}") from None
 
 
-def flag(argument: str, value: Any) -> None:
-    if not isinstance(value, (bool, torch.SymBool)):
-        raise TypeError(f"{argument}: expected True or False; got {type(value).__name__}")
+def whole_number(value: Any) -> int | None:
+    """A Python number that is an int ≥ 0, or None where it isn't one.
+
+    Beyond ``FARTHEST``, farther than any two tokens lie apart, it is that: ops take numbers of 64
+    bits, and kernels add positions to them.
+    """
+    if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt, numbers.Integral)):
+        return None
+    if not isinstance(value, torch.SymInt):
+        value = int(value)
+    return min(value, FARTHEST) if value >= 0 else None
 
 
-def probability(argument: str, value: Any) -> float:
+def flag(argument: str, value: Any) -> bool:
+    if isinstance(value, (bool, torch.SymBool)):
+        return value  # type: ignore[return-value]
+    if type(value).__module__ == "numpy" and type(value).__name__ in ("bool", "bool_"):
+        return bool(value)
+    raise TypeError(f"{argument}: expected True or False; got {type(value).__name__}")
+
+
+def probability(argument: str, value: Any, *, below_one: bool = False) -> float:
     value = number(argument, value)
-    if not 0.0 <= value < 1.0:
-        raise fail(argument, "a probability in [0, 1)", value)
+    if not 0.0 <= value <= 1.0 or (below_one and value == 1.0):
+        raise fail(argument, f"a probability in [0, 1{')' if below_one else ']'}", value)
     return value
 
 

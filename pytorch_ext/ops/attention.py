@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeGuard, overload
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from trifuse import backends
 from trifuse.ops import _checks, _operator
@@ -62,9 +63,10 @@ def scaled_dot_product_attention(
         value: (..., Hkv, Lk, Ev).
         attn_mask: broadcastable to (..., H, Lq, Lk), read through its own strides. Boolean: True
             takes part. Floating: added to the scores, -inf leaves the pair out; float32 or the
-            query's dtype. ``torch.nn.attention.bias.causal_lower_right(Lq, Lk)`` is understood.
-        dropout_p: probability of dropping an attention weight, honoured to 2⁻¹⁶. Always applied:
-            pass 0 in evaluation. Drawn from torch's default generator for the device; the same seed
+            query's dtype. ``torch.nn.attention.bias.causal_lower_right(Lq, Lk)`` is understood, and
+            combines with ``is_causal`` as the same mask written out does.
+        dropout_p: probability of dropping an attention weight, in [0, 1], honoured to 2⁻¹⁶. Always
+            applied: pass 0 in evaluation. Drawn from torch's default generator for the device; the same seed
             drops the same weights on every backend.
         is_causal: query i sees keys up to i. ``CausalVariant.LOWER_RIGHT`` puts the diagonal at
             i + Lk - Lq instead.
@@ -73,7 +75,8 @@ def scaled_dot_product_attention(
         key_lengths: int32 or int64 (B,), B the flattened leading dimensions before the heads. Keys
             at or past their sequence's length take no part and are never read.
         window: query i sees keys within ``left`` before and ``right`` after the diagonal. One
-            number stands for both, None for no bound.
+            number stands for both, None for no bound. It moves with the diagonal of ``is_causal``,
+            or of a causal ``attn_mask`` without that.
         return_lse: also return the logsumexp of each row's scores, differentiable.
 
     Returns:
@@ -86,8 +89,10 @@ def scaled_dot_product_attention(
     Raises:
         TypeError: an argument of the wrong type, or a dtype that doesn't fit the others.
         ValueError: a shape, device, range or value that doesn't fit (``trifuse.ArgumentError``).
-        RuntimeError: the backend asked for by name can't serve the call.
+        RuntimeError: the backend asked for by name can't serve the call; or torch's context
+            parallelism is active, under which a rank has but a part of every sequence.
     """
+    _checks.flag("return_lse", return_lse)
     call = _prepare(
         query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, key_lengths, window
     )
@@ -154,6 +159,7 @@ def varlen_attention(
     Raises:
         As :func:`scaled_dot_product_attention`.
     """
+    _checks.flag("return_lse", return_lse)
     call = _prepare_varlen(
         query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, attn_mask,
         dropout_p, is_causal, scale, enable_gqa, window,
@@ -194,6 +200,7 @@ def _prepare(
     window: int | tuple[int | None, int | None] | None,
 ) -> _Call:
     query, key, value, attn_mask = _tensors(query, key, value, attn_mask)
+    _checks.flag("enable_gqa", enable_gqa)
     lead = None
     if not query.dim() == key.dim() == value.dim() == 4:
         query, key, value, attn_mask, lead = _to_4d(query, key, value, attn_mask, enable_gqa)
@@ -205,16 +212,14 @@ def _prepare(
         if (attn_mask.seq_len_q, attn_mask.seq_len_kv) != (Lq, Lk):
             got = (attn_mask.seq_len_q, attn_mask.seq_len_kv)
             raise fail("attn_mask", f"a causal bias for lengths ({Lq}, {Lk})", got)
-        is_causal, attn_mask = attn_mask.variant, None
-    left, right, lower_right = _band(is_causal, window)
+        band, attn_mask = _band_beside_bias(is_causal, window, attn_mask.variant, query, Lk - Lq)
+    else:
+        band = _band(is_causal, window)
     if attn_mask is not None:
         attn_mask = _mask_to_4d(attn_mask, query, (query.shape[0], query.shape[1], Lq, Lk))
     if key_lengths is not None:
         key_lengths = _checks.integers("key_lengths", key_lengths, "(B,)", query.shape[0], query)
-    options = (
-        Lq, Lk, _scale(scale), left, right, lower_right,
-        _checks.probability("dropout_p", dropout_p),
-    )  # fmt: skip
+    options = (Lq, Lk, _scale(scale), *band, _checks.probability("dropout_p", dropout_p))
     return _Call(
         query, key, value, attn_mask, key_lengths, None, None, options, _choose(query, value), lead
     )
@@ -236,6 +241,7 @@ def _prepare_varlen(
     window: int | tuple[int | None, int | None] | None,
 ) -> _Call:
     query, key, value, attn_mask = _tensors(query, key, value, attn_mask)
+    _checks.flag("enable_gqa", enable_gqa)
     for name, packed in (("query", query), ("key", key), ("value", value)):
         if packed.dim() != 3:
             raise fail(name, "shape (total, heads, head_dim)", tuple(packed.shape))
@@ -252,15 +258,15 @@ def _prepare_varlen(
     _check_sizes(query, key, value, enable_gqa)
     max_seqlen_q = _max_seqlen("max_seqlen_q", max_seqlen_q, query)
     max_seqlen_k = _max_seqlen("max_seqlen_k", max_seqlen_k, key)
-    left, right, lower_right = _band(is_causal, window)
+    band = _band(is_causal, window)
     if attn_mask is not None:
         if _is_causal_bias(attn_mask):
             raise fail("attn_mask", "a tensor (is_causal takes a CausalVariant)", "a CausalBias")
         shape4 = (cu_seqlens_q.shape[0] - 1, query.shape[1], max_seqlen_q, max_seqlen_k)
         attn_mask = _mask_to_4d(attn_mask, query, shape4)
     options = (
-        max_seqlen_q, max_seqlen_k, _scale(scale), left, right,
-        lower_right, _checks.probability("dropout_p", dropout_p),
+        max_seqlen_q, max_seqlen_k, _scale(scale), *band,
+        _checks.probability("dropout_p", dropout_p),
     )  # fmt: skip
     return _Call(
         query, key, value, attn_mask, None, cu_seqlens_q, cu_seqlens_k, options,
@@ -413,13 +419,11 @@ def _band(
     left = right = -1
     if window is not None:
         pair = window if isinstance(window, (tuple, list)) else (window, window)
-        if len(pair) != 2 or any(
-            side is not None
-            and (isinstance(side, bool) or not isinstance(side, (int, torch.SymInt)) or side < 0)
-            for side in pair
-        ):
-            raise fail("window", "a number ≥ 0 or a pair (left, right) of them or None", window)
-        left, right = (-1 if side is None else side for side in pair)
+        sides = [-1 if side is None else _checks.whole_number(side) for side in pair]
+        if len(sides) != 2 or sides[0] is None or sides[1] is None:
+            expected = "a whole number ≥ 0 or a pair (left, right) of them or None"
+            raise fail("window", expected, repr(window))
+        left, right = sides[0], sides[1]
     if is_causal is False:
         return left, right, False
     if is_causal is True:
@@ -431,15 +435,68 @@ def _band(
     return left, 0, is_causal is CausalVariant.LOWER_RIGHT
 
 
+def _band_beside_bias(
+    is_causal: bool | CausalVariant,
+    window: int | tuple[int | None, int | None] | None,
+    bias: CausalVariant,
+    query: Tensor,
+    shift: int,
+) -> tuple[tuple[int, int, bool], Tensor | None]:
+    """The band of a call whose mask is a causal bias, and the mask that it needs besides, if any.
+
+    ``shift`` is how far the diagonal that ends in the lower right lies after the other.
+    """
+    if is_causal is False:
+        return _band(bias, window), None
+    left, right, lower_right = _band(is_causal, window)
+    bias_lower_right = bias.name == "LOWER_RIGHT"
+    before = shift * (lower_right - bias_lower_right)  # how far the bias' diagonal lies before ours
+    if before <= 0:
+        return (left, right, lower_right), None  # ours is the tighter bound
+    # Around the bias' diagonal the bound on the right is 0, and that on the left moves nearer.
+    if left < 0 or left >= before:
+        return (left if left < 0 else left - before, 0, bias_lower_right), None
+    return (-1, -1, False), query.new_zeros((1, 1, 1, 1), dtype=torch.bool)  # no pair is left
+
+
 def _max_seqlen(argument: str, value: int | None, packed: Tensor) -> int:
     if value is None:
         return packed.shape[2]
-    if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)) or value < 0:
-        raise fail(argument, "an int ≥ 0", repr(value))
-    return value
+    checked = _checks.whole_number(value)
+    if checked is None:
+        raise fail(argument, "a whole number ≥ 0", repr(value))
+    return checked
+
+
+def _refuse_context_parallel() -> None:
+    """Raises where torch's context parallelism has split every sequence between ranks.
+
+    It gives ``F.scaled_dot_product_attention`` and DTensor's dispatcher what exchanges keys. A call
+    that passes both by would attend to its own rank's part alone. Who has not loaded its module,
+    which torch has moved once, does not use it.
+    """
+    for name in _CONTEXT_PARALLEL:
+        if name in sys.modules:
+            dispatcher = getattr(sys.modules[name].DTensor, "_op_dispatcher", None)
+            handlers = getattr(dispatcher, "_custom_op_handlers", ())
+            replaced = getattr(functional.scaled_dot_product_attention, "__module__", None) == name
+            if replaced or torch.ops.aten._scaled_dot_product_flash_attention.default in handlers:
+                raise RuntimeError(
+                    "trifuse's attention does not support torch's context parallelism, under which "
+                    "each rank would attend to its own part of the sequence alone: take "
+                    "torch.nn.functional.scaled_dot_product_attention in this model (of "
+                    "trifuse.fuse, FuseReport.revert() restores it), or leave context_parallel"
+                )
+
+
+_CONTEXT_PARALLEL = (
+    "torch.distributed.tensor.experimental._context_parallel._attention",
+    "torch.distributed.tensor.experimental._attention",
+)
 
 
 def _choose(query: Tensor, value: Tensor) -> backends.Choice:
+    _refuse_context_parallel()
     head_dim = max(query.shape[3], value.shape[3])
     return backends.choose(backends.Call("attention", query.device.type, query.dtype, head_dim))
 

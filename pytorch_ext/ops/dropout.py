@@ -34,14 +34,14 @@ def dropout(x: Tensor, p: float = 0.5, training: bool = True) -> Tensor:
 
     Raises:
         TypeError: x is not a floating-point tensor.
-        ValueError: p is not in [0, 1) (``trifuse.ArgumentError``).
+        ValueError: p is not in [0, 1] (``trifuse.ArgumentError``).
         RuntimeError: the backend asked for by name can't serve the call.
     """
     x = _checks.tensor("x", x)
     if x.dtype not in _checks.FLOATING:
         raise TypeError(f"x: expected float32, bfloat16, float16 or float64; got {x.dtype}")
     p = _checks.probability("p", p)
-    if not training or p == 0:
+    if not _checks.flag("training", training) or p == 0:
         return x
     backend = backends.choose(backends.Call("dropout", x.device.type, x.dtype)).backend
     seed = _operator.draw_seed(x)

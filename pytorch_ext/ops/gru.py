@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from trifuse import backends
-from trifuse.ops import _operator, _recurrent
+from trifuse.ops import _checks, _operator, _recurrent
 from trifuse.reference import gru as reference
 from trifuse.reference.gru import SLOTS, Options, Parameters
 from trifuse.reference.lstm import by_direction
@@ -182,7 +182,7 @@ def _check(
         (h0,),
         tuple(t for p in checked for t in p),
         _recurrent.row_lengths(lengths, input),
-        (tuple(bool(r) for r in reverse),),
+        (tuple(_checks.flag("reverse", r) for r in reverse),),
         backends.choose(backends.Call("gru", input.device.type, input.dtype)),
     )
 

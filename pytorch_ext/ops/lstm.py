@@ -348,6 +348,7 @@ def _check(
 ) -> _recurrent.Call:
     """``input`` is (T, B, I), and ``batch`` the shape that the caller's states have before R."""
     _recurrent.check_directions(parameters, reverse)
+    coupled = _checks.flag("coupled", coupled)
     checked = [_check_parameters(p, input, coupled) for p in parameters]
     for p in checked[1:]:
         for name, first, other in zip(Parameters._fields, checked[0], p, strict=True):
@@ -363,16 +364,16 @@ def _check(
     if not eps >= 0:
         raise fail("eps", "a number ≥ 0", eps)
     options = Options(
-        tuple(bool(r) for r in reverse),
-        bool(coupled),
+        tuple(_checks.flag("reverse", r) for r in reverse),
+        coupled,
         forget_bias,
         _clip("cell_clip", cell_clip),
         _clip("proj_clip", proj_clip),
         eps,
-        _checks.probability("zoneout_h", zoneout_h),
-        _checks.probability("zoneout_c", zoneout_c),
-        _checks.probability("recurrent_dropout", recurrent_dropout),
-        bool(training),
+        _checks.probability("zoneout_h", zoneout_h, below_one=True),
+        _checks.probability("zoneout_c", zoneout_c, below_one=True),
+        _checks.probability("recurrent_dropout", recurrent_dropout, below_one=True),
+        _checks.flag("training", training),
     )
     draws = options.training and max(options[6:9]) > 0
     return _recurrent.Call(
@@ -383,7 +384,7 @@ def _check(
         _recurrent.row_lengths(lengths, input),
         tuple(options),
         backends.choose(backends.Call("lstm", input.device.type, input.dtype)),
-        bool(recompute),
+        _checks.flag("recompute", recompute),
         draws,
     )
 

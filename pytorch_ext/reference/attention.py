@@ -18,7 +18,9 @@ and, for gradients dO and dlse arriving from above:
 
 Sums run over pairs in M only, which settles two things that 0 · x leaves open: a row with no pair
 gives O = 0, lse = -∞ and no gradient, and a NaN or Inf in a key, value or query reaches only the
-rows that it is paired with. (What it does reach becomes NaN.)
+rows that it is paired with. What it does reach becomes NaN, but for a score: an S_ij of -∞, of a
+pair in M, is a P_ij of 0 as in any softmax. A row whose scores are all -∞, or that has one of +∞, is
+NaN, and its lse is.
 
 Every backend is held to this file in float64. 16-bit inputs are computed in float32. It holds whole
 (Lq, Lk) matrices: it is here to be read and to be right, not to be fast.
@@ -151,6 +153,7 @@ def attention_backward(
         inner = grad_p - (probability * grad_p).sum(-1, keepdim=True)
         if grad_logsumexp is not None:
             inner = inner + grad_logsumexp[part.row][..., None]
+        inner = inner.masked_fill(inner.isinf(), float("nan"))
         grad_s = (probability * inner).masked_fill(~keep, 0)
         dropped = _multiply(probability, multiplier)
 
@@ -202,7 +205,7 @@ def _weights(
     if key_lengths is not None:
         keep = keep & (column < key_lengths[:, None, None, None])
 
-    scores = scale * _pair_products(query.to(wide), key.to(wide))
+    scores = scale * _scores(query.to(wide), key.to(wide))
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         keep = keep & attn_mask
     elif attn_mask is not None:
@@ -228,6 +231,12 @@ def _weights(
     # Also in a row that is NaN the pairs left out have weight 0.
     probability = (exponential / total).masked_fill(~keep, 0)
     return _Weights(keep, probability, multiplier, logsumexp)
+
+
+def _scores(query: Tensor, key: Tensor) -> Tensor:
+    """``query @ key.mT``, infinities included. Those are constants to a derivative."""
+    products = query.detach() @ key.detach().mT
+    return torch.where(products.isinf(), products, _pair_products(query, key))
 
 
 def _pair_products(rows: Tensor, columns: Tensor) -> Tensor:

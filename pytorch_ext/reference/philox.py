@@ -13,7 +13,8 @@ Conventions, chosen once for all backends:
 - 7 rounds, the fewest that pass BigCrush in the paper (its table 2);
 - 16 bits per element: one call serves 8 neighbours along the last axis, so p is honoured to 2⁻¹⁶;
 - an element is dropped where its 16 bits are below ``threshold = round(p · 2¹⁶)``, and what is kept
-  is scaled by 2¹⁶ / (2¹⁶ - threshold), the exact inverse of the probability that is really used.
+  is scaled by 2¹⁶ / (2¹⁶ - threshold), the exact inverse of the probability that is really used;
+- p = 1 leaves nothing: the 2⁻¹⁶ of elements that no threshold drops are scaled by 0.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def threshold(dropout_p: float) -> int:
 
 def keep_scale(dropout_p: float) -> float:
     """What a kept element is multiplied by: the inverse of the probability of keeping it."""
-    return 65536 / (65536 - threshold(dropout_p))
+    return 65536 / (65536 - threshold(dropout_p)) if dropout_p < 1 else 0.0
 
 
 def philox4x32(counter: tuple[Tensor, Tensor, Tensor, Tensor], seed: Tensor) -> list[Tensor]:
@@ -73,7 +74,7 @@ def dropout_keep(seed: Tensor, plane: Tensor, rows: int, columns: int, dropout_p
         seed: int64, one element.
         plane: int64 (...), the number of each matrix: ``b · H + h`` for attention.
         rows, columns: the size of each matrix.
-        dropout_p: the probability of dropping an element, in [0, 1).
+        dropout_p: the probability of dropping an element, in [0, 1].
 
     Returns:
         bool (..., rows, columns), True where the element is kept.
