@@ -1521,7 +1521,7 @@ class _Call:
             mask_runs=mask_runs,
             trim=mask_columns and (bool_mask or not mask_rows),
             large=large,
-            natural=large or single <= 0,
+            natural=large or not single > 0,  # NaN too
             lengths=key_lengths is not None,
             packed=cu_seqlens_q is not None,
             left=left,

@@ -477,10 +477,11 @@ def _refuse_context_parallel() -> None:
     """
     for name in _CONTEXT_PARALLEL:
         if name in sys.modules:
-            dispatcher = getattr(sys.modules[name].DTensor, "_op_dispatcher", None)
+            dtensor = getattr(sys.modules[name], "DTensor", None)
+            dispatcher = getattr(dtensor, "_op_dispatcher", None)
             handlers = getattr(dispatcher, "_custom_op_handlers", ())
             replaced = getattr(functional.scaled_dot_product_attention, "__module__", None) == name
-            if replaced or torch.ops.aten._scaled_dot_product_flash_attention.default in handlers:
+            if replaced or _FLASH_ATTENTION in handlers:
                 raise RuntimeError(
                     "trifuse's attention does not support torch's context parallelism, under which "
                     "each rank would attend to its own part of the sequence alone: take "
@@ -489,6 +490,7 @@ def _refuse_context_parallel() -> None:
                 )
 
 
+_FLASH_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention.default
 _CONTEXT_PARALLEL = (
     "torch.distributed.tensor.experimental._context_parallel._attention",
     "torch.distributed.tensor.experimental._attention",

@@ -143,7 +143,7 @@ def _prepare(
     batch_first: bool,
     reverse: bool,
 ) -> _recurrent.Call:
-    input, batch = _recurrent.sequence(input, batch_first)
+    input, batch = _recurrent.sequence(input, _checks.flag("batch_first", batch_first))
     parameters = [Parameters(weight_ih, weight_hh, bias_ih, bias_hh)]
     return _check(input, batch, hx, parameters, lengths, [reverse])
 

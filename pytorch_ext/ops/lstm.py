@@ -275,7 +275,7 @@ def _prepare(
     training: bool,
     recompute: bool,
 ) -> _recurrent.Call:
-    input, batch = _recurrent.sequence(input, batch_first)
+    input, batch = _recurrent.sequence(input, _checks.flag("batch_first", batch_first))
     parameters = Parameters(
         weight_ih, weight_hh, bias_ih, bias_hh, weight_hr, weight_peephole, norm_ih_weight,
         norm_hh_weight, norm_cell_weight, norm_cell_bias,
