@@ -593,5 +593,22 @@ def test_no_gradient_without_grad_mode(backend):
     assert_equal(out, run(case).out)
 
 
+@pytest.mark.parametrize("packed", [False, True])
+def test_results_can_be_changed_in_place(cpp_kernel, packed):
+    """Also where a caller's layout makes them views. What follows differs by a constant."""
+    x = normal(1, 9, 2, 4, seed=1).requires_grad_()
+
+    def attend() -> tuple[Tensor, ...]:
+        if packed:
+            q = x[0]
+            return trifuse.varlen_attention(q, q, q, boundaries([4, 5]), return_lse=True)
+        q = x.transpose(1, 2)
+        return trifuse.scaled_dot_product_attention(q, q, q, return_lse=True)
+
+    for changed, result in zip(attend(), attend(), strict=True):
+        assert torch.equal(changed.add_(1), result + 1)
+        assert changed.requires_grad
+
+
 def test_elements_past_two_to_the_31(cpp_kernel):
     check_past_two_to_the_31()

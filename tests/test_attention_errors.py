@@ -232,13 +232,21 @@ ARGUMENTS: list[tuple[str, dict[str, Any], type, str]] = [
     ),
     # Numbers.
     *(
-        (f"dropout {p}", {"dropout_p": p}, ValueError, rf"dropout_p: .*\[0, 1\); got {p}")
-        for p in (-0.1, 1.0, 1.5, float("nan"), float("inf"))
+        (f"dropout {p}", {"dropout_p": p}, ValueError, rf"dropout_p: .*\[0, 1\]; got {p}")
+        for p in (-0.1, 1.01, 1.5, float("nan"), float("inf"))
     ),
     ("dropout text", {"dropout_p": "0.1"}, TypeError, r"dropout_p: expected a number; got str"),
     ("dropout None", {"dropout_p": None}, TypeError, r"dropout_p: expected a number; got NoneT"),
     ("scale text", {"scale": "1"}, TypeError, r"scale: expected a number; got str"),
     ("scale a tensor", {"scale": x()}, TypeError, r"scale: expected a number; got Tensor"),
+    ("scale a flag", {"scale": True}, TypeError, r"scale: expected a number; got bool"),
+    ("dropout a flag", {"dropout_p": True}, TypeError, r"dropout_p: expected a number; got bool"),
+    ("scale too large", {"scale": 2**1100}, ValueError, r"scale: expected a number that a float"),
+    *(
+        (f"{name} {value!r}", {name: value}, TypeError, rf"{name}: expected True or False; got {kind}")
+        for name in ("enable_gqa",)
+        for value, kind in (("x", "str"), (1, "int"), (None, "NoneType"), (2**80, "int"))
+    ),
     *(
         (f"window {w}", {"window": w}, ValueError, rf"window: expected .*; got {re.escape(str(w))}")
         for w in (-1, 1.5, "3", True, (1,), (1, 2, 3), (None, -2), (2.0, 3))
@@ -342,7 +350,8 @@ PACKED_ARGUMENTS: list[tuple[str, dict[str, Any], type, str]] = [
     ),
     ("head_dim", {"key": x(9, H, 9)}, ValueError, r"key: expected head_dim 8, as query; got 9"),
     ("tokens", {"value": x(8, H, E)}, ValueError, r"value: expected length 9, as key; got 8"),
-    ("dropout", {"dropout_p": 1}, ValueError, r"dropout_p: expected a probability.*; got 1"),
+    ("dropout", {"dropout_p": 2}, ValueError, r"dropout_p: expected a probability.*; got 2"),
+    ("flag", {"enable_gqa": "x"}, TypeError, r"enable_gqa: expected True or False; got str"),
     ("window", {"window": -3}, ValueError, r"window: expected .*; got -3"),
     ("scale", {"scale": [1]}, TypeError, r"scale: expected a number; got list"),
 ]  # fmt: skip
@@ -401,3 +410,9 @@ def test_a_backend_that_cannot_serve_the_call(name, arguments, why):
     message = rf"attention: backend '{name}' can't serve this call: .*({why})"
     with trifuse.backend(name), pytest.raises(RuntimeError, match=message):
         trifuse.scaled_dot_product_attention(*inputs)
+
+
+@pytest.mark.parametrize("value", ["x", 1, None])
+def test_return_lse_is_a_flag(value):
+    with pytest.raises(TypeError, match="return_lse: expected True or False; got"):
+        trifuse.scaled_dot_product_attention(**DEFAULT, return_lse=value)

@@ -130,10 +130,7 @@ def test_a_score_of_minus_infinity_is_a_weight_of_zero(kernel, structure):
     keep = torch.ones(1, 1, 1, Lk, dtype=torch.bool)
     keep[..., 7] = False
     masked = keep if case.attn_mask is None else case.attn_mask
-    if masked.dtype == torch.bool:
-        masked = masked & keep
-    else:
-        masked = masked.masked_fill(~keep, -INF)
+    masked = masked & keep if masked.dtype == torch.bool else masked.masked_fill(~keep, -INF)
     without = dataclasses.replace(with_it, attn_mask=masked)
     actual, expected = run(with_it), run(without)
     rows = pairs(without).any(-1)

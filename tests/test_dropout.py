@@ -112,11 +112,21 @@ def test_transforms():
     check_forward_mode(seeded(lambda x: dropout(x, P)), [x.double().requires_grad_()], True)
 
 
+def test_of_everything(backend):
+    """As torch's: zeros, and zeros for a gradient."""
+    x = torch.randn(3, 70_000, requires_grad=True)
+    out = dropout(x, 1.0)
+    assert out.eq(0).all()
+    assert torch.autograd.grad(out.sum(), x)[0].eq(0).all()
+
+
 def test_arguments():
     with pytest.raises(TypeError, match=r"x: expected a Tensor; got int"):
         dropout(1)
     with pytest.raises(TypeError, match=r"x: expected float32, .* got torch.int64"):
         dropout(torch.arange(3))
-    for p in (-0.1, 1.0):
-        with pytest.raises(trifuse.ArgumentError, match=r"p: expected a probability in \[0, 1\)"):
+    with pytest.raises(TypeError, match=r"training: expected True or False; got str"):
+        dropout(torch.randn(3), 0.5, "x")
+    for p in (-0.1, 1.1):
+        with pytest.raises(trifuse.ArgumentError, match=r"p: expected a probability in \[0, 1\]"):
             dropout(torch.randn(3), p)

@@ -472,3 +472,13 @@ def test_results_too_large_for_a_cache(cpp_kernel, dtype, N):
 
 def test_elements_past_two_to_the_31(cpp_kernel):
     check_past_two_to_the_31(70)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_dropout_of_everything(kernel, dtype):
+    """What is left is the residual's norm, and x has no gradient."""
+    x, residual = (torch.randn(5, 300, dtype=dtype, requires_grad=True) for _ in range(2))
+    out = trifuse.dropout_add_layer_norm(x, residual, dropout_p=1.0, training=True)
+    expected = trifuse.dropout_add_layer_norm(torch.zeros_like(x), residual)
+    assert torch.equal(out, expected)
+    assert torch.autograd.grad(out.sum(), x)[0].eq(0).all()

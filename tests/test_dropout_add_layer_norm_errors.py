@@ -137,9 +137,9 @@ ARGUMENTS: list[tuple[str, dict[str, Any], type, str]] = [
             f"dropout_p {value}",
             {"dropout_p": value, "training": training},
             ValueError,
-            rf"^dropout_p: expected a probability in \[0, 1\); got {value}",
+            rf"^dropout_p: expected a probability in \[0, 1\]; got {value}",
         )
-        for value in (-0.1, 1.0, 1.5, float("nan"), float("inf"))
+        for value in (-0.1, 1.01, 1.5, float("nan"), float("inf"))
         for training in (False, True)
     ),
     (

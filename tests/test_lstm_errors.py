@@ -324,6 +324,13 @@ ARGUMENTS: list[tuple[str, dict[str, Any], type, str]] = [
         for value in (-0.1, 1.0, float("nan"))
         for training in (False, True)
     ),
+    *(
+        (f"{n} {value!r}", {n: value}, TypeError, rf"^{n}: expected True or False; got {kind}")
+        for n in ("reverse", "coupled", "training", "recompute", "batch_first")
+        for value, kind in (("x", "str"), (2**70, "int"))
+    ),
+    ("eps a flag", {"eps": True}, TypeError, r"^eps: expected a number; got bool"),
+    ("eps too large", {"eps": 2**1100}, ValueError, r"^eps: expected a number that a float can"),
 ]  # fmt: skip
 
 

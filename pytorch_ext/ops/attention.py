@@ -421,8 +421,8 @@ def _band(
         pair = window if isinstance(window, (tuple, list)) else (window, window)
         sides = [-1 if side is None else _checks.whole_number(side) for side in pair]
         if len(sides) != 2 or sides[0] is None or sides[1] is None:
-            expected = "a whole number ≥ 0 or a pair (left, right) of them or None"
-            raise fail("window", expected, repr(window))
+            expected = "a number ≥ 0 or a pair (left, right) of them or None"
+            raise fail("window", expected, window)
         left, right = sides[0], sides[1]
     if is_causal is False:
         return left, right, False
@@ -464,7 +464,7 @@ def _max_seqlen(argument: str, value: int | None, packed: Tensor) -> int:
         return packed.shape[2]
     checked = _checks.whole_number(value)
     if checked is None:
-        raise fail(argument, "a whole number ≥ 0", repr(value))
+        raise fail(argument, "an int ≥ 0", repr(value))
     return checked
 
 

@@ -348,7 +348,7 @@ def _check(
 ) -> _recurrent.Call:
     """``input`` is (T, B, I), and ``batch`` the shape that the caller's states have before R."""
     _recurrent.check_directions(parameters, reverse)
-    coupled = _checks.flag("coupled", coupled)
+    coupled, recompute = _checks.flag("coupled", coupled), _checks.flag("recompute", recompute)
     checked = [_check_parameters(p, input, coupled) for p in parameters]
     for p in checked[1:]:
         for name, first, other in zip(Parameters._fields, checked[0], p, strict=True):
@@ -384,7 +384,7 @@ def _check(
         _recurrent.row_lengths(lengths, input),
         tuple(options),
         backends.choose(backends.Call("lstm", input.device.type, input.dtype)),
-        _checks.flag("recompute", recompute),
+        recompute,
         draws,
     )
 
