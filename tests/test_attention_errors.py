@@ -243,8 +243,7 @@ ARGUMENTS: list[tuple[str, dict[str, Any], type, str]] = [
     ("dropout a flag", {"dropout_p": True}, TypeError, r"dropout_p: expected a number; got bool"),
     ("scale too large", {"scale": 2**1100}, ValueError, r"scale: expected a number that a float"),
     *(
-        (f"{name} {value!r}", {name: value}, TypeError, rf"{name}: expected True or False; got {kind}")
-        for name in ("enable_gqa",)
+        (f"enable_gqa {value}", {"enable_gqa": value}, TypeError, rf"enable_gqa: .*; got {kind}")
         for value, kind in (("x", "str"), (1, "int"), (None, "NoneType"), (2**80, "int"))
     ),
     *(

@@ -66,8 +66,8 @@ def scaled_dot_product_attention(
             query's dtype. ``torch.nn.attention.bias.causal_lower_right(Lq, Lk)`` is understood, and
             combines with ``is_causal`` as the same mask written out does.
         dropout_p: probability of dropping an attention weight, in [0, 1], honoured to 2⁻¹⁶. Always
-            applied: pass 0 in evaluation. Drawn from torch's default generator for the device; the same seed
-            drops the same weights on every backend.
+            applied: pass 0 in evaluation. Drawn from torch's default generator for the device; the
+            same seed drops the same weights on every backend.
         is_causal: query i sees keys up to i. ``CausalVariant.LOWER_RIGHT`` puts the diagonal at
             i + Lk - Lq instead.
         scale: multiplies q·k. Default: 1/√E.

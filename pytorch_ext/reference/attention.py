@@ -19,8 +19,8 @@ and, for gradients dO and dlse arriving from above:
 Sums run over pairs in M only, which settles two things that 0 · x leaves open: a row with no pair
 gives O = 0, lse = -∞ and no gradient, and a NaN or Inf in a key, value or query reaches only the
 rows that it is paired with. What it does reach becomes NaN, but for a score: an S_ij of -∞, of a
-pair in M, is a P_ij of 0 as in any softmax. A row whose scores are all -∞, or that has one of +∞, is
-NaN, and its lse is.
+pair in M, is a P_ij of 0 as in any softmax. A row whose scores are all -∞, or that has one of +∞,
+is NaN, and its lse is.
 
 Every backend is held to this file in float64. 16-bit inputs are computed in float32. It holds whole
 (Lq, Lk) matrices: it is here to be read and to be right, not to be fast.
