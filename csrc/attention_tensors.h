@@ -27,6 +27,72 @@ inline Tensor4 broadcast(const Tensor& t) {
   return result;
 }
 
+// That tensors are of one call, before any is read: a backward's data may have been exchanged, and an
+// op may be called without the public function's checks.
+inline void check_arguments(
+    const Tensor& query, const Tensor& key, const Tensor& value, const OptionalTensor& attn_mask,
+    const OptionalTensor& key_lengths, const OptionalTensor& cu_seqlens_q,
+    const OptionalTensor& cu_seqlens_k, const OptionalTensor& seed, int64_t max_seqlen_q,
+    int64_t max_seqlen_k) {
+  const auto check_dimensions = [](const char* name, const Tensor& t) {
+    TORCH_CHECK_VALUE(t.dim() == 4, name, ": expected 4 dimensions; got shape ", t.sizes());
+  };
+  check_dimensions("query", query);
+  check_dimensions("key", key);
+  check_dimensions("value", value);
+  const int64_t B = query.size(0), H = query.size(1), Hkv = key.size(1);
+  check_memory("query", query);
+  check_shape("key", key, {B, Hkv, key.size(2), query.size(3)});
+  check_shape("value", value, {B, Hkv, key.size(2), value.size(3)});
+  check_type("key", key, query.scalar_type(), query);
+  check_type("value", value, query.scalar_type(), query);
+  TORCH_CHECK_VALUE(
+      H == Hkv || (Hkv > 0 && H % Hkv == 0), "key: expected a number of heads that divides query's ",
+      H, "; got ", Hkv);
+  check_integers("key_lengths", key_lengths, B, query);
+  check_seed(seed, query);
+  const bool packed = cu_seqlens_q.has_value();
+  if (packed) {
+    const int64_t count = cu_seqlens_q->numel();
+    TORCH_CHECK_VALUE(
+        count > 0 && cu_seqlens_k, "cu_seqlens_q: expected at least one boundary, and cu_seqlens_k");
+    check_integers("cu_seqlens_q", cu_seqlens_q, count, query);
+    check_integers("cu_seqlens_k", cu_seqlens_k, count, query);
+  }
+  if (!attn_mask) return;
+  const int64_t sequences = packed ? cu_seqlens_q->numel() - 1 : B;
+  const int64_t full[4] = {
+      sequences, H, packed ? max_seqlen_q : query.size(2), packed ? max_seqlen_k : key.size(2)};
+  bool fits = attn_mask->dim() == 4;
+  for (int64_t d = 0; d < 4 && fits; ++d)
+    fits = attn_mask->size(d) == 1 || attn_mask->size(d) == full[d];
+  TORCH_CHECK_VALUE(
+      fits, "attn_mask: expected a shape broadcastable to ", at::IntArrayRef(full), "; got ",
+      attn_mask->sizes());
+  check_memory("attn_mask", *attn_mask);
+  const at::ScalarType type = attn_mask->scalar_type();
+  check_type(
+      "attn_mask", *attn_mask, type == at::kBool || type == at::kFloat ? type : query.scalar_type(),
+      query);
+}
+
+// Likewise what a forward left to its backward, and what comes from above. Before the others: what was
+// left says what query and value were.
+inline void check_backward_arguments(
+    const Tensor& query, const Tensor& value, const Tensor& grad_out,
+    const OptionalTensor& grad_logsumexp, const Tensor& out, const Tensor& logsumexp) {
+  const auto rows = out.sizes().slice(0, 3);
+  check_memory("out", out);
+  check_shape("query", query, {rows[0], rows[1], rows[2], query.size(-1)});
+  check_shape("value", value, {rows[0], value.size(1), value.size(2), out.size(-1)});
+  check_shape("grad_out", grad_out, out.sizes());
+  check_shape("logsumexp", logsumexp, rows);
+  check_shape("grad_logsumexp", grad_logsumexp, rows);
+  check_type("grad_out", grad_out, query.scalar_type(), query);
+  check_type("out", out, query.scalar_type(), query);
+  check_type("logsumexp", logsumexp, accumulation_type(query.scalar_type()), query);
+}
+
 // Sizes, mask, scale and window, as they are where sequences are not packed.
 inline void describe(
     AttentionProblem& p, const Tensor& query, const Tensor& key, const Tensor& value,

@@ -8,10 +8,12 @@
 #include <torch/csrc/utils/pybind.h>
 #include <torch/version.h>
 
+#include <stdexcept>
 #include <string>
 #include <vector>
 
 #include "autograd.h"
+#include "cpu/allocation.h"
 #include "cpu/capability.h"
 #include "cpu/kernels.h"
 
@@ -63,6 +65,17 @@ double matrix_rate(const std::string& dtype, double seconds) {
   return sum;
 }
 
+// Throws in one of a crew's threads, which others wait for at barriers.
+void throw_in_crew(int64_t threads, int64_t thread) {
+  Crew crew(threads);
+  crew.run(threads, [&](int64_t index) {
+    const Team team = crew.all(index);
+    team.wait();
+    if (index == thread) throw std::runtime_error("thrown in thread " + std::to_string(index));
+    for (int step = 0; step < 3; ++step) team.wait();
+  });
+}
+
 template <void (*Probe::*function)(const float*, float*, int64_t)>
 at::Tensor each(const at::Tensor& x) {
   TORCH_CHECK_TYPE(x.scalar_type() == at::kFloat, "x: expected float32; got ", x.scalar_type());
@@ -89,6 +102,16 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def(
       "register_autograd", &register_autograd,
       "Have an op's companion run in its place where a derivative is wanted");
+  m.def(
+      "fail_allocations", &fail_allocations, pybind11::arg("first"), pybind11::arg("count") = 1,
+      "Let allocations fail, for tests; with 0, none any more");
+  m.def(
+      "counted_allocations", &counted_allocations,
+      "How many there have been since fail_allocations was last called with another number than 0");
+  m.def(
+      "throw_in_crew", &throw_in_crew, pybind11::arg("threads"), pybind11::arg("thread"),
+      pybind11::call_guard<pybind11::gil_scoped_release>(),
+      "Throw in one of some threads that wait for one another");
   m.def("exp2", &each<&Probe::exp2>, "2^x as the kernels compute it");
   m.def("sigmoid", &each<&Probe::sigmoid>, "1 / (1 + e^-x) as the kernels compute it");
   m.def("tanh", &each<&Probe::tanh>, "tanh(x) as the kernels compute it");

@@ -7,9 +7,53 @@
 #include <algorithm>
 #include <vector>
 
+#include "cpu/arguments.h"
 #include "dropout_add_layer_norm.h"
 
 namespace trifuse {
+
+// That tensors are of one call, before any is read: a backward's data may have been exchanged, and an
+// op may be called without the public function's checks. `dtype` is that of out; `x` in the backward
+// may be the sum.
+inline void check_arguments(
+    const at::Tensor& x, const OptionalTensor& residual, const OptionalTensor& weight,
+    const OptionalTensor& bias, const OptionalTensor& x_bias, const OptionalTensor& seed,
+    at::ScalarType dtype, bool x_is_sum) {
+  const at::ScalarType wide = accumulation_type(dtype);
+  const auto either = [&](const at::Tensor& t) { return t.scalar_type() == wide ? wide : dtype; };
+  TORCH_CHECK_VALUE(x.dim() > 0, "x: expected at least 1 dimension; got a scalar");
+  check_memory("x", x);
+  check_type("x", x, x_is_sum ? either(x) : dtype, x);
+  if (residual) {
+    check_shape("residual", *residual, x.sizes());
+    check_type("residual", *residual, either(*residual), x);
+  }
+  const auto check_vector = [&](const char* name, const OptionalTensor& t) {
+    if (!t) return;
+    check_shape(name, *t, {x.size(-1)});
+    check_type(name, *t, either(*t), x);
+  };
+  check_vector("weight", weight);
+  check_vector("bias", bias);
+  check_vector("x_bias", x_bias);
+  check_seed(seed, x);
+}
+
+// Likewise what a forward left to its backward, and what comes from above. Before the others: what comes
+// says what x was.
+inline void check_backward_arguments(
+    const at::Tensor& grad_out, const OptionalTensor& grad_sum, const at::Tensor& x,
+    const at::Tensor& mean, const at::Tensor& rstd) {
+  const at::ScalarType wide = accumulation_type(grad_out.scalar_type());
+  const auto lead = x.sizes().slice(0, x.dim() - 1);
+  check_memory("grad_out", grad_out);
+  check_shape("x", x, grad_out.sizes());
+  check_shape("grad_sum", grad_sum, x.sizes());
+  check_shape("mean", mean, lead);
+  check_shape("rstd", rstd, lead);
+  check_type("mean", mean, wide, x);
+  check_type("rstd", rstd, wide, x);
+}
 
 // Tensors that a problem points into.
 using Held = std::vector<at::Tensor>;

@@ -30,7 +30,7 @@ import ctypes
 import functools
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -38,6 +38,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from trifuse.kernels.arguments import check_memory, check_shape
 from trifuse.kernels.arithmetic import dot
 from trifuse.kernels.philox import dropout_keep
 from trifuse.reference import philox
@@ -1357,6 +1358,8 @@ def attention_forward(
 ) -> tuple[Tensor, Tensor]:
     """Output and logsumexp: arguments and results of the op ``attention_forward``."""
     tensors = (query, key, value, attn_mask, key_lengths, cu_seqlens_q, cu_seqlens_k, seed)
+    for name, t in zip(_NAMES, tensors, strict=True):
+        check_memory(name, t)
     call = _Call(tensors, *options)
     out = _empty_like_layout(query, value.shape[3])
     lse = query.new_empty(query.shape[:3], dtype=torch.float32)
@@ -1382,6 +1385,7 @@ def attention_backward(
     """The gradients: arguments and results of the op ``attention_backward``."""
     *call_options, (_, _, _, mask_requires_grad) = options
     tensors = (query, key, value, attn_mask, key_lengths, cu_seqlens_q, cu_seqlens_k, seed)
+    _check_backward(tensors, grad_out, grad_lse, out, lse, call_options)
     call = _Call(tensors, *call_options)
     do = _strided(grad_out)
     dlse = None if grad_lse is None else _strided(grad_lse)
@@ -1401,6 +1405,42 @@ def attention_backward(
         assert attn_mask is not None
         grad_mask = _mask_gradient(call, attn_mask, do, dlse, vectors)
     return grad_query, grad_key, grad_value, grad_mask
+
+
+_NAMES = (
+    "query", "key", "value", "attn_mask", "key_lengths", "cu_seqlens_q", "cu_seqlens_k", "seed",
+)  # fmt: skip
+
+
+def _check_backward(
+    tensors: tuple[Tensor | None, ...],
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    options: Sequence[Any],
+) -> None:
+    """That what a backward is handed is still of one call."""
+    query, key, value, attn_mask, _, cu_seqlens_q, _, _ = tensors
+    assert query is not None
+    assert key is not None
+    assert value is not None
+    (B, H, Lq, E), (Hkv, Lk, Ev) = query.shape, value.shape[1:]
+    shapes: list[Sequence[int]] = [(B, H, Lq, E), (B, Hkv, Lk, E), (B, Hkv, Lk, Ev)]
+    if cu_seqlens_q is not None:
+        B, Lq, Lk = cu_seqlens_q.numel() - 1, *options[:2]
+    if attn_mask is None:
+        shapes.append(())
+    else:
+        sizes = zip(attn_mask.shape, (B, H, Lq, Lk), strict=True)
+        shapes.append([1 if given == 1 else full for given, full in sizes])
+    shapes += [(B,), (B + 1,), (B + 1,), (1,)]
+    for name, t, shape in zip(_NAMES, tensors, shapes, strict=True):
+        check_shape(name, t, shape)
+    check_shape("grad_out", grad_out, (*query.shape[:3], Ev))
+    check_shape("out", out, grad_out.shape)
+    check_shape("logsumexp", lse, query.shape[:3])
+    check_shape("grad_logsumexp", grad_lse, query.shape[:3])
 
 
 # A sum over broadcast dimensions is shared out until there are about so many programs: enough for

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from trifuse.kernels.arguments import check_memory
 from trifuse.kernels.philox import dropout_keep
 from trifuse.reference import philox
 
@@ -47,6 +48,7 @@ def dropout_kernel(
 
 def dropout(x: Tensor, seed: Tensor, p: float) -> Tensor:
     """Arguments and result of the op ``dropout``."""
+    check_memory("x", x)
     x = x.contiguous()
     out = torch.empty_like(x)
     grid = (triton.cdiv(x.numel(), ROWS * COLUMNS),)

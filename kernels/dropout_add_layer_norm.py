@@ -29,6 +29,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from trifuse.kernels.arguments import check_memory, check_shape
 from trifuse.kernels.arithmetic import round_to
 from trifuse.kernels.philox import dropout_keep
 from trifuse.reference import philox
@@ -483,6 +484,8 @@ def dropout_add_layer_norm_forward(
     sum_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Arguments and results of the op ``dropout_add_layer_norm_forward``."""
+    for name, t in zip(_NAMES, (x, residual, weight, bias, x_bias, seed), strict=True):
+        check_memory(name, t)
     out = x.new_empty(x.shape)
     total = x.new_empty(x.shape if prenorm else (0,), dtype=sum_dtype)
     mean, rstd = (x.new_empty(x.shape[:-1], dtype=torch.float32) for _ in range(2))
@@ -520,6 +523,14 @@ def dropout_add_layer_norm_backward(
 ) -> tuple[Tensor, ...]:
     """Arguments and results of the op ``dropout_add_layer_norm_backward``."""
     N = x.shape[-1]
+    shapes = (x.shape, x.shape, (N,), (N,), (N,), (1,))
+    tensors = (x, residual, weight, bias, x_bias, seed)
+    for name, t, shape in zip(_NAMES, tensors, shapes, strict=True):
+        check_shape(name, t, shape)
+    for name, t in (("grad_out", grad_out), ("grad_sum", grad_sum)):
+        check_shape(name, t, x.shape)
+    for name, t in (("mean", mean), ("rstd", rstd)):
+        check_shape(name, t, x.shape[:-1])
     of_rows = (grad_out, x if residual is None else residual)
     of_vectors = (grad_out if t is None else t for t in (weight, bias, x_bias))
     results = tuple(
@@ -567,6 +578,9 @@ def dropout_add_layer_norm_backward(
             N=N,
         )  # fmt: skip
     return results
+
+
+_NAMES = ("x", "residual", "weight", "bias", "x_bias", "seed")
 
 
 def _matrices(*tensors: Tensor | None) -> tuple[int, int, tuple[Rows | None, ...]]:

@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from trifuse.kernels.arguments import check_shape
 from trifuse.kernels.arithmetic import dot, round_to
 from trifuse.kernels.recurrent import (
     Config,
@@ -370,6 +371,19 @@ def gru_backward(
     wanted: Sequence[bool],
 ) -> list[Tensor]:
     """Arguments and results of the op ``gru_backward``."""
+    T, B, features = input.shape
+    D = len(reverse)
+    H = output.shape[-1] // D
+    for way in by_direction(Parameters, parameters):
+        shapes: tuple[tuple[int, ...], ...] = ((3 * H, features), (3 * H, H), (3 * H,), (3 * H,))
+        for name, t, shape in zip(Parameters._fields, way, shapes, strict=True):
+            check_shape(name, t, shape)
+    check_shape("hx", h0, (D, B, H))
+    check_shape("lengths", lengths, (B,))
+    check_shape("grad_h_n", grad_h_n, (D, B, H))
+    check_shape("gates", gates, (D, T, B, 4 * H))
+    for name, t in (("output", output), ("grad_output", grad_output)):
+        check_shape(name, t, (T, B, D * H))
     with torch.cuda.device_of(input):
         call = _Call(input, parameters, lengths, reverse)
         grads, grad_state = _through_time(call, grad_output, grad_h_n, h0, output, gates)

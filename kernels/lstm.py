@@ -25,6 +25,7 @@ import triton.language as tl
 from torch import Tensor
 
 from trifuse.kernels import dropout_add_layer_norm as layer_norm
+from trifuse.kernels.arguments import check_shape
 from trifuse.kernels.arithmetic import dot, round_to
 from trifuse.kernels.philox import dropout_keep
 from trifuse.kernels.recurrent import (
@@ -993,6 +994,15 @@ def lstm_backward(
     """Arguments and results of the op ``lstm_backward``."""
     *call_options, wanted = options
     recompute = gates.dim() == 1
+    H = cells.shape[-1]
+    _check_backward(input, h0, c0, parameters, lengths, output, H, *call_options[:2])
+    T, B, D = *input.shape[:2], len(call_options[0])
+    check_shape("grad_output", grad_output, output.shape)
+    check_shape("grad_h_n", grad_h_n, (D, B, output.shape[2] // D))
+    check_shape("grad_c_n", grad_c_n, (D, B, H))
+    check_shape("cells", cells, (D, T, B, H))
+    if not recompute:
+        check_shape("gates", gates, (D, T, B, (3 if call_options[1] else 4) * H))
     with torch.cuda.device_of(input):
         call = _Call(input, parameters, lengths, seed, *call_options, recompute=recompute)
         variant, of = call.variant, call.sequences
@@ -1025,6 +1035,33 @@ def lstm_backward(
         input.new_empty(0) if grad is None or t is None else grad.to(t.dtype).view(t.shape)
         for grad, t in zip(found, tensors, strict=True)
     ]
+
+
+def _check_backward(
+    input: Tensor,
+    h0: Tensor | None,
+    c0: Tensor | None,
+    parameters: Sequence[Tensor | None],
+    lengths: Tensor | None,
+    output: Tensor,
+    H: int,
+    reverse: Sequence[bool],
+    coupled: bool,
+) -> None:
+    """That what a backward is handed is still of one call."""
+    (T, B, features), D, G = input.shape, len(reverse), 3 if coupled else 4
+    R = output.shape[-1] // D
+    gates = (G * H,)
+    shapes: tuple[tuple[int, ...], ...] = (
+        (G * H, features), (G * H, R), gates, gates, (R, H), (G - 1, H), gates, gates, (H,), (H,)
+    )  # fmt: skip
+    for way in by_direction(Parameters, parameters):
+        for name, t, shape in zip(Parameters._fields, way, shapes, strict=True):
+            check_shape(name, t, shape)
+    check_shape("h0", h0, (D, B, R))
+    check_shape("c0", c0, (D, B, H))
+    check_shape("lengths", lengths, (B,))
+    check_shape("output", output, (T, B, D * R))
 
 
 def _rebuilt(call: _Call, x: Tensor, hd: Tensor) -> tuple[Tensor, Tensor | None]:

@@ -28,6 +28,20 @@ def register_autograd(op: str, companion: str) -> None:
     """Have ``companion`` run in the place of ``op`` where a derivative is wanted. Both are of
     namespace trifuse, "name.overload", and have the same schema."""
 
+def fail_allocations(first: int, count: int = 1) -> None:
+    """For tests: of the allocations from now on, torch's own on a CPU included, let ``count`` fail,
+    beginning with number ``first``, counted from 1; with 0, none any more.
+
+    An allocation of the kernels' own that fails is tried once more after memory that was kept of
+    freed results has been given back. That is a number of its own.
+    """
+
+def counted_allocations() -> int:
+    """How many there have been since ``fail_allocations`` was last called with another than 0."""
+
+def throw_in_crew(threads: int, thread: int) -> None:
+    """For tests: throw in one of some threads that wait for one another. Raises RuntimeError."""
+
 def exp2(x: Tensor) -> Tensor:
     """2ˣ of float32 as the kernels compute it."""
 

@@ -37,6 +37,65 @@ inline at::ScalarType accumulation_type(at::ScalarType dtype) {
   return dtype == at::kDouble ? at::kDouble : at::kFloat;
 }
 
+// More than any memory holds: sizes that a view can have, repeating what it has. Below, kernels
+// count bytes without overflow.
+constexpr int64_t kMostElements = int64_t(1) << 48;
+
+// That the memory of a tensor holds what it spans: storage can be resized under a tensor.
+inline void check_memory(const char* name, const Tensor& t) {
+  const int64_t count = t.numel();
+  if (count == 0) return;
+  TORCH_CHECK_VALUE(
+      count <= kMostElements, name, ": expected at most 2^48 elements; got shape ", t.sizes());
+  int64_t last = t.storage_offset();
+  if (t.is_contiguous()) {
+    last += count - 1;
+  } else {
+    for (int64_t d = 0; d < t.dim(); ++d) last += (t.size(d) - 1) * t.stride(d);
+  }
+  const size_t needed = static_cast<size_t>(last + 1) * t.element_size(), has = t.storage().nbytes();
+  TORCH_CHECK_VALUE(
+      needed <= has, name, ": expected storage of at least ", needed, " bytes, for shape ", t.sizes(),
+      " and strides ", t.strides(), "; got ", has, " bytes (was it resized?)");
+}
+
+// That a tensor has the shape that others ask for, and its memory. A backward is handed what its
+// forward was given or left, but `t.data = other` may have exchanged any of it in between.
+inline void check_shape(const char* name, const Tensor& t, at::IntArrayRef sizes) {
+  TORCH_CHECK_VALUE(
+      t.sizes() == sizes, name, ": expected shape ", sizes, "; got ", t.sizes(),
+      " (was its data exchanged between forward and backward?)");
+  check_memory(name, t);
+}
+inline void check_shape(const char* name, const OptionalTensor& t, at::IntArrayRef sizes) {
+  if (t) check_shape(name, *t, sizes);
+}
+
+// Likewise its type, and its device.
+inline void check_type(const char* name, const Tensor& t, at::ScalarType type, const Tensor& like) {
+  TORCH_CHECK_TYPE(
+      t.scalar_type() == type, name, ": expected ", type, "; got ", t.scalar_type());
+  TORCH_CHECK_VALUE(
+      t.device() == like.device(), name, ": expected a tensor on ", like.device(), "; got ",
+      t.device());
+}
+
+// Integers, of 32 or 64 bits.
+inline void check_integers(
+    const char* name, const OptionalTensor& t, int64_t count, const Tensor& like) {
+  if (!t) return;
+  check_shape(name, *t, {count});
+  check_type(name, *t, t->scalar_type() == at::kInt ? at::kInt : at::kLong, like);
+}
+
+// One number of 64 bits.
+inline void check_seed(const OptionalTensor& seed, const Tensor& like) {
+  if (!seed) return;
+  TORCH_CHECK_VALUE(seed->numel() == 1, "seed: expected one number; got shape ", seed->sizes());
+  check_memory("seed", *seed);
+  check_type("seed", *seed, at::kLong, like);
+}
+
 // All but the seed.
 inline Dropout kernel_dropout(double dropout_p) {
   Dropout dropout;

@@ -6,8 +6,6 @@
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/full.h>
-#include <ATen/ops/zeros.h>
 #include <torch/library.h>
 
 #include <array>
@@ -62,6 +60,9 @@ Call make_call(
     const OptionalTensor& cu_seqlens_k, const OptionalTensor& seed, int64_t max_seqlen_q,
     int64_t max_seqlen_k, std::optional<double> scale, int64_t window_left, int64_t window_right,
     bool lower_right, double dropout_p) {
+  check_arguments(
+      query, key, value, attn_mask, key_lengths, cu_seqlens_q, cu_seqlens_k, seed, max_seqlen_q,
+      max_seqlen_k);
   Call call;
   AttentionProblem& p = call.problem;
   describe(
@@ -110,7 +111,7 @@ std::tuple<Tensor, Tensor> attention_forward(
       query, key, value, attn_mask, key_lengths, cu_seqlens_q, cu_seqlens_k, seed, max_seqlen_q,
       max_seqlen_k, scale, window_left, window_right, lower_right, dropout_p);
   Tensor out = empty_like_layout(query, value.size(3), query.scalar_type());
-  Tensor logsumexp = at::empty(
+  Tensor logsumexp = empty(
       {query.size(0), query.size(1), query.size(2)},
       query.options().dtype(accumulation_type(query.scalar_type())));
   call.problem.out = strided(out);
@@ -136,6 +137,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward(
     std::optional<double> scale, int64_t window_left, int64_t window_right, bool lower_right,
     double dropout_p, std::array<bool, 4> wanted) {
   const bool mask_requires_grad = wanted[3];
+  check_backward_arguments(query, value, grad_out, grad_logsumexp, out, logsumexp);
   Call call = make_call(
       query, key, value, attn_mask, key_lengths, cu_seqlens_q, cu_seqlens_k, seed, max_seqlen_q,
       max_seqlen_k, scale, window_left, window_right, lower_right, dropout_p);
@@ -161,7 +163,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward(
 
   Tensor grad_mask = at::empty({0}, query.options());
   if (mask_requires_grad) {
-    grad_mask = at::zeros(attn_mask->sizes(), query.options().dtype(wide));
+    grad_mask = empty(attn_mask->sizes(), query.options().dtype(wide)).zero_();
     p.grad_mask = broadcast(grad_mask);
   }
 
@@ -177,11 +179,12 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward(
     if (call.used_q < query.size(2)) grad_query_sum.slice(2, call.used_q).zero_();
   }
   p.grad_query_sum = strided(grad_query_sum);
-  const Tensor progress = at::full(
-      {p.batch * p.heads * kernel.query_blocks(p)}, -1, query.options().dtype(at::kInt));
+  const Tensor progress =
+      empty({p.batch * p.heads * kernel.query_blocks(p)}, query.options().dtype(at::kInt)).fill_(-1);
 
+  Failure failure;
   parallel_tasks(kernel.tasks(p), 1, 2.5 * call.operations(), [&](int64_t task) {
-    kernel.run(p, task, progress.mutable_data_ptr<int32_t>());
+    failure.watch([&] { kernel.run(p, task, progress.mutable_data_ptr<int32_t>(), failure); });
   });
   if (!grad_query_sum.is_same(grad_query)) grad_query.copy_(grad_query_sum);
   return {

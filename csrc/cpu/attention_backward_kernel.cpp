@@ -8,14 +8,14 @@
 // Several chunks add to the same rows of grad_query. They do so in the order of the chunks, each
 // waiting for the one before it at that block (`progress`), so the sum is the same bits however many
 // threads there are, and no copies of grad_query are held. Tasks are started chunk by chunk, so a
-// task waited for is always one already running. Chunk 0 visits every block and so initialises.
+// task waited for is always one already running, unless it has thrown (failure.h). Chunk 0 visits
+// every block and so initialises.
 //
 // Floor: 2 · 64 · 64 · (3 E + 2 Ev) operations a tile, five products against the forward's two, and
 // about 15 vector instructions for 16 pairs. Queries, their gradients and outputs are read once a
 // chunk, so chunks are as long as lets their keys, values and two sums stay in a 1 MB L2 cache.
 
 #include <atomic>
-#include <thread>
 
 #include "cpu/kernels.h"
 #include "cpu/attention_tile.h"
@@ -122,19 +122,22 @@ class Task {
   using Vec = Vectorized<T>;
 
  public:
-  Task(const AttentionProblem& problem, int64_t chunk_index, int32_t* progress)
+  Task(
+      const AttentionProblem& problem, int64_t chunk_index, int32_t* progress,
+      const Failure& failure)
       : p(problem),
         scale(problem),
         chunk(chunk_keys(problem)),
         index(chunk_index),
         progress(progress),
+        failure(failure),
         e_ld(padded<E>(problem.E)),
         ev_ld(padded<E>(problem.Ev)) {
     // Twice: once to count, once to hand out.
     layout([](auto*& piece, int64_t n) {
       scratch.need += Scratch::bytes<std::remove_reference_t<decltype(*piece)>>(n);
     });
-    scratch.memory.reset(std::exchange(scratch.need, 0));
+    scratch.memory.reset(std::exchange(scratch.need, 0), "a thread of attention's backward");
     layout([](auto*& piece, int64_t n) {
       piece = scratch.memory.template take<std::remove_reference_t<decltype(*piece)>>(n);
     });
@@ -327,8 +330,7 @@ class Task {
     if (index > 0) {
       const auto visible = s.visible(p, i, rows);
       const int64_t before = std::max(visible.first / chunk, int64_t(0)) < index ? index - 1 : 0;
-      for (int spin = 0; last.load(std::memory_order_acquire) < before; ++spin)
-        if (spin > 1000) std::this_thread::yield();
+      failure.wait_until([&] { return last.load(std::memory_order_acquire) >= before; });
     }
     const bool single = key_chunks(p) == 1;
     for (int64_t r = 0; r < rows; ++r) {
@@ -373,6 +375,7 @@ class Task {
   const Scale<T> scale;
   const int64_t chunk, index;
   int32_t* const progress;
+  const Failure& failure;
   const int64_t e_ld, ev_ld;
 
   E *key_room, *value_room, *key_row_room;  // [chunk][E], [chunk][Ev], [chunk][E]
@@ -404,10 +407,10 @@ template <class Scalar>
 thread_local uint64_t Task<Scalar>::kept[kTile];
 
 template <class Scalar>
-void run(const AttentionProblem& p, int64_t task, int32_t* progress) {
+void run(const AttentionProblem& p, int64_t task, int32_t* progress, const Failure& failure) {
   const int64_t batches = batch_groups(p), heads = head_groups(p);
   const int64_t group = task % (batches * heads);
-  Task<Scalar> work(p, task / (batches * heads), progress);
+  Task<Scalar> work(p, task / (batches * heads), progress, failure);
   const int64_t b = group / heads, h = group % heads;
   const int64_t last_b = batches == p.batch ? b + 1 : p.batch;
   const int64_t last_h = heads == p.kv_heads ? h + 1 : p.kv_heads;
@@ -415,9 +418,10 @@ void run(const AttentionProblem& p, int64_t task, int32_t* progress) {
     for (int64_t y = h; y < last_h; ++y) work.run(x, y);
 }
 
-void run_any(const AttentionProblem& p, int64_t task, int32_t* progress) {
+void run_any(
+    const AttentionProblem& p, int64_t task, int32_t* progress, const Failure& failure) {
   [[maybe_unused]] const MatrixUnit unit;
-  for_type(p.dtype, [&]<class Scalar>() { run<Scalar>(p, task, progress); });
+  for_type(p.dtype, [&]<class Scalar>() { run<Scalar>(p, task, progress, failure); });
 }
 
 }  // namespace

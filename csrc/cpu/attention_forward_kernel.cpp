@@ -40,7 +40,8 @@ void run(const AttentionProblem& p, int64_t task) {
       Scratch::bytes<E>(right_transposed_size<E>(p.E)) +
       Scratch::bytes<E>(left_rows_size<E>(kTile, p.E)) +
       Scratch::bytes<E>(right_rows_size<E>(kTile, p.Ev)) + Scratch::bytes<E>(kTile * kTile) +
-      Scratch::bytes<T>(kTile * kTile) + Scratch::bytes<T>(kTile * out_ld));
+      Scratch::bytes<T>(kTile * kTile) + Scratch::bytes<T>(kTile * out_ld),
+      "a thread of attention");
   E* query_t = scratch.take<E>(right_transposed_size<E>(p.E));      // [E][64]
   E* left_room = scratch.take<E>(left_rows_size<E>(kTile, p.E));    // [64][E]
   E* value_room = scratch.take<E>(right_rows_size<E>(kTile, p.Ev));  // [64][Ev]

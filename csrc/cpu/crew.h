@@ -11,40 +11,23 @@
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
-#include <memory>
-#include <thread>
-#if defined(__x86_64__)
-#include <immintrin.h>
-#endif
+
+#include "cpu/allocation.h"
+#include "cpu/failure.h"
 
 namespace trifuse {
-
-// Waits for what another thread is about to do. After some ten microseconds it lets others have the
-// core: there may be more threads than cores.
-template <class Done>
-inline void spin_until(const Done& done) {
-  for (int turn = 0; !done(); ++turn) {
-    if (turn < 1000) {
-#if defined(__x86_64__)
-      _mm_pause();
-#endif
-    } else {
-      std::this_thread::yield();
-    }
-  }
-}
 
 // Where `size` threads wait for one another, any number of times.
 class Barrier {
  public:
-  void wait(int64_t size) {
+  void wait(int64_t size, const Failure& failure) {
     if (size == 1) return;
     const uint32_t phase = phase_.load(std::memory_order_relaxed);
     if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == size) {
       arrived_.store(0, std::memory_order_relaxed);
       phase_.store(phase + 1, std::memory_order_release);
     } else {
-      spin_until([&] { return phase_.load(std::memory_order_acquire) != phase; });
+      failure.wait_until([&] { return phase_.load(std::memory_order_acquire) != phase; });
     }
   }
 
@@ -60,9 +43,10 @@ struct Range {
 // Some of the threads, as one of them sees it.
 struct Team {
   Barrier* barrier;
+  const Failure* failure;
   int64_t index, size;
 
-  void wait() const { barrier->wait(size); }
+  void wait() const { barrier->wait(size, *failure); }
   // This thread's share of so many things, neighbours.
   Range share(int64_t count) const {
     return {count * index / size, count * (index + 1) / size};
@@ -72,9 +56,9 @@ struct Team {
 // All of the threads, to be split into teams that each have jobs of their own.
 class Crew {
  public:
-  explicit Crew(int64_t threads) : barriers_(new Barrier[threads + 1]) {}
+  explicit Crew(int64_t threads) : barriers_(threads + 1, Allocator<Barrier>("barriers")) {}
 
-  Team all(int64_t index) const { return {&barriers_[0], index, size_}; }
+  Team all(int64_t index) const { return make_team(0, index, size_); }
 
   // Calls run(job, team) in every thread for its jobs of 0 .. count - 1. A job has a team to itself
   // where threads divide evenly among jobs; else it has all threads.
@@ -82,9 +66,9 @@ class Crew {
   void share_jobs(int64_t index, int64_t count, const Run& run) const {
     if (size_ % count == 0) {
       const int64_t team = size_ / count;
-      run(index / team, Team{&barriers_[1 + index / team], index % team, team});
+      run(index / team, make_team(1 + index / team, index % team, team));
     } else if (count % size_ == 0) {
-      for (int64_t job = index; job < count; job += size_) run(job, Team{&barriers_[1], 0, 1});
+      for (int64_t job = index; job < count; job += size_) run(job, make_team(1, 0, 1));
     } else {
       for (int64_t job = 0; job < count; ++job) run(job, all(index));
     }
@@ -98,7 +82,8 @@ class Crew {
   }
 
   // Runs body(index) in all threads at once: in at most as many as the crew was made for, and in
-  // this one alone where a parallel region is already running. `body` must not throw.
+  // this one alone where a parallel region is already running. Throws what is first thrown in one
+  // of them.
   template <class Body>
   void run(int64_t threads, const Body& body) {
     if (threads <= 1 || at::in_parallel_region()) {
@@ -115,12 +100,17 @@ class Crew {
         numbers.store(-1, std::memory_order_release);
       }
       spin_until([&] { return numbers.load(std::memory_order_acquire) == -1; });
-      body(size_ == threads ? first : arrival);
+      failure_.watch([&] { body(size_ == threads ? first : arrival); });
     });
   }
 
  private:
-  std::unique_ptr<Barrier[]> barriers_;
+  Team make_team(int64_t barrier, int64_t index, int64_t size) const {
+    return {&barriers_[barrier], &failure_, index, size};
+  }
+
+  mutable Vector<Barrier> barriers_;
+  Failure failure_;
   int64_t size_ = 1;
   mutable std::atomic<int64_t> next_{0};
 };

@@ -12,6 +12,8 @@ namespace trifuse {
 namespace {
 
 Tensor dropout(const Tensor& x, const Tensor& seed, double dropout_p) {
+  check_memory("x", x);
+  check_seed(seed, x);
   const Tensor source = x.contiguous();
   Tensor out = empty(x.sizes(), x.options());
   DropoutProblem p{};

@@ -51,6 +51,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> dropout_add_layer_norm_forward(
     const OptionalTensor& bias, const OptionalTensor& x_bias, const OptionalTensor& seed,
     double dropout_p, double eps, bool rms_norm, bool prenorm, at::ScalarType sum_dtype) {
   const at::ScalarType wide = accumulation_type(x.scalar_type());
+  check_arguments(x, residual, weight, bias, x_bias, seed, x.scalar_type(), false);
   Held held;
   DropoutAddLayerNormProblem p{};
   p.dtype = kernel_type(x.scalar_type());
@@ -73,8 +74,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> dropout_add_layer_norm_forward(
   const Tensor out = empty(x.sizes(), x.options());
   const Tensor sum = prenorm ? empty(x.sizes(), x.options().dtype(sum_dtype))
                              : at::empty({0}, x.options().dtype(sum_dtype));
-  const Tensor mean = at::empty(lead, x.options().dtype(wide));
-  const Tensor rstd = at::empty(lead, x.options().dtype(wide));
+  const Tensor mean = empty(lead, x.options().dtype(wide));
+  const Tensor rstd = empty(lead, x.options().dtype(wide));
   p.out = rows_of(out, held);
   if (prenorm) p.sum = rows_of(sum, held);
   p.mean = mean.data_ptr();
@@ -95,6 +96,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> dropout_add_layer_norm_backwa
     std::array<bool, 5> wanted) {
   const at::ScalarType dtype = grad_out.scalar_type(), wide = accumulation_type(dtype);
   const at::ScalarType sum_dtype = residual ? residual->scalar_type() : x.scalar_type();
+  check_backward_arguments(grad_out, grad_sum, x, mean, rstd);
+  check_arguments(x, residual, weight, bias, x_bias, seed, dtype, x_is_sum);
   Held held;
   DropoutAddLayerNormProblem p{};
   p.dtype = kernel_type(dtype);
@@ -131,7 +134,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> dropout_add_layer_norm_backwa
   void** pointers[3] = {&p.grad_weight, &p.grad_bias, &p.grad_x_bias};
   for (int i = 0; i < 3; ++i) {
     if (!wanted[2 + i]) continue;
-    blocks[i] = at::empty({p.blocks, p.N}, grad_out.options().dtype(wide));
+    blocks[i] = empty({p.blocks, p.N}, grad_out.options().dtype(wide));
     *pointers[i] = blocks[i].data_ptr();
   }
 

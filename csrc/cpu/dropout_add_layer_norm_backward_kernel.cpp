@@ -25,7 +25,9 @@ void run(const DropoutAddLayerNormProblem& p, int64_t block) {
   const int64_t width = round_up(p.N, kStrip);
   const T* weight = static_cast<const T*>(p.weight);
   thread_local Scratch scratch;
-  scratch.reset(4 * Scratch::bytes<T>(width) + Scratch::bytes<uint64_t>(width / kStrip));
+  scratch.reset(
+      4 * Scratch::bytes<T>(width) + Scratch::bytes<uint64_t>(width / kStrip),
+      "a thread of dropout_add_layer_norm's backward");
   T* normalised = scratch.take<T>(width);
   uint64_t* kept = scratch.take<uint64_t>(width / kStrip);
   const auto zeros = [&](bool wanted) -> T* {

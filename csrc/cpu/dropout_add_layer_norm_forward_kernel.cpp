@@ -21,7 +21,7 @@ void run(const DropoutAddLayerNormProblem& p, int64_t block) {
   const T* weight = static_cast<const T*>(p.weight);
   const T* bias = static_cast<const T*>(p.bias);
   thread_local Scratch scratch;
-  scratch.reset(Scratch::bytes<T>(width));
+  scratch.reset(Scratch::bytes<T>(width), "a thread of dropout_add_layer_norm");
   T* sum = scratch.take<T>(width);
 
   const int64_t first = block * p.rows_per_block;

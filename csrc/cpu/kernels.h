@@ -7,6 +7,7 @@
 #include "attention.h"
 #include "cpu/capability.h"
 #include "cpu/crew.h"
+#include "cpu/failure.h"
 #include "dropout_add_layer_norm.h"
 #include "linear.h"
 #include "lstm.h"
@@ -22,12 +23,12 @@ struct AttentionForward {
 };
 
 // Backward: several tasks add to the same block of queries, one after the other; `progress`
-// (B, H, query_blocks), -1 at first, says which was last.
+// (B, H, query_blocks), -1 at first, says which was last; Failure, that one won't come.
 struct AttentionBackward {
   int64_t (*tasks)(const AttentionProblem&);
   int64_t (*key_chunks)(const AttentionProblem&);
   int64_t (*query_blocks)(const AttentionProblem&);
-  void (*run)(const AttentionProblem&, int64_t task, int32_t* progress);
+  void (*run)(const AttentionProblem&, int64_t task, int32_t* progress, const Failure&);
 };
 
 // One task for each block of rows.

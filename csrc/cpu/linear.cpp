@@ -27,6 +27,8 @@ Activation activation_of(std::optional<c10::string_view> name) {
 
 // The weight (N, K) in panels; opaque bytes.
 Tensor pack_linear(const Tensor& weight) {
+  TORCH_CHECK_VALUE(weight.dim() == 2, "weight: expected 2 dimensions; got shape ", weight.sizes());
+  check_memory("weight", weight);
   LinearProblem p{};
   p.dtype = kernel_type(weight.scalar_type());
   const LinearKernel kernel = kernels(p.dtype).linear;
@@ -53,7 +55,8 @@ Tensor checksum(const Tensor& weight) {
       weight.is_contiguous() && weight.nbytes() % 4 == 0,
       "weight: expected contiguous rows of a whole number of 32-bit words; got ", weight.sizes(), " ",
       weight.scalar_type());
-  Tensor sums = at::empty({count}, weight.options().dtype(at::kLong));
+  check_memory("weight", weight);
+  Tensor sums = empty({count}, weight.options().dtype(at::kLong));
   const auto* data = static_cast<const uint32_t*>(weight.const_data_ptr());
   int64_t* sum = sums.mutable_data_ptr<int64_t>();
   const auto checksum = kernels().linear.checksum;
@@ -71,6 +74,10 @@ Tensor linear_packed(
   LinearProblem p{};
   p.dtype = kernel_type(x.scalar_type());
   const LinearKernel kernel = kernels(p.dtype).linear;
+  TORCH_CHECK_VALUE(x.dim() == 2, "x: expected 2 dimensions; got shape ", x.sizes());
+  check_memory("x", x);
+  check_memory("packed", packed);
+  check_shape("bias", bias, {out_features});
   p.M = x.size(0);
   p.N = out_features;
   p.K = x.size(1);
@@ -109,6 +116,11 @@ Tensor linear_packed(
 Tensor linear(
     const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
     std::optional<c10::string_view> activation) {
+  check_type("weight", weight, x.scalar_type(), x);
+  TORCH_CHECK_VALUE(
+      x.dim() == 2 && weight.dim() == 2 && x.size(1) == weight.size(1),
+      "weight: expected shape (out_features, in_features) for x of shape ", x.sizes(), "; got ",
+      weight.sizes(), " (was its data exchanged between forward and backward?)");
   return linear_packed(x, pack_linear(weight), weight.size(0), bias, activation);
 }
 

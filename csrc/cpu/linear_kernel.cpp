@@ -101,7 +101,8 @@ void run(const LinearProblem& p, int64_t task) {
   const int64_t wide = round_up(N, kTile), room_size = left_block_size<E>(M, p.x_row);
   // The last panel's sums hold whole vectors.
   const bool direct = in_place && N % Vectorized<T>::size() == 0;
-  scratch.reset(Scratch::bytes<E>(room_size) + Scratch::bytes<T>(direct ? 0 : M * wide));
+  scratch.reset(
+      Scratch::bytes<E>(room_size) + Scratch::bytes<T>(direct ? 0 : M * wide), "a thread of linear");
   E* room = scratch.take<E>(room_size);
   Scalar* out = static_cast<Scalar*>(p.out) + m0 * p.N + n0;
   T* sums = direct ? reinterpret_cast<T*>(out) : scratch.take<T>(M * wide);

@@ -16,6 +16,7 @@
 #include "cpu/arguments.h"
 #include "cpu/kernels.h"
 #include "cpu/memory.h"
+#include "lstm_tensors.h"
 
 namespace trifuse {
 namespace {
@@ -59,10 +60,13 @@ class Call {
         slots_(cell == Cell::Gru ? GruSlots : LstmSlots) {
     dtype = input.scalar_type();
     wide = accumulation_type(dtype);
+    p.cell = cell;
+    p.coupled = options.coupled;
+    p.directions = static_cast<int64_t>(reverse.size());
+    check(input, h0, c0, parameters, lengths, seed);
     const bool native =
         dtype == wide || (dtype == at::kBFloat16 && kernels().lstm_forward.bfloat16);
     stored = native ? dtype : wide;
-    p.cell = cell;
     p.dtype = kernel_type(stored);
     p.rounding = native ? DType::Float32 : kernel_type(dtype);
     const Tensor x = hold(as(input, stored));
@@ -72,11 +76,6 @@ class Call {
       *sizes[d] = given < 0 ? 1 : x.size(given);
       p.input_stride[d] = given < 0 ? 0 : x.stride(given);
     }
-    p.directions = static_cast<int64_t>(reverse.size());
-    const Tensor& weight_hh = *parameters[WeightHh];
-    p.R = weight_hh.size(1);
-    p.coupled = options.coupled;
-    p.H = weight_hh.size(0) / p.gates();
     p.forget_bias = options.forget_bias;
     p.cell_clip = options.cell_clip;
     p.proj_clip = options.proj_clip;
@@ -149,6 +148,13 @@ class Call {
   void saved(
       const Tensor& output, const Tensor& gates, const OptionalTensor& cells,
       const OptionalTensor& clipped) {
+    const auto check = [&](const char* name, const OptionalTensor& t, int64_t columns) {
+      if (t && t->numel()) check_shape(name, *t, {p.directions, p.T, p.B, columns});
+    };
+    check_shape("output", output, rows(p.T, p.directions * p.R));
+    check("gates", gates, (p.cell == Cell::Gru ? 4 : p.gates() * (normalises() ? 2 : 1)) * p.H);
+    check("cells", cells, p.H);
+    check("clipped", clipped, p.clip_words());
     p.output = const_cast<void*>(data(output, stored));
     if (gates.numel()) each_direction(&LstmDirection::gates, gates, gates_type());
     if (cells && cells->numel()) each_direction(&LstmDirection::cells, cells, wide);
@@ -173,7 +179,7 @@ class Call {
   template <class Kernel>
   void run(const Kernel& kernel) {
     const int64_t count = threads();
-    const Tensor memory = empty({kernel.workspace(p, count)}, at::TensorOptions(at::kByte));
+    const Tensor memory = trifuse::workspace(kernel.workspace(p, count));
     void* workspace = memory.mutable_data_ptr();
     Crew crew(count);
     crew.run(count, [&](int64_t index) { kernel.run(p, workspace, count, crew, index); });
@@ -185,10 +191,38 @@ class Call {
     return t.scalar_type() == type ? t : t.to(type);
   }
 
+  // Before anything is read. Sets H and R.
+  void check(
+      const Tensor& input, const OptionalTensor& h0, const OptionalTensor& c0,
+      const Parameters& parameters, const OptionalTensor& lengths, const OptionalTensor& seed) {
+    TORCH_CHECK_VALUE(
+        p.directions >= 1 && p.directions <= LstmProblem::kMaxDirections,
+        "reverse: expected one or two directions; got ", p.directions);
+    TORCH_CHECK_VALUE(
+        static_cast<int64_t>(parameters.size()) == p.directions * slots_, "parameters: expected ",
+        p.directions * slots_, "; got ", parameters.size());
+    check_hidden(parameters[WeightHh], {}, {});
+    p.H = parameters[WeightHh]->size(0) / p.gates();
+    p.R = parameters[WeightHh]->size(1);
+    TORCH_CHECK_VALUE(
+        input.dim() >= 1 && input.dim() <= 3, "input: expected shape (T, B, I), (B, I) or (I,); got ",
+        input.sizes());
+    check_memory("input", input);
+    for (int64_t d = 0; d < p.directions; ++d)
+      check_parameters(p.gates(), p.H, p.R, slots_, input.size(-1), [&](int slot) -> const OptionalTensor& {
+        return parameters[d * slots_ + slot];
+      });
+    p.B = one_step ? c10::multiply_integers(input.sizes().slice(0, input.dim() - 1)) : input.size(1);
+    check_shape(p.cell == Cell::Gru ? "hx" : "h0", h0, rows(p.directions, p.R));
+    check_shape("c0", c0, rows(p.directions, p.H));
+    check_integers("lengths", lengths, p.B, input);
+    check_seed(seed, input);
+  }
+
   void sort_rows(const OptionalTensor& lengths) {
-    std::vector<int64_t> given(p.B, p.T);
+    Vector<int64_t> given(p.B, p.T, kLists);
     if (lengths) {
-      const Tensor dense = lengths->contiguous();
+      const Tensor dense = lengths->to(at::kLong).contiguous();
       given.assign(dense.const_data_ptr<int64_t>(), dense.const_data_ptr<int64_t>() + p.B);
       for (int64_t length : given)
         TORCH_CHECK_VALUE(
@@ -201,8 +235,11 @@ class Call {
       std::stable_sort(order_.begin(), order_.end(), [&](int64_t a, int64_t b) {
         return given[a] > given[b];
       });
+    length_.reserve(p.B);
     for (int64_t row : order_) length_.push_back(given[row]);
     p.steps = p.B ? length_[0] : 0;
+    active_.reserve(p.steps);
+    start_.reserve(p.steps + 1);
     start_.push_back(0);
     for (int64_t s = 0, rows = p.B; s < p.steps; ++s) {
       while (length_[rows - 1] <= s) --rows;
@@ -233,7 +270,8 @@ class Call {
   const at::DimVector input_sizes_;
   const int slots_;
   std::deque<Tensor> held_;
-  std::vector<int64_t> order_, length_, active_, start_;
+  static constexpr Allocator<int64_t> kLists{"the steps of sequences"};
+  Vector<int64_t> order_{kLists}, length_{kLists}, active_{kLists}, start_{kLists};
 };
 
 struct ForwardResults {
@@ -410,6 +448,9 @@ std::vector<Tensor> backward(
     if (wanted.get(index)) grads[index] = call.result(sizes, type);
     return grads[index];
   };
+  check_shape("grad_output", grad_output, call.rows(p.T, p.directions * p.R));
+  check_shape("grad_h_n", grad_h_n, call.rows(p.directions, p.R));
+  check_shape("grad_c_n", grad_c_n, call.rows(p.directions, p.H));
   p.grad_output = call.data(grad_output, call.stored);
   if (const Tensor x = result(0, given[0]->sizes(), call.stored); x.defined())
     p.grad_input = x.mutable_data_ptr();
@@ -447,6 +488,11 @@ std::vector<Tensor> backward(
   return grads;
 }
 
+// Of one direction's output.
+int64_t features(const Tensor& output, const Flags& reverse) {
+  return output.size(-1) / std::max<int64_t>(static_cast<int64_t>(reverse.size()), 1);
+}
+
 std::vector<OptionalTensor> all_of(
     std::initializer_list<OptionalTensor> first, const ParameterList& parameters) {
   std::vector<OptionalTensor> all(first);
@@ -462,6 +508,9 @@ std::vector<Tensor> lstm_backward(
     const Flags& reverse, bool coupled, double forget_bias, OptionalLimit cell_clip, OptionalLimit proj_clip,
     double eps, double zoneout_h, double zoneout_c, double recurrent_dropout, bool training,
     const Flags& wanted) {
+  check_input(input, output);
+  check_hidden(
+      parameters.get(WeightHh), cells.size(-1) * (coupled ? 3 : 4), features(output, reverse));
   Call call(
       Cell::Lstm, input, h0, c0, parameters.vec(), lengths, seed, reverse,
       {coupled, forget_bias, limit(cell_clip), limit(proj_clip), eps, zoneout_h, zoneout_c, recurrent_dropout,
@@ -475,6 +524,9 @@ std::vector<Tensor> gru_backward(
     const Tensor& grad_output, const OptionalTensor& grad_h_n, const Tensor& input,
     const OptionalTensor& h0, const ParameterList& parameters, const OptionalTensor& lengths,
     const Tensor& output, const Tensor& gates, const Flags& reverse, const Flags& wanted) {
+  check_input(input, output);
+  const int64_t R = features(output, reverse);
+  check_hidden(parameters.get(WeightHh), 3 * R, R);
   Call call(Cell::Gru, input, h0, {}, parameters.vec(), lengths, {}, reverse, {});
   call.saved(output, gates, {}, {});
   return backward(call, grad_output, grad_h_n, {}, all_of({input, h0}, parameters), wanted);

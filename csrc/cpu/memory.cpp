@@ -4,14 +4,15 @@
 #include <ATen/EmptyTensor.h>
 #include <ATen/ops/empty.h>
 #include <c10/core/Allocator.h>
+#include <c10/core/CPUAllocator.h>
+#include <pthread.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstdlib>
 #include <limits>
 #include <mutex>
-#include <new>
-#include <unordered_map>
-#include <vector>
+#include <utility>
 
 #ifdef __linux__
 #include <sys/mman.h>
@@ -20,6 +21,36 @@
 namespace trifuse {
 namespace {
 
+// Failures that tests ask for -----------------------------------------------------------------------
+
+std::atomic<bool> counting{false};
+std::atomic<int64_t> counted{0}, first_failure{0}, last_failure{0};
+
+bool is_to_fail() {
+  if (!counting.load(std::memory_order_relaxed)) return false;
+  const int64_t number = ++counted;
+  return number >= first_failure && number <= last_failure;
+}
+
+// torch's own allocator, counted.
+class Counted final : public c10::Allocator {
+ public:
+  c10::DataPtr allocate(size_t bytes) override {
+    TORCH_CHECK(!is_to_fail(), "can't allocate memory: ", bytes, " bytes, as a test asked");
+    return torch_->allocate(bytes);
+  }
+  c10::DeleterFnPtr raw_deleter() const override { return torch_->raw_deleter(); }
+  void copy_data(void* to, const void* from, size_t bytes) const override {
+    torch_->copy_data(to, from, bytes);
+  }
+  void use(bool counts) { c10::SetCPUAllocator(counts ? this : torch_); }
+
+ private:
+  c10::Allocator* const torch_ = c10::GetCPUAllocator();
+};
+
+// Memory that is kept ---------------------------------------------------------------------------------
+
 constexpr size_t kLarge = size_t(1) << 20, kPage = size_t(1) << 21;
 
 size_t cache_limit() {
@@ -27,89 +58,195 @@ size_t cache_limit() {
   return (asked ? std::strtoull(asked, nullptr, 10) : 256) << 20;
 }
 
-class Recycler final : public c10::Allocator {
+struct Block {
+  void* data;
+  size_t bytes;
+  Block *older, *newer;  // while it is kept
+};
+
+void* from_system(int64_t bytes, int64_t alignment) {
+  if (is_to_fail()) return nullptr;
+  const auto size = static_cast<size_t>(bytes), boundary = static_cast<size_t>(alignment);
+  return boundary <= alignof(std::max_align_t)
+      ? std::malloc(std::max<size_t>(size, 1))
+      : std::aligned_alloc(boundary, (size + boundary - 1) / boundary * boundary);
+}
+
+// Blocks that were freed. Neither allocates nor frees while others wait for its lock.
+class Kept {
  public:
-  static Recycler& get() {
-    static Recycler* recycler = new Recycler;  // outlives every tensor
-    return *recycler;
+  static Kept& get() {
+    static Kept* kept = new Kept;  // outlives every tensor
+    return *kept;
   }
 
-  c10::DataPtr allocate(size_t bytes) override {
-    void* data = take((std::max<size_t>(bytes, 1) + kPage - 1) / kPage * kPage);
-    return {data, data, raw_deleter(), c10::Device(c10::DeviceType::CPU)};
+  // The smallest block that fits and is not much too large; of equals the last freed, which may
+  // still be in a cache. Null if there is none.
+  Block* take(size_t bytes) {
+    const std::lock_guard lock(mutex_);
+    Block* best = nullptr;
+    for (Block* block = newest_; block; block = block->older)
+      if (block->bytes >= bytes && block->bytes <= bytes + bytes / 4 &&
+          (!best || block->bytes < best->bytes))
+        best = block;
+    if (best) remove(best);
+    return best;
   }
-  c10::DeleterFnPtr raw_deleter() const override {
-    return [](void* data) { get().give_back(data); };
+
+  void add(Block* block) {
+    Block* dropped = nullptr;
+    {
+      const std::lock_guard lock(mutex_);
+      block->older = newest_;
+      block->newer = nullptr;
+      (newest_ ? newest_->newer : oldest_) = block;
+      newest_ = block;
+      bytes_ += block->bytes;
+      while (bytes_ > limit_) {  // the longest unused goes first
+        Block* oldest = oldest_;
+        remove(oldest);
+        oldest->older = dropped;
+        dropped = oldest;
+      }
+    }
+    free_all(dropped);
+  }
+
+  // Gives all back to the system. False if there was nothing.
+  bool clear() {
+    Block* dropped;
+    {
+      const std::lock_guard lock(mutex_);
+      dropped = std::exchange(newest_, nullptr);
+      oldest_ = nullptr;
+      bytes_ = 0;
+    }
+    free_all(dropped);
+    return dropped != nullptr;
+  }
+
+  std::mutex& mutex() { return mutex_; }
+
+ private:
+  void remove(Block* block) {
+    (block->older ? block->older->newer : oldest_) = block->newer;
+    (block->newer ? block->newer->older : newest_) = block->older;
+    bytes_ -= block->bytes;
+  }
+  static void free_all(Block* block) {
+    while (block) {
+      std::free(block->data);
+      std::free(std::exchange(block, block->older));
+    }
+  }
+
+  const size_t limit_ = cache_limit();
+  std::mutex mutex_;
+  Block *oldest_ = nullptr, *newest_ = nullptr;
+  size_t bytes_ = 0;
+};
+
+// A fork copies the lock as it is, but of all threads only the one that forks. Were the lock another's
+// at that moment, nobody in the child would let go of it.
+[[maybe_unused]] const int at_fork = pthread_atfork(
+    [] { Kept::get().mutex().lock(); }, [] { Kept::get().mutex().unlock(); },
+    [] { Kept::get().mutex().unlock(); });
+
+// Blocks as torch takes them.
+class Recycler final : public c10::Allocator {
+ public:
+  explicit Recycler(const char* purpose) : purpose_(purpose) {}
+
+  c10::DataPtr allocate(size_t bytes) override {
+    TORCH_CHECK(bytes <= size_t(INT64_MAX) - kPage, "can't allocate ", bytes, " bytes");
+    const size_t whole = (std::max<size_t>(bytes, 1) + kPage - 1) / kPage * kPage;
+    Block* block = Kept::get().take(whole);
+    if (!block) block = make(whole);
+    return {block->data, block, free, c10::Device(c10::DeviceType::CPU)};
   }
   void copy_data(void* to, const void* from, size_t bytes) const override {
     default_copy_data(to, from, bytes);
   }
 
  private:
-  struct Block {
-    void* data;
-    size_t bytes;
-  };
-
-  void* take(size_t bytes) {
-    {
-      const std::lock_guard lock(mutex_);
-      // The smallest that fits and is not much too large; of equals the last freed, which may
-      // still be in a cache.
-      auto best = free_.rend();
-      for (auto it = free_.rbegin(); it != free_.rend(); ++it)
-        if (it->bytes >= bytes && it->bytes <= bytes + bytes / 4 &&
-            (best == free_.rend() || it->bytes < best->bytes))
-          best = it;
-      if (best != free_.rend()) {
-        void* data = best->data;
-        kept_ -= best->bytes;
-        free_.erase(std::next(best).base());
-        return data;
-      }
-    }
-    void* data = std::aligned_alloc(kPage, bytes);
-    if (!data) throw std::bad_alloc();
+  Block* make(size_t bytes) const {
+    std::unique_ptr<Block, Free> block(
+        static_cast<Block*>(trifuse::allocate(sizeof(Block), alignof(Block), purpose_)));
+    block->bytes = bytes;
+    block->data = trifuse::allocate(static_cast<int64_t>(bytes), kPage, purpose_);
 #ifdef __linux__
-    madvise(data, bytes, MADV_HUGEPAGE);
+    madvise(block->data, bytes, MADV_HUGEPAGE);
 #endif
-    const std::lock_guard lock(mutex_);
-    bytes_[data] = bytes;
-    return data;
+    return block.release();
   }
+  static void free(void* block) { Kept::get().add(static_cast<Block*>(block)); }
 
-  void give_back(void* data) {
-    const std::lock_guard lock(mutex_);
-    const size_t bytes = bytes_.at(data);
-    free_.push_back({data, bytes});
-    kept_ += bytes;
-    while (kept_ > limit_) {  // the longest unused goes first
-      kept_ -= free_.front().bytes;
-      bytes_.erase(free_.front().data);
-      std::free(free_.front().data);
-      free_.erase(free_.begin());
-    }
-  }
-
-  const size_t limit_ = cache_limit();
-  std::mutex mutex_;
-  std::unordered_map<void*, size_t> bytes_;  // of every block, in use or free
-  std::vector<Block> free_;                  // in the order they were freed
-  size_t kept_ = 0;                          // bytes of free_
+  const char* const purpose_;
 };
 
-}  // namespace
+Recycler& recycler_of_results() {
+  static auto* recycler = new Recycler("a result");
+  return *recycler;
+}
 
-at::Tensor empty(at::IntArrayRef sizes, const at::TensorOptions& options) {
-  const auto dtype = c10::typeMetaToScalarType(options.dtype());
+Recycler& recycler_of_workspaces() {
+  static auto* recycler = new Recycler("what a call works in");
+  return *recycler;
+}
+
+at::Tensor empty_small(at::IntArrayRef sizes, at::ScalarType dtype) {
+  try {
+    return at::empty(sizes, at::TensorOptions(dtype));
+  } catch (const c10::Error&) {
+    if (!Kept::get().clear()) throw;
+  }
+  return at::empty(sizes, at::TensorOptions(dtype));
+}
+
+at::Tensor empty_in(Recycler& recycler, at::IntArrayRef sizes, at::ScalarType dtype) {
   const auto bytes = static_cast<size_t>(c10::multiply_integers(sizes)) * c10::elementSize(dtype);
-  if (bytes < kLarge) return at::empty(sizes, options);
+  if (bytes < kLarge) return empty_small(sizes, dtype);
   at::Tensor result = at::detail::empty_generic(
-      sizes, &Recycler::get(), c10::DispatchKeySet(c10::DispatchKey::CPU), dtype, std::nullopt);
+      sizes, &recycler, c10::DispatchKeySet(c10::DispatchKey::CPU), dtype, std::nullopt);
   const auto& context = at::globalContext();
   if (context.deterministicAlgorithms() && context.deterministicFillUninitializedMemory())
     result.fill_(c10::isFloatingType(dtype) ? std::numeric_limits<double>::quiet_NaN() : 127.0);
   return result;
+}
+
+}  // namespace
+
+void* allocate(int64_t bytes, int64_t alignment, const char* purpose) {
+  void* data = from_system(bytes, alignment);
+  if (!data) {
+    Kept::get().clear();
+    data = from_system(bytes, alignment);
+  }
+  // Begins as torch's own message does: by these words programs know that memory ran out, and try a
+  // smaller batch.
+  TORCH_CHECK(
+      data, "DefaultCPUAllocator: can't allocate memory: trifuse tried to allocate ", bytes,
+      " bytes for ", purpose);
+  return data;
+}
+
+void fail_allocations(int64_t first, int64_t count) {
+  static Counted* torch = new Counted;  // tensors may point to it as long as there are any
+  torch->use(first > 0);
+  if (first > 0) counted = 0;
+  first_failure = first;
+  last_failure = first + count - 1;
+  counting = first > 0;
+}
+
+int64_t counted_allocations() { return counted; }
+
+at::Tensor empty(at::IntArrayRef sizes, const at::TensorOptions& options) {
+  return empty_in(recycler_of_results(), sizes, c10::typeMetaToScalarType(options.dtype()));
+}
+
+at::Tensor workspace(int64_t bytes) {
+  return empty_in(recycler_of_workspaces(), {bytes}, at::kByte);
 }
 
 }  // namespace trifuse

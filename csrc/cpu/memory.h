@@ -4,6 +4,8 @@
 
 #include <ATen/core/Tensor.h>
 
+#include "cpu/allocation.h"
+
 namespace trifuse {
 
 // Uninitialised, as at::empty, on a CPU.
@@ -14,5 +16,8 @@ namespace trifuse {
 // are freed, up to TRIFUSE_CPU_CACHE_MIB in all (256 unless set; 0 keeps none), and that ask the
 // system for pages of 2 MiB.
 at::Tensor empty(at::IntArrayRef sizes, const at::TensorOptions& options);
+
+// So many bytes of such memory, for a call to work in.
+at::Tensor workspace(int64_t bytes);
 
 }  // namespace trifuse

@@ -13,7 +13,8 @@ namespace trifuse {
 // Runs task 0 .. count - 1, started in order by whichever thread is free. Neighbouring tasks that
 // read the same memory come in runs of `related`: where there are plenty of runs, a thread takes a
 // whole one and finds that memory in its cache. `operations` is what all tasks cost: below a few
-// microseconds' worth, waking another thread would cost more.
+// microseconds' worth, waking another thread would cost more. When a task throws, no others are
+// started, and this throws the same.
 template <class Run>
 void parallel_tasks(int64_t count, int64_t related, double operations, const Run& run) {
   const int64_t threads = std::min<int64_t>(count, at::get_num_threads());
@@ -24,8 +25,13 @@ void parallel_tasks(int64_t count, int64_t related, double operations, const Run
   const int64_t step = count >= 4 * threads * related ? related : 1;
   std::atomic<int64_t> next{0};
   at::parallel_for(0, threads, 1, [&](int64_t, int64_t) {
-    for (int64_t first; (first = next.fetch_add(step, std::memory_order_relaxed)) < count;)
-      for (int64_t task = first; task < std::min(first + step, count); ++task) run(task);
+    try {
+      for (int64_t first; (first = next.fetch_add(step, std::memory_order_relaxed)) < count;)
+        for (int64_t task = first; task < std::min(first + step, count); ++task) run(task);
+    } catch (...) {
+      next.store(count);
+      throw;
+    }
   });
 }
 

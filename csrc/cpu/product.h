@@ -31,7 +31,7 @@ void pack_panel(
     const Scalar* b, int64_t b_k, int64_t b_n, int64_t K, int64_t columns, Scratch& scratch,
     E* panel) {
   constexpr int64_t room_size = left_rows_size<E>(kTile, kDepth<E>);
-  scratch.reset(Scratch::bytes<E>(room_size));
+  scratch.reset(Scratch::bytes<E>(room_size), "a thread that packs a weight");
   E* room = scratch.take<E>(room_size);
   for (int64_t k = 0; k < K; k += kDepth<E>) {
     const int64_t depth = std::min(K - k, kDepth<E>);

@@ -3,9 +3,9 @@
 #pragma once
 
 #include <cstdint>
-#include <cstdlib>
 #include <memory>
-#include <new>
+
+#include "cpu/allocation.h"
 
 namespace trifuse::TRIFUSE_CAPABILITY {
 
@@ -17,10 +17,12 @@ constexpr int64_t round_up(int64_t n, int64_t multiple) {
 // kernel needs and stays: a call then costs no page faults.
 class Scratch {
  public:
-  void reset(int64_t bytes) {
+  void reset(int64_t bytes, const char* purpose) {
     if (bytes > capacity_) {
-      memory_.reset(static_cast<char*>(std::aligned_alloc(64, round_up(bytes, 64))));
-      if (!memory_) throw std::bad_alloc();
+      // The old goes before the new comes: there may not be room for both, nor for the new.
+      capacity_ = 0;
+      memory_.reset();
+      memory_.reset(static_cast<char*>(allocate(round_up(bytes, 64), 64, purpose)));
       capacity_ = round_up(bytes, 64);
     }
     used_ = 0;
@@ -37,9 +39,6 @@ class Scratch {
   }
 
  private:
-  struct Free {
-    void operator()(char* p) const { std::free(p); }
-  };
   std::unique_ptr<char, Free> memory_;
   int64_t capacity_ = 0, used_ = 0;
 };

@@ -69,6 +69,9 @@ Call make_call(
     const OptionalTensor& cu_seqlens_k, const OptionalTensor& seed, int64_t max_seqlen_q,
     int64_t max_seqlen_k, std::optional<double> scale, int64_t window_left, int64_t window_right,
     bool lower_right, double dropout_p) {
+  check_arguments(
+      query, key, value, attn_mask, key_lengths, cu_seqlens_q, cu_seqlens_k, seed, max_seqlen_q,
+      max_seqlen_k);
   Call call;
   Attention& p = call.attention;
   describe(
@@ -145,10 +148,13 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> backward(
     std::optional<double> scale, int64_t window_left, int64_t window_right, bool lower_right,
     double dropout_p, std::array<bool, 4> wanted) {
   const bool mask_requires_grad = wanted[3];
+  check_backward_arguments(query, value, grad_out, grad_logsumexp, out, logsumexp);
   const OnDeviceOf device(query);
   Call call = make_call(
       query, key, value, attn_mask, key_lengths, cu_seqlens_q, cu_seqlens_k, seed, max_seqlen_q,
       max_seqlen_k, scale, window_left, window_right, lower_right, dropout_p);
+  if (grad_logsumexp)
+    check_type("grad_logsumexp", *grad_logsumexp, logsumexp.scalar_type(), logsumexp);
   Attention& p = call.attention;
   p.out = broadcast(out);
   p.logsumexp = broadcast(logsumexp);

@@ -67,6 +67,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> forward(
     double dropout_p, double eps, bool rms_norm, bool prenorm, at::ScalarType sum_dtype) {
   const OnDeviceOf device(x);
   const at::ScalarType dtype = x.scalar_type(), wide = accumulation_type(dtype);
+  check_arguments(x, residual, weight, bias, x_bias, seed, dtype, false);
   Held held;
   DropoutAddLayerNorm call{};
   call.dtype = kernel_type(dtype);
@@ -105,6 +106,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(
   const OnDeviceOf device(x);
   const at::ScalarType dtype = grad_out.scalar_type();
   const at::ScalarType sum_dtype = residual ? residual->scalar_type() : x.scalar_type();
+  check_backward_arguments(grad_out, grad_sum, x, mean, rstd);
+  check_arguments(x, residual, weight, bias, x_bias, seed, dtype, x_is_sum);
   Held held;
   DropoutAddLayerNorm call{};
   call.dtype = kernel_type(dtype);

@@ -31,6 +31,7 @@
 
 #include "cpu/arguments.h"
 #include "cuda/tensors.h"
+#include "lstm_tensors.h"
 
 namespace trifuse::cuda {
 namespace {
@@ -89,8 +90,16 @@ class Call {
       const OptionalTensor& seed, const Options& o)
       : device(input), dtype(input.scalar_type()), wide(accumulation_type(dtype)),
         parameters(parameters), options_(input.options()) {
+    check_hidden(parameters.get(WeightHh), {}, {});
     p = sizes(input, parameters, o.coupled, o.reverse.size());
     p.layers = o.layers;
+    check_memory("input", input);
+    for (int64_t d = 0; d < p.directions; ++d)
+      check_parameters(
+          saved_gates(), p.H, p.R, kSlots, p.layers && d > 0 ? p.R : input.size(2),
+          [&](int slot) { return parameters.get(d * kSlots + slot); });
+    check_integers("lengths", row_lengths, p.B, input);
+    check_seed(seed, input);
     for (int64_t d = 0; d < p.directions; ++d) p.reverse[d] = o.reverse.get(d);
     p.training = o.training;
     p.cell_clip = o.cell_clip;
@@ -102,7 +111,7 @@ class Call {
     p.threshold_c = kernel_dropout(o.zoneout_c).threshold;
     p.seed = seed ? seed->const_data_ptr<int64_t>() : nullptr;
     if (row_lengths) {
-      lengths = row_lengths->contiguous();
+      lengths = row_lengths->to(at::kLong).contiguous();
       p.lengths = lengths.const_data_ptr<int64_t>();
       const Tensor steps = at::arange(p.T, lengths.options());
       valid = steps.unsqueeze(1).lt(lengths).unsqueeze(2);
@@ -314,6 +323,8 @@ Results results_of(
     const Call& call, int64_t D, const OptionalTensor& h0, const OptionalTensor& c0, int64_t save) {
   const int64_t T = call.p.T, B = call.p.B, H = call.p.H, R = call.p.R;
   const int64_t columns = call.p.clipped_columns();
+  check_shape("h0", h0, {D, B, R});
+  check_shape("c0", c0, {D, B, H});
   Results all;
   all.output = call.p.layers ? call.empty_tokens({D, T, B, R}, call.dtype)
                              : call.empty_tokens({T, B, D * R}, call.dtype);
@@ -487,6 +498,15 @@ std::vector<Tensor> backward(
   const auto& [outputs, gates, cells, clipped] = kept;
   const int64_t D = p.directions, T = p.T, B = p.B, H = p.H, R = p.R;
   const bool recompute = gates.dim() == 1, norm = p.norm_hh != nullptr;
+  for (const Tensor& output : outputs) check_shape("output", output, {T, B, R});
+  if (!recompute) check_shape("gates", gates, {D, T, B, call.saved_gates() * H});
+  check_shape("cells", cells, {D, T, B, H});
+  if (clipped.numel()) check_shape("clipped", clipped, {D, T, B, p.clipped_columns()});
+  check_shape("h0", h0, {D, B, R});
+  check_shape("c0", c0, {D, B, H});
+  check_shape("grad_output", grad_output, {T, B, p.layers ? R : D * R});
+  check_shape("grad_h_n", grad_h_n, {D, B, R});
+  check_shape("grad_c_n", grad_c_n, {D, B, H});
   const Tensor first_h = call.state(h0, R, call.dtype), first_c = call.state(c0, H, call.wide);
   const Tensor grad_h = call.state(grad_h_n, R, call.wide);
   const Tensor grad_c = call.state(grad_c_n, H, call.wide);
@@ -598,6 +618,10 @@ std::vector<Tensor> lstm_backward(
     const Flags& reverse, bool coupled, double forget_bias, OptionalLimit cell_clip, OptionalLimit proj_clip,
     double eps, double zoneout_h, double zoneout_c, double recurrent_dropout, bool training,
     const Flags& wanted) {
+  const int64_t D = static_cast<int64_t>(reverse.size());
+  check_input(input, output);
+  check_hidden(
+      parameters.get(WeightHh), cells.size(-1) * (coupled ? 3 : 4), output.size(-1) / D);
   Call call(
       input, parameters, lengths, seed,
       {reverse, coupled, forget_bias, limit(cell_clip), limit(proj_clip), eps, zoneout_h, zoneout_c,
@@ -708,6 +732,11 @@ std::vector<Tensor> lstm_stack_backward(
       reverse, coupled, forget_bias, limit(cell_clip), limit(proj_clip), eps, zoneout_h, zoneout_c,
       recurrent_dropout, training};
   const int64_t L = static_cast<int64_t>(reverse.size());
+  check_input(input, output);
+  for (int64_t layer = 0; layer < L; ++layer)
+    check_hidden(
+        parameters.get(layer * kSlots + WeightHh), cells.size(-1) * (coupled ? 3 : 4),
+        output.size(-1));
   const int64_t at_once = std::get<0>(layers_at_once(input, parameters, coupled, true));
   std::vector<Tensor> results(3 + kSlots * L);
   Tensor arriving = grad_output;

@@ -1,0 +1,56 @@
+// What is asked of the tensors of an LSTM or a GRU, before any is read.
+
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <array>
+#include <optional>
+
+#include "cpu/arguments.h"
+
+namespace trifuse {
+
+// That the parameters of one direction, or of one layer, fit each other: a backward's data may have
+// been exchanged, and an op may be called without the public function's checks. `given(slot)` is
+// what stands in the order of the names below, G·H the rows of weight_hh.
+template <class Given>
+void check_parameters(
+    int64_t G, int64_t H, int64_t R, int slots, int64_t input_size, const Given& given) {
+  struct Slot {
+    const char* name;
+    std::array<int64_t, 2> sizes;  // of a vector the second is -1
+  };
+  const Slot of[] = {
+      {"weight_ih", {G * H, input_size}}, {"weight_hh", {G * H, R}}, {"bias_ih", {G * H, -1}},
+      {"bias_hh", {G * H, -1}}, {"weight_hr", {R, H}}, {"weight_peephole", {G - 1, H}},
+      {"norm_ih_weight", {G * H, -1}}, {"norm_hh_weight", {G * H, -1}}, {"norm_cell_weight", {H, -1}},
+      {"norm_cell_bias", {H, -1}}};
+  for (int slot = 0; slot < slots; ++slot) {
+    const OptionalTensor& t = given(slot);
+    const auto& [name, sizes] = of[slot];
+    if (t) check_shape(name, *t, at::IntArrayRef(sizes).slice(0, sizes[1] < 0 ? 1 : 2));
+    TORCH_CHECK_VALUE(t || slot > 1, name, ": expected a tensor; got None");
+  }
+  TORCH_CHECK_VALUE(
+      R == H || (slots > 4 && given(4)), "weight_hh: expected ", H, " columns, or weight_hr; got ", R);
+}
+
+// That the input of a backward is what gave the output.
+inline void check_input(const Tensor& input, const Tensor& output) {
+  at::DimVector sizes(output.sizes());
+  if (!sizes.empty() && input.dim() > 0) sizes.back() = input.size(-1);
+  check_shape("input", input, sizes);
+}
+
+// That weight_hh, which says how large h and the cells are, is (rows, columns).
+inline void check_hidden(
+    const OptionalTensor& weight_hh, std::optional<int64_t> rows, std::optional<int64_t> columns) {
+  TORCH_CHECK_VALUE(
+      weight_hh && weight_hh->dim() == 2, "weight_hh: expected 2 dimensions");
+  check_shape(
+      "weight_hh", *weight_hh,
+      {rows.value_or(weight_hh->size(0)), columns.value_or(weight_hh->size(1))});
+}
+
+}  // namespace trifuse

@@ -1,0 +1,245 @@
+"""Calls of every operator, for tests of what goes wrong, and processes of their own for them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+import trifuse
+from trifuse.ops import dropout as dropout_ops
+from trifuse.ops import gru as gru_ops
+from trifuse.ops import lstm as lstm_ops
+from trifuse.reference.gru import Parameters as GRUParameters
+from trifuse.reference.lstm import Parameters as LSTMParameters
+
+
+class Case(NamedTuple):
+    """A call as a function of named tensors."""
+
+    make: Callable[[int], dict[str, Tensor]]  # of a size: 1, or more for larger ones
+    call: Callable[[dict[str, Tensor]], Any]
+
+    def tensors(self, size: int = 1) -> dict[str, Tensor]:
+        made = self.make(size)
+        return {k: t.requires_grad_() if t.is_floating_point() else t for k, t in made.items()}
+
+    def results(self, size: int = 1) -> list[Tensor]:
+        """Of a forward and its backward."""
+        torch.manual_seed(0)
+        tensors = self.tensors(size)
+        outputs = floating(self.call(tensors))
+        inputs = [t for t in tensors.values() if t.requires_grad]
+        grads = torch.autograd.grad(outputs, inputs, [torch.ones_like(o) for o in outputs])
+        return [*(o.detach() for o in outputs), *grads]
+
+
+def floating(results: Any) -> list[Tensor]:
+    """The tensors among results that a gradient can come from."""
+    if isinstance(results, Tensor):
+        return [results] if results.requires_grad else []
+    return [t for each in results for t in floating(each)]
+
+
+def normal(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    generator = torch.Generator().manual_seed(sum(shape))
+    return torch.randn(shape, generator=generator).to(dtype)
+
+
+def attention(dtype: torch.dtype = torch.float32, **options: Any) -> Case:
+    def make(size: int) -> dict[str, Tensor]:
+        # More keys than one chunk of the backward holds, so that threads wait for one another.
+        rows = {n: normal(2, 2, 600, 16 * size, dtype=dtype) for n in ("query", "key", "value")}
+        mask = normal(1, 2, 1, 600, dtype=dtype)
+        return {**rows, "attn_mask": mask, "key_lengths": torch.tensor([600, 410])}
+
+    return Case(make, lambda t: trifuse.scaled_dot_product_attention(**t, **options))
+
+
+def varlen() -> Case:
+    def make(size: int) -> dict[str, Tensor]:
+        rows = {n: normal(700, 2, 16 * size) for n in ("query", "key", "value")}
+        bounds = torch.tensor([0, 30, 690])
+        return {**rows, "cu_seqlens_q": bounds, "cu_seqlens_k": bounds.clone()}
+
+    return Case(make, lambda t: trifuse.varlen_attention(**t, is_causal=True))
+
+
+def norm(dtype: torch.dtype = torch.float32, **options: Any) -> Case:
+    def make(size: int) -> dict[str, Tensor]:
+        N = 96 * size
+        rows = {n: normal(900, N, dtype=dtype) for n in ("x", "residual")}
+        return {**rows, **{n: normal(N) for n in ("weight", "bias", "x_bias")}}
+
+    def call(t: dict[str, Tensor]) -> Any:
+        return trifuse.dropout_add_layer_norm(**t, dropout_p=0.1, training=True, **options)
+
+    return Case(make, call)
+
+
+def _recurrent(gates: int, H: int, R: int, dtype: torch.dtype) -> dict[str, Tensor]:
+    return {
+        "input": normal(12, 40, 12, dtype=dtype),
+        "h0": normal(40, R, dtype=dtype),
+        "weight_ih": normal(gates * H, 12, dtype=dtype),
+        "weight_hh": normal(gates * H, R, dtype=dtype),
+        "bias_ih": normal(gates * H),
+        "bias_hh": normal(gates * H),
+    }
+
+
+def lstm(dtype: torch.dtype = torch.float32, projected: bool = False, **options: Any) -> Case:
+    def make(size: int) -> dict[str, Tensor]:
+        H = 24 * size
+        R = H // 2 if projected else H
+        tensors = _recurrent(4, H, R, dtype) | {
+            "c0": normal(40, H),
+            "lengths": torch.arange(40) % 13,
+        }
+        if projected:
+            tensors |= {"weight_hr": normal(R, H, dtype=dtype), "weight_peephole": normal(3, H)}
+            tensors |= {name: normal(4 * H) for name in ("norm_ih_weight", "norm_hh_weight")}
+            tensors |= {name: normal(H) for name in ("norm_cell_weight", "norm_cell_bias")}
+        return tensors
+
+    def call(t: dict[str, Tensor]) -> Any:
+        rest = {k: v for k, v in t.items() if k not in ("input", "h0", "c0")}
+        return trifuse.lstm(t["input"], (t["h0"], t["c0"]), **rest, **options)
+
+    return Case(make, call)
+
+
+def gru() -> Case:
+    def make(size: int) -> dict[str, Tensor]:
+        H = 24 * size
+        return _recurrent(3, H, H, torch.float32) | {"lengths": torch.arange(40) % 13}
+
+    def call(t: dict[str, Tensor]) -> Any:
+        rest = {k: v for k, v in t.items() if k not in ("input", "h0")}
+        return trifuse.gru(t["input"], t["h0"], **rest)
+
+    return Case(make, call)
+
+
+def plain_lstm() -> Case:
+    """Both directions at once, by the op that looks at its arguments itself."""
+
+    def make(size: int) -> dict[str, Tensor]:
+        H = 24 * size
+        states = {"h0": normal(2, 40, H), "c0": normal(2, 40, H)}
+        return _recurrent(4, H, H, torch.float32) | states
+
+    def call(t: dict[str, Tensor]) -> Any:
+        ways = [LSTMParameters(t["weight_ih"], t["weight_hh"], t["bias_ih"], t["bias_hh"])] * 2
+        return lstm_ops.layer(t["input"], t["h0"], t["c0"], ways, reverse=(False, True))
+
+    return Case(make, call)
+
+
+def plain_gru() -> Case:
+    def make(size: int) -> dict[str, Tensor]:
+        H = 24 * size
+        return _recurrent(3, H, H, torch.float32) | {"h0": normal(1, 40, H)}
+
+    def call(t: dict[str, Tensor]) -> Any:
+        way = GRUParameters(t["weight_ih"], t["weight_hh"], t["bias_ih"], t["bias_hh"])
+        return gru_ops.layer(t["input"], t["h0"], [way])
+
+    return Case(make, call)
+
+
+def lstm_cell() -> Case:
+    def make(size: int) -> dict[str, Tensor]:
+        H = 24 * size
+        tensors = _recurrent(4, H, H, torch.float32) | {"c0": normal(40, H)}
+        return tensors | {"input": normal(40, 12)}
+
+    def call(t: dict[str, Tensor]) -> Any:
+        rest = {k: v for k, v in t.items() if k not in ("input", "h0", "c0")}
+        return trifuse.lstm_cell(t["input"], (t["h0"], t["c0"]), **rest)
+
+    return Case(make, call)
+
+
+def dropout() -> Case:
+    return Case(
+        lambda size: {"x": normal(300, 500 * size)}, lambda t: dropout_ops.dropout(t["x"], 0.3)
+    )
+
+
+def linear() -> Case:
+    """As trifuse.nn.Linear computes it where our product is the faster one."""
+
+    def make(size: int) -> dict[str, Tensor]:
+        N = 70 * size
+        return {"x": normal(300, 50), "weight": normal(N, 50), "bias": normal(N)}
+
+    def call(t: dict[str, Tensor]) -> Any:
+        from trifuse.ops import linear as ops
+
+        return ops._product(t["x"], t["weight"], t["bias"], True)
+
+    return Case(make, call)
+
+
+CASES = {
+    "attention": attention(),
+    "attention_bf16": attention(torch.bfloat16, dropout_p=0.1),
+    "varlen": varlen(),
+    "norm": norm(prenorm=True),
+    "norm_bf16": norm(torch.bfloat16),
+    "lstm": lstm(),
+    "lstm_bf16": lstm(torch.bfloat16, cell_clip=0.5),
+    "lstm_projected": lstm(projected=True, proj_clip=0.5, recompute=True),
+    "plain_lstm": plain_lstm(),
+    "lstm_cell": lstm_cell(),
+    "gru": gru(),
+    "plain_gru": plain_gru(),
+    "dropout": dropout(),
+    "linear": linear(),
+}
+
+
+def in_process(function: Callable[..., None], *args: Any, seconds: float = 60) -> None:
+    """Call a test module's function in a process of its own, which may crash or hang."""
+    module, name = function.__module__, function.__name__
+    script = (
+        "import faulthandler, sys\n"
+        "faulthandler.enable()\n"
+        f"faulthandler.dump_traceback_later({seconds}, exit=True)\n"
+        f"import {module}\n"
+        f"{module}.{name}(*{args!r})\n"
+    )
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        cwd=Path(__file__).parent, env=environment, capture_output=True, text=True,
+        timeout=seconds + 60,
+    )  # fmt: skip
+    if done.returncode:
+        pytest.fail(f"ended with {done.returncode}\n{done.stdout}\n{done.stderr}", pytrace=False)
+
+
+def in_new_thread(function: Callable[..., Any], *args: Any) -> None:
+    """Call it where the kernels have no memory to work in yet; raise what it raises."""
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            function(*args)
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    if errors:
+        raise errors[0]
