@@ -50,7 +50,10 @@ struct AttentionProblem {
   Tensor4 grad_key;         // like key
   Tensor4 grad_value;       // like value
   Tensor4 grad_query_sum;   // like query, accumulation type: where chunks of keys add up
-  Tensor4 grad_mask;        // accumulation type, the mask's own shape by strides, or null
+  Tensor4 grad_mask;        // the mask's own shape by strides, or null
+  // Of a mask that is broadcast it is a sum over heads or more, too long for the accumulation type,
+  // in which it is otherwise.
+  bool grad_mask_in_double;
 };
 
 }  // namespace trifuse

@@ -11,8 +11,9 @@ backward, which has few, each reads one tile ahead.
   taken in chunks, whose means and variances are merged as they do it, and read again, through the
   L2 cache as far as it reaches.
 - In the backward every program walks over many rows and sums the gradients of weight, bias and
-  x_bias in float32 registers; a second kernel adds up the programs' sums. There are no atomics, and
-  how many programs there are depends on the shape alone: results repeat bit for bit.
+  x_bias in float32 registers, run by run of rows; a second kernel adds up the programs' sums. There
+  are no atomics, and how many programs there are depends on the shape alone: results repeat bit for
+  bit.
 - A row is summed by one program, in an order that only the width and the dtypes decide: its results
   don't change by one bit with the number of rows.
 - The width is compiled in, which tells the compiler how rows are aligned and where a tile ends
@@ -89,6 +90,10 @@ class Block(NamedTuple):
 
     rows: int
     columns: int  # a power of 2, at least 8
+
+
+# Tiles of rows that are added up as one chain. A program of a million rows has some thousands.
+RUN = tl.constexpr(64)
 
 
 class Tile(NamedTuple):
@@ -337,58 +342,71 @@ def dropout_add_layer_norm_backward_kernel(
 ):
     """A program owns the columns of one tile, and every ``num_programs``-th tile of rows: it reads
     those of grad_out, x, the residual and grad_sum once, writes those of grad_x and grad_residual,
-    and keeps its share of the gradients of weight, bias and x_bias in registers to the end.
+    and keeps its share of the gradients of weight, bias and x_bias in registers for a run of tiles.
 
     Floor: N · (bytes of grad_out + x + residual + grad_sum + grad_x + grad_residual) + 8 bytes a
-    row, and 4 · N bytes a program for each of the shares.
+    row, and 4 · N bytes a program for each of the shares, and twice that for each further run.
     """
     N: tl.constexpr = variant.N
     program = tl.program_id(0).to(tl.int64)
     first_column = tl.program_id(1) * block.columns
-    # One number for each element of a tile: rows are only added up at the end.
-    dweight = tl.full((block.rows, block.columns), 0.0, tl.float32)
-    dbias = tl.full((block.rows, block.columns), 0.0, tl.float32)
-    dx_bias = tl.full((block.rows, block.columns), 0.0, tl.float32)
+    begin = program * block.rows
     step = tl.num_programs(0) * block.rows
-    for first_row in tl.range(program * block.rows, rows, step, num_stages=stages):
-        tile = _tile(first_row, first_column, rows, N, block)
-        keep = _draw(dropout, tile, block)
-        total = _sum(inputs, dropout, keep, tile, variant)
-        n, rstd = _normalised(total, means, rstds, tile, rows, variant)
-        dy = _load(grad_out, tile, variant.vector)
-        g = _weighted(dy, inputs, tile, variant)
-        if shares.weight is not None:
-            dweight += dy * n
-        if shares.bias is not None:
-            dbias += dy
-        if statistics is None:
-            mean_g = (tl.sum(g, 1) / N)[:, None]
-            mean_gn = (tl.sum(g * n, 1) / N)[:, None]
-        else:
-            mean_g = tl.load(statistics.g + tile.row, mask=tile.row < rows, other=0.0)
-            mean_gn = tl.load(statistics.gn + tile.row, mask=tile.row < rows, other=0.0)
-        if not variant.rms_norm:
-            g -= mean_g
-        grad = rstd * (g - n * mean_gn)
-        if grad_sum is not None:
-            grad += _load(grad_sum, tile, variant.vector)
-        if grad_residual is not None:
-            _store(grad_residual, grad, tile, variant.vector)
-        grad = _drop(grad, keep, dropout)
-        if grad_x is not None:
-            _store(grad_x, grad, tile, variant.vector)
-        if shares.x_bias is not None:
-            dx_bias += grad
-    _store_share(shares.weight, dweight, program, first_column, N, block)
-    _store_share(shares.bias, dbias, program, first_column, N, block)
-    _store_share(shares.x_bias, dx_bias, program, first_column, N, block)
+    # Rounding takes too much off one long chain of additions, so runs of tiles are added up by
+    # themselves. Their sums meet in the program's shares: registers for them there are none.
+    for first_of_run in range(begin, rows, step * RUN):
+        # One number for each element of a tile: its rows are only added up at the end of a run.
+        dweight = tl.full((block.rows, block.columns), 0.0, tl.float32)
+        dbias = tl.full((block.rows, block.columns), 0.0, tl.float32)
+        dx_bias = tl.full((block.rows, block.columns), 0.0, tl.float32)
+        end = tl.minimum(first_of_run + step * RUN, rows)
+        for first_row in tl.range(first_of_run, end, step, num_stages=stages):
+            tile = _tile(first_row, first_column, rows, N, block)
+            keep = _draw(dropout, tile, block)
+            total = _sum(inputs, dropout, keep, tile, variant)
+            n, rstd = _normalised(total, means, rstds, tile, rows, variant)
+            dy = _load(grad_out, tile, variant.vector)
+            g = _weighted(dy, inputs, tile, variant)
+            if shares.weight is not None:
+                dweight += dy * n
+            if shares.bias is not None:
+                dbias += dy
+            if statistics is None:
+                mean_g = (tl.sum(g, 1) / N)[:, None]
+                mean_gn = (tl.sum(g * n, 1) / N)[:, None]
+            else:
+                mean_g = tl.load(statistics.g + tile.row, mask=tile.row < rows, other=0.0)
+                mean_gn = tl.load(statistics.gn + tile.row, mask=tile.row < rows, other=0.0)
+            if not variant.rms_norm:
+                g -= mean_g
+            grad = rstd * (g - n * mean_gn)
+            if grad_sum is not None:
+                grad += _load(grad_sum, tile, variant.vector)
+            if grad_residual is not None:
+                _store(grad_residual, grad, tile, variant.vector)
+            grad = _drop(grad, keep, dropout)
+            if grad_x is not None:
+                _store(grad_x, grad, tile, variant.vector)
+            if shares.x_bias is not None:
+                dx_bias += grad
+        further = first_of_run > begin
+        _add_to_share(shares.weight, dweight, further, program, first_column, N, block)
+        _add_to_share(shares.bias, dbias, further, program, first_column, N, block)
+        _add_to_share(shares.x_bias, dx_bias, further, program, first_column, N, block)
 
 
 @triton.jit
-def _store_share(shares, values, program, first_column, N: tl.constexpr, block: tl.constexpr):
+def _add_to_share(
+    shares, values, further, program, first_column, N: tl.constexpr, block: tl.constexpr
+):
+    """Adds up the rows of ``values``; on top of what the share holds, in a further run."""
     if shares is not None:
         column = first_column + tl.arange(0, block.columns)
-        tl.store(shares + program * N + column, tl.sum(values, 0), mask=column < N)
+        pointers = shares + program * N + column
+        total = tl.sum(values, 0)
+        if further:
+            total += tl.load(pointers, mask=column < N, other=0.0)
+        tl.store(pointers, total, mask=column < N)
 
 
 @triton.jit(do_not_specialize=["programs"])

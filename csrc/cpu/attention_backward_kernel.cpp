@@ -80,12 +80,12 @@ inline void gradient_tile(
 
 // A tile's score gradients added to those of a mask with a value per key: transposed, or summed
 // where the mask is broadcast over queries.
-template <class T>
+template <class Sum, class T>
 void add_mask_gradient(
     const AttentionProblem& p, const Sequence& s, int64_t h, int64_t i, int64_t rows, int64_t j,
     int64_t keys, const T* ds, T* room) {
   const auto* stride = p.grad_mask.stride;
-  T* grad = static_cast<T*>(p.grad_mask.data) + s.index * stride[0] + h * stride[1] +
+  Sum* grad = static_cast<Sum*>(p.grad_mask.data) + s.index * stride[0] + h * stride[1] +
       i * stride[2] + j * stride[3];
   if (stride[2] == 0) {
     for (int64_t c = 0; c < keys; ++c) {
@@ -102,11 +102,12 @@ void add_mask_gradient(
 
 // A mask broadcast over keys shifts whole rows, which moves their logsumexp and nothing else: the
 // row's sum of dS is dlse exactly.
-template <class T>
+template <class Sum, class T>
 void add_row_mask_gradient(
     const AttentionProblem& p, const Sequence& s, int64_t h, int64_t i, int64_t rows) {
   const auto* stride = p.grad_mask.stride;
-  T* grad = static_cast<T*>(p.grad_mask.data) + s.index * stride[0] + h * stride[1] + i * stride[2];
+  Sum* grad =
+      static_cast<Sum*>(p.grad_mask.data) + s.index * stride[0] + h * stride[1] + i * stride[2];
   const T* lse = s.query_row<T>(p.logsumexp, h, i);
   const T* grad_lse = s.query_row<T>(p.grad_logsumexp, h, i);
   for (int64_t r = 0; r < rows; ++r)
@@ -183,7 +184,8 @@ class Task {
     if (from >= to && index > 0) return;
 
     if (index == 0 && p.grad_mask.data && p.grad_mask.stride[3] == 0 && p.grad_logsumexp.data)
-      add_row_mask_gradient<T>(p, s, h, i, rows);
+      p.grad_mask_in_double ? add_row_mask_gradient<double, T>(p, s, h, i, rows)
+                            : add_row_mask_gradient<T, T>(p, s, h, i, rows);
     std::fill_n(grad_query, kTile * e_ld, T(0));
     if (from < to) load_queries(s, h, kv_head, i, rows);
     for (int64_t j = from; j < to; j += kTile)
@@ -284,7 +286,9 @@ class Task {
     if (!partial && !p.dropout.threshold) gradients.template operator()<false, false>();
 
     if (p.grad_mask.data && p.grad_mask.stride[3] != 0)
-      add_mask_gradient(p, s, h, i, rows, j, keys, products, mask_room);
+      p.grad_mask_in_double
+          ? add_mask_gradient<double>(p, s, h, i, rows, j, keys, products, mask_room)
+          : add_mask_gradient<T>(p, s, h, i, rows, j, keys, products, mask_room);
 
     T* dk = grad_key + at * e_ld;
     T* dv = grad_value + at * ev_ld;

@@ -2,14 +2,15 @@
 //
 // A task owns a block of rows. Of each it reads grad_out and what the sum is made of once (or the
 // sum itself, where the forward returned it), and writes grad_x and grad_residual once. The gradients
-// of weight, bias and x_bias add up over the block in the cache and leave it once; a second kernel
-// adds up the blocks in order, each of its tasks a strip of columns.
+// of weight, bias and x_bias add up over the block in the cache, run by run of rows, and leave it once;
+// a second kernel adds up the blocks in order, each of its tasks a strip of columns.
 //
 // Floor: the bytes of grad_out, x, residual, grad_x and grad_residual at the machine's copy rate.
 // Beside them stand about 25 vector instructions a vector, and 42 for the dropout of 64 elements.
 
 #include "cpu/dropout_add_layer_norm_row.h"
 #include "cpu/kernels.h"
+#include "cpu/long_sum.h"
 
 namespace trifuse::TRIFUSE_CAPABILITY {
 namespace {
@@ -24,9 +25,11 @@ void run(const DropoutAddLayerNormProblem& p, int64_t block) {
   using Row = Strip<T>;
   const int64_t width = round_up(p.N, kStrip);
   const T* weight = static_cast<const T*>(p.weight);
+  const bool many_rows = p.rows_per_block > kRun;
   thread_local Scratch scratch;
   scratch.reset(
-      4 * Scratch::bytes<T>(width) + Scratch::bytes<uint64_t>(width / kStrip),
+      4 * Scratch::bytes<T>(width) + Scratch::bytes<uint64_t>(width / kStrip) +
+      (many_rows ? 3 * Scratch::bytes<double>(width) : 0),
       "a thread of dropout_add_layer_norm's backward");
   T* normalised = scratch.take<T>(width);
   uint64_t* kept = scratch.take<uint64_t>(width / kStrip);
@@ -36,6 +39,9 @@ void run(const DropoutAddLayerNormProblem& p, int64_t block) {
   T* grad_weight = zeros(p.grad_weight);
   T* grad_bias = zeros(p.grad_bias);
   T* grad_x_bias = zeros(p.grad_x_bias);
+  double* totals[3] = {};  // of the runs before
+  if (many_rows)
+    for (double*& total : totals) total = std::fill_n(scratch.take<double>(width), width, 0.0) - width;
   const auto add_to = [](T* sums, const Row& s) TRIFUSE_INLINE {
     (Row::load(sums) + s).store(sums);
   };
@@ -81,30 +87,46 @@ void run(const DropoutAddLayerNormProblem& p, int64_t block) {
       if (grad_x_bias) add_to(grad_x_bias + c, grad);
       if (dx) grad.store(dx + c, count, p.stream);
     });
+    if (many_rows && (ends_run(row - first) || row + 1 == last)) {
+      if (grad_weight) end_run(grad_weight, totals[0], width);
+      if (grad_bias) end_run(grad_bias, totals[1], width);
+      if (grad_x_bias) end_run(grad_x_bias, totals[2], width);
+    }
   }
   if (p.stream) fence_streams();
-  const auto leave = [&](const T* sums, void* blocks) {
-    if (sums) std::copy_n(sums, p.N, block_row<T>(blocks, block, p.N));
+  const auto leave = [&](const T* sums, const double* total, void* blocks) {
+    if (!sums) return;
+    T* row = block_row<T>(blocks, block, p.N);
+    if (many_rows)
+      std::transform(total, total + p.N, row, [](double sum) { return static_cast<T>(sum); });
+    else
+      std::copy_n(sums, p.N, row);
   };
-  leave(grad_weight, p.grad_weight);
-  leave(grad_bias, p.grad_bias);
-  leave(grad_x_bias, p.grad_x_bias);
+  leave(grad_weight, totals[0], p.grad_weight);
+  leave(grad_bias, totals[1], p.grad_bias);
+  leave(grad_x_bias, totals[2], p.grad_x_bias);
 }
 
 void run_any(const DropoutAddLayerNormProblem& p, int64_t block) {
   for_types(p, [&]<class Scalar, class Sum>() { run<Scalar, Sum>(p, block); });
 }
 
+// Blocks are added up sixteen at a time.
 template <class T>
 void reduce(const DropoutAddLayerNormProblem& p, int64_t strip) {
+  constexpr int64_t kTogether = 16;
   const int64_t first = strip * kStrip;
   for (void* blocks : {p.grad_weight, p.grad_bias, p.grad_x_bias}) {
     if (!blocks) continue;
     for_strips(std::min(p.N - first, kStrip), [&](int64_t, auto count) TRIFUSE_INLINE {
-      auto sum = Strip<T>::full(0);
-      for (int64_t b = 0; b < p.blocks; ++b)
-        sum = sum + Strip<T>::load(block_row<T>(blocks, b, p.N) + first, count);
-      sum.store(block_row<T>(blocks, 0, p.N) + first, count);
+      auto total = Strip<T>::full(0);
+      for (int64_t b = 0; b < p.blocks; b += kTogether) {
+        auto sum = Strip<T>::full(0);
+        for (int64_t k = b; k < std::min(b + kTogether, p.blocks); ++k)
+          sum = sum + Strip<T>::load(block_row<T>(blocks, k, p.N) + first, count);
+        total = total + sum;
+      }
+      total.store(block_row<T>(blocks, 0, p.N) + first, count);
     });
   }
 }

@@ -13,12 +13,14 @@
 // where they are few, by the products of the forward in its order, to the same bits: with layer
 // normalisation, from the products that it kept.
 //
-// Each element is a fixed chain of multiply-adds whatever the number of threads.
+// Each element is a fixed chain of multiply-adds whatever the number of threads. Sums over tokens are
+// cut at fixed numbers of them.
 //
 // Floor: 2 · G·H · (I + R) (+ 2 · R · H) operations a token, twice, on the multiply-add pipes; or
 // where rows are few, the bytes of W_hh at each step.
 
 #include "cpu/kernels.h"
+#include "cpu/long_sum.h"
 #include "cpu/lstm_layer.h"
 #include "cpu/row.h"
 
@@ -60,9 +62,9 @@ class Backward : Layer<E> {
       q.m = arena.take<S>(projected ? tiles(p.H) * tokens * kTile : 0);
       q.x = arena.take<E>(way.grad_weight_ih ? tiles(p.I) * elements<E>(tokens) * kTile : 0);
       q.h = arena.take<E>(way.grad_weight_hh ? tiles(p.R) * elements<E>(tokens) * kTile : 0);
-      q.peephole = arena.take<T>(way.weight_peephole ? 3 * m_ld() : 0);
-      q.bias = arena.take<T>(norm ? 3 * panels.count * width : 0);
-      q.cell = arena.take<T>(norm ? 2 * m_ld() : 0);
+      q.peephole = TokenSums(arena, way.weight_peephole ? 3 * m_ld() : 0);
+      q.bias = TokenSums(arena, norm ? 3 * panels.count * width : 0);
+      q.cell = TokenSums(arena, norm ? 2 * m_ld() : 0);
     }
     for (int64_t j = 0; j < p.directions * p.groups; ++j) {
       Job& job = jobs[j];
@@ -126,6 +128,28 @@ class Backward : Layer<E> {
   static constexpr int64_t kGroupTiles = 8, kInputTokens = 320, kInputTiles = 4;
   static constexpr int64_t kFlatRows = 12;  // of a weight's gradient, that are computed at once
 
+  // Sums over tokens, taken as the steps go by.
+  struct TokenSums {
+    int64_t count = 0;
+    T* run = nullptr;  // of the last tokens
+    double* total = nullptr;  // of the runs before
+
+    TokenSums() = default;
+    TokenSums(Arena& arena, int64_t count)
+        : count(count), run(arena.take<T>(count)), total(arena.take<double>(count)) {}
+    void clear() const {
+      std::fill_n(run, count, T(0));
+      std::fill_n(total, count, 0.0);
+    }
+    void end_run(int64_t first, int64_t columns) const {
+      TRIFUSE_CAPABILITY::end_run(run + first, total + first, columns);
+    }
+    void leave(int64_t first, int64_t columns, void* to) const {
+      for (int64_t k = 0; k < columns; ++k)
+        static_cast<T*>(to)[k] = static_cast<T>(total[first + k] + static_cast<double>(run[first + k]));
+    }
+  };
+
   // One direction's tensors over all steps. Tokens are numbered step by step.
   struct Sequence {
     E* hh;  // [tiles of R][k][64]: rows of W_hh in the order of panels
@@ -136,10 +160,9 @@ class Backward : Layer<E> {
     S* m;   // [tiles of H][tokens][64]
     E* x;   // [tiles of I][tokens][64]: B of W_ih's gradient
     E* h;   // [tiles of R][tokens][64]: h before each step, B of W_hh's
-    // Sums over tokens, taken as the steps go by.
-    T* peephole;  // [3][units]
-    T* bias;      // [3][panels][width]: of the bias and of both norms' weights
-    T* cell;      // [2][units]: of the cell norm's weight and bias
+    TokenSums peephole;  // [3][units]
+    TokenSums bias;      // [3][panels][width]: of the bias and of both norms' weights
+    TokenSums cell;      // [2][units]: of the cell norm's weight and bias
   };
 
   struct Job {
@@ -200,11 +223,9 @@ class Backward : Layer<E> {
       for (int64_t tile = share.first; tile < share.last; ++tile)
         pack_tokens(group, tile, p.I, false, sequence.x);
       if (team.index == 0) {
-        if (sequence.peephole) std::fill_n(sequence.peephole, 3 * m_ld(), T(0));
-        if (norm) {
-          std::fill_n(sequence.bias, 3 * panels.count * panels.width(), T(0));
-          std::fill_n(sequence.cell, 2 * m_ld(), T(0));
-        }
+        sequence.peephole.clear();
+        sequence.bias.clear();
+        sequence.cell.clear();
       }
     }
     if (p.grad_input) {
@@ -394,7 +415,7 @@ class Backward : Layer<E> {
           const U dm = incoming(job, q, i), tanh_c = tanh(g.c);
           U da[4];
           const U dn = dm * g.o * (U(T(1)) - tanh_c * tanh_c);
-          cell_backward(group, job, q, i, dm * tanh_c, dn, g, da);
+          cell_backward(group, job, q, i, s, dm * tanh_c, dn, g, da);
           leave_m(group, q, i, s, g.o * tanh_c);
           for (int b = 0; b < panels.blocks; ++b) {
             da[b].store(job.da + i * da_ld() + q * panels.width() + b * kUnits);
@@ -494,8 +515,8 @@ class Backward : Layer<E> {
 
   // From the gradients of o and of what tanh is taken of, those of a, and of the cell before.
   void cell_backward(
-      const RowGroup& group, const Job& job, int64_t q, int64_t i, const U& grad_o, const U& grad_c,
-      const Gates& g, U da[4]) {
+      const RowGroup& group, const Job& job, int64_t q, int64_t i, int64_t s, const U& grad_o,
+      const U& grad_c, const Gates& g, U da[4]) {
     const U one(T(1));
     const T* peephole = weights[group.index].peephole + q * kUnits;
     const bool peeps = group.d.weight_peephole;
@@ -517,7 +538,8 @@ class Backward : Layer<E> {
     const U da_f = du * g.c_old * g.f * (one - g.f);
     past = multiply_add(du, g.f, past);
     if (peeps) {
-      T* sums = sequences[group.index].peephole + q * kUnits;
+      const TokenSums& peephole_sums = sequences[group.index].peephole;
+      T* sums = peephole_sums.run + q * kUnits;
       const auto add = [&](int gate, const U& da, const U& c) {
         multiply_add(da, c, U::load(sums + gate * m_ld())).store(sums + gate * m_ld());
       };
@@ -528,6 +550,9 @@ class Backward : Layer<E> {
         add(1, da_f, g.c_old);
       }
       add(2, da_o, g.c);
+      if (ends_run(group.token(i, s)))
+        for (int gate = 0; gate < 3; ++gate)
+          peephole_sums.end_run(gate * m_ld() + q * kUnits, kUnits);
     }
     past.store(carried);
     da[0] = da_i;
@@ -678,8 +703,10 @@ class Backward : Layer<E> {
           const U dm = incoming(job, q, i), dn = dm * g.o * (U(T(1)) - tanh_c * tanh_c);
           const U n = own.statistics[2][token + i].normalise(g.c);
           leave_m(group, q, i, s, g.o * tanh_c);
-          add_to(sequence.cell + q * kUnits, dn * n);
-          add_to(sequence.cell + m_ld() + q * kUnits, dn);
+          add_to(sequence.cell.run + q * kUnits, dn * n);
+          add_to(sequence.cell.run + m_ld() + q * kUnits, dn);
+          if (ends_run(group.token(i, s)))
+            for (int k = 0; k < 2; ++k) sequence.cell.end_run(k * m_ld() + q * kUnits, kUnits);
           const U grad_n = dn * U::load(w.norm_cell + q * kUnits);
           (dm * tanh_c).store(grads(q, i));
           grad_n.store(grads(q, i) + kUnits);
@@ -702,21 +729,23 @@ class Backward : Layer<E> {
             U::load(grads(q, i) + kUnits), cell.normalise(g.c), cell.rstd, own.means[i][0],
             own.means[i][1]);
         U da[4];
-        cell_backward(group, job, q, i, U::load(grads(q, i)), grad_c, g, da);
+        cell_backward(group, job, q, i, s, U::load(grads(q, i)), grad_c, g, da);
         U sums[4] = {U(T(0)), U(T(0)), U(T(0)), U(T(0))};
         for (int b = 0; b < panels.blocks; ++b) {
           const int64_t at = q * width + b * kUnits;
           const auto [x, h] = normalised_products(job, q, b, token + i);
           const U to_x = da[b] * U::load(w.norm_ih + at), to_h = da[b] * U::load(w.norm_hh + at);
-          add_to(sequence.bias + at, da[b]);
-          add_to(sequence.bias + size + at, da[b] * x);
-          add_to(sequence.bias + 2 * size + at, da[b] * h);
+          add_to(sequence.bias.run + at, da[b]);
+          add_to(sequence.bias.run + size + at, da[b] * x);
+          add_to(sequence.bias.run + 2 * size + at, da[b] * h);
           sums[0] = sums[0] + to_x;
           sums[1] = multiply_add(to_x, x, sums[1]);
           sums[2] = sums[2] + to_h;
           sums[3] = multiply_add(to_h, h, sums[3]);
           da[b].store(grads(q, i) + b * kUnits);
         }
+        if (ends_run(group.token(i, s)))
+          for (int k = 0; k < 3; ++k) sequence.bias.end_run(k * size + q * width, width);
         for (int k = 0; k < 4; ++k) job.sums[q * capacity + i][k] = sums[k].total();
       }
     }
@@ -838,7 +867,11 @@ class Backward : Layer<E> {
     // Of few tokens the time is that of writing, which whole rows take less of than tiles.
     const bool few = elements<E>(tokens) <= kTile;
     const int64_t high = few ? kFlatRows : kTile, wide = few ? kGroupTiles * kTile : kTile;
+    // The product of so many tokens is one of a few blocks of its own; of more, their products add up.
+    constexpr int64_t kTogether = 16 * kChain;
+    const int64_t depth = elements<E>(tokens);
     alignas(64) T sums[std::max(kFlatRows * kGroupTiles, kTile) * kTile];
+    alignas(64) double totals[kTile * kTile];
     for (int64_t m = 0; m < rows; m += high)
       for (int64_t first = 0; first < columns; first += wide) {
         const int64_t count = std::min(high, rows - m), last = std::min(first + wide, columns);
@@ -851,9 +884,15 @@ class Backward : Layer<E> {
                 Rows<S>{b + (begin + c) * tokens, kTile, 1}, tokens, kTile, kTile, own.right);
             right = own.right;
           }
-          product<E>(
-              count, kTile, elements<E>(tokens), a_rows + m, 1, a_ld, right, kTile,
-              sums + (c - first), wide, false);
+          for (int64_t k = 0; k < depth; k += kTogether) {
+            product<E>(
+                count, kTile, std::min(kTogether, depth - k), a_rows + m + k * a_ld, 1, a_ld,
+                right + k * kTile, kTile, sums + (c - first), wide, false);
+            if (depth <= kTogether) break;
+            if (k == 0) std::fill_n(totals, count * kTile, 0.0);
+            end_run(sums, totals, count * kTile);
+          }
+          if (depth > kTogether) std::copy_n(totals, count * kTile, sums);
         }
         if (tokens == 0) std::fill_n(sums, count * wide, T(0));
         if (factor != 1) this->scale(sums, count * wide, static_cast<T>(factor));
@@ -928,24 +967,28 @@ class Backward : Layer<E> {
     const LstmDirection& way = p.direction[d];
     const Sequence& sequence = sequences[d];
     const int64_t width = panels.width(), size = panels.count * width;
-    const auto leave = [&](const T* sums, int64_t q, const int* gate, void* target) {
+    const auto leave = [&](const TokenSums& sums, int64_t first, const int* gate, void* target) {
       if (!target) return;
       for (int b = 0; b < panels.blocks; ++b)
         if (gate[b] >= 0)
-          std::copy_n(
-              sums + b * kUnits, units_of(p, q),
+          sums.leave(
+              first + b * kUnits, units_of(p, q),
               static_cast<T*>(target) + gate[b] * p.H + q * kUnits);
     };
     if (norm) {
-      leave(sequence.bias + q * width, q, panels.ih_gate, way.grad_bias);
-      leave(sequence.bias + q * width, q, panels.hh_gate, way.grad_bias_hh);
-      leave(sequence.bias + size + q * width, q, panels.ih_gate, way.grad_norm_ih);
-      leave(sequence.bias + 2 * size + q * width, q, panels.ih_gate, way.grad_norm_hh);
+      leave(sequence.bias, q * width, panels.ih_gate, way.grad_bias);
+      leave(sequence.bias, q * width, panels.hh_gate, way.grad_bias_hh);
+      leave(sequence.bias, size + q * width, panels.ih_gate, way.grad_norm_ih);
+      leave(sequence.bias, 2 * size + q * width, panels.ih_gate, way.grad_norm_hh);
     } else if (way.grad_bias || way.grad_bias_hh) {
-      T sums[4 * kUnits];
+      T run[4 * kUnits] = {};
+      double total[4 * kUnits] = {};
+      TokenSums sums;
+      sums.run = run;
+      sums.total = total;
       sum_tokens(sequence.da + q * tokens * width, sums);
-      leave(sums, q, panels.ih_gate, way.grad_bias);
-      leave(sums, q, panels.hh_gate, way.grad_bias_hh);
+      leave(sums, 0, panels.ih_gate, way.grad_bias);
+      leave(sums, 0, panels.hh_gate, way.grad_bias_hh);
     }
   }
 
@@ -953,31 +996,30 @@ class Backward : Layer<E> {
   void unit_vectors(int64_t d) {
     const LstmDirection& way = p.direction[d];
     const Sequence& sequence = sequences[d];
-    const auto vectors = [&](const T* from, void* to, int64_t row) {
-      if (to) std::copy_n(from, p.H, static_cast<T*>(to) + row * p.H);
+    const auto vector = [&](const TokenSums& sums, int from, void* to, int64_t row) {
+      if (to) sums.leave(from * m_ld(), p.H, static_cast<T*>(to) + row * p.H);
     };
     if (way.grad_peephole) {
-      vectors(sequence.peephole, way.grad_peephole, 0);
-      if (!p.coupled) vectors(sequence.peephole + m_ld(), way.grad_peephole, 1);
-      vectors(sequence.peephole + 2 * m_ld(), way.grad_peephole, p.coupled ? 1 : 2);
+      vector(sequence.peephole, 0, way.grad_peephole, 0);
+      if (!p.coupled) vector(sequence.peephole, 1, way.grad_peephole, 1);
+      vector(sequence.peephole, 2, way.grad_peephole, p.coupled ? 1 : 2);
     }
     if (norm) {
-      vectors(sequence.cell, way.grad_norm_cell_weight, 0);
-      vectors(sequence.cell + m_ld(), way.grad_norm_cell_bias, 0);
+      vector(sequence.cell, 0, way.grad_norm_cell_weight, 0);
+      vector(sequence.cell, 1, way.grad_norm_cell_bias, 0);
     }
   }
 
-  // A panel's gradients over all tokens, block by block of them.
-  void sum_tokens(const S* grads, T* sums) const {
-    U total[4] = {U(T(0)), U(T(0)), U(T(0)), U(T(0))};
-    for (int64_t token = 0; token < tokens; token += kTile) {
-      U sum[4] = {U(T(0)), U(T(0)), U(T(0)), U(T(0))};
-      for (int64_t k = token; k < std::min(token + kTile, tokens); ++k)
+  // A panel's gradients over all tokens.
+  void sum_tokens(const S* grads, const TokenSums& sums) const {
+    for (int64_t token = 0; token < tokens; token += kRun) {
+      U run[4] = {U(T(0)), U(T(0)), U(T(0)), U(T(0))};
+      for (int64_t k = token; k < std::min(token + kRun, tokens); ++k)
         for (int b = 0; b < panels.blocks; ++b)
-          sum[b] = sum[b] + U::load(grads + k * panels.width() + b * kUnits);
-      for (int b = 0; b < panels.blocks; ++b) total[b] = total[b] + sum[b];
+          run[b] = run[b] + U::load(grads + k * panels.width() + b * kUnits);
+      for (int b = 0; b < panels.blocks; ++b) run[b].store(sums.run + b * kUnits);
+      sums.end_run(0, panels.width());
     }
-    for (int b = 0; b < panels.blocks; ++b) total[b].store(sums + b * kUnits);
   }
 
   const bool rebuild_gates;     // they were not kept, or only what a layer norm makes them of

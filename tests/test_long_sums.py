@@ -1,0 +1,241 @@
+"""Sums of 10⁵ and 10⁶ terms are held to the numerics rule too.
+
+A gradient that is summed over rows, tokens, or what a mask is broadcast over gets worse with their
+number if it is one chain of additions, and torch's own sums don't. Equal terms are the worst of
+all: every addition rounds the same way.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable
+
+import pytest
+import torch
+from conftest import CPP_KERNELS, Kernel
+from dropout_add_layer_norm_cases import Case, eager_torch, run, specification
+from numerics import Accuracy, rounding_error
+from torch import Tensor
+
+import trifuse
+
+KINDS = ("random", "one-signed", "equal")
+BEST = CPP_KERNELS[-1:]  # the slow cases, for one instruction set: what cuts a sum is common to all
+
+Gradients = dict[str, Tensor]
+
+
+def terms(kind: str, *shape: int) -> Tensor:
+    """Gradients from above; columns differ, and where they are equal, rows don't."""
+    generator = torch.Generator().manual_seed(sum(shape))
+    if kind == "equal":
+        return torch.rand(shape[-1], generator=generator).expand(shape).contiguous()
+    x = torch.randn(shape, generator=generator)
+    return x.abs() if kind == "one-signed" else x
+
+
+def hold(
+    kernels: Iterable[Kernel],
+    calls: Iterable[Callable[[], tuple[Callable[[], Gradients], Gradients, Gradients]]],
+) -> None:
+    """Each call: our gradients, to be computed by each kernel, eager torch's, and the exact ones.
+
+    The unit is a rounding of the result, which does not grow with the number of terms.
+    """
+    accuracies = {kernel: Accuracy(kernel.name) for kernel in kernels}
+    if not accuracies:
+        pytest.skip("the C++ extension is not built")
+    for call in calls:
+        ours, eager, exact = call()
+        for kernel, accuracy in accuracies.items():
+            with kernel.serving():
+                actual = ours()
+            for name, expected in exact.items():
+                unit = rounding_error(torch.float32) * expected.abs().max()
+                accuracy.record(name, actual[name], expected, eager[name], unit, independent=1)
+    for accuracy in accuracies.values():
+        accuracy.conclude()
+
+
+# dropout_add_layer_norm --------------------------------------------------------------------------
+
+
+def norm_call(rows: int, N: int, kind: str, rms_norm: bool):
+    def call():
+        generator = torch.Generator().manual_seed(rows + N)
+        x = torch.randn(rows, N, generator=generator)
+        residual, weight, bias, x_bias = (torch.randn(N, generator=generator) for _ in range(4))
+        case = Case(x, residual, weight, bias, x_bias, terms(kind, rows, N), None)
+        case = dataclasses.replace(case, rms_norm=rms_norm)
+        vectors = ("grad_residual", "grad_weight", "grad_bias", "grad_x_bias")
+
+        def of_vectors(results: Gradients) -> Gradients:
+            return {name: results[name] for name in vectors}
+
+        exact = of_vectors(specification(case))
+        return lambda: of_vectors(run(case)), of_vectors(eager_torch(case)), exact
+
+    return call
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_norm_of_10_to_the_5_rows(kind):
+    hold(CPP_KERNELS, [norm_call(100_000, N, kind, rms) for N in (7, 8) for rms in (True, False)])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_norm_of_10_to_the_6_rows(kind):
+    hold(BEST, [norm_call(1_000_000, 6, kind, True)])
+
+
+def test_norm_in_triton(triton, monkeypatch):
+    """One program takes 10⁵ rows, a row of each of its tiles in every thread."""
+    from trifuse.kernels import dropout_add_layer_norm as kernels
+
+    monkeypatch.setattr(kernels, "_MAX_WARPS", 4)
+    monkeypatch.setattr(kernels, "_BACKWARD_TILES", ((1024, 4),))
+    hold([triton], [norm_call(100_000, 8, "equal", True)])
+
+
+def test_runs_of_a_triton_program_add_up(triton, monkeypatch):
+    """A program takes two runs of tiles and part of a third: each row is counted once."""
+    from trifuse.kernels import dropout_add_layer_norm as kernels
+
+    ours, _, exact = norm_call(2 * kernels.RUN.value + 5, 8, "random", False)()
+    monkeypatch.setattr(kernels, "_MAX_WARPS", 4)
+    monkeypatch.setattr(kernels, "_BACKWARD_TILES", ((8, 4),))  # of a row
+    for name, actual in ours().items():
+        torch.testing.assert_close(actual.double(), exact[name], rtol=1e-5, atol=1e-4)
+
+
+# Attention's mask --------------------------------------------------------------------------------
+
+
+def mask_call(lead: tuple[int, int], Lq: int, Lk: int, mask_shape: tuple[int, ...], kind: str):
+    def call():
+        generator = torch.Generator().manual_seed(Lq)
+        heads = (1, 1) if kind == "equal" else lead  # equal: all heads the same
+        q, do = (torch.randn(*heads, Lq, 4, generator=generator) for _ in range(2))
+        k, v = (torch.randn(*heads, Lk, 4, generator=generator) for _ in range(2))
+        q, k, v, do = (t.expand(*lead, *t.shape[2:]).contiguous() for t in (q, k, v, do))
+        do = do.abs() if kind == "one-signed" else do
+        mask = torch.randn(mask_shape, generator=generator)
+
+        def gradient(attention: Callable[..., Tensor], dtype: torch.dtype) -> Gradients:
+            leaf = mask.to(dtype).requires_grad_()
+            out = attention(*(t.to(dtype) for t in (q, k, v)), leaf)
+            return {"mask": torch.autograd.grad(out, leaf, do.to(dtype))[0]}
+
+        def formula(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+            return torch.softmax(q @ k.transpose(-1, -2) / 2 + mask, -1) @ v
+
+        def ours() -> Gradients:
+            return gradient(trifuse.scaled_dot_product_attention, torch.float32)
+
+        return ours, gradient(formula, torch.float32), gradient(formula, torch.float64)
+
+    return call
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_mask_of_512_heads(kind):
+    shapes = ((1, 1, 16, 16), (16,))
+    hold(CPP_KERNELS, [mask_call((64, 8), 16, 16, shape, kind) for shape in shapes])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_mask_of_10_to_the_5_queries(kind):
+    hold(BEST, [mask_call((16, 8), 800, Lk, (Lk,), kind) for Lk in (7, 8)])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_mask_of_10_to_the_6_queries(kind):
+    hold(BEST, [mask_call((64, 16), 1000, 4, (4,), kind)])
+
+
+# LSTM and GRU ------------------------------------------------------------------------------------
+
+
+def recurrent_call(operator: str, tokens: tuple[int, int], kind: str, with_options: bool = False):
+    def call():
+        (T, B), H = tokens, 4
+        gates = 4 if operator == "lstm" else 3
+        generator = torch.Generator().manual_seed(T * B)
+        shapes = {
+            "weight_ih": (gates * H, H), "weight_hh": (gates * H, H),
+            "bias_ih": (gates * H,), "bias_hh": (gates * H,),
+        }  # fmt: skip
+        if with_options:
+            shapes |= {
+                "weight_peephole": (3, H), "norm_ih_weight": (4 * H,), "norm_hh_weight": (4 * H,),
+                "norm_cell_weight": (H,), "norm_cell_bias": (H,),
+            }  # fmt: skip
+        parameters = {n: torch.randn(s, generator=generator) for n, s in shapes.items()}
+        x = torch.randn(T, B, H, generator=generator)
+        grad = terms(kind, T, B, H)
+
+        def gradients(layer: Callable[..., Tensor], dtype: torch.dtype) -> Gradients:
+            leaves = {n: p.to(dtype).requires_grad_() for n, p in parameters.items()}
+            found = torch.autograd.grad(
+                layer(x.to(dtype), leaves), list(leaves.values()), grad.to(dtype)
+            )
+            return dict(zip(leaves, found, strict=True))
+
+        def operated(x: Tensor, leaves: Gradients) -> Tensor:
+            return getattr(trifuse, operator)(x, None, **leaves)[0]
+
+        def eager(x: Tensor, leaves: Gradients) -> Tensor:
+            if with_options:
+                with trifuse.backend("eager"):
+                    return operated(x, leaves)
+            layer = getattr(torch.nn, operator.upper())(H, H).to(x.dtype)
+            named = {f"{n}_l0": leaf for n, leaf in leaves.items()}
+            return torch.func.functional_call(layer, named, (x,))[0]
+
+        def ours() -> Gradients:
+            return gradients(operated, torch.float32)
+
+        return ours, gradients(eager, torch.float32), gradients(eager, torch.float64)
+
+    return call
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gru_of_10_to_the_5_tokens(kind):
+    calls = [recurrent_call("gru", tokens, kind) for tokens in ((10, 10_000), (100, 1000))]
+    hold(CPP_KERNELS, calls)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_lstm_of_10_to_the_5_tokens(kind):
+    calls = [
+        recurrent_call("lstm", (20, 5000), kind),
+        recurrent_call("lstm", (5, 20_000), kind, with_options=True),
+    ]
+    hold(CPP_KERNELS, calls)
+
+
+@pytest.mark.parametrize("operator", ["gru", "lstm"])
+def test_recurrent_of_10_to_the_6_tokens(operator):
+    hold(BEST, [recurrent_call(operator, (5, 200_000), "equal")])
+
+
+# What sums are cut by ----------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(not CPP_KERNELS, reason="the C++ extension is not built")
+@pytest.mark.parametrize(
+    "call",
+    [
+        norm_call(5000, 8, "random", False), mask_call((4, 4), 200, 20, (20,), "random"),
+        recurrent_call("lstm", (5, 700), "random", with_options=True),
+        recurrent_call("gru", (5, 700), "random"),
+    ],
+    ids=["norm", "mask", "lstm", "gru"],
+)  # fmt: skip
+def test_threads_change_no_bit(call):
+    ours, _, _ = call()
+    alone = ours()
+    torch.set_num_threads(3)
+    together = ours()
+    assert all(torch.equal(alone[name], together[name]) for name in alone)
