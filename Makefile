@@ -17,7 +17,7 @@ RUN := $(VENV)/bin/python
 INSTALL := $(RUN) -m pip install --quiet --disable-pip-version-check
 SOURCES := setup.py pyproject.toml $(wildcard csrc/*.* csrc/*/*.*)
 
-.PHONY: demo test bench lint clean
+.PHONY: demo test bench lint sanitize clean
 
 demo: $(VENV)/installed-demo $(VENV)/weights
 	$(RUN) -m trifuse.benchmarks demo $(ARGS)
@@ -35,6 +35,9 @@ lint: $(VENV)/installed-lint
 	@rm -rf build/types && mkdir -p build/types/trifuse
 	@ln -s $(addprefix $(CURDIR)/,$(wildcard pytorch_ext/*) kernels benchmarks) build/types/trifuse
 	$(VENV)/bin/mypy
+
+sanitize: $(VENV)/installed-test
+	$(RUN) tests/sanitize.py $(ARGS)
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info pytorch_ext/_C*.so pytorch_ext/_build_info.py

@@ -8,7 +8,9 @@ Everything declarative is in pyproject.toml. This file holds what is not:
   header of it (NVCC names another nvcc; set but empty, the kernels are left out;
   TORCH_CUDA_ARCH_LIST says for which GPUs),
 - installing without the extension, or without CUDA kernels, and saying why, where they can't be
-  built.
+  built,
+- compiling it with sanitizers instead, into a folder of its own (TRIFUSE_SANITIZE; see
+  tests/sanitize.py).
 """
 
 from __future__ import annotations
@@ -56,6 +58,13 @@ CAPABILITIES = X86 if platform.machine() in ("x86_64", "AMD64") else {"DEFAULT":
 # for all others and the bindings: torch's headers take longer to compile than what includes them.
 # Sources of one object share their unnamed namespaces.
 LARGE_OPERATORS = ("attention", "lstm")
+
+# What TRIFUSE_SANITIZE may be, and the compiler's flags for it. The build for memory also counts
+# which lines run. In the one for threads they are std::threads (csrc/cpu/threads.h).
+SANITIZERS = {
+    "memory": ["-fsanitize=address,undefined", "-fno-sanitize=vptr", "--coverage"],
+    "threads": ["-fsanitize=thread", "-DTRIFUSE_STD_THREADS"],
+}
 
 
 def kernel_flags(capability: str) -> list[str]:
@@ -149,7 +158,19 @@ class BuildExtension(build_ext):
 
     def run(self) -> None:
         self.nvcc = os.environ.get("NVCC", shutil.which("nvcc"))
+        self.sanitizer = os.environ.get("TRIFUSE_SANITIZE")
         # First: a setting that is wrong is no reason to install without the extension.
+        if self.sanitizer:
+            self.nvcc = ""  # links otherwise, and sanitizers see nothing of a GPU
+            if self.sanitizer not in SANITIZERS:
+                expected = " or ".join(SANITIZERS)
+                raise ValueError(f"TRIFUSE_SANITIZE: expected {expected}; got {self.sanitizer!r}")
+            if self.inplace:
+                raise ValueError(
+                    "TRIFUSE_SANITIZE: a sanitized extension loads in a prepared process alone, so "
+                    "it does not replace the one in place; run `python setup.py build --build-lib "
+                    "FOLDER`"
+                )
         self.architectures = cuda_architectures() if self.nvcc and torch else []
         package = ROOT / "pytorch_ext" if self.inplace else Path(self.build_lib) / "trifuse"
         error = ""
@@ -189,6 +210,10 @@ class BuildExtension(build_ext):
         # OpenMP is only compiled against: torch brings its own runtime, and a second one linked
         # here would be a second pool of threads beside torch's.
         common = ["-std=c++20", "-O3", "-fPIC", "-fopenmp", "-fvisibility=hidden", "-Wall"]
+        sanitize = SANITIZERS[self.sanitizer] if self.sanitizer else []
+        if sanitize:
+            # The last -O counts: so much compiles fast and is not slow.
+            common += ["-O1", "-g1", "-fno-omit-frame-pointer", "-DTRIFUSE_SANITIZE", *sanitize]
         # GCC warns of its own intrinsics' undefined values, and of an ABI before 4.6.
         common += ["-Wno-maybe-uninitialized", "-Wno-uninitialized", "-Wno-psabi"]
         common += ["-DAT_PARALLEL_OPENMP=1", "-DTORCH_EXTENSION_NAME=_C"]
@@ -266,7 +291,7 @@ class BuildExtension(build_ext):
             # whichever version torch brings, is no trouble if neither sees the other's names.
             linker = [self.nvcc, "-ccbin", compiler, "-cudart", "static"]
             linker += ["-Xlinker", "--exclude-libs=ALL"]
-        link = [*linker, "-shared", *objects, "-o", str(output)]
+        link = [*linker, *sanitize, "-shared", *objects, "-o", str(output)]
         for path in library_paths():
             link += [f"-L{path}", "-Xlinker", f"-rpath={path}"]
         link += ["-ltorch_python", "-ltorch", "-ltorch_cpu", "-lc10"]

@@ -1,7 +1,6 @@
 // trifuse._C: what this build holds, and hooks for tests and benchmarks. Operators are registered
 // with torch's dispatcher in their own files.
 
-#include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty_like.h>
 #include <pybind11/stl.h>
@@ -16,6 +15,10 @@
 #include "cpu/allocation.h"
 #include "cpu/capability.h"
 #include "cpu/kernels.h"
+#ifdef TRIFUSE_SANITIZE
+#include "cpu/planted.h"
+#endif
+#include "cpu/threads.h"
 
 namespace {
 
@@ -57,7 +60,7 @@ double matrix_rate(const std::string& dtype, double seconds) {
   const int threads = at::get_num_threads();
   std::vector<double> rates(threads);
   pybind11::gil_scoped_release release;
-  at::parallel_for(0, threads, 1, [&](int64_t first, int64_t) {
+  parallel_region(threads, [&](int64_t first, int64_t) {
     rates[first] = probe.matrix_rate(dtype == "bfloat16", seconds);
   });
   double sum = 0;
@@ -115,4 +118,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("exp2", &each<&Probe::exp2>, "2^x as the kernels compute it");
   m.def("sigmoid", &each<&Probe::sigmoid>, "1 / (1 + e^-x) as the kernels compute it");
   m.def("tanh", &each<&Probe::tanh>, "tanh(x) as the kernels compute it");
+#ifdef TRIFUSE_SANITIZE
+  m.def("planted", &planted, "Commits an error that the sanitizer has to report");
+#endif
 }

@@ -6,14 +6,14 @@
 
 #pragma once
 
-#include <ATen/Parallel.h>
-
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
 
 #include "cpu/allocation.h"
 #include "cpu/failure.h"
+
+#include "cpu/threads.h"
 
 namespace trifuse {
 
@@ -86,14 +86,14 @@ class Crew {
   // of them.
   template <class Body>
   void run(int64_t threads, const Body& body) {
-    if (threads <= 1 || at::in_parallel_region()) {
+    if (threads <= 1 || in_parallel_region()) {
       body(0);
       return;
     }
     // torch may start fewer threads than it is asked for, giving some of them several tasks'
     // numbers. They count themselves before they begin.
     std::atomic<int64_t> members{0}, numbers{0};
-    at::parallel_for(0, threads, 1, [&](int64_t first, int64_t last) {
+    parallel_region(threads, [&](int64_t first, int64_t last) {
       const int64_t arrival = members.fetch_add(1);
       if (numbers.fetch_add(last - first) + last - first == threads) {
         size_ = members.load();

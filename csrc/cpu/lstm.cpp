@@ -169,7 +169,7 @@ class Call {
 
   // How many threads are worth waking; and, a barrier a step apart, keeping awake.
   int64_t threads() const {
-    const int64_t available = at::in_parallel_region() ? 1 : at::get_num_threads();
+    const int64_t available = in_parallel_region() ? 1 : at::get_num_threads();
     constexpr double kWorthwhile = 30000;  // a microsecond or so
     const bool apart = p.directions * p.groups > 1;
     if (step_size() * (apart ? 8 : 1) < kWorthwhile) return 1;

@@ -172,7 +172,7 @@ inline bool all_finite(Rows<Scalar> rows, int64_t n, int64_t columns) {
   for (int64_t r = 0; r < size; ++r) rows[r].store(target + r * target_ld);
 }
 
-// What elements of 32 or 64 bits are moved as.
+// What transpose_square moves elements of 32 or 64 bits as. Aligned as E is: only vectors are loaded.
 template <class E>
 using Moved = std::conditional_t<sizeof(E) == sizeof(float), float, double>;
 
@@ -188,10 +188,10 @@ inline void transpose_tile(const E* source, int64_t ld, int64_t rows, int64_t co
     for (; c + block <= columns; c += block)
       transpose_square(from + r * ld + c, ld, to + c * kTile + r, kTile);
     for (; c < columns; ++c)
-      for (int64_t k = r; k < r + block; ++k) to[c * kTile + k] = from[k * ld + c];
+      for (int64_t k = r; k < r + block; ++k) target[c * kTile + k] = source[k * ld + c];
   }
   for (int64_t c = 0; c < columns; ++c)
-    for (int64_t k = r; k < rows; ++k) to[c * kTile + k] = from[k * ld + c];
+    for (int64_t k = r; k < rows; ++k) target[c * kTile + k] = source[k * ld + c];
   if (rows < kTile) {
     for (int64_t c = 0; c < columns; ++c) std::fill_n(target + c * kTile + rows, kTile - rows, E{});
   }

@@ -2,11 +2,11 @@
 
 #pragma once
 
-#include <ATen/Parallel.h>
-
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
+
+#include "cpu/threads.h"
 
 namespace trifuse {
 
@@ -18,13 +18,13 @@ namespace trifuse {
 template <class Run>
 void parallel_tasks(int64_t count, int64_t related, double operations, const Run& run) {
   const int64_t threads = std::min<int64_t>(count, at::get_num_threads());
-  if (threads <= 1 || operations < 2e6 || at::in_parallel_region()) {
+  if (threads <= 1 || operations < 2e6 || in_parallel_region()) {
     for (int64_t task = 0; task < count; ++task) run(task);
     return;
   }
   const int64_t step = count >= 4 * threads * related ? related : 1;
   std::atomic<int64_t> next{0};
-  at::parallel_for(0, threads, 1, [&](int64_t, int64_t) {
+  parallel_region(threads, [&](int64_t, int64_t) {
     try {
       for (int64_t first; (first = next.fetch_add(step, std::memory_order_relaxed)) < count;)
         for (int64_t task = first; task < std::min(first + step, count); ++task) run(task);

@@ -30,10 +30,12 @@ namespace trifuse::TRIFUSE_CAPABILITY {
 using at::vec::Vectorized;
 
 // Two neighbouring values of k in 32 bits, the unit of the bfloat16 dot product: the lower k in the
-// lower half. As an element type of A and B it makes K count pairs; C is float.
+// lower half. As an element type of A and B it makes K count pairs; C is float. Rows of bfloat16, which
+// may start on any 2 bytes, are read as pairs where they lie: so a pair asks for no more.
 struct BFloat16Pair {
-  uint32_t bits;
+  uint16_t low, high;
 };
+static_assert(sizeof(BFloat16Pair) == 4 && alignof(BFloat16Pair) == 2);
 
 template <class E>
 struct Element {  // float, double
@@ -52,7 +54,7 @@ struct Element<BFloat16Pair> {
   static Vector load(const BFloat16Pair* p) { return (__m512bh)_mm512_loadu_si512(p); }
   static Vector broadcast(const BFloat16Pair* p) {
     int bits;
-    std::memcpy(&bits, p, sizeof bits);  // rows of bfloat16 need not start on 4 bytes
+    std::memcpy(&bits, p, sizeof bits);
     return (__m512bh)_mm512_set1_epi32(bits);
   }
   static Vectorized<float> multiply_add(Vector a, Vector b, Vectorized<float> c) {

@@ -1,0 +1,70 @@
+// Errors made on purpose, in a sanitized build alone. tests/sanitize.py commits each of them first:
+// a build that does not report it would report none of ours.
+
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <limits>
+#include <memory>
+#include <stdexcept>
+#include <string>
+
+#include "cpu/crew.h"
+#include "cpu/parallel.h"
+
+namespace trifuse {
+
+inline int64_t planted(const std::string& error) {
+  // Volatile, so that the compiler keeps what has no defined result.
+  if (error == "race between tasks") {
+    volatile int64_t sum = 0;
+    std::atomic<int> begun{0};
+    parallel_tasks(2, 1, 1e9, [&](int64_t task) {
+      sum = sum + task;
+      begun.fetch_add(1, std::memory_order_relaxed);
+      spin_until([&] { return begun.load(std::memory_order_relaxed) == 2; });
+    });
+    return sum;
+  }
+  if (error == "race in a crew") {  // a barrier is missing
+    volatile int64_t value = 0, read = 0;
+    Crew crew(2);
+    crew.run(2, [&](int64_t index) {
+      if (index == 0) value = 1;
+      else read = value;
+    });
+    return read;
+  }
+  if (error == "relaxed hand-over") {  // right on x86, but not by the language
+    volatile int64_t value = 0, read = 0;
+    std::atomic<bool> ready{false};
+    Crew crew(2);
+    crew.run(2, [&](int64_t index) {
+      if (index == 0) {
+        value = 1;
+        ready.store(true, std::memory_order_relaxed);
+      } else {
+        spin_until([&] { return ready.load(std::memory_order_relaxed); });
+        read = value;
+      }
+    });
+    return read;
+  }
+  volatile int64_t size = 8;
+  if (error == "read past the end") {
+    const std::unique_ptr<volatile int64_t[]> memory(new volatile int64_t[size]{});
+    return memory[size];
+  }
+  if (error == "misaligned load") {
+    alignas(8) const char memory[16] = {};
+    return *reinterpret_cast<const volatile int64_t*>(memory + size / 8);
+  }
+  if (error == "overflow") {
+    const volatile int64_t most = std::numeric_limits<int64_t>::max();
+    return most + size;
+  }
+  throw std::invalid_argument("no such error is planted: " + error);
+}
+
+}  // namespace trifuse

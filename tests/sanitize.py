@@ -1,0 +1,262 @@
+"""``make sanitize``: the C++ extension under the compiler's sanitizers.
+
+It is built twice more, each time into a folder of its own:
+
+- ``memory``: with AddressSanitizer and UndefinedBehaviorSanitizer, and counting which lines run;
+- ``threads``: with ThreadSanitizer, its tasks on std::thread (csrc/cpu/threads.h).
+
+First each build has to report the errors planted in csrc/cpu/planted.h. Then the calls of
+sanitized_calls.py, by the kernels of every instruction set of this machine, must end without a
+report, and must have reached every kernel. ``--lines`` also names the lines that none of them
+reached. No report is suppressed: torch, Python and OpenMP's runtime are not instrumented, and
+where one of those has threads of its own it is kept to one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import gzip
+import itertools
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[1]
+CALLS = Path(__file__).with_name("sanitized_calls.py")
+
+
+class Build(NamedTuple):
+    """What TRIFUSE_SANITIZE is set to; see SANITIZERS in setup.py."""
+
+    name: str
+    runtime: str  # the library that has to be in the process before any other
+    threads: tuple[str, ...]  # each call is made in so many
+    environment: dict[str, str]
+    planted: dict[str, str]  # errors, and what a report of one says
+
+    @property
+    def folder(self) -> Path:
+        return ROOT / f"build/sanitize-{self.name}"
+
+
+BUILDS = (
+    Build(
+        "memory",
+        "libasan.so",
+        ("1", "2", "3"),
+        {
+            # Python and torch leave memory to the end of the process; so does this extension.
+            "ASAN_OPTIONS": "detect_leaks=0:strict_init_order=1:detect_stack_use_after_return=1",
+            "UBSAN_OPTIONS": "print_stacktrace=1",
+            "PYTHONMALLOC": "malloc",
+            # Of three threads that are asked for, OpenMP starts two: Crew has to count them.
+            "OMP_THREAD_LIMIT": "2",
+        },
+        {
+            "read past the end": "AddressSanitizer: heap-buffer-overflow",
+            "misaligned load": "runtime error: load of misaligned address",
+            "overflow": "runtime error: signed integer overflow",
+        },
+    ),
+    Build(
+        "threads",
+        "libtsan.so",
+        ("2", "3"),
+        {
+            "TSAN_OPTIONS": "second_deadlock_stack=1:history_size=4",
+            # torch's own regions run in one thread. Ours take as many as torch.set_num_threads
+            # says, and are all there is to see.
+            "OMP_THREAD_LIMIT": "1",
+        },
+        dict.fromkeys(
+            ("race between tasks", "race in a crew", "relaxed hand-over"),
+            "ThreadSanitizer: data race",
+        ),
+    ),
+)
+REPORT = re.compile(r"runtime error:|(Address|Thread|UndefinedBehavior)Sanitizer")
+
+
+class SanitizeError(Exception):
+    """What ends the run, in words for whoever reads them."""
+
+
+def compiler() -> str:
+    return os.environ.get("CXX", "c++")
+
+
+def build(which: Build) -> None:
+    """Compile what has changed, with the compiler and the torch of an ordinary build."""
+    command = [sys.executable, "setup.py", "-q", "build", "--build-lib", str(which.folder)]
+    environment = {**os.environ, "TRIFUSE_SANITIZE": which.name}
+    done = subprocess.run(command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL)
+    if done.returncode or not extension(which).exists():
+        raise SanitizeError(f"the extension was not built with sanitizers for {which.name}")
+
+
+def extension(which: Build) -> Path:
+    return next(iter(which.folder.glob("trifuse/_C.*.so")), which.folder / "trifuse/_C.so")
+
+
+def run(which: Build, *arguments: str) -> tuple[int, str]:
+    """Python with the sanitized extension: the exit status, and all that was printed."""
+    # The C++ library too: the runtime looks for what throws exceptions when the process begins.
+    libraries = [which.runtime, "libstdc++.so.6"]
+    found = [
+        subprocess.run(
+            [compiler(), f"-print-file-name={name}"], capture_output=True, text=True, check=True
+        ).stdout.strip()
+        for name in libraries
+    ]
+    for name, path in zip(libraries, found, strict=True):
+        if not Path(path).is_absolute():
+            raise SanitizeError(f"{compiler()} has no {name}; install its sanitizers' libraries")
+    environment = {
+        **os.environ,
+        **which.environment,
+        "LD_PRELOAD": " ".join(found),
+        "PYTHONPATH": str(which.folder),
+        "OMP_WAIT_POLICY": "PASSIVE",
+        "TRITON_INTERPRET": "1",
+    }
+    environment.pop("TRIFUSE_CPU_CAPABILITY", None)
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        env=environment, text=True, errors="replace",
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+    return done.returncode, done.stdout
+
+
+def check_planted(which: Build, error: str) -> None:
+    """An error committed on purpose is reported."""
+    status, output = run(which, "-c", f"from trifuse import _C; _C.planted({error!r})")
+    if which.planted[error] not in output:
+        raise SanitizeError(
+            f"{which.name}: the planted {error!r} was not reported, so nothing would be "
+            f"(exit status {status}):\n{output}"
+        )
+
+
+def check_calls(which: Build, capability: str) -> None:
+    """All calls by one instruction set's kernels, without a report."""
+    status, output = run(which, str(CALLS), capability, *which.threads)
+    if status or REPORT.search(output):
+        raise SanitizeError(f"{which.name}, {capability}: exit status {status}\n{output}")
+    print(f"{which.name}: {output.strip()}", flush=True)
+
+
+def capabilities(which: Build) -> list[str]:
+    code = "from trifuse import _C; print(' '.join(_C.cpu_capabilities()))"
+    status, output = run(which, "-c", code)
+    if status:
+        raise SanitizeError(f"{which.name}: the extension does not load:\n{output}")
+    return output.split()
+
+
+# What was reached --------------------------------------------------------------------------------
+
+
+class Reached(NamedTuple):
+    """Of one object: how often each function and line of csrc/cpu ran, by file and line."""
+
+    functions: dict[tuple[str, int], int]
+    names: dict[tuple[str, int], str]
+    lines: dict[tuple[str, int], int]
+
+
+def counts() -> list[Path]:
+    """What the objects of the build for memory wrote when their processes ended."""
+    return sorted((ROOT / "build").glob("*/*.gcda"))
+
+
+def read_counts(path: Path) -> Reached:
+    gcov = subprocess.run(
+        [compiler(), "-print-prog-name=gcov"], capture_output=True, text=True, check=True
+    ).stdout.strip()
+    with tempfile.TemporaryDirectory() as folder:
+        subprocess.run(
+            [gcov, "--json-format", str(path)], cwd=folder, check=True, capture_output=True
+        )
+        [packed] = Path(folder).glob("*.gcov.json.gz")
+        found = json.loads(gzip.decompress(packed.read_bytes()))
+    reached = Reached({}, {}, {})
+    for file in found["files"]:
+        source = Path(found["current_working_directory"], file["file"]).resolve()
+        if ROOT / "csrc/cpu" not in source.parents:
+            continue
+        name = str(source.relative_to(ROOT))
+        # A template is there once for each of its types; reached by one of them, it is reached.
+        for function in file["functions"]:
+            place = name, function["start_line"]
+            reached.names[place] = function["demangled_name"]
+            before = reached.functions.get(place, 0)
+            reached.functions[place] = before + function["execution_count"]
+        for line in file["lines"]:
+            place = name, line["line_number"]
+            reached.lines[place] = reached.lines.get(place, 0) + line["count"]
+    return reached
+
+
+def check_reached(ran: list[str], show_lines: bool) -> None:
+    """Every function of every kernel ran, as compiled for each instruction set."""
+    missed = []
+    for path in counts():
+        name = path.name.rsplit(".", 2)[0]  # without the digest
+        kernel, _, capability = name.partition(".")
+        if not kernel.endswith("_kernel") or capability not in ran:
+            continue
+        reached = read_counts(path)
+        missed += [
+            f"{name}: {file}:{line}: {reached.names[file, line]}"
+            for (file, line), count in reached.functions.items()
+            if count == 0
+        ]
+        if show_lines:
+            lines = sorted(place for place, count in reached.lines.items() if count == 0)
+            for file, places in itertools.groupby(lines, lambda place: place[0]):
+                numbers = " ".join(str(line) for _, line in places)
+                print(f"{name}: no call reached {file}: {numbers}")
+    if missed:
+        raise SanitizeError("no call reached\n" + "\n".join(missed))
+    print("memory: every function of every kernel was reached")
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--only", choices=[which.name for which in BUILDS])
+    parser.add_argument("--lines", action="store_true", help="name lines that no call reached")
+    asked = parser.parse_args(arguments)
+    for path in counts():
+        path.unlink()
+    for which in BUILDS:
+        if asked.only not in (None, which.name):
+            continue
+        begun = time.monotonic()
+        build(which)
+        print(f"{which.name}: built in {time.monotonic() - begun:.0f} s", flush=True)
+        for error in which.planted:
+            check_planted(which, error)
+        print(f"{which.name}: reports the errors planted", flush=True)
+        ran = capabilities(which)
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            for _ in pool.map(functools.partial(check_calls, which), ran):
+                pass
+        if which.name == "memory":
+            check_reached(ran, asked.lines)
+        print(f"{which.name}: no report; {time.monotonic() - begun:.0f} s", flush=True)
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except SanitizeError as failure:
+        sys.exit(f"make sanitize: {failure}")

@@ -1,0 +1,251 @@
+"""Calls that reach every C++ kernel, in every pattern of threads: what ``make sanitize`` runs.
+
+``python tests/sanitized_calls.py AVX2 1 2 3`` makes all of them by the kernels of an instruction
+set, in so many threads each. A call of this file has the same bits in any number of threads, or it
+raises.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from random import Random
+from typing import Any
+
+import attention_cases as attention
+import dropout_add_layer_norm_cases as norm
+import lstm_cases as lstm
+import test_gru as gru
+import torch
+from torch import Tensor
+from torch.nn.attention.bias import CausalVariant
+
+import trifuse
+from trifuse import backends
+from trifuse.ops.dropout import dropout
+
+Call = Callable[[], Any]
+Calls = Iterator[Call]
+
+# Tensors smaller than these are not shared among threads (csrc/cpu/parallel.h, csrc/cpu/lstm.cpp).
+_LONG = {"B": 1, "Lq": 131, "Lk": 300}
+
+
+def attention_calls(dtype: torch.dtype) -> Calls:
+    """Several chunks of keys, which hand the gradient of the queries to one another in turn; each
+    kind of mask; each way in which the gradients of a broadcast mask are shared."""
+
+    def mask(*shape: int) -> Tensor:
+        return attention.normal(*shape, seed=8, dtype=dtype)
+
+    wide = {**_LONG, "E": 140, "Ev": 140, "dtype": dtype}  # a chunk has 128 keys
+    full = mask(2, 2, 131, 300)
+    made = [
+        attention.make(**wide),
+        attention.make(**_LONG, E=40, Ev=72, H=4, Hkv=2, dtype=dtype, is_causal=True),
+        attention.make(**wide, is_causal=CausalVariant.LOWER_RIGHT, dropout_p=0.2),
+        attention.make(**wide, window=(50, 9), key_lengths=torch.tensor([250])),
+        attention.make(**wide, mask=full[:1] > 0, scale=-0.3),
+        *(
+            attention.make(**{**wide, "B": 2}, mask=part, dropout_p=0.1)
+            for part in (full, full[:1], full[:, :1], full[:1, :1, :1], full[..., :1])
+        ),
+    ]
+    for case in made:
+        yield partial(attention.run, case)
+    lengths_q, lengths_k = [0, 131, 1, 64], [5, 170, 0, 65]
+    case = attention.packed(lengths_q, lengths_k, rest=3, E=64, dtype=dtype)
+    bounds = attention.boundaries(lengths_q), attention.boundaries(lengths_k, torch.int32)
+    yield partial(attention.run_packed, case, *bounds)
+
+
+def norm_calls(dtype: torch.dtype) -> Calls:
+    for shape in ((700, 65), (40, 2000), (1, 70_000)):
+        case = norm.make(*shape, dtype=dtype, dropout_p=0.1)
+        plain = dataclasses.replace(
+            case, dropout_p=0.0, residual=None, x_bias=None, bias=None, grad_sum=None, rms_norm=True
+        )
+        yield partial(norm.run, case)
+        yield partial(norm.run, plain)
+
+
+def dropout_calls(dtype: torch.dtype) -> Calls:
+    x = torch.randn(2 * 2**15 + 77).to(dtype)
+
+    def draw(p: float) -> Tensor:
+        torch.manual_seed(3)
+        return dropout(x, p)
+
+    yield partial(draw, 0.1)
+    yield partial(draw, 0.9)
+
+
+def linear_calls(dtype: torch.dtype) -> Calls:
+    ops = torch.ops.trifuse
+    for M, K, N in ((1, 1, 1), (7, 129, 33), (130, 65, 200), (245, 257, 129)):
+        x, weight, bias = (torch.randn(*s).to(dtype) for s in ((M, K), (N, K), (N,)))
+        for activation in (None, "relu", "gelu", "gelu_tanh"):
+            yield partial(ops.linear, x, weight, bias, activation)
+        # What the gradients are: products of transposed views.
+        columns, rows = x.t().contiguous().t(), weight.t().contiguous().t()
+        yield partial(ops.linear, columns, rows, None, None)
+        packed = ops.pack_linear(weight)
+        yield partial(ops.linear_packed, x, packed, N, None, None)
+    large = torch.randn(600, 512).to(dtype)
+    yield partial(ops.pack_linear, large)
+    yield partial(ops.checksum, large)
+
+
+def lstm_calls(dtype: torch.dtype) -> Calls:
+    """A team for each direction and group of rows, or several jobs a thread, or all at one job."""
+    for options in lstm.VARIANTS.values():
+        H = options.get("H", 40)
+        projection = {"projection": 20} if "projection" in options else {}
+        lengths = {"lengths": [(3 * b) % 6 for b in range(18)]} if "lengths" in options else {}
+        changed = {**options, **projection, **lengths, "H": max(H, 40)}
+        yield partial(lstm.run, lstm.make(5, 18, 9, dtype=dtype, **changed))
+    for what in ("plain", "two directions", "recompute"):
+        options = lstm.VARIANTS[what]
+        yield partial(lstm.run, lstm.make(9, 18, 5, 64, dtype=dtype, **options))
+        yield partial(lstm.run, lstm.make(3, 3, 70, 200, dtype=dtype, **options))
+
+
+def gru_calls(dtype: torch.dtype) -> Calls:
+    for sizes in ((5, 18, 9, 40), (9, 18, 5, 64), (3, 3, 70, 200)):
+        for options in ({}, {"biases": False, "states": False}, {"reverse": (False, True)}):
+            yield partial(gru.run, gru.Case(*sizes, dtype=dtype, **options))
+        lengths = [b % (sizes[0] + 1) for b in range(sizes[1])]
+        yield partial(gru.run, gru.Case(*sizes, dtype=dtype, lengths=lengths))
+
+
+def infer_and_train(layer: torch.nn.Module, x: Tensor) -> list[Tensor]:
+    with torch.no_grad():
+        inferred = layer(x)[0]
+    out = layer(x)[0]
+    return [inferred, out.detach(), *torch.autograd.grad(out.sum(), list(layer.parameters()))]
+
+
+def cell_calls(dtype: torch.dtype) -> Calls:
+    """Inference, and single steps, which go a way of their own."""
+    for module in (trifuse.nn.LSTM, trifuse.nn.GRU):
+        for sizes in ((9, 40), (70, 200)):
+            torch.manual_seed(0)
+            layer = module(*sizes, bidirectional=True).to(dtype)
+            x = torch.randn(4, 6, sizes[0]).to(dtype)
+            yield partial(infer_and_train, layer, x)
+    for module in (trifuse.nn.LSTMCell, trifuse.nn.GRUCell):
+        for sizes in ((9, 40), (70, 200)):
+            torch.manual_seed(0)
+            layer = module(*sizes).to(dtype)
+            x = torch.randn(6, sizes[0]).to(dtype)
+            yield partial(infer_and_train, layer, x)
+
+
+def probe_calls(dtype: torch.dtype) -> Calls:
+    x = torch.linspace(-90, 90, 1001)
+    if dtype == torch.float32:
+        for name in ("exp2", "sigmoid", "tanh"):
+            yield partial(getattr(backends._C, name), x)
+    if dtype in (torch.float32, torch.bfloat16):
+        name = str(dtype).removeprefix("torch.")
+        yield lambda: backends._C.matrix_rate(name, 0.001) > 0  # runs in every thread
+
+
+# The kernels of csrc/cpu/kernels.h, by the fields of `Kernels`, and who calls them.
+CALLS: dict[str, Callable[[torch.dtype], Calls]] = {
+    "attention_forward": attention_calls,
+    "attention_backward": attention_calls,
+    "dropout_add_layer_norm_forward": norm_calls,
+    "dropout_add_layer_norm_backward": norm_calls,
+    "dropout": dropout_calls,
+    "linear": linear_calls,
+    "lstm_forward": lstm_calls,
+    "lstm_backward": lstm_calls,
+    "probe": probe_calls,
+}
+# And more that go through some of them.
+_MORE = (gru_calls, cell_calls)
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_LINEAR_DTYPES = (torch.float32, torch.bfloat16)
+
+
+def drawn(dtype: torch.dtype, count: int) -> Calls:
+    """Small calls of any sizes, layouts and options, as the tests draw them."""
+    random = Random(0)
+    for _ in range(count):
+        yield partial(attention.run, attention.draw_case(random, dtype))
+        yield partial(norm.run, norm.draw_case(random, dtype))
+        yield partial(lstm.run, lstm.draw_case(random, dtype))
+
+
+def assert_same_bits(actual: Any, expected: Any) -> None:
+    if isinstance(actual, dict):
+        actual, expected = list(actual.values()), list(expected.values())
+    if isinstance(actual, (list, tuple)):
+        for a, e in zip(actual, expected, strict=True):
+            assert_same_bits(a, e)
+    elif isinstance(actual, Tensor):
+        attention.assert_equal(actual, expected)
+    else:
+        assert actual == expected
+
+
+def in_two_python_threads(dtype: torch.dtype) -> None:
+    """Calls from two of Python's own threads at once: large results, whose memory is kept."""
+    case = norm.make(600, 1000, dtype=dtype)
+    results: list[Any] = [None, None]
+
+    def work(which: int) -> None:
+        for _ in range(3):
+            results[which] = norm.run(case)
+
+    workers = [threading.Thread(target=work, args=(which,)) for which in range(2)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert_same_bits(*results)
+
+
+def run(dtypes: Sequence[torch.dtype], threads: Sequence[int], count: int) -> int:
+    """Make all calls by the kernels in use; returns how many."""
+    made = 0
+    for dtype in dtypes:
+        everything = dict.fromkeys([*CALLS.values(), *_MORE])  # in order, each once
+        for calls in everything:
+            if calls is linear_calls and dtype not in _LINEAR_DTYPES:
+                continue
+            for call in calls(dtype):
+                expected = None
+                for number in threads:
+                    torch.set_num_threads(number)
+                    results = call()
+                    if expected is not None:
+                        assert_same_bits(results, expected)
+                    expected = results
+                    made += 1
+        for call in drawn(dtype, count):
+            torch.set_num_threads(threads[made % len(threads)])
+            call()
+            made += 1
+        in_two_python_threads(dtype)
+    return made
+
+
+def main(capability: str, *threads: str) -> None:
+    assert backends._C is not None, "the extension did not load"
+    torch.use_deterministic_algorithms(True)  # memory that nothing wrote is NaN
+    backends._C.set_cpu_capability(capability)
+    # The instruction sets with products of bfloat16 have nothing else of their own.
+    dtypes = (torch.bfloat16,) if capability.endswith("_BF16") else DTYPES
+    with trifuse.backend("cpp"):
+        made = run(dtypes, [int(number) for number in threads], count=20)
+    print(f"{capability}, {' '.join(threads)} threads: {made} calls")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

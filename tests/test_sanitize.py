@@ -1,0 +1,60 @@
+"""What `make sanitize` relies on: its list of calls, where threads come from, how it is built."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import sanitized_calls
+import torch
+
+import trifuse
+from trifuse import backends
+
+ROOT = Path(__file__).parents[1]
+
+
+def test_every_kernel_has_its_calls():
+    text = (ROOT / "csrc/cpu/kernels.h").read_text()
+    [fields] = re.findall(r"^struct Kernels \{\n(.*?)^\};", text, re.DOTALL | re.MULTILINE)
+    assert re.findall(r"(\w+);$", fields, re.MULTILINE) == list(sanitized_calls.CALLS)
+
+
+def test_threads_come_from_one_place():
+    """ThreadSanitizer sees none but those."""
+    theirs = re.compile(
+        r"\bat::(parallel_for|parallel_reduce|in_parallel_region)|#pragma omp (?!simd)"
+    )
+    for source in (*ROOT.glob("csrc/*.*"), *ROOT.glob("csrc/cpu/*")):
+        if source.name != "threads.h":
+            assert not theirs.search(source.read_text()), source
+
+
+@pytest.mark.skipif(backends._C is None, reason="the C++ extension was not built")
+def test_calls_are_right_and_the_same_on_any_number_of_threads():
+    """Bit for bit, which `run` asserts; by the ordinary extension."""
+    with trifuse.backend("cpp"):
+        assert sanitized_calls.run([torch.float32], [1, 3], count=1) > 200
+
+
+@pytest.mark.parametrize(
+    ("value", "why"),
+    [("memory", "does not replace the one in place"), ("speed", "expected memory or threads")],
+)
+def test_a_sanitized_build_leaves_the_ordinary_one_alone(value, why):
+    def state() -> list[tuple[str, int]]:
+        files = [*ROOT.glob("pytorch_ext/_C*.so"), *ROOT.glob("pytorch_ext/_build_info.py")]
+        return [(str(path), path.stat().st_mtime_ns) for path in files]
+
+    before = state()
+    done = subprocess.run(
+        [sys.executable, "setup.py", "-q", "build_ext", "--inplace"],
+        cwd=ROOT, env={**os.environ, "TRIFUSE_SANITIZE": value}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode != 0
+    assert why in done.stderr
+    assert state() == before
