@@ -54,6 +54,9 @@ def attention_calls(dtype: torch.dtype) -> Calls:
             for part in (full, full[:1], full[:, :1], full[:1, :1, :1], full[..., :1])
         ),
     ]
+    spoilt = made[0].value.clone()
+    spoilt[:, :, 17] = float("nan")
+    made.append(dataclasses.replace(made[0], value=spoilt))
     for case in made:
         yield partial(attention.run, case)
     lengths_q, lengths_k = [0, 131, 1, 64], [5, 170, 0, 65]
@@ -146,7 +149,7 @@ def cell_calls(dtype: torch.dtype) -> Calls:
 
 def probe_calls(dtype: torch.dtype) -> Calls:
     x = torch.linspace(-90, 90, 1001)
-    if dtype == torch.float32:
+    if dtype in (torch.float32, torch.bfloat16):
         for name in ("exp2", "sigmoid", "tanh"):
             yield partial(getattr(backends._C, name), x)
     if dtype in (torch.float32, torch.bfloat16):
