@@ -1,17 +1,23 @@
-"""Which backend a call would get, without running it."""
+"""Which backend a call would get, and what runs in a model, without running either."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, overload
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from trifuse import backends
-from trifuse.nn.lstm import LSTM
-from trifuse.ops import _recurrent, attention, dropout_add_layer_norm, gru, lstm
+from trifuse.fuse import Left, attn_implementations, notes, own_attention, padding, product, table
+from trifuse.nn.attention import MultiheadAttention
+from trifuse.nn.gru import GRU, GRUCell
+from trifuse.nn.linear import Linear
+from trifuse.nn.lstm import LSTM, LSTMCell
+from trifuse.ops import _recurrent, attention, dropout_add_layer_norm, gru, linear, lstm
 
 # Each operator's preparation takes the operator's own arguments, less those that only shape its
 # results, and ends by choosing a backend.
@@ -26,31 +32,86 @@ _PREPARE: dict[Callable[..., Any], Callable[..., Any]] = {
 }
 
 
-def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> backends.Choice:
-    """Which backend would serve ``function(*args, **kwargs)``, and why not the others.
+class Runs(NamedTuple):
+    """What a module of a model runs on."""
+
+    path: str  # its name in the model; "" is the model itself
+    module: str  # its class
+    runs: str
+
+
+@dataclass
+class Account:
+    """What the modules of a model run on now. ``print(account)`` shows it as a table.
+
+    Attributes:
+        modules: those that trifuse has something for, fused or not.
+        unpadded: the names of those that compute on real tokens only.
+        padded: those that are to do so, compute padding too, and why.
+    """
+
+    modules: list[Runs] = field(default_factory=list)
+    unpadded: list[str] = field(default_factory=list)
+    padded: list[Left] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        rows: dict[tuple[str, str], list[str]] = {}  # the same of many is said once
+        for path, module, runs in self.modules:
+            rows.setdefault((module, runs), []).append(path)
+        lines = [
+            (paths[0] if len(paths) == 1 else f"({len(paths)} modules)", module, runs)
+            for (module, runs), paths in rows.items()
+        ]
+        return "\n".join(table(lines)) or "  nothing that trifuse has something for"
+
+
+@overload
+def explain(function: LSTM, input: Tensor, *args: Any, **kwargs: Any) -> backends.Choice: ...
+@overload
+def explain(function: nn.Module) -> Account: ...  # type: ignore[overload-overlap]
+@overload
+def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> backends.Choice: ...
+def explain(
+    function: Callable[..., Any] | nn.Module, *args: Any, **kwargs: Any
+) -> backends.Choice | Account:
+    """Which backend would serve ``function(*args, **kwargs)``, and why not the others; or what the
+    modules of a model run on.
 
     Of an LSTM by CUDA kernels also whether it is one launch for the whole sequence, which takes the
     recurrent weights onto the chip once, or goes step by step, and why; of a ``trifuse.nn.LSTM``
     also how many of its layers run side by side.
 
+    Of a model, fused or not, which of its modules run fused and on which backend, what of them runs
+    otherwise, and what leaves padding out, or computes it too and why. It is asked of the model as
+    it is now, whatever was wrapped, hooked or moved since it was fused.
+
     Args:
-        function: an operator of trifuse, such as ``trifuse.scaled_dot_product_attention``, or a
-            ``trifuse.nn.LSTM``, of tensors.
+        function: an operator of trifuse, such as ``trifuse.scaled_dot_product_attention``; a
+            ``trifuse.nn.LSTM``, with tensors; or any ``torch.nn.Module``, alone.
         args, kwargs: as for the call itself; they are checked in the same way.
 
     Returns:
-        A :class:`trifuse.backends.Choice`, which prints as a short report.
+        Of a call, a :class:`trifuse.backends.Choice`, of a module alone, an :class:`Account`. Both
+        print as a short report.
 
     Raises:
-        TypeError: ``function`` is not an operator of trifuse.
+        TypeError: ``function`` is neither an operator of trifuse nor a module; or a module other
+            than a ``trifuse.nn.LSTM`` came with arguments.
         Whatever the call would raise for bad arguments.
     """
-    if isinstance(function, LSTM):
+    if isinstance(function, LSTM) and (args or kwargs):
         return _explain_lstm(function, *args, **kwargs)
+    if isinstance(function, nn.Module):
+        if args or kwargs:
+            raise TypeError(
+                f"args: expected nothing beside a module, unless it is a trifuse.nn.LSTM; got "
+                f"arguments for {type(function).__name__}"
+            )
+        return _explain_model(function)
     prepare = _PREPARE.get(function)
     if prepare is None:
         names = ", ".join(f.__name__ for f in _PREPARE)
-        raise TypeError(f"function: expected one of {names}; got {function!r}")
+        raise TypeError(f"function: expected one of {names}, or a module; got {function!r}")
     bound = inspect.signature(function).bind(*args, **kwargs)
     bound.apply_defaults()
     wanted = inspect.signature(prepare).parameters
@@ -59,6 +120,87 @@ def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> backends
     if choice.backend == "cuda" and function in (lstm.lstm, lstm.lstm_cell):
         choice = choice._replace(notes=_ways(call))
     return choice
+
+
+def _explain_model(model: nn.Module) -> Account:
+    account = Account()
+    said: dict[str, list[str]] = {}
+    for path, module in model.named_modules():
+        said[path] = [] if (runs := _runs(module)) is None else [runs]
+    for path, chosen in attn_implementations(model):
+        said[path].insert(0, f'attention by attn_implementation="{chosen}"')
+    for path, note in notes(model):
+        said[path].append(note)
+    for path, _, reason in own_attention(model):
+        said[path].append(reason)
+    for path, stack, why in padding(model):
+        if why is None:
+            account.unpadded.append(path)
+            said[path].append("leaves padding out")
+        else:
+            account.padded.append(Left(path, type(stack).__name__, str(why)))
+            said[path].append(f"computes padding too: {why}")
+    for path, module in model.named_modules():
+        if said[path]:
+            name = type(module).__name__
+            account.modules.append(Runs(path, name, "; ".join(said[path])))
+    return account
+
+
+def _runs(module: nn.Module) -> str | None:
+    """What a module by itself runs on; None where trifuse has nothing for it."""
+    cls = type(module)
+    if isinstance(module, Linear):
+        weight = module.weight
+        return "torch's" if weight.device.type != "cpu" else product(linear.choose(weight.dtype))
+    for ours, operator in _OPERATORS.items():
+        if isinstance(module, ours):
+            return f"{operator} by {_backend(operator, module)}"
+    if isinstance(module, _TORCHS) and not _is_ours(cls):
+        return None if isinstance(module, NonDynamicallyQuantizableLinear) else "not fused"
+    return "fused" if _is_ours(cls) else None
+
+
+_OPERATORS = {
+    MultiheadAttention: "attention",
+    LSTM: "lstm",
+    LSTMCell: "lstm",
+    GRU: "gru",
+    GRUCell: "gru",
+}
+
+_TORCHS = (
+    nn.MultiheadAttention,
+    nn.TransformerEncoderLayer,
+    nn.TransformerDecoderLayer,
+    nn.TransformerEncoder,
+    nn.TransformerDecoder,
+    nn.LSTM,
+    nn.LSTMCell,
+    nn.GRU,
+    nn.GRUCell,
+    nn.Linear,
+)
+
+
+def _is_ours(cls: type) -> bool:
+    """Whether the class, or what another library made a class of its own from, is trifuse's."""
+    return any(
+        base.__module__.startswith("trifuse.nn.") or base.__module__ == "trifuse.huggingface"
+        for base in cls.__mro__
+    )
+
+
+def _backend(operator: str, module: nn.Module) -> str:
+    weight = next(module.parameters(), None)
+    if weight is None:
+        return "none: it has no parameters"
+    head_dim = module.head_dim if isinstance(module, MultiheadAttention) else 0
+    call = backends.Call(operator, weight.device.type, weight.dtype, head_dim)
+    try:
+        return backends.choose(call).backend
+    except RuntimeError as error:  # a backend was asked for by name that can't serve it
+        return f"none: {error}"
 
 
 def _explain_lstm(

@@ -9,9 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import enum
 import functools
+import inspect
+import re
 import sys
-from collections.abc import Callable
+import types
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -22,6 +26,9 @@ from torch.nn.utils import parametrize
 
 from trifuse import backends, nn
 from trifuse.models import bert, elmo, transformer
+from trifuse.nn import packing
+from trifuse.nn.dropout_add_layer_norm import is_fused
+from trifuse.nn.quantization import Unquantizable
 from trifuse.ops import linear
 
 
@@ -41,28 +48,72 @@ class Left(NamedTuple):
     reason: str
 
 
+class Note(NamedTuple):
+    """What of a module that was swapped runs otherwise."""
+
+    path: str
+    text: str
+
+
+class _Absent(enum.Enum):
+    ABSENT = enum.auto()  # the attribute wasn't there
+
+
+@dataclass
+class _Step:
+    """One attribute, or the class, that :func:`fuse` changed; and how it was."""
+
+    owner: Any
+    name: str
+    before: Any
+    after: Any
+
+    def do(self) -> None:
+        setattr(self.owner, self.name, self.after)
+
+    def undo(self) -> None:
+        """Restore it, unless it was changed again since."""
+        now = getattr(self.owner, self.name, _Absent.ABSENT)
+        if not (now is self.after or (isinstance(now, str) and now == self.after)):
+            return
+        if self.before is _Absent.ABSENT:
+            delattr(self.owner, self.name)
+        else:
+            setattr(self.owner, self.name, self.before)
+
+
 @dataclass
 class FuseReport:
     """What :func:`fuse` did. ``print(report)`` shows it as a table.
 
+    It holds the modules that it changed. Copied or pickled together with the model, as in
+    ``copy.deepcopy((model, report))``, it reverts the copy; copied alone, a copy of its own.
+    :func:`trifuse.explain` says of a model what runs now, whatever has happened to it since.
+
     Attributes:
         swapped: the modules that now run fused and did not before.
         left: the modules that could have been meant, and why they were left alone.
+        notes: what of the swapped modules runs otherwise.
         linear: for each dtype of the linear layers met, which product serves it and why.
+        unpadded: with ``unpad``, the names of the modules that compute on real tokens only.
+        padded: with ``unpad``, those that compute padding too, and why.
     """
 
     swapped: list[Swapped] = field(default_factory=list)
     left: list[Left] = field(default_factory=list)
+    notes: list[Note] = field(default_factory=list)
     linear: dict[torch.dtype, str] = field(default_factory=dict)
-    _undo: list[Callable[[], None]] = field(default_factory=list, repr=False)
+    unpadded: list[str] = field(default_factory=list)
+    padded: list[Left] = field(default_factory=list)
+    _steps: list[_Step] = field(default_factory=list, repr=False)
 
     def revert(self) -> None:
         """Undo the swaps of this report, the latest first. A second call does nothing.
 
         A module whose class was changed again since is left as it is.
         """
-        while self._undo:
-            self._undo.pop()()
+        while self._steps:
+            self._steps.pop().undo()
 
     def __str__(self) -> str:
         lines = [f"{len(self.swapped)} swapped, {len(self.left)} left"]
@@ -72,14 +123,29 @@ class FuseReport:
             if layers:
                 count = "1 layer" if len(layers) == 1 else f"{len(layers)} layers"
                 rows.append(Swapped(f"({count})", layers[0].before, name))
+        notes = dict(self.notes)
+        rows = [
+            Swapped(path, was, f"{now}; {notes[path]}" if path in notes else now)
+            for path, was, now in rows
+        ]
         rows += [Swapped(path, module, f"left: {reason}") for path, module, reason in self.left]
-        rows = [Swapped(path or "(the model)", was, now) for path, was, now in rows]
-        widths = [max((len(row[column]) for row in rows), default=0) for column in (0, 1)]
-        lines += [f"  {path:{widths[0]}}  {was:{widths[1]}}  {now}" for path, was, now in rows]
+        rows += [Swapped(*row[:2], f"computes padding too: {row.reason}") for row in self.padded]
+        lines += table(rows)
         lines += [f"  linear layers: {choice}" for choice in self.linear.values()]
+        if self.unpadded:
+            names = ", ".join(path or _WHOLE for path in self.unpadded)
+            lines.append(f"  without padding: {names}")
         return "\n".join(lines)
 
 
+def table(rows: Sequence[tuple[str, str, str]]) -> list[str]:
+    """Rows that begin with a module's name in the model, aligned."""
+    rows = [(path or _WHOLE, second, third) for path, second, third in rows]
+    widths = [max((len(row[column]) for row in rows), default=0) for column in (0, 1)]
+    return [f"  {path:{widths[0]}}  {second:{widths[1]}}  {third}" for path, second, third in rows]
+
+
+_WHOLE = "(the model)"
 _MANY = ("trifuse.nn.Linear", "trifuse.nn.Dropout")
 
 
@@ -121,10 +187,10 @@ def fuse(model: torch_nn.Module, unpad: bool = False) -> FuseReport:
     if not isinstance(model, torch_nn.Module):
         raise TypeError(f"model: expected a torch.nn.Module; got {type(model).__name__}")
     report = FuseReport()
-    table = _swaps(unpad, report)
+    swaps = _swaps(unpad, report)
     for path, module in model.named_modules():
         # The base first: a transformers model chooses its attention before it is made to unpad.
-        for swap in [table[cls] for cls in reversed(type(module).__mro__) if cls in table]:
+        for swap in [swaps[cls] for cls in reversed(type(module).__mro__) if cls in swaps]:
             try:
                 change = swap(module)
             except _CannotSwap as reason:
@@ -132,7 +198,12 @@ def fuse(model: torch_nn.Module, unpad: bool = False) -> FuseReport:
             else:
                 if change is not None:
                     report.swapped.append(Swapped(path, change.before, change.after))
-                    report._undo.append(change.undo)
+                    report._steps += change.steps
+    swapped = {each.path for each in report.swapped}
+    report.notes += [note for note in notes(model) if note.path in swapped]
+    report.left += own_attention(model)
+    if unpad:
+        _report_padding(model, report)
     return report
 
 
@@ -143,16 +214,17 @@ class _CannotSwap(Exception):  # noqa: N818 - an answer, not an error
 class _Change(NamedTuple):
     before: str
     after: str
-    undo: Callable[[], None]
+    steps: list[_Step]
 
 
-# Swaps a module in place and says how to undo that; None where it is fused already.
+# Swaps a module in place and says in which steps; None where it is fused already.
 _Swap = Callable[[Any], "_Change | None"]
 
 
 def _swaps(unpad: bool, report: FuseReport) -> dict[type, _Swap]:
     """From the type of a module, or of one of its bases, to what swaps it."""
     classes: dict[type[torch_nn.Module], type[torch_nn.Module]] = {
+        torch_nn.MultiheadAttention: nn.MultiheadAttention,
         torch_nn.TransformerEncoderLayer: nn.TransformerEncoderLayer,
         torch_nn.TransformerDecoderLayer: nn.TransformerDecoderLayer,
         bert.SoftmaxAttention: nn.SoftmaxAttention,
@@ -172,7 +244,6 @@ def _swaps(unpad: bool, report: FuseReport) -> dict[type, _Swap]:
             transformer.LanguageModel: nn.UnpaddedLanguageModel,
         }
     table: dict[type, _Swap] = {
-        torch_nn.MultiheadAttention: _swap_multihead_attention,
         torch_nn.TransformerEncoder: functools.partial(_swap_transformer_encoder, unpad=unpad),
         torch_nn.TransformerDecoder: functools.partial(_swap_transformer_decoder, unpad=unpad),
         torch_nn.Dropout: _swap_dropout,
@@ -221,45 +292,23 @@ def _retype(
         raise _CannotSwap(f"a subclass of {source.__name__}")
     if "forward" in vars(module):
         raise _CannotSwap("its forward was replaced on the instance")
-    module.__class__ = target
-
-    def undo() -> None:
-        if type(module) is target:
-            module.__class__ = source
-
-    return _Change(_qualified(source), _qualified(target), undo)
-
-
-def _swap_multihead_attention(module: torch_nn.MultiheadAttention) -> _Change | None:
-    packed = module._qkv_same_embed_dim
-    change = _retype(module, torch_nn.MultiheadAttention, nn.MultiheadAttention)
-    if change is None:
-        return None
-    nn.MultiheadAttention.adopt(module)
-
-    def undo() -> None:
-        change.undo()
-        if type(module) is torch_nn.MultiheadAttention:
-            module._qkv_same_embed_dim = packed
-
-    return change._replace(undo=undo)
+    quantizable = not isinstance(getattr(target, "qconfig", None), Unquantizable)
+    if not quantizable and getattr(module, "qconfig", None) is not None:
+        raise _CannotSwap("it is prepared for quantization")
+    step = _Step(module, "__class__", source, target)
+    step.do()
+    return _Change(_qualified(source), _qualified(target), [step])
 
 
 def _unpad(module: torch_nn.Module, change: _Change | None) -> _Change | None:
     """Have an encoder of trifuse's leave out the padding."""
     if module.unpad:
         return change
-    setattr(module, "unpad", True)  # noqa: B010 - mypy has a module's attributes be modules
-
-    def undo() -> None:
-        del module.unpad
-        if change is not None:
-            change.undo()
-
+    step = _Step(module, "unpad", _Absent.ABSENT, True)
+    step.do()
     if change is None:
-        name = _qualified(type(module))
-        return _Change(name, "the same, without padding", undo)
-    return change._replace(undo=undo)
+        return _Change(_qualified(type(module)), "the same, without padding", [step])
+    return change._replace(steps=[*change.steps, step])
 
 
 def _swap_linear(module: torch_nn.Linear, report: FuseReport) -> _Change | None:
@@ -269,8 +318,16 @@ def _swap_linear(module: torch_nn.Linear, report: FuseReport) -> _Change | None:
         return None
     dtype = module.weight.dtype
     choice = linear.choose(dtype)
-    report.linear[dtype] = f"{'cpp' if choice.faster else 'torch'}; {choice.reason}"
+    report.linear[dtype] = f"{product(choice)}; {choice.reason}"
     return _retype(module, torch_nn.Linear, nn.Linear) if choice.faster else None
+
+
+def product(choice: linear.Choice) -> str:
+    """Which product serves, in a word or two."""
+    if choice.inference != choice.training:
+        ours, theirs = ("inference", "training") if choice.inference else ("training", "inference")
+        return f"cpp in {ours}, torch in {theirs}"
+    return "cpp" if choice.inference else "torch"
 
 
 def _swap_transformer_encoder(module: torch_nn.TransformerEncoder, unpad: bool) -> _Change | None:
@@ -283,12 +340,9 @@ def _swap_transformer_encoder(module: torch_nn.TransformerEncoder, unpad: bool) 
     # attention inside is fused all the same, and takes no NestedTensor.
     if not module.use_nested_tensor:
         return None
-    module.use_nested_tensor = False
-
-    def undo() -> None:
-        module.use_nested_tensor = True
-
-    return _Change(_qualified(type(module)), "the same, without NestedTensors", undo)
+    step = _Step(module, "use_nested_tensor", True, False)
+    step.do()
+    return _Change(_qualified(type(module)), "the same, without NestedTensors", [step])
 
 
 def _swap_transformer_decoder(module: torch_nn.TransformerDecoder, unpad: bool) -> _Change | None:
@@ -300,7 +354,8 @@ def _swap_transformer_decoder(module: torch_nn.TransformerDecoder, unpad: bool) 
 
 
 def _swap_dropout(module: torch_nn.Dropout) -> _Change | None:
-    if module.p == 0 or type(module) is not torch_nn.Dropout:
+    ours = 0 < module.p < 1 and not module.inplace  # otherwise it would run as torch's
+    if not ours or type(module) is not torch_nn.Dropout:
         return None
     return _retype(module, torch_nn.Dropout, nn.Dropout)
 
@@ -338,6 +393,8 @@ def _swap_transformers_attention(model: Any) -> _Change | None:
     for part in model.modules():
         if isinstance(part, PreTrainedModel):
             name = type(part).__name__
+            if not _holds_attention(part):
+                continue  # a convolutional backbone, for one
             if not part._can_set_attn_implementation():
                 raise _CannotSwap(f"{name} doesn't choose its attention by attn_implementation")
             # Some versions of transformers say yes for models that cap scores, and don't cap.
@@ -354,16 +411,18 @@ def _swap_transformers_attention(model: Any) -> _Change | None:
         if isinstance(value, PreTrainedConfig)
     ]
     copies: dict[int, Any] = {}  # deepcopy's memo: an object held twice is copied once
-    for module, name, config in held:
+    steps: dict[int, _Step] = {}
+    replaced = []
+    # The outermost last: what it says its parts say too, so it is the first to be undone.
+    for module, name, config in reversed(held):
         own = copy.deepcopy(config, copies)
-        own._attn_implementation = huggingface.NAME
-        setattr(module, name, own)
-
-    def undo() -> None:
-        for module, name, config in held:
-            setattr(module, name, config)
-
-    return _Change(f'attn_implementation="{before}"', f'"{huggingface.NAME}"', undo)
+        chosen = own._attn_implementation
+        steps.setdefault(id(own), _Step(own, "_attn_implementation", chosen, huggingface.NAME))
+        replaced.append(_Step(module, name, config, own))
+    changes = [*steps.values(), *replaced]
+    for step in changes:
+        step.do()
+    return _Change(f'attn_implementation="{before}"', f'"{huggingface.NAME}"', changes)
 
 
 def _swap_transformers_bert(
@@ -375,6 +434,141 @@ def _swap_transformers_bert(
     if chosen != huggingface.NAME:  # its model, which comes before it, was left alone
         raise _CannotSwap(f'its model runs with attn_implementation="{chosen}"')
     return _retype(module, source, target)
+
+
+def _holds_attention(model: torch_nn.Module) -> bool:
+    return any(_names_attention(module) for module in model.modules())
+
+
+def _names_attention(module: torch_nn.Module) -> bool:
+    return re.search("atten|attn", type(module).__name__, re.IGNORECASE) is not None
+
+
+# What is reported -------------------------------------------------------------------------------
+
+
+def notes(model: torch_nn.Module) -> Iterator[Note]:
+    """What of the fused modules in ``model`` runs otherwise, as they are now."""
+    held = {
+        id(attention)
+        for layer in model.modules()
+        if type(layer) in _CALL_WITHOUT_WEIGHTS
+        for attention in layer.children()
+    }
+    for path, module in model.named_modules():
+        if isinstance(module, nn.MultiheadAttention) and id(module) not in held:
+            yield Note(path, "by softmax where weights are asked for, torch's default")
+        if not all(is_fused(dropout, norm) for dropout, norm in _ends_of_sublayers(module)):
+            yield Note(path, "dropout, sum and norm one by one")
+
+
+_CALL_WITHOUT_WEIGHTS = (
+    torch_nn.TransformerEncoderLayer,
+    torch_nn.TransformerDecoderLayer,
+    nn.TransformerEncoderLayer,
+    nn.TransformerDecoderLayer,
+)
+
+
+def _ends_of_sublayers(module: Any) -> Iterator[tuple[torch_nn.Module, torch_nn.Module]]:
+    """The dropouts and norms that a fused module has one operator for."""
+    berts: tuple[Any, ...] = (nn.BertSelfOutput,)
+    if huggingface := sys.modules.get("trifuse.huggingface"):
+        berts += (huggingface.BertSelfOutput, huggingface.BertOutput)
+    if isinstance(module, berts):
+        yield module.dropout, module.LayerNorm
+    elif isinstance(module, (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)):
+        for k in (1, 2, 3):
+            if hasattr(module, f"norm{k}"):
+                yield getattr(module, f"dropout{k}"), getattr(module, f"norm{k}")
+
+
+def own_attention(model: torch_nn.Module) -> Iterator[Left]:
+    """The attentions of transformers models that run by "trifuse", but not through it."""
+    seen = set()
+    for root, chosen in attn_implementations(model):
+        if chosen != "trifuse":
+            continue
+        for path, module in model.get_submodule(root).named_modules(prefix=root):
+            if module not in seen and _attends_by_itself(module):
+                yield Left(path, type(module).__name__, "computes its attention by itself")
+            seen.add(module)
+
+
+def _attends_by_itself(module: torch_nn.Module) -> bool:
+    """Whether a class named an attention computes it, instead of asking for an implementation."""
+    cls = type(module)
+    if not _names_attention(module) or cls.__module__.split(".")[0] in ("torch", "trifuse"):
+        return False
+    names: set[str] = set()
+    for base in cls.__mro__:
+        if base is torch_nn.Module:
+            break
+        for value in vars(base).values():
+            function = inspect.unwrap(value) if callable(value) else None
+            if isinstance(function, types.FunctionType):
+                names.update(function.__code__.co_names)
+    return "ALL_ATTENTION_FUNCTIONS" not in names and not names.isdisjoint(_ATTENTION_FORMULAS)
+
+
+_ATTENTION_FORMULAS = ("softmax", "scaled_dot_product_attention", "eager_attention_forward")
+
+
+def _report_padding(model: torch_nn.Module, report: FuseReport) -> None:
+    """Say which stacks leave padding out, and which models have none that does."""
+    stacks = list(padding(model))
+    for path, stack, why in stacks:
+        if why is None:
+            report.unpadded.append(path)
+        else:
+            report.padded.append(Left(path, type(stack).__name__, str(why)))
+            packing.say(stack, why)
+    left = {each.path: each.reason for each in report.left}
+    for path, module in _models_of_transformers(model):
+        inside = f"{path}." if path else ""
+        if not any(stack == path or stack.startswith(inside) for stack, _, _ in stacks):
+            why = left.get(path, "only BERT among transformers' models is known to do without it")
+            report.padded.append(Left(path, type(module).__name__, why))
+            packing.say(module, why)
+    if not (stacks or report.padded):
+        why = "nothing in it is known to do without it"
+        report.padded.append(Left("", type(model).__name__, why))
+        packing.say(model, why)
+
+
+def padding(
+    model: torch_nn.Module,
+) -> Iterator[tuple[str, torch_nn.Module, packing.Obstacle | str | None]]:
+    """The stacks in ``model`` that are to leave padding out, and why they don't, or None."""
+    module: Any
+    for path, module in model.named_modules():
+        # Of the class: wrappers, as LoRA's, hand on the attributes of what they wrap.
+        if hasattr(type(module), "why_padded") and module.unpad:
+            yield path, module, module.why_padded()
+
+
+def attn_implementations(model: torch_nn.Module) -> Iterator[tuple[str, str]]:
+    """Of each model of transformers in ``model``, what it is set to."""
+    if "transformers" not in sys.modules:
+        return
+    from transformers import PreTrainedModel
+
+    for path, module in model.named_modules():
+        if isinstance(module, PreTrainedModel):
+            yield path, module.config._attn_implementation
+
+
+def _models_of_transformers(model: torch_nn.Module) -> Iterator[tuple[str, torch_nn.Module]]:
+    """The outermost ones."""
+    if "transformers" not in sys.modules:
+        return
+    from transformers import PreTrainedModel
+
+    inside: set[torch_nn.Module] = set()
+    for path, module in model.named_modules():
+        if isinstance(module, PreTrainedModel) and module not in inside:
+            yield path, module
+            inside.update(module.modules())
 
 
 def _qualified(cls: type) -> str:

@@ -43,7 +43,7 @@ from transformers.models.bert import modeling_bert
 from trifuse.nn import bert, packing
 from trifuse.nn.dropout_add_layer_norm import add_norm
 from trifuse.nn.linear import is_watched, linear_activation
-from trifuse.nn.packing import PackedSequences
+from trifuse.nn.packing import Obstacle, PackedSequences
 from trifuse.ops.attention import scaled_dot_product_attention
 from trifuse.ops.linear import Activation
 
@@ -216,6 +216,8 @@ class BertModel(modeling_bert.BertModel):
     without this.
     """
 
+    unpad = True
+
     def forward(
         self,
         input_ids: Tensor | None = None,
@@ -235,6 +237,7 @@ class BertModel(modeling_bert.BertModel):
             or any(value for name, value in kwargs.items() if name != "return_dict")
             or (packed := _pack(self, attention_mask.bool())) is None
         ):
+            # The encoder may still pack what it is given, and says why where it doesn't.
             return super().forward(
                 input_ids, attention_mask, token_type_ids, position_ids, **kwargs
             )
@@ -249,6 +252,12 @@ class BertModel(modeling_bert.BertModel):
         as_dict = kwargs.get("return_dict", getattr(self.config, "return_dict", True))
         return out.to_tuple() if as_dict is False else out
 
+    def why_padded(self) -> Obstacle | str | None:
+        """Why it computes padding too, whatever the batch; None where it does not."""
+        if self.config.output_hidden_states:
+            return "its configuration asks for hidden states"
+        return _why_padded(self)
+
 
 # transformers looks up by class what of a model can be returned besides its outputs.
 dict.__setitem__(modeling_utils._CAN_RECORD_REGISTRY, str(BertModel), BertModel._can_record_outputs)
@@ -262,21 +271,18 @@ class BertEncoder(modeling_bert.BertEncoder):
     layers are watched (``output_hidden_states=True``) run as they would without this.
     """
 
+    unpad = True
+
     def forward(
         self, hidden_states: Tensor, attention_mask: Tensor | None = None, *args: Any, **kwargs: Any
     ) -> Any:
         """As transformers' own."""
         packed = None
-        if (
-            self.config._attn_implementation == NAME
-            and isinstance(attention_mask, Tensor)
-            and attention_mask.dtype == torch.bool
-            and attention_mask.shape == (hidden_states.shape[0], 1, 1, hidden_states.shape[1])
-            and not args
-            and kwargs.get("encoder_hidden_states") is None
-            and kwargs.get("past_key_values") is None
-        ):
-            packed = _pack(self, attention_mask[:, 0, 0])
+        if attention_mask is not None and not isinstance(attention_mask, PackedSequences):
+            if why := self._why_not_packed(hidden_states, attention_mask, args, kwargs):
+                packing.say(self, why)
+            else:
+                packed = _pack(self, attention_mask[:, 0, 0])
         if packed is None:
             return super().forward(hidden_states, attention_mask, *args, **kwargs)
         out = super().forward(packing.gather(hidden_states, packed), packed, **kwargs)
@@ -284,10 +290,44 @@ class BertEncoder(modeling_bert.BertEncoder):
         out.last_hidden_state = packing.scatter(out.last_hidden_state, packed, shape)
         return out
 
+    def _why_not_packed(
+        self, hidden_states: Tensor, mask: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> str | None:
+        """What of a call's arguments is in the way."""
+        if why := _why_other_attention(self):
+            return why
+        B, L = hidden_states.shape[:2]
+        if not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.shape != (B, 1, 1, L):
+            return "its mask isn't that of padding alone"
+        if args or kwargs.get("encoder_hidden_states") is not None:
+            return "it attends to another model's states"
+        if kwargs.get("past_key_values") is not None:
+            return "it keeps a cache of keys"
+        return None
+
+    def why_padded(self) -> Obstacle | str | None:
+        """Why it computes padding too, whatever the batch; None where it does not."""
+        return _why_padded(self)
+
 
 def _pack(module: nn.Module, keep: Tensor) -> PackedSequences | None:
-    known = (modeling_bert.__name__, "transformers.activations", __name__)
-    return packing.pack(module, keep, *known)
+    return packing.pack(module, keep, *_KNOWN)
+
+
+def _why_padded(module: BertModel | BertEncoder) -> Obstacle | str | None:
+    if why := _why_other_attention(module):
+        return why
+    if module.config.is_decoder:
+        return "it is a decoder"
+    return packing.find_obstacle(module, _KNOWN)
+
+
+def _why_other_attention(module: BertModel | BertEncoder) -> str | None:
+    chosen = module.config._attn_implementation
+    return None if chosen == NAME else f'its attention runs by attn_implementation="{chosen}"'
+
+
+_KNOWN = (modeling_bert.__name__, "transformers.activations", __name__)
 
 
 class BertIntermediate(modeling_bert.BertIntermediate):

@@ -336,7 +336,8 @@ def test_report_reads_well(monkeypatch):
     assert str(trifuse.fuse(model)).splitlines() == [
         "2 swapped, 0 left",
         "  x       trifuse.models.bert.SoftmaxAttention  trifuse.nn.SoftmaxAttention",
-        "  longer  torch.nn.MultiheadAttention           trifuse.nn.MultiheadAttention",
+        "  longer  torch.nn.MultiheadAttention           trifuse.nn.MultiheadAttention; by softmax "
+        "where weights are asked for, torch's default",
     ]
     assert str(trifuse.fuse(nn.Identity())) == "0 swapped, 0 left"
     assert str(trifuse.fuse(nn.Linear(2, 2))) == (

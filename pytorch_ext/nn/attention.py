@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from trifuse.nn import packing
 from trifuse.nn.linear import project
 from trifuse.nn.packing import CrossSequences, PackedSequences
+from trifuse.nn.quantization import Unquantizable
 from trifuse.ops.attention import scaled_dot_product_attention
 
 
@@ -82,31 +84,29 @@ class MultiheadAttention(nn.MultiheadAttention):
         device, dtype: of the parameters.
     """
 
-    def __init__(
-        self,
-        embed_dim: int,
-        num_heads: int,
-        dropout: float = 0.0,
-        bias: bool = True,
-        add_bias_kv: bool = False,
-        add_zero_attn: bool = False,
-        kdim: int | None = None,
-        vdim: int | None = None,
-        batch_first: bool = False,
-        device: torch.device | str | int | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__(
-            embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim,
-            batch_first, device, dtype,
-        )  # fmt: skip
-        _hide_from_fast_path(self)
+    qconfig = Unquantizable(nn.MultiheadAttention)
 
-    @classmethod
-    def adopt(cls, module: nn.MultiheadAttention) -> None:
-        """Make a torch module one of these, in place: it stays the same object."""
-        module.__class__ = cls
-        _hide_from_fast_path(module)
+    @property
+    def _qkv_same_embed_dim(self) -> bool:
+        """Whether the projections are packed in ``in_proj_weight``; False to torch's fast path.
+
+        ``nn.TransformerEncoderLayer`` and ``nn.TransformerEncoder`` hand the parameters of their
+        ``self_attn`` to a native kernel without calling it, unless this says that they are not
+        packed. Everybody else is told the truth, but for what torch.compile traces, where the
+        reader can't be seen.
+        """
+        if torch.compiler.is_compiling():
+            return False
+        frame = inspect.currentframe()
+        reader = None if frame is None else frame.f_back
+        if reader is not None and reader.f_globals.get("__name__") == nn.Transformer.__module__:
+            return False
+        packed: bool = vars(self)["_qkv_same_embed_dim"]
+        return packed
+
+    @_qkv_same_embed_dim.setter
+    def _qkv_same_embed_dim(self, packed: bool) -> None:
+        vars(self)["_qkv_same_embed_dim"] = packed
 
     def forward(
         self,
@@ -282,13 +282,6 @@ class MultiheadAttention(nn.MultiheadAttention):
                 "is the causal mask; got None"
             )
         return dims == 3
-
-
-def _hide_from_fast_path(module: nn.MultiheadAttention) -> None:
-    # nn.TransformerEncoderLayer and nn.TransformerEncoder hand the parameters of self_attn to a
-    # native kernel without calling it, unless this says that they are not packed. Nothing else
-    # reads it: ``MultiheadAttention._heads`` looks at in_proj_weight itself.
-    module._qkv_same_embed_dim = False
 
 
 def _unsqueeze_batch(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -10,7 +10,7 @@ from trifuse.nn import packing
 from trifuse.nn.attention import SoftmaxAttention
 from trifuse.nn.dropout_add_layer_norm import add_norm
 from trifuse.nn.linear import is_watched, linear_activation
-from trifuse.nn.packing import PackedSequences
+from trifuse.nn.packing import Obstacle, PackedSequences
 from trifuse.ops.linear import Activation
 
 
@@ -20,6 +20,8 @@ class BertModel(bert.BertModel):
     Where the mask is (B, L), the real tokens of the batch are packed into one row, and the padding
     of the last hidden state comes back as 0.
     """
+
+    unpad = True
 
     def forward(
         self,
@@ -37,7 +39,7 @@ class BertModel(bert.BertModel):
             and input_ids.shape[1] <= limit
         ):
             packed = _pack(self, attention_mask.bool())
-        if packed is None:
+        if packed is None:  # the encoder may still pack, and says why where it doesn't
             return super().forward(input_ids, attention_mask, token_type_ids, position_ids)
         hidden_states = embed_packed(
             self.embeddings, packed, input_ids, token_type_ids, position_ids
@@ -47,6 +49,10 @@ class BertModel(bert.BertModel):
         pooled = None if self.pooler is None else self.pooler(hidden_states)
         return bert.BertModelOutput(hidden_states, pooled)
 
+    def why_padded(self) -> Obstacle | str | None:
+        """Why it computes padding too, whatever the batch; None where it does not."""
+        return _why_padded(self)
+
 
 class BertEncoder(bert.BertEncoder):
     """The stack of layers, which computes on real tokens only once its attention is fused.
@@ -55,13 +61,18 @@ class BertEncoder(bert.BertEncoder):
     row, and the padding comes back as 0.
     """
 
+    unpad = True
+
     def forward(
         self, hidden_states: Tensor, mask: Tensor | PackedSequences | None = None
     ) -> Tensor:
         """As :meth:`trifuse.models.bert.BertEncoder.forward`; or of tokens that are packed."""
         packed = None
-        if isinstance(mask, Tensor) and mask.dim() == 2 and mask.dtype == torch.bool:
-            packed = _pack(self, mask)
+        if isinstance(mask, Tensor):
+            if mask.dim() == 2 and mask.dtype == torch.bool:
+                packed = _pack(self, mask)
+            else:
+                packing.say(self, "its mask isn't boolean and (B, L)")
         if packed is None:
             return self._encode(hidden_states, mask)
         tokens = self._encode(packing.gather(hidden_states, packed), packed)
@@ -71,6 +82,10 @@ class BertEncoder(bert.BertEncoder):
         for layer in self.layer:
             hidden_states = layer(hidden_states, mask)
         return hidden_states
+
+    def why_padded(self) -> Obstacle | str | None:
+        """Why it computes padding too, whatever the batch; None where it does not."""
+        return _why_padded(self)
 
 
 class BertIntermediate(bert.BertIntermediate):
@@ -116,6 +131,21 @@ def embed_packed(
 
 
 def _pack(module: nn.Module, keep: Tensor) -> PackedSequences | None:
-    if any(isinstance(part, bert.SoftmaxAttention) for part in module.modules()):
+    if (obstacle := _unfused_attention(module)) is not None:
+        packing.say(module, obstacle)
         return None
-    return packing.pack(module, keep, bert.__name__, __name__, SoftmaxAttention.__module__)
+    return packing.pack(module, keep, *_KNOWN)
+
+
+def _why_padded(module: nn.Module) -> Obstacle | None:
+    return _unfused_attention(module) or packing.find_obstacle(module, _KNOWN)
+
+
+def _unfused_attention(module: nn.Module) -> Obstacle | None:
+    for path, part in module.named_modules():
+        if isinstance(part, bert.SoftmaxAttention):
+            return Obstacle(path, part, "isn't fused")
+    return None
+
+
+_KNOWN = (bert.__name__, __name__, SoftmaxAttention.__module__)

@@ -119,6 +119,11 @@ def add_then_norm(
     return dropout_add_layer_norm(x, residual, prenorm=True, **parts)
 
 
+def is_fused(dropout: nn.Module, norm: nn.Module) -> bool:
+    """Whether :func:`add_norm` and :func:`add_then_norm` have one operator for the two."""
+    return _torch_parts(dropout, norm) is not None
+
+
 def _torch_parts(dropout: nn.Module, norm: nn.Module) -> dict[str, Any] | None:
     """What the operator wants of two modules, if they are torch's own and nobody watches."""
     if (

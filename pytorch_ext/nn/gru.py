@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from trifuse.nn.lstm import Recurrent, Sequences
+from trifuse.nn.quantization import Unquantizable
 from trifuse.ops import gru as ops
 
 
@@ -17,6 +18,8 @@ class GRU(Recurrent):
     of a layer run in one call; weights may be replaced by plain tensors, as weight drop does.
     Dropout between layers draws by trifuse's generator on a CPU.
     """
+
+    qconfig = Unquantizable(nn.GRU)
 
     def __init__(
         self,
@@ -63,6 +66,8 @@ class GRU(Recurrent):
 
 class GRUCell(nn.GRUCell):
     """``torch.nn.GRUCell`` on the fused operator; the constructor is torch's own."""
+
+    qconfig = Unquantizable(nn.GRUCell)
 
     def forward(self, input: Tensor, hx: Tensor | None = None) -> Tensor:
         """One step. Shapes as in torch."""

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as _global  # hooks on all modules
 
+from trifuse.nn.quantization import Unquantizable
 from trifuse.ops import linear as ops
 from trifuse.ops.linear import Activation, PackedWeight
 
@@ -22,6 +26,8 @@ class Linear(nn.Linear):
     gradient, the weight is packed for the product once and kept so beside the parameter, in as much
     memory again, until the parameter's bits change; see :class:`trifuse.ops.linear.PackedWeight`.
     """
+
+    qconfig = Unquantizable(nn.Linear)
 
     def forward(self, input: Tensor) -> Tensor:
         """x Wᵀ + b, from (..., in_features) to (..., out_features)."""
@@ -57,14 +63,47 @@ def _packed_weight(owner: nn.Module, name: str) -> PackedWeight | None:
 
 def is_watched(module: nn.Module) -> bool:
     """Whether a call of the module runs something besides its class's ``forward``."""
-    return bool(
+    return why_watched(module) is not None
+
+
+def why_watched(module: nn.Module) -> str | None:
+    """What a call of the module runs besides its class's ``forward``, as in "it has ..."."""
+    if (
         _global._global_forward_hooks
         or _global._global_forward_pre_hooks
         or _global._global_backward_hooks
         or _global._global_backward_pre_hooks
-        or module._forward_hooks
-        or module._forward_pre_hooks
-        or module._backward_hooks
-        or module._backward_pre_hooks
-        or "forward" in vars(module)
-    )
+    ):
+        return "hooks that torch runs for all modules"
+    for hooks in (
+        module._forward_hooks,
+        module._forward_pre_hooks,
+        module._backward_hooks,
+        module._backward_pre_hooks,
+    ):
+        for hook in hooks.values():
+            if (recording := _recording(hook)) is False:
+                continue
+            if recording:
+                return "a hook that records its output, as hidden states are asked for"
+            return f"a hook ({getattr(hook, '__qualname__', type(hook).__qualname__)})"
+    forward = vars(module).get("forward")
+    # Libraries that replace a forward for a while put the class's own there afterwards.
+    if forward is not None and (
+        getattr(forward, "__func__", None) is not type(module).forward
+        or forward.__self__ is not module
+    ):
+        return "a forward of its own"
+    return None
+
+
+def _recording(hook: Callable[..., Any]) -> bool | None:
+    """Whether transformers' hook records outputs now; None of any other hook.
+
+    The first call that asks for hidden states or attentions installs such hooks for good.
+    """
+    module = getattr(hook, "__module__", None)
+    if module != "transformers.utils.output_capturing":
+        return None
+    active = getattr(sys.modules[module], "_active_collector", None)
+    return None if active is None else bool(active.get())

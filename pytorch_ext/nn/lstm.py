@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence
 
 from trifuse.nn.dropout import drop
+from trifuse.nn.quantization import Unquantizable
 from trifuse.ops import _checks, _recurrent
 from trifuse.ops import lstm as ops
 from trifuse.ops._checks import fail
@@ -137,6 +138,8 @@ class LSTM(Recurrent):
             first.
     """
 
+    qconfig = Unquantizable(nn.LSTM)
+
     # Here too, so that a torch.nn.LSTM becomes one by a change of its class.
     cell_clip: float | None = None
     proj_clip: float | None = None
@@ -246,6 +249,11 @@ class LSTM(Recurrent):
         kept = h_n if c0 is None else c0
         return output, (h_n, c_n.to(kept.dtype))
 
+    # What torch's has besides RNNBase, and says of the two states.
+    get_expected_cell_size = nn.LSTM.get_expected_cell_size
+    check_forward_args = nn.LSTM.check_forward_args  # type: ignore[assignment]
+    permute_hidden = nn.LSTM.permute_hidden  # type: ignore[assignment]
+
     def _why_not_stacked(self, x: Tensor) -> str | None:
         """Why layers are called one after the other; None where they are in one call."""
         if self.num_layers == 1:
@@ -297,6 +305,8 @@ class LSTM(Recurrent):
 
 class LSTMCell(nn.LSTMCell):
     """``torch.nn.LSTMCell`` on the fused operator; the constructor is torch's own."""
+
+    qconfig = Unquantizable(nn.LSTMCell)
 
     def forward(
         self, input: Tensor, hx: tuple[Tensor, Tensor] | None = None

@@ -8,18 +8,24 @@ fast path work; here it serves training and inference alike.
 
 A model packs its tokens once, before or after their embedding, and unpacks once after its last
 layer. In between, a :class:`PackedSequences` stands where the padding mask would.
+
+A stack that is asked to and can't says so by the logger "trifuse", once for each cause. Each call
+looks again, so that it packs as soon as the cause has gone. A class of such a stack has a method
+``why_padded()``, which answers for reports what holds whatever the batch.
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
+from trifuse.backends import log
 from trifuse.nn.dropout import Dropout
-from trifuse.nn.linear import Linear, is_watched
+from trifuse.nn.linear import Linear, why_watched
 from trifuse.ops.attention import varlen_attention
 
 
@@ -67,11 +73,12 @@ def pack(encoder: nn.Module, keep: Tensor, *known: str) -> PackedSequences | Non
             takes :class:`PackedSequences`. The encoder may hold these and torch's simplest.
 
     Returns:
-        None where there is no padding, or nothing else; where the values can't be read, under
-        ``torch.compile``, ``torch.func`` and the like; where the encoder holds an unknown class, a
-        ``forward`` that was replaced, or a hook, which would see the packed shape.
+        None where there is no padding, or nothing else. None too, with a warning, where the values
+        can't be read, under ``torch.compile``, ``torch.func`` and the like; where the encoder holds
+        an unknown class, a ``forward`` that was replaced, or a hook, which would see the packed
+        shape.
     """
-    if not _readable(keep) or not _tokenwise(encoder, known):
+    if not _may_pack(encoder, known, keep):
         return None
     packed = _find(keep)
     return None if packed.indices.shape[0] in (0, keep.numel()) else packed
@@ -93,7 +100,7 @@ def pack_cross(
         torch.ones(x.shape[:2], dtype=torch.bool, device=x.device) if keep is None else keep
         for x, keep in ((queries, keep_queries), (keys, keep_keys))
     ]
-    if not all(map(_readable, masks)) or not _tokenwise(decoder, known):
+    if not _may_pack(decoder, known, *masks):
         return None
     packed = CrossSequences(*map(_find, masks))
     counts = [each.indices.shape[0] for each in packed]
@@ -102,21 +109,80 @@ def pack_cross(
     return packed
 
 
-def _readable(keep: Tensor) -> bool:
-    return not (
-        type(keep) is not Tensor
-        or torch.compiler.is_compiling()
-        or torch.jit.is_tracing()
-        or torch._C._functorch.peek_interpreter_stack() is not None
-        or (keep.is_cuda and torch.cuda.is_current_stream_capturing())
-    )
+def _may_pack(stack: nn.Module, known: tuple[str, ...], *masks: Tensor) -> bool:
+    if torch.compiler.is_compiling():
+        say(stack, "torch.compile can't read its mask")
+        return False
+    for keep in masks:
+        if why := _why_unreadable(keep):
+            say(stack, why)
+            return False
+    obstacle = find_obstacle(stack, known)
+    if obstacle is not None:
+        say(stack, obstacle)
+    return obstacle is None
 
 
-def _tokenwise(stack: nn.Module, known: tuple[str, ...]) -> bool:
-    return not any(
-        is_watched(module) or not (type(module) in _TOKENWISE or type(module).__module__ in known)
-        for module in stack.modules()
-    )
+def _why_unreadable(keep: Tensor) -> str | None:
+    if type(keep) is not Tensor:
+        return f"its mask is a {type(keep).__name__}, not a plain Tensor"
+    if torch.jit.is_tracing():
+        return "a trace would hold the lengths of this batch"
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        return "torch.func transforms the call"
+    if keep.is_cuda and torch.cuda.is_current_stream_capturing():
+        return "a CUDA graph would hold the lengths of this batch"
+    return None
+
+
+class Obstacle(NamedTuple):
+    """A module that packed tokens can't go through, or that would notice."""
+
+    path: str  # its name in the stack; "" is the stack itself
+    module: nn.Module
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.path or 'it'} {self.reason}"
+
+
+def find_obstacle(stack: nn.Module, known: tuple[str, ...]) -> Obstacle | None:
+    """The first module of a stack that must not see packed tokens; ``known`` as in :func:`pack`."""
+    for path, module in stack.named_modules():
+        cls = type(module)
+        if not (cls in _TOKENWISE or cls.__module__ in known):
+            name = f"{cls.__module__}.{cls.__qualname__}"
+            reason = f"is a {name}, which isn't known to treat tokens one by one"
+            return Obstacle(path, module, reason)
+        if why := why_watched(module):
+            return Obstacle(path, module, f"has {why}")
+    return None
+
+
+# What was said of each module.
+_said: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
+
+
+def say(stack: nn.Module, why: str | Obstacle) -> None:
+    """Warn that a stack computes padding too, once for each cause.
+
+    Stacks inside one another warn once of an obstacle that is in the way of both.
+    """
+    if not torch.compiler.is_compiling():  # which calls this while it traces, and seldom
+        owner, key = (why.module, why.reason) if isinstance(why, Obstacle) else (stack, why)
+        said = _said.setdefault(owner, set())
+        if key in said:
+            return
+        said.add(key)
+    _warn(type(stack).__name__, str(why))
+
+
+def _warn(stack: str, why: str) -> None:
+    log.warning("%s computes padding too, because %s", stack, why)
+
+
+# As torch.compiler.assume_constant_result does, which would import Dynamo.
+_warn._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _find(keep: Tensor) -> PackedSequences:

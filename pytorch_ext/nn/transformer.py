@@ -23,7 +23,7 @@ from trifuse.nn import attention, dropout_add_layer_norm, linear, packing
 from trifuse.nn.attention import MultiheadAttention
 from trifuse.nn.dropout_add_layer_norm import add_norm, add_then_norm
 from trifuse.nn.linear import is_watched, linear_activation
-from trifuse.nn.packing import CrossSequences, PackedSequences
+from trifuse.nn.packing import CrossSequences, Obstacle, PackedSequences
 
 
 class _Sum(NamedTuple):
@@ -63,7 +63,7 @@ class TransformerEncoderLayer(nn.TransformerEncoderLayer):
     @functools.wraps(nn.TransformerEncoderLayer.__init__)  # type: ignore[misc]
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        MultiheadAttention.adopt(self.self_attn)
+        self.self_attn.__class__ = MultiheadAttention
 
     def forward(
         self,
@@ -114,8 +114,8 @@ class TransformerDecoderLayer(nn.TransformerDecoderLayer):
     @functools.wraps(nn.TransformerDecoderLayer.__init__)  # type: ignore[misc]
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        MultiheadAttention.adopt(self.self_attn)
-        MultiheadAttention.adopt(self.multihead_attn)
+        self.self_attn.__class__ = MultiheadAttention
+        self.multihead_attn.__class__ = MultiheadAttention
 
     def forward(
         self,
@@ -259,9 +259,8 @@ class TransformerEncoder(nn.TransformerEncoder):
         if is_causal is None:
             is_causal = mask is not None and _is_causal_mask(mask)
         packed = None
-        # A hint without its mask is for the layers to refuse, whether there is padding or not.
-        if self.unpad and src_key_padding_mask is not None and is_causal == (mask is not None):
-            packed = self._pack(src, src_key_padding_mask)
+        if self.unpad and src_key_padding_mask is not None:
+            packed = self._pack(src, mask, src_key_padding_mask, is_causal)
         if packed is None:
             x = _run_layers(
                 self.layers, src, src_mask=mask, src_key_padding_mask=src_key_padding_mask,
@@ -278,12 +277,26 @@ class TransformerEncoder(nn.TransformerEncoder):
             self.layers, tokens, src_mask=None, src_key_padding_mask=packed, is_causal=is_causal
         )
 
-    def _pack(self, src: Tensor, src_key_padding_mask: Tensor) -> PackedSequences | None:
-        if src.dim() != 3 or src_key_padding_mask.dtype != torch.bool:
-            return None
-        if _appends_keys(self):
+    def _pack(
+        self, src: Tensor, mask: Tensor | None, src_key_padding_mask: Tensor, is_causal: bool
+    ) -> PackedSequences | None:
+        if src.dim() != 3 or (is_causal and mask is None):
+            return None  # nothing is padded; or a hint without its mask, which the layers refuse
+        why = None
+        if mask is not None and not is_causal:
+            why = "mask is neither None nor causal"
+        elif src_key_padding_mask.dtype != torch.bool:
+            why = "src_key_padding_mask isn't boolean"
+        elif _appends_keys(self):
+            why = _APPENDS
+        if why is not None:
+            packing.say(self, why)
             return None
         return packing.pack(self, ~src_key_padding_mask, *_KNOWN)
+
+    def why_padded(self) -> Obstacle | str | None:
+        """Why it computes padding too, whatever the batch; None where it does not."""
+        return _why_padded(self)
 
 
 class TransformerDecoder(nn.TransformerDecoder):
@@ -332,13 +345,11 @@ class TransformerDecoder(nn.TransformerDecoder):
         if tgt_is_causal is None:
             tgt_is_causal = tgt_mask is not None and _is_causal_mask(tgt_mask)
         packed = None
-        if (
-            self.unpad
-            and memory_mask is None
-            and not memory_is_causal
-            and tgt_is_causal == (tgt_mask is not None)
-        ):
-            packed = self._pack(tgt, memory, tgt_key_padding_mask, memory_key_padding_mask)
+        if self.unpad and not (tgt_key_padding_mask is None and memory_key_padding_mask is None):
+            packed = self._pack(
+                tgt, memory, tgt_mask, memory_mask, tgt_key_padding_mask, memory_key_padding_mask,
+                tgt_is_causal, memory_is_causal,
+            )  # fmt: skip
         if packed is None:
             x = _run_layers(
                 self.layers, tgt, memory, tgt_mask=tgt_mask, memory_mask=memory_mask,
@@ -363,18 +374,40 @@ class TransformerDecoder(nn.TransformerDecoder):
         )  # fmt: skip
 
     def _pack(
-        self, tgt: Tensor, memory: Tensor, tgt_padding: Tensor | None, memory_padding: Tensor | None
+        self,
+        tgt: Tensor,
+        memory: Tensor,
+        tgt_mask: Tensor | None,
+        memory_mask: Tensor | None,
+        tgt_padding: Tensor | None,
+        memory_padding: Tensor | None,
+        tgt_is_causal: bool,
+        memory_is_causal: bool,
     ) -> CrossSequences | None:
-        if tgt_padding is None and memory_padding is None:
-            return None
-        if tgt.dim() != 3 or memory.dim() != 3 or _appends_keys(self):
-            return None
-        if any(p is not None and p.dtype != torch.bool for p in (tgt_padding, memory_padding)):
+        if tgt.dim() != 3 or memory.dim() != 3:
+            return None  # nothing is padded
+        if (tgt_is_causal and tgt_mask is None) or (memory_is_causal and memory_mask is None):
+            return None  # a hint without its mask, which the layers refuse
+        why = None
+        if tgt_mask is not None and not tgt_is_causal:
+            why = "tgt_mask is neither None nor causal"
+        elif memory_mask is not None:
+            why = "memory_mask isn't None"
+        elif any(p is not None and p.dtype != torch.bool for p in (tgt_padding, memory_padding)):
+            why = "a key_padding_mask isn't boolean"
+        elif _appends_keys(self):
+            why = _APPENDS
+        if why is not None:
+            packing.say(self, why)
             return None
         queries, keys = _batch_first(self, tgt), _batch_first(self, memory)
         keep_queries = None if tgt_padding is None else ~tgt_padding
         keep_keys = None if memory_padding is None else ~memory_padding
         return packing.pack_cross(self, queries, keys, keep_queries, keep_keys, *_KNOWN)
+
+    def why_padded(self) -> Obstacle | str | None:
+        """Why it computes padding too, whatever the batch; None where it does not."""
+        return _why_padded(self)
 
 
 class UnpaddedLanguageModel(transformer.LanguageModel):
@@ -383,18 +416,27 @@ class UnpaddedLanguageModel(transformer.LanguageModel):
     It does so where there is a mask that shows padding; the logits at padded positions are then 0.
     """
 
+    unpad = True
+
     def forward(self, tokens: Tensor, mask: Tensor | None = None) -> Tensor:
         """As :meth:`trifuse.models.transformer.LanguageModel.forward`."""
         transformer.check_mask("mask", mask, tokens)
         packed = None
-        if mask is not None and _can_pack(self.decoder):
-            packed = packing.pack(self, mask, *_KNOWN)
+        if mask is not None:
+            if why := _why_stack_cannot(self.decoder):
+                packing.say(self, why)
+            else:
+                packed = packing.pack(self, mask, *_KNOWN)
         if packed is None:
             return super().forward(tokens, mask)
         assert isinstance(self.decoder, TransformerEncoder)
         x = packing.gather(self.dropout(self._embed(tokens)), packed)
         x = _end(self.decoder._run_packed(x, packed, is_causal=True), self.decoder.norm)
         return _scatter_logits(self.output(x), packed, tokens)
+
+    def why_padded(self) -> Obstacle | str | None:
+        """Why it computes padding too, whatever the batch; None where it does not."""
+        return _why_stack_cannot(self.decoder) or _why_padded(self)
 
 
 class UnpaddedTransformer(transformer.Transformer):
@@ -403,6 +445,8 @@ class UnpaddedTransformer(transformer.Transformer):
     It does so where there is a mask that shows padding; the logits at padded positions of the
     target are then 0.
     """
+
+    unpad = True
 
     def forward(
         self,
@@ -415,9 +459,11 @@ class UnpaddedTransformer(transformer.Transformer):
         transformer.check_mask("source_mask", source_mask, source)
         transformer.check_mask("target_mask", target_mask, target)
         packed = None
-        masked = source_mask is not None or target_mask is not None
-        if masked and _can_pack(self.encoder) and _can_pack(self.decoder):
-            packed = packing.pack_cross(self, target, source, target_mask, source_mask, *_KNOWN)
+        if source_mask is not None or target_mask is not None:
+            if why := self._why_stacks_cannot():
+                packing.say(self, why)
+            else:
+                packed = packing.pack_cross(self, target, source, target_mask, source_mask, *_KNOWN)
         if packed is None:
             return super().forward(source, target, source_mask, target_mask)
         assert isinstance(self.encoder, TransformerEncoder)
@@ -430,9 +476,28 @@ class UnpaddedTransformer(transformer.Transformer):
         logits = self.output(_end(decoded, self.decoder.norm))
         return _scatter_logits(logits, packed.queries, target)
 
+    def _why_stacks_cannot(self) -> str | None:
+        return _why_stack_cannot(self.encoder) or _why_stack_cannot(self.decoder)
 
-def _can_pack(stack: nn.Module) -> bool:
-    return isinstance(stack, (TransformerEncoder, TransformerDecoder)) and not _appends_keys(stack)
+    def why_padded(self) -> Obstacle | str | None:
+        """Why it computes padding too, whatever the batch; None where it does not."""
+        return self._why_stacks_cannot() or _why_padded(self)
+
+
+def _why_stack_cannot(stack: nn.Module) -> str | None:
+    """Why a stack takes no packed tokens from the model around it."""
+    if not isinstance(stack, (TransformerEncoder, TransformerDecoder)):
+        return f"its stack is a {type(stack).__module__}.{type(stack).__qualname__}"
+    return _APPENDS if _appends_keys(stack) else None
+
+
+def _why_padded(stack: nn.Module) -> Obstacle | str | None:
+    if _appends_keys(stack):
+        return _APPENDS
+    return packing.find_obstacle(stack, _KNOWN)
+
+
+_APPENDS = "an attention in it appends keys (add_bias_kv, add_zero_attn)"
 
 
 def _scatter_logits(logits: Tensor, packed: PackedSequences, tokens: Tensor) -> Tensor:

@@ -235,7 +235,7 @@ class PackedWeight:
         if not weight.is_contiguous() or weight.numel() * weight.itemsize % 4:
             return None
         sums, kept = torch.ops.trifuse.checksum(weight), self._kept
-        kind: _Kind = (dtype, backends.cpu_capability())
+        kind: _Kind = (weight.shape, weight.dtype, dtype, backends.cpu_capability())
         packed = None
         if kept is not None and kept[1] == kind and torch.equal(sums, kept[0]):
             packed = kept[2]
@@ -246,7 +246,8 @@ class PackedWeight:
         return packed
 
 
-_Kind = tuple[torch.dtype, str | None]  # the instruction set has a say in the layout
+# What the layout follows from besides the bits: the same bits may have come to mean another matrix.
+_Kind = tuple[torch.Size, torch.dtype, torch.dtype, str | None]
 
 
 # Below this many rows, packing the weight takes as long as the product then saves; looking whether

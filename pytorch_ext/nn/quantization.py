@@ -1,0 +1,56 @@
+"""What eager quantization (``torch.ao.quantization``) does about fused modules: it raises."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from torch import nn
+
+
+class Unquantizable:
+    """The attribute ``qconfig`` of a fused module, which torch sets on what it may quantize.
+
+    ``quantize_dynamic``, ``prepare`` and ``prepare_qat`` look modules up by their exact class, find
+    none for a fused one, and would pass over it without a word. So setting a configuration raises,
+    and so does None where the class that the module stands for was to be quantized.
+
+    Args:
+        twin: the class of torch's that the module stands for.
+    """
+
+    def __init__(self, twin: type[nn.Module]) -> None:
+        self.twin = twin
+
+    def __get__(self, module: nn.Module | None, owner: type[nn.Module]) -> Any:
+        if module is None:
+            return self
+        if "qconfig" not in vars(module):
+            raise AttributeError(f"{owner.__name__} has no attribute 'qconfig'")
+        return vars(module)["qconfig"]
+
+    def __set__(self, module: nn.Module, qconfig: Any) -> None:
+        if qconfig is not None or self.twin in _quantized_by_class():
+            raise TypeError(
+                f"model: expected torch.nn.{self.twin.__name__}, which torch.ao.quantization knows "
+                f"by its exact class; got trifuse.nn.{type(module).__name__}. Quantize before "
+                "trifuse.fuse, or after report.revert()"
+            )
+        vars(module)["qconfig"] = None
+
+    def __delete__(self, module: nn.Module) -> None:
+        del vars(module)["qconfig"]
+
+
+def _quantized_by_class() -> set[Any]:
+    """The classes (and names) that are being given configurations, read off torch's call.
+
+    None is what a module gets both where its class wasn't asked for and where its class wasn't
+    found, and only torch's traversal knows which.
+    """
+    frame = inspect.currentframe()
+    while frame is not None:
+        if frame.f_code.co_name == "_propagate_qconfig_helper":
+            return set(frame.f_locals.get("qconfig_dict", ()))
+        frame = frame.f_back
+    return set()
