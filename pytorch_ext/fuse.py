@@ -523,7 +523,7 @@ def _report_padding(model: torch_nn.Module, report: FuseReport) -> None:
         else:
             report.padded.append(Left(path, type(stack).__name__, str(why)))
             packing.say(stack, why)
-    left = {each.path: each.reason for each in report.left}
+    left = {each.path: each.reason for each in reversed(report.left)}  # the first reason counts
     for path, module in _models_of_transformers(model):
         inside = f"{path}." if path else ""
         if not any(stack == path or stack.startswith(inside) for stack, _, _ in stacks):

@@ -249,6 +249,17 @@ def test_packed_from_the_second_call_on():
     assert packs[0] is packs[1] is packs[2] is not None
 
 
+@pytest.mark.parametrize("shape", [(16, 32), (8, 64), (64, 8)])
+def test_packed_for_the_same_bits_in_another_shape(shape):
+    module = layer(16, 32, bias=False)
+    infer(module, torch.randn(70, 16))
+    assert trifuse.nn.linear._packed[module]["weight"].is_kept
+    module.weight.data = module.weight.data.view(shape)
+    x = torch.randn(70, shape[1])
+    for out in infer(module, x):
+        torch.testing.assert_close(out, F.linear(x, module.weight))
+
+
 def test_packed_for_another_instruction_set():
     module, x = layer(64, 8, torch.bfloat16), torch.randn(4, 64).bfloat16()
     wanted = infer(module, x)[-1]
@@ -573,7 +584,10 @@ def test_the_faster_is_taken(monkeypatch):
         report = trifuse.fuse(module)
         faster = inference or training
         assert [s.path for s in report.swapped] == (["0", "1"] if faster else [])
-        product = "cpp" if faster else "torch"
+        product = "cpp" if inference else "torch"
+        if inference != training:
+            one, other = ("inference", "training") if inference else ("training", "inference")
+            product = f"cpp in {one}, torch in {other}"
         speeds = f"{ratios[0]}× torch's speed in inference, {ratios[1]}× in training"
         line = f"{product}; {speeds}, float32"
         assert report.linear == {torch.float32: line}

@@ -484,6 +484,42 @@ def test_torch_layers_do_not_pass_our_attention_by(calls):
         assert len(calls) == 3
 
 
+@pytest.mark.parametrize("options", [{}, {"kdim": 8, "vdim": 12}, {"add_bias_kv": True}])
+@pytest.mark.parametrize("fused", [False, True])
+def test_what_is_private_in_torch_and_used(fused, options):
+    """``_reset_parameters``, and who reads ``_qkv_same_embed_dim`` to call torch's function."""
+    torch.manual_seed(0)
+    theirs = nn.MultiheadAttention(E, H, **options)
+    ours = trifuse.nn.MultiheadAttention(E, H, **options)
+    if fused:
+        ours = nn.MultiheadAttention(E, H, **options)
+        trifuse.fuse(ours)
+    for module in (theirs, ours):
+        torch.manual_seed(1)
+        module._reset_parameters()
+        if module.out_proj.bias is not None:
+            nn.init.ones_(module.out_proj.bias)
+        nn.init.ones_(module.out_proj.weight)
+    assert all(map(torch.equal, ours.parameters(), theirs.parameters()))
+    assert ours._qkv_same_embed_dim is theirs._qkv_same_embed_dim is ("kdim" not in options)
+    query = torch.randn(L, B, E)
+    key, value = (torch.randn(L, B, options.get(n, E)) for n in ("kdim", "vdim"))
+    separate = ("q_proj_weight", "k_proj_weight", "v_proj_weight")
+    got, wanted = (
+        torch.nn.functional.multi_head_attention_forward(
+            query, key, value, m.embed_dim, m.num_heads, m.in_proj_weight, m.in_proj_bias,
+            m.bias_k, m.bias_v, m.add_zero_attn, m.dropout, m.out_proj.weight, m.out_proj.bias,
+            use_separate_proj_weight=not m._qkv_same_embed_dim,
+            **{name: getattr(m, name) for name in separate},
+        )[0]
+        for m in (ours, theirs)
+    )  # fmt: skip
+    assert torch.equal(got, wanted)
+    module = copy.deepcopy(ours)
+    module.__class__ = nn.MultiheadAttention
+    assert torch.equal(module(query, key, value)[0], theirs(query, key, value)[0])
+
+
 def test_softmax_attention_agrees_with_the_eager_module():
     from trifuse.models import bert
 

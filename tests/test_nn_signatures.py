@@ -1,11 +1,17 @@
-"""The modules named as torch's take torch's arguments, in order and with torch's defaults."""
+"""The modules named as torch's take torch's arguments, in order and with torch's defaults, have its
+methods and attributes, and go wherever torch's go: into files, other dtypes and shared memory."""
 
 from __future__ import annotations
 
+import copy
 import inspect
+import io
+import pickle
+import warnings
 
 import pytest
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 import trifuse.nn
 
@@ -29,3 +35,122 @@ def test_constructor(name):
 def test_forward(name):
     theirs = arguments(getattr(nn, name).forward)
     assert arguments(getattr(trifuse.nn, name).forward)[: len(theirs)] == theirs
+
+
+def make(name: str) -> nn.Module:
+    """Torch's."""
+    layer = {"d_model": 8, "nhead": 2, "dim_feedforward": 8}
+    options = {
+        "MultiheadAttention": {"embed_dim": 8, "num_heads": 2},
+        "TransformerEncoderLayer": layer,
+        "TransformerDecoderLayer": layer,
+        "Dropout": {},
+        "Linear": {"in_features": 8, "out_features": 8},
+    }
+    torch.manual_seed(0)
+    if name in ("TransformerEncoder", "TransformerDecoder"):
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "enable_nested_tensor is True")
+            return getattr(nn, name)(getattr(nn, f"{name}Layer")(**layer), 2).eval()
+    sizes = {"input_size": 8, "hidden_size": 8}
+    return getattr(nn, name)(**options.get(name, sizes)).eval()
+
+
+def fused(name: str) -> nn.Module:
+    """Torch's with the class of ours, as trifuse.fuse makes it."""
+    module = make(name)
+    trifuse.fuse(module)
+    module.__class__ = getattr(trifuse.nn, name)  # where fuse finds torch's faster
+    return module
+
+
+def run(module: nn.Module, name: str, dtype: torch.dtype = torch.float32) -> Tensor:
+    x = torch.randn(4, 3, 8, generator=torch.Generator().manual_seed(0)).to(dtype)
+    inputs = {
+        "MultiheadAttention": (x, x, x),
+        "TransformerDecoder": (x, x),
+        "TransformerDecoderLayer": (x, x),
+        "LSTMCell": (x[0],),
+        "GRUCell": (x[0],),
+    }
+    with torch.no_grad():
+        out = module(*inputs.get(name, (x,)))
+    return out if isinstance(out, Tensor) else out[0]
+
+
+@pytest.mark.parametrize("name", TWINS)
+def test_attributes(name):
+    theirs, ours = make(name), fused(name)
+    assert set(dir(theirs)) <= set(dir(ours))
+    assert repr(ours) == repr(theirs)
+    for attribute, value in vars(theirs).items():
+        if isinstance(value, (bool, int, float, str)):
+            assert getattr(ours, attribute) == value, attribute
+
+
+@pytest.mark.parametrize("name", TWINS)
+def test_initialisation_again(name):
+    theirs, ours = make(name), fused(name)
+    for module in (theirs, ours):
+        torch.manual_seed(3)
+        for part in module.modules():
+            for method in ("reset_parameters", "_reset_parameters"):
+                if hasattr(part, method):
+                    getattr(part, method)()
+    assert all(map(torch.equal, ours.parameters(), theirs.parameters()))
+
+
+@pytest.mark.parametrize("name", TWINS)
+def test_copied_and_saved(name):
+    ours = fused(name)
+    wanted = run(ours, name)
+    file = io.BytesIO()
+    torch.save(ours, file)
+    file.seek(0)
+    twins = (
+        copy.deepcopy(ours),
+        pickle.loads(pickle.dumps(ours)),
+        torch.load(file, weights_only=False),
+        copy.deepcopy(ours).share_memory(),
+        copy.deepcopy(ours).to("cpu"),
+    )
+    for twin in twins:
+        assert type(twin) is type(ours)
+        assert torch.equal(run(twin, name), wanted)
+
+
+@pytest.mark.parametrize("name", TWINS)
+def test_state_dict_both_ways(name):
+    theirs, ours = make(name), fused(name)
+    for parameter in theirs.parameters():
+        nn.init.normal_(parameter)
+    ours.load_state_dict(theirs.state_dict(), strict=True)
+    torch.testing.assert_close(run(ours, name), run(theirs, name))
+    make(name).load_state_dict(ours.state_dict(), strict=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", TWINS)
+def test_other_dtypes(name, dtype):
+    ours, exact = fused(name).to(dtype), fused(name).double()
+    got = run(ours, name, dtype)
+    assert got.dtype == dtype
+    accuracy = {} if dtype == torch.float64 else {"rtol": 0.05, "atol": 0.05}
+    torch.testing.assert_close(got.double(), run(exact, name, torch.float64), **accuracy)
+
+
+def test_lstm_checks_as_torchs():
+    theirs, ours = make("LSTM"), fused("LSTM")
+    x, h = torch.randn(4, 3, 8), torch.zeros(1, 3, 8)
+    for module in (theirs, ours):
+        module.flatten_parameters()
+        module.check_forward_args(x, (h, h), None)
+        with pytest.raises(RuntimeError, match="Expected hidden"):
+            module.check_forward_args(x, (h[:, :2], h), None)
+    order = torch.tensor([2, 0, 1])
+    got, wanted = (module.permute_hidden((h, h), order) for module in (ours, theirs))
+    assert all(map(torch.equal, got, wanted))
+    for method in ("get_expected_hidden_size", "get_expected_cell_size"):
+        assert getattr(ours, method)(x, None) == getattr(theirs, method)(x, None)
+    ours.weight_ih_l0 = nn.Parameter(torch.zeros(32, 8))
+    assert ours.all_weights[0][0] is ours._flat_weights[0] is ours.weight_ih_l0

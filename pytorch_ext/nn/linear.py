@@ -75,6 +75,23 @@ def why_watched(module: nn.Module) -> str | None:
         or _global._global_backward_pre_hooks
     ):
         return "hooks that torch runs for all modules"
+    if (
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+    ) and (why := _why_hooked(module)) is not None:
+        return why
+    if "forward" in vars(module):
+        forward = vars(module)["forward"]
+        # Libraries that replace a forward for a while put the class's own there afterwards.
+        own = getattr(forward, "__func__", None) is type(module).forward
+        if not own or forward.__self__ is not module:
+            return "a forward of its own"
+    return None
+
+
+def _why_hooked(module: nn.Module) -> str | None:
     for hooks in (
         module._forward_hooks,
         module._forward_pre_hooks,
@@ -82,18 +99,11 @@ def why_watched(module: nn.Module) -> str | None:
         module._backward_pre_hooks,
     ):
         for hook in hooks.values():
-            if (recording := _recording(hook)) is False:
-                continue
+            recording = _recording(hook)
             if recording:
                 return "a hook that records its output, as hidden states are asked for"
-            return f"a hook ({getattr(hook, '__qualname__', type(hook).__qualname__)})"
-    forward = vars(module).get("forward")
-    # Libraries that replace a forward for a while put the class's own there afterwards.
-    if forward is not None and (
-        getattr(forward, "__func__", None) is not type(module).forward
-        or forward.__self__ is not module
-    ):
-        return "a forward of its own"
+            if recording is None:
+                return f"a hook ({getattr(hook, '__qualname__', type(hook).__qualname__)})"
     return None
 
 

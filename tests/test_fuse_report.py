@@ -1,0 +1,211 @@
+"""Reports of trifuse.fuse: plain data that goes with the model, and that says what runs."""
+
+from __future__ import annotations
+
+import copy
+import io
+import itertools
+import pickle
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+import trifuse
+from trifuse.models.bert import BertConfig, BertModel
+
+SIZES = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 48,
+    "max_position_embeddings": 24,
+}
+
+
+def transformer() -> nn.Module:
+    return nn.Transformer(16, 4, 1, 1, 24, batch_first=True)
+
+
+def recurrent() -> nn.Module:
+    return nn.ModuleDict({"lstm": nn.LSTM(4, 4), "gru": nn.GRUCell(4, 4), "drop": nn.Dropout(0.5)})
+
+
+def our_bert() -> nn.Module:
+    return BertModel(BertConfig(**SIZES))
+
+
+def their_bert() -> nn.Module:
+    return transformers.BertModel(transformers.BertConfig(**SIZES))
+
+
+MODELS = [transformer, recurrent, our_bert, their_bert]
+
+
+def state(model: nn.Module) -> list[object]:
+    """Classes, what an instance has for itself, and how transformers' models attend."""
+    return [
+        (
+            type(module),
+            {k: v for k, v in vars(module).items() if isinstance(v, (bool, int, float, str))},
+            getattr(getattr(module, "config", None), "_attn_implementation", None),
+        )
+        for module in model.modules()
+    ]
+
+
+def pickled(pair: tuple[object, object]) -> tuple[object, object]:
+    return pickle.loads(pickle.dumps(pair))
+
+
+def saved(pair: tuple[object, object]) -> tuple[object, object]:
+    file = io.BytesIO()
+    torch.save(pair, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize("report_first", [False, True])
+@pytest.mark.parametrize("copying", [copy.deepcopy, pickled, saved])
+@pytest.mark.parametrize("make", MODELS)
+def test_copied_with_its_model(make, copying, report_first):
+    """The copy of the report reverts the copy of the model, and nothing else."""
+    model = make()
+    before = state(model)
+    report = trifuse.fuse(model, unpad=True)
+    fused = state(model)
+    assert fused != before
+    order = -1 if report_first else 1
+    twin, again = copying((model, report)[::order])[::order]
+    assert state(twin) == fused
+    assert str(again) == str(report)
+    again.revert()
+    assert state(twin) == before
+    assert state(model) == fused
+    report.revert()
+    assert state(model) == before
+
+
+@pytest.mark.parametrize("make", MODELS)
+def test_copied_alone(make):
+    model = make()
+    report = trifuse.fuse(model)
+    fused = state(model)
+    again = copy.deepcopy(report)
+    assert (again.swapped, again.left) == (report.swapped, report.left)
+    again.revert()
+    assert state(model) == fused
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
+@pytest.mark.parametrize("make", MODELS)
+def test_reverted_in_any_order(make, order):
+    """Of a part, of the whole, and once more to leave padding out."""
+    model = nn.ModuleDict({"part": make(), "other": make()})
+    before = state(model)
+    reports = [trifuse.fuse(model["part"]), trifuse.fuse(model), trifuse.fuse(model, unpad=True)]
+    for k in order:
+        reports[k].revert()
+    assert state(model) == before
+    assert trifuse.fuse(model, unpad=True).swapped
+
+
+def test_nested_models_of_transformers_in_any_order():
+    """Each report swaps the configuration of the inner model for a copy of its own."""
+    for order in itertools.permutations(range(2)):
+        model = transformers.BertForMaskedLM(transformers.BertConfig(**SIZES))
+        reports = [trifuse.fuse(model.bert), trifuse.fuse(model)]
+        for k in order:
+            reports[k].revert()
+        assert model.config._attn_implementation == "sdpa"
+        assert model.bert.config._attn_implementation == "sdpa"
+        assert all(
+            module.config._attn_implementation == "sdpa"
+            for module in model.modules()
+            if hasattr(module, "config")
+        )
+
+
+def test_attention_with_weights():
+    """MultiheadAttention returns weights by default, and no operator of ours does."""
+    attention = nn.MultiheadAttention(16, 4)
+    report = trifuse.fuse(attention)
+    assert report.notes == [("", "by softmax where weights are asked for, torch's default")]
+    assert "trifuse.nn.MultiheadAttention; by softmax where weights" in str(report)
+    assert not trifuse.fuse(transformer()).notes  # these layers never ask
+
+
+def test_ends_that_stay_apart():
+    model = nn.TransformerEncoderLayer(16, 4, 24, batch_first=True)
+    model.norm2 = nn.Identity()
+    report = trifuse.fuse(model)
+    assert report.notes == [("", "dropout, sum and norm one by one")]
+
+
+@pytest.mark.parametrize("options", [{"p": 0.5, "inplace": True}, {"p": 1.0}, {"p": 0.0}])
+def test_dropouts_that_would_run_as_torchs(options):
+    assert not trifuse.fuse(nn.Dropout(**options)).swapped
+
+
+def sam() -> nn.Module:
+    vision = transformers.SamVisionConfig(
+        hidden_size=16, num_hidden_layers=2, num_attention_heads=2, image_size=32, patch_size=8,
+        output_channels=16, mlp_dim=16, global_attn_indexes=[0], num_pos_feats=8,
+    )  # fmt: skip
+    prompt = transformers.SamPromptEncoderConfig(
+        hidden_size=16, image_size=32, patch_size=8, image_embedding_size=4
+    )
+    decoder = transformers.SamMaskDecoderConfig(
+        hidden_size=16, mlp_dim=16, num_hidden_layers=1, num_attention_heads=2,
+        iou_head_hidden_dim=16,
+    )  # fmt: skip
+    return transformers.SamModel(
+        transformers.SamConfig(
+            vision_config=vision, prompt_encoder_config=prompt, mask_decoder_config=decoder
+        )
+    ).eval()
+
+
+def test_sam():
+    """Its vision tower chooses an attention's class when it is made; the decoder asks each call."""
+    torch.manual_seed(0)
+    model = sam()
+    images, points = torch.randn(1, 3, 32, 32), torch.tensor([[[[4.0, 4.0]]]])
+    with torch.no_grad():
+        wanted = model(pixel_values=images, input_points=points).pred_masks
+        report = trifuse.fuse(model)
+        got = model(pixel_values=images, input_points=points).pred_masks
+    torch.testing.assert_close(got, wanted)
+    own = [(left.path, left.module) for left in report.left]
+    if "" in [swapped.path for swapped in report.swapped]:
+        name = "SamVisionSdpaAttention"
+        assert own == [(f"vision_encoder.layers.{k}.attn", name) for k in range(2)]
+        said = {row.path: row.runs for row in trifuse.explain(model).modules}
+        assert said["vision_encoder.layers.0.attn"] == "computes its attention by itself"
+    else:
+        assert ("", "SamModel") in own
+
+
+def test_detr():
+    """A convolutional backbone is a model of transformers too, and has no attention to choose."""
+    torch.manual_seed(0)
+    backbone = transformers.ResNetConfig(
+        embedding_size=8, hidden_sizes=[8, 8], depths=[1, 1], out_features=["stage2"]
+    )
+    config = transformers.DetrConfig(
+        backbone_config=backbone, use_timm_backbone=False, backbone=None,
+        use_pretrained_backbone=False, d_model=16, encoder_layers=1, decoder_layers=1,
+        encoder_attention_heads=2, decoder_attention_heads=2, encoder_ffn_dim=16,
+        decoder_ffn_dim=16, num_queries=4,
+    )  # fmt: skip
+    model = transformers.DetrModel(config).eval()
+    images = torch.randn(1, 3, 32, 32)
+    with torch.no_grad():
+        wanted = model(images).last_hidden_state
+        report = trifuse.fuse(model)
+        got = model(images).last_hidden_state
+    assert not report.left
+    assert report.swapped[0].path == ""
+    torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
