@@ -298,12 +298,6 @@ def replaced(model: nn.Module) -> None:
     module.forward = functools.partial(type(module).forward, module)
 
 
-def put_back(model: nn.Module) -> None:
-    """As libraries leave a module whose forward they replaced for a while."""
-    module = model.get_submodule(DEEP[type(model)])
-    module.forward = module.forward
-
-
 class Own(nn.Linear):
     pass
 
