@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trifuse import nn
+from trifuse import _transformers, nn
 from trifuse._version import __version__
 from trifuse.backends import backend
 from trifuse.explain import explain
@@ -31,3 +31,5 @@ __all__ = [
     "scaled_dot_product_attention",
     "varlen_attention",
 ]
+
+_transformers.register_when_imported()

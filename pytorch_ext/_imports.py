@@ -34,14 +34,19 @@ class _Finder(importlib.abc.MetaPathFinder):
         if spec is None or spec.loader is None:
             self.actions[name] = actions
             return None
-        execute = spec.loader.exec_module
+        loader, execute = spec.loader, spec.loader.exec_module
 
         def exec_module(module: ModuleType) -> None:
-            execute(module)
+            del loader.exec_module  # type: ignore[attr-defined]
+            try:
+                execute(module)
+            except BaseException:
+                self.actions[name] = actions  # someone may try again
+                raise
             for action in actions:
                 action()
 
-        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
 
 

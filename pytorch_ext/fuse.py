@@ -378,6 +378,9 @@ def _swap_recurrent(
 _RECURRENT = (torch_nn.LSTM, torch_nn.LSTMCell, torch_nn.GRU, torch_nn.GRUCell)
 
 
+_REGISTRATION = "_trifuse_registration"  # an attribute that goes with a model when it is pickled
+
+
 def _swap_transformers_attention(model: Any) -> _Change | None:
     """Switch a whole transformers model to ``attn_implementation="trifuse"``.
 
@@ -401,6 +404,8 @@ def _swap_transformers_attention(model: Any) -> _Change | None:
             capped = getattr(part.config, "attn_logit_softcapping", None) is not None
             if capped or not part._supports_sdpa:
                 raise _CannotSwap(f"{name} needs more of attention than a softmax of masked scores")
+            if (reason := huggingface.why_not(type(part))) is not None:
+                raise _CannotSwap(reason)
             if part.config.output_attentions:
                 raise _CannotSwap(f"{name} returns its attention weights")
     huggingface.register()
@@ -419,6 +424,7 @@ def _swap_transformers_attention(model: Any) -> _Change | None:
         chosen = own._attn_implementation
         steps.setdefault(id(own), _Step(own, "_attn_implementation", chosen, huggingface.NAME))
         replaced.append(_Step(module, name, config, own))
+        replaced.append(_Step(module, _REGISTRATION, _Absent.ABSENT, huggingface.Registration()))
     changes = [*steps.values(), *replaced]
     for step in changes:
         step.do()

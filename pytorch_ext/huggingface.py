@@ -24,22 +24,32 @@ layer's attention (``AttentionInterface``). Both ends are here, and between them
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import Any
+import inspect
+import types
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.attention.bias import CausalVariant
-from transformers import AttentionInterface, AttentionMaskInterface, modeling_utils
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    PreTrainedModel,
+    masking_utils,
+    modeling_utils,
+)
 from transformers.activations import GELUActivation, GELUTanh
 from transformers.masking_utils import (
     bidirectional_mask_function,
     causal_mask_function,
+    eager_mask,
     sdpa_mask,
 )
 from transformers.modeling_outputs import BaseModelOutputWithPoolingAndCrossAttentions
 from transformers.models.bert import modeling_bert
 
+from trifuse._transformers import NAME
 from trifuse.nn import bert, packing
 from trifuse.nn.dropout_add_layer_norm import add_norm
 from trifuse.nn.linear import is_watched, linear_activation
@@ -47,13 +57,37 @@ from trifuse.nn.packing import Obstacle, PackedSequences
 from trifuse.ops.attention import scaled_dot_product_attention
 from trifuse.ops.linear import Activation
 
-NAME = "trifuse"
-
 
 def register() -> None:
-    """Make ``attn_implementation="trifuse"`` known to transformers; again is harmless."""
+    """Make ``attn_implementation="trifuse"`` known to transformers; again is harmless.
+
+    From then on, transformers refuses the name for models that compute their attention themselves
+    when they are made (:func:`why_not`). ``import trifuse`` makes the name known as well, but
+    changes nothing of transformers: such a model is then refused when it makes its first mask.
+    """
     AttentionInterface.register(NAME, attention_forward)
     AttentionMaskInterface.register(NAME, attention_mask)
+    checked = getattr(PreTrainedModel, "get_correct_attn_implementation", None)
+    if checked is None or hasattr(checked, "__wrapped__"):
+        return  # nowhere to ask when a model is made, or it is asked already
+
+    @functools.wraps(checked)
+    def get_correct_attn_implementation(
+        self: Any, requested_attention: str | None, *args: Any, **kwargs: Any
+    ) -> str:
+        if requested_attention == NAME and (reason := why_not(type(self))) is not None:
+            raise ValueError(reason)
+        return checked(self, requested_attention, *args, **kwargs)
+
+    PreTrainedModel.get_correct_attn_implementation = get_correct_attn_implementation
+
+
+class Registration:
+    """Unpickling it makes the name known: a fused model holds one wherever it says "trifuse"."""
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        """Itself. The import of this module that comes with it is what counts."""
+        return Registration, ()
 
 
 def attention_forward(
@@ -145,8 +179,9 @@ def attention_mask(
 ) -> Tensor | None:
     """The mask of all layers, as transformers' ``AttentionMaskInterface`` calls it.
 
-    What padding with full or causal attention can say is said with the padding alone. Everything
-    else (sliding windows, chunks, packed sequences, static caches, the caller's own functions) is
+    A model some of whose attentions compute themselves gets the mask that "eager" has: they add it.
+    For the others, what padding with full or causal attention can say is said with the padding
+    alone. Everything else (sliding windows, chunks, packed sequences, static caches, the caller's own functions) is
     left to transformers' ``sdpa_mask``.
 
     Args:
@@ -159,7 +194,26 @@ def attention_mask(
 
     Returns:
         One of those in this module's docstring.
+
+    Raises:
+        ValueError: the model adds the mask to scores itself.
     """
+    config = kwargs.get("config")
+    if config is not None:
+        if (reason := _why_not_by_config(type(config))) is not None:
+            raise ValueError(reason)
+        if _is_mixed_by_config(type(config)):
+            return eager_mask(
+                batch_size=batch_size,
+                q_length=q_length,
+                kv_length=kv_length,
+                q_offset=q_offset,
+                kv_offset=kv_offset,
+                mask_function=mask_function,
+                attention_mask=attention_mask,
+                allow_is_bidirectional_skip=allow_is_bidirectional_skip,
+                **kwargs,
+            )
     if mask_function is bidirectional_mask_function and allow_is_bidirectional_skip:
         padding = _padding(attention_mask, kv_length, kv_offset)
         return None if padding is None else padding[:, None, None, :]
@@ -202,6 +256,202 @@ def _padding(attention_mask: Tensor | None, kv_length: int, kv_offset: int) -> T
         padding = nn.functional.pad(padding, (0, kv_length - padding.shape[1]))
     readable = padding.device.type == "cpu" and not torch.compiler.is_compiling()
     return None if readable and bool(padding.all()) else padding
+
+
+# Which models ask for their attention ------------------------------------------------------------
+#
+# transformers takes the name of an attention for any model. One that computes its attention itself
+# would add our boolean mask to its scores, or miss the causality that a mask of None leaves to the
+# attention. Which kind it is shows in what the code of its classes refers to.
+
+
+class _Verdict(NamedTuple):
+    """What is known of a class of models."""
+
+    reason: str | None = None  # why it can't have our attention
+    mixed: bool = False  # whether some of its attentions compute themselves
+
+
+def why_not(model: type[PreTrainedModel]) -> str | None:
+    """Why models of this class can't have ``attn_implementation="trifuse"``, or None if they can.
+
+    They can't where no attention of theirs asks transformers' ``AttentionInterface`` who computes
+    it, and one takes a mask to a softmax of its own, a mask from the function that is registered
+    beside it; where they look the attention's name up in a table that doesn't have ours; or where
+    they leave it to a mask of None to say that they aren't causal.
+    A part with a configuration of its own, as the towers of a vision-language model, is not
+    looked into: it is a model that is asked about when it is made.
+
+    Args:
+        model: a class of transformers' models, or one loaded from the hub.
+    """
+    return _examine(model).reason
+
+
+@functools.cache
+def _examine(model: type[PreTrainedModel]) -> _Verdict:
+    parts, tables = _parts(model)
+    for name, table in tables.items():
+        if NAME not in table:
+            return _Verdict(_refusal(model, f"looks its attention up in {name}"))
+    if not any(_makes_masks(part) for part in parts):
+        return _Verdict()
+    modules = [part for part in parts if not issubclass(part, PreTrainedModel)]
+    asking = [part for part in modules if _asks(part)]
+    for part in asking:
+        if not model._supports_sdpa and "is_causal" not in dict(_mentioned(part)):
+            what = f"has {part.__name__}, which doesn't say whether it is causal"
+            return _Verdict(_refusal(model, what))
+    computing = [part for part in modules if part not in asking and _computes_attention(part)]
+    if computing and not asking:
+        what = f"computes attention itself, in {computing[0].__name__}"
+        return _Verdict(_refusal(model, what))
+    return _Verdict(mixed=bool(computing))
+
+
+def _refusal(model: type, what: str) -> str:
+    return (
+        f'{model.__name__} {what}: attn_implementation="{NAME}" can\'t serve it. Load it with '
+        'attn_implementation="eager". If it is a part of another model, give that one a dict, as '
+        f'{{"": "{NAME}", "vision_config": "eager"}}'
+    )
+
+
+@torch.compiler.assume_constant_result
+def _why_not_by_config(config: type) -> str | None:
+    return _examine_by_config(config).reason
+
+
+@torch.compiler.assume_constant_result
+def _is_mixed_by_config(config: type) -> bool:
+    return _examine_by_config(config).mixed
+
+
+def _examine_by_config(config: type) -> _Verdict:
+    """What is known of the models with such a configuration, those of its package if there are."""
+    if config not in _examined:
+        models = [model for model in _subclasses(PreTrainedModel) if model.config_class is config]
+        package = config.__module__.rpartition(".")[0]
+        own = [model for model in models if model.__module__.rpartition(".")[0] == package]
+        verdicts = [_examine(model) for model in own or models]
+        reasons = (verdict.reason for verdict in verdicts if verdict.reason is not None)
+        mixed = any(verdict.mixed for verdict in verdicts)
+        _examined[config] = _Verdict(next(reasons, None), mixed)
+    return _examined[config]
+
+
+_examined: dict[type, _Verdict] = {}
+
+
+def _subclasses(cls: type) -> Iterator[type]:
+    for child in cls.__subclasses__():
+        yield child
+        yield from _subclasses(child)
+
+
+def _parts(model: type[PreTrainedModel]) -> tuple[list[type], dict[str, dict[str, type]]]:
+    """The classes of modules that a model is made of, itself first, and its tables of attentions.
+
+    A model with another configuration is none of its parts.
+    """
+    found: dict[type, None] = {model: None}
+    tables: dict[str, dict[str, type]] = {}
+    waiting = [model]
+    while waiting:
+        for name, value in _mentioned(waiting.pop()):
+            values = [value]
+            if isinstance(value, dict):
+                values = list(value.values())
+                modules = all(isinstance(v, type) and issubclass(v, nn.Module) for v in values)
+                if "eager" in value and modules:
+                    tables[name] = value
+            for part in values:
+                if not (isinstance(part, type) and issubclass(part, nn.Module)) or part in found:
+                    continue
+                if issubclass(part, PreTrainedModel) and part.config_class is not model.config_class:
+                    continue
+                if not part.__module__.startswith("torch."):
+                    found[part] = None
+                    waiting.append(part)
+    return list(found), tables
+
+
+def _makes_masks(part: type) -> bool:
+    return any(
+        getattr(value, "__module__", None) == masking_utils.__name__ and name.endswith("_mask")
+        for name, value in _mentioned(part)
+    )
+
+
+_SOFTMAX = {"softmax", "Softmax", "scaled_dot_product_attention", "MultiheadAttention"}
+
+
+def _asks(part: type) -> bool:
+    """Whether a module asks transformers who computes its attention."""
+    return any(
+        isinstance(value, AttentionInterface) or name == "ALL_ATTENTION_FUNCTIONS"
+        for name, value in _mentioned(part)
+    )
+
+
+def _computes_attention(part: type) -> bool:
+    """Whether a module takes a mask to a softmax of its own."""
+    names: set[str] = set()
+    for name, value in _mentioned(part):
+        names.add(name)
+        if isinstance(value, types.FunctionType) and not value.__module__.startswith("torch."):
+            names.update(name for name, _ in _names(value))
+    takes_mask = any(
+        name.endswith("mask")
+        for method in _methods(part)
+        if method.__name__ != "__init__"
+        for name in method.__code__.co_varnames[: method.__code__.co_argcount]
+    )
+    return takes_mask and not names.isdisjoint(_SOFTMAX)
+
+
+def _mentioned(part: type) -> Iterator[tuple[str, Any]]:
+    """The names in the code of a class's methods, each with its value where that is global."""
+    for method in _methods(part):
+        yield from _names(method)
+
+
+def _names(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
+    waiting = [function.__code__]
+    while waiting:
+        code = waiting.pop()
+        for name in code.co_names:
+            yield name, function.__globals__.get(name)
+        for value in code.co_consts:
+            if isinstance(value, types.CodeType):
+                waiting.append(value)
+            elif isinstance(value, tuple):  # the names of a call's keyword arguments, some of them
+                yield from ((name, None) for name in value if isinstance(name, str))
+
+
+def _methods(part: type) -> Iterator[types.FunctionType]:
+    """The methods that a class's instances have, its bases' too where they are called by super().
+
+    Those of torch.nn.Module and of transformers' PreTrainedModel, which all models share, are none.
+    """
+    taken: set[str] = set()
+    for cls in part.__mro__:
+        if cls.__module__.startswith("torch.") or cls.__module__ in _SHARED:
+            continue
+        for name, value in vars(cls).items():
+            method = getattr(value, "__func__", getattr(value, "fget", value))
+            if name in taken or not callable(method) or isinstance(method, type):
+                continue
+            if name == "_init_weights":  # it names what others may have
+                continue
+            method = inspect.unwrap(method)
+            if isinstance(method, types.FunctionType):
+                if "super" not in method.__code__.co_names:
+                    taken.add(name)
+                yield method
+
+
+_SHARED = {"builtins", PreTrainedModel.__module__, "transformers.modeling_layers"}
 
 
 # BERT -------------------------------------------------------------------------------------------
@@ -368,3 +618,8 @@ def _activation(activation: nn.Module) -> Activation | None:
     if type(activation) is nn.ReLU:
         return "relu"
     return None
+
+
+# Whoever has imported this, if only by unpickling, needs the name to be known.
+AttentionInterface.register(NAME, attention_forward)
+AttentionMaskInterface.register(NAME, attention_mask)

@@ -1,0 +1,533 @@
+"""Whether attn_implementation="trifuse" is right or raises, for every model of transformers.
+
+    python tests/scan_transformers.py                      # all of them: about half an hour
+    python tests/scan_transformers.py bert bloom t5        # these
+    python tests/scan_transformers.py --page docs/transformers.md
+
+Every base model that the installed transformers knows (``MODEL_MAPPING``) is built at a tiny size
+with random weights, in a process of its own with limits on memory and time. It runs under "eager"
+and under "trifuse", both in float64: on whole and on padded batches, and where it has a cache, on
+the rest of a text in two pieces after its beginning. Results are compared at real tokens, and may
+differ by no more than a few times the error that "eager" makes in float32.
+
+A model that the script can't build or feed is listed as not tried, with the reason.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import copy
+import inspect
+import json
+import multiprocessing
+import os
+import re
+import resource
+import signal
+import sys
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+GIB = 2**30
+MEMORY = 8 * GIB
+SECONDS = 180
+LARGEST = 200_000_000  # parameters of a model that could not be made small
+
+BATCH, LENGTH = 3, 12
+LENGTHS = (LENGTH, 8, 5)
+PIECES = (6, 5, 1)  # of a text that goes through a cache
+
+# How far from eager's results in float64 ours may be, in errors that eager makes in float32.
+FACTOR = 4
+
+
+DEBUG = bool(os.environ.get("SCAN_DEBUG"))
+
+
+def debug() -> None:
+    """Show the exception that is being handled, if SCAN_DEBUG is set."""
+    if DEBUG:
+        traceback.print_exc()
+
+
+class Verdict(NamedTuple):
+    """What became of one model."""
+
+    model_type: str
+    name: str
+    outcome: str  # "right", "raises", "WRONG", "not tried"
+    detail: str = ""
+
+
+# Small models -----------------------------------------------------------------------------------
+
+# By the name of an option of a configuration, the size it gets.
+_SIZES: tuple[tuple[str, int], ...] = (
+    (r"(num_)?(key_value|kv)_heads|(n|num)(_attention)?_(kv|key_value)_heads?|n_head_kv", 2),
+    (r"num_global_key_value_heads|swa_num_key_value_heads|.*num_key_value_heads", 2),
+    (r"(.*_)?(n|num)_(attention_|self_attention_|cross_attention_)?heads?|.*attention_heads", 4),
+    (r"rotary_dim", 8),
+    (r"(.*_)?head_dim|d_kv|d_head|kv_channels|attention_head_size|.*head_size", 16),
+    (r"q_lora_rank|kv_lora_rank|o_lora_rank|.*lora_rank", 16),
+    (r"(.*_)?(intermediate|ffn|inner|mlp|ff|feed_forward)(_size|_dim|_hidden_size)?", 96),
+    (r"n_inner|d_ff|ffn_hidden_size|dim_feedforward|.*_ffn_dim|.*intermediate_size", 96),
+    (r"(.*_)?(hidden_size|hidden_dim|d_model|n_embd|embed_dim|model_dim|embedding_size)", 64),
+    (r"dim|d_embed|width|projection_dim|.*_embed_dim|.*proj_dim|hidden_features", 64),
+    (r"(.*_)?(num|n)_?(hidden_)?layers?|(.*_)?depth|num_blocks|.*_layers", 2),
+    (r"(.*_)?(num|n)_(local_|routed_)?experts|moe_num_experts", 4),
+    (r"(num_experts_per_tok|moe_topk|moe_k|top_k|num_experts_per_token|topk_group|n_group)", 1),
+    (r"(.*_)?vocab_size(_per_layer_input)?", 120),
+    (r"max_position_embeddings|n_positions|n_ctx|max_seq_len|seq_length", 128),
+    (r"sliding_window|attention_window_size|local_attention|attention_chunk_size", 4),
+    (r"image_embedding_size", 4),
+    (r"(.*_)?image_size", 32),
+    (r"(.*_)?patch_size", 8),
+)
+_SIZES_OF_LAYERS = ("layers?", "depth", "vocab", "image_size", "position", "n_ctx", "sliding")
+
+
+def _small(options: dict[str, Any], wanted: Callable[[str], int | None]) -> dict[str, Any]:
+    """A configuration's options with sizes made smaller, those of the configurations in it too."""
+    small: dict[str, Any] = {}
+    layers = options.get("num_hidden_layers")
+    kinds = options.get("layer_types") or options.get("mlp_layer_types")
+    keep: list[int] = [0, -1]  # of a list with an item a layer
+    if isinstance(kinds, (list, tuple)) and len(set(kinds)) > 1:
+        keep = sorted(kinds.index(kind) for kind in set(kinds))
+    for name, value in options.items():
+        if isinstance(value, dict) and name.endswith("config"):
+            small[name] = _small(value, wanted)
+        elif name in ("out_features", "out_indices", "stage_names"):
+            continue  # they name layers
+        elif isinstance(value, (list, tuple)) and len(value) == layers:
+            small[name] = [value[i] for i in keep]
+        elif name in ("depths", "num_layers_per_stage") and isinstance(value, (list, tuple)):
+            small[name] = [1 for _ in value]
+        elif isinstance(value, int) and not isinstance(value, bool) and value > 0:
+            size = wanted(name)
+            small[name] = value if size is None else min(size, value)
+        elif isinstance(value, dict) and "mrope_section" in value:
+            small[name] = value | {"mrope_section": [4, 2, 2]}
+        else:
+            small[name] = value
+    if layers is not None:
+        small["num_hidden_layers"] = len(keep)
+    vocabulary = small.get("vocab_size")
+    if isinstance(vocabulary, int):
+        tokens = [name for name in small if re.fullmatch(r".*_token_(id|index)", name)]
+        for spare, name in enumerate(tokens):
+            if isinstance(small[name], int) and small[name] >= vocabulary:
+                small[name] = vocabulary - 1 - spare % 20
+    return small
+
+
+def _size(name: str) -> int | None:
+    return next((size for pattern, size in _SIZES if re.fullmatch(pattern, name)), None)
+
+
+def _fewer_layers(name: str) -> int | None:
+    few = any(re.search(pattern, name) for pattern in _SIZES_OF_LAYERS)
+    return _size(name) if few else None
+
+
+def configurations(config_class: type, problems: list[str]) -> Iterator[Any]:
+    """Smaller and smaller compromises: all sizes small, fewer layers only, as it is."""
+    default = config_class()
+    options = default.to_dict()
+    for name in ("model_type", "transformers_version", "architectures", "dtype", "torch_dtype"):
+        options.pop(name, None)
+    for wanted in (_size, _fewer_layers):
+        try:
+            config = config_class(**_small(options, wanted))
+        except Exception as error:  # sizes that don't go together
+            problems.append(f"not built: {_line(error)}")
+            debug()
+        else:
+            yield config
+    yield default
+
+
+def build(model_class: type, config: Any, implementation: str) -> Any:
+    """The model, its weights random: the same for every implementation."""
+    config = copy.deepcopy(config)
+    config._attn_implementation = implementation
+    with contextlib.suppress(AttributeError):
+        config._experts_implementation = "eager"  # the others take no float64
+    with torch.device("meta"):
+        size = sum(p.numel() for p in model_class(copy.deepcopy(config)).parameters())
+    if size > LARGEST:
+        raise ValueError(f"{size / 1e6:.0f} million parameters, at the smallest that was tried")
+    model = model_class(config).eval()
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, weight in sorted(dict(model.named_parameters()).items()):
+            if not weight.is_floating_point():
+                continue
+            noise = torch.randn(weight.shape, generator=generator)
+            if weight.ndim >= 2:  # spreads attention unevenly, which the default hardly does
+                weight.copy_(noise / max(weight[0].numel(), 1) ** 0.5)
+            else:
+                ones = name.endswith("weight") or "norm" in name.lower() and "bias" not in name
+                weight.copy_(0.2 * noise + (1.0 if ones else 0.0))
+    return model
+
+
+# Inputs -----------------------------------------------------------------------------------------
+
+
+def _find(config: Any, *names: str, default: Any = None) -> Any:
+    """The first of these options, here or in a configuration inside."""
+    for name in names:
+        value = getattr(config, name, None)
+        if value is not None:
+            return value
+    for part in getattr(config, "sub_configs", {}):
+        inner = getattr(config, part, None)
+        if inner is not None and (value := _find(inner, *names)) is not None:
+            return value
+    return default
+
+
+def padding(length: int = LENGTH, left: bool = False) -> Tensor:
+    """(BATCH, length), 1 where a token is real."""
+    lengths = torch.tensor([max(1, n * length // LENGTH) for n in LENGTHS])
+    mask = (torch.arange(length) < lengths[:, None]).long()
+    return mask.flip(1) if left else mask
+
+
+def inputs(model: Any) -> Iterator[dict[str, Tensor]]:
+    """What the model may want to be called with; the first that it runs with is it."""
+    config = model.config
+    parameters = inspect.signature(model.forward).parameters
+    generator = torch.Generator().manual_seed(1)
+
+    def noise(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+    def ids(length: int) -> Tensor:
+        largest = min(_find(config, "vocab_size", default=100), 100)
+        return torch.randint(3, largest, (BATCH, length), generator=generator)
+
+    image, channels = _find(config, "image_size", default=32), _find(config, "num_channels")
+    height, width = (image, image) if isinstance(image, int) else tuple(image)[-2:]
+    mels = _find(config, "num_mel_bins", "feature_size", "input_feat_per_channel", default=80)
+    frames = 2 * _find(config, "max_source_positions", default=32)
+    frames = frames if isinstance(frames, int) and frames <= 4000 else 64
+    boxes = torch.randint(0, 50, (BATCH, LENGTH, 4), generator=generator)
+    boxes = torch.cat([boxes[..., :2], boxes[..., :2] + boxes[..., 2:]], -1)
+    patch, temporal = _find(config, "patch_size", default=8), _find(config, "temporal_patch_size")
+    patches = (channels or 3) * (temporal or 1) * (patch**2 if isinstance(patch, int) else 1)
+    grid = torch.tensor([[1, 4, 4], [1, 2, 4]])
+    makers: dict[str, tuple[Tensor, ...]] = {  # by argument, what it may be
+        "input_ids": (ids(LENGTH),),
+        "decoder_input_ids": (ids(7),),
+        "bbox": (boxes,),
+        "pixel_values": (noise(BATCH, channels or 3, height, width), noise(24, patches)),
+        "hidden_states": (noise(24, patches),),
+        "pixel_values_videos": (noise(BATCH, 4, channels or 3, height, width),),
+        "input_features": (noise(BATCH, mels, frames), noise(BATCH, frames, mels)),
+        "input_values": (noise(BATCH, 3200), noise(BATCH, _find(config, "max_length") or 64, mels)),
+    }
+    if str(config.model_type).startswith("bros"):
+        makers["bbox"] = (boxes.double() / 100,)
+    always = {
+        "grid_thw": grid,
+        "input_features_mask": torch.ones(BATCH, frames, dtype=torch.long),
+    }
+    always = {n: v for n, v in always.items() if n in parameters}
+    text = {n: makers[n][0] for n in ("input_ids", "decoder_input_ids", "bbox") if n in parameters}
+    encoder = {n: v for n, v in text.items() if n != "decoder_input_ids"}
+    decoder = {n: v for n, v in text.items() if n == "decoder_input_ids"}
+    if "pixel_values" not in parameters or parameters["pixel_values"].default is None:
+        yield from (texts for texts in (text, encoder) if texts)
+    for name, values in makers.items():
+        if name in parameters and name not in text:
+            for value in values:
+                for texts in (text, encoder, decoder, {}):
+                    yield texts | {name: value} | always
+
+
+# Runs -------------------------------------------------------------------------------------------
+
+
+class Run(NamedTuple):
+    """One way to call the model."""
+
+    name: str
+    arguments: dict[str, Tensor]
+    keep: Tensor | None = None  # (BATCH, length): which tokens to compare
+
+
+def runs(model: Any, given: dict[str, Tensor]) -> Iterator[Run]:
+    """Whole, padded on either side, and in pieces through a cache."""
+    config, parameters = model.config, inspect.signature(model.forward).parameters
+    yield Run("whole", given)
+    main = next((given[n] for n in ("input_ids", "input_values", "input_features") if n in given), None)
+    if main is None or "attention_mask" not in parameters:
+        return
+    for left in (False, True):
+        mask = padding(main.shape[-1] if main.ndim == 3 else main.shape[1], left)
+        arguments = given | {"attention_mask": mask}
+        if "input_ids" in given:  # what is pooled, say at the end of a text, is not padding
+            largest = _find(config, "vocab_size", default=int(given["input_ids"].max()) + 1)
+            texts = given["input_ids"].masked_fill(mask == 0, _find(config, "pad_token_id") or 0)
+            last = mask.cumsum(1).argmax(1, keepdim=True)
+            end = _find(config, "eos_token_id")
+            end = end if isinstance(end, int) and end < largest else largest - 1
+            arguments["input_ids"] = texts.scatter(1, last, end)
+        if "decoder_attention_mask" in parameters and "decoder_input_ids" in given:
+            arguments["decoder_attention_mask"] = padding(7)
+        keep = mask if "decoder_input_ids" not in given else padding(7)
+        yield Run("padded left" if left else "padded", arguments, keep)
+    if "past_key_values" in parameters and set(given) == {"input_ids"}:
+        yield Run("in pieces", given)
+        yield Run("in pieces, padded", given | {"attention_mask": padding(left=True)}, padding(left=True))
+
+
+def tensors(value: Any) -> Iterator[Tensor]:
+    """The floating tensors among a model's outputs, its caches aside."""
+    if isinstance(value, Tensor):
+        if value.is_floating_point():
+            yield value
+    elif isinstance(value, dict):
+        for name, item in value.items():
+            if name not in ("past_key_values", "cache_params", "attentions"):
+                yield from tensors(item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from tensors(item)
+
+
+@torch.no_grad()
+def call(model: Any, run: Run, dtype: torch.dtype) -> list[Tensor]:
+    """The outputs of one run, at real tokens, in float64."""
+    torch.manual_seed(0)
+    arguments = {n: v.to(dtype) if v.is_floating_point() else v for n, v in run.arguments.items()}
+    if not run.name.startswith("in pieces"):
+        outputs = list(tensors(model(**arguments)))
+        pieces = [(output, run.keep) for output in outputs]
+    else:
+        pieces, cache, start = [], None, 0
+        for length in PIECES:
+            now = {"input_ids": arguments["input_ids"][:, start : start + length]}
+            if "attention_mask" in arguments:
+                now["attention_mask"] = arguments["attention_mask"][:, : start + length]
+            out = model(**now, past_key_values=cache, use_cache=True)
+            cache = out["past_key_values"]
+            keep = None if run.keep is None else run.keep[:, start : start + length]
+            pieces += [(output, keep) for output in tensors(out)]
+            start += length
+    results = []
+    for output, keep in pieces:
+        if keep is not None and output.shape[:2] == keep.shape:
+            output = output[keep.bool()]
+        results.append(output.double().flatten())
+    return results
+
+
+def distance(got: list[Tensor], wanted: list[Tensor]) -> float:
+    """The largest difference, in the largest value of the tensor it is in."""
+    worst = 0.0
+    for a, b in zip(got, wanted, strict=True):
+        if a.shape != b.shape:
+            return float("inf")
+        finite = b.isfinite()
+        if not torch.equal(finite, a.isfinite()):
+            return float("nan")
+        if finite.any():
+            a, b = a[finite], b[finite]
+            worst = max(worst, float((a - b).abs().max() / b.abs().max().clamp_min(1e-30)))
+    return worst
+
+
+def examine(model_type: str, config_class: type, model_class: type) -> Verdict:
+    """Build, run and compare one model."""
+    name = model_class.__name__
+    problems: list[str] = []
+    for config in configurations(config_class, problems):
+        try:
+            eager = build(model_class, config, "eager")
+        except Exception as error:
+            problems.append(f"not built: {_line(error)}")
+            debug()
+            continue
+        eager32 = build(model_class, config, "eager")
+        eager = eager.double()
+        for given in inputs(eager):
+            if not given:
+                continue
+            whole = Run("whole", given)
+            try:
+                call(eager, whole, torch.float64)
+                call(eager32, whole, torch.float32)
+            except Exception as error:
+                problems.append(f"not run: {_line(error)}")
+                debug()
+                continue
+            return compare(model_type, name, model_class, config, eager, eager32, given)
+    # Runs that failed say more than sizes that don't go together.
+    problems.sort(key=lambda problem: not problem.startswith("not run"))
+    return Verdict(model_type, name, "not tried", problems[0])
+
+
+def compare(
+    model_type: str,
+    name: str,
+    model_class: type,
+    config: Any,
+    eager: Any,
+    eager32: Any,
+    given: dict[str, Tensor],
+) -> Verdict:
+    """The model under "trifuse" against itself under "eager"."""
+    try:
+        ours = build(model_class, config, "trifuse").double()
+    except Exception as error:
+        return Verdict(model_type, name, "raises", f"when made: {_raised(error)}")
+    from trifuse import huggingface
+
+    used = []
+    forward = huggingface.attention_forward
+
+    def spy(*args: Any, **kwargs: Any) -> Any:
+        used.append(None)
+        return forward(*args, **kwargs)
+
+    huggingface.AttentionInterface.register("trifuse", spy)
+    done, single = [], None
+    error32 = 0.0  # eager's, in the runs before
+    for run in runs(eager, given):
+        dtype = torch.float64
+        try:
+            wanted = call(eager, run, torch.float64)
+            if all(torch.isfinite(x).all() for x in wanted):
+                error32 = max(error32, distance(call(eager32, run, torch.float32), wanted))
+            else:  # some of eager's masks are too large for the softmax in float32 that comes after
+                dtype, wanted = torch.float32, call(eager32, run, torch.float32)
+        except Exception:
+            debug()
+            continue
+        if not all(torch.isfinite(x).all() for x in wanted):
+            continue
+        try:
+            if dtype == torch.float32 and single is None:
+                single = build(model_class, config, "trifuse")
+            model = ours if dtype == torch.float64 else single
+            got = distance(call(model, run, dtype), wanted)
+        except Exception as exception:
+            debug()
+            return Verdict(model_type, name, "raises", f"{run.name}: {_raised(exception)}")
+        if not got <= FACTOR * error32 + 1e-9:
+            detail = f"{run.name}: {got:.1e} where float32 makes {error32:.1e}"
+            return Verdict(model_type, name, "WRONG", detail)
+        done.append(run.name)
+    if not done:
+        return Verdict(model_type, name, "not tried", "eager gives no finite result")
+    detail = ", ".join(done) + ("" if used else "; never asks for it")
+    return Verdict(model_type, name, "right", detail)
+
+
+def _line(error: BaseException) -> str:
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:160]}"
+
+
+def _raised(error: BaseException) -> str:
+    """The error; marked where it isn't one of ours."""
+    ours = isinstance(error, ValueError) and "trifuse" in str(error)
+    return _line(error) if ours else f"(not ours) {_line(error)}"
+
+
+# Processes --------------------------------------------------------------------------------------
+
+
+def models() -> list[tuple[str, type, type]]:
+    """(model type, configuration, model) of every base model."""
+    from transformers.models.auto import modeling_auto
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+    found = []
+    for model_type, names in modeling_auto.MODEL_MAPPING_NAMES.items():
+        if model_type in CONFIG_MAPPING_NAMES:
+            for name in (names,) if isinstance(names, str) else names:
+                found.append((model_type, CONFIG_MAPPING_NAMES[model_type], name))
+    return found
+
+
+def _child(model_type: str, config_name: str, name: str, pipe: Any) -> None:
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+    signal.alarm(SECONDS)
+    warnings.simplefilter("ignore")
+    devnull = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(devnull, 1)
+    if not DEBUG:
+        os.dup2(devnull, 2)
+    torch.set_num_threads(1)
+    try:
+        import transformers
+
+        config_class, model_class = getattr(transformers, config_name), getattr(transformers, name)
+        verdict = examine(model_type, config_class, model_class)
+    except Exception as error:
+        debug()
+        verdict = Verdict(model_type, name, "not tried", _line(error))
+    pipe.send(verdict)
+
+
+def examine_apart(task: tuple[str, str, str]) -> Verdict:
+    """:func:`examine` in a forked process, which has imported what all of them need."""
+    model_type, _, name = task
+    context = multiprocessing.get_context("fork")
+    receive, send = context.Pipe(duplex=False)
+    process = context.Process(target=_child, args=(*task, send))
+    process.start()
+    send.close()
+    try:
+        verdict = receive.recv()
+    except EOFError:
+        process.join()
+        limit = process.exitcode == -signal.SIGALRM
+        why = f"more than {SECONDS} s" if limit else f"the process ended with {process.exitcode}"
+        verdict = Verdict(model_type, name, "not tried", why)
+    process.join()
+    return verdict
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("model_types", nargs="*", help="only these; default: all")
+    parser.add_argument("--jobs", type=int, default=1, help="processes at a time")
+    parser.add_argument("--json", type=Path, help="write the verdicts here too")
+    arguments = parser.parse_args(argv)
+
+    import transformers
+    import transformers.modeling_utils
+    from transformers import AutoModel  # noqa: F401 - its modules, once for all
+
+    from trifuse import huggingface
+
+    transformers.logging.set_verbosity_error()
+    huggingface.register()
+    tasks = [t for t in models() if not arguments.model_types or t[0] in arguments.model_types]
+    verdicts = []
+    with ThreadPoolExecutor(arguments.jobs) as pool:
+        for verdict in pool.map(examine_apart, tasks):
+            verdicts.append(verdict)
+            print(f"{verdict.outcome:10}{verdict.model_type:28}{verdict.name:36}{verdict.detail}", flush=True)
+    if arguments.json:
+        arguments.json.write_text(json.dumps([v._asdict() for v in verdicts], indent=1))
+    counts = {o: sum(v.outcome == o for v in verdicts) for o in dict.fromkeys(v.outcome for v in verdicts)}
+    print(f"transformers {transformers.__version__}:", counts)
+    return int(any(v.outcome == "WRONG" for v in verdicts))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

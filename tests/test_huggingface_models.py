@@ -1,0 +1,325 @@
+"""Models that don't ask transformers for their attention, and fused ones in other processes."""
+
+from __future__ import annotations
+
+import copy
+import multiprocessing
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import trifuse
+
+transformers = pytest.importorskip("transformers")
+
+from transformers import PreTrainedModel  # noqa: E402
+from transformers.masking_utils import create_causal_mask  # noqa: E402
+
+from trifuse import huggingface  # noqa: E402
+from trifuse.ops import linear  # noqa: E402
+
+SIZES = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "pad_token_id": 1,
+}
+BARTS = {
+    "vocab_size": 97, "d_model": 32, "encoder_layers": 1, "decoder_layers": 1,
+    "encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 48,
+    "decoder_ffn_dim": 48,
+}  # fmt: skip
+GPTS = {"vocab_size": 97, "n_embd": 32, "n_layer": 1, "n_head": 4, "n_positions": 64}
+
+# By model: a configuration of it, and whether it is found out when it is made in any case.
+COMPUTE_THEMSELVES = {
+    "Bloom": {"vocab_size": 97, "hidden_size": 32, "n_layer": 1, "n_head": 4},
+    "MPNet": SIZES,
+    "ConvBert": SIZES | {"embedding_size": 32},
+    "MegatronBert": SIZES,
+    "RemBert": SIZES | {"input_embedding_size": 32},
+    "RoFormer": SIZES | {"embedding_size": 32},
+    "SqueezeBert": SIZES | {"embedding_size": 32},
+    "Luke": SIZES | {"entity_vocab_size": 20, "entity_emb_size": 32},
+    "IBert": SIZES,
+    "BigBird": SIZES | {"attention_type": "original_full"},
+    "CodeGen": GPTS | {"rotary_dim": 4},
+    "GPTNeoXJapanese": {
+        "vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4,
+    },
+    "XGLM": {"vocab_size": 97, "d_model": 32, "num_layers": 1, "attention_heads": 4, "ffn_dim": 48},
+    "LED": BARTS | {"attention_window": 4},
+    "Mpt": {"vocab_size": 97, "d_model": 32, "n_layers": 1, "n_heads": 4},
+}  # fmt: skip
+HAVE_TABLES = {
+    "Falcon": {"vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 1,
+               "num_attention_heads": 4},
+    "GPTJ": GPTS | {"rotary_dim": 4},
+    "SamVision": {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4,
+                  "image_size": 32, "patch_size": 8, "global_attn_indexes": [0]},
+    "GPTNeo": {"vocab_size": 97, "hidden_size": 32, "num_layers": 1, "num_heads": 4,
+               "attention_types": [[["global"], 1]], "max_position_embeddings": 64},
+}  # fmt: skip
+IDS = torch.randint(5, 97, (2, 8), generator=torch.Generator().manual_seed(0))
+PADDED = (torch.arange(8) < torch.tensor([8, 5])[:, None]).long()
+
+
+@pytest.fixture(autouse=True)
+def _torch_multiplies(monkeypatch) -> None:
+    """Reports don't depend on the machine."""
+    monkeypatch.setenv("TRIFUSE_LINEAR", "torch")
+    monkeypatch.setattr(linear, "_measured", {})
+
+
+def make(name: str, options: dict, implementation: str) -> nn.Module:
+    config = getattr(transformers, f"{name}Config")(**options)
+    config._attn_implementation = implementation
+    torch.manual_seed(0)
+    return getattr(transformers, f"{name}Model")(config).eval()
+
+
+@pytest.mark.parametrize("name", [*COMPUTE_THEMSELVES, *HAVE_TABLES])
+def test_what_computes_its_attention_is_refused_when_made(name):
+    huggingface.register()
+    options = COMPUTE_THEMSELVES.get(name) or HAVE_TABLES[name]
+    with pytest.raises(ValueError, match=f'{name}\\w*Model .*"trifuse".*Load it with'):
+        make(name, options, "trifuse")
+
+
+@pytest.mark.parametrize("name", COMPUTE_THEMSELVES)
+def test_what_computes_its_attention_is_refused_when_it_makes_a_mask(name):
+    """The name may be chosen where transformers doesn't check it."""
+    model = make(name, COMPUTE_THEMSELVES[name], "eager")
+    wanted = model(input_ids=IDS, attention_mask=PADDED)[0]
+    report = trifuse.fuse(model)
+    assert not any("attn_implementation" in swapped.before for swapped in report.swapped)
+    assert any(not left.path for left in report.left)
+    report.revert()
+    assert torch.equal(model(input_ids=IDS, attention_mask=PADDED)[0], wanted)
+    for part in model.modules():
+        if isinstance(part, PreTrainedModel):
+            part.config._attn_implementation_internal = "trifuse"
+    for mask in (None, PADDED):
+        with pytest.raises(ValueError, match="computes attention itself"):
+            model(input_ids=IDS, attention_mask=mask)
+
+
+class Asking(nn.Module):
+    """Remote code that asks."""
+
+    is_causal = True
+
+    def forward(self, hidden_states, attention_mask):
+        interface = transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS
+        attend = interface.get_interface("trifuse", None)
+        x = hidden_states[:, None]
+        return attend(self, x, x, x, attention_mask)[0][:, :, 0]
+
+
+class Computing(nn.Module):
+    """Remote code that doesn't."""
+
+    def forward(self, hidden_states, attention_mask):
+        x = hidden_states[:, None]
+        scores = x @ x.transpose(-1, -2) / x.shape[-1] ** 0.5
+        return ((scores + attention_mask).softmax(-1) @ x)[:, 0]
+
+
+class ComputingInstead(Asking):
+    """A class whose base asks, and which doesn't."""
+
+    forward = Computing.forward
+
+
+class OneConfig(transformers.PreTrainedConfig):
+    model_type = "one_of_its_own"
+
+
+def remote(*attentions: type[nn.Module]) -> type[PreTrainedModel]:
+    """A model made of these attentions, one after the other."""
+
+    class Remote(PreTrainedModel):
+        config_class = type("RemoteConfig", (OneConfig,), {})
+        _supports_sdpa = True
+
+        def __init__(self, config):
+            super().__init__(config)
+            self.layers = nn.ModuleList([layer() for layer in attentions])
+            self.post_init()
+
+        def forward(self, hidden_states):
+            mask = create_causal_mask(self.config, hidden_states, None, None)
+            for layer in self.layers:
+                hidden_states = layer(hidden_states, mask)
+            return hidden_states
+
+    # What __init__ builds from is read off its code, so it has to name the classes.
+    names = ", ".join(layer.__name__ for layer in attentions)
+    scope = {layer.__name__: layer for layer in attentions} | {"nn": nn, "Base": PreTrainedModel}
+    code = f"def __init__(self, config):\n Base.__init__(self, config)\n self.layers = nn.ModuleList(c() for c in [{names}])\n self.post_init()"
+    exec(code, scope)
+    Remote.__init__ = scope["__init__"]
+    return Remote
+
+
+@pytest.mark.parametrize("attention", [Computing, ComputingInstead])
+def test_code_from_elsewhere_that_computes_its_attention(attention):
+    model = remote(attention)
+    assert "computes attention itself" in huggingface.why_not(model)
+    huggingface.register()
+    with pytest.raises(ValueError, match=attention.__name__):
+        model(model.config_class(attn_implementation="trifuse"))
+
+
+def test_code_from_elsewhere_that_asks():
+    assert huggingface.why_not(remote(Asking)) is None
+
+
+def test_a_model_with_both_kinds_is_right():
+    """Both get the mask that is added, also where none would do for one of them."""
+    huggingface.register()
+    x = torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(0))
+    both = remote(Asking, Computing)
+    assert huggingface.why_not(both) is None
+    got = both(both.config_class(attn_implementation="trifuse"))(x)
+    wanted = x
+    causal = torch.zeros(5, 5).masked_fill(~torch.ones(5, 5, dtype=torch.bool).tril(), -1e30)
+    for _ in range(2):
+        wanted = Computing()(wanted, causal)
+    torch.testing.assert_close(got, wanted)
+
+
+def test_the_check_leaves_other_names_alone():
+    huggingface.register()
+    before = PreTrainedModel.get_correct_attn_implementation
+    huggingface.register()
+    assert PreTrainedModel.get_correct_attn_implementation is before
+    model = make("MPNet", SIZES, "eager")
+    assert model.get_correct_attn_implementation("eager") == "eager"
+    with pytest.raises(ValueError, match="not supported"):
+        model.get_correct_attn_implementation("nonsense")
+
+
+# Other processes --------------------------------------------------------------------------------
+
+
+def run(code: str, *arguments: object) -> str:
+    """What a fresh process prints."""
+    environment = os.environ | {"TRIFUSE_LINEAR": "torch"}
+    command = [sys.executable, "-c", code, *map(str, arguments)]
+    done = subprocess.run(command, env=environment, check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def llama(implementation: str = "sdpa") -> nn.Module:
+    options = SIZES | {"num_key_value_heads": 2, "max_position_embeddings": 64}
+    return make("Llama", options, implementation)
+
+
+LOAD = """
+import sys
+{first}
+import torch
+model, ids, wanted = torch.load(sys.argv[1], weights_only=False)
+assert model.config._attn_implementation == sys.argv[2]
+torch.testing.assert_close(model(ids)[0], wanted)
+"""
+
+
+@pytest.mark.parametrize(
+    "first",
+    ["", "import trifuse", "import trifuse, transformers", "import transformers, trifuse",
+     "import trifuse, transformers.models.llama.modeling_llama",
+     "import transformers.modeling_utils, trifuse"],
+)  # fmt: skip
+def test_a_fused_model_is_loaded_in_a_new_process(tmp_path, first):
+    model = llama()
+    trifuse.fuse(model)
+    path = tmp_path / "model.pt"
+    torch.save((model, IDS, model(IDS)[0].detach()), path)
+    run(LOAD.format(first=first), path, "trifuse")
+
+
+def test_a_model_made_with_the_name_is_loaded_in_a_new_process(tmp_path):
+    huggingface.register()
+    model = llama("trifuse")
+    path = tmp_path / "model.pt"
+    torch.save((model, IDS, model(IDS)[0].detach()), path)
+    run(LOAD.format(first="import trifuse"), path, "trifuse")
+
+
+def test_a_part_of_a_fused_model_and_one_that_was_reverted(tmp_path):
+    model = transformers.BertForMaskedLM(transformers.BertConfig(**SIZES)).eval()
+    report = trifuse.fuse(model, unpad=True)
+    path = tmp_path / "model.pt"
+    torch.save((model.bert, IDS, model.bert(IDS)[0].detach()), path)
+    run(LOAD.format(first=""), path, "trifuse")
+    report.revert()
+    torch.save((model.bert, IDS, model.bert(IDS)[0].detach()), path)
+    run(LOAD.format(first="") + "assert 'trifuse' not in sys.modules", path, "sdpa")
+
+
+def _forward(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        return model(ids)[0]
+
+
+def test_a_fused_model_in_a_spawned_process():
+    model = llama()
+    trifuse.fuse(model)
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        got = pool.apply(_forward, (model, IDS))
+    torch.testing.assert_close(got, _forward(model, IDS))
+
+
+def test_a_copy_of_a_fused_model():
+    model = llama()
+    report = trifuse.fuse(model)
+    other = copy.deepcopy(model)
+    torch.testing.assert_close(other(IDS)[0], model(IDS)[0])
+    report.revert()
+    assert other.config._attn_implementation == "trifuse"
+    assert not any("trifuse" in name for module in model.modules() for name in vars(module))
+
+
+def test_a_saved_configuration_does_not_say_it(tmp_path):
+    model = llama()
+    wanted = model(IDS)[0]
+    trifuse.fuse(model)
+    model.save_pretrained(tmp_path)
+    assert "trifuse" not in Path(tmp_path, "config.json").read_text()
+    code = (
+        "import sys, transformers\n"
+        "model = transformers.AutoModel.from_pretrained(sys.argv[1])\n"
+        "print(model.config._attn_implementation, 'trifuse' in sys.modules)"
+    )
+    assert run(code, tmp_path).split() == ["sdpa", "False"]
+    again = transformers.AutoModel.from_pretrained(tmp_path, attn_implementation="trifuse").eval()
+    torch.testing.assert_close(again(IDS)[0], wanted, rtol=1e-5, atol=5e-6)
+
+
+def test_importing_trifuse_changes_nothing_of_transformers():
+    code = """
+import transformers.modeling_utils as m
+methods = dict(vars(m.PreTrainedModel))
+import sys, trifuse
+assert 'trifuse.huggingface' not in sys.modules
+assert dict(vars(m.PreTrainedModel)) == methods
+assert 'trifuse' in m.AttentionInterface()
+"""
+    run(code)
+    run(
+        "import trifuse, sys\n"
+        "assert 'transformers' not in sys.modules\n"
+        "import transformers.modeling_utils\n"
+        "assert 'trifuse' in transformers.AttentionInterface()\n"
+        "assert not any(type(f).__module__.startswith('trifuse') for f in sys.meta_path)"
+    )
