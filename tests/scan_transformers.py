@@ -2,7 +2,7 @@
 
     python tests/scan_transformers.py                      # all of them: about half an hour
     python tests/scan_transformers.py bert bloom t5        # these
-    python tests/scan_transformers.py --page docs/transformers.md
+    python tests/scan_transformers.py --page docs/transformers.md    # and write the page
 
 Every base model that the installed transformers knows (``MODEL_MAPPING``) is built at a tiny size
 with random weights, in a process of its own with limits on memory and time. It runs under "eager"
@@ -38,7 +38,7 @@ from torch import Tensor
 
 GIB = 2**30
 MEMORY = 8 * GIB
-SECONDS = 180
+SECONDS = 60
 LARGEST = 200_000_000  # parameters of a model that could not be made small
 
 BATCH, LENGTH = 3, 12
@@ -175,7 +175,7 @@ def build(model_class: type, config: Any, implementation: str) -> Any:
             if weight.ndim >= 2:  # spreads attention unevenly, which the default hardly does
                 weight.copy_(noise / max(weight[0].numel(), 1) ** 0.5)
             else:
-                ones = name.endswith("weight") or "norm" in name.lower() and "bias" not in name
+                ones = name.endswith("weight") or ("norm" in name.lower() and "bias" not in name)
                 weight.copy_(0.2 * noise + (1.0 if ones else 0.0))
     return model
 
@@ -270,7 +270,9 @@ def runs(model: Any, given: dict[str, Tensor]) -> Iterator[Run]:
     """Whole, padded on either side, and in pieces through a cache."""
     config, parameters = model.config, inspect.signature(model.forward).parameters
     yield Run("whole", given)
-    main = next((given[n] for n in ("input_ids", "input_values", "input_features") if n in given), None)
+    main = next(
+        (given[n] for n in ("input_ids", "input_values", "input_features") if n in given), None
+    )
     if main is None or "attention_mask" not in parameters:
         return
     for left in (False, True):
@@ -289,7 +291,9 @@ def runs(model: Any, given: dict[str, Tensor]) -> Iterator[Run]:
         yield Run("padded left" if left else "padded", arguments, keep)
     if "past_key_values" in parameters and set(given) == {"input_ids"}:
         yield Run("in pieces", given)
-        yield Run("in pieces, padded", given | {"attention_mask": padding(left=True)}, padding(left=True))
+        yield Run(
+            "in pieces, padded", given | {"attention_mask": padding(left=True)}, padding(left=True)
+        )
 
 
 def tensors(value: Any) -> Iterator[Tensor]:
@@ -501,11 +505,57 @@ def examine_apart(task: tuple[str, str, str]) -> Verdict:
     return verdict
 
 
+_HEAD = """# Hugging Face transformers: which models `attn_implementation="trifuse"` serves
+
+Made by `python tests/scan_transformers.py --page docs/transformers.md`, with transformers
+{version}. Every base model that it knows is built at a tiny size with random weights. It is
+**right** where it gives at real tokens what "eager" gives, to within {factor} times the error
+that "eager" makes in float32: on whole batches, on batches padded on either side, and through a
+cache in pieces.
+
+A model **raises** where it would be wrong. transformers takes the name of an attention for any
+model. One whose code computes its attention itself would add a boolean mask to its scores, or
+lose the causality that a mask of None leaves to the attention. So before it is made, what its
+classes refer to is looked at: whether an attention asks transformers' `AttentionInterface`, by no
+list of names.
+
+- A model none of whose attentions ask raises a `ValueError` that names the class and says what to
+  do.
+- A model of both kinds gets the masks of "eager", which are right for both.
+- `trifuse.fuse(model)` leaves such a model's attention as it is, and its report says why.
+- A model whose attention needs more than a softmax of masked scores (capped scores, sinks) raises
+  when it first attends.
+
+The check when a model is made is installed by `trifuse.huggingface.register()` and
+`trifuse.fuse`, in `PreTrainedModel.get_correct_attn_implementation`; other names pass through it.
+`import trifuse` alone makes the name known without it, and so do versions of transformers without
+that method: then the model raises when it makes its first mask, and one that looks its attention
+up in a table of its own raises transformers' `KeyError` when it is made.
+
+A model that was not tried could not be built or fed by the script at a small size. Nothing is
+known of it beyond what its code says.
+
+| model | class | | |
+|---|---|---|---|
+"""
+
+
+def page(verdicts: list[Verdict], version: str) -> str:
+    """The page of the documentation."""
+    order = {"WRONG": 0, "raises": 1, "right": 2, "not tried": 3}
+    lines = [
+        f"| {v.model_type} | {v.name} | {v.outcome} | {v.detail.replace('|', '/')} |"
+        for v in sorted(verdicts, key=lambda v: (order[v.outcome], v.model_type))
+    ]
+    return _HEAD.format(version=version, factor=FACTOR) + "\n".join(lines) + "\n"
+
+
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model_types", nargs="*", help="only these; default: all")
     parser.add_argument("--jobs", type=int, default=1, help="processes at a time")
-    parser.add_argument("--json", type=Path, help="write the verdicts here too")
+    parser.add_argument("--json", type=Path, help="keep the verdicts here, and add to them")
+    parser.add_argument("--page", type=Path, help="write the page of the documentation")
     arguments = parser.parse_args(argv)
 
     import transformers
@@ -517,14 +567,26 @@ def main(argv: list[str]) -> int:
     transformers.logging.set_verbosity_error()
     huggingface.register()
     tasks = [t for t in models() if not arguments.model_types or t[0] in arguments.model_types]
-    verdicts = []
+    verdicts: list[Verdict] = []
+    if arguments.json and arguments.json.exists():
+        verdicts = [Verdict(**verdict) for verdict in json.loads(arguments.json.read_text())]
+        known = {verdict.name for verdict in verdicts}
+        tasks = [task for task in tasks if task[2] not in known]
     with ThreadPoolExecutor(arguments.jobs) as pool:
         for verdict in pool.map(examine_apart, tasks):
             verdicts.append(verdict)
-            print(f"{verdict.outcome:10}{verdict.model_type:28}{verdict.name:36}{verdict.detail}", flush=True)
-    if arguments.json:
-        arguments.json.write_text(json.dumps([v._asdict() for v in verdicts], indent=1))
-    counts = {o: sum(v.outcome == o for v in verdicts) for o in dict.fromkeys(v.outcome for v in verdicts)}
+            if arguments.json:
+                kept = json.dumps([verdict._asdict() for verdict in verdicts], indent=1)
+                arguments.json.write_text(kept)
+            print(
+                f"{verdict.outcome:10}{verdict.model_type:28}{verdict.name:36}{verdict.detail}",
+                flush=True,
+            )
+    if arguments.page:
+        arguments.page.write_text(page(verdicts, transformers.__version__))
+    counts = {
+        o: sum(v.outcome == o for v in verdicts) for o in dict.fromkeys(v.outcome for v in verdicts)
+    }
     print(f"transformers {transformers.__version__}:", counts)
     return int(any(v.outcome == "WRONG" for v in verdicts))
 

@@ -38,7 +38,7 @@ BARTS = {
 }  # fmt: skip
 GPTS = {"vocab_size": 97, "n_embd": 32, "n_layer": 1, "n_head": 4, "n_positions": 64}
 
-# By model: a configuration of it, and whether it is found out when it is made in any case.
+# By model: the options of a small configuration.
 COMPUTE_THEMSELVES = {
     "Bloom": {"vocab_size": 97, "hidden_size": 32, "n_layer": 1, "n_head": 4},
     "MPNet": SIZES,
@@ -149,11 +149,6 @@ def remote(*attentions: type[nn.Module]) -> type[PreTrainedModel]:
         config_class = type("RemoteConfig", (OneConfig,), {})
         _supports_sdpa = True
 
-        def __init__(self, config):
-            super().__init__(config)
-            self.layers = nn.ModuleList([layer() for layer in attentions])
-            self.post_init()
-
         def forward(self, hidden_states):
             mask = create_causal_mask(self.config, hidden_states, None, None)
             for layer in self.layers:
@@ -163,7 +158,12 @@ def remote(*attentions: type[nn.Module]) -> type[PreTrainedModel]:
     # What __init__ builds from is read off its code, so it has to name the classes.
     names = ", ".join(layer.__name__ for layer in attentions)
     scope = {layer.__name__: layer for layer in attentions} | {"nn": nn, "Base": PreTrainedModel}
-    code = f"def __init__(self, config):\n Base.__init__(self, config)\n self.layers = nn.ModuleList(c() for c in [{names}])\n self.post_init()"
+    code = f"""
+def __init__(self, config):
+    Base.__init__(self, config)
+    self.layers = nn.ModuleList(layer() for layer in [{names}])
+    self.post_init()
+"""
     exec(code, scope)
     Remote.__init__ = scope["__init__"]
     return Remote
