@@ -1645,5 +1645,6 @@ def _empty_like_layout(like: Tensor, last_dim: int) -> Tensor:
     """As the fake in trifuse/ops/attention.py says: in memory order (B, L, H) if ``like`` is."""
     B, H, L, _ = like.shape
     if like.stride(1) < like.stride(2):
-        return like.new_empty(B, L, H, last_dim).transpose(1, 2)
+        strides = (L * H * last_dim, last_dim, H * last_dim, 1)
+        return like.new_empty_strided((B, H, L, last_dim), strides)
     return like.new_empty(B, H, L, last_dim)

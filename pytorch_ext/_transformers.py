@@ -15,6 +15,7 @@ from trifuse._imports import when_imported
 
 NAME = "trifuse"
 
+
 def register_when_imported() -> None:
     """Make ``NAME`` known to transformers, now or as soon as it is imported."""
     when_imported("transformers.modeling_utils", _register)

@@ -181,8 +181,8 @@ def attention_mask(
 
     A model some of whose attentions compute themselves gets the mask that "eager" has: they add it.
     For the others, what padding with full or causal attention can say is said with the padding
-    alone. Everything else (sliding windows, chunks, packed sequences, static caches, the caller's own functions) is
-    left to transformers' ``sdpa_mask``.
+    alone. Everything else (sliding windows, chunks, packed sequences, static caches, the caller's
+    own functions) is left to transformers' ``sdpa_mask``.
 
     Args:
         batch_size, q_length, kv_length: the sizes of the mask.
@@ -368,7 +368,8 @@ def _parts(model: type[PreTrainedModel]) -> tuple[list[type], dict[str, dict[str
             for part in values:
                 if not (isinstance(part, type) and issubclass(part, nn.Module)) or part in found:
                     continue
-                if issubclass(part, PreTrainedModel) and part.config_class is not model.config_class:
+                another = issubclass(part, PreTrainedModel)
+                if another and part.config_class is not model.config_class:
                     continue
                 if not part.__module__.startswith("torch."):
                     found[part] = None

@@ -97,7 +97,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> dropout_add_layer_norm_backwa
   const at::ScalarType dtype = grad_out.scalar_type(), wide = accumulation_type(dtype);
   const at::ScalarType sum_dtype = residual ? residual->scalar_type() : x.scalar_type();
   check_backward_arguments(grad_out, grad_sum, x, mean, rstd);
-  check_arguments(x, residual, weight, bias, x_bias, seed, dtype, x_is_sum);
+  check_arguments(x, residual, weight, bias, x_bias, seed, dtype, prenorm);
   Held held;
   DropoutAddLayerNormProblem p{};
   p.dtype = kernel_type(dtype);

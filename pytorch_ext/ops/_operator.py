@@ -41,6 +41,7 @@ from torch.utils._pytree import tree_leaves
 from trifuse import backends
 from trifuse._imports import when_imported
 from trifuse.backends import ORDER, Call
+from trifuse.ops._checks import fail
 
 library = torch.library.Library("trifuse", "DEF")
 
@@ -299,7 +300,8 @@ class Operator:
     def _eager_forward(self, *args: Any) -> tuple[Tensor, ...]:
         tensors, options, _ = self._split_forward(args)
         self.check(*args)
-        return _copied(self.formula(*tensors, *options), self.fake(*args))
+        results = self.fake(*args)  # first: it raises for sizes that no memory holds
+        return _copied(self.formula(*tensors, *options), results)
 
     def _eager_backward(self, *args: Any) -> Sequence[Tensor]:
         call = self._split_backward(args)
@@ -694,6 +696,8 @@ def implement(op: str, backend: str = "") -> Callable[[Callable[..., Any]], Call
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
         def kernel(*args: Any) -> Any:
+            if backend == "eager":  # the others' kernels look themselves
+                check_memory(*args)
             with without_autocast():
                 return function(*args)
 
@@ -703,6 +707,21 @@ def implement(op: str, backend: str = "") -> Callable[[Callable[..., Any]], Call
         return function
 
     return register
+
+
+def check_memory(*args: Any) -> None:
+    """That each tensor's storage holds what its sizes and strides span.
+
+    Raises:
+        ValueError: a storage was resized under its tensor (``trifuse.ArgumentError``).
+    """
+    for t in tree_leaves(args):
+        if isinstance(t, Tensor) and t.numel() > 0 and type(t) in (Tensor, torch.nn.Parameter):
+            last = sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))
+            needed = (t.storage_offset() + last + 1) * t.itemsize
+            if t.device.type != "meta" and needed > t.untyped_storage().nbytes():
+                shape, held = tuple(t.shape), t.untyped_storage().nbytes()
+                raise fail(f"a tensor of shape {shape}", f"{needed} bytes of storage", held)
 
 
 def register_derivative(overload: str, signature: str, derivative: Callable[..., Any]) -> None:

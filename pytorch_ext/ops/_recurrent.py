@@ -68,6 +68,11 @@ def sequence(input: Any, batch_first: bool) -> tuple[Tensor, tuple[int, ...]]:
     return input, (input.shape[1],)
 
 
+def without_units(weight_ih: Any) -> bool:
+    """Whether a cell has no units or no features: as torch's cells may, whose formula serves it."""
+    return isinstance(weight_ih, Tensor) and weight_ih.dim() == 2 and weight_ih.numel() == 0
+
+
 def one_step(input: Any) -> tuple[Tensor, tuple[int, ...]]:
     """As :func:`sequence`, of what a cell is given."""
     input = floating(input)

@@ -586,7 +586,9 @@ def _empty_like_layout(like: Tensor, last_dim: int) -> Tensor:
     """
     B, H, L, _ = like.shape
     if like.stride(1) < like.stride(2):
-        return like.new_empty(B, L, H, last_dim).transpose(1, 2)
+        # No view: a caller may change a result in place.
+        strides = (L * H * last_dim, last_dim, H * last_dim, 1)
+        return like.new_empty_strided((B, H, L, last_dim), strides)
     return like.new_empty(B, H, L, last_dim)
 
 

@@ -88,6 +88,9 @@ def gru_cell(
 
 def _step(input: Tensor, hx: Any, *parameters: Any) -> tuple[Any, ...]:
     """h, with nothing for h_n."""
+    if _recurrent.without_units(parameters[0]):
+        zeros = input.new_zeros(*input.shape[:-1], parameters[1].shape[1])
+        return torch.gru_cell(input, zeros if hx is None else hx, *parameters), None
     _, h = _recurrent.run(_prepare_cell(input, hx, *parameters))
     return h.squeeze((0, 1) if input.dim() == 1 else (0,)), None
 

@@ -133,6 +133,12 @@ def lstm_cell(
 
 def _step(input: Tensor, h0: Any, c0: Any, *parameters: Any) -> tuple[Any, ...]:
     """h and c, with nothing for h_n."""
+    if _recurrent.without_units(parameters[0]):
+        states = [t if t is None else t.to(input.dtype) for t in (h0, c0)]
+        zeros = input.new_zeros(*input.shape[:-1], parameters[1].shape[1])
+        given = [zeros if t is None else t for t in states]
+        h, c = torch.lstm_cell(input, given, *parameters[:4])
+        return h, None, c.to(torch.float64 if c.dtype == torch.float64 else torch.float32)
     call = _prepare_cell(input, (h0, c0), *parameters[:4])
     _, h, c = _recurrent.run(call)
     one = (0, 1) if input.dim() == 1 else (0,)
