@@ -5,6 +5,8 @@
 #   make demo PYTHON=python3.12      another interpreter
 #   make demo TORCH=torch==2.12.0    another torch
 #   make test ARGS='-k causal'       what is run, told more
+#   make test TORCH=torch==2.15.0 VENV=.venv-2.15    the suite against another torch, beside this one
+#   make fuzz SECONDS=600 SEED=7 OPERATOR=attention BACKEND=cpp    random calls; CALLS= of each, not SECONDS=
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -17,7 +19,7 @@ RUN := $(VENV)/bin/python
 INSTALL := $(RUN) -m pip install --quiet --disable-pip-version-check
 SOURCES := setup.py pyproject.toml $(wildcard csrc/*.* csrc/*/*.*)
 
-.PHONY: demo test bench lint sanitize clean
+.PHONY: demo test bench lint fuzz sanitize clean
 
 demo: $(VENV)/installed-demo $(VENV)/weights
 	$(RUN) -m trifuse.benchmarks demo $(ARGS)
@@ -35,6 +37,11 @@ lint: $(VENV)/installed-lint
 	@rm -rf build/types && mkdir -p build/types/trifuse
 	@ln -s $(addprefix $(CURDIR)/,$(wildcard pytorch_ext/*) kernels benchmarks) build/types/trifuse
 	$(VENV)/bin/mypy
+
+fuzz: $(VENV)/installed-test
+	PYTHONPATH=tests $(RUN) -m fuzz $(if $(SECONDS),--seconds $(SECONDS)) $(if $(CALLS),--calls $(CALLS)) \
+	  $(if $(SEED),--seed $(SEED)) $(if $(OPERATOR),--operator $(OPERATOR)) \
+	  $(if $(BACKEND),--backend $(BACKEND)) $(ARGS)
 
 sanitize: $(VENV)/installed-test
 	$(RUN) tests/sanitize.py $(ARGS)

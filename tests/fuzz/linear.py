@@ -1,0 +1,102 @@
+"""``trifuse.ops.linear``, on our product whether or not it is the faster."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .call import Call, Tensors, draw_modes
+from .draws import Draws
+from .recurrent import product
+from .rounding import Rounding, tanh
+from .tensors import Values, draw_layout
+
+# As in an environment that asks for it: otherwise a measurement decides.
+os.environ["TRIFUSE_LINEAR"] = "cpp"
+
+# Fewer than 64 are left to torch, or 16 with a packed weight.
+ROWS = (64, 65, 67, 70, 80, 16, 17, 31, 33, 1, 0)
+FEATURES = (1, 2, 3, 4, 7, 8, 9, 15, 16, 17, 24, 31, 32, 33)
+
+
+def draw(d: Draws, kernel: str, dtype: str) -> Call:
+    rows, (features, units) = d.choice(ROWS), (d.choice(FEATURES) for _ in range(2))
+    shape = (rows, features) if d.flag(70) or rows % 2 else (2, rows // 2, features)
+    tensors = {}
+
+    def make(name: str, *shape: int, **rest: Any) -> None:
+        layout = draw_layout(d, shape)
+        tensors[name] = Values(shape, dtype, d.integer(0, 255), layout=layout, **rest)
+
+    make("x", *shape)
+    make("weight", units, features, scale=1 / math.sqrt(features))
+    if d.flag(60):
+        make("bias", units)
+    options: dict[str, Any] = {}
+    if d.flag(50):
+        options["activation"] = d.choice(("relu", "gelu", "gelu_tanh"))
+    way = d.choice(("once", "packed"))
+    call = Call("linear", kernel, dtype, tensors, options, way)
+    call = draw_modes(
+        d, call, [*tensors], {"out": Values((*shape[:-1], units), dtype)}, second=False
+    )
+    ours = way == "once" and rows >= 64
+    return dataclasses.replace(call, same_bits=call.same_bits and ours)
+
+
+def packed_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, **options: Any) -> Tensor:
+    """Of a weight that is packed, changed behind its back, and changed back."""
+    from trifuse.ops.linear import PackedWeight, linear
+
+    packed = PackedWeight()
+    with torch.no_grad():
+        for _ in range(3):
+            linear(x, weight, bias, packed=packed, **options)
+        other = weight.detach().mT.reshape(weight.shape).contiguous() * 2
+        linear(x, other, bias, packed=packed, **options)
+    return linear(x, weight, bias, packed=packed, **options)
+
+
+def arguments(call: Call, tensors: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    path = {"once": "trifuse.ops.linear.linear", "packed": "fuzz.linear.packed_linear"}[call.way]
+    return path, {**tensors, **call.options}
+
+
+def outputs(call: Call, result: Any) -> Tensors:
+    return {"out": result}
+
+
+def formula(call: Call, tensors: Tensors, r: Rounding) -> Tensors:
+    x = tensors["x"]
+    flat = x.reshape(len(x), math.prod(x.shape[1:-1]), x.shape[-1])
+    out = product(flat, tensors["weight"], r)
+    if "bias" in tensors:
+        out = r(out + tensors["bias"][:, None])
+    match call.options.get("activation"):
+        case "relu":
+            out = r(out * (out[:1].detach() > 0))
+        case "gelu":
+            out = r(r(out) * r(0.5 * (1 + r(torch.erf(r(out) / math.sqrt(2))))))
+        case "gelu_tanh":
+            inner = math.sqrt(2 / math.pi) * (out + 0.044715 * out**3)
+            out = r(r(out) * r(0.5 * (1 + tanh(r(inner), r))))
+    return {
+        "out": out.view(*x.shape[:-1], -1)
+        if x.numel()
+        else out.new_zeros(*x.shape[:-1], out.shape[-1])
+    }
+
+
+def poison(call: Call, tensors: Tensors, value: float) -> None:
+    """Everything is read."""
+
+
+def first(call: Call, tensors: Tensors) -> tuple[Tensors, Mapping[str, Any]] | None:
+    """Rows alone can be so few that torch multiplies them."""
+    return None

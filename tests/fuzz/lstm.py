@@ -1,0 +1,368 @@
+"""``trifuse.lstm``, its layers, cells and modules."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+import trifuse
+from trifuse.ops.lstm import Parameters
+
+from . import philox, recurrent
+from .call import Call, Tensors, draw_modes
+from .draws import Draws
+from .recurrent import Makers, Steps, product
+from .rounding import Rounding, sigmoid, tanh
+from .tensors import Values
+
+# The parameters of trifuse.lstm, in the order of trifuse.ops.lstm.Parameters.
+NAMES = Parameters._fields
+PROBABILITIES = (0.5, 0.1, 0.9, 2.5 / 65536)
+
+
+# Which calls ------------------------------------------------------------------------------------
+
+
+def draw(d: Draws, kernel: str, dtype: str) -> Call:
+    way = d.choice(("function", "function", "layer", "cell", "module"))
+    if way in ("cell", "module"):
+        return _draw_plain(d, kernel, dtype, way)
+    T, B, I, H = recurrent.sizes(d)  # noqa: E741
+    options: dict[str, Any] = {}
+    directions = d.integer(1, 2) if way == "layer" else 1
+    reverse = tuple(d.flag(50) for _ in range(directions))
+    coupled = d.flag(25)
+    G, R = 3 if coupled else 4, d.integer(1, 9) if d.flag(30) else H
+    projected = R != H or d.flag(5)
+    makers = Makers(d, dtype)
+    batch_first, one_row = way == "function" and d.flag(25), way == "function" and d.flag(8)
+    spread = d.choice((1.0, 1.0, 4.0))
+    if one_row:
+        makers.make("input", T, I, scale=spread)
+    else:
+        makers.make("input", *((B, T) if batch_first else (T, B)), I, scale=spread)
+    B = 1 if one_row else B
+    rows = () if one_row else (B,)
+    lead = (directions,) if way == "layer" else ()
+    narrow = dtype in ("bfloat16", "float16")
+    if d.flag(60):
+        makers.make("h0", *lead, *rows, R)
+    if d.flag(60):
+        makers.make("c0", *lead, *rows, H, dtype="float32" if narrow and d.flag(50) else dtype)
+    optional = {
+        name: d.flag(35) for name in ("bias_ih", "bias_hh", "weight_peephole", "norm_cell_bias")
+    }
+    norm = d.flag(25)
+    for suffix in ("", "_reverse")[:directions]:
+        makers.make(f"weight_ih{suffix}", G * H, I, scale=1 / math.sqrt(I))
+        makers.make(f"weight_hh{suffix}", G * H, R, scale=1 / math.sqrt(R))
+        if projected:
+            makers.make(f"weight_hr{suffix}", R, H, scale=1 / math.sqrt(H))
+        for name in ("bias_ih", "bias_hh"):
+            if optional[name]:
+                makers.vector(f"{name}{suffix}", G * H)
+        if optional["weight_peephole"]:
+            makers.vector(f"weight_peephole{suffix}", G - 1, H)
+        if norm:
+            makers.vector(f"norm_ih_weight{suffix}", G * H, mean=1.0)
+            makers.vector(f"norm_hh_weight{suffix}", G * H, mean=1.0)
+            makers.vector(f"norm_cell_weight{suffix}", H, mean=1.0)
+            if optional["norm_cell_bias"]:
+                makers.vector(f"norm_cell_bias{suffix}", H)
+    if d.flag(45):
+        makers.lengths(T, B)
+    if batch_first:
+        options["batch_first"] = True
+    if way == "layer":
+        options["reverse"] = reverse
+    elif reverse[0]:
+        options["reverse"] = True
+    if coupled:
+        options["coupled"] = True
+    elif d.flag(20):
+        options["forget_bias"] = d.choice((1.0, -0.5))
+    if d.flag(20):
+        options["cell_clip"] = d.choice((0.5, 0.1, 1))
+    if projected and d.flag(30):
+        options["proj_clip"] = d.choice((0.3, 0.05))
+    if norm and d.flag(30):
+        options["eps"] = d.choice((1e-3, 0.1))
+    if d.flag(40):
+        options["training"] = True
+    for name in ("zoneout_h", "zoneout_c", "recurrent_dropout"):
+        if d.flag(20):
+            options[name] = d.choice(PROBABILITIES)
+    if d.flag(20):
+        options["recompute"] = True
+    output = (T, I) if one_row else makers.tensors["input"].shape
+    wide = "float64" if dtype == "float64" else "float32"
+    results = {
+        "output": Values((*output[:-1], directions * R), dtype),
+        "h_n": Values((*lead, *rows, R), dtype),
+        "c_n": Values((*lead, *rows, H), wide),
+    }
+    call = Call("lstm", kernel, dtype, makers.tensors, options, way)
+    differentiable = [n for n in makers.tensors if n != "lengths"]
+    # A clip's derivative jumps where what is clipped is at it.
+    call = draw_modes(d, call, differentiable, results)
+    call = recurrent.with_specials(d, call)
+    return dataclasses.replace(call, seed=d.integer(0, 255))
+
+
+def _draw_plain(d: Draws, kernel: str, dtype: str, way: str) -> Call:
+    T, B, I, H = recurrent.sizes(d)  # noqa: E741
+    makers = Makers(d, dtype)
+    bias = d.flag(70)
+    if way == "cell":
+        rows = () if d.flag(15) else (B,)
+        makers.make("input", *rows, I)
+        if d.flag(70):
+            makers.make("h0", *rows, H)
+            makers.make("c0", *rows, H)
+        makers.make("weight_ih", 4 * H, I, scale=1 / math.sqrt(I))
+        makers.make("weight_hh", 4 * H, H, scale=1 / math.sqrt(H))
+        if bias:
+            makers.make("bias_ih", 4 * H)
+            makers.make("bias_hh", 4 * H)
+        wide = "float64" if dtype == "float64" else "float32"
+        results = {"h": Values((*rows, H), dtype), "c": Values((*rows, H), wide)}
+        call = Call("lstm", kernel, dtype, makers.tensors, {}, way)
+        call = draw_modes(d, call, [*makers.tensors], results)
+        return dataclasses.replace(call, seed=d.integer(0, 255))
+    layers, both, batch_first = d.integer(1, 2), d.flag(40), d.flag(40)
+    projection = d.integer(1, H - 1) if H > 1 and d.flag(30) else 0
+    R, D = projection or H, 1 + both
+    makers.make("input", *((B, T) if batch_first else (T, B)), I)
+    if d.flag(60):
+        makers.make("h0", layers * D, B, R)
+        makers.make("c0", layers * D, B, H)
+    if d.flag(30):
+        makers.lengths(T, B)
+    for layer in range(layers):
+        features = I if layer == 0 else D * R
+        for suffix in (f"_l{layer}", f"_l{layer}_reverse")[:D]:
+            makers.make(f"weight_ih{suffix}", 4 * H, features, scale=1 / math.sqrt(features))
+            makers.make(f"weight_hh{suffix}", 4 * H, R, scale=1 / math.sqrt(R))
+            if bias:
+                makers.make(f"bias_ih{suffix}", 4 * H)
+                makers.make(f"bias_hh{suffix}", 4 * H)
+            if projection:
+                makers.make(f"weight_hr{suffix}", R, H, scale=1 / math.sqrt(H))
+    options: dict[str, Any] = {"hidden_size": H, "num_layers": layers}
+    options |= {"bias": bias, "batch_first": batch_first, "bidirectional": both}
+    options["proj_size"] = projection
+    shape = makers.tensors["input"].shape
+    results = {
+        "output": Values((*shape[:-1], D * R), dtype),
+        "h_n": Values((layers * D, B, R), dtype),
+        "c_n": Values((layers * D, B, H), dtype),
+    }
+    call = Call("lstm", kernel, dtype, makers.tensors, options, way)
+    call = draw_modes(d, call, [n for n in makers.tensors if n != "lengths"], results)
+    call = recurrent.with_specials(d, call)
+    return dataclasses.replace(call, seed=d.integer(0, 255))
+
+
+# How they are made ------------------------------------------------------------------------------
+
+
+def arguments(call: Call, tensors: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    given = dict(tensors)
+    states = given.pop("h0", None), given.pop("c0", None)
+    if call.way == "layer":
+        parameters = [
+            Parameters(*(given.pop(f"{name}{suffix}", None) for name in NAMES))
+            for suffix in ("", "_reverse")[: len(call.options["reverse"])]
+        ]
+        rest = {"input": given["input"], "h0": states[0], "c0": states[1], "parameters": parameters}
+        rest |= {"lengths": given.get("lengths")}
+        return "trifuse.ops.lstm.layer", {**rest, **call.options}
+    hx = None if states == (None, None) else states
+    if call.way == "module":
+        x, lengths = given.pop("input"), given.pop("lengths", None)
+        module = module_of("LSTM", x.shape[-1], call.dtype, tuple(call.options.items()))
+        given = {"module": module, "parameter_and_buffer_dicts": given, "args": (x, hx)}
+        given |= {} if lengths is None else {"kwargs": {"lengths": lengths}}
+        return "torch.func.functional_call", given
+    name = "lstm_cell" if call.way == "cell" else "lstm"
+    return f"trifuse.{name}", {"input": given.pop("input"), "hx": hx, **given, **call.options}
+
+
+@functools.lru_cache(maxsize=256)
+def module_of(name: str, features: int, dtype: str, options: tuple[Any, ...]) -> torch.nn.Module:
+    given = {**dict(options), "dtype": getattr(torch, dtype)}
+    module = getattr(trifuse.nn, name)(features, **given)
+    text = ", ".join(f"{key}={value}" for key, value in given.items())
+    module.made_by = f"trifuse.nn.{name}({features}, {text})"
+    return module
+
+
+def outputs(call: Call, result: Any) -> Tensors:
+    if call.way == "cell":
+        return {"h": result[0], "c": result[1]}
+    if call.way == "layer":
+        return dict(zip(("output", "h_n", "c_n"), result, strict=True))
+    return {"output": result[0], "h_n": result[1][0], "c_n": result[1][1]}
+
+
+# What they must give ----------------------------------------------------------------------------
+
+
+def formula(call: Call, tensors: Tensors, r: Rounding) -> Tensors:
+    x, options = tensors["input"], call.options
+    replicas = len(x)
+    if call.way == "cell":
+        one_row = x.dim() == 2
+        rows = x[:, None] if one_row else x
+        states = [
+            t if t is None or not one_row else t[:, None]
+            for t in (tensors.get("h0"), tensors.get("c0"))
+        ]
+        _, h, c = _direction(call, rows[:, None], *states, tensors, "", False, 0, r)
+        return {"h": h[:, 0], "c": c[:, 0]} if one_row else {"h": h, "c": c}
+    one_row = x.dim() == 3
+    x = x[:, :, None] if one_row else x
+    x = x.transpose(1, 2) if options.get("batch_first") and not one_row else x
+    h0, c0 = (
+        None if t is None else t.reshape(replicas, _count(call), x.shape[2], t.shape[-1])
+        for t in (tensors.get("h0"), tensors.get("c0"))
+    )
+    if call.way == "module":
+        both = options["bidirectional"]
+        layers = [(f"_l{k}", f"_l{k}_reverse")[: 1 + both] for k in range(options["num_layers"])]
+        reverse = (False, True)[: 1 + both]
+    else:
+        reverse = options.get("reverse", False)
+        reverse = reverse if call.way == "layer" else (reverse,)
+        layers = [("", "_reverse")[: len(reverse)]]
+    hs, cs = [], []
+    for suffixes in layers:
+        ys = []
+        for direction, (suffix, backwards) in enumerate(zip(suffixes, reverse, strict=True)):
+            h, c = (None if t is None else t[:, len(hs)] for t in (h0, c0))
+            y, h, c = _direction(call, x, h, c, tensors, suffix, backwards, direction, r)
+            ys.append(y)
+            hs.append(h)
+            cs.append(c)
+        x = torch.cat(ys, -1)
+    output = x[:, :, 0] if one_row else x
+    output = output.transpose(1, 2) if options.get("batch_first") and not one_row else output
+    h_n, c_n = torch.stack(hs, 1), torch.stack(cs, 1)
+    if call.way == "function":
+        h_n, c_n = h_n[:, 0], c_n[:, 0]
+        h_n, c_n = (h_n[:, 0], c_n[:, 0]) if one_row else (h_n, c_n)
+    return {"output": output, "h_n": h_n, "c_n": c_n}
+
+
+def _count(call: Call) -> int:
+    """How many first states there are: of layers and directions."""
+    if call.way == "module":
+        return call.options["num_layers"] * (1 + call.options["bidirectional"])
+    return len(call.options["reverse"]) if call.way == "layer" else 1
+
+
+def _direction(
+    call: Call, x: Tensor, h: Tensor | None, c: Tensor | None, tensors: Tensors, suffix: str,
+    reverse: bool, direction: int, r: Rounding,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Step by step, of the rows that have the step and no others."""
+    options = call.options
+    p = {name: tensors.get(f"{name}{suffix}") for name in NAMES}
+    replicas, T, B, _ = x.shape
+    R = p["weight_hh"].shape[2]
+    H = R if p["weight_hr"] is None else p["weight_hr"].shape[2]
+    h = x.new_zeros(replicas, B, R) if h is None else h
+    c = x.new_zeros(replicas, B, H) if c is None else c
+    eps, coupled = options.get("eps", 1e-5), options.get("coupled", False)
+    seed = philox.drawn_seed(call.seed)
+    training = options.get("training", False)
+    share_h, share_c = options.get("zoneout_h", 0.0), options.get("zoneout_c", 0.0)
+    recurrent_dropout = options.get("recurrent_dropout", 0.0) if training else 0.0
+
+    def drawn(
+        kind: int, positions: Tensor, rows: Tensor, columns: int, probability: float
+    ) -> Tensor:
+        """bool (rows, columns); the plane is numbered by the position, the kind, the direction."""
+        plane = ((positions * 3 + kind) * 2 + direction)[:, None].expand(-1, columns)
+        row, column = rows[:, None].expand(-1, columns), torch.arange(columns).expand(len(rows), -1)
+        flat = (np.ascontiguousarray(t.numpy()).ravel() for t in (plane, row, column))
+        return philox.keep(seed, probability, *flat).view(len(rows), columns)
+
+    def clipped(t: Tensor, limit: float | None) -> Tensor:
+        return t if limit is None else t.clamp(-limit, limit)
+
+    def after(new: Tensor, old: Tensor, kind: int, probability: float) -> Tensor:
+        """Zoneout."""
+        if not probability:
+            return new
+        if not training:
+            return r(r(probability * old) + r((1 - probability) * new))
+        return torch.where(drawn(kind, position, rows, new.shape[2], probability), new, old)
+
+    everyone = torch.arange(B)
+    mask = None
+    if recurrent_dropout:
+        kept = drawn(0, torch.zeros_like(everyone), everyone, R, recurrent_dropout)
+        mask = kept.double() * philox.scale(recurrent_dropout)
+    steps = Steps(call, T, B, tensors, reverse)
+    ys = []
+    for step in range(steps.count):
+        rows, position = steps.at(step)
+        h_old, c_old = h[:, rows], c[:, rows]
+        heard = h_old if mask is None else r(h_old * mask[rows])
+        from_x = product(x[:, position, rows], p["weight_ih"], r)
+        from_h = product(heard, p["weight_hh"], r)
+        if p["norm_ih_weight"] is not None:
+            from_x = _normal(call, from_x, p["norm_ih_weight"], None, eps, r)
+            from_h = _normal(call, from_h, p["norm_hh_weight"], None, eps, r)
+        a = r(from_x + from_h)
+        for name in ("bias_ih", "bias_hh"):
+            a = a if p[name] is None else r(a + p[name][:, None])
+        a_i, *a_f, a_g, a_o = a.chunk(3 if coupled else 4, -1)
+        if p["weight_peephole"] is not None:
+            *first_peepholes, peephole_o = p["weight_peephole"].unbind(1)
+            a_i = r(a_i + r(first_peepholes[0][:, None] * c_old))
+            if not coupled:
+                a_f = [r(a_f[0] + r(first_peepholes[1][:, None] * c_old))]
+        i = sigmoid(a_i, r)
+        forget_bias = options.get("forget_bias", 0.0)
+        f = r(1 - i) if coupled else sigmoid(r(a_f[0] + forget_bias), r)
+        new_c = clipped(r(r(f * c_old) + r(i * tanh(a_g, r))), options.get("cell_clip"))
+        if p["weight_peephole"] is not None:
+            a_o = r(a_o + r(peephole_o[:, None] * new_c))
+        shown = new_c
+        if p["norm_cell_weight"] is not None:
+            shown = _normal(call, new_c, p["norm_cell_weight"], p["norm_cell_bias"], eps, r)
+        new_h = r(sigmoid(a_o, r) * tanh(shown, r))
+        if p["weight_hr"] is not None:
+            new_h = clipped(product(new_h, p["weight_hr"], r), options.get("proj_clip"))
+        new_h = r(after(new_h, h_old, 1, share_h))
+        new_c = r(after(new_c, c_old, 2, share_c))
+        h, c = h.index_copy(1, rows, new_h), c.index_copy(1, rows, new_c)
+        ys.append((rows, position, new_h))
+    return recurrent.gathered(ys, h, T), h, c
+
+
+def _normal(
+    call: Call, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, r: Rounding
+) -> Tensor:
+    mean = r(x).mean(-1, keepdim=True)
+    # As in dropout_add_layer_norm.
+    deviation = r(x - r(mean if call.second else mean.detach()))
+    rstd = r((r(r(deviation.square()).mean(-1, keepdim=True)) + eps).rsqrt())
+    out = r(r(r(x - r(mean)) * r(rstd.expand_as(x))) * weight[:, None])
+    return out if bias is None else r(out + bias[:, None])
+
+
+poison = recurrent.poison
+
+
+def first(call: Call, tensors: Tensors) -> tuple[Tensors, Mapping[str, Any]] | None:
+    return recurrent.first(call, tensors, ("h", "c"))
