@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import sys
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -24,6 +25,9 @@ HEAD_DIMS = (1, 2, 3, 4, 5, 7, 8, 12, 16, 17, 20, 32, 33)
 WIDE = (40, 64, 65, 72, 80, 96, 128, 130, 257)
 # Of dropout: also so small and so large that all, or none, of 65,536 values drop.
 PROBABILITIES = (0.5, 0.1, 0.9, 1 / 65536, 2.5 / 65536, 3.5 / 65536, 1e-9, 1 - 1e-9)
+
+# What is known to be wrong, or not settled yet, is not drawn; empty when all of it is mended.
+AVOIDED = frozenset({"infinities", "window sys.maxsize", "scale 1e-300", "dropout 1"})
 
 
 # Which calls ------------------------------------------------------------------------------------
@@ -99,15 +103,20 @@ def draw(d: Draws, kernel: str, dtype: str) -> Call:
         options["is_causal"] = causal
     if d.flag(30):
         longest = max(longest_q, longest_k)
-        sides = tuple(
-            d.choice((0, 1, 2, longest // 2, longest, longest + 9, 2**31)) for _ in range(2)
-        )
+        sides_from = [0, 1, 2, longest // 2, longest, longest + 9, 2**31]
+        if "window sys.maxsize" not in AVOIDED:
+            sides_from.append(sys.maxsize)
+        sides = tuple(d.choice(sides_from) for _ in range(2))
         options["window"] = d.choice((sides[0], sides, (sides[0], None), (None, sides[1])))
     if d.flag(25):
-        options["scale"] = d.choice((0.5, 0.0, -0.3, 3.0, 1e-6, 1))
+        options["scale"] = d.choice(
+            (0.5, 0.0, -0.3, 3.0, 1e-6, 1, *([] if "scale 1e-300" in AVOIDED else [1e-300]))
+        )
     dropout = d.flag(25)
     if dropout:
-        options["dropout_p"] = d.choice(PROBABILITIES)
+        options["dropout_p"] = d.choice(
+            (*PROBABILITIES, *([] if "dropout 1" in AVOIDED else [1.0]))
+        )
     options["return_lse"] = True
     wide = "float64" if dtype == "float64" else "float32"
     call = Call("attention", kernel, dtype, tensors, options, "varlen" if varlen else "padded")
@@ -150,7 +159,9 @@ def _plant(d: Draws, call: Call) -> Call:
     count = math.prod(values.shape) if values else 0
     if values is None or count == 0 or values.dtype == "bool":
         return call
-    kinds = (NAN, 0.0, -0.0, 1e-40, 3e-8, 1e4)
+    kinds = [NAN, 0.0, -0.0, 1e-40, 3e-8, 1e4]
+    if "infinities" not in AVOIDED:
+        kinds += [INF, -INF]
     planted = tuple((d.integer(0, count - 1), d.choice(kinds)) for _ in range(d.integer(1, 3)))
     tensors = {**call.tensors, name: dataclasses.replace(values, planted=planted)}
     return dataclasses.replace(call, tensors=tensors, overflow=True, second=False)
