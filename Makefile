@@ -5,7 +5,6 @@
 #   make demo PYTHON=python3.12      another interpreter
 #   make demo TORCH=torch==2.12.0    another torch
 #   make test ARGS='-k causal'       what is run, told more
-#   make test TORCH=torch==2.15.0 VENV=.venv-2.15    the suite against another torch, beside this one
 #   make fuzz SECONDS=600 SEED=7 OPERATOR=attention BACKEND=cpp    random calls; CALLS= of each, not SECONDS=
 
 PYTHON ?= python3
