@@ -370,7 +370,7 @@ def main(argv: Sequence[str]) -> int:
     if options.quick:
         timed = [replace(case, peers=tuple(p for p in case.peers if p != "flex")) for case in timed]
     facts = measure.machine(device)
-    measure.console.print(measure.describe(facts), soft_wrap=True)
+    measure.console.print(measure.describe(facts), soft_wrap=True, markup=False)
     seconds = 0.6 if options.quick else 4.0
     with trifuse.backend(options.backend):
         results, failed = measure.run_all(

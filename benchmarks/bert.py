@@ -396,7 +396,7 @@ def machine(device: str) -> dict[str, Any]:
 
 def train_on_a_gpu(cases: Sequence[Step], options: argparse.Namespace) -> int:
     facts = machine("cuda")
-    measure.console.print(measure.describe(facts), soft_wrap=True)
+    measure.console.print(measure.describe(facts), soft_wrap=True, markup=False)
     if transformers is None:
         measure.console.print("transformers is not installed: trifuse.models stands in for it")
     seconds = 0.6 if options.quick else 12.0
@@ -416,18 +416,20 @@ def read_and_train(
 ) -> int:
     console = measure.console
     if transformers is None:
-        console.print("transformers is not installed; try: pip install 'trifuse[bench]'")
+        console.print(
+            "transformers is not installed; try: pip install 'trifuse[bench]'", markup=False
+        )
         return 1
     try:
         directory = demo.model_directory()
     except FileNotFoundError as missing:
-        console.print(str(missing), style="red")
+        console.print(str(missing), style="red", markup=False)
         return 1
     facts = machine("cpu")
     facts["engines"] = {e.name: e.version for e in engines.ENGINES if e.installed}
     versions = "".join(f", {name} {version}" for name, version in facts["engines"].items())
     caption = f"{measure.describe(facts)}\ntransformers {facts['transformers']}{versions}"
-    console.print(caption, soft_wrap=True)
+    console.print(caption, soft_wrap=True, markup=False)
 
     reads, results = [], []
     with trifuse.backend(options.backend), measure.progress() as progress:
@@ -445,7 +447,9 @@ def read_and_train(
     measure.print_table(measure.table("bert", results, fastest_only=True))
     for engine in engines.ENGINES:
         if not engine.installed:
-            console.print(f"{engine.name} is not installed; try: pip install 'trifuse[bench]'")
+            console.print(
+                f"{engine.name} is not installed; try: pip install 'trifuse[bench]'", markup=False
+            )
     if options.json is not None:
         content = {
             "machine": facts,
@@ -456,5 +460,5 @@ def read_and_train(
     if options.plot is not None and reads:
         panels = {one.heading: one.variants for one in reads}
         demo.plot(panels, "MiniLM-L6 on real text", caption, options.plot)
-        console.print(f"wrote {options.plot}")
+        console.print(f"wrote {options.plot}", markup=False)
     return 0

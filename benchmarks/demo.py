@@ -432,7 +432,7 @@ def main(argv: list[str]) -> int:
     try:
         directory = model_directory()
     except FileNotFoundError as missing:
-        console.print(str(missing), style="red")
+        console.print(str(missing), style="red", markup=False)
         return 1
     if arguments.threads is not None:
         torch.set_num_threads(arguments.threads)
@@ -471,7 +471,7 @@ def main(argv: list[str]) -> int:
         console.print(result_table(found, title))
     console.print(caption, style="dim")
     plot(panels, f"real text, {arguments.dtype}", caption, arguments.output)
-    console.print(f"wrote {arguments.output}")
+    console.print(f"wrote {arguments.output}", markup=False)
     if arguments.json is not None:
         report = {
             "machine": facts,

@@ -263,7 +263,7 @@ def main(argv: Sequence[str]) -> int:
     torch.set_num_threads(options.threads)
     cases = measure.select(CASES[device], lambda case: case.name, options.cases)
     facts = measure.machine(device)
-    measure.console.print(measure.describe(facts), soft_wrap=True)
+    measure.console.print(measure.describe(facts), soft_wrap=True, markup=False)
     seconds = 0.6 if options.quick else 4.0
 
     def more(measured: Sequence[Measured]) -> dict[str, Any]:

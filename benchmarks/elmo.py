@@ -693,7 +693,7 @@ def main(argv: Sequence[str]) -> int:
     cases = [case for case in CASES if case.name in chosen]
     facts = measure.machine(device)
     caption = measure.describe(facts)
-    console.print(caption, soft_wrap=True)
+    console.print(caption, soft_wrap=True, markup=False)
     corpus = read()
     content: dict[str, Any] = {"machine": facts, "times": []}
 
@@ -760,7 +760,7 @@ def _small(
     if words:
         measure.print_table(words_table(words))
     plot(options.plot, learnt, topics, caption.partition("\n")[0])
-    measure.console.print(f"wrote {options.plot}")
+    measure.console.print(f"wrote {options.plot}", markup=False)
     return {
         **learnt.record(),
         "topics": {

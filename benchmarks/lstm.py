@@ -409,7 +409,7 @@ def main(argv: Sequence[str]) -> int:
     device: str = options.device
     cases = measure.select(CASES[device], lambda case: case.name, options.cases)
     facts = measure.machine(device)
-    measure.console.print(measure.describe(facts), soft_wrap=True)
+    measure.console.print(measure.describe(facts), soft_wrap=True, markup=False)
     seconds = 0.6 if options.quick else 4.0
     with trifuse.backend(options.backend):
         results, failed = measure.run_all(

@@ -818,7 +818,7 @@ def write_json(path: Path, content: Mapping[str, Any], *, quietly: bool = False)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n")
     if not quietly:
-        console.print(f"wrote {path}")
+        console.print(f"wrote {path}", markup=False)
 
 
 def print_table(table: Table) -> None:
@@ -852,10 +852,10 @@ def report(
         console.print(memory_table(memory))
     if options.json is not None:
         save(options, facts, results, memory, more, failed)
-        console.print(f"wrote {options.json}")
+        console.print(f"wrote {options.json}", markup=False)
     if options.plot is not None and results:
         plot(options.plot, f"{name}\n{describe(facts)}", results)
-        console.print(f"wrote {options.plot}")
+        console.print(f"wrote {options.plot}", markup=False)
 
 
 def save(

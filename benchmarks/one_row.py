@@ -134,7 +134,7 @@ def main(argv: Sequence[str]) -> int:
     warnings.filterwarnings("ignore", message="LSTM with projections is not supported with oneDNN")
     cases = measure.select(CASES, lambda case: case.name, options.cases)
     facts = measure.machine()
-    measure.console.print(measure.describe(facts), soft_wrap=True)
+    measure.console.print(measure.describe(facts), soft_wrap=True, markup=False)
 
     def keep(outcomes: Sequence[Outcome], failed: Any = None) -> None:
         if options.json is not None:

@@ -340,7 +340,7 @@ def main(argv: Sequence[str]) -> int:
     torch.set_num_threads(options.threads)
     facts = measure.machine(device)
     caption = measure.describe(facts)
-    console.print(caption, soft_wrap=True)
+    console.print(caption, soft_wrap=True, markup=False)
     split = read()
 
     with trifuse.backend(options.backend), measure.progress() as progress:
@@ -377,7 +377,7 @@ def main(argv: Sequence[str]) -> int:
 
     if options.plot is not None:
         plot(options.plot, [pretrained, tuned], caption.partition("\n")[0])
-        console.print(f"wrote {options.plot}")
+        console.print(f"wrote {options.plot}", markup=False)
     if options.json is not None:
         content = {
             "machine": facts,

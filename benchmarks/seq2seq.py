@@ -389,7 +389,7 @@ def main(argv: Sequence[str]) -> int:
     chosen = measure.select(named, lambda item: item.name, options.cases)
     facts = measure.machine(device)
     caption = measure.describe(facts)
-    console.print(caption, soft_wrap=True)
+    console.print(caption, soft_wrap=True, markup=False)
 
     learnt, times = [], []
     with trifuse.backend(options.backend), measure.progress() as progress:
@@ -404,7 +404,7 @@ def main(argv: Sequence[str]) -> int:
         measure.print_table(accuracy_table(learnt))
         with trifuse.backend(options.backend):
             plot(options.plot, learnt, caption.partition("\n")[0])
-        console.print(f"wrote {options.plot}")
+        console.print(f"wrote {options.plot}", markup=False)
     if times:
         measure.print_table(speed_table(times))
     if options.json is not None:

@@ -523,7 +523,7 @@ def main(argv: Sequence[str]) -> int:
     timed = [item for item in chosen if isinstance(item, Case)]
     facts = measure.machine(device)
     caption = measure.describe(facts)
-    console.print(caption, soft_wrap=True)
+    console.print(caption, soft_wrap=True, markup=False)
 
     learnt, times = [], []
     with trifuse.backend(options.backend), measure.progress() as progress:
@@ -551,7 +551,7 @@ def main(argv: Sequence[str]) -> int:
             for task, result in zip(trained, curves, strict=True):
                 content["learnt"][task.name] = show_learnt(task, result, device)
         plot(options.plot, curves, caption.partition("\n")[0])
-        console.print(f"wrote {options.plot}")
+        console.print(f"wrote {options.plot}", markup=False)
     if times:
         measure.print_table(speed_table(times))
     if options.json is not None:

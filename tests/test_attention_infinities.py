@@ -245,3 +245,17 @@ def test_scales_beside_which_torch_is_finite():
     actual = trifuse.scaled_dot_product_attention(*tensors, scale=1e-300)
     torch.testing.assert_close(actual, expected)
     assert math.isfinite(float(actual.sum()))
+
+
+@pytest.mark.parametrize("keys_of_mask", [1, 3])
+def test_a_nan_that_takes_part_reaches_the_mask(kernel, keys_of_mask):
+    """Also where the mask is one number for a whole row, which needs no sum over its keys."""
+    query, key, value = (normal(1, 1, rows, 4, seed=rows) for rows in (2, 3, 3))
+    value[0, 0, 1, 0] = NAN
+    mask = torch.zeros(1, 1, 2, keys_of_mask)
+    left_out = torch.tensor([[True, False, True], [True, True, True]]).log()  # 0 or -inf
+    mask = (mask + left_out if keys_of_mask == 3 else mask).requires_grad_()
+    out = trifuse.scaled_dot_product_attention(query, key, value, mask)
+    (grad,) = torch.autograd.grad(out.sum(), mask)
+    first_row = keys_of_mask == 1
+    assert grad.isnan().all(-1).flatten().tolist() == [first_row, True]

@@ -630,3 +630,10 @@ def test_one_row_that_differs_fails(
     monkeypatch.setattr(trifuse.nn.GRUCell, "forward", lambda self, x: -x)
     assert one_row.main(["--quick"]) == 1
     assert "differ from torch" in capsys.readouterr().out
+
+
+def test_what_to_install_is_named_in_full(monkeypatch, capsys):
+    """Square brackets are markup to the console, and part of an extra's name."""
+    monkeypatch.setattr(bert, "transformers", None)
+    assert bert.read_and_train([], argparse.Namespace()) == 1
+    assert "pip install 'trifuse[bench]'" in capsys.readouterr().out

@@ -101,18 +101,29 @@ void add_mask_gradient(
 }
 
 // A mask broadcast over keys shifts whole rows, which moves their logsumexp and nothing else: the
-// row's sum of dS is dlse exactly.
-template <class Sum, class T>
+// row's sum of dS is dlse exactly, or NaN where a pair of the row is.
+template <class Sum, class Scalar, class T>
 void add_row_mask_gradient(
     const AttentionProblem& p, const Sequence& s, int64_t h, int64_t i, int64_t rows) {
   const auto* stride = p.grad_mask.stride;
   Sum* grad =
       static_cast<Sum*>(p.grad_mask.data) + s.index * stride[0] + h * stride[1] + i * stride[2];
   const T* lse = s.query_row<T>(p.logsumexp, h, i);
-  const T* grad_lse = s.query_row<T>(p.grad_logsumexp, h, i);
-  for (int64_t r = 0; r < rows; ++r)
-    if (lse[r * p.logsumexp.stride[2]] != -std::numeric_limits<T>::infinity())
-      grad[r * stride[2]] += grad_lse[r * p.grad_logsumexp.stride[2]];
+  const auto grad_out = s.query_rows<Scalar>(p.grad_out, h, i);
+  for (int64_t r = 0; r < rows; ++r) {
+    const T row_lse = lse[r * p.logsumexp.stride[2]];
+    if (row_lse == -std::numeric_limits<T>::infinity()) continue;  // a row without keys
+    const Scalar* o = s.query_row<Scalar>(p.out, h, i + r);
+    const Scalar* g = grad_out.row(r);
+    T delta = row_lse;
+    for (int64_t c = 0; c < p.Ev; ++c)
+      delta += static_cast<T>(o[c]) * static_cast<T>(g[c * grad_out.column_stride]);
+    T sum = 0;
+    if (p.grad_logsumexp.data)
+      sum = s.query_row<T>(p.grad_logsumexp, h, i)[r * p.grad_logsumexp.stride[2]];
+    if (!std::isfinite(delta)) sum = std::numeric_limits<T>::quiet_NaN();
+    grad[r * stride[2]] += sum;
+  }
 }
 
 // Everything a task works with, laid out in its thread's scratch memory.
@@ -183,9 +194,9 @@ class Task {
     const int64_t to = std::min(visible.last, first + keys);
     if (from >= to && index > 0) return;
 
-    if (index == 0 && p.grad_mask.data && p.grad_mask.stride[3] == 0 && p.grad_logsumexp.data)
-      p.grad_mask_in_double ? add_row_mask_gradient<double, T>(p, s, h, i, rows)
-                            : add_row_mask_gradient<T, T>(p, s, h, i, rows);
+    if (index == 0 && p.grad_mask.data && p.grad_mask.stride[3] == 0)
+      p.grad_mask_in_double ? add_row_mask_gradient<double, Scalar, T>(p, s, h, i, rows)
+                            : add_row_mask_gradient<T, Scalar, T>(p, s, h, i, rows);
     std::fill_n(grad_query, kTile * e_ld, T(0));
     if (from < to) load_queries(s, h, kv_head, i, rows);
     for (int64_t j = from; j < to; j += kTile)
