@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,6 +13,7 @@ import pytest
 import torch
 from attention_cases import normal
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 import trifuse
@@ -360,3 +362,31 @@ def test_operations_of_a_gru(backend):
     x, w_ih, w_hh = normal(T, B, 5).requires_grad_(), normal(3 * E, 5), normal(3 * E, E)
     steps = 2 * T * B * 3 * E * (5 + E)
     assert flops(lambda: trifuse.gru(x, None, w_ih, w_hh)[0]) == (steps, 3 * steps)
+
+
+# The rest ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("module", ["_operator", "attention", "lstm"])
+def test_reloading_says_what_to_do(module):
+    with pytest.raises(ImportError, match=r"can't be reloaded: .* start Python anew"):
+        importlib.reload(importlib.import_module(f"trifuse.ops.{module}"))
+
+
+def test_a_resized_storage_is_noticed(backend):
+    x = sample().clone()
+    x.untyped_storage().resize_(0)
+    with pytest.raises(ValueError, match="storage"):
+        trifuse.scaled_dot_product_attention(x, x, x)
+
+
+@pytest.mark.parametrize("sizes", [(4, 0), (0, 3)])
+@pytest.mark.parametrize("cell", ["LSTMCell", "GRUCell"])
+def test_cells_without_units_or_features(backend, cell, sizes):
+    theirs = getattr(torch.nn, cell)(*sizes)
+    ours = getattr(trifuse.nn, cell)(*sizes)
+    ours.load_state_dict(theirs.state_dict())
+    x = torch.randn(2, sizes[0], requires_grad=True)
+    for y, expected in zip(tree_leaves(ours(x)), tree_leaves(theirs(x)), strict=True):
+        torch.testing.assert_close(y, expected)
+        assert y.requires_grad == expected.requires_grad

@@ -43,6 +43,8 @@ from trifuse._imports import when_imported
 from trifuse.backends import ORDER, Call
 from trifuse.ops._checks import fail
 
+if "library" in globals():
+    raise ImportError("trifuse can't be reloaded: torch keeps its ops; start Python anew")
 library = torch.library.Library("trifuse", "DEF")
 
 
@@ -624,6 +626,9 @@ class Op:
         fakes: Mapping[str, Callable[..., Any]] | None = None,
         backends: Sequence[str] = ORDER,
     ) -> None:
+        if name in _OPS:
+            raise ImportError(f"{name} can't be reloaded: torch keeps its ops; start Python anew")
+        _OPS.add(name)
         self.name = name
         self.describe = describe
         self.overloads: dict[str, Any] = {}
@@ -685,6 +690,8 @@ class Op:
 
         implement(self.name, "triton")(launch)
 
+
+_OPS: set[str] = set()
 
 # Backends whose implementations are registered for any device.
 _IN_PYTHON = ("triton", "eager")
