@@ -13,7 +13,7 @@ from torch import Tensor
 
 def check_memory(name: str, t: Tensor | None) -> None:
     """Raise ValueError for a tensor whose storage was resized to nothing."""
-    if t is not None and t.data_ptr() == 0 and t.numel() > 0:
+    if t is not None and not t.is_meta and t.data_ptr() == 0 and t.numel() > 0:
         raise ValueError(
             f"{name}: expected storage for shape {tuple(t.shape)}; got 0 bytes (was it resized?)"
         )

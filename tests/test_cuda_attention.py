@@ -230,7 +230,7 @@ BUDGET: dict[str, dict[tuple[bool, int], tuple[int, int]]] = {
     "attention_backward_key_value_hopper_kernel": {(True, 64): (168, 0), (True, 128): (168, 80)},
     "attention_backward_query_hopper_kernel": {(True, 64): (168, 16), (True, 128): (168, 16)},
     "attention_backward_rows_kernel": {(True, 0): (96, 32), (False, 0): (80, 16)},
-    "attention_backward_mask_kernel": {(True, 0): (128, 8), (False, 0): (112, 0)},
+    "attention_backward_mask_kernel": {(True, 0): (128, 8), (False, 0): (112, 8)},
     "attention_backward_row_mask_kernel": {(False, 0): (32, 0)},
     "attention_backward_mask_sum_kernel": {(False, 0): (32, 0)},
 }  # fmt: skip

@@ -294,7 +294,7 @@ def test_module_has_the_state_of_rms_norm():
 def test_module_arguments():
     with pytest.raises(ValueError, match=r"normalized_shape: expected one dimension; got \(2, 3\)"):
         trifuse.nn.DropoutAddLayerNorm([2, 3])
-    with pytest.raises(ValueError, match=r"p: expected a probability in \[0, 1\); got 1"):
-        trifuse.nn.DropoutAddLayerNorm(4, p=1)
+    with pytest.raises(ValueError, match=r"p: expected a probability in \[0, 1\]; got 1.5"):
+        trifuse.nn.DropoutAddLayerNorm(4, p=1.5)
     with pytest.raises(TypeError, match="p: expected a number; got str"):
         trifuse.nn.DropoutAddLayerNorm(4, p="a")

@@ -704,7 +704,7 @@ def implement(op: str, backend: str = "") -> Callable[[Callable[..., Any]], Call
         @functools.wraps(function)
         def kernel(*args: Any) -> Any:
             if backend == "eager":  # the others' kernels look themselves
-                check_memory(*args)
+                _check_storages(*args)
             with without_autocast():
                 return function(*args)
 
@@ -716,7 +716,7 @@ def implement(op: str, backend: str = "") -> Callable[[Callable[..., Any]], Call
     return register
 
 
-def check_memory(*args: Any) -> None:
+def _check_storages(*args: Any) -> None:
     """That each tensor's storage holds what its sizes and strides span.
 
     Raises:
