@@ -57,17 +57,18 @@ def normal(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 def attention(dtype: torch.dtype = torch.float32, **options: Any) -> Case:
     def make(size: int) -> dict[str, Tensor]:
         # More keys than one chunk of the backward holds, so that threads wait for one another.
-        rows = {n: normal(2, 2, 600, 16 * size, dtype=dtype) for n in ("query", "key", "value")}
-        mask = normal(1, 2, 1, 600, dtype=dtype)
-        return {**rows, "attn_mask": mask, "key_lengths": torch.tensor([600, 410])}
+        rows = {n: normal(2, 2, 540, 16 * size, dtype=dtype) for n in ("key", "value")}
+        rows["query"] = normal(2, 2, 80, 16 * size, dtype=dtype)
+        mask = normal(1, 2, 1, 540, dtype=dtype)
+        return {**rows, "attn_mask": mask, "key_lengths": torch.tensor([540, 410])}
 
     return Case(make, lambda t: trifuse.scaled_dot_product_attention(**t, **options))
 
 
 def varlen() -> Case:
     def make(size: int) -> dict[str, Tensor]:
-        rows = {n: normal(700, 2, 16 * size) for n in ("query", "key", "value")}
-        bounds = torch.tensor([0, 30, 690])
+        rows = {n: normal(300, 2, 16 * size) for n in ("query", "key", "value")}
+        bounds = torch.tensor([0, 30, 290])
         return {**rows, "cu_seqlens_q": bounds, "cu_seqlens_k": bounds.clone()}
 
     return Case(make, lambda t: trifuse.varlen_attention(**t, is_causal=True))
@@ -76,7 +77,7 @@ def varlen() -> Case:
 def norm(dtype: torch.dtype = torch.float32, **options: Any) -> Case:
     def make(size: int) -> dict[str, Tensor]:
         N = 96 * size
-        rows = {n: normal(900, N, dtype=dtype) for n in ("x", "residual")}
+        rows = {n: normal(400, N, dtype=dtype) for n in ("x", "residual")}
         return {**rows, **{n: normal(N) for n in ("weight", "bias", "x_bias")}}
 
     def call(t: dict[str, Tensor]) -> Any:
@@ -100,7 +101,8 @@ def lstm(dtype: torch.dtype = torch.float32, projected: bool = False, **options:
     def make(size: int) -> dict[str, Tensor]:
         H = 24 * size
         R = H // 2 if projected else H
-        tensors = _recurrent(4, H, R, dtype) | {
+        gates = 3 if options.get("coupled") else 4
+        tensors = _recurrent(gates, H, R, dtype) | {
             "c0": normal(40, H),
             "lengths": torch.arange(40) % 13,
         }
@@ -169,6 +171,18 @@ def lstm_cell() -> Case:
     return Case(make, call)
 
 
+def gru_cell() -> Case:
+    def make(size: int) -> dict[str, Tensor]:
+        H = 24 * size
+        return _recurrent(3, H, H, torch.float32) | {"input": normal(40, 12)}
+
+    def call(t: dict[str, Tensor]) -> Any:
+        rest = {k: v for k, v in t.items() if k not in ("input", "h0")}
+        return trifuse.gru_cell(t["input"], t["h0"], **rest)
+
+    return Case(make, call)
+
+
 def dropout() -> Case:
     return Case(
         lambda size: {"x": normal(300, 500 * size)}, lambda t: dropout_ops.dropout(t["x"], 0.3)
@@ -199,10 +213,20 @@ CASES = {
     "lstm": lstm(),
     "lstm_bf16": lstm(torch.bfloat16, cell_clip=0.5),
     "lstm_projected": lstm(projected=True, proj_clip=0.5, recompute=True),
+    "lstm_random": lstm(
+        coupled=True,
+        zoneout_h=0.1,
+        zoneout_c=0.1,
+        recurrent_dropout=0.2,
+        cell_clip=0.5,
+        reverse=True,
+        training=True,
+    ),
     "plain_lstm": plain_lstm(),
     "lstm_cell": lstm_cell(),
     "gru": gru(),
     "plain_gru": plain_gru(),
+    "gru_cell": gru_cell(),
     "dropout": dropout(),
     "linear": linear(),
 }
