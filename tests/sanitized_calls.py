@@ -17,6 +17,7 @@ from typing import Any
 
 import attention_cases as attention
 import dropout_add_layer_norm_cases as norm
+import fault_cases as faults
 import lstm_cases as lstm
 import test_gru as gru
 import torch
@@ -66,7 +67,8 @@ def attention_calls(dtype: torch.dtype) -> Calls:
 
 
 def norm_calls(dtype: torch.dtype) -> Calls:
-    for shape in ((700, 65), (40, 2000), (1, 70_000)):
+    large = 2**13 // dtype.itemsize  # of 8 MiB, which is written past the caches
+    for shape in ((700, 65), (40, 2000), (1, 70_000), (large, 1024)):
         case = norm.make(*shape, dtype=dtype, dropout_p=0.1)
         plain = dataclasses.replace(
             case, dropout_p=0.0, residual=None, x_bias=None, bias=None, grad_sum=None, rms_norm=True
@@ -114,6 +116,9 @@ def lstm_calls(dtype: torch.dtype) -> Calls:
         options = lstm.VARIANTS[what]
         yield partial(lstm.run, lstm.make(9, 18, 5, 64, dtype=dtype, **options))
         yield partial(lstm.run, lstm.make(3, 3, 70, 200, dtype=dtype, **options))
+    # A gradient of weights that no cache holds is written past them.
+    inputs = 9 * 2**20 // (4 * 256 * dtype.itemsize)
+    yield partial(lstm.run, lstm.make(1, 2, inputs, 256, dtype=dtype))
 
 
 def gru_calls(dtype: torch.dtype) -> Calls:
@@ -157,6 +162,49 @@ def probe_calls(dtype: torch.dtype) -> Calls:
         yield lambda: backends._C.matrix_rate(name, 0.001) > 0  # runs in every thread
 
 
+def each_allocation_fails(case: faults.Case) -> None:
+    """The first and all after it, the second alone, and so on."""
+    number, succeeded = 1, False
+
+    def attempt() -> None:
+        nonlocal succeeded
+        backends._C.fail_allocations(number, 1 << 40 if number % 2 else 2)
+        try:
+            case.results(2)
+            succeeded = True
+        except RuntimeError as error:
+            if "can't allocate memory" not in str(error):
+                raise
+        finally:
+            backends._C.fail_allocations(0)
+
+    while not succeeded:
+        faults.in_new_thread(attempt)
+        number += 1
+    assert number > 3
+
+
+def throw_in_each_thread() -> None:
+    threads = torch.get_num_threads()
+    for thread in range(threads):
+        try:
+            backends._C.throw_in_crew(threads, thread)
+        except RuntimeError as error:
+            if str(error) != f"thrown in thread {thread}":
+                raise
+        else:
+            assert thread > 0  # torch may start fewer
+
+
+def failing_calls(dtype: torch.dtype) -> Calls:
+    """Threads that throw while others wait for them."""
+    if dtype in (torch.float32, torch.bfloat16):
+        yield throw_in_each_thread
+        cases = [faults.attention(dtype), faults.norm(dtype), faults.lstm(dtype)]
+        for case in (*cases, faults.lstm(dtype, projected=True)):
+            yield partial(each_allocation_fails, case)
+
+
 # The kernels of csrc/cpu/kernels.h, by the fields of `Kernels`, and who calls them.
 CALLS: dict[str, Callable[[torch.dtype], Calls]] = {
     "attention_forward": attention_calls,
@@ -170,7 +218,7 @@ CALLS: dict[str, Callable[[torch.dtype], Calls]] = {
     "probe": probe_calls,
 }
 # And more that go through some of them.
-_MORE = (gru_calls, cell_calls)
+_MORE = (gru_calls, cell_calls, failing_calls)
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _LINEAR_DTYPES = (torch.float32, torch.bfloat16)

@@ -264,7 +264,8 @@ class Forward : Layer<E> {
           ? choose(words_h[i] >> column % 64, h, old)
           : multiply_add(U(T(p.zoneout_h)), old, U(T(1 - p.zoneout_h)) * h);
     }
-    if (p.rounding != DType::Float32) h = rounded(h);
+    if constexpr (std::is_same_v<S, float>)  // what widened types are stored in
+      if (p.rounding != DType::Float32) h = rounded(h);
     h.store(group.template output<S>(p.output, i, s) + column, units);
     if (job.keeps) {
       h = h * U::load(job.keeps + i * h_ld() + column);
