@@ -421,7 +421,7 @@ BUDGET: dict[tuple[int, str, int, str], dict[str, tuple[int, int, int]]] = {
         "forward": (200, 0, 48), "key_value": (255, 0, 41), "query": (176, 0, 40),
     },
     (80, "bf16", 64, "all"): {
-        "forward": (192, 0, 52), "rows": (104, 0, 24), "key_value": (255, 0, 25),
+        "forward": (255, 0, 52), "rows": (104, 0, 24), "key_value": (255, 0, 25),
         "query": (255, 128, 32), "mask": (255, 8, 16),
     },
     (80, "bf16", 128, "causal"): {

@@ -163,7 +163,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward(
 
   Tensor grad_mask = at::empty({0}, query.options());
   if (mask_requires_grad) {
-    p.grad_mask_in_double = attn_mask->numel() < p.batch * p.heads * p.Lq * p.Lk;
+    // Sums of many terms. Those of a few lose nothing worth the memory traffic.
+    const double terms = static_cast<double>(p.batch * p.heads) * static_cast<double>(p.Lq * p.Lk);
+    p.grad_mask_in_double = terms > 64.0 * static_cast<double>(attn_mask->numel());
     const auto sum_dtype = p.grad_mask_in_double ? at::kDouble : wide;
     grad_mask = empty(attn_mask->sizes(), query.options().dtype(sum_dtype)).zero_();
     p.grad_mask = broadcast(grad_mask);
