@@ -11,12 +11,19 @@
 
 namespace trifuse {
 
+// The type that a vector or a cell is to have: the input's, or that of accumulation.
+inline at::ScalarType plain_or_wide(const Tensor& t, const Tensor& input) {
+  const at::ScalarType dtype = input.scalar_type(), wide = accumulation_type(dtype);
+  return t.scalar_type() == wide ? wide : dtype;
+}
+
 // That the parameters of one direction, or of one layer, fit each other: a backward's data may have
 // been exchanged, and an op may be called without the public function's checks. `given(slot)` is
 // what stands in the order of the names below, G·H the rows of weight_hh.
 template <class Given>
 void check_parameters(
-    int64_t G, int64_t H, int64_t R, int slots, int64_t input_size, const Given& given) {
+    int64_t G, int64_t H, int64_t R, int slots, const Tensor& input, int64_t input_size,
+    const Given& given) {
   struct Slot {
     const char* name;
     std::array<int64_t, 2> sizes;  // of a vector the second is -1
@@ -29,7 +36,11 @@ void check_parameters(
   for (int slot = 0; slot < slots; ++slot) {
     const OptionalTensor& t = given(slot);
     const auto& [name, sizes] = of[slot];
-    if (t) check_shape(name, *t, at::IntArrayRef(sizes).slice(0, sizes[1] < 0 ? 1 : 2));
+    if (t) {
+      check_shape(name, *t, at::IntArrayRef(sizes).slice(0, sizes[1] < 0 ? 1 : 2));
+      const bool in_product = slot < 2 || slot == 4;
+      check_type(name, *t, in_product ? input.scalar_type() : plain_or_wide(*t, input), input);
+    }
     TORCH_CHECK_VALUE(t || slot > 1, name, ": expected a tensor; got None");
   }
   TORCH_CHECK_VALUE(

@@ -150,14 +150,15 @@ def exchange(name: str, case: Case, argument: str, other: Tensor) -> None:
     message = ""
     try:
         found = gradients(True)
-    except (ValueError, RuntimeError) as error:
+    except (ValueError, TypeError, RuntimeError) as error:
         message = str(error)
     if not message:
         assert equal(found, gradients(False)), (name, argument)
         return
     if "invalid gradient" in message:  # a sound one, of another shape: autograd says so
         return
-    assert re.search(r": expected .*; got ", message), (name, argument, message)
+    # torch multiplies in the backward of linear.
+    assert re.search(r": expected .*; got |same dtype", message), (name, argument, message)
     # Of tensors that say how large others are, one of the others may be blamed.
     if argument.startswith(("weight", "bias", "x_bias", "norm", "residual", "lengths")):
         assert message.startswith(argument), (name, argument, message)
@@ -165,6 +166,18 @@ def exchange(name: str, case: Case, argument: str, other: Tensor) -> None:
 
 def test_data_exchanged_between_forward_and_backward():
     in_process(exchanged_data_raises)
+
+
+def exchanged_types_raise() -> None:
+    for name, case in CASES.items():
+        for argument, t in case.tensors().items():
+            if t.is_floating_point():
+                for dtype in (torch.float64, torch.float16):
+                    exchange(name, case, argument, t.detach().to(dtype))
+
+
+def test_types_exchanged_between_forward_and_backward():
+    in_process(exchanged_types_raise)
 
 
 # Storage ------------------------------------------------------------------------------------------

@@ -255,11 +255,11 @@ class Task {
     const auto visible = s.visible(p, i, rows);
     for (int64_t j = visible.first / kTile * kTile; j < visible.last; j += kTile) {
       const int64_t columns = std::min(kTile, s.keys - j);
-      if (mask.template look<Scalar>(p, s, h, i, rows, j, columns) == Cover::Empty) continue;
-      const int64_t keys = mask.keys;
+      if (mask->template look<Scalar>(p, s, h, i, rows, j, columns) == Cover::Empty) continue;
+      const int64_t keys = mask->keys;
       const auto k = left_rows<E>(s.key_rows<Scalar>(p.key, kv_head, j), keys, p.E, row_room);
-      tile_scores(p, mask, scale, k, query_t, keys, lanes, scores);
-      softmax.template tile<true>(scores, mask.bits, keys, lanes);
+      tile_scores(p, *mask, scale, k, query_t, keys, lanes, scores);
+      softmax.template tile<true>(scores, mask->bits, keys, lanes);
     }
     double log2_sum[kTile];
     softmax.log2_sum(log2_sum);
@@ -274,20 +274,20 @@ class Task {
   void tile(
       const Sequence& s, int64_t h, int64_t kv_head, int64_t i, int64_t rows, int64_t lanes,
       int64_t j, int64_t first, int64_t columns) {
-    const Cover cover = mask.template look<Scalar>(p, s, h, i, rows, j, columns);
+    const Cover cover = mask->template look<Scalar>(p, s, h, i, rows, j, columns);
     if (cover == Cover::Empty) return;
-    const int64_t keys = mask.keys;
+    const int64_t keys = mask->keys;
     const int64_t at = j - first;  // within the chunk
 
     const Operand<E> key_tile{key.data + at * key.ld, key.ld};
-    tile_scores(p, mask, scale, key_tile, query_t, keys, lanes, scores);
+    tile_scores(p, *mask, scale, key_tile, query_t, keys, lanes, scores);
     tile_gemm(
         keys, lanes, elements<E>(p.Ev), value.data + at * value.ld, value.ld, 1, grad_out_t, kTile,
         products, kTile);
     if (p.dropout.threshold) dropout_tile(p, s, h, i, rows, j, kept);
     const auto gradients = [&]<bool Partial, bool Dropout>() {
       gradient_tile<Partial, Dropout>(
-          scores, products, mask.bits, kept, keys, lanes, scale.exponent, static_cast<T>(p.dropout.scale),
+          scores, products, mask->bits, kept, keys, lanes, scale.exponent, static_cast<T>(p.dropout.scale),
           shift, rest, delta);
     };
     const bool partial = cover == Cover::Partial;
@@ -329,12 +329,12 @@ class Task {
         e_ld, {true});
     if (!finite) {
       uint64_t keys_of[kTile];  // of query i: which keys
-      std::copy_n(mask.bits, keys, keys_of);
+      std::copy_n(mask->bits, keys, keys_of);
       std::fill(keys_of + keys, keys_of + kTile, 0);
       transpose_bits(keys_of);
       spread_nan(q, rows, p.E, dk, e_ld, [&](int64_t r) { return keys_of[r]; });
       spread_nan(go, rows, p.Ev, dv, ev_ld, [&](int64_t r) { return keys_of[r]; });
-      spread_nan(k, keys, p.E, grad_query, e_ld, [&](int64_t c) { return mask.bits[c]; });
+      spread_nan(k, keys, p.E, grad_query, e_ld, [&](int64_t c) { return mask->bits[c]; });
     }
   }
 
@@ -365,6 +365,8 @@ class Task {
 
   template <class Piece>
   void layout(Piece piece) {
+    piece(mask, 1);
+    piece(kept, kTile);
     piece(key_room, left_rows_size<E>(chunk, p.E));
     piece(value_room, left_rows_size<E>(chunk, p.Ev));
     piece(key_row_room, right_rows_size<E>(chunk, p.E));
@@ -393,6 +395,8 @@ class Task {
   const Failure& failure;
   const int64_t e_ld, ev_ld;
 
+  TileMask<T>* mask;
+  uint64_t* kept;                           // [64], of a key: the queries that dropout keeps
   E *key_room, *value_room, *key_row_room;  // [chunk][E], [chunk][Ev], [chunk][E]
   E* row_room;                              // [64][max(E, Ev)]
   E *query_t, *grad_out_t;                  // [E][64], [Ev][64]
@@ -410,16 +414,10 @@ class Task {
     int64_t need = 0;
   };
   static thread_local ThreadScratch scratch;
-  static thread_local TileMask<T> mask;
-  static thread_local uint64_t kept[kTile];
 };
 
 template <class Scalar>
 thread_local typename Task<Scalar>::ThreadScratch Task<Scalar>::scratch;
-template <class Scalar>
-thread_local TileMask<typename Task<Scalar>::T> Task<Scalar>::mask;
-template <class Scalar>
-thread_local uint64_t Task<Scalar>::kept[kTile];
 
 template <class Scalar>
 void run(const AttentionProblem& p, int64_t task, int32_t* progress, const Failure& failure) {

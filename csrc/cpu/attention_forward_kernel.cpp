@@ -35,13 +35,13 @@ void run(const AttentionProblem& p, int64_t task) {
   const Scale<T> scale(p);
 
   thread_local Scratch scratch;
-  thread_local TileMask<T> mask;
   scratch.reset(
-      Scratch::bytes<E>(right_transposed_size<E>(p.E)) +
+      Scratch::bytes<TileMask<T>>(1) + Scratch::bytes<E>(right_transposed_size<E>(p.E)) +
       Scratch::bytes<E>(left_rows_size<E>(kTile, p.E)) +
       Scratch::bytes<E>(right_rows_size<E>(kTile, p.Ev)) + Scratch::bytes<E>(kTile * kTile) +
       Scratch::bytes<T>(kTile * kTile) + Scratch::bytes<T>(kTile * out_ld),
       "a thread of attention");
+  TileMask<T>& mask = *scratch.take<TileMask<T>>(1);
   E* query_t = scratch.take<E>(right_transposed_size<E>(p.E));      // [E][64]
   E* left_room = scratch.take<E>(left_rows_size<E>(kTile, p.E));    // [64][E]
   E* value_room = scratch.take<E>(right_rows_size<E>(kTile, p.Ev));  // [64][Ev]

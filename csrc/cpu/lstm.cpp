@@ -209,12 +209,15 @@ class Call {
         input.sizes());
     check_memory("input", input);
     for (int64_t d = 0; d < p.directions; ++d)
-      check_parameters(p.gates(), p.H, p.R, slots_, input.size(-1), [&](int slot) -> const OptionalTensor& {
-        return parameters[d * slots_ + slot];
-      });
+      check_parameters(
+          p.gates(), p.H, p.R, slots_, input, input.size(-1),
+          [&](int slot) -> const OptionalTensor& { return parameters[d * slots_ + slot]; });
     p.B = one_step ? c10::multiply_integers(input.sizes().slice(0, input.dim() - 1)) : input.size(1);
-    check_shape(p.cell == Cell::Gru ? "hx" : "h0", h0, rows(p.directions, p.R));
+    const char* const h0_name = p.cell == Cell::Gru ? "hx" : "h0";
+    check_shape(h0_name, h0, rows(p.directions, p.R));
     check_shape("c0", c0, rows(p.directions, p.H));
+    if (h0) check_type(h0_name, *h0, dtype, input);
+    if (c0) check_type("c0", *c0, plain_or_wide(*c0, input), input);
     check_integers("lengths", lengths, p.B, input);
     check_seed(seed, input);
   }

@@ -1,9 +1,11 @@
 // Building blocks on their own, for tests of their accuracy and for the ceiling in benchmarks.
 
+#include <algorithm>
 #include <chrono>
 
 #include "cpu/kernels.h"
 #include "cpu/operand.h"
+#include "cpu/scratch.h"
 
 namespace trifuse::TRIFUSE_CAPABILITY {
 namespace {
@@ -13,8 +15,14 @@ double rate(double seconds) {
   using T = typename Element<E>::Accumulator;
   using Clock = std::chrono::steady_clock;
   constexpr int64_t K = kTile / kPack<E>;
-  alignas(64) static thread_local E a[kTile * K], b[K * kTile];
-  alignas(64) static thread_local T c[kTile * kTile];
+  Scratch scratch;
+  scratch.reset(
+      2 * Scratch::bytes<E>(kTile * K) + Scratch::bytes<T>(kTile * kTile), "a measurement");
+  E *a = scratch.take<E>(kTile * K), *b = scratch.take<E>(K * kTile);
+  T* c = scratch.take<T>(kTile * kTile);
+  std::fill_n(a, kTile * K, E{});
+  std::fill_n(b, K * kTile, E{});
+  std::fill_n(c, kTile * kTile, T{});
   const auto start = Clock::now();
   std::chrono::duration<double> passed{0};
   int64_t products = 0;

@@ -96,7 +96,7 @@ class Call {
     check_memory("input", input);
     for (int64_t d = 0; d < p.directions; ++d)
       check_parameters(
-          saved_gates(), p.H, p.R, kSlots, p.layers && d > 0 ? p.R : input.size(2),
+          saved_gates(), p.H, p.R, kSlots, input, p.layers && d > 0 ? p.R : input.size(2),
           [&](int slot) { return parameters.get(d * kSlots + slot); });
     check_integers("lengths", row_lengths, p.B, input);
     check_seed(seed, input);
@@ -504,6 +504,8 @@ std::vector<Tensor> backward(
   if (clipped.numel()) check_shape("clipped", clipped, {D, T, B, p.clipped_columns()});
   check_shape("h0", h0, {D, B, R});
   check_shape("c0", c0, {D, B, H});
+  if (h0) check_type("h0", *h0, call.dtype, input);
+  if (c0) check_type("c0", *c0, plain_or_wide(*c0, input), input);
   check_shape("grad_output", grad_output, {T, B, p.layers ? R : D * R});
   check_shape("grad_h_n", grad_h_n, {D, B, R});
   check_shape("grad_c_n", grad_c_n, {D, B, H});
