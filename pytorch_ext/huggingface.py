@@ -114,20 +114,21 @@ def attention_forward(
         scaling: multiplies q·k. Default: 1/√E.
         is_causal: whether the layer is causal, where the mask doesn't say.
         position_bias: (1 or B, H, Lq, Lk), added to the scores.
-        **kwargs: what else models pass. ``sliding_window`` is in the mask already.
+        **kwargs: what else models pass. What is in the mask already, as ``sliding_window``, and
+            what only concerns others is ignored.
 
     Returns:
         (B, Lq, H, Ev), and None for the weights, which are never formed.
 
     Raises:
-        ValueError: the layer wants something that changes the result and is not supported.
+        ValueError: the layer wants something that changes the result and is not supported, or
+            passes an argument of which that isn't known.
     """
-    for name in ("softcap", "s_aux", "cache", "output_attentions"):
-        if not (kwargs.get(name) is None or kwargs[name] is False):
-            raise ValueError(
-                f'attn_implementation="{NAME}" does not support {name}; '
-                f"use another for {type(module).__name__}"
-            )
+    if (wanted := _unsupported(module, kwargs, attention_mask)) is not None:
+        raise ValueError(
+            f'attn_implementation="{NAME}" does not support {wanted}; '
+            f"use another for {type(module).__name__}"
+        )
     if isinstance(attention_mask, PackedSequences):
         out = packing.attend(query, key, value, attention_mask, dropout, scale=scaling)
         return out.transpose(1, 2), None
@@ -137,6 +138,9 @@ def attention_forward(
         # there are more, the mask function says so through the mask.
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         causal = causal and query.shape[2] > 1
+        if causal and (config := getattr(module, "config", None)) is not None:
+            # The masks of "eager" say all of what is causal, so None says that nothing is.
+            causal = not _has_eager_masks(type(config))
     elif attention_mask.dtype == torch.uint8:
         causal = CausalVariant.LOWER_RIGHT
         attention_mask = attention_mask.view(torch.bool)
@@ -157,6 +161,64 @@ def attention_forward(
     return out.transpose(1, 2), None
 
 
+# What models pass to every attention, and "sdpa" and "eager" ignore too: it is in the mask already,
+# or concerns the model around the attention.
+_HARMLESS = {
+    "block_indices", "cache_params", "cache_position", "cu_seq_lens_k", "cu_seq_lens_q",
+    "cu_seqlens", "deterministic", "encoder_attention_mask", "encoder_hidden_states", "head_mask",
+    "indices", "inputs_embeds", "is_causal", "labels", "layer_idx", "logits_to_keep",
+    "max_length_k", "max_length_q", "max_seqlen", "num_items_in_batch", "output_hidden_states",
+    "output_router_logits", "padding_mask", "past_key_value", "past_key_values",
+    "position_embeddings", "position_ids", "return_dict", "return_loss", "seq_idx",
+    "sliding_window", "special_tokens_mask", "token_type_ids", "use_cache",
+}  # fmt: skip
+_NEVER_SERVED = {"cache", "output_attentions", "s_aux", "softcap"}
+
+
+def _unsupported(
+    module: nn.Module, kwargs: dict[str, Any], mask: Tensor | PackedSequences | None
+) -> str | None:
+    """What a layer asks for that changes the result and isn't served, or None."""
+    formula = _formula(type(module))
+    for name in module._parameters:
+        if formula is not None and name in formula.refers_to:
+            return name  # a sink for each head
+    for name, value in kwargs.items():
+        if name in _HARMLESS or value is None or value is False:
+            continue
+        if formula is None or name in formula.takes or name in _NEVER_SERVED:
+            return name
+    lengths = kwargs.get("cu_seq_lens_q")
+    if mask is None and isinstance(lengths, Tensor) and lengths.numel() > 2:
+        return "cu_seq_lens_q without position_ids or a mask that keep the sequences apart"
+    return None
+
+
+class _Formula(NamedTuple):
+    """What the "eager" attention of a layer computes from."""
+
+    takes: frozenset[str]  # arguments, and what it refers to
+    refers_to: frozenset[str]  # attributes of the layer, and names of functions
+
+
+@torch.compiler.assume_constant_result
+def _formula(layer: type) -> _Formula | None:
+    """That of the function which a layer's code names for "eager"; None if it names none."""
+    if layer not in _formulas:
+        takes: set[str] = set()
+        refers_to: set[str] = set()
+        for _, value in _mentioned(layer):
+            if isinstance(value, types.FunctionType) and "eager" in value.__name__:
+                takes.update(inspect.signature(value).parameters)
+                refers_to.update(name for name, _ in _names(value))
+        found = _Formula(frozenset(takes | refers_to), frozenset(refers_to))
+        _formulas[layer] = found if takes else None
+    return _formulas[layer]
+
+
+_formulas: dict[type, _Formula | None] = {}
+
+
 def _biased(position_bias: Tensor, mask: Tensor | None) -> Tensor:
     if mask is None:
         return position_bias
@@ -167,19 +229,21 @@ def _biased(position_bias: Tensor, mask: Tensor | None) -> Tensor:
 
 def attention_mask(
     batch_size: int,
-    q_length: int,
-    kv_length: int,
+    q_length: int | None = None,
+    kv_length: int = 0,
     q_offset: int | Tensor = 0,
     kv_offset: int = 0,
     mask_function: Callable[..., Any] = causal_mask_function,
     attention_mask: Tensor | None = None,
     allow_is_causal_skip: bool = True,
     allow_is_bidirectional_skip: bool = False,
+    cache_position: Tensor | None = None,
     **kwargs: Any,
 ) -> Tensor | None:
     """The mask of all layers, as transformers' ``AttentionMaskInterface`` calls it.
 
-    A model some of whose attentions compute themselves gets the mask that "eager" has: they add it.
+    A model gets the masks of "eager" if some of its attentions compute themselves, which add them,
+    or if it isn't said to support "sdpa": its layers may call themselves causal and not be.
     For the others, what padding with full or causal attention can say is said with the padding
     alone. Everything else (sliding windows, chunks, packed sequences, static caches, the caller's
     own functions) is left to transformers' ``sdpa_mask``.
@@ -187,6 +251,8 @@ def attention_mask(
     Args:
         batch_size, q_length, kv_length: the sizes of the mask.
         q_offset, kv_offset: the position of the first query and the first key.
+        cache_position: (q_length,), the positions of the queries. The first versions of
+            transformers 5 pass it in the place of ``q_length`` and ``q_offset``.
         mask_function: says which query positions see which key positions, padding aside.
         attention_mask: bool (B, positions), True where a token is real, or None.
         allow_is_causal_skip, allow_is_bidirectional_skip: whether less than the whole mask will do.
@@ -198,22 +264,30 @@ def attention_mask(
     Raises:
         ValueError: the model adds the mask to scores itself.
     """
+    if cache_position is not None:
+        q_length = cache_position.shape[0]
+        q_offset = _first(cache_position, kv_offset, kv_length)
+        kwargs.setdefault("device", cache_position.device)
+    assert q_length is not None
+    others = kwargs | {
+        "batch_size": batch_size,
+        "kv_length": kv_length,
+        "kv_offset": kv_offset,
+        "mask_function": mask_function,
+        "attention_mask": attention_mask,
+        "allow_is_causal_skip": allow_is_causal_skip,
+        "allow_is_bidirectional_skip": allow_is_bidirectional_skip,
+    }
+    if _BY_POSITIONS:
+        others["cache_position"] = cache_position
+    else:
+        others |= {"q_length": q_length, "q_offset": q_offset}
     config = kwargs.get("config")
     if config is not None:
         if (reason := _why_not_by_config(type(config))) is not None:
             raise ValueError(reason)
-        if _is_mixed_by_config(type(config)):
-            return eager_mask(
-                batch_size=batch_size,
-                q_length=q_length,
-                kv_length=kv_length,
-                q_offset=q_offset,
-                kv_offset=kv_offset,
-                mask_function=mask_function,
-                attention_mask=attention_mask,
-                allow_is_bidirectional_skip=allow_is_bidirectional_skip,
-                **kwargs,
-            )
+        if _has_eager_masks(type(config)):
+            return eager_mask(**others)
     if mask_function is bidirectional_mask_function and allow_is_bidirectional_skip:
         padding = _padding(attention_mask, kv_length, kv_offset)
         return None if padding is None else padding[:, None, None, :]
@@ -226,22 +300,24 @@ def attention_mask(
         padding = _padding(attention_mask, kv_length, kv_offset)
         if padding is not None:
             return padding[:, None, None, :].view(torch.uint8)
-        if q_length == 1 or q_length == kv_length:
+        # A layer that can be bidirectional doesn't know that this time it is not.
+        known = not getattr(config, "use_bidirectional_attention", False)
+        if q_length == 1 or (q_length == kv_length and known):
             return None
         device = kwargs.get("device", "cpu")
         return torch.ones((1, 1, 1, kv_length), dtype=torch.uint8, device=device)
-    return sdpa_mask(
-        batch_size=batch_size,
-        q_length=q_length,
-        kv_length=kv_length,
-        q_offset=q_offset,
-        kv_offset=kv_offset,
-        mask_function=mask_function,
-        attention_mask=attention_mask,
-        allow_is_causal_skip=allow_is_causal_skip,
-        allow_is_bidirectional_skip=allow_is_bidirectional_skip,
-        **kwargs,
-    )
+    return sdpa_mask(**others)
+
+
+_BY_POSITIONS = "cache_position" in inspect.signature(sdpa_mask).parameters
+
+
+def _first(positions: Tensor, kv_offset: int, kv_length: int) -> int | Tensor:
+    """The first position, as a number where that costs no wait for a device."""
+    if positions.shape[0] == kv_length:  # every key has its query
+        return kv_offset
+    readable = positions.device.type == "cpu" and not torch.compiler.is_compiling()
+    return int(positions[0]) if readable else positions[0]
 
 
 def _padding(attention_mask: Tensor | None, kv_length: int, kv_offset: int) -> Tensor | None:
@@ -269,7 +345,7 @@ class _Verdict(NamedTuple):
     """What is known of a class of models."""
 
     reason: str | None = None  # why it can't have our attention
-    mixed: bool = False  # whether some of its attentions compute themselves
+    eager_masks: bool = False  # whether its masks have to be those of "eager"
 
 
 def why_not(model: type[PreTrainedModel]) -> str | None:
@@ -277,8 +353,7 @@ def why_not(model: type[PreTrainedModel]) -> str | None:
 
     They can't where no attention of theirs asks transformers' ``AttentionInterface`` who computes
     it, and one takes a mask to a softmax of its own, a mask from the function that is registered
-    beside it; where they look the attention's name up in a table that doesn't have ours; or where
-    they leave it to a mask of None to say that they aren't causal.
+    beside it; or where they look the attention's name up in a table that doesn't have ours.
     A part with a configuration of its own, as the towers of a vision-language model, is not
     looked into: it is a model that is asked about when it is made.
 
@@ -298,15 +373,12 @@ def _examine(model: type[PreTrainedModel]) -> _Verdict:
         return _Verdict()
     modules = [part for part in parts if not issubclass(part, PreTrainedModel)]
     asking = [part for part in modules if _asks(part)]
-    for part in asking:
-        if not model._supports_sdpa and "is_causal" not in dict(_mentioned(part)):
-            what = f"has {part.__name__}, which doesn't say whether it is causal"
-            return _Verdict(_refusal(model, what))
     computing = [part for part in modules if part not in asking and _computes_attention(part)]
     if computing and not asking:
         what = f"computes attention itself, in {computing[0].__name__}"
         return _Verdict(_refusal(model, what))
-    return _Verdict(mixed=bool(computing))
+    # Without _supports_sdpa, nobody has seen to it that layers are causal where they say so.
+    return _Verdict(eager_masks=bool(computing) or (bool(asking) and not model._supports_sdpa))
 
 
 def _refusal(model: type, what: str) -> str:
@@ -323,8 +395,8 @@ def _why_not_by_config(config: type) -> str | None:
 
 
 @torch.compiler.assume_constant_result
-def _is_mixed_by_config(config: type) -> bool:
-    return _examine_by_config(config).mixed
+def _has_eager_masks(config: type) -> bool:
+    return _examine_by_config(config).eager_masks
 
 
 def _examine_by_config(config: type) -> _Verdict:
@@ -335,8 +407,8 @@ def _examine_by_config(config: type) -> _Verdict:
         own = [model for model in models if model.__module__.rpartition(".")[0] == package]
         verdicts = [_examine(model) for model in own or models]
         reasons = (verdict.reason for verdict in verdicts if verdict.reason is not None)
-        mixed = any(verdict.mixed for verdict in verdicts)
-        _examined[config] = _Verdict(next(reasons, None), mixed)
+        eager_masks = any(verdict.eager_masks for verdict in verdicts)
+        _examined[config] = _Verdict(next(reasons, None), eager_masks)
     return _examined[config]
 
 

@@ -196,6 +196,98 @@ def test_a_model_with_both_kinds_is_right():
     torch.testing.assert_close(got, wanted)
 
 
+def test_layers_that_call_themselves_causal_and_get_no_mask():
+    """A model not said to support "sdpa" means by no mask what "eager" makes of it."""
+
+    class CallsItselfCausal(Asking):
+        def __init__(self, config):
+            super().__init__()
+            self.config = config
+
+        def forward(self, hidden_states, attention_mask):
+            return super().forward(hidden_states, None)
+
+    model = remote(CallsItselfCausal)
+    model._supports_sdpa = False
+    config = model.config_class()
+    x = torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(0))
+    wanted = Computing()(x, torch.zeros(5, 5))
+    torch.testing.assert_close(CallsItselfCausal(config)(x, None), wanted)
+
+
+def test_a_causal_mask_for_layers_that_can_be_bidirectional():
+    options = SIZES | {"num_key_value_heads": 2, "head_dim": 8, "use_bidirectional_attention": True}
+    wanted = make("Gemma", options, "eager")(IDS)[0]
+    got = make("Gemma", options, "trifuse")(IDS)[0]
+    torch.testing.assert_close(got, wanted)
+
+
+@pytest.mark.parametrize("positions", [range(5), range(3, 8), range(7, 8), range(2, 5)])
+@pytest.mark.parametrize("padded", [False, True])
+def test_masks_are_asked_for_by_positions_or_by_lengths(positions, padded):
+    """Versions of transformers differ in how they say where the queries are."""
+    first, length = positions[0], len(positions)
+    kv_length = max(positions[-1] + 1, 5)
+    keep = torch.ones(2, kv_length, dtype=torch.bool)
+    keep[1, :2] = not padded
+    both = {"batch_size": 2, "kv_length": kv_length, "attention_mask": keep}
+    by_lengths = huggingface.attention_mask(q_length=length, q_offset=first, **both)
+    by_positions = huggingface.attention_mask(cache_position=torch.tensor(positions), **both)
+    assert type(by_lengths) is type(by_positions)
+    if by_lengths is not None:
+        assert by_lengths.dtype == by_positions.dtype
+        assert torch.equal(by_lengths, by_positions)
+
+
+def eager_attention_forward(
+    module, query, key, value, attention_mask, scaling, sinks=None, **kwargs
+):
+    """As transformers writes them."""
+    del module, query, key, value, attention_mask, scaling, sinks, kwargs
+
+
+class HasFormula(nn.Module):
+    """Names what it would do under "eager"."""
+
+    is_causal = False
+
+    def forward(self):
+        return eager_attention_forward
+
+
+def test_arguments_that_change_the_result_are_refused():
+    x = torch.randn(1, 2, 5, 8)
+    wanted, _ = huggingface.attention_forward(HasFormula(), x, x, x, None)
+    for layer, name, value in [
+        (HasFormula(), "sinks", torch.zeros(2)),
+        (HasFormula(), "s_aux", torch.zeros(2)),
+        (HasFormula(), "softcap", 30.0),
+        (Asking(), "temperature", 2.0),
+        (HasFormula(), "cu_seq_lens_q", torch.tensor([0, 2, 5])),
+    ]:
+        with pytest.raises(ValueError, match=f"does not support {name}.*{type(layer).__name__}"):
+            huggingface.attention_forward(layer, x, x, x, None, **{name: value})
+    harmless = {
+        "position_ids": torch.arange(5), "cache_position": torch.arange(5), "use_cache": True,
+        "sliding_window": 4, "output_hidden_states": True, "sinks": None, "softcap": None,
+        "s_aux": None, "output_attentions": False, "cu_seq_lens_q": torch.tensor([0, 5]),
+        "nobody_takes_this": 1,
+    }  # fmt: skip
+    got, _ = huggingface.attention_forward(HasFormula(), x, x, x, None, **harmless)
+    assert torch.equal(got, wanted)
+
+
+def test_sinks_of_the_layer_are_refused_under_any_name():
+    options = SIZES | {
+        "num_key_value_heads": 2, "head_dim": 8, "num_local_experts": 2, "num_experts_per_tok": 1,
+    }  # fmt: skip
+    layer = make("GptOss", options, "eager").layers[0].self_attn
+    x = torch.randn(1, 4, 5, 8)
+    for kwargs in ({}, {"s_aux": layer.sinks}, {"another": layer.sinks}):
+        with pytest.raises(ValueError, match="does not support s"):
+            huggingface.attention_forward(layer, x, x, x, None, **kwargs)
+
+
 def test_the_check_leaves_other_names_alone():
     huggingface.register()
     before = PreTrainedModel.get_correct_attn_implementation
