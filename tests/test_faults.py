@@ -112,7 +112,7 @@ def test_kept_memory_is_given_back_before_an_allocation_is_given_up():
             result(40_000 + 10_000 * number)
             served += 1
     assert served >= 1
-    assert address_space() < before - (150 << 20)
+    assert address_space() < before - (64 << 20)
 
 
 # Exchanged data -----------------------------------------------------------------------------------
