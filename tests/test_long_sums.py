@@ -209,7 +209,7 @@ def test_gru_of_10_to_the_5_tokens(kind):
     hold(CPP_KERNELS, calls)
 
 
-@pytest.mark.parametrize("kind", ("random", "equal"))
+@pytest.mark.parametrize("kind", ["random", "equal"])
 def test_lstm_of_10_to_the_5_tokens(kind):
     calls = [
         recurrent_call("lstm", (20, 5000), kind),
