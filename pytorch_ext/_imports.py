@@ -37,7 +37,7 @@ class _Finder(importlib.abc.MetaPathFinder):
         loader, execute = spec.loader, spec.loader.exec_module
 
         def exec_module(module: ModuleType) -> None:
-            del loader.exec_module  # type: ignore[attr-defined]
+            del loader.exec_module
             try:
                 execute(module)
             except BaseException:

@@ -360,7 +360,7 @@ def why_not(model: type[PreTrainedModel]) -> str | None:
     Args:
         model: a class of transformers' models, or one loaded from the hub.
     """
-    return _examine(model).reason
+    return _examine(model).reason  # type: ignore[arg-type]
 
 
 @functools.cache
@@ -405,7 +405,7 @@ def _examine_by_config(config: type) -> _Verdict:
         models = [model for model in _subclasses(PreTrainedModel) if model.config_class is config]
         package = config.__module__.rpartition(".")[0]
         own = [model for model in models if model.__module__.rpartition(".")[0] == package]
-        verdicts = [_examine(model) for model in own or models]
+        verdicts = [_examine(model) for model in own or models]  # type: ignore[arg-type]
         reasons = (verdict.reason for verdict in verdicts if verdict.reason is not None)
         eager_masks = any(verdict.eager_masks for verdict in verdicts)
         _examined[config] = _Verdict(next(reasons, None), eager_masks)
@@ -415,8 +415,9 @@ def _examine_by_config(config: type) -> _Verdict:
 _examined: dict[type, _Verdict] = {}
 
 
-def _subclasses(cls: type) -> Iterator[type]:
-    for child in cls.__subclasses__():
+def _subclasses(cls: type[Any]) -> Iterator[type[Any]]:
+    children: list[type[Any]] = cls.__subclasses__()
+    for child in children:
         yield child
         yield from _subclasses(child)
 
@@ -428,10 +429,10 @@ def _parts(model: type[PreTrainedModel]) -> tuple[list[type], dict[str, dict[str
     """
     found: dict[type, None] = {model: None}
     tables: dict[str, dict[str, type]] = {}
-    waiting = [model]
+    waiting: list[Any] = [model]
     while waiting:
         for name, value in _mentioned(waiting.pop()):
-            values = [value]
+            values: list[Any] = [value]
             if isinstance(value, dict):
                 values = list(value.values())
                 modules = all(isinstance(v, type) and issubclass(v, nn.Module) for v in values)
@@ -441,7 +442,7 @@ def _parts(model: type[PreTrainedModel]) -> tuple[list[type], dict[str, dict[str
                 if not (isinstance(part, type) and issubclass(part, nn.Module)) or part in found:
                     continue
                 another = issubclass(part, PreTrainedModel)
-                if another and part.config_class is not model.config_class:
+                if another and getattr(part, "config_class", None) is not model.config_class:
                     continue
                 if not part.__module__.startswith("torch."):
                     found[part] = None

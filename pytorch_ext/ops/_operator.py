@@ -464,7 +464,7 @@ class _Forward(torch.autograd.Function):
                 ctx.shares_gradient = operator.shares_gradient(*named)
             if operator.keep is not None:
                 tensors = operator.keep(named[0], operator.results(*results), named[1])
-                flat = operator.flatten(tensors)
+                flat = tuple(operator.flatten(tensors))
         ctx.set_materialize_grads(False)
         if len(results) > operator.returned:
             # What was not asked for is of shape (0,).

@@ -611,8 +611,8 @@ def _grad_fake(
 
 def _grad_formula(*args: Any) -> tuple[Tensor | None, ...]:
     """The backward op's arguments, for the reference, which needs no results of the forward."""
-    arguments: list[Any] = [*args[:10], *args[12:-1]]
-    return reference.attention_backward(*arguments, mask_requires_grad=args[-1][3])
+    arguments = (*args[:10], *args[12:-1], args[-1][3])
+    return reference.attention_backward(*arguments)
 
 
 def _pairs(
