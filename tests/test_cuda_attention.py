@@ -213,7 +213,7 @@ def test_wider_heads_are_refused(E, Ev):
 # registers and bytes of stack for a thread. The stack is what is spilled.
 BUDGET: dict[str, dict[tuple[bool, int], tuple[int, int]]] = {
     "attention_forward_kernel": {
-        (True, 64): (168, 8), (True, 128): (255, 0), (True, 256): (255, 0),
+        (True, 64): (168, 8), (True, 128): (255, 16), (True, 256): (255, 0),
         (False, 64): (168, 32), (False, 128): (168, 24), (False, 256): (255, 0),
     },
     "attention_forward_hopper_kernel": {
