@@ -176,11 +176,11 @@ def calls_among_signals() -> None:
     signal.signal(signal.SIGALRM, handler)
     signal.setitimer(signal.ITIMER_REAL, 0.005, 0.005)
     try:
-        for name in FIXED:
-            assert equal(CASES[name].results(), expected[name]), name
+        while fired < 10:
+            for name in FIXED:
+                assert equal(CASES[name].results(), expected[name]), name
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
-    assert fired > 2
 
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
