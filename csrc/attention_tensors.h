@@ -27,8 +27,8 @@ inline Tensor4 broadcast(const Tensor& t) {
   return result;
 }
 
-// That tensors are of one call, before any is read: a backward's data may have been exchanged, and an
-// op may be called without the public function's checks.
+// Checks that tensors fit each other, before any is read: a backward's data may have been exchanged,
+// and an op may be called without the public function's checks.
 inline void check_arguments(
     const Tensor& query, const Tensor& key, const Tensor& value, const OptionalTensor& attn_mask,
     const OptionalTensor& key_lengths, const OptionalTensor& cu_seqlens_q,
@@ -76,8 +76,8 @@ inline void check_arguments(
       query);
 }
 
-// Likewise what a forward left to its backward, and what comes from above. Before the others: what was
-// left says what query and value were.
+// Checks what a forward left to its backward, and the upstream gradients. It runs before
+// check_arguments, because the saved output says what shapes query and value had.
 inline void check_backward_arguments(
     const Tensor& query, const Tensor& value, const Tensor& grad_out,
     const OptionalTensor& grad_logsumexp, const Tensor& out, const Tensor& logsumexp) {

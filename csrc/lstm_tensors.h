@@ -1,4 +1,4 @@
-// What is asked of the tensors of an LSTM or a GRU, before any is read.
+// Checks of the tensors of an LSTM or a GRU, before any is read.
 
 #pragma once
 
@@ -17,7 +17,7 @@ inline at::ScalarType plain_or_wide(const Tensor& t, const Tensor& input) {
   return t.scalar_type() == wide ? wide : dtype;
 }
 
-// That the parameters of one direction, or of one layer, fit each other: a backward's data may have
+// Checks that the parameters of one direction or layer fit each other: a backward's data may have
 // been exchanged, and an op may be called without the public function's checks. `given(slot)` is
 // what stands in the order of the names below, G·H the rows of weight_hh.
 template <class Given>
@@ -47,14 +47,14 @@ void check_parameters(
       R == H || (slots > 4 && given(4)), "weight_hh: expected ", H, " columns, or weight_hr; got ", R);
 }
 
-// That the input of a backward is what gave the output.
+// Checks that a backward's input has the steps and rows of the saved output.
 inline void check_input(const Tensor& input, const Tensor& output) {
   at::DimVector sizes(output.sizes());
   if (!sizes.empty() && input.dim() > 0) sizes.back() = input.size(-1);
   check_shape("input", input, sizes);
 }
 
-// That weight_hh, which says how large h and the cells are, is (rows, columns).
+// Checks that weight_hh is (rows, columns): it says how large h and the cells are.
 inline void check_hidden(
     const OptionalTensor& weight_hh, std::optional<int64_t> rows, std::optional<int64_t> columns) {
   TORCH_CHECK_VALUE(

@@ -12,8 +12,8 @@
 
 namespace trifuse {
 
-// That tensors are of one call, before any is read: a backward's data may have been exchanged, and an
-// op may be called without the public function's checks. `dtype` is that of out; `x` in the backward
+// Checks that tensors fit each other, before any is read: a backward's data may have been exchanged,
+// and an op may be called without the public function's checks. `dtype` is that of out; `x` in the backward
 // may be the sum.
 inline void check_arguments(
     const at::Tensor& x, const OptionalTensor& residual, const OptionalTensor& weight,
@@ -39,8 +39,8 @@ inline void check_arguments(
   check_seed(seed, x);
 }
 
-// Likewise what a forward left to its backward, and what comes from above. Before the others: what comes
-// says what x was.
+// Checks what a forward left to its backward, and the upstream gradients. It runs before
+// check_arguments, because the upstream gradient says what shape x had.
 inline void check_backward_arguments(
     const at::Tensor& grad_out, const OptionalTensor& grad_sum, const at::Tensor& x,
     const at::Tensor& mean, const at::Tensor& rstd) {

@@ -1,4 +1,4 @@
-"""What launchers ask of tensors before a kernel reads through their pointers.
+"""Checks of tensors that launchers make before a kernel reads through their pointers.
 
 A forward is given what the public functions have checked. Its backward is handed the same tensors,
 and what the forward left, but ``t.data = other`` may have exchanged any of it in between.

@@ -1,4 +1,4 @@
-"""What is to happen when another package is imported, without importing it."""
+"""Actions that follow the import of another package, without importing it."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ _PREPARE: dict[Callable[..., Any], Callable[..., Any]] = {
 
 
 class Runs(NamedTuple):
-    """What a module of a model runs on."""
+    """A module of a model, and the kernels that it runs on."""
 
     path: str  # its name in the model; "" is the model itself
     module: str  # its class

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -296,6 +297,25 @@ def test_a_graph_with_gradients_can_run_by_another_backend():
         results.append([output, *torch.autograd.grad(output.sin().sum(), (x, w))])
     for actual, expected in zip(*results, strict=True):
         torch.testing.assert_close(actual, expected)
+
+
+_COMPILE_IN_CI = """
+import torch, trifuse
+q = torch.randn(2, 4, 16, 32, requires_grad=True)
+def call(q):
+    q = trifuse.scaled_dot_product_attention(q, q, q, is_causal=True)
+    return torch.nn.functional.silu(trifuse.dropout_add_layer_norm(q, q))
+outputs = torch.compile(call, fullgraph=True)(q), call(q)
+torch.testing.assert_close(*outputs)
+torch.testing.assert_close(*(torch.autograd.grad(y.square().sum(), q)[0] for y in outputs))
+"""
+
+
+@pytest.mark.slow
+def test_inductor_compiles_where_ci_is_set():
+    """There it refuses ops that have a decomposition, unless they are registered with it."""
+    environment = {**os.environ, "CI": "1", "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1"}
+    subprocess.run([sys.executable, "-c", _COMPILE_IN_CI], check=True, env=environment)
 
 
 _LOAD = """

@@ -41,7 +41,7 @@ inline at::ScalarType accumulation_type(at::ScalarType dtype) {
 // count bytes without overflow.
 constexpr int64_t kMostElements = int64_t(1) << 48;
 
-// That the memory of a tensor holds what it spans: storage can be resized under a tensor.
+// Checks that a tensor's storage holds what it spans: storage can be resized under a tensor.
 inline void check_memory(const char* name, const Tensor& t) {
   const int64_t count = t.numel();
   if (count == 0) return;
@@ -59,7 +59,7 @@ inline void check_memory(const char* name, const Tensor& t) {
       " and strides ", t.strides(), "; got ", has, " bytes (was it resized?)");
 }
 
-// That a tensor has the shape that others ask for, and its memory. A backward is handed what its
+// Checks a tensor's shape and storage. A backward is handed what its
 // forward was given or left, but `t.data = other` may have exchanged any of it in between.
 inline void check_shape(const char* name, const Tensor& t, at::IntArrayRef sizes) {
   TORCH_CHECK_VALUE(
@@ -71,7 +71,7 @@ inline void check_shape(const char* name, const OptionalTensor& t, at::IntArrayR
   if (t) check_shape(name, *t, sizes);
 }
 
-// Likewise its type, and its device.
+// Checks a tensor's type and device.
 inline void check_type(const char* name, const Tensor& t, at::ScalarType type, const Tensor& like) {
   TORCH_CHECK_TYPE(
       t.scalar_type() == type, name, ": expected ", type, "; got ", t.scalar_type());

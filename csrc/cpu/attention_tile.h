@@ -298,7 +298,7 @@ inline Operand<E> pair_columns(const T* source, int64_t columns, E* room) {
   }
 }
 
-// What an infinity has reached is NaN.
+// A sum that an infinity has entered is NaN. Finite sums keep their bits.
 template <class T>
 inline T infinite_to_nan(T x) {
   return x * 0 + x;

@@ -491,7 +491,7 @@ std::vector<Tensor> backward(
   return grads;
 }
 
-// Of one direction's output.
+// How many features one direction's output has.
 int64_t features(const Tensor& output, const Flags& reverse) {
   return output.size(-1) / std::max<int64_t>(static_cast<int64_t>(reverse.size()), 1);
 }

@@ -25,6 +25,7 @@ have to leave C++ for the Python of the others. Registering rules for several ov
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import types
@@ -48,7 +49,7 @@ if "library" in globals():
 library = torch.library.Library("trifuse", "DEF")
 
 
-# What a call of a forward op keeps for the backward, where there is a choice.
+# Where there is a choice, a forward op is told to keep one of these for its backward.
 SAVE_NOTHING, SAVE_STATES, SAVE_ALL = range(3)
 
 # In ``Operator.axes``: the batch of a sample is all that comes before the last dimension.
@@ -173,7 +174,7 @@ class Operator:
         wanted = requires_grad(*flat)
         results: tuple[Tensor, ...]
         if wanted and not differentiating():
-            # What the op itself would come to, by way of the dispatcher.
+            # The op would end here too, by way of the dispatcher.
             results = apply(_Forward, self, backend, options, save, *flat)
         else:
             last = (save if wanted else SAVE_NOTHING,) if self.saves else ()
@@ -467,7 +468,7 @@ class _Forward(torch.autograd.Function):
                 flat = tuple(operator.flatten(tensors))
         ctx.set_materialize_grads(False)
         if len(results) > operator.returned:
-            # What was not asked for is of shape (0,).
+            # A result that was not asked for has shape (0,).
             returned, rest = results[1 : operator.returned], results[operator.returned :]
             absent = (t for t in returned if t.shape == (0,) != results[0].shape)
             ctx.mark_non_differentiable(*rest, *absent)
@@ -660,7 +661,7 @@ class Op:
         return of_backend
 
     def _elsewhere(self, backend: str) -> Callable[..., Any]:
-        """Of an overload on a device that its backend does not serve: a program was moved there."""
+        """A kernel for devices that the overload's backend does not serve: a program was moved."""
 
         def call(*args: Any) -> Any:
             served = backends.elsewhere(self.describe(*args), backend)
@@ -767,6 +768,19 @@ def register_decomposition(
     torch._decomp.decomposition_table[op] = decomposition
     torch._decomp.meta_table[op] = fake
     _DECOMPOSITIONS[op] = decomposition
+    when_imported("torch._inductor.lowering", functools.partial(_register_with_inductor, op))
+
+
+def _register_with_inductor(op: Any) -> None:
+    """Inductor calls ``op`` as it is, with the strides that the tracer saw.
+
+    It would do so without being told, but for one case: where the environment variable ``CI`` is
+    set, as in most services that run tests, it refuses an op for which a decomposition exists.
+    """
+    lowering = importlib.import_module("torch._inductor.lowering")
+    with contextlib.suppress(AttributeError):  # of another version of torch: none of it is public
+        tag = lowering.get_layout_constraint_tag(op, with_default=True)
+        lowering.make_fallback(op, lowering.tag_to_layout_constraint(tag), warn=False)
 
 
 _DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {}
@@ -805,7 +819,7 @@ def register_batching(overload: str, rule: Callable[..., Any]) -> None:
 
 
 class _Info(NamedTuple):
-    """What a batching rule reads of the argument that torch.func.vmap gives it."""
+    """The part of torch.func.vmap's first argument that a batching rule reads."""
 
     batch_size: int
 

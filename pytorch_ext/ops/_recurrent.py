@@ -318,7 +318,7 @@ def empty_gradients(inputs: Sequence[Tensor | None], wanted: Sequence[bool]) -> 
 
 
 def flops(input: Tensor, parameters: Sequence[Tensor | None], slots: Any) -> int:
-    """Of a forward op's products with matrices, for every step of every row."""
+    """Operations of a forward op's products with matrices, for every step of every row."""
     names = slots._fields * (len(parameters) // len(slots._fields))
     weights = sum(
         t.numel()

@@ -619,7 +619,7 @@ def _pairs(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Any, key_lengths: Any,
     cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, *rest: Any,
 ) -> int:  # fmt: skip
-    """Of a query and a key, in all heads; masked ones too, as torch counts its own attention's."""
+    """How many pairs of query and key all heads have, masked ones too: as torch counts them."""
     (B, H, Lq, _), Lk = query.shape, key.shape[2]
     if cu_seqlens_q is None or cu_seqlens_k is None:
         return B * H * Lq * Lk
@@ -631,12 +631,12 @@ def _pairs(
 
 
 def _flops(*args: Any) -> int:
-    """Of Q Kᵀ and P V."""
+    """The forward multiplies Q Kᵀ and P V."""
     return 2 * _pairs(*args) * (args[0].shape[3] + args[2].shape[3])
 
 
 def _grad_flops(*args: Any) -> int:
-    """Of Q Kᵀ again, dQ and dK, and of dP and dV."""
+    """The backward multiplies Q Kᵀ again, dQ and dK, and dP and dV."""
     return 2 * _pairs(*args) * (3 * args[0].shape[3] + 2 * args[2].shape[3])
 
 

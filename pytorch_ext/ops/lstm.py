@@ -567,7 +567,7 @@ if backends._C is not None:
 
 
 class _StackResults(NamedTuple):
-    """Those of the layers side by side, as if they were directions, but for the output."""
+    """The layers' results side by side, as if they were directions, but for the output."""
 
     output: Tensor  # (T, B, R), the last layer's
     h_n: Tensor
