@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 import math
 import sys
+import warnings
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.attention.bias import CausalVariant
+from torch.nn.attention.bias import CausalBias, CausalVariant
 
 from . import philox
 from .call import Call, Tensors, draw_modes
@@ -24,10 +25,7 @@ LONG = (48, 63, 64, 65, 100, 127, 129, 200, 257, 300, 520)
 HEAD_DIMS = (1, 2, 3, 4, 5, 7, 8, 12, 16, 17, 20, 32, 33)
 WIDE = (40, 64, 65, 72, 80, 96, 128, 130, 257)
 # Of dropout: also so small and so large that all, or none, of 65,536 values drop.
-PROBABILITIES = (0.5, 0.1, 0.9, 1 / 65536, 2.5 / 65536, 3.5 / 65536, 1e-9, 1 - 1e-9)
-
-# What is known to be wrong, or not settled yet, is not drawn; empty when all of it is mended.
-AVOIDED = frozenset({"infinities", "window sys.maxsize", "scale 1e-300", "dropout 1"})
+PROBABILITIES = (0.5, 0.1, 0.9, 1 / 65536, 2.5 / 65536, 3.5 / 65536, 1e-9, 1 - 1e-9, 1.0)
 
 
 # Which calls ------------------------------------------------------------------------------------
@@ -101,22 +99,18 @@ def draw(d: Draws, kernel: str, dtype: str) -> Call:
     causal = d.choice((False, False, True, CausalVariant.UPPER_LEFT, CausalVariant.LOWER_RIGHT))
     if causal is not False:
         options["is_causal"] = causal
+    if not varlen and "attn_mask" not in tensors and d.flag(10):
+        options["attn_mask"] = d.choice((CausalVariant.UPPER_LEFT, CausalVariant.LOWER_RIGHT))
     if d.flag(30):
         longest = max(longest_q, longest_k)
-        sides_from = [0, 1, 2, longest // 2, longest, longest + 9, 2**31]
-        if "window sys.maxsize" not in AVOIDED:
-            sides_from.append(sys.maxsize)
-        sides = tuple(d.choice(sides_from) for _ in range(2))
+        side = (0, 1, 2, longest // 2, longest, longest + 9, 2**31, sys.maxsize)
+        sides = tuple(d.choice(side) for _ in range(2))
         options["window"] = d.choice((sides[0], sides, (sides[0], None), (None, sides[1])))
     if d.flag(25):
-        options["scale"] = d.choice(
-            (0.5, 0.0, -0.3, 3.0, 1e-6, 1, *([] if "scale 1e-300" in AVOIDED else [1e-300]))
-        )
+        options["scale"] = d.choice((0.5, 0.0, -0.3, 3.0, 1e-6, 1, 1e-300))
     dropout = d.flag(25)
     if dropout:
-        options["dropout_p"] = d.choice(
-            (*PROBABILITIES, *([] if "dropout 1" in AVOIDED else [1.0]))
-        )
+        options["dropout_p"] = d.choice(PROBABILITIES)
     options["return_lse"] = True
     wide = "float64" if dtype == "float64" else "float32"
     call = Call("attention", kernel, dtype, tensors, options, "varlen" if varlen else "padded")
@@ -159,9 +153,7 @@ def _plant(d: Draws, call: Call) -> Call:
     count = math.prod(values.shape) if values else 0
     if values is None or count == 0 or values.dtype == "bool":
         return call
-    kinds = [NAN, 0.0, -0.0, 1e-40, 3e-8, 1e4]
-    if "infinities" not in AVOIDED:
-        kinds += [INF, -INF]
+    kinds = (NAN, 0.0, -0.0, 1e-40, 3e-8, 1e4, INF, -INF)
     planted = tuple((d.integer(0, count - 1), d.choice(kinds)) for _ in range(d.integer(1, 3)))
     tensors = {**call.tensors, name: dataclasses.replace(values, planted=planted)}
     return dataclasses.replace(call, tensors=tensors, overflow=True, second=False)
@@ -203,7 +195,20 @@ def _sampled(d: Draws, call: Call) -> Call:
 
 def arguments(call: Call, tensors: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     name = {"varlen": "varlen_attention", "padded": "scaled_dot_product_attention"}[call.way]
-    return f"trifuse.{name}", {**tensors, **call.options}
+    options = dict(call.options)
+    if "attn_mask" in options:
+        options["attn_mask"] = _causal_bias(options["attn_mask"], tensors["query"], tensors["key"])
+    return f"trifuse.{name}", {**tensors, **options}
+
+
+def _causal_bias(variant: CausalVariant, query: Tensor, key: Tensor) -> CausalBias:
+    Lq, Lk = query.shape[-2], key.shape[-2]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # that rows without keys are NaN: not here
+        bias = CausalBias(variant, Lq, Lk)
+    module = "torch.nn.attention.bias"
+    bias.made_by = f"{module}.CausalBias({module}.{variant}, {Lq}, {Lk})"
+    return bias
 
 
 def outputs(call: Call, result: Any) -> Tensors:
@@ -251,8 +256,12 @@ def _sizes(call: Call, query: Tensor, key: Tensor, tensors: Tensors) -> Sizes:
 def _pairs(call: Call, sizes: Sizes, tensors: Tensors) -> Pairs:
     options = call.options
     window = options.get("window")
-    left, right = window if isinstance(window, tuple) else (window, window)
-    causal = options.get("is_causal", False)
+    far = 2**32  # farther than any key; sums with sys.maxsize would overflow
+    left, right = (
+        side if side is None else min(side, far)
+        for side in (window if isinstance(window, tuple) else (window, window))
+    )  # fmt: skip
+    causal, bias = options.get("is_causal", False), options.get("attn_mask")
     mask = tensors.get("attn_mask")
     if mask is not None:
         # Of a float mask's replicas, where -inf stands in the first.
@@ -264,10 +273,13 @@ def _pairs(call: Call, sizes: Sizes, tensors: Tensors) -> Pairs:
     for b in range(sizes.B):
         (Lq, Lk), (start_q, start_k) = sizes.lengths[b], sizes.starts[b]
         i, j = torch.arange(Lq)[:, None], torch.arange(Lk)
-        diagonal = i + Lk - Lq if causal is CausalVariant.LOWER_RIGHT else i
+        diagonals = {CausalVariant.UPPER_LEFT: i, CausalVariant.LOWER_RIGHT: i + Lk - Lq, True: i}
         takes_part = torch.ones(sizes.H, Lq, Lk, dtype=torch.bool)
-        if causal is not False:
-            takes_part &= j <= diagonal
+        for variant in (bias, causal):
+            if variant in diagonals:
+                takes_part &= j <= diagonals[variant]
+        # A window lies around the diagonal of is_causal, before that of a mask.
+        diagonal = diagonals.get(causal, diagonals.get(bias, i))
         if left is not None:
             takes_part &= j >= diagonal - left
         if right is not None:

@@ -299,8 +299,8 @@ def program(call: Call) -> str:
             if hasattr(value, "_fields"):
                 return f"{type(value).__module__}.{type(value).__name__}({inside})"
             return f"[{inside}]" if isinstance(value, list) else f"({inside},)"
-        if isinstance(value, torch.nn.Module):
-            return value.made_by  # type: ignore[return-value]
+        if hasattr(value, "made_by"):
+            return value.made_by
         if isinstance(value, enum.Enum):
             return f"{type(value).__module__}.{type(value).__name__}.{value.name}"
         return repr(value)

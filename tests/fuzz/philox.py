@@ -31,13 +31,13 @@ def words(seed: int, counters: np.ndarray) -> np.ndarray:
 
 
 def dropped_values(p: float) -> int:
-    """How many of the 65,536 values of an element's bits drop it."""
-    return min(round(p * 65536), 65535)
+    """How many of the 65,536 values of an element's bits drop it: all of them only at p = 1."""
+    return 65536 if p == 1 else min(round(p * 65536), 65535)
 
 
 def scale(p: float) -> float:
     """What a kept element is multiplied by."""
-    return 65536 / (65536 - dropped_values(p))
+    return 0.0 if p == 1 else 65536 / (65536 - dropped_values(p))
 
 
 def keep(seed: int, p: float, plane: np.ndarray, row: np.ndarray, column: np.ndarray) -> Tensor:
