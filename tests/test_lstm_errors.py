@@ -576,3 +576,27 @@ def test_explain(dtype):
     assert trifuse.explain(trifuse.gru_cell, **cell | gru).backend
     with pytest.raises(TypeError, match=r"missing a required argument: 'weight_hh'"):
         trifuse.explain(trifuse.lstm, call["input"], None, call["weight_ih"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"cell_clip": "x"}, TypeError, "cell_clip: expected a number; got str"),
+        ({"cell_clip": -1.0}, ValueError, "cell_clip: expected a number > 0 or None"),
+        ({"proj_clip": 1.0}, ValueError, "proj_clip: expected None without weight_hr; got 1.0"),
+        ({"forget_bias": float("nan")}, ValueError, "forget_bias: expected a finite number"),
+        ({"coupled": 1}, TypeError, "coupled: expected True or False; got int"),
+        ({"coupled": True, "forget_bias": 1.0}, ValueError, "forget_bias: expected 0 with coupled"),
+        ({"peephole": "x"}, TypeError, "peephole: expected True or False; got str"),
+        ({"layer_norm": 2}, TypeError, "layer_norm: expected True or False; got int"),
+        ({"recompute": 2}, TypeError, "recompute: expected True or False; got int"),
+        ({"eps": -1.0}, ValueError, "eps: expected a number ≥ 0; got -1.0"),
+        ({"zoneout_h": 1.0}, ValueError, r"zoneout_h: expected a probability in \[0, 1\)"),
+        ({"zoneout_c": -0.5}, ValueError, r"zoneout_c: expected a probability in \[0, 1\)"),
+        ({"recurrent_dropout": None}, TypeError, "recurrent_dropout: expected a number"),
+    ],
+)
+def test_module_arguments(arguments, error, message):
+    """Those that torch.nn.LSTM does not have; it checks the others."""
+    with pytest.raises(error, match=message):
+        trifuse.nn.LSTM(I, H, **arguments)

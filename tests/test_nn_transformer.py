@@ -291,10 +291,23 @@ def test_module_has_the_state_of_rms_norm():
     torch.testing.assert_close(ours(x), theirs(x))
 
 
-def test_module_arguments():
-    with pytest.raises(ValueError, match=r"normalized_shape: expected one dimension; got \(2, 3\)"):
-        trifuse.nn.DropoutAddLayerNorm([2, 3])
-    with pytest.raises(ValueError, match=r"p: expected a probability in \[0, 1\]; got 1.5"):
-        trifuse.nn.DropoutAddLayerNorm(4, p=1.5)
-    with pytest.raises(TypeError, match="p: expected a number; got str"):
-        trifuse.nn.DropoutAddLayerNorm(4, p="a")
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"normalized_shape": [2, 3]}, ValueError, r"normalized_shape: .* size ≥ 0; got \[2, 3\]"),
+        ({"normalized_shape": []}, ValueError, r"normalized_shape: .* size ≥ 0; got \[\]"),
+        ({"normalized_shape": -1}, ValueError, "normalized_shape: .* size ≥ 0; got -1"),
+        ({"normalized_shape": 2**63}, ValueError, "normalized_shape: .* size ≥ 0; got 9223"),
+        ({"normalized_shape": 1.5}, ValueError, "normalized_shape: .* size ≥ 0; got 1.5"),
+        ({"normalized_shape": "x"}, ValueError, "normalized_shape: .* size ≥ 0; got 'x'"),
+        ({"eps": "x"}, TypeError, "eps: expected a number; got str"),
+        ({"eps": -1.0}, ValueError, "eps: expected a number ≥ 0; got -1.0"),
+        ({"bias": 3}, TypeError, "bias: expected True or False; got int"),
+        ({"prenorm": None}, TypeError, "prenorm: expected True or False; got NoneType"),
+        ({"p": 1.5}, ValueError, r"p: expected a probability in \[0, 1\]; got 1.5"),
+        ({"p": "a"}, TypeError, "p: expected a number; got str"),
+    ],
+)
+def test_module_arguments(arguments, error, message):
+    with pytest.raises(error, match=message):
+        trifuse.nn.DropoutAddLayerNorm(**{"normalized_shape": 4, **arguments})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -32,8 +33,9 @@ class DropoutAddLayerNorm(nn.LayerNorm):
         residual_in_fp32: with ``prenorm``, return the sum in float32.
 
     Raises:
-        TypeError: ``p`` is not a number.
-        ValueError: ``normalized_shape`` has more than one dimension, or ``p`` is not in [0, 1].
+        TypeError: ``p`` or ``eps`` is not a number, or a flag is not a bool.
+        ValueError: ``normalized_shape`` is not one size ≥ 0, ``p`` is not in [0, 1], or ``eps`` is
+            below 0.
     """
 
     def __init__(
@@ -50,15 +52,18 @@ class DropoutAddLayerNorm(nn.LayerNorm):
         rms_norm: bool = False,
         residual_in_fp32: bool = False,
     ) -> None:
-        super().__init__(normalized_shape, eps, elementwise_affine, bias, device, dtype)
-        if len(self.normalized_shape) != 1:
-            raise ValueError(
-                f"normalized_shape: expected one dimension; got {tuple(self.normalized_shape)}"
-            )
+        sizes = normalized_shape if isinstance(normalized_shape, Sequence) else [normalized_shape]
+        if [*map(_checks.whole_number, sizes)] != [*sizes] or len(sizes) != 1:
+            raise _checks.fail("normalized_shape", "one size ≥ 0", repr(normalized_shape))
+        super().__init__(
+            normalized_shape, _checks.epsilon(eps),
+            _checks.flag("elementwise_affine", elementwise_affine), _checks.flag("bias", bias),
+            device, dtype,
+        )  # fmt: skip
         self.p = _checks.probability("p", p)
-        self.prenorm = prenorm
-        self.rms_norm = rms_norm
-        self.residual_in_fp32 = residual_in_fp32
+        self.prenorm = _checks.flag("prenorm", prenorm)
+        self.rms_norm = _checks.flag("rms_norm", rms_norm)
+        self.residual_in_fp32 = _checks.flag("residual_in_fp32", residual_in_fp32)
 
     def extra_repr(self) -> str:
         flags = ("prenorm", "rms_norm", "residual_in_fp32")

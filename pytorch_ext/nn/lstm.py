@@ -136,6 +136,9 @@ class LSTM(Recurrent):
         layer_norm: adds ``norm_ih_weight_l{k}``, ``norm_hh_weight_l{k}`` (gates · hidden_size),
             ``norm_cell_weight_l{k}`` and ``norm_cell_bias_l{k}`` (hidden_size), ones and zeros at
             first.
+
+    Raises:
+        As ``torch.nn.LSTM``, and for the other options as :func:`trifuse.lstm`.
     """
 
     qconfig = Unquantizable(nn.LSTM)
@@ -187,6 +190,12 @@ class LSTM(Recurrent):
         self.eps, self.recompute = eps, recompute
         self.zoneout_h, self.zoneout_c = zoneout_h, zoneout_c
         self.recurrent_dropout = recurrent_dropout
+        for name in ("peephole", "layer_norm", "recompute"):
+            _checks.flag(name, getattr(self, name))
+        ops.check_options(
+            proj_size > 0, self._reverse(), cell_clip, proj_clip, forget_bias, coupled, eps,
+            zoneout_h, zoneout_c, recurrent_dropout,
+        )  # fmt: skip
         gates = 3 if coupled else 4
         rows = gates * hidden_size
         more: dict[str, tuple[int, ...]] = {}

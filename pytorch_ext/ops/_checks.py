@@ -82,6 +82,13 @@ def probability(argument: str, value: Any, *, below_one: bool = False) -> float:
     return value
 
 
+def epsilon(value: Any) -> float:
+    value = number("eps", value)
+    if not value >= 0:
+        raise fail("eps", "a number ≥ 0", value)
+    return value
+
+
 def beside(argument: str, value: Any, name: str, like: Tensor) -> Tensor:
     """A tensor on the device and in the dtype of ``like``, or beside 16 bits in float32."""
     value = tensor(argument, value)

@@ -142,9 +142,7 @@ def _prepare(
     if x_bias is not None:
         x_bias = _vector("x_bias", x_bias, x, features)
     dropout_p = _checks.probability("dropout_p", dropout_p)
-    eps = _checks.number("eps", eps)
-    if not eps >= 0:
-        raise fail("eps", "a number ≥ 0", eps)
+    eps = _checks.epsilon(eps)
     choice = backends.choose(backends.Call("dropout_add_layer_norm", x.device.type, dtype))
     return _Call(
         x, residual, weight, bias, x_bias, dropout_p if training else 0.0, eps, rms_norm, prenorm,

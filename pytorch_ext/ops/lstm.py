@@ -360,27 +360,10 @@ def _check(
         for name, first, other in zip(Parameters._fields, checked[0], p, strict=True):
             _recurrent.same_shape(name, first, other)
     states = _states(hx, input, batch, checked[0])
-    if proj_clip is not None and checked[0].weight_hr is None:
-        raise fail("proj_clip", "None without weight_hr", proj_clip)
-    forget_bias = _checks.number("forget_bias", forget_bias)
-    if not abs(forget_bias) < math.inf or (coupled and forget_bias != 0):
-        expected = "0 with coupled" if coupled else "a finite number"
-        raise fail("forget_bias", expected, forget_bias)
-    eps = _checks.number("eps", eps)
-    if not eps >= 0:
-        raise fail("eps", "a number ≥ 0", eps)
-    options = Options(
-        tuple(_checks.flag("reverse", r) for r in reverse),
-        coupled,
-        forget_bias,
-        _clip("cell_clip", cell_clip),
-        _clip("proj_clip", proj_clip),
-        eps,
-        _checks.probability("zoneout_h", zoneout_h, below_one=True),
-        _checks.probability("zoneout_c", zoneout_c, below_one=True),
-        _checks.probability("recurrent_dropout", recurrent_dropout, below_one=True),
-        _checks.flag("training", training),
-    )
+    options = check_options(
+        checked[0].weight_hr is not None, reverse, cell_clip, proj_clip, forget_bias, coupled, eps,
+        zoneout_h, zoneout_c, recurrent_dropout, training,
+    )  # fmt: skip
     draws = options.training and max(options[6:9]) > 0
     return _recurrent.Call(
         "lstm",
@@ -392,6 +375,41 @@ def _check(
         backends.choose(backends.Call("lstm", input.device.type, input.dtype)),
         recompute,
         draws,
+    )
+
+
+def check_options(
+    projected: bool,
+    reverse: Sequence[bool] = (False,),
+    cell_clip: float | None = None,
+    proj_clip: float | None = None,
+    forget_bias: float = 0.0,
+    coupled: bool = False,
+    eps: float = 1e-5,
+    zoneout_h: float = 0.0,
+    zoneout_c: float = 0.0,
+    recurrent_dropout: float = 0.0,
+    training: bool = False,
+) -> Options:
+    """What needs no tensor to be checked; ``projected`` says whether there is a weight_hr."""
+    coupled = _checks.flag("coupled", coupled)
+    if proj_clip is not None and not projected:
+        raise fail("proj_clip", "None without weight_hr", proj_clip)
+    forget_bias = _checks.number("forget_bias", forget_bias)
+    if not abs(forget_bias) < math.inf or (coupled and forget_bias != 0):
+        expected = "0 with coupled" if coupled else "a finite number"
+        raise fail("forget_bias", expected, forget_bias)
+    return Options(
+        tuple(_checks.flag("reverse", r) for r in reverse),
+        coupled,
+        forget_bias,
+        _clip("cell_clip", cell_clip),
+        _clip("proj_clip", proj_clip),
+        _checks.epsilon(eps),
+        _checks.probability("zoneout_h", zoneout_h, below_one=True),
+        _checks.probability("zoneout_c", zoneout_c, below_one=True),
+        _checks.probability("recurrent_dropout", recurrent_dropout, below_one=True),
+        _checks.flag("training", training),
     )
 
 
