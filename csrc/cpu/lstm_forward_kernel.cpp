@@ -303,7 +303,7 @@ class Forward : Layer<E> {
         product<E>(
             rows, columns, elements<E>(p.H), left(job.m), left_ld(m_ld()), 1,
             packed + tile * hr_size() + first, kTile, sums, kTile, false, ahead);
-      else
+      else if constexpr (Base::kReadsInPlace)
         product_with_rows<E>(
             static_cast<const S*>(group.d.weight_hr) + (tile * kTile + first) * p.H,
             std::min(columns, p.R - tile * kTile - first), p.H, room, rows, left(job.m),

@@ -119,13 +119,13 @@ class Layer {
         panels.hh_blocks, q, room, target);
   }
 
-  // Whether a weight that is not packed is read where it lies. brgemm takes nothing but packed ones.
-  static bool in_place(int64_t rows) {
+  // Whether a weight that is not packed can be read where it lies. brgemm takes nothing but packed ones.
 #ifdef TRIFUSE_BRGEMM
-    if constexpr (kPack<E> == 2) return false;
+  static constexpr bool kReadsInPlace = kPack<E> != 2;
+#else
+  static constexpr bool kReadsInPlace = true;
 #endif
-    return rows <= kFewRows;
-  }
+  static bool in_place(int64_t rows) { return kReadsInPlace && rows <= kFewRows; }
 
   // A panel of W_ih, of W_hh; packed now, where all panels together would be read but once.
   const E* ih_panel(int64_t d, int64_t q) const {
@@ -200,7 +200,7 @@ class Layer {
       for (int64_t k = 0; k < tokens; ++k)
         std::copy_n(weights[d].bias + q * width, width, target + k * width);
     T* columns = target + panels.ih_first * kUnits;
-    if constexpr (reads)
+    if constexpr (reads && kReadsInPlace)
       if (!weights[d].ih && in_place(tokens))
         return product_with_panel<E>(
             p, static_cast<const S*>(p.direction[d].weight_ih), p.I, panels.ih_gate,
@@ -220,17 +220,17 @@ class Layer {
     if (factor != 1 && add) scale(target, rows * width, static_cast<T>(1 / factor));
     T* columns = target + panels.hh_first * kUnits;
     const bool ahead = far_away<E>(panels.count * hh_size());
-    if (reads && !weights[d].hh && in_place(rows)) {
-      if constexpr (reads)
+    const bool unpacked = reads && !weights[d].hh && in_place(rows);
+    if constexpr (reads && kReadsInPlace)
+      if (unpacked)
         product_with_panel<E>(
             p, static_cast<const S*>(p.direction[d].weight_hh), p.R, panels.hh_gate,
             panels.hh_first, panels.hh_blocks, q, room, rows, left(h), left_ld(h_ld()), columns,
             width, add, ahead);
-    } else {
+    if (!unpacked)
       product<E>(
           rows, panels.hh_width(), elements<E>(p.R), left(h), left_ld(h_ld()), 1,
           hh_panel(d, q), panels.hh_width(), columns, width, add, ahead);
-    }
     if (factor != 1) scale(target, rows * width, static_cast<T>(factor));
   }
 

@@ -321,6 +321,8 @@ def formula(call: Call, tensors: Tensors, r: Rounding) -> Tensors:
     q, k, v = map(by_head, (query, key, value))
     scale = call.options.get("scale", None)
     scale = max(q.shape[-1], 1) ** -0.5 if scale is None else scale
+    if call.dtype != "float64":  # what float32 can't hold is 0
+        scale = torch.tensor(scale, dtype=torch.float32).item()
     rows = sizes.H * sizes.total[0]
 
     # Scores, as many as there are pairs; a logsumexp and an output for each query.
@@ -334,10 +336,14 @@ def formula(call: Call, tensors: Tensors, r: Rounding) -> Tensors:
     # Twice, as what is divided by and what is divided may come of scores computed apart.
     e, summed = (r(torch.exp(r(s) - highest.index_select(1, pairs.query))) for _ in range(2))
     total = s.new_zeros(len(s), rows).index_add(1, pairs.query, summed)
+    # In the gradient of lse a weight is exp(score - lse), the two of which err apart.
+    apart = torch.exp((r(s) - s).nan_to_num()).detach()
+    summed = summed * apart - (summed * (apart - 1)).detach()
+    total_of_lse = s.new_zeros(len(s), rows).index_add(1, pairs.query, summed)
     has_pairs = torch.zeros(rows, dtype=torch.bool).index_fill(0, pairs.query, True)
     some = has_pairs.nonzero()[:, 0]
     lse = s.new_full((len(s), rows), -INF)
-    lse = lse.index_copy(1, some, r(total.index_select(1, some).log() + highest[:, some]))
+    lse = lse.index_copy(1, some, r(total_of_lse.index_select(1, some).log() + highest[:, some]))
     p = call.options.get("dropout_p", 0.0)
     weight = e
     if p > 0:
@@ -348,6 +354,7 @@ def formula(call: Call, tensors: Tensors, r: Rounding) -> Tensors:
     terms = r(weight[..., None] * r(v.index_select(1, pairs.key)))
     sums = v.new_zeros(len(v), rows, v.shape[-1]).index_add(1, pairs.query, terms)
     sums = r(sums.index_select(1, some))
+    sums = sums + 0 * sums  # a sum that an infinity has entered is NaN
     quotients = r(sums / r(total.index_select(1, some)[..., None].expand_as(sums)))
     out = v.new_zeros(len(v), rows, v.shape[-1]).index_copy(1, some, quotients)
 
