@@ -63,8 +63,9 @@ class Rounding:
 
     def _some(self, count: int) -> tuple[Tensor, Tensor]:
         """Others at every mark, or errors would cancel as they do not in a kernel."""
-        if count > _NOISE:
-            return _draw(self.dtype, count)
+        if count > _NOISE:  # numbers so far apart do not meet
+            repeats = -(-count // _NOISE)
+            return self._factor.repeat(repeats)[:count], self._absolute.repeat(repeats)[:count]
         if self._place + count > _NOISE:
             self._place = 0
         some = slice(self._place, self._place + count)
@@ -85,13 +86,9 @@ class _Mark(torch.autograd.Function):
 
 @functools.cache
 def _pool(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    return _draw(dtype, _NOISE)
-
-
-def _draw(dtype: torch.dtype, count: int) -> tuple[Tensor, Tensor]:
     """1 plus relative errors, and absolute ones: what is lost of numbers below the smallest."""
     # Rounded to nearest, a number is off by eps / √12 of itself on average, or somewhat less.
-    normal = 0.3 * torch.randn(count, generator=_generator, dtype=torch.float64)
+    normal = 0.3 * torch.randn(_NOISE, generator=_generator, dtype=torch.float64)
     return 1 + torch.finfo(dtype).eps * normal, _smallest(dtype) * normal.roll(1)
 
 
@@ -105,40 +102,26 @@ def _smallest(dtype: torch.dtype) -> float:
 
 def sigmoid(x: Tensor, r: Rounding) -> Tensor:
     """r(sigmoid(x)), whose derivative is computed of what was rounded, as it is in torch."""
-    return _Sigmoid.apply(x, r)
+    return _Activation.apply(x, r, torch.sigmoid, lambda y: y * r(1 - y))
 
 
 def tanh(x: Tensor, r: Rounding) -> Tensor:
     """Likewise: near ±1 few digits of 1 - tanh² are left."""
-    return _Tanh.apply(x, r)
+    return _Activation.apply(x, r, torch.tanh, lambda y: 1 - r(y * y))
 
 
-class _Sigmoid(torch.autograd.Function):
+class _Activation(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x: Tensor, r: Rounding) -> Tensor:  # type: ignore[no-untyped-def]
-        y = r.noisy(torch.sigmoid(x))
+    def forward(ctx, x, r, function, derivative):  # type: ignore[no-untyped-def]
+        y = r.noisy(function(x))
         ctx.save_for_backward(y)
-        ctx.r = r
+        ctx.r, ctx.derivative = r, derivative
         return y
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[no-untyped-def]
+    def backward(ctx, grad):  # type: ignore[no-untyped-def]
         (y,) = ctx.saved_tensors
-        return ctx.r(grad * y * ctx.r(1 - y)), None
-
-
-class _Tanh(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x: Tensor, r: Rounding) -> Tensor:  # type: ignore[no-untyped-def]
-        y = r.noisy(torch.tanh(x))
-        ctx.save_for_backward(y)
-        ctx.r = r
-        return y
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[no-untyped-def]
-        (y,) = ctx.saved_tensors
-        return ctx.r(grad * (1 - ctx.r(y * y))), None
+        return ctx.r(grad * ctx.derivative(y)), None, None, None
 
 
 def units_off(actual: Tensor, replicas: Tensor, computed_in: torch.dtype) -> Tensor:
