@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from random import Random
@@ -267,12 +268,14 @@ def in_two_python_threads(dtype: torch.dtype) -> None:
     assert_same_bits(*results)
 
 
-def run(dtypes: Sequence[torch.dtype], threads: Sequence[int], count: int) -> int:
-    """Make all calls by the kernels in use; returns how many."""
+def run(
+    dtypes: Sequence[torch.dtype], drawn_alone: Sequence[torch.dtype], threads: Sequence[int]
+) -> int:
+    """Make all calls by the kernels in use; returns how many. Of ``drawn_alone`` the small ones."""
     made = 0
-    for dtype in dtypes:
+    for dtype in (*dtypes, *drawn_alone):
         everything = dict.fromkeys([*CALLS.values(), *_MORE])  # in order, each once
-        for calls in everything:
+        for calls in everything if dtype in dtypes else ():
             for call in calls(dtype):
                 expected = None
                 for number in threads:
@@ -282,7 +285,7 @@ def run(dtypes: Sequence[torch.dtype], threads: Sequence[int], count: int) -> in
                         assert_same_bits(results, expected)
                     expected = results
                     made += 1
-        for call in drawn(dtype, count):
+        for call in drawn(dtype, count=20):
             torch.set_num_threads(threads[made % len(threads)])
             call()
             made += 1
@@ -294,11 +297,15 @@ def main(capability: str, *threads: str) -> None:
     assert backends._C is not None, "the extension did not load"
     torch.use_deterministic_algorithms(True)  # memory that nothing wrote is NaN
     backends._C.set_cpu_capability(capability)
-    # The instruction sets with products of bfloat16 have nothing else of their own.
-    dtypes = (torch.bfloat16,) if capability.endswith("_BF16") else DTYPES
+    dtypes, drawn_alone, numbers = DTYPES, (), [int(number) for number in threads]
+    if capability.endswith("_BF16"):  # which has products of bfloat16 of its own, and no more
+        dtypes = (torch.bfloat16,)
+    elif capability == "DEFAULT":  # slow, without vectors; it shares its work as the others do
+        dtypes, drawn_alone, numbers = DTYPES[:2], DTYPES[2:], numbers[-1:]
     with trifuse.backend("cpp"):
-        made = run(dtypes, [int(number) for number in threads], count=20)
-    print(f"{capability}, {' '.join(threads)} threads: {made} calls")
+        made = run(dtypes, drawn_alone, numbers)
+    spent = f"{time.process_time():.0f} s of processors"
+    print(f"{capability}, {' '.join(map(str, numbers))} threads: {made} calls, {spent}")
 
 
 if __name__ == "__main__":

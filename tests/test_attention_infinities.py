@@ -185,6 +185,19 @@ def test_dropout_of_everything(kernel, structure):
     assert all(g is None or g.eq(0).all() for g in nothing[2:])
 
 
+def test_a_dropped_weight_adds_nothing_to_grad_value(kernel):
+    """Even in a row that is NaN. The weights that are kept make the value's gradient NaN."""
+    case = make(B=1, H=1, Lq=1, Lk=200, dropout_p=0.5)
+    key = case.key.clone()
+    key[:, :, 17] = float("nan")
+    spoilt, plain = run(dataclasses.replace(case, key=key)), run(case)
+    assert spoilt.out.isnan().all()
+    dropped = plain.grad_value.eq(0).all(-1)
+    assert 50 < dropped.sum() < 150
+    assert spoilt.grad_value[dropped].eq(0).all()
+    assert spoilt.grad_value[~dropped].isnan().all()
+
+
 # Windows -----------------------------------------------------------------------------------------
 
 WIDE = (sys.maxsize, 2**31, 2**32 + 1, 2**63, 2**100, (2**40, None), (None, sys.maxsize))

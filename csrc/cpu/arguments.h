@@ -99,8 +99,10 @@ inline void check_seed(const OptionalTensor& seed, const Tensor& like) {
 // All but the seed.
 inline Dropout kernel_dropout(double dropout_p) {
   Dropout dropout;
-  // Python's round(p · 65536), which rounds halves to even, as nearbyint does.
-  dropout.threshold = static_cast<uint32_t>(std::min(std::nearbyint(dropout_p * 65536), 65535.0));
+  // Python's round(p · 65536), which rounds halves to even, as nearbyint does. All 65536 values of an
+  // element drop it only at p = 1.
+  const double most = dropout_p < 1 ? 65535 : 65536;
+  dropout.threshold = static_cast<uint32_t>(std::min(std::nearbyint(dropout_p * 65536), most));
   dropout.scale = dropout_p < 1 ? 65536.0 / (65536.0 - dropout.threshold) : 0.0;
   return dropout;
 }

@@ -31,6 +31,7 @@ inline Words multiply_low(Words x, uint32_t by) {
 // 64; bit t for column + t.
 inline uint64_t dropout_row(
     uint64_t seed, uint64_t plane, uint64_t row, uint64_t column, uint32_t threshold) {
+  if (threshold > 0xFFFF) return 0;  // p = 1: no half-word is as large
   constexpr int kRounds = 7;
   const Words zero = {};
   Words c0 = zero + column / 8 + Words{0, 1, 2, 3, 4, 5, 6, 7};

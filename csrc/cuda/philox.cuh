@@ -35,7 +35,7 @@ __device__ __forceinline__ uint32_t dropout_keep(
     keep |= uint32_t((word[i] << 16) >= least) << 2 * i;
     keep |= uint32_t(word[i] >= least) << (2 * i + 1);
   }
-  return keep;
+  return threshold > 0xFFFF ? 0 : keep;  // p = 1: no half-word is as large
 }
 
 }  // namespace trifuse::cuda

@@ -156,6 +156,8 @@ def attention_backward(
         inner = inner.masked_fill(inner.isinf(), float("nan"))
         grad_s = (probability * inner).masked_fill(~keep, 0)
         dropped = _multiply(probability, multiplier)
+        if multiplier is not None:  # what dropout leaves out adds nothing, NaN or not
+            dropped = dropped.masked_fill(multiplier == 0, 0)
 
         parts_q.append(scale * _matmul_over_pairs(grad_s, keep, k))
         grad_k = scale * _matmul_over_pairs(grad_s.mT, keep.mT, q)

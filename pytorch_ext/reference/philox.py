@@ -14,7 +14,7 @@ Conventions, chosen once for all backends:
 - 16 bits per element: one call serves 8 neighbours along the last axis, so p is honoured to 2⁻¹⁶;
 - an element is dropped where its 16 bits are below ``threshold = round(p · 2¹⁶)``, and what is kept
   is scaled by 2¹⁶ / (2¹⁶ - threshold), the exact inverse of the probability that is really used;
-- p = 1 leaves nothing: the 2⁻¹⁶ of elements that no threshold drops are scaled by 0.
+- p = 1 drops every element, and only p = 1 does.
 """
 
 from __future__ import annotations
@@ -30,12 +30,15 @@ _WEYL = (0x9E3779B9, 0xBB67AE85)
 
 
 def threshold(dropout_p: float) -> int:
-    """The number of 16-bit values, of 65,536, that drop an element. Never all of them."""
-    return min(round(dropout_p * 65536), 65535)
+    """The number of 16-bit values, of 65,536, that drop an element; all of them only at p = 1."""
+    return min(round(dropout_p * 65536), 65535) if dropout_p < 1 else 65536
 
 
 def keep_scale(dropout_p: float) -> float:
-    """What a kept element is multiplied by: the inverse of the probability of keeping it."""
+    """What a kept element is multiplied by: the inverse of the probability of keeping it.
+
+    It is 0 where none is kept.
+    """
     return 65536 / (65536 - threshold(dropout_p)) if dropout_p < 1 else 0.0
 
 

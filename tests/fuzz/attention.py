@@ -349,7 +349,7 @@ def formula(call: Call, tensors: Tensors, r: Rounding) -> Tensors:
     if p > 0:
         seed = philox.drawn_seed(call.seed)
         kept = philox.keep(seed, p, *(x.numpy() for x in (pairs.plane, pairs.i, pairs.j)))
-        weight = r(e * (kept.double() * philox.scale(p)))
+        weight = r(torch.where(kept, e * philox.scale(p), 0.0))
     # Divided last, and each feature by itself: the gradient's two parts then err apart.
     terms = r(weight[..., None] * r(v.index_select(1, pairs.key)))
     sums = v.new_zeros(len(v), rows, v.shape[-1]).index_add(1, pairs.query, terms)
