@@ -63,8 +63,7 @@ LARGE_OPERATORS = ("attention", "lstm")
 # which lines run. In the one for threads they are std::threads (csrc/cpu/threads.h).
 SANITIZERS = {
     "memory": ["-fsanitize=address,undefined", "-fno-sanitize=vptr", "--coverage"],
-    # glibc's memory for variables of a thread is not instrumented: it is all there from the start.
-    "threads": ["-fsanitize=thread", "-DTRIFUSE_STD_THREADS", "-ftls-model=initial-exec"],
+    "threads": ["-fsanitize=thread", "-DTRIFUSE_STD_THREADS"],
 }
 
 

@@ -8,8 +8,9 @@ It is built twice more, each time into a folder of its own:
 First each build has to report the errors planted in csrc/cpu/planted.h. Then the calls of
 sanitized_calls.py, by the kernels of every instruction set of this machine, must end without a
 report, and must have reached every kernel. ``--lines`` also names the lines that none of them
-reached. No report is suppressed: torch, Python and OpenMP's runtime are not instrumented, and
-where one of those has threads of its own it is kept to one.
+reached. No report of this code is suppressed: torch, Python and OpenMP's runtime are not
+instrumented, and where one of those has threads of its own it is kept to one. One of glibc's own is
+(sanitize_threads.supp).
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
 CALLS = Path(__file__).with_name("sanitized_calls.py")
+SUPPRESSED = Path(__file__).with_name("sanitize_threads.supp")
 
 
 class Build(NamedTuple):
@@ -71,9 +73,7 @@ BUILDS = (
         "libtsan.so",
         ("2", "3"),
         {
-            "TSAN_OPTIONS": "second_deadlock_stack=1:history_size=4",
-            # Room for what initial-exec (setup.py) needs in a library that is loaded late.
-            "GLIBC_TUNABLES": "glibc.rtld.optional_static_tls=16384",
+            "TSAN_OPTIONS": f"second_deadlock_stack=1:history_size=4:suppressions={SUPPRESSED}",
             # torch's own regions run in one thread. Ours take as many as torch.set_num_threads
             # says, and are all there is to see.
             "OMP_THREAD_LIMIT": "1",

@@ -49,7 +49,8 @@ def draw(d: Draws, kernel: str, dtype: str) -> Call:
             values(name, N)
     options: dict[str, Any] = {}
     if d.flag(50):
-        options["eps"] = d.choice((1e-5, 1e-12, 0.1, 3))
+        # In float16 the gradients of rows that vary little would overflow with so small a one.
+        options["eps"] = d.choice((1e-5, 1e-5 if dtype == "float16" else 1e-12, 0.1, 3))
     for name, percent in (
         ("training", 50), ("prenorm", 40), ("rms_norm", 35), ("residual_in_fp32", 25),
     ):  # fmt: skip
@@ -78,8 +79,6 @@ def draw(d: Draws, kernel: str, dtype: str) -> Call:
         )
     elif "dropout_p" not in options and not call.same_bits and d.flag(8):
         call = _sampled(d, call)
-    if dtype == "float16" and options.get("eps", 1.0) < 1e-9:
-        call = dataclasses.replace(call, overflow=True)  # of gradients, where rows vary little
     return dataclasses.replace(call, seed=d.integer(0, 255))
 
 
