@@ -18,6 +18,7 @@
 // gradient takes those a third time.
 
 #include "cuda/attention_backward.cuh"
+#include "cuda/long_sum.cuh"
 
 namespace trifuse::cuda {
 namespace {
@@ -355,6 +356,43 @@ __global__ __launch_bounds__(32 * Shape<Scalar, D>::kWarps) void attention_backw
 
 // The float mask -----------------------------------------------------------------------------------------
 
+// Terms of a sum over what the mask is broadcast in that are added up as one run.
+constexpr int kMaskRun = 16;
+
+// The numbers of a thread's part of a tile, summed over the runs before this one. They are in registers,
+// or, in float32, whose products take those, in shared memory: so many bytes of it.
+template <class Scalar>
+constexpr size_t kSharedMaskTotals =
+    kTensorCore<Scalar> ? 0 : WideShape<Scalar>::kRows * WideShape<Scalar>::N * sizeof(float);
+
+template <class Scalar>
+class MaskTotals {
+ public:
+  static constexpr int N = WideShape<Scalar>::N;
+
+  __device__ __forceinline__ explicit MaskTotals(void* shared) {
+    if constexpr (!kTensorCore<Scalar>) own_ = static_cast<float*>(shared) + threadIdx.x;
+#pragma unroll
+    for (int i = 0; i < N / 2; ++i) (*this)[i] = 0;
+  }
+  __device__ __forceinline__ void end_runs(float (&sums)[N / 8][4]) {
+#pragma unroll
+    for (int i = 0; i < N / 2; ++i) end_run(sums[i / 4][i % 4], (*this)[i]);
+  }
+  __device__ __forceinline__ void add_to(float (&sums)[N / 8][4]) {
+#pragma unroll
+    for (int i = 0; i < N / 2; ++i) sums[i / 4][i % 4] += (*this)[i];
+  }
+
+ private:
+  __device__ __forceinline__ float& operator[](int i) {
+    if constexpr (kTensorCore<Scalar>) return own_[i];
+    else return own_[i * 32 * WideShape<Scalar>::kWarps];
+  }
+
+  std::conditional_t<kTensorCore<Scalar>, float[N / 2], float*> own_;
+};
+
 __device__ __forceinline__ void store_mask_gradient(
     const Attention& p, const MaskShares& how, float* parts, int64_t share, int64_t at, float value) {
   if (how.shares > 1) {
@@ -397,7 +435,9 @@ __global__ __launch_bounds__(32 * WideShape<Scalar>::kWarps) void attention_back
   const Scale scale(p);
   const uint64_t seed = p.dropout.threshold ? *p.seed : 0;
   float sums[N / 8][4] = {};
+  MaskTotals<Scalar> totals(value.from(N).data);
   for (int64_t term = share * how.chunk; term < min((share + 1) * how.chunk, how.terms); ++term) {
+    if (term % kMaskRun == 0) totals.end_runs(sums);
     // The sum: blocks of queries fastest, then heads, then sequences.
     int64_t rest = term;
     const int block = how.full[2] ? tile_row : static_cast<int>(take_digit(rest, how.row_blocks));
@@ -431,6 +471,7 @@ __global__ __launch_bounds__(32 * WideShape<Scalar>::kWarps) void attention_back
 #pragma unroll
       for (int e = 0; e < 4; ++e) sums[n][e] += grad_scores[n][e];
   }
+  totals.add_to(sums);
 
   const int64_t plane =
       (how.full[0] ? tile_batch : 0) * (how.full[1] ? p.heads : 1) + tile_head;
@@ -475,8 +516,9 @@ __global__ __launch_bounds__(kRowMaskThreads) void attention_backward_row_mask_k
   const int64_t own_row = how.full[2] ? take_digit(index, p.Lq) : 0;
   const int own_head = how.full[1] ? static_cast<int>(take_digit(index, p.heads)) : 0;
   const int own_batch = static_cast<int>(index);
-  float sum[1] = {0};
+  float sum[1] = {0}, total = 0;
   for (int64_t term = threadIdx.x; term < how.terms; term += kRowMaskThreads) {
+    if (term / kRowMaskThreads % kMaskRun == 0) end_run(sum[0], total);
     int64_t rest = term;
     const int query = static_cast<int>(how.full[2] ? own_row : take_digit(rest, p.Lq));
     const int h = how.full[1] ? own_head : static_cast<int>(take_digit(rest, p.heads));
@@ -492,18 +534,23 @@ __global__ __launch_bounds__(kRowMaskThreads) void attention_backward_row_mask_k
         vectors.shift[head.row + query] + vectors.delta[head.row + query], 0.0f,
         p.grad_logsumexp.data ? at(p.grad_logsumexp) : 0.0f);
   }
+  sum[0] += total;
   block_sum<kRowMaskThreads>(sum, reinterpret_cast<float*>(shared_memory()));
   if (threadIdx.x == 0) store_mask_gradient(p, how, nullptr, 0, blockIdx.x, sum[0]);
 }
 
-// A thread adds up the shares of one number.
+// A thread adds up the shares of one number, kMaskRun of them as a run.
 constexpr int kSumThreads = 256;
 __global__ __launch_bounds__(kSumThreads) void attention_backward_mask_sum_kernel(
     const __grid_constant__ Attention p, MaskShares how, const float* parts) {
   const int64_t at = int64_t(blockIdx.x) * kSumThreads + threadIdx.x;
   if (at >= how.size) return;
-  float sum = 0;
-  for (int64_t share = 0; share < how.shares; ++share) sum += parts[share * how.size + at];
+  float sum = 0, total = 0;
+  for (int64_t share = 0; share < how.shares; ++share) {
+    sum += parts[share * how.size + at];
+    if (share % kMaskRun == kMaskRun - 1) end_run(sum, total);
+  }
+  sum += total;
   how.shares = 1;
   store_mask_gradient(p, how, nullptr, 0, at, sum);
 }
@@ -547,7 +594,8 @@ void launch_mask(
         "attention_backward_row_mask", p, how.size, kRowMaskThreads / 32, 4 * sizeof(float));
     return launch(plan, stream, attention_backward_row_mask_kernel, p, vectors, how);
   }
-  const size_t shared = (2 * Shape::kRows + 2 * Shape::N) * pitch * sizeof(Scalar);
+  const size_t shared = (2 * Shape::kRows + 2 * Shape::N) * pitch * sizeof(Scalar) +
+      kSharedMaskTotals<Scalar>;
   const LaunchPlan plan = attention_plan(
       "attention_backward_mask", p, how.tiles * how.shares, Shape::kWarps, shared);
   launch(plan, stream, attention_backward_mask_kernel<Scalar>, p, vectors, how, parts, pitch);

@@ -3,9 +3,9 @@
 // A grid about as large as the device walks over the rows. A warp owns a row of up to 512 columns, a
 // block a wider one. It reads those of grad_out, x and the residual (or the sum that the forward
 // returned) once, a row ahead, and grad_sum, and writes grad_x and grad_residual once. The gradients of
-// weight, bias and x_bias add up in shared memory, where every thread has its own columns; a block leaves
-// its sums in the workspace at the end, and a second kernel adds up the blocks in order. There are no
-// atomics: results repeat bit for bit on one kind of device.
+// weight, bias and x_bias add up in shared memory, where every thread has its own columns, for a run of
+// rows; a block adds up its runs in the workspace, and a second kernel adds up the blocks in order. There
+// are no atomics: results repeat bit for bit on one kind of device.
 //
 // Rows of more than 8192 columns (4096 where a width is no multiple of 8, or in float64) are cut into
 // chunks, each with blocks of its own; a kernel before reads the rows once more, for the two means that
@@ -15,6 +15,7 @@
 // instructions an element stand beside them, and 9 more with dropout.
 
 #include "cuda/dropout_add_layer_norm_row.cuh"
+#include "cuda/long_sum.cuh"
 
 namespace trifuse::cuda {
 namespace {
@@ -24,6 +25,11 @@ template <bool kAligned>
 constexpr int kGroups = kAligned ? 2 : 1;
 // Threads on one multiprocessor: they leave 128 registers for each.
 constexpr int kResidentThreads = 512;
+// Rows of a team that are added up as one run. For every run but one a block reads and writes its shares
+// in the workspace once more: 8 bytes a column and vector beside its rows, of which a block of several
+// teams has several times as many.
+template <class Team>
+constexpr int kRun = Team::kRows > 1 ? 32 : 64;
 
 // How the backward of a call is shared out, and what it leaves where.
 struct Shape {
@@ -116,6 +122,21 @@ __global__ __launch_bounds__(kWideThreads) void backward_statistics_kernel(
   }
 }
 
+// Eight numbers that the thread itself has left in memory: the read-only cache is not for them.
+template <bool kAligned, class T>
+__device__ __forceinline__ void load_own_eight(T (&values)[8], const T* from, int64_t count) {
+  if constexpr (kAligned) {
+    uint4 pieces[8 * sizeof(T) / 16];
+#pragma unroll
+    for (int i = 0; i < int(8 * sizeof(T) / 16); ++i)
+      pieces[i] = reinterpret_cast<const uint4*>(from)[i];
+    memcpy(values, pieces, sizeof values);
+  } else {
+#pragma unroll
+    for (int j = 0; j < 8; ++j) values[j] = j < count ? from[j] : T(0);
+  }
+}
+
 template <class Scalar, bool kAligned, int kThreads, int kCalls>
 __global__ __launch_bounds__(
     Team<kThreads>::kBlock, kResidentThreads / Team<kThreads>::kBlock) void
@@ -139,7 +160,6 @@ backward_kernel(
   const auto column = [&](int g) { return first_column + 8 * kThreads * g; };
   int parity = 0;
 
-  int64_t row = Team::first_row();
   const T* const statistics = kCalls == kAnyCalls ? workspace.statistics : nullptr;
   typename Group::Loaded loaded[G];
   T mean = 0, rstd = 0, known[2] = {};
@@ -152,8 +172,8 @@ backward_kernel(
     for (int g = 0; g < G; ++g)
       if (column(g) < p.N) Group::load(loaded[g], p, row, column(g));
   };
-  load(row);
-  for (; row < p.rows; row += Team::step()) {
+  load(Team::first_row());
+  const auto take = [&](int64_t row) {
     const typename Group::Row source(p, row);
     Group groups[G];
     T means[2] = {};
@@ -211,28 +231,55 @@ backward_kernel(
         store_eight_as<Scalar, kAligned>(
             static_cast<Scalar*>(p.grad_x.row(row)) + column(g), grad, count);
     }
-  }
+  };
 
-  // The teams of a block have the same columns: the first adds up what all have, in order.
-  if (Team::kRows > 1) __syncthreads();
-  if (threadIdx.x >= kThreads) return;
-  for (int v = 0; v < 3; ++v) {
-    for (int g = 0; g < G; ++g) {
-      if (!workspace.shares[v] || column(g) >= p.N) continue;
-      T share[8], other[8];
-      sums(v).get(own(g), share);
-      for (int team = 1; team < Team::kRows; ++team) {
-        sums(v).get(own(g) + team * kThreads, other);
+  // The teams of a block have the same columns: the first adds up what all have, in order, and begins
+  // the next run with what the block's share could not take.
+  const auto leave = [&](bool further) {
+    if (Team::kRows > 1) __syncthreads();
+    for (int v = 0; v < 3 && threadIdx.x < kThreads; ++v) {
+      for (int g = 0; g < G; ++g) {
+        if (!workspace.shares[v] || column(g) >= p.N) continue;
+        T* const to = workspace.shares[v] + blockIdx.x * p.N + column(g);
+        T share[8], other[8];
+        sums(v).get(own(g), share);
+        for (int team = 1; team < Team::kRows; ++team) {
+          const int place = own(g) + team * kThreads;
+          sums(v).get(place, other);
+          sums(v).put(place, {});
 #pragma unroll
-        for (int j = 0; j < 8; ++j) share[j] += other[j];
+          for (int j = 0; j < 8; ++j) share[j] += other[j];
+        }
+        if (further) {
+          load_own_eight<kAligned>(other, to, p.N - column(g));
+#pragma unroll
+          for (int j = 0; j < 8; ++j) end_run(share[j], other[j]);
+        } else {
+#pragma unroll
+          for (int j = 0; j < 8; ++j) {
+            other[j] = share[j];
+            share[j] = 0;
+          }
+        }
+        sums(v).put(own(g), share);
+        store_eight_as<T, kAligned>(to, other, p.N - column(g));
       }
-      store_eight_as<T, kAligned>(
-          workspace.shares[v] + blockIdx.x * p.N + column(g), share, p.N - column(g));
     }
+    if (Team::kRows > 1) __syncthreads();
+  };
+
+  // Runs end for all teams of a block at once. In the last one some may have a row less.
+  const uint32_t rows = p.rows, step = Team::step();
+  const uint32_t last = (rows - 1 - blockIdx.x * Team::kRows) / step;
+  for (uint32_t i = 0; i <= last; ++i) {
+    const int64_t row = Team::first_row() + int64_t(i) * step;
+    if (Team::kRows == 1 || row < p.rows) take(static_cast<uint32_t>(row));
+    if (i % kRun<Team> == kRun<Team> - 1 || i == last) leave(i >= kRun<Team>);
   }
 }
 
-// A block owns 32 columns of one of the vectors: each of its 16 warps adds up every 16th program's share.
+// A block owns 32 columns of one of the vectors: each of its 16 warps adds up every 16th program's share,
+// eight of them as a run.
 // Floor: the bytes of the shares, from the L2 cache.
 constexpr int kSumWarps = 16;
 template <class Scalar>
@@ -246,10 +293,13 @@ __global__ __launch_bounds__(32 * kSumWarps) void backward_sum_kernel(
   if (!grad) return;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int64_t column = int64_t(blockIdx.x) * 32 + lane;
-  T sum = 0;
+  T sum = 0, run = 0;
   if (column < p.N)
-    for (int64_t program = warp; program < programs; program += kSumWarps)
-      sum += shares[program * p.N + column];
+    for (int64_t program = warp; program < programs; program += kSumWarps) {
+      run += shares[program * p.N + column];
+      if (program / kSumWarps % 8 == 7) end_run(run, sum);
+    }
+  sum += run;
   T* const sums = reinterpret_cast<T*>(shared_memory());  // (kSumWarps, 32)
   sums[threadIdx.x] = sum;
   __syncthreads();
