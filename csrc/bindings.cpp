@@ -7,6 +7,7 @@
 #include <torch/csrc/utils/pybind.h>
 #include <torch/version.h>
 
+#include <atomic>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -71,12 +72,19 @@ double matrix_rate(const std::string& dtype, double seconds) {
 // Throws in one of a crew's threads, which others wait for at barriers.
 void throw_in_crew(int64_t threads, int64_t thread) {
   Crew crew(threads);
-  crew.run(threads, [&](int64_t index) {
-    const Team team = crew.all(index);
-    team.wait();
-    if (index == thread) throw std::runtime_error("thrown in thread " + std::to_string(index));
-    for (int step = 0; step < 3; ++step) team.wait();
-  });
+  std::atomic<bool> went_on{false};
+  try {
+    crew.run(threads, [&](int64_t index) {
+      const Team team = crew.all(index);
+      team.wait();
+      if (index == thread) throw std::runtime_error("thrown in thread " + std::to_string(index));
+      team.wait();
+      went_on = true;
+    });
+  } catch (...) {
+    TORCH_CHECK(!went_on, "a thread went on without the one that had thrown");
+    throw;
+  }
 }
 
 template <void (*Probe::*function)(const float*, float*, int64_t)>

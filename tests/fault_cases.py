@@ -42,11 +42,16 @@ class Case(NamedTuple):
         return [*(o.detach() for o in outputs), *grads]
 
 
-def floating(results: Any) -> list[Tensor]:
-    """The tensors among results that a gradient can come from."""
+def flat(results: Any) -> list[Tensor]:
+    """The tensors that a call returns."""
     if isinstance(results, Tensor):
-        return [results] if results.requires_grad else []
-    return [t for each in results for t in floating(each)]
+        return [results]
+    return [t for each in results for t in flat(each)]
+
+
+def floating(results: Any) -> list[Tensor]:
+    """Those that a gradient can come from."""
+    return [t for t in flat(results) if t.requires_grad]
 
 
 def normal(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -205,7 +210,7 @@ def linear() -> Case:
 
 
 CASES = {
-    "attention": attention(),
+    "attention": attention(return_lse=True),
     "attention_bf16": attention(torch.bfloat16, dropout_p=0.1),
     "varlen": varlen(),
     "norm": norm(prenorm=True),

@@ -171,23 +171,23 @@ def matrix_rate_is_known(name: str) -> bool:
 
 def each_allocation_fails(case: faults.Case) -> None:
     """The first and all after it, the second alone, and so on."""
-    number, succeeded = 1, False
+    number, made = 0, 0
 
     def attempt() -> None:
-        nonlocal succeeded
+        nonlocal made
         backends._C.fail_allocations(number, 1 << 40 if number % 2 else 2)
         try:
             case.results(2)
-            succeeded = True
         except RuntimeError as error:
             if "can't allocate memory" not in str(error):
                 raise
         finally:
+            made = backends._C.counted_allocations()
             backends._C.fail_allocations(0)
 
-    while not succeeded:
-        faults.in_new_thread(attempt)
+    while number <= made:
         number += 1
+        faults.in_new_thread(attempt)
     assert number > 3
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from fault_cases import CASES, in_process, normal
+from fault_cases import CASES, floating, in_process, normal
 from torch import Tensor
 
 import trifuse
@@ -71,18 +71,11 @@ def changed_numbers_of_threads() -> None:
             torch.set_num_threads(forward)
             torch.manual_seed(0)
             tensors = case.tensors()
-            outputs = [o for o in flat(case.call(tensors)) if o.requires_grad]
+            outputs = floating(case.call(tensors))
             torch.set_num_threads(backward)
             inputs = [t for t in tensors.values() if t.requires_grad]
             grads = torch.autograd.grad(outputs, inputs, [torch.ones_like(o) for o in outputs])
             assert equal([*outputs, *grads], expected), name
-
-
-def flat(results: object) -> list[Tensor]:
-    if isinstance(results, Tensor):
-        return [results]
-    assert isinstance(results, tuple)
-    return [t for each in results for t in flat(each)]
 
 
 def test_changed_numbers_of_threads():

@@ -9,9 +9,11 @@
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <cstdlib>
 #include <limits>
 #include <mutex>
+#include <thread>
 #include <utility>
 
 #ifdef __linux__
@@ -222,6 +224,8 @@ void* allocate(int64_t bytes, int64_t alignment, const char* purpose) {
     Kept::get().clear();
     data = from_system(bytes, alignment);
   }
+  // A test wants to see others wait for this thread, so they get the time to.
+  if (!data && counting) std::this_thread::sleep_for(std::chrono::milliseconds(2));
   // Begins as torch's own message does: by these words programs know that memory ran out, and try a
   // smaller batch.
   TORCH_CHECK(
