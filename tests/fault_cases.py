@@ -237,7 +237,7 @@ CASES = {
 }
 
 
-def in_process(function: Callable[..., None], *args: Any, seconds: float = 60) -> None:
+def in_process(function: Callable[..., None], *args: Any, seconds: float = 180) -> None:
     """Call a test module's function in a process of its own, which may crash or hang."""
     module, name = function.__module__, function.__name__
     script = (

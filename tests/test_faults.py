@@ -90,7 +90,7 @@ def each_allocation_of_a_call_fails(case: Case) -> None:
 @pytest.mark.parametrize("threads", [1, 2])
 def test_each_allocation_fails(threads):
     """Every operator, forward and backward."""
-    in_process(each_allocation_fails, threads, seconds=240)
+    in_process(each_allocation_fails, threads, seconds=300)
 
 
 # Threads that wait --------------------------------------------------------------------------------
@@ -325,10 +325,6 @@ def each_tensor_is_checked() -> None:
             each_tensor_of_an_op_is_checked(case)
 
 
-def test_every_tensor_that_an_op_is_handed():
-    in_process(each_tensor_is_checked)
-
-
 def arguments_that_do_not_fit_raise() -> None:
     """Several at once, or what is no tensor."""
 
@@ -379,8 +375,13 @@ def arguments_that_do_not_fit_raise() -> None:
             call()
 
 
-def test_arguments_that_do_not_fit():
-    in_process(arguments_that_do_not_fit_raise)
+def what_ops_are_handed_is_checked() -> None:
+    each_tensor_is_checked()
+    arguments_that_do_not_fit_raise()
+
+
+def test_what_ops_are_handed():
+    in_process(what_ops_are_handed_is_checked)
 
 
 # Storage ------------------------------------------------------------------------------------------
@@ -479,7 +480,7 @@ def absurd_sizes_raise() -> None:
             call()
         grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
         assert not re.search(r"bad_alloc|-\d{9}", str(raised.value)), name
-        assert time.monotonic() - started < 5, name
+        assert time.monotonic() - started < 30, name
         assert grown < 200 << 10, name
 
 
