@@ -351,9 +351,10 @@ def formula(call: Call, tensors: Tensors, r: Rounding) -> Tensors:
         kept = philox.keep(seed, p, *(x.numpy() for x in (pairs.plane, pairs.i, pairs.j)))
         weight = r(torch.where(kept, e * philox.scale(p), 0.0))
     # Divided last, and each feature by itself: the gradient's two parts then err apart.
-    terms = r(weight[..., None] * r(v.index_select(1, pairs.key)))
-    if kept is not None:  # in the gradient a row that is NaN does not reach what is dropped
-        terms = torch.where(kept[:, None], terms, 0.0)
+    values = r(v.index_select(1, pairs.key))
+    if kept is not None:  # no gradient comes through what is dropped, not even of a row that is NaN
+        values = torch.where(kept[:, None], values, values.detach())
+    terms = r(weight[..., None] * values)
     sums = v.new_zeros(len(v), rows, v.shape[-1]).index_add(1, pairs.query, terms)
     sums = r(sums.index_select(1, some))
     sums = sums + 0 * sums  # a sum that an infinity has entered is NaN
