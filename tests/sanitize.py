@@ -40,7 +40,7 @@ class Build(NamedTuple):
 
     name: str
     runtime: str  # the library that has to be in the process before any other
-    threads: tuple[str, ...]  # each call is made in so many
+    threads: tuple[str, ...]  # calls are made in so many, by turns
     environment: dict[str, str]
     planted: dict[str, str]  # errors, and what a report of one says
 
@@ -53,7 +53,7 @@ BUILDS = (
     Build(
         "memory",
         "libasan.so",
-        ("1", "3"),
+        ("1", "2", "3"),
         {
             # Python and torch leave memory to the end of the process; so does this extension.
             "ASAN_OPTIONS": "detect_leaks=0:strict_init_order=1:detect_stack_use_after_return=1",
