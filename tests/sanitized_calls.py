@@ -274,7 +274,7 @@ def in_two_python_threads(dtype: torch.dtype) -> None:
 
 
 def run(dtypes: Sequence[torch.dtype], few: Sequence[torch.dtype], threads: Sequence[int]) -> int:
-    """Make all calls by the kernels in use; returns how many. Of ``few`` those that take no time."""
+    """Make all calls by the kernels in use, of ``few`` the short ones; returns how many."""
     made = 0
     for turn, dtype in enumerate((*dtypes, *few)):
         # GELU in float64 has a function of its own.
