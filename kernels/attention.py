@@ -39,7 +39,7 @@ import triton.language as tl
 from torch import Tensor
 
 from trifuse.kernels.arguments import check_memory, check_shape
-from trifuse.kernels.arithmetic import dot
+from trifuse.kernels.arithmetic import dot, end_run
 from trifuse.kernels.philox import dropout_keep
 from trifuse.reference import philox
 
@@ -54,6 +54,9 @@ COARSE_LOGSUMEXP = tl.constexpr(1024.0)
 # From here on a score has no room left for the logarithm of a sum, and its product with log2 e is
 # rounded by more than 1.
 LARGE_SCALE = 2.0**20
+
+# Terms of a mask's gradient that are added up as one chain.
+RUN = tl.constexpr(16)
 
 # Columns of a mask: 16 bytes of the narrowest.
 MASK_RUN = tl.constexpr(16)
@@ -1124,6 +1127,7 @@ def attention_backward_mask_kernel(
     chunk,  # how many terms of the sum a share has
     B, H, group, Lq, Lk, total_q, total_k, left, right, scale, scale_log2, threshold, keep_scale,
     shape: tl.constexpr,  # MaskShape
+    long: tl.constexpr,  # whether a share has more terms than a run
     variant: tl.constexpr,
     block: tl.constexpr,
 ):  # fmt: skip
@@ -1172,7 +1176,10 @@ def attention_backward_mask_kernel(
 
     tile_sum = tl.full((block.M, block.N), 0.0, tl.float32)
     row_sum = tl.full((block.M,), 0.0, tl.float32)
-    for term in range(index * chunk, tl.minimum((index + 1) * chunk, terms)):
+    tile_total = tl.full((block.M, block.N), 0.0, tl.float32)
+    row_total = tl.full((block.M,), 0.0, tl.float32)
+    begin = index * chunk
+    for term in range(begin, tl.minimum(begin + chunk, terms)):
         rest = term
         if shape.rows:
             first = tile_row
@@ -1219,6 +1226,15 @@ def attention_backward_mask_kernel(
             # These two say where a NaN has reached the row.
             grad = tl.fma(peak + delta, 0.0, grad)
             row_sum += tl.where(guard & (peak != INF), grad, 0.0)
+        if long:
+            if (term - begin) % RUN == RUN - 1:
+                if shape.columns:
+                    tile_sum, tile_total = end_run(tile_sum, tile_total)
+                else:
+                    row_sum, row_total = end_run(row_sum, row_total)
+    if long:
+        tile_sum += tile_total
+        row_sum += row_total
 
     plane = tl.cast(index, tl.int64)
     if shape.batch:
@@ -1462,7 +1478,8 @@ def _mask_gradient(
     grad = attn_mask.new_empty(attn_mask.shape)
     parts = grad if shares == 1 else grad.new_empty((shares, *grad.shape), dtype=torch.float32)
     grid = (tiles * shares,)
-    call.launch("mask", lambda meta: grid, do, dlse, vectors, parts, chunk, shape=shape)
+    static = {"shape": shape, "long": chunk > RUN.value}
+    call.launch("mask", lambda meta: grid, do, dlse, vectors, parts, chunk, **static)
     return grad if shares == 1 else parts.sum(0).to(grad.dtype)
 
 

@@ -10,7 +10,7 @@ launches is said at the head of ``trifuse/kernels/recurrent.py``. Beside that:
   gradients are to stand, by two products over all tokens, and each step overwrites its own. With
   layer normalisation W_hh h is there in the same way.
 - Gradients of peepholes and of the norms within the cell are sums over steps and rows. Programs add
-  them up step by step, each in memory of its own.
+  them up step by step, each in memory of its own, in runs of steps.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch import Tensor
 
 from trifuse.kernels import dropout_add_layer_norm as layer_norm
 from trifuse.kernels.arguments import check_shape
-from trifuse.kernels.arithmetic import dot, round_to
+from trifuse.kernels.arithmetic import dot, end_run, round_to
 from trifuse.kernels.philox import dropout_keep
 from trifuse.kernels.recurrent import (
     INF,
@@ -51,6 +51,9 @@ from trifuse.kernels.recurrent import (
 )
 from trifuse.reference import philox
 from trifuse.reference.lstm import Parameters, by_direction, clipped_columns, masked
+
+# Steps whose gradients of vectors are added up as one chain.
+RUN = tl.constexpr(32)
 
 # What kernels are given --------------------------------------------------------------------------
 
@@ -105,11 +108,15 @@ class Past(NamedTuple):
 
 
 class Shares(NamedTuple):
-    """Gradients of vectors, by row block of the backward; None where there are none."""
+    """Gradients of vectors, by row block of the backward; None where there are none.
 
-    peephole: Tensor | None  # (D, row blocks, P, H)
-    norm_hh: Tensor | None  # (D, row blocks, G, H)
-    norm_cell: Tensor | None  # (D, row blocks, 2, H): weight and bias
+    Of each vector there are two numbers to be added up: of the run of steps that is under way, and
+    of those before it.
+    """
+
+    peephole: Tensor | None  # (D, row blocks, P, 2, H)
+    norm_hh: Tensor | None  # (D, row blocks, G, 2, H)
+    norm_cell: Tensor | None  # (D, row blocks, 2, 2, H): weight and bias
 
 
 class Variant(NamedTuple):
@@ -647,9 +654,12 @@ def _recall(past, grads, inputs, tile, at, variant: tl.constexpr):
 def _accumulate(shares, number, values, tile, at, H: tl.constexpr, block: tl.constexpr):
     """Adds up ``values`` over the rows that run, in the program's own place."""
     column = tile.first_column + tl.arange(0, block.columns)
-    pointers = shares + number * H + column
-    total = tl.load(pointers, column < H, other=0.0) + tl.sum(tl.where(at.runs, values, 0.0), 0)
-    tl.store(pointers, total, column < H)
+    pointers = shares + number * (2 * H) + column
+    run = tl.load(pointers, column < H, other=0.0) + tl.sum(tl.where(at.runs, values, 0.0), 0)
+    if at.number % RUN == 0:
+        run, total = end_run(run, tl.load(pointers + H, column < H, other=0.0))
+        tl.store(pointers + H, total, column < H)
+    tl.store(pointers, run, column < H)
 
 
 @triton.jit
@@ -1141,16 +1151,21 @@ def _gradients(
             dq, m = (t[d].flatten(0, 1) for t in projection)
             found["weight_hr"] = dq.mT @ m
         if wants.weight_peephole and shares.peephole is not None:
-            found["weight_peephole"] = shares.peephole[d].sum(0)
+            found["weight_peephole"] = _added_up(shares.peephole[d])
         if wants.norm_ih_weight:
             found["norm_ih_weight"] = of_norms[d]
         if wants.norm_hh_weight and shares.norm_hh is not None:
-            found["norm_hh_weight"] = shares.norm_hh[d].sum(0)
+            found["norm_hh_weight"] = _added_up(shares.norm_hh[d])
         for i, name in enumerate(("norm_cell_weight", "norm_cell_bias")):
             if getattr(wants, name) and shares.norm_cell is not None:
-                found[name] = shares.norm_cell[d, :, i].sum(0)
+                found[name] = _added_up(shares.norm_cell[d, :, i])
         results += found.values()
     return results
+
+
+def _added_up(shares: Tensor) -> Tensor:
+    """Over row blocks, the first dimension, and over runs of steps, the last but one."""
+    return shares[..., 1, :].sum(0) + shares[..., 0, :].sum(0)
 
 
 def _normalised_backward(
@@ -1261,7 +1276,7 @@ class _Call:
         def zeros(like: Tensor | None, vectors: int) -> Tensor | None:
             if like is None:
                 return None
-            return like.new_zeros(variant.D, blocks, vectors, variant.H)
+            return like.new_zeros(variant.D, blocks, vectors, 2, variant.H)
 
         return Shares(
             zeros(inputs.peephole, variant.G - 1),

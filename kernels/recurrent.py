@@ -60,6 +60,7 @@ class Tile(NamedTuple):
 class Step(NamedTuple):
     """A step of each row of a tile, (block.rows, 1)."""
 
+    number: Any  # the same for all rows
     t: Any  # int64, the position; past its length a row has its zeros to write at that of the step
     runs: Any  # whether the row has that step
     begun: Any  # whether it isn't the first
@@ -138,7 +139,7 @@ def make_step(tile, step, reverse: tl.constexpr):
     runs = step < tile.length
     backwards = ((reverse >> tile.d) & 1) != 0
     t = tl.where(backwards & runs, tile.length - 1 - step, step).to(tl.int64)
-    return Step(t, runs, tl.zeros_like(tile.length) < step, t + tl.where(backwards, 1, -1))
+    return Step(step, t, runs, tl.zeros_like(tile.length) < step, t + tl.where(backwards, 1, -1))
 
 
 @triton.jit

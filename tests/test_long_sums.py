@@ -190,6 +190,14 @@ def test_mask_of_10_to_the_6_queries(kind):
     hold(BEST, [mask_call((64, 16), 1000, 4, (4,), kind)])
 
 
+def test_mask_in_triton(triton, monkeypatch):
+    """One program takes all heads."""
+    from trifuse.kernels import attention as kernels
+
+    monkeypatch.setattr(kernels, "_MASK_PROGRAMS", 1)
+    hold([triton], [mask_call((8, 8), 4, 4, (4, 4), "equal")])
+
+
 def test_mask_in_cuda():
     """512 shares of a sum are added up; or two, of 64 heads each."""
     calls = [
@@ -264,6 +272,40 @@ def test_lstm_of_10_to_the_5_tokens(kind):
         recurrent_call("lstm", (5, 20_000), kind, with_options=True),
     ]
     hold(CPP_KERNELS, calls)
+
+
+def steady_call(tokens: tuple[int, int]):
+    """An LSTM whose steps are alike, all but the first few. Only vectors within the cell."""
+
+    def call():
+        (T, B), H = tokens, 4
+        shapes = {
+            "weight_ih": (4 * H, H), "weight_hh": (4 * H, H), "norm_ih_weight": (4 * H,),
+            "norm_hh_weight": (4 * H,), "weight_peephole": (3, H), "norm_cell_weight": (H,),
+            "norm_cell_bias": (H,),
+        }  # fmt: skip
+        generator = torch.Generator().manual_seed(T)
+        parameters = {n: 0.1 * torch.randn(s, generator=generator) for n, s in shapes.items()}
+        parameters["norm_cell_weight"] += 1
+        x, grad = terms("equal", T, B, H) - 0.5, terms("equal", T, B, H)
+        vectors = list(shapes)[4:]
+
+        def gradients(dtype: torch.dtype) -> Gradients:
+            leaves = {n: p.to(dtype).requires_grad_() for n, p in parameters.items()}
+            out = trifuse.lstm(x.to(dtype), None, **leaves, eps=1e-2)[0]
+            wanted = [leaves[n] for n in vectors]
+            return dict(zip(vectors, torch.autograd.grad(out, wanted, grad.to(dtype)), strict=True))
+
+        with trifuse.backend("eager"):
+            eager, exact = gradients(torch.float32), gradients(torch.float64)
+        return lambda: gradients(torch.float32), eager, exact
+
+    return call
+
+
+def test_steps_of_an_lstm_in_triton(triton):
+    """One program takes all steps."""
+    hold([triton], [steady_call((150, 1))])
 
 
 @pytest.mark.parametrize("operator", ["gru", "lstm"])
