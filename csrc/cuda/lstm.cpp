@@ -141,9 +141,9 @@ class Call {
       workspace_ = empty({bytes}, at::kByte);
       p.workspace = data(workspace_);
     }
-    if (o.training && o.recurrent_dropout > 0) {
+    const Dropout drawn = kernel_dropout(o.recurrent_dropout);
+    if (o.training && drawn.threshold) {
       dropout_ = empty({p.directions, p.B, p.R}, wide);
-      const Dropout drawn = kernel_dropout(o.recurrent_dropout);
       if (p.B) lstm_dropout(p, data(dropout_), drawn.threshold, drawn.scale, device.stream());
       p.dropout = data(dropout_);
     }

@@ -24,18 +24,19 @@ __device__ __forceinline__ uint4 philox(uint4 c, uint64_t seed) {
 }
 
 // Which of the elements (row, 8 group .. 8 group + 7) of a plane dropout keeps: bit j for 8 group + j.
+// threshold is 1 to 65536, of which the last keeps none.
 __device__ __forceinline__ uint32_t dropout_keep(
     uint64_t seed, uint32_t plane, uint32_t row, uint32_t group, uint32_t threshold) {
   const uint4 words = philox(make_uint4(group, row, plane, 0), seed);
   const uint32_t word[4] = {words.x, words.y, words.z, words.w};
-  const uint32_t least = threshold << 16;  // what lies below the upper half changes no comparison
+  const uint32_t most = (threshold << 16) - 1;  // what lies below the upper half changes no comparison
   uint32_t keep = 0;
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    keep |= uint32_t((word[i] << 16) >= least) << 2 * i;
-    keep |= uint32_t(word[i] >= least) << (2 * i + 1);
+    keep |= uint32_t((word[i] << 16) > most) << 2 * i;
+    keep |= uint32_t(word[i] > most) << (2 * i + 1);
   }
-  return threshold > 0xFFFF ? 0 : keep;  // p = 1: no half-word is as large
+  return keep;
 }
 
 }  // namespace trifuse::cuda
