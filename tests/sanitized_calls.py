@@ -6,8 +6,8 @@ one in two threads, the next in three.
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -291,20 +291,27 @@ def run(dtypes: Sequence[torch.dtype], few: Sequence[torch.dtype], threads: Sequ
     return made
 
 
-def main(capability: str, *threads: str) -> None:
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("capability", help="an instruction set")
+    parser.add_argument("threads", type=int, nargs="+", help="numbers of threads, by turns")
+    parser.add_argument("--dtypes", nargs="+", default=[str(d).split(".")[1] for d in DTYPES])
+    asked = parser.parse_args()
     assert backends._C is not None, "the extension did not load"
     torch.use_deterministic_algorithms(True)  # memory that nothing wrote is NaN
-    backends._C.set_cpu_capability(capability)
-    dtypes, few = DTYPES, ()
-    if capability.endswith("_BF16"):  # which has products of bfloat16 of its own, and no more
-        dtypes = (torch.bfloat16,)
-    elif capability == "DEFAULT":  # slow, without vectors; threads fail as they do elsewhere
-        dtypes, few = DTYPES[:2], DTYPES[2:]
+    backends._C.set_cpu_capability(asked.capability)
+    dtypes, few = [getattr(torch, name) for name in asked.dtypes], []
+    if asked.capability.endswith("_BF16"):  # which has products of bfloat16 of its own, and no more
+        dtypes = [torch.bfloat16]
+    elif asked.capability == "DEFAULT":  # slow, without vectors; threads fail as they do elsewhere
+        few = [dtype for dtype in dtypes if dtype in DTYPES[2:]]
+        dtypes = [dtype for dtype in dtypes if dtype in DTYPES[:2]]
     with trifuse.backend("cpp"):
-        made = run(dtypes, few, [int(number) for number in threads])
+        made = run(dtypes, few, asked.threads)
+    numbers = " and ".join(map(str, asked.threads))
     spent = f"{time.process_time():.0f} s of processors"
-    print(f"{capability}, {' and '.join(threads)} threads: {made} calls, {spent}")
+    print(f"{asked.capability}, {numbers} threads: {made} calls, {spent}")
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main()
