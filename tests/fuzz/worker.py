@@ -20,7 +20,7 @@ BACKENDS = ("cpp", "eager", "triton", "cuda")
 def runs(operator: str, backend: str) -> bool:
     if operator == "linear":
         return backend == "cpp"
-    return operator != "dropout" or backend != "cuda"
+    return backend != "cuda" or operator not in ("dropout", "gru")  # which CUDA does not have
 
 
 def dtypes(operator: str, backend: str) -> tuple[str, ...]:
@@ -81,7 +81,7 @@ def prepared(operator: str, backend: str) -> Iterator[None]:
         if backend == "cuda":
             from host_build import build_operator, serving_as_cuda
 
-            library = build_operator("lstm" if operator == "gru" else operator)
+            library = build_operator(operator)
             stack.enter_context(serving_as_cuda(library))
             stack.enter_context(library.device(seed=1))
             stack.enter_context(library.guarded_memory())
