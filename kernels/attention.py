@@ -1467,6 +1467,8 @@ _MASK_PROGRAMS = 512
 def _mask_gradient(
     call: _Call, attn_mask: Tensor, do: Strided, dlse: Strided | None, vectors: RowVectors
 ) -> Tensor:
+    if attn_mask.numel() == 0:
+        return attn_mask.new_empty(attn_mask.shape)
     shape = MaskShape(*(size != 1 for size in attn_mask.shape))
     block = call.configs("mask")[0]
     sizes = (call.sizes.B, call.sizes.H, triton.cdiv(call.sizes.Lq, block.M))
