@@ -161,8 +161,8 @@ def attention_forward(
     return out.transpose(1, 2), None
 
 
-# What models pass to every attention, and "sdpa" and "eager" ignore too: it is in the mask already,
-# or concerns the model around the attention.
+# Models pass these to every attention, and "sdpa" and "eager" ignore them too: they are in the mask
+# already, or they concern the model around the attention.
 _HARMLESS = {
     "block_indices", "cache_params", "cache_position", "cu_seq_lens_k", "cu_seq_lens_q",
     "cu_seqlens", "deterministic", "encoder_attention_mask", "encoder_hidden_states", "head_mask",
@@ -178,7 +178,7 @@ _NEVER_SERVED = {"cache", "output_attentions", "s_aux", "softcap"}
 def _unsupported(
     module: nn.Module, kwargs: dict[str, Any], mask: Tensor | PackedSequences | None
 ) -> str | None:
-    """What a layer asks for that changes the result and isn't served, or None."""
+    """The name of an argument that changes the result and isn't served, or None."""
     formula = _formula(type(module))
     for name in module._parameters:
         if formula is not None and name in formula.refers_to:
@@ -195,7 +195,7 @@ def _unsupported(
 
 
 class _Formula(NamedTuple):
-    """What the "eager" attention of a layer computes from."""
+    """The names that the "eager" attention of a layer uses."""
 
     takes: frozenset[str]  # arguments, and what it refers to
     refers_to: frozenset[str]  # attributes of the layer, and names of functions
@@ -203,7 +203,7 @@ class _Formula(NamedTuple):
 
 @torch.compiler.assume_constant_result
 def _formula(layer: type) -> _Formula | None:
-    """That of the function which a layer's code names for "eager"; None if it names none."""
+    """Looks up the function that a layer's code names for "eager"; None if it names none."""
     if layer not in _formulas:
         takes: set[str] = set()
         refers_to: set[str] = set()

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 import trifuse
+from trifuse import backends
 from trifuse.ops import dropout as dropout_ops
 from trifuse.ops import gru as gru_ops
 from trifuse.ops import lstm as lstm_ops
@@ -50,7 +52,7 @@ def flat(results: Any) -> list[Tensor]:
 
 
 def floating(results: Any) -> list[Tensor]:
-    """Those that a gradient can come from."""
+    """The tensors that a call returns and that a gradient can come from."""
     return [t for t in flat(results) if t.requires_grad]
 
 
@@ -272,3 +274,43 @@ def in_new_thread(function: Callable[..., Any], *args: Any) -> None:
     thread.join()
     if errors:
         raise errors[0]
+
+
+ALL = 1 << 40  # allocations: every one from some number on
+
+
+@contextlib.contextmanager
+def failing(first: int, count: int) -> Iterator[None]:
+    backends._C.fail_allocations(first, count)
+    try:
+        yield
+    finally:
+        backends._C.fail_allocations(0)
+
+
+def unless_out_of_memory(call: Callable[[], Any]) -> Any:
+    """Its result; None if there was no memory for it."""
+    try:
+        return call()
+    except RuntimeError as error:
+        if "can't allocate memory" not in str(error):
+            raise
+        return None
+
+
+def for_each_allocation(attempt: Callable[[int], int]) -> int:
+    """Calls ``attempt(number)`` in a new thread for 1, 2, and so on; returns the last number.
+
+    ``attempt`` makes the allocation of that number fail, and returns how many were asked for. The
+    last number is the first beyond those.
+    """
+    number, made = 0, 0
+
+    def call() -> None:
+        nonlocal made
+        made = attempt(number)
+
+    while number <= made:
+        number += 1
+        in_new_thread(call)
+    return number

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -170,24 +171,13 @@ def matrix_rate_is_known(name: str) -> bool:
 
 def each_allocation_fails(case: faults.Case) -> None:
     """The first and all after it, the second alone, and so on."""
-    number, made = 0, 0
 
-    def attempt() -> None:
-        nonlocal made
-        backends._C.fail_allocations(number, 1 << 40 if number % 2 else 2)
-        try:
-            case.results(2)
-        except RuntimeError as error:
-            if "can't allocate memory" not in str(error):
-                raise
-        finally:
-            made = backends._C.counted_allocations()
-            backends._C.fail_allocations(0)
+    def attempt(number: int) -> int:
+        with faults.failing(number, faults.ALL if number % 2 else 2):
+            faults.unless_out_of_memory(lambda: case.results(2))
+        return backends._C.counted_allocations()
 
-    while number <= made:
-        number += 1
-        faults.in_new_thread(attempt)
-    assert number > 3
+    assert faults.for_each_allocation(attempt) > 3
 
 
 def throw_in_each_thread() -> None:
@@ -230,7 +220,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def larger(dtype: torch.dtype, failing: bool = True) -> Calls:
-    """Those above, each with the same bits in any number of threads."""
+    """Yields the calls above, each of which has the same bits in any number of threads."""
     for calls in dict.fromkeys([*CALLS.values(), *_MORE]):  # in order, each once
         if failing or calls is not failing_calls:
             yield from calls(dtype)
@@ -274,16 +264,11 @@ def in_two_python_threads(dtype: torch.dtype) -> None:
     assert_same_bits(*results)
 
 
-def run(dtypes: Sequence[torch.dtype], few: Sequence[torch.dtype], threads: Sequence[int]) -> int:
-    """Make all calls by the kernels in use; returns how many.
-
-    Of ``few``, where there are some, there are short calls alone, and then no failing ones at all.
-    """
+def run(calls: dict[torch.dtype, Calls], threads: Sequence[int]) -> int:
+    """Make the calls of each dtype, and some drawn ones; returns how many."""
     made = 0
-    for turn, dtype in enumerate((*dtypes, *few)):
-        # GELU in float64 has a function of its own.
-        calls = larger(dtype, failing=not few) if dtype in dtypes else linear_calls(dtype)
-        for call in (*calls, *drawn(dtype, count=20)):
+    for turn, (dtype, those) in enumerate(calls.items()):
+        for call in itertools.chain(those, drawn(dtype, count=20)):
             torch.set_num_threads(threads[(made + turn) % len(threads)])
             call()
             made += 1
@@ -300,14 +285,20 @@ def main() -> None:
     assert backends._C is not None, "the extension did not load"
     torch.use_deterministic_algorithms(True)  # memory that nothing wrote is NaN
     backends._C.set_cpu_capability(asked.capability)
-    dtypes, few = [getattr(torch, name) for name in asked.dtypes], []
+    dtypes = [getattr(torch, name) for name in asked.dtypes]
     if asked.capability.endswith("_BF16"):  # which has products of bfloat16 of its own, and no more
-        dtypes = [torch.bfloat16]
-    elif asked.capability == "DEFAULT":  # slow, without vectors; threads fail as they do elsewhere
-        few = [dtype for dtype in dtypes if dtype in DTYPES[2:]]
-        dtypes = [dtype for dtype in dtypes if dtype in DTYPES[:2]]
+        calls = {torch.bfloat16: larger(torch.bfloat16)}
+    elif asked.capability == "DEFAULT":
+        # It is slow, without vectors. Threads fail as they do elsewhere. GELU in float64 has a
+        # function of its own, and the rest of the last two dtypes is drawn.
+        calls = {
+            dtype: larger(dtype, failing=False) if dtype in DTYPES[:2] else linear_calls(dtype)
+            for dtype in dtypes
+        }
+    else:
+        calls = {dtype: larger(dtype) for dtype in dtypes}
     with trifuse.backend("cpp"):
-        made = run(dtypes, few, asked.threads)
+        made = run(calls, asked.threads)
     numbers = " and ".join(map(str, asked.threads))
     spent = f"{time.process_time():.0f} s of processors"
     print(f"{asked.capability}, {numbers} threads: {made} calls, {spent}")

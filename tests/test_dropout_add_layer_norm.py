@@ -476,8 +476,10 @@ def test_elements_past_two_to_the_31(cpp_kernel):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_dropout_of_everything(kernel, dtype):
-    """What is left is the residual's norm, and x has no gradient: whatever it was, and however much
-    of it there is, for each element has 65,536 values."""
+    """The result is the residual's norm, and x has no gradient, even where x is NaN.
+
+    An element is dropped by 16 random bits, so there are more elements than those have values.
+    """
     x, residual = (torch.randn(700, 300, dtype=dtype, requires_grad=True) for _ in range(2))
     with torch.no_grad():
         x.fill_(float("nan"))

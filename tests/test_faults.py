@@ -10,13 +10,24 @@ import os
 import re
 import resource
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from fault_cases import CASES, Case, flat, floating, in_new_thread, in_process, normal
+from fault_cases import (
+    ALL,
+    CASES,
+    Case,
+    failing,
+    flat,
+    floating,
+    for_each_allocation,
+    in_process,
+    normal,
+    unless_out_of_memory,
+)
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -25,33 +36,12 @@ from trifuse import backends
 
 pytestmark = pytest.mark.skipif(backends._C is None, reason="the C++ extension is not built")
 
-ALL = 1 << 40  # allocations: every one from some number on
-
 
 def equal(results: list[Tensor], expected: list[Tensor]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(results, expected, strict=True))
 
 
 # Allocations that fail ----------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def failing(first: int, count: int) -> Iterator[None]:
-    backends._C.fail_allocations(first, count)
-    try:
-        yield
-    finally:
-        backends._C.fail_allocations(0)
-
-
-def unless_out_of_memory(call: Callable[[], Any]) -> Any:
-    """Its result; None if there was no memory for it."""
-    try:
-        return call()
-    except RuntimeError as error:
-        if "can't allocate memory" not in str(error):
-            raise
-        return None
 
 
 def each_allocation_fails(threads: int) -> None:
@@ -63,28 +53,24 @@ def each_allocation_fails(threads: int) -> None:
 def each_allocation_of_a_call_fails(case: Case) -> None:
     """The first, the second, and so on, until a call makes no more; by itself or with all after."""
     small, large = case.results(1), case.results(2)
-    number, made = 0, 0
 
-    def call() -> None:
-        nonlocal made
+    def attempt(number: int) -> int:
         count = ALL if number % 2 else 2  # of the kernels' own, each is asked for twice
         assert equal(case.results(1), small)
         with failing(number, count):
             results = unless_out_of_memory(lambda: case.results(2))
         made = backends._C.counted_allocations()
         if results is not None:
-            # Of two threads that ask at once each may fail once, and be served when it asks again.
+            # Two threads that ask at once may fail once each. Both are served when they ask again.
             both_served = count == 2 and torch.get_num_threads() > 1
             message = f"{number} of {made} failed, and nothing was raised"
             assert made < number or both_served, message
             assert equal(results, large)
         assert equal(case.results(1), small)
         assert number % 4 or equal(case.results(2), large)
+        return made
 
-    while number <= made:
-        number += 1
-        in_new_thread(call)
-    assert number > 4
+    assert for_each_allocation(attempt) > 4
 
 
 @pytest.mark.parametrize("threads", [1, 2])
@@ -106,23 +92,21 @@ def one_of_two_threads_fails() -> None:
         return list(torch.autograd.grad(out, tensors, torch.ones_like(out), retain_graph=True))
 
     expected = backward()
-    number, made, raised = 0, 0, 0
+    raised = 0
 
-    def call() -> None:
-        nonlocal made, raised
+    def attempt(number: int) -> int:
+        nonlocal raised
         with failing(number, 2):
             results = unless_out_of_memory(backward)
         made = backends._C.counted_allocations()
         raised += results is None
         assert results is None or equal(results, expected)
         assert equal(backward(), expected)
+        return made
 
     # Which of the threads asks first is left to chance.
     for _ in range(10):
-        number, made = 0, 0
-        while number <= made:
-            number += 1
-            in_new_thread(call)
+        for_each_allocation(attempt)
     assert raised > 10
 
 
@@ -256,7 +240,7 @@ class Recorder(TorchDispatchMode):
 
 
 def calls_of_ops(case: Case) -> list[tuple[Any, list[Any]]]:
-    """Of a forward and its backward: each op and its arguments."""
+    """Records each op of a forward and its backward, with its arguments."""
     with Recorder() as recorder:
         case.results()
     return recorder.calls
@@ -269,7 +253,7 @@ ANY_TYPE += ("grad_out", "grad_sum", "grad_logsumexp")
 
 
 def unsound(t: Tensor, argument: str, backward: bool) -> Iterator[tuple[str, Tensor]]:
-    """What an op may find in a tensor's place."""
+    """Yields tensors that an op must refuse in place of ``t``, and what is wrong with each."""
     for kept in (0, t.nbytes - t.itemsize):
         short = t.clone()
         short.untyped_storage().resize_(kept)

@@ -190,12 +190,15 @@ class LSTM(Recurrent):
         self.eps, self.recompute = eps, recompute
         self.zoneout_h, self.zoneout_c = zoneout_h, zoneout_c
         self.recurrent_dropout = recurrent_dropout
-        for name in ("peephole", "layer_norm", "recompute"):
-            _checks.flag(name, getattr(self, name))
-        ops.check_options(
-            proj_size > 0, self._reverse(), cell_clip, proj_clip, forget_bias, coupled, eps,
-            zoneout_h, zoneout_c, recurrent_dropout,
-        )  # fmt: skip
+        options = self._options()
+        flags = {
+            "peephole": peephole,
+            "layer_norm": layer_norm,
+            "recompute": options.pop("recompute"),
+        }
+        for name, value in flags.items():
+            _checks.flag(name, value)
+        ops.check_options(proj_size > 0, self._reverse(), **options)
         gates = 3 if coupled else 4
         rows = gates * hidden_size
         more: dict[str, tuple[int, ...]] = {}

@@ -287,8 +287,10 @@ def _prepare(
         norm_hh_weight, norm_cell_weight, norm_cell_bias,
     )  # fmt: skip
     return _check(
-        input, batch, hx, [parameters], lengths, [reverse], recompute, cell_clip, proj_clip,
-        forget_bias, coupled, eps, zoneout_h, zoneout_c, recurrent_dropout, training,
+        input, batch, hx, [parameters], lengths, [reverse], recompute, cell_clip=cell_clip,
+        proj_clip=proj_clip, forget_bias=forget_bias, coupled=coupled, eps=eps,
+        zoneout_h=zoneout_h, zoneout_c=zoneout_c, recurrent_dropout=recurrent_dropout,
+        training=training,
     )  # fmt: skip
 
 
@@ -342,17 +344,14 @@ def _check(
     lengths: Tensor | None = None,
     reverse: Sequence[bool] = (False,),
     recompute: bool = False,
-    cell_clip: float | None = None,
-    proj_clip: float | None = None,
-    forget_bias: float = 0.0,
+    *,
     coupled: bool = False,
-    eps: float = 1e-5,
-    zoneout_h: float = 0.0,
-    zoneout_c: float = 0.0,
-    recurrent_dropout: float = 0.0,
-    training: bool = False,
+    **numbers: Any,
 ) -> _recurrent.Call:
-    """``input`` is (T, B, I), and ``batch`` the shape that the caller's states have before R."""
+    """``input`` is (T, B, I), and ``batch`` the shape that the caller's states have before R.
+
+    ``coupled`` and ``numbers`` are for :func:`check_options`.
+    """
     _recurrent.check_directions(parameters, reverse)
     coupled, recompute = _checks.flag("coupled", coupled), _checks.flag("recompute", recompute)
     checked = [_check_parameters(p, input, coupled) for p in parameters]
@@ -361,8 +360,7 @@ def _check(
             _recurrent.same_shape(name, first, other)
     states = _states(hx, input, batch, checked[0])
     options = check_options(
-        checked[0].weight_hr is not None, reverse, cell_clip, proj_clip, forget_bias, coupled, eps,
-        zoneout_h, zoneout_c, recurrent_dropout, training,
+        checked[0].weight_hr is not None, reverse, coupled=coupled, **numbers
     )  # fmt: skip
     draws = options.training and max(options[6:9]) > 0
     return _recurrent.Call(
@@ -391,7 +389,15 @@ def check_options(
     recurrent_dropout: float = 0.0,
     training: bool = False,
 ) -> Options:
-    """What needs no tensor to be checked; ``projected`` says whether there is a weight_hr."""
+    """Checks the options that are numbers and flags.
+
+    Args:
+        projected: whether there is a weight_hr.
+        The rest as in :func:`lstm`.
+
+    Raises:
+        As :func:`lstm`.
+    """
     coupled = _checks.flag("coupled", coupled)
     if proj_clip is not None and not projected:
         raise fail("proj_clip", "None without weight_hr", proj_clip)

@@ -35,10 +35,7 @@ def threshold(dropout_p: float) -> int:
 
 
 def keep_scale(dropout_p: float) -> float:
-    """What a kept element is multiplied by: the inverse of the probability of keeping it.
-
-    It is 0 where none is kept.
-    """
+    """The factor of a kept element: 1 / (the probability of keeping it), and 0 where that is 0."""
     return 65536 / (65536 - threshold(dropout_p)) if dropout_p < 1 else 0.0
 
 

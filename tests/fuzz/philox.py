@@ -36,7 +36,7 @@ def dropped_values(p: float) -> int:
 
 
 def scale(p: float) -> float:
-    """What a kept element is multiplied by."""
+    """The factor of a kept element."""
     return 0.0 if p == 1 else 65536 / (65536 - dropped_values(p))
 
 
