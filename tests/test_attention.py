@@ -388,6 +388,13 @@ def test_packed_without_tokens(kernel, lengths):
     assert all(g.eq(0).all() for g in results[2:5])
 
 
+def test_gradient_of_a_mask_without_elements(kernel):
+    case = dataclasses.replace(packed([], [], rest=3), attn_mask=normal(1, 1, 0, 0))
+    results = run_packed(case, boundaries([]), None, max_seqlen_q=0, max_seqlen_k=0)
+    assert results.out.eq(0).all()
+    assert results.grad_mask.shape == (1, 1, 0, 0)
+
+
 # Shapes and memory ------------------------------------------------------------------------------
 
 

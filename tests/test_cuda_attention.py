@@ -49,6 +49,7 @@ from test_kernels_attention import (  # noqa: F401 - collected here, with this f
     test_alone_in_a_batch_and_padded_further,
     test_each_feature,
     test_empty_tensors,
+    test_gradient_of_a_mask_without_elements,
     test_gradients_of_broadcast_masks,
     test_head_dims,
     test_keys_left_out_pass_on_no_poison,
