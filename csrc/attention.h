@@ -1,4 +1,4 @@
-// One attention call as plain pointers, sizes and strides: what a kernel of any device is told.
+// One attention call as plain pointers, sizes and strides, for the kernels of any device.
 //
 // Names and rules are those of pytorch_ext/reference/attention.py. Strides count elements, in the
 // order of the shape given beside each pointer; 0 where a dimension is broadcast.
@@ -21,9 +21,9 @@ struct Tensor4 {
 
 struct AttentionProblem {
   DType dtype;          // of query, key, value, out and their gradients
-  int64_t batch;        // B: padded sequences, or packed ones
+  int64_t batch;        // B: number of sequences, padded or packed
   int64_t heads, kv_heads;
-  int64_t Lq, Lk;       // padded lengths, or the longest packed ones
+  int64_t Lq, Lk;       // padded lengths, or upper bounds of the packed ones
   int64_t E, Ev;
 
   Tensor4 query;        // (B, H, Lq, E); packed: (1, H, total, E)
@@ -49,10 +49,10 @@ struct AttentionProblem {
   Tensor4 grad_query;       // like query
   Tensor4 grad_key;         // like key
   Tensor4 grad_value;       // like value
-  Tensor4 grad_query_sum;   // like query, accumulation type: where chunks of keys add up
+  Tensor4 grad_query_sum;   // like query, accumulation type: sum over chunks of keys
   Tensor4 grad_mask;        // the mask's own shape by strides, or null
-  // Of a mask that is broadcast it is a sum over heads or more, too long for the accumulation type,
-  // in which it is otherwise.
+  // Whether grad_mask is in float64 instead of the accumulation type: each element of a broadcast
+  // mask is a sum over heads or more, with too many terms for float32.
   bool grad_mask_in_double;
 };
 

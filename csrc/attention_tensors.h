@@ -1,4 +1,4 @@
-// From the tensors of an attention call to what kernels are told of it.
+// Checks the tensors of an attention call and fills in an AttentionProblem from them.
 
 #pragma once
 
@@ -19,7 +19,7 @@ inline Tensor4 strided(const Tensor& t) {
   return result;
 }
 
-// Strides that repeat the one element of a dimension of size 1.
+// Like strided, but with stride 0 in dimensions of size 1.
 inline Tensor4 broadcast(const Tensor& t) {
   Tensor4 result = strided(t);
   for (int64_t d = 0; d < t.dim(); ++d)
@@ -27,8 +27,8 @@ inline Tensor4 broadcast(const Tensor& t) {
   return result;
 }
 
-// Checks that tensors fit each other, before any is read: a backward's data may have been exchanged,
-// and an op may be called without the public function's checks.
+// Checks that tensors fit each other, before any is read: a saved tensor's data may have been
+// replaced before the backward, and an op may be called without the public function's checks.
 inline void check_arguments(
     const Tensor& query, const Tensor& key, const Tensor& value, const OptionalTensor& attn_mask,
     const OptionalTensor& key_lengths, const OptionalTensor& cu_seqlens_q,
@@ -76,8 +76,8 @@ inline void check_arguments(
       query);
 }
 
-// Checks what a forward left to its backward, and the upstream gradients. It runs before
-// check_arguments, because the saved output says what shapes query and value had.
+// Checks the forward's saved results and the upstream gradients. Runs before check_arguments,
+// because the shapes of query and value are checked against the saved output.
 inline void check_backward_arguments(
     const Tensor& query, const Tensor& value, const Tensor& grad_out,
     const OptionalTensor& grad_logsumexp, const Tensor& out, const Tensor& logsumexp) {
@@ -93,7 +93,7 @@ inline void check_backward_arguments(
   check_type("logsumexp", logsumexp, accumulation_type(query.scalar_type()), query);
 }
 
-// Sizes, mask, scale and window, as they are where sequences are not packed.
+// Sets sizes, mask, scale and window. Packed calls then replace batch, Lq and Lk.
 inline void describe(
     AttentionProblem& p, const Tensor& query, const Tensor& key, const Tensor& value,
     const OptionalTensor& attn_mask, std::optional<double> scale, int64_t window_left,
@@ -107,7 +107,8 @@ inline void describe(
   p.E = query.size(3);
   p.Ev = value.size(3);
   p.scale = scale.value_or(1.0 / std::sqrt(static_cast<double>(std::max<int64_t>(p.E, 1))));
-  // A window beyond the farthest pair is no tighter than one as far. Positions can be added to that one.
+  // Clamps windows that reach past the farthest pair. They mask the same pairs, and adding a
+  // position to them cannot overflow.
   p.window_left = std::min(window_left, p.Lq + p.Lk);
   p.window_right = std::min(window_right, p.Lq + p.Lk);
   p.lower_right = lower_right;

@@ -1,9 +1,9 @@
-// Derivatives of ops that are written in Python.
+// Dispatch of ops to their derivatives, which are written in Python.
 //
-// An op that is registered here runs its kernel where nothing asks for a derivative: a gradient by
-// autograd, or a tangent in forward mode. Where something does, its companion runs instead, an op of
-// the same schema whose kernel is Python (pytorch_ext/ops/_operator.py). Deciding here costs a call
-// without gradients no trip to Python.
+// An op that is registered here runs its kernel if the call needs no derivative, neither a gradient
+// by autograd nor a tangent in forward mode. Otherwise its companion runs, an op of the same schema
+// whose kernel is Python (pytorch_ext/ops/_operator.py). The decision is made here so that a call
+// without gradients makes no trip to Python.
 
 #include "autograd.h"
 
@@ -17,7 +17,7 @@
 namespace trifuse {
 namespace {
 
-// By the name of an op. Written while trifuse is imported, read afterwards.
+// Companions by the op's name. Written while trifuse is imported, only read afterwards.
 std::unordered_map<c10::OperatorName, c10::OperatorHandle>& companions() {
   static auto* map = new std::unordered_map<c10::OperatorName, c10::OperatorHandle>;
   return *map;

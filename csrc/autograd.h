@@ -1,4 +1,4 @@
-// Derivatives of ops that are written in Python.
+// Dispatch of ops to their derivatives, which are written in Python.
 
 #pragma once
 
@@ -6,8 +6,8 @@
 
 namespace trifuse {
 
-// Has the op `companion`, of the same schema, run in place of `op` where a derivative is wanted. Both
-// are named as "name.overload", without the namespace.
+// Runs the op `companion`, which has the same schema, in place of `op` if a derivative is wanted.
+// Both names are "name.overload", without the namespace.
 void register_autograd(const std::string& op, const std::string& companion);
 
 }  // namespace trifuse

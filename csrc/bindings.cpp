@@ -1,5 +1,5 @@
-// trifuse._C: what this build holds, and hooks for tests and benchmarks. Operators are registered
-// with torch's dispatcher in their own files.
+// trifuse._C: information about the build, and hooks for tests and benchmarks. Operators are
+// registered with torch's dispatcher in their own files.
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty_like.h>
@@ -39,12 +39,12 @@ pybind11::dict build_info() {
 #undef TRIFUSE_ADD
   info["capabilities"] = compiled;
 #if defined(__clang__)
-  info["compiler"] = __VERSION__;  // names itself
+  info["compiler"] = __VERSION__;  // includes the compiler's name
 #else
   info["compiler"] = "GCC " __VERSION__;
 #endif
   info["torch"] = TORCH_VERSION;
-  // The operators that csrc/cuda has kernels for, and the code that they were compiled to.
+  // The operators that have CUDA kernels, and the architectures that these were compiled for.
 #if defined(TRIFUSE_CUDA_CODE)
   info["cuda"] = std::vector<std::string>{"attention", "dropout_add_layer_norm", "lstm"};
   info["cuda_code"] = TRIFUSE_CUDA_CODE;
@@ -69,7 +69,7 @@ double matrix_rate(const std::string& dtype, double seconds) {
   return sum;
 }
 
-// Throws in one of a crew's threads, which others wait for at barriers.
+// Throws in one thread of a crew while the others wait for it at a barrier.
 void throw_in_crew(int64_t threads, int64_t thread) {
   Crew crew(threads);
   std::atomic<bool> went_on{false};

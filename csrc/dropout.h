@@ -1,4 +1,4 @@
-// Dropout as kernels are told of it: pytorch_ext/reference/philox.py.
+// The dropout parameters of a kernel, as specified in pytorch_ext/reference/philox.py.
 
 #pragma once
 
@@ -9,13 +9,13 @@
 namespace trifuse {
 
 struct Dropout {
-  uint32_t threshold = 0;  // of 65,536 values of 16 bits, how many drop an element; 0: no dropout
-  double scale = 1;        // of what is kept
+  uint32_t threshold = 0;  // number of 16-bit values that drop an element; 0: no dropout
+  double scale = 1;        // of the kept elements
   uint64_t seed = 0;
 };
 
-// One call of dropout alone. Elements are numbered in order: element i is that of row i / kLongRow and
-// column i % kLongRow in Philox's plane 0.
+// One call of dropout alone. Elements are numbered in order: element i takes the random bits of row
+// i / kLongRow and column i % kLongRow of Philox's plane 0.
 constexpr int64_t kLongRow = int64_t(1) << 30;
 struct DropoutProblem {
   DType dtype;

@@ -1,7 +1,7 @@
 // One call of dropout_add_layer_norm as plain pointers, sizes and strides.
 //
-// Names and rules are those of pytorch_ext/reference/dropout_add_layer_norm.py. The accumulation type
-// is float, or double for Float64.
+// Names and rules are those of pytorch_ext/reference/dropout_add_layer_norm.py. The accumulation
+// type is float, or double for Float64.
 
 #pragma once
 
@@ -12,8 +12,8 @@
 
 namespace trifuse {
 
-// (rows, N): rows numbered along the leading dimensions of a tensor, dimensions that lie evenly
-// merged into one. Strides count elements; within a row they are 1.
+// (rows, N): rows are numbered over a tensor's leading dimensions, and dimensions that one stride
+// can cover are merged. Strides count elements; the stride within a row is 1.
 struct RowTensor {
   static constexpr int kMaxDims = 4;
   void* data = nullptr;
@@ -41,11 +41,11 @@ struct DropoutAddLayerNormProblem {
   DType sum_dtype;  // of residual, sum and their gradients: the same or Float32
   int64_t rows, N;
 
-  RowTensor x;         // (rows, N); null in the backward where sum is given instead
+  RowTensor x;         // (rows, N); null in the backward if sum is given instead
   RowTensor residual;  // (rows, N) or null
   RowTensor sum;       // (rows, N) or null
   RowTensor out;       // (rows, N)
-  const void* weight = nullptr;  // (N,) in the accumulation type, or null; so the next two
+  const void* weight = nullptr;  // (N,) in the accumulation type, or null; so are bias and x_bias
   const void* bias = nullptr;
   const void* x_bias = nullptr;
   void* mean = nullptr;  // (rows,) in the accumulation type
@@ -54,15 +54,16 @@ struct DropoutAddLayerNormProblem {
   double eps;
   bool rms_norm;
   Dropout dropout;
-  bool stream;  // results go past the caches, which they would fill
+  bool stream;  // write results past the caches, which they would fill
 
   // Backward only.
   RowTensor grad_out;       // (rows, N)
   RowTensor grad_sum;       // (rows, N) or null
   RowTensor grad_x;         // (rows, N) or null
   RowTensor grad_residual;  // (rows, N) or null
-  // Blocks of rows add up their gradients of the three vectors; the blocks are added up last. How
-  // rows are shared out must follow from their number alone.
+  // A task takes one block of rows, in the forward too. In the backward each block sums its own
+  // gradients of the three vectors; the blocks' sums are added up last. So that results repeat, the
+  // split must depend on rows and N alone.
   int64_t blocks, rows_per_block;
   void* grad_weight = nullptr;  // (blocks, N) in the accumulation type, or null
   void* grad_bias = nullptr;

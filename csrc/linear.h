@@ -19,7 +19,7 @@ struct LinearProblem {
   int64_t x_row, x_column;
   const void* weight;  // (N, K), read by `pack` alone
   int64_t weight_row, weight_column;
-  void* packed;                // the weight as `pack` lays it out
+  void* packed;                // the weight in the layout that `pack` writes
   const void* bias = nullptr;  // (N,) in the accumulation type, or null
   Activation activation = Activation::None;
   void* out;  // (M, N), contiguous

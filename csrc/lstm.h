@@ -1,7 +1,7 @@
-// One call of an LSTM or a GRU as plain pointers, sizes and strides: what a kernel is told.
+// One call of an LSTM or a GRU as plain pointers, sizes and strides, for the CPU kernels.
 //
 // Names and rules are those of pytorch_ext/reference/lstm.py and gru.py. The accumulation type is
-// float, or double for Float64. Tensors are contiguous but for the input.
+// float, or double for Float64. All tensors but the input are contiguous.
 
 #pragma once
 
@@ -15,12 +15,12 @@ namespace trifuse {
 
 enum class Cell { Lstm, Gru };
 
-// One direction. H is the hidden size, R what h has: H, or the projection's. G is 4 (i, f, g, o),
-// in a coupled LSTM 3 (i, g, o), in a GRU 3 (r, z, n).
+// One direction. H is the hidden size; R is the size of h: H, or the projection's. G is the number
+// of gates: 4 (i, f, g, o), 3 in a coupled LSTM (i, g, o), 3 in a GRU (r, z, n).
 struct LstmDirection {
-  bool reverse = false;  // rows are read from their ends
+  bool reverse = false;  // rows are read from the last step to the first
 
-  // Matrices in the dtype, vectors in the accumulation type; null where there is none.
+  // Matrices are in the dtype, vectors in the accumulation type; null if there is none.
   const void* weight_ih = nullptr;         // (G·H, I)
   const void* weight_hh = nullptr;         // (G·H, R)
   const void* weight_hr = nullptr;         // (R, H)
@@ -35,17 +35,17 @@ struct LstmDirection {
   const void* c0 = nullptr;                // (B, H) in the accumulation type
 
   void* h_n = nullptr;  // (B, R) in the dtype; written by the forward, unless null
-  void* c_n = nullptr;  // (B, H) in the accumulation type; so too
+  void* c_n = nullptr;  // (B, H) in the accumulation type; likewise
 
-  // What a training forward leaves to its backward. A row of gates is made of blocks of 16 units
-  // (the last may have fewer), each gate's beside one another: i, f, g, o, or i, g, o; in a GRU n,
-  // r, z and W_hn h + b_hn. A layer-norm LSTM leaves what it normalises: W_ih x in those blocks,
-  // and after them W_hh h.
+  // Results of a training forward that its backward reads. A row of gates consists of blocks of 16
+  // units (the last may have fewer). A block has one gate after another: i, f, g, o, or i, g, o; in
+  // a GRU n, r, z and W_hn h + b_hn. A layer-norm LSTM saves the products that it normalises: a
+  // block has the gates' rows of W_ih x, then those of W_hh h.
   void* gates = nullptr;  // (T, B, G·H), in a GRU (T, B, 4·H), in the dtype; with layer
                           // normalisation (T, B, 2·G·H) in the accumulation type
   void* cells = nullptr;  // (T, B, H) in the accumulation type: c_t
-  // (T, B, clip_words()) of 16 bits: bit k of a word says that its unit k was clipped. The first
-  // words are c's, if that is clipped, the others h's.
+  // (T, B, clip_words()) words of 16 bits: bit k is set if the word's unit k was clipped. The words
+  // of c come first, if c has a clip, then those of h.
   void* clipped = nullptr;
 
   // Backward only.
@@ -53,11 +53,11 @@ struct LstmDirection {
   const void* grad_c_n = nullptr;  // (B, H) in the accumulation type
   void* grad_h0 = nullptr;         // (B, R) in the dtype
   void* grad_c0 = nullptr;         // (B, H) in the accumulation type
-  void* grad_weight_ih = nullptr;  // matrices like what they belong to
+  void* grad_weight_ih = nullptr;  // matrices: like their weights
   void* grad_weight_hh = nullptr;
   void* grad_weight_hr = nullptr;
-  void* grad_bias = nullptr;       // (G·H,), of bias_ih; vectors in the accumulation type
-  void* grad_bias_hh = nullptr;    // (G·H,), in a GRU, where it is another
+  void* grad_bias = nullptr;       // (G·H,), of bias_ih; vectors: in the accumulation type
+  void* grad_bias_hh = nullptr;    // (G·H,); differs from grad_bias in a GRU only
   void* grad_peephole = nullptr;
   void* grad_norm_ih = nullptr;
   void* grad_norm_hh = nullptr;
@@ -75,13 +75,13 @@ struct LstmProblem {
   int64_t directions;
   LstmDirection direction[kMaxDirections];
 
-  // Rows in the order of their lengths, longest first: those that have a step s come first.
+  // Rows are sorted by length, longest first, so that the rows with a step s come first.
   const int64_t* order;   // (B,)
-  const int64_t* length;  // (B,), of the rows in that order
-  const int64_t* active;  // (steps,): how many rows have step s
-  const int64_t* start;   // (steps + 1,): how many tokens come before those of step s
+  const int64_t* length;  // (B,): lengths of the rows in that order
+  const int64_t* active;  // (steps,): number of rows that have step s
+  const int64_t* start;   // (steps + 1,): number of tokens before step s
   int64_t steps;          // of the longest row
-  // Rows dealt out in turn to so many groups, which go through their steps apart from one another.
+  // Number of groups that rows are dealt out to in turn. Groups run their steps independently.
   int64_t groups = 1;
 
   const void* input;        // (T, B, I) in the dtype
@@ -91,8 +91,8 @@ struct LstmProblem {
   bool coupled = false;
   double forget_bias = 0, cell_clip, proj_clip, eps = 0;  // infinity: no clip
   bool training = false;
-  double zoneout_h = 0, zoneout_c = 0;        // outside of training: how much of the old stays
-  Dropout draw_h, draw_c, recurrent_dropout;  // in training: what zoneout and dropout draw
+  double zoneout_h = 0, zoneout_c = 0;        // in inference: the weight of the old state
+  Dropout draw_h, draw_c, recurrent_dropout;  // in training: drawn masks
 
   // Backward only.
   const void* grad_output = nullptr;  // (T, B, directions · R) in the dtype

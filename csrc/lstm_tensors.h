@@ -11,22 +11,23 @@
 
 namespace trifuse {
 
-// The type that a vector or a cell is to have: the input's, or that of accumulation.
+// Returns the type that a vector or a cell must have: the accumulation type if it has that type,
+// otherwise the input's.
 inline at::ScalarType plain_or_wide(const Tensor& t, const Tensor& input) {
   const at::ScalarType dtype = input.scalar_type(), wide = accumulation_type(dtype);
   return t.scalar_type() == wide ? wide : dtype;
 }
 
-// Checks that the parameters of one direction or layer fit each other: a backward's data may have
-// been exchanged, and an op may be called without the public function's checks. `given(slot)` is
-// what stands in the order of the names below, G·H the rows of weight_hh.
+// Checks that the parameters of one direction or layer fit each other: a saved tensor's data may
+// have been replaced before the backward, and an op may be called without the public function's
+// checks. `given(slot)` is a parameter, in the order of the names below. weight_hh has G·H rows.
 template <class Given>
 void check_parameters(
     int64_t G, int64_t H, int64_t R, int slots, const Tensor& input, int64_t input_size,
     const Given& given) {
   struct Slot {
     const char* name;
-    std::array<int64_t, 2> sizes;  // of a vector the second is -1
+    std::array<int64_t, 2> sizes;  // the second is -1 for a vector
   };
   const Slot of[] = {
       {"weight_ih", {G * H, input_size}}, {"weight_hh", {G * H, R}}, {"bias_ih", {G * H, -1}},
@@ -54,7 +55,7 @@ inline void check_input(const Tensor& input, const Tensor& output) {
   check_shape("input", input, sizes);
 }
 
-// Checks that weight_hh is (rows, columns): it says how large h and the cells are.
+// Checks that weight_hh is (rows, columns). The sizes of h and of the cells are taken from it.
 inline void check_hidden(
     const OptionalTensor& weight_hh, std::optional<int64_t> rows, std::optional<int64_t> columns) {
   TORCH_CHECK_VALUE(

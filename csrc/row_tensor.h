@@ -1,4 +1,4 @@
-// The rows of a tensor as kernels of dropout_add_layer_norm are told of them.
+// Checks the tensors of dropout_add_layer_norm and describes their rows to its kernels.
 
 #pragma once
 
@@ -12,9 +12,9 @@
 
 namespace trifuse {
 
-// Checks that tensors fit each other, before any is read: a backward's data may have been exchanged,
-// and an op may be called without the public function's checks. `dtype` is that of out; `x` in the backward
-// may be the sum.
+// Checks that tensors fit each other, before any is read: a saved tensor's data may have been
+// replaced before the backward, and an op may be called without the public function's checks.
+// `dtype` is that of out. In the backward `x` may be the sum.
 inline void check_arguments(
     const at::Tensor& x, const OptionalTensor& residual, const OptionalTensor& weight,
     const OptionalTensor& bias, const OptionalTensor& x_bias, const OptionalTensor& seed,
@@ -39,8 +39,8 @@ inline void check_arguments(
   check_seed(seed, x);
 }
 
-// Checks what a forward left to its backward, and the upstream gradients. It runs before
-// check_arguments, because the upstream gradient says what shape x had.
+// Checks the forward's saved results and the upstream gradients. Runs before check_arguments,
+// because the shape of x is checked against the upstream gradient.
 inline void check_backward_arguments(
     const at::Tensor& grad_out, const OptionalTensor& grad_sum, const at::Tensor& x,
     const at::Tensor& mean, const at::Tensor& rstd) {
@@ -55,15 +55,15 @@ inline void check_backward_arguments(
   check_type("rstd", rstd, wide, x);
 }
 
-// Tensors that a problem points into.
+// Keeps the tensors alive that a problem points into.
 using Held = std::vector<at::Tensor>;
 
-// The rows of a tensor where they lie; of a copy, if they are not made of neighbours or lie about in
-// more ways than a RowTensor can say.
+// Describes the rows of a tensor in place, or those of a contiguous copy if the elements of a row
+// are not neighbours or the rows need more strides than a RowTensor has.
 inline RowTensor rows_of(const at::Tensor& t, Held& held) {
   const int64_t last = t.dim() - 1;
   RowTensor rows;
-  if (t.numel() == 0) return rows;  // without a copy: one would have the same strides
+  if (t.numel() == 0) return rows;  // no copy: it would have the same strides
   bool fits = t.stride(last) == 1 || t.size(last) <= 1;
   for (int64_t d = 0; d < last && fits; ++d) {
     if (t.size(d) == 1) continue;

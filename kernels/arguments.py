@@ -1,7 +1,7 @@
-"""Checks of tensors that launchers make before a kernel reads through their pointers.
+"""Checks that launchers make on tensors before a kernel reads through their pointers.
 
-A forward is given what the public functions have checked. Its backward is handed the same tensors,
-and what the forward left, but ``t.data = other`` may have exchanged any of it in between.
+The public functions have checked the tensors of a forward. Its backward gets the same tensors and
+the forward's results, but ``t.data = other`` may have replaced any of them in between.
 """
 
 from __future__ import annotations

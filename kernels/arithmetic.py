@@ -1,4 +1,4 @@
-"""What Triton kernels compute alike on a GPU and in the interpreter."""
+"""Arithmetic that the Triton kernels share, on a GPU and in the interpreter."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 @triton.jit
 def dot(a, b, acc):
-    """acc + a @ b, in float32 throughout where a and b are."""
+    """Returns acc + a @ b. Operands in float32 are multiplied in full float32."""
     if INTERPRETED:
         # numpy has no bfloat16, and would multiply the bit patterns.
         a = a.to(tl.float32)
@@ -22,12 +22,12 @@ def dot(a, b, acc):
 def end_run(run, total):
     """Adds the sum of a run of terms to the total of the runs before it.
 
-    Returns what the next run begins with, which is what the total could not take, and the total.
+    Returns the rounding error of this addition, with which the next run begins, and the new total.
 
-    A chain of n additions can be wrong by n/2 roundings of what it comes to, and is wrong by about
-    a quarter of n where all its terms are equal. So a few terms at a time, a run, are added up by
-    themselves. The two results add up to exactly what the arguments do (Knuth, "The Art of Computer
-    Programming", 4.2.2), but for an infinity, which leaves nothing to the next run.
+    A chain of n additions can be off by n/2 roundings of its result, and is off by about n/4 if all
+    its terms are equal. So terms are summed in short runs first. The two results add up to exactly
+    ``total + run`` (Knuth, "The Art of Computer Programming", 4.2.2), unless the total is not
+    finite: then the next run begins with 0.
     """
     new = total + run
     added = new - total
@@ -37,9 +37,9 @@ def end_run(run, total):
 
 @triton.jit
 def round_to(values, dtype: tl.constexpr):
-    """To nearest even."""
+    """Rounds to nearest even."""
     if INTERPRETED and dtype == tl.bfloat16:
-        # The interpreter would cut bits off.
+        # The interpreter would truncate.
         bits = values.to(tl.int32, bitcast=True)
         rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000
         values = tl.where(values == values, rounded.to(tl.float32, bitcast=True), values)

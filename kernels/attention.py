@@ -8,20 +8,20 @@ results repeat bit for bit.
 
 Four ideas run through all kernels:
 
-- *Full and edge blocks.* Lengths, causality and window give a block of queries the range of keys
-  that can hold a pair, and within it a range where they leave nothing out. The second runs a loop
-  without comparisons, with unguarded loads; only the few blocks at its ends pay for the rest. Keys
-  that a mask leaves out at the ends of the first range are cut off before the loops begin.
+- *Full and edge blocks.* For a block of queries, lengths, causality and window bound the range of
+  keys that can hold a pair, and an inner range from which they leave nothing out. The loop over the
+  inner range has no comparisons and unguarded loads; only the few blocks at its ends have guards.
+  Keys that a mask leaves out at the ends of the outer range are cut off before the loops begin.
 - *Hope and redo.* A NaN or Inf in a row that the mask leaves out must not come back as 0 · NaN from
   a matrix product. Cleaning every tile would take it off the asynchronous path from memory to the
-  tensor cores, so the kernels multiply as if all were finite. Only if a program ends up with a
-  non-finite sum does it start again, cleaning as it goes, and then find out which sums the
-  non-finite numbers do belong to.
-- *Powers of 2.* exp(x) is exp2(x · log2 e), the factor folded into the scale. With a float mask the
-  maximum is subtracted first: masks hold numbers near the end of float32's range, which no factor
-  must touch.
-- *Own rounding.* Where a product and a sum are to be one rounding, ``tl.fma`` says so, and the
-  compiler is told to fuse nothing else: full and edge blocks give the same bits.
+  tensor cores, so the kernels multiply as if all numbers were finite. Only a program that ends with
+  a non-finite sum starts again: it counts the non-finite numbers that belong to each sum, and adds
+  up the rest with every tile cleaned.
+- *Powers of 2.* exp(x) is exp2(x · log2 e), with the factor folded into the scale. With a float
+  mask the maximum is subtracted before the factor is applied: masks hold numbers near the end of
+  float32's range, and multiplying them would overflow.
+- *Explicit rounding.* A product and a sum that are rounded once are written as ``tl.fma``, and the
+  compiler may fuse nothing else (``enable_fp_fusion``): full and edge blocks give the same bits.
 """
 
 from __future__ import annotations
@@ -47,18 +47,18 @@ LOG2E = tl.constexpr(math.log2(math.e))
 LN2 = tl.constexpr(math.log(2))
 INF = tl.constexpr(math.inf)
 
-# From here on a float32 logsumexp is too coarse beside the scores of a float mask to normalise
-# with: at the lowest finite number, where masks like to be, log ∑ exp is lost in it altogether.
+# Beyond this magnitude a float32 logsumexp is too coarse to normalise scores with. Near the lowest
+# finite number, a common value in float masks, log ∑ exp is lost in it altogether.
 COARSE_LOGSUMEXP = tl.constexpr(1024.0)
 
-# From here on a score has no room left for the logarithm of a sum, and its product with log2 e is
-# rounded by more than 1.
+# Beyond this scale a float32 score may have no bits left for the logarithm of a sum, and rounding
+# its product with log2 e may change it by more than 1.
 LARGE_SCALE = 2.0**20
 
-# Terms of a mask's gradient that are added up as one chain.
+# Number of terms of a mask's gradient that are summed as one chain.
 RUN = tl.constexpr(16)
 
-# Columns of a mask: 16 bytes of the narrowest.
+# Columns in a run of a mask: 16 bytes of the narrowest dtype.
 MASK_RUN = tl.constexpr(16)
 
 
@@ -73,8 +73,8 @@ class Strided(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """The tensors of a call. Packed sequences lie end to end: B of query, key and value is then 1,
-    and L the total."""
+    """The tensors of a call. Packed sequences lie end to end: query, key and value then have B = 1,
+    and L is the total."""
 
     query: Strided  # (B, H, Lq, E)
     key: Strided  # (B, Hkv, Lk, E)
@@ -87,52 +87,52 @@ class Inputs(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """Numbers that change from call to call: no kernel is compiled again for them.
+    """Numbers that change from call to call without compiling a kernel again.
 
-    Kernels are given them one by one. Those within a tuple Triton would specialise for, whatever it
-    is told: being 1 or a multiple of 16 would make another kernel.
+    Kernels take them one by one. For numbers in a tuple Triton ignores ``do_not_specialize``: a 1
+    or a multiple of 16 would compile another kernel.
     """
 
     B: int  # sequences
     H: int
     group: int  # query heads per key head
-    Lq: int  # of the longest sequence
+    Lq: int  # queries of the longest sequence
     Lk: int
-    total_q: int  # of the query tensor: Lq unless sequences are packed
+    total_q: int  # rows of the query tensor: Lq unless sequences are packed
     total_k: int
-    left: int  # the window, where the variant says that there is one
+    left: int  # bounds of the window, if Variant.left and Variant.right are set
     right: int
     scale: float
     scale_log2: float  # scale · log2 e
-    threshold: int  # of dropout
+    threshold: int  # random 16-bit values below it drop a weight
     keep_scale: float
 
 
-# Shapes made of fields of the next two go to tl.full: tl.zeros is itself compiled, and there Triton
-# 3.6 no longer takes the fields for constants.
+# Shapes made of fields of the next two classes go to tl.full. tl.zeros is itself a jitted function,
+# in which Triton 3.6 no longer treats the fields as constants.
 class Variant(NamedTuple):
-    """What a kernel is compiled for: the parts of the operator that a call uses."""
+    """Compile-time parameters of a kernel: the parts of the operator that a call uses."""
 
     dtype: str
     E: int
     Ev: int
-    BLOCK_E: int  # E as tiles have it: a power of 2, no less than a tensor core takes
+    BLOCK_E: int  # E in tiles: a power of 2, at least the 16 of a tensor core
     BLOCK_EV: int
     bool_mask: bool
     float_mask: bool
-    masked: bool  # either of them
+    masked: bool  # bool_mask or float_mask
     mask_rows: bool  # the mask differs between queries
     mask_columns: bool  # the mask differs between keys
-    mask_runs: bool  # its rows are whole runs of MASK_RUN columns
-    trim: bool  # it is worth looking for ends that it leaves out
-    large: bool  # scores may be large beside the logarithm of a sum: a float mask, or a large scale
-    natural: bool  # scores in units of 1 rather than log 2: those, or a scale that isn't above 0
+    mask_runs: bool  # rows of the mask are whole runs of MASK_RUN columns
+    trim: bool  # cut the ends that the mask leaves out off a range of keys or queries
+    large: bool  # scores may dwarf the logarithm of a sum: a float mask, or a large scale
+    natural: bool  # scores in units of 1 instead of log 2: if large, or if the scale isn't above 0
     lengths: bool  # key_lengths
     packed: bool
-    left: bool  # the window is bounded
+    left: bool  # the window has a left bound
     right: bool
     lower_right: bool
-    selective: bool  # a tile in memory can hold pairs that don't take part
+    selective: bool  # a tile of loaded rows can hold pairs that don't take part
     dropout: bool
     grouped: bool  # query heads share key heads
 
@@ -142,28 +142,28 @@ class Block(NamedTuple):
 
     M: int  # queries
     N: int  # keys
-    K: int  # of the head dimension, in products of two loaded tiles; 0 for all at once
+    K: int  # step along the head dimension in products of two loaded tiles; 0 for one step
 
 
 class Head(NamedTuple):
-    """One query head of one sequence: where its tensors begin, and how far they go."""
+    """One query head of one sequence: the beginnings and lengths of its tensors."""
 
     query: Any  # pointers to the first row
     key: Any
     value: Any
     mask: Any
-    batch: Any  # indices into query, out and the like, and their gradients
+    batch: Any  # batch index and first row in query, out and their gradients
     first_query: Any
-    row: Any  # int64, where its entries begin in a contiguous (B, H, L)
+    row: Any  # int64: offset of the head in a contiguous (B, H, L)
     queries: Any
-    keys: Any  # those before key_lengths
+    keys: Any  # number of keys, cut off at key_lengths
     shift: Any  # of the diagonal
-    plane: Any  # of dropout
+    plane: Any  # the number of this head's matrix in dropout
     seed: Any
 
 
 class Tile(NamedTuple):
-    """Rows of one head from ``first`` on; there are none from ``length`` on."""
+    """Rows of one head from ``first`` on. The head has ``length`` rows."""
 
     pointer: Any  # to the head's first row
     strides: Any
@@ -247,7 +247,7 @@ def _guard(tile, column, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DIM: tl.cons
 
 @triton.jit
 def _load(tile, ROWS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, FULL: tl.constexpr):
-    """(ROWS, BLOCK_DIM), 0 past the last row and past DIM. FULL: no row is past the last."""
+    """Loads (ROWS, BLOCK_DIM), 0 past the last row and past DIM. FULL: no row is past the last."""
     pointers = _pointers(tile, 0, ROWS, BLOCK_DIM)
     if FULL and DIM == BLOCK_DIM:
         x = tl.load(pointers)
@@ -268,7 +268,7 @@ def _store(tile, x, ROWS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constex
 def _store_zeros(
     tensor, h, start, stop, step, ROWS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr
 ):
-    """Zeros for packed tokens from ``start`` to ``stop``, ROWS of every ``step``."""
+    """Writes zeros for packed tokens in [start, stop): ROWS tokens of every ``step``."""
     for first in range(start, stop, step):
         tile = Tile(_at(tensor, 0, h, 0), tensor.strides, first, stop)
         _store(tile, tl.zeros((ROWS, BLOCK_DIM), tl.float32), ROWS, DIM, BLOCK_DIM)
@@ -276,10 +276,10 @@ def _store_zeros(
 
 @triton.jit
 def _load_mask(head, strides, rows, columns, fill, variant: tl.constexpr, FULL: tl.constexpr):
-    """The mask for ``rows`` and ``columns``, of size 1 in the directions it doesn't vary in.
+    """Loads the mask at ``rows`` and ``columns``, with size 1 in dimensions where it is broadcast.
 
-    It is guarded only at an edge, and there, if its rows are whole runs, for a run at a time: a
-    comparison that can differ between neighbours would break 16-byte loads into single elements.
+    Only edge blocks guard the load. If the mask's rows are whole runs, the guard covers whole runs:
+    a comparison that can differ between neighbours would break 16-byte loads into single elements.
     """
     columns_end = head.keys
     if variant.mask_runs:
@@ -310,8 +310,8 @@ def _load_mask(head, strides, rows, columns, fill, variant: tl.constexpr, FULL: 
 
 @triton.jit
 def _query_rows(head, first, M: tl.constexpr, FULL: tl.constexpr):
-    """(M, 1). Full blocks of keys don't look whether a query exists: past the last, whose results
-    nobody reads, it is the last one's mask that is read."""
+    """(M, 1). Full blocks of keys have no guard for rows past the last query: those rows read the
+    last query's mask, and their results are not stored."""
     rows = first + tl.arange(0, M)[:, None]
     if FULL:
         rows = tl.minimum(rows, head.queries - 1)
@@ -320,10 +320,10 @@ def _query_rows(head, first, M: tl.constexpr, FULL: tl.constexpr):
 
 @triton.jit
 def _take_part(head, inputs, sizes, rows, columns, variant: tl.constexpr, FULL: tl.constexpr):
-    """Which pairs take part, and the float mask. Rows and columns may lie either way round.
+    """Returns which pairs take part, and the float mask. Tiles may have a row per query or per key.
 
-    In a full block only the mask decides. A float one needs no selection there: its -∞ alone makes
-    a weight 0, and a NaN that outlives it is what the second attempt is for.
+    In a full block only the mask decides. With a float mask callers need not select there: its -∞
+    alone makes a weight 0, and a NaN that survives it triggers the second attempt.
     """
     keep = rows < head.queries
     bias = 0.0
@@ -344,7 +344,7 @@ def _take_part(head, inputs, sizes, rows, columns, variant: tl.constexpr, FULL: 
 
 @triton.jit
 def _round(start, full_start, full_stop, stop, BLOCK: tl.constexpr):
-    """The ranges in whole blocks: edges outwards, the full part inwards, within one another."""
+    """Rounds to whole blocks: the outer range outwards, the full range inwards and inside it."""
     start = start // BLOCK * BLOCK
     stop = tl.maximum(tl.cdiv(stop, BLOCK) * BLOCK, start)
     full_start = tl.minimum(tl.maximum(tl.cdiv(full_start, BLOCK) * BLOCK, start), stop)
@@ -354,8 +354,8 @@ def _round(start, full_start, full_stop, stop, BLOCK: tl.constexpr):
 
 @triton.jit
 def _visible_keys(head, inputs, sizes, first, variant: tl.constexpr, block: tl.constexpr):
-    """For a block of queries from ``first`` on: keys in [start, stop) may be seen, and blocks in
-    [full_start, full_stop) are seen whole as far as lengths and window go."""
+    """Returns the ranges of keys for the block of queries at ``first``. Only keys in [start, stop)
+    may be seen; lengths and window leave nothing out of [full_start, full_stop)."""
     last = tl.minimum(first + block.M, head.queries)
     start = 0
     full_start = 0
@@ -374,7 +374,7 @@ def _visible_keys(head, inputs, sizes, first, variant: tl.constexpr, block: tl.c
 
 @triton.jit
 def _visible_queries(head, inputs, sizes, first, variant: tl.constexpr, block: tl.constexpr):
-    """The same for a block of keys from ``first`` on: the queries that see them."""
+    """Returns the same ranges of queries for the block of keys at ``first``."""
     last = tl.minimum(first + block.N, head.keys)
     start = 0
     full_start = 0
@@ -396,11 +396,11 @@ def _trim(
     head, inputs, start, stop, first, BLOCK: tl.constexpr, OTHER: tl.constexpr, KEYS: tl.constexpr,
     variant: tl.constexpr,
 ):  # fmt: skip
-    """[start, stop) without what the mask leaves out at its ends, for a block from ``first`` on.
+    """Cuts the ends that the mask leaves out off [start, stop), for the block at ``first``.
 
-    The range is of keys (KEYS) or of queries, the block of the other. Two blocks are looked at
-    together, from either end until something turns up: with a mask that has no such ends it costs
-    two looks. Holes in the middle stay.
+    KEYS: the range is of keys and the block of queries; otherwise the reverse. The search reads the
+    mask for two blocks of the range at a time, from either end, until it finds a pair: a mask
+    without empty ends costs two such reads. Holes in the middle stay.
     """
     at = start // BLOCK * BLOCK
     lowest = stop
@@ -424,7 +424,7 @@ def _mask_keeps(
     head, inputs, index, first, SIZE: tl.constexpr, OTHER: tl.constexpr, KEYS: tl.constexpr,
     variant: tl.constexpr,
 ):  # fmt: skip
-    """(SIZE,): whether the mask keeps a key, or a query, for any of a block of the other."""
+    """(SIZE,): whether the mask keeps each key (or query) for any query (or key) of the block."""
     other = first + tl.arange(0, OTHER)
     if KEYS:
         rows = other[:, None]
@@ -447,7 +447,7 @@ def _mask_keeps(
 
 @triton.jit
 def _program(blocks, heads):
-    """A block, a head and a sequence."""
+    """Returns the program's block, head and sequence."""
     program = tl.program_id(0)
     return program % blocks, program // blocks % heads, program // blocks // heads
 
@@ -460,10 +460,10 @@ def _pair_products(
     a, a_tile, b, b_tile, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DIM: tl.constexpr,
     BLOCK_DIM: tl.constexpr, block: tl.constexpr,
 ):  # fmt: skip
-    """a @ bᵀ (ROWS, COLUMNS), of whole rows or, if block.K says so, piece by piece.
+    """Returns a @ bᵀ (ROWS, COLUMNS), at once or in steps of block.K along DIM.
 
-    In float32 products run on the ordinary arithmetic units, and the compiler keeps all that a
-    thread multiplies in registers. Pieces, which are read again through the cache, bound that.
+    In float32, products run on the ordinary arithmetic units, and the compiler keeps all operands
+    of a thread in registers. Steps bound their number, but load both tiles again through the cache.
     """
     products = tl.zeros((ROWS, COLUMNS), tl.float32)
     if block.K == 0 or block.K >= BLOCK_DIM:
@@ -490,7 +490,7 @@ def _zero_non_finite(x):
 
 @triton.jit
 def _count_non_finite(keep, x, count):
-    """count + the number of non-finite numbers in each sum of rows of x over the pairs in keep."""
+    """Adds keep @ (x is not finite) to ``count``: the non-finite terms of each sum over pairs."""
     bad = tl.where(_finite(x), 0.0, 1.0)
     return dot(tl.where(keep, 1.0, 0.0).to(tl.bfloat16), bad.to(tl.bfloat16), count)
 
@@ -514,7 +514,7 @@ def _attend(
     variant: tl.constexpr, block: tl.constexpr, FULL: tl.constexpr, CAREFUL: tl.constexpr,
     VALUES: tl.constexpr,
 ):  # fmt: skip
-    """Takes the keys in [start, stop) without [gap_start, gap_stop) into the softmax of a block.
+    """Adds the keys in [start, stop) without [gap_start, gap_stop) to the softmax of a block.
 
     ``acc`` (M, BLOCK_EV) is ∑ p v and ``total`` (M,) is ∑ p, where p = exp(score - peak) and
     ``peak`` (M,) is the largest score so far.
@@ -540,7 +540,7 @@ def _attend(
             # One product per row instead of one per score.
             top *= sizes.scale_log2
         new_peak = tl.maximum(peak, top)
-        # A row without a pair so far has a peak of -∞; any number will do to subtract.
+        # A row without a pair so far has a peak of -∞; subtracting that would give NaN.
         base = tl.where(new_peak == -INF, 0.0, new_peak)
         if variant.natural:
             p = tl.exp2((scores - base[:, None]) * LOG2E)
@@ -565,7 +565,7 @@ def _attend(
 def _have_pairs(
     first_row, start, stop, head, inputs, sizes, variant: tl.constexpr, block: tl.constexpr
 ):
-    """(M,): whether a query has a key at all."""
+    """(M,): whether each query has any key."""
     rows = first_row + tl.arange(0, block.M)[:, None]
     found = tl.full((block.M,), 0, tl.int32)
     for first in tl.range(start, stop, block.N, num_stages=1):
@@ -585,7 +585,7 @@ def _count_non_finite_keys(
     tensor, pointer, first_row, start, stop, head, inputs, sizes, variant: tl.constexpr,
     block: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr,
 ):  # fmt: skip
-    """(M, BLOCK_DIM): non-finite numbers of keys or values, counted for queries that see them."""
+    """(M, BLOCK_DIM): non-finite numbers in the keys or values that each query sees."""
     rows = first_row + tl.arange(0, block.M)[:, None]
     count = tl.full((block.M, BLOCK_DIM), 0.0, tl.float32)
     for first in tl.range(start, stop, block.N, num_stages=1):
@@ -606,13 +606,13 @@ def attention_forward_kernel(
     variant: tl.constexpr,
     block: tl.constexpr,
 ):  # fmt: skip
-    """Output and logsumexp.
+    """Computes the output and the logsumexp.
 
     A program owns M queries of one head of one sequence. It reads them once, and the keys and
     values that they see; it writes M rows of ``out`` and of ``lse``. Programs of one head are
     neighbours in the grid, so its keys and values come from the L2 cache for all but the first.
 
-    Floor: 2 · pairs · (E + Ev) operations of the matrix unit and as many exponentials as pairs, for
+    Floor: 2 · pairs · (E + Ev) operations of the matrix unit and one exponential per pair, for
     B · H · (Lq · (E + Ev) + Lk · (E + Ev)) elements of memory.
     """
     sizes = Sizes(
@@ -621,7 +621,7 @@ def attention_forward_kernel(
     blocks = tl.cdiv(sizes.Lq, block.M)
     index, h, b = _program(blocks, sizes.H)
     if variant.right:
-        index = blocks - 1 - index  # the blocks that see most begin first
+        index = blocks - 1 - index  # blocks that see the most keys begin first
     first = index * block.M
     if variant.packed:
         if b == sizes.B:  # tokens past the last sequence
@@ -651,7 +651,7 @@ def attention_forward_kernel(
         inputs, sizes, variant, block, False, False, True,
     )  # fmt: skip
     if variant.selective:
-        # Dropout may have taken a NaN out of the first.
+        # ``total`` too: dropout may have removed a NaN from ``acc``.
         if _any_non_finite(acc) | _any_non_finite(total):
             count = _count_non_finite_keys(
                 inputs.value, head.value, first, start, stop, head, inputs, sizes, variant, block,
@@ -663,7 +663,7 @@ def attention_forward_kernel(
                 sizes, variant, block, False, True, True,
             )  # fmt: skip
     rows = first + tl.arange(0, block.M)
-    # A row that has nothing has no pair, or none with a score above -∞. The latter is NaN.
+    # A total of 0 means no pair, or only scores of -∞. The latter makes the row NaN.
     nothing = (total == 0.0) & (rows < head.queries)
     if tl.max(nothing.to(tl.int32), 0) > 0:
         have = _have_pairs(first, start, stop, head, inputs, sizes, variant, block)
@@ -683,12 +683,12 @@ def attention_forward_kernel(
 
 
 class RowVectors(NamedTuple):
-    """Per query, float32 (B, H, Lq), contiguous: what the backward needs besides the scores."""
+    """Per-query numbers that the backward needs: float32 (B, H, Lq), contiguous."""
 
-    # The logsumexp or, where that is too coarse, the largest score. With large scores ∞ for a row
-    # without a pair: every score less it is -∞, and the weights are 0.
+    # The logsumexp or, where that is too coarse, the largest score. With Variant.large it is ∞ for
+    # a row without a pair: subtracted from any score it gives -∞, and the weights are 0.
     peak: Tensor
-    log_total: Tensor | None  # with large scores: the rest of the logsumexp, in units of log 2
+    log_total: Tensor | None  # with Variant.large: the rest of the logsumexp, in units of log 2
     delta: Tensor  # ∑ dO O - dlse
 
 
@@ -699,16 +699,16 @@ def attention_backward_rows_kernel(
     grad_lse,  # (B, H, Lq), or None
     out,  # (B, H, Lq, Ev)
     lse,  # (B, H, Lq) float32, contiguous
-    vectors,  # RowVectors, of which it writes all but a peak that is lse itself
+    vectors,  # RowVectors, all written, except a peak that is lse itself
     B, H, group, Lq, Lk, total_q, total_k, left, right, scale, scale_log2, threshold, keep_scale,
     variant: tl.constexpr,
     block: tl.constexpr,
 ):  # fmt: skip
-    """delta = ∑ dO O - dlse and, with a float mask, a logsumexp in two parts.
+    """delta = ∑ dO O - dlse and, with Variant.large, the logsumexp in two parts.
 
     A program owns M queries of one head of one sequence; it reads their rows of ``grad_out`` and
-    ``out`` and writes a few numbers for each. With a float mask, and only if it meets a logsumexp
-    that a large mask has made coarse, it also runs through the keys for the exact sum.
+    ``out`` and writes a few numbers for each. With Variant.large, and only if one of its rows has a
+    coarse logsumexp, it also runs through the keys for the exact sum.
 
     Floor: 2 · B · H · Lq · Ev elements of memory.
     """
@@ -728,7 +728,7 @@ def attention_backward_rows_kernel(
     do = _load(do_tile, block.M, variant.Ev, variant.BLOCK_EV, False).to(tl.float32)
     o_tile = Tile(_at(out, head.batch, h, head.first_query), out.strides, first, head.queries)
     o = _load(o_tile, block.M, variant.Ev, variant.BLOCK_EV, False).to(tl.float32)
-    # An Inf in dO is NaN for its row, whatever the output beside it.
+    # An Inf in dO makes its row NaN, whatever the output it multiplies.
     delta = tl.sum(tl.fma(do, 0.0, do) * o, 1)
     if grad_lse is not None:
         pointers = _at(grad_lse, head.batch, h, head.first_query)
@@ -767,7 +767,7 @@ def _load_vector(vector, head, rows, FULL: tl.constexpr):
 
 @triton.jit
 def _load_vectors(vectors, head, rows, variant: tl.constexpr, FULL: tl.constexpr):
-    """peak, log_total and delta of some queries, in the units that ``_weights`` wants."""
+    """Loads peak, log_total and delta of the queries in ``rows``, in the units of ``_weights``."""
     peak = _load_vector(vectors.peak, head, rows, FULL)
     delta = _load_vector(vectors.delta, head, rows, FULL)
     if variant.large:
@@ -780,7 +780,7 @@ def _load_vectors(vectors, head, rows, variant: tl.constexpr, FULL: tl.constexpr
 
 @triton.jit
 def _weights(products, bias, peak, log_total, sizes, variant: tl.constexpr):
-    """P = exp(score - logsumexp), whichever way the vectors lie."""
+    """P = exp(score - logsumexp). The vectors may run along rows or columns."""
     if variant.large:
         above = tl.fma(products, sizes.scale, bias) - peak
         p = tl.exp2(tl.fma(above, LOG2E, -log_total))
@@ -795,10 +795,10 @@ def _collect(
     do_pointer, inputs, vectors, sizes, variant: tl.constexpr, block: tl.constexpr,
     FULL: tl.constexpr, CAREFUL: tl.constexpr,
 ):  # fmt: skip
-    """Adds what the queries in [start, stop) without [gap_start, gap_stop) give to dK and dV.
+    """Adds the terms of the queries in [start, stop) without [gap_start, gap_stop) to dK and dV.
 
-    Tiles have a row per key: computed that way round, weights are the left operand of both products
-    that follow, straight from registers.
+    Score tiles have a row per key: that way the weights are the left operand of both following
+    products, straight from registers.
     """
     columns = key_tile.first + tl.arange(0, block.N)[:, None]
     STAGES: tl.constexpr = 1 if CAREFUL else None
@@ -839,7 +839,7 @@ def _collect(
 
 @triton.jit
 def _group(sizes, variant: tl.constexpr):
-    """Query heads to a key head, known to the compiler where it is one: a loop less."""
+    """Query heads per key head. A 1 is a compile-time constant, which removes a loop."""
     if variant.grouped:
         group = sizes.group
     else:
@@ -852,7 +852,7 @@ def _collect_group(
     dk, dv, key, value, key_tile, value_tile, b, kv_head, grad_out, inputs, vectors, sizes,
     variant: tl.constexpr, block: tl.constexpr, CAREFUL: tl.constexpr,
 ):  # fmt: skip
-    """The same from all query heads that share a key head."""
+    """Adds the terms of all query heads that share a key head to dK and dV."""
     for member in range(_group(sizes, variant)):
         h = kv_head * _group(sizes, variant) + member
         head = _load_head(inputs, sizes, b, h, variant)
@@ -883,7 +883,7 @@ def _count_non_finite_queries(
     tensor, first_column, b, kv_head, inputs, sizes, variant: tl.constexpr, block: tl.constexpr,
     DIM: tl.constexpr, BLOCK_DIM: tl.constexpr,
 ):  # fmt: skip
-    """(N, BLOCK_DIM): non-finite numbers of q or dO, counted for the keys seen from there."""
+    """(N, BLOCK_DIM): non-finite numbers in the q or dO of all queries that see each key."""
     columns = first_column + tl.arange(0, block.N)[:, None]
     count = tl.full((block.N, BLOCK_DIM), 0.0, tl.float32)
     for member in range(_group(sizes, variant)):
@@ -916,8 +916,8 @@ def attention_backward_key_value_kernel(
     """dV_j = ∑_i D_ij P_ij dO_i and dK_j = scale ∑_i dS_ij q_i.
 
     A program owns N keys of one key head of one sequence, and runs through the queries that see
-    them, of every query head that shares the key head: no sum is split. It reads its keys, values
-    once, and q, dO and three numbers for each query; it writes N rows of dK and of dV.
+    them, in every query head that shares the key head: no sum is split. It reads its keys and
+    values once, and q, dO and 2 or 3 numbers per query; it writes N rows of dK and of dV.
 
     Floor: 4 · pairs · (E + Ev) operations of the matrix unit.
     """
@@ -925,7 +925,7 @@ def attention_backward_key_value_kernel(
         B, H, group, Lq, Lk, total_q, total_k, left, right, scale, scale_log2, threshold, keep_scale
     )
     blocks = tl.cdiv(sizes.Lk, block.N)
-    # Causal attention: the first keys are seen most, and their programs begin first.
+    # In causal attention the first keys are seen most, so their programs begin first.
     index, kv_head, b = _program(blocks, sizes.H // sizes.group)
     first = index * block.N
     if variant.packed:
@@ -977,7 +977,7 @@ def attention_backward_key_value_kernel(
                 sizes, variant, block, True,
             )  # fmt: skip
     if variant.lengths:
-        # Weights of keys past them are 0, but what they were multiplied by may have been NaN.
+        # Keys past the lengths have weights of 0, but the other factor may have been NaN.
         take_part = (first + tl.arange(0, block.N) < keys)[:, None]
         dk = tl.where(take_part, dk, 0.0)
         dv = tl.where(take_part, dv, 0.0)
@@ -1022,7 +1022,7 @@ def _gather(
     head, inputs, sizes, variant: tl.constexpr, block: tl.constexpr, FULL: tl.constexpr,
     CAREFUL: tl.constexpr,
 ):  # fmt: skip
-    """Adds what the keys in [start, stop) without [gap_start, gap_stop) give to dQ."""
+    """Adds the terms of the keys in [start, stop) without [gap_start, gap_stop) to dQ."""
     STAGES: tl.constexpr = 1 if CAREFUL else None
     for step in tl.range(start, stop - (gap_stop - gap_start), block.N, num_stages=STAGES):
         first = step + tl.where(step < gap_start, 0, gap_stop - gap_start)
@@ -1033,7 +1033,7 @@ def _gather(
             sizes, variant, block, FULL,
         )  # fmt: skip
         if CAREFUL:
-            key = _zero_non_finite(key)  # after the scores, which may be -∞
+            key = _zero_non_finite(key)  # after the scores, which an infinite key can make -∞
         dq = dot(grad_scores.to(key.dtype), key, dq)
     return dq
 
@@ -1051,10 +1051,10 @@ def attention_backward_query_kernel(
     """dQ_i = scale ∑_j dS_ij k_j.
 
     A program owns M queries of one head of one sequence and runs through the keys that they see. It
-    reads q, dO and three numbers for each query once, and the keys and values; it writes M rows.
+    reads q, dO and 2 or 3 numbers per query once, and the keys and values; it writes M rows.
 
     Floor: 2 · pairs · (2 E + Ev) operations of the matrix unit. Two of the three products are also
-    made for dK and dV: the price of sums that are never split between programs.
+    computed for dK and dV: the price of never splitting a sum between programs.
     """
     sizes = Sizes(
         B, H, group, Lq, Lk, total_q, total_k, left, right, scale, scale_log2, threshold, keep_scale
@@ -1109,7 +1109,7 @@ def attention_backward_query_kernel(
 
 
 class MaskShape(NamedTuple):
-    """Which dimensions of the mask's gradient are full; over the others it is a sum."""
+    """Which dimensions of the mask's gradient are full. It is summed over the others."""
 
     batch: bool
     heads: bool
@@ -1124,7 +1124,7 @@ def attention_backward_mask_kernel(
     grad_lse,  # (B, H, Lq), or None
     vectors,  # RowVectors
     grad_mask,  # (shares, *attn_mask.shape), contiguous
-    chunk,  # how many terms of the sum a share has
+    chunk,  # number of terms in a share of the sum
     B, H, group, Lq, Lk, total_q, total_k, left, right, scale, scale_log2, threshold, keep_scale,
     shape: tl.constexpr,  # MaskShape
     long: tl.constexpr,  # whether a share has more terms than a run
@@ -1133,12 +1133,12 @@ def attention_backward_mask_kernel(
 ):  # fmt: skip
     """The float mask's gradient: dS, summed over the dimensions that the mask is broadcast in.
 
-    A program owns a tile of the gradient (one row of it, where all queries share the mask) and a
-    share of the sum: it computes dS again for one sequence, head and query block after another.
-    Shares are added up afterwards.
+    A program owns a tile of the gradient (a single row if all queries share the mask) and a share
+    of the sum: it computes dS again for one sequence, head and query block after another. Shares
+    are added up afterwards.
 
-    A mask that all keys share shifts whole rows, which moves their logsumexp and nothing else: its
-    gradient is dlse, and no scores are needed.
+    A mask that all keys share shifts whole rows and changes only their logsumexp: its gradient is
+    dlse, and no scores are needed.
 
     Floor: 2 · pairs · (E + Ev) operations of the matrix unit.
     """
@@ -1223,7 +1223,7 @@ def attention_backward_mask_kernel(
             if grad_lse is not None:
                 pointers = _at(grad_lse, head.batch, h, head.first_query)
                 grad = tl.load(pointers + rows.to(tl.int64) * grad_lse.strides[2], guard, other=0.0)
-            # These two say where a NaN has reached the row.
+            # peak and delta are NaN in rows that a NaN has reached.
             grad = tl.fma(peak + delta, 0.0, grad)
             row_sum += tl.where(guard & (peak != INF), grad, 0.0)
         if long:
@@ -1261,34 +1261,34 @@ def attention_backward_mask_kernel(
 
 
 class Config(NamedTuple):
-    """Sizes of tiles, as in ``Block``, and how the compiler is to spread and pipeline them."""
+    """Sizes of tiles, as in ``Block``, and options of the compiler."""
 
     M: int
     N: int
     K: int
     num_warps: int
     num_stages: int
-    max_registers: int | None = None  # of a thread, so that more programs fit a multiprocessor
+    max_registers: int | None = None  # per thread, so that more programs fit a multiprocessor
 
 
 class Class(NamedTuple):
-    """What decides between configurations: nothing that changes with batch size or lengths."""
+    """Key of a configuration. It does not depend on batch size or lengths."""
 
     kernel: str
-    unit: str  # that multiplies: "fma", "mma", "wgmma", or "interpreter"
+    unit: str  # the unit that multiplies: "fma", "mma", "wgmma", or "interpreter"
     head_dim: int  # 64, 128 or 256: no smaller than E and Ev
     extras: bool  # a mask or dropout, which take registers
 
 
-# By the unit that multiplies: float32 by fma, 16 bits by mma, or by wgmma where a GPU has it. In a
-# row stand the configuration for calls without extras, the one for calls with, and whatever else
-# is worth timing; a row of one serves all.
+# Configurations by kernel and by the unit that multiplies: fma for float32; for 16 bits mma, or
+# wgmma where the GPU has it. Each row lists the configuration for calls without extras, the one for
+# calls with extras, and others worth timing; a row of one serves all calls.
 #
 # They come from compiling ahead of time, with a causal bound, boolean and float masks, dropout and
-# all of these: the largest tiles whose loops don't spill, or hardly. None has been timed on a GPU.
-# With wgmma two stages are loads that begin as the step before ends, and are waited for at once;
-# the third hides them. Shared memory stays under the 99 KiB of the smallest GPU with an mma unit
-# for bfloat16, and under the 227 KiB of those with wgmma.
+# all of these: the largest tiles whose loops spill little or nothing. None has been timed on a GPU.
+# With wgmma and two stages, loads begin as the previous step ends and are waited for at once; a
+# third stage hides them. Shared memory stays under the 99 KiB of the smallest GPU with an mma unit
+# for bfloat16, and under the 227 KiB of GPUs with wgmma.
 _CONFIGS: dict[tuple[str, str], dict[int, tuple[tuple[int, ...], ...]]] = {
     ("forward", "fma"): {
         64: ((64, 32, 16, 8, 2),),
@@ -1350,7 +1350,7 @@ _CONFIGS: dict[tuple[str, str], dict[int, tuple[tuple[int, ...], ...]]] = {
 
 @functools.cache
 def configs(of: Class) -> tuple[Config, ...]:
-    """The configurations worth trying for a class; the first is the one used without autotuning."""
+    """Returns the configurations worth trying for a class; the first is used without autotuning."""
     if of.unit == "interpreter":
         return (Config(64, 32, 32, 4, 1),)
     row = _CONFIGS[of.kernel, of.unit][of.head_dim]
@@ -1372,7 +1372,7 @@ def attention_forward(
     seed: Tensor | None,
     *options: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Output and logsumexp: arguments and results of the op ``attention_forward``."""
+    """Implements the op ``attention_forward``: returns the output and the logsumexp."""
     tensors = (query, key, value, attn_mask, key_lengths, cu_seqlens_q, cu_seqlens_k, seed)
     for name, t in zip(_NAMES, tensors, strict=True):
         check_memory(name, t)
@@ -1398,7 +1398,7 @@ def attention_backward(
     lse: Tensor,
     *options: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The gradients: arguments and results of the op ``attention_backward``."""
+    """Implements the op ``attention_backward``: returns the gradients."""
     *call_options, (_, _, _, mask_requires_grad) = options
     tensors = (query, key, value, attn_mask, key_lengths, cu_seqlens_q, cu_seqlens_k, seed)
     _check_backward(tensors, grad_out, grad_lse, out, lse, call_options)
@@ -1436,7 +1436,7 @@ def _check_backward(
     lse: Tensor,
     options: Sequence[Any],
 ) -> None:
-    """That what a backward is handed is still of one call."""
+    """Raises ValueError unless the tensors of a backward still fit one call."""
     query, key, value, attn_mask, _, cu_seqlens_q, _, _ = tensors
     assert query is not None
     assert key is not None
@@ -1459,8 +1459,8 @@ def _check_backward(
     check_shape("grad_logsumexp", grad_lse, query.shape[:3])
 
 
-# A sum over broadcast dimensions is shared out until there are about so many programs: enough for
-# any GPU, and a bound on the memory for the shares.
+# A sum over broadcast dimensions is split until there are about this many programs: enough for any
+# GPU, and a bound on the memory for the shares.
 _MASK_PROGRAMS = 512
 
 
@@ -1498,7 +1498,7 @@ Grid = Callable[[dict[str, Any]], tuple[int]]
 
 
 class _Call:
-    """A call of the operator in the kernels' terms."""
+    """A call of the operator, converted to the kernels' arguments."""
 
     def __init__(
         self,
@@ -1519,7 +1519,7 @@ class _Call:
         total_k, Ev = value.shape[2:]
         if cu_seqlens_q is not None and cu_seqlens_k is not None:
             B = cu_seqlens_q.numel() - 1
-            # No sequence is longer than all tokens; a mask laid out for longer ones keeps its size.
+            # No sequence is longer than the total, but a mask may be sized for a longer one.
             if attn_mask is None or attn_mask.shape[2] == 1:
                 max_seqlen_q = min(max_seqlen_q, total_q)
             if attn_mask is None or attn_mask.shape[3] == 1:
@@ -1537,8 +1537,8 @@ class _Call:
         mask_rows = mask is not None and mask.strides[2] != 0
         mask_columns = mask is not None and mask.strides[3] != 0
         mask_runs = attn_mask is not None and attn_mask.shape[3] % MASK_RUN.value == 0
-        farthest = max(total_q, total_k)  # a window beyond it is no bound
-        single = ctypes.c_float(scale).value  # 0 or ∞ beyond what float32 holds
+        farthest = max(total_q, total_k)  # a wider window bounds nothing
+        single = ctypes.c_float(scale).value  # 0 or ∞ outside float32's range
         large = (masked and not bool_mask) or abs(single) > LARGE_SCALE
         self.query = query
         self.inputs = Inputs(
@@ -1580,7 +1580,7 @@ class _Call:
             mask_runs=mask_runs,
             trim=mask_columns and (bool_mask or not mask_rows),
             large=large,
-            natural=large or not single > 0,  # NaN too
+            natural=large or not single > 0,  # true for NaN
             lengths=key_lengths is not None,
             packed=cu_seqlens_q is not None,
             left=left,
@@ -1592,7 +1592,7 @@ class _Call:
         )
 
     def query_grid(self, tail: bool) -> Grid:
-        """Blocks of queries; with ``tail`` also for packed tokens past the last sequence."""
+        """The grid over blocks of queries; ``tail`` adds packed tokens past the last sequence."""
         sequences = self.sizes.B + (tail and self.variant.packed)
         return lambda meta: (
             triton.cdiv(self.sizes.Lq, meta["block"].M) * self.sizes.H * sequences,
@@ -1650,18 +1650,18 @@ def _unit(device: torch.device, dtype: torch.dtype) -> str:
 
 @functools.cache
 def _has_wgmma(device: torch.device) -> bool:
-    """Hopper has it, and the Blackwell of data centres the like."""
+    """Hopper has wgmma, and data-centre Blackwell an equivalent."""
     return 9 <= torch.cuda.get_device_capability(device)[0] < 12
 
 
 def _strided(x: Tensor) -> Strided:
-    # The stride of a dimension of size 1 is arbitrary. 0 repeats it where it is broadcast, and
-    # makes fewer kinds of strides for kernels to be compiled for.
+    # The stride of a dimension of size 1 is arbitrary. 0 broadcasts the dimension, and leaves fewer
+    # kinds of strides to compile kernels for.
     return Strided(x, tuple(0 if n == 1 else s for n, s in zip(x.shape, x.stride(), strict=True)))
 
 
 def _empty_like_layout(like: Tensor, last_dim: int) -> Tensor:
-    """As the fake in trifuse/ops/attention.py says: in memory order (B, L, H) if ``like`` is."""
+    """Dense, in memory order (B, L, H) if ``like`` is, as the fake in trifuse/ops/attention.py."""
     B, H, L, _ = like.shape
     if like.stride(1) < like.stride(2):
         strides = (L * H * last_dim, last_dim, H * last_dim, 1)

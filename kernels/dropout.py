@@ -1,4 +1,4 @@
-"""Dropout in Triton, by the generator that all of trifuse's operators share."""
+"""Dropout in Triton, with the random generator that all operators of trifuse share."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from trifuse.kernels.philox import dropout_keep
 from trifuse.reference import philox
 
 LONG_ROW = tl.constexpr(philox.LONG_ROW)
-ROWS, COLUMNS = 8, 512  # of a program's block: 16 bytes to a thread in 16 bits, with 8 warps
+ROWS, COLUMNS = 8, 512  # a program's block; with 4 warps a thread loads 16 bytes of float32
 
 
 @triton.jit(do_not_specialize=["threshold", "scale"])
@@ -26,9 +26,9 @@ def dropout_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """out = D x, the elements numbered as ``philox.dropout_keep_flat`` does.
+    """out = D x, with elements numbered as in ``philox.dropout_keep_flat``.
 
-    A program owns ROWS runs of COLUMNS neighbours, which it reads and writes once.
+    A program owns ROWS runs of COLUMNS neighbours, and reads and writes them once.
 
     Floor: the bytes of x and out.
     """
@@ -47,7 +47,7 @@ def dropout_kernel(
 
 
 def dropout(x: Tensor, seed: Tensor, p: float) -> Tensor:
-    """Arguments and result of the op ``dropout``."""
+    """Implements the op ``dropout``."""
     check_memory("x", x)
     x = x.contiguous()
     out = torch.empty_like(x)

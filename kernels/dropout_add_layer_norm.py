@@ -1,23 +1,22 @@
 """Dropout, residual addition and LayerNorm, forward and backward, in Triton.
 
-The formulas are those at the head of ``trifuse/reference/dropout_add_layer_norm.py``. All is bound
-by memory, so what counts is that every element is read once and written once, 16 bytes at a time
-where rows begin at multiples of 16 bytes, and that enough loads are under way: about 40 KB per
-multiprocessor hide the latency of an H100's memory. In the forward many programs see to it, in the
-backward, which has few, each reads one tile ahead.
+The formulas are at the head of ``trifuse/reference/dropout_add_layer_norm.py``. All kernels are
+bound by memory: every element is read once and written once, 16 bytes at a time where rows begin at
+multiples of 16 bytes, and enough loads must be in flight: about 40 KB per multiprocessor hide the
+latency of an H100's memory. The forward has enough programs for that; the backward has few, so each
+prefetches one tile.
 
-- Rows that fit are held in registers between the passes of the two-pass variance, as Chan, Golub
-  and LeVeque correct it ("Algorithms for computing the sample variance", 1983). Wider ones are
-  taken in chunks, whose means and variances are merged as they do it, and read again, through the
-  L2 cache as far as it reaches.
+- Rows that fit are held in registers between the passes of the two-pass variance, as corrected by
+  Chan, Golub and LeVeque ("Algorithms for computing the sample variance", 1983). Wider rows are
+  processed in chunks, whose means and variances are merged by the formula of the same paper. They
+  are read twice, the second time through the L2 cache as far as it reaches.
 - In the backward every program walks over many rows and sums the gradients of weight, bias and
-  x_bias in float32 registers, run by run of rows; a second kernel adds up the programs' sums. There
-  are no atomics, and how many programs there are depends on the shape alone: results repeat bit for
-  bit.
-- A row is summed by one program, in an order that only the width and the dtypes decide: its results
-  don't change by one bit with the number of rows.
-- The width is compiled in, which tells the compiler how rows are aligned and where a tile ends
-  beyond them. The number of rows is not.
+  x_bias in float32 registers, in runs of tiles; a second kernel adds up the programs' sums. There
+  are no atomics, and the number of programs depends on the shape alone: results repeat bit for bit.
+- One program sums a row, in an order that depends only on the width and the dtypes: the results of
+  a row don't change by one bit with the number of rows.
+- The width is a compile-time constant, which fixes the alignment of rows and the part of a tile
+  past their end. The number of rows is not.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ class Rows(NamedTuple):
 class Inputs(NamedTuple):
     """The tensors of the forward; None where the call has none."""
 
-    x: Rows  # the saved sum if the variant says so
+    x: Rows  # the saved sum with Variant.x_is_sum
     residual: Rows | None
     weight: Tensor | None  # (N,)
     bias: Tensor | None
@@ -62,14 +61,14 @@ class Dropout(NamedTuple):
 
 
 class Statistics(NamedTuple):
-    """float32, (rows,): the means of a row that its gradient takes."""
+    """float32 (rows,): the two means over a row that its gradient needs."""
 
     g: Tensor  # of g = weight · grad_out
-    gn: Tensor  # of g · n, n being the normalised sum
+    gn: Tensor  # of g · n, where n is the normalised sum
 
 
 class VectorGradients(NamedTuple):
-    """(N,), or float32 (programs, N) for the programs' shares; None where not wanted."""
+    """Each (N,), or float32 (programs, N) for the programs' shares; None if not wanted."""
 
     weight: Tensor | None
     bias: Tensor | None
@@ -77,7 +76,7 @@ class VectorGradients(NamedTuple):
 
 
 class Variant(NamedTuple):
-    """What a kernel is compiled for, besides which tensors there are."""
+    """Compile-time parameters of a kernel, besides which tensors are None."""
 
     N: int
     vector: int  # the largest power of 2, at most 8, that divides N; rows begin at multiples of it
@@ -92,12 +91,12 @@ class Block(NamedTuple):
     columns: int  # a power of 2, at least 8
 
 
-# Tiles of rows that are added up as one chain. A program of a million rows has some thousands.
+# Number of tiles that are summed as one chain. With a million rows a program can have thousands.
 RUN = tl.constexpr(64)
 
 
 class Tile(NamedTuple):
-    """Where a program is: tiles of ``Block``, the last ones reaching beyond the matrix."""
+    """A tile of ``Block`` within the matrix. The last tiles reach past the end of the matrix."""
 
     first_row: Any  # int64
     first_column: Any
@@ -118,7 +117,7 @@ def _tile(first_row, first_column, rows, N: tl.constexpr, block: tl.constexpr):
 
 @triton.jit
 def _load(matrix, tile, vector: tl.constexpr):
-    """float32, 0 outside the matrix."""
+    """Loads a tile as float32, 0 outside the matrix."""
     pointers = matrix.data + tile.row * (matrix.stride * vector) + tile.column
     return tl.load(pointers, mask=tile.inside, other=0.0).to(tl.float32)
 
@@ -131,7 +130,7 @@ def _store(matrix, values, tile, vector: tl.constexpr):
 
 @triton.jit
 def _load_vector(vector, tile, N: tl.constexpr):
-    """float32 (1, block.columns), 0 from N on."""
+    """Loads float32 (1, block.columns), 0 from N on."""
     return tl.load(vector + tile.column, mask=tile.column < N, other=0.0).to(tl.float32)
 
 
@@ -159,7 +158,7 @@ def _drop(values, keep, dropout):
 
 @triton.jit
 def _sum(inputs, dropout, keep, tile, variant: tl.constexpr):
-    """The sum s, 0 outside the matrix."""
+    """The sum s, 0 from column N on. Past the last row only x_bias is left."""
     total = _load(inputs.x, tile, variant.vector)
     if not variant.x_is_sum:
         if inputs.x_bias is not None:
@@ -175,7 +174,7 @@ def _sum(inputs, dropout, keep, tile, variant: tl.constexpr):
 
 @triton.jit
 def _forward_sum(inputs, dropout, sums, tile, variant: tl.constexpr, block: tl.constexpr):
-    """The sum, rounded as it is returned if it is."""
+    """The sum, rounded to the dtype of ``sums`` if it is returned."""
     total = _sum(inputs, dropout, _draw(dropout, tile, block), tile, variant)
     if sums is not None:
         total = round_to(total, sums.data.dtype.element_ty).to(tl.float32)
@@ -184,8 +183,8 @@ def _forward_sum(inputs, dropout, sums, tile, variant: tl.constexpr, block: tl.c
 
 @triton.jit
 def _moments(total, tile, count, variant: tl.constexpr):
-    """Of each row's ``count`` numbers: the mean in two parts, the second what rounding took off the
-    first, and the sum of the squares of what lies beside it."""
+    """For the ``count`` numbers of each row: the mean, the rounding error to add to it, and the sum
+    of squared deviations from that corrected mean."""
     if variant.rms_norm:
         squares = tl.sum(total * total, 1)
         mean = tl.zeros_like(squares)
@@ -195,7 +194,7 @@ def _moments(total, tile, count, variant: tl.constexpr):
         beside = tl.where(tile.inside, total - mean[:, None], 0.0)
         error = tl.sum(beside, 1) / count
         squares = tl.sum(beside * beside, 1) - count * error * error
-        # Of equal numbers nothing is left, or less than nothing, as a GPU divides. NaN stays.
+        # For equal numbers this is 0, or less if a GPU's division is inexact. NaN stays.
         squares = tl.where(squares < 0, 0.0, squares)
     return mean, error, squares
 
@@ -225,8 +224,8 @@ def dropout_add_layer_norm_forward_kernel(
     variant: tl.constexpr,
     block: tl.constexpr,
 ):
-    """A program owns block.rows whole rows: it reads those of x and the residual once (twice if
-    they are wider than block.columns), and writes those of the output and the sum.
+    """A program owns block.rows whole rows: it reads x and the residual once (twice if rows are
+    wider than block.columns), and writes the output, the sum, the mean and rstd.
 
     Floor: N · (bytes of x + residual + out + sum) + 8 bytes a row.
     """
@@ -249,7 +248,7 @@ def dropout_add_layer_norm_forward_kernel(
             count = tl.minimum(N - column, block.columns)
             chunk_mean, chunk_error, chunk_squares = _moments(total, tile, count, variant)
             if column == 0:
-                mean = chunk_mean  # and the rest of it goes into the error, so as to lose nothing
+                mean = chunk_mean  # its rounding error is added to ``error`` below
             apart = (chunk_mean - mean) + (chunk_error - error)
             share = count.to(tl.float32) / (column + count)
             error += apart * share
@@ -267,7 +266,7 @@ def dropout_add_layer_norm_forward_kernel(
 
 @triton.jit
 def _rstd(squares, N: tl.constexpr, eps):
-    # Once a row, so the exact division and root are free.
+    # Computed once per row, so the exact division and square root are free.
     return tl.div_rn(1.0, tl.sqrt_rn(squares / N + eps))
 
 
@@ -303,8 +302,8 @@ def dropout_add_layer_norm_backward_statistics_kernel(
     variant: tl.constexpr,
     block: tl.constexpr,
 ):
-    """For rows wider than a tile of the backward: the means over a row, which every chunk of it
-    takes. A program owns block.rows rows, reads them once, and writes two numbers for each.
+    """Computes the means over rows wider than a tile of the backward, for all chunks of a row. A
+    program owns block.rows rows, reads them once, and writes two numbers for each.
 
     Floor: N · (bytes of grad_out + x + residual) a row.
     """
@@ -338,22 +337,22 @@ def dropout_add_layer_norm_backward_kernel(
     rows,
     variant: tl.constexpr,
     block: tl.constexpr,
-    stages: tl.constexpr,  # 2 to have the next tile's reads under way while at this one
+    stages: tl.constexpr,  # 2 to prefetch the next tile
 ):
     """A program owns the columns of one tile, and every ``num_programs``-th tile of rows: it reads
-    those of grad_out, x, the residual and grad_sum once, writes those of grad_x and grad_residual,
-    and keeps its share of the gradients of weight, bias and x_bias in registers for a run of tiles.
+    grad_out, x, the residual and grad_sum once, writes grad_x and grad_residual, and sums its share
+    of the gradients of weight, bias and x_bias in registers for a run of tiles.
 
     Floor: N · (bytes of grad_out + x + residual + grad_sum + grad_x + grad_residual) + 8 bytes a
-    row, and 4 · N bytes a program for each of the shares, and twice that for each further run.
+    row; 4 · N bytes a program for each of the shares, and twice that for each further run.
     """
     N: tl.constexpr = variant.N
     program = tl.program_id(0).to(tl.int64)
     first_column = tl.program_id(1) * block.columns
     begin = program * block.rows
     step = tl.num_programs(0) * block.rows
-    # Rounding takes too much off one long chain of additions, so runs of tiles are added up by
-    # themselves. Their sums meet in the program's shares: registers for them there are none.
+    # One long chain of additions loses too much to rounding, so each run of tiles has its own sums.
+    # They are added up in the program's shares, in memory: no registers are left for them.
     for first_of_run in range(begin, rows, step * RUN):
         # One number for each element of a tile: its rows are only added up at the end of a run.
         dweight = tl.full((block.rows, block.columns), 0.0, tl.float32)
@@ -399,7 +398,7 @@ def dropout_add_layer_norm_backward_kernel(
 def _add_to_share(
     shares, values, further, program, first_column, N: tl.constexpr, block: tl.constexpr
 ):
-    """Adds up the rows of ``values``; on top of what the share holds, in a further run."""
+    """Stores the sum over the rows of ``values``; in a further run adds it to the share."""
     if shares is not None:
         column = first_column + tl.arange(0, block.columns)
         pointers = shares + program * N + column
@@ -449,35 +448,36 @@ def _add_up(shares, grad, programs, N: tl.constexpr, block: tl.constexpr):
 
 
 class Config(NamedTuple):
-    """How a kernel is launched for rows of one width."""
+    """Launch parameters of a kernel for rows of one width."""
 
     block: Block
     num_warps: int
 
 
-# (elements of a tile, num_warps). A row gets the first tile that holds it, and several rows share
-# it if they fit. The forward keeps one number per element in registers, so a thread has room for 16
-# to 32: 4 to 8 loads of 16 bytes from each float32 tensor. The backward keeps three sums and about
-# three more numbers, so 8, or 16 where a row asks for it. Wider rows are taken in chunks.
+# (elements of a tile, num_warps). Rows get the first tile that holds one row, and share it if
+# several fit. The forward keeps one number per element in registers, so a thread has 16 to 32
+# elements: 4 to 8 loads of 16 bytes from each float32 tensor. The backward keeps three sums and
+# about three more numbers per element, so a thread has 8, or 16 for the widest rows. Rows wider
+# than every tile are processed in chunks.
 _FORWARD_TILES = ((2048, 4), (4096, 8), (8192, 16), (16384, 16))
 _BACKWARD_TILES = ((1024, 4), (2048, 8), (4096, 16), (8192, 16))
 _CHUNK = Config(Block(1, 4096), 16)
 _SUM = Config(Block(256, 32), 8)
 
-# Warps of the backward, all programs together: what an H100 holds at a time with 128 registers a
-# thread, 16 on each of 132 multiprocessors. It isn't asked how many there really are: sums would
-# then depend on the GPU. A program's shares of the sums are a row for each vector, written and read
-# once more, so it gets at least 4 tiles of rows to be worth it.
+# Warps of the backward in all programs together: about what an H100 holds at a time with 128
+# registers a thread, 16 on each of 132 multiprocessors. It is the same on every GPU, since sums
+# depend on it. A program's shares, a row for each vector, are written and read once more, so a
+# program gets about 4 tiles of rows or more.
 _MAX_WARPS = 2048
 _MIN_TILES = 4
 
-# Bytes that the backward reads for a tile, at most, if it is to read one ahead, into shared memory:
-# every GPU that can do so has 99 KiB of it. What is wider has enough under way as it is.
+# Largest tile, in bytes read, that the backward prefetches into shared memory: every GPU that can
+# prefetch has at least 99 KiB of it. Larger tiles keep enough loads in flight by themselves.
 _MAX_AHEAD = 64 * 1024
 
 
 def tile_config(tiles: tuple[tuple[int, int], ...], N: int) -> Config:
-    """For rows of N elements; they are wider than its tile only if they are to be cut in chunks."""
+    """Returns the configuration for rows of N elements. Rows wider than its tile need chunks."""
     columns = max(triton.next_power_of_2(N), 8)
     for elements, num_warps in tiles:
         if columns <= elements:
@@ -501,7 +501,7 @@ def dropout_add_layer_norm_forward(
     prenorm: bool,
     sum_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Arguments and results of the op ``dropout_add_layer_norm_forward``."""
+    """Implements the op ``dropout_add_layer_norm_forward``."""
     for name, t in zip(_NAMES, (x, residual, weight, bias, x_bias, seed), strict=True):
         check_memory(name, t)
     out = x.new_empty(x.shape)
@@ -539,7 +539,7 @@ def dropout_add_layer_norm_backward(
     sum_dtype: torch.dtype,
     wanted: tuple[bool, ...],
 ) -> tuple[Tensor, ...]:
-    """Arguments and results of the op ``dropout_add_layer_norm_backward``."""
+    """Implements the op ``dropout_add_layer_norm_backward``."""
     N = x.shape[-1]
     shapes = (x.shape, x.shape, (N,), (N,), (N,), (1,))
     tensors = (x, residual, weight, bias, x_bias, seed)
@@ -602,11 +602,11 @@ _NAMES = ("x", "residual", "weight", "bias", "x_bias", "seed")
 
 
 def _matrices(*tensors: Tensor | None) -> tuple[int, int, tuple[Rows | None, ...]]:
-    """The number of rows, ``Variant.vector``, and the tensors, of one shape (..., N), as rows.
+    """Returns the number of rows, ``Variant.vector``, and the tensors (..., N) as Rows.
 
-    A tensor is copied only if one stride can't lead from row to row, if a row isn't contiguous, or
-    if rows are less aligned than those of a fresh tensor: in what order a row is summed depends on
-    the alignment that a kernel is compiled for.
+    A tensor is copied only if its rows have no common stride, if a row isn't contiguous, or if rows
+    are less aligned than in a fresh tensor: the order in which a row is summed depends on the
+    alignment that a kernel is compiled for.
     """
     shape = next(t.shape for t in tensors if t is not None)
     rows, N = math.prod(shape[:-1]), shape[-1]
@@ -617,7 +617,7 @@ def _matrices(*tensors: Tensor | None) -> tuple[int, int, tuple[Rows | None, ...
         if (t.stride(1) != 1 and N > 1) or (t.stride(0) % vector and rows > 1):
             t = t.contiguous()
         t = _aligned(t)
-        # The stride of a single row is arbitrary, and would make for more kinds of calls.
+        # The stride of a single row is arbitrary; N leaves fewer kinds of calls to compile for.
         return Rows(t, (N if rows == 1 else t.stride(0)) // vector)
 
     return rows, vector, tuple(None if t is None else as_rows(t) for t in tensors)

@@ -1,12 +1,12 @@
 """The GRU over a whole sequence, one layer in one or two directions, forward and backward, in
 Triton.
 
-The formulas are those at the head of ``trifuse/reference/gru.py``; how they are spread over
-launches is said at the head of ``trifuse/kernels/recurrent.py``.
+The formulas are at the head of ``trifuse/reference/gru.py``; how they are spread over launches is
+at the head of ``trifuse/kernels/recurrent.py``.
 
-What is multiplied by W_ih and by W_hh differs in the last gate only: n there, k here. So the
-backward keeps the four gradients n, r, z, k side by side, of which the first three are one matrix
-and the last three the other.
+The gradients of W_ih x and of W_hh h differ in one gate only: n in the former, k in the latter. So
+the backward stores the gradients of n, r, z, k side by side: the first three are the matrix for
+W_ih, the last three the matrix for W_hh.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ from trifuse.reference.lstm import by_direction, masked
 
 
 class Inputs(NamedTuple):
-    """What both passes read."""
+    """Lengths and biases; None if the call has none."""
 
     lengths: Tensor | None  # (B,) int64
-    bias: Tensor | None  # (D, 4, H): of n, r, z and k, float32, or float64 for float64
+    bias: Tensor | None  # (D, 4, H): of n, r, z and k; float32, or float64 for float64
 
 
 class Variant(NamedTuple):
-    """What a kernel is compiled for, besides which tensors there are."""
+    """Compile-time parameters of a kernel, besides which tensors are None."""
 
     H: int
     D: int  # directions
@@ -63,7 +63,7 @@ class Variant(NamedTuple):
 
 
 class Gates(NamedTuple):
-    """Something of n, r, z and k, in the order in which they lie in memory."""
+    """A value for each of n, r, z and k, in their order in memory."""
 
     n: Any
     r: Any
@@ -94,9 +94,9 @@ def _store_gates(pointers, gates, inside, H: tl.constexpr):
 
 @triton.jit
 def _forward(v, h, products, out, gates, inputs, tile, at, variant: tl.constexpr):
-    """The next h, in its dtype. ``products`` is what came from x, v what came from h: of n nothing.
+    """Returns the next h, in its dtype. ``products`` is W_ih x, and v is W_hh h; v.n is unused.
 
-    Writes the output and, if they are kept, the gates.
+    Writes the output and, if they are saved, the gates.
     """
     H: tl.constexpr = variant.H
     dtype: tl.constexpr = v.k.dtype
@@ -116,7 +116,7 @@ def _forward(v, h, products, out, gates, inputs, tile, at, variant: tl.constexpr
     r = sigmoid(a_r)
     z = sigmoid(a_z)
     n = tanh(a_n + r * k)
-    # Stored before they are used: Triton 3.6 makes invalid code of it the other way round.
+    # Stored before they are used: in the other order Triton 3.6 generates invalid code.
     if gates is not None:
         _store_gates(gates + of_saved(tile, at.t, 4 * H), Gates(n, r, z, k), inside, H)
     new = (1.0 - z) * n + z * h.to(dtype)
@@ -130,11 +130,11 @@ def _forward(v, h, products, out, gates, inputs, tile, at, variant: tl.constexpr
 def _backward(
     dh, through, grad_out, gates, h0, out, grads, inputs, tile, at, variant: tl.constexpr
 ):
-    """The gradients of n, r, z and k, which it writes, and that of h_{t-1} but for what goes
-    through the product.
+    """Returns the gradients of n, r, z and k, and the gradient of h_{t-1} without its part through
+    W_hh. Writes the former.
 
-    ``through`` is what came through that of the next step: 0 for a row that doesn't have it. The
-    gradient of a row that doesn't run waits in dh, and those of its gates are 0.
+    ``through`` is the part through W_hh from the next step: 0 for a row without that step. In a row
+    that doesn't run, dh is kept and the gradients of the gates are 0.
     """
     H: tl.constexpr = variant.H
     dtype: tl.constexpr = dh.dtype
@@ -171,14 +171,13 @@ def gru_forward_step_kernel(
     variant: tl.constexpr,
     block: tl.constexpr,
 ):
-    """A step but for the product.
+    """One step, without its product.
 
-    A program owns block.rows rows and block.columns units of one direction. It reads what came from
-    x and from h to each of their gates, and h; it writes h, the output, and the gates if kept.
+    A program owns block.rows rows and block.columns units of one direction. It reads W_ih x and
+    W_hh h for each of their gates, and h; it writes h, the output, and the gates if they are saved.
 
-    Floor: 7 numbers a unit read, 2 written and 4 kept, in the dtype of the input. All but the
-    products of x and what is kept stays in the L2 cache, so what counts is the time from launch to
-    launch.
+    Floor: per unit 7 numbers read, 2 written and 4 saved, in the dtype of the input. All but W_ih x
+    and what is saved stays in the L2 cache, so a step is bound by the time from launch to launch.
     """
     H: tl.constexpr = variant.H
     tile = make_tile(tl.program_id(0), inputs.lengths, T, B, block)
@@ -198,7 +197,7 @@ def gru_forward_step_kernel(
 def gru_forward_sequence_kernel(
     weight_hh,  # (D, 3, H, H)
     products,  # (T, B, D, 3, H): W_ih x
-    state,  # (D, B, H): what the sequence begins with, and what it ends with
+    state,  # (D, B, H): the initial h, replaced by the final h
     out,  # (T, B, D, H)
     gates,  # (D, T, B, 4, H) or None
     inputs,
@@ -207,11 +206,11 @@ def gru_forward_sequence_kernel(
     variant: tl.constexpr,
     block: tl.constexpr,
 ):
-    """All steps. A program owns block.rows rows of one direction, whole.
+    """All steps. A program owns block.rows whole rows of one direction.
 
-    It reads the weights once and keeps them in shared memory; h stays in registers. Of each step it
-    reads what came from x and writes the output and the gates if kept, as long as one of its rows
-    runs; then it only writes zeros.
+    It reads the weights once and keeps them in shared memory; h stays in registers. While one of
+    its rows runs, it reads W_ih x of each step and writes the output and the gates if they are
+    saved; after that it only writes zeros.
 
     Floor: per step and program, 3 · block.columns² · block.rows multiplications on one
     multiprocessor's matrix unit, and the latency of one such product.
@@ -244,7 +243,7 @@ def gru_forward_sequence_kernel(
 @triton.jit(do_not_specialize=["step", "T", "B"])
 def gru_backward_step_kernel(
     step,
-    through,  # (D, B, H): the gradient of h that came through the product of the next step
+    through,  # (D, B, H): the gradient of h through the product of the next step
     grad_out,  # (T, B, D, H)
     gates,  # (D, T, B, 4, H)
     h0,  # (D, B, H)
@@ -258,14 +257,14 @@ def gru_backward_step_kernel(
     variant: tl.constexpr,
     block: tl.constexpr,
 ):
-    """A step back but for the product.
+    """One step of the backward, without its product.
 
     A program owns block.rows rows and block.columns units of one direction. It reads their gates, h
-    before the step and the gradients of h; it writes those of the gates, twice but for one, and of
-    h.
+    before the step and the gradients of h; it writes the gradients of the gates (r, z and k twice)
+    and of h.
 
-    Floor: 7 numbers a unit read and 7 written in the dtype of the input, and one both in 4 bytes;
-    from launch to launch, as in the forward.
+    Floor: per unit 7 numbers read and 7 written in the dtype of the input, and one of 4 bytes read
+    and written; bound by the time from launch to launch, as in the forward.
     """
     H: tl.constexpr = variant.H
     tile = make_tile(tl.program_id(0), inputs.lengths, T, B, block)
@@ -297,10 +296,10 @@ def gru_backward_sequence_kernel(
     variant: tl.constexpr,
     block: tl.constexpr,
 ):
-    """All steps, back. A program owns block.rows rows of one direction, whole, and keeps the
-    weights as that of the forward does; the gradient of h stays in registers.
+    """All steps, backwards. A program owns block.rows whole rows of one direction and keeps the
+    weights as in the forward; the gradient of h stays in registers.
 
-    Floor: as in the forward, with the gates read as well as written.
+    Floor: as in the forward, plus reading the gates.
     """
     H: tl.constexpr = variant.H
     narrow: tl.constexpr = weight_hh.dtype.element_ty
@@ -337,7 +336,7 @@ def gru_forward(
     reverse: Sequence[bool],
     save: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Arguments and results of the op ``gru_forward``. float64 is for checking the formulas."""
+    """Implements the op ``gru_forward``. float64 is for checking the formulas."""
     with torch.cuda.device_of(input):
         call = _Call(input, parameters, lengths, reverse)
         of, T, B, D, H = call.sequences, call.T, call.B, call.variant.D, call.variant.H
@@ -370,7 +369,7 @@ def gru_backward(
     reverse: Sequence[bool],
     wanted: Sequence[bool],
 ) -> list[Tensor]:
-    """Arguments and results of the op ``gru_backward``."""
+    """Implements the op ``gru_backward``."""
     T, B, features = input.shape
     D = len(reverse)
     H = output.shape[-1] // D
@@ -403,7 +402,7 @@ def _through_time(
     output: Tensor,
     gates: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """The gradients of n, r, z and k (T, B, D, 4·H), and of h0 (D, B, H)."""
+    """Returns the gradients of n, r, z and k (T, B, D, 4·H), and of h0 (D, B, H)."""
     of, T, B, D, H = call.sequences, call.T, call.B, call.variant.D, call.variant.H
     grad_output = grad_output.contiguous()
     h0 = of.zeros_or_copy(h0, H, of.dtype)
@@ -434,14 +433,14 @@ def _gradients(
     grad_state: Tensor,
     wanted: Sequence[bool],
 ) -> list[Tensor | None]:
-    """Those of input, h0 and the parameters, but for their dtypes; None where not wanted."""
+    """Gradients of input, h0 and the parameters, not yet in their dtypes; None if not wanted."""
     of, D, H = call.sequences, call.variant.D, call.variant.H
     x = masked(input, of.valid).flatten(0, 1)
     before = of.before(output, h0)
     of_input, of_hidden = grads[..., : 3 * H], grads[..., H:]
     grad_input = None
     if wanted[0]:
-        # n, r, z, as the gradients have it.
+        # n, r, z: the order of the gradients.
         weights = of.weight_ih.unflatten(0, (D, 3, H)).roll(1, 1).flatten(1, 2)
         grad_input = of.tokens(of_input, 0) @ weights[0]
         for d in range(1, D):
@@ -459,12 +458,12 @@ def _gradients(
 
 
 def _as_in_weights(t: Tensor) -> Tensor:
-    """From n, r, z to r, z, n."""
+    """Reorders gates from n, r, z to r, z, n."""
     return t.unflatten(0, (3, -1)).roll(-1, 0).flatten(0, 1)
 
 
 class _Call:
-    """A call of the operator in the kernels' terms."""
+    """A call of the operator, converted to the kernels' arguments."""
 
     def __init__(
         self,
@@ -484,7 +483,7 @@ class _Call:
         self.one_launch = fits_one_launch(input.device, of.dtype, H, gates=3)
 
     def prepare(self, kernel: Any) -> Launch:
-        """The kernel over all units, ready to be given its arguments."""
+        """Returns the launch of a kernel over all units."""
         config: Config = (
             sequence_config(self.variant.H)
             if self.one_launch
@@ -495,7 +494,7 @@ class _Call:
 
 
 def _bias(of: Sequences, given: list[Parameters], H: int) -> Tensor | None:
-    """(D, 4·H), of n, r, z and k."""
+    """(D, 4·H): the biases of n, r, z and k."""
     from_input = stack([p.bias_ih for p in given], of.wide)
     from_hidden = stack([p.bias_hh for p in given], of.wide)
     if from_input is None and from_hidden is None:

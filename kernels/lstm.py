@@ -1,16 +1,16 @@
 """The LSTM over a whole sequence, one layer in one or two directions, forward and backward, in
 Triton.
 
-The formulas are those at the head of ``trifuse/reference/lstm.py``; how they are spread over
-launches is said at the head of ``trifuse/kernels/recurrent.py``. Beside that:
+The formulas are at the head of ``trifuse/reference/lstm.py``; how they are spread over launches is
+at the head of ``trifuse/kernels/recurrent.py``. In addition:
 
-- With a projection, a step is two products and two kernels, and always a launch by itself.
-- With layer normalisation a program holds whole rows, else a tile of any of their units.
-- Without saved gates (``recompute``), the backward first puts the preactivations where their
-  gradients are to stand, by two products over all tokens, and each step overwrites its own. With
-  layer normalisation W_hh h is there in the same way.
-- Gradients of peepholes and of the norms within the cell are sums over steps and rows. Programs add
-  them up step by step, each in memory of its own, in runs of steps.
+- With a projection a step is two products and two kernels, always launched step by step.
+- With layer normalisation a program owns whole rows, otherwise a tile of rows and units.
+- Without saved gates (``recompute``) the backward first computes the preactivations of all tokens
+  by two products, in the tensor of their gradients, where each step overwrites its own. With layer
+  normalisation, W_hh h has a tensor of its own that is used in the same way.
+- Gradients of the peepholes and of the norms of W_hh h and c are sums over steps and rows. Each
+  program adds up its share in memory, step by step, in runs of steps.
 """
 
 from __future__ import annotations
@@ -52,18 +52,18 @@ from trifuse.kernels.recurrent import (
 from trifuse.reference import philox
 from trifuse.reference.lstm import Parameters, by_direction, clipped_columns, masked
 
-# Steps whose gradients of vectors are added up as one chain.
+# Number of steps whose vector gradients are summed as one chain.
 RUN = tl.constexpr(32)
 
 # What kernels are given --------------------------------------------------------------------------
 
 
 class Inputs(NamedTuple):
-    """What both passes read; None where the call has none. Vectors are in the accumulation dtype:
-    float32, or float64 for float64."""
+    """Tensors that both passes read; None if the call has none. Vectors are in the accumulation
+    dtype: float32, or float64 for float64."""
 
     lengths: Tensor | None  # (B,) int64
-    seed: Tensor | None  # (1,) int64, if zoneout draws
+    seed: Tensor | None  # (1,) int64, for zoneout in training
     dropout: Tensor | None  # (D, B, R): the recurrent dropout's multipliers
     bias: Tensor | None  # (D, G, H): both biases and the forget bias
     peephole: Tensor | None  # (D, P, H)
@@ -73,7 +73,7 @@ class Inputs(NamedTuple):
 
 
 class State(NamedTuple):
-    """What one step hands to the next."""
+    """The state that one step passes to the next."""
 
     h: Tensor  # (D, B, R)
     operand: Tensor | None  # (D, B, R): h after recurrent dropout, if there is any
@@ -81,37 +81,37 @@ class State(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """What the forward keeps for the backward; None where it doesn't."""
+    """Results that the forward saves for the backward; None if not saved."""
 
     gates: Tensor | None  # (D, T, B, G, H): i, f, g, o; with coupled i, g, o
     cells: Tensor | None  # (D, T, B, H): c_t
-    clipped: Tensor | None  # bool (D, T, B, H) where c is clipped, and R more where h is
+    clipped: Tensor | None  # bool (D, T, B, ...): H columns if c has a clip, then R if h has one
 
 
 class Gradients(NamedTuple):
-    """What the backward carries from a step to the one before, and what it writes.
+    """Gradients that the backward carries from step to step (h, c) or writes for all tokens.
 
-    Both tensors over all tokens hold at first what the step is computed again from.
+    The latter may first hold products of the forward, which each step reads and overwrites.
     """
 
-    h: Tensor  # (D, B, R), in the accumulation dtype: but for what comes through the product
+    h: Tensor  # (D, B, R), in the accumulation dtype, without the part through W_hh
     c: Tensor  # (D, B, H), in the accumulation dtype
-    gates: Tensor  # (T, B, D, G, H): of the preactivations; at first these, if none were saved
-    hidden: Tensor | None  # likewise, with layer norm: of W_hh h, and at first W_hh h itself
+    gates: Tensor  # (T, B, D, G, H): of the preactivations; with recompute, first their products
+    hidden: Tensor | None  # with layer norm, the same shape: of W_hh h; first W_hh h itself
 
 
 class Past(NamedTuple):
-    """What the backward knows of the forward."""
+    """Results of the forward that the backward reads."""
 
     saved: Saved
     c0: Tensor  # (D, B, H), in the accumulation dtype
 
 
 class Shares(NamedTuple):
-    """Gradients of vectors, by row block of the backward; None where there are none.
+    """Gradients of vectors, per row block of the backward; None if the call has no such vector.
 
-    Of each vector there are two numbers to be added up: of the run of steps that is under way, and
-    of those before it.
+    The dimension of 2 holds two sums that are added at the end: that of the current run of steps,
+    and that of all runs before it.
     """
 
     peephole: Tensor | None  # (D, row blocks, P, 2, H)
@@ -120,29 +120,29 @@ class Shares(NamedTuple):
 
 
 class Variant(NamedTuple):
-    """What a kernel is compiled for, besides which tensors there are."""
+    """Compile-time parameters of a kernel, besides which tensors are None."""
 
     H: int
-    R: int  # what h has: H, or the projection's
+    R: int  # size of h: H, or the size of the projection
     D: int  # directions
     G: int  # gates: 4, or 3 where coupled
     reverse: int  # bit d: direction d reads rows from their ends
     coupled: bool
     projected: bool
     training: bool
-    recompute: bool  # of the backward: gates weren't saved
+    recompute: bool  # in the backward: gates weren't saved
     cell_clip: float
     proj_clip: float
     eps: float
-    clip_columns: int  # of what says what was clipped
+    clip_columns: int  # columns of Saved.clipped
     zoneout_h: float
     zoneout_c: float
-    threshold_h: int  # of zoneout_h, as random bits are compared with it
+    threshold_h: int  # zoneout_h as the threshold of random 16-bit values
     threshold_c: int
 
 
 class Gates(NamedTuple):
-    """Something of each of the four gates. With ``coupled``, f follows from i."""
+    """A value for each of the four gates. With ``coupled``, f follows from i."""
 
     i: Any
     f: Any
@@ -156,14 +156,14 @@ class Gates(NamedTuple):
 @triton.jit
 def _clip(x, limit: tl.constexpr):
     if limit < INF:
-        # NaN passes.
+        # NaN stays NaN.
         x = tl.where(x > limit, limit, tl.where(x < -limit, -limit, x))
     return x
 
 
 @triton.jit
 def _normalise(x, inside, N: tl.constexpr, eps: tl.constexpr):
-    """Rows of N elements with mean 0 and variance 1, and by what they were multiplied."""
+    """Returns rows of N elements with mean 0 and variance 1, and their rstd."""
     mean = tl.sum(tl.where(inside, x, 0.0), 1)[:, None] / N
     x = tl.where(inside, x - mean, 0.0)
     rstd = 1.0 / tl.sqrt(tl.sum(x * x, 1)[:, None] / N + eps)
@@ -172,7 +172,7 @@ def _normalise(x, inside, N: tl.constexpr, eps: tl.constexpr):
 
 @triton.jit
 def _normalise_backward(grad, n, rstd, N: tl.constexpr):
-    """``grad`` is 0 outside, as n is."""
+    """``grad`` and n must be 0 outside a row's N elements."""
     mean = tl.sum(grad, 1)[:, None] / N
     mean_n = tl.sum(grad * n, 1)[:, None] / N
     return rstd * (grad - mean - n * mean_n)
@@ -183,7 +183,7 @@ def _normalise_backward(grad, n, rstd, N: tl.constexpr):
 
 @triton.jit
 def _load_gates(pointers, inside, variant: tl.constexpr, dtype: tl.constexpr):
-    """From pointers to those of the first gate."""
+    """Loads all gates. ``pointers`` point to the first."""
     i = load(pointers, inside, dtype)
     g = load(pointers + (variant.G - 2) * variant.H, inside, dtype)
     o = load(pointers + (variant.G - 1) * variant.H, inside, dtype)
@@ -225,7 +225,7 @@ def _where_gates(condition, x):
 
 @triton.jit
 def _sum_gates(x, variant: tl.constexpr):
-    """(block.rows, 1): over all units of all gates."""
+    """(block.rows, 1): the sum over all units of all gates."""
     total = x.i + x.g + x.o
     if not variant.coupled:
         total += x.f
@@ -261,7 +261,7 @@ def _normalise_gates_backward(grad, n, rstd, variant: tl.constexpr):
 
 @triton.jit
 def _load_vector(vectors, number, tile, N: tl.constexpr, dtype: tl.constexpr):
-    """(1, block.columns): one of several vectors of N elements."""
+    """Loads (1, block.columns) of vector ``number``; vectors have N elements."""
     return load(vectors + number * N + tile.column, tile.column < N, dtype)
 
 
@@ -273,7 +273,7 @@ def _load_peephole(inputs, k: tl.constexpr, tile, variant: tl.constexpr, dtype: 
 
 @triton.jit
 def _load_of_gates(vectors, tile, variant: tl.constexpr, dtype: tl.constexpr):
-    """Each (1, block.columns), from (D, G, H)."""
+    """Loads a vector for each gate, (1, block.columns), from (D, G, H)."""
     pointers = vectors + tile.d * (variant.G * variant.H) + tile.column
     return _load_gates(pointers, tile.column < variant.H, variant, dtype)
 
@@ -298,7 +298,7 @@ def _keep(inputs, tile, at, CELL: tl.constexpr, variant: tl.constexpr, block: tl
 def _zoneout(
     new, old, inputs, tile, at, CELL: tl.constexpr, variant: tl.constexpr, block: tl.constexpr
 ):
-    """Of c (CELL) or of h."""
+    """Applies zoneout to c (CELL) or h."""
     p: tl.constexpr = variant.zoneout_c if CELL else variant.zoneout_h
     if p > 0:
         if variant.training:
@@ -312,7 +312,7 @@ def _zoneout(
 def _zoneout_backward(
     grad, inputs, tile, at, CELL: tl.constexpr, variant: tl.constexpr, block: tl.constexpr
 ):
-    """The gradients of the new state and of the old."""
+    """Returns the gradients of the new and of the old state."""
     p: tl.constexpr = variant.zoneout_c if CELL else variant.zoneout_h
     if p == 0:
         new = grad
@@ -329,7 +329,7 @@ def _zoneout_backward(
 
 @triton.jit
 def _cell(a, c, inputs, tile, variant: tl.constexpr):
-    """The gates, and u of the formula."""
+    """Returns the gates, and u of the formula."""
     dtype: tl.constexpr = c.dtype
     a_i = a.i
     a_f = a.f
@@ -353,7 +353,7 @@ def _cell(a, c, inputs, tile, variant: tl.constexpr):
 
 @triton.jit
 def _normalise_cell(c, inputs, tile, inside, variant: tl.constexpr):
-    """What tanh is taken of; also c normalised, and by what it was multiplied."""
+    """Returns the argument of tanh, the normalised c, and its rstd."""
     if inputs.norm_cell_weight is None:
         value = c
         n = c
@@ -372,7 +372,7 @@ def _normalise_cell(c, inputs, tile, inside, variant: tl.constexpr):
 
 @triton.jit
 def _cell_forward(x, v, c, saved, inputs, tile, at, variant: tl.constexpr, block: tl.constexpr):
-    """m and the next c, from what came of x to the gates, what came of h, and c."""
+    """Returns m and the next c from the gates' W_ih x (here x), their W_hh h (here v), and c."""
     dtype: tl.constexpr = c.dtype
     inside = at.runs & (tile.column < variant.H)
     if inputs.norm_hh is not None:
@@ -405,7 +405,7 @@ def _from_input(products, tile, at, variant: tl.constexpr, dtype: tl.constexpr):
 
 @triton.jit
 def _hidden_forward(new, h, out, inputs, tile, at, variant: tl.constexpr, block: tl.constexpr):
-    """The next h in its dtype, from the new one and the last; writes the output."""
+    """Returns the next h in its dtype, from the new h and the last h; writes the output."""
     wide = _zoneout(new, h.to(new.dtype), inputs, tile, at, False, variant, block)
     h = tl.where(at.runs, round_to(wide, h.dtype), h)
     inside = tile.exists & (tile.column < variant.R)
@@ -416,7 +416,7 @@ def _hidden_forward(new, h, out, inputs, tile, at, variant: tl.constexpr, block:
 
 @triton.jit
 def _drop(h, inputs, tile, variant: tl.constexpr):
-    """h as the recurrent weights see it."""
+    """Returns h after the recurrent dropout, as W_hh multiplies it."""
     if inputs.dropout is not None:
         inside = tile.exists & (tile.column < variant.R)
         dropout = tl.load(inputs.dropout + of_state(tile, variant.R), inside, other=0.0)
@@ -439,10 +439,10 @@ def _hidden_step(new, out, state, inputs, tile, at, variant: tl.constexpr, block
 def lstm_forward_step_kernel(
     step,
     from_hidden,  # (D, B, G, H): W_hh h
-    products,  # (T, B, D, G, H): W_ih x, normalised if the call normalises
+    products,  # (T, B, D, G, H): W_ih x, after layer norm if there is any
     state,
     out,  # (T, B, D, R)
-    hidden,  # (D, B, H): m, for a projection to follow; else None
+    hidden,  # (D, B, H): m, if a projection follows; else None
     saved,
     inputs,
     T,
@@ -450,15 +450,15 @@ def lstm_forward_step_kernel(
     variant: tl.constexpr,
     block: tl.constexpr,
 ):
-    """A step but for the products.
+    """One step, without its products.
 
-    A program owns block.rows rows and block.columns units of one direction, with layer norm all of
-    them. It reads what came from x and from h to each of their gates, and c; it writes c and h (or
-    m), the output, and the gates and c that are kept.
+    A program owns block.rows rows and block.columns units of one direction (all units with layer
+    norm). It reads W_ih x and W_hh h for each of their gates, and c and h; it writes c and h (or
+    m), the output, and the gates and c that are saved.
 
-    Floor: 2 · G numbers a unit read and G written, in the dtype of the input; c, of 4 bytes, read
-    and written twice; h written twice. All but the products of x and what is kept for the backward
-    stays in the L2 cache, so what counts is the time from launch to launch.
+    Floor: per unit 2 · G numbers read and G written in the dtype of the input; c, of 4 bytes, read
+    once and written twice; h likewise. All but W_ih x and what is saved stays in the L2 cache, so a
+    step is bound by the time from launch to launch.
     """
     tile = make_tile(tl.program_id(0), inputs.lengths, T, B, block)
     at = make_step(tile, step, variant.reverse)
@@ -479,7 +479,7 @@ def lstm_forward_step_kernel(
 
 @triton.jit
 def _of_clipped_h(clipped, tile, at, variant: tl.constexpr):
-    """Pointers to what says whether h was clipped."""
+    """Pointers to the elements of ``clipped`` for h."""
     first: tl.constexpr = variant.clip_columns - variant.R
     return clipped + of_saved(tile, at.t, variant.clip_columns) + first
 
@@ -497,10 +497,10 @@ def lstm_forward_projection_kernel(
     variant: tl.constexpr,
     block: tl.constexpr,
 ):
-    """The rest of a step after the projection: a program owns block.rows rows and block.columns
+    """The rest of a step after the projection. A program owns block.rows rows and block.columns
     units of h.
 
-    Floor: W_hr m and h read, h written twice; from launch to launch, as the kernel before.
+    Floor: W_hr m and h read, h written twice; bound by the time from launch to launch, as above.
     """
     tile = make_tile(tl.program_id(0), inputs.lengths, T, B, block)
     at = make_step(tile, step, variant.reverse)
@@ -528,8 +528,8 @@ def _load_weights(weight_hh, tile, variant: tl.constexpr, block: tl.constexpr):
 @triton.jit(do_not_specialize=["T", "B"])
 def lstm_forward_sequence_kernel(
     weight_hh,  # (D, G, H, H)
-    products,  # (T, B, D, G, H): W_ih x, normalised if the call normalises
-    state,  # what the sequence begins with, and what it ends with
+    products,  # (T, B, D, G, H): W_ih x, after layer norm if there is any
+    state,  # the initial state, replaced by the final state
     out,  # (T, B, D, H)
     saved,
     inputs,
@@ -538,15 +538,15 @@ def lstm_forward_sequence_kernel(
     variant: tl.constexpr,
     block: tl.constexpr,
 ):
-    """All steps. A program owns block.rows rows of one direction, whole.
+    """All steps. A program owns block.rows whole rows of one direction.
 
-    It reads the weights once and keeps them in shared memory; h and c stay in registers. Of each
-    step it reads what came from x and writes the output and what is kept for the backward, as long
-    as one of its rows runs; then it only writes zeros.
+    It reads the weights once and keeps them in shared memory; h and c stay in registers. While one
+    of its rows runs, it reads W_ih x of each step and writes the output and what the backward
+    needs; after that it only writes zeros.
 
     Floor: per step and program, G · block.columns² · block.rows multiplications on one
-    multiprocessor's matrix unit, and the latency of one such product and of a row's sum if it
-    normalises.
+    multiprocessor's matrix unit, and the latency of one such product and, with layer norm, of the
+    sum of a row.
     """
     tile = make_tile(tl.program_id(0), inputs.lengths, T, B, block)
     dtype: tl.constexpr = state.c.dtype.element_ty
@@ -558,7 +558,7 @@ def lstm_forward_sequence_kernel(
     longest = longest_row(tile)
     for step in tl.range(0, longest, num_stages=1):
         at = make_step(tile, step, variant.reverse)
-        # Before the products, so that they hide its latency.
+        # Loaded before the products, which hide its latency.
         x = _from_input(products, tile, at, variant, dtype)
         operand = _drop(h, inputs, tile, variant)
         zeros = tl.full((block.rows, block.columns), 0.0, dtype)
@@ -604,7 +604,7 @@ def lstm_dropout_kernel(
 
 
 class Recalled(NamedTuple):
-    """A step of the forward, as the backward needs it."""
+    """A step of the forward, loaded or recomputed for the backward."""
 
     gates: Gates
     c: Any  # c_{t-1}
@@ -652,7 +652,7 @@ def _recall(past, grads, inputs, tile, at, variant: tl.constexpr):
 
 @triton.jit
 def _accumulate(shares, number, values, tile, at, H: tl.constexpr, block: tl.constexpr):
-    """Adds up ``values`` over the rows that run, in the program's own place."""
+    """Adds the sum of ``values`` over the rows that run to vector ``number`` of ``shares``."""
     column = tile.first_column + tl.arange(0, block.columns)
     pointers = shares + number * (2 * H) + column
     run = tl.load(pointers, column < H, other=0.0) + tl.sum(tl.where(at.runs, values, 0.0), 0)
@@ -675,9 +675,9 @@ def _accumulate_gates(shares, number, values, tile, at, variant: tl.constexpr, b
 def _cell_backward(
     dm, dc, past, grads, shares, inputs, tile, at, variant: tl.constexpr, block: tl.constexpr
 ):
-    """The gradient of what came from h, and of c_{t-1}; writes those of the preactivations.
+    """Returns the gradients of W_hh h and of c_{t-1}; writes the gradients of the preactivations.
 
-    dm is 0 for rows that don't run, and so are the gradients of their gates; their dc stays.
+    In rows that don't run, dm and the gradients of the gates are 0, and dc stays the same.
     """
     dtype: tl.constexpr = dc.dtype
     inside = at.runs & (tile.column < variant.H)
@@ -741,10 +741,10 @@ def _cell_backward(
 def _hidden_backward(
     dh, through, grad_out, inputs, tile, at, variant: tl.constexpr, block: tl.constexpr
 ):
-    """The gradients of the new h and of h_{t-1}, but for what goes through the products.
+    """Returns the gradient of the new h, and that of h_{t-1} without its part through W_hh.
 
-    ``through`` is what came through those of the next step: 0 for a row that doesn't have it. The
-    gradient of a row that doesn't run waits in dh.
+    ``through`` is the part through W_hh from the next step: 0 for a row without that step. In a row
+    that doesn't run, dh is kept.
     """
     inside = at.runs & (tile.column < variant.R)
     if inputs.dropout is not None:
@@ -772,23 +772,23 @@ def _hidden_backward_step(
 @triton.jit(do_not_specialize=["step", "T", "B"])
 def lstm_backward_projection_kernel(
     step,
-    through,  # (D, B, R): the gradient of h that came through the products of the next step
+    through,  # (D, B, R): the gradient of h through the product of the next step
     grad_out,  # (T, B, D, R)
     past,
     grads,
     operand,  # (D, B, R): the gradient of W_hr m
-    grad_projected,  # (D, T, B, R): that of all steps
+    grad_projected,  # (D, T, B, R): the gradient of W_hr m for all steps
     inputs,
     T,
     B,
     variant: tl.constexpr,
     block: tl.constexpr,
 ):
-    """From the gradient of h to that of W_hr m. A program owns block.rows rows and block.columns
+    """Turns the gradient of h into that of W_hr m. A program owns block.rows rows and block.columns
     units of h.
 
-    Floor: three tensors of the size of h read and two written in the dtype of the input, and one
-    both in 4 bytes; from launch to launch, as in the forward.
+    Floor: two tensors of the size of h read and two written in the dtype of the input, and one of 4
+    bytes read and written; bound by the time from launch to launch, as in the forward.
     """
     tile = make_tile(tl.program_id(0), inputs.lengths, T, B, block)
     at = make_step(tile, step, variant.reverse)
@@ -805,7 +805,7 @@ def lstm_backward_projection_kernel(
 @triton.jit(do_not_specialize=["step", "T", "B"])
 def lstm_backward_step_kernel(
     step,
-    through,  # (D, B, H): the gradient of m; without a projection as in the kernel before
+    through,  # (D, B, H): the gradient of m; without a projection as in the kernel above
     grad_out,  # (T, B, D, R)
     past,
     grads,
@@ -817,14 +817,14 @@ def lstm_backward_step_kernel(
     variant: tl.constexpr,
     block: tl.constexpr,
 ):
-    """A step back but for the products.
+    """One step of the backward, without its products.
 
-    A program owns block.rows rows and block.columns units of one direction, with layer norm all of
-    them. It reads their gates, c before and after, and the gradients of h (or m) and c; it writes
-    the gradients of the preactivations, twice, and of c and h.
+    A program owns block.rows rows and block.columns units of one direction (all units with layer
+    norm). It reads their gates, c before and after the step, and the gradients of h (or m) and c;
+    it writes the gradients of the preactivations, twice, and of c and h.
 
-    Floor: G numbers a unit read and 2 · G written in the dtype of the input, four of 4 bytes read
-    and two written; from launch to launch, as in the forward.
+    Floor: per unit G + 2 numbers read and 2 · G written in the dtype of the input, four of 4 bytes
+    read and two written; bound by the time from launch to launch, as in the forward.
     """
     tile = make_tile(tl.program_id(0), inputs.lengths, T, B, block)
     at = make_step(tile, step, variant.reverse)
@@ -855,10 +855,10 @@ def lstm_backward_sequence_kernel(
     variant: tl.constexpr,
     block: tl.constexpr,
 ):
-    """All steps, back. A program owns block.rows rows of one direction, whole, and keeps the
-    weights as that of the forward does; the gradients of h and c stay in registers.
+    """All steps, backwards. A program owns block.rows whole rows of one direction and keeps the
+    weights as in the forward; the gradients of h and c stay in registers.
 
-    Floor: as in the forward, with the gates read as well as written.
+    Floor: as in the forward, plus reading the gates.
     """
     tile = make_tile(tl.program_id(0), inputs.lengths, T, B, block)
     dtype: tl.constexpr = grads.c.dtype.element_ty
@@ -887,7 +887,7 @@ def lstm_backward_sequence_kernel(
             through = dot(round_to(dv.f, narrow), w.f, through)
         through = dot(round_to(dv.g, narrow), w.g, through)
         through = dot(round_to(dv.o, narrow), w.o, through)
-        # A share may be read by another thread than the one that wrote it a step before.
+        # The thread that reads a share may not be the one that wrote it in the step before.
         tl.debug_barrier()
     if inputs.dropout is not None:
         through *= tl.load(inputs.dropout + offsets, inside, other=0.0)
@@ -906,10 +906,11 @@ def lstm_hidden_kernel(
     variant: tl.constexpr,
     block: tl.constexpr,
 ):
-    """m of all steps, for the gradient of the projection. A program owns block.rows rows and
-    block.columns units of one step, with layer norm all of them.
+    """Computes m of all steps, for the gradient of the projection. A program owns block.rows rows
+    and block.columns units of one step (all units with layer norm).
 
-    Floor: G numbers a unit read and one written in the dtype of the input, two of 4 bytes read.
+    Floor with recompute: per unit G numbers read and one written in the dtype of the input, two of
+    4 bytes read. With saved gates and without zoneout of c, only o and c are read.
     """
     blocks = tl.cdiv(B, block.rows)
     program = tl.program_id(0)
@@ -936,8 +937,8 @@ def lstm_forward(
     seed: Tensor | None,
     *options: Any,
 ) -> tuple[Tensor, ...]:
-    """Arguments and results of the op ``lstm_forward``. float64 is there to check the formulas by:
-    it is slow, and knows no layer norm."""
+    """Implements the op ``lstm_forward``. float64 is for checking the formulas: it is slow, and
+    does not support layer norm."""
     *call_options, save = options
     with torch.cuda.device_of(input):
         call = _Call(input, parameters, lengths, seed, *call_options)
@@ -1001,7 +1002,7 @@ def lstm_backward(
     clipped: Tensor,
     *options: Any,
 ) -> list[Tensor]:
-    """Arguments and results of the op ``lstm_backward``."""
+    """Implements the op ``lstm_backward``."""
     *call_options, wanted = options
     recompute = gates.dim() == 1
     H = cells.shape[-1]
@@ -1058,7 +1059,7 @@ def _check_backward(
     reverse: Sequence[bool],
     coupled: bool,
 ) -> None:
-    """That what a backward is handed is still of one call."""
+    """Raises ValueError unless the tensors of a backward still fit one call."""
     (T, B, features), D, G = input.shape, len(reverse), 3 if coupled else 4
     R = output.shape[-1] // D
     gates = (G * H,)
@@ -1075,7 +1076,7 @@ def _check_backward(
 
 
 def _rebuilt(call: _Call, x: Tensor, hd: Tensor) -> tuple[Tensor, Tensor | None]:
-    """``gates`` and ``hidden`` of Gradients, with what the steps begin with there."""
+    """Returns ``gates`` and ``hidden`` of Gradients, with the products that the steps read."""
     variant, of = call.variant, call.sequences
     shape = (call.T, call.B, variant.D, variant.G * variant.H)
     gates = call.normalised(of.products(x)) if variant.recompute else x.new_empty(shape)
@@ -1127,7 +1128,7 @@ def _gradients(
     projection: tuple[Tensor, Tensor] | None,
     wanted: Sequence[bool],
 ) -> list[Tensor | None]:
-    """Those of input, h0, c0 and the parameters, but for their dtypes; None where not wanted."""
+    """Gradients of input, h0, c0 and parameters, not yet in their dtypes; None if not wanted."""
     of, of_input = call.sequences, grads.gates
     of_norms: Sequence[Tensor | None] = [None] * call.variant.D
     if call.norms[0] is not None:
@@ -1164,14 +1165,14 @@ def _gradients(
 
 
 def _added_up(shares: Tensor) -> Tensor:
-    """Over row blocks, the first dimension, and over runs of steps, the last but one."""
+    """Sums over row blocks, the first dimension, and over runs of steps, the last but one."""
     return shares[..., 1, :].sum(0) + shares[..., 0, :].sum(0)
 
 
 def _normalised_backward(
     call: _Call, grad: Tensor, products: Tensor
 ) -> tuple[Tensor, list[Tensor]]:
-    """Gradients of ``products`` (T, B, D, G·H), which ``_Call.normalised`` takes, and the gains."""
+    """Gradients of ``_Call.normalised``: of ``products`` (T, B, D, G·H) and of the gains."""
     of_products, of_gains = [], []
     for d, gain in enumerate(call.norms):
         x, eps, vectors = products[:, :, d], call.variant.eps, (gain, None, None, None)
@@ -1188,7 +1189,7 @@ def _normalised_backward(
 
 
 class _Call:
-    """A call of the operator in the kernels' terms."""
+    """A call of the operator, converted to the kernels' arguments."""
 
     def __init__(
         self,
@@ -1285,12 +1286,12 @@ class _Call:
         )
 
     def add_through(self, grads: Gradients, through: Tensor) -> None:
-        """Completes the gradient of h0: what came through the product of the first step."""
+        """Completes the gradient of h0 with the part through the product of the first step."""
         dropout = self.inputs.dropout
         grads.h.add_(through if dropout is None else through * dropout)
 
     def prepare(self, kernel: Any, columns: int, steps: int = 1) -> Launch:
-        """The kernel over so many units, ready to be given its arguments."""
+        """Returns the launch of a kernel over that many units."""
         config = self._config(columns)
         grid = self.sequences.grid(config, columns, steps)
         return Launch(kernel, grid, config, self.variant)
@@ -1302,7 +1303,7 @@ class _Call:
 
 
 def _bias(of: Sequences, given: list[Parameters], forget_bias: float) -> Tensor | None:
-    """(D, G·H): both biases and the forget bias, which coupled gates don't have."""
+    """(D, G·H): the sum of both biases and the forget bias, which is 0 with coupled gates."""
     vectors = [[v for v in (p.bias_ih, p.bias_hh) if v is not None] for p in given]
     if not vectors[0] and forget_bias == 0:
         return None

@@ -1,20 +1,20 @@
-"""What the kernels of the recurrent operators, LSTM and GRU, share.
+"""Parts that the kernels of the recurrent operators, LSTM and GRU, share.
 
-What comes from the input is one matrix product over all tokens, and so are the gradients of input
-and weights; only what goes through h is done step by step. There are two ways of doing that:
+W_ih x is one matrix product over all tokens, and so are the gradients of input and weights. Only
+the recurrence through h is computed step by step, in one of two ways:
 
 - *Step by step*, for any sizes: at each step torch multiplies h by the recurrent weights, and one
   kernel does all the rest. Both directions share every launch.
 - *A whole sequence in one launch*, where a direction's recurrent weights fit into the shared memory
-  of a multiprocessor: a program owns a block of rows from the first step to the last, keeps the
-  weights beside it and the states in registers. See ``fits_one_launch`` for the rule.
+  of a multiprocessor: a program owns a block of rows from the first step to the last and keeps the
+  weights in shared memory and the states in registers. See ``fits_one_launch`` for the rule.
 
-The pieces of a step are functions that both ways call. Lengths stay on the device: a row that has
-ended runs along and changes nothing but its outputs, which become 0. Nothing waits for the host,
-so that a call can be captured into a CUDA graph.
+The parts of a step are functions that both ways call. Lengths stay on the device: a row that has
+ended stays in the tile, but only writes zeros to its outputs. Nothing waits for the host, so a call
+can be captured into a CUDA graph.
 
-The backward writes the gradients of the gates' preactivations over all steps into one tensor, from
-which the products make those of the weights. There are no atomics: results repeat bit for bit.
+The backward writes the gradients of the gates' preactivations at all steps into one tensor, from
+which matrix products give the weights' gradients. There are no atomics: results repeat bit for bit.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Block(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """Where a program is: rows of the batch by units of one direction."""
+    """The tile of a program: rows of the batch by units of one direction."""
 
     T: Any
     B: Any
@@ -53,17 +53,17 @@ class Tile(NamedTuple):
     first_column: Any
     row: Any  # (block.rows, 1), int64
     column: Any  # (1, block.columns)
-    exists: Any  # (block.rows, 1): whether there is such a row
-    length: Any  # (block.rows, 1), int32: its steps
+    exists: Any  # (block.rows, 1): whether the batch has that row
+    length: Any  # (block.rows, 1), int32: the number of steps of the row
 
 
 class Step(NamedTuple):
-    """A step of each row of a tile, (block.rows, 1)."""
+    """One step of a tile. Fields are (block.rows, 1), but for ``number``."""
 
     number: Any  # the same for all rows
-    t: Any  # int64, the position; past its length a row has its zeros to write at that of the step
+    t: Any  # int64, the position; past a row's length the step's number, where it writes zeros
     runs: Any  # whether the row has that step
-    begun: Any  # whether it isn't the first
+    begun: Any  # whether it isn't the row's first step
     before: Any  # int64, the position of the step before
 
 
@@ -72,16 +72,16 @@ class Step(NamedTuple):
 
 @triton.jit
 def sigmoid(x):
-    """Without overflow, and with a small relative error at both ends."""
+    """Never overflows, and has a small relative error at both ends."""
     e = tl.exp(-tl.abs(x))
     return tl.where(x >= 0, 1.0, e) / (1.0 + e)
 
 
 @triton.jit
 def tanh(x):
-    """With a small relative error everywhere, float64 included.
+    """Has a small relative error everywhere, also in float64.
 
-    Up to 1/2 it is Lambert's continued fraction (1768), x / (1 + x² / (3 + x² / (5 + …))), broken
+    Below 1/2 it is Lambert's continued fraction (1768), x / (1 + x² / (3 + x² / (5 + …))), cut
     off after 15: there, the next term is less than 1e-18 of the result.
     """
     e = tl.exp(-2.0 * tl.abs(x))
@@ -97,7 +97,7 @@ def tanh(x):
 
 @triton.jit
 def load(pointers, inside, dtype: tl.constexpr):
-    """0 outside."""
+    """Loads as ``dtype``, 0 outside."""
     return tl.load(pointers, mask=inside, other=0.0).to(dtype)
 
 
@@ -108,7 +108,7 @@ def store(pointers, values, inside):
 
 @triton.jit
 def load_weights(weight_hh, number, tile, H: tl.constexpr, G: tl.constexpr, block: tl.constexpr):
-    """One gate's of (D, G, H, H): (units of the gate, units of h), 0 outside."""
+    """Loads one gate's matrix from (D, G, H, H): (units of the gate, units of h), 0 outside."""
     unit = tl.arange(0, block.columns)[:, None]
     pointers = weight_hh + ((tile.d * G + number) * H + unit) * H + tile.column
     return tl.load(pointers, (unit < H) & (tile.column < H), other=0.0)
@@ -135,7 +135,7 @@ def make_tile(block_row, lengths, T, B, block: tl.constexpr):
 
 @triton.jit
 def make_step(tile, step, reverse: tl.constexpr):
-    """``reverse``: bit d says that direction d reads rows from their ends."""
+    """``reverse``: bit d is set if direction d reads rows from their last step to the first."""
     runs = step < tile.length
     backwards = ((reverse >> tile.d) & 1) != 0
     t = tl.where(backwards & runs, tile.length - 1 - step, step).to(tl.int64)
@@ -149,7 +149,7 @@ def longest_row(tile):
 
 @triton.jit
 def of_state(tile, N: tl.constexpr):
-    """Offsets into (D, B, N). These three are int64: a tensor may pass 2³¹ elements."""
+    """Offsets into (D, B, N). Like those below they are int64: a tensor may pass 2³¹ elements."""
     return (tile.d * tile.B + tile.row) * N + tile.column
 
 
@@ -175,16 +175,16 @@ class Config(NamedTuple):
     num_warps: int
 
 
-# Units of h, at most, if a program is to hold the recurrent weights. In 16 bits they lie in shared
-# memory, 128 KiB for an LSTM of 128 units. In float32, which no matrix unit multiplies exactly,
-# threads multiply from registers: twice as many as 32 units spill.
+# Most units of h for which a program can hold the recurrent weights. In 16 bits the weights lie in
+# shared memory, 128 KiB for an LSTM of 128 units. In float32, which no matrix unit multiplies
+# exactly, threads multiply from registers: with 64 units these spill.
 _MAX_UNITS = {torch.bfloat16: 128, torch.float16: 128, torch.float32: 32}
-_EXCHANGE = 24 * 1024  # bytes of shared memory that a program needs beside them
+_EXCHANGE = 24 * 1024  # bytes of shared memory that a program needs beside the weights
 
 
 def step_config(B: int, columns: int, whole_rows: bool = False) -> Config:
-    """For ``columns`` units. A thread has 4 elements, 16 bytes of float32, or more in whole rows of
-    over 2048 units. A step's work is little, so tiles are small, for many programs to share it."""
+    """For a step of ``columns`` units. A thread has 4 elements, 16 bytes of float32; more if whole
+    rows exceed 2048 units. A step has little work, so small tiles spread it over many programs."""
     width = max(triton.next_power_of_2(columns), 8)
     if whole_rows:
         return Config(Block(1, width), min(max(width // 128, 1), 16))
@@ -194,16 +194,16 @@ def step_config(B: int, columns: int, whole_rows: bool = False) -> Config:
 
 
 def sequence_config(H: int) -> Config:
-    """16 rows are what a matrix unit takes."""
+    """For a whole sequence in one launch. A matrix unit takes 16 rows."""
     columns = max(triton.next_power_of_2(H), 16)
     return Config(Block(16, columns), 4 if columns <= 32 else 8)
 
 
 def fits_one_launch(device: torch.device, dtype: torch.dtype, H: int, gates: int) -> bool:
-    """Whether one program can hold a direction's recurrent weights.
+    """Returns whether one program can hold a direction's recurrent weights.
 
-    If it can, that should win: a step is one small product on one multiprocessor, where two
-    launches cost microseconds each, however few rows there are. No GPU has timed it yet.
+    If it can, one launch should be faster: a step is one small product on one multiprocessor,
+    instead of two launches of microseconds each, even for few rows. Not yet timed on a GPU.
     """
     columns = sequence_config(H).block.columns
     weights = gates * columns**2 * dtype.itemsize
@@ -213,9 +213,9 @@ def fits_one_launch(device: torch.device, dtype: torch.dtype, H: int, gates: int
 @functools.cache
 def _shared_memory(device: torch.device) -> int:
     if device.type != "cuda":
-        return 1 << 30  # nothing bounds the interpreter
+        return 1 << 30  # the interpreter has no limit
     properties = torch.cuda.get_device_properties(device)
-    # What a program may ask for beyond the usual; AMD's have no such thing.
+    # The limit that a program can opt in to; AMD devices have none.
     return getattr(properties, "shared_memory_per_block_optin", properties.shared_memory_per_block)
 
 
@@ -223,7 +223,7 @@ def _shared_memory(device: torch.device) -> int:
 
 
 class Sequences:
-    """The sequences and the matrices of a call."""
+    """The sequences and the weight matrices of a call."""
 
     def __init__(
         self,
@@ -243,7 +243,7 @@ class Sequences:
         self.valid = valid_steps(self.T, lengths)
 
     def zeros_or_copy(self, t: Tensor | None, columns: int, dtype: torch.dtype) -> Tensor:
-        """(D, B, columns), contiguous."""
+        """Zeros or a copy of ``t``, (D, B, columns), contiguous."""
         if t is None:
             return self.weight_hh.new_zeros((self.D, self.B, columns), dtype=dtype)
         return t.to(dtype, copy=True, memory_format=torch.contiguous_format)
@@ -271,7 +271,7 @@ class Sequences:
         return torch.stack(results)
 
     def tokens(self, t: Tensor, d: int) -> Tensor:
-        """(T, B, D, N) of one direction as (T·B, N), the same memory."""
+        """A view of one direction of (T, B, D, N) as (T·B, N)."""
         return t[:, :, d].view(self.T * self.B, t.shape[3])
 
     def grid(self, config: Config, columns: int, steps: int = 1) -> tuple[int, int, int]:
@@ -280,7 +280,7 @@ class Sequences:
 
 
 def stack(tensors: Sequence[Tensor | None], dtype: torch.dtype) -> Tensor | None:
-    """One direction's after the other's, contiguous; None where they are."""
+    """Stacks one tensor per direction, contiguous; None if they are None."""
     given = [t.to(dtype) for t in tensors if t is not None]
     return _stacked(given) if given else None
 
@@ -292,14 +292,14 @@ def _stacked(tensors: Sequence[Tensor]) -> Tensor:
 
 
 class Launch:
-    """A kernel, ready to be given its arguments, once or step by step.
+    """A kernel with its grid and constants, to be called once or at every step.
 
     Args:
         kernel: its last parameters are ``variant`` and ``block``.
 
-    Calls may differ in numbers only that the kernel doesn't specialise for, such as the step. So
-    what the first one was compiled to serves the others: looking for it again would take longer
-    than the launch itself.
+    Calls may differ only in numbers that the kernel doesn't specialise for, such as the step. So
+    the code compiled for the first call serves the rest: looking it up again would take longer than
+    the launch itself.
     """
 
     def __init__(
@@ -316,5 +316,5 @@ class Launch:
         compiled = self.kernel[self.grid](
             *args, *self.constants, num_warps=self.num_warps, enable_fp_fusion=True
         )
-        if compiled is not None:  # as it is in the interpreter
+        if compiled is not None:  # None in the interpreter
             self.compiled = compiled[self.grid]

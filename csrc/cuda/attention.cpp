@@ -1,7 +1,7 @@
 // torch.ops.trifuse.attention_{forward,backward}.cuda: tensors in, tensors out.
 //
-// Shapes, dtypes and devices have been checked in pytorch_ext/ops/attention.py. What only the contents of
-// key_lengths and cu_seqlens can tell is checked here, by the device.
+// pytorch_ext/ops/attention.py has checked shapes, dtypes and devices. The contents of key_lengths
+// and cu_seqlens are checked here, on the device.
 
 #include "cuda/attention.h"
 
@@ -23,9 +23,9 @@
 namespace trifuse::cuda {
 namespace {
 
-// Uninitialised (B, H, L, last), in memory order (B, L, H) if `like` is so: see
-// _empty_like_layout in pytorch_ext/ops/attention.py, which must agree. To autograd the result is no view: a
-// view that a function returns beside other results could not be changed in place.
+// Returns an uninitialised (B, H, L, last), in memory order (B, L, H) if `like` is. Must agree with
+// _empty_like_layout in pytorch_ext/ops/attention.py. Autograd must not record the transpose as a
+// view: a view returned beside other results cannot be changed in place.
 Tensor empty_like_layout(const Tensor& like, int64_t last) {
   const at::AutoDispatchBelowADInplaceOrView no_view;
   const int64_t B = like.size(0), H = like.size(1), L = like.size(2);
@@ -34,7 +34,7 @@ Tensor empty_like_layout(const Tensor& like, int64_t last) {
   return at::empty({B, H, L, last}, like.options());
 }
 
-// On a GPU it doesn't wait for the answer.
+// Throws unless `ok`; on a GPU the check is asynchronous and the device reports the failure.
 void require(const Tensor& ok, const std::string& argument, const std::string& expected) {
   const std::string message = argument + ": expected " + expected;
   if (!ok.is_cpu()) return at::_assert_async(ok, message);
@@ -50,14 +50,14 @@ void check_cu_seqlens(const char* name, const Tensor& cu, int64_t total, int64_t
           std::to_string(total));
 }
 
-// Kernels count the positions of a sequence in 32 bits, some of them beyond its end.
+// Kernels index positions with 32 bits, some of them past a sequence's end.
 void check_length(const char* name, int64_t length) {
   constexpr int64_t kMost = int64_t(1) << 30;
   TORCH_CHECK_VALUE(
       length <= kMost, name, ": expected sequences of at most ", kMost, " tokens; got ", length);
 }
 
-// A call, and the integer tensors it points into.
+// A call and the integer tensors that its pointers refer to.
 struct Call {
   Attention attention{};
   Tensor key_lengths, cu_seqlens_q, cu_seqlens_k;
@@ -91,10 +91,10 @@ Call make_call(
     p.cu_seqlens_q = call.cu_seqlens_q.const_data_ptr<int64_t>();
     p.cu_seqlens_k = call.cu_seqlens_k.const_data_ptr<int64_t>();
     p.batch = call.cu_seqlens_q.numel() - 1;
-    // No sequence is longer than all tokens; a mask that has been laid out for longer ones keeps its size.
+    // No sequence is longer than the total. A mask laid out for longer sequences keeps its size.
     const auto longest = [&](int64_t bound, int64_t total, int dimension) {
       const bool laid_out = attn_mask && attn_mask->size(dimension) != 1;
-      // Blocks are needed for tokens past the last sequence even if all sequences are empty.
+      // Tokens past the last sequence need blocks even if all sequences are empty.
       return std::max<int64_t>(laid_out ? bound : std::min(bound, total), 1);
     };
     p.Lq = longest(max_seqlen_q, p.total_q, 2);

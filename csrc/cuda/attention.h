@@ -1,4 +1,4 @@
-// Attention on a GPU: its launchers. What a call is, ../attention.h says; all pointers are the device's.
+// Launchers of attention on a GPU. ../attention.h describes a call; pointers are to device memory.
 
 #pragma once
 
@@ -10,26 +10,28 @@ namespace trifuse::cuda {
 
 // As AttentionProblem, but:
 // - the dtype is Float32, BFloat16 or Float16, and the accumulation type is float;
-// - `seed` takes the place of dropout.seed, so that a graph may draw it anew;
+// - `seed` replaces dropout.seed, so that a replayed graph can draw a new one;
 // - the strides of dimensions of size 1 are 0;
-// - grad_mask is in the mask's own dtype, contiguous, and grad_query_sum isn't needed.
+// - grad_mask is contiguous, in the mask's own dtype, and grad_query_sum is not needed.
 struct Attention : AttentionProblem {
   const int64_t* seed = nullptr;
-  int64_t total_q, total_k;  // tokens of query and key: Lq and Lk unless sequences are packed
+  int64_t total_q, total_k;  // lengths of query and key in memory: Lq and Lk unless packed
 };
 
-// `stream` is a cudaStream_t. Throws std::runtime_error where a kernel can't be launched. A block takes
-// up to 96 KiB of shared memory.
+// `stream` is a cudaStream_t. Throws std::runtime_error if a kernel cannot be launched. A block
+// takes up to 96 KiB of shared memory.
 void attention_forward(const Attention& call, void* stream);
 
-// Whether the kernels for GPUs of compute capability 9.0 serve a call, its backward if it has a grad_out:
-// 16-bit types and a head_dim up to 256, in the backward up to 128, where query, key, value and grad_out
-// begin at multiples of 16 bytes, their elements lie side by side and their other strides are multiples
-// of 16 bytes. attention_forward and attention_backward ask. A block takes up to 204 KiB of shared memory.
+// Returns whether the kernels for compute capability 9.0 serve a call, or its backward if grad_out
+// is set: 16-bit types and a head_dim up to 256, or 128 in the backward; query, key, value and
+// grad_out aligned to 16 bytes, contiguous in their last dimension, their other strides multiples
+// of 16 bytes. attention_forward and attention_backward dispatch on it. A block takes up to 204 KiB
+// of shared memory.
 bool is_for_hopper(const Attention& call);
 void attention_forward_hopper(const Attention& call, void* stream);
 
-// `workspace` is that many bytes of the device's memory, aligned to 16, and needn't be initialised.
+// `workspace` has attention_backward_workspace(call) bytes of device memory, aligned to 16; it need
+// not be initialised. A block takes up to 98 KiB of shared memory.
 int64_t attention_backward_workspace(const Attention& call);
 void attention_backward(const Attention& call, void* workspace, void* stream);
 

@@ -1,21 +1,23 @@
 // Attention backward on a GPU: the formulas at the head of pytorch_ext/reference/attention.py.
 //
-// Four kernels, without atomics: every sum is taken in one block, in an order that depends on nothing but
-// the sizes, so results repeat bit for bit.
+// Four kernels, without atomics: every sum is taken in an order that depends only on the sizes, so
+// results repeat bit for bit.
 //
-// - rows: what a query's weights are computed from again, and ∑ dO O - dlse.
-// - key_value: a block owns 64 keys of one key head (32 in float32 beyond a head_dim of 128), and runs
-//   through the queries that see them, of all query heads that share the key head. It reads its keys and
-//   values once, and q, dO and three numbers for each query; it writes its rows of dK and dV. Beyond a
-//   head_dim of 128 two blocks share the keys, and each writes half of the columns.
-// - query: a block owns 64 queries of one head (32, likewise), and runs through the keys that they see. It
-//   reads q and dO once, and the keys and values; it writes its rows of dQ.
-// - mask: a block owns a tile of the float mask's gradient, and a share of the sum over what the mask is
-//   broadcast in. It computes dS again for one sequence, head and block of queries after another.
+// - rows: computes the numbers from which a query's weights are recomputed, and ∑ dO O - dlse.
+// - key_value: a block owns 64 keys of one key head (32 in float32 beyond a head_dim of 128), and
+//   loops over the queries that see them, in all query heads that share the key head. It reads its
+//   keys and values once, and q, dO and three numbers for each query; it writes its rows of dK and
+//   dV. Beyond a head_dim of 128 two blocks share the keys, and each writes half of the columns.
+// - query: a block owns 64 queries of one head (32 as above), and loops over the keys that they
+//   see. It reads q and dO once, and the keys and values; it writes its rows of dQ.
+// - mask: a block owns a tile of the float mask's gradient, and a share of the sum over the
+//   dimensions in which the mask is broadcast. It recomputes dS for one sequence, head and block of
+//   queries after another. Another kernel adds up the shares. A mask that all keys share has a
+//   kernel of its own.
 //
-// Floor: 2 · pairs · (5 E + 2 Ev) operations of the tensor cores (float32: of the FMA pipes), of which
-// 2 · pairs · (E + Ev) are made twice: the price of sums that are never split between blocks. The mask's
-// gradient takes those a third time.
+// Floor: 2 · pairs · (4 E + 3 Ev) operations of the tensor cores (float32: of the FMA pipes), of
+// which 2 · pairs · (E + Ev) are done twice: the price of dK, dV and dQ never being split between
+// blocks. The mask's gradient does those a third time.
 
 #include "cuda/attention_backward.cuh"
 #include "cuda/long_sum.cuh"
@@ -23,12 +25,12 @@
 namespace trifuse::cuda {
 namespace {
 
-// How the gradient of a float mask is shared out.
+// How the gradient of a float mask is divided among blocks.
 struct MaskShares {
-  bool full[4];  // dimensions that it has; it is a sum over the others
+  bool full[4];  // dimensions that the gradient has; it is summed over the others
   int64_t row_blocks, column_blocks;
-  int64_t tiles, terms, chunk, shares;  // a share: up to `chunk` of the terms of the sum
-  int64_t size;                         // of the gradient
+  int64_t tiles, terms, chunk, shares;  // a share is up to `chunk` of the sum's terms
+  int64_t size;                         // elements of the gradient
 };
 
 template <class Scalar, int D>
@@ -37,10 +39,10 @@ struct Shape {
   static constexpr int kRows = 16 * kWarps;
   static constexpr int N = kTensorCore<Scalar> ? (D == 256 ? 16 : 32) : (D == 64 ? 32 : D == 128 ? 16 : 8);
   static constexpr size_t kShared = (2 * kRows + 4 * N) * D * sizeof(Scalar);
-  static constexpr int kColumns = D < 128 ? D : 128;  // of dK and dV that a block sums up
+  static constexpr int kColumns = D < 128 ? D : 128;  // columns of dK and dV per block
 };
 
-// Kernels in which only tiles depend on the head dimension: one for all.
+// The shape of kernels in which only the tiles' pitch depends on the head dimension: one for all.
 template <class Scalar>
 struct WideShape {
   static constexpr int kWarps = kTensorCore<Scalar> ? 4 : 2;
@@ -56,13 +58,13 @@ int padded_head_dim(const Attention& p) {
 
 // Rows ---------------------------------------------------------------------------------------------------
 
-// From here on a float32 logsumexp is too coarse beside the scores of a float mask to normalise with: at
-// the lowest finite number, where masks like to be, log ∑ exp is lost in it altogether.
+// Above this magnitude a float32 logsumexp is too coarse to normalise large scores with: near the
+// lowest finite number, a common mask value, rounding loses log ∑ exp altogether.
 constexpr float kCoarseLogsumexp = 1024;
 
-// A block owns some queries of one head of one sequence; it reads their rows of dO and O and writes three
-// numbers for each. With a float mask, and only if it meets a logsumexp that a large mask has made coarse,
-// it also runs through the keys for the peak and the sum, each for itself.
+// A block owns some queries of one head of one sequence; it reads their rows of dO and O and writes
+// three numbers for each. With large scores, and only if one of its logsumexps is coarse, it also
+// loops over the keys, and replaces the logsumexp by the peak and the sum, kept apart.
 template <class Scalar>
 __global__ __launch_bounds__(32 * WideShape<Scalar>::kWarps) void attention_backward_rows_kernel(
     const __grid_constant__ Attention p, const RowVectors vectors, int pitch) {
@@ -92,7 +94,7 @@ __global__ __launch_bounds__(32 * WideShape<Scalar>::kWarps) void attention_back
       float g[kChunk], o[kChunk];
       load_chunk(g, grad_out, query, c);
       load_chunk(o, out, query, c);
-      // An Inf in dO is NaN for its row, whatever the output beside it.
+      // An Inf in dO makes its row's delta NaN, whatever the output.
 #pragma unroll
       for (int j = 0; j < kChunk; ++j) delta = fmaf(fmaf(g[j], 0.0f, g[j]), o[j], delta);
     }
@@ -103,8 +105,8 @@ __global__ __launch_bounds__(32 * WideShape<Scalar>::kWarps) void attention_back
     const float lse = float_at(p.logsumexp, query);
     const bool empty = lse == -kInfinity;
     coarse |= !empty && fabsf(lse) > kCoarseLogsumexp;
-    // What the shift loses by rounding is in the rest. A row without a pair takes no part in any tile; 0
-    // keeps -inf out of its exponents.
+    // rest holds what rounding takes off shift. A row without a pair takes part in no tile; 0 keeps
+    // -inf out of its exponents.
     const double in_scores = empty ? 0.0 : lse / scale.unit;
     const float shift =
         scale.natural || !kTensorCore<Scalar> ? static_cast<float>(in_scores) : 0.0f;
@@ -146,8 +148,8 @@ __global__ __launch_bounds__(32 * WideShape<Scalar>::kWarps) void attention_back
 
 // Gradients of scores ------------------------------------------------------------------------------------
 
-// Of a warp's tile, scores (products of q and k) become the weights that dropout keeps, not scaled up yet,
-// and products (of dO and v) become dS; both are 0 for pairs that take no part.
+// Turns a warp's tile of scores (products of q and k) into the weights that dropout keeps, not yet
+// scaled up, and products (of dO and v) into dS. Both are 0 for pairs that take no part.
 template <int N, bool kByKey, class Scalar>
 __device__ __forceinline__ void weights_and_gradients(
     float (&scores)[N / 8][4], float (&products)[N / 8][4], const Attention& p, const Scale& scale,
@@ -184,7 +186,7 @@ __global__ __launch_bounds__(32 * Shape<Scalar, D>::kWarps) void attention_backw
     const __grid_constant__ Attention p, const RowVectors vectors) {
   using Shape = Shape<Scalar, D>;
   constexpr int N = Shape::N, C = Shape::kColumns;
-  // With a causal bound the first keys are seen most, and their blocks begin first.
+  // With a causal bound the first keys are seen by most queries; their blocks already start first.
   const Place place(p.Lk, Shape::kRows, p.kv_heads);
   const int first_column = blockIdx.y * C;
   if (place.b == p.batch) {
@@ -210,7 +212,8 @@ __global__ __launch_bounds__(32 * Shape<Scalar, D>::kWarps) void attention_backw
   load_tile(value, values, first, Shape::kRows, any_head.keys);
   cp_async_commit();
 
-  // As in the forward: what a NaN or Inf in a query or in dO reaches is found out only if there is one.
+  // As in the forward: if a sum is not finite, two more passes confine a NaN or Inf in a query or
+  // in dO to the sums that it reaches.
   Mode mode = Mode::Hope;
   float dk[C / 8][4], dv[C / 8][4];
   Reached<C> dk_reached, dv_reached;
@@ -242,7 +245,7 @@ __global__ __launch_bounds__(32 * Shape<Scalar, D>::kWarps) void attention_backw
               count_pairs<N>(weights, pairs);
               count_pairs<N>(grad_scores, pairs);
             } else {
-              const TileVectors<N, true> of(vectors, head, row, column);  // loaded meanwhile
+              const TileVectors<N, true> of(vectors, head, row, column);  // loads overlap products
               multiply_rows<N>(weights, key.from(16 * warp()), query_tile(stage), depth);
               multiply_rows<N>(grad_scores, value.from(16 * warp()), grad_out_tile(stage), columns);
               weights_and_gradients<N, true, Scalar>(
@@ -356,11 +359,11 @@ __global__ __launch_bounds__(32 * Shape<Scalar, D>::kWarps) void attention_backw
 
 // The float mask -----------------------------------------------------------------------------------------
 
-// Terms of a sum over what the mask is broadcast in that are added up as one run.
+// Terms per run of a sum over the dimensions in which the mask is broadcast.
 constexpr int kMaskRun = 16;
 
-// The numbers of a thread's part of a tile, summed over the runs before this one. They are in registers,
-// or, in float32, whose products take those, in shared memory: so many bytes of it.
+// A thread's part of a tile, summed over the runs before this one: in registers or, in float32,
+// where products need those, in kSharedMaskTotals bytes of shared memory.
 template <class Scalar>
 constexpr size_t kSharedMaskTotals =
     kTensorCore<Scalar> ? 0 : WideShape<Scalar>::kRows * WideShape<Scalar>::N * sizeof(float);
@@ -406,21 +409,21 @@ __device__ __forceinline__ void store_mask_gradient(
   }
 }
 
-// Takes a digit of a mixed-radix number.
+// Removes the lowest digit of a mixed-radix number and returns it.
 __device__ __forceinline__ int64_t take_digit(int64_t& number, int64_t base) {
   const int64_t digit = number % base;
   number /= base;
   return digit;
 }
 
-// A block owns a tile (of one row, where all queries share the mask) and a share of the sum.
+// A block owns a tile (of one row if all queries share the mask) and a share of the sum.
 template <class Scalar>
 __global__ __launch_bounds__(32 * WideShape<Scalar>::kWarps) void attention_backward_mask_kernel(
     const __grid_constant__ Attention p, const RowVectors vectors,
     const __grid_constant__ MaskShares how, float* parts, int pitch) {
   using Shape = WideShape<Scalar>;
   constexpr int N = Shape::N;
-  // The tile: columns fastest, then rows, heads, sequences, and the share last.
+  // The block's index: columns fastest, then rows, heads, sequences, and the share last.
   int64_t index = blockIdx.x;
   const int column = static_cast<int>(take_digit(index, how.column_blocks)) * N;
   const int tile_row = how.full[2] ? static_cast<int>(take_digit(index, how.row_blocks)) : 0;
@@ -438,7 +441,7 @@ __global__ __launch_bounds__(32 * WideShape<Scalar>::kWarps) void attention_back
   MaskTotals<Scalar> totals(value.from(N).data);
   for (int64_t term = share * how.chunk; term < min((share + 1) * how.chunk, how.terms); ++term) {
     if (term % kMaskRun == 0) totals.end_runs(sums);
-    // The sum: blocks of queries fastest, then heads, then sequences.
+    // The term's index: blocks of queries fastest, then heads, then sequences.
     int64_t rest = term;
     const int block = how.full[2] ? tile_row : static_cast<int>(take_digit(rest, how.row_blocks));
     const int h = how.full[1] ? tile_head : static_cast<int>(take_digit(rest, p.heads));
@@ -449,7 +452,7 @@ __global__ __launch_bounds__(32 * WideShape<Scalar>::kWarps) void attention_back
     if (column < span.first || column >= span.last) continue;
     const Span spans[2] = {keys_of(p, head, row + row_of(0)), keys_of(p, head, row + row_of(2))};
     const Pairs<N> pairs = look<N, false>(p, head, spans, row, column);
-    if (!__syncthreads_or(pairs.any)) continue;  // and the tiles of the term before have been read
+    if (!__syncthreads_or(pairs.any)) continue;  // past it, the previous term's tiles are free
     load_tile(query, head.query_rows<const Scalar>(p.query, p.E), first, Shape::kRows, head.queries);
     load_tile(
         grad_out, head.query_rows<const Scalar>(p.grad_out, p.Ev), first, Shape::kRows,
@@ -487,7 +490,7 @@ __global__ __launch_bounds__(32 * WideShape<Scalar>::kWarps) void attention_back
       }
     return;
   }
-  // One row: over the rows of a thread, of a warp, of the block.
+  // One row: sums over the rows of a thread, of a warp, of the block.
   float* const room = reinterpret_cast<float*>(shared_memory());  // (kWarps, N)
   __syncthreads();
 #pragma unroll
@@ -506,8 +509,8 @@ __global__ __launch_bounds__(32 * WideShape<Scalar>::kWarps) void attention_back
   store_mask_gradient(p, how, parts, share, plane * p.Lk + column + threadIdx.x, sum);
 }
 
-// A mask that all keys share shifts whole rows, which moves their logsumexp and nothing else: its gradient
-// is dlse. A block owns one number of it.
+// A mask that all keys share shifts whole rows, which changes their logsumexp and nothing else: its
+// gradient is dlse. A block owns one element of it.
 constexpr int kRowMaskThreads = 128;
 __global__ __launch_bounds__(kRowMaskThreads) void attention_backward_row_mask_kernel(
     const __grid_constant__ Attention p, const RowVectors vectors,
@@ -529,7 +532,7 @@ __global__ __launch_bounds__(kRowMaskThreads) void attention_backward_row_mask_k
           head.batch * t.stride[0] + h * t.stride[1] + (head.first_query + query) * t.stride[2]];
     };
     if (at(p.logsumexp) == -kInfinity) continue;
-    // The other two say where a NaN has reached the row.
+    // Multiplied by 0, shift and delta add only a NaN that has reached the row.
     sum[0] += fmaf(
         vectors.shift[head.row + query] + vectors.delta[head.row + query], 0.0f,
         p.grad_logsumexp.data ? at(p.grad_logsumexp) : 0.0f);
@@ -539,7 +542,7 @@ __global__ __launch_bounds__(kRowMaskThreads) void attention_backward_row_mask_k
   if (threadIdx.x == 0) store_mask_gradient(p, how, nullptr, 0, blockIdx.x, sum[0]);
 }
 
-// A thread adds up the shares of one number, kMaskRun of them as a run.
+// A thread adds up the shares of one element, in runs of kMaskRun.
 constexpr int kSumThreads = 256;
 __global__ __launch_bounds__(kSumThreads) void attention_backward_mask_sum_kernel(
     const __grid_constant__ Attention p, MaskShares how, const float* parts) {
@@ -557,8 +560,8 @@ __global__ __launch_bounds__(kSumThreads) void attention_backward_mask_sum_kerne
 
 // Launchers ----------------------------------------------------------------------------------------------
 
-// A sum over broadcast dimensions is shared out until there are about so many blocks: enough for any GPU,
-// and a bound on the memory for the shares.
+// A sum over broadcast dimensions is divided until there are about this many blocks: enough for any
+// GPU, and a bound on the memory for the shares.
 constexpr int64_t kMaskBlocks = 512;
 
 MaskShares mask_shares(const Attention& p) {

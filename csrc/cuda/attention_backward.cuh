@@ -1,4 +1,4 @@
-// What the kernels of attention's backward share: a query's numbers, and what lies between the products.
+// Shared by the attention backward kernels: numbers per query, and the steps between products.
 
 #pragma once
 
@@ -6,17 +6,18 @@
 
 namespace trifuse::cuda {
 
-// For each query, contiguous (B, H, Lq), or (H, total) if sequences are packed. A weight is
-// 2^((score - shift) · exponent - rest), with what Scale says; shift is the logsumexp in units of a score, or, in
-// 16-bit types without natural scores, 0, and all of it is in the rest; and delta is ∑ dO O - dlse.
+// Three numbers for each query, contiguous (B, H, Lq), or (H, total) if sequences are packed. A
+// weight is 2^((score - shift) · exponent - rest), with Scale's exponent. shift is the logsumexp in
+// units of a score, or the row's peak if the logsumexp is coarse; in 16-bit types without natural
+// scores it is 0, and rest holds all of the logsumexp. delta is ∑ dO O - dlse.
 struct RowVectors {
   float *shift, *rest, *delta;
 };
 
-// attention_backward's gradients of queries, keys and values, if is_for_hopper.
+// Computes attention_backward's gradients of queries, keys and values if is_for_hopper.
 void attention_backward_hopper(const Attention& call, const RowVectors& vectors, void* stream);
 
-// What a block of `place` does for packed tokens past the last sequence: zeros.
+// Zeros a block's share of the packed tokens past the last sequence.
 template <class Scalar>
 __device__ __forceinline__ void store_unused_keys(const Attention& p, const Place& place, int rows) {
   const int64_t first = p.cu_seqlens_k[place.b] + place.block * rows;
@@ -31,8 +32,8 @@ __device__ __forceinline__ void store_unused_queries(const Attention& p, const P
   store_zeros<Scalar>({p.grad_query, 0, place.h, 0, p.E}, first, p.total_q, rows, step);
 }
 
-// What a thread needs of the queries of its tile: by row, or, in a tile that has them as columns, by
-// column.
+// RowVectors for the queries of a thread's tile: by row or, with kByKey, where queries are columns,
+// by column.
 template <int N, bool kByKey>
 class TileVectors {
  public:
@@ -67,8 +68,8 @@ __device__ __forceinline__ void leave_out(float (&numbers)[N / 8][4], const Pair
       if (!pairs.test(n, e)) numbers[n][e] = 0;
 }
 
-// Of a warp's sums those of keys past the lengths, `first` and on: of weights that are 0, but what they
-// were multiplied by may have been NaN.
+// Clears a warp's sums of keys past the lengths, from row `first` on: their weights are 0, but the
+// other factor may be NaN.
 template <int C>
 __device__ __forceinline__ void clear_rows(float (&sums)[C / 8][4], int first) {
 #pragma unroll
@@ -78,7 +79,7 @@ __device__ __forceinline__ void clear_rows(float (&sums)[C / 8][4], int first) {
       if (row_of(e) >= first) sums[n][e] = 0;
 }
 
-// From natural scores that are to become weights, in 16-bit types.
+// Subtracts each query's shift from natural scores, in 16-bit types.
 template <int N, class Vectors>
 __device__ __forceinline__ void subtract_shifts(float (&scores)[N / 8][4], const Vectors& of) {
 #pragma unroll
@@ -87,7 +88,7 @@ __device__ __forceinline__ void subtract_shifts(float (&scores)[N / 8][4], const
     for (int e = 0; e < 4; ++e) scores[n][e] -= of.shift(n, e);
 }
 
-// Scores become weights, before dropout.
+// Turns scores into weights, before dropout.
 template <int N, class Scalar, class Vectors>
 __device__ __forceinline__ void make_weights(
     float (&scores)[N / 8][4], const Scale& scale, const Vectors& of, const Pairs<N>& pairs) {
@@ -101,7 +102,7 @@ __device__ __forceinline__ void make_weights(
   leave_out<N>(scores, pairs);
 }
 
-// What dropout makes of numbers that multiply weights.
+// Applies dropout: multiplies kept numbers by `factor`, and sets the others to 0.
 template <int N, class Kept>
 __device__ __forceinline__ void keep(float (&numbers)[N / 8][4], const Kept& kept, float factor) {
 #pragma unroll
@@ -110,7 +111,7 @@ __device__ __forceinline__ void keep(float (&numbers)[N / 8][4], const Kept& kep
     for (int e = 0; e < 4; ++e) numbers[n][e] = kept(n, e) ? numbers[n][e] * factor : 0.0f;
 }
 
-// Products of dO and v, after dropout, become dS.
+// Turns products of dO and v, after dropout, into dS.
 template <int N, class Vectors>
 __device__ __forceinline__ void make_gradients(
     float (&products)[N / 8][4], const float (&weights)[N / 8][4], const Vectors& of,

@@ -1,22 +1,24 @@
 // Attention backward on Hopper GPUs (sm_90a), in 16-bit types: gradients of keys, values and queries.
 //
-// Two of the four kernels of attention_backward.cu, which runs the other two before them and takes all
-// other calls. Sums are never split between blocks, nor added up in an order that could vary: results
-// repeat bit for bit.
+// Replaces two of the four kernels of attention_backward.cu, which launches the other two first and
+// serves all other calls. Sums are never split between blocks, nor added up in an order that could
+// vary: results repeat bit for bit.
 //
-// - key_value: a block owns 128 keys of one key head, and runs through the queries that see them, of all
-//   query heads that share the key head.
-// - query: a block owns 128 queries of one head, and runs through the keys that they see.
+// - key_value: a block owns 128 keys of one key head, and loops over the queries that see them, in
+//   all query heads that share the key head.
+// - query: a block owns 128 queries of one head, and loops over the keys that they see.
 //
-// Both are one program, as attention_hopper.cuh says: 64 rows of a consumer's own tiles, k and v or q and
-// dO, by 64 columns of the other two, which come by. Rows own their sums, so weights and dS go from one
-// product to the next in registers; the tiles that they are multiplied by are read by their columns, and
-// nothing is transposed or written to shared memory. While a consumer makes weights of a tile's scores, its
-// products of dO and v run; the tile's sums then run together with the scores of the next one.
+// Both are one program, with the roles of attention_hopper.cuh. A consumer owns 64 rows of two
+// tensors, k and v or q and dO; the other two stream by, 64 columns at a time. Rows own their sums,
+// so weights and dS pass from one product to the next in registers; the tiles that they multiply
+// are read by columns, and nothing is transposed or written to shared memory. A tile's products of
+// dO and v run while its scores become weights; its sums then run together with the scores of the
+// next tile.
 //
-// Floor: 2 · pairs · (5 E + 2 Ev) operations of the tensor cores, of which 2 · pairs · (E + Ev) are made
-// twice. Products of two factors in shared memory take all of the 128 bytes that it yields in a cycle,
-// sums, with one in registers, half of that: in the mean 96 bytes by key, and 107 by query.
+// Floor: 2 · pairs · (4 E + 3 Ev) operations of the tensor cores, of which 2 · pairs · (E + Ev) are
+// done twice. A product with both factors in shared memory takes all of the 128 bytes per cycle
+// that shared memory delivers; a sum, with one factor in registers, takes half: on average 96 bytes
+// by key and 107 by query.
 
 #include "cuda/attention_backward.cuh"
 #include "cuda/attention_hopper.cuh"
@@ -24,7 +26,7 @@
 namespace trifuse::cuda {
 namespace {
 
-// Columns of a tile, and how many tiles there is room for.
+// Columns per tile, and number of stages.
 constexpr int N = 64, kStages = 4;
 template <bool kByKey, int D>
 constexpr int kProducerRegisters = kByKey && D == 128 ? 56 : 72;
@@ -35,14 +37,13 @@ struct Call {
   Source query, key, value, grad_out;
 };
 
-// Rows of q or k, which scores are made of, and the same ones of dO or v.
+// Rows of q or k, from which scores are made, and the same rows of dO or v.
 template <class Scalar, int D, int rows>
 struct Tiles {
   Scalar of_scores[rows * D], of_outputs[rows * D];
 };
 
-// What the producers say of a tile: also of which query head it is, and, where queries are its columns,
-// their numbers.
+// The producer's notes on a tile: also its query head and, if its columns are queries, RowVectors.
 struct TileNotes : Notes<N> {
   int h;
   alignas(8) float shift[N], rest[N], delta[N];
@@ -55,11 +56,11 @@ struct Shared {
   Tiles<Scalar, D, N> other[kStages];
   TileNotes notes[kStages];
   SharedBarrier own_full[kConsumers], full[kStages], empty[kStages];
-  SharedBarrier loaded;  // before it is cleaned
+  SharedBarrier loaded;  // a tile that is still to be cleaned has arrived
   bool non_finite;
 };
 
-// As TileVectors, of a tile's columns: two neighbours' at a time.
+// As TileVectors, for a tile's columns: reads the notes, two neighbours at a time.
 class NotedVectors {
  public:
   __device__ __forceinline__ explicit NotedVectors(const TileNotes& notes) : notes_(notes) {}
@@ -88,7 +89,7 @@ __device__ __forceinline__ void note_vectors(
   }
 }
 
-// Starts to load rows of keys and values, or of queries and dO; by one thread.
+// Starts to load rows of keys and values, or of queries and dO. Called by one thread.
 template <bool keys, int rows, class Scalar, int D>
 __device__ __forceinline__ void load_both(
     Tiles<Scalar, D, rows>& to, const Call& call, SharedBarrier* barrier, const Head& head, int first) {
@@ -114,7 +115,7 @@ __device__ __forceinline__ void produce(
           first + group * kGroupRows);
   const Span all = seen_by_all<kByKey>(p, Head(p, place.b, place.h * members), first);
   Ring<kStages> tiles;
-  uint32_t loaded = 0;  // parity
+  uint32_t loaded = 0;  // parity of shared.loaded
   Mode mode = Mode::Hope;
   do {
     for (int h = place.h * members; h < (place.h + 1) * members; ++h) {
@@ -125,7 +126,7 @@ __device__ __forceinline__ void produce(
         wait(&shared.empty[tiles.stage], tiles.parity ^ 1);
         if constexpr (kByKey) note_vectors(notes, call.vectors, head(), column);
         if (!note_tile<N, kByKey>(notes, p, place.b, h, first, column, all)) continue;
-        // Rows from here on are in memory, but none of this sequence.
+        // Rows from `end` on are in memory, but take no part: they lie past the lengths.
         const Head of = head();
         const int end = kByKey ? of.first_query + of.queries < p.total_q ? of.queries - column : N
             : of.first_key + of.keys < p.total_k ? of.keys - column : N;
@@ -163,16 +164,16 @@ __device__ __forceinline__ void consume(
   const Scale scale(p);
   auto& own = shared.own[group];
   Ring<kStages> tiles;
-  int last_stage;  // of the tile before
+  int last_stage;  // stage of the previous tile
 
-  // Of a tile: scores, then weights; products of dO and v, then dS. Sums of dS times q or k, and by key
-  // also of weights times dO.
+  // Per tile: scores, which become weights, and products of dO and v, which become dS. Over all
+  // tiles: sums of dS times q or k and, by key, value_sums of weights times dO.
   float scores[N / 8][4], products[N / 8][4], sums[D / 8][4], value_sums[D / 8][4];
   uint32_t gradients[N / 16][4], weights[N / 16][4];
   Reached<D> reached, value_reached;
   Mode mode = Mode::Hope;
 
-  // Whether there is another tile, once it has come.
+  // Waits for the next tile; returns whether there is one.
   const auto another = [&] {
     tiles.stage = uniform(tiles.stage);
     wait(&shared.full[tiles.stage], tiles.parity);
@@ -185,7 +186,7 @@ __device__ __forceinline__ void consume(
   const auto start_scores = [&] {
     start_products<Scalar, D, N>(scores, own.of_scores, shared.other[tiles.stage].of_scores);
   };
-  // Sums of the last tile, and the scores of this one, if there are more.
+  // Adds the previous tile to the sums and, with `more`, computes the scores of this one.
   const auto finish_tile = [&]<bool more>() {
     const auto& used = shared.other[last_stage];
     if constexpr (kByKey) wgmma_begin(scores, sums, gradients, value_sums, weights);
@@ -198,7 +199,7 @@ __device__ __forceinline__ void consume(
     else wgmma_wait<0>(scores, sums, gradients);
     release(&shared.empty[last_stage]);
   };
-  // From a tile's scores to what its sums are made of.
+  // Turns a tile's scores into the factors of its sums.
   const auto weigh = [&](const auto& of) {
     const TileNotes& notes = shared.notes[tiles.stage];
     const Pairs<N> pairs = noted<N>(notes.pairs, strip, notes.full[strip]);
@@ -263,7 +264,7 @@ __device__ __forceinline__ void consume(
     if (!pass_again(p, shared, mode, (1 + groups) * kWarpgroup, found)) break;
   }
 
-  named_barrier(kStoring + group, kWarpgroup);  // all warps are done with their own tiles
+  named_barrier(kStoring + group, kWarpgroup);  // all warps are done with the consumer's own tiles
   const Head head(p, place.b, kByKey ? place.h * static_cast<int>(p.heads / p.kv_heads) : place.h);
   const auto store = [&](const auto& gradient, double factor, const auto& where, Scalar* room, auto to) {
     const float factors[2] = {static_cast<float>(factor), static_cast<float>(factor)};
@@ -331,7 +332,7 @@ __global__ __launch_bounds__(kThreads, 1) void attention_backward_query_hopper_k
     const __grid_constant__ Call call) {
   const Attention& p = call.attention;
   Place place(p.Lq, kRows, p.heads);
-  if (p.window_right >= 0) place.block = place.blocks - 1 - place.block;  // those that see most first
+  if (p.window_right >= 0) place.block = place.blocks - 1 - place.block;  // most keys first
   if (place.b == p.batch) return store_unused_queries<Scalar>(p, place, kRows);
   backward<false, Scalar, D>(call, place, Head(p, place.b, 0).queries);
 }
@@ -342,7 +343,7 @@ void attention_backward_hopper(const Attention& p, const RowVectors& vectors, vo
   const Call call{
       p, vectors, source(mapped_query(p), N), source(mapped_key(p), N), source(mapped_value(p), N),
       source(mapped_grad_out(p), N)};
-  static_assert(N == kGroupRows);  // for a tensor is its own in one kernel and the other's in the other
+  static_assert(N == kGroupRows);  // each map serves `own` in one kernel and `other` in the other
   const auto run = [&]<class Scalar, int D>() {
     const auto launch_one = [&](const char* name, auto kernel, int64_t length, int64_t heads) {
       const int64_t blocks = blocks_for(p, length, kRows, heads, true);

@@ -1,12 +1,12 @@
 // Attention forward on a GPU.
 //
-// A block owns 64 queries of one head of one sequence (32 in float32 beyond a head_dim of 128), a warp 16
-// of them. It reads the queries once and the keys and values that they see, tile after tile, and writes
-// their rows of out and logsumexp. Blocks of one head are neighbours in the grid, so its keys and values
-// come from the L2 cache for all but the first.
+// A block owns 64 queries of one head of one sequence (32 in float32 beyond a head_dim of 128), a
+// warp 16 of them. It reads its queries once, and the keys and values that they see tile by tile;
+// it writes the queries' rows of out and logsumexp. Blocks of one head are neighbours in the grid,
+// so all but the first find its keys and values in the L2 cache.
 //
-// Floor: 2 · pairs · (E + Ev) operations of the tensor cores (float32: of the FMA pipes) and an
-// exponential for each pair.
+// Floor: 2 · pairs · (E + Ev) operations of the tensor cores (float32: of the FMA pipes) and one
+// exponential per pair.
 
 #include "cuda/attention_forward.cuh"
 
@@ -27,7 +27,7 @@ __global__ __launch_bounds__(32 * Shape<Scalar, D>::kWarps) void attention_forwa
   using Shape = Shape<Scalar, D>;
   constexpr int N = Shape::N;
   Place place(p.Lq, Shape::kRows, p.heads);
-  if (p.window_right >= 0) place.block = place.blocks - 1 - place.block;  // those that see most first
+  if (p.window_right >= 0) place.block = place.blocks - 1 - place.block;  // most keys first
   if (place.b == p.batch) {
     store_unused_tokens<Scalar>(p, place, Shape::kRows);
     return;
@@ -51,9 +51,9 @@ __global__ __launch_bounds__(32 * Shape<Scalar, D>::kWarps) void attention_forwa
   load_tile(query, head.query_rows<const Scalar>(p.query, p.E), first, Shape::kRows, head.queries);
   cp_async_commit();
 
-  // A NaN or Inf in a value that the mask leaves out must not come back as 0 · NaN from a product. The
-  // first pass takes all to be finite; only if it ends with a number that isn't, a second one finds out
-  // where there are some that do take part, and a third sums up the others.
+  // A NaN or Inf in a value that the mask leaves out must not return as 0 · NaN from a product. The
+  // first pass assumes that all values are finite. If one of its sums is not finite, a second pass
+  // finds the sums that a NaN or Inf reaches through a pair, and a third recomputes the others.
   Mode mode = Mode::Hope;
   float acc[D / 8][4];
   Softmax<Scalar> softmax;

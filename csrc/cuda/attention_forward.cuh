@@ -1,4 +1,4 @@
-// What the two kernels of attention's forward share: the ends of a block's work.
+// Shared by the two attention forward kernels: rescaling sums and writing results.
 
 #pragma once
 
@@ -6,7 +6,7 @@
 
 namespace trifuse::cuda {
 
-// What a block of `place` does for packed tokens past the last sequence: zeros, and no logsumexp.
+// Fills a block's share of the packed tokens past the last sequence: out is 0, logsumexp is -inf.
 template <class Scalar>
 __device__ __forceinline__ void store_unused_tokens(const Attention& p, const Place& place, int rows) {
   const int64_t first = p.cu_seqlens_q[place.b] + place.block * rows;
@@ -26,7 +26,7 @@ __device__ __forceinline__ void multiply_by(float (&sums)[C / 8][4], const float
     for (int e = 0; e < 4; ++e) sums[n][e] *= factor[e / 2];
 }
 
-// Writes a warp's rows [row, row + 16) of out and logsumexp; `room` as in store_rows.
+// Writes a warp's rows [row, row + 16) of out and logsumexp. `room` is as in store_rows.
 template <int D, class Scalar>
 __device__ __forceinline__ void store_results(
     const Attention& p, const Head& head, const Scale& scale, int row, const float (&acc)[D / 8][4],

@@ -1,12 +1,13 @@
 // Attention forward on Hopper GPUs (sm_90a), in 16-bit types.
 //
-// A block owns 128 queries of one head of one sequence; its warpgroups work as attention_hopper.cuh says,
-// with the softmax in the consumers' registers. A consumer starts its products for one tile of keys and for
-// the values of the tile before, both at once, and works on the scores while the latter still run. The two
-// take turns at starting them, so that the tensor cores are busy with one's while the other computes
-// exponentials (Shah et al., "FlashAttention-3", 2024).
+// A block owns 128 queries of one head of one sequence. Its warpgroups cooperate as
+// attention_hopper.cuh describes; the softmax stays in the consumers' registers. A consumer starts
+// the products for one tile's keys and for the previous tile's values together, and works on the
+// scores while the values' products still run. The two consumers take turns at starting products,
+// so that the tensor cores work for one while the other computes exponentials (Shah et al.,
+// "FlashAttention-3", 2024).
 //
-// Floor: as in attention_forward.cu, which takes all other calls.
+// Floor: as in attention_forward.cu, which serves all other calls.
 
 #include "cuda/attention_forward.cuh"
 #include "cuda/attention_hopper.cuh"
@@ -19,7 +20,7 @@ struct Call {
   Source query, key, value;
 };
 
-// Keys of a tile, and how many tiles there is room for.
+// Keys per tile, and number of stages.
 template <int D>
 constexpr int kKeys = D == 256 ? 64 : 128;
 template <int D>
@@ -33,10 +34,10 @@ struct Shared {
   static constexpr int N = kKeys<D>, S = kStages<D>;
   Scalar query[kConsumers][kGroupRows * D];
   Scalar key[S][N * D], value[S][N * D];
-  Notes<N> notes[S];  // full and empty with the keys
+  Notes<N> notes[S];  // guarded by the keys' barriers
   SharedBarrier query_full[kConsumers];
   SharedBarrier key_full[S], key_empty[S], value_full[S], value_empty[S];
-  SharedBarrier value_loaded;  // before it is cleaned
+  SharedBarrier value_loaded;  // values that are still to be cleaned have arrived
   bool non_finite;
 };
 
@@ -49,7 +50,7 @@ __device__ __forceinline__ void produce(
   const Attention& p = call.attention;
   const bool leader = threadIdx.x == 0;
   const int first = place.block * kRows;
-  // Made anew wherever it is needed, for it takes more registers than there are to keep.
+  // Constructed at each use: it takes too many registers to keep.
   const auto head = [&] { return Head(p, place.b, place.h); };
   const Span span = visible<N, false>(p, head(), first, kRows);
   const Span all = seen_by_all<false>(p, head(), first);
@@ -62,7 +63,7 @@ __device__ __forceinline__ void produce(
     }
   }
   Ring<kStages<D>> keys, values;
-  uint32_t loaded = 0;  // parity
+  uint32_t loaded = 0;  // parity of value_loaded
   Mode mode = Mode::Hope;
   do {
     for (int column = span.first; column < span.last; column += N) {
@@ -81,7 +82,7 @@ __device__ __forceinline__ void produce(
       wait(&shared.value_empty[values.stage], values.parity ^ 1);
       Scalar* value = shared.value[values.stage];
       SharedBarrier* full = &shared.value_full[values.stage];
-      // Rows from here on are in memory, but no keys of this sequence.
+      // Rows from `end` on are in memory, but take no part: they lie past the lengths.
       const int end = head().first_key + head().keys < p.total_k ? head().keys - column : N;
       const bool as_it_is = mode == Mode::Hope && end >= N;
       if (leader) {
@@ -121,12 +122,12 @@ __device__ __forceinline__ void consume(
     if (groups == 2) named_barrier_arrive(kTurns + (group ^ 1), 2 * kWarpgroup);
   };
   float acc[D / 8][4], scores[N / 8][4];
-  uint32_t weights[N / 16][4];  // of the tile before
+  uint32_t weights[N / 16][4];  // of the previous tile
   Softmax<Scalar> softmax;
   Reached<D> reached;
   Mode mode = Mode::Hope;
 
-  // Makes weights of a tile's scores, and lets go of its keys.
+  // Turns a tile's scores into weights, and releases its keys.
   const auto weigh = [&](float (&shrink)[2]) {
     const Notes<N>& notes = shared.notes[keys.stage];
     const Pairs<N> pairs = noted<N>(notes.pairs, strip, notes.full[strip]);
@@ -145,7 +146,7 @@ __device__ __forceinline__ void consume(
     release(&shared.key_empty[keys.stage]);
     keys.advance();
   };
-  // Whether there is another tile, once its keys have come.
+  // Waits for the next tile's keys; returns whether there is another tile.
   const auto another = [&] {
     wait(&shared.key_full[keys.stage], keys.parity);
     return shared.notes[keys.stage].column >= 0;
@@ -183,7 +184,7 @@ __device__ __forceinline__ void consume(
         wgmma_commit();
         give_turn();
         wgmma_wait<0>(scores);
-        for (int summed = -1;;) {  // the stage of the values under way
+        for (int summed = -1;;) {  // stage of the values whose products are in flight, -1: none
           weigh(shrink);
           wgmma_wait<0>(acc, weights);
           if (summed >= 0) release(&shared.value_empty[summed]);
@@ -213,7 +214,7 @@ __device__ __forceinline__ void consume(
   const Tile<Scalar> room{query + 16 * (strip % 4) * D, D};
   store_results<D>(
       p, Head(p, place.b, place.h), Scale(p), row, acc, softmax, reached, room);
-  if (group == 0) take_turn();  // consumer 1 has given one more than were taken
+  if (group == 0) take_turn();  // consumer 1 has given one turn more than consumer 0 has taken
 }
 
 template <class Scalar, int D>
@@ -221,7 +222,7 @@ __global__ __launch_bounds__(kThreads, 1) void attention_forward_hopper_kernel(
     const __grid_constant__ Call call) {
   const Attention& p = call.attention;
   Place place(p.Lq, kRows, p.heads);
-  if (p.window_right >= 0) place.block = place.blocks - 1 - place.block;  // those that see most first
+  if (p.window_right >= 0) place.block = place.blocks - 1 - place.block;  // most keys first
   if (place.b == p.batch) {
     store_unused_tokens<Scalar>(p, place, kRows);
     return;

@@ -1,10 +1,11 @@
-// What the kernels of attention for Hopper GPUs share: how a block's warpgroups work together, how tiles
-// come, and their products.
+// Shared by the attention kernels for Hopper GPUs: how a block's warpgroups cooperate, loads of
+// tiles, and their products.
 //
-// A block has three warpgroups of four warps. One produces: it finds the tiles in which some pair of a
-// query and a key takes part, has the copy engine load them, as far ahead as there is room, and leaves
-// beside them which pairs take part and which weights dropout keeps. Two consume, 64 of the block's rows
-// each: products by the tensor cores, which run behind the threads' backs.
+// A block has three warpgroups of four warps. One is the producer: it finds the tiles in which some
+// query-key pair takes part, starts their TMA loads as far ahead as there are stages, and notes for
+// each tile which pairs take part and which weights dropout keeps. The other two are consumers,
+// with 64 of the block's rows each: they run the products, which the tensor cores execute
+// asynchronously.
 
 #pragma once
 
@@ -16,28 +17,28 @@ namespace trifuse::cuda {
 
 constexpr int kWarpgroup = 128, kConsumers = 2, kThreads = (1 + kConsumers) * kWarpgroup;
 constexpr int kGroupRows = 64, kRows = kConsumers * kGroupRows;
-// Of the registers that each thread has at launch a producer keeps some, and consumers get the others.
+// Registers per thread at launch. The producer keeps some of its own; the consumers take the rest.
 constexpr int kRegisters = 168;
 constexpr int consumer_registers(int producer) { return (3 * kRegisters - producer) / kConsumers; }
 
 constexpr int kPanelRow = 128;  // bytes of a row of a panel
 
-// A number that is the same for all lanes of a warp. Told so the compiler keeps what follows from it, descriptors
-// of matrices above all, where products take it from: in uniform registers.
+// Marks a number as the same for all lanes of a warp. The compiler then keeps what is computed from
+// it, above all matrix descriptors, in uniform registers, from which products read them.
 __device__ __forceinline__ int uniform(int number) { return __shfl_sync(kAllLanes, number, 0); }
 
 // Numbers of named barriers; 0 is __syncthreads.
 enum Named {
-  kTurns = 1,      // of consumers 0 and 1
-  kProducing = 3,  // among producers
-  kPassing = 4,    // among all, between passes
-  kStoring = 5,    // among consumer 0 and among consumer 1
+  kTurns = 1,      // + consumer: its turn to start products
+  kProducing = 3,  // among the producer's threads
+  kPassing = 4,    // among producer and consumers, between passes
+  kStoring = 5,    // + consumer: among its threads
 };
 
 // Tensors as the copy engine sees them -------------------------------------------------------------------
 
-// A tensor that the copy engine loads from, and whether heads and sequences are dimensions of it: where
-// it is broadcast over them they aren't.
+// A tensor that the copy engine loads from. `heads` and `sequences` multiply its coordinates: 0 if
+// it is broadcast over that dimension, else 1.
 struct Source {
   CUtensorMap map;
   int heads, sequences;
@@ -47,7 +48,7 @@ inline Source source(const MappedTensor& t, int rows) {
   return {make_tensor_map(t, rows), t.size[1] > 1, t.size[0] > 1};
 }
 
-// (sequences, heads, length, columns), for boxes of 64 columns.
+// Returns a tensor as (sequences, heads, length, columns); broadcast dimensions have size 1.
 inline MappedTensor mapped(
     const Attention& p, const Tensor4& t, int64_t heads, int64_t length, int64_t columns) {
   MappedTensor result{
@@ -70,8 +71,8 @@ inline MappedTensor mapped_grad_out(const Attention& p) {
   return mapped(p, p.grad_out, p.heads, p.total_q, p.Ev);
 }
 
-// Starts to load `rows` rows of a head, from token `first` on, zeros past the tensor's ends; by one thread.
-// Tiles lie in panels of 64 columns.
+// Starts to load `rows` rows of a head from token `first` on, zeros past the tensor's ends. Called
+// by one thread. The tile is stored in panels of 64 columns.
 template <class Scalar, int D>
 __device__ __forceinline__ void load(
     Scalar* to, const Source& from, SharedBarrier* barrier, int64_t batch, int h, int64_t first,
@@ -83,8 +84,8 @@ __device__ __forceinline__ void load(
         static_cast<int>(batch) * from.sequences);
 }
 
-// Makes a tile of N rows one to be summed up over its rows, by all producers: in the first pass by zeros
-// from row `end` on, which aren't this sequence's.
+// Prepares a tile of N rows for a sum over its rows, by all threads of the producer. The first pass
+// zeros the rows from `end` on, which take no part.
 template <int N, int D, class Scalar>
 __device__ __forceinline__ void clean_panels(Scalar* tile, int end, Mode mode) {
   if (mode != Mode::Hope) return clean_numbers(tile, N * D, kWarpgroup, mode);
@@ -94,7 +95,7 @@ __device__ __forceinline__ void clean_panels(Scalar* tile, int end, Mode mode) {
       tile[(panel * N + end) * 64 + i] = narrow<Scalar>(0);
 }
 
-// The stage that is used next, and the parity of its barriers' phases.
+// The next stage, and the parity of its barriers' phases.
 template <int kStages>
 struct Ring {
   int stage = 0;
@@ -107,17 +108,18 @@ struct Ring {
   }
 };
 
-// A warp lets go of a stage.
+// Releases a stage on behalf of a warp.
 __device__ __forceinline__ void release(SharedBarrier* empty) {
   __syncwarp();
   if (lane() == 0) arrive(empty);
 }
 
-// How many consumers have rows, of `left` that are the block's or a later one's.
+// Returns how many consumers have rows if `left` remain from the block's first on.
 __device__ __forceinline__ int consumers(int left) { return left > kGroupRows ? 2 : 1; }
 
-// After a pass, by all threads of the block: whether there is another one, and then its mode. `found` says
-// whether a sum isn't finite. See attention_forward.cu for the three passes.
+// Called after a pass by `threads` threads, all that take part: returns whether another pass
+// follows, and sets its mode. `found`: the thread has a sum that is not finite.
+// attention_forward.cu describes the three passes.
 template <class Shared>
 __device__ __forceinline__ bool pass_again(
     const Attention& p, Shared& shared, Mode& mode, int threads, bool found) {
@@ -134,7 +136,7 @@ __device__ __forceinline__ bool pass_again(
 
 // Notes on tiles -----------------------------------------------------------------------------------------
 
-// What the producers say of a tile of N columns. -1 for its first column says that there are no more.
+// The producer's notes on a tile of N columns. `column` is its first, or -1 at the end of a pass.
 template <int N>
 struct Notes {
   using Bits = typename Pairs<N>::Bits;
@@ -143,13 +145,13 @@ struct Notes {
   int column;
 };
 
-// Notes which pairs of the block's rows, from `first` on, and a tile's columns take part; whether some of
-// the warp's do. Heads are made anew wherever they are needed, for they take more registers than there are
-// to keep.
+// Notes which pairs of the block's rows, from `first` on, and a tile's columns take part. Returns
+// whether any pair of the warp's rows does. A Head is constructed at each use: it takes too many
+// registers to keep.
 template <int N, bool kByKey>
 __device__ __forceinline__ bool note_pairs(
     Notes<N>& notes, const Attention& p, int b, int h, int first, int column) {
-  constexpr int kAhead = kByKey || N == 64 ? 8 : 4;  // as registers allow
+  constexpr int kAhead = kByKey || N == 64 ? 8 : 4;  // limited by registers
   const Head head(p, b, h);
   bool any = false;
 #pragma unroll 1
@@ -173,7 +175,7 @@ __device__ __forceinline__ bool note_pairs(
   return any;
 }
 
-// Notes which weights dropout keeps. A lane draws for a query and eight keys.
+// Notes which weights dropout keeps. A lane draws for one query and eight keys at a time.
 template <int N, bool kByKey>
 __device__ __forceinline__ void note_kept(
     Notes<N>& notes, const Attention& p, int b, int h, int first, int column) {
@@ -200,7 +202,7 @@ __device__ __forceinline__ void note_kept(
   }
 }
 
-// The columns that all of the block's rows see, from `first` on.
+// Returns the columns that all of the block's rows, from `first` on, see; none if there is a mask.
 template <bool kByKey>
 __device__ __forceinline__ Span seen_by_all(const Attention& p, const Head& head, int first) {
   const int count = kByKey ? head.keys : head.queries;
@@ -209,13 +211,14 @@ __device__ __forceinline__ Span seen_by_all(const Attention& p, const Head& head
   return result;
 }
 
-// Notes all of a tile. False: no pair takes part, and the tile is left out. `all`: what seen_by_all says.
+// Notes a tile's pairs and kept weights. Returns false if no pair takes part: the tile is skipped.
+// `all` comes from seen_by_all.
 template <int N, bool kByKey>
 __device__ __forceinline__ bool note_tile(
     Notes<N>& notes, const Attention& p, int b, int h, int first, int column, const Span& all) {
   bool any = true;
   if (all.first <= column && column + N <= all.last) {
-    notes.full[threadIdx.x % (kRows / 16)] = true;  // without a branch, which takes registers
+    notes.full[threadIdx.x % (kRows / 16)] = true;  // by all threads: a branch costs registers
   } else {
     any = note_pairs<N, kByKey>(notes, p, b, h, first, column);
   }
@@ -227,13 +230,13 @@ __device__ __forceinline__ bool note_tile(
   return true;
 }
 
-// Says, in the place of a tile's notes, that a pass has no more of them.
+// Marks the end of a pass in the notes of the next stage.
 template <class TileNotes, int kStages>
 __device__ __forceinline__ void note_end(
     TileNotes (&notes)[kStages], SharedBarrier (&full)[kStages], SharedBarrier (&empty)[kStages],
     Ring<kStages>& tiles) {
   wait(&empty[tiles.stage], tiles.parity ^ 1);
-  // The leader goes on only when no thread can come so late to a wait that the next phase is over too.
+  // The leader waits for all threads: one that is still in the wait above could miss its phase.
   named_barrier(kProducing, kWarpgroup);
   if (threadIdx.x == 0) {
     notes[tiles.stage].column = -1;
@@ -242,7 +245,7 @@ __device__ __forceinline__ void note_end(
   tiles.advance();
 }
 
-// Of the thread's two rows of a strip of 16, as it was noted.
+// Returns the noted bits of the thread's two rows of a strip of 16 rows.
 template <int N>
 __device__ __forceinline__ Pairs<N> noted(
     const typename Pairs<N>::Bits (&bits)[kRows], int strip, bool full) {

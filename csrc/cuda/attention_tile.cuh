@@ -1,12 +1,12 @@
-// What the kernels of attention share: tiles in shared memory, their products, and which pairs of a
-// query and a key take part.
+// Shared by the attention kernels: tiles in shared memory, their products, and which query-key
+// pairs take part.
 //
-// A warp owns 16 rows of a block's: queries, or keys in the pass that sums over queries. The other side
-// comes by, N columns at a time, through two stages of shared memory. A thread holds what the
-// tensor core's instruction gives it of a 16 x N tile: rows lane / 4 and lane / 4 + 8, and of every eight
-// columns the two from 2 (lane % 4) on. float32 is multiplied by ordinary fused multiply-adds, term
-// after term and rounded as eager torch's are, on the same layout, so all that lies between two products
-// is the same code.
+// A warp owns 16 of its block's rows: queries, or keys in the kernel that sums over queries. The
+// other side streams through two stages of shared memory, N columns at a time. A thread holds its
+// fragment of a 16 x N tile as the tensor cores lay it out: rows lane / 4 and lane / 4 + 8, and in
+// every eight columns the two from 2 (lane % 4) on. float32 products are ordinary fused
+// multiply-adds, one term after the other and rounded as in eager torch, on the same layout, so the
+// code between two products is the same for all types.
 
 #pragma once
 
@@ -32,13 +32,13 @@ constexpr int64_t round_up(int64_t n, int64_t multiple) {
 }
 __device__ __forceinline__ bool finite(float x) { return fabsf(x) < kInfinity; }
 
-// Element e of a thread's fragment f[n][e] of a 16 x N tile: its row, and its column.
+// Row and column of element f[n][e] of a thread's fragment f of a 16 x N tile.
 __device__ __forceinline__ int row_of(int e) { return lane() / 4 + e / 2 * 8; }
 __device__ __forceinline__ int column_of(int n, int e) { return 8 * n + lane() % 4 * 2 + e % 2; }
 
 // Tiles ------------------------------------------------------------------------------------------------
 
-// Rows of a tensor: those of one head of one sequence.
+// A tensor's rows of one head of one sequence.
 template <class Scalar>
 struct Rows {
   Scalar* data;
@@ -59,7 +59,7 @@ struct Rows {
   }
 };
 
-// 16 bytes of a row, straight from memory; zeros past its end.
+// Loads 16 bytes of a row from global memory; zeros past the row's end.
 template <class Scalar>
 __device__ __forceinline__ void load_chunk(
     float (&values)[16 / sizeof(Scalar)], const Rows<const Scalar>& from, int row, int column) {
@@ -78,8 +78,8 @@ __device__ __forceinline__ void load_chunk(
   for (int j = 0; j < kChunk; ++j) values[j] = widen(chunk[j]);
 }
 
-// A tile in shared memory. Chunks of 16 bytes are permuted within a row, so that those that eight
-// neighbouring rows have in the same place lie in different banks.
+// A tile in shared memory. Its chunks of 16 bytes are swizzled within a row, so that the chunks of
+// eight neighbouring rows at the same column lie in different banks.
 template <class Scalar>
 struct Tile {
   static constexpr int kChunk = 16 / sizeof(Scalar);  // elements
@@ -92,8 +92,9 @@ struct Tile {
   __device__ __forceinline__ Tile from(int row) const { return {data + row * pitch, pitch}; }
 };
 
-// Rows [first, first + rows) of those before `length`, by all threads of a block; zeros past the ends,
-// as far as a product reads. They are there after cp_async_wait and a barrier.
+// Loads rows [first, first + rows), by all threads of a block. Rows from `length` on are zeros, and
+// so are columns past the end, up to the multiple of 16 that products read. The tile has arrived
+// after cp_async_wait and a barrier.
 template <class Scalar>
 __device__ __forceinline__ void load_tile(
     const Tile<Scalar>& to, const Rows<const Scalar>& from, int first, int rows, int length) {
@@ -123,16 +124,16 @@ inline constexpr float kLargest<__half> = 65504;
 template <>
 inline constexpr float kLargest<__nv_bfloat16> = 3.38953139e38f;
 
-// What a pass that has met a NaN or Inf makes of a tile's numbers.
+// What a pass does to a tile's numbers. attention_forward.cu describes the three passes.
 enum class Mode {
-  Hope,   // nothing: it takes all numbers to be finite
-  Count,  // 1 where they aren't, 0 where they are
-  Clean,  // finite ones in place of those that aren't: the largest for Inf, which scores of -inf
-          // then stay next to, and 0 for NaN
+  Hope,   // nothing: assumes that all are finite
+  Count,  // replaces NaN and Inf by 1, and finite numbers by 0
+  Clean,  // replaces ±Inf by the largest finite numbers, which keep a score of -inf very low, and
+          // NaN by 0
 };
 
-// All numbers of a tile, in whichever order, by the first `threads` threads of a block. What no product
-// reads may be anything.
+// Applies Count or Clean to all numbers of a tile, by the first `threads` threads of a block.
+// Padding that no product reads may hold anything.
 template <class Scalar>
 __device__ __forceinline__ void clean_numbers(Scalar* data, int count, int threads, Mode mode) {
   for (int i = threadIdx.x; i < count; i += threads) {
@@ -142,7 +143,7 @@ __device__ __forceinline__ void clean_numbers(Scalar* data, int count, int threa
   }
 }
 
-// By all threads of a block, between barriers.
+// As clean_numbers, by all threads of a block. Needs a barrier before and after.
 template <class Scalar>
 __device__ __forceinline__ void clean_tile(const Tile<Scalar>& tile, int rows, Mode mode) {
   clean_numbers(tile.data, rows * tile.pitch, blockDim.x, mode);
@@ -171,7 +172,7 @@ __device__ __forceinline__ uint32_t pack(float low, float high) {
   return result;
 }
 
-// c (16, N) += a bᵀ over `depth` columns, a multiple of 16, of a (16, depth) and b (N, depth).
+// c (16, N) += a bᵀ, with a (16, depth) and b (N, depth); `depth` is a multiple of 16.
 template <int N, class Scalar>
 __device__ __forceinline__ void multiply_rows(
     float (&c)[N / 8][4], const Tile<Scalar>& a, const Tile<Scalar>& b, int depth) {
@@ -213,8 +214,8 @@ __device__ __forceinline__ void multiply_rows(
   }
 }
 
-// acc (16, C) += weights (16, N) times columns [first, first + C) of b (N, columns); as far as there are
-// columns, a multiple of 16. Which column of a row an element of acc stands for, sum_column says.
+// acc (16, C) += weights (16, N) times columns [first, min(first + C, columns)) of b (N, columns);
+// `columns` is a multiple of 16. sum_column gives the column of an element of acc.
 template <int N, int C, class Scalar>
 __device__ __forceinline__ void multiply_weights(
     float (&acc)[C / 8][4], const float (&weights)[N / 8][4], const Tile<Scalar>& b, int first,
@@ -267,7 +268,8 @@ __device__ __forceinline__ int sum_column(int n, int e) {
   else return n / 2 * 16 + lane() % 4 * 4 + n % 2 * 2 + e % 2;
 }
 
-// Where a NaN or Inf has been summed up, by bits; made of a pass in Mode::Count.
+// One bit for each of a thread's sums: whether a NaN or Inf reached it. Made from the sums of a
+// pass in Mode::Count.
 template <int C>
 struct Reached {
   uint32_t bits[C / 64] = {};
@@ -294,9 +296,9 @@ __device__ __forceinline__ bool any_non_finite(const float (&sums)[C / 8][4]) {
   return found;
 }
 
-// Writes a warp's rows [first, first + 16) of those before `length`, columns [first_column, ... + C) of
-// them: sums times a factor for each of the thread's two rows, ±Inf as NaN. They go by way of `room`, 16
-// rows of shared memory that nobody else uses.
+// Writes a warp's rows [first, min(first + 16, length)), columns [first_column, first_column + C):
+// sums times a factor for each of the thread's two rows. ±Inf, and sums that a NaN or Inf reached,
+// become NaN. The rows are staged in `room`, 16 rows of shared memory that only this warp uses.
 template <int C, class Scalar>
 __device__ __forceinline__ void store_rows(
     const float (&sums)[C / 8][4], const float (&factor)[2], const Reached<C>& reached,
@@ -326,7 +328,7 @@ __device__ __forceinline__ void store_rows(
   }
 }
 
-// For packed tokens that belong to no sequence: zeros in rows [first, length), `rows` of every `step`.
+// Zeros packed tokens that belong to no sequence: of rows [first, length), `rows` in every `step`.
 template <class Scalar>
 __device__ __forceinline__ void store_zeros(
     const Rows<Scalar>& to, int64_t first, int64_t length, int rows, int64_t step) {
@@ -341,13 +343,13 @@ __device__ __forceinline__ void store_zeros(
 // One query head of one sequence.
 struct Head {
   int b, h, kv_head;
-  int64_t batch;                  // in the tensors: 0 if sequences are packed
-  int64_t first_query, first_key;  // tokens
-  int queries, keys;              // of which some take part: keys before key_lengths
-  int stored;                     // keys
-  int64_t diagonal;               // query i stands at key i + diagonal
-  int64_t row;                    // where its rows begin in a contiguous (B, H, Lq), or (H, total)
-  int64_t mask;                   // where its mask begins
+  int64_t batch;                  // index into the tensors: 0 if sequences are packed
+  int64_t first_query, first_key;  // tokens at which the sequence begins
+  int queries, keys;              // lengths; keys end at key_lengths
+  int stored;                     // length of the keys in memory
+  int64_t diagonal;               // query i is aligned with key i + diagonal
+  int64_t row;                    // index of its first query in (B, H, Lq); packed: (H, total)
+  int64_t mask;                   // offset of its mask
 
   __device__ Head(const Attention& p, int b, int h) : b(b), h(h) {
     const bool packed = p.cu_seqlens_q != nullptr;
@@ -373,8 +375,8 @@ struct Head {
   }
 };
 
-// What a block owns: one of so many blocks of rows, of one of so many heads. With packed sequences b is
-// p.batch in the blocks that see to the tokens past the last.
+// What a block owns: block `block` of the `blocks` blocks of rows of head h of sequence b. With
+// packed sequences, b is p.batch in the blocks for tokens past the last sequence.
 struct Place {
   int block, blocks, h, b;
 
@@ -391,23 +393,26 @@ struct Place {
 constexpr bool has_float_mask(const AttentionProblem& p) {
   return p.mask_kind == MaskKind::Float32 || p.mask_kind == MaskKind::QueryType;
 }
-// Whether scores may be so large that a product with log2 e, or a logsumexp, has no room for the rest.
+// Returns whether scores may be so large that their product with log2 e overflows, or that it or a
+// logsumexp is too coarse to compute weights from.
 constexpr bool has_large_scores(const AttentionProblem& p) {
   return has_float_mask(p) || p.scale > 0x1p20 || p.scale < -0x1p20;
 }
-// Whether a tile in memory can hold pairs that don't take part.
+// Returns whether a mask or window may leave pairs out. Their rows are loaded, unlike rows past the
+// lengths, which are zeros in a tile.
 constexpr bool is_selective(const AttentionProblem& p) {
   return p.mask_kind != MaskKind::None || p.window_left >= 0 || p.window_right >= 0;
 }
 
-// What a score is. Without a float mask it is a product of query and key as it comes, the scale being
-// left to the exponent. It is in natural units with one, for the mask's numbers may be anything; with a
-// large scale; and with one so small, or not above 0, that a logsumexp in units of a product would overflow.
+// The units of a score. Usually a score is the bare product of query and key, and `exponent`
+// carries the scale. A score is in natural units with a float mask, whose numbers may be anything;
+// with a large scale; and with a scale so small, or not above 0, that a logsumexp in units of a
+// product would overflow.
 struct Scale {
   bool natural;
-  float product;   // if natural: score = product of query and key · this + mask
-  float exponent;  // exponents of 2 are (score - peak) · this
-  double unit;     // of a score, in natural units
+  float product;   // if natural: score = (query · key) product + mask
+  float exponent;  // a weight is 2^((score - peak) exponent)
+  double unit;     // one unit of a score, in natural units
 
   __device__ explicit Scale(const AttentionProblem& p)
       : natural(has_large_scores(p) || !(p.scale >= 0x1p-122)),
@@ -416,11 +421,11 @@ struct Scale {
         unit(natural ? 1.0 : p.scale) {}
 };
 
-// The columns that a row sees by its position: [first, last).
+// The columns [first, last) that a row sees by its position.
 struct Span {
   int first, last;
 
-  // The position, seen from the columns, and bounds before and behind it, -1 for none.
+  // `at` is the row's position among the columns. `before` and `behind` bound the window; -1: none.
   __device__ Span(int64_t at, int64_t before, int64_t behind, int count) {
     first = static_cast<int>(before >= 0 ? min(max(at - before, int64_t(0)), int64_t(count)) : 0);
     last = static_cast<int>(
@@ -441,7 +446,7 @@ __device__ __forceinline__ Span span_of(const Attention& p, const Head& head, in
   else return keys_of(p, head, row);
 }
 
-// The columns that any of a block's rows sees by position, from a multiple of N on.
+// Returns the columns that some row of a block sees by position, from a multiple of N on.
 template <int N, bool kByKey>
 __device__ __forceinline__ Span visible(const Attention& p, const Head& head, int first, int rows) {
   const int count = kByKey ? head.keys : head.queries;
@@ -451,13 +456,13 @@ __device__ __forceinline__ Span visible(const Attention& p, const Head& head, in
   return result;
 }
 
-// Which pairs of a warp's 16 x N tile take part.
+// The pairs of a warp's 16 x N tile that take part.
 template <int N>
 struct Pairs {
   using Bits = std::conditional_t<
       N == 128, unsigned __int128, std::conditional_t<N == 64, uint64_t, uint32_t>>;
-  Bits row[2];  // of the thread's two rows, shifted so that its own columns' bits have constant places
-  bool any, full;  // of the whole tile
+  Bits row[2];  // the thread's two rows, shifted so that its own columns are at constant bits
+  bool any, full;  // whether any pair, or every pair, of the whole tile takes part
 
   __device__ __forceinline__ bool test(int n, int e) const {
     return row[e / 2] >> (8 * n + e % 2) & 1;
@@ -471,14 +476,14 @@ constexpr typename Pairs<N>::Bits low_bits(int count) {
   return count <= 0 ? 0 : count >= kBits ? ~Bits(0) : (Bits(1) << count) - 1;
 }
 
-// Numbers of a mask by their bits: which ones leave a pair out?
+// Returns whether the mask lets a pair take part. `out` is the bit pattern that leaves a pair out.
 template <class Raw>
 __device__ __forceinline__ bool keeps(const Raw* at, Raw out) {
   return __ldg(at) != out;
 }
 
-// The mask of rows [row, row + 16) by columns [column, column + N), by bits: those of the thread's rows.
-// A lane has its numbers for `kAhead` of the queries under way at a time.
+// Reads the mask of rows [row, row + 16) and columns [column, column + N) into bits of the thread's
+// two rows. A lane has loads for `kAhead` queries in flight.
 template <int N, bool kByKey, int kAhead, class Raw>
 __device__ __forceinline__ void look_at_mask(
     typename Pairs<N>::Bits (&bits)[2], const Attention& p, const Head& head, int row, int column,
@@ -487,7 +492,7 @@ __device__ __forceinline__ void look_at_mask(
   const Raw* mask = static_cast<const Raw*>(p.mask.data) + head.mask;
   const int64_t query_stride = p.mask.stride[2], key_stride = p.mask.stride[3];
   if constexpr (kByKey) {
-    // A lane looks at a key and every second query, its other half at the others.
+    // A lane reads one key's mask for every second query; the lane 16 away reads the other ones.
     const int key = row + lane() % 16, half = lane() / 16;
     Bits mine = 0;
     if (query_stride == 0) {
@@ -505,7 +510,7 @@ __device__ __forceinline__ void look_at_mask(
 #pragma unroll
     for (int r = 0; r < 2; ++r) bits[r] = __shfl_sync(kAllLanes, mine, row_of(2 * r));
   } else {
-    // A lane looks at a key, or two, of one query after the other.
+    // A lane reads one or two keys' mask for one query after the other.
     const int rows = query_stride == 0 ? 1 : 16;
     bits[0] = bits[1] = 0;
 #pragma unroll kAhead
@@ -526,8 +531,8 @@ __device__ __forceinline__ void look_at_mask(
   }
 }
 
-// Looks at rows [row, row + 16), which see by position what `spans` says of the thread's two, and columns
-// [column, column + N).
+// Returns which pairs of rows [row, row + 16) and columns [column, column + N) take part. `spans`
+// are the columns that the thread's two rows see by position.
 template <int N, bool kByKey, int kAhead = 4>
 __device__ __forceinline__ Pairs<N> look(
     const Attention& p, const Head& head, const Span (&spans)[2], int row, int column) {
@@ -560,7 +565,7 @@ __device__ __forceinline__ Pairs<N> look(
   return pairs;
 }
 
-// Scores in natural units: products times the scale, plus a float mask where pairs take part.
+// Turns products into natural scores: times the scale, plus the float mask where pairs take part.
 template <int N, bool kByKey, class Scalar>
 __device__ __forceinline__ void scale_and_add_mask(
     float (&scores)[N / 8][4], const Attention& p, const Scale& scale, const Head& head,
@@ -582,12 +587,12 @@ __device__ __forceinline__ void scale_and_add_mask(
   else add(p.mask_kind == MaskKind::Float32 ? static_cast<const float*>(p.mask.data) : nullptr);
 }
 
-// Which weights of a warp's tile dropout keeps.
+// The weights of a warp's tile that dropout keeps.
 template <int N, bool kByKey>
 class Dropped {
  public:
-  // The tile begins at a multiple of 8 keys. Each lane draws for some (query, eight keys) and packs the
-  // bytes into a word; a thread then gets those of its own pairs.
+  // The tile begins at a multiple of 8 keys. A lane draws one byte for a query and eight keys, and
+  // packs its bytes into a word; shuffles then bring each thread the bits of its own pairs.
   __device__ __forceinline__ Dropped(
       const Attention& p, const Head& head, uint64_t seed, int row, int column) {
     constexpr int kDraws = 16 * N / 8;
@@ -621,10 +626,11 @@ class Dropped {
   uint32_t word_[kWords];
 };
 
-// Calls compute(column, stage, pairs) in each warp for the tiles of `span`, N columns each, in which it
-// has pairs. `look(column)` says which; issue(column, stage) starts to load a tile for the block, and is
-// called one tile ahead, only for those in which some warp has a pair; prepare(stage) is called by all
-// threads when a tile has come. One barrier a tile; all threads have left the stages when it returns.
+// Calls compute(column, stage, pairs) in each warp for the tiles of `span`, N columns each, in
+// which the warp has pairs; look(column) returns them. issue(column, stage) starts the block's load
+// of a tile; it is called one tile ahead, and only for tiles in which some warp has a pair. All
+// threads call prepare(stage) once a tile has arrived. One barrier per tile. On return no thread
+// uses the stages.
 template <int N, class Look, class Issue, class Prepare, class Compute>
 __device__ __forceinline__ void for_tiles(
     const Span& span, const Look& look, const Issue& issue, const Prepare& prepare,
@@ -661,8 +667,8 @@ __device__ __forceinline__ void for_tiles(
   __syncthreads();
 }
 
-// 2^x: by the special function unit beside 16-bit numbers, to 2 units in the last place; beside float32
-// by the series on ordinary pipes, to 1. Below the smallest normal number it is 0.
+// Returns 2^x: for 16-bit types by the special function unit, to 2 units in the last place; for
+// float32 by a series on the FMA pipes, to 1. Results below the smallest normal number are 0.
 template <class Scalar>
 __device__ __forceinline__ float power_of_2(float x) {
   if constexpr (kTensorCore<Scalar>) return exp2_approximate(x);
@@ -677,19 +683,19 @@ __device__ __forceinline__ float power_of_2(float x) {
   return __uint_as_float(__float_as_uint(result) + (static_cast<unsigned>(static_cast<int>(whole)) << 23));
 }
 
-// The running softmax of the thread's two rows (Milakov and Gimelshein, "Online normalizer calculation
-// for softmax", 2018). The four lanes that share a row each have a part of its sum.
+// The running softmax of the thread's two rows (Milakov and Gimelshein, "Online normalizer
+// calculation for softmax", 2018). The four lanes that share a row each hold a part of its sum.
 template <class Scalar>
 struct Softmax {
-  // What is taken off a row's scores: their greatest so far, or, beside 16-bit numbers, one that was and has been
-  // passed by so little that weights stay below 2^kSlack. Then nothing that was summed has to be multiplied.
-  // It is -inf for a row without a pair so far, and otherwise kLowest or above, also if all scores are -inf.
+  // Subtracted from a row's scores: their running maximum or, for 16-bit types, an earlier one as
+  // long as weights stay within 2^kSlack, which saves rescaling the sums. It is -inf for a row
+  // without a pair so far, and otherwise at least kLowest, even if all scores are -inf.
   float peak[2] = {-kInfinity, -kInfinity};
   float sum[2] = {0, 0};
   static constexpr float kSlack = 8;
 
-  // A tile's scores become weights, 0 for pairs that take no part; `shrink` is what was summed before
-  // has to be multiplied by.
+  // Turns a tile's scores into weights, 0 for pairs that take no part. `shrink` is the factor by
+  // which the caller has to rescale its earlier sums.
   template <int N>
   __device__ __forceinline__ void take(
       float (&scores)[N / 8][4], const Pairs<N>& pairs, const Scale& scale, float (&shrink)[2]) {
@@ -709,13 +715,13 @@ struct Softmax {
       top = warp_max<4>(top);
       const float before = peak[r];
       if (!kTensorCore<Scalar> || (top - before) * scale.exponent > kSlack) peak[r] = top;
-      // With a row that has summed up nothing so far any number will do to subtract. kLowest won't where the
-      // scale multiplies it first.
+      // For a row that has summed nothing so far, any finite base will do. kLowest will not where
+      // the scale multiplies it first: the product may overflow.
       const bool nothing = peak[r] <= (kTensorCore<Scalar> && !scale.natural ? kLowest : -kInfinity);
       const float base = nothing ? 0.0f : peak[r];
       shrink[r] = power_of_2<Scalar>((before - base) * scale.exponent);
-      // Scores with a mask's numbers may be too large to be multiplied first. Others are, beside 16-bit numbers:
-      // one operation does both.
+      // Natural scores may be too large to multiply before the subtraction. For 16-bit types, the
+      // others are multiplied first: one FMA does both.
       if (kTensorCore<Scalar> && scale.natural) {
 #pragma unroll
         for (int n = 0; n < N / 8; ++n)
@@ -737,7 +743,7 @@ struct Softmax {
     }
   }
 
-  // Brings the four parts together; 1 for a row without a pair, and NaN for one whose scores are all -inf.
+  // Adds up the four lanes' parts. Sets 1 for a row without a pair, NaN if all scores are -inf.
   __device__ __forceinline__ void finish() {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -747,7 +753,7 @@ struct Softmax {
   }
 };
 
-// Calls run<D>() for the head dimension, padded.
+// Calls run<D>() with the padded head dimension.
 template <class Run>
 inline void for_head_dim(const AttentionProblem& p, const Run& run) {
   const int64_t head_dim = p.E > p.Ev ? p.E : p.Ev;
@@ -757,7 +763,7 @@ inline void for_head_dim(const AttentionProblem& p, const Run& run) {
   else throw std::runtime_error("attention: head_dim " + std::to_string(head_dim) + " is over 256");
 }
 
-// Calls run<Scalar, D>() for the types and the padded head dimension of a call.
+// Calls run<Scalar, D>() with a call's type and padded head dimension.
 template <class Run>
 inline void for_kernel(const AttentionProblem& p, const Run& run) {
   for_head_dim(p, [&]<int D>() {
@@ -786,7 +792,8 @@ inline LaunchPlan attention_plan(
   };
 }
 
-// One for each block of rows of each head; with packed sequences also for tokens past the last.
+// Returns the number of blocks: one for every `rows` rows of each head. With `tail`, packed
+// sequences get as many again as one more sequence would, for the tokens past the last one.
 inline int64_t blocks_for(const Attention& p, int64_t length, int rows, int64_t heads, bool tail) {
   return (length + rows - 1) / rows * heads * (p.batch + (tail && p.cu_seqlens_q != nullptr));
 }

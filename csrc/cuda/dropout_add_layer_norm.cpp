@@ -18,8 +18,9 @@
 namespace trifuse::cuda {
 namespace {
 
-// Wide: in the accumulation type beside a narrower dtype. Copied where a Matrix can't say how the rows
-// lie, or where rows that kernels move 16 bytes at a time don't begin at such addresses.
+// Describes a tensor's rows, which are wide if they are in the accumulation type beside a narrower
+// dtype. Copies the tensor if its rows need more strides than a Matrix has, or if kernels would
+// move them 16 bytes at a time but they do not begin at multiples of 16 bytes.
 Matrix matrix_of(const Tensor& t, at::ScalarType dtype, Held& held) {
   const RowTensor rows = rows_of(t, held);
   const int64_t size = t.element_size();
@@ -127,7 +128,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(
   call.grad_out = matrix_of(grad_out, dtype, held);
   if (grad_sum) call.grad_sum = matrix_of(grad_sum->to(sum_dtype), dtype, held);
 
-  // Without elements where it is not wanted.
+  // Returns a tensor without elements if the gradient is not wanted.
   const auto empty_like = [&](bool wanted, const Tensor& t, at::ScalarType dtype) {
     const auto options = t.options().dtype(dtype);
     return wanted ? at::empty(t.sizes(), options) : at::empty({0}, options);

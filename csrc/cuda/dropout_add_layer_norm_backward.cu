@@ -1,18 +1,19 @@
 // dropout_add_layer_norm backward on a GPU.
 //
-// A grid about as large as the device walks over the rows. A warp owns a row of up to 512 columns, a
-// block a wider one. It reads those of grad_out, x and the residual (or the sum that the forward
-// returned) once, a row ahead, and grad_sum, and writes grad_x and grad_residual once. The gradients of
-// weight, bias and x_bias add up in shared memory, where every thread has its own columns, for a run of
-// rows; a block adds up its runs in the workspace, and a second kernel adds up the blocks in order. There
-// are no atomics: results repeat bit for bit on one kind of device.
+// A grid about as large as the device walks over the rows. A warp or a block owns a row, depending
+// on the width and the kind of call. It reads the row of grad_out, x and the residual (or the sum
+// that the forward returned) once, a row ahead, and of grad_sum, and writes grad_x and
+// grad_residual once. The gradients of weight, bias and x_bias add up in shared memory, where every
+// thread has its own columns, for a run of rows. A block adds up its runs in the workspace, and a
+// second kernel adds up the blocks in order. There are no atomics: results repeat bit for bit on
+// one kind of device.
 //
-// Rows of more than 8192 columns (4096 where a width is no multiple of 8, or in float64) are cut into
-// chunks, each with blocks of its own; a kernel before reads the rows once more, for the two means that
-// the chunks of a row share.
+// Rows of more than 8192 columns (4096 if the width is no multiple of 8, or in float64) are cut
+// into chunks, each with its own blocks. An earlier kernel then reads the rows once more, for the
+// two means that the chunks of a row share.
 //
-// Floor: the bytes of grad_out, grad_sum, x, residual, grad_x and grad_residual at the copy rate. Some 33
-// instructions an element stand beside them, and 9 more with dropout.
+// Floor: the bytes of grad_out, grad_sum, x, residual, grad_x and grad_residual at the copy rate.
+// Beside them the kernel issues some 33 instructions an element, and 9 more with dropout.
 
 #include "cuda/dropout_add_layer_norm_row.cuh"
 #include "cuda/long_sum.cuh"
@@ -20,27 +21,27 @@
 namespace trifuse::cuda {
 namespace {
 
-// Groups of eight columns that a thread has in registers, of this row and of the next.
+// Groups of eight columns that a thread holds in registers, of this row and of the next.
 template <bool kAligned>
 constexpr int kGroups = kAligned ? 2 : 1;
-// Threads on one multiprocessor: they leave 128 registers for each.
+// Resident threads per multiprocessor: they leave 128 registers each.
 constexpr int kResidentThreads = 512;
-// Rows of a team that are added up as one run. For every run but one a block reads and writes its shares
-// in the workspace once more: 8 bytes a column and vector beside its rows, of which a block of several
-// teams has several times as many.
+// Rows of a team that are added up as one run. Each run but the first costs a block one more read
+// and write of its shares in the workspace, 8 bytes a column and vector. A block of several teams
+// spreads that cost over several times as many rows.
 template <class Team>
 constexpr int kRun = Team::kRows > 1 ? 32 : 64;
 
-// How the backward of a call is shared out, and what it leaves where.
+// How the backward of a call is split among blocks.
 struct Shape {
-  int threads;      // of a team
-  int64_t columns;  // of a chunk
-  int64_t chunks, programs;  // programs: blocks for each chunk
+  int threads;      // per team
+  int64_t columns;  // per chunk
+  int64_t chunks, programs;  // programs: blocks per chunk
 };
 
 template <class T>
 struct Workspace {
-  T* shares[3];    // (programs, N): of the gradients of weight, bias and x_bias; null if not wanted
+  T* shares[3];    // (programs, N): of the gradients of weight, bias, x_bias; null if not wanted
   T* statistics;   // (rows, 2): the means of g and of g n over a row; null with a single chunk
 };
 
@@ -50,7 +51,7 @@ struct Group {
   using T = Accumulator<Scalar>;
   using Row = RowSum<Scalar, kAligned, kCalls>;
 
-  // What eight columns take from memory.
+  // Eight columns as loaded from memory.
   struct Loaded {
     typename Row::Loaded sum;
     Eight<Scalar, false> grad_out;
@@ -64,7 +65,7 @@ struct Group {
   T g[8], n[8];
   uint32_t keep;
 
-  // n, and grad_out in the place of g.
+  // Computes n, and puts grad_out in the place of g.
   __device__ __forceinline__ void normalise(
       const Row& source, const Loaded& loaded, int64_t column, uint64_t seed, T mean, T rstd) {
     keep = source.keep(column, seed);
@@ -91,7 +92,7 @@ struct Group {
   }
 };
 
-// For rows of several chunks: a block reads a row and leaves the means of g and of g n.
+// For rows of several chunks: a block reads a row and writes the means of g and of g n.
 template <class Scalar, bool kAligned>
 __global__ __launch_bounds__(kWideThreads) void backward_statistics_kernel(
     const __grid_constant__ DropoutAddLayerNorm p, Accumulator<Scalar>* statistics) {
@@ -113,7 +114,7 @@ __global__ __launch_bounds__(kWideThreads) void backward_statistics_kernel(
       group.weigh(p, c);
       group.add_to(totals);
     }
-    // The next row's sums go elsewhere: some threads may still read these.
+    // The next row uses the other half of `scratch`: some threads may still read this one.
     block_sum<kWideThreads>(totals, scratch + parity * 2 * Team::kWarps);
     parity ^= 1;
     if (threadIdx.x > 0) continue;
@@ -122,7 +123,7 @@ __global__ __launch_bounds__(kWideThreads) void backward_statistics_kernel(
   }
 }
 
-// Eight numbers that the thread itself has left in memory: the read-only cache is not for them.
+// Loads eight numbers that this thread wrote, and so not through the read-only cache.
 template <bool kAligned, class T>
 __device__ __forceinline__ void load_own_eight(T (&values)[8], const T* from, int64_t count) {
   if constexpr (kAligned) {
@@ -147,7 +148,7 @@ backward_kernel(
   using Team = Team<kThreads>;
   using Group = Group<Scalar, kAligned, kCalls>;
   constexpr int G = kGroups<kAligned>, kEights = G * Team::kBlock;
-  // Of every thread's columns: the gradients of weight, bias and x_bias.
+  // The gradients of weight, bias and x_bias in every thread's columns.
   T* const memory = reinterpret_cast<T*>(shared_memory());
   const auto sums = [&](int v) { return SharedEights<T>(memory + v * 8 * kEights, kEights); };
   const auto own = [](int g) { return g * Team::kBlock + threadIdx.x; };
@@ -181,7 +182,7 @@ backward_kernel(
 #pragma unroll
     for (int g = 0; g < G; ++g)
       if (column(g) < p.N) groups[g].normalise(source, loaded[g], column(g), seed, mean, rstd);
-    // All at once, for a wait for one load is a wait for all before it.
+    // All loads are issued at once, as waiting for one load waits for all before it.
     load(row + Team::step());
 #pragma unroll
     for (int g = 0; g < G; ++g) {
@@ -199,7 +200,7 @@ backward_kernel(
       means[0] = of_all_chunks[0];
       means[1] = of_all_chunks[1];
     } else {
-      // The next row's sums go elsewhere: some threads may still read these.
+      // The next row uses the other half of `scratch`: some threads may still read this one.
       block_sum<kThreads>(means, scratch + parity * 2 * Team::kWarps);
       parity ^= 1;
       means[0] *= one_over_N;
@@ -233,8 +234,8 @@ backward_kernel(
     }
   };
 
-  // The teams of a block have the same columns: the first adds up what all have, in order, and begins
-  // the next run with what the block's share could not take.
+  // Ends a run. The teams of a block have the same columns: the first adds up the sums of all, in
+  // order, and starts the next run from the rounding error of the block's share.
   const auto leave = [&](bool further) {
     if (Team::kRows > 1) __syncthreads();
     for (int v = 0; v < 3 && threadIdx.x < kThreads; ++v) {
@@ -268,7 +269,7 @@ backward_kernel(
     if (Team::kRows > 1) __syncthreads();
   };
 
-  // Runs end for all teams of a block at once. In the last one some may have a row less.
+  // All teams of a block end their runs together. In the last run some may have a row less.
   const uint32_t rows = p.rows, step = Team::step();
   const uint32_t last = (rows - 1 - blockIdx.x * Team::kRows) / step;
   for (uint32_t i = 0; i <= last; ++i) {
@@ -278,8 +279,8 @@ backward_kernel(
   }
 }
 
-// A block owns 32 columns of one of the vectors: each of its 16 warps adds up every 16th program's share,
-// eight of them as a run.
+// A block owns 32 columns of one of the vectors. Each of its 16 warps adds up every 16th program's
+// share, eight of them as a run.
 // Floor: the bytes of the shares, from the L2 cache.
 constexpr int kSumWarps = 16;
 template <class Scalar>
@@ -309,8 +310,8 @@ __global__ __launch_bounds__(32 * kSumWarps) void backward_sum_kernel(
   else static_cast<Scalar*>(grad.data)[column] = narrow<Scalar>(sum);
 }
 
-// float64, which is there to check the others by, goes an element at a time, like widths that are no
-// multiple of 8.
+// float64 serves to check the other types; it is processed an element at a time, like widths that
+// are no multiple of 8.
 bool is_aligned(const DropoutAddLayerNorm& p) {
   return p.N % 8 == 0 && p.dtype != DType::Float64;
 }
@@ -325,7 +326,7 @@ Shape shape_of(const DropoutAddLayerNorm& p) {
     shape.threads *= is_usual_backward(p) ? 2 : 512 / shape.threads;
   shape.columns = 8 * groups * shape.threads;
   shape.chunks = std::max<int64_t>((p.N + shape.columns - 1) / shape.columns, 1);
-  // A program's shares are written and read once more: at least four times as many rows are worth it.
+  // A program's shares are written and read once more, which pays if its teams have four rows each.
   const int block = block_of(shape.threads), rows = block / shape.threads;
   const int64_t resident = int64_t(kResidentThreads / block) * multiprocessors();
   const int64_t most = std::max<int64_t>(resident / shape.chunks, 1);

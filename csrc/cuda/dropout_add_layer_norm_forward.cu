@@ -1,23 +1,23 @@
 // dropout_add_layer_norm forward on a GPU.
 //
-// A grid as large as the device walks over the rows. A warp owns a row of up to 1024 columns, a block a
-// wider one. It reads those of x and the residual once and writes out, and the sum if that is wanted, once;
-// between the passes of the two-pass variance the sum stays in registers, while the next row is on its
-// way.
+// A grid as large as the device walks over the rows. A warp or a block owns a row, depending on the
+// width and the kind of call. It reads the row of x and of the residual once, and writes out, and
+// the sum if it is wanted, once. Between the passes of the two-pass variance the sum stays in
+// registers, while the next row is being loaded.
 //
-// Rows of more than 8192 columns go by a kernel that keeps the sum in shared memory; one too wide for that
-// is read and drawn again in each of the three passes. Widths that are no multiple of 8 go by the same
-// kernel, an element at a time.
+// Rows of more than 8192 columns have a kernel of their own that keeps the sum in shared memory. If
+// a row does not fit there, each of the three passes reads it and draws its mask again. The same
+// kernel serves float64 and widths that are no multiple of 8, an element at a time.
 //
-// Floor: the bytes of x, residual, out and sum at the copy rate. Some 20 instructions an element stand
-// beside them, and 8 more with dropout.
+// Floor: the bytes of x, residual, out and sum at the copy rate. Beside them the kernels issue some
+// 20 instructions an element, and 8 more with dropout.
 
 #include "cuda/dropout_add_layer_norm_row.cuh"
 
 namespace trifuse::cuda {
 namespace {
 
-// Eight columns of the sum in `s`, as it is returned if it is, and their total.
+// Puts eight columns of the sum in `s`, rounded if the call returns them so. Returns their total.
 template <class Scalar, bool kAligned, int kCalls, class T = Accumulator<Scalar>>
 __device__ __forceinline__ T sum_eight(
     T (&s)[8], const DropoutAddLayerNorm& p, const RowSum<Scalar, kAligned, kCalls>& source,
@@ -33,12 +33,12 @@ __device__ __forceinline__ T sum_eight(
   return total;
 }
 
-// What a pass over the deviations from `about` adds up.
+// Sums of a pass over the deviations from `about`.
 template <class T>
 struct Deviations {
   T sums[2] = {};  // of the deviations, and of their squares
 
-  // Numbers become deviations.
+  // Turns the values in `s` into deviations and adds them.
   template <bool kAligned>
   __device__ __forceinline__ void add(T (&s)[8], T about, int64_t count) {
 #pragma unroll
@@ -50,26 +50,26 @@ struct Deviations {
   }
 };
 
-// The mean of a row in two parts and the reciprocal of its standard deviation.
+// The mean of a row in two parts, about + shift, and the reciprocal of its standard deviation.
 template <class T>
 struct Statistics {
   T about, shift, rstd;
 };
 
-// The deviations are from a mean, `about`, that has the error of a long sum; their own mean, a small
-// number, is that error. So a large offset costs the variance nothing.
+// `about` is a mean with the rounding error of a long sum. The mean of the deviations from it, a
+// small number, is that error. So a large offset costs the variance no precision.
 template <int kThreads, class T>
 __device__ __forceinline__ Statistics<T> statistics_of(
     const DropoutAddLayerNorm& p, T about, Deviations<T>& deviations, T one_over_N, T* scratch) {
   block_sum<kThreads>(deviations.sums, scratch);
   const T shift = p.rms_norm ? T(0) : deviations.sums[0] * one_over_N;
   const T variance = deviations.sums[1] * one_over_N - shift * shift;
-  // Of equal numbers nothing is left, or less than nothing. NaN stays.
+  // The variance of equal numbers may come out slightly below 0. NaN stays.
   const T rstd = T(1) / sqrt((variance < 0 ? T(0) : variance) + static_cast<T>(p.eps));
   return {about, shift, rstd};
 }
 
-// `out` is the row's; `s` are deviations from `about`.
+// Normalises the deviations from `about` in `s`, and writes them to `out`, a row.
 template <class Scalar, bool kAligned, int kCalls, class T>
 __device__ __forceinline__ void store_normalised(
     const DropoutAddLayerNorm& p, void* out, int64_t column, T (&s)[8],
@@ -97,14 +97,14 @@ __device__ __forceinline__ void store_statistics(
   static_cast<T*>(p.rstd)[row] = statistics.rstd;
 }
 
-// Numbers of shared memory for sums over a row: three for each warp, in whole units of 16 bytes.
+// Numbers in shared memory for sums over a row: three per warp, rounded up to a multiple of four.
 template <int kThreads>
 constexpr int kScratch = (3 * kThreads / 32 + 3) / 4 * 4;
 
-// Groups of eight columns that a thread has in registers, of this row and of the next.
+// Groups of eight columns that a thread holds in registers, of this row and of the next.
 template <class Scalar>
 constexpr int kGroups = sizeof(Scalar) == 2 ? 4 : 2;
-// Threads on one multiprocessor: they leave 96 registers for each, and 128 where rows may be wide.
+// Resident threads per multiprocessor: they leave 96 registers each, 128 in a kernel for any call.
 template <int kCalls>
 constexpr int kForwardThreads = kCalls == kAnyCalls ? 512 : 640;
 
@@ -142,7 +142,7 @@ forward_kernel(const __grid_constant__ DropoutAddLayerNorm p) {
       total[0] += sum_eight(s[g], p, source, loaded[g], column(g), seed);
       if (sum) store_eight<Scalar, true, kCalls>(sum, p.sum, column(g), s[g], 8);
     }
-    // All at once, for a wait for one load is a wait for all before it.
+    // All loads are issued at once, as waiting for one load waits for all before it.
     if (next_row < p.rows) {
 #pragma unroll
       for (int g = 0; g < G; ++g)
@@ -164,7 +164,7 @@ forward_kernel(const __grid_constant__ DropoutAddLayerNorm p) {
   }
 }
 
-// Rows of any width, eight columns of a thread at a time.
+// Rows of any width; a thread takes eight columns at a time.
 template <class Scalar, bool kAligned, int kThreads>
 __global__ __launch_bounds__(Team<kThreads>::kBlock, 768 / Team<kThreads>::kBlock) void
 forward_wide_kernel(
@@ -197,7 +197,7 @@ forward_wide_kernel(
             if (in_shared_memory) sums.put(static_cast<int>(c / 8), s);
           }
         } else {
-          sums.get(static_cast<int>(c / 8), s);  // what this same thread left there
+          sums.get(static_cast<int>(c / 8), s);  // written by this same thread
         }
         if (pass == 0) continue;
         deviations.template add<kAligned>(s, about, p.N - c);
@@ -260,7 +260,7 @@ void launch_forward_wide(const DropoutAddLayerNorm& p, cudaStream_t stream) {
 
 template <class Scalar>
 void launch_for_width(const DropoutAddLayerNorm& p, cudaStream_t stream) {
-  // float64 is there to check the others by.
+  // float64 serves to check the other types.
   if (std::is_same_v<Scalar, double> || p.N % 8 != 0) {
     if (p.N <= 1024) return launch_forward_wide<Scalar, false, 32>(p, stream);
     return launch_forward_wide<Scalar, false, kWideThreads>(p, stream);

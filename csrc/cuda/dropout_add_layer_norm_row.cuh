@@ -1,4 +1,4 @@
-// What the kernels of dropout_add_layer_norm share: who owns which columns, and the sum of a row.
+// Shared by dropout_add_layer_norm's kernels: which thread owns which columns, and a row's sum.
 
 #pragma once
 
@@ -12,36 +12,36 @@
 
 namespace trifuse::cuda {
 
-// The threads of a block whose teams have so many.
+// Returns the threads of a block whose teams have `team` threads.
 constexpr int block_of(int team) { return team == 32 ? 128 : team; }
 
-// Threads that share a row: a warp, of which a block holds four, or a whole block. Columns go by groups
-// of eight neighbours, one call of Philox; thread t owns group t and every `threads`-th after it. That,
-// and with it the order of every sum over a row, depends on nothing but the width and the kind of call.
+// Threads that share a row: a warp, of which a block has four, or a whole block. Columns form
+// groups of eight neighbours, one Philox call each. Thread t owns group t and every kThreads-th
+// group after it. So the order of a sum over a row depends only on the width and the kind of call.
 template <int kThreads>
 struct Team {
   static constexpr int kBlock = block_of(kThreads);
-  static constexpr int kRows = kBlock / kThreads;  // of a block
+  static constexpr int kRows = kBlock / kThreads;  // per block
   static constexpr int kWarps = kThreads / 32;
 
   __device__ static int thread() { return threadIdx.x % kThreads; }
-  // A team's rows: those of a grid that is smaller than the matrix walk on.
+  // A team's first row, and the distance to its next if the grid is smaller than the matrix.
   __device__ static int64_t first_row() {
     return int64_t(blockIdx.x) * kRows + threadIdx.x / kThreads;
   }
   __device__ static int64_t step() { return int64_t(gridDim.x) * kRows; }
 };
 
-// For rows of any width: a row of more columns than eight for each thread is walked over.
+// Threads per team in the kernels that loop over rows of any width.
 constexpr int kWideThreads = 256;
 
-// One for every so many rows, up to a number that is enough.
+// Returns one block per `rows_of_a_block` rows, but at most `enough`.
 inline unsigned blocks_for(int64_t rows, int64_t rows_of_a_block, int64_t enough) {
   return std::min((rows + rows_of_a_block - 1) / rows_of_a_block, std::max<int64_t>(enough, 1));
 }
 
-// So many eights of numbers in shared memory, the halves of them apart: where lanes access neighbouring
-// eights, 16 bytes each at a time, the addresses are neighbours too.
+// `count` groups of eight numbers in shared memory. The two halves of a group lie apart, so that
+// lanes that access neighbouring groups, 16 bytes at a time, access neighbouring addresses.
 template <class T>
 class SharedEights {
  public:
@@ -81,12 +81,12 @@ class SharedEights {
   int count_;
 };
 
-// What a kernel is told of its calls when it is compiled: nothing, or that they are of the usual kind, with
-// x, residual and weight, without x_bias, of 16 bits and no matrix wide; and then these. Otherwise there
-// are too many instructions beside the bytes, most of them to ask what a call is.
+// The calls that a kernel is compiled for: any, or the usual ones, with x, residual and weight,
+// without x_bias, in 16 bits and with no wide matrix. Flags refine the usual calls. A kernel for
+// any call issues too many instructions for its bytes; most of them test what the call has.
 constexpr int kAnyCalls = 0, kUsualCalls = 1;
 constexpr int kWithDropout = 2;
-constexpr int kWithWideVectors = 4;  // forward: all are; else none is
+constexpr int kWithWideVectors = 4;  // forward only: all vectors are wide; otherwise none is
 
 inline bool is_usual(const DropoutAddLayerNorm& p) {
   const bool half = p.dtype == DType::BFloat16 || p.dtype == DType::Float16;
@@ -98,7 +98,7 @@ template <int kCalls>
 __device__ __forceinline__ bool drops(const DropoutAddLayerNorm& p) {
   return kCalls == kAnyCalls ? p.threshold != 0 : (kCalls & kWithDropout) != 0;
 }
-// Whether something is there that the usual calls have.
+// Returns whether a call has `part`. The usual calls have it.
 template <int kCalls, class Part>
 __device__ __forceinline__ bool has(const Part& part) {
   return kCalls != kAnyCalls || bool(part);
@@ -113,7 +113,7 @@ __device__ __forceinline__ void load_features(
   eight.get(values);
 }
 
-// A row of a matrix that may be wide: eight columns, written.
+// Writes eight columns of a row of a matrix that may be wide.
 template <class Scalar, bool kAligned, int kCalls, class T = Accumulator<Scalar>>
 __device__ __forceinline__ void store_eight(
     void* row, const Matrix& matrix, int64_t column, const T (&values)[8], int64_t count) {
@@ -122,7 +122,7 @@ __device__ __forceinline__ void store_eight(
   else store_eight_as<Scalar, kAligned>(static_cast<Scalar*>(row) + column, values, count);
 }
 
-// The sum of a row, s = residual + D (x + x_bias), or what the forward returned of it.
+// The sum of a row, s = residual + D (x + x_bias): computed, or read if the forward returned it.
 template <class Scalar, bool kAligned, int kCalls>
 class RowSum {
  public:
@@ -132,10 +132,10 @@ class RowSum {
       : p_(p), row_(row), x_(has<kCalls>(p.x) ? p.x.row(row) : nullptr),
         other_(has<kCalls>(other()) ? other().row(row) : nullptr), scale_(static_cast<T>(p.scale)) {}
 
-  // What eight columns take from memory.
+  // Eight columns as loaded from memory.
   struct Loaded {
     Eight<Scalar, false> x;
-    Eight<Scalar, kCalls == kAnyCalls> other;  // the residual, or the sum where there is no x
+    Eight<Scalar, kCalls == kAnyCalls> other;  // the residual, or the sum if there is no x
   };
 
   __device__ __forceinline__ void load(Loaded& loaded, int64_t column) const {
@@ -144,13 +144,13 @@ class RowSum {
     if (has<kCalls>(other())) loaded.other.template load<kAligned>(other_, other().wide, column, count);
   }
 
-  // D of eight columns: bit j for column + j.
+  // Returns which of eight columns D keeps: bit j for column + j.
   __device__ __forceinline__ uint32_t keep(int64_t column, uint64_t seed) const {
     if (!drops<kCalls>(p_)) return 0xFF;
     return dropout_keep(seed, 0, row_, static_cast<uint32_t>(column / 8), p_.threshold);
   }
 
-  // D times the values: what is dropped is 0 whatever it was, NaN included.
+  // Multiplies the values by D. A dropped value becomes 0 whatever it was, NaN included.
   __device__ __forceinline__ void drop(T (&values)[8], uint32_t keep) const {
     if (!drops<kCalls>(p_)) return;
 #pragma unroll

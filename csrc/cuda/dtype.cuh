@@ -1,4 +1,4 @@
-// The types that tensors come in, inside a kernel.
+// Element types of tensors inside a kernel: conversions, and loads and stores of eight at a time.
 
 #pragma once
 
@@ -15,7 +15,7 @@
 
 namespace trifuse::cuda {
 
-// What a kernel computes in.
+// The type that a kernel computes in.
 template <class Scalar>
 using Accumulator = std::conditional_t<std::is_same_v<Scalar, double>, double, float>;
 
@@ -24,7 +24,7 @@ __device__ __forceinline__ double widen(double x) { return x; }
 __device__ __forceinline__ float widen(__nv_bfloat16 x) { return __bfloat162float(x); }
 __device__ __forceinline__ float widen(__half x) { return __half2float(x); }
 
-// To nearest even.
+// Rounds to nearest even.
 template <class Scalar>
 __device__ __forceinline__ Scalar narrow(Accumulator<Scalar> x) {
   if constexpr (std::is_same_v<Scalar, __nv_bfloat16>) return __float2bfloat16_rn(x);
@@ -37,9 +37,9 @@ __device__ __forceinline__ Accumulator<Scalar> rounded(Accumulator<Scalar> x) {
   return widen(narrow<Scalar>(x));
 }
 
-// Eight neighbours in a row, as they lie in memory: of type Scalar, or, if `wide` and kEither, of its
-// accumulator's. They are moved 16 bytes at a time where that is allowed, kAligned; all of them then, and
-// else those before `count`, zeros in place of the others.
+// Eight neighbouring elements of a row as stored in memory: of type Scalar or, with kEither and
+// `wide`, of its Accumulator. kAligned loads all eight, 16 bytes at a time; otherwise only the
+// first `count` are loaded, and the others are zeros.
 template <class Scalar, bool kEither = true>
 class Eight {
  public:
@@ -102,7 +102,7 @@ class Eight {
   bool wide_;
 };
 
-// The way back, rounding to nearest even.
+// Stores eight values as type As, rounded to nearest even; unless kAligned, only the first `count`.
 template <class As, bool kAligned>
 __device__ __forceinline__ void store_eight_as(
     As* to, const Accumulator<As> (&values)[8], int64_t count) {
@@ -122,7 +122,7 @@ __device__ __forceinline__ void store_eight_as(
   }
 }
 
-// Calls run<Scalar>() for the type of a call.
+// Calls run<Scalar>() with the type of a call.
 template <class Run>
 inline void for_type(DType dtype, const Run& run) {
   switch (dtype) {

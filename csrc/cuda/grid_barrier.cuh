@@ -1,4 +1,4 @@
-// A barrier for blocks that are all resident: in a cooperative launch.
+// A barrier across blocks that are all resident, as in a cooperative launch.
 
 #pragma once
 
@@ -6,12 +6,12 @@
 
 namespace trifuse::cuda {
 
-// All threads of all blocks arrive, and then wait until all have: as often as they like. What was
-// written to global memory before the arrival can be read after the wait by everyone, but not by
-// __ldg. What a thread does in between is done while it would wait.
+// All threads of all blocks call arrive(), then wait(), any number of times. After wait() every
+// thread can read what was written to global memory before arrive(), but not through __ldg. Work
+// between the two calls overlaps the wait.
 //
-// `arrivals` is 0 at launch and counts on; 2^32 arrivals are enough for any call. Blocks have one
-// dimension.
+// `arrivals` must be 0 at launch and is never reset; 2^32 arrivals are enough for any call. Blocks
+// must be one-dimensional.
 class GridBarrier {
  public:
   __device__ GridBarrier(uint32_t* arrivals, uint32_t blocks)

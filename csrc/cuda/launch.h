@@ -1,7 +1,7 @@
-// Launching kernels, and asking about the device that they are launched on: the current one.
+// Kernel launches on the current device, and queries of its attributes.
 //
-// Every return code is looked at; what fails is thrown as std::runtime_error, which torch hands to
-// Python as RuntimeError. Nothing here waits for the device, and all of it may be captured in a graph.
+// Every return code is checked; a failure throws std::runtime_error, which torch raises in Python
+// as RuntimeError. Nothing here waits for the device, and all of it may be captured in a graph.
 
 #pragma once
 
@@ -37,13 +37,13 @@ inline int compute_capability() {
       device_attribute(cudaDevAttrComputeCapabilityMinor));
 }
 
-// What one block may have, in bytes.
+// Returns the most shared memory that one block may have, in bytes.
 inline size_t shared_memory_limit() {
   return device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin);
 }
 
-// Shared memory beyond 48 KiB has to be allowed, for each device. All that there is, always: another
-// thread may be about to launch the same kernel with more than this launch needs.
+// Shared memory beyond 48 KiB has to be allowed, on each device. Always allows the device's
+// maximum: another thread may be about to launch the same kernel with more than this launch needs.
 template <class... Params>
 void allow_shared_memory(void (*kernel)(Params...), size_t bytes, const std::string& what) {
   if (bytes <= 48 << 10) return;
@@ -51,7 +51,7 @@ void allow_shared_memory(void (*kernel)(Params...), size_t bytes, const std::str
   check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, all), what);
 }
 
-// How many blocks the device holds at a time: the most that a cooperative grid may have.
+// Returns how many blocks the device holds at a time: the most that a cooperative grid may have.
 template <class... Params>
 int resident_blocks(const LaunchPlan& plan, void (*kernel)(Params...)) {
   allow_shared_memory(kernel, plan.shared, describe(plan));
@@ -82,7 +82,7 @@ void launch(
       cudaLaunchKernelEx(&config, kernel, std::forward<Arguments>(arguments)...), describe(plan));
 }
 
-// What a launch is to find in memory.
+// Zeros memory that the launch of `plan` reads; failures are reported as the launch's.
 inline void fill_with_zeros(
     const LaunchPlan& plan, cudaStream_t stream, void* data, size_t bytes) {
   check(cudaMemsetAsync(data, 0, bytes, stream), describe(plan));

@@ -1,4 +1,4 @@
-// How a kernel is launched, how a launch that fails is described, and for which GPU kernels are chosen.
+// A launch's shape, its text in error messages, and the capability that kernels are chosen for.
 
 #pragma once
 
@@ -21,9 +21,9 @@ struct Size {
 
 struct LaunchPlan {
   const char* kernel;
-  Size sizes[8];  // of the call, for messages; the last ones may be left out
+  Size sizes[8];  // of the call, for messages; trailing entries may be left out
   dim3 grid, block;
-  size_t shared = 0;  // bytes for each block
+  size_t shared = 0;  // bytes per block
   bool cooperative = false;  // all blocks resident at once, so that they may wait for one another
 };
 
@@ -38,8 +38,8 @@ inline std::string describe(const LaunchPlan& plan) {
          std::to_string(plan.shared) + " bytes)";
 }
 
-// The compute capability that kernels are chosen for, 90 for 9.0: the device's, or the environment variable
-// TRIFUSE_CUDA_CAPABILITY, written as 8.0, if that is lower.
+// Returns the compute capability that kernels are chosen for, as 90 for 9.0: the lower of the
+// device's and the environment variable TRIFUSE_CUDA_CAPABILITY, written as 8.0.
 inline int wanted_capability(int device) {
   const char* wanted = std::getenv("TRIFUSE_CUDA_CAPABILITY");
   if (!wanted || !*wanted) return device;

@@ -1,8 +1,8 @@
 // Sums of many numbers.
 //
-// A chain of n additions can be wrong by n/2 roundings of what it comes to, and is wrong by about a
-// quarter of n where all its terms are equal. So a few numbers at a time, a run, are added up by
-// themselves, and runs so that what rounding takes off one of them is counted with the next.
+// A chain of n additions can be wrong by n/2 times the rounding error of its result, and by about
+// n/4 times it if all terms are equal. So a few numbers at a time, a run, are summed on their own,
+// and the rounding error of adding a run to the total goes into the next run.
 
 #pragma once
 
@@ -12,9 +12,9 @@
 
 namespace trifuse::cuda {
 
-// Adds what a run has come to to the total of the runs before it, and begins the next with what the
-// total could not take: the sum of both is exact (Knuth, "The Art of Computer Programming", 4.2.2). An
-// infinity leaves nothing.
+// Adds a run to the total of the runs before it, and starts the next run from the rounding error,
+// so that total + run does not change (Knuth, "The Art of Computer Programming", 4.2.2). If the
+// total becomes infinite, the next run starts from 0.
 template <class T>
 __device__ __forceinline__ void end_run(T& run, T& total) {
   static_assert(std::is_floating_point_v<T>);

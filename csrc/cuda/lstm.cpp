@@ -1,10 +1,10 @@
 // torch.ops.trifuse.lstm_{forward,backward}.cuda and lstm_stack_{forward,backward}.cuda: tensors
 // in, tensors out.
 //
-// Shapes, dtypes and devices have been checked in pytorch_ext/ops/lstm.py. Here are the products
-// over all tokens, of the input and for the weights' gradients, and, where the recurrent weights
-// don't fit the multiprocessors, those of every step. Of a stack's layers, as many run at once as
-// fit; where that is one, each as if it were alone.
+// Shapes, dtypes and devices have been checked in pytorch_ext/ops/lstm.py. This file computes the
+// products over all tokens, those of the input and of the weights' gradients. If the recurrent
+// weights don't fit the multiprocessors, it also computes the products of every step. Layers of a
+// stack run at once, as many as fit, or one by one.
 
 #include "cuda/lstm.h"
 
@@ -50,12 +50,12 @@ struct Options {
   bool coupled;
   double forget_bias, cell_clip, proj_clip, eps, zoneout_h, zoneout_c, recurrent_dropout;
   bool training;
-  bool layers = false;  // of a stack, as many as there are flags above, instead of directions
+  bool layers = false;  // the flags in `reverse` are of a stack's layers instead of directions
 };
 
 void* data(const Tensor& t) { return t.defined() ? t.data_ptr() : nullptr; }
 
-// What says whether a call fits.
+// Returns a call with the fields that lstm_fits_sequence reads, except `layers`.
 Lstm sizes(const Tensor& input, const Parameters& parameters, bool coupled, int64_t directions) {
   Lstm p{};
   const Tensor weight_hh = *parameters.get(WeightHh);
@@ -71,19 +71,19 @@ Lstm sizes(const Tensor& input, const Parameters& parameters, bool coupled, int6
   return p;
 }
 
-// A call in the kernels' terms, and the tensors that it points into.
+// A call as the kernels take it, and the tensors that it points into.
 class Call {
  public:
   Lstm p{};
   const OnDeviceOf device;
   const at::ScalarType dtype, wide;
   const Parameters parameters;
-  Tensor weight_ih;     // (D, H·4, I), a unit's gates side by side; of layers the first's alone
-  Tensor weight_above;  // of the layers above it, (D - 1, H·4, R), or undefined
+  Tensor weight_ih;     // (D, H·4, I), a unit's gates side by side; for layers the first's only
+  Tensor weight_above;  // W_ih of the layers above it, (D - 1, H·4, R), or undefined
   Tensor weight_hh;     // (D, H·4, R)
   Tensor weight_hr;     // (D, R, H), or undefined
   Tensor lengths;       // (B,) or undefined
-  Tensor valid;         // (T, B, 1): which steps rows have; undefined: all
+  Tensor valid;         // (T, B, 1): whether a row has the step; undefined: all have
 
   Call(
       const Tensor& input, const Parameters& parameters, const OptionalTensor& row_lengths,
@@ -154,12 +154,12 @@ class Call {
   Tensor empty(at::IntArrayRef sizes, at::ScalarType type) const {
     return at::empty(sizes, options_.dtype(type));
   }
-  // For what kernels write of each step that a row has: the rest is zeros.
+  // Returns memory for all steps: zeros if rows have lengths, as kernels write nothing past them.
   Tensor empty_tokens(at::IntArrayRef sizes, at::ScalarType type) const {
     return lengths.defined() ? at::zeros(sizes, options_.dtype(type)) : empty(sizes, type);
   }
 
-  // (D, B, N), contiguous and its own: zeros, or a copy.
+  // Returns a new tensor, (D, B, N) and contiguous: a copy of `t`, or zeros.
   Tensor state(const OptionalTensor& t, int64_t N, at::ScalarType type) const {
     return state(t, p.directions, N, type);
   }
@@ -168,22 +168,22 @@ class Call {
     return empty({D, p.B, N}, type).copy_(*t);
   }
 
-  // h as the recurrent weights see it.
+  // Returns h after recurrent dropout.
   Tensor dropped(const Tensor& h) const {
     return dropout_.defined() ? (h * dropout_).to(h.scalar_type()) : h;
   }
-  // What came through the product, as a gradient of h.
+  // Returns the gradient of h from `through`, the gradient of h after recurrent dropout.
   Tensor dropped_gradient(const Tensor& through) const {
     return dropout_.defined() ? through * dropout_ : through;
   }
 
-  // The gates of all tokens, (T, B, D, 4·H), or of layers (D, T, B, 4·H).
+  // Shape of the gates of all tokens: (T, B, D, 4·H), or for layers (D, T, B, 4·H).
   at::DimVector all_gates() const {
     if (p.layers) return {p.directions, p.T, p.B, 4 * p.H};
     return {p.T, p.B, p.directions, 4 * p.H};
   }
-  // Of a tensor that lies so: those of one direction, (T·B, 4·H), and of all who read the input,
-  // (T·B, D·4·H), or of layers (T·B, 4·H). The same memory.
+  // Views of a tensor in that layout: `tokens` is one direction or layer, (T·B, 4·H); `of_readers`
+  // is all that read the input: all directions, (T·B, D·4·H), or the first layer, (T·B, 4·H).
   Tensor tokens(const Tensor& t, int64_t d) const {
     return t.select(p.layers ? 0 : 2, d).flatten(0, 1);
   }
@@ -191,26 +191,26 @@ class Call {
     return p.layers ? tokens(t, 0) : t.flatten(2).flatten(0, 1);
   }
 
-  // W_ih x of those who read the input, x (T·B, I).
+  // Computes W_ih x for all directions, or for the first layer, from x (T·B, I).
   void multiply_input(const Tensor& from_input, const Tensor& x) const {
     Tensor product = of_readers(from_input);
     at::mm_out(product, x, weight_ih.flatten(0, 1).t());
   }
-  // And of layer d over some steps, of `below`, what the layer below it gave, (T, B, R).
+  // Computes W_ih x of layer d > 0 over some steps; x is the output of the layer below, (T, B, R).
   void multiply_below(
       const Tensor& from_input, const Tensor& below, int64_t d, LstmSequence::Steps steps) const {
     Tensor product = of_steps(tokens(from_input, d), steps);
     at::mm_out(product, of_steps(below.flatten(0, 1), steps), weight_above[d - 1].t());
   }
-  // Back: the gradient of what layer d gave to the next.
+  // Backward: computes the gradient of layer d's output from the gates' gradients of layer d + 1.
   void multiply_above(
       const Tensor& grad_output, const Tensor& grad, int64_t d, LstmSequence::Steps steps) const {
     Tensor product = of_steps(tokens(grad_output, d), steps);
     at::mm_out(product, of_steps(tokens(grad, d + 1), steps), weight_above[d]);
   }
 
-  // Each direction's tensor, one after the other, contiguous; undefined where the call has none.
-  // That of a single one may be the parameter itself.
+  // Returns the tensors of all directions, stacked and contiguous; undefined if the call has none.
+  // With a single direction the result may share the parameter's memory.
   Tensor stacked(Slot slot, at::ScalarType type) const {
     if (!parameters.get(slot)) return {};
     std::vector<Tensor> all;
@@ -218,7 +218,7 @@ class Call {
       all.push_back(parameters.get(d * kSlots + slot)->to(type));
     return all.size() == 1 ? all[0].contiguous().unsqueeze(0) : at::stack(all);
   }
-  // Of (G·H, ...): (D, H·4, ...), always its own memory; zeros for f where the cell is coupled.
+  // Returns (D, H·4, ...) in new memory, from parameters (G·H, ...); zeros for f if coupled.
   Tensor interleaved(
       Slot slot, at::ScalarType type, int64_t first = 0, std::optional<int64_t> last = {}) const {
     const int64_t end = last.value_or(p.directions);
@@ -239,7 +239,7 @@ class Call {
     }
     return all.flatten(1, 2);
   }
-  // And back, of one direction: from (H·4, ...) to (G·H, ...).
+  // The inverse for one direction: from (H·4, ...) to (G·H, ...).
   Tensor with_gates_outside(const Tensor& t) const {
     Tensor gates = t.unflatten(0, {p.H, 4}).transpose(0, 1);
     if (p.coupled) gates = at::cat({gates.narrow(0, 0, 1), gates.narrow(0, 2, 2)});
@@ -263,7 +263,7 @@ class Call {
     return sum;
   }
 
-  // The products here are nobody else's affair.
+  // Keep autograd and autocast away from the products here.
   const at::AutoDispatchBelowADInplaceOrView no_autograd_;
   const c10::impl::ExcludeDispatchKeyGuard no_autocast_{c10::autocast_dispatch_keyset};
   const at::TensorOptions options_;
@@ -271,21 +271,21 @@ class Call {
   Tensor workspace_;
 };
 
-// How many steps of a layer a launch takes. A launch more costs as much as some steps, as blocks
-// read their weights again; how many is estimated, not measured. With T + (D - 1) C steps one after
-// the other, in T / C + D - 1 launches, the best C is the root below.
+// Returns the steps of a layer per launch, C. A launch costs as much as some steps, because blocks
+// read their weights again; how many is estimated, not measured. There are T + (D - 1) C steps one
+// after the other, in T / C + D - 1 launches; the root below is the best C.
 int64_t chunk_of(const Lstm& p) {
   constexpr double kStepsOfLaunch = 5;
   if (!p.layers || p.directions == 1) return p.T;
   return std::lround(std::sqrt(kStepsOfLaunch * p.T / (p.directions - 1)));
 }
 
-// What the launches of whole sequences need beside the call.
+// The arguments of whole-sequence launches beside the call, and the tensors that they point into.
 struct Exchange {
   LstmSequence sequence{};
   Tensor operand, hidden, arrivals, lengths, order;
 
-  // Of `columns` numbers a row, and with a projection of `others` too.
+  // Rows of `operand` have `columns` numbers; with a projection, those of `hidden` have `others`.
   Exchange(const Call& call, int64_t columns, int64_t others) {
     const Lstm& p = call.p;
     const auto rows = [&](int64_t states, int64_t N) {
@@ -311,10 +311,10 @@ struct Exchange {
 
 // Forward -----------------------------------------------------------------------------------------
 
-// What the op `lstm_forward` may be asked to keep.
+// Values of lstm_forward's argument `save`.
 enum Save { kNothing, kCells, kGatesAndCells };
 
-// What a forward returns, of D directions, or of as many layers, whose output is (D, T, B, R).
+// Results of a forward of D directions or D layers. The output of layers is (D, T, B, R).
 struct Results {
   Tensor output, h, c, gates, cells, clipped;
 };
@@ -339,7 +339,7 @@ Results results_of(
   return all;
 }
 
-// Reading them would wait for the device, so the device asserts.
+// Checks the lengths on the device: reading them here would wait for it.
 void check_lengths(const Call& call) {
   if (!call.lengths.defined()) return;
   const int64_t T = call.p.T;
@@ -410,7 +410,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> lstm_forward(
 
 // Backward ----------------------------------------------------------------------------------------
 
-// h before each step, (D, T, B, R), 0 past a row's length.
+// Returns h before each step, (D, T, B, R), 0 past a row's length.
 Tensor states_before(const Call& call, const std::vector<Tensor>& outputs, const Tensor& h0) {
   const Lstm& p = call.p;
   std::vector<Tensor> all;
@@ -430,19 +430,19 @@ Tensor states_before(const Call& call, const std::vector<Tensor>& outputs, const
   return at::stack(all);
 }
 
-// What a backward computes over all tokens. Past a row's length all of it is 0.
+// The backward's tensors over all tokens. In the end all but `arriving` are 0 past a row's length.
 struct Tokens {
   Tensor x;               // (T·B, I)
-  Tensor arriving;        // (T, B, D·R): gradients of outputs; of layers (D, T, B, R), where those
-                          // of all but the last are yet to come
+  Tensor arriving;        // (T, B, D·R): gradients of outputs; of several layers (D, T, B, R), all
+                          // but the last layer's filled in during the backward
   Tensor hd;              // (D, T·B, R): h before each step, after dropout
   Tensor of_input;        // all_gates(): gradients of W_ih x
-  Tensor of_hidden;       // all_gates(): of W_hh h; the same without layer norm
+  Tensor of_hidden;       // all_gates(): of W_hh h; without layer norm the same tensor
   Tensor m;               // (D, T, B, H), with a projection
   Tensor grad_projected;  // (D, T, B, R), of W_hr m
 };
 
-// From the last step to the first; leaves the gradient of h0 in grad_h.
+// Runs from the last step to the first. Leaves the gradient of h0 in grad_h.
 void backward_steps(const Call& call, const Tensor& grad_h, Tokens& over) {
   const Lstm& p = call.p;
   const int64_t D = p.directions, T = p.T, B = p.B, H = p.H, R = p.R;
@@ -483,13 +483,14 @@ void backward_steps(const Call& call, const Tensor& grad_h, Tokens& over) {
   grad_h.add_(call.dropped_gradient(through));
 }
 
-// What a forward left to its backward.
+// Results of the forward that the backward reads.
 struct Kept {
-  std::vector<Tensor> outputs;  // of each direction, or layer, (T, B, R)
+  std::vector<Tensor> outputs;  // of each direction or layer, (T, B, R)
   Tensor gates, cells, clipped;
 };
 
-// Gradients for input, h0, c0 and parameters. Of layers, `grad_output` is of the last one's.
+// Returns the gradients of input, h0, c0 and parameters. For layers, `grad_output` is that of the
+// last layer's output.
 std::vector<Tensor> backward(
     Call& call, const Tensor& grad_output, const OptionalTensor& grad_h_n,
     const OptionalTensor& grad_c_n, const Tensor& input, const OptionalTensor& h0,
@@ -522,7 +523,7 @@ std::vector<Tensor> backward(
     const Tensor before = states_before(call, outputs, first_h).transpose(0, 1);  // (T, D, B, R)
     over.hd = call.dropped(before).transpose(0, 1).reshape({D, T * B, R});
   }
-  // What was not kept of the forward is computed again, where its gradient is to stand.
+  // Products that the forward did not save are computed again, in the memory of their gradients.
   over.of_input = norm || recompute ? call.empty(call.all_gates(), call.dtype)
                                     : call.empty_tokens(call.all_gates(), call.dtype);
   over.of_hidden = norm ? call.empty(call.all_gates(), call.dtype) : over.of_input;
@@ -574,9 +575,9 @@ std::vector<Tensor> backward(
       const OptionalTensor like = call.parameters.get(index);
       if (like && wants(3 + index)) give(3 + index, *like, gradient());
     };
-    // Of (H·4, ...).
+    // Takes (H·4, ...).
     const auto outside = [&](const Tensor& t) { return call.with_gates_outside(t); };
-    // The sum over rows of vectors first to last of their shares, (vectors, H).
+    // Returns the sum over rows of `count` vectors of the shares, from `first` on: (count, H).
     const auto share = [&](int64_t first, int64_t count) {
       return shares[d].narrow(1, first, count).sum(0);
     };
@@ -607,7 +608,7 @@ std::vector<Tensor> backward(
     give_slot(NormCell, [&] { return share(Lstm::OfNormCell, 1); });
     give_slot(NormCellBias, [&] { return share(Lstm::OfNormCell + 1, 1); });
   }
-  for (Tensor& grad : results)  // no two may be the same tensor
+  for (Tensor& grad : results)  // no two results may be the same tensor
     if (!grad.defined()) grad = call.empty({0}, call.dtype);
   return results;
 }
@@ -632,7 +633,7 @@ std::vector<Tensor> lstm_backward(
   return backward(call, grad_output, grad_h_n, grad_c_n, input, h0, c0, kept, wanted);
 }
 
-// Why such a call goes step by step; empty where it is one launch.
+// Returns why such a call runs step by step; empty if it is one launch.
 std::string lstm_step_by_step(
     const Tensor& input, const Parameters& parameters, bool coupled, bool backward) {
   const OnDeviceOf device(input);
@@ -644,10 +645,10 @@ std::string lstm_step_by_step(
 
 // Stacks ------------------------------------------------------------------------------------------
 
-// How many layers of a stack run at once, and why no more. Groups of so many are nearly equal.
+// Returns how many layers of a stack run at once, in groups of nearly equal size, and why not more.
 std::tuple<int64_t, std::string> layers_at_once(
     const Tensor& input, const Parameters& parameters, bool coupled, bool backward) {
-  constexpr int64_t kFewestSteps = 32;  // an estimate too
+  constexpr int64_t kFewestSteps = 32;  // an estimate, not measured
   const OnDeviceOf device(input);
   const int64_t layers = static_cast<int64_t>(parameters.size()) / kSlots;
   int64_t most = std::min<int64_t>(layers, Lstm::kMaxDirections);
@@ -666,11 +667,12 @@ std::tuple<int64_t, std::string> layers_at_once(
   return {(layers + groups - 1) / groups, why};
 }
 
-// Some layers of a stack.
+// Consecutive layers of a stack.
 struct Layers {
   int64_t first, count;
 
-  // Their part of a list that after others has `each` for a layer, or of a tensor, if there is one.
+  // Return these layers' part of a list, which has `others` elements and then `each` per layer, of
+  // a tensor (L, ...), and of the results and options of all layers.
   template <class List>
   List of(const List& all, int64_t each, int64_t others = 0) const {
     List part;
@@ -685,7 +687,6 @@ struct Layers {
     return {
         *of(all.output), *of(all.h), *of(all.c), *of(all.gates), *of(all.cells), *of(all.clipped)};
   }
-  // Of the options of all.
   Options of(Options options) const {
     options.reverse = of(options.reverse, 1);
     options.layers = true;
@@ -693,8 +694,8 @@ struct Layers {
   }
 };
 
-// Returns the last layer's output, and in the end those of the layers below, (L - 1, T, B, R),
-// unless nothing is kept.
+// The first result is the output of the last layer. The last result is the outputs of the layers
+// below, (L - 1, T, B, R), or empty if nothing is kept.
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> lstm_stack_forward(
     const Tensor& input, const OptionalTensor& h0, const OptionalTensor& c0,
     const Parameters& parameters, const OptionalTensor& lengths, const OptionalTensor& seed,

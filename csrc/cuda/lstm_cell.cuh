@@ -1,4 +1,4 @@
-// What the LSTM's kernels share: where an element is, and the arithmetic of one unit of one row.
+// Shared by the LSTM's kernels: offsets of elements, and the arithmetic of one unit of one row.
 
 #pragma once
 
@@ -17,21 +17,21 @@ __device__ __forceinline__ double hyperbolic_tangent(double x) { return tanh(x);
 __device__ __forceinline__ float square_root(float x) { return sqrtf(x); }
 __device__ __forceinline__ double square_root(double x) { return sqrt(x); }
 
-// Without overflow, and with a small relative error at both ends.
+// Does not overflow, and has a small relative error at both ends.
 template <class T>
 __device__ __forceinline__ T sigmoid(T x) {
   const T e = exponential(x < 0 ? x : -x);
   return (x < 0 ? e : T(1)) / (1 + e);
 }
 
-// NaN passes.
+// Keeps NaN.
 template <class T>
 __device__ __forceinline__ T clip(T x, double limit) {
   const T most = static_cast<T>(limit);
   return x > most ? most : x < -most ? -most : x;
 }
 
-// Something of each of a unit's gates.
+// One value for each of a unit's gates.
 template <class T>
 struct Gates {
   T i, f, g, o;
@@ -56,12 +56,12 @@ __device__ __forceinline__ Gates<T> operator*(const Gates<T>& x, T y) {
 
 // Memory ------------------------------------------------------------------------------------------
 
-// As they lie in memory: one access of up to 16 bytes.
+// A unit's gates as stored, aligned for accesses of up to 16 bytes.
 template <class Scalar>
 struct alignas(4 * sizeof(Scalar) < 16 ? 4 * sizeof(Scalar) : 16) Four {
   Scalar i, f, g, o;
 };
-// The same, not yet taken apart: whoever has read them waits for them only then.
+// The same as raw words: a thread waits for a load only when it unpacks the words.
 template <class Scalar>
 struct alignas(sizeof(Four<Scalar>) < 16 ? sizeof(Four<Scalar>) : 16) Packed {
   uint2 words[sizeof(Four<Scalar>) / 8];
@@ -71,7 +71,7 @@ struct alignas(sizeof(Four<Scalar>) < 16 ? sizeof(Four<Scalar>) : 16) Packed {
     memcpy(result.words, &x, sizeof(x));
     return result;
   }
-  // Of unit number `unit`, counted over whatever the tensor has.
+  // Loads the gates of unit `unit`, counted over the whole tensor.
   static __device__ __forceinline__ Packed load(const void* tensor, int64_t unit) {
     return static_cast<const Packed*>(tensor)[unit];
   }
@@ -83,7 +83,7 @@ struct alignas(sizeof(Four<Scalar>) < 16 ? sizeof(Four<Scalar>) : 16) Packed {
   }
 };
 
-// The gates of unit number `unit`, counted over whatever the tensor has.
+// Load and store the gates of unit `unit`, counted over the whole tensor.
 template <class Scalar, class T = Accumulator<Scalar>>
 __device__ __forceinline__ Gates<T> load_gates(const void* tensor, int64_t unit) {
   const Four<Scalar> four = static_cast<const Four<Scalar>*>(tensor)[unit];
@@ -95,7 +95,7 @@ __device__ __forceinline__ void store_gates(void* tensor, int64_t unit, const Ga
       narrow<Scalar>(x.i), narrow<Scalar>(x.f), narrow<Scalar>(x.g), narrow<Scalar>(x.o)};
 }
 
-// Saved gates of a coupled cell are three.
+// Load and store saved gates. A coupled cell saves three: i, g, o.
 template <class Scalar>
 __device__ __forceinline__ Packed<Scalar> load_saved(const Lstm& p, int64_t unit) {
   if (!p.coupled) return Packed<Scalar>::load(p.gates, unit);
@@ -117,10 +117,10 @@ __device__ __forceinline__ void store_saved(const Lstm& p, int64_t unit, const G
 struct Step {
   int64_t row;
   int d;
-  int64_t t;       // its position
-  int64_t before;  // that of the step before
-  bool runs;       // whether the row has that step; if not, all else means nothing
-  bool begun;      // whether it isn't the first
+  int64_t t;       // position of the step
+  int64_t before;  // position of the step before
+  bool runs;       // whether the row has the step; if not, the positions mean nothing
+  bool begun;      // whether it is not the first step
 
   __device__ __forceinline__ Step(const Lstm& p, int64_t step, int64_t row, int d)
       : Step(p, step, row, d, p.lengths ? p.lengths[row] : p.T) {}
@@ -133,7 +133,7 @@ struct Step {
     before = p.reverse[d] ? t + 1 : t - 1;
   }
 
-  // Numbers of elements in tensors of N columns.
+  // Offsets of the row in tensors of N columns.
   __device__ __forceinline__ int64_t of_state(const Lstm& p, int64_t N) const {  // (D, B, N)
     return (d * p.B + row) * N;
   }
@@ -148,7 +148,7 @@ struct Step {
   }
 };
 
-// One direction's vector of N elements, out of (D, N).
+// Returns one direction's vector of (D, N).
 template <class T>
 __device__ __forceinline__ const T* of_direction(const void* vectors, int d, int64_t N) {
   return static_cast<const T*>(vectors) + d * N;
@@ -156,7 +156,7 @@ __device__ __forceinline__ const T* of_direction(const void* vectors, int d, int
 
 // Clips -------------------------------------------------------------------------------------------
 
-// What says whether a unit of c, or a column of W_hr m, was clipped.
+// Flags that a unit of c, or a column of W_hr m, was clipped.
 __device__ __forceinline__ bool& clipped_cell(const Lstm& p, const Step& at, int64_t unit) {
   return p.clipped[at.of_saved(p, p.clipped_columns()) + unit];
 }
@@ -166,7 +166,7 @@ __device__ __forceinline__ bool& clipped_projection(
   return p.clipped[at.of_saved(p, columns) + columns - p.R + column];
 }
 
-// c̃ and h̃, the latter from W_hr m.
+// Return c̃ and h̃, from u and from q = W_hr m, and save whether they were clipped.
 template <class T>
 __device__ __forceinline__ T clip_cell(const Lstm& p, const Step& at, int64_t unit, T u) {
   const T clipped = clip(u, p.cell_clip);
@@ -182,9 +182,9 @@ __device__ __forceinline__ T clip_projection(const Lstm& p, const Step& at, int6
 
 // Zoneout -----------------------------------------------------------------------------------------
 
-enum class State { H = 1, C = 2 };  // as Philox's planes are numbered
+enum class State { H = 1, C = 2 };  // offsets in the numbers of Philox's planes
 
-// The weight of the new state: 0 or 1 where it is drawn.
+// Returns the weight of the new state: 0 or 1 in training, where zoneout draws it.
 template <State state, class T>
 __device__ __forceinline__ T share_of_new(const Lstm& p, const Step& at, int64_t column) {
   const bool of_h = state == State::H;
@@ -197,7 +197,7 @@ __device__ __forceinline__ T share_of_new(const Lstm& p, const Step& at, int64_t
   return keep >> column % 8 & 1;
 }
 
-// The state after a step; that before is read only where it counts.
+// Returns the state after a step. Reads the state before it only if that has weight.
 template <State state, class T, class Scalar>
 __device__ __forceinline__ T zoneout(
     const Lstm& p, const Step& at, int64_t column, T fresh, const Scalar* before) {
@@ -212,10 +212,10 @@ __device__ __forceinline__ T zoneout(
 template <class T>
 struct Cell {
   Gates<T> gates;
-  T u;  // c̃ but for its clip
+  T u;  // c̃ before its clip
 };
 
-// From preactivations, the bias among them, and c before.
+// Computes a cell from its preactivations, which include the bias, and the previous c.
 template <class T>
 __device__ __forceinline__ Cell<T> cell(const Lstm& p, int d, int64_t unit, Gates<T> a, T c) {
   const T* peephole = p.peephole ? of_direction<T>(p.peephole, d, 3 * p.H) + unit : nullptr;
@@ -234,8 +234,8 @@ __device__ __forceinline__ Cell<T> cell(const Lstm& p, int d, int64_t unit, Gate
   return result;
 }
 
-// Writes the next h of a column; returns it after dropout, as the next step's product sees it.
-// `fresh` is h̃.
+// Writes a column of the next h, and returns it after dropout, for the next step's product. `fresh`
+// is h̃.
 template <class Scalar, class T = Accumulator<Scalar>>
 __device__ __forceinline__ Scalar finish_h(const Lstm& p, const Step& at, int64_t column, T fresh) {
   const int64_t index = at.of_state(p, p.R) + column;
@@ -248,15 +248,15 @@ __device__ __forceinline__ Scalar finish_h(const Lstm& p, const Step& at, int64_
 
 // Backward ----------------------------------------------------------------------------------------
 
-// What memory has of a column of h and of a unit at a step is read apart from what is made of it,
-// and left as it lies there: a thread waits for what it reads only where it needs its value.
+// The loads of a column of h and of a unit are separate from the arithmetic, and leave values as
+// stored: a thread waits for a load only where it needs the value.
 
-// The gradient of h but for what comes through the product of the step after.
+// The gradient of a column of h, without the part through the next step's product.
 template <class Scalar, class T = Accumulator<Scalar>>
 struct Arriving {
-  T waiting;
+  T waiting;        // from grad_h
   Scalar from_above;
-  uint8_t clipped;  // the column of W_hr m
+  uint8_t clipped;  // whether the column of W_hr m was clipped
 };
 template <class Scalar, class T = Accumulator<Scalar>>
 __device__ __forceinline__ Arriving<Scalar> arriving(
@@ -270,8 +270,8 @@ __device__ __forceinline__ Arriving<Scalar> arriving(
   return result;
 }
 
-// The gradient of h̃; what goes past it, to h before, waits in grad_h. `through` is the gradient
-// that came through the product of the step after.
+// Returns the gradient of h̃. Leaves in grad_h the part that bypasses h̃, to the previous h.
+// `through` is the gradient through the next step's product.
 template <class Scalar, class T = Accumulator<Scalar>>
 __device__ __forceinline__ T hidden_backward(
     const Lstm& p, const Step& at, int64_t column, const Arriving<Scalar>& x, T through) {
@@ -283,13 +283,13 @@ __device__ __forceinline__ T hidden_backward(
   return share == 0 ? T(0) : share * total;
 }
 
-// What the forward left of a unit.
+// A unit's values that the backward loads.
 template <class Scalar, class T = Accumulator<Scalar>>
 struct Left {
-  Packed<Scalar> gates;  // where they were saved
+  Packed<Scalar> gates;  // if they were saved
   T before, after;       // c_{t-1} and c_t
-  T grad;                // of c_t, from the step after
-  uint8_t clipped;       // c̃
+  T grad;                // of c_t, from the next step
+  uint8_t clipped;       // whether c̃ was clipped
 };
 template <class Scalar, class T = Accumulator<Scalar>>
 __device__ __forceinline__ Left<Scalar> left(const Lstm& p, const Step& at, int64_t unit) {
@@ -306,16 +306,16 @@ __device__ __forceinline__ Left<Scalar> left(const Lstm& p, const Step& at, int6
   return result;
 }
 
-// A unit at a step, as the backward needs it.
+// A unit's values that the backward computes with.
 template <class T>
 struct Recalled {
   Gates<T> gates;
   T before, fresh;  // c_{t-1} and c̃
-  T grad;           // of c_t, from the step after
-  bool clipped;     // c̃
+  T grad;           // of c_t, from the next step
+  bool clipped;     // whether c̃ was clipped
 };
 
-// `a` are the preactivations, the bias among them; read only where gates weren't saved.
+// `a`: the preactivations, which include the bias; read only if gates were not saved.
 template <class Scalar, class T = Accumulator<Scalar>>
 __device__ __forceinline__ Recalled<T> recall(
     const Lstm& p, const Step& at, int64_t unit, const Left<Scalar>& x, const Gates<T>& a) {
@@ -331,14 +331,14 @@ __device__ __forceinline__ Recalled<T> recall(
     u = again.u;
   }
   result.before = x.before;
-  // Without zoneout it is c after the step, which wasn't rounded.
+  // Without zoneout c̃ is c_t, which was saved unrounded.
   result.fresh = p.zoneout_c > 0 ? clip(u, p.cell_clip) : x.after;
   result.grad = x.grad;
   result.clipped = x.clipped;
   return result;
 }
 
-// Adds to a row's gradient of a vector.
+// Adds to a row's share of a vector's gradient.
 template <class T>
 __device__ __forceinline__ void add_share(
     const Lstm& p, const Step& at, int vector, int64_t unit, T value) {
@@ -347,8 +347,9 @@ __device__ __forceinline__ void add_share(
   static_cast<T*>(p.shares)[of_row * p.H + unit] += value;
 }
 
-// The gradients of the preactivations, from those of m (`dm`) and of c̃ as far as it comes through
-// m (`du`); leaves that of c before in grad_c. `y` is what tanh gave.
+// Returns the gradients of the preactivations, from the gradient of m (`dm`) and the part of c̃'s
+// gradient that comes through m (`du`). Leaves the gradient of the previous c in grad_c. `y` is the
+// tanh in m.
 template <class T>
 __device__ __forceinline__ Gates<T> cell_backward(
     const Lstm& p, const Step& at, int64_t unit, const Recalled<T>& x, T y, T dm, T du) {

@@ -1,32 +1,32 @@
-// The LSTM over a whole sequence in one launch, where the multiprocessors can hold the recurrent
+// The LSTM over a whole sequence in one launch, if the multiprocessors can hold the recurrent
 // weights.
 //
 // A block owns some units of one direction, with all four gates of each, and with a projection some
-// columns of h; its share of the weights lies on the chip from the first step to the last: up to 64
-// KiB of W_hh in registers, if it is in 16 bits, and the rest in shared memory. c stays with the
-// unit's owner. What all blocks need of a step, h (or m, or the gradients of the gates) of all
-// rows, goes through global memory, that is the L2 cache; then the blocks of a direction wait for
-// one another, once a step or, with a projection, twice. The two directions wait each for its own.
-// The grid is cooperative: a call whose blocks can't all be resident has no plan, and is never
-// launched.
+// columns of h. Its share of the weights stays on the chip from the first step to the last: up to
+// 64 KiB of 16-bit W_hh in registers, and the rest in shared memory. c stays with the block that
+// owns the unit. All blocks need h (or m, or the gradients of the gates) of all rows, which goes
+// through global memory, in effect the L2 cache. Then the blocks of a direction meet at a barrier,
+// once a step or, with a projection, twice. Each direction has its own barrier. The grid is
+// cooperative: a call whose blocks can't all be resident has no plan, and is never launched.
 //
-// Layers of a stack run in the place of directions, as a wavefront: a launch is a chunk of steps,
-// in which each layer is a chunk behind the one that it reads; between launches the caller
-// multiplies what a layer gave by the weights of the next. T steps of L layers then take as long as
-// T steps and L - 1 chunks of one. To run without launches in between, each layer but the first
-// would have to hold its W_ih too, twice as much.
+// Layers of a stack run in the place of directions, as a wavefront. A launch is a chunk of steps,
+// in which each layer is one chunk behind the layer that it reads. Between launches the caller
+// multiplies a layer's output by W_ih of the next layer. L layers then take the time of T steps and
+// L - 1 chunks of one layer. To run without launches in between, each layer but the first would
+// have to hold its W_ih too, twice as much.
 //
-// Products are of 16 rows at a time. The warps share out the contraction, and add up their parts in
-// shared memory in order, so results repeat bit for bit. 16-bit types go by mma.sync, accumulated
-// in float32; float32 by fused multiply-adds, as no matrix unit multiplies it exactly.
+// Products are computed for 16 rows at a time. The warps split the contraction, and leave partial
+// sums in shared memory that are added up in order, so results repeat bit for bit. 16-bit types use
+// mma.sync with float32 accumulators; float32 uses fused multiply-adds, as no matrix unit
+// multiplies it exactly.
 //
-// Back, either every block reads the gradients of all gates, and makes of them that of its own
-// units' h. Or, where a projection makes h small, it multiplies those of its own gates, and the
-// owners of h read and add up what all blocks made.
+// In the backward, every block reads the gradients of all gates and computes the gradient of its
+// own columns of h. Or, if a projection makes h small, a block multiplies the gradients of its own
+// gates by all columns, and the owners of h add up the results of all blocks.
 //
-// Floor, of a step: the weights that aren't in registers read once from shared memory for every 16
-// rows, at 128 bytes a clock; h, B · R numbers, or back up to four times as many, read by every
-// block from the L2 cache; a barrier of some 1 to 2 µs, or two.
+// Floor, per step: for every 16 rows, one read of the weights that are not in registers from shared
+// memory, at 128 bytes a clock; h, B · R numbers, or in the backward up to four times as many, read
+// by every block from the L2 cache; one or two barriers of some 1 to 2 µs each.
 
 #include <algorithm>
 
@@ -38,31 +38,30 @@ namespace trifuse::cuda {
 namespace {
 
 constexpr int kWarps = 8, kThreads = 32 * kWarps;
-constexpr int kRows = 16;       // of a product
-constexpr int kTiles = 8;       // of 8 columns each, the most that a warp has
+constexpr int kRows = 16;       // per product
+constexpr int kTiles = 8;       // the most tiles of 8 columns that a warp has
 constexpr int64_t kMaxColumns = kWarps * kTiles * 8;
-// How many times 16 bytes of W_hh a lane holds in registers, as the matrix unit takes them.
+// Pieces of 16 bytes of W_hh that a lane can hold in registers, as operands of the matrix unit.
 template <class Scalar>
 constexpr int kHeldOf = sizeof(Scalar) == 2 ? 16 : 0;
-// Between one direction's counter and the other's: a line of the cache.
+// Distance between the counters of two directions: a cache line.
 constexpr int kLine = LstmSequence::kArrivals / Lstm::kMaxDirections;
 
-// Of one matrix a block's columns, as many as it has, by K numbers that are contracted. Lanes take
-// them 16 bytes at a time: (chunks, columns, 4, 16 bytes). As many groups of warps share out the
-// columns, the warps of a group the chunks. A warp's first chunks may be held in its registers; the
-// others lie in shared memory.
+// One block's columns of a weight matrix, K deep, in pieces of 16 bytes: (chunks, columns, 4). The
+// groups of warps split the columns; the warps of a group split the chunks. The first chunks of a
+// warp may stay in its registers; the others lie in shared memory.
 template <class Scalar>
 struct Slice {
   static constexpr int kPiece = 16 / sizeof(Scalar);  // numbers in 16 bytes
   static constexpr int kChunk = 4 * kPiece;
   int64_t K;
   int columns;
-  int groups, splits;  // of warps
-  int chunks, each;    // all, and of one split, the last ones fewer
-  int held;            // of one split
-  uint4* pieces;       // those in shared memory
+  int groups, splits;  // groups of warps, and warps per group
+  int chunks, each;    // in all, and per split; the last splits may have fewer
+  int held;            // chunks per split in registers
+  uint4* pieces;       // the pieces in shared memory
 
-  // `held`: how many times 16 bytes a lane may hold.
+  // `held`: pieces that a lane may hold in registers.
   __host__ __device__ Slice(int64_t columns, int64_t K, int held)
       : K(K), columns(static_cast<int>(columns)), groups(1),
         chunks(static_cast<int>((K + kChunk - 1) / kChunk)) {
@@ -72,12 +71,12 @@ struct Slice {
     this->held = min(held / tiles(), each);
   }
 
-  // Of 8 columns each that a warp has: rounded up, as code is compiled for some numbers only.
+  // Returns a warp's tiles of 8 columns, rounded up to a number that code is compiled for.
   __host__ __device__ int tiles() const { return columns <= 16 ? 2 : columns <= 32 ? 4 : kTiles; }
-  // In shared memory: the place of a split's chunk, and how many have one.
+  // Return the place of a split's chunk in shared memory, and the number of places.
   __host__ __device__ int place(int chunk, int split) const { return chunk - held * (split + 1); }
   __host__ __device__ int places() const {
-    const int full = each ? chunks / each : 0;  // splits
+    const int full = each ? chunks / each : 0;  // full splits
     return full * (each - held) + max(chunks - full * each - held, 0);
   }
   __host__ __device__ int64_t bytes() const { return int64_t(places()) * columns * 4 * 16; }
@@ -92,13 +91,13 @@ struct Slice {
     return pieces[(place * columns + column) * 4 + quarter];
   }
 
-  // `weight(column, k)` points to a number of the matrix. Across: those of one k lie side by side
-  // in memory; or else those of one column. A thread asks for some pieces together, so that they
-  // take one latency.
+  // Copies the slice to shared memory, with zeros for columns from `existing` on. An element is at
+  // `weight(column, k)`. Elements of one k are neighbours in memory if kAcross, else those of one
+  // column. A thread issues several loads together, so that their latencies overlap.
   template <bool kAcross, class Weight>
   __device__ void fill(int existing, const Weight& weight) const {
     constexpr int kTogether = 4;
-    const int shared = each - held;  // of a split
+    const int shared = each - held;  // chunks per split
     const int all = places() * columns * 4;
     for (int first = threadIdx.x; first < all; first += kTogether * kThreads) {
       uint4 asked[kTogether];
@@ -136,11 +135,11 @@ struct Slice {
   }
 };
 
-// Rows of numbers that all blocks read and write: each begins at a multiple of 16 bytes, and past
-// its end are zeros.
+// Returns the stride of rows that blocks exchange. They begin at multiples of 16 bytes and are
+// padded with zeros.
 __host__ __device__ inline int64_t stride_of(int64_t N) { return (N + 7) / 8 * 8; }
 
-// 16 bytes of a row that another block wrote, or zeros.
+// Loads 16 bytes of a row that another block wrote; zeros if there is no row, or from `limit` on.
 __device__ __forceinline__ uint4 load_piece(
     const void* row, int64_t first, int64_t limit, int size) {
   if (!row || first >= limit) return make_uint4(0, 0, 0, 0);
@@ -154,8 +153,8 @@ __device__ __forceinline__ void add_products(float& sum, const uint4& a, const u
   sum = fmaf(__uint_as_float(a.w), __uint_as_float(b.w), sum);
 }
 
-// What the splits of a slice leave for one another to add up: (splits, 16, stride). Groups of 8
-// columns change places by the row: half a warp, with sums of four rows, writes to all banks.
+// Partial sums of a slice's splits in shared memory: (splits, 16, stride). Groups of 8 columns are
+// swizzled by the row, so that half a warp, which writes sums of four rows, writes to all banks.
 __host__ __device__ inline int stride_of_parts(int columns) { return (columns + 31) / 32 * 32; }
 __device__ __forceinline__ int place_of_part(int row, int column) { return column ^ row % 4 * 8; }
 template <class Scalar>
@@ -163,7 +162,7 @@ int64_t bytes_of_parts(const Slice<Scalar>& slice) {
   return int64_t(slice.splits) * kRows * stride_of_parts(slice.columns) * sizeof(float);
 }
 
-// The products of 16 rows with all columns of a slice, of which a lane holds up to kHeld pieces.
+// The products of 16 rows with all columns of a slice. A lane holds up to kHeld pieces of it.
 template <class Scalar, int kHeld>
 class Products {
  public:
@@ -171,7 +170,7 @@ class Products {
       : slice_(slice), parts_(reinterpret_cast<float*>(memory)),
         stride_(stride_of_parts(slice.columns)) {}
 
-  // Takes the matrix in, as Slice::fill.
+  // Loads the slice into shared memory and registers; see Slice::fill.
   template <bool kAcross, class Weight>
   __device__ __forceinline__ void fill(int existing, const Weight& weight) {
     slice_.template fill<kAcross>(existing, weight);
@@ -185,19 +184,19 @@ class Products {
           : make_uint4(0, 0, 0, 0);
   }
 
-  // Called by all threads. `row(r)` points to one of the 16 rows, or null for zeros. `meanwhile` is
-  // called while the first of their numbers are under way.
+  // Called by all threads. `row(r)` points to row r of the 16, or is null for zeros. `meanwhile` is
+  // called while the first loads of the rows are in flight.
   template <class Row, class Meanwhile>
   __device__ __forceinline__ void compute(const Row& row, const Meanwhile& meanwhile) const {
     const int lane = threadIdx.x % 32, split = threadIdx.x / 32 / slice_.groups;
-    const int exist = min((slice_.columns - first_column() + 7) / 8, kTiles);  // tiles
+    const int exist = min((slice_.columns - first_column() + 7) / 8, kTiles);  // tiles that exist
     const int places = slice_.place(0, split);
     int chunk = first_chunk();
     const int end = min(chunk + slice_.each, slice_.chunks);
     const int64_t limit = min(slice_.K, int64_t(end) * kChunk);
     const void* const rows[2] = {row(lane / 4), row(lane / 4 + 8)};
     float sums[kTiles][4] = {};
-    // Chunks of the rows are asked for together, so that they take one latency of the L2 cache.
+    // Several chunks of the rows are loaded together, to overlap the latencies of the L2 cache.
     uint4 a[kAhead][kTurns][2];
     load(a, rows, chunk, limit);
     meanwhile();
@@ -229,7 +228,7 @@ class Products {
       chunk += kAhead;
       if (chunk < end) load(a, rows, chunk, limit);
     }
-    __syncthreads();  // the parts before have been read
+    __syncthreads();  // the previous parts have been read
 #pragma unroll
     for (int j = 0; j < kTiles; ++j) {
       if (j >= exist) break;
@@ -248,7 +247,7 @@ class Products {
     for (int split = 0; split < slice_.splits; ++split) sum += *part(split, row, column);
     return sum;
   }
-  // Of a unit's gates.
+  // Returns the sums of a unit's gates.
   __device__ __forceinline__ Gates<float> gates(int row, int unit) const {
     Gates<float> sum = {};
     for (int split = 0; split < slice_.splits; ++split)
@@ -259,16 +258,16 @@ class Products {
  private:
   static constexpr int kPiece = Slice<Scalar>::kPiece, kChunk = Slice<Scalar>::kChunk;
   static constexpr bool kMatrixUnit = sizeof(Scalar) == 2;
-  // Of a chunk of its two rows a lane takes one quarter, for the matrix unit; or else one after the
-  // other.
+  // Quarters of a chunk that a lane reads of its two rows: one for the matrix unit, otherwise all
+  // four in turn.
   static constexpr int kTurns = kMatrixUnit ? 1 : 4;
-  static constexpr int kAhead = kMatrixUnit ? 4 : 2;  // chunks
+  static constexpr int kAhead = kMatrixUnit ? 4 : 2;  // chunks loaded together
   static_assert(kMatrixUnit || kHeld == 0);
 
   __device__ __forceinline__ float* part(int split, int row, int column) const {
     return parts_ + (split * kRows + row) * stride_ + place_of_part(row, column);
   }
-  // Of the warp.
+  // First column and first chunk of the warp.
   __device__ __forceinline__ int first_column() const {
     return threadIdx.x / 32 % slice_.groups * kTiles * 8;
   }
@@ -276,7 +275,7 @@ class Products {
     return threadIdx.x / 32 / slice_.groups * slice_.each;
   }
 
-  // Calls run<tiles>() for the number of the slice: which register holds what is then known.
+  // Calls run<tiles>() with the slice's number of tiles, so that register indices are constants.
   template <class Run>
   __device__ __forceinline__ void with_tiles(const Run& run) const {
     switch (slice_.tiles()) {
@@ -286,10 +285,10 @@ class Products {
     }
   }
 
-  // Lanes begin at different quarters, so that they read different banks.
+  // Lanes start at different quarters, so that they read different banks.
   static __device__ __forceinline__ int quarter_of(int turn) { return (turn + threadIdx.x) % 4; }
 
-  // Chunks of the two rows.
+  // Loads kAhead chunks of the lane's two rows.
   static __device__ __forceinline__ void load(
       uint4 (&a)[kAhead][kTurns][2], const void* const (&rows)[2], int chunk, int64_t limit) {
 #pragma unroll
@@ -303,9 +302,9 @@ class Products {
               sizeof(Scalar));
   }
 
-  // Adds the product of a chunk of the rows with that at a place in shared memory, of as many tiles
-  // as exist. Lanes hold sums as those of mma do: of rows l / 4 and 8 more, and columns 2 (l % 4)
-  // and the next.
+  // Adds the products of a chunk of the rows with the chunk at `place` in shared memory, for
+  // `exist` tiles. Sums are laid out as mma's accumulators: lane l has rows l / 4 and l / 4 + 8,
+  // and columns 2 (l % 4) and the next.
   __device__ __forceinline__ void add_from_memory(
       float (&sums)[kTiles][4], const uint4 (&a)[kTurns][2], int place, int exist) const {
     const int lane = threadIdx.x % 32;
@@ -332,8 +331,8 @@ class Products {
       }
     }
   }
-  // `b` is of column l / 4. The lane's 8 numbers, of a as of b, stand for those that mma takes in
-  // two steps of 16.
+  // `b` is 8 numbers of column l / 4. They are operands of two mma steps of 16, in another order of
+  // k than mma's, but in the same order for a and b.
   static __device__ __forceinline__ void add(
       float (&sums)[4], const uint4 (&a)[kTurns][2], const uint4& b) {
     const auto& [upper, lower] = a[0];
@@ -347,19 +346,19 @@ class Products {
   uint4 held_[kHeld > 0 ? kHeld : 1];
 };
 
-// How a call is shared out.
+// How a call is split among blocks.
 struct Layout {
-  int64_t blocks;   // of a direction
-  int64_t units;    // that a block owns, or fewer
-  int64_t columns;  // of h, likewise; with a projection
-  // Of the backward. Where h is smaller than c its gradient is cheaper sent than gathered: a block
-  // multiplies the gradients of its own gates, and the owners of h add up what all blocks made of
-  // theirs.
+  int64_t blocks;   // per direction
+  int64_t units;    // per block; the last one may own fewer
+  int64_t columns;  // of h per block, with a projection; the last ones may own fewer
+  // Backward only. If h is smaller than c, it is cheaper to send the gradient of h than to gather
+  // those of the gates: a block multiplies the gradients of its own gates, and the owners of h add
+  // up the results of all blocks.
   bool scattered;
   size_t shared;
 };
 
-// What a block owns.
+// The part of a call that a block owns.
 struct Share {
   int d;
   int64_t first_unit, first_column;
@@ -374,13 +373,13 @@ struct Share {
   }
 };
 
-// The 16 rows from the `first` on, the longest first, that have a step.
+// 16 rows from number `first` on, longest first, of which only those with `step` count.
 struct Rows {
   const Lstm& p;
   const LstmSequence& s;
   int64_t first, step;
 
-  // -1 where there is none.
+  // Returns the index of row r, or -1 if there is none.
   __device__ __forceinline__ int64_t operator[](int r) const {
     const int64_t i = first + r;
     if (i >= p.B) return -1;
@@ -389,11 +388,11 @@ struct Rows {
     return step < s.lengths[i] ? row : -1;
   }
   __device__ __forceinline__ bool any() const { return (*this)[0] >= 0; }
-  // Of one that has it.
+  // Row r must have the step.
   __device__ __forceinline__ Step at(int r, int d) const {
     return {p, step, (*this)[r], d, s.order ? s.lengths[first + r] : p.T};
   }
-  // For a product: where they begin in a state that every block reads, (B, stride), or null.
+  // Returns the rows of a state, (B, stride), as Products::compute takes them.
   template <class Scalar>
   __device__ __forceinline__ auto of(const Scalar* state, int64_t stride) const {
     return [=, *this](int r) {
@@ -403,17 +402,17 @@ struct Rows {
   }
 };
 
-// Calls each(row, column) for those of the rows that have the step and the first columns of a
-// block: the same thread for the same element at every step.
+// Calls each(row, column) for the rows that have the step and for `columns` columns. The same
+// thread has the same element at every step.
 template <class Each>
 __device__ __forceinline__ void for_elements(const Rows& rows, int columns, const Each& each) {
   for (int item = threadIdx.x; item < kRows * columns; item += kThreads)
     if (rows[item / columns] >= 0) each(item / columns, item % columns);
 }
 
-// Likewise each(row, column, taken), after product(meanwhile), which all threads call. `taken` is
-// what take(row, column) reads from memory: that of a thread's first element is under way during
-// the product, if `take` leaves it as it lies there.
+// Calls product(meanwhile) in all threads, then each(row, column, taken) as for_elements does.
+// `taken` is the result of take(row, column), which loads from memory. The loads of a thread's
+// first element are in flight during the product, if `take` does not use their values.
 template <class Take, class Product, class Each>
 __device__ __forceinline__ void for_elements_of(
     const Product& product, const Rows& rows, int columns, const Take& take, const Each& each) {
@@ -457,11 +456,11 @@ __global__ __launch_bounds__(kThreads, 1) void forward_sequence_kernel(
   GridBarrier others(s.arrivals + d * kLine, gridDim.x);
 
   struct Taken {
-    Packed<Scalar> x;  // what came of it
+    Packed<Scalar> x;  // W_ih x
     Packed<float> bias;
     float c;
   };
-  // It goes into the L2 cache while the blocks wait for one another.
+  // Prefetches W_ih x into the L2 cache while the blocks wait for one another.
   const auto ask_for = [&](const Rows& rows) {
     for_elements(rows, own.units, [&](int r, int u) {
       const int64_t token = rows.at(r, d).of_token(p, p.H);
@@ -471,7 +470,7 @@ __global__ __launch_bounds__(kThreads, 1) void forward_sequence_kernel(
 
   const int64_t last = min(s.order ? s.lengths[0] : p.T, steps.last);
   for (int64_t step = steps.first; step < last; ++step) {
-    // Two states take turns: while some write the next, others may still read the last.
+    // Two buffers take turns: some blocks write the next state while others still read the last.
     const auto h_of = [&](int64_t step) {
       return static_cast<Scalar*>(s.operand) + (step % 2 * p.directions + d) * p.B * of_h;
     };
@@ -535,11 +534,11 @@ __global__ __launch_bounds__(kThreads, 1) void backward_sequence_kernel(
   const int d = own.d;
   const LstmSequence::Steps steps = s.steps(p, d);
   if (steps.first == steps.last) return;
-  // The columns of h that a block owns: its units or, with a projection, others.
+  // The columns of h that the block owns: its units or, with a projection, its share of R columns.
   const int columns = p.projected ? own.columns : own.units;
   const int64_t first_column = p.projected ? own.first_column : own.first_unit;
-  // What it multiplies gradients of gates by: of all gates for its columns, or of its own for all
-  // columns.
+  // The part of W_hh that it multiplies gradients of gates by: all gates by its own columns or, if
+  // scattered, its own gates by all columns.
   const int64_t first_gate = layout.scattered ? 4 * own.first_unit : 0;
   const int64_t gates = layout.scattered ? 4 * own.units : 4 * p.H;
   const int64_t first_product = layout.scattered ? 0 : first_column;
@@ -569,9 +568,9 @@ __global__ __launch_bounds__(kThreads, 1) void backward_sequence_kernel(
   float* const parts = s.parts + int64_t(d) * gridDim.x * p.B * p.R;
   GridBarrier others(s.arrivals + d * kLine, gridDim.x);
 
-  // Calls each(r, k, taken, through) for a block's columns of rows that have a step: with what
-  // take(r, k) reads and the gradient of h that came through the product of step `after`. Nothing
-  // comes to a row that doesn't have that.
+  // Calls each(r, k, taken, through) for the block's columns of the rows that have a step. `taken`
+  // is the result of take(r, k); `through` is the gradient of h through the product of step
+  // `after`, 0 if the row does not have that step.
   const auto for_columns = [&](
       const Rows& rows, int64_t after, const auto& take, const auto& each) {
     const Rows gone{p, s, rows.first, after};
@@ -583,7 +582,7 @@ __global__ __launch_bounds__(kThreads, 1) void backward_sequence_kernel(
         each(r, k, taken, to_h(r, k));
       });
     }
-    // Four neighbouring lanes share a column.
+    // Four neighbouring lanes share a column's sum.
     for_elements(rows, 4 * columns, [&](int r, int k) {
       const auto taken = take(r, k / 4);
       float sum = 0;
@@ -599,14 +598,14 @@ __global__ __launch_bounds__(kThreads, 1) void backward_sequence_kernel(
 
   struct OfUnit {
     Left<Scalar> left;
-    Packed<Scalar> a;  // but for the bias, where gates weren't saved
+    Packed<Scalar> a;  // preactivations without the bias, if gates were not saved
   };
   struct Taken {
     Arriving<Scalar> arriving;
-    OfUnit unit;  // without a projection
+    OfUnit unit;  // if there is no projection
   };
 
-  // What a unit's owner does at a step: before it knows the gradient of m, and then.
+  // A unit's step: its loads, which do not need the gradient of m, and its arithmetic, which does.
   const auto take_unit = [&](const Step& at, int64_t unit) {
     OfUnit taken{left<Scalar>(p, at, unit), {}};
     if (!p.gates) taken.a = Packed<Scalar>::load(p.from_input, at.of_token(p, p.H) + unit);
@@ -624,7 +623,7 @@ __global__ __launch_bounds__(kThreads, 1) void backward_sequence_kernel(
     store_gates<Scalar>(da_of(step) + at.row * of_gates, unit, da);
   };
 
-  // What the forward left of a step goes into the L2 cache while the blocks wait for one another.
+  // Prefetches a step's inputs into the L2 cache while the blocks wait for one another.
   const auto ask_for = [&](const Rows& rows) {
     for_elements(rows, own.units, [&](int r, int u) {
       const Step at = rows.at(r, d);
@@ -642,7 +641,7 @@ __global__ __launch_bounds__(kThreads, 1) void backward_sequence_kernel(
   };
 
   const int64_t last = min(s.order ? s.lengths[0] : p.T, steps.last);
-  // Before the first step, what comes through its product completes the gradient of h0.
+  // Step -1 only adds the gradient through the first step's product to that of h0.
   const int64_t first_step = steps.first == 0 ? -1 : steps.first;
   for (int64_t step = last - 1; step >= first_step; --step) {
     for (int64_t first = 0; first < p.B; first += kRows) {
@@ -717,7 +716,7 @@ LaunchPlan plan_of(const Lstm& p, bool backward, const Layout& layout) {
   };
 }
 
-// Empty where the call fits, or why it doesn't.
+// Fills in `layout`. Returns why the call does not fit, or an empty string.
 template <class Scalar>
 std::string lay_out(const Lstm& p, bool backward, Kernel<Scalar> kernel, Layout& layout) {
   const auto share = [](int64_t whole, int64_t parts) { return (whole + parts - 1) / parts; };
@@ -726,7 +725,7 @@ std::string lay_out(const Lstm& p, bool backward, Kernel<Scalar> kernel, Layout&
     return std::string("the ") + (p.layers ? "layers" : "directions") + " share one multiprocessor";
   layout.units = share(p.H, most);
   layout.scattered = backward && p.projected && p.R < p.H && p.R <= kMaxColumns;
-  // Its gates begin at multiples of 16 bytes.
+  // A block's gates must begin at multiples of 16 bytes.
   if (layout.scattered) layout.units = share(layout.units, 2) * 2;
   layout.blocks = share(p.H, layout.units);
   layout.columns = p.projected ? share(p.R, layout.blocks) : 0;
@@ -755,7 +754,7 @@ std::string lay_out(const Lstm& p, bool backward, Kernel<Scalar> kernel, Layout&
   return {};
 }
 
-// Calls run<Scalar>(kernel) for the type of a call; there is none in float64.
+// Calls run<Scalar>(kernel) for the type of a call; float64 has no kernel.
 template <class Run>
 void with_kernel(const Lstm& p, bool backward, const Run& run) {
   for_type(p.dtype, [&]<class Scalar>() {

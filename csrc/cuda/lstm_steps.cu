@@ -1,13 +1,13 @@
-// The LSTM step by step: all of a step but for its products, which the caller makes.
+// The LSTM step by step: all of a step except its products, which the caller computes.
 //
-// A block owns a row of one direction, or a part of one; a thread has units of it to itself. With
-// layer norm a block owns all of a row, and sums over it meet in shared memory. What a thread keeps
-// of its units lies there too, or, where a row has too many of them, in global memory. There also
-// go the states, from launch to launch: the L2 cache holds them. There are no atomics: results
-// repeat bit for bit.
+// A block owns a row of one direction, or a part of one; each thread owns units of it. With layer
+// norm a block owns a whole row, and sums over it are added up in shared memory. The scratch values
+// of a thread's units are in shared memory too, or in global memory if a row has too many units.
+// The states pass from launch to launch through global memory; the L2 cache holds them. There are
+// no atomics: results repeat bit for bit.
 //
-// Floor: the bytes of what the kernels read and write, a few numbers a unit; from launch to launch
-// some microseconds, which outweigh them.
+// Floor: the bytes that the kernels read and write, a few numbers a unit. The launches, some
+// microseconds each, outweigh them.
 
 #include <algorithm>
 
@@ -32,13 +32,13 @@ struct Share {
     first = number % parts * kThreads;
     last = parts == 1 ? columns : min(first + kThreads, columns);
   }
-  // How many blocks share a row.
+  // Returns how many blocks share a row.
   static __host__ __device__ int64_t parts_of(const Lstm& p, int64_t columns) {
     return p.norm_hh ? 1 : (columns + kThreads - 1) / kThreads;
   }
 };
 
-// What a block of the cell's kernels keeps of its units: a thread of its own, for no other.
+// Scratch memory of a block, some values a unit. A thread reads and writes only its own units.
 template <class T>
 struct Scratch {
   struct Unit {
@@ -54,11 +54,11 @@ struct Scratch {
     units = p.workspace ? static_cast<Unit*>(p.workspace) + block * count
                         : reinterpret_cast<Unit*>(sums + kSums);
   }
-  // Of shared memory, with so many units in it.
+  // Returns the bytes of shared memory with `count` units in it.
   static size_t bytes(int64_t count) { return kSums * sizeof(T) + count * sizeof(Unit); }
 };
 
-// Sums over the block of what `term(unit, sums)` adds for each unit.
+// Calls term(unit, sums) for each unit, and adds up the threads' sums.
 template <int count, class T, class Term>
 __device__ void sum_over_units(
     T (&sums)[count], const Share& own, const Scratch<T>& scratch, const Term& term) {
@@ -72,7 +72,7 @@ struct Moments {
   T mean, rstd;
 };
 
-// Of the values that `value(unit)` gives, in two passes.
+// Returns the moments of value(unit) over a row's units, in two passes.
 template <class T, class Value>
 __device__ Moments<T> moments(
     const Lstm& p, const Share& own, const Scratch<T>& scratch, const Value& value) {
@@ -121,14 +121,14 @@ __device__ GateNorm<T> gate_norm(
   return {{mean, 1 / square_root(squares[0] / count + static_cast<T>(p.eps))}, gain};
 }
 
-// A row's preactivations at a step, from what came of x and, if it stands by itself, of h.
+// A row's preactivations at a step, from W_ih x and W_hh h, which may already be added up.
 template <class Scalar>
 struct Preactivations {
   using T = Accumulator<Scalar>;
   const Lstm& p;
   const int d;
   const void* from_input;
-  const void* from_hidden;  // or null: the other has both
+  const void* from_hidden;  // or null: from_input has the sum of both
   const int64_t input_first, hidden_first;
   GateNorm<T> of_input, of_hidden;
 
@@ -165,14 +165,14 @@ struct Preactivations {
   }
 };
 
-// What tanh is taken of on the way from c̃ to m.
+// The argument of the tanh in m: c̃, or its layer norm.
 template <class T>
 struct CellNorm {
   const Lstm& p;
   const int d;
   Moments<T> of;
 
-  // Reads c̃ of all units from the scratch memory.
+  // Reads c̃ of all units from `scratch`.
   __device__ CellNorm(const Lstm& p, const Share& own, const Scratch<T>& scratch)
       : p(p), d(own.d) {
     if (!p.norm_hh) return;
@@ -198,7 +198,7 @@ __device__ __forceinline__ void finish_step(
   if (p.dropout) static_cast<Scalar*>(p.operand)[at.of_state(p, p.R) + column] = next;
 }
 
-// Reads 8 numbers a unit, and c; writes c, h twice, and 4 numbers and c if they are kept.
+// Reads 8 numbers a unit, and c. Writes c, h twice, and the gates and c again if they are saved.
 template <class Scalar>
 __global__ __launch_bounds__(kThreads) void forward_step_kernel(
     const __grid_constant__ Lstm p, int64_t step, const void* from_hidden, Scalar* hidden) {
@@ -228,7 +228,7 @@ __global__ __launch_bounds__(kThreads) void forward_step_kernel(
   }
 }
 
-// A thread owns a column of h. Reads W_hr m and h; writes h twice.
+// A thread owns columns of h. Reads W_hr m, and h for zoneout; writes h twice.
 template <class Scalar>
 __global__ __launch_bounds__(kThreads) void forward_projection_kernel(
     const __grid_constant__ Lstm p, int64_t step, const Scalar* projected) {
@@ -258,8 +258,9 @@ __global__ __launch_bounds__(kThreads) void dropout_kernel(
 
 // Backward ----------------------------------------------------------------------------------------
 
-// Reads 4 numbers a unit, or 8 with layer norm, c before and after, and the gradients of c and of h
-// (or m); writes 4 of them twice, or three times, and the gradients of c and h before.
+// Reads 4 numbers a unit, or 8 with layer norm, c before and after the step, and the gradients of c
+// and of h (or m). Writes the gates' gradients twice, or three times with layer norm, and the
+// gradients of c and h before the step.
 template <class Scalar>
 __global__ __launch_bounds__(kThreads) void backward_step_kernel(
     const __grid_constant__ Lstm p, int64_t step, const Scalar* through, void* operand) {
@@ -284,8 +285,9 @@ __global__ __launch_bounds__(kThreads) void backward_step_kernel(
       scratch.units[unit - own.first].c = recalled(unit).fresh;
   const CellNorm<T> norm(p, own, scratch);
 
-  // The gradient of m, once for each unit, and with layer norm that of what it is made of.
-  T means[2] = {};  // of the gradient of c̃ normalised, and of its product with that
+  // Computes the gradient of m, once for each unit. With layer norm c̃'s gradient also needs two
+  // means over the row: of g, the gradient of the normalised c̃, n, and of g n.
+  T means[2] = {};
   for (int64_t unit = own.first + threadIdx.x; unit < own.last; unit += kThreads) {
     const T from_above = widen(through[state + unit]);
     const T dm = p.projected
@@ -307,7 +309,7 @@ __global__ __launch_bounds__(kThreads) void backward_step_kernel(
     means[1] /= static_cast<T>(p.H);
   }
 
-  T sums[4] = {};  // as the means, over all gates, of both products
+  T sums[4] = {};  // of g and g n over all gates, for W_ih x and for W_hh h
   for (int64_t unit = own.first + threadIdx.x; unit < own.last; unit += kThreads) {
     const Recalled<T> x = recalled(unit);
     const T y = hyperbolic_tangent(norm(x.fresh, unit));
@@ -363,8 +365,8 @@ __global__ __launch_bounds__(kThreads) void backward_step_kernel(
   }
 }
 
-// A thread owns a column of h. Reads h, what arrives, and the gradient of h; writes those of h
-// before and, twice, of W_hr m.
+// A thread owns columns of h. Reads grad_h, grad_output and `through`; writes grad_h and, twice,
+// the gradient of W_hr m.
 template <class Scalar>
 __global__ __launch_bounds__(kThreads) void backward_projection_kernel(
     const __grid_constant__ Lstm p, int64_t step, const Scalar* through, Scalar* grad_projected,
@@ -385,14 +387,15 @@ __global__ __launch_bounds__(kThreads) void backward_projection_kernel(
   }
 }
 
-// m of all steps: a block owns of a row what it does in the forward, of one step after another;
-// where it keeps that in global memory, of the same row.
+// Computes m of all steps. A block owns a row, or a part of one, as in the forward, at one step
+// after another. With scratch memory in the workspace the grid has one block per row, as the
+// workspace has room for no more.
 // Reads 4 numbers a unit, or 8 with layer norm, and c; writes one.
 template <class Scalar>
 __global__ __launch_bounds__(kThreads) void hidden_kernel(
     const __grid_constant__ Lstm p, Scalar* hidden) {
   using T = Accumulator<Scalar>;
-  const int64_t blocks = p.B * Share::parts_of(p, p.H);  // of a step
+  const int64_t blocks = p.B * Share::parts_of(p, p.H);  // per step
   for (int64_t number = blockIdx.x; number < p.T * blocks; number += gridDim.x) {
     const Share own(p, p.H, number % blocks);
     const Step at(p, number / blocks, own.row, own.d);
@@ -401,7 +404,7 @@ __global__ __launch_bounds__(kThreads) void hidden_kernel(
     const int64_t token = at.of_token(p, p.H);
     const Preactivations<Scalar> preactivations(
         p, own, scratch, p.from_input, token, p.norm_hh ? p.from_hidden : nullptr, token);
-    __syncthreads();  // the step before has been read
+    __syncthreads();  // the previous step's units have been read
     for (int64_t unit = own.first + threadIdx.x; unit < own.last; unit += kThreads) {
       const Recalled<T> x = recall<Scalar>(
           p, at, unit, left<Scalar>(p, at, unit),
@@ -430,7 +433,7 @@ LaunchPlan plan_of(const char* kernel, const Lstm& p, int64_t blocks, size_t sha
   };
 }
 
-// For a kernel over the units of all rows.
+// Returns the plan of a kernel over the units of all rows.
 template <class T>
 LaunchPlan plan_of_cell(const char* kernel, const Lstm& p) {
   const int64_t units = p.workspace ? 0 : p.norm_hh ? p.H : std::min<int64_t>(p.H, kThreads);

@@ -1,4 +1,4 @@
-// Philox4x32-7 on a GPU: pytorch_ext/reference/philox.py, which specifies it.
+// Philox4x32-7 on a GPU, as specified in pytorch_ext/reference/philox.py.
 
 #pragma once
 
@@ -8,7 +8,7 @@
 
 namespace trifuse::cuda {
 
-// Four random words for a counter.
+// Returns four random words for a counter.
 __device__ __forceinline__ uint4 philox(uint4 c, uint64_t seed) {
   constexpr int kRounds = 7;
   uint32_t key0 = static_cast<uint32_t>(seed), key1 = static_cast<uint32_t>(seed >> 32);
@@ -23,13 +23,13 @@ __device__ __forceinline__ uint4 philox(uint4 c, uint64_t seed) {
   return c;
 }
 
-// Which of the elements (row, 8 group .. 8 group + 7) of a plane dropout keeps: bit j for 8 group + j.
-// threshold is 1 to 65536, of which the last keeps none.
+// Returns which elements of a plane dropout keeps in columns 8 group to 8 group + 7 of a row: bit j
+// is set if column 8 group + j is kept. `threshold` is 1 to 65536; 65536 keeps none.
 __device__ __forceinline__ uint32_t dropout_keep(
     uint64_t seed, uint32_t plane, uint32_t row, uint32_t group, uint32_t threshold) {
   const uint4 words = philox(make_uint4(group, row, plane, 0), seed);
   const uint32_t word[4] = {words.x, words.y, words.z, words.w};
-  const uint32_t most = (threshold << 16) - 1;  // what lies below the upper half changes no comparison
+  const uint32_t most = (threshold << 16) - 1;  // the low 16 bits never decide a comparison
   uint32_t keep = 0;
 #pragma unroll
   for (int i = 0; i < 4; ++i) {

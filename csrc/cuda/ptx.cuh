@@ -1,6 +1,6 @@
-// What CUDA C++ has no word for: instructions by their PTX, one function each. sm_80 and up.
+// PTX instructions that CUDA C++ does not expose, one function each. sm_80 and up.
 //
-// Tests that compile the kernels for the host put a model of each in this file's place.
+// Tests that compile the kernels for the host replace this file by models of the instructions.
 
 #pragma once
 
@@ -15,7 +15,7 @@ namespace trifuse::cuda {
 
 constexpr unsigned kAllLanes = 0xFFFFFFFF;
 
-// A block's shared memory, all of it; aligned to 1024 bytes.
+// Returns a block's shared memory, all of it dynamic, aligned to 1024 bytes.
 __device__ __forceinline__ unsigned char* shared_memory() {
   extern __shared__ __align__(1024) unsigned char trifuse_shared_memory[];
   return trifuse_shared_memory;
@@ -27,31 +27,32 @@ __device__ __forceinline__ uint32_t shared_address(const void* p) {
 
 // Copies of 16 bytes into shared memory that arrive at cp_async_wait ---------------------------------
 
-// `valid` of the bytes, 0 to 16, are copied, the others 0.
+// Copies the first `valid` bytes, 0 to 16, and sets the others to 0.
 __device__ __forceinline__ void cp_async(void* to, const void* from, int valid = 16) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)),
                "l"(from), "r"(valid)
                : "memory");
 }
 
-// Those since the last commit become a group.
+// Makes a group of the copies since the last commit.
 __device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
-// Until all but the latest groups of the thread have arrived; others see them after a barrier.
+// Waits until all but the thread's latest `groups` groups have arrived. Other threads see the data
+// after a barrier.
 template <int groups>
 __device__ __forceinline__ void cp_async_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(groups) : "memory");
 }
 
-// Has a line of global memory brought into the L2 cache.
+// Prefetches a line of global memory into the L2 cache.
 __device__ __forceinline__ void prefetch(const void* p) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(p));
 }
 
 // Matrices of 8 x 8 halves in shared memory, and products of tiles ------------------------------------
 
-// Four matrices: lanes 8 i to 8 i + 7 point to the rows of matrix i, 16 bytes each. Lane l gets elements
-// 2 (l % 4) and the next of row l / 4 of each.
+// Loads four matrices. Lanes 8 i to 8 i + 7 point to the rows of matrix i, 16 bytes each. Lane l
+// gets elements 2 (l % 4) and 2 (l % 4) + 1 of row l / 4 of each matrix.
 __device__ __forceinline__ void ldmatrix(uint32_t (&matrix)[4], const void* row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(matrix[0]), "=r"(matrix[1]), "=r"(matrix[2]), "=r"(matrix[3])
@@ -59,7 +60,7 @@ __device__ __forceinline__ void ldmatrix(uint32_t (&matrix)[4], const void* row)
                : "memory");
 }
 
-// The same of the transposed matrices.
+// As ldmatrix, for the transposed matrices.
 __device__ __forceinline__ void ldmatrix_transposed(uint32_t (&matrix)[4], const void* row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(matrix[0]), "=r"(matrix[1]), "=r"(matrix[2]), "=r"(matrix[3])
@@ -67,7 +68,7 @@ __device__ __forceinline__ void ldmatrix_transposed(uint32_t (&matrix)[4], const
                : "memory");
 }
 
-// d += a b, (16, 16) by (16, 8) in float32; the fragments are laid out as PTX has it (mma.m16n8k16).
+// d += a b, (16, 16) by (16, 8), accumulated in float32. Fragments as in PTX (mma.m16n8k16).
 template <class Scalar>
 __device__ __forceinline__ void mma(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
   static_assert(std::is_same_v<Scalar, __nv_bfloat16> || std::is_same_v<Scalar, __half>);
@@ -85,7 +86,7 @@ __device__ __forceinline__ void mma(float (&d)[4], const uint32_t (&a)[4], const
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 
-// d += a b, (16, 8) by (8, 8) of tf32, float32 whose last 13 bits count as 0 (mma.m16n8k8).
+// d += a b, (16, 8) by (8, 8) in tf32: float32 with the last 13 bits taken as 0 (mma.m16n8k8).
 __device__ __forceinline__ void mma_tf32(
     float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
   asm volatile(
@@ -113,7 +114,7 @@ __device__ __forceinline__ float tanh_approximate(float x) {
 
 // Between blocks and warps --------------------------------------------------------------------------------
 
-// Adds after all that the thread wrote before can be seen by whoever reads the sum with load_acquire.
+// Adds with release semantics: a load_acquire of the sum makes this thread's prior writes visible.
 __device__ __forceinline__ void add_release(uint32_t* p, uint32_t value) {
   asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(p), "r"(value) : "memory");
 }
@@ -128,8 +129,8 @@ __device__ __forceinline__ uint32_t load_acquire(const uint32_t* p) {
   return value;
 }
 
-// Barrier `number`, 1 to 15, of so many threads of a block: whole warps, each with its own number of
-// times. Those that only arrive go on at once.
+// Waits at barrier `number`, 1 to 15, until `threads` threads of the block, in whole warps, have
+// come. Threads that only arrive go on at once.
 __device__ __forceinline__ void named_barrier(int number, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(number), "r"(threads) : "memory");
 }
@@ -137,7 +138,7 @@ __device__ __forceinline__ void named_barrier_arrive(int number, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(number), "r"(threads) : "memory");
 }
 
-// As named_barrier: whether it holds for any of the threads.
+// As named_barrier; returns whether `predicate` holds for any of the threads.
 __device__ __forceinline__ bool named_barrier_or(int number, int threads, bool predicate) {
   int any;
   asm volatile(

@@ -1,5 +1,5 @@
-// As ptx.cuh, for instructions that only sm_90a has: barriers in shared memory, copies of tiles by the
-// copy engine (TMA), and products by four warps at a time.
+// As ptx.cuh, for instructions of sm_90a: barriers in shared memory, copies of tiles by the copy
+// engine (TMA), and products by four warps at a time.
 
 #pragma once
 
@@ -11,8 +11,8 @@ namespace trifuse::cuda {
 
 // Barriers in shared memory (mbarrier) -----------------------------------------------------------------
 
-// A phase of a barrier is over when as many threads as it was made for have arrived, and as many bytes
-// as they expect have come. Phases have parity 0 and 1 in turns, the first 0.
+// A phase of a barrier is over when all arrivals that it was initialised for, and all bytes that
+// these expect, have come. Phases alternate between parity 0 and 1; the first has parity 0.
 using SharedBarrier = uint64_t;
 
 __device__ __forceinline__ void init_barrier(SharedBarrier* barrier, int arrivals) {
@@ -30,7 +30,7 @@ __device__ __forceinline__ void arrive_and_expect(SharedBarrier* barrier, int by
                : "memory");
 }
 
-// Until the phase of this parity is over; before the first, that of parity 1 is.
+// Waits until the phase of this parity is over. On a new barrier, parity 1 counts as over.
 __device__ __forceinline__ void wait(SharedBarrier* barrier, uint32_t parity) {
   uint32_t over;
   do {
@@ -46,16 +46,16 @@ __device__ __forceinline__ void wait(SharedBarrier* barrier, uint32_t parity) {
   } while (!over);
 }
 
-// What the thread wrote to shared memory, barriers it made included, can from here on be seen by the copy
-// engine and by the products below; by others' after a barrier.
+// Makes the thread's writes to shared memory, initialised barriers included, visible to the copy
+// engine and to the products below; to those that other threads start, after a barrier.
 __device__ __forceinline__ void fence_for_async() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
 // Copies of tiles (TMA) ---------------------------------------------------------------------------------
 
-// A box of a tensor from these coordinates on, the first of them that of neighbours in memory; zeros past
-// the ends. One thread asks for it, and its bytes come to a barrier's phase.
+// Starts to copy the box of a tensor at coordinates (c0, c1, c2, c3), innermost first; zeros past
+// the ends. Called by one thread. The bytes count towards the barrier's current phase.
 __device__ __forceinline__ void copy_box(
     void* to, const CUtensorMap* from, SharedBarrier* barrier, int c0, int c1, int c2, int c3) {
   asm volatile(
@@ -71,27 +71,28 @@ __device__ __forceinline__ void prefetch_map(const CUtensorMap* map) {
 
 // Products of a warpgroup (wgmma) -----------------------------------------------------------------------
 
-// They run behind the threads' backs: from wgmma_begin to wgmma_wait nobody may touch the registers, nor
-// write the shared memory, that they work on. Warp w of the four has rows 16 w to 16 w + 15 of a product,
-// laid out in its registers as mma's are.
+// Products are asynchronous: from wgmma_begin to wgmma_wait no thread may touch the registers, or
+// write the shared memory, that they work on. Warp w of the four holds rows 16 w to 16 w + 15 of a
+// product, in mma's register layout.
 
-// A matrix in shared memory for a product: eight rows of 128 bytes after another, chunks of 16 bytes
-// swizzled as copy_box with CU_TENSOR_MAP_SWIZZLE_128B does, at a multiple of 1024 bytes. Counted in bytes:
-// `stride` from eight rows to the next; `leading` from 64 columns to the next where a product sums over
-// rows, and else of no meaning.
+// Returns the descriptor of a matrix in shared memory: groups of eight rows of 128 bytes, at a
+// multiple of 1024 bytes, with chunks of 16 bytes swizzled as by copy_box with
+// CU_TENSOR_MAP_SWIZZLE_128B. In bytes, `stride` leads from eight rows to the next eight; `leading`
+// from 64 columns to the next 64 if a product sums over rows, and is ignored otherwise.
 __device__ __forceinline__ uint64_t describe_matrix(const void* p, uint32_t leading, uint32_t stride) {
   constexpr uint64_t kSwizzle128 = 1;
   return uint64_t(shared_address(p) >> 4 & 0x3FFF) | uint64_t(leading >> 4 & 0x3FFF) << 16 |
       uint64_t(stride >> 4 & 0x3FFF) << 32 | kSwizzle128 << 62;
 }
 
-// What begins some bytes further on: columns of the first eight rows, or rows by the eight. Addresses carry
-// nothing into the upper half, which stays a constant to the compiler.
+// Returns the descriptor of what begins `bytes` further on: other columns of the first eight rows,
+// or other groups of eight rows. Addresses never carry into the upper half, which stays a
+// compile-time constant.
 __device__ __forceinline__ uint64_t further(uint64_t matrix, uint32_t bytes) {
   return matrix >> 32 << 32 | (static_cast<uint32_t>(matrix) + bytes / 16);
 }
 
-// Makes the compiler take these registers for read and written here.
+// Makes the compiler assume that these registers are read and written here.
 template <class T, int rows, int columns>
 __device__ __forceinline__ void touch(T (&registers)[rows][columns]) {
 #pragma unroll
@@ -103,26 +104,26 @@ __device__ __forceinline__ void touch(T (&registers)[rows][columns]) {
     }
 }
 
-// Before products that work on these registers.
+// Called before products that work on these registers.
 template <class... Registers>
 __device__ __forceinline__ void wgmma_begin(Registers&... registers) {
   (touch(registers), ...);
   asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 }
 
-// Those since the last commit become a group.
+// Makes a group of the products since the last commit.
 __device__ __forceinline__ void wgmma_commit() {
   asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
 
-// Until all but the latest groups are done, which worked on these registers.
+// Waits until all but the latest `groups` groups are done; these worked on `registers`.
 template <int groups, class... Registers>
 __device__ __forceinline__ void wgmma_wait(Registers&... registers) {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(groups) : "memory");
   (touch(registers), ...);
 }
 
-// The registers of a product, 4 or 32 of them in a piece, as operands and by their numbers.
+// A product's registers as asm operands (D) and as their numbers in the asm text (R).
 #define TRIFUSE_D4(i) "+f"(d[i][0]), "+f"(d[i][1]), "+f"(d[i][2]), "+f"(d[i][3])
 #define TRIFUSE_D32(i)                                                                   \
   TRIFUSE_D4(i), TRIFUSE_D4(i + 1), TRIFUSE_D4(i + 2), TRIFUSE_D4(i + 3), TRIFUSE_D4(i + 4), \
@@ -141,8 +142,8 @@ __device__ __forceinline__ void wgmma_wait(Registers&... registers) {
   TRIFUSE_TEN(6) TRIFUSE_TEN(7) TRIFUSE_TEN(8) TRIFUSE_TEN(9) TRIFUSE_TEN(10) TRIFUSE_TEN(11)   \
   "%120, %121, %122, %123, %124, %125, %126, %127"
 
-// a from shared memory and b by its rows; then a from registers and b by its columns. What ends in an
-// underscore are the numbers of the operands after d's.
+// SS: a in shared memory, b read by rows. RS: a in registers, b read by columns. Parameters that
+// end in an underscore are the numbers of the operands after d's.
 #define TRIFUSE_WGMMA_SS(n, type, registers, numbers, a_, b_, add_)                                  \
   asm volatile(                                                                                      \
       "{\n.reg .pred add;\nsetp.ne.b32 add, " add_ ", 0;\n"                                          \
@@ -156,7 +157,7 @@ __device__ __forceinline__ void wgmma_wait(Registers&... registers) {
                : registers(0)                                                                        \
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b))
 
-// d (64, N) = a bᵀ, plus d if `add`: a (64, 16) and b (N, 16) in shared memory, rows along their rows.
+// d (64, N) = a bᵀ, plus d if `add`: a (64, 16) and b (N, 16) in shared memory, row-major.
 template <class Scalar, int rows>
 __device__ __forceinline__ void wgmma_rows(float (&d)[rows][4], uint64_t a, uint64_t b, bool add) {
   constexpr int N = 8 * rows;
@@ -172,7 +173,7 @@ __device__ __forceinline__ void wgmma_rows(float (&d)[rows][4], uint64_t a, uint
   }
 }
 
-// d (64, N) += a b: a (64, 16) in registers, laid out as mma's a, and b (16, N) in shared memory.
+// d (64, N) += a b: a (64, 16) in registers as mma's a, b (16, N) in shared memory, row-major.
 template <class Scalar, int rows>
 __device__ __forceinline__ void wgmma_columns(
     float (&d)[rows][4], const uint32_t (&a)[4], uint64_t b) {
@@ -195,8 +196,8 @@ __device__ __forceinline__ void wgmma_columns(
 
 // Registers between warpgroups --------------------------------------------------------------------------
 
-// Leaves a thread so many registers, a multiple of 8, fewer or more than it has; all threads of a
-// warpgroup do it. More can be had once others have given theirs back.
+// Set a thread's number of registers, a multiple of 8, to fewer or more than it has. Called by all
+// threads of a warpgroup. take_registers waits until others have given enough back.
 template <int registers>
 __device__ __forceinline__ void give_registers_back() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(registers));

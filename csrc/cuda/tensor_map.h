@@ -1,4 +1,4 @@
-// Tensor maps: what the copy engine of a Hopper GPU (TMA) is told of a tensor.
+// Tensor maps: descriptions of tensors for the copy engine of Hopper GPUs (TMA).
 
 #pragma once
 
@@ -15,15 +15,15 @@
 
 namespace trifuse::cuda {
 
-// A tensor of four dimensions of 16-bit numbers, the last of them neighbours in memory. Strides count
-// elements; that of a dimension of size 1 is of no meaning.
+// A four-dimensional tensor of 16-bit numbers, contiguous in its last dimension. Strides count
+// elements; the stride of a dimension of size 1 is ignored.
 struct MappedTensor {
   DType dtype;
   void* data;
   int64_t size[4], stride[4];
 };
 
-// Whether there is a map of it: what cuTensorMapEncodeTiled asks for, and coordinates of 32 bits.
+// Returns whether a tensor can be mapped: cuTensorMapEncodeTiled's rules, and 32-bit coordinates.
 inline bool has_tensor_map(const MappedTensor& t) {
   bool ok = (t.dtype == DType::BFloat16 || t.dtype == DType::Float16) &&
       reinterpret_cast<uintptr_t>(t.data) % 16 == 0;
@@ -36,7 +36,7 @@ inline bool has_tensor_map(const MappedTensor& t) {
   return ok;
 }
 
-// cuTensorMapEncodeTiled, of the driver that is there; so nothing is linked to it.
+// Looks up cuTensorMapEncodeTiled in the installed driver, so that nothing links to the driver.
 inline decltype(&cuTensorMapEncodeTiled) tensor_map_encoder() {
   void* function = nullptr;
   cudaDriverEntryPointQueryResult found;
@@ -55,11 +55,11 @@ inline decltype(&cuTensorMapEncodeTiled) tensor_map_encoder() {
   return reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(function);
 }
 
-// A map by which boxes of `rows` rows of 64 columns are copied: (1, 1, rows, 64) of the tensor, each row
-// 128 bytes of shared memory, swizzled.
+// Makes a map for copies of boxes (1, 1, rows, 64) of the tensor; each row takes 128 bytes of
+// shared memory, swizzled.
 inline CUtensorMap make_tensor_map(const MappedTensor& t, int rows) {
   static const auto encode = tensor_map_encoder();
-  // The driver asks for a context, which a thread that has yet to use the runtime has none of.
+  // The driver needs a current context; a thread that has not used the runtime yet has none.
   int device;
   check(cudaGetDevice(&device), "cudaGetDevice");
   check(cudaSetDevice(device), "cudaSetDevice");

@@ -1,4 +1,4 @@
-// Where a CUDA call runs, as torch has it. No header of CUDA is needed: torch may be a CPU build.
+// The device and stream of a call, from torch. Includes no CUDA headers: torch may be a CPU build.
 
 #pragma once
 
@@ -12,7 +12,7 @@ namespace trifuse::cuda {
 // The dispatch key of the ops in this folder.
 #define TRIFUSE_CUDA CUDA
 
-// Makes a tensor's device the current one for as long as it lives, and knows its current stream.
+// Makes a tensor's device current during its own lifetime. stream() returns that device's stream.
 class OnDeviceOf {
  public:
   explicit OnDeviceOf(const at::Tensor& t) : guard_(t.device()), device_(t.device()) {}

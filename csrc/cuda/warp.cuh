@@ -1,4 +1,4 @@
-// Sums and maxima over the lanes of a warp, in an order that is always the same.
+// Sums and maxima over a warp or a block, in a fixed order.
 
 #pragma once
 
@@ -6,7 +6,7 @@
 
 namespace trifuse::cuda {
 
-// Over segments of `lanes` lanes, a power of 2; every lane gets the result.
+// Sum over segments of `lanes` lanes, a power of 2; every lane gets the result.
 template <int lanes = 32, class T>
 __device__ __forceinline__ T warp_sum(T value) {
 #pragma unroll
@@ -23,8 +23,8 @@ __device__ __forceinline__ float warp_max(float value) {
   return value;
 }
 
-// Over all threads of a block of whole warps, each of a few values at once, in place. `scratch` holds
-// `count` values for each warp; it may be used again once all threads have passed another barrier.
+// Sums each of `count` values over all threads of a block of whole warps, in place. `scratch` holds
+// `count` values per warp; it may be reused once all threads have passed another barrier.
 template <int threads, int count, class T>
 __device__ __forceinline__ void block_sum(T (&values)[count], T* scratch) {
   constexpr int warps = threads / 32;

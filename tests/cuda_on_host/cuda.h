@@ -1,4 +1,4 @@
-// Stands in for the toolkit's header of the driver: tensor maps, as far as csrc/cuda uses them.
+// Stands in for the toolkit's driver header: tensor maps, as far as csrc/cuda uses them.
 
 #pragma once
 
@@ -25,12 +25,12 @@ enum CUtensorMapFloatOOBfill { CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE = 0 };
 
 struct alignas(128) CUtensorMap {
   const std::byte* data;
-  uint32_t rank, swizzle;  // of chunks of 16 bytes within so many bytes; 0: none
-  uint64_t sizes[5], strides[5];  // in bytes; innermost first
+  uint32_t rank, swizzle;  // chunks of 16 bytes are permuted within `swizzle` bytes; 0: not at all
+  uint64_t sizes[5], strides[5];  // strides in bytes; innermost first
   uint32_t box[5];
 };
 
-// Whether the thread has a context. It has it for one map only, so that whoever makes one sees to it.
+// Whether the thread has a context. Making a map resets it, so code has to ensure one for each map.
 inline thread_local bool has_context = false;
 
 inline cudaError_t cudaGetDevice(int* device) {
@@ -42,7 +42,7 @@ inline cudaError_t cudaSetDevice(int) {
   return cudaSuccess;
 }
 
-// For two bytes an element. What the documentation asks for, and no more.
+// For elements of two bytes. Checks what the documentation requires, and no more.
 inline CUresult cuTensorMapEncodeTiled(
     CUtensorMap* map, CUtensorMapDataType, cuuint32_t rank, void* data, const cuuint64_t* sizes,
     const cuuint64_t* strides, const cuuint32_t* box, const cuuint32_t* steps, CUtensorMapInterleave,
@@ -68,7 +68,7 @@ inline CUresult cuTensorMapEncodeTiled(
   return ok ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
 }
 
-// The driver's functions, of which there is one.
+// Lookup of the driver's functions: there is one.
 #define CUDART_VERSION 13000
 enum cudaDriverEntryPointQueryResult { cudaDriverEntryPointSuccess, cudaDriverEntryPointSymbolNotFound };
 constexpr unsigned long long cudaEnableDefault = 0;

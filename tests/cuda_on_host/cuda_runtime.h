@@ -53,7 +53,7 @@ inline void __syncwarp(unsigned mask = kFullMask) {
 
 namespace cuda_on_host {
 
-// Reads from a lane of the same segment, or gives back the own value.
+// Returns the value of lane `from` if it is in the same segment, else the lane's own value.
 template <class T>
 T shuffle(const char* what, unsigned mask, T value, int from, int width) {
   const Lanes<T> lanes(what, mask, value);
@@ -115,7 +115,7 @@ T* aligned(T* p) {
 
 }  // namespace cuda_on_host
 
-// Hints for the caches, which have no effect here.
+// Loads and stores with cache hints, which have no effect here.
 #define LOAD_HINT(name) \
   template <class T>    \
   T name(const T* p) {  \
@@ -198,8 +198,8 @@ inline float __saturatef(float x) { return x > 0 ? std::min(x, 1.0f) : 0.0f; }
 
 namespace cuda_on_host {
 
-// A result of the special function unit: wrong by up to so many units in the last place, up or down as
-// the argument's bits have it; denormals are 0.
+// Returns a result of the special function unit: off by up to `ulps` units in the last place, up or
+// down depending on the argument's bits; denormals are 0.
 inline float approximate(double exact, double ulps, float argument) {
   const float near = exact;
   if (!std::isnormal(near)) return std::isfinite(near) ? std::copysign(0.0f, near) : near;
@@ -210,7 +210,7 @@ inline float approximate(double exact, double ulps, float argument) {
 
 }  // namespace cuda_on_host
 
-// With the errors that the CUDA C++ Programming Guide gives, in its table of intrinsics.
+// Errors as in the CUDA C++ Programming Guide's table of intrinsics.
 inline float rsqrtf(float x) { return cuda_on_host::approximate(1 / std::sqrt(double(x)), 2, x); }
 inline float __expf(float x) {
   const double ulps = 2 + std::floor(std::abs(1.173 * double(x)));

@@ -1,7 +1,7 @@
 // Fibers: stacks that take turns in one thread of the operating system.
 //
-// ucontext starts each of them, once; from then on _setjmp and _longjmp switch, which make no system
-// call where swapcontext makes two.
+// ucontext starts each fiber once; from then on _setjmp and _longjmp switch between fibers. They
+// make no system call; swapcontext makes two.
 
 #pragma once
 
@@ -26,13 +26,13 @@ class Fiber {
     void* memory = mmap(nullptr, kStack, PROT_READ | PROT_WRITE, flags, -1, 0);
     if (memory == MAP_FAILED) throw std::bad_alloc();
     stack_ = static_cast<std::byte*>(memory);
-    mprotect(stack_, kGuard, PROT_NONE);  // an overflow stops at once
+    mprotect(stack_, kGuard, PROT_NONE);  // a stack overflow faults at once
   }
   ~Fiber() { munmap(stack_, kStack); }
   Fiber(const Fiber&) = delete;
   Fiber& operator=(const Fiber&) = delete;
 
-  // Runs `body` until it suspends itself or ends. Whoever calls has made it the current one.
+  // Runs `body` until it suspends itself or ends.
   __attribute__((noinline)) void resume() {
     running_ = this;
     if (_setjmp(resumer_) == 0) {
@@ -46,19 +46,19 @@ class Fiber {
     }
   }
 
-  // From inside: back to whoever resumed it.
+  // Called inside a body: returns to the caller of resume().
   static __attribute__((noinline)) void suspend() {
     if (_setjmp(running_->at_) == 0) _longjmp(resumer_, 1);
   }
 
-  // Forgets a body that has not ended; what lies on its stack is not destroyed.
+  // Drops a body that has not ended; objects on its stack are not destroyed.
   void abandon() { started_ = false; }
 
   std::function<void()> body;  // must not throw
 
  private:
   static void run() {
-    for (;;) {  // it serves one body after the other
+    for (;;) {  // runs one body after the other
       running_->body();
       suspend();
     }
@@ -72,7 +72,7 @@ class Fiber {
   ucontext_t start_;
 };
 
-// Fibers are kept for the next kernel.
+// Returns fiber `index`. Fibers are kept for the next kernel.
 inline Fiber& fiber(size_t index) {
   static std::vector<std::unique_ptr<Fiber>> fibers;
   while (fibers.size() <= index) fibers.push_back(std::make_unique<Fiber>());

@@ -1,7 +1,7 @@
 // CUDA's execution model: a grid of blocks of warps of threads, each thread a fiber.
 //
-// A thread runs until it waits for others; then another takes its turn. In order, or, with a seed, in
-// an order drawn at random, so that whatever is not held back by a barrier happens in any order.
+// A thread runs until it waits for others; then another takes its turn: in order or, with a seed,
+// at random, so that whatever no barrier holds back happens in any order.
 
 #pragma once
 
@@ -37,26 +37,26 @@ constexpr int warpSize = 32;
 
 namespace cuda_on_host {
 
-// What the machine is taken to have. Tests may change it.
+// The modelled device. Tests may change it.
 struct Device {
   int multiprocessors = 4;
-  int blocks_per_multiprocessor = 2;  // however many fit by their registers on a real one
+  int blocks_per_multiprocessor = 2;  // on a real device, as many as registers allow
   size_t shared_memory = 227 << 10;   // that a block may have
   uint64_t seed = 0;                  // of the order in which threads run; 0: in their own order
   int compute_capability = 80;
 };
 inline Device device;
-inline std::map<std::string, int> launches;  // of each kernel, so far
+inline std::map<std::string, int> launches;  // number of launches of each kernel so far
 
 struct Error : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-// What uninitialised memory holds, NaN in every floating-point type; and what lies around it.
+// Bytes that fill uninitialised memory, NaN in every floating-point type, and its guards.
 constexpr int kPoison = 0xFF, kGuardByte = 0xFB;
 constexpr size_t kGuardBytes = 1024;
 
-// An instruction that threads execute together, told from others by its name and its line.
+// An instruction that threads execute together, identified by its name and line.
 struct Site {
   const char* what = "";
   int line = 0;
@@ -68,7 +68,7 @@ struct Site {
   }
 };
 
-// Threads that wait until all that are expected have come. Each brings a value, and gets everyone's.
+// Threads that wait until all expected ones have come. Each brings a value and gets all values.
 struct Rendezvous {
   static constexpr size_t kBytes = 32;
   struct Values {
@@ -78,12 +78,12 @@ struct Rendezvous {
   unsigned arrived = 0;
   uint64_t generation = 0;
   std::vector<struct Thread*> waiting;
-  Values values[2];  // of this generation and of the last, which some have yet to read
-  bool votes[2];     // whether any of its threads said yes, likewise
+  Values values[2];  // of this generation and of the last, which some threads have yet to read
+  bool votes[2];     // whether any thread voted yes, likewise
 };
 
-// A barrier in shared memory (mbarrier): a phase ends when all threads that it was made for have arrived,
-// and all bytes that they expect.
+// A barrier in shared memory (mbarrier): a phase ends when all arrivals that it was initialised
+// for, and all bytes that these expect, have come.
 struct SharedBarrierState {
   unsigned expected, pending;
   int64_t bytes = 0;
@@ -91,17 +91,17 @@ struct SharedBarrierState {
   std::vector<struct Thread*> waiting;
 };
 
-// What a warp does in one product of its warpgroup, which runs behind its back.
+// A warp's part in one asynchronous product of its warpgroup.
 struct Product {
-  bool by_rows;   // of b
+  bool by_rows;   // b is read by rows
   bool half;      // float16, else bfloat16
-  bool add;       // to what is there
+  bool add;       // adds to d instead of overwriting it
   unsigned columns;
-  uint64_t a, b;  // descriptors; a's if it isn't in registers
+  uint64_t a, b;  // descriptors; a's only if a is in shared memory
   unsigned lanes = 0;
   float* d[32];
   const uint32_t* a_registers[32];
-  uint32_t a_values[32][4];  // as they were
+  uint32_t a_values[32][4];  // contents of a_registers when the product started
   bool operator==(const Product& other) const {
     return by_rows == other.by_rows && half == other.half && add == other.add &&
         columns == other.columns && a == other.a && b == other.b;
@@ -109,10 +109,10 @@ struct Product {
 };
 
 struct Warp {
-  std::deque<std::pair<unsigned, Rendezvous>> by_mask;  // few
-  std::vector<Product> products;  // all that it ever made
-  size_t computed = 0;            // of them
-  int registers = 0;              // of a thread, if setmaxnreg has said
+  std::deque<std::pair<unsigned, Rendezvous>> by_mask;  // only a few
+  std::vector<Product> products;  // all that it has started
+  size_t computed = 0;            // number of these that are done
+  int registers = 0;              // per thread, once setmaxnreg has set them
 
   Rendezvous& of(unsigned mask) {
     for (auto& [of, rendezvous] : by_mask)
@@ -124,30 +124,30 @@ struct Warp {
 struct Block {
   uint3 index;
   size_t size;                    // of its shared memory
-  std::vector<std::byte> memory;  // between guards
+  std::vector<std::byte> memory;  // shared memory between guards
   std::vector<Warp> warps;
   Rendezvous barriers[16];  // __syncthreads() is number 0
   std::map<const void*, SharedBarrierState> shared_barriers;
-  std::vector<std::function<void()>> deliveries;  // of the copy engine, under way
+  std::vector<std::function<void()>> deliveries;  // the copy engine's copies in flight
 
-  // Aligned as strictly as any instruction asks for.
+  // Aligned as strictly as any instruction requires.
   std::byte* shared() {
     const auto address = reinterpret_cast<uintptr_t>(memory.data()) + kGuardBytes;
     return reinterpret_cast<std::byte*>((address + 1023) / 1024 * 1024);
   }
 };
 
-// cp.async: what is under way.
+// A cp.async in flight.
 struct Copy {
   void* to;
   const void* from;
-  size_t bytes, valid;  // zeros come after the valid ones
+  size_t bytes, valid;  // zeros follow the valid bytes
 };
 
-// Registers that products may work on, or do.
+// Registers that products may use, or are using.
 struct Registers {
-  std::vector<float> values;  // as they were; of a sum under way: as they will be
-  unsigned products = 0;      // under way
+  std::vector<float> values;  // contents at wgmma_begin; for a sum in flight, its result so far
+  unsigned products = 0;      // in flight
 };
 
 struct Thread {
@@ -160,10 +160,10 @@ struct Thread {
   Site waits_for;
   std::vector<Copy> copies;                // cp.async since the last commit
   std::vector<std::vector<Copy>> groups;   // committed, oldest first
-  std::map<const void*, Registers> begun;  // arrays of registers named to wgmma_begin
-  std::map<float*, Registers> sums;        // of products under way
-  size_t products = 0;                     // that it took part in
-  std::deque<size_t> product_groups;       // committed, oldest first: `products` then
+  std::map<const void*, Registers> begun;  // register arrays passed to wgmma_begin
+  std::map<float*, Registers> sums;        // of products in flight
+  size_t products = 0;                     // number that it took part in
+  std::deque<size_t> product_groups;       // committed, oldest first: `products` at the commit
 
   unsigned lane() const { return number % 32; }
   Warp& warp() const { return block->warps[number / 32]; }
@@ -177,7 +177,7 @@ class Grid {
       : kernel_(std::move(kernel)), grid_(grid), block_(block), shared_(shared),
         body_(std::move(body)), random_(device.seed) {}
 
-  // One block after the other, or, in a cooperative launch, all of them alive at once.
+  // Runs one block after the other or, in a cooperative launch, all of them at once.
   void run(bool cooperative) {
     std::vector<uint3> indices;
     for (unsigned z = 0; z < grid_.z; ++z)
@@ -233,7 +233,7 @@ class Grid {
     unfinished_ = threads_.size();
     blocks_ = &blocks;
     while (!error_) {
-      // In the threads' own order copies come as late as can be; in others also earlier.
+      // In the threads' own order copies arrive as late as possible; in a random one also earlier.
       if (device.seed && random_() % 16 == 0) deliver();
       if (!ready_.empty()) take_turn();
       else if (!deliver()) break;
@@ -255,7 +255,7 @@ class Grid {
     }
   }
 
-  // Has the copy engine finish something, if it has anything to do.
+  // Finishes one copy of the copy engine; returns whether there was one.
   bool deliver() {
     for (Block& block : *blocks_) {
       auto& waiting = block.deliveries;
@@ -287,7 +287,7 @@ class Grid {
     }
   }
 
-  // What is wrong when nobody can go on.
+  // Describes what the threads wait for when none can go on.
   std::string waiting() const {
     std::map<std::string, unsigned> counts;
     for (const Thread& thread : threads_) {
@@ -320,7 +320,7 @@ class Grid {
       if (block.barriers[number].arrived)
         fail("it ended with threads arrived at named barrier " + std::to_string(number) + ".");
     const int at_launch = registers_at_launch();
-    int more = 0;  // registers than a thread had at launch, of all warps
+    int more = 0;  // registers per thread beyond those at launch, summed over warps
     for (size_t w = 0; w < block.warps.size(); ++w) {
       const Warp &warp = block.warps[w], &first = block.warps[w / 4 * 4];
       if (warp.computed < warp.products.size()) fail("it ended before a product was done.");
@@ -332,7 +332,7 @@ class Grid {
     if (more > 0) fail("setmaxnreg hands out more registers than were given back.");
   }
 
-  // Of a thread: what a kernel bounded to its number of threads may have.
+  // Registers per thread of a kernel whose launch bounds are its number of threads.
   int registers_at_launch() const {
     return std::min(255u, 65536 / (block_.x * block_.y * block_.z) / 8 * 8);
   }
@@ -352,7 +352,7 @@ class Grid {
 
 inline Grid& grid() { return *Grid::running_; }
 
-// Something that a spinning thread may have waited for.
+// Records progress that a spinning thread may have waited for.
 inline void made_progress() { grid().idle_turns_ = 0; }
 
 inline void wake(std::vector<Thread*>& waiting) {
@@ -361,7 +361,7 @@ inline void wake(std::vector<Thread*>& waiting) {
   made_progress();
 }
 
-// setmaxnreg: by all threads of a warp, to more or to fewer than it had.
+// setmaxnreg, by all threads of a warp: to more or fewer registers than at launch.
 inline void set_registers(int count, bool more) {
   const int before = grid().registers_at_launch();
   if (count % 8 || count < 24 || count > 256 || (more ? count < before : count > before))
@@ -370,16 +370,16 @@ inline void set_registers(int count, bool more) {
   current->warp().registers = count;
 }
 
-// Of a block.
+// Threads of a block.
 inline unsigned threads() { return blockDim.x * blockDim.y * blockDim.z; }
 
-// Another thread's turn, and then again this one's: where it looks at a flag in a loop.
+// Lets other threads take their turns; called where a thread polls a flag in a loop.
 inline void spin() {
   current->state = Thread::State::Spinning;
   Fiber::suspend();
 }
 
-// Leaves a value for the others; whether all that are expected have come.
+// Leaves a value for the others; returns whether all expected threads have come.
 inline bool arrive(
     Rendezvous& r, unsigned expected, Site site, const void* value = nullptr, size_t bytes = 0,
     bool yes = false) {
@@ -396,7 +396,7 @@ inline bool arrive(
   return true;
 }
 
-// Until somebody wakes it.
+// Suspends the thread until another one wakes it.
 inline void sleep(std::vector<Thread*>& among, Site site) {
   current->state = Thread::State::Waiting;
   current->waits_for = site;
@@ -404,7 +404,7 @@ inline void sleep(std::vector<Thread*>& among, Site site) {
   Fiber::suspend();
 }
 
-// Waits for the others, and returns what all brought, by lane.
+// Waits for the others, and returns all values, by lane.
 inline const Rendezvous::Values& meet(
     Rendezvous& r, unsigned expected, Site site, const void* value = nullptr, size_t bytes = 0) {
   const Rendezvous::Values& values = r.values[r.generation % 2];
@@ -412,14 +412,14 @@ inline const Rendezvous::Values& meet(
   return values;
 }
 
-// Waits for the others, and returns whether any of all said yes.
+// Waits for the others, and returns whether any thread voted yes.
 inline bool vote(Rendezvous& r, unsigned expected, Site site, bool yes) {
   const bool& any = r.votes[r.generation % 2];
   if (!arrive(r, expected, site, nullptr, 0, yes)) sleep(r.waiting, site);
   return any;
 }
 
-// What the lanes named in a mask bring to an instruction that they all execute.
+// The values that the lanes of a mask bring to an instruction that they all execute.
 template <class T>
 class Lanes {
  public:

@@ -1,5 +1,5 @@
-// Tensors between guards: while it is in force, every CPU tensor is allocated with bytes around it that
-// nobody may write.
+// Tensors between guards: while the allocator below is installed, every new CPU tensor is
+// surrounded by bytes that no code may write.
 
 #include <c10/core/Allocator.h>
 #include <c10/core/CPUAllocator.h>
@@ -14,7 +14,7 @@ constexpr size_t kGuard = 256;
 constexpr int kGuardByte = 0xFB;
 
 std::unordered_map<void*, size_t>& sizes() {
-  static auto* all = new std::unordered_map<void*, size_t>;  // tensors may outlive all else
+  static auto* all = new std::unordered_map<void*, size_t>;  // tensors may outlive static objects
   return *all;
 }
 int damaged = 0;
@@ -57,7 +57,7 @@ extern "C" __attribute__((visibility("default"))) void guard_memory(bool on) {
   c10::SetCPUAllocator(on ? &guarded : before, 255);
 }
 
-// How many tensors were written around since the last time.
+// Counts tensors with overwritten guards, among those alive or freed since the last call.
 extern "C" __attribute__((visibility("default"))) int damaged_tensors() {
   int result = damaged;
   for (const auto& [data, size] : sizes()) result += !intact(data, size);

@@ -1,4 +1,4 @@
-// What tests set and ask, as C: one copy in each library that they build.
+// The model's settings and counters, as C functions: one copy in each library that tests build.
 
 #include "grid.h"
 

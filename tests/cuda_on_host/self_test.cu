@@ -1,6 +1,6 @@
-// Kernels that show what the model of CUDA makes of right code, and of wrong.
+// Kernels that test the model of CUDA, with correct and with faulty code.
 //
-// Each is launched by a function in C, which returns what was thrown, or null.
+// A C function launches each kernel, and returns the message of what was thrown, or null.
 
 #include <exception>
 #include <string>
@@ -19,7 +19,7 @@ LaunchPlan plan(const char* kernel, unsigned blocks, unsigned threads, size_t sh
   return {.kernel = kernel, .sizes = {}, .grid = blocks, .block = threads, .shared = shared};
 }
 
-// Turns a row of `blockDim.x` numbers around, through shared memory.
+// Reverses a row of `blockDim.x` numbers through shared memory.
 template <bool kBarrier>
 __global__ void reverse(const float* from, float* to) {
   float* row = reinterpret_cast<float*>(shared_memory());
@@ -28,7 +28,7 @@ __global__ void reverse(const float* from, float* to) {
   to[blockIdx.x * blockDim.x + threadIdx.x] = row[blockDim.x - 1 - threadIdx.x];
 }
 
-// Twice a number, through shared memory that each thread uses twice.
+// Rotates a row by two numbers, one at a time, through shared memory that each thread uses twice.
 template <bool kBarrier>
 __global__ void rotate_twice(const float* from, float* to) {
   float* row = reinterpret_cast<float*>(shared_memory());
@@ -82,7 +82,7 @@ __global__ void wait_for_nobody(uint32_t* flag) {
   }
 }
 
-// Every block adds its number to a sum and reads it after all have.
+// Every block adds its index to a sum, and reads the sum after all blocks have added theirs.
 template <bool kBarrier>
 __global__ void sum_of_blocks(uint32_t* arrivals, float* sum, float* to) {
   GridBarrier others(arrivals, gridDim.x);
@@ -99,7 +99,7 @@ __global__ void sum_of_blocks(uint32_t* arrivals, float* sum, float* to) {
   }
 }
 
-// Warps 0 and 1 hand numbers to warps 2 and 3, which alone wait.
+// Warps 0 and 1 pass numbers to warps 2 and 3; only warps 2 and 3 wait.
 __global__ void producers_and_consumers(float* to) {
   float* row = reinterpret_cast<float*>(shared_memory());
   if (threadIdx.x < 64) {
@@ -111,7 +111,7 @@ __global__ void producers_and_consumers(float* to) {
   }
 }
 
-// Rows of 32: sum, maximum, value of lane 5, of the lane above and below, votes, sums of segments of 8.
+// For each lane: sum, maximum, value of lane 5 and of both neighbours, votes, sum over 8 lanes.
 __global__ void warp_operations(const float* from, float* to) {
   const float x = from[threadIdx.x];
   float* row = to + threadIdx.x * 8;
@@ -132,7 +132,7 @@ __global__ void sum_over_block(const float* from, float* to) {
   to[2 * threadIdx.x + 1] = sums[1];
 }
 
-// (16, 16) by (16, 8), both in 16 bits; b is (8, 16), its transpose, or (16, 8).
+// Multiplies (16, 16) by (16, 8) in 16 bits; b is stored as (16, 8) if kTransposed, else (8, 16).
 template <class Scalar, bool kTransposed>
 __global__ void multiply(const uint16_t* a, const uint16_t* b, float* d) {
   auto* shared = reinterpret_cast<uint16_t*>(shared_memory());  // a, then b; rows of 16 or 8
@@ -142,7 +142,7 @@ __global__ void multiply(const uint16_t* a, const uint16_t* b, float* d) {
   const int lane = threadIdx.x;
   uint32_t of_a[4], of_b[4];
   ldmatrix(of_a, shared + lane % 16 * 16 + lane / 16 * 8);
-  // The last two of the four matrices are the first two once more.
+  // The last two of the four matrices repeat the first two.
   if (kTransposed) ldmatrix_transposed(of_b, shared + 256 + lane % 16 * 8);
   else ldmatrix(of_b, shared + 256 + lane % 8 * 16 + lane / 8 % 2 * 8);
   float sum[4] = {};
@@ -150,7 +150,7 @@ __global__ void multiply(const uint16_t* a, const uint16_t* b, float* d) {
   for (int i = 0; i < 4; ++i) d[(lane / 4 + i / 2 * 8) * 8 + lane % 4 * 2 + i % 2] = sum[i];
 }
 
-// (16, 8) by (8, 8) in float32 cut to tf32.
+// Multiplies (16, 8) by (8, 8) in float32, truncated to tf32.
 __global__ void multiply_tf32(const float* a, const float* b, float* d) {
   const int group = threadIdx.x / 4, within = threadIdx.x % 4;
   uint32_t of_a[4], of_b[2];
@@ -163,7 +163,7 @@ __global__ void multiply_tf32(const float* a, const float* b, float* d) {
     d[(group + i / 2 * 8) * 8 + within * 2 + i % 2] = sum[i];
 }
 
-// x as bfloat16, as float16, and exp2, tanh, rsqrt, exp, log and 1/x as the special function unit has them.
+// x in bfloat16 and float16, and the special function unit's exp2, tanh, rsqrt, exp, log and 1/x.
 __global__ void convert(const float* x, float* to, int n) {
   for (int i = threadIdx.x; i < n; i += 32) {
     const float results[] = {
@@ -174,7 +174,7 @@ __global__ void convert(const float* x, float* to, int n) {
   }
 }
 
-// Whether any thread of its warp has a positive number, and any of the block.
+// Stores whether any thread of its pair of warps, and any of the block, has a positive number.
 __global__ void votes(const float* from, float* to) {
   const bool positive = from[threadIdx.x] > 0;
   const bool of_pair = named_barrier_or(1 + threadIdx.x / 64, 64, positive);
@@ -183,8 +183,8 @@ __global__ void votes(const float* from, float* to) {
 
 __global__ void arrive_for_nobody() { named_barrier_arrive(3, 64); }
 
-// Eight boxes of 16 rows of 64 columns, one after the other through one place in shared memory: warp 0
-// has them copied, warp 1 writes them to `to`, row by row.
+// Copies eight boxes (16, 64), one after the other, through one tile in shared memory: warp 0
+// starts the copies, warp 1 writes the boxes to `to`, row by row.
 template <bool kWaitUntilFull, bool kWaitUntilEmpty>
 __global__ void copy_boxes(const __grid_constant__ CUtensorMap map, uint16_t* to, int column) {
   auto* tile = reinterpret_cast<uint16_t*>(shared_memory());
@@ -222,15 +222,15 @@ __global__ void copy_for_nobody(const __grid_constant__ CUtensorMap map) {
   }
 }
 
-// A row of 64 numbers of a swizzled tile.
+// Address of an element of a swizzled tile with rows of 64 numbers.
 __device__ uint16_t* at(uint16_t* tile, int row, int column) {
   return tile + 64 * row + ((column / 8 ^ row % 8) * 8 + column % 8);
 }
 
 enum Fault { kNone, kNoBegin, kNoWait, kSum, kFactor, kStride, kLeading, kOneWarp };
 
-// (64, 64) by (64, 128) in 16 bits. By rows b is (128, 64), its transpose, and a in shared memory; else
-// a is in registers. b lies in panels of 64 columns.
+// Multiplies (64, 64) by (64, 128) in 16 bits. If kByRows, a is in shared memory and b is stored as
+// its transpose, (128, 64); else a is in registers. b lies in panels of 64 columns.
 template <class Scalar, bool kByRows>
 __global__ void multiply_of_warpgroup(const uint16_t* a, const uint16_t* b, float* d, int fault) {
   auto* of_a = reinterpret_cast<uint16_t*>(shared_memory());
@@ -267,8 +267,7 @@ __global__ void multiply_of_warpgroup(const uint16_t* a, const uint16_t* b, floa
       d[(row + e / 2 * 8) * 128 + 8 * n + lane % 4 * 2 + e % 2] = sum[n][e];
 }
 
-// Of 168 registers that a thread of three warpgroups has at launch, one gives some back and the others
-// take more.
+// Three warpgroups start with 168 registers per thread: one gives some back, the others take more.
 template <int taken>
 __global__ void hand_registers_over() {
   if (threadIdx.x < 128) give_registers_back<40>();
@@ -281,7 +280,7 @@ MappedTensor mapped(void* data, int64_t rows, int64_t columns, int64_t row_strid
       {2 * rows * row_stride, rows * row_stride, row_stride, 1}};
 }
 
-// Runs a test; what it throws, or null.
+// Runs a test; returns the message of what it throws, or null.
 template <class Run>
 const char* thrown_by(const Run& run) {
   static std::string message;

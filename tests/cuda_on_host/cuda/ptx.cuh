@@ -1,4 +1,4 @@
-// Stands in for csrc/cuda/ptx.cuh: what each of its instructions does.
+// Stands in for csrc/cuda/ptx.cuh: a model of each of its instructions.
 
 #pragma once
 
@@ -34,7 +34,7 @@ inline const void* in_shared_memory(const void* p, const char* what) {
   return p;
 }
 
-// As late as can be: until it is waited for, its place is poisoned.
+// Copies as late as possible: the destination is poisoned until the copy is waited for.
 inline void cp_async(void* to, const void* from, int valid = 16) {
   in_shared_memory(to, "cp_async");
   if (reinterpret_cast<uintptr_t>(from) % 16) throw Error("cp_async from where isn't aligned.");
@@ -60,7 +60,7 @@ void cp_async_wait() {
   }
 }
 
-// The memory has to be there.
+// Reads a byte, so that an address without memory faults.
 inline void prefetch(const void* p) {
   [[maybe_unused]] const char read = *static_cast<const volatile char*>(p);
 }
@@ -95,7 +95,7 @@ struct Fragments {
   uint32_t a[4], b[2];
 };
 
-// Tensor cores add up a few exact products at a time to the sum and cut off what float32 doesn't hold:
+// Tensor cores add a few exact products at a time to the sum and truncate the result to float32, as
 // measured by Fasi et al., "Numerical behavior of NVIDIA tensor cores" (2021).
 constexpr int kProductsAtATime = 8;
 
@@ -105,7 +105,7 @@ inline float cut_off(double sum) {
   return away ? std::bit_cast<float>(std::bit_cast<uint32_t>(near) - 1) : near;
 }
 
-// One product of tiles, K deep: `a_of(row, k)` and `b_of(k, column)` give the factors.
+// Adds one product of tiles, K deep: `a_of(row, k)` and `b_of(k, column)` give the factors.
 template <int K, class A, class B>
 void add_product(float (&d)[4], const A& a_of, const B& b_of) {
   const unsigned lane = current->lane();
@@ -168,7 +168,7 @@ inline void add_release(uint32_t* p, uint32_t value) { atomicAdd(p, value); }
 
 inline void store_release(uint32_t* p, uint32_t value) { atomicExch(p, value); }
 
-// Where a thread waits for another it looks again and again: others have their turns in between.
+// Waiting threads call this in a loop: others take their turns in between.
 inline uint32_t load_acquire(const uint32_t* p) {
   cuda_on_host::spin();
   return *cuda_on_host::aligned(p);

@@ -1,4 +1,4 @@
-// Stands in for csrc/cuda/ptx_sm90a.cuh: what each of its instructions does.
+// Stands in for csrc/cuda/ptx_sm90a.cuh: a model of each of its instructions.
 
 #pragma once
 
@@ -10,7 +10,7 @@
 
 namespace trifuse::cuda {
 
-// Addresses of shared memory, as 32-bit numbers: they needn't begin at 0.
+// Base of 32-bit shared-memory addresses: code must not assume that they begin at 0.
 constexpr uint32_t kSharedBase = 1024;
 
 inline uint32_t shared_address(const void* p) {
@@ -25,8 +25,8 @@ inline std::byte* at_shared_address(uint32_t address, size_t bytes, const char* 
   return current->block->shared() + (address - kSharedBase);
 }
 
-// Where the hardware puts what belongs at an address: chunks of 16 bytes change places within `width` bytes,
-// as the number of the 128 bytes that they lie in has it. 0: they don't.
+// Returns an address as the hardware swizzles it: chunks of 16 bytes are permuted within `width`
+// bytes by the index of their 128-byte row. 0: not at all.
 inline uint32_t swizzled(uint32_t address, uint32_t width) {
   return width ? address ^ ((address >> 7 & (width / 16 - 1)) << 4) : address;
 }
@@ -79,7 +79,7 @@ inline void fence_for_async() {}
 
 // Copies of tiles -----------------------------------------------------------------------------------------
 
-// As late as can be: when no thread can go on without it. Until then its place is poisoned.
+// Copies as late as possible: when no thread can go on without it. Until then `to` is poisoned.
 inline void copy_box(
     void* to, const CUtensorMap* map, SharedBarrier* barrier, int c0, int c1, int c2, int c3) {
   if (map->rank != 4) throw Error("copy_box by a map of another rank.");
@@ -119,8 +119,8 @@ inline void prefetch_map(const CUtensorMap*) {}
 
 // Products of a warpgroup -----------------------------------------------------------------------------------
 
-// They happen in wgmma_wait, one after the other. Until then the sums' registers are poisoned, and have to
-// stay so; those that hold a factor have to stay as they are; shared memory is read then.
+// Products are computed in wgmma_wait, one after the other, and read shared memory then. Until then
+// the sums' registers are poisoned and must stay so; registers that hold a factor must not change.
 
 inline uint64_t describe_matrix(const void* p, uint32_t leading, uint32_t stride) {
   constexpr uint64_t kSwizzle128 = 1;
@@ -132,8 +132,8 @@ inline uint64_t further(uint64_t matrix, uint32_t bytes) {
   return matrix >> 32 << 32 | (static_cast<uint32_t>(matrix) + bytes / 16);
 }
 
-// A matrix by its descriptor ("Asynchronous Warpgroup Level Matrix Shared Memory Layout" of the PTX manual):
-// row r of the (M or N, 16) factor, number k of it. `along_k`: those of a row are neighbours.
+// Reads element k of row r of an (M or N, 16) factor by its descriptor ("Asynchronous Warpgroup
+// Level Matrix Shared Memory Layout" in the PTX manual). `along_k`: rows are contiguous.
 class DescribedMatrix {
  public:
   DescribedMatrix(uint64_t descriptor, bool along_k)
@@ -180,7 +180,7 @@ void wgmma_begin(Arrays&... registers) {
   (note(registers, sizeof registers), ...);
 }
 
-// That registers are part of an array named to wgmma_begin, and unchanged since.
+// Throws unless registers are part of an array passed to wgmma_begin, and unchanged since.
 inline void check_begun(const void* p, size_t bytes) {
   const auto* from = static_cast<const std::byte*>(p);
   auto array = current->begun.upper_bound(p);
@@ -244,7 +244,7 @@ inline void wgmma_commit() {
   current->product_groups.push_back(current->products);
 }
 
-// The part of a product that is a warp's, for all of its lanes.
+// Computes a warp's part of a product, for all of its lanes.
 inline void compute(const cuda_on_host::Product& product) {
   const unsigned first_thread = current->number / 32 * 32, first_row = current->number / 32 % 4 * 16;
   const unsigned N = product.columns;
