@@ -1,15 +1,15 @@
 """Builds ``trifuse._C`` and maps the import name ``trifuse`` onto the folders of the repository.
 
-Everything declarative is in pyproject.toml. This file holds what is not:
+Everything declarative is in pyproject.toml. This file does the rest:
 
 - finding torch from inside pip's isolated build environment,
 - compiling each CPU kernel once per instruction set (csrc/cpu/capability.h),
-- compiling the CUDA kernels where nvcc is found, also against a CPU build of torch: they include no
-  header of it (NVCC names another nvcc; set but empty, the kernels are left out;
-  TORCH_CUDA_ARCH_LIST says for which GPUs),
-- installing without the extension, or without CUDA kernels, and saying why, where they can't be
-  built,
-- compiling it with sanitizers instead, into a folder of its own (TRIFUSE_SANITIZE; see
+- compiling the CUDA kernels if nvcc is found, even beside a CPU build of torch: they include none
+  of torch's headers (NVCC names another nvcc; set but empty, it leaves the kernels out;
+  TORCH_CUDA_ARCH_LIST selects the GPUs),
+- installing without the extension, or without the CUDA kernels, if they can't be built, and saying
+  why,
+- compiling the extension with sanitizers instead, into a separate folder (TRIFUSE_SANITIZE; see
   tests/sanitize.py).
 """
 
@@ -36,15 +36,15 @@ VERSION = (ROOT / "pytorch_ext/_version.py").read_text().split('"')[1]
 try:
     import torch
 except ImportError:
-    # pip builds in an environment of its own that hides the one it installs into, but runs the
-    # same interpreter. Building against that torch is the point: no other one would do.
+    # pip builds in an isolated environment, but with the interpreter of the target environment. The
+    # extension must be built against the torch installed there: it loads with no other.
     sys.path.append(sysconfig.get_path("purelib"))
     try:
         import torch
     except ImportError:
         torch = None  # type: ignore[assignment]
 
-# One object per kernel file and instruction set. The name is the namespace its code lives in.
+# Each kernel file compiles to one object per instruction set, whose name is the code's namespace.
 X86 = {
     "DEFAULT": [],
     "AVX2": ["-mavx2", "-mfma", "-mf16c"],
@@ -54,13 +54,13 @@ X86["AVX512_BF16"] = [*X86["AVX512"], "-mavx512bf16"]
 X86["AMX_BF16"] = [*X86["AVX512_BF16"], "-DTRIFUSE_BRGEMM"]
 CAPABILITIES = X86 if platform.machine() in ("x86_64", "AMD64") else {"DEFAULT": []}
 
-# What torch calls becomes an object for each of these operators, for CPU and GPU together, and one
-# for all others and the bindings: torch's headers take longer to compile than what includes them.
-# Sources of one object share their unnamed namespaces.
+# The torch-facing sources compile to one object for each of these operators (CPU and GPU together)
+# and one for the bindings and all other operators: torch's headers take longer to compile than the
+# sources that include them. Sources of one object share their unnamed namespaces.
 LARGE_OPERATORS = ("attention", "lstm")
 
-# What TRIFUSE_SANITIZE may be, and the compiler's flags for it. The build for memory also counts
-# which lines run. In the one for threads they are std::threads (csrc/cpu/threads.h).
+# Values of TRIFUSE_SANITIZE and their compiler flags. The memory build also records line coverage.
+# The threads build uses std::thread instead of OpenMP (csrc/cpu/threads.h).
 SANITIZERS = {
     "memory": ["-fsanitize=address,undefined", "-fno-sanitize=vptr", "--coverage"],
     "threads": ["-fsanitize=thread", "-DTRIFUSE_STD_THREADS"],
@@ -68,7 +68,7 @@ SANITIZERS = {
 
 
 def kernel_flags(capability: str) -> list[str]:
-    """Flags for one instruction set. ATen's vector types are chosen by the same macros."""
+    """Returns the flags for one instruction set. Its macros also select ATen's vector types."""
     aten = "AVX512" if capability.endswith("_BF16") else capability
     return [
         f"-DCPU_CAPABILITY={aten}",
@@ -79,37 +79,37 @@ def kernel_flags(capability: str) -> list[str]:
 
 
 def is_compiled(kernel: Path, capability: str) -> bool:
-    """Whether a kernel has code of its own for an instruction set: those that add products of
-    bfloat16 have none for kernels without products (csrc/cpu/kernels.h)."""
+    """Returns whether a kernel is compiled for an instruction set. The ``_BF16`` sets only add
+    bfloat16 products, so kernels without products skip them (csrc/cpu/kernels.h)."""
     return not (capability.endswith("_BF16") and kernel.name.startswith("dropout"))
 
 
 def cuda_architectures() -> list[str]:
-    """nvcc's flags for TORCH_CUDA_ARCH_LIST, which is read as torch's own extensions read it.
+    """Returns nvcc's flags for TORCH_CUDA_ARCH_LIST, parsed as for torch's own extensions.
 
-    If it is not set: machine code for the GPUs that are there, and PTX for later ones; if there are
-    none, machine code for sm_80 and sm_90, and PTX. Beside a CPU build of torch, which can run none
-    of it, PTX alone: most of the time would go into machine code.
+    If it is not set: machine code for the GPUs present, and PTX for later ones. Without a GPU:
+    machine code for sm_80 and sm_90, and PTX. Beside a CPU build of torch, which can run neither:
+    PTX alone, because machine code would take most of the compile time.
     """
     asked = os.environ.get("TORCH_CUDA_ARCH_LIST")
     if not asked and torch.version.cuda is None:
         return ["-gencode=arch=compute_80,code=compute_80"]
     if not asked and not torch.cuda.is_available():
-        # One front end for both: no kernel has instructions of its own for sm_90.
+        # One front-end pass serves both: no kernel here uses instructions that only sm_90 has.
         return ["-gencode=arch=compute_80,code=[sm_80,sm_90,compute_80]"]
     from torch.utils.cpp_extension import _get_cuda_arch_flags
 
     try:
         flags = _get_cuda_arch_flags()
-    except (ValueError, IndexError) as error:  # the latter: "native", and no GPU
+    except (ValueError, IndexError) as error:  # IndexError: "native" without a GPU
         raise ValueError(f"TORCH_CUDA_ARCH_LIST={asked!r}: {error}") from None
-    # Lists are written for more than one package; kernels here begin with sm_80.
+    # The list may be meant for other packages too; kernels here need sm_80 or later.
     return [flag for flag in flags if int(re.findall(r"compute_(\d+)", flag)[0]) >= 80]
 
 
 def hopper_architecture(architectures: list[str]) -> str:
-    """nvcc's flag for csrc/cuda/*_hopper.cu, whose instructions sm_90a alone has: machine code
-    where others are compiled to sm_90's, otherwise PTX."""
+    """Returns nvcc's flag for csrc/cuda/*_hopper.cu, which need sm_90a: machine code if the other
+    kernels compile to machine code for sm_90, otherwise PTX."""
     code = "sm" if "sm_90" in " ".join(architectures) else "compute"
     return f"-gencode=arch=compute_90a,code={code}_90a"
 
@@ -117,16 +117,16 @@ def hopper_architecture(architectures: list[str]) -> str:
 class Job(NamedTuple):
     """One object to compile."""
 
-    sources: list[Path]  # several are compiled as if one included the others
+    sources: list[Path]  # several compile as one translation unit
     target: Path
-    command: list[str]  # without the names of files
+    command: list[str]  # without file names
 
     def size(self) -> int:
-        """About how long it takes, to begin with the longest."""
+        """Returns an estimate of the compile time; the longest jobs start first."""
         return sum(source.stat().st_size for source in self.sources)
 
     def is_fresh(self) -> bool:
-        """Whether nothing that went into the object, by the compiler's own list, is newer."""
+        """Returns whether the object is newer than every file in the compiler's dependency list."""
         depends = self.target.with_suffix(".d")
         if not (self.target.exists() and depends.exists()):
             return False
@@ -152,16 +152,16 @@ class Job(NamedTuple):
 
 
 class BuildExtension(build_ext):
-    """Compiles with the compilers directly: a handful of files, each with flags of its own."""
+    """Calls the compilers directly: there are few files, and each has its own flags."""
 
     cuda_error = "the extension was not built"
 
     def run(self) -> None:
         self.nvcc = os.environ.get("NVCC", shutil.which("nvcc"))
         self.sanitizer = os.environ.get("TRIFUSE_SANITIZE")
-        # First: a setting that is wrong is no reason to install without the extension.
+        # Checked first: a wrong setting must raise, not install without the extension.
         if self.sanitizer:
-            self.nvcc = ""  # links otherwise, and sanitizers see nothing of a GPU
+            self.nvcc = ""  # nvcc links differently, and sanitizers don't cover GPU code
             if self.sanitizer not in SANITIZERS:
                 expected = " or ".join(SANITIZERS)
                 raise ValueError(f"TRIFUSE_SANITIZE: expected {expected}; got {self.sanitizer!r}")
@@ -180,7 +180,7 @@ class BuildExtension(build_ext):
             error = f"{type(caught).__name__}: {caught}"
             message = f"trifuse: the C++ extension was not built; installing without it. {error}"
             print(message, file=sys.stderr)
-            for stale in package.glob("_C.*.so"):  # an earlier build's is not what was asked for
+            for stale in package.glob("_C.*.so"):  # left by an earlier build
                 stale.unlink()
         package.mkdir(parents=True, exist_ok=True)
         (package / "_build_info.py").write_text(
@@ -202,29 +202,29 @@ class BuildExtension(build_ext):
             raise RuntimeError("no C++ compiler was found (looked at $CXX, c++ and g++)")
         from torch.utils.cpp_extension import include_paths, library_paths
 
-        # Kept between builds (pip's own folder is not), apart for each Python and torch.
+        # Kept between builds, unlike pip's own folder; one per version of Python and torch.
         build = ROOT / "build" / f"{sysconfig.get_config_var('SOABI')}-torch-{torch.__version__}"
         build.mkdir(parents=True, exist_ok=True)
         includes = [f"-I{ROOT / 'csrc'}", *(f"-isystem{path}" for path in include_paths())]
         includes.append(f"-isystem{sysconfig.get_path('include')}")
-        # OpenMP is only compiled against: torch brings its own runtime, and a second one linked
-        # here would be a second pool of threads beside torch's.
+        # Compiled with OpenMP but not linked with it: torch brings its own runtime, and a second
+        # one would start a second pool of threads.
         common = ["-std=c++20", "-O3", "-fPIC", "-fopenmp", "-fvisibility=hidden", "-Wall"]
         sanitize = SANITIZERS[self.sanitizer] if self.sanitizer else []
         if sanitize:
-            # The last -O counts: so much compiles fast and is not slow.
+            # The last -O wins; -O1 compiles fast, and the result is fast enough.
             common += ["-O1", "-g1", "-fno-omit-frame-pointer", "-DTRIFUSE_SANITIZE", *sanitize]
-        # GCC warns of its own intrinsics' undefined values, and of an ABI before 4.6.
+        # GCC warns about undefined values in its own intrinsics and an ABI that changed in 4.6.
         common += ["-Wno-maybe-uninitialized", "-Wno-uninitialized", "-Wno-psabi"]
         common += ["-DAT_PARALLEL_OPENMP=1", "-DTORCH_EXTENSION_NAME=_C"]
         common += [f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}"]
-        # Headers of torch's then include those operators that they use, not all of them.
+        # AT_PER_OPERATOR_HEADERS: torch's headers include only the operators that they use.
         host = [compiler, *common, "-DAT_PER_OPERATOR_HEADERS", *includes]
         sources = sorted((ROOT / "csrc").glob("**/*.cpp"))
         kernels = [source for source in sources if source.stem.endswith("_kernel")]
 
         def job(sources: list[Path], name: str, command: list[str]) -> Job:
-            # Another command is another object.
+            # The name holds a digest, so that a changed command or list of sources recompiles.
             settings = " ".join([*command, *map(str, sources)])
             digest = hashlib.sha256(settings.encode()).hexdigest()[:8]
             return Job(sources, build / f"{name}.{digest}.o", command)
@@ -282,13 +282,13 @@ class BuildExtension(build_ext):
 
         output = Path(self.get_ext_fullpath(ext.name))
         output.parent.mkdir(parents=True, exist_ok=True)
-        # The linker keeps the first copy it meets of an inline function. Code for narrow vectors
-        # comes first, so that none compiled for wide ones is shared with what runs everywhere.
+        # The linker keeps the first copy of an inline function. Code for narrow vectors comes
+        # first, so that code that runs everywhere never gets a copy compiled for wide vectors.
         objects = [str(one.target) for one in (*host_jobs, *kernel_jobs, *cuda_jobs)]
         linker = [compiler]
         if cuda_jobs:
-            # nvcc knows where its runtime lies, which is linked in: a second one in the process, of
-            # whichever version torch brings, is no trouble if neither sees the other's names.
+            # nvcc finds its own runtime, which is linked statically. torch may load a second one of
+            # another version; they don't conflict, because --exclude-libs hides ours.
             linker = [self.nvcc, "-ccbin", compiler, "-cudart", "static"]
             linker += ["-Xlinker", "--exclude-libs=ALL"]
         link = [*linker, *sanitize, "-shared", *objects, "-o", str(output)]

@@ -13,10 +13,10 @@ FOLDER = Path(__file__).parent
 
 
 def benchmarks() -> dict[str, str]:
-    """Every benchmark's name and what it says of itself in its first line.
+    """Every benchmark's name and the first line of its docstring.
 
-    A benchmark is a module of this folder that defines ``main(argv) -> int``. They are read, not
-    imported, so that one whose requirements are missing is listed too.
+    A benchmark is a module of this folder that defines ``main(argv) -> int``. The modules are
+    parsed, not imported, so that a benchmark with missing requirements is listed too.
     """
     found = {}
     for module in pkgutil.iter_modules([str(FOLDER)]):

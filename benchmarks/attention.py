@@ -1,15 +1,14 @@
 """Masked attention against what a user of torch would call instead.
 
-On a CPU the peer is ``torch.nn.functional.scaled_dot_product_attention``, given what a user would
-give it: the boolean (B, 1, 1, L) mask that says what our ``key_lengths`` say, and otherwise the
-very same arguments. On a GPU each of its backends is a peer, and without ``--quick`` so is
-FlexAttention, which takes longer to compile than all the rest. On a Hopper GPU, beside the CUDA
-kernels that are for it alone stand those for all.
+On a CPU the peer is ``torch.nn.functional.scaled_dot_product_attention``, called as a user would:
+with a boolean (B, 1, 1, L) mask in place of our ``key_lengths``, and otherwise with the same
+arguments. On a GPU each of its backends is a peer, and without ``--quick`` so is FlexAttention,
+which takes longer to compile than all the rest. On a Hopper GPU the CUDA kernels for all GPUs are
+timed beside those for Hopper alone.
 
-Rates count the products that a case needs and no others: the pairs of queries and keys that take
-part, times 2 (E + Ev) operations forward and 2.5 times as many backward, whose five products
-include the scores once more. A mask scattered at random leaves no block of pairs empty, and counts
-in full.
+Rates count only the products that a case needs: for each pair of a query and a key that takes part,
+2 (E + Ev) operations forward and 2.5 times as many backward, where one of the five products
+recomputes the scores. A random mask leaves no block of pairs empty, so it counts in full.
 """
 
 from __future__ import annotations
@@ -37,10 +36,10 @@ Masking = Literal["no mask", "key lengths", "causal", "boolean mask", "float mas
 
 @dataclass(frozen=True)
 class Case:
-    """One row: a size, a mask, forward alone or with its backward, and what we want of it.
+    """One row: a size, a mask, forward alone or with its backward, and a target.
 
-    ``at_least`` is the fastest peer's time over ours, or, with ``against``, that of the fastest of
-    those; ``at_most_over`` seconds beyond the peer's.
+    ``at_least`` is a target for the fastest peer's time over ours, or, with ``against``, for the
+    fastest of those peers; ``at_most_over`` is a limit on our seconds beyond the peer's.
     """
 
     masking: Masking
@@ -108,13 +107,13 @@ CASES: dict[str, tuple[Case, ...]] = {
     ),
 }  # fmt: skip
 
-# The longest sequence whose scores nobody should store, and the bytes we allow ourselves for it.
+# A sequence so long that its scores must not be stored, and the limit on our extra bytes for it.
 MEMORY_CASE = Case("no mask", (1, 8, 8192, 64), _FP32, True, _CPU)
 MEMORY_AT_MOST = 64 << 20
 
 
 def flops(case: Case, lengths: Sequence[int]) -> float:
-    """Operations of the products that the case needs; ``lengths`` are those of its keys."""
+    """Operations of the products that the case needs; ``lengths`` are its key lengths."""
     B, H, L, E = case.shape
     pairs = L * (L + 1) / 2 * B if case.masking == "causal" else L * sum(lengths)
     forward = pairs * H * 4 * E
@@ -171,10 +170,10 @@ def ours(case: Case, given: Inputs) -> Callable[[], Sequence[Tensor]]:
 
 
 def theirs(peer: str, case: Case, given: Inputs) -> Callable[[], Sequence[Tensor]]:
-    """The same by a peer.
+    """As :func:`ours`, by a peer.
 
     Raises:
-        RuntimeError: the peer does not serve the case (some say so only when they are called).
+        RuntimeError: the peer does not serve the case (some raise it only when they are called).
     """
     if peer == "flex":
         return _step(_flex_attention(case, given), given)
@@ -220,14 +219,14 @@ def _step(attention: Callable[..., Any], given: Inputs) -> Callable[[], Sequence
 
 
 def _flex_attention(case: Case, given: Inputs, compiled: bool = True) -> Callable[..., Tensor]:
-    """FlexAttention; its block mask is made once, outside what is timed."""
+    """FlexAttention; its block mask is made once, outside the timed call."""
     from torch.nn.attention import flex_attention as flex
 
     if case.masking == "dropout 0.1":
         raise RuntimeError("FlexAttention has no dropout")
     attn_mask, key_lengths = given.attn_mask, given.key_lengths
 
-    # FlexAttention traces these: tensors b, h, i, j number the sequence, head, query and key.
+    # FlexAttention traces these: tensors b, h, i, j index the sequence, head, query and key.
     def lengths(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         assert key_lengths is not None
         return j < key_lengths[b]
@@ -264,7 +263,7 @@ def run(case: Case, device: str, seconds: float) -> measure.Result:
     for peer in case.peers:
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # torch warns once for each reason to refuse
+                warnings.simplefilter("ignore")  # torch warns of each reason to refuse
                 function = theirs(peer, case, given)
                 result = function()
             if case.masking != "dropout 0.1":
@@ -273,7 +272,7 @@ def run(case: Case, device: str, seconds: float) -> measure.Result:
             refused[peer] = str(error).partition("\n")[0]
         else:
             functions[peer] = function
-    if len(functions) == 1:  # with none to agree with, it may be us who are wrong
+    if len(functions) == 1:  # no peer agrees, so ours may be wrong
         raise AssertionError("; ".join(refused.values()))
     expected = functions["ours"]() if case.masking != "dropout 0.1" else ()
     ampere = {"as for 8.0": lambda: _as_for_8_0(ours(case, given))}
@@ -307,7 +306,7 @@ _CAPABILITY = "TRIFUSE_CUDA_CAPABILITY"
 
 
 def _hopper_s_serve(case: Case, device: str) -> bool:
-    """Whether a case gets CUDA kernels that are for this generation of GPUs alone."""
+    """Whether a case gets the CUDA kernels for Hopper GPUs alone."""
     return (
         device == "cuda"
         and torch.cuda.get_device_capability() == (9, 0)
@@ -317,7 +316,7 @@ def _hopper_s_serve(case: Case, device: str) -> bool:
 
 
 def _as_for_8_0(step: Callable[[], Sequence[Tensor]]) -> Callable[[], Sequence[Tensor]]:
-    """By the CUDA kernels that other GPUs get."""
+    """Run a step with the CUDA kernels that other GPUs get."""
 
     def serve() -> Sequence[Tensor]:
         os.environ[_CAPABILITY] = "8.0"
@@ -332,7 +331,7 @@ def _as_for_8_0(step: Callable[[], Sequence[Tensor]]) -> Callable[[], Sequence[T
 def prepare_memory(
     who: str, case: Case, device: str, backend: str
 ) -> Callable[[], Sequence[Tensor]]:
-    """What :func:`measure.peak_extra_memory` runs in a process of its own."""
+    """Prepare a step for :func:`measure.peak_extra_memory`, which calls this in a fresh process."""
 
     def step(case: Case) -> Callable[[], Sequence[Tensor]]:
         given = inputs(case, device)

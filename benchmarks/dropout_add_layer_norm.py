@@ -1,17 +1,17 @@
 """Dropout + residual + LayerNorm against what a user of torch would write instead.
 
-The peers are the formula itself, eager and compiled, and for a sum that is normalised without
-dropout also ``torch.add(x, residual)`` alone: what moves the same bytes and normalises nothing.
+The peers are the formula itself, eager and compiled, and for some forwards only
+``torch.add(x, residual)``, which moves the same bytes and normalises nothing.
 
 The operator computes little for each byte, so its ceiling is the rate at which this machine copies
-memory. Counted are the tensors that have to be read or written whatever the implementation: x,
-residual and the output; and for the gradients those of the output, x, the residual (which without
-dropout is that of x) and x and residual once more. Weight, bias, mean and rstd are small. On a GPU
-the two halves are also timed each by itself, and held to a fraction of that rate.
+memory. Only tensors that every implementation must read or write count: in the forward x, residual
+and the output; in the backward x and residual again, and the gradients of the output, of x and of
+the residual (without dropout the last two are one tensor). Weight, bias, mean and rstd are small.
+On a GPU forward and backward are also timed separately, each with a target fraction of that rate.
 
-A result in fresh memory costs a page fault every 4 KiB. torch gives freed results back to the
-system and takes fresh ones, we keep ours: below the table stands how many pages a call of each
-touched.
+A result in fresh memory costs a page fault every 4 KiB. torch returns freed results to the system
+and takes fresh pages; trifuse keeps its memory. Below the table is the number of pages that a call
+of each touched.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ Peer = Literal["eager", "torch.compile", "torch.add"]
 class Case:
     """One row.
 
-    ``at_least`` is the peer's time over ours, ``at_least_fraction`` that of the copy rate.
+    ``at_least`` is a target for the peer's time over ours, ``at_least_fraction`` for our fraction
+    of the copy rate.
     """
 
     dropout_p: float
@@ -49,7 +50,7 @@ class Case:
     peer: Peer
     at_least: float | None = None
     at_least_fraction: float | None = None
-    forward: bool = True  # or, the forward being done, the backward by itself
+    forward: bool = True  # False times the backward alone, after a forward
 
     @property
     def dropout(self) -> str:
@@ -111,7 +112,7 @@ def moved(case: Case) -> float:
     tensors = 3 * case.forward  # x and residual, the output
     if case.backward:
         tensors += 4  # the output's gradient, x and residual; the gradient of x
-        tensors += case.dropout_p > 0  # and that of the residual
+        tensors += case.dropout_p > 0  # the gradient of the residual
     return tensors * math.prod(case.shape) * case.dtype.itemsize
 
 
@@ -147,7 +148,7 @@ def ours(case: Case, given: Inputs) -> Callable[[], Sequence[Tensor]]:
 
 
 def theirs(case: Case, given: Inputs) -> Callable[[], Sequence[Tensor]]:
-    """The same by the peer."""
+    """As :func:`ours`, by the peer."""
     if case.peer == "torch.add":
         return _step(lambda x, residual, weight, bias: torch.add(x, residual), case, given)
 
@@ -158,7 +159,7 @@ def theirs(case: Case, given: Inputs) -> Callable[[], Sequence[Tensor]]:
 
     if case.peer == "eager":
         return _step(formula, case, given)
-    torch.compiler.reset()  # or dynamo takes one case for another with new shapes
+    torch.compiler.reset()  # or dynamo treats a case as an earlier one with dynamic shapes
     return _step(torch.compile(formula), case, given)
 
 
@@ -184,7 +185,7 @@ def _step(
 
 class Measured(NamedTuple):
     result: measure.Result
-    page_faults: dict[str, float]  # a call; empty on a GPU
+    page_faults: dict[str, float]  # per call; empty on a GPU
 
     def record(self) -> dict[str, Any]:
         result = self.result
@@ -229,15 +230,15 @@ def _with_a_seed(case: Case, given: Inputs) -> Sequence[Tensor]:
 
 
 def check(case: Case, given: Inputs, peer: Callable[[], Sequence[Tensor]]) -> Sequence[Tensor]:
-    """Ours agrees with the specification, which drops the same elements for the same seed.
+    """Check ours against the specification, which drops the same elements for the same seed.
 
-    The peer agrees with ours where both compute the same: it drops other elements.
+    A peer that computes the same is checked too, but only without dropout: it drops other elements.
 
     Returns:
-        What ours computed.
+        Our results.
 
     Raises:
-        AssertionError: it doesn't.
+        AssertionError: results disagree.
     """
     computed = _with_a_seed(case, given)
     with trifuse.backend("eager"):
@@ -248,7 +249,7 @@ def check(case: Case, given: Inputs, peer: Callable[[], Sequence[Tensor]]) -> Se
 
 
 def note(measured: Sequence[Measured]) -> str:
-    """Where page faults are part of a time."""
+    """The pages of fresh memory that each call touches, whose faults are part of its time."""
     lines = ["pages of fresh memory touched by a call (4 KiB, or 2 MiB where the system has such):"]
     for result, faults in measured:
         counts = ", ".join(f"{count:,.0f} {name}" for name, count in faults.items())

@@ -4,14 +4,14 @@ The text is the prose of the standard library's language reference, in sentences
 
 At the published size (cells of 4096, projected to 512, two layers in two directions, random
 weights) a call reads a batch of ragged sentences, in evaluation and in a training step: forward,
-loss and backward, without the optimizer, which is the same for both. What such a step needs in
-memory is measured in processes of their own, for the fused model also with ``recompute``.
+loss and backward, without the optimizer, which is the same for both. The memory of such a step is
+measured in separate processes, for the fused model also with ``recompute``.
 
-The small one learns to predict the words of the reference in both directions, eager, fused and
+The small model learns to predict the words of the reference in both directions, eager, fused and
 eager in float64, on the same batches without dropout, so that the losses can be compared step by
-step. Then it is frozen. The help topic that a sentence comes from is learnt from the mean of its
-words' vectors: of the words by themselves, of the top layer, and of a learnt mix of all layers. At
-last, occurrences of one word in different sentences are compared by their vectors.
+step. Then it is frozen. A classifier learns the help topic of a sentence from the mean of its
+words' vectors: from the words by themselves, from the top layer, and from a learnt mix of all
+layers. Last, occurrences of one word in different sentences are compared by their vectors.
 """
 
 from __future__ import annotations
@@ -56,30 +56,30 @@ from trifuse.models.elmo import (
     batch_to_char_ids,
 )
 
-END, BEGIN, UNKNOWN, WORDS = range(4)  # the words are the numbers from WORDS on
+END, BEGIN, UNKNOWN, WORDS = range(4)  # the ids of words start at WORDS
 VOCABULARY = 2000
 MAX_LENGTH = 30  # words of a sentence
-TOPICS = 8  # the topics with the most sentences are told apart
+TOPICS = 8  # the topics with the most sentences are the classes
 BATCH = 32
-SMALL = "small"  # the name of what is trained, beside the cases that are timed
-MEMORY = "memory"  # the name of what is measured in processes of their own
+SMALL = "small"  # --cases: the training of the small model
+MEMORY = "memory"  # --cases: the memory of a training step
 
 # Text -------------------------------------------------------------------------------------------
 
 
 class Sentence(NamedTuple):
-    """A sentence in words, and its topic's place among those that are told apart, or None."""
+    """The words of a sentence and the class of its topic, or None for all other topics."""
 
     words: list[str]
     label: int | None
 
 
 class Corpus(NamedTuple):
-    """The text in two parts, and the words that it is predicted in."""
+    """The text in two parts, and the vocabulary."""
 
     train: list[Sentence]
-    validation: list[Sentence]  # every fifth of each topic
-    places: dict[str, int]  # of the commonest words in the vocabulary, by falling frequency
+    validation: list[Sentence]  # every fifth sentence of each topic
+    places: dict[str, int]  # the ids of the commonest words, in order of falling frequency
 
 
 def read() -> Corpus:
@@ -131,14 +131,14 @@ def small() -> ElmoConfig:
 
 
 class Perplexities(NamedTuple):
-    """Of the words of both directions."""
+    """The perplexity per word in each direction."""
 
     forward: float
     backward: float
 
 
 def pretraining(corpus: Corpus, config: ElmoConfig, seen: list[Perplexities]) -> Task:
-    """Predict words; ``seen`` grows with every step by the perplexities of its batch."""
+    """The task of predicting words; each training step appends its perplexities to ``seen``."""
 
     def batch(sentences: Sequence[Sentence]) -> Batch:
         return encode(sentences, corpus.places, config.max_characters_per_token)
@@ -167,7 +167,7 @@ def pretraining(corpus: Corpus, config: ElmoConfig, seen: list[Perplexities]) ->
 
 @torch.no_grad()
 def held_out_perplexities(task: Task, model: nn.Module, device: str) -> Perplexities:
-    """Over all predictions in the held-out sentences."""
+    """The perplexities over all predictions in the held-out sentences."""
     totals, count = [0.0, 0.0], 0
     for char_ids, token_ids in task.held_out:
         losses = model(char_ids.to(device), token_ids.to(device))
@@ -180,7 +180,7 @@ def held_out_perplexities(task: Task, model: nn.Module, device: str) -> Perplexi
 
 @dataclass(frozen=True)
 class Learnt:
-    """The small model, trained three times, and the perplexities that it went through."""
+    """The small model, trained three times, with its perplexities before, during and after."""
 
     curves: Curves
     untrained: Perplexities  # of the held-out sentences
@@ -238,12 +238,12 @@ def learn(
 
 
 class Features(NamedTuple):
-    """Of the sentences that are told apart: the mean of the words' frozen vectors, by layer.
+    """For each sentence with a class: the mean of its words' frozen vectors, by layer.
 
-    The mean of mixed vectors is the mix of these.
+    The mix of these means is the mean of the mixed vectors.
     """
 
-    means: Tensor  # (L + 1, N, 1, 2 · P), as of sentences of a single word
+    means: Tensor  # (L + 1, N, 1, 2 · P), as if each sentence had a single word
     labels: Tensor  # int64 (N,)
 
 
@@ -281,7 +281,7 @@ class Classified(NamedTuple):
 def classify(known: Features, asked: Features, layers: slice, epochs: int, seed: int) -> Classified:
     """Learn the topics from some of the layers; the seed decides weights and batches.
 
-    Each feature is standardised by the sentences to learn from.
+    Each feature is standardised over the training sentences.
     """
     torch.manual_seed(seed)
     mean, std = (
@@ -315,12 +315,12 @@ LOOKED_AT = ("for", "class", "name", "object", "with", "type")
 
 
 class Occurrences(NamedTuple):
-    """A word in different sentences, and how alike its vectors are there (cosines)."""
+    """A word in different sentences, and the cosines between its vectors there."""
 
     word: str
     times: int
     means: list[float]  # over all pairs, of each layer
-    # Of the top layer, with both contexts, among pairs that have no neighbour in common.
+    # The top layer's cosine and both contexts, among pairs that have no neighbour in common.
     nearest: tuple[float, str, str]
     farthest: tuple[float, str, str]
 
@@ -329,7 +329,7 @@ class Occurrences(NamedTuple):
 def occurrences(
     bilm: BiLM, sentences: Sequence[Sentence], word: str, device: str
 ) -> Occurrences | None:
-    """None where no two sentences have the word between other neighbours."""
+    """Compare a word's occurrences; None if no two of them have different neighbours."""
     found = [row.words for row in sentences if word in row.words]
     places = [row.index(word) for row in found]
     neighbours = [
@@ -371,7 +371,7 @@ def occurrences(
 
 @dataclass(frozen=True)
 class Case:
-    """A model and a batch of sentences; ``at_least`` is eager's time over ours."""
+    """A model and a batch of sentences; ``at_least`` is a target for eager's time over ours."""
 
     name: str
     config: Callable[[], ElmoConfig]
@@ -386,7 +386,7 @@ CASES = (
 
 
 def sentences_to_time(corpus: Corpus, batch_size: int) -> list[Sentence]:
-    """Neighbours in the text; a single one is as long as sentences are."""
+    """Consecutive sentences of the text; a single one has the median length."""
     if batch_size > 1:
         return corpus.train[:batch_size]
     middle = statistics.median_low(len(sentence.words) for sentence in corpus.train)
@@ -414,8 +414,9 @@ def training_step(model: BiLMForPreTraining, batch: Batch) -> Tensor:
 
 
 def operations(config: ElmoConfig, tokens: int, words: int) -> float:
-    """Of the products of a biLM's forward with its weights: 2 for each weight that a token, or to
-    be read by its characters one of the distinct words, meets.
+    """Operations of a biLM's forward: 2 for each use of a weight in a product.
+
+    The LSTMs run once for each token, the character encoder once for each distinct word.
     """
     C, D, P = config.max_characters_per_token, config.char_embedding_dim, config.projection_dim
     filters = sum(count for _, count in config.filters)
@@ -430,7 +431,7 @@ def operations(config: ElmoConfig, tokens: int, words: int) -> float:
 def time_case(
     case: Case, corpus: Corpus, device: str, seconds: float, min_rounds: int
 ) -> list[measure.Result]:
-    """Inference and a training step."""
+    """Time inference and a training step."""
     eager = model_to_time(case, corpus, device)
     models = {"ours": copy.deepcopy(eager), "eager": eager}
     trifuse.fuse(models["ours"])
@@ -453,7 +454,7 @@ def time_case(
     real = sum(len(sentence.words) + 2 for sentence in sentences)  # with two marks each
     words = {word for sentence in sentences for word in sentence.words}
     forward = operations(config, real, len(words) + 2)
-    # Each real word and one of its sentence's marks is predicted in both directions.
+    # Each direction predicts every real word, and one mark of each sentence.
     predicted = 2 * (real - len(sentences))
     softmax = 2.0 * predicted * eager.softmax.output.weight.numel()
     shape = f"fp32, {len(sentences)} × at most {token_ids.shape[1]} words, {real} with marks"
@@ -500,8 +501,8 @@ def set_recompute(model: nn.Module, recompute: bool) -> None:
 def prepare_memory(
     who: str, case: Case, device: str, backend: str
 ) -> Callable[[], Sequence[Tensor]]:
-    """What :func:`measure.peak_extra_memory` runs in a process of its own."""
-    # Freed memory that is kept would hide what the next call needs of it.
+    """Prepare a step for :func:`measure.peak_extra_memory`, which calls this in a fresh process."""
+    # Results placed in cached free memory would not count towards the peak.
     os.environ["TRIFUSE_CPU_CACHE_MIB"] = "0"
     corpus = read()
     model = model_to_time(case, corpus, device).train()
@@ -515,14 +516,15 @@ def prepare_memory(
             loss.backward()
         return [loss.detach()]
 
-    step([Sentence(["once"], None)])  # makes the gradients that the step then adds to
+    step([Sentence(["once"], None)])  # allocates the gradients, which the measured step adds to
     return functools.partial(step, sentences_to_time(corpus, case.batch_size))
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes that a training step holds at its peak, beyond the weights and the gradients that it
-    adds to, and how long a step with ``recompute`` takes of one without.
+    """Peak bytes of a training step beyond the weights and the gradients that it adds to.
+
+    ``time_of_recompute`` is the time of a step with ``recompute`` over that of one without.
     """
 
     case: str
@@ -609,7 +611,7 @@ def words_table(words: Sequence[Occurrences]) -> Table:
 
 
 def plot(path: Path, learnt: Learnt, topics: Topics, caption: str) -> None:
-    """Losses, perplexities, weights of the mix, and accuracies."""
+    """Draw losses, perplexities, weights of the mix, and accuracies."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11.5, 3.4), layout="constrained")
@@ -665,7 +667,7 @@ def plot(path: Path, learnt: Learnt, topics: Topics, caption: str) -> None:
 
 
 def _smooth(values: Sequence[float], window: int = 10) -> list[float]:
-    """Geometric means over the steps up to each one: batches differ."""
+    """Geometric means over the last ``window`` steps, since batches differ."""
     logs = [math.log(value) for value in values]
     return [
         math.exp(statistics.fmean(logs[max(0, end - window) : end]))
@@ -722,7 +724,7 @@ def main(argv: Sequence[str]) -> int:
 def _small(
     corpus: Corpus, options: argparse.Namespace, caption: str, progress: Progress
 ) -> dict[str, Any]:
-    """Train, classify and compare; print and plot that. What goes into JSON."""
+    """Train, classify and compare; print and plot the results, and return them for the JSON."""
     device = options.device
     bar = progress.add_task("training", total=3 * options.steps)
     learnt = learn(corpus, small(), options.steps, device, advance=lambda: progress.advance(bar))

@@ -1,7 +1,7 @@
-"""Inference engines for BERT on a CPU: the same weights, read by what others have built for that.
+"""Other inference engines for BERT on a CPU, with the same weights.
 
 ONNX Runtime and OpenVINO read an ONNX file, CTranslate2 a file that its own converter writes. Each
-gets the thread count that torch has, one stream, and otherwise what it chooses by itself.
+gets torch's thread count, one stream, and otherwise its own defaults.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ An engine's result may be overwritten by its next call.
 
 class Engine(NamedTuple):
     name: str
-    package: str  # on PyPI, and what is imported
-    needs: tuple[str, ...]  # packages to load the model by
-    dtypes: tuple[torch.dtype, ...]  # that it computes in on a CPU
+    package: str  # its name on PyPI and in imports
+    needs: tuple[str, ...]  # further packages that loading a model needs
+    dtypes: tuple[torch.dtype, ...]  # supported on a CPU
     load: Callable[[Path, Path, torch.dtype], Reader]  # from the weights' and a scratch directory
 
     @property
@@ -45,7 +45,7 @@ class Engine(NamedTuple):
 
 
 def load(directory: Path, dtype: torch.dtype) -> dict[str, Reader]:
-    """Those installed that compute in ``dtype``, by name.
+    """Load the installed engines that support ``dtype``, by name.
 
     Args:
         directory: ``config.json``, the weights and the tokenizer of a BERT.
@@ -61,7 +61,7 @@ def load(directory: Path, dtype: torch.dtype) -> dict[str, Reader]:
 
 @contextlib.contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """No progress bars and no warnings while transformers loads a model."""
+    """Hide progress bars and warnings while transformers loads a model."""
     logging = importlib.import_module("transformers.utils.logging")
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
@@ -88,8 +88,8 @@ class _HiddenStates(nn.Module):
 def _export(directory: Path, scratch: Path) -> Path:
     """Write the model as ONNX, once for the engines that read it.
 
-    The attention is written out and the exporter is the one that traces: of what torch can export,
-    both engines are fastest on this.
+    The model uses the eager attention formula and the tracing exporter: of all that torch can
+    export, both engines are fastest on this.
     """
     path = scratch / "bert.onnx"
     if path.exists():
@@ -98,7 +98,7 @@ def _export(directory: Path, scratch: Path) -> Path:
     example = torch.ones(2, 8, dtype=torch.long)
     free = {0: "batch", 1: "length"}
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that tracing is old, and that it fixes checks of shapes
+        warnings.simplefilter("ignore")  # tracing is deprecated, and freezes checks of shapes
         torch.onnx.export(
             model,
             (example, example.bool()),

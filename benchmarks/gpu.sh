@@ -1,23 +1,23 @@
 #!/usr/bin/env bash
-# Everything that only a GPU can tell, in one command and under ten minutes: does it build, are the
-# numbers right, does compute-sanitizer find anything, how fast is it.
+# Everything that needs a GPU, in one command and under ten minutes: the build, the tests,
+# compute-sanitizer and the benchmarks.
 #
 #   benchmarks/gpu.sh [FOLDER [PART...]]      results go to FOLDER; default: benchmarks/results
 #
 # Parts: build, tests, sanitizer, dropout_add_layer_norm, lstm, bert, attention; default: all, in this
 # order. Environment: LIMIT, seconds for everything (default 570); PYTHON.
 #
-# On a machine that is there for minutes, give it one call and a folder, `benchmarks/gpu.sh results`,
-# and 600 seconds. It needs no network: torch with CUDA, Triton, pip, setuptools (77 or later), nvcc
-# and a C++ compiler, pytest and hypothesis for the tests, rich and matplotlib for the benchmarks. With
-# pytest-xdist the tests run side by side, with pytest-timeout none of them hangs; without
-# transformers its model is replaced by ours. What was built stays, so that a second call goes on:
-# `benchmarks/gpu.sh results lstm bert`.
+# On a machine that is available for minutes only, one call with a folder is enough:
+# `benchmarks/gpu.sh results`, with 600 seconds. It needs no network, but torch with CUDA, Triton,
+# pip, setuptools (77 or later), nvcc and a C++ compiler, pytest and hypothesis for the tests, rich
+# and matplotlib for the benchmarks. With pytest-xdist the tests run in parallel; with
+# pytest-timeout none of them hangs; without transformers its model is replaced by ours. The build
+# is kept, so a second call can run further parts: `benchmarks/gpu.sh results lstm bert`.
 #
 # Every step has a time limit. FOLDER gets, as they come: gpu.txt, a line for each step and then the
-# tables; gpu.log, what steps printed; NAME-gpu.json, the figures of a benchmark, written after each
+# tables; gpu.log, the output of the steps; NAME-gpu.json, a benchmark's figures, written after each
 # case; gpu-pictures.tar.gz. The exit status is the number of steps that failed or were left out.
-set -uom pipefail  # with jobs of their own: else what runs beside could not be interrupted
+set -uom pipefail  # -m: without job control, background steps could not be interrupted
 repository=$(cd "$(dirname "$0")/.." && pwd)
 out=${1:-$repository/benchmarks/results}
 mkdir -p "$out"
@@ -38,10 +38,10 @@ export PATH=$PATH:/usr/local/cuda/bin:/usr/local/cuda/compute-sanitizer
 export PYTHONUNBUFFERED=1 PIP_DISABLE_PIP_VERSION_CHECK=1
 gpu() { nvidia-smi --query-gpu="$1" --format=csv,noheader | head -n 1; }
 gpu name,driver_version,memory.total,compute_cap | tee -a "$out/gpu.txt"
-architecture=$(gpu compute_cap)  # machine code for this one alone
+architecture=$(gpu compute_cap)  # build machine code for this GPU only
 [ -n "$architecture" ] && export TORCH_CUDA_ARCH_LIST=${TORCH_CUDA_ARCH_LIST:-$architecture}
 
-# step NAME SECONDS COMMAND...: interrupted when its time, or that for everything, is over.
+# step NAME SECONDS COMMAND...: runs a command; interrupts it when its time or the total is over.
 step() {
   local name=$1 most=$(($2 < limit - SECONDS ? $2 : limit - SECONDS)) begin=$SECONDS
   local state=ok status=0
@@ -76,11 +76,11 @@ sys.exit(None if backends._CUDA_OPERATORS else "the build holds no CUDA kernels"
 END
 step what-there-is 60 "$python" "$work/what_there_is.py"
 
-# Right or wrong: side by side, as nothing is timed.
+# Correctness: these steps run in parallel, since nothing is timed.
 pytest=("$python" -m pytest tests/test_gpu.py -vv -rf)
 if wants tests; then
-  # Most of the time goes into compiling Triton's kernels for each call. Tests are dealt one by one,
-  # as some take a minute; with pytest-timeout one that doesn't end takes its process with it.
+  # Most of the time goes into compiling Triton's kernels for each call. Tests are handed out one by
+  # one, since some take a minute; with pytest-timeout a test that hangs ends its process.
   workers=$("$python" -c 'import os, xdist; print("--maxschedchunk=1 -n", min(12, os.cpu_count()))' \
     2>/dev/null)
   # shellcheck disable=SC2086
@@ -95,9 +95,9 @@ if wants tests; then
 fi
 if wants sanitizer; then
   if command -v compute-sanitizer >/dev/null; then
-    # Each CUDA kernel: every access in bounds, no races between threads of a block. A process for
-    # each operator, as none goes on after an error; and memory of its own for each tensor, as what
-    # torch would keep for the next ones is in bounds too.
+    # Each CUDA kernel: every access in bounds, no races between threads of a block. Each operator
+    # has a process of its own, since no process continues after an error. torch's allocator cache
+    # is off, since an access out of a tensor but within a cached block would count as in bounds.
     for operator in "${operators[@]}"; do
       for tool in memcheck racecheck; do
         PYTORCH_NO_CUDA_MEMORY_CACHING=1 step "$tool-$operator" 150 \
@@ -111,8 +111,8 @@ if wants sanitizer; then
 fi
 wait
 
-# How fast. Triton's kernels are timed by themselves where CUDA's don't end, or should one of ours take
-# the process or the GPU down, which is neither a case that failed (1) nor time that ran out (124).
+# Speed. Triton's kernels are timed by themselves if the CUDA kernels hang, or if a kernel of ours
+# crashes the process or the GPU: a status that is neither a failed case (1) nor a timeout (124).
 for name in dropout_add_layer_norm lstm bert attention; do
   wants "$name" || continue
   benchmark=("$python" -m trifuse.benchmarks "$name" --quick --device cuda)

@@ -1,15 +1,16 @@
 """LSTM layers against nn.LSTM, and against the loop a user writes for what nn.LSTM does not have.
 
-Each case is one layer over whole sequences, or several. nn.LSTM is given ragged sequences as a
-PackedSequence, packed outside of what is timed. It has neither clips nor layer normalisation: where
-it is the peer of a clipped cell, it computes the same without them, and ours with them. The eager
-loop has everything; its input's products are one matrix product for all steps. A single step is
-nn.LSTMCell's.
+Each case is one layer or several over whole sequences. nn.LSTM gets ragged sequences as a
+PackedSequence, packed outside the timed call. It has neither clips nor layer normalisation: as the
+peer of a clipped cell it is timed without clips, and ours with them. The eager loop has everything;
+its input is multiplied by W_ih in one product for all steps. A single step has nn.LSTMCell or
+nn.LSTM as its peer.
 
-Rates count the products that the valid steps need: 2 (G·H (I + R) + R·H) operations a token
-forward, and twice as many more backward. One sequence at a time has no products of matrices: a
-step's time is that of reading W_hh, of a cell also W_ih, whose backward reads them once more and
-writes as many; the ceiling is the rate at which as many bytes are read again and again.
+Rates count the products that the valid steps need: 2 (4·H (I + R) + R·H) operations per token
+forward (without a projection no R·H), and twice as many more backward. On a CPU the forward of one
+sequence and a single step are bound by reading weights instead: each step reads W_hh, and a single
+step also W_ih; its backward reads them again and writes gradients of the same size. The ceiling is
+then the rate at which that many bytes are read repeatedly.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ Peer = Literal["nn.LSTM", "eager loop", "nn.LSTMCell"]
 
 @dataclass(frozen=True)
 class Case:
-    """One row. ``at_least`` is the peer's time over ours."""
+    """One row. ``at_least`` is a target for the peer's time over ours."""
 
     what: str
     shape: tuple[int, int, int, int]  # T, B, input size I, H
@@ -49,7 +50,7 @@ class Case:
     projection: int = 0
     clip: float | None = None  # of the cell and of the projection
     norm: bool = False
-    ragged: bool = False  # half of T on average
+    ragged: bool = False  # lengths from 1 to T - 1, half of T on average
     bidirectional: bool = False
     layers: int = 1
 
@@ -146,7 +147,7 @@ def flops(case: Case) -> float:
 
 
 def weight_bytes(case: Case) -> int:
-    """What every step reads: W_hh, the projection's weight, and in a single one W_ih."""
+    """Bytes that every step reads: W_hh, the projection's weight and, for a single step, W_ih."""
     T, _, features, H = case.shape
     columns = case.hidden + (features if T == 1 else 0)
     return (4 * H * columns + case.projection * H) * case.dtype.itemsize
@@ -158,8 +159,8 @@ def weight_bytes(case: Case) -> int:
 class Inputs(NamedTuple):
     input: Tensor  # (T, B, I)
     lengths: Tensor | None  # (B,)
-    module: nn.LSTM  # holds the weights of all who are compared
-    norms: tuple[Tensor, ...]  # of W_ih's product, W_hh's, the cell: weight and bias
+    module: nn.LSTM  # holds the weights that all compared functions use
+    norms: tuple[Tensor, ...]  # a weight each for W_ih x, W_hh h and the cell, the cell's bias
     grad_output: Tensor  # (T, B, D·R)
 
     @property
@@ -201,7 +202,7 @@ def _weights(module: nn.LSTM, of_layer: int = 0, reverse: bool = False) -> Any:
 def ours(case: Case, given: Inputs, together: bool = True) -> Callable[[], Sequence[Tensor]]:
     """Returns the output, and with ``case.backward`` the gradients.
 
-    Layers are one call where they may be, unless they aren't to be called ``together``.
+    With ``together``, stacked layers are a single call where that is possible.
     """
     if case.peer == "nn.LSTMCell":
         return _cell(trifuse.nn.LSTMCell, case, given)
@@ -230,7 +231,7 @@ def ours(case: Case, given: Inputs, together: bool = True) -> Callable[[], Seque
 
 
 def theirs(case: Case, given: Inputs) -> Callable[[], Sequence[Tensor]]:
-    """The same by the peer."""
+    """As :func:`ours`, by the peer."""
     if case.peer == "eager loop":
         return _step(functools.partial(_loop, case, given), given)
     if case.peer == "nn.LSTMCell":
@@ -252,7 +253,7 @@ def theirs(case: Case, given: Inputs) -> Callable[[], Sequence[Tensor]]:
 
 
 def _cell(module: type[nn.LSTMCell], case: Case, given: Inputs) -> Callable[[], Sequence[Tensor]]:
-    """One step from given states."""
+    """One step of a cell from fixed states."""
     _, B, features, H = case.shape
     cell = module(features, H)
     for name in ("weight_ih", "weight_hh", "bias_ih", "bias_hh"):
@@ -262,7 +263,7 @@ def _cell(module: type[nn.LSTMCell], case: Case, given: Inputs) -> Callable[[], 
 
 
 def _loop(case: Case, given: Inputs) -> Tensor:
-    """One direction, step by step."""
+    """One layer in one direction, step by step."""
     T, B, _, H = case.shape
     x, norms = given.input, given.norms
     weight_ih, weight_hh, bias_ih, bias_hh, weight_hr = _weights(given.module)
@@ -314,7 +315,7 @@ def _step(
 
 
 def read_rate(size: int, *, seconds: float = 0.2) -> measure.Rate:
-    """Bytes/s of reading so many again and again, on every thread."""
+    """Bytes/s of reading ``size`` bytes repeatedly, on every thread."""
     source = torch.ones(size // 4)
     timing = measure.alternate({"sum": source.sum}, seconds=seconds)["sum"]
     return measure.Rate(
@@ -323,16 +324,17 @@ def read_rate(size: int, *, seconds: float = 0.2) -> measure.Rate:
 
 
 def checker(case: Case, given: Inputs) -> Callable[[], None]:
-    """Returns what compares ours, by the kernels in force, with the peer.
+    """Returns a function that checks ours, by the kernels in force, against the peer.
 
-    Both without clips where the peer has none. In 16 bits, whose roundings add up over the steps,
-    ours is as near to the formula in float64. It raises AssertionError where it isn't.
+    Both run without clips if the peer has none. In 16 bits rounding errors add up over the steps,
+    so both are compared with the formula in float64. The function raises AssertionError if ours is
+    wrong.
     """
     if case.peer == "nn.LSTM":
         case = replace(case, clip=None)
 
     def compared(results: Sequence[Tensor]) -> Sequence[Tensor]:
-        # The peer's gradient for a ragged input is that of packed tokens.
+        # The peer's gradient of a ragged input is packed, so it is left out.
         return (results[0], *results[2:]) if case.ragged and case.backward else results
 
     expected = compared(theirs(case, given)())
@@ -367,7 +369,7 @@ def _in_float64(given: Inputs) -> Inputs:
 def run(case: Case, device: str, seconds: float) -> measure.Result:
     given = inputs(case, device)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that oneDNN does not serve projections
+        warnings.simplefilter("ignore")  # oneDNN does not serve projections
         check = checker(case, given)
         check()
         functions = {"ours": ours(case, given), case.peer: theirs(case, given)}

@@ -1,9 +1,9 @@
-"""Measuring, for every benchmark: ours and its peers turn by turn, and what the machine could do.
+"""Measurement for every benchmark: ours and its peers in turns, and the machine's ceilings.
 
 Three rules make a figure mean something:
 
 - **In one run.** A machine's speed drifts with its clock, its memory and its neighbours. Ours and
-  the peers are timed turn by turn, and a ratio is the median of the ratios within each round.
+  the peers are timed in turns, and a ratio is the median of the ratios within each round.
 - **Beside a ceiling.** The rate at which this machine multiplies matrices or copies memory is
   measured between the cases, so that each figure is also a fraction of what was possible.
 - **With its spread.** Medians come with the 10th and the 90th percentile, and with the machine,
@@ -47,7 +47,7 @@ console = Console(width=None if sys.stdout.isatty() else 120)
 
 
 class Timing(NamedTuple):
-    """Seconds a call, one number for every round."""
+    """Seconds per call, one number for each round."""
 
     seconds: tuple[float, ...]
 
@@ -64,7 +64,7 @@ class Timing(NamedTuple):
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """Interpolated between neighbours, as numpy's default."""
+    """The percentile, interpolated between neighbours as by numpy's default."""
     ordered = sorted(values)
     place = (len(ordered) - 1) * percent / 100
     low = math.floor(place)
@@ -81,27 +81,27 @@ def alternate(
     min_rounds: int = 5,
     rest: float = 0.0,
 ) -> dict[str, Timing]:
-    """Time several functions turn by turn.
+    """Time several functions in turns.
 
-    Each round calls every function, starting with another one each time. A call too short for the
-    clock is repeated within its turn.
+    Each round calls every function, starting with a different one each time. A call too short for
+    the clock is repeated within its turn.
 
-    On a GPU it is the GPU's time that counts, by events on the stream: each call finds the L2 cache
-    overwritten, and its launches queued while the GPU is still busy with that. So what Python takes
-    shows only where it is longer than what the GPU does. With ``waited`` it is the caller's time,
-    by the CPU's clock, Python and launches included, of calls one after the other.
+    On a GPU the GPU's time counts, by events on the stream. Before each call the L2 cache is
+    overwritten, and the call's launches are queued while the GPU is still busy with that. So
+    Python's time shows only where it exceeds the GPU's. With ``waited`` the caller's time counts,
+    by the CPU's clock, Python and launches included, for calls one after the other.
 
     Args:
         functions: what to call, by name.
-        device: "cpu" or "cuda", where they compute.
-        waited: on a GPU, time what a caller waits for.
-        seconds: how long to go on, once ``min_rounds`` rounds are done.
-        rest: seconds to sleep before each turn. Functions of libraries that bring threads of their
-            own need one: for some time after a call those spin, on the cores of the next turn.
+        device: "cpu" or "cuda", where the functions compute.
+        waited: on a GPU, measure the time that a caller waits.
+        seconds: the least time to go on for; at least ``min_rounds`` rounds are done in any case.
+        rest: seconds to sleep before each turn. Libraries with threads of their own need a rest:
+            for some time after a call these threads spin, on the cores of the next turn.
     """
     turn, shortest = _wall_turn, 1e-3  # seconds; the clock's own cost is below 0.01% of it
     if device == "cuda":
-        # The CPU's clock also sees the GPU begin and end, once a turn.
+        # The CPU's clock includes the start and the end of the GPU's work, once per turn.
         turn, shortest = (_waited_turn, 2e-2) if waited else (_cuda_turn, 1e-3)
     names = list(functions)
     calls = {}
@@ -137,7 +137,7 @@ def _waited_turn(function: Callable[[], object], calls: int) -> float:
     return (time.perf_counter() - begin) / calls
 
 
-_CACHE = 256 << 20  # bytes; more than any L2 cache has
+_CACHE = 256 << 20  # bytes; larger than any L2 cache
 
 
 def _cuda_turn(function: Callable[[], object], calls: int) -> float:
@@ -165,17 +165,17 @@ def other_kernels(
     check: Callable[[Function], None],
     of_cuda: Mapping[str, Callable[[], Function]] | None = None,
 ) -> tuple[dict[str, Function], dict[str, str]]:
-    """Ours by each kind of kernel for GPUs that could serve a call but is not what it gets.
+    """Our operator on each GPU backend that could serve a call but is not the one chosen for it.
 
-    None on a CPU, and none where a backend was asked for by name.
+    Empty on a CPU, and if a backend was requested by name.
 
     Args:
-        make: returns what to time; called, as that is, while such kernels serve.
-        check: raises where its result is wrong; called likewise.
-        of_cuda: as ``make``, by name: what the CUDA kernels are to do besides.
+        make: returns the function to time; both are called under that backend.
+        check: raises if the function's result is wrong; called under that backend, too.
+        of_cuda: further variants of the CUDA kernels, by name, each as ``make``.
 
     Returns:
-        What to time, by name, and why others were left out.
+        The functions to time, by name, and why others were left out.
     """
     functions: dict[str, Function] = {}
     refused: dict[str, str] = {}
@@ -216,7 +216,7 @@ def other_kernels(
 
 
 class Rate(NamedTuple):
-    """What a machine reaches at most, and how that was found."""
+    """The highest rate that a machine reaches, and how it was measured."""
 
     value: float  # per second
     source: str
@@ -225,8 +225,8 @@ class Rate(NamedTuple):
 def matrix_rate(dtype: torch.dtype, *, device: str = "cpu", seconds: float = 0.2) -> Rate:
     """FLOP/s of matrix products in ``dtype``, accumulated in float32, on every thread.
 
-    On a CPU these are the extension's own products on tiles that stay in the cores' caches, or
-    without the extension ``torch.mm``, which may be well below what the cores could do.
+    On a CPU these are the extension's own products on tiles that stay in the cores' caches, or,
+    without the extension, ``torch.mm``, which may be well below the cores' limit.
     """
     name = str(dtype).removeprefix("torch.")
     if device == "cpu" and backends._C is not None and name in ("float32", "bfloat16"):
@@ -252,13 +252,13 @@ def copy_rate(*, device: str = "cpu", seconds: float = 0.2) -> Rate:
 def peak_extra_memory(prepare: Callable[..., Callable[[], Sequence[Tensor]]], *args: Any) -> int:
     """Bytes that a computation held at its peak beyond its inputs and its results.
 
-    Measured in a fresh process, as the peak of the memory resident in it (on a GPU: the peak of
-    torch's allocator), so that nothing measured before has left pages behind.
+    Measured as the peak resident memory of a fresh process (on a GPU: the peak of torch's
+    allocator), so that earlier measurements leave no pages behind.
 
     Args:
-        prepare: a function of a module, with ``args`` that can be pickled. It makes the inputs and
-            returns the computation, which returns its results. It should run something small first:
-            what a first call loads or allocates once does not count.
+        prepare: a module-level function, called with ``args``, which can be pickled. It makes the
+            inputs and returns the computation, which returns its results. It should run something
+            small first, so that what a first call loads or allocates once does not count.
     """
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, mp_context=spawn) as pool:
@@ -277,7 +277,7 @@ def _peak_here(
 
 
 def _start_peak() -> int:
-    """Forget earlier peaks; the bytes held now."""
+    """Reset the peak, and return the bytes held now."""
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
@@ -285,7 +285,7 @@ def _start_peak() -> int:
     try:
         Path("/proc/self/clear_refs").write_text("5")  # proc(5): resets VmHWM
     except OSError:
-        return _peak("cpu")  # inputs are the most this process has held so far
+        return _peak("cpu")  # the peak so far, at which the inputs were held
     return _status("VmRSS")
 
 
@@ -318,10 +318,10 @@ def page_faults(function: Callable[[], object], calls: int = 8) -> float:
 
 
 def check_agreement(peer: str, ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> None:
-    """Both computed the same thing. How precisely each does so is for the tests to say.
+    """Check that both computed the same thing. Precision is left to the tests.
 
     Raises:
-        AssertionError: a result differs by more than rounding makes of it.
+        AssertionError: a result differs by more than rounding explains.
     """
     for a, b in zip(ours, theirs, strict=True):
         bound = {torch.float64: 1e-12, torch.float32: 1e-4}.get(a.dtype, 3e-2)
@@ -333,12 +333,12 @@ def check_agreement(peer: str, ours: Sequence[Tensor], theirs: Sequence[Tensor])
 def check_accuracy(
     peer: str, ours: Sequence[Tensor], theirs: Sequence[Tensor], exact: Sequence[Tensor]
 ) -> None:
-    """Ours is at most twice as far from exact results as the peer's, or two units of its precision.
+    """Check that our error is at most twice the peer's, or at most two machine epsilons.
 
-    For what is so deep, in 16 bits, that both have gone some way from them.
+    For 16-bit computations so deep that both results are some way off the exact ones.
 
     Raises:
-        AssertionError: it is further.
+        AssertionError: our error is larger.
     """
     for a, b, expected in zip(ours, theirs, exact, strict=True):
         off, theirs_off = (
@@ -357,18 +357,18 @@ class Result:
     Attributes:
         case, step, shape: what was computed; ``step`` is "forward" or "forward + backward".
         ours: our times.
-        peers: their times by name, those that can serve the case.
-        refused: why the others can't, by name.
-        work: operations or bytes that the case cannot do without.
-        ceiling: how many of them the machine does in a second.
-        unit: "FLOP" or "B".
-        also: times of ours by kernels that are not what a call gets, by name.
-        against: the peers that a ratio is with, where those that serve the case are among them;
-            none means all.
-        at_least: the ratio, fastest peer's time over ours, that we want to see.
-        at_least_fraction: the fraction of the ceiling that we want to see.
-        at_most_over: the seconds over the fastest peer's that we allow, where calls are so short
-            that only their overhead counts.
+        peers: times by name of the peers that can serve the case.
+        refused: why the other peers can't, by name.
+        work: operations, bytes or tokens that the case requires.
+        ceiling: the machine's highest rate for that work.
+        unit: "FLOP", "B" or "token".
+        also: our times with kernels other than those that a call gets, by name.
+        against: the peers to compare with, as far as they serve the case; all peers if empty or if
+            none of them does.
+        at_least: target for the ratio, the fastest peer's time over ours.
+        at_least_fraction: target for the fraction of the ceiling.
+        at_most_over: limit on our seconds beyond the fastest peer's, for calls so short that only
+            their overhead counts.
     """
 
     case: str
@@ -402,14 +402,14 @@ class Result:
 
     @property
     def also_ratios(self) -> dict[str, float]:
-        """How many times as fast as ours ours by other kernels are."""
+        """The speed of our other kernels relative to those that a call gets, by name."""
         return {
             name: statistics.median(timing.ratios(self.ours)) for name, timing in self.also.items()
         }
 
     @property
     def over(self) -> float:
-        """Seconds a call takes us longer than the fastest peer; below 0 where we are faster."""
+        """Seconds per call that we take beyond the fastest peer; below 0 if we are faster."""
         peer = self.peers[self.fastest_peer].seconds
         pairs = zip(peer, self.ours.seconds, strict=True)
         return statistics.median(ours - theirs for theirs, ours in pairs)
@@ -430,7 +430,7 @@ class Result:
         return self.achieved / self.ceiling.value
 
     def record(self) -> dict[str, Any]:
-        """What goes into JSON: seconds, bytes, FLOP, and their rates a second."""
+        """The entry for the JSON file, in seconds, bytes, FLOP, and rates per second."""
         return {
             "case": self.case,
             "step": self.step,
@@ -460,7 +460,7 @@ class Result:
 
 @dataclass(frozen=True)
 class MemoryResult:
-    """Peak bytes beyond inputs and results: ours, the peers', and what we allow ourselves."""
+    """Peak bytes beyond inputs and results: ours, the peers', and the limit for ours."""
 
     case: str
     step: str
@@ -497,8 +497,8 @@ def _summary(timing: Timing) -> dict[str, float]:
 def table(title: str, results: Sequence[Result], fastest_only: bool = False) -> Table:
     """Times with their spread, the ratio beside its target, and the fraction of the ceiling.
 
-    Every peer has a column; with ``fastest_only``, for rows of different peers, the fastest of each
-    row is named in one.
+    Every peer has a column. With ``fastest_only``, for rows with different peers, a single column
+    names the fastest of each row.
     """
     peers = list(dict.fromkeys(name for result in results for name in result.peers))
     shown = ["fastest peer"] if fastest_only else peers
@@ -537,7 +537,7 @@ def table(title: str, results: Sequence[Result], fastest_only: bool = False) -> 
 
 
 def kernels_compared(results: Sequence[Result]) -> str:
-    """What decides between kernels of one operator: a line for each kind that ours isn't by."""
+    """Compare an operator's kernels: a line for each kind other than the one that a call gets."""
     lines = []
     for name in dict.fromkeys(name for result in results for name in result.also):
         ratios = [result.also_ratios[name] for result in results if name in result.also]
@@ -597,7 +597,7 @@ def _duration(timing: Timing | None) -> str:
 
 
 def plot(path: Path, title: str, results: Sequence[Result]) -> None:
-    """A picture: how many times faster than the fastest peer, and a mark where we want to be."""
+    """Draw each case's speed relative to the fastest peer, with a mark at its target."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -637,7 +637,7 @@ def plot(path: Path, title: str, results: Sequence[Result]) -> None:
 
 
 def machine(device: str = "cpu") -> dict[str, Any]:
-    """What the figures were taken on and with, its measured rates among it."""
+    """The machine and the versions that the figures were taken with, and its measured rates."""
     facts: dict[str, Any] = {
         "cpu": _cpu_model(),
         "cores": os.cpu_count(),
@@ -701,7 +701,7 @@ Outcome = TypeVar("Outcome")
 
 
 def default_threads() -> int:
-    """Two, so that figures from different machines compare; one where there is no second core."""
+    """Two, so that figures from different machines compare; one on a machine with one core."""
     return min(2, os.cpu_count() or 1)
 
 
@@ -711,7 +711,7 @@ def parser(
     devices: Sequence[str] = ("cpu", "cuda"),
     plots: bool = True,
 ) -> argparse.ArgumentParser:
-    """The options that every benchmark has; it runs on one of ``devices``."""
+    """A parser with the options that every benchmark has; ``--device`` is one of ``devices``."""
     out = argparse.ArgumentParser(
         prog=f"python -m trifuse.benchmarks {name}",
         description=description,
@@ -735,7 +735,7 @@ def parser(
 def add_count(
     to: argparse.ArgumentParser, option: str, default: int, of: str = "", least: int = 1
 ) -> None:
-    """An option that is a whole number, at least ``least``."""
+    """Add an option that takes a whole number of at least ``least``."""
 
     def count(text: str) -> int:
         value = int(text)
@@ -765,7 +765,7 @@ def select(
 
 
 def progress() -> Progress:
-    """Bars that vanish when all is done: what is going on, and how many of how many."""
+    """Progress bars with a description and a count, which vanish when all is done."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     return Progress(*columns, console=console, transient=True)
 
@@ -776,13 +776,13 @@ def run_all(
     run: Callable[[Item], Outcome],
     keep: Callable[[list[Outcome]], None],
 ) -> tuple[list[Outcome], dict[str, str]]:
-    """Run every case, whatever becomes of the others.
+    """Run every case, even if others fail.
 
     Args:
-        keep: called after each with what there is so far, so that it outlives an interruption.
+        keep: called after each case with the outcomes so far, so that they survive an interruption.
 
     Returns:
-        What the cases gave, those that failed or were interrupted left out; why, by name.
+        The outcomes of the cases that succeeded, and the errors of those that didn't, by name.
 
     Raises:
         SystemExit: with status 2, a case has left the GPU unusable.
@@ -804,7 +804,7 @@ def run_all(
 
 
 def _gpu_is_lost() -> bool:
-    """Whether a kernel did what makes every later call of this process fail."""
+    """Whether an error of a kernel makes every later call of this process fail."""
     try:
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()
@@ -814,7 +814,7 @@ def _gpu_is_lost() -> bool:
 
 
 def write_json(path: Path, content: Mapping[str, Any], *, quietly: bool = False) -> None:
-    """Times are in seconds, sizes in bytes, rates a second."""
+    """Write figures: times in seconds, sizes in bytes, rates per second."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n")
     if not quietly:
@@ -822,7 +822,7 @@ def write_json(path: Path, content: Mapping[str, Any], *, quietly: bool = False)
 
 
 def print_table(table: Table) -> None:
-    """Into a file or a pipe as wide as it needs to be."""
+    """Print a table; in a file or a pipe it is as wide as it needs to be."""
     (console if console.is_terminal else Console(width=240)).print(table)
 
 
@@ -836,7 +836,7 @@ def report(
     failed: Mapping[str, str] | None = None,
     fastest_only: bool = False,
 ) -> None:
-    """Print the tables; write the JSON and the picture that were asked for."""
+    """Print the tables; write the JSON and the picture if requested."""
     refused: dict[tuple[str, str], list[str]] = {}
     for result in results:
         for peer, why in result.refused.items():
@@ -866,7 +866,7 @@ def save(
     more: Mapping[str, Any] | None = None,
     failed: Mapping[str, str] | None = None,
 ) -> None:
-    """Write the JSON, if one was asked for."""
+    """Write the JSON if requested."""
     if options.json is None:
         return
     content = {

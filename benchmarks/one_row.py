@@ -1,7 +1,7 @@
-"""Recurrent layers and cells of one row, from a single step on, against torch's.
+"""Recurrent layers and cells on a batch of one row, for 1 to 20 steps, against torch's.
 
-Short calls of one row are over in microseconds, so that what counts is how soon the kernels begin
-and how they read the weights. Each number of the table is torch's time over ours. Forward is timed
+Short calls on one row take microseconds, so what counts is the overhead of a call and how the
+kernels read the weights. Each number of the table is torch's time over ours. Forward is timed
 without gradients; forward + backward takes the gradients of the input and of all parameters.
 """
 
@@ -25,9 +25,9 @@ STEPS = (1, 2, 3, 5, 20)
 
 
 class Case(NamedTuple):
-    module: str  # of torch.nn and trifuse.nn
+    module: str  # its name in torch.nn and trifuse.nn
     dtype: torch.dtype
-    H: int  # of the input too
+    H: int  # also the input size
     projection: int
     backward: bool
 
@@ -130,7 +130,7 @@ def main(argv: Sequence[str]) -> int:
     parser = measure.parser("one_row", __doc__, devices=("cpu",), plots=False)
     options = parser.parse_args(argv)
     torch.set_num_threads(options.threads)
-    # torch says that it has a slower way for projections.
+    # torch warns that LSTMs with projections take a slower path.
     warnings.filterwarnings("ignore", message="LSTM with projections is not supported with oneDNN")
     cases = measure.select(CASES, lambda case: case.name, options.cases)
     facts = measure.machine()

@@ -1,13 +1,14 @@
-"""Pretraining a small BERT eager and fused, and what both then know.
+"""Pretraining a small BERT eager and fused, then classifying topics with both.
 
-On passages of the standard library's language reference, in words: masked tokens and next passages
-are predicted (Devlin et al., 2018, 3.1). Then the help topic that a passage comes from is learnt
-twice, by fine-tuning the whole model and by a linear classifier of the frozen model's features.
+The text is passages of the standard library's language reference, in words. The model predicts
+masked tokens and next passages (Devlin et al., 2018, 3.1). Then the help topic of a passage is
+learnt twice, by fine-tuning the whole model and by a linear classifier on the frozen model's
+features.
 
 Loss curves are compared step by step, so these models are trained without dropout: eager, fused,
-and eager in float64, which says what rounding comes to. Topics are told by models that were
-fine-tuned with dropout, from several seeds. The learning rate of fine-tuning and the weight decay
-of the linear classifier are those that do best on validation passages; the figures are of others.
+and eager in float64, which shows the effect of rounding. The accuracy of fine-tuning is that of
+models fine-tuned with dropout, from several seeds. The learning rate of fine-tuning and the weight
+decay of the linear classifier are chosen on validation passages; the figures are for test passages.
 """
 
 from __future__ import annotations
@@ -43,10 +44,10 @@ from trifuse.benchmarks.transformer import (
 )
 from trifuse.models.bert import BertConfig, BertForPreTraining, BertForSequenceClassification
 
-PAD, UNKNOWN, CLS, SEP, MASK, WORDS = range(6)  # the words are the numbers from WORDS on
+PAD, UNKNOWN, CLS, SEP, MASK, WORDS = range(6)  # the ids of words start at WORDS
 VOCABULARY = 2000
 LENGTH = 64  # tokens of a pair
-TOPICS = 8  # the topics with the most passages are told apart
+TOPICS = 8  # the topics with the most passages are the classes
 LEARNING_RATES = (1e-3, 3e-3)  # of fine-tuning
 WEIGHT_DECAYS = (1e-3, 1e-2, 1e-1)  # of the linear classifier
 SEEDS = 3  # of fine-tuning
@@ -55,7 +56,7 @@ SEEDS = 3  # of fine-tuning
 
 
 class Passage(NamedTuple):
-    """A passage in tokens, and its topic's number among those that are told apart, or None."""
+    """A passage in tokens; ``label`` is the class of its topic, or None for all other topics."""
 
     tokens: Tensor  # int64 (length,)
     topic: str
@@ -64,7 +65,7 @@ class Passage(NamedTuple):
 
 
 class Split(NamedTuple):
-    """Of every topic seven tenths, one tenth and two tenths of the passages, drawn at random."""
+    """Seven, one and two tenths of the passages of every topic, drawn at random."""
 
     train: list[Passage]
     validation: list[Passage]
@@ -72,7 +73,7 @@ class Split(NamedTuple):
 
 
 def read() -> Split:
-    """The reference's prose, tokenised; the vocabulary is the commonest words of it."""
+    """The reference's prose, tokenised; the vocabulary is its commonest words."""
     by_topic: dict[str, list[list[str]]] = {}
     for passage in demo.passages():
         words = re.findall(r"\w+|[^\w\s]", passage.text.lower())
@@ -97,11 +98,11 @@ def read() -> Split:
 
 
 def pairs(passages: Sequence[Passage], batch_size: int, generator: torch.Generator) -> Batch:
-    """Passages with the next one or another, some of their tokens masked.
+    """Pairs of a passage and the next or a random one, with some of their tokens masked.
 
     Returns:
-        ids int64 (B, L), mask bool (B, L), token types int64 (B, L), targets int64 (B, L) that are
-        −100 where nothing is asked, and int64 (B,), 0 where the second passage follows the first.
+        ids int64 (B, L), mask bool (B, L), token types int64 (B, L), targets int64 (B, L), −100
+        where no token is predicted, and int64 (B,), 0 where the second passage follows the first.
     """
     follow = [
         number
@@ -138,7 +139,7 @@ def join(rows: Sequence[Sequence[Tensor]]) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def hide(ids: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Ask for 15% of the words: 80% of them are masked, 10% another word, 10% as they were."""
+    """Choose 15% of the words as targets: mask 80% of them, replace 10%, leave 10% as they are."""
     draws = torch.rand(ids.shape, generator=generator)
     fate = torch.rand(ids.shape, generator=generator)
     other = torch.randint(WORDS, VOCABULARY, ids.shape, generator=generator)
@@ -149,7 +150,7 @@ def hide(ids: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
 
 
 def labelled(passages: Sequence[Passage]) -> Batch:
-    """All that are told apart: ids, mask and token types (N, L), and labels int64 (N,)."""
+    """The passages with a class: ids, mask and token types (N, L), and labels int64 (N,)."""
     known = [passage for passage in passages if passage.label is not None]
     ids, mask, types = join([[passage.tokens[: LENGTH - 2]] for passage in known])
     return ids, mask, types, torch.tensor([passage.label for passage in known])
@@ -195,7 +196,7 @@ def pretraining_loss(model: nn.Module, batch: Batch) -> Tensor:
 
 
 def fine_tuning(split: Split, pretrained: Trained, learning_rate: float) -> Task:
-    """Classify, from the pretrained encoder on."""
+    """The task of classifying topics, starting from the pretrained encoder."""
     ids, mask, types, labels = labelled(split.train)
 
     def make(dropout: float) -> nn.Module:
@@ -227,7 +228,7 @@ def learn_curves(task: Task, steps: int, device: str, advance: Callable[[], obje
 
 
 class Accuracy(NamedTuple):
-    """The share of passages whose topic is told right."""
+    """The fraction of passages whose topic is classified correctly."""
 
     validation: float
     test: float
@@ -235,10 +236,10 @@ class Accuracy(NamedTuple):
 
 @dataclass(frozen=True)
 class Knowledge:
-    """What one pretrained model knows of topics, fine-tuned and frozen."""
+    """How well one pretrained model classifies topics, fine-tuned and frozen."""
 
     fine_tuned: dict[float, list[Accuracy]]  # by learning rate, one for each seed
-    frozen: float  # of the test passages
+    frozen: float  # the accuracy on the test passages
     features: Tensor  # (N, hidden_size) of the test passages, from the frozen model
 
 
@@ -281,7 +282,7 @@ def know(
 
 
 def best_rate(knowledge: Sequence[Knowledge]) -> float:
-    """The learning rate of the best validation accuracy, over all models and seeds."""
+    """The learning rate with the best mean validation accuracy over all models and seeds."""
     return max(
         LEARNING_RATES,
         key=lambda rate: statistics.mean(
@@ -353,7 +354,7 @@ def main(argv: Sequence[str]) -> int:
         pretrained = learn_curves(
             pretraining(split), options.steps, device, bar("pretraining", 3 * options.steps)
         )
-        # From one model, so that the curves differ by what fine-tuning adds.
+        # All start from the eager model, so that the curves differ by fine-tuning alone.
         tuned = learn_curves(
             fine_tuning(split, pretrained.eager, LEARNING_RATES[0]),
             tuning,

@@ -1,16 +1,16 @@
 """Teaching recurrent encoder-decoders to read dates, eager and fused: curves, accuracy, attention.
 
-A date written in one of many formats, as "Tuesday, the third of March 1998", is to be written as
-1998-03-03. Held-out days are in no format ever seen in training, and an answer is right when each
-of its characters is. So that an answer is unique, dates of three numbers with strokes begin with
-the month and those with dots with the day, and years of two digits are those of POSIX, 1969 to
-2068.
+The source is a date in one of many formats, such as "Tuesday, the third of March, 1998"; the target
+is 1998-03-03. Held-out days do not occur in training, in any format. An answer is right if every
+character is. To make the answer unique, dates of three numbers put the month before the day if
+separated by slashes and after it if separated by dots; years of two digits are those of POSIX, 1969
+to 2068.
 
-For each attention a model is trained eager and fused, without dropout from the same seed on the
-same batches, and eager in float64: how far the eager losses are from those says what rounding
-comes to.
+For each attention a model is trained eager and fused, without dropout, from the same seed and on
+the same batches. A third is trained eager in float64: the distance of the eager losses from its
+losses shows the effect of rounding.
 
-Speed is that of a training step: forward, loss and backward, without the optimizer.
+Speed is measured on a training step: forward, loss and backward, without the optimizer.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ BEAMS = 4
 
 # Dates ------------------------------------------------------------------------------------------
 
-# Not strftime's, whose words are those of the machine's locale.
+# Not from strftime, whose words depend on the machine's locale.
 WEEKDAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday")
 MONTHS = (
     *("January", "February", "March", "April", "May", "June"),
@@ -114,7 +114,7 @@ def write(day: datetime.date, form: str) -> str:
 
 @functools.cache
 def days() -> tuple[list[datetime.date], list[datetime.date]]:
-    """A century's days to train on, and the tenth of them, drawn once, to judge by."""
+    """A century's days: nine tenths for training, and a random tenth, always the same, held out."""
     first, last = (datetime.date(year, 1, 1).toordinal() for year in (1969, 2069))
     order = torch.randperm(last - first, generator=torch.Generator().manual_seed(0)).tolist()
     drawn = [datetime.date.fromordinal(first + place) for place in order]
@@ -122,7 +122,7 @@ def days() -> tuple[list[datetime.date], list[datetime.date]]:
 
 
 def draw(among: Sequence[datetime.date], batch_size: int, generator: torch.Generator) -> Pairs:
-    """Random days in random formats, and what they are to be read as."""
+    """Random days in random formats, with their answers."""
     which, form = (
         torch.randint(count, (batch_size,), generator=generator).tolist()
         for count in (len(among), len(FORMATS))
@@ -141,7 +141,7 @@ def _encode(text: str, characters: str) -> list[int]:
 
 
 def _decode(sequence: Sequence[int], characters: str) -> str:
-    """What precedes the end; what isn't a character, which a model may give, shows as "?"."""
+    """The text up to EOS; tokens that are not characters, which a model may give, show as "?"."""
     text = sequence[: sequence.index(EOS)] if EOS in sequence else sequence
     return "".join(characters[each - SYMBOLS] if each >= SYMBOLS else "?" for each in text)
 
@@ -192,7 +192,7 @@ def loss(model: nn.Module, batch: Batch) -> Tensor:
 
 @dataclass(frozen=True)
 class Answers:
-    """What one trained model makes of the held-out dates."""
+    """One trained model's answers to the held-out dates."""
 
     greedy: Tensor  # int64 (N, LENGTH)
     beam: Tensor  # int64 (N, LENGTH), the best of each search
@@ -207,7 +207,7 @@ class Answers:
 
 
 def right(answers: Tensor, batch: Batch) -> float:
-    """How many are right in every character, out of all."""
+    """The fraction of answers that are right in every character."""
     return (answers == batch[2][:, 1:]).all(1).double().mean().item()
 
 
@@ -222,7 +222,7 @@ class Learnt:
 
     @property
     def same(self) -> float:
-        """How many greedy answers of both are the same, right or wrong, out of all."""
+        """The fraction of greedy answers that eager and fused agree on, right or wrong."""
         return (self.eager.greedy == self.fused.greedy).all(1).double().mean().item()
 
     def record(self) -> dict[str, Any]:
@@ -257,7 +257,7 @@ def learn(task: Task, steps: int, device: str, progress: Progress) -> Learnt:
 
 
 def random_batch(config: Seq2SeqConfig, batch_size: int, length: int) -> Batch:
-    """Random tokens; sources and targets have from a quarter to all of ``length``."""
+    """Random tokens; sources and targets are from a quarter of ``length`` to all of it long."""
     generator = torch.Generator().manual_seed(0)
     source, target = (
         torch.randint(SYMBOLS, size, (batch_size, length), generator=generator)
@@ -269,7 +269,7 @@ def random_batch(config: Seq2SeqConfig, batch_size: int, length: int) -> Batch:
 
 
 def case(name: str, config: Seq2SeqConfig, batch_size: int, length: int) -> Case:
-    """The training step of a model, by its sizes."""
+    """The training step of a model of the given sizes."""
     return Case(
         name,
         lambda: Seq2Seq(config),
@@ -292,7 +292,7 @@ def cases() -> list[Case]:
 
 
 def operations(model: nn.Module, batch: Batch) -> float:
-    """Of the products of a step with the weights: 2 forward, 4 backward for each token."""
+    """Operations of a step's products: for each weight and token 2 forward and 4 backward."""
     into_encoder, into_decoder = tokens(batch)
     per_source = ("encoder.weight", "attention.key")
     per_target = ("decoder.weight", "attention.query", "combine", "output")
@@ -333,7 +333,7 @@ def examples(result: Learnt, count: int) -> list[int]:
 
 
 def plot(path: Path, results: Sequence[Learnt], caption: str) -> None:
-    """What each character of three answers attended to, a row for each attention."""
+    """Draw the attention weights of three answers' characters, a row for each attention."""
     from matplotlib.figure import Figure
 
     shown = examples(results[0], 3)

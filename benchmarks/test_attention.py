@@ -1,8 +1,8 @@
 """Microbenchmarks of attention for pytest-benchmark: ``make bench``.
 
 The cases of ``python -m trifuse.benchmarks attention``, one function at a time, for following one
-kernel over time: ``make bench ARGS='-k causal --benchmark-autosave --benchmark-compare'``. Ratios
-are better read from the command, which alternates.
+kernel over time: ``make bench ARGS='-k causal --benchmark-autosave --benchmark-compare'``. For
+ratios use the command instead, which times the functions in turns.
 """
 
 from __future__ import annotations

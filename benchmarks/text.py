@@ -1,8 +1,8 @@
-"""What the models are trained on: the language reference of the standard library, and two puzzles.
+"""Training data: the language reference of the standard library, and two puzzles.
 
-The reference (``pydoc_data.topics``) is half a megabyte of English and Python that every Python
-has. Language models read its bytes. The puzzles are to reverse and to sort sequences of symbols, in
-batches of ragged lengths.
+The reference (``pydoc_data.topics``) is half a megabyte of English and Python that comes with every
+Python. Language models read its bytes. The puzzles are to reverse and to sort sequences of symbols,
+in batches of ragged lengths.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ BYTES = 256  # the vocabulary of a model of bytes
 
 
 class Split(NamedTuple):
-    """Bytes to train on and bytes to judge by, uint8 (length,)."""
+    """Bytes for training and bytes for validation, uint8 (length,)."""
 
     train: Tensor
     validation: Tensor
@@ -50,7 +50,7 @@ def encode(text: str) -> Tensor:
 
 
 def decode(tokens: Tensor) -> str:
-    """The text of bytes (length,); what isn't UTF-8 shows as U+FFFD."""
+    """The text of bytes (length,); invalid UTF-8 shows as U+FFFD."""
     return bytes(tokens.tolist()).decode(errors="replace")
 
 
@@ -61,17 +61,17 @@ def windows(text: Tensor, batch_size: int, length: int, generator: torch.Generat
 
 
 def cover(text: Tensor, length: int) -> Tensor:
-    """Cut a text into int64 (batch, length), each window beginning with the last byte of the one
-    before, so that a model given a window is asked for every byte of the text but the first.
+    """Cut a text into windows, int64 (batch, length), that overlap by one byte.
 
-    What would not fill a window at the end is left out.
+    So a model that predicts each window's bytes after the first predicts every byte of the text but
+    the first. A tail that does not fill a window is left out.
     """
     return text.unfold(0, length, length - 1).long()
 
 
 # Puzzles ----------------------------------------------------------------------------------------
 
-PAD, BOS, EOS, SYMBOLS = 0, 1, 2, 3  # the symbols are the numbers from SYMBOLS on
+PAD, BOS, EOS, SYMBOLS = 0, 1, 2, 3  # the ids of symbols start at SYMBOLS
 
 Puzzle = Literal["reversal", "sorting"]
 

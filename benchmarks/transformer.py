@@ -2,16 +2,16 @@
 
 An encoder-decoder learns to reverse and to sort, a language model learns the bytes of the standard
 library's language reference. Each is trained eager and fused, and shows what it learnt: sequences
-decoded without a mistake, perplexity, a text that goes on from a prompt.
+decoded without a mistake, perplexity, the continuation of a prompt.
 
-Without dropout, from the same seed on the same batches, the two losses are compared step by step.
-They may differ by rounding, which training amplifies, so a third model is trained in float64: how
-far the eager curve is from that one says what rounding comes to.
+Without dropout, from the same seed and on the same batches, the two losses are compared step by
+step. They may differ by rounding, which training amplifies, so a third model is trained in float64:
+the distance of the eager curve from its curve shows the effect of rounding.
 
-With dropout they draw different elements, so the loss on held-out data is compared over seeds.
+With dropout the two drop different elements, so the loss on held-out data is compared over seeds.
 
-Speed is that of a training step: forward, loss and backward, without the optimizer, which is the
-same for all. Tokens are real ones, of source and target; padding doesn't count.
+Speed is measured on a training step: forward, loss and backward, without the optimizer, which is
+the same for all. Only real tokens of source and target count; padding doesn't.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ Batch = tuple[Tensor, ...]
 
 @dataclass(frozen=True)
 class Task:
-    """A model, and what it learns."""
+    """A model, its training and held-out data, and its loss."""
 
     name: str
     make: Callable[[float], nn.Module]  # from the dropout probability
@@ -65,8 +65,8 @@ class Task:
 
 
 def puzzle(name: text.Puzzle) -> Task:
-    # Not ReLU: where rounding puts a unit on the other side of 0, it passes no gradient or all of
-    # it, and the curves soon part, eager from float64 as much as fused from eager.
+    # Not ReLU: where rounding moves a unit across 0, its gradient switches on or off, and the
+    # curves soon diverge, eager from float64 as much as fused from eager.
     config = TransformerConfig(
         text.SYMBOLS + 20, 64, 4, 2, 2, 256, activation="gelu", max_length=16
     )
@@ -77,13 +77,13 @@ def puzzle(name: text.Puzzle) -> Task:
         lambda generator: text.pairs(name, 48, generator),
         [text.pairs(name, 512, generator)],
         pairs_loss,
-        # At twice this the reversal's loss jumps now and then, and what rounding comes to with it.
+        # At twice this rate the reversal's loss jumps now and then, and rounding errors with it.
         learning_rate=1.5e-3,
     )
 
 
 def language(batch_size: int = 12, length: int = 96) -> Task:
-    # GPT-2's 0.02 is for a width of 768; at this one it learns far more slowly.
+    # GPT-2's 0.02 is for a width of 768; at this width the model learns far more slowly with it.
     config = LanguageModelConfig(
         text.BYTES, 128, 4, 2, 512, max_length=length, initializer_range=128**-0.5
     )
@@ -125,8 +125,8 @@ def windows_loss(model: nn.Module, batch: Batch) -> Tensor:
 @dataclass(frozen=True)
 class Trained:
     model: nn.Module  # in evaluation mode
-    losses: list[float]  # of every step, before it was taken
-    held_out: float  # after the last
+    losses: list[float]  # of every step, before its update
+    held_out: float  # after the last step
 
 
 def train(
@@ -163,7 +163,7 @@ def train(
 
 @torch.no_grad()
 def evaluate(task: Task, model: nn.Module, device: str) -> float:
-    """The mean loss over the held-out batches, each counted by its rows."""
+    """The mean loss over the held-out batches, weighted by their numbers of rows."""
     losses = [task.loss(model, _to(batch, device)).item() for batch in task.held_out]
     rows = [len(batch[0]) for batch in task.held_out]
     return math.fsum(map(math.prod, zip(losses, rows, strict=True))) / sum(rows)
@@ -171,7 +171,7 @@ def evaluate(task: Task, model: nn.Module, device: str) -> float:
 
 @torch.no_grad()
 def decoded_right(model: nn.Module, batch: Batch) -> float:
-    """The share of sequences whose whole answer greedy search finds."""
+    """The fraction of sequences for which greedy search finds the whole answer."""
     assert isinstance(model, Transformer)
     source, source_mask, target, target_mask = batch
     answer = target[:, 1:].masked_fill(~target_mask[:, 1:], text.EOS)
@@ -200,7 +200,7 @@ class Curves:
     exact: Trained  # eager in float64
 
     def furthest(self, one: str, other: str) -> float:
-        """The largest difference between two of them at any step."""
+        """The largest difference between two of the curves at any step."""
         pairs = zip(getattr(self, one).losses, getattr(self, other).losses, strict=True)
         return max(abs(a - b) for a, b in pairs)
 
@@ -225,7 +225,7 @@ class Seeds:
 
     @property
     def standard_errors(self) -> float:
-        """How far apart the means are, in standard errors of their difference (Welch's t)."""
+        """The difference of the means, fused less eager, over its standard error (Welch's t)."""
         variances = (statistics.variance(losses) / len(losses) for losses in self._both)
         difference = statistics.mean(self.fused) - statistics.mean(self.eager)
         return difference / math.sqrt(sum(variances))
@@ -277,7 +277,7 @@ def tokens(batch: Batch) -> tuple[int, int]:
 
 
 def operations(model: nn.Module, batch: Batch) -> float:
-    """Of the products of a step with the layers' weights: 2 forward, 4 backward for each token."""
+    """Operations of a step in the layers: for each weight and token 2 forward and 4 backward."""
     counts = zip(("encoder.layers", "decoder.layers"), tokens(batch), strict=True)
     return 6 * sum(
         count * parameter.numel()
@@ -289,7 +289,7 @@ def operations(model: nn.Module, batch: Batch) -> float:
 
 @dataclass(frozen=True)
 class Case:
-    """A model's training step; ``at_least`` is eager's time over ours."""
+    """A model's training step; ``at_least`` is a target for eager's time over ours."""
 
     name: str
     make: Callable[[], nn.Module]
@@ -309,7 +309,7 @@ def base_pair() -> nn.Module:
 
 
 def base_batch(padded: bool, batch_size: int = 8, length: int = 128) -> Batch:
-    """Sources and targets of 128 tokens; ``padded``, from a quarter to three quarters of that."""
+    """Sources and targets of ``length`` tokens; if ``padded``, of a quarter to three quarters."""
     generator = torch.Generator().manual_seed(0)
     source = torch.randint(text.BYTES, (batch_size, length), generator=generator)
     target = torch.randint(text.BYTES, (batch_size, length + 1), generator=generator)
@@ -321,7 +321,7 @@ def base_batch(padded: bool, batch_size: int = 8, length: int = 128) -> Batch:
 
 
 def step_of(task: Task) -> Case:
-    """A step as it is trained with dropout."""
+    """A task's training step with dropout."""
     return Case(
         task.name,
         lambda: task.make(DROPOUT),
@@ -455,7 +455,7 @@ def empty_table(title: str, numbers: Sequence[str]) -> Table:
 
 
 def continuation(model: LanguageModel, device: str) -> str:
-    """What a trained language model makes of :data:`PROMPT`."""
+    """A trained language model's continuation of :data:`PROMPT`."""
     prompt = text.encode(PROMPT).long()[None]
     generator = torch.Generator(device).manual_seed(0)
     new = model.config.max_length - prompt.shape[1]
@@ -464,7 +464,7 @@ def continuation(model: LanguageModel, device: str) -> str:
 
 
 def plot(path: Path, results: Sequence[Curves], caption: str) -> None:
-    """Loss curves, and below them how far they are from those in float64."""
+    """Draw the loss curves, and below them their distance from the float64 curve."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(3.4 * len(results) + 0.6, 5.2), layout="constrained")
@@ -564,7 +564,7 @@ def _name(item: Task | Case) -> str:
 
 
 def show_learnt(task: Task, result: Curves, device: str) -> dict[str, float]:
-    """Print what the models trained without dropout can do; the figures, eager and fused."""
+    """Print what the models trained without dropout can do; return the figures of both."""
     models = {"eager": result.eager.model, "fused": result.fused.model}
     console = measure.console
     if isinstance(result.fused.model, LanguageModel):

@@ -1,4 +1,4 @@
-"""Fused masked attention, dropout + residual + LayerNorm and LSTM cells for PyTorch."""
+"""Fused masked attention, dropout + residual + LayerNorm, LSTM and GRU for PyTorch."""
 
 from __future__ import annotations
 

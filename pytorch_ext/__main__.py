@@ -1,6 +1,6 @@
-"""``python -m trifuse``: what was built, what the machine has, which backend serves what, and why.
+"""``python -m trifuse``: reports the build, the machine, and which backend serves what, and why.
 
-Plain text on standard output; nothing beyond torch is needed, and no GPU.
+Prints plain text to standard output. Needs nothing beyond torch, and no GPU.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 
 from trifuse import __version__, backends
 
-# What each operator is asked for in the table below. A new operator adds a line.
+# One call per operator; the report varies its device and dtype. A new operator adds a line.
 CALLS = (
     backends.Call("attention", "cpu", torch.float32, head_dim=64),
     backends.Call("dropout_add_layer_norm", "cpu", torch.float32),
@@ -40,7 +40,7 @@ ENVIRONMENT = {
 
 
 def build() -> list[tuple[str, str]]:
-    """What there is to run on: name and description."""
+    """Returns (name, description) pairs of the build and the machine."""
     info: dict[str, Any] = backends.build_info()
     lines = [
         ("trifuse", __version__),
@@ -67,7 +67,7 @@ def build() -> list[tuple[str, str]]:
 def _capability_in_use() -> str:
     try:
         return backends._C.cpu_capability()
-    except ValueError as error:  # TRIFUSE_CPU_CAPABILITY names none that would do
+    except ValueError as error:  # TRIFUSE_CPU_CAPABILITY is not usable here
         return f"none: {error}"
 
 
@@ -79,7 +79,7 @@ def _cuda_kernels(info: dict[str, Any]) -> str:
 
 
 def version_of(distribution: str) -> str | None:
-    """None where it is not installed."""
+    """Returns the version of an installed distribution, or None if it is not installed."""
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
@@ -95,7 +95,7 @@ def _gpu() -> str:
 
 
 def service() -> tuple[list[tuple[str, ...]], dict[str, str]]:
-    """Which backend serves what.
+    """Tabulates which backend serves each operator, device and dtype.
 
     Returns:
         Rows of operator, device, dtype, ``auto``'s choice and, for each backend, "yes" or the

@@ -1,4 +1,4 @@
-"""Actions that follow the import of another package, without importing it."""
+"""Runs actions once another package is imported, without importing it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from types import ModuleType
 
 
 def when_imported(name: str, action: Callable[[], object]) -> None:
-    """Call ``action`` once ``name`` has been imported: now, if it has been already."""
+    """Calls ``action`` once ``name`` has been imported: immediately if it already has been."""
     if name in sys.modules:
         action()
     else:
@@ -19,7 +19,7 @@ def when_imported(name: str, action: Callable[[], object]) -> None:
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Lets the other finders find a module, and has actions follow its execution."""
+    """Delegates to the other finders, and runs the actions after the module has executed."""
 
     def __init__(self) -> None:
         self.actions: dict[str, list[Callable[[], object]]] = {}
@@ -41,7 +41,7 @@ class _Finder(importlib.abc.MetaPathFinder):
             try:
                 execute(module)
             except BaseException:
-                self.actions[name] = actions  # someone may try again
+                self.actions[name] = actions  # the import may be retried
                 raise
             for action in actions:
                 action()

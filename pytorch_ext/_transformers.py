@@ -1,9 +1,9 @@
-"""transformers knows the name "trifuse" wherever trifuse is imported too, in either order.
+"""Registers the name "trifuse" with transformers once both are imported, in either order.
 
-A model that was fused in another process and unpickled in this one says "trifuse" in its
-configuration, and so may one that someone loads after ``import trifuse`` alone. ``import trifuse``
-imports no transformers: it waits for whoever does. What is registered then imports
-:mod:`trifuse.huggingface` when it is first called, and nothing of transformers is changed.
+A model that was fused in another process has "trifuse" in its configuration when it is unpickled
+here, and a model may be loaded under that name after ``import trifuse`` alone. ``import trifuse``
+does not import transformers: it registers the name when something else does. The registered
+functions import :mod:`trifuse.huggingface` when first called, and transformers is not patched.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ NAME = "trifuse"
 
 
 def register_when_imported() -> None:
-    """Make ``NAME`` known to transformers, now or as soon as it is imported."""
+    """Register ``NAME`` with transformers, now or as soon as transformers is imported."""
     when_imported("transformers.modeling_utils", _register)
 
 
 def _register() -> None:
-    with contextlib.suppress(ImportError):  # a version from before there were interfaces
+    with contextlib.suppress(ImportError):  # a version older than the attention interfaces
         from transformers.masking_utils import AttentionMaskInterface
         from transformers.modeling_utils import AttentionInterface
 

@@ -1,7 +1,7 @@
-"""Which backend serves a call.
+"""Chooses the backend that serves a call.
 
-One table for every operator. An operator hands over what it needs to know about a call and gets
-back a backend's name; it then runs the ``torch.ops.trifuse.<operator>.<backend>`` overload.
+One table serves every operator. An operator describes its call, gets back a backend's name, and
+runs that backend's overload, such as ``torch.ops.trifuse.attention_forward.cpp``.
 
 | backend | what it is                          | tensors on                               |
 |---------|-------------------------------------|------------------------------------------|
@@ -10,8 +10,8 @@ back a backend's name; it then runs the ``torch.ops.trifuse.<operator>.<backend>
 | cpp     | vectorised C++ kernels, csrc/cpu    | CPU                                      |
 | eager   | the formula in torch, reference/    | anything                                 |
 
-``auto`` takes the first of these that can serve the call; but Triton before CUDA where that is not
-measured to be faster: ``CUDA_BEFORE_TRITON``.
+``auto`` takes the first of these that can serve the call, except that Triton precedes CUDA for
+operators whose CUDA kernels have not been measured to be faster (``CUDA_BEFORE_TRITON``).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ except ImportError as error:
 
 
 class Call(NamedTuple):
-    """What decides between backends. Hashable: the decision is remembered."""
+    """The properties of a call that decide its backend. Hashable, because decisions are cached."""
 
     operator: str
     device: str  # a torch device type
@@ -50,7 +50,7 @@ class Call(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """The backend for a call, why each of the others was not taken, and how it goes about it."""
+    """The backend for a call, why those before it were refused, and notes on how it runs."""
 
     backend: str
     refused: tuple[tuple[str, str], ...]
@@ -62,8 +62,8 @@ class Choice(NamedTuple):
 
 
 def build_info() -> dict[str, object]:
-    """What the extension was built with: CPU capabilities, compiler, operators with CUDA kernels or
-    why there are none; or why there is no extension."""
+    """Returns what the extension was built with: CPU capabilities, compiler, and operators with
+    CUDA kernels or why there are none. Without the extension, returns why it is missing."""
     try:
         from trifuse import _build_info
     except ImportError:
@@ -76,16 +76,16 @@ def build_info() -> dict[str, object]:
 
 
 def cpu_capability() -> str | None:
-    """The instruction set that the C++ kernels use; None where there are none."""
+    """Returns the instruction set that the C++ kernels use, or None without the extension."""
     return None if _C is None else str(_C.cpu_capability())
 
 
 def interpreting() -> bool:
-    """Whether Triton kernels run on CPU tensors, one program at a time, in its interpreter."""
+    """Returns whether Triton's interpreter runs kernels on CPU tensors, one program at a time."""
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
-# Asked once, here: torch.compile can't trace into the extension.
+# Read once, at import: torch.compile can't trace into the extension.
 _CUDA_OPERATORS: tuple[str, ...] = () if _C is None else tuple(_C.build_info()["cuda"])
 
 
@@ -105,16 +105,16 @@ def _why_not_cuda(call: Call) -> str | None:
 
 
 def _capability() -> tuple[int, int]:
-    """Of the current GPU; where there is none, what kernels are compiled for at least."""
+    """Returns the current GPU's compute capability; without a GPU, the lowest that kernels need."""
     return torch.cuda.get_device_capability() if torch.cuda.is_available() else (8, 0)
 
 
-# As torch.compiler.assume_constant_result does, which would import Dynamo with trifuse.
+# torch.compiler.assume_constant_result sets this too, but would import Dynamo with trifuse.
 _capability._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _why_not_head_dim(call: Call) -> str | None:
-    """What a GPU's tiles of attention have no room for."""
+    """Returns why the GPU kernels' attention tiles can't hold head_dim, or None."""
     if call.operator == "attention" and call.head_dim > 256:
         return f"head_dim {call.head_dim} exceeds 256"
     return None
@@ -146,7 +146,7 @@ def _why_not_cpp(call: Call) -> str | None:
 
 
 def _is_for_triton(call: Call) -> bool:
-    """Whether ``auto`` takes Triton's kernels though there are CUDA's."""
+    """Returns whether ``auto`` prefers the Triton kernels to the CUDA kernels."""
     return call.operator not in CUDA_BEFORE_TRITON and _why_not_triton(call) is None
 
 
@@ -169,7 +169,7 @@ _requested = _checked(os.environ.get("TRIFUSE_BACKEND", "auto"), "TRIFUSE_BACKEN
 
 @contextmanager
 def backend(name: str) -> Iterator[None]:
-    """Serve the calls inside the ``with`` block by one backend, or raise if it can't.
+    """Serves the calls inside the ``with`` block by one backend, or raises if it can't.
 
     Args:
         name: "auto", "cuda", "triton", "cpp" or "eager".
@@ -187,10 +187,10 @@ def backend(name: str) -> Iterator[None]:
 
 
 def choose(call: Call) -> Choice:
-    """The backend for a call.
+    """Returns the backend for a call.
 
     Raises:
-        RuntimeError: a backend was asked for by name and can't serve it.
+        RuntimeError: the backend requested by name can't serve the call.
     """
     if torch.compiler.is_compiling():
         return _choose.__wrapped__(call, _requested)
@@ -199,7 +199,7 @@ def choose(call: Call) -> Choice:
 
 @functools.cache
 def elsewhere(call: Call, backend: str) -> str:
-    """Which backend serves a call that was traced for another device: ``backend``, if it can."""
+    """Returns the backend for a call traced on another device: ``backend``, if it can serve it."""
     return backend if _WHY_NOT[backend](call) is None else _choose(call, "auto").backend
 
 
@@ -215,7 +215,7 @@ def _choose(call: Call, requested: str) -> Choice:
     refused = []
     for name in ORDER:
         why = _WHY_NOT[name](call)
-        # The interpreter is for checking kernels. Nobody wants it chosen for them.
+        # The interpreter is for checking kernels. ``auto`` never chooses it.
         if name == "triton" and call.device == "cpu":
             why = "on CPU tensors only when asked for by name, under TRITON_INTERPRET=1"
         if name == "cuda" and why is None and _is_for_triton(call):

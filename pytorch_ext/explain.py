@@ -1,4 +1,4 @@
-"""Which backend a call would get, and what runs in a model, without running either."""
+"""Reports which backend a call would get, or what a model's modules run on, without running it."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from trifuse.nn.linear import Linear
 from trifuse.nn.lstm import LSTM, LSTMCell
 from trifuse.ops import _recurrent, attention, dropout_add_layer_norm, gru, linear, lstm
 
-# Each operator's preparation takes the operator's own arguments, less those that only shape its
-# results, and ends by choosing a backend.
+# Each operator's preparation takes the operator's own arguments, except those that only shape its
+# results, and chooses a backend.
 _PREPARE: dict[Callable[..., Any], Callable[..., Any]] = {
     attention.scaled_dot_product_attention: attention._prepare,
     attention.varlen_attention: attention._prepare_varlen,
@@ -45,9 +45,9 @@ class Account:
     """What the modules of a model run on now. ``print(account)`` shows it as a table.
 
     Attributes:
-        modules: those that trifuse has something for, fused or not.
-        unpadded: the names of those that compute on real tokens only.
-        padded: those that are to do so, compute padding too, and why.
+        modules: the modules that trifuse can serve, fused or not.
+        unpadded: names of the modules that skip padding.
+        padded: the modules that should skip padding but compute it too, and why.
     """
 
     modules: list[Runs] = field(default_factory=list)
@@ -55,7 +55,7 @@ class Account:
     padded: list[Left] = field(default_factory=list)
 
     def __str__(self) -> str:
-        rows: dict[tuple[str, str], list[str]] = {}  # the same of many is said once
+        rows: dict[tuple[str, str], list[str]] = {}  # modules that run alike share a line
         for path, module, runs in self.modules:
             rows.setdefault((module, runs), []).append(path)
         lines = [
@@ -74,16 +74,16 @@ def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> backends
 def explain(
     function: Callable[..., Any] | nn.Module, *args: Any, **kwargs: Any
 ) -> backends.Choice | Account:
-    """Which backend would serve ``function(*args, **kwargs)``, and why not the others; or what the
-    modules of a model run on.
+    """Reports which backend would serve ``function(*args, **kwargs)`` and why not the others, or
+    what the modules of a model run on.
 
-    Of an LSTM by CUDA kernels also whether it is one launch for the whole sequence, which takes the
-    recurrent weights onto the chip once, or goes step by step, and why; of a ``trifuse.nn.LSTM``
-    also how many of its layers run side by side.
+    For an LSTM on CUDA kernels, also reports whether one launch covers the whole sequence, which
+    loads the recurrent weights onto the chip once, or the kernels go step by step, and why. For a
+    ``trifuse.nn.LSTM``, also reports how many layers run side by side.
 
-    Of a model, fused or not, which of its modules run fused and on which backend, what of them runs
-    otherwise, and what leaves padding out, or computes it too and why. It is asked of the model as
-    it is now, whatever was wrapped, hooked or moved since it was fused.
+    For a model, fused or not, reports which modules run fused and on which backend, which parts of
+    them are not fused, and which modules skip padding or why they compute it. The report describes
+    the model as it is now, including anything wrapped, hooked or moved since it was fused.
 
     Args:
         function: an operator of trifuse, such as ``trifuse.scaled_dot_product_attention``; a
@@ -91,7 +91,7 @@ def explain(
         args, kwargs: as for the call itself; they are checked in the same way.
 
     Returns:
-        Of a call, a :class:`trifuse.backends.Choice`, of a module alone, an :class:`Account`. Both
+        A :class:`trifuse.backends.Choice` for a call, an :class:`Account` for a module alone. Both
         print as a short report.
 
     Raises:
@@ -148,7 +148,7 @@ def _explain_model(model: nn.Module) -> Account:
 
 
 def _runs(module: nn.Module) -> str | None:
-    """What a module by itself runs on; None where trifuse has nothing for it."""
+    """Returns what a module by itself runs on, or None if trifuse can't serve it."""
     cls = type(module)
     if isinstance(module, Linear):
         weight = module.weight
@@ -184,7 +184,7 @@ _TORCHS = (
 
 
 def _is_ours(cls: type) -> bool:
-    """Whether the class, or what another library made a class of its own from, is trifuse's."""
+    """Returns whether the class is trifuse's, or another library's subclass of such a class."""
     return any(
         base.__module__.startswith("trifuse.nn.") or base.__module__ == "trifuse.huggingface"
         for base in cls.__mro__
@@ -199,14 +199,14 @@ def _backend(operator: str, module: nn.Module) -> str:
     call = backends.Call(operator, weight.device.type, weight.dtype, head_dim)
     try:
         return backends.choose(call).backend
-    except RuntimeError as error:  # a backend was asked for by name that can't serve it
+    except RuntimeError as error:  # the backend requested by name can't serve it
         return f"none: {error}"
 
 
 def _explain_lstm(
     module: LSTM, input: Tensor, hx: Any = None, *, lengths: Tensor | None = None
 ) -> backends.Choice:
-    """Of the call of all layers or, where each has its own, of that of the first."""
+    """Explains the one call for all layers or, if each layer has its own, the first layer's."""
     x, batch = _recurrent.sequence(input, module.batch_first)
     h0, c0 = (t if t is None or batch else t.unsqueeze(1) for t in lstm.pair(hx))
     why_not = module._why_not_stacked(x)
@@ -227,7 +227,7 @@ def _explain_lstm(
 
 
 def _ways(call: _recurrent.Call) -> tuple[str, ...]:
-    """How the CUDA kernels of lstm go about a call, forward and backward."""
+    """Describes how the CUDA kernels of lstm run a call, forward and backward."""
     return tuple(f"{step}: {_way(call, step == 'backward')}" for step in ("forward", "backward"))
 
 

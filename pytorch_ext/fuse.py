@@ -1,8 +1,8 @@
-"""Put trifuse into a model that exists already, and take it out again.
+"""Put trifuse into an existing model, and take it out again.
 
 ``fuse`` changes no weights and makes no modules: it gives a module the class of its fused
 counterpart, which holds the same parameters under the same names. So the state_dict, tied weights,
-hooks, the device, the training flag and every reference to the module stay what they were.
+hooks, the device, the training flag and every reference to the module stay as they were.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Swapped(NamedTuple):
 
 
 class Left(NamedTuple):
-    """A module that was looked at and left alone."""
+    """A module that :func:`fuse` left alone, and why."""
 
     path: str
     module: str
@@ -49,7 +49,7 @@ class Left(NamedTuple):
 
 
 class Note(NamedTuple):
-    """What of a module that was swapped runs otherwise."""
+    """The part of a swapped module that does not run fused."""
 
     path: str
     text: str
@@ -61,7 +61,7 @@ class _Absent(enum.Enum):
 
 @dataclass
 class _Step:
-    """One attribute, or the class, that :func:`fuse` changed; and how it was."""
+    """An attribute (or the class) that :func:`fuse` changed, with its old and its new value."""
 
     owner: Any
     name: str
@@ -72,7 +72,7 @@ class _Step:
         setattr(self.owner, self.name, self.after)
 
     def undo(self) -> None:
-        """Restore it, unless it was changed again since."""
+        """Restore the old value, unless the attribute has been changed again since."""
         now = getattr(self.owner, self.name, _Absent.ABSENT)
         if not (now is self.after or (isinstance(now, str) and now == self.after)):
             return
@@ -84,19 +84,19 @@ class _Step:
 
 @dataclass
 class FuseReport:
-    """What :func:`fuse` did. ``print(report)`` shows it as a table.
+    """A report of what :func:`fuse` did. ``print(report)`` shows it as a table.
 
-    It holds the modules that it changed. Copied or pickled together with the model, as in
-    ``copy.deepcopy((model, report))``, it reverts the copy; copied alone, a copy of its own.
-    :func:`trifuse.explain` says of a model what runs now, whatever has happened to it since.
+    The report refers to the modules that were changed. Copied or pickled together with the model,
+    as in ``copy.deepcopy((model, report))``, it reverts the copied model; copied alone, it reverts
+    private copies of the modules. :func:`trifuse.explain` shows what a model runs at present.
 
     Attributes:
         swapped: the modules that now run fused and did not before.
-        left: the modules that could have been meant, and why they were left alone.
-        notes: what of the swapped modules runs otherwise.
-        linear: for each dtype of the linear layers met, which product serves it and why.
+        left: the modules that were candidates, and why they were left alone.
+        notes: the parts of the swapped modules that do not run fused.
+        linear: for each dtype among the model's linear layers, the product that serves it, and why.
         unpadded: with ``unpad``, the names of the modules that compute on real tokens only.
-        padded: with ``unpad``, those that compute padding too, and why.
+        padded: with ``unpad``, the modules that compute padding too, and why.
     """
 
     swapped: list[Swapped] = field(default_factory=list)
@@ -110,7 +110,7 @@ class FuseReport:
     def revert(self) -> None:
         """Undo the swaps of this report, the latest first. A second call does nothing.
 
-        A module whose class was changed again since is left as it is.
+        A module whose class has been changed again since is left as it is.
         """
         while self._steps:
             self._steps.pop().undo()
@@ -139,7 +139,7 @@ class FuseReport:
 
 
 def table(rows: Sequence[tuple[str, str, str]]) -> list[str]:
-    """Rows that begin with a module's name in the model, aligned."""
+    """Format rows as aligned lines. The first column is a module's name in the model."""
     rows = [(path or _WHOLE, second, third) for path, second, third in rows]
     widths = [max((len(row[column]) for row in rows), default=0) for column in (0, 1)]
     return [f"  {path:{widths[0]}}  {second:{widths[1]}}  {third}" for path, second, third in rows]
@@ -150,35 +150,35 @@ _MANY = ("trifuse.nn.Linear", "trifuse.nn.Dropout")
 
 
 def fuse(model: torch_nn.Module, unpad: bool = False) -> FuseReport:
-    """Make what trifuse knows in ``model`` run on its operators, in place.
+    """Make the modules of ``model`` that trifuse supports run on its operators, in place.
 
-    Known are ``torch.nn.MultiheadAttention``, ``torch.nn``'s Transformer layers (whose inference
-    fast path is taken out of the way), ``trifuse.models``, transformers' BERT, and the attention of
-    all models of Hugging Face transformers that choose it by ``attn_implementation``. Such a model
-    gets a copy of its configuration that says "trifuse", so that another model built from the same
-    configuration object stays as it is.
+    It supports ``torch.nn.MultiheadAttention``, ``torch.nn``'s Transformer layers (whose inference
+    fast path is bypassed), ``trifuse.models``, transformers' BERT, and the attention of every
+    Hugging Face transformers model that selects it by ``attn_implementation``. Such a model gets a
+    copy of its configuration that selects "trifuse", so that other models built from the same
+    configuration object are unaffected.
 
-    ``torch.nn.Linear`` on a CPU is multiplied by our product where that is the faster one, which is
+    ``torch.nn.Linear`` on a CPU runs on trifuse's matrix product where that is faster. This is
     measured once per process and dtype, in about 0.3 s: see :mod:`trifuse.ops.linear`.
-    ``torch.nn.LSTM``, ``GRU`` and their cells run fused on a CPU where the extension is built, and
-    are no instances of torch's classes while they do: see :mod:`trifuse.nn.lstm`.
-    ``torch.nn.Dropout`` on a CPU draws by trifuse's generator, which is not torch's: the same seed
-    drops other elements.
+    ``torch.nn.LSTM``, ``GRU`` and their cells run fused on a CPU if the extension is built, and
+    are not instances of torch's classes while they do: see :mod:`trifuse.nn.lstm`.
+    ``torch.nn.Dropout`` on a CPU uses trifuse's random generator instead of torch's: the same seed
+    drops different elements.
 
-    Subclasses are left alone, as are modules whose ``forward`` was replaced on the instance: what
-    they compute isn't known here. The report says so. Calling this twice changes nothing more.
+    Subclasses are left alone, and so are modules whose ``forward`` was replaced on the instance:
+    what they compute is unknown. The report says so. A second call changes nothing more.
 
     Args:
         model: any module; it is changed, not copied.
-        unpad: leave the padding that a boolean mask shows out of everything that the stacks
-            (``torch.nn.TransformerEncoder`` and ``TransformerDecoder``) and models (both BERTs
-            without the heads on top of them, ``trifuse.models.transformer``'s with theirs) compute,
-            in training too: see :mod:`trifuse.nn.packing`. They then give 0 at padded positions;
-            what real tokens get does not change. Without it, a padded position gets what the layers
-            make of it.
+        unpad: compute on real tokens only, as a boolean mask marks them, in training too: see
+            :mod:`trifuse.nn.packing`. This applies to stacks (``torch.nn.TransformerEncoder`` and
+            ``TransformerDecoder``) and to models (both BERTs without the heads on top,
+            ``trifuse.models.transformer``'s with their heads). Padded positions then get 0, and
+            real tokens get the same results. Otherwise padded positions get whatever the layers
+            compute there.
 
     Returns:
-        What was swapped and what was left and why, with ``revert()``.
+        A report of what was swapped, and of what was left and why. Its ``revert()`` undoes it.
 
     Raises:
         TypeError: ``model`` is not a ``torch.nn.Module``.
@@ -189,7 +189,7 @@ def fuse(model: torch_nn.Module, unpad: bool = False) -> FuseReport:
     report = FuseReport()
     swaps = _swaps(unpad, report)
     for path, module in model.named_modules():
-        # The base first: a transformers model chooses its attention before it is made to unpad.
+        # Base classes first: a transformers model must select its attention before it can unpad.
         for swap in [swaps[cls] for cls in reversed(type(module).__mro__) if cls in swaps]:
             try:
                 change = swap(module)
@@ -217,12 +217,12 @@ class _Change(NamedTuple):
     steps: list[_Step]
 
 
-# Swaps a module in place and says in which steps; None where it is fused already.
+# Swaps a module in place and returns the change; None if the module is fused already.
 _Swap = Callable[[Any], "_Change | None"]
 
 
 def _swaps(unpad: bool, report: FuseReport) -> dict[type, _Swap]:
-    """From the type of a module, or of one of its bases, to what swaps it."""
+    """Map each class to the function that swaps its instances, those of subclasses included."""
     classes: dict[type[torch_nn.Module], type[torch_nn.Module]] = {
         torch_nn.MultiheadAttention: nn.MultiheadAttention,
         torch_nn.TransformerEncoderLayer: nn.TransformerEncoderLayer,
@@ -253,7 +253,7 @@ def _swaps(unpad: bool, report: FuseReport) -> dict[type, _Swap]:
         torch_nn.GRU: functools.partial(_swap_recurrent, target=nn.GRU, operator="gru"),
         torch_nn.GRUCell: functools.partial(_swap_recurrent, target=nn.GRUCell, operator="gru"),
     }
-    if "transformers" in sys.modules:  # else no module of the model can be one of its
+    if "transformers" in sys.modules:  # otherwise the model can hold none of its modules
         from transformers import PreTrainedModel
 
         table[PreTrainedModel] = _swap_transformers_attention
@@ -283,10 +283,10 @@ def _swaps(unpad: bool, report: FuseReport) -> dict[type, _Swap]:
 def _retype(
     module: torch_nn.Module, source: type[torch_nn.Module], target: type[torch_nn.Module]
 ) -> _Change | None:
-    """Change the class of a module that is exactly a ``source`` into ``target``."""
+    """Change the class of a module from exactly ``source`` to ``target``."""
     if isinstance(module, target):
         return None
-    if parametrize.is_parametrized(module):  # torch has made it a class of its own
+    if parametrize.is_parametrized(module):  # torch has given the module a class of its own
         raise _CannotSwap("a parameter of it is parametrized; do that after fusing")
     if type(module) is not source:
         raise _CannotSwap(f"a subclass of {source.__name__}")
@@ -301,7 +301,7 @@ def _retype(
 
 
 def _unpad(module: torch_nn.Module, change: _Change | None) -> _Change | None:
-    """Have an encoder of trifuse's leave out the padding."""
+    """Make a fused stack leave out the padding."""
     if module.unpad:
         return change
     step = _Step(module, "unpad", _Absent.ABSENT, True)
@@ -313,7 +313,7 @@ def _unpad(module: torch_nn.Module, change: _Change | None) -> _Change | None:
 
 def _swap_linear(module: torch_nn.Linear, report: FuseReport) -> _Change | None:
     if isinstance(module, (nn.Linear, NonDynamicallyQuantizableLinear)):
-        return None  # the latter is torch's MultiheadAttention's, which never calls it
+        return None  # the latter belongs to torch's MultiheadAttention, which never calls it
     if type(module) is torch_nn.Linear and module.weight.device.type != "cpu":
         return None
     dtype = module.weight.dtype
@@ -323,7 +323,7 @@ def _swap_linear(module: torch_nn.Linear, report: FuseReport) -> _Change | None:
 
 
 def product(choice: linear.Choice) -> str:
-    """Which product serves, in a word or two."""
+    """Name the product that serves: cpp, torch, or one in inference and the other in training."""
     if choice.inference != choice.training:
         ours, theirs = ("inference", "training") if choice.inference else ("training", "inference")
         return f"cpp in {ours}, torch in {theirs}"
@@ -336,8 +336,8 @@ def _swap_transformer_encoder(module: torch_nn.TransformerEncoder, unpad: bool) 
         with contextlib.suppress(_CannotSwap):
             change = _retype(module, torch_nn.TransformerEncoder, nn.TransformerEncoder)
             return _unpad(module, change) if unpad else change
-    # A subclass, or one whose layers may count on the float masks that torch's encoder makes. The
-    # attention inside is fused all the same, and takes no NestedTensor.
+    # A subclass, or an encoder whose layers may rely on the float masks that torch's encoder makes.
+    # The attention inside is fused all the same, and takes no NestedTensor.
     if not module.use_nested_tensor:
         return None
     step = _Step(module, "use_nested_tensor", True, False)
@@ -354,7 +354,7 @@ def _swap_transformer_decoder(module: torch_nn.TransformerDecoder, unpad: bool) 
 
 
 def _swap_dropout(module: torch_nn.Dropout) -> _Change | None:
-    ours = 0 < module.p < 1 and not module.inplace  # otherwise it would run as torch's
+    ours = 0 < module.p < 1 and not module.inplace  # otherwise ours has nothing to gain
     if not ours or type(module) is not torch_nn.Dropout:
         return None
     return _retype(module, torch_nn.Dropout, nn.Dropout)
@@ -370,7 +370,7 @@ def _swap_recurrent(
             raise _CannotSwap("on a GPU, where torch has cuDNN's kernels for it")
         call = backends.Call(operator, weight.device.type, weight.dtype)
         choice = backends.choose(call)
-        if choice.backend == "eager" and choice.refused:  # and not because it was asked for
+        if choice.backend == "eager" and choice.refused:  # eager as the fallback, not on request
             raise _CannotSwap("no fused kernel serves it here")
     return _retype(module, source, target)
 
@@ -378,13 +378,14 @@ def _swap_recurrent(
 _RECURRENT = (torch_nn.LSTM, torch_nn.LSTMCell, torch_nn.GRU, torch_nn.GRUCell)
 
 
-_REGISTRATION = "_trifuse_registration"  # an attribute that goes with a model when it is pickled
+_REGISTRATION = "_trifuse_registration"  # an attribute that is pickled with the model
 
 
 def _swap_transformers_attention(model: Any) -> _Change | None:
     """Switch a whole transformers model to ``attn_implementation="trifuse"``.
 
-    The models nested in it go with it, or it stays: it may build the mask that they use.
+    The models nested in it are switched with it. If one of them cannot be, the outer model is left
+    alone, since it may build the mask that they use.
     """
     from transformers import PreTrainedConfig, PreTrainedModel
 
@@ -397,10 +398,10 @@ def _swap_transformers_attention(model: Any) -> _Change | None:
         if isinstance(part, PreTrainedModel):
             name = type(part).__name__
             if not _holds_attention(part):
-                continue  # a convolutional backbone, for one
+                continue  # a convolutional backbone, for example
             if not part._can_set_attn_implementation():
                 raise _CannotSwap(f"{name} doesn't choose its attention by attn_implementation")
-            # Some versions of transformers say yes for models that cap scores, and don't cap.
+            # Some versions of transformers accept models that cap scores, and then don't cap.
             capped = getattr(part.config, "attn_logit_softcapping", None) is not None
             if capped or not part._supports_sdpa:
                 raise _CannotSwap(f"{name} needs more of attention than a softmax of masked scores")
@@ -418,7 +419,7 @@ def _swap_transformers_attention(model: Any) -> _Change | None:
     copies: dict[int, Any] = {}  # deepcopy's memo: an object held twice is copied once
     steps: dict[int, _Step] = {}
     replaced = []
-    # The outermost last: what it says its parts say too, so it is the first to be undone.
+    # The outermost last, so that it is undone first: setting it also sets the nested ones.
     for module, name, config in reversed(held):
         own = copy.deepcopy(config, copies)
         chosen = own._attn_implementation
@@ -437,7 +438,7 @@ def _swap_transformers_bert(
     from trifuse import huggingface
 
     chosen = module.config._attn_implementation
-    if chosen != huggingface.NAME:  # its model, which comes before it, was left alone
+    if chosen != huggingface.NAME:  # the swap of its model's attention came first and was refused
         raise _CannotSwap(f'its model runs with attn_implementation="{chosen}"')
     return _retype(module, source, target)
 
@@ -454,7 +455,7 @@ def _names_attention(module: torch_nn.Module) -> bool:
 
 
 def notes(model: torch_nn.Module) -> Iterator[Note]:
-    """What of the fused modules in ``model`` runs otherwise, as they are now."""
+    """Yield the parts of the fused modules in ``model`` that do not run fused at present."""
     held = {
         id(attention)
         for layer in model.modules()
@@ -477,7 +478,7 @@ _CALL_WITHOUT_WEIGHTS = (
 
 
 def _ends_of_sublayers(module: Any) -> Iterator[tuple[torch_nn.Module, torch_nn.Module]]:
-    """The dropouts and norms that a fused module has one operator for."""
+    """Yield each dropout with the norm that a fused module can run in the same operator."""
     berts: tuple[Any, ...] = (nn.BertSelfOutput,)
     if huggingface := sys.modules.get("trifuse.huggingface"):
         berts += (huggingface.BertSelfOutput, huggingface.BertOutput)
@@ -490,7 +491,7 @@ def _ends_of_sublayers(module: Any) -> Iterator[tuple[torch_nn.Module, torch_nn.
 
 
 def own_attention(model: torch_nn.Module) -> Iterator[Left]:
-    """The attentions of transformers models that run by "trifuse", but not through it."""
+    """Yield the attentions of models set to "trifuse" that compute their attention themselves."""
     seen = set()
     for root, chosen in attn_implementations(model):
         if chosen != "trifuse":
@@ -502,7 +503,7 @@ def own_attention(model: torch_nn.Module) -> Iterator[Left]:
 
 
 def _attends_by_itself(module: torch_nn.Module) -> bool:
-    """Whether a class named an attention computes it, instead of asking for an implementation."""
+    """Whether a module named as an attention computes it, bypassing ``ALL_ATTENTION_FUNCTIONS``."""
     cls = type(module)
     if not _names_attention(module) or cls.__module__.split(".")[0] in ("torch", "trifuse"):
         return False
@@ -521,7 +522,7 @@ _ATTENTION_FORMULAS = ("softmax", "scaled_dot_product_attention", "eager_attenti
 
 
 def _report_padding(model: torch_nn.Module, report: FuseReport) -> None:
-    """Say which stacks leave padding out, and which models have none that does."""
+    """Report which stacks leave padding out, and which models have no stack that can."""
     stacks = list(padding(model))
     for path, stack, why in stacks:
         if why is None:
@@ -545,16 +546,16 @@ def _report_padding(model: torch_nn.Module, report: FuseReport) -> None:
 def padding(
     model: torch_nn.Module,
 ) -> Iterator[tuple[str, torch_nn.Module, packing.Obstacle | str | None]]:
-    """The stacks in ``model`` that are to leave padding out, and why they don't, or None."""
+    """Yield each stack in ``model`` set to leave padding out, and why it doesn't, or None."""
     module: Any
     for path, module in model.named_modules():
-        # Of the class: wrappers, as LoRA's, hand on the attributes of what they wrap.
+        # Tests the class, since wrappers such as LoRA's forward the wrapped module's attributes.
         if hasattr(type(module), "why_padded") and module.unpad:
             yield path, module, module.why_padded()
 
 
 def attn_implementations(model: torch_nn.Module) -> Iterator[tuple[str, str]]:
-    """Of each model of transformers in ``model``, what it is set to."""
+    """Yield the path and the ``attn_implementation`` of each transformers model in ``model``."""
     if "transformers" not in sys.modules:
         return
     from transformers import PreTrainedModel
@@ -565,7 +566,7 @@ def attn_implementations(model: torch_nn.Module) -> Iterator[tuple[str, str]]:
 
 
 def _models_of_transformers(model: torch_nn.Module) -> Iterator[tuple[str, torch_nn.Module]]:
-    """The outermost ones."""
+    """Yield the outermost transformers models in ``model``, with their paths."""
     if "transformers" not in sys.modules:
         return
     from transformers import PreTrainedModel
@@ -578,7 +579,7 @@ def _models_of_transformers(model: torch_nn.Module) -> Iterator[tuple[str, torch
 
 
 def _qualified(cls: type) -> str:
-    """``torch.nn.MultiheadAttention`` and the like: by package, as one would import it."""
+    """Return a class's public import path, such as ``torch.nn.MultiheadAttention``."""
     package = "torch.nn" if cls.__module__.startswith("torch.nn.") else cls.__module__
     if package.startswith("trifuse.nn."):
         package = "trifuse.nn"

@@ -10,15 +10,16 @@ attention, and with ``unpad=True`` makes it compute on real tokens only. This mo
 transformers; ``import trifuse`` does not.
 
 transformers builds the mask once per forward (``AttentionMaskInterface``) and hands it to every
-layer's attention (``AttentionInterface``). Both ends are here, and between them travels one of
+layer's attention (``AttentionInterface``). This module implements both. The mask is one of
 
-- None: every key takes part, or the causal ones where the layer says that it is causal;
-- a boolean or floating mask, complete in itself: what transformers' own builder makes, what the
-  caller passed, or the padding of a bidirectional layer as a (B, 1, 1, S) view of the 2-D mask;
-- a uint8 mask: the padding, (B, 1, 1, S), of a layer that is causal besides, its last query beside
-  its last key. The dtype carries the causality, so that it survives whatever a model does to the
-  tensor on the way, and no (B, 1, L, S) mask has to be built;
-- from a :class:`BertModel` to its layers: where the sequences lie in the packed batch.
+- None: every key takes part, or in a causal layer every key up to the query's position;
+- a complete boolean or floating mask: built by transformers, passed by the caller, or the padding
+  of a bidirectional layer as a (B, 1, 1, S) view of the 2-D mask;
+- a uint8 mask: the padding, (B, 1, 1, S), of a causal layer, whose last query is aligned with its
+  last key. The dtype marks the causality, so it survives whatever the model does to the tensor on
+  the way, and no (B, 1, L, S) mask has to be built;
+- a :class:`PackedSequences`, from a :class:`BertModel` or :class:`BertEncoder` to its layers: where
+  each sequence lies in the packed batch.
 """
 
 from __future__ import annotations
@@ -59,17 +60,17 @@ from trifuse.ops.linear import Activation
 
 
 def register() -> None:
-    """Make ``attn_implementation="trifuse"`` known to transformers; again is harmless.
+    """Register ``attn_implementation="trifuse"`` with transformers; a second call is harmless.
 
-    From then on, transformers refuses the name for models that compute their attention themselves
-    when they are made (:func:`why_not`). ``import trifuse`` makes the name known as well, but
-    changes nothing of transformers: such a model is then refused when it makes its first mask.
+    From then on, a model that computes its attention itself cannot be constructed with this name
+    (:func:`why_not`). ``import trifuse`` registers the name as well, but does not patch
+    transformers: such a model then fails when it builds its first mask.
     """
     AttentionInterface.register(NAME, attention_forward)
     AttentionMaskInterface.register(NAME, attention_mask)
     checked = getattr(PreTrainedModel, "get_correct_attn_implementation", None)
     if checked is None or hasattr(checked, "__wrapped__"):
-        return  # nowhere to ask when a model is made, or it is asked already
+        return  # this version has no check at construction, or it is wrapped already
 
     @functools.wraps(checked)
     def get_correct_attn_implementation(
@@ -83,10 +84,10 @@ def register() -> None:
 
 
 class Registration:
-    """Unpickling it makes the name known: a fused model holds one wherever it says "trifuse"."""
+    """Registers the name when unpickled; a fused model holds one beside each configuration."""
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
-        """Itself. The import of this module that comes with it is what counts."""
+        """Pickle the class alone: unpickling it imports this module, which registers the name."""
         return Registration, ()
 
 
@@ -105,24 +106,24 @@ def attention_forward(
     """The attention of one layer, as transformers' ``AttentionInterface`` calls it.
 
     Args:
-        module: the layer; ``module.is_causal`` holds where ``is_causal`` is None.
+        module: the layer; ``module.is_causal`` applies where ``is_causal`` is None.
         query: (B, H, Lq, E).
         key: (B, Hkv, Lk, E), H a multiple of Hkv.
         value: (B, Hkv, Lk, Ev).
-        attention_mask: one of those in this module's docstring.
+        attention_mask: one of the masks in this module's docstring.
         dropout: probability of dropping a weight.
         scaling: multiplies q·k. Default: 1/√E.
-        is_causal: whether the layer is causal, where the mask doesn't say.
+        is_causal: whether the layer is causal; used only if ``attention_mask`` is None.
         position_bias: (1 or B, H, Lq, Lk), added to the scores.
-        **kwargs: what else models pass. What is in the mask already, as ``sliding_window``, and
-            what only concerns others is ignored.
+        **kwargs: other arguments that models pass. Those that are in the mask already, such as
+            ``sliding_window``, and those that do not concern the attention are ignored.
 
     Returns:
         (B, Lq, H, Ev), and None for the weights, which are never formed.
 
     Raises:
-        ValueError: the layer wants something that changes the result and is not supported, or
-            passes an argument of which that isn't known.
+        ValueError: the layer needs a feature that changes the result and is not supported, or
+            passes an argument that may be one.
     """
     if (wanted := _unsupported(module, kwargs, attention_mask)) is not None:
         raise ValueError(
@@ -134,12 +135,12 @@ def attention_forward(
         return out.transpose(1, 2), None
     causal: bool | CausalVariant
     if attention_mask is None:
-        # Queries that stand at the end of the keys, as in decoding, are one at a time here: where
-        # there are more, the mask function says so through the mask.
+        # Under None, a causal layer has as many queries as keys, or a single query at their end, as
+        # in decoding: otherwise the mask function returns a mask.
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         causal = causal and query.shape[2] > 1
         if causal and (config := getattr(module, "config", None)) is not None:
-            # The masks of "eager" say all of what is causal, so None says that nothing is.
+            # The masks of "eager" are complete, so None means that no key is masked.
             causal = not _has_eager_masks(type(config))
     elif attention_mask.dtype == torch.uint8:
         causal = CausalVariant.LOWER_RIGHT
@@ -182,7 +183,7 @@ def _unsupported(
     formula = _formula(type(module))
     for name in module._parameters:
         if formula is not None and name in formula.refers_to:
-            return name  # a sink for each head
+            return name  # such as attention sinks, one for each head
     for name, value in kwargs.items():
         if name in _HARMLESS or value is None or value is False:
             continue
@@ -197,7 +198,7 @@ def _unsupported(
 class _Formula(NamedTuple):
     """The names that the "eager" attention of a layer uses."""
 
-    takes: frozenset[str]  # arguments, and what it refers to
+    takes: frozenset[str]  # its arguments, and the names that it refers to
     refers_to: frozenset[str]  # attributes of the layer, and names of functions
 
 
@@ -242,24 +243,25 @@ def attention_mask(
 ) -> Tensor | None:
     """The mask of all layers, as transformers' ``AttentionMaskInterface`` calls it.
 
-    A model gets the masks of "eager" if some of its attentions compute themselves, which add them,
-    or if it isn't said to support "sdpa": its layers may call themselves causal and not be.
-    For the others, what padding with full or causal attention can say is said with the padding
-    alone. Everything else (sliding windows, chunks, packed sequences, static caches, the caller's
-    own functions) is left to transformers' ``sdpa_mask``.
+    A model gets the additive masks of "eager" if some of its layers compute their attention
+    themselves, or if it doesn't declare support for "sdpa": its layers may then be marked causal
+    without being so. For other models, padding under full or causal attention is returned as the
+    padding alone. Everything else (sliding windows, chunks, packed sequences, static caches, the
+    caller's own functions) is left to transformers' ``sdpa_mask``.
 
     Args:
         batch_size, q_length, kv_length: the sizes of the mask.
         q_offset, kv_offset: the position of the first query and the first key.
         cache_position: (q_length,), the positions of the queries. The first versions of
-            transformers 5 pass it in the place of ``q_length`` and ``q_offset``.
-        mask_function: says which query positions see which key positions, padding aside.
+            transformers 5 pass it instead of ``q_length`` and ``q_offset``.
+        mask_function: which query positions attend to which key positions, padding aside.
         attention_mask: bool (B, positions), True where a token is real, or None.
-        allow_is_causal_skip, allow_is_bidirectional_skip: whether less than the whole mask will do.
-        **kwargs: as ``sdpa_mask`` takes them.
+        allow_is_causal_skip, allow_is_bidirectional_skip: whether less than the whole mask may be
+            returned.
+        **kwargs: further arguments of ``sdpa_mask``.
 
     Returns:
-        One of those in this module's docstring.
+        One of the masks in this module's docstring.
 
     Raises:
         ValueError: the model adds the mask to scores itself.
@@ -300,7 +302,7 @@ def attention_mask(
         padding = _padding(attention_mask, kv_length, kv_offset)
         if padding is not None:
             return padding[:, None, None, :].view(torch.uint8)
-        # A layer that can be bidirectional doesn't know that this time it is not.
+        # A layer that can be bidirectional cannot tell from None that it is causal this time.
         known = not getattr(config, "use_bidirectional_attention", False)
         if q_length == 1 or (q_length == kv_length and known):
             return None
@@ -313,7 +315,7 @@ _BY_POSITIONS = "cache_position" in inspect.signature(sdpa_mask).parameters
 
 
 def _first(positions: Tensor, kv_offset: int, kv_length: int) -> int | Tensor:
-    """The first position, as a number where that costs no wait for a device."""
+    """The first position: an int where reading it does not wait for a device."""
     if positions.shape[0] == kv_length:  # every key has its query
         return kv_offset
     readable = positions.device.type == "cpu" and not torch.compiler.is_compiling()
@@ -323,7 +325,7 @@ def _first(positions: Tensor, kv_offset: int, kv_length: int) -> int | Tensor:
 def _padding(attention_mask: Tensor | None, kv_length: int, kv_offset: int) -> Tensor | None:
     """The padding of the keys, (B, kv_length), or None where nothing is padded.
 
-    Whether it is all True is only asked where the answer costs no wait for a device.
+    A mask that is all True is recognised only where reading it does not wait for a device.
     """
     if attention_mask is None:
         return None
@@ -336,26 +338,26 @@ def _padding(attention_mask: Tensor | None, kv_length: int, kv_offset: int) -> T
 
 # Which models ask for their attention ------------------------------------------------------------
 #
-# transformers takes the name of an attention for any model. One that computes its attention itself
-# would add our boolean mask to its scores, or miss the causality that a mask of None leaves to the
-# attention. Which kind it is shows in what the code of its classes refers to.
+# transformers accepts the name of an attention for any model. A model that computes its attention
+# itself would add our boolean mask to its scores, or miss the causality that a mask of None leaves
+# to the attention. The names in the code of its classes tell the two kinds apart.
 
 
 class _Verdict(NamedTuple):
-    """What is known of a class of models."""
+    """Whether a class of models can run our attention, and with which masks."""
 
-    reason: str | None = None  # why it can't have our attention
-    eager_masks: bool = False  # whether its masks have to be those of "eager"
+    reason: str | None = None  # why it can't run our attention
+    eager_masks: bool = False  # whether it needs the masks of "eager"
 
 
 def why_not(model: type[PreTrainedModel]) -> str | None:
     """Why models of this class can't have ``attn_implementation="trifuse"``, or None if they can.
 
-    They can't where no attention of theirs asks transformers' ``AttentionInterface`` who computes
-    it, and one takes a mask to a softmax of its own, a mask from the function that is registered
-    beside it; or where they look the attention's name up in a table that doesn't have ours.
-    A part with a configuration of its own, as the towers of a vision-language model, is not
-    looked into: it is a model that is asked about when it is made.
+    They can't if one of their attentions applies the mask that our mask function builds in a
+    softmax of its own, and none goes through transformers' ``AttentionInterface``. Nor can they if
+    they look the attention's name up in a table that lacks ours. A part with a configuration of its
+    own, such as a tower of a vision-language model, is not examined: it is checked as a model of
+    its own when it is constructed.
 
     Args:
         model: a class of transformers' models, or one loaded from the hub.
@@ -377,7 +379,7 @@ def _examine(model: type[PreTrainedModel]) -> _Verdict:
     if computing and not asking:
         what = f"computes attention itself, in {computing[0].__name__}"
         return _Verdict(_refusal(model, what))
-    # Without _supports_sdpa, nobody has seen to it that layers are causal where they say so.
+    # Without _supports_sdpa, nothing guarantees that a layer marked causal is causal.
     return _Verdict(eager_masks=bool(computing) or (bool(asking) and not model._supports_sdpa))
 
 
@@ -400,7 +402,7 @@ def _has_eager_masks(config: type) -> bool:
 
 
 def _examine_by_config(config: type) -> _Verdict:
-    """What is known of the models with such a configuration, those of its package if there are."""
+    """Combine the verdicts on a configuration's models, those of its own package if it has any."""
     if config not in _examined:
         models = [model for model in _subclasses(PreTrainedModel) if model.config_class is config]
         package = config.__module__.rpartition(".")[0]
@@ -423,9 +425,9 @@ def _subclasses(cls: type[Any]) -> Iterator[type[Any]]:
 
 
 def _parts(model: type[PreTrainedModel]) -> tuple[list[type], dict[str, dict[str, type]]]:
-    """The classes of modules that a model is made of, itself first, and its tables of attentions.
+    """The module classes that a model is made of, itself first, and its tables of attentions.
 
-    A model with another configuration is none of its parts.
+    A nested model with another configuration class is not a part.
     """
     found: dict[type, None] = {model: None}
     tables: dict[str, dict[str, type]] = {}
@@ -461,7 +463,7 @@ _SOFTMAX = {"softmax", "Softmax", "scaled_dot_product_attention", "MultiheadAtte
 
 
 def _asks(part: type) -> bool:
-    """Whether a module asks transformers who computes its attention."""
+    """Whether a module calls its attention through transformers' ``AttentionInterface``."""
     return any(
         isinstance(value, AttentionInterface) or name == "ALL_ATTENTION_FUNCTIONS"
         for name, value in _mentioned(part)
@@ -469,7 +471,7 @@ def _asks(part: type) -> bool:
 
 
 def _computes_attention(part: type) -> bool:
-    """Whether a module takes a mask to a softmax of its own."""
+    """Whether a module takes a mask and has a softmax of its own."""
     names: set[str] = set()
     for name, value in _mentioned(part):
         names.add(name)
@@ -485,7 +487,7 @@ def _computes_attention(part: type) -> bool:
 
 
 def _mentioned(part: type) -> Iterator[tuple[str, Any]]:
-    """The names in the code of a class's methods, each with its value where that is global."""
+    """Yield the names in the code of a class's methods, each with its global value or None."""
     for method in _methods(part):
         yield from _names(method)
 
@@ -499,14 +501,14 @@ def _names(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
         for value in code.co_consts:
             if isinstance(value, types.CodeType):
                 waiting.append(value)
-            elif isinstance(value, tuple):  # the names of a call's keyword arguments, some of them
+            elif isinstance(value, tuple):  # may hold the names of a call's keyword arguments
                 yield from ((name, None) for name in value if isinstance(name, str))
 
 
 def _methods(part: type) -> Iterator[types.FunctionType]:
-    """The methods that a class's instances have, its bases' too where they are called by super().
+    """Yield the methods of a class, with those of its bases that it inherits or calls by super().
 
-    Those of torch.nn.Module and of transformers' PreTrainedModel, which all models share, are none.
+    Methods of torch's classes and of the bases that all transformers models share are left out.
     """
     taken: set[str] = set()
     for cls in part.__mro__:
@@ -516,7 +518,7 @@ def _methods(part: type) -> Iterator[types.FunctionType]:
             method = getattr(value, "__func__", getattr(value, "fget", value))
             if name in taken or not callable(method) or isinstance(method, type):
                 continue
-            if name == "_init_weights":  # it names what others may have
+            if name == "_init_weights":  # it names classes that this model may not hold
                 continue
             method = inspect.unwrap(method)
             if isinstance(method, types.FunctionType):
@@ -534,10 +536,9 @@ _SHARED = {"builtins", PreTrainedModel.__module__, "transformers.modeling_layers
 class BertModel(modeling_bert.BertModel):
     """transformers' BERT, which embeds and encodes real tokens only.
 
-    Where the batch is padded, its real tokens are packed into one row, and the padding of the last
-    hidden state comes back as 0. Decoders, cross attention, other attention implementations and
-    calls that ask for more than the last hidden state and the pooled output run as they would
-    without this.
+    If the batch is padded, its real tokens are packed into one row, and the last hidden state is 0
+    at padded positions. Decoders, cross attention, other attention implementations and calls that
+    request more than the last hidden state and the pooled output run as in transformers.
     """
 
     unpad = True
@@ -561,7 +562,7 @@ class BertModel(modeling_bert.BertModel):
             or any(value for name, value in kwargs.items() if name != "return_dict")
             or (packed := _pack(self, attention_mask.bool())) is None
         ):
-            # The encoder may still pack what it is given, and says why where it doesn't.
+            # The encoder may still pack its input; if it doesn't, it logs why.
             return super().forward(
                 input_ids, attention_mask, token_type_ids, position_ids, **kwargs
             )
@@ -577,22 +578,22 @@ class BertModel(modeling_bert.BertModel):
         return out.to_tuple() if as_dict is False else out
 
     def why_padded(self) -> Obstacle | str | None:
-        """Why it computes padding too, whatever the batch; None where it does not."""
+        """Why the model computes padding in any batch; None if it can leave padding out."""
         if self.config.output_hidden_states:
             return "its configuration asks for hidden states"
         return _why_padded(self)
 
 
-# transformers looks up by class what of a model can be returned besides its outputs.
+# transformers looks up by class which intermediate results a model can return.
 dict.__setitem__(modeling_utils._CAN_RECORD_REGISTRY, str(BertModel), BertModel._can_record_outputs)
 
 
 class BertEncoder(modeling_bert.BertEncoder):
     """transformers' BERT encoder, which computes on real tokens only.
 
-    Where the batch is padded, the layers see its real tokens packed into one row, and the padding
-    comes back as 0. Decoders, cross attention, other attention implementations and models whose
-    layers are watched (``output_hidden_states=True``) run as they would without this.
+    If the batch is padded, the layers get its real tokens packed into one row, and the output is 0
+    at padded positions. Decoders, cross attention, other attention implementations and models whose
+    layers are hooked or patched (as by ``output_hidden_states=True``) run as in transformers.
     """
 
     unpad = True
@@ -617,7 +618,7 @@ class BertEncoder(modeling_bert.BertEncoder):
     def _why_not_packed(
         self, hidden_states: Tensor, mask: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> str | None:
-        """What of a call's arguments is in the way."""
+        """Why a call's arguments rule out packing, or None."""
         if why := _why_other_attention(self):
             return why
         B, L = hidden_states.shape[:2]
@@ -630,7 +631,7 @@ class BertEncoder(modeling_bert.BertEncoder):
         return None
 
     def why_padded(self) -> Obstacle | str | None:
-        """Why it computes padding too, whatever the batch; None where it does not."""
+        """Why the encoder computes padding in any batch; None if it can leave padding out."""
         return _why_padded(self)
 
 
@@ -655,7 +656,7 @@ _KNOWN = (modeling_bert.__name__, "transformers.activations", __name__)
 
 
 class BertIntermediate(modeling_bert.BertIntermediate):
-    """The widening half of the feed-forward network, its GELU part of the product."""
+    """The widening half of the feed-forward network, with its activation part of the product."""
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """As transformers' own."""
@@ -666,7 +667,7 @@ class BertIntermediate(modeling_bert.BertIntermediate):
 
 
 class BertSelfOutput(modeling_bert.BertSelfOutput):
-    """Project, drop, add the residual, normalise; all but the first in one operator."""
+    """Project, drop, add the residual, normalise; all but the projection in one operator."""
 
     def forward(self, hidden_states: Tensor, input_tensor: Tensor) -> Tensor:
         """As transformers' own."""
@@ -682,7 +683,7 @@ class BertOutput(modeling_bert.BertOutput):
 
 
 def _activation(activation: nn.Module) -> Activation | None:
-    """What a module of transformers computes, or None if our product knows nothing of it."""
+    """The activation that a module of transformers computes, or None if our product lacks it."""
     if is_watched(activation):
         return None
     if type(activation) is GELUActivation and activation.act is nn.functional.gelu:
@@ -694,6 +695,6 @@ def _activation(activation: nn.Module) -> Activation | None:
     return None
 
 
-# Whoever has imported this, if only by unpickling, needs the name to be known.
+# Importing this module, if only by unpickling, registers the name.
 AttentionInterface.register(NAME, attention_forward)
 AttentionMaskInterface.register(NAME, attention_mask)

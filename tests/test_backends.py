@@ -1,4 +1,4 @@
-"""Which backend serves a call, who may say so, and what is said about it."""
+"""Which backend serves a call, how it is selected, and what is logged about it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ needs_cpp = pytest.mark.skipif(backends._C is None, reason="the C++ extension is
 
 @pytest.fixture
 def _no_extension(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """As on a machine where it could not be built."""
+    """Hides the C++ extension, as on a machine where it was not built."""
     monkeypatch.setattr(backends, "_C", None)
     backends._choose.cache_clear()
     yield
@@ -47,7 +47,7 @@ def test_the_interpreter_is_never_chosen_for_anyone(monkeypatch):
 
 
 def test_explain_takes_the_call_as_it_is_made():
-    """Positional or by name, with the arguments that only shape the result, of either operator."""
+    """explain() takes the arguments of either operator, positional or by name, return_lse too."""
     assert trifuse.explain(attention, query=X, key=X, value=X, return_lse=True).backend
     packed = X[0].transpose(0, 1)
     cu = torch.tensor([0, 3])
@@ -124,7 +124,7 @@ def test_the_choice_is_what_runs(backend):
 
     with Watch():
         out = attention(query, key, value)
-        with trifuse.backend("auto"):  # the forward has decided for its backward
+        with trifuse.backend("auto"):  # the backward keeps the forward's backend
             out.sum().backward()
     assert seen == [
         f"trifuse.attention_forward.{backend}",
@@ -143,7 +143,7 @@ def test_falling_back_is_said_once_and_why(caplog):
     for reason in ("cuda: ", "triton: ", "cpp: the C++ extension is missing"):
         assert reason in record.getMessage()
     attention(X.double(), X.double(), X.double())
-    assert len(caplog.records) == 2  # another kind of call
+    assert len(caplog.records) == 2  # another dtype is logged again
 
 
 @needs_cpp
@@ -156,7 +156,7 @@ def test_nothing_is_said_where_a_kernel_serves(caplog):
 
 @needs_cpp
 def test_cpu_capabilities():
-    """Worst first; each can be put to use, and one that the machine lacks can't."""
+    """Capabilities are listed from DEFAULT to the best. Each can be set; any other name raises."""
     available = backends._C.cpu_capabilities()
     assert available[0] == "DEFAULT"
     assert len(set(available)) == len(available)

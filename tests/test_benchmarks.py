@@ -1,4 +1,4 @@
-"""The benchmarks measure what they say: fair turns, true counts, and peers given the same work."""
+"""The benchmarks are fair: alternating turns, true counts, and the same work for every peer."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_every_turn_comes_after_a_rest(
 
 
 def test_ratio_is_taken_within_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine that slows down by half on the way changes the medians, not the ratio."""
+    """A machine that slows down during the run changes the medians, not the ratio."""
     clock = Clock(monkeypatch)
     timings = measure.alternate(
         {
@@ -160,7 +160,7 @@ def test_fractions_and_overheads() -> None:
 
 
 def _prepare_scratch(mebibytes: int) -> Callable[[], Sequence[Tensor]]:
-    """A computation with that much scratch and a result of 32 MiB."""
+    """Returns a computation with ``mebibytes`` of scratch and a result of 32 MiB."""
 
     def compute() -> Sequence[Tensor]:
         scratch = torch.ones(mebibytes << 18)
@@ -178,7 +178,7 @@ def test_peak_memory_counts_scratch_and_not_results(mebibytes: int) -> None:
 
 
 def test_matrix_rate_is_not_below_what_torch_reaches() -> None:
-    """A ceiling that torch goes through would flatter us."""
+    """A ceiling below what torch reaches would overstate our fraction of it."""
     a, b = torch.randn(2, 768, 768)
     mm = {"mm": lambda: torch.mm(a, b)}
     reached = 2 * 768**3 / measure.alternate(mm, seconds=0.3)["mm"].median
@@ -222,7 +222,7 @@ def test_flops_are_those_of_the_pairs_that_take_part(case: attention.Case) -> No
     case = _small(case)
     B, H, L, E = case.shape
     given = attention.inputs(case, "cpu")
-    if case.masking == "boolean mask":  # scattered: counts in full
+    if case.masking == "boolean mask":  # scattered, so all pairs count
         pairs = B * H * L * L
     else:
         keep = reference_weights(
@@ -263,7 +263,7 @@ def test_flex_attention_is_given_the_same_work(masking: attention.Masking) -> No
 
 
 def test_a_peer_that_refuses_is_named() -> None:
-    """torch has no cuDNN kernel for CPU tensors: the row says so and goes on."""
+    """torch has no cuDNN kernel for CPU tensors; the row reports this and keeps the other peer."""
     case = attention.Case("no mask", (1, 1, 8, 8), torch.float32, False, ("cudnn", "math"))
     result = attention.run(case, "cpu", seconds=0.0)
     assert set(result.peers) == {"math"}
@@ -311,7 +311,7 @@ def test_table_json_and_picture(
 
 
 def test_memory_case_runs_in_a_process_of_its_own() -> None:
-    """At a size where the scores, 2048 × 2048 × 2 heads of floats, would show."""
+    """Uses a size at which the scores, 2 heads × 2048 × 2048 floats, would show in the peak."""
     case = dataclasses.replace(attention.MEMORY_CASE, shape=(1, 2, 2048, 64))
     result = attention.run_memory(case, "cpu", "auto")
     scores = 2 * 2048 * 2048 * 4
@@ -362,13 +362,13 @@ def test_norm_peers_compute_what_ours_does(dropout_p: float, backward: bool) -> 
     assert len(ours) == (5 if backward else 1)
     if not dropout_p:
         measure.check_agreement("eager", ours, theirs)
-    elif backward:  # each drops a tenth of x, elements of its own
+    elif backward:  # each drops a tenth of x, at random
         for grads in (ours, theirs):
             assert (grads[1] == 0).double().mean().item() == pytest.approx(0.1, abs=0.03)
 
 
 def test_norm_that_is_wrong_stops_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Checked against the specification where the peer computes something else."""
+    """Where the peer computes something else, ours is checked against the specification."""
     ours = dropout_add_layer_norm.ours
     wrong = iter((-1, 1))  # the second call is the specification's
 
@@ -421,13 +421,13 @@ def weights() -> Path:
 
 @pytest.fixture(scope="module")
 def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Engines that read the same file find it there."""
+    """A directory for the engines, which share an exported file."""
     return tmp_path_factory.mktemp("engines")
 
 
 @pytest.mark.parametrize("engine", engines.ENGINES, ids=lambda engine: engine.name)
 def test_engines_read_what_bert_reads(engine: engines.Engine, weights: Path, scratch: Path) -> None:
-    """Padding changes nothing, and a second batch of another size does not need a second load."""
+    """Padding changes nothing, and one load serves batches of different sizes."""
     if not engine.installed:
         pytest.skip(f"{engine.package} is not installed")
     assert engine.version
@@ -634,7 +634,7 @@ def test_one_row_that_differs_fails(
 
 
 def test_what_to_install_is_named_in_full(monkeypatch, capsys):
-    """Square brackets are markup to the console, and part of an extra's name."""
+    """The console takes square brackets for markup, but they belong to an extra's name."""
     monkeypatch.setattr(bert, "transformers", None)
     assert bert.read_and_train([], argparse.Namespace()) == 1
     assert "pip install 'trifuse[bench]'" in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""The ELMo comparison trains what it says, alike for both, and counts what is there."""
+"""The ELMo comparison: both models train alike, and its counts are right."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def whole() -> elmo.Corpus:
 
 @pytest.fixture
 def corpus(whole: elmo.Corpus) -> elmo.Corpus:
-    """A few short sentences, of every topic that is told apart."""
+    """The three shortest sentences of every labelled topic, from each part."""
     parts = []
     for part in (whole.train, whole.validation):
         by_topic = [[x for x in part if x.label == n] for n in range(elmo.TOPICS)]
@@ -115,7 +115,7 @@ def test_features_are_means_of_real_words(corpus):
 
 
 def test_a_classifier_finds_the_layer_that_tells():
-    """Of three layers only the second knows the topics."""
+    """Only the second of three layers separates the topics."""
     generator = torch.Generator().manual_seed(0)
     labels = torch.arange(160) % elmo.TOPICS
     means = torch.randn(3, 160, 1, 12, generator=generator)
@@ -154,7 +154,7 @@ def test_occurrences_are_compared_pairwise():
     )
     assert found.means == pytest.approx(cosines.mean(0).tolist(), rel=1e-5)
     assert found.means[0] == pytest.approx(1)
-    # The first and the last have their neighbours in common, so that they are alike says little.
+    # Sentences 0 and 3 share the words around "type", so nearest and farthest skip that pair.
     others = sorted(cosines[[0, 2], -1].tolist())
     assert [found.farthest[0], found.nearest[0]] == pytest.approx(others, rel=1e-5)
     contexts = {found.nearest[1:], found.farthest[1:]}
@@ -173,7 +173,7 @@ def test_operations_are_those_that_torch_counts(whole):
     tokens, wanted = len(sentence.words) + 2, counter.get_total_flops()
     assert elmo.operations(config, tokens, tokens) == pytest.approx(wanted, rel=1e-6)
     with FlopCounterMode(display=False) as counter, torch.no_grad():
-        model.bilm.characters(char_ids)  # of all words but the marks
+        model.bilm.characters(char_ids)  # all words but the two marks
     wanted -= counter.get_total_flops()
     assert elmo.operations(config, tokens, 2) == pytest.approx(wanted, rel=1e-6)
 
@@ -237,12 +237,12 @@ def test_tables_json_and_picture(tmp_path, capsys, monkeypatch, corpus):
 
 @pytest.mark.slow
 def test_memory_is_that_of_a_step(whole):
-    """Of the three, the one that keeps less needs less."""
+    """A step that saves less for its backward needs less memory."""
     case = elmo.Case("wide", wide, 24)
     memory = elmo.measure_memory(case, whole, "cpu", "auto", 1)
     gates = 4 * 24 * max(len(x.words) + 2 for x in whole.train[:24]) * 4 * 512 * 4
     assert memory.eager > memory.fused > gates
-    assert memory.fused - memory.recompute > gates / 3  # a layer rebuilds its own
+    assert memory.fused - memory.recompute > gates / 3  # each layer recomputes its own gates
     assert memory.time_of_recompute > 0
 
 

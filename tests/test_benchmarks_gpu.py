@@ -1,4 +1,4 @@
-"""What the benchmarks do on a GPU, at tiny sizes and without one: "cuda" stands for the CPU."""
+"""The GPU benchmarks at tiny sizes, without a GPU: the CPU stands in for "cuda"."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from trifuse.models.bert import BertConfig
 
 
 class _OnTheCpu(TorchFunctionMode):
-    """Whoever names "cuda" gets the CPU."""
+    """Replaces the device "cuda" by "cpu" in every call."""
 
     def __torch_function__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -42,7 +42,7 @@ class _Generator(torch.Generator):
 
 
 class _Event:
-    """Of a stream that has always done what it was given."""
+    """An event of a stream that finishes its work at once."""
 
     def __init__(self, enable_timing: bool) -> None:
         assert enable_timing
@@ -56,7 +56,7 @@ class _Event:
 
 @pytest.fixture(autouse=True)
 def _gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A GPU that is the CPU; whichever of its kernels is asked for, the CPU's serve."""
+    """Fakes a GPU on the CPU: the CPU's kernels serve, whichever backend is selected."""
     for owner, name, value in (
         (torch.cuda, "Event", _Event),
         (torch.cuda, "synchronize", lambda: None),
@@ -179,7 +179,7 @@ NVIDIA_SMI = """#!/bin/bash
 
 
 def _run_script(out: Path, limit: int, *parts: str, pytest: str = "") -> tuple[int, dict[str, str]]:
-    """Its exit status, and what became of each step. ``pytest`` is what the tests do instead."""
+    """Runs gpu.sh; returns its status and its steps' outcomes. ``pytest`` replaces the tests."""
     for name, text in (
         ("python", PYTHON),
         ("compute-sanitizer", COMPUTE_SANITIZER),

@@ -1,4 +1,4 @@
-"""The pretraining comparison asks what BERT was asked, of data that it has not seen."""
+"""The pretraining comparison: BERT's two tasks, scored on held-out passages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The seq2seq comparison teaches what it says, alike for both, and counts what is there."""
+"""The seq2seq comparison: unambiguous data, equal training of both models, right counts."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_formats_are_as_people_write():
 
 
 def test_every_date_reads_one_way_only():
-    """Of days close together and far apart, written in every format, no two look the same."""
+    """No two days, close together or far apart, share a text in any of the formats."""
     read: dict[str, datetime.date] = {}
     for among in seq2seq.days():
         for day in among[::37]:
@@ -123,8 +123,8 @@ def tiny_case() -> transformer.Case:
 
 @pytest.mark.parametrize("case", seq2seq.cases(), ids=lambda case: case.name)
 def test_operations_are_those_of_a_step(case):
-    """By torch's own count of products with weights, which on meta tensors sees its recurrent
-    layers, and of a batch without padding.
+    """Agrees with torch's count of products with weights, for a batch without padding. On meta
+    tensors that count includes the recurrent layers.
     """
     source, mask, target, _ = (x[:2] for x in case.batch())
     batch = source, torch.ones_like(mask), target, torch.ones_like(mask)
@@ -136,7 +136,7 @@ def test_operations_are_those_of_a_step(case):
     products = sum(
         count
         for operator, count in counter.get_flop_counts()["Global"].items()
-        if str(operator) in ("aten.mm", "aten.addmm")  # attention's are aten.bmm
+        if str(operator) in ("aten.mm", "aten.addmm")  # attention uses aten.bmm
     )
     assert seq2seq.operations(model, batch) == pytest.approx(products, rel=0.05)
 

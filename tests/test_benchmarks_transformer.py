@@ -1,4 +1,4 @@
-"""The Transformer comparison trains what it says, alike for both, and counts what is there."""
+"""The Transformer comparison: both models train alike, and its counts are right."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_standard_errors_are_welchs():
 
 @pytest.mark.parametrize("case", transformer.CASES, ids=lambda case: case.name)
 def test_tokens_and_operations_are_those_of_a_step(case):
-    """Operations by torch's own count of a model's linear layers, but for the vocabulary's."""
+    """Operations agree with torch's count of the linear layers, less the output projection."""
     model, batch = case.make(), case.batch()
     into_encoder, into_decoder = transformer.tokens(batch)
     if isinstance(model, LanguageModel):
@@ -106,7 +106,7 @@ def test_tokens_and_operations_are_those_of_a_step(case):
     products = sum(
         count
         for operator, count in counter.get_flop_counts()["Global"].items()
-        if str(operator) in ("aten.mm", "aten.addmm")  # attention's are aten.bmm
+        if str(operator) in ("aten.mm", "aten.addmm")  # attention uses aten.bmm
     )
     vocabulary = 6 * into_decoder * model.output.weight.numel()
     assert transformer.operations(model, batch) == pytest.approx(products - vocabulary, rel=0.01)
@@ -184,7 +184,7 @@ def test_a_part_runs_alone(only, tmp_path, capsys, monkeypatch):
 
 
 class Oracle(Transformer):
-    """Decodes the sources it knows to their answers, but for a mistake in the last place."""
+    """Decodes a batch's sources to their answers; the first ``mistaken`` end in a wrong token."""
 
     def __init__(self, batch: transformer.Batch, mistaken: int) -> None:
         super().__init__(TransformerConfig(text.SYMBOLS + 20, 16, 2, 1, 1, 32, max_length=16))

@@ -35,7 +35,7 @@ from trifuse.models.elmo import (
 
 h5py = pytest.importorskip("h5py")
 
-# Beside the repository, not part of it: the outputs of the code that wrote the published weights.
+# Outputs of the code that wrote the published weights, kept beside the repository.
 PUBLISHED = Path(__file__).parents[2] / "shared/data/elmo_bilm"
 
 TINY = {
@@ -57,7 +57,7 @@ SENTENCES = [
 
 
 def awake(model: nn.Module) -> nn.Module:
-    """In float64, with weights large enough for the clips to bite and biases that matter."""
+    """Converts a model to float64 and perturbs it, so that clips take effect and biases matter."""
     generator = torch.Generator().manual_seed(1)
     model = model.double()
     with torch.no_grad():
@@ -132,7 +132,7 @@ class Published(NamedTuple):
     options: Path
     weights: Path
     batches: list[list[list[str]]]
-    wanted: list[list[Tensor]]  # of each batch and sentence: (2, tokens, P), of the top layer
+    wanted: list[list[Tensor]]  # by batch and sentence: the top layer, (2, tokens, P)
 
 
 @pytest.fixture(scope="module")
@@ -153,7 +153,7 @@ def furthest(
     published: Published, state: CarriedState | None, change: Callable[[BiLM], object],
     dtype: torch.dtype = torch.float64, **options: Any,
 ) -> float:  # fmt: skip
-    """From the published vectors: the largest difference, in millionths."""
+    """Returns the largest difference from the published vectors, in millionths."""
     model = BiLM.from_pretrained(published.options, published.weights, **options).to(dtype)
     change(model)
     worst = 0.0
@@ -180,7 +180,7 @@ def without(name: str, value: float | None) -> Callable[[BiLM], None]:
     return change
 
 
-# What was published was computed in float32, and is 0.7 millionths from float64.
+# The published vectors were computed in float32 and are 0.7 millionths from float64.
 PRECISIONS = pytest.mark.parametrize(("dtype", "allowed"), [(torch.float64, 1), (torch.float32, 2)])
 
 
@@ -341,7 +341,7 @@ def test_without_h5py_the_error_says_what_to_install(tmp_path, monkeypatch):
 
 
 def formula(lstm: ProjectedLSTM, x: Tensor, h: Tensor, c: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """One sequence (T, input_size), one unit after the other."""
+    """Runs one sequence x (T, input_size), one unit at a time."""
 
     def clip(value: float, bound: float | None) -> float:
         return value if bound is None else max(-bound, min(bound, value))
@@ -406,7 +406,7 @@ def test_layers_are_the_formula(options):
     "name", ["cell_clip", "proj_clip", "forget_bias"], ids=["cell clip", "proj clip", "forget bias"]
 )
 def test_every_part_of_the_formula_matters(name):
-    """So the agreement above is not one of formulas in which it doesn't show."""
+    """Each option changes the result, so the agreement above does test it."""
     lstm, x = layer(), draw(2, 6, 5)
     exact, _ = lstm(x)
     setattr(lstm, name, 0.0 if name == "forget_bias" else None)
@@ -496,7 +496,7 @@ def test_gradients_of_the_recurrence(reverse, ragged):
         return output, *state
 
     output, _, c = run(*inputs)
-    for values in (output, c):  # clipped and not, so that both are asked
+    for values in (output, c):  # some clipped and some not, so that both are tested
         assert set((values.abs() == 0.3).flatten().tolist()) == {True, False}
     assert torch.autograd.gradcheck(run, inputs)
     assert torch.autograd.gradgradcheck(run, inputs)
@@ -615,7 +615,7 @@ def test_layers_of_the_bilm_are_the_formula(skip, n_layers):
         for got, wanted in zip(layers, layers_of(model, sentence, skip), strict=True):
             assert_close(got[row, : len(sentence)], wanted)
             assert not got[row, len(sentence) :].any()
-    if n_layers > 1:  # and one without the residual, or with one too many, is another
+    if n_layers > 1:  # a missing or a superfluous residual would show
         other = layers_of(model, SENTENCES[0], not skip)[-1]
         assert (layers[-1, 0] - other).abs().max() > 1e-2
 
@@ -632,7 +632,7 @@ def test_each_direction_reads_its_own_side():
     changed = [list(sentence) for sentence in SENTENCES]
     changed[0][3] = "under"
     (before, _), (after, _) = model(char_ids()), model(char_ids(changed))
-    same = (before == after).all(-1)  # not counting the other direction's features:
+    same = (before == after).all(-1)  # both directions; the next line has each alone
     forward, backward = ((before == after).unflatten(-1, (2, -1)).all(-1)[1:, 0]).unbind(-1)
     assert forward.tolist() == [[True] * 3 + [False] * 3] * 2
     assert backward.tolist() == [[False] * 4 + [True] * 2] * 2
@@ -683,7 +683,7 @@ def test_without_a_state_calls_are_alike():
 
 
 def test_state_is_carried_by_row():
-    """Rows that leave come back with the state that they left with; new ones begin at zero."""
+    """A row missing from a batch keeps its state until it returns; a new row starts from zeros."""
     model, state = tiny(), CarriedState()
     texts = [["one two", "three", "four five"], ["six"], ["a", "b c", "d", "e"]]
     alone = [CarriedState() for _ in range(4)]
@@ -701,7 +701,7 @@ def test_state_resets():
     fresh, _ = model(char_ids(), state)
     later, _ = model(char_ids(), state)
     assert not torch.equal(fresh[1:], later[1:])
-    assert torch.equal(fresh[0], later[0])  # the words themselves
+    assert torch.equal(fresh[0], later[0])  # layer 0, the words, has no state
     state.reset(torch.tensor([1]))
     part, _ = model(char_ids(), state)
     assert torch.equal(part[:, 1], fresh[:, 1])
@@ -723,7 +723,7 @@ def test_no_gradient_flows_into_an_earlier_call():
     gradients = []
     for given in (state, carried):
         model.zero_grad()
-        model(char_ids(), given).layers.sum().backward()  # twice would raise if graphs were joined
+        model(char_ids(), given).layers.sum().backward()  # would raise if graphs were joined
         gradients.append([parameter.grad.clone() for parameter in model.parameters()])
     assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
 
@@ -738,7 +738,7 @@ def test_gradients_of_a_whole_model():
         filters=((1, 2), (2, 2)),
         n_highway=1,
         max_characters_per_token=4,
-        activation="tanh",  # without kinks; the highway's stay
+        activation="tanh",  # smooth; the highway's ReLU stays
         lstm_dim=3,
         projection_dim=2,
         dropout=0.0,
@@ -753,7 +753,7 @@ def test_gradients_of_a_whole_model():
         return tuple(torch.func.functional_call(model, named, (ids, tokens)))
 
     inputs = [value.detach().requires_grad_() for value in values]
-    # The embeddings alone have hundreds of elements.
+    # The fast mode, because the embeddings alone have hundreds of elements.
     assert torch.autograd.gradcheck(run, inputs, fast_mode=True)
 
 
@@ -810,7 +810,7 @@ def test_defaults_are_the_published_model():
 
 
 class Doubled(nn.Module):
-    """Stands where dropout does, and shows what it saw."""
+    """Replaces dropout: records its input and doubles it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -832,7 +832,7 @@ def test_dropout_is_on_the_inputs_of_the_layers():
     for direction, own in ((0, model.forward_layers), (1, model.backward_layers)):
         words, first = doubled.seen[2 * direction : 2 * direction + 2]
         assert_close(first, own[0](2 * words)[0])
-        second = own[1](2 * first)[0] + 2 * first  # the residual is of what was dropped out of
+        second = own[1](2 * first)[0] + 2 * first  # the residual adds the input after dropout
         assert_close(layers[2].chunk(2, -1)[direction], second[:, inside])
 
 
@@ -915,7 +915,7 @@ def test_elmo_learns_its_mixes_alone_over_a_frozen_bilm():
     assert torch.equal(one, two)
     layers, wanted_mask = model.bilm(char_ids())
     assert torch.equal(mask, wanted_mask)
-    assert_close(one, layers.mean(0))  # a fresh mix
+    assert_close(one, layers.mean(0))  # a fresh mix is the mean of the layers
     one.square().sum().backward()
     learnt = {name for name, value in model.named_parameters() if value.grad is not None}
     assert learnt == {"mixes.0.weights", "mixes.0.gamma"}
@@ -941,8 +941,8 @@ def test_sampled_words_are_distinct_and_zipfian():
         assert draws >= 8
         counts[drawn] += 1
         expected += sampler.expected_count(words, draws)
-    # Words are drawn until eight have come up, which biases a count given the number of draws; the
-    # sampler that this follows makes nothing of that either.
+    # Drawing stops at eight distinct words, which biases the counts given the number of draws.
+    # TensorFlow's sampler ignores this too.
     assert (counts / rounds - expected / rounds).abs().max() < 0.03
     assert (expected / rounds).sum().item() == pytest.approx(8, rel=0.03)
 
@@ -960,7 +960,7 @@ def test_draws_are_counted_as_if_one_by_one():
             found.append(word)
             latest = value
     assert drawn.tolist() == found
-    assert uniform[draws - 1] == latest  # it took no more
+    assert uniform[draws - 1] == latest  # and the last draw was needed
 
 
 def test_all_words_can_be_sampled():
@@ -1010,7 +1010,7 @@ def test_the_softmax_is_full_in_evaluation_or_when_nothing_is_sampled():
 
 @pytest.mark.parametrize("corrected", [True, False])
 def test_a_sample_teaches_the_full_softmax(corrected, monkeypatch):
-    """A bias learns how frequent words are. Without the expected counts it learns otherwise."""
+    """The bias learns the words' frequencies, but only if expected counts correct the loss."""
     if not corrected:
         monkeypatch.setattr(
             LogUniformSampler, "expected_count", lambda self, words, draws: torch.ones_like(words)
@@ -1116,7 +1116,7 @@ def test_published_vectors_fused(published, dtype, allowed):
 
 @pytest.mark.parametrize("skip", [False, True])
 def test_fused_computes_the_same(skip):
-    """Layers, carried state and every gradient, over batches of fewer rows and repeated words."""
+    """Layers, carried state and gradients agree, with repeated words and a smaller second batch."""
     eager = tiny(use_skip_connections=skip)
     fused = copy.deepcopy(eager)
     report = trifuse.fuse(fused)
@@ -1146,7 +1146,7 @@ def test_fused_reads_each_word_once():
     seen = []
     hook = model.characters.embedding.register_forward_hook(lambda *args: seen.append(args[1][0]))
     assert_close(model.characters(char_ids()), wanted)
-    assert len(seen[0]) == 18  # a module that is watched sees what it would see unfused
+    assert len(seen[0]) == 18  # a module with a hook gets the input it would get unfused
     hook.remove()
     for ids in (char_ids()[:, :0], char_ids()[:0]):
         assert model.characters(ids).shape == (*ids.shape[:2], 4)
@@ -1158,7 +1158,7 @@ def test_fused_reads_each_word_once():
     ids=["short", "as long as can be", "marks alone"],
 )
 def test_fused_reads_no_more_padding_than_a_filter_sees(words, read, monkeypatch):
-    """A word has marks around it; padding changes no maximum, and no gradient."""
+    """Padding past a word's marks and the widest filter changes no maximum and no gradient."""
     torch.manual_seed(0)
     sizes = {"max_characters_per_token": 20, "filters": ((1, 3), (2, 4), (4, 6))}
     eager = awake(BiLM(ElmoConfig(**{**TINY, **sizes})))
@@ -1188,7 +1188,7 @@ def test_fused_reads_no_more_padding_than_a_filter_sees(words, read, monkeypatch
 
 @pytest.mark.parametrize("recompute", [False, True])
 def test_fused_keeps_the_gates_unless_told_otherwise(recompute):
-    """The same gradients, of fewer bytes kept."""
+    """With recompute, gradients are the same and the forward saves fewer bytes."""
     torch.manual_seed(0)
     model = awake(BiLM(ElmoConfig(**TINY)))
     trifuse.fuse(model)

@@ -1,6 +1,6 @@
-"""What goes wrong raises: memory that runs out, tensors exchanged under a backward, absurd sizes.
+"""Faults raise errors: failed allocations, tensors exchanged before a backward, absurd sizes.
 
-What would crash or hang otherwise is called in a process of its own.
+Calls that could crash or hang run in a separate process.
 """
 
 from __future__ import annotations
@@ -51,17 +51,17 @@ def each_allocation_fails(threads: int) -> None:
 
 
 def each_allocation_of_a_call_fails(case: Case) -> None:
-    """The first, the second, and so on, until a call makes no more; by itself or with all after."""
+    """Fails allocation 1, 2, ... of a call, alone or with all later ones, until none is left."""
     small, large = case.results(1), case.results(2)
 
     def attempt(number: int) -> int:
-        count = ALL if number % 2 else 2  # of the kernels' own, each is asked for twice
+        count = ALL if number % 2 else 2  # 2: the kernels retry each of their own allocations
         assert equal(case.results(1), small)
         with failing(number, count):
             results = unless_out_of_memory(lambda: case.results(2))
         made = backends._C.counted_allocations()
         if results is not None:
-            # Two threads that ask at once may fail once each. Both are served when they ask again.
+            # Two threads that allocate at once may fail once each; both then succeed on the retry.
             both_served = count == 2 and torch.get_num_threads() > 1
             message = f"{number} of {made} failed, and nothing was raised"
             assert made < number or both_served, message
@@ -83,7 +83,7 @@ def test_each_allocation_fails(threads):
 
 
 def one_of_two_threads_fails() -> None:
-    """Two chunks of keys: one thread adds to each block of queries after the other has."""
+    """Two chunks of keys: at each block of queries, one thread adds its part after the other."""
     torch.set_num_threads(2)
     tensors = [normal(1, 1, rows, 16).requires_grad_() for rows in (256, 1000, 1000)]
     out = trifuse.scaled_dot_product_attention(*tensors)
@@ -104,7 +104,7 @@ def one_of_two_threads_fails() -> None:
         assert equal(backward(), expected)
         return made
 
-    # Which of the threads asks first is left to chance.
+    # Which thread allocates first varies from run to run.
     for _ in range(10):
         for_each_allocation(attempt)
     assert raised > 10
@@ -132,29 +132,29 @@ def address_space() -> int:
 
 
 def kept_memory_is_given_back() -> None:
-    def result(rows: int) -> Tensor:  # 4 KiB each
+    def result(rows: int) -> Tensor:  # rows of 4 KiB
         return trifuse.dropout_add_layer_norm(torch.ones(()).expand(rows, 1024))
 
     torch.set_num_threads(1)
     result(300)
     before = address_space()
-    freed = [result(16_000) for _ in range(6)]  # 384 MiB, of which 256 are kept
+    freed = [result(16_000) for _ in range(6)]  # 384 MiB, of which the cache keeps 256
     freed.clear()
     assert address_space() < before + (350 << 20)
     number, made, served = 0, 0, 0
     while number <= made:
         number += 1
-        freed = [result(16_000), result(16_000)]  # of 64 MiB each, and kept when they are freed
+        freed = [result(16_000), result(16_000)]  # 64 MiB each, cached when freed
         freed.clear()
         before = address_space()
-        # The first attempt fails, the second doesn't. What is kept is too large for this result.
+        # The first attempt fails, the retry doesn't. Cached blocks are too large for this result.
         with failing(number, 1):
             results = unless_out_of_memory(partial(result, 300 + 300 * number))
         made = backends._C.counted_allocations()
         if results is not None and number <= made:
             served += 1
             assert address_space() < before - (100 << 20), f"allocation {number}"
-    assert served >= 4  # a large result in two pieces, and two small ones
+    assert served >= 4  # a large result's block and its header, and two small tensors
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="reads /proc")
@@ -166,7 +166,7 @@ def test_kept_memory_is_given_back_before_an_allocation_is_given_up():
 
 
 def smaller(t: Tensor) -> list[Tensor]:
-    """Of other shapes, each less along one dimension."""
+    """Returns copies of ``t``, each halved along one dimension."""
     return [
         t.detach().narrow(d, 0, max(t.shape[d] // 2, 0)).clone()
         for d in range(t.dim())
@@ -185,7 +185,7 @@ def exchanged_data_raises() -> None:
 
 
 def exchange(name: str, case: Case, argument: str, other: Tensor) -> None:
-    """Where a forward keeps a view of a tensor, or a backward reads nothing of it, all is well."""
+    """Exchanges data before a backward, which raises unless it kept the old data or reads none."""
 
     def gradients(exchanged: bool) -> list[Tensor]:
         torch.manual_seed(0)
@@ -205,11 +205,11 @@ def exchange(name: str, case: Case, argument: str, other: Tensor) -> None:
     if not message:
         assert equal(found, gradients(False)), (name, argument)
         return
-    if "invalid gradient" in message:  # a sound one, of another shape: autograd says so
+    if "invalid gradient" in message:  # the gradient is right, but autograd rejects its shape
         return
-    # torch multiplies in the backward of linear.
+    # The backward of linear multiplies with torch, which raises errors of its own.
     assert re.search(r": expected .*; got |same dtype", message), (name, argument, message)
-    # Of tensors that say how large others are, one of the others may be blamed.
+    # If a tensor sets the sizes of others, the error may name one of the others.
     if argument.startswith(("weight", "bias", "x_bias", "norm", "residual", "lengths")):
         assert message.startswith(argument), (name, argument, message)
     if argument == "input":
@@ -221,7 +221,7 @@ def test_data_exchanged_between_forward_and_backward():
 
 
 class Recorder(TorchDispatchMode):
-    """The calls of our ops, below autograd."""
+    """Records the calls of our ops, below autograd."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -246,8 +246,7 @@ def calls_of_ops(case: Case) -> list[tuple[Any, list[Any]]]:
     return recorder.calls
 
 
-# A backward of lstm and gru converts what it is handed. For others it is grad_out that says which
-# type to compute in.
+# Backwards of lstm and gru convert these tensors. The other backwards compute in grad_out's dtype.
 ANY_TYPE = ("output", "gates", "cells", "clipped", "grad_output", "grad_h_n", "grad_c_n")
 ANY_TYPE += ("grad_out", "grad_sum", "grad_logsumexp")
 
@@ -258,7 +257,7 @@ def unsound(t: Tensor, argument: str, backward: bool) -> Iterator[tuple[str, Ten
         short = t.clone()
         short.untyped_storage().resize_(kept)
         yield f"{kept} bytes", short
-    if argument == "seed":  # one number, in whatever shape
+    if argument == "seed":  # one number, in any shape
         yield "two numbers", t.repeat(2)
     else:
         yield "one dimension more", t[None]
@@ -267,7 +266,7 @@ def unsound(t: Tensor, argument: str, backward: bool) -> Iterator[tuple[str, Ten
         return
     yield "one dimension less", t[0]
     for other in smaller(t):
-        if argument != "attn_mask" or other.shape[1] > 1:  # a mask of one head serves all
+        if argument != "attn_mask" or other.shape[1] > 1:  # a mask of one head broadcasts
             yield f"shape {tuple(other.shape)}", other
     if argument not in ANY_TYPE:
         yield "wrong type", t.double()
@@ -280,7 +279,7 @@ def unsound(t: Tensor, argument: str, backward: bool) -> Iterator[tuple[str, Ten
 
 
 def each_tensor_of_an_op_is_checked(case: Case) -> None:
-    """What a forward left to its backward, too. A forward can't know what shapes were meant."""
+    """Includes tensors saved for a backward. In a forward, other shapes may be meant."""
     for op, args in calls_of_ops(case):
         expected = flat(op(*args))
         for i, given in enumerate(args):
@@ -297,7 +296,7 @@ def each_tensor_of_an_op_is_checked(case: Case) -> None:
                         found, message = [], str(error)
                     if message:
                         assert re.search("expected|not a", message), (where, message)
-                    else:  # what is read in its place is all the same
+                    else:  # accepted only if the results stay the same
                         assert not re.search("bytes|more|wrong|numbers", what), where
                         assert equal(found, expected), where
 
@@ -310,7 +309,7 @@ def each_tensor_is_checked() -> None:
 
 
 def arguments_that_do_not_fit_raise() -> None:
-    """Several at once, or what is no tensor."""
+    """Several bad arguments at once, or arguments that are not tensors."""
 
     def raises(case: str, **changed: Any) -> None:
         op, args = calls_of_ops(CASES[case])[0]
@@ -378,7 +377,7 @@ def short_storage_raises() -> None:
                 tensors = case.make(1)
                 tensors[argument] = t.clone()
                 tensors[argument].untyped_storage().resize_(kept)
-                # torch says it itself where it is asked for a view.
+                # torch itself raises where the operator first takes a view.
                 with pytest.raises((ValueError, RuntimeError), match="storage"):
                     case.call(tensors)
 
@@ -392,7 +391,7 @@ def test_storage_shorter_than_the_tensor():
 
 @contextlib.contextmanager
 def room(mib: int) -> Iterator[None]:
-    """Let the process's address space grow by so much and no more."""
+    """Limits the growth of the process's address space to ``mib`` MiB."""
     before = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (address_space() + (mib << 20), before[1]))
     try:

@@ -1,4 +1,4 @@
-"""trifuse.fuse and what it must leave as it was."""
+"""trifuse.fuse: what it swaps, and what it must leave unchanged."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ def batch() -> tuple[Tensor, Tensor]:
 
 
 def but_for_dropout(report: trifuse.FuseReport) -> list[Any]:
-    """What was swapped; dropouts are many and lie everywhere."""
+    """Returns the swaps without those of dropouts, which are many."""
     return [swapped for swapped in report.swapped if swapped.after != "trifuse.nn.Dropout"]
 
 
 def snapshot(model: nn.Module) -> dict[str, object]:
-    """What fuse promises to keep, and what revert promises to bring back."""
+    """The state that neither fuse nor revert may change."""
     return {
         "modules": {name: id(module) for name, module in model.named_modules()},
         "parameters": {
@@ -62,7 +62,7 @@ def snapshot(model: nn.Module) -> dict[str, object]:
 
 
 def types(model: nn.Module) -> list[tuple[type, dict[str, object]]]:
-    """Classes and plain attributes: what fuse does change."""
+    """Classes and plain attributes, which fuse changes and revert restores."""
     plain = (bool, int, float, str)
     return [
         (type(m), {name: value for name, value in vars(m).items() if isinstance(value, plain)})
@@ -132,7 +132,7 @@ def test_training_flag_and_dropout_rate_are_kept():
 
 
 def test_unpad_can_be_added():
-    """fuse(unpad=True) after fuse, and reverted alone."""
+    """fuse(unpad=True) works after fuse, and reverts alone."""
     model = nn.ModuleDict({"bert": bert(), "encoder": transformer().encoder})
     first = trifuse.fuse(model)
     before = types(model)
@@ -183,7 +183,7 @@ def test_twice_is_once():
 @pytest.mark.parametrize("batch_first", [True, False])
 @pytest.mark.parametrize("training", [True, False])
 def test_transformer(training, batch_first, calls):
-    """nn.Transformer, whose encoder would otherwise use NestedTensors and a kernel of torch's."""
+    """Unfused, the encoder of nn.Transformer uses NestedTensors and a kernel of torch's."""
     model = transformer(batch_first).train(training)
     torch.manual_seed(1)
     source, target = torch.randn(3, 7, 16).double(), torch.randn(3, 5, 16).double()
@@ -268,11 +268,11 @@ def test_copies_and_state_dicts():
 
 
 class Attention(nn.MultiheadAttention):
-    """Somebody's own."""
+    """A user's subclass."""
 
 
 class Layer(nn.TransformerEncoderLayer):
-    """Somebody's own, which asks that its mask be floating."""
+    """A user's subclass, which requires a floating-point mask."""
 
     def forward(self, src, src_mask=None, src_key_padding_mask=None, is_causal=False):
         assert src_key_padding_mask.is_floating_point()
@@ -297,7 +297,7 @@ def test_what_is_not_known_is_left_and_reported():
 
 @pytest.mark.parametrize("own_encoder", [True, False])
 def test_encoders_with_unknown_parts_still_run(own_encoder, calls):
-    """Their attention is fused, so their encoder may not make NestedTensors any more."""
+    """Their attention is fused, so their encoder must no longer make NestedTensors."""
 
     class Encoder(nn.TransformerEncoder):
         pass

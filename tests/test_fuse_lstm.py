@@ -1,4 +1,4 @@
-"""trifuse.fuse on recurrent layers: results and state unchanged, and back again."""
+"""trifuse.fuse on recurrent layers: results and state unchanged, and revert."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 import trifuse
 from trifuse import backends
 
-backend = backend_fixture("lstm")  # also where eager would not be chosen: it is asked for by name
+backend = backend_fixture("lstm")  # includes eager, which auto would not choose
 
 T, B, I, H = 5, 4, 3, 6  # noqa: E741
 
@@ -95,7 +95,7 @@ def test_every_kind(backend):
 
 
 def test_fused_layers_are_moved_copied_and_loaded(backend):
-    """As any module; the attributes that only ours have come from the class."""
+    """Fused layers behave as any module; attributes that torch's lack come from the class."""
     model, other = tagger(), tagger()
     expected = results(model)
     trifuse.fuse(model)

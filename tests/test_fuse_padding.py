@@ -45,7 +45,7 @@ def encoder(**options: bool) -> nn.TransformerEncoder:
 
 @pytest.fixture
 def warned(caplog) -> list[str]:
-    """What was said since it was last cleared."""
+    """Messages logged since the list was last cleared."""
     caplog.set_level(logging.WARNING, "trifuse")
     said: list[str] = []
     handler = logging.Handler()
@@ -57,14 +57,14 @@ def warned(caplog) -> list[str]:
 
 @torch.no_grad()
 def packs(model: nn.Module, calls: list[str], **options: object) -> bool:
-    """Whether a padded batch goes through without its padding."""
+    """Returns whether a padded batch is computed without its padding."""
     calls.clear()
     model(input_ids=ids(), attention_mask=KEEP.long(), **options)
     return calls == ["varlen_attention"] * 2
 
 
 class LoRA(nn.Module):
-    """What peft puts in the place of a Linear: a class of its own, which holds it."""
+    """Stands for peft's replacement of a Linear: a class of its own that wraps it."""
 
     def __init__(self, base: nn.Linear) -> None:
         super().__init__()
@@ -136,7 +136,7 @@ def one_process() -> Iterator[None]:
 
 @pytest.mark.usefixtures("one_process")
 def test_fsdp(calls, warned):
-    """``fully_shard`` makes classes of its own."""
+    """``fully_shard`` changes the classes of modules."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
@@ -148,7 +148,7 @@ def test_fsdp(calls, warned):
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
     assert not packs(model, calls)
-    assert len(warned) == 2  # of the model, and of the layers in its encoder
+    assert len(warned) == 2  # one for the model, one for its encoder's layers
     assert "FSDPBertModel" in warned[0]
     assert "layer.0 is a" in warned[1]
     assert [row.path for row in trifuse.explain(model).padded] == ["", "encoder"]
@@ -156,7 +156,7 @@ def test_fsdp(calls, warned):
 
 
 def test_hidden_states_are_asked_for_once(calls, warned):
-    """transformers leaves its hooks in place. They do nothing in calls that don't ask."""
+    """transformers leaves its hooks in place; they do nothing in calls without hidden states."""
     model = bert()
     trifuse.fuse(model, unpad=True)
     wanted = model(ids(), KEEP.long())[0]
@@ -175,7 +175,7 @@ def test_hidden_states_are_asked_for_once(calls, warned):
 
 
 def test_hidden_states_recorded_from_outside(calls):
-    """While a model around it records, the encoder doesn't show packed tokens to the hooks."""
+    """While an outer model records hidden states, the encoder doesn't pack: hooks need padding."""
     from transformers.utils import output_capturing
 
     model = bert()
@@ -204,7 +204,7 @@ def test_hooks_come_and_go(calls, warned):
     handle.remove()
     assert packs(model, calls)
     twin = copy.deepcopy(model)
-    for each in (model, twin):  # said again of another model, not of the same
+    for each in (model, twin):  # warns again for another model, not for the same
         each.encoder.layer[1].register_forward_hook(lambda *_: None)
         assert not packs(each, calls)
     assert len(warned) == 2
@@ -242,7 +242,7 @@ def test_models_that_never_do(warned):
     assert report.padded == [("", "LlamaForCausalLM", reason)]
     assert warned == [f"LlamaForCausalLM computes padding too, because {reason}"]
     assert f"computes padding too: {reason}" in str(report)
-    assert not trifuse.fuse(model).padded  # where nobody asks for it, nothing is said
+    assert not trifuse.fuse(model).padded  # nothing to report without unpad
 
     plain = trifuse.fuse(nn.Sequential(nn.ReLU()), unpad=True)
     assert plain.padded == [("", "Sequential", "nothing in it is known to do without it")]
@@ -278,7 +278,7 @@ def test_appended_keys(warned):
 
 @pytest.mark.parametrize("make", [encoder, bert])
 def test_compiled(make, calls, warned):
-    """The mask's values aren't known while tracing, which breaks no graph to say so."""
+    """The mask's values aren't known while tracing; the warning about it breaks no graph."""
     model = make()
     trifuse.fuse(model, unpad=True)
     compiled = torch.compile(model, backend="eager", fullgraph=make is encoder)
@@ -306,7 +306,7 @@ def test_explain_of_models():
     with_weights = "by softmax where weights are asked for, torch's default"
     assert after["attention"].startswith("attention by ")
     assert after["attention"].endswith(with_weights)
-    assert with_weights not in after["encoder.layers.0.self_attn"]  # its layer never asks
+    assert with_weights not in after["encoder.layers.0.self_attn"]  # its layer requests none
     assert after["lstm"].startswith("lstm by ")
     model["encoder"].layers[0].norm1.register_forward_hook(lambda *_: None)
     now = {row.path: row.runs for row in trifuse.explain(model).modules}

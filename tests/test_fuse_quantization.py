@@ -1,4 +1,4 @@
-"""Fused modules under torch's quantization and reparametrizations: the same, or an error."""
+"""Fused modules under torch's quantization and reparametrizations: the same result or an error."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_dynamic(spec, name, inplace):
     assert [type(module) for module in fused.modules()] == before
     report.revert()
     kinds = {type(module) for module in quantization.quantize_dynamic(model(), spec).modules()}
-    if inplace:  # what was set before it raised would be in the way of a second call
+    if inplace:  # attributes set before the error would disturb a second call
         for module in fused.modules():
             vars(module).pop("qconfig", None)
     reverted = quantization.quantize_dynamic(fused, spec)
@@ -95,7 +95,7 @@ def test_what_is_not_fused_is_quantized_beside_it():
     quantized = quantization.quantize_dynamic(fused, spec)
     assert type(quantized.embedding) is torch.ao.nn.quantized.Embedding
     assert type(quantized.lstm) is trifuse.nn.LSTM
-    assert not hasattr(quantized.lstm, "qconfig")  # torch takes it away in the end
+    assert not hasattr(quantized.lstm, "qconfig")  # torch removes it in the end
 
 
 @pytest.mark.parametrize("training", [False, True])
@@ -111,7 +111,7 @@ def test_static(training):
 
 
 def test_prepared_modules_are_left():
-    """To become one of ours would keep ``convert`` from knowing it."""
+    """``convert`` would not recognise a prepared module once it is fused."""
     prepared = model()
     prepared.linear.qconfig = quantization.get_default_qconfig(torch.backends.quantized.engine)
     quantization.prepare(prepared, inplace=True)

@@ -1,4 +1,4 @@
-"""Reports of trifuse.fuse: plain data that goes with the model, and that says what runs."""
+"""Reports of trifuse.fuse: plain data, copied with the model, that describes what runs."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ MODELS = [transformer, recurrent, our_bert, their_bert]
 
 
 def state(model: nn.Module) -> list[object]:
-    """Classes, what an instance has for itself, and how transformers' models attend."""
+    """Each module's class, plain attributes, and attention implementation in transformers."""
     return [
         (
             type(module),
@@ -102,7 +102,7 @@ def test_copied_alone(make):
 @pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
 @pytest.mark.parametrize("make", MODELS)
 def test_reverted_in_any_order(make, order):
-    """Of a part, of the whole, and once more to leave padding out."""
+    """Reports of a part, of the whole, and of a second fuse with unpad=True."""
     model = nn.ModuleDict({"part": make(), "other": make()})
     before = state(model)
     reports = [trifuse.fuse(model["part"]), trifuse.fuse(model), trifuse.fuse(model, unpad=True)]
@@ -134,7 +134,7 @@ def test_attention_with_weights():
     report = trifuse.fuse(attention)
     assert report.notes == [("", "by softmax where weights are asked for, torch's default")]
     assert "trifuse.nn.MultiheadAttention; by softmax where weights" in str(report)
-    assert not trifuse.fuse(transformer()).notes  # these layers never ask
+    assert not trifuse.fuse(transformer()).notes  # these layers never request weights
 
 
 def test_ends_that_stay_apart():
@@ -169,7 +169,7 @@ def sam() -> nn.Module:
 
 
 def test_sam():
-    """Its vision tower chooses an attention's class when it is made; the decoder asks each call."""
+    """The vision tower fixes its attention class when built; the decoder selects one per call."""
     torch.manual_seed(0)
     model = sam()
     images, points = torch.randn(1, 3, 32, 32), torch.tensor([[[[4.0, 4.0]]]])
@@ -189,7 +189,7 @@ def test_sam():
 
 
 def test_detr():
-    """A convolutional backbone is a model of transformers too, and has no attention to choose."""
+    """The convolutional backbone is also a transformers model, but has no attention to select."""
     torch.manual_seed(0)
     backbone = transformers.ResNetConfig(
         embedding_size=8, hidden_sizes=[8, 8], depths=[1, 1], out_features=["stage2"]

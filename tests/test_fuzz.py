@@ -1,4 +1,4 @@
-"""The fuzzer: some calls of every operator, and that it finds what is wrong."""
+"""The fuzzer: some calls of every operator, and planted mistakes that it must find."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_some_calls(operator, backend):
 
 
 def test_generators_agree():
-    """Two programs written apart."""
+    """The fuzzer's generator and the reference's were written independently."""
     seed = their_philox.drawn_seed(3)
     plane, row, column = (
         x.flatten().numpy() for x in torch.meshgrid(*map(torch.arange, (3, 5, 21)), indexing="ij")
@@ -80,7 +80,7 @@ def test_planted_mistakes_are_found_and_shrunk(operator, module, wrong, monkeypa
         with pytest.raises(Failure, match=found):
             shrunk.check()
     assert sum(torch.Size(v.shape).numel() for v in shrunk.tensors.values()) <= 40
-    # Nothing is left that the mistake does not need.
+    # Only the arguments that the mistake needs are left.
     needed = {"x", "residual"} if operator == "dropout_add_layer_norm" else {"x"}
     assert shrunk.tensors.keys() == needed
     assert shrunk.poison is None
@@ -88,7 +88,7 @@ def test_planted_mistakes_are_found_and_shrunk(operator, module, wrong, monkeypa
 
 
 def test_a_failure_can_be_pasted():
-    """The program makes the same call."""
+    """The printed program makes the same call."""
     with worker.prepared("attention", "eager"):
         for seed in range(12):
             call, _ = worker.draw("attention", "eager", Random(seed))
@@ -114,7 +114,7 @@ def test_shrinking():
 
 
 def test_units():
-    """A number that is off by half a rounding passes, one that is wrong in its fifth digit not."""
+    """Numbers off by half a rounding pass; numbers wrong in the fifth digit fail."""
     r = Rounding(torch.float32, 40)
     x = torch.linspace(1, 2, 30)
     replicas = r(r(r.of(x)) ** 2)

@@ -1,8 +1,8 @@
-"""Triton's and CUDA's kernels on a GPU, held to what the formulas give on the CPU in float64.
+"""Triton and CUDA kernels on a GPU, compared with the formulas in float64 on the CPU.
 
-Elsewhere Triton's kernels run in its interpreter and CUDA's under a model of CUDA, which see
-neither races nor compilers' mistakes. So besides the numbers, calls are repeated and must give the
-same bits.
+Other tests run the Triton kernels in Triton's interpreter and the CUDA kernels under a model of
+CUDA, neither of which shows races or compiler bugs. So calls are also repeated here, and must give
+the same bits.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from torch import Tensor
 import trifuse
 from trifuse import backends
 
-# cuBLAS gives the same bits every time only with a workspace of a fixed size, and torch insists.
+# cuBLAS repeats its bits only with a workspace of fixed size; without this setting torch raises.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
@@ -49,7 +49,7 @@ def kernel(request: pytest.FixtureRequest) -> Kernel:
 
 @pytest.fixture(autouse=True)
 def _calls_go_to_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What runs a case computes there, with the seeds that the CPU draws."""
+    """Runs cases on the GPU, with the seeds that the CPU draws."""
     draw = torch.randint
 
     def randint(*args: Any, device: Any = None, **options: Any) -> Tensor:
@@ -73,7 +73,7 @@ def _calls_go_to_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def _a_lost_gpu_is_nobody_else_s() -> Iterator[None]:
-    """After an access out of bounds every later call of the process fails. Another takes over."""
+    """Ends a worker whose GPU is lost, as all its later calls would fail; xdist starts another."""
     yield
     try:
         torch.cuda.synchronize()
@@ -85,9 +85,9 @@ def _a_lost_gpu_is_nobody_else_s() -> Iterator[None]:
 
 
 def moved(value: Any, device: str) -> Any:
-    """All tensors in a value on another device, each in its own memory layout."""
+    """Moves all tensors in a value to another device, keeping their memory layouts."""
     if isinstance(value, Tensor):
-        # What lies between its elements goes along.
+        # Copies the whole storage, with the gaps between elements.
         flat = torch.empty(0, dtype=value.dtype, device=value.device).set_(value.untyped_storage())
         return flat.to(device).as_strided(value.size(), value.stride(), value.storage_offset())
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -105,7 +105,7 @@ operator = pytest.mark.operator
 
 
 def drawn(kernel: Kernel, count: int) -> range:
-    """How many calls to draw at random. Triton compiles kernels for each, which takes seconds."""
+    """The calls to draw at random: fewer for Triton, which takes seconds to compile each."""
     return range(count // 8 if kernel.backend == "triton" else count)
 
 
@@ -150,7 +150,7 @@ def test_attention_of_many_tiles(kernel, dtype, E, Ev):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("head_dim", [40, 64, 128])
 def test_packed_sequences_are_what_each_is_by_itself(kernel, dtype, head_dim):
-    """Bit for bit, wherever its tokens begin; those past the last sequence give 0."""
+    """Bit for bit, wherever a sequence begins. Tokens past the last sequence give 0."""
     lengths, rest = [200, 0, 70, 129], 9
     sizes: dict[str, Any] = {"H": 4, "Hkv": 2, "E": head_dim, "dtype": dtype, "is_causal": True}
     case = attention.packed(lengths, lengths, rest=rest, **sizes)
@@ -184,8 +184,8 @@ def test_dropout_add_layer_norm_calls_drawn_at_random(kernel, dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("N", [256, 768, 1000, 1024, 2048, 4096, 8192, 12_288, 70_001])
 def test_dropout_add_layer_norm_of_any_width(kernel, dtype, N):
-    rows = min(3_000_000 // N, 3000) if N < 10_000 else 5  # more than a GPU has in hand at a time
-    for options in ({}, {"x_bias": None, "grad_sum": None}):  # the latter have kernels of their own
+    rows = min(3_000_000 // N, 3000) if N < 10_000 else 5  # more rows than a GPU holds at once
+    for options in ({}, {"x_bias": None, "grad_sum": None}):  # the second has specialised kernels
         case = dropout_add_layer_norm.make(rows, N, dtype=dtype, dropout_p=0.1, **options)
         dropout_add_layer_norm.record_accuracy({kernel: Accuracy(kernel.name)}, case)
 
@@ -240,7 +240,7 @@ def test_lstm_that_fills_registers_and_shared_memory(kernel):
     ("H", "projection", "directions"), [(1024, None, 2), (2048, None, 1), (4096, 512, 1)]
 )
 def test_lstms_that_are_one_launch(H, projection, directions):
-    """By what the driver says of the compiled kernels, on a GPU with as many multiprocessors."""
+    """By the occupancy that the driver reports, one launch fits on 132 multiprocessors."""
     if not backends._CUDA_OPERATORS:
         pytest.skip("this build holds no CUDA kernels")
     if torch.cuda.get_device_properties(0).multi_processor_count < 132:
@@ -277,8 +277,8 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 SMALL = {"Lq": 70, "Lk": 45, "dtype": BF16} | FEATURES["everything"]
 EVERYTHING = {"dtype": BF16} | lstm.VARIANTS["everything"]
 
-# By operator: between them they launch each of its CUDA kernels, as test_cuda_kernels sees to. They
-# are what compute-sanitizer is put to.
+# By operator: cases that together launch each of its CUDA kernels, which test_cuda_kernels checks.
+# compute-sanitizer runs these cases.
 EACH_KERNEL: dict[str, dict[str, Callable[[], Any]]] = {
     "attention": {
         "float32": lambda: attention.make(**SMALL | {"dtype": FP32}),
@@ -366,7 +366,7 @@ Call = Callable[[], tuple[Tensor, ...]]
 
 
 def differentiated(function: Callable[[], Tensor], *variables: Tensor) -> Call:
-    """Its output and gradients."""
+    """Returns a function that computes the output and the gradients."""
 
     def call() -> tuple[Tensor, ...]:
         out = function()
@@ -376,8 +376,8 @@ def differentiated(function: Callable[[], Tensor], *variables: Tensor) -> Call:
 
 
 def captured(call: Call) -> tuple[torch.cuda.CUDAGraph, tuple[Tensor, ...]]:
-    """A graph of a call, and where its replays put the results."""
-    # Poisoning memory that is not initialised is a kernel too, which a graph would repeat.
+    """Captures a call; returns the graph and the tensors that its replays write."""
+    # Deterministic mode fills new memory with NaN, and the graph would capture that kernel too.
     torch.use_deterministic_algorithms(False)
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -425,7 +425,7 @@ def test_a_graph_repeats_the_call(kernel, what):
 
 @each_operator
 def test_each_replay_of_a_graph_draws_anew(kernel, name):
-    """As torch's dropout does: what calls outside of a graph would draw by the same seed."""
+    """As with torch's dropout, replays draw what calls outside a graph draw from the same seed."""
     x = on_the_gpu(4, 40, 8, 64).requires_grad_()
     w_ih, w_hh = (on_the_gpu(4 * 64, 64) / 8 for _ in range(2))
     draws: dict[str, Any] = {"recurrent_dropout": 0.5, "zoneout_h": 0.5, "training": True}

@@ -1,4 +1,4 @@
-"""gru: results, gradients, the same bits in any company; the rest it shares with lstm."""
+"""gru: results, gradients, bits that don't depend on other rows. lstm's tests cover the rest."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def cpp_kernel(request: pytest.FixtureRequest) -> Any:
 
 
 class Case:
-    """A call: tensors by name, and the gradients that arrive from above."""
+    """A call: tensors by name, and upstream gradients."""
 
     def __init__(
         self, T: int = 5, B: int = 3, I: int = 4, H: int = 6, *,  # noqa: E741
@@ -101,7 +101,7 @@ def differentiate(
     pairs = [
         (t, g.to(t.dtype))
         for t, g in zip((output, h_n), upstream or case.upstream, strict=True)
-        if t.requires_grad  # of no steps the formula's output depends on nothing
+        if t.requires_grad  # with T = 0 the formula's output depends on nothing
     ]
     roots, gradients = zip(*pairs, strict=True)
     grads = torch.autograd.grad(roots, list(leaves.values()), gradients, allow_unused=True)
@@ -113,7 +113,7 @@ def differentiate(
 
 
 def run(case: Case) -> Results:
-    """The operator, forward and backward, by the backend in force."""
+    """Runs the operator, forward and backward, on the selected backend."""
 
     def call(tensors: dict[str, Tensor]) -> Any:
         return ops.layer(*case.arguments(tensors), case.lengths, reverse=case.reverse)
@@ -134,7 +134,7 @@ def specification(case: Case, disturb: Callable[[Tensor], Tensor] = torch.Tensor
 
 
 def eager_torch(case: Case) -> Results:
-    """As one writes it in torch, row by row, in the dtype of the input."""
+    """The GRU in plain torch, row by row, in the dtype of the input."""
 
     def formula(tensors: dict[str, Tensor]) -> Any:
         input, h0, parameters = case.arguments(tensors)
@@ -164,7 +164,7 @@ def eager_torch(case: Case) -> Results:
 
 
 def record_accuracy(accuracies: dict[Kernel, Accuracy], case: Case) -> None:
-    """Put a case to each kernel and hold each result to the numerics rule."""
+    """Runs a case on each kernel and holds each result to the numerics rule."""
     generator = torch.Generator().manual_seed(0)
     eps = rounding_error(case.tensors["input"].dtype)
 
@@ -180,7 +180,7 @@ def record_accuracy(accuracies: dict[Kernel, Accuracy], case: Case) -> None:
         for name, exact in expected.items():
             moved = sum((n[name] - exact).square() for n in near) / len(near)
             one = (moved + (eps * exact).square()).sqrt()
-            # All results of a sequence bear the errors of its few states.
+            # All results of a sequence share the errors of its few states.
             sequences = expected["output"].shape[1]
             accuracy.record(name, actual[name], exact, eager[name], one, sequences)
 
@@ -229,7 +229,7 @@ PER_ROW = ("output", "h_n", "grad_input", "grad_h0")
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_many_calls(dtype):
-    """Errors by the numerics rule, each call and in the mean."""
+    """Errors obey the numerics rule, in each call and on average."""
     kernels = serving("gru", KERNELS)
     accuracies, random = {kernel: Accuracy(kernel.name) for kernel in kernels}, Random(0)
     for _ in range(30):
@@ -247,7 +247,7 @@ def test_variants(served, what):
 
 
 def test_no_drift_over_many_steps():
-    """2000 steps: errors as large as eager torch's at most, and no larger at the end."""
+    """Over 2000 steps, errors stay within twice eager torch's and don't grow."""
     case = Case(2000, 2, 3, 5)
     expected, eager = specification(case), eager_torch(case)
     for kernel in serving("gru", KERNELS):
@@ -263,7 +263,7 @@ def test_no_drift_over_many_steps():
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("sign", [1, -1])
 def test_saturation(kernel, sign, dtype):
-    """Gates at ±80, where e^80 is near float32's end: open or shut, never NaN."""
+    """Gates at ±80, where e^80 is near float32's limit: open or shut, never NaN."""
     case = Case(4, 2, 1, 5, dtype=dtype, biases=False)
     case.tensors["input"].fill_(1)
     case.tensors["weight_ih"].fill_(80 * sign)
@@ -336,7 +336,7 @@ def test_padding_does_not_exist(kernel, what):
 @pytest.mark.parametrize("dtype", DTYPES)
 @torch.no_grad()
 def test_one_step_of_few_rows(cpp_kernel, dtype):
-    """By weights where they lie, through the layer's op and the cell's: the bits of packed ones."""
+    """The layer's and the cell's op read weights unpacked for few rows; the bits stay the same."""
     case = Case(2, 11, 150, 51, dtype=dtype)
     x, h0, (p,) = case.arguments(case.tensors)
     output, _ = trifuse.gru(x, h0[0], *p)
@@ -363,7 +363,7 @@ def test_ragged_is_a_loop_over_sequences(cpp_kernel, reverse, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rows_and_threads(cpp_kernel, dtype):
-    """A row alone; and any number of threads."""
+    """A row's bits depend neither on other rows nor on the number of threads."""
     case = Case(4, 21, 5, 35, dtype=dtype)
     results = run(case)
     alone = run(case.rows(slice(7, 8)))
@@ -410,7 +410,7 @@ def test_gradcheck(backend, what):
 
 @pytest.mark.parametrize("what", ["plain", "two directions, lengths"])
 def test_opcheck(served, what):
-    # Past a row's length the gates hold anything, which opcheck would compare.
+    # Full lengths: past a row's length gates are uninitialised, and opcheck would compare them.
     full = {"lengths": (5, 5, 5)} if "lengths" in VARIANTS[what] else {}
     case = Case(**{**VARIANTS[what], **full})
     input, h0, parameters = case.arguments(case.tensors)
@@ -489,7 +489,7 @@ def test_autocast(backend, dtype):
 
 
 def test_saved_tensors(backend):
-    """Inputs, the output, and the gates: four per unit, in the dtype of the input."""
+    """Saved are inputs, the output, and four gates per unit in the dtype of the input."""
     case = Case(dtype=torch.bfloat16)
     saved: list[Tensor] = []
     call, args = call_of(case)

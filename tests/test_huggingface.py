@@ -34,7 +34,7 @@ L = 10
 
 @pytest.fixture(autouse=True)
 def _torch_multiplies(monkeypatch) -> None:
-    """Reports don't depend on the machine."""
+    """Makes reports independent of the machine."""
     monkeypatch.setenv("TRIFUSE_LINEAR", "torch")
     monkeypatch.setattr(linear, "_measured", {})
 
@@ -62,7 +62,7 @@ def mistral() -> nn.Module:
 
 
 def gemma3() -> nn.Module:
-    """Sliding and full attention by turns, each with a mask of its own."""
+    """Layers alternate between sliding and full attention, each with its own mask."""
     config = transformers.Gemma3TextConfig(
         **GQA, head_dim=8, sliding_window=4, layer_types=["sliding_attention", "full_attention"]
     )
@@ -105,7 +105,7 @@ MASKS = {
 
 
 def implementations(model: nn.Module) -> Iterator[str]:
-    """The model under "sdpa", then fused, then under "eager"."""
+    """Switches the model to "sdpa", to "trifuse" by fuse, and to "eager"; yields each name."""
     model.set_attn_implementation("sdpa")
     yield "sdpa"
     report = trifuse.fuse(model)
@@ -117,7 +117,7 @@ def implementations(model: nn.Module) -> Iterator[str]:
 
 
 def compare(model: nn.Module, run, real: Tensor | None = None) -> None:
-    """``run`` gives the same under every implementation, on real tokens."""
+    """Checks that ``run`` gives the same on real tokens under every implementation."""
     results = {name: run(model) for name in implementations(model)}
     for peer in ("sdpa", "eager"):
         got, wanted = results["trifuse"], results[peer]
@@ -150,7 +150,7 @@ def test_hidden_states(make, mask):
 
 @pytest.mark.parametrize("mask", ["no mask", "padded right", "padded left"])
 def test_encoder_decoder(mask):
-    """T5: padding and a position bias together, on the encoder, the decoder and across."""
+    """T5: padding with a position bias, in the encoder, the decoder and cross attention."""
     model, mask = build(t5), MASKS[mask]
     compare(model, lambda m: m(input_ids=ids(), attention_mask=mask, decoder_input_ids=ids())[0])
 
@@ -188,7 +188,7 @@ def test_generate(make, cache, mask):
 @pytest.mark.parametrize("mask", ["no mask", "padded left"])
 @pytest.mark.parametrize("make", DECODERS)
 def test_prefill_in_pieces(make, mask):
-    """Several queries at the end of more keys: the causal diagonal ends in the corner."""
+    """With fewer queries than keys, the causal diagonal ends in the lower right corner."""
     mask = MASKS[mask]
 
     @torch.no_grad()
@@ -202,7 +202,7 @@ def test_prefill_in_pieces(make, mask):
 
 @pytest.mark.parametrize("make", [llama, mistral])
 def test_packed_sequences(make):
-    """Position ids that start again: no sequence sees another."""
+    """Position ids that restart within a row: no sequence attends to another."""
     positions = torch.tensor([[*range(4), *range(6)]]).expand(3, -1)
     compare(build(make), lambda m: m(input_ids=ids(), position_ids=positions)[0])
 
@@ -220,7 +220,7 @@ def test_mask_made_by_the_caller():
 
 
 def test_padding_travels_as_it_is(masks_seen):
-    """No mask with a row for every query, where padding and causality say it all."""
+    """No mask has a row for every query if padding and causality suffice."""
     huggingface.register()
     padded = MASKS["padded right"]
     row = ((3, 1, 1, L), torch.bool)
@@ -239,7 +239,7 @@ def test_padding_travels_as_it_is(masks_seen):
 
 
 def test_padding_is_read_only_where_that_is_free(monkeypatch):
-    """While compiling, whether there is padding isn't asked."""
+    """While compiling, the mask's values aren't read."""
     mask = torch.ones(2, 5, dtype=torch.bool)
     arguments = {
         "batch_size": 2,
@@ -264,8 +264,8 @@ def test_padding_is_read_only_where_that_is_free(monkeypatch):
         (5, 5, 0, 0, 5),
         (5, 7, 0, 0, 5),  # keys to come, as in a static cache
         (5, 7, 0, 0, 9),
-        (3, 8, 5, 0, 8),  # more queries for a cache
-        (3, 8, 7, 2, 10),  # whose first keys are gone
+        (3, 8, 5, 0, 8),  # more queries on a cache
+        (3, 8, 7, 2, 10),  # a cache without its first keys
         (1, 8, 7, 0, 8),
     ],
 )
@@ -402,7 +402,7 @@ def test_fuse_keeps_everything_else():
 
 @pytest.mark.parametrize("unpad", [False, True])
 def test_bert_with_hidden_states(unpad):
-    """They are recorded by class, which fuse changes."""
+    """transformers records hidden states by module class, which fuse changes."""
     model, mask = build(bert), MASKS["padded right"]
     arguments = {"input_ids": ids(), "attention_mask": mask, "output_hidden_states": True}
     wanted = model(**arguments).hidden_states

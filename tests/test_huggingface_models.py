@@ -1,4 +1,4 @@
-"""Models that don't ask transformers for their attention, and fused ones in other processes."""
+"""Models that compute attention themselves, and fused models in other processes."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ PADDED = (torch.arange(8) < torch.tensor([8, 5])[:, None]).long()
 
 @pytest.fixture(autouse=True)
 def _torch_multiplies(monkeypatch) -> None:
-    """Reports don't depend on the machine."""
+    """Makes reports independent of the machine."""
     monkeypatch.setenv("TRIFUSE_LINEAR", "torch")
     monkeypatch.setattr(linear, "_measured", {})
 
@@ -95,7 +95,7 @@ def test_what_computes_its_attention_is_refused_when_made(name):
 
 @pytest.mark.parametrize("name", COMPUTE_THEMSELVES)
 def test_what_computes_its_attention_is_refused_when_it_makes_a_mask(name):
-    """The name may be chosen where transformers doesn't check it."""
+    """The name "trifuse" may be set where transformers doesn't check it."""
     model = make(name, COMPUTE_THEMSELVES[name], "eager")
     wanted = model(input_ids=IDS, attention_mask=PADDED)[0]
     report = trifuse.fuse(model)
@@ -112,7 +112,7 @@ def test_what_computes_its_attention_is_refused_when_it_makes_a_mask(name):
 
 
 class Asking(nn.Module):
-    """Remote code that asks."""
+    """Remote code that takes its attention from transformers' registry."""
 
     is_causal = True
 
@@ -124,7 +124,7 @@ class Asking(nn.Module):
 
 
 class Computing(nn.Module):
-    """Remote code that doesn't."""
+    """Remote code that computes attention itself."""
 
     def forward(self, hidden_states, attention_mask):
         x = hidden_states[:, None]
@@ -133,7 +133,7 @@ class Computing(nn.Module):
 
 
 class ComputingInstead(Asking):
-    """A class whose base asks, and which doesn't."""
+    """Computes attention itself, though its base class takes it from the registry."""
 
     forward = Computing.forward
 
@@ -143,7 +143,7 @@ class OneConfig(transformers.PreTrainedConfig):
 
 
 def remote(*attentions: type[nn.Module]) -> type[PreTrainedModel]:
-    """A model made of these attentions, one after the other."""
+    """Returns the class of a model that chains these attentions."""
 
     class Remote(PreTrainedModel):
         config_class = type("RemoteConfig", (OneConfig,), {})
@@ -155,7 +155,7 @@ def remote(*attentions: type[nn.Module]) -> type[PreTrainedModel]:
                 hidden_states = layer(hidden_states, mask)
             return hidden_states
 
-    # What __init__ builds from is read off its code, so it has to name the classes.
+    # why_not finds the classes by their names in the code of __init__, which must contain them.
     names = ", ".join(layer.__name__ for layer in attentions)
     scope = {layer.__name__: layer for layer in attentions} | {"nn": nn, "Base": PreTrainedModel}
     code = f"""
@@ -183,7 +183,7 @@ def test_code_from_elsewhere_that_asks():
 
 
 def test_a_model_with_both_kinds_is_right():
-    """Both get the mask that is added, also where none would do for one of them."""
+    """Both get the additive mask, even where one of them could do without a mask."""
     huggingface.register()
     x = torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(0))
     both = remote(Asking, Computing)
@@ -197,7 +197,7 @@ def test_a_model_with_both_kinds_is_right():
 
 
 def test_layers_that_call_themselves_causal_and_get_no_mask():
-    """A model not said to support "sdpa" means by no mask what "eager" makes of it."""
+    """In a model without support for "sdpa", no mask means no masking, as under "eager"."""
 
     class CallsItselfCausal(Asking):
         def __init__(self, config):
@@ -225,7 +225,7 @@ def test_a_causal_mask_for_layers_that_can_be_bidirectional():
 @pytest.mark.parametrize("positions", [range(5), range(3, 8), range(7, 8), range(2, 5)])
 @pytest.mark.parametrize("padded", [False, True])
 def test_masks_are_asked_for_by_positions_or_by_lengths(positions, padded):
-    """Versions of transformers differ in how they say where the queries are."""
+    """Versions of transformers differ in how they pass the positions of the queries."""
     first, length = positions[0], len(positions)
     kv_length = max(positions[-1] + 1, 5)
     keep = torch.ones(2, kv_length, dtype=torch.bool)
@@ -242,12 +242,12 @@ def test_masks_are_asked_for_by_positions_or_by_lengths(positions, padded):
 def eager_attention_forward(
     module, query, key, value, attention_mask, scaling, sinks=None, **kwargs
 ):
-    """As transformers writes them."""
+    """Has the signature of transformers' functions of this name."""
     del module, query, key, value, attention_mask, scaling, sinks, kwargs
 
 
 class HasFormula(nn.Module):
-    """Names what it would do under "eager"."""
+    """Its code names the function that it would call under "eager"."""
 
     is_causal = False
 
@@ -303,7 +303,7 @@ def test_the_check_leaves_other_names_alone():
 
 
 def run(code: str, *arguments: object) -> str:
-    """What a fresh process prints."""
+    """Runs code in a fresh process and returns what it prints."""
     environment = os.environ | {"TRIFUSE_LINEAR": "torch"}
     command = [sys.executable, "-c", code, *map(str, arguments)]
     done = subprocess.run(command, env=environment, check=False, capture_output=True, text=True)

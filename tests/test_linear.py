@@ -1,4 +1,4 @@
-"""Linear layers on our product: the numerics rule, packed weights, autograd, the choice."""
+"""Linear layers on our matrix product: the numerics rule, packed weights, autograd, the choice."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from trifuse.ops import linear as ops
 pytestmark = pytest.mark.skipif(not ops._available(torch.float32), reason="no C++ extension")
 
 DTYPES = [torch.float32, torch.bfloat16]
-# Features around the lengths at which sums are cut, and odd ones.
+# Features around the lengths at which sums are split, and odd numbers.
 FEATURES = (1, 3, 64, 127, 128, 129, 257, 639, 768, 961, 1536, 3072)
 
 
 @pytest.fixture(autouse=True)
 def _ours(monkeypatch) -> None:
-    """Our product serves whatever it can, fast or not."""
+    """Makes our product serve every call that it can, fast or not."""
     monkeypatch.setenv("TRIFUSE_LINEAR", "cpp")
     monkeypatch.setattr(ops, "_measured", {})
     monkeypatch.setattr(ops, "_ROWS_WORTH_PACKING", 1)
@@ -39,7 +39,7 @@ def _ours(monkeypatch) -> None:
 
 @contextmanager
 def products() -> Iterator[list[str]]:
-    """The names of our ops called within: linear, pack_linear, linear_packed."""
+    """Yields a list of our ops called within: linear, pack_linear, linear_packed."""
     names: list[str] = []
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         yield names
@@ -57,7 +57,7 @@ def layer(
 
 
 def infer(module: nn.Module, x: Tensor) -> list[Tensor]:
-    """Three times: unpacked, packed now, packed before."""
+    """Runs the module three times: weight unpacked, packed in the call, packed before."""
     with torch.no_grad():
         return [module(x) for _ in range(3)]
 
@@ -98,7 +98,7 @@ def test_outputs_obey_the_numerics_rule(dtype, activation):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_gradients_obey_the_numerics_rule(dtype):
-    """All three, each a sum of another length."""
+    """All three gradients, which sum over different dimensions."""
     accuracy = Accuracy("linear")
     for M, K, N in ((7, 512, 33), (512, 65, 100), (1100, 96, 64), (70, 40, 1536), (65, 768, 512)):
         module = layer(K, N, dtype)
@@ -131,7 +131,7 @@ def test_gradients_obey_the_numerics_rule(dtype):
 @pytest.mark.parametrize("activation", ops.ACTIVATIONS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_gradients_through_an_activation(dtype, activation):
-    """Part of the product or after it: the same, twice differentiated."""
+    """An activation fused or applied after: the same output, first and second gradients."""
     module, x = layer(96, 40, dtype), torch.randn(130, 96).to(dtype).requires_grad_()
     inputs, results = (x, *module.parameters()), []
     for out in (linear_activation(module, x, activation), ops.ACTIVATIONS[activation](module(x))):
@@ -197,7 +197,7 @@ def test_layouts(layout, features):
 
 @pytest.mark.parametrize("layout", ["columns", "gaps", "slice"])
 def test_weights_in_other_layouts(layout):
-    """Views are not packed, and give the same."""
+    """Views are not packed, and give the same results."""
     whole = torch.randn(48, 1024)
     weight = {
         "columns": torch.randn(64, 24).t(),
@@ -222,7 +222,7 @@ def test_nan_stays_where_it_is():
 
 
 def test_activations_far_out():
-    """Where parts overflow or vanish, and in GELU's lower tail, where torch's formula is 0."""
+    """Where intermediates overflow or vanish, and in GELU's lower tail, where torch gives 0."""
     values = torch.tensor([0.0, -0.0, 1e-30, 5.0, -5.0, 12.0, -12.0, 80.0, -80.0, 1e20, -1e20])
     for activation, function in ops.ACTIVATIONS.items():
         out = torch.ops.trifuse.linear(torch.zeros(1, 1), torch.zeros(11, 1), values, activation)
@@ -302,7 +302,7 @@ def test_a_changed_weight_is_never_stale(change):
         wanted = F.linear(x.double(), module.weight.double(), module.bias.double())
         for out in infer(module, x):
             torch.testing.assert_close(out.double(), wanted, rtol=1e-6, atol=1e-6)
-        # To the last bit what a new module gives, so that the smallest change is seen too.
+        # Bitwise equal to a new module's output, so that the smallest change shows too.
         fresh = copy.deepcopy(module)
         assert torch.equal(module(x).detach(), infer(fresh, x)[0])
         assert torch.equal(infer(module, x)[2], infer(fresh, x)[0])
@@ -316,7 +316,7 @@ def test_training_and_evaluation_by_turns(optimizer):
         infer(module, x)
         assert trifuse.nn.linear._packed[module]["weight"].is_kept
         module(x).square().sum().backward()
-        assert not trifuse.nn.linear._packed[module]["weight"].is_kept  # its memory is free
+        assert not trifuse.nn.linear._packed[module]["weight"].is_kept  # its memory is freed
         steps.step()
         steps.zero_grad()
         for out in infer(module, x):
@@ -324,7 +324,7 @@ def test_training_and_evaluation_by_turns(optimizer):
 
 
 def test_an_address_used_again():
-    """A new weight may lie where an old one was."""
+    """A new weight may have the address of an old one."""
     module, x = layer(64, 64), torch.randn(5, 64)
     for seed in range(20):
         torch.manual_seed(seed)
@@ -407,7 +407,7 @@ def test_gradients_come_from_the_product():
 
 
 def compared(run) -> None:
-    """``run`` of a module and an input, the same for torch's linear layer and ours."""
+    """Checks that ``run(module, x)`` gives the same for torch's linear layer and ours."""
     x = torch.randn(3, 5, 16)
     ours = layer(16, 8)
     theirs = copy.deepcopy(ours)

@@ -1,8 +1,8 @@
 """Sums of 10⁵ and 10⁶ terms are held to the numerics rule too.
 
-A gradient that is summed over rows, tokens, or what a mask is broadcast over gets worse with their
-number if it is one chain of additions, and torch's own sums don't. Equal terms are the worst of
-all: every addition rounds the same way.
+If a gradient sums rows, tokens or a mask's broadcast dimensions in one chain of additions, its
+error grows with their number, unlike in torch's own sums. Equal terms are the worst case: every
+addition rounds the same way.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from torch import Tensor
 import trifuse
 
 KINDS = ("random", "one-signed", "equal")
-BEST = CPP_KERNELS[-1:]  # the slow cases, for one instruction set: what cuts a sum is common to all
+BEST = CPP_KERNELS[-1:]  # for slow cases: sums are split alike on all instruction sets
 
 Gradients = dict[str, Tensor]
 
 
 def terms(kind: str, *shape: int) -> Tensor:
-    """Gradients from above; columns differ, and where they are equal, rows don't."""
+    """Upstream gradients. Columns differ; for the kind "equal", all rows are equal."""
     generator = torch.Generator().manual_seed(sum(shape))
     if kind == "equal":
         return torch.rand(shape[-1], generator=generator).expand(shape).contiguous()
@@ -40,9 +40,10 @@ def hold(
     kernels: Iterable[Kernel],
     calls: Iterable[Callable[[], tuple[Callable[[], Gradients], Gradients, Gradients]]],
 ) -> None:
-    """Each call: our gradients, to be computed by each kernel, eager torch's, and the exact ones.
+    """Holds each kernel's gradients to the numerics rule.
 
-    The unit is a rounding of the result, which does not grow with the number of terms.
+    Each call returns a function for our gradients, eager torch's gradients, and the exact ones. The
+    unit is a rounding of the result, which does not grow with the number of terms.
     """
     accuracies = {kernel: Accuracy(kernel.name) for kernel in kernels}
     if not accuracies:
@@ -54,7 +55,7 @@ def hold(
                 actual = ours()
             for name, expected in exact.items():
                 unit = rounding_error(torch.float32) * expected.abs().max()
-                # Torch is better than a rounding by luck alone, where the results are few.
+                # With few results, torch's error is below one rounding only by luck.
                 lucky = (eager[name].double() - expected).abs().max() < unit
                 theirs = expected + unit if lucky else eager[name]
                 accuracy.record(name, actual[name], expected, theirs, unit, independent=1)
@@ -64,8 +65,8 @@ def hold(
 
 @contextmanager
 def cuda_of(operator: str) -> Iterator[Kernel]:
-    """An operator's CUDA kernels under the model of CUDA, whose device holds few blocks at a time:
-    so each of them has many rows."""
+    """An operator's CUDA kernels under the model of CUDA. The device holds few blocks at a time, so
+    each block has many rows."""
     library = build_operator(operator)
     small = library.device(multiprocessors=1, blocks_per_multiprocessor=1, seed=1)
     with serving_as_cuda(library), small:
@@ -82,7 +83,7 @@ def norm_call(rows: int, N: int, kind: str, rms_norm: bool):
         residual, weight, bias, x_bias = (torch.randn(N, generator=generator) for _ in range(4))
         case = Case(x, residual, weight, bias, x_bias, terms(kind, rows, N), None)
         case = dataclasses.replace(case, rms_norm=rms_norm)
-        # The one of a residual that rows share is not among them: torch adds it up.
+        # grad_residual is left out: where rows share a residual, torch sums its gradient.
         vectors = ("grad_weight", "grad_bias", "grad_x_bias")
 
         def of_vectors(results: Gradients) -> Gradients:
@@ -104,7 +105,7 @@ def test_norm_of_10_to_the_6_rows():
 
 
 def test_norm_in_triton(triton, monkeypatch):
-    """One program takes 10⁵ rows, a row of each of its tiles in every thread."""
+    """One program takes 10⁵ rows; a thread has one row of each tile."""
     from trifuse.kernels import dropout_add_layer_norm as kernels
 
     monkeypatch.setattr(kernels, "_MAX_WARPS", 4)
@@ -118,7 +119,7 @@ def test_runs_of_a_triton_program_add_up(triton, monkeypatch):
 
     ours, _, exact = norm_call(2 * kernels.RUN.value + 5, 8, "random", False)()
     monkeypatch.setattr(kernels, "_MAX_WARPS", 4)
-    monkeypatch.setattr(kernels, "_BACKWARD_TILES", ((8, 4),))  # of a row
+    monkeypatch.setattr(kernels, "_BACKWARD_TILES", ((8, 4),))  # tiles of one row
     for name, actual in ours().items():
         torch.testing.assert_close(actual.double(), exact[name], rtol=1e-5, atol=1e-4)
 
@@ -129,15 +130,15 @@ def test_runs_of_a_triton_program_add_up(triton, monkeypatch):
     ids=["a row for each warp", "a row for each block"],
 )
 def test_norm_in_cuda(N, kinds):
-    """A thread has 250 rows, or 1000. Of equal terms its runs alone cost as much as all of torch's
-    sum."""
+    """A thread sums 250 rows, or 1000. The second case leaves out equal terms, where the error of a
+    run alone is as large as that of torch's whole sum."""
     with cuda_of("dropout_add_layer_norm") as cuda:
         hold([cuda], [norm_call(4000, N, kind, True) for kind in kinds])
 
 
 @pytest.mark.parametrize("rows", [1, 127, 128, 129, 512, 513, 1030])
 def test_runs_of_a_cuda_block_add_up(rows):
-    """Runs that end with the last row, before it, and for some warps of a block alone."""
+    """Runs end with the last row, before it, or with only some warps of a block."""
     with cuda_of("dropout_add_layer_norm") as cuda, cuda.serving():
         for N in (7, 8):
             ours, _, exact = norm_call(rows, N, "random", False)()
@@ -199,7 +200,7 @@ def test_mask_in_triton(triton, monkeypatch):
 
 
 def test_mask_in_cuda():
-    """512 shares of a sum are added up; or two, of 64 heads each."""
+    """Adds up 512 partial sums, or two partial sums over 64 heads each."""
     calls = [
         mask_call(lead, Lq, Lk, shape, "equal")
         for lead, Lq, Lk, shape in (((64, 8), 16, 16, (16, 16)), ((16, 8), 1, 4096, (4096,)))
@@ -236,8 +237,8 @@ def recurrent_call(operator: str, tokens: tuple[int, int], kind: str, with_optio
             )
             return dict(zip(leaves, found, strict=True))
 
-        # Else one row of four nearly equal numbers, which layer normalisation makes large with all
-        # their rounding errors, decides how far a sum is off.
+        # With a smaller eps, layer normalisation of one row of four nearly equal numbers would
+        # amplify their rounding errors, and that row would dominate the error of a sum.
         options = {"eps": 1e-2} if with_options else {}
 
         def operated(x: Tensor, leaves: Gradients) -> Tensor:
@@ -275,7 +276,7 @@ def test_lstm_of_10_to_the_5_tokens(kind):
 
 
 def steady_call(tokens: tuple[int, int]):
-    """An LSTM whose steps are alike, all but the first few. Only vectors within the cell."""
+    """An LSTM with equal steps after the first few; gradients of the vectors within its cell."""
 
     def call():
         (T, B), H = tokens, 4

@@ -1,4 +1,4 @@
-"""lstm: what it returns and leaves out; the same bits in any company, cut or whole."""
+"""lstm: results, padding, and bits that depend neither on other rows nor on where T is cut."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def steps(case: Case, which: slice) -> Case:
     return dataclasses.replace(case, input=case.input[which], grad_output=case.grad_output[which])
 
 
-# Results with a row in dimension 1; gradients of parameters are sums over all of them.
+# Results with the batch in dimension 1; gradients of parameters are sums over it.
 PER_ROW = ("output", "h_n", "c_n", "grad_input", "grad_h0", "grad_c0")
 
 
@@ -83,7 +83,7 @@ def test_variants(kernel, what, dtype):
 
 @pytest.mark.parametrize("what", VARIANTS)
 def test_options_make_a_difference(what):
-    """Or a variant would test nothing."""
+    """Each option changes the results; otherwise a variant would test nothing."""
     case = make(**VARIANTS[what])
     numbers = {k: v for k, v in case.options.items() if k not in ("training", "coupled") and v}
     for name, value in numbers.items():
@@ -109,7 +109,7 @@ def test_one_direction_is_the_public_function(backend, dtype):
 
 
 def test_shapes_of_batches(backend):
-    """Time or batch first; no batch at all; each or none of the first states."""
+    """Time or batch first; no batch at all; both, either or neither of the initial states."""
     case = make(B=3)
     p = [t for t in case.parameters[0] if t is not None]
     h0, c0 = case.h0[0], case.c0[0]
@@ -160,7 +160,7 @@ def assert_plain_is_the_long_way(
     function: Callable[..., tuple[Tensor, ...]],
     tensors: Sequence[Tensor | None],
 ) -> None:
-    """Bit for bit, with gradients and without."""
+    """The plain op and the long way agree bit for bit, with gradients and without."""
     with torch.no_grad():
         alone = function(*tensors)
     actual = results_and_gradients(function, tensors)
@@ -174,7 +174,7 @@ def assert_plain_is_the_long_way(
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_plain_step_gives_the_bits_of_the_long_way(cpp_kernel, monkeypatch, dtype):
-    """With each of the states, of other strides, without biases, of one row or none."""
+    """With and without either state and biases, with other strides, on many rows, one or none."""
 
     def step(x: Tensor, h0: Any, c0: Any, *p: Any) -> tuple[Tensor, ...]:
         return trifuse.lstm_cell(x, (h0, c0), *p)
@@ -207,7 +207,7 @@ def test_a_plain_layer_gives_the_bits_of_the_long_way(cpp_kernel, monkeypatch, d
 
 
 def test_which_calls_are_plain(monkeypatch):
-    """Those that shapes and dtypes say all about, and no transform follows."""
+    """Calls are plain except under autocast, another backend, vmap or forward-mode AD."""
     if not CPP:
         pytest.skip("the C++ extension is not built")
     long_way: list[None] = []
@@ -251,7 +251,7 @@ def test_which_calls_are_plain(monkeypatch):
 @pytest.mark.parametrize("vectors", [None, torch.float32])
 @pytest.mark.parametrize("dtype", DTYPES[1:3])
 def test_dtypes_of_results(kernel, dtype, vectors):
-    """c and its gradient in float32, or as c0 came; vectors as they come."""
+    """c_n is float32; each gradient has the dtype of its tensor."""
     case = make(dtype=dtype, vectors=vectors, **VARIANTS["everything"])
     for c0 in (case.c0, case.c0.to(dtype)):
         results = run(dataclasses.replace(case, c0=c0))
@@ -292,7 +292,7 @@ def test_upstream_gradients_expanded_from_one_number(kernel):
 @pytest.mark.parametrize("what", ["plain", "everything", "two directions", "layer norm"])
 @pytest.mark.parametrize(("T", "B"), [(0, 3), (4, 0), (0, 0), (1, 1)])
 def test_no_steps_and_no_rows(kernel, what, T, B):
-    """Of no steps the states come back as they are, as do their gradients."""
+    """With T = 0 the states and their gradients pass through unchanged."""
     options = VARIANTS[what]
     if "lengths" in options:
         options = {**options, "lengths": [T] * B}
@@ -321,7 +321,7 @@ def test_inputs_are_not_modified(kernel):
 
 
 def test_results_are_nobody_elses_memory(kernel):
-    """A last state is no view of a first one nor of the output; equal gradients are two tensors."""
+    """A final state is no view of the initial one; equal gradients are two tensors."""
     case = make(T=0)
     leaves = {n: t.clone().requires_grad_() for n, t in case.tensors.items()}
     leaf = case.with_tensors(leaves)
@@ -348,7 +348,7 @@ def test_results_are_nobody_elses_memory(kernel):
 @pytest.mark.parametrize("reverse", [(False,), (True,), (False, True)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_ragged_is_a_loop_over_sequences(cpp_kernel, what, reverse, dtype):
-    """Bit for bit, each alone and only as long as it is."""
+    """Bit for bit, each sequence alone and at its own length."""
     lengths = (4, 0, 6, 1, 6, 2)
     options = {**VARIANTS[what], "lengths": lengths, "reverse": reverse}
     case = make(6, len(lengths), 5, 19, dtype=dtype, **options)
@@ -367,7 +367,7 @@ def test_ragged_is_a_loop_over_sequences(cpp_kernel, what, reverse, dtype):
 @pytest.mark.parametrize("poison", [NAN, float("inf")])
 @pytest.mark.parametrize("what", ["lengths", "everything", "two directions, lengths"])
 def test_padding_does_not_exist(kernel, what, poison):
-    """What stands in it, and in its gradient from above, reaches nothing."""
+    """Values in the padding and in its upstream gradient reach no result."""
     case = make(**VARIANTS[what])
     past = torch.arange(len(case.input))[:, None, None] >= case.lengths[:, None]
     poisoned = dataclasses.replace(
@@ -417,7 +417,7 @@ def test_lengths_in_int32(backend):
     "what", ["plain", "both clips", "two directions, lengths", "layer norm", "recompute"]
 )
 def test_a_row_does_not_depend_on_the_others(cpp_kernel, what, dtype):
-    """Alone, among others, beside NaN: the same bits."""
+    """A row has the same bits alone, among others, and beside NaN."""
     options = VARIANTS[what]
     B = 21
     if "lengths" in options:
@@ -448,7 +448,7 @@ def test_the_first_rows_draw_the_same_whatever_follows(cpp_kernel):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_two_runs_and_any_number_of_threads(dtype):
-    """Gradients that are sums over rows too. Also two runs on as many: what a race would break."""
+    """Includes gradients summed over rows, and repeats on as many threads to show races."""
 
     @settings(max_examples=settings.default.max_examples // 10)
     @given(st.randoms(use_true_random=False))
@@ -507,7 +507,7 @@ def test_a_ragged_sequence_cut_in_two(cpp_kernel):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("what", ["plain", "projection", "coupled", "layer norm"])
 def test_one_step_of_few_rows(cpp_kernel, what, dtype):
-    """By weights where they lie, whole blocks of them or not: the bits of packed ones."""
+    """Few rows read weights unpacked, in whole and partial blocks; the bits stay the same."""
     for I, H in ((5, 19), (150, 48), (33, 147)):  # noqa: E741
         projection = {"projection": H - 30 if H > 30 else 7} if what == "projection" else {}
         case = make(2, 11, I, H, dtype=dtype, **VARIANTS[what] | projection)
@@ -519,7 +519,7 @@ def test_one_step_of_few_rows(cpp_kernel, what, dtype):
 
 @torch.no_grad()
 def test_one_step_of_a_layer_larger_than_a_cache(cpp_kernel):
-    """Whose weights are packed for other chains."""
+    """Weights larger than a cache are packed for shorter chains of multiply-adds."""
     case = make(2, 9, 3, 800, projection=780)
     output, _ = trifuse.lstm(case.input, (case.h0[0], case.c0[0]), *case.parameters[0][:5])
     states = (case.h0[0, :3], case.c0[0, :3])
@@ -530,7 +530,7 @@ def test_one_step_of_a_layer_larger_than_a_cache(cpp_kernel):
 @pytest.mark.parametrize("what", VARIANTS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_two_directions_are_two_calls(cpp_kernel, what, dtype):
-    """Bit for bit, but for the input's gradient, which is their sum, and what they draw."""
+    """Bit for bit, except random draws and the input's gradient, which sums both directions."""
     both = make(**{**VARIANTS[what], "reverse": (False, True)}, dtype=dtype)
     both = dataclasses.replace(both, options={**both.options, "training": False})
     results, R = run(both), both.parameters[0].weight_hh.shape[1]
@@ -560,7 +560,7 @@ def test_two_directions_are_two_calls(cpp_kernel, what, dtype):
 
 @pytest.mark.parametrize("what", ["everything", "plain", "recompute", "lengths, reverse"])
 def test_gradients_asked_for_one_by_one(kernel, what):
-    """Each alone, all but it, and all: the same bits."""
+    """Each gradient alone, all but one, and all: the same bits."""
     case = make(**VARIANTS[what])
     everything = run(case)
     names = list(case.tensors)
@@ -580,7 +580,7 @@ def test_gradients_asked_for_one_by_one(kernel, what):
 
 @pytest.mark.parametrize("which", [c for n in (1, 2) for c in itertools.combinations(range(3), n)])
 def test_some_outputs_have_no_gradient(kernel, which):
-    """As if it were zeros."""
+    """A missing upstream gradient counts as zeros."""
     case = make(**VARIANTS["everything"])
     names = ("grad_output", "grad_h_n", "grad_c_n")
     zeros: dict[str, Any] = {
@@ -637,11 +637,11 @@ def keep_in(saved: list[Tensor]) -> Callable[[Tensor], Tensor]:
 )
 @pytest.mark.parametrize("recompute", [False, True])
 def test_what_is_saved(backend, what, recompute):
-    """Inputs, the output, cells in float32, unless they are computed again the gates, and where
-    there are clips, what they changed.
+    """Saved are inputs, the output, cells in float32, gates unless recomputed, and with clips marks
+    of the elements that were clipped.
 
-    In place of the gates C++ keeps the products that layer normalisation makes them of, in float32;
-    and what was clipped, 16 to a number.
+    With layer normalisation, C++ saves the products that it normalises, in float32, instead of the
+    gates. C++ packs 16 marks into an int16.
     """
     case = make(dtype=torch.bfloat16, **VARIANTS[what])
     leaves = {n: t.detach().requires_grad_() for n, t in case.tensors.items()}
@@ -672,7 +672,7 @@ def test_what_is_saved(backend, what, recompute):
 @pytest.mark.parametrize("reverse", [(False,), (True,), (False, True)], ids=str)
 @pytest.mark.parametrize("p", [0.001, 0.3, 0.9])
 def test_zoneout_draws_as_the_specification(kernel, p, reverse):
-    """With the input gate open and nothing to forget, c shows at which steps it was let be."""
+    """With the input gate open and the forget gate shut, c shows whether any step changed it."""
     T, B, H = 4, 3, 11
     case = make(T, B, 1, H, reverse=reverse, lengths=(4, 2, 3), zoneout_c=p, training=True)
     bias = torch.tensor([40.0, -40.0, 40.0, 40.0]).repeat_interleave(H)
@@ -690,7 +690,7 @@ def test_zoneout_draws_as_the_specification(kernel, p, reverse):
     for d in range(len(reverse)):
         keep = draws(case, d).keep_c
         for b in range(B):
-            # c is 1 once it has been let change.
+            # c is 1 once a step has changed it.
             changed = keep[: case.lengths[b], b].any(0)
             assert_equal(results["c_n"][d, b], changed.float())
 
@@ -713,7 +713,7 @@ def test_recurrent_dropout_is_one_draw_for_all_steps(kernel):
 
 
 def test_the_generator_decides(backend):
-    """torch's default generator: its seed, its state; nothing is drawn where nothing is used."""
+    """Draws depend on torch's default generator; a call that needs none leaves its state alone."""
     case = make(**VARIANTS["zoneout"])
     first = run(case)
     torch.manual_seed(SEED)

@@ -1,4 +1,4 @@
-"""How far lstm is from the specification, and whether that is the definition."""
+"""Errors of lstm against the specification, and the specification against the definition."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def accuracies(kernels: list[Kernel] = KERNELS) -> dict[Kernel, Accuracy]:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_any_call(dtype):
-    """Results and every gradient of whatever Hypothesis thinks of, by every kernel."""
+    """Results and every gradient of calls drawn by Hypothesis, on every kernel."""
 
     @settings(max_examples=settings.default.max_examples // 3)
     @given(st.randoms(use_true_random=False))
@@ -50,7 +50,7 @@ def test_any_call(dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES[:3])
 def test_many_calls(dtype):
-    """The same in the mean, over calls drawn independently of each other."""
+    """Mean errors over calls drawn independently of each other."""
     measured, random = accuracies(), Random(0)
     for _ in range(40):
         record_accuracy(measured, draw_case(random, dtype))
@@ -84,7 +84,7 @@ def test_models_sizes(options, dtype):
 
 
 def test_no_drift_over_many_steps():
-    """2000 steps: errors as large as eager torch's at most, and no larger at the end."""
+    """Over 2000 steps, errors stay within twice eager torch's and don't grow."""
     case = make(2000, 2, 3, 5, projection=3, cell_clip=3.0)
     expected, eager = specification(case), eager_torch(case)
     for kernel in KERNELS:
@@ -115,7 +115,7 @@ def test_c_adds_up_in_float32(kernel):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("sign", [1, -1])
 def test_saturation(kernel, sign, dtype):
-    """Gates at ±80, where e^80 is near float32's end: open or shut, never NaN."""
+    """Gates at ±80, where e^80 is near float32's limit: open or shut, never NaN."""
     T, B, H = 4, 2, 5
     case = make(T, B, 1, H, dtype=dtype, states=True)
     p = case.parameters[0]._replace(
@@ -142,7 +142,7 @@ def test_saturation(kernel, sign, dtype):
 
 
 def test_specification_is_the_definition():
-    """The reference against the equations, one number at a time in Python's own."""
+    """The reference agrees with the equations, evaluated one Python float at a time."""
     options = {**VARIANTS["everything"], "reverse": (True,), "lengths": (2, 3), "eps": 0.01}
     case = make(3, 2, 2, 3, dtype=torch.float64, **{**options, "projection": 2})
     p, o, results = case.parameters[0], case.numbers, specification(case)

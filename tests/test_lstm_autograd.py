@@ -43,11 +43,11 @@ def small(what: str, dtype: torch.dtype = torch.float64) -> Case:
 
 
 def call_of(case: Case) -> tuple[Callable[..., tuple[Tensor, ...]], list[Tensor]]:
-    """A call as a function of all its tensors by position, and those."""
+    """Returns a call as a function of its tensors by position, and these tensors."""
     names = list(case.tensors)
 
     def call(*tensors: Tensor) -> tuple[Tensor, ...]:
-        torch.manual_seed(SEED)  # or differences would not be derivatives
+        torch.manual_seed(SEED)  # equal draws, so that finite differences are derivatives
         return ops.layer(
             *case.of(dict(zip(names, tensors, strict=True))), case.lengths, reverse=case.reverse,
             recompute=case.recompute, **case.options,
@@ -59,14 +59,14 @@ def call_of(case: Case) -> tuple[Callable[..., tuple[Tensor, ...]], list[Tensor]
 @pytest.mark.parametrize("what", VARIANTS)
 def test_gradcheck(backend, what):
     call, args = call_of(small(what))
-    # The slow mode looks at every element of every derivative; the fast one at random sums of them.
+    # Slow mode checks every element of every derivative, fast mode random sums of the elements.
     slow = ("plain", "both clips", "peephole", "layer norm", "lengths, reverse")
     torch.autograd.gradcheck(call, args, fast_mode=what not in slow)
 
 
 @pytest.mark.parametrize("what", [w for w in VARIANTS if not w.startswith("everything,")])
 def test_gradgradcheck(what):
-    """By the machine's best backend: second derivatives come from the formula by any of them."""
+    """On the best backend only, as second derivatives come from the formula on all of them."""
     call, args = call_of(small(what))
     torch.autograd.gradgradcheck(
         call, args, gen_non_contig_grad_outputs=True, fast_mode=True,
@@ -80,7 +80,7 @@ def combine(results: tuple[Tensor, ...]) -> Tensor:
 
 
 def test_double_backward_is_torchs(backend):
-    """A gradient penalty, as trained models use one; nn.LSTM's own is differentiable in float64."""
+    """A gradient penalty, compared with nn.LSTM's, which is twice differentiable in float64."""
     torch.manual_seed(0)
     module = torch.nn.LSTM(3, 4, proj_size=2).double()
     p = list(module.parameters())
@@ -116,7 +116,7 @@ def test_third_derivatives(backend):
 
 
 def test_double_backward_in_other_dtypes(backend):
-    """Each second derivative in its input's dtype, near that in float64."""
+    """Each second derivative has its input's dtype and is near the one in float64."""
     for dtype in (torch.float32, torch.bfloat16):
         results = []
         case = small("everything", dtype)
@@ -132,10 +132,10 @@ def test_double_backward_in_other_dtypes(backend):
 
 
 def test_backward_keeps_its_backend(backend):
-    """The forward decides; the switch may have changed by the time the backward runs."""
+    """The backward runs on the forward's backend, whatever is selected by then."""
     call, args = call_of(small("plain"))
     total = combine(call(*args))
-    with trifuse.backend("cuda"):  # which would serve nothing here
+    with trifuse.backend("cuda"):  # which can't serve calls here
         total.backward()
     assert all(t.grad is not None for t in args)
 
@@ -174,7 +174,7 @@ def test_tensors_changed_in_place_are_noticed(backend):
 
 
 def step(x: Tensor, h: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
-    """Of an LSTM, or where there is no c of a GRU."""
+    """One step of an LSTM, or of a GRU if no c is given."""
     c, *p = rest if rest[0].shape == h.shape else (None, *rest)
     return (trifuse.gru_cell(x, h, *p),) if c is None else trifuse.lstm_cell(x, (h, c), *p)
 
@@ -192,14 +192,14 @@ def test_gradients_of_a_step(backend, step_args):
 
 
 def test_a_steps_input_as_its_state(backend, step_args):
-    """Of the same tensor given twice, both parts of the gradient, and of the second one."""
+    """A tensor given as input and as state gets both parts of its first and second gradient."""
     x, _, *rest = step_args
     torch.autograd.gradcheck(lambda x: step(x, x, *rest), x)
     torch.autograd.gradgradcheck(lambda x: step(x, x, *rest), x)
 
 
 def test_vmap_over_gradients_of_a_step(backend, step_args):
-    """The step is over when the transform comes."""
+    """The step has run before vmap maps its backward."""
     for wanted in (step_args, step_args[:2]):
         for result in step(*step_args):
 
@@ -234,7 +234,7 @@ def test_a_steps_second_derivatives_know_nothing_of_what_is_switched_on(step_arg
 @pytest.mark.parametrize("T", [5, 70], ids=["all steps at once", "some at a time"])
 @pytest.mark.parametrize("what", ["plain", "both clips", "two directions, lengths", "layer norm"])
 def test_gates_that_are_computed_again_have_the_same_bits(what, T):
-    """Where they are kept as they were accumulated."""
+    """In float32, where saved gates are not rounded."""
     with trifuse.backend("cpp"):
         case = make(T=T, **{**VARIANTS[what], "H": 19})
         assert_same_bits(run(dataclasses.replace(case, recompute=True)), run(case))
@@ -244,7 +244,7 @@ def test_gates_that_are_computed_again_have_the_same_bits(what, T):
 
 
 def with_open_gates(case: Case, bias: Tensor, **changes: Tensor) -> Case:
-    """Nothing reaches the gates but a bias: (G·H,) in the order i, f, g, o."""
+    """Makes the gates depend on a bias alone: (G·H,) in the order i, f, g, o."""
     p = case.parameters[0]
     nothing = {name: torch.zeros_like(getattr(p, name)) for name in ("weight_ih", "weight_hh")}
     p = p._replace(**nothing, bias_ih=bias.to(case.input.dtype), **changes)
@@ -264,7 +264,7 @@ def assert_about_equal(actual: dict[str, Tensor], expected: dict[str, Tensor]) -
 
 
 def around(bound: float, dtype: torch.dtype) -> Tensor:
-    """Numbers on both sides of ± bound, and the bound itself where the dtype has it."""
+    """Returns ± bound as the dtype rounds it, and the next number on either side."""
     near = torch.tensor(bound, dtype=dtype)
     up, down = (torch.nextafter(near, torch.tensor(to, dtype=dtype)) for to in (9.0, 0.0))
     return torch.stack([near, up, down, -near, -up, -down])
@@ -273,7 +273,7 @@ def around(bound: float, dtype: torch.dtype) -> Tensor:
 @pytest.mark.parametrize("options", [{}, {"recompute": True}, {"zoneout_c": 0.25}], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_gradients_pass_where_c_is_at_its_clip(served, dtype, options):
-    """c is kept as it is in both steps, so u is c0 in the first, and its clip in the second."""
+    """The gates keep c in both steps, so u is c0 in the first and its clip in the second."""
     for bound in (0.5, 0.3):
         case = make(T=2, B=1, H=6, dtype=dtype, cell_clip=bound, biases=True, **options)
         bias = torch.tensor([-200.0, 100.0, 0.0, 0.0]).repeat_interleave(6)
@@ -294,7 +294,7 @@ def test_gradients_pass_where_c_is_at_its_clip(served, dtype, options):
 def test_gradients_pass_where_a_projection_is_at_its_clip(served, dtype, options):
     """m is 1 in its first unit and 0 in the others, so q is the first column of W_hr.
 
-    Neither 0.2992 nor 0.3 has 16 bits; the one is rounded down, the other up.
+    Neither 0.2992 nor 0.3 is exact in 16 bits: the first rounds down, the second up.
     """
     for bound in (0.5, 0.2992, 0.3):
         case = make(T=2, B=1, H=8, dtype=dtype, projection=6, proj_clip=bound, **options)
@@ -313,8 +313,8 @@ def test_gradients_pass_where_a_projection_is_at_its_clip(served, dtype, options
 
 @pytest.mark.parametrize("options", [{}, {"recompute": True}, {"norm": True}], ids=str)
 def test_clips_are_those_of_the_forward_in_16_bits(served, options):
-    """u is nearer to its clip than gates of 16 bits could tell, and what zoneout makes of it
-    tells nothing."""
+    """u is closer to its clip than 16-bit gates can resolve, and after zoneout c doesn't show
+    whether u was clipped."""
     case = make(T=1, B=1, H=8, dtype=torch.bfloat16, cell_clip=0.5, zoneout_c=0.25, **options)
     zeros = torch.zeros_like(case.parameters[0].bias_hh)
     bias = torch.tensor([-200.0, 0.3, 0.0, 0.0]).repeat_interleave(8)
@@ -392,7 +392,7 @@ SAMPLES = 3
 )
 @pytest.mark.parametrize("what", ["plain", "lengths", "both clips"])
 def test_vmap(backend, what, batched):
-    """Of results and of every gradient; each argument batched or shared."""
+    """vmap of results and of every gradient, with each argument batched or shared."""
     assert_vmap_is_a_loop(small(what), batched)
 
 
@@ -453,7 +453,7 @@ def test_vmap_twice(backend):
 
 
 def test_vmap_randomness(backend):
-    """Draws as torch's own random functions do: one seed for all, or one for each."""
+    """Draws like torch's own random functions: from one seed for all samples, or one for each."""
     case = dataclasses.replace(make(**VARIANTS["zoneout"]), reverse=(False,))
     rest = case.of(case.tensors)[1:]
 
@@ -484,7 +484,7 @@ def op_arguments(what: str, save: int, dtype: torch.dtype = torch.float32) -> tu
 
 
 def backward_arguments(args: tuple[Any, ...], results: Any) -> Iterator[tuple[Any, ...]]:
-    """Of the backward op, for all gradients there are and for some of them."""
+    """Yields arguments of the backward op, for all gradients and for some of them."""
     output, h_n, c_n, *kept = results
     every = [t is not None for t in (*args[:3], *args[3])]
     upstream = (torch.ones_like(output), torch.ones_like(h_n), torch.ones_like(c_n))
@@ -511,14 +511,14 @@ def test_opcheck(backend, what, save):
 
 @pytest.mark.parametrize("what", ["plain", "two directions, lengths"])
 def test_opcheck_of_triton(triton, what):
-    """The interpreter takes too long over everything."""
+    """Two variants only: the interpreter takes too long for all."""
     opcheck("triton", what, SAVE_ALL)
 
 
 def opcheck(name: str, what: str, save: int) -> None:
     args = list(op_arguments(what, save))
     if args[4] is not None:
-        args[4] = torch.full_like(args[4], SMALL["T"])  # past that, gates and cells hold anything
+        args[4] = torch.full_like(args[4], SMALL["T"])  # beyond, gates and cells are uninitialised
     torch.library.opcheck(getattr(torch.ops.trifuse.lstm_forward, name), tuple(args))
     results = getattr(torch.ops.trifuse.lstm_forward, name)(*args)
     for more in backward_arguments(tuple(args), results):
@@ -530,9 +530,9 @@ def opcheck(name: str, what: str, save: int) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("mode", ["fake", "meta"])
 def test_fakes_have_the_real_shapes_dtypes_and_strides(backend, what, save, dtype, mode):
-    """Inductor lays out memory by what the fakes say."""
+    """Inductor lays out memory by the strides of the fakes."""
     args = op_arguments(what, save, dtype)
-    # The formula in Python would look at the values of lengths; a kernel's fake does not.
+    # The formula in Python would read the values of lengths; a kernel's fake does not.
     pretends = "cuda" if (backend, mode) == ("eager", "meta") else backend
     check_fakes(run_both(backend, args), functools.partial(run_both, pretends), args, mode)
 
@@ -550,7 +550,7 @@ def run_both(name: str, args: Any) -> list[Tensor]:
 
 
 def model(*args: Tensor, what: str = "plain") -> Tensor:
-    """The operator between other things to compile; both states are one and the same tensor."""
+    """The operator between other operations to compile; both states are the same tensor."""
     x, states, *p = args
     output, (h_n, c_n) = trifuse.lstm(
         x.sin(), (states, states), *p, cell_clip=0.8, zoneout_h=0.3, training=True
@@ -593,7 +593,7 @@ def test_compile_two_directions_with_lengths(backend):
 
 @pytest.mark.usefixtures("fresh_dynamo")
 def test_compile_dynamic_shapes(backend):
-    """Every length, batch and width."""
+    """Length, batch and widths all vary."""
     sizes = ((3, 5, 7, 9), (8, 9, 11, 6), (5, 10, 13, 4))
     check_one_graph(model, (model_inputs(*each) for each in sizes))
 
@@ -601,7 +601,7 @@ def test_compile_dynamic_shapes(backend):
 @pytest.mark.usefixtures("fresh_dynamo")
 @pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs a compiler")
 def test_compile_with_inductor(backend):
-    """Forward and backward through generated code, which believes the fakes' strides."""
+    """Forward and backward through generated code, which relies on the fakes' strides."""
     compiled = torch.compile(model, fullgraph=True, options={"fallback_random": True})
     assert_same_results(compiled, model, model_inputs())
 
@@ -613,7 +613,7 @@ class Module(torch.nn.Module):
 
 @pytest.mark.parametrize("strict", [False, True])
 def test_export(served, strict):
-    """With a batch and a length that are free; saved programs carry the op by name."""
+    """With dynamic batch and length; exported programs hold the op by name."""
     length, batch = (torch.export.Dim(name, min=2, max=64) for name in ("length", "batch"))
     args = tuple(t.detach() for t in (lambda x, _, *p: (x, *p))(*model_inputs(6, 5)))
     free: Any = ({0: length, 1: batch}, *(None,) * 4)
@@ -653,7 +653,7 @@ def test_autocast(backend, dtype):
 
 
 def test_autocast_does_not_reach_second_derivatives(backend):
-    """The formula that they come from computes in float32 whatever the region it is called in."""
+    """The formula behind second derivatives computes in float32 even in an autocast region."""
     call, args = call_of(small("plain"))
     x, rest = args[0].detach(), [t.detach() for t in args[1:]]
 

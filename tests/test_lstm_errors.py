@@ -1,4 +1,4 @@
-"""Bad arguments raise before a kernel runs, naming the argument, what was expected, what came."""
+"""Bad arguments raise before a kernel runs; the error names the argument and what was expected."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ PAIR = r"^hx: expected a pair \(h0, c0\); got"
 NOT_FLOATING = (torch.int64, torch.bool, torch.complex64, torch.float8_e4m3fn)
 
 ARGUMENTS: list[tuple[str, dict[str, Any], type, str]] = [
-    # What is not a tensor, or not one that is served.
+    # Not a tensor, or of a kind that is not served.
     ("input a list", {"input": [1.0]}, TypeError, r"^input: expected a Tensor; got list"),
     ("input sparse", {"input": ones(T, B, I).to_sparse()}, ValueError, r"^input: expected a dense"),
     (
@@ -339,7 +339,7 @@ ARGUMENTS: list[tuple[str, dict[str, Any], type, str]] = [
     ("changed", "error", "message"), [a[1:] for a in ARGUMENTS], ids=[a[0] for a in ARGUMENTS]
 )
 def test_arguments(name, changed, error, message):
-    """Also from ``explain``, and whichever backend is asked for: arguments come first."""
+    """Arguments are checked first, on any selected backend, and in ``explain`` too."""
     call = arguments() | changed
     with trifuse.backend(name):
         with Kernels() as kernels, pytest.raises(error, match=message) as caught:
@@ -402,7 +402,7 @@ def test_arguments_of_gru(changed, error, message):
     ],
 )
 def test_arguments_of_a_cell(changed, error, message):
-    """Whose op makes checks of its own, but leaves saying what is wrong to these."""
+    """A cell's op has its own checks, but its error messages come from the checks in Python."""
     call = {**arguments(), "input": ones(B, I), **changed}
     with pytest.raises(error, match=f"^{message}"):
         trifuse.lstm_cell(**call)
@@ -500,7 +500,7 @@ LSTM_CELL = trifuse.nn.LSTMCell(I, H)
     ],
 )
 def test_arguments_of_modules(module, input, hx, error, message):
-    """In the shapes that the caller has, whatever the module makes of them."""
+    """Errors show the caller's shapes, not those that the module passes on."""
     with Kernels() as kernels, pytest.raises(error, match=f"^{message}"):
         module(input, hx)
     assert kernels.called == []
@@ -510,7 +510,7 @@ def test_arguments_of_modules(module, input, hx, error, message):
 @pytest.mark.parametrize("name", ["eager", "cpp", "triton"])
 @pytest.mark.parametrize("operator", ["lstm", "gru"])
 def test_lengths_out_of_range(operator, name, lengths):
-    """Known from their values alone, so an op looks at them."""
+    """Only the values show this, so the op checks them."""
     why_not = backends._WHY_NOT[name](backends.Call(operator, "cpu", torch.float32))
     if why_not is not None:
         pytest.skip(why_not)
@@ -521,7 +521,7 @@ def test_lengths_out_of_range(operator, name, lengths):
 
 
 def test_kernels_are_seen_where_arguments_are_good():
-    """Or the tests above would prove nothing."""
+    """Good arguments reach a kernel; otherwise the tests above would prove nothing."""
     with Kernels() as kernels, trifuse.backend("eager"):
         trifuse.lstm(**arguments())
         trifuse.gru(**arguments() | GRU)
@@ -562,7 +562,7 @@ def test_a_backend_that_cannot_serve_the_call(operator, name, device, dtype, why
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 def test_explain(dtype):
-    """Positional or by name, with the arguments that only shape the result; it draws nothing."""
+    """explain() takes a call's arguments, positional or by name, and draws no random numbers."""
     state = torch.get_rng_state()
     call = arguments(dtype)
     choice = trifuse.explain(trifuse.lstm, **call, zoneout_h=0.5, training=True, batch_first=False)
@@ -597,6 +597,6 @@ def test_explain(dtype):
     ],
 )
 def test_module_arguments(arguments, error, message):
-    """Those that torch.nn.LSTM does not have; it checks the others."""
+    """Arguments that torch.nn.LSTM lacks; its constructor checks the others."""
     with pytest.raises(error, match=message):
         trifuse.nn.LSTM(I, H, **arguments)

@@ -1,4 +1,4 @@
-"""lstm and gru against others' word: torch's modules, ONNX Runtime, ONNX's node tests."""
+"""lstm and gru against torch's modules, ONNX Runtime and ONNX's node tests."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ kernel = kernel_fixture("lstm")
 
 
 def parameters_of(module: nn.RNNBase) -> list[Any]:
-    """What `layer` takes for a module of one layer."""
+    """Returns the parameters of a one-layer module as `layer` takes them."""
     suffixes = ("", "_reverse") if module.bidirectional else ("",)
     names = ("weight_ih", "weight_hh", "bias_ih", "bias_hh", "weight_hr")
     cls = lstm_ops.Parameters if isinstance(module, nn.LSTM) else gru_ops.Parameters
@@ -39,7 +39,7 @@ def parameters_of(module: nn.RNNBase) -> list[Any]:
 
 
 def ours(module: nn.RNNBase, input: Tensor, hx: Any, lengths: Tensor | None = None) -> Any:
-    """As the module is called, (T, B, I), but for sequences, which come padded."""
+    """Runs our layer on the arguments of the module, (T, B, I), with padded sequences."""
     reverse = (False, True)[: 2 if module.bidirectional else 1]
     if isinstance(module, nn.GRU):
         return gru_ops.layer(input, hx, parameters_of(module), lengths, reverse=reverse)
@@ -79,7 +79,7 @@ def assert_module_agrees(
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("kind", ["LSTM", "LSTM with a projection", "GRU"])
 def test_torchs_modules(kernel, kind, bias, bidirectional, ragged):
-    """PackedSequence too, which takes no sequence of length 0."""
+    """Includes PackedSequence, which allows no sequence of length 0."""
     torch.manual_seed(0)
     options = {"bias": bias, "bidirectional": bidirectional}
     if kind == "GRU":
@@ -97,7 +97,7 @@ def test_torchs_modules(kernel, kind, bias, bidirectional, ragged):
 
 
 def samples() -> list[tuple[str, Any]]:
-    """ModuleInfo's samples, of one layer and without dropout between layers."""
+    """ModuleInfo's samples; they use no dropout between layers."""
     found = []
     for info in module_db:
         if info.module_cls in (nn.LSTM, nn.GRU, nn.LSTMCell, nn.GRUCell):
@@ -111,7 +111,7 @@ def samples() -> list[tuple[str, Any]]:
     ("cls", "sample"), [s[1] for s in samples()], ids=[s[0] for s in samples()]
 )
 def test_torchs_samples(cls, sample):
-    """Of several layers, ours one after another."""
+    """For modules of several layers, calls ours one after another."""
     torch.manual_seed(0)
     module = cls(*sample.constructor_input.args, **sample.constructor_input.kwargs).double()
     args = sample.forward_input.args
@@ -127,7 +127,7 @@ def test_torchs_samples(cls, sample):
 
 
 def stacked(module: nn.RNNBase, input: Any, hx: Any = None) -> list[Tensor]:
-    """A module's layers by the public functions, one direction at a time: output and states."""
+    """Runs a module's layers by the public functions, one direction at a time."""
     packed = input if isinstance(input, PackedSequence) else None
     lengths, x = None, input
     if packed is not None:
@@ -176,7 +176,7 @@ def test_all_of_torchs_samples_run():
 
 
 def to_onnx(t: Tensor, order: list[int]) -> np.ndarray:
-    """Gates along dimension 0 in another order."""
+    """Reorders the gates along dimension 0."""
     chunks = t.chunk(len(order), 0)
     return torch.cat([chunks[i] for i in order]).numpy()
 
@@ -186,7 +186,7 @@ IOFC, ZRH = [0, 3, 1, 2], [1, 0, 2]
 
 
 def onnx_runtime(operator: str, attributes: dict[str, Any], **inputs: np.ndarray | None) -> Any:
-    """One node, run; inputs by the names of ONNX's specification."""
+    """Runs one node; ``inputs`` have the names of ONNX's specification."""
     states = {"LSTM": ("Y", "Y_h", "Y_c"), "GRU": ("Y", "Y_h")}[operator]
     given = {k: v for k, v in inputs.items() if v is not None}
     names = [k if v is not None else "" for k, v in inputs.items()]
@@ -232,7 +232,7 @@ def test_onnx_runtime_lstm(kernel, peephole, coupled, direction, ragged):
     )
 
     def kept(t: Tensor) -> Tensor:
-        """Of gates i, f, g, o those that a coupled LSTM has."""
+        """Drops f of the gates i, f, g, o if the LSTM is coupled."""
         i, _, g, o = t.chunk(4)
         return torch.cat([i, g, o]) if coupled else t
 
@@ -250,7 +250,7 @@ def test_onnx_runtime_lstm(kernel, peephole, coupled, direction, ragged):
         x, h0, c0, parameters, lengths, reverse=reverse, coupled=coupled
     )
     torch.testing.assert_close(output, Y.transpose(1, 2).flatten(2), rtol=1e-4, atol=1e-5)
-    # A row without steps: ONNX Runtime gives zeros for its states, which for us stand still.
+    # For a row without steps ONNX Runtime returns zero states; ours keep their values.
     some = slice(None) if lengths is None else lengths > 0
     torch.testing.assert_close(h_n[:, some], Y_h[:, some], rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(c_n[:, some], Y_c[:, some], rtol=1e-4, atol=1e-5)
@@ -259,7 +259,7 @@ def test_onnx_runtime_lstm(kernel, peephole, coupled, direction, ragged):
 @pytest.mark.parametrize("ragged", [False, True])
 @pytest.mark.parametrize("direction", ["forward", "reverse", "bidirectional"])
 def test_onnx_runtime_gru(direction, ragged):
-    """With the reset gate after the product, as torch has it."""
+    """The reset gate is applied after the product, as in torch."""
     T, B, I, H = 6, 4, 5, 8  # noqa: E741
     D = 2 if direction == "bidirectional" else 1
     W, R, b = (normal(D, 3 * H, *s, seed=i) * 0.5 for i, s in enumerate(((I,), (H,), (2,))))
@@ -287,9 +287,9 @@ def test_onnx_runtime_gru(direction, ragged):
 
 @functools.cache
 def onnx_nodes() -> dict[str, Any]:
-    """By name: the node's operator, attributes, inputs by name, and outputs by name."""
+    """Maps the name of a test to its node's operator, attributes, inputs and outputs by name."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # making all of ONNX's cases overflows here and there
+        warnings.simplefilter("ignore")  # generating ONNX's cases overflows in places
         tests = load_model_tests(kind="node")
     nodes = {}
     for test in tests:
@@ -307,8 +307,8 @@ def onnx_nodes() -> dict[str, Any]:
         }
         results = [torch.from_numpy(np.array(a)) for a in outputs]
         if node.op_type == "GRU" and not attributes.get("linear_before_reset"):
-            # The reset gate comes before the product there. That is all the same at a first step
-            # from h = 0, where the product is none.
+            # This node applies the reset gate before the product, not after. That makes no
+            # difference at a first step from h = 0, where the product is 0.
             bias = named.get("B", torch.zeros(1))[..., -attributes["hidden_size"] :]
             if bias.ne(0).any() or min(named["X"].shape[:2]) > 1:
                 continue

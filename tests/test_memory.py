@@ -1,4 +1,4 @@
-"""The memory that large results lie in: kept when they are freed, and nobody's but theirs."""
+"""The cache of large results' memory: freed blocks are reused, blocks in use never."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from trifuse import backends
 
 pytestmark = pytest.mark.skipif(backends._C is None, reason="the C++ extension is not built")
 
-SHAPE = (300, 1024)  # 1.2 MB in float32; from 1 MiB on it is kept
+SHAPE = (300, 1024)  # 1.2 MB in float32; results of 1 MiB and more are cached
 MIB = 2**20
 
 
@@ -38,16 +38,16 @@ def result(seed: int = 0, shape: tuple[int, ...] = SHAPE) -> Tensor:
 
 
 def expected(seed: int = 0) -> Tensor:
-    """As :func:`result`, in memory of torch's: row by row, which changes no bit."""
+    """Returns the same bits as :func:`result`, in torch's memory, computed in small parts."""
     rows = normal(*SHAPE, seed=seed).split(10)
     return torch.cat([trifuse.dropout_add_layer_norm(row) for row in rows])
 
 
 def test_memory_is_used_again():
-    """By the next result of about that size: not by a much smaller one, which would waste it."""
+    """The next result of about the same size reuses a freed block; a much smaller one doesn't."""
     big = result(shape=(3000, 1024))
     address = big.data_ptr()
-    assert address % (2 * MIB) == 0  # for pages of 2 MiB
+    assert address % (2 * MIB) == 0  # aligned for 2 MiB pages
     del big
     small = result()
     assert small.data_ptr() != address
@@ -55,7 +55,7 @@ def test_memory_is_used_again():
 
 
 def test_results_in_use_are_left_alone():
-    """By results of other calls, forward and backward, while memory comes and goes."""
+    """Later forwards and backwards overwrite no live result, while other blocks are freed."""
     kept: list[Tensor] = []
     for seed in range(6):
         x = normal(*SHAPE, seed=seed).requires_grad_()
@@ -104,7 +104,7 @@ def saved_and_loaded(t: Tensor) -> Tensor:
 )
 def test_copies_and_views_outlive_a_result(copied: Callable[[Tensor], Tensor]):
     other = copied(result())
-    more = [result(seed) for seed in range(1, 4)]  # which would overwrite what is no longer held
+    more = [result(seed) for seed in range(1, 4)]  # would overwrite a block freed too early
     assert_equal(other, expected())
     assert_equal(more[0], expected(1))
 
@@ -123,7 +123,7 @@ def test_results_can_be_resized(rows):
     out.resize_(rows, 1024)
     common = min(rows, 300)
     assert_equal(out[:common], expected()[:common])
-    out.fill_(1)  # all of it is there to be written
+    out.fill_(1)  # all of it can be written
     assert_equal(result(1), expected(1))
     assert out.eq(1).all()
     out.untyped_storage().resize_(0)
@@ -131,7 +131,7 @@ def test_results_can_be_resized(rows):
 
 
 def test_threads_make_and_free_results():
-    """Also each other's: what one makes another frees."""
+    """Threads also free results that other threads made."""
     torch.set_num_threads(1)
     reference = [expected(seed) for seed in range(4)]
     handed_on: list[Tensor] = []
@@ -167,7 +167,7 @@ def test_freed_by_another_thread():
 
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_deterministic_algorithms_fill_it_with_nan(deterministic):
-    """As torch fills what ``torch.empty`` gives, so that what is not written shows."""
+    """Results are filled as torch fills ``torch.empty``, so that unwritten elements show."""
     torch.use_deterministic_algorithms(deterministic)
     result()
     with torch.profiler.profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profile:
@@ -176,8 +176,8 @@ def test_deterministic_algorithms_fill_it_with_nan(deterministic):
     assert (list(SHAPE) in filled) == deterministic
 
 
-# In a process of its own, because the limit is read once and the memory is the process's. The input
-# is one row, repeated without memory of its own.
+# Runs in a separate process: the limit is read once, and resident memory is counted per process.
+# The input is one row, expanded, which takes no memory.
 SCRIPT = """
 import torch, trifuse
 def resident():
@@ -197,7 +197,7 @@ print(resident() - before)
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize(("limit", "kept"), [("0", 0), ("100", 96), (None, 256)], ids=str)
 def test_what_is_kept_is_bounded(limit, kept):
-    """Of ten results of 32 MiB, none; as many as fit; by default 256 MiB."""
+    """Of ten results of 32 MiB the cache keeps none, as many as fit, or by default 256 MiB."""
     environment = {k: v for k, v in os.environ.items() if k != "TRIFUSE_CPU_CACHE_MIB"}
     if limit is not None:
         environment["TRIFUSE_CPU_CACHE_MIB"] = limit

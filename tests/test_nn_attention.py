@@ -48,7 +48,7 @@ def inputs(
 
 
 def boolean(*shape: int, seed: int = 2) -> Tensor:
-    """True is left out, as in torch.nn; never the last key, so that no row is empty."""
+    """A random mask, True at masked keys as in torch.nn; never at the last, so no row is empty."""
     mask = torch.rand(shape, generator=torch.Generator().manual_seed(seed)) < 0.4
     mask[..., -1] = False
     return mask
@@ -164,7 +164,7 @@ def test_tensors_given_twice(batch_first):
 @pytest.mark.parametrize("need_weights", [True, False])
 @pytest.mark.parametrize("added", [{}, {"add_zero_attn": True}])
 def test_causal_hint(padded, need_weights, added):
-    """As the mask says; torch itself drops the mask, and the appended key, without padding."""
+    """The hint changes nothing; without padding torch drops the mask and the appended key."""
     theirs, ours = pair(**added)
     query = inputs()[0]
     causal = torch.ones(L, L, dtype=torch.bool).triu(1)
@@ -176,7 +176,7 @@ def test_causal_hint(padded, need_weights, added):
 
 @pytest.mark.parametrize("training", [True, False])
 def test_module_info_samples(training):
-    """torch's samples for nn.MultiheadAttention, against it and the reference they come with."""
+    """torch's samples for nn.MultiheadAttention, against it and the samples' own reference."""
     pytest.importorskip("expecttest")
     from torch.testing._internal.common_modules import module_db
 
@@ -280,7 +280,7 @@ def test_dropout_is_for_training(need_weights):
         draws.append(ours(x, x, x, need_weights=need_weights)[0])
     assert torch.equal(draws[0], draws[1])
     assert not torch.equal(draws[1], draws[2])
-    # The kept weights are scaled up, so that the draws average to what no dropout gives.
+    # The kept weights are scaled up, so that the draws average to the result without dropout.
     deviations = torch.stack(draws[1:]) - kept
     spread = deviations.square().mean().sqrt()
     assert deviations.mean(0).square().mean().sqrt() < 1.5 * spread / len(deviations) ** 0.5
@@ -329,7 +329,7 @@ BAD = {
 
 @pytest.mark.parametrize(("bad", "error", "message"), BAD.values(), ids=BAD)
 def test_bad_arguments(bad, error, message):
-    """The same exceptions as torch, with what was expected and what came."""
+    """The same exceptions as torch; messages state what was expected and what was given."""
     theirs, ours = pair()
     arguments = {
         "query": torch.zeros(L, B, E, dtype=torch.float64),
@@ -441,7 +441,7 @@ def test_encoder_agrees_with_torch(enable_nested_tensor, calls):
 
 
 def test_causal_masks_are_recognised(monkeypatch):
-    """A causal mask, boolean or float, is not read by the operator; another one is."""
+    """Causal masks, boolean or float, become is_causal; other masks go to the operator."""
     seen = []
 
     def spy(query, key, value, mask, dropout_p, is_causal):
@@ -487,7 +487,7 @@ def test_torch_layers_do_not_pass_our_attention_by(calls):
 @pytest.mark.parametrize("options", [{}, {"kdim": 8, "vdim": 12}, {"add_bias_kv": True}])
 @pytest.mark.parametrize("fused", [False, True])
 def test_what_is_private_in_torch_and_used(fused, options):
-    """``_reset_parameters``, and who reads ``_qkv_same_embed_dim`` to call torch's function."""
+    """``_reset_parameters``, and calls of torch's function that read ``_qkv_same_embed_dim``."""
     torch.manual_seed(0)
     theirs = nn.MultiheadAttention(E, H, **options)
     ours = trifuse.nn.MultiheadAttention(E, H, **options)

@@ -1,4 +1,4 @@
-"""trifuse.nn.LSTM, GRU and their cells against torch.nn's, and what torch's lack."""
+"""trifuse.nn.LSTM, GRU and their cells against torch.nn's, and options that torch's lack."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ KINDS: dict[str, tuple[type, type, dict[str, Any]]] = {
 
 
 def pair(kind: str, **options: Any) -> tuple[Any, Any]:
-    """torch's module and ours, with the same parameters, by the state_dict."""
+    """Returns torch's module and ours, which has loaded its state_dict."""
     theirs, ours, more = KINDS[kind]
     torch.manual_seed(0)
     module = theirs(I, H, **more, **options).double()
@@ -50,7 +50,7 @@ def tensors(results: Any) -> list[Tensor]:
 
 
 def assert_agree(module: Any, twin: Any, input: Any, hx: Any) -> None:
-    """Results and the gradients of everything, in float64."""
+    """Checks results and all gradients, in float64."""
     results = []
     for m in (module, twin):
         leaves = [t.detach().requires_grad_() for t in tensors(hx)]
@@ -77,7 +77,7 @@ OPTIONS = [
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 def test_agrees_with_torch(kind, options):
-    """Of every shape of input, with and without first states."""
+    """Every shape of input agrees, with and without initial states."""
     for batch_first in (False, True):
         module, twin = pair(kind, batch_first=batch_first, **options)
         x = normal(T, B, I, dtype=torch.float64)
@@ -133,7 +133,7 @@ def test_cells(kind, bias):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_cell_with_one_of_its_states(dtype):
-    """The other is zeros; c is returned in the dtype of c0, without one in that of h."""
+    """A missing state is zeros; c is returned in the dtype of c0, or of h if c0 is missing."""
     cell, x = trifuse.nn.LSTMCell(I, H).to(dtype), normal(B, I, dtype=dtype)
     h0, zeros = normal(B, H, seed=1, dtype=dtype), torch.zeros(B, H, dtype=dtype)
     c0 = normal(B, H, seed=2)
@@ -151,7 +151,7 @@ def test_dtypes_of_results_are_torchs(kind, dtype):
     x = normal(T, B, I, dtype=dtype)
     assert {t.dtype for t in tensors(twin(x))} == {dtype}
     if kind == "LSTM":
-        # A c0 in float32 is carried on with all its bits.
+        # A c0 in float32 is carried on without rounding.
         h0, c0 = torch.zeros(1, B, H, dtype=dtype), torch.zeros(1, B, H)
         whole, (h_n, c_n) = twin(x, (h0, c0))
         assert c_n.dtype == torch.float32
@@ -181,7 +181,7 @@ MORE: dict[str, dict[str, Any]] = {
 
 
 def by_layers(module: Any, x: Tensor) -> Tensor:
-    """The module's output by the public function, a layer and a direction at a time."""
+    """Computes the module's output by the public function, one layer and direction at a time."""
     names = (
         "weight_ih", "weight_hh", "bias_ih", "bias_hh", "weight_hr", "weight_peephole",
         "norm_ih_weight", "norm_hh_weight", "norm_cell_weight", "norm_cell_bias",
@@ -236,7 +236,7 @@ def test_training_draws(what):
 
 
 def test_extra_parameters_and_their_first_values():
-    """Named as torch names its own."""
+    """The extra parameters are named like torch's own."""
     torch.manual_seed(0)
     module = trifuse.nn.LSTM(I, H, bidirectional=True, coupled=True, peephole=True, layer_norm=True)
     shapes = {n: tuple(p.shape) for n, p in module.named_parameters() if n.endswith("_l0_reverse")}
@@ -269,7 +269,7 @@ def test_parameters_begin_as_torchs():
 
 
 def test_dropout_between_layers():
-    """On what a layer gives to the next and nowhere else."""
+    """Dropout applies to the output that a layer passes to the next, and nowhere else."""
     torch.manual_seed(0)
     module = trifuse.nn.LSTM(I, H, 3, dropout=0.5)
     x = normal(T, B, I)
@@ -288,7 +288,7 @@ def test_dropout_between_layers():
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_weight_drop(kind):
-    """Parameters replaced by plain tensors, anything but contiguous, without a warning."""
+    """Plain, non-contiguous tensors may replace parameters, without a warning."""
     module, twin = pair(kind)
     raw = twin.weight_hh_l0.detach().T.contiguous().T.requires_grad_()
     del twin.weight_hh_l0
@@ -319,7 +319,7 @@ def test_first_states_of_another_shape(hx, message):
 
 
 def test_input_of_another_width():
-    """Raises what torch raises for it, as does a state."""
+    """An input or a state of another width raises torch's exception type."""
     with pytest.raises(RuntimeError, match="weight_ih: expected shape"):
         trifuse.nn.LSTM(I, H)(torch.ones(T, B, I + 1))
     with pytest.raises(RuntimeError, match="hx: expected shape"):
@@ -332,7 +332,7 @@ def test_input_of_another_width():
 @pytest.mark.usefixtures("fresh_dynamo")
 @pytest.mark.parametrize("kind", KINDS)
 def test_compile(kind):
-    """In one graph, which torch's own breaks; with lengths, and in inference."""
+    """Compiles to one graph, unlike torch's own module; with lengths, and in inference."""
     _, module = pair(kind, num_layers=2, bidirectional=True, dropout=0.3)
     x = normal(T, B, I, dtype=torch.float64)
     compiled = torch.compile(module, fullgraph=True, backend="aot_eager")

@@ -1,4 +1,4 @@
-"""Padding left out by the encoders: the same numbers, from less work, when nobody can tell."""
+"""Leaving out padding: the same results from fewer tokens, but not where user code could notice."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def bert_encoder(model: nn.Module, x: Tensor, keep: Tensor) -> Tensor:
 
 @pytest.fixture
 def tokens_seen(monkeypatch) -> list[int]:
-    """How many tokens each call of a linear layer was given."""
+    """Numbers of tokens, one for each call of a linear layer."""
     seen = []
     linear = nn.Linear.forward
 
@@ -106,7 +106,7 @@ def test_transformer_encoder(name, batch_first, norm_first, causal, tokens_seen,
     keep = KEEP[name]
     if causal and name != "padded right":
         keep = keep.clone()
-        keep[:, 0] = True  # torch gives NaN for a query that sees no key
+        keep[:, 0] = True  # torch returns NaN for a query without keys
     mask = torch.ones(L, L, dtype=torch.bool).triu(1) if causal else None
     x = torch.randn(3, L, D, dtype=torch.float64)
     results = []
@@ -140,7 +140,7 @@ def test_bert(make, name, tokens_seen):
         results.append([out[keep], *(p.grad for p in model.parameters() if p.grad is not None)])
     for mine, their in zip(*reversed(results), strict=True):
         torch.testing.assert_close(mine, their)
-    assert seen == {int(keep.sum()), 3}  # the pooler sees one token of each sequence
+    assert seen == {int(keep.sum()), 3}  # the pooler gets one token of each sequence
 
 
 @pytest.mark.parametrize("make", [bert_model, huggingface_bert])
@@ -164,7 +164,7 @@ def test_bert_embeds_real_tokens_only(make):
     seen = []
     table = model.embeddings.word_embeddings
     table.__class__ = type("Embedding", (nn.Embedding,), {"__module__": nn.Embedding.__module__})
-    assert packing.pack(model, keep, "trifuse", model.__class__.__module__) is None  # unknown
+    assert packing.pack(model, keep, "trifuse", model.__class__.__module__) is None  # unknown part
     table.__class__ = nn.Embedding
     norm = nn.functional.layer_norm
 
@@ -264,7 +264,7 @@ def test_without_padding_nothing_is_packed(calls):
 
 
 def test_masks_that_packing_cannot_follow(calls):
-    """A mask that isn't causal, and one that is added to the scores."""
+    """A mask that isn't causal, and padding as a mask that is added to the scores."""
     theirs, ours = encoder(fused=False), encoder(fused=True)
     x, keep = torch.randn(3, L, D, dtype=torch.float64), KEEP["padded right"]
     banded = torch.ones(L, L, dtype=torch.bool).triu(2)
@@ -358,7 +358,7 @@ def test_hidden_states_of_transformers_keep_their_shape():
 
 
 def test_transformers_encoder_alone_and_after_revert():
-    """Retyped but with another attention implementation, it does what transformers does."""
+    """With another attention implementation, a fused encoder computes what transformers' does."""
     model = huggingface_bert(fused=True)
     plain = huggingface_bert(fused=False)
     model.config._attn_implementation = "sdpa"
@@ -369,7 +369,7 @@ def test_transformers_encoder_alone_and_after_revert():
 @pytest.mark.parametrize("cross", [True, False])
 @pytest.mark.parametrize("use_cache", [True, False])
 def test_transformers_decoders_are_not_packed(cross, use_cache, calls):
-    """Seeing both ways, their mask looks like an encoder's; what they see besides is not packed."""
+    """A bidirectional decoder has an encoder's mask, but its cache and memory are not packed."""
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
     config = transformers.BertConfig(
@@ -401,7 +401,7 @@ def test_an_encoder_with_eager_attention_is_not_packed():
 
 
 def test_under_compile_and_transforms():
-    """Values can't be read there; the result is the same on real tokens."""
+    """The mask's values can't be read there; results on real tokens are the same."""
     model, keep = encoder(fused=True), KEEP["padded right"]
     x = torch.randn(3, L, D, dtype=torch.float64)
 
@@ -472,7 +472,7 @@ def encoder_decoder(*, fused: bool, batch_first: bool, norm_first: bool) -> nn.T
 @pytest.mark.parametrize("batch_first", [False, True])
 @pytest.mark.parametrize("padded", ["target", "memory", "both"])
 def test_transformer_decoder(padded, batch_first, norm_first, causal, calls):
-    """Outputs at real positions and every gradient, from real tokens alone."""
+    """Outputs at real positions and every gradient agree; only real tokens are computed."""
     keep, torch_model, fused = (
         KEEP["padded right"],
         *(
@@ -513,7 +513,7 @@ def test_reference_language_model(name, training, tokens_seen):
     config = LanguageModelConfig(31, D, H, 2, dim_feedforward=24, dropout=0.0, max_length=L)
     model = LanguageModel(config).double().train(training)
     tokens, real = torch.randint(1, 31, (3, L)), KEEP[name].clone()
-    real[:, 0] = True  # torch gives NaN for a query that sees no key
+    real[:, 0] = True  # torch returns NaN for a query without keys
     expected = model(tokens, real)[real]
     expected_grads = gradients(model, expected)
     trifuse.fuse(model, unpad=True)
@@ -531,7 +531,7 @@ def test_reference_language_model(name, training, tokens_seen):
 
 @pytest.mark.parametrize("padded", [False, True])
 def test_a_causal_hint_without_its_mask_is_refused(padded):
-    """Whether or not there is padding to leave out."""
+    """With and without padding."""
     keep = KEEP["padded right"] if padded else torch.ones(3, L, dtype=torch.bool)
     x = torch.randn(3, L, D, dtype=torch.float64)
     for stack in (
@@ -572,7 +572,7 @@ def gradients(model: nn.Module, logits: Tensor) -> tuple[Tensor, ...]:
 @pytest.mark.parametrize("norm_first", [False, True])
 @pytest.mark.parametrize("padded", ["source", "target", "both"])
 def test_reference_transformer(padded, norm_first, training, tokens_seen):
-    """Nothing but the embedding sees padding: not the output projection either."""
+    """Only the embedding computes padding; even the output projection gets real tokens only."""
     from trifuse.models.transformer import Transformer, TransformerConfig
 
     config = TransformerConfig(

@@ -1,5 +1,5 @@
-"""The modules named as torch's take torch's arguments, in order and with torch's defaults, have its
-methods and attributes, and go wherever torch's go: into files, other dtypes and shared memory."""
+"""Modules named like torch's have the same arguments in the same order, the same defaults, methods
+and attributes, and can be saved, cast and shared in the same ways."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def arguments(function):
 @pytest.mark.parametrize("name", TWINS)
 def test_constructor(name):
     theirs = arguments(getattr(nn, name))
-    if issubclass(getattr(nn, name), nn.RNNBase):  # torch's own says no more than *args
+    if issubclass(getattr(nn, name), nn.RNNBase):  # torch's own signature is *args
         theirs = [each for each in arguments(nn.RNNBase) if each[0] not in ("mode", "proj_size")]
     ours = arguments(getattr(trifuse.nn, name))
     assert [each for each in ours if each[0] != "proj_size"][: len(theirs)] == theirs
@@ -38,7 +38,7 @@ def test_forward(name):
 
 
 def make(name: str) -> nn.Module:
-    """Torch's."""
+    """Returns torch's module."""
     layer = {"d_model": 8, "nhead": 2, "dim_feedforward": 8}
     options = {
         "MultiheadAttention": {"embed_dim": 8, "num_heads": 2},
@@ -57,10 +57,10 @@ def make(name: str) -> nn.Module:
 
 
 def fused(name: str) -> nn.Module:
-    """Torch's with the class of ours, as trifuse.fuse makes it."""
+    """Returns torch's module with our class, as trifuse.fuse makes it."""
     module = make(name)
     trifuse.fuse(module)
-    module.__class__ = getattr(trifuse.nn, name)  # where fuse finds torch's faster
+    module.__class__ = getattr(trifuse.nn, name)  # even if fuse found torch's faster
     return module
 
 

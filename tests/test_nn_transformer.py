@@ -94,7 +94,7 @@ def tensors(kind: str, batch_first: bool) -> list[Tensor]:
 
 
 def assert_same(theirs: nn.Module, ours: nn.Module, inputs: list[Tensor], masks: Any) -> None:
-    """Outputs and every gradient."""
+    """Checks outputs and every gradient."""
     expected, actual = theirs(*inputs, **masks), ours(*inputs, **masks)
     torch.testing.assert_close(actual, expected)
     upstream = torch.randn_like(expected)
@@ -110,7 +110,7 @@ def pair(kind: str, **options: Any) -> tuple[nn.Module, nn.Module]:
     theirs, ours, _ = KINDS[kind]
     torch.manual_seed(0)
     reference = theirs(D, H, FF, 0.0, dtype=torch.float64, **options)
-    for parameter in reference.parameters():  # biases and norms are 0 and 1 at first
+    for parameter in reference.parameters():  # biases and norms start at 0 and 1
         nn.init.normal_(parameter, std=0.5)
     fused = ours(D, H, FF, 0.0, dtype=torch.float64, **options)
     fused.load_state_dict(reference.state_dict())
@@ -173,7 +173,7 @@ def test_ends_of_sublayers_are_fused(kind, norm_first, monkeypatch):
     monkeypatch.setattr(nn.Dropout, "forward", lambda self, x: ran.append("dropout") or x)
     _, ours = pair(kind, norm_first=norm_first)
     ours(*tensors(kind, False))
-    # The feed-forward's inner dropout and, in a layer by itself, what comes before and after.
+    # The feed-forward's inner dropout; in a lone pre-norm layer, its first norm and last dropout.
     assert sorted(ran) == (["dropout", "dropout", "norm"] if norm_first else ["dropout"])
     ran.clear()
     stack = {"encoder": trifuse.nn.TransformerEncoder, "decoder": trifuse.nn.TransformerDecoder}

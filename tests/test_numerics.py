@@ -94,7 +94,7 @@ def test_rounding_error_is_what_rounding_does(dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_one_rounding_is_of_the_size_of_real_errors(dtype):
-    """Far above them the rule could not fail, far below it would fail by chance."""
+    """A unit far above real errors would let mistakes pass; one far below would fail by chance."""
     accuracy, random = Accuracy("eager torch"), Random(1)
     for _ in range(60):
         judged = judge(draw_case(random, dtype))

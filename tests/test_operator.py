@@ -1,4 +1,4 @@
-"""What torch asks of every operator: transforms, compiler, export, counters."""
+"""Every operator under torch's transforms, compiler, export and FLOP counter."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ T, B, E = 3, 2, 4
 
 
 class Model(torch.nn.Module):
-    """An operator between a parameter before it and another after it."""
+    """An operator with one parameter before it and one after it."""
 
     def __init__(self, call: Callable[[Any, Tensor], Tensor], **weights: Tensor) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class Model(torch.nn.Module):
 
 GATES, BIAS, SQUARE = normal(4 * E, E), normal(E), normal(E, E)
 
-# Of (T, B, E); x comes more than once where an operator takes several tensors.
+# x is (T, B, E) and is passed more than once where an operator takes several tensors.
 OPERATORS: dict[str, Model] = {
     "attention": Model(lambda self, x: trifuse.scaled_dot_product_attention(x, x, x)),
     "attention, causal and lengths": Model(
@@ -111,7 +111,7 @@ def seeded(function: Callable[..., Any], *args: Any) -> Any:
 @every_operator
 @pytest.mark.parametrize("requires_grad", [False, True])
 def test_compiled(backend, operator, requires_grad):
-    """The same tensor comes more than once, also where nothing needs a gradient."""
+    """Models pass the same tensor more than once; with and without gradients."""
     call, x = model(operator).requires_grad_(requires_grad), sample().requires_grad_(requires_grad)
     results = []
     for function in (compiled(call), call):
@@ -159,7 +159,7 @@ def test_a_gradient_taken_inside_has_a_gradient_outside(operator):
 
 @every_operator
 def test_torch_func(backend, operator):
-    """Against two backwards of autograd, which go through the kernels one call at a time."""
+    """Against autograd's jacobian and hessian, which run the kernels one call at a time."""
     call, x = model(operator).requires_grad_(False), sample()
     jacobian = seeded(torch.autograd.functional.jacobian, call, x)
 
@@ -267,7 +267,7 @@ def test_onnx(operator, tmp_path):
 
 @pytest.mark.parametrize("backend", backends.ORDER)
 def test_an_op_of_another_backend_is_served(backend):
-    """As in a program that was exported on a GPU, or where the extension was built."""
+    """A program may have been exported on a GPU, or where the extension was built."""
     x = sample(torch.float32)
     for name, operator in {"attention": x[None], "dropout_add_layer_norm": x}.items():
         call = {"attention": trifuse.scaled_dot_product_attention}.get(name)
@@ -285,7 +285,7 @@ def test_an_op_of_another_backend_is_served(backend):
 
 
 def test_a_graph_with_gradients_can_run_by_another_backend():
-    """Forward and backward agree on who serves them, so that what is saved fits."""
+    """Forward and backward run on the same backend, so that saved tensors fit."""
     x = sample(torch.float32)[:, :, :E].requires_grad_()
     w = GATES.float().requires_grad_()
     flat = [w, w, *(None,) * 8]
@@ -313,7 +313,7 @@ torch.testing.assert_close(*(torch.autograd.grad(y.square().sum(), q)[0] for y i
 
 @pytest.mark.slow
 def test_inductor_compiles_where_ci_is_set():
-    """There it refuses ops that have a decomposition, unless they are registered with it."""
+    """With CI set, Inductor refuses ops that have a decomposition not registered with it."""
     environment = {**os.environ, "CI": "1", "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1"}
     subprocess.run([sys.executable, "-c", _COMPILE_IN_CI], check=True, env=environment)
 
@@ -343,7 +343,7 @@ def test_a_package_of_aotinductor_loads_in_another_process(operator, tmp_path):
 
 
 def flops(call: Callable[[], Tensor]) -> tuple[int, int]:
-    """Of a forward, and of it with its backward."""
+    """Counts operations of a forward, and of a forward with its backward."""
     counts = []
     for backward in (False, True):
         with FlopCounterMode(display=False) as counter:

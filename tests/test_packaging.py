@@ -1,4 +1,4 @@
-"""What is installed, with a compiler and without, what it says of itself, and what imports what."""
+"""Installation with a compiler and without, the report of ``python -m trifuse``, and imports."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ PACKAGES = {
 
 
 def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Python with these arguments; ``environment`` on top of ours."""
+    """Runs Python with these arguments; ``environment`` is added to this process's."""
     return subprocess.run(
         [sys.executable, *arguments],
         env={**os.environ, **environment},
@@ -43,9 +43,9 @@ def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]
 def run_installed(
     where: Path, *arguments: str, **environment: str
 ) -> subprocess.CompletedProcess[str]:
-    """The same with the trifuse that lies in ``where``.
+    """Runs Python with the trifuse installed in ``where``.
 
-    ``-S`` leaves out the import hook of an editable install, which would supply what is missing.
+    ``-S`` disables the import hook of an editable install, which would supply missing modules.
     """
     path = os.pathsep.join([str(where), str(Path(torch.__file__).parents[1])])
     return run("-S", *arguments, PYTHONPATH=path, **environment)
@@ -56,9 +56,9 @@ def run_installed(
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the package lies after ``pip install .`` with a compiler that fails.
+    """Returns the folder that ``pip install .`` installs to, with a compiler that fails.
 
-    From a copy of the sources, so that what was built in place stays as it is.
+    Installs from a copy of the sources, so that files built in place stay unchanged.
     """
     source = tmp_path_factory.mktemp("source")
     target = tmp_path_factory.mktemp("site-packages")
@@ -169,14 +169,14 @@ def test_unknown_backend_is_refused() -> None:
 
 @pytest.fixture
 def setup_script(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """What setup.py defines; TORCH_CUDA_ARCH_LIST is not set, and torch is a CPU build."""
+    """The globals of setup.py, with TORCH_CUDA_ARCH_LIST unset and torch as a CPU build."""
     monkeypatch.delenv("TORCH_CUDA_ARCH_LIST", raising=False)
     monkeypatch.setattr(torch.version, "cuda", None)
     return runpy.run_path(str(ROOT / "setup.py"))
 
 
 def code(setup_script: dict[str, Any]) -> tuple[set[str], str]:
-    """What CUDA kernels are compiled to, and those for Hopper alone."""
+    """Returns the architectures of the CUDA kernels, and that of the kernels for Hopper alone."""
     flags = setup_script["cuda_architectures"]()
     hopper = setup_script["hopper_architecture"](flags)
     names = [re.findall(r"\w+_\w+", flag.split(",code=")[1]) for flag in flags]
@@ -251,7 +251,7 @@ def test_report_agrees_with_explain() -> None:
 
 
 def test_report_names_every_setting_that_is_read() -> None:
-    """Every TRIFUSE_… variable that the sources look at."""
+    """Every TRIFUSE_… variable that the sources read."""
     folders = (ROOT / name for name in ("pytorch_ext", "kernels", "csrc"))
     sources = [path for f in folders for kind in ("*.py", "*.cpp") for path in f.rglob(kind)]
     read = {
@@ -267,7 +267,7 @@ def test_report_names_every_setting_that_is_read() -> None:
 
 
 def test_import_is_light() -> None:
-    """Importing trifuse loads nothing that torch has not, and wakes no GPU."""
+    """Importing trifuse loads no package that torch has not loaded, and initialises no GPU."""
     script = """
 import sys, torch
 before = {name.partition(".")[0] for name in sys.modules}
@@ -290,7 +290,7 @@ FLOORS = {
 
 
 def _imports(path: Path, top_level: bool = False) -> Iterator[str]:
-    """The modules that a file imports, anywhere or in its top level alone."""
+    """Yields the modules that a file imports, anywhere or at its top level alone."""
     tree = ast.parse(path.read_text())
     for node in tree.body if top_level else ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -314,7 +314,7 @@ def test_a_floor_imports_only_those_below(floor: str) -> None:
 
 
 def test_models_import_torch_alone() -> None:
-    """They are the eager baselines. A checkpoint's format may be imported where it is read."""
+    """They are the eager baselines. Functions that read checkpoints may import other libraries."""
     for path in (ROOT / "pytorch_ext/models").rglob("*.py"):
         for name in _imports(path, top_level=True):
             package = name.partition(".")[0]

@@ -39,7 +39,7 @@ def test_known_answers(counter, key, expected):
 
 
 def test_half_words_are_where_the_specification_says():
-    """Element (row, column) of a plane against one counter at a time."""
+    """Checks each element (row, column) of a plane against its own counter."""
     seed, rows, columns, plane = seed_of((7, 0x9ABCDEF0)), 3, 21, 5
     dropout_p = 0.37
     keep = philox.dropout_keep(seed, torch.tensor([plane]), rows, columns, dropout_p)[0]
@@ -77,13 +77,13 @@ def standard_score(hits: int, trials: int, probability: float) -> float:
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("dropout_p", [0.01, 0.1, 0.5, 0.9])
 def test_frequency(seed, dropout_p):
-    """Over a million elements, in every row, and in every residue of the column modulo 8."""
+    """Over a million elements, in every row and column, and for every column modulo 8."""
     dropped = ~philox.dropout_keep(torch.tensor([seed]), torch.arange(4), 512, 512, dropout_p)
     p = philox.threshold(dropout_p) / 65536
     assert abs(standard_score(int(dropped.sum()), dropped.numel(), p)) < 4
     for counts, trials in ((dropped.sum(-1), 512), (dropped.sum(-2), 512)):
         scores = (counts - trials * p) / math.sqrt(trials * p * (1 - p))
-        assert scores.abs().max() < 7  # of 2048: a skewed binomial's tail at p = 0.01
+        assert scores.abs().max() < 7  # the largest of 2048; at p = 0.01 the tail is skewed
         assert scores.std().item() == pytest.approx(1, abs=0.1)
     for lane in range(8):
         part = dropped[..., lane::8]
@@ -92,7 +92,7 @@ def test_frequency(seed, dropout_p):
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_independence(seed):
-    """Neighbours along columns, rows, planes and seeds agree as often as strangers would."""
+    """Neighbours along columns, rows, planes and seeds agree as often as independent draws."""
     p = 0.5
     key = torch.tensor([seed])
     keep = philox.dropout_keep(key, torch.arange(4), 256, 256, p)
@@ -104,7 +104,7 @@ def test_independence(seed):
     pairs |= {f"row + {d}": (keep[:, d:], keep[:, :-d]) for d in (1, 8)}
     pairs |= {"plane + 1": (keep[1:], keep[:-1]), "seed ^ 1": (keep, other)}
     pairs |= {"transposed": (keep, keep.mT)}
-    if seed not in (0, -1):  # whose halves are equal
+    if seed not in (0, -1):  # their halves are equal
         pairs["halves of the seed swapped"] = (keep, swapped)
     for what, (a, b) in pairs.items():
         agreeing, trials = int((a == b).sum()), a.numel()

@@ -1,4 +1,4 @@
-"""What `make sanitize` relies on: its list of calls, where threads come from, how it is built."""
+"""Assumptions of `make sanitize`: its list of calls, the origin of threads, a separate build."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_every_kernel_has_its_calls():
 
 
 def test_threads_come_from_one_place():
-    """ThreadSanitizer sees none but those."""
+    """ThreadSanitizer can follow only the threads of threads.h."""
     theirs = re.compile(
         r"\bat::(parallel_for|parallel_reduce|in_parallel_region)|#pragma omp (?!simd)"
     )
@@ -36,7 +36,7 @@ def test_threads_come_from_one_place():
 
 @pytest.mark.skipif(backends._C is None, reason="the C++ extension was not built")
 def test_calls_are_right_and_the_same_on_any_number_of_threads():
-    """Bit for bit, by the ordinary extension."""
+    """Bit for bit, in the ordinary extension."""
     made = 0
     with trifuse.backend("cpp"):
         for call in sanitized_calls.larger(torch.float32):

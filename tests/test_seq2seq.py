@@ -43,7 +43,7 @@ LENGTHS = (7, 3, 1, 5)
 
 
 def seq2seq_model(**changes: Any) -> Seq2Seq:
-    """In float64, with biases that matter and weights that make a fresh model opinionated."""
+    """A float64 model, perturbed so that biases matter and logits are far from uniform."""
     torch.manual_seed(0)
     model = Seq2Seq(dataclasses.replace(TINY, **changes))
     with torch.no_grad():
@@ -155,7 +155,7 @@ def test_attention_has_gradients(name, need_weights):
         return torch.func.functional_call(holder, held, ())
 
     assert torch.autograd.gradcheck(attend, (*given, *parameters))
-    with sdpa_kernel(SDPBackend.MATH):  # torch's only one with second derivatives
+    with sdpa_kernel(SDPBackend.MATH):  # torch's only backend with second derivatives
         assert torch.autograd.gradgradcheck(attend, (*given, *parameters))
 
 
@@ -173,7 +173,7 @@ class _Calling(nn.Module):
 
 @pytest.fixture(params=[1, 24, 1 << 20], ids=["1 query", "2 queries", "whole"])
 def block(request, monkeypatch) -> int:
-    """Elements of a block of additive scores; there are 12 to a query in the tests below."""
+    """Elements in a block of additive scores; in the tests below, a query has 12."""
     monkeypatch.setattr(seq2seq, "_BLOCK", request.param)
     return request.param
 
@@ -203,7 +203,7 @@ def test_blocks_of_additive_scores_are_the_whole(block):
 
 
 def test_no_block_of_additive_scores_is_larger_than_asked(monkeypatch):
-    """But for one query with all its keys, which is as large as these."""
+    """Except that a block holds at least one query with all its keys."""
     made = []
 
     def watch(query: Tensor, key: Tensor) -> Tensor:
@@ -247,7 +247,7 @@ def test_additive_scores_refuse_forward_mode():
 
 @pytest.mark.parametrize("dims", [(0, None, None), (None, 1, None), (None, None, 0), (1, 0, 1)])
 def test_additive_scores_of_many(dims, block):
-    """Under vmap, of which arguments ever have one more dimension, and their gradients."""
+    """vmap over any of the arguments, of scores and of gradients."""
     given = [
         x.detach() if dim is None else torch.stack((x, -x, 2 * x), dim).detach()
         for x, dim in zip(additive_inputs(), dims, strict=True)
@@ -263,7 +263,7 @@ def test_additive_scores_of_many(dims, block):
 
 @attentions
 def test_attention_under_function_transforms(name):
-    """Gradients of each sample, as for per-sample clipping."""
+    """Per-sample gradients, as gradient clipping per sample needs."""
     attention = attention_of(name)
     torch.manual_seed(1)
     queries, memories = random(3, 4, 8), random(3, 5, 8)
@@ -285,7 +285,7 @@ def test_attention_under_function_transforms(name):
 
 
 def bytes_kept(compute: Callable[[], Tensor]) -> list[int]:
-    """Of each storage that a result keeps for its backward, which is then run."""
+    """Returns the sizes of the storages saved for the backward of a result, then runs it."""
     kept: dict[int, int] = {}
 
     def keep(x: Tensor) -> Tensor:
@@ -301,7 +301,7 @@ def bytes_kept(compute: Callable[[], Tensor]) -> list[int]:
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @attentions
 def test_no_attention_keeps_queries_times_keys_times_width(name, compiled):
-    """What is kept for the backward has two of these dimensions at most."""
+    """Tensors saved for the backward have at most two of these dimensions."""
     B, T, S, H = 2, 40, 50, 64
     attention = attention_of(name, hidden_size=H)
     query, memory = random(B, T, H).requires_grad_(), random(B, S, H).requires_grad_()
@@ -355,7 +355,7 @@ def test_attention_runs_under_autocast(name):
 
 
 def cell(rnn: nn.LSTM | nn.GRU, suffix: str, x: Tensor, hidden: list[Tensor]) -> list[Tensor]:
-    """One step of one layer and direction, from its gates: h, and of an LSTM c."""
+    """Computes one step of a layer and direction from its gates; returns h, and c for an LSTM."""
     names = (f"{kind}_{end}_{suffix}" for kind in ("weight", "bias") for end in ("ih", "hh"))
     w_ih, w_hh, b_ih, b_hh = (getattr(rnn, name) for name in names)
     read, kept = w_ih @ x + b_ih, w_hh @ hidden[0] + b_hh
@@ -370,7 +370,7 @@ def cell(rnn: nn.LSTM | nn.GRU, suffix: str, x: Tensor, hidden: list[Tensor]) ->
 
 
 def by_hand(model: Seq2Seq, source: list[int], target: list[int]) -> tuple[Tensor, Tensor]:
-    """Logits (T, V) and weights (T, S) of one pair, from cells, scores and sums."""
+    """Computes logits (T, V) and weights (T, S) of one pair from cells, scores and sums."""
     config = model.config
     E, H, scale = config.embedding_dim, config.hidden_size, math.sqrt(config.embedding_dim)
     states = 2 if config.cell == "lstm" else 1
@@ -428,7 +428,7 @@ def test_model_is_its_formulas(changes):
 
 @models
 def test_padding_and_company_change_nothing(changes):
-    """A pair alone, and in a batch whose padding holds anything; the same for its gradients."""
+    """A pair has the same logits and gradients alone and in a batch with arbitrary padding."""
     model = seq2seq_model(**changes)
     source, mask = ragged(*LENGTHS)
     source[~mask] = 9
@@ -469,7 +469,7 @@ def test_every_parameter_learns(changes):
 
 
 def test_second_derivatives_exist_where_torchs_layers_have_them():
-    """A gradient penalty, through attention as through the recurrent layers."""
+    """A gradient penalty, through attention and through the recurrent layers."""
     model = seq2seq_model(attention="additive", bidirectional=True)
     source, mask = ragged(*LENGTHS)
     parameters = list(model.parameters())
@@ -615,7 +615,7 @@ def test_teacher_forcing_is_step_by_step(changes, chunks):
 
 @models
 def test_reordered_beams_go_on_as_if_they_had_always_been(changes):
-    """Three beams for each of two ragged sources; each then goes on from another's past."""
+    """Three beams for each of two ragged sources; each then continues from another's state."""
     model = seq2seq_model(**changes)
     source, mask = ragged(3, 6)
     begun, going_on = tokens(6, 4, seed=1), tokens(6, 2, seed=2)
@@ -648,7 +648,7 @@ def _log_prob(model: Seq2Seq, source: Tensor, hypothesis: list[int]) -> float:
 @models
 @torch.no_grad()
 def test_wide_enough_beams_find_everything(changes, length_penalty):
-    """Against every sequence of a vocabulary of 4 that ends within 3 tokens or is cut there."""
+    """Beams find all sequences of a vocabulary of 4 that end within 3 tokens or are cut there."""
     model = seq2seq_model(target_vocab_size=4, **changes)
     sources, mask = ragged(5, 2)
     going_on = [token for token in range(4) if token != EOS]

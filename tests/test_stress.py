@@ -63,7 +63,7 @@ def test_calls_from_many_threads():
 
 
 def changed_numbers_of_threads() -> None:
-    """Between forward and backward, too."""
+    """The number of threads also changes between forward and backward."""
     for name, case in CASES.items():
         torch.set_num_threads(1)
         expected = case.results()
@@ -86,7 +86,7 @@ def test_changed_numbers_of_threads():
 
 
 def ends(child: int, seconds: float) -> int | None:
-    """A child's exit status; None where it had to be killed."""
+    """Waits for a child; returns its exit status, or None if it had to be killed."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         done, status = os.waitpid(child, os.WNOHANG)
@@ -136,7 +136,7 @@ def test_fork_while_threads_allocate():
 
 
 def every_operator_in_a_child() -> None:
-    # Not with threads: of those that torch has started there are none in a child.
+    # One thread, because a child has none of the threads that torch has started.
     torch.set_num_threads(1)
     expected = {name: case.results() for name, case in CASES.items()}
     forked(lambda: all(equal(CASES[name].results(), expected[name]) for name in CASES))

@@ -67,7 +67,7 @@ def language_model(**sizes: float) -> LanguageModel:
 
 @torch.no_grad()
 def _awake(model: nn.Module) -> nn.Module:
-    """Biases and norms that matter, and weights that make a fresh model opinionated."""
+    """Perturbs a model so that biases and norms matter and logits are far from uniform."""
     for parameter in model.parameters():
         parameter.add_(torch.randn_like(parameter), alpha=0.2)
     return model
@@ -110,7 +110,7 @@ def test_gpt2_has_as_many_parameters_as_published():
 
 
 def test_base_model_has_the_papers_parameters():
-    """One embedding, and in each attention and feed-forward network what the paper counts."""
+    """One embedding, and the paper's count for each attention and feed-forward network."""
     with torch.device("meta"):
         model = Transformer(TransformerConfig())
     d, inner, vocabulary = 512, 2048, 37000
@@ -143,7 +143,7 @@ def test_embeddings_are_scaled_and_positioned():
 
 @norms
 def test_padding_changes_nothing(norm_first):
-    """A sentence alone, and in a batch whose padding holds anything."""
+    """A sentence has the same logits alone and in a batch with arbitrary padding."""
     model = transformer(norm_first)
     source, source_mask = ragged(7, 3, 5)
     target, target_mask = ragged(4, 6, 2)
@@ -234,7 +234,7 @@ def test_bad_arguments_are_named():
 
 
 def test_schedule_is_the_papers():
-    """Equation 3 with d_model = 512, by way of LambdaLR."""
+    """Equation 3 with d_model = 512, through LambdaLR."""
     d_model, warmup = 512, 40
     parameter = nn.Parameter(torch.zeros(1))
     optimizer = torch.optim.SGD([parameter], lr=(d_model * warmup) ** -0.5)
@@ -314,7 +314,7 @@ def test_matrices_begin_xavier_uniform():
 @functools.cache
 @torch.enable_grad()
 def reverser(norm_first: bool) -> Transformer:
-    """Trained to reverse up to 6 symbols of 8, for seconds. Copy it before changing it."""
+    """A model trained for seconds to reverse up to 6 of 8 symbols. Copy it before changing it."""
     torch.manual_seed(0)
     config = TransformerConfig(
         text.SYMBOLS + 8, 64, 4, 2, 2, 128, dropout=0.0, norm_first=norm_first, max_length=16
@@ -333,7 +333,7 @@ def reverser(norm_first: bool) -> Transformer:
 
 
 def sources(*lengths: int) -> tuple[Tensor, Tensor]:
-    """What the reverser reads: symbols and EOS, padded, and the mask."""
+    """Sources for the reverser, symbols and EOS, padded; and their mask."""
     source, mask = ragged(*(length + 1 for length in lengths))
     source = (source % 8 + text.SYMBOLS).masked_fill(~mask, text.PAD)
     return source.scatter(1, torch.tensor(lengths)[:, None], text.EOS), mask
@@ -384,7 +384,7 @@ def test_cache_of_a_language_model_changes_nothing(chunks):
 
 
 def test_steps_drop_nothing():
-    """Not even those of a model in training."""
+    """Not even while the model is in training mode."""
     model, language, given = transformer(dropout=0.5), language_model(dropout=0.5), tokens(2, 3)
     results = []
     for training in (False, True):
@@ -395,7 +395,7 @@ def test_steps_drop_nothing():
 
 
 def test_reordered_beams_go_on_as_if_they_had_always_been():
-    """Three beams for each of two ragged sources; each then goes on from another's past."""
+    """Three beams for each of two ragged sources; each then continues from another's past."""
     model = transformer()
     source, mask = ragged(3, 6)
     begun, going_on = tokens(6, 4, seed=1), tokens(6, 2, seed=2)
@@ -419,7 +419,7 @@ def _greedy(model: Transformer, *source: Tensor, max_length: int = 8) -> Decoded
 
 
 def _log_prob(model: Transformer, source: Tensor, hypothesis: list[int]) -> float:
-    """Without a cache, from a whole target."""
+    """Computes a log-probability from the whole target, without a cache."""
     target = torch.tensor([[BOS, *hypothesis]])
     log_probs = model(source, target[:, :-1]).log_softmax(-1)
     return log_probs.gather(-1, target[:, 1:, None]).sum().item()
@@ -436,7 +436,7 @@ def _hypotheses(found: Decoded, row: int) -> list[tuple[list[int], float]]:
 @norms
 @torch.no_grad()
 def test_wide_enough_beams_find_everything(norm_first, length_penalty):
-    """Against every sequence of a vocabulary of 4 that ends within 4 tokens or is cut there."""
+    """Beams find all sequences of a vocabulary of 4 that end within 4 tokens or are cut there."""
     model = transformer(norm_first, vocab_size=4)
     source = torch.tensor([[3, 0, 2, 1, 2]])
     going_on = [token for token in range(4) if token != EOS]
@@ -493,11 +493,11 @@ def test_searches_score_what_they_find():
 
 @pytest.mark.parametrize("length_penalty", [0.6, 6.0])
 def test_search_minds_no_company(length_penalty):
-    """What is found for a source doesn't depend on the sources searched with it: not when the
-    search goes on for these, though what it would find later may score better.
+    """A source's hypotheses don't depend on the other sources of the batch, even if the search goes
+    on for these and could later find a hypothesis with a better score.
     """
     model = transformer(vocab_size=4)
-    # A token is not likeliest followed by itself, so that some hypotheses end.
+    # Keeps a token from being its own likeliest successor, so that some hypotheses end.
     model.output.weight = nn.Parameter(model.embedding.weight.detach().roll(1, 0))
     lengths = range(1, 13)
     source, mask = ragged(*lengths)

@@ -1,4 +1,4 @@
-"""The C++ kernels' own exponentials: how far from the truth, and what they make of the extremes."""
+"""sigmoid, tanh and exp2 of the C++ kernels: errors in units of the last place, and extremes."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ def _capability(request: pytest.FixtureRequest) -> Iterator[None]:
 def ulps(
     function: Callable[[Tensor], Tensor], truth: Callable[[Tensor], Tensor], x: Tensor
 ) -> float:
-    """The largest error, in units of float32's last place at the true value."""
+    """Returns the largest error, in units of float32's last place at the true value."""
     expected = truth(x.double())
     place = torch.exp2(expected.abs().log2().floor() - 23)
     return ((function(x).double() - expected).abs() / place).max().item()
 
 
 def everywhere(low: float, high: float) -> Tensor:
-    """Evenly spread, and from tiny magnitudes up."""
+    """Returns numbers spread evenly over the range, and others from tiny magnitudes up."""
     generator = torch.Generator().manual_seed(0)
     spread = torch.rand(200_000, generator=generator) * (high - low) + low
-    small = torch.logspace(-30, 0, 50_001)  # an odd number: the last vector is not whole
+    small = torch.logspace(-30, 0, 50_001)  # an odd number, so that the last vector is partial
     return torch.cat([spread, small * high, -small * abs(low)])
 
 

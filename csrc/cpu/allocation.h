@@ -1,4 +1,4 @@
-// The one way in which kernels and operators come by memory of their own.
+// Allocates the memory that kernels and operators need for themselves.
 
 #pragma once
 
@@ -10,14 +10,14 @@
 
 namespace trifuse {
 
-// Uninitialised memory, which std::free takes back. `purpose` says what it is for.
+// Returns uninitialised memory, to be freed with std::free. An error names its `purpose`.
 //
-// Where the system has none, the memory that is kept of freed results (memory.h) goes back to it and
-// it is asked once more. Then this throws a c10::Error, which Python sees as a RuntimeError: what
-// torch's own allocator raises.
+// If the system has no memory left, this frees the cached blocks of earlier results (memory.h) and
+// tries once more. If that fails too, it throws a c10::Error, as torch's own allocator does: a
+// RuntimeError in Python.
 void* allocate(int64_t bytes, int64_t alignment, const char* purpose);
 
-// The same for containers.
+// The same as a standard allocator, for containers.
 template <class T>
 struct Allocator {
   using value_type = T;
@@ -42,12 +42,12 @@ struct Free {
   void operator()(void* data) const { std::free(data); }
 };
 
-// For tests. Of the allocations from now on, torch's own on a CPU included, `count` fail, beginning
-// with number `first`, counted from 1; with a `first` of 0 none does, as in the beginning. An
-// allocation that is asked for twice counts as two.
+// For tests. Makes `count` of the coming allocations fail, from number `first` on, counted from 1.
+// torch's own CPU allocations count too, and a retry counts as another allocation. With `first` =
+// 0, the initial state, none fails.
 void fail_allocations(int64_t first, int64_t count);
 
-// How many there have been since fail_allocations was last called with another `first` than 0.
+// Returns the number of allocations counted since the last fail_allocations call with `first` > 0.
 int64_t counted_allocations();
 
 }  // namespace trifuse

@@ -1,4 +1,4 @@
-// From what torch's dispatcher hands over to what kernels are told.
+// Checks the arguments of operators and converts them to those of kernels.
 
 #pragma once
 
@@ -37,11 +37,11 @@ inline at::ScalarType accumulation_type(at::ScalarType dtype) {
   return dtype == at::kDouble ? at::kDouble : at::kFloat;
 }
 
-// More than any memory holds: sizes that a view can have, repeating what it has. Below, kernels
-// count bytes without overflow.
+// More elements than any memory holds, though an expanded view may have more. Below this limit
+// kernels count bytes without overflow.
 constexpr int64_t kMostElements = int64_t(1) << 48;
 
-// Checks that a tensor's storage holds what it spans: storage can be resized under a tensor.
+// Checks that a tensor's storage covers all its elements: storage can be resized under a tensor.
 inline void check_memory(const char* name, const Tensor& t) {
   const int64_t count = t.numel();
   if (count == 0) return;
@@ -59,8 +59,8 @@ inline void check_memory(const char* name, const Tensor& t) {
       " and strides ", t.strides(), "; got ", has, " bytes (was it resized?)");
 }
 
-// Checks a tensor's shape and storage. A backward is handed what its
-// forward was given or left, but `t.data = other` may have exchanged any of it in between.
+// Checks a tensor's shape and storage. A backward receives its forward's inputs and results, but
+// `t.data = other` may have replaced any of them in between.
 inline void check_shape(const char* name, const Tensor& t, at::IntArrayRef sizes) {
   TORCH_CHECK_VALUE(
       t.sizes() == sizes, name, ": expected shape ", sizes, "; got ", t.sizes(),
@@ -80,7 +80,7 @@ inline void check_type(const char* name, const Tensor& t, at::ScalarType type, c
       t.device());
 }
 
-// Integers, of 32 or 64 bits.
+// Checks `count` integers of 32 or 64 bits.
 inline void check_integers(
     const char* name, const OptionalTensor& t, int64_t count, const Tensor& like) {
   if (!t) return;
@@ -88,7 +88,7 @@ inline void check_integers(
   check_type(name, *t, t->scalar_type() == at::kInt ? at::kInt : at::kLong, like);
 }
 
-// One number of 64 bits.
+// Checks a seed: one integer of 64 bits.
 inline void check_seed(const OptionalTensor& seed, const Tensor& like) {
   if (!seed) return;
   TORCH_CHECK_VALUE(seed->numel() == 1, "seed: expected one number; got shape ", seed->sizes());
@@ -96,11 +96,10 @@ inline void check_seed(const OptionalTensor& seed, const Tensor& like) {
   check_type("seed", *seed, at::kLong, like);
 }
 
-// All but the seed.
+// Returns the dropout parameters without the seed.
 inline Dropout kernel_dropout(double dropout_p) {
   Dropout dropout;
-  // Python's round(p · 65536), which rounds halves to even, as nearbyint does. All 65536 values of an
-  // element drop it only at p = 1.
+  // Python's round(p · 65536): both round halves to even. Only p = 1 may drop all 65536 values.
   const double most = dropout_p < 1 ? 65535 : 65536;
   dropout.threshold = static_cast<uint32_t>(std::min(std::nearbyint(dropout_p * 65536), most));
   dropout.scale = dropout_p < 1 ? 65536.0 / (65536.0 - dropout.threshold) : 0.0;

@@ -21,9 +21,9 @@
 namespace trifuse {
 namespace {
 
-// Uninitialised (B, H, L, last), in memory order (B, L, H) if `like` is so: see
-// _empty_like_layout in pytorch_ext/ops/attention.py, which must agree. To autograd the result is no view: a
-// view that a function returns beside other results could not be changed in place.
+// Returns an uninitialised (B, H, L, last), in memory order (B, L, H) if `like` has that order.
+// _empty_like_layout in pytorch_ext/ops/attention.py must agree. Autograd must not see the result
+// as a view: a view that is returned beside other results could not be changed in place.
 Tensor empty_like_layout(const Tensor& like, int64_t last, at::ScalarType dtype) {
   const at::AutoDispatchBelowADInplaceOrView no_view;
   const int64_t B = like.size(0), H = like.size(1), L = like.size(2);
@@ -90,7 +90,7 @@ Call make_call(
     p.batch = call.cu_seqlens_q.numel() - 1;
     call.used_q = p.cu_seqlens_q[p.batch];
     call.used_k = p.cu_seqlens_k[p.batch];
-    // The longest there are: a bound given for another device may be far above them.
+    // The true maxima: the max_seqlen bounds, given for another device, may be far larger.
     p.Lq = p.Lk = 0;
     for (int64_t b = 0; b < p.batch; ++b) {
       p.Lq = std::max(p.Lq, p.cu_seqlens_q[b + 1] - p.cu_seqlens_q[b]);
@@ -148,7 +148,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward(
   Tensor grad_key = empty_like_layout(key, p.E, dtype);
   Tensor grad_value = empty_like_layout(value, p.Ev, dtype);
   p.grad_out = strided(grad_out);
-  // A compiler may have laid these out its own way.
+  // A compiler may have chosen another layout for out.
   const Tensor out_rows = out.stride(3) == 1 ? out : out.contiguous();
   p.out = strided(out_rows);
   p.logsumexp = strided(logsumexp);
@@ -163,7 +163,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward(
 
   Tensor grad_mask = at::empty({0}, query.options());
   if (mask_requires_grad) {
-    // Sums of many terms. Those of a few lose nothing worth the memory traffic.
+    // Sums of many terms are taken in float64. With few terms, too little precision is lost to
+    // justify the memory traffic.
     const double terms = static_cast<double>(p.batch * p.heads) * static_cast<double>(p.Lq * p.Lk);
     p.grad_mask_in_double = terms > 64.0 * static_cast<double>(attn_mask->numel());
     const auto sum_dtype = p.grad_mask_in_double ? at::kDouble : wide;

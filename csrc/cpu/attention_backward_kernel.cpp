@@ -2,18 +2,18 @@
 //
 // A task owns a chunk of the keys of one key head (or of all heads and sequences that share one
 // gradient of a broadcast float mask): their rows of grad_key and grad_value, which it sums over
-// all queries and writes once. It walks over blocks of 64 queries; for each it recomputes the
+// all queries and writes once. It loops over blocks of 64 queries. For each block it recomputes the
 // weights of its keys from the saved logsumexp, tile by tile, and adds its part of grad_query.
 //
-// Several chunks add to the same rows of grad_query. They do so in the order of the chunks, each
-// waiting for the one before it at that block (`progress`), so the sum is the same bits however many
-// threads there are, and no copies of grad_query are held. Tasks are started chunk by chunk, so a
-// task waited for is always one already running, unless it has thrown (failure.h). Chunk 0 visits
-// every block and so initialises.
+// Several chunks add to the same rows of grad_query. They do so in the order of the chunks: each
+// waits for the one before it at that block (`progress`). So the sum has the same bits whatever the
+// number of threads, and no copies of grad_query are needed. Tasks are started chunk by chunk, so a
+// task that is waited for is always running already, unless it has thrown (failure.h). Chunk 0
+// visits every block and initialises it.
 //
 // Floor: 2 · 64 · 64 · (3 E + 2 Ev) operations a tile, five products against the forward's two, and
-// about 15 vector instructions for 16 pairs. Queries, their gradients and outputs are read once a
-// chunk, so chunks are as long as lets their keys, values and two sums stay in a 1 MB L2 cache.
+// about 15 vector instructions for 16 pairs. Queries, outputs and their gradients are read once a
+// chunk, so chunks are the longest whose keys, values and two sums fit a 1 MB L2 cache.
 
 #include <atomic>
 
@@ -23,7 +23,8 @@
 namespace trifuse::TRIFUSE_CAPABILITY {
 namespace {
 
-// Keys of a chunk. By head dimension alone: a result must not change with the batch or the threads.
+// Returns the number of keys in a chunk. It depends on the head dimensions alone: a result must not
+// change with the batch or the number of threads.
 int64_t chunk_keys(const AttentionProblem& p) {
   return p.E + p.Ev <= 128 ? 8 * kTile : p.E + p.Ev <= 256 ? 4 * kTile : 2 * kTile;
 }
@@ -34,7 +35,7 @@ int64_t key_chunks(const AttentionProblem& p) {
 
 int64_t query_blocks(const AttentionProblem& p) { return (p.Lq + kTile - 1) / kTile; }
 
-// Sequences, and key heads, whose mask gradient is one and the same belong to one task.
+// Sequences, and key heads, that share one mask gradient belong to one task.
 int64_t batch_groups(const AttentionProblem& p) {
   return p.grad_mask.data && p.grad_mask.stride[0] == 0 ? std::min<int64_t>(p.batch, 1) : p.batch;
 }
@@ -47,8 +48,8 @@ int64_t tasks(const AttentionProblem& p) {
   return key_chunks(p) * batch_groups(p) * head_groups(p);
 }
 
-// Weights and score gradients of a tile from its scores and its products of values and grad_out,
-// both in place: scores becomes D P, products becomes dS (reference/attention.py). P is
+// Computes a tile's weights and score gradients in place, from its scores and its products of value
+// and grad_out: scores becomes D P, products becomes dS (reference/attention.py), where P =
 // 2^((score - shift) · factor - rest).
 template <bool Partial, bool Dropout, class T>
 inline void gradient_tile(
@@ -78,8 +79,8 @@ inline void gradient_tile(
   }
 }
 
-// A tile's score gradients added to those of a mask with a value per key: transposed, or summed
-// where the mask is broadcast over queries.
+// Adds a tile's score gradients to the gradient of a mask with a value per key: transposed, or
+// summed over queries if the mask is broadcast over them.
 template <class Sum, class T>
 void add_mask_gradient(
     const AttentionProblem& p, const Sequence& s, int64_t h, int64_t i, int64_t rows, int64_t j,
@@ -100,8 +101,9 @@ void add_mask_gradient(
   }
 }
 
-// A mask broadcast over keys shifts whole rows, which moves their logsumexp and nothing else: the
-// row's sum of dS is dlse exactly, or NaN where a pair of the row is.
+// Adds the gradient of a mask that is broadcast over keys. Such a mask shifts whole rows, which
+// changes their logsumexp and nothing else: a row's sum of dS is exactly dlse, or NaN if any pair
+// of the row is NaN.
 template <class Sum, class Scalar, class T>
 void add_row_mask_gradient(
     const AttentionProblem& p, const Sequence& s, int64_t h, int64_t i, int64_t rows) {
@@ -145,7 +147,7 @@ class Task {
         failure(failure),
         e_ld(padded<E>(problem.E)),
         ev_ld(padded<E>(problem.Ev)) {
-    // Twice: once to count, once to hand out.
+    // Two passes: the first counts the bytes, the second hands out the pieces.
     layout([](auto*& piece, int64_t n) {
       scratch.need += Scratch::bytes<std::remove_reference_t<decltype(*piece)>>(n);
     });
@@ -155,7 +157,7 @@ class Task {
     });
   }
 
-  // All query heads that share one key head of one sequence.
+  // Processes all query heads that share one key head of one sequence.
   void run(int64_t b, int64_t kv_head) {
     const Sequence s(p, b);
     const int64_t first = index * chunk, stored = std::min(chunk, s.Lk - first);
@@ -168,7 +170,7 @@ class Task {
     if (keys > 0) {
       key = left_rows<E>(s.key_rows<Scalar>(p.key, kv_head, first), keys, p.E, key_room);
       value = left_rows<E>(s.key_rows<Scalar>(p.value, kv_head, first), keys, p.Ev, value_room);
-      // By rows of keys, tile by tile: an odd number of keys then pairs only within its tile.
+      // B with k along the keys. A tile has an even number of keys, so no pair straddles two tiles.
       key_by_row = right_rows(
           s.key_rows<Scalar>(p.key, kv_head, first), keys, p.E, key_row_room);
     }
@@ -246,8 +248,9 @@ class Task {
     if (lost) recover_logsumexp(s, h, kv_head, i, rows);
   }
 
-  // Beside a peak in the thousands, such as a mask of the lowest finite number makes, the logsumexp
-  // has no room left for the logarithm of the sum. Both are computed again, each for itself.
+  // Recomputes the peak and the logarithm of the sum, apart from each other. Beside a peak in the
+  // thousands, such as a mask of the lowest finite number makes, the saved logsumexp has no digits
+  // left for the logarithm.
   void recover_logsumexp(
       const Sequence& s, int64_t h, int64_t kv_head, int64_t i, int64_t rows) {
     Softmax<T> softmax(scale.exponent);
@@ -264,7 +267,7 @@ class Task {
     double log2_sum[kTile];
     softmax.log2_sum(log2_sum);
     for (int64_t r = 0; r < rows; ++r) {
-      if (std::isnan(shift[r])) continue;  // the row is NaN, even if every weight has been 0
+      if (std::isnan(shift[r])) continue;  // the row stays NaN, even if all its weights were 0
       const bool empty = softmax.sum[r] == 0;
       shift[r] = empty ? T(0) : softmax.peak[r];
       rest[r] = empty ? T(0) : static_cast<T>(log2_sum[r]);
@@ -306,7 +309,7 @@ class Task {
     const auto q = s.query_rows<Scalar>(p.query, h, i);
     const auto go = s.query_rows<Scalar>(p.grad_out, h, i);
     const auto k = s.key_rows<Scalar>(p.key, kv_head, j);
-    // 0 · NaN, as in the forward, in all three products.
+    // As in the forward, masked pairs must not add 0 · NaN to any of the three products.
     const bool finite = !partial || (all_finite(q, rows, p.E) && all_finite(go, rows, p.Ev) &&
                                      all_finite(k, keys, p.E));
     Operand<E> q_rows = query, go_rows = grad_out;
@@ -328,7 +331,7 @@ class Task {
         rows, p.E, elements<E>(keys), ds_t.data, 1, ds_t.ld, k_rows.data, k_rows.ld, grad_query,
         e_ld, {true});
     if (!finite) {
-      uint64_t keys_of[kTile];  // of query i: which keys
+      uint64_t keys_of[kTile];  // bit j of word i: query i sees key j
       std::copy_n(mask->bits, keys, keys_of);
       std::fill(keys_of + keys, keys_of + kTile, 0);
       transpose_bits(keys_of);
@@ -338,7 +341,7 @@ class Task {
     }
   }
 
-  // In the order of chunks: after the last one before this that has keys for the block.
+  // Adds a block's part of grad_query, after the last earlier chunk that visits the block.
   void add_grad_query(const Sequence& s, int64_t h, int64_t i, int64_t rows) {
     std::atomic_ref<int32_t> last(
         progress[(s.index * p.heads + h) * query_blocks(p) + i / kTile]);
@@ -396,17 +399,17 @@ class Task {
   const int64_t e_ld, ev_ld;
 
   TileMask<T>* mask;
-  uint64_t* kept;                           // [64], of a key: the queries that dropout keeps
+  uint64_t* kept;                           // [64], per key: bits of the queries that dropout keeps
   E *key_room, *value_room, *key_row_room;  // [chunk][E], [chunk][Ev], [chunk][E]
   E* row_room;                              // [64][max(E, Ev)]
   E *query_t, *grad_out_t;                  // [E][64], [Ev][64]
   E *query_room, *grad_out_room;            // [64][E], [64][Ev]
   E* clean_room[3];                         // [64][max(E, Ev)]
   E* pair_room;                             // [64][64]
-  T *scores, *products, *mask_room;         // [keys][queries], the last transposed
+  T *scores, *products, *mask_room;         // [keys][queries]; mask_room is transposed
   T* grad_query;                            // [64][E]
   T *grad_key, *grad_value;                 // [chunk][E], [chunk][Ev]
-  T *shift, *rest, *delta;                  // [64], the logsumexp: in scores, and what is over in log2
+  T *shift, *rest, *delta;                  // [64]: logsumexp as a score; its remainder, in log2
   Operand<E> key, value, key_by_row, query, grad_out;
 
   struct ThreadScratch {

@@ -54,7 +54,7 @@ void run(const AttentionProblem& p, int64_t task) {
   right_transposed(
       s.query_rows<Scalar>(p.query, h, i), rows, p.E, scale.sign, left_room, query_t);
 
-  uint64_t seen = 0;  // of query i: whether it has a key
+  uint64_t seen = 0;  // bit i: query i has a key
   const auto visible = s.visible(p, i, rows);
   for (int64_t j = visible.first / kTile * kTile; j < visible.last; j += kTile) {
     const Cover cover =
@@ -81,7 +81,7 @@ void run(const AttentionProblem& p, int64_t task) {
         }
     }
 
-    // 0 · NaN: only where a pair is left out can a value matter that takes no part.
+    // 0 · NaN is NaN: a value that takes no part matters only if the tile leaves out a pair.
     const bool finite = cover == Cover::Full || all_finite(values, keys, p.Ev);
     const auto value = right_rows(values, keys, p.Ev, value_room, !finite);
     const auto weight = pair_rows(scores, keys, lanes, weight_room);
@@ -97,7 +97,7 @@ void run(const AttentionProblem& p, int64_t task) {
   T* lse_row = s.query_row<T>(p.logsumexp, h, i);
   for (int64_t r = 0; r < rows; ++r) {
     const bool empty = !(seen >> r & 1);
-    // A softmax of scores that are all -inf is NaN, and so it is with one of +inf.
+    // A row's softmax is NaN if all its scores are -inf or one of them is +inf.
     if (!empty && !std::isfinite(lse[r])) lse[r] = std::numeric_limits<T>::quiet_NaN();
     lse_row[r * p.logsumexp.stride[2]] = lse[r];
     const T inverse = std::isnan(lse[r]) ? lse[r] : static_cast<T>(p.dropout.scale) / softmax.sum[r];

@@ -1,4 +1,4 @@
-// What forward and backward share: the geometry of a call, and a tile's mask.
+// Shared by the attention forward and backward: the geometry of a call, a tile's mask and scores.
 //
 // A tile is 64 queries by 64 keys, held transposed: row j is a key, and the vector runs over
 // queries. Softmax then works down the rows, lane by lane, without horizontal steps, and the
@@ -29,8 +29,8 @@ struct Sequence {
   int64_t q_start, k_start;  // first token in a packed tensor
   int64_t q_batch, k_batch;  // batch index in the tensors: 0 if packed
   int64_t Lq, Lk;
-  int64_t keys;              // Lk, or fewer by key_lengths
-  int64_t diagonal;          // query i stands at key i + diagonal
+  int64_t keys;              // Lk, or key_lengths if that is smaller
+  int64_t diagonal;          // query i is aligned with key i + diagonal
 
   Sequence(const AttentionProblem& p, int64_t b) : index(b) {
     const bool packed = p.cu_seqlens_q != nullptr;
@@ -43,7 +43,7 @@ struct Sequence {
     diagonal = p.lower_right ? Lk - Lq : 0;
   }
 
-  // The first row of head h of a tensor indexed by query or by key.
+  // Returns row i (a query) or row j (a key) of head h.
   template <class T>
   T* query_row(const Tensor4& t, int64_t h, int64_t i) const {
     return static_cast<T*>(t.data) + q_batch * t.stride[0] + h * t.stride[1] +
@@ -63,7 +63,7 @@ struct Sequence {
     return {key_row<Scalar>(t, h, j), t.stride[2], t.stride[3]};
   }
 
-  // Keys that some query of [i, i + rows) may see by position: [first, last).
+  // Returns the keys that the window lets some query of [i, i + rows) see: [first, last).
   struct Range {
     int64_t first, last;
   };
@@ -80,18 +80,18 @@ constexpr bool has_float_mask(const AttentionProblem& p) {
   return p.mask_kind == MaskKind::Float32 || p.mask_kind == MaskKind::QueryType;
 }
 
-// What a score is. Without a float mask it is a product of query and key as it comes, the scale being
-// left to the exponent. In natural units it is with one, for the mask's numbers may be anything, and with
-// a scale beside which an exponent, or a logsumexp in units of a product, would overflow. The sign of the
-// scale (or 0, to which it may round) goes to the query rows, so that the largest score is the largest
-// weight.
+// The unit of scores. Normally a score is the bare product of query and key, and the exponent
+// applies the scale. Scores are in natural units, with the scale applied, if there is a float mask,
+// whose values may be anything, or if the scale would make an exponent, or a logsumexp in units of
+// a product, overflow. The sign of the scale (0 if it rounds to 0) is applied to the query rows, so
+// that the largest score has the largest weight.
 template <class T>
 struct Scale {
   float sign;
-  T product;     // if natural: score = product of query and key · this + mask
+  T product;     // if natural: score = (query · key) · this + mask
   bool natural;
   T exponent;    // exponents of 2 are (score - peak) · this
-  double unit;   // of a score, in natural units
+  double unit;   // one unit of score, in natural units
 
   explicit Scale(const AttentionProblem& p) {
     using Limits = std::numeric_limits<T>;
@@ -106,14 +106,14 @@ struct Scale {
 
 enum class Cover { Empty, Partial, Full };
 
-// Which pairs of a tile take part, and the float mask of those that do.
+// The pairs of a tile that take part, and their float mask.
 template <class T>
 struct TileMask {
-  uint64_t bits[kTile];               // of key j: which queries
-  int64_t keys;                       // those up to the last that any query sees, or one more
-  alignas(64) T bias[kTile * kTile];  // [j][i], where the mask is a float mask
+  uint64_t bits[kTile];               // bit i of word j: query i sees key j
+  int64_t keys;                       // number of keys up to the last one seen, or one more
+  alignas(64) T bias[kTile * kTile];  // [j][i]: the float mask, if there is one
 
-  // Queries [i, i + rows) and keys [j, j + columns) of head h.
+  // Describes queries [i, i + rows) and keys [j, j + columns) of head h.
   template <class Scalar>
   Cover look(
       const AttentionProblem& p, const Sequence& s, int64_t h, int64_t i, int64_t rows, int64_t j,
@@ -121,14 +121,14 @@ struct TileMask {
     const uint64_t all = low_bits(rows);
     keys = columns;
     bool full = true;
-    // The band: the tile's corners say whether any key needs looking at.
+    // The window: two corners of the tile show whether it cuts off any pair.
     const bool left = p.window_left >= 0 && j < i + rows - 1 + s.diagonal - p.window_left;
     const bool right = p.window_right >= 0 && j + columns - 1 > i + s.diagonal + p.window_right;
     std::fill_n(bits, columns, all);
     if (left || right) {
       full = false;
       for (int64_t c = 0; c < columns; ++c) {
-        const int64_t at = j + c - s.diagonal - i;  // the query whose diagonal key this is
+        const int64_t at = j + c - s.diagonal - i;  // the query aligned with this key
         if (left) bits[c] &= low_bits(std::clamp<int64_t>(at + p.window_left + 1, 0, rows));
         if (right) bits[c] &= ~low_bits(std::clamp<int64_t>(at - p.window_right, 0, rows));
       }
@@ -148,11 +148,11 @@ struct TileMask {
     }
     if (full) return Cover::Full;
     while (keys > 0 && bits[keys - 1] == 0) --keys;
-    keys = std::min(round_up(keys, 2), columns);  // whole pairs: an element of bfloat16 may hold two
+    keys = std::min(round_up(keys, 2), columns);  // whole pairs: a bfloat16 element holds two
     return keys > 0 ? Cover::Partial : Cover::Empty;
   }
 
-  // The queries that see any of the tile's keys.
+  // Returns the bits of the queries that see any of the tile's keys.
   uint64_t queries() const {
     uint64_t result = 0;
     for (int64_t c = 0; c < keys; ++c) result |= bits[c];
@@ -166,7 +166,7 @@ struct TileMask {
       for (int64_t c = 0; c < columns; ++c) bits[c] &= mask[c * sj] ? ~uint64_t(0) : 0;
       return;
     }
-    // 64 bytes along the dimension that is contiguous (or gathered), then bits.
+    // Packs 64 bytes to bits, along a contiguous dimension, or gathered if there is none.
     const bool by_query = sj == 1 || si != 1;
     const int64_t lines = by_query ? rows : columns, length = by_query ? columns : rows;
     const int64_t step = by_query ? si : sj, along = by_query ? sj : si;
@@ -215,7 +215,8 @@ struct TileMask {
   }
 };
 
-// A tile's scores [key][query]: products or, in natural units, scaled products and a float mask.
+// Computes a tile's scores [key][query]: products or, in natural units, scaled products plus the
+// float mask.
 template <class E, class T = AccumulatorOf<E>>
 inline void tile_scores(
     const AttentionProblem& p, const TileMask<T>& mask, const Scale<T>& scale, Operand<E> key,
@@ -241,7 +242,7 @@ inline void tile_scores(
   }
 }
 
-// Which pairs of a tile dropout keeps: bits[j], bit i.
+// Sets bit i of bits[j] if dropout keeps the pair of query i and key j.
 inline void dropout_tile(
     const AttentionProblem& p, const Sequence& s, int64_t h, int64_t i, int64_t rows, int64_t j,
     uint64_t bits[kTile]) {
@@ -252,8 +253,8 @@ inline void dropout_tile(
   transpose_bits(bits);
 }
 
-// Two neighbouring rows of a tile as pairs: target[c / 2][i] holds rows c and c + 1 of source.
-// For elements that are not pairs the tile itself serves.
+// Makes pairs of a tile's neighbouring rows: room[c / 2][i] holds rows c and c + 1 of source. If E
+// is not a pair, the tile itself serves.
 template <class E, class T>
 inline Operand<E> pair_rows(const T* source, int64_t columns, int64_t lanes, E* room) {
   if constexpr (kPack<E> == 1) {
@@ -278,7 +279,7 @@ inline Operand<E> pair_rows(const T* source, int64_t columns, int64_t lanes, E* 
   }
 }
 
-// Neighbouring values of a row as pairs: target[j][i / 2].
+// Makes pairs of a row's neighbouring values: room[c][i / 2] holds columns i and i + 1 of row c.
 template <class E, class T>
 inline Operand<E> pair_columns(const T* source, int64_t columns, E* room) {
   if constexpr (kPack<E> == 1) {
@@ -298,14 +299,14 @@ inline Operand<E> pair_columns(const T* source, int64_t columns, E* room) {
   }
 }
 
-// A sum that an infinity has entered is NaN. Finite sums keep their bits.
+// Returns NaN for an infinite sum. Finite sums keep their bits.
 template <class T>
 inline T infinite_to_nan(T x) {
   return x * 0 + x;
 }
 
-// Where a pair that takes part meets a NaN or Inf in `rows`, the sum it enters is NaN. reached(k)
-// gives the outputs that row k enters, as bits.
+// Sets the sums to NaN that a NaN or Inf in `rows` enters through a pair that takes part.
+// reached(k) returns the outputs that row k enters, as bits.
 template <class Scalar, class T, class Reached>
 inline void spread_nan(
     Rows<Scalar> rows, int64_t n, int64_t columns, T* sums, int64_t ld, Reached reached) {

@@ -68,7 +68,7 @@ std::vector<Capability> capabilities() {
   TRIFUSE_EACH_CAPABILITY(TRIFUSE_ADD)
 #undef TRIFUSE_ADD
 #if defined(__x86_64__)
-  // could_pack: whether brgemm wants bfloat16 in the matrix unit's layout.
+  // could_pack returns whether brgemm takes bfloat16 in the matrix unit's layout.
   if (list.back() == Capability::AMX_BF16 && !at::native::cpublas::could_pack(at::kBFloat16))
     std::swap(list.back(), list[list.size() - 2]);
 #endif

@@ -1,18 +1,18 @@
 // One kernel source, several instruction sets.
 //
 // setup.py compiles every csrc/cpu/*_kernel.cpp once per instruction set, with the macros that
-// ATen's vector types look at (CPU_CAPABILITY_AVX512 and so on) and TRIFUSE_CAPABILITY, which names
-// the namespace the code lands in. The rest of the program picks one when it runs.
+// select ATen's vector types (CPU_CAPABILITY_AVX512 and so on) and TRIFUSE_CAPABILITY, which names
+// the namespace of the code. The rest of the program picks one at run time.
 //
 //   DEFAULT       what every CPU of the architecture has (SSE2 on x86-64, NEON on AArch64)
 //   AVX2          with FMA and F16C
 //   AVX512        F, BW, VL, DQ
 //   AVX512_BF16   AVX512 with dot products of bfloat16 pairs
-//   AMX_BF16      AVX512_BF16 whose bfloat16 products go through torch's brgemm, which uses the matrix
-//                 unit (AMX); on a machine without one it runs too, but is not the best
+//   AMX_BF16      AVX512_BF16 with bfloat16 products by torch's brgemm, which uses the matrix unit
+//                 (AMX); runs on a machine without AMX too, but ranks below AVX512_BF16 there
 //
-// The last two have nothing of their own but products of bfloat16: their kernels are compiled for
-// problems of that type alone, and AVX512's compute the others.
+// The last two differ from AVX512 in products of bfloat16 alone. Their kernels are compiled for
+// bfloat16 problems only; AVX512's kernels compute the others.
 
 #pragma once
 
@@ -37,16 +37,17 @@ enum class Capability { TRIFUSE_EACH_CAPABILITY(TRIFUSE_NAME) };
 
 std::string name(Capability);
 
-// Those compiled in that this machine can run, worst first.
+// Returns the compiled instruction sets that this machine can run, worst first.
 std::vector<Capability> capabilities();
 
-// The one in use: the best, or what TRIFUSE_CPU_CAPABILITY asks for.
+// Returns the instruction set in use: by default the best, or TRIFUSE_CPU_CAPABILITY's.
 Capability capability();
 
-// The one whose kernels compute problems of a type.
+// Returns the instruction set whose kernels compute problems of a type.
 Capability capability(DType dtype);
 
-// Use another, and return the one before. Throws std::invalid_argument for one not in the list.
+// Selects an instruction set and returns the previous one. Throws std::invalid_argument for a name
+// that is not in capabilities().
 Capability set_capability(const std::string& name);
 
 }  // namespace trifuse

@@ -1,8 +1,7 @@
 // Threads that go through a sequence of steps together.
 //
-// A step of a recurrent network takes microseconds: too little to hand out tasks anew for each. All
-// threads enter one parallel region, and meet at a barrier where one needs what another has
-// written.
+// A step of a recurrent network takes microseconds, too short to hand out tasks anew for each. All
+// threads enter one parallel region, and meet at a barrier wherever one needs another's results.
 
 #pragma once
 
@@ -17,7 +16,7 @@
 
 namespace trifuse {
 
-// Where `size` threads wait for one another, any number of times.
+// A reusable barrier of `size` threads.
 class Barrier {
  public:
   void wait(int64_t size, const Failure& failure) {
@@ -40,28 +39,29 @@ struct Range {
   int64_t first, last;
 };
 
-// Some of the threads, as one of them sees it.
+// One thread's view of a team of threads.
 struct Team {
   Barrier* barrier;
   const Failure* failure;
   int64_t index, size;
 
   void wait() const { barrier->wait(size, *failure); }
-  // This thread's share of so many things, neighbours.
+  // Returns this thread's share of `count` items, a contiguous range.
   Range share(int64_t count) const {
     return {count * index / size, count * (index + 1) / size};
   }
 };
 
-// All of the threads, to be split into teams that each have jobs of their own.
+// All threads. They can be split into teams that run separate jobs.
 class Crew {
  public:
   explicit Crew(int64_t threads) : barriers_(threads + 1, Allocator<Barrier>("barriers")) {}
 
   Team all(int64_t index) const { return make_team(0, index, size_); }
 
-  // Calls run(job, team) in every thread for its jobs of 0 .. count - 1. A job has a team to itself
-  // where threads divide evenly among jobs; else it has all threads.
+  // Calls run(job, team) in every thread for its jobs among 0 .. count - 1. If threads divide
+  // evenly among jobs, or jobs among threads, each job has a team of its own; otherwise all threads
+  // run every job together.
   template <class Run>
   void share_jobs(int64_t index, int64_t count, const Run& run) const {
     if (size_ % count == 0) {
@@ -74,24 +74,22 @@ class Crew {
     }
   }
 
-  // Calls run(task) for 0 .. count - 1, each in whichever thread is free; started in order. Once a
-  // crew.
+  // Calls run(task) for 0 .. count - 1, in order, each in whichever thread is free; once per crew.
   template <class Run>
   void share_tasks(int64_t count, const Run& run) const {
     for (int64_t task; (task = next_.fetch_add(1, std::memory_order_relaxed)) < count;) run(task);
   }
 
-  // Runs body(index) in all threads at once: in at most as many as the crew was made for, and in
-  // this one alone where a parallel region is already running. Throws what is first thrown in one
-  // of them.
+  // Runs body(index) in all threads at once: at most as many as the crew was made for, or this
+  // thread alone inside another parallel region. Rethrows the first exception of any thread.
   template <class Body>
   void run(int64_t threads, const Body& body) {
     if (threads <= 1 || in_parallel_region()) {
       body(0);
       return;
     }
-    // torch may start fewer threads than it is asked for, giving some of them several tasks'
-    // numbers. They count themselves before they begin.
+    // torch may start fewer threads than requested and give some of them several numbers, so the
+    // threads count themselves before they begin.
     std::atomic<int64_t> members{0}, numbers{0};
     parallel_region(threads, [&](int64_t first, int64_t last) {
       const int64_t arrival = members.fetch_add(1);

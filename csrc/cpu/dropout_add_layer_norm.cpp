@@ -26,24 +26,23 @@ const void* vector_of(const OptionalTensor& t, at::ScalarType wide, Held& held) 
   return held.back().const_data_ptr();
 }
 
-// About 128 KiB of rows to a task of the forward: shorter runs would break up what the hardware
-// fetches ahead.
+// Returns a forward task's rows, about 128 KiB: shorter runs would interrupt hardware prefetching.
 int64_t forward_rows(int64_t N) { return std::max<int64_t>(32768 / std::max<int64_t>(N, 1), 1); }
 
-// A block of the backward leaves up to three rows of sums: few blocks beside the data, but enough
-// for many threads.
+// Returns the rows of a backward block. A block leaves up to three rows of sums: there are few
+// blocks relative to the data, but enough for many threads.
 int64_t backward_rows(int64_t rows, int64_t N) {
   const int64_t blocks = std::clamp<int64_t>((1 << 17) / std::max<int64_t>(N, 1), 16, 128);
   return std::max<int64_t>((rows + blocks - 1) / blocks, 4);
 }
 
-// What waking a thread is weighed against: an element costs about as much as 30 multiply-adds.
+// Cost that decides on waking threads: an element costs about as much as 30 multiply-adds.
 double operations(const DropoutAddLayerNormProblem& p) {
   return 30.0 * static_cast<double>(p.rows) * static_cast<double>(p.N);
 }
 
-// Whether a result is so large that whoever reads it next would not find all of it in a cache: then it
-// is written past them, and they are spared reading each line before it is written.
+// Returns whether a result is too large for its next reader to find all of it in a cache. Such a
+// result is written past the caches, which saves reading each line before it is written.
 bool streams(const Tensor& x) { return x.nbytes() >= size_t(8) << 20; }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> dropout_add_layer_norm_forward(
@@ -121,7 +120,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> dropout_add_layer_norm_backwa
   p.rows_per_block = backward_rows(p.rows, p.N);
   p.blocks = p.N ? (p.rows + p.rows_per_block - 1) / p.rows_per_block : 0;
 
-  // Without elements where it is not wanted.
+  // A gradient that is not wanted has no elements.
   const auto grad_of_rows = [&](bool wanted, at::ScalarType dtype, RowTensor& rows) {
     const auto options = x.options().dtype(dtype);
     const Tensor grad = wanted ? empty(x.sizes(), options) : at::empty({0}, options);
@@ -148,7 +147,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> dropout_add_layer_norm_backwa
   const auto sum_over_rows = [&](int i, const OptionalTensor& like) {
     if (!wanted[2 + i]) return at::empty({0}, like ? like->options() : grad_out.options());
     if (!p.blocks) return at::zeros(like->sizes(), like->options());
-    return blocks[i][0].to(like->scalar_type(), false, true);  // a copy: the blocks can go
+    return blocks[i][0].to(like->scalar_type(), false, true);  // copied: the blocks are freed
   };
   return {
       grad_x, grad_residual, sum_over_rows(0, weight), sum_over_rows(1, bias),

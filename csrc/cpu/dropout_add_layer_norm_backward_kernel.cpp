@@ -1,9 +1,9 @@
 // dropout_add_layer_norm backward on a CPU.
 //
-// A task owns a block of rows. Of each it reads grad_out and what the sum is made of once (or the
-// sum itself, where the forward returned it), and writes grad_x and grad_residual once. The gradients
-// of weight, bias and x_bias add up over the block in the cache, run by run of rows, and leave it once;
-// a second kernel adds up the blocks in order, each of its tasks a strip of columns.
+// A task owns a block of rows. For each row it reads grad_out and the terms of the sum once (or the
+// sum itself, if the forward returned it), and writes grad_x and grad_residual once. The gradients
+// of weight, bias and x_bias are summed in the cache, over runs of the block's rows (long_sum.h),
+// and written once. A second kernel adds up the blocks in order; its tasks own strips of columns.
 //
 // Floor: the bytes of grad_out, x, residual, grad_x and grad_residual at the machine's copy rate.
 // Beside them stand about 25 vector instructions a vector, and 42 for the dropout of 64 elements.
@@ -39,7 +39,7 @@ void run(const DropoutAddLayerNormProblem& p, int64_t block) {
   T* grad_weight = zeros(p.grad_weight);
   T* grad_bias = zeros(p.grad_bias);
   T* grad_x_bias = zeros(p.grad_x_bias);
-  double* totals[3] = {};  // of the runs before
+  double* totals[3] = {};  // sums of the finished runs
   if (many_rows)
     for (double*& total : totals) total = std::fill_n(scratch.take<double>(width), width, 0.0) - width;
   const auto add_to = [](T* sums, const Row& s) TRIFUSE_INLINE {
@@ -111,7 +111,7 @@ void run_any(const DropoutAddLayerNormProblem& p, int64_t block) {
   for_types(p, [&]<class Scalar, class Sum>() { run<Scalar, Sum>(p, block); });
 }
 
-// Blocks are added up sixteen at a time.
+// Adds up a strip of all blocks, sixteen blocks at a time, into the first block's row.
 template <class T>
 void reduce(const DropoutAddLayerNormProblem& p, int64_t strip) {
   constexpr int64_t kTogether = 16;

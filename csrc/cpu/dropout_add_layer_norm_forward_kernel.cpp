@@ -1,7 +1,8 @@
 // dropout_add_layer_norm forward on a CPU.
 //
-// A task owns a block of rows. Of each it reads x and the residual once and writes out, and the sum
-// if that is wanted, once; between its three passes the sum of the row lies in the L1 or L2 cache.
+// A task owns a block of rows. For each row it reads x and the residual once, and writes out, and
+// the sum if that is wanted, once. Between the three passes a row's sum stays in the L1 or L2
+// cache.
 //
 // Floor: the bytes of x, residual, out and sum at the machine's copy rate. Arithmetic hides behind
 // them: about 12 vector instructions a vector, and 42 for the dropout of 64 elements.
@@ -43,8 +44,8 @@ void run(const DropoutAddLayerNormProblem& p, int64_t block) {
       s.store(sum + c);
     });
 
-    // Deviations from a mean that still has the error of a long sum; their own mean, a small
-    // number, is that error. So a large offset costs the variance nothing.
+    // `about` is the mean with the error of a long sum. The mean of the deviations from it, a small
+    // number, is that error, so a large offset in the row costs the variance no digits.
     const T about = p.rms_norm ? T(0) : total.total() / static_cast<T>(p.N);
     std::fill(sum + p.N, sum + width, about);
     const RowSum<Scalar, Sum> next(p, std::min(row + 1, last - 1));

@@ -1,4 +1,4 @@
-// What the forward and the backward of dropout_add_layer_norm share: the sum of a row.
+// Shared by the dropout_add_layer_norm forward and backward: the sum of a row.
 
 #pragma once
 
@@ -12,12 +12,12 @@ namespace trifuse::TRIFUSE_CAPABILITY {
 template <class Scalar>
 using Accumulator = std::conditional_t<std::is_same_v<Scalar, double>, double, float>;
 
-// The sum of a row, s = residual + D (x + x_bias), or what the forward returned of it.
+// The sum of a row, s = residual + D (x + x_bias): computed, or read if the forward returned it.
 template <class Scalar, class Sum, class T = Accumulator<Scalar>>
 struct RowSum {
   const Scalar* x;
   const Sum* residual;
-  const Sum* sum;  // where x is null
+  const Sum* sum;  // read if x is null
   const T* x_bias;
   const Dropout dropout;
   const int64_t row;
@@ -30,7 +30,7 @@ struct RowSum {
         dropout(p.dropout),
         row(row) {}
 
-  // The word of D for a strip.
+  // Returns the word of D for a strip.
   TRIFUSE_INLINE uint64_t kept(int64_t c) const {
     return dropout_row(dropout.seed, 0, row, c, dropout.threshold);
   }
@@ -39,7 +39,7 @@ struct RowSum {
     return (strip * Strip<T>::full(static_cast<T>(dropout.scale))).keep(word);
   }
 
-  // Columns [c, c + 64). `word` receives D, where there is dropout.
+  // Returns columns [c, c + 64). `word` receives D if there is dropout.
   template <class Count>
   TRIFUSE_INLINE Strip<T> strip(int64_t c, Count count, uint64_t& word) const {
     if (dropout.threshold) word = kept(c);
@@ -51,7 +51,7 @@ struct RowSum {
     return s;
   }
 
-  // A hint, given a row ahead: the passes over a row leave the memory idle in between.
+  // Prefetches a strip of the next row: the passes over a row leave the memory idle in between.
   TRIFUSE_INLINE void prefetch(int64_t c) const {
     if (x) prefetch_strip(x + c);
     if (residual) prefetch_strip(residual + c);

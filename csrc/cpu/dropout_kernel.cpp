@@ -1,7 +1,7 @@
 // Dropout on a CPU.
 //
-// A task owns a block of a tensor's elements, in order. It reads and writes each once; 64 at a time
-// share a word of bits, 42 vector instructions.
+// A task owns a block of consecutive elements and reads and writes each once. 64 elements share a
+// word of dropout bits, which takes 42 vector instructions.
 //
 // Floor: the bytes of x and out at the machine's copy rate.
 

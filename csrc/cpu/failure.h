@@ -1,4 +1,4 @@
-// Threads that wait for one another when one of them throws.
+// Threads that wait for one another, and how they end if one of them throws.
 
 #pragma once
 
@@ -13,8 +13,8 @@
 
 namespace trifuse {
 
-// Waits for what another thread is about to do. After some ten microseconds it lets others have the
-// core: there may be more threads than cores.
+// Waits until another thread has made done() true. After some ten microseconds it yields the core:
+// there may be more threads than cores.
 template <class Done>
 inline void spin_until(const Done& done) {
   for (int turn = 0; !done(); ++turn) {
@@ -28,8 +28,8 @@ inline void spin_until(const Done& done) {
   }
 }
 
-// The first exception among threads that wait for one another. A thread that throws can't do what
-// the others wait for, so they throw the same.
+// The first exception among threads that wait for one another. A thread that throws never does what
+// the others wait for, so they rethrow its exception.
 class Failure {
  public:
   // Runs one thread's work.

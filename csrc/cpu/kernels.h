@@ -16,14 +16,16 @@ namespace trifuse {
 
 // A kernel splits its work into tasks that may run in any number of threads. Tasks must be started
 // in order; results do not depend on how many run at once.
-// Forward: one task for each sequence, head and block of queries, in that order.
+//
+// Attention forward: one task for each sequence, head and block of queries, in that order.
 struct AttentionForward {
   int64_t (*query_blocks)(const AttentionProblem&);
   void (*run)(const AttentionProblem&, int64_t task);
 };
 
-// Backward: several tasks add to the same block of queries, one after the other; `progress`
-// (B, H, query_blocks), -1 at first, says which was last; Failure, that one won't come.
+// Attention backward: several tasks add to the same block of queries, one after the other.
+// `progress` (B, H, query_blocks), initially -1, holds the last chunk of keys that was added;
+// Failure ends the wait for a task that has thrown.
 struct AttentionBackward {
   int64_t (*tasks)(const AttentionProblem&);
   int64_t (*key_chunks)(const AttentionProblem&);
@@ -36,22 +38,22 @@ struct DropoutAddLayerNormForward {
   void (*run)(const DropoutAddLayerNormProblem&, int64_t block);
 };
 
-// Likewise; then `reduce`, one task for each strip of 64 columns, adds up what the blocks left in
-// grad_weight, grad_bias and grad_x_bias, into their first rows.
+// `run` likewise. Then `reduce`, one task for each strip of 64 columns, adds up the blocks' rows of
+// grad_weight, grad_bias and grad_x_bias into their first rows.
 struct DropoutAddLayerNormBackward {
   void (*run)(const DropoutAddLayerNormProblem&, int64_t block);
   void (*reduce)(const DropoutAddLayerNormProblem&, int64_t strip);
 };
 
-// One task for each so many elements.
+// One task for each kDropoutBlock elements.
 constexpr int64_t kDropoutBlock = 1 << 15;
 struct DropoutKernel {
   void (*run)(const DropoutProblem&, int64_t block);
 };
 
-// `pack` has one task for each `panel` output features, of panel_bytes each. Then one task for each so
-// many rows and columns of the result; columns_per_task is a multiple of `panel`. `checksum`, of words
-// of 32 bits, tells a weight that was packed from one that has changed since.
+// `pack` has one task for each `panel` output features and writes panel_bytes in each. Then `run`
+// has one task for each rows_per_task x columns_per_task of the result; columns_per_task is a
+// multiple of `panel`. `checksum`, over 32-bit words, shows that a packed weight has changed since.
 struct LinearKernel {
   int64_t panel;
   int64_t (*panel_bytes)(DType, int64_t K);
@@ -60,10 +62,10 @@ struct LinearKernel {
   uint64_t (*checksum)(const void* data, int64_t words);
 };
 
-// An LSTM or a GRU, whole: `run` is called by all threads of a crew at once, each with its index, and
-// works in `workspace` bytes of memory, which are enough for so many threads.
+// A whole LSTM or GRU. All threads of a crew call `run` at once, each with its index. It works in
+// memory of `workspace` bytes, enough for `threads` threads.
 struct LstmForward {
-  bool bfloat16;  // whether a problem may be of that type
+  bool bfloat16;  // whether a problem may be in bfloat16
   int64_t (*workspace)(const LstmProblem&, int64_t threads);
   void (*run)(const LstmProblem&, void* workspace, int64_t threads, const Crew&, int64_t index);
 };
@@ -73,7 +75,7 @@ struct LstmBackward {
   void (*run)(const LstmProblem&, void* workspace, int64_t threads, const Crew&, int64_t index);
 };
 
-// What tests and benchmarks ask of an instruction set's building blocks.
+// An instruction set's building blocks, for tests and benchmarks.
 struct Probe {
   // Floating-point operations per second of one thread's tile_gemm on tiles in its L1 cache.
   double (*matrix_rate)(bool bfloat16, double seconds);
@@ -94,8 +96,9 @@ struct Kernels {
   Probe probe;
 };
 
-// Each *_kernel.cpp defines its function in the namespace of every instruction set; those that have no
-// products to compute, in those that differ in more than products.
+// Each *_kernel.cpp defines its functions in the namespace of every instruction set. Kernels
+// without matrix products have them only in sets that differ in more than products; others use
+// AVX512's.
 #define TRIFUSE_DECLARE(set)              \
   namespace set {                         \
   AttentionForward attention_forward();   \
@@ -139,7 +142,7 @@ inline Kernels kernels_of(Capability capability) {
   return {};
 }
 
-// For problems of a type; without one, for what has no type or is there for all.
+// Returns the kernels for problems of a type. Without a type: for members that serve every type.
 inline Kernels kernels(DType dtype) { return kernels_of(capability(dtype)); }
 inline Kernels kernels() { return kernels_of(capability()); }
 

@@ -1,4 +1,4 @@
-// torch.ops.trifuse.linear, and what it is made of: tensors in, tensors out.
+// torch.ops.trifuse.{linear,pack_linear,linear_packed,checksum}: tensors in, tensors out.
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
@@ -25,7 +25,7 @@ Activation activation_of(std::optional<c10::string_view> name) {
   return Activation::GeluTanh;
 }
 
-// The weight (N, K) in panels; opaque bytes.
+// Packs a weight (N, K) into panels. Returns opaque bytes.
 Tensor pack_linear(const Tensor& weight) {
   TORCH_CHECK_VALUE(weight.dim() == 2, "weight: expected 2 dimensions; got shape ", weight.sizes());
   check_memory("weight", weight);
@@ -47,7 +47,7 @@ Tensor pack_linear(const Tensor& weight) {
   return packed;
 }
 
-// Sums over the bits of a contiguous tensor of a whole number of 32-bit words, one for each 64 KiB.
+// Returns checksums of a contiguous tensor of whole 32-bit words, one for each 64 KiB.
 Tensor checksum(const Tensor& weight) {
   constexpr int64_t kWords = 1 << 14;
   const int64_t words = static_cast<int64_t>(weight.nbytes() / 4), count = (words + kWords - 1) / kWords;
@@ -67,7 +67,7 @@ Tensor checksum(const Tensor& weight) {
   return sums;
 }
 
-// x (M, K) and `packed`, which is a weight (N, K).
+// Returns the linear layer of x (M, K) with `packed`, a packed weight (N, K).
 Tensor linear_packed(
     const Tensor& x, const Tensor& packed, int64_t out_features, const OptionalTensor& bias,
     std::optional<c10::string_view> activation) {
@@ -97,8 +97,8 @@ Tensor linear_packed(
   if (p.M == 0 || p.N == 0) return out;
   p.out = out.mutable_data_ptr();
 
-  // Rows that stay in the L2 cache while the panels pass by, a whole number of register blocks; and
-  // enough tasks for the last of them not to be waited for.
+  // A task's rows of x, a whole number of register blocks, stay in the L2 cache while the panels
+  // stream through. There are so many tasks that threads do not wait for the last ones.
   p.rows_per_task = p.x_row == 1 ? 2 * kernel.panel : 120;
   p.columns_per_task = 8 * kernel.panel;
   const auto tasks = [&] {

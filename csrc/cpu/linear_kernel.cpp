@@ -1,12 +1,13 @@
 // Linear layers on a CPU: activation(x weight^T + bias).
 //
-// The weight is packed first (product.h), one task for each 64 features; a weight that stays the same
-// is packed once. Then a task owns rows_per_task x columns_per_task elements of the result. It reads
-// its rows of x and its panels of the weight, adds up in the result itself, or for 16-bit types in
-// float32 beside it, and adds the bias and applies the activation to a tile that is still in a cache.
+// The weight is packed first (product.h), one task for each 64 features; a weight that does not
+// change is packed once. Then a task owns rows_per_task x columns_per_task elements of the result.
+// It reads its rows of x and its panels of the weight, and accumulates in the result itself, or for
+// 16-bit types in a float32 buffer. It adds bias and applies the activation to tiles still in a
+// cache.
 //
-// Floor: M N K / (lanes x FMA pipes) cycles, beside which packing a weight is 1 / M of as many loads
-// and stores as there are multiply-adds.
+// Floor: M N K / (lanes x FMA pipes) cycles. Packing a weight takes N K loads and stores, 1 / M of
+// the multiply-adds.
 
 #include <numbers>
 
@@ -20,16 +21,16 @@ namespace {
 template <class Scalar>
 using ElementOf = typename Compute<Scalar>::Element;
 
-// x Phi(x), the standard normal distribution's function as torch's own GELU has it.
+// x Phi(x), Phi the standard normal distribution function, computed as in torch's own GELU.
 template <class T>
 Vectorized<T> gelu_exact(Vectorized<T> x) {
   using Vec = Vectorized<T>;
   return x * Vec(T(0.5)) * (Vec(T(1)) + (x * Vec(T(1 / std::numbers::sqrt2))).erf());
 }
 
-// With z = |x| / sqrt 2, Phi(-|x|) = erfc(z) / 2 = exp(-z^2) t p(t), t = 1 / (1 + 0.3 z): the form of
-// Abramowitz and Stegun, 7.1.26. The polynomial is the minimax one of degree 8 for the relative error
-// on z <= 10, 2^-25.6 before rounding, so that Phi's lower tail keeps its digits.
+// With z = |x| / sqrt 2, Phi(-|x|) = erfc(z) / 2 = exp(-z^2) t p(t), t = 1 / (1 + 0.3 z): the form
+// of Abramowitz and Stegun, 7.1.26. The polynomial is the minimax one of degree 8 for the relative
+// error on z <= 10, 2^-25.6 before rounding, so that Phi's lower tail keeps its digits.
 template <>
 Vectorized<float> gelu_exact(Vectorized<float> x) {
   using Vec = Vectorized<float>;
@@ -58,8 +59,8 @@ Vectorized<T> gelu_tanh(Vectorized<T> x) {
   return x / (Vec(T(1)) + exp2(cubic * Vec(T(factor))));
 }
 
-// Bias, activation and rounding of a tile of sums (rows, columns), which may be where the result goes. Its
-// rows are whole vectors.
+// Applies bias, activation and rounding to a tile of sums (rows, columns), which may be the result
+// itself. The rows of sums hold whole vectors.
 template <class Scalar, class T>
 void finish(
     const LinearProblem& p, T* sums, int64_t ld, int64_t rows, int64_t columns, const T* bias,
@@ -99,7 +100,7 @@ void run(const LinearProblem& p, int64_t task) {
   const int64_t M = std::min(p.M - m0, p.rows_per_task);
   const int64_t N = std::min(p.N - n0, p.columns_per_task);
   const int64_t wide = round_up(N, kTile), room_size = left_block_size<E>(M, p.x_row);
-  // The last panel's sums hold whole vectors.
+  // Sums are stored as whole vectors, which may not fit the last panel of the result.
   const bool direct = in_place && N % Vectorized<T>::size() == 0;
   scratch.reset(
       Scratch::bytes<E>(room_size) + Scratch::bytes<T>(direct ? 0 : M * wide), "a thread of linear");
@@ -107,8 +108,8 @@ void run(const LinearProblem& p, int64_t task) {
   Scalar* out = static_cast<Scalar*>(p.out) + m0 * p.N + n0;
   T* sums = direct ? reinterpret_cast<T*>(out) : scratch.take<T>(M * wide);
   const int64_t ld = direct ? p.N : wide;
-  // Rows that are finished at once: their sums stay in the L1 cache beside the block of the weight, and
-  // what they are rounded to, where it lies apart.
+  // Rows that are finished at once. Their sums stay in the L1 cache beside the weight's block and,
+  // for 16-bit types, the rounded result.
   constexpr int64_t group = in_place ? 60 : 24;
   const Scalar* x = static_cast<const Scalar*>(p.x) + m0 * p.x_row;
   const E* packed = static_cast<const E*>(p.packed) + n0 / kTile * panel_size<E>(p.K);
@@ -154,8 +155,8 @@ void pack(const LinearProblem& p, int64_t panel) {
       static_cast<E*>(p.packed) + panel * panel_size<E>(p.K));
 }
 
-// Each 32 bits times a number of their place, summed up modulo 2^64. Two sums over data that differ in
-// one place or two differ; over data that differ in more, they are equal once in about 2^64 times.
+// Sums all 32-bit words, each times a factor that depends on its position, modulo 2^64. Data that
+// differ in one word have different sums; other data collide with a probability of about 2^-64.
 uint64_t checksum(const void* data, int64_t words) {
   const auto* word = static_cast<const uint32_t*>(data);
   uint64_t sum = 0;

@@ -1,9 +1,8 @@
-// Sums of many numbers, one for each of many columns.
+// Long sums, one for each column.
 //
-// A chain of n additions can be wrong by n/2 roundings of what it comes to, and is wrong by about as
-// many where all its terms are equal. So runs of kRun numbers are added up in the type of the terms,
-// and runs in double. Where a run ends follows from the place of a number among all of them, never from
-// threads.
+// The error of a chain of n additions can reach n/2 roundings of its result, and comes near that if
+// all its terms are equal. So runs of kRun numbers are added up in the type of the terms, and the
+// runs in double. Runs end at fixed positions, whatever the number of threads.
 
 #pragma once
 
@@ -13,10 +12,10 @@ namespace trifuse::TRIFUSE_CAPABILITY {
 
 constexpr int64_t kRun = 32;
 
-// Whether a run ends with this number.
+// Returns whether a run ends with number `index`.
 constexpr bool ends_run(int64_t index) { return (index + 1) % kRun == 0; }
 
-// Adds the sums of a run to those of the runs before it, and begins the next.
+// Adds the sums of a run to the totals and clears them for the next run.
 template <class T>
 inline void end_run(T* run, double* total, int64_t columns) {
   for (int64_t c = 0; c < columns; ++c) {

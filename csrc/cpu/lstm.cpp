@@ -1,6 +1,6 @@
 // torch.ops.trifuse.{lstm,gru}_{forward,backward,plain}.cpp: tensors in, tensors out.
 //
-// Shapes, dtypes and devices have been checked in pytorch_ext/ops/lstm.py and gru.py, but for those
+// Shapes, dtypes and devices have been checked in pytorch_ext/ops/lstm.py and gru.py, except those
 // of a plain call, which are checked here.
 
 #include <ATen/core/Tensor.h>
@@ -46,10 +46,10 @@ class Call {
  public:
   LstmProblem p;
   at::ScalarType dtype, wide;  // of the input, and of accumulation
-  // In what a kernel computes. A 16-bit type without products of its own is widened here, and h is
-  // rounded at every step.
+  // The type that the kernel computes in. A 16-bit type without products of its own is widened
+  // here, and h is rounded at every step.
   at::ScalarType stored;
-  const bool one_step;  // of an input (B, I) or (I,), and states likewise
+  const bool one_step;  // input (B, I) or (I,), and states likewise
 
   Call(
       Cell cell, const Tensor& input, const OptionalTensor& h0, const OptionalTensor& c0,
@@ -119,7 +119,7 @@ class Call {
   const void* data(const OptionalTensor& t, at::ScalarType type) {
     return t ? hold(as(*t, type).contiguous()).const_data_ptr() : nullptr;
   }
-  // Of a tensor with a row for each direction, each one's.
+  // Points member `which` of each direction at its part of a tensor (directions, ...).
   template <class Pointer>
   void each_direction(
       Pointer LstmDirection::*which, const OptionalTensor& t, at::ScalarType type) {
@@ -128,23 +128,23 @@ class Call {
     const int64_t bytes = t->numel() / p.directions * c10::elementSize(type);
     for (int64_t d = 0; d < p.directions; ++d) p.direction[d].*which = all + d * bytes;
   }
-  // (count, B, columns), or of one step (B, columns) or (columns,).
+  // Returns the sizes (count, B, columns), or for one step (B, columns) or (columns,).
   at::DimVector rows(int64_t count, int64_t columns) const {
     if (!one_step) return {count, p.B, columns};
     at::DimVector sizes(input_sizes_);
     sizes.back() = columns;
     return sizes;
   }
-  // A result of these sizes.
+  // Returns a result of these sizes, and keeps it alive.
   Tensor result(at::IntArrayRef sizes, at::ScalarType type) {
     return hold(empty(sizes, at::TensorOptions(type)));
   }
 
-  // With layer normalisation products are kept in place of gates, as they are.
+  // With layer normalisation the forward saves products, in type `wide`, instead of gates.
   bool normalises() const { return p.direction[0].norm_ih_weight; }
   at::ScalarType gates_type() const { return normalises() ? wide : stored; }
 
-  // What a forward left; gates without elements if it did not keep them.
+  // Checks and takes over the results of a forward; gates has no elements if it did not save them.
   void saved(
       const Tensor& output, const Tensor& gates, const OptionalTensor& cells,
       const OptionalTensor& clipped) {
@@ -161,13 +161,13 @@ class Call {
     if (clipped && clipped->numel()) each_direction(&LstmDirection::clipped, clipped, at::kShort);
   }
 
-  // Multiply-adds of one step of all rows of a direction, and of all steps.
+  // Returns the recurrent multiply-adds of one step of all rows of a direction.
   double step_size() const {
     return static_cast<double>(p.B) * static_cast<double>(p.H) *
         static_cast<double>(p.gates() * p.R + (p.direction[0].weight_hr ? p.R : 0));
   }
 
-  // How many threads are worth waking; and, a barrier a step apart, keeping awake.
+  // Returns how many threads are worth waking, and keeping awake with a barrier at every step.
   int64_t threads() const {
     const int64_t available = in_parallel_region() ? 1 : at::get_num_threads();
     constexpr double kWorthwhile = 30000;  // a microsecond or so
@@ -186,12 +186,12 @@ class Call {
   }
 
  private:
-  // A call of Tensor::to takes a third of a microsecond, also where there is nothing to do.
+  // Tensor::to takes a third of a microsecond even if there is nothing to convert.
   static Tensor as(const Tensor& t, at::ScalarType type) {
     return t.scalar_type() == type ? t : t.to(type);
   }
 
-  // Before anything is read. Sets H and R.
+  // Checks all tensors before any is read. Sets H, R and B.
   void check(
       const Tensor& input, const OptionalTensor& h0, const OptionalTensor& c0,
       const Parameters& parameters, const OptionalTensor& lengths, const OptionalTensor& seed) {
@@ -255,15 +255,16 @@ class Call {
     p.start = start_.data();
   }
 
-  // Groups of rows need no barrier between them, but each reads all of W_hh at every step: worth it
-  // where that stays in a core's L2 cache. Sums over rows that a kernel takes as it goes, for
-  // peepholes and layer normalisation, must not depend on the number of threads.
+  // Returns the number of groups of rows. Groups need no barrier between them, but each reads all
+  // of W_hh at every step: worth it if that stays in a core's L2 cache. With peepholes or layer
+  // normalisation there is one group, because a kernel then takes sums over rows as it goes, which
+  // must not depend on the number of threads.
   int64_t row_groups() const {
     constexpr double kCache = 768 << 10;
     const double bytes = static_cast<double>(p.gates() * p.H) * static_cast<double>(p.R) *
         static_cast<double>(c10::elementSize(stored));
     const auto& way = p.direction[0];
-    constexpr int64_t kSteps = 8;  // below, packing weights for all groups would take longest
+    constexpr int64_t kSteps = 8;  // with fewer, packing weights for all groups takes longest
     if (bytes > kCache || p.steps < kSteps || way.weight_peephole || way.norm_ih_weight) return 1;
     const int64_t most = std::min<int64_t>(
         {at::get_num_threads() / p.directions, p.B / 4, LstmProblem::kMaxGroups});
@@ -281,7 +282,7 @@ struct ForwardResults {
   Tensor output, h_n, c_n, gates, cells, clipped;  // undefined where there is none
 };
 
-// `gate_blocks`: how many values of gates, or of products, a unit leaves; 0 for none.
+// Runs the forward. It saves `gate_blocks` values of gates, or of products, per unit; 0 for none.
 ForwardResults forward(Call& call, int64_t gate_blocks, bool save_cells) {
   LstmProblem& p = call.p;
   const int64_t D = p.directions;
@@ -348,7 +349,7 @@ std::tuple<Tensor, Tensor, Tensor> gru_forward(
 
 // Plain calls -------------------------------------------------------------------------------------
 
-// Whether nothing is to be converted, and everything fits.
+// Returns whether only weights and biases are given, and all types and shapes fit.
 bool is_plain(
     Cell cell, const Tensor& input, const OptionalTensor& h0, const OptionalTensor& c0,
     const Parameters& parameters, int64_t D) {
@@ -389,9 +390,9 @@ bool is_plain(
   return may_have(c0, rows, wide);
 }
 
-// A layer without options or lengths, or one step of it; `save`: for a backward. Looking at the
-// arguments in Python takes as long as a step of a few hundred units does, so the checks are here.
-// What is not plain is refused, and goes the way of the ops above, after their checks.
+// Runs a layer, or one step, without options or lengths; `save` keeps results for a backward.
+// Checking the arguments in Python takes as long as a step of a few hundred units, so they are
+// checked here. A call that is not plain is refused, and its caller takes the ops above.
 ForwardResults plain(
     Cell cell, const Tensor& input, const OptionalTensor& h0, const OptionalTensor& c0,
     const ParameterList& list, bool save) {
@@ -420,7 +421,7 @@ std::tuple<Tensor, Tensor, Tensor> gru_plain(
 
 // Backward ----------------------------------------------------------------------------------------
 
-// The slots of a direction's parameters, and where each one's gradient goes.
+// The slots of a direction's parameters, and the destinations of their gradients.
 struct GradientOf {
   Slot slot;
   void* LstmDirection::*target;
@@ -438,8 +439,8 @@ constexpr GradientOf kGradients[] = {
     {NormCell, &LstmDirection::grad_norm_cell_weight, false},
     {NormCellBias, &LstmDirection::grad_norm_cell_bias, false}};
 
-// Gradients of the input, the states and the parameters, in the order of `given`; without elements
-// where they are not wanted. A call's output, gates and cells must have been set.
+// Returns the gradients of the input, the states and the parameters, in the order of `given`; those
+// that are not wanted have no elements. Call::saved must have been called.
 std::vector<Tensor> backward(
     Call& call, const Tensor& grad_output, const OptionalTensor& grad_h_n,
     const OptionalTensor& grad_c_n, const std::vector<OptionalTensor>& given, const Flags& wanted) {
@@ -479,7 +480,7 @@ std::vector<Tensor> backward(
   }
   if (p.B && p.steps) {
     call.run(kernels(p.dtype).lstm_backward);
-  } else {  // the states pass through
+  } else {  // no steps: the states' gradients pass through
     for (size_t i = 0; i < grads.size(); ++i)
       if (grads[i].defined()) grads[i].zero_();
     if (h0.defined() && grad_h_n) grads[1].copy_(*grad_h_n);
@@ -491,7 +492,7 @@ std::vector<Tensor> backward(
   return grads;
 }
 
-// How many features one direction's output has.
+// Returns the number of features of one direction's output.
 int64_t features(const Tensor& output, const Flags& reverse) {
   return output.size(-1) / std::max<int64_t>(static_cast<int64_t>(reverse.size()), 1);
 }

@@ -1,20 +1,20 @@
 // LSTM and GRU backward on a CPU.
 //
 // As in the forward, teams of threads go through the steps of a direction, or of a group of its
-// rows, now from the last to the first. At each step a thread owns columns of dh: it multiplies the
-// gates' gradients of the step after, of all units, by its panels of W_hh^T. After a barrier it
-// owns hidden units: from dh (with a projection, from its product with W_hr) it makes the gradients
-// of their gates, and after another barrier the next step begins. The gates' gradients of all steps
-// are kept, panel by panel. When all steps are done, the gradients of the weights and the input are
-// products over all tokens, cut into tasks that any thread may take: a task owns the rows of a
-// weight's gradient that belong to a panel, or some hundred tokens of the input's.
+// rows, now from the last step to the first. At each step a thread first owns columns of dh: it
+// multiplies the gate gradients of the step after, of all units, by its panels of W_hh^T. After a
+// barrier it owns hidden units: it computes the gradients of their gates from dh, or with a
+// projection from dm = dq W_hr. After another barrier the next step begins. The gate gradients of
+// all steps are kept, panel by panel. When all steps are done, the gradients of the weights and the
+// input are products over all tokens, cut into tasks that any thread may take. A task owns the rows
+// of a weight's gradient that belong to a panel, or some hundred tokens of the input's gradient.
 //
-// Gates that the forward did not keep are computed again for about 128 tokens at a time, or all
-// where they are few, by the products of the forward in its order, to the same bits: with layer
-// normalisation, from the products that it kept.
+// Gates that the forward did not save are recomputed for about 128 tokens at a time, or for all if
+// they are few, by the forward's products in the forward's order, so to the same bits. With layer
+// normalisation they are recomputed from the saved products, if there are any.
 //
-// Each element is a fixed chain of multiply-adds whatever the number of threads. Sums over tokens are
-// cut at fixed numbers of them.
+// Each element is a fixed chain of multiply-adds whatever the number of threads. Sums over tokens
+// are cut at fixed numbers of tokens.
 //
 // Floor: 2 · G·H · (I + R) (+ 2 · R · H) operations a token, twice, on the multiply-add pipes; or
 // where rows are few, the bytes of W_hh at each step.
@@ -47,13 +47,13 @@ class Backward : Layer<E> {
         together(once ? tokens : chunk * group_rows()) {
     Arena arena(workspace);
     const int64_t rows = group_rows(), width = panels.width();
-    // What would be read once is packed when it is read.
+    // Weights that are read once are packed while they are read.
     const bool keep_weights = rebuild_products && !once;
     this->take_weights(arena, keep_weights, keep_weights, false);
     for (int64_t d = 0; d < p.directions; ++d) {
       const LstmDirection& way = p.direction[d];
       Sequence& q = sequences[d];
-      // Of one step it makes but the gradient of h0.
+      // With one step W_hh is needed only for the gradient of h0.
       q.hh = arena.take<E>(p.steps > 1 || way.grad_h0 ? tiles(p.R) * hh_back_size() : 0);
       q.hr = arena.take<E>(projected ? tiles(p.H) * hr_back_size() : 0);
       q.da = arena.take<S>(panels.count * tokens * width);
@@ -123,16 +123,16 @@ class Backward : Layer<E> {
   int64_t bytes;  // of the workspace
 
  private:
-  // A task owns at most so many tiles of columns of a weight's gradient; or tokens and tiles of the
+  // The most that a task owns: tiles of columns of a weight's gradient; tokens and tiles of the
   // input's.
   static constexpr int64_t kGroupTiles = 8, kInputTokens = 320, kInputTiles = 4;
-  static constexpr int64_t kFlatRows = 12;  // of a weight's gradient, that are computed at once
+  static constexpr int64_t kFlatRows = 12;  // rows of a gradient at once, with few tokens
 
-  // Sums over tokens, taken as the steps go by.
+  // Sums over tokens, added to step by step.
   struct TokenSums {
     int64_t count = 0;
-    T* run = nullptr;  // of the last tokens
-    double* total = nullptr;  // of the runs before
+    T* run = nullptr;  // sums of the current run
+    double* total = nullptr;  // sums of the finished runs
 
     TokenSums() = default;
     TokenSums(Arena& arena, int64_t count)
@@ -154,51 +154,51 @@ class Backward : Layer<E> {
   struct Sequence {
     E* hh;  // [tiles of R][k][64]: rows of W_hh in the order of panels
     E* hr;  // [tiles of H][k][64]: rows of W_hr
-    S* da;  // [panels][tokens][width]: of W_hh's product; all four of a GRU
-    S* dax;  // of W_ih's, another where products are normalised
-    S* dq;  // [tiles of R][tokens][64]: of W_hr's product
+    S* da;  // [panels][tokens][width]: gradients of W_hh's product; in a GRU all four blocks
+    S* dax;  // gradients of W_ih's product; the same as da unless products are normalised
+    S* dq;  // [tiles of R][tokens][64]: gradients of W_hr's product
     S* m;   // [tiles of H][tokens][64]
     E* x;   // [tiles of I][tokens][64]: B of W_ih's gradient
-    E* h;   // [tiles of R][tokens][64]: h before each step, B of W_hh's
+    E* h;   // [tiles of R][tokens][64]: h before each step, B of W_hh's gradient
     TokenSums peephole;  // [3][units]
-    TokenSums bias;      // [3][panels][width]: of the bias and of both norms' weights
-    TokenSums cell;      // [2][units]: of the cell norm's weight and bias
+    TokenSums bias;      // [3][panels][width]: gradients of the bias and of both norms' weights
+    TokenSums cell;      // [2][units]: gradients of the cell norm's weight and bias
   };
 
   struct Job {
-    S* da;          // [rows][da_ld]: a step's gates' gradients in the order of panels
-    T* dh;          // [rows][h_ld]: what arrives at h; then what goes on to h~ or m
-    T* kept_dh;     // [rows][h_ld]: what goes on past the cell to the h before
-    T* multiplier;  // [rows][h_ld]: D
+    S* da;          // [rows][da_ld]: a step's gate gradients in the order of panels
+    T* dh;          // [rows][h_ld]: gradient of h, then of h~ (without a projection, m)
+    T* kept_dh;     // [rows][h_ld]: the part of dh that bypasses the cell to the previous h
+    T* multiplier;  // [rows][h_ld]: D with its factor
     S* dq;          // [rows][h_ld]
     T* dc;          // [panels][rows][16]
-    // Of the steps whose products are computed again.
+    // For the steps whose gates are recomputed:
     S *x, *h;              // [tokens][x_ld], [tokens][h_ld]
-    T *products, *h_products;  // [panels][tokens][width]; both in one where nothing is normalised
+    T *products, *h_products;  // [panels][tokens][width]; products holds the sum unless normalised
     T* gates;              // [panels][tokens][width]: i, f, g, o of a layer-norm LSTM
     T* cells;              // [panels][tokens][16]: its c~
     T (*moments[3])[2];    // [panels][tokens]: of W_ih's products, of W_hh's, of the cells
     T (*sums)[4];          // [panels][rows]: a panel's part of sums over a row
-    T* grads;              // [panels][rows][width]: a's gradients
+    T* grads;              // [panels][rows][width]: gradients of a
   };
 
-  // A thread's.
+  // One thread's memory.
   struct Own {
     E *room, *panel;
     T* dm;            // [rows][64]
     uint64_t* words;  // [rows]: bits of 64 columns
-    Statistics<T>* statistics[3];  // [tokens], as a job's moments
+    Statistics<T>* statistics[3];  // [tokens], in the order of Job::moments
     T (*means)[4];    // [rows]
     E *left, *right;  // operands of a task
     T* sums;          // [tiles][tokens][64]
   };
 
-  // Whether products that are computed again stand where the gates' gradients will.
+  // Returns whether recomputed products are stored in da, where the gate gradients overwrite them.
   bool in_place() const { return std::is_same_v<S, T> && once && !norm; }
   int64_t depth() const { return panels.count * panels.hh_width(); }
   int64_t hh_back_size() const { return elements<E>(depth()) * kTile; }
   int64_t hr_back_size() const { return elements<E>(p.R) * kTile; }
-  // Not a multiple of the cache's way: rows would push one another out.
+  // Padded: rows a multiple of a cache way's size apart would evict one another.
   int64_t da_ld() const { return depth() + 2 * kUnits; }
   int64_t input_depth() const { return elements<E>(2 * panels.ih_width()); }
 
@@ -247,7 +247,7 @@ class Backward : Layer<E> {
       }
   }
 
-  // 64 columns of all tokens' x, or of h before their steps.
+  // Packs 64 columns of all tokens' x, or of h before their steps.
   void pack_tokens(const RowGroup& group, int64_t tile, int64_t width, bool hidden, E* panels_of) {
     E* target = panels_of + tile * elements<E>(tokens) * kTile;
     const int64_t first = tile * kTile, columns = std::min(kTile, width - first);
@@ -271,7 +271,7 @@ class Backward : Layer<E> {
     }
   }
 
-  // Of h before step s, with zeros where recurrent dropout has them.
+  // Copies columns of h before step s, with zeros where recurrent dropout has them.
   void copy_hidden(
       const RowGroup& group, int64_t i, int64_t s, int64_t first, int64_t columns, S* target) {
     const S* h = group.template h<S>(i, s - 1);
@@ -328,8 +328,8 @@ class Backward : Layer<E> {
     }
   }
 
-  // Own columns of what arrives at h after step s, and how it is shared between h~ and the h
-  // before. Step -1 stands for h0.
+  // Computes this thread's columns of the gradient of h after step s, and splits it between h~ and
+  // the previous h. Step -1 stands for h0.
   void hidden_columns(const RowGroup& group, const Job& job, const Team& team, int64_t s) {
     const int64_t later = group.active(s + 1), rows = s < 0 ? group.rows() : group.active(s);
     for_tiles(team, p.R, [&](int64_t tile, int64_t first, int64_t columns) {
@@ -390,14 +390,14 @@ class Backward : Layer<E> {
         dq + (column / kTile * tokens + group.token(i, s)) * kTile + column % kTile);
   }
 
-  // Where step s begins among the tokens of the steps from s0 on.
+  // Returns how many tokens the steps [s0, s) have.
   static int64_t group_token(const RowGroup& group, int64_t s, int64_t s0) {
     int64_t token = 0;
     for (; s0 < s; ++s0) token += group.active(s0);
     return token;
   }
 
-  // Own units at step s.
+  // Computes the gate gradients of this thread's units at step s.
   void units(const RowGroup& group, const Job& job, const Team& team, int64_t s, int64_t s0) {
     if (norm) return normalised_units(group, job, team, s, s0);
     const int64_t token = group_token(group, s, s0);
@@ -425,8 +425,8 @@ class Backward : Layer<E> {
     });
   }
 
-  // Asks for what row i's units of a panel are made of, and for where their gradients go: rows are
-  // too far apart for the machine to see what comes next. A hint: there may be no such panel.
+  // Prefetches what row i's units of a panel are computed from, and the place of their gradients:
+  // rows are too far apart for the hardware to predict. The panel need not exist.
   void fetch(const RowGroup& group, int64_t q, int64_t i, int64_t s) const {
     const int64_t token = group.position(i, s) * p.B + group.row(i);
     if (!rebuild_gates) {
@@ -443,7 +443,7 @@ class Backward : Layer<E> {
     return grads + (q * tokens + group.token(i, s)) * panels.width();
   }
 
-  // Gradients of m from those of W_hr's product, and what zoneout draws.
+  // Computes the gradients of m from those of W_hr's product, and draws zoneout's bits.
   void begin_tile(
       const RowGroup& group, const Job& job, int64_t s, int64_t tile, int64_t first,
       int64_t columns) {
@@ -468,7 +468,7 @@ class Backward : Layer<E> {
     m.store(panel + group.token(i, s) * kTile + q % 4 * kUnits);
   }
 
-  // The forward's, with the cell before.
+  // The forward's gates, and the previous cell.
   struct Gates : LstmGates {
     U c_old;
   };
@@ -513,7 +513,8 @@ class Backward : Layer<E> {
     return g;
   }
 
-  // From the gradients of o and of what tanh is taken of, those of a, and of the cell before.
+  // Computes the gradients of a, and of the previous cell, from grad_o and from grad_c, the
+  // gradient that reaches c~ through tanh.
   void cell_backward(
       const RowGroup& group, const Job& job, int64_t q, int64_t i, int64_t s, const U& grad_o,
       const U& grad_c, const Gates& g, U da[4]) {
@@ -521,7 +522,7 @@ class Backward : Layer<E> {
     const T* peephole = weights[group.index].peephole + q * kUnits;
     const bool peeps = group.d.weight_peephole;
     T* carried = job.dc + this->unit_row(q, i);
-    U dc = U::load(carried), past(T(0));  // what goes past the cell
+    U dc = U::load(carried), past(T(0));  // gradient of the previous cell
     if (p.draw_c.threshold) {
       const uint64_t kept = own.words[i] >> q % 4 * kUnits;
       past = choose(kept, U(T(0)), dc);
@@ -649,7 +650,7 @@ class Backward : Layer<E> {
     }
   }
 
-  // f(row, step, token) for the tokens of the steps [s0, s1).
+  // Calls f(row, step, token) for the tokens of the steps [s0, s1).
   template <class F>
   static void each_token(const RowGroup& group, int64_t s0, int64_t s1, const F& f) {
     int64_t token = 0;
@@ -665,13 +666,13 @@ class Backward : Layer<E> {
         own.statistics[2][token].normalise(c), U::load(norm_cell), U::load(norm_cell + m_ld()));
   }
 
-  // The gradient of what is normalised from g, the gradient of the normalised values n, and the
-  // means over the row of g and g · n.
+  // Returns the gradient of the values before normalisation, from g, the gradient of the normalised
+  // values n, and the means over the row of g and g · n.
   static U normalise_backward(const U& g, const U& n, T rstd, T mean, T product_mean) {
     return (g - U(mean) - n * U(product_mean)) * U(rstd);
   }
 
-  // Each panel's sums, added up panel by panel: means over `size` values.
+  // Adds up the panels' sums, panel by panel, to means over `size` values.
   void combine_sums(const Job& job, int64_t rows, int64_t size) {
     for (int64_t i = 0; i < rows; ++i)
       for (int k = 0; k < 4; ++k) {
@@ -681,8 +682,8 @@ class Backward : Layer<E> {
       }
   }
 
-  // Three passes, each with sums over rows that the next one needs: the cells' norm, the products'
-  // norms, the products.
+  // Three passes: back through the cells' norm, the gates, and the products' norms. A pass needs
+  // sums over rows from the one before.
   void normalised_units(
       const RowGroup& group, const Job& job, const Team& team, int64_t s, int64_t s0) {
     const int64_t token = group_token(group, s, s0), rows = group.active(s);
@@ -717,7 +718,7 @@ class Backward : Layer<E> {
     });
     team.wait();
     combine_sums(job, rows, p.H);
-    team.wait();  // before these sums make place for the products'
+    team.wait();  // before the products' sums overwrite these
     for (int64_t q = share.first; q < share.last; ++q) {
       if (p.draw_c.threshold)
         for (int64_t i = 0; i < rows; ++i)
@@ -777,7 +778,7 @@ class Backward : Layer<E> {
   struct Products {
     U x, h;
   };
-  // Both products of block b, normalised.
+  // Returns both products of block b, normalised.
   Products normalised_products(const Job& job, int64_t q, int b, int64_t token) const {
     const int64_t at = (q * together + token) * panels.width() + b * kUnits;
     return {
@@ -801,7 +802,7 @@ class Backward : Layer<E> {
 
   int64_t tasks() const { return input_tasks() + p.directions * weight_tasks(); }
 
-  // The largest come first.
+  // Runs one task. The largest tasks come first.
   void run_task(int64_t task) {
     if (task < input_tasks())
       return input_gradient(task / input_groups(), task % input_groups() * kInputTiles * kTile);
@@ -846,8 +847,8 @@ class Backward : Layer<E> {
     unit_vectors(d);
   }
 
-  // Sums over all tokens of the products of `rows` columns of a (tokens, a_ld) with a run of
-  // 64-column panels of b, which are E's, or still S's. Row m goes to where row_of(m) says.
+  // Computes a^T b over all tokens for `rows` columns of a (tokens, a_ld) and one group of b's
+  // 64-column panels, which hold E, or still S. Row m is written to row_of(m), unless that is null.
   template <class Right, class RowOf>
   void sum_outer(
       const S* a, int64_t a_ld, int64_t rows, const Right* b, int64_t group, int64_t width,
@@ -862,12 +863,12 @@ class Backward : Layer<E> {
     }
     const int64_t begin = group * kGroupTiles * kTile;
     const int64_t columns = std::min(kGroupTiles * kTile, width - begin);
-    // All of it would not stay in a cache.
+    // The whole gradient would not stay in a cache.
     const bool stream = far_away<S>(panels.count * panels.width() * width);
-    // Of few tokens the time is that of writing, which whole rows take less of than tiles.
+    // With few tokens writing the result takes the time; whole rows are faster to write than tiles.
     const bool few = elements<E>(tokens) <= kTile;
     const int64_t high = few ? kFlatRows : kTile, wide = few ? kGroupTiles * kTile : kTile;
-    // The product of so many tokens is one of a few blocks of its own; of more, their products add up.
+    // Up to this depth one product is exact enough; the products of deeper sums add up in double.
     constexpr int64_t kTogether = 16 * kChain;
     const int64_t depth = elements<E>(tokens);
     alignas(64) T sums[std::max(kFlatRows * kGroupTiles, kTile) * kTile];
@@ -909,8 +910,8 @@ class Backward : Layer<E> {
     if (stream) fence_streams();
   }
 
-  // A block of tokens, in the order of a direction that is not reversed, and columns from `begin`
-  // on.
+  // Computes the input's gradient for a block of tokens, in the order of a direction that is not
+  // reversed, and for columns from `begin` on.
   void input_gradient(int64_t block, int64_t begin) {
     const int64_t first = block * kInputTokens, rows = std::min(kInputTokens, tokens - first);
     const int64_t columns = std::min(kInputTiles * kTile, p.I - begin);
@@ -962,7 +963,7 @@ class Backward : Layer<E> {
     }
   }
 
-  // Of biases and of the products' norms.
+  // Writes a panel's gradients of the biases and of the products' norms.
   void vectors_of_panel(int64_t d, int64_t q) {
     const LstmDirection& way = p.direction[d];
     const Sequence& sequence = sequences[d];
@@ -992,7 +993,7 @@ class Backward : Layer<E> {
     }
   }
 
-  // Of peepholes and of the cell's norm.
+  // Writes the gradients of the peepholes and of the cell's norm.
   void unit_vectors(int64_t d) {
     const LstmDirection& way = p.direction[d];
     const Sequence& sequence = sequences[d];
@@ -1010,7 +1011,7 @@ class Backward : Layer<E> {
     }
   }
 
-  // A panel's gradients over all tokens.
+  // Sums a panel's gradients over all tokens.
   void sum_tokens(const S* grads, const TokenSums& sums) const {
     for (int64_t token = 0; token < tokens; token += kRun) {
       U run[4] = {U(T(0)), U(T(0)), U(T(0)), U(T(0))};
@@ -1022,11 +1023,11 @@ class Backward : Layer<E> {
     }
   }
 
-  const bool rebuild_gates;     // they were not kept, or only what a layer norm makes them of
+  const bool rebuild_gates;     // the gates were not saved, or only their products
   const bool rebuild_products;  // of W_ih and W_hh
   const int64_t tokens;
-  const bool once;         // all products that are computed again are so at once
-  const int64_t together;  // room for their tokens
+  const bool once;         // all products are recomputed at once
+  const int64_t together;  // tokens that are recomputed at once, at most
   Sequence sequences[LstmProblem::kMaxDirections];
   Job jobs[LstmProblem::kMaxDirections * LstmProblem::kMaxGroups];
   Own own;

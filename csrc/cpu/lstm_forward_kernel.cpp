@@ -1,17 +1,16 @@
 // LSTM and GRU forward on a CPU.
 //
-// All threads stay in one parallel region for the whole sequence. A team of them owns a direction,
-// or a group of its rows; a thread of a team owns panels of 16 hidden units. The input's products
-// are computed for about 128 tokens at a time, so that they stay in a cache until their steps come.
-// At each step a thread multiplies all rows' h by its panels of W_hh, adding to what the input
-// gave, and applies the gates to the tile while it is in the L1 cache. It then writes its units of
-// c, and of the h that all threads read at the next step: one barrier a step. With a projection it
-// writes its units of m, and after a barrier its columns of h. Layer normalisation needs sums over
-// all units: one barrier for the products' and one for the cells'.
+// All threads stay in one parallel region for the whole sequence. A team of threads owns a
+// direction, or a group of its rows; a thread of a team owns panels of 16 hidden units. The input's
+// products are computed for about 128 tokens at a time, so that they stay in a cache until their
+// steps come. At each step a thread multiplies all rows' h by its panels of W_hh, adds the input's
+// products, and applies the gates to the tile while it is in the L1 cache. It then writes its units
+// of c and of h. All threads read h at the next step: one barrier a step. With a projection a
+// thread writes its units of m, and after a barrier its columns of h. Layer normalisation needs
+// sums over all units: one more barrier for the products and one for the cells.
 //
-// Rows are sorted by length, so those that have a step are the first ones; past a row's end nothing
-// is computed. Each element is a fixed chain of multiply-adds whatever the number of rows and
-// threads.
+// Rows are sorted by length, so the rows that have a step come first; past a row's end nothing is
+// computed. Each element is a fixed chain of multiply-adds whatever the number of rows and threads.
 //
 // Floor: 2 · G·H · (I + R) (+ 2 · R · H) operations a token on the multiply-add pipes, or where
 // rows are few, the bytes of W_hh from the cache that holds it, at each step. Weights are packed
@@ -37,8 +36,8 @@ class Forward : Layer<E> {
  public:
   Forward(const LstmProblem& p, void* workspace, int64_t threads) : Base(p) {
     Arena arena(workspace);
-    // What would be read once is packed when it is read, and stays in a cache; for few rows it is
-    // read where it lies. Groups of rows share what is packed.
+    // A weight that is read once is packed while it is read, so that it stays in a cache; for few
+    // rows it is read in place. Groups of rows share packed weights.
     const bool ih_once = p.groups == 1 && p.steps <= chunk, hh_once = p.groups == 1 && p.steps <= 1;
     const int64_t width = panels.width();
     const int64_t rows = group_rows(), tokens = chunk * rows;
@@ -88,13 +87,13 @@ class Forward : Layer<E> {
   struct Job {
     S* tokens;        // [tokens][x_ld]: rows of the input
     T* from_input;    // [panels][tokens][width]
-    S* h[2];          // [rows][h_ld]: what a step reads, and what it writes
+    S* h[2];          // [rows][h_ld]: step s reads h[s % 2] and writes the other
     T* keeps;         // [rows][h_ld]: 0 where recurrent dropout drops, else 1
     T* c;             // [panels][rows][16]
     S* m;             // [rows][m_ld]
     T* from_m;        // [tiles][rows][64]
     T* from_hidden;   // [panels][rows][width]
-    T* cells;         // [panels][rows][16]: clipped, of the step that runs
+    T* cells;         // [panels][rows][16]: clipped cells of the current step
     T (*moments)[2];  // [panels][tokens]
     T (*cell_moments)[2];  // [panels][rows]
   };
@@ -128,7 +127,7 @@ class Forward : Layer<E> {
     finish(group, job, team);
   }
 
-  // The state before the first step, and zeros past every row's last.
+  // Sets the state before the first step, and zeros past every row's last step.
   void begin(const RowGroup& group, const Job& job, const Team& team) {
     const Range own = team.share(group.rows());
     for (int64_t i = own.first; i < own.last; ++i) {
@@ -156,7 +155,7 @@ class Forward : Layer<E> {
     }
   }
 
-  // The last states. c stands still past a row's end.
+  // Writes the last states. c does not change past a row's end.
   void finish(const RowGroup& group, const Job& job, const Team& team) {
     const Range own = team.share(group.rows());
     for (int64_t i = own.first; i < own.last; ++i) {
@@ -172,7 +171,7 @@ class Forward : Layer<E> {
     }
   }
 
-  // W_ih x for own panels, on top of the biases.
+  // Computes W_ih x for this thread's panels, and adds the biases or takes the statistics.
   void from_input(
       const RowGroup& group, const Job& job, const Team& team, const Range& own, int64_t s0,
       int64_t s1) {
@@ -191,7 +190,7 @@ class Forward : Layer<E> {
       team.wait();
       combine_moments<T>(
           p, job.moments, chunk * group_rows(), tokens, panels.blocks, ih_statistics);
-      team.wait();  // before these moments make place for a step's
+      team.wait();  // before a step's moments overwrite these
     }
   }
 
@@ -223,7 +222,7 @@ class Forward : Layer<E> {
     if (group.d.clipped && p.cell_clip_words()) group.clipped(i, s)[q] = gates.clipped;
   }
 
-  // Row i's units of panel q after step s.
+  // Stores row i's units of panel q after step s.
   void leave(
       const RowGroup& group, const Job& job, int64_t q, int64_t i, int64_t s,
       const LstmGates& gates, const U& c_old, const U& m) {
@@ -253,7 +252,7 @@ class Forward : Layer<E> {
         (group.position(i, s) * p.B + group.row(i)) * p.H * blocks;
   }
 
-  // Row i's new h in `units` columns from `column`.
+  // Stores row i's new h in `units` columns from `column` on.
   void leave_h(
       const RowGroup& group, const Job& job, int64_t i, int64_t s, int64_t column, int64_t units,
       U h) {
@@ -264,7 +263,7 @@ class Forward : Layer<E> {
           ? choose(words_h[i] >> column % 64, h, old)
           : multiply_add(U(T(p.zoneout_h)), old, U(T(1 - p.zoneout_h)) * h);
     }
-    if constexpr (std::is_same_v<S, float>)  // what widened types are stored in
+    if constexpr (std::is_same_v<S, float>)  // the type that 16-bit types are widened to
       if (p.rounding != DType::Float32) h = rounded(h);
     h.store(group.template output<S>(p.output, i, s) + column, units);
     if (job.keeps) {
@@ -282,7 +281,7 @@ class Forward : Layer<E> {
     return U::load(value);
   }
 
-  // What zoneout draws for the 64 columns that panel q is among.
+  // Draws zoneout's bits for the 64 columns that contain panel q, once for all their panels.
   void draw(const RowGroup& group, int64_t q, int64_t s, bool first) {
     if (q % 4 != 0 && !first) return;
     const int64_t column = q * kUnits / 64 * 64;
@@ -368,7 +367,7 @@ class Forward : Layer<E> {
         this->normalised_gates(
             group.index, q, x, ih_statistics[token + i], row, row_statistics[i], a);
         if (group.d.gates) {
-          // Rows are too far apart for the machine to see where the next panel's will go.
+          // Rows are too far apart for the hardware to predict where the next panel's products go.
           prefetch_strip<true>(this->kept_products(group, q + 1, i, s));
           prefetch_strip<true>(this->kept_products(group, q + 1, i, s) + kStrip);
           const int64_t units = units_of(p, q);
@@ -380,7 +379,7 @@ class Forward : Layer<E> {
         }
         const LstmGates gates = activate(group, q, a, U::load(job.c + unit_row(q, i)));
         leave_clipped(group, q, i, s, gates);
-        // In the products' place, until the cells of all units are known.
+        // Kept in the place of the products until the cells of all units are known.
         gates.i.store(row);
         if (!p.coupled) gates.f.store(row + kUnits);
         gates.g.store(row + (last - 1) * kUnits);
@@ -412,10 +411,10 @@ class Forward : Layer<E> {
   E *rooms, *own_panels;
   Statistics<T>* statistics;
   uint64_t* words;
-  // This thread's.
+  // This thread's memory.
   Statistics<T>* ih_statistics;   // [tokens]
   Statistics<T>* row_statistics;  // [rows]
-  uint64_t *words_h, *words_c;    // [rows]: set where zoneout does not draw, 64 columns
+  uint64_t *words_h, *words_c;    // [rows]: bits of 64 columns, set for the new state
 };
 
 int64_t workspace(const LstmProblem& p, int64_t threads) {

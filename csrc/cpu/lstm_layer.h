@@ -1,4 +1,4 @@
-// What the forward and the backward of a layer share: its weights as B of the products that make
+// Shared by the LSTM forward and backward: a layer's weights, packed as B of the products that make
 // its gates, and the gates.
 
 #pragma once
@@ -29,12 +29,12 @@ class Layer {
   struct Weights {
     E *ih, *hh;   // [panels][k][columns]
     E* hr;        // [tiles of 64 columns][k][64]
-    T* bias;      // [panels][width]; so the next two
+    T* bias;      // [panels][width], as are norm_ih and norm_hh
     T *norm_ih, *norm_hh;
     T* peephole;  // [3][units]: i, f, o
     T* norm_cell;  // [2][units]: weight, bias
   };
-  // Room for the weights: for those that are asked for.
+  // Takes memory for the packed weights that are asked for, and for all vectors.
   void take_weights(Arena& arena, bool ih, bool hh, bool hr) {
     const int64_t size = panels.count * panels.width();
     for (int64_t d = 0; d < p.directions; ++d) {
@@ -50,8 +50,8 @@ class Layer {
     }
   }
 
-  // All of them, where their products take no more memory than the weights: these are then read
-  // once.
+  // Returns the number of all tokens if their products with W_ih take no more memory than W_ih,
+  // which is then read once; otherwise 0.
   int64_t few_tokens() const {
     const int64_t all = group_rows() * p.steps;
     const auto weights = p.I * static_cast<int64_t>(sizeof(S));
@@ -64,13 +64,14 @@ class Layer {
   int64_t ih_size() const { return elements<E>(p.I) * panels.ih_width(); }
   int64_t hh_size() const { return elements<E>(p.R) * panels.hh_width(); }
   int64_t hr_size() const { return elements<E>(p.H) * kTile; }
-  // Rows' lengths. Were they powers of two, rows would push one another out of a cache.
+  // Padded row lengths of x, h and m: rows a power of two apart would evict one another from a
+  // cache.
   int64_t x_ld() const { return round_up(p.I, kUnits) + kUnits; }
   int64_t h_ld() const { return round_up(p.R, kTile) + kUnits; }
   int64_t m_ld() const { return round_up(p.H, kUnits) + kUnits; }
-  // Where a panel's units of row i are, [panels][rows][16].
+  // Returns the offset of panel q's units of row i in [panels][rows][16].
   int64_t unit_row(int64_t q, int64_t i) const { return (q * group_rows() + i) * kUnits; }
-  // A row of (rows, H) from there or to there.
+  // Copy row i between that layout and a row of H values. Without a row, store_units stores zeros.
   void load_units(const T* units, int64_t i, T* row) const {
     for (int64_t q = 0; q < panels.count; ++q)
       std::copy_n(units + unit_row(q, i), units_of(p, q), row + q * kUnits);
@@ -84,7 +85,7 @@ class Layer {
   int64_t panel_size() const { return std::max(ih_size(), hh_size()); }
   int64_t room_size() const { return kTile * elements<E>(std::max({p.I, p.R, p.H})); }
 
-  // Of rows of S as rows of elements.
+  // Reinterpret rows of S as rows of E.
   static const E* left(const S* rows) { return reinterpret_cast<const E*>(rows); }
   static int64_t left_ld(int64_t ld) { return ld / kPack<E>; }
 
@@ -119,7 +120,7 @@ class Layer {
         panels.hh_blocks, q, room, target);
   }
 
-  // Whether a weight that is not packed can be read where it lies. brgemm takes nothing but packed ones.
+  // Whether a weight that is not packed can be read in place. brgemm takes packed weights only.
 #ifdef TRIFUSE_BRGEMM
   static constexpr bool kReadsInPlace = kPack<E> != 2;
 #else
@@ -127,7 +128,8 @@ class Layer {
 #endif
   static bool in_place(int64_t rows) { return kReadsInPlace && rows <= kFewRows; }
 
-  // A panel of W_ih, of W_hh; packed now, where all panels together would be read but once.
+  // Return a panel of W_ih or W_hh. If no packed weight is kept, because it would be read only
+  // once, the panel is packed now.
   const E* ih_panel(int64_t d, int64_t q) const {
     if (weights[d].ih) return weights[d].ih + q * ih_size();
     pack_ih(d, q, panel);
@@ -168,7 +170,7 @@ class Layer {
     }
   }
 
-  // Rows of the input, step by step; padded to x_ld().
+  // Gathers this thread's rows of the input, step by step, padded to x_ld().
   void gather(const RowGroup& group, const Team& team, int64_t s0, int64_t s1, S* tokens) const {
     for (int64_t s = s0; s < s1; tokens += group.active(s++) * x_ld()) {
       const Range own = team.share(group.active(s));
@@ -190,9 +192,8 @@ class Layer {
       for (int64_t k = 0; k < columns; ++k) target[k] = x[k * p.input_stride[2]];
   }
 
-  // W_ih x of so many tokens for a panel, [tokens][width]: on top of the biases, unless what is
-  // normalised is the product alone. With `reads` a weight that has no packed form may be read where
-  // it lies.
+  // Computes a panel's W_ih x for `tokens` tokens, [tokens][width], on top of the biases, unless
+  // the product alone is normalised. With `reads`, an unpacked weight may be read in place.
   template <bool reads = false>
   void multiply_input(int64_t d, int64_t q, int64_t tokens, const S* x, T* target) const {
     const int64_t width = panels.width();
@@ -211,8 +212,8 @@ class Layer {
         ih_panel(d, q), panels.ih_width(), columns, width, !norm);
   }
 
-  // W_hh h, on top of what is there with `add`. With recurrent dropout h has zeros where D has, and
-  // its factor comes in here: h times the factor would not be exact in 16 bits.
+  // Computes a panel's W_hh h, and with `add` adds it to the target. With recurrent dropout h is 0
+  // where D is, and D's factor is applied here: h times the factor would not be exact in 16 bits.
   template <bool reads = false>
   void multiply_hidden(int64_t d, int64_t q, int64_t rows, const S* h, T* target, bool add) const {
     const int64_t width = panels.width();
@@ -238,10 +239,10 @@ class Layer {
     for (int64_t k = 0; k < count; ++k) values[k] *= factor;
   }
 
-  // c is what the formula calls c~.
+  // c is c~ in the formula (pytorch_ext/reference/lstm.py).
   struct LstmGates {
     U i, f, g, o, c;
-    uint16_t clipped = 0;  // bits of c's units
+    uint16_t clipped = 0;  // bit k: c's unit k was clipped
   };
 
   LstmGates activate(const RowGroup& group, int64_t q, const U a[4], const U& c_old) const {
@@ -267,13 +268,13 @@ class Layer {
     return gates;
   }
 
-  // Where a layer-norm LSTM's forward leaves a panel's two products for its backward.
+  // Returns where a layer-norm LSTM's forward saves a panel's two products for its backward.
   T* kept_products(const RowGroup& group, int64_t q, int64_t i, int64_t s) const {
     const int64_t token = group.position(i, s) * p.B + group.row(i);
     return static_cast<T*>(group.d.gates) + (token * p.H + q * kUnits) * 2 * panels.blocks;
   }
 
-  // a of the layer-norm LSTM, block by block, from the two products and their rows' statistics.
+  // Computes a layer-norm LSTM's a, block by block, from the two products and their statistics.
   void normalised_gates(
       int64_t d, int64_t q, const T* x, const Statistics<T>& x_statistics, const T* h,
       const Statistics<T>& h_statistics, U a[4]) const {
@@ -290,15 +291,15 @@ class Layer {
   const LstmProblem& p;
   const Panels panels;
   const bool norm, projected;
-  const int64_t chunk;  // steps whose input's products are computed at once
+  const int64_t chunk;  // steps whose products W_ih x are computed at once
   Weights weights[LstmProblem::kMaxDirections];
-  // This thread's.
-  E* room = nullptr;   // of room_size() elements: rows of a weight that is packed
-  E* panel = nullptr;  // of panel_size() elements
+  // This thread's memory.
+  E* room = nullptr;   // room_size() elements: rows of a weight that is being packed
+  E* panel = nullptr;  // panel_size() elements
 };
 
-// Calls f.template operator()<Element>() for the type that a problem is computed in: where there are
-// products of bfloat16, that one (capability.h).
+// Calls f.template operator()<Element>() for the type that a problem is computed in. Instruction
+// sets with bfloat16 products are compiled for bfloat16 alone (capability.h).
 template <class F>
 auto for_element([[maybe_unused]] const LstmProblem& p, const F& f) {
 #ifdef __AVX512BF16__

@@ -1,8 +1,8 @@
-// What the LSTM kernels share: units in registers, how a layer's columns are ordered, and the
+// Shared by the LSTM and GRU kernels: units in registers, the order of a layer's columns, and the
 // packing of its weights.
 //
-// The gates of 16 neighbouring units lie side by side, in a panel: a thread that owns a panel has
-// all that these units' next state depends on, and no other thread needs its products.
+// The gates of 16 neighbouring units lie side by side, in a panel. A thread that owns a panel has
+// all products that these units' next state depends on, and no other thread needs them.
 
 #pragma once
 
@@ -24,7 +24,7 @@ namespace trifuse::TRIFUSE_CAPABILITY {
 
 constexpr int64_t kUnits = 16;
 
-// What is stored of states and gates: pairs are rows of bfloat16, two by two.
+// The type that states and gates are stored in. A pair is two neighbouring values of a row.
 template <class E>
 using Stored = std::conditional_t<kPack<E> == 2, c10::BFloat16, E>;
 
@@ -61,7 +61,7 @@ struct Units : Lanes<Units<T>, T, kUnits> {
 #endif
     }
   }
-  // Fewer than 16, zeros past them.
+  // The same for the first `count` units; load sets the others to 0.
   template <class S>
   static Units load(const S* from, int64_t count) {
     if (count == kUnits) return load(from);
@@ -83,12 +83,12 @@ struct Units : Lanes<Units<T>, T, kUnits> {
   friend Units tanh(const Units& a) {
     return map([](Vec x) { return TRIFUSE_CAPABILITY::tanh(x); }, a);
   }
-  // Into [-limit, limit]; a NaN stays.
+  // Clamps to [-limit, limit]; a NaN stays.
   friend Units clip(const Units& a, double limit) {
     const Vec low(static_cast<T>(-limit)), high(static_cast<T>(limit));
     return map([&](Vec x) { return at::vec::clamp(x, low, high); }, a);
   }
-  // Which ones that clip changes.
+  // Returns the bits of the units that clip changes.
   friend uint16_t clipped_bits(const Units& x, double limit) {
     uint64_t bits = 0;
     for (int i = 0; i < kVecs; ++i)
@@ -99,11 +99,11 @@ struct Units : Lanes<Units<T>, T, kUnits> {
 
 // The order of columns: panels of 16 units, each of up to four blocks of 16 columns.
 struct Panels {
-  // Which of a weight's gates stands in each block, -1 for none: W_ih's, and W_hh's. They differ in
-  // a GRU alone, where the two products that make up n stay apart.
+  // The gate in each block, -1 for none, for W_ih and for W_hh. They differ only in a GRU, where
+  // the two products that make up n stay apart.
   int ih_gate[4], hh_gate[4];
   int blocks;
-  int ih_first, ih_blocks;  // the blocks that W_ih's product has; they are neighbours
+  int ih_first, ih_blocks;  // W_ih's product fills neighbouring blocks
   int hh_first, hh_blocks;
   int64_t count;  // of panels
 
@@ -138,8 +138,8 @@ inline int64_t units_of(const LstmProblem& p, int64_t panel) {
   return std::min(kUnits, p.H - panel * kUnits);
 }
 
-// Memory dealt out in pieces, a null pointer for an empty one; from no memory at all, to find how
-// much is needed.
+// Hands out memory in pieces, a null pointer for an empty one. With a null base all pieces are
+// null, and used() is the number of bytes needed.
 class Arena {
  public:
   explicit Arena(void* base) : base_(static_cast<char*>(base)) {}
@@ -156,13 +156,13 @@ class Arena {
   int64_t used_ = 0;
 };
 
-// C (M x N) = or += A (M x K) B (K x N), in chains of multiply-adds: a block of B that fits the L1
-// cache meets all rows of A. K counts elements, pairs being one.
+// C (M x N) = or += A (M x K) B (K x N), in chains of multiply-adds: all rows of A are multiplied
+// by one block of B, which fits the L1 cache, before the next. K counts elements; a pair is one.
 //
-// With `ahead` B is read from end to end, and from far away: while a block meets a few rows, part
-// of the next one is fetched, and the blocks are half as long. Where A's columns are read, a few at
-// a time pass through the cache beside the block. (And where brgemm turns A around, it takes no
-// more.)
+// With `ahead`, B is read from end to end, and from far away: while a few rows are multiplied by a
+// block, part of the next block is prefetched, and blocks are half as long. If A is read by
+// columns, a few rows at a time pass through the cache beside the block. (brgemm, which transposes
+// such an A, takes at most 64.)
 constexpr int64_t kChain = 128;
 constexpr int64_t chain_length(bool ahead) { return ahead ? kChain / 2 : kChain; }
 
@@ -187,7 +187,7 @@ inline void product(
   }
 }
 
-// Whether so many elements of weights are fetched ahead: more than a cache near a core holds.
+// Returns whether weights exceed the caches near a core, and so are fetched ahead.
 template <class E>
 constexpr bool far_away(int64_t count) {
   return count * static_cast<int64_t>(sizeof(E)) > int64_t(8) << 20;
@@ -205,8 +205,8 @@ inline void for_tiles(const Team& team, int64_t columns, const F& f) {
 
 // Packing -----------------------------------------------------------------------------------------
 
-// target[c * ld + r] = source[r * source_ld + c] for 16 rows of which `rows` exist, zeros past
-// them.
+// target[c * ld + r] = source[r * source_ld + c] for 16 rows, of which `rows` exist; the others are
+// 0.
 template <class E>
 TRIFUSE_INLINE inline void transpose_units(
     const E* source, int64_t source_ld, int64_t rows, int64_t columns, E* target, int64_t ld) {
@@ -225,8 +225,8 @@ TRIFUSE_INLINE inline void transpose_units(
   }
 }
 
-// The rows of one panel of a weight (G·H, columns) as B of the forward's products: `blocks` · 16
-// columns, beginning at block `first`. `room` holds 16 rows.
+// Packs the rows of one panel of a weight (G·H, columns) as B of the forward's products, from block
+// `first` on: `blocks` · 16 columns. `room` holds 16 rows.
 template <class E>
 inline void pack_panel_columns(
     const LstmProblem& p, const Stored<E>* weight, int64_t columns, const int* gate, int first,
@@ -242,8 +242,8 @@ inline void pack_panel_columns(
   }
 }
 
-// `columns` columns from `first` of 16 rows of a weight, of which `rows` exist, as 16 values of k
-// of B with 64 columns, zeros where there is none.
+// Packs `columns` columns, from `first` on, of 16 rows of a weight as 16 values of k of a B with 64
+// columns. `rows` of the rows exist; the others are 0.
 template <class E>
 inline void pack_unit_rows(
     const Stored<E>* weight, int64_t row_size, int64_t rows, int64_t first, int64_t columns,
@@ -256,15 +256,16 @@ inline void pack_unit_rows(
 
 // Products with a weight where it lies -------------------------------------------------------------
 
-// So few rows of A that packing a panel for them takes longer than multiplying by it.
+// With up to this many rows of A, packing a panel takes longer than multiplying by it.
 constexpr int kFewRows = 8;
 
-// With 32 registers of 64 bytes, 16 rows of a weight stay in half of them.
+// With 32 registers of 64 bytes, 16 rows of a weight fill half of them.
 constexpr int kUnrolled = Vectorized<float>::size() == kUnits ? kUnits : 1;
 
-// C (M x 16) = or += A (M x K) B for M <= kFewRows, where B's columns are rows of a weight, of which
-// `units` exist. A vector's length of each is turned around and meets all rows of A, while as much of
-// `next`, where reading goes on afterwards, is fetched. In the chains of `product`, to the bit.
+// C (M x 16) = or += A (M x K) B for M <= kFewRows. B's columns are rows of a weight, of which
+// `units` exist. One vector of each row at a time is transposed and multiplied by all rows of A,
+// while as many bytes of `next`, which is read afterwards, are prefetched. The chains are those of
+// `product`, so results have the same bits.
 template <int most = kFewRows, class E>
 inline void product_in_place(
     int64_t M, int64_t K, const E* a, int64_t a_m, const E* weight, int64_t ld, int64_t units,
@@ -275,7 +276,7 @@ inline void product_in_place(
           M, K, a, a_m, weight, ld, units, next, c, ldc, add, ahead);
   using T = typename Element<E>::Accumulator;
   using U = Units<T>;
-  const E* row[most];  // the last one stands in for those that don't exist
+  const E* row[most];  // the last row stands in for missing ones
   for (int m = 0; m < most; ++m) row[m] = a + std::min<int64_t>(m, M - 1) * a_m;
   constexpr int64_t kDepth = Vectorized<Moved<E>>::size();
   alignas(64) E turned[kDepth * kUnits];
@@ -314,7 +315,8 @@ inline void product_in_place(
   }
 }
 
-// The same with more rows of a weight (.., columns) as B's columns: all in whole blocks of 16.
+// The same with `count` rows of a weight (.., columns) as B's columns. C is written in whole blocks
+// of 16 columns.
 template <class E>
 inline void product_with_rows(
     const Stored<E>* weight, int64_t count, int64_t columns, E* room, int64_t M, const E* a,
@@ -329,8 +331,8 @@ inline void product_with_rows(
   }
 }
 
-// The product of few rows with a panel of a weight (G·H, columns), as pack_panel_columns would pack
-// it. `room` holds 16 rows.
+// Multiplies few rows by a panel of a weight (G·H, columns), whose columns have the order of
+// pack_panel_columns. `room` holds 16 rows.
 template <class E>
 inline void product_with_panel(
     const LstmProblem& p, const Stored<E>* weight, int64_t columns, const int* gate, int first,
@@ -351,7 +353,7 @@ inline void product_with_panel(
   }
 }
 
-// A vector (G·H,) in the order of panels: added to what is there.
+// Adds a vector (G·H,) to target, in the order of panels.
 template <class T>
 inline void add_to_panels(
     const LstmProblem& p, const Panels& panels, const int* gate, const void* vector, T* target) {
@@ -367,10 +369,10 @@ inline void add_to_panels(
 
 // Layer normalisation -----------------------------------------------------------------------------
 //
-// Each panel gives the sum of its part of a row and the squares about that part's mean; added up
-// panel by panel (Chan, Golub and LeVeque, 1979), they are the row's.
+// Each panel yields the sum of its part of a row, and the sum of squares about that part's mean.
+// They are combined panel by panel (Chan, Golub and LeVeque, 1979).
 
-// moments[k] of `count` rows of a panel's blocks.
+// Sets moments[k] to the sum and the squares of row k of a panel's blocks, for `count` rows.
 template <class T>
 inline void take_moments(
     const T* rows, int64_t ld, int64_t count, int64_t blocks, int64_t units, T (*moments)[2]) {
@@ -397,7 +399,8 @@ struct Statistics {
   Units<T> normalise(const Units<T>& x) const { return (x - Units<T>(mean)) * Units<T>(rstd); }
 };
 
-// Of `count` rows of blocks · H values; panel q's moments are at moments + q * stride.
+// Computes the statistics of `count` rows of blocks · H values. Panel q's moments start at moments
+// + q * stride.
 template <class T>
 inline void combine_moments(
     const LstmProblem& p, const T (*moments)[2], int64_t stride, int64_t count, int64_t blocks,
@@ -419,7 +422,7 @@ inline void combine_moments(
 
 // Rows --------------------------------------------------------------------------------------------
 
-// One direction's rows, or one group of them, in the order of their lengths.
+// One direction's rows, or one group of them, sorted by length.
 struct RowGroup {
   const LstmProblem& p;
   int64_t index;  // of the direction
@@ -428,17 +431,17 @@ struct RowGroup {
 
   int64_t among(int64_t ranks) const { return (ranks - group + groups - 1) / groups; }
   int64_t rows() const { return among(p.B); }
-  // How many rows have step s; none past the last step.
+  // Returns how many rows have step s: none past the last step.
   int64_t active(int64_t s) const { return s < p.steps ? among(p.active[s]) : 0; }
 
   int64_t rank(int64_t i) const { return i * groups + group; }
   int64_t row(int64_t i) const { return p.order[rank(i)]; }
   int64_t length(int64_t i) const { return p.length[rank(i)]; }
-  // Where row i has its step s.
+  // Returns the time at which row i has step s.
   int64_t position(int64_t i, int64_t s) const { return d.reverse ? length(i) - 1 - s : s; }
   int64_t token(int64_t i, int64_t s) const { return p.start[s] + rank(i); }
 
-  // Row i's h after step s; null for zeros. Step -1 is the beginning.
+  // Returns row i's h after step s, or null for zeros. Step -1 is the initial state.
   template <class S>
   const S* h(int64_t i, int64_t s) const {
     if (s < 0) return d.h0 ? static_cast<const S*>(d.h0) + row(i) * p.R : nullptr;
@@ -465,7 +468,7 @@ struct RowGroup {
     return cells<T>(i, s);
   }
 
-  // 64 bits of what is drawn: bit t for column `column` + t, set where an element is kept.
+  // Draws 64 bits: bit t is set if column `column` + t is kept.
   enum Kind { RecurrentDropout, ZoneoutH, ZoneoutC };
   uint64_t kept(const Dropout& draw, Kind kind, int64_t i, int64_t s, int64_t column) const {
     const uint64_t plane = ((kind == RecurrentDropout ? 0 : position(i, s)) * 3 + kind) * 2 + index;

@@ -34,7 +34,7 @@ bool is_to_fail() {
   return number >= first_failure && number <= last_failure;
 }
 
-// torch's own allocator, counted.
+// Counts the allocations of torch's own allocator.
 class Counted final : public c10::Allocator {
  public:
   c10::DataPtr allocate(size_t bytes) override {
@@ -63,7 +63,7 @@ size_t cache_limit() {
 struct Block {
   void* data;
   size_t bytes;
-  Block *older, *newer;  // while it is kept
+  Block *older, *newer;  // neighbours while the block is kept
 };
 
 void* from_system(int64_t bytes, int64_t alignment) {
@@ -74,7 +74,7 @@ void* from_system(int64_t bytes, int64_t alignment) {
       : std::aligned_alloc(boundary, (size + boundary - 1) / boundary * boundary);
 }
 
-// Blocks that were freed. Neither allocates nor frees while others wait for its lock.
+// The freed blocks that are kept. It neither allocates nor frees while it holds its lock.
 class Kept {
  public:
   static Kept& get() {
@@ -82,8 +82,8 @@ class Kept {
     return *kept;
   }
 
-  // The smallest block that fits and is not much too large; of equals the last freed, which may
-  // still be in a cache. Null if there is none.
+  // Returns the smallest block that fits and is not much too large, or null if there is none. Among
+  // equals it takes the last one freed, which may still be in a cache.
   Block* take(size_t bytes) {
     const std::lock_guard lock(mutex_);
     Block* best = nullptr;
@@ -104,7 +104,7 @@ class Kept {
       (newest_ ? newest_->newer : oldest_) = block;
       newest_ = block;
       bytes_ += block->bytes;
-      while (bytes_ > limit_) {  // the longest unused goes first
+      while (bytes_ > limit_) {  // the least recently freed goes first
         Block* oldest = oldest_;
         remove(oldest);
         oldest->older = dropped;
@@ -114,7 +114,7 @@ class Kept {
     free_all(dropped);
   }
 
-  // Gives all back to the system. False if there was nothing.
+  // Frees all blocks. Returns false if there were none.
   bool clear() {
     Block* dropped;
     {
@@ -148,13 +148,13 @@ class Kept {
   size_t bytes_ = 0;
 };
 
-// A fork copies the lock as it is, but of all threads only the one that forks. Were the lock another's
-// at that moment, nobody in the child would let go of it.
+// A fork copies the lock's state but only the forking thread. If another thread held the lock at
+// that moment, no thread of the child would ever release it.
 [[maybe_unused]] const int at_fork = pthread_atfork(
     [] { Kept::get().mutex().lock(); }, [] { Kept::get().mutex().unlock(); },
     [] { Kept::get().mutex().unlock(); });
 
-// Blocks as torch takes them.
+// Hands out blocks as an allocator of torch.
 class Recycler final : public c10::Allocator {
  public:
   explicit Recycler(const char* purpose) : purpose_(purpose) {}
@@ -224,10 +224,9 @@ void* allocate(int64_t bytes, int64_t alignment, const char* purpose) {
     Kept::get().clear();
     data = from_system(bytes, alignment);
   }
-  // A test wants to see others wait for this thread, so they get the time to.
+  // Gives other threads the time to wait for this one, which a test needs.
   if (!data && counting) std::this_thread::sleep_for(std::chrono::milliseconds(2));
-  // Begins as torch's own message does: by these words programs know that memory ran out, and try a
-  // smaller batch.
+  // Begins like torch's own message, by which programs know to retry with a smaller batch.
   TORCH_CHECK(
       data, "DefaultCPUAllocator: can't allocate memory: trifuse tried to allocate ", bytes,
       " bytes for ", purpose);

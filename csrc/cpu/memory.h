@@ -1,4 +1,4 @@
-// Memory for results.
+// Memory for results and workspaces.
 
 #pragma once
 
@@ -8,16 +8,15 @@
 
 namespace trifuse {
 
-// Uninitialised, as at::empty, on a CPU.
+// Returns an uninitialised CPU tensor, like at::empty.
 //
-// A fresh result costs a page fault for every 4 KiB when it is first written: more time than a kernel
-// that passes memory through has for all else. The C library gives large blocks back to the system
-// as soon as they are freed. So results of 1 MiB and more come from blocks that are kept when they
-// are freed, up to TRIFUSE_CPU_CACHE_MIB in all (256 unless set; 0 keeps none), and that ask the
-// system for pages of 2 MiB.
+// A fresh result costs a page fault for every 4 KiB when it is first written: more time than a
+// memory-bound kernel needs for all else. The C library returns large blocks to the system as soon
+// as they are freed. So results of 1 MiB and more come from blocks of 2 MiB pages that are cached
+// when they are freed, up to TRIFUSE_CPU_CACHE_MIB in all (256 unless set; 0 caches none).
 at::Tensor empty(at::IntArrayRef sizes, const at::TensorOptions& options);
 
-// So many bytes of such memory, for a call to work in.
+// Returns `bytes` bytes of such memory, for a call to work in.
 at::Tensor workspace(int64_t bytes);
 
 }  // namespace trifuse

@@ -1,13 +1,13 @@
 // Rows of a tensor as operands of tile_gemm.
 //
-// A tensor's rows reach the product in one of three ways, and only where their type or strides make
-// it necessary are they copied:
+// A tensor's rows reach the product in one of three ways. left_rows and right_rows copy them only
+// if their type, strides or padding require it:
 //
 //   left_rows          A: rows as they are, k along the columns
 //   right_transposed   B: k along the columns, one column of B per row
 //   right_rows         B: k along the rows
 //
-// With an element type of pairs (tile_gemm.h) two neighbouring values of k share an element, and a
+// With an element type of pairs (tile_gemm.h) two neighbouring values of k share an element; a
 // missing partner is 0.
 
 #pragma once
@@ -28,7 +28,7 @@ namespace trifuse::TRIFUSE_CAPABILITY {
 
 constexpr int64_t kTile = 64;  // queries, and keys, of a tile
 
-// How a tensor's type is computed with.
+// The element type in which a tensor's type is computed.
 template <class Scalar>
 struct Compute {
   using Element = std::conditional_t<std::is_same_v<Scalar, double>, double, float>;
@@ -40,8 +40,8 @@ struct Compute<c10::BFloat16> {
 };
 #endif
 
-// Calls f.template operator()<Scalar>() for a problem's type: where there are products of bfloat16, that
-// one (capability.h).
+// Calls f.template operator()<Scalar>() for a problem's type. Instruction sets with bfloat16
+// products are compiled for bfloat16 alone (capability.h).
 template <class F>
 auto for_type([[maybe_unused]] DType dtype, const F& f) {
 #ifdef __AVX512BF16__
@@ -59,7 +59,7 @@ auto for_type([[maybe_unused]] DType dtype, const F& f) {
 template <class E>
 constexpr int64_t kPack = std::is_same_v<E, BFloat16Pair> ? 2 : 1;  // values of k in an element
 
-// `columns` values of a row, at p + column * stride.
+// Rows of a strided matrix: value (r, c) is at data + r * row_stride + c * column_stride.
 template <class Scalar>
 struct Rows {
   const Scalar* data;
@@ -100,7 +100,7 @@ inline void narrow(const T* source, int64_t n, Scalar* target, int64_t stride) {
   for (; i < n; ++i) target[i * stride] = static_cast<Scalar>(source[i]);
 }
 
-// The inner product of two contiguous rows.
+// Returns the inner product of two contiguous rows.
 template <class T, class Scalar>
 inline T dot(const Scalar* x, const Scalar* y, int64_t n) {
   using Vec = Vectorized<T>;
@@ -122,7 +122,7 @@ inline T dot(const Scalar* x, const Scalar* y, int64_t n) {
   return total;
 }
 
-// Whether rows [0, n) hold no NaN or Inf: x - x is 0 for finite x alone.
+// Returns whether rows [0, n) hold no NaN or Inf: x - x is 0 only for a finite x.
 template <class Scalar>
 inline bool all_finite(Rows<Scalar> rows, int64_t n, int64_t columns) {
   using T = std::conditional_t<std::is_same_v<Scalar, double>, double, float>;
@@ -143,16 +143,15 @@ inline bool all_finite(Rows<Scalar> rows, int64_t n, int64_t columns) {
   return true;
 }
 
-// target[c][r] = source[r][c] for a square of a vector's size. Flattened, because the compiler leaves
-// ATen's functions as calls, in which sizes are no constants and the registers are an array.
+// target[c][r] = source[r][c] for a square of a vector's size. Flattened, because the compiler
+// leaves ATen's functions as calls, whose sizes are not constants and whose registers are an array.
 [[gnu::flatten]] inline void transpose_square(
     const float* source, int64_t ld, float* target, int64_t target_ld) {
   constexpr int64_t size = Vectorized<float>::size();
   at::vec::transpose_mxn<float, size, size>(source, ld, target, target_ld);
 }
-// ATen has no such function of doubles. With rows i and i + size / 2 interleaved, an element's row
-// and column, as one number in base 2, have turned by a place: after log2(size) turns they have
-// changed places.
+// ATen has no such function for doubles. Take an element's row and column as one binary number:
+// interleaving rows i and i + size / 2 rotates it by a digit; log2(size) turns swap row and column.
 [[gnu::flatten]] inline void transpose_square(
     const double* source, int64_t ld, double* target, int64_t target_ld) {
   using Vec = Vectorized<double>;
@@ -172,11 +171,12 @@ inline bool all_finite(Rows<Scalar> rows, int64_t n, int64_t columns) {
   for (int64_t r = 0; r < size; ++r) rows[r].store(target + r * target_ld);
 }
 
-// What transpose_square moves elements of 32 or 64 bits as. Aligned as E is: only vectors are loaded.
+// The type as which transpose_square moves elements of 32 or 64 bits. E's alignment suffices: only
+// whole vectors are accessed, unaligned.
 template <class E>
 using Moved = std::conditional_t<sizeof(E) == sizeof(float), float, double>;
 
-// dst[c][r] = src[r][c]; dst has kTile columns, zeros past `rows`.
+// target[c][r] = source[r][c]; target has kTile columns, zeros past `rows`.
 template <class E>
 inline void transpose_tile(const E* source, int64_t ld, int64_t rows, int64_t columns, E* target) {
   const auto* from = reinterpret_cast<const Moved<E>*>(source);
@@ -205,19 +205,20 @@ struct Operand {
   int64_t ld;
 };
 
-// Elements that `columns` values take, k along them.
+// Number of elements that hold `columns` values along k.
 template <class E>
 constexpr int64_t elements(int64_t columns) {
   return (columns + kPack<E> - 1) / kPack<E>;
 }
 
-// Room that left_rows may need, in elements.
+// Number of elements of room that left_rows may need.
 template <class E>
 constexpr int64_t left_rows_size(int64_t rows, int64_t columns) {
   return rows * elements<E>(columns);
 }
 
-// `factor` multiplies every value: 1, or the sign of a scale.
+// Returns n rows as A, read in place or copied to `room`. `factor`, 1 or the sign of a scale,
+// multiplies every value.
 template <class E, class Scalar>
 inline Operand<E> left_rows(
     Rows<Scalar> rows, int64_t n, int64_t columns, E* room, float factor = 1.0f) {
@@ -226,7 +227,7 @@ inline Operand<E> left_rows(
   if (factor == 1.0f && rows.column_stride == 1) {
     if constexpr (same) return {rows.data, rows.row_stride};
     if constexpr (pairs) {
-      // Rows of pairs in place, unless one straddles two rows.
+      // Pairs are read in place, unless one straddles two rows.
       if (columns % 2 == 0 && rows.row_stride % 2 == 0)
         return {reinterpret_cast<const E*>(rows.data), rows.row_stride / 2};
     }
@@ -254,7 +255,7 @@ constexpr int64_t right_transposed_size(int64_t columns) {
   return elements<E>(columns) * kTile;
 }
 
-// At most kTile rows; B's rows hold kTile elements, zeros past the last row.
+// Transposes at most kTile rows into B, whose rows hold kTile elements, zeros past row n.
 template <class E, class Scalar>
 inline void right_transposed(
     Rows<Scalar> rows, int64_t n, int64_t columns, float factor, E* left_room, E* target) {
@@ -262,7 +263,7 @@ inline void right_transposed(
   transpose_tile(left.data, left.ld, n, elements<E>(columns), target);
 }
 
-// B's rows are whole vectors.
+// Length of B's rows: a whole number of vectors.
 template <class E>
 constexpr int64_t padded(int64_t columns) {
   return round_up(columns, Vectorized<typename Element<E>::Accumulator>::size());
@@ -273,8 +274,8 @@ constexpr int64_t right_rows_size(int64_t rows, int64_t columns) {
   return elements<E>(rows) * padded<E>(columns);
 }
 
-// B's rows hold `ld` elements in `room`, zeros past the last column. With `clean`, a NaN or Inf is
-// replaced by 0 (the caller then sees to what it reaches).
+// Copies rows to B, whose rows hold `ld` elements, zeros past the last column. With `clean`, a NaN
+// or Inf becomes 0; the caller then sets the results that it reaches.
 template <class E, class Scalar>
 inline void copy_right_rows(
     Rows<Scalar> rows, int64_t n, int64_t columns, int64_t ld, E* room, bool clean = false) {

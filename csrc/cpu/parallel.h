@@ -10,11 +10,11 @@
 
 namespace trifuse {
 
-// Runs task 0 .. count - 1, started in order by whichever thread is free. Neighbouring tasks that
-// read the same memory come in runs of `related`: where there are plenty of runs, a thread takes a
-// whole one and finds that memory in its cache. `operations` is what all tasks cost: below a few
-// microseconds' worth, waking another thread would cost more. When a task throws, no others are
-// started, and this throws the same.
+// Calls run(task) for 0 .. count - 1, started in order, each in whichever thread is free. `related`
+// is the length of a run of neighbouring tasks that read the same memory: if there are plenty of
+// runs, a thread takes a whole run and finds that memory in its cache. `operations` is the cost of
+// all tasks: below a few microseconds' worth, waking another thread would cost more. If a task
+// throws, no others are started and the exception is rethrown.
 template <class Run>
 void parallel_tasks(int64_t count, int64_t related, double operations, const Run& run) {
   const int64_t threads = std::min<int64_t>(count, at::get_num_threads());

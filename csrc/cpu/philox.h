@@ -1,4 +1,4 @@
-// Philox4x32-7 for rows of a matrix: pytorch_ext/reference/philox.py, which specifies it.
+// Philox4x32-7 for rows of a matrix, as specified in pytorch_ext/reference/philox.py.
 
 #pragma once
 
@@ -9,8 +9,8 @@
 
 namespace trifuse::TRIFUSE_CAPABILITY {
 
-// Eight counters side by side, a 32-bit word in each 64-bit lane: 32 x 32 -> 64 multiplications then
-// need no shuffles, and what is above bit 31 is never looked at.
+// Eight counters side by side, a 32-bit word in each 64-bit lane: 32 x 32 -> 64 multiplications
+// then need no shuffles. The upper 32 bits of a lane are ignored.
 using Words = uint64_t __attribute__((vector_size(64)));
 
 inline Words multiply_low(Words x, uint32_t by) {
@@ -27,8 +27,8 @@ inline Words multiply_low(Words x, uint32_t by) {
 #endif
 }
 
-// Which of 64 neighbours (row, column .. column + 63) of a plane dropout keeps, column a multiple of
-// 64; bit t for column + t.
+// Returns which of the 64 elements (row, column .. column + 63) of a plane dropout keeps, as bit t
+// for column + t. `column` is a multiple of 64.
 inline uint64_t dropout_row(
     uint64_t seed, uint64_t plane, uint64_t row, uint64_t column, uint32_t threshold) {
   if (threshold > 0xFFFF) return 0;  // p = 1: no half-word is as large

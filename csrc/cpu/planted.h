@@ -1,5 +1,5 @@
-// Errors made on purpose, in a sanitized build alone. tests/sanitize.py commits each of them first:
-// a build that does not report it would report none of ours.
+// Errors made on purpose, in sanitized builds alone. tests/sanitize.py first makes each of them: a
+// build that does not report them would not report real ones.
 
 #pragma once
 
@@ -16,7 +16,7 @@
 namespace trifuse {
 
 inline int64_t planted(const std::string& error) {
-  // Volatile, so that the compiler keeps what has no defined result.
+  // Volatile, so that the compiler keeps accesses without a defined result.
   if (error == "race between tasks") {
     volatile int64_t sum = 0;
     std::atomic<int> begun{0};
@@ -36,7 +36,7 @@ inline int64_t planted(const std::string& error) {
     });
     return read;
   }
-  if (error == "relaxed hand-over") {  // right on x86, but not by the language
+  if (error == "relaxed hand-over") {  // correct on x86, but not in C++
     volatile int64_t value = 0, read = 0;
     std::atomic<bool> ready{false};
     Crew crew(2);

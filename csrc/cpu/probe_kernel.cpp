@@ -1,4 +1,4 @@
-// Building blocks on their own, for tests of their accuracy and for the ceiling in benchmarks.
+// Building blocks on their own: tests measure their accuracy, benchmarks the ceiling.
 
 #include <algorithm>
 #include <chrono>

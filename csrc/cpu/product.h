@@ -1,11 +1,12 @@
-// The packed operand of a product too large for a cache: C (M x N) = A (M x K) B (K x N).
+// Operands of a product too large for a cache, C (M x N) = A (M x K) B (K x N): packs B into panels
+// and prepares blocks of A for tile_gemm. The loops over them are the caller's.
 //
-// B is packed into panels of 64 columns, one after the other; a panel holds B's rows, k by k. A block
-// of it, kDepth rows in 32 KB, fits the L1 cache beside what it meets of A and C, and serves as many
-// rows of A as a caller has at hand.
+// B is packed into panels of 64 columns, one after the other; a panel holds B's rows in the order
+// of k. A block of a panel, kDepth rows (32 KB, in float64 64 KB), stays in the L1 cache beside the
+// parts of A and C that it is used with, and serves as many rows of A as a caller has at hand.
 //
-// Each element of C is the sum, block by block of k, of chains of kDepth multiply-adds: where a
-// product is cut into tasks, and how many threads run them, does not change it.
+// Each element of C is the sum, block by block of k, of chains of kDepth multiply-adds. It does not
+// depend on how the product is cut into tasks, or on the number of threads.
 
 #pragma once
 
@@ -17,9 +18,9 @@
 namespace trifuse::TRIFUSE_CAPABILITY {
 
 template <class E>
-constexpr int64_t kDepth = 128 * kPack<E>;  // values of k
+constexpr int64_t kDepth = 128 * kPack<E>;  // values of k in a block
 
-// Elements of one packed panel.
+// Number of elements of one packed panel.
 template <class E>
 constexpr int64_t panel_size(int64_t K) {
   return elements<E>(K) * kTile;
@@ -52,7 +53,7 @@ struct Left {
   int64_t m, k;  // strides
 };
 
-// Rows of a block that are prepared at once.
+// Number of rows of a block that left_block prepares at once.
 constexpr int64_t left_group(int64_t a_m) { return a_m == 1 ? kTile : INT64_MAX; }
 
 template <class E>
@@ -60,8 +61,9 @@ constexpr int64_t left_block_size(int64_t rows, int64_t a_m) {
   return a_m == 1 ? panel_size<E>(kDepth<E>) : left_rows_size<E>(rows, kDepth<E>);
 }
 
-// A's element (m, k) is at a + m * a_m + k * a_k. Rows are read in place where they can be. Columns
-// are copied, 64 rows at most: a column's elements lie a whole row of A^T apart.
+// Prepares a block of A, whose element (m, k) is at a + m * a_m + k * a_k. Rows are read in place
+// if possible. If A is stored by columns, 64 rows at most are copied: a row's elements lie a whole
+// row of A^T apart.
 template <class E, class Scalar>
 Left<E> left_block(
     const Scalar* a, int64_t a_m, int64_t a_k, int64_t rows, int64_t depth, E* room) {

@@ -1,4 +1,4 @@
-// Rows of a matrix, a strip of 64 columns at a time: as many as one word of dropout bits decides on.
+// Rows of a matrix in strips of 64 columns, the number that one word of dropout bits covers.
 
 #pragma once
 
@@ -18,10 +18,11 @@ constexpr int64_t kStrip = 64;
 
 struct Whole {};
 
-// For what runs once a strip: left out of line, sums that live in registers would live in memory.
+// For functions that run once a strip. Out of line, they would force sums from registers to memory.
 #define TRIFUSE_INLINE __attribute__((always_inline))
 
-// f(c, count) for every strip of a row, beginning at column c; only the last may not be Whole.
+// Calls f(c, count) for every strip of a row, beginning at column c. `count` is Whole, except for a
+// shorter last strip.
 template <class F>
 TRIFUSE_INLINE inline void for_strips(int64_t N, const F& f) {
   int64_t c = 0;
@@ -29,15 +30,14 @@ TRIFUSE_INLINE inline void for_strips(int64_t N, const F& f) {
   if (c < N) f(c, N - c);
 }
 
-// Fetches a strip ahead of its use, or makes it ready to be written. A hint: addresses past the end of
-// a tensor do no harm.
+// Prefetches a strip, for writing with `write`. Addresses past a tensor's end do no harm.
 template <bool write = false, class Scalar>
 TRIFUSE_INLINE inline void prefetch_strip(const Scalar* from) {
   for (size_t byte = 0; byte < kStrip * sizeof(Scalar); byte += 64)
     __builtin_prefetch(reinterpret_cast<const char*>(from) + byte, write);
 }
 
-// A store past the caches, to an address that is a multiple of the vector.
+// Stores past the caches, to an address that is a multiple of the vector's size.
 template <class Scalar>
 TRIFUSE_INLINE inline void stream_vector(const Vectorized<Scalar>& v, Scalar* to) {
 #if defined(CPU_CAPABILITY_AVX512)
@@ -66,7 +66,7 @@ struct Strip : Lanes<Strip<T>, T, kStrip> {
   using typename Base::Vec;
   using Base::kVecs, Base::v;
 
-  // `count` columns, a number or Whole, and 0 past them.
+  // Loads `count` columns, a number or Whole; the others are 0.
   template <class Scalar, class Count = Whole>
   static Strip load(const Scalar* from, Count count = {}) {
     if constexpr (std::is_same_v<Count, Whole>) {
@@ -78,8 +78,8 @@ struct Strip : Lanes<Strip<T>, T, kStrip> {
     }
   }
 
-  // With `stream`, past the caches: the line is then not read before it is written. fence_streams()
-  // must follow before another thread may read it.
+  // With `stream` it stores past the caches: a line is then not read before it is written.
+  // fence_streams() must follow before another thread may read the result.
   template <class Scalar, class Count = Whole>
   void store(Scalar* to, Count count = {}, bool stream = false) const {
     if constexpr (std::is_same_v<Count, Whole>) {
@@ -92,10 +92,10 @@ struct Strip : Lanes<Strip<T>, T, kStrip> {
     }
   }
 
-  // 0 where a bit is not set.
+  // Returns the strip with 0 where a bit is not set.
   Strip keep(uint64_t bits) const { return choose(bits, *this, Base::full(T(0))); }
 
-  // As a narrower type holds it.
+  // Returns the values rounded to a narrower type.
   template <class Scalar>
   Strip rounded() const {
     alignas(64) Scalar narrow[kStrip];

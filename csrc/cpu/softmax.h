@@ -1,7 +1,7 @@
 // The running softmax of a block of queries, over keys that come a tile at a time.
 //
 // Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018): beside the sum of
-// exponentials a peak is kept, and whenever it rises, what was summed before is scaled down.
+// exponentials a running maximum (`peak`) is kept, and whenever it rises, the sum is scaled down.
 
 #pragma once
 
@@ -24,14 +24,14 @@ struct Softmax {
   const T factor;              // exponents of 2 are (score - peak) · factor
   alignas(64) T peak[kTile];   // the highest score; -inf for a query that has seen no key
   alignas(64) T sum[kTile];    // of exponentials
-  alignas(64) T alpha[kTile];  // what was summed before the last tile has been multiplied by
+  alignas(64) T alpha[kTile];  // factor by which the last tile scaled the sums before it
 
   explicit Softmax(T factor) : factor(factor) {
     std::fill_n(peak, kTile, -infinity);
     std::fill_n(sum, kTile, T(0));
   }
 
-  // A tile's scores [key][query] become weights in place. Where Partial, only pairs in `bits` take
+  // Turns a tile's scores [key][query] into weights in place. If Partial, only pairs in `bits` take
   // part.
   template <bool Partial>
   void tile(T* scores, const uint64_t* bits, int64_t keys, int64_t lanes) {
@@ -42,14 +42,15 @@ struct Softmax {
     for (; lane < lanes; lane += L) columns<1, Partial>(scores, bits, keys, lane);
   }
 
-  // log2 of the sums, in double: what is added to a peak must not be rounded before.
+  // Writes log2 of the sums, in double: it must not be rounded before it is added to a peak.
   void log2_sum(double* result) const {
     using Vec = Vectorized<double>;
     std::copy_n(sum, kTile, result);
     for (int64_t l = 0; l < kTile; l += Vec::size()) Vec::loadu(result + l).log2().store(result + l);
   }
 
-  // In natural units, of which a unit of score is so many; -inf for a query that has seen no key.
+  // Writes the logsumexp in natural units; score_unit is one unit of score in them. It is -inf for
+  // a query that has seen no key.
   void logsumexp(double score_unit, T* result) const {
     double log2[kTile];
     log2_sum(log2);
@@ -79,7 +80,7 @@ struct Softmax {
       const Vec before = Vec::loadu(peak + lane + v * L);
       const Vec now = larger(before, top[v]);
       now.store(peak + lane + v * L);
-      // 0 in place of a peak that is not there keeps -inf - -inf out of the exponents.
+      // 0 in place of a missing peak keeps -inf - -inf out of the exponents.
       base[v] = select(equal_bits(now, -infinity), Vec(T(0)), now);
       exp2((before - base[v]) * Vec(factor)).store(alpha + lane + v * L);
       total[v] = Vec(T(0));
@@ -88,7 +89,7 @@ struct Softmax {
 #pragma GCC unroll 8
       for (int v = 0; v < V; ++v) {
         T* at = scores + j * kTile + lane + v * L;
-        // Subtracted first, so that a peak's own weight is 1 to the bit.
+        // The peak is subtracted first, so that its own weight is exactly 1.
         Vec p = exp2((Vec::loadu(at) - base[v]) * Vec(factor));
         if constexpr (Partial) p = select(bits[j] >> (lane + v * L), p, Vec(T(0)));
         total[v] = total[v] + p;

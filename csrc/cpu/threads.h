@@ -1,8 +1,8 @@
-// Where threads come from: torch's; or, with TRIFUSE_STD_THREADS, std::thread.
+// The source of threads: torch's own or, with TRIFUSE_STD_THREADS, std::thread.
 //
-// torch's are OpenMP's, and no sanitizer sees how those hand work to one another: their runtime is
-// not compiled with it. ThreadSanitizer sees how a std::thread begins and ends, so what it reports
-// is a race of ours.
+// torch's threads are OpenMP's, and no sanitizer can follow how they hand work to one another:
+// their runtime is not compiled with it. ThreadSanitizer follows the start and end of a
+// std::thread, so any race that it reports is ours.
 
 #pragma once
 
@@ -50,8 +50,8 @@ void parallel_region(int64_t threads, const Body& body) {
 
 using at::in_parallel_region;
 
-// Calls body(first, last) in `threads` threads at once, for one index each. torch may start fewer,
-// some of them with several. The first exception arrives here.
+// Calls body(first, last) in `threads` threads at once, for one index each. torch may start fewer
+// threads and give some of them several indices. Rethrows the first exception.
 template <class Body>
 void parallel_region(int64_t threads, const Body& body) {
   at::parallel_for(0, threads, 1, body);

@@ -1,17 +1,17 @@
 // The one matrix product behind the CPU kernels: C (M x N) = A (M x K) B (K x N) on tiles that live
 // in the L1 and L2 caches.
 //
-// The vector runs along N: for every k, a few vectors of B's row k are multiplied by single elements
-// of A, broadcast. So A may have any strides, and transposing it costs nothing:
+// The vector runs along N: for every k, a few vectors of B's row k are multiplied by single
+// elements of A, broadcast. So A may have any strides, and transposing it costs nothing:
 //
-//   A(m, k) at a + m * a_m + k * a_k      B(k, n) at b + k * ldb + n      C(m, n) at c + m * ldc + n
+//   A(m, k) at a + m * a_m + k * a_k     B(k, n) at b + k * ldb + n     C(m, n) at c + m * ldc + n
 //
-// C's rows hold a whole number of vectors (`padded`), and so do B's; what is past N is garbage in,
+// C's rows hold a whole number of vectors (`padded`), and so do B's; columns past N are garbage in,
 // garbage out. Each element of C is one chain of fused multiply-adds over k in order, whatever M, N
 // and the blocking are, so a result does not depend on its neighbours.
 //
-// Floor: M N K / (lanes x FMA pipes) cycles. A register block of MR x NR vectors needs NR loads of B
-// and MR broadcasts of A for MR NR multiply-adds; with the sizes below both pipes stay busy.
+// Floor: M N K / (lanes x FMA pipes) cycles. A register block of MR x NR vectors needs NR loads of
+// B and MR broadcasts of A for MR NR multiply-adds; with the sizes below both pipes stay busy.
 
 #pragma once
 
@@ -30,8 +30,8 @@ namespace trifuse::TRIFUSE_CAPABILITY {
 using at::vec::Vectorized;
 
 // Two neighbouring values of k in 32 bits, the unit of the bfloat16 dot product: the lower k in the
-// lower half. As an element type of A and B it makes K count pairs; C is float. Rows of bfloat16, which
-// may start on any 2 bytes, are read as pairs where they lie: so a pair asks for no more.
+// lower half. With this element type of A and B, K counts pairs and C is float. Rows of bfloat16
+// may start at any even address and are read as pairs in place, so a pair is aligned to 2 bytes.
 struct BFloat16Pair {
   uint16_t low, high;
 };
@@ -72,7 +72,7 @@ constexpr int kRows = 6, kVectors = 2;  // 12 of 16
 constexpr int kRows = 2, kVectors = 2;  // a portable vector is two of the machine's
 #endif
 
-// What becomes of C's old contents.
+// How C's old contents are used.
 template <class T>
 struct Old {
   bool keep = false;         // add the product to them; otherwise overwrite them
@@ -102,7 +102,8 @@ void register_block(
       for (int n = 0; n < NR; ++n) sum[m][n] = Element<E>::multiply_add(x, row[n], sum[m][n]);
     }
   }
-  // What C held is added last: sums over many tiles then err like sums of sums, not like one chain.
+  // C's old contents are added last: a sum over many tiles then has the error of a sum of sums, not
+  // of one chain.
   if (old.keep) {
 #pragma GCC unroll 8
     for (int m = 0; m < MR; ++m) {
@@ -155,8 +156,8 @@ void tile_gemm(
 
 #ifdef TRIFUSE_BRGEMM
 
-// By torch's brgemm, which wants A's rows contiguous along k. Where they run along m (weights, whose
-// tile is held transposed), they are at most a tile and are turned around first.
+// Uses torch's brgemm, which needs A's rows contiguous along k. An A that is contiguous along m
+// (weights, whose tile is held transposed) is at most a tile and is transposed first.
 template <>
 inline void tile_gemm(
     int64_t M, int64_t N, int64_t K, const BFloat16Pair* a, int64_t a_m, int64_t a_k,
@@ -180,7 +181,7 @@ inline void tile_gemm(
       reinterpret_cast<const c10::BFloat16*>(b), c, /*is_vnni=*/true);
 }
 
-// The matrix unit is configured by brgemm; a thread hands it back when its task is done.
+// brgemm configures the matrix unit; a thread releases it when its task is done.
 struct MatrixUnit {
   ~MatrixUnit() { at::native::cpublas::brgemm_release(); }
 };

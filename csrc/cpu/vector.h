@@ -1,8 +1,8 @@
-// What the kernels need of a vector beyond ATen's Vectorized: lanes chosen by the bits of a word, a
-// fast exp2, sigmoid and tanh, and bit matrices.
+// Vector operations that ATen's Vectorized lacks: lanes chosen by the bits of a word, a fast exp2,
+// sigmoid and tanh, and bit matrices.
 //
-// A tile of attention is 64 queries wide, so one uint64_t says of one key which queries see it: bit
-// i for query i. Masks of every kind, and dropout, end up as 64 such words.
+// A tile of attention is 64 queries wide, so one uint64_t holds which queries see a key: bit i for
+// query i. Masks of every kind, and dropout, end up as 64 such words.
 
 #pragma once
 
@@ -27,7 +27,7 @@ constexpr bool kReduced =
 
 constexpr uint64_t low_bits(int64_t n) { return n >= 64 ? ~uint64_t(0) : (uint64_t(1) << n) - 1; }
 
-// Lanes of x where the low bits are set, y elsewhere. Bits past the lanes are ignored.
+// Returns x's lanes where the low bits are set, y's elsewhere. Bits past the lanes are ignored.
 template <class T>
 inline Vectorized<T> select(uint64_t bits, Vectorized<T> x, Vectorized<T> y) {
   constexpr int lanes = Vectorized<T>::size();
@@ -38,7 +38,7 @@ inline Vectorized<T> select(uint64_t bits, Vectorized<T> x, Vectorized<T> y) {
   return Vectorized<T>::loadu(chosen);
 }
 
-// Bit l says whether something holds of lane l.
+// Returns bits: bit l is set if holds(x) is true for lane l.
 template <class T, class Holds>
 inline uint64_t bits_where(Vectorized<T> x, Holds holds) {
   constexpr int lanes = Vectorized<T>::size();
@@ -49,19 +49,20 @@ inline uint64_t bits_where(Vectorized<T> x, Holds holds) {
   return bits;
 }
 
-// Which lanes equal a value.
+// Returns the bits of the lanes that equal a value.
 template <class T>
 inline uint64_t equal_bits(Vectorized<T> x, T value) {
   return bits_where(x, [value](T lane) { return lane == value; });
 }
 
-// Which lanes are greater than a value.
+// Returns the bits of the lanes that are greater than a value.
 template <class T>
 inline uint64_t greater_bits(Vectorized<T> x, T value) {
   return bits_where(x, [value](T lane) { return lane > value; });
 }
 
-// The larger of two; y if either is NaN. (ATen's maximum spends two more instructions on NaN.)
+// Returns the larger of two. If either is NaN, this is NaN; in float with AVX2 or AVX-512 it is y,
+// which saves two instructions.
 template <class T>
 inline Vectorized<T> larger(Vectorized<T> x, Vectorized<T> y) {
   return at::vec::maximum(x, y);
@@ -108,7 +109,7 @@ inline Vectorized<float> larger(Vectorized<float> x, Vectorized<float> y) {
   return _mm512_max_ps(x, y);
 }
 
-// vreduce takes x - floor(x), and 0 for -inf; vscalef multiplies by 2^floor(x), underflow included.
+// vreduce gives x - floor(x), and 0 for -inf; vscalef multiplies by 2^floor(x), underflow included.
 template <>
 inline Vectorized<float> exp2(Vectorized<float> x) {
   const Vectorized<float> r = _mm512_reduce_ps(x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
@@ -158,8 +159,8 @@ inline Vectorized<float> exp2(Vectorized<float> x) {
 
 #endif
 
-// As many numbers as a Self has, in registers, and what Strip (row.h) and Units (lstm_units.h), which
-// derive from it, have in common.
+// `count` numbers in registers: the common base of Strip (row.h) and Units (lstm_units.h), with
+// Self the derived type.
 template <class Self, class T, int64_t count>
 struct Lanes {
   using Vec = Vectorized<T>;
@@ -172,7 +173,7 @@ struct Lanes {
     return s;
   }
 
-  // Lane by lane.
+  // Applies f vector by vector.
   template <class F>
   friend Self map(F f, const Self& a) {
     Self s;
@@ -220,7 +221,7 @@ inline Vectorized<T> sigmoid(Vectorized<T> x) {
   return Vectorized<T>(T(1)) / (Vectorized<T>(T(1)) + x.neg().exp());
 }
 
-// Within 2.5 ulp.
+// tanh x, within 2.5 ulp.
 template <class T>
 inline Vectorized<T> tanh(Vectorized<T> x) {
   return x.tanh();
@@ -258,7 +259,7 @@ inline Vectorized<float> exponential(Vectorized<float> x) {
   return at::vec::fmadd(power, at::vec::fmadd(r * r, q, r), power);
 }
 
-// Of -|x|, whose exponential does not overflow.
+// Takes the exponential of -|x|, which does not overflow.
 template <>
 inline Vectorized<float> sigmoid(Vectorized<float> x) {
   using V = Vectorized<float>;
@@ -267,7 +268,7 @@ inline Vectorized<float> sigmoid(Vectorized<float> x) {
   return top / (V(1.0f) + e);
 }
 
-// Near 0 as x + x^3 p(x^2), the interpolant at Chebyshev's nodes, 2^-32.6 before rounding.
+// Near 0 this is x + x^3 p(x^2), the interpolant at Chebyshev's nodes, 2^-32.6 before rounding.
 template <>
 inline Vectorized<float> tanh(Vectorized<float> x) {
   using V = Vectorized<float>;
@@ -286,7 +287,7 @@ inline Vectorized<float> tanh(Vectorized<float> x) {
 
 #endif
 
-// Bit t says whether byte t of 64 is not 0.
+// Returns bits: bit t is set if byte t of 64 is not 0.
 inline uint64_t nonzero_bits(const uint8_t* byte) {
 #if defined(CPU_CAPABILITY_AVX512)
   const __m512i x = _mm512_loadu_si512(byte);
@@ -304,7 +305,8 @@ inline uint64_t nonzero_bits(const uint8_t* byte) {
 #endif
 }
 
-// Bit t says whether half-word t of 64, four to a word from the low end, is at least the threshold.
+// Returns bits: bit t is set if half-word t of 64 is at least the threshold. Each word holds four,
+// from its low end on.
 inline uint64_t at_least_bits(const uint64_t word[16], uint16_t threshold) {
   static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__);
 #if defined(CPU_CAPABILITY_AVX512)
@@ -321,8 +323,7 @@ inline uint64_t at_least_bits(const uint64_t word[16], uint16_t threshold) {
 #endif
 }
 
-// A 64 x 64 bit matrix, transposed in place: bit i of word j and bit j of word i change places.
-// Blocks of 32, 16, ... 1 are swapped across the diagonal (Warren, Hacker's Delight, 7-3).
+// Transposes a 64 x 64 bit matrix in place: bit i of word j and bit j of word i change places.
 inline void transpose_bits(uint64_t word[64]) {
   uint64_t mask = 0x00000000FFFFFFFF;
   for (int size = 32; size; size >>= 1, mask ^= mask << size) {

@@ -53,14 +53,14 @@ _ACTIVATIONS: dict[str, type[nn.Module]] = {
 
 @dataclass
 class BertConfig:
-    """The sizes and rates of a BERT; the fields bear the names of Hugging Face's ``config.json``.
+    """The sizes and rates of a BERT; the fields are named as in Hugging Face's ``config.json``.
 
     ``attn_implementation`` is "eager" (the formula, one step at a time) or "sdpa"
     (``torch.nn.functional.scaled_dot_product_attention``). The defaults are BERT-base.
 
     Raises:
         ValueError: ``hidden_size`` is not a multiple of ``num_attention_heads``, or
-            ``hidden_act`` or ``attn_implementation`` is not one of those above.
+            ``hidden_act`` or ``attn_implementation`` is unknown.
     """
 
     vocab_size: int = 30522
@@ -96,10 +96,10 @@ class BertConfig:
 
     @classmethod
     def from_json(cls, path: str | Path, **overrides: Any) -> BertConfig:
-        """Read Hugging Face's ``config.json``, ignoring what does not shape an encoder.
+        """Read Hugging Face's ``config.json``, ignoring fields that do not shape an encoder.
 
         Raises:
-            ValueError: the file describes a model that this one is not.
+            ValueError: the file describes a model that this class does not implement.
         """
         stored = json.loads(Path(path).read_text(encoding="utf-8"))
         for field, wanted in (
@@ -117,14 +117,14 @@ class BertConfig:
 
 
 class BertModelOutput(NamedTuple):
-    """What :class:`BertModel` returns."""
+    """The output of :class:`BertModel`."""
 
     last_hidden_state: Tensor  # (B, L, hidden_size)
     pooler_output: Tensor | None  # (B, hidden_size)
 
 
 class BertPreTrainingOutput(NamedTuple):
-    """What :class:`BertForPreTraining` returns."""
+    """The output of :class:`BertForPreTraining`."""
 
     prediction_logits: Tensor  # (B, L, vocab_size)
     seq_relationship_logits: Tensor  # (B, 2)
@@ -186,8 +186,8 @@ class SoftmaxAttention(nn.Module):
             query: (B, H, Lq, E).
             key, value: (B, H, Lk, E).
             mask: bool (B, Lk), True where a key takes part; or broadcastable to (B, H, Lq, Lk),
-                boolean alike or floating and added to the scores. A row with every key masked
-                weighs them all the same in the eager formula, as in transformers.
+                boolean as well, or floating and added to the scores. In the eager formula a row
+                with every key masked weighs all keys equally, as in transformers.
 
         Returns:
             (B, H, Lq, E).
@@ -238,7 +238,7 @@ class BertSelfOutput(nn.Module):
         self.dropout = nn.Dropout(config.hidden_dropout_prob)
 
     def forward(self, hidden_states: Tensor, residual: Tensor) -> Tensor:
-        """From (B, L, in_features), and the residual's (B, L, hidden_size), to the latter."""
+        """From (B, L, in_features) and a residual (B, L, hidden_size) to (B, L, hidden_size)."""
         return self.LayerNorm(self.dropout(self.dense(hidden_states)) + residual)
 
 
@@ -311,7 +311,7 @@ class BertPooler(nn.Module):
 
 
 class BertPredictionHeadTransform(nn.Module):
-    """What comes between the encoder and the vocabulary."""
+    """The layers between the encoder and the projection to the vocabulary."""
 
     def __init__(self, config: BertConfig) -> None:
         super().__init__()
@@ -320,7 +320,7 @@ class BertPredictionHeadTransform(nn.Module):
         self.LayerNorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        """(B, L, hidden_size), to the same."""
+        """From (B, L, hidden_size) to the same shape."""
         return self.LayerNorm(self.transform_act_fn(self.dense(hidden_states)))
 
 
@@ -376,9 +376,9 @@ class BertPreTrainedModel(nn.Module):
         """Build from a directory that holds ``config.json`` and safetensors, in evaluation mode.
 
         Names match with or without the ``bert.`` prefix, and ``gamma`` and ``beta`` are read as a
-        LayerNorm's weight and bias. What the checkpoint has and the model has not, and the other
-        way round for the pooler and the heads (which keep their random initialisation), is listed
-        in a ``UserWarning``.
+        LayerNorm's weight and bias. A ``UserWarning`` lists parameters that only the checkpoint
+        has, and parameters of the pooler and the heads that only the model has (they keep their
+        random initialisation).
 
         Args:
             directory: where ``config.json`` lies, beside ``model.safetensors`` or the shards that

@@ -25,12 +25,12 @@ __all__ = [
 
 
 class Reorderable(Protocol):
-    """What a model goes on from after some steps."""
+    """The state from which a model continues decoding."""
 
     def reorder(self, rows: Tensor) -> None:
-        """Keep the targets with these indices, in this order; one may be taken more than once.
+        """Keep the targets with these indices, in this order; an index may repeat.
 
-        A target's new row is of the same source as its old one.
+        A target's new row belongs to the same source as its old one.
         """
 
 
@@ -44,32 +44,32 @@ class HasMode(Protocol):
 
 
 class Model(HasMode, Protocol[State]):
-    """What a search asks of a model."""
+    """The interface of a model that a search can run."""
 
     @property
     def max_target_length(self) -> int | None:
-        """The most tokens of a target that it can read; None is no limit."""
+        """The most target tokens that the model can read; None if there is no limit."""
 
     def start(self, source: Tensor, source_mask: Tensor | None = None) -> State:
-        """Read integers (B, S), real where a bool mask of that shape is True."""
+        """Read integers (B, S); the bool mask (B, S) is True where a token is real."""
 
     def step(self, tokens: Tensor, state: State) -> Tensor:
-        """Logits (N, n, V) after each of n further tokens (N, n), which go into the state.
+        """Add n further tokens (N, n) to the state; return the logits (N, n, V) after each.
 
-        N is a multiple of B; the targets of one source follow each other.
+        N is a multiple of B; the targets of one source are adjacent.
         """
 
 
 class Decoded(NamedTuple):
-    """What a search found, for B sources and the best W hypotheses of each.
+    """The best W hypotheses that a search found for each of B sources.
 
     Greedy search has no dimension W.
     """
 
-    tokens: Tensor  # integers (B, W, max_length), with neither the first token nor, past the
-    # hypothesis, anything but the last: all further places hold ``eos_id``
-    lengths: Tensor  # integers (B, W), the ``eos_id`` counted where it came before max_length
-    scores: Tensor  # (B, W), log P, by beam search divided by the length penalty; best first
+    tokens: Tensor  # integers (B, W, max_length), without ``bos_id``; all places after the
+    # hypothesis hold ``eos_id``
+    lengths: Tensor  # integers (B, W), including the ``eos_id`` if it came within max_length
+    scores: Tensor  # (B, W), log P, in beam search divided by the length penalty; best first
 
 
 @torch.no_grad()
@@ -82,7 +82,7 @@ def greedy_search(
     eos_id: int,
     max_length: int,
 ) -> Decoded:
-    """Take the likeliest token, again and again, until ``eos_id``.
+    """Take the likeliest token at each step, until ``eos_id``.
 
     Args:
         model: in evaluation mode.
@@ -90,7 +90,7 @@ def greedy_search(
         source_mask: bool (B, S), True where a token is real.
         bos_id: the token that begins every target.
         eos_id: the token that ends it.
-        max_length: the most tokens to give, the last included.
+        max_length: the most tokens to return, ``eos_id`` included.
 
     Raises:
         ValueError: the model is in training mode, or ``max_length`` is below 1 or above the
@@ -129,15 +129,15 @@ def beam_search(
     beam_width: int = 4,
     length_penalty: float = 0.6,
 ) -> Decoded:
-    """The likeliest targets that a search of limited width finds.
+    """Find the likeliest targets by a search of limited width.
 
-    Each step extends every beam by every token. Of the W best extensions those that end become
-    hypotheses, and the W best that do not end go on as beams. A source is done when it has W
-    hypotheses; at ``max_length`` its beams are hypotheses too. With one beam this is greedy search.
+    Each step extends every beam by every token. Those of the W best extensions that end become
+    hypotheses, and the W best that do not end become the next beams. A source is done when it has W
+    hypotheses; at ``max_length`` its beams become hypotheses too. With W = 1 this is greedy search.
 
     Hypotheses are ranked by log P(Y | X) / lp(Y), lp(Y) = ((5 + |Y|) / 6)^α (Wu et al., "Google's
     Neural Machine Translation System", 2016, eq. 14 without its coverage penalty), |Y| being the
-    length with ``eos_id``. Where there are fewer than W, the rest has length 0 and score −inf.
+    length with ``eos_id``. If fewer than W are found, the others have length 0 and score −inf.
 
     Args:
         model, source, source_mask, bos_id, eos_id, max_length: as in :func:`greedy_search`.
@@ -157,7 +157,7 @@ def beam_search(
     batch = torch.arange(B, device=device)[:, None]
     beams = source.new_empty((B, W, 0))
     last = source.new_full((B * W, 1), bos_id)
-    # Only the first of the W beams, all alike at the beginning, may be extended.
+    # The W beams are all alike at the beginning, so only the first may be extended.
     first = torch.arange(W, device=device).expand(B, W) == 0
     log_probs = torch.zeros(B, W, device=device).masked_fill(~first, -math.inf)
     found = Decoded(
@@ -170,7 +170,7 @@ def beam_search(
         penalty = ((5 + length) / 6) ** length_penalty
         extended = log_probs[..., None] + _next_log_probs(model, last, state).unflatten(0, (B, W))
         V = extended.shape[-1]
-        # At most W of them end, one for each beam, so that W do not.
+        # At most W of the 2 W best end, one for each beam, so at least W do not.
         totals, places = extended.flatten(1).topk(2 * W)
         origins, words = places // V, places % V
         candidates = torch.cat((beams[batch, origins], words[..., None]), dim=-1)
@@ -196,7 +196,7 @@ def beam_search(
 
 
 def _merge(found: Decoded, candidates: Tensor, scores: Tensor, eos_id: int) -> Decoded:
-    """The best W among those found and further ones (B, n, length); −inf scores are no finds."""
+    """The best W among those found and the candidates (B, n, length); a score of −inf is none."""
     length, max_length = candidates.shape[-1], found.tokens.shape[-1]
     best, kept = torch.cat((found.scores, scores), 1).topk(found.scores.shape[1])
     candidates = F.pad(candidates, (0, max_length - length), value=eos_id)
@@ -224,6 +224,6 @@ def check_evaluating(model: HasMode) -> None:
 
 
 def _next_log_probs(model: Model[State], last: Tensor, state: State) -> Tensor:
-    """log P (N, V) of what follows the newest tokens (N, 1), in float32 or wider."""
+    """log P (N, V) of the token after the newest ones (N, 1), in float32 or wider."""
     logits = model.step(last, state)[:, -1]
     return logits.log_softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32))

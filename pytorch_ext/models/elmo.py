@@ -7,14 +7,14 @@ Rush, "Character-Aware Neural Language Models", 2016; Józefowicz, Vinyals, Schu
 (Srivastava, Greff and Schmidhuber, "Highway Networks", 2015); projected LSTMs (Sak, Senior and
 Beaufays, "Long Short-Term Memory Recurrent Neural Network Architectures for Large Scale Acoustic
 Modeling", 2014) read the words in both directions as two language models (:class:`BiLM`), and a
-task learns how to mix their layers (:class:`Elmo`). What the papers leave open is as in the code
-that wrote the published weights. Only torch is imported here (and h5py where a weight file is read
-or written).
+task learns how to mix their layers (:class:`Elmo`). Details that the papers leave open follow the
+code that wrote the published weights. Only torch is imported here (and h5py where a weight file is
+read or written).
 
-**State.** A model holds no state between calls: each call reads its sentences from zeros, and the
-same input gives the same output. The published code doesn't. There, batch row b of a call goes on
-from where row b of the call before ended. To have that, hand every call the same
-:class:`CarriedState`::
+**State.** A model holds no state between calls: each call starts its sentences from zeros, and the
+same input gives the same output. In the published code, batch row b of a call continues from where
+row b of the previous call ended. For that behaviour, pass the same :class:`CarriedState` to every
+call::
 
     state = CarriedState()
     for char_ids in batches:
@@ -63,19 +63,19 @@ __all__ = [
 
 # Characters -------------------------------------------------------------------------------------
 
-# A character's id is its byte + 1. Those past the bytes mark begins and ends; 0 is no character.
+# A character's id is its byte + 1. Larger ids mark begins, ends and padding; 0 is no character.
 MASK = 0
 BEGIN_SENTENCE, END_SENTENCE, BEGIN_WORD, END_WORD, PADDING = range(257, 262)
 CHARACTERS = 262
 
 
 def word_to_char_ids(word: str, max_characters: int = 50) -> list[int]:
-    """The ids of a word's UTF-8 bytes between those of its begin and end, then padding.
+    """The ids of a word's begin mark, its UTF-8 bytes and its end mark, then padding.
 
     Args:
-        word: what UTF-8 can't encode of it (lone surrogates) is left out.
-        max_characters: how many ids to return; bytes that don't fit are cut off, in the middle of
-            a character too.
+        word: characters that UTF-8 can't encode (lone surrogates) are left out.
+        max_characters: how many ids to return; bytes that don't fit are cut off, even in the middle
+            of a character.
 
     Raises:
         ValueError: ``max_characters`` is below 3.
@@ -96,9 +96,9 @@ def batch_to_char_ids(
     max_characters: int = 50,
     device: torch.device | str | None = None,
 ) -> Tensor:
-    """Tokenised sentences as int64 (B, T, C), T being the longest one's length, padded with 0.
+    """Encode tokenised sentences as int64 (B, T, C), padded with 0 to T, the longest length.
 
-    The marks of a sentence's begin and end are not among them: the models add those.
+    The marks of a sentence's begin and end are not included: the models add them.
 
     Args:
         sentences: words as the published models split them (Penn Treebank style, in their case).
@@ -126,16 +126,16 @@ class ElmoConfig:
     """The sizes and rates of a :class:`BiLM`; the defaults are the published model's.
 
     ``filters`` are pairs of a width in characters and a number of filters. ``lstm_dim`` is the size
-    of the LSTMs' cells, ``projection_dim`` that of their outputs and of the words they read; where
-    the two are equal nothing is projected. ``cell_clip`` and ``proj_clip`` bound the cells and the
-    projections to ± their value, None not at all. ``dropout`` is that of the LSTM layers' inputs
-    in training.
+    of the LSTMs' cells, ``projection_dim`` the size of their inputs and outputs; if the two are
+    equal, there is no projection. ``cell_clip`` and ``proj_clip`` clip the cells and the
+    projections to ± their value; None does not clip. ``dropout`` is applied to the LSTM layers'
+    inputs in training.
 
     Raises:
         ValueError: ``n_characters`` isn't 262; ``activation`` is neither "relu" nor "tanh";
             ``max_characters_per_token`` is below 3; there are no filters, or one is wider than
-            that; ``projection_dim`` exceeds ``lstm_dim``; a clip isn't above 0; or ``n_layers`` is
-            below 1.
+            ``max_characters_per_token``; ``projection_dim`` exceeds ``lstm_dim``; a clip isn't
+            above 0; or ``n_layers`` is below 1.
     """
 
     char_embedding_dim: int = 16
@@ -193,13 +193,13 @@ class ElmoConfig:
 
     @classmethod
     def from_json(cls, path: str | Path, **overrides: Any) -> ElmoConfig:
-        """Read a published ``options.json``, ignoring what does not shape a model.
+        """Read a published ``options.json``, ignoring fields that do not shape a model.
 
-        Published options say nothing of dropout, those of a training run do; without it there is
-        none, since who loads such a model wants its features.
+        Options of a training run contain dropout; published ones do not. Without it dropout is 0,
+        since such a model is loaded for its features.
 
         Raises:
-            ValueError: the file describes a model that this one is not.
+            ValueError: the file describes a model that this class does not implement.
         """
         stored = json.loads(Path(path).read_text(encoding="utf-8"))
         if "char_cnn" not in stored:
@@ -225,7 +225,7 @@ class ElmoConfig:
         return cls(**(fields | overrides))
 
     def to_json(self, path: str | Path) -> None:
-        """Write what :meth:`from_json` reads."""
+        """Write the options that :meth:`from_json` reads."""
         options = {
             "lstm": {
                 "dim": self.lstm_dim,
@@ -259,8 +259,8 @@ def _check_clip(name: str, clip: float | None) -> None:
 class Highway(nn.Module):
     """g · relu(W_t x + b_t) + (1 − g) · x, with g = σ(W_c x + b_c).
 
-    Srivastava et al. (2015), eq. 3. The gate bears the published weights' name ``carry``, though it
-    is the share that is transformed. Its bias begins at −2, so that a fresh layer carries.
+    Srivastava et al. (2015), eq. 3. The gate keeps its published name ``carry``, though it weighs
+    the transformed part. Its bias starts at −2, so that a fresh layer mostly passes its input on.
 
     Args:
         size: features of input and output.
@@ -283,9 +283,9 @@ class Highway(nn.Module):
 class CharacterEncoder(nn.Module):
     """Words from their characters: convolutions, their maxima, highway layers, a projection.
 
-    Kim et al. (2016), section 2.2, with the sizes of JOZEFOWICZ, section 3.3. A filter sees whole
-    windows only (VALID), of the padding too, which has an embedding like any character. Where the
-    filters are as many as ``projection_dim``, nothing is projected.
+    Kim et al. (2016), section 2.2, with the sizes of JOZEFOWICZ, section 3.3. A filter covers whole
+    windows only (VALID), including windows of padding, which has an embedding like any character.
+    If the number of filters is ``projection_dim``, there is no projection.
 
     Args:
         config: the sizes.
@@ -356,8 +356,8 @@ class ProjectedLSTM(nn.Module):
         input_size: features of the input.
         hidden_size: features of the cell c.
         proj_size: features of the output h; 0 leaves out the projection, and h has ``hidden_size``.
-        cell_clip: what bounds c, or None.
-        proj_clip: what bounds the projected h, or None.
+        cell_clip: clips c to ± this value, unless None.
+        proj_clip: clips the projected h to ± this value, unless None.
         forget_bias: added to the forget gate at every step; it is not in ``bias``.
         reverse: read each row's tokens from its last one to its first.
 
@@ -404,7 +404,7 @@ class ProjectedLSTM(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Glorot uniform, W_ih and W_hh as the one matrix that they are to a step; no bias."""
+        """Glorot uniform, with W_ih and W_hh taken as one matrix, as in a step; biases 0."""
         fans = self.input_size + self.output_size + 4 * self.hidden_size
         for weight in (self.weight_ih, self.weight_hh):
             nn.init.uniform_(weight, -math.sqrt(6 / fans), math.sqrt(6 / fans))
@@ -426,17 +426,16 @@ class ProjectedLSTM(nn.Module):
 
         Args:
             x: (B, T, input_size).
-            lengths: integers (B,), the tokens of each row, from 0 to T. Default: all T. What lies
-                past a row's length is not read and may be anything.
-            state: h (B, output_size) and c (B, hidden_size) to begin with. Default: zeros.
+            lengths: integers (B,), the tokens of each row, from 0 to T. Default: all T. Elements
+                past a row's length are not read and may have any value.
+            state: the initial h (B, output_size) and c (B, hidden_size). Default: zeros.
 
         Returns:
             The outputs (B, T, output_size), 0 past a row's length, and the state (h, c) after each
-            row's last step. A row without tokens keeps the state that it came with.
+            row's last step. A row without tokens keeps its initial state.
 
         Raises:
-            ValueError: ``x`` hasn't three dimensions, or another last one; or ``lengths`` or
-                ``state`` has another shape.
+            ValueError: ``x``, ``lengths`` or ``state`` has another shape.
         """
         h, c = self._check(x, lengths, state)
         taking_part: Sequence[Tensor | None] = [None] * x.shape[1]
@@ -473,7 +472,7 @@ class ProjectedLSTM(nn.Module):
         return h, c
 
     def _check(self, x: Tensor, lengths: Tensor | None, state: LSTMState | None) -> LSTMState:
-        """The state to begin with, once all shapes are known to fit."""
+        """Check all shapes and return the initial state."""
         if x.dim() != 3 or x.shape[-1] != self.input_size:
             raise ValueError(f"x: expected (B, T, {self.input_size}); got {tuple(x.shape)}")
         B = len(x)
@@ -490,11 +489,11 @@ class ProjectedLSTM(nn.Module):
 
 
 class CarriedState:
-    """What the LSTMs of a :class:`BiLM` carry from one call to the next, for each batch row.
+    """The state that a :class:`BiLM`'s LSTMs carry from one call to the next, for each batch row.
 
-    Row b of a call goes on from where row b of the call before ended. No gradient flows into an
-    earlier call. A batch with fewer rows than an earlier one leaves the others' state as it is; one
-    with more begins the new rows at zero.
+    Row b of a call continues from where row b of the previous call ended. No gradient flows into an
+    earlier call. A batch with fewer rows than an earlier one leaves the state of the remaining rows
+    as it is; a batch with more rows starts the new ones at zero.
     """
 
     def __init__(self) -> None:
@@ -502,11 +501,11 @@ class CarriedState:
 
     @property
     def rows(self) -> int:
-        """How many rows there is a state for."""
+        """Number of rows that have a state."""
         return max((len(h) for h, _ in self._layers.values()), default=0)
 
     def reset(self, rows: Tensor | None = None) -> None:
-        """Begin anew: everywhere, or in the rows with these indices (integers (n,))."""
+        """Set the state to zero: everywhere, or in the rows with these indices (integers (n,))."""
         if rows is None:
             self._layers.clear()
             return
@@ -516,7 +515,7 @@ class CarriedState:
         }
 
     def read(self, layer: tuple[str, int], batch_size: int) -> LSTMState | None:
-        """h and c of the first rows for a direction's layer; None where it has none yet."""
+        """h and c of one layer's first ``batch_size`` rows; None if the layer has no state yet."""
         if layer not in self._layers:
             return None
         h, c = (F.pad(x, (0, 0, 0, max(0, batch_size - len(x)))) for x in self._layers[layer])
@@ -535,7 +534,7 @@ class CarriedState:
 
 
 class BiLMOutput(NamedTuple):
-    """What :class:`BiLM` returns."""
+    """The output of :class:`BiLM`."""
 
     layers: Tensor  # (L + 1, B, T, 2 · P); the words twice, then both directions of each layer
     mask: Tensor  # bool (B, T), True where a token is real
@@ -547,16 +546,16 @@ class _Read(NamedTuple):
     words: Tensor  # (B, T + 2, P)
     forward: list[Tensor]  # (B, T + 2, P) of every layer
     backward: list[Tensor]
-    mask: Tensor  # bool (B, T), without them
+    mask: Tensor  # bool (B, T), without the marks
 
 
 class BiLM(nn.Module):
     """Two language models over words read by their characters, one in each direction.
 
     PETERS 3.1 and 3.4. Each sentence is read between marks of its begin and its end, which the
-    output does not show. With ``use_skip_connections`` a layer above the first adds its input to
-    its output; its own recurrence does not see the sum. Dropout is on the input of every layer, so
-    on the input that is added, too.
+    output leaves out. With ``use_skip_connections`` every layer above the first adds its input to
+    its output; the sum does not enter its own recurrence. Dropout is applied to the input of every
+    layer, so to the added input, too.
 
     Args:
         config: the sizes. Default: the published model's.
@@ -595,25 +594,25 @@ class BiLM(nn.Module):
         Args:
             char_ids: integers (B, T, C), 0 throughout a word past the end of its sentence; from
                 :func:`batch_to_char_ids`.
-            state: what to go on from, changed to what came of it. Default: begin at zero, and
-                carry nothing on.
+            state: the state to continue from, updated in place. Default: start from zeros and
+                carry no state on.
 
         Returns:
             ``layers`` (L + 1, B, T, 2 · P), forward before backward, 0 past a sentence's end, and
             ``mask`` (B, T).
 
         Raises:
-            ValueError: ``char_ids`` has another shape than that, or a word comes after the end of
-                its sentence.
+            ValueError: ``char_ids`` has another shape, or a word comes after the end of its
+                sentence.
         """
         read = self._read(char_ids, state)
         layers = [(read.words, read.words), *zip(read.forward, read.backward, strict=True)]
-        # A sentence's end comes after its own last word, so its place is past the mask.
+        # A sentence's end mark follows its own last word, so it lies outside the mask.
         stacked = torch.stack([torch.cat(pair, -1)[:, 1:-1] for pair in layers])
         return BiLMOutput(stacked.masked_fill(~read.mask[..., None], 0), read.mask)
 
     def _read(self, char_ids: Tensor, state: CarriedState | None = None) -> _Read:
-        """As :meth:`forward`, with the marks, and each direction by itself."""
+        """As :meth:`forward`, but with the marks, and with the directions separate."""
         mask = self._mask(char_ids)
         lengths = mask.sum(1)
         rows = torch.arange(len(char_ids), device=char_ids.device)
@@ -653,7 +652,7 @@ class BiLM(nn.Module):
     def _mask(self, char_ids: Tensor) -> Tensor:
         C = self.config.max_characters_per_token
         if char_ids.dim() != 3 or char_ids.shape[-1] != C:
-            # Not padded or cut here: the filters see the padding.
+            # Not padded or cut here, since the filters read the padding.
             raise ValueError(f"char_ids: expected (B, T, {C}); got {tuple(char_ids.shape)}")
         mask = (char_ids != MASK).any(-1)
         if (mask[:, 1:] & ~mask[:, :-1]).any():
@@ -693,7 +692,7 @@ class BiLM(nn.Module):
     def save_pretrained(self, options: str | Path, weights: str | Path) -> None:
         """Write the files that :meth:`from_pretrained` reads, bit for bit.
 
-        float64 stays so in the file; 16-bit weights are stored in float32, which holds them.
+        float64 weights are stored in float64, 16-bit weights in float32, which holds them exactly.
 
         Raises:
             ImportError: h5py is not installed.
@@ -709,7 +708,7 @@ class BiLM(nn.Module):
                 file[name] = array.numpy()
 
     def _datasets(self) -> Iterator[tuple[str, list[_Block]]]:
-        """By the names in a weight file: what it holds, as views of this model's parameters."""
+        """Yield each dataset of a weight file: its name, and views of this model's parameters."""
         characters = self.characters
         convolution: Any
         lstm: Any
@@ -745,7 +744,7 @@ class BiLM(nn.Module):
                     yield f"{cell}/W_P_0", [_whole(lstm.weight_hr.T)]
 
 
-# TensorFlow's order is i, g, f, o (it calls g j): their places in torch's i, f, g, o.
+# TensorFlow orders the gates i, g, f, o (it calls g j). These are their places in torch's order.
 _TENSORFLOW_GATES = (0, 2, 1, 3)
 
 
@@ -761,7 +760,7 @@ def _whole(values: Tensor) -> _Block:
 
 
 def _shape(blocks: Sequence[_Block]) -> tuple[int, ...]:
-    """Of the dataset that the blocks fill."""
+    """The shape of the dataset that the blocks fill."""
     stops = ([part.stop for part in block.place] for block in blocks)
     return tuple(map(max, zip(*stops, strict=True)))
 
@@ -780,17 +779,17 @@ def _import_h5py() -> Any:
 class ScalarMix(nn.Module):
     """γ · Σ_k softmax(w)_k · layer_k, with w and γ learnt: PETERS eq. 1.
 
-    With ``layer_norm`` each layer first has the mean and the variance of all its unmasked elements
-    taken out, one of each for the whole batch: PETERS 3.2 recommend it for some tasks. A sentence's
-    vectors then depend on the batch it is in.
+    With ``layer_norm`` each layer is first normalised by the mean and the variance of all its
+    unmasked elements in the whole batch: PETERS 3.2 recommend it for some tasks. A sentence's
+    vectors then depend on the other sentences in its batch.
 
     Args:
         n_layers: how many layers are mixed.
         layer_norm: whether to normalise them.
 
     Attributes:
-        weights: w (n_layers,), beginning at 0, so that a fresh mix is the mean.
-        gamma: γ (), beginning at 1.
+        weights: w (n_layers,), initially 0, so that a fresh mix is the mean.
+        gamma: γ (), initially 1.
     """
 
     def __init__(self, n_layers: int, layer_norm: bool = False) -> None:
@@ -813,7 +812,7 @@ class ScalarMix(nn.Module):
             (B, T, D), 0 where masked.
 
         Raises:
-            ValueError: ``layers`` are not as many, or ``mask`` has another shape.
+            ValueError: ``layers`` or ``mask`` has another shape.
         """
         if layers.dim() != 4 or len(layers) != len(self.weights):
             raise ValueError(
@@ -832,7 +831,7 @@ class ScalarMix(nn.Module):
 
 
 def _normalise(layers: Tensor, mask: Tensor | None) -> Tensor:
-    """Each layer (B, T, D), 0 where masked, less its mean and over its standard deviation."""
+    """Normalise each layer (B, T, D), 0 where masked, by its mean and its standard deviation."""
     x = layers.to(torch.promote_types(layers.dtype, torch.float32))
     tokens = math.prod(x.shape[1:3]) if mask is None else mask.sum()
     count = x.shape[-1] * torch.as_tensor(tokens, device=x.device).clamp(min=1)
@@ -844,24 +843,24 @@ def _normalise(layers: Tensor, mask: Tensor | None) -> Tensor:
 
 
 class ElmoOutput(NamedTuple):
-    """What :class:`Elmo` returns."""
+    """The output of :class:`Elmo`."""
 
-    representations: list[Tensor]  # (B, T, 2 · P), of every mix
+    representations: list[Tensor]  # (B, T, 2 · P) for each mix
     mask: Tensor  # bool (B, T), True where a token is real
 
 
 class Elmo(nn.Module):
     """Contextual word vectors: mixes of a biLM's layers, learnt with the task that uses them.
 
-    PETERS 3.2 and 3.3. ``bilm.requires_grad_(False)`` keeps the biLM as it is and learns the mixes
-    alone.
+    PETERS 3.2 and 3.3. ``bilm.requires_grad_(False)`` freezes the biLM, so that only the mixes are
+    learnt.
 
     Args:
-        bilm: whose layers are mixed.
+        bilm: the model whose layers are mixed.
         num_output_representations: how many mixes; a task may use one below its own recurrence and
             one above.
         layer_norm: see :class:`ScalarMix`.
-        dropout: of the mixed vectors, in training.
+        dropout: the dropout probability of the mixed vectors in training.
     """
 
     def __init__(
@@ -884,8 +883,8 @@ class Elmo(nn.Module):
     def from_pretrained(cls, options: str | Path, weights: str | Path, **arguments: Any) -> Elmo:
         """Build over a published biLM, in evaluation mode.
 
-        Arguments and errors are those of :meth:`BiLM.from_pretrained`; ``arguments`` are this
-        class's own.
+        The files and the errors are those of :meth:`BiLM.from_pretrained`; ``arguments`` are passed
+        to this class.
         """
         return cls(BiLM.from_pretrained(options, weights), **arguments).eval()
 
@@ -901,9 +900,9 @@ class Elmo(nn.Module):
 class LogUniformSampler:
     """Distinct words, drawn with P(k) = log((k + 2) / (k + 1)) / log(V + 1).
 
-    That is near Zipf's law for a vocabulary in order of falling frequency. As in TensorFlow's
-    ``log_uniform_candidate_sampler`` words are drawn until ``num_sampled`` different ones have come
-    up, and a word's expected count is the chance that it is among that many draws.
+    This approximates Zipf's law for a vocabulary in order of falling frequency. As in TensorFlow's
+    ``log_uniform_candidate_sampler``, words are drawn until ``num_sampled`` different ones have
+    come up. A word's expected count is the probability that it occurs in that many draws.
 
     Args:
         vocab_size: V.
@@ -927,7 +926,7 @@ class LogUniformSampler:
             new = torch.rand(
                 max(2 * self.num_sampled, len(drawn)), dtype=torch.float64, generator=generator
             )
-            # Rounded up to V + 1 the product would be past the last word.
+            # Rounding can bring the power up to V + 1, which is past the last word.
             words = (new * math.log(self.vocab_size + 1)).exp().long().clamp(max=self.vocab_size)
             drawn = torch.cat((drawn, words - 1))
             by_word, places = drawn.sort(stable=True)
@@ -947,17 +946,17 @@ class LogUniformSampler:
 class VocabularySoftmax(nn.Module):
     """The loss of predicting words by a softmax over the vocabulary, or over a sample of it.
 
-    In training with ``num_sampled``, each call compares the word with as many others only, the same
-    for all rows, drawn by :class:`LogUniformSampler`; from every logit goes the logarithm of its
-    word's expected count, so that what is learnt are the logits of the full softmax (Jean, Cho,
-    Memisevic and Bengio, "On Using Very Large Target Vocabulary for Neural Machine Translation",
-    2015, section 3; JOZEFOWICZ 3.1). A drawn word that is a row's own doesn't count for it. In
-    evaluation the softmax is over all words.
+    In training with ``num_sampled``, the softmax of a row is over its own word and ``num_sampled``
+    others, drawn by :class:`LogUniformSampler` once for all rows. The logarithm of a word's
+    expected count is subtracted from its logit, so that the model learns the logits of the full
+    softmax (Jean, Cho, Memisevic and Bengio, "On Using Very Large Target Vocabulary for Neural
+    Machine Translation", 2015, section 3; JOZEFOWICZ 3.1). A drawn word that is a row's own is
+    ignored in that row. In evaluation the softmax is over all words.
 
     Args:
         in_features: D.
         vocab_size: V.
-        num_sampled: how many words to draw. Default: the full softmax in training, too.
+        num_sampled: how many words to draw. Default: full softmax in training, too.
     """
 
     def __init__(self, in_features: int, vocab_size: int, num_sampled: int | None = None) -> None:
@@ -968,8 +967,8 @@ class VocabularySoftmax(nn.Module):
         self.sampler = None if num_sampled is None else LogUniformSampler(vocab_size, num_sampled)
 
     def forward(self, hidden: Tensor, targets: Tensor) -> Tensor:
-        """The mean loss (), in nats, of words, integers (N,), from (N, D)."""
-        targets = targets.long()  # all that cross_entropy takes
+        """The mean loss (), in nats, of predicting words, integers (N,), from (N, D)."""
+        targets = targets.long()  # cross_entropy takes no other integers
         if self.training and self.sampler is not None:
             return self._sampled(self.sampler, hidden, targets)
         logits = self.output(hidden)
@@ -994,7 +993,7 @@ def _wide(x: Tensor) -> torch.dtype:
 
 
 class BiLMLosses(NamedTuple):
-    """What :class:`BiLMForPreTraining` returns: means over all predictions, in nats, each ()."""
+    """The output of :class:`BiLMForPreTraining`: means over all predictions, in nats, each ()."""
 
     loss: Tensor  # the mean of both
     forward: Tensor
@@ -1010,15 +1009,16 @@ class BiLMLosses(NamedTuple):
 
 
 class BiLMForPreTraining(nn.Module):
-    """A biLM that predicts words: the next one forwards, the one before backwards.
+    """A biLM that predicts words: the next word forwards, the previous word backwards.
 
-    PETERS 3.1: one softmax serves both directions. Dropout is on what it reads, too. The published
-    model read a stream of sentences, cut every 20 words; here a call reads whole sentences.
+    PETERS 3.1: one softmax serves both directions. Dropout is applied to its input, too. The
+    published model read a stream of sentences, cut every 20 words; here a call reads whole
+    sentences.
 
     Args:
         config: the sizes.
-        vocab_size: V, with the marks of a sentence's begin and end.
-        begin_id, end_id: which words of the vocabulary these are.
+        vocab_size: V, including the marks of a sentence's begin and end.
+        begin_id, end_id: the places of these marks in the vocabulary.
         num_sampled: see :class:`VocabularySoftmax`; the published model drew 8192 of 793471.
     """
 
@@ -1041,13 +1041,13 @@ class BiLMForPreTraining(nn.Module):
     ) -> BiLMLosses:
         """The losses of predicting every word of every sentence.
 
-        Forwards a sentence's first word is predicted from the mark of its begin, and last the mark
-        of its end; backwards the other way round.
+        The forward model predicts a sentence's words from its begin mark on, and last its end mark.
+        The backward model goes the other way.
 
         Args:
             char_ids, state: as for :meth:`BiLM.forward`.
-            token_ids: integers (B, T), each word's place in the vocabulary; past a sentence's end
-                they are not read.
+            token_ids: integers (B, T), each word's place in the vocabulary; not read past a
+                sentence's end.
 
         Raises:
             ValueError: as for :meth:`BiLM.forward`, or ``token_ids`` has another shape.

@@ -6,13 +6,13 @@ Translation" (2015), cited as LUONG, or that of Bahdanau, Cho and Bengio, "Neura
 Translation by Jointly Learning to Align and Translate" (2015), cited as BAHDANAU.
 
 The recurrent layers are torch's own. Attention that is a product of queries and keys goes through
-:class:`trifuse.models.transformer.SoftmaxAttention`, which :func:`trifuse.fuse` knows; targets are
-found by :mod:`trifuse.models.decoding`, and :func:`trifuse.models.transformer.token_loss` is what
-to train with.
+:class:`trifuse.models.transformer.SoftmaxAttention`, which :func:`trifuse.fuse` supports; targets
+are found by :mod:`trifuse.models.decoding`, and the training loss is
+:func:`trifuse.models.transformer.token_loss`.
 
-Boolean masks say True where a token is real. In the shapes below B is the batch, S the length of
-the source, T that of the target, H the hidden size, L the layers, V the target's vocabulary and N
-the targets being written, a multiple of B.
+Boolean masks are True where a token is real. In the shapes below B is the batch, S the length of
+the source, T the length of the target, H the hidden size, L the layers, V the target's vocabulary
+and N the targets being written, a multiple of B.
 """
 
 from __future__ import annotations
@@ -42,18 +42,18 @@ __all__ = [
 
 
 class Attention(nn.Module):
-    """softmax(scores) values, over what is real of the source. What the scores are is a subclass's.
+    """softmax(scores) · values over the source's real tokens. Subclasses define the scores.
 
-    A source is attended to again and again while its target is written, so what depends on it alone
-    comes from :meth:`project`, once.
+    Every step of a target attends to the same source, so :meth:`project` computes once what depends
+    on the source alone.
     """
 
     def project(self, memory: Tensor) -> Tensor:
-        """The keys (B, S, H) that queries are compared with, of the encoder's output (B, S, H)."""
+        """The keys (B, S, H), computed from the encoder's output (B, S, H)."""
         return memory
 
     def scores(self, query: Tensor, keys: Tensor) -> Tensor:
-        """(B, T, S), of queries (B, T, H) and keys from :meth:`project`."""
+        """The scores (B, T, S) of queries (B, T, H) and keys from :meth:`project`."""
         raise NotImplementedError
 
     def forward(
@@ -86,7 +86,7 @@ class Attention(nn.Module):
 class DotAttention(Attention):
     """score(q, k) = q · k (LUONG eq. 8, "dot"), or with ``scaled`` q · k / √H.
 
-    The latter is that of Vaswani et al., "Attention Is All You Need" (2017), eq. 1.
+    The scaled score is from Vaswani et al., "Attention Is All You Need" (2017), eq. 1.
     """
 
     def __init__(self, hidden_size: int, scaled: bool = False) -> None:
@@ -108,20 +108,20 @@ class DotAttention(Attention):
         mask: Tensor | None = None,
         need_weights: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """As :meth:`Attention.forward`, which computes the weights; fused where none are needed.
+        """As :meth:`Attention.forward`, but without weights it runs :class:`SoftmaxAttention`.
 
-        Second derivatives are then those of ``F.scaled_dot_product_attention``, of whose kernels in
+        Second derivatives are then those of ``F.scaled_dot_product_attention``; of its kernels in
         torch only ``SDPBackend.MATH`` has any.
         """
         if need_weights:
             return super().forward(query, keys, values, mask, need_weights)
-        query = query * (self.scale * math.sqrt(query.shape[-1]))  # what the attention divides by
+        query = query * (self.scale * math.sqrt(query.shape[-1]))  # the attention divides by √H
         heads = (x[:, None] for x in (query, keys, values))
         return self.attention(*heads, mask)[:, 0], None
 
 
 class MultiplicativeAttention(DotAttention):
-    """score(q, k) = qᵀ W k (LUONG eq. 8, "general"), W being applied to the keys, once a source."""
+    """score(q, k) = qᵀ W k (LUONG eq. 8, "general"). W is applied to the keys, once per source."""
 
     def __init__(self, hidden_size: int) -> None:
         super().__init__(hidden_size)
@@ -132,9 +132,9 @@ class MultiplicativeAttention(DotAttention):
 
 
 class AdditiveAttention(Attention):
-    """score(q, k) = v · tanh(W q + U k) (BAHDANAU A.1.2), U being applied once a source.
+    """score(q, k) = v · tanh(W q + U k) (BAHDANAU A.1.2). U is applied once per source.
 
-    The tanh of every query with every key is never held whole: see :func:`additive_scores`.
+    The tanh of every query with every key is never held in full: see :func:`additive_scores`.
     """
 
     def __init__(self, hidden_size: int) -> None:
@@ -154,9 +154,9 @@ class AdditiveAttention(Attention):
 def additive_scores(query: Tensor, key: Tensor, vector: Tensor) -> Tensor:
     """Σ_h vector[h] · tanh(query[b, i, h] + key[b, j, h]), (B, T, S).
 
-    The tanh is computed for a block of queries at a time, and in the backward again, so that beyond
-    its inputs nothing is kept and nothing needs more memory than a few blocks, or than a few of one
-    query with all its keys. A backward that is itself differentiated keeps all of it.
+    The tanh is computed for one block of queries at a time, and again in the backward. So only the
+    inputs are kept, and the peak memory is a few blocks, or a few times the tanh of one query with
+    all its keys if that is larger. A backward that is itself differentiated keeps the whole tanh.
     Forward-mode AD raises.
 
     Args:
@@ -167,17 +167,17 @@ def additive_scores(query: Tensor, key: Tensor, vector: Tensor) -> Tensor:
     return _AdditiveScores.apply(query, key, vector)
 
 
-_BLOCK = 1 << 18  # elements of a block's tanh: in fp32 a megabyte, which a core's cache may hold
+_BLOCK = 1 << 18  # elements of a block's tanh: 1 MiB in fp32, which may fit in a core's cache
 
 
 def _blocks(key: Tensor, *by_query: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Tensors (B, T, ...), cut along T into blocks of queries."""
+    """Cut tensors (B, T, ...) along T into blocks of queries."""
     queries = max(1, _BLOCK // max(1, key.numel()))
     return zip(*(x.split(queries, 1) for x in by_query), strict=True)
 
 
 def _tanh(query: Tensor, key: Tensor) -> Tensor:
-    """(B, T, S, H)."""
+    """The tanh of every query with every key, (B, T, S, H)."""
     return (query[:, :, None] + key[:, None]).tanh()
 
 
@@ -226,17 +226,17 @@ class Seq2SeqConfig:
 
     Attributes:
         source_vocab_size, target_vocab_size: how many tokens there are.
-        embedding_dim: of both embeddings.
+        embedding_dim: features of both embeddings.
         hidden_size: H, of encoder and decoder. In a bidirectional encoder each direction has half,
             so that its output is as wide as the decoder's.
-        num_layers: L, of each.
-        dropout: of the embeddings, between layers, and of what the output projection reads.
+        num_layers: L, of encoder and decoder each.
+        dropout: on the embeddings, between layers, and on the input of the output projection.
         cell: "lstm" or "gru".
-        bidirectional: read the source in both directions. The decoder then begins with what a
-            learnt projection makes of their final states; otherwise with the final state itself.
+        bidirectional: read the source in both directions. The decoder then starts from a learnt
+            projection of both final states; otherwise from the final state itself.
         attention: "dot", "scaled_dot", "additive" or "multiplicative".
-        input_feeding: the decoder also reads its last attentional vector (LUONG 3.3). Training then
-            goes step by step.
+        input_feeding: the decoder also reads its previous attentional vector (LUONG 3.3). Training
+            then goes step by step.
         share_embedding: one embedding for source and target.
         tie_output: the output projection is the target's embedding (Press and Wolf, "Using the
             Output Embedding to Improve Language Models", 2017).
@@ -279,26 +279,25 @@ class Seq2SeqConfig:
 
 @dataclass
 class DecodingState:
-    """What :meth:`Seq2Seq.step` goes on from. All targets of a source share its memory."""
+    """The state that :meth:`Seq2Seq.step` continues from. A source's targets share its memory."""
 
-    hidden: tuple[Tensor, ...]  # h, and of an LSTM c, (L, N, H)
+    hidden: tuple[Tensor, ...]  # h, and c for an LSTM, (L, N, H)
     vector: Tensor  # (N, 1, H), the newest attentional vector
     keys: Tensor  # (B, S, H)
     values: Tensor  # (B, S, H)
     mask: Tensor | None  # bool (B, S)
 
     def reorder(self, rows: Tensor) -> None:
-        """Keep the targets with these indices, each still of the source that it was of."""
+        """Keep the targets with these indices, each in a row of its own source."""
         self.hidden = tuple(x.index_select(1, rows) for x in self.hidden)
         self.vector = self.vector.index_select(0, rows)
 
 
 class Bridge(nn.Module):
-    """From the final states of both directions to the first of the decoder: for each layer its own
-    tanh(W [→; ←] + b).
+    """Maps both directions' final states to the decoder's initial state: tanh(W [→; ←] + b).
 
-    A cell's state has no bounds, so an LSTM's c is made without the tanh. BAHDANAU A.2.2 reads the
-    backward direction alone.
+    Each layer has its own W and b. An LSTM's c is unbounded, so it is mapped without the tanh.
+    BAHDANAU A.2.2 uses the backward direction alone.
     """
 
     def __init__(self, hidden_size: int, num_layers: int, has_cell_state: bool) -> None:
@@ -311,7 +310,7 @@ class Bridge(nn.Module):
         self.cell = projections() if has_cell_state else None
 
     def forward(self, final: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """(L, B, H) from (2 L, B, H / 2), as torch's layers return them; h, and of an LSTM c."""
+        """h, and c for an LSTM: from torch's layout (2 L, B, H / 2) to (L, B, H)."""
         joined = [x.unflatten(0, (-1, 2)).transpose(1, 2).flatten(2) for x in final]
         first = [_each(self.hidden, joined[0]).tanh()]
         if self.cell is not None:
@@ -324,30 +323,30 @@ def _each(projections: nn.ModuleList, layers: Tensor) -> Tensor:
 
 
 class Seq2Seq(nn.Module):
-    """An encoder, attention, and a decoder whose states read a context of the source.
+    """An encoder, a decoder, and attention from the decoder's states to the source.
 
-    What is projected to logits is LUONG's attentional vector, tanh(W [context; state]) (eq. 5).
+    The logits are a projection of LUONG's attentional vector, tanh(W [context; state]) (eq. 5).
 
-    Embeddings begin normal with variance 1 / embedding_dim and are multiplied by √embedding_dim on
-    their way in, so that inputs begin with variance 1 whether or not the output is tied to them.
-    Recurrent matrices begin orthogonal, gate by gate (Saxe, McClelland and Ganguli, "Exact
-    solutions to the nonlinear dynamics of learning in deep linear neural networks", 2014), other
-    matrices Xavier uniform, each gate as one, and biases 0, but 1 for an LSTM's forget gate
-    (Jozefowicz, Zaremba and Sutskever, "An Empirical Exploration of Recurrent Network
+    Embeddings start normal with variance 1 / embedding_dim and are multiplied by √embedding_dim at
+    the input, so that inputs start with variance 1 whether or not the output is tied to them.
+    Recurrent matrices start orthogonal, gate by gate (Saxe, McClelland and Ganguli, "Exact
+    solutions to the nonlinear dynamics of learning in deep linear neural networks", 2014). Other
+    matrices start Xavier uniform, also gate by gate. Biases start at 0, but at 1 for an LSTM's
+    forget gate (Jozefowicz, Zaremba and Sutskever, "An Empirical Exploration of Recurrent Network
     Architectures", 2015).
 
     Args:
         config: the sizes and choices.
     """
 
-    max_target_length: int | None = None  # for the searches: any length will do
+    max_target_length: int | None = None  # no limit for the searches
 
     def __init__(self, config: Seq2SeqConfig) -> None:
         super().__init__()
         self.config = config
         E, H, L = config.embedding_dim, config.hidden_size, config.num_layers
         directions = 2 if config.bidirectional else 1
-        between = config.dropout if L > 1 else 0.0  # torch warns about one that does nothing
+        between = config.dropout if L > 1 else 0.0  # torch warns about a dropout without effect
         layers: dict[str, Any] = {"num_layers": L, "batch_first": True, "dropout": between}
         cell = _CELLS[config.cell]
 
@@ -388,14 +387,14 @@ class Seq2Seq(nn.Module):
 
         Args:
             source: integers (B, S).
-            target: integers (B, T), beginning with the token that begins every target. Padding at
-                the end changes nothing before it.
-            source_mask: bool (B, S), True where a token is real: those at the beginning, at least
-                one in each row. No other changes anything.
+            target: integers (B, T), starting with the token that begins every target. Padding at
+                the end does not change earlier positions.
+            source_mask: bool (B, S), True where a token is real: at least one in each row, all
+                before the padding. The padding does not change the result.
 
         Raises:
-            ValueError: source or target has no position, they have not as many rows, or the mask
-                isn't one of those above.
+            ValueError: source or target has no positions, their numbers of rows differ, or the mask
+                is not as above.
         """
         return self.output(self._decode(target, self.start(source, source_mask))[0])
 
@@ -414,7 +413,7 @@ class Seq2Seq(nn.Module):
         lengths = None
         if source_mask is not None:
             lengths = _lengths(source, source_mask)
-            if (lengths == source.shape[1]).all():  # no padding, of which packing is the price
+            if (lengths == source.shape[1]).all():  # no padding, so no need to pay for packing
                 lengths = source_mask = None
         memory, hidden = self._encode(source, lengths)
         vector = memory.new_zeros(len(memory), 1, memory.shape[-1])
@@ -424,12 +423,12 @@ class Seq2Seq(nn.Module):
         """Logits (N, n, V) after each of n further tokens.
 
         Args:
-            tokens: integers (N, n). N is a multiple of the targets in ``state``; those of one
-                source follow each other.
-            state: from :meth:`start`; it is changed to go on after the tokens.
+            tokens: integers (N, n). N is a multiple of the number of targets in ``state``; the
+                targets of one source are adjacent.
+            state: from :meth:`start`; it is updated to continue after the tokens.
 
         Raises:
-            ValueError: there are no tokens, or not so many rows of them.
+            ValueError: there are no tokens, or N is not such a multiple.
         """
         begun = len(state.vector)
         if len(tokens) != begun and begun and len(tokens) % begun == 0:
@@ -438,12 +437,12 @@ class Seq2Seq(nn.Module):
         return self.output(self._decode(tokens, state)[0])
 
     def _encode(self, source: Tensor, lengths: Tensor | None) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """The memory (B, S, H), 0 where it is padded, and the decoder's first hidden state."""
+        """The memory (B, S, H), 0 where it is padded, and the decoder's initial hidden state."""
         x = self._embed(self.source_embedding, source)
         if lengths is None:
             memory, final = self.encoder(x)
         else:
-            # The recurrence ends, or backwards begins, at each row's own last token.
+            # The forward recurrence ends, and the backward begins, at each row's own last token.
             packed = nn.utils.rnn.pack_padded_sequence(
                 x, lengths.cpu(), batch_first=True, enforce_sorted=False
             )
@@ -478,13 +477,13 @@ class Seq2Seq(nn.Module):
     def _advance(
         self, x: Tensor, state: DecodingState, need_weights: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """Run the decoder's layers over (N, n, ·) at once, and attend from all that they give."""
+        """Run the decoder's layers over all of (N, n, ·), then attend from all their outputs."""
         if self.config.cell == "lstm":
             out, state.hidden = self.decoder(x, state.hidden)
         else:
             out, hidden = self.decoder(x, state.hidden[0])
             state.hidden = (hidden,)
-        # All targets of one source have the same keys: they are so many more queries.
+        # All targets of one source share its keys, so they become further queries of its row.
         B = len(state.values)
         targets = len(out) // B if B else 1
         queries = out.reshape(B, targets * out.shape[1], out.shape[-1])
@@ -509,7 +508,7 @@ def _check_length(name: str, tokens: Tensor) -> None:
 
 
 def _lengths(source: Tensor, mask: Tensor) -> Tensor:
-    """How many tokens of each row are real, (B,)."""
+    """Number of real tokens in each row, (B,)."""
     check_mask("source_mask", mask, source)
     lengths = mask.sum(1)
     for wanted, wrong in (

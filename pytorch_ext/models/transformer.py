@@ -5,14 +5,13 @@ Need" (2017); its sections are cited as VASWANI. :class:`Transformer` is that pa
 decoder, :class:`LanguageModel` a decoder alone, as in GPT-2 (Radford, Wu, Child, Luan, Amodei and
 Sutskever, "Language Models are Unsupervised Multitask Learners", 2019).
 
-The layers are torch's own, which :func:`trifuse.fuse` knows. They have no key/value cache, so
-decoding goes through their parts one position at a time. What it does between the projections are
-modules without parameters, :class:`SoftmaxAttention` and :class:`AddNorm`. Only torch is imported
-here.
+The layers are torch's own, which :func:`trifuse.fuse` supports. They have no key/value cache, so
+decoding calls their parts step by step. Between the projections it uses two modules without
+parameters, :class:`SoftmaxAttention` and :class:`AddNorm`. Only torch is imported here.
 
-Boolean masks say True where a token is real. In the shapes below B is the batch, S the length of
-the source, T that of the target, L the length of a text, W the beams for each source, H the heads,
-E the head dimension and V the vocabulary; d_model is H · E.
+Boolean masks are True where a token is real. In the shapes below B is the batch, S the length of
+the source, T the length of the target, L the length of a text, W the beams for each source, N the
+targets being written, H the heads, E the head dimension and V the vocabulary; d_model is H · E.
 """
 
 from __future__ import annotations
@@ -55,8 +54,8 @@ class TransformerConfig:
     """The sizes and rates of a :class:`Transformer`; the defaults are VASWANI's base model.
 
     The fields are named as the arguments of ``torch.nn.Transformer``. ``max_length`` bounds source
-    and target. As in torch's layers, ``dropout`` is also that of the attention weights and of the
-    feed-forward network's inner activations, which the paper leaves alone.
+    and target. As in torch's layers, ``dropout`` also applies to the attention weights and to the
+    feed-forward network's inner activations, unlike in the paper.
 
     Raises:
         ValueError: ``d_model`` is odd, or not a multiple of ``nhead``; ``nhead`` is below 1.
@@ -169,7 +168,7 @@ class AddNorm(nn.Module):
     """The end of a sublayer while decoding, where nothing is dropped. Holds no parameters."""
 
     def forward(self, x: Tensor, residual: Tensor, norm: nn.Module) -> tuple[Tensor, Tensor]:
-        """norm(s) and s = residual + x, of what a sublayer computed and what it was given."""
+        """norm(s) and s = residual + x, where x is a sublayer's output."""
         total = residual + x
         return norm(total), total
 
@@ -177,11 +176,11 @@ class AddNorm(nn.Module):
 class Transformer(nn.Module):
     """An encoder and a decoder that share one embedding, which is also the output projection.
 
-    Embeddings are multiplied by √d_model on their way in (VASWANI 3.4). Matrices begin Xavier
-    uniform (Glorot and Bengio, "Understanding the difficulty of training deep feedforward neural
-    networks", 2010), the three of an attention's input as one of 3 d_model rows, biases 0 and
-    embeddings normal with variance 1 / d_model, so that inputs and logits both begin near
-    variance 1.
+    Embeddings are multiplied by √d_model at the input (VASWANI 3.4). Matrices start Xavier uniform
+    (Glorot and Bengio, "Understanding the difficulty of training deep feedforward neural networks",
+    2010), where the three input projections of an attention count as one matrix of 3 d_model rows.
+    Biases start at 0, and embeddings normal with variance 1 / d_model, so that inputs and logits
+    both start near variance 1.
 
     Args:
         config: the sizes.
@@ -201,7 +200,7 @@ class Transformer(nn.Module):
             "batch_first": True,
             "norm_first": config.norm_first,
         }
-        # With norm_first the sum of all sublayers leaves a stack without having been normalised.
+        # With norm_first the layers leave their sum unnormalised, so each stack ends with a norm.
         norms = [nn.LayerNorm(d_model, eps=eps) if config.norm_first else None for _ in range(2)]
         self.embedding = nn.Embedding(config.vocab_size, d_model)
         self.positions = SinusoidalPositions(config.max_length, d_model)
@@ -210,7 +209,7 @@ class Transformer(nn.Module):
             nn.TransformerEncoderLayer(**layer),
             config.num_encoder_layers,
             norms[0],
-            enable_nested_tensor=False,  # which cuts the output to the longest source's length
+            enable_nested_tensor=False,  # NestedTensors cut the output to the longest source
         )
         self.decoder = nn.TransformerDecoder(
             nn.TransformerDecoderLayer(**layer), config.num_decoder_layers, norms[1]
@@ -246,14 +245,14 @@ class Transformer(nn.Module):
 
         Args:
             source: integers (B, S).
-            target: integers (B, T), beginning with the token that begins every target.
+            target: integers (B, T), starting with the token that begins every target.
             source_mask: bool (B, S), True where a token is real; at least one in each row.
-            target_mask: bool (B, T), alike. Padding at the end changes nothing at real positions
-                even without it.
+            target_mask: bool (B, T), True where a token is real. Even without it, padding at the
+                end does not change real positions.
 
         Raises:
-            ValueError: more positions than ``config.max_length``, or a mask that isn't a boolean
-                one of its tokens' shape.
+            ValueError: more positions than ``config.max_length``, or a mask that isn't boolean or
+                hasn't its tokens' shape.
         """
         memory = self.encode(source, source_mask)
         check_mask("target_mask", target_mask, target)
@@ -286,12 +285,12 @@ class Transformer(nn.Module):
         """Logits (N, n, V) after each of n further tokens, without dropout.
 
         Args:
-            tokens: integers (N, n). N is a multiple of the sources in ``state``; the rows of one
-                source follow each other.
+            tokens: integers (N, n). N is a multiple of the number of sources in ``state``; the rows
+                of one source are adjacent.
             state: from :meth:`start`; the tokens' keys and values are appended to its cache.
 
         Raises:
-            ValueError: with those in the cache, more positions than ``config.max_length``.
+            ValueError: the cached and the new tokens exceed ``config.max_length``.
         """
         x = self._embed("tokens", tokens, state.past.length)
         sublayers, norms = [], []
@@ -312,7 +311,7 @@ class Transformer(nn.Module):
             return _attend_to_past(layer.self_attn, self.attention, x, state.past, index)
 
         def attend_to_memory(x: Tensor) -> Tensor:
-            # All rows of one source have the same keys: they are so many more queries.
+            # All rows of one source share its keys, so they become further queries of one row.
             key, value = state.memory[index]
             B = key.shape[0]
             queries = x.reshape(B, x.shape[0] // max(B, 1) * x.shape[1], x.shape[-1])
@@ -331,10 +330,10 @@ class Transformer(nn.Module):
 class LanguageModel(nn.Module):
     """A causal, pre-norm Transformer over one text, with learnt positions and a final norm.
 
-    The output projection is the embedding. Weights begin normal with standard deviation
-    ``initializer_range``; those whose output is added to the residual stream are scaled by
-    1 / √(2 layers), the number of such additions, so that their sum begins as large as one
-    (GPT-2, 2.3). Biases begin 0.
+    The output projection is the embedding. Weights start normal with standard deviation
+    ``initializer_range``. The 2 · num_layers weights whose output is added to the residual stream
+    are scaled by 1 / √(2 · num_layers), so that the sum of all additions starts as large as one
+    unscaled addition (GPT-2, 2.3). Biases start at 0.
 
     Args:
         config: the sizes.
@@ -384,12 +383,12 @@ class LanguageModel(nn.Module):
 
         Args:
             tokens: integers (B, L).
-            mask: bool (B, L), True where a token is real. Padding at the end changes nothing at
-                real positions even without it.
+            mask: bool (B, L), True where a token is real. Even without it, padding at the end does
+                not change real positions.
 
         Raises:
-            ValueError: more positions than ``config.max_length``, or a mask that isn't a boolean
-                one of the tokens' shape.
+            ValueError: more positions than ``config.max_length``, or a mask that isn't boolean or
+                hasn't the tokens' shape.
         """
         check_mask("mask", mask, tokens)
         decoded = self.decoder(
@@ -406,7 +405,7 @@ class LanguageModel(nn.Module):
         The tokens' keys and values are appended to ``past``, an empty cache at the beginning.
 
         Raises:
-            ValueError: with those in the cache, more positions than ``config.max_length``.
+            ValueError: the cached and the new tokens exceed ``config.max_length``.
         """
         sublayers: list[Sublayer] = []
         norms = []
@@ -430,7 +429,7 @@ class LanguageModel(nn.Module):
 
 
 def check_mask(name: str, mask: Tensor | None, tokens: Tensor) -> None:
-    """Raise a ValueError where a mask is given that isn't a boolean one of its tokens' shape."""
+    """Raise a ValueError if a mask is given that isn't boolean or hasn't its tokens' shape."""
     if mask is not None and (mask.dtype != torch.bool or mask.shape != tokens.shape):
         raise ValueError(
             f"{name}: expected torch.bool of shape {tuple(tokens.shape)}, as its tokens; "
@@ -439,12 +438,12 @@ def check_mask(name: str, mask: Tensor | None, tokens: Tensor) -> None:
 
 
 def _padding(mask: Tensor | None) -> Tensor | None:
-    """In torch.nn's convention: True is left out."""
+    """The mask in torch.nn's convention: True where a token is padding."""
     return None if mask is None else ~mask
 
 
 def _future(length: int, device: torch.device) -> Tensor:
-    """In torch.nn's convention: True above the diagonal, the keys that a query must not see."""
+    """The causal mask in torch.nn's convention: True where the key comes after the query."""
     return torch.ones(length, length, dtype=torch.bool, device=device).triu(1)
 
 
@@ -456,14 +455,14 @@ def token_loss(
 ) -> Tensor:
     """The mean cross-entropy of the real tokens, in nats.
 
-    With smoothing ε the wanted distribution is 1 − ε on the target and ε spread evenly over the
+    With smoothing ε the target distribution is 1 − ε on the target and ε spread evenly over the
     vocabulary (Szegedy et al., "Rethinking the Inception Architecture for Computer Vision", 2016,
-    section 7; VASWANI 5.4 takes ε = 0.1).
+    section 7; VASWANI 5.4 uses ε = 0.1).
 
     Args:
         logits: (B, L, V).
         targets: integers (B, L).
-        mask: bool (B, L), True where a target counts. Where none does, the mean is NaN.
+        mask: bool (B, L), True where a target counts. If none does, the mean is NaN.
         label_smoothing: ε.
 
     Raises:
@@ -477,7 +476,7 @@ def token_loss(
 
 
 def warmup_inverse_sqrt(warmup_steps: int) -> Callable[[int], float]:
-    """A factor for ``LambdaLR``: up to 1 in equal steps, then down with 1 / √step.
+    """A factor for ``LambdaLR`` that rises to 1 in equal steps, then falls as 1 / √step.
 
     VASWANI eq. 3 is this with (d_model · warmup_steps)^−½ as the optimizer's learning rate. Steps
     count from 0, as LambdaLR's do, and the first has the factor 1 / warmup_steps.
@@ -505,11 +504,11 @@ class KeyValueCache:
 
     @property
     def length(self) -> int:
-        """How many tokens each row has, once all layers have seen them."""
+        """Number of cached tokens in each row; valid once all layers have appended theirs."""
         return self._layers[-1][0].shape[2] if self._layers else 0
 
     def append(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Add those of further tokens, (N, H, n, E), and return all there are."""
+        """Append those of further tokens, (N, H, n, E), and return all keys and values."""
         if layer == len(self._layers):
             self._layers.append((key, value))
         else:
@@ -527,14 +526,14 @@ class KeyValueCache:
 
 @dataclass
 class DecodingState:
-    """What :meth:`Transformer.step` goes on from. All rows of a source share its memory."""
+    """The state that :meth:`Transformer.step` continues from. A source's rows share its memory."""
 
     past: KeyValueCache
     memory: list[tuple[Tensor, ...]] = field(repr=False)  # key, value (B, H, S, E) of each layer
     memory_mask: Tensor | None  # bool (B, S)
 
     def reorder(self, rows: Tensor) -> None:
-        """Keep the targets with these indices, each still of the source that it was of."""
+        """Keep the targets with these indices, each in a row of its own source."""
         self.past.reorder(rows)
 
 
@@ -544,7 +543,7 @@ Sublayer = Callable[[Tensor], Tensor]
 def _norm_first(
     add_norm: nn.Module, x: Tensor, sublayers: Sequence[Sublayer], norms: Sequence[nn.Module]
 ) -> Tensor:
-    """Sublayers that normalise first, each by its norm, and the norm of the last sum."""
+    """Run pre-norm sublayers, each with its norm before it, and apply the last norm to the sum."""
     residual, x = x, norms[0](x)
     for sublayer, norm in zip(sublayers, norms[1:], strict=True):
         x, residual = add_norm(sublayer(x), residual, norm)
@@ -558,7 +557,7 @@ def _attend_to_past(
     past: KeyValueCache,
     layer: int,
 ) -> Tensor:
-    """Causal self-attention of the newest tokens (N, n, d_model) over all of them."""
+    """Causal self-attention of the newest tokens (N, n, d_model) over all tokens so far."""
     query, key, value = _in_project(projections, x, slice(None))
     key, value = past.append(layer, key, value)
     new, total = query.shape[2], key.shape[2]
@@ -570,7 +569,7 @@ def _attend_to_past(
 
 
 def _in_project(projections: nn.MultiheadAttention, x: Tensor, rows: slice) -> tuple[Tensor, ...]:
-    """Query, key and value heads (N, H, n, E), or those whose rows of the weight are named."""
+    """Query, key and value heads (N, H, n, E), or only those that ``rows`` of the weight select."""
     weight, bias = projections.in_proj_weight[rows], projections.in_proj_bias[rows]
     return tuple(
         part.unflatten(-1, (projections.num_heads, -1)).transpose(1, 2)
@@ -598,15 +597,15 @@ def sample(
     top_k: int | None = None,
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    """Continue texts by drawing from what the model predicts.
+    """Continue texts by drawing from the model's predictions.
 
     Args:
         model: in evaluation mode.
         prompt: integers (B, L), at least one token in each row.
-        new_tokens: how many to append; 0 gives the prompt.
+        new_tokens: how many to append; 0 returns the prompt.
         temperature: the logits are divided by it; below 1 likely tokens become likelier.
         top_k: draw among the k likeliest tokens only.
-        generator: what to draw from. Default: torch's own.
+        generator: the random generator. Default: torch's own.
 
     Returns:
         Integers (B, L + new_tokens), the prompt included.

@@ -35,14 +35,14 @@ class SoftmaxAttention(nn.Module):
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | PackedSequences | None
     ) -> Tensor:
-        """Attend.
+        """Attends.
 
         Args:
             query: (B, H, Lq, E).
             key, value: (B, H, Lk, E).
             mask: bool (B, Lk), True where a key takes part; or broadcastable to (B, H, Lq, Lk),
-                boolean alike or floating and added to the scores. A row with every key masked
-                gives 0. An encoder that packs its batch passes where the sequences lie instead.
+                boolean likewise, or floating and added to the scores. A row with every key masked
+                gives 0. An encoder that packs its batch passes :class:`PackedSequences` instead.
 
         Returns:
             (B, H, Lq, E).
@@ -56,25 +56,26 @@ class SoftmaxAttention(nn.Module):
 
 
 class MultiheadAttention(nn.MultiheadAttention):
-    """``torch.nn.MultiheadAttention`` on the fused operator, whenever weights aren't asked for.
+    """``torch.nn.MultiheadAttention`` on the fused operator, unless ``need_weights`` is set.
 
     The constructor, the parameters and their initialisation are torch's own. ``forward`` takes and
     returns the same things; it differs from torch in that
 
     - a query whose every key is masked attends to nothing, so that its output is ``out_proj.bias``
       (and its weights 0) where torch gives NaN;
-    - boolean masks stay boolean, so that without weights a NaN in a masked value reaches no output;
+    - boolean masks stay boolean: unless weights are returned, a NaN in a masked value reaches no
+      output;
     - masks of different types (one boolean, one float) combine without a warning;
     - NestedTensor inputs are refused: pass padded tensors and ``key_padding_mask``.
 
-    The projections are multiplied as :class:`trifuse.nn.Linear` multiplies.
+    The projections use the same matrix product as :class:`trifuse.nn.Linear`.
 
-    torch's inference fast path never takes over: neither this module's own nor the one in
-    ``nn.TransformerEncoderLayer``, where such a module may stand as ``self_attn``.
+    torch's inference fast path never takes over: neither the one in ``nn.MultiheadAttention`` nor
+    the one in an ``nn.TransformerEncoderLayer`` that has this module as its ``self_attn``.
 
     Args:
         embed_dim: features of the query and the output, over all heads.
-        num_heads: heads; ``embed_dim`` must be a multiple.
+        num_heads: number of heads; divides ``embed_dim``.
         dropout: probability of dropping an attention weight while training.
         bias: whether the projections have biases.
         add_bias_kv: append a learnt key and value to every sequence.
@@ -90,10 +91,10 @@ class MultiheadAttention(nn.MultiheadAttention):
     def _qkv_same_embed_dim(self) -> bool:
         """Whether the projections are packed in ``in_proj_weight``; False to torch's fast path.
 
-        ``nn.TransformerEncoderLayer`` and ``nn.TransformerEncoder`` hand the parameters of their
-        ``self_attn`` to a native kernel without calling it, unless this says that they are not
-        packed. Everybody else is told the truth, but for what torch.compile traces, where the
-        reader can't be seen.
+        ``nn.TransformerEncoderLayer`` and ``nn.TransformerEncoder`` pass the parameters of their
+        ``self_attn`` to a native kernel without calling the module, unless this is False. Other
+        readers get the true value, except under torch.compile: there the reader can't be
+        identified, and the value is False.
         """
         if torch.compiler.is_compiling():
             return False
@@ -119,7 +120,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """Attend; arguments and results as in ``torch.nn.MultiheadAttention.forward``.
+        """Attends; arguments and results as in ``torch.nn.MultiheadAttention.forward``.
 
         Boolean masks follow torch.nn's convention here: True is left out.
 
@@ -128,12 +129,12 @@ class MultiheadAttention(nn.MultiheadAttention):
             key: the same with S and kdim.
             value: the same with S and vdim.
             key_padding_mask: (B, S), or (S,) unbatched; boolean, or floating and added. A stack
-                that packs its batch passes where the sequences lie instead.
+                that packs its batch passes its :class:`PackedSequences` or CrossSequences instead.
             need_weights: also return the weights, which are then computed by the formula, with
                 (B, num_heads, L, S) tensors in memory.
             attn_mask: (L, S) or (B · num_heads, L, S); boolean, or floating and added.
             average_attn_weights: return the mean of the heads' weights.
-            is_causal: a promise that ``attn_mask`` is the causal mask; it is then not read, unless
+            is_causal: a promise that ``attn_mask`` is the causal mask. It is then not read, unless
                 weights are needed or the module appends a key (``add_bias_kv``, ``add_zero_attn``).
 
         Returns:
@@ -182,7 +183,7 @@ class MultiheadAttention(nn.MultiheadAttention):
     def _heads(
         self, query: Tensor, key: Tensor, value: Tensor, batch_first: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Project, and view each as (B, H, L, E) without moving it."""
+        """Projects query, key and value, and views each as (B, H, L, E) without a copy."""
         weight, bias, E = self.in_proj_weight, self.in_proj_bias, self.embed_dim
         projected: tuple[Tensor, ...]
         if weight is not None and query is key and key is value:
@@ -208,15 +209,15 @@ class MultiheadAttention(nn.MultiheadAttention):
         return q, k, v
 
     def _project_out(self, out: Tensor, batch_first: bool) -> Tensor:
-        """(B, H, L, E) to (B, L, H · E) or (L, B, H · E), and through the output projection.
+        """Joins the heads, (B, H, L, E) to (B, L, H · E) or (L, B, H · E), and projects.
 
-        The operator lays its output out like the query, so that only the projection moves anything.
+        The operator's output has the query's memory order, so that joining the heads is a view.
         """
         out = out.permute((0, 2, 1, 3) if batch_first else (2, 0, 1, 3)).flatten(-2)
         return project(self, "out", out, self.out_proj.weight, self.out_proj.bias)
 
     def _append_keys(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, int]:
-        """Append the learnt key (``add_bias_kv``) and the zero key, and say how many there were."""
+        """Appends the learnt key (``add_bias_kv``) and the zero key; also returns their number."""
         appended = 0
         if self.bias_k is not None and self.bias_v is not None:
             shape = (self.num_heads, 1, self.head_dim)
@@ -237,7 +238,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         attn_mask: Tensor | None,
         is_causal: bool,
     ) -> bool:
-        """Raise as torch does for arguments that do not fit; otherwise say whether B is there."""
+        """Raises as torch does for arguments that don't fit; returns whether they are batched."""
         if query.is_nested or key.is_nested or value.is_nested:
             raise AssertionError(
                 "query, key, value: expected padded tensors with a key_padding_mask; got a "
@@ -285,7 +286,7 @@ class MultiheadAttention(nn.MultiheadAttention):
 
 
 def _unsqueeze_batch(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(L, E) → (L, 1, E), the same object where the same came, as the projections look at that."""
+    """(L, E) → (L, 1, E). Identical tensors stay identical, because ``_heads`` compares them."""
     q = query.unsqueeze(1)
     k = q if key is query else key.unsqueeze(1)
     v = k if value is key else value.unsqueeze(1)
@@ -293,14 +294,14 @@ def _unsqueeze_batch(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor,
 
 
 def _append_allowed(mask: Tensor | None, keys: int) -> Tensor | None:
-    """False and 0 both mean that the appended keys take part."""
+    """Pads a mask for appended keys; False and 0 both let them take part."""
     return None if mask is None else F.pad(mask, (0, keys))
 
 
 def _combine(
     key_padding_mask: Tensor | None, attn_mask: Tensor | None, num_heads: int
 ) -> Tensor | None:
-    """One mask in the operator's convention (True takes part), broadcastable to (B, H, L, S)."""
+    """Combines the masks into one in which True takes part, broadcastable to (B, H, L, S)."""
     padding = None if key_padding_mask is None else key_padding_mask[:, None, None, :]
     if attn_mask is not None:
         attn_mask = attn_mask.unflatten(0, (-1, num_heads)) if attn_mask.dim() == 3 else attn_mask
@@ -317,7 +318,7 @@ def _combine(
 
 
 def _attention_weights(q: Tensor, k: Tensor, mask: Tensor | None, dropout_p: float) -> Tensor:
-    """dropout(softmax(q kᵀ / √E + mask)), (B, H, L, S); 0 where every key is masked."""
+    """Returns dropout(softmax(q kᵀ / √E + mask)), (B, H, L, S); 0 where every key is masked."""
     scores = (q / math.sqrt(q.shape[-1])) @ k.transpose(-1, -2)
     if mask is None:
         weights = scores.softmax(-1)
@@ -327,8 +328,8 @@ def _attention_weights(q: Tensor, k: Tensor, mask: Tensor | None, dropout_p: flo
         else:
             left_out = mask == float("-inf")
             scores = scores + mask
-        # The lowest finite number instead of -inf, so that a row without keys gives no NaN on the
-        # way, which would come back in its gradient. Its weights are all the same until zeroed.
+        # The lowest finite number instead of -inf: a row without keys would otherwise give NaN,
+        # which would return in its gradient. Its weights are equal until they are zeroed below.
         scores = scores.masked_fill(left_out, torch.finfo(scores.dtype).min)
         weights = scores.softmax(-1).masked_fill(left_out, 0.0)
     return F.dropout(weights, dropout_p) if dropout_p > 0 else weights

@@ -15,10 +15,10 @@ from trifuse.ops.linear import Activation
 
 
 class BertModel(bert.BertModel):
-    """The model, which embeds and encodes real tokens only once its attention is fused.
+    """The model; with fused attention it embeds and encodes real tokens only.
 
-    Where the mask is (B, L), the real tokens of the batch are packed into one row, and the padding
-    of the last hidden state comes back as 0.
+    If the mask is (B, L), the real tokens of the batch are packed into one row, and the last hidden
+    state is 0 at padded positions.
     """
 
     unpad = True
@@ -39,7 +39,7 @@ class BertModel(bert.BertModel):
             and input_ids.shape[1] <= limit
         ):
             packed = _pack(self, attention_mask.bool())
-        if packed is None:  # the encoder may still pack, and says why where it doesn't
+        if packed is None:  # the encoder may still pack, and warns if it doesn't
             return super().forward(input_ids, attention_mask, token_type_ids, position_ids)
         hidden_states = embed_packed(
             self.embeddings, packed, input_ids, token_type_ids, position_ids
@@ -50,15 +50,15 @@ class BertModel(bert.BertModel):
         return bert.BertModelOutput(hidden_states, pooled)
 
     def why_padded(self) -> Obstacle | str | None:
-        """Why it computes padding too, whatever the batch; None where it does not."""
+        """Returns why padding is computed whatever the batch, or None if it is skipped."""
         return _why_padded(self)
 
 
 class BertEncoder(bert.BertEncoder):
-    """The stack of layers, which computes on real tokens only once its attention is fused.
+    """The stack of layers; with fused attention it computes on real tokens only.
 
-    Where the mask is boolean (B, L), the layers see the real tokens of the batch packed into one
-    row, and the padding comes back as 0.
+    If the mask is boolean (B, L), the layers run on the real tokens of the batch packed into one
+    row, and the result is 0 at padded positions.
     """
 
     unpad = True
@@ -66,7 +66,7 @@ class BertEncoder(bert.BertEncoder):
     def forward(
         self, hidden_states: Tensor, mask: Tensor | PackedSequences | None = None
     ) -> Tensor:
-        """As :meth:`trifuse.models.bert.BertEncoder.forward`; or of tokens that are packed."""
+        """As :meth:`trifuse.models.bert.BertEncoder.forward`; also takes packed tokens."""
         packed = None
         if isinstance(mask, Tensor):
             if mask.dim() == 2 and mask.dtype == torch.bool:
@@ -84,12 +84,12 @@ class BertEncoder(bert.BertEncoder):
         return hidden_states
 
     def why_padded(self) -> Obstacle | str | None:
-        """Why it computes padding too, whatever the batch; None where it does not."""
+        """Returns why padding is computed whatever the batch, or None if it is skipped."""
         return _why_padded(self)
 
 
 class BertIntermediate(bert.BertIntermediate):
-    """The widening half of the feed-forward network, its GELU part of the product."""
+    """The widening half of the feed-forward network, with GELU fused into the product."""
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """As :meth:`trifuse.models.bert.BertIntermediate.forward`."""
@@ -101,7 +101,7 @@ class BertIntermediate(bert.BertIntermediate):
 
 
 class BertSelfOutput(bert.BertSelfOutput):
-    """Project, drop, add the residual, normalise; all but the first in one operator."""
+    """Projects, then drops, adds the residual and normalises in one operator."""
 
     def forward(self, hidden_states: Tensor, residual: Tensor) -> Tensor:
         """As :meth:`trifuse.models.bert.BertSelfOutput.forward`."""
@@ -115,10 +115,10 @@ def embed_packed(
     token_type_ids: Tensor | None,
     position_ids: Tensor | None,
 ) -> Tensor:
-    """What a BERT's embeddings make of the real tokens, (1, T, hidden_size).
+    """Applies a BERT's embeddings to the real tokens; returns (1, T, hidden_size).
 
-    ``input_ids`` and ``token_type_ids`` are (B, L), ``position_ids`` broadcasts to that. The
-    embeddings are given T sequences of one token, which are never too long for them.
+    ``input_ids`` and ``token_type_ids`` are (B, L); ``position_ids`` broadcasts to (B, L). The
+    embeddings get T sequences of one token, which never exceed their maximum length.
     """
     if position_ids is None:
         position_ids = torch.arange(input_ids.shape[1], device=input_ids.device)

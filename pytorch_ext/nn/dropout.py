@@ -1,4 +1,4 @@
-"""``torch.nn.Dropout`` by trifuse's generator."""
+"""``torch.nn.Dropout`` with trifuse's generator."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from trifuse.ops.dropout import dropout
 
 
 class Dropout(nn.Dropout):
-    """``torch.nn.Dropout`` that, on a CPU, draws its random numbers in vectors and on every core.
+    """``torch.nn.Dropout`` that, on a CPU, draws random numbers with vectors and on every core.
 
-    The constructor is torch's own. On other devices, where ``inplace`` is set, and where everything
-    is dropped, it is torch's dropout.
+    The constructor is torch's own. On other devices, with ``inplace`` and at p = 1, it is torch's
+    dropout.
     """
 
     def forward(self, input: Tensor) -> Tensor:
-        """Drop elements while training; see :func:`trifuse.ops.dropout.dropout`."""
+        """Drops elements while training; see :func:`trifuse.ops.dropout.dropout`."""
         return super().forward(input) if self.inplace else drop(input, self.p, self.training)
 
 
 def drop(input: Tensor, p: float, training: bool) -> Tensor:
-    """By trifuse's generator where that serves: on a CPU, and for less than everything."""
+    """Drops with trifuse's generator on a CPU if p < 1, and otherwise with torch's."""
     if input.device.type == "cpu" and input.is_floating_point() and p < 1:
         return dropout(input, p, training)
     return nn.functional.dropout(input, p, training)

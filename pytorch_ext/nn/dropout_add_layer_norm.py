@@ -1,4 +1,4 @@
-"""The end of a sublayer as a module, and for modules that hold its parts."""
+"""The end of a sublayer: as a module, and as functions for modules that hold its parts."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from trifuse.ops.dropout_add_layer_norm import dropout_add_layer_norm
 class DropoutAddLayerNorm(nn.LayerNorm):
     """LayerNorm(residual + dropout(x)) over the last dimension, fused.
 
-    The parameters are those of ``torch.nn.LayerNorm``, whose state_dict it loads and whose
-    arguments it takes first.
+    It has the parameters of ``torch.nn.LayerNorm``, loads its state_dict, and takes its arguments
+    first.
 
     Args:
         normalized_shape: the size of the last dimension, or a list of that one number.
@@ -73,11 +73,11 @@ class DropoutAddLayerNorm(nn.LayerNorm):
     def forward(  # type: ignore[override]
         self, x: Tensor, residual: Tensor | None = None
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Normalise; see :func:`trifuse.dropout_add_layer_norm`.
+        """Normalises; see :func:`trifuse.dropout_add_layer_norm`.
 
         Args:
-            x: (..., N), what a sublayer computed.
-            residual: broadcastable to (..., N), what it was given.
+            x: (..., N), a sublayer's output.
+            residual: broadcastable to (..., N), the sublayer's input.
 
         Returns:
             (..., N), and with ``prenorm`` the sum, (..., N).
@@ -100,10 +100,10 @@ class DropoutAddLayerNorm(nn.LayerNorm):
 
 
 def add_norm(x: Tensor, residual: Tensor, dropout: nn.Module, norm: nn.Module) -> Tensor:
-    """norm(residual + dropout(x)), fused where the modules are torch's own.
+    """Returns norm(residual + dropout(x)), fused if the modules are torch's own.
 
-    Modules of another class, or watched by hooks, are called as they are. A sum of two dtypes has
-    the wider one, as in torch, whatever autocast made of x.
+    Modules of another class, or with hooks, are called as they are. If the dtypes of x and residual
+    differ, as under autocast, the wider one is used, as in torch.
     """
     if (parts := _torch_parts(dropout, norm)) is None:
         out: Tensor = norm(residual + dropout(x))
@@ -115,8 +115,8 @@ def add_norm(x: Tensor, residual: Tensor, dropout: nn.Module, norm: nn.Module) -
 def add_then_norm(
     x: Tensor, residual: Tensor, dropout: nn.Module, norm: nn.Module
 ) -> tuple[Tensor, Tensor]:
-    """norm(s) and s = residual + dropout(x): the end of a sublayer and the beginning of the next,
-    where these normalise first. Fused as :func:`add_norm` is."""
+    """Returns norm(s) and s = residual + dropout(x): the end of a pre-norm sublayer and the
+    beginning of the next. Fused as :func:`add_norm` is."""
     if (parts := _torch_parts(dropout, norm)) is None:
         total = residual + dropout(x)
         return norm(total), total
@@ -125,12 +125,12 @@ def add_then_norm(
 
 
 def is_fused(dropout: nn.Module, norm: nn.Module) -> bool:
-    """Whether :func:`add_norm` and :func:`add_then_norm` have one operator for the two."""
+    """Returns whether :func:`add_norm` and :func:`add_then_norm` fuse the two modules."""
     return _torch_parts(dropout, norm) is not None
 
 
 def _torch_parts(dropout: nn.Module, norm: nn.Module) -> dict[str, Any] | None:
-    """What the operator wants of two modules, if they are torch's own and nobody watches."""
+    """Returns the operator's arguments from two modules, or None if the modules must be called."""
     if (
         not isinstance(dropout, nn.Dropout)
         or type(dropout) not in (nn.Dropout, Dropout)

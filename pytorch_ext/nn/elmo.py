@@ -22,7 +22,7 @@ class ProjectedLSTM(elmo.ProjectedLSTM):
         recompute: as in :func:`trifuse.lstm`. It may be set on a module at any time.
     """
 
-    recompute = False  # here, because a module becomes one of these by a change of its class
+    recompute = False  # a class attribute: fuse changes modules' classes and calls no __init__
 
     def forward(
         self, x: Tensor, lengths: Tensor | None = None, state: LSTMState | None = None
@@ -37,7 +37,7 @@ class ProjectedLSTM(elmo.ProjectedLSTM):
 
 
 class Highway(elmo.Highway):
-    """The layer with ReLU as part of its product, and one pass over what the gate mixes."""
+    """The layer with ReLU fused into its product; one pass mixes input and transform."""
 
     def forward(self, x: Tensor) -> Tensor:
         """As :meth:`trifuse.models.elmo.Highway.forward`."""
@@ -46,16 +46,16 @@ class Highway(elmo.Highway):
 
 
 class CharacterEncoder(elmo.CharacterEncoder):
-    """The encoder, which on a CPU reads each distinct word of a batch once.
+    """The encoder; on a CPU it encodes each distinct word of a batch once.
 
-    Of the padding that all words end with it reads no more than a filter sees at once: further
-    windows are the same, and so is their maximum.
+    Of the padding that all words end with, it reads no more than the widest filter covers: further
+    windows are identical and don't change the maximum.
     """
 
     def forward(self, char_ids: Tensor) -> Tensor:
         """As :meth:`trifuse.models.elmo.CharacterEncoder.forward`."""
         if (
-            char_ids.device.type != "cpu"  # elsewhere the host would wait for their number
+            char_ids.device.type != "cpu"  # on a GPU the host would wait for the number of words
             or char_ids.numel() == 0
             or torch.compiler.is_compiling()
             or _operator.differentiating()

@@ -16,7 +16,7 @@ class GRU(Recurrent):
 
     The arguments, the parameters' names and their initialisation are torch's own. Both directions
     of a layer run in one call; weights may be replaced by plain tensors, as weight drop does.
-    Dropout between layers draws by trifuse's generator on a CPU.
+    Dropout between layers uses trifuse's generator on a CPU.
     """
 
     qconfig = Unquantizable(nn.GRU)
@@ -41,7 +41,7 @@ class GRU(Recurrent):
     def forward(
         self, input: Sequences, hx: Tensor | None = None, *, lengths: Tensor | None = None
     ) -> tuple[Sequences, Tensor]:
-        """As ``torch.nn.GRU``'s.
+        """As ``torch.nn.GRU.forward``.
 
         Args:
             input: (T, B, I), with ``batch_first`` (B, T, I), or (T, I), or a PackedSequence.

@@ -1,4 +1,4 @@
-"""``torch.nn.Linear`` on the faster of two products."""
+"""``torch.nn.Linear`` on the faster of trifuse's and torch's matrix products."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from trifuse.nn.quantization import Unquantizable
 from trifuse.ops import linear as ops
 from trifuse.ops.linear import Activation, PackedWeight
 
-# Beside the modules instead of in them: what is kept here is neither copied nor saved with them.
+# Kept outside the modules, so that packed weights are neither copied nor saved with them.
 _packed: WeakKeyDictionary[nn.Module, dict[str, PackedWeight]] = WeakKeyDictionary()
 
 
 class Linear(nn.Linear):
-    """``torch.nn.Linear`` on our own product where that is faster (CPU).
+    """``torch.nn.Linear`` on trifuse's product where that is faster (CPU only).
 
-    The constructor, the parameters and their initialisation are torch's own. Where nothing needs a
-    gradient, the weight is packed for the product once and kept so beside the parameter, in as much
-    memory again, until the parameter's bits change; see :class:`trifuse.ops.linear.PackedWeight`.
+    The constructor, the parameters and their initialisation are torch's own. If nothing needs a
+    gradient, a packed copy of the weight, of about the same size, is kept until the parameter's
+    bits change; see :class:`trifuse.ops.linear.PackedWeight`.
     """
 
     qconfig = Unquantizable(nn.Linear)
@@ -35,14 +35,14 @@ class Linear(nn.Linear):
 
 
 def project(owner: nn.Module, name: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """x weightᵀ + bias; ``name`` says which of its owner's weights is multiplied by."""
+    """Returns x weightᵀ + bias; ``name`` identifies the weight among its owner's weights."""
     return ops.linear(x, weight, bias, packed=_packed_weight(owner, name))
 
 
 def linear_activation(module: nn.Linear, x: Tensor, activation: Activation) -> Tensor:
-    """The activation of what ``module`` makes of ``x``, in one product without gradients.
+    """Returns activation(module(x)), fused as in :func:`trifuse.ops.linear.linear`.
 
-    A subclass, or a module that is watched by hooks, is called as it is.
+    A module of another class than :class:`Linear`, or with hooks, is called as it is.
     """
     if type(module) is Linear and not is_watched(module):
         packed = _packed_weight(module, "weight")
@@ -62,12 +62,12 @@ def _packed_weight(owner: nn.Module, name: str) -> PackedWeight | None:
 
 
 def is_watched(module: nn.Module) -> bool:
-    """Whether a call of the module runs something besides its class's ``forward``."""
+    """Returns whether a call of the module runs anything besides its class's ``forward``."""
     return why_watched(module) is not None
 
 
 def why_watched(module: nn.Module) -> str | None:
-    """What a call of the module runs besides its class's ``forward``, as in "it has ..."."""
+    """Returns what a call runs besides the class's ``forward``, worded to follow "has", or None."""
     if (
         _global._global_forward_hooks
         or _global._global_forward_pre_hooks
@@ -84,7 +84,7 @@ def why_watched(module: nn.Module) -> str | None:
         return why
     if "forward" in vars(module):
         forward = vars(module)["forward"]
-        # Libraries that replace a forward for a while put the class's own there afterwards.
+        # Libraries that replace a forward temporarily leave the class's own method there.
         own = getattr(forward, "__func__", None) is type(module).forward
         if not own or forward.__self__ is not module:
             return "a forward of its own"
@@ -108,9 +108,9 @@ def _why_hooked(module: nn.Module) -> str | None:
 
 
 def _recording(hook: Callable[..., Any]) -> bool | None:
-    """Whether transformers' hook records outputs now; None of any other hook.
+    """Returns whether a hook of transformers is recording outputs now; None for any other hook.
 
-    The first call that asks for hidden states or attentions installs such hooks for good.
+    The first call that requests hidden states or attentions installs such hooks permanently.
     """
     module = getattr(hook, "__module__", None)
     if module != "transformers.utils.output_capturing":

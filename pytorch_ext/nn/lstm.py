@@ -18,27 +18,27 @@ Sequences = TypeVar("Sequences", Tensor, PackedSequence)
 
 
 class Recurrent(nn.RNNBase):
-    """What LSTM and GRU share: sequences in and out, and layers one after another.
+    """The base of LSTM and GRU: handles padded and packed sequences, and runs the layers.
 
-    They are no subclasses of torch's, because torch.compile refuses every ``torch.nn.LSTM`` and
-    ``GRU`` at sight.
+    LSTM and GRU do not derive from ``torch.nn.LSTM`` and ``torch.nn.GRU``, because torch.compile
+    refuses every instance of those.
     """
 
     def flatten_parameters(self) -> None:
-        """Nothing to do: weights are read where they are, parameters or any other tensors."""
+        """Does nothing: weights, be they parameters or plain tensors, are read where they are."""
 
     def _layer(
         self, k: int, x: Tensor, states: list[Tensor | None], lengths: Tensor | None
     ) -> list[Tensor]:
-        """Layer k of (T, B, ...): output and last states of all its directions."""
+        """Runs layer k on (T, B, ...); returns the output and last states of all directions."""
         raise NotImplementedError
 
     def _parameter_names(self) -> list[str]:
-        """Of a layer, without the ends that torch gives them."""
+        """Returns the names of a layer's parameters, without ``_l{k}`` and ``_reverse``."""
         return ["weight_ih", "weight_hh", *(("bias_ih", "bias_hh") if self.bias else ())]
 
     def _widths(self) -> list[int]:
-        """Of each state."""
+        """Returns the last dimension of each state."""
         raise NotImplementedError
 
     def _forward(
@@ -64,7 +64,7 @@ class Recurrent(nn.RNNBase):
         states: list[Tensor | None],
         lengths: Tensor | None,
     ) -> tuple[Tensor, list[Tensor]]:
-        """(T, B, ...), whatever ``batch_first`` says; ``batch`` is (B,), or () without one."""
+        """Runs all layers on (T, B, ...), whatever ``batch_first``; ``batch`` is (B,) or ()."""
         D = len(self._suffixes())
         names = ("h0", "c0") if len(states) == 2 else ("hx",)
         for name, state, width in zip(names, states, self._widths(), strict=True):
@@ -78,7 +78,7 @@ class Recurrent(nn.RNNBase):
     def _layers(
         self, x: Tensor, states: list[Tensor | None], lengths: Tensor | None
     ) -> tuple[Tensor, list[Tensor]]:
-        """Output and last states of all layers of (T, B, ...)."""
+        """Runs all layers on (T, B, ...); returns the last output and all last states."""
         D = len(self._suffixes())
         layers = []
         for k in range(self.num_layers):
@@ -98,7 +98,7 @@ class Recurrent(nn.RNNBase):
         return (False, True) if self.bidirectional else (False,)
 
     def _parameters_of(self, cls: Any, k: int) -> list[Any]:
-        """Of layer k, for each direction: whatever stands there under torch's names."""
+        """Returns layer k's parameters for each direction, read under torch's attribute names."""
         names = self._parameter_names()
         return [
             cls(**{name: getattr(self, f"{name}_l{k}{suffix}") for name in names})
@@ -107,7 +107,7 @@ class Recurrent(nn.RNNBase):
 
 
 def _packed_as(like: PackedSequence, padded: Tensor) -> PackedSequence:
-    """(T, B, ...), in the order that the user has, packed as another sequence is."""
+    """Packs (T, B, ...), with rows in the caller's order, as ``like`` is packed."""
     if like.sorted_indices is not None:
         padded = padded.index_select(1, like.sorted_indices)
     column = torch.arange(padded.shape[1])
@@ -118,7 +118,7 @@ def _packed_as(like: PackedSequence, padded: Tensor) -> PackedSequence:
 
 
 class LSTM(Recurrent):
-    """``torch.nn.LSTM`` on the fused operator, with what others add to the cell.
+    """``torch.nn.LSTM`` on the fused operator, with optional extensions of the cell.
 
     The first ten arguments, the parameters' names and their initialisation are torch's own. Both
     directions of a layer run in one call, in any dtype and with any option; weights may be replaced
@@ -126,16 +126,16 @@ class LSTM(Recurrent):
 
     Args:
         input_size, hidden_size, num_layers, bias, batch_first, dropout, bidirectional, proj_size,
-            device, dtype: as in ``torch.nn.LSTM``. Dropout between layers draws by trifuse's
-            generator on a CPU.
+            device, dtype: as in ``torch.nn.LSTM``. Dropout between layers uses trifuse's generator
+            on a CPU.
         cell_clip, proj_clip, forget_bias, coupled, eps, zoneout_h, zoneout_c, recurrent_dropout,
             recompute: as in :func:`trifuse.lstm`. With ``coupled`` the weights have three gates:
             i, g, o.
         peephole: adds parameters ``weight_peephole_l{k}``, (3, hidden_size), or with ``coupled``
             (2, hidden_size).
         layer_norm: adds ``norm_ih_weight_l{k}``, ``norm_hh_weight_l{k}`` (gates · hidden_size),
-            ``norm_cell_weight_l{k}`` and ``norm_cell_bias_l{k}`` (hidden_size), ones and zeros at
-            first.
+            ``norm_cell_weight_l{k}`` and ``norm_cell_bias_l{k}`` (hidden_size): weights start as
+            ones, the bias as zeros.
 
     Raises:
         As ``torch.nn.LSTM``, and for the other options as :func:`trifuse.lstm`.
@@ -143,7 +143,7 @@ class LSTM(Recurrent):
 
     qconfig = Unquantizable(nn.LSTM)
 
-    # Here too, so that a torch.nn.LSTM becomes one by a change of its class.
+    # Also on the class, because fuse changes the class of a torch.nn.LSTM and calls no __init__.
     cell_clip: float | None = None
     proj_clip: float | None = None
     forget_bias = 0.0
@@ -220,7 +220,7 @@ class LSTM(Recurrent):
             self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """As torch does; layer normalisation begins as the identity."""
+        """Resets as torch does; layer normalisation starts with gain 1 and bias 0."""
         super().reset_parameters()
         for name, parameter in self.named_parameters():
             if name.startswith("norm"):
@@ -241,7 +241,7 @@ class LSTM(Recurrent):
         *,
         lengths: Tensor | None = None,
     ) -> tuple[Sequences, tuple[Tensor, Tensor]]:
-        """As ``torch.nn.LSTM``'s.
+        """As ``torch.nn.LSTM.forward``.
 
         Args:
             input: (T, B, I), with ``batch_first`` (B, T, I), or (T, I), or a PackedSequence.
@@ -249,8 +249,8 @@ class LSTM(Recurrent):
             lengths: int32 or int64 (B,), instead of packing: see :func:`trifuse.lstm`.
 
         Returns:
-            The output, as ``input`` came, and (h_n, c_n). c_n is in the dtype of c0, so that a
-            float32 c0 beside 16 bits is carried on with all its bits; without one, in that of the
+            The output, in the form of ``input``, and (h_n, c_n). c_n has the dtype of c0, so that
+            a float32 c0 with a 16-bit input keeps all its bits; without c0, the dtype of the
             output.
 
         Raises:
@@ -261,13 +261,13 @@ class LSTM(Recurrent):
         kept = h_n if c0 is None else c0
         return output, (h_n, c_n.to(kept.dtype))
 
-    # What torch's has besides RNNBase, and says of the two states.
+    # Methods of torch.nn.LSTM that RNNBase lacks, or that handle both states.
     get_expected_cell_size = nn.LSTM.get_expected_cell_size
     check_forward_args = nn.LSTM.check_forward_args  # type: ignore[assignment]
     permute_hidden = nn.LSTM.permute_hidden  # type: ignore[assignment]
 
     def _why_not_stacked(self, x: Tensor) -> str | None:
-        """Why layers are called one after the other; None where they are in one call."""
+        """Returns why layers are called one by one, or None if one call runs them all."""
         if self.num_layers == 1:
             return "there is one layer"
         if self.bidirectional:
@@ -294,7 +294,7 @@ class LSTM(Recurrent):
         return list(ops.layer(x, h0, c0, parameters, lengths, **options))
 
     def _options(self) -> dict[str, Any]:
-        """What all layers have in common."""
+        """Returns the options, which all layers share."""
         names = (
             "recompute", "cell_clip", "proj_clip", "forget_bias", "coupled", "eps", "zoneout_h",
             "zoneout_c", "recurrent_dropout", "training",

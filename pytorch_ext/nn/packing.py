@@ -2,16 +2,16 @@
 
 Everything in an encoder but its attention treats each token by itself. So the real tokens of a
 padded batch can go through the layers packed end to end, as one row without padding, and only the
-attention has to know where each sequence begins (:func:`trifuse.varlen_attention`). Padding then
-costs nothing anywhere. It is how Hugging Face's "padding-free" training and torch's NestedTensor
-fast path work; here it serves training and inference alike.
+attention needs to know where each sequence begins (:func:`trifuse.varlen_attention`). Padding then
+costs nothing. Hugging Face's "padding-free" training and torch's NestedTensor fast path work this
+way too; here it serves training and inference alike.
 
 A model packs its tokens once, before or after their embedding, and unpacks once after its last
-layer. In between, a :class:`PackedSequences` stands where the padding mask would.
+layer. In between, a :class:`PackedSequences` takes the place of the padding mask.
 
-A stack that is asked to and can't says so by the logger "trifuse", once for each cause. Each call
-looks again, so that it packs as soon as the cause has gone. A class of such a stack has a method
-``why_padded()``, which answers for reports what holds whatever the batch.
+If a stack should pack but can't, it warns through the logger "trifuse", once for each cause. Each
+call checks again, so that the stack packs as soon as the cause is gone. The class of such a stack
+has a method ``why_padded()``, which returns, for reports, a cause that holds for every batch.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ from trifuse.ops.attention import varlen_attention
 
 
 class PackedSequences(NamedTuple):
-    """Where the T real tokens of a padded batch (B, L) lie."""
+    """The positions of the T real tokens of a padded batch (B, L)."""
 
-    indices: Tensor  # int64 (T,): their places among the B · L, in order
-    cu_seqlens: Tensor  # int32 (B + 1,): where each sequence begins among the T, and T
+    indices: Tensor  # int64 (T,): their positions in the flattened batch, in order
+    cu_seqlens: Tensor  # int32 (B + 1,): where each sequence begins among the T tokens, then T
     max_seqlen: int
 
 
 class CrossSequences(NamedTuple):
-    """Where the tokens of queries and of the keys that they attend to lie."""
+    """The positions of the query tokens, and of the key tokens that they attend to."""
 
     queries: PackedSequences
     keys: PackedSequences
 
 
-# What torch offers that treats tokens one by one.
+# Modules that treat tokens one by one.
 _TOKENWISE = (
     nn.Dropout,
     nn.Embedding,
@@ -63,20 +63,20 @@ _TOKENWISE = (
 
 
 def pack(encoder: nn.Module, keep: Tensor, *known: str) -> PackedSequences | None:
-    """Find the real tokens, unless packing would gain nothing or could be noticed inside.
+    """Finds the real tokens, unless packing would gain nothing or would be observable inside.
 
     Args:
-        encoder: what the packed tokens will go through.
+        encoder: the module that the packed tokens will go through.
         keep: bool (B, L), True where a token is real. Its values are read, which waits for a GPU
             once, as torch's own fast path does.
-        known: modules of Python whose classes treat tokens one by one, except for attention that
-            takes :class:`PackedSequences`. The encoder may hold these and torch's simplest.
+        known: names of Python modules whose classes treat tokens one by one, except for attention
+            that takes :class:`PackedSequences`. The encoder may hold these and ``_TOKENWISE``.
 
     Returns:
-        None where there is no padding, or nothing else. None too, with a warning, where the values
-        can't be read, under ``torch.compile``, ``torch.func`` and the like; where the encoder holds
-        an unknown class, a ``forward`` that was replaced, or a hook, which would see the packed
-        shape.
+        The packed sequences. None if there is no padding or nothing but padding. None with a
+        warning if the values can't be read, as under ``torch.compile`` or ``torch.func``, or if the
+        encoder holds an unknown class, a replaced ``forward``, or a hook, which would get the
+        packed shape.
     """
     if not _may_pack(encoder, known, keep):
         return None
@@ -92,9 +92,9 @@ def pack_cross(
     keep_keys: Tensor | None,
     *known: str,
 ) -> CrossSequences | None:
-    """The same for a decoder: its own tokens, (B, L, ...), and those of its memory, (B, S, ...).
+    """As :func:`pack`, for a decoder's own tokens, (B, L, ...), and its memory's, (B, S, ...).
 
-    Where one of them has no mask, all of its tokens are real.
+    If one of the two has no mask, all of its tokens are real.
     """
     masks = [
         torch.ones(x.shape[:2], dtype=torch.bool, device=x.device) if keep is None else keep
@@ -136,7 +136,7 @@ def _why_unreadable(keep: Tensor) -> str | None:
 
 
 class Obstacle(NamedTuple):
-    """A module that packed tokens can't go through, or that would notice."""
+    """A module that packed tokens can't go through, or in which the packing is observable."""
 
     path: str  # its name in the stack; "" is the stack itself
     module: nn.Module
@@ -147,7 +147,7 @@ class Obstacle(NamedTuple):
 
 
 def find_obstacle(stack: nn.Module, known: tuple[str, ...]) -> Obstacle | None:
-    """The first module of a stack that must not see packed tokens; ``known`` as in :func:`pack`."""
+    """Returns the first module that must not get packed tokens; ``known`` as in :func:`pack`."""
     for path, module in stack.named_modules():
         cls = type(module)
         if not (cls in _TOKENWISE or cls.__module__ in known):
@@ -159,16 +159,16 @@ def find_obstacle(stack: nn.Module, known: tuple[str, ...]) -> Obstacle | None:
     return None
 
 
-# What was said of each module.
+# The causes that each module has warned of.
 _said: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
 
 
 def say(stack: nn.Module, why: str | Obstacle) -> None:
-    """Warn that a stack computes padding too, once for each cause.
+    """Warns that a stack computes padding too, once for each cause.
 
-    Stacks inside one another warn once of an obstacle that is in the way of both.
+    Nested stacks warn once of an obstacle that they share.
     """
-    if not torch.compiler.is_compiling():  # which calls this while it traces, and seldom
+    if not torch.compiler.is_compiling():  # torch.compile calls this only while tracing
         owner, key = (why.module, why.reason) if isinstance(why, Obstacle) else (stack, why)
         said = _said.setdefault(owner, set())
         if key in said:
@@ -181,7 +181,7 @@ def _warn(stack: str, why: str) -> None:
     log.warning("%s computes padding too, because %s", stack, why)
 
 
-# As torch.compiler.assume_constant_result does, which would import Dynamo.
+# torch.compiler.assume_constant_result sets this too, but would import Dynamo with trifuse.
 _warn._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
@@ -194,7 +194,7 @@ def _find(keep: Tensor) -> PackedSequences:
 
 
 def gather(padded: Tensor, packed: PackedSequences) -> Tensor:
-    """The real tokens of (B, L) or (B, L, features) as a batch of one row, (1, T, ...)."""
+    """Gathers the real tokens of (B, L) or (B, L, features) into one row, (1, T, ...)."""
     return padded.flatten(0, 1).index_select(0, packed.indices).unsqueeze(0)
 
 
@@ -213,7 +213,7 @@ def attend(
     is_causal: bool = False,
     scale: float | None = None,
 ) -> Tensor:
-    """:func:`trifuse.varlen_attention`, on (1, H, T, E) tensors and back to such."""
+    """Applies :func:`trifuse.varlen_attention` to (1, H, T, E) tensors; returns (1, H, T, E)."""
     queries, keys = packed if isinstance(packed, CrossSequences) else (packed, packed)
     query, key, value = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
     out = varlen_attention(

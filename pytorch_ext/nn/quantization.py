@@ -1,4 +1,4 @@
-"""What eager quantization (``torch.ao.quantization``) does about fused modules: it raises."""
+"""Makes eager quantization (``torch.ao.quantization``) raise for fused modules."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from torch import nn
 
 
 class Unquantizable:
-    """The attribute ``qconfig`` of a fused module, which torch sets on what it may quantize.
+    """The attribute ``qconfig`` of a fused module, which torch sets on modules it may quantize.
 
-    ``quantize_dynamic``, ``prepare`` and ``prepare_qat`` look modules up by their exact class, find
-    none for a fused one, and would pass over it without a word. So setting a configuration raises,
-    and so does None where the class that the module stands for was to be quantized.
+    ``quantize_dynamic``, ``prepare`` and ``prepare_qat`` look modules up by their exact class and
+    would silently skip a fused one. So setting a configuration raises. Setting None raises if
+    the torch class that the module replaces was to be quantized.
 
     Args:
-        twin: the class of torch's that the module stands for.
+        twin: the torch class that the module replaces.
     """
 
     def __init__(self, twin: type[nn.Module]) -> None:
@@ -43,10 +43,10 @@ class Unquantizable:
 
 
 def _quantized_by_class() -> set[Any]:
-    """The classes (and names) that are being given configurations, read off torch's call.
+    """Returns the classes (and names) that torch is configuring, read from its stack frame.
 
-    None is what a module gets both where its class wasn't asked for and where its class wasn't
-    found, and only torch's traversal knows which.
+    A module gets None both if its class wasn't requested and if its class wasn't found; only the
+    arguments of torch's traversal tell which.
     """
     frame = inspect.currentframe()
     while frame is not None:

@@ -1,13 +1,13 @@
 """``torch.nn``'s Transformer layers with fused attention and fused ends of sublayers.
 
 torch's ``TransformerEncoder`` and ``TransformerEncoderLayer`` turn boolean masks into floats and,
-in evaluation, hand their parameters to one native kernel (through a NestedTensor where there is
-padding). The classes here call their modules and keep masks boolean, in training and evaluation
-alike, and leave padding out by :mod:`trifuse.nn.packing`.
+in evaluation, pass their parameters to one native kernel (through a NestedTensor if there is
+padding). The classes here call their submodules and keep masks boolean, in training and evaluation
+alike, and skip padding with :mod:`trifuse.nn.packing`.
 
 Dropout, residual and LayerNorm at the end of a sublayer are one operator
-(:func:`trifuse.dropout_add_layer_norm`). Layers that normalise first begin with what ends the
-sublayer before; a stack of them passes on the last sum with its parts still apart.
+(:func:`trifuse.dropout_add_layer_norm`). In pre-norm layers the LayerNorm is that of the next
+sublayer; a stack of such layers passes each layer's last sum on uncomputed (``_Sum``).
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from trifuse.nn.packing import CrossSequences, Obstacle, PackedSequences
 
 
 class _Sum(NamedTuple):
-    """residual + dropout(update), not yet computed; the residual alone at the beginning."""
+    """residual + dropout(update), not yet computed; just the residual if there is no update."""
 
     residual: Tensor
     update: Tensor | None = None
     dropout: nn.Module | None = None
 
     def norm(self, norm: nn.Module) -> tuple[Tensor, Tensor]:
-        """The normalised sum, and the sum."""
+        """Returns the normalised sum and the sum."""
         if self.update is None:
             return norm(self.residual), self.residual
         assert self.dropout is not None
         return add_then_norm(self.update, self.residual, self.dropout, norm)
 
     def last_norm(self, norm: nn.Module) -> Tensor:
-        """The normalised sum alone."""
+        """Returns the normalised sum only."""
         if self.update is None:
             return norm(self.residual)
         assert self.dropout is not None
@@ -72,7 +72,7 @@ class TransformerEncoderLayer(nn.TransformerEncoderLayer):
         src_key_padding_mask: Tensor | PackedSequences | None = None,
         is_causal: bool = False,
     ) -> Tensor:
-        """Attend and feed forward; as ``torch.nn.TransformerEncoderLayer.forward``.
+        """Attends and feeds forward; as ``torch.nn.TransformerEncoderLayer.forward``.
 
         Args:
             src: (L, B, d_model), or (B, L, d_model) with ``batch_first``, or (L, d_model).
@@ -128,7 +128,7 @@ class TransformerDecoderLayer(nn.TransformerDecoderLayer):
         tgt_is_causal: bool = False,
         memory_is_causal: bool = False,
     ) -> Tensor:
-        """Attend to the target, attend to the memory, feed forward; as
+        """Attends to the target, attends to the memory, feeds forward; as
         ``torch.nn.TransformerDecoderLayer.forward``.
 
         Args:
@@ -207,21 +207,21 @@ def _feed_forward(
 
 
 class TransformerEncoder(nn.TransformerEncoder):
-    """``torch.nn.TransformerEncoder`` that computes on real tokens only.
+    """``torch.nn.TransformerEncoder`` that can skip padding.
 
-    It does so where ``unpad`` is set on it, as ``trifuse.fuse(model, unpad=True)`` does.
+    It does so if its attribute ``unpad`` is True, which ``trifuse.fuse(model, unpad=True)`` sets.
 
-    Where ``src_key_padding_mask`` is boolean and ``mask`` None or causal, the layers see the real
-    tokens of the batch packed into one row, and give 0 at the padded positions (before ``norm``),
-    as torch's fast path does; in other cases the padded positions hold what the layers make of
-    them. Whether ``mask`` is causal is detected as in torch where ``is_causal`` is None, which
-    reads it; while compiling it is not read and taken as it is.
+    With ``unpad``, a boolean ``src_key_padding_mask``, and a ``mask`` that is None or causal, the
+    layers run on the real tokens of the batch packed into one row, and give 0 at the padded
+    positions (before ``norm``), as torch's fast path does. Otherwise the layers compute the padded
+    positions too. If ``is_causal`` is None, ``mask`` is read to detect a causal mask, as in torch;
+    while compiling it is not read and counts as not causal.
 
     Args:
         encoder_layer: copied ``num_layers`` times.
-        num_layers: how many.
-        norm: applied to what the last layer returns.
-        enable_nested_tensor, mask_check: as torch takes them; no NestedTensor is ever made.
+        num_layers: the number of layers.
+        norm: applied to the last layer's output.
+        enable_nested_tensor, mask_check: as in torch, but no NestedTensor is ever made.
     """
 
     unpad = False
@@ -243,7 +243,7 @@ class TransformerEncoder(nn.TransformerEncoder):
         src_key_padding_mask: Tensor | None = None,
         is_causal: bool | None = None,
     ) -> Tensor:
-        """Pass ``src`` through the layers; as ``torch.nn.TransformerEncoder.forward``.
+        """Passes ``src`` through the layers; as ``torch.nn.TransformerEncoder.forward``.
 
         Args:
             src, mask, src_key_padding_mask, is_causal: as ``src``, ``src_mask``,
@@ -272,7 +272,7 @@ class TransformerEncoder(nn.TransformerEncoder):
         return src if self.norm is None else self.norm(src)
 
     def _run_packed(self, tokens: Tensor, packed: PackedSequences, is_causal: bool) -> _Sum:
-        """What the layers make of real tokens, (1, T, d_model)."""
+        """Runs the layers on packed tokens, (1, T, d_model)."""
         return _run_layers(
             self.layers, tokens, src_mask=None, src_key_padding_mask=packed, is_causal=is_causal
         )
@@ -281,7 +281,7 @@ class TransformerEncoder(nn.TransformerEncoder):
         self, src: Tensor, mask: Tensor | None, src_key_padding_mask: Tensor, is_causal: bool
     ) -> PackedSequences | None:
         if src.dim() != 3 or (is_causal and mask is None):
-            return None  # nothing is padded; or a hint without its mask, which the layers refuse
+            return None  # unbatched, so not padded; or is_causal without mask: the layers raise
         why = None
         if mask is not None and not is_causal:
             why = "mask is neither None nor causal"
@@ -295,25 +295,25 @@ class TransformerEncoder(nn.TransformerEncoder):
         return packing.pack(self, ~src_key_padding_mask, *_KNOWN)
 
     def why_padded(self) -> Obstacle | str | None:
-        """Why it computes padding too, whatever the batch; None where it does not."""
+        """Returns why padding is computed whatever the batch, or None if it is skipped."""
         return _why_padded(self)
 
 
 class TransformerDecoder(nn.TransformerDecoder):
-    """``torch.nn.TransformerDecoder`` that computes on real tokens only.
+    """``torch.nn.TransformerDecoder`` that can skip padding.
 
-    It does so where ``unpad`` is set on it, as ``trifuse.fuse(model, unpad=True)`` does.
+    It does so if its attribute ``unpad`` is True, which ``trifuse.fuse(model, unpad=True)`` sets.
 
-    Where the padding masks that are given are boolean, ``tgt_mask`` None or causal and there is no
+    With ``unpad``, boolean padding masks, a ``tgt_mask`` that is None or causal, and no
     ``memory_mask``, the real tokens of target and memory are packed into one row each, and the
-    layers give 0 at padded positions of the target (before ``norm``). Whether ``tgt_mask`` is
-    causal is detected as in torch where ``tgt_is_causal`` is None, which reads it; while compiling
-    it is not read and taken as it is.
+    layers give 0 at padded positions of the target (before ``norm``). If ``tgt_is_causal`` is None,
+    ``tgt_mask`` is read to detect a causal mask, as in torch; while compiling it is not read and
+    counts as not causal.
 
     Args:
         decoder_layer: copied ``num_layers`` times.
-        num_layers: how many.
-        norm: applied to what the last layer returns.
+        num_layers: the number of layers.
+        norm: applied to the last layer's output.
     """
 
     unpad = False
@@ -329,7 +329,7 @@ class TransformerDecoder(nn.TransformerDecoder):
         tgt_is_causal: bool | None = None,
         memory_is_causal: bool = False,
     ) -> Tensor:
-        """Pass ``tgt`` through the layers; as ``torch.nn.TransformerDecoder.forward``.
+        """Passes ``tgt`` through the layers; as ``torch.nn.TransformerDecoder.forward``.
 
         Args:
             tgt, memory: as in :meth:`TransformerDecoderLayer.forward`.
@@ -366,7 +366,7 @@ class TransformerDecoder(nn.TransformerDecoder):
     def _run_packed(
         self, tokens: Tensor, memory: Tensor, packed: CrossSequences, is_causal: bool
     ) -> _Sum:
-        """What the layers make of real tokens, (1, T, d_model), and of those of the memory."""
+        """Runs the layers on packed tokens of the target, (1, T, d_model), and of the memory."""
         return _run_layers(
             self.layers, tokens, memory, tgt_mask=None, memory_mask=None,
             tgt_key_padding_mask=packed.queries, memory_key_padding_mask=packed,
@@ -385,9 +385,9 @@ class TransformerDecoder(nn.TransformerDecoder):
         memory_is_causal: bool,
     ) -> CrossSequences | None:
         if tgt.dim() != 3 or memory.dim() != 3:
-            return None  # nothing is padded
+            return None  # unbatched, so not padded
         if (tgt_is_causal and tgt_mask is None) or (memory_is_causal and memory_mask is None):
-            return None  # a hint without its mask, which the layers refuse
+            return None  # is_causal without its mask: the layers raise
         why = None
         if tgt_mask is not None and not tgt_is_causal:
             why = "tgt_mask is neither None nor causal"
@@ -406,14 +406,14 @@ class TransformerDecoder(nn.TransformerDecoder):
         return packing.pack_cross(self, queries, keys, keep_queries, keep_keys, *_KNOWN)
 
     def why_padded(self) -> Obstacle | str | None:
-        """Why it computes padding too, whatever the batch; None where it does not."""
+        """Returns why padding is computed whatever the batch, or None if it is skipped."""
         return _why_padded(self)
 
 
 class UnpaddedLanguageModel(transformer.LanguageModel):
-    """The model, which embeds a padded batch and computes all the rest on its real tokens only.
+    """The model; it embeds a padded batch and computes all the rest on its real tokens only.
 
-    It does so where there is a mask that shows padding; the logits at padded positions are then 0.
+    It does so if its mask marks padding; the logits at padded positions are then 0.
     """
 
     unpad = True
@@ -435,15 +435,14 @@ class UnpaddedLanguageModel(transformer.LanguageModel):
         return _scatter_logits(self.output(x), packed, tokens)
 
     def why_padded(self) -> Obstacle | str | None:
-        """Why it computes padding too, whatever the batch; None where it does not."""
+        """Returns why padding is computed whatever the batch, or None if it is skipped."""
         return _why_stack_cannot(self.decoder) or _why_padded(self)
 
 
 class UnpaddedTransformer(transformer.Transformer):
-    """The model, which embeds padded batches and computes all the rest on their real tokens only.
+    """The model; it embeds padded batches and computes all the rest on their real tokens only.
 
-    It does so where there is a mask that shows padding; the logits at padded positions of the
-    target are then 0.
+    It does so if a mask marks padding; the logits at padded positions of the target are then 0.
     """
 
     unpad = True
@@ -480,12 +479,12 @@ class UnpaddedTransformer(transformer.Transformer):
         return _why_stack_cannot(self.encoder) or _why_stack_cannot(self.decoder)
 
     def why_padded(self) -> Obstacle | str | None:
-        """Why it computes padding too, whatever the batch; None where it does not."""
+        """Returns why padding is computed whatever the batch, or None if it is skipped."""
         return self._why_stacks_cannot() or _why_padded(self)
 
 
 def _why_stack_cannot(stack: nn.Module) -> str | None:
-    """Why a stack takes no packed tokens from the model around it."""
+    """Returns why a stack can't take packed tokens from the model around it, or None."""
     if not isinstance(stack, (TransformerEncoder, TransformerDecoder)):
         return f"its stack is a {type(stack).__module__}.{type(stack).__qualname__}"
     return _APPENDS if _appends_keys(stack) else None
@@ -514,7 +513,7 @@ class AddNorm(transformer.AddNorm):
 
 _NO_DROPOUT = nn.Dropout(0.0)
 
-# Whose classes treat tokens one by one, or take PackedSequences, or see none that are packed.
+# Modules whose classes treat tokens one by one, take PackedSequences, or never get packed tokens.
 _KNOWN = (
     *(m.__name__ for m in (attention, dropout_add_layer_norm, linear, transformer)),
     __name__,
@@ -522,7 +521,7 @@ _KNOWN = (
 
 
 def _appends_keys(stack: nn.Module) -> bool:
-    """Whether an attention in it adds keys to every sequence: packed ones have no room for them."""
+    """Returns whether an attention appends keys, for which packed sequences have no room."""
     return any(
         module.bias_k is not None or module.add_zero_attn
         for module in stack.modules()
@@ -531,12 +530,12 @@ def _appends_keys(stack: nn.Module) -> bool:
 
 
 def _batch_first(stack: Any, x: Tensor) -> Tensor:
-    """(B, L, d_model), whichever way round the stack has its batch."""
+    """Returns x as (B, L, d_model), whatever ``batch_first`` the stack's layers have."""
     return x if stack.layers[0].self_attn.batch_first else x.transpose(0, 1)
 
 
 def _gather(stack: Any, x: Tensor, packed: PackedSequences) -> Tensor:
-    """The real tokens, (1, T, d_model)."""
+    """Gathers the real tokens into (1, T, d_model)."""
     return packing.gather(_batch_first(stack, x), packed)
 
 
@@ -548,7 +547,7 @@ def _scatter(stack: Any, tokens: Tensor, packed: PackedSequences, shape: torch.S
 
 
 def _run_layers(layers: nn.ModuleList, x: Tensor, *memory: Tensor, **masks: Any) -> _Sum:
-    """What all layers of a stack make of x, the last sum left open where they normalise first."""
+    """Runs all layers of a stack on x. Pre-norm layers leave their last sums uncomputed."""
     chained = all(
         type(layer) in (TransformerEncoderLayer, TransformerDecoderLayer)
         and layer.norm_first
@@ -569,7 +568,7 @@ def _end(x: _Sum, norm: nn.Module | None) -> Tensor:
 
 
 def _is_causal_mask(mask: Tensor) -> bool:
-    """Whether an (L, L) mask, in torch.nn's convention, leaves out just the keys that follow."""
+    """Returns whether an (L, L) mask, in torch.nn's convention, masks exactly the later keys."""
     if mask.dim() != 2 or mask.shape[0] != mask.shape[1] or torch.compiler.is_compiling():
         return False
     future = torch.ones_like(mask, dtype=torch.bool).triu(1)

@@ -1,4 +1,4 @@
-"""What every operator asks of its arguments before a kernel runs."""
+"""The argument checks that operators make before a kernel runs."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ FARTHEST = 1 << 60  # in tokens
 
 
 class ArgumentError(ValueError, RuntimeError):
-    """An argument that can't be served: the message names it, what was expected and what came.
+    """An invalid argument. The message names it, what was expected and what was passed.
 
-    It is a ``ValueError``, and a ``RuntimeError`` too because that is what torch raises for the
-    same mistake, so code written around torch's own function keeps working.
+    It is a ``ValueError`` and also a ``RuntimeError``, which torch raises for the same mistakes, so
+    that code written around torch's own function keeps working.
     """
 
 
@@ -41,9 +41,9 @@ def same_device(argument: str, value: Tensor, name: str, other: Tensor) -> None:
 
 
 def number(argument: str, value: Any) -> float:
-    """A Python number. A tensor is refused: turned into one it would lose its gradient.
+    """Returns a Python number as a float.
 
-    So is a bool, which is a number to Python: it is a flag that has come to the wrong place.
+    Refuses a tensor, which would lose its gradient, and a bool, which is a misplaced flag.
     """
     real = isinstance(value, (int, float, torch.SymInt, torch.SymFloat, numbers.Real))
     if not real or isinstance(value, bool):
@@ -55,10 +55,10 @@ def number(argument: str, value: Any) -> float:
 
 
 def whole_number(value: Any) -> int | None:
-    """A Python number that is an int ≥ 0, or None where it isn't one.
+    """Returns an int ≥ 0, at most ``FARTHEST``, or None if the value isn't an int ≥ 0.
 
-    Beyond ``FARTHEST``, farther than any two tokens lie apart, it is that: ops take numbers of 64
-    bits, and kernels add positions to them.
+    ``FARTHEST`` exceeds the distance between any two tokens, and leaves room for kernels to add
+    positions to it in 64 bits.
     """
     if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt, numbers.Integral)):
         return None
@@ -90,7 +90,7 @@ def epsilon(value: Any) -> float:
 
 
 def beside(argument: str, value: Any, name: str, like: Tensor) -> Tensor:
-    """A tensor on the device and in the dtype of ``like``, or beside 16 bits in float32."""
+    """Checks for a tensor on ``like``'s device, in its dtype or, if that has 16 bits, float32."""
     value = tensor(argument, value)
     if value.dtype != like.dtype and not (
         value.dtype == torch.float32 and like.dtype.itemsize == 2
@@ -105,7 +105,7 @@ def beside(argument: str, value: Any, name: str, like: Tensor) -> Tensor:
 def integers(
     argument: str, value: Any, shape: str, count: int | None, like: Tensor, name: str = "query"
 ) -> Tensor:
-    """A 1-D tensor of integers beside ``like``; ``shape`` says what its length means."""
+    """Checks for a 1-D integer tensor on ``like``'s device; ``shape`` appears in messages."""
     value = tensor(argument, value)
     if value.dtype not in INTEGER:
         raise TypeError(f"{argument}: expected int32 or int64; got {value.dtype}")

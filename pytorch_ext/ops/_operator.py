@@ -1,26 +1,26 @@
-"""How an operator meets torch: it is declared once, and everything that torch asks follows.
+"""Registers operators with torch: one declaration provides everything that torch needs.
 
 An operator is two ops, ``<name>_forward`` and ``<name>_backward``, with one overload per backend:
-``torch.ops.trifuse.attention_forward.cpp``. The ops are opaque: a backward traced through pieces
+``torch.ops.trifuse.attention_forward.cpp``. The ops are opaque, because a backward traced piecewise
 over saved outputs gives silently wrong second derivatives. There is one overload per backend, so
-that a profile shows which one ran, and so that a backward runs where its forward did.
+that a profile shows which one ran, and so that a backward runs on its forward's backend.
 
 An :class:`Operator` declares its tensors, options and results as named tuples. From these follow,
 for every overload:
 
-- the schemas, and fakes that return true shapes, dtypes and strides;
-- derivatives, registered for the op itself: whatever traces the op can differentiate it
+- the schemas, and fakes that return the true shapes, dtypes and strides;
+- derivatives, registered for the op itself, so that whatever traces the op can differentiate it
   (torch.compile, torch.export, pipelines);
 - batching rules for ``torch.vmap`` and for the older ``autograd.grad(is_grads_batched=True)``;
-- the decomposition into the formula: for ONNX and whoever else lowers graphs. The formula also
+- the decomposition into the formula, for ONNX and other lowerings of graphs. The formula also
   serves forward-mode AD;
 - floating-point operations for ``torch.utils.flop_counter``;
-- what happens on a device that the overload's backend does not serve, as when an exported program
-  was moved to a GPU: the backend chosen there serves the call.
+- a fallback for devices that the overload's backend does not serve, as when an exported program was
+  moved to a GPU: the backend chosen there serves the call.
 
-Why overloads and not one op that finds its backend by dispatch key: several backends serve one
-device, so such an op would take the backend's name as an argument, and its kernel for CPUs would
-have to leave C++ for the Python of the others. Registering rules for several overloads is a loop.
+A single op with a kernel per dispatch key would not do: several backends serve one device, so the
+op would take the backend's name as an argument, and its C++ kernel for CPUs would have to call the
+other backends' Python. Registering the rules for several overloads is a loop.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ if "library" in globals():
 library = torch.library.Library("trifuse", "DEF")
 
 
-# Where there is a choice, a forward op is told to keep one of these for its backward.
+# The last argument of a forward op with ``Operator.saves``: how much it keeps for its backward.
 SAVE_NOTHING, SAVE_STATES, SAVE_ALL = range(3)
 
-# In ``Operator.axes``: the batch of a sample is all that comes before the last dimension.
+# In ``Operator.axes``: all dimensions before the last are batch dimensions.
 LEADING = -1
 
 
@@ -60,42 +60,42 @@ LEADING = -1
 class Operator:
     """The declaration of an operator.
 
-    The forward op takes ``tensors``, ``options`` and, if there is a choice, what to save; it
-    returns ``results``. The backward op takes the gradients of those results that a caller gets,
-    ``tensors``, those results that it reads (``saved``), ``options``, and one flag for each tensor
-    that can have a gradient: whether it is wanted. It returns gradients, of shape (0,) where not
+    The forward op takes ``tensors``, ``options`` and, with ``saves``, what to save; it returns
+    ``results``. The backward op takes the gradients of the results that a caller gets,
+    ``tensors``, the ``saved`` results, ``options``, and a flag for each tensor that can have a
+    gradient: whether that gradient is wanted. It returns the gradients, of shape (0,) where not
     wanted.
 
     Attributes:
-        name: the operator's, as in ``trifuse.explain``.
-        tensors: a named tuple of the forward op's tensors; at most one is a list.
+        name: the operator's name, as in :class:`trifuse.backends.Call`.
+        tensors: a named tuple of the forward op's tensors; at most one field is a list.
         options: a named tuple of numbers and flags.
-        results: a named tuple of what the forward op returns.
-        returned: how many of the results a caller gets, which come first. The first of them always
-            has a gradient in the backward op; the others' may be None.
-        differentiable: how many of the tensors can have a gradient, which come first.
+        results: a named tuple of the forward op's results.
+        returned: number of results that a caller gets; they come first. In the backward op the
+            first always has a gradient; the gradients of the others may be None.
+        differentiable: number of tensors that can have a gradient; they come first.
         saved: names of the results that the backward op reads.
-        axes: by the name of a tensor or result, where its batch is. A call for N samples is then
-            one call of a batch N times as large. Samples with tensors of their own that have no
-            batch are called one by one, as are gradients of such tensors.
-        alone: tensors that forbid the larger batch where they are not None.
-        saves: whether the forward op is told what to save, as its last argument.
+        axes: the batch dimension of each tensor and result that has one, by name. vmap folds N
+            samples into one call with a batch N times as large. It calls the op once per sample if
+            a tensor without a batch dimension differs between samples or needs a gradient.
+        alone: names of tensors that prevent the folding unless they are None.
+        saves: whether the forward op takes, as its last argument, what to save.
         fake: the forward op's results without their values.
         grad_fake: the backward op's results without their values.
         formula: the forward op in plain torch.
-        grad_formula: the backward op in plain torch, differentiable, which computes again what was
-            saved: it gets None there. None stands for a gradient that is not wanted.
-        flops: floating-point operations of products in the forward op, by its arguments.
-        grad_flops: those of the backward op by the same arguments. Default: twice as many, as each
-            factor of a product has a gradient.
-        fakes: instead of ``fake``, for backends that save something else.
-        keep: what the backward gets for ``tensors``, if not them: (tensors, results, options) ->
+        grad_formula: the backward op in plain torch, differentiable. It recomputes saved results
+            that are passed as None, and returns None for a gradient that is not wanted.
+        flops: floating-point operations of the forward op's products, from its arguments.
+        grad_flops: the same for the backward op, from its arguments after the gradients. Default:
+            twice ``flops``, as each factor of a product has a gradient.
+        fakes: by backend, replacements of ``fake`` for backends that save something else.
+        keep: replaces the ``tensors`` that the backward gets: (tensors, results, options) ->
             tensors.
-        shares_gradient: whether the first two tensors have one and the same gradient:
+        shares_gradient: whether the first two tensors have the same gradient:
             (tensors, options) -> bool.
-        check: raises for values that only the op sees; Triton and the formula run it first.
-        head_dim: that of a call's tensors, for the choice of a backend.
-        backends: those that have the ops.
+        check: raises for wrong values in tensors; the Triton and eager kernels run it first.
+        head_dim: returns the head_dim of a call's tensors, for the choice of a backend.
+        backends: the backends that have the ops.
     """
 
     name: str
@@ -156,7 +156,7 @@ class Operator:
             forward.implement_triton(self.name, self.check)
             backward.implement_triton(self.name)
 
-    saved_places: tuple[int, ...] = field(init=False, repr=False)  # of ``saved`` in the results
+    saved_places: tuple[int, ...] = field(init=False, repr=False)  # indices of ``saved``
     forward: dict[str, Any] = field(init=False, repr=False)
     backward: dict[str, Any] = field(init=False, repr=False)
 
@@ -165,7 +165,7 @@ class Operator:
     def __call__(
         self, backend: str, tensors: Sequence[Any], options: Sequence[Any], save: int = SAVE_ALL
     ) -> tuple[Tensor, ...]:
-        """Run the forward op by a backend; return the results that a caller gets.
+        """Runs the forward op on a backend; returns the results that a caller gets.
 
         Args:
             save: what the forward keeps if a gradient is wanted.
@@ -174,7 +174,7 @@ class Operator:
         wanted = requires_grad(*flat)
         results: tuple[Tensor, ...]
         if wanted and not differentiating():
-            # The op would end here too, by way of the dispatcher.
+            # The op would get here too, but through the dispatcher.
             results = apply(_Forward, self, backend, options, save, *flat)
         else:
             last = (save if wanted else SAVE_NOTHING,) if self.saves else ()
@@ -211,7 +211,7 @@ class Operator:
 
     @functools.cached_property
     def _list(self) -> int | None:
-        """Which of the tensors is a list."""
+        """The index of the tensor field that is a list, or None."""
         kinds = [schema.startswith("Tensor?[]") for schema in _schema(self.tensors)]
         return kinds.index(True) if any(kinds) else None
 
@@ -229,11 +229,11 @@ class Operator:
         return [*flat[: self._list], list(flat[self._list : end]), *flat[end:]]
 
     def count_differentiable(self, flat: Sequence[Any]) -> int:
-        """How many of the flattened tensors can have a gradient."""
+        """Returns how many of the flattened tensors can have a gradient; they come first."""
         return len(flat) - (self._count(self.tensors) - self.differentiable)
 
     def _split_forward(self, args: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any], int]:
-        """Tensors, options and what to save."""
+        """Splits the forward op's arguments into tensors, options and what to save."""
         t = self._count(self.tensors)
         o = t + self._count(self.options)
         return args[:t], args[t:o], args[o] if self.saves else SAVE_ALL
@@ -260,7 +260,7 @@ class Operator:
         if forward_mode():
             with without_autocast():
                 return tuple(self.formula(*tensors, *options))
-        # The op was called by someone who did not expect a gradient to be wanted.
+        # The caller expected no gradient and asked to save nothing, but the backward needs it all.
         save = SAVE_ALL if save == SAVE_NOTHING else save
         return apply(_Forward, self, backend, options, save, *self.flatten(tensors))
 
@@ -282,7 +282,7 @@ class Operator:
         tensors, options, _ = self._split_forward(args)
         with without_autocast():
             results = self.formula(*tensors, *options)
-        # A decomposed backward computes the others again.
+        # The other results may be placeholders: a decomposed backward recomputes them.
         others = self.fakes.get(backend, self.fake)(*args)[self.returned :]
         return (*results[: self.returned], *others)
 
@@ -303,7 +303,7 @@ class Operator:
     def _eager_forward(self, *args: Any) -> tuple[Tensor, ...]:
         tensors, options, _ = self._split_forward(args)
         self.check(*args)
-        results = self.fake(*args)  # first: it raises for sizes that no memory holds
+        results = self.fake(*args)  # first: it raises for sizes beyond memory
         return _copied(self.formula(*tensors, *options), results)
 
     def _eager_backward(self, *args: Any) -> Sequence[Tensor]:
@@ -341,7 +341,7 @@ class Operator:
         inputs, results = self._names(self.tensors), self._names(self.results)
         names = (*results[: self.returned], *inputs, *self.saved)
         wanted = args[-1]
-        first = self.returned  # the place of the first tensor
+        first = self.returned  # index of the first tensor
         flat: list[tuple[str, Tensor | None, int | None]] = []
         for name, t, dim in zip(inputs, args[first:], in_dims[first:], strict=False):
             if isinstance(t, (list, tuple)):
@@ -353,7 +353,7 @@ class Operator:
         )
 
         def call(*each: Any) -> Any:
-            # A kernel finds what a forward saved as the forward laid it out.
+            # Kernels expect saved results in the layout that the forward gave them.
             start = first + len(inputs)
             end = start + len(self.saved)
             return op(*each[:start], *(t.contiguous() for t in each[start:end]), *each[end:])
@@ -388,14 +388,14 @@ class Operator:
 
     @staticmethod
     def _batch(t: Tensor | None, dim: int | None, axis: int) -> int:
-        """The size of one sample's batch."""
+        """Returns the size of one sample's batch."""
         if t is None or axis == LEADING:
             return 1
         sample = t.shape if dim is None else t.movedim(dim, 0).shape[1:]
         return sample[axis]
 
     def _fold(self, name: str, t: Any, dim: Any, N: int, B: int, whole: bool = False) -> Any:
-        """N samples as one larger batch. What all share and is broadcast over the batch stays."""
+        """Folds N samples into one batch. A broadcast shared tensor stays so unless ``whole``."""
         axis = self.axes.get(name)
         if t is None or axis is None:
             return t
@@ -412,7 +412,7 @@ class Operator:
         return t.movedim(0, axis).flatten(axis, axis + 1)
 
     def _unfold(self, name: str, t: Tensor, N: int) -> tuple[Tensor, int]:
-        """The samples of a result apart again, and the dimension that counts them."""
+        """Unfolds a result into its samples; returns it and the dimension of the samples."""
         axis = self.axes[name]
         if axis == LEADING:
             return (t, 0) if t.shape[0] == N else (t.expand(N, *t.shape), 0)
@@ -422,7 +422,7 @@ class Operator:
 
 
 class _Backwards(NamedTuple):
-    """The arguments of a backward op, by their kinds."""
+    """The arguments of a backward op, grouped by kind."""
 
     grads: Sequence[Any]
     tensors: Sequence[Any]
@@ -432,7 +432,7 @@ class _Backwards(NamedTuple):
 
 
 def _copied(values: Sequence[Tensor | None], to: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """An op's results may be none of its arguments, nor each other, as a formula's can be."""
+    """Copies a formula's results, which may alias arguments or each other; an op's must not."""
     return tuple(
         t if v is None or t.numel() == 0 else t.copy_(v) for t, v in zip(to, values, strict=True)
     )
@@ -468,7 +468,7 @@ class _Forward(torch.autograd.Function):
                 flat = tuple(operator.flatten(tensors))
         ctx.set_materialize_grads(False)
         if len(results) > operator.returned:
-            # A result that was not asked for has shape (0,).
+            # A result that was not requested has shape (0,).
             returned, rest = results[1 : operator.returned], results[operator.returned :]
             absent = (t for t in returned if t.shape == (0,) != results[0].shape)
             ctx.mark_non_differentiable(*rest, *absent)
@@ -486,7 +486,7 @@ class _Forward(torch.autograd.Function):
             shape, dtype = ctx.first
             other = next(g for g in grads if g is not None)
             grads = (other.new_zeros(shape, dtype=dtype), *grads[1:])
-        kept = ctx.saved_tensors  # once: checkpoints give them once
+        kept = ctx.saved_tensors  # read once: a checkpoint provides them once
         saved, flat = kept[: len(operator.saved)], kept[len(operator.saved) :]
         needed = ctx.needs_input_grad[4 : 4 + operator.count_differentiable(flat)]
         wanted = list(needed)
@@ -506,8 +506,8 @@ class _Forward(torch.autograd.Function):
 class _Backward(torch.autograd.Function):
     """A backward op, differentiated through its formula.
 
-    What the forward saved is a function of the other inputs. The formula computes it again, so its
-    derivative is whole without theirs.
+    The saved results are functions of the other inputs. The formula recomputes them, so that the
+    derivatives are complete without gradients for the saved results.
     """
 
     @staticmethod
@@ -557,7 +557,7 @@ class _Backward(torch.autograd.Function):
             return tuple(g for g, a in zip(grads, asked, strict=True) if g is not None and a)
 
         with without_autocast():
-            # Of three results, the last comes only with has_aux.
+            # vjp returns two values here: the third in its annotation comes only with has_aux.
             _, vjp = torch.func.vjp(gradients, *(given[i] for i in places))  # type: ignore[misc]
             derivatives = vjp(tuple(u for u, a in zip(upstream, asked, strict=True) if a))
         for i, derivative in zip(places, derivatives, strict=True):
@@ -566,11 +566,11 @@ class _Backward(torch.autograd.Function):
 
 
 def apply(function: type[torch.autograd.Function], *args: Any) -> Any:
-    """``function.apply`` for one level of differentiation: that which is being dispatched.
+    """Calls ``function.apply`` at the level of differentiation that is being dispatched.
 
-    Torch's own asks in every call which arguments have defaults, which takes longer than the
-    kernels of small tensors do, and has the transforms of ``torch.func`` follow the call. Here the
-    dispatcher has them follow the op instead.
+    torch's own ``apply`` looks up the arguments' defaults in every call, which takes longer than
+    kernels on small tensors, and applies the transforms of ``torch.func`` to the call. Here the
+    dispatcher applies them to the op instead.
     """
     base: Any = super(torch.autograd.Function, function)
     if torch._C._are_functorch_transforms_active():
@@ -582,9 +582,9 @@ def apply(function: type[torch.autograd.Function], *args: Any) -> Any:
 
 
 def below(op: Any, *args: Any) -> Any:
-    """An op from within the Function that differentiates it.
+    """Calls an op from within the Function that differentiates it.
 
-    The Function has switched gradients off, for transforms further out as well, which need them.
+    The Function has disabled gradients, also for outer transforms, which need them.
     """
     if not torch._C._are_functorch_transforms_active():
         return op(*args)
@@ -596,7 +596,7 @@ def below(op: Any, *args: Any) -> Any:
 
 
 class Op:
-    """An op with one overload per backend, and its rules for each.
+    """An op with one overload per backend, and the rules registered for each overload.
 
     Args:
         name: such as "attention_forward".
@@ -604,13 +604,13 @@ class Op:
         fake: shapes, dtypes and strides of the results.
         vmap: the batching rule, as :func:`torch.library.register_vmap` takes it, with the overload
             to call as an extra first argument.
-        derivative: the results where some transform needs derivatives of them. Its extra first
-            argument is the backend.
+        derivative: the results if a transform needs their derivatives. Its extra first argument is
+            the backend.
         decomposition: the results in plain torch. Its extra first argument is the backend.
-        describe: the call by its arguments, to choose a backend for it.
-        flops: floating-point operations of products, by the arguments.
-        fakes: instead of ``fake``, for backends that return something else to their backward.
-        backends: those that have the op.
+        describe: makes a :class:`Call` from the arguments, to choose a backend for it.
+        flops: floating-point operations of the op's products, from its arguments.
+        fakes: by backend, replacements of ``fake`` for backends that save something else.
+        backends: the backends that have the op.
     """
 
     def __init__(
@@ -642,7 +642,7 @@ class Op:
             register_batching(overload, functools.partial(vmap, op))
             register_derivative(overload, signature, functools.partial(derivative, backend))
             register_decomposition(op, functools.partial(decomposition, backend), meta)
-            if backend not in _IN_PYTHON:  # their kernels are registered for one device each
+            if backend not in _IN_PYTHON:  # its kernel is registered for one device only
                 library.impl(overload, self._elsewhere(backend), "CompositeExplicitAutograd")
         if flops is not None:
             register_flops(getattr(torch.ops.trifuse, name), flops)
@@ -661,7 +661,7 @@ class Op:
         return of_backend
 
     def _elsewhere(self, backend: str) -> Callable[..., Any]:
-        """A kernel for devices that the overload's backend does not serve: a program was moved."""
+        """Returns a kernel for programs moved to a device that the backend does not serve."""
 
         def call(*args: Any) -> Any:
             served = backends.elsewhere(self.describe(*args), backend)
@@ -674,10 +674,10 @@ class Op:
         return call
 
     def implement_triton(self, operator: str, check: Callable[..., None] | None = None) -> None:
-        """By the launcher of the op's name in ``trifuse.kernels.<operator>``.
+        """Implements the op by its namesake, a launcher in ``trifuse.kernels.<operator>``.
 
         Args:
-            check: looks at the values in the arguments.
+            check: raises for wrong values in the arguments.
         """
         elsewhere = self._elsewhere("triton")
 
@@ -686,7 +686,7 @@ class Op:
                 return elsewhere(*args)
             if check is not None:
                 check(*args)
-            # Imported when it is called: Triton need not be there.
+            # Imported when called, because Triton may not be installed.
             return getattr(importlib.import_module(f"trifuse.kernels.{operator}"), self.name)(*args)
 
         implement(self.name, "triton")(launch)
@@ -699,12 +699,12 @@ _IN_PYTHON = ("triton", "eager")
 
 
 def implement(op: str, backend: str = "") -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Decorate the Python implementation of an op, for one backend if it has several."""
+    """Registers the decorated function as an op's implementation, for ``backend`` if given."""
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
         def kernel(*args: Any) -> Any:
-            if backend == "eager":  # the others' kernels look themselves
+            if backend == "eager":  # other backends' kernels check it
                 _check_storages(*args)
             with without_autocast():
                 return function(*args)
@@ -718,7 +718,7 @@ def implement(op: str, backend: str = "") -> Callable[[Callable[..., Any]], Call
 
 
 def _check_storages(*args: Any) -> None:
-    """That each tensor's storage holds what its sizes and strides span.
+    """Checks that each tensor's storage is large enough for its sizes and strides.
 
     Raises:
         ValueError: a storage was resized under its tensor (``trifuse.ArgumentError``).
@@ -733,9 +733,10 @@ def _check_storages(*args: Any) -> None:
 
 
 def register_derivative(overload: str, signature: str, derivative: Callable[..., Any]) -> None:
-    """Have ``derivative`` compute an op's results where a gradient or a tangent is wanted.
+    """Makes ``derivative`` compute an op's results if a gradient or a tangent is wanted.
 
-    Elsewhere the op's kernel runs, at no cost to the call where the extension is there to decide.
+    Otherwise the op's kernel runs. The extension decides in C++, so that such a call does not enter
+    Python; without the extension, Python decides.
     """
     if backends._C is not None:
         name, _, suffix = overload.partition(".")
@@ -760,9 +761,9 @@ def register_derivative(overload: str, signature: str, derivative: Callable[...,
 def register_decomposition(
     op: Any, decomposition: Callable[..., Any], fake: Callable[..., Any]
 ) -> None:
-    """For ``torch.onnx.export``, and for others by :func:`decompositions`.
+    """Registers a decomposition for ``torch.onnx.export`` and :func:`decompositions`.
 
-    The fake is registered beside it. Otherwise fake tensors of symbolic sizes would go through the
+    The fake is registered too: fake tensors of symbolic sizes would otherwise go through the
     decomposition.
     """
     torch._decomp.decomposition_table[op] = decomposition
@@ -772,13 +773,13 @@ def register_decomposition(
 
 
 def _register_with_inductor(op: Any) -> None:
-    """Inductor calls ``op`` as it is, with the strides that the tracer saw.
+    """Makes Inductor call ``op`` as it is, with the strides that the tracer saw.
 
-    It would do so without being told, but for one case: where the environment variable ``CI`` is
-    set, as in most services that run tests, it refuses an op for which a decomposition exists.
+    Inductor does so by default, except if the environment variable ``CI`` is set, as most services
+    that run tests do: then it refuses an op that has a decomposition.
     """
     lowering = importlib.import_module("torch._inductor.lowering")
-    with contextlib.suppress(AttributeError):  # of another version of torch: none of it is public
+    with contextlib.suppress(AttributeError):  # another version of torch: this is not a public API
         tag = lowering.get_layout_constraint_tag(op, with_default=True)
         lowering.make_fallback(op, lowering.tag_to_layout_constraint(tag), warn=False)
 
@@ -787,16 +788,16 @@ _DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {}
 
 
 def decompositions() -> dict[Any, Callable[..., Any]]:
-    """From each op of trifuse to its formula in plain torch.
+    """Returns a dict from each op of trifuse to its formula in plain torch.
 
-    For whoever lowers graphs: ``exported.run_decompositions(trifuse.decompositions())`` leaves a
-    program without ops of trifuse.
+    For lowering graphs: ``exported.run_decompositions(trifuse.decompositions())`` leaves a program
+    without ops of trifuse.
     """
     return dict(_DECOMPOSITIONS)
 
 
 def register_flops(packet: Any, flops: Callable[..., int]) -> None:
-    """For ``torch.utils.flop_counter``, which is not imported for it."""
+    """Registers a formula with ``torch.utils.flop_counter`` once that module is imported."""
 
     def register() -> None:
         from torch.utils.flop_counter import register_flop_formula
@@ -812,7 +813,7 @@ def register_flops(packet: Any, flops: Callable[..., int]) -> None:
 
 
 def register_batching(overload: str, rule: Callable[..., Any]) -> None:
-    """A batching rule for ``torch.func.vmap`` and for the older one behind ``is_grads_batched``."""
+    """Registers a rule with ``torch.func.vmap`` and the older vmap behind ``is_grads_batched``."""
     torch.library.register_vmap(f"trifuse::{overload}", rule, lib=library)
     if hasattr(torch._C, "_vmapmode_increment_nesting"):
         library.impl(overload, functools.partial(_older_vmap, rule), "Batched")
@@ -825,12 +826,12 @@ class _Info(NamedTuple):
 
 
 def is_batched(t: Tensor) -> bool:
-    """Whether the older vmap is at work: ``autograd.grad(is_grads_batched=True)``."""
+    """Returns whether the older vmap batches t: ``autograd.grad(is_grads_batched=True)``."""
     return torch._C._functorch.is_legacy_batchedtensor(t)
 
 
 def _older_vmap(rule: Callable[..., Any], *args: Any) -> Any:
-    """A batching rule applied to tensors of ``torch._vmap_internals``."""
+    """Applies a batching rule to the batched tensors of ``torch._vmap_internals``."""
     level = torch._C._vmapmode_increment_nesting() - 1
     torch._C._vmapmode_decrement_nesting()
     sizes: list[int] = []
@@ -854,10 +855,10 @@ def _older_vmap(rule: Callable[..., Any], *args: Any) -> Any:
 
 
 def one_by_one(op: Any, info: Any, in_dims: Any, args: tuple[Any, ...]) -> Any:
-    """A batching rule that calls the op for each sample: for calls that can't be made into one."""
+    """A batching rule that calls the op once per sample, for calls that can't be folded."""
 
     def sample(x: Any, dim: Any, i: int) -> Any:
-        if isinstance(dim, (list, tuple)):  # beside a list stands a list of dimensions
+        if isinstance(dim, (list, tuple)):  # a list of tensors has a list of dimensions
             return [sample(*pair, i) for pair in zip(x, dim, strict=True)]
         return x.select(dim, i) if isinstance(dim, int) else x
 
@@ -882,7 +883,7 @@ _TYPES: dict[Any, str] = {
 
 
 def _schema(fields: Any) -> list[str]:
-    """The fields of a named tuple as arguments in torch's schema language."""
+    """Returns the fields of a named tuple as arguments in torch's schema language."""
     hints = typing.get_type_hints(fields)
     return [f"{_schema_type(hints[name])} {name}" for name in fields._fields]
 
@@ -901,7 +902,7 @@ def _schema_type(hint: Any) -> str:
 
 
 def requires_grad(*tensors: Tensor | None) -> bool:
-    """Whether autograd is to follow a call of these tensors."""
+    """Returns whether autograd records a call on these tensors."""
     if torch.is_grad_enabled():
         for t in tensors:
             if t is not None and t.requires_grad:
@@ -910,14 +911,14 @@ def requires_grad(*tensors: Tensor | None) -> bool:
 
 
 def draw_seed(like: Tensor) -> Tensor:
-    """int64 (1,), which keys what a call draws at random: from torch's default generator."""
+    """Draws the key of a call's random numbers, int64 (1,), from torch's default generator."""
     limits = torch.iinfo(torch.int64)
     return torch.randint(limits.min, limits.max, (1,), device=like.device)
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
-    """What autocast has tensors like x computed in; None where it is off."""
-    device = "cpu" if x.is_cpu else x.device.type  # the name of a device takes a microsecond
+    """Returns the dtype that autocast sets for x's device, or None if autocast is off."""
+    device = "cpu" if x.is_cpu else x.device.type  # device.type takes a microsecond
     if _has_autocast(device) and torch.is_autocast_enabled(device):
         return torch.get_autocast_dtype(device)
     return None
@@ -932,12 +933,12 @@ _has_autocast._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def without_autocast() -> AbstractContextManager[None]:
-    """What an operator computes in is its own affair; autocast has had its say on the arguments."""
+    """Disables autocast: the arguments have been cast, and operators choose their own dtypes."""
     return torch._C._DisableAutocast()
 
 
 def differentiating() -> bool:
-    """Whether some transform might follow the call, so that the dispatcher must see it."""
+    """Returns whether a transform may apply to a call, so that it must go by the dispatcher."""
     return (
         torch.compiler.is_compiling()
         or torch._C._functorch.peek_interpreter_stack() is not None
@@ -946,9 +947,9 @@ def differentiating() -> bool:
 
 
 def forward_mode() -> bool:
-    """Whether a tensor might carry a tangent. The formula serves such calls."""
+    """Returns whether a tensor may carry a tangent. The formula serves such calls."""
     if torch.autograd.forward_ad._current_level >= 0:
         return True
-    # A compiled jvp enters its level without telling torch.autograd.forward_ad.
+    # A compiled jvp enters its level without setting it in torch.autograd.forward_ad.
     transforms = torch._C._functorch.get_interpreter_stack() or ()
     return any(each.key() == torch._C._functorch.TransformType.Jvp for each in transforms)

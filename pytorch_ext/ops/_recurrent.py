@@ -1,9 +1,9 @@
-"""What lstm and gru share: sequences as arguments, calls without options, the operators' parts.
+"""Shared code of lstm and gru: argument checks, calls without options, parts of the operators.
 
 Both ops take the input, the first states (h and c, or h alone), the parameters of every direction
 in one list, integer tensors (the lengths, and lstm's seed), options, and what to save. They return
-the output, the last states, and what only the backward reads: gates, and lstm's cells and what
-it clipped.
+the output, the last states, and results that only the backward reads: the gates, and for lstm the
+cells and the marks of clipped elements.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from trifuse.ops._operator import SAVE_ALL, SAVE_STATES, Operator
 
 
 class Call(NamedTuple):
-    """A call as the forward op takes it, but for a seed and what to save."""
+    """A checked call: the forward op's arguments, except the seed, and the chosen backend."""
 
     operator: str
     input: Tensor  # (T, B, I)
@@ -32,20 +32,20 @@ class Call(NamedTuple):
     options: tuple[Any, ...]
     choice: backends.Choice
     recompute: bool = False
-    draws: bool = False  # whether something is drawn at random
+    draws: bool = False  # whether it draws random numbers
 
 
 class Plain(NamedTuple):
-    """The C++ op for calls without options, which looks at its arguments itself."""
+    """The C++ op for calls without options, which checks its arguments itself."""
 
     op: Callable[..., Any]
-    options: dict[int, tuple[Any, ...]]  # those of such a call, by the number of parameters
+    options: dict[int, tuple[Any, ...]]  # the default ones, by number of parameters
 
 
 OPERATORS: dict[str, Operator] = {}
 PLAIN: dict[str, Plain] = {}
 
-# Where the batch is.
+# The batch dimension of each tensor: see ``Operator.axes``.
 AXES = {
     **dict.fromkeys(("input", "h0", "c0", "output", "h_n", "c_n"), 1),
     **dict.fromkeys(("gates", "cells", "clipped", "below"), 2),
@@ -57,7 +57,7 @@ AXES = {
 
 
 def sequence(input: Any, batch_first: bool) -> tuple[Tensor, tuple[int, ...]]:
-    """(T, B, I), a view, and the shape of the batch as the caller has it: (B,) or ()."""
+    """Returns a (T, B, I) view of the input, and the caller's batch shape: (B,) or ()."""
     input = floating(input)
     if input.dim() == 2:
         return input.unsqueeze(1), ()
@@ -69,12 +69,12 @@ def sequence(input: Any, batch_first: bool) -> tuple[Tensor, tuple[int, ...]]:
 
 
 def without_units(weight_ih: Any) -> bool:
-    """Whether a cell has no units or no features: as torch's cells may, whose formula serves it."""
+    """Returns whether a cell has no units or no features; torch's own cells serve that case."""
     return isinstance(weight_ih, Tensor) and weight_ih.dim() == 2 and weight_ih.numel() == 0
 
 
 def one_step(input: Any) -> tuple[Tensor, tuple[int, ...]]:
-    """As :func:`sequence`, of what a cell is given."""
+    """As :func:`sequence`, for a cell's input: (B, I) or (I,)."""
     input = floating(input)
     if input.dim() not in (1, 2):
         raise fail("input", "shape (B, I) or (I,)", tuple(input.shape))
@@ -90,7 +90,7 @@ def floating(input: Any) -> Tensor:
 
 
 def autocast(t: Any) -> Any:
-    """What autocast does to the input, h and the weights. c and vectors stay as they are."""
+    """Casts the input, h or a weight as autocast does. c and vectors are not cast."""
     if not isinstance(t, Tensor):
         return t
     dtype = _operator.autocast_dtype(t)
@@ -101,7 +101,7 @@ _AUTOCAST = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def matrix(argument: str, value: Any, input: Tensor, rows: int | None, columns: int) -> Tensor:
-    """A weight; without a number of rows any that are there."""
+    """Checks a weight after autocast. If ``rows`` is None, it may have any number of rows."""
     value = autocast(_checks.tensor(argument, value))
     if value.dtype != input.dtype:
         raise TypeError(f"{argument}: expected {input.dtype}, as input; got {value.dtype}")
@@ -113,7 +113,7 @@ def matrix(argument: str, value: Any, input: Tensor, rows: int | None, columns: 
 
 
 def weight_ih(value: Any, input: Tensor, gates: int) -> tuple[Tensor, int]:
-    """With the hidden size that it tells."""
+    """Checks weight_ih; returns it and the hidden size that its shape implies."""
     features = input.shape[2]
     if features == 0:
         raise fail("input", "at least one feature", "none")
@@ -133,14 +133,14 @@ def check_directions(parameters: Sequence[Any], reverse: Sequence[bool]) -> None
 
 
 def same_shape(argument: str, first: Tensor | None, second: Tensor | None) -> None:
-    """Of two directions' parameters."""
+    """Checks that parameters of two directions or layers have the same shape."""
     shapes = [None if t is None else tuple(t.shape) for t in (first, second)]
     if shapes[0] != shapes[1]:
         raise fail(argument, f"shape {shapes[0]}, as the first direction's", shapes[1])
 
 
 def vector(argument: str, value: Any, input: Tensor, shape: tuple[int, ...]) -> Tensor | None:
-    """A bias or the like, which may be missing."""
+    """Checks a bias or another vector; None stays None."""
     if value is None:
         return None
     value = _checks.beside(argument, value, "input", input)
@@ -153,7 +153,7 @@ def state(
     argument: str, value: Any, input: Tensor, batch: tuple[int, ...], columns: int,
     dtypes: tuple[torch.dtype, ...],
 ) -> Tensor | None:  # fmt: skip
-    """(D, B, columns), a view of the caller's (*batch, columns), which may be missing."""
+    """Checks a state (*batch, columns); returns a (D, B, columns) view. None stays None."""
     if value is None:
         return None
     value = _checks.tensor(argument, value)
@@ -176,7 +176,7 @@ def row_lengths(lengths: Any, input: Tensor) -> Tensor | None:
 
 
 def check_lengths(lengths: Tensor | None, T: int) -> None:
-    """What only the values tell; run inside the ops.
+    """Checks the values of ``lengths``; runs inside the ops.
 
     On a CPU it raises. Elsewhere reading them would wait for the device, so the device asserts.
     """
@@ -193,7 +193,7 @@ def check_lengths(lengths: Tensor | None, T: int) -> None:
 
 
 def run(call: Call) -> tuple[Tensor, ...]:
-    """Output and last states."""
+    """Runs a call; returns the output and the last states."""
     operator = OPERATORS[call.operator]
     seed = _operator.draw_seed(call.input) if call.draws else None
     integers = (call.lengths, seed)[: len(operator.tensors._fields) - operator.differentiable]
@@ -210,14 +210,14 @@ def plainly(
     parameters: tuple[Any, ...],
     one_step: bool = False,
 ) -> tuple[Tensor, ...]:
-    """A layer without options or lengths, or a step of one, by the C++ op for just that if it can.
+    """Runs a layer without options or lengths, or a step of it, by a dedicated C++ op if possible.
 
-    A step of a few hundred units takes no longer than looking at its arguments in Python does. The
-    op refuses those that don't fit each other: then the long way says what is wrong.
+    Checking arguments in Python takes as long as a step of a few hundred units, so the op checks
+    them. If it refuses them, ``long_way`` runs, which reports what is wrong.
 
     Args:
-        long_way: computes the same of the same tensors, in one list.
-        one_step: of an input (B, I) or (I,); its h is the output, and no h_n is returned.
+        long_way: computes the same from (input, *states, *parameters), with all checks.
+        one_step: the input is one step, (B, I) or (I,); h is the output, and h_n is missing.
     """
     plain = PLAIN.get(name)
     tensors = (input, *states, *parameters)
@@ -245,7 +245,7 @@ _PLAIN = {Tensor, torch.nn.Parameter, type(None)}
 
 
 class _Plain(torch.autograd.Function):
-    """A plain call with its backward, neither of which any transform follows."""
+    """A plain call with its backward, for use where no transform is active."""
 
     @staticmethod
     def forward(
@@ -289,12 +289,12 @@ def _gradients(
     grads: Sequence[Tensor | None],
     wanted: Sequence[bool],
 ) -> list[Tensor | None]:
-    """Of a function's results, which can be differentiated in turn."""
-    # What is switched on by now is not what was around the forward. The switch is the process's.
+    """Returns gradients of a function's results, which can be differentiated in turn."""
+    # The backend switch is global and may have changed since the forward, which ran on cpp.
     as_then = backends._requested in ("auto", "cpp")
     backend = contextlib.nullcontext() if as_then else backends.backend("cpp")
     with torch.enable_grad(), _operator.without_autocast(), backend:
-        # Views, or the gradient of one tensor would have a part by way of another.
+        # Views, because one tensor may be computed from another: its gradient excludes that path.
         views = [None if t is None else t.view_as(t) for t in tensors]
         pairs = [(r, g) for r, g in zip(function(*views), grads, strict=True) if g is not None]
         results, upstream = zip(*pairs, strict=True)
@@ -309,7 +309,7 @@ def _gradients(
 
 
 def empty_gradients(inputs: Sequence[Tensor | None], wanted: Sequence[bool]) -> list[Tensor]:
-    """A backward's results: where none is wanted, of shape (0,) and in the dtype of the input."""
+    """Returns uninitialised gradients; an unwanted one has shape (0,) and the input's dtype."""
     assert inputs[0] is not None
     return [
         t.new_empty(t.shape) if w and t is not None else inputs[0].new_empty(0)
@@ -318,7 +318,7 @@ def empty_gradients(inputs: Sequence[Tensor | None], wanted: Sequence[bool]) -> 
 
 
 def flops(input: Tensor, parameters: Sequence[Tensor | None], slots: Any) -> int:
-    """Operations of a forward op's products with matrices, for every step of every row."""
+    """Counts the operations of a forward op's matrix products over all T · B steps."""
     names = slots._fields * (len(parameters) // len(slots._fields))
     weights = sum(
         t.numel()

@@ -1,4 +1,4 @@
-"""Masked scaled dot-product attention: arguments, autograd, and the road to a backend."""
+"""Masked scaled dot-product attention: argument checks, choice of backend, registration."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ def scaled_dot_product_attention(
 
     Vaswani et al., "Attention Is All You Need" (2017), equation 1, computed block by block with the
     running softmax of Milakov and Gimelshein (2018), so that no (Lq, Lk) matrix is stored. It is
-    ``torch.nn.functional.scaled_dot_product_attention`` with more arguments; those shared with it
-    mean the same, and all masks combine.
+    ``torch.nn.functional.scaled_dot_product_attention`` with more arguments; the shared ones mean
+    the same, and all masks combine.
 
     Args:
         query: (..., H, Lq, E), float32, bfloat16, float16 or float64. (N, L, E) and (L, E) work
@@ -63,20 +63,20 @@ def scaled_dot_product_attention(
         value: (..., Hkv, Lk, Ev).
         attn_mask: broadcastable to (..., H, Lq, Lk), read through its own strides. Boolean: True
             takes part. Floating: added to the scores, -inf leaves the pair out; float32 or the
-            query's dtype. ``torch.nn.attention.bias.causal_lower_right(Lq, Lk)`` is understood, and
-            combines with ``is_causal`` as the same mask written out does.
-        dropout_p: probability of dropping an attention weight, in [0, 1], honoured to 2⁻¹⁶. Always
-            applied: pass 0 in evaluation. Drawn from torch's default generator for the device; the
-            same seed drops the same weights on every backend.
-        is_causal: query i sees keys up to i. ``CausalVariant.LOWER_RIGHT`` puts the diagonal at
-            i + Lk - Lq instead.
+            query's dtype. ``torch.nn.attention.bias.causal_lower_right(Lq, Lk)`` is accepted, and
+            combines with ``is_causal`` as the equivalent dense mask does.
+        dropout_p: probability of dropping an attention weight, in [0, 1], with a resolution of
+            2⁻¹⁶. Always applied: pass 0 in evaluation. Drawn from torch's default generator for the
+            device; the same seed drops the same weights on every backend.
+        is_causal: query i attends to keys up to i. ``CausalVariant.LOWER_RIGHT`` puts the diagonal
+            at i + Lk - Lq instead.
         scale: multiplies q·k. Default: 1/√E.
         enable_gqa: let H be a multiple of Hkv; consecutive query heads share a key head.
         key_lengths: int32 or int64 (B,), B the flattened leading dimensions before the heads. Keys
             at or past their sequence's length take no part and are never read.
-        window: query i sees keys within ``left`` before and ``right`` after the diagonal. One
-            number stands for both, None for no bound. It moves with the diagonal of ``is_causal``,
-            or of a causal ``attn_mask`` without that.
+        window: query i attends to keys within ``left`` before and ``right`` after the diagonal. One
+            number sets both; None sets no bound. The window moves with the diagonal of
+            ``is_causal`` or, if that is False, of a causal ``attn_mask``.
         return_lse: also return the logsumexp of each row's scores, differentiable.
 
     Returns:
@@ -90,7 +90,7 @@ def scaled_dot_product_attention(
         TypeError: an argument of the wrong type, or a dtype that doesn't fit the others.
         ValueError: a shape, device, range or value that doesn't fit (``trifuse.ArgumentError``).
         RuntimeError: the backend asked for by name can't serve the call; or torch's context
-            parallelism is active, under which a rank has but a part of every sequence.
+            parallelism is active, under which a rank holds only a part of every sequence.
     """
     _checks.flag("return_lse", return_lse)
     call = _prepare(
@@ -147,8 +147,8 @@ def varlen_attention(
         cu_seqlens_q: int32 or int64 (N + 1,), where each sequence begins: 0 first, never
             decreasing, at most total_q. Tokens past the last boundary get 0.
         cu_seqlens_k: the same for keys. Default: ``cu_seqlens_q``.
-        max_seqlen_q, max_seqlen_k: upper bounds on the lengths. Given, a GPU launches no more
-            blocks than it needs; wrong, they raise on a CPU and leave rows undefined on a GPU.
+        max_seqlen_q, max_seqlen_k: upper bounds on the lengths. With them a GPU launches no more
+            blocks than needed. Bounds that are too small raise on a CPU, and assert on a GPU.
         attn_mask: broadcastable to (N, H, max_seqlen_q, max_seqlen_k), indexed by position within
             the sequence.
         The rest as in :func:`scaled_dot_product_attention`; each sequence has its own diagonal.
@@ -173,7 +173,7 @@ def varlen_attention(
 
 
 class _Call(NamedTuple):
-    """A call as the ops take it; see :func:`trifuse.reference.attention.attention`."""
+    """A checked call: the ops' arguments, as in :func:`trifuse.reference.attention.attention`."""
 
     query: Tensor
     key: Tensor
@@ -184,7 +184,7 @@ class _Call(NamedTuple):
     cu_seqlens_k: Tensor | None
     options: tuple[int, int, float | None, int, int, bool, float]
     choice: backends.Choice
-    lead: tuple[int, ...] | None  # the caller's leading dimensions, where they are not (B, H)
+    lead: tuple[int, ...] | None  # the caller's leading dimensions, if not (B, H)
 
 
 def _prepare(
@@ -277,7 +277,7 @@ def _prepare_varlen(
 def _tensors(
     query: Any, key: Any, value: Any, attn_mask: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Types, dtypes and devices, after autocast."""
+    """Checks types, dtypes and devices; returns the tensors after autocast."""
     query = _checks.tensor("query", query)
     key = _checks.tensor("key", key)
     value = _checks.tensor("value", value)
@@ -300,16 +300,16 @@ def _tensors(
 
 
 def _autocast(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """What autocast does to an argument: float64 and what isn't floating stay as they are."""
+    """Casts as autocast does: float64 and non-floating tensors stay as they are."""
     return x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x
 
 
 def _to_4d(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, enable_gqa: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, tuple[int, ...]]:
-    """(..., H, L, E) seen as (B, H, L, E), and the leading dimensions of the result.
+    """Reshapes (..., H, L, E) to (B, H, L, E); also returns the result's leading dimensions.
 
-    3-D tensors are batches of one head, unless grouped heads are asked for: as in torch.
+    As in torch, 3-D tensors are batches of one head, unless ``enable_gqa`` is set.
     """
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if tensor.dim() < 2:
@@ -318,7 +318,7 @@ def _to_4d(
     if max(dims) <= 3 and not (enable_gqa and min(dims) == 3):
         lead = _broadcast_shapes(query.shape[:-2], key.shape[:-2], value.shape[:-2])
         if isinstance(attn_mask, Tensor) and not _is_causal_bias(attn_mask):
-            # (N, Lq, Lk): the batch is in front of a head that the caller does not have.
+            # (N, Lq, Lk) lacks the head dimension between the batch and Lq.
             attn_mask = attn_mask.unsqueeze(-3) if attn_mask.dim() == 3 else attn_mask
         N = math.prod(lead)
         query, key, value = (
@@ -340,7 +340,7 @@ def _to_4d(
 
 
 def _is_causal_bias(attn_mask: object) -> TypeGuard[CausalBias]:
-    """Without importing its module, which loads all of torch.compile: who has one has that."""
+    """Finds the class in sys.modules: importing its module would load all of torch.compile."""
     bias = sys.modules.get("torch.nn.attention.bias")
     return bias is not None and isinstance(attn_mask, bias.CausalBias)
 
@@ -356,7 +356,7 @@ def _broadcast_shapes(query: torch.Size, key: torch.Size, value: torch.Size) -> 
 def _broadcast_batch(
     query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Expanded to one batch size and, where nothing else is asked for, one number of heads."""
+    """Expands to one batch size and, without ``enable_gqa``, to one number of heads."""
     (B,) = _broadcast_shapes(query.shape[:1], key.shape[:1], value.shape[:1])
     query, key, value = (x.expand(B, -1, -1, -1) for x in (query, key, value))
     if not enable_gqa:
@@ -383,7 +383,7 @@ def _check_sizes(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) ->
 
 
 def _mask_to_4d(attn_mask: Tensor, query: Tensor, shape: tuple[int, int, int, int]) -> Tensor:
-    """The mask with four dimensions, each full or 1: still the caller's memory."""
+    """Views the caller's mask with four dimensions, each full or 1."""
     dtype = attn_mask.dtype
     if dtype not in (torch.bool, torch.float32, query.dtype):
         expected = "torch.bool, torch.float32 or the query's dtype"
@@ -415,7 +415,7 @@ def _scale(scale: float | None) -> float | None:
 def _band(
     is_causal: bool | CausalVariant, window: int | tuple[int | None, int | None] | None
 ) -> tuple[int, int, bool]:
-    """(left, right, lower_right) around the diagonal; -1 is no bound."""
+    """Returns (left, right, lower_right), bounds around the diagonal; -1 means no bound."""
     left = right = -1
     if window is not None:
         pair = window if isinstance(window, (tuple, list)) else (window, window)
@@ -428,7 +428,7 @@ def _band(
         return left, right, False
     if is_causal is True:
         return left, 0, False
-    from torch.nn.attention.bias import CausalVariant  # here, as in _is_causal_bias
+    from torch.nn.attention.bias import CausalVariant  # late: loads torch.compile
 
     if not isinstance(is_causal, CausalVariant):
         raise TypeError(f"is_causal: expected a bool or a CausalVariant; got {is_causal!r}")
@@ -442,18 +442,18 @@ def _band_beside_bias(
     query: Tensor,
     shift: int,
 ) -> tuple[tuple[int, int, bool], Tensor | None]:
-    """The band of a call whose mask is a causal bias, and the mask that it needs besides, if any.
+    """Returns the band of a call whose mask is a causal bias, and a mask if the band needs one.
 
-    ``shift`` is how far the diagonal that ends in the lower right lies after the other.
+    ``shift`` is Lk - Lq, the offset of the lower-right diagonal from the upper-left diagonal.
     """
     if is_causal is False:
         return _band(bias, window), None
     left, right, lower_right = _band(is_causal, window)
     bias_lower_right = bias.name == "LOWER_RIGHT"
-    before = shift * (lower_right - bias_lower_right)  # how far the bias' diagonal lies before ours
+    before = shift * (lower_right - bias_lower_right)  # our diagonal's offset from the bias's
     if before <= 0:
         return (left, right, lower_right), None  # ours is the tighter bound
-    # Around the bias' diagonal the bound on the right is 0, and that on the left moves nearer.
+    # Around the bias's diagonal the right bound is 0, and the left bound shrinks by ``before``.
     if left < 0 or left >= before:
         return (left if left < 0 else left - before, 0, bias_lower_right), None
     return (-1, -1, False), query.new_zeros((1, 1, 1, 1), dtype=torch.bool)  # no pair is left
@@ -471,9 +471,9 @@ def _max_seqlen(argument: str, value: int | None, packed: Tensor) -> int:
 def _refuse_context_parallel() -> None:
     """Raises where torch's context parallelism has split every sequence between ranks.
 
-    It gives ``F.scaled_dot_product_attention`` and DTensor's dispatcher what exchanges keys. A call
-    that passes both by would attend to its own rank's part alone. Who has not loaded its module,
-    which torch has moved once, does not use it.
+    It exchanges keys by replacing ``F.scaled_dot_product_attention`` or by a handler in DTensor's
+    dispatcher. A trifuse call bypasses both and would attend to its own rank's part alone. Context
+    parallelism is in use only if its module, which torch has moved once, is loaded.
     """
     for name in _CONTEXT_PARALLEL:
         if name in sys.modules:
@@ -515,7 +515,7 @@ def _check_values(
     max_seqlen_q: int,
     max_seqlen_k: int,
 ) -> None:
-    """What only the contents of ``key_lengths`` and ``cu_seqlens`` can tell; run inside the ops.
+    """Checks the contents of ``key_lengths`` and ``cu_seqlens``; runs inside the ops.
 
     On a CPU it raises. Elsewhere reading them would wait for the device, so the device asserts.
     """
@@ -579,14 +579,14 @@ def _run(call: _Call) -> tuple[Tensor, ...]:
 
 
 def _empty_like_layout(like: Tensor, last_dim: int) -> Tensor:
-    """Uninitialised (B, H, L, last_dim), dense, in memory order (B, L, H) if ``like`` is so.
+    """Returns a dense uninitialised (B, H, L, last_dim), in memory order (B, L, H) if ``like`` is.
 
-    A model splits its heads with a view and a transpose; an output in the same order is joined
+    A model splits its heads with a view and a transpose; an output in the same order can be joined
     again without a copy.
     """
     B, H, L, _ = like.shape
     if like.stride(1) < like.stride(2):
-        # No view: a caller may change a result in place.
+        # Not a view, because a caller may change a result in place.
         strides = (L * H * last_dim, last_dim, H * last_dim, 1)
         return like.new_empty_strided((B, H, L, last_dim), strides)
     return like.new_empty(B, H, L, last_dim)
@@ -610,7 +610,7 @@ def _grad_fake(
 
 
 def _grad_formula(*args: Any) -> tuple[Tensor | None, ...]:
-    """The backward op's arguments, for the reference, which needs no results of the forward."""
+    """Calls the reference with the backward op's arguments, without the forward's results."""
     arguments = (*args[:10], *args[12:-1], args[-1][3])
     return reference.attention_backward(*arguments)
 
@@ -619,7 +619,7 @@ def _pairs(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Any, key_lengths: Any,
     cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, *rest: Any,
 ) -> int:  # fmt: skip
-    """How many pairs of query and key all heads have, masked ones too: as torch counts them."""
+    """Counts the query-key pairs of all heads, masked pairs included, as torch does."""
     (B, H, Lq, _), Lk = query.shape, key.shape[2]
     if cu_seqlens_q is None or cu_seqlens_k is None:
         return B * H * Lq * Lk
@@ -631,12 +631,12 @@ def _pairs(
 
 
 def _flops(*args: Any) -> int:
-    """The forward multiplies Q Kᵀ and P V."""
+    """Counts the operations of the forward's products: Q Kᵀ and P V."""
     return 2 * _pairs(*args) * (args[0].shape[3] + args[2].shape[3])
 
 
 def _grad_flops(*args: Any) -> int:
-    """The backward multiplies Q Kᵀ again, dQ and dK, and dP and dV."""
+    """Counts the operations of the backward's products: Q Kᵀ again, dQ, dK, dP and dV."""
     return 2 * _pairs(*args) * (3 * args[0].shape[3] + 2 * args[2].shape[3])
 
 
@@ -655,7 +655,7 @@ _OPERATOR = _operator.Operator(
     axes=dict.fromkeys(
         ("query", "key", "value", "attn_mask", "key_lengths", "out", "logsumexp"), 0
     ),
-    # Packed sequences are no batch, and dropout counts by the number in the batch.
+    # Packed sequences have no batch dimension, and dropout depends on the index in the batch.
     alone=("cu_seqlens_q", "seed"),
     fake=_fake,
     grad_fake=_grad_fake,

@@ -1,6 +1,6 @@
-"""Dropout by the generator that all of trifuse's operators share.
+"""Dropout with the generator that all of trifuse's operators share.
 
-On many machines torch draws a CPU's random numbers in one thread, which makes dropout cost more
+On many machines torch draws random numbers for a CPU in one thread, which makes dropout cost more
 than the layer that it follows.
 """
 
@@ -17,20 +17,19 @@ from trifuse.reference import philox
 
 
 def dropout(x: Tensor, p: float = 0.5, training: bool = True) -> Tensor:
-    """Zero elements with probability p and scale the rest by the inverse of that of keeping them.
+    """Zeroes elements with probability p and scales the others by 1/(1 - p).
 
     Srivastava et al., "Dropout" (2014); as ``torch.nn.functional.dropout``. No mask is stored: the
     backward draws it again.
 
     Args:
         x: any shape, float32, bfloat16, float16 or float64.
-        p: honoured to 2⁻¹⁶. Drawn from torch's default generator for the device; the same seed
-            drops the same elements on every backend. An element's place is its number in x,
-            flattened.
-        training: without it x is returned as it is.
+        p: in [0, 1], with a resolution of 2⁻¹⁶. Drawn from torch's default generator for the
+            device; the same seed drops the same elements of the flattened x on every backend.
+        training: if False, x is returned as it is.
 
     Returns:
-        Of the shape and dtype of x, contiguous.
+        A contiguous tensor of the shape and dtype of x.
 
     Raises:
         TypeError: x is not a floating-point tensor.
@@ -51,7 +50,7 @@ def dropout(x: Tensor, p: float = 0.5, training: bool = True) -> Tensor:
 
 
 class _Dropout(torch.autograd.Function):
-    """Linear in x: its own backward, to any order."""
+    """Dropout with a fixed seed is linear in x, and so its own backward to any order."""
 
     @staticmethod
     def forward(ctx: Any, backend: str, x: Tensor, seed: Tensor, p: float) -> Tensor:
@@ -82,7 +81,7 @@ def _derivative(backend: str, x: Tensor, seed: Tensor, p: float) -> Tensor:
 
 
 def _vmap(op: Any, info: Any, in_dims: Any, *args: Any) -> Any:
-    # Elements are counted within a sample, as if it were alone.
+    # Elements are numbered within a sample, as if it were alone.
     results, _ = _operator.one_by_one(lambda *each: (op(*each),), info, in_dims, args)
     return results[0], 0
 

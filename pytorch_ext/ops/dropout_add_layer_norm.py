@@ -1,4 +1,4 @@
-"""Dropout + residual + LayerNorm: arguments, autograd, and the road to a backend."""
+"""Dropout + residual + LayerNorm: argument checks, choice of backend, registration."""
 
 from __future__ import annotations
 
@@ -49,26 +49,26 @@ def dropout_add_layer_norm(
     over the last dimension.
 
     Args:
-        x: (..., N), float32, bfloat16, float16 or float64; what a sublayer computed.
-        residual: broadcastable to (..., N), in the dtype of x or float32; what it was given.
+        x: (..., N), float32, bfloat16, float16 or float64; a sublayer's output.
+        residual: broadcastable to (..., N), in the dtype of x or float32; the sublayer's input.
         weight: (N,), in the dtype of x or float32. Default: ones.
         bias: (N,), likewise. Default: zeros.
-        dropout_p: probability of dropping an element of x, honoured to 2⁻¹⁶. Drawn from torch's
-            default generator for the device; the same seed drops the same elements on every
+        dropout_p: probability of dropping an element of x, with a resolution of 2⁻¹⁶. Drawn from
+            torch's default generator for the device; the same seed drops the same elements on every
             backend.
         eps: added to the variance.
-        training: without it nothing is dropped, whatever ``dropout_p`` is.
+        training: if False, nothing is dropped, whatever ``dropout_p`` is.
         prenorm: also return the sum, as the next sublayer's residual (pre-norm Transformers).
         x_bias: (N,), in the dtype of x or float32, added to x before dropout: the bias of the
-            linear layer before, if that left it out.
+            preceding linear layer, if that layer omits it.
         rms_norm: divide by the root mean square instead (Zhang and Sennrich, 2019): no mean is
             subtracted.
-        residual_in_fp32: with ``prenorm``, return the sum in float32, or of float64 in float64. A
-            float32 residual gives a float32 sum without being asked.
+        residual_in_fp32: with ``prenorm``, return the sum in float32, or float64 for float64. A
+            float32 residual gives a float32 sum in any case.
 
     Returns:
         (..., N) in the dtype of x, contiguous; with ``prenorm`` also the sum, (..., N), in the
-        dtype of the residual or else of x.
+        dtype of the residual or else of x, unless ``residual_in_fp32`` is set.
 
     Raises:
         TypeError: an argument of the wrong type, or a dtype that doesn't fit the others.
@@ -87,7 +87,7 @@ def dropout_add_layer_norm(
 
 
 class _Call(NamedTuple):
-    """A call as the forward op takes it, but for the seed."""
+    """A checked call: the forward op's arguments, except the seed, and the chosen backend."""
 
     x: Tensor
     residual: Tensor | None
@@ -173,8 +173,8 @@ def _expand(residual: Tensor, x: Tensor) -> Tensor:
 class _Tensors(NamedTuple):
     """See :func:`trifuse.reference.dropout_add_layer_norm.dropout_add_layer_norm`.
 
-    In the backward of a call with ``prenorm``, x is the sum that it returned: it lives on as an
-    output, so that keeping it costs nothing.
+    In the backward of a call with ``prenorm``, x is the returned sum: it stays alive as an output,
+    so keeping it costs nothing.
     """
 
     x: Tensor
@@ -195,7 +195,7 @@ class _Options(NamedTuple):
 
 class _Results(NamedTuple):
     out: Tensor
-    sum: Tensor  # without prenorm, of shape (0,)
+    sum: Tensor  # shape (0,) without prenorm
     mean: Tensor
     rstd: Tensor
 
@@ -230,7 +230,7 @@ def _grad_fake(
 
 
 def _grad_formula(*args: Any) -> tuple[Tensor | None, ...]:
-    """The backward op's arguments, for the reference, which needs no results of the forward."""
+    """Calls the reference with the backward op's arguments, without the forward's results."""
     given, options = args[:8], args[10:14]
     return reference.dropout_add_layer_norm_backward(*given, *options)
 
@@ -243,7 +243,7 @@ _OPERATOR = _operator.Operator(
     returned=2,
     differentiable=5,
     saved=("mean", "rstd"),
-    # Samples are more rows. Dropout counts rows, so its samples are called one by one.
+    # Samples become more rows. Dropout numbers the rows, so with it samples are called one by one.
     axes=dict.fromkeys(("x", "residual", "out", "sum", "mean", "rstd"), _operator.LEADING),
     fake=_fake,
     grad_fake=_grad_fake,

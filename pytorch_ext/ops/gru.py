@@ -1,4 +1,4 @@
-"""The GRU: arguments, and the road to a backend."""
+"""The GRU: argument checks, choice of backend, registration."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ def gru(
         hx: (B, H), or (H,), in the dtype of the input; None for zeros.
         weight_ih: (3·H, I), in the dtype of the input: the gates r, z, n.
         weight_hh: (3·H, H), likewise.
-        bias_ih, bias_hh: (3·H,), in the dtype of the input, or in float32 beside 16 bits.
-        lengths: int32 or int64 (B,), how many steps each row has, from 0 to T. Past them the output
-            is 0, h stands still, and what is in ``input`` reaches neither results nor gradients.
-        reverse: read each row from its last step to its first. Outputs stand at their own steps.
+        bias_ih, bias_hh: (3·H,), in the dtype of the input, or float32 with a 16-bit input.
+        lengths: int32 or int64 (B,), the number of steps in each row, from 0 to T. Past it the
+            output is 0, h stays as it is, and the input reaches neither results nor gradients.
+        reverse: read each row from its last step to its first. Outputs keep their inputs' places.
 
     Returns:
-        The output, (T, B, H) or as ``input`` has it, and h_n, shaped as ``hx``, in the dtype of the
-        input.
+        The output, (T, B, H) or in the layout of ``input``, and h_n, shaped as ``hx``, in the dtype
+        of the input.
 
     Raises:
         TypeError: an argument of the wrong type, or a dtype that doesn't fit the others.
@@ -69,7 +69,7 @@ def gru_cell(
     bias_ih: Tensor | None = None,
     bias_hh: Tensor | None = None,
 ) -> Tensor:
-    """One step of a GRU, as ``torch.gru_cell`` takes it.
+    """One step of a GRU, with the arguments of ``torch.gru_cell``.
 
     Args:
         input: (B, I) or (I,).
@@ -87,7 +87,7 @@ def gru_cell(
 
 
 def _step(input: Tensor, hx: Any, *parameters: Any) -> tuple[Any, ...]:
-    """h, with nothing for h_n."""
+    """Returns h as the output, and None in the place of h_n."""
     if _recurrent.without_units(parameters[0]):
         zeros = input.new_zeros(*input.shape[:-1], parameters[1].shape[1])
         return torch.gru_cell(input, zeros if hx is None else hx, *parameters), None
@@ -103,14 +103,14 @@ def layer(
     *,
     reverse: Sequence[bool] = (False,),
 ) -> tuple[Tensor, Tensor]:
-    """One layer in D directions, in one call, so that a backend can run them side by side.
+    """Runs one layer in D directions in one call; a backend can run directions side by side.
 
     Args:
         input: (T, B, I).
         h0: (D, B, H) or None.
-        parameters: each direction's.
+        parameters: a :class:`Parameters` for each direction.
         lengths: as in :func:`gru`.
-        reverse: of each direction.
+        reverse: a flag for each direction.
 
     Returns:
         Output (T, B, D·H), h_n (D, B, H).
@@ -171,7 +171,7 @@ def _check(
     lengths: Tensor | None = None,
     reverse: Sequence[bool] = (False,),
 ) -> _recurrent.Call:
-    """``input`` is (T, B, I), and ``batch`` the shape that the caller's h0 has before H."""
+    """Checks a call. ``input`` is (T, B, I); ``batch`` is the shape of the caller's h0 before H."""
     _recurrent.check_directions(parameters, reverse)
     checked = [_check_parameters(p, input) for p in parameters]
     for p in checked[1:]:
@@ -191,7 +191,7 @@ def _check(
 
 
 def _check_parameters(p: Parameters, input: Tensor) -> Parameters:
-    """One direction's, with weights as autocast wants them."""
+    """Checks one direction's parameters; returns them with the weights after autocast."""
     weight_ih, H = _recurrent.weight_ih(p.weight_ih, input, 3)
     weight_hh = _recurrent.matrix("weight_hh", p.weight_hh, input, 3 * H, H)
     biases = (
@@ -230,12 +230,12 @@ def _grad_fake(
 
 
 def _formula(*args: Any) -> reference.Results:
-    """The forward op's arguments, for the reference."""
+    """Calls the reference with the forward op's arguments."""
     return reference.gru(*args[:4], options=Options(*args[4:]))
 
 
 def _grad_formula(*args: Any) -> list[Tensor | None]:
-    """The backward op's arguments, for the reference."""
+    """Calls the reference with the backward op's arguments."""
     return reference.gru_backward(*args[:8], options=Options(args[8]), wanted=args[9])
 
 

@@ -1,9 +1,9 @@
-"""Linear layers on the product of the CPU kernels, where that is faster than torch's own.
+"""Linear layers on trifuse's CPU matrix product, where it is faster than torch's own.
 
-torch multiplies float32 matrices by MKL, which runs at under half of some CPUs' rate. Here the
-activation is part of the product, a weight that stays the same is packed for it once, and results
-come from memory that is kept (csrc/cpu/memory.h). It serves where a short measurement, made once
-per process and dtype, says that it gains; everywhere else (other devices and dtypes, few rows,
+torch multiplies float32 matrices with MKL, which reaches less than half of some CPUs' peak. Here
+the activation is fused into the product, an unchanged weight is packed only once, and results come
+from cached memory (csrc/cpu/memory.h). A short measurement, made once per process and dtype,
+decides whether this product is used; in all other cases (other devices and dtypes, few rows,
 torch.func, tracing) this is ``torch.nn.functional.linear``.
 
 The environment variable ``TRIFUSE_LINEAR`` decides instead of the measurement: "cpp" or "torch".
@@ -40,9 +40,9 @@ def linear(
         x: (..., in_features).
         weight: (out_features, in_features).
         bias: (out_features,).
-        activation: "relu", "gelu" or "gelu_tanh" (``approximate="tanh"``). Part of the product
-            where nothing needs a gradient.
-        packed: where this weight's packed form is kept between calls that need no gradient.
+        activation: "relu", "gelu" or "gelu_tanh" (``approximate="tanh"``). Fused into the product,
+            except GELU if a gradient is needed.
+        packed: keeps this weight's packed form between calls that need no gradient.
 
     Returns:
         (..., out_features).
@@ -77,7 +77,7 @@ def _torch(x: Tensor, weight: Tensor, bias: Tensor | None, activation: Activatio
 def _serves(
     x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, autocast: bool
 ) -> bool:
-    """Whether our product can compute this call, and is faster somewhere."""
+    """Returns whether trifuse's product can compute this call, and is faster in some use."""
     if torch.jit.is_tracing():
         return False
     for tensor in (x, weight) if bias is None else (x, weight, bias):
@@ -90,7 +90,7 @@ def _serves(
         ):
             return False
     if weight.dim() != 2 or x.dim() == 0 or x.shape[-1] != weight.shape[1]:
-        return False  # F.linear says what is wrong
+        return False  # F.linear raises the error
     if x.numel() == 0 or weight.numel() == 0:
         return False
     if torch.compiler.is_compiling():
@@ -109,11 +109,11 @@ _AUTOCAST = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class Choice(NamedTuple):
-    """Where our product serves a dtype, and why."""
+    """Whether trifuse's product serves a dtype, and why."""
 
     reason: str
-    inference: bool = False  # where nothing needs a gradient
-    training: bool = False  # where something does
+    inference: bool = False  # if nothing needs a gradient
+    training: bool = False  # if something needs a gradient
 
     @property
     def faster(self) -> bool:
@@ -121,7 +121,7 @@ class Choice(NamedTuple):
 
 
 def choose(dtype: torch.dtype) -> Choice:
-    """Decide between the products for CPU tensors of ``dtype``; the first call may measure."""
+    """Chooses a product for CPU tensors of ``dtype``; the first call may measure."""
     if dtype not in _measured:
         _measured[dtype] = _choose(dtype)
     return _measured[dtype]
@@ -154,7 +154,7 @@ def _choose(dtype: torch.dtype) -> Choice:
     )
 
 
-# Less than this could be noise.
+# A smaller gain could be noise.
 _WORTH = 1.05
 
 
@@ -164,10 +164,10 @@ def _available(dtype: torch.dtype) -> bool:
 
 @torch.no_grad()
 def measure(dtype: torch.dtype) -> tuple[float, float]:
-    """How many times as fast as torch we are here: in inference, and in a training step.
+    """Measures the speedup over torch on this machine: in inference, and in a training step.
 
-    Several weights take turns, as a model's layers do, so that none stays in the nearest cache. Of
-    each, the best of a few short rounds counts, as others may use the machine. Takes about 0.3 s.
+    Several weights take turns, as a model's layers do, so that none stays in the nearest cache. The
+    best round of each weight counts, because other processes may be running. Takes about 0.3 s.
     """
 
     def infer(weight: Tensor, packed: Tensor) -> None:
@@ -190,7 +190,7 @@ def measure(dtype: torch.dtype) -> tuple[float, float]:
 
     runs = (infer, infer_faster, step, step_faster)
     with _operator.without_autocast():
-        # Not random: fuse must not move the generator.
+        # Not random: fuse must not advance the generator.
         x = torch.ones(512, 768, dtype=dtype, device="cpu")
         bias = torch.ones(768, dtype=dtype, device="cpu")
         weights = [torch.ones(768, 768, dtype=dtype, device="cpu") for _ in range(3)]
@@ -210,20 +210,20 @@ def measure(dtype: torch.dtype) -> tuple[float, float]:
 
 
 class PackedWeight:
-    """A weight in the layout that the product reads, for as long as it stays the same.
+    """A weight in the layout that the product reads, valid while the weight is unchanged.
 
-    Weights change in ways that leave no trace on the tensor: ``weight.data.mul_(0.9)``, an array or
-    another process sharing its memory. So each use sums up the weight's bits, each word multiplied
-    by a number of its place, and the packed form is used only where the sums are those of the bits
-    that it was made from. That takes as long as reading the weight.
+    A weight can change without a trace on the tensor: by ``weight.data.mul_(0.9)``, or through an
+    array or another process that shares its memory. So each use computes checksums of the weight,
+    in which every 32-bit word is multiplied by a factor that depends on its position. The packed
+    form is used only if its checksums match. This takes as long as reading the weight.
     """
 
     def __init__(self) -> None:
-        # Sums, kind and packed form; replaced as one, as threads may share a model.
+        # Checksums, kind and packed form; replaced as one, because threads may share a model.
         self._kept: tuple[Tensor, _Kind, Tensor | None] | None = None
 
     def clear(self) -> None:
-        """Give the memory back."""
+        """Frees the memory."""
         self._kept = None
 
     @property
@@ -231,7 +231,7 @@ class PackedWeight:
         return self._kept is not None and self._kept[2] is not None
 
     def get(self, weight: Tensor, dtype: torch.dtype) -> Tensor | None:
-        """The weight packed in ``dtype``, from the second time on that it is seen unchanged."""
+        """Returns the weight packed in ``dtype`` if the last call got the same bits, else None."""
         if not weight.is_contiguous() or weight.numel() * weight.itemsize % 4:
             return None
         sums, kept = torch.ops.trifuse.checksum(weight), self._kept
@@ -246,12 +246,12 @@ class PackedWeight:
         return packed
 
 
-# What the layout follows from besides the bits: the same bits may have come to mean another matrix.
+# The packed form depends on these besides the bits: equal bits may represent another matrix.
 _Kind = tuple[torch.Size, torch.dtype, torch.dtype, str | None]
 
 
-# Below this many rows, packing the weight takes as long as the product then saves; looking whether
-# a packed one is still good takes less.
+# The fewest rows for which the product saves more time than it takes to pack the weight, or to
+# check that an already packed weight is unchanged.
 _ROWS_WORTH_PACKING = 64
 _ROWS_WORTH_LOOKING = 16
 
@@ -298,12 +298,12 @@ def _differentiable(
     rows = x.to(dtype).reshape(-1, x.shape[-1])
     relu = activation == "relu"
     out = _product(rows, weight.to(dtype), bias, relu).view(*x.shape[:-1], weight.shape[0])
-    # GELU's derivative needs what goes into it, which its product does not return.
+    # GELU's derivative needs GELU's input, which a fused product does not return.
     return out if activation is None or relu else ACTIVATIONS[activation](out)
 
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None = None, relu: bool = False) -> Tensor:
-    """x weightᵀ + bias of 2-D tensors, or its ReLU."""
+    """Returns x weightᵀ + bias of 2-D tensors, followed by ReLU if ``relu``."""
     activation = "relu" if relu else None
     if _operator.requires_grad(x, weight, bias) and not _operator.differentiating():
         return _operator.apply(_Linear, x, weight, bias, activation)
@@ -311,14 +311,14 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None = None, relu: bool =
 
 
 class _Linear(torch.autograd.Function):
-    """The gradients are two more such products."""
+    """A product whose gradients are two more such products."""
 
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None
     ) -> Tensor:
         out = _operator.below(torch.ops.trifuse.linear, x, weight, bias, activation)
-        # Each is needed for the other's gradient.
+        # x and the weight are each needed for the other's gradient.
         ctx.save_for_backward(
             x if ctx.needs_input_grad[1] else None,
             weight if ctx.needs_input_grad[0] else None,
@@ -355,7 +355,7 @@ def _derivative(
 
 
 def _vmap(info: Any, in_dims: Any, x: Tensor, weight: Tensor, *rest: Any) -> Any:
-    """By torch's product, which has batches of weights."""
+    """The batching rule: torch's product, which supports batched weights."""
     bias, activation = (*rest, None)[:2]
     x, weight = (
         t if d is None else t.movedim(d, 0) for t, d in zip((x, weight), in_dims, strict=False)
@@ -363,7 +363,7 @@ def _vmap(info: Any, in_dims: Any, x: Tensor, weight: Tensor, *rest: Any) -> Any
     out = x @ weight.mT
     if bias is not None:
         out = out + (bias if in_dims[2] is None else bias.movedim(in_dims[2], 0).unsqueeze(-2))
-    if out.dim() == 2:  # the bias alone may be batched, or nothing
+    if out.dim() == 2:  # nothing is batched
         out = out.expand(info.batch_size, *out.shape)
     return out if activation is None else ACTIVATIONS[activation](out), 0
 
@@ -377,11 +377,11 @@ _operator.register_decomposition(torch.ops.trifuse.linear.default, _torch, _fake
 _operator.register_flops(
     torch.ops.trifuse.linear, lambda x, weight, *rest: 2 * x.shape[0] * weight.numel()
 )
-# Where our product is not: a program was moved there.
+# For programs that were moved to a device without trifuse's product.
 _operator.implement("linear")(_torch)
 
-# With a weight that is packed already, and what tells whether it still is that weight. Of no use to
-# a trace, where the weight may change.
+# The product with a packed weight, and the checksums that show whether the weight is unchanged.
+# Not for traces, in which the weight may change.
 _operator.library.define("pack_linear(Tensor weight) -> Tensor")
 _operator.library.define(
     "linear_packed(Tensor x, Tensor packed, int out_features, Tensor? bias, str? activation=None)"

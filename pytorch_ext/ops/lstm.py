@@ -1,4 +1,4 @@
-"""The LSTM: arguments, and the road to a backend."""
+"""The LSTM: argument checks, choice of backend, registration."""
 
 from __future__ import annotations
 
@@ -48,44 +48,46 @@ def lstm(
     """One layer of an LSTM in one direction, over whole sequences.
 
     Hochreiter and Schmidhuber, "Long Short-Term Memory" (1997), in the form of ``torch.nn.LSTM``;
-    :mod:`trifuse.reference.lstm` has the equations and where each of the options is from. They all
-    combine. H is the hidden size, I the input's, R the size of h: H, or the projection's; G counts
-    the gates: 4, in the order i, f, g, o, or with ``coupled`` 3: i, g, o.
+    :mod:`trifuse.reference.lstm` has the equations and the source of each option. All options
+    combine. H is the hidden size, I the input size, R the size of h: H, or the projection size. G
+    is the number of gates: 4, in the order i, f, g, o, or with ``coupled`` 3: i, g, o.
 
     Args:
         input: (T, B, I), or with ``batch_first`` (B, T, I), or (T, I); float32, bfloat16, float16
             or float64, of any strides.
         hx: (h0, c0), shaped (B, R) and (B, H), or (R,) and (H,); either or both None for zeros. h0
-            in the dtype of the input; c0 too, or in float32 beside 16 bits.
+            in the dtype of the input; c0 too, or float32 with a 16-bit input.
         weight_ih: (G·H, I), in the dtype of the input, as are the other matrices.
         weight_hh: (G·H, R).
-        bias_ih, bias_hh: (G·H,). All vectors are in the dtype of the input, or in float32 beside 16
-            bits.
+        bias_ih, bias_hh: (G·H,). All vectors are in the dtype of the input, or float32 with a
+            16-bit input.
         weight_hr: (R, H), projects each step's h.
-        lengths: int32 or int64 (B,), how many steps each row has, from 0 to T. Past them the output
-            is 0, states stand still, and the input reaches neither results nor gradients.
-        reverse: read each row from its last step to its first. Outputs stand at their own steps.
-        cell_clip: c is held within ± this, before the output gate sees it.
-        proj_clip: what ``weight_hr`` gives is held within ± this.
-        forget_bias: added to the forget gate. Zero with ``coupled``.
+        lengths: int32 or int64 (B,), the number of steps in each row, from 0 to T. Past it the
+            output is 0, states stay as they are, and the input reaches neither results nor
+            gradients.
+        reverse: read each row from its last step to its first. Outputs keep their inputs' places.
+        cell_clip: clips c to ± cell_clip, before the output gate reads it.
+        proj_clip: clips the projected h to ± proj_clip.
+        forget_bias: added to the forget gate's sum. Must be 0 with ``coupled``.
         coupled: the forget gate is 1 - the input gate.
         weight_peephole: (3, H), from c to the gates i, f and o; with ``coupled`` (2, H), i and o.
-        norm_ih_weight, norm_hh_weight: (G·H,), the gains of layer normalisation of the two
-            products. Both and ``norm_cell_weight`` are given, or none.
-        norm_cell_weight, norm_cell_bias: (H,), of that of c on its way to h. The bias may be None.
-        eps: of the layer normalisations.
-        zoneout_h, zoneout_c: the probability that an element of a state stays as it was, in
-            training; otherwise the share of it that stays.
-        recurrent_dropout: the probability of dropping an element of h on its way to the gates, in
-            training; one draw per row for all steps.
-        training: whether to draw at random: from torch's default generator for the device, honoured
-            to 2⁻¹⁶; the same seed draws the same on every backend.
-        recompute: keep nothing but h and c for the backward, which computes the gates again.
+        norm_ih_weight, norm_hh_weight: (G·H,), the gains of the layer normalisations of the two
+            products. Give both and ``norm_cell_weight``, or none.
+        norm_cell_weight, norm_cell_bias: (H,), the gain and bias of the layer normalisation of c on
+            its way to h. The bias may be None.
+        eps: added to the variance in the layer normalisations.
+        zoneout_h, zoneout_c: in training, the probability that an element of a state keeps its old
+            value; otherwise the weight of the old value in the new one.
+        recurrent_dropout: in training, the probability of dropping an element of h on its way to
+            the gates; one draw per row for all steps.
+        training: whether to draw random numbers. They are drawn from torch's default generator for
+            the device, with a resolution of 2⁻¹⁶; the same seed draws the same on every backend.
+        recompute: keep only h and c for the backward, which recomputes the gates.
 
     Returns:
-        The output, (T, B, R) or as ``input`` has it, and (h_n, c_n), shaped as ``hx``. c_n is in
-        float32, or float64 for float64: passed on to the next call, a sequence cut in two gives the
-        same bits as a whole one. The rest is in the dtype of the input.
+        The output, (T, B, R) or in the layout of ``input``, and (h_n, c_n), shaped as ``hx``. c_n
+        is in float32, or float64 for float64, so that a sequence cut in two gives the same bits as
+        a whole one if c_n is passed on. The rest is in the dtype of the input.
 
     Raises:
         TypeError: an argument of the wrong type, or a dtype that doesn't fit the others.
@@ -113,7 +115,7 @@ def lstm_cell(
     bias_ih: Tensor | None = None,
     bias_hh: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """One step of an LSTM, as ``torch.lstm_cell`` takes it.
+    """One step of an LSTM, with the arguments of ``torch.lstm_cell``.
 
     Args:
         input: (B, I) or (I,).
@@ -132,7 +134,7 @@ def lstm_cell(
 
 
 def _step(input: Tensor, h0: Any, c0: Any, *parameters: Any) -> tuple[Any, ...]:
-    """h and c, with nothing for h_n."""
+    """Returns h as the output, None in the place of h_n, and c."""
     if _recurrent.without_units(parameters[0]):
         states = [t if t is None else t.to(input.dtype) for t in (h0, c0)]
         zeros = input.new_zeros(*input.shape[:-1], parameters[1].shape[1])
@@ -156,16 +158,16 @@ def layer(
     recompute: bool = False,
     **options: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """One layer in D directions, in one call, so that a backend can run them side by side.
+    """Runs one layer in D directions in one call; a backend can run directions side by side.
 
     Args:
         input: (T, B, I).
         h0: (D, B, R) or None.
         c0: (D, B, H) or None.
-        parameters: each direction's.
+        parameters: a :class:`Parameters` for each direction.
         lengths: as in :func:`lstm`.
-        reverse: of each direction.
-        options: those of :func:`lstm` that are numbers and flags, and ``training``.
+        reverse: a flag for each direction.
+        options: the arguments of :func:`lstm` that are numbers and flags, such as ``training``.
 
     Returns:
         Output (T, B, D·R), h_n (D, B, R), c_n (D, B, H).
@@ -205,15 +207,15 @@ def stack(
     recompute: bool = False,
     **options: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """L layers, each of which reads the one before, in one call, so that they can run side by side.
+    """Runs L layers in one call, so that layers can run side by side; each reads the one before.
 
-    Only for what :func:`why_not_stacked` has nothing against.
+    Only for calls for which :func:`why_not_stacked` returns None.
 
     Args:
         input: (T, B, I).
         h0: (L, B, R) or None.
         c0: (L, B, H) or None.
-        parameters: each layer's.
+        parameters: a :class:`Parameters` for each layer.
         lengths, recompute, options: as in :func:`layer`.
 
     Returns:
@@ -236,7 +238,7 @@ def why_not_stacked(
     training: bool = False,
     **others: Any,
 ) -> str | None:
-    """Why layers with such options have to be called one after the other; None: they needn't."""
+    """Returns why layers with these options must be called one by one, or None."""
     choice = backends.choose(backends.Call("lstm", input.device.type, input.dtype))
     if choice.backend != "cuda":
         return f"the {choice.backend} backend has layers alone"
@@ -312,7 +314,7 @@ def _prepare_stack(
         for each in zip(Parameters._fields, layers[0].parameters, call.parameters, strict=True):
             if each[0] != "weight_ih":
                 _recurrent.same_shape(*each)
-        # In place of its output, for the shape.
+        # Stands in for the layer's output: only its shape is checked.
         x = input.new_empty(1).expand(*input.shape[:2], p.weight_hh.shape[1])
     one = layers[0]
     checked = Parameters(*one.parameters)  # type: ignore[arg-type]
@@ -348,9 +350,9 @@ def _check(
     coupled: bool = False,
     **numbers: Any,
 ) -> _recurrent.Call:
-    """``input`` is (T, B, I), and ``batch`` the shape that the caller's states have before R.
+    """Checks a call. ``input`` is (T, B, I); ``batch`` is the shape of the caller's h0 before R.
 
-    ``coupled`` and ``numbers`` are for :func:`check_options`.
+    ``coupled`` and ``numbers`` are passed to :func:`check_options`.
     """
     _recurrent.check_directions(parameters, reverse)
     coupled, recompute = _checks.flag("coupled", coupled), _checks.flag("recompute", recompute)
@@ -431,7 +433,7 @@ def _states(
 
 
 def _check_parameters(p: Parameters, input: Tensor, coupled: bool) -> Parameters:
-    """One direction's, with weights as autocast wants them."""
+    """Checks one direction's parameters; returns them with the weights after autocast."""
     gates = 3 if coupled else 4
     weight_ih, H = _recurrent.weight_ih(p.weight_ih, input, gates)
     R, weight_hr = H, None
@@ -464,7 +466,7 @@ def _check_parameters(p: Parameters, input: Tensor, coupled: bool) -> Parameters
 
 
 def pair(hx: Any) -> tuple[Any, Any]:
-    """(h0, c0), each of which may be missing, as both are where ``hx`` is None."""
+    """Returns (h0, c0), either of which may be None; both are None if ``hx`` is."""
     if hx is None:
         return None, None
     if not isinstance(hx, (tuple, list)) or len(hx) != 2:
@@ -514,14 +516,14 @@ def _fake(
         input.new_empty(D, B, H, dtype=wide),
         input.new_empty(gates),
         input.new_empty(cells, dtype=wide),
-        input.new_empty(clipped, dtype=torch.bool),  # of c's units, then of h's
+        input.new_empty(clipped, dtype=torch.bool),  # c's units, then h's
     )
 
 
 def _cpp_fake(*args: Any) -> tuple[Tensor, ...]:
-    """With layer normalisation it leaves both products, as they were accumulated, not the gates.
+    """As :func:`_fake`, but with layer normalisation both products are saved instead of the gates.
 
-    What was clipped it leaves as bits, 16 of them in a number.
+    The products have the accumulation dtype. Marks of clipped elements are bits, 16 to an int16.
     """
     output, h_n, c_n, gates, cells, clipped = _fake(*args)
     norm = Parameters(*args[3][: len(Parameters._fields)]).norm_ih_weight
@@ -542,12 +544,12 @@ def _grad_fake(
 
 
 def _formula(*args: Any) -> reference.Results:
-    """The forward op's arguments, for the reference."""
+    """Calls the reference with the forward op's arguments."""
     return reference.lstm(*args[:6], options=Options(*args[6:]))
 
 
 def _grad_formula(*args: Any) -> list[Tensor | None]:
-    """The backward op's arguments, for the reference."""
+    """Calls the reference with the backward op's arguments."""
     return reference.lstm_backward(*args[:13], options=Options(*args[13:23]), wanted=args[23])
 
 
@@ -587,11 +589,11 @@ if backends._C is not None:
 
 # Stacks -----------------------------------------------------------------------------------------
 #
-# Layers, each of which reads the one before: instead of directions. The output is the last one's.
+# Layers, each reading the layer before, take the place of directions.
 
 
 class _StackResults(NamedTuple):
-    """The layers' results side by side, as if they were directions, but for the output."""
+    """The layers' results, stacked as those of directions are, except the output."""
 
     output: Tensor  # (T, B, R), the last layer's
     h_n: Tensor
@@ -610,7 +612,7 @@ def _stack_fake(*args: Any) -> tuple[Tensor, ...]:
 
 
 def _layer(args: Sequence[Any], k: int, x: Tensor) -> tuple[tuple[Any, ...], Options]:
-    """The k-th layer's arguments, for the reference, and its options."""
+    """Returns the k-th layer's arguments and options for the reference."""
     _, h0, c0, parameters, lengths, seed, *options = args
     h, c = (None if t is None else t[k : k + 1] for t in (h0, c0))
     given = (x, h, c, parameters[k * SLOTS : (k + 1) * SLOTS], lengths, seed)
@@ -618,7 +620,7 @@ def _layer(args: Sequence[Any], k: int, x: Tensor) -> tuple[tuple[Any, ...], Opt
 
 
 def _stack_formula(*args: Any) -> _StackResults:
-    """The forward op's arguments, for the reference, layer by layer."""
+    """Calls the reference with the forward op's arguments, layer by layer."""
     outputs: list[Tensor] = [args[0]]
     layers = []
     for k in range(len(args[6])):
@@ -631,7 +633,7 @@ def _stack_formula(*args: Any) -> _StackResults:
 
 
 def _stack_grad_formula(*args: Any) -> list[Tensor | None]:
-    """The backward op's arguments, for the reference, layer by layer."""
+    """Calls the reference with the backward op's arguments, layer by layer."""
     grad_output, grad_h_n, grad_c_n = args[:3]
     forward, wanted = (*args[3:9], *args[14:24]), args[24]
     x, layers = args[3], []
@@ -664,15 +666,15 @@ _recurrent.OPERATORS["lstm_stack"] = dataclasses.replace(
     fakes={},
     formula=_stack_formula,
     grad_formula=_stack_grad_formula,
-    backends=("cuda",),  # those that run layers of a stack side by side
+    backends=("cuda",),  # only CUDA runs a stack's layers side by side
 )
 
-# How many layers of a stack the CUDA kernels run at once, and why no more.
+# Returns how many layers of a stack the CUDA kernels run at once, and why not more.
 _operator.library.define(
     "lstm_layers_at_once.cuda(Tensor input, Tensor?[] parameters, bool coupled, bool backward) -> "
     "(int, str)"
 )
-# Why the CUDA kernels go step by step in such a call; "" where it is one launch.
+# Returns why the CUDA kernels run a call step by step, or "" if they run it in one launch.
 _operator.library.define(
     "lstm_step_by_step.cuda(Tensor input, Tensor?[] parameters, bool coupled, bool backward) -> str"
 )

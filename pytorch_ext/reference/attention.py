@@ -18,12 +18,12 @@ and, for gradients dO and dlse arriving from above:
 
 Sums run over pairs in M only, which settles two things that 0 · x leaves open: a row with no pair
 gives O = 0, lse = -∞ and no gradient, and a NaN or Inf in a key, value or query reaches only the
-rows that it is paired with. What it does reach becomes NaN, but for a score: an S_ij of -∞, of a
-pair in M, is a P_ij of 0 as in any softmax. A row whose scores are all -∞, or that has one of +∞,
-is NaN, and its lse is.
+rows that it is paired with. Whatever it reaches becomes NaN, except scores: as in any softmax,
+S_ij = -∞ of a pair in M gives P_ij = 0. A row whose scores are all -∞, or that has a score of +∞,
+is NaN, and so is its lse.
 
-Every backend is held to this file in float64. 16-bit inputs are computed in float32. It holds whole
-(Lq, Lk) matrices: it is here to be read and to be right, not to be fast.
+Every backend is held to this file in float64. 16-bit inputs are computed in float32. The file
+stores whole (Lq, Lk) matrices: it is here to be read and to be right, not to be fast.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def attention(
     lower_right: bool,
     dropout_p: float,
 ) -> tuple[Tensor, Tensor]:
-    """The output and the logsumexp.
+    """Computes the output and the logsumexp.
 
     Args:
         query: (B, H, Lq, E). With ``cu_seqlens_q``, (1, H, total, E), the sequences end to end.
@@ -71,11 +71,11 @@ def attention(
             full or 1. With ``cu_seqlens_q``, B counts sequences and Lq, Lk are the ``max_seqlen``.
         key_lengths: integers (B,); keys at or past the length take no part.
         cu_seqlens_q, cu_seqlens_k: integers (sequences + 1,), where each sequence begins; tokens
-            past the last boundary belong to none.
+            past the last boundary belong to no sequence.
         seed: int64, one element; keys the dropout.
         max_seqlen_q, max_seqlen_k: not needed here; kernels size their grids with them.
-        scale: what q·k is multiplied by; None means 1/√E.
-        window_left, window_right: query i sees keys from ``d(i) - left`` to ``d(i) + right``;
+        scale: multiplies q·k; None means 1/√E.
+        window_left, window_right: query i attends to keys from ``d(i) - left`` to ``d(i) + right``;
             -1 means no bound. Causal attention is ``window_right = 0``.
         lower_right: the diagonal is d(i) = i + Lk - Lq instead of d(i) = i.
         dropout_p: the probability of dropping a weight.
@@ -122,7 +122,7 @@ def attention_backward(
     dropout_p: float,
     mask_requires_grad: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Gradients for query, key, value and, if asked for, the float mask.
+    """Computes gradients for query, key, value and, if wanted, the float mask.
 
     The weights are computed again from the inputs rather than taken from the forward, so that this
     function can itself be differentiated: it is the double backward of every backend.
@@ -156,7 +156,7 @@ def attention_backward(
         inner = inner.masked_fill(inner.isinf(), float("nan"))
         grad_s = (probability * inner).masked_fill(~keep, 0)
         dropped = _multiply(probability, multiplier)
-        if multiplier is not None:  # what dropout leaves out adds nothing, NaN or not
+        if multiplier is not None:  # a dropped weight adds nothing, even if it is NaN
             dropped = dropped.masked_fill(multiplier == 0, 0)
 
         parts_q.append(scale * _matmul_over_pairs(grad_s, keep, k))
@@ -230,22 +230,22 @@ def _weights(
         plane = batch[:, None] * H + torch.arange(H, device=device)
         kept = philox.dropout_keep(seed, plane, Lq, Lk, dropout_p)
         multiplier = kept.to(wide) * philox.keep_scale(dropout_p)
-    # Also in a row that is NaN the pairs left out have weight 0.
+    # Pairs that are left out have weight 0 even in a row that is NaN.
     probability = (exponential / total).masked_fill(~keep, 0)
     return _Weights(keep, probability, multiplier, logsumexp)
 
 
 def _scores(query: Tensor, key: Tensor) -> Tensor:
-    """``query @ key.mT``, infinities included. Those are constants to a derivative."""
+    """Returns ``query @ key.mT``, infinities included; an infinite product has no derivative."""
     products = query.detach() @ key.detach().mT
     return torch.where(products.isinf(), products, _pair_products(query, key))
 
 
 def _pair_products(rows: Tensor, columns: Tensor) -> Tensor:
-    """``rows @ columns.mT``, the pairs of a non-finite row or column becoming NaN.
+    """Returns ``rows @ columns.mT``, with NaN for all pairs of a non-finite row or column.
 
-    With the plain product, pairs that the caller then leaves out would still come back in its
-    derivative, as 0 · NaN.
+    With the plain product, pairs that the caller masks afterwards would still reach the derivative,
+    as 0 · NaN.
     """
     finite_row = rows.isfinite().all(-1, keepdim=True)
     finite_column = columns.isfinite().all(-1, keepdim=True)
@@ -254,9 +254,9 @@ def _pair_products(rows: Tensor, columns: Tensor) -> Tensor:
 
 
 def _matmul_over_pairs(weights: Tensor, keep: Tensor, rows: Tensor) -> Tensor:
-    """``weights @ rows`` with each sum over kept pairs alone, so that 0 · NaN never enters.
+    """Returns ``weights @ rows``, summed over kept pairs only, so that 0 · NaN never enters.
 
-    A sum that does hold a non-finite row becomes NaN.
+    A sum over kept pairs that includes a non-finite element of ``rows`` becomes NaN.
     """
     finite = rows.isfinite()
     product = weights @ rows.masked_fill(~finite, 0)
@@ -273,15 +273,15 @@ def _accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def _grouped(kv: Tensor, query: Tensor) -> Tensor:
-    """Key or value heads repeated for the query heads that share them."""
+    """Repeats key or value heads for the query heads that share them."""
     groups = query.shape[1] // max(kv.shape[1], 1)
     return kv if groups == 1 else kv.repeat_interleave(groups, dim=1)
 
 
 class _Sequence(NamedTuple):
-    """Where one sequence, or a whole padded batch, lies in the packed tensors."""
+    """The place of one sequence, or of a whole padded batch, in the tensors."""
 
-    number: int  # the first sequence's number: the b of the dropout counter
+    number: int  # the first sequence's index, b in the dropout counter
     query: tuple[slice, ...]
     key: tuple[slice, ...]
     row: tuple[slice, ...]
@@ -314,14 +314,14 @@ def _sequences(
 
 
 def _join(parts: list[Tensor], shape: Sequence[int], like: Tensor, fill: float = 0.0) -> Tensor:
-    """(B, H, L, ...): the parts end to end, then ``fill`` for tokens that belong to no sequence."""
+    """Joins parts into (B, H, L, ...), with ``fill`` for tokens that belong to no sequence."""
     B, H, L, *rest = shape
     missing = like.new_full((B, H, L - sum(part.shape[2] for part in parts), *rest), fill)
     return torch.cat([*(part.to(like.dtype) for part in parts), missing], 2)
 
 
 def _pad_like(grad: Tensor, attn_mask: Tensor | None) -> Tensor:
-    """A sequence's mask gradient, widened to the mask's own last two dimensions."""
+    """Pads a sequence's mask gradient with 0 to the mask's last two dimensions."""
     assert attn_mask is not None
     rows, columns = (attn_mask.shape[d] - grad.shape[d] for d in (2, 3))
     return torch.nn.functional.pad(grad, (0, columns, 0, rows))

@@ -19,9 +19,9 @@ and, for gradients dy and ds arriving from above:
 with dw = ∑ dy n, db = ∑ dy and dc = ∑ dx over rows. RMSNorm (Zhang and Sennrich, "Root Mean Square
 Layer Normalization", 2019) has no μ and no 1/N ∑_k g_k.
 
-Every backend is held to this file in float64. 16-bit inputs are computed in float32 and rounded
-when all is done, but for a sum that is returned (pre-norm): what is normalised is the sum as it is
-returned, rounded, so that the backward needs nothing else.
+Every backend is held to this file in float64. 16-bit inputs are computed in float32 and rounded at
+the end, except a sum that is returned (pre-norm): it is rounded before it is normalised, so that
+the backward needs only the returned sum.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from trifuse.reference import philox
 
 
 class Gradients(NamedTuple):
-    """Shaped and typed like the arguments of the same names; None for those that are None."""
+    """Gradients of the arguments of the same names; None for a vector that is None."""
 
     x: Tensor
     residual: Tensor
@@ -57,22 +57,22 @@ def dropout_add_layer_norm(
     prenorm: bool,
     sum_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The normalised sum, the sum, and the mean and the reciprocal standard deviation of its rows.
+    """Computes the normalised sum, the sum, and the mean and rstd of the sum's rows.
 
     Args:
         x: (..., N). The leading dimensions, flattened, number the rows.
         residual: (..., N) or None.
         weight, bias: (N,) or None.
         x_bias: (N,) or None.
-        seed: int64, one element, keys the dropout; None for none.
+        seed: int64, one element, keys the dropout; None for no dropout.
         dropout_p: the probability of dropping an element.
         eps: added to the variance.
         rms_norm: RMSNorm instead of LayerNorm.
         prenorm: whether the sum is returned, and so rounded before it is normalised.
-        sum_dtype: what the sum is returned in.
+        sum_dtype: the dtype of the returned sum.
 
     Returns:
-        (..., N) in the dtype of x; (..., N) in ``sum_dtype``; twice (...) in float32, or float64
+        (..., N) in the dtype of x; (..., N) in ``sum_dtype``; two of (...) in float32, or float64
         for float64. The mean is 0 in RMSNorm.
     """
     total = _sum(x, residual, x_bias, seed, dropout_p)
@@ -99,7 +99,7 @@ def dropout_add_layer_norm_backward(
     rms_norm: bool,
     x_is_sum: bool,
 ) -> Gradients:
-    """Gradients for x, residual, weight, bias and ``x_bias``.
+    """Computes gradients for x, residual, weight, bias and ``x_bias``.
 
     Everything is computed again from the inputs, so that this function can itself be
     differentiated: it is the double backward of every backend.
@@ -107,7 +107,7 @@ def dropout_add_layer_norm_backward(
     Args:
         grad_out: (..., N).
         grad_sum: (..., N) or None.
-        x_is_sum: x is the sum that the forward returned, instead of x and ``residual``.
+        x_is_sum: whether x is the sum that the forward returned; ``residual`` is then not added.
         The rest as in :func:`dropout_add_layer_norm`.
     """
     wide = _accumulation_dtype(grad_out.dtype)
@@ -155,7 +155,7 @@ def _normalise(total: Tensor, eps: float, rms_norm: bool) -> tuple[Tensor, Tenso
 
 
 def _drop(values: Tensor, seed: Tensor | None, dropout_p: float) -> Tensor:
-    """D · values, element j of row i being (i, j) of Philox's plane 0."""
+    """Returns D · values; element j of row i draws at row i, column j of Philox's plane 0."""
     if seed is None:
         return values
     N = values.shape[-1]

@@ -1,8 +1,8 @@
 r"""The GRU, forward and backward, as mathematics.
 
 Cho et al., "Learning Phrase Representations using RNN Encoder-Decoder" (2014), in the form of
-``torch.nn.GRU``, whose reset gate multiplies after the product. For row b at a step t that it has,
-with h = h_{t-1} and σ the logistic function:
+``torch.nn.GRU``, whose reset gate multiplies after the product. For one row and a step t below its
+length, with h = h_{t-1} and σ the logistic function:
 
     r    = σ(W_ir x_t + b_ir + W_hr h + b_hr)
     z    = σ(W_iz x_t + b_iz + W_hz h + b_hz)
@@ -45,7 +45,7 @@ from trifuse.reference.lstm import (
 
 
 class Parameters(NamedTuple):
-    """One direction's. H is the hidden size, I the input's; the gates are r, z, n, as in torch."""
+    """One direction's parameters. H is the hidden size, I the input size; the gates are r, z, n."""
 
     weight_ih: Tensor  # (3·H, I)
     weight_hh: Tensor  # (3·H, H)
@@ -57,7 +57,7 @@ SLOTS = len(Parameters._fields)
 
 
 class Options(NamedTuple):
-    reverse: Sequence[bool]  # of each direction: whether rows are read from their ends
+    reverse: Sequence[bool]  # by direction: whether rows are read from the last step
 
 
 class Results(NamedTuple):
@@ -74,17 +74,17 @@ def gru(
     *,
     options: Options,
 ) -> Results:
-    """One layer, in one direction or two.
+    """Runs one layer in one direction or two.
 
     Args:
         input: (T, B, I).
         h0: (D, B, H) or None for zeros.
-        parameters: those of each direction, one after another: see :class:`Parameters`.
-        lengths: int64 (B,), how many steps each row has; None: all T.
+        parameters: the :class:`Parameters` of each direction, one after another.
+        lengths: int64 (B,), the number of steps in each row; None: all T.
 
     Returns:
         Output and h_n in the dtype of the input, the gates in float32, or float64 for float64. Past
-        a row's length its output is 0 and h stands still.
+        a row's length its output is 0 and h stays as it is.
     """
     directions = []
     for way in _ways(input, h0, parameters, lengths, options):
@@ -122,18 +122,18 @@ def gru_backward(
     options: Options,
     wanted: Sequence[bool],
 ) -> list[Tensor | None]:
-    """Gradients for input, h0 and each of the parameters.
+    """Computes gradients for input, h0 and each of the parameters.
 
     Args:
         grad_output: (T, B, D·H).
         grad_h_n: (D, B, H) or None for zeros.
-        output, gates: what the forward gave. None: computed again, so that this function can itself
-            be differentiated: it is the double backward of every backend.
-        wanted: which gradients are, in the order above.
+        output, gates: the forward's results. If None, they are computed again, so that this
+            function can itself be differentiated: it is the double backward of every backend.
+        wanted: which gradients are wanted, in the order above.
         The rest as in :func:`gru`.
 
     Returns:
-        A tensor shaped and typed like what it is the gradient of, or None where none is wanted.
+        Gradients, each of the shape and dtype of its tensor; None where not wanted.
     """
     if output is None or gates is None:
         output, _, gates = gru(input, h0, parameters, lengths, options=options)
@@ -163,7 +163,7 @@ def gru_backward(
 
 
 class _Way(NamedTuple):
-    """What one direction is given: in the order of its steps, in the accumulation dtype."""
+    """One direction's arguments, in the order of its steps, in the accumulation dtype."""
 
     p: Parameters
     x: Tensor  # (T, B, I)
@@ -173,7 +173,7 @@ class _Way(NamedTuple):
     valid: Tensor | None  # bool (T, B, 1): whether a row has that step
 
     def steps(self, t: Tensor) -> Tensor:
-        """(T, B, ...) by position as (T, B, ...) by step."""
+        """Puts (T, B, ...) in step order, with 0 past each row's length."""
         return in_step_order(masked(t, self.valid), self.lengths, self.reverse).to(self.x.dtype)
 
 
@@ -195,15 +195,15 @@ def _ways(
 def _backward(
     way: _Way, dy: Tensor, dh: Tensor, y: Tensor, cell: _Cell
 ) -> dict[str, Callable[[], Tensor]]:
-    """Gradients by the names of what they belong to, each computed when it is asked for.
+    """Returns functions that compute the gradients, by the names of arguments and parameters.
 
     Args:
-        dy: (T, B, H). With it dh (B, H) arrives from above.
-        y: (T, B, H), of the forward, in step order.
-        cell: each (T, B, H), likewise.
+        dy: (T, B, H), the gradient of the output, in step order; dh: (B, H), that of h_n.
+        y: (T, B, H), the forward's output, in step order.
+        cell: each (T, B, H), in step order.
     """
     p, x = way.p, way.x
-    # What each step began with. Past a row's length there is none; 0 stands in, and goes nowhere.
+    # h before each step. Past a row's length there is no step; 0 stands in and affects nothing.
     h = masked(torch.cat([way.h0[None], y])[: len(x)], way.valid)
     r, z, n, k = cell
     # The derivatives at each step. A row that has ended keeps its h.
@@ -234,7 +234,7 @@ def _backward(
 
 
 class _Cell(NamedTuple):
-    """The formula's letters, each (..., H)."""
+    """The formula's variables, each (..., H)."""
 
     r: Tensor
     z: Tensor

@@ -1,8 +1,8 @@
 r"""The LSTM, forward and backward, as mathematics.
 
 Hochreiter and Schmidhuber, "Long Short-Term Memory" (1997), with the forget gate of Gers et al.
-(2000), and what was added to it since. For row b at a step t that it has, with h = h_{t-1},
-c = c_{t-1}, σ the logistic function and ⊙ products by element:
+(2000) and later extensions. For one row and a step t below its length, with h = h_{t-1},
+c = c_{t-1}, σ the logistic function and ⊙ the elementwise product:
 
     a    = LN(W_ih x_t; γ_ih) + LN(W_hh (D ⊙ h); γ_hh) + b_ih + b_hh
     i    = σ(a_i + p_i ⊙ c)
@@ -15,18 +15,18 @@ c = c_{t-1}, σ the logistic function and ⊙ products by element:
     c_t  = zoneout(c̃, c)
     h_t  = zoneout(h̃, h),               y_t = h_t
 
-Each addition falls away where it isn't given: LN, the layer normalisation of Ba, Kiros and Hinton
-(2016, equations 20 to 22), over all of a product's entries and with a gain alone, or over a cell;
-the peepholes p of Gers and Schmidhuber (2000); W_hr, the projection of Sak, Senior and Beaufays
-(2014); D, a dropout drawn once for all steps (Gal and Ghahramani, 2016); and zoneout (Krueger et
-al., 2017), which in training leaves an element as it was where it is drawn, and otherwise takes the
-mean of that. With ``coupled``, f = 1 - i (Greff et al., "LSTM: A Search Space Odyssey", 2017).
+Each extension is optional: LN, the layer normalisation of Ba, Kiros and Hinton (2016, equations 20
+to 22), over all entries of a product with a gain only, or over a cell; the peepholes p of Gers and
+Schmidhuber (2000); W_hr, the projection of Sak, Senior and Beaufays (2014); D, a dropout drawn once
+for all steps (Gal and Ghahramani, 2016); and zoneout (Krueger et al., 2017), which in training
+keeps the old value of randomly drawn elements, and otherwise takes the expectation of that. With
+``coupled``, f = 1 - i (Greff et al., "LSTM: A Search Space Odyssey", 2017).
 
 Gradients follow by the chain rule from the last step to the first; :func:`lstm_backward` writes it
-out. All that is not a state's way through time is done for all steps at once.
+out. Everything but the recurrence of the states is computed for all steps at once.
 
-h is rounded to the dtype of the input at every step, c is not rounded: float32, or float64 for
-float64. Every backend is held to this file in float64.
+h is rounded to the dtype of the input at every step. c is not rounded: it is float32, or float64
+for float64. Every backend is held to this file in float64.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ from trifuse.reference import philox
 
 
 class Parameters(NamedTuple):
-    """One direction's. H is the hidden size, I the input's, R what h has: H, or the projection's.
+    """One direction's parameters. H is the hidden size, I the input size, R the size of h.
 
-    G is 4: the gates i, f, g, o; or with ``coupled`` 3: i, g, o.
+    R is H or the projection size; G is 4 (gates i, f, g, o), or with ``coupled`` 3 (i, g, o).
     """
 
     weight_ih: Tensor  # (G·H, I)
@@ -64,15 +64,15 @@ Slots = TypeVar("Slots", bound=tuple)
 
 
 def by_direction(slots: type[Slots], flat: Sequence[Any]) -> list[Slots]:
-    """Of Parameters one after another in one list, or of something for each of them."""
+    """Splits a flat list of the parameters of all directions, or of one item for each of them."""
     count = len(slots._fields)  # type: ignore[attr-defined]
     return [slots(*flat[i : i + count]) for i in range(0, len(flat), count)]
 
 
 class Options(NamedTuple):
-    """What a call computes: numbers and flags, in the order of the op's schema."""
+    """A call's options: numbers and flags, in the order of the op's schema."""
 
-    reverse: Sequence[bool]  # of each direction: whether rows are read from their ends
+    reverse: Sequence[bool]  # by direction: whether rows are read from the last step
     coupled: bool = False
     forget_bias: float = 0.0
     cell_clip: float | None = None
@@ -107,19 +107,19 @@ def lstm(
     *,
     options: Options,
 ) -> Results:
-    """One layer, in one direction or two.
+    """Runs one layer in one direction or two.
 
     Args:
         input: (T, B, I).
         h0: (D, B, R) or None for zeros.
         c0: (D, B, H) or None for zeros.
-        parameters: those of each direction, one after another: see :class:`Parameters`.
-        lengths: int64 (B,), how many steps each row has; None: all T.
-        seed: int64, one element, keys what is drawn at random; None where nothing is.
+        parameters: the :class:`Parameters` of each direction, one after another.
+        lengths: int64 (B,), the number of steps in each row; None: all T.
+        seed: int64, one element, keys the random draws; None without any.
 
     Returns:
-        Output and h_n in the dtype of the input, gates and cells in float32, or float64 for
-        float64. Past a row's length its output is 0 and its states stand still.
+        Output and h_n in the dtype of the input, c_n, gates and cells in float32, or float64 for
+        float64. Past a row's length its output is 0 and its states stay as they are.
     """
     directions = []
     for way in _ways(input, h0, c0, parameters, lengths, seed, options):
@@ -169,20 +169,20 @@ def lstm_backward(
     options: Options,
     wanted: Sequence[bool],
 ) -> list[Tensor | None]:
-    """Gradients for input, h0, c0 and each of the parameters.
+    """Computes gradients for input, h0, c0 and each of the parameters.
 
     Args:
         grad_output: (T, B, D·R).
         grad_h_n: (D, B, R) or None for zeros.
         grad_c_n: (D, B, H) or None for zeros.
-        output, cells, clipped: what the forward gave. None: computed again, so that this function
-            can itself be differentiated: it is the double backward of every backend.
-        gates: what the forward gave. None or (0,): computed again from the output and the cells.
-        wanted: which gradients are, in the order above.
+        output, cells, clipped: the forward's results. If None, they are computed again, so that
+            this function can itself be differentiated: it is the double backward of every backend.
+        gates: the forward's gates. If None or (0,), computed again from the input and the output.
+        wanted: which gradients are wanted, in the order above.
         The rest as in :func:`lstm`.
 
     Returns:
-        A tensor shaped and typed like what it is the gradient of, or None where none is wanted.
+        Gradients, each of the shape and dtype of its tensor; None where not wanted.
     """
     if output is None or cells is None or clipped is None:
         output, _, _, gates, cells, clipped = lstm(
@@ -218,7 +218,7 @@ def lstm_backward(
 
 
 class _Way(NamedTuple):
-    """What one direction is given: in the order of its steps, in the accumulation dtype."""
+    """One direction's arguments, in the order of its steps, in the accumulation dtype."""
 
     p: Parameters
     x: Tensor  # (T, B, I)
@@ -232,7 +232,7 @@ class _Way(NamedTuple):
     keep_c: Tensor | None  # bool (T, B, H)
 
     def steps(self, t: Tensor) -> Tensor:
-        """(T, B, ...) by position as (T, B, ...) by step."""
+        """Puts (T, B, ...) in step order, with 0 past each row's length."""
         return in_step_order(masked(t, self.valid), self.lengths, self.reverse).to(self.x.dtype)
 
 
@@ -277,15 +277,16 @@ def _backward(
     way: _Way, dy: Tensor, dh: Tensor, dc: Tensor, y: Tensor, a: Tensor | None, c_t: Tensor,
     clipped: Tensor | None, options: Options,
 ) -> dict[str, Callable[[], Tensor]]:  # fmt: skip
-    """Gradients by the names of what they belong to, each computed when it is asked for.
+    """Returns functions that compute the gradients, by the names of arguments and parameters.
 
     Args:
-        dy: (T, B, R). With it dh (B, R) and dc (B, H) arrive from above.
+        dy: (T, B, R), the gradient of the output, in step order; dh: (B, R), that of h_n;
+            dc: (B, H), that of c_n.
         y: (T, B, R), a: (T, B, G·H) or None, c_t: (T, B, H), clipped: (T, B, ...) of 0 and 1, or
-            None without clips; of the forward, in step order.
+            None without clips: the forward's results, in step order.
     """
     p, x, eps = way.p, way.x, options.eps
-    # What each step began with. Past a row's length there is none; 0 stands in, and goes nowhere.
+    # States before each step. Past a row's length there is no step; 0 stands in, affecting nothing.
     h, c = (
         masked(torch.cat([first[None], after])[: len(x)], way.valid)
         for first, after in ((way.h0, y), (way.c0, c_t))
@@ -301,7 +302,7 @@ def _backward(
     if p.norm_cell_weight is not None:
         norm_c = _normalise(cell.c, eps)
 
-    # The derivatives at each step, (T, B, ...). What doesn't get the new state keeps the old one.
+    # The derivatives at each step, (T, B, ...). new_h, new_c: share of the new value in the state.
     new_h = _share(way.keep_h, way.valid, options.zoneout_h, h)
     new_c = _share(way.keep_c, way.valid, options.zoneout_c, c)
     unclipped_u, unclipped_q = torch.ones_like(c), torch.ones_like(h)
@@ -384,7 +385,7 @@ def _backward(
 
 
 class _Cell(NamedTuple):
-    """The formula's letters, each (..., H), but for q, (..., R)."""
+    """The formula's variables, each (..., H), except q, (..., R)."""
 
     i: Tensor
     f: Tensor
@@ -423,7 +424,7 @@ def _cell(a: Tensor, c: Tensor, p: Parameters, options: Options) -> _Cell:
 
 
 def _from_input(x: Tensor, p: Parameters, eps: float) -> Tensor:
-    """a, but for what comes from h."""
+    """Returns a without the contribution of h."""
     a = x @ p.weight_ih.mT
     if p.norm_ih_weight is not None:
         a = _normalise(a, eps).values * p.norm_ih_weight
@@ -438,7 +439,7 @@ def _from_hidden(hd: Tensor, p: Parameters, eps: float) -> Tensor:
 
 
 def _peepholes(p: Parameters, coupled: bool) -> tuple[Any, Any, Any]:
-    """Each (H,), or 0."""
+    """Returns p_i, p_f and p_o, each (H,) or 0."""
     if p.weight_peephole is None:
         return 0, 0, 0
     p_i, *p_f, p_o = p.weight_peephole
@@ -462,7 +463,7 @@ def _times(t: Tensor, multiplier: Tensor | None) -> Tensor:
 def _next(
     new: Tensor, old: Tensor, keep: Tensor | None, p: float, valid: Tensor | None, s: int
 ) -> Tensor:
-    """The state after step s: zoneout, and a row that has ended keeps what it has."""
+    """Returns the state after step s, with zoneout; a row that has ended keeps its state."""
     if keep is not None:
         new = torch.where(keep[s], new, old)
     elif p > 0:
@@ -471,7 +472,7 @@ def _next(
 
 
 def _share(keep: Tensor | None, valid: Tensor | None, p: float, like: Tensor) -> Tensor:
-    """(T, B, ...): the derivative of the state after a step by the new state."""
+    """Returns (T, B, ...), the derivative of the state after each step by its new value."""
     share = torch.full_like(like, 1 - p) if keep is None else keep.to(like.dtype)
     return masked(share, valid)
 
@@ -503,7 +504,7 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def valid_steps(T: int, lengths: Tensor | None) -> Tensor | None:
-    """bool (T, B, 1): whether a row has that step, or that position. None: they all have."""
+    """Returns bool (T, B, 1): whether a row has that step or position. None: all rows have it."""
     if lengths is None:
         return None
     return (torch.arange(T, device=lengths.device)[:, None] < lengths)[..., None]
@@ -514,7 +515,7 @@ def masked(t: Tensor, valid: Tensor | None) -> Tensor:
 
 
 def in_step_order(t: Tensor, lengths: Tensor | None, reverse: bool) -> Tensor:
-    """(T, B, ...) by position as (T, B, ...) by step, or the other way: it undoes itself."""
+    """Reorders (T, B, ...) from positions to steps, or back: it is its own inverse."""
     if not reverse:
         return t
     if lengths is None:
@@ -525,12 +526,12 @@ def in_step_order(t: Tensor, lengths: Tensor | None, reverse: bool) -> Tensor:
 
 
 def stack_steps(steps: Sequence[Tensor], shape: Sequence[int], like: Tensor) -> Tensor:
-    """Steps one after another; also none at all, then of this shape."""
+    """Stacks the steps; if there are none, returns an empty (0, *shape)."""
     return torch.stack(list(steps)) if steps else like.new_empty(0, *shape)
 
 
 def added_up(results: list[dict[str, Tensor | None]], name: str) -> Tensor | None:
-    """What all directions gave, added up."""
+    """Sums one gradient over the directions."""
     parts = [result[name] for result in results]
     total = parts[0]
     for part in parts[1:]:
@@ -539,13 +540,13 @@ def added_up(results: list[dict[str, Tensor | None]], name: str) -> Tensor | Non
 
 
 def side_by_side(results: list[dict[str, Tensor | None]], name: str) -> Tensor | None:
-    """What each direction gave, side by side."""
+    """Stacks one gradient of all directions."""
     parts = [part for result in results if (part := result[name]) is not None]
     return torch.stack(parts) if parts else None
 
 
 def sum_of_outer_products(left: Tensor, right: Tensor) -> Tensor:
-    """The sum over steps and rows of left ⊗ right."""
+    """Returns the sum over steps and rows of left ⊗ right."""
     return left.flatten(0, 1).mT @ right.flatten(0, 1)
 
 

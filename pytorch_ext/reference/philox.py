@@ -3,7 +3,7 @@
 Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3" (SC 2011). A block
 cipher in miniature: 128 bits of counter and 64 bits of key go in, 128 random bits come out, and
 no state is carried from one call to the next. So an element's random number depends on *where the
-element is* and on the seed, never on which backend, tile or thread asks for it, and a backward
+element is* and on the seed, never on which backend, tile or thread draws it, and a backward
 pass draws the forward's mask again instead of storing it.
 
 This file is the specification: the C++, Triton and CUDA generators must agree with it bit for bit.
@@ -11,7 +11,7 @@ This file is the specification: the C++, Triton and CUDA generators must agree w
 Conventions, chosen once for all backends:
 
 - 7 rounds, the fewest that pass BigCrush in the paper (its table 2);
-- 16 bits per element: one call serves 8 neighbours along the last axis, so p is honoured to 2⁻¹⁶;
+- 16 bits per element: one call serves 8 neighbours along the last axis; p is a multiple of 2⁻¹⁶;
 - an element is dropped where its 16 bits are below ``threshold = round(p · 2¹⁶)``, and what is kept
   is scaled by 2¹⁶ / (2¹⁶ - threshold), the exact inverse of the probability that is really used;
 - p = 1 drops every element, and only p = 1 does.
@@ -30,17 +30,17 @@ _WEYL = (0x9E3779B9, 0xBB67AE85)
 
 
 def threshold(dropout_p: float) -> int:
-    """The number of 16-bit values, of 65,536, that drop an element; all of them only at p = 1."""
+    """Returns how many of the 65,536 16-bit values drop an element; all of them only at p = 1."""
     return min(round(dropout_p * 65536), 65535) if dropout_p < 1 else 65536
 
 
 def keep_scale(dropout_p: float) -> float:
-    """The factor of a kept element: 1 / (the probability of keeping it), and 0 where that is 0."""
+    """Returns the factor of a kept element, 1 / (the probability of keeping it), or 0 at p = 1."""
     return 65536 / (65536 - threshold(dropout_p)) if dropout_p < 1 else 0.0
 
 
 def philox4x32(counter: tuple[Tensor, Tensor, Tensor, Tensor], seed: Tensor) -> list[Tensor]:
-    """Four 32-bit words for every counter.
+    """Returns four 32-bit words for every counter.
 
     Args:
         counter: four int64 tensors, broadcastable together, holding 32-bit words.
@@ -65,7 +65,7 @@ def philox4x32(counter: tuple[Tensor, Tensor, Tensor, Tensor], seed: Tensor) -> 
 
 
 def dropout_keep(seed: Tensor, plane: Tensor, rows: int, columns: int, dropout_p: float) -> Tensor:
-    """Which elements of a stack of matrices survive dropout.
+    """Returns which elements of a stack of matrices survive dropout.
 
     Element (row, column) of a plane takes half-word ``column % 8`` of the 128 bits drawn at counter
     ``(column // 8, row, plane, 0)``; half-words are counted from the low end of the first word.
@@ -90,10 +90,10 @@ def dropout_keep(seed: Tensor, plane: Tensor, rows: int, columns: int, dropout_p
 
 
 def dropout_keep_flat(seed: Tensor, count: int, dropout_p: float) -> Tensor:
-    """Which of so many elements in a line survive: bool (count,).
+    """Returns which of ``count`` elements in a line survive dropout: bool (count,).
 
-    The line is laid in rows of 2³⁰, so that columns are numbers of 32 bits: element i is that of
-    row i // 2³⁰ and column i mod 2³⁰ in plane 0.
+    The line is cut into rows of 2³⁰, so that column numbers fit in 32 bits: element i is in row
+    i // 2³⁰ and column i mod 2³⁰ of plane 0.
     """
     rows = -(-count // LONG_ROW)
     plane = torch.zeros((), dtype=torch.int64, device=seed.device)
