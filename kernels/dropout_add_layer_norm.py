@@ -158,11 +158,14 @@ def _drop(values, keep, dropout):
 
 @triton.jit
 def _sum(inputs, dropout, keep, tile, variant: tl.constexpr):
-    """The sum s, 0 from column N on. Past the last row only x_bias is left."""
+    """The sum s, 0 outside of the matrix."""
     total = _load(inputs.x, tile, variant.vector)
     if not variant.x_is_sum:
         if inputs.x_bias is not None:
-            total += _load_vector(inputs.x_bias, tile, variant.N)
+            # The backward sums over a tile's rows, also those past the last. There an infinite x_bias
+            # would become NaN, even if it was dropped in every row that exists.
+            x_bias = _load_vector(inputs.x_bias, tile, variant.N)
+            total = tl.where(tile.inside, total + x_bias, 0.0)
         total = _drop(total, keep, dropout)
         if inputs.residual is not None:
             total += _load(inputs.residual, tile, variant.vector)

@@ -1,9 +1,10 @@
-"""dropout_add_layer_norm: what it returns, keeps and drops; the same bits in any company."""
+"""dropout_add_layer_norm: results, gradients, dropout, and bits that do not depend on the batch."""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -38,7 +39,7 @@ OP = trifuse.dropout_add_layer_norm
 
 
 def assert_near(actual: Results, expected: Results) -> None:
-    """Equal but for rounding, whose measure is taken in test_dropout_add_layer_norm_accuracy."""
+    """Asserts equality up to rounding. test_dropout_add_layer_norm_accuracy bounds the rounding."""
     assert actual.keys() == expected.keys()
     for name, a in actual.items():
         rtol = {torch.float64: 1e-9, torch.float32: 1e-4}.get(a.dtype, 3e-2)
@@ -86,7 +87,7 @@ def test_tensors_that_are_left_out(kernel, present, prenorm):
     ],
 )
 def test_dtypes_of_results(kernel, dtype, residual_dtype, in_fp32):
-    """The sum in the residual's; in float32 when asked for; with all its bits either way."""
+    """The sum has the residual's dtype, or float32 on request, and keeps all of its bits."""
     x = normal(3, 70, seed=1, dtype=dtype).requires_grad_()
     residual = None
     if residual_dtype is not None:
@@ -97,12 +98,12 @@ def test_dtypes_of_results(kernel, dtype, residual_dtype, in_fp32):
     exact = x.double() if residual is None else x.double() + residual.double()
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     assert_equal(total, exact.to(wide).to(total.dtype))
-    # What is normalised is the sum as it is returned.
+    # The sum is normalised as returned, in its dtype.
     torch.testing.assert_close(out, F.layer_norm(total.double(), (70,)).to(dtype))
     inputs = [t for t in (x, residual) if t is not None]
     for grad, t in zip(torch.autograd.grad(out.sum() + total.sum(), inputs), inputs, strict=True):
         assert grad.dtype == t.dtype
-    # Without prenorm there is no sum for the flag to speak of.
+    # Without prenorm, no sum is returned and the flag does not matter.
     assert OP(x, residual, residual_in_fp32=in_fp32).dtype == dtype
 
 
@@ -111,7 +112,7 @@ def test_dtypes_of_results(kernel, dtype, residual_dtype, in_fp32):
 def test_layouts_change_nothing(kernel, layout, dtype):
     case = make(2, 3, 4, 70, dtype=dtype, dropout_p=0.3)
     fields = ("x", "residual", "grad_out", "grad_sum")
-    if layout == "expanded":  # repeats its first entry, so the dense tensors have to do so too
+    if layout == "expanded":  # it repeats the first entry, so the dense tensors must do so too
         dense = {f: getattr(case, f)[:1].repeat(2, 1, 1, 1) for f in fields}
         case = dataclasses.replace(case, **dense)
     laid = {f: lay_out_rows(getattr(case, f), layout) for f in fields}
@@ -138,7 +139,7 @@ def test_more_dimensions_than_a_kernel_has_strides_for(kernel):
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_empty_tensors(kernel, shape, layout, dtype):
-    """No rows, or rows of nothing, however they are said to lie."""
+    """No rows, or rows without columns, with any strides."""
     case = make(*shape, dtype=dtype, dropout_p=0.5)
     laid = {f: lay_out_rows(getattr(case, f), layout) for f in ("x", "residual", "grad_out")}
     results = run(dataclasses.replace(case, **laid))
@@ -168,7 +169,7 @@ def test_rows_without_variance(kernel, eps):
 
 @pytest.mark.parametrize("shape", [(5,), (1, 5), (3, 5), (1, 1, 5), (2, 1, 5), (1, 3, 1)], ids=str)
 def test_residual_is_broadcast(kernel, shape):
-    """And its gradient summed over what it was repeated over."""
+    """Its gradient is summed over the dimensions that it is broadcast in."""
     case = make(2, 3, 5, residual=normal(*shape, seed=7))
     results = run(case)
     assert results["grad_residual"].shape == shape
@@ -186,7 +187,7 @@ def test_inputs_are_not_modified(kernel):
 
 
 def test_results_are_nobody_else_s_memory(kernel):
-    """The sum of x and nothing is a copy; gradients that are equal can be changed one by one."""
+    """The sum of x alone is a copy, and equal gradients have memory of their own."""
     x, residual = (normal(4, 20, seed=i).requires_grad_() for i in range(2))
     out, total = OP(x, prenorm=True)
     assert_equal(total, x)
@@ -205,7 +206,7 @@ def test_results_are_nobody_else_s_memory(kernel):
     "wanted", [w for n in (1, 2, 4) for w in itertools.combinations(range(5), n)], ids=str
 )
 def test_gradients_asked_for_one_by_one(backend, wanted, dropout_p):
-    """Each subset of gradients equals that part of them all."""
+    """Each subset of gradients equals the same gradients computed all together."""
     for prenorm in (False, True):
         case = make(9, 20, dropout_p=dropout_p)
         case = case if prenorm else dataclasses.replace(case, grad_sum=None)
@@ -227,7 +228,7 @@ def test_gradients_asked_for_one_by_one(backend, wanted, dropout_p):
 @pytest.mark.parametrize("dropout_p", [0.0, 0.4])
 @pytest.mark.parametrize("missing", ["grad_out", "grad_sum"])
 def test_one_of_two_outputs_has_no_gradient(kernel, missing, dropout_p, mixed):
-    """As if it were zeros. The sum's rarely has none, the output's where a model drops a branch."""
+    """The missing one counts as zeros. The output has none where a model drops a branch."""
     case = make(5, 20, dtype=torch.bfloat16 if mixed else torch.float32, dropout_p=dropout_p)
     if mixed:
         wide = {f: getattr(case, f).float() for f in ("residual", "grad_sum")}
@@ -244,7 +245,7 @@ def test_one_of_two_outputs_has_no_gradient(kernel, missing, dropout_p, mixed):
 
 
 def test_upstream_gradients_expanded_from_one_number(kernel):
-    """What ``out.sum().backward()`` sends up: stride 0 in every dimension."""
+    """The upstream gradients of ``out.sum().backward()``: stride 0 in every dimension."""
     case = make(5, 70)
     expanded = dict.fromkeys(("grad_out", "grad_sum"), torch.ones(()).expand(5, 70))
     dense = dict.fromkeys(("grad_out", "grad_sum"), torch.ones(5, 70))
@@ -281,7 +282,7 @@ def keep_in(saved: list[Tensor]) -> Callable[[Tensor], Tensor]:
 
 @pytest.mark.parametrize("options", [{}, {"dropout_p": 0.1}, {"rms_norm": True}], ids=str)
 def test_saved_tensors_are_inputs_and_one_number_a_row(backend, options):
-    """No mask, no normalised rows; with prenorm the sum, an output, instead of x and residual."""
+    """No mask and no normalised rows; with prenorm, the returned sum instead of x and residual."""
     x, residual, weight, bias = (
         normal(*s, seed=i).requires_grad_() for i, s in enumerate([(9, 20), (9, 20), (20,), (20,)])
     )
@@ -302,7 +303,7 @@ def test_saved_tensors_are_inputs_and_one_number_a_row(backend, options):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_two_runs_and_any_number_of_threads(every_kernel, dtype):
-    """Gradients that are sums over rows too. Also two runs on as many: what a race would break."""
+    """Also gradients summed over rows. Runs with 2 threads twice, so that a race shows."""
 
     @settings(max_examples=settings.default.max_examples // 10)
     @given(cases(dtype))
@@ -311,7 +312,7 @@ def test_two_runs_and_any_number_of_threads(every_kernel, dtype):
             with kernel.serving():
                 torch.set_num_threads(1)
                 alone = run(case)
-                # Torch's own sums may be split among threads as they are.
+                # How torch splits its own sums may depend on the number of threads.
                 for threads in (1,) if kernel.backend == "eager" else (2, 3, 2):
                     torch.set_num_threads(threads)
                     assert_same_bits(run(case), alone)
@@ -352,7 +353,7 @@ def test_a_row_does_not_depend_on_the_others(cpp_kernel, N, dtype):
 
 
 def test_rows_are_numbered_from_the_first(cpp_kernel):
-    """So with dropout the first rows are the same ones, whatever follows."""
+    """So with dropout, the first rows have the same bits whatever follows them."""
     together = make(64, 130, dropout_p=0.3)
     results = run(together)
     fields = ("x", "residual", "grad_out", "grad_sum")
@@ -365,13 +366,13 @@ def test_rows_are_numbered_from_the_first(cpp_kernel):
 
 
 def kept(shape: tuple[int, ...], dropout_p: float) -> Tensor:
-    """What the specification keeps."""
+    """Returns which elements the specification keeps."""
     rows, N = torch.Size(shape[:-1]).numel(), shape[-1]
     return philox.dropout_keep(drawn_seed(), torch.tensor(0), rows, N, dropout_p).view(shape)
 
 
 def dropped_ones(shape: tuple[int, ...], dtype: torch.dtype, dropout_p: float) -> list[Tensor]:
-    """What becomes of ones, and of their gradients' ones."""
+    """Returns the sum for an x of ones, and the gradient of x for an upstream gradient of ones."""
     torch.manual_seed(SEED)
     x = torch.ones(shape, dtype=dtype, requires_grad=True)
     _, total = OP(x, None, None, None, dropout_p, training=True, prenorm=True)
@@ -381,7 +382,7 @@ def dropped_ones(shape: tuple[int, ...], dtype: torch.dtype, dropout_p: float) -
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("dropout_p", [0.001, 0.1, 0.5, 0.99])
 def test_the_same_seed_drops_the_same_elements(kernel, dtype, dropout_p):
-    """In the forward and again in the backward, as the reference says, scaled exactly."""
+    """Forward and backward drop the elements that the reference drops, and scale exactly."""
     shape = (3, 11, 137)
     scale = torch.tensor(65536 / (65536 - round(dropout_p * 65536)), dtype=torch.float64)
     expected = (kept(shape, dropout_p) * scale).to(dtype)
@@ -391,7 +392,7 @@ def test_the_same_seed_drops_the_same_elements(kernel, dtype, dropout_p):
 
 
 def test_triton_drops_the_same_elements(triton):
-    """The rest of what Triton must do is in test_kernels_dropout_add_layer_norm."""
+    """All other tests of Triton's kernels are in test_kernels_dropout_add_layer_norm."""
     expected = kept((2, 3, 37), 0.3) * torch.tensor(philox.keep_scale(0.3))
     for t in dropped_ones((2, 3, 37), torch.float32, 0.3):
         assert_equal(t, expected)
@@ -407,7 +408,7 @@ def test_the_probability_is_honoured(backend, dropout_p):
 
 @pytest.mark.parametrize("dropout_p", [2**-18, 1 - 2**-20])
 def test_the_probabilities_next_to_none_and_all(kernel, dropout_p):
-    """Below half of 2⁻¹⁶ nothing is dropped; however near to 1, one in 2¹⁶ is kept."""
+    """Below half of 2⁻¹⁶ nothing is dropped; just below 1, one element in 2¹⁶ is kept."""
     expected = (kept((700, 600), dropout_p) * philox.keep_scale(dropout_p)).float()
     assert set(expected.unique().tolist()) == ({1.0} if dropout_p < 0.5 else {0.0, 65536.0})
     for t in dropped_ones((700, 600), torch.float32, dropout_p):
@@ -438,6 +439,16 @@ def test_what_is_dropped_does_not_exist(kernel, poison, prenorm):
     assert_same_bits(run(dataclasses.replace(case, x=poisoned)), run(case))
 
 
+@pytest.mark.parametrize("poison", [math.nan, math.inf])
+def test_a_bias_dropped_in_every_row_does_not_exist(kernel, poison):
+    case = make(3, 70, dropout_p=0.7)
+    dropped = ~kept((3, 70), 0.7).any(0)
+    assert 0 < dropped.sum() < 70
+    assert case.x_bias is not None
+    poisoned = case.x_bias.masked_fill(dropped, poison)
+    assert_same_bits(run(dataclasses.replace(case, x_bias=poisoned)), run(case))
+
+
 @pytest.mark.parametrize("prenorm", [False, True])
 def test_what_is_dropped_does_not_exist_in_second_derivatives(backend, prenorm):
     case = make(4, 9, dropout_p=0.5, dtype=torch.float64, x_bias=None)
@@ -461,7 +472,7 @@ def test_what_is_dropped_does_not_exist_in_second_derivatives(backend, prenorm):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("N", [768, 771])  # 771: rows begin anywhere in a vector
 def test_results_too_large_for_a_cache(cpp_kernel, dtype, N):
-    """They are written past it, and are those of a part of the rows, which are not."""
+    """They are written past the cache, and equal the results of fewer rows, which are not."""
     case = make(2**23 // (N * dtype.itemsize) + 3, N, dtype=dtype)
     whole, part = run(case), slice(1000, 2000)
     rows = {name: getattr(case, name)[part] for name in ("x", "residual", "grad_out", "grad_sum")}
@@ -476,9 +487,9 @@ def test_elements_past_two_to_the_31(cpp_kernel):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_dropout_of_everything(kernel, dtype):
-    """The result is the residual's norm, and x has no gradient, even where x is NaN.
+    """The result is the residual's norm and the gradient of x is 0, even where x is NaN.
 
-    An element is dropped by 16 random bits, so there are more elements than those have values.
+    16 random bits decide an element, so x has more elements than 16 bits have values.
     """
     x, residual = (torch.randn(700, 300, dtype=dtype, requires_grad=True) for _ in range(2))
     with torch.no_grad():

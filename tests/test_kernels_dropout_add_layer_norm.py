@@ -1,7 +1,7 @@
 """Triton's dropout_add_layer_norm kernels: their numbers in the interpreter, their code for GPUs.
 
-The interpreter takes milliseconds for a program, so matrices are small, and tiles are made smaller
-where rows are to be wider than one.
+The interpreter takes milliseconds per program, so matrices are small, and tests of rows wider than
+a tile make the tiles smaller.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 @pytest.fixture
 def kernels(triton):
-    """The module under test; Triton serves the operator too."""
+    """Returns the module under test. Triton also serves the operator."""
     from trifuse.kernels import dropout_add_layer_norm
 
     return dropout_add_layer_norm
@@ -48,7 +48,7 @@ def kernels(triton):
 
 @pytest.fixture
 def chunked(kernels, monkeypatch):
-    """Rows of more than 16 columns are taken in chunks of 16."""
+    """Splits rows of more than 16 columns into chunks of 16."""
     monkeypatch.setattr(kernels, "_FORWARD_TILES", ((16, 4),))
     monkeypatch.setattr(kernels, "_BACKWARD_TILES", ((16, 4),))
     monkeypatch.setattr(kernels, "_CHUNK", kernels.Config(kernels.Block(128, 16), 4))
@@ -72,7 +72,7 @@ def test_any_call(triton, random, dtype):
 @pytest.mark.parametrize("tiles", ["kernels", "chunked"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_many_calls(request, triton, tiles, dtype):
-    """The same in the mean, over calls drawn independently of each other."""
+    """The mean errors over calls drawn independently of each other."""
     request.getfixturevalue(tiles)
     accuracy, random = Accuracy(triton.name), Random(0)
     for _ in range(20):
@@ -110,7 +110,7 @@ def test_far_from_zero(request, triton, tiles, offset, N):
 @pytest.mark.parametrize(("tiles", "N"), [("kernels", 1000), ("chunked", 200)])
 @pytest.mark.parametrize("value", [1 / 3, -1e8 / 3])
 def test_a_row_of_one_number(request, tiles, value, N):
-    """Its variance is 0 or what rounding leaves of it, but never less."""
+    """Its variance is 0, or what rounding leaves of 0, but never negative."""
     kernels = request.getfixturevalue(tiles)
     x, bias = torch.full((3, N), value), normal(N)
     out, _, mean, rstd = kernels.dropout_add_layer_norm_forward(
@@ -122,7 +122,7 @@ def test_a_row_of_one_number(request, tiles, value, N):
 
 
 def test_shares_of_many_programs(triton, kernels, monkeypatch):
-    """Several programs, of several tiles of rows each, the last of them cut off."""
+    """Several programs with several tiles of rows each; the last tile is partial."""
     monkeypatch.setattr(kernels, "_MAX_WARPS", 12)
     monkeypatch.setattr(kernels, "_SUM", kernels.Config(kernels.Block(2, 8), 4))
     record_accuracy({triton: Accuracy(triton.name)}, make(130 * 7, 8, dropout_p=0.3))
@@ -164,6 +164,17 @@ def test_what_is_dropped_does_not_exist(triton):
     assert_same_bits(run(case), run(dataclasses.replace(clean, grad_sum=None)))
 
 
+@pytest.mark.parametrize("poison", [NAN, INF])
+def test_a_bias_dropped_in_every_row_does_not_exist(triton, poison):
+    """Three rows: a tile has more, and in those the bias is not dropped."""
+    clean = make(3, 70, dropout_p=0.7)
+    dropped = (dropout_multiplier(clean) == 0).all(0)
+    assert 0 < dropped.sum() < 70
+    assert clean.x_bias is not None
+    spoilt = dataclasses.replace(clean, x_bias=clean.x_bias.masked_fill(dropped, poison))
+    assert_same_bits(run(spoilt), run(clean))
+
+
 # Rows -------------------------------------------------------------------------------------------
 
 
@@ -171,7 +182,7 @@ def test_what_is_dropped_does_not_exist(triton):
     ("tiles", "rows", "N"), [("kernels", 150, 7), ("kernels", 5, 1000), ("chunked", 70, 40)]
 )
 def test_a_row_by_itself(request, tiles, rows, N):
-    """Not one bit of a row changes with those below it."""
+    """The rows below a row change none of its bits."""
     request.getfixturevalue(tiles)
     fields = ("x", "residual", "grad_out", "grad_sum")
     company = make(rows, N, dropout_p=0.2)
@@ -199,7 +210,7 @@ def test_layouts_change_nothing(triton, layout, dtype):
 
 
 def test_rows_apart_are_not_copied(kernels):
-    """Rows with something between them, or one row again and again, are read where they are."""
+    """Rows with gaps between them, and one row that is repeated, are read in place."""
     apart = torch.zeros(6, 2, 8)[:, 0]
     again = torch.zeros(8).expand(6, 8)
     rows, vector, (first, second) = kernels._matrices(apart, again)
@@ -209,7 +220,7 @@ def test_rows_apart_are_not_copied(kernels):
 
 
 def test_rows_are_aligned_as_those_of_a_fresh_tensor(kernels):
-    """Else a row might be summed in another order, depending on where in a batch it begins."""
+    """Otherwise the order of a row's sum could depend on where in a batch the row begins."""
     for odd in (lay_out_rows(torch.ones(6, 8), "offset"), torch.ones(6, 9)[:, :8]):
         _, vector, (rows,) = kernels._matrices(odd)
         assert (vector, rows.stride) == (8, 1)
@@ -218,7 +229,7 @@ def test_rows_are_aligned_as_those_of_a_fresh_tensor(kernels):
 
 
 def test_upstream_gradients_expanded_from_one_number(triton):
-    """What ``out.sum().backward()`` sends up: stride 0 in every dimension."""
+    """The upstream gradients of ``out.sum().backward()``: stride 0 in every dimension."""
     case = make(3, 10, grad_out=torch.ones(3, 10), grad_sum=torch.ones(3, 10))
     ones = torch.ones(()).expand(3, 10)
     assert_same_bits(run(dataclasses.replace(case, grad_out=ones, grad_sum=ones)), run(case))
@@ -248,10 +259,9 @@ def test_gradients_not_wanted_are_empty(kernels, wanted):
 
 # Code for GPUs ----------------------------------------------------------------------------------
 
-# What the kernels of a call may need at most: registers and bytes of stack for a thread, KiB of
-# shared memory for a program. The stack is what was spilled. 128 registers are what a thread has if
-# 16 warps are to share a multiprocessor.
-# By dtype, N, dropout_p, whether the residual is in float32, and whether there is all there can be.
+# Upper bounds for the kernels of a call: registers and stack bytes per thread, KiB of shared memory
+# per program. Stack is spills. With 128 registers per thread, 16 warps share a multiprocessor.
+# A call is dtype, N, dropout_p, wide_residual and full: see compile_dropout_add_layer_norm.Call.
 BUDGET: dict[tuple[Any, ...], dict[str, tuple[int, int, int]]] = {
     ("fp32", 768, 0.1): {
         "forward": (56, 0, 2), "backward": (112, 0, 18), "backward_sum": (80, 0, 1),
@@ -271,7 +281,7 @@ BATCHES = [(90, "fp32", 768, 0.1, False, False, rows) for rows in (1, 37, 4096)]
 
 @pytest.fixture(scope="module")
 def usages() -> dict[tuple[Any, ...], list[Any]]:
-    """By call: the kernels of its forward and backward, and what each of them needs."""
+    """Returns, by call, the kernels of its forward and backward and the resources of each."""
     return compile_calls(
         "compile_dropout_add_layer_norm.py", for_each_architecture(BUDGET) + BATCHES
     )
@@ -286,8 +296,8 @@ def test_compiled_kernels_keep_to_their_budget(usages, architecture, call):
 @pytest.mark.parametrize("architecture", [80, 90])
 @pytest.mark.parametrize("call", BUDGET, ids=lambda call: " ".join(map(str, call)))
 def test_matrices_move_16_bytes_at_a_time(usages, architecture, call):
-    """All else is the seed, of 8 bytes, statistics of rows, of 4, and gradients of vectors: in the
-    backward once more before its loop, where a tile is read ahead."""
+    """Except the seed (8 bytes), row statistics (4 bytes) and gradients of vectors. The backward
+    has its loads twice: it prefetches a tile before the loop."""
     most = {"forward": 2, "backward_statistics": 3, "backward": 10, "backward_sum": 0}
     for name, _, _, _, loads, stores, _ in usages[(architecture, *call)]:
         assert loads["128"] > 0

@@ -14,6 +14,7 @@ import pytest
 import torch
 from attention_cases import normal
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -364,10 +365,20 @@ def test_operations_of_attention(backend):
 
 
 def test_operations_of_packed_attention(backend):
-    q, k, v = (normal(9, 3, 8) for _ in range(3))
+    q, k, v = (normal(9, 3, 8).requires_grad_() for _ in range(3))
     cu_seqlens = torch.tensor([0, 2, 8])
-    measured, _ = flops(lambda: trifuse.varlen_attention(q, k, v, cu_seqlens).requires_grad_())
-    assert measured == 2 * 3 * (2 * 2 + 6 * 6) * (8 + 8)
+    pairs = 3 * (2 * 2 + 6 * 6)
+    measured = flops(lambda: trifuse.varlen_attention(q, k, v, cu_seqlens))
+    assert measured == (2 * pairs * 16, 2 * pairs * (16 + 40))
+
+
+def test_operations_of_packed_attention_without_values(backend):
+    """The lengths are not known, so each query counts for as many keys as a sequence may have."""
+    with FakeTensorMode() as mode:
+        q, k, v = (mode.from_tensor(normal(9, 3, 8).requires_grad_()) for _ in range(3))
+        cu_seqlens = mode.from_tensor(torch.tensor([0, 2, 8]))
+        measured = flops(lambda: trifuse.varlen_attention(q, k, v, cu_seqlens, None, 6, 6))
+    assert measured == (2 * 3 * 9 * 6 * 16, 2 * 3 * 9 * 6 * (16 + 40))
 
 
 def test_operations_of_an_lstm(backend):

@@ -85,9 +85,9 @@ class Operator:
         formula: the forward op in plain torch.
         grad_formula: the backward op in plain torch, differentiable. It recomputes saved results
             that are passed as None, and returns None for a gradient that is not wanted.
-        flops: floating-point operations of the forward op's products, from its arguments.
-        grad_flops: the same for the backward op, from its arguments after the gradients. Default:
-            twice ``flops``, as each factor of a product has a gradient.
+        flops: floating-point operations of the forward op's products: (*tensors, *options) -> int.
+        grad_flops: those of the backward op, by the same arguments. Default: twice ``flops``, as
+            each factor of a product has a gradient.
         fakes: by backend, replacements of ``fake`` for backends that save something else.
         keep: replaces the ``tensors`` that the backward gets: (tensors, results, options) ->
             tensors.
@@ -317,8 +317,9 @@ class Operator:
 
     def _backward_flops(self, *args: Any) -> int:
         assert self.flops is not None
-        args = args[self.returned :]
-        return 2 * self.flops(*args) if self.grad_flops is None else self.grad_flops(*args)
+        call = self._split_backward(args)
+        forward = (*call.tensors, *call.options)
+        return 2 * self.flops(*forward) if self.grad_flops is None else self.grad_flops(*forward)
 
     # Batching ----------------------------------------------------------------------------------
 
