@@ -1,7 +1,7 @@
-"""Triton kernels compiled for a GPU that isn't there.
+"""Compiles Triton kernels without a GPU.
 
-For processes of their own: kernels decorated under ``TRITON_INTERPRET=1`` can't be compiled, so
-this has to be imported before any of them.
+Kernels decorated under ``TRITON_INTERPRET=1`` can't be compiled, so a program has to import this
+module before any kernel, in a separate process.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from triton.runtime import JITFunction, driver
 
 
 class Code(NamedTuple):
-    """What one kernel was compiled to."""
+    """One compiled kernel."""
 
     kernel: str
-    registers: int  # of a thread
-    stack: int  # bytes of a thread: what was spilled, and little else
-    shared: int  # bytes of a program
+    registers: int  # per thread
+    stack: int  # bytes per thread, nearly all of them spills
+    shared: int  # bytes per program
     sass: str
     hash: str
 
 
 class _Device:
-    """What Triton's launcher asks about a GPU, up to the point where it would need one."""
+    """Triton's driver for a GPU, as far as launches use it before they need the GPU."""
 
     def __init__(self, architecture: int) -> None:
         self.architecture = architecture
@@ -52,10 +52,10 @@ class _Device:
 def compile_launches(
     architecture: int, call: Callable[[], object], kernels: tuple[str, ...] = ()
 ) -> list[Code]:
-    """The code of the kernels (by default all) that ``call`` launches, on tensors without memory.
+    """Returns the code of the kernels (default: all) that ``call`` launches on meta tensors.
 
-    Every launch stops after its compilation: what is compiled is what a GPU would run, down to the
-    alignments that Triton specialises for.
+    A launch stops after compilation. The code is what a GPU would run, down to the alignments that
+    Triton specialises for.
     """
     driver.set_active(_Device(architecture))
     compiled = []
@@ -87,10 +87,10 @@ def _disassemble(kernel: Any) -> Code:
 
 
 def main(calls: Sequence[Any], compile_call: Callable[[Any], list[Any]]) -> None:
-    """Print usages as JSON for calls given in JSON, without arguments a table of all ``calls``.
+    """Prints usages as JSON for calls given in JSON; without arguments, a table of all ``calls``.
 
     Args:
-        compile_call: what a call's kernels need. Calls are NamedTuples, and so are usages.
+        compile_call: returns the usages of a call's kernels. Calls and usages are NamedTuples.
     """
     if sys.argv[1:]:
         wanted = [type(calls[0])(*call) for call in json.loads(sys.argv[1])]

@@ -1,4 +1,4 @@
-"""Attention calls to test with: their arguments, what they give, and what eager torch gives."""
+"""Attention cases for tests: arguments, results, and eager torch's results."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from torch.nn.attention.bias import CausalVariant
 import trifuse
 from trifuse.reference import philox
 
-SEED = 1234  # of the default generator before a call that drops weights
+SEED = 1234  # seeds the default generator before a call with dropout
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Case:
-    """Arguments of ``scaled_dot_product_attention`` and the gradients that arrive from above."""
+    """Arguments of ``scaled_dot_product_attention`` and its upstream gradients."""
 
     query: Tensor  # (B, H, Lq, E)
     key: Tensor  # (B, Hkv, Lk, E)
@@ -34,7 +34,7 @@ class Case:
     options: dict[str, Any]
 
     def double(self) -> Case:
-        """The same numbers in float64."""
+        """Returns the case in float64."""
         wide: dict[str, Any] = {
             field: value.double()
             for field, value in vars(self).items()
@@ -60,7 +60,7 @@ class Results(NamedTuple):
 
 
 def run(case: Case) -> Results:
-    """The operator, forward and backward, by the backend in force."""
+    """Runs the operator, forward and backward, on the current backend."""
     torch.manual_seed(SEED)
     return _differentiate(
         case,
@@ -71,13 +71,13 @@ def run(case: Case) -> Results:
 
 
 def specification(case: Case) -> Results:
-    """The reference formula in float64."""
+    """Evaluates the reference formula in float64."""
     with trifuse.backend("eager"):
         return run(case.double())
 
 
 def eager_torch(case: Case) -> Results:
-    """The formula as one writes it in torch, in the dtype of the arguments."""
+    """Evaluates the formula in plain torch, in the dtype of the arguments."""
     keep, multiplier = pairs(case), dropout_multiplier(case)
 
     def formula(
@@ -102,7 +102,7 @@ def scale(case: Case) -> float:
 
 
 def pairs(case: Case) -> Tensor:
-    """bool (B, H, Lq, Lk): the pairs that take part, straight from the public arguments."""
+    """Returns the pairs that take part, bool (B, H, Lq, Lk), from the public arguments alone."""
     (B, H, Lq), Lk = case.query.shape[:3], case.key.shape[2]
     i, j = torch.arange(Lq)[:, None], torch.arange(Lk)
     causal = case.options.get("is_causal", False)
@@ -125,7 +125,7 @@ def pairs(case: Case) -> Tensor:
 
 
 def dropout_multiplier(case: Case) -> Tensor:
-    """float64, broadcastable to (B, H, Lq, Lk): what each weight is multiplied by."""
+    """Returns each weight's dropout multiplier, float64, broadcastable to (B, H, Lq, Lk)."""
     (B, H, Lq), Lk = case.query.shape[:3], case.key.shape[2]
     dropout_p = case.options.get("dropout_p", 0.0)
     if dropout_p == 0:
@@ -136,14 +136,14 @@ def dropout_multiplier(case: Case) -> Tensor:
 
 
 def drawn_seed() -> Tensor:
-    """What a call draws from the default generator after ``torch.manual_seed(SEED)``."""
+    """Returns the seed that a call draws after ``torch.manual_seed(SEED)``."""
     limits = torch.iinfo(torch.int64)
     torch.manual_seed(SEED)
     return torch.randint(limits.min, limits.max, (1,))
 
 
 class Judged(NamedTuple):
-    """What the numerics rule needs to know about a case, whichever kernel it is put to."""
+    """The inputs of the numerics rule for a case; they do not depend on the kernel."""
 
     expected: Results
     eager: Results
@@ -153,7 +153,7 @@ class Judged(NamedTuple):
 def judge(case: Case) -> Judged:
     eager = eager_torch(case)
     if case.query.dtype.itemsize == 2:
-        # The logsumexp is kept in float32, so what eager torch does in 16 bits is no measure of it.
+        # The logsumexp is float32, so eager torch's in 16 bits is no measure of it.
         narrow = ("query", "key", "value", "grad_out")
         single = {field: getattr(case, field).float() for field in narrow}
         eager = eager._replace(lse=eager_torch(dataclasses.replace(case, **single)).lse)
@@ -161,7 +161,7 @@ def judge(case: Case) -> Judged:
 
 
 def record_accuracy(accuracy: Accuracy, case: Case, judged: Judged) -> None:
-    """Run a case by the backend in force and hold each result to the numerics rule."""
+    """Runs a case on the current backend and holds each result to the numerics rule."""
     actual = run(case)
     for name in Results._fields:
         if getattr(judged.expected, name) is not None:
@@ -169,15 +169,15 @@ def record_accuracy(accuracy: Accuracy, case: Case, judged: Judged) -> None:
 
 
 def one_rounding(case: Case) -> Results:
-    """The error of each result if every term of every sum in it were rounded once.
+    """Returns the error of each result if every term of every sum in it were rounded once.
 
-    A score wrong by ∂S makes its weight wrong by P ∂S, besides the weight's own rounding; the terms
-    of the other sums follow from the formulas at the head of ``trifuse/reference/attention.py``. A
-    backward has its weights from the logsumexp, so that one's rounding is theirs too.
+    An error ∂S of a score adds P ∂S to the weight's own rounding. The terms of the other sums
+    follow from the formulas at the head of ``trifuse/reference/attention.py``. The backward
+    computes its weights from the logsumexp and inherits the rounding of it.
 
     Scores, the logsumexp and dO·v are sums in the accumulation type. The two products are summed
-    over the head one term after another: each partial sum is rounded, and of n terms that go either
-    way it is n/2 times the square of one in the mean.
+    over head_dim term by term, and each partial sum is rounded. With n terms of random sign, the
+    mean square of a partial sum is n/2 times that of a term.
     """
     eps = rounding_error(case.query.dtype)
     sum_eps = rounding_error(_accumulation(case.query))
@@ -191,7 +191,7 @@ def one_rounding(case: Case) -> Results:
     score_error = sum_eps * terms * _of_partial_sums(query.shape[-1])
     if exact.attn_mask is not None and exact.attn_mask.dtype != torch.bool:
         scores = scores + exact.attn_mask
-        # Added to the lowest finite number a score is absorbed without a trace, error and all.
+        # Adding the lowest finite number absorbs a score completely, with its error.
         added = score_error + sum_eps * scores.abs()
         score_error = torch.where(scores.abs() < 1e30, added, 0)
     scores = scores.masked_fill(~keep, float("-inf"))
@@ -276,7 +276,7 @@ def make(
     *, Hkv: int | None = None, mask: Tensor | None = None, dtype: torch.dtype = torch.float32,
     **options: Any,
 ) -> Case:  # fmt: skip
-    """A case of these sizes; 70 and 75 reach into a second block of a kernel's tiles."""
+    """Makes a case of these sizes. Lengths of 70 and 75 reach into a kernel's second tile."""
     Hkv, Ev = Hkv or H, Ev or E
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     return Case(
@@ -288,7 +288,7 @@ def make(
 
 
 def packed(lengths_q: list[int], lengths_k: list[int], rest: int = 0, **sizes: Any) -> Case:
-    """Sequences end to end, and ``rest`` tokens more: (1, H, total, E)."""
+    """Makes packed sequences, with ``rest`` tokens behind the last: (1, H, total, E)."""
     return make(B=1, Lq=sum(lengths_q) + rest, Lk=sum(lengths_k) + rest, **sizes)
 
 
@@ -297,7 +297,7 @@ def boundaries(lengths: list[int], dtype: torch.dtype = torch.int64) -> Tensor:
 
 
 def check_past_two_to_the_31() -> None:
-    """Offsets need 64 bits. The tensors are views of memory that is never touched elsewhere."""
+    """Checks offsets of more than 32 bits, in views of memory that is mostly never touched."""
     far = torch.frombuffer(mmap.mmap(-1, 2 * (2**31 + 2**16)), dtype=torch.bfloat16)
     case = make(H=1, dtype=torch.bfloat16)
     views = {}
@@ -309,7 +309,7 @@ def check_past_two_to_the_31() -> None:
 
 
 def run_packed(case: Case, cu_q: Tensor, cu_k: Tensor | None, **options: Any) -> Results:
-    """As :func:`run`, through ``varlen_attention``."""
+    """As :func:`run`, with ``varlen_attention``."""
 
     def packed(x: Tensor) -> Tensor:
         return x[0].transpose(0, 1)
@@ -336,7 +336,7 @@ def assert_same_bits(actual: Results, expected: Results) -> None:
 
 
 def assert_equal(actual: Tensor, expected: Tensor, name: str = "result") -> None:
-    """To the last bit, but for the many ways to write NaN."""
+    """Asserts equality to the last bit; NaNs are equal whatever their bits."""
     torch.testing.assert_close(
         actual, expected, rtol=0, atol=0, equal_nan=True, msg=lambda why: f"{name}: {why}"
     )
@@ -347,7 +347,7 @@ def assert_equal(actual: Tensor, expected: Tensor, name: str = "result") -> None
 
 
 def assert_near(actual: Results, expected: Results) -> None:
-    """Equal but for rounding: how far rounding may go is test_attention_accuracy's business."""
+    """Asserts equality up to rounding. test_attention_accuracy bounds the rounding."""
     for a, e in zip(actual, expected, strict=True):
         if a is not None and e is not None:
             rtol = {torch.float64: 1e-9, torch.float32: 2e-4}.get(a.dtype, 2e-2)
@@ -356,7 +356,7 @@ def assert_near(actual: Results, expected: Results) -> None:
 
 # Drawn at random --------------------------------------------------------------------------------
 
-# Every block size that a kernel might use has its edges here.
+# The edges of every tile size that a kernel may use.
 _EDGES = (0, 1, 2, 15, 16, 17, 32, 33, 63, 64, 65, 127, 128, 129)
 _WIDE_HEADS = (96, 100, 127, 128, 192, 256)
 _MASKS = ("none", "bool", "float", "float -inf", "lowest")
@@ -364,12 +364,12 @@ _MASKS = ("none", "bool", "float", "float -inf", "lowest")
 
 @st.composite
 def cases(draw: st.DrawFn, dtype: torch.dtype) -> Case:
-    """Any call, for Hypothesis to vary and to simplify."""
+    """Draws any call; Hypothesis can vary and simplify it."""
     return draw_case(draw(st.randoms(use_true_random=False)), dtype)
 
 
 def draw_case(random: Random, dtype: torch.dtype) -> Case:
-    """Any call of the operator: sizes, layouts, masks and options, with standard normal numbers."""
+    """Draws any call of the operator: sizes, layouts, masks, options, standard normal numbers."""
 
     def length() -> int:
         return random.choice(_EDGES) if random.random() < 0.5 else random.randint(0, 150)
@@ -405,8 +405,8 @@ def draw_case(random: Random, dtype: torch.dtype) -> Case:
     query = normal(B, H, Lq, E)
     kind = random.choice(_MASKS)
     grad_lse = None
-    # In a row of lowest numbers torch's derivative of the logsumexp is 1 for every key, not its
-    # share: no measure for anyone.
+    # In a row of lowest numbers, torch's derivative of the logsumexp is 1 for every key instead of
+    # the key's share, so nothing can be compared with it.
     if kind != "lowest" and random.random() < 0.5:
         grad_lse = normal(B, H, Lq, 1, dtype=_accumulation(query))[..., 0]
     return Case(
@@ -427,7 +427,7 @@ def _draw_mask(
     dtype: torch.dtype,
     generator: torch.Generator,
 ) -> Tensor | None:
-    """A mask of a kind, each of its dimensions full or 1, in any layout."""
+    """Draws a mask of this kind in any layout; each dimension is full or 1."""
     if kind == "none":
         return None
     shape = [random.choice((1, size)) for size in full]

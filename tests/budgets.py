@@ -1,7 +1,7 @@
-"""What kernels need on GPUs that aren't there, held to what they may need.
+"""Budgets of compiled kernels, checked without a GPU.
 
-A budget says, by call and kernel: registers and bytes of stack for a thread, KiB of shared memory
-for a program.
+A budget bounds each kernel of a call: registers and stack bytes per thread, KiB of shared memory
+per program.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ def for_each_architecture(calls: Iterable[tuple[Any, ...]]) -> list[tuple[Any, .
 def compile_calls(
     script: str, calls: Sequence[tuple[Any, ...]]
 ) -> dict[tuple[Any, ...], list[Any]]:
-    """By call: the kernels of its forward and backward, and what each of them needs.
+    """Returns, by call, the kernels of its forward and backward and the resources of each.
 
     Args:
-        script: the file beside this one that compiles calls and prints what it found.
-        calls: as the script takes them; they begin with the architecture.
+        script: the file beside this one that compiles calls and prints these resources.
+        calls: in the script's format, beginning with the architecture.
     """
     pytest.importorskip("triton")
     path = Path(__file__).with_name(script)
     shares = [[call for call in calls if call[0] == of] for of in ARCHITECTURES]
-    # Processes of their own, in which kernels aren't the interpreter's.
+    # Kernels decorated for the interpreter can't be compiled, hence separate processes.
     compilers = [
         subprocess.Popen(
             [sys.executable, str(path), json.dumps(share)], stdout=subprocess.PIPE, text=True

@@ -1,8 +1,7 @@
-"""Compiles the Triton kernels of attention ahead of time, without a GPU, and says what they need.
+"""Compiles the Triton kernels of attention without a GPU, and reports their resources.
 
-``python tests/compile_attention.py`` prints registers, stack and shared memory of every
-configuration for the GPUs of its table; ``test_kernels_attention`` runs it for a few and holds them
-to a budget.
+``python tests/compile_attention.py`` prints registers, stack and shared memory of every call in
+``CALLS``. ``test_kernels_attention`` runs it for a few calls and holds them to a budget.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from ahead_of_time import compile_launches, main
 
 from trifuse.kernels import attention
 
-# Options of a call that add to what a kernel keeps in registers.
+# Options of a call that add to a kernel's registers.
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "causal": {"causal": True},
@@ -32,7 +31,7 @@ class Call(NamedTuple):
     dtype: str
     head_dim: int
     options: str
-    kernels: Sequence[str] = ()  # those to compile, by default all
+    kernels: Sequence[str] = ()  # kernels to compile; default: all
     B: int = 2
     L: int = 512
 
@@ -48,15 +47,15 @@ CALLS = tuple(
 
 class Usage(NamedTuple):
     kernel: str
-    registers: int  # of a thread
-    stack: int  # bytes of a thread: what was spilled, and little else
-    shared: int  # bytes of a program
+    registers: int  # per thread
+    stack: int  # bytes per thread, nearly all of them spills
+    shared: int  # bytes per program
     hash: str
     matrix: str  # the matrix unit's instructions: HMMA, HGMMA (wgmma), both or none
 
 
 def compile_call(call: Call) -> list[Usage]:
-    """What the kernels of a call, forward and backward, need."""
+    """Returns the resources of a call's kernels, forward and backward."""
     attention._has_wgmma = lambda device: call.architecture == 90
     names = {kernel.__name__: name for name, kernel in attention._KERNELS.items()}
     wanted = tuple(name for name, short in names.items() if short in call.kernels)

@@ -1,7 +1,7 @@
-"""Compiles the Triton kernels of dropout_add_layer_norm without a GPU, and says what they need.
+"""Compiles the Triton kernels of dropout_add_layer_norm without a GPU, and reports their resources.
 
 ``python tests/compile_dropout_add_layer_norm.py`` prints the table of all its calls;
-``test_kernels_dropout_add_layer_norm`` holds a few to a budget.
+``test_kernels_dropout_add_layer_norm`` holds a few of them to a budget.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ class Call(NamedTuple):
     dtype: str = "fp32"
     N: int = 768
     dropout_p: float = 0.0
-    wide_residual: bool = False  # the residual and the vectors in float32, whatever x is in
-    full: bool = False  # with x_bias, and with the sum returned and its gradient
+    wide_residual: bool = False  # residual and vectors in float32, whatever the dtype of x
+    full: bool = False  # with x_bias, and with the returned sum and its gradient
     rows: int = 4096
 
 
@@ -43,13 +43,13 @@ class Usage(NamedTuple):
     registers: int
     stack: int
     shared: int
-    loads: dict[str, int]  # from global memory, by bits of a thread
+    loads: dict[str, int]  # from global memory: number by bits per thread
     stores: dict[str, int]
     hash: str
 
 
 def compile_call(call: Call) -> list[Usage]:
-    """What the kernels of a call, forward and backward, need."""
+    """Returns the resources of a call's kernels, forward and backward."""
     return [
         Usage(
             code.kernel.removeprefix("dropout_add_layer_norm_").removesuffix("_kernel"),
@@ -63,7 +63,7 @@ def compile_call(call: Call) -> list[Usage]:
 
 
 def _widths(instruction: str, sass: str) -> dict[str, int]:
-    """How many there are of each width."""
+    """Counts an instruction's occurrences by width in bits."""
     found = re.findall(rf"\b{instruction}\.([\w.]*)", sass)
     widths = Counter((re.search(r"\b(8|U8|16|U16|64|128)\b", f) or ["32"])[0] for f in found)
     return {width.removeprefix("U"): n for width, n in sorted(widths.items())}

@@ -1,7 +1,7 @@
-"""Compiles the Triton kernels of lstm and gru without a GPU, and says what they need.
+"""Compiles the Triton kernels of lstm and gru without a GPU, and reports their resources.
 
 ``python tests/compile_lstm.py`` prints the table of all its calls; ``test_kernels_lstm`` and
-``test_kernels_gru`` hold a few to a budget.
+``test_kernels_gru`` hold a few of them to a budget.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from trifuse.kernels import gru, lstm
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
-# Options of a call that add to what a kernel keeps in registers.
+# Options of a call that add to a kernel's registers.
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "all": {
@@ -60,10 +60,10 @@ class Usage(NamedTuple):
 
 
 def compile_call(call: Call) -> list[Usage]:
-    """What the kernels of a call, forward and backward, need."""
+    """Returns the resources of a call's kernels, forward and backward."""
     launch = _launch_gru if call.options == "gru" else _launch_lstm
     codes = {
-        code.kernel: code  # a step's kernels are launched again and again
+        code.kernel: code  # a step's kernels are launched repeatedly
         for code in compile_launches(call.architecture, lambda: launch(call))
         if code.kernel.startswith(("lstm", "gru"))
     }

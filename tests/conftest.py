@@ -1,4 +1,4 @@
-"""What every test shares: the machine's backends, and uninitialised memory that shows."""
+"""Shared by all tests: the machine's backends, and NaN in uninitialised memory."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from typing import Any, NamedTuple
 import hypothesis
 import pytest
 
-# Threads wait asleep instead of spinning: the cores may be busy with another worker's tests, and
-# there are more threads than cores in some. OpenMP reads it when torch is loaded.
+# Waiting threads sleep instead of spinning: the cores may be busy with another worker's tests, and
+# some tests have more threads than cores. OpenMP reads this when torch is loaded.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import torch
 
 if not torch.cuda.is_available():
-    # Triton decides when a kernel is decorated, so this has to come before it is imported.
+    # Triton reads this when it decorates a kernel, so it must be set before the import.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 with contextlib.suppress(ModuleNotFoundError):  # it needs a package that torch does not bring
-    # Loads a Hypothesis profile, so ours comes after; and Triton, in some versions.
+    # This loads a Hypothesis profile, so ours is loaded later. Some versions also import Triton.
     import torch.testing._internal.common_utils
 
 import trifuse
@@ -32,15 +32,15 @@ from trifuse import backends
 
 
 def _patch_language_once_a_launch() -> None:
-    """Have Triton's interpreter replace the functions of triton.language once a launch.
+    """Makes Triton's interpreter patch triton.language once per launch.
 
-    It does so again in every call of one jitted function by another, which changes nothing and
-    takes half of a test's time.
+    It also patches it whenever one jitted function calls another, which changes nothing and takes
+    half of a test's time.
     """
     from triton.runtime import interpreter
 
     if not hasattr(interpreter, "_LangPatchScope"):
-        return  # a version of Triton that goes about it in another way
+        return  # this version of Triton patches differently
 
     patch, scope = interpreter._patch_lang, interpreter._LangPatchScope
     language = interpreter.tl
@@ -53,7 +53,7 @@ def _patch_language_once_a_launch() -> None:
 
     @functools.cache
     def seen_from(module: str) -> set[str]:
-        """Which parts of the language are globals there: those that the interpreter replaces."""
+        """Returns which language modules are globals of a module: the interpreter patches them."""
         known = vars(sys.modules[module]).values()
         return {m.__name__ for m in (language, language.core) if any(m is v for v in known)}
 
@@ -69,7 +69,7 @@ def _patch_language_once_a_launch() -> None:
 if backends._HAS_TRITON and os.environ.get("TRITON_INTERPRET") == "1":
     _patch_language_once_a_launch()
 
-# The same examples on every run: a change is judged by what it does, not by the day's draw.
+# The same examples on every run, so that only a change can make a test fail.
 # `pytest --hypothesis-profile=thorough` draws new ones, and many more.
 _COMMON: dict[str, Any] = {
     "deadline": None,
@@ -88,8 +88,8 @@ hypothesis.settings.load_profile("default")
 
 @pytest.fixture(autouse=True)
 def _one_thread() -> None:
-    """The tests' tensors are small. On those, threads waiting for each other cost more than they
-    give, many times more where the machine is shared. Tests that are about threads ask for them."""
+    """Runs tests in one thread. On their small tensors, threads cost more than they gain, many
+    times more on a shared machine. Tests about threads set their own number."""
     torch.set_num_threads(1)
 
 
@@ -98,7 +98,7 @@ def pytest_make_parametrize_id(val: object) -> str | None:
 
 
 class Kernel(NamedTuple):
-    """A backend, and for the C++ one the instruction set it was compiled for."""
+    """A backend, and for C++ the instruction set that its kernels are compiled for."""
 
     backend: str
     capability: str | None = None
@@ -109,7 +109,7 @@ class Kernel(NamedTuple):
 
     @contextmanager
     def serving(self) -> Iterator[None]:
-        """Calls inside the block are served by it."""
+        """Serves the calls inside the block by this kernel."""
         if self.capability is not None:
             before = backends._C.cpu_capability()
             backends._C.set_cpu_capability(self.capability)
@@ -129,7 +129,7 @@ BACKENDS = ("eager", "cpp") if CPP_KERNELS else ("eager",)
 
 @pytest.fixture(autouse=True)
 def _uninitialised_memory_is_nan() -> Iterator[None]:
-    """What a kernel forgets to write shows up as NaN, in every test."""
+    """Fills uninitialised memory with NaN, so that elements a kernel does not write show."""
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True)
     assert torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
@@ -139,7 +139,7 @@ def _uninitialised_memory_is_nan() -> Iterator[None]:
 
 @pytest.fixture
 def fresh_dynamo() -> Iterator[None]:
-    """Nothing that a test compiles counts towards the graphs of another."""
+    """Resets Dynamo, so that graphs compiled by other tests do not count."""
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
@@ -147,21 +147,21 @@ def fresh_dynamo() -> Iterator[None]:
 
 @pytest.fixture(params=BACKENDS)
 def backend(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Calls are served by each backend for CPU tensors in turn, at the machine's best."""
+    """Serves calls by each CPU backend in turn, with the machine's best instruction set."""
     with trifuse.backend(request.param):
         yield request.param
 
 
 @pytest.fixture(params=KERNELS, ids=lambda kernel: kernel.name)
 def kernel(request: pytest.FixtureRequest) -> Iterator[Kernel]:
-    """As ``backend``, and by the C++ kernels as compiled for each instruction set in turn."""
+    """As ``backend``, with the C++ kernels of each instruction set in turn."""
     with request.param.serving():
         yield request.param
 
 
 @pytest.fixture
 def triton() -> Iterator[Kernel]:
-    """Triton's kernels in its interpreter. A program takes milliseconds there: for tiny tensors."""
+    """Serves calls by Triton's interpreter. A program takes milliseconds, so use tiny tensors."""
     why_not = backends._why_not_triton(backends.Call("attention", "cpu", torch.float32))
     if why_not is not None:
         pytest.skip(why_not)
@@ -172,13 +172,13 @@ def triton() -> Iterator[Kernel]:
 
 @pytest.fixture
 def every_kernel() -> tuple[Kernel, ...]:
-    """All of them, for tests that put the same call to each."""
+    """Returns all kernels, for tests that run the same call on each."""
     return KERNELS
 
 
 @pytest.fixture
 def cpp_kernels() -> tuple[Kernel, ...]:
-    """The C++ kernels for each instruction set; the test is skipped where there are none."""
+    """Returns the C++ kernels of each instruction set; skips the test if there are none."""
     if not CPP_KERNELS:
         pytest.skip("the C++ extension is not built")
     return CPP_KERNELS
@@ -192,7 +192,7 @@ def cpp_kernel(request: pytest.FixtureRequest) -> Iterator[Kernel]:
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Grows by the operator's name with every call of attention by a module of trifuse.nn."""
+    """Returns a list that records the operator's name whenever trifuse.nn calls attention."""
     made: list[str] = []
 
     def watch(module: object, name: str) -> None:

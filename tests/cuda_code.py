@@ -1,6 +1,6 @@
-"""What nvcc makes of the CUDA kernels: registers, stack, shared memory, instructions.
+"""The CUDA kernels as nvcc compiles them: registers, stack, instructions.
 
-No GPU is needed. Tests that ask are skipped where there is no nvcc; a warning of its fails them.
+No GPU is needed. Without nvcc, tests that compile are skipped. A warning by nvcc fails them.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ ARCHITECTURES = ("80", "90a")
 
 
 def architectures(source: Path) -> tuple[str, ...]:
-    """Those that a source is meant for: what is for Hopper GPUs compiles for them alone."""
+    """Returns the architectures of a source; sources for Hopper GPUs compile for no other."""
     return ("90a",) if source.stem.endswith("_hopper") else ARCHITECTURES
 
 
 class Code(NamedTuple):
-    """What one kernel was compiled to for one architecture."""
+    """One kernel compiled for one architecture."""
 
     architecture: str
     kernel: str  # without namespaces and arguments: backward_kernel<float, true, 512>
-    registers: int  # of a thread
-    stack: int  # bytes of a thread: what was spilled, and little else
+    registers: int  # per thread
+    stack: int  # bytes per thread, nearly all of them spills
     sass: str
 
     def count(self, instruction: str) -> int:
-        """How often it has an instruction, by a regular expression such as LDG.E.128."""
+        """Counts the instructions that match a regular expression such as LDG.E.128."""
         return len(re.findall(rf"\b{instruction}\b", self.sass))
 
 
 def compile_operator(operator: str) -> list[Code]:
-    """Every kernel of csrc/cuda/<operator>*.cu, for every architecture that it is meant for."""
+    """Compiles every kernel of csrc/cuda/<operator>*.cu for each architecture of its source."""
     nvcc = shutil.which("nvcc")
     if nvcc is None:
         pytest.skip("no nvcc here")
@@ -58,7 +58,7 @@ def compile_operator(operator: str) -> list[Code]:
         ]  # fmt: skip
         done = subprocess.run(command, capture_output=True, text=True)
         assert done.returncode == 0, f"{source.name}: {done.stderr[-4000:]}"
-        # That the products of a warpgroup wait for one another is no warning, but said.
+        # Serialised products of a warpgroup are reported as a note, not as a warning.
         assert "Performance Loss" not in done.stdout + done.stderr, done.stderr[-4000:]
         try:
             command = [tool, "--dump-resource-usage", "--dump-sass", str(cubin)]
@@ -75,7 +75,7 @@ def compile_operator(operator: str) -> list[Code]:
 
 
 def _read(report: str, architecture: str) -> list[Code]:
-    """cuobjdump's report: the resources of all functions, then the instructions of each."""
+    """Reads cuobjdump's report: the resources of all functions, then the instructions of each."""
     sass = {}
     for part in re.split(r"^\s*Function : ", report, flags=re.MULTILINE)[1:]:
         name, _, instructions = part.partition("\n")

@@ -1,4 +1,4 @@
-"""dropout_add_layer_norm calls to test with: arguments, what they give, what eager torch gives."""
+"""dropout_add_layer_norm cases for tests: arguments, results, and eager torch's results."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ TENSORS = ("x", "residual", "weight", "bias", "x_bias")
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Case:
-    """Arguments of a call in training, and the gradients that arrive from above.
+    """Arguments of a call in training, and its upstream gradients.
 
-    With ``grad_sum`` the call is made with ``prenorm``.
+    With ``grad_sum``, the call has ``prenorm``.
     """
 
     x: Tensor  # (..., N)
@@ -59,12 +59,12 @@ class Case:
         return "\n".join(f"{name}: {show(value)}" for name, value in vars(self).items())
 
 
-# out, sum and grad_<argument>: as many as the call has.
+# out, sum and grad_<argument>, as far as the call has them.
 Results = dict[str, Tensor]
 
 
 def run(case: Case) -> Results:
-    """The operator, forward and backward, by the backend in force."""
+    """Runs the operator, forward and backward, on the current backend."""
     torch.manual_seed(SEED)
 
     def call(
@@ -82,7 +82,7 @@ def run(case: Case) -> Results:
 
 
 def specification(case: Case) -> Results:
-    """The reference formula in float64, differentiated by autograd."""
+    """Evaluates the reference formula in float64, differentiated by autograd."""
     seed = drawn_seed() if case.dropout_p > 0 else None
 
     def formula(x: Tensor, residual: Tensor | None, *vectors: Tensor | None) -> Any:
@@ -96,7 +96,7 @@ def specification(case: Case) -> Results:
 
 
 def eager_torch(case: Case) -> Results:
-    """As one writes it in torch, in the dtypes that its promotion comes to."""
+    """Evaluates the formula in plain torch, in the dtypes of its type promotion."""
     multiplier = dropout_multiplier(case)
 
     def formula(
@@ -126,7 +126,7 @@ def eager_torch(case: Case) -> Results:
 
 
 def dropout_multiplier(case: Case) -> Tensor:
-    """float64, (..., N): D of the formula, straight from the public arguments."""
+    """Returns D of the formula, float64, (..., N), from the public arguments alone."""
     if case.dropout_p == 0:
         return torch.ones(case.x.shape, dtype=torch.float64)
     N = case.x.shape[-1]
@@ -159,7 +159,7 @@ def _differentiate(case: Case, tensors: Any, function: Any) -> Results:
 
 
 def record_accuracy(accuracies: dict[Any, Accuracy], case: Case) -> None:
-    """Put a case to each kernel and hold each result to the numerics rule."""
+    """Runs a case on each kernel and holds each result to the numerics rule."""
     expected, eager, rounding = specification(case), eager_torch(case), one_rounding(case)
     for kernel, accuracy in accuracies.items():
         with kernel.serving():
@@ -170,7 +170,7 @@ def record_accuracy(accuracies: dict[Any, Accuracy], case: Case) -> None:
 
 
 def one_rounding(case: Case) -> Results:
-    """The error of each result if every term of its formula were rounded once."""
+    """Returns the error of each result if every term of its formula were rounded once."""
     eps = rounding_error(case.x.dtype)
     zero = torch.zeros((), dtype=torch.float64)
     x, residual, _, bias, x_bias = (zero if t is None else t.double() for t in case.tensors)
@@ -186,7 +186,7 @@ def one_rounding(case: Case) -> Results:
     gn = (g * n).mean(-1, keepdim=True)
     g_mean = zero if case.rms_norm else g.mean(-1, keepdim=True)
     grad = rstd * (g - g_mean - n * gn)
-    # An error of n goes into the last term, and through the mean of g n into every column's.
+    # An error of n enters its own last term and, through the mean of g n, every column's.
     through_mean = n.square() * (g.square() * n_error.square()).mean(-1, keepdim=True)
     grad_error = rstd * ((eps * g).square() + (n_error * gn).square() + through_mean).sqrt()
     if case.grad_sum is not None:
@@ -194,8 +194,8 @@ def one_rounding(case: Case) -> Results:
         grad, grad_error = grad + ds, (grad_error.square() + (eps * ds).square()).sqrt()
 
     def summed(error: Tensor, terms: Tensor, shape: torch.Size) -> Tensor:
-        # Each partial sum is rounded too: of n terms that go either way it is n/2 times the square
-        # of one in the mean.
+        # Each partial sum is rounded too. With n terms of random sign, its mean square is n/2 times
+        # that of a term.
         count = terms.numel() // max(math.prod(shape), 1)
         partial = rounding_error(torch.float32) ** 2 * (count / 2 if count > 1 else 0)
         return (error.square() + partial * terms.square()).sum_to_size(shape).sqrt()
@@ -218,7 +218,7 @@ def one_rounding(case: Case) -> Results:
 
 
 def make(*shape: int, dtype: torch.dtype = torch.float32, **changed: Any) -> Case:
-    """Every tensor there is, standard normal, but for what is changed."""
+    """Makes a case with every tensor, standard normal; ``changed`` replaces fields."""
     rows = [normal(*shape, seed=i, dtype=dtype) for i in range(4)]
     vectors = [normal(shape[-1], seed=i, dtype=dtype) for i in range(4, 7)]
     case = Case(rows[0], rows[1], *vectors, grad_out=rows[2], grad_sum=rows[3])
@@ -226,10 +226,10 @@ def make(*shape: int, dtype: torch.dtype = torch.float32, **changed: Any) -> Cas
 
 
 def lay_out_rows(t: Tensor, layout: str) -> Tensor:
-    """As :func:`numerics.lay_out`, and two layouts more; what lies between is NaN.
+    """As :func:`numerics.lay_out`, with two more layouts; gaps hold NaN.
 
-    "slices" are the middle columns of wider rows; "reversed" has the leading dimensions in memory
-    in the opposite order.
+    "slices" are the middle columns of wider rows; "reversed" stores the leading dimensions in the
+    opposite order.
     """
     if layout == "slices":
         wide = t.new_full((*t.shape[:-1], t.shape[-1] + 3), float("nan"))
@@ -241,13 +241,13 @@ def lay_out_rows(t: Tensor, layout: str) -> Tensor:
 
 
 def layouts(dims: int) -> tuple[str, ...]:
-    """Those that a tensor of so many dimensions can have."""
+    """Returns the layouts that a tensor of so many dimensions can have."""
     names = ("contiguous", "gaps", "offset", "slices", "expanded", "reversed", "transposed")
     return names[: {1: 4, 2: 5}.get(dims, 7)]
 
 
 def check_past_two_to_the_31(N: int) -> None:
-    """Offsets need 64 bits. The tensors are views of memory that is never touched elsewhere."""
+    """Checks offsets of more than 32 bits, in views of memory that is mostly never touched."""
     far = torch.frombuffer(mmap.mmap(-1, 2 * (2**31 + 2**16)), dtype=torch.bfloat16)
     case = make(2, 3, N, dtype=torch.bfloat16)
     views = {}
@@ -258,7 +258,7 @@ def check_past_two_to_the_31(N: int) -> None:
 
 
 def check_without_columns(forward: Callable[..., Any], rms_norm: bool) -> None:
-    """Mean and rstd of rows of nothing, by a backend's forward op."""
+    """Checks mean and rstd of rows without columns, by a backend's forward op."""
     nothing = torch.empty(3, 0)
     arguments = (nothing, None, None, None, None, None, 0.0, 1e-5, rms_norm, False, torch.float32)
     results, expected = forward(*arguments), reference.dropout_add_layer_norm(*arguments)
@@ -267,7 +267,7 @@ def check_without_columns(forward: Callable[..., Any], rms_norm: bool) -> None:
 
 
 def check_wanted(forward: Callable[..., Any], backward: Callable[..., Any], wanted: int) -> None:
-    """A backend's backward op gives the gradients whose bits are set, and nothing for others."""
+    """Checks that a backend's backward op returns only the gradients whose bits are set."""
     case, seed = make(5, 12, dropout_p=0.3), drawn_seed()
     options = (case.dropout_p, case.eps, case.rms_norm)
     _, _, mean, rstd = forward(*case.tensors, seed, *options, False, torch.float32)
@@ -292,18 +292,18 @@ def assert_same_bits(actual: Results, expected: Results) -> None:
 
 # Drawn at random --------------------------------------------------------------------------------
 
-# The edges of vectors, of strips of 64 and of what models have.
+# The edges of vectors and of strips of 64, and widths that models have.
 _WIDTHS = (1, 2, 7, 8, 15, 16, 17, 31, 33, 63, 64, 65, 127, 128, 129, 768, 1000)
 
 
 @st.composite
 def cases(draw: st.DrawFn, dtype: torch.dtype) -> Case:
-    """Any call, for Hypothesis to vary and to simplify."""
+    """Draws any call; Hypothesis can vary and simplify it."""
     return draw_case(draw(st.randoms(use_true_random=False)), dtype)
 
 
 def draw_case(random: Random, dtype: torch.dtype) -> Case:
-    """Any call of the operator: sizes, layouts, dtypes, options; any tensor may be left out."""
+    """Draws any call of the operator: sizes, layouts, dtypes, options, absent tensors."""
     N = random.choice(_WIDTHS) if random.random() < 0.5 else random.randint(1, 300)
     lead = [random.randint(1, 4) for _ in range(random.randint(0, 5))]
     if lead and random.random() < 0.3:

@@ -1,4 +1,4 @@
-"""Calls of every operator, for tests of what goes wrong, and processes of their own for them."""
+"""Calls of every operator for fault tests, and helpers to run and fail them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from trifuse.reference.lstm import Parameters as LSTMParameters
 class Case(NamedTuple):
     """A call as a function of named tensors."""
 
-    make: Callable[[int], dict[str, Tensor]]  # of a size: 1, or more for larger ones
+    make: Callable[[int], dict[str, Tensor]]  # makes tensors of a size, from 1
     call: Callable[[dict[str, Tensor]], Any]
 
     def tensors(self, size: int = 1) -> dict[str, Tensor]:
@@ -35,7 +35,7 @@ class Case(NamedTuple):
         return {k: t.requires_grad_() if t.is_floating_point() else t for k, t in made.items()}
 
     def results(self, size: int = 1) -> list[Tensor]:
-        """Of a forward and its backward."""
+        """Returns the results of a forward and its backward."""
         torch.manual_seed(0)
         tensors = self.tensors(size)
         outputs = floating(self.call(tensors))
@@ -45,14 +45,14 @@ class Case(NamedTuple):
 
 
 def flat(results: Any) -> list[Tensor]:
-    """The tensors that a call returns."""
+    """Returns the tensors in a call's result."""
     if isinstance(results, Tensor):
         return [results]
     return [t for each in results for t in flat(each)]
 
 
 def floating(results: Any) -> list[Tensor]:
-    """The tensors that a call returns and that a gradient can come from."""
+    """Returns the tensors in a call's result that require a gradient."""
     return [t for t in flat(results) if t.requires_grad]
 
 
@@ -139,7 +139,7 @@ def gru() -> Case:
 
 
 def plain_lstm() -> Case:
-    """Both directions at once, by the op that looks at its arguments itself."""
+    """Both directions at once, by the op that checks its arguments in C++."""
 
     def make(size: int) -> dict[str, Tensor]:
         H = 24 * size
@@ -197,7 +197,7 @@ def dropout() -> Case:
 
 
 def linear() -> Case:
-    """As trifuse.nn.Linear computes it where our product is the faster one."""
+    """As trifuse.nn.Linear computes where our product is faster than torch's."""
 
     def make(size: int) -> dict[str, Tensor]:
         N = 70 * size
@@ -240,7 +240,7 @@ CASES = {
 
 
 def in_process(function: Callable[..., None], *args: Any, seconds: float = 180) -> None:
-    """Call a test module's function in a process of its own, which may crash or hang."""
+    """Calls a test module's function in a separate process, which may crash or hang."""
     module, name = function.__module__, function.__name__
     script = (
         "import faulthandler, sys\n"
@@ -260,7 +260,7 @@ def in_process(function: Callable[..., None], *args: Any, seconds: float = 180) 
 
 
 def in_new_thread(function: Callable[..., Any], *args: Any) -> None:
-    """Call it where the kernels have no memory to work in yet; raise what it raises."""
+    """Calls a function in a thread that has no scratch memory yet; raises what it raises."""
     errors: list[BaseException] = []
 
     def run() -> None:
@@ -276,7 +276,7 @@ def in_new_thread(function: Callable[..., Any], *args: Any) -> None:
         raise errors[0]
 
 
-ALL = 1 << 40  # allocations: every one from some number on
+ALL = 1 << 40  # a count for `failing`: every allocation from the first one on
 
 
 @contextlib.contextmanager
@@ -289,7 +289,7 @@ def failing(first: int, count: int) -> Iterator[None]:
 
 
 def unless_out_of_memory(call: Callable[[], Any]) -> Any:
-    """Its result; None if there was no memory for it."""
+    """Returns the call's result, or None if it ran out of memory."""
     try:
         return call()
     except RuntimeError as error:
@@ -301,8 +301,8 @@ def unless_out_of_memory(call: Callable[[], Any]) -> Any:
 def for_each_allocation(attempt: Callable[[int], int]) -> int:
     """Calls ``attempt(number)`` in a new thread for 1, 2, and so on; returns the last number.
 
-    ``attempt`` makes the allocation of that number fail, and returns how many were asked for. The
-    last number is the first beyond those.
+    ``attempt`` makes allocation ``number`` fail, and returns how many allocations were requested.
+    The last number is the first one beyond them.
     """
     number, made = 0, 0
 

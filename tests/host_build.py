@@ -1,7 +1,7 @@
-"""The CUDA sources compiled by the host's C++ compiler against the model of CUDA in cuda_on_host.
+"""Builds the CUDA sources with the host's C++ compiler and the model of CUDA in cuda_on_host.
 
-A library is built once for a state of its sources and kept in build/cuda_on_host; tests that need
-one are skipped where there is no C++ compiler.
+A library is rebuilt when its sources change, and kept in build/cuda_on_host. Without a C++
+compiler, tests that need a library are skipped.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ ROOT = Path(__file__).parents[1]
 MODEL = Path(__file__).parent / "cuda_on_host"
 BUILD = ROOT / "build/cuda_on_host"
 
-# Where the model has a header of the same name, it stands before the one in csrc.
+# The model's headers come first, and replace those of the same name in csrc.
 _FLAGS = [
     "-std=c++20", "-O1", "-g1", "-fPIC", "-fvisibility=hidden", "-U_FORTIFY_SOURCE",
     "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas", f"-I{MODEL}", f"-I{ROOT / 'csrc'}",
@@ -38,7 +38,7 @@ _TORCH_FLAGS = ["-Wno-error", *(f"-isystem{path}" for path in include_paths())]
 
 
 class Library:
-    """A library of kernels under the model, and the device that they find."""
+    """A library of kernels under the model, and the device that the model simulates."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -58,7 +58,7 @@ class Library:
         seed: int = 0,
         compute_capability: int = 80,
     ) -> Iterator[None]:
-        """Run kernels on such a device; with a seed, threads in an order drawn at random."""
+        """Simulates this device inside the block. With a seed, threads run in a random order."""
         before = self._device
         self._set_device(
             multiprocessors, blocks_per_multiprocessor, shared_memory, seed, compute_capability
@@ -69,7 +69,7 @@ class Library:
             self._set_device(*before)
 
     def launches(self, kernel: str) -> int:
-        """How often a kernel has been launched."""
+        """Returns how often a kernel has been launched."""
         count: int = self.functions.launches(kernel.encode())
         return count
 
@@ -79,7 +79,7 @@ class Library:
 
     @contextmanager
     def guarded_memory(self) -> Iterator[None]:
-        """Put guards around tensors made inside the block, and see that they are intact."""
+        """Puts guards around tensors made inside the block, and checks them at its end."""
         self.functions.guard_memory(True)
         try:
             yield
@@ -90,7 +90,7 @@ class Library:
 
 
 def build(name: str, sources: Sequence[Path]) -> Library:
-    """A library of .cu sources and of .cpp ones, which may include torch's headers."""
+    """Builds a library from .cu sources, and .cpp sources, which may include torch's headers."""
     compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++")
     if compiler is None:
         pytest.skip("no C++ compiler here")
@@ -106,7 +106,7 @@ def build(name: str, sources: Sequence[Path]) -> Library:
         job([source], target, [compiler, *flags, "-x", "c++"]).run()
         return target
 
-    with FileLock(folder / "lock"):  # another worker of the test run may be at it
+    with FileLock(folder / "lock"):  # another test worker may be building it
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             objects = list(pool.map(compile_one, [*sources, MODEL / "hooks.cpp"]))
         newest = max(path.stat().st_mtime for path in objects)
@@ -122,7 +122,7 @@ def build(name: str, sources: Sequence[Path]) -> Library:
 
 
 def build_operator(operator: str) -> Library:
-    """The CUDA kernels of an operator, registered as its ``cuda`` backend for CPU tensors."""
+    """Builds an operator's CUDA kernels, registered as its ``cuda`` backend for CPU tensors."""
     folder = ROOT / "csrc/cuda"
     sources = [*folder.glob(f"{operator}*.cu"), *folder.glob(f"{operator}*.cpp")]
     assert sources, operator
@@ -131,7 +131,7 @@ def build_operator(operator: str) -> Library:
 
 @contextmanager
 def serving_as_cuda(library: Library) -> Iterator[None]:
-    """``trifuse.backend("cuda")`` means a library's kernels inside the block, on CPU tensors."""
+    """Makes ``trifuse.backend("cuda")`` run a library's kernels on CPU tensors inside the block."""
     torch.ops.load_library(str(library.path))
     before = backends._WHY_NOT["cuda"]
     backends._WHY_NOT["cuda"] = lambda call: None
@@ -144,7 +144,7 @@ def serving_as_cuda(library: Library) -> Iterator[None]:
 
 
 def library_fixture(operator: str) -> Any:
-    """A fixture: an operator's library, which ``trifuse.backend("cuda")`` means in a module."""
+    """Returns a fixture: an operator's library, which ``trifuse.backend("cuda")`` then runs."""
 
     @pytest.fixture(scope="module")
     def library() -> Iterator[Library]:

@@ -1,4 +1,4 @@
-"""LSTM calls to test with: arguments, what they give, what eager torch gives."""
+"""LSTM cases for tests: arguments, results, and eager torch's results."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ STATES = ("input", "h0", "c0")
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Case:
-    """Arguments of ``trifuse.ops.lstm.layer``, and the gradients that arrive from above.
+    """Arguments of ``trifuse.ops.lstm.layer``, and its upstream gradients.
 
-    Or of ``trifuse.ops.lstm.stack``: D counts layers then, and the output is (T, B, R).
+    With ``layers``, those of ``trifuse.ops.lstm.stack``: D counts layers, the output is (T, B, R).
     """
 
     input: Tensor  # (T, B, I)
@@ -54,14 +54,14 @@ class Case:
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """All that have gradients, by name: those of the second direction end in _reverse."""
+        """All tensors with gradients, by name; names of the second direction end in _reverse."""
         named = {name: getattr(self, name) for name in STATES}
         for p, suffix in zip(self.parameters, self.suffixes, strict=True):
             named |= {f"{name}{suffix}": t for name, t in p._asdict().items()}
         return {name: t for name, t in named.items() if t is not None}
 
     def of(self, tensors: dict[str, Tensor]) -> list[Any]:
-        """The states and parameters of this call, made of other tensors by the same names."""
+        """Returns input, states and parameters of this call, taken from ``tensors`` by name."""
         states = [tensors.get(name) for name in STATES]
         return [
             *states,
@@ -91,12 +91,12 @@ class Case:
         return "\n".join([*shapes, f"{lengths=} {self.reverse=} {self.options}"])
 
 
-# output, h_n, c_n and grad_<tensor>: as many as the call has.
+# output, h_n, c_n and grad_<tensor>, as far as the call has them.
 Results = dict[str, Tensor]
 
 
 def run(case: Case, **options: Any) -> Results:
-    """The operator, forward and backward, by the backend in force."""
+    """Runs the operator, forward and backward, on the current backend."""
     torch.manual_seed(SEED)
 
     def call(tensors: dict[str, Tensor]) -> Any:
@@ -115,7 +115,7 @@ def layer_after_layer(
     parameters: Sequence[Parameters],
     one: Callable[..., tuple[Tensor, Tensor, Tensor]],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What ``ops.stack`` returns; ``one(input, h0, c0, parameters)`` is a layer by itself."""
+    """Returns the results of ``ops.stack``; ``one(input, h0, c0, parameters)`` runs one layer."""
     hs, cs = [], []
     for k, p in enumerate(parameters):
         input, h, c = one(input, _part(h0, k), _part(c0, k), p)
@@ -129,7 +129,7 @@ def _part(states: Tensor | None, k: int) -> Tensor | None:
 
 
 def specification(case: Case) -> Results:
-    """The reference formula in float64, differentiated by autograd."""
+    """Evaluates the reference formula in float64, differentiated by autograd."""
 
     def one(options: Options, input: Any, h0: Any, c0: Any, *parameters: Parameters) -> Any:
         flat = [t for p in parameters for t in p]
@@ -146,7 +146,7 @@ def specification(case: Case) -> Results:
 
 
 def eager_torch(case: Case) -> Results:
-    """As one writes it in torch, everything in the dtype of the input."""
+    """Evaluates the formula in plain torch, everything in the dtype of the input."""
 
     def formula(tensors: dict[str, Tensor]) -> Any:
         dtype = case.input.dtype
@@ -183,7 +183,7 @@ def _eager_direction(
     drawn = draws(case, d)
     steps: dict[int, Tensor] = {}
     for step in range(T):
-        # Where rows differ in what is their last step, each step is computed at every position.
+        # In reverse, rows of different lengths are at different positions in the same step.
         position = torch.full((B,), step)
         lengths = torch.full((B,), T) if case.lengths is None else case.lengths
         if case.reverse[d]:
@@ -228,13 +228,13 @@ def zoneout(new: Tensor, old: Tensor, keep: Tensor | None, position: Tensor, p: 
 
 @dataclasses.dataclass
 class Draws:
-    dropout: Tensor  # float64 (B, R): what h is multiplied by, or 1
-    keep_h: Tensor | None  # bool (T, B, R), by position: where the new h is taken
+    dropout: Tensor  # float64 (B, R), the multiplier of h; or 1
+    keep_h: Tensor | None  # bool (T, B, R), by position: where the new h is used
     keep_c: Tensor | None  # bool (T, B, H)
 
 
 def draws(case: Case, d: int) -> Draws:
-    """What a call draws at random for a direction, straight from the public arguments."""
+    """Returns what a call draws at random for direction d, from the public arguments alone."""
     o, (T, B, _), p = case.numbers, case.input.shape, case.parameters[d]
     R = p.weight_hh.shape[1]
     H = R if p.weight_hr is None else p.weight_hr.shape[1]
@@ -261,7 +261,7 @@ def differentiate(
         g.to(o.dtype)
         for g, o in zip((case.grad_output, case.grad_h_n, case.grad_c_n), outputs, strict=True)
     ]
-    # Of no steps, without states, nothing depends on anything.
+    # Without steps and states, the outputs depend on no input.
     pairs = [(o, g) for o, g in zip(outputs, upstream, strict=True) if o.requires_grad]
     grads: Sequence[Tensor | None] = [None] * len(leaves)
     if pairs:
@@ -278,7 +278,7 @@ def differentiate(
 
 
 def record_accuracy(accuracies: dict[Kernel, Accuracy], case: Case) -> None:
-    """Put a case to each kernel and hold each result to the numerics rule."""
+    """Runs a case on each kernel and holds each result to the numerics rule."""
     expected, eager = specification(case), eager_torch(case)
     rounding = one_rounding(case, expected)
     for kernel, accuracy in accuracies.items():
@@ -287,16 +287,16 @@ def record_accuracy(accuracies: dict[Kernel, Accuracy], case: Case) -> None:
         assert actual.keys() == expected.keys()
         for name in actual:
             theirs = eager[name].to(actual[name].dtype)
-            # All results of a sequence bear the errors of its few states.
+            # All results of a sequence share the errors of its few states.
             sequences = case.input.shape[1]
             accuracy.record(name, actual[name], expected[name], theirs, rounding[name], sequences)
 
 
 def one_rounding(case: Case, exact: Results, count: int = 4) -> Results:
-    """How far each of the exact results moves when each number that goes in is rounded once more.
+    """Returns how far each exact result moves when each input number is rounded once.
 
-    What roundings do on their way through time isn't written out here but tried: the root mean
-    square over some draws of random ones.
+    The effect of roundings through time is measured, not derived: it is the root mean square over
+    ``count`` draws of random roundings.
     """
     eps = rounding_error(case.input.dtype)
     generator = torch.Generator().manual_seed(0)
@@ -313,7 +313,7 @@ def one_rounding(case: Case, exact: Results, count: int = 4) -> Results:
             **{n: rounded(getattr(case, n)) for n in ("grad_output", "grad_h_n", "grad_c_n")},
         )
         for name, t in specification(near).items():
-            # A result is rounded itself, and so are the terms of the sums that it is.
+            # A result is rounded itself, and so are the terms of its sums.
             own = (eps * exact[name]).square()
             squares[name] += (t - exact[name]).square() / count + own / count
     return {name: square.sqrt() for name, square in squares.items()}
@@ -343,9 +343,9 @@ def make(
     recompute: bool = False,
     **options: Any,
 ) -> Case:
-    """Standard normal numbers, weights so scaled that gates are neither open nor shut.
+    """Makes a case of standard normal numbers, with weights scaled so that gates do not saturate.
 
-    With ``layers`` a stack of so many.
+    With ``layers``, it is a stack of that many layers.
     """
     generator = torch.Generator().manual_seed(seed)
     gates = 3 if options.get("coupled") else 4
@@ -396,7 +396,7 @@ EVERYTHING = {
     "reverse": (False, True), **CLIPS,
 }  # fmt: skip
 
-# Arguments of `make`: each option alone, and all that go together.
+# Arguments of `make`: each option alone, and all compatible ones together.
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
     "without biases or states": {"biases": False, "states": False},
@@ -430,7 +430,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 def assert_near(actual: Results, expected: Results) -> None:
-    """Equal but for rounding, whose measure is taken in test_lstm_accuracy."""
+    """Asserts equality up to rounding. test_lstm_accuracy bounds the rounding."""
     assert actual.keys() == expected.keys()
     for name, a in actual.items():
         rtol = {torch.float64: 1e-9, torch.float32: 1e-4}.get(a.dtype, 5e-2)
@@ -447,7 +447,7 @@ def assert_same_bits(actual: Results, expected: Results) -> None:
 
 
 def check_empty(case: Case, results: Results) -> None:
-    """A call without steps or rows gives the states as they are, and gradients of 0 else."""
+    """Checks a call without steps or rows: states pass unchanged, other gradients are 0."""
     assert results["output"].shape == case.grad_output.shape
     if case.input.shape[0] == 0:
         assert torch.equal(results["h_n"], case.h0)
@@ -463,13 +463,13 @@ def check_empty(case: Case, results: Results) -> None:
 
 
 def serving(operator: str, kernels: Sequence[Kernel]) -> list[Kernel]:
-    """Those that serve an operator on this machine, in float32."""
+    """Returns the kernels that serve an operator on this machine, in float32."""
     call = backends.Call(operator, "cpu", torch.float32)
     return [kernel for kernel in kernels if backends._WHY_NOT[kernel.backend](call) is None]
 
 
 def kernel_fixture(operator: str, *more: Kernel) -> Any:
-    """A fixture: calls are served by each kernel in turn."""
+    """Returns a fixture that serves calls by each kernel in turn."""
     kernels = serving(operator, (*KERNELS, *more))
 
     @pytest.fixture(params=kernels, ids=lambda kernel: kernel.name)
@@ -481,7 +481,7 @@ def kernel_fixture(operator: str, *more: Kernel) -> Any:
 
 
 def backend_fixture(operator: str, *more: str) -> Any:
-    """As :func:`kernel_fixture`, each backend at the machine's best."""
+    """As :func:`kernel_fixture`, with one kernel per backend: the best for this machine."""
     names = ("eager", "cpp", *more)
     found = [kernel.backend for kernel in serving(operator, [Kernel(name) for name in names])]
 
@@ -500,7 +500,7 @@ _SIZES = (1, 2, 3, 7, 8, 15, 16, 17, 31, 32, 33, 64, 65)
 
 
 def draw_case(random: Random, dtype: torch.dtype) -> Case:
-    """Any call of the operator: sizes, layouts, dtypes, options; whatever may be left out."""
+    """Draws any call of the operator: sizes, layouts, dtypes, options, absent tensors."""
 
     def size() -> int:
         return random.choice(_SIZES) if random.random() < 0.5 else random.randint(1, 20)
@@ -522,8 +522,8 @@ def draw_case(random: Random, dtype: torch.dtype) -> Case:
         projection=projection,
         biases=chance(0.7),
         peephole=chance(0.4),
-        # Two numbers that are nearly the same, normalised, are as far apart as two that are not;
-        # and what is made of a single feature doesn't depend on it: its gradient is rounding alone.
+        # Few units: normalising nearly equal numbers would amplify their rounding. One feature: the
+        # normalised product does not depend on it, so its gradient would be rounding alone.
         norm=H >= 7 and features > 1 and chance(0.4),
         norm_cell_bias=chance(0.5),
         lengths=[random.randint(0, T) for _ in range(B)] if chance(0.5) else None,
@@ -544,7 +544,7 @@ def draw_case(random: Random, dtype: torch.dtype) -> Case:
     return laid_out(case, lambda: random.choice(("contiguous", "gaps", "offset", "swapped")))
 
 
-# torch's products of few rows may differ in the last bit from those of many. These don't round.
+# torch's products of few and of many rows may differ in the last bit. These products are exact.
 def with_exact_products(case: Case) -> Case:
     def short(t: Tensor) -> Tensor:
         return (t * 16).round() / 16
@@ -554,7 +554,7 @@ def with_exact_products(case: Case) -> Case:
 
 
 def laid_out(case: Case, layout: Callable[[], str]) -> Case:
-    """The same numbers, each tensor in another memory layout; what lies between is NaN."""
+    """Returns the case with each tensor in another memory layout; gaps hold NaN."""
     upstream: dict[str, Any] = {
         name: lay_out_any(getattr(case, name), layout())
         for name in ("grad_output", "grad_h_n", "grad_c_n")
@@ -564,7 +564,7 @@ def laid_out(case: Case, layout: Callable[[], str]) -> Case:
 
 
 def lay_out_any(t: Tensor, layout: str) -> Tensor:
-    """As :func:`numerics.lay_out`; "swapped" has the first two dimensions in the other order."""
+    """As :func:`numerics.lay_out`; "swapped" stores the first two dimensions in reverse order."""
     if layout == "swapped":
         return t if t.dim() < 2 else t.transpose(0, 1).contiguous().transpose(0, 1)
     return lay_out(t, layout)

@@ -1,13 +1,14 @@
 """The numerics rule, and tensors laid out in memory as callers lay them out.
 
-A kernel may be wrong by at most twice what eager torch is wrong by in the same dtype, both measured
-against the specification in float64: the largest error of a tensor, and its root mean square. There
-are no tolerances to choose, and 16-bit kernels get no leave that torch itself doesn't take.
+A kernel's error may be at most twice eager torch's in the same dtype: both the largest error of a
+tensor and the root mean square, measured against the specification in float64. There are no
+tolerances to choose, and 16-bit kernels get no more room than torch itself takes.
 
-One small tensor says little about either: eager torch is exact by luck on a softmax over one key,
-and unlucky on another. So every error is measured in *roundings*, what rounding each term of the
-sums behind it once would come to. The rule holds for the mean over many calls; a single call is
-held to twice as much, of eager torch's error or of what a few roundings come to by chance.
+One small tensor says little about either error: eager torch is exact by luck on a softmax over one
+key, and unlucky on another. So errors are measured in *roundings*: one is the error that comes from
+rounding each term of the underlying sums once. The rule applies to the mean over many calls. A
+single call is allowed twice as much: of eager torch's error, or of what a few roundings can come to
+by chance, whichever is larger.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor
 
 FACTOR = 2.0
-# In a mean no call counts for more roundings than this, however ill-conditioned it is.
+# In a mean, a call counts at most this many roundings, however ill-conditioned it is.
 CAP = 10.0
 
 
@@ -39,17 +40,16 @@ class Accuracy:
         rounding: Tensor,
         independent: int | None = None,
     ) -> None:
-        """Hold one tensor of one call to the rule, as far as a single call can be.
+        """Holds one tensor of one call to the rule, as far as a single call can be.
 
         Args:
             name: which result it is.
-            actual: what the kernel computed.
-            expected: float64, what the specification says; where it is infinite, so must ``actual``
-                be.
-            eager: what eager torch computed in the dtype of ``actual``.
+            actual: the kernel's result.
+            expected: the specification's result, float64. ``actual`` must be infinite where it is.
+            eager: eager torch's result in the dtype of ``actual``.
             rounding: float64, broadcastable, the error of rounding each term of each element once.
-            independent: how many of its errors are independent of one another. Default: its rows,
-                as the errors of a row may share a weight.
+            independent: number of independent errors. Default: the number of rows, as the errors of
+                a row may share a weight.
         """
         assert actual.shape == expected.shape, f"{name}: {actual.shape}, not {expected.shape}"
         infinite = expected.isinf()
@@ -60,8 +60,8 @@ class Accuracy:
             return
         error, eager_error = _error(actual, expected), _error(eager, expected)
         unit = rounding.expand(expected.shape)[~infinite]
-        # How far above its expectation a statistic of that many errors may come out by chance. Of
-        # few that are independent, eager torch's may as well come out below.
+        # How far a statistic of this many errors may exceed its expectation by chance. With few
+        # independent errors, eager torch's may as well fall below.
         few = independent is not None
         if independent is None:
             independent = expected.numel() // max(1, expected.shape[-1])
@@ -71,11 +71,11 @@ class Accuracy:
         ):
             mine, theirs, one = (measure(x).item() for x in (error, eager_error, unit))
             if actual.dtype == expected.dtype:
-                # The specification rounds too. Beside its errors stand those of partial sums, which
-                # outgrow the terms that a rounding is measured by.
+                # The specification rounds too, and both round partial sums, which outgrow the
+                # terms that a rounding is measured by.
                 theirs += 30 * one
             allowed = 2 * FACTOR * max(theirs * chance if few else theirs, chance * one)
-            assert mine <= allowed, (  # so written that NaN fails
+            assert mine <= allowed, (  # NaN fails too
                 f"{self.kernel}, {name}: {statistic} error {mine:.3g} is over {allowed:.3g}; "
                 f"eager torch's is {theirs:.3g}, one rounding {one:.3g}"
             )
@@ -84,7 +84,7 @@ class Accuracy:
                 self._errors[f"{name}: {statistic}"].append(pair)
 
     def conclude(self) -> None:
-        """Hold the mean over all calls to the rule. float64 has nothing wider to be measured by."""
+        """Holds the mean over all calls to the rule, which needs a dtype narrower than float64."""
         for what, errors in self._errors.items():
             mine, theirs = (sum(column) / len(errors) for column in zip(*errors, strict=True))
             assert mine <= FACTOR * theirs, (
@@ -94,10 +94,10 @@ class Accuracy:
 
 
 def rounding_error(dtype: torch.dtype) -> float:
-    """The root mean square of what rounding a number to nearest changes it by, relatively.
+    """Returns the RMS relative error of rounding a number to nearest.
 
-    Uniform within half a unit in the last place, eps / √12, over mantissas whose inverse squares
-    have the mean 3 / (8 ln 2).
+    The error is uniform within half a unit in the last place: eps / √12. The inverse squares of
+    mantissas have the mean 3 / (8 ln 2).
     """
     return torch.finfo(dtype).eps * math.sqrt(3 / (8 * math.log(2)) / 12)
 
@@ -117,11 +117,11 @@ LAYOUTS = ("contiguous", "transposed", "gaps", "offset", "expanded")
 
 
 def lay_out(x: Tensor, layout: str) -> Tensor:
-    """``x`` in another memory layout; what lies between its elements is NaN, or True.
+    """Returns ``x`` in another memory layout; gaps between its elements hold NaN, or True.
 
-    "transposed" swaps dimensions 1 and 2 in memory, as a model's split heads are; "gaps" keeps
-    every second element of the last dimension; "offset" starts at an odd address; "expanded"
-    repeats the first entry of the first dimension with stride 0, so it alone changes values.
+    "transposed" swaps dimensions 1 and 2 in memory, as in a model's split heads; "gaps" keeps every
+    second element of the last dimension; "offset" starts at an odd element; "expanded" repeats the
+    first entry of the first dimension with stride 0, so it is the only one that changes values.
     """
     if layout == "transposed":
         return x.transpose(1, 2).contiguous().transpose(1, 2)

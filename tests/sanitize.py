@@ -1,16 +1,16 @@
 """``make sanitize``: the C++ extension under the compiler's sanitizers.
 
-It is built twice more, each time into a folder of its own:
+It is built twice, each time into a folder of its own:
 
-- ``memory``: with AddressSanitizer and UndefinedBehaviorSanitizer, and counting which lines run;
+- ``memory``: with AddressSanitizer, UndefinedBehaviorSanitizer, and counts of the lines that run;
 - ``threads``: with ThreadSanitizer, its tasks on std::thread (csrc/cpu/threads.h).
 
-First each build has to report the errors planted in csrc/cpu/planted.h. Then the calls of
-sanitized_calls.py, by the kernels of every instruction set of this machine, must end without a
-report, and must have reached every kernel. ``--lines`` also names the lines that none of them
-reached. No report of this code is suppressed: torch, Python and OpenMP's runtime are not
-instrumented, and where one of those has threads of its own it is kept to one. One of glibc's own is
-(sanitize_threads.supp).
+First, each build has to report the errors planted in csrc/cpu/planted.h. Then the calls of
+sanitized_calls.py run on the kernels of every instruction set of this machine. They must end
+without a report, and must reach every kernel. ``--lines`` also lists the lines that no call
+reached. No report on this code is suppressed. torch, Python and OpenMP's runtime are not
+instrumented; their own threads, where they have any, are limited to one. One report on glibc is
+suppressed (sanitize_threads.supp).
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ SUPPRESSED = Path(__file__).with_name("sanitize_threads.supp")
 
 
 class Build(NamedTuple):
-    """What TRIFUSE_SANITIZE is set to; see SANITIZERS in setup.py."""
+    """A build with sanitizers. Its name is the value of TRIFUSE_SANITIZE; see setup.py."""
 
     name: str
-    runtime: str  # the library that has to be in the process before any other
-    threads: tuple[str, ...]  # calls are made in so many, by turns
+    runtime: str  # the library that must be loaded before any other
+    threads: tuple[str, ...]  # numbers of threads for the calls, in turn
     environment: dict[str, str]
-    planted: dict[str, str]  # errors, and what a report of one says
+    planted: dict[str, str]  # errors, and the text of their reports
 
     @property
     def folder(self) -> Path:
@@ -55,11 +55,11 @@ BUILDS = (
         "libasan.so",
         ("1", "2", "3"),
         {
-            # Python and torch leave memory to the end of the process; so does this extension.
+            # Python, torch and this extension keep some memory until the process ends.
             "ASAN_OPTIONS": "detect_leaks=0:strict_init_order=1:detect_stack_use_after_return=1",
             "UBSAN_OPTIONS": "print_stacktrace=1",
             "PYTHONMALLOC": "malloc",
-            # Of three threads that are asked for, OpenMP starts two: Crew has to count them.
+            # OpenMP starts two of three requested threads: Crew has to count those that run.
             "OMP_THREAD_LIMIT": "2",
         },
         {
@@ -74,8 +74,8 @@ BUILDS = (
         ("2", "3"),
         {
             "TSAN_OPTIONS": f"second_deadlock_stack=1:history_size=4:suppressions={SUPPRESSED}",
-            # torch's own regions run in one thread. Ours take as many as torch.set_num_threads
-            # says, and are all there is to see.
+            # torch's own regions run in one thread. Ours have as many as torch.set_num_threads
+            # sets, so all threads that ThreadSanitizer sees are ours.
             "OMP_THREAD_LIMIT": "1",
         },
         dict.fromkeys(
@@ -88,7 +88,7 @@ REPORT = re.compile(r"runtime error:|(Address|Thread|UndefinedBehavior)Sanitizer
 
 
 class SanitizeError(Exception):
-    """What ends the run, in words for whoever reads them."""
+    """Ends the run with a message for the user."""
 
 
 def compiler() -> str:
@@ -96,7 +96,7 @@ def compiler() -> str:
 
 
 def build(which: Build) -> None:
-    """Compile what has changed, with the compiler and the torch of an ordinary build."""
+    """Compiles changed sources, with the compiler and the torch of an ordinary build."""
     command = [sys.executable, "setup.py", "-q", "build", "--build-lib", str(which.folder)]
     environment = {**os.environ, "TRIFUSE_SANITIZE": which.name}
     done = subprocess.run(command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL)
@@ -109,8 +109,8 @@ def extension(which: Build) -> Path:
 
 
 def run(which: Build, *arguments: str) -> tuple[int, str]:
-    """Python with the sanitized extension: the exit status, and all that was printed."""
-    # The C++ library too: the runtime looks for what throws exceptions when the process begins.
+    """Runs Python with the sanitized extension. Returns the exit status and all output."""
+    # The C++ library too: as the process starts, the runtime looks for the function that throws.
     libraries = [which.runtime, "libstdc++.so.6"]
     found = [
         subprocess.run(
@@ -139,7 +139,7 @@ def run(which: Build, *arguments: str) -> tuple[int, str]:
 
 
 def check_planted(which: Build, error: str) -> None:
-    """An error committed on purpose is reported."""
+    """Checks that a planted error is reported."""
     status, output = run(which, "-c", f"from trifuse import _C; _C.planted({error!r})")
     if which.planted[error] not in output:
         raise SanitizeError(
@@ -149,7 +149,7 @@ def check_planted(which: Build, error: str) -> None:
 
 
 def check_calls(which: Build, job: tuple[str, ...]) -> None:
-    """Calls by one instruction set's kernels, without a report."""
+    """Runs the calls on one instruction set's kernels. A report is an error."""
     capability, *options = job
     status, output = run(which, str(CALLS), capability, *which.threads, *options)
     if status or REPORT.search(output):
@@ -169,7 +169,7 @@ def capabilities(which: Build) -> list[str]:
 
 
 class Reached(NamedTuple):
-    """Of one object: how often each function and line of csrc/cpu ran, by file and line."""
+    """How often each function and line of csrc/cpu ran in one object, by file and line."""
 
     functions: dict[tuple[str, int], int]
     names: dict[tuple[str, int], str]
@@ -177,7 +177,7 @@ class Reached(NamedTuple):
 
 
 def counts() -> list[Path]:
-    """What the objects of the build for memory wrote when their processes ended."""
+    """Returns the files of counts that objects of the memory build wrote as processes ended."""
     return sorted((ROOT / "build").glob("*/*.gcda"))
 
 
@@ -197,7 +197,7 @@ def read_counts(path: Path) -> Reached:
         if ROOT / "csrc/cpu" not in source.parents:
             continue
         name = str(source.relative_to(ROOT))
-        # A template is there once for each of its types; reached by one of them, it is reached.
+        # A template has one function per type. It counts as reached if any of them was.
         for function in file["functions"]:
             place = name, function["start_line"]
             reached.names[place] = function["demangled_name"]
@@ -210,9 +210,9 @@ def read_counts(path: Path) -> Reached:
 
 
 def check_reached(ran: list[str], show_lines: bool) -> None:
-    """Every function of the kernels ran, as compiled for each instruction set."""
-    # Objects of one instruction set share inline functions, and the linker keeps one object's
-    # copy and counts: so counts are added up over all of them.
+    """Checks that every function of the kernels ran, for each instruction set."""
+    # Objects of one instruction set share inline functions, and the linker keeps only one object's
+    # copy and counts. So counts are added up over the objects.
     sums = {capability: Reached({}, {}, {}) for capability in ran}
     for path in counts():
         kernel, _, capability = path.name.rsplit(".", 2)[0].partition(".")  # without the digest
@@ -229,7 +229,7 @@ def check_reached(ran: list[str], show_lines: bool) -> None:
         missed += [
             f"{capability}: {file}:{line}: {total.names[file, line]}"
             for (file, line), count in sorted(total.functions.items())
-            # What all instruction sets share is counted in one of them alone.
+            # Functions that all instruction sets share are counted in one of them alone.
             if count == 0 and f"::{capability}::" in total.names[file, line]
         ]
         if show_lines:
@@ -260,7 +260,7 @@ def main(arguments: list[str] | None = None) -> None:
         print(f"{which.name}: reports the errors planted", flush=True)
         ran = capabilities(which)
         jobs: list[tuple[str, ...]] = [(capability,) for capability in ran]
-        if "DEFAULT" in ran:  # the slowest one, so the first, and in two processes
+        if "DEFAULT" in ran:  # the slowest, so it starts first, in two processes
             jobs.remove(("DEFAULT",))
             for dtypes in (("float32", "float64"), ("bfloat16", "float16")):
                 jobs.insert(0, ("DEFAULT", "--dtypes", *dtypes))

@@ -1,7 +1,7 @@
-"""Calls that reach every C++ kernel, in every pattern of threads: what ``make sanitize`` runs.
+"""Calls that reach every C++ kernel, in every pattern of threads, for ``make sanitize``.
 
-``python tests/sanitized_calls.py AVX2 2 3`` makes all of them by the kernels of an instruction set,
-one in two threads, the next in three.
+``python tests/sanitized_calls.py AVX2 2 3`` runs them on the kernels of one instruction set, in two
+and in three threads by turns.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from trifuse.ops.dropout import dropout
 Call = Callable[[], Any]
 Calls = Iterator[Call]
 
-# Tensors smaller than these are not shared among threads (csrc/cpu/parallel.h, csrc/cpu/lstm.cpp).
+# Smaller calls are not split among threads (csrc/cpu/parallel.h, csrc/cpu/lstm.cpp).
 _LONG = {"B": 1, "Lq": 70, "Lk": 260}
 
 
 def attention_calls(dtype: torch.dtype) -> Calls:
-    """Several chunks of keys, which hand the gradient of the queries to one another in turn; each
-    kind of mask; each way in which the gradients of a broadcast mask are shared."""
+    """Covers several chunks of keys, which add to the queries' gradient in turn; each kind of mask;
+    each way of splitting the gradient of a broadcast mask."""
 
     def mask(*shape: int) -> Tensor:
         return attention.normal(*shape, seed=8, dtype=dtype)
@@ -70,7 +70,7 @@ def attention_calls(dtype: torch.dtype) -> Calls:
 
 
 def norm_calls(dtype: torch.dtype) -> Calls:
-    large = 2**13 // dtype.itemsize  # of 8 MiB, which is written past the caches
+    large = 2**13 // dtype.itemsize  # rows; 8 MiB in all, written past the caches
     for shape in ((700, 65), (40, 2000), (1, 70_000), (large, 1024)):
         case = norm.make(*shape, dtype=dtype, dropout_p=0.1)
         plain = dataclasses.replace(
@@ -97,7 +97,7 @@ def linear_calls(dtype: torch.dtype) -> Calls:
         x, weight, bias = (torch.randn(*s).to(dtype) for s in ((M, K), (N, K), (N,)))
         for activation in (None, "relu", "gelu", "gelu_tanh"):
             yield partial(ops.linear, x, weight, bias, activation)
-        # What the gradients are: products of transposed views.
+        # As in gradients: products of transposed views.
         columns, rows = x.t().contiguous().t(), weight.t().contiguous().t()
         yield partial(ops.linear, columns, rows, None, None)
         packed = ops.pack_linear(weight)
@@ -108,7 +108,8 @@ def linear_calls(dtype: torch.dtype) -> Calls:
 
 
 def lstm_calls(dtype: torch.dtype) -> Calls:
-    """A team for each direction and group of rows, or several jobs a thread, or all at one job."""
+    """Covers teams of threads per direction and group of rows, several such jobs per thread, and
+    all threads on one job."""
     for options in lstm.VARIANTS.values():
         H = options.get("H", 40)
         projection = {"projection": 20} if "projection" in options else {}
@@ -119,7 +120,7 @@ def lstm_calls(dtype: torch.dtype) -> Calls:
         options = lstm.VARIANTS[what]
         yield partial(lstm.run, lstm.make(9, 18, 5, 64, dtype=dtype, **options))
         yield partial(lstm.run, lstm.make(3, 3, 70, 200, dtype=dtype, **options))
-    # A gradient of weights that no cache holds is written past them.
+    # A weight gradient too large for the caches is written past them.
     inputs = 9 * 2**20 // (4 * 256 * dtype.itemsize)
     yield partial(lstm.run, lstm.make(1, 2, inputs, 256, dtype=dtype))
 
@@ -140,7 +141,7 @@ def infer_and_train(layer: torch.nn.Module, x: Tensor) -> list[Tensor]:
 
 
 def cell_calls(dtype: torch.dtype) -> Calls:
-    """Inference, and single steps, which go a way of their own."""
+    """Covers inference, and single steps, which have a path of their own."""
     for module in (trifuse.nn.LSTM, trifuse.nn.GRU):
         for sizes in ((9, 40), (70, 200)):
             torch.manual_seed(0)
@@ -165,12 +166,12 @@ def probe_calls(dtype: torch.dtype) -> Calls:
 
 
 def matrix_rate_is_known(name: str) -> bool:
-    """It multiplies in every thread."""
+    """Measures the matrix rate, which multiplies in every thread."""
     return backends._C.matrix_rate(name, 0.001) > 0
 
 
 def each_allocation_fails(case: faults.Case) -> None:
-    """The first and all after it, the second alone, and so on."""
+    """Fails the first allocation and all later ones, then the second and its retry, and so on."""
 
     def attempt(number: int) -> int:
         with faults.failing(number, faults.ALL if number % 2 else 2):
@@ -189,11 +190,11 @@ def throw_in_each_thread() -> None:
             if str(error) != f"thrown in thread {thread}":
                 raise
         else:
-            assert thread > 0  # torch may start fewer
+            assert thread > 0  # torch may start fewer threads
 
 
 def failing_calls(dtype: torch.dtype) -> Calls:
-    """Threads that throw while others wait for them."""
+    """Covers threads that throw while others wait for them."""
     if dtype in (torch.float32, torch.bfloat16):
         yield throw_in_each_thread
         cases = [faults.attention(dtype), faults.norm(dtype), faults.lstm(dtype)]
@@ -201,7 +202,7 @@ def failing_calls(dtype: torch.dtype) -> Calls:
             yield partial(each_allocation_fails, case)
 
 
-# The kernels of csrc/cpu/kernels.h, by the fields of `Kernels`, and who calls them.
+# The fields of `Kernels` in csrc/cpu/kernels.h, and the calls that reach each kernel.
 CALLS: dict[str, Callable[[torch.dtype], Calls]] = {
     "attention_forward": attention_calls,
     "attention_backward": attention_calls,
@@ -213,21 +214,21 @@ CALLS: dict[str, Callable[[torch.dtype], Calls]] = {
     "lstm_backward": lstm_calls,
     "probe": probe_calls,
 }
-# And more that go through some of them.
+# More calls, which reach some of the kernels.
 _MORE = (gru_calls, cell_calls, failing_calls)
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def larger(dtype: torch.dtype, failing: bool = True) -> Calls:
-    """Yields the calls above, each of which has the same bits in any number of threads."""
+    """Yields the calls above. Each gives the same bits in any number of threads."""
     for calls in dict.fromkeys([*CALLS.values(), *_MORE]):  # in order, each once
         if failing or calls is not failing_calls:
             yield from calls(dtype)
 
 
 def drawn(dtype: torch.dtype, count: int) -> Calls:
-    """Small calls of any sizes, layouts and options, as the tests draw them."""
+    """Yields small calls of any sizes, layouts and options, as the tests draw them."""
     random = Random(0)
     for _ in range(count):
         yield partial(attention.run, attention.draw_case(random, dtype))
@@ -248,7 +249,7 @@ def assert_same_bits(actual: Any, expected: Any) -> None:
 
 
 def in_two_python_threads(dtype: torch.dtype) -> None:
-    """Calls from two of Python's own threads at once: large results, whose memory is kept."""
+    """Makes calls from two Python threads at once, with large results, whose memory is recycled."""
     case = norm.make(600, 1000, dtype=dtype)
     results: list[Any] = [None, None]
 
@@ -265,7 +266,7 @@ def in_two_python_threads(dtype: torch.dtype) -> None:
 
 
 def run(calls: dict[torch.dtype, Calls], threads: Sequence[int]) -> int:
-    """Make the calls of each dtype, and some drawn ones; returns how many."""
+    """Makes the calls of each dtype and some drawn ones; returns their number."""
     made = 0
     for turn, (dtype, those) in enumerate(calls.items()):
         for call in itertools.chain(those, drawn(dtype, count=20)):
@@ -283,14 +284,14 @@ def main() -> None:
     parser.add_argument("--dtypes", nargs="+", default=[str(d).split(".")[1] for d in DTYPES])
     asked = parser.parse_args()
     assert backends._C is not None, "the extension did not load"
-    torch.use_deterministic_algorithms(True)  # memory that nothing wrote is NaN
+    torch.use_deterministic_algorithms(True)  # fills uninitialised memory with NaN
     backends._C.set_cpu_capability(asked.capability)
     dtypes = [getattr(torch, name) for name in asked.dtypes]
-    if asked.capability.endswith("_BF16"):  # which has products of bfloat16 of its own, and no more
+    if asked.capability.endswith("_BF16"):  # it has only bfloat16 products of its own
         calls = {torch.bfloat16: larger(torch.bfloat16)}
     elif asked.capability == "DEFAULT":
-        # It is slow, without vectors. Threads fail as they do elsewhere. GELU in float64 has a
-        # function of its own, and the rest of the last two dtypes is drawn.
+        # It is slow, without vectors, so it skips failing threads: they work alike everywhere. The
+        # last two dtypes run only linear, for its GELU in float64, and the drawn calls.
         calls = {
             dtype: larger(dtype, failing=False) if dtype in DTYPES[:2] else linear_calls(dtype)
             for dtype in dtypes

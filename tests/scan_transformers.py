@@ -1,14 +1,14 @@
-"""Whether attn_implementation="trifuse" is right or raises, for every model of transformers.
+"""Checks that attn_implementation="trifuse" is right or raises, for every model of transformers.
 
     python tests/scan_transformers.py                      # all of them: about half an hour
-    python tests/scan_transformers.py bert bloom t5        # these
-    python tests/scan_transformers.py --page docs/transformers.md    # and write the page
+    python tests/scan_transformers.py bert bloom t5        # only these
+    python tests/scan_transformers.py --page docs/transformers.md    # also writes the page
 
 Every base model that the installed transformers knows (``MODEL_MAPPING``) is built at a tiny size
 with random weights, in a process of its own with limits on memory and time. It runs under "eager"
-and under "trifuse", both in float64: on whole and on padded batches, and where it has a cache, on
-the rest of a text in two pieces after its beginning. Results are compared at real tokens, and may
-differ by no more than a few times the error that "eager" makes in float32.
+and under "trifuse", both in float64: on whole batches, on padded batches and, if it has a cache, on
+a text in three pieces. Results are compared at real tokens, and may differ by no more than a few
+times the error of "eager" in float32.
 
 A model that the script can't build or feed is listed as not tried, with the reason.
 """
@@ -39,13 +39,13 @@ from torch import Tensor
 GIB = 2**30
 MEMORY = 8 * GIB
 SECONDS = 60
-LARGEST = 200_000_000  # parameters of a model that could not be made small
+LARGEST = 200_000_000  # parameters; larger models are not tried
 
 BATCH, LENGTH = 3, 12
 LENGTHS = (LENGTH, 8, 5)
-PIECES = (6, 5, 1)  # of a text that goes through a cache
+PIECES = (6, 5, 1)  # lengths of the pieces of a text that goes through a cache
 
-# How far from eager's results in float64 ours may be, in errors that eager makes in float32.
+# Largest error against eager in float64, as a multiple of eager's own error in float32.
 FACTOR = 4
 
 
@@ -53,13 +53,13 @@ DEBUG = bool(os.environ.get("SCAN_DEBUG"))
 
 
 def debug() -> None:
-    """Show the exception that is being handled, if SCAN_DEBUG is set."""
+    """Prints the exception that is being handled, if SCAN_DEBUG is set."""
     if DEBUG:
         traceback.print_exc()
 
 
 class Verdict(NamedTuple):
-    """What became of one model."""
+    """The outcome of one model."""
 
     model_type: str
     name: str
@@ -69,7 +69,7 @@ class Verdict(NamedTuple):
 
 # Small models -----------------------------------------------------------------------------------
 
-# By the name of an option of a configuration, the size it gets.
+# The sizes that options of a configuration get, by the option's name.
 _SIZES: tuple[tuple[str, int], ...] = (
     (r"(num_)?(key_value|kv)_heads|(n|num)(_attention)?_(kv|key_value)_heads?|n_head_kv", 2),
     (r"num_global_key_value_heads|swa_num_key_value_heads|.*num_key_value_heads", 2),
@@ -95,11 +95,11 @@ _SIZES_OF_LAYERS = ("layers?", "depth", "vocab", "image_size", "position", "n_ct
 
 
 def _small(options: dict[str, Any], wanted: Callable[[str], int | None]) -> dict[str, Any]:
-    """A configuration's options with sizes made smaller, those of the configurations in it too."""
+    """Returns a configuration's options with smaller sizes, also in nested configurations."""
     small: dict[str, Any] = {}
     layers = options.get("num_hidden_layers")
     kinds = options.get("layer_types") or options.get("mlp_layer_types")
-    keep: list[int] = [0, -1]  # of a list with an item a layer
+    keep: list[int] = [0, -1]  # items kept of a list with one item per layer
     if isinstance(kinds, (list, tuple)) and len(set(kinds)) > 1:
         keep = sorted(kinds.index(kind) for kind in set(kinds))
     for name, value in options.items():
@@ -139,7 +139,7 @@ def _fewer_layers(name: str) -> int | None:
 
 
 def configurations(config_class: type, problems: list[str]) -> Iterator[Any]:
-    """Smaller and smaller compromises: all sizes small, fewer layers only, as it is."""
+    """Yields configurations from small to large: all sizes small, only fewer layers, unchanged."""
     default = config_class()
     options = default.to_dict()
     for name in ("model_type", "transformers_version", "architectures", "dtype", "torch_dtype"):
@@ -147,7 +147,7 @@ def configurations(config_class: type, problems: list[str]) -> Iterator[Any]:
     for wanted in (_size, _fewer_layers):
         try:
             config = config_class(**_small(options, wanted))
-        except Exception as error:  # sizes that don't go together
+        except Exception as error:  # incompatible sizes
             problems.append(f"not built: {_line(error)}")
             debug()
         else:
@@ -156,11 +156,11 @@ def configurations(config_class: type, problems: list[str]) -> Iterator[Any]:
 
 
 def build(model_class: type, config: Any, implementation: str) -> Any:
-    """The model, its weights random: the same for every implementation."""
+    """Returns the model with random weights, the same for every implementation."""
     config = copy.deepcopy(config)
     config._attn_implementation = implementation
     with contextlib.suppress(AttributeError):
-        config._experts_implementation = "eager"  # the others take no float64
+        config._experts_implementation = "eager"  # the others do not support float64
     with torch.device("meta"):
         size = sum(p.numel() for p in model_class(copy.deepcopy(config)).parameters())
     if size > LARGEST:
@@ -184,7 +184,7 @@ def build(model_class: type, config: Any, implementation: str) -> Any:
 
 
 def _find(config: Any, *names: str, default: Any = None) -> Any:
-    """The first of these options, here or in a configuration inside."""
+    """Returns the first of these options that is set, here or in a nested configuration."""
     for name in names:
         value = getattr(config, name, None)
         if value is not None:
@@ -197,14 +197,14 @@ def _find(config: Any, *names: str, default: Any = None) -> Any:
 
 
 def padding(length: int = LENGTH, left: bool = False) -> Tensor:
-    """(BATCH, length), 1 where a token is real."""
+    """Returns a mask (BATCH, length), 1 where a token is real."""
     lengths = torch.tensor([max(1, n * length // LENGTH) for n in LENGTHS])
     mask = (torch.arange(length) < lengths[:, None]).long()
     return mask.flip(1) if left else mask
 
 
 def inputs(model: Any) -> Iterator[dict[str, Tensor]]:
-    """What the model may want to be called with; the first that it runs with is it."""
+    """Yields candidate arguments of the model; the first that it runs with are used."""
     config = model.config
     parameters = inspect.signature(model.forward).parameters
     generator = torch.Generator().manual_seed(1)
@@ -226,7 +226,7 @@ def inputs(model: Any) -> Iterator[dict[str, Tensor]]:
     patch, temporal = _find(config, "patch_size", default=8), _find(config, "temporal_patch_size")
     patches = (channels or 3) * (temporal or 1) * (patch**2 if isinstance(patch, int) else 1)
     grid = torch.tensor([[1, 4, 4], [1, 2, 4]])
-    makers: dict[str, tuple[Tensor, ...]] = {  # by argument, what it may be
+    makers: dict[str, tuple[Tensor, ...]] = {  # candidates by argument
         "input_ids": (ids(LENGTH),),
         "decoder_input_ids": (ids(7),),
         "bbox": (boxes,),
@@ -267,7 +267,7 @@ class Run(NamedTuple):
 
 
 def runs(model: Any, given: dict[str, Tensor]) -> Iterator[Run]:
-    """Whole, padded on either side, and in pieces through a cache."""
+    """Yields the runs: whole, padded on either side, and in pieces through a cache."""
     config, parameters = model.config, inspect.signature(model.forward).parameters
     yield Run("whole", given)
     main = next(
@@ -278,7 +278,7 @@ def runs(model: Any, given: dict[str, Tensor]) -> Iterator[Run]:
     for left in (False, True):
         mask = padding(main.shape[-1] if main.ndim == 3 else main.shape[1], left)
         arguments = given | {"attention_mask": mask}
-        if "input_ids" in given:  # what is pooled, say at the end of a text, is not padding
+        if "input_ids" in given:  # a model that pools the last token must find a real one
             largest = _find(config, "vocab_size", default=int(given["input_ids"].max()) + 1)
             texts = given["input_ids"].masked_fill(mask == 0, _find(config, "pad_token_id") or 0)
             last = mask.cumsum(1).argmax(1, keepdim=True)
@@ -297,7 +297,7 @@ def runs(model: Any, given: dict[str, Tensor]) -> Iterator[Run]:
 
 
 def tensors(value: Any) -> Iterator[Tensor]:
-    """The floating tensors among a model's outputs, its caches aside."""
+    """Yields the floating-point tensors of a model's outputs, without caches and attentions."""
     if isinstance(value, Tensor):
         if value.is_floating_point():
             yield value
@@ -312,7 +312,7 @@ def tensors(value: Any) -> Iterator[Tensor]:
 
 @torch.no_grad()
 def call(model: Any, run: Run, dtype: torch.dtype) -> list[Tensor]:
-    """The outputs of one run, at real tokens, in float64."""
+    """Returns the outputs of one run at real tokens, in float64."""
     torch.manual_seed(0)
     arguments = {n: v.to(dtype) if v.is_floating_point() else v for n, v in run.arguments.items()}
     if not run.name.startswith("in pieces"):
@@ -338,7 +338,7 @@ def call(model: Any, run: Run, dtype: torch.dtype) -> list[Tensor]:
 
 
 def distance(got: list[Tensor], wanted: list[Tensor]) -> float:
-    """The largest difference, in the largest value of the tensor it is in."""
+    """Returns the largest difference, relative to the largest value of its tensor."""
     worst = 0.0
     for a, b in zip(got, wanted, strict=True):
         if a.shape != b.shape:
@@ -353,7 +353,7 @@ def distance(got: list[Tensor], wanted: list[Tensor]) -> float:
 
 
 def examine(model_type: str, config_class: type, model_class: type) -> Verdict:
-    """Build, run and compare one model."""
+    """Builds, runs and compares one model."""
     name = model_class.__name__
     problems: list[str] = []
     for config in configurations(config_class, problems):
@@ -377,7 +377,7 @@ def examine(model_type: str, config_class: type, model_class: type) -> Verdict:
                 debug()
                 continue
             return compare(model_type, name, model_class, config, eager, eager32, given)
-    # Runs that failed say more than sizes that don't go together.
+    # A failed run is a better reason than incompatible sizes.
     problems.sort(key=lambda problem: not problem.startswith("not run"))
     return Verdict(model_type, name, "not tried", problems[0])
 
@@ -391,7 +391,7 @@ def compare(
     eager32: Any,
     given: dict[str, Tensor],
 ) -> Verdict:
-    """The model under "trifuse" against itself under "eager"."""
+    """Compares the model under "trifuse" with itself under "eager"."""
     try:
         ours = build(model_class, config, "trifuse").double()
     except Exception as error:
@@ -407,14 +407,14 @@ def compare(
 
     huggingface.AttentionInterface.register("trifuse", spy)
     done, single = [], None
-    error32 = 0.0  # eager's, in the runs before
+    error32 = 0.0  # eager's largest error in float32 so far
     for run in runs(eager, given):
         dtype = torch.float64
         try:
             wanted = call(eager, run, torch.float64)
             if all(torch.isfinite(x).all() for x in wanted):
                 error32 = max(error32, distance(call(eager32, run, torch.float32), wanted))
-            else:  # some of eager's masks are too large for the softmax in float32 that comes after
+            else:  # a mask of the lowest float64 may overflow in a softmax that runs in float32
                 dtype, wanted = torch.float32, call(eager32, run, torch.float32)
         except Exception:
             debug()
@@ -445,7 +445,7 @@ def _line(error: BaseException) -> str:
 
 
 def _raised(error: BaseException) -> str:
-    """The error; marked where it isn't one of ours."""
+    """Returns the error in one line, marked if it isn't ours."""
     ours = isinstance(error, ValueError) and "trifuse" in str(error)
     return _line(error) if ours else f"(not ours) {_line(error)}"
 
@@ -454,7 +454,7 @@ def _raised(error: BaseException) -> str:
 
 
 def models() -> list[tuple[str, type, type]]:
-    """(model type, configuration, model) of every base model."""
+    """Returns (model type, configuration, model) of every base model."""
     from transformers.models.auto import modeling_auto
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
@@ -487,7 +487,7 @@ def _child(model_type: str, config_name: str, name: str, seconds: int, pipe: Any
 
 
 def examine_apart(task: tuple[str, str, str], seconds: int) -> Verdict:
-    """:func:`examine` in a forked process, which has imported what all of them need."""
+    """Runs :func:`examine` in a forked process, which inherits the imports that all models need."""
     model_type, _, name = task
     context = multiprocessing.get_context("fork")
     receive, send = context.Pipe(duplex=False)
@@ -544,7 +544,7 @@ transformers 5.0.0 too, which asks for masks by `cache_position`.
 
 
 def page(verdicts: list[Verdict], version: str, total: int) -> str:
-    """The page of the documentation."""
+    """Returns the page of the documentation."""
     order = {"WRONG": 0, "raises": 1, "right": 2, "not tried": 3}
     lines = [
         f"| {v.model_type} | {v.name} | {v.outcome} | {v.detail.replace('|', '/')} |"

@@ -136,14 +136,14 @@ def test_float_masks_of_minus_infinity_are_boolean_masks(kernel, dtype):
 @pytest.mark.parametrize("rows", ["some", "all"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_the_lowest_number_is_a_number(kernel, dtype, rows):
-    """Models mask with ``finfo.min``. Added to it all scores are equal: such a row is a mean."""
+    """Models mask with ``finfo.min``, which absorbs every score: a row of it is a mean."""
     mask = torch.zeros(2, 1, 70, 75, dtype=dtype)
     lowest = torch.finfo(dtype).min
     mask[0, 0, 5] = lowest
     mask[1, 0, :, 20:] = lowest
     if rows == "all":
         mask[:] = lowest
-    # torch's own derivative of a logsumexp is exp(0) for each key of such a row, not its share.
+    # torch's derivative of the logsumexp is exp(0) for each key of such a row, not the key's share.
     case = dataclasses.replace(make(mask=mask, dtype=dtype), grad_lse=None)
     inputs = [x.clone().requires_grad_() for x in (case.query, case.key, case.value, mask)]
     query, key, value, bias = inputs
@@ -165,7 +165,7 @@ EMPTY: dict[str, tuple[dict[str, Any], Callable[[Tensor], Tensor | None]]] = {
 
 
 def empty_rows(way: str) -> tuple[Case, Tensor]:
-    """A case some of whose rows have no key, and which: bool (B, H, Lq)."""
+    """Returns a case in which some rows have no key, and which rows: bool (B, H, Lq)."""
     rows = torch.zeros(2, 2, 70, 1, dtype=torch.bool)
     rows[0, 1, 3], rows[1, :, 64:] = True, True
     options, mask = EMPTY[way]
@@ -186,7 +186,7 @@ def test_rows_without_a_key_are_zero(kernel, way):
     assert results.grad_query[empty].eq(0).all()
     if results.grad_mask is not None:
         assert results.grad_mask.isfinite().all()
-    # They add nothing to the gradients of the keys either.
+    # Empty rows add nothing to the gradients of the keys either.
     silent = dataclasses.replace(
         case,
         grad_out=case.grad_out.masked_fill(empty[..., None], 0),
@@ -264,7 +264,7 @@ def test_nan_reaches_exactly_what_it_is_paired_with(kernel, where):
 
 
 def test_poison_stays_out_of_second_derivatives(backend):
-    """What is masked does not exist for a gradient of a gradient either."""
+    """Masked pairs do not exist for the gradient of a gradient either."""
 
     def penalty(poison: float) -> tuple[Tensor, ...]:
         case = make(B=1, Lq=6, Lk=7, E=3, is_causal=True, dtype=torch.float64)
@@ -325,7 +325,7 @@ def test_packed_is_each_sequence_by_itself(kernel, options, dtype):
 @pytest.mark.parametrize("mask", [None, "bool", "float", "shared"])
 @pytest.mark.parametrize("dropout_p", [0.0, 0.4])
 def test_packed_is_padded_without_the_padding(kernel, mask, dropout_p):
-    """The same weights dropped, too: they are counted by position within the sequence."""
+    """Dropout drops the same weights too: it counts positions within the sequence."""
     lengths, H, E = [33, 70, 0, 12], 2, 16
     N, longest = len(lengths), max(lengths)
     bias = None
@@ -431,7 +431,7 @@ def test_one_element(kernel):
     results = run(Case(2 * one, 3 * one, 5 * one, 7 * one, one, one[0], {}))
     assert results.out.item() == 5
     assert results.lse.item() == 13
-    # The backward takes its weight from the logsumexp, 13 here, and so a rounding of it.
+    # The backward computes its weight from the logsumexp, 13 here, and inherits its rounding.
     assert [g.item() for g in results[2:]] == pytest.approx([3, 2, 1, 1], rel=1e-6)
 
 
@@ -496,7 +496,7 @@ def _compare_with_torch(inputs: list[Tensor | None], options: dict[str, Any]) ->
 
 @pytest.mark.parametrize("lead", [(), (2,), (2, 3)])
 def test_grouped_heads_as_in_torch(backend, lead):
-    """Also without a batch: three dimensions are then heads, lengths and head_dim."""
+    """Also without a batch: three dimensions are then (heads, length, head_dim)."""
     shapes = ((*lead, 6, 3, 4), (*lead, 2, 5, 4), (*lead, 2, 5, 4))
     inputs = [normal(*s, seed=i, dtype=torch.float64) for i, s in enumerate(shapes)]
     _compare_with_torch([*inputs, None], {"enable_gqa": True})
@@ -550,7 +550,7 @@ def test_layouts_change_nothing(kernel, layout, dtype):
 
 
 def test_upstream_gradients_expanded_from_one_number(kernel):
-    """What ``out.sum().backward()`` sends up: stride 0 in every dimension."""
+    """The upstream gradients of ``out.sum().backward()``: stride 0 in every dimension."""
     case = make()
     ones = torch.ones(())
     expanded = dataclasses.replace(
@@ -577,7 +577,7 @@ def test_inputs_are_not_modified(kernel):
     "wanted", [w for n in (1, 2, 3) for w in itertools.combinations(range(4), n)]
 )
 def test_gradients_asked_for_one_by_one(backend, wanted):
-    """Each subset of gradients equals that part of them all."""
+    """Each subset of gradients equals the same gradients computed all together."""
     case = make(B=1, Lq=7, Lk=9, mask=normal(1, 2, 7, 9, seed=8))
     everything = run(case)
     inputs = [case.query, case.key, case.value, case.attn_mask]
@@ -602,7 +602,7 @@ def test_no_gradient_without_grad_mode(backend):
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_results_can_be_changed_in_place(cpp_kernel, packed):
-    """Also where a caller's layout makes them views. What follows differs by a constant."""
+    """Also where a caller's layout makes them views: adding 1 in place gives the result + 1."""
     x = normal(1, 9, 2, 4, seed=1).requires_grad_()
 
     def attend() -> tuple[Tensor, ...]:

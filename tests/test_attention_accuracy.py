@@ -1,4 +1,4 @@
-"""How far attention is from the specification, and whether the specification is attention."""
+"""Attention's errors against the specification, and the specification against the definition."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ import trifuse
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 def test_any_call(dtype, every_kernel):
-    """Output, logsumexp and every gradient of whatever Hypothesis thinks of, by every kernel."""
+    """Output, logsumexp and every gradient of calls drawn by Hypothesis, on every kernel."""
 
     @settings(max_examples=settings.default.max_examples // 3)
     @given(cases(dtype))
@@ -43,7 +43,7 @@ def test_any_call(dtype, every_kernel):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_many_calls(dtype, every_kernel):
-    """The same in the mean, over calls drawn independently of each other."""
+    """The mean errors over calls drawn independently of each other."""
     accuracies = [(kernel, Accuracy(kernel.name)) for kernel in every_kernel]
     random = Random(0)
     for _ in range(100):
@@ -66,13 +66,13 @@ def test_many_calls(dtype, every_kernel):
     ids=["plain", "causal, mask, dropout", "window, lengths, groups"],
 )
 def test_triton_by_the_same_rule(triton, options):
-    """A few calls, to see the three backends agree; test_kernels_attention has the others."""
+    """A few calls, to check that the backends agree; test_kernels_attention has all others."""
     case = make(B=2, Lq=5, Lk=7, E=4, **options)
     record_accuracy(Accuracy(triton.name), case, judge(case))
 
 
 def test_specification_is_the_definition():
-    """The reference against the definition, one pair at a time in Python's own numbers."""
+    """Compares the reference with the definition, one pair at a time in Python's floats."""
     B, H, Hkv, Lq, Lk, E, Ev = 2, 4, 2, 4, 5, 3, 2
     generator = torch.Generator().manual_seed(0)
 

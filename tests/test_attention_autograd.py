@@ -48,7 +48,7 @@ def float_mask(*shape: int) -> Tensor:
 
 
 def with_mask_of(*shape: int) -> tuple[Callable[..., Any], list[Tensor]]:
-    """A mask some of whose entries are -inf: those stay so, and the others vary."""
+    """Returns a call and its arguments. The mask's -inf entries are fixed; the others are given."""
     mask = float_mask(*shape)
 
     def call(query: Tensor, key: Tensor, value: Tensor, finite: Tensor) -> Any:
@@ -71,7 +71,7 @@ def packed(**options: Any) -> tuple[Callable[..., Any], list[Tensor]]:
 
 
 def finite_rows(call: Callable[..., Any]) -> Callable[..., Any]:
-    """Without the logsumexps of rows that have no key: -inf has no derivative to compare."""
+    """Zeroes the logsumexps of rows without a key: -inf has no derivative to compare."""
 
     def wrapped(*args: Tensor) -> Any:
         out = call(*args)
@@ -105,7 +105,7 @@ DIFFERENTIABLE: dict[str, Callable[[], tuple[Callable[..., Any], list[Tensor]]]]
 @pytest.mark.parametrize("what", DIFFERENTIABLE)
 def test_gradcheck(backend, what):
     call, args = DIFFERENTIABLE[what]()
-    # The slow mode looks at every element of every derivative; the fast one at random sums of them.
+    # The slow mode checks every element of every derivative, the fast mode random sums of them.
     slow = ("lse", "causal", "float mask", "packed dropout")
     torch.manual_seed(0)
     torch.autograd.gradcheck(
@@ -123,7 +123,7 @@ def test_gradgradcheck(backend, what):
 
 @pytest.mark.parametrize("return_lse", [False, True])
 def test_double_backward_is_the_math_path_s(backend, return_lse):
-    """A gradient penalty, as trained models use one."""
+    """A gradient penalty, as in training."""
 
     def penalty(function: Callable[..., Any]) -> tuple[Tensor, ...]:
         args = [*inputs(), float_mask(1, H, Lq, Lk).clamp(-5).requires_grad_()]
@@ -160,7 +160,7 @@ def test_third_derivatives(backend):
 
 
 def test_backward_keeps_its_backend(backend):
-    """The forward decides; the switch may have changed by the time the backward runs."""
+    """The forward's backend runs the backward, even if another one is selected by then."""
     args = inputs()
     out = attention(*args)
     other = "eager" if backend == "cpp" else "auto"
@@ -227,7 +227,7 @@ N = 3
 
 
 def batched(x: Tensor, dim: int, seed: int = 20) -> Tensor:
-    """N different tensors like ``x``, the new dimension at ``dim``."""
+    """Returns N different tensors like ``x``, stacked at ``dim``."""
     shape = list(x.shape)
     shape.insert(dim, N)
     return normal(*shape, seed=seed, dtype=x.dtype)
@@ -240,7 +240,7 @@ def batched(x: Tensor, dim: int, seed: int = 20) -> Tensor:
 )
 @pytest.mark.parametrize("kind", ["no", "bool", "float", "batched float", "batched bool"])
 def test_vmap(backend, in_dims, kind):
-    """Of the output, of the logsumexp and of every gradient; each argument batched or shared."""
+    """Output, logsumexp and every gradient, with each argument batched or shared."""
     args = [
         x.detach() if d is None else batched(x.detach(), d if d >= 0 else x.dim(), seed=20 + i)
         for i, (x, d) in enumerate(zip(inputs(), in_dims, strict=True))
@@ -308,7 +308,7 @@ def test_vmap_twice(backend):
 
 
 def test_per_sample_gradients_of_a_model(backend):
-    """The use that vmap(grad) is for: one gradient of the weights for each sample."""
+    """The purpose of vmap(grad): one gradient of the weights per sample."""
     torch.manual_seed(0)
     project = nn.Linear(E, 3 * E).double()
     weights = dict(project.named_parameters())
@@ -325,7 +325,7 @@ def test_per_sample_gradients_of_a_model(backend):
 
 
 def test_vmap_randomness(backend):
-    """Dropout draws as torch's own random functions do: one seed for all, or one for each."""
+    """Dropout draws as torch's random functions do: one seed for all samples, or one for each."""
     x = torch.ones(1, 1, 16, 4)
     samples = x.expand(N, *x.shape)
     eye = torch.eye(16)[None, None]
@@ -342,7 +342,7 @@ def test_vmap_randomness(backend):
     assert all(torch.equal(row, alone) for row in same)
     different = torch.vmap(call, randomness="different")(samples)
     assert not torch.equal(different[0], different[1])
-    # A backward draws what its forward drew.
+    # A backward drops what its forward dropped.
     torch.manual_seed(3)
     grads = torch.vmap(torch.func.grad(lambda v: attention(x, x, v, dropout_p=0.5).sum()),
                        randomness="different")(eye.expand(N, 1, 1, 16, 16))  # fmt: skip
@@ -357,7 +357,7 @@ def test_vmap_randomness(backend):
 
 
 def op_arguments() -> dict[str, tuple[Any, ...]]:
-    """Arguments of the forward op: tensors and options."""
+    """Returns arguments of the forward op by name: tensors, then options."""
     q, k, v = (x.detach().float() for x in inputs())
     pq, pk, pv = (x.detach().float().transpose(0, 1)[None] for x in packed_inputs())
     seed, n = torch.tensor([99]), torch.tensor([3, 0])
@@ -396,7 +396,7 @@ def test_opcheck(backend, what):
 @pytest.mark.parametrize("what", op_arguments())
 @pytest.mark.parametrize("mode", ["fake", "meta"])
 def test_fakes_have_the_real_shapes_and_strides(backend, what, mode):
-    """Inductor lays out memory by what the fakes say."""
+    """Inductor lays out memory by the strides of the fakes."""
     args = op_arguments()[what]
     check_fakes(run_both(backend, args), functools.partial(run_both, backend), args, mode)
 
@@ -424,7 +424,7 @@ TRACED: dict[str, dict[str, Any]] = {
 
 
 def model(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
-    """Attention between other things to compile, heads split and joined as models do."""
+    """Attention between other operations to compile, with heads split and joined as in models."""
     split = [x.unflatten(-1, (H, -1)).transpose(1, 2) for x in (query * 2, key.sin(), value)]
     out = attention(*split, **options)
     if isinstance(out, tuple):
@@ -460,14 +460,14 @@ def test_compile_packed(backend):
 
 @pytest.mark.usefixtures("fresh_dynamo")
 def test_compile_dynamic_shapes(backend):
-    """Every batch and length."""
+    """One graph serves every batch and length."""
     check_one_graph(model, (model_inputs(*s) for s in ((3, 5, 7), (8, 9, 11), (5, 10, 13))))
 
 
 @pytest.mark.usefixtures("fresh_dynamo")
 @pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs a compiler")
 def test_compile_with_inductor(backend):
-    """Forward and backward through generated code, which believes the fakes' strides."""
+    """Forward and backward through generated code, which relies on the fakes' strides."""
     mask = float_mask(1, H, Lq, Lk).float()
     function = functools.partial(model, attn_mask=mask, return_lse=True)
     assert_same_results(torch.compile(function, fullgraph=True), function, model_inputs())
@@ -480,7 +480,7 @@ class Module(nn.Module):
 
 @pytest.mark.parametrize("strict", [False, True])
 def test_export(backend, strict):
-    """With a batch and lengths that are free; saved programs carry the op by name."""
+    """With a dynamic batch and lengths. The exported program calls the op by name."""
     args = (*(x.detach() for x in model_inputs()), torch.tensor([3, 1]))
     batch, q, k = (torch.export.Dim(name, min=2, max=64) for name in ("batch", "q", "k"))
     shapes = ({0: batch, 1: q}, {0: batch, 1: k}, {0: batch, 1: k}, {0: batch})
@@ -497,7 +497,7 @@ def test_export(backend, strict):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_autocast(backend, dtype):
-    """Computed in the autocast dtype, as torch's own; gradients arrive in the inputs' dtype."""
+    """Computes in the autocast dtype, as in torch's attention; gradients have the inputs' dtype."""
     args = [x.detach().float().requires_grad_() for x in inputs()]
     mask = float_mask(1, H, Lq, Lk).float().requires_grad_()
     with torch.autocast("cpu", dtype=dtype):
@@ -516,7 +516,7 @@ def test_autocast(backend, dtype):
 
 
 def test_autocast_does_not_reach_second_derivatives(backend):
-    """The formula that they come from computes in float32 whatever the region it is called in."""
+    """The formula for them computes in float32, inside autocast and outside."""
 
     def penalty(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
         return lambda q: torch.func.grad(lambda x: function(x).sum())(q).square().sum()

@@ -1,4 +1,4 @@
-"""Bit for bit: the same answer whatever the company, and the same dropout on every backend."""
+"""Bitwise tests: results depend neither on threads nor on the batch; all backends drop the same."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_two_runs_of_the_formula(dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_any_number_of_threads(cpp_kernels, dtype):
-    """Also two runs on as many: what a race would break."""
+    """Runs with 2 threads twice, so that a race shows."""
 
     @settings(max_examples=settings.default.max_examples // 5)
     @given(cases(dtype))
@@ -68,7 +68,7 @@ def test_any_number_of_threads(cpp_kernels, dtype):
     ids=["plain", "causal", "dropout", "float mask"],
 )
 def test_threads_share_one_long_sequence(cpp_kernel, dtype, options):
-    """Enough blocks in one head for threads to meet at their edges, several times over."""
+    """One head has so many blocks that threads meet at their edges several times."""
     case = make(B=1, Lq=515, Lk=515, E=64, dtype=dtype, **options)
     torch.set_num_threads(1)
     expected = run(case)
@@ -78,7 +78,7 @@ def test_threads_share_one_long_sequence(cpp_kernel, dtype, options):
 
 
 def _sequence(results: Results, b: int, Lq: int, Lk: int) -> Results:
-    """What a batch gives for one of its sequences."""
+    """Returns a batch's results for sequence ``b``."""
     rows = (b, slice(None), slice(Lq))
     columns = (b, slice(None), slice(Lk))
     index = (rows, rows, rows, columns, columns)
@@ -87,7 +87,7 @@ def _sequence(results: Results, b: int, Lq: int, Lk: int) -> Results:
 
 
 def _zero_padded(x: Tensor | None, length: int, fill: float) -> Tensor | None:
-    """More tokens in dimension 2, all ``fill``."""
+    """Pads dimension 2 to ``length`` with ``fill``."""
     if x is None:
         return None
     more = x.new_full((*x.shape[:2], length - x.shape[2], *x.shape[3:]), fill)
@@ -108,7 +108,7 @@ def _zero_padded(x: Tensor | None, length: int, fill: float) -> Tensor | None:
 )
 @pytest.mark.parametrize("poison", [0.0, float("nan")])
 def test_alone_in_a_batch_and_padded_further(cpp_kernel, dtype, options, poison):
-    """One sequence of 70 queries and 75 keys; in company; among longer ones. NaN in the padding."""
+    """A sequence gets the same bits alone, in a batch, and padded further with 0 or NaN."""
     together = make(B=3, dtype=dtype, **options)
     lengths = torch.tensor([75, 75, 40])
     b = 1
@@ -158,7 +158,7 @@ def test_alone_in_a_pack(cpp_kernel, dtype, causal):
 
 
 def _kept(B: int, H: int, Lq: int, Lk: int, dropout_p: float) -> Tensor:
-    """What the specification keeps: bool (B, H, Lq, Lk)."""
+    """Returns which weights the specification keeps: bool (B, H, Lq, Lk)."""
     plane = torch.arange(B)[:, None] * H + torch.arange(H)
     return philox.dropout_keep(drawn_seed(), plane, Lq, Lk, dropout_p)
 
@@ -167,7 +167,7 @@ def _kept(B: int, H: int, Lq: int, Lk: int, dropout_p: float) -> Tensor:
 @pytest.mark.parametrize("dropout_p", [0.001, 0.1, 0.5, 0.99])
 @pytest.mark.parametrize("groups", [1, 2])
 def test_the_same_seed_drops_the_same_weights(kernel, dtype, dropout_p, groups):
-    """Values are unit vectors, so the output shows the weights; so does the values' gradient."""
+    """With unit vectors for values, the output shows the weights; so does the values' gradient."""
     B, H, Lq, Lk = 2, 4, 70, 75
     value = torch.eye(Lk, dtype=dtype).expand(B, H // groups, Lk, Lk)
     grad_out = torch.eye(Lq, Lk, dtype=dtype).expand(B, H, Lq, Lk)
@@ -183,7 +183,7 @@ def test_the_same_seed_drops_the_same_weights(kernel, dtype, dropout_p, groups):
 
 
 def test_triton_drops_the_same_weights(triton):
-    """The rest of what Triton's kernels must do is in test_kernels_attention."""
+    """All other tests of Triton's kernels are in test_kernels_attention."""
     B, H, Lq, Lk = 2, 2, 5, 19
     case = make(B, H, Lq, Lk, dropout_p=0.3)
     case = dataclasses.replace(
@@ -207,7 +207,7 @@ def test_dropout_scales_what_it_keeps_exactly(kernel):
 
 @pytest.mark.parametrize("structure", [{}, {"is_causal": True}, {"window": (9, 70)}])
 def test_packed_sequences_drop_what_padded_ones_do(kernel, structure):
-    """A sequence's number stands for its place in the batch."""
+    """The index of a packed sequence serves as its batch index."""
     lengths = [33, 70, 0, 12]
     N, H, longest = len(lengths), 2, max(lengths)
     case = packed(lengths, lengths, H=H, Ev=longest, dropout_p=0.4, **structure)

@@ -1,4 +1,4 @@
-"""Attention inside torch's context parallelism, which it does not support, raises."""
+"""Attention raises inside torch's context parallelism, which it does not support."""
 
 from __future__ import annotations
 

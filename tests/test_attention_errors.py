@@ -1,4 +1,4 @@
-"""Bad arguments raise before a kernel runs, naming the argument, what was expected, what came."""
+"""Bad arguments raise before a kernel runs. Messages give the argument, expectation and value."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def refused(function: Any, arguments: dict[str, Any], error: type, message: str)
 DEFAULT = {"query": x(B, H, Lq, E), "key": x(B, H, Lk, E), "value": x(B, H, Lk, E)}
 
 ARGUMENTS: list[tuple[str, dict[str, Any], type, str]] = [
-    # What is not a tensor, or not one that is served.
+    # Not tensors, or tensors of a kind that is not supported.
     ("query a list", {"query": [[1.0]]}, TypeError, r"query: expected a Tensor; got list"),
     ("key None", {"key": None}, TypeError, r"key: expected a Tensor; got NoneType"),
     ("value a number", {"value": 1.0}, TypeError, r"value: expected a Tensor; got float"),
@@ -205,7 +205,7 @@ ARGUMENTS: list[tuple[str, dict[str, Any], type, str]] = [
     ),
     ("is_causal a number", {"is_causal": 1}, TypeError, r"is_causal: .*a bool or a .*; got 1"),
     ("is_causal None", {"is_causal": None}, TypeError, r"is_causal: .*a bool or a .*; got None"),
-    # Lengths, as far as their shape goes.
+    # Types and shapes of lengths.
     (
         "lengths a list",
         {"key_lengths": [3, 3]},
@@ -272,13 +272,13 @@ def test_values_of_lengths(backend, values, dtype):
 
 
 def test_a_boolean_mask_cannot_require_a_gradient():
-    """torch refuses to make one, so there is nothing left for us to refuse."""
+    """torch already refuses it, so trifuse has no check."""
     with pytest.raises(RuntimeError, match="floating point"):
         torch.ones(Lq, Lk, dtype=torch.bool).requires_grad_()
 
 
 def test_argument_errors_are_torch_s_too():
-    """Code that catches what F.scaled_dot_product_attention raises goes on catching it."""
+    """Code that catches errors of F.scaled_dot_product_attention catches trifuse's too."""
     assert issubclass(trifuse.ArgumentError, ValueError)
     assert issubclass(trifuse.ArgumentError, RuntimeError)
 
@@ -372,7 +372,7 @@ def test_packed_arguments(backend, arguments, error, message):
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize("values", [(1, 4, 9), (0, 5, 4), (0, 4, 10), (0, -1, 9), (-2, 0, 9)])
 def test_values_of_boundaries(backend, name, values, dtype):
-    """Not 0 first, decreasing, past the last token."""
+    """The first is not 0, one decreases, or one is past the last token."""
     message = (
         rf"{name}: expected 0 first, no decrease, no step over 9, the last at most 9; "
         rf"got {re.escape(str(list(values)))}"

@@ -1,7 +1,7 @@
-"""Attention where numbers are infinite: in its tensors, in its scores and in its scale.
+"""Attention with infinities in its tensors, its scores or its scale.
 
-docs/semantics.md says what is to come out. The formula here is eager torch's softmax, apart from
-``trifuse.reference``; the gradients are held to the reference in float64.
+docs/semantics.md defines the results. The formula here uses eager torch's softmax and shares
+nothing with ``trifuse.reference``; gradients are compared with the reference in float64.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ PLACES = ("key", "every key", "query", "value", "grad_out", "grad_lse", "attn_ma
 
 
 def by_torch(case: Case) -> tuple[Tensor, Tensor]:
-    """The output and the logsumexp in float64; a value that is infinite makes its sums NaN."""
+    """Returns output and logsumexp in float64; an infinite value makes its sums NaN."""
     exact, keep = case.double(), pairs(case)
     scores = exact.query @ exact.key.mT * scale(case)
     if exact.attn_mask is not None and exact.attn_mask.dtype != torch.bool:
@@ -56,7 +56,7 @@ def by_torch(case: Case) -> tuple[Tensor, Tensor]:
 
 
 def structured(structure: str, **options: Any) -> Case:
-    """A case in which each key is seen by some rows and not by others, or by all."""
+    """Returns a case in which each key is seen by some rows only or, with "all pairs", by all."""
     keep = normal(1, 2, Lq, Lk, seed=8) > 0
     keep[..., 3, :] = False
     if structure == "causal":
@@ -69,10 +69,10 @@ def structured(structure: str, **options: Any) -> Case:
 
 
 def poisoned(case: Case, place: str) -> Case:
-    """Infinities of either sign in two rows of a tensor."""
+    """Returns the case with infinities of either sign in two rows of a tensor."""
     name = "key" if place == "every key" else place
     x = getattr(case, name).clone()
-    if place == "every key":  # with which every score is -inf
+    if place == "every key":  # makes every score -inf
         positive = case.query.clone()
         positive[..., 4] = positive[..., 4].abs() + 1
         x[..., 4] = -INF
@@ -88,7 +88,7 @@ def poisoned(case: Case, place: str) -> Case:
 
 
 def assert_alike(actual: Results, expected: Results, dtype: torch.dtype) -> None:
-    """NaN in the same places, nothing infinite but the logsumexp of nothing, and near elsewhere."""
+    """Asserts NaN in the same places, infinities in the same places, and near numbers elsewhere."""
     for name, a, e in zip(Results._fields, actual, expected, strict=True):
         if a is None or e is None:
             continue
@@ -122,7 +122,7 @@ def test_the_reference_does_as_torch_s_softmax(structure, place):
 
 @pytest.mark.parametrize("structure", STRUCTURES)
 def test_a_score_of_minus_infinity_is_a_weight_of_zero(kernel, structure):
-    """Rows that see the key do as if they didn't; its value still is one of theirs."""
+    """Rows that see such a key have the same results as if it were masked."""
     case = structured(structure)
     query, key = case.query.abs() + 0.1, case.key.clone()
     key[..., 7, 2] = -INF
@@ -142,13 +142,13 @@ def test_a_score_of_minus_infinity_is_a_weight_of_zero(kernel, structure):
 @pytest.mark.parametrize("given", [1e-300, -1e-300, 1e-40, 3e-38, 1e-30, -1e-39, 1e30, 0.0])
 @pytest.mark.parametrize("structure", ["all pairs", "causal", "float mask"])
 def test_scales_from_end_to_end(kernel, structure, given):
-    """Finite wherever the scores are."""
+    """Results are finite wherever the scores are."""
     case = structured(structure, scale=given)
     expected = specification(case)
     assert expected.grad_query.isfinite().all()
     if abs(given) <= 1:
         assert_alike(run(case), expected, torch.float32)
-    else:  # a softmax that rounding may decide
+    else:  # rounding may decide which key has all of the weight
         assert run(case).out.isfinite().all()
 
 
@@ -186,7 +186,7 @@ def test_dropout_of_everything(kernel, structure):
 
 
 def test_a_dropped_weight_adds_nothing_to_grad_value(kernel):
-    """Even in a row that is NaN. The weights that are kept make the value's gradient NaN."""
+    """Even in a NaN row. There, kept weights make the value's gradient NaN."""
     case = make(B=1, H=1, Lq=1, Lk=200, dropout_p=0.5)
     key = case.key.clone()
     key[:, :, 17] = float("nan")
@@ -251,7 +251,7 @@ def test_causal_biases_combine_with_is_causal(sizes, bias, is_causal, window):
 
 
 def test_scales_beside_which_torch_is_finite():
-    """What the finite answers above are measured by."""
+    """torch too is finite with a tiny scale, and agrees."""
     case = structured("all pairs", scale=1e-300)
     tensors = (case.query, case.key, case.value)
     expected = torch.nn.functional.scaled_dot_product_attention(*tensors, scale=1e-300)
@@ -262,7 +262,7 @@ def test_scales_beside_which_torch_is_finite():
 
 @pytest.mark.parametrize("keys_of_mask", [1, 3])
 def test_a_nan_that_takes_part_reaches_the_mask(kernel, keys_of_mask):
-    """Also where the mask is one number for a whole row, which needs no sum over its keys."""
+    """Also where one mask element covers a whole row: its gradient needs no sum over the keys."""
     query, key, value = (normal(1, 1, rows, 4, seed=rows) for rows in (2, 3, 3))
     value[0, 0, 1, 0] = NAN
     mask = torch.zeros(1, 1, 2, keys_of_mask)

@@ -11,9 +11,9 @@ import torch
 import trifuse
 from trifuse import backends
 
-# In a process of its own, because the peak is the process's. It is read from /proc: a resource
-# usage's would begin with that of the process that started this one. What import and warm-up may
-# have peaked at counts too, which can only make the figure larger than the truth.
+# Runs in a separate process, because the peak is per process. It is read from /proc: getrusage's
+# begins with the peak of the parent process. Peaks of import and warm-up count too, which can only
+# make the figure too large.
 SCRIPT = """
 import torch, trifuse
 def status(field):
@@ -48,7 +48,7 @@ def test_peak_memory_of_a_long_sequence(options):
 
 
 def test_saved_tensors_are_the_inputs_and_two_results(backend):
-    """What a training step keeps from forward to backward: nothing of (Lq, Lk)."""
+    """A training step saves nothing of size (Lq, Lk) for the backward."""
     saved = []
 
     def pack(x: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Attention against what others say it is: ONNX's node tests and torch's own samples."""
+"""Attention against independent oracles: ONNX's node tests and torch's own samples."""
 
 from __future__ import annotations
 
@@ -37,16 +37,16 @@ INPUTS = ("Q", "K", "V", "attn_mask", "past_key", "past_value", "nonpad_kv_seqle
 
 
 def _tensor(array: Any) -> Tensor:
-    if array.dtype.name == "bfloat16":  # ml_dtypes, which torch doesn't know
+    if array.dtype.name == "bfloat16":  # of ml_dtypes, which torch can't read
         return torch.from_numpy(array.astype(np.float32)).bfloat16()
     return torch.from_numpy(np.array(array))
 
 
 @functools.cache
 def onnx_nodes() -> dict[str, Node]:
-    """Every case once: those named _expanded are the same ones, written in smaller operators."""
+    """Returns every case once: those named _expanded repeat cases in smaller operators."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # making all of ONNX's cases overflows here and there
+        warnings.simplefilter("ignore")  # some of ONNX's cases overflow as they are made
         tests = load_model_tests(kind="node")
     nodes = {}
     for test in tests:
@@ -67,14 +67,14 @@ def onnx_nodes() -> dict[str, Node]:
 
 
 def why_not(node: Node) -> str | None:
-    """What trifuse doesn't offer."""
+    """Returns the feature of a node that trifuse does not have, or None."""
     if node.attributes.get("softcap"):
         return "softcap"
     return None
 
 
 def attend(node: Node) -> Tensor:
-    """An ONNX node in our terms."""
+    """Computes an ONNX node with trifuse."""
     attributes, inputs = node.attributes, dict(node.inputs)
     flat = inputs["Q"].dim() == 3
     if flat:  # (B, L, H · E)
@@ -90,7 +90,7 @@ def attend(node: Node) -> Tensor:
     Lq, Lk = query.shape[2], key.shape[2]
 
     mask = inputs.get("attn_mask")
-    if mask is not None and mask.shape[-1] not in (1, Lk):  # what it doesn't reach is left out
+    if mask is not None and mask.shape[-1] not in (1, Lk):  # keys past its end are left out
         fill = False if mask.dtype == torch.bool else float("-inf")
         mask = F.pad(mask, (0, Lk - mask.shape[-1]), value=fill)
     options: dict[str, Any] = {
@@ -103,7 +103,7 @@ def attend(node: Node) -> Tensor:
         right = 0
     lengths = inputs.get("nonpad_kv_seqlen")
     if lengths is not None and (left, right) != (None, None):
-        # A cache in use up to its sequence's length: the diagonal ends where the length does.
+        # A cache that is filled up to each sequence's length: the diagonal ends at that length.
         rows = [
             trifuse.scaled_dot_product_attention(
                 query[b : b + 1], key[b : b + 1, :, :n], value[b : b + 1, :, :n],
@@ -142,13 +142,13 @@ def test_onnx(kernel, name):
         pytest.skip(f"trifuse has no {missing}")
     actual = attend(node)
     assert actual.dtype == node.expected.dtype
-    # Their expectations in 16 bits round between the steps, as a composition of operators would.
+    # ONNX's expectations in 16 bits are rounded between steps, as in a composition of operators.
     rtol = {torch.bfloat16: 2e-2, torch.float16: 2e-3}.get(actual.dtype, node.rtol)
     torch.testing.assert_close(actual, node.expected, rtol=rtol, atol=max(node.atol, rtol / 10))
 
 
 def test_most_of_onnx_s_cases_run():
-    """None is left out unseen: a new one in ONNX runs, or fails here."""
+    """No case is skipped unnoticed: a new one in ONNX runs, or fails here."""
     skipped = Counter(filter(None, map(why_not, onnx_nodes().values())))
     assert set(skipped) == {"softcap"}
     assert skipped["softcap"] <= 12
@@ -164,8 +164,8 @@ def test_most_of_onnx_s_cases_run():
 def test_torch_s_samples(kernel, dtype):
     """Output and gradients against F.scaled_dot_product_attention in float64.
 
-    In 16 bits the output alone: scores reach 100 in these samples, and gradients then cancel until
-    little but rounding is left. Judging that takes the numerics rule (test_attention_accuracy).
+    In 16 bits only the output: scores reach 100 in these samples, and gradients then cancel until
+    little but rounding is left. Only the numerics rule can judge that (test_attention_accuracy).
     """
     tolerance = {torch.float64: 1e-9, torch.float32: 1e-4}.get(dtype, 1e-2)
 
@@ -184,7 +184,7 @@ def test_torch_s_samples(kernel, dtype):
         out = trifuse.scaled_dot_product_attention(*tensors, **options)
         wide = [x.detach().double().requires_grad_() for x in tensors]
         if options["dropout_p"] > 0:
-            # Which weights are dropped is torch's affair there and ours here; how many is known.
+            # torch drops other weights than trifuse, so only the shapes are compared.
             with sdpa_kernel(SDPBackend.MATH):
                 expected = F.scaled_dot_product_attention(*wide, **options)
             assert out.shape == expected.shape

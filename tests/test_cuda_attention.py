@@ -1,6 +1,6 @@
 """The CUDA kernels of attention, under the model of CUDA on the host.
 
-Most of what they have to do is what Triton's kernels have to do, whose tests are put to them too.
+Most requirements are the same as for Triton's kernels, whose tests run on these too.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ library = library_fixture("attention")
 
 @pytest.fixture(autouse=True)
 def _cuda(library: Library) -> Iterator[None]:
-    """By the CUDA kernels, between guards, the threads in an order drawn at random."""
+    """Runs tests on the CUDA kernels, with guarded memory and threads in a random order."""
     with library.device(seed=1), library.guarded_memory(), CUDA.serving():
         yield
 
@@ -135,7 +135,7 @@ def test_more_terms_of_a_mask_gradient_than_blocks(shape):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_poison_in_tiles_that_a_mask_leaves_empty(dtype):
-    """Tiles at the start, and in the middle, of a row of them."""
+    """Empty tiles at the start and in the middle of a row of tiles."""
     mask = torch.zeros(1, 1, 100, 200, dtype=torch.bool)
     mask[..., 64:80] = mask[..., 192:] = True
     case = make(1, 1, 100, 200, 20, dtype=dtype, mask=mask)
@@ -152,7 +152,7 @@ def test_poison_in_tiles_that_a_mask_leaves_empty(dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("E", [40, 200])
 def test_bits_do_not_depend_on_the_order_of_threads(library, dtype, E):
-    """Nor do those of a call that meets a NaN, whose passes clean tiles in place."""
+    """Also with a NaN in the values, which makes passes clean tiles in place."""
     mask = bias(1, 1, 70, 90)
     case = make(1, 2, 70, 90, E, Hkv=1, dtype=dtype, mask=mask, dropout_p=0.2)
     value = case.value.clone()
@@ -210,8 +210,8 @@ def test_wider_heads_are_refused(E, Ev):
 # Code for GPUs -----------------------------------------------------------------------------------
 
 
-# What a kernel may need at most, by its type, tensor cores' or not, and its padded head dimension:
-# registers and bytes of stack for a thread. The stack is what is spilled.
+# Upper bounds for a kernel, by whether its type runs on tensor cores and by its padded head_dim:
+# registers and stack bytes per thread. Stack is spills.
 BUDGET: dict[str, dict[tuple[bool, int], tuple[int, int]]] = {
     "attention_forward_kernel": {
         (True, 64): (168, 8), (True, 128): (255, 16), (True, 256): (255, 0),
@@ -238,7 +238,7 @@ BUDGET: dict[str, dict[tuple[bool, int], tuple[int, int]]] = {
 
 
 def test_shared_memory_keeps_to_its_budget(library):
-    """99 KiB, what every GPU from sm_80 on has."""
+    """At most 99 KiB, which every GPU from sm_80 on has."""
     for E, dtype, KiB in (
         (64, torch.bfloat16, 40),
         (128, torch.bfloat16, 80),
@@ -285,14 +285,14 @@ def test_tiles_are_copied_and_multiplied_by_the_instructions_meant_for_it(code):
 
 
 def test_hopper_s_kernels_use_what_only_hopper_has(code):
-    """The copy engine, registers handed over, and products of warpgroups, two groups at a time."""
+    """The copy engine, setmaxnreg, and warpgroup products, two groups in flight in the forward."""
     of_hopper = [c for c in code if "hopper" in c.kernel]
     assert len(of_hopper) == 14
     for c in of_hopper:
         name, (_, head_dim) = _kind(c)
         columns = 128 if "forward" in name and head_dim < 256 else 64
-        # Scores of the first tile and of others; sums of others, of the last, and of a count. The
-        # backward also has dO v, and by key two kinds of sums.
+        # The code has scores of the first tile and of later ones; sums of later tiles, of the last,
+        # and of Mode::Count. The backward also has dO v and, by key, two kinds of sums.
         products, sums = (2, 3) if "forward" in name else (3, 6 if "key_value" in name else 3)
         assert c.count("HGMMA.64x.*") == (products * head_dim + sums * columns) // 16, c[:4]
         tensors = 3 if "forward" in name else 4

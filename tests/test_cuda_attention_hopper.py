@@ -1,6 +1,6 @@
 """Attention's kernels for Hopper GPUs, under the model of CUDA on the host.
 
-They have to do what the other kernels do, so their tests are put to them, in 16 bits.
+The requirements are those of the other kernels, whose tests run on these too, in 16 bits.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ library = library_fixture("attention")
 
 @pytest.fixture(autouse=True)
 def _hopper(library: Library, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """As in test_cuda_attention, on a Hopper GPU; calls are in bfloat16 if a test doesn't say."""
+    """As in test_cuda_attention, on a Hopper GPU. Cases are in bfloat16 by default."""
     monkeypatch.setitem(make.__kwdefaults__, "dtype", torch.bfloat16)
     before = library.launches(FORWARD)
     with library.device(seed=1, compute_capability=90), library.guarded_memory(), CUDA.serving():
@@ -92,7 +92,7 @@ def check_forward(case: Case) -> None:
 
 
 def check(library: Library, *calls: Case) -> None:
-    """Of calls that the kernels for Hopper serve in both directions."""
+    """Checks calls, and that the kernels for Hopper serve their forward and backward."""
     accuracy = Accuracy(CUDA.name)
     before = launches(library)
     for case in calls:
@@ -105,7 +105,7 @@ def launches(library: Library) -> dict[str, int]:
 
 
 def served_by_hopper(library: Library, case: Case) -> tuple[bool, bool]:
-    """The forward; the backward."""
+    """Returns whether the kernels for Hopper serve the forward, and the backward."""
     before = launches(library)
     run(case)
     served = [count > before[name] for name, count in launches(library).items()]
@@ -154,7 +154,7 @@ LONG: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("options", LONG)
 @pytest.mark.parametrize(("E", "Ev"), [(64, 64), (128, 40), (72, 256)])
 def test_tiles_follow_each_other_through_the_forward_s_stages(options, E, Ev):
-    """By two consumers, and in the second block by one."""
+    """The first block has two consumers, the second block one."""
     dropout_p = 0.1 if E == 128 else 0.0
     check_forward(make(1, 1, 190, 700, E, Ev, dropout_p=dropout_p, **LONG[options]))
 
@@ -162,7 +162,7 @@ def test_tiles_follow_each_other_through_the_forward_s_stages(options, E, Ev):
 @pytest.mark.parametrize("options", LONG)
 @pytest.mark.parametrize(("E", "Ev"), [(64, 64), (128, 40)])
 def test_tiles_follow_each_other_through_the_backward_s_stages(library, options, E, Ev):
-    """Those of queries of two heads one after the other."""
+    """Tiles of queries come from two heads, one after the other."""
     changed = {"lengths": {"key_lengths": torch.tensor([299])}}
     changed["bool mask"] = {"mask": some(1, 2, 190, 300)}
     changed["float mask"] = {"mask": bias(1, 2, 190, 300)}
@@ -215,7 +215,7 @@ def test_tiles_that_a_mask_leaves_empty_are_not_read():
 
 
 def test_queries_that_a_mask_leaves_out_pass_on_no_poison(library):
-    """Those of a whole tile, and some of one."""
+    """A whole tile of queries, and part of another one."""
     mask = torch.ones(1, 1, 300, 130, dtype=torch.bool)
     mask[..., 64:128, :] = mask[..., 290:, :] = False
     case = make(1, 1, 300, 130, 64, mask=mask)
@@ -225,7 +225,7 @@ def test_queries_that_a_mask_leaves_out_pass_on_no_poison(library):
 
 
 def test_an_infinite_key_that_all_queries_see():
-    """Its scores are inf, which is a row of NaN, and -inf, which is a weight of 0."""
+    """A score of inf makes its row NaN; a score of -inf is a weight of 0."""
     case = make(1, 1, 70, 300, 64)
     case.key[..., 5, :] = 0
     case.key[..., 5, 3] = math.inf
@@ -248,7 +248,7 @@ def test_peaks_that_rise_by_little_and_by_more():
 
 @pytest.mark.parametrize(("E", "poisoned"), [(64, "query"), (128, "value"), (256, "value")])
 def test_bits_do_not_depend_on_the_order_of_threads(library, E, poisoned):
-    """Nor on when copies come; nor do those of a call that meets a NaN, with tiles cleaned."""
+    """Nor on when copies complete. Also with a NaN, for which tiles are cleaned."""
     of_call = forward if E == 256 else run
     mask = bias(1, 1, 190, 300)
     case = make(1, 2, 190, 300, E, Hkv=1, mask=mask, dropout_p=0.2)

@@ -41,7 +41,7 @@ library = library_fixture("dropout_add_layer_norm")
 
 @pytest.fixture(autouse=True)
 def _cuda(library: Library) -> Iterator[None]:
-    """By the CUDA kernels, between guards, the threads in an order drawn at random."""
+    """Runs tests on the CUDA kernels, with threads in a random order."""
     with library.device(seed=1), CUDA.serving():
         yield
 
@@ -59,7 +59,7 @@ def check(library: Library, *calls: Case) -> Accuracy:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_any_call(library, dtype):
-    """Results and every gradient of whatever Hypothesis thinks of."""
+    """Results and every gradient of calls drawn by Hypothesis."""
 
     @settings(max_examples=20)
     @given(cases(dtype))
@@ -76,7 +76,7 @@ def test_many_calls(library, dtype):
     check(library, *(draw_case(random, dtype) for _ in range(40))).conclude()
 
 
-# On either side of every width where another kernel, or another number of threads, takes over.
+# Both sides of every width where the kernel or its number of threads changes.
 WIDTHS = (1, 7, 8, 256, 264, 512, 520, 1000, 1024, 1025, 1032, 2056, 4096, 4097, 4104, 8192, 8200)
 
 
@@ -86,7 +86,7 @@ def test_widths(library, N):
     check(library, make(5, N), make(3, N, **with_all), make(3, N, grad_sum=None, rms_norm=True))
 
 
-USUAL = {"x_bias": None, "grad_sum": None}  # which kernels of their own serve, in 16 bits
+USUAL = {"x_bias": None, "grad_sum": None}  # such calls have kernels of their own in 16 bits
 
 
 @pytest.mark.parametrize("N", [8, 512, 520, 1024, 1032, 2048, 2056, 4096, 4104, 8192])
@@ -156,7 +156,7 @@ def test_options_and_mixed_dtypes(library, changes):
 @pytest.mark.parametrize("layout", layouts(4)[1:])
 @pytest.mark.parametrize("N", [8, 13])
 def test_layouts(library, layout, N):
-    """Wherever the rows lie, the bits are those of rows that lie side by side."""
+    """Rows in any layout give the bits of contiguous rows."""
     case = make(3, 2, 4, N, dropout_p=0.2)
     rows = ("x", "residual", "grad_out", "grad_sum")
     odd = dataclasses.replace(case, **{r: lay_out_rows(getattr(case, r), layout) for r in rows})
@@ -199,7 +199,7 @@ def test_dropped_elements_are_0_whatever_they_were(library):
 def test_bits_do_not_depend_on_the_order_of_threads(library, N):
     for options in ({}, USUAL):
         case = make(6, N, dtype=torch.bfloat16, dropout_p=0.1, **options)
-        with library.device(multiprocessors=1):  # where a block has more than one row
+        with library.device(multiprocessors=1):  # so a block has more than one row
             expected = run(case)
         for seed in range(2, 5):
             with library.device(multiprocessors=1, seed=seed):
@@ -272,14 +272,14 @@ def test_launches_name_the_kernel_and_the_sizes(library):
     ],
 )
 def test_shared_memory_keeps_to_its_budget(library, N, dtype, KiB):
-    """Of 99 KiB, what every GPU from sm_80 on has: sums of gradients, mostly."""
+    """At most 99 KiB, which every GPU from sm_80 on has. Most of it holds sums of gradients."""
     with library.device(shared_memory=KiB << 10):
         run(make(3, N, dtype=dtype, dropout_p=0.1))
 
 
-# What a kernel may need at most, but in float64: registers and bytes of stack for a thread.
-# 128 registers leave room for 512 threads on a multiprocessor, 96 for 640, 80 for 768. Where blocks
-# of 256 threads leave the compiler more than 96, it takes them.
+# Upper bounds for a kernel, except in float64: registers and stack bytes per thread. A
+# multiprocessor holds 512 threads of 128 registers, 640 of 96, or 768 of 80. With blocks of 256
+# threads, the compiler may use more than 96, and does.
 BUDGET = {
     "forward_kernel": (128, 16),
     "forward_wide_kernel": (80, 8),
@@ -307,7 +307,7 @@ def test_compiled_kernels_keep_to_their_budget(code):
 
 
 def test_rows_move_16_bytes_at_a_time(code):
-    """All else is the seed, of 8 bytes, and statistics of rows, of this one and of the next."""
+    """Except the seed (8 bytes) and the statistics of rows, of this one and of the next."""
     checked = 0
     for c in code:
         name, _, arguments = c.kernel.partition("<")
@@ -323,5 +323,5 @@ def test_rows_move_16_bytes_at_a_time(code):
             assert c.count(r"STG\.E\.128\S*") >= 4, c.kernel
         assert c.count(r"STG\.\S*") - c.count(r"STG\.E\.128\S*") <= 2, c.kernel
         checked += 1
-    usual, others = 4 * 4 + 5 * 2, 2 + 1 + 2 + 1  # of a type
+    usual, others = 4 * 4 + 5 * 2, 2 + 1 + 2 + 1  # instances per type
     assert checked == 2 * (2 * usual + 3 * others)

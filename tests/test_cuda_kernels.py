@@ -1,4 +1,4 @@
-"""That each CUDA kernel is launched by what compute-sanitizer is put to on a GPU."""
+"""Checks that the calls for compute-sanitizer on a GPU launch every CUDA kernel."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from test_gpu import EACH_KERNEL, MODULES
 
 
 def kernels(operator: str) -> set[str]:
-    """The names that its launches have."""
+    """Returns the names of an operator's kernels, as its launches give them."""
     names: set[str] = set()
     for source in (ROOT / "csrc/cuda").glob(f"{operator}*.cu"):
         names |= set(re.findall(r"__global__[^;{]*?\b(\w+)_kernel\(", source.read_text()))

@@ -1,7 +1,7 @@
 """The CUDA kernels of lstm: their numbers under the model of CUDA on the host, their code for two
 GPUs.
 
-Small calls fit one launch. On a device that holds no blocks of it they go step by step.
+Small calls fit one launch. On a device that can hold none of its blocks, they run step by step.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ ONE_LAUNCH: dict[str, int] = {}
 STEP_BY_STEP = {"blocks_per_multiprocessor": 0}
 WAYS = pytest.mark.parametrize("way", [ONE_LAUNCH, STEP_BY_STEP], ids=["one launch", "steps"])
 
-WHOLE_ROWS = "layer norm needs whole rows"  # which is never one launch
+WHOLE_ROWS = "layer norm needs whole rows"  # such calls never fit one launch
 TOO_LONG = f"{WHOLE_ROWS}, too long for shared memory"
 FITTING = tuple(variant for variant, of in VARIANTS.items() if not of.get("norm"))
 
@@ -63,7 +63,7 @@ library = library_fixture("lstm")
 
 @pytest.fixture(autouse=True)
 def _cuda(request: pytest.FixtureRequest) -> Iterator[None]:
-    """By the CUDA kernels, between guards, the threads in an order drawn at random."""
+    """Runs tests on the CUDA kernels, with guarded memory and threads in a random order."""
     if "library" not in request.fixturenames:
         yield
         return
@@ -112,7 +112,7 @@ def test_float64(library, variant):
     ],
 )  # fmt: skip
 def test_many_calls(library, way, dtype):
-    """Whatever a call may be, and in the mean, over calls drawn independently of each other."""
+    """Any calls, each by itself and in the mean, drawn independently of each other."""
     accuracy, random = Accuracy(CUDA.name), Random(0)
     for _ in range(40):
         record_accuracy({CUDA: accuracy}, draw_case(random, dtype))
@@ -132,7 +132,7 @@ def test_many_calls(library, way, dtype):
     ids=["plain", "everything", "projection", "one block", "a block each"],
 )
 def test_several_blocks_and_tiles(library, dtype, multiprocessors, options):
-    """More rows than a tile, more columns than a warp's; the last blocks own less or nothing."""
+    """More rows than a tile, more columns than a warp takes; the last blocks own fewer or none."""
     B = 18
     lengths = [b % 4 for b in range(B)] if "lengths" in options else None
     case = make(3, B, 8, 37, dtype=dtype, **{**options, "lengths": lengths})
@@ -151,19 +151,19 @@ def test_several_blocks_and_tiles(library, dtype, multiprocessors, options):
     ],
 )
 def test_long_contractions(library, dtype, multiprocessors, H):
-    """More chunks than warps, and in 16 bits than registers, however many columns a warp has."""
+    """More chunks than warps and, in 16 bits, than registers hold, for few and many columns."""
     with library.device(seed=1, multiprocessors=multiprocessors, blocks_per_multiprocessor=1):
         check(make(1, 2, 8, H, dtype=dtype))
 
 
-# A block's shared memory where the sums over a row fit, but no row of twenty units.
+# Shared memory per block that holds the sums over a row, but no row of twenty units.
 LONG_ROWS = {"shared_memory": 256}
 OF_LONG_ROWS = [variant for variant, of in VARIANTS.items() if of.get("norm")]
 
 
 @pytest.mark.parametrize("variant", OF_LONG_ROWS)
 def test_rows_longer_than_shared_memory(library, variant):
-    """By the same numbers, for a row is computed the same way wherever it is kept."""
+    """The bits stay the same, because a row is computed the same way wherever it is kept."""
     for dtype in (torch.float32, torch.bfloat16, torch.float64):
         case = make(**{"H": 20, **VARIANTS[variant]}, dtype=dtype)
         expected = run(case)
@@ -174,7 +174,7 @@ def test_rows_longer_than_shared_memory(library, variant):
 
 
 def test_a_row_longer_than_a_gpu_s_shared_memory(library):
-    """227 KiB in float64, on blocks that have units of several steps."""
+    """More than 227 KiB in float64, also in blocks that have rows of several steps."""
     case = make(2, 2, 3, 6000, norm=True, projection=4, dtype=torch.float64, lengths=(2, 1))
     assert why_step_by_step(case) == TOO_LONG
     actual = run(case)
@@ -232,13 +232,13 @@ def test_why_a_call_goes_step_by_step(library):
     assert fits(case)
     assert why_step_by_step(make(norm=True)) == WHOLE_ROWS
     assert why_step_by_step(make(dtype=torch.float64)) == "float64 has no kernel of its own"
-    # 64 columns, each of 64 numbers of 4 bytes, and 8 parts of 16 rows of them.
+    # 64 columns of 64 numbers of 4 bytes, and 8 partial sums of 16 rows of 64 columns.
     with library.device(shared_memory=47 << 10):
         assert why_step_by_step(make(2, 3, 8, 64)) == (
             "the recurrent weights take 48 KiB of shared memory of each of 4 multiprocessors, "
             "which have 47"
         )
-        # In 2 bytes the numbers are in registers.
+        # In 16 bits, the weights are in registers.
         assert fits(case)
     with library.device(blocks_per_multiprocessor=0):
         assert why_step_by_step(case) == "4 blocks would have to be resident, and 0 can be"
@@ -314,7 +314,7 @@ OF_ROWS = ("output", "h_n", "c_n", "grad_h0", "grad_c0")
 
 
 def test_a_row_does_not_depend_on_its_batch(library):
-    """In one launch, whose products are its own; neither on the padding of its lengths."""
+    """In one launch, which computes its own products. Padding does not change a row either."""
     lengths = [b % 5 for b in range(18)]
     case = make(4, 18, H=20, lengths=lengths, reverse=(False, True), peephole=True)
     case = with_exact_products(case)
@@ -353,7 +353,8 @@ def test_layouts_change_nothing(library, way):
 
 # Layers side by side -----------------------------------------------------------------------------
 
-# Of 33 steps two layers do 13 at a time, three 9, and the last time fewer; of 9 steps none do.
+# Of 33 steps, two layers run 13 per launch and three layers 9, the last launch fewer. Calls of 9
+# steps run layer after layer.
 STACKS: dict[str, dict[str, Any]] = {
     "plain": {"layers": 2},
     "all that fits": {
@@ -379,7 +380,7 @@ def layers_at_once(case: Case, backward: bool = False) -> tuple[int, str]:
 
 
 def run_apart(case: Case) -> Results:
-    """Each layer by a call of its own."""
+    """Runs each layer by a call of its own."""
 
     def one(input: Any, h0: Any, c0: Any, p: Any) -> Any:
         options = {"recompute": case.recompute, **case.options}
@@ -392,7 +393,7 @@ def run_apart(case: Case) -> Results:
 
 
 def with_exact_products_of_layers(case: Case) -> Case:
-    """A gate of a layer above the first sees one unit of that below, which no other gate sees."""
+    """Makes products exact: above layer 0, a gate reads at most one unit, and no two the same."""
     first, *above = with_exact_products(case).parameters
     generator = torch.Generator().manual_seed(0)
 
@@ -418,7 +419,7 @@ def test_stacks(library, stack):
 @stacks
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_side_by_side_gives_the_bits_of_one_after_the_other(library, stack, dtype):
-    """On as many multiprocessors as each of them has side by side."""
+    """One after the other, each layer has as many multiprocessors as it has side by side."""
     options = {"lengths": [(5 * b) % 34 for b in range(18)], **STACKS[stack]}
     if options["lengths"] is not None and len(options["lengths"]) == 3:
         options["lengths"] = [*options["lengths"]] * 6
@@ -688,7 +689,7 @@ def test_lengths_out_of_range_are_refused(library):
 
 
 def test_shared_memory_of_single_steps_keeps_to_its_budget(library):
-    """Five numbers a unit: of 256 units or, with layer norm, of a whole row, if it fits."""
+    """Five numbers per unit: of 256 units or, with layer norm, of a whole row if it fits."""
     with library.device(shared_memory=6 << 10, **STEP_BY_STEP):
         run(make(2, 1, 3, 300))
     for KiB, why in ((20, WHOLE_ROWS), (19, TOO_LONG)):
@@ -696,9 +697,9 @@ def test_shared_memory_of_single_steps_keeps_to_its_budget(library):
             assert why_step_by_step(make(2, 1, 3, 1000, norm=True)) == why
 
 
-# Registers and bytes of stack of a thread. Two blocks of the step back share a multiprocessor, but
-# in float64. A block of the last two has one to itself, and in 16 bits 64 of its registers hold
-# weights.
+# Registers and stack bytes per thread. Except in float64, two blocks of backward_step_kernel share
+# a multiprocessor. A block of the last two kernels has one to itself; in 16 bits, 64 of a thread's
+# registers hold weights.
 BUDGET = {
     "dropout_kernel": (40, 0),
     "forward_projection_kernel": (40, 0),
@@ -726,14 +727,14 @@ def test_compiled_kernels_keep_to_their_budget(compiled):
 
 
 def test_products_run_on_the_matrix_unit(compiled):
-    """Of 16-bit types; float32 it would round."""
+    """Except in float32, whose factors the matrix unit would round."""
     for code in compiled:
         if "sequence" in code.kernel:
             assert ("HMMA" in code.sass) == ("<float>" not in code.kernel), code.kernel
 
 
 def test_parts_of_products_are_written_8_bytes_at_a_time(compiled):
-    """One half of a warp to all banks of shared memory."""
+    """Half a warp writes to all banks of shared memory."""
     for code in compiled:
         if "sequence" in code.kernel:
             assert code.count(r"STS\.64") >= 32, code.kernel
@@ -741,7 +742,7 @@ def test_parts_of_products_are_written_8_bytes_at_a_time(compiled):
 
 
 def test_exchanged_states_are_read_16_bytes_at_a_time(compiled):
-    """From the L2 cache: a multiprocessor's own may hold what another has overwritten."""
+    """From the L2 cache: a multiprocessor's own cache may be stale."""
     for code in compiled:
         if "sequence" in code.kernel:
             assert code.count(r"LDG\.E\.128\.STRONG\.GPU") >= 8, code.kernel

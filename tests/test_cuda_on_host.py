@@ -20,7 +20,7 @@ def library() -> Library:
 
 
 def call(library: Library, name: str, *arguments: Any) -> None:
-    """Launch a kernel, with the memory of tensors for pointers."""
+    """Launches a kernel; tensors are passed as pointers to their memory."""
     function = getattr(library.functions, f"test_{name}")
     function.restype = ctypes.c_char_p
     message = function(
@@ -42,7 +42,7 @@ def numbers(*shape: int) -> Tensor:
 
 
 def results(library: Library, name: str, barrier: bool, shape: tuple[int, ...]) -> list[bool]:
-    """Whether the kernel is right in its threads' own order, and in others."""
+    """Returns whether the kernel is right in the default order of threads, and in random ones."""
     x = numbers(*shape)
     expected = {"reverse": x.flip(-1), "rotate_twice": x.roll(-2, -1)}[name]
     right = []
@@ -148,7 +148,7 @@ def test_what_a_tensor_map_can_say(library, rows, columns, stride, fits):
 
 
 def copy_boxes(library: Library, column: int, *waits: bool) -> bool:
-    """Whether tiles are what they are in memory, with zeros past the ends."""
+    """Returns whether the copied tiles equal those in memory, with zeros past the ends."""
     x = numbers(2, 2, 21, 104).half()
     out = torch.full((2, 2, 2, 16, 64), float("nan"), dtype=torch.float16)
     call(library, "copy_boxes", x, out, 21, 100, 104, column, *waits)
@@ -163,11 +163,11 @@ def test_tiles_copied_by_the_copy_engine(library, seed, column):
     with library.device(seed=seed):
         assert copy_boxes(library, column, True, True)
         for waits in ((False, True), (True, False)):
-            with suppress(RuntimeError):  # that it ends early, or that too many arrive
+            with suppress(RuntimeError):  # it ends early, or too many threads arrive
                 assert not copy_boxes(library, column, *waits)
 
 
-FAULTS = {  # by their numbers in self_test.cu
+FAULTS = {  # their numbers in self_test.cu, and messages
     "no begin": (1, "have changed since wgmma_begin, or weren't named to it"),
     "no wait": (2, None),
     "sum": (3, "registers of a sum were written while"),
@@ -181,7 +181,7 @@ FAULTS = {  # by their numbers in self_test.cu
 def multiply_of_warpgroup(
     library: Library, dtype: torch.dtype, by_rows: bool, fault: int = 0
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """A product, the exact one, and how far they may differ."""
+    """Returns a product, the exact product, and a bound on their difference."""
     a, b = numbers(64, 64).to(dtype), numbers(64, 128).flip(0).to(dtype)
     stored = b.T.contiguous() if by_rows else b
     out = nan(64, 128)
@@ -200,7 +200,7 @@ def test_products_of_warpgroups(library, dtype, by_rows):
     assert not torch.equal(out.double(), exact)
 
 
-# By rows, no factor is in registers, and the leading offset is of no meaning.
+# By rows, no factor is in registers, and the leading offset has no meaning.
 BY_ROWS = [(fault, True) for fault in FAULTS if fault not in ("factor", "leading")]
 
 

@@ -113,7 +113,7 @@ def test_transforms():
 
 
 def test_of_everything(backend):
-    """Zeros, and zeros for a gradient: of NaN too, which torch would keep."""
+    """Result and gradient are zeros, also where x is NaN, which torch would keep."""
     x = torch.full((3, 70_000), float("nan"), requires_grad=True)
     out = dropout(x, 1.0)
     assert out.eq(0).all()

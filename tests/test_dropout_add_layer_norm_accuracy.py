@@ -1,4 +1,4 @@
-"""How far dropout_add_layer_norm is from the specification, and whether that is the definition."""
+"""dropout_add_layer_norm's errors against the specification, and that against the definition."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_any_call(dtype, every_kernel):
-    """Results and every gradient of whatever Hypothesis thinks of, by every kernel."""
+    """Results and every gradient of calls drawn by Hypothesis, on every kernel."""
 
     @given(cases(dtype))
     def call(case: Case) -> None:
@@ -39,7 +39,7 @@ def test_any_call(dtype, every_kernel):
 
 @pytest.mark.parametrize("dtype", DTYPES[:3])
 def test_many_calls(dtype, every_kernel):
-    """The same in the mean, over calls drawn independently of each other."""
+    """The mean errors over calls drawn independently of each other."""
     accuracies = {kernel: Accuracy(kernel.name) for kernel in every_kernel}
     random = Random(0)
     for _ in range(100):
@@ -90,13 +90,13 @@ def test_far_from_zero(kernel, offset, N):
     ids=["prenorm", "dropout", "rms_norm", "bfloat16 beside float32"],
 )
 def test_triton_by_the_same_rule(triton, options):
-    """A few calls, to see the backends agree; its own tests have the others."""
+    """A few calls, to check that the backends agree; Triton's own tests have all others."""
     record_accuracy({triton: Accuracy(triton.name)}, make(3, 20, **options))
 
 
 @pytest.mark.parametrize("rms_norm", [False, True])
 def test_specification_is_the_definition(rms_norm):
-    """The reference against the definition, one number at a time in Python's own."""
+    """Compares the reference with the definition, one number at a time in Python's floats."""
     rows, N, eps = 3, 5, 0.01
     case = make(rows, N, dtype=torch.float64, dropout_p=0.4, eps=eps, rms_norm=rms_norm)
     D = dropout_multiplier(case)

@@ -32,7 +32,7 @@ SHAPES = (SHAPE, SHAPE, (N,), (N,), (N,))
 
 @pytest.fixture(params=["eager", "cpp", "triton"])
 def served(request: pytest.FixtureRequest) -> Iterator[str]:
-    """As ``backend``, and by Triton in its interpreter: in float32, which all three have."""
+    """As ``backend``, and by Triton in its interpreter, which has no kernels for float64."""
     call = backends.Call("dropout_add_layer_norm", "cpu", torch.float32)
     why_not = backends._WHY_NOT[request.param](call)
     if why_not is not None:
@@ -49,7 +49,7 @@ def normalise(
     x: Tensor, residual: Tensor | None = None, weight: Tensor | None = None,
     bias: Tensor | None = None, x_bias: Tensor | None = None, **options: Any,
 ) -> Any:  # fmt: skip
-    """The operator, with all its tensors by position."""
+    """Calls the operator, with all tensors by position."""
     return OP(x, residual, weight, bias, x_bias=x_bias, **{"eps": 0.01} | options)
 
 
@@ -57,8 +57,8 @@ def formula(
     x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, x_bias: Tensor,
     prenorm: bool = False, rms_norm: bool = False,
 ) -> Any:  # fmt: skip
-    """In elementary operations, without dropout: torch's own has second derivatives that are wrong
-    under vmap."""
+    """Computes the operator in elementary operations, without dropout. The second derivatives of
+    torch's own operator are wrong under vmap."""
     total = residual + (x + x_bias)
     centred = total if rms_norm else total - total.mean(-1, keepdim=True)
     out = centred * (centred.square().mean(-1, keepdim=True) + 0.01).rsqrt() * weight + bias
@@ -66,7 +66,7 @@ def formula(
 
 
 def only(*names: str, **options: Any) -> tuple[Callable[..., Any], list[Tensor]]:
-    """A call with these tensors alone."""
+    """Returns a call with only these tensors, and the tensors."""
     tensors = dict(zip(NAMES, inputs(), strict=True))
 
     def call(*args: Tensor) -> Any:
@@ -117,7 +117,7 @@ def test_gradgradcheck(backend, what):
 
 
 def combine(results: Any) -> Tensor:
-    """A number that depends on every result and on none linearly."""
+    """Returns a number that depends on every result, and on none linearly."""
     results = results if isinstance(results, tuple) else (results,)
     return sum((i + t).sin().sum() for i, t in enumerate(results))
 
@@ -125,7 +125,7 @@ def combine(results: Any) -> Tensor:
 @pytest.mark.parametrize("rms_norm", [False, True])
 @pytest.mark.parametrize("prenorm", [False, True])
 def test_double_backward_is_torch_s(backend, prenorm, rms_norm):
-    """A gradient penalty, as trained models use one; with a weight that a first grad left out."""
+    """A gradient penalty, as in training; also if the first grad leaves out inputs."""
 
     def penalty(function: Callable[..., Any], count: int) -> tuple[Tensor, ...]:
         args = inputs()
@@ -173,7 +173,7 @@ def test_third_derivatives(backend):
 
 
 def test_backward_keeps_its_backend(backend):
-    """The forward decides; the switch may have changed by the time the backward runs."""
+    """The forward's backend runs the backward, even if another one is selected by then."""
     out = normalise(*inputs())
     other = "eager" if backend == "cpp" else "auto"
     with trifuse.backend(other), torch.profiler.profile() as profile:
@@ -188,7 +188,7 @@ def test_checkpointing_drops_the_same_elements_again(backend):
 
 @pytest.mark.parametrize("prenorm", [False, True])
 def test_inputs_changed_in_place_are_noticed(backend, prenorm):
-    """With prenorm it is the sum that is kept: it may not change, x may."""
+    """With prenorm the sum is saved, so the sum may not change and x may."""
     args = inputs()
     x = args[0].clone()
     results = normalise(x, *args[1:], prenorm=prenorm)
@@ -232,7 +232,7 @@ SAMPLES = 3
 
 
 def batched(t: Tensor, dim: int | None, seed: int) -> Tensor:
-    """SAMPLES different tensors like ``t``, the new dimension at ``dim``; or ``t``."""
+    """Returns SAMPLES different tensors like ``t``, stacked at ``dim``; ``t`` if that is None."""
     if dim is None:
         return t.detach()
     shape = list(t.shape)
@@ -255,7 +255,7 @@ def batched(t: Tensor, dim: int | None, seed: int) -> Tensor:
 )
 @pytest.mark.parametrize("prenorm", [False, True])
 def test_vmap(served, in_dims, prenorm):
-    """Of results and of every gradient; each argument batched or shared."""
+    """Results and every gradient, with each argument batched or shared."""
     arrange = [
         batched(t, d, 20 + i) for i, (t, d) in enumerate(zip(inputs(), in_dims, strict=True))
     ]
@@ -291,7 +291,7 @@ def test_vmap_twice(backend):
 
 
 def test_per_sample_gradients_of_a_model(backend):
-    """The use that vmap(grad) is for: one gradient of the weights for each sample."""
+    """The purpose of vmap(grad): one gradient of the weights per sample."""
     torch.manual_seed(0)
     linear = nn.Linear(N, N).double()
     weights = dict(linear.named_parameters()) | dict(zip(("w", "b"), inputs()[2:4], strict=True))
@@ -310,7 +310,7 @@ def test_per_sample_gradients_of_a_model(backend):
 
 
 def test_vmap_randomness(served):
-    """Dropout draws as torch's own random functions do: one seed for all, or one for each."""
+    """Dropout draws as torch's random functions do: one seed for all samples, or one for each."""
     samples = torch.ones(SAMPLES, 4, 16)
 
     def drop(x: Tensor) -> Tensor:
@@ -327,7 +327,7 @@ def test_vmap_randomness(served):
     different = torch.vmap(drop, randomness="different")(samples)
     assert not torch.equal(different[0], different[1])
     assert set(different.unique().tolist()) == {0.0, 2.0}
-    # A backward draws what its forward drew.
+    # A backward drops what its forward dropped.
     torch.manual_seed(3)
     grads = torch.vmap(torch.func.grad(lambda x: drop(x).sum()), randomness="different")(samples)
     assert_equal(grads, different)
@@ -337,7 +337,7 @@ def test_vmap_randomness(served):
 
 
 def op_arguments() -> dict[str, tuple[Any, ...]]:
-    """Arguments of the forward op: tensors and options."""
+    """Returns arguments of the forward op by name: tensors, then options."""
     x, residual, weight, bias, x_bias = (t.detach().float() for t in inputs())
     seed = torch.tensor([99])
     apart = x.transpose(0, 1).contiguous().transpose(0, 1)
@@ -361,7 +361,7 @@ def op_arguments() -> dict[str, tuple[Any, ...]]:
 
 
 def backward_arguments(args: tuple[Any, ...], results: list[Tensor]) -> Iterator[tuple[Any, ...]]:
-    """Of the backward op, for all gradients there are and for some of them."""
+    """Yields arguments of the backward op, for all gradients of the call and for some of them."""
     out, total, mean, rstd = results
     prenorm = args[9]
     tensors = (total, None, *args[2:6]) if prenorm else args[:6]
@@ -384,7 +384,7 @@ def test_opcheck(served, what):
 @pytest.mark.parametrize("what", op_arguments())
 @pytest.mark.parametrize("mode", ["fake", "meta"])
 def test_fakes_have_the_real_shapes_dtypes_and_strides(served, what, mode):
-    """Inductor lays out memory by what the fakes say."""
+    """Inductor lays out memory by the strides of the fakes."""
     args = op_arguments()[what]
     check_fakes(run_both(served, args), functools.partial(run_both, served), args, mode)
 
@@ -409,7 +409,7 @@ TRACED: dict[str, dict[str, Any]] = {
 def model(
     x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, x_bias: Tensor, **options: Any
 ) -> Tensor:
-    """The operator between other things to compile."""
+    """The operator between other operations to compile."""
     results = normalise(x.sin(), residual * 2, weight, bias, x_bias, **options)
     return sum(t.cos() for t in results) if options.get("prenorm") else results.cos()
 
@@ -434,7 +434,7 @@ def test_compile(served, what):
 
 @pytest.mark.usefixtures("fresh_dynamo")
 def test_compile_dynamic_shapes(backend):
-    """Every batch, length and width."""
+    """One graph serves every batch, length and width."""
     function = functools.partial(model, prenorm=True, **DROPOUT)
     sizes = ((3, 5, 7), (8, 9, 11), (5, 10, 130))
     check_one_graph(function, (model_inputs(*each) for each in sizes))
@@ -443,7 +443,7 @@ def test_compile_dynamic_shapes(backend):
 @pytest.mark.usefixtures("fresh_dynamo")
 @pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs a compiler")
 def test_compile_with_inductor(backend):
-    """Forward and backward through generated code, which believes the fakes' strides."""
+    """Forward and backward through generated code, which relies on the fakes' strides."""
     function = functools.partial(model, prenorm=True, **DROPOUT)
     compiled = torch.compile(function, fullgraph=True, options={"fallback_random": True})
     assert_same_results(compiled, function, model_inputs())
@@ -456,7 +456,7 @@ class Module(nn.Module):
 
 @pytest.mark.parametrize("strict", [False, True])
 def test_export(served, strict):
-    """With a batch and a length that are free; saved programs carry the op by name."""
+    """With a dynamic batch and length. The exported program calls the op by name."""
     batch, length = (torch.export.Dim(name, min=2, max=64) for name in ("batch", "length"))
     free: Any = ({0: batch, 1: length}, {0: batch, 1: length}, None, None, None)
     args = tuple(t.detach() for t in model_inputs())
@@ -472,7 +472,7 @@ def test_export(served, strict):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_autocast_follows_the_input(served, dtype):
-    """As torch's layer_norm on a CPU: float32 stays so, and a linear's 16 bits stay 16."""
+    """As with torch's layer_norm on a CPU: float32 inputs stay float32, 16-bit inputs 16-bit."""
     wide = inputs(torch.float32)
     narrow = [wide[0].detach().to(dtype).requires_grad_(), *wide[1:]]
     for args in (wide, narrow):
@@ -491,7 +491,7 @@ def test_autocast_follows_the_input(served, dtype):
 
 
 def test_autocast_does_not_reach_second_derivatives(backend):
-    """The formula that they come from computes in float32 whatever the region it is called in."""
+    """The formula for them computes in float32, inside autocast and outside."""
 
     def penalty(x: Tensor) -> Tensor:
         return torch.func.grad(lambda t: combine(normalise(t, prenorm=True)))(x).square().sum()

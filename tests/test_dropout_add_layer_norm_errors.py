@@ -1,4 +1,4 @@
-"""Bad arguments raise before a kernel runs, naming the argument, what was expected, what came."""
+"""Bad arguments raise before a kernel runs. Messages give the argument, expectation and value."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NARROW = {"x": x(3, N, dtype=torch.bfloat16)}
 WIDE = {"x": x(3, N, dtype=torch.float64)}
 
 ARGUMENTS: list[tuple[str, dict[str, Any], type, str]] = [
-    # What is not a tensor, or not one that is served.
+    # Not tensors, or tensors of a kind that is not supported.
     ("x a list", {"x": [1.0]}, TypeError, r"^x: expected a Tensor; got list"),
     ("x None", {"x": None}, TypeError, r"^x: expected a Tensor; got NoneType"),
     *(
@@ -173,7 +173,7 @@ ARGUMENTS: list[tuple[str, dict[str, Any], type, str]] = [
     ("arguments", "error", "message"), [a[1:] for a in ARGUMENTS], ids=[a[0] for a in ARGUMENTS]
 )
 def test_arguments(name, arguments, error, message):
-    """Also from ``explain``, and whichever backend is asked for: arguments come first."""
+    """Also from ``explain``, and with any backend selected: arguments are checked first."""
     call = {"x": x(3, N)} | arguments
     with trifuse.backend(name):
         with Kernels() as kernels, pytest.raises(error, match=message) as caught:
@@ -185,7 +185,7 @@ def test_arguments(name, arguments, error, message):
 
 
 def test_kernels_are_seen_where_arguments_are_good():
-    """Or the tests above would prove nothing."""
+    """Otherwise the tests above would prove nothing."""
     with Kernels() as kernels, trifuse.backend("eager"):
         OP(x(3, N))
     assert kernels.called == ["trifuse.dropout_add_layer_norm_forward.eager"]
@@ -224,7 +224,7 @@ def test_a_backend_that_cannot_serve_the_call(name, arguments, why):
 @pytest.mark.skipif(backends._C is None, reason="the C++ extension is not built")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 def test_explain(dtype):
-    """Positional or by name, with the arguments that only shape the result; it draws nothing."""
+    """By position or by name, with options that don't affect the choice. It draws no seed."""
     state = torch.get_rng_state()
     t = x(3, N, dtype=dtype)
     choice = trifuse.explain(

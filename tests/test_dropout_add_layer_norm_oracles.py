@@ -1,4 +1,4 @@
-"""dropout_add_layer_norm against others' word: ONNX's node tests and torch's own samples."""
+"""dropout_add_layer_norm against independent oracles: ONNX's node tests and torch's own samples."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ class Node(NamedTuple):
     """A case of one of ONNX's operators."""
 
     rms_norm: bool
-    axis: int  # the first that is normalised over
+    axis: int  # first dimension that is normalised over
     eps: float
-    inputs: list[Tensor]  # x, and the scale and bias it may have
+    inputs: list[Tensor]  # x, and scale and bias if present
     outputs: list[Tensor]  # out, and LayerNormalization's mean and inverse standard deviation
 
 
 @functools.cache
 def onnx_nodes() -> dict[str, Node]:
-    """Every case once: those named _expanded are the same ones, written in smaller operators."""
+    """Returns every case once: those named _expanded repeat cases in smaller operators."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # making all of ONNX's cases overflows here and there
+        warnings.simplefilter("ignore")  # some of ONNX's cases overflow as they are made
         tests = load_model_tests(kind="node")
     nodes = {}
     for test in tests:
@@ -58,7 +58,7 @@ def onnx_nodes() -> dict[str, Node]:
 
 @pytest.mark.parametrize("name", sorted(onnx_nodes()))
 def test_onnx(kernel, name):
-    """They normalise over any number of trailing dimensions, which for us are one."""
+    """ONNX normalises over any number of trailing dimensions; here they are flattened into one."""
     node = onnx_nodes()[name]
     x, weight, bias = itertools.islice(itertools.chain(node.inputs, itertools.repeat(None)), 3)
     axis = node.axis % x.dim()
@@ -78,7 +78,7 @@ def test_onnx(kernel, name):
 
 
 def test_all_of_onnx_s_cases_run():
-    """None is left out unseen."""
+    """No case is skipped unnoticed."""
     counted = [sum(n.rms_norm is rms for n in onnx_nodes().values()) for rms in (False, True)]
     assert counted[0] >= 19
     assert counted[1] >= 19
@@ -96,7 +96,7 @@ def test_torch_s_samples(kernel, name, dtype):
     assert len(samples) >= 6
     for sample in samples:
         shape, *vectors = sample.args
-        # torch takes a negative eps for what it is, which we don't.
+        # torch accepts a negative eps; trifuse does not.
         eps = abs(sample.kwargs.get("eps", 1e-5))
         leaves = [sample.input, *vectors]
         wide = [t.detach().double().requires_grad_() for t in leaves]

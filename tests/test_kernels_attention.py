@@ -1,7 +1,7 @@
 """Triton's attention kernels: their numbers in the interpreter, their code for two GPUs.
 
-The interpreter runs one program after another, some milliseconds each, so calls are as small as
-they can be and still have a second block: its tiles are of 64 queries by 32 keys.
+The interpreter runs one program after another, some milliseconds each, so calls are just large
+enough for a second block: there, tiles have 64 queries by 32 keys.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ LOWER_RIGHT = CausalVariant.LOWER_RIGHT
 
 @pytest.fixture
 def kernel(triton: Kernel) -> Kernel:
-    """What the tests of numbers are put to. Other kernels' tests put their own in its place."""
+    """Returns the kernel under test. Other kernels' tests replace it by their own."""
     return triton
 
 
@@ -66,12 +66,12 @@ def kernel(triton: Kernel) -> Kernel:
 
 
 def some(*shape: int) -> Tensor:
-    """A boolean mask that keeps half the pairs."""
+    """Returns a boolean mask that keeps half the pairs."""
     return normal(*shape, seed=8) > 0
 
 
 def bias(*shape: int, scale: float = 1.0) -> Tensor:
-    """A float mask that leaves half the pairs out."""
+    """Returns a float mask that leaves half the pairs out."""
     return (scale * normal(*shape, seed=9)).masked_fill(~some(*shape), -INF)
 
 
@@ -111,7 +111,7 @@ def test_each_feature(kernel, feature):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_calls_drawn_at_random(kernel, dtype):
-    """Each by itself, and in the mean."""
+    """Checks each call by itself, and the mean."""
 
     def tiles(case: Case) -> int:
         B, H, queries = case.query.shape[:3]
@@ -136,14 +136,14 @@ def test_head_dims(kernel, dtype, E, Ev):
 
 @pytest.mark.parametrize("shape", list(itertools.product((1, 2), (1, 2), (1, 5), (1, 37))), ids=str)
 def test_gradients_of_broadcast_masks(kernel, shape):
-    """Summed over what the mask is broadcast in."""
+    """The gradient is summed over the dimensions that the mask is broadcast in."""
     case = make(Lq=5, Lk=37, mask=normal(*shape, seed=8))
     record_accuracy(Accuracy(kernel.name), case, judge(case))
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 1, Lk), (1, 2, Lq, Lk), (1, 2, 1, 1)], ids=str)
 def test_long_sums_of_a_broadcast_mask(kernel, shape, monkeypatch):
-    """More terms than there are programs to share them out to."""
+    """The sum has more terms than there are programs to share them."""
     monkeypatch.setattr("trifuse.kernels.attention._MASK_PROGRAMS", 2)
     case = make(B=3, **SIZES, mask=normal(*shape, seed=8))
     record_accuracy(Accuracy(kernel.name), case, judge(case))
@@ -151,7 +151,7 @@ def test_long_sums_of_a_broadcast_mask(kernel, shape, monkeypatch):
 
 @pytest.mark.parametrize("rows", ["some", "all"])
 def test_masks_of_the_lowest_number(kernel, rows):
-    """A number like others: added to it all scores are equal, and a row of it is a mean."""
+    """The lowest number absorbs every score that it is added to: a row of it is a mean."""
     mask = torch.zeros(2, 1, Lq, Lk)
     chosen = mask if rows == "all" else mask[0, 0, 5]
     chosen.fill_(torch.finfo(torch.float32).min)
@@ -177,14 +177,14 @@ def test_empty_tensors(kernel, size):
 
 
 def poisoned(x: Tensor, where: Tensor) -> Tensor:
-    """``x`` with NaN, Inf and -Inf in turn in dimension 2, where that is wanted."""
+    """Returns ``x`` with NaN, Inf and -Inf, by turns along dimension 2, in the places ``where``."""
     index = torch.arange(x.shape[2]) % 3
     poison = torch.tensor([NAN, INF, -INF], dtype=x.dtype)[index].view(-1, *[1] * (x.dim() - 3))
     return torch.where(where, poison, x)
 
 
 def left_out_keys(way: str) -> tuple[dict[str, Any], Tensor]:
-    """Options, and the keys that no query of their sequence sees: bool (B, Lk)."""
+    """Returns options, and the keys that no query of their sequence sees: bool (B, Lk)."""
     out = torch.zeros(2, Lk, dtype=torch.bool)
     if way == "lengths":
         out[0, 33:], out[1] = True, True
@@ -225,7 +225,7 @@ EMPTY: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("way", EMPTY)
 def test_rows_without_a_key(kernel, way):
-    """They are 0, and what is in their queries and upstream gradients reaches nobody."""
+    """They are 0, and poison in their queries and upstream gradients reaches no result."""
     case = make(**ONE_HEAD, **EMPTY[way])
     empty = ~pairs(case).any(-1)
     assert empty.any()
@@ -277,7 +277,7 @@ def test_nan_in_a_query_reaches_no_key_past_its_length(kernel, where):
 
 
 def shows_weights(case: Case) -> Case:
-    """Unit vectors for values and upstream gradients: results are 0 where a weight is."""
+    """Makes values and upstream gradients unit vectors: results are 0 where weights are 0."""
     (B, Hkv, keys), (_, H, queries) = case.key.shape[:3], case.query.shape[:3]
     eye = torch.eye(max(queries, keys), dtype=case.query.dtype)
     return dataclasses.replace(
@@ -317,7 +317,7 @@ LENGTHS_Q, LENGTHS_K = [70, 0, 1, 33], [40, 7, 0, 45]
     ids=str,
 )
 def test_packed_is_each_sequence_by_itself(kernel, dtype, options):
-    """Bit for bit, with NaN in tokens past the last sequence, whose results are 0."""
+    """Bit for bit, with NaN in tokens past the last sequence. The results of those are 0."""
     case = packed(LENGTHS_Q, LENGTHS_K, rest=9, dtype=dtype, **options)
     cu_q, cu_k = boundaries(LENGTHS_Q), boundaries(LENGTHS_K, torch.int32)
     for field in ("query", "key", "value", "grad_out", "grad_lse"):
@@ -339,7 +339,7 @@ def test_packed_is_each_sequence_by_itself(kernel, dtype, options):
 
 
 def packed_with_a_mask_and_dropout(longest: int) -> tuple[Results, Results]:
-    """What a kernel makes of it, and the formula in float64."""
+    """Returns the kernel's results, and the formula's in float64."""
     lengths = [33, 0, longest]
     mask = bias(3, 2, longest, longest)
     case = packed(lengths, lengths, mask=mask, dropout_p=0.4, is_causal=True)
@@ -364,7 +364,7 @@ def test_packed_without_tokens(kernel, lengths):
 
 @pytest.mark.parametrize("options", [{"is_causal": True}, {"window": (30, 9)}], ids=str)
 def test_alone_in_a_batch_and_padded_further(kernel, options):
-    """A sequence gets the same bits in company and with NaN for padding."""
+    """A sequence gets the same bits alone, in a batch, and with NaN for padding."""
     company = make(**ONE_HEAD, **options)
     fields = ("query", "key", "value", "grad_out", "grad_lse")
     alone = run(dataclasses.replace(company, **{f: getattr(company, f)[1:] for f in fields}))
@@ -402,7 +402,7 @@ def test_layouts_change_nothing(kernel, layout):
 
 
 def test_upstream_gradients_expanded_from_one_number(kernel):
-    """What ``out.sum().backward()`` sends up: stride 0 in every dimension."""
+    """The upstream gradients of ``out.sum().backward()``: stride 0 in every dimension."""
     case = make(**ONE_HEAD)
     ones = {"grad_out": torch.ones(()), "grad_lse": torch.ones(())}
     expanded = {f: x.expand(getattr(case, f).shape) for f, x in ones.items()}
@@ -413,10 +413,10 @@ def test_upstream_gradients_expanded_from_one_number(kernel):
 
 # Code for GPUs ----------------------------------------------------------------------------------
 
-# What the kernels of a call may need at most: registers and bytes of stack for a thread, KiB of
-# shared memory for a program. The stack is what was spilled, most of it in the second attempts that
-# only non-finite numbers lead to. Each is the worse of what Triton 3.6 and 3.9 made of the
-# configurations when they were chosen, registers rounded up to the 8 that they are dealt out in.
+# Upper bounds for the kernels of a call: registers and stack bytes per thread, KiB of shared memory
+# per program. Stack is spills, most of them in the second attempts that only non-finite numbers
+# cause. Each bound is the worse of Triton 3.6's and 3.9's values when the configurations were
+# chosen. Registers are rounded up to a multiple of 8, the unit in which they are allocated.
 BUDGET: dict[tuple[int, str, int, str], dict[str, tuple[int, int, int]]] = {
     (80, "bf16", 64, "plain"): {
         "forward": (200, 0, 48), "key_value": (255, 0, 41), "query": (176, 0, 40),
@@ -456,7 +456,7 @@ BATCHES = [
 
 @pytest.fixture(scope="module")
 def usages() -> dict[tuple[Any, ...], list[Any]]:
-    """By call: its kernels, what each of them needs and which matrix unit it uses."""
+    """Returns, by call, its kernels, their resources and the matrix unit that they use."""
     calls = [(*call, tuple(of)) for call, of in BUDGET.items()]
     found = compile_calls("compile_attention.py", calls + BATCHES)
     return {call[:4] if call in calls else call: kernels for call, kernels in found.items()}
@@ -490,7 +490,7 @@ def test_every_class_has_configurations(unit):
         assert set(plain) == set(extras)
         assert len(plain) == len(set(plain)) > 0
         for M, N, K, num_warps, num_stages, max_registers in plain:
-            # Tiles that the matrix units take, and pieces that whole rows fall into.
+            # Tiles that the matrix units support, and pieces that divide a row.
             assert {M, N} <= {16, 32, 64, 128}
             assert K in (0, 16, 32, 64, 128)
             assert num_warps in (4, 8)

@@ -27,7 +27,7 @@ NAMES = ("input", "h0", *Parameters._fields, *(f"{name}_reverse" for name in Par
 
 @pytest.fixture
 def one_launch(triton):
-    """The module under test; Triton serves the operator too."""
+    """Returns the module under test. Triton also serves the operator."""
     from trifuse.kernels import gru
 
     return gru
@@ -49,14 +49,14 @@ def kernels(request):
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    tensors: dict[str, Tensor]  # by the names of NAMES, those that the call has
+    tensors: dict[str, Tensor]  # by name, as in NAMES; absent ones are left out
     lengths: Tensor | None
     reverse: tuple[bool, ...]
     grad_output: Tensor  # (T, B, D·H)
     grad_h_n: Tensor  # (D, B, H)
 
     def arguments(self, tensors: dict[str, Tensor]) -> tuple[Any, ...]:
-        """input, h0 and parameters, from tensors by the same names."""
+        """Returns input, h0 and parameters, taken from ``tensors`` by name."""
         given = [tensors.get(name) for name in NAMES[: 2 + SLOTS * len(self.reverse)]]
         return given[0], given[1], given[2:]
 
@@ -112,7 +112,7 @@ Results = dict[str, Tensor]
 
 
 def launch(kernels: Any, case: Case, wanted: tuple[bool, ...] | None = None) -> Results:
-    """Straight from the launchers."""
+    """Calls the launchers directly."""
     input, h0, parameters = case.arguments(case.tensors)
     inputs = (input, h0, parameters, case.lengths)
     output, h_n, gates = kernels.gru_forward(*inputs, case.reverse, True)
@@ -126,7 +126,7 @@ def launch(kernels: Any, case: Case, wanted: tuple[bool, ...] | None = None) -> 
 
 
 def run(case: Case) -> Results:
-    """The operator, by the backend in force."""
+    """Runs the operator, forward and backward, on the current backend."""
 
     def call(tensors: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         input, h0, flat = case.arguments(tensors)
@@ -137,7 +137,7 @@ def run(case: Case) -> Results:
 
 
 def specification(case: Case, tensors: dict[str, Tensor] | None = None) -> Results:
-    """The reference formula in float64, differentiated by autograd."""
+    """Evaluates the reference formula in float64, differentiated by autograd."""
 
     def formula(tensors: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         options = Options(case.reverse)
@@ -148,7 +148,7 @@ def specification(case: Case, tensors: dict[str, Tensor] | None = None) -> Resul
 
 
 def eager_torch(case: Case) -> Results:
-    """As one writes it in torch, everything in the dtype of the input."""
+    """Evaluates the formula in plain torch, everything in the dtype of the input."""
 
     def formula(tensors: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         input, h0, flat = case.arguments(tensors)
@@ -188,7 +188,7 @@ def differentiate(case: Case, tensors: dict[str, Tensor], function: Callable[...
 
 
 def record_accuracy(accuracy: Accuracy, case: Case) -> None:
-    """The numerics rule; a rounding is measured as lstm_cases.one_rounding does."""
+    """Holds a case to the numerics rule. Roundings are measured as in lstm_cases.one_rounding."""
     eps = rounding_error(case.tensors["input"].dtype)
     generator = torch.Generator().manual_seed(0)
 
@@ -227,7 +227,7 @@ def test_variants(triton, kernels, variant):
     ],
 )  # fmt: skip
 def test_many_calls(request, triton, way, dtype):
-    """In the mean, over numbers drawn independently of each other."""
+    """The mean errors over numbers drawn independently of each other."""
     request.getfixturevalue(way)
     accuracy, options = Accuracy(triton.name), VARIANTS["two directions, lengths"]
     for seed, H in enumerate((3, 8, 17, 20)):
@@ -246,7 +246,7 @@ def test_float64(step_by_step, variant):
 
 @pytest.mark.parametrize(("way", "B", "H"), [("one_launch", 18, 30), ("step_by_step", 5, 150)])
 def test_several_blocks(request, triton, way, B, H):
-    """Of rows and of units, the last ones cut off."""
+    """Several blocks of rows and of units; the last ones are partial."""
     request.getfixturevalue(way)
     record_accuracy(Accuracy(triton.name), make(2, B, 8, H))
 
@@ -325,7 +325,7 @@ def test_results_share_no_memory(kernels):
 
 # Code for GPUs ----------------------------------------------------------------------------------
 
-# Registers and bytes of stack for a thread, KiB of shared memory for a program.
+# Registers and stack bytes per thread, KiB of shared memory per program.
 BUDGET: dict[tuple[Any, ...], dict[str, tuple[int, int, int]]] = {
     ("bf16", 128, "gru"): {
         "gru_forward_sequence": (144, 0, 112), "gru_backward_sequence": (128, 0, 112),

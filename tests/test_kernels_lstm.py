@@ -1,7 +1,7 @@
 """Triton's LSTM kernels: their numbers in the interpreter, their code for two GPUs.
 
-The interpreter takes milliseconds for a program and a step, so calls are small. Every call that
-fits one launch is also made step by step.
+The interpreter takes milliseconds per program and step, so calls are small. Calls that fit one
+launch run step by step too.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ WAYS = ("one_launch", "step_by_step")
 
 @pytest.fixture
 def one_launch(triton):
-    """The module under test; Triton serves the operator too."""
+    """Returns the module under test. Triton also serves the operator."""
     from trifuse.kernels import lstm
 
     return lstm
@@ -90,7 +90,7 @@ def test_one_launch(triton, one_launch, variant):
     ("way", "dtype"), [("one_launch", torch.float16), ("step_by_step", torch.bfloat16)]
 )
 def test_many_calls(request, triton, way, dtype):
-    """In the mean, with all there is, over numbers drawn independently of each other."""
+    """The mean errors, with all options, over numbers drawn independently of each other."""
     request.getfixturevalue(way)
     accuracy = Accuracy(triton.name)
     options = {**EVERYTHING, **DRAWN, "lengths": (2, 3, 0)}
@@ -103,7 +103,7 @@ def test_many_calls(request, triton, way, dtype):
 
 
 def launch(kernels: Any, case: Case, wanted: tuple[bool, ...] | None = None) -> dict[str, Tensor]:
-    """As ``lstm_cases.run``, straight from the launchers."""
+    """As ``lstm_cases.run``, but calls the launchers directly."""
     parameters = [t for p in case.parameters for t in p]
     tensors = (case.input, case.h0, case.c0, *parameters)
     inputs = (case.input, case.h0, case.c0, parameters, case.lengths, case.seed)
@@ -137,7 +137,7 @@ def test_float64(step_by_step, variant):
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("options", [{}, {"norm": True, "peephole": True}], ids=["", "norm"])
 def test_several_blocks(request, triton, way, options):
-    """Of rows and of units, the last ones cut off."""
+    """Several blocks of rows and of units; the last ones are partial."""
     request.getfixturevalue(way)
     one_launch = way == "one_launch"
     case = make(2, 18 if one_launch else 5, 8, 30 if one_launch else 150, **options)
@@ -146,7 +146,7 @@ def test_several_blocks(request, triton, way, options):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_sigmoid_and_tanh(triton, dtype):
-    """A few roundings off at most, relatively: of tiny results too."""
+    """Relative errors are a few roundings at most, also for tiny results."""
     edges = [0.0, 1e-30, -1e-4, 0.49999, 0.5, 0.50001, 9.0, 80.0, -80.0, math.inf, -math.inf, NAN]
     x = torch.tensor([*edges, *torch.linspace(-2, 2, 50)], dtype=dtype)
     sigmoid, tanh = torch.empty_like(x), torch.empty_like(x)
@@ -173,7 +173,7 @@ OF_ROWS = ("output", "h_n", "c_n", "grad_input", "grad_h0", "grad_c0")
 
 
 def rows(case: Case, keep: slice, T: int | None = None) -> Case:
-    """Some rows of a case, and of the sequence no more than T steps."""
+    """Returns some rows of a case, and at most T steps of them."""
     of_input = {n: getattr(case, n)[:T, keep] for n in ("input", "grad_output")}
     of_states = {n: getattr(case, n)[:, keep] for n in ("h0", "c0", "grad_h_n", "grad_c_n")}
     lengths = None if case.lengths is None else case.lengths[keep]
@@ -191,7 +191,7 @@ OF_KERNELS = tuple(name for name in OF_ROWS if name != "grad_input")
 
 
 def test_a_row_by_itself(one_launch):
-    """Not one bit of a row changes with those below it."""
+    """The rows below a row change none of its bits."""
     case = with_exact_products(make(3, 18, H=20, peephole=True, **DRAWN))
     alone = of_rows(launch(one_launch, rows(case, slice(1))), slice(None))
     first = of_rows(launch(one_launch, case), slice(1))
@@ -200,7 +200,7 @@ def test_a_row_by_itself(one_launch):
 
 
 def test_ragged_rows_are_rows_by_themselves(one_launch):
-    """In both directions; a longer one's padding changes nothing."""
+    """In both directions. Padding to the length of a longer row changes nothing."""
     case = make(4, 3, H=20, lengths=(2, 0, 4), reverse=(False, True), peephole=True)
     case = with_exact_products(case)
     together = launch(one_launch, case)
@@ -279,7 +279,7 @@ def test_gradients_not_wanted_are_empty(step_by_step, half):
 
 
 def test_results_share_no_memory(kernels):
-    """With each other or with an argument: torch.library forbids it."""
+    """Neither with each other nor with an argument: torch.library forbids it."""
     case = make(norm=True, peephole=True)
     results = launch(kernels, case)
     storages = [t.untyped_storage().data_ptr() for t in (*results.values(), *case.tensors.values())]
@@ -316,8 +316,8 @@ def test_what_fits_one_launch(triton, monkeypatch, dtype, gates, H, shared_memor
 
 # Code for GPUs ----------------------------------------------------------------------------------
 
-# What the kernels of a call may need at most: registers and bytes of stack for a thread, KiB of
-# shared memory for a program. The stack is what was spilled.
+# Upper bounds for the kernels of a call: registers and stack bytes per thread, KiB of shared memory
+# per program. Stack is spills.
 _BY_TRITON_3_6 = backends._HAS_TRITON and metadata.version("triton").startswith("3.6.")
 BUDGET: dict[tuple[Any, ...], dict[str, tuple[int, int, int]]] = {
     ("bf16", 128, "plain"): {
@@ -343,7 +343,7 @@ BATCHES = [(90, "bf16", 512, "projected", B) for B in (4, 37)]
 
 @pytest.fixture(scope="module")
 def usages() -> dict[tuple[Any, ...], list[Any]]:
-    """By call: the kernels of its forward and backward, and what each of them needs."""
+    """Returns, by call, the kernels of its forward and backward and the resources of each."""
     return compile_calls("compile_lstm.py", for_each_architecture(BUDGET) + BATCHES)
 
 
@@ -355,7 +355,7 @@ def test_compiled_kernels_keep_to_their_budget(usages, architecture, call):
 
 @pytest.mark.parametrize("architecture", [80, 90])
 def test_products_of_a_whole_sequence_run_on_the_matrix_unit(usages, architecture):
-    """Of float32 they don't: it would round what it multiplies."""
+    """Except in float32, whose factors the matrix unit would round."""
     for call, expected in (("bf16", 128, "plain"), True), (("fp32", 32, "all"), False):
         for name, _, _, _, matrix, _ in usages[(architecture, *call)]:
             assert matrix == (expected and name.endswith("sequence"))

@@ -1,4 +1,4 @@
-"""How an operator gets on with torch: its dispatcher, compiler, checkpoints and generator."""
+"""Checks of an operator under torch's dispatcher, autograd, compiler, checkpoints and generator."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 
 class Kernels(TorchDispatchMode):
-    """Notes the ops of trifuse that are called, and those that have come back."""
+    """Records which ops of trifuse are called, and which of them return."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class Kernels(TorchDispatchMode):
 
 
 def seeded(call: Callable[..., Any]) -> Callable[..., Any]:
-    """The same elements dropped on every evaluation, so that differences are derivatives."""
+    """Wraps a call to drop the same elements every time, so that differences are derivatives."""
 
     def wrapped(*args: Tensor) -> Any:
         torch.manual_seed(SEED)
@@ -46,10 +46,10 @@ def seeded(call: Callable[..., Any]) -> Callable[..., Any]:
 def check_fakes(
     real: Sequence[Tensor], call: Callable[[Any], Sequence[Tensor]], args: Any, mode: str
 ) -> None:
-    """Of tensors without memory a call makes what has the shape, dtype and strides of the real.
+    """Checks that tensors without memory give results of the real shapes, dtypes and strides.
 
     Args:
-        mode: how they come to have none: "fake", or "meta" for those of that device.
+        mode: "fake" for FakeTensorMode, or "meta" for tensors on the meta device.
     """
     if mode == "meta":
         pretended = call(tree_map_only(Tensor, lambda t: t.to("meta"), args))
@@ -76,10 +76,10 @@ def assert_same_results(
 def check_forward_mode(
     call: Callable[..., Any], args: Sequence[Tensor], draws: bool = False
 ) -> None:
-    """Tangents are right: of a call, of its gradients, and under torch.func.
+    """Checks tangents: of a call, of its gradients, and under torch.func.
 
     Args:
-        draws: it draws at random, which torch refuses for a batch of tangents.
+        draws: whether the call draws random numbers, which torch refuses for a batch of tangents.
     """
     batched = not draws
     torch.autograd.gradcheck(
@@ -90,12 +90,12 @@ def check_forward_mode(
     values = tuple(t.detach() for t in args)
     tangents = tuple(torch.randn_like(t) for t in values)
     results, derivatives = torch.func.jvp(call, values, tangents)
-    # By two backwards, which go through the kernels.
+    # This jvp runs two backwards, which use the kernels.
     expected = torch.autograd.functional.jvp(call, values, tangents)
     leaves = map(tree_leaves, ((results, derivatives), expected))
     for actual, wanted in zip(*leaves, strict=True):
         torch.testing.assert_close(actual, wanted)
-    # A gradient is linear in what comes from above, which here brings a tangent.
+    # A gradient is linear in the upstream gradient, which carries a tangent here.
     outs = tree_leaves(call(*args))
     upstream = [torch.randn_like(o) for o in outs]
     plain = torch.autograd.grad(outs, args, upstream, allow_unused=True)
@@ -112,9 +112,9 @@ def check_forward_mode(
 
 
 def check_one_graph(function: Callable[..., Tensor], inputs: Iterable[Sequence[Tensor]]) -> None:
-    """Compiled for dynamic shapes, one graph serves them all.
+    """Checks that one graph, compiled for dynamic shapes, serves all inputs.
 
-    No two sizes of one input may be equal: that would be in the graph.
+    No two sizes of one input may be equal: the graph would depend on it.
     """
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(function, fullgraph=True, dynamic=True, backend=counter)
@@ -126,7 +126,7 @@ def check_one_graph(function: Callable[..., Tensor], inputs: Iterable[Sequence[T
 
 
 def check_checkpoint(function: Callable[..., Tensor], args: Sequence[Tensor]) -> None:
-    """A forward run a second time, from the same generator state, is the same forward."""
+    """Checks that a forward repeated from the same generator state gives the same bits."""
 
     def run_twice(*args: Tensor) -> Tensor:
         out: Tensor = checkpoint(function, *args, use_reentrant=False)
@@ -138,7 +138,7 @@ def check_checkpoint(function: Callable[..., Tensor], args: Sequence[Tensor]) ->
 
 
 def check_generator(call: Callable[[], Tensor]) -> None:
-    """torch's default generator decides: its seed, its state, and nothing else."""
+    """Checks that draws depend on the seed and state of torch's default generator alone."""
     torch.manual_seed(1)
     first, second = call(), call()
     state = torch.get_rng_state()

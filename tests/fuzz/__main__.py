@@ -1,7 +1,7 @@
 """``make fuzz SECONDS=600 SEED=7 OPERATOR=attention BACKEND=cpp``: see CONTRIBUTING.md.
 
-Each worker is a process of its own, so that a crash or a hang is a failure like others: the call
-that it was at is named, and another worker takes its place.
+Each worker is a process, so that a crash or a hang is reported like any other failure, with the
+seed of the call that caused it. A new worker takes its place.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from .worker import BACKENDS, OPERATORS, runs, work
 
-# A call of the interpreter or of the host model can take a while.
+# Seconds. A call in Triton's interpreter or on the host model of CUDA can take long.
 HANGS_AFTER = 300.0
 
 
@@ -40,7 +40,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 class Fuzzing:
-    """Jobs of an operator and a backend each, dealt to workers in turn."""
+    """Runs jobs one after another. A job is an operator and a backend; workers share its calls."""
 
     def __init__(self, jobs: list[tuple[str, str]], seed: int, options: Any) -> None:
         self.jobs, self.seed, self.options = jobs, seed, options
@@ -60,7 +60,7 @@ class Fuzzing:
         return 1 if self.kinds else 0
 
     def _job(self, operator: str, backend: str, task: Any, total: float) -> None:
-        """Calls by several workers, for a time or a number."""
+        """Runs one job on several workers, for a time or for a number of calls."""
         calls = self.options.calls
         start, given, done = time.monotonic(), 0, 0
         workers = [
@@ -122,7 +122,7 @@ class _Worker:
         self.seeds.send(seed)
 
     def poll(self) -> tuple[tuple[str, str] | None, bool]:
-        """What the call has come to: a failure, if it has failed; and whether it is over."""
+        """Returns the failure of the current call, if it failed, and whether the call is over."""
         operator, backend, shrink_seconds = self.arguments
         hangs = time.monotonic() - self.since > HANGS_AFTER + shrink_seconds
         try:

@@ -24,7 +24,7 @@ LENGTHS = (1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 33)
 LONG = (48, 63, 64, 65, 100, 127, 129, 200, 257, 300, 520)
 HEAD_DIMS = (1, 2, 3, 4, 5, 7, 8, 12, 16, 17, 20, 32, 33)
 WIDE = (40, 64, 65, 72, 80, 96, 128, 130, 257)
-# Of dropout: also so small and so large that all, or none, of 65,536 values drop.
+# Dropout probabilities, some at which 0, 65,535 or all of the 65,536 values drop an element.
 PROBABILITIES = (0.5, 0.1, 0.9, 1 / 65536, 2.5 / 65536, 3.5 / 65536, 1e-9, 1 - 1e-9, 1.0)
 
 
@@ -37,7 +37,7 @@ def draw(d: Draws, kernel: str, dtype: str) -> Call:
     H = d.choice((1, 2, 3, 4))
     Hkv = d.choice([n for n in range(H, 0, -1) if H % n == 0]) if d.flag(40) else H
     E, Ev = (_head_dim(d, kernel) for _ in range(2))
-    room = (4_000 if slow else 12_000) // (H * max(E, Ev, 1))  # pairs of a head
+    room = (4_000 if slow else 12_000) // (H * max(E, Ev, 1))  # pairs per head
     B = d.choice((1, 2, 3, 0)) if d.flag(60) else 1
     sizes = [(_length(d, room), _length(d, room)) for _ in range(B if varlen else 1)]
     sizes = [(Lq, min(Lk, max(1, room // max(1, Lq)))) for Lq, Lk in sizes]
@@ -51,7 +51,7 @@ def draw(d: Draws, kernel: str, dtype: str) -> Call:
             shape, dtype=rest.pop("dtype", dtype), seed=seed, layout=layout, **rest
         )
 
-    # Scores from even to so large that one key has all of the weight.
+    # Scores range from nearly equal to so far apart that one key takes all of the weight.
     spread = d.choice((1.0, 1.0, 0.1, 6.0))
     if varlen:
         extra_q, extra_k = (d.choice((0, 0, 1, 5)) for _ in range(2))
@@ -147,7 +147,7 @@ def _integers(d: Draws, numbers: tuple[int, ...]) -> Values:
 
 
 def _plant(d: Draws, call: Call) -> Call:
-    """A few numbers out of the ordinary, which take part or do not."""
+    """Returns the call with a few special values in one tensor. They may or may not take part."""
     name = d.choice(("value", "key", "query", "attn_mask"))
     values = call.tensors.get(name)
     count = math.prod(values.shape) if values else 0
@@ -160,7 +160,7 @@ def _plant(d: Draws, call: Call) -> Call:
 
 
 def _sampled(d: Draws, call: Call) -> Call:
-    """Under vmap: some of the tensors once for each of two samples."""
+    """Returns the call under vmap: some of its tensors hold two samples."""
     names = [n for n in call.tensors if n in ("query", "attn_mask", "key_lengths") or d.flag(50)]
     if ("key" in names) != ("value" in names):
         names = [n for n in names if n not in ("key", "value")]
@@ -173,7 +173,7 @@ def _sampled(d: Draws, call: Call) -> Call:
         shape = list(values.shape)
         shape.insert(samples[name], 2)
         numbers = values.numbers
-        if numbers is not None:  # of one dimension
+        if numbers is not None:  # a 1-D tensor
             pairs = (numbers, numbers[::-1])
             columns = zip(*pairs, strict=True)
             numbers = sum(pairs if samples[name] == 0 else columns, ())
@@ -204,7 +204,7 @@ def arguments(call: Call, tensors: Mapping[str, Any]) -> tuple[str, dict[str, An
 def _causal_bias(variant: CausalVariant, query: Tensor, key: Tensor) -> CausalBias:
     Lq, Lk = query.shape[-2], key.shape[-2]
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # that rows without keys are NaN: not here
+        warnings.simplefilter("ignore", UserWarning)  # NaN in rows without keys: ours are 0
         bias = CausalBias(variant, Lq, Lk)
     module = "torch.nn.attention.bias"
     bias.made_by = f"{module}.CausalBias({module}.{variant}, {Lq}, {Lk})"
@@ -219,12 +219,12 @@ def outputs(call: Call, result: Any) -> Tensors:
 
 
 class Pairs(NamedTuple):
-    """Every pair of a query and a key that takes part, of every head. Others do not exist."""
+    """The pairs of a query and a key that take part, over all heads. No other pair exists."""
 
-    query: Tensor  # its row among all queries of all heads
-    key: Tensor  # its row among all keys of all key heads
-    mask: Tensor  # its place in the flattened mask
-    plane: Tensor  # of the dropout's generator: batch · H + head
+    query: Tensor  # row among all queries of all heads
+    key: Tensor  # row among all keys of all key heads
+    mask: Tensor  # index in the flattened mask
+    plane: Tensor  # plane of the dropout generator: batch · H + head
     i: Tensor
     j: Tensor
 
@@ -234,12 +234,12 @@ class Sizes(NamedTuple):
     H: int
     Hkv: int
     lengths: list[tuple[int, int]]  # queries and keys of each sequence
-    starts: list[tuple[int, int]]  # where they begin
-    total: tuple[int, int]  # queries and keys in all
+    starts: list[tuple[int, int]]  # first query and first key of each sequence
+    total: tuple[int, int]  # numbers of queries and keys
 
 
 def _sizes(call: Call, query: Tensor, key: Tensor, tensors: Tensors) -> Sizes:
-    """Of tensors (B, H, L, E) or (total, H, E); other dimensions may come before."""
+    """Returns the sizes of query and key, (..., B, H, L, E) or (..., total, H, E)."""
     if call.way == "padded":
         (B, H, Lq), (_, Hkv, Lk) = query.shape[-4:-1], key.shape[-4:-1]
         starts = [(b * Lq, b * Lk) for b in range(B)]
@@ -264,7 +264,7 @@ def _pairs(call: Call, sizes: Sizes, tensors: Tensors) -> Pairs:
     causal, bias = options.get("is_causal", False), options.get("attn_mask")
     mask = tensors.get("attn_mask")
     if mask is not None:
-        # Of a float mask's replicas, where -inf stands in the first.
+        # A float mask comes in replicas: the first one decides where it is -inf.
         allowed = mask if mask.dtype == torch.bool else mask[0] != -INF
         allowed = allowed[(None,) * (4 - allowed.dim())].detach()
         places = torch.arange(allowed.numel()).view(allowed.shape)
@@ -278,7 +278,7 @@ def _pairs(call: Call, sizes: Sizes, tensors: Tensors) -> Pairs:
         for variant in (bias, causal):
             if variant in diagonals:
                 takes_part &= j <= diagonals[variant]
-        # A window lies around the diagonal of is_causal, before that of a mask.
+        # A window moves with the diagonal of is_causal or, without it, of a causal bias.
         diagonal = diagonals.get(causal, diagonals.get(bias, i))
         if left is not None:
             takes_part &= j >= diagonal - left
@@ -315,17 +315,17 @@ def formula(call: Call, tensors: Tensors, r: Rounding) -> Tensors:
     packed = call.way == "varlen"
 
     def by_head(x: Tensor) -> Tensor:
-        """(1 + replicas, heads · tokens, ...)"""
+        """Reshapes to (1 + replicas, heads · tokens, ...)."""
         return (x.transpose(1, 2) if packed else x.transpose(1, 2).flatten(2, 3)).flatten(1, 2)
 
     q, k, v = map(by_head, (query, key, value))
     scale = call.options.get("scale", None)
     scale = max(q.shape[-1], 1) ** -0.5 if scale is None else scale
-    if call.dtype != "float64":  # what float32 can't hold is 0
+    if call.dtype != "float64":  # kernels round the scale to float32, so 1e-300 is 0
         scale = torch.tensor(scale, dtype=torch.float32).item()
     rows = sizes.H * sizes.total[0]
 
-    # Scores, as many as there are pairs; a logsumexp and an output for each query.
+    # One score per pair; one logsumexp and one output row per query.
     keys = r(k.index_select(1, pairs.key))
     s = r(r((r(q.index_select(1, pairs.query)) * keys).sum(-1)) * scale)
     if "attn_mask" in tensors and tensors["attn_mask"].dtype != torch.bool:
@@ -333,10 +333,10 @@ def formula(call: Call, tensors: Tensors, r: Rounding) -> Tensors:
     highest = s.new_full((len(s), rows), -INF).scatter_reduce(
         1, pairs.query.expand_as(s), s.detach(), "amax"
     )
-    # Twice, as what is divided by and what is divided may come of scores computed apart.
+    # Two evaluations: a kernel may compute the scores of numerator and denominator separately.
     e, summed = (r(torch.exp(r(s) - highest.index_select(1, pairs.query))) for _ in range(2))
     total = s.new_zeros(len(s), rows).index_add(1, pairs.query, summed)
-    # In the gradient of lse a weight is exp(score - lse), the two of which err apart.
+    # In the gradient of lse a weight is exp(score - lse), whose two terms err independently.
     apart = torch.exp((r(s) - s).nan_to_num()).detach()
     summed = summed * apart - (summed * (apart - 1)).detach()
     total_of_lse = s.new_zeros(len(s), rows).index_add(1, pairs.query, summed)
@@ -350,14 +350,14 @@ def formula(call: Call, tensors: Tensors, r: Rounding) -> Tensors:
         seed = philox.drawn_seed(call.seed)
         kept = philox.keep(seed, p, *(x.numpy() for x in (pairs.plane, pairs.i, pairs.j)))
         weight = r(torch.where(kept, e * philox.scale(p), 0.0))
-    # Divided last, and each feature by itself: the gradient's two parts then err apart.
+    # The division comes last, per feature, so that the gradient's two parts err independently.
     values = r(v.index_select(1, pairs.key))
-    if kept is not None:  # no gradient comes through what is dropped, not even of a row that is NaN
+    if kept is not None:  # dropped weights pass no gradient to values, not even in a NaN row
         values = torch.where(kept[:, None], values, values.detach())
     terms = r(weight[..., None] * values)
     sums = v.new_zeros(len(v), rows, v.shape[-1]).index_add(1, pairs.query, terms)
     sums = r(sums.index_select(1, some))
-    sums = sums + 0 * sums  # a sum that an infinity has entered is NaN
+    sums = sums + 0 * sums  # infinite sums become NaN
     quotients = r(sums / r(total.index_select(1, some)[..., None].expand_as(sums)))
     out = v.new_zeros(len(v), rows, v.shape[-1]).index_copy(1, some, quotients)
 
@@ -374,7 +374,7 @@ def formula(call: Call, tensors: Tensors, r: Rounding) -> Tensors:
 
 
 def poison(call: Call, tensors: Tensors, value: float) -> None:
-    """Queries without a key, keys and values without a query."""
+    """Overwrites queries without a key, and keys and values without a query."""
     sizes = _sizes(call, tensors["query"], tensors["key"], tensors)
     masks = {
         n: t[None] if n == "attn_mask" and t.dtype != torch.bool else t for n, t in tensors.items()

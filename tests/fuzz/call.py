@@ -1,4 +1,4 @@
-"""A call as plain data: what it gives, what it must give, and Python that makes it."""
+"""A call as plain data: how it runs, its expected results, and a program that repeats it."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ Tensors = dict[str, Tensor]
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """One call, its gradients, and what is asked of them."""
+    """One call: its arguments, the gradients it takes, and what is checked."""
 
     operator: str
     kernel: str
     dtype: str
     tensors: dict[str, Values]
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
-    way: str = ""  # of several by which an operator can be called
-    wanted: tuple[str, ...] = ()  # tensors whose gradients are
+    way: str = ""  # which of an operator's functions is called, and how
+    wanted: tuple[str, ...] = ()  # tensors whose gradients are computed
     upstream: dict[str, Values] = dataclasses.field(default_factory=dict)  # gradients of results
-    second: bool = False  # second derivatives too
-    samples: dict[str, int] = dataclasses.field(default_factory=dict)  # vmap: over which dimension
-    poison: float | None = None  # what stands where nothing may be read
-    overflow: bool = False  # numbers may pass the end of the dtype
-    same_bits: bool = False  # also with two threads, and the first sequence alone
-    seed: int = 0  # of torch's generator
+    second: bool = False  # also second derivatives
+    samples: dict[str, int] = dataclasses.field(default_factory=dict)  # vmap: dimension by tensor
+    poison: float | None = None  # value of elements that must not be read
+    overflow: bool = False  # numbers may exceed the range of the dtype
+    same_bits: bool = False  # compare bits with two threads, and with the first sequence alone
+    seed: int = 0  # seeds torch's generator
 
     __repr__ = short_repr
 
@@ -48,7 +48,7 @@ class Call:
         return getattr(torch, self.dtype)
 
     def check(self) -> None:
-        """Raises Failure."""
+        """Raises Failure if the call raises or a result is wrong."""
         check(self)
 
     def build(self) -> Tensors:
@@ -59,30 +59,30 @@ class Call:
 
 
 class Operator(Protocol):
-    """What is known about an operator: each module named after one has these."""
+    """The interface of each module that is named after an operator."""
 
     def draw(self, d: Draws, kernel: str, dtype: str) -> Call: ...
 
     def arguments(self, call: Call, tensors: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-        """The function's full name, and what it is given."""
+        """Returns the function's full name and its arguments."""
 
     def outputs(self, call: Call, result: Any) -> Tensors: ...
 
     def formula(self, call: Call, tensors: Tensors, r: Rounding) -> Tensors:
-        """Of floating-point tensors (1 + replicas, ...) in float64."""
+        """Returns the results. Floating-point tensors are float64, (1 + replicas, ...)."""
 
     def poison(self, call: Call, tensors: Tensors, value: float) -> None:
-        """Overwrite what takes no part."""
+        """Overwrites elements that take no part."""
 
     def first(self, call: Call, tensors: Tensors) -> tuple[Tensors, Mapping[str, Any]] | None:
-        """Of a batch, its first sequence; and where its results lie among those of the batch."""
+        """Returns a batch's first sequence, and where its results are in the batch's results."""
 
 
 class Failure(AssertionError):  # noqa: N818 - of a call, not of the program
-    """What a call gave is wrong.
+    """A call raised, or a result is wrong.
 
     Attributes:
-        kind: which of all that can be wrong: a shrunk call fails in the same way.
+        kind: what went wrong; a shrunk call fails with the same kind.
     """
 
     def __init__(self, kind: str, message: str) -> None:
@@ -103,7 +103,7 @@ def serving(call: Call) -> contextlib.AbstractContextManager[None]:
 
 
 def function(call: Call) -> Callable[[Mapping[str, Any]], Tensors]:
-    """The public function, of tensors by name."""
+    """Returns the public function as a function of tensors by name."""
     op = operator(call)
 
     def one(tensors: Mapping[str, Any]) -> Tensors:
@@ -119,7 +119,7 @@ def find(path: str) -> Any:
 
 
 def run(call: Call, tensors: Tensors, upstream: Tensors) -> Tensors:
-    """By the kernel: results, their gradients and second derivatives, by name."""
+    """Runs the kernel. Returns results, gradients and second derivatives by name."""
     one = function(call)
 
     def whole(given: Tensors) -> Tensors:
@@ -134,7 +134,7 @@ def run(call: Call, tensors: Tensors, upstream: Tensors) -> Tensors:
 
 
 def specification(call: Call, tensors: Tensors, upstream: Tensors, replicas: int) -> Tensors:
-    """By the formula: the same, of each replica."""
+    """Evaluates the formula. Returns what :func:`run` returns, for every replica."""
     op = operator(call)
     r = Rounding(call.torch_dtype, replicas, call.overflow)
 
@@ -152,7 +152,7 @@ def specification(call: Call, tensors: Tensors, upstream: Tensors, replicas: int
         return {name: torch.stack([results[name] for results in each], 1) for name in each[0]}
 
     def with_zeros(given: Tensors) -> Tensors:
-        """As a kernel has it, a gradient that is absent is 0, which times NaN is NaN."""
+        """Adds zeros for absent upstream gradients, as kernels do: 0 times NaN is NaN."""
         results = whole(given)
         for name, result in results.items():
             upstream_of.setdefault(name, torch.zeros_like(result))
@@ -200,7 +200,7 @@ def _gradients(pairs: list[tuple[Tensor, Tensor]], leaves: Tensors, create_graph
 
 
 def _weights(grad: Tensor, call: Call, name: str) -> Tensor:
-    """What a gradient is multiplied by, before it is differentiated again."""
+    """Returns the upstream gradient with which ``grad`` is differentiated again."""
     values = call.tensors[name]
     count = math.prod(values.shape)
     return torch.cos(torch.arange(count).double()).to(grad.dtype).view(values.shape).expand_as(grad)
@@ -210,7 +210,7 @@ def _weights(grad: Tensor, call: Call, name: str) -> Tensor:
 
 
 def check(call: Call) -> None:
-    """Put a call to its kernel and hold what it gives to the formula."""
+    """Runs a call on its kernel and compares the results with the formula."""
     tensors = call.build()
     upstream = {name: values.build() for name, values in call.upstream.items()}
     try:
@@ -220,7 +220,7 @@ def check(call: Call) -> None:
     suspects = units(call, actual, tensors, upstream, REPLICAS)
     if any(not worst <= SUSPECT for worst in suspects.values()):
         for name, worst in units(call, actual, tensors, upstream, MANY_REPLICAS).items():
-            # Second derivatives come of a formula in torch, which rounds more often than this one.
+            # Second derivatives use a formula in torch, which rounds more often than ours here.
             if not worst <= (4 * LIMIT if name.startswith("second_") else LIMIT):
                 exact = specification(call, tensors, upstream, 0)[name][0]
                 raise Failure(
@@ -235,7 +235,7 @@ def check(call: Call) -> None:
 def units(
     call: Call, actual: Tensors, tensors: Tensors, upstream: Tensors, replicas: int
 ) -> dict[str, float]:
-    """How many units the worst number of each result is off."""
+    """Returns the largest error of each result, in units."""
     expected = specification(call, tensors, upstream, replicas)
     if actual.keys() != expected.keys():
         raise Failure(f"{call.operator}, results", f"gave {[*actual]}, expected {[*expected]}")
@@ -254,7 +254,7 @@ def _show(x: Tensor) -> str:
 
 
 def check_bits(call: Call, tensors: Tensors, upstream: Tensors, actual: Tensors) -> None:
-    """Neither the number of threads nor the rest of the batch changes a bit."""
+    """Checks that neither the number of threads nor the rest of the batch changes a bit."""
     torch.set_num_threads(2)
     try:
         threads = run(call, tensors, upstream)
@@ -283,7 +283,7 @@ def _compare_bits(call: Call, how: str, these: Tensors, those: Tensors) -> None:
 
 
 def program(call: Call) -> str:
-    """A call and its first derivatives, to be pasted."""
+    """Returns a Python program that makes the call, without its gradients."""
     tensors = call.build()
     names = {id(t): name for name, t in tensors.items()}
     path, arguments = operator(call).arguments(call, tensors)
@@ -313,7 +313,7 @@ def program(call: Call) -> str:
     for name, t in tensors.items():
         if t.numel() <= 200:
             lines.append(code(name, t))
-        else:  # see fuzz.tensors
+        else:  # as its fuzz.tensors.Values
             lines.append(f"{name} = {call.tensors[name]!r}.build()")
     lines += [f"{name}.requires_grad_()" for name in call.wanted]
     if capability:
@@ -339,7 +339,7 @@ def draw_modes(
     results: dict[str, Values],
     second: bool = True,
 ) -> Call:
-    """Which gradients, how many derivatives, and whether bits are compared."""
+    """Draws which gradients are taken, whether second ones too, and whether bits are compared."""
     wanted: tuple[str, ...] = ()
     upstream: dict[str, Values] = {}
     if d.flag(85):
@@ -366,5 +366,5 @@ def draw_modes(
 
 
 def kernels(backend: str) -> tuple[str, ...]:
-    """By the names that calls have: the C++ kernels of every instruction set of this machine."""
+    """Returns the names of a backend's kernels: for C++, one per supported instruction set."""
     return tuple(f"cpp {name}" for name in CPU_CAPABILITIES) if backend == "cpp" else (backend,)

@@ -1,8 +1,8 @@
-"""Decisions at random that can be repeated, and made again with less.
+"""Random decisions, recorded so that they can be replayed and shrunk.
 
-Hypothesis takes two milliseconds to draw such a call, as long as computing and judging it takes,
-and shrinks only what it drew itself. So the decisions are drawn by ``random``, kept on record, and
-shrunk in its way: by repeating them with some left out and others smaller.
+Hypothesis takes two milliseconds to draw a call, as long as it takes to run and check one, and it
+shrinks only its own draws. So ``random`` draws the decisions. They are recorded, and shrunk as
+Hypothesis does it: replayed with some left out and others smaller.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ T = TypeVar("T")
 
 
 class Draws:
-    """Decisions, each a whole number from 0, which stands for the simplest.
+    """Makes decisions. Each is an integer from 0 up; 0 is the simplest.
 
     Args:
-        source: a generator; or decisions on record, after which each is the simplest.
+        source: a generator, or recorded decisions; past their end, every decision is 0.
     """
 
     def __init__(self, source: Random | Sequence[int]) -> None:
@@ -37,15 +37,15 @@ class Draws:
         return decision
 
     def integer(self, low: int, high: int) -> int:
-        """From low to high, both included; low is the simplest."""
+        """Returns an integer in [low, high]; low is the simplest."""
         return low + self._next(high - low + 1)
 
     def choice(self, options: Sequence[T]) -> T:
-        """The first is the simplest."""
+        """Returns one of the options; the first is the simplest."""
         return options[self._next(len(options))]
 
     def flag(self, percent: int) -> bool:
-        """True so often; False is the simplest."""
+        """Returns True with this probability; False is the simplest."""
         return self._next(100) >= 100 - percent
 
     def maybe(self, percent: int, value: Callable[[], T]) -> T | None:
@@ -55,12 +55,12 @@ class Draws:
 def shrink(
     decisions: Sequence[int], fails: Callable[[list[int]], bool], seconds: float = 60.0
 ) -> list[int]:
-    """Fewer and smaller decisions that fail as well.
+    """Returns fewer and smaller decisions that still fail.
 
     Args:
-        decisions: known to fail.
-        fails: whether such a record fails in the same way.
-        seconds: after which the best so far is taken.
+        decisions: a record that fails.
+        fails: returns whether a record fails in the same way.
+        seconds: time limit, after which the best record so far is returned.
     """
     end = time.monotonic() + seconds
     best = list(decisions)
@@ -77,7 +77,7 @@ def shrink(
     while best != before and time.monotonic() < end:
         before = list(best)
         for size in (32, 8, 4, 2, 1):
-            # From the end, where decisions depend on those before and not the other way.
+            # From the end, because later decisions depend on earlier ones.
             for start in range(len(best) - size, -1, -size):
                 accept(best[:start] + best[start + size :])
                 zeros = [0] * len(best[start : start + size])

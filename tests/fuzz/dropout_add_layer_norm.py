@@ -38,7 +38,7 @@ def draw(d: Draws, kernel: str, dtype: str) -> Call:
         seed, kind = d.integer(0, 255), dtype if name == "x" else d.choice(beside[::-1])
         tensors[name] = Values(shape, kind, seed, layout=draw_layout(d, shape), **rest)
 
-    # Far from 0, where only deviations from the mean tell something.
+    # With a mean far from 0, only deviations from it carry information.
     mean = d.choice((0.0, 0.0, 0.0, 3.0, 1000.0))
     values("x", *rows, N, scale=d.choice((1.0, 1.0, 0.01, 30.0)), mean=mean)
     if d.flag(60):
@@ -49,7 +49,7 @@ def draw(d: Draws, kernel: str, dtype: str) -> Call:
             values(name, N)
     options: dict[str, Any] = {}
     if d.flag(50):
-        # In float16 the gradients of rows that vary little would overflow with so small a one.
+        # With 1e-12, float16 gradients of rows that vary little would overflow.
         options["eps"] = d.choice((1e-5, 1e-5 if dtype == "float16" else 1e-12, 0.1, 3))
     for name, percent in (
         ("training", 50), ("prenorm", 40), ("rms_norm", 35), ("residual_in_fp32", 25),
@@ -65,7 +65,7 @@ def draw(d: Draws, kernel: str, dtype: str) -> Call:
     call = draw_modes(d, call, list(tensors), results)
     residual = tensors.get("residual")
     if residual and N > 1 and residual.shape[-1] == 1:
-        # A shift of whole rows changes nothing, and its derivatives are roundings alone.
+        # Layer norm cancels such a shift of whole rows: its derivatives are rounding errors alone.
         call = dataclasses.replace(call, second=False)
     if dropped(call) and d.flag(15) and not tensors["x"].layout.repeated:
         call = dataclasses.replace(call, poison=d.choice((NAN, INF)), second=False)
@@ -83,7 +83,7 @@ def draw(d: Draws, kernel: str, dtype: str) -> Call:
 
 
 def _sampled(d: Draws, call: Call) -> Call:
-    """Under vmap: two samples of x, or of anything else too."""
+    """Returns the call under vmap, with two samples of x and of some other tensors."""
     names = [n for n in call.tensors if n == "x" or d.flag(30)]
     samples = {n: d.integer(0, len(call.tensors[n].shape)) for n in names}
     tensors = dict(call.tensors)
@@ -123,7 +123,7 @@ def dropped(call: Call) -> bool:
 
 
 def _kept(call: Call, rows: int, N: int) -> Tensor:
-    """The places that dropout leaves in a flattened x."""
+    """Returns the indices in a flattened x that dropout keeps."""
     p, seed = call.options["dropout_p"], philox.drawn_seed(call.seed)
     places = np.arange(rows * N)
     keep = philox.keep(seed, p, np.zeros_like(places), places // max(N, 1), places % max(N, 1))
@@ -147,7 +147,7 @@ def formula(call: Call, tensors: Tensors, r: Rounding) -> Tensors:
     rows = added.shape[1]
     total = added.new_zeros(added.shape) if "residual" not in flat else flat["residual"]
     if dropped(call):
-        # What is dropped does not exist: it is not multiplied by 0.
+        # Dropped elements are left out, not multiplied by 0, so that NaN does not pass.
         kept = _kept(call, rows, N)
         rest = added.flatten(1).index_select(1, kept) * philox.scale(options["dropout_p"])
         total = total.flatten(1).index_add(1, kept, r(rest)).view_as(added)
@@ -155,18 +155,18 @@ def formula(call: Call, tensors: Tensors, r: Rounding) -> Tensors:
         total = total + added
     total = r(total)
     if options.get("prenorm"):
-        # What is normalised is the sum as it is returned. Gradients pass the rounding.
+        # The sum is normalised as returned, in its dtype. Gradients pass through the rounding.
         total = total + (total.detach().to(_sum_dtype(call)).double() - total.detach())
     centred = deviation = total
     if not options.get("rms_norm"):
         mean = r(total).mean(-1, keepdim=True)
         centred = r(total - r(mean))
-        # Deviations add up to 0, so through the mean no gradient comes back from their squares,
-        # but a second one. Written so, the mean's errors show in gradients as in torch's formula.
+        # Deviations add up to 0, so their squares send no first gradient back through the mean,
+        # only a second one. With a detached mean, its errors reach gradients as in torch's formula.
         deviation = r(total - r(mean if call.second else mean.detach()))
     variance = r(r(deviation.square()).mean(-1, keepdim=True))
     rstd = r((variance + options.get("eps", 1e-5)).rsqrt())
-    # Each feature with a factor of its own, whose gradients err apart.
+    # Each feature has its own copy of rstd, so that the copies' gradients err independently.
     out = r(r(centred) * r(rstd.expand_as(centred)))
     if "weight" in flat:
         out = r(out * r(flat["weight"][:, None].expand_as(out)))
@@ -179,7 +179,7 @@ def formula(call: Call, tensors: Tensors, r: Rounding) -> Tensors:
 
 
 def poison(call: Call, tensors: Tensors, value: float) -> None:
-    """What is dropped of x."""
+    """Overwrites the dropped elements of x."""
     x = tensors["x"]
     kept = _kept(call, x.numel() // max(1, x.shape[-1]), x.shape[-1])
     unused = torch.ones(x.numel(), dtype=torch.bool).index_fill(0, kept, False)

@@ -133,7 +133,7 @@ def formula(call: Call, tensors: Tensors, r: Rounding) -> Tensors:
 
 
 def _count(call: Call) -> int:
-    """How many first states there are: of layers and directions."""
+    """Returns the number of initial states: layers times directions."""
     if call.way == "module":
         return call.options["num_layers"] * (1 + call.options["bidirectional"])
     return len(call.options["reverse"]) if call.way == "layer" else 1

@@ -1,4 +1,4 @@
-"""``trifuse.ops.linear``, on our product whether or not it is the faster."""
+"""``trifuse.ops.linear``, always by our product, even where torch's is faster."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from .recurrent import product
 from .rounding import Rounding, tanh
 from .tensors import Values, draw_layout
 
-# As in an environment that asks for it: otherwise a measurement decides.
+# Forces our product; by default a measurement chooses.
 os.environ["TRIFUSE_LINEAR"] = "cpp"
 
-# Fewer than 64 are left to torch, or 16 with a packed weight.
+# torch multiplies fewer than 64 rows, or fewer than 16 with a packed weight.
 ROWS = (64, 65, 67, 70, 80, 16, 17, 31, 33, 1, 0)
 FEATURES = (1, 2, 3, 4, 7, 8, 9, 15, 16, 17, 24, 31, 32, 33)
 
@@ -51,7 +51,7 @@ def draw(d: Draws, kernel: str, dtype: str) -> Call:
 
 
 def packed_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, **options: Any) -> Tensor:
-    """Of a weight that is packed, changed behind its back, and changed back."""
+    """Calls with one PackedWeight for the weight, for another one, and for the first again."""
     from trifuse.ops.linear import PackedWeight, linear
 
     packed = PackedWeight()
@@ -94,9 +94,9 @@ def formula(call: Call, tensors: Tensors, r: Rounding) -> Tensors:
 
 
 def poison(call: Call, tensors: Tensors, value: float) -> None:
-    """Everything is read."""
+    """Does nothing: every element is read."""
 
 
 def first(call: Call, tensors: Tensors) -> tuple[Tensors, Mapping[str, Any]] | None:
-    """Rows alone can be so few that torch multiplies them."""
+    """Returns None: torch may multiply the rows of a smaller batch."""
     return None

@@ -110,7 +110,6 @@ def draw(d: Draws, kernel: str, dtype: str) -> Call:
     }
     call = Call("lstm", kernel, dtype, makers.tensors, options, way)
     differentiable = [n for n in makers.tensors if n != "lengths"]
-    # A clip's derivative jumps where what is clipped is at it.
     call = draw_modes(d, call, differentiable, results)
     call = recurrent.with_specials(d, call)
     return dataclasses.replace(call, seed=d.integer(0, 255))
@@ -262,7 +261,7 @@ def formula(call: Call, tensors: Tensors, r: Rounding) -> Tensors:
 
 
 def _count(call: Call) -> int:
-    """How many first states there are: of layers and directions."""
+    """Returns the number of initial states: layers times directions."""
     if call.way == "module":
         return call.options["num_layers"] * (1 + call.options["bidirectional"])
     return len(call.options["reverse"]) if call.way == "layer" else 1
@@ -272,7 +271,7 @@ def _direction(
     call: Call, x: Tensor, h: Tensor | None, c: Tensor | None, tensors: Tensors, suffix: str,
     reverse: bool, direction: int, r: Rounding,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Step by step, of the rows that have the step and no others."""
+    """Runs one direction step by step. A step computes only the rows that have it."""
     options = call.options
     p = {name: tensors.get(f"{name}{suffix}") for name in NAMES}
     replicas, T, B, _ = x.shape
@@ -289,7 +288,7 @@ def _direction(
     def drawn(
         kind: int, positions: Tensor, rows: Tensor, columns: int, probability: float
     ) -> Tensor:
-        """bool (rows, columns); the plane is numbered by the position, the kind, the direction."""
+        """Returns bool (rows, columns). Position, kind and direction number the plane."""
         plane = ((positions * 3 + kind) * 2 + direction)[:, None].expand(-1, columns)
         row, column = rows[:, None].expand(-1, columns), torch.arange(columns).expand(len(rows), -1)
         flat = (np.ascontiguousarray(t.numpy()).ravel() for t in (plane, row, column))
@@ -299,7 +298,7 @@ def _direction(
         return t if limit is None else t.clamp(-limit, limit)
 
     def after(new: Tensor, old: Tensor, kind: int, probability: float) -> Tensor:
-        """Zoneout."""
+        """Applies zoneout."""
         if not probability:
             return new
         if not training:
@@ -354,7 +353,7 @@ def _normal(
     call: Call, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, r: Rounding
 ) -> Tensor:
     mean = r(x).mean(-1, keepdim=True)
-    # As in dropout_add_layer_norm.
+    # See dropout_add_layer_norm.formula.
     deviation = r(x - r(mean if call.second else mean.detach()))
     rstd = r((r(r(deviation.square()).mean(-1, keepdim=True)) + eps).rsqrt())
     out = r(r(r(x - r(mean)) * r(rstd.expand_as(x))) * weight[:, None])

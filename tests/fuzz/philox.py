@@ -1,5 +1,5 @@
 """Philox4x32 with 7 rounds, from Salmon et al., "Parallel random numbers: as easy as 1, 2, 3"
-(2011), section 3.3: what trifuse's dropout draws by, written a second time."""
+(2011), section 3.3: a second implementation of the generator of trifuse's dropout."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ _HALF = np.uint64(32)
 
 
 def words(seed: int, counters: np.ndarray) -> np.ndarray:
-    """Four words of 32 bits for each counter.
+    """Returns four 32-bit words for each counter.
 
     Args:
-        seed: 64 bits, the key.
-        counters: (count, 4), words of 32 bits.
+        seed: the key, 64 bits.
+        counters: (count, 4), 32-bit words.
     """
     a, b, c, d = counters.astype(np.uint64).T
     key = [np.uint64(seed & 0xFFFFFFFF), np.uint64(seed >> 32 & 0xFFFFFFFF)]
@@ -31,20 +31,20 @@ def words(seed: int, counters: np.ndarray) -> np.ndarray:
 
 
 def dropped_values(p: float) -> int:
-    """How many of the 65,536 values of an element's bits drop it: all of them only at p = 1."""
+    """Returns how many of the 65,536 values of an element's bits drop it: all only at p = 1."""
     return 65536 if p == 1 else min(round(p * 65536), 65535)
 
 
 def scale(p: float) -> float:
-    """The factor of a kept element."""
+    """Returns the factor of kept elements."""
     return 0.0 if p == 1 else 65536 / (65536 - dropped_values(p))
 
 
 def keep(seed: int, p: float, plane: np.ndarray, row: np.ndarray, column: np.ndarray) -> Tensor:
-    """Which elements stay: bool, as many as there are places.
+    """Returns which elements are kept, one bool per place.
 
-    Eight neighbours of a row share the 128 bits at the counter (column // 8, row, plane, 0), 16
-    bits each, the first the lowest.
+    Eight neighbours in a row share the 128 bits of the counter (column // 8, row, plane, 0): 16
+    bits each, lowest first.
     """
     places = np.stack([column // 8, row, plane, np.zeros_like(row)], -1)
     bits = words(seed, places)
@@ -55,7 +55,7 @@ def keep(seed: int, p: float, plane: np.ndarray, row: np.ndarray, column: np.nda
 
 
 def drawn_seed(generator_seed: int) -> int:
-    """The seed that a call draws from torch's default generator, seeded so."""
+    """Returns the seed that a call draws after ``torch.manual_seed(generator_seed)``."""
     limits = torch.iinfo(torch.int64)
     torch.manual_seed(generator_seed)
     return int(torch.randint(limits.min, limits.max, (1,)))

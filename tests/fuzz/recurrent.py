@@ -1,4 +1,4 @@
-"""What the fuzzing of LSTM and GRU shares."""
+"""Shared parts of the fuzzing of LSTM and GRU."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MANY_UNITS = (24, 31, 32, 33, 64, 65, 100)
 
 
 def sizes(d: Draws) -> tuple[int, int, int, int]:
-    """T, B, I and H."""
+    """Draws T, B, I and H."""
     T = d.choice((0, 20)) if d.flag(4) else d.integer(1, 5)
     B = d.choice((0, 17, 33)) if d.flag(6) else d.integer(1, 4)
     I, H = (d.choice(MANY_UNITS if d.flag(12) else UNITS) for _ in range(2))  # noqa: E741
@@ -39,7 +39,7 @@ class Makers:
         self.tensors[name] = Values(shape, dtype or self.dtype, seed, layout=layout, **rest)
 
     def vector(self, name: str, *shape: int, mean: float = 0.0) -> None:
-        """Beside 16 bits it may be of 32."""
+        """Makes a tensor that may be float32 if the call has a 16-bit dtype."""
         narrow = self.dtype in ("bfloat16", "float16")
         dtype = "float32" if narrow and self.d.flag(40) else self.dtype
         self.make(name, *shape, dtype=dtype, scale=0.5, mean=mean)
@@ -52,14 +52,14 @@ class Makers:
 
 
 def with_specials(d: Draws, call: Call) -> Call:
-    """Poison in the padding, or under vmap."""
+    """Returns the call, sometimes with poison in the padding."""
     if "lengths" in call.tensors and d.flag(30):
         return dataclasses.replace(call, poison=d.choice((NAN, INF)))
     return call
 
 
 class Steps:
-    """The steps of one direction: which rows each has, and where they stand."""
+    """The steps of one direction: the rows of each step, and their positions."""
 
     def __init__(self, call: Call, T: int, B: int, tensors: Tensors, reverse: bool) -> None:
         lengths = tensors["lengths"].tolist() if "lengths" in tensors else [T] * B
@@ -68,19 +68,19 @@ class Steps:
         self.count = max(lengths, default=0)
 
     def at(self, step: int) -> tuple[Tensor, Tensor]:
-        """Rows that have the step, and the position of each in its sequence."""
+        """Returns the rows that have the step, and the position of each in its sequence."""
         rows = (self.lengths > step).nonzero()[:, 0]
         position = self.lengths[rows] - 1 - step if self.reverse else torch.full_like(rows, step)
         return rows, position
 
 
 def product(x: Tensor, weight: Tensor, r: Rounding) -> Tensor:
-    """x weightᵀ of each replica, each term with an error of its own."""
+    """Returns x weightᵀ of each replica; both factors and the result have errors of their own."""
     return r(torch.einsum("rbi,roi->rbo", r(x), r(weight)))
 
 
 def poison(call: Call, tensors: Tensors, value: float) -> None:
-    """The padding of the input."""
+    """Overwrites the padding of the input."""
     x = tensors["input"]
     if call.tensors["input"].layout.repeated:
         return
@@ -90,7 +90,7 @@ def poison(call: Call, tensors: Tensors, value: float) -> None:
 
 
 def first(call: Call, tensors: Tensors, states: tuple[str, ...]) -> Any:
-    """Row 0 by itself, of what is called with a batch."""
+    """Returns row 0 of a batch by itself, and where its results are in the batch's results."""
     x = tensors["input"]
     if call.way in ("cell", "module") or x.dim() != 3:
         return None
@@ -112,7 +112,7 @@ def first(call: Call, tensors: Tensors, states: tuple[str, ...]) -> Any:
 
 
 def gathered(ys: list[tuple[Tensor, Tensor, Tensor]], like: Tensor, T: int) -> Tensor:
-    """(1 + replicas, T, B, R) of steps' rows, positions and outputs; 0 elsewhere."""
+    """Puts the (rows, positions, outputs) of all steps into (1 + replicas, T, B, R) of zeros."""
     output = like.new_zeros(len(like), T, like.shape[1], like.shape[2])
     for rows, position, y in ys:
         output = output.index_put((torch.arange(len(like))[:, None], position, rows), y)

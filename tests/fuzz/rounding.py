@@ -1,15 +1,15 @@
-"""How far off a result may be: Monte Carlo arithmetic (Parker, 1997).
+"""How large an error may be: Monte Carlo arithmetic (Parker, 1997).
 
 A formula in float64 marks each intermediate result, as ``r(x)``. It is evaluated for several
-replicas at once, stacked in a first dimension. The first is exact. In each of the others a mark
-adds an error of its own, as large as rounding to the dtype of the call is, to what passes it and to
-the gradient that comes back. How far the replicas lie from the first is then how far eager torch
-would, computing the formula in that dtype, without the luck of one particular call: the *unit* that
-errors are measured in.
+replicas at once, stacked in a first dimension. The first replica is exact. In each of the others, a
+mark adds a random error to its input, and to the gradient that comes back: as large as the error of
+rounding to the dtype of the call. The distance of the replicas from the first is then the typical
+error of eager torch in that dtype, without the luck of one particular call. This distance is the
+*unit* of errors.
 
-A kernel is allowed ``LIMIT`` units for a single number. Its own errors are mostly under two, and
-what is computed wrongly is off by thousands in float32. With few replicas a unit can come out small
-by chance, so a number that seems wrong is judged again by many.
+A kernel is allowed ``LIMIT`` units for a single number. Errors of a correct kernel are mostly below
+two units; a wrong result is off by thousands in float32. With few replicas a unit can come out
+small by chance, so a suspect number is judged again with many.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor
 
 REPLICAS, MANY_REPLICAS = 4, 48
 LIMIT, SUSPECT = 24.0, 12.0
-# What both have that are computed in float64, beside the units of one that is exact.
+# In float64 the formula rounds too: its error, relative to the largest number of a row.
 SAME_DTYPE = 1e-13
 
 _NOISE = 1 << 19
@@ -31,9 +31,9 @@ class Rounding:
     """The marks of one evaluation: ``r = Rounding(torch.float32, 4)``, then ``r(x)``.
 
     Args:
-        dtype: what eager torch would compute in.
-        replicas: how many beside the exact one.
-        overflow: whether numbers past the end of the dtype become infinite in some of the replicas.
+        dtype: the dtype that eager torch would compute in.
+        replicas: number of replicas beside the exact one.
+        overflow: whether numbers beyond the range of the dtype become infinite in some replicas.
     """
 
     def __init__(self, dtype: torch.dtype, replicas: int, overflow: bool = False) -> None:
@@ -47,7 +47,7 @@ class Rounding:
         return _Mark.apply(x, self)
 
     def of(self, x: Tensor) -> Tensor:
-        """A tensor, once for each replica, as a leaf."""
+        """Returns copies of a tensor, one per replica, as a leaf."""
         return x.detach().to(torch.float64).expand(1 + self.replicas, *x.shape).contiguous()
 
     def noisy(self, x: Tensor) -> Tensor:
@@ -55,15 +55,16 @@ class Rounding:
         factor, absolute = (n.view_as(inexact) for n in self._some(inexact.numel()))
         moved = torch.addcmul(absolute, inexact, factor)
         if self.highest is not None and self.replicas:
-            # In the first early, in the last never: where they differ, nothing can be expected.
+            # The first replica overflows early, the second where the dtype does, the others never.
+            # Where they disagree, no result is expected.
             for replica, highest in ((0, self.highest / 64), (1, self.highest)):
                 one = moved[replica]
                 one.copy_(torch.where(one.abs() > highest, one * torch.inf, one))
         return torch.cat([x[:1], moved])
 
     def _some(self, count: int) -> tuple[Tensor, Tensor]:
-        """Others at every mark, or errors would cancel as they do not in a kernel."""
-        if count > _NOISE:  # numbers so far apart do not meet
+        """Returns new errors for every mark. Shared errors would cancel, unlike a kernel's."""
+        if count > _NOISE:  # numbers this far apart are not combined
             repeats = -(-count // _NOISE)
             return self._factor.repeat(repeats)[:count], self._absolute.repeat(repeats)[:count]
         if self._place + count > _NOISE:
@@ -86,8 +87,8 @@ class _Mark(torch.autograd.Function):
 
 @functools.cache
 def _pool(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """1 plus relative errors, and absolute ones: what is lost of numbers below the smallest."""
-    # Rounded to nearest, a number is off by eps / √12 of itself on average, or somewhat less.
+    """Returns 1 + relative errors, and absolute errors: the digits that tiny numbers lose."""
+    # The RMS error of rounding to nearest is eps / √12 of the number, or somewhat less.
     normal = 0.3 * torch.randn(_NOISE, generator=_generator, dtype=torch.float64)
     return 1 + torch.finfo(dtype).eps * normal, _smallest(dtype) * normal.roll(1)
 
@@ -96,17 +97,17 @@ _generator = torch.Generator().manual_seed(0)
 
 
 def _smallest(dtype: torch.dtype) -> float:
-    """Below it digits are lost: kernels may take such numbers for 0, but for float16's."""
+    """Returns the error of tiny numbers: kernels may flush subnormals to 0, except float16's."""
     return 2.0**-24 if dtype == torch.float16 else torch.finfo(dtype).smallest_normal
 
 
 def sigmoid(x: Tensor, r: Rounding) -> Tensor:
-    """r(sigmoid(x)), whose derivative is computed of what was rounded, as it is in torch."""
+    """Returns r(sigmoid(x)). Its derivative is computed from the rounded result, as in torch."""
     return _Activation.apply(x, r, torch.sigmoid, lambda y: y * r(1 - y))
 
 
 def tanh(x: Tensor, r: Rounding) -> Tensor:
-    """Likewise: near ±1 few digits of 1 - tanh² are left."""
+    """Returns r(tanh(x)), likewise: near ±1, few digits of 1 - tanh² are left."""
     return _Activation.apply(x, r, torch.tanh, lambda y: 1 - r(y * y))
 
 
@@ -125,24 +126,24 @@ class _Activation(torch.autograd.Function):
 
 
 def units_off(actual: Tensor, replicas: Tensor, computed_in: torch.dtype) -> Tensor:
-    """How many units each number is off; infinite where it is NaN or not, and should be the other.
+    """Returns each number's error in units; infinite if NaN or infinity is missing or unexpected.
 
     Args:
-        actual: what a kernel gave.
-        replicas: float64, (1 + replicas, ...), what the formula gave.
+        actual: the kernel's result.
+        replicas: the formula's result, float64, (1 + replicas, ...).
         computed_in: the dtype of the call.
     """
     returned_in = actual.dtype
     exact, actual = replicas[0], actual.detach().to(torch.float64)
     eps = torch.finfo(computed_in).eps
-    # Nothing is known of what passes the end of a dtype.
+    # Near the end of a dtype's range, overflow is a matter of rounding.
     known = (replicas.abs() <= torch.finfo(returned_in).max / 2).all(0)
     inexact = (replicas[1:] - exact).square_().mean(0)
     if not known.all():
         inexact = torch.where(known, inexact, 0.0)
-    # Its neighbours' errors have the same causes, and of more of them more is known.
+    # The errors of a number's neighbours have the same causes, and more samples tell more.
     around = inexact.mean(-1, keepdim=True) if inexact.dim() else inexact
-    # The last rounding, into what is returned.
+    # The rounding of the result itself.
     last = (0.3 * eps * exact).square_()
     unit = (inexact + around + last).sqrt_() + _smallest(computed_in)
     error = (actual - exact).abs_()

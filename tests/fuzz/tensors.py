@@ -1,4 +1,4 @@
-"""Tensors as plain data: values, special values, and how they lie in memory."""
+"""Tensors as plain data: values, special values, and memory layouts."""
 
 from __future__ import annotations
 
@@ -16,12 +16,10 @@ NAN, INF = math.nan, math.inf
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """How a tensor lies in memory; what lies between its elements is NaN, or True."""
+    """A memory layout. Gaps between elements hold NaN, or 127 in integers, or True in booleans."""
 
     order: tuple[int, ...] | None = None  # dimensions, the outermost first
-    gaps: tuple[int, ...] | None = (
-        None  # of each dimension: every how-manieth element is the tensor's
-    )
+    gaps: tuple[int, ...] | None = None  # n per dimension: every n-th element is the tensor's
     offset: int = 0
     repeated: tuple[int, ...] = ()  # dimensions of stride 0: the first entry stands for all
 
@@ -46,7 +44,7 @@ class Layout:
 
 @dataclasses.dataclass(frozen=True)
 class Values:
-    """A tensor: normal numbers from a seed unless ``numbers`` has them."""
+    """The values of a tensor: normal numbers from a seed, or ``numbers``."""
 
     shape: tuple[int, ...]
     dtype: str = "float32"
@@ -54,12 +52,12 @@ class Values:
     scale: float = 1.0
     mean: float = 0.0
     numbers: tuple[int, ...] | None = None
-    left_out: float = 0.0  # the share of a mask that is False, or -inf
-    planted: tuple[tuple[int, float], ...] = ()  # places in the flattened tensor, and what is there
+    left_out: float = 0.0  # share of a mask that is False, or -inf
+    planted: tuple[tuple[int, float], ...] = ()  # (index in the flattened tensor, value)
     layout: Layout = Layout()
 
     def plain(self) -> Tensor:
-        """Before it is laid out."""
+        """Returns the values in a contiguous tensor."""
         dtype = getattr(torch, self.dtype)
         if self.numbers is not None:
             return torch.tensor(self.numbers, dtype=dtype).view(self.shape)
@@ -87,7 +85,7 @@ _generator = torch.Generator()
 
 
 def short_repr(record: object) -> str:
-    """Of a dataclass, without what is as ever; the first field by place."""
+    """Returns a dataclass's repr without fields at their defaults; the first is positional."""
     parts = []
     for i, field in enumerate(dataclasses.fields(record)):  # type: ignore[arg-type]
         value = getattr(record, field.name)
@@ -95,7 +93,7 @@ def short_repr(record: object) -> str:
         if field.default_factory is not dataclasses.MISSING:
             default = field.default_factory()
         if default is dataclasses.MISSING or value != default:
-            # A member of an Enum by its name, so that it can be read again.
+            # Names an Enum's member, so that the text is valid Python.
             text = re.sub(r"<(\w+\.\w+): [^>]*>", r"\1", repr(value))
             parts.append(text if i == 0 else f"{field.name}={text}")
     return f"{type(record).__name__}({', '.join(parts)})"
@@ -105,7 +103,7 @@ Layout.__repr__ = short_repr  # type: ignore[assignment,method-assign]
 
 
 def draw_layout(d: Draws, shape: tuple[int, ...], repeat: bool = True) -> Layout:
-    """Half of all are contiguous."""
+    """Draws a layout. At least half of them are contiguous."""
     if not d.flag(50) or not shape:
         return Layout()
     order = gaps = None
@@ -121,7 +119,7 @@ def draw_layout(d: Draws, shape: tuple[int, ...], repeat: bool = True) -> Layout
 
 
 def code(name: str, x: Tensor) -> str:
-    """Python that makes the same tensor in the same layout."""
+    """Returns Python code that makes the same tensor in the same layout."""
     numbers = x.detach().flatten().tolist() if x.is_contiguous() else None
     dtype = f"dtype={x.dtype}"
     if numbers is not None:

@@ -1,4 +1,4 @@
-"""A process that makes calls, as its seeds come."""
+"""A worker process: it receives seeds, and makes and checks the call of each."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ BACKENDS = ("cpp", "eager", "triton", "cuda")
 def runs(operator: str, backend: str) -> bool:
     if operator == "linear":
         return backend == "cpp"
-    return backend != "cuda" or operator not in ("dropout", "gru")  # which CUDA does not have
+    return backend != "cuda" or operator not in ("dropout", "gru")  # no CUDA kernels
 
 
 def dtypes(operator: str, backend: str) -> tuple[str, ...]:
     if operator == "linear":
         return ("float32", "bfloat16")
-    if backend == "triton":  # whose interpreter does not round bfloat16
+    if backend == "triton":  # its interpreter does not round bfloat16
         return ("float32", "float16")
     return ("float32", "bfloat16", "float16", *(["float64"] if backend in ("cpp", "eager") else []))
 
 
 def draw(operator: str, backend: str, source: Any) -> tuple[Call, list[int]]:
-    """A call, and the decisions that it was drawn by."""
+    """Returns a call and the decisions that it was drawn by."""
     d = Draws(source)
     kernel, dtype = d.choice(kernels(backend)), d.choice(dtypes(operator, backend))
     return importlib.import_module(f".{operator}", __package__).draw(d, kernel, dtype), d.made
 
 
 def shrunk(operator: str, backend: str, made: list[int], kind: str, seconds: float) -> Call:
-    """The smallest call found that fails in the same way."""
+    """Returns the smallest call found that fails in the same way."""
 
     def fails(decisions: list[int]) -> bool:
         try:
@@ -47,14 +47,14 @@ def shrunk(operator: str, backend: str, made: list[int], kind: str, seconds: flo
         except Failure as failure:
             return failure.kind == kind
         except Exception:
-            return False  # not a call that can be drawn
+            return False  # the decisions draw no valid call
         return False
 
     return draw(operator, backend, shrink(made, fails, seconds))[0]
 
 
 def report(operator: str, backend: str, seed: int, shrink_seconds: float) -> tuple[str, str] | None:
-    """What is wrong with the call of a seed, if anything: a kind, and a text to print."""
+    """Checks the call of a seed. Returns the kind of its failure and a text to print, or None."""
     call, made = draw(operator, backend, Random(seed))
     try:
         call.check()
@@ -73,9 +73,9 @@ def report(operator: str, backend: str, seed: int, shrink_seconds: float) -> tup
 
 @contextlib.contextmanager
 def prepared(operator: str, backend: str) -> Iterator[None]:
-    """torch as the tests have it; CUDA's kernels on the host, where they are asked for."""
+    """Sets torch up as the tests do and, for backend "cuda", its kernels on the host model."""
     torch.set_num_threads(1)
-    # What a kernel forgets to write is NaN.
+    # Fills uninitialised memory with NaN, so that elements a kernel does not write show.
     torch.use_deterministic_algorithms(True)
     with contextlib.ExitStack() as stack:
         if backend == "cuda":
@@ -89,12 +89,12 @@ def prepared(operator: str, backend: str) -> Iterator[None]:
 
 
 def work(operator: str, backend: str, seeds: Any, reports: Any, shrink_seconds: float) -> None:
-    """Calls of seeds that come, until None does."""
+    """Reports on the call of each seed received, until None comes."""
     known: set[str] = set()
     with prepared(operator, backend):
         while (seed := seeds.recv()) is not None:
             try:
-                # Of what was seen before, no more than that it was seen.
+                # Only a worker's first failure is shrunk.
                 found = report(operator, backend, seed, 0.0 if known else shrink_seconds)
             except Exception as error:
                 found = "the fuzzer itself", f"SEED={seed}: {type(error).__name__}: {error}"
