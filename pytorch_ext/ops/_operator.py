@@ -80,12 +80,13 @@ class Operator:
             a tensor without a batch dimension differs between samples or needs a gradient.
         alone: names of tensors that prevent the folding unless they are None.
         saves: whether the forward op takes, as its last argument, what to save.
-        fake: the forward op's results without their values.
-        grad_fake: the backward op's results without their values.
-        formula: the forward op in plain torch.
-        grad_formula: the backward op in plain torch, differentiable. It recomputes saved results
-            that are passed as None, and returns None for a gradient that is not wanted.
-        flops: floating-point operations of the forward op's products: (*tensors, *options) -> int.
+        fake: the forward op's results without their values: (tensors, options, save) -> results.
+        grad_fake: the gradients without their values: (:class:`BackwardCall`) -> a flat sequence.
+        formula: the forward op in plain torch: (tensors, options) -> results.
+        grad_formula: the backward op in plain torch, differentiable, by the arguments of
+            ``grad_fake``. It recomputes saved results that are None, and returns None for a
+            gradient that is not wanted.
+        flops: floating-point operations of the forward op's products: (tensors, options) -> int.
         grad_flops: those of the backward op, by the same arguments. Default: twice ``flops``, as
             each factor of a product has a gradient.
         fakes: by backend, replacements of ``fake`` for backends that save something else.
@@ -93,7 +94,8 @@ class Operator:
             tensors.
         shares_gradient: whether the first two tensors have the same gradient:
             (tensors, options) -> bool.
-        check: raises for wrong values in tensors; the Triton and eager kernels run it first.
+        check: raises for wrong values in tensors: (tensors, options) -> None. The Triton and
+            eager kernels run it first.
         head_dim: returns the head_dim of a call's tensors, for the choice of a backend.
         backends: the backends that have the ops.
     """
@@ -106,38 +108,38 @@ class Operator:
     differentiable: int
     saved: tuple[str, ...]
     axes: Mapping[str, int]
-    fake: Callable[..., tuple[Tensor, ...]]
-    grad_fake: Callable[..., Sequence[Tensor]]
-    formula: Callable[..., Sequence[Tensor]]
-    grad_formula: Callable[..., Sequence[Tensor | None]]
-    flops: Callable[..., int] | None = None
-    grad_flops: Callable[..., int] | None = None
+    fake: Callable[[Any, Any, int], Sequence[Tensor]]
+    grad_fake: Callable[[BackwardCall], Sequence[Tensor]]
+    formula: Callable[[Any, Any], Sequence[Tensor]]
+    grad_formula: Callable[[BackwardCall], Sequence[Tensor | None]]
+    flops: Callable[[Any, Any], int] | None = None
+    grad_flops: Callable[[Any, Any], int] | None = None
     alone: tuple[str, ...] = ("seed",)
     saves: bool = False
-    fakes: Mapping[str, Callable[..., tuple[Tensor, ...]]] = field(default_factory=dict)
+    fakes: Mapping[str, Callable[[Any, Any, int], Sequence[Tensor]]] = field(default_factory=dict)
     keep: Callable[..., Any] | None = None
     shares_gradient: Callable[..., bool] | None = None
-    check: Callable[..., None] = lambda *args: None
-    head_dim: Callable[..., int] = lambda tensors: 0
+    check: Callable[[Any, Any], None] = lambda tensors, options: None
+    head_dim: Callable[[Any], int] = lambda tensors: 0
     backends: Sequence[str] = ORDER
 
     def __post_init__(self) -> None:
         forward = Op(
             f"{self.name}_forward",
             self._forward_signature(),
-            fake=self.fake,
-            fakes=self.fakes,
+            fake=self._flat_fake(self.fake),
+            fakes={backend: self._flat_fake(fake) for backend, fake in self.fakes.items()},
             vmap=self._forward_vmap,
             derivative=self._forward_derivative,
             decomposition=self._forward_decomposition,
-            flops=self.flops,
+            flops=None if self.flops is None else self._forward_flops,
             describe=self._describe,
             backends=self.backends,
         )
         backward = Op(
             f"{self.name}_backward",
             self._backward_signature(),
-            fake=self.grad_fake,
+            fake=self._backward_fake,
             vmap=self._backward_vmap,
             derivative=self._backward_derivative,
             decomposition=self._backward_decomposition,
@@ -153,7 +155,7 @@ class Operator:
             implement(f"{self.name}_forward", "eager")(self._eager_forward)
             implement(f"{self.name}_backward", "eager")(self._eager_backward)
         if "triton" in self.backends:
-            forward.implement_triton(self.name, self.check)
+            forward.implement_triton(self.name, self._check)
             backward.implement_triton(self.name)
 
     saved_places: tuple[int, ...] = field(init=False, repr=False)  # indices of ``saved``
@@ -232,34 +234,67 @@ class Operator:
         """Returns how many of the flattened tensors can have a gradient; they come first."""
         return len(flat) - (self._count(self.tensors) - self.differentiable)
 
-    def _split_forward(self, args: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any], int]:
-        """Splits the forward op's arguments into tensors, options and what to save."""
+    def _forward_call(self, args: Sequence[Any]) -> tuple[Any, Any, int]:
+        """Returns the forward op's arguments as its tensors, its options, and what to save."""
         t = self._count(self.tensors)
         o = t + self._count(self.options)
-        return args[:t], args[t:o], args[o] if self.saves else SAVE_ALL
+        return (
+            self.tensors(*args[:t]), self.options(*args[t:o]), args[o] if self.saves else SAVE_ALL
+        )  # fmt: skip
 
-    def _split_backward(self, args: Sequence[Any]) -> _Backwards:
-        sizes = (self.returned, self._count(self.tensors), len(self.saved))
-        parts: list[Any] = []
+    def _split_backward(self, args: Sequence[Any]) -> tuple[Sequence[Any], ...]:
+        """Splits the backward op's arguments: gradients, tensors, saved, options, and wanted."""
+        parts: list[Sequence[Any]] = []
         start = 0
-        for size in sizes:
+        for size in (self.returned, self._count(self.tensors), len(self.saved)):
             parts.append(args[start : start + size])
             start += size
-        grads, tensors, saved = parts
-        return _Backwards(grads, tensors, saved, args[start:-1], args[-1])
+        return (*parts, args[start:-1], args[-1])
+
+    def _backward_call(
+        self,
+        grads: Sequence[Any],
+        tensors: Sequence[Any],
+        saved: Sequence[Any] | None,
+        options: Sequence[Any],
+        wanted: Sequence[bool],
+    ) -> BackwardCall:
+        """Names the backward op's arguments. Without ``saved``, the formula recomputes them."""
+        results = self._names(self.results)
+        by_name = {} if saved is None else dict(zip(self.saved, saved, strict=True))
+        without = self._count(self.tensors) - self.differentiable
+        return BackwardCall(
+            grads=self.results(*grads, *(None,) * (len(results) - len(grads))),
+            tensors=self.tensors(*tensors),
+            saved=self.results(*map(by_name.get, results)),
+            options=self.options(*options),
+            wanted=self.tensors(*self.unflatten((*wanted, *(False,) * without))),
+        )
 
     def _describe(self, *args: Any) -> Call:
-        tensors = args[: self._count(self.tensors)]
+        tensors = self.tensors(*args[: self._count(self.tensors)])
         first = tensors[0]
         return Call(self.name, first.device.type, first.dtype, self.head_dim(tensors))
+
+    # Fakes and checks ---------------------------------------------------------------------------
+
+    def _flat_fake(self, fake: Callable[..., Any]) -> Callable[..., tuple[Tensor, ...]]:
+        return lambda *args: tuple(fake(*self._forward_call(args)))
+
+    def _backward_fake(self, *args: Any) -> Sequence[Tensor]:
+        return self._returns(self.grad_fake(self._backward_call(*self._split_backward(args))))
+
+    def _check(self, *args: Any) -> None:
+        tensors, options, _ = self._forward_call(args)
+        self.check(tensors, options)
 
     # Derivatives -------------------------------------------------------------------------------
 
     def _forward_derivative(self, backend: str, *args: Any) -> tuple[Tensor, ...]:
-        tensors, options, save = self._split_forward(args)
+        tensors, options, save = self._forward_call(args)
         if forward_mode():
             with without_autocast():
-                return tuple(self.formula(*tensors, *options))
+                return tuple(self.formula(tensors, options))
         # The caller expected no gradient and asked to save nothing, but the backward needs it all.
         save = SAVE_ALL if save == SAVE_NOTHING else save
         return apply(_Forward, self, backend, options, save, *self.flatten(tensors))
@@ -279,47 +314,48 @@ class Operator:
     # The formula -------------------------------------------------------------------------------
 
     def _forward_decomposition(self, backend: str, *args: Any) -> tuple[Tensor, ...]:
-        tensors, options, _ = self._split_forward(args)
+        tensors, options, save = self._forward_call(args)
         with without_autocast():
-            results = self.formula(*tensors, *options)
+            results = self.formula(tensors, options)
         # The other results may be placeholders: a decomposed backward recomputes them.
-        others = self.fakes.get(backend, self.fake)(*args)[self.returned :]
+        others = self.fakes.get(backend, self.fake)(tensors, options, save)[self.returned :]
         return (*results[: self.returned], *others)
 
     def _backward_decomposition(self, backend: str, *args: Any) -> Sequence[Tensor]:
-        call = self._split_backward(args)
+        grads, tensors, _, options, wanted = self._split_backward(args)
+        call = self._backward_call(grads, tensors, None, options, wanted)
         with without_autocast():
-            grads = self.grad_formula(
-                *call.grads, *call.tensors, *(None,) * len(self.saved), *call.options, call.wanted
-            )
-        placeholders = self.grad_fake(*args)
+            found = self.grad_formula(call)
+        placeholders = self.grad_fake(call)
         return self._returns(
             [
                 g if w and g is not None else p
-                for g, p, w in zip(grads, placeholders, call.wanted, strict=True)
+                for g, p, w in zip(found, placeholders, wanted, strict=True)
             ]
         )
 
     def _eager_forward(self, *args: Any) -> tuple[Tensor, ...]:
-        tensors, options, _ = self._split_forward(args)
-        self.check(*args)
-        results = self.fake(*args)  # first: it raises for sizes beyond memory
-        return _copied(self.formula(*tensors, *options), results)
+        tensors, options, save = self._forward_call(args)
+        self.check(tensors, options)
+        results = self.fake(tensors, options, save)  # first: it raises for sizes beyond memory
+        return _copied(self.formula(tensors, options), results)
 
     def _eager_backward(self, *args: Any) -> Sequence[Tensor]:
-        call = self._split_backward(args)
-        grads = self.grad_formula(
-            *call.grads, *call.tensors, *call.saved, *call.options, call.wanted
-        )
-        return self._returns(_copied(grads, self.grad_fake(*args)))
+        call = self._backward_call(*self._split_backward(args))
+        return self._returns(_copied(self.grad_formula(call), self.grad_fake(call)))
 
     # Operations --------------------------------------------------------------------------------
 
+    def _forward_flops(self, *args: Any) -> int:
+        assert self.flops is not None
+        tensors, options, _ = self._forward_call(args)
+        return self.flops(tensors, options)
+
     def _backward_flops(self, *args: Any) -> int:
         assert self.flops is not None
-        call = self._split_backward(args)
-        forward = (*call.tensors, *call.options)
-        return 2 * self.flops(*forward) if self.grad_flops is None else self.grad_flops(*forward)
+        _, tensors, _, options, _ = self._split_backward(args)
+        named = self.tensors(*tensors), self.options(*options)
+        return 2 * self.flops(*named) if self.grad_flops is None else self.grad_flops(*named)
 
     # Batching ----------------------------------------------------------------------------------
 
@@ -422,14 +458,22 @@ class Operator:
         return t.unflatten(axis, (N, t.shape[axis] // N)), axis
 
 
-class _Backwards(NamedTuple):
-    """The arguments of a backward op, grouped by kind."""
+class BackwardCall(NamedTuple):
+    """The arguments of a backward op, by name.
 
-    grads: Sequence[Any]
-    tensors: Sequence[Any]
-    saved: Sequence[Any]
-    options: Sequence[Any]
-    wanted: Sequence[bool]
+    Attributes:
+        grads: gradients of the results; None for those without one.
+        tensors: those of the forward.
+        saved: results of the forward; None for those that are not saved, or to be recomputed.
+        options: those of the forward.
+        wanted: for each tensor, whether its gradient is wanted.
+    """
+
+    grads: Any  # Operator.results
+    tensors: Any  # Operator.tensors
+    saved: Any  # Operator.results
+    options: Any  # Operator.options
+    wanted: Any  # Operator.tensors
 
 
 def _copied(values: Sequence[Tensor | None], to: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -548,13 +592,14 @@ class _Backward(torch.autograd.Function):
             inputs = list(given)
             for i, value in zip(places, values, strict=True):
                 inputs[i] = value
-            grads = operator.grad_formula(
-                *inputs[: operator.returned],
-                *operator.unflatten(inputs[operator.returned :]),
-                *(None,) * len(operator.saved),
-                *ctx.options,
+            call = operator._backward_call(
+                inputs[: operator.returned],
+                operator.unflatten(inputs[operator.returned :]),
+                None,
+                ctx.options,
                 ctx.wanted,
             )
+            grads = operator.grad_formula(call)
             return tuple(g for g, a in zip(grads, asked, strict=True) if g is not None and a)
 
         with without_autocast():

@@ -29,7 +29,7 @@ class Call(NamedTuple):
     states: tuple[Tensor | None, ...]  # each (D, B, ...)
     parameters: tuple[Tensor | None, ...]
     lengths: Tensor | None
-    options: tuple[Any, ...]
+    options: Any  # Operator.options
     choice: backends.Choice
     recompute: bool = False
     draws: bool = False  # whether it draws random numbers
@@ -175,11 +175,12 @@ def row_lengths(lengths: Any, input: Tensor) -> Tensor | None:
     return lengths.to(torch.int64)
 
 
-def check_lengths(lengths: Tensor | None, T: int) -> None:
+def check_lengths(tensors: Any, options: Any) -> None:
     """Checks the values of ``lengths``; runs inside the ops.
 
     On a CPU it raises. Elsewhere reading them would wait for the device, so the device asserts.
     """
+    lengths, T = tensors.lengths, tensors.input.shape[0]
     if lengths is None:
         return
     ok = ((lengths >= 0) & (lengths <= T)).all()
@@ -305,24 +306,35 @@ def _gradients(
     return [next(found) if w else None for w in wanted]
 
 
-# Results ----------------------------------------------------------------------------------------
+# The operators ----------------------------------------------------------------------------------
 
 
-def empty_gradients(inputs: Sequence[Tensor | None], wanted: Sequence[bool]) -> list[Tensor]:
+def differentiable(tensors: Any) -> list[Any]:
+    """Returns the input, the states and each of the parameters, in one list."""
+    before = tensors[: tensors._fields.index("parameters")]
+    return [*before, *tensors.parameters]
+
+
+def grad_fake(call: _operator.BackwardCall) -> list[Tensor]:
     """Returns uninitialised gradients; an unwanted one has shape (0,) and the input's dtype."""
-    assert inputs[0] is not None
+    pairs = zip(differentiable(call.tensors), differentiable(call.wanted), strict=True)
     return [
-        t.new_empty(t.shape) if w and t is not None else inputs[0].new_empty(0)
-        for t, w in zip(inputs, wanted, strict=True)
+        t.new_empty(t.shape) if wanted and t is not None else call.tensors.input.new_empty(0)
+        for t, wanted in pairs
     ]
 
 
-def flops(input: Tensor, parameters: Sequence[Tensor | None], slots: Any) -> int:
-    """Counts the operations of a forward op's matrix products over all T · B steps."""
-    names = slots._fields * (len(parameters) // len(slots._fields))
+def flops(slots: Any, tensors: Any, options: Any) -> int:
+    """Counts the operations of a forward op's matrix products over all T · B steps.
+
+    Args:
+        slots: the named tuple of one direction's parameters.
+    """
+    names = slots._fields * (len(tensors.parameters) // len(slots._fields))
     weights = sum(
         t.numel()
-        for name, t in zip(names, parameters, strict=True)
+        for name, t in zip(names, tensors.parameters, strict=True)
         if t is not None and name in ("weight_ih", "weight_hh", "weight_hr")
     )
-    return 2 * input.shape[0] * input.shape[1] * weights
+    T, B, _ = tensors.input.shape
+    return 2 * T * B * weights

@@ -97,9 +97,9 @@ def scaled_dot_product_attention(
         query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, key_lengths, window
     )
     out, lse = _run(call)
-    if call.lead is not None:
-        out = out.reshape(*call.lead, *out.shape[-2:])
-        lse = lse.reshape(*call.lead, lse.shape[-1])
+    if call.batch_shape is not None:
+        out = out.reshape(*call.batch_shape, *out.shape[-2:])
+        lse = lse.reshape(*call.batch_shape, lse.shape[-1])
     return (out, lse) if return_lse else out
 
 
@@ -173,18 +173,12 @@ def varlen_attention(
 
 
 class _Call(NamedTuple):
-    """A checked call: the ops' arguments, as in :func:`trifuse.reference.attention.attention`."""
+    """A checked call of the forward op, without the seed."""
 
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    attn_mask: Tensor | None
-    key_lengths: Tensor | None
-    cu_seqlens_q: Tensor | None
-    cu_seqlens_k: Tensor | None
-    options: tuple[int, int, float | None, int, int, bool, float]
+    tensors: _Tensors
+    options: _Options
     choice: backends.Choice
-    lead: tuple[int, ...] | None  # the caller's leading dimensions, if not (B, H)
+    batch_shape: tuple[int, ...] | None  # the caller's leading dimensions, if not (B, H)
 
 
 def _prepare(
@@ -201,9 +195,9 @@ def _prepare(
 ) -> _Call:
     query, key, value, attn_mask = _tensors(query, key, value, attn_mask)
     _checks.flag("enable_gqa", enable_gqa)
-    lead = None
+    batch_shape = None
     if not query.dim() == key.dim() == value.dim() == 4:
-        query, key, value, attn_mask, lead = _to_4d(query, key, value, attn_mask, enable_gqa)
+        query, key, value, attn_mask, batch_shape = _to_4d(query, key, value, attn_mask, enable_gqa)
     if not query.shape[:2] == key.shape[:2] == value.shape[:2]:
         query, key, value = _broadcast_batch(query, key, value, enable_gqa)
     _check_sizes(query, key, value, enable_gqa)
@@ -219,9 +213,11 @@ def _prepare(
         attn_mask = _mask_to_4d(attn_mask, query, (query.shape[0], query.shape[1], Lq, Lk))
     if key_lengths is not None:
         key_lengths = _checks.integers("key_lengths", key_lengths, "(B,)", query.shape[0], query)
-    options = (Lq, Lk, _scale(scale), *band, _checks.probability("dropout_p", dropout_p))
     return _Call(
-        query, key, value, attn_mask, key_lengths, None, None, options, _choose(query, value), lead
+        _Tensors(query, key, value, attn_mask, key_lengths),
+        _Options(Lq, Lk, _scale(scale), *band, _checks.probability("dropout_p", dropout_p)),
+        _choose(query, value),
+        batch_shape,
     )
 
 
@@ -264,14 +260,13 @@ def _prepare_varlen(
             raise fail("attn_mask", "a tensor (is_causal takes a CausalVariant)", "a CausalBias")
         shape4 = (cu_seqlens_q.shape[0] - 1, query.shape[1], max_seqlen_q, max_seqlen_k)
         attn_mask = _mask_to_4d(attn_mask, query, shape4)
-    options = (
-        max_seqlen_q, max_seqlen_k, _scale(scale), *band,
-        _checks.probability("dropout_p", dropout_p),
-    )  # fmt: skip
+    dropout_p = _checks.probability("dropout_p", dropout_p)
     return _Call(
-        query, key, value, attn_mask, None, cu_seqlens_q, cu_seqlens_k, options,
-        _choose(query, value), None,
-    )  # fmt: skip
+        _Tensors(query, key, value, attn_mask, None, cu_seqlens_q, cu_seqlens_k),
+        _Options(max_seqlen_q, max_seqlen_k, _scale(scale), *band, dropout_p),
+        _choose(query, value),
+        None,
+    )
 
 
 def _tensors(
@@ -316,15 +311,16 @@ def _to_4d(
             raise fail(name, "at least 2 dimensions", tuple(tensor.shape))
     dims = (query.dim(), key.dim(), value.dim())
     if max(dims) <= 3 and not (enable_gqa and min(dims) == 3):
-        lead = _broadcast_shapes(query.shape[:-2], key.shape[:-2], value.shape[:-2])
+        batch_shape = _broadcast_shapes(query.shape[:-2], key.shape[:-2], value.shape[:-2])
         if isinstance(attn_mask, Tensor) and not _is_causal_bias(attn_mask):
             # (N, Lq, Lk) lacks the head dimension between the batch and Lq.
             attn_mask = attn_mask.unsqueeze(-3) if attn_mask.dim() == 3 else attn_mask
-        N = math.prod(lead)
+        N = math.prod(batch_shape)
         query, key, value = (
-            x.expand(*lead, *x.shape[-2:]).reshape(N, 1, *x.shape[-2:]) for x in (query, key, value)
+            x.expand(*batch_shape, *x.shape[-2:]).reshape(N, 1, *x.shape[-2:])
+            for x in (query, key, value)
         )
-        return query, key, value, attn_mask, lead
+        return query, key, value, attn_mask, batch_shape
     # Heads may differ between query and key; everything before them must broadcast.
     batch = _broadcast_shapes(query.shape[:-3], key.shape[:-3], value.shape[:-3])
     if isinstance(attn_mask, Tensor) and not _is_causal_bias(attn_mask) and attn_mask.dim() > 3:
@@ -506,26 +502,18 @@ def _choose(query: Tensor, value: Tensor) -> backends.Choice:
 # Values of integer tensors ----------------------------------------------------------------------
 
 
-def _check_values(
-    query: Tensor,
-    key: Tensor,
-    key_lengths: Tensor | None,
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_k: Tensor | None,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-) -> None:
+def _check_values(tensors: _Tensors, options: _Options) -> None:
     """Checks the contents of ``key_lengths`` and ``cu_seqlens``; runs inside the ops.
 
     On a CPU it raises. Elsewhere reading them would wait for the device, so the device asserts.
     """
+    Lq, Lk, key_lengths = tensors.query.shape[2], tensors.key.shape[2], tensors.key_lengths
     if key_lengths is not None:
-        Lk = key.shape[2]
         ok = (key_lengths >= 0) & (key_lengths <= Lk)
         _require(ok.all(), "key_lengths", f"lengths in [0, {Lk}]", key_lengths)
     for name, cu, total, longest in (
-        ("cu_seqlens_q", cu_seqlens_q, query.shape[2], max_seqlen_q),
-        ("cu_seqlens_k", cu_seqlens_k, key.shape[2], max_seqlen_k),
+        ("cu_seqlens_q", tensors.cu_seqlens_q, Lq, options.max_seqlen_q),
+        ("cu_seqlens_k", tensors.cu_seqlens_k, Lk, options.max_seqlen_k),
     ):
         if cu is not None:
             steps = cu.diff()
@@ -551,11 +539,11 @@ class _Tensors(NamedTuple):
     query: Tensor
     key: Tensor
     value: Tensor
-    attn_mask: Tensor | None
-    key_lengths: Tensor | None
-    cu_seqlens_q: Tensor | None
-    cu_seqlens_k: Tensor | None
-    seed: Tensor | None
+    attn_mask: Tensor | None = None
+    key_lengths: Tensor | None = None
+    cu_seqlens_q: Tensor | None = None
+    cu_seqlens_k: Tensor | None = None
+    seed: Tensor | None = None
 
 
 class _Options(NamedTuple):
@@ -574,8 +562,10 @@ class _Results(NamedTuple):
 
 
 def _run(call: _Call) -> tuple[Tensor, ...]:
-    seed = _operator.draw_seed(call.query) if call.options[-1] > 0 else None
-    return _OPERATOR(call.choice.backend, (*call[:7], seed), call.options)
+    tensors = call.tensors
+    if call.options.dropout_p > 0:
+        tensors = tensors._replace(seed=_operator.draw_seed(tensors.query))
+    return _OPERATOR(call.choice.backend, tensors, call.options)
 
 
 def _empty_like_layout(like: Tensor, last_dim: int) -> Tensor:
@@ -592,56 +582,57 @@ def _empty_like_layout(like: Tensor, last_dim: int) -> Tensor:
     return like.new_empty(B, H, L, last_dim)
 
 
-def _fake(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+def _fake(tensors: _Tensors, options: _Options, save: int) -> _Results:
+    query, value = tensors.query, tensors.value
     dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
     lse = query.new_empty(query.shape[:3], dtype=dtype)
-    return _empty_like_layout(query, value.shape[3]), lse
+    return _Results(_empty_like_layout(query, value.shape[3]), lse)
 
 
-def _grad_fake(
-    grad_out: Tensor, grad_lse: Tensor | None, query: Tensor, key: Tensor, value: Tensor,
-    attn_mask: Tensor | None, *rest: Any,
-) -> tuple[Tensor, ...]:  # fmt: skip
+def _grad_fake(call: _operator.BackwardCall) -> tuple[Tensor, ...]:
+    query, key, value, attn_mask = call.tensors[:4]
     grads = [_empty_like_layout(x, x.shape[3]) for x in (query, key, value)]
-    if rest[-1][3]:
-        assert attn_mask is not None
-        return (*grads, attn_mask.new_empty(attn_mask.shape))
-    return (*grads, query.new_empty(0))
+    mask_shape = attn_mask.shape if call.wanted.attn_mask else (0,)
+    return (*grads, (attn_mask if call.wanted.attn_mask else query).new_empty(mask_shape))
 
 
-def _grad_formula(*args: Any) -> tuple[Tensor | None, ...]:
-    """Calls the reference with the backward op's arguments, without the forward's results."""
-    arguments = (*args[:10], *args[12:-1], args[-1][3])
-    return reference.attention_backward(*arguments)
+def _formula(tensors: _Tensors, options: _Options) -> tuple[Tensor, Tensor]:
+    return reference.attention(*tensors, *options)
 
 
-def _pairs(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Any, key_lengths: Any,
-    cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, *rest: Any,
-) -> int:  # fmt: skip
+def _grad_formula(call: _operator.BackwardCall) -> tuple[Tensor | None, ...]:
+    return reference.attention_backward(
+        call.grads.out,
+        call.grads.logsumexp,
+        **call.tensors._asdict(),
+        **call.options._asdict(),
+        mask_requires_grad=call.wanted.attn_mask,
+    )
+
+
+def _pairs(tensors: _Tensors, options: _Options) -> int:
     """Counts the query-key pairs of all heads, masked pairs included, as torch does."""
-    (B, H, Lq, _), Lk = query.shape, key.shape[2]
+    (B, H, Lq, _), Lk = tensors.query.shape, tensors.key.shape[2]
+    cu_seqlens_q, cu_seqlens_k = tensors.cu_seqlens_q, tensors.cu_seqlens_k
     if cu_seqlens_q is None or cu_seqlens_k is None:
         return B * H * Lq * Lk
     from torch._subclasses.fake_tensor import FakeTensor
 
     if cu_seqlens_q.is_meta or isinstance(cu_seqlens_q, FakeTensor):
-        return H * Lq * min(Lk, rest[2])  # no sequence has more keys
+        return H * Lq * min(Lk, options.max_seqlen_k)  # no sequence has more keys
     return H * int((cu_seqlens_q.diff() * cu_seqlens_k.diff()).sum())
 
 
-def _flops(*args: Any) -> int:
+def _flops(tensors: _Tensors, options: _Options) -> int:
     """Counts the operations of the forward's products: Q Kᵀ and P V."""
-    return 2 * _pairs(*args) * (args[0].shape[3] + args[2].shape[3])
+    E, Ev = tensors.query.shape[3], tensors.value.shape[3]
+    return 2 * _pairs(tensors, options) * (E + Ev)
 
 
-def _grad_flops(*args: Any) -> int:
+def _grad_flops(tensors: _Tensors, options: _Options) -> int:
     """Counts the operations of the backward's products: Q Kᵀ again, dQ, dK, dP and dV."""
-    return 2 * _pairs(*args) * (3 * args[0].shape[3] + 2 * args[2].shape[3])
-
-
-def _check_arguments(query: Tensor, key: Tensor, value: Tensor, *args: Any) -> None:
-    _check_values(query, key, *args[1:4], *args[5:7])
+    E, Ev = tensors.query.shape[3], tensors.value.shape[3]
+    return 2 * _pairs(tensors, options) * (3 * E + 2 * Ev)
 
 
 _OPERATOR = _operator.Operator(
@@ -659,10 +650,10 @@ _OPERATOR = _operator.Operator(
     alone=("cu_seqlens_q", "seed"),
     fake=_fake,
     grad_fake=_grad_fake,
-    formula=reference.attention,
+    formula=_formula,
     grad_formula=_grad_formula,
     flops=_flops,
     grad_flops=_grad_flops,
-    check=_check_arguments,
-    head_dim=lambda tensors: max(tensors[0].shape[3], tensors[2].shape[3]),
+    check=_check_values,
+    head_dim=lambda tensors: max(tensors.query.shape[3], tensors.value.shape[3]),
 )

@@ -87,18 +87,10 @@ def dropout_add_layer_norm(
 
 
 class _Call(NamedTuple):
-    """A checked call: the forward op's arguments, except the seed, and the chosen backend."""
+    """A call of the forward op, without the seed."""
 
-    x: Tensor
-    residual: Tensor | None
-    weight: Tensor | None
-    bias: Tensor | None
-    x_bias: Tensor | None
-    dropout_p: float
-    eps: float
-    rms_norm: bool
-    prenorm: bool
-    sum_dtype: torch.dtype
+    tensors: _Tensors
+    options: _Options
     choice: backends.Choice
 
 
@@ -145,9 +137,10 @@ def _prepare(
     eps = _checks.epsilon(eps)
     choice = backends.choose(backends.Call("dropout_add_layer_norm", x.device.type, dtype))
     return _Call(
-        x, residual, weight, bias, x_bias, dropout_p if training else 0.0, eps, rms_norm, prenorm,
-        sum_dtype, choice,
-    )  # fmt: skip
+        _Tensors(x, residual, weight, bias, x_bias),
+        _Options(dropout_p if training else 0.0, eps, rms_norm, prenorm, sum_dtype),
+        choice,
+    )
 
 
 def _vector(argument: str, value: Any, x: Tensor, features: torch.Size) -> Tensor:
@@ -182,7 +175,7 @@ class _Tensors(NamedTuple):
     weight: Tensor | None
     bias: Tensor | None
     x_bias: Tensor | None
-    seed: Tensor | None
+    seed: Tensor | None = None
 
 
 class _Options(NamedTuple):
@@ -201,38 +194,48 @@ class _Results(NamedTuple):
 
 
 def _run(call: _Call) -> tuple[Tensor, ...]:
-    seed = _operator.draw_seed(call.x) if call.dropout_p > 0 else None
-    return _OPERATOR(call.choice.backend, (*call[:5], seed), call[5:10])
+    tensors = call.tensors
+    if call.options.dropout_p > 0:
+        tensors = tensors._replace(seed=_operator.draw_seed(tensors.x))
+    return _OPERATOR(call.choice.backend, tensors, call.options)
 
 
-def _fake(
-    x: Tensor, residual: Tensor | None, weight: Any, bias: Any, x_bias: Any, seed: Any,
-    dropout_p: float, eps: float, rms_norm: bool, prenorm: bool, sum_dtype: torch.dtype,
-) -> tuple[Tensor, ...]:  # fmt: skip
+def _fake(tensors: _Tensors, options: _Options, save: int) -> _Results:
+    x = tensors.x
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     mean, rstd = (x.new_empty(x.shape[:-1], dtype=wide) for _ in range(2))
-    total = x.new_empty(x.shape if prenorm else (0,), dtype=sum_dtype)
-    return x.new_empty(x.shape), total, mean, rstd
+    total = x.new_empty(x.shape if options.prenorm else (0,), dtype=options.sum_dtype)
+    return _Results(x.new_empty(x.shape), total, mean, rstd)
 
 
-def _grad_fake(
-    grad_out: Tensor, grad_sum: Tensor | None, x: Tensor, residual: Tensor | None,
-    weight: Tensor | None, bias: Tensor | None, x_bias: Tensor | None, *rest: Any,
-) -> tuple[Tensor, ...]:  # fmt: skip
+def _grad_fake(call: _operator.BackwardCall) -> tuple[Tensor, ...]:
+    grad_out, (x, residual, *vectors, _) = call.grads.out, call.tensors
     like = (
         grad_out,
         x if residual is None else residual,
-        *(grad_out if v is None else v for v in (weight, bias, x_bias)),
+        *(grad_out if v is None else v for v in vectors),
     )
     return tuple(
-        t.new_empty(t.shape if wanted else (0,)) for t, wanted in zip(like, rest[-1], strict=True)
+        t.new_empty(t.shape if wanted else (0,))
+        for t, wanted in zip(like, call.wanted[:5], strict=True)
     )
 
 
-def _grad_formula(*args: Any) -> tuple[Tensor | None, ...]:
-    """Calls the reference with the backward op's arguments, without the forward's results."""
-    given, options = args[:8], args[10:14]
-    return reference.dropout_add_layer_norm_backward(*given, *options)
+def _formula(tensors: _Tensors, options: _Options) -> tuple[Tensor, ...]:
+    return reference.dropout_add_layer_norm(*tensors, *options)
+
+
+def _grad_formula(call: _operator.BackwardCall) -> tuple[Tensor | None, ...]:
+    options = call.options
+    return reference.dropout_add_layer_norm_backward(
+        call.grads.out,
+        call.grads.sum,
+        **call.tensors._asdict(),
+        dropout_p=options.dropout_p,
+        eps=options.eps,
+        rms_norm=options.rms_norm,
+        x_is_sum=options.prenorm,
+    )
 
 
 _OPERATOR = _operator.Operator(
@@ -247,7 +250,7 @@ _OPERATOR = _operator.Operator(
     axes=dict.fromkeys(("x", "residual", "out", "sum", "mean", "rstd"), _operator.LEADING),
     fake=_fake,
     grad_fake=_grad_fake,
-    formula=reference.dropout_add_layer_norm,
+    formula=_formula,
     grad_formula=_grad_formula,
     keep=lambda tensors, results, options: (
         tensors._replace(x=results.sum, residual=None) if options.prenorm else tensors

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -209,38 +210,33 @@ class _Tensors(NamedTuple):
 
     input: Tensor
     h0: Tensor | None
-    parameters: Sequence[Tensor | None]
+    parameters: Sequence[Tensor | None]  # the Parameters of each direction, one after another
     lengths: Tensor | None
 
 
-def _fake(
-    input: Tensor, h0: Tensor | None, parameters: Sequence[Tensor], lengths: Tensor | None,
-    reverse: Sequence[bool], save: int,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    (T, B, _), H, D = input.shape, parameters[1].shape[1], len(reverse)
+def _fake(tensors: _Tensors, options: Options, save: int) -> reference.Results:
+    input, p = tensors.input, by_direction(Parameters, tensors.parameters)[0]
+    (T, B, _), H, D = input.shape, p.weight_hh.shape[1], len(options.reverse)
     gates = (0,) if save == _operator.SAVE_NOTHING else (D, T, B, 4 * H)
-    return input.new_empty(T, B, D * H), input.new_empty(D, B, H), input.new_empty(gates)
+    return reference.Results(
+        input.new_empty(T, B, D * H), input.new_empty(D, B, H), input.new_empty(gates)
+    )
 
 
-def _grad_fake(
-    grad_output: Tensor, grad_h_n: Tensor | None, input: Tensor, h0: Tensor | None,
-    parameters: Sequence[Tensor | None], *rest: Any,
-) -> list[Tensor]:  # fmt: skip
-    return _recurrent.empty_gradients([input, h0, *parameters], rest[-1])
+def _formula(tensors: _Tensors, options: Options) -> reference.Results:
+    return reference.gru(*tensors, options=options)
 
 
-def _formula(*args: Any) -> reference.Results:
-    """Calls the reference with the forward op's arguments."""
-    return reference.gru(*args[:4], options=Options(*args[4:]))
-
-
-def _grad_formula(*args: Any) -> list[Tensor | None]:
-    """Calls the reference with the backward op's arguments."""
-    return reference.gru_backward(*args[:8], options=Options(args[8]), wanted=args[9])
-
-
-def _check_arguments(*args: Any) -> None:
-    _recurrent.check_lengths(args[3], args[0].shape[0])
+def _grad_formula(call: _operator.BackwardCall) -> list[Tensor | None]:
+    return reference.gru_backward(
+        call.grads.output,
+        call.grads.h_n,
+        **call.tensors._asdict(),
+        output=call.saved.output,
+        gates=call.saved.gates,
+        options=call.options,
+        wanted=_recurrent.differentiable(call.wanted),
+    )
 
 
 _recurrent.OPERATORS["gru"] = _operator.Operator(
@@ -254,11 +250,11 @@ _recurrent.OPERATORS["gru"] = _operator.Operator(
     saves=True,
     axes=_recurrent.AXES,
     fake=_fake,
-    grad_fake=_grad_fake,
+    grad_fake=_recurrent.grad_fake,
     formula=_formula,
     grad_formula=_grad_formula,
-    flops=lambda *args: _recurrent.flops(args[0], args[2], Parameters),
-    check=_check_arguments,
+    flops=functools.partial(_recurrent.flops, Parameters),
+    check=_recurrent.check_lengths,
 )
 
 _operator.library.define(

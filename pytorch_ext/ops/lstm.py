@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -322,7 +323,7 @@ def _prepare_stack(
         operator="lstm_stack",
         states=_states((h0, c0), input, (len(layers), *batch), checked),
         parameters=tuple(t for call in layers for t in call.parameters),
-        options=((False,) * len(layers), *one.options[1:]),
+        options=one.options._replace(reverse=(False,) * len(layers)),
     )
 
 
@@ -364,14 +365,17 @@ def _check(
     options = check_options(
         checked[0].weight_hr is not None, reverse, coupled=coupled, **numbers
     )  # fmt: skip
-    draws = options.training and max(options[6:9]) > 0
+    draws = (
+        options.training
+        and max(options.zoneout_h, options.zoneout_c, options.recurrent_dropout) > 0
+    )
     return _recurrent.Call(
         "lstm",
         input,
         states,
         tuple(t for p in checked for t in p),
         _recurrent.row_lengths(lengths, input),
-        tuple(options),
+        options,
         backends.choose(backends.Call("lstm", input.device.type, input.dtype)),
         recompute,
         draws,
@@ -498,63 +502,61 @@ class _Tensors(NamedTuple):
     seed: Tensor | None
 
 
-def _fake(
-    input: Tensor, h0: Tensor | None, c0: Tensor | None, parameters: Sequence[Tensor],
-    lengths: Tensor | None, seed: Tensor | None, reverse: Sequence[bool], coupled: bool, *rest: Any,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    (T, B, _), D, save = input.shape, len(reverse), rest[-1]
-    rows, R = parameters[1].shape
-    H = rows // (3 if coupled else 4)
+def _fake(tensors: _Tensors, options: Options, save: int) -> reference.Results:
+    input, p = tensors.input, by_direction(Parameters, tensors.parameters)[0]
+    (T, B, _), D = input.shape, len(options.reverse)
+    rows, R = p.weight_hh.shape
+    H = rows // (3 if options.coupled else 4)
     wide = torch.float64 if input.dtype == torch.float64 else torch.float32
     gates = (D, T, B, rows) if save == _operator.SAVE_ALL else (0,)
     cells = (0,) if save == _operator.SAVE_NOTHING else (D, T, B, H)
-    columns = reference.clipped_columns(H, R, *rest[1:3])
+    columns = reference.clipped_columns(H, R, options.cell_clip, options.proj_clip)
     clipped = (D, T, B, columns) if columns and save != _operator.SAVE_NOTHING else (0,)
-    return (
-        input.new_empty(T, B, D * R),
-        input.new_empty(D, B, R),
-        input.new_empty(D, B, H, dtype=wide),
-        input.new_empty(gates),
-        input.new_empty(cells, dtype=wide),
-        input.new_empty(clipped, dtype=torch.bool),  # c's units, then h's
+    return reference.Results(
+        output=input.new_empty(T, B, D * R),
+        h_n=input.new_empty(D, B, R),
+        c_n=input.new_empty(D, B, H, dtype=wide),
+        gates=input.new_empty(gates),
+        cells=input.new_empty(cells, dtype=wide),
+        clipped=input.new_empty(clipped, dtype=torch.bool),  # c's units, then h's
     )
 
 
-def _cpp_fake(*args: Any) -> tuple[Tensor, ...]:
+def _cpp_fake(tensors: _Tensors, options: Options, save: int) -> reference.Results:
     """As :func:`_fake`, but with layer normalisation both products are saved instead of the gates.
 
     The products have the accumulation dtype. Marks of clipped elements are bits, 16 to an int16.
     """
-    output, h_n, c_n, gates, cells, clipped = _fake(*args)
-    norm = Parameters(*args[3][: len(Parameters._fields)]).norm_ih_weight
-    if norm is not None and gates.dim() > 1:
-        gates = c_n.new_empty(*gates.shape[:-1], 2 * gates.shape[-1])
+    results = _fake(tensors, options, save)
+    gates, clipped = results.gates, results.clipped
+    p = by_direction(Parameters, tensors.parameters)[0]
+    if p.norm_ih_weight is not None and gates.dim() > 1:
+        gates = results.c_n.new_empty(*gates.shape[:-1], 2 * gates.shape[-1])
     if clipped.dim() > 1:
-        words = (-(-t.shape[-1] // 16) for t in (c_n, h_n))
-        columns = reference.clipped_columns(*words, *args[9:11])
+        H, R = (-(-t.shape[-1] // 16) for t in (results.c_n, results.h_n))
+        columns = reference.clipped_columns(H, R, options.cell_clip, options.proj_clip)
         clipped = clipped.new_empty(*clipped.shape[:-1], columns)
-    return output, h_n, c_n, gates, cells, clipped.to(torch.int16)
+    return results._replace(gates=gates, clipped=clipped.to(torch.int16))
 
 
-def _grad_fake(
-    grad_output: Tensor, grad_h_n: Tensor | None, grad_c_n: Tensor | None, input: Tensor,
-    h0: Tensor | None, c0: Tensor | None, parameters: Sequence[Tensor | None], *rest: Any,
-) -> list[Tensor]:  # fmt: skip
-    return _recurrent.empty_gradients([input, h0, c0, *parameters], rest[-1])
+def _formula(tensors: _Tensors, options: Options) -> reference.Results:
+    return reference.lstm(*tensors, options=options)
 
 
-def _formula(*args: Any) -> reference.Results:
-    """Calls the reference with the forward op's arguments."""
-    return reference.lstm(*args[:6], options=Options(*args[6:]))
-
-
-def _grad_formula(*args: Any) -> list[Tensor | None]:
-    """Calls the reference with the backward op's arguments."""
-    return reference.lstm_backward(*args[:13], options=Options(*args[13:23]), wanted=args[23])
-
-
-def _check_arguments(*args: Any) -> None:
-    _recurrent.check_lengths(args[4], args[0].shape[0])
+def _grad_formula(call: _operator.BackwardCall) -> list[Tensor | None]:
+    grads, saved = call.grads, call.saved
+    return reference.lstm_backward(
+        grads.output,
+        grads.h_n,
+        grads.c_n,
+        **call.tensors._asdict(),
+        output=saved.output,
+        gates=saved.gates,
+        cells=saved.cells,
+        clipped=saved.clipped,
+        options=call.options,
+        wanted=_recurrent.differentiable(call.wanted),
+    )
 
 
 _OPERATOR = _recurrent.OPERATORS["lstm"] = _operator.Operator(
@@ -569,11 +571,11 @@ _OPERATOR = _recurrent.OPERATORS["lstm"] = _operator.Operator(
     axes=_recurrent.AXES,
     fake=_fake,
     fakes={"cpp": _cpp_fake},
-    grad_fake=_grad_fake,
+    grad_fake=_recurrent.grad_fake,
     formula=_formula,
     grad_formula=_grad_formula,
-    flops=lambda *args: _recurrent.flops(args[0], args[3], Parameters),
-    check=_check_arguments,
+    flops=functools.partial(_recurrent.flops, Parameters),
+    check=_recurrent.check_lengths,
 )
 
 _operator.library.define(
@@ -604,51 +606,58 @@ class _StackResults(NamedTuple):
     below: Tensor  # (layers - 1, T, B, R): the outputs of the layers below the last
 
 
-def _stack_fake(*args: Any) -> tuple[Tensor, ...]:
-    output, h_n, *rest = _fake(*args)
-    (layers, _, R), (T, B, _) = h_n.shape, output.shape
-    below = (0,) if args[-1] == _operator.SAVE_NOTHING else (layers - 1, T, B, R)
-    return output.new_empty(T, B, R), h_n, *rest, output.new_empty(below)
+def _stack_fake(tensors: _Tensors, options: Options, save: int) -> _StackResults:
+    layers = _fake(tensors, options, save)
+    (L, B, R), T = layers.h_n.shape, tensors.input.shape[0]
+    below = (0,) if save == _operator.SAVE_NOTHING else (L - 1, T, B, R)
+    output = layers.output.new_empty(T, B, R)
+    return _StackResults(*layers._replace(output=output), below=output.new_empty(below))
 
 
-def _layer(args: Sequence[Any], k: int, x: Tensor) -> tuple[tuple[Any, ...], Options]:
-    """Returns the k-th layer's arguments and options for the reference."""
-    _, h0, c0, parameters, lengths, seed, *options = args
-    h, c = (None if t is None else t[k : k + 1] for t in (h0, c0))
-    given = (x, h, c, parameters[k * SLOTS : (k + 1) * SLOTS], lengths, seed)
-    return given, Options(*options)._replace(reverse=(False,))
+def _layer(tensors: _Tensors, options: Options, k: int, x: Tensor) -> tuple[_Tensors, Options]:
+    """Returns the arguments of the k-th layer, whose input is ``x``."""
+    h0, c0 = (None if t is None else t[k : k + 1] for t in (tensors.h0, tensors.c0))
+    parameters = tensors.parameters[k * SLOTS : (k + 1) * SLOTS]
+    layer = tensors._replace(input=x, h0=h0, c0=c0, parameters=parameters)
+    return layer, options._replace(reverse=(False,))
 
 
-def _stack_formula(*args: Any) -> _StackResults:
-    """Calls the reference with the forward op's arguments, layer by layer."""
-    outputs: list[Tensor] = [args[0]]
+def _stack_formula(tensors: _Tensors, options: Options) -> _StackResults:
+    """Calls the reference layer by layer."""
+    outputs: list[Tensor] = [tensors.input]
     layers = []
-    for k in range(len(args[6])):
-        given, options = _layer(args, k, outputs[-1])
-        layers.append(reference.lstm(*given, options=options))
+    for k in range(len(options.reverse)):
+        layers.append(_formula(*_layer(tensors, options, k, outputs[-1])))
         outputs.append(layers[-1].output)
     _, *others = (torch.cat(of_layers) for of_layers in zip(*layers, strict=True))
     last, below = outputs[-1], outputs[1:-1]
     return _StackResults._make((last, *others, reference.stack_steps(below, last.shape, last)))
 
 
-def _stack_grad_formula(*args: Any) -> list[Tensor | None]:
-    """Calls the reference with the backward op's arguments, layer by layer."""
-    grad_output, grad_h_n, grad_c_n = args[:3]
-    forward, wanted = (*args[3:9], *args[14:24]), args[24]
-    x, layers = args[3], []
-    for k in range(len(forward[6])):
-        given, options = _layer(forward, k, x)
-        grad_h, grad_c = (None if t is None else t[k : k + 1] for t in (grad_h_n, grad_c_n))
-        asked = (k > 0 or wanted[0], *wanted[1:3], *wanted[3:][k * SLOTS : (k + 1) * SLOTS])
-        layers.append((grad_h, grad_c, given, options, asked))
-        x = reference.lstm(*given, options=options).output
-    results = []
-    for grad_h, grad_c, given, options, asked in reversed(layers):
-        arguments = (grad_output, grad_h, grad_c, *given, None, None, None, None)
-        grads = reference.lstm_backward(*arguments, options=options, wanted=asked)
-        grad_output = grads[0]
-        results.append(grads)
+def _stack_grad_formula(call: _operator.BackwardCall) -> list[Tensor | None]:
+    """Calls the reference layer by layer, from the last to the first."""
+    layers, x = [], call.tensors.input
+    for k in range(len(call.options.reverse)):
+        layers.append(_layer(call.tensors, call.options, k, x))
+        x = _formula(*layers[-1]).output
+    grad_output, results = call.grads.output, []
+    for k in reversed(range(len(layers))):
+        tensors, options = layers[k]
+        grad_h_n, grad_c_n = (
+            None if t is None else t[k : k + 1] for t in (call.grads.h_n, call.grads.c_n)
+        )
+        layer = _operator.BackwardCall(
+            grads=call.grads._replace(output=grad_output, h_n=grad_h_n, c_n=grad_c_n),
+            tensors=tensors,
+            saved=_StackResults._make([None] * len(_StackResults._fields)),
+            options=options,
+            wanted=call.wanted._replace(
+                input=k > 0 or call.wanted.input,
+                parameters=call.wanted.parameters[k * SLOTS : (k + 1) * SLOTS],
+            ),
+        )
+        results.append(_grad_formula(layer))
+        grad_output = results[-1][0]
     results.reverse()
     states = [
         None if of_layers[0] is None else torch.cat(of_layers)
