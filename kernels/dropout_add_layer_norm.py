@@ -162,7 +162,7 @@ def _sum(inputs, dropout, keep, tile, variant: tl.constexpr):
     total = _load(inputs.x, tile, variant.vector)
     if not variant.x_is_sum:
         if inputs.x_bias is not None:
-            # The backward sums over a tile's rows, also those past the last. There an infinite x_bias
+            # The backward sums over all rows of a tile. In rows past the last, an infinite x_bias
             # would become NaN, even if it was dropped in every row that exists.
             x_bias = _load_vector(inputs.x_bias, tile, variant.N)
             total = tl.where(tile.inside, total + x_bias, 0.0)

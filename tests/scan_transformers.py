@@ -435,7 +435,7 @@ def compare(
         done.append(run.name)
     if not done:
         return Verdict(model_type, name, "not tried", "eager gives no finite result")
-    detail = ", ".join(done) + ("" if used else "; never asks for it")
+    detail = ", ".join(done) + ("" if used else "; never calls it")
     return Verdict(model_type, name, "right", detail)
 
 
@@ -507,36 +507,41 @@ def examine_apart(task: tuple[str, str, str], seconds: int) -> Verdict:
 
 _HEAD = """# Hugging Face transformers: which models `attn_implementation="trifuse"` serves
 
-Made by `python tests/scan_transformers.py --page docs/transformers.md`, with transformers
-{version}. Every base model that it knows is built at a tiny size with random weights. It is
-**right** where it gives at real tokens what "eager" gives, to within {factor} times the error
-that "eager" makes in float32: on whole batches, on batches padded on either side, and through a
-cache in pieces.
+`python tests/scan_transformers.py --page docs/transformers.md` made this page, with transformers
+{version}. The script builds base models of transformers at a tiny size with random weights. A model
+is **right** if its results at real tokens are those of "eager", to within {factor} times the error
+of "eager" in float32. This is checked on whole batches, on batches padded on either side, and on a
+text that goes through a cache in pieces. A model "never calls it" if its forward never calls
+trifuse's attention.
 
-A model **raises** where it would be wrong. transformers takes the name of an attention for any
-model. One whose code computes its attention itself would add a boolean mask to its scores, or
-lose the causality that a mask of None leaves to the attention. So before it is made, what its
-classes refer to is looked at: whether an attention asks transformers' `AttentionInterface`, by no
-list of names.
+A model **raises** if its results would be wrong. transformers accepts the name of an attention for
+any model. But a model whose code computes its attention itself would add a boolean mask to its
+scores, or lose the causality that a mask of None leaves to the attention. So the code of a model's
+classes is examined before the model is made: does an attention call go through transformers'
+`AttentionInterface`? No list of model names is involved.
 
-- A model none of whose attentions ask raises a `ValueError` that names the class and says what to
-  do.
-- A model of both kinds gets the masks of "eager", which are right for both.
-- `trifuse.fuse(model)` leaves such a model's attention as it is, and its report says why.
+- A model that applies the mask in its own attentions, and never uses the interface, raises a
+  `ValueError`. So does a model that looks its attention up in a table without "trifuse". The error
+  names the class and says what to do.
+- A model with both kinds of attention gets the masks of "eager", which are right for both. So does
+  a model that uses the interface without declaring support for "sdpa".
+- `trifuse.fuse(model)` leaves the attention of a model that would raise as it is, and its report
+  says why.
 - A model whose attention needs more than a softmax of masked scores (capped scores, sinks) raises
-  when it first attends.
+  at its first call of the attention.
 
-The check when a model is made is installed by `trifuse.huggingface.register()` and
-`trifuse.fuse`, in `PreTrainedModel.get_correct_attn_implementation`; other names pass through it.
-`import trifuse` alone makes the name known without it, and so do versions of transformers without
-that method: then the model raises when it makes its first mask, and one that looks its attention
-up in a table of its own raises transformers' `KeyError` when it is made.
+`trifuse.huggingface.register()` installs this check in
+`PreTrainedModel.get_correct_attn_implementation`, and `trifuse.fuse` calls `register()` when it
+switches a model. The check ignores other names. Two cases lack it: after `import trifuse` alone,
+only the name "trifuse" is registered, and some versions of transformers do not have that method. A
+model that computes its attention itself then raises when it makes its first mask. A model that
+looks its attention up in a table of its own raises transformers' `KeyError` when it is made.
 
-A model that was not tried could not be built or fed by the script at a small size. Nothing is
-known of it beyond what its code says.
+A model was not tried if the script could not build or feed it at a small size, or took too long.
+Nothing is known of it beyond what its code says.
 
-Of {total} base models, the table has {tried}.{missing} BERT and LLaMA have been run with
-transformers 5.0.0 too, which asks for masks by `cache_position`.
+Of {total} base models, the table has {tried}.{missing} BERT and LLaMA have also been run with
+transformers 5.0.0, which requests masks by `cache_position`.
 
 | model | class | | |
 |---|---|---|---|

@@ -533,7 +533,7 @@ def test_tracing_and_fake_tensors():
 
     module, x = layer(16, 8), torch.randn(5, 16)
     with torch.no_grad():
-        with pytest.warns(DeprecationWarning, match="trace"):
+        with pytest.warns((DeprecationWarning, FutureWarning), match="trace"):
             traced = torch.jit.trace(module, x)
         torch.testing.assert_close(traced(x), module(x))
     with FakeTensorMode() as mode:

@@ -618,13 +618,23 @@ def apply(function: type[torch.autograd.Function], *args: Any) -> Any:
     kernels on small tensors, and applies the transforms of ``torch.func`` to the call. Here the
     dispatcher applies them to the op instead.
     """
-    base: Any = super(torch.autograd.Function, function)
     if torch._C._are_functorch_transforms_active():
         from torch._functorch.autograd_function import enable_single_level_autograd_function
 
         with enable_single_level_autograd_function():
-            return base.apply(*args)
+            return _single_level(function).apply(*args)
+    base: Any = super(torch.autograd.Function, function)
     return base.apply(*torch._functorch.utils.unwrap_dead_wrappers(args))
+
+
+@functools.cache
+def _single_level(function: type[torch.autograd.Function]) -> Any:
+    """Returns a Function with the same forward and backward, to which torch applies no transforms.
+
+    Since torch 2.15, every subclass of ``torch.autograd.Function`` applies them itself.
+    """
+    methods = {name: staticmethod(getattr(function, name)) for name in ("forward", "backward")}
+    return type(function.__name__, (torch.autograd.function._SingleLevelFunction,), methods)
 
 
 def below(op: Any, *args: Any) -> Any:

@@ -51,9 +51,10 @@ class Fuzzing:
         total = self.options.calls or self.options.seconds / len(self.jobs)
         columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[said]}"))
         with Progress(*columns, TimeElapsedColumn()) as self.progress:
-            for operator, backend in self.jobs:
-                task = self.progress.add_task(f"{operator}, {backend}", total=total, said="")
-                self._job(operator, backend, task, total)
+            with contextlib.suppress(KeyboardInterrupt):  # the summary is of the calls until then
+                for operator, backend in self.jobs:
+                    task = self.progress.add_task(f"{operator}, {backend}", total=total, said="")
+                    self._job(operator, backend, task, total)
         print(f"{self.made} calls from seed {self.seed}, {sum(self.kinds.values())} failed")
         for kind, count in self.kinds.items():
             print(f"{count:6} {kind}")
