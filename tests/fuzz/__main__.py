@@ -12,6 +12,7 @@ import multiprocessing
 import multiprocessing.connection
 import os
 import random
+import signal
 import sys
 import time
 from typing import Any
@@ -50,11 +51,12 @@ class Fuzzing:
     def run(self) -> int:
         total = self.options.calls or self.options.seconds / len(self.jobs)
         columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[said]}"))
-        with Progress(*columns, TimeElapsedColumn()) as self.progress:
-            with contextlib.suppress(KeyboardInterrupt):  # the summary is of the calls until then
-                for operator, backend in self.jobs:
-                    task = self.progress.add_task(f"{operator}, {backend}", total=total, said="")
-                    self._job(operator, backend, task, total)
+        # After Ctrl-C the summary counts the calls until then.
+        interrupted = contextlib.suppress(KeyboardInterrupt)
+        with interrupted, Progress(*columns, TimeElapsedColumn()) as self.progress:
+            for operator, backend in self.jobs:
+                task = self.progress.add_task(f"{operator}, {backend}", total=total, said="")
+                self._job(operator, backend, task, total)
         print(f"{self.made} calls from seed {self.seed}, {sum(self.kinds.values())} failed")
         for kind, count in self.kinds.items():
             print(f"{count:6} {kind}")
@@ -62,12 +64,20 @@ class Fuzzing:
 
     def _job(self, operator: str, backend: str, task: Any, total: float) -> None:
         """Runs one job on several workers, for a time or for a number of calls."""
-        calls = self.options.calls
-        start, given, done = time.monotonic(), 0, 0
         workers = [
             _Worker(operator, backend, self.options.shrink_seconds)
-            for _ in range(min(self.options.workers, calls or self.options.workers))
+            for _ in range(min(self.options.workers, self.options.calls or self.options.workers))
         ]
+        try:
+            self._deal(workers, task, total)
+        finally:
+            for worker in workers:
+                worker.end()
+
+    def _deal(self, workers: list[_Worker], task: Any, total: float) -> None:
+        """Deals seeds to the workers and records what they find."""
+        calls = self.options.calls
+        start, given, done = time.monotonic(), 0, 0
         idle = list(workers)
         while True:
             more = given < calls if calls else time.monotonic() - start < total
@@ -90,14 +100,12 @@ class Fuzzing:
                     self.kinds[kind] = self.kinds.get(kind, 0) + 1
                 if finished:
                     done += 1
+                    self.made += 1
                     idle.append(worker)
             self.progress.update(
                 task, completed=done if calls else min(total, time.monotonic() - start),
                 said=f"{done} calls",
             )  # fmt: skip
-        self.made += done
-        for worker in workers:
-            worker.end()
 
 
 class _Worker:
@@ -114,7 +122,10 @@ class _Worker:
         self.process = context.Process(
             target=work, args=(operator, backend, theirs, sent, shrink_seconds), daemon=True
         )
+        # Ctrl-C ends this process, which ends its workers; they print nothing.
+        handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
         self.process.start()
+        signal.signal(signal.SIGINT, handler)
         theirs.close()
         sent.close()
 
