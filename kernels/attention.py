@@ -42,6 +42,7 @@ from trifuse.kernels.arguments import check_memory, check_shape
 from trifuse.kernels.arithmetic import dot, end_run
 from trifuse.kernels.philox import dropout_keep
 from trifuse.reference import philox
+from trifuse.reference.results import empty_like_layout
 
 LOG2E = tl.constexpr(math.log2(math.e))
 LN2 = tl.constexpr(math.log(2))
@@ -1377,7 +1378,7 @@ def attention_forward(
     for name, t in zip(_NAMES, tensors, strict=True):
         check_memory(name, t)
     call = _Call(tensors, *options)
-    out = _empty_like_layout(query, value.shape[3])
+    out = empty_like_layout(query, value.shape[3])
     lse = query.new_empty(query.shape[:3], dtype=torch.float32)
     call.launch("forward", call.query_grid(tail=True), _strided(out), lse)
     return out, lse
@@ -1410,7 +1411,7 @@ def attention_backward(
     if call.variant.large:
         vectors = vectors._replace(peak=torch.empty_like(lse), log_total=torch.empty_like(lse))
     grad_query, grad_key, grad_value = (
-        _empty_like_layout(x, x.shape[3]) for x in (query, key, value)
+        empty_like_layout(x, x.shape[3]) for x in (query, key, value)
     )
     call.launch("rows", call.query_grid(tail=False), do, dlse, _strided(out), lse, vectors)
     grads = (_strided(grad_key), _strided(grad_value))
@@ -1658,12 +1659,3 @@ def _strided(x: Tensor) -> Strided:
     # The stride of a dimension of size 1 is arbitrary. 0 broadcasts the dimension, and leaves fewer
     # kinds of strides to compile kernels for.
     return Strided(x, tuple(0 if n == 1 else s for n, s in zip(x.shape, x.stride(), strict=True)))
-
-
-def _empty_like_layout(like: Tensor, last_dim: int) -> Tensor:
-    """Dense, in memory order (B, L, H) if ``like`` is, as the fake in trifuse/ops/attention.py."""
-    B, H, L, _ = like.shape
-    if like.stride(1) < like.stride(2):
-        strides = (L * H * last_dim, last_dim, H * last_dim, 1)
-        return like.new_empty_strided((B, H, L, last_dim), strides)
-    return like.new_empty(B, H, L, last_dim)

@@ -30,7 +30,8 @@ import triton.language as tl
 from torch import Tensor
 
 from trifuse.kernels.arithmetic import round_to
-from trifuse.reference.lstm import accumulation_dtype, masked, valid_steps
+from trifuse.reference.lstm import masked, valid_steps
+from trifuse.reference.results import accumulation_dtype
 
 INF = tl.constexpr(math.inf)
 

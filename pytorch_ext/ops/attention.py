@@ -14,6 +14,7 @@ from trifuse import backends
 from trifuse.ops import _checks, _operator
 from trifuse.ops._checks import fail
 from trifuse.reference import attention as reference
+from trifuse.reference.results import accumulation_dtype, empty_like_layout
 
 if TYPE_CHECKING:
     from torch.nn.attention.bias import CausalBias, CausalVariant
@@ -568,30 +569,15 @@ def _run(call: _Call) -> tuple[Tensor, ...]:
     return _OPERATOR(call.choice.backend, tensors, call.options)
 
 
-def _empty_like_layout(like: Tensor, last_dim: int) -> Tensor:
-    """Returns a dense uninitialised (B, H, L, last_dim), in memory order (B, L, H) if ``like`` is.
-
-    A model splits its heads with a view and a transpose; an output in the same order can be joined
-    again without a copy.
-    """
-    B, H, L, _ = like.shape
-    if like.stride(1) < like.stride(2):
-        # Not a view, because a caller may change a result in place.
-        strides = (L * H * last_dim, last_dim, H * last_dim, 1)
-        return like.new_empty_strided((B, H, L, last_dim), strides)
-    return like.new_empty(B, H, L, last_dim)
-
-
 def _fake(tensors: _Tensors, options: _Options, save: int) -> _Results:
     query, value = tensors.query, tensors.value
-    dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
-    lse = query.new_empty(query.shape[:3], dtype=dtype)
-    return _Results(_empty_like_layout(query, value.shape[3]), lse)
+    lse = query.new_empty(query.shape[:3], dtype=accumulation_dtype(query.dtype))
+    return _Results(empty_like_layout(query, value.shape[3]), lse)
 
 
 def _grad_fake(call: _operator.BackwardCall) -> tuple[Tensor, ...]:
     query, key, value, attn_mask = call.tensors[:4]
-    grads = [_empty_like_layout(x, x.shape[3]) for x in (query, key, value)]
+    grads = [empty_like_layout(x, x.shape[3]) for x in (query, key, value)]
     mask_shape = attn_mask.shape if call.wanted.attn_mask else (0,)
     return (*grads, (attn_mask if call.wanted.attn_mask else query).new_empty(mask_shape))
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from trifuse import backends
 from trifuse.ops import _checks, _operator
 from trifuse.reference import philox
+from trifuse.reference.results import accumulation_dtype
 
 
 def dropout(x: Tensor, p: float = 0.5, training: bool = True) -> Tensor:
@@ -70,7 +71,7 @@ def _fake(x: Tensor, seed: Tensor, p: float) -> Tensor:
 
 def _formula(x: Tensor, seed: Tensor, p: float) -> Tensor:
     keep = philox.dropout_keep_flat(seed, x.numel(), p).view(x.shape)
-    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    wide = accumulation_dtype(x.dtype)
     return torch.where(keep, x.to(wide) * philox.keep_scale(p), 0.0).to(x.dtype)
 
 

@@ -11,6 +11,7 @@ from trifuse import backends
 from trifuse.ops import _checks, _operator
 from trifuse.ops._checks import fail
 from trifuse.reference import dropout_add_layer_norm as reference
+from trifuse.reference.results import accumulation_dtype
 
 
 @overload
@@ -202,7 +203,7 @@ def _run(call: _Call) -> tuple[Tensor, ...]:
 
 def _fake(tensors: _Tensors, options: _Options, save: int) -> _Results:
     x = tensors.x
-    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    wide = accumulation_dtype(x.dtype)
     mean, rstd = (x.new_empty(x.shape[:-1], dtype=wide) for _ in range(2))
     total = x.new_empty(x.shape if options.prenorm else (0,), dtype=options.sum_dtype)
     return _Results(x.new_empty(x.shape), total, mean, rstd)

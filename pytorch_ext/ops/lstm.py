@@ -16,6 +16,7 @@ from trifuse.ops import _checks, _operator, _recurrent
 from trifuse.ops._checks import fail
 from trifuse.reference import lstm as reference
 from trifuse.reference.lstm import SLOTS, Options, Parameters, by_direction
+from trifuse.reference.results import accumulation_dtype
 
 
 def lstm(
@@ -141,7 +142,7 @@ def _step(input: Tensor, h0: Any, c0: Any, *parameters: Any) -> tuple[Any, ...]:
         zeros = input.new_zeros(*input.shape[:-1], parameters[1].shape[1])
         given = [zeros if t is None else t for t in states]
         h, c = torch.lstm_cell(input, given, *parameters[:4])
-        return h, None, c.to(torch.float64 if c.dtype == torch.float64 else torch.float32)
+        return h, None, c.to(accumulation_dtype(c.dtype))
     call = _prepare_cell(input, (h0, c0), *parameters[:4])
     _, h, c = _recurrent.run(call)
     one = (0, 1) if input.dim() == 1 else (0,)
@@ -432,7 +433,7 @@ def _states(
     R = p.weight_hh.shape[1]
     H = R if p.weight_hr is None else p.weight_hr.shape[1]
     h0 = _recurrent.state("h0", _recurrent.autocast(h0), input, batch, R, (input.dtype,))
-    wide = torch.float64 if input.dtype == torch.float64 else torch.float32
+    wide = accumulation_dtype(input.dtype)
     return h0, _recurrent.state("c0", c0, input, batch, H, (input.dtype, wide))
 
 
@@ -507,7 +508,7 @@ def _fake(tensors: _Tensors, options: Options, save: int) -> reference.Results:
     (T, B, _), D = input.shape, len(options.reverse)
     rows, R = p.weight_hh.shape
     H = rows // (3 if options.coupled else 4)
-    wide = torch.float64 if input.dtype == torch.float64 else torch.float32
+    wide = accumulation_dtype(input.dtype)
     gates = (D, T, B, rows) if save == _operator.SAVE_ALL else (0,)
     cells = (0,) if save == _operator.SAVE_NOTHING else (D, T, B, H)
     columns = reference.clipped_columns(H, R, options.cell_clip, options.proj_clip)

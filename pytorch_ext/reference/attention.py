@@ -35,6 +35,7 @@ import torch
 from torch import Tensor
 
 from trifuse.reference import philox
+from trifuse.reference.results import accumulation_dtype
 
 
 class _Weights(NamedTuple):
@@ -83,7 +84,7 @@ def attention(
     Returns:
         (B, H, Lq, Ev) in the query's dtype, and (B, H, Lq) in float32, or float64 for float64.
     """
-    wide = _accumulation_dtype(query.dtype)
+    wide = accumulation_dtype(query.dtype)
     scale = max(query.shape[-1], 1) ** -0.5 if scale is None else scale
     outs, logsumexps = [], []
     for part in _sequences(query, key, cu_seqlens_q, cu_seqlens_k):
@@ -136,7 +137,7 @@ def attention_backward(
     Returns:
         Tensors shaped and typed like query, key, value and ``attn_mask`` (or None).
     """
-    wide = _accumulation_dtype(query.dtype)
+    wide = accumulation_dtype(query.dtype)
     scale = max(query.shape[-1], 1) ** -0.5 if scale is None else scale
     kv_heads, groups = key.shape[1], query.shape[1] // max(key.shape[1], 1)
     parts_q, parts_k, parts_v, parts_mask = [], [], [], []
@@ -194,7 +195,7 @@ def _weights(
     dropout_p: float,
     first_batch: int,
 ) -> _Weights:
-    wide = _accumulation_dtype(query.dtype)
+    wide = accumulation_dtype(query.dtype)
     (B, H, Lq), Lk, device = query.shape[:3], key.shape[2], query.device
 
     row, column = torch.arange(Lq, device=device)[:, None], torch.arange(Lk, device=device)
@@ -266,10 +267,6 @@ def _matmul_over_pairs(weights: Tensor, keep: Tensor, rows: Tensor) -> Tensor:
 
 def _multiply(weights: Tensor, multiplier: Tensor | None) -> Tensor:
     return weights if multiplier is None else weights * multiplier
-
-
-def _accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def _grouped(kv: Tensor, query: Tensor) -> Tensor:

@@ -32,6 +32,7 @@ import torch
 from torch import Tensor
 
 from trifuse.reference import philox
+from trifuse.reference.results import accumulation_dtype
 
 
 class Gradients(NamedTuple):
@@ -110,7 +111,7 @@ def dropout_add_layer_norm_backward(
         x_is_sum: whether x is the sum that the forward returned; ``residual`` is then not added.
         The rest as in :func:`dropout_add_layer_norm`.
     """
-    wide = _accumulation_dtype(grad_out.dtype)
+    wide = accumulation_dtype(grad_out.dtype)
     total = x.to(wide) if x_is_sum else _sum(x, residual, x_bias, seed, dropout_p)
     normalised, _, rstd = _normalise(total, eps, rms_norm)
     dy = grad_out.to(wide)
@@ -137,7 +138,7 @@ def dropout_add_layer_norm_backward(
 def _sum(
     x: Tensor, residual: Tensor | None, x_bias: Tensor | None, seed: Tensor | None, dropout_p: float
 ) -> Tensor:
-    wide = _accumulation_dtype(x.dtype)
+    wide = accumulation_dtype(x.dtype)
     total = x.to(wide)
     if x_bias is not None:
         total = total + x_bias.to(wide)
@@ -162,7 +163,3 @@ def _drop(values: Tensor, seed: Tensor | None, dropout_p: float) -> Tensor:
     plane = torch.zeros((), dtype=torch.int64, device=values.device)
     keep = philox.dropout_keep(seed, plane, values.numel() // max(N, 1), N, dropout_p)
     return torch.where(keep.view(values.shape), values * philox.keep_scale(dropout_p), 0.0)
-
-
-def _accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32

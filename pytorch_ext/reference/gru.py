@@ -31,7 +31,6 @@ import torch
 from torch import Tensor
 
 from trifuse.reference.lstm import (
-    accumulation_dtype,
     added_up,
     by_direction,
     in_step_order,
@@ -42,6 +41,7 @@ from trifuse.reference.lstm import (
     sum_over_steps,
     valid_steps,
 )
+from trifuse.reference.results import accumulation_dtype
 
 
 class Parameters(NamedTuple):

@@ -38,6 +38,7 @@ import torch
 from torch import Tensor
 
 from trifuse.reference import philox
+from trifuse.reference.results import accumulation_dtype
 
 
 class Parameters(NamedTuple):
@@ -497,10 +498,6 @@ def _normalise_backward(g: Tensor, norm: _Normalised) -> Tensor:
 
 
 # Sequences --------------------------------------------------------------------------------------
-
-
-def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def valid_steps(T: int, lengths: Tensor | None) -> Tensor | None:
