@@ -198,7 +198,7 @@ def choose(call: Call) -> Choice:
 
 
 @functools.cache
-def elsewhere(call: Call, backend: str) -> str:
+def fallback_backend(call: Call, backend: str) -> str:
     """Returns the backend for a call traced on another device: ``backend``, if it can serve it."""
     return backend if _WHY_NOT[backend](call) is None else _choose(call, "auto").backend
 

@@ -118,7 +118,7 @@ def explain(
     call = prepare(**{k: v for k, v in bound.arguments.items() if k in wanted})
     choice: backends.Choice = call.choice
     if choice.backend == "cuda" and function in (lstm.lstm, lstm.lstm_cell):
-        choice = choice._replace(notes=_ways(call))
+        choice = choice._replace(notes=_launch_notes(call))
     return choice
 
 
@@ -220,18 +220,20 @@ def _explain_lstm(
         call = lstm._check(x, batch, own, layers[0], lengths, module._reverse(), **options)
     if call.choice.backend != "cuda":
         return call.choice
-    notes = _ways(call)
+    notes = _launch_notes(call)
     if why_not is not None and module.num_layers > 1:
         notes = (f"layer after layer: {why_not}", *notes)
     return call.choice._replace(notes=notes)
 
 
-def _ways(call: _recurrent.Call) -> tuple[str, ...]:
+def _launch_notes(call: _recurrent.Call) -> tuple[str, ...]:
     """Describes how the CUDA kernels of lstm run a call, forward and backward."""
-    return tuple(f"{step}: {_way(call, step == 'backward')}" for step in ("forward", "backward"))
+    return tuple(
+        f"{step}: {_launch_note(call, step == 'backward')}" for step in ("forward", "backward")
+    )
 
 
-def _way(call: _recurrent.Call, backward: bool) -> str:
+def _launch_note(call: _recurrent.Call, backward: bool) -> str:
     ops, options = torch.ops.trifuse, lstm.Options(*call.options)
     parameters, note = call.parameters, ""
     if call.operator == "lstm_stack":

@@ -243,7 +243,7 @@ def _swaps(unpad: bool, report: FuseReport) -> dict[type, _Swap]:
             transformer.Transformer: nn.UnpaddedTransformer,
             transformer.LanguageModel: nn.UnpaddedLanguageModel,
         }
-    table: dict[type, _Swap] = {
+    swaps: dict[type, _Swap] = {
         torch_nn.TransformerEncoder: functools.partial(_swap_transformer_encoder, unpad=unpad),
         torch_nn.TransformerDecoder: functools.partial(_swap_transformer_decoder, unpad=unpad),
         torch_nn.Dropout: _swap_dropout,
@@ -256,7 +256,7 @@ def _swaps(unpad: bool, report: FuseReport) -> dict[type, _Swap]:
     if "transformers" in sys.modules:  # otherwise the model can hold none of its modules
         from transformers import PreTrainedModel
 
-        table[PreTrainedModel] = _swap_transformers_attention
+        swaps[PreTrainedModel] = _swap_transformers_attention
     if "transformers.models.bert.modeling_bert" in sys.modules:
         from transformers.models.bert import modeling_bert
 
@@ -268,7 +268,7 @@ def _swaps(unpad: bool, report: FuseReport) -> dict[type, _Swap]:
             modeling_bert.BertOutput: huggingface.BertOutput,
         }
         if unpad:
-            table |= {
+            swaps |= {
                 theirs: functools.partial(_swap_transformers_bert, source=theirs, target=ours)
                 for theirs, ours in (
                     (modeling_bert.BertModel, huggingface.BertModel),
@@ -276,8 +276,8 @@ def _swaps(unpad: bool, report: FuseReport) -> dict[type, _Swap]:
                 )
             }
     for source, target in classes.items():
-        table[source] = functools.partial(_retype, source=source, target=target)
-    return table
+        swaps[source] = functools.partial(_retype, source=source, target=target)
+    return swaps
 
 
 def _retype(
@@ -529,18 +529,18 @@ def _report_padding(model: torch_nn.Module, report: FuseReport) -> None:
             report.unpadded.append(path)
         else:
             report.padded.append(Left(path, type(stack).__name__, str(why)))
-            packing.say(stack, why)
+            packing.warn_padded(stack, why)
     left = {each.path: each.reason for each in reversed(report.left)}  # the first reason counts
     for path, module in _models_of_transformers(model):
         inside = f"{path}." if path else ""
         if not any(stack == path or stack.startswith(inside) for stack, _, _ in stacks):
             why = left.get(path, "only BERT among transformers' models is known to do without it")
             report.padded.append(Left(path, type(module).__name__, why))
-            packing.say(module, why)
+            packing.warn_padded(module, why)
     if not (stacks or report.padded):
         why = "nothing in it is known to do without it"
         report.padded.append(Left("", type(model).__name__, why))
-        packing.say(model, why)
+        packing.warn_padded(model, why)
 
 
 def padding(

@@ -53,7 +53,7 @@ from transformers.models.bert import modeling_bert
 from trifuse._transformers import NAME
 from trifuse.nn import bert, packing
 from trifuse.nn.dropout_add_layer_norm import add_norm
-from trifuse.nn.linear import is_watched, linear_activation
+from trifuse.nn.linear import is_intercepted, linear_activation
 from trifuse.nn.packing import Obstacle, PackedSequences
 from trifuse.ops.attention import scaled_dot_product_attention
 from trifuse.ops.linear import Activation
@@ -148,7 +148,7 @@ def attention_forward(
     else:
         causal = False
     if position_bias is not None:
-        attention_mask = _biased(position_bias, attention_mask)
+        attention_mask = _add_bias(position_bias, attention_mask)
     out = scaled_dot_product_attention(
         query,
         key,
@@ -220,7 +220,7 @@ def _formula(layer: type) -> _Formula | None:
 _formulas: dict[type, _Formula | None] = {}
 
 
-def _biased(position_bias: Tensor, mask: Tensor | None) -> Tensor:
+def _add_bias(position_bias: Tensor, mask: Tensor | None) -> Tensor:
     if mask is None:
         return position_bias
     if mask.dtype == torch.bool:
@@ -374,7 +374,7 @@ def _examine(model: type[PreTrainedModel]) -> _Verdict:
     if not any(_makes_masks(part) for part in parts):
         return _Verdict()
     modules = [part for part in parts if not issubclass(part, PreTrainedModel)]
-    asking = [part for part in modules if _asks(part)]
+    asking = [part for part in modules if _uses_attention_interface(part)]
     computing = [part for part in modules if part not in asking and _computes_attention(part)]
     if computing and not asking:
         what = f"computes attention itself, in {computing[0].__name__}"
@@ -462,7 +462,7 @@ def _makes_masks(part: type) -> bool:
 _SOFTMAX = {"softmax", "Softmax", "scaled_dot_product_attention", "MultiheadAttention"}
 
 
-def _asks(part: type) -> bool:
+def _uses_attention_interface(part: type) -> bool:
     """Whether a module calls its attention through transformers' ``AttentionInterface``."""
     return any(
         isinstance(value, AttentionInterface) or name == "ALL_ATTENTION_FUNCTIONS"
@@ -605,7 +605,7 @@ class BertEncoder(modeling_bert.BertEncoder):
         packed = None
         if attention_mask is not None and not isinstance(attention_mask, PackedSequences):
             if why := self._why_not_packed(hidden_states, attention_mask, args, kwargs):
-                packing.say(self, why)
+                packing.warn_padded(self, why)
             else:
                 packed = _pack(self, attention_mask[:, 0, 0])
         if packed is None:
@@ -684,7 +684,7 @@ class BertOutput(modeling_bert.BertOutput):
 
 def _activation(activation: nn.Module) -> Activation | None:
     """The activation that a module of transformers computes, or None if our product lacks it."""
-    if is_watched(activation):
+    if is_intercepted(activation):
         return None
     if type(activation) is GELUActivation and activation.act is nn.functional.gelu:
         return "gelu"

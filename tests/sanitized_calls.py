@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -219,10 +220,10 @@ _MORE = (gru_calls, cell_calls, failing_calls)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
-def larger(dtype: torch.dtype, without: Sequence[Callable[..., Calls]] = ()) -> Calls:
+def larger(dtype: torch.dtype, failing: bool = True) -> Calls:
     """Yields the calls above. Each gives the same bits in any number of threads."""
     for calls in dict.fromkeys([*CALLS.values(), *_MORE]):  # in order, each once
-        if calls not in without:
+        if failing or calls is not failing_calls:
             yield from calls(dtype)
 
 
@@ -264,28 +265,11 @@ def in_two_python_threads(dtype: torch.dtype) -> None:
     assert_same_bits(*results)
 
 
-def calls_of(capability: str, dtype: torch.dtype) -> Calls:
-    """Yields the calls by the kernels of one instruction set.
-
-    Without vectors calls are slow, and the code is the same but for the vector types. There each
-    function is reached once: in float32, by small calls of attention, and without failing threads.
-    """
-    if capability != "DEFAULT":
-        yield from larger(dtype)
-        yield from drawn(dtype, count=20)
-        return
-    if dtype == torch.float32:
-        yield from larger(dtype, without=(attention_calls, failing_calls))
-    elif dtype == torch.float64:
-        yield from linear_calls(dtype)  # GELU in float64 has a function of its own
-    yield from drawn(dtype, count=8)
-
-
-def run(capability: str, dtypes: Sequence[torch.dtype], threads: Sequence[int]) -> int:
-    """Makes the calls; returns their number."""
+def run(calls: dict[torch.dtype, Calls], threads: Sequence[int]) -> int:
+    """Makes the calls of each dtype and some drawn ones; returns their number."""
     made = 0
-    for turn, dtype in enumerate(dtypes):
-        for call in calls_of(capability, dtype):
+    for turn, (dtype, those) in enumerate(calls.items()):
+        for call in itertools.chain(those, drawn(dtype, count=20)):
             torch.set_num_threads(threads[(made + turn) % len(threads)])
             call()
             made += 1
@@ -297,14 +281,25 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("capability", help="an instruction set")
     parser.add_argument("threads", type=int, nargs="+", help="numbers of threads, by turns")
+    parser.add_argument("--dtypes", nargs="+", default=[str(d).split(".")[1] for d in DTYPES])
     asked = parser.parse_args()
     assert backends._C is not None, "the extension did not load"
     torch.use_deterministic_algorithms(True)  # fills uninitialised memory with NaN
     backends._C.set_cpu_capability(asked.capability)
-    # The capabilities with products of bfloat16 have nothing else of their own.
-    dtypes = (torch.bfloat16,) if asked.capability.endswith("_BF16") else DTYPES
+    dtypes = [getattr(torch, name) for name in asked.dtypes]
+    if asked.capability.endswith("_BF16"):  # it has only bfloat16 products of its own
+        calls = {torch.bfloat16: larger(torch.bfloat16)}
+    elif asked.capability == "DEFAULT":
+        # It is slow, without vectors, so it skips failing threads: they work alike everywhere. The
+        # last two dtypes run only linear, for its GELU in float64, and the drawn calls.
+        calls = {
+            dtype: larger(dtype, failing=False) if dtype in DTYPES[:2] else linear_calls(dtype)
+            for dtype in dtypes
+        }
+    else:
+        calls = {dtype: larger(dtype) for dtype in dtypes}
     with trifuse.backend("cpp"):
-        made = run(asked.capability, dtypes, asked.threads)
+        made = run(calls, asked.threads)
     numbers = " and ".join(map(str, asked.threads))
     spent = f"{time.process_time():.0f} s of processors"
     print(f"{asked.capability}, {numbers} threads: {made} calls, {spent}")

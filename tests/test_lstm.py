@@ -155,7 +155,7 @@ def results_and_gradients(
     return [*results, *grads]
 
 
-def assert_plain_is_the_long_way(
+def assert_fast_path_is_the_slow_path(
     monkeypatch: pytest.MonkeyPatch,
     function: Callable[..., tuple[Tensor, ...]],
     tensors: Sequence[Tensor | None],
@@ -165,7 +165,7 @@ def assert_plain_is_the_long_way(
         alone = function(*tensors)
     actual = results_and_gradients(function, tensors)
     with monkeypatch.context() as patch:
-        patch.setattr(_recurrent, "PLAIN", {})
+        patch.setattr(_recurrent, "FAST_PATHS", {})
         expected = results_and_gradients(function, tensors)
     for a, e in zip([*alone, *actual], [*expected[: len(alone)], *expected], strict=True):
         assert (a.dtype, a.shape) == (e.dtype, e.shape)
@@ -187,9 +187,9 @@ def test_a_plain_step_gives_the_bits_of_the_long_way(cpp_kernel, monkeypatch, dt
         narrow, wide = c0.to(dtype), h0.t().contiguous().t()
         for states in ((None, None), (h0, None), (None, c0), (h0, narrow), (wide, c0)):
             for p in ((*weights, *biases), (*weights, None, biases[1]), columns):
-                assert_plain_is_the_long_way(monkeypatch, step, [x, *states, *p])
+                assert_fast_path_is_the_slow_path(monkeypatch, step, [x, *states, *p])
         if B:
-            assert_plain_is_the_long_way(monkeypatch, step, [x[0], h0[0], c0[0], *weights])
+            assert_fast_path_is_the_slow_path(monkeypatch, step, [x[0], h0[0], c0[0], *weights])
 
 
 @pytest.mark.parametrize("what", ["plain", "projection", "two directions"])
@@ -203,18 +203,18 @@ def test_a_plain_layer_gives_the_bits_of_the_long_way(cpp_kernel, monkeypatch, d
             of = case.of(dict(zip(names, tensors, strict=True)))
             return trifuse.ops.lstm.layer(*of, reverse=case.reverse)
 
-        assert_plain_is_the_long_way(monkeypatch, layer, list(case.tensors.values()))
+        assert_fast_path_is_the_slow_path(monkeypatch, layer, list(case.tensors.values()))
 
 
 def test_which_calls_are_plain(monkeypatch):
     """Calls are plain except under autocast, another backend, vmap or forward-mode AD."""
     if not CPP:
         pytest.skip("the C++ extension is not built")
-    long_way: list[None] = []
+    slow_path: list[None] = []
     check = trifuse.ops.lstm._check
 
     def watched(*args: Any, **options: Any) -> Any:
-        long_way.append(None)
+        slow_path.append(None)
         return check(*args, **options)
 
     monkeypatch.setattr(trifuse.ops.lstm, "_check", watched)
@@ -223,13 +223,13 @@ def test_which_calls_are_plain(monkeypatch):
     leaf = x.clone().requires_grad_()
 
     def plain(x: Tensor = x) -> bool:
-        long_way.clear()
+        slow_path.clear()
         results = trifuse.lstm_cell(x, (h0, c0), *p)
-        by_step = not long_way
-        long_way.clear()
+        by_step = not slow_path
+        slow_path.clear()
         layer = trifuse.ops.lstm.layer(x[None], h0[None], c0[None], case.parameters)
-        assert by_step is not bool(long_way)
-        if not _operator.differentiating():
+        assert by_step is not bool(slow_path)
+        if not _operator.transform_active():
             assert results[0].requires_grad == layer[0].requires_grad == x.requires_grad
         return by_step
 
@@ -237,13 +237,13 @@ def test_which_calls_are_plain(monkeypatch):
     assert plain(leaf)
     with torch.no_grad():
         trifuse.lstm_cell(leaf, (h0, c0), *p)
-        assert not long_way
+        assert not slow_path
     with torch.autocast("cpu", torch.float16):
         assert not plain()
     with trifuse.backend("eager"):
         assert not plain()
     torch.func.vmap(lambda t: trifuse.lstm_cell(t, (h0[0], c0[0]), *p))(x)
-    assert long_way
+    assert slow_path
     with torch.autograd.forward_ad.dual_level():
         assert not plain()
 

@@ -9,7 +9,7 @@ from trifuse.models import bert
 from trifuse.nn import packing
 from trifuse.nn.attention import SoftmaxAttention
 from trifuse.nn.dropout_add_layer_norm import add_norm
-from trifuse.nn.linear import is_watched, linear_activation
+from trifuse.nn.linear import is_intercepted, linear_activation
 from trifuse.nn.packing import Obstacle, PackedSequences
 from trifuse.ops.linear import Activation
 
@@ -72,7 +72,7 @@ class BertEncoder(bert.BertEncoder):
             if mask.dim() == 2 and mask.dtype == torch.bool:
                 packed = _pack(self, mask)
             else:
-                packing.say(self, "its mask isn't boolean and (B, L)")
+                packing.warn_padded(self, "its mask isn't boolean and (B, L)")
         if packed is None:
             return self._encode(hidden_states, mask)
         tokens = self._encode(packing.gather(hidden_states, packed), packed)
@@ -94,7 +94,7 @@ class BertIntermediate(bert.BertIntermediate):
     def forward(self, hidden_states: Tensor) -> Tensor:
         """As :meth:`trifuse.models.bert.BertIntermediate.forward`."""
         activation = self.intermediate_act_fn
-        if isinstance(activation, nn.GELU) and not is_watched(activation):
+        if isinstance(activation, nn.GELU) and not is_intercepted(activation):
             name: Activation = "gelu" if activation.approximate == "none" else "gelu_tanh"
             return linear_activation(self.dense, hidden_states, name)
         return super().forward(hidden_states)
@@ -132,7 +132,7 @@ def embed_packed(
 
 def _pack(module: nn.Module, keep: Tensor) -> PackedSequences | None:
     if (obstacle := _unfused_attention(module)) is not None:
-        packing.say(module, obstacle)
+        packing.warn_padded(module, obstacle)
         return None
     return packing.pack(module, keep, *_KNOWN)
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from trifuse.nn.dropout import Dropout
-from trifuse.nn.linear import is_watched
+from trifuse.nn.linear import is_intercepted
 from trifuse.ops import _checks
 from trifuse.ops.dropout_add_layer_norm import dropout_add_layer_norm
 
@@ -137,8 +137,8 @@ def _torch_parts(dropout: nn.Module, norm: nn.Module) -> dict[str, Any] | None:
         or dropout.p >= 1
         or type(norm) is not nn.LayerNorm
         or len(norm.normalized_shape) != 1
-        or is_watched(dropout)
-        or is_watched(norm)
+        or is_intercepted(dropout)
+        or is_intercepted(norm)
     ):
         return None
     return {

@@ -44,7 +44,7 @@ def linear_activation(module: nn.Linear, x: Tensor, activation: Activation) -> T
 
     A module of another class than :class:`Linear`, or with hooks, is called as it is.
     """
-    if type(module) is Linear and not is_watched(module):
+    if type(module) is Linear and not is_intercepted(module):
         packed = _packed_weight(module, "weight")
         return ops.linear(x, module.weight, module.bias, activation=activation, packed=packed)
     return ops.ACTIVATIONS[activation](module(x))
@@ -61,12 +61,12 @@ def _packed_weight(owner: nn.Module, name: str) -> PackedWeight | None:
     return packed[name]
 
 
-def is_watched(module: nn.Module) -> bool:
+def is_intercepted(module: nn.Module) -> bool:
     """Returns whether a call of the module runs anything besides its class's ``forward``."""
-    return why_watched(module) is not None
+    return why_intercepted(module) is not None
 
 
-def why_watched(module: nn.Module) -> str | None:
+def why_intercepted(module: nn.Module) -> str | None:
     """Returns what a call runs besides the class's ``forward``, worded to follow "has", or None."""
     if (
         _global._global_forward_hooks

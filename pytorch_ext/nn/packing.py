@@ -25,7 +25,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from trifuse.backends import log
 from trifuse.nn.dropout import Dropout
-from trifuse.nn.linear import Linear, why_watched
+from trifuse.nn.linear import Linear, why_intercepted
 from trifuse.ops.attention import varlen_attention
 
 
@@ -111,15 +111,15 @@ def pack_cross(
 
 def _may_pack(stack: nn.Module, known: tuple[str, ...], *masks: Tensor) -> bool:
     if torch.compiler.is_compiling():
-        say(stack, "torch.compile can't read its mask")
+        warn_padded(stack, "torch.compile can't read its mask")
         return False
     for keep in masks:
         if why := _why_unreadable(keep):
-            say(stack, why)
+            warn_padded(stack, why)
             return False
     obstacle = find_obstacle(stack, known)
     if obstacle is not None:
-        say(stack, obstacle)
+        warn_padded(stack, obstacle)
     return obstacle is None
 
 
@@ -154,7 +154,7 @@ def find_obstacle(stack: nn.Module, known: tuple[str, ...]) -> Obstacle | None:
             name = f"{cls.__module__}.{cls.__qualname__}"
             reason = f"is a {name}, which isn't known to treat tokens one by one"
             return Obstacle(path, module, reason)
-        if why := why_watched(module):
+        if why := why_intercepted(module):
             return Obstacle(path, module, f"has {why}")
     return None
 
@@ -163,7 +163,7 @@ def find_obstacle(stack: nn.Module, known: tuple[str, ...]) -> Obstacle | None:
 _said: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
 
 
-def say(stack: nn.Module, why: str | Obstacle) -> None:
+def warn_padded(stack: nn.Module, why: str | Obstacle) -> None:
     """Warns that a stack computes padding too, once for each cause.
 
     Nested stacks warn once of an obstacle that they share.

@@ -16,11 +16,11 @@ class Unquantizable:
     the torch class that the module replaces was to be quantized.
 
     Args:
-        twin: the torch class that the module replaces.
+        replaced_class: the torch class that the module replaces.
     """
 
-    def __init__(self, twin: type[nn.Module]) -> None:
-        self.twin = twin
+    def __init__(self, replaced_class: type[nn.Module]) -> None:
+        self.replaced_class = replaced_class
 
     def __get__(self, module: nn.Module | None, owner: type[nn.Module]) -> Any:
         if module is None:
@@ -30,11 +30,12 @@ class Unquantizable:
         return vars(module)["qconfig"]
 
     def __set__(self, module: nn.Module, qconfig: Any) -> None:
-        if qconfig is not None or self.twin in _quantized_by_class():
+        if qconfig is not None or self.replaced_class in _quantized_by_class():
             raise TypeError(
-                f"model: expected torch.nn.{self.twin.__name__}, which torch.ao.quantization knows "
-                f"by its exact class; got trifuse.nn.{type(module).__name__}. Quantize before "
-                "trifuse.fuse, or after report.revert()"
+                f"model: expected torch.nn.{self.replaced_class.__name__}, which "
+                f"torch.ao.quantization knows by its exact class; got "
+                f"trifuse.nn.{type(module).__name__}. Quantize before trifuse.fuse, or after "
+                f"report.revert()"
             )
         vars(module)["qconfig"] = None
 

@@ -22,7 +22,7 @@ from trifuse.models import transformer
 from trifuse.nn import attention, dropout_add_layer_norm, linear, packing
 from trifuse.nn.attention import MultiheadAttention
 from trifuse.nn.dropout_add_layer_norm import add_norm, add_then_norm
-from trifuse.nn.linear import is_watched, linear_activation
+from trifuse.nn.linear import is_intercepted, linear_activation
 from trifuse.nn.packing import CrossSequences, Obstacle, PackedSequences
 
 
@@ -290,7 +290,7 @@ class TransformerEncoder(nn.TransformerEncoder):
         elif _appends_keys(self):
             why = _APPENDS
         if why is not None:
-            packing.say(self, why)
+            packing.warn_padded(self, why)
             return None
         return packing.pack(self, ~src_key_padding_mask, *_KNOWN)
 
@@ -398,7 +398,7 @@ class TransformerDecoder(nn.TransformerDecoder):
         elif _appends_keys(self):
             why = _APPENDS
         if why is not None:
-            packing.say(self, why)
+            packing.warn_padded(self, why)
             return None
         queries, keys = _batch_first(self, tgt), _batch_first(self, memory)
         keep_queries = None if tgt_padding is None else ~tgt_padding
@@ -424,7 +424,7 @@ class UnpaddedLanguageModel(transformer.LanguageModel):
         packed = None
         if mask is not None:
             if why := _why_stack_cannot(self.decoder):
-                packing.say(self, why)
+                packing.warn_padded(self, why)
             else:
                 packed = packing.pack(self, mask, *_KNOWN)
         if packed is None:
@@ -460,7 +460,7 @@ class UnpaddedTransformer(transformer.Transformer):
         packed = None
         if source_mask is not None or target_mask is not None:
             if why := self._why_stacks_cannot():
-                packing.say(self, why)
+                packing.warn_padded(self, why)
             else:
                 packed = packing.pack_cross(self, target, source, target_mask, source_mask, *_KNOWN)
         if packed is None:
@@ -551,7 +551,7 @@ def _run_layers(layers: nn.ModuleList, x: Tensor, *memory: Tensor, **masks: Any)
     chained = all(
         type(layer) in (TransformerEncoderLayer, TransformerDecoderLayer)
         and layer.norm_first
-        and not is_watched(layer)
+        and not is_intercepted(layer)
         for layer in layers
     )
     result = _Sum(x)

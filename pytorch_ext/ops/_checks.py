@@ -10,7 +10,7 @@ from torch import Tensor
 
 FLOATING = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 INTEGER = (torch.int32, torch.int64)
-FARTHEST = 1 << 60  # in tokens
+MAX_DISTANCE = 1 << 60  # in tokens
 
 
 class ArgumentError(ValueError, RuntimeError):
@@ -55,16 +55,16 @@ def number(argument: str, value: Any) -> float:
 
 
 def whole_number(value: Any) -> int | None:
-    """Returns an int ≥ 0, at most ``FARTHEST``, or None if the value isn't an int ≥ 0.
+    """Returns an int ≥ 0, at most ``MAX_DISTANCE``, or None if the value isn't an int ≥ 0.
 
-    ``FARTHEST`` exceeds the distance between any two tokens, and leaves room for kernels to add
+    ``MAX_DISTANCE`` exceeds the distance between any two tokens, and leaves room for kernels to add
     positions to it in 64 bits.
     """
     if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt, numbers.Integral)):
         return None
     if not isinstance(value, torch.SymInt):
         value = int(value)
-    return min(value, FARTHEST) if value >= 0 else None
+    return min(value, MAX_DISTANCE) if value >= 0 else None
 
 
 def flag(argument: str, value: Any) -> bool:
@@ -89,7 +89,7 @@ def epsilon(value: Any) -> float:
     return value
 
 
-def beside(argument: str, value: Any, name: str, like: Tensor) -> Tensor:
+def matching(argument: str, value: Any, name: str, like: Tensor) -> Tensor:
     """Checks for a tensor on ``like``'s device, in its dtype or, if that has 16 bits, float32."""
     value = tensor(argument, value)
     if value.dtype != like.dtype and not (

@@ -78,7 +78,7 @@ class Operator:
         axes: the batch dimension of each tensor and result that has one, by name. vmap folds N
             samples into one call with a batch N times as large. It calls the op once per sample if
             a tensor without a batch dimension differs between samples or needs a gradient.
-        alone: names of tensors that prevent the folding unless they are None.
+        unfoldable: names of tensors that prevent the folding unless they are None.
         saves: whether the forward op takes, as its last argument, what to save.
         fake: the forward op's results without their values: (tensors, options, save) -> results.
         grad_fake: the gradients without their values: (:class:`BackwardCall`) -> a flat sequence.
@@ -114,7 +114,7 @@ class Operator:
     grad_formula: Callable[[BackwardCall], Sequence[Tensor | None]]
     flops: Callable[[Any, Any], int] | None = None
     grad_flops: Callable[[Any, Any], int] | None = None
-    alone: tuple[str, ...] = ("seed",)
+    unfoldable: tuple[str, ...] = ("seed",)
     saves: bool = False
     fakes: Mapping[str, Callable[[Any, Any, int], Sequence[Tensor]]] = field(default_factory=dict)
     keep: Callable[..., Any] | None = None
@@ -172,10 +172,10 @@ class Operator:
         Args:
             save: what the forward keeps if a gradient is wanted.
         """
-        flat = tensors if self._list is None else self.flatten(tensors)
+        flat = tensors if self._list_index is None else self.flatten(tensors)
         wanted = requires_grad(*flat)
         results: tuple[Tensor, ...]
-        if wanted and not differentiating():
+        if wanted and not transform_active():
             # The op would get here too, but through the dispatcher.
             results = apply(_Forward, self, backend, options, save, *flat)
         else:
@@ -193,7 +193,7 @@ class Operator:
         first, *others = self._names(self.results)[: self.returned]
         grads = [f"Tensor grad_{first}", *(f"Tensor? grad_{name}" for name in others)]
         saved = [f"Tensor {name}" for name in self.saved]
-        if self._list is None:
+        if self._list_index is None:
             n = self.differentiable
             wanted, returns = f"bool[{n}] wanted", f"({', '.join(['Tensor'] * n)})"
         else:
@@ -212,23 +212,23 @@ class Operator:
     # Arguments ---------------------------------------------------------------------------------
 
     @functools.cached_property
-    def _list(self) -> int | None:
+    def _list_index(self) -> int | None:
         """The index of the tensor field that is a list, or None."""
         kinds = [schema.startswith("Tensor?[]") for schema in _schema(self.tensors)]
         return kinds.index(True) if any(kinds) else None
 
     def flatten(self, tensors: Sequence[Any]) -> Sequence[Tensor | None]:
-        if self._list is None:
+        if self._list_index is None:
             return tensors
-        before, after = self._list, self._list + 1
+        before, after = self._list_index, self._list_index + 1
         return [*tensors[:before], *tensors[before], *tensors[after:]]
 
     def unflatten(self, flat: Sequence[Any]) -> list[Any]:
-        if self._list is None:
+        if self._list_index is None:
             return list(flat)
-        after = self._count(self.tensors) - self._list - 1
+        after = self._count(self.tensors) - self._list_index - 1
         end = len(flat) - after
-        return [*flat[: self._list], list(flat[self._list : end]), *flat[end:]]
+        return [*flat[: self._list_index], list(flat[self._list_index : end]), *flat[end:]]
 
     def count_differentiable(self, flat: Sequence[Any]) -> int:
         """Returns how many of the flattened tensors can have a gradient; they come first."""
@@ -309,7 +309,7 @@ class Operator:
         )
 
     def _returns(self, grads: Sequence[Any]) -> Any:
-        return tuple(grads) if self._list is None else list(grads)
+        return tuple(grads) if self._list_index is None else list(grads)
 
     # The formula -------------------------------------------------------------------------------
 
@@ -399,9 +399,9 @@ class Operator:
             results, dims = one_by_one(call, info, in_dims, args)
             return self._returns(results), self._returns(dims)
         N, B = info.batch_size, self._batch(args[first], in_dims[first], self.axes[inputs[0]])
-        shared = dict(zip(inputs, wanted, strict=False)) if self._list is None else {}
+        shared = dict(zip(inputs, wanted, strict=False)) if self._list_index is None else {}
         folded = [
-            self._fold(name, t, dim, N, B, whole=shared.get(name, False))
+            self._fold(name, t, dim, N, B, expand_shared=shared.get(name, False))
             for name, t, dim in zip(names, args, in_dims, strict=False)
         ]
         grads = call(*folded, *args[len(names) :])
@@ -416,7 +416,7 @@ class Operator:
 
     def _foldable(self, names: Sequence[str], in_dims: Any, args: Sequence[Any]) -> bool:
         for name, t, dim in zip(names, args, in_dims, strict=False):
-            if name in self.alone and t is not None:
+            if name in self.unfoldable and t is not None:
                 return False
             dims = dim if isinstance(dim, (list, tuple)) else [dim]
             if name not in self.axes and any(d is not None for d in dims):
@@ -431,8 +431,14 @@ class Operator:
         sample = t.shape if dim is None else t.movedim(dim, 0).shape[1:]
         return sample[axis]
 
-    def _fold(self, name: str, t: Any, dim: Any, N: int, B: int, whole: bool = False) -> Any:
-        """Folds N samples into one batch. A broadcast shared tensor stays so unless ``whole``."""
+    def _fold(
+        self, name: str, t: Any, dim: Any, N: int, B: int, expand_shared: bool = False
+    ) -> Any:
+        """Folds N samples into one batch.
+
+        A tensor that all samples share and that broadcasts over the batch stays as it is, unless
+        ``expand_shared``.
+        """
         axis = self.axes.get(name)
         if t is None or axis is None:
             return t
@@ -441,7 +447,7 @@ class Operator:
         size = self._batch(t, dim, axis) if t.dim() > axis + (dim is not None) else None
         if size is None:  # nothing was saved
             return t if dim is None else t.movedim(dim, 0)[0]
-        if dim is None and size == 1 != B and not whole:
+        if dim is None and size == 1 != B and not expand_shared:
             return t
         t = t.expand(N, *t.shape) if dim is None else t.movedim(dim, 0)
         if size != B:
@@ -500,7 +506,9 @@ class _Forward(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         tensors: Any = operator.unflatten(flat)
         last = (save,) if operator.saves else ()
-        results: tuple[Tensor, ...] = below(operator.forward[backend], *tensors, *options, *last)
+        results: tuple[Tensor, ...] = call_below_autograd(
+            operator.forward[backend], *tensors, *options, *last
+        )
         ctx.operator, ctx.backend, ctx.options = operator, backend, options
         ctx.first = results[0].shape, results[0].dtype
         ctx.shares_gradient = False
@@ -567,7 +575,7 @@ class _Backward(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*grads, *inputs)
         return tuple(
-            below(
+            call_below_autograd(
                 operator.backward[backend],
                 *grads,
                 *operator.unflatten(inputs),
@@ -637,7 +645,7 @@ def _single_level(function: type[torch.autograd.Function]) -> Any:
     return type(function.__name__, (torch.autograd.function._SingleLevelFunction,), methods)
 
 
-def below(op: Any, *args: Any) -> Any:
+def call_below_autograd(op: Any, *args: Any) -> Any:
     """Calls an op from within the Function that differentiates it.
 
     The Function has disabled gradients, also for outer transforms, which need them.
@@ -699,7 +707,7 @@ class Op:
             register_derivative(overload, signature, functools.partial(derivative, backend))
             register_decomposition(op, functools.partial(decomposition, backend), meta)
             if backend not in _IN_PYTHON:  # its kernel is registered for one device only
-                library.impl(overload, self._elsewhere(backend), "CompositeExplicitAutograd")
+                library.impl(overload, self._fallback(backend), "CompositeExplicitAutograd")
         if flops is not None:
             register_flops(getattr(torch.ops.trifuse, name), flops)
 
@@ -711,16 +719,16 @@ class Op:
 
         def of_backend(*args: Any) -> Any:
             call = self.describe(*args)
-            served = backend if call.device == "meta" else backends.elsewhere(call, backend)
+            served = backend if call.device == "meta" else backends.fallback_backend(call, backend)
             return fakes.get(served, fake)(*args)
 
         return of_backend
 
-    def _elsewhere(self, backend: str) -> Callable[..., Any]:
+    def _fallback(self, backend: str) -> Callable[..., Any]:
         """Returns a kernel for programs moved to a device that the backend does not serve."""
 
         def call(*args: Any) -> Any:
-            served = backends.elsewhere(self.describe(*args), backend)
+            served = backends.fallback_backend(self.describe(*args), backend)
             if served == backend:
                 raise NotImplementedError(
                     f"trifuse::{self.name}.{backend} has no kernel for {args[0].device}"
@@ -735,11 +743,11 @@ class Op:
         Args:
             check: raises for wrong values in the arguments.
         """
-        elsewhere = self._elsewhere("triton")
+        fallback = self._fallback("triton")
 
         def launch(*args: Any) -> Any:
             if not (args[0].is_cuda or backends.interpreting()):
-                return elsewhere(*args)
+                return fallback(*args)
             if check is not None:
                 check(*args)
             # Imported when called, because Triton may not be installed.
@@ -993,7 +1001,7 @@ def without_autocast() -> AbstractContextManager[None]:
     return torch._C._DisableAutocast()
 
 
-def differentiating() -> bool:
+def transform_active() -> bool:
     """Returns whether a transform may apply to a call, so that it must go by the dispatcher."""
     return (
         torch.compiler.is_compiling()

@@ -32,18 +32,18 @@ class Call(NamedTuple):
     options: Any  # Operator.options
     choice: backends.Choice
     recompute: bool = False
-    draws: bool = False  # whether it draws random numbers
+    is_stochastic: bool = False  # whether it draws random numbers
 
 
-class Plain(NamedTuple):
-    """The C++ op for calls without options, which checks its arguments itself."""
+class FastPath(NamedTuple):
+    """The C++ op for calls without options or lengths, which checks its arguments itself."""
 
     op: Callable[..., Any]
     options: dict[int, tuple[Any, ...]]  # the default ones, by number of parameters
 
 
 OPERATORS: dict[str, Operator] = {}
-PLAIN: dict[str, Plain] = {}
+FAST_PATHS: dict[str, FastPath] = {}
 
 # The batch dimension of each tensor: see ``Operator.axes``.
 AXES = {
@@ -143,7 +143,7 @@ def vector(argument: str, value: Any, input: Tensor, shape: tuple[int, ...]) -> 
     """Checks a bias or another vector; None stays None."""
     if value is None:
         return None
-    value = _checks.beside(argument, value, "input", input)
+    value = _checks.matching(argument, value, "input", input)
     if value.shape != shape:
         raise fail(argument, f"shape {shape}", tuple(value.shape))
     return value
@@ -196,16 +196,16 @@ def check_lengths(tensors: Any, options: Any) -> None:
 def run(call: Call) -> tuple[Tensor, ...]:
     """Runs a call; returns the output and the last states."""
     operator = OPERATORS[call.operator]
-    seed = _operator.draw_seed(call.input) if call.draws else None
+    seed = _operator.draw_seed(call.input) if call.is_stochastic else None
     integers = (call.lengths, seed)[: len(operator.tensors._fields) - operator.differentiable]
     tensors = (call.input, *call.states, list(call.parameters), *integers)
     save = SAVE_STATES if call.recompute else SAVE_ALL
     return operator(call.choice.backend, tensors, call.options, save)
 
 
-def plainly(
+def run_fast(
     name: str,
-    long_way: Callable[..., tuple[Tensor, ...]],
+    slow_path: Callable[..., tuple[Tensor, ...]],
     input: Any,
     states: tuple[Any, ...],
     parameters: tuple[Any, ...],
@@ -214,71 +214,71 @@ def plainly(
     """Runs a layer without options or lengths, or a step of it, by a dedicated C++ op if possible.
 
     Checking arguments in Python takes as long as a step of a few hundred units, so the op checks
-    them. If it refuses them, ``long_way`` runs, which reports what is wrong.
+    them. If it refuses them, ``slow_path`` runs, which reports what is wrong.
 
     Args:
-        long_way: computes the same from (input, *states, *parameters), with all checks.
+        slow_path: computes the same from (input, *states, *parameters), with all checks.
         one_step: the input is one step, (B, I) or (I,); h is the output, and h_n is missing.
     """
-    plain = PLAIN.get(name)
+    fast_path = FAST_PATHS.get(name)
     tensors = (input, *states, *parameters)
     if (
-        plain is None
-        or _operator.differentiating()
-        or not _PLAIN.issuperset(map(type, tensors))
+        fast_path is None
+        or _operator.transform_active()
+        or not _TENSOR_TYPES.issuperset(map(type, tensors))
         or not getattr(input, "is_cpu", False)
         or (input.dim() < 3) is not one_step
         or backends._requested not in ("auto", "cpp")
         or torch.is_autocast_enabled("cpu")
         or torch._C._len_torch_dispatch_stack() > 0
     ):
-        return long_way(*tensors)
+        return slow_path(*tensors)
     try:
         if _operator.requires_grad(*tensors):
-            return _operator.apply(_Plain, name, long_way, *tensors)
-        results: tuple[Tensor, ...] = plain.op(input, *states, parameters, False)
+            return _operator.apply(_FastPath, name, slow_path, *tensors)
+        results: tuple[Tensor, ...] = fast_path.op(input, *states, parameters, False)
         return results
     except NotImplementedError:
-        return long_way(*tensors)
+        return slow_path(*tensors)
 
 
-_PLAIN = {Tensor, torch.nn.Parameter, type(None)}
+_TENSOR_TYPES = {Tensor, torch.nn.Parameter, type(None)}
 
 
-class _Plain(torch.autograd.Function):
-    """A plain call with its backward, for use where no transform is active."""
+class _FastPath(torch.autograd.Function):
+    """A call by the fast path with its backward, for use where no transform is active."""
 
     @staticmethod
     def forward(
-        ctx: Any, name: str, long_way: Callable[..., tuple[Tensor, ...]], *tensors: Tensor | None
+        ctx: Any, name: str, slow_path: Callable[..., tuple[Tensor, ...]], *tensors: Tensor | None
     ) -> tuple[Tensor, ...]:
-        lead = OPERATORS[name].returned
-        results = PLAIN[name].op(*tensors[:lead], tensors[lead:], True)
-        ctx.name, ctx.long_way = name, long_way
+        returned = OPERATORS[name].returned
+        results = FAST_PATHS[name].op(*tensors[:returned], tensors[returned:], True)
+        ctx.name, ctx.slow_path = name, slow_path
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(results[0], *results[lead:], *tensors)
-        return results[:lead]
+        ctx.save_for_backward(results[0], *results[returned:], *tensors)
+        return results[:returned]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         operator = OPERATORS[ctx.name]
-        lead, kept = operator.returned, len(operator.saved)
-        output, *kept_tensors = ctx.saved_tensors[:kept]
-        tensors = ctx.saved_tensors[kept:]
+        returned, count = operator.returned, len(operator.saved)
+        output, *saved = ctx.saved_tensors[:count]
+        tensors = ctx.saved_tensors[count:]
         wanted = ctx.needs_input_grad[2:]
         if all(g is None for g in grads):
             return (None,) * len(ctx.needs_input_grad)
         if (
             torch.is_grad_enabled()
-            or _operator.differentiating()
+            or _operator.transform_active()
             or any(g is not None and _operator.is_batched(g) for g in grads)
         ):
-            return None, None, *_gradients(ctx.long_way, tensors, grads, wanted)
+            return None, None, *_gradients(ctx.slow_path, tensors, grads, wanted)
         first = torch.zeros_like(output) if grads[0] is None else grads[0]
         integers = len(operator.tensors._fields) - operator.differentiable
         results = operator.backward["cpp"](
-            first, *grads[1:], *tensors[:lead], tensors[lead:], *(None,) * integers,
-            output, *kept_tensors, *PLAIN[ctx.name].options[len(tensors) - lead], wanted,
+            first, *grads[1:], *tensors[:returned], tensors[returned:], *(None,) * integers,
+            output, *saved, *FAST_PATHS[ctx.name].options[len(tensors) - returned], wanted,
         )  # fmt: skip
         needed = (g if w else None for g, w in zip(results, wanted, strict=True))
         return None, None, *needed

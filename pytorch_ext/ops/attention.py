@@ -207,7 +207,7 @@ def _prepare(
         if (attn_mask.seq_len_q, attn_mask.seq_len_kv) != (Lq, Lk):
             got = (attn_mask.seq_len_q, attn_mask.seq_len_kv)
             raise fail("attn_mask", f"a causal bias for lengths ({Lq}, {Lk})", got)
-        band, attn_mask = _band_beside_bias(is_causal, window, attn_mask.variant, query, Lk - Lq)
+        band, attn_mask = _band_with_bias(is_causal, window, attn_mask.variant, query, Lk - Lq)
     else:
         band = _band(is_causal, window)
     if attn_mask is not None:
@@ -432,7 +432,7 @@ def _band(
     return left, 0, is_causal is CausalVariant.LOWER_RIGHT
 
 
-def _band_beside_bias(
+def _band_with_bias(
     is_causal: bool | CausalVariant,
     window: int | tuple[int | None, int | None] | None,
     bias: CausalVariant,
@@ -633,7 +633,7 @@ _OPERATOR = _operator.Operator(
         ("query", "key", "value", "attn_mask", "key_lengths", "out", "logsumexp"), 0
     ),
     # Packed sequences have no batch dimension, and dropout depends on the index in the batch.
-    alone=("cu_seqlens_q", "seed"),
+    unfoldable=("cu_seqlens_q", "seed"),
     fake=_fake,
     grad_fake=_grad_fake,
     formula=_formula,

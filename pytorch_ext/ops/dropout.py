@@ -45,7 +45,7 @@ def dropout(x: Tensor, p: float = 0.5, training: bool = True) -> Tensor:
         return x
     backend = backends.choose(backends.Call("dropout", x.device.type, x.dtype)).backend
     seed = _operator.draw_seed(x)
-    if _operator.requires_grad(x) and not _operator.differentiating():
+    if _operator.requires_grad(x) and not _operator.transform_active():
         return _operator.apply(_Dropout, backend, x, seed, p)
     return _OP.overloads[backend](x, seed, p)
 
@@ -57,7 +57,7 @@ class _Dropout(torch.autograd.Function):
     def forward(ctx: Any, backend: str, x: Tensor, seed: Tensor, p: float) -> Tensor:
         ctx.backend, ctx.p = backend, p
         ctx.save_for_backward(seed)
-        return _operator.below(_OP.overloads[backend], x, seed, p)
+        return _operator.call_below_autograd(_OP.overloads[backend], x, seed, p)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:

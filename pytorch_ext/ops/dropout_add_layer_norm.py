@@ -116,7 +116,7 @@ def _prepare(
         raise fail("x", "at least 1 dimension", "a scalar")
     sum_dtype = dtype
     if residual is not None:
-        residual = _checks.beside("residual", residual, "x", x)
+        residual = _checks.matching("residual", residual, "x", x)
         if residual.shape != x.shape:
             residual = _expand(residual, x)
         sum_dtype = residual.dtype
@@ -145,7 +145,7 @@ def _prepare(
 
 
 def _vector(argument: str, value: Any, x: Tensor, features: torch.Size) -> Tensor:
-    value = _checks.beside(argument, value, "x", x)
+    value = _checks.matching(argument, value, "x", x)
     if value.shape != features:
         raise fail(
             argument, f"shape {tuple(features)}, the last dimension of x", tuple(value.shape)

@@ -84,7 +84,7 @@ def gru_cell(
         As :func:`gru`.
     """
     parameters = Parameters(weight_ih, weight_hh, bias_ih, bias_hh)
-    return _recurrent.plainly("gru", _step, input, (hx,), parameters, one_step=True)[0]
+    return _recurrent.run_fast("gru", _step, input, (hx,), parameters, one_step=True)[0]
 
 
 def _step(input: Tensor, hx: Any, *parameters: Any) -> tuple[Any, ...]:
@@ -120,16 +120,16 @@ def layer(
         As :func:`gru`.
     """
 
-    def long_way(input: Tensor, h0: Any, *flat: Any) -> tuple[Tensor, ...]:
+    def slow_path(input: Tensor, h0: Any, *flat: Any) -> tuple[Tensor, ...]:
         given = by_direction(Parameters, flat)
         input, batch = _recurrent.sequence(input, batch_first=False)
         return _recurrent.run(_check(input, (len(given), *batch), h0, given, lengths, reverse))
 
     flat = tuple(t for p in parameters for t in p)
     if lengths is None and tuple(reverse) == (False, True)[: len(parameters)]:
-        output, h_n, *_ = _recurrent.plainly("gru", long_way, input, (h0,), flat)
+        output, h_n, *_ = _recurrent.run_fast("gru", slow_path, input, (h0,), flat)
     else:
-        output, h_n = long_way(input, h0, *flat)
+        output, h_n = slow_path(input, h0, *flat)
     return output, h_n
 
 
@@ -262,6 +262,6 @@ _operator.library.define(
     "(Tensor, Tensor, Tensor)"
 )
 if backends._C is not None:
-    _recurrent.PLAIN["gru"] = _recurrent.Plain(
+    _recurrent.FAST_PATHS["gru"] = _recurrent.FastPath(
         torch.ops.trifuse.gru_plain.cpp, {D * SLOTS: ((False, True)[:D],) for D in (1, 2)}
     )

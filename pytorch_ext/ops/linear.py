@@ -96,7 +96,7 @@ def _serves(
     if torch.compiler.is_compiling():
         return dtype in _measured and _measured[dtype].faster
     return (
-        not _operator.differentiating()
+        not _operator.transform_active()
         and torch._C._len_torch_dispatch_stack() == 0
         and choose(dtype).faster
     )
@@ -253,7 +253,7 @@ _Kind = tuple[torch.Size, torch.dtype, torch.dtype, str | None]
 # The fewest rows for which the product saves more time than it takes to pack the weight, or to
 # check that an already packed weight is unchanged.
 _ROWS_WORTH_PACKING = 64
-_ROWS_WORTH_LOOKING = 16
+_ROWS_WORTH_CHECKING = 16
 
 
 def _infer(
@@ -267,7 +267,7 @@ def _infer(
     if not _measured[dtype].inference:
         return _torch(x, weight, bias, activation)
     rows = math.prod(x.shape[:-1])
-    if rows < _ROWS_WORTH_LOOKING:
+    if rows < _ROWS_WORTH_CHECKING:
         return _torch(x, weight, bias, activation)
     with _operator.without_autocast():
         found = None if packed is None else packed.get(weight, dtype)
@@ -305,7 +305,7 @@ def _differentiable(
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None = None, relu: bool = False) -> Tensor:
     """Returns x weightᵀ + bias of 2-D tensors, followed by ReLU if ``relu``."""
     activation = "relu" if relu else None
-    if _operator.requires_grad(x, weight, bias) and not _operator.differentiating():
+    if _operator.requires_grad(x, weight, bias) and not _operator.transform_active():
         return _operator.apply(_Linear, x, weight, bias, activation)
     return torch.ops.trifuse.linear(x, weight, bias, activation)
 
@@ -317,7 +317,7 @@ class _Linear(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None
     ) -> Tensor:
-        out = _operator.below(torch.ops.trifuse.linear, x, weight, bias, activation)
+        out = _operator.call_below_autograd(torch.ops.trifuse.linear, x, weight, bias, activation)
         # x and the weight are each needed for the other's gradient.
         ctx.save_for_backward(
             x if ctx.needs_input_grad[1] else None,

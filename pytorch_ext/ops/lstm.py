@@ -131,7 +131,7 @@ def lstm_cell(
         As :func:`lstm`.
     """
     parameters = Parameters(weight_ih, weight_hh, bias_ih, bias_hh)
-    h, _, c, *_ = _recurrent.plainly("lstm", _step, input, pair(hx), parameters, one_step=True)
+    h, _, c, *_ = _recurrent.run_fast("lstm", _step, input, pair(hx), parameters, one_step=True)
     return h, c
 
 
@@ -178,7 +178,7 @@ def layer(
         As :func:`lstm`.
     """
 
-    def long_way(input: Tensor, h0: Any, c0: Any, *flat: Any) -> tuple[Tensor, ...]:
+    def slow_path(input: Tensor, h0: Any, c0: Any, *flat: Any) -> tuple[Tensor, ...]:
         given = by_direction(Parameters, flat)
         input, batch = _recurrent.sequence(input, batch_first=False)
         batch = (len(given), *batch)
@@ -193,9 +193,9 @@ def layer(
         and all(options.get(name, none) == none for name, none in _NO_OPTIONS.items())
     )
     if plain:
-        output, h_n, c_n, *_ = _recurrent.plainly("lstm", long_way, input, states, flat)
+        output, h_n, c_n, *_ = _recurrent.run_fast("lstm", slow_path, input, states, flat)
     else:
-        output, h_n, c_n = long_way(input, *states, *flat)
+        output, h_n, c_n = slow_path(input, *states, *flat)
     return output, h_n, c_n
 
 
@@ -366,7 +366,7 @@ def _check(
     options = check_options(
         checked[0].weight_hr is not None, reverse, coupled=coupled, **numbers
     )  # fmt: skip
-    draws = (
+    is_stochastic = (
         options.training
         and max(options.zoneout_h, options.zoneout_c, options.recurrent_dropout) > 0
     )
@@ -379,7 +379,7 @@ def _check(
         options,
         backends.choose(backends.Call("lstm", input.device.type, input.dtype)),
         recompute,
-        draws,
+        is_stochastic,
     )
 
 
@@ -584,7 +584,7 @@ _operator.library.define(
     "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 if backends._C is not None:
-    _recurrent.PLAIN["lstm"] = _recurrent.Plain(
+    _recurrent.FAST_PATHS["lstm"] = _recurrent.FastPath(
         torch.ops.trifuse.lstm_plain.cpp,
         {D * SLOTS: tuple(Options(reverse=(False, True)[:D])) for D in (1, 2)},
     )

@@ -87,22 +87,22 @@ def gru(
         a row's length its output is 0 and h stays as it is.
     """
     directions = []
-    for way in _ways(input, h0, parameters, lengths, options):
-        p, h = way.p, way.h0
-        from_input = _from_input(way.x, p)
+    for direction in _directions(input, h0, parameters, lengths, options):
+        p, h = direction.p, direction.h0
+        from_input = _from_input(direction.x, p)
         hs, gates = [], []
         for s in range(input.shape[0]):
             cell = _cell(from_input[s], h, p)
             new_h = ((1 - cell.z) * cell.n + cell.z * h).to(input.dtype).to(h.dtype)
-            h = new_h if way.valid is None else torch.where(way.valid[s], new_h, h)
+            h = new_h if direction.valid is None else torch.where(direction.valid[s], new_h, h)
             hs.append(h)
             gates.append(torch.cat(cell, -1))
         shapes = (h.shape, (h.shape[0], 4 * h.shape[1]))
         y, gates_t = (
-            in_step_order(stack_steps(steps, shape, h), lengths, way.reverse)
+            in_step_order(stack_steps(steps, shape, h), lengths, direction.reverse)
             for steps, shape in zip((hs, gates), shapes, strict=True)
         )
-        directions.append((masked(y, way.valid), h, gates_t))
+        directions.append((masked(y, direction.valid), h, gates_t))
     ys, h_n, gates_n = zip(*directions, strict=True)
     return Results(
         torch.cat(ys, -1).to(input.dtype), torch.stack(h_n).to(input.dtype), torch.stack(gates_n)
@@ -138,17 +138,19 @@ def gru_backward(
     if output is None or gates is None:
         output, _, gates = gru(input, h0, parameters, lengths, options=options)
     results: list[dict[str, Tensor | None]] = []
-    for d, way in enumerate(_ways(input, h0, parameters, lengths, options)):
-        H, slots = way.h0.shape[-1], slice(d * SLOTS, (d + 1) * SLOTS)
+    for d, direction in enumerate(_directions(input, h0, parameters, lengths, options)):
+        H, slots = direction.h0.shape[-1], slice(d * SLOTS, (d + 1) * SLOTS)
         own = slice(d * H, (d + 1) * H)
         asked = dict(zip(("input", "h0"), wanted[:2], strict=True))
         asked |= dict(zip(Parameters._fields, wanted[2:][slots], strict=True))
         gradients = _backward(
-            way,
-            way.steps(grad_output[..., own]),
-            torch.zeros_like(way.h0) if grad_h_n is None else grad_h_n[d].to(way.h0.dtype),
-            way.steps(output[..., own]),
-            _Cell(*way.steps(gates[d]).chunk(4, -1)),
+            direction,
+            direction.steps(grad_output[..., own]),
+            torch.zeros_like(direction.h0)
+            if grad_h_n is None
+            else grad_h_n[d].to(direction.h0.dtype),
+            direction.steps(output[..., own]),
+            _Cell(*direction.steps(gates[d]).chunk(4, -1)),
         )
         results.append({name: gradients[name]() if want else None for name, want in asked.items()})
     of_parameters = [result[name] for result in results for name in Parameters._fields]
@@ -162,7 +164,7 @@ def gru_backward(
 # One direction ----------------------------------------------------------------------------------
 
 
-class _Way(NamedTuple):
+class _Direction(NamedTuple):
     """One direction's arguments, in the order of its steps, in the accumulation dtype."""
 
     p: Parameters
@@ -177,10 +179,10 @@ class _Way(NamedTuple):
         return in_step_order(masked(t, self.valid), self.lengths, self.reverse).to(self.x.dtype)
 
 
-def _ways(
+def _directions(
     input: Tensor, h0: Tensor | None, parameters: Sequence[Tensor | None], lengths: Tensor | None,
     options: Options,
-) -> Iterator[_Way]:  # fmt: skip
+) -> Iterator[_Direction]:  # fmt: skip
     (T, B, _), wide = input.shape, accumulation_dtype(input.dtype)
     valid = valid_steps(T, lengths)
     wide_parameters = [None if t is None else t.to(wide) for t in parameters]
@@ -189,11 +191,11 @@ def _ways(
         x = in_step_order(masked(input, valid), lengths, reverse).to(wide)
         H = p.weight_hh.shape[1]
         first = input.new_zeros(B, H, dtype=wide) if h0 is None else h0[d].to(wide)
-        yield _Way(p, x, first, lengths, reverse, valid)
+        yield _Direction(p, x, first, lengths, reverse, valid)
 
 
 def _backward(
-    way: _Way, dy: Tensor, dh: Tensor, y: Tensor, cell: _Cell
+    direction: _Direction, dy: Tensor, dh: Tensor, y: Tensor, cell: _Cell
 ) -> dict[str, Callable[[], Tensor]]:
     """Returns functions that compute the gradients, by the names of arguments and parameters.
 
@@ -202,15 +204,15 @@ def _backward(
         y: (T, B, H), the forward's output, in step order.
         cell: each (T, B, H), in step order.
     """
-    p, x = way.p, way.x
+    p, x = direction.p, direction.x
     # h before each step. Past a row's length there is no step; 0 stands in and affects nothing.
-    h = masked(torch.cat([way.h0[None], y])[: len(x)], way.valid)
+    h = masked(torch.cat([direction.h0[None], y])[: len(x)], direction.valid)
     r, z, n, k = cell
     # The derivatives at each step. A row that has ended keeps its h.
-    n_by_h = masked((1 - z) * (1 - n.square()), way.valid)
-    z_by_h = masked((h - n) * z * (1 - z), way.valid)
+    n_by_h = masked((1 - z) * (1 - n.square()), direction.valid)
+    z_by_h = masked((h - n) * z * (1 - z), direction.valid)
     r_by_n = k * r * (1 - r)
-    old_h = z if way.valid is None else torch.where(way.valid, z, 1)
+    old_h = z if direction.valid is None else torch.where(direction.valid, z, 1)
 
     das, dahs = [], []
     for s in reversed(range(len(x))):
@@ -224,7 +226,7 @@ def _backward(
     shape = (h.shape[1], 3 * h.shape[2])
     da, dah = (stack_steps(steps[::-1], shape, h) for steps in (das, dahs))
     return {
-        "input": lambda: in_step_order(da @ p.weight_ih, way.lengths, way.reverse),
+        "input": lambda: in_step_order(da @ p.weight_ih, direction.lengths, direction.reverse),
         "h0": lambda: dh,
         "weight_ih": lambda: sum_of_outer_products(da, x),
         "weight_hh": lambda: sum_of_outer_products(dah, h),

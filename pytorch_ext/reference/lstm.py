@@ -123,17 +123,17 @@ def lstm(
         float64. Past a row's length its output is 0 and its states stay as they are.
     """
     directions = []
-    for way in _ways(input, h0, c0, parameters, lengths, seed, options):
-        p, h, c = way.p, way.h0, way.c0
-        from_input = _from_input(way.x, p, options.eps)
+    for direction in _directions(input, h0, c0, parameters, lengths, seed, options):
+        p, h, c = direction.p, direction.h0, direction.c0
+        from_input = _from_input(direction.x, p, options.eps)
         hs, gates, cells, clipped = [], [], [], []
         for s in range(input.shape[0]):
-            a = from_input[s] + _from_hidden(_times(h, way.dropout), p, options.eps)
+            a = from_input[s] + _from_hidden(_times(h, direction.dropout), p, options.eps)
             cell = _cell(a, c, p, options)
             new_h = _clip(cell.q, options.proj_clip)
-            h = _next(new_h, h, way.keep_h, options.zoneout_h, way.valid, s)
+            h = _next(new_h, h, direction.keep_h, options.zoneout_h, direction.valid, s)
             h = h.to(input.dtype).to(h.dtype)
-            c = _next(cell.c, c, way.keep_c, options.zoneout_c, way.valid, s)
+            c = _next(cell.c, c, direction.keep_c, options.zoneout_c, direction.valid, s)
             hs.append(h)
             gates.append(a)
             cells.append(c)
@@ -141,10 +141,10 @@ def lstm(
         columns = clipped_columns(c.shape[1], h.shape[1], options.cell_clip, options.proj_clip)
         shapes = (h.shape, from_input.shape[1:], c.shape, (len(h), columns))
         y, a_t, c_t, clipped_t = (
-            in_step_order(stack_steps(steps, shape, h), lengths, way.reverse)
+            in_step_order(stack_steps(steps, shape, h), lengths, direction.reverse)
             for steps, shape in zip((hs, gates, cells, clipped), shapes, strict=True)
         )
-        directions.append((masked(y, way.valid), h, c, a_t, c_t, clipped_t))
+        directions.append((masked(y, direction.valid), h, c, a_t, c_t, clipped_t))
     ys, h_n, c_n, a_n, c_ts, clipped_n = zip(*directions, strict=True)
     return Results(
         torch.cat(ys, -1).to(input.dtype), torch.stack(h_n).to(input.dtype), torch.stack(c_n),
@@ -190,20 +190,22 @@ def lstm_backward(
             input, h0, c0, parameters, lengths, seed, options=options
         )
     results: list[dict[str, Tensor | None]] = []
-    for d, way in enumerate(_ways(input, h0, c0, parameters, lengths, seed, options)):
-        R, slots = way.h0.shape[-1], slice(d * SLOTS, (d + 1) * SLOTS)
+    for d, direction in enumerate(_directions(input, h0, c0, parameters, lengths, seed, options)):
+        R, slots = direction.h0.shape[-1], slice(d * SLOTS, (d + 1) * SLOTS)
         own = slice(d * R, (d + 1) * R)
         asked = dict(zip(("input", "h0", "c0"), wanted[:3], strict=True))
         asked |= dict(zip(Parameters._fields, wanted[3:][slots], strict=True))
         gradients = _backward(
-            way,
-            way.steps(grad_output[..., own]),
-            torch.zeros_like(way.h0) if grad_h_n is None else grad_h_n[d].to(way.h0.dtype),
-            torch.zeros_like(way.c0) if grad_c_n is None else grad_c_n[d],
-            way.steps(output[..., own]),
-            None if gates is None or gates.dim() == 1 else way.steps(gates[d]),
-            way.steps(cells[d]),
-            way.steps(clipped[d]) if clipped.dim() > 1 else None,
+            direction,
+            direction.steps(grad_output[..., own]),
+            torch.zeros_like(direction.h0)
+            if grad_h_n is None
+            else grad_h_n[d].to(direction.h0.dtype),
+            torch.zeros_like(direction.c0) if grad_c_n is None else grad_c_n[d],
+            direction.steps(output[..., own]),
+            None if gates is None or gates.dim() == 1 else direction.steps(gates[d]),
+            direction.steps(cells[d]),
+            direction.steps(clipped[d]) if clipped.dim() > 1 else None,
             options,
         )
         results.append({name: gradients[name]() if want else None for name, want in asked.items()})
@@ -218,7 +220,7 @@ def lstm_backward(
 # One direction ----------------------------------------------------------------------------------
 
 
-class _Way(NamedTuple):
+class _Direction(NamedTuple):
     """One direction's arguments, in the order of its steps, in the accumulation dtype."""
 
     p: Parameters
@@ -237,10 +239,10 @@ class _Way(NamedTuple):
         return in_step_order(masked(t, self.valid), self.lengths, self.reverse).to(self.x.dtype)
 
 
-def _ways(
+def _directions(
     input: Tensor, h0: Tensor | None, c0: Tensor | None, parameters: Sequence[Tensor | None],
     lengths: Tensor | None, seed: Tensor | None, options: Options,
-) -> Iterator[_Way]:  # fmt: skip
+) -> Iterator[_Direction]:  # fmt: skip
     (T, B, _), wide = input.shape, accumulation_dtype(input.dtype)
     valid = valid_steps(T, lengths)
     wide_parameters = [None if t is None else t.to(wide) for t in parameters]
@@ -260,7 +262,7 @@ def _ways(
         if dropout is not None:
             dropout = dropout[0].to(wide) * philox.keep_scale(options.recurrent_dropout)
         keep_h, keep_c = keep(1, T, R, options.zoneout_h), keep(2, T, H, options.zoneout_c)
-        yield _Way(
+        yield _Direction(
             p,
             in_step_order(masked(input, valid), lengths, reverse).to(wide),
             input.new_zeros(B, R, dtype=wide) if h0 is None else h0[d].to(wide),
@@ -275,8 +277,8 @@ def _ways(
 
 
 def _backward(
-    way: _Way, dy: Tensor, dh: Tensor, dc: Tensor, y: Tensor, a: Tensor | None, c_t: Tensor,
-    clipped: Tensor | None, options: Options,
+    direction: _Direction, dy: Tensor, dh: Tensor, dc: Tensor, y: Tensor, a: Tensor | None,
+    c_t: Tensor, clipped: Tensor | None, options: Options,
 ) -> dict[str, Callable[[], Tensor]]:  # fmt: skip
     """Returns functions that compute the gradients, by the names of arguments and parameters.
 
@@ -286,13 +288,13 @@ def _backward(
         y: (T, B, R), a: (T, B, G·H) or None, c_t: (T, B, H), clipped: (T, B, ...) of 0 and 1, or
             None without clips: the forward's results, in step order.
     """
-    p, x, eps = way.p, way.x, options.eps
+    p, x, eps = direction.p, direction.x, options.eps
     # States before each step. Past a row's length there is no step; 0 stands in, affecting nothing.
     h, c = (
-        masked(torch.cat([first[None], after])[: len(x)], way.valid)
-        for first, after in ((way.h0, y), (way.c0, c_t))
+        masked(torch.cat([first[None], after])[: len(x)], direction.valid)
+        for first, after in ((direction.h0, y), (direction.c0, c_t))
     )
-    hd = _times(h, way.dropout)
+    hd = _times(h, direction.dropout)
     if a is None:
         a = _from_input(x, p, eps) + _from_hidden(hd, p, eps)
     cell = _cell(a, c, p, options)
@@ -304,8 +306,8 @@ def _backward(
         norm_c = _normalise(cell.c, eps)
 
     # The derivatives at each step, (T, B, ...). new_h, new_c: share of the new value in the state.
-    new_h = _share(way.keep_h, way.valid, options.zoneout_h, h)
-    new_c = _share(way.keep_c, way.valid, options.zoneout_c, c)
+    new_h = _share(direction.keep_h, direction.valid, options.zoneout_h, h)
+    new_c = _share(direction.keep_c, direction.valid, options.zoneout_c, c)
     unclipped_u, unclipped_q = torch.ones_like(c), torch.ones_like(h)
     if clipped is not None and options.cell_clip is not None:
         unclipped_u = 1 - clipped[..., : c.shape[-1]]
@@ -343,7 +345,7 @@ def _backward(
         dah = da
         if norm_h is not None and p.norm_hh_weight is not None:
             dah = _normalise_backward(da * p.norm_hh_weight, norm_h.at(s))
-        dh = dh * (1 - new_h[s]) + _times(dah @ p.weight_hh, way.dropout)
+        dh = dh * (1 - new_h[s]) + _times(dah @ p.weight_hh, direction.dropout)
         for steps, step in ((das, da), (dahs, dah), (dqs, dq), (dns, dn)):
             steps.append(step)
     da, dah, dq, dn = (
@@ -366,7 +368,7 @@ def _backward(
         return sum_over_steps(norm.values * by)
 
     return {
-        "input": lambda: in_step_order(dax @ p.weight_ih, way.lengths, way.reverse),
+        "input": lambda: in_step_order(dax @ p.weight_ih, direction.lengths, direction.reverse),
         "h0": lambda: dh,
         "c0": lambda: dc,
         "weight_ih": lambda: sum_of_outer_products(dax, x),
