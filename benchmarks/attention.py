@@ -120,7 +120,7 @@ def flops(case: Case, lengths: Sequence[int]) -> float:
     return forward * 3.5 if case.backward else forward
 
 
-# What is called ---------------------------------------------------------------------------------
+# Calls ------------------------------------------------------------------------------------------
 
 
 class Inputs(NamedTuple):

@@ -116,7 +116,7 @@ def moved(case: Case) -> float:
     return tensors * math.prod(case.shape) * case.dtype.itemsize
 
 
-# What is called ---------------------------------------------------------------------------------
+# Calls ------------------------------------------------------------------------------------------
 
 
 class Inputs(NamedTuple):

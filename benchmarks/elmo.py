@@ -234,7 +234,7 @@ def learn(
     )
 
 
-# What a sentence is about -----------------------------------------------------------------------
+# Topics -----------------------------------------------------------------------------------------
 
 
 class Features(NamedTuple):
@@ -555,7 +555,7 @@ def measure_memory(
     return Memory(case.name, **peaks, time_of_recompute=statistics.median(a / b for a, b in pairs))
 
 
-# Showing ----------------------------------------------------------------------------------------
+# Display ----------------------------------------------------------------------------------------
 
 
 def memory_table(memory: Memory) -> Table:

@@ -153,7 +153,7 @@ def weight_bytes(case: Case) -> int:
     return (4 * H * columns + case.projection * H) * case.dtype.itemsize
 
 
-# What is called ---------------------------------------------------------------------------------
+# Calls ------------------------------------------------------------------------------------------
 
 
 class Inputs(NamedTuple):

@@ -303,7 +303,7 @@ def operations(model: nn.Module, batch: Batch) -> float:
     )
 
 
-# Showing ----------------------------------------------------------------------------------------
+# Display ----------------------------------------------------------------------------------------
 
 
 def accuracy_table(results: Sequence[Learnt]) -> Table:

@@ -47,7 +47,7 @@ from trifuse.models.transformer import (
 DROPOUT = 0.1
 PROMPT = 'The "for" statement'
 
-# What is learnt ---------------------------------------------------------------------------------
+# Training ---------------------------------------------------------------------------------------
 
 Batch = tuple[Tensor, ...]
 
@@ -379,7 +379,7 @@ def time_steps(case: Case, device: str, seconds: float) -> measure.Result:
     )
 
 
-# Showing ----------------------------------------------------------------------------------------
+# Display ----------------------------------------------------------------------------------------
 
 
 def curves_table(results: Sequence[Curves]) -> Table:

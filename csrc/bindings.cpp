@@ -101,8 +101,8 @@ at::Tensor each(const at::Tensor& x) {
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.doc() = "trifuse's compiled kernels: what was built, and hooks for tests and benchmarks";
-  m.def("build_info", &build_info, "What this build holds");
-  m.def("cpu_capabilities", &names, "Instruction sets that this machine can run, worst first");
+  m.def("build_info", &build_info, "Build information");
+  m.def("cpu_capabilities", &names, "Instruction sets that this machine can run, narrowest first");
   m.def("cpu_capability", [] { return name(capability()); }, "The instruction set in use");
   m.def(
       "set_cpu_capability", [](const std::string& wanted) { return name(set_capability(wanted)); },
@@ -112,21 +112,21 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       "FLOP/s of all threads' matrix products on tiles in their L1 caches");
   m.def(
       "register_autograd", &register_autograd,
-      "Have an op's companion run in its place where a derivative is wanted");
+      "Run an op's companion in its place where a derivative is wanted");
   m.def(
       "fail_allocations", &fail_allocations, pybind11::arg("first"), pybind11::arg("count") = 1,
-      "Let allocations fail, for tests; with 0, none any more");
+      "Make allocations fail, for tests; 0 stops it");
   m.def(
       "counted_allocations", &counted_allocations,
-      "How many there have been since fail_allocations was last called with another number than 0");
+      "Allocations since fail_allocations was last called with a non-zero `first`");
   m.def(
       "throw_in_crew", &throw_in_crew, pybind11::arg("threads"), pybind11::arg("thread"),
       pybind11::call_guard<pybind11::gil_scoped_release>(),
-      "Throw in one of some threads that wait for one another");
+      "Throw in one thread of a crew while the others wait for it");
   m.def("exp2", &each<&Probe::exp2>, "2^x as the kernels compute it");
   m.def("sigmoid", &each<&Probe::sigmoid>, "1 / (1 + e^-x) as the kernels compute it");
   m.def("tanh", &each<&Probe::tanh>, "tanh(x) as the kernels compute it");
 #ifdef TRIFUSE_SANITIZE
-  m.def("planted", &planted, "Commits an error that the sanitizer has to report");
+  m.def("planted", &planted, "Commit an error that the sanitizer has to report");
 #endif
 }

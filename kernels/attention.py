@@ -63,7 +63,7 @@ RUN = tl.constexpr(16)
 MASK_RUN = tl.constexpr(16)
 
 
-# What kernels are given --------------------------------------------------------------------------
+# Kernel arguments --------------------------------------------------------------------------------
 
 
 class Strided(NamedTuple):
@@ -306,7 +306,7 @@ def _load_mask(head, strides, rows, columns, fill, variant: tl.constexpr, FULL: 
     return mask
 
 
-# Which pairs take part ---------------------------------------------------------------------------
+# Pairs that take part ----------------------------------------------------------------------------
 
 
 @triton.jit

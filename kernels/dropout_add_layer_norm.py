@@ -34,7 +34,7 @@ from trifuse.kernels.arithmetic import round_to
 from trifuse.kernels.philox import dropout_keep
 from trifuse.reference import philox
 
-# What kernels are given --------------------------------------------------------------------------
+# Kernel arguments --------------------------------------------------------------------------------
 
 
 class Rows(NamedTuple):

@@ -44,7 +44,7 @@ from trifuse.kernels.recurrent import (
 from trifuse.reference.gru import Parameters
 from trifuse.reference.lstm import by_direction, masked
 
-# What kernels are given --------------------------------------------------------------------------
+# Kernel arguments --------------------------------------------------------------------------------
 
 
 class Inputs(NamedTuple):

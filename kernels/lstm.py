@@ -55,7 +55,7 @@ from trifuse.reference.lstm import Parameters, by_direction, clipped_columns, ma
 # Number of steps whose vector gradients are summed as one chain.
 RUN = tl.constexpr(32)
 
-# What kernels are given --------------------------------------------------------------------------
+# Kernel arguments --------------------------------------------------------------------------------
 
 
 class Inputs(NamedTuple):

@@ -451,7 +451,7 @@ def _names_attention(module: torch_nn.Module) -> bool:
     return re.search("atten|attn", type(module).__name__, re.IGNORECASE) is not None
 
 
-# What is reported -------------------------------------------------------------------------------
+# Reports ----------------------------------------------------------------------------------------
 
 
 def notes(model: torch_nn.Module) -> Iterator[Note]:

@@ -336,7 +336,7 @@ def _padding(attention_mask: Tensor | None, kv_length: int, kv_offset: int) -> T
     return None if readable and bool(padding.all()) else padding
 
 
-# Which models ask for their attention ------------------------------------------------------------
+# Models that use the attention interface ---------------------------------------------------------
 #
 # transformers accepts the name of an attention for any model. A model that computes its attention
 # itself would add our boolean mask to its scores, or miss the causality that a mask of None leaves

@@ -263,7 +263,7 @@ def _differentiate(case: Case, function: Any) -> Results:
     )  # fmt: skip
 
 
-# Made to measure --------------------------------------------------------------------------------
+# Cases with given options -----------------------------------------------------------------------
 
 
 def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -325,7 +325,7 @@ def run_packed(case: Case, cu_q: Tensor, cu_k: Tensor | None, **options: Any) ->
     return _differentiate(case, attend)
 
 
-# Compared ---------------------------------------------------------------------------------------
+# Comparisons ------------------------------------------------------------------------------------
 
 
 def assert_same_bits(actual: Results, expected: Results) -> None:
@@ -354,7 +354,7 @@ def assert_near(actual: Results, expected: Results) -> None:
             torch.testing.assert_close(a.double(), e.double(), rtol=rtol, atol=rtol / 10)
 
 
-# Drawn at random --------------------------------------------------------------------------------
+# Random calls -----------------------------------------------------------------------------------
 
 # The edges of every tile size that a kernel may use.
 _EDGES = (0, 1, 2, 15, 16, 17, 32, 33, 63, 64, 65, 127, 128, 129)

@@ -214,7 +214,7 @@ def one_rounding(case: Case) -> Results:
     }
 
 
-# Made to measure --------------------------------------------------------------------------------
+# Cases with given options -----------------------------------------------------------------------
 
 
 def make(*shape: int, dtype: torch.dtype = torch.float32, **changed: Any) -> Case:
@@ -290,7 +290,7 @@ def assert_same_bits(actual: Results, expected: Results) -> None:
         assert_equal(actual[name], expected[name], name)
 
 
-# Drawn at random --------------------------------------------------------------------------------
+# Random calls -----------------------------------------------------------------------------------
 
 # The edges of vectors and of strips of 64, and widths that models have.
 _WIDTHS = (1, 2, 7, 8, 15, 16, 17, 31, 33, 63, 64, 65, 127, 128, 129, 768, 1000)

@@ -319,7 +319,7 @@ def one_rounding(case: Case, exact: Results, count: int = 4) -> Results:
     return {name: square.sqrt() for name, square in squares.items()}
 
 
-# Made to measure --------------------------------------------------------------------------------
+# Cases with given options -----------------------------------------------------------------------
 
 
 def make(
@@ -459,7 +459,7 @@ def check_empty(case: Case, results: Results) -> None:
         assert not results[name].any()
 
 
-# Which kernels there are ------------------------------------------------------------------------
+# Kernels ----------------------------------------------------------------------------------------
 
 
 def serving(operator: str, kernels: Sequence[Kernel]) -> list[Kernel]:
@@ -493,7 +493,7 @@ def backend_fixture(operator: str, *more: str) -> Any:
     return backend
 
 
-# Drawn at random --------------------------------------------------------------------------------
+# Random calls -----------------------------------------------------------------------------------
 
 # The edges of vectors and of tiles.
 _SIZES = (1, 2, 3, 7, 8, 15, 16, 17, 31, 32, 33, 64, 65)

@@ -165,7 +165,7 @@ def capabilities(which: Build) -> list[str]:
     return output.split()
 
 
-# What was reached --------------------------------------------------------------------------------
+# Coverage ----------------------------------------------------------------------------------------
 
 
 class Reached(NamedTuple):

@@ -37,7 +37,7 @@ NAN, INF = float("nan"), float("inf")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
-# What takes part --------------------------------------------------------------------------------
+# Pairs that take part ---------------------------------------------------------------------------
 
 STRUCTURES: dict[str, dict[str, Any]] = {
     "causal": {"is_causal": True},

@@ -263,7 +263,7 @@ def test_bits_do_not_depend_on_the_order_of_threads(library, E, poisoned):
                     assert_equal(a, e)
 
 
-# Which calls it serves ---------------------------------------------------------------------------
+# Calls that it serves ----------------------------------------------------------------------------
 
 
 def test_which_calls_they_serve(library, monkeypatch):

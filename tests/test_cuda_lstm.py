@@ -214,7 +214,7 @@ test_clips_are_those_of_the_forward_in_16_bits = (
 )
 
 
-# Which way ---------------------------------------------------------------------------------------
+# One launch or step by step ----------------------------------------------------------------------
 
 
 def why_step_by_step(case: Case, backward: bool = False) -> str:

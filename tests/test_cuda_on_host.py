@@ -38,7 +38,7 @@ def numbers(*shape: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(0))
 
 
-# What is caught ----------------------------------------------------------------------------------
+# Errors that are caught --------------------------------------------------------------------------
 
 
 def results(library: Library, name: str, barrier: bool, shape: tuple[int, ...]) -> list[bool]:
@@ -215,7 +215,7 @@ def test_faults_of_products_of_warpgroups_show(library, fault, by_rows):
     assert not ((out - exact).abs() <= bound).all()
 
 
-# What is computed --------------------------------------------------------------------------------
+# Results -----------------------------------------------------------------------------------------
 
 
 def sum_of_blocks(library: Library, blocks: int, barrier: bool) -> Tensor:

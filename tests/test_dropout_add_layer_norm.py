@@ -298,7 +298,7 @@ def test_saved_tensors_are_inputs_and_one_number_a_row(backend, options):
         assert big == ([outputs[1].data_ptr()] if prenorm else [x.data_ptr(), residual.data_ptr()])
 
 
-# The same bits in any company -------------------------------------------------------------------
+# Bits that do not depend on other rows ----------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

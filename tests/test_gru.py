@@ -330,7 +330,7 @@ def test_padding_does_not_exist(kernel, what):
         assert results[name].masked_select(past).eq(0).all()
 
 
-# The same bits in any company -------------------------------------------------------------------
+# Bits that do not depend on other rows ----------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

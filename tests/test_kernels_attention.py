@@ -173,7 +173,7 @@ def test_empty_tensors(kernel, size):
     assert_near(run(case), expected)
 
 
-# What takes no part -----------------------------------------------------------------------------
+# Pairs that take no part ------------------------------------------------------------------------
 
 
 def poisoned(x: Tensor, where: Tensor) -> Tensor:

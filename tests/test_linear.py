@@ -560,7 +560,7 @@ def test_linear_activation_calls_what_is_watched():
     assert seen == [Linear, Linear, nn.Linear, nn.Linear]
 
 
-# The choice -------------------------------------------------------------------------------------
+# Choice of a backend ----------------------------------------------------------------------------
 
 
 def test_the_faster_is_taken(monkeypatch):

@@ -314,7 +314,7 @@ def test_recurrent_of_10_to_the_6_tokens(operator):
     hold(BEST, [recurrent_call(operator, (5, 200_000), "equal")])
 
 
-# What sums are cut by ----------------------------------------------------------------------------
+# Threads -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.skipif(not CPP_KERNELS, reason="the C++ extension is not built")

@@ -409,7 +409,7 @@ def test_lengths_in_int32(backend):
     assert_same_bits(run(narrow), run(case))
 
 
-# The same bits in any company -------------------------------------------------------------------
+# Bits that do not depend on other rows ----------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

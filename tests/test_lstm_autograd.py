@@ -227,7 +227,7 @@ def test_a_steps_second_derivatives_know_nothing_of_what_is_switched_on(step_arg
             assert_equal(a, e)
 
 
-# Computed again ---------------------------------------------------------------------------------
+# Recomputation ----------------------------------------------------------------------------------
 
 
 @pytest.mark.skipif(backends._C is None, reason="the C++ extension is not built")

@@ -164,7 +164,7 @@ def test_dtypes_of_results_are_torchs(kind, dtype):
         assert cell(x[0], (h0[0], c0[0]))[1].dtype == torch.float32
 
 
-# What torch's lack ------------------------------------------------------------------------------
+# Options that torch lacks -----------------------------------------------------------------------
 
 MORE: dict[str, dict[str, Any]] = {
     "cell_clip": {"cell_clip": 0.3},

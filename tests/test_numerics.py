@@ -13,7 +13,7 @@ from attention_cases import Case, Results, draw_case, eager_torch, judge, make, 
 from numerics import LAYOUTS, Accuracy, lay_out, rounding_error
 from torch import Tensor
 
-# The rule, on errors made to measure ------------------------------------------------------------
+# The rule, on synthetic errors ------------------------------------------------------------------
 
 UNIT = 1e-6
 

@@ -137,7 +137,7 @@ def test_metadata(installed: Path) -> None:
     assert requirements == ["torch>=2.11"]
 
 
-# With one ---------------------------------------------------------------------------------------
+# With a compiler --------------------------------------------------------------------------------
 
 
 @pytest.mark.skipif(not (shutil.which("c++") or shutil.which("g++")), reason="no compiler here")
@@ -164,7 +164,7 @@ def test_unknown_backend_is_refused() -> None:
     assert "TRIFUSE_BACKEND: expected one of auto, cuda, triton, cpp, eager" in done.stderr
 
 
-# For which GPUs ----------------------------------------------------------------------------------
+# GPU architectures -------------------------------------------------------------------------------
 
 
 @pytest.fixture

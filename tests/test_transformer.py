@@ -645,7 +645,7 @@ def test_fused_models_decode_the_same():
     assert torch.equal(*drawn)
 
 
-# What they are trained on -----------------------------------------------------------------------
+# Training data ----------------------------------------------------------------------------------
 
 
 def test_reference_is_split_without_overlap():

@@ -347,7 +347,7 @@ std::tuple<Tensor, Tensor, Tensor> gru_forward(
   return {r.output, r.h_n, or_empty(r.gates, call.dtype)};
 }
 
-// Plain calls -------------------------------------------------------------------------------------
+// Calls without options ---------------------------------------------------------------------------
 
 // Returns whether only weights and biases are given, and all types and shapes fit.
 bool is_plain(

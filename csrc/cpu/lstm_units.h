@@ -254,7 +254,7 @@ inline void pack_unit_rows(
       target + elements<E>(rows) * kTile, target + elements<E>(kUnits) * kTile, E{});
 }
 
-// Products with a weight where it lies -------------------------------------------------------------
+// Products with unpacked weights ------------------------------------------------------------------
 
 // With up to this many rows of A, packing a panel takes longer than multiplying by it.
 constexpr int kFewRows = 8;

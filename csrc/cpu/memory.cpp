@@ -23,7 +23,7 @@
 namespace trifuse {
 namespace {
 
-// Failures that tests ask for -----------------------------------------------------------------------
+// Failures on request, for tests ------------------------------------------------------------------
 
 std::atomic<bool> counting{false};
 std::atomic<int64_t> counted{0}, first_failure{0}, last_failure{0};
@@ -51,7 +51,7 @@ class Counted final : public c10::Allocator {
   c10::Allocator* const torch_ = c10::GetCPUAllocator();
 };
 
-// Memory that is kept ---------------------------------------------------------------------------------
+// Cached memory -----------------------------------------------------------------------------------
 
 constexpr size_t kLarge = size_t(1) << 20, kPage = size_t(1) << 21;
 

@@ -67,7 +67,7 @@ struct Rows {
   const Scalar* row(int64_t r) const { return data + r * row_stride; }
 };
 
-// Conversion ---------------------------------------------------------------------------------------
+// Conversion --------------------------------------------------------------------------------------
 
 template <class Scalar, class T>
 inline void widen(const Scalar* source, int64_t stride, int64_t n, T* target) {
@@ -197,7 +197,7 @@ inline void transpose_tile(const E* source, int64_t ld, int64_t rows, int64_t co
   }
 }
 
-// Operands -----------------------------------------------------------------------------------------
+// Operands ----------------------------------------------------------------------------------------
 
 template <class E>
 struct Operand {

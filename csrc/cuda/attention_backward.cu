@@ -56,7 +56,7 @@ int padded_head_dim(const Attention& p) {
   return result;
 }
 
-// Rows ---------------------------------------------------------------------------------------------------
+// Rows --------------------------------------------------------------------------------------------
 
 // Above this magnitude a float32 logsumexp is too coarse to normalise large scores with: near the
 // lowest finite number, a common mask value, rounding loses log ∑ exp altogether.
@@ -146,7 +146,7 @@ __global__ __launch_bounds__(32 * WideShape<Scalar>::kWarps) void attention_back
   }
 }
 
-// Gradients of scores ------------------------------------------------------------------------------------
+// Gradients of scores -----------------------------------------------------------------------------
 
 // Turns a warp's tile of scores (products of q and k) into the weights that dropout keeps, not yet
 // scaled up, and products (of dO and v) into dS. Both are 0 for pairs that take no part.
@@ -179,7 +179,7 @@ __device__ __forceinline__ void count_pairs(float (&weights)[N / 8][4], const Pa
     for (int e = 0; e < 4; ++e) weights[n][e] = pairs.test(n, e);
 }
 
-// Keys and values ----------------------------------------------------------------------------------------
+// Keys and values ---------------------------------------------------------------------------------
 
 template <class Scalar, int D>
 __global__ __launch_bounds__(32 * Shape<Scalar, D>::kWarps) void attention_backward_key_value_kernel(
@@ -279,7 +279,7 @@ __global__ __launch_bounds__(32 * Shape<Scalar, D>::kWarps) void attention_backw
       any_head.key_rows<Scalar>(p.grad_value, p.Ev), row, any_head.stored, first_column);
 }
 
-// Queries ------------------------------------------------------------------------------------------------
+// Queries -----------------------------------------------------------------------------------------
 
 template <class Scalar, int D>
 __global__ __launch_bounds__(32 * Shape<Scalar, D>::kWarps) void attention_backward_query_kernel(
@@ -357,7 +357,7 @@ __global__ __launch_bounds__(32 * Shape<Scalar, D>::kWarps) void attention_backw
       head.queries, 0);
 }
 
-// The float mask -----------------------------------------------------------------------------------------
+// The float mask ----------------------------------------------------------------------------------
 
 // Terms per run of a sum over the dimensions in which the mask is broadcast.
 constexpr int kMaskRun = 16;
@@ -558,7 +558,7 @@ __global__ __launch_bounds__(kSumThreads) void attention_backward_mask_sum_kerne
   store_mask_gradient(p, how, nullptr, 0, at, sum);
 }
 
-// Launchers ----------------------------------------------------------------------------------------------
+// Launchers ---------------------------------------------------------------------------------------
 
 // A sum over broadcast dimensions is divided until there are about this many blocks: enough for any
 // GPU, and a bound on the memory for the shares.

@@ -76,7 +76,7 @@ class NotedVectors {
   const TileNotes& notes_;
 };
 
-// Producers ----------------------------------------------------------------------------------------------
+// Producers ---------------------------------------------------------------------------------------
 
 __device__ __forceinline__ void note_vectors(
     TileNotes& notes, const RowVectors& vectors, const Head& head, int column) {
@@ -154,7 +154,7 @@ __device__ __forceinline__ void produce(
   } while (pass_again(p, shared, mode, (1 + groups) * kWarpgroup, false));
 }
 
-// Consumers ----------------------------------------------------------------------------------------------
+// Consumers ---------------------------------------------------------------------------------------
 
 template <bool kByKey, class Scalar, int D>
 __device__ __forceinline__ void consume(
@@ -284,7 +284,7 @@ __device__ __forceinline__ void consume(
   }
 }
 
-// Kernels ------------------------------------------------------------------------------------------------
+// Kernels -----------------------------------------------------------------------------------------
 
 template <bool kByKey, class Scalar, int D>
 __device__ __forceinline__ void backward(const Call& call, const Place& place, int rows) {

@@ -41,7 +41,7 @@ struct Shared {
   bool non_finite;
 };
 
-// Producers ----------------------------------------------------------------------------------------------
+// Producers ---------------------------------------------------------------------------------------
 
 template <class Scalar, int D>
 __device__ __forceinline__ void produce(
@@ -105,7 +105,7 @@ __device__ __forceinline__ void produce(
   } while (pass_again(p, shared, mode, (1 + groups) * kWarpgroup, false));
 }
 
-// Consumers ----------------------------------------------------------------------------------------------
+// Consumers ---------------------------------------------------------------------------------------
 
 template <class Scalar, int D>
 __device__ __forceinline__ void consume(

@@ -35,7 +35,7 @@ enum Named {
   kStoring = 5,    // + consumer: among its threads
 };
 
-// Tensors as the copy engine sees them -------------------------------------------------------------------
+// Tensor maps of the copy engine (TMA) ------------------------------------------------------------
 
 // A tensor that the copy engine loads from. `heads` and `sequences` multiply its coordinates: 0 if
 // it is broadcast over that dimension, else 1.
@@ -134,7 +134,7 @@ __device__ __forceinline__ bool pass_again(
   return shared.non_finite;
 }
 
-// Notes on tiles -----------------------------------------------------------------------------------------
+// Notes on tiles ----------------------------------------------------------------------------------
 
 // The producer's notes on a tile of N columns. `column` is its first, or -1 at the end of a pass.
 template <int N>
@@ -255,7 +255,7 @@ __device__ __forceinline__ Pairs<N> noted(
   return {{bits[at + row_of(0)] >> shift, bits[at + row_of(2)] >> shift}, true, full};
 }
 
-// Products -----------------------------------------------------------------------------------------------
+// Products ----------------------------------------------------------------------------------------
 
 // Packs a warp's weights (16, N), made by weight(n, e), for start_sums.
 template <class Scalar, int N, class Weight>

@@ -36,7 +36,7 @@ __device__ __forceinline__ bool finite(float x) { return fabsf(x) < kInfinity; }
 __device__ __forceinline__ int row_of(int e) { return lane() / 4 + e / 2 * 8; }
 __device__ __forceinline__ int column_of(int n, int e) { return 8 * n + lane() % 4 * 2 + e % 2; }
 
-// Tiles ------------------------------------------------------------------------------------------------
+// Tiles -------------------------------------------------------------------------------------------
 
 // A tensor's rows of one head of one sequence.
 template <class Scalar>
@@ -149,7 +149,7 @@ __device__ __forceinline__ void clean_tile(const Tile<Scalar>& tile, int rows, M
   clean_numbers(tile.data, rows * tile.pitch, blockDim.x, mode);
 }
 
-// Products ---------------------------------------------------------------------------------------------
+// Products ----------------------------------------------------------------------------------------
 
 template <int C>
 __device__ __forceinline__ void set_to_zero(float (&sums)[C / 8][4]) {
@@ -338,7 +338,7 @@ __device__ __forceinline__ void store_zeros(
         to.data[row * to.stride + i % to.columns * to.column_stride] = narrow<Scalar>(0);
 }
 
-// Sequences and heads ----------------------------------------------------------------------------------
+// Sequences and heads -----------------------------------------------------------------------------
 
 // One query head of one sequence.
 struct Head {
@@ -388,7 +388,7 @@ struct Place {
   }
 };
 
-// Pairs ------------------------------------------------------------------------------------------------
+// Pairs -------------------------------------------------------------------------------------------
 
 constexpr bool has_float_mask(const AttentionProblem& p) {
   return p.mask_kind == MaskKind::Float32 || p.mask_kind == MaskKind::QueryType;

@@ -25,7 +25,7 @@ __device__ __forceinline__ uint32_t shared_address(const void* p) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(p));
 }
 
-// Copies of 16 bytes into shared memory that arrive at cp_async_wait ---------------------------------
+// Asynchronous copies to shared memory (cp.async) -------------------------------------------------
 
 // Copies the first `valid` bytes, 0 to 16, and sets the others to 0.
 __device__ __forceinline__ void cp_async(void* to, const void* from, int valid = 16) {
@@ -49,7 +49,7 @@ __device__ __forceinline__ void prefetch(const void* p) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(p));
 }
 
-// Matrices of 8 x 8 halves in shared memory, and products of tiles ------------------------------------
+// Matrix fragments and products (ldmatrix, mma) ---------------------------------------------------
 
 // Loads four matrices. Lanes 8 i to 8 i + 7 point to the rows of matrix i, 16 bytes each. Lane l
 // gets elements 2 (l % 4) and 2 (l % 4) + 1 of row l / 4 of each matrix.
@@ -96,7 +96,7 @@ __device__ __forceinline__ void mma_tf32(
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 
-// Special functions ------------------------------------------------------------------------------------
+// Special functions -------------------------------------------------------------------------------
 
 // 2^x, to 2 units in the last place; denormals are 0.
 __device__ __forceinline__ float exp2_approximate(float x) {
@@ -112,7 +112,7 @@ __device__ __forceinline__ float tanh_approximate(float x) {
   return y;
 }
 
-// Between blocks and warps --------------------------------------------------------------------------------
+// Between blocks and warps ------------------------------------------------------------------------
 
 // Adds with release semantics: a load_acquire of the sum makes this thread's prior writes visible.
 __device__ __forceinline__ void add_release(uint32_t* p, uint32_t value) {

@@ -9,7 +9,7 @@
 
 namespace trifuse::cuda {
 
-// Barriers in shared memory (mbarrier) -----------------------------------------------------------------
+// Barriers in shared memory (mbarrier) ------------------------------------------------------------
 
 // A phase of a barrier is over when all arrivals that it was initialised for, and all bytes that
 // these expect, have come. Phases alternate between parity 0 and 1; the first has parity 0.
@@ -52,7 +52,7 @@ __device__ __forceinline__ void fence_for_async() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
-// Copies of tiles (TMA) ---------------------------------------------------------------------------------
+// Copies of tiles (TMA) ---------------------------------------------------------------------------
 
 // Starts to copy the box of a tensor at coordinates (c0, c1, c2, c3), innermost first; zeros past
 // the ends. Called by one thread. The bytes count towards the barrier's current phase.
@@ -69,7 +69,7 @@ __device__ __forceinline__ void prefetch_map(const CUtensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
 
-// Products of a warpgroup (wgmma) -----------------------------------------------------------------------
+// Products of a warpgroup (wgmma) -----------------------------------------------------------------
 
 // Products are asynchronous: from wgmma_begin to wgmma_wait no thread may touch the registers, or
 // write the shared memory, that they work on. Warp w of the four holds rows 16 w to 16 w + 15 of a
@@ -194,7 +194,7 @@ __device__ __forceinline__ void wgmma_columns(
   }
 }
 
-// Registers between warpgroups --------------------------------------------------------------------------
+// Registers between warpgroups --------------------------------------------------------------------
 
 // Set a thread's number of registers, a multiple of 8, to fewer or more than it has. Called by all
 // threads of a warpgroup. take_registers waits until others have given enough back.

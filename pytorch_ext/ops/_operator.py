@@ -962,7 +962,7 @@ def _schema_type(hint: Any) -> str:
     return _TYPES[hint]
 
 
-# What is around a call ---------------------------------------------------------------------------
+# Context of a call -------------------------------------------------------------------------------
 
 
 def requires_grad(*tensors: Tensor | None) -> bool:

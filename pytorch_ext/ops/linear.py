@@ -105,7 +105,7 @@ def _serves(
 _AUTOCAST = (torch.float32, torch.bfloat16, torch.float16)
 
 
-# The choice -------------------------------------------------------------------------------------
+# Choice of a backend ----------------------------------------------------------------------------
 
 
 class Choice(NamedTuple):

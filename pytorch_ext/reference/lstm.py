@@ -384,7 +384,7 @@ def _backward(
     }
 
 
-# One step, or all of them at once ---------------------------------------------------------------
+# Step by step and in one call -------------------------------------------------------------------
 
 
 class _Cell(NamedTuple):

@@ -39,7 +39,7 @@ VECTOR_TYPES(double, double)
 VECTOR_TYPES(longlong, long long)
 #undef VECTOR_TYPES
 
-// Barriers, shuffles, votes ------------------------------------------------------------------------
+// Barriers, shuffles, votes -----------------------------------------------------------------------
 
 constexpr unsigned kFullMask = 0xFFFFFFFF;
 
@@ -102,7 +102,7 @@ inline int __syncthreads_or(int predicate) {
       predicate != 0);
 }
 
-// Memory ---------------------------------------------------------------------------------------------
+// Memory ------------------------------------------------------------------------------------------
 
 namespace cuda_on_host {
 
@@ -162,7 +162,7 @@ T atomicCAS(T* p, std::type_identity_t<T> expected, std::type_identity_t<T> valu
   return old;
 }
 
-// Arithmetic -------------------------------------------------------------------------------------------
+// Arithmetic --------------------------------------------------------------------------------------
 
 inline unsigned __umulhi(unsigned a, unsigned b) { return uint64_t(a) * b >> 32; }
 inline unsigned __vimax3_u32(unsigned a, unsigned b, unsigned c) { return std::max({a, b, c}); }

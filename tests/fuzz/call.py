@@ -95,7 +95,7 @@ def operator(call: Call) -> Operator:
     return module
 
 
-# What it gives ----------------------------------------------------------------------------------
+# Actual results ---------------------------------------------------------------------------------
 
 
 def serving(call: Call) -> contextlib.AbstractContextManager[None]:
@@ -206,7 +206,7 @@ def _weights(grad: Tensor, call: Call, name: str) -> Tensor:
     return torch.cos(torch.arange(count).double()).to(grad.dtype).view(values.shape).expand_as(grad)
 
 
-# What it must give ------------------------------------------------------------------------------
+# Expected results -------------------------------------------------------------------------------
 
 
 def check(call: Call) -> None:
@@ -279,7 +279,7 @@ def _compare_bits(call: Call, how: str, these: Tensors, those: Tensors) -> None:
             )
 
 
-# As Python --------------------------------------------------------------------------------------
+# Printed as Python ------------------------------------------------------------------------------
 
 
 def program(call: Call) -> str:
@@ -329,7 +329,7 @@ def program(call: Call) -> str:
     return "\n".join(lines)
 
 
-# What is drawn for every operator ---------------------------------------------------------------
+# Draws shared by all operators ------------------------------------------------------------------
 
 
 def draw_modes(

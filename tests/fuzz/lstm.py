@@ -27,7 +27,7 @@ NAMES = Parameters._fields
 PROBABILITIES = (0.5, 0.1, 0.9, 2.5 / 65536)
 
 
-# Which calls ------------------------------------------------------------------------------------
+# Calls ------------------------------------------------------------------------------------------
 
 
 def draw(d: Draws, kernel: str, dtype: str) -> Call:
@@ -169,7 +169,7 @@ def _draw_plain(d: Draws, kernel: str, dtype: str, way: str) -> Call:
     return dataclasses.replace(call, seed=d.integer(0, 255))
 
 
-# How they are made ------------------------------------------------------------------------------
+# Construction -----------------------------------------------------------------------------------
 
 
 def arguments(call: Call, tensors: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
@@ -211,7 +211,7 @@ def outputs(call: Call, result: Any) -> Tensors:
     return {"output": result[0], "h_n": result[1][0], "c_n": result[1][1]}
 
 
-# What they must give ----------------------------------------------------------------------------
+# Expected results -------------------------------------------------------------------------------
 
 
 def formula(call: Call, tensors: Tensors, r: Rounding) -> Tensors:

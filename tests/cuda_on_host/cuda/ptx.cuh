@@ -22,7 +22,7 @@ inline unsigned char* shared_memory() {
   return reinterpret_cast<unsigned char*>(current->block->shared());
 }
 
-// Copies --------------------------------------------------------------------------------------------------
+// Copies ------------------------------------------------------------------------------------------
 
 inline const void* in_shared_memory(const void* p, const char* what) {
   const auto offset = static_cast<const std::byte*>(p) - current->block->shared();
@@ -65,7 +65,7 @@ inline void prefetch(const void* p) {
   [[maybe_unused]] const char read = *static_cast<const volatile char*>(p);
 }
 
-// Matrices --------------------------------------------------------------------------------------------------
+// Matrices ----------------------------------------------------------------------------------------
 
 inline void ldmatrix(uint32_t (&matrix)[4], const void* row) {
   const cuda_on_host::Lanes<const void*> rows(
@@ -151,7 +151,7 @@ inline void mma_tf32(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[
       [&](int k, int column) { return tf32(lanes[column * 4 + k % 4].b[k / 4]); });
 }
 
-// Special functions -----------------------------------------------------------------------------------------
+// Special functions -------------------------------------------------------------------------------
 
 inline float exp2_approximate(float x) {
   if (x == 0) return 1;  // the PTX manual promises it
@@ -162,7 +162,7 @@ inline float tanh_approximate(float x) {
   return cuda_on_host::approximate(std::tanh(static_cast<double>(x)), 4096, x);
 }
 
-// Between blocks and warps ------------------------------------------------------------------------------------
+// Between blocks and warps ------------------------------------------------------------------------
 
 inline void add_release(uint32_t* p, uint32_t value) { atomicAdd(p, value); }
 

@@ -31,7 +31,7 @@ inline uint32_t swizzled(uint32_t address, uint32_t width) {
   return width ? address ^ ((address >> 7 & (width / 16 - 1)) << 4) : address;
 }
 
-// Barriers in shared memory -------------------------------------------------------------------------------
+// Barriers in shared memory -----------------------------------------------------------------------
 
 using SharedBarrier = uint64_t;
 
@@ -77,7 +77,7 @@ inline void wait(SharedBarrier* barrier, uint32_t parity) {
 // Threads take turns only where they wait, so memory is always in order.
 inline void fence_for_async() {}
 
-// Copies of tiles -----------------------------------------------------------------------------------------
+// Copies of tiles ---------------------------------------------------------------------------------
 
 // Copies as late as possible: when no thread can go on without it. Until then `to` is poisoned.
 inline void copy_box(
@@ -117,7 +117,7 @@ inline void copy_box(
 
 inline void prefetch_map(const CUtensorMap*) {}
 
-// Products of a warpgroup -----------------------------------------------------------------------------------
+// Products of a warpgroup -------------------------------------------------------------------------
 
 // Products are computed in wgmma_wait, one after the other, and read shared memory then. Until then
 // the sums' registers are poisoned and must stay so; registers that hold a factor must not change.
@@ -303,7 +303,7 @@ void wgmma_wait(Arrays&...) {
   }
 }
 
-// Registers between warpgroups ------------------------------------------------------------------------------
+// Registers between warpgroups --------------------------------------------------------------------
 
 template <int registers>
 void give_registers_back() {
