@@ -28,7 +28,7 @@ def set_cpu_capability(name: str) -> str:
     """
 
 def matrix_rate(dtype: str, seconds: float = 0.2) -> float:
-    """FLOP/s of matrix products on tiles in the L1 caches, summed over threads, by the kernels' code.
+    """FLOP/s of all threads' matrix products on tiles in their L1 caches.
 
     Args:
         dtype: "float32" or "bfloat16".
@@ -53,7 +53,7 @@ def counted_allocations() -> int:
     """Allocations since ``fail_allocations`` was last called with a non-zero ``first``."""
 
 def throw_in_crew(threads: int, thread: int) -> None:
-    """For tests: throw in one thread of a crew while the others wait for it. Raises RuntimeError."""
+    """For tests: throw RuntimeError in one thread of a crew while the others wait for it."""
 
 def exp2(x: Tensor) -> Tensor:
     """2ˣ of float32 as the kernels compute it."""
