@@ -38,7 +38,7 @@ def main(argv: Sequence[str]) -> int:
             print(f"{error.name} is not installed; try: pip install 'trifuse[demo,bench]'")
             return 1
         return int(benchmark.main(argv[1:]))
-    print("usage: python -m trifuse.benchmarks NAME [options]    (NAME --help tells the options)\n")
+    print("usage: python -m trifuse.benchmarks NAME [options]    (NAME --help lists the options)\n")
     width = max(map(len, names))
     for name, line in names.items():
         print(f"  {name:{width}}  {line}")

@@ -578,8 +578,8 @@ def perplexity_table(learnt: Learnt) -> Table:
 
 def topics_table(topics: Topics, chance: float, sentences: int) -> Table:
     table = empty_table(
-        f"topics of {sentences} held-out sentences told right ({TOPICS} topics; commonest "
-        f"{chance:.1%}), mean ± standard deviation over seeds",
+        f"topics of {sentences} held-out sentences classified correctly ({TOPICS} topics; "
+        f"commonest {chance:.1%}), mean ± standard deviation over seeds",
         (*READINGS, "weights of the mix"),
     )
     for model, readings in topics.items():
@@ -656,7 +656,7 @@ def plot(path: Path, learnt: Learnt, topics: Topics, caption: str) -> None:
     mix.set_xticks(range(len(names)), names)
     mix.set_title("learnt weights of the mix", fontsize=9, loc="left")
     accuracy.set_xticks(range(len(READINGS)), [name.replace(" by ", "\nby ") for name in READINGS])
-    accuracy.set_title("topics told right, held-out, %", fontsize=9, loc="left")
+    accuracy.set_title("topics classified correctly, held-out, %", fontsize=9, loc="left")
     for axes in (loss, perplexity, mix, accuracy):
         axes.tick_params(which="both", labelsize=7)
         axes.spines[["top", "right"]].set_visible(False)

@@ -402,8 +402,8 @@ def knowledge_table(
     knowledge: Mapping[str, Knowledge], rate: float, commonest: float, passages: int
 ) -> Table:
     table = empty_table(
-        f"topics of {passages} test passages told right, one of {TOPICS}; fine-tuned with dropout "
-        f"{DROPOUT} and learning rate {rate:g}, {SEEDS} seeds: mean ± standard deviation",
+        f"topics of {passages} test passages classified correctly, one of {TOPICS}; fine-tuned "
+        f"with dropout {DROPOUT} and learning rate {rate:g}, {SEEDS} seeds: mean ± standard deviation",
         ("fine-tuned", "frozen features", "the commonest topic"),
     )
     for name, known in knowledge.items():

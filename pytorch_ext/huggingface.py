@@ -580,7 +580,7 @@ class BertModel(modeling_bert.BertModel):
     def why_padded(self) -> Obstacle | str | None:
         """Why the model computes padding in any batch; None if it can leave padding out."""
         if self.config.output_hidden_states:
-            return "its configuration asks for hidden states"
+            return "its configuration requests hidden states"
         return _why_padded(self)
 
 

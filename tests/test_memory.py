@@ -197,7 +197,7 @@ print(resident() - before)
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize(("limit", "kept"), [("0", 0), ("100", 96), (None, 256)], ids=str)
 def test_what_is_kept_is_bounded(limit, kept):
-    """Of ten results of 32 MiB the cache keeps none, as many as fit, or by default 256 MiB."""
+    """The cache keeps none of ten results of 32 MiB, as many as fit, or by default 256 MiB."""
     environment = {k: v for k, v in os.environ.items() if k != "TRIFUSE_CPU_CACHE_MIB"}
     if limit is not None:
         environment["TRIFUSE_CPU_CACHE_MIB"] = limit
