@@ -403,7 +403,8 @@ def knowledge_table(
 ) -> Table:
     table = empty_table(
         f"topics of {passages} test passages classified correctly, one of {TOPICS}; fine-tuned "
-        f"with dropout {DROPOUT} and learning rate {rate:g}, {SEEDS} seeds: mean ± standard deviation",
+        f"with dropout {DROPOUT} and learning rate {rate:g}, {SEEDS} seeds: mean ± standard "
+        "deviation",
         ("fine-tuned", "frozen features", "the commonest topic"),
     )
     for name, known in knowledge.items():
