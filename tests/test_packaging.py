@@ -253,7 +253,8 @@ def test_report_agrees_with_explain() -> None:
 def test_report_names_every_setting_that_is_read() -> None:
     """Every TRIFUSE_… variable that the sources read."""
     folders = (ROOT / name for name in ("pytorch_ext", "kernels", "csrc"))
-    sources = [path for f in folders for kind in ("*.py", "*.cpp") for path in f.rglob(kind)]
+    kinds = (".py", ".cpp", ".h", ".cu", ".cuh")
+    sources = [path for f in folders for path in f.rglob("*") if path.suffix in kinds]
     read = {
         name
         for path in sources

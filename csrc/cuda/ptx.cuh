@@ -119,10 +119,6 @@ __device__ __forceinline__ void add_release(uint32_t* p, uint32_t value) {
   asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(p), "r"(value) : "memory");
 }
 
-__device__ __forceinline__ void store_release(uint32_t* p, uint32_t value) {
-  asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(p), "r"(value) : "memory");
-}
-
 __device__ __forceinline__ uint32_t load_acquire(const uint32_t* p) {
   uint32_t value;
   asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(p) : "memory");

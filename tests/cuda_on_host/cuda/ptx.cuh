@@ -166,8 +166,6 @@ inline float tanh_approximate(float x) {
 
 inline void add_release(uint32_t* p, uint32_t value) { atomicAdd(p, value); }
 
-inline void store_release(uint32_t* p, uint32_t value) { atomicExch(p, value); }
-
 // Waiting threads call this in a loop: others take their turns in between.
 inline uint32_t load_acquire(const uint32_t* p) {
   cuda_on_host::spin();
