@@ -102,7 +102,7 @@ at::Tensor each(const at::Tensor& x) {
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.doc() = "trifuse's compiled kernels: what was built, and hooks for tests and benchmarks";
   m.def("build_info", &build_info, "Build information");
-  m.def("cpu_capabilities", &names, "Instruction sets that this machine can run, narrowest first");
+  m.def("cpu_capabilities", &names, "Instruction sets that this machine can run, least capable first");
   m.def("cpu_capability", [] { return name(capability()); }, "The instruction set in use");
   m.def(
       "set_cpu_capability", [](const std::string& wanted) { return name(set_capability(wanted)); },

@@ -19,7 +19,7 @@ def cpu_capability() -> str:
     """The instruction set in use."""
 
 def cpu_capabilities() -> list[str]:
-    """The compiled instruction sets that this machine can run, narrowest first."""
+    """The compiled instruction sets that this machine can run, least capable first."""
 
 def set_cpu_capability(name: str) -> str:
     """Use another instruction set; returns the previous one.

@@ -234,7 +234,7 @@ def _launch_notes(call: _recurrent.Call) -> tuple[str, ...]:
 
 
 def _launch_note(call: _recurrent.Call, backward: bool) -> str:
-    ops, options = torch.ops.trifuse, lstm.Options(*call.options)
+    ops, options = torch.ops.trifuse, call.options
     parameters, note = call.parameters, ""
     if call.operator == "lstm_stack":
         layers = len(options.reverse)

@@ -554,7 +554,7 @@ def test_explain_tells_how_many_layers_run_together(library):
     for options, why in (
         ({"bidirectional": True}, "layers have two directions"),
         ({"dropout": 0.5}, "there is dropout between layers"),
-        ({"zoneout_c": 0.5}, "each layer draws at random by a seed of its own"),
+        ({"zoneout_c": 0.5}, "each layer draws random numbers from its own seed"),
     ):
         assert notes(**options) == (f"layer after layer: {why}", at_once)
     with trifuse.backend("eager"):

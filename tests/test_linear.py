@@ -34,7 +34,7 @@ def _ours(monkeypatch) -> None:
     monkeypatch.setenv("TRIFUSE_LINEAR", "cpp")
     monkeypatch.setattr(ops, "_measured", {})
     monkeypatch.setattr(ops, "_ROWS_WORTH_PACKING", 1)
-    monkeypatch.setattr(ops, "_ROWS_WORTH_LOOKING", 1)
+    monkeypatch.setattr(ops, "_ROWS_WORTH_CHECKING", 1)
 
 
 @contextmanager

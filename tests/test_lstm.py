@@ -266,7 +266,9 @@ def test_dtypes_of_results(kernel, dtype, vectors):
 @pytest.mark.parametrize("layout", ["gaps", "offset", "swapped", "expanded"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_layouts_change_nothing(kernel, layout, dtype):
-    case = make(dtype=dtype, **VARIANTS["everything"])
+    # Eager results are equal up to rounding, which layer norm of equal numbers magnifies.
+    norm = layout != "expanded" or kernel.backend != "eager"
+    case = make(dtype=dtype, **VARIANTS["everything"] | {"norm": norm})
     if layout == "expanded":  # repeats its first entry, so the dense tensors have to do so too
         dense = {n: t[:1].expand(t.shape).clone() for n, t in case.tensors.items()}
         case = case.with_tensors(dense)

@@ -22,7 +22,7 @@ namespace trifuse {
 namespace {
 
 // Returns an uninitialised (B, H, L, last), in memory order (B, L, H) if `like` has that order.
-// _empty_like_layout in pytorch_ext/ops/attention.py must agree. Autograd must not see the result
+// empty_like_layout in pytorch_ext/reference/results.py must agree. Autograd must not see the result
 // as a view: a view that is returned beside other results could not be changed in place.
 Tensor empty_like_layout(const Tensor& like, int64_t last, at::ScalarType dtype) {
   const at::AutoDispatchBelowADInplaceOrView no_view;

@@ -37,7 +37,7 @@ enum class Capability { TRIFUSE_EACH_CAPABILITY(TRIFUSE_NAME) };
 
 std::string name(Capability);
 
-// Returns the compiled instruction sets that this machine can run, narrowest first.
+// Returns the compiled instruction sets that this machine can run, least capable first.
 std::vector<Capability> capabilities();
 
 // Returns the instruction set in use: by default the best, or TRIFUSE_CPU_CAPABILITY's.

@@ -24,7 +24,7 @@ namespace trifuse::cuda {
 namespace {
 
 // Returns an uninitialised (B, H, L, last), in memory order (B, L, H) if `like` is. Must agree with
-// _empty_like_layout in pytorch_ext/ops/attention.py. Autograd must not record the transpose as a
+// empty_like_layout in pytorch_ext/reference/results.py. Autograd must not record the transpose as a
 // view: a view returned beside other results cannot be changed in place.
 Tensor empty_like_layout(const Tensor& like, int64_t last) {
   const at::AutoDispatchBelowADInplaceOrView no_view;

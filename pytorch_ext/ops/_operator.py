@@ -63,8 +63,8 @@ class Operator:
     The forward op takes ``tensors``, ``options`` and, with ``saves``, what to save; it returns
     ``results``. The backward op takes the gradients of the results that a caller gets,
     ``tensors``, the ``saved`` results, ``options``, and a flag for each tensor that can have a
-    gradient: whether that gradient is wanted. It returns the gradients, of shape (0,) where not
-    wanted.
+    gradient: whether that gradient is wanted. It returns the gradients; one that is not wanted may
+    have shape (0,).
 
     Attributes:
         name: the operator's name, as in :class:`trifuse.backends.Call`.
@@ -83,11 +83,11 @@ class Operator:
         fake: the forward op's results without their values: (tensors, options, save) -> results.
         grad_fake: the gradients without their values: (:class:`BackwardCall`) -> a flat sequence.
         formula: the forward op in plain torch: (tensors, options) -> results.
-        grad_formula: the backward op in plain torch, differentiable, by the arguments of
-            ``grad_fake``. It recomputes saved results that are None, and returns None for a
+        grad_formula: the backward op in plain torch, differentiable. It takes the same argument as
+            ``grad_fake``, recomputes saved results that are None, and may return None for a
             gradient that is not wanted.
         flops: floating-point operations of the forward op's products: (tensors, options) -> int.
-        grad_flops: those of the backward op, by the same arguments. Default: twice ``flops``, as
+        grad_flops: those of the backward op, with the same arguments. Default: twice ``flops``, as
             each factor of a product has a gradient.
         fakes: by backend, replacements of ``fake`` for backends that save something else.
         keep: replaces the ``tensors`` that the backward gets: (tensors, results, options) ->
@@ -276,7 +276,7 @@ class Operator:
         first = tensors[0]
         return Call(self.name, first.device.type, first.dtype, self.head_dim(tensors))
 
-    # Fakes and checks ---------------------------------------------------------------------------
+    # Fakes and checks --------------------------------------------------------------------------
 
     def _flat_fake(self, fake: Callable[..., Any]) -> Callable[..., tuple[Tensor, ...]]:
         return lambda *args: tuple(fake(*self._forward_call(args)))
@@ -472,7 +472,8 @@ class BackwardCall(NamedTuple):
         tensors: those of the forward.
         saved: results of the forward; None for those that are not saved, or to be recomputed.
         options: those of the forward.
-        wanted: for each tensor, whether its gradient is wanted.
+        wanted: for each tensor, whether its gradient is wanted: a flag, or a list of flags for a
+            list. False for tensors that can't have a gradient.
     """
 
     grads: Any  # Operator.results

@@ -36,7 +36,10 @@ class Call(NamedTuple):
 
 
 class FastPath(NamedTuple):
-    """The C++ op for calls without options or lengths, which checks its arguments itself."""
+    """The C++ op for calls without options or lengths, such as ``lstm_plain``.
+
+    It checks its arguments itself.
+    """
 
     op: Callable[..., Any]
     options: dict[int, tuple[Any, ...]]  # the default ones, by number of parameters
@@ -252,8 +255,9 @@ class _FastPath(torch.autograd.Function):
     def forward(
         ctx: Any, name: str, slow_path: Callable[..., tuple[Tensor, ...]], *tensors: Tensor | None
     ) -> tuple[Tensor, ...]:
-        returned = OPERATORS[name].returned
-        results = FAST_PATHS[name].op(*tensors[:returned], tensors[returned:], True)
+        operator = OPERATORS[name]
+        returned, first = operator.returned, operator.tensors._fields.index("parameters")
+        results = FAST_PATHS[name].op(*tensors[:first], tensors[first:], True)
         ctx.name, ctx.slow_path = name, slow_path
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(results[0], *results[returned:], *tensors)
@@ -262,7 +266,7 @@ class _FastPath(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         operator = OPERATORS[ctx.name]
-        returned, count = operator.returned, len(operator.saved)
+        first, count = operator.tensors._fields.index("parameters"), len(operator.saved)
         output, *saved = ctx.saved_tensors[:count]
         tensors = ctx.saved_tensors[count:]
         wanted = ctx.needs_input_grad[2:]
@@ -274,11 +278,11 @@ class _FastPath(torch.autograd.Function):
             or any(g is not None and _operator.is_batched(g) for g in grads)
         ):
             return None, None, *_gradients(ctx.slow_path, tensors, grads, wanted)
-        first = torch.zeros_like(output) if grads[0] is None else grads[0]
+        grad_output = torch.zeros_like(output) if grads[0] is None else grads[0]
         integers = len(operator.tensors._fields) - operator.differentiable
         results = operator.backward["cpp"](
-            first, *grads[1:], *tensors[:returned], tensors[returned:], *(None,) * integers,
-            output, *saved, *FAST_PATHS[ctx.name].options[len(tensors) - returned], wanted,
+            grad_output, *grads[1:], *tensors[:first], tensors[first:], *(None,) * integers,
+            output, *saved, *FAST_PATHS[ctx.name].options[len(tensors) - first], wanted,
         )  # fmt: skip
         needed = (g if w else None for g, w in zip(results, wanted, strict=True))
         return None, None, *needed

@@ -88,7 +88,7 @@ def dropout_add_layer_norm(
 
 
 class _Call(NamedTuple):
-    """A call of the forward op, without the seed."""
+    """A checked call of the forward op, without the seed."""
 
     tensors: _Tensors
     options: _Options

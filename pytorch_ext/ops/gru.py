@@ -186,7 +186,7 @@ def _check(
         (h0,),
         tuple(t for p in checked for t in p),
         _recurrent.row_lengths(lengths, input),
-        (tuple(_checks.flag("reverse", r) for r in reverse),),
+        Options(tuple(_checks.flag("reverse", r) for r in reverse)),
         backends.choose(backends.Call("gru", input.device.type, input.dtype)),
     )
 

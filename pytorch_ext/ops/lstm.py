@@ -243,9 +243,9 @@ def why_not_stacked(
     """Returns why layers with these options must be called one by one, or None."""
     choice = backends.choose(backends.Call("lstm", input.device.type, input.dtype))
     if choice.backend != "cuda":
-        return f"the {choice.backend} backend has layers alone"
+        return f"the {choice.backend} backend runs layers one by one"
     if training and max(zoneout_h, zoneout_c, recurrent_dropout) > 0:
-        return "each layer draws at random by a seed of its own"
+        return "each layer draws random numbers from its own seed"
     return None
 
 
@@ -363,9 +363,7 @@ def _check(
         for name, first, other in zip(Parameters._fields, checked[0], p, strict=True):
             _recurrent.same_shape(name, first, other)
     states = _states(hx, input, batch, checked[0])
-    options = check_options(
-        checked[0].weight_hr is not None, reverse, coupled=coupled, **numbers
-    )  # fmt: skip
+    options = check_options(checked[0].weight_hr is not None, reverse, coupled=coupled, **numbers)
     is_stochastic = (
         options.training
         and max(options.zoneout_h, options.zoneout_c, options.recurrent_dropout) > 0
