@@ -16,6 +16,9 @@ import pytest
 # Waiting threads sleep instead of spinning: the cores may be busy with another worker's tests, and
 # some tests have more threads than cores. OpenMP reads this when torch is loaded.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+# Errors are compared with torch's, which depend on the order of MKL's sums. By these instructions
+# it is the same on AMD's and Intel's processors. MKL reads this when torch is loaded.
+os.environ.setdefault("MKL_ENABLE_INSTRUCTIONS", "AVX2")
 
 import torch
 
