@@ -42,7 +42,7 @@ class Runs(NamedTuple):
 
 @dataclass
 class Account:
-    """What the modules of a model run on now. ``print(account)`` shows it as a table.
+    """A list of what each module of a model runs on. ``print(account)`` shows it as a table.
 
     Attributes:
         modules: the modules that trifuse can serve, fused or not.

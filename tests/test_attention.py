@@ -1,4 +1,4 @@
-"""What attention means: masks, structure, shapes and layouts, on every kernel."""
+"""The meaning of attention's arguments: masks, structure, shapes and layouts, on every kernel."""
 
 from __future__ import annotations
 

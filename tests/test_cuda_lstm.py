@@ -353,8 +353,8 @@ def test_layouts_change_nothing(library, way):
 
 # Layers side by side -----------------------------------------------------------------------------
 
-# Of 33 steps, two layers run 13 per launch and three layers 9, the last launch fewer. Calls of 9
-# steps run layer after layer.
+# A call has 33 steps. A launch runs 13 steps of two layers, or 9 of three; the last launch runs the
+# rest. A call with 9 steps runs layer after layer.
 STACKS: dict[str, dict[str, Any]] = {
     "plain": {"layers": 2},
     "all that fits": {

@@ -239,7 +239,7 @@ def recurrent_call(operator: str, tokens: tuple[int, int], kind: str, with_optio
 
         # With a smaller eps, layer normalisation of one row of four nearly equal numbers would
         # amplify their rounding errors, and that row would dominate the error of a sum.
-        options = {"eps": 1e-2 if kind == "equal" else 0.1} if with_options else {}
+        options = {"eps": 1e-2} if with_options else {}
 
         def operated(x: Tensor, leaves: Gradients) -> Tensor:
             return getattr(trifuse, operator)(x, None, **leaves, **options)[0]

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import fault_cases as faults
 import pytest
 import sanitized_calls
 import torch
@@ -34,9 +35,7 @@ def test_threads_come_from_one_place():
             assert not theirs.search(source.read_text()), source
 
 
-@pytest.mark.skipif(backends._C is None, reason="the C++ extension was not built")
-def test_calls_are_right_and_the_same_on_any_number_of_threads():
-    """Bit for bit, in the ordinary extension."""
+def calls_have_the_same_bits_on_any_number_of_threads() -> None:
     made = 0
     with trifuse.backend("cpp"):
         for call in sanitized_calls.larger(torch.float32):
@@ -46,6 +45,12 @@ def test_calls_are_right_and_the_same_on_any_number_of_threads():
             sanitized_calls.assert_same_bits(call(), expected)
             made += 1
     assert made > 100
+
+
+@pytest.mark.skipif(backends._C is None, reason="the C++ extension was not built")
+def test_calls_are_right_and_the_same_on_any_number_of_threads():
+    """In the ordinary extension, and in a new process, as some calls count all its allocations."""
+    faults.in_process(calls_have_the_same_bits_on_any_number_of_threads, seconds=600)
 
 
 @pytest.mark.parametrize(

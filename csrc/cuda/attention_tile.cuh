@@ -124,7 +124,7 @@ inline constexpr float kLargest<__half> = 65504;
 template <>
 inline constexpr float kLargest<__nv_bfloat16> = 3.38953139e38f;
 
-// What a pass does to a tile's numbers. attention_forward.cu describes the three passes.
+// A pass treats a tile's numbers in one of three ways; see attention_forward.cu.
 enum class Mode {
   Hope,   // nothing: assumes that all are finite
   Count,  // replaces NaN and Inf by 1, and finite numbers by 0
@@ -375,7 +375,7 @@ struct Head {
   }
 };
 
-// What a block owns: block `block` of the `blocks` blocks of rows of head h of sequence b. With
+// A thread block owns block `block` of the `blocks` blocks of rows of head h of sequence b. With
 // packed sequences, b is p.batch in the blocks for tokens past the last sequence.
 struct Place {
   int block, blocks, h, b;

@@ -256,7 +256,7 @@ class _FastPath(torch.autograd.Function):
         ctx: Any, name: str, slow_path: Callable[..., tuple[Tensor, ...]], *tensors: Tensor | None
     ) -> tuple[Tensor, ...]:
         operator = OPERATORS[name]
-        returned, first = operator.returned, operator.tensors._fields.index("parameters")
+        returned, first = operator.returned, first_parameter(operator.tensors)
         results = FAST_PATHS[name].op(*tensors[:first], tensors[first:], True)
         ctx.name, ctx.slow_path = name, slow_path
         ctx.set_materialize_grads(False)
@@ -266,7 +266,7 @@ class _FastPath(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         operator = OPERATORS[ctx.name]
-        first, count = operator.tensors._fields.index("parameters"), len(operator.saved)
+        first, count = first_parameter(operator.tensors), len(operator.saved)
         output, *saved = ctx.saved_tensors[:count]
         tensors = ctx.saved_tensors[count:]
         wanted = ctx.needs_input_grad[2:]
@@ -313,10 +313,15 @@ def _gradients(
 # The operators ----------------------------------------------------------------------------------
 
 
+def first_parameter(tensors: Any) -> int:
+    """Returns the number of tensors before the parameters: the input and the states."""
+    index: int = tensors._fields.index("parameters")
+    return index
+
+
 def differentiable(tensors: Any) -> list[Any]:
     """Returns the input, the states and each of the parameters, in one list."""
-    before = tensors[: tensors._fields.index("parameters")]
-    return [*before, *tensors.parameters]
+    return [*tensors[: first_parameter(tensors)], *tensors.parameters]
 
 
 def grad_fake(call: _operator.BackwardCall) -> list[Tensor]:
