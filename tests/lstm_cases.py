@@ -281,6 +281,15 @@ def record_accuracy(accuracies: dict[Kernel, Accuracy], case: Case) -> None:
     """Runs a case on each kernel and holds each result to the numerics rule."""
     expected, eager = specification(case), eager_torch(case)
     rounding = one_rounding(case, expected)
+
+    @functools.cache
+    def errors_nearby() -> list[Results]:
+        """Eager torch's errors at inputs that differ by a few roundings."""
+        eps, generator = rounding_error(case.input.dtype), torch.Generator().manual_seed(1)
+        cases = [perturbed(case, 4 * eps, generator) for _ in range(8)]
+        pairs = [(eager_torch(c), specification(c)) for c in (in_dtypes_of(case, c) for c in cases)]
+        return [{n: (e[n].double() - exact[n]).abs() for n in exact} for e, exact in pairs]
+
     for kernel, accuracy in accuracies.items():
         with kernel.serving():
             actual = run(case)
@@ -289,7 +298,36 @@ def record_accuracy(accuracies: dict[Kernel, Accuracy], case: Case) -> None:
             theirs = eager[name].to(actual[name].dtype)
             # All results of a sequence share the errors of its few states.
             sequences = case.input.shape[1]
-            accuracy.record(name, actual[name], expected[name], theirs, rounding[name], sequences)
+            accuracy.record(
+                name.removesuffix("_reverse"),  # of equal conditioning: one mean for both
+                actual[name],
+                expected[name],
+                theirs,
+                rounding[name],
+                independent=sequences,
+                elsewhere=lambda name=name: [errors[name] for errors in errors_nearby()],
+            )
+
+
+_UPSTREAM = ("grad_output", "grad_h_n", "grad_c_n")
+
+
+def perturbed(case: Case, relative: float, generator: torch.Generator) -> Case:
+    """Returns the case with every number multiplied by 1 + ``relative`` times a normal draw."""
+
+    def near(t: Tensor) -> Tensor:
+        noise = torch.randn(t.shape, generator=generator, dtype=torch.float64)
+        return t.double() * (1 + relative * noise)
+
+    moved = case.with_tensors({name: near(t) for name, t in case.tensors.items()})
+    return dataclasses.replace(moved, **{n: near(getattr(case, n)) for n in _UPSTREAM})
+
+
+def in_dtypes_of(like: Case, case: Case) -> Case:
+    """Returns the case with its tensors in the dtypes that another has."""
+    tensors = {name: t.to(like.tensors[name].dtype) for name, t in case.tensors.items()}
+    upstream = {n: getattr(case, n).to(getattr(like, n).dtype) for n in _UPSTREAM}
+    return dataclasses.replace(case.with_tensors(tensors), **upstream)
 
 
 def one_rounding(case: Case, exact: Results, count: int = 4) -> Results:
@@ -300,19 +338,9 @@ def one_rounding(case: Case, exact: Results, count: int = 4) -> Results:
     """
     eps = rounding_error(case.input.dtype)
     generator = torch.Generator().manual_seed(0)
-
-    def rounded(t: Tensor) -> Tensor:
-        noise = torch.randn(t.shape, generator=generator, dtype=torch.float64)
-        return t.double() * (1 + eps * noise)
-
     squares = {name: torch.zeros_like(t) for name, t in exact.items()}
     for _ in range(count):
-        near = case.with_tensors({name: rounded(t) for name, t in case.tensors.items()})
-        near = dataclasses.replace(
-            near,
-            **{n: rounded(getattr(case, n)) for n in ("grad_output", "grad_h_n", "grad_c_n")},
-        )
-        for name, t in specification(near).items():
+        for name, t in specification(perturbed(case, eps, generator)).items():
             # A result is rounded itself, and so are the terms of its sums.
             own = (eps * exact[name]).square()
             squares[name] += (t - exact[name]).square() / count + own / count

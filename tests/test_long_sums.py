@@ -237,9 +237,9 @@ def recurrent_call(operator: str, tokens: tuple[int, int], kind: str, with_optio
             )
             return dict(zip(leaves, found, strict=True))
 
-        # With a smaller eps, layer normalisation of one row of four nearly equal numbers would
-        # amplify their rounding errors, and that row would dominate the error of a sum.
-        options = {"eps": 1e-2} if with_options else {}
+        # With a small eps, normalising four nearly equal numbers would amplify their rounding
+        # errors, and the error of a sum would be that of a few such rows.
+        options = {"eps": 1.0} if with_options else {}
 
         def operated(x: Tensor, leaves: Gradients) -> Tensor:
             return getattr(trifuse, operator)(x, None, **leaves, **options)[0]
@@ -268,11 +268,14 @@ def test_gru_of_10_to_the_5_tokens(kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_lstm_of_10_to_the_5_tokens(kind):
-    calls = [
-        recurrent_call("lstm", (20, 5000), kind),
-        recurrent_call("lstm", (5, 20_000), kind, with_options=True),
-    ]
-    hold(CPP_KERNELS, calls)
+    hold(CPP_KERNELS, [recurrent_call("lstm", (20, 5000), kind)])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_lstm_with_options_of_10_to_the_5_tokens(kind):
+    """Several calls: a vector of four sums may be exact by luck in one."""
+    sizes = ((5, 20_000), (10, 10_000), (25, 4000))
+    hold(CPP_KERNELS, [recurrent_call("lstm", tokens, kind, with_options=True) for tokens in sizes])
 
 
 def steady_call(tokens: tuple[int, int]):
