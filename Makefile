@@ -32,6 +32,7 @@ bench: $(VENV)/installed-bench $(VENV)/weights
 lint: $(VENV)/installed-lint
 	$(VENV)/bin/ruff check
 	$(VENV)/bin/ruff format --check
+	git ls-files -z '*.cpp' '*.h' '*.cu' '*.cuh' | xargs -0 $(VENV)/bin/clang-format --dry-run -Werror
 	@# mypy reads no import hooks, so it is shown the folders under their import names.
 	@rm -rf build/types && mkdir -p build/types/trifuse
 	@ln -s $(addprefix $(CURDIR)/,$(wildcard pytorch_ext/*) kernels benchmarks) build/types/trifuse

@@ -20,16 +20,16 @@ struct Tensor4 {
 };
 
 struct AttentionProblem {
-  DType dtype;          // of query, key, value, out and their gradients
-  int64_t batch;        // B: number of sequences, padded or packed
+  DType dtype;    // of query, key, value, out and their gradients
+  int64_t batch;  // B: number of sequences, padded or packed
   int64_t heads, kv_heads;
-  int64_t Lq, Lk;       // padded lengths, or upper bounds of the packed ones
+  int64_t Lq, Lk;  // padded lengths, or upper bounds of the packed ones
   int64_t E, Ev;
 
-  Tensor4 query;        // (B, H, Lq, E); packed: (1, H, total, E)
-  Tensor4 key;          // (B, Hkv, Lk, E)
-  Tensor4 value;        // (B, Hkv, Lk, Ev)
-  Tensor4 mask;         // (B, H, Lq, Lk), broadcast by strides
+  Tensor4 query;  // (B, H, Lq, E); packed: (1, H, total, E)
+  Tensor4 key;    // (B, Hkv, Lk, E)
+  Tensor4 value;  // (B, Hkv, Lk, Ev)
+  Tensor4 mask;   // (B, H, Lq, Lk), broadcast by strides
   MaskKind mask_kind = MaskKind::None;
   const int64_t* key_lengths = nullptr;   // (B,)
   const int64_t* cu_seqlens_q = nullptr;  // (B + 1,), both or neither
@@ -40,17 +40,17 @@ struct AttentionProblem {
   bool lower_right;
   Dropout dropout;
 
-  Tensor4 out;          // (B, H, Lq, Ev)
-  Tensor4 logsumexp;    // (B, H, Lq), float32, or float64 for Float64: the accumulation type
+  Tensor4 out;        // (B, H, Lq, Ev)
+  Tensor4 logsumexp;  // (B, H, Lq), float32, or float64 for Float64: the accumulation type
 
   // Backward only.
-  Tensor4 grad_out;         // (B, H, Lq, Ev)
-  Tensor4 grad_logsumexp;   // (B, H, Lq), accumulation type, or null
-  Tensor4 grad_query;       // like query
-  Tensor4 grad_key;         // like key
-  Tensor4 grad_value;       // like value
-  Tensor4 grad_query_sum;   // like query, accumulation type: sum over chunks of keys
-  Tensor4 grad_mask;        // the mask's own shape by strides, or null
+  Tensor4 grad_out;        // (B, H, Lq, Ev)
+  Tensor4 grad_logsumexp;  // (B, H, Lq), accumulation type, or null
+  Tensor4 grad_query;      // like query
+  Tensor4 grad_key;        // like key
+  Tensor4 grad_value;      // like value
+  Tensor4 grad_query_sum;  // like query, accumulation type: sum over chunks of keys
+  Tensor4 grad_mask;       // the mask's own shape by strides, or null
   // Whether grad_mask is in float64 instead of the accumulation type: each element of a broadcast
   // mask is a sum over heads or more, with too many terms for float32.
   bool grad_mask_in_double;

@@ -47,15 +47,16 @@ inline void check_arguments(
   check_type("key", key, query.scalar_type(), query);
   check_type("value", value, query.scalar_type(), query);
   TORCH_CHECK_VALUE(
-      H == Hkv || (Hkv > 0 && H % Hkv == 0), "key: expected a number of heads that divides query's ",
-      H, "; got ", Hkv);
+      H == Hkv || (Hkv > 0 && H % Hkv == 0),
+      "key: expected a number of heads that divides query's ", H, "; got ", Hkv);
   check_integers("key_lengths", key_lengths, B, query);
   check_seed(seed, query);
   const bool packed = cu_seqlens_q.has_value();
   if (packed) {
     const int64_t count = cu_seqlens_q->numel();
     TORCH_CHECK_VALUE(
-        count > 0 && cu_seqlens_k, "cu_seqlens_q: expected at least one boundary, and cu_seqlens_k");
+        count > 0 && cu_seqlens_k,
+        "cu_seqlens_q: expected at least one boundary, and cu_seqlens_k");
     check_integers("cu_seqlens_q", cu_seqlens_q, count, query);
     check_integers("cu_seqlens_k", cu_seqlens_k, count, query);
   }

@@ -57,8 +57,8 @@ void register_autograd(const std::string& op, const std::string& companion) {
         dot == std::string::npos ? "" : full.substr(dot + 1).c_str());
   };
   companions().emplace(handle(op).operator_name(), handle(companion));
-  static auto* library =
-      new torch::Library(torch::Library::IMPL, "trifuse", c10::DispatchKey::Autograd, __FILE__, __LINE__);
+  static auto* library = new torch::Library(
+      torch::Library::IMPL, "trifuse", c10::DispatchKey::Autograd, __FILE__, __LINE__);
   library->impl(op.c_str(), torch::CppFunction::makeFromBoxedFunction<&differentiate>());
 }
 

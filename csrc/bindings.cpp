@@ -56,7 +56,8 @@ pybind11::dict build_info() {
 
 double matrix_rate(const std::string& dtype, double seconds) {
   TORCH_CHECK_VALUE(
-      dtype == "float32" || dtype == "bfloat16", "dtype: expected float32 or bfloat16; got ", dtype);
+      dtype == "float32" || dtype == "bfloat16", "dtype: expected float32 or bfloat16; got ",
+      dtype);
   const auto probe = kernels().probe;
   const int threads = at::get_num_threads();
   std::vector<double> rates(threads);
@@ -102,7 +103,9 @@ at::Tensor each(const at::Tensor& x) {
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.doc() = "trifuse's compiled kernels: what was built, and hooks for tests and benchmarks";
   m.def("build_info", &build_info, "Build information");
-  m.def("cpu_capabilities", &names, "Instruction sets that this machine can run, least capable first");
+  m.def(
+      "cpu_capabilities", &names,
+      "Instruction sets that this machine can run, least capable first");
   m.def("cpu_capability", [] { return name(capability()); }, "The instruction set in use");
   m.def(
       "set_cpu_capability", [](const std::string& wanted) { return name(set_capability(wanted)); },

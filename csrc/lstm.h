@@ -56,8 +56,8 @@ struct LstmDirection {
   void* grad_weight_ih = nullptr;  // matrices: like their weights
   void* grad_weight_hh = nullptr;
   void* grad_weight_hr = nullptr;
-  void* grad_bias = nullptr;       // (G·H,), of bias_ih; vectors: in the accumulation type
-  void* grad_bias_hh = nullptr;    // (G·H,); differs from grad_bias in a GRU only
+  void* grad_bias = nullptr;     // (G·H,), of bias_ih; vectors: in the accumulation type
+  void* grad_bias_hh = nullptr;  // (G·H,); differs from grad_bias in a GRU only
   void* grad_peephole = nullptr;
   void* grad_norm_ih = nullptr;
   void* grad_norm_hh = nullptr;
@@ -84,9 +84,9 @@ struct LstmProblem {
   // Number of groups that rows are dealt out to in turn. Groups run their steps independently.
   int64_t groups = 1;
 
-  const void* input;        // (T, B, I) in the dtype
+  const void* input;  // (T, B, I) in the dtype
   int64_t input_stride[3];
-  void* output;             // (T, B, directions · R) in the dtype
+  void* output;  // (T, B, directions · R) in the dtype
 
   bool coupled = false;
   double forget_bias = 0, cell_clip, proj_clip, eps = 0;  // infinity: no clip

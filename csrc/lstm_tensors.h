@@ -30,9 +30,15 @@ void check_parameters(
     std::array<int64_t, 2> sizes;  // the second is -1 for a vector
   };
   const Slot of[] = {
-      {"weight_ih", {G * H, input_size}}, {"weight_hh", {G * H, R}}, {"bias_ih", {G * H, -1}},
-      {"bias_hh", {G * H, -1}}, {"weight_hr", {R, H}}, {"weight_peephole", {G - 1, H}},
-      {"norm_ih_weight", {G * H, -1}}, {"norm_hh_weight", {G * H, -1}}, {"norm_cell_weight", {H, -1}},
+      {"weight_ih", {G * H, input_size}},
+      {"weight_hh", {G * H, R}},
+      {"bias_ih", {G * H, -1}},
+      {"bias_hh", {G * H, -1}},
+      {"weight_hr", {R, H}},
+      {"weight_peephole", {G - 1, H}},
+      {"norm_ih_weight", {G * H, -1}},
+      {"norm_hh_weight", {G * H, -1}},
+      {"norm_cell_weight", {H, -1}},
       {"norm_cell_bias", {H, -1}}};
   for (int slot = 0; slot < slots; ++slot) {
     const OptionalTensor& t = given(slot);
@@ -45,7 +51,8 @@ void check_parameters(
     TORCH_CHECK_VALUE(t || slot > 1, name, ": expected a tensor; got None");
   }
   TORCH_CHECK_VALUE(
-      R == H || (slots > 4 && given(4)), "weight_hh: expected ", H, " columns, or weight_hr; got ", R);
+      R == H || (slots > 4 && given(4)), "weight_hh: expected ", H, " columns, or weight_hr; got ",
+      R);
 }
 
 // Checks that a backward's input has the steps and rows of the saved output.
@@ -58,8 +65,7 @@ inline void check_input(const Tensor& input, const Tensor& output) {
 // Checks that weight_hh is (rows, columns). The sizes of h and of the cells are taken from it.
 inline void check_hidden(
     const OptionalTensor& weight_hh, std::optional<int64_t> rows, std::optional<int64_t> columns) {
-  TORCH_CHECK_VALUE(
-      weight_hh && weight_hh->dim() == 2, "weight_hh: expected 2 dimensions");
+  TORCH_CHECK_VALUE(weight_hh && weight_hh->dim() == 2, "weight_hh: expected 2 dimensions");
   check_shape(
       "weight_hh", *weight_hh,
       {rows.value_or(weight_hh->size(0)), columns.value_or(weight_hh->size(1))});

@@ -53,10 +53,11 @@ inline void check_memory(const char* name, const Tensor& t) {
   } else {
     for (int64_t d = 0; d < t.dim(); ++d) last += (t.size(d) - 1) * t.stride(d);
   }
-  const size_t needed = static_cast<size_t>(last + 1) * t.element_size(), has = t.storage().nbytes();
+  const size_t needed = static_cast<size_t>(last + 1) * t.element_size(),
+               has = t.storage().nbytes();
   TORCH_CHECK_VALUE(
-      needed <= has, name, ": expected storage of at least ", needed, " bytes, for shape ", t.sizes(),
-      " and strides ", t.strides(), "; got ", has, " bytes (was it resized?)");
+      needed <= has, name, ": expected storage of at least ", needed, " bytes, for shape ",
+      t.sizes(), " and strides ", t.strides(), "; got ", has, " bytes (was it resized?)");
 }
 
 // Checks a tensor's shape and storage. A backward receives its forward's inputs and results, but
@@ -73,8 +74,7 @@ inline void check_shape(const char* name, const OptionalTensor& t, at::IntArrayR
 
 // Checks a tensor's type and device.
 inline void check_type(const char* name, const Tensor& t, at::ScalarType type, const Tensor& like) {
-  TORCH_CHECK_TYPE(
-      t.scalar_type() == type, name, ": expected ", type, "; got ", t.scalar_type());
+  TORCH_CHECK_TYPE(t.scalar_type() == type, name, ": expected ", type, "; got ", t.scalar_type());
   TORCH_CHECK_VALUE(
       t.device() == like.device(), name, ": expected a tensor on ", like.device(), "; got ",
       t.device());

@@ -22,8 +22,8 @@ namespace trifuse {
 namespace {
 
 // Returns an uninitialised (B, H, L, last), in memory order (B, L, H) if `like` has that order.
-// empty_like_layout in pytorch_ext/reference/results.py must agree. Autograd must not see the result
-// as a view: a view that is returned beside other results could not be changed in place.
+// empty_like_layout in pytorch_ext/reference/results.py must agree. Autograd must not see the
+// result as a view: a view that is returned beside other results could not be changed in place.
 Tensor empty_like_layout(const Tensor& like, int64_t last, at::ScalarType dtype) {
   const at::AutoDispatchBelowADInplaceOrView no_view;
   const int64_t B = like.size(0), H = like.size(1), L = like.size(2);
@@ -65,8 +65,7 @@ Call make_call(
       max_seqlen_k);
   Call call;
   AttentionProblem& p = call.problem;
-  describe(
-      p, query, key, value, attn_mask, scale, window_left, window_right, lower_right);
+  describe(p, query, key, value, attn_mask, scale, window_left, window_right, lower_right);
   call.used_q = p.Lq;
   call.used_k = p.Lk;
   p.query = strided(query);
@@ -77,8 +76,9 @@ Call make_call(
     p.key_lengths = call.key_lengths.const_data_ptr<int64_t>();
     for (int64_t b = 0; b < p.batch; ++b)
       TORCH_CHECK_VALUE(
-          p.key_lengths[b] >= 0 && p.key_lengths[b] <= p.Lk, "key_lengths: expected lengths in [0, ",
-          p.Lk, "]; got ", at::IntArrayRef(p.key_lengths, p.batch));
+          p.key_lengths[b] >= 0 && p.key_lengths[b] <= p.Lk,
+          "key_lengths: expected lengths in [0, ", p.Lk, "]; got ",
+          at::IntArrayRef(p.key_lengths, p.batch));
   }
   if (cu_seqlens_q) {
     call.cu_seqlens_q = cu_seqlens_q->to(at::kLong).contiguous();
@@ -185,7 +185,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward(
   }
   p.grad_query_sum = strided(grad_query_sum);
   const Tensor progress =
-      empty({p.batch * p.heads * kernel.query_blocks(p)}, query.options().dtype(at::kInt)).fill_(-1);
+      empty({p.batch * p.heads * kernel.query_blocks(p)}, query.options().dtype(at::kInt))
+          .fill_(-1);
 
   Failure failure;
   parallel_tasks(kernel.tasks(p), 1, 2.5 * call.operations(), [&](int64_t task) {

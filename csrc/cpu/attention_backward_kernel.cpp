@@ -17,8 +17,8 @@
 
 #include <atomic>
 
-#include "cpu/kernels.h"
 #include "cpu/attention_tile.h"
+#include "cpu/kernels.h"
 
 namespace trifuse::TRIFUSE_CAPABILITY {
 namespace {
@@ -139,13 +139,8 @@ class Task {
   Task(
       const AttentionProblem& problem, int64_t chunk_index, int32_t* progress,
       const Failure& failure)
-      : p(problem),
-        scale(problem),
-        chunk(chunk_keys(problem)),
-        index(chunk_index),
-        progress(progress),
-        failure(failure),
-        e_ld(padded<E>(problem.E)),
+      : p(problem), scale(problem), chunk(chunk_keys(problem)), index(chunk_index),
+        progress(progress), failure(failure), e_ld(padded<E>(problem.E)),
         ev_ld(padded<E>(problem.Ev)) {
     // Two passes: the first counts the bytes, the second hands out the pieces.
     layout([](auto*& piece, int64_t n) {
@@ -171,8 +166,7 @@ class Task {
       key = left_rows<E>(s.key_rows<Scalar>(p.key, kv_head, first), keys, p.E, key_room);
       value = left_rows<E>(s.key_rows<Scalar>(p.value, kv_head, first), keys, p.Ev, value_room);
       // B with k along the keys. A tile has an even number of keys, so no pair straddles two tiles.
-      key_by_row = right_rows(
-          s.key_rows<Scalar>(p.key, kv_head, first), keys, p.E, key_row_room);
+      key_by_row = right_rows(s.key_rows<Scalar>(p.key, kv_head, first), keys, p.E, key_row_room);
     }
     const int64_t group = p.heads / p.kv_heads;
     for (int64_t h = kv_head * group; h < (kv_head + 1) * group; ++h)
@@ -251,8 +245,7 @@ class Task {
   // Recomputes the peak and the logarithm of the sum, apart from each other. Beside a peak in the
   // thousands, such as a mask of the lowest finite number makes, the saved logsumexp has no digits
   // left for the logarithm.
-  void recover_logsumexp(
-      const Sequence& s, int64_t h, int64_t kv_head, int64_t i, int64_t rows) {
+  void recover_logsumexp(const Sequence& s, int64_t h, int64_t kv_head, int64_t i, int64_t rows) {
     Softmax<T> softmax(scale.exponent);
     const int64_t lanes = round_up(rows, Vec::size());
     const auto visible = s.visible(p, i, rows);
@@ -290,8 +283,8 @@ class Task {
     if (p.dropout.threshold) dropout_tile(p, s, h, i, rows, j, kept);
     const auto gradients = [&]<bool Partial, bool Dropout>() {
       gradient_tile<Partial, Dropout>(
-          scores, products, mask->bits, kept, keys, lanes, scale.exponent, static_cast<T>(p.dropout.scale),
-          shift, rest, delta);
+          scores, products, mask->bits, kept, keys, lanes, scale.exponent,
+          static_cast<T>(p.dropout.scale), shift, rest, delta);
     };
     const bool partial = cover == Cover::Partial;
     if (partial && p.dropout.threshold) gradients.template operator()<true, true>();
@@ -310,8 +303,8 @@ class Task {
     const auto go = s.query_rows<Scalar>(p.grad_out, h, i);
     const auto k = s.key_rows<Scalar>(p.key, kv_head, j);
     // As in the forward, masked pairs must not add 0 · NaN to any of the three products.
-    const bool finite = !partial || (all_finite(q, rows, p.E) && all_finite(go, rows, p.Ev) &&
-                                     all_finite(k, keys, p.E));
+    const bool finite = !partial ||
+        (all_finite(q, rows, p.E) && all_finite(go, rows, p.Ev) && all_finite(k, keys, p.E));
     Operand<E> q_rows = query, go_rows = grad_out;
     Operand<E> k_rows{key_by_row.data + elements<E>(at) * key_by_row.ld, key_by_row.ld};
     if (!finite) {
@@ -343,8 +336,7 @@ class Task {
 
   // Adds a block's part of grad_query, after the last earlier chunk that visits the block.
   void add_grad_query(const Sequence& s, int64_t h, int64_t i, int64_t rows) {
-    std::atomic_ref<int32_t> last(
-        progress[(s.index * p.heads + h) * query_blocks(p) + i / kTile]);
+    std::atomic_ref<int32_t> last(progress[(s.index * p.heads + h) * query_blocks(p) + i / kTile]);
     if (index > 0) {
       const auto visible = s.visible(p, i, rows);
       const int64_t before = std::max(visible.first / chunk, int64_t(0)) < index ? index - 1 : 0;
@@ -358,8 +350,7 @@ class Task {
         continue;
       }
       T* sum = s.query_row<T>(p.grad_query_sum, h, i + r);
-      if (index == 0)
-        std::copy_n(row, p.E, sum);
+      if (index == 0) std::copy_n(row, p.E, sum);
       else
         for (int64_t c = 0; c < p.E; ++c) sum[c] += row[c];
     }
@@ -434,8 +425,7 @@ void run(const AttentionProblem& p, int64_t task, int32_t* progress, const Failu
     for (int64_t y = h; y < last_h; ++y) work.run(x, y);
 }
 
-void run_any(
-    const AttentionProblem& p, int64_t task, int32_t* progress, const Failure& failure) {
+void run_any(const AttentionProblem& p, int64_t task, int32_t* progress, const Failure& failure) {
   [[maybe_unused]] const MatrixUnit unit;
   for_type(p.dtype, [&]<class Scalar>() { run<Scalar>(p, task, progress, failure); });
 }

@@ -9,8 +9,8 @@
 // tile, the transposed queries and the output stay in the L1 and L2 caches; keys and values are
 // read from there or L3 once for every 64 queries, 1/64 of a byte an operation.
 
-#include "cpu/kernels.h"
 #include "cpu/attention_tile.h"
+#include "cpu/kernels.h"
 
 namespace trifuse::TRIFUSE_CAPABILITY {
 namespace {
@@ -37,22 +37,21 @@ void run(const AttentionProblem& p, int64_t task) {
   thread_local Scratch scratch;
   scratch.reset(
       Scratch::bytes<TileMask<T>>(1) + Scratch::bytes<E>(right_transposed_size<E>(p.E)) +
-      Scratch::bytes<E>(left_rows_size<E>(kTile, p.E)) +
-      Scratch::bytes<E>(right_rows_size<E>(kTile, p.Ev)) + Scratch::bytes<E>(kTile * kTile) +
-      Scratch::bytes<T>(kTile * kTile) + Scratch::bytes<T>(kTile * out_ld),
+          Scratch::bytes<E>(left_rows_size<E>(kTile, p.E)) +
+          Scratch::bytes<E>(right_rows_size<E>(kTile, p.Ev)) + Scratch::bytes<E>(kTile * kTile) +
+          Scratch::bytes<T>(kTile * kTile) + Scratch::bytes<T>(kTile * out_ld),
       "a thread of attention");
   TileMask<T>& mask = *scratch.take<TileMask<T>>(1);
-  E* query_t = scratch.take<E>(right_transposed_size<E>(p.E));      // [E][64]
-  E* left_room = scratch.take<E>(left_rows_size<E>(kTile, p.E));    // [64][E]
+  E* query_t = scratch.take<E>(right_transposed_size<E>(p.E));       // [E][64]
+  E* left_room = scratch.take<E>(left_rows_size<E>(kTile, p.E));     // [64][E]
   E* value_room = scratch.take<E>(right_rows_size<E>(kTile, p.Ev));  // [64][Ev]
-  E* weight_room = scratch.take<E>(kTile * kTile);                  // [64 / pack][64]
-  T* scores = scratch.take<T>(kTile * kTile);                       // [keys][queries]
-  T* out = scratch.take<T>(kTile * out_ld);                         // [queries][Ev]
+  E* weight_room = scratch.take<E>(kTile * kTile);                   // [64 / pack][64]
+  T* scores = scratch.take<T>(kTile * kTile);                        // [keys][queries]
+  T* out = scratch.take<T>(kTile * out_ld);                          // [queries][Ev]
 
   Softmax<T> softmax(scale.exponent);
   std::fill_n(out, kTile * out_ld, T(0));
-  right_transposed(
-      s.query_rows<Scalar>(p.query, h, i), rows, p.E, scale.sign, left_room, query_t);
+  right_transposed(s.query_rows<Scalar>(p.query, h, i), rows, p.E, scale.sign, left_room, query_t);
 
   uint64_t seen = 0;  // bit i: query i has a key
   const auto visible = s.visible(p, i, rows);
@@ -66,10 +65,8 @@ void run(const AttentionProblem& p, int64_t task) {
     const auto values = s.key_rows<Scalar>(p.value, kv_head, j);
     const auto key = left_rows<E>(s.key_rows<Scalar>(p.key, kv_head, j), keys, p.E, left_room);
     tile_scores(p, mask, scale, key, query_t, keys, lanes, scores);
-    if (cover == Cover::Full)
-      softmax.template tile<false>(scores, mask.bits, keys, lanes);
-    else
-      softmax.template tile<true>(scores, mask.bits, keys, lanes);
+    if (cover == Cover::Full) softmax.template tile<false>(scores, mask.bits, keys, lanes);
+    else softmax.template tile<true>(scores, mask.bits, keys, lanes);
 
     if (p.dropout.threshold) {
       uint64_t kept[kTile];
@@ -100,7 +97,8 @@ void run(const AttentionProblem& p, int64_t task) {
     // A row's softmax is NaN if all its scores are -inf or one of them is +inf.
     if (!empty && !std::isfinite(lse[r])) lse[r] = std::numeric_limits<T>::quiet_NaN();
     lse_row[r * p.logsumexp.stride[2]] = lse[r];
-    const T inverse = std::isnan(lse[r]) ? lse[r] : static_cast<T>(p.dropout.scale) / softmax.sum[r];
+    const T inverse =
+        std::isnan(lse[r]) ? lse[r] : static_cast<T>(p.dropout.scale) / softmax.sum[r];
     T* row = out + r * out_ld;
     for (int64_t c = 0; c < p.Ev; ++c) row[c] = empty ? T(0) : infinite_to_nan(row[c] * inverse);
     narrow(row, p.Ev, s.query_row<Scalar>(p.out, h, i + r), p.out.stride[3]);

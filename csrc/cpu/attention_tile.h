@@ -29,8 +29,8 @@ struct Sequence {
   int64_t q_start, k_start;  // first token in a packed tensor
   int64_t q_batch, k_batch;  // batch index in the tensors: 0 if packed
   int64_t Lq, Lk;
-  int64_t keys;              // Lk, or key_lengths if that is smaller
-  int64_t diagonal;          // query i is aligned with key i + diagonal
+  int64_t keys;      // Lk, or key_lengths if that is smaller
+  int64_t diagonal;  // query i is aligned with key i + diagonal
 
   Sequence(const AttentionProblem& p, int64_t b) : index(b) {
     const bool packed = p.cu_seqlens_q != nullptr;
@@ -88,10 +88,10 @@ constexpr bool has_float_mask(const AttentionProblem& p) {
 template <class T>
 struct Scale {
   float sign;
-  T product;     // if natural: score = (query · key) · this + mask
+  T product;  // if natural: score = (query · key) · this + mask
   bool natural;
-  T exponent;    // exponents of 2 are (score - peak) · this
-  double unit;   // one unit of score, in natural units
+  T exponent;   // exponents of 2 are (score - peak) · this
+  double unit;  // one unit of score, in natural units
 
   explicit Scale(const AttentionProblem& p) {
     using Limits = std::numeric_limits<T>;

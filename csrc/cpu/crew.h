@@ -11,7 +11,6 @@
 
 #include "cpu/allocation.h"
 #include "cpu/failure.h"
-
 #include "cpu/threads.h"
 
 namespace trifuse {
@@ -47,9 +46,7 @@ struct Team {
 
   void wait() const { barrier->wait(size, *failure); }
   // Returns this thread's share of `count` items, a contiguous range.
-  Range share(int64_t count) const {
-    return {count * index / size, count * (index + 1) / size};
-  }
+  Range share(int64_t count) const { return {count * index / size, count * (index + 1) / size}; }
 };
 
 // All threads. They can be split into teams that run separate jobs.

@@ -91,8 +91,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> dropout_add_layer_norm_backwa
     const OptionalTensor& residual, const OptionalTensor& weight, const OptionalTensor& bias,
     const OptionalTensor& x_bias, const OptionalTensor& seed, const Tensor& mean,
     const Tensor& rstd, double dropout_p, double eps, bool rms_norm, bool prenorm,
-    at::ScalarType /*sum_dtype*/,
-    std::array<bool, 5> wanted) {
+    at::ScalarType /*sum_dtype*/, std::array<bool, 5> wanted) {
   const at::ScalarType dtype = grad_out.scalar_type(), wide = accumulation_type(dtype);
   const at::ScalarType sum_dtype = residual ? residual->scalar_type() : x.scalar_type();
   check_backward_arguments(grad_out, grad_sum, x, mean, rstd);

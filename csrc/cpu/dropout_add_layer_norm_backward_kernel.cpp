@@ -29,7 +29,7 @@ void run(const DropoutAddLayerNormProblem& p, int64_t block) {
   thread_local Scratch scratch;
   scratch.reset(
       4 * Scratch::bytes<T>(width) + Scratch::bytes<uint64_t>(width / kStrip) +
-      (many_rows ? 3 * Scratch::bytes<double>(width) : 0),
+          (many_rows ? 3 * Scratch::bytes<double>(width) : 0),
       "a thread of dropout_add_layer_norm's backward");
   T* normalised = scratch.take<T>(width);
   uint64_t* kept = scratch.take<uint64_t>(width / kStrip);
@@ -41,9 +41,11 @@ void run(const DropoutAddLayerNormProblem& p, int64_t block) {
   T* grad_x_bias = zeros(p.grad_x_bias);
   double* totals[3] = {};  // sums of the finished runs
   if (many_rows)
-    for (double*& total : totals) total = std::fill_n(scratch.take<double>(width), width, 0.0) - width;
+    for (double*& total : totals)
+      total = std::fill_n(scratch.take<double>(width), width, 0.0) - width;
   const auto add_to = [](T* sums, const Row& s) TRIFUSE_INLINE {
-    (Row::load(sums) + s).store(sums);
+    const auto added = Row::load(sums) + s;
+    added.store(sums);
   };
 
   const int64_t first = block * p.rows_per_block;
@@ -99,8 +101,7 @@ void run(const DropoutAddLayerNormProblem& p, int64_t block) {
     T* row = block_row<T>(blocks, block, p.N);
     if (many_rows)
       std::transform(total, total + p.N, row, [](double sum) { return static_cast<T>(sum); });
-    else
-      std::copy_n(sums, p.N, row);
+    else std::copy_n(sums, p.N, row);
   };
   leave(grad_weight, totals[0], p.grad_weight);
   leave(grad_bias, totals[1], p.grad_bias);
@@ -118,16 +119,17 @@ void reduce(const DropoutAddLayerNormProblem& p, int64_t strip) {
   const int64_t first = strip * kStrip;
   for (void* blocks : {p.grad_weight, p.grad_bias, p.grad_x_bias}) {
     if (!blocks) continue;
-    for_strips(std::min(p.N - first, kStrip), [&](int64_t, auto count) TRIFUSE_INLINE {
-      auto total = Strip<T>::full(0);
-      for (int64_t b = 0; b < p.blocks; b += kTogether) {
-        auto sum = Strip<T>::full(0);
-        for (int64_t k = b; k < std::min(b + kTogether, p.blocks); ++k)
-          sum = sum + Strip<T>::load(block_row<T>(blocks, k, p.N) + first, count);
-        total = total + sum;
-      }
-      total.store(block_row<T>(blocks, 0, p.N) + first, count);
-    });
+    for_strips(
+        std::min(p.N - first, kStrip), [&](int64_t, auto count) TRIFUSE_INLINE {
+          auto total = Strip<T>::full(0);
+          for (int64_t b = 0; b < p.blocks; b += kTogether) {
+            auto sum = Strip<T>::full(0);
+            for (int64_t k = b; k < std::min(b + kTogether, p.blocks); ++k)
+              sum = sum + Strip<T>::load(block_row<T>(blocks, k, p.N) + first, count);
+            total = total + sum;
+          }
+          total.store(block_row<T>(blocks, 0, p.N) + first, count);
+        });
   }
 }
 

@@ -25,10 +25,8 @@ struct RowSum {
   RowSum(const DropoutAddLayerNormProblem& p, int64_t row)
       : x(p.x ? p.x.row<const Scalar>(row) : nullptr),
         residual(p.residual ? p.residual.row<const Sum>(row) : nullptr),
-        sum(p.x ? nullptr : p.sum.row<const Sum>(row)),
-        x_bias(static_cast<const T*>(p.x_bias)),
-        dropout(p.dropout),
-        row(row) {}
+        sum(p.x ? nullptr : p.sum.row<const Sum>(row)), x_bias(static_cast<const T*>(p.x_bias)),
+        dropout(p.dropout), row(row) {}
 
   // Returns the word of D for a strip.
   TRIFUSE_INLINE uint64_t kept(int64_t c) const {

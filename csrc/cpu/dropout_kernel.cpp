@@ -19,11 +19,13 @@ void run(const DropoutProblem& p, int64_t block) {
   const int64_t first = block * kDropoutBlock;
   const Scalar* x = static_cast<const Scalar*>(p.x) + first;
   Scalar* out = static_cast<Scalar*>(p.out) + first;
-  for_strips(std::min(p.count - first, kDropoutBlock), [&](int64_t c, auto count) TRIFUSE_INLINE {
-    const uint64_t kept = dropout_row(
-        p.dropout.seed, 0, first / kLongRow, first % kLongRow + c, p.dropout.threshold);
-    (Strip<T>::load(x + c, count) * scale).keep(kept).store(out + c, count);
-  });
+  for_strips(
+      std::min(p.count - first, kDropoutBlock),
+      [&](int64_t c, auto count) TRIFUSE_INLINE {
+        const uint64_t kept = dropout_row(
+            p.dropout.seed, 0, first / kLongRow, first % kLongRow + c, p.dropout.threshold);
+        (Strip<T>::load(x + c, count) * scale).keep(kept).store(out + c, count);
+      });
 }
 
 void run_any(const DropoutProblem& p, int64_t block) {

@@ -119,10 +119,10 @@ TRIFUSE_EACH_CAPABILITY(TRIFUSE_DECLARE)
 TRIFUSE_EACH_VECTOR(TRIFUSE_DECLARE)
 #undef TRIFUSE_DECLARE
 #if defined(__x86_64__)
-#define TRIFUSE_SHARE(set)                                                   \
-  namespace set {                                                            \
-  using AVX512::dropout_add_layer_norm_forward,                              \
-      AVX512::dropout_add_layer_norm_backward, AVX512::dropout;              \
+#define TRIFUSE_SHARE(set)                                                               \
+  namespace set {                                                                        \
+  using AVX512::dropout_add_layer_norm_forward, AVX512::dropout_add_layer_norm_backward, \
+      AVX512::dropout;                                                                   \
   }
 TRIFUSE_SHARE(AVX512_BF16)
 TRIFUSE_SHARE(AMX_BF16)
@@ -130,12 +130,17 @@ TRIFUSE_SHARE(AMX_BF16)
 #endif
 
 inline Kernels kernels_of(Capability capability) {
-#define TRIFUSE_CASE(set)                                                                      \
-  case Capability::set:                                                                        \
-    return {                                                                                   \
-        set::attention_forward(), set::attention_backward(),                                   \
-        set::dropout_add_layer_norm_forward(), set::dropout_add_layer_norm_backward(),         \
-        set::dropout(), set::linear(), set::lstm_forward(), set::lstm_backward(),              \
+#define TRIFUSE_CASE(set)                       \
+  case Capability::set:                         \
+    return {                                    \
+        set::attention_forward(),               \
+        set::attention_backward(),              \
+        set::dropout_add_layer_norm_forward(),  \
+        set::dropout_add_layer_norm_backward(), \
+        set::dropout(),                         \
+        set::linear(),                          \
+        set::lstm_forward(),                    \
+        set::lstm_backward(),                   \
         set::probe()};
   switch (capability) { TRIFUSE_EACH_CAPABILITY(TRIFUSE_CASE) }
 #undef TRIFUSE_CASE

@@ -50,19 +50,20 @@ Tensor pack_linear(const Tensor& weight) {
 // Returns checksums of a contiguous tensor of whole 32-bit words, one for each 64 KiB.
 Tensor checksum(const Tensor& weight) {
   constexpr int64_t kWords = 1 << 14;
-  const int64_t words = static_cast<int64_t>(weight.nbytes() / 4), count = (words + kWords - 1) / kWords;
+  const int64_t words = static_cast<int64_t>(weight.nbytes() / 4),
+                count = (words + kWords - 1) / kWords;
   TORCH_CHECK_VALUE(
       weight.is_contiguous() && weight.nbytes() % 4 == 0,
-      "weight: expected contiguous rows of a whole number of 32-bit words; got ", weight.sizes(), " ",
-      weight.scalar_type());
+      "weight: expected contiguous rows of a whole number of 32-bit words; got ", weight.sizes(),
+      " ", weight.scalar_type());
   check_memory("weight", weight);
   Tensor sums = empty({count}, weight.options().dtype(at::kLong));
   const auto* data = static_cast<const uint32_t*>(weight.const_data_ptr());
   int64_t* sum = sums.mutable_data_ptr<int64_t>();
   const auto checksum = kernels().linear.checksum;
   parallel_tasks(count, 1, 8.0 * static_cast<double>(words), [&](int64_t i) {
-    sum[i] = static_cast<int64_t>(
-        checksum(data + i * kWords, std::min(kWords, words - i * kWords)));
+    sum[i] =
+        static_cast<int64_t>(checksum(data + i * kWords, std::min(kWords, words - i * kWords)));
   });
   return sums;
 }

@@ -54,7 +54,8 @@ Vectorized<float> gelu_exact(Vectorized<float> x) {
 template <class T>
 Vectorized<T> gelu_tanh(Vectorized<T> x) {
   using Vec = Vectorized<T>;
-  constexpr double factor = -2 * std::numbers::sqrt2 * std::numbers::inv_sqrtpi * std::numbers::log2e;
+  constexpr double factor =
+      -2 * std::numbers::sqrt2 * std::numbers::inv_sqrtpi * std::numbers::log2e;
   const Vec cubic = at::vec::fmadd(x * x * x, Vec(T(0.044715)), x);
   return x / (Vec(T(1)) + exp2(cubic * Vec(T(factor))));
 }
@@ -68,7 +69,8 @@ void finish(
   using Vec = Vectorized<T>;
   const auto each = [&](auto f) TRIFUSE_INLINE {
     for (int64_t n = 0; n < columns; n += Vec::size()) {
-      const Vec b = bias ? Vec::loadu(bias + n, std::min<int64_t>(columns - n, Vec::size())) : Vec(T(0));
+      const Vec b =
+          bias ? Vec::loadu(bias + n, std::min<int64_t>(columns - n, Vec::size())) : Vec(T(0));
       for (int64_t m = 0; m < rows; ++m) {
         T* x = sums + m * ld + n;
         f(Vec::loadu(x) + b).store(x);
@@ -82,8 +84,12 @@ void finish(
     case Activation::Relu:  // at::vec::maximum keeps a NaN
       each([](Vec x) TRIFUSE_INLINE { return at::vec::maximum(x, Vec(T(0))); });
       break;
-    case Activation::Gelu: each([](Vec x) TRIFUSE_INLINE { return gelu_exact(x); }); break;
-    case Activation::GeluTanh: each([](Vec x) TRIFUSE_INLINE { return gelu_tanh(x); }); break;
+    case Activation::Gelu:
+      each([](Vec x) TRIFUSE_INLINE { return gelu_exact(x); });
+      break;
+    case Activation::GeluTanh:
+      each([](Vec x) TRIFUSE_INLINE { return gelu_tanh(x); });
+      break;
   }
   if constexpr (!std::is_same_v<Scalar, T>)
     for (int64_t m = 0; m < rows; ++m) narrow(sums + m * ld, columns, out + m * p.N, 1);
@@ -103,7 +109,8 @@ void run(const LinearProblem& p, int64_t task) {
   // Sums are stored as whole vectors, which may not fit the last panel of the result.
   const bool direct = in_place && N % Vectorized<T>::size() == 0;
   scratch.reset(
-      Scratch::bytes<E>(room_size) + Scratch::bytes<T>(direct ? 0 : M * wide), "a thread of linear");
+      Scratch::bytes<E>(room_size) + Scratch::bytes<T>(direct ? 0 : M * wide),
+      "a thread of linear");
   E* room = scratch.take<E>(room_size);
   Scalar* out = static_cast<Scalar*>(p.out) + m0 * p.N + n0;
   T* sums = direct ? reinterpret_cast<T*>(out) : scratch.take<T>(M * wide);
@@ -121,8 +128,8 @@ void run(const LinearProblem& p, int64_t task) {
     const bool last = k + depth == p.K;
     for (int64_t m = 0; m < M;) {
       const int64_t rows = std::min(M - m, left_group(p.x_row));
-      const Left<E> left = left_block<E>(
-          x + m * p.x_row + k * p.x_column, p.x_row, p.x_column, rows, depth, room);
+      const Left<E> left =
+          left_block<E>(x + m * p.x_row + k * p.x_column, p.x_row, p.x_column, rows, depth, room);
       for (int64_t n = 0; n < N; n += kTile) {
         const int64_t columns = std::min(N - n, kTile);
         const E* block = packed + n / kTile * panel_size<E>(p.K) + panel_size<E>(k);
@@ -130,11 +137,10 @@ void run(const LinearProblem& p, int64_t task) {
           const int64_t step = std::min(rows - r, group);
           T* tile = sums + (m + r) * ld + n;
           tile_gemm<E>(
-              step, columns, elements<E>(depth), left.data + r * left.m, left.m, left.k, block, kTile,
-              tile, ld, {k > 0});
+              step, columns, elements<E>(depth), left.data + r * left.m, left.m, left.k, block,
+              kTile, tile, ld, {k > 0});
           if (last)
-            finish(
-                p, tile, ld, step, columns, bias ? bias + n : nullptr, out + (m + r) * p.N + n);
+            finish(p, tile, ld, step, columns, bias ? bias + n : nullptr, out + (m + r) * p.N + n);
         }
       }
       m += rows;

@@ -36,8 +36,17 @@ struct LstmOptions {
 
 // Slots of the parameters of one direction.
 enum Slot {
-  WeightIh, WeightHh, BiasIh, BiasHh, WeightHr, WeightPeephole, NormIh, NormHh, NormCell,
-  NormCellBias, LstmSlots,
+  WeightIh,
+  WeightHh,
+  BiasIh,
+  BiasHh,
+  WeightHr,
+  WeightPeephole,
+  NormIh,
+  NormHh,
+  NormCell,
+  NormCellBias,
+  LstmSlots,
   GruSlots = WeightHr
 };
 
@@ -55,8 +64,7 @@ class Call {
       Cell cell, const Tensor& input, const OptionalTensor& h0, const OptionalTensor& c0,
       const Parameters& parameters, const OptionalTensor& lengths, const OptionalTensor& seed,
       const Flags& reverse, const LstmOptions& options)
-      : one_step(input.dim() < 3),
-        input_sizes_(input.sizes()),
+      : one_step(input.dim() < 3), input_sizes_(input.sizes()),
         slots_(cell == Cell::Gru ? GruSlots : LstmSlots) {
     dtype = input.scalar_type();
     wide = accumulation_type(dtype);
@@ -122,7 +130,7 @@ class Call {
   // Points member `which` of each direction at its part of a tensor (directions, ...).
   template <class Pointer>
   void each_direction(
-      Pointer LstmDirection::*which, const OptionalTensor& t, at::ScalarType type) {
+      Pointer LstmDirection::* which, const OptionalTensor& t, at::ScalarType type) {
     if (!t) return;
     char* all = static_cast<char*>(const_cast<void*>(data(t, type)));
     const int64_t bytes = t->numel() / p.directions * c10::elementSize(type);
@@ -205,14 +213,15 @@ class Call {
     p.H = parameters[WeightHh]->size(0) / p.gates();
     p.R = parameters[WeightHh]->size(1);
     TORCH_CHECK_VALUE(
-        input.dim() >= 1 && input.dim() <= 3, "input: expected shape (T, B, I), (B, I) or (I,); got ",
-        input.sizes());
+        input.dim() >= 1 && input.dim() <= 3,
+        "input: expected shape (T, B, I), (B, I) or (I,); got ", input.sizes());
     check_memory("input", input);
     for (int64_t d = 0; d < p.directions; ++d)
       check_parameters(
           p.gates(), p.H, p.R, slots_, input, input.size(-1),
           [&](int slot) -> const OptionalTensor& { return parameters[d * slots_ + slot]; });
-    p.B = one_step ? c10::multiply_integers(input.sizes().slice(0, input.dim() - 1)) : input.size(1);
+    p.B =
+        one_step ? c10::multiply_integers(input.sizes().slice(0, input.dim() - 1)) : input.size(1);
     const char* const h0_name = p.cell == Cell::Gru ? "hx" : "h0";
     check_shape(h0_name, h0, rows(p.directions, p.R));
     check_shape("c0", c0, rows(p.directions, p.H));
@@ -235,9 +244,8 @@ class Call {
     order_.resize(p.B);
     std::iota(order_.begin(), order_.end(), 0);
     if (lengths)
-      std::stable_sort(order_.begin(), order_.end(), [&](int64_t a, int64_t b) {
-        return given[a] > given[b];
-      });
+      std::stable_sort(
+          order_.begin(), order_.end(), [&](int64_t a, int64_t b) { return given[a] > given[b]; });
     length_.reserve(p.B);
     for (int64_t row : order_) length_.push_back(given[row]);
     p.steps = p.B ? length_[0] : 0;
@@ -266,8 +274,8 @@ class Call {
     const auto& way = p.direction[0];
     constexpr int64_t kSteps = 8;  // with fewer, packing weights for all groups takes longest
     if (bytes > kCache || p.steps < kSteps || way.weight_peephole || way.norm_ih_weight) return 1;
-    const int64_t most = std::min<int64_t>(
-        {at::get_num_threads() / p.directions, p.B / 4, LstmProblem::kMaxGroups});
+    const int64_t most =
+        std::min<int64_t>({at::get_num_threads() / p.directions, p.B / 4, LstmProblem::kMaxGroups});
     return std::max<int64_t>(most, 1);
   }
 
@@ -325,17 +333,20 @@ Tensor or_empty(const Tensor& t, at::ScalarType type) {
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> lstm_forward(
     const Tensor& input, const OptionalTensor& h0, const OptionalTensor& c0,
     const ParameterList& parameters, const OptionalTensor& lengths, const OptionalTensor& seed,
-    const Flags& reverse, bool coupled, double forget_bias, OptionalLimit cell_clip, OptionalLimit proj_clip,
-    double eps, double zoneout_h, double zoneout_c, double recurrent_dropout, bool training,
-    int64_t save) {
+    const Flags& reverse, bool coupled, double forget_bias, OptionalLimit cell_clip,
+    OptionalLimit proj_clip, double eps, double zoneout_h, double zoneout_c,
+    double recurrent_dropout, bool training, int64_t save) {
   Call call(
       Cell::Lstm, input, h0, c0, parameters.vec(), lengths, seed, reverse,
-      {coupled, forget_bias, limit(cell_clip), limit(proj_clip), eps, zoneout_h, zoneout_c, recurrent_dropout,
-       training});
-  auto r = forward(
-      call, save == 2 ? call.p.gates() * (call.normalises() ? 2 : 1) : 0, save >= 1);
+      {coupled, forget_bias, limit(cell_clip), limit(proj_clip), eps, zoneout_h, zoneout_c,
+       recurrent_dropout, training});
+  auto r = forward(call, save == 2 ? call.p.gates() * (call.normalises() ? 2 : 1) : 0, save >= 1);
   return {
-      r.output, r.h_n, r.c_n, or_empty(r.gates, call.dtype), or_empty(r.cells, call.wide),
+      r.output,
+      r.h_n,
+      r.c_n,
+      or_empty(r.gates, call.dtype),
+      or_empty(r.cells, call.wide),
       or_empty(r.clipped, at::kShort)};
 }
 
@@ -424,7 +435,7 @@ std::tuple<Tensor, Tensor, Tensor> gru_plain(
 // The slots of a direction's parameters, and the destinations of their gradients.
 struct GradientOf {
   Slot slot;
-  void* LstmDirection::*target;
+  void* LstmDirection::* target;
   bool matrix;
 };
 constexpr GradientOf kGradients[] = {
@@ -509,16 +520,16 @@ std::vector<Tensor> lstm_backward(
     const Tensor& input, const OptionalTensor& h0, const OptionalTensor& c0,
     const ParameterList& parameters, const OptionalTensor& lengths, const OptionalTensor& seed,
     const Tensor& output, const Tensor& gates, const Tensor& cells, const Tensor& clipped,
-    const Flags& reverse, bool coupled, double forget_bias, OptionalLimit cell_clip, OptionalLimit proj_clip,
-    double eps, double zoneout_h, double zoneout_c, double recurrent_dropout, bool training,
-    const Flags& wanted) {
+    const Flags& reverse, bool coupled, double forget_bias, OptionalLimit cell_clip,
+    OptionalLimit proj_clip, double eps, double zoneout_h, double zoneout_c,
+    double recurrent_dropout, bool training, const Flags& wanted) {
   check_input(input, output);
   check_hidden(
       parameters.get(WeightHh), cells.size(-1) * (coupled ? 3 : 4), features(output, reverse));
   Call call(
       Cell::Lstm, input, h0, c0, parameters.vec(), lengths, seed, reverse,
-      {coupled, forget_bias, limit(cell_clip), limit(proj_clip), eps, zoneout_h, zoneout_c, recurrent_dropout,
-       training});
+      {coupled, forget_bias, limit(cell_clip), limit(proj_clip), eps, zoneout_h, zoneout_c,
+       recurrent_dropout, training});
   call.saved(output, gates, cells, clipped);
   return backward(
       call, grad_output, grad_h_n, grad_c_n, all_of({input, h0, c0}, parameters), wanted);

@@ -39,10 +39,8 @@ class Backward : Layer<E> {
 
  public:
   Backward(const LstmProblem& p, void* workspace, int64_t threads, int64_t index)
-      : Base(p),
-        rebuild_gates(p.cell == Cell::Lstm && (norm || !p.direction[0].gates)),
-        rebuild_products(p.cell == Cell::Lstm && !p.direction[0].gates),
-        tokens(p.start[p.steps]),
+      : Base(p), rebuild_gates(p.cell == Cell::Lstm && (norm || !p.direction[0].gates)),
+        rebuild_products(p.cell == Cell::Lstm && !p.direction[0].gates), tokens(p.start[p.steps]),
         once(rebuild_products && p.groups == 1 && p.steps <= chunk),
         together(once ? tokens : chunk * group_rows()) {
     Arena arena(workspace);
@@ -131,7 +129,7 @@ class Backward : Layer<E> {
   // Sums over tokens, added to step by step.
   struct TokenSums {
     int64_t count = 0;
-    T* run = nullptr;  // sums of the current run
+    T* run = nullptr;         // sums of the current run
     double* total = nullptr;  // sums of the finished runs
 
     TokenSums() = default;
@@ -146,20 +144,21 @@ class Backward : Layer<E> {
     }
     void leave(int64_t first, int64_t columns, void* to) const {
       for (int64_t k = 0; k < columns; ++k)
-        static_cast<T*>(to)[k] = static_cast<T>(total[first + k] + static_cast<double>(run[first + k]));
+        static_cast<T*>(to)[k] =
+            static_cast<T>(total[first + k] + static_cast<double>(run[first + k]));
     }
   };
 
   // One direction's tensors over all steps. Tokens are numbered step by step.
   struct Sequence {
-    E* hh;  // [tiles of R][k][64]: rows of W_hh in the order of panels
-    E* hr;  // [tiles of H][k][64]: rows of W_hr
-    S* da;  // [panels][tokens][width]: gradients of W_hh's product; in a GRU all four blocks
+    E* hh;   // [tiles of R][k][64]: rows of W_hh in the order of panels
+    E* hr;   // [tiles of H][k][64]: rows of W_hr
+    S* da;   // [panels][tokens][width]: gradients of W_hh's product; in a GRU all four blocks
     S* dax;  // gradients of W_ih's product; the same as da unless products are normalised
-    S* dq;  // [tiles of R][tokens][64]: gradients of W_hr's product
-    S* m;   // [tiles of H][tokens][64]
-    E* x;   // [tiles of I][tokens][64]: B of W_ih's gradient
-    E* h;   // [tiles of R][tokens][64]: h before each step, B of W_hh's gradient
+    S* dq;   // [tiles of R][tokens][64]: gradients of W_hr's product
+    S* m;    // [tiles of H][tokens][64]
+    E* x;    // [tiles of I][tokens][64]: B of W_ih's gradient
+    E* h;    // [tiles of R][tokens][64]: h before each step, B of W_hh's gradient
     TokenSums peephole;  // [3][units]
     TokenSums bias;      // [3][panels][width]: gradients of the bias and of both norms' weights
     TokenSums cell;      // [2][units]: gradients of the cell norm's weight and bias
@@ -173,24 +172,24 @@ class Backward : Layer<E> {
     S* dq;          // [rows][h_ld]
     T* dc;          // [panels][rows][16]
     // For the steps whose gates are recomputed:
-    S *x, *h;              // [tokens][x_ld], [tokens][h_ld]
+    S *x, *h;                  // [tokens][x_ld], [tokens][h_ld]
     T *products, *h_products;  // [panels][tokens][width]; products holds the sum unless normalised
-    T* gates;              // [panels][tokens][width]: i, f, g, o of a layer-norm LSTM
-    T* cells;              // [panels][tokens][16]: its c~
-    T (*moments[3])[2];    // [panels][tokens]: of W_ih's products, of W_hh's, of the cells
-    T (*sums)[4];          // [panels][rows]: a panel's part of sums over a row
-    T* grads;              // [panels][rows][width]: gradients of a
+    T* gates;                  // [panels][tokens][width]: i, f, g, o of a layer-norm LSTM
+    T* cells;                  // [panels][tokens][16]: its c~
+    T (*moments[3])[2];        // [panels][tokens]: of W_ih's products, of W_hh's, of the cells
+    T (*sums)[4];              // [panels][rows]: a panel's part of sums over a row
+    T* grads;                  // [panels][rows][width]: gradients of a
   };
 
   // One thread's memory.
   struct Own {
     E *room, *panel;
-    T* dm;            // [rows][64]
-    uint64_t* words;  // [rows]: bits of 64 columns
+    T* dm;                         // [rows][64]
+    uint64_t* words;               // [rows]: bits of 64 columns
     Statistics<T>* statistics[3];  // [tokens], in the order of Job::moments
-    T (*means)[4];    // [rows]
-    E *left, *right;  // operands of a task
-    T* sums;          // [tiles][tokens][64]
+    T (*means)[4];                 // [rows]
+    E *left, *right;               // operands of a task
+    T* sums;                       // [tiles][tokens][64]
   };
 
   // Returns whether recomputed products are stored in da, where the gate gradients overwrite them.
@@ -240,8 +239,8 @@ class Backward : Layer<E> {
     const int64_t columns = std::min(kTile, p.R - tile * kTile);
     for (int64_t q = 0; q < panels.count; ++q)
       for (int b = panels.hh_first; b < panels.hh_first + panels.hh_blocks; ++b) {
-        const S* rows = static_cast<const S*>(way.weight_hh) +
-            (panels.hh_gate[b] * p.H + q * kUnits) * p.R;
+        const S* rows =
+            static_cast<const S*>(way.weight_hh) + (panels.hh_gate[b] * p.H + q * kUnits) * p.R;
         pack_unit_rows<E>(rows, p.R, units_of(p, q), tile * kTile, columns, target);
         target += elements<E>(kUnits) * kTile;
       }
@@ -261,10 +260,8 @@ class Backward : Layer<E> {
           ++s;
         }
         S* row = rows + k * kTile;
-        if (hidden)
-          copy_hidden(group, i, s, first, columns, row);
-        else
-          this->copy_input(group, i, s, first, columns, row);
+        if (hidden) copy_hidden(group, i, s, first, columns, row);
+        else this->copy_input(group, i, s, first, columns, row);
       }
       copy_right_rows<E>(
           Rows<S>{rows, kTile, 1}, count, columns, kTile, target + elements<E>(token) * kTile);
@@ -337,8 +334,7 @@ class Backward : Layer<E> {
         product<E>(
             later, columns, elements<E>(depth()), left(job.da), left_ld(da_ld()), 1,
             sequences[group.index].hh + tile * hh_back_size() + first, kTile,
-            job.dh + tile * kTile + first, h_ld(), false,
-            far_away<E>(tiles(p.R) * hh_back_size()));
+            job.dh + tile * kTile + first, h_ld(), false, far_away<E>(tiles(p.R) * hh_back_size()));
       for (int64_t i = 0; i < rows; ++i) {
         if (s >= 0 && p.draw_h.threshold)
           own.words[i] = group.kept(p.draw_h, RowGroup::ZoneoutH, i, s, tile * kTile);
@@ -365,8 +361,7 @@ class Backward : Layer<E> {
     });
   }
 
-  void share_dh(
-      const RowGroup& group, const Job& job, int64_t i, int64_t s, int64_t column, U dh) {
+  void share_dh(const RowGroup& group, const Job& job, int64_t i, int64_t s, int64_t column, U dh) {
     const int64_t at = i * h_ld() + column;
     if (p.draw_h.threshold) {
       const uint64_t kept = own.words[i] >> column % kTile;
@@ -386,8 +381,7 @@ class Backward : Layer<E> {
       dh = choose(group.clipped(i, s)[p.cell_clip_words() + column / kUnits], U(T(0)), dh);
     dh.store(job.dq + at);
     S* dq = sequences[group.index].dq;
-    dh.store(
-        dq + (column / kTile * tokens + group.token(i, s)) * kTile + column % kTile);
+    dh.store(dq + (column / kTile * tokens + group.token(i, s)) * kTile + column % kTile);
   }
 
   // Returns how many tokens the steps [s0, s) have.
@@ -760,8 +754,8 @@ class Backward : Layer<E> {
           const auto [x, h] = normalised_products(job, q, b, token + i);
           const U da = U::load(grads(q, i) + b * kUnits);
           const U dx = normalise_backward(
-              da * U::load(w.norm_ih + at), x, own.statistics[0][token + i].rstd,
-              own.means[i][0], own.means[i][1]);
+              da * U::load(w.norm_ih + at), x, own.statistics[0][token + i].rstd, own.means[i][0],
+              own.means[i][1]);
           const U dh = choose(
               existing,
               normalise_backward(
@@ -792,8 +786,8 @@ class Backward : Layer<E> {
     return (columns + kGroupTiles * kTile - 1) / (kGroupTiles * kTile);
   }
   int64_t weight_tasks() const {
-    return panels.count * (groups(p.I) + groups(p.R)) +
-        (projected ? tiles(p.R) * groups(p.H) : 0) + 1;
+    return panels.count * (groups(p.I) + groups(p.R)) + (projected ? tiles(p.R) * groups(p.H) : 0) +
+        1;
   }
   int64_t input_groups() const { return (tiles(p.I) + kInputTiles - 1) / kInputTiles; }
   int64_t input_tasks() const {
@@ -901,10 +895,8 @@ class Backward : Layer<E> {
           if (S* row = row_of(m + k))
             for (int64_t c = first; c < last; c += kTile) {
               const auto strip = Strip<T>::load(sums + k * wide + (c - first));
-              if (last - c >= kTile)
-                strip.store(row + begin + c, Whole{}, stream);
-              else
-                strip.store(row + begin + c, last - c);
+              if (last - c >= kTile) strip.store(row + begin + c, Whole{}, stream);
+              else strip.store(row + begin + c, last - c);
             }
       }
     if (stream) fence_streams();
@@ -958,8 +950,8 @@ class Backward : Layer<E> {
       S* row = static_cast<S*>(p.grad_input) + (list[k].t * p.B + p.order[list[k].rank]) * p.I;
       for (int64_t c = 0; c < columns; c += kTile)
         narrow(
-            own.sums + c * kInputTokens + k * kTile, std::min(kTile, columns - c),
-            row + begin + c, 1);
+            own.sums + c * kInputTokens + k * kTile, std::min(kTile, columns - c), row + begin + c,
+            1);
     }
   }
 

@@ -30,8 +30,8 @@ class Forward : Layer<E> {
       typename Base::Weights;
   using Base::p, Base::panels, Base::norm, Base::projected, Base::chunk, Base::weights, Base::room;
   using Base::group_rows, Base::tiles, Base::x_ld, Base::h_ld, Base::m_ld, Base::left,
-      Base::left_ld, Base::hr_size, Base::room_size, Base::pack, Base::activate,
-      Base::unit_row, Base::in_place;
+      Base::left_ld, Base::hr_size, Base::room_size, Base::pack, Base::activate, Base::unit_row,
+      Base::in_place;
 
  public:
   Forward(const LstmProblem& p, void* workspace, int64_t threads) : Base(p) {
@@ -85,16 +85,16 @@ class Forward : Layer<E> {
 
  private:
   struct Job {
-    S* tokens;        // [tokens][x_ld]: rows of the input
-    T* from_input;    // [panels][tokens][width]
-    S* h[2];          // [rows][h_ld]: step s reads h[s % 2] and writes the other
-    T* keeps;         // [rows][h_ld]: 0 where recurrent dropout drops, else 1
-    T* c;             // [panels][rows][16]
-    S* m;             // [rows][m_ld]
-    T* from_m;        // [tiles][rows][64]
-    T* from_hidden;   // [panels][rows][width]
-    T* cells;         // [panels][rows][16]: clipped cells of the current step
-    T (*moments)[2];  // [panels][tokens]
+    S* tokens;             // [tokens][x_ld]: rows of the input
+    T* from_input;         // [panels][tokens][width]
+    S* h[2];               // [rows][h_ld]: step s reads h[s % 2] and writes the other
+    T* keeps;              // [rows][h_ld]: 0 where recurrent dropout drops, else 1
+    T* c;                  // [panels][rows][16]
+    S* m;                  // [rows][m_ld]
+    T* from_m;             // [tiles][rows][64]
+    T* from_hidden;        // [panels][rows][width]
+    T* cells;              // [panels][rows][16]: clipped cells of the current step
+    T (*moments)[2];       // [panels][tokens]
     T (*cell_moments)[2];  // [panels][rows]
   };
 
@@ -111,10 +111,8 @@ class Forward : Layer<E> {
       T* products = job.from_input;
       int64_t token = 0;
       for (int64_t s = s0; s < s1; ++s) {
-        if (norm)
-          normalised_step(group, job, team, own, s, products, token);
-        else
-          step(group, job, own, s, products);
+        if (norm) normalised_step(group, job, team, own, s, products, token);
+        else step(group, job, own, s, products);
         if (projected) {
           team.wait();
           project(group, job, team, s);
@@ -161,10 +159,8 @@ class Forward : Layer<E> {
     for (int64_t i = own.first; i < own.last; ++i) {
       if (group.d.h_n) {
         S* h_n = static_cast<S*>(group.d.h_n) + group.row(i) * p.R;
-        if (const S* h = group.template h<S>(i, group.length(i) - 1))
-          std::copy_n(h, p.R, h_n);
-        else
-          std::fill_n(h_n, p.R, S(0));
+        if (const S* h = group.template h<S>(i, group.length(i) - 1)) std::copy_n(h, p.R, h_n);
+        else std::fill_n(h_n, p.R, S(0));
       }
       if (group.d.c_n)
         this->load_units(job.c, i, static_cast<T*>(group.d.c_n) + group.row(i) * p.H);
@@ -228,8 +224,7 @@ class Forward : Layer<E> {
       const LstmGates& gates, const U& c_old, const U& m) {
     const int64_t units = units_of(p, q);
     U c = gates.c;
-    if (p.draw_c.threshold)
-      c = choose(words_c[i] >> q % 4 * kUnits, c, c_old);
+    if (p.draw_c.threshold) c = choose(words_c[i] >> q % 4 * kUnits, c, c_old);
     else if (p.zoneout_c != 0 && !p.training)
       c = multiply_add(U(T(p.zoneout_c)), c_old, U(T(1 - p.zoneout_c)) * c);
     c.store(job.c + unit_row(q, i));
@@ -241,10 +236,8 @@ class Forward : Layer<E> {
       gates.g.store(row + (panels.blocks - 2) * units, units);
       gates.o.store(row + (panels.blocks - 1) * units, units);
     }
-    if (projected)
-      m.store(job.m + i * m_ld() + q * kUnits);
-    else
-      leave_h(group, job, i, s, q * kUnits, units, m);
+    if (projected) m.store(job.m + i * m_ld() + q * kUnits);
+    else leave_h(group, job, i, s, q * kUnits, units, m);
   }
 
   S* gates_row(const RowGroup& group, int64_t i, int64_t s, int64_t blocks) {
@@ -259,9 +252,8 @@ class Forward : Layer<E> {
     if (p.draw_h.threshold || (p.zoneout_h != 0 && !p.training)) {
       const S* row = group.template h<S>(i, s - 1);
       const U old = row ? U::load(row + column, units) : U(T(0));
-      h = p.draw_h.threshold
-          ? choose(words_h[i] >> column % 64, h, old)
-          : multiply_add(U(T(p.zoneout_h)), old, U(T(1 - p.zoneout_h)) * h);
+      h = p.draw_h.threshold ? choose(words_h[i] >> column % 64, h, old)
+                             : multiply_add(U(T(p.zoneout_h)), old, U(T(1 - p.zoneout_h)) * h);
     }
     if constexpr (std::is_same_v<S, float>)  // the type that 16-bit types are widened to
       if (p.rounding != DType::Float32) h = rounded(h);
@@ -288,8 +280,7 @@ class Forward : Layer<E> {
     for (int64_t i = 0; i < group.active(s); ++i) {
       if (p.draw_h.threshold && !projected)
         words_h[i] = group.kept(p.draw_h, RowGroup::ZoneoutH, i, s, column);
-      if (p.draw_c.threshold)
-        words_c[i] = group.kept(p.draw_c, RowGroup::ZoneoutC, i, s, column);
+      if (p.draw_c.threshold) words_c[i] = group.kept(p.draw_c, RowGroup::ZoneoutC, i, s, column);
     }
   }
 

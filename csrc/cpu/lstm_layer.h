@@ -18,20 +18,18 @@ class Layer {
   using U = Units<T>;
 
   explicit Layer(const LstmProblem& p)
-      : p(p),
-        panels(p),
-        norm(p.direction[0].norm_ih_weight),
-        projected(p.direction[0].weight_hr),
-        chunk(std::clamp<int64_t>(
-            std::max(kChunkTokens, few_tokens()) / group_rows(), 1,
-            std::max<int64_t>(p.steps, 1))) {}
+      : p(p), panels(p), norm(p.direction[0].norm_ih_weight), projected(p.direction[0].weight_hr),
+        chunk(
+            std::clamp<int64_t>(
+                std::max(kChunkTokens, few_tokens()) / group_rows(), 1,
+                std::max<int64_t>(p.steps, 1))) {}
 
   struct Weights {
-    E *ih, *hh;   // [panels][k][columns]
-    E* hr;        // [tiles of 64 columns][k][64]
-    T* bias;      // [panels][width], as are norm_ih and norm_hh
+    E *ih, *hh;  // [panels][k][columns]
+    E* hr;       // [tiles of 64 columns][k][64]
+    T* bias;     // [panels][width], as are norm_ih and norm_hh
     T *norm_ih, *norm_hh;
-    T* peephole;  // [3][units]: i, f, o
+    T* peephole;   // [3][units]: i, f, o
     T* norm_cell;  // [2][units]: weight, bias
   };
   // Takes memory for the packed weights that are asked for, and for all vectors.
@@ -57,9 +55,7 @@ class Layer {
     const auto weights = p.I * static_cast<int64_t>(sizeof(S));
     return all * static_cast<int64_t>(sizeof(T)) <= weights ? all : 0;
   }
-  int64_t group_rows() const {
-    return std::max<int64_t>((p.B + p.groups - 1) / p.groups, 1);
-  }
+  int64_t group_rows() const { return std::max<int64_t>((p.B + p.groups - 1) / p.groups, 1); }
   static int64_t tiles(int64_t columns) { return (columns + kTile - 1) / kTile; }
   int64_t ih_size() const { return elements<E>(p.I) * panels.ih_width(); }
   int64_t hh_size() const { return elements<E>(p.R) * panels.hh_width(); }
@@ -186,8 +182,7 @@ class Layer {
       S* target) const {
     const S* x = static_cast<const S*>(p.input) + group.position(i, s) * p.input_stride[0] +
         group.row(i) * p.input_stride[1] + column * p.input_stride[2];
-    if (p.input_stride[2] == 1)
-      std::copy_n(x, columns, target);
+    if (p.input_stride[2] == 1) std::copy_n(x, columns, target);
     else
       for (int64_t k = 0; k < columns; ++k) target[k] = x[k * p.input_stride[2]];
   }
@@ -208,8 +203,8 @@ class Layer {
             panels.ih_first, panels.ih_blocks, q, room, tokens, left(x), left_ld(x_ld()), columns,
             width, !norm, false);
     product<E>(
-        tokens, panels.ih_width(), elements<E>(p.I), left(x), left_ld(x_ld()), 1,
-        ih_panel(d, q), panels.ih_width(), columns, width, !norm);
+        tokens, panels.ih_width(), elements<E>(p.I), left(x), left_ld(x_ld()), 1, ih_panel(d, q),
+        panels.ih_width(), columns, width, !norm);
   }
 
   // Computes a panel's W_hh h, and with `add` adds it to the target. With recurrent dropout h is 0
@@ -230,8 +225,8 @@ class Layer {
             width, add, ahead);
     if (!unpacked)
       product<E>(
-          rows, panels.hh_width(), elements<E>(p.R), left(h), left_ld(h_ld()), 1,
-          hh_panel(d, q), panels.hh_width(), columns, width, add, ahead);
+          rows, panels.hh_width(), elements<E>(p.R), left(h), left_ld(h_ld()), 1, hh_panel(d, q),
+          panels.hh_width(), columns, width, add, ahead);
     if (factor != 1) scale(target, rows * width, static_cast<T>(factor));
   }
 

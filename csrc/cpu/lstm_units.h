@@ -123,12 +123,8 @@ struct Panels {
   Panels(
       std::initializer_list<int> ih, std::initializer_list<int> hh, int blocks, int ih_first,
       int ih_blocks, int hh_first, int hh_blocks, int64_t count)
-      : blocks(blocks),
-        ih_first(ih_first),
-        ih_blocks(ih_blocks),
-        hh_first(hh_first),
-        hh_blocks(hh_blocks),
-        count(count) {
+      : blocks(blocks), ih_first(ih_first), ih_blocks(ih_blocks), hh_first(hh_first),
+        hh_blocks(hh_blocks), count(count) {
     std::copy(ih.begin(), ih.end(), ih_gate);
     std::copy(hh.begin(), hh.end(), hh_gate);
   }
@@ -250,8 +246,7 @@ inline void pack_unit_rows(
     E* target) {
   using S = Stored<E>;
   copy_right_rows<E>(Rows<S>{weight + first, row_size, 1}, rows, columns, kTile, target);
-  std::fill(
-      target + elements<E>(rows) * kTile, target + elements<E>(kUnits) * kTile, E{});
+  std::fill(target + elements<E>(rows) * kTile, target + elements<E>(kUnits) * kTile, E{});
 }
 
 // Products with unpacked weights ------------------------------------------------------------------
@@ -272,8 +267,7 @@ inline void product_in_place(
     const void* next, typename Element<E>::Accumulator* c, int64_t ldc, bool add, bool ahead) {
   if constexpr (most > 1)
     if (M <= most / 2)
-      return product_in_place<most / 2>(
-          M, K, a, a_m, weight, ld, units, next, c, ldc, add, ahead);
+      return product_in_place<most / 2>(M, K, a, a_m, weight, ld, units, next, c, ldc, add, ahead);
   using T = typename Element<E>::Accumulator;
   using U = Units<T>;
   const E* row[most];  // the last row stands in for missing ones
@@ -294,8 +288,8 @@ inline void product_in_place(
           const auto column = Element<E>::load(turned + j * kUnits + v * U::Vec::size());
 #pragma GCC unroll 8
           for (int m = 0; m < most; ++m)
-            sum[m].v[v] =
-                Element<E>::multiply_add(Element<E>::broadcast(row[m] + k + j), column, sum[m].v[v]);
+            sum[m].v[v] = Element<E>::multiply_add(
+                Element<E>::broadcast(row[m] + k + j), column, sum[m].v[v]);
         }
     };
     int64_t k = first;
@@ -379,8 +373,7 @@ inline void take_moments(
   using U = Units<T>;
   for (int64_t k = 0; k < count; ++k) {
     U sum(T(0)), squares(T(0));
-    for (int64_t b = 0; b < blocks; ++b)
-      sum = sum + U::load(rows + k * ld + b * kUnits, units);
+    for (int64_t b = 0; b < blocks; ++b) sum = sum + U::load(rows + k * ld + b * kUnits, units);
     const T total = sum.total();
     const U mean(total / static_cast<T>(blocks * units));
     const uint64_t existing = low_bits(units);

@@ -75,7 +75,8 @@ inline void widen(const Scalar* source, int64_t stride, int64_t n, T* target) {
   if constexpr (kReduced<Scalar>) {
     if (stride == 1) {
       for (; i + Vectorized<Scalar>::size() <= n; i += Vectorized<Scalar>::size()) {
-        const auto [low, high] = at::vec::convert_to_float<Scalar>(Vectorized<Scalar>::loadu(source + i));
+        const auto [low, high] =
+            at::vec::convert_to_float<Scalar>(Vectorized<Scalar>::loadu(source + i));
         low.store(target + i);
         high.store(target + i + Vectorized<float>::size());
       }
@@ -291,8 +292,8 @@ inline void copy_right_rows(
       if (!clean && rows.column_stride == 1) {
         // 32 columns of two rows, interleaved in 16-bit steps.
         const __m512i low = _mm512_set_epi16(
-            47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8,
-            39, 7, 38, 6, 37, 5, 36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
+            47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6, 37, 5, 36,
+            4, 35, 3, 34, 2, 33, 1, 32, 0);
         const __m512i high = _mm512_add_epi16(low, _mm512_set1_epi16(16));
         for (; c + 32 <= columns; c += 32) {
           const __m512i x = _mm512_loadu_si512(rows.row(r) + c);

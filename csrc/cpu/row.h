@@ -121,8 +121,7 @@ struct Strip : Lanes<Strip<T>, T, kStrip> {
   void stream_whole(Scalar* to) const {
     if constexpr (kReduced<Scalar>) {
       for (int i = 0; i < kVecs; i += 2)
-        stream_vector(
-            at::vec::convert_from_float<Scalar>(v[i], v[i + 1]), to + i * Vec::size());
+        stream_vector(at::vec::convert_from_float<Scalar>(v[i], v[i + 1]), to + i * Vec::size());
     } else {
       for (int i = 0; i < kVecs; ++i) stream_vector(v[i], to + i * Vec::size());
     }

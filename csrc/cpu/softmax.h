@@ -37,8 +37,7 @@ struct Softmax {
   void tile(T* scores, const uint64_t* bits, int64_t keys, int64_t lanes) {
     constexpr int64_t L = Vectorized<T>::size();
     int64_t lane = 0;
-    for (; lane + 4 * L <= lanes; lane += 4 * L)
-      columns<4, Partial>(scores, bits, keys, lane);
+    for (; lane + 4 * L <= lanes; lane += 4 * L) columns<4, Partial>(scores, bits, keys, lane);
     for (; lane < lanes; lane += L) columns<1, Partial>(scores, bits, keys, lane);
   }
 
@@ -46,7 +45,8 @@ struct Softmax {
   void log2_sum(double* result) const {
     using Vec = Vectorized<double>;
     std::copy_n(sum, kTile, result);
-    for (int64_t l = 0; l < kTile; l += Vec::size()) Vec::loadu(result + l).log2().store(result + l);
+    for (int64_t l = 0; l < kTile; l += Vec::size())
+      Vec::loadu(result + l).log2().store(result + l);
   }
 
   // Writes the logsumexp in natural units; score_unit is one unit of score in them. It is -inf for

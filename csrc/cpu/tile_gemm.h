@@ -82,8 +82,7 @@ struct Old {
 template <int MR, int NR, class E>
 void register_block(
     int64_t K, const E* a, int64_t a_m, int64_t a_k, const E* b, int64_t ldb,
-    typename Element<E>::Accumulator* c, int64_t ldc,
-    Old<typename Element<E>::Accumulator> old) {
+    typename Element<E>::Accumulator* c, int64_t ldc, Old<typename Element<E>::Accumulator> old) {
   using T = typename Element<E>::Accumulator;
   using Vec = Vectorized<T>;
   Vec sum[MR][NR];
@@ -123,8 +122,7 @@ void register_block(
 template <int NR, class E>
 void panel(
     int64_t M, int64_t K, const E* a, int64_t a_m, int64_t a_k, const E* b, int64_t ldb,
-    typename Element<E>::Accumulator* c, int64_t ldc,
-    Old<typename Element<E>::Accumulator> old) {
+    typename Element<E>::Accumulator* c, int64_t ldc, Old<typename Element<E>::Accumulator> old) {
   int64_t m = 0;
   auto block = [&]<int MR>() {
     register_block<MR, NR>(K, a + m * a_m, a_m, a_k, b, ldb, c + m * ldc, ldc, old);
@@ -132,8 +130,10 @@ void panel(
     m += MR;
   };
   while (m + kRows <= M) block.template operator()<kRows>();
-  if constexpr (kRows > 4) if (m + 4 <= M) block.template operator()<4>();
-  if constexpr (kRows > 2) if (m + 2 <= M) block.template operator()<2>();
+  if constexpr (kRows > 4)
+    if (m + 4 <= M) block.template operator()<4>();
+  if constexpr (kRows > 2)
+    if (m + 2 <= M) block.template operator()<2>();
   if (m < M) block.template operator()<1>();
 }
 
@@ -149,8 +149,10 @@ void tile_gemm(
     n += NR * lanes;
   };
   while (n + (kVectors - 1) * lanes < N) columns.template operator()<kVectors>();
-  if constexpr (kVectors > 3) if (n + 2 * lanes < N) columns.template operator()<3>();
-  if constexpr (kVectors > 2) if (n + lanes < N) columns.template operator()<2>();
+  if constexpr (kVectors > 3)
+    if (n + 2 * lanes < N) columns.template operator()<3>();
+  if constexpr (kVectors > 2)
+    if (n + lanes < N) columns.template operator()<2>();
   if (n < N) columns.template operator()<1>();
 }
 

@@ -24,8 +24,8 @@ namespace trifuse::cuda {
 namespace {
 
 // Returns an uninitialised (B, H, L, last), in memory order (B, L, H) if `like` is. Must agree with
-// empty_like_layout in pytorch_ext/reference/results.py. Autograd must not record the transpose as a
-// view: a view returned beside other results cannot be changed in place.
+// empty_like_layout in pytorch_ext/reference/results.py. Autograd must not record the transpose as
+// a view: a view returned beside other results cannot be changed in place.
 Tensor empty_like_layout(const Tensor& like, int64_t last) {
   const at::AutoDispatchBelowADInplaceOrView no_view;
   const int64_t B = like.size(0), H = like.size(1), L = like.size(2);
@@ -43,7 +43,8 @@ void require(const Tensor& ok, const std::string& argument, const std::string& e
 
 void check_cu_seqlens(const char* name, const Tensor& cu, int64_t total, int64_t longest) {
   const Tensor steps = cu.diff();
-  const Tensor ok = (cu[0] == 0) & (cu[-1] <= total) & (steps >= 0).all() & (steps <= longest).all();
+  const Tensor ok =
+      (cu[0] == 0) & (cu[-1] <= total) & (steps >= 0).all() & (steps <= longest).all();
   require(
       ok, name,
       "0 first, no decrease, no step over " + std::to_string(longest) + ", the last at most " +
@@ -74,8 +75,7 @@ Call make_call(
       max_seqlen_k);
   Call call;
   Attention& p = call.attention;
-  describe(
-      p, query, key, value, attn_mask, scale, window_left, window_right, lower_right);
+  describe(p, query, key, value, attn_mask, scale, window_left, window_right, lower_right);
   p.total_q = p.Lq;
   p.total_k = p.Lk;
   p.query = broadcast(query);
@@ -131,8 +131,8 @@ std::tuple<Tensor, Tensor> forward(
     check_cu_seqlens("cu_seqlens_k", call.cu_seqlens_k, p.total_k, max_seqlen_k);
   }
   const Tensor out = empty_like_layout(query, p.Ev);
-  const Tensor logsumexp = at::empty(
-      {query.size(0), query.size(1), query.size(2)}, query.options().dtype(at::kFloat));
+  const Tensor logsumexp =
+      at::empty({query.size(0), query.size(1), query.size(2)}, query.options().dtype(at::kFloat));
   p.out = broadcast(out);
   p.logsumexp = broadcast(logsumexp);
   attention_forward(p, device.stream());

@@ -37,7 +37,10 @@ template <class Scalar, int D>
 struct Shape {
   static constexpr int kWarps = !kTensorCore<Scalar> && D == 256 ? 2 : 4;
   static constexpr int kRows = 16 * kWarps;
-  static constexpr int N = kTensorCore<Scalar> ? (D == 256 ? 16 : 32) : (D == 64 ? 32 : D == 128 ? 16 : 8);
+  static constexpr int N = kTensorCore<Scalar> ? (D == 256 ? 16 : 32)
+                                               : (D == 64        ? 32
+                                                      : D == 128 ? 16
+                                                                 : 8);
   static constexpr size_t kShared = (2 * kRows + 4 * N) * D * sizeof(Scalar);
   static constexpr int kColumns = D < 128 ? D : 128;  // columns of dK and dV per block
 };
@@ -78,8 +81,9 @@ __global__ __launch_bounds__(32 * WideShape<Scalar>::kWarps) void attention_back
   const auto grad_out = head.query_rows<const Scalar>(p.grad_out, p.Ev);
   const auto out = head.query_rows<const Scalar>(p.out, p.Ev);
   const auto float_at = [&](const Tensor4& t, int query) {
-    return static_cast<const float*>(t.data)[
-        head.batch * t.stride[0] + head.h * t.stride[1] + (head.first_query + query) * t.stride[2]];
+    return static_cast<const float*>(t.data)
+        [head.batch * t.stride[0] + head.h * t.stride[1] +
+         (head.first_query + query) * t.stride[2]];
   };
   const Scale scale(p);
   bool coarse = false;
@@ -182,7 +186,8 @@ __device__ __forceinline__ void count_pairs(float (&weights)[N / 8][4], const Pa
 // Keys and values ---------------------------------------------------------------------------------
 
 template <class Scalar, int D>
-__global__ __launch_bounds__(32 * Shape<Scalar, D>::kWarps) void attention_backward_key_value_kernel(
+__global__
+__launch_bounds__(32 * Shape<Scalar, D>::kWarps) void attention_backward_key_value_kernel(
     const __grid_constant__ Attention p, const RowVectors vectors) {
   using Shape = Shape<Scalar, D>;
   constexpr int N = Shape::N, C = Shape::kColumns;
@@ -202,7 +207,8 @@ __global__ __launch_bounds__(32 * Shape<Scalar, D>::kWarps) void attention_backw
   const Tile<Scalar> value = key.from(Shape::kRows), stages = value.from(Shape::kRows);
   const auto query_tile = [&](int stage) { return stages.from(2 * stage * N); };
   const auto grad_out_tile = [&](int stage) { return stages.from((2 * stage + 1) * N); };
-  const int depth = static_cast<int>(round_up(p.E, 16)), columns = static_cast<int>(round_up(p.Ev, 16));
+  const int depth = static_cast<int>(round_up(p.E, 16)),
+            columns = static_cast<int>(round_up(p.Ev, 16));
   const Scale scale(p);
   const uint64_t seed = p.dropout.threshold ? *p.seed : 0;
 
@@ -302,7 +308,8 @@ __global__ __launch_bounds__(32 * Shape<Scalar, D>::kWarps) void attention_backw
   const auto value_tile = [&](int stage) { return stages.from((2 * stage + 1) * N); };
   const auto keys = head.key_rows<const Scalar>(p.key, p.E);
   const auto values = head.key_rows<const Scalar>(p.value, p.Ev);
-  const int depth = static_cast<int>(round_up(p.E, 16)), columns = static_cast<int>(round_up(p.Ev, 16));
+  const int depth = static_cast<int>(round_up(p.E, 16)),
+            columns = static_cast<int>(round_up(p.Ev, 16));
   const Scale scale(p);
   const uint64_t seed = p.dropout.threshold ? *p.seed : 0;
   const Span spans[2] = {keys_of(p, head, row + row_of(0)), keys_of(p, head, row + row_of(2))};
@@ -397,7 +404,8 @@ class MaskTotals {
 };
 
 __device__ __forceinline__ void store_mask_gradient(
-    const Attention& p, const MaskShares& how, float* parts, int64_t share, int64_t at, float value) {
+    const Attention& p, const MaskShares& how, float* parts, int64_t share, int64_t at,
+    float value) {
   if (how.shares > 1) {
     parts[share * how.size + at] = value;
   } else if (p.mask_kind == MaskKind::Float32 || p.dtype == DType::Float32) {
@@ -434,7 +442,8 @@ __global__ __launch_bounds__(32 * WideShape<Scalar>::kWarps) void attention_back
   const Tile<Scalar> query{reinterpret_cast<Scalar*>(shared_memory()), pitch};
   const Tile<Scalar> grad_out = query.from(Shape::kRows), key = grad_out.from(Shape::kRows);
   const Tile<Scalar> value = key.from(N);
-  const int depth = static_cast<int>(round_up(p.E, 16)), columns = static_cast<int>(round_up(p.Ev, 16));
+  const int depth = static_cast<int>(round_up(p.E, 16)),
+            columns = static_cast<int>(round_up(p.Ev, 16));
   const Scale scale(p);
   const uint64_t seed = p.dropout.threshold ? *p.seed : 0;
   float sums[N / 8][4] = {};
@@ -453,7 +462,8 @@ __global__ __launch_bounds__(32 * WideShape<Scalar>::kWarps) void attention_back
     const Span spans[2] = {keys_of(p, head, row + row_of(0)), keys_of(p, head, row + row_of(2))};
     const Pairs<N> pairs = look<N, false>(p, head, spans, row, column);
     if (!__syncthreads_or(pairs.any)) continue;  // past it, the previous term's tiles are free
-    load_tile(query, head.query_rows<const Scalar>(p.query, p.E), first, Shape::kRows, head.queries);
+    load_tile(
+        query, head.query_rows<const Scalar>(p.query, p.E), first, Shape::kRows, head.queries);
     load_tile(
         grad_out, head.query_rows<const Scalar>(p.grad_out, p.Ev), first, Shape::kRows,
         head.queries);
@@ -476,8 +486,7 @@ __global__ __launch_bounds__(32 * WideShape<Scalar>::kWarps) void attention_back
   }
   totals.add_to(sums);
 
-  const int64_t plane =
-      (how.full[0] ? tile_batch : 0) * (how.full[1] ? p.heads : 1) + tile_head;
+  const int64_t plane = (how.full[0] ? tile_batch : 0) * (how.full[1] ? p.heads : 1) + tile_head;
   if (how.full[2]) {
 #pragma unroll
     for (int n = 0; n < N / 8; ++n)
@@ -528,8 +537,8 @@ __global__ __launch_bounds__(kRowMaskThreads) void attention_backward_row_mask_k
     const Head head(p, how.full[0] ? own_batch : static_cast<int>(rest), h);
     if (query >= head.queries) continue;
     const auto at = [&](const Tensor4& t) {
-      return static_cast<const float*>(t.data)[
-          head.batch * t.stride[0] + h * t.stride[1] + (head.first_query + query) * t.stride[2]];
+      return static_cast<const float*>(t.data)
+          [head.batch * t.stride[0] + h * t.stride[1] + (head.first_query + query) * t.stride[2]];
     };
     if (at(p.logsumexp) == -kInfinity) continue;
     // Multiplied by 0, shift and delta add only a NaN that has reached the row.
@@ -597,10 +606,10 @@ void launch_mask(
         "attention_backward_row_mask", p, how.size, kRowMaskThreads / 32, 4 * sizeof(float));
     return launch(plan, stream, attention_backward_row_mask_kernel, p, vectors, how);
   }
-  const size_t shared = (2 * Shape::kRows + 2 * Shape::N) * pitch * sizeof(Scalar) +
-      kSharedMaskTotals<Scalar>;
-  const LaunchPlan plan = attention_plan(
-      "attention_backward_mask", p, how.tiles * how.shares, Shape::kWarps, shared);
+  const size_t shared =
+      (2 * Shape::kRows + 2 * Shape::N) * pitch * sizeof(Scalar) + kSharedMaskTotals<Scalar>;
+  const LaunchPlan plan =
+      attention_plan("attention_backward_mask", p, how.tiles * how.shares, Shape::kWarps, shared);
   launch(plan, stream, attention_backward_mask_kernel<Scalar>, p, vectors, how, parts, pitch);
   if (how.shares == 1) return;
   const LaunchPlan sum = attention_plan(

@@ -19,14 +19,16 @@ void attention_backward_hopper(const Attention& call, const RowVectors& vectors,
 
 // Zeros a block's share of the packed tokens past the last sequence.
 template <class Scalar>
-__device__ __forceinline__ void store_unused_keys(const Attention& p, const Place& place, int rows) {
+__device__ __forceinline__ void store_unused_keys(
+    const Attention& p, const Place& place, int rows) {
   const int64_t first = p.cu_seqlens_k[place.b] + place.block * rows;
   const int64_t step = int64_t(place.blocks) * rows;
   store_zeros<Scalar>({p.grad_key, 0, place.h, 0, p.E}, first, p.total_k, rows, step);
   store_zeros<Scalar>({p.grad_value, 0, place.h, 0, p.Ev}, first, p.total_k, rows, step);
 }
 template <class Scalar>
-__device__ __forceinline__ void store_unused_queries(const Attention& p, const Place& place, int rows) {
+__device__ __forceinline__ void store_unused_queries(
+    const Attention& p, const Place& place, int rows) {
   const int64_t first = p.cu_seqlens_q[place.b] + place.block * rows;
   const int64_t step = int64_t(place.blocks) * rows;
   store_zeros<Scalar>({p.grad_query, 0, place.h, 0, p.E}, first, p.total_q, rows, step);
@@ -37,8 +39,8 @@ __device__ __forceinline__ void store_unused_queries(const Attention& p, const P
 template <int N, bool kByKey>
 class TileVectors {
  public:
-  __device__ __forceinline__ TileVectors(
-      const RowVectors& vectors, const Head& head, int row, int column) {
+  __device__ __forceinline__
+  TileVectors(const RowVectors& vectors, const Head& head, int row, int column) {
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
       const int query = kByKey ? column + column_of(i / 2, i % 2) : row + row_of(2 * i);
@@ -119,8 +121,7 @@ __device__ __forceinline__ void make_gradients(
 #pragma unroll
   for (int n = 0; n < N / 8; ++n)
 #pragma unroll
-    for (int e = 0; e < 4; ++e)
-      products[n][e] = weights[n][e] * (products[n][e] - of.delta(n, e));
+    for (int e = 0; e < 4; ++e) products[n][e] = weights[n][e] * (products[n][e] - of.delta(n, e));
   leave_out<N>(products, pairs);
 }
 

@@ -1,4 +1,5 @@
-// Attention backward on Hopper GPUs (sm_90a), in 16-bit types: gradients of keys, values and queries.
+// Attention backward on Hopper GPUs (sm_90a), in 16-bit types: gradients of keys, values and
+// queries.
 //
 // Replaces two of the four kernels of attention_backward.cu, which launches the other two first and
 // serves all other calls. Sums are never split between blocks, nor added up in an order that could
@@ -92,12 +93,14 @@ __device__ __forceinline__ void note_vectors(
 // Starts to load rows of keys and values, or of queries and dO. Called by one thread.
 template <bool keys, int rows, class Scalar, int D>
 __device__ __forceinline__ void load_both(
-    Tiles<Scalar, D, rows>& to, const Call& call, SharedBarrier* barrier, const Head& head, int first) {
+    Tiles<Scalar, D, rows>& to, const Call& call, SharedBarrier* barrier, const Head& head,
+    int first) {
   const int64_t token = (keys ? head.first_key : head.first_query) + first;
   const int h = keys ? head.kv_head : head.h;
   arrive_and_expect(barrier, sizeof to);
   load<Scalar, D>(to.of_scores, keys ? call.key : call.query, barrier, head.batch, h, token, rows);
-  load<Scalar, D>(to.of_outputs, keys ? call.value : call.grad_out, barrier, head.batch, h, token, rows);
+  load<Scalar, D>(
+      to.of_outputs, keys ? call.value : call.grad_out, barrier, head.batch, h, token, rows);
 }
 
 // kByKey: a block owns keys.
@@ -129,7 +132,8 @@ __device__ __forceinline__ void produce(
         // Rows from `end` on are in memory, but take no part: they lie past the lengths.
         const Head of = head();
         const int end = kByKey ? of.first_query + of.queries < p.total_q ? of.queries - column : N
-            : of.first_key + of.keys < p.total_k ? of.keys - column : N;
+            : of.first_key + of.keys < p.total_k ? of.keys - column
+                                                 : N;
         const bool as_it_is = mode == Mode::Hope && end >= N;
         auto& tile = shared.other[tiles.stage];
         SharedBarrier* const full = &shared.full[tiles.stage];
@@ -266,7 +270,8 @@ __device__ __forceinline__ void consume(
 
   named_barrier(kStoring + group, kWarpgroup);  // all warps are done with the consumer's own tiles
   const Head head(p, place.b, kByKey ? place.h * static_cast<int>(p.heads / p.kv_heads) : place.h);
-  const auto store = [&](const auto& gradient, double factor, const auto& where, Scalar* room, auto to) {
+  const auto store = [&](const auto& gradient, double factor, const auto& where, Scalar* room,
+                         auto to) {
     const float factors[2] = {static_cast<float>(factor), static_cast<float>(factor)};
     store_rows<D>(
         gradient, factors, where, Tile<Scalar>{room + 16 * (strip % 4) * D, D}, to, row,
@@ -341,7 +346,11 @@ __global__ __launch_bounds__(kThreads, 1) void attention_backward_query_hopper_k
 
 void attention_backward_hopper(const Attention& p, const RowVectors& vectors, void* stream) {
   const Call call{
-      p, vectors, source(mapped_query(p), N), source(mapped_key(p), N), source(mapped_value(p), N),
+      p,
+      vectors,
+      source(mapped_query(p), N),
+      source(mapped_key(p), N),
+      source(mapped_value(p), N),
       source(mapped_grad_out(p), N)};
   static_assert(N == kGroupRows);  // each map serves `own` in one kernel and `other` in the other
   const auto run = [&]<class Scalar, int D>() {
@@ -353,8 +362,8 @@ void attention_backward_hopper(const Attention& p, const RowVectors& vectors, vo
           static_cast<cudaStream_t>(stream), kernel, call);
     };
     launch_one(
-        "attention_backward_key_value_hopper", attention_backward_key_value_hopper_kernel<Scalar, D>,
-        p.Lk, p.kv_heads);
+        "attention_backward_key_value_hopper",
+        attention_backward_key_value_hopper_kernel<Scalar, D>, p.Lk, p.kv_heads);
     launch_one(
         "attention_backward_query_hopper", attention_backward_query_hopper_kernel<Scalar, D>, p.Lq,
         p.heads);

@@ -42,7 +42,8 @@ __global__ __launch_bounds__(32 * Shape<Scalar, D>::kWarps) void attention_forwa
   const auto value_tile = [&](int stage) { return stages.from((2 * stage + 1) * N); };
   const auto keys = head.key_rows<const Scalar>(p.key, p.E);
   const auto values = head.key_rows<const Scalar>(p.value, p.Ev);
-  const int depth = static_cast<int>(round_up(p.E, 16)), columns = static_cast<int>(round_up(p.Ev, 16));
+  const int depth = static_cast<int>(round_up(p.E, 16)),
+            columns = static_cast<int>(round_up(p.Ev, 16));
   const Scale scale(p);
   const uint64_t seed = p.dropout.threshold ? *p.seed : 0;
   const Span spans[2] = {keys_of(p, head, row + row_of(0)), keys_of(p, head, row + row_of(2))};

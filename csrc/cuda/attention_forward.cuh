@@ -8,7 +8,8 @@ namespace trifuse::cuda {
 
 // Fills a block's share of the packed tokens past the last sequence: out is 0, logsumexp is -inf.
 template <class Scalar>
-__device__ __forceinline__ void store_unused_tokens(const Attention& p, const Place& place, int rows) {
+__device__ __forceinline__ void store_unused_tokens(
+    const Attention& p, const Place& place, int rows) {
   const int64_t first = p.cu_seqlens_q[place.b] + place.block * rows;
   const int64_t step = int64_t(place.blocks) * rows;
   store_zeros<Scalar>({p.out, 0, place.h, 0, p.Ev}, first, p.total_q, rows, step);

@@ -212,8 +212,7 @@ __device__ __forceinline__ void consume(
 
   named_barrier(kStoring + group, kWarpgroup);  // all warps are done with the queries
   const Tile<Scalar> room{query + 16 * (strip % 4) * D, D};
-  store_results<D>(
-      p, Head(p, place.b, place.h), Scale(p), row, acc, softmax, reached, room);
+  store_results<D>(p, Head(p, place.b, place.h), Scale(p), row, acc, softmax, reached, room);
   if (group == 0) take_turn();  // consumer 1 has given one turn more than consumer 0 has taken
 }
 

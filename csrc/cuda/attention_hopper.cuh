@@ -52,7 +52,9 @@ inline Source source(const MappedTensor& t, int rows) {
 inline MappedTensor mapped(
     const Attention& p, const Tensor4& t, int64_t heads, int64_t length, int64_t columns) {
   MappedTensor result{
-      p.dtype, t.data, {p.cu_seqlens_q ? 1 : p.batch, heads, length, columns},
+      p.dtype,
+      t.data,
+      {p.cu_seqlens_q ? 1 : p.batch, heads, length, columns},
       {t.stride[0], t.stride[1], t.stride[2], t.stride[3]}};
   for (int d = 0; d < 2; ++d)
     if (t.stride[d] == 0) result.size[d] = 1;
@@ -166,7 +168,8 @@ __device__ __forceinline__ bool note_pairs(
       if (lane() % 4 == 0)
 #pragma unroll
         for (int r = 0; r < 2; ++r)
-          reinterpret_cast<uint64_t*>(notes.pairs + 16 * strip + row_of(2 * r))[part] = pairs.row[r];
+          reinterpret_cast<uint64_t*>(notes.pairs + 16 * strip + row_of(2 * r))[part] =
+              pairs.row[r];
       any |= pairs.any;
       full &= pairs.full;
     }

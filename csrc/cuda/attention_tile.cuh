@@ -50,9 +50,7 @@ struct Rows {
       : data(
             static_cast<Scalar*>(t.data) + batch * t.stride[0] + head * t.stride[1] +
             first * t.stride[2]),
-        stride(t.stride[2]),
-        column_stride(t.stride[3]),
-        columns(static_cast<int>(columns)) {
+        stride(t.stride[2]), column_stride(t.stride[3]), columns(static_cast<int>(columns)) {
     const int64_t chunk = 16 / sizeof(Scalar);
     aligned = reinterpret_cast<uintptr_t>(data) % 16 == 0 && stride % chunk == 0 &&
         (column_stride == 1 || columns == 1);
@@ -226,14 +224,13 @@ __device__ __forceinline__ void multiply_weights(
       uint32_t row[4];
 #pragma unroll
       for (int i = 0; i < 4; ++i)
-        row[i] = pack<Scalar>(
-            weights[2 * k + i / 2][i % 2 * 2], weights[2 * k + i / 2][i % 2 * 2 + 1]);
+        row[i] =
+            pack<Scalar>(weights[2 * k + i / 2][i % 2 * 2], weights[2 * k + i / 2][i % 2 * 2 + 1]);
 #pragma unroll
       for (int j = 0; j < C / 16; ++j) {
         if (first + 16 * j >= columns) break;
         uint32_t m[4];
-        ldmatrix_transposed(
-            m, b.chunk(16 * k + lane() % 16, first + 16 * j + lane() / 16 * 8));
+        ldmatrix_transposed(m, b.chunk(16 * k + lane() % 16, first + 16 * j + lane() / 16 * 8));
         mma<Scalar>(acc[2 * j], row, {m[0], m[1]});
         mma<Scalar>(acc[2 * j + 1], row, {m[2], m[3]});
       }
@@ -319,7 +316,8 @@ __device__ __forceinline__ void store_rows(
     const int count = to.columns - first_column - column;
     if (first + row >= length || count <= 0) continue;
     const Scalar* source = room.chunk(row, column);
-    Scalar* target = to.data + (first + row) * to.stride + (first_column + column) * to.column_stride;
+    Scalar* target =
+        to.data + (first + row) * to.stride + (first_column + column) * to.column_stride;
     if (to.aligned && count >= kChunk) {
       *reinterpret_cast<uint4*>(target) = *reinterpret_cast<const uint4*>(source);
     } else {
@@ -343,13 +341,13 @@ __device__ __forceinline__ void store_zeros(
 // One query head of one sequence.
 struct Head {
   int b, h, kv_head;
-  int64_t batch;                  // index into the tensors: 0 if sequences are packed
+  int64_t batch;                   // index into the tensors: 0 if sequences are packed
   int64_t first_query, first_key;  // tokens at which the sequence begins
-  int queries, keys;              // lengths; keys end at key_lengths
-  int stored;                     // length of the keys in memory
-  int64_t diagonal;               // query i is aligned with key i + diagonal
-  int64_t row;                    // index of its first query in (B, H, Lq); packed: (H, total)
-  int64_t mask;                   // offset of its mask
+  int queries, keys;               // lengths; keys end at key_lengths
+  int stored;                      // length of the keys in memory
+  int64_t diagonal;                // query i is aligned with key i + diagonal
+  int64_t row;                     // index of its first query in (B, H, Lq); packed: (H, total)
+  int64_t mask;                    // offset of its mask
 
   __device__ Head(const Attention& p, int b, int h) : b(b), h(h) {
     const bool packed = p.cu_seqlens_q != nullptr;
@@ -461,7 +459,7 @@ template <int N>
 struct Pairs {
   using Bits = std::conditional_t<
       N == 128, unsigned __int128, std::conditional_t<N == 64, uint64_t, uint32_t>>;
-  Bits row[2];  // the thread's two rows, shifted so that its own columns are at constant bits
+  Bits row[2];     // the thread's two rows, shifted so that its own columns are at constant bits
   bool any, full;  // whether any pair, or every pair, of the whole tile takes part
 
   __device__ __forceinline__ bool test(int n, int e) const {
@@ -553,7 +551,8 @@ __device__ __forceinline__ Pairs<N> look(
     else if (p.mask_kind == MaskKind::Float32 || p.dtype == DType::Float32)
       look_at_mask<N, kByKey, kAhead, uint32_t>(kept, p, head, row, column, 0xFF800000);
     else
-      look_at_mask<N, kByKey, kAhead, uint16_t>(kept, p, head, row, column, bfloat16 ? 0xFF80 : 0xFC00);
+      look_at_mask<N, kByKey, kAhead, uint16_t>(
+          kept, p, head, row, column, bfloat16 ? 0xFF80 : 0xFC00);
     pairs.row[0] &= kept[0];
     pairs.row[1] &= kept[1];
   }
@@ -570,7 +569,8 @@ template <int N, bool kByKey, class Scalar>
 __device__ __forceinline__ void scale_and_add_mask(
     float (&scores)[N / 8][4], const Attention& p, const Scale& scale, const Head& head,
     const Pairs<N>& pairs, int row, int column) {
-  const int64_t row_stride = p.mask.stride[kByKey ? 3 : 2], column_stride = p.mask.stride[kByKey ? 2 : 3];
+  const int64_t row_stride = p.mask.stride[kByKey ? 3 : 2],
+                column_stride = p.mask.stride[kByKey ? 2 : 3];
   const int64_t offset =
       head.mask + (row + row_of(0)) * row_stride + (column + column_of(0, 0)) * column_stride;
   const auto add = [&]<class M>(const M* mask) {
@@ -593,8 +593,8 @@ class Dropped {
  public:
   // The tile begins at a multiple of 8 keys. A lane draws one byte for a query and eight keys, and
   // packs its bytes into a word; shuffles then bring each thread the bits of its own pairs.
-  __device__ __forceinline__ Dropped(
-      const Attention& p, const Head& head, uint64_t seed, int row, int column) {
+  __device__ __forceinline__
+  Dropped(const Attention& p, const Head& head, uint64_t seed, int row, int column) {
     constexpr int kDraws = 16 * N / 8;
     constexpr int kQueries = kByKey ? N : 16;
     const uint32_t plane = static_cast<uint32_t>(head.b * p.heads + head.h);
@@ -674,13 +674,15 @@ __device__ __forceinline__ float power_of_2(float x) {
   if constexpr (kTensorCore<Scalar>) return exp2_approximate(x);
   if (x < -126) return 0;
   const float whole = rintf(x), rest = x - whole;
-  constexpr float kSeries[] = {  // (ln 2)^k / k!
+  constexpr float kSeries[] = {
+      // (ln 2)^k / k!
       1.5252733804e-5f, 1.5403530393e-4f, 1.3333558146e-3f, 9.6181291076e-3f,
       5.5504108665e-2f, 2.4022650696e-1f, 6.9314718056e-1f, 1};
   float result = kSeries[0];
 #pragma unroll
   for (int k = 1; k < 8; ++k) result = fmaf(result, rest, kSeries[k]);
-  return __uint_as_float(__float_as_uint(result) + (static_cast<unsigned>(static_cast<int>(whole)) << 23));
+  return __uint_as_float(
+      __float_as_uint(result) + (static_cast<unsigned>(static_cast<int>(whole)) << 23));
 }
 
 // The running softmax of the thread's two rows (Milakov and Gimelshein, "Online normalizer
@@ -717,7 +719,8 @@ struct Softmax {
       if (!kTensorCore<Scalar> || (top - before) * scale.exponent > kSlack) peak[r] = top;
       // For a row that has summed nothing so far, any finite base will do. kLowest will not where
       // the scale multiplies it first: the product may overflow.
-      const bool nothing = peak[r] <= (kTensorCore<Scalar> && !scale.natural ? kLowest : -kInfinity);
+      const bool nothing =
+          peak[r] <= (kTensorCore<Scalar> && !scale.natural ? kLowest : -kInfinity);
       const float base = nothing ? 0.0f : peak[r];
       shrink[r] = power_of_2<Scalar>((before - base) * scale.exponent);
       // Natural scores may be too large to multiply before the subtraction. For 16-bit types, the
@@ -784,8 +787,13 @@ inline LaunchPlan attention_plan(
   return {
       .kernel = kernel,
       .sizes =
-          {{"B", p.batch}, {"H", p.heads}, {"Hkv", p.kv_heads}, {"Lq", p.Lq}, {"Lk", p.Lk},
-           {"E", p.E}, {"Ev", p.Ev}},
+          {{"B", p.batch},
+           {"H", p.heads},
+           {"Hkv", p.kv_heads},
+           {"Lq", p.Lq},
+           {"Lk", p.Lk},
+           {"E", p.E},
+           {"Ev", p.Ev}},
       .grid = static_cast<unsigned>(blocks),
       .block = static_cast<unsigned>(32 * warps),
       .shared = shared,

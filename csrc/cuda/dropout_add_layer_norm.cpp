@@ -102,8 +102,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(
     const OptionalTensor& residual, const OptionalTensor& weight, const OptionalTensor& bias,
     const OptionalTensor& x_bias, const OptionalTensor& seed, const Tensor& mean,
     const Tensor& rstd, double dropout_p, double eps, bool rms_norm, bool prenorm,
-    at::ScalarType /*sum_dtype*/,
-    std::array<bool, 5> wanted) {
+    at::ScalarType /*sum_dtype*/, std::array<bool, 5> wanted) {
   const OnDeviceOf device(x);
   const at::ScalarType dtype = grad_out.scalar_type();
   const at::ScalarType sum_dtype = residual ? residual->scalar_type() : x.scalar_type();
@@ -147,8 +146,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(
   const Tensor grad_bias = grad_of_vector(3, bias, call.grad_bias);
   const Tensor grad_x_bias = grad_of_vector(4, x_bias, call.grad_x_bias);
 
-  const Tensor workspace = at::empty(
-      {dropout_add_layer_norm_backward_workspace(call)}, x.options().dtype(at::kByte));
+  const Tensor workspace =
+      at::empty({dropout_add_layer_norm_backward_workspace(call)}, x.options().dtype(at::kByte));
   dropout_add_layer_norm_backward(call, workspace.data_ptr(), device.stream());
   return {grad_x, grad_residual, grad_weight, grad_bias, grad_x_bias};
 }

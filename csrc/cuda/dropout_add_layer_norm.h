@@ -22,7 +22,7 @@ struct Vector {  // (N,)
 struct Matrix {
   void* data = nullptr;
   bool wide = false;
-  uint32_t inner = 0;        // rows per outer stride; 0: stride alone separates rows
+  uint32_t inner = 0;  // rows per outer stride; 0: stride alone separates rows
   int64_t stride = 0, outer_stride = 0;
   constexpr explicit operator bool() const { return data != nullptr; }
   constexpr void* row(uint32_t r) const {

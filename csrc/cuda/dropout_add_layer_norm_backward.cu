@@ -34,15 +34,15 @@ constexpr int kRun = Team::kRows > 1 ? 32 : 64;
 
 // How the backward of a call is split among blocks.
 struct Shape {
-  int threads;      // per team
-  int64_t columns;  // per chunk
+  int threads;               // per team
+  int64_t columns;           // per chunk
   int64_t chunks, programs;  // programs: blocks per chunk
 };
 
 template <class T>
 struct Workspace {
-  T* shares[3];    // (programs, N): of the gradients of weight, bias, x_bias; null if not wanted
-  T* statistics;   // (rows, 2): the means of g and of g n over a row; null with a single chunk
+  T* shares[3];   // (programs, N): of the gradients of weight, bias, x_bias; null if not wanted
+  T* statistics;  // (rows, 2): the means of g and of g n over a row; null with a single chunk
 };
 
 // g = weight · grad_out and n, the normalised sum, of eight columns.
@@ -139,9 +139,8 @@ __device__ __forceinline__ void load_own_eight(T (&values)[8], const T* from, in
 }
 
 template <class Scalar, bool kAligned, int kThreads, int kCalls>
-__global__ __launch_bounds__(
-    Team<kThreads>::kBlock, kResidentThreads / Team<kThreads>::kBlock) void
-backward_kernel(
+__global__
+__launch_bounds__(Team<kThreads>::kBlock, kResidentThreads / Team<kThreads>::kBlock) void backward_kernel(
     const __grid_constant__ DropoutAddLayerNorm p,
     const __grid_constant__ Workspace<Accumulator<Scalar>> workspace) {
   using T = Accumulator<Scalar>;
@@ -312,9 +311,7 @@ __global__ __launch_bounds__(32 * kSumWarps) void backward_sum_kernel(
 
 // float64 serves to check the other types; it is processed an element at a time, like widths that
 // are no multiple of 8.
-bool is_aligned(const DropoutAddLayerNorm& p) {
-  return p.N % 8 == 0 && p.dtype != DType::Float64;
-}
+bool is_aligned(const DropoutAddLayerNorm& p) { return p.N % 8 == 0 && p.dtype != DType::Float64; }
 
 bool is_usual_backward(const DropoutAddLayerNorm& p) { return is_usual(p) && !p.grad_sum; }
 
@@ -411,7 +408,8 @@ void launch_for_width(
         }
       }
     }
-    if (shape.threads == 128) return launch_backward<Scalar, true, 128>(p, shape, workspace, stream);
+    if (shape.threads == 128)
+      return launch_backward<Scalar, true, 128>(p, shape, workspace, stream);
     launch_backward<Scalar, true, 512>(p, shape, workspace, stream);
   }
 }

@@ -21,7 +21,8 @@ namespace {
 template <class Scalar, bool kAligned, int kCalls, class T = Accumulator<Scalar>>
 __device__ __forceinline__ T sum_eight(
     T (&s)[8], const DropoutAddLayerNorm& p, const RowSum<Scalar, kAligned, kCalls>& source,
-    const typename RowSum<Scalar, kAligned, kCalls>::Loaded& loaded, int64_t column, uint64_t seed) {
+    const typename RowSum<Scalar, kAligned, kCalls>::Loaded& loaded, int64_t column,
+    uint64_t seed) {
   source.add_up(s, loaded, column, source.keep(column, seed));
   if (p.sum && !(kCalls == kAnyCalls && p.sum.wide)) {
 #pragma unroll
@@ -111,8 +112,9 @@ constexpr int kForwardThreads = kCalls == kAnyCalls ? 512 : 640;
 // Aligned rows of up to 8 * kGroups * kThreads columns, in registers.
 template <class Scalar, int kThreads, int kCalls>
 __global__ __launch_bounds__(
-    Team<kThreads>::kBlock, kForwardThreads<kCalls> / Team<kThreads>::kBlock) void
-forward_kernel(const __grid_constant__ DropoutAddLayerNorm p) {
+    Team<kThreads>::kBlock,
+    kForwardThreads<kCalls> /
+        Team<kThreads>::kBlock) void forward_kernel(const __grid_constant__ DropoutAddLayerNorm p) {
   using T = Accumulator<Scalar>;
   using Row = RowSum<Scalar, true, kCalls>;
   using Team = Team<kThreads>;
@@ -159,15 +161,16 @@ forward_kernel(const __grid_constant__ DropoutAddLayerNorm p) {
     void* const out = p.out.row(row);
 #pragma unroll
     for (int g = 0; g < G; ++g)
-      if (column(g) < N) store_normalised<Scalar, true, kCalls>(p, out, column(g), s[g], statistics);
+      if (column(g) < N)
+        store_normalised<Scalar, true, kCalls>(p, out, column(g), s[g], statistics);
     if (Team::thread() == 0) store_statistics(p, row, statistics);
   }
 }
 
 // Rows of any width; a thread takes eight columns at a time.
 template <class Scalar, bool kAligned, int kThreads>
-__global__ __launch_bounds__(Team<kThreads>::kBlock, 768 / Team<kThreads>::kBlock) void
-forward_wide_kernel(
+__global__
+__launch_bounds__(Team<kThreads>::kBlock, 768 / Team<kThreads>::kBlock) void forward_wide_kernel(
     const __grid_constant__ DropoutAddLayerNorm p, bool in_shared_memory) {
   using T = Accumulator<Scalar>;
   using Row = RowSum<Scalar, kAligned, kAnyCalls>;
@@ -201,8 +204,8 @@ forward_wide_kernel(
         }
         if (pass == 0) continue;
         deviations.template add<kAligned>(s, about, p.N - c);
-        if (pass == 2) store_normalised<Scalar, kAligned, kAnyCalls>(
-              p, p.out.row(row), c, s, statistics);
+        if (pass == 2)
+          store_normalised<Scalar, kAligned, kAnyCalls>(p, p.out.row(row), c, s, statistics);
       }
       if (pass == 0) {
         block_sum<kThreads>(total, scratch);

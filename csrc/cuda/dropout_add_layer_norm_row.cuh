@@ -130,7 +130,8 @@ class RowSum {
 
   __device__ __forceinline__ RowSum(const DropoutAddLayerNorm& p, uint32_t row)
       : p_(p), row_(row), x_(has<kCalls>(p.x) ? p.x.row(row) : nullptr),
-        other_(has<kCalls>(other()) ? other().row(row) : nullptr), scale_(static_cast<T>(p.scale)) {}
+        other_(has<kCalls>(other()) ? other().row(row) : nullptr), scale_(static_cast<T>(p.scale)) {
+  }
 
   // Eight columns as loaded from memory.
   struct Loaded {
@@ -141,7 +142,8 @@ class RowSum {
   __device__ __forceinline__ void load(Loaded& loaded, int64_t column) const {
     const int64_t count = p_.N - column;
     if (has<kCalls>(p_.x)) loaded.x.template load<kAligned>(x_, false, column, count);
-    if (has<kCalls>(other())) loaded.other.template load<kAligned>(other_, other().wide, column, count);
+    if (has<kCalls>(other()))
+      loaded.other.template load<kAligned>(other_, other().wide, column, count);
   }
 
   // Returns which of eight columns D keeps: bit j for column + j.

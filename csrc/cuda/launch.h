@@ -78,13 +78,11 @@ void launch(
   config.stream = stream;
   config.attrs = &attribute;
   config.numAttrs = plan.cooperative ? 1 : 0;
-  check(
-      cudaLaunchKernelEx(&config, kernel, std::forward<Arguments>(arguments)...), describe(plan));
+  check(cudaLaunchKernelEx(&config, kernel, std::forward<Arguments>(arguments)...), describe(plan));
 }
 
 // Zeros memory that the launch of `plan` reads; failures are reported as the launch's.
-inline void fill_with_zeros(
-    const LaunchPlan& plan, cudaStream_t stream, void* data, size_t bytes) {
+inline void fill_with_zeros(const LaunchPlan& plan, cudaStream_t stream, void* data, size_t bytes) {
   check(cudaMemsetAsync(data, 0, bytes, stream), describe(plan));
 }
 

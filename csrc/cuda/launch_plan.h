@@ -23,7 +23,7 @@ struct LaunchPlan {
   const char* kernel;
   Size sizes[8];  // of the call, for messages; trailing entries may be left out
   dim3 grid, block;
-  size_t shared = 0;  // bytes per block
+  size_t shared = 0;         // bytes per block
   bool cooperative = false;  // all blocks resident at once, so that they may wait for one another
 };
 
@@ -35,7 +35,7 @@ inline std::string describe(const LaunchPlan& plan) {
     return std::to_string(d.x) + "x" + std::to_string(d.y) + "x" + std::to_string(d.z);
   };
   return text + "grid " + shape(plan.grid) + ", block " + shape(plan.block) + ", shared " +
-         std::to_string(plan.shared) + " bytes)";
+      std::to_string(plan.shared) + " bytes)";
 }
 
 // Returns the compute capability that kernels are chosen for, as 90 for 9.0: the lower of the
@@ -46,7 +46,8 @@ inline int wanted_capability(int device) {
   int major, minor, end = 0;
   if (std::sscanf(wanted, "%d.%d%n", &major, &minor, &end) != 2 || wanted[end])
     throw std::runtime_error(
-        std::string("TRIFUSE_CUDA_CAPABILITY: expected a number such as 8.0; got '") + wanted + "'");
+        std::string("TRIFUSE_CUDA_CAPABILITY: expected a number such as 8.0; got '") + wanted +
+        "'");
   return std::min(device, 10 * major + minor);
 }
 

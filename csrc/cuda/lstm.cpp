@@ -41,8 +41,17 @@ using Flags = c10::List<bool>;
 
 // Slots of the parameters of one direction.
 enum Slot {
-  WeightIh, WeightHh, BiasIh, BiasHh, WeightHr, WeightPeephole, NormIh, NormHh, NormCell,
-  NormCellBias, kSlots
+  WeightIh,
+  WeightHh,
+  BiasIh,
+  BiasHh,
+  WeightHr,
+  WeightPeephole,
+  NormIh,
+  NormHh,
+  NormCell,
+  NormCellBias,
+  kSlots
 };
 
 struct Options {
@@ -394,9 +403,9 @@ void forward(Call& call, const Tensor& input, const Results& results) {
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> lstm_forward(
     const Tensor& input, const OptionalTensor& h0, const OptionalTensor& c0,
     const Parameters& parameters, const OptionalTensor& lengths, const OptionalTensor& seed,
-    const Flags& reverse, bool coupled, double forget_bias, OptionalLimit cell_clip, OptionalLimit proj_clip,
-    double eps, double zoneout_h, double zoneout_c, double recurrent_dropout, bool training,
-    int64_t save) {
+    const Flags& reverse, bool coupled, double forget_bias, OptionalLimit cell_clip,
+    OptionalLimit proj_clip, double eps, double zoneout_h, double zoneout_c,
+    double recurrent_dropout, bool training, int64_t save) {
   Call call(
       input, parameters, lengths, seed,
       {reverse, coupled, forget_bias, limit(cell_clip), limit(proj_clip), eps, zoneout_h, zoneout_c,
@@ -473,8 +482,7 @@ void backward_steps(const Call& call, const Tensor& grad_h, Tokens& over) {
   }
   for (int64_t step = T - 1; step >= 0; --step) {
     if (p.projected) {
-      lstm_backward_projection(
-          p, step, data(through), data(dq), data(over.grad_projected), stream);
+      lstm_backward_projection(p, step, data(through), data(dq), data(over.grad_projected), stream);
       at::bmm_out(dm, dq, call.weight_hr);
     }
     lstm_backward_step(p, step, data(p.projected ? dm : through), data(operand), stream);
@@ -565,8 +573,7 @@ std::vector<Tensor> backward(
   const auto give = [&](int64_t index, const Tensor& like, const Tensor& grad) {
     results[index] = grad.to(like.scalar_type()).reshape(like.sizes()).contiguous();
   };
-  if (wants(0))
-    give(0, input, call.of_readers(over.of_input).mm(call.weight_ih.flatten(0, 1)));
+  if (wants(0)) give(0, input, call.of_readers(over.of_input).mm(call.weight_ih.flatten(0, 1)));
   if (h0 && wants(1)) give(1, *h0, grad_h);
   if (c0 && wants(2)) give(2, *c0, grad_c);
   for (int64_t d = 0; d < D; ++d) {
@@ -618,13 +625,12 @@ std::vector<Tensor> lstm_backward(
     const Tensor& input, const OptionalTensor& h0, const OptionalTensor& c0,
     const Parameters& parameters, const OptionalTensor& lengths, const OptionalTensor& seed,
     const Tensor& output, const Tensor& gates, const Tensor& cells, const Tensor& clipped,
-    const Flags& reverse, bool coupled, double forget_bias, OptionalLimit cell_clip, OptionalLimit proj_clip,
-    double eps, double zoneout_h, double zoneout_c, double recurrent_dropout, bool training,
-    const Flags& wanted) {
+    const Flags& reverse, bool coupled, double forget_bias, OptionalLimit cell_clip,
+    OptionalLimit proj_clip, double eps, double zoneout_h, double zoneout_c,
+    double recurrent_dropout, bool training, const Flags& wanted) {
   const int64_t D = static_cast<int64_t>(reverse.size());
   check_input(input, output);
-  check_hidden(
-      parameters.get(WeightHh), cells.size(-1) * (coupled ? 3 : 4), output.size(-1) / D);
+  check_hidden(parameters.get(WeightHh), cells.size(-1) * (coupled ? 3 : 4), output.size(-1) / D);
   Call call(
       input, parameters, lengths, seed,
       {reverse, coupled, forget_bias, limit(cell_clip), limit(proj_clip), eps, zoneout_h, zoneout_c,
@@ -684,8 +690,8 @@ struct Layers {
     return t && t->dim() > 1 ? t->narrow(0, first, count) : t;
   }
   Results of(const Results& all) const {
-    return {
-        *of(all.output), *of(all.h), *of(all.c), *of(all.gates), *of(all.cells), *of(all.clipped)};
+    return {*of(all.output), *of(all.h),     *of(all.c),
+            *of(all.gates),  *of(all.cells), *of(all.clipped)};
   }
   Options of(Options options) const {
     options.reverse = of(options.reverse, 1);
@@ -699,12 +705,11 @@ struct Layers {
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> lstm_stack_forward(
     const Tensor& input, const OptionalTensor& h0, const OptionalTensor& c0,
     const Parameters& parameters, const OptionalTensor& lengths, const OptionalTensor& seed,
-    const Flags& reverse, bool coupled, double forget_bias, OptionalLimit cell_clip, OptionalLimit proj_clip,
-    double eps, double zoneout_h, double zoneout_c, double recurrent_dropout, bool training,
-    int64_t save) {
-  const Options options{
-      reverse, coupled, forget_bias, limit(cell_clip), limit(proj_clip), eps, zoneout_h, zoneout_c,
-      recurrent_dropout, training};
+    const Flags& reverse, bool coupled, double forget_bias, OptionalLimit cell_clip,
+    OptionalLimit proj_clip, double eps, double zoneout_h, double zoneout_c,
+    double recurrent_dropout, bool training, int64_t save) {
+  const Options options{reverse, coupled,   forget_bias, limit(cell_clip),  limit(proj_clip),
+                        eps,     zoneout_h, zoneout_c,   recurrent_dropout, training};
   const int64_t L = static_cast<int64_t>(reverse.size());
   const int64_t at_once = std::get<0>(layers_at_once(input, parameters, coupled, false));
   Results all;
@@ -719,8 +724,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> lstm_stack_fo
     forward(call, x, some.of(all));
   }
   const auto& [outputs, h, c, gates, cells, clipped] = all;
-  const Tensor below = save == kNothing ? at::empty({0}, input.options())
-                                        : outputs.narrow(0, 0, L - 1);
+  const Tensor below =
+      save == kNothing ? at::empty({0}, input.options()) : outputs.narrow(0, 0, L - 1);
   return {outputs[L - 1].clone(), h, c, gates, cells, clipped, below};
 }
 
@@ -729,11 +734,11 @@ std::vector<Tensor> lstm_stack_backward(
     const Tensor& input, const OptionalTensor& h0, const OptionalTensor& c0,
     const Parameters& parameters, const OptionalTensor& lengths, const OptionalTensor& seed,
     const Tensor& output, const Tensor& gates, const Tensor& cells, const Tensor& clipped,
-    const Tensor& below, const Flags& reverse, bool coupled, double forget_bias, OptionalLimit cell_clip, OptionalLimit proj_clip, double eps, double zoneout_h, double zoneout_c, double recurrent_dropout,
-    bool training, const Flags& wanted) {
-  const Options options{
-      reverse, coupled, forget_bias, limit(cell_clip), limit(proj_clip), eps, zoneout_h, zoneout_c,
-      recurrent_dropout, training};
+    const Tensor& below, const Flags& reverse, bool coupled, double forget_bias,
+    OptionalLimit cell_clip, OptionalLimit proj_clip, double eps, double zoneout_h,
+    double zoneout_c, double recurrent_dropout, bool training, const Flags& wanted) {
+  const Options options{reverse, coupled,   forget_bias, limit(cell_clip),  limit(proj_clip),
+                        eps,     zoneout_h, zoneout_c,   recurrent_dropout, training};
   const int64_t L = static_cast<int64_t>(reverse.size());
   check_input(input, output);
   for (int64_t layer = 0; layer < L; ++layer)
@@ -757,8 +762,8 @@ std::vector<Tensor> lstm_stack_backward(
         own);
     arriving = part[0];
     for (int64_t state : {1, 2})
-      results[state] = results[state].defined() ? at::cat({part[state], results[state]})
-                                                : part[state];
+      results[state] =
+          results[state].defined() ? at::cat({part[state], results[state]}) : part[state];
     std::copy(part.begin() + 3, part.end(), results.begin() + 3 + first * kSlots);
   }
   results[0] = arriving;

@@ -24,7 +24,12 @@ struct Lstm {
   // First index of a vector's gradient in `shares`: three vectors for the peepholes of i, f and o;
   // with layer norm also four each for the bias and both products' gains, and two for c's norm.
   enum Share {
-    OfPeephole = 0, OfBias = 3, OfNormIh = 7, OfNormHh = 11, OfNormCell = 15, kShares = 17
+    OfPeephole = 0,
+    OfBias = 3,
+    OfNormIh = 7,
+    OfNormHh = 11,
+    OfNormCell = 15,
+    kShares = 17
   };
 
   DType dtype;  // vectors and c are in the accumulation type: float32, or float64 for Float64
@@ -134,7 +139,7 @@ struct LstmSequence {
   void* hidden;   // with a projection: forward m, (D, B, H'); backward d(W_hr m), (D, B, R')
   uint32_t* arrivals;  // kArrivals counters
   static constexpr int kArrivals = 32 * Lstm::kMaxDirections;
-  float* parts;        // backward: lstm_backward_parts numbers, which blocks exchange
+  float* parts;          // backward: lstm_backward_parts numbers, which blocks exchange
   void* grad_projected;  // backward with a projection: (D, T, B, R)
 
   // Steps of a layer in one launch. Each layer is one chunk behind the layer that it reads: layer d

@@ -124,8 +124,7 @@ struct Step {
 
   __device__ __forceinline__ Step(const Lstm& p, int64_t step, int64_t row, int d)
       : Step(p, step, row, d, p.lengths ? p.lengths[row] : p.T) {}
-  __device__ __forceinline__ Step(
-      const Lstm& p, int64_t step, int64_t row, int d, int64_t length)
+  __device__ __forceinline__ Step(const Lstm& p, int64_t step, int64_t row, int d, int64_t length)
       : row(row), d(d) {
     runs = step < length;
     begun = step > 0;
@@ -160,8 +159,7 @@ __device__ __forceinline__ const T* of_direction(const void* vectors, int d, int
 __device__ __forceinline__ bool& clipped_cell(const Lstm& p, const Step& at, int64_t unit) {
   return p.clipped[at.of_saved(p, p.clipped_columns()) + unit];
 }
-__device__ __forceinline__ bool& clipped_projection(
-    const Lstm& p, const Step& at, int64_t column) {
+__device__ __forceinline__ bool& clipped_projection(const Lstm& p, const Step& at, int64_t column) {
   const int64_t columns = p.clipped_columns();
   return p.clipped[at.of_saved(p, columns) + columns - p.R + column];
 }
@@ -199,8 +197,8 @@ __device__ __forceinline__ T share_of_new(const Lstm& p, const Step& at, int64_t
 
 // Returns the state after a step. Reads the state before it only if that has weight.
 template <State state, class T, class Scalar>
-__device__ __forceinline__ T zoneout(
-    const Lstm& p, const Step& at, int64_t column, T fresh, const Scalar* before) {
+__device__ __forceinline__ T
+zoneout(const Lstm& p, const Step& at, int64_t column, T fresh, const Scalar* before) {
   const T share = share_of_new<state, T>(p, at, column);
   if (share == 1) return fresh;
   const T old = widen(*before);
@@ -254,7 +252,7 @@ __device__ __forceinline__ Scalar finish_h(const Lstm& p, const Step& at, int64_
 // The gradient of a column of h, without the part through the next step's product.
 template <class Scalar, class T = Accumulator<Scalar>>
 struct Arriving {
-  T waiting;        // from grad_h
+  T waiting;  // from grad_h
   Scalar from_above;
   uint8_t clipped;  // whether the column of W_hr m was clipped
 };
@@ -263,8 +261,7 @@ __device__ __forceinline__ Arriving<Scalar> arriving(
     const Lstm& p, const Step& at, int64_t column) {
   Arriving<Scalar> result{};
   result.waiting = static_cast<const T*>(p.grad_h)[at.of_state(p, p.R) + column];
-  result.from_above =
-      static_cast<const Scalar*>(p.grad_output)[at.of_token(p, p.R) + column];
+  result.from_above = static_cast<const Scalar*>(p.grad_output)[at.of_token(p, p.R) + column];
   if (p.clips(p.proj_clip))
     result.clipped = reinterpret_cast<const uint8_t&>(clipped_projection(p, at, column));
   return result;
@@ -297,8 +294,8 @@ __device__ __forceinline__ Left<Scalar> left(const Lstm& p, const Step& at, int6
   const T* cells = static_cast<const T*>(p.cells);
   Left<Scalar> result{};
   if (p.gates) result.gates = load_saved<Scalar>(p, saved);
-  result.before = at.begun ? cells[at.saved_before(p, p.H) + unit]
-                           : static_cast<const T*>(p.c0)[state];
+  result.before =
+      at.begun ? cells[at.saved_before(p, p.H) + unit] : static_cast<const T*>(p.c0)[state];
   result.after = cells[saved];
   result.grad = static_cast<const T*>(p.grad_c)[state];
   if (p.clips(p.cell_clip))

@@ -38,8 +38,8 @@ namespace trifuse::cuda {
 namespace {
 
 constexpr int kWarps = 8, kThreads = 32 * kWarps;
-constexpr int kRows = 16;       // per product
-constexpr int kTiles = 8;       // the most tiles of 8 columns that a warp has
+constexpr int kRows = 16;  // per product
+constexpr int kTiles = 8;  // the most tiles of 8 columns that a warp has
 constexpr int64_t kMaxColumns = kWarps * kTiles * 8;
 // Pieces of 16 bytes of W_hh that a lane can hold in registers, as operands of the matrix unit.
 template <class Scalar>
@@ -118,8 +118,8 @@ struct Slice {
     }
   }
   template <bool kAcross, class Weight>
-  __device__ __forceinline__ uint4 gather(
-      int chunk, int column, int quarter, int existing, const Weight& weight) const {
+  __device__ __forceinline__ uint4
+  gather(int chunk, int column, int quarter, int existing, const Weight& weight) const {
     uint4 piece = make_uint4(0, 0, 0, 0);
     const int64_t k = int64_t(chunk) * kChunk + quarter * kPiece;
     if (column >= existing || k >= K) return piece;
@@ -140,8 +140,8 @@ struct Slice {
 __host__ __device__ inline int64_t stride_of(int64_t N) { return (N + 7) / 8 * 8; }
 
 // Loads 16 bytes of a row that another block wrote; zeros if there is no row, or from `limit` on.
-__device__ __forceinline__ uint4 load_piece(
-    const void* row, int64_t first, int64_t limit, int size) {
+__device__ __forceinline__ uint4
+load_piece(const void* row, int64_t first, int64_t limit, int size) {
   if (!row || first >= limit) return make_uint4(0, 0, 0, 0);
   return __ldcg(reinterpret_cast<const uint4*>(static_cast<const char*>(row) + first * size));
 }
@@ -314,8 +314,9 @@ class Products {
       const int first = first_column() + 8 * j;
       if constexpr (kMatrixUnit) {
         const int column = first + lane / 4;
-        add(sums[j], a, column < slice_.columns ? slice_.piece(place, column, lane % 4)
-                                                : make_uint4(0, 0, 0, 0));
+        add(sums[j], a,
+            column < slice_.columns ? slice_.piece(place, column, lane % 4)
+                                    : make_uint4(0, 0, 0, 0));
       } else {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
@@ -492,8 +493,7 @@ __global__ __launch_bounds__(kThreads, 1) void forward_sequence_kernel(
       for_elements_of(product, rows, own.units, take, [&](int r, int u, const Taken& taken) {
         const Step at = rows.at(r, d);
         const int64_t unit = own.first_unit + u;
-        const Gates<float> a =
-            to_gates.gates(r, u) + taken.x.widened() + taken.bias.widened();
+        const Gates<float> a = to_gates.gates(r, u) + taken.x.widened() + taken.bias.widened();
         const Cell<float> now = cell(p, d, unit, a, taken.c);
         const float fresh = clip_cell(p, at, unit, now.u);
         const float hidden = now.gates.o * hyperbolic_tangent(fresh);
@@ -545,8 +545,11 @@ __global__ __launch_bounds__(kThreads, 1) void backward_sequence_kernel(
   const int products = layout.scattered ? static_cast<int>(p.R) : columns;
   unsigned char* memory = shared_memory();
   const Slice<Scalar> of_columns(
-      memory, layout.scattered ? p.R : p.projected ? layout.columns : layout.units, gates,
-      kHeldOf<Scalar>);
+      memory,
+      layout.scattered  ? p.R
+          : p.projected ? layout.columns
+                        : layout.units,
+      gates, kHeldOf<Scalar>);
   const Slice<Scalar> of_units(memory, p.projected ? layout.units : 0, p.R, 0);
   Products<Scalar, kHeldOf<Scalar>> to_h(memory, of_columns);
   Products<Scalar, 0> to_m(memory, of_units);
@@ -571,8 +574,8 @@ __global__ __launch_bounds__(kThreads, 1) void backward_sequence_kernel(
   // Calls each(r, k, taken, through) for the block's columns of the rows that have a step. `taken`
   // is the result of take(r, k); `through` is the gradient of h through the product of step
   // `after`, 0 if the row does not have that step.
-  const auto for_columns = [&](
-      const Rows& rows, int64_t after, const auto& take, const auto& each) {
+  const auto for_columns = [&](const Rows& rows, int64_t after, const auto& take,
+                               const auto& each) {
     const Rows gone{p, s, rows.first, after};
     if (!layout.scattered) {
       const auto product = [&](const auto& meanwhile) {
@@ -611,14 +614,13 @@ __global__ __launch_bounds__(kThreads, 1) void backward_sequence_kernel(
     if (!p.gates) taken.a = Packed<Scalar>::load(p.from_input, at.of_token(p, p.H) + unit);
     return taken;
   };
-  const auto step_back = [&](
-      const Step& at, int64_t step, int64_t unit, const OfUnit& taken, float dm) {
+  const auto step_back = [&](const Step& at, int64_t step, int64_t unit, const OfUnit& taken,
+                             float dm) {
     Gates<float> a = taken.a.widened();
     if (!p.gates && p.bias) a = a + load_gates<float>(p.bias, d * p.H + unit);
     const Recalled<float> x = recall<Scalar>(p, at, unit, taken.left, a);
     const float y = hyperbolic_tangent(x.fresh);
-    const Gates<float> da =
-        cell_backward(p, at, unit, x, y, dm, dm * x.gates.o * (1 - y * y));
+    const Gates<float> da = cell_backward(p, at, unit, x, y, dm, dm * x.gates.o * (1 - y * y));
     store_gates<Scalar>(p.from_input, at.of_token(p, p.H) + unit, da);
     store_gates<Scalar>(da_of(step) + at.row * of_gates, unit, da);
   };
@@ -651,8 +653,7 @@ __global__ __launch_bounds__(kThreads, 1) void backward_sequence_kernel(
         if (step < 0) return {};
         const Step at = rows.at(r, d);
         const int64_t column = first_column + k;
-        return {
-            arriving<Scalar>(p, at, column), p.projected ? OfUnit{} : take_unit(at, column)};
+        return {arriving<Scalar>(p, at, column), p.projected ? OfUnit{} : take_unit(at, column)};
       };
       for_columns(rows, step + 1, take, [&](int r, int k, const Taken& taken, float through) {
         const Step at = rows.at(r, d);
@@ -679,9 +680,7 @@ __global__ __launch_bounds__(kThreads, 1) void backward_sequence_kernel(
     for (int64_t first = 0; first < p.B; first += kRows) {
       const Rows rows{p, s, first, step};
       if (!rows.any()) continue;
-      const auto take = [&](int r, int u) {
-        return take_unit(rows.at(r, d), own.first_unit + u);
-      };
+      const auto take = [&](int r, int u) { return take_unit(rows.at(r, d), own.first_unit + u); };
       const auto product = [&](const auto& meanwhile) {
         to_m.compute(rows.of(dq, of_q), meanwhile);
       };
@@ -738,15 +737,13 @@ std::string lay_out(const Lstm& p, bool backward, Kernel<Scalar> kernel, Layout&
     L = p.R;
   }
   const Slice<Scalar> of_hh(first, K, kHeldOf<Scalar>), of_hr(second, L, 0);
-  layout.shared = of_hh.bytes() + of_hr.bytes() +
-      std::max(bytes_of_parts(of_hh), bytes_of_parts(of_hr));
+  layout.shared =
+      of_hh.bytes() + of_hr.bytes() + std::max(bytes_of_parts(of_hh), bytes_of_parts(of_hr));
   const int64_t blocks = layout.blocks * p.directions;
-  if (std::max(first, second) > kMaxColumns ||
-      layout.shared > shared_memory_limit())
+  if (std::max(first, second) > kMaxColumns || layout.shared > shared_memory_limit())
     return "the recurrent weights take " + std::to_string(layout.shared >> 10) +
         " KiB of shared memory of each of " + std::to_string(blocks) +
-        " multiprocessors, which have " +
-        std::to_string(shared_memory_limit() >> 10);
+        " multiprocessors, which have " + std::to_string(shared_memory_limit() >> 10);
   const int64_t resident = resident_blocks(plan_of(p, backward, layout), kernel);
   if (blocks > resident)
     return std::to_string(blocks) + " blocks would have to be resident, and " +

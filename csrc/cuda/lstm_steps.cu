@@ -46,7 +46,7 @@ struct Scratch {
     T c;  // c̃
   };
   static constexpr int kSums = 4 * kThreads / 32;
-  T* sums;      // (4, warps)
+  T* sums;  // (4, warps)
   Unit* units;
 
   __device__ Scratch(const Lstm& p, int64_t count) : sums(reinterpret_cast<T*>(shared_memory())) {
@@ -173,8 +173,7 @@ struct CellNorm {
   Moments<T> of;
 
   // Reads c̃ of all units from `scratch`.
-  __device__ CellNorm(const Lstm& p, const Share& own, const Scratch<T>& scratch)
-      : p(p), d(own.d) {
+  __device__ CellNorm(const Lstm& p, const Share& own, const Scratch<T>& scratch) : p(p), d(own.d) {
     if (!p.norm_hh) return;
     of = moments(p, own, scratch, [&](int64_t unit) { return scratch.units[unit - own.first].c; });
   }
@@ -250,8 +249,8 @@ __global__ __launch_bounds__(kThreads) void dropout_kernel(
   const int64_t row = index / groups, group = index % groups;
   if (row >= p.B) return;
   const uint32_t d = blockIdx.y;
-  const uint32_t keep = dropout_keep(
-      *p.seed, d, static_cast<uint32_t>(row), static_cast<uint32_t>(group), threshold);
+  const uint32_t keep =
+      dropout_keep(*p.seed, d, static_cast<uint32_t>(row), static_cast<uint32_t>(group), threshold);
   for (int j = 0; j < 8 && 8 * group + j < p.R; ++j)
     multipliers[(d * p.B + row) * p.R + 8 * group + j] = T(keep >> j & 1 ? scale : 0);
 }
@@ -355,10 +354,10 @@ __global__ __launch_bounds__(kThreads) void backward_step_kernel(
       if (p.coupled) result.f = 0;
       return result;
     };
-    const Gates<T> dax = of_product(
-        preactivations.of_input, preactivations.normalised_input(unit), sums);
-    const Gates<T> dah = of_product(
-        preactivations.of_hidden, preactivations.normalised_hidden(unit), sums + 2);
+    const Gates<T> dax =
+        of_product(preactivations.of_input, preactivations.normalised_input(unit), sums);
+    const Gates<T> dah =
+        of_product(preactivations.of_hidden, preactivations.normalised_hidden(unit), sums + 2);
     store_gates<Scalar>(p.from_input, token + unit, dax);
     store_gates<Scalar>(p.from_hidden, token + unit, dah);
     store_gates<Scalar>(operand, state + unit, dah);
@@ -407,8 +406,7 @@ __global__ __launch_bounds__(kThreads) void hidden_kernel(
     __syncthreads();  // the previous step's units have been read
     for (int64_t unit = own.first + threadIdx.x; unit < own.last; unit += kThreads) {
       const Recalled<T> x = recall<Scalar>(
-          p, at, unit, left<Scalar>(p, at, unit),
-          p.gates ? Gates<T>{} : preactivations.at(unit));
+          p, at, unit, left<Scalar>(p, at, unit), p.gates ? Gates<T>{} : preactivations.at(unit));
       scratch.units[unit - own.first].c = x.fresh;
       scratch.units[unit - own.first].gates = x.gates;
     }
@@ -495,14 +493,14 @@ void lstm_backward_step(
 }
 
 void lstm_backward_projection(
-    const Lstm& p, int64_t step, const void* through, void* grad_projected,
-    void* all, void* stream) {
+    const Lstm& p, int64_t step, const void* through, void* grad_projected, void* all,
+    void* stream) {
   for_type(p.dtype, [&]<class Scalar>() {
     launch(
         plan_of("lstm_backward_projection", p, p.B * Share::parts_of(p, p.R)),
         static_cast<cudaStream_t>(stream), backward_projection_kernel<Scalar>, p, step,
-        static_cast<const Scalar*>(through),
-        static_cast<Scalar*>(grad_projected), static_cast<Scalar*>(all));
+        static_cast<const Scalar*>(through), static_cast<Scalar*>(grad_projected),
+        static_cast<Scalar*>(all));
   });
 }
 

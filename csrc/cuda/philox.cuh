@@ -25,8 +25,8 @@ __device__ __forceinline__ uint4 philox(uint4 c, uint64_t seed) {
 
 // Returns which elements of a plane dropout keeps in columns 8 group to 8 group + 7 of a row: bit j
 // is set if column 8 group + j is kept. `threshold` is 1 to 65536; 65536 keeps none.
-__device__ __forceinline__ uint32_t dropout_keep(
-    uint64_t seed, uint32_t plane, uint32_t row, uint32_t group, uint32_t threshold) {
+__device__ __forceinline__ uint32_t
+dropout_keep(uint64_t seed, uint32_t plane, uint32_t row, uint32_t group, uint32_t threshold) {
   const uint4 words = philox(make_uint4(group, row, plane, 0), seed);
   const uint32_t word[4] = {words.x, words.y, words.z, words.w};
   const uint32_t most = (threshold << 16) - 1;  // the low 16 bits never decide a comparison

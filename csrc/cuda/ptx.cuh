@@ -29,13 +29,15 @@ __device__ __forceinline__ uint32_t shared_address(const void* p) {
 
 // Copies the first `valid` bytes, 0 to 16, and sets the others to 0.
 __device__ __forceinline__ void cp_async(void* to, const void* from, int valid = 16) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)),
-               "l"(from), "r"(valid)
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from),
+               "r"(valid)
                : "memory");
 }
 
 // Makes a group of the copies since the last commit.
-__device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+__device__ __forceinline__ void cp_async_commit() {
+  asm volatile("cp.async.commit_group;" ::: "memory");
+}
 
 // Waits until all but the thread's latest `groups` groups have arrived. Other threads see the data
 // after a barrier.

@@ -16,18 +16,21 @@ namespace trifuse::cuda {
 using SharedBarrier = uint64_t;
 
 __device__ __forceinline__ void init_barrier(SharedBarrier* barrier, int arrivals) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals)
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)),
+               "r"(arrivals)
                : "memory");
 }
 
 __device__ __forceinline__ void arrive(SharedBarrier* barrier) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier))
+               : "memory");
 }
 
 __device__ __forceinline__ void arrive_and_expect(SharedBarrier* barrier, int bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)),
-               "r"(bytes)
-               : "memory");
+  asm volatile(
+      "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)),
+      "r"(bytes)
+      : "memory");
 }
 
 // Waits until the phase of this parity is over. On a new barrier, parity 1 counts as over.
@@ -79,7 +82,8 @@ __device__ __forceinline__ void prefetch_map(const CUtensorMap* map) {
 // multiple of 1024 bytes, with chunks of 16 bytes swizzled as by copy_box with
 // CU_TENSOR_MAP_SWIZZLE_128B. In bytes, `stride` leads from eight rows to the next eight; `leading`
 // from 64 columns to the next 64 if a product sums over rows, and is ignored otherwise.
-__device__ __forceinline__ uint64_t describe_matrix(const void* p, uint32_t leading, uint32_t stride) {
+__device__ __forceinline__ uint64_t
+describe_matrix(const void* p, uint32_t leading, uint32_t stride) {
   constexpr uint64_t kSwizzle128 = 1;
   return uint64_t(shared_address(p) >> 4 & 0x3FFF) | uint64_t(leading >> 4 & 0x3FFF) << 16 |
       uint64_t(stride >> 4 & 0x3FFF) << 32 | kSwizzle128 << 62;
@@ -123,6 +127,7 @@ __device__ __forceinline__ void wgmma_wait(Registers&... registers) {
   (touch(registers), ...);
 }
 
+// clang-format off
 // A product's registers as asm operands (D) and as their numbers in the asm text (R).
 #define TRIFUSE_D4(i) "+f"(d[i][0]), "+f"(d[i][1]), "+f"(d[i][2]), "+f"(d[i][3])
 #define TRIFUSE_D32(i)                                                                   \
@@ -141,20 +146,21 @@ __device__ __forceinline__ void wgmma_wait(Registers&... registers) {
   TRIFUSE_TEN() TRIFUSE_TEN(1) TRIFUSE_TEN(2) TRIFUSE_TEN(3) TRIFUSE_TEN(4) TRIFUSE_TEN(5)      \
   TRIFUSE_TEN(6) TRIFUSE_TEN(7) TRIFUSE_TEN(8) TRIFUSE_TEN(9) TRIFUSE_TEN(10) TRIFUSE_TEN(11)   \
   "%120, %121, %122, %123, %124, %125, %126, %127"
+// clang-format on
 
 // SS: a in shared memory, b read by rows. RS: a in registers, b read by columns. Parameters that
 // end in an underscore are the numbers of the operands after d's.
-#define TRIFUSE_WGMMA_SS(n, type, registers, numbers, a_, b_, add_)                                  \
-  asm volatile(                                                                                      \
-      "{\n.reg .pred add;\nsetp.ne.b32 add, " add_ ", 0;\n"                                          \
-      "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." type "." type " {" numbers "}, " a_ ", " b_ \
-      ", add, 1, 1, 0, 0;\n}"                                                                        \
-      : registers(0)                                                                                 \
-      : "l"(a), "l"(b), "r"(int(add)))
-#define TRIFUSE_WGMMA_RS(n, type, registers, numbers, a_, b_)                                        \
-  asm volatile("wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." type "." type " {" numbers "}, {" a_ \
-               "}, " b_ ", 1, 1, 1, 1;"                                                              \
-               : registers(0)                                                                        \
+#define TRIFUSE_WGMMA_SS(n, type, registers, numbers, a_, b_, add_)                         \
+  asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, " add_                                 \
+               ", 0;\n"                                                                     \
+               "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." type "." type " {" numbers \
+               "}, " a_ ", " b_ ", add, 1, 1, 0, 0;\n}"                                     \
+               : registers(0)                                                               \
+               : "l"(a), "l"(b), "r"(int(add)))
+#define TRIFUSE_WGMMA_RS(n, type, registers, numbers, a_, b_)                               \
+  asm volatile("wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." type "." type " {" numbers \
+               "}, {" a_ "}, " b_ ", 1, 1, 1, 1;"                                           \
+               : registers(0)                                                               \
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b))
 
 // d (64, N) = a bᵀ, plus d if `add`: a (64, 16) and b (N, 16) in shared memory, row-major.
@@ -190,7 +196,8 @@ __device__ __forceinline__ void wgmma_columns(
       TRIFUSE_WGMMA_RS(64, "bf16", TRIFUSE_D32, TRIFUSE_R32, "%32, %33, %34, %35", "%36");
     else if constexpr (N == 128)
       TRIFUSE_WGMMA_RS(128, "bf16", TRIFUSE_D64, TRIFUSE_R64, "%64, %65, %66, %67", "%68");
-    else TRIFUSE_WGMMA_RS(256, "bf16", TRIFUSE_D128, TRIFUSE_R128, "%128, %129, %130, %131", "%132");
+    else
+      TRIFUSE_WGMMA_RS(256, "bf16", TRIFUSE_D128, TRIFUSE_R128, "%128, %129, %130, %131", "%132");
   }
 }
 

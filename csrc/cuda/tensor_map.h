@@ -51,7 +51,8 @@ inline decltype(&cuTensorMapEncodeTiled) tensor_map_encoder() {
       "cudaGetDriverEntryPoint");
 #endif
   if (found != cudaDriverEntryPointSuccess || !function)
-    throw std::runtime_error("the CUDA driver has no cuTensorMapEncodeTiled: it is older than 12.0");
+    throw std::runtime_error(
+        "the CUDA driver has no cuTensorMapEncodeTiled: it is older than 12.0");
   return reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(function);
 }
 
@@ -72,7 +73,8 @@ inline CUtensorMap make_tensor_map(const MappedTensor& t, int rows) {
   const cuuint32_t box[4] = {64, static_cast<cuuint32_t>(rows), 1, 1}, steps[4] = {1, 1, 1, 1};
   const CUresult error = encode(
       &map,
-      t.dtype == DType::BFloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
+      t.dtype == DType::BFloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
+                                 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
       4, t.data, sizes, strides + 1, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
       CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
       CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);

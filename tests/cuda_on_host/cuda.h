@@ -12,7 +12,10 @@ using cuuint32_t = uint32_t;
 using cuuint64_t = uint64_t;
 
 enum CUresult { CUDA_SUCCESS = 0, CUDA_ERROR_INVALID_VALUE = 1, CUDA_ERROR_INVALID_CONTEXT = 201 };
-enum CUtensorMapDataType { CU_TENSOR_MAP_DATA_TYPE_FLOAT16 = 6, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 = 9 };
+enum CUtensorMapDataType {
+  CU_TENSOR_MAP_DATA_TYPE_FLOAT16 = 6,
+  CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 = 9
+};
 enum CUtensorMapInterleave { CU_TENSOR_MAP_INTERLEAVE_NONE = 0 };
 enum CUtensorMapSwizzle {
   CU_TENSOR_MAP_SWIZZLE_NONE,
@@ -45,11 +48,12 @@ inline cudaError_t cudaSetDevice(int) {
 // For elements of two bytes. Checks what the documentation requires, and no more.
 inline CUresult cuTensorMapEncodeTiled(
     CUtensorMap* map, CUtensorMapDataType, cuuint32_t rank, void* data, const cuuint64_t* sizes,
-    const cuuint64_t* strides, const cuuint32_t* box, const cuuint32_t* steps, CUtensorMapInterleave,
-    CUtensorMapSwizzle swizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill) {
+    const cuuint64_t* strides, const cuuint32_t* box, const cuuint32_t* steps,
+    CUtensorMapInterleave, CUtensorMapSwizzle swizzle, CUtensorMapL2promotion,
+    CUtensorMapFloatOOBfill) {
   if (!std::exchange(has_context, false)) return CUDA_ERROR_INVALID_CONTEXT;
-  bool ok = rank >= 1 && rank <= 5 && reinterpret_cast<uintptr_t>(data) % 16 == 0 &&
-      2 * box[0] % 16 == 0;
+  bool ok =
+      rank >= 1 && rank <= 5 && reinterpret_cast<uintptr_t>(data) % 16 == 0 && 2 * box[0] % 16 == 0;
   std::memset(static_cast<void*>(map), cuda_on_host::kPoison, sizeof *map);
   map->data = static_cast<const std::byte*>(data);
   map->rank = rank;
@@ -70,7 +74,10 @@ inline CUresult cuTensorMapEncodeTiled(
 
 // Lookup of the driver's functions: there is one.
 #define CUDART_VERSION 13000
-enum cudaDriverEntryPointQueryResult { cudaDriverEntryPointSuccess, cudaDriverEntryPointSymbolNotFound };
+enum cudaDriverEntryPointQueryResult {
+  cudaDriverEntryPointSuccess,
+  cudaDriverEntryPointSymbolNotFound
+};
 constexpr unsigned long long cudaEnableDefault = 0;
 
 inline cudaError_t cudaGetDriverEntryPointByVersion(

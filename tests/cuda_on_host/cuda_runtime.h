@@ -27,10 +27,10 @@ using std::min;
 
 // Vector types -----------------------------------------------------------------------------------
 
-#define VECTOR_TYPES(name, T)                                                                    \
-  struct alignas(2 * sizeof(T)) name##2 { T x, y; };                                             \
-  struct alignas(4 * sizeof(T) < 16 ? 4 * sizeof(T) : 16) name##4 { T x, y, z, w; };             \
-  constexpr name##2 make_##name##2(T x, T y) { return {x, y}; }                                  \
+#define VECTOR_TYPES(name, T)                                                        \
+  struct alignas(2 * sizeof(T)) name##2 { T x, y; };                                 \
+  struct alignas(4 * sizeof(T) < 16 ? 4 * sizeof(T) : 16) name##4 { T x, y, z, w; }; \
+  constexpr name##2 make_##name##2(T x, T y) { return {x, y}; }                      \
   constexpr name##4 make_##name##4(T x, T y, T z, T w) { return {x, y, z, w}; }
 VECTOR_TYPES(int, int)
 VECTOR_TYPES(uint, unsigned)
@@ -43,9 +43,10 @@ VECTOR_TYPES(longlong, long long)
 
 constexpr unsigned kFullMask = 0xFFFFFFFF;
 
-#define __syncthreads() \
-  ::cuda_on_host::meet(            \
-      ::cuda_on_host::current->block->barriers[0], ::cuda_on_host::threads(), {"__syncthreads", __LINE__})
+#define __syncthreads()                                                       \
+  ::cuda_on_host::meet(                                                       \
+      ::cuda_on_host::current->block->barriers[0], ::cuda_on_host::threads(), \
+      {"__syncthreads", __LINE__})
 
 inline void __syncwarp(unsigned mask = kFullMask) {
   cuda_on_host::Lanes<int>("__syncwarp", mask, 0);
@@ -94,7 +95,9 @@ inline unsigned __ballot_sync(unsigned mask, int predicate) {
   return result;
 }
 inline int __any_sync(unsigned mask, int predicate) { return __ballot_sync(mask, predicate) != 0; }
-inline int __all_sync(unsigned mask, int predicate) { return __ballot_sync(mask, predicate) == mask; }
+inline int __all_sync(unsigned mask, int predicate) {
+  return __ballot_sync(mask, predicate) == mask;
+}
 
 inline int __syncthreads_or(int predicate) {
   return vote(
@@ -115,6 +118,7 @@ T* aligned(T* p) {
 
 }  // namespace cuda_on_host
 
+// clang-format off
 // Loads and stores with cache hints, which have no effect here.
 #define LOAD_HINT(name) \
   template <class T>    \
@@ -152,6 +156,7 @@ ATOMIC(atomicMax, std::max(old, value))
 ATOMIC(atomicMin, std::min(old, value))
 ATOMIC(atomicOr, old | value)
 ATOMIC(atomicAnd, old & value)
+// clang-format on
 #undef ATOMIC
 
 template <class T>

@@ -93,9 +93,9 @@ struct SharedBarrierState {
 
 // A warp's part in one asynchronous product of its warpgroup.
 struct Product {
-  bool by_rows;   // b is read by rows
-  bool half;      // float16, else bfloat16
-  bool add;       // adds to d instead of overwriting it
+  bool by_rows;  // b is read by rows
+  bool half;     // float16, else bfloat16
+  bool add;      // adds to d instead of overwriting it
   unsigned columns;
   uint64_t a, b;  // descriptors; a's only if a is in shared memory
   unsigned lanes = 0;
@@ -110,9 +110,9 @@ struct Product {
 
 struct Warp {
   std::deque<std::pair<unsigned, Rendezvous>> by_mask;  // only a few
-  std::vector<Product> products;  // all that it has started
-  size_t computed = 0;            // number of these that are done
-  int registers = 0;              // per thread, once setmaxnreg has set them
+  std::vector<Product> products;                        // all that it has started
+  size_t computed = 0;                                  // number of these that are done
+  int registers = 0;                                    // per thread, once setmaxnreg has set them
 
   Rendezvous& of(unsigned mask) {
     for (auto& [of, rendezvous] : by_mask)
@@ -297,7 +297,8 @@ class Grid {
       if (thread.state == State::Spinning) ++counts["wait for a flag"];
     }
     std::string result = "a barrier that not all threads reach:";
-    for (const auto& [what, count] : counts) result += " " + std::to_string(count) + " " + what + ";";
+    for (const auto& [what, count] : counts)
+      result += " " + std::to_string(count) + " " + what + ";";
     result.back() = '.';
     return result;
   }
@@ -326,7 +327,8 @@ class Grid {
       if (warp.computed < warp.products.size()) fail("it ended before a product was done.");
       if (warp.products != first.products)
         fail("warps of a warpgroup took part in different products.");
-      if (warp.registers != first.registers) fail("warps of a warpgroup differ in their registers.");
+      if (warp.registers != first.registers)
+        fail("warps of a warpgroup differ in their registers.");
       if (warp.registers) more += warp.registers - at_launch;
     }
     if (more > 0) fail("setmaxnreg hands out more registers than were given back.");
@@ -366,7 +368,8 @@ inline void set_registers(int count, bool more) {
   const int before = grid().registers_at_launch();
   if (count % 8 || count < 24 || count > 256 || (more ? count < before : count > before))
     throw Error(
-        "setmaxnreg from " + std::to_string(before) + " to " + std::to_string(count) + " registers.");
+        "setmaxnreg from " + std::to_string(before) + " to " + std::to_string(count) +
+        " registers.");
   current->warp().registers = count;
 }
 

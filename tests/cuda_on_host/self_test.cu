@@ -53,8 +53,7 @@ __global__ void copy_asynchronously(const float* from, float* to) {
   for (int i = 0; i < 4; ++i) to[4 * threadIdx.x + i] = row[127 - 4 * threadIdx.x - i];
   if (kWait) cp_async_wait<0>();
   __syncthreads();
-  for (int i = 0; i < 4; ++i)
-    to[128 + 4 * threadIdx.x + i] = row[128 + 4 * threadIdx.x + i];
+  for (int i = 0; i < 4; ++i) to[128 + 4 * threadIdx.x + i] = row[128 + 4 * threadIdx.x + i];
 }
 
 __global__ void diverge() {
@@ -159,16 +158,20 @@ __global__ void multiply_tf32(const float* a, const float* b, float* d) {
   for (int i = 0; i < 2; ++i) of_b[i] = __float_as_uint(b[(within + 4 * i) * 8 + group]);
   float sum[4] = {};
   mma_tf32(sum, of_a, of_b);
-  for (int i = 0; i < 4; ++i)
-    d[(group + i / 2 * 8) * 8 + within * 2 + i % 2] = sum[i];
+  for (int i = 0; i < 4; ++i) d[(group + i / 2 * 8) * 8 + within * 2 + i % 2] = sum[i];
 }
 
 // x in bfloat16 and float16, and the special function unit's exp2, tanh, rsqrt, exp, log and 1/x.
 __global__ void convert(const float* x, float* to, int n) {
   for (int i = threadIdx.x; i < n; i += 32) {
     const float results[] = {
-        __bfloat162float(__float2bfloat16_rn(x[i])), __half2float(__float2half_rn(x[i])),
-        exp2_approximate(x[i]), tanh_approximate(x[i]), rsqrtf(x[i]), __expf(x[i]), __logf(x[i]),
+        __bfloat162float(__float2bfloat16_rn(x[i])),
+        __half2float(__float2half_rn(x[i])),
+        exp2_approximate(x[i]),
+        tanh_approximate(x[i]),
+        rsqrtf(x[i]),
+        __expf(x[i]),
+        __logf(x[i]),
         __fdividef(1.0f, x[i])};
     for (int j = 0; j < 8; ++j) to[8 * i + j] = results[j];
   }
@@ -246,8 +249,7 @@ __global__ void multiply_of_warpgroup(const uint16_t* a, const uint16_t* b, floa
   uint32_t fragments[4][4];
   for (int k = 0; k < 4; ++k)
     for (int i = 0; i < 4; ++i)
-      memcpy(
-          &fragments[k][i], a + (row + i % 2 * 8) * 64 + 16 * k + i / 2 * 8 + lane % 4 * 2, 4);
+      memcpy(&fragments[k][i], a + (row + i % 2 * 8) * 64 + 16 * k + i / 2 * 8 + lane % 4 * 2, 4);
   float sum[16][4] = {};
   const uint32_t stride = fault == kStride ? 512 : 1024, leading = fault == kLeading ? 4096 : 8192;
   if (fault != kNoBegin) wgmma_begin(sum, fragments);
@@ -276,7 +278,9 @@ __global__ void hand_registers_over() {
 
 MappedTensor mapped(void* data, int64_t rows, int64_t columns, int64_t row_stride) {
   return {
-      trifuse::DType::Float16, data, {2, 2, rows, columns},
+      trifuse::DType::Float16,
+      data,
+      {2, 2, rows, columns},
       {2 * rows * row_stride, rows * row_stride, row_stride, 1}};
 }
 
@@ -295,7 +299,7 @@ const char* thrown_by(const Run& run) {
 
 }  // namespace
 
-#define TEST(name, parameters, ...)                                                        \
+#define TEST(name, parameters, ...)                                                      \
   extern "C" __attribute__((visibility("default"))) const char* test_##name parameters { \
     return thrown_by([&] { __VA_ARGS__ });                                               \
   }
@@ -311,8 +315,10 @@ TEST(copy_asynchronously, (const float* from, float* to, bool wait), {
   const auto kernel = wait ? copy_asynchronously<true> : copy_asynchronously<false>;
   launch(plan("copy_asynchronously", 1, 32, 1024), nullptr, kernel, from, to);
 })
-TEST(diverge, (), { launch(plan("diverge", 1, 32, 0), nullptr, diverge);})
-TEST(diverge_by_place, (), { launch(plan("diverge_by_place", 1, 32, 0), nullptr, diverge_by_place);})
+TEST(diverge, (), { launch(plan("diverge", 1, 32, 0), nullptr, diverge); })
+TEST(diverge_by_place, (), {
+  launch(plan("diverge_by_place", 1, 32, 0), nullptr, diverge_by_place);
+})
 TEST(diverge_in_a_warp, (float* to), {
   launch(plan("diverge_in_a_warp", 1, 32, 0), nullptr, diverge_in_a_warp, to);
 })
@@ -342,10 +348,10 @@ TEST(sum_over_block, (const float* from, float* to), {
   launch(plan("sum_over_block", 1, 128, 32), nullptr, sum_over_block, from, to);
 })
 TEST(multiply, (const uint16_t* a, const uint16_t* b, float* d, bool bfloat16, bool transposed), {
-  const auto kernel = bfloat16 ? transposed ? multiply<__nv_bfloat16, true>
-                                            : multiply<__nv_bfloat16, false>
-                      : transposed ? multiply<__half, true>
-                                   : multiply<__half, false>;
+  const auto kernel = bfloat16
+      ? transposed ? multiply<__nv_bfloat16, true> : multiply<__nv_bfloat16, false>
+      : transposed ? multiply<__half, true>
+                   : multiply<__half, false>;
   launch(plan("multiply", 1, 32, 768), nullptr, kernel, a, b, d);
 })
 TEST(multiply_tf32, (const float* a, const float* b, float* d), {
@@ -354,21 +360,24 @@ TEST(multiply_tf32, (const float* a, const float* b, float* d), {
 TEST(convert, (const float* x, float* to, int n), {
   launch(plan("convert", 1, 32, 0), nullptr, convert, x, to, n);
 })
-TEST(too_much_shared_memory, (), { launch(plan("diverge", 1, 32, 1 << 20), nullptr, diverge);})
+TEST(too_much_shared_memory, (), { launch(plan("diverge", 1, 32, 1 << 20), nullptr, diverge); })
 TEST(votes, (const float* from, float* to), {
   launch(plan("votes", 1, 128, 0), nullptr, votes, from, to);
 })
 TEST(arrive_for_nobody, (), {
   launch(plan("arrive_for_nobody", 1, 32, 0), nullptr, arrive_for_nobody);
 })
-TEST(copy_boxes,
-     (uint16_t* from, uint16_t* to, int rows, int columns, int stride, int column, bool full, bool empty), {
-  const auto kernel = !full ? copy_boxes<false, true>
-                     : empty ? copy_boxes<true, true>
-                             : copy_boxes<true, false>;
-  const CUtensorMap map = make_tensor_map(mapped(from, rows, columns, stride), 16);
-  launch(plan("copy_boxes", 1, 64, 2064), nullptr, kernel, map, to, column);
-})
+TEST(
+    copy_boxes,
+    (uint16_t* from, uint16_t* to, int rows, int columns, int stride, int column, bool full,
+     bool empty),
+    {
+      const auto kernel = !full ? copy_boxes<false, true>
+          : empty               ? copy_boxes<true, true>
+                                : copy_boxes<true, false>;
+      const CUtensorMap map = make_tensor_map(mapped(from, rows, columns, stride), 16);
+      launch(plan("copy_boxes", 1, 64, 2064), nullptr, kernel, map, to, column);
+    })
 TEST(copy_for_nobody, (uint16_t* from), {
   const CUtensorMap map = make_tensor_map(mapped(from, 16, 64, 64), 16);
   launch(plan("copy_for_nobody", 1, 32, 2064), nullptr, copy_for_nobody, map);
@@ -377,14 +386,15 @@ TEST(has_tensor_map, (uint16_t* from, int rows, int columns, int stride, bool* a
   *answer = has_tensor_map(mapped(from, rows, columns, stride));
   if (!*answer) make_tensor_map(mapped(from, rows, columns, stride), 16);
 })
-TEST(multiply_of_warpgroup,
-     (const uint16_t* a, const uint16_t* b, float* d, bool bfloat16, bool by_rows, int fault), {
-  const auto kernel = bfloat16 ? by_rows ? multiply_of_warpgroup<__nv_bfloat16, true>
-                                         : multiply_of_warpgroup<__nv_bfloat16, false>
-                      : by_rows ? multiply_of_warpgroup<__half, true>
-                                : multiply_of_warpgroup<__half, false>;
-  launch(plan("multiply_of_warpgroup", 1, 128, 24576), nullptr, kernel, a, b, d, fault);
-})
+TEST(
+    multiply_of_warpgroup,
+    (const uint16_t* a, const uint16_t* b, float* d, bool bfloat16, bool by_rows, int fault), {
+      const auto kernel = bfloat16 ? by_rows ? multiply_of_warpgroup<__nv_bfloat16, true>
+                                             : multiply_of_warpgroup<__nv_bfloat16, false>
+          : by_rows                ? multiply_of_warpgroup<__half, true>
+                                   : multiply_of_warpgroup<__half, false>;
+      launch(plan("multiply_of_warpgroup", 1, 128, 24576), nullptr, kernel, a, b, d, fault);
+    })
 TEST(hand_registers_over, (bool too_many), {
   const auto kernel = too_many ? hand_registers_over<240> : hand_registers_over<232>;
   launch(plan("hand_registers_over", 1, 384, 0), nullptr, kernel);

@@ -14,7 +14,8 @@
 namespace trifuse::cuda {
 
 inline void check(cudaError_t error, const std::string& what) {
-  if (error != cudaSuccess) throw std::runtime_error(what + ": CUDA error " + std::to_string(error));
+  if (error != cudaSuccess)
+    throw std::runtime_error(what + ": CUDA error " + std::to_string(error));
 }
 
 inline int compute_capability() {
@@ -51,8 +52,7 @@ void launch(
   ++cuda_on_host::launches[plan.kernel];
   const std::tuple<Params...> parameters(std::forward<Arguments>(arguments)...);
   cuda_on_host::Grid grid(
-      describe(plan), plan.grid, plan.block, plan.shared,
-      [&] { std::apply(kernel, parameters); });
+      describe(plan), plan.grid, plan.block, plan.shared, [&] { std::apply(kernel, parameters); });
   grid.run(plan.cooperative);
 }
 

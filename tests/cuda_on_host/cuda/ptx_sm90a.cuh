@@ -14,14 +14,15 @@ namespace trifuse::cuda {
 constexpr uint32_t kSharedBase = 1024;
 
 inline uint32_t shared_address(const void* p) {
-  return kSharedBase + static_cast<uint32_t>(static_cast<const std::byte*>(p) - current->block->shared());
+  return kSharedBase +
+      static_cast<uint32_t>(static_cast<const std::byte*>(p) - current->block->shared());
 }
 
 inline std::byte* at_shared_address(uint32_t address, size_t bytes, const char* what) {
   if (address < kSharedBase || address - kSharedBase + bytes > current->block->size)
     throw Error(
-        std::string(what) + " at offset " + std::to_string(int64_t(address) - kSharedBase) + " of " +
-        std::to_string(current->block->size) + " of shared memory.");
+        std::string(what) + " at offset " + std::to_string(int64_t(address) - kSharedBase) +
+        " of " + std::to_string(current->block->size) + " of shared memory.");
   return current->block->shared() + (address - kSharedBase);
 }
 
@@ -137,19 +138,19 @@ inline uint64_t further(uint64_t matrix, uint32_t bytes) {
 class DescribedMatrix {
  public:
   DescribedMatrix(uint64_t descriptor, bool along_k)
-      : along_k_(along_k),
-        start_((descriptor & 0x3FFF) << 4),
-        leading_((descriptor >> 16 & 0x3FFF) << 4),
-        stride_((descriptor >> 32 & 0x3FFF) << 4),
+      : along_k_(along_k), start_((descriptor & 0x3FFF) << 4),
+        leading_((descriptor >> 16 & 0x3FFF) << 4), stride_((descriptor >> 32 & 0x3FFF) << 4),
         width_((const uint32_t[]){0, 128, 64, 32}[descriptor >> 62]) {
-    if (descriptor >> 49 & 7) throw Error("a matrix descriptor with a base offset, which isn't modelled.");
+    if (descriptor >> 49 & 7)
+      throw Error("a matrix descriptor with a base offset, which isn't modelled.");
   }
   uint16_t operator()(uint32_t r, uint32_t k) const {
     uint32_t offset;
     if (along_k_ && width_) offset = r % 8 * width_ + r / 8 * stride_ + 2 * k;
     else if (along_k_) offset = r % 8 * 16 + r / 8 * stride_ + k / 8 * leading_ + k % 8 * 2;
     else if (width_)
-      offset = r % (width_ / 2) * 2 + r / (width_ / 2) * leading_ + k % 8 * width_ + k / 8 * stride_;
+      offset =
+          r % (width_ / 2) * 2 + r / (width_ / 2) * leading_ + k % 8 * width_ + k / 8 * stride_;
     else offset = r % 8 * 2 + r / 8 * stride_ + k % 8 * 16 + k / 8 * leading_;
     uint16_t bits;
     const uint32_t address = swizzled(start_ + offset, width_);
@@ -192,11 +193,13 @@ inline void check_begun(const void* p, size_t bytes) {
         std::memcmp(known + offset, from, bytes) == 0)
       return;
   }
-  throw Error("a product of registers that have changed since wgmma_begin, or weren't named to it.");
+  throw Error(
+      "a product of registers that have changed since wgmma_begin, or weren't named to it.");
 }
 
 template <int rows>
-void start_product(cuda_on_host::Product product, float (&d)[rows][4], const uint32_t* a_registers) {
+void start_product(
+    cuda_on_host::Product product, float (&d)[rows][4], const uint32_t* a_registers) {
   const unsigned lane = current->lane();
   product.columns = 8 * rows;
   if (threadIdx.y || threadIdx.z) throw Error("a product in a block of more than one dimension.");
@@ -225,8 +228,15 @@ template <class Scalar, int rows>
 void wgmma_rows(float (&d)[rows][4], uint64_t a, uint64_t b, bool add) {
   static_assert(rows <= 32);
   start_product(
-      {.by_rows = true, .half = std::is_same_v<Scalar, __half>, .add = add, .columns = 0, .a = a, .b = b,
-       .d = {}, .a_registers = {}, .a_values = {}},
+      {.by_rows = true,
+       .half = std::is_same_v<Scalar, __half>,
+       .add = add,
+       .columns = 0,
+       .a = a,
+       .b = b,
+       .d = {},
+       .a_registers = {},
+       .a_values = {}},
       d, nullptr);
 }
 
@@ -234,8 +244,15 @@ template <class Scalar, int rows>
 void wgmma_columns(float (&d)[rows][4], const uint32_t (&a)[4], uint64_t b) {
   static_assert(rows <= 32);
   start_product(
-      {.by_rows = false, .half = std::is_same_v<Scalar, __half>, .add = true, .columns = 0, .a = 0, .b = b,
-       .d = {}, .a_registers = {}, .a_values = {}},
+      {.by_rows = false,
+       .half = std::is_same_v<Scalar, __half>,
+       .add = true,
+       .columns = 0,
+       .a = 0,
+       .b = b,
+       .d = {},
+       .a_registers = {},
+       .a_values = {}},
       d, a);
 }
 
@@ -246,7 +263,8 @@ inline void wgmma_commit() {
 
 // Computes a warp's part of a product, for all of its lanes.
 inline void compute(const cuda_on_host::Product& product) {
-  const unsigned first_thread = current->number / 32 * 32, first_row = current->number / 32 % 4 * 16;
+  const unsigned first_thread = current->number / 32 * 32,
+                 first_row = current->number / 32 % 4 * 16;
   const unsigned N = product.columns;
   static float a[16][16], b[256][16];
   const DescribedMatrix a_matrix(product.a, true), b_matrix(product.b, product.by_rows);
@@ -272,7 +290,8 @@ inline void compute(const cuda_on_host::Product& product) {
       float d = product.add ? sum.values[i] : 0.0f;
       for (int k = 0; k < 16; k += kProductsAtATime) {
         double part = d;
-        for (int j = k; j < k + kProductsAtATime; ++j) part += static_cast<double>(row[j]) * column[j];
+        for (int j = k; j < k + kProductsAtATime; ++j)
+          part += static_cast<double>(row[j]) * column[j];
         d = cut_off(part);
       }
       sum.values[i] = d;
@@ -280,7 +299,8 @@ inline void compute(const cuda_on_host::Product& product) {
     if (!is_poisoned(product.d[lane], N / 2))
       throw Error("registers of a sum were written while a product was under way.");
     if (!product.by_rows &&
-        std::memcmp(product.a_registers[lane], product.a_values[lane], sizeof product.a_values[lane]))
+        std::memcmp(
+            product.a_registers[lane], product.a_values[lane], sizeof product.a_values[lane]))
       throw Error("registers of a factor were written while a product was under way.");
     if (--sum.products == 0) {
       std::memcpy(product.d[lane], sum.values.data(), N / 2 * sizeof(float));
@@ -296,7 +316,8 @@ void wgmma_wait(Arrays&...) {
   while (committed.size() > groups) {
     auto& warp = current->warp();
     for (; warp.computed < committed.front(); ++warp.computed) {
-      if (warp.products[warp.computed].lanes != 32) throw Error("a product without all lanes of a warp.");
+      if (warp.products[warp.computed].lanes != 32)
+        throw Error("a product without all lanes of a warp.");
       compute(warp.products[warp.computed]);
     }
     committed.pop_front();
