@@ -262,6 +262,8 @@ class BuildExtension(build_ext):
             self.cuda_error = ""
         elif self.nvcc:
             self.cuda_error = "neither TORCH_CUDA_ARCH_LIST nor a GPU asks for sm_80 or later"
+        elif self.sanitizer:
+            self.cuda_error = "a sanitized extension has no CUDA kernels"
         else:
             self.cuda_error = "nvcc was not found (looked at $NVCC and the path)"
         host_jobs = torch_facing_jobs(with_cuda=bool(cuda_jobs))
