@@ -6,11 +6,12 @@ import copy
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_leaves
@@ -677,6 +678,55 @@ def test_wide_enough_beams_find_everything(changes, length_penalty):
         assert hypotheses == [each for _, each in wanted] + [[]]
         scores = [score for score, _ in wanted] + [-math.inf]
         assert found.scores[row].tolist() == pytest.approx(scores)
+
+
+PHRASES = {
+    "안녕하세요": "hello",
+    "감사합니다": "thank you",
+    "미안합니다": "i am sorry",
+    "좋은 아침입니다": "good morning",
+    "잘 자요": "good night",
+    "네": "yes",
+    "아니요": "no",
+    "이름이 뭐예요": "what is your name",
+    "저는 학생입니다": "i am a student",
+    "어디에 살아요": "where do you live",
+    "물 주세요": "water please",
+    "얼마예요": "how much is it",
+    "도와주세요": "please help me",
+    "몰라요": "i do not know",
+    "또 만나요": "see you again",
+    "사랑해요": "i love you",
+}
+
+
+def encoded(phrases: Collection[str]) -> tuple[Tensor, int]:
+    """Returns phrases as characters, each ended and padded by EOS, and the alphabet's size."""
+    alphabet = {letter: n for n, letter in enumerate(sorted(set("".join(phrases))), EOS + 1)}
+    rows = [torch.tensor([*map(alphabet.__getitem__, phrase), EOS]) for phrase in phrases]
+    padded = nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=EOS)
+    return padded, EOS + 1 + len(alphabet)
+
+
+def test_beams_recite_what_was_learnt():
+    """A model that knows its phrases by heart finds each of them at every width."""
+    (source, letters), (target, target_letters) = map(encoded, (PHRASES, PHRASES.values()))
+    torch.manual_seed(0)
+    model = Seq2Seq(Seq2SeqConfig(letters, target_letters, 32, 64, 1, dropout=0.0, attention="dot"))
+    optimizer = torch.optim.Adam(model.parameters(), 0.01)
+    begun = F.pad(target[:, :-1], (1, 0), value=BOS)
+    for _ in range(200):
+        loss = F.cross_entropy(model(source, begun).flatten(0, 1), target.flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    assert loss < 0.01
+    model.eval()
+    greedy = _greedy(model, source, max_length=24)
+    assert torch.equal(greedy.tokens[:, : target.shape[1]], target)
+    for width in (2, 3, 4, 8):
+        found = _search(model, source, max_length=24, beam_width=width)
+        assert torch.equal(found.tokens[:, 0], greedy.tokens), width
 
 
 @models

@@ -132,8 +132,11 @@ def beam_search(
     """Find the likeliest targets by a search of limited width.
 
     Each step extends every beam by every token. Those of the W best extensions that end become
-    hypotheses, and the W best that do not end become the next beams. A source is done when it has W
-    hypotheses; at ``max_length`` its beams become hypotheses too. With W = 1 this is greedy search.
+    hypotheses, and the W best that do not end become the next beams. The W best hypotheses are
+    kept. A source is done when none of its beams could still become better than the worst of these;
+    at ``max_length`` its beams become hypotheses too. The greedy target is followed beside the
+    beams and is a hypothesis as well, so no result is worse than greedy search's. With W = 1 this
+    is greedy search.
 
     Hypotheses are ranked by log P(Y | X) / lp(Y), lp(Y) = ((5 + |Y|) / 6)^α (Wu et al., "Google's
     Neural Machine Translation System", 2016, eq. 14 without its coverage penalty), |Y| being the
@@ -152,58 +155,92 @@ def beam_search(
         raise ValueError(f"beam_width: expected at least 1; got {beam_width}")
     if not math.isfinite(length_penalty):
         raise ValueError(f"length_penalty: expected a finite number; got {length_penalty}")
+
+    def penalty(length: int | Tensor) -> float | Tensor:
+        return ((5 + length) / 6) ** length_penalty
+
+    if beam_width == 1:
+        tokens, lengths, scores = greedy_search(
+            model, source, source_mask, bos_id=bos_id, eos_id=eos_id, max_length=max_length
+        )
+        scores = scores / penalty(lengths.to(scores.dtype))
+        return Decoded(tokens[:, None], lengths[:, None], scores[:, None])
+
     state = _start(model, source, source_mask, max_length)
     B, W, device = source.shape[0], beam_width, source.device
     batch = torch.arange(B, device=device)[:, None]
+    rows = W + 1  # of a source in the state: its beams and then its greedy target
+    last = source.new_full((B * rows, 1), bos_id)
     beams = source.new_empty((B, W, 0))
-    last = source.new_full((B * W, 1), bos_id)
     # The W beams are all alike at the beginning, so only the first may be extended.
     first = torch.arange(W, device=device).expand(B, W) == 0
     log_probs = torch.zeros(B, W, device=device).masked_fill(~first, -math.inf)
+    greedy = source.new_empty((B, 1, 0))
+    greedy_log_prob = torch.zeros(B, 1, device=device)
+    greedy_runs = torch.ones(B, 1, dtype=torch.bool, device=device)
     found = Decoded(
         source.new_full((B, W, max_length), eos_id),
         source.new_zeros((B, W)),
         torch.full((B, W), -math.inf, device=device),
     )
-    ended = source.new_zeros(B)
+    searching = torch.ones(B, 1, dtype=torch.bool, device=device)
     for length in range(1, max_length + 1):
-        penalty = ((5 + length) / 6) ** length_penalty
-        extended = log_probs[..., None] + _next_log_probs(model, last, state).unflatten(0, (B, W))
+        next_log_probs = _next_log_probs(model, last, state).unflatten(0, (B, rows))
+        extended = log_probs[..., None] + next_log_probs[:, :W]
         V = extended.shape[-1]
         # At most W of the 2 W best end, one for each beam, so at least W do not.
         totals, places = extended.flatten(1).topk(2 * W)
         origins, words = places // V, places % V
         candidates = torch.cat((beams[batch, origins], words[..., None]), dim=-1)
         ends = words == eos_id
-        going = ended[:, None] < W
-
-        new = ends & going & (torch.arange(2 * W, device=device) < W) & totals.isfinite()
-        scores = (totals / penalty).masked_fill(~new, -math.inf)
-        found = _merge(found, candidates, scores, eos_id)
-        ended = ended + new.sum(1)
+        new = ends & searching & (torch.arange(2 * W, device=device) < W)
+        found = _merge(found, candidates, totals / penalty(length), new, eos_id)
         log_probs, kept = totals.masked_fill(ends, -math.inf).topk(W)
         beams = candidates[batch, kept]
-        going = ended[:, None] < W
+
+        greedy_word = next_log_probs[:, W:].max(-1)
+        greedy = torch.cat((greedy, greedy_word.indices[..., None]), dim=-1)
+        greedy_log_prob = greedy_log_prob + greedy_word.values
+        greedy_ends = greedy_runs & (greedy_word.indices == eos_id)
         if length == max_length:
-            scores = (log_probs / penalty).masked_fill(~going, -math.inf)
-            found = _merge(found, beams, scores, eos_id)
-        elif not going.any():
+            found = _merge(found, beams, log_probs / penalty(length), searching, eos_id)
+            greedy_ends = greedy_runs
+        new = greedy_ends & searching & ~_contains(found, greedy)
+        found = _merge(found, greedy, greedy_log_prob / penalty(length), new, eos_id)
+        greedy_runs = greedy_runs & ~greedy_ends
+
+        # No score can exceed this one: log P only falls, and lp grows or falls with the length.
+        running = greedy_log_prob.masked_fill(~greedy_runs, -math.inf)
+        best = torch.cat((log_probs, running), 1).amax(1, keepdim=True)
+        bound = best / penalty(max_length if length_penalty > 0 else length + 1)
+        searching = searching & (bound > found.scores[:, -1:])
+        if not searching.any():
             break
-        else:
-            last = words.gather(1, kept).view(B * W, 1)
-            state.reorder((batch * W + origins.gather(1, kept)).flatten())
+        last = torch.cat((words.gather(1, kept), greedy_word.indices), 1).view(B * rows, 1)
+        from_rows = torch.cat((origins.gather(1, kept), torch.full_like(batch, W)), 1)
+        state.reorder((batch * rows + from_rows).flatten())
     return found
 
 
-def _merge(found: Decoded, candidates: Tensor, scores: Tensor, eos_id: int) -> Decoded:
-    """The best W among those found and the candidates (B, n, length); a score of −inf is none."""
+def _merge(
+    found: Decoded, candidates: Tensor, scores: Tensor, eligible: Tensor, eos_id: int
+) -> Decoded:
+    """Return the best W among those found and the eligible candidates (B, n, length)."""
     length, max_length = candidates.shape[-1], found.tokens.shape[-1]
+    scores = scores.masked_fill(~(eligible & scores.isfinite()), -math.inf)
     best, kept = torch.cat((found.scores, scores), 1).topk(found.scores.shape[1])
     candidates = F.pad(candidates, (0, max_length - length), value=eos_id)
     batch = torch.arange(len(kept), device=kept.device)[:, None]
     tokens = torch.cat((found.tokens, candidates), 1)[batch, kept]
     lengths = torch.cat((found.lengths, scores.isfinite() * length), 1).gather(1, kept)
     return Decoded(tokens, lengths, best)
+
+
+def _contains(found: Decoded, sequence: Tensor) -> Tensor:
+    """Return whether the sequence (B, 1, length) is among a source's hypotheses: (B, 1)."""
+    length = sequence.shape[-1]
+    same = (found.tokens[..., :length] == sequence).all(-1) & (found.lengths == length)
+    return same.any(1, keepdim=True)
 
 
 def _start(

@@ -1,0 +1,113 @@
+"""models/decoding.py on random Markov chains, small enough to try every target."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from trifuse.models.decoding import Decoded, beam_search, greedy_search
+
+EOS, V, MAX_LENGTH = 0, 4, 5
+PENALTIES = [-1.0, 0.0, 0.6, 2.0]
+
+
+class MarkovState:
+    def __init__(self, chains: Tensor) -> None:
+        self.chains = chains  # of each target's source
+
+    def reorder(self, rows: Tensor) -> None:
+        assert torch.equal(self.chains, self.chains[rows])
+
+
+class MarkovChains:
+    """A model whose source is the number of a chain; a token depends on the last one alone."""
+
+    training = False
+    max_target_length = None
+
+    def __init__(self, count: int) -> None:
+        generator = torch.Generator().manual_seed(0)
+        logits = 1.5 * torch.randn(count, V + 1, V, generator=generator, dtype=torch.float64)
+        self.log_probs = logits.log_softmax(-1)
+        self.sources = torch.arange(count)[:, None]
+
+    def start(self, source: Tensor, source_mask: Tensor | None = None) -> MarkovState:
+        return MarkovState(source[:, 0])
+
+    def step(self, tokens: Tensor, state: MarkovState) -> Tensor:
+        targets = tokens.shape[0] // state.chains.shape[0]
+        state.chains = state.chains.repeat_interleave(targets)
+        return self.log_probs[state.chains[:, None], tokens]
+
+
+def search(chains: MarkovChains, width: int, length_penalty: float) -> Decoded:
+    return beam_search(
+        chains,
+        chains.sources,
+        bos_id=V,
+        eos_id=EOS,
+        max_length=MAX_LENGTH,
+        beam_width=width,
+        length_penalty=length_penalty,
+    )
+
+
+def score(log_prob: Tensor, lengths: Tensor, length_penalty: float) -> Tensor:
+    return log_prob / ((5 + lengths.double()) / 6) ** length_penalty
+
+
+@pytest.mark.parametrize("length_penalty", PENALTIES)
+def test_beams_are_never_worse_than_greedy(length_penalty):
+    """Beams prune the greedy target's prefix in some chains, and in some it ends after theirs."""
+    chains = MarkovChains(2000)
+    greedy = greedy_search(chains, chains.sources, bos_id=V, eos_id=EOS, max_length=MAX_LENGTH)
+    bar = score(greedy.scores, greedy.lengths, length_penalty)
+    for width in (1, 2, 3, 4):
+        best = search(chains, width, length_penalty).scores[:, 0]
+        assert (best >= bar - 1e-12).all()
+        better = (best > bar + 1e-12).sum()
+        assert better > 200 if width > 1 else better == 0
+
+
+def everything() -> list[tuple[int, ...]]:
+    """Returns all targets that end within MAX_LENGTH or are cut there."""
+    going_on = [token for token in range(V) if token != EOS]
+    ended = [
+        (*begun, EOS) for n in range(MAX_LENGTH) for begun in itertools.product(going_on, repeat=n)
+    ]
+    return ended + list(itertools.product(going_on, repeat=MAX_LENGTH))
+
+
+@pytest.mark.parametrize("length_penalty", PENALTIES)
+def test_a_width_that_prunes_nothing_finds_the_best(length_penalty):
+    """Such a width is at least the number of prefixes that the last step extends."""
+    chains, targets = MarkovChains(100), everything()
+    log_probs = [
+        sum(chains.log_probs[:, a, b] for a, b in itertools.pairwise((V, *target)))
+        for target in targets
+    ]
+    lengths = torch.tensor([len(target) for target in targets])
+    scores = score(torch.stack(log_probs, 1), lengths, length_penalty)
+    prefixes = (V - 1) ** (MAX_LENGTH - 1)
+    for width in (prefixes, prefixes + 1, len(targets)):
+        found = search(chains, width, length_penalty)
+        best = scores.max(1)
+        torch.testing.assert_close(found.scores[:, 0], best.values)
+        for tokens, length, place in zip(
+            found.tokens[:, 0].tolist(), found.lengths[:, 0], best.indices, strict=True
+        ):
+            assert tuple(tokens[:length]) == targets[place]
+    torch.testing.assert_close(found.scores, scores.sort(1, descending=True).values)
+
+
+def test_narrow_beams_prune():
+    """Otherwise the tests above would pass without a search."""
+    chains = MarkovChains(500)
+    narrow, wide = (search(chains, width, 0.6).scores[:, 0] for width in (2, 50))
+    assert (wide >= narrow).all()
+    assert (wide > narrow).sum() > 5
+    assert not math.isinf(narrow.min())
