@@ -9,7 +9,7 @@ results repeat bit for bit.
 Read the files in this order:
 
 - this one: a call, its grids and launches;
-- ``attention_arguments.py``: what kernels are given;
+- ``attention_arguments.py``: the kernels' arguments;
 - ``attention_forward.py``, ``attention_backward.py``, ``attention_mask_gradient.py``: the kernels;
 - ``attention_pairs.py``: the blocks that a program walks through, with a picture, and masks;
 - ``attention_tiles.py``: rows in memory, and products of tiles;
@@ -124,10 +124,11 @@ def attention_backward(
     *options: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Implements the op ``attention_backward``: returns the gradients."""
-    *call_options, (_, _, _, mask_requires_grad) = options
+    *values, (_, _, _, mask_requires_grad) = options
+    call_options = _Options(*values)
     tensors = _Tensors(query, key, value, attn_mask, key_lengths, cu_seqlens_q, cu_seqlens_k, seed)
-    _check_backward(tensors, _Options(*call_options), grad_out, grad_lse, out, lse)
-    call = _Call(tensors, _Options(*call_options))
+    _check_backward(tensors, call_options, grad_out, grad_lse, out, lse)
+    call = _Call(tensors, call_options)
     do = _strided(grad_out)
     dlse = None if grad_lse is None else _strided(grad_lse)
     lse = lse.contiguous()

@@ -1,4 +1,4 @@
-"""What the kernels of attention are given: tensors, numbers and compile-time parameters."""
+"""Arguments of attention's kernels: tensors, numbers and compile-time parameters."""
 
 from __future__ import annotations
 

@@ -4,9 +4,10 @@ Such a number must not come back as 0 · NaN from a matrix product. Cleaning eve
 off the asynchronous path from memory to the tensor cores, so the kernels multiply as if all numbers
 were finite. Only a program that ends with a non-finite sum starts again. Its second attempt
 
-1. counts the non-finite numbers that belong to each sum, which becomes ∞ if there are any,
-2. adds up the rest, with NaN and Inf of every loaded tile replaced by 0,
-3. stores NaN instead of every infinite sum.
+1. counts the non-finite numbers that belong to each sum, which begins with ∞ if there are any;
+2. adds up the rest, with NaN and Inf of every loaded tile replaced by 0.
+
+Results pass through ``infinite_to_nan``, so the sums that begin with ∞ are stored as NaN.
 """
 
 from __future__ import annotations
