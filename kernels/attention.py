@@ -152,6 +152,7 @@ def attention_backward(
 def _mask_gradient(
     call: _Call, attn_mask: Tensor, do: Strided, dlse: Strided | None, vectors: RowVectors
 ) -> Tensor:
+    """Returns the float mask's gradient. Several programs share a long sum; torch adds them up."""
     if attn_mask.numel() == 0:
         return attn_mask.new_empty(attn_mask.shape)
     shape = MaskShape(*(size != 1 for size in attn_mask.shape))
@@ -270,6 +271,7 @@ class _Call:
         return configs(self.workload(kernel))
 
     def launch(self, kernel: str, grid: Grid, *args: Any, **constants: Any) -> None:
+        """Launches a kernel of ``_KERNELS``; its ``args`` come between the inputs and the sizes."""
         workload = self.workload(kernel)
         arguments = (self.inputs, *args, *self.sizes)
         constants |= {"variant": self.variant, "enable_fp_fusion": False}

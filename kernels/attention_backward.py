@@ -103,24 +103,32 @@ def attention_backward_rows_kernel(
     delta = infinite_to_nan(delta)
     tl.store(vectors.delta + head.row_offset + rows, delta, exists)
     if variant.large_scores:
-        lse_base = tl.load(lse + head.row_offset + rows, exists, other=0.0)
-        lse_rest = tl.full((block.M,), 0.0, tl.float32)
-        is_nan = lse_base != lse_base
-        magnitude = tl.where((lse_base == -INF) | is_nan, 0.0, tl.abs(lse_base))
-        if tl.max(magnitude, 0) > COARSE_LOGSUMEXP:
-            visible = visible_keys(head, inputs, sizes, first, variant, block)
-            query_tile = Tile(head.query, inputs.query.strides, first, head.num_queries)
-            query = load_tile(query_tile, block.M, variant.E, variant.BLOCK_E, False)
-            _acc, lse_base, row_sum = accumulate_softmax(
-                0.0, tl.full((block.M,), -INF, tl.float32), lse_rest, query, query_tile,
-                all_blocks(visible), head, inputs, sizes, variant, block,
-                FULL=False, CLEAN=False, VALUES=False,
-            )  # fmt: skip
-            lse_rest = tl.log2(tl.where(row_sum == 0.0, 1.0, row_sum))
-            lse_base = tl.where(is_nan, float("nan"), lse_base)
-        lse_base = tl.where(lse_base == -INF, INF, lse_base)
-        tl.store(vectors.lse_base + head.row_offset + rows, lse_base, exists)
+        lse_base, lse_rest = _split_logsumexp(lse, first, head, inputs, sizes, variant, block)
+        pointers = vectors.lse_base + head.row_offset + rows
+        tl.store(pointers, tl.where(lse_base == -INF, INF, lse_base), exists)
         tl.store(vectors.lse_rest + head.row_offset + rows, lse_rest, exists)
+
+
+@triton.jit
+def _split_logsumexp(lse, first, head, inputs, sizes, variant: tl.constexpr, block: tl.constexpr):
+    """Returns lse_base, -∞ for rows without a pair, and lse_rest of the queries at ``first``."""
+    rows = first + tl.arange(0, block.M)
+    lse_base = tl.load(lse + head.row_offset + rows, rows < head.num_queries, other=0.0)
+    lse_rest = tl.full((block.M,), 0.0, tl.float32)
+    is_nan = lse_base != lse_base
+    magnitude = tl.where((lse_base == -INF) | is_nan, 0.0, tl.abs(lse_base))
+    if tl.max(magnitude, 0) > COARSE_LOGSUMEXP:
+        visible = visible_keys(head, inputs, sizes, first, variant, block)
+        query_tile = Tile(head.query, inputs.query.strides, first, head.num_queries)
+        query = load_tile(query_tile, block.M, variant.E, variant.BLOCK_E, False)
+        _acc, lse_base, row_sum = accumulate_softmax(
+            0.0, tl.full((block.M,), -INF, tl.float32), lse_rest, query, query_tile,
+            all_blocks(visible), head, inputs, sizes, variant, block,
+            FULL=False, CLEAN=False, VALUES=False,
+        )  # fmt: skip
+        lse_rest = tl.log2(tl.where(row_sum == 0.0, 1.0, row_sum))
+        lse_base = tl.where(is_nan, float("nan"), lse_base)
+    return lse_base, lse_rest
 
 
 class RowValues(NamedTuple):
