@@ -68,7 +68,7 @@ def attention_forward_kernel(
     first = index * block.M
     if variant.packed:
         if b == sizes.B:
-            _fill_tail(out, lse, h, b, first, blocks * block.M, inputs, sizes, variant, block)
+            _fill_tail(out, lse, h, b, first, blocks, inputs, sizes, variant, block)
             return
     head = load_head(inputs, sizes, b, h, variant)
     if first >= head.num_queries:
@@ -175,10 +175,11 @@ def accumulate_softmax(
 
 @triton.jit
 def _fill_tail(
-    out, lse, h, b, first, step, inputs, sizes, variant: tl.constexpr, block: tl.constexpr
+    out, lse, h, b, first, blocks, inputs, sizes, variant: tl.constexpr, block: tl.constexpr
 ):
     """Writes the rows of packed tokens past the last sequence: 0 and a logsumexp of -∞."""
     start = tl.load(inputs.cu_seqlens_q + b).to(tl.int32) + first
+    step = blocks * block.M
     store_zeros(out, h, start, sizes.total_q, step, block.M, variant.Ev, variant.BLOCK_EV)
     for token in range(start, sizes.total_q, step):
         rows = token + tl.arange(0, block.M)

@@ -23,7 +23,7 @@ from trifuse.kernels.attention_tiles import (
     group_size,
     load_head,
     load_tile,
-    tile_like_query,
+    row_pointer,
 )
 
 
@@ -75,11 +75,12 @@ def sums_of_non_finite_queries(
     for member in range(group_size(sizes, variant)):
         h = kv_head * group_size(sizes, variant) + member
         head = load_head(inputs, sizes, b, h, variant)
+        pointer = row_pointer(tensor, head.batch, h, head.first_query)
         visible = visible_queries(head, inputs, sizes, first_column, variant, block)
         for first in tl.range(visible.start, visible.stop, block.M, num_stages=1):
             rows = first + tl.arange(0, block.M)[None, :]
             keep = keep_and_bias(head, inputs, sizes, rows, columns, variant, False)[0]
-            tile = tile_like_query(tensor, head, h, first)
+            tile = Tile(pointer, tensor.strides, first, head.num_queries)
             x = load_tile(tile, block.M, DIM, BLOCK_DIM, False)
             count = _count_non_finite(keep, x, count)
     return tl.where(count > 0.0, INF, 0.0)
