@@ -19,17 +19,18 @@ query sees a later key (causal), and the window reaches 9 keys to the left::
                 ↑             ↑      ↑      ↑
               start  full_start full_stop  stop       of that program
 
-- The forward, the backward's per-query numbers and dQ: a program owns a row of this picture, and
-  walks through its blocks from left to right.
+- The forward and dQ: a program owns a row of this picture, and walks through its blocks from left
+  to right. The backward's numbers per query take the same walk where a logsumexp is coarse.
 - dK and dV: a program owns a column, and walks through its blocks downwards, in every query head
   that shares the key head.
-- The mask's gradient: a program owns one block, and walks through heads and sequences.
+- The mask's gradient: a program owns one block of the gradient, and walks through the blocks of
+  all query blocks, heads and sequences that the mask is broadcast over.
 
 A walk visits the full blocks first, with unguarded loads and without comparisons: lengths, window
 and causality leave nothing out of them. Then it visits the edge blocks, which have guards, and
-jumps over the full ones. Empty blocks are never visited. A mask tensor is read in full and edge
-blocks alike; where it leaves out whole blocks at the ends of [start, stop), ``_trim`` moves the
-ends inwards first.
+jumps over the full ones. It visits no block outside [start, stop). A mask tensor is read in full
+and edge blocks alike; where it leaves out whole blocks at the ends of [start, stop), ``_trim``
+moves the ends inwards first.
 """
 
 from __future__ import annotations
