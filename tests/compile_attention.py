@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from ahead_of_time import compile_launches, main
 
-from trifuse.kernels import attention
+from trifuse.kernels import attention, attention_configurations
 
 # Options of a call that add to a kernel's registers.
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -56,7 +56,7 @@ class Usage(NamedTuple):
 
 def compile_call(call: Call) -> list[Usage]:
     """Returns the resources of a call's kernels, forward and backward."""
-    attention._has_wgmma = lambda device: call.architecture == 90
+    attention_configurations._has_wgmma = lambda device: call.architecture == 90
     names = {kernel.__name__: name for name, kernel in attention._KERNELS.items()}
     wanted = tuple(name for name, short in names.items() if short in call.kernels)
     return [

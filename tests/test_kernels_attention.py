@@ -485,12 +485,13 @@ def test_one_compilation_serves_every_batch(usages):
 def test_every_class_has_configurations(unit):
     attention = pytest.importorskip("trifuse.kernels.attention")
     for kernel, head_dim in itertools.product(attention._KERNELS, (64, 128, 256)):
-        of = attention.Class(kernel, unit, head_dim, extras=False)
-        plain, extras = attention.configs(of), attention.configs(of._replace(extras=True))
+        workload = attention.Workload(kernel, unit, head_dim, extras=False)
+        plain = attention.configs(workload)
+        extras = attention.configs(workload._replace(extras=True))
         assert set(plain) == set(extras)
         assert len(plain) == len(set(plain)) > 0
         for M, N, K, num_warps, num_stages, max_registers in plain:
-            # Tiles that the matrix units support, and pieces that divide a row.
+            # Tiles that the matrix units support, and steps that divide a row.
             assert {M, N} <= {16, 32, 64, 128}
             assert K in (0, 16, 32, 64, 128)
             assert num_warps in (4, 8)

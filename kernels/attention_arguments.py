@@ -1,0 +1,106 @@
+"""Arguments of attention's kernels: tensors, numbers and compile-time parameters."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+class Strided(NamedTuple):
+    """A tensor and its strides, in elements; 0 where a dimension is broadcast."""
+
+    data: Tensor
+    strides: tuple[int, ...]
+
+
+class Inputs(NamedTuple):
+    """The tensors of a call. Packed sequences lie end to end: query, key and value then have B = 1,
+    and L is the total."""
+
+    query: Strided  # (B, H, Lq, E)
+    key: Strided  # (B, Hkv, Lk, E)
+    value: Strided  # (B, Hkv, Lk, Ev)
+    attn_mask: Strided | None  # (B, H, Lq, Lk): uint8 for a boolean mask, or floating
+    key_lengths: Tensor | None  # (B,)
+    cu_seqlens_q: Tensor | None  # (B + 1,)
+    cu_seqlens_k: Tensor | None  # (B + 1,)
+    seed: Tensor | None  # (1,) int64
+
+
+class RowVectors(NamedTuple):
+    """Per-query numbers that the backward needs: float32 (B, H, Lq), contiguous."""
+
+    # The logsumexp or, where that is too coarse, the largest score. With Variant.large_scores it is
+    # ∞ for a row without a pair: subtracted from any score it gives -∞, and the weights are 0.
+    lse_base: Tensor
+    lse_rest: Tensor | None  # with Variant.large_scores: logsumexp - lse_base, in units of log 2
+    delta: Tensor  # ∑ dO O - dlse
+
+
+class Sizes(NamedTuple):
+    """Numbers that change from call to call without compiling a kernel again.
+
+    Kernels take them one by one. For numbers in a tuple Triton ignores ``do_not_specialize``: a 1
+    or a multiple of 16 would compile another kernel.
+    """
+
+    B: int  # sequences
+    H: int
+    group: int  # query heads per key head
+    Lq: int  # queries of the longest sequence
+    Lk: int
+    total_q: int  # rows of the query tensor: Lq unless sequences are packed
+    total_k: int
+    window_left: int  # read only with Variant.left_bound
+    window_right: int  # read only with Variant.right_bound
+    scale: float
+    scale_log2: float  # scale · log2 e
+    threshold: int  # random 16-bit values below it drop a weight
+    keep_scale: float
+
+
+# Shapes made of fields of the next two classes go to tl.full. tl.zeros is itself a jitted function,
+# in which Triton 3.6 no longer treats the fields as constants.
+class Variant(NamedTuple):
+    """Compile-time parameters of a kernel: the parts of the operator that a call uses."""
+
+    dtype: str
+    E: int
+    Ev: int
+    BLOCK_E: int  # E in tiles: a power of 2, at least the 16 of a tensor core
+    BLOCK_EV: int
+    bool_mask: bool
+    float_mask: bool
+    masked: bool  # bool_mask or float_mask
+    mask_rows: bool  # the mask differs between queries
+    mask_columns: bool  # the mask differs between keys
+    mask_runs: bool  # rows of the mask are whole runs of MASK_RUN columns
+    trim_by_mask: bool  # cut the ends that the mask leaves out off a range of keys or queries
+    large_scores: bool  # scores may dwarf the logarithm of a sum: a float mask, or a large scale
+    scores_in_nats: bool  # not in units of log 2: with large_scores, or if the scale is not above 0
+    key_lengths: bool
+    packed: bool
+    left_bound: bool  # the window has one
+    right_bound: bool
+    lower_right: bool
+    excludes_loaded: bool  # a mask or a bound leaves out pairs whose rows are loaded all the same
+    dropout: bool
+    grouped: bool  # query heads share key heads
+
+
+class Block(NamedTuple):
+    """Sizes of tiles."""
+
+    M: int  # queries
+    N: int  # keys
+    K: int  # step along the head dimension in products of two loaded tiles; 0 for one step
+
+
+class MaskShape(NamedTuple):
+    """Which dimensions of the mask's gradient are full. It is summed over the others."""
+
+    batch: bool
+    heads: bool
+    rows: bool
+    columns: bool

@@ -1,0 +1,93 @@
+"""NaN and Inf in rows that attention's mask or window leaves out.
+
+Such a number must not come back as 0 · NaN from a matrix product. Cleaning every tile would take it
+off the asynchronous path from memory to the tensor cores, so the kernels multiply as if all numbers
+were finite. Only a program that ends with a non-finite sum starts again. Its second attempt
+
+1. counts the non-finite numbers that belong to each sum, which begins with ∞ if there are any;
+2. adds up the rest, with NaN and Inf of every loaded tile replaced by 0.
+
+Results pass through ``infinite_to_nan``, so the sums that begin with ∞ are stored as NaN.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from trifuse.kernels.arithmetic import dot
+from trifuse.kernels.attention_pairs import keep_and_bias, visible_queries
+from trifuse.kernels.attention_tiles import (
+    INF,
+    Tile,
+    group_size,
+    load_head,
+    load_tile,
+    row_pointer,
+)
+
+
+@triton.jit
+def any_non_finite(x):
+    return tl.max((~_finite(x)).to(tl.int32)) > 0
+
+
+@triton.jit
+def zero_non_finite(x):
+    return tl.where(_finite(x), x, 0.0).to(x.dtype)
+
+
+@triton.jit
+def infinite_to_nan(x):
+    return tl.where(tl.abs(x) == INF, float("nan"), x)
+
+
+@triton.jit
+def _finite(x):
+    return tl.abs(x.to(tl.float32)) < INF
+
+
+@triton.jit
+def sums_of_non_finite_keys(
+    tensor, pointer, first_row, visible, head, inputs, sizes, variant: tl.constexpr,
+    block: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr,
+):  # fmt: skip
+    """(M, BLOCK_DIM): ∞ where a key or value that the query sees is not finite, otherwise 0."""
+    rows = first_row + tl.arange(0, block.M)[:, None]
+    count = tl.full((block.M, BLOCK_DIM), 0.0, tl.float32)
+    for first in tl.range(visible.start, visible.stop, block.N, num_stages=1):
+        columns = first + tl.arange(0, block.N)[None, :]
+        keep = keep_and_bias(head, inputs, sizes, rows, columns, variant, False)[0]
+        tile = Tile(pointer, tensor.strides, first, head.num_keys)
+        x = load_tile(tile, block.N, DIM, BLOCK_DIM, False)
+        count = _count_non_finite(keep, x, count)
+    return tl.where(count > 0.0, INF, 0.0)
+
+
+@triton.jit
+def sums_of_non_finite_queries(
+    tensor, first_column, b, kv_head, inputs, sizes, variant: tl.constexpr, block: tl.constexpr,
+    DIM: tl.constexpr, BLOCK_DIM: tl.constexpr,
+):  # fmt: skip
+    """(N, BLOCK_DIM): ∞ where q or dO of a query that sees the key is not finite, otherwise 0."""
+    columns = first_column + tl.arange(0, block.N)[:, None]
+    count = tl.full((block.N, BLOCK_DIM), 0.0, tl.float32)
+    for member in range(group_size(sizes, variant)):
+        h = kv_head * group_size(sizes, variant) + member
+        head = load_head(inputs, sizes, b, h, variant)
+        pointer = row_pointer(tensor, head.batch, h, head.first_query)
+        visible = visible_queries(head, inputs, sizes, first_column, variant, block)
+        for first in tl.range(visible.start, visible.stop, block.M, num_stages=1):
+            rows = first + tl.arange(0, block.M)[None, :]
+            keep = keep_and_bias(head, inputs, sizes, rows, columns, variant, False)[0]
+            tile = Tile(pointer, tensor.strides, first, head.num_queries)
+            x = load_tile(tile, block.M, DIM, BLOCK_DIM, False)
+            count = _count_non_finite(keep, x, count)
+    return tl.where(count > 0.0, INF, 0.0)
+
+
+@triton.jit
+def _count_non_finite(keep, x, count):
+    """Adds keep @ (x is not finite) to ``count``: the non-finite terms of each sum over pairs."""
+    bad = tl.where(_finite(x), 0.0, 1.0)
+    return dot(tl.where(keep, 1.0, 0.0).to(tl.bfloat16), bad.to(tl.bfloat16), count)

@@ -1,0 +1,206 @@
+"""Tiles of attention: where rows lie in memory, loads, stores, and products of two tiles."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from trifuse.kernels.arithmetic import dot
+from trifuse.kernels.philox import dropout_keep
+
+LOG2E = tl.constexpr(math.log2(math.e))
+LN2 = tl.constexpr(math.log(2))
+INF = tl.constexpr(math.inf)
+
+
+# Places ------------------------------------------------------------------------------------------
+
+
+class Head(NamedTuple):
+    """One query head of one sequence: the beginnings and lengths of its tensors."""
+
+    query: Any  # pointers to the first row
+    key: Any
+    value: Any
+    mask: Any
+    batch: Any  # batch index and first row in query, out and their gradients
+    first_query: Any
+    row_offset: Any  # int64: offset of the head in a contiguous (B, H, L)
+    num_queries: Any
+    num_keys: Any  # cut off at key_lengths
+    diagonal: Any  # query i is aligned with key i + diagonal
+    plane: Any  # the number of this head's matrix in dropout
+    seed: Any
+
+
+class Tile(NamedTuple):
+    """Rows of one head from ``first`` on. The head has ``length`` rows."""
+
+    pointer: Any  # to the head's first row
+    strides: Any
+    first: Any
+    length: Any
+
+
+@triton.jit
+def program_place(blocks, heads):
+    """Returns the program's block, head and sequence."""
+    program = tl.program_id(0)
+    return program % blocks, program // blocks % heads, program // blocks // heads
+
+
+@triton.jit
+def load_head(inputs, sizes, b, h, variant: tl.constexpr):
+    if variant.packed:
+        batch = 0
+        first_query = tl.load(inputs.cu_seqlens_q + b)
+        first_key = tl.load(inputs.cu_seqlens_k + b)
+        num_queries = (tl.load(inputs.cu_seqlens_q + b + 1) - first_query).to(tl.int32)
+        num_keys = (tl.load(inputs.cu_seqlens_k + b + 1) - first_key).to(tl.int32)
+    else:
+        batch = b
+        first_query = 0
+        first_key = 0
+        num_queries = sizes.Lq
+        num_keys = sizes.Lk
+    if variant.lower_right:
+        diagonal = num_keys - num_queries
+    else:
+        diagonal = 0
+    if variant.key_lengths:
+        num_keys = tl.load(inputs.key_lengths + b).to(tl.int32)
+    if variant.masked:
+        mask = row_pointer(inputs.attn_mask, b, h, 0)
+    else:
+        mask = 0
+    if variant.dropout:
+        seed = tl.load(inputs.seed)
+    else:
+        seed = 0
+    return Head(
+        query=row_pointer(inputs.query, batch, h, first_query),
+        key=row_pointer(inputs.key, batch, h // sizes.group, first_key),
+        value=row_pointer(inputs.value, batch, h // sizes.group, first_key),
+        mask=mask,
+        batch=batch,
+        first_query=first_query,
+        row_offset=tl.cast(batch * sizes.H + h, tl.int64) * sizes.total_q + first_query,
+        num_queries=num_queries,
+        num_keys=num_keys,
+        diagonal=diagonal,
+        plane=b * sizes.H + h,
+        seed=seed,
+    )
+
+
+@triton.jit
+def row_pointer(tensor, batch, head, row):
+    """Pointer to a row's first element. Offsets are int64: a tensor may pass 2³¹ elements."""
+    return (
+        tensor.data
+        + tl.cast(batch, tl.int64) * tensor.strides[0]
+        + tl.cast(head, tl.int64) * tensor.strides[1]
+        + tl.cast(row, tl.int64) * tensor.strides[2]
+    )
+
+
+@triton.jit
+def tile_like_query(tensor, head, h, first):
+    """The head's rows from ``first`` on in a tensor of as many rows as query: (B, H, Lq, ·)."""
+    pointer = row_pointer(tensor, head.batch, h, head.first_query)
+    return Tile(pointer, tensor.strides, first, head.num_queries)
+
+
+# Loads and stores --------------------------------------------------------------------------------
+
+
+@triton.jit
+def load_tile(
+    tile, ROWS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, FULL: tl.constexpr
+):
+    """Loads (ROWS, BLOCK_DIM), 0 past the last row and past DIM. FULL: no row is past the last."""
+    pointers = _pointers(tile, 0, ROWS, BLOCK_DIM)
+    if FULL and DIM == BLOCK_DIM:
+        x = tl.load(pointers)
+    elif FULL:
+        x = tl.load(pointers, mask=tl.arange(0, BLOCK_DIM)[None, :] < DIM, other=0.0)
+    else:
+        x = tl.load(pointers, mask=_inside(tile, 0, ROWS, BLOCK_DIM, DIM), other=0.0)
+    return x
+
+
+@triton.jit
+def store_tile(tile, x, ROWS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr):
+    x = x.to(tile.pointer.dtype.element_ty)
+    tl.store(_pointers(tile, 0, ROWS, BLOCK_DIM), x, mask=_inside(tile, 0, ROWS, BLOCK_DIM, DIM))
+
+
+@triton.jit
+def store_zeros(
+    tensor, h, start, stop, step, ROWS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr
+):
+    """Writes zeros for packed tokens in [start, stop): ROWS tokens of every ``step``."""
+    for first in range(start, stop, step):
+        tile = Tile(row_pointer(tensor, 0, h, 0), tensor.strides, first, stop)
+        store_tile(tile, tl.zeros((ROWS, BLOCK_DIM), tl.float32), ROWS, DIM, BLOCK_DIM)
+
+
+@triton.jit
+def _pointers(tile, column, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    rows = tl.arange(0, ROWS)[:, None].to(tl.int64)
+    columns = tl.arange(0, COLUMNS)[None, :].to(tl.int64)
+    first = tile.pointer + tl.cast(tile.first, tl.int64) * tile.strides[2]
+    first += tl.cast(column, tl.int64) * tile.strides[3]
+    return first + (rows * tile.strides[2] + columns * tile.strides[3])
+
+
+@triton.jit
+def _inside(tile, column, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DIM: tl.constexpr):
+    rows = tile.first + tl.arange(0, ROWS)[:, None]
+    columns = column + tl.arange(0, COLUMNS)[None, :]
+    return (rows < tile.length) & (columns < DIM)
+
+
+# Arithmetic --------------------------------------------------------------------------------------
+
+
+@triton.jit
+def pair_products(
+    a, a_tile, b, b_tile, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DIM: tl.constexpr,
+    BLOCK_DIM: tl.constexpr, block: tl.constexpr,
+):  # fmt: skip
+    """Returns a @ bᵀ (ROWS, COLUMNS), at once or in steps of block.K along DIM.
+
+    In float32, products run on the ordinary arithmetic units, and the compiler keeps all operands
+    of a thread in registers. Steps bound their number, but load both tiles again through the cache.
+    """
+    products = tl.zeros((ROWS, COLUMNS), tl.float32)
+    if block.K == 0 or block.K >= BLOCK_DIM:
+        products = dot(a, tl.trans(b), products)
+    else:
+        for k in range(0, BLOCK_DIM, block.K):
+            inside = _inside(a_tile, k, ROWS, block.K, DIM)
+            x = tl.load(_pointers(a_tile, k, ROWS, block.K), mask=inside, other=0.0)
+            inside = _inside(b_tile, k, COLUMNS, block.K, DIM)
+            y = tl.load(_pointers(b_tile, k, COLUMNS, block.K), mask=inside, other=0.0)
+            products = dot(x, tl.trans(y), products)
+    return products
+
+
+@triton.jit
+def weights_kept(head, sizes, row, column, block: tl.constexpr):
+    """(M, N): the weights that dropout keeps, in the tile that begins at ``row`` and ``column``."""
+    return dropout_keep(head.seed, head.plane, row, column, sizes.threshold, block.M, block.N)
+
+
+@triton.jit
+def group_size(sizes, variant: tl.constexpr):
+    """Query heads per key head. A 1 is a compile-time constant, which removes a loop."""
+    if variant.grouped:
+        group = sizes.group
+    else:
+        group = 1
+    return group
