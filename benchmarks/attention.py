@@ -72,6 +72,7 @@ class Case:
 
 
 _CPU = ("sdpa",)
+_EFFICIENT = ("mem-efficient",)
 _SDPA = ("flash", "mem-efficient", "cudnn", "math")
 _GPU = (*_SDPA, "flex")
 _FP32, _BF16 = torch.float32, torch.bfloat16
@@ -95,13 +96,8 @@ CASES: dict[str, tuple[Case, ...]] = {
     ),
     "cuda": (
         Case("key lengths", (64, 16, 512, 64), _BF16, True, _GPU, at_least=2.5, against=_SDPA),
-        Case(
-            "float mask", (16, 16, 1024, 64), _BF16, True, _GPU, at_least=2.0,
-            against=("mem-efficient",),
-        ),
-        Case(
-            "no mask", (4, 16, 4096, 128), _BF16, False, _GPU, at_least=0.85, against=("cudnn",)
-        ),
+        Case("float mask", (16, 16, 1024, 64), _BF16, True, _GPU, at_least=2.0, against=_EFFICIENT),
+        Case("no mask", (4, 16, 4096, 128), _BF16, False, _GPU, at_least=0.85, against=("cudnn",)),
         Case("no mask", (4, 16, 4096, 128), _BF16, True, _GPU),
         Case("causal", (4, 16, 4096, 128), _BF16, False, _GPU),
         Case("causal", (4, 16, 4096, 128), _BF16, True, _GPU),
@@ -111,7 +107,7 @@ CASES: dict[str, tuple[Case, ...]] = {
         Case("key lengths", (16, 12, 512, 64), _FP32, True, _GPU),
         Case("no mask", (1, 2, 8, 16), _BF16, False, ("sdpa",), at_most_over=10e-6),
     ),
-}  # fmt: skip
+}
 
 # A sequence so long that its scores must not be stored, and the limit on our extra bytes for it.
 MEMORY_CASE = Case("no mask", (1, 8, 8192, 64), _FP32, True, _CPU)

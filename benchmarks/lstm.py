@@ -110,7 +110,13 @@ CASES: dict[str, tuple[Case, ...]] = {
         Case("projection", (64, 16, 512, 512), _FP32, True, _LSTM, 3.0, projection=128),
         Case("ragged", (64, 16, 512, 512), _FP32, True, _LSTM, 3.0, ragged=True),
         Case(
-            "two directions, ragged", (64, 8, 256, 256), _FP32, True, _LSTM, 3.0, ragged=True,
+            "two directions, ragged",
+            (64, 8, 256, 256),
+            _FP32,
+            True,
+            _LSTM,
+            3.0,
+            ragged=True,
             bidirectional=True,
         ),
         Case("dense", (64, 32, 512, 512), _FP32, True, _LSTM, 1.2),
@@ -129,8 +135,14 @@ CASES: dict[str, tuple[Case, ...]] = {
     ),
     "cuda": (
         Case(
-            "two directions, two layers", (512, 16, 1024, 1024), _BF16, True, _LSTM, 2.0,
-            bidirectional=True, layers=2,
+            "two directions, two layers",
+            (512, 16, 1024, 1024),
+            _BF16,
+            True,
+            _LSTM,
+            2.0,
+            bidirectional=True,
+            layers=2,
         ),
         Case("two layers", (512, 16, 1024, 1024), _BF16, True, _LSTM, layers=2),
         Case("ragged", (512, 32, 1024, 1024), _BF16, True, _LSTM, 3.0, ragged=True),
@@ -140,7 +152,7 @@ CASES: dict[str, tuple[Case, ...]] = {
         Case("dense", (128, 16, 2048, 2048), _BF16, True, _LSTM),
         Case("layer norm", (64, 16, 512, 512), _BF16, True, _LOOP, norm=True),
     ),
-}  # fmt: skip
+}
 
 
 def flops(case: Case) -> float:

@@ -50,18 +50,23 @@ class Case(NamedTuple):
         return (1,) if self.module.endswith("Cell") else STEPS
 
 
+# The name in torch.nn and in trifuse.nn; whether it has a projection.
+_MODULES = (
+    ("LSTM", False),
+    ("LSTM", True),
+    ("GRU", False),
+    ("LSTMCell", False),
+    ("GRUCell", False),
+)
 CASES = tuple(
     Case(module, dtype, H, H // 4 if projected else 0, backward)
     for backward, (module, projected), dtype, H in itertools.product(
         (False, True),
-        (
-            ("LSTM", False), ("LSTM", True), ("GRU", False), ("LSTMCell", False),
-            ("GRUCell", False),
-        ),
+        _MODULES,
         (torch.float32, torch.float64, torch.bfloat16),
         (64, 256, 512),
     )
-)  # fmt: skip
+)
 
 
 class Outcome(NamedTuple):

@@ -252,9 +252,12 @@ def in_process(function: Callable[..., None], *args: Any, seconds: float = 180) 
     environment = os.environ | {"TRITON_INTERPRET": "1"}
     done = subprocess.run(
         [sys.executable, "-c", script],
-        cwd=Path(__file__).parent, env=environment, capture_output=True, text=True,
+        cwd=Path(__file__).parent,
+        env=environment,
+        capture_output=True,
+        text=True,
         timeout=seconds + 60,
-    )  # fmt: skip
+    )
     if done.returncode:
         pytest.fail(f"ended with {done.returncode}\n{done.stdout}\n{done.stderr}", pytrace=False)
 

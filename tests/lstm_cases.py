@@ -420,9 +420,14 @@ def make(
 DRAWN = {"zoneout_h": 0.3, "zoneout_c": 0.2, "recurrent_dropout": 0.4, "training": True}
 CLIPS = {"cell_clip": 0.8, "proj_clip": 0.5}
 EVERYTHING = {
-    "projection": 3, "peephole": True, "norm": True, "lengths": (3, 5, 0), "forget_bias": 1.0,
-    "reverse": (False, True), **CLIPS,
-}  # fmt: skip
+    "projection": 3,
+    "peephole": True,
+    "norm": True,
+    "lengths": (3, 5, 0),
+    "forget_bias": 1.0,
+    "reverse": (False, True),
+    **CLIPS,
+}
 
 # Arguments of `make`: each option alone, and all compatible ones together.
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -463,9 +468,12 @@ def assert_near(actual: Results, expected: Results) -> None:
     for name, a in actual.items():
         rtol = {torch.float64: 1e-9, torch.float32: 1e-4}.get(a.dtype, 5e-2)
         torch.testing.assert_close(
-            a.double(), expected[name].double(), rtol=rtol, atol=rtol,
+            a.double(),
+            expected[name].double(),
+            rtol=rtol,
+            atol=rtol,
             msg=lambda why, name=name: f"{name}: {why}",
-        )  # fmt: skip
+        )
 
 
 def assert_same_bits(actual: Results, expected: Results) -> None:

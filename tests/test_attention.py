@@ -284,9 +284,13 @@ def test_poison_stays_out_of_second_derivatives(backend):
 
 def take(case: Case, q: slice, k: slice) -> Case:
     return dataclasses.replace(
-        case, query=case.query[:, :, q], key=case.key[:, :, k], value=case.value[:, :, k],
-        grad_out=case.grad_out[:, :, q], grad_lse=case.grad_lse[:, :, q],
-    )  # fmt: skip
+        case,
+        query=case.query[:, :, q],
+        key=case.key[:, :, k],
+        value=case.value[:, :, k],
+        grad_out=case.grad_out[:, :, q],
+        grad_lse=case.grad_lse[:, :, q],
+    )
 
 
 LENGTHS_Q, LENGTHS_K = [70, 0, 1, 33, 5], [40, 7, 1, 66, 0]
@@ -338,15 +342,16 @@ def test_packed_is_padded_without_the_padding(kernel, mask, dropout_p):
 
     def pad(x: Tensor) -> Tensor:
         rows = [x[0, :, cu[b] : cu[b + 1]] for b in range(N)]
-        return torch.stack([
-            torch.cat([r, r.new_zeros(H, longest - r.shape[1], *r.shape[2:])], 1) for r in rows
-        ])  # fmt: skip
+        gaps = [r.new_zeros(H, longest - r.shape[1], *r.shape[2:]) for r in rows]
+        return torch.stack([torch.cat(pair, 1) for pair in zip(rows, gaps, strict=True)])
 
     padded = Case(
-        *(pad(x) for x in (case.query, case.key, case.value)), bias,
-        pad(case.grad_out), pad(case.grad_lse),
+        *(pad(x) for x in (case.query, case.key, case.value)),
+        bias,
+        pad(case.grad_out),
+        pad(case.grad_lse),
         {"key_lengths": torch.tensor(lengths), "dropout_p": dropout_p},
-    )  # fmt: skip
+    )
     expected = run(padded)
 
     def unpad(x: Tensor) -> Tensor:
@@ -361,9 +366,11 @@ def test_packed_tokens_of_no_sequence_pass_on_no_poison(kernel):
     case = packed(lengths, lengths, rest=40)
     past = slice(38, None)
     poisoned = dataclasses.replace(
-        case, **{name: getattr(case, name).clone() for name in ("query", "key", "value")},
-        grad_out=case.grad_out.clone(), grad_lse=case.grad_lse.clone(),
-    )  # fmt: skip
+        case,
+        **{name: getattr(case, name).clone() for name in ("query", "key", "value")},
+        grad_out=case.grad_out.clone(),
+        grad_lse=case.grad_lse.clone(),
+    )
     for name in ("query", "key", "value", "grad_out", "grad_lse"):
         getattr(poisoned, name)[:, :, past] = NAN
     cu = boundaries(lengths)
@@ -405,11 +412,10 @@ def test_empty_tensors(kernel, size, dtype):
     B, H, Lq, Lk, E, Ev = sizes.values()
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     for mask in (None, torch.zeros(1, 1, Lq, Lk), torch.ones(B, 1, 1, Lk, dtype=torch.bool)):
-        case = Case(
-            normal(B, H, Lq, E, dtype=dtype), normal(B, H, Lk, E, dtype=dtype),
-            normal(B, H, Lk, Ev, dtype=dtype), mask, normal(B, H, Lq, Ev, dtype=dtype),
-            normal(B, H, Lq, dtype=wide), {},
-        )  # fmt: skip
+        shapes = (B, H, Lq, E), (B, H, Lk, E), (B, H, Lk, Ev), (B, H, Lq, Ev)
+        query, key, value, grad_out = (normal(*shape, dtype=dtype) for shape in shapes)
+        grad_lse = normal(B, H, Lq, dtype=wide)
+        case = Case(query, key, value, mask, grad_out, grad_lse, {})
         results = run(case)
         assert results.out.shape == (B, H, Lq, Ev)
         assert results.lse.shape == (B, H, Lq)

@@ -344,8 +344,8 @@ def test_vmap_randomness(backend):
     assert not torch.equal(different[0], different[1])
     # A backward drops what its forward dropped.
     torch.manual_seed(3)
-    grads = torch.vmap(torch.func.grad(lambda v: attention(x, x, v, dropout_p=0.5).sum()),
-                       randomness="different")(eye.expand(N, 1, 1, 16, 16))  # fmt: skip
+    grad = torch.func.grad(lambda v: attention(x, x, v, dropout_p=0.5).sum())
+    grads = torch.vmap(grad, randomness="different")(eye.expand(N, 1, 1, 16, 16))
     torch.manual_seed(3)
     outs = torch.vmap(lambda v: attention(x, x, v, dropout_p=0.5), randomness="different")(
         eye.expand(N, 1, 1, 16, 16)

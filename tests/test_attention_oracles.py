@@ -106,12 +106,16 @@ def attend(node: Node) -> Tensor:
         # A cache that is filled up to each sequence's length: the diagonal ends at that length.
         rows = [
             trifuse.scaled_dot_product_attention(
-                query[b : b + 1], key[b : b + 1, :, :n], value[b : b + 1, :, :n],
+                query[b : b + 1],
+                key[b : b + 1, :, :n],
+                value[b : b + 1, :, :n],
                 mask if mask is None else _of_sequence(mask, b, n),
-                is_causal=CausalVariant.LOWER_RIGHT, window=(left, None), **options,
+                is_causal=CausalVariant.LOWER_RIGHT,
+                window=(left, None),
+                **options,
             )
             for b, n in enumerate(lengths.tolist())
-        ]  # fmt: skip
+        ]
         out = torch.cat(rows)
     else:
         if past and (left, right) != (None, None):

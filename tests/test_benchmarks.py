@@ -231,9 +231,18 @@ def test_flops_are_those_of_the_pairs_that_take_part(case: attention.Case) -> No
         pairs = B * H * L * L
     else:
         keep = reference_weights(
-            given.query.detach(), given.key.detach(), None, given.key_lengths, None, 1.0,
-            -1, 0 if case.masking == "causal" else -1, False, 0.0, 0,
-        ).keep  # fmt: skip
+            given.query.detach(),
+            given.key.detach(),
+            None,
+            given.key_lengths,
+            None,
+            1.0,
+            -1,
+            0 if case.masking == "causal" else -1,
+            False,
+            0.0,
+            0,
+        ).keep
         pairs = int(keep.sum())
     products = 7 if case.backward else 2  # forward QKᵀ, PV; backward QKᵀ, dO Vᵀ, dQ, dK, dV
     assert attention.flops(case, given.lengths) == pairs * products * 2 * E
@@ -496,17 +505,20 @@ def _small_bert() -> tuple[bert.Inference | bert.Training, ...]:
     )
     return (
         bert.Inference(
-            torch.float32, (
+            torch.float32,
+            (
                 bert.Target(("sdpa",), 1e6),
                 bert.Target(("OpenVINO", "absent"), 0.0),
                 bert.Target(("absent",), 0.0),
             ),
-            batch_size=4, length=32, peers=("sdpa", "OpenVINO"),
+            batch_size=4,
+            length=32,
+            peers=("sdpa", "OpenVINO"),
         ),
         bert.Training(
             config, (bert.Target(("eager",), 0.0),), batch_size=2, length=16, peers=("eager",)
         ),
-    )  # fmt: skip
+    )
 
 
 def test_bert_tables_json_and_picture(

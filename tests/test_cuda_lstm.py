@@ -107,10 +107,12 @@ def test_float64(library, variant):
 @pytest.mark.parametrize(
     ("way", "dtype"),
     [
-        (ONE_LAUNCH, torch.float32), (ONE_LAUNCH, torch.bfloat16), (STEP_BY_STEP, torch.bfloat16),
+        (ONE_LAUNCH, torch.float32),
+        (ONE_LAUNCH, torch.bfloat16),
+        (STEP_BY_STEP, torch.bfloat16),
         (STEP_BY_STEP, torch.float16),
     ],
-)  # fmt: skip
+)
 def test_many_calls(library, way, dtype):
     """Any calls, each by itself and in the mean, drawn independently of each other."""
     accuracy, random = Accuracy(CUDA.name), Random(0)
@@ -358,13 +360,17 @@ def test_layouts_change_nothing(library, way):
 STACKS: dict[str, dict[str, Any]] = {
     "plain": {"layers": 2},
     "all that fits": {
-        "layers": 2, "projection": 5, "peephole": True, "forget_bias": 1.0, "lengths": (33, 20, 0),
+        "layers": 2,
+        "projection": 5,
+        "peephole": True,
+        "forget_bias": 1.0,
+        "lengths": (33, 20, 0),
         **CLIPS,
     },
     "a wide projection": {"layers": 2, "projection": 8, "H": 5, "lengths": (7, 14, 1)},
     "three": {"layers": 3, "coupled": True, "biases": False, "states": False},
     "recompute": {"layers": 3, "recompute": True, "projection": 3, "lengths": (14, 13, 26)},
-}  # fmt: skip
+}
 stacks = pytest.mark.parametrize("stack", STACKS)
 
 
@@ -454,11 +460,14 @@ def test_as_many_layers_at_once_as_fit(library, layers, device, at_once, why):
         assert_near(run(case), specification(case))
 
 
-@pytest.mark.parametrize(("options", "why"), [
-    ({"T": 9}, "fewer than 32 steps"),
-    ({"norm": True}, WHOLE_ROWS),
-    ({"dtype": torch.float64}, "float64 has no kernel of its own"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"T": 9}, "fewer than 32 steps"),
+        ({"norm": True}, WHOLE_ROWS),
+        ({"dtype": torch.float64}, "float64 has no kernel of its own"),
+    ],
+)
 def test_stacks_that_are_none(library, options, why):
     case = make_stack(B=2, **options)
     assert layers_at_once(case) == (1, why)
@@ -669,9 +678,15 @@ def test_gradients_not_wanted_are_empty(library, half):
 
     def backward(wanted: tuple[bool, ...]) -> list[Tensor]:
         return torch.ops.trifuse.lstm_backward.cuda(
-            case.grad_output, case.grad_h_n, case.grad_c_n, *inputs, output, *kept,
-            *case.numbers, wanted,
-        )  # fmt: skip
+            case.grad_output,
+            case.grad_h_n,
+            case.grad_c_n,
+            *inputs,
+            output,
+            *kept,
+            *case.numbers,
+            wanted,
+        )
 
     wanted = tuple(i % 2 == half for i in range(3 + SLOTS))
     pairs = zip(backward(wanted), backward((True,) * (3 + SLOTS)), wanted, strict=True)

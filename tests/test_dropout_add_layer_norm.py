@@ -44,9 +44,12 @@ def assert_near(actual: Results, expected: Results) -> None:
     for name, a in actual.items():
         rtol = {torch.float64: 1e-9, torch.float32: 1e-4}.get(a.dtype, 3e-2)
         torch.testing.assert_close(
-            a.double(), expected[name].double(), rtol=rtol, atol=rtol,
+            a.double(),
+            expected[name].double(),
+            rtol=rtol,
+            atol=rtol,
             msg=lambda why, name=name: f"{name}: {why}",
-        )  # fmt: skip
+        )
 
 
 # Results ----------------------------------------------------------------------------------------
@@ -213,12 +216,10 @@ def test_gradients_asked_for_one_by_one(backend, wanted, dropout_p):
         everything = run(case)
         inputs = [t.detach().requires_grad_(i in wanted) for i, t in enumerate(case.tensors)]
         torch.manual_seed(SEED)
-        results = OP(
-            *inputs[:4], dropout_p, training=True, x_bias=inputs[4], prenorm=prenorm
-        )  # fmt: skip
-        outputs, upstream = (results, (case.grad_out, case.grad_sum)) if prenorm else (
-            (results,), (case.grad_out,)
-        )  # fmt: skip
+        results = OP(*inputs[:4], dropout_p, training=True, x_bias=inputs[4], prenorm=prenorm)
+        outputs, upstream = (results,), (case.grad_out,)
+        if prenorm:
+            outputs, upstream = results, (case.grad_out, case.grad_sum)
         grads = torch.autograd.grad(outputs, [inputs[i] for i in wanted], upstream)
         for i, grad in zip(wanted, grads, strict=True):
             assert_equal(grad, everything[f"grad_{TENSORS[i]}"], TENSORS[i])

@@ -102,9 +102,12 @@ def test_torch_s_samples(kernel, name, dtype):
         wide = [t.detach().double().requires_grad_() for t in leaves]
         expected = getattr(F, name)(wide[0], shape, *wide[1:], eps=eps)
         out = trifuse.dropout_add_layer_norm(
-            sample.input.flatten(-len(shape)), None, *(v.flatten() for v in vectors), eps=eps,
+            sample.input.flatten(-len(shape)),
+            None,
+            *(v.flatten() for v in vectors),
+            eps=eps,
             rms_norm=name == "rms_norm",
-        ).view(expected.shape)  # fmt: skip
+        ).view(expected.shape)
         upstream = torch.randn(out.shape, dtype=torch.float64).to(dtype)
         grads = torch.autograd.grad(out, leaves, upstream)
         wanted = torch.autograd.grad(expected, wide, upstream.double())

@@ -150,9 +150,12 @@ def published() -> Published:
 
 
 def furthest(
-    published: Published, state: CarriedState | None, change: Callable[[BiLM], object],
-    dtype: torch.dtype = torch.float64, **options: Any,
-) -> float:  # fmt: skip
+    published: Published,
+    state: CarriedState | None,
+    change: Callable[[BiLM], object],
+    dtype: torch.dtype = torch.float64,
+    **options: Any,
+) -> float:
     """Returns the largest difference from the published vectors, in millionths."""
     model = BiLM.from_pretrained(published.options, published.weights, **options).to(dtype)
     change(model)

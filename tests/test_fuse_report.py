@@ -151,16 +151,26 @@ def test_dropouts_that_would_run_as_torchs(options):
 
 def sam() -> nn.Module:
     vision = transformers.SamVisionConfig(
-        hidden_size=16, num_hidden_layers=2, num_attention_heads=2, image_size=32, patch_size=8,
-        output_channels=16, mlp_dim=16, global_attn_indexes=[0], num_pos_feats=8,
-    )  # fmt: skip
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        image_size=32,
+        patch_size=8,
+        output_channels=16,
+        mlp_dim=16,
+        global_attn_indexes=[0],
+        num_pos_feats=8,
+    )
     prompt = transformers.SamPromptEncoderConfig(
         hidden_size=16, image_size=32, patch_size=8, image_embedding_size=4
     )
     decoder = transformers.SamMaskDecoderConfig(
-        hidden_size=16, mlp_dim=16, num_hidden_layers=1, num_attention_heads=2,
+        hidden_size=16,
+        mlp_dim=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
         iou_head_hidden_dim=16,
-    )  # fmt: skip
+    )
     return transformers.SamModel(
         transformers.SamConfig(
             vision_config=vision, prompt_encoder_config=prompt, mask_decoder_config=decoder
@@ -195,11 +205,19 @@ def test_detr():
         embedding_size=8, hidden_sizes=[8, 8], depths=[1, 1], out_features=["stage2"]
     )
     config = transformers.DetrConfig(
-        backbone_config=backbone, use_timm_backbone=False, backbone=None,
-        use_pretrained_backbone=False, d_model=16, encoder_layers=1, decoder_layers=1,
-        encoder_attention_heads=2, decoder_attention_heads=2, encoder_ffn_dim=16,
-        decoder_ffn_dim=16, num_queries=4,
-    )  # fmt: skip
+        backbone_config=backbone,
+        use_timm_backbone=False,
+        backbone=None,
+        use_pretrained_backbone=False,
+        d_model=16,
+        encoder_layers=1,
+        decoder_layers=1,
+        encoder_attention_heads=2,
+        decoder_attention_heads=2,
+        encoder_ffn_dim=16,
+        decoder_ffn_dim=16,
+        num_queries=4,
+    )
     model = transformers.DetrModel(config).eval()
     images = torch.randn(1, 3, 32, 32)
     with torch.no_grad():

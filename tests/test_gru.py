@@ -41,10 +41,19 @@ class Case:
     """A call: tensors by name, and upstream gradients."""
 
     def __init__(
-        self, T: int = 5, B: int = 3, I: int = 4, H: int = 6, *,  # noqa: E741
-        dtype: torch.dtype = torch.float32, biases: bool = True, states: bool = True,
-        lengths: Sequence[int] | None = None, reverse: tuple[bool, ...] = (False,), seed: int = 0,
-    ) -> None:  # fmt: skip
+        self,
+        T: int = 5,
+        B: int = 3,
+        I: int = 4,  # noqa: E741
+        H: int = 6,
+        *,
+        dtype: torch.dtype = torch.float32,
+        biases: bool = True,
+        states: bool = True,
+        lengths: Sequence[int] | None = None,
+        reverse: tuple[bool, ...] = (False,),
+        seed: int = 0,
+    ) -> None:
         generator, D = torch.Generator().manual_seed(seed), len(reverse)
 
         def normal(*shape: int, scale: float = 1.0) -> Tensor:
@@ -93,9 +102,11 @@ Results = dict[str, Tensor]
 
 
 def differentiate(
-    case: Case, tensors: dict[str, Tensor], function: Callable[[dict[str, Tensor]], Any],
+    case: Case,
+    tensors: dict[str, Tensor],
+    function: Callable[[dict[str, Tensor]], Any],
     upstream: Sequence[Tensor] | None = None,
-) -> Results:  # fmt: skip
+) -> Results:
     leaves = {n: t.detach().requires_grad_() for n, t in tensors.items()}
     output, h_n = function(leaves)
     pairs = [
@@ -191,11 +202,17 @@ def draw_case(random: Random, dtype: torch.dtype) -> Case:
 
     T, B = random.randint(1, 5), random.randint(1, 4)
     case = Case(
-        T, B, size(), size(), dtype=dtype, biases=random.random() < 0.7,
-        states=random.random() < 0.7, seed=random.getrandbits(30),
+        T,
+        B,
+        size(),
+        size(),
+        dtype=dtype,
+        biases=random.random() < 0.7,
+        states=random.random() < 0.7,
+        seed=random.getrandbits(30),
         lengths=[random.randint(0, T) for _ in range(B)] if random.random() < 0.5 else None,
         reverse=random.choice(((False,), (True,), (False, True))),
-    )  # fmt: skip
+    )
     layouts = ("contiguous", "gaps", "offset", "swapped")
     case.tensors = {n: lay_out_any(t, random.choice(layouts)) for n, t in case.tensors.items()}
     return case

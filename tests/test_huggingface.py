@@ -76,9 +76,15 @@ def bert(**options) -> nn.Module:
 def t5() -> nn.Module:
     """A learnt position bias on the scores, and cross attention."""
     config = transformers.T5Config(
-        vocab_size=97, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4,
-        decoder_start_token_id=0, dropout_rate=0.0,
-    )  # fmt: skip
+        vocab_size=97,
+        d_model=32,
+        d_kv=8,
+        d_ff=48,
+        num_layers=2,
+        num_heads=4,
+        decoder_start_token_id=0,
+        dropout_rate=0.0,
+    )
     return transformers.T5ForConditionalGeneration(config)
 
 
@@ -179,10 +185,16 @@ def test_generate(make, cache, mask):
     compare(
         build(make),
         lambda m: m.generate(
-            ids(), attention_mask=MASKS[mask], max_new_tokens=6, min_new_tokens=6,
-            do_sample=False, disable_compile=True, pad_token_id=0, **options,
+            ids(),
+            attention_mask=MASKS[mask],
+            max_new_tokens=6,
+            min_new_tokens=6,
+            do_sample=False,
+            disable_compile=True,
+            pad_token_id=0,
+            **options,
         ),
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.parametrize("mask", ["no mask", "padded left"])

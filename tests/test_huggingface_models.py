@@ -32,10 +32,15 @@ SIZES = {
     "pad_token_id": 1,
 }
 BARTS = {
-    "vocab_size": 97, "d_model": 32, "encoder_layers": 1, "decoder_layers": 1,
-    "encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 48,
+    "vocab_size": 97,
+    "d_model": 32,
+    "encoder_layers": 1,
+    "decoder_layers": 1,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 48,
     "decoder_ffn_dim": 48,
-}  # fmt: skip
+}
 GPTS = {"vocab_size": 97, "n_embd": 32, "n_layer": 1, "n_head": 4, "n_positions": 64}
 
 # By model: the options of a small configuration.
@@ -52,21 +57,40 @@ COMPUTE_THEMSELVES = {
     "BigBird": SIZES | {"attention_type": "original_full"},
     "CodeGen": GPTS | {"rotary_dim": 4},
     "GPTNeoXJapanese": {
-        "vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4,
+        "vocab_size": 97,
+        "hidden_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
     },
     "XGLM": {"vocab_size": 97, "d_model": 32, "num_layers": 1, "attention_heads": 4, "ffn_dim": 48},
     "LED": BARTS | {"attention_window": 4},
     "Mpt": {"vocab_size": 97, "d_model": 32, "n_layers": 1, "n_heads": 4},
-}  # fmt: skip
+}
 HAVE_TABLES = {
-    "Falcon": {"vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 1,
-               "num_attention_heads": 4},
+    "Falcon": {
+        "vocab_size": 97,
+        "hidden_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+    },
     "GPTJ": GPTS | {"rotary_dim": 4},
-    "SamVision": {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4,
-                  "image_size": 32, "patch_size": 8, "global_attn_indexes": [0]},
-    "GPTNeo": {"vocab_size": 97, "hidden_size": 32, "num_layers": 1, "num_heads": 4,
-               "attention_types": [[["global"], 1]], "max_position_embeddings": 64},
-}  # fmt: skip
+    "SamVision": {
+        "hidden_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "image_size": 32,
+        "patch_size": 8,
+        "global_attn_indexes": [0],
+    },
+    "GPTNeo": {
+        "vocab_size": 97,
+        "hidden_size": 32,
+        "num_layers": 1,
+        "num_heads": 4,
+        "attention_types": [[["global"], 1]],
+        "max_position_embeddings": 64,
+    },
+}
 IDS = torch.randint(5, 97, (2, 8), generator=torch.Generator().manual_seed(0))
 PADDED = (torch.arange(8) < torch.tensor([8, 5])[:, None]).long()
 
@@ -268,19 +292,29 @@ def test_arguments_that_change_the_result_are_refused():
         with pytest.raises(ValueError, match=f"does not support {name}.*{type(layer).__name__}"):
             huggingface.attention_forward(layer, x, x, x, None, **{name: value})
     harmless = {
-        "position_ids": torch.arange(5), "cache_position": torch.arange(5), "use_cache": True,
-        "sliding_window": 4, "output_hidden_states": True, "sinks": None, "softcap": None,
-        "s_aux": None, "output_attentions": False, "cu_seq_lens_q": torch.tensor([0, 5]),
+        "position_ids": torch.arange(5),
+        "cache_position": torch.arange(5),
+        "use_cache": True,
+        "sliding_window": 4,
+        "output_hidden_states": True,
+        "sinks": None,
+        "softcap": None,
+        "s_aux": None,
+        "output_attentions": False,
+        "cu_seq_lens_q": torch.tensor([0, 5]),
         "nobody_takes_this": 1,
-    }  # fmt: skip
+    }
     got, _ = huggingface.attention_forward(HasFormula(), x, x, x, None, **harmless)
     assert torch.equal(got, wanted)
 
 
 def test_sinks_of_the_layer_are_refused_under_any_name():
     options = SIZES | {
-        "num_key_value_heads": 2, "head_dim": 8, "num_local_experts": 2, "num_experts_per_tok": 1,
-    }  # fmt: skip
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "num_local_experts": 2,
+        "num_experts_per_tok": 1,
+    }
     layer = make("GptOss", options, "eager").layers[0].self_attn
     x = torch.randn(1, 4, 5, 8)
     for kwargs in ({}, {"s_aux": layer.sinks}, {"another": layer.sinks}):
@@ -328,10 +362,15 @@ torch.testing.assert_close(model(ids)[0], wanted)
 
 @pytest.mark.parametrize(
     "first",
-    ["", "import trifuse", "import trifuse, transformers", "import transformers, trifuse",
-     "import trifuse, transformers.models.llama.modeling_llama",
-     "import transformers.modeling_utils, trifuse"],
-)  # fmt: skip
+    [
+        "",
+        "import trifuse",
+        "import trifuse, transformers",
+        "import transformers, trifuse",
+        "import trifuse, transformers.models.llama.modeling_llama",
+        "import transformers.modeling_utils, trifuse",
+    ],
+)
 def test_a_fused_model_is_loaded_in_a_new_process(tmp_path, first):
     model = llama()
     trifuse.fuse(model)

@@ -96,10 +96,16 @@ FEATURES: dict[str, dict[str, Any]] = {
     "dropout": {"H": 2, "dropout_p": 0.3},
     "causal, mask, dropout": {"is_causal": True, "mask": some(2, 1, Lq, Lk), "dropout_p": 0.1},
     "everything": {
-        "H": 4, "Hkv": 2, "Ev": 24, "mask": bias(2, 4, Lq, Lk), "is_causal": LOWER_RIGHT,
-        "window": (40, None), "key_lengths": torch.tensor([45, 31]), "dropout_p": 0.5,
+        "H": 4,
+        "Hkv": 2,
+        "Ev": 24,
+        "mask": bias(2, 4, Lq, Lk),
+        "is_causal": LOWER_RIGHT,
+        "window": (40, None),
+        "key_lengths": torch.tensor([45, 31]),
+        "dropout_p": 0.5,
     },
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("feature", FEATURES)
@@ -164,10 +170,9 @@ def test_masks_of_the_lowest_number(kernel, rows):
 def test_empty_tensors(kernel, size):
     sizes = {"B": 2, "H": 2, "Lq": 3, "Lk": 4, "E": 5, "Ev": 6} | {size: 0}
     B, H, queries, keys, E, Ev = sizes.values()
-    case = Case(
-        normal(B, H, queries, E), normal(B, H, keys, E), normal(B, H, keys, Ev),
-        normal(1, H, queries, keys), normal(B, H, queries, Ev), normal(B, H, queries), {},
-    )  # fmt: skip
+    inputs = (normal(B, H, queries, E), normal(B, H, keys, E), normal(B, H, keys, Ev))
+    mask = normal(1, H, queries, keys)
+    case = Case(*inputs, mask, normal(B, H, queries, Ev), normal(B, H, queries), {})
     with trifuse.backend("eager"):
         expected = run(case)
     assert_near(run(case), expected)
@@ -281,9 +286,11 @@ def shows_weights(case: Case) -> Case:
     (B, Hkv, keys), (_, H, queries) = case.key.shape[:3], case.query.shape[:3]
     eye = torch.eye(max(queries, keys), dtype=case.query.dtype)
     return dataclasses.replace(
-        case, query=case.query / 4, value=eye[:keys].expand(B, Hkv, -1, -1),
+        case,
+        query=case.query / 4,
+        value=eye[:keys].expand(B, Hkv, -1, -1),
         grad_out=eye[:queries].expand(B, H, -1, -1),
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -374,10 +381,12 @@ def test_alone_in_a_batch_and_padded_further(kernel, options):
 
     results = run(
         dataclasses.replace(
-            company, key=pad(company.key), value=pad(company.value),
+            company,
+            key=pad(company.key),
+            value=pad(company.value),
             options=company.options | {"key_lengths": torch.tensor([20, Lk])},
         )
-    )  # fmt: skip
+    )
     of_sequence = Results(*(x[1:, :, : Lk if x.shape[2] > Lq else Lq] for x in results[:5]), None)
     assert_same_bits(of_sequence, alone)
     assert results.grad_key[:, :, Lk:].eq(0).all()

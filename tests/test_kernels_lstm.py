@@ -72,10 +72,16 @@ FITTING = tuple(variant for variant in VARIANTS if variant not in PROJECTED)
 @pytest.mark.parametrize(
     "variant",
     [
-        *PROJECTED, "plain", "lengths, reverse", "coupled, peephole", "zoneout",
-        "recurrent dropout", "recompute, layer norm", "two directions, lengths",
+        *PROJECTED,
+        "plain",
+        "lengths, reverse",
+        "coupled, peephole",
+        "zoneout",
+        "recurrent dropout",
+        "recompute, layer norm",
+        "two directions, lengths",
     ],
-)  # fmt: skip
+)
 def test_step_by_step(triton, step_by_step, variant):
     record_accuracy({triton: Accuracy(triton.name)}, make(**VARIANTS[variant]))
 
@@ -110,9 +116,15 @@ def launch(kernels: Any, case: Case, wanted: tuple[bool, ...] | None = None) -> 
     results = kernels.lstm_forward(*inputs, *case.numbers, 1 + (not case.recompute))
     results, kept = results[:3], results[3:]
     grads = kernels.lstm_backward(
-        case.grad_output, case.grad_h_n, case.grad_c_n, *inputs, results[0], *kept,
-        *case.numbers, wanted or tuple(t is not None for t in tensors),
-    )  # fmt: skip
+        case.grad_output,
+        case.grad_h_n,
+        case.grad_c_n,
+        *inputs,
+        results[0],
+        *kept,
+        *case.numbers,
+        wanted or tuple(t is not None for t in tensors),
+    )
     given = [grad for grad, t in zip(grads, tensors, strict=True) if t is not None]
     names = [f"grad_{name}" for name in case.tensors]
     return dict(zip(("output", "h_n", "c_n", *names), (*results, *given), strict=True))
@@ -121,11 +133,18 @@ def launch(kernels: Any, case: Case, wanted: tuple[bool, ...] | None = None) -> 
 @pytest.mark.parametrize(
     "variant",
     [
-        "without biases or states", "both clips", "forget bias", "peephole", "coupled, peephole",
-        "zoneout of h", "zoneout in evaluation", "recurrent dropout", "recompute",
+        "without biases or states",
+        "both clips",
+        "forget bias",
+        "peephole",
+        "coupled, peephole",
+        "zoneout of h",
+        "zoneout in evaluation",
+        "recurrent dropout",
+        "recompute",
         "two directions, lengths",
     ],
-)  # fmt: skip
+)
 def test_float64(step_by_step, variant):
     """The formulas to 12 digits, where no rounding hides a mistake."""
     case = make(dtype=torch.float64, **VARIANTS[variant])

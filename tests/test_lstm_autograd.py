@@ -49,9 +49,12 @@ def call_of(case: Case) -> tuple[Callable[..., tuple[Tensor, ...]], list[Tensor]
     def call(*tensors: Tensor) -> tuple[Tensor, ...]:
         torch.manual_seed(SEED)  # equal draws, so that finite differences are derivatives
         return ops.layer(
-            *case.of(dict(zip(names, tensors, strict=True))), case.lengths, reverse=case.reverse,
-            recompute=case.recompute, **case.options,
-        )  # fmt: skip
+            *case.of(dict(zip(names, tensors, strict=True))),
+            case.lengths,
+            reverse=case.reverse,
+            recompute=case.recompute,
+            **case.options,
+        )
 
     return call, [t.detach().requires_grad_() for t in case.tensors.values()]
 
@@ -69,9 +72,12 @@ def test_gradgradcheck(what):
     """On the best backend only, as second derivatives come from the formula on all of them."""
     call, args = call_of(small(what))
     torch.autograd.gradgradcheck(
-        call, args, gen_non_contig_grad_outputs=True, fast_mode=True,
+        call,
+        args,
+        gen_non_contig_grad_outputs=True,
+        fast_mode=True,
         check_undefined_grad=what in ("plain", "everything"),
-    )  # fmt: skip
+    )
 
 
 def combine(results: tuple[Tensor, ...]) -> Tensor:
@@ -345,9 +351,8 @@ def reference_of(case: Case) -> Callable[..., tuple[Tensor, ...]]:
     def formula(*tensors: Tensor) -> tuple[Tensor, ...]:
         input, h0, c0, parameters = case.of(dict(zip(names, tensors, strict=True)))
         flat = [t for p in parameters for t in p]
-        return reference.lstm(
-            input, h0, c0, flat, case.lengths, case.seed, options=case.numbers
-        )[:3]  # fmt: skip
+        inputs = (input, h0, c0, flat, case.lengths, case.seed)
+        return reference.lstm(*inputs, options=case.numbers)[:3]
 
     return formula
 
@@ -580,9 +585,11 @@ def test_compile_two_directions_with_lengths(backend):
 
     def function(lengths: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
         return ops.layer(
-            *case.of(dict(zip(names, tensors, strict=True))), lengths, reverse=case.reverse,
+            *case.of(dict(zip(names, tensors, strict=True))),
+            lengths,
+            reverse=case.reverse,
             **{**case.options, "training": False},
-        )  # fmt: skip
+        )
 
     compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
     actual, expected = (

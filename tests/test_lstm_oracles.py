@@ -236,15 +236,17 @@ def test_onnx_runtime_lstm(kernel, peephole, coupled, direction, ragged):
         i, _, g, o = t.chunk(4)
         return torch.cat([i, g, o]) if coupled else t
 
+    which = [0, 2] if coupled else slice(None)
     parameters = [
         lstm_ops.Parameters(
-            kept(W[d]), kept(R[d]), kept(b[d, :, 0]), kept(b[d, :, 1]),
-            weight_peephole=None if peepholes is None else (
-                peepholes[d][[0, 2]] if coupled else peepholes[d]
-            ),
+            kept(W[d]),
+            kept(R[d]),
+            kept(b[d, :, 0]),
+            kept(b[d, :, 1]),
+            weight_peephole=None if peepholes is None else peepholes[d][which],
         )
         for d in range(D)
-    ]  # fmt: skip
+    ]
     reverse = {"forward": (False,), "reverse": (True,), "bidirectional": (False, True)}[direction]
     output, h_n, c_n = lstm_ops.layer(
         x, h0, c0, parameters, lengths, reverse=reverse, coupled=coupled
@@ -314,9 +316,8 @@ def onnx_nodes() -> dict[str, Any]:
                 continue
         keys = zip(("Y", "Y_h", "Y_c"), node.output, strict=False)
         given = [key for key, name in keys if name]
-        nodes[test.name.removeprefix("test_")] = (
-            node.op_type, attributes, named, dict(zip(given, results, strict=True)),
-        )  # fmt: skip
+        results = dict(zip(given, results, strict=True))
+        nodes[test.name.removeprefix("test_")] = (node.op_type, attributes, named, results)
     return nodes
 
 

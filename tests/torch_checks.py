@@ -83,9 +83,12 @@ def check_forward_mode(
     """
     batched = not draws
     torch.autograd.gradcheck(
-        call, args, check_forward_ad=True, check_backward_ad=False,
+        call,
+        args,
+        check_forward_ad=True,
+        check_backward_ad=False,
         check_batched_forward_grad=batched,
-    )  # fmt: skip
+    )
     torch.autograd.gradgradcheck(call, args, fast_mode=True, check_fwd_over_rev=True)
     values = tuple(t.detach() for t in args)
     tangents = tuple(torch.randn_like(t) for t in values)

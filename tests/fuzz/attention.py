@@ -70,10 +70,8 @@ def draw(d: Draws, kernel: str, dtype: str) -> Call:
             options["max_seqlen_q"] = longest_q + d.choice((0, 1, 40))
         if d.flag(30):
             options["max_seqlen_k"] = longest_k + d.choice((0, 1, 40))
-        mask_shape = (
-            len(sizes), H, options.get("max_seqlen_q", total_q),
-            options.get("max_seqlen_k", total_k),
-        )  # fmt: skip
+        longest = (options.get("max_seqlen_q", total_q), options.get("max_seqlen_k", total_k))
+        mask_shape = (len(sizes), H, *longest)
         results = {"out": (total_q, H, Ev), "lse": (total_q, H)}
     else:
         ((Lq, Lk),) = sizes or [(1, 1)]
@@ -93,9 +91,12 @@ def draw(d: Draws, kernel: str, dtype: str) -> Call:
             kind = "dtype"
         shape = tuple(1 if d.flag(35) else n for n in mask_shape)
         values(
-            "attn_mask", *shape, dtype={"dtype": dtype}.get(kind, kind), scale=d.choice((1.0, 5.0)),
+            "attn_mask",
+            *shape,
+            dtype={"dtype": dtype}.get(kind, kind),
+            scale=d.choice((1.0, 5.0)),
             left_out=d.choice((0.1, 0.5, 0.9, *([] if kind == "bool" else [0.0]))),
-        )  # fmt: skip
+        )
     causal = d.choice((False, False, True, CausalVariant.UPPER_LEFT, CausalVariant.LOWER_RIGHT))
     if causal is not False:
         options["is_causal"] = causal
@@ -114,10 +115,9 @@ def draw(d: Draws, kernel: str, dtype: str) -> Call:
     options["return_lse"] = True
     wide = "float64" if dtype == "float64" else "float32"
     call = Call("attention", kernel, dtype, tensors, options, "varlen" if varlen else "padded")
-    call = draw_modes(
-        d, call, [n for n, v in tensors.items() if v.dtype in ("float32", dtype)],
-        {"out": Values(results["out"], dtype), "lse": Values(results["lse"], wide)},
-    )  # fmt: skip
+    floating = [n for n, v in tensors.items() if v.dtype in ("float32", dtype)]
+    upstream = {"out": Values(results["out"], dtype), "lse": Values(results["lse"], wide)}
+    call = draw_modes(d, call, floating, upstream)
     if d.flag(12):
         call = dataclasses.replace(call, poison=d.choice((NAN, INF)))
     elif d.flag(6):
@@ -260,7 +260,7 @@ def _pairs(call: Call, sizes: Sizes, tensors: Tensors) -> Pairs:
     left, right = (
         side if side is None else min(side, far)
         for side in (window if isinstance(window, tuple) else (window, window))
-    )  # fmt: skip
+    )
     causal, bias = options.get("is_causal", False), options.get("attn_mask")
     mask = tensors.get("attn_mask")
     if mask is not None:
@@ -299,9 +299,13 @@ def _pairs(call: Call, sizes: Sizes, tensors: Tensors) -> Pairs:
         place = place.expand(takes_part.shape)
         kv_head = heads * sizes.Hkv // sizes.H
         rows = (
-            heads * sizes.total[0] + start_q + i, kv_head * sizes.total[1] + start_k + j, place,
-            b * sizes.H + heads, i, j,
-        )  # fmt: skip
+            heads * sizes.total[0] + start_q + i,
+            kv_head * sizes.total[1] + start_k + j,
+            place,
+            b * sizes.H + heads,
+            i,
+            j,
+        )
         for column, row in zip(columns, rows, strict=True):
             column.append(row.expand(takes_part.shape)[takes_part])
     nothing = [torch.zeros(0, dtype=torch.int64)]

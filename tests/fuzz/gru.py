@@ -140,9 +140,14 @@ def _count(call: Call) -> int:
 
 
 def _direction(
-    call: Call, x: Tensor, h: Tensor | None, tensors: Tensors, suffix: str, reverse: bool,
+    call: Call,
+    x: Tensor,
+    h: Tensor | None,
+    tensors: Tensors,
+    suffix: str,
+    reverse: bool,
     r: Rounding,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:
     weight_ih, weight_hh, *biases = (tensors.get(f"{name}{suffix}") for name in NAMES)
     replicas, T, B, _ = x.shape
     h = x.new_zeros(replicas, B, weight_hh.shape[2]) if h is None else h
@@ -151,9 +156,7 @@ def _direction(
     for step in range(steps.count):
         rows, position = steps.at(step)
         old = h[:, rows]
-        heard = (
-            product(x[:, position, rows], weight_ih, r), product(old, weight_hh, r),
-        )  # fmt: skip
+        heard = (product(x[:, position, rows], weight_ih, r), product(old, weight_hh, r))
         from_x, from_h = (
             a if bias is None else r(a + bias[:, None])
             for a, bias in zip(heard, biases, strict=True)

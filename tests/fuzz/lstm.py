@@ -268,9 +268,16 @@ def _count(call: Call) -> int:
 
 
 def _direction(
-    call: Call, x: Tensor, h: Tensor | None, c: Tensor | None, tensors: Tensors, suffix: str,
-    reverse: bool, direction: int, r: Rounding,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    call: Call,
+    x: Tensor,
+    h: Tensor | None,
+    c: Tensor | None,
+    tensors: Tensors,
+    suffix: str,
+    reverse: bool,
+    direction: int,
+    r: Rounding,
+) -> tuple[Tensor, Tensor, Tensor]:
     """Runs one direction step by step. A step computes only the rows that have it."""
     options = call.options
     p = {name: tensors.get(f"{name}{suffix}") for name in NAMES}
