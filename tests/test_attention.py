@@ -164,12 +164,12 @@ EMPTY: dict[str, tuple[dict[str, Any], Callable[[Tensor], Tensor | None]]] = {
 }
 
 
-def empty_rows(way: str) -> tuple[Case, Tensor]:
+def empty_rows(exclusion: str) -> tuple[Case, Tensor]:
     """Returns a case in which some rows have no key, and which rows: bool (B, H, Lq)."""
     rows = torch.zeros(2, 2, 70, 1, dtype=torch.bool)
     rows[0, 1, 3], rows[1, :, 64:] = True, True
-    options, mask = EMPTY[way]
-    Lk = 20 if way in ("lower right", "window") else 75
+    options, mask = EMPTY[exclusion]
+    Lk = 20 if exclusion in ("lower right", "window") else 75
     case = make(Lk=Lk, mask=mask(rows), **options)
     empty = ~pairs(case).any(-1)
     assert empty.any()
@@ -177,9 +177,9 @@ def empty_rows(way: str) -> tuple[Case, Tensor]:
     return case, empty
 
 
-@pytest.mark.parametrize("way", EMPTY)
-def test_rows_without_a_key_are_zero(kernel, way):
-    case, empty = empty_rows(way)
+@pytest.mark.parametrize("exclusion", EMPTY)
+def test_rows_without_a_key_are_zero(kernel, exclusion):
+    case, empty = empty_rows(exclusion)
     results = run(case)
     assert results.out[empty].eq(0).all()
     assert results.lse[empty].eq(-INF).all()
@@ -196,9 +196,9 @@ def test_rows_without_a_key_are_zero(kernel, way):
 
 
 @pytest.mark.parametrize("poison", [NAN, INF, -INF])
-@pytest.mark.parametrize("way", EMPTY)
-def test_rows_without_a_key_pass_on_no_poison(kernel, way, poison):
-    case, empty = empty_rows(way)
+@pytest.mark.parametrize("exclusion", EMPTY)
+def test_rows_without_a_key_pass_on_no_poison(kernel, exclusion, poison):
+    case, empty = empty_rows(exclusion)
     poisoned = dataclasses.replace(
         case,
         query=case.query.masked_fill(empty[..., None], poison),
@@ -211,21 +211,21 @@ def test_rows_without_a_key_pass_on_no_poison(kernel, way, poison):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("poison", [NAN, INF, -INF])
 @pytest.mark.parametrize("dropout_p", [0.0, 0.3])
-@pytest.mark.parametrize("way", ["bool mask", "float mask", "lengths", "causal", "window"])
-def test_keys_left_out_pass_on_no_poison(kernel, way, poison, dropout_p, dtype):
+@pytest.mark.parametrize("exclusion", ["bool mask", "float mask", "lengths", "causal", "window"])
+def test_keys_left_out_pass_on_no_poison(kernel, exclusion, poison, dropout_p, dtype):
     """Poison in keys and values that no query of their sequence sees."""
     options: dict[str, Any] = {"dropout_p": dropout_p, "dtype": dtype}
     out = torch.zeros(2, 1, 1, 75, dtype=torch.bool)  # keys left out
-    if way == "bool mask":
+    if exclusion == "bool mask":
         out[0, ..., 3], out[1, ..., 60:] = True, True
         options["mask"] = ~out
-    elif way == "float mask":
+    elif exclusion == "float mask":
         out[0, ..., 3], out[1, ..., 60:] = True, True
         options["mask"] = torch.zeros(2, 1, 70, 75, dtype=dtype).masked_fill(out, -INF)
-    elif way == "lengths":
+    elif exclusion == "lengths":
         options["key_lengths"] = torch.tensor([63, 0])
         out[0, ..., 63:], out[1] = True, True
-    elif way == "causal":
+    elif exclusion == "causal":
         options["is_causal"] = True
         out[..., 70:] = True
     else:

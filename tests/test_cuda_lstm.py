@@ -221,7 +221,7 @@ test_clips_are_those_of_the_forward_in_16_bits = (
 
 def why_step_by_step(case: Case, backward: bool = False) -> str:
     parameters = [t for p in case.parameters for t in p]
-    coupled = case.numbers.coupled
+    coupled = case.op_options.coupled
     return torch.ops.trifuse.lstm_step_by_step.cuda(case.input, parameters, coupled, backward)
 
 
@@ -381,7 +381,7 @@ def make_stack(T: int = 33, B: int = 3, **options: Any) -> Case:
 def layers_at_once(case: Case, backward: bool = False) -> tuple[int, str]:
     parameters = [t for p in case.parameters for t in p]
     return torch.ops.trifuse.lstm_layers_at_once.cuda(
-        case.input, parameters, case.numbers.coupled, backward
+        case.input, parameters, case.op_options.coupled, backward
     )
 
 
@@ -623,13 +623,13 @@ def test_opcheck_of_a_stack(library, T, save):
     parameters = [t for p in case.parameters for t in p]
     args = (case.input, case.h0, case.c0, parameters, None, None)
     stacked = torch.ops.trifuse
-    torch.library.opcheck(stacked.lstm_stack_forward.cuda, (*args, *case.numbers, save))
+    torch.library.opcheck(stacked.lstm_stack_forward.cuda, (*args, *case.op_options, save))
     if save == 0:
         return
-    output, h_n, c_n, *kept = stacked.lstm_stack_forward.cuda(*args, *case.numbers, save)
+    output, h_n, c_n, *kept = stacked.lstm_stack_forward.cuda(*args, *case.op_options, save)
     for half in (0, 1):
         wanted = [i % 2 == half for i in range(3 + len(parameters))]
-        more = (output, h_n, c_n, *args, output, *kept, *case.numbers, wanted)
+        more = (output, h_n, c_n, *args, output, *kept, *case.op_options, wanted)
         torch.library.opcheck(stacked.lstm_stack_backward.cuda, more)
 
 
@@ -640,7 +640,7 @@ def forward(case: Case, save: int, **changes: Any) -> tuple[Tensor, ...]:
     case = dataclasses.replace(case, **changes)
     parameters = [t for p in case.parameters for t in p]
     inputs = (case.input, case.h0, case.c0, parameters, case.lengths, case.seed)
-    return torch.ops.trifuse.lstm_forward.cuda(*inputs, *case.numbers, save)
+    return torch.ops.trifuse.lstm_forward.cuda(*inputs, *case.op_options, save)
 
 
 @WAYS
@@ -684,7 +684,7 @@ def test_gradients_not_wanted_are_empty(library, half):
             *inputs,
             output,
             *kept,
-            *case.numbers,
+            *case.op_options,
             wanted,
         )
 

@@ -188,29 +188,29 @@ def poisoned(x: Tensor, where: Tensor) -> Tensor:
     return torch.where(where, poison, x)
 
 
-def left_out_keys(way: str) -> tuple[dict[str, Any], Tensor]:
+def left_out_keys(exclusion: str) -> tuple[dict[str, Any], Tensor]:
     """Returns options, and the keys that no query of their sequence sees: bool (B, Lk)."""
     out = torch.zeros(2, Lk, dtype=torch.bool)
-    if way == "lengths":
+    if exclusion == "lengths":
         out[0, 33:], out[1] = True, True
         return {"key_lengths": torch.tensor([33, 0])}, out
-    if way == "causal":
+    if exclusion == "causal":
         out[:, 20:] = True
         return {"is_causal": True, "Lq": 20}, out
-    if way == "window":
+    if exclusion == "window":
         out[:, 22:] = True
         return {"window": (None, 1), "Lq": 21}, out
     out[0, 3], out[1, 30:] = True, True
     keep = ~out[:, None, None].expand(2, 1, Lq, Lk)
-    if way == "float mask":
+    if exclusion == "float mask":
         return {"mask": torch.zeros(keep.shape).masked_fill(~keep, -INF)}, out
     return {"mask": keep}, out
 
 
 @pytest.mark.parametrize("dropout_p", [0.0, 0.3])
-@pytest.mark.parametrize("way", ["bool mask", "float mask", "lengths", "causal", "window"])
-def test_keys_left_out_pass_on_no_poison(kernel, way, dropout_p):
-    options, out = left_out_keys(way)
+@pytest.mark.parametrize("exclusion", ["bool mask", "float mask", "lengths", "causal", "window"])
+def test_keys_left_out_pass_on_no_poison(kernel, exclusion, dropout_p):
+    options, out = left_out_keys(exclusion)
     case = make(**ONE_HEAD | options, dropout_p=dropout_p)
     where = out[:, None, :, None]
     changed = dataclasses.replace(
@@ -228,10 +228,10 @@ EMPTY: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("way", EMPTY)
-def test_rows_without_a_key(kernel, way):
+@pytest.mark.parametrize("exclusion", EMPTY)
+def test_rows_without_a_key(kernel, exclusion):
     """They are 0, and poison in their queries and upstream gradients reaches no result."""
-    case = make(**ONE_HEAD, **EMPTY[way])
+    case = make(**ONE_HEAD, **EMPTY[exclusion])
     empty = ~pairs(case).any(-1)
     assert empty.any()
     assert not empty.all()

@@ -352,7 +352,7 @@ def reference_of(case: Case) -> Callable[..., tuple[Tensor, ...]]:
         input, h0, c0, parameters = case.of(dict(zip(names, tensors, strict=True)))
         flat = [t for p in parameters for t in p]
         inputs = (input, h0, c0, flat, case.lengths, case.seed)
-        return reference.lstm(*inputs, options=case.numbers)[:3]
+        return reference.lstm(*inputs, options=case.op_options)[:3]
 
     return formula
 
@@ -484,8 +484,8 @@ def op_arguments(what: str, save: int, dtype: torch.dtype = torch.float32) -> tu
     """Arguments of the forward op."""
     case = small(what, dtype)
     parameters = [t for p in case.parameters for t in p]
-    numbers = case.numbers._replace(reverse=list(case.reverse))
-    return (case.input, case.h0, case.c0, parameters, case.lengths, case.seed, *numbers, save)
+    options = case.op_options._replace(reverse=list(case.reverse))
+    return (case.input, case.h0, case.c0, parameters, case.lengths, case.seed, *options, save)
 
 
 def backward_arguments(args: tuple[Any, ...], results: Any) -> Iterator[tuple[Any, ...]]:

@@ -194,7 +194,8 @@ def _sampled(d: Draws, call: Call) -> Call:
 
 
 def arguments(call: Call, tensors: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    name = {"varlen": "varlen_attention", "padded": "scaled_dot_product_attention"}[call.way]
+    padded = call.entry_point == "padded"
+    name = "scaled_dot_product_attention" if padded else "varlen_attention"
     options = dict(call.options)
     if "attn_mask" in options:
         options["attn_mask"] = _causal_bias(options["attn_mask"], tensors["query"], tensors["key"])
@@ -240,7 +241,7 @@ class Sizes(NamedTuple):
 
 def _sizes(call: Call, query: Tensor, key: Tensor, tensors: Tensors) -> Sizes:
     """Returns the sizes of query and key, (..., B, H, L, E) or (..., total, H, E)."""
-    if call.way == "padded":
+    if call.entry_point == "padded":
         (B, H, Lq), (_, Hkv, Lk) = query.shape[-4:-1], key.shape[-4:-1]
         starts = [(b * Lq, b * Lk) for b in range(B)]
         return Sizes(B, H, Hkv, [(Lq, Lk)] * B, starts, (B * Lq, B * Lk))
@@ -316,7 +317,7 @@ def formula(call: Call, tensors: Tensors, r: Rounding) -> Tensors:
     query, key, value = (tensors[name] for name in ("query", "key", "value"))
     sizes = _sizes(call, query, key, tensors)
     pairs = _pairs(call, sizes, tensors)
-    packed = call.way == "varlen"
+    packed = call.entry_point == "varlen"
 
     def by_head(x: Tensor) -> Tensor:
         """Reshapes to (1 + replicas, heads · tokens, ...)."""
@@ -392,14 +393,14 @@ def poison(call: Call, tensors: Tensors, value: float) -> None:
         heads, count = (sizes.H, sizes.total[0]) if name == "query" else (sizes.Hkv, sizes.total[1])
         unused = torch.ones(heads * count, dtype=torch.bool).index_fill(0, used, False)
         unused = unused.view(heads, count)
-        if call.way == "varlen":
+        if call.entry_point == "varlen":
             x.masked_fill_(unused.t()[..., None], value)
         elif x.numel():
             x.masked_fill_(unused.view(heads, len(x), -1).transpose(0, 1)[..., None], value)
 
 
 def first(call: Call, tensors: Tensors) -> tuple[Tensors, Mapping[str, Any]] | None:
-    if call.way != "padded" or len(tensors["query"]) < 2:
+    if call.entry_point != "padded" or len(tensors["query"]) < 2:
         return None
     one = slice(0, 1)
     given = {n: t if n == "attn_mask" and len(t) == 1 else t[one] for n, t in tensors.items()}
