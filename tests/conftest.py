@@ -34,6 +34,7 @@ with contextlib.suppress(ModuleNotFoundError):  # it needs a package that torch 
 
 import trifuse
 from trifuse import backends
+from trifuse.ops import linear
 
 
 def _patch_language_once_a_launch() -> None:
@@ -193,6 +194,13 @@ def cpp_kernels() -> tuple[Kernel, ...]:
 def cpp_kernel(request: pytest.FixtureRequest) -> Iterator[Kernel]:
     with request.param.serving():
         yield request.param
+
+
+@pytest.fixture
+def torch_multiplies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leaves products of linear layers to torch, so that reports don't depend on the machine."""
+    monkeypatch.setenv("TRIFUSE_LINEAR", "torch")
+    monkeypatch.setattr(linear, "_measured", {})
 
 
 @pytest.fixture

@@ -10,19 +10,11 @@ import pickle
 import pytest
 import torch
 import transformers
+from model_sizes import BERT_SIZES
 from torch import nn
 
 import trifuse
 from trifuse.models.bert import BertConfig, BertModel
-
-SIZES = {
-    "vocab_size": 97,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "intermediate_size": 48,
-    "max_position_embeddings": 24,
-}
 
 
 def transformer() -> nn.Module:
@@ -34,11 +26,11 @@ def recurrent() -> nn.Module:
 
 
 def our_bert() -> nn.Module:
-    return BertModel(BertConfig(**SIZES))
+    return BertModel(BertConfig(**BERT_SIZES))
 
 
 def their_bert() -> nn.Module:
-    return transformers.BertModel(transformers.BertConfig(**SIZES))
+    return transformers.BertModel(transformers.BertConfig(**BERT_SIZES))
 
 
 MODELS = [transformer, recurrent, our_bert, their_bert]
@@ -115,7 +107,7 @@ def test_reverted_in_any_order(make, order):
 def test_nested_models_of_transformers_in_any_order():
     """Each report swaps the configuration of the inner model for a copy of its own."""
     for order in itertools.permutations(range(2)):
-        model = transformers.BertForMaskedLM(transformers.BertConfig(**SIZES))
+        model = transformers.BertForMaskedLM(transformers.BertConfig(**BERT_SIZES))
         reports = [trifuse.fuse(model.bert), trifuse.fuse(model)]
         for k in order:
             reports[k].revert()
