@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from random import Random
 from typing import Any
 
+import numerics
 import pytest
 import torch
 import torch.nn.functional as F
@@ -463,18 +464,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-def assert_near(actual: Results, expected: Results) -> None:
-    """Asserts equality up to rounding. test_lstm_accuracy bounds the rounding."""
-    assert actual.keys() == expected.keys()
-    for name, a in actual.items():
-        rtol = {torch.float64: 1e-9, torch.float32: 1e-4}.get(a.dtype, 5e-2)
-        torch.testing.assert_close(
-            a.double(),
-            expected[name].double(),
-            rtol=rtol,
-            atol=rtol,
-            msg=lambda why, name=name: f"{name}: {why}",
-        )
+assert_near = functools.partial(numerics.assert_near, narrow=5e-2)
 
 
 def assert_same_bits(actual: Results, expected: Results) -> None:

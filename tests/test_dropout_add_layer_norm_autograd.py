@@ -15,9 +15,12 @@ from torch import Tensor, nn
 from torch_checks import (
     assert_same_results,
     check_checkpoint,
+    check_compile,
     check_fakes,
     check_forward_mode,
     check_one_graph,
+    check_vmap,
+    check_vmap_randomness,
     seeded,
 )
 
@@ -277,15 +280,8 @@ def test_vmap(served, in_dims, prenorm):
     def gradients(*a: Tensor) -> tuple[Tensor, ...]:
         return torch.func.grad(lambda *b: combine(call(*b)), argnums=tuple(range(5)))(*a)
 
-    samples = [
-        [t if d is None else t.select(d, n) for t, d in zip(args, in_dims, strict=True)]
-        for n in range(SAMPLES)
-    ]
     for function in (call, gradients):
-        actual = torch.vmap(function, in_dims=in_dims)(*args)
-        expected = zip(*(function(*sample) for sample in samples), strict=True)
-        for a, e in zip(actual, expected, strict=True):
-            torch.testing.assert_close(a, torch.stack(e))
+        check_vmap(function, in_dims, args)
 
 
 def test_vmap_twice(backend):
@@ -324,16 +320,7 @@ def test_vmap_randomness(served):
     def drop(x: Tensor) -> Tensor:
         return OP(x, dropout_p=0.5, training=True, prenorm=True)[1]
 
-    with pytest.raises(RuntimeError, match="random"):
-        torch.vmap(drop)(samples)
-    torch.manual_seed(3)
-    alone = drop(samples[0])
-    torch.manual_seed(3)
-    same = torch.vmap(drop, randomness="same")(samples)
-    assert all(torch.equal(sample, alone) for sample in same)
-    torch.manual_seed(3)
-    different = torch.vmap(drop, randomness="different")(samples)
-    assert not torch.equal(different[0], different[1])
+    different = check_vmap_randomness(drop, samples)
     assert set(different.unique().tolist()) == {0.0, 2.0}
     # A backward drops what its forward dropped.
     torch.manual_seed(3)
@@ -429,13 +416,7 @@ def model_inputs(batch: int = 2, length: int = 3, width: int = N) -> list[Tensor
 @pytest.mark.parametrize("what", TRACED)
 def test_compile(served, what):
     function = functools.partial(model, **TRACED[what])
-    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
-    assert_same_results(compiled, function, model_inputs())
-    with torch.no_grad():
-        expected, actual = (
-            values for f in (function, compiled) for values in [seeded(f)(*model_inputs())]
-        )
-        torch.testing.assert_close(actual, expected)
+    check_compile(function, model_inputs)
 
 
 @pytest.mark.usefixtures("fresh_dynamo")

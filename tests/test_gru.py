@@ -12,10 +12,17 @@ import torch
 import torch.nn.functional as F
 from attention_cases import assert_equal, normal
 from conftest import KERNELS, Kernel
-from lstm_cases import backend_fixture, kernel_fixture, lay_out_any, serving
+from lstm_cases import (
+    assert_near,
+    assert_same_bits,
+    backend_fixture,
+    kernel_fixture,
+    lay_out_any,
+    serving,
+)
 from numerics import Accuracy, rounding_error
 from torch import Tensor
-from torch_checks import check_forward_mode
+from torch_checks import check_forward_mode, check_vmap
 
 import trifuse
 from trifuse.ops import gru as ops
@@ -216,17 +223,6 @@ def draw_case(random: Random, dtype: torch.dtype) -> Case:
     layouts = ("contiguous", "gaps", "offset", "swapped")
     case.tensors = {n: lay_out_any(t, random.choice(layouts)) for n, t in case.tensors.items()}
     return case
-
-
-def assert_near(actual: Results, expected: Results) -> None:
-    for name, a in actual.items():
-        rtol = {torch.float64: 1e-9, torch.float32: 1e-4}.get(a.dtype, 5e-2)
-        torch.testing.assert_close(a.double(), expected[name].double(), rtol=rtol, atol=rtol)
-
-
-def assert_same_bits(actual: Results, expected: Results) -> None:
-    for name, t in expected.items():
-        assert_equal(actual[name], t, name)
 
 
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -465,13 +461,7 @@ def test_vmap(served, batched):
         return torch.func.grad(lambda *b: call(*b)[0].sin().sum(), argnums=every)(*a)
 
     for function in (call, gradients):
-        actual = torch.vmap(function, in_dims=in_dims)(*args)
-        for n in range(3):
-            sample = [
-                t if d is None else t.select(d, n) for t, d in zip(args, in_dims, strict=True)
-            ]
-            for a, e in zip(actual, function(*sample), strict=True):
-                torch.testing.assert_close(a[n], e)
+        check_vmap(function, in_dims, args)
 
 
 def test_compile(served):

@@ -35,15 +35,7 @@ from budgets import check_budget, compile_calls
 from conftest import Kernel
 from numerics import LAYOUTS, Accuracy, lay_out
 from test_attention import test_gradient_of_a_mask_without_elements  # noqa: F401 - collected here
-from test_attention_infinities import (  # noqa: F401 - collected here, with this file's kernel
-    test_a_score_of_minus_infinity_is_a_weight_of_zero,
-    test_bounds_of_packed_lengths_wider_than_numbers,
-    test_dropout_of_everything,
-    test_infinities_that_take_part,
-    test_scales_from_end_to_end,
-    test_scales_that_leave_no_score_finite,
-    test_windows_wider_than_numbers,
-)
+from test_attention_infinities import *  # noqa: F403 - collected here, with this file's kernel
 from torch import Tensor
 from torch.nn.attention.bias import CausalVariant
 

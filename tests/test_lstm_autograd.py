@@ -16,9 +16,12 @@ from torch import Tensor
 from torch_checks import (
     assert_same_results,
     check_checkpoint,
+    check_compile,
     check_fakes,
     check_forward_mode,
     check_one_graph,
+    check_vmap,
+    check_vmap_randomness,
     seeded,
 )
 
@@ -419,19 +422,12 @@ def assert_vmap_is_a_loop(case: Case, batched: dict[str, int]) -> None:
             args.append(normal(*shape, seed=i, dtype=t.dtype))
         else:
             args.append(t.detach())
-    samples = [
-        [t if d is None else t.select(d, n) for t, d in zip(args, in_dims, strict=True)]
-        for n in range(SAMPLES)
-    ]
 
     def gradients(argnums: tuple[int, ...]) -> Callable[..., tuple[Tensor, ...]]:
         return torch.func.grad(lambda *a: combine(call(*a)), argnums=argnums)
 
     for function in (call, gradients((0, 1, 2)), gradients(tuple(range(len(names))))):
-        actual = torch.vmap(function, in_dims=in_dims)(*args)
-        expected = zip(*(function(*sample) for sample in samples), strict=True)
-        for a, e in zip(actual, expected, strict=True):
-            torch.testing.assert_close(a, torch.stack(e))
+        check_vmap(function, in_dims, args)
 
 
 def test_vmap_over_lengths(backend):
@@ -466,15 +462,7 @@ def test_vmap_randomness(backend):
         return ops.layer(x, *rest, **case.options)[0]
 
     samples = case.input.expand(SAMPLES, *case.input.shape)
-    with pytest.raises(RuntimeError, match="random"):
-        torch.vmap(draw)(samples)
-    torch.manual_seed(3)
-    alone = draw(samples[0])
-    torch.manual_seed(3)
-    same = torch.vmap(draw, randomness="same")(samples)
-    assert all(torch.equal(sample, alone) for sample in same)
-    different = torch.vmap(draw, randomness="different")(samples)
-    assert not torch.equal(different[0], different[1])
+    check_vmap_randomness(draw, samples)
 
 
 # The operators themselves -----------------------------------------------------------------------
@@ -570,11 +558,7 @@ def model_inputs(T: int = 3, B: int = 2, I: int = 4, H: int = 5) -> list[Tensor]
 
 @pytest.mark.usefixtures("fresh_dynamo")
 def test_compile(served):
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    assert_same_results(compiled, model, model_inputs())
-    with torch.no_grad():
-        actual, expected = (seeded(f)(*model_inputs()) for f in (compiled, model))
-        torch.testing.assert_close(actual, expected)
+    check_compile(model, model_inputs)
 
 
 @pytest.mark.usefixtures("fresh_dynamo")

@@ -16,7 +16,7 @@ from . import recurrent
 from .call import Call, Tensors, draw_modes
 from .draws import Draws
 from .lstm import module_of
-from .recurrent import Makers, Steps, product
+from .recurrent import Makers, Steps, count_of_states, product
 from .rounding import Rounding, sigmoid, tanh
 from .tensors import Values
 
@@ -109,7 +109,7 @@ def formula(call: Call, tensors: Tensors, r: Rounding) -> Tensors:
     flipped = options.get("batch_first", False) and not alone
     x = x.transpose(1, 2) if flipped else x
     B = x.shape[2]
-    h0 = None if h0 is None else h0.reshape(replicas, _count(call), B, h0.shape[-1])
+    h0 = None if h0 is None else h0.reshape(replicas, count_of_states(call), B, h0.shape[-1])
     layers, reverse = [""], options.get("reverse", (False,))
     if call.entry_point == "module":
         layers = [f"_l{k}" for k in range(options["num_layers"])]
@@ -130,13 +130,6 @@ def formula(call: Call, tensors: Tensors, r: Rounding) -> Tensors:
         return {"h_n": h_n}
     output = x[:, :, 0] if alone else x
     return {"output": output.transpose(1, 2) if flipped else output, "h_n": h_n}
-
-
-def _count(call: Call) -> int:
-    """Returns the number of initial states: layers times directions."""
-    if call.entry_point == "module":
-        return call.options["num_layers"] * (1 + call.options["bidirectional"])
-    return len(call.options["reverse"]) if call.entry_point == "layer" else 1
 
 
 def _direction(

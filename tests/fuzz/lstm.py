@@ -18,7 +18,7 @@ from trifuse.ops.lstm import Parameters
 from . import philox, recurrent
 from .call import Call, Tensors, draw_modes
 from .draws import Draws
-from .recurrent import Makers, Steps, product
+from .recurrent import Makers, Steps, count_of_states, product
 from .rounding import Rounding, sigmoid, tanh
 from .tensors import Values
 
@@ -231,7 +231,7 @@ def formula(call: Call, tensors: Tensors, r: Rounding) -> Tensors:
     x = x[:, :, None] if one_row else x
     x = x.transpose(1, 2) if options.get("batch_first") and not one_row else x
     h0, c0 = (
-        None if t is None else t.reshape(replicas, _count(call), x.shape[2], t.shape[-1])
+        None if t is None else t.reshape(replicas, count_of_states(call), x.shape[2], t.shape[-1])
         for t in (tensors.get("h0"), tensors.get("c0"))
     )
     if call.entry_point == "module":
@@ -259,13 +259,6 @@ def formula(call: Call, tensors: Tensors, r: Rounding) -> Tensors:
         h_n, c_n = h_n[:, 0], c_n[:, 0]
         h_n, c_n = (h_n[:, 0], c_n[:, 0]) if one_row else (h_n, c_n)
     return {"output": output, "h_n": h_n, "c_n": c_n}
-
-
-def _count(call: Call) -> int:
-    """Returns the number of initial states: layers times directions."""
-    if call.entry_point == "module":
-        return call.options["num_layers"] * (1 + call.options["bidirectional"])
-    return len(call.options["reverse"]) if call.entry_point == "layer" else 1
 
 
 def _direction(

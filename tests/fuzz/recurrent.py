@@ -51,6 +51,13 @@ class Makers:
         self.tensors["lengths"] = Values((B,), dtype, numbers=numbers, layout=layout)
 
 
+def count_of_states(call: Call) -> int:
+    """Returns the number of initial states: layers times directions."""
+    if call.entry_point == "module":
+        return call.options["num_layers"] * (1 + call.options["bidirectional"])
+    return len(call.options["reverse"]) if call.entry_point == "layer" else 1
+
+
 def with_specials(d: Draws, call: Call) -> Call:
     """Returns the call, sometimes with poison in the padding."""
     if "lengths" in call.tensors and d.flag(30):
