@@ -203,6 +203,24 @@ def torch_multiplies(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(linear, "_measured", {})
 
 
+@pytest.fixture(scope="session")
+def _measured_ceilings() -> dict[str, Any]:
+    from trifuse.benchmarks import ceilings
+
+    return {name: functools.cache(getattr(ceilings, name)) for name in ("matrix_rate", "copy_rate")}
+
+
+@pytest.fixture
+def ceilings_measured_once(
+    monkeypatch: pytest.MonkeyPatch, _measured_ceilings: dict[str, Any]
+) -> None:
+    """Measures each ceiling of the machine once per process: each time takes seconds."""
+    from trifuse.benchmarks import ceilings
+
+    for name, measured in _measured_ceilings.items():
+        monkeypatch.setattr(ceilings, name, measured)
+
+
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Returns a list that records the operator's name whenever trifuse.nn calls attention."""

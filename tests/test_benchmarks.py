@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import scratch_memory
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
@@ -164,21 +165,9 @@ def test_fractions_and_overheads() -> None:
 # Memory and rates -------------------------------------------------------------------------------
 
 
-def _prepare_scratch(mebibytes: int) -> Callable[[], Sequence[Tensor]]:
-    """Returns a computation with ``mebibytes`` of scratch and a result of 32 MiB."""
-
-    def compute() -> Sequence[Tensor]:
-        scratch = torch.ones(mebibytes << 18)
-        result = torch.ones(32 << 18)
-        del scratch
-        return (result,)
-
-    return compute
-
-
 @pytest.mark.parametrize("mebibytes", [0, 96])
 def test_peak_memory_counts_scratch_and_not_results(mebibytes: int) -> None:
-    peak = peak_extra_memory(_prepare_scratch, mebibytes) / 2**20
+    peak = peak_extra_memory(scratch_memory.prepare, mebibytes) / 2**20
     assert mebibytes - 4 <= peak <= mebibytes + 8
 
 
@@ -276,6 +265,7 @@ def test_flex_attention_is_given_the_same_work(masking: attention.Masking) -> No
     )
 
 
+@pytest.mark.usefixtures("ceilings_measured_once")
 def test_a_peer_that_refuses_is_named() -> None:
     """torch has no cuDNN kernel for CPU tensors; the row reports this and keeps the other peer."""
     case = attention.Case("no mask", (1, 1, 8, 8), torch.float32, False, ("cudnn", "math"))
@@ -292,6 +282,7 @@ def test_a_peer_that_differs_stops_the_run(monkeypatch: pytest.MonkeyPatch) -> N
         attention.run(case, "cpu", seconds=0.0)
 
 
+@pytest.mark.usefixtures("ceilings_measured_once")
 def test_table_json_and_picture(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -395,6 +386,7 @@ def test_norm_that_is_wrong_stops_the_run(monkeypatch: pytest.MonkeyPatch) -> No
         dropout_add_layer_norm.run(case, "cpu", seconds=0.0)
 
 
+@pytest.mark.usefixtures("ceilings_measured_once")
 def test_norm_table_json_and_picture(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -521,6 +513,7 @@ def _small_bert() -> tuple[bert.Inference | bert.Training, ...]:
     )
 
 
+@pytest.mark.usefixtures("ceilings_measured_once")
 def test_bert_tables_json_and_picture(
     weights: Path,
     tmp_path: Path,
@@ -595,7 +588,7 @@ def test_every_benchmark_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
     printed = capsys.readouterr().out
     names = benchmarks()
     assert {"attention", "bert", "demo", "dropout_add_layer_norm"} <= set(names)
-    assert not {"measure", "engines", "__main__"} & set(names)
+    assert not {"timing", "report", "engines", "__main__"} & set(names)
     for name, line in names.items():
         assert line.endswith(".")
         assert f"  {name} " in printed

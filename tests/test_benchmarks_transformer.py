@@ -23,6 +23,8 @@ from trifuse.models.transformer import (
     TransformerConfig,
 )
 
+pytestmark = pytest.mark.usefixtures("ceilings_measured_once")
+
 
 def tiny_puzzle(name: text.Puzzle) -> transformer.Task:
     task = transformer.puzzle(name)
