@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import warnings
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from onnx import helper
-from onnx.backend.test.loader import load_model_tests
+from onnx.backend.test.case import node as node_cases
 from torch import Tensor
 
 
@@ -29,8 +30,12 @@ class OnnxCase(NamedTuple):
 def onnx_cases(*operators: str) -> list[OnnxCase]:
     """Returns every case of the operators once: those named _expanded repeat cases in smaller
     operators."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # some of ONNX's cases overflow as they are made
+        for operator in operators:  # a module makes its cases when it is imported
+            importlib.import_module(f"{node_cases.__name__}.{operator.lower()}")
     found = []
-    for test in _model_tests():
+    for test in node_cases._NodeTestCases:
         (node, *more) = test.model.graph.node
         if more or node.op_type not in operators or "_expanded" in test.name:
             continue
@@ -40,13 +45,6 @@ def onnx_cases(*operators: str) -> list[OnnxCase]:
         tensors = _in_places(node.input, inputs), _in_places(node.output, outputs)
         found.append(OnnxCase(name, node.op_type, attributes, *tensors, test.rtol, test.atol))
     return found
-
-
-@functools.cache
-def _model_tests() -> list[Any]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # some of ONNX's cases overflow as they are made
-        return load_model_tests(kind="node")
 
 
 def _in_places(names: list[str], arrays: list[Any]) -> list[Tensor | None]:
