@@ -27,7 +27,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import trifuse
 from trifuse import backends
-from trifuse.benchmarks import measure
+from trifuse.benchmarks import ceilings, command_line, machine, report, timing
+from trifuse.benchmarks.agreement import check_agreement
+from trifuse.benchmarks.cases import run_all, select
+from trifuse.benchmarks.comparison import MemoryResult, Result
+from trifuse.benchmarks.memory import peak_extra_memory
+from trifuse.benchmarks.other_kernels import other_kernels
+from trifuse.benchmarks.terminal import console
 
 # Cases ------------------------------------------------------------------------------------------
 
@@ -66,6 +72,7 @@ class Case:
 
 
 _CPU = ("sdpa",)
+_EFFICIENT = ("mem-efficient",)
 _SDPA = ("flash", "mem-efficient", "cudnn", "math")
 _GPU = (*_SDPA, "flex")
 _FP32, _BF16 = torch.float32, torch.bfloat16
@@ -89,13 +96,8 @@ CASES: dict[str, tuple[Case, ...]] = {
     ),
     "cuda": (
         Case("key lengths", (64, 16, 512, 64), _BF16, True, _GPU, at_least=2.5, against=_SDPA),
-        Case(
-            "float mask", (16, 16, 1024, 64), _BF16, True, _GPU, at_least=2.0,
-            against=("mem-efficient",),
-        ),
-        Case(
-            "no mask", (4, 16, 4096, 128), _BF16, False, _GPU, at_least=0.85, against=("cudnn",)
-        ),
+        Case("float mask", (16, 16, 1024, 64), _BF16, True, _GPU, at_least=2.0, against=_EFFICIENT),
+        Case("no mask", (4, 16, 4096, 128), _BF16, False, _GPU, at_least=0.85, against=("cudnn",)),
         Case("no mask", (4, 16, 4096, 128), _BF16, True, _GPU),
         Case("causal", (4, 16, 4096, 128), _BF16, False, _GPU),
         Case("causal", (4, 16, 4096, 128), _BF16, True, _GPU),
@@ -105,7 +107,7 @@ CASES: dict[str, tuple[Case, ...]] = {
         Case("key lengths", (16, 12, 512, 64), _FP32, True, _GPU),
         Case("no mask", (1, 2, 8, 16), _BF16, False, ("sdpa",), at_most_over=10e-6),
     ),
-}  # fmt: skip
+}
 
 # A sequence so long that its scores must not be stored, and the limit on our extra bytes for it.
 MEMORY_CASE = Case("no mask", (1, 8, 8192, 64), _FP32, True, _CPU)
@@ -256,7 +258,7 @@ def _flex_attention(case: Case, given: Inputs, compiled: bool = True) -> Callabl
 # Measuring --------------------------------------------------------------------------------------
 
 
-def run(case: Case, device: str, seconds: float) -> measure.Result:
+def run(case: Case, device: str, seconds: float) -> Result:
     given = inputs(case, device)
     functions = {"ours": ours(case, given)}
     refused = {}
@@ -267,7 +269,7 @@ def run(case: Case, device: str, seconds: float) -> measure.Result:
                 function = theirs(peer, case, given)
                 result = function()
             if case.masking != "dropout 0.1":
-                measure.check_agreement(peer, functions["ours"](), result)
+                check_agreement(peer, functions["ours"](), result)
         except Exception as error:
             refused[peer] = str(error).partition("\n")[0]
         else:
@@ -275,18 +277,18 @@ def run(case: Case, device: str, seconds: float) -> measure.Result:
     if len(functions) == 1:  # no peer agrees, so ours may be wrong
         raise AssertionError("; ".join(refused.values()))
     expected = functions["ours"]() if case.masking != "dropout 0.1" else ()
-    ampere = {"as for 8.0": lambda: _as_for_8_0(ours(case, given))}
-    also, why_not = measure.other_kernels(
+    ampere = {("cuda", "as for 8.0"): lambda: _as_for_8_0(ours(case, given))}
+    also, why_not = other_kernels(
         backends.Call("attention", device, case.dtype, case.shape[-1]),
         lambda: ours(case, given),
-        lambda other: measure.check_agreement("other kernels", other()[: len(expected)], expected),
+        lambda other: check_agreement("other kernels", other()[: len(expected)], expected),
         ampere if _hopper_s_serve(case, device) else None,
     )
     functions |= also
-    rate = measure.matrix_rate(case.dtype, device=device)
+    rate = ceilings.matrix_rate(case.dtype, device=device)
     waited = case.at_most_over is not None
-    timings = measure.alternate(functions, device=device, waited=waited, seconds=seconds)
-    return measure.Result(
+    timings = timing.alternate(functions, device=device, waited=waited, seconds=seconds)
+    return Result(
         case=case.masking,
         step=case.step,
         shape=case.size,
@@ -331,7 +333,7 @@ def _as_for_8_0(step: Callable[[], Sequence[Tensor]]) -> Callable[[], Sequence[T
 def prepare_memory(
     who: str, case: Case, device: str, backend: str
 ) -> Callable[[], Sequence[Tensor]]:
-    """Prepare a step for :func:`measure.peak_extra_memory`, which calls this in a fresh process."""
+    """Prepare a step for :func:`peak_extra_memory`, which calls this in a fresh process."""
 
     def step(case: Case) -> Callable[[], Sequence[Tensor]]:
         given = inputs(case, device)
@@ -345,11 +347,11 @@ def prepare_memory(
     return functools.partial(compute, step(case))
 
 
-def run_memory(case: Case, device: str, backend: str) -> measure.MemoryResult:
+def run_memory(case: Case, device: str, backend: str) -> MemoryResult:
     def peak(who: str) -> int:
-        return measure.peak_extra_memory(prepare_memory, who, case, device, backend)
+        return peak_extra_memory(prepare_memory, who, case, device, backend)
 
-    return measure.MemoryResult(
+    return MemoryResult(
         case=case.masking,
         step=case.step,
         shape=case.size,
@@ -361,29 +363,29 @@ def run_memory(case: Case, device: str, backend: str) -> measure.MemoryResult:
 
 def main(argv: Sequence[str]) -> int:
     """Run the cases and print the table."""
-    options = measure.parser("attention", __doc__).parse_args(argv)
+    options = command_line.parser("attention", __doc__).parse_args(argv)
     device = options.device
     torch.set_num_threads(options.threads)
-    cases = measure.select([*CASES[device], MEMORY_CASE], lambda case: case.name, options.cases)
+    cases = select([*CASES[device], MEMORY_CASE], lambda case: case.name, options.cases)
     timed = [case for case in cases if case is not MEMORY_CASE]
     if options.quick:
         timed = [replace(case, peers=tuple(p for p in case.peers if p != "flex")) for case in timed]
-    facts = measure.machine(device)
-    measure.console.print(measure.describe(facts), soft_wrap=True, markup=False)
+    facts = machine.facts(device)
+    console.print(machine.describe(facts), soft_wrap=True, markup=False)
     seconds = 0.6 if options.quick else 4.0
     with trifuse.backend(options.backend):
-        results, failed = measure.run_all(
+        results, failed = run_all(
             timed,
             lambda case: case.name,
             lambda case: run(case, device, seconds),
-            lambda some: measure.save(options, facts, some),
+            lambda some: report.save(options, facts, some),
         )
-    memory, no_memory = measure.run_all(
+    memory, no_memory = run_all(
         [case for case in cases if case is MEMORY_CASE and not failed],
         lambda case: f"memory, {case.name}",
         lambda case: run_memory(case, device, options.backend),
         lambda some: None,
     )
     failed |= no_memory
-    measure.report("attention", options, facts, results, memory, failed=failed)
+    report.write("attention", options, facts, results, memory, failed=failed)
     return bool(failed)

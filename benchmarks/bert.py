@@ -36,7 +36,12 @@ from rich.progress import Progress
 from torch import Tensor
 
 import trifuse
-from trifuse.benchmarks import demo, engines, measure
+from trifuse.benchmarks import ceilings, command_line, demo, engines, machine, report, timing
+from trifuse.benchmarks.agreement import check_accuracy, check_agreement
+from trifuse.benchmarks.cases import run_all, select
+from trifuse.benchmarks.comparison import Result
+from trifuse.benchmarks.terminal import console, print_table, progress_bars
+from trifuse.benchmarks.timing import Timing
 from trifuse.models.bert import BertConfig, BertEncoder, BertModel
 
 try:
@@ -200,7 +205,7 @@ class Read:
 
     heading: str
     variants: list[demo.Result]
-    targets: list[measure.Result] = field(repr=False)
+    targets: list[Result] = field(repr=False)
 
     def record(self) -> dict[str, Any]:
         return {"heading": self.heading, "results": [one.record() for one in self.variants]}
@@ -215,7 +220,7 @@ def read(case: Inference, directory: Path, rounds: int, progress: Progress) -> R
     progress.advance(task)
     ours = readers["fused"](*batch)[batch.mask]
     for peer, peer_reads in readers.items():
-        measure.check_agreement(peer, [ours], [peer_reads(*batch)[batch.mask].to(case.dtype)])
+        check_agreement(peer, [ours], [peer_reads(*batch)[batch.mask].to(case.dtype)])
     variants = demo.compare(readers, exact, [batch], rounds, progress)
 
     lengths = batch.mask.sum(1).tolist()
@@ -234,18 +239,18 @@ def _against(
     name: str,
     step: str,
     shape: str,
-    timings: Mapping[str, measure.Timing],
+    timings: Mapping[str, Timing],
     work: float,
     dtype: torch.dtype,
-) -> list[measure.Result]:
+) -> list[Result]:
     """A row for each target that has a timed peer."""
-    ceiling = measure.matrix_rate(dtype)
+    ceiling = ceilings.matrix_rate(dtype)
     timed = [
         ({peer: timings[peer] for peer in target.peers if peer in timings}, target.at_least)
         for target in targets
     ]
     return [
-        measure.Result(
+        Result(
             case=name,
             step=step,
             shape=shape,
@@ -264,7 +269,7 @@ def _against(
 # Training ---------------------------------------------------------------------------------------
 
 
-def train(case: Training, seconds: float) -> list[measure.Result]:
+def train(case: Training, seconds: float) -> list[Result]:
     torch.manual_seed(0)
     B, L, config = case.batch_size, case.length, case.config
     eager = BertEncoder(config)
@@ -290,14 +295,14 @@ def train(case: Training, seconds: float) -> list[measure.Result]:
         name: functools.partial(step, model.eval(), list(model.parameters()))
         for name, model in models.items()
     }
-    measure.check_agreement("eager", compared(steps["fused"]), compared(steps["eager"]))
+    check_agreement("eager", compared(steps["fused"]), compared(steps["eager"]))
     for model in models.values():
         model.train()
     if "torch.compile" in case.peers:
         torch.compiler.reset()
         compiled = torch.compile(eager)
         steps["torch.compile"] = functools.partial(step, compiled, list(eager.parameters()))
-    timings = measure.alternate(steps, seconds=seconds, min_rounds=3)
+    timings = timing.alternate(steps, seconds=seconds, min_rounds=3)
     shape = f"fp32, {B} × {L}, half valid, dropout {config.hidden_dropout_prob}"
     return _against(
         case.targets,
@@ -325,7 +330,7 @@ def random_model(config: BertConfig) -> tuple[str, torch.nn.Module]:
     return "transformers on sdpa", transformers.BertModel(theirs, add_pooling_layer=False)
 
 
-def step(case: Step, device: str, seconds: float) -> measure.Result:
+def step(case: Step, device: str, seconds: float) -> Result:
     torch.manual_seed(0)
     config, lengths = case.config, torch.tensor(case.lengths(), device=device)
     peer, model = random_model(config)
@@ -355,13 +360,13 @@ def step(case: Step, device: str, seconds: float) -> measure.Result:
         return [out[mask], torch.cat([grad.flatten() for grad in grads])]
 
     functions = {name: function(name) for name in models}
-    measure.check_accuracy(peer, results("fused"), results(peer), results("exact"))
+    check_accuracy(peer, results("fused"), results(peer), results("exact"))
     del functions["exact"], models["exact"]
     for model in models.values():
         model.train()
-    timings = measure.alternate(functions, device=device, waited=True, seconds=seconds)
+    timings = timing.alternate(functions, device=device, waited=True, seconds=seconds)
     valid = mask.double().mean().item()
-    return measure.Result(
+    return Result(
         case=f"{case.model}, {config.num_hidden_layers} layers of {config.hidden_size}",
         step="forward + backward",
         shape=f"{_NAMES[case.dtype]}, {' × '.join(map(str, mask.shape))}, {valid:.0%} valid",
@@ -369,7 +374,7 @@ def step(case: Step, device: str, seconds: float) -> measure.Result:
         peers=timings,
         refused={},
         work=3 * flops(config, lengths.tolist()),
-        ceiling=measure.matrix_rate(case.dtype, device=device),
+        ceiling=ceilings.matrix_rate(case.dtype, device=device),
         at_least=case.at_least,
     )
 
@@ -379,42 +384,41 @@ def step(case: Step, device: str, seconds: float) -> measure.Result:
 
 def main(argv: Sequence[str]) -> int:
     """Read, train and print the tables."""
-    options = measure.parser("bert", __doc__).parse_args(argv)
+    options = command_line.parser("bert", __doc__).parse_args(argv)
     torch.set_num_threads(options.threads)
     device: str = options.device
-    cases = measure.select(CASES[device], lambda case: case.name, options.cases)
+    cases = select(CASES[device], lambda case: case.name, options.cases)
     if device == "cuda":
         return train_on_a_gpu([case for case in cases if isinstance(case, Step)], options)
     return read_and_train(cases, options)
 
 
-def machine(device: str) -> dict[str, Any]:
-    facts = measure.machine(device)
+def machine_facts(device: str) -> dict[str, Any]:
+    facts = machine.facts(device)
     facts["transformers"] = None if transformers is None else transformers.__version__
     return facts
 
 
 def train_on_a_gpu(cases: Sequence[Step], options: argparse.Namespace) -> int:
-    facts = machine("cuda")
-    measure.console.print(measure.describe(facts), soft_wrap=True, markup=False)
+    facts = machine_facts("cuda")
+    console.print(machine.describe(facts), soft_wrap=True, markup=False)
     if transformers is None:
-        measure.console.print("transformers is not installed: trifuse.models stands in for it")
+        console.print("transformers is not installed: trifuse.models stands in for it")
     seconds = 0.6 if options.quick else 12.0
     with trifuse.backend(options.backend):
-        results, failed = measure.run_all(
+        results, failed = run_all(
             cases,
             lambda case: case.name,
             lambda case: step(case, options.device, seconds),
-            lambda some: measure.save(options, facts, some),
+            lambda some: report.save(options, facts, some),
         )
-    measure.report("bert", options, facts, results, failed=failed, fastest_only=True)
+    report.write("bert", options, facts, results, failed=failed, fastest_only=True)
     return bool(failed)
 
 
 def read_and_train(
     cases: Sequence[Inference | Training | Step], options: argparse.Namespace
 ) -> int:
-    console = measure.console
     if transformers is None:
         console.print(
             "transformers is not installed; try: pip install 'trifuse[bench]'", markup=False
@@ -425,14 +429,14 @@ def read_and_train(
     except FileNotFoundError as missing:
         console.print(str(missing), style="red", markup=False)
         return 1
-    facts = machine("cpu")
+    facts = machine_facts("cpu")
     facts["engines"] = {e.name: e.version for e in engines.ENGINES if e.installed}
     versions = "".join(f", {name} {version}" for name, version in facts["engines"].items())
-    caption = f"{measure.describe(facts)}\ntransformers {facts['transformers']}{versions}"
+    caption = f"{machine.describe(facts)}\ntransformers {facts['transformers']}{versions}"
     console.print(caption, soft_wrap=True, markup=False)
 
     reads, results = [], []
-    with trifuse.backend(options.backend), measure.progress() as progress:
+    with trifuse.backend(options.backend), progress_bars() as progress:
         for case in cases:
             if isinstance(case, Inference):
                 reads.append(read(case, directory, 3 if options.quick else 9, progress))
@@ -444,7 +448,7 @@ def read_and_train(
     for one in reads:
         title = f"MiniLM-L6 on paragraphs of the language reference, {one.heading}"
         console.print(demo.result_table(one.variants, title, caption))
-    measure.print_table(measure.table("bert", results, fastest_only=True))
+    print_table(report.table("bert", results, fastest_only=True))
     for engine in engines.ENGINES:
         if not engine.installed:
             console.print(
@@ -456,7 +460,7 @@ def read_and_train(
             "times": [result.record() for result in results],
             "inference": [one.record() for one in reads],
         }
-        measure.write_json(options.json, content)
+        report.write_json(options.json, content)
     if options.plot is not None and reads:
         panels = {one.heading: one.variants for one in reads}
         demo.plot(panels, "MiniLM-L6 on real text", caption, options.plot)

@@ -41,7 +41,9 @@ from rich.progress import Progress
 from rich.table import Table
 from torch import Tensor, nn
 
-from trifuse.benchmarks import engines, measure
+from trifuse.benchmarks import command_line, engines, machine, report, timing
+from trifuse.benchmarks.terminal import console, progress_bars
+from trifuse.benchmarks.timing import Timing
 from trifuse.fuse import fuse
 from trifuse.models.bert import BertModel
 from trifuse.models.elmo import BiLM, ElmoConfig, batch_to_char_ids
@@ -93,7 +95,7 @@ class Result:
 
     variant: str
     parity: Parity
-    timing: measure.Timing  # of one batch
+    timing: Timing  # of one batch
     tokens: float  # real tokens in a batch, on average
 
     @property
@@ -247,7 +249,7 @@ def speed(
     batches: Sequence[Batch],
     rounds: int,
     progress: Progress,
-) -> dict[str, measure.Timing]:
+) -> dict[str, Timing]:
     """Seconds that each variant takes for a batch, timed in turns."""
     task = progress.add_task("speed", total=None)
 
@@ -257,9 +259,9 @@ def speed(
         progress.advance(task)
 
     functions = {name: functools.partial(read_all, read) for name, read in readers.items()}
-    timings = measure.alternate(functions, seconds=0.0, min_rounds=rounds, rest=0.02)
+    timings = timing.alternate(functions, seconds=0.0, min_rounds=rounds, rest=0.02)
     return {
-        name: measure.Timing(tuple(seconds / len(batches) for seconds in timing.seconds))
+        name: Timing(tuple(seconds / len(batches) for seconds in timing.seconds))
         for name, timing in timings.items()
     }
 
@@ -310,7 +312,7 @@ def embed(
 
 
 def result_table(results: Sequence[Result], title: str, caption: str | None = None) -> Table:
-    table = Table(title=title, caption=caption, min_width=min(measure.console.width, 90))
+    table = Table(title=title, caption=caption, min_width=min(console.width, 90))
     for heading in ("", "max error", "RMS error", "ms/batch", "tokens/s", "speed"):
         table.add_column(heading, justify="right" if heading else "left")
     for result in results:
@@ -391,11 +393,11 @@ def show_nearest(sentences: list[str], queries: Tensor, text: list[Passage], kno
     """Print the three passages nearest to each sentence by cosine similarity."""
     scores, nearest = (queries @ known.T).topk(min(3, len(text)))
     for sentence, row_scores, row in zip(sentences, scores.tolist(), nearest.tolist(), strict=True):
-        measure.console.print(f"\n{sentence}", style="bold", markup=False)
+        console.print(f"\n{sentence}", style="bold", markup=False)
         for score, index in zip(row_scores, row, strict=True):
             line = f"{score:.2f}  ({text[index].topic}) {text[index].text}"
-            line = textwrap.shorten(line, max(measure.console.width - 2, 60), placeholder=" …")
-            measure.console.print(f"  {line}", markup=False, highlight=False)
+            line = textwrap.shorten(line, max(console.width - 2, 60), placeholder=" …")
+            console.print(f"  {line}", markup=False, highlight=False)
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -404,9 +406,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
         prog="python -m trifuse.benchmarks demo", description=__doc__.partition("\n")[0]
     )
     parser.add_argument("sentences", nargs="*", help="what to look for in the text")
-    measure.add_count(parser, "--batch-size", 32)
-    measure.add_count(parser, "--batches", 2)
-    measure.add_count(parser, "--rounds", 4)
+    command_line.add_count(parser, "--batch-size", 32)
+    command_line.add_count(parser, "--batches", 2)
+    command_line.add_count(parser, "--rounds", 4)
     parser.add_argument("--threads", type=int, help="default: torch's choice")
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="default: %(default)s")
     parser.add_argument("--output", type=Path, default=Path("docs/demo.png"), help="the picture")
@@ -428,7 +430,6 @@ def described(batches: Sequence[Batch]) -> str:
 def main(argv: list[str]) -> int:
     """Run the demo; returns the exit status."""
     arguments = parse(argv)
-    console = measure.console
     try:
         directory = model_directory()
     except FileNotFoundError as missing:
@@ -447,7 +448,7 @@ def main(argv: list[str]) -> int:
     exact = reader(BertModel.from_pretrained(directory).double())
 
     sentences = arguments.sentences or list(SENTENCES)
-    with measure.progress() as progress:
+    with progress_bars() as progress:
         results = compare(readers, exact, batches, arguments.rounds, progress)
         texts = [passage.text for passage in chosen]
         others = [transformer(texts[:8]), elmo(texts[:4])]
@@ -458,9 +459,9 @@ def main(argv: list[str]) -> int:
         ]
         known = embed(models["fused"], tokenizer, [p.text for p in text], 32, progress)
         queries = embed(models["fused"], tokenizer, sentences, 32, progress)
-    facts = measure.machine()
+    facts = machine.facts()
 
-    caption = measure.describe(facts)
+    caption = machine.describe(facts)
     panels = {"MiniLM-L6": results}
     titles = [f"MiniLM-L6, {arguments.dtype}: {described(batches)}"]
     for model, found in zip(others, compared, strict=True):
@@ -473,11 +474,11 @@ def main(argv: list[str]) -> int:
     plot(panels, f"real text, {arguments.dtype}", caption, arguments.output)
     console.print(f"wrote {arguments.output}", markup=False)
     if arguments.json is not None:
-        report = {
+        content = {
             "machine": facts,
             "titles": titles,
             "results": {name: [r.record() for r in found] for name, found in panels.items()},
         }
-        measure.write_json(arguments.json, report)
+        report.write_json(arguments.json, content)
     show_nearest(sentences, queries, text, known)
     return 0

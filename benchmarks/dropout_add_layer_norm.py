@@ -28,7 +28,13 @@ from torch import Tensor
 
 import trifuse
 from trifuse import backends
-from trifuse.benchmarks import measure
+from trifuse.benchmarks import ceilings, command_line, machine, report, timing
+from trifuse.benchmarks.agreement import check_agreement
+from trifuse.benchmarks.cases import run_all, select
+from trifuse.benchmarks.comparison import Result
+from trifuse.benchmarks.memory import page_faults
+from trifuse.benchmarks.other_kernels import other_kernels
+from trifuse.benchmarks.terminal import console
 
 # Cases ------------------------------------------------------------------------------------------
 
@@ -184,7 +190,7 @@ def _step(
 
 
 class Measured(NamedTuple):
-    result: measure.Result
+    result: Result
     page_faults: dict[str, float]  # per call; empty on a GPU
 
     def record(self) -> dict[str, Any]:
@@ -196,18 +202,18 @@ def run(case: Case, device: str, seconds: float) -> Measured:
     given = inputs(case, device)
     functions = {"ours": ours(case, given), case.peer: theirs(case, given)}
     computed = check(case, given, functions[case.peer])
-    also, refused = measure.other_kernels(
+    also, refused = other_kernels(
         backends.Call("dropout_add_layer_norm", device, case.dtype),
         lambda: ours(case, given),
-        lambda _: measure.check_agreement("other kernels", _with_a_seed(case, given), computed),
+        lambda _: check_agreement("other kernels", _with_a_seed(case, given), computed),
     )
     functions |= also
-    ceiling = measure.copy_rate(device=device)
-    timings = measure.alternate(functions, device=device, seconds=seconds)
+    ceiling = ceilings.copy_rate(device=device)
+    timings = timing.alternate(functions, device=device, seconds=seconds)
     faults = {}
     if device == "cpu":
-        faults = {name: measure.page_faults(function) for name, function in functions.items()}
-    result = measure.Result(
+        faults = {name: page_faults(function) for name, function in functions.items()}
+    result = Result(
         case=case.dropout,
         step=case.step,
         shape=case.size,
@@ -242,9 +248,9 @@ def check(case: Case, given: Inputs, peer: Callable[[], Sequence[Tensor]]) -> Se
     """
     computed = _with_a_seed(case, given)
     with trifuse.backend("eager"):
-        measure.check_agreement("the specification", computed, _with_a_seed(case, given))
+        check_agreement("the specification", computed, _with_a_seed(case, given))
     if case.peer != "torch.add" and not case.dropout_p:
-        measure.check_agreement(case.peer, computed, peer())
+        check_agreement(case.peer, computed, peer())
     return computed
 
 
@@ -259,31 +265,29 @@ def note(measured: Sequence[Measured]) -> str:
 
 def main(argv: Sequence[str]) -> int:
     """Run the cases and print the table."""
-    options = measure.parser("dropout_add_layer_norm", __doc__).parse_args(argv)
+    options = command_line.parser("dropout_add_layer_norm", __doc__).parse_args(argv)
     device = options.device
     torch.set_num_threads(options.threads)
-    cases = measure.select(CASES[device], lambda case: case.name, options.cases)
-    facts = measure.machine(device)
-    measure.console.print(measure.describe(facts), soft_wrap=True, markup=False)
+    cases = select(CASES[device], lambda case: case.name, options.cases)
+    facts = machine.facts(device)
+    console.print(machine.describe(facts), soft_wrap=True, markup=False)
     seconds = 0.6 if options.quick else 4.0
 
     def more(measured: Sequence[Measured]) -> dict[str, Any]:
         return {"page_faults": [one.record() for one in measured]} if device == "cpu" else {}
 
     with trifuse.backend(options.backend):
-        measured, failed = measure.run_all(
+        measured, failed = run_all(
             cases,
             lambda case: case.name,
             lambda case: run(case, device, seconds),
-            lambda some: measure.save(
-                options, facts, [one.result for one in some], more=more(some)
-            ),
+            lambda some: report.save(options, facts, [one.result for one in some], more=more(some)),
         )
     results = [one.result for one in measured]
     name = "dropout_add_layer_norm"
-    measure.report(
+    report.write(
         name, options, facts, results, more=more(measured), failed=failed, fastest_only=True
     )
     if device == "cpu":
-        measure.console.print(note(measured), style="dim", highlight=False, soft_wrap=True)
+        console.print(note(measured), style="dim", highlight=False, soft_wrap=True)
     return bool(failed)

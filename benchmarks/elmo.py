@@ -38,7 +38,12 @@ from rich.table import Table
 from torch import Tensor, nn
 
 import trifuse
-from trifuse.benchmarks import demo, measure
+from trifuse.benchmarks import ceilings, command_line, demo, machine, report, timing
+from trifuse.benchmarks.agreement import check_agreement
+from trifuse.benchmarks.cases import select
+from trifuse.benchmarks.comparison import Result
+from trifuse.benchmarks.memory import peak_extra_memory
+from trifuse.benchmarks.terminal import console, print_table, progress_bars
 from trifuse.benchmarks.transformer import (
     Batch,
     Curves,
@@ -430,7 +435,7 @@ def operations(config: ElmoConfig, tokens: int, words: int) -> float:
 
 def time_case(
     case: Case, corpus: Corpus, device: str, seconds: float, min_rounds: int
-) -> list[measure.Result]:
+) -> list[Result]:
     """Time inference and a training step."""
     eager = model_to_time(case, corpus, device)
     models = {"ours": copy.deepcopy(eager), "eager": eager}
@@ -448,8 +453,8 @@ def time_case(
 
     for model in models.values():
         model.eval()
-    measure.check_agreement("eager", [read(models["ours"])], [read(eager)])
-    measure.check_agreement("eager", [step(models["ours"])], [step(eager)])
+    check_agreement("eager", [read(models["ours"])], [read(eager)])
+    check_agreement("eager", [step(models["ours"])], [step(eager)])
 
     real = sum(len(sentence.words) + 2 for sentence in sentences)  # with two marks each
     words = {word for sentence in sentences for word in sentence.words}
@@ -469,11 +474,9 @@ def time_case(
             key: lambda model=model, function=function: function(model)
             for key, model in models.items()
         }
-        timings = measure.alternate(
-            functions, device=device, seconds=seconds, min_rounds=min_rounds
-        )
+        timings = timing.alternate(functions, device=device, seconds=seconds, min_rounds=min_rounds)
         results.append(
-            measure.Result(
+            Result(
                 case=case.name,
                 step=name,
                 shape=shape if function is read else f"{shape}, dropout {config.dropout}",
@@ -481,7 +484,7 @@ def time_case(
                 peers=timings,
                 refused={},
                 work=work,
-                ceiling=measure.matrix_rate(torch.float32, device=device),
+                ceiling=ceilings.matrix_rate(torch.float32, device=device),
                 unit="FLOP",
                 at_least=case.at_least,
             )
@@ -501,7 +504,7 @@ def set_recompute(model: nn.Module, recompute: bool) -> None:
 def prepare_memory(
     who: str, case: Case, device: str, backend: str
 ) -> Callable[[], Sequence[Tensor]]:
-    """Prepare a step for :func:`measure.peak_extra_memory`, which calls this in a fresh process."""
+    """Prepare a step for :func:`peak_extra_memory`, which calls this in a fresh process."""
     # Results placed in cached free memory would not count towards the peak.
     os.environ["TRIFUSE_CPU_CACHE_MIB"] = "0"
     corpus = read()
@@ -538,7 +541,7 @@ def measure_memory(
     case: Case, corpus: Corpus, device: str, backend: str, min_rounds: int
 ) -> Memory:
     peaks = {
-        who: measure.peak_extra_memory(prepare_memory, who, case, device, backend)
+        who: peak_extra_memory(prepare_memory, who, case, device, backend)
         for who in ("eager", "fused", "recompute")
     }
     model = model_to_time(case, corpus, device).train()
@@ -550,7 +553,7 @@ def measure_memory(
         training_step(model, batch)
 
     functions = {str(recompute): functools.partial(step, recompute) for recompute in (False, True)}
-    timings = measure.alternate(functions, device=device, seconds=0.0, min_rounds=min_rounds)
+    timings = timing.alternate(functions, device=device, seconds=0.0, min_rounds=min_rounds)
     pairs = zip(timings["True"].seconds, timings["False"].seconds, strict=True)
     return Memory(case.name, **peaks, time_of_recompute=statistics.median(a / b for a, b in pairs))
 
@@ -676,10 +679,10 @@ def _smooth(values: Sequence[float], window: int = 10) -> list[float]:
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = measure.parser("elmo", __doc__)
+    parser = command_line.parser("elmo", __doc__)
     parser.set_defaults(plot=Path("docs/elmo.png"))
-    measure.add_count(parser, "--steps", 200, "of training")
-    measure.add_count(parser, "--seeds", 5, "to classify", least=2)
+    command_line.add_count(parser, "--steps", 200, "of training")
+    command_line.add_count(parser, "--seeds", 5, "to classify", least=2)
     options = parser.parse_args(argv)
     if options.quick:
         options.steps, options.seeds = min(options.steps, 20), min(options.seeds, 2)
@@ -689,17 +692,17 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 def main(argv: Sequence[str]) -> int:
     """Time, train, classify and show."""
     options = parse(argv)
-    device, console = options.device, measure.console
+    device = options.device
     torch.set_num_threads(options.threads)
-    chosen = measure.select([*(case.name for case in CASES), MEMORY, SMALL], str, options.cases)
+    chosen = select([*(case.name for case in CASES), MEMORY, SMALL], str, options.cases)
     cases = [case for case in CASES if case.name in chosen]
-    facts = measure.machine(device)
-    caption = measure.describe(facts)
+    facts = machine.facts(device)
+    caption = machine.describe(facts)
     console.print(caption, soft_wrap=True, markup=False)
     corpus = read()
     content: dict[str, Any] = {"machine": facts, "times": []}
 
-    with trifuse.backend(options.backend), measure.progress() as progress:
+    with trifuse.backend(options.backend), progress_bars() as progress:
         bar = progress.add_task("timing", total=len(cases), visible=bool(cases))
         times = []
         for case in cases:
@@ -707,17 +710,17 @@ def main(argv: Sequence[str]) -> int:
             times += time_case(case, corpus, device, seconds, rounds)
             progress.advance(bar)
         if times:
-            measure.print_table(measure.table("ELMo", times))
+            print_table(report.table("ELMo", times))
             content["times"] = [result.record() for result in times]
         if MEMORY in chosen:
             rounds = 2 if options.quick else 5
             memory = measure_memory(CASES[-1], corpus, device, options.backend, rounds)
-            measure.print_table(memory_table(memory))
+            print_table(memory_table(memory))
             content["memory"] = asdict(memory)
         if SMALL in chosen:
             content |= _small(corpus, options, caption, progress)
     if options.json is not None:
-        measure.write_json(options.json, content)
+        report.write_json(options.json, content)
     return 0
 
 
@@ -755,14 +758,14 @@ def _small(
         (eager.means - fused.means).abs().max().item()
         for eager, fused in zip(sets["eager"], sets["fused"], strict=True)
     )
-    measure.print_table(curves_table([learnt.curves]))
-    measure.print_table(perplexity_table(learnt))
-    measure.print_table(topics_table(topics, chance, len(labels)))
-    measure.console.print(f"largest difference of the frozen features: {apart:.1e}\n")
+    print_table(curves_table([learnt.curves]))
+    print_table(perplexity_table(learnt))
+    print_table(topics_table(topics, chance, len(labels)))
+    console.print(f"largest difference of the frozen features: {apart:.1e}\n")
     if words:
-        measure.print_table(words_table(words))
+        print_table(words_table(words))
     plot(options.plot, learnt, topics, caption.partition("\n")[0])
-    measure.console.print(f"wrote {options.plot}", markup=False)
+    console.print(f"wrote {options.plot}", markup=False)
     return {
         **learnt.record(),
         "topics": {

@@ -29,7 +29,13 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_
 
 import trifuse
 from trifuse import backends
-from trifuse.benchmarks import measure
+from trifuse.benchmarks import ceilings, command_line, machine, report, timing
+from trifuse.benchmarks.agreement import check_accuracy, check_agreement
+from trifuse.benchmarks.cases import run_all, select
+from trifuse.benchmarks.ceilings import Rate
+from trifuse.benchmarks.comparison import Result
+from trifuse.benchmarks.other_kernels import other_kernels
+from trifuse.benchmarks.terminal import console
 from trifuse.ops.lstm import Parameters, layer, stack, why_not_stacked
 
 # Cases ------------------------------------------------------------------------------------------
@@ -104,7 +110,13 @@ CASES: dict[str, tuple[Case, ...]] = {
         Case("projection", (64, 16, 512, 512), _FP32, True, _LSTM, 3.0, projection=128),
         Case("ragged", (64, 16, 512, 512), _FP32, True, _LSTM, 3.0, ragged=True),
         Case(
-            "two directions, ragged", (64, 8, 256, 256), _FP32, True, _LSTM, 3.0, ragged=True,
+            "two directions, ragged",
+            (64, 8, 256, 256),
+            _FP32,
+            True,
+            _LSTM,
+            3.0,
+            ragged=True,
             bidirectional=True,
         ),
         Case("dense", (64, 32, 512, 512), _FP32, True, _LSTM, 1.2),
@@ -123,8 +135,14 @@ CASES: dict[str, tuple[Case, ...]] = {
     ),
     "cuda": (
         Case(
-            "two directions, two layers", (512, 16, 1024, 1024), _BF16, True, _LSTM, 2.0,
-            bidirectional=True, layers=2,
+            "two directions, two layers",
+            (512, 16, 1024, 1024),
+            _BF16,
+            True,
+            _LSTM,
+            2.0,
+            bidirectional=True,
+            layers=2,
         ),
         Case("two layers", (512, 16, 1024, 1024), _BF16, True, _LSTM, layers=2),
         Case("ragged", (512, 32, 1024, 1024), _BF16, True, _LSTM, 3.0, ragged=True),
@@ -134,7 +152,7 @@ CASES: dict[str, tuple[Case, ...]] = {
         Case("dense", (128, 16, 2048, 2048), _BF16, True, _LSTM),
         Case("layer norm", (64, 16, 512, 512), _BF16, True, _LOOP, norm=True),
     ),
-}  # fmt: skip
+}
 
 
 def flops(case: Case) -> float:
@@ -314,13 +332,11 @@ def _step(
 # Measuring --------------------------------------------------------------------------------------
 
 
-def read_rate(size: int, *, seconds: float = 0.2) -> measure.Rate:
+def read_rate(size: int, *, seconds: float = 0.2) -> Rate:
     """Bytes/s of reading ``size`` bytes repeatedly, on every thread."""
     source = torch.ones(size // 4)
-    timing = measure.alternate({"sum": source.sum}, seconds=seconds)["sum"]
-    return measure.Rate(
-        source.nbytes / min(timing.seconds), f"Tensor.sum of {size / 2**20:.0f} MiB"
-    )
+    times = timing.alternate({"sum": source.sum}, seconds=seconds)["sum"]
+    return Rate(source.nbytes / min(times.seconds), f"Tensor.sum of {size / 2**20:.0f} MiB")
 
 
 def checker(case: Case, given: Inputs) -> Callable[[], None]:
@@ -346,9 +362,9 @@ def checker(case: Case, given: Inputs) -> Callable[[], None]:
     def check() -> None:
         results = compared(ours(case, given)())
         if exact is None:
-            measure.check_agreement(case.peer, results, expected)
+            check_agreement(case.peer, results, expected)
         else:
-            measure.check_accuracy(case.peer, results, expected, exact)
+            check_accuracy(case.peer, results, expected, exact)
 
     return check
 
@@ -366,15 +382,15 @@ def _in_float64(given: Inputs) -> Inputs:
     )
 
 
-def run(case: Case, device: str, seconds: float) -> measure.Result:
+def run(case: Case, device: str, seconds: float) -> Result:
     given = inputs(case, device)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # oneDNN does not serve projections
         check = checker(case, given)
         check()
         functions = {"ours": ours(case, given), case.peer: theirs(case, given)}
-        apart = {"layer after layer": lambda: ours(case, given, together=False)}
-        also, refused = measure.other_kernels(
+        apart = {("cuda", "layer after layer"): lambda: ours(case, given, together=False)}
+        also, refused = other_kernels(
             backends.Call("lstm", device, case.dtype),
             lambda: ours(case, given),
             lambda _: check(),
@@ -387,9 +403,9 @@ def run(case: Case, device: str, seconds: float) -> measure.Result:
             ceiling = read_rate(weight_bytes(case))
             work = float(weight_bytes(case) * T * (3 if case.backward else 1))
         else:
-            ceiling, work = measure.matrix_rate(case.dtype, device=device), flops(case)
-        timings = measure.alternate(functions, device=device, seconds=seconds)
-    return measure.Result(
+            ceiling, work = ceilings.matrix_rate(case.dtype, device=device), flops(case)
+        timings = timing.alternate(functions, device=device, seconds=seconds)
+    return Result(
         case=case.what,
         step=case.step,
         shape=case.size,
@@ -406,19 +422,19 @@ def run(case: Case, device: str, seconds: float) -> measure.Result:
 
 def main(argv: Sequence[str]) -> int:
     """Run the cases and print the table."""
-    options = measure.parser("lstm", __doc__).parse_args(argv)
+    options = command_line.parser("lstm", __doc__).parse_args(argv)
     torch.set_num_threads(options.threads)
     device: str = options.device
-    cases = measure.select(CASES[device], lambda case: case.name, options.cases)
-    facts = measure.machine(device)
-    measure.console.print(measure.describe(facts), soft_wrap=True, markup=False)
+    cases = select(CASES[device], lambda case: case.name, options.cases)
+    facts = machine.facts(device)
+    console.print(machine.describe(facts), soft_wrap=True, markup=False)
     seconds = 0.6 if options.quick else 4.0
     with trifuse.backend(options.backend):
-        results, failed = measure.run_all(
+        results, failed = run_all(
             cases,
             lambda case: case.name,
             lambda case: run(case, device, seconds),
-            lambda some: measure.save(options, facts, some),
+            lambda some: report.save(options, facts, some),
         )
-    measure.report("lstm", options, facts, results, failed=failed, fastest_only=True)
+    report.write("lstm", options, facts, results, failed=failed, fastest_only=True)
     return bool(failed)

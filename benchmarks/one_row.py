@@ -19,7 +19,11 @@ from rich.table import Table
 from torch import Tensor, nn
 
 import trifuse
-from trifuse.benchmarks import measure
+from trifuse.benchmarks import command_line, machine, report, timing
+from trifuse.benchmarks.agreement import check_agreement
+from trifuse.benchmarks.cases import run_all, select
+from trifuse.benchmarks.terminal import console, print_table
+from trifuse.benchmarks.timing import Timing
 
 STEPS = (1, 2, 3, 5, 20)
 
@@ -46,23 +50,28 @@ class Case(NamedTuple):
         return (1,) if self.module.endswith("Cell") else STEPS
 
 
+# The name in torch.nn and in trifuse.nn; whether it has a projection.
+_MODULES = (
+    ("LSTM", False),
+    ("LSTM", True),
+    ("GRU", False),
+    ("LSTMCell", False),
+    ("GRUCell", False),
+)
 CASES = tuple(
     Case(module, dtype, H, H // 4 if projected else 0, backward)
     for backward, (module, projected), dtype, H in itertools.product(
         (False, True),
-        (
-            ("LSTM", False), ("LSTM", True), ("GRU", False), ("LSTMCell", False),
-            ("GRUCell", False),
-        ),
+        _MODULES,
         (torch.float32, torch.float64, torch.bfloat16),
         (64, 256, 512),
     )
-)  # fmt: skip
+)
 
 
 class Outcome(NamedTuple):
     case: Case
-    timings: dict[int, dict[str, measure.Timing]]  # by the number of steps: ours and torch's
+    timings: dict[int, dict[str, Timing]]  # by the number of steps: ours and torch's
 
     def ratios(self) -> dict[int, float]:
         return {T: each["torch"].median / each["ours"].median for T, each in self.timings.items()}
@@ -91,8 +100,8 @@ def run(case: Case, seconds: float) -> Outcome:
         shape = (1, case.H) if case.module.endswith("Cell") else (T, 1, case.H)
         x = torch.randn(shape, dtype=case.dtype, requires_grad=case.backward)
         calls = {"ours": _call(ours, x, case.backward), "torch": _call(theirs, x, case.backward)}
-        measure.check_agreement("torch", calls["ours"](), calls["torch"]())
-        timings[T] = measure.alternate(calls, seconds=seconds)
+        check_agreement("torch", calls["ours"](), calls["torch"]())
+        timings[T] = timing.alternate(calls, seconds=seconds)
     return Outcome(case, timings)
 
 
@@ -127,32 +136,32 @@ def table(outcomes: Sequence[Outcome]) -> Table:
 
 def main(argv: Sequence[str]) -> int:
     """Run the cases and print the table."""
-    parser = measure.parser("one_row", __doc__, devices=("cpu",), plots=False)
+    parser = command_line.parser("one_row", __doc__, devices=("cpu",), plots=False)
     options = parser.parse_args(argv)
     torch.set_num_threads(options.threads)
     # torch warns that LSTMs with projections take a slower path.
     warnings.filterwarnings("ignore", message="LSTM with projections is not supported with oneDNN")
-    cases = measure.select(CASES, lambda case: case.name, options.cases)
-    facts = measure.machine()
-    measure.console.print(measure.describe(facts), soft_wrap=True, markup=False)
+    cases = select(CASES, lambda case: case.name, options.cases)
+    facts = machine.facts()
+    console.print(machine.describe(facts), soft_wrap=True, markup=False)
 
     def keep(outcomes: Sequence[Outcome], failed: Any = None) -> None:
         if options.json is not None:
             records = [outcome.record() for outcome in outcomes]
             content = {"machine": dict(facts), "times": records, "failed": failed or {}}
-            measure.write_json(options.json, content, quietly=True)
+            report.write_json(options.json, content, quietly=True)
 
     with trifuse.backend(options.backend):
         seconds = 0.05 if options.quick else 0.25
         call = functools.partial(run, seconds=seconds)
-        outcomes, failed = measure.run_all(cases, lambda case: case.name, call, keep)
+        outcomes, failed = run_all(cases, lambda case: case.name, call, keep)
     keep(outcomes, failed)
     if outcomes:
-        measure.print_table(table(outcomes))
+        print_table(table(outcomes))
         worst = min(outcomes, key=lambda outcome: min(outcome.ratios().values()))
         ratios = [ratio for outcome in outcomes for ratio in outcome.ratios().values()]
         mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
-        measure.console.print(
+        console.print(
             f"{sum(ratio >= 1 for ratio in ratios)} of {len(ratios)} are at least as fast; least "
             f"{min(ratios):.2f}× ({worst.case.name}); geometric mean {mean:.2f}×"
         )

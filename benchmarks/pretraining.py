@@ -30,7 +30,8 @@ from rich.table import Table
 from torch import Tensor, nn
 
 import trifuse
-from trifuse.benchmarks import demo, measure
+from trifuse.benchmarks import command_line, demo, machine, report
+from trifuse.benchmarks.terminal import console, print_table, progress_bars
 from trifuse.benchmarks.transformer import (
     DROPOUT,
     Batch,
@@ -325,9 +326,9 @@ def accuracy(logits: Tensor, labels: Tensor) -> float:
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = measure.parser("pretraining", __doc__)
-    measure.add_count(parser, "--steps", 300, "of pretraining")
-    measure.add_count(parser, "--tuning-steps", 400, "of fine-tuning")
+    parser = command_line.parser("pretraining", __doc__)
+    command_line.add_count(parser, "--steps", 300, "of pretraining")
+    command_line.add_count(parser, "--tuning-steps", 400, "of fine-tuning")
     options = parser.parse_args(argv)
     if options.quick:
         options.steps, options.tuning_steps = min(options.steps, 20), min(options.tuning_steps, 20)
@@ -337,14 +338,14 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 def main(argv: Sequence[str]) -> int:
     """Pretrain, classify and show."""
     options = parse(argv)
-    device, console = options.device, measure.console
+    device = options.device
     torch.set_num_threads(options.threads)
-    facts = measure.machine(device)
-    caption = measure.describe(facts)
+    facts = machine.facts(device)
+    caption = machine.describe(facts)
     console.print(caption, soft_wrap=True, markup=False)
     split = read()
 
-    with trifuse.backend(options.backend), measure.progress() as progress:
+    with trifuse.backend(options.backend), progress_bars() as progress:
 
         def bar(name: str, steps: int) -> Callable[[], object]:
             task = progress.add_task(name, total=steps)
@@ -368,11 +369,11 @@ def main(argv: Sequence[str]) -> int:
         }
 
     for curves in (pretrained, tuned):
-        measure.print_table(curves_table([curves]))
+        print_table(curves_table([curves]))
     rate = best_rate(list(knowledge.values()))
     labels = labelled(split.test)[3]
     commonest = labels.bincount().max().item() / len(labels)
-    measure.print_table(knowledge_table(knowledge, rate, commonest, len(labels)))
+    print_table(knowledge_table(knowledge, rate, commonest, len(labels)))
     apart = (knowledge["fused"].features - knowledge["eager"].features).abs().max().item()
     console.print(f"largest difference of the frozen features: {apart:.1e}")
 
@@ -394,7 +395,7 @@ def main(argv: Sequence[str]) -> int:
             "commonest": commonest,
             "features_apart": apart,
         }
-        measure.write_json(options.json, content)
+        report.write_json(options.json, content)
     return 0
 
 

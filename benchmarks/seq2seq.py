@@ -30,7 +30,9 @@ from rich.table import Table
 from torch import Tensor, nn
 
 import trifuse
-from trifuse.benchmarks import measure
+from trifuse.benchmarks import command_line, machine, report
+from trifuse.benchmarks.cases import select
+from trifuse.benchmarks.terminal import console, print_table, progress_bars
 from trifuse.benchmarks.text import BOS, EOS, PAD, SYMBOLS, Pairs
 from trifuse.benchmarks.transformer import (
     Batch,
@@ -371,9 +373,9 @@ def attention(result: Learnt, row: int) -> tuple[str, str, Tensor]:
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = measure.parser("seq2seq", __doc__)
+    parser = command_line.parser("seq2seq", __doc__)
     parser.set_defaults(plot=Path("docs/seq2seq.png"))
-    measure.add_count(parser, "--steps", 500, "of training")
+    command_line.add_count(parser, "--steps", 500, "of training")
     options = parser.parse_args(argv)
     if options.quick:
         options.steps = min(options.steps, 20)
@@ -383,16 +385,16 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 def main(argv: Sequence[str]) -> int:
     """Train, time and show."""
     options = parse(argv)
-    device, console = options.device, measure.console
+    device = options.device
     torch.set_num_threads(options.threads)
     named: list[Task | Case] = [*tasks(), *cases()]
-    chosen = measure.select(named, lambda item: item.name, options.cases)
-    facts = measure.machine(device)
-    caption = measure.describe(facts)
+    chosen = select(named, lambda item: item.name, options.cases)
+    facts = machine.facts(device)
+    caption = machine.describe(facts)
     console.print(caption, soft_wrap=True, markup=False)
 
     learnt, times = [], []
-    with trifuse.backend(options.backend), measure.progress() as progress:
+    with trifuse.backend(options.backend), progress_bars() as progress:
         for item in chosen:
             if isinstance(item, Case):
                 times.append(time_steps(item, device, 0.6 if options.quick else 8.0))
@@ -400,18 +402,18 @@ def main(argv: Sequence[str]) -> int:
                 learnt.append(learn(item, options.steps, device, progress))
 
     if learnt:
-        measure.print_table(curves_table([result.curves for result in learnt]))
-        measure.print_table(accuracy_table(learnt))
+        print_table(curves_table([result.curves for result in learnt]))
+        print_table(accuracy_table(learnt))
         with trifuse.backend(options.backend):
             plot(options.plot, learnt, caption.partition("\n")[0])
         console.print(f"wrote {options.plot}", markup=False)
     if times:
-        measure.print_table(speed_table(times))
+        print_table(speed_table(times))
     if options.json is not None:
         content = {
             "machine": facts,
             "learnt": [result.record() for result in learnt],
             "times": [result.record() for result in times],
         }
-        measure.write_json(options.json, content)
+        report.write_json(options.json, content)
     return 0

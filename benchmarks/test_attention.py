@@ -13,7 +13,7 @@ import pytest
 import torch
 from pytest_benchmark.fixture import BenchmarkFixture
 
-from trifuse.benchmarks import attention, measure
+from trifuse.benchmarks import attention, command_line
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 PAIRS = [(case, who) for case in attention.CASES[DEVICE] for who in ("ours", *case.peers)]
@@ -22,7 +22,7 @@ PAIRS = [(case, who) for case in attention.CASES[DEVICE] for who in ("ours", *ca
 @pytest.fixture(autouse=True)
 def _threads() -> Iterator[None]:
     before = torch.get_num_threads()
-    torch.set_num_threads(measure.default_threads())
+    torch.set_num_threads(command_line.default_threads())
     yield
     torch.set_num_threads(before)
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from pytest_benchmark.fixture import BenchmarkFixture
 
-from trifuse.benchmarks import dropout_add_layer_norm, measure
+from trifuse.benchmarks import command_line, dropout_add_layer_norm
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CASES = dropout_add_layer_norm.CASES[DEVICE]
@@ -20,7 +20,7 @@ CASES = dropout_add_layer_norm.CASES[DEVICE]
 @pytest.fixture(autouse=True)
 def _threads() -> Iterator[None]:
     before = torch.get_num_threads()
-    torch.set_num_threads(measure.default_threads())
+    torch.set_num_threads(command_line.default_threads())
     yield
     torch.set_num_threads(before)
 

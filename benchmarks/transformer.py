@@ -32,7 +32,11 @@ from rich.table import Table
 from torch import Tensor, nn
 
 import trifuse
-from trifuse.benchmarks import measure, text
+from trifuse.benchmarks import ceilings, command_line, machine, report, text, timing
+from trifuse.benchmarks.cases import select
+from trifuse.benchmarks.ceilings import Rate
+from trifuse.benchmarks.comparison import Result
+from trifuse.benchmarks.terminal import console, print_table, progress_bars
 from trifuse.models.transformer import (
     LanguageModel,
     LanguageModelConfig,
@@ -338,7 +342,7 @@ CASES = (
 )
 
 
-def time_steps(case: Case, device: str, seconds: float) -> measure.Result:
+def time_steps(case: Case, device: str, seconds: float) -> Result:
     torch.manual_seed(0)
     eager = case.make().to(device)
     batch = _to(case.batch(), device)
@@ -361,11 +365,11 @@ def time_steps(case: Case, device: str, seconds: float) -> measure.Result:
         return run
 
     functions = {name: step(model.train()) for name, model in models.items()}
-    timings = measure.alternate(functions, device=device, seconds=seconds)
+    timings = timing.alternate(functions, device=device, seconds=seconds)
     count = sum(tokens(batch))
-    rate = measure.matrix_rate(torch.float32, device=device)
+    rate = ceilings.matrix_rate(torch.float32, device=device)
     per_token = case.operations(eager, batch) / count
-    return measure.Result(
+    return Result(
         case=case.name,
         step="forward + backward",
         shape=f"fp32, {count} tokens, dropout {case.dropout}",
@@ -373,7 +377,7 @@ def time_steps(case: Case, device: str, seconds: float) -> measure.Result:
         peers=timings,
         refused={},
         work=count,
-        ceiling=measure.Rate(rate.value / per_token, rate.source),
+        ceiling=Rate(rate.value / per_token, rate.source),
         unit="token",
         at_least=case.at_least,
     )
@@ -416,7 +420,7 @@ def seeds_table(results: Sequence[Seeds], seeds: int) -> Table:
     return table
 
 
-def speed_table(results: Sequence[measure.Result]) -> Table:
+def speed_table(results: Sequence[Result]) -> Table:
     peers = list(dict.fromkeys(name for result in results for name in result.peers))
     table = empty_table(
         "training step: tokens per second; under a peer's, how many times as fast fused is",
@@ -440,7 +444,7 @@ def speed_table(results: Sequence[measure.Result]) -> Table:
     return table
 
 
-def over(result: measure.Result, peer: str) -> float:
+def over(result: Result, peer: str) -> float:
     """A peer's time over ours: the median over the rounds."""
     pairs = zip(result.peers[peer].seconds, result.ours.seconds, strict=True)
     return statistics.median(theirs / ours for theirs, ours in pairs)
@@ -497,11 +501,11 @@ def plot(path: Path, results: Sequence[Curves], caption: str) -> None:
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = measure.parser("transformer", __doc__)
+    parser = command_line.parser("transformer", __doc__)
     parser.set_defaults(plot=Path("docs/transformer.png"))
     parser.add_argument("--only", choices=("training", "speed"), help="default: both")
-    measure.add_count(parser, "--steps", 300, "of training")
-    measure.add_count(parser, "--seeds", 5, "with dropout", least=2)
+    command_line.add_count(parser, "--steps", 300, "of training")
+    command_line.add_count(parser, "--seeds", 5, "with dropout", least=2)
     options = parser.parse_args(argv)
     if options.quick:
         options.steps, options.seeds = min(options.steps, 20), min(options.seeds, 2)
@@ -511,22 +515,22 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 def main(argv: Sequence[str]) -> int:
     """Train, time and show."""
     options = parse(argv)
-    device, console = options.device, measure.console
+    device = options.device
     torch.set_num_threads(options.threads)
     named: list[Task | Case] = []
     if options.only != "speed":
         named += tasks()
     if options.only != "training":
         named += CASES
-    chosen = measure.select(named, _name, options.cases)
+    chosen = select(named, _name, options.cases)
     trained = [item for item in chosen if isinstance(item, Task)]
     timed = [item for item in chosen if isinstance(item, Case)]
-    facts = measure.machine(device)
-    caption = measure.describe(facts)
+    facts = machine.facts(device)
+    caption = machine.describe(facts)
     console.print(caption, soft_wrap=True, markup=False)
 
     learnt, times = [], []
-    with trifuse.backend(options.backend), measure.progress() as progress:
+    with trifuse.backend(options.backend), progress_bars() as progress:
         bar = progress.add_task("timing", total=len(timed), visible=bool(timed))
         for case in timed:
             times.append(time_steps(case, device, seconds=0.6 if options.quick else 8.0))
@@ -543,8 +547,8 @@ def main(argv: Sequence[str]) -> int:
     }
     if learnt:
         curves, seeds = map(list, zip(*learnt, strict=True))
-        measure.print_table(curves_table(curves))
-        measure.print_table(seeds_table(seeds, options.seeds))
+        print_table(curves_table(curves))
+        print_table(seeds_table(seeds, options.seeds))
         content["curves"] = [result.record() for result in curves]
         content["seeds"] = [result.record() for result in seeds]
         with trifuse.backend(options.backend):
@@ -553,9 +557,9 @@ def main(argv: Sequence[str]) -> int:
         plot(options.plot, curves, caption.partition("\n")[0])
         console.print(f"wrote {options.plot}", markup=False)
     if times:
-        measure.print_table(speed_table(times))
+        print_table(speed_table(times))
     if options.json is not None:
-        measure.write_json(options.json, content)
+        report.write_json(options.json, content)
     return 0
 
 
@@ -566,7 +570,6 @@ def _name(item: Task | Case) -> str:
 def show_learnt(task: Task, result: Curves, device: str) -> dict[str, float]:
     """Print what the models trained without dropout can do; return the figures of both."""
     models = {"eager": result.eager.model, "fused": result.fused.model}
-    console = measure.console
     if isinstance(result.fused.model, LanguageModel):
         figures = {name: math.exp(getattr(result, name).held_out) for name in models}
         shown = ", ".join(f"{value:.3f} {name}" for name, value in figures.items())

@@ -258,9 +258,13 @@ def _differentiate(case: Case, function: Any) -> Results:
         zip(wanted, torch.autograd.grad(outputs, list(wanted.values()), upstream), strict=True)
     )
     return Results(
-        out.detach(), lse.detach(), grads["query"], grads["key"], grads["value"],
+        out.detach(),
+        lse.detach(),
+        grads["query"],
+        grads["key"],
+        grads["value"],
         grads.get("attn_mask"),
-    )  # fmt: skip
+    )
 
 
 # Cases with given options -----------------------------------------------------------------------
@@ -272,19 +276,30 @@ def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Te
 
 
 def make(
-    B: int = 2, H: int = 2, Lq: int = 70, Lk: int = 75, E: int = 16, Ev: int | None = None,
-    *, Hkv: int | None = None, mask: Tensor | None = None, dtype: torch.dtype = torch.float32,
+    B: int = 2,
+    H: int = 2,
+    Lq: int = 70,
+    Lk: int = 75,
+    E: int = 16,
+    Ev: int | None = None,
+    *,
+    Hkv: int | None = None,
+    mask: Tensor | None = None,
+    dtype: torch.dtype = torch.float32,
     **options: Any,
-) -> Case:  # fmt: skip
+) -> Case:
     """Makes a case of these sizes. Lengths of 70 and 75 reach into a kernel's second tile."""
     Hkv, Ev = Hkv or H, Ev or E
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     return Case(
-        normal(B, H, Lq, E, seed=1, dtype=dtype), normal(B, Hkv, Lk, E, seed=2, dtype=dtype),
-        normal(B, Hkv, Lk, Ev, seed=3, dtype=dtype), mask,
-        normal(B, H, Lq, Ev, seed=4, dtype=dtype), normal(B, H, Lq, seed=5, dtype=wide),
+        normal(B, H, Lq, E, seed=1, dtype=dtype),
+        normal(B, Hkv, Lk, E, seed=2, dtype=dtype),
+        normal(B, Hkv, Lk, Ev, seed=3, dtype=dtype),
+        mask,
+        normal(B, H, Lq, Ev, seed=4, dtype=dtype),
+        normal(B, H, Lq, seed=5, dtype=wide),
         {"enable_gqa": Hkv != H, **options},
-    )  # fmt: skip
+    )
 
 
 def packed(lengths_q: list[int], lengths_k: list[int], rest: int = 0, **sizes: Any) -> Case:
@@ -316,9 +331,16 @@ def run_packed(case: Case, cu_q: Tensor, cu_k: Tensor | None, **options: Any) ->
 
     def attend(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None) -> Any:
         out, lse = trifuse.varlen_attention(
-            packed(query), packed(key), packed(value), cu_q, cu_k, attn_mask=attn_mask,
-            return_lse=True, **case.options, **options,
-        )  # fmt: skip
+            packed(query),
+            packed(key),
+            packed(value),
+            cu_q,
+            cu_k,
+            attn_mask=attn_mask,
+            return_lse=True,
+            **case.options,
+            **options,
+        )
         return out.transpose(0, 1)[None], lse.transpose(0, 1)[None]
 
     torch.manual_seed(SEED)

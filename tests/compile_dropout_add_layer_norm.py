@@ -88,9 +88,16 @@ def _launch(call: Call) -> None:
     if call.full:
         tensors = (total, None, *tensors[2:])
     kernels.dropout_add_layer_norm_backward(
-        grad_out, total if call.full else None, *tensors, mean, rstd, *options, call.full,
-        wide, (True, True, True, True, call.full),
-    )  # fmt: skip
+        grad_out,
+        total if call.full else None,
+        *tensors,
+        mean,
+        rstd,
+        *options,
+        call.full,
+        wide,
+        (True, True, True, True, call.full),
+    )
 
 
 if __name__ == "__main__":

@@ -17,20 +17,16 @@ from trifuse.kernels import gru, lstm
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 # Options of a call that add to a kernel's registers.
+_FLAGS = dict.fromkeys(("peephole", "lengths", "training", "recompute"), True)
+_ALL = {"cell_clip": 3.0, "zoneout": 0.1, "recurrent_dropout": 0.1, **_FLAGS}
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
-    "all": {
-        "cell_clip": 3.0, "peephole": True, "zoneout": 0.1, "recurrent_dropout": 0.1,
-        "lengths": True, "training": True, "recompute": True,
-    },
+    "all": _ALL,
     "norm": {"norm": True},
-    "norm, all": {
-        "cell_clip": 3.0, "peephole": True, "zoneout": 0.1, "recurrent_dropout": 0.1,
-        "lengths": True, "training": True, "recompute": True, "norm": True,
-    },
+    "norm, all": {**_ALL, "norm": True},
     "projected": {"projection": 512, "cell_clip": 3.0, "proj_clip": 3.0},
     "gru": {"gru": True},
-}  # fmt: skip
+}
 
 
 class Call(NamedTuple):
@@ -86,22 +82,21 @@ def _launch_lstm(call: Call) -> None:
         return _empty(*shape, dtype=dtype)
 
     norm = of.get("norm")
+    biases = (empty(4 * H), empty(4 * H))
     parameters = [
-        empty(4 * H, I), empty(4 * H, R), empty(4 * H), empty(4 * H),
+        empty(4 * H, I),
+        empty(4 * H, R),
+        *biases,
         empty(R, H) if "projection" in of else None,
         empty(3, H) if "peephole" in of else None,
         *((empty(4 * H), empty(4 * H), empty(H), empty(H)) if norm else (None,) * 4),
-    ]  # fmt: skip
-    inputs = (
-        empty(T, B, I), None, None, parameters,
-        empty(B, dtype=torch.int64) if "lengths" in of else None,
-        empty(1, dtype=torch.int64),
-    )  # fmt: skip
+    ]
+    lengths = empty(B, dtype=torch.int64) if "lengths" in of else None
+    inputs = (empty(T, B, I), None, None, parameters, lengths, empty(1, dtype=torch.int64))
     zoneout = of.get("zoneout", 0.0)
-    options = (
-        [False], False, 0.0, of.get("cell_clip"), of.get("proj_clip"), 1e-5,
-        zoneout, zoneout, of.get("recurrent_dropout", 0.0), of.get("training", False),
-    )  # fmt: skip
+    clips = (of.get("cell_clip"), of.get("proj_clip"))
+    noise = (zoneout, zoneout, of.get("recurrent_dropout", 0.0), of.get("training", False))
+    options = ([False], False, 0.0, *clips, 1e-5, *noise)
     out, h_n, c_n, *kept = lstm.lstm_forward(*inputs, *options, 1 if "recompute" in of else 2)
     wanted = [True, False, False, *(p is not None for p in parameters)]
     lstm.lstm_backward(out, h_n, c_n, *inputs, out, *kept, *options, wanted)

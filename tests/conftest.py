@@ -34,6 +34,7 @@ with contextlib.suppress(ModuleNotFoundError):  # it needs a package that torch 
 
 import trifuse
 from trifuse import backends
+from trifuse.ops import linear
 
 
 def _patch_language_once_a_launch() -> None:
@@ -193,6 +194,31 @@ def cpp_kernels() -> tuple[Kernel, ...]:
 def cpp_kernel(request: pytest.FixtureRequest) -> Iterator[Kernel]:
     with request.param.serving():
         yield request.param
+
+
+@pytest.fixture
+def torch_multiplies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leaves products of linear layers to torch, so that reports don't depend on the machine."""
+    monkeypatch.setenv("TRIFUSE_LINEAR", "torch")
+    monkeypatch.setattr(linear, "_measured", {})
+
+
+@pytest.fixture(scope="session")
+def _measured_ceilings() -> dict[str, Any]:
+    from trifuse.benchmarks import ceilings
+
+    return {name: functools.cache(getattr(ceilings, name)) for name in ("matrix_rate", "copy_rate")}
+
+
+@pytest.fixture
+def ceilings_measured_once(
+    monkeypatch: pytest.MonkeyPatch, _measured_ceilings: dict[str, Any]
+) -> None:
+    """Measures each ceiling of the machine once per process: each time takes seconds."""
+    from trifuse.benchmarks import ceilings
+
+    for name, measured in _measured_ceilings.items():
+        monkeypatch.setattr(ceilings, name, measured)
 
 
 @pytest.fixture

@@ -51,11 +51,9 @@ def compile_operator(operator: str) -> list[Code]:
     def compile_one(job: tuple[Path, str]) -> list[Code]:
         source, architecture = job
         cubin = BUILD / f"{source.stem}.{architecture}.{os.getpid()}.cubin"
-        command = [
-            nvcc, "-std=c++20", "-O3", "--expt-relaxed-constexpr", "-Werror=all-warnings",
-            f"-gencode=arch=compute_{architecture},code=sm_{architecture}", "-cubin",
-            f"-I{ROOT / 'csrc'}", str(source), "-o", str(cubin),
-        ]  # fmt: skip
+        flags = ("-std=c++20", "-O3", "--expt-relaxed-constexpr", "-Werror=all-warnings", "-cubin")
+        target = f"-gencode=arch=compute_{architecture},code=sm_{architecture}"
+        command = [nvcc, *flags, target, f"-I{ROOT / 'csrc'}", str(source), "-o", str(cubin)]
         done = subprocess.run(command, capture_output=True, text=True)
         assert done.returncode == 0, f"{source.name}: {done.stderr[-4000:]}"
         # Serialised products of a warpgroup are reported as a note, not as a warning.

@@ -68,14 +68,25 @@ def run(case: Case) -> Results:
     torch.manual_seed(SEED)
 
     def call(
-        x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None,
+        x: Tensor,
+        residual: Tensor | None,
+        weight: Tensor | None,
+        bias: Tensor | None,
         x_bias: Tensor | None,
-    ) -> Any:  # fmt: skip
+    ) -> Any:
         result = trifuse.dropout_add_layer_norm(
-            x, residual, weight, bias, case.dropout_p, case.eps, training=True,
-            prenorm=case.grad_sum is not None, x_bias=x_bias, rms_norm=case.rms_norm,
+            x,
+            residual,
+            weight,
+            bias,
+            case.dropout_p,
+            case.eps,
+            training=True,
+            prenorm=case.grad_sum is not None,
+            x_bias=x_bias,
+            rms_norm=case.rms_norm,
             residual_in_fp32=case.residual_in_fp32,
-        )  # fmt: skip
+        )
         return result if isinstance(result, tuple) else (result, None)
 
     return _differentiate(case, case.tensors, call)
@@ -88,9 +99,16 @@ def specification(case: Case) -> Results:
     def formula(x: Tensor, residual: Tensor | None, *vectors: Tensor | None) -> Any:
         residual = None if residual is None else residual.expand(x.shape)
         return reference.dropout_add_layer_norm(
-            x, residual, *vectors, seed, case.dropout_p, case.eps, case.rms_norm,
-            prenorm=False, sum_dtype=torch.float64,
-        )[:2]  # fmt: skip
+            x,
+            residual,
+            *vectors,
+            seed,
+            case.dropout_p,
+            case.eps,
+            case.rms_norm,
+            prenorm=False,
+            sum_dtype=torch.float64,
+        )[:2]
 
     return _differentiate(case, [t if t is None else t.double() for t in case.tensors], formula)
 
@@ -100,9 +118,12 @@ def eager_torch(case: Case) -> Results:
     multiplier = dropout_multiplier(case)
 
     def formula(
-        x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None,
+        x: Tensor,
+        residual: Tensor | None,
+        weight: Tensor | None,
+        bias: Tensor | None,
         x_bias: Tensor | None,
-    ) -> Any:  # fmt: skip
+    ) -> Any:
         total = x if x_bias is None else x + x_bias
         if case.dropout_p > 0:
             total = total * multiplier.to(total.dtype)
@@ -274,9 +295,17 @@ def check_wanted(forward: Callable[..., Any], backward: Callable[..., Any], want
 
     def grads(wants: tuple[bool, ...]) -> Any:
         return backward(
-            case.grad_out, None, *case.tensors, seed, mean, rstd, *options, False, torch.float32,
+            case.grad_out,
+            None,
+            *case.tensors,
+            seed,
+            mean,
+            rstd,
+            *options,
+            False,
+            torch.float32,
             wants,
-        )  # fmt: skip
+        )
 
     wants = tuple(bool(wanted >> i & 1) for i in range(5))
     for some, every, want in zip(grads(wants), grads((True,) * 5), wants, strict=True):

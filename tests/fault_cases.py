@@ -147,8 +147,8 @@ def plain_lstm() -> Case:
         return _recurrent(4, H, H, torch.float32) | states
 
     def call(t: dict[str, Tensor]) -> Any:
-        ways = [LSTMParameters(t["weight_ih"], t["weight_hh"], t["bias_ih"], t["bias_hh"])] * 2
-        return lstm_ops.layer(t["input"], t["h0"], t["c0"], ways, reverse=(False, True))
+        one = LSTMParameters(t["weight_ih"], t["weight_hh"], t["bias_ih"], t["bias_hh"])
+        return lstm_ops.layer(t["input"], t["h0"], t["c0"], [one, one], reverse=(False, True))
 
     return Case(make, call)
 
@@ -159,8 +159,8 @@ def plain_gru() -> Case:
         return _recurrent(3, H, H, torch.float32) | {"h0": normal(1, 40, H)}
 
     def call(t: dict[str, Tensor]) -> Any:
-        way = GRUParameters(t["weight_ih"], t["weight_hh"], t["bias_ih"], t["bias_hh"])
-        return gru_ops.layer(t["input"], t["h0"], [way])
+        one = GRUParameters(t["weight_ih"], t["weight_hh"], t["bias_ih"], t["bias_hh"])
+        return gru_ops.layer(t["input"], t["h0"], [one])
 
     return Case(make, call)
 
@@ -252,9 +252,12 @@ def in_process(function: Callable[..., None], *args: Any, seconds: float = 180) 
     environment = os.environ | {"TRITON_INTERPRET": "1"}
     done = subprocess.run(
         [sys.executable, "-c", script],
-        cwd=Path(__file__).parent, env=environment, capture_output=True, text=True,
+        cwd=Path(__file__).parent,
+        env=environment,
+        capture_output=True,
+        text=True,
         timeout=seconds + 60,
-    )  # fmt: skip
+    )
     if done.returncode:
         pytest.fail(f"ended with {done.returncode}\n{done.stdout}\n{done.stderr}", pytrace=False)
 

@@ -30,10 +30,10 @@ MODEL = Path(__file__).parent / "cuda_on_host"
 BUILD = ROOT / "build/cuda_on_host"
 
 # The model's headers come first, and replace those of the same name in csrc.
-_FLAGS = [
-    "-std=c++20", "-O1", "-g1", "-fPIC", "-fvisibility=hidden", "-U_FORTIFY_SOURCE",
-    "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas", f"-I{MODEL}", f"-I{ROOT / 'csrc'}",
-]  # fmt: skip
+_INCLUDES = (f"-I{MODEL}", f"-I{ROOT / 'csrc'}")
+_WARNINGS = ("-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas")
+_CODE = ("-std=c++20", "-O1", "-g1", "-fPIC", "-fvisibility=hidden", "-U_FORTIFY_SOURCE")
+_FLAGS = [*_CODE, *_WARNINGS, *_INCLUDES]
 _TORCH_FLAGS = ["-Wno-error", *(f"-isystem{path}" for path in include_paths())]
 
 
@@ -43,9 +43,8 @@ class Library:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.functions = ctypes.CDLL(str(path))
-        self.functions.set_device.argtypes = (
-            ctypes.c_int, ctypes.c_int, ctypes.c_size_t, ctypes.c_uint64, ctypes.c_int,
-        )  # fmt: skip
+        sizes = (ctypes.c_size_t, ctypes.c_uint64)
+        self.functions.set_device.argtypes = (ctypes.c_int, ctypes.c_int, *sizes, ctypes.c_int)
         self._set_device(4, 2, 227 << 10, 0, 80)
 
     @contextmanager

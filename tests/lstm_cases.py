@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from random import Random
 from typing import Any
 
+import numerics
 import pytest
 import torch
 import torch.nn.functional as F
@@ -76,12 +77,13 @@ class Case:
         return dataclasses.replace(self, input=input, h0=h0, c0=c0, parameters=tuple(parameters))
 
     @property
-    def numbers(self) -> Options:
+    def op_options(self) -> Options:
+        """The options as the formula and the forward op take them."""
         return Options(self.reverse, **self.options)
 
     @property
     def seed(self) -> Tensor | None:
-        o = self.numbers
+        o = self.op_options
         draws = o.training and max(o.zoneout_h, o.zoneout_c, o.recurrent_dropout) > 0
         return drawn_seed() if draws else None
 
@@ -138,9 +140,9 @@ def specification(case: Case) -> Results:
     def formula(tensors: dict[str, Tensor]) -> Any:
         input, h0, c0, parameters = case.of(tensors)
         if case.layers:
-            layer = functools.partial(one, case.numbers._replace(reverse=(False,)))
+            layer = functools.partial(one, case.op_options._replace(reverse=(False,)))
             return layer_after_layer(input, h0, c0, parameters, layer)
-        return one(case.numbers, input, h0, c0, *parameters)
+        return one(case.op_options, input, h0, c0, *parameters)
 
     return differentiate(case, {n: t.double() for n, t in case.tensors.items()}, formula)
 
@@ -174,7 +176,7 @@ def _clip(t: Tensor, limit: float | None) -> Tensor:
 def _eager_direction(
     case: Case, d: int, input: Tensor, h: Tensor | None, c: Tensor | None, p: Parameters
 ) -> tuple[Tensor, Tensor, Tensor]:
-    o, (T, B, _), R = case.numbers, input.shape, p.weight_hh.shape[1]
+    o, (T, B, _), R = case.op_options, input.shape, p.weight_hh.shape[1]
     H = R if p.weight_hr is None else p.weight_hr.shape[1]
     h = input.new_zeros(B, R) if h is None else h
     c = input.new_zeros(B, H) if c is None else c
@@ -235,7 +237,7 @@ class Draws:
 
 def draws(case: Case, d: int) -> Draws:
     """Returns what a call draws at random for direction d, from the public arguments alone."""
-    o, (T, B, _), p = case.numbers, case.input.shape, case.parameters[d]
+    o, (T, B, _), p = case.op_options, case.input.shape, case.parameters[d]
     R = p.weight_hh.shape[1]
     H = R if p.weight_hr is None else p.weight_hr.shape[1]
 
@@ -420,9 +422,14 @@ def make(
 DRAWN = {"zoneout_h": 0.3, "zoneout_c": 0.2, "recurrent_dropout": 0.4, "training": True}
 CLIPS = {"cell_clip": 0.8, "proj_clip": 0.5}
 EVERYTHING = {
-    "projection": 3, "peephole": True, "norm": True, "lengths": (3, 5, 0), "forget_bias": 1.0,
-    "reverse": (False, True), **CLIPS,
-}  # fmt: skip
+    "projection": 3,
+    "peephole": True,
+    "norm": True,
+    "lengths": (3, 5, 0),
+    "forget_bias": 1.0,
+    "reverse": (False, True),
+    **CLIPS,
+}
 
 # Arguments of `make`: each option alone, and all compatible ones together.
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -457,15 +464,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-def assert_near(actual: Results, expected: Results) -> None:
-    """Asserts equality up to rounding. test_lstm_accuracy bounds the rounding."""
-    assert actual.keys() == expected.keys()
-    for name, a in actual.items():
-        rtol = {torch.float64: 1e-9, torch.float32: 1e-4}.get(a.dtype, 5e-2)
-        torch.testing.assert_close(
-            a.double(), expected[name].double(), rtol=rtol, atol=rtol,
-            msg=lambda why, name=name: f"{name}: {why}",
-        )  # fmt: skip
+assert_near = functools.partial(numerics.assert_near, narrow=5e-2)
 
 
 def assert_same_bits(actual: Results, expected: Results) -> None:

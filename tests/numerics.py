@@ -99,6 +99,20 @@ class Accuracy:
             )
 
 
+def assert_near(actual: dict[str, Tensor], expected: dict[str, Tensor], narrow: float) -> None:
+    """Asserts equality up to rounding, of ``narrow`` in 16 bits. Tests of accuracy bound it."""
+    assert actual.keys() == expected.keys()
+    for name, a in actual.items():
+        rtol = {torch.float64: 1e-9, torch.float32: 1e-4}.get(a.dtype, narrow)
+        torch.testing.assert_close(
+            a.double(),
+            expected[name].double(),
+            rtol=rtol,
+            atol=rtol,
+            msg=lambda why, name=name: f"{name}: {why}",
+        )
+
+
 def rounding_error(dtype: torch.dtype) -> float:
     """Returns the RMS relative error of rounding a number to nearest.
 

@@ -132,9 +132,12 @@ def run(which: Build, *arguments: str) -> tuple[int, str]:
     environment.pop("TRIFUSE_CPU_CAPABILITY", None)
     done = subprocess.run(
         [sys.executable, *arguments],
-        env=environment, text=True, errors="replace",
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-    )  # fmt: skip
+        env=environment,
+        text=True,
+        errors="replace",
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
     return done.returncode, done.stdout
 
 

@@ -164,12 +164,12 @@ EMPTY: dict[str, tuple[dict[str, Any], Callable[[Tensor], Tensor | None]]] = {
 }
 
 
-def empty_rows(way: str) -> tuple[Case, Tensor]:
+def empty_rows(exclusion: str) -> tuple[Case, Tensor]:
     """Returns a case in which some rows have no key, and which rows: bool (B, H, Lq)."""
     rows = torch.zeros(2, 2, 70, 1, dtype=torch.bool)
     rows[0, 1, 3], rows[1, :, 64:] = True, True
-    options, mask = EMPTY[way]
-    Lk = 20 if way in ("lower right", "window") else 75
+    options, mask = EMPTY[exclusion]
+    Lk = 20 if exclusion in ("lower right", "window") else 75
     case = make(Lk=Lk, mask=mask(rows), **options)
     empty = ~pairs(case).any(-1)
     assert empty.any()
@@ -177,9 +177,9 @@ def empty_rows(way: str) -> tuple[Case, Tensor]:
     return case, empty
 
 
-@pytest.mark.parametrize("way", EMPTY)
-def test_rows_without_a_key_are_zero(kernel, way):
-    case, empty = empty_rows(way)
+@pytest.mark.parametrize("exclusion", EMPTY)
+def test_rows_without_a_key_are_zero(kernel, exclusion):
+    case, empty = empty_rows(exclusion)
     results = run(case)
     assert results.out[empty].eq(0).all()
     assert results.lse[empty].eq(-INF).all()
@@ -196,9 +196,9 @@ def test_rows_without_a_key_are_zero(kernel, way):
 
 
 @pytest.mark.parametrize("poison", [NAN, INF, -INF])
-@pytest.mark.parametrize("way", EMPTY)
-def test_rows_without_a_key_pass_on_no_poison(kernel, way, poison):
-    case, empty = empty_rows(way)
+@pytest.mark.parametrize("exclusion", EMPTY)
+def test_rows_without_a_key_pass_on_no_poison(kernel, exclusion, poison):
+    case, empty = empty_rows(exclusion)
     poisoned = dataclasses.replace(
         case,
         query=case.query.masked_fill(empty[..., None], poison),
@@ -211,21 +211,21 @@ def test_rows_without_a_key_pass_on_no_poison(kernel, way, poison):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("poison", [NAN, INF, -INF])
 @pytest.mark.parametrize("dropout_p", [0.0, 0.3])
-@pytest.mark.parametrize("way", ["bool mask", "float mask", "lengths", "causal", "window"])
-def test_keys_left_out_pass_on_no_poison(kernel, way, poison, dropout_p, dtype):
+@pytest.mark.parametrize("exclusion", ["bool mask", "float mask", "lengths", "causal", "window"])
+def test_keys_left_out_pass_on_no_poison(kernel, exclusion, poison, dropout_p, dtype):
     """Poison in keys and values that no query of their sequence sees."""
     options: dict[str, Any] = {"dropout_p": dropout_p, "dtype": dtype}
     out = torch.zeros(2, 1, 1, 75, dtype=torch.bool)  # keys left out
-    if way == "bool mask":
+    if exclusion == "bool mask":
         out[0, ..., 3], out[1, ..., 60:] = True, True
         options["mask"] = ~out
-    elif way == "float mask":
+    elif exclusion == "float mask":
         out[0, ..., 3], out[1, ..., 60:] = True, True
         options["mask"] = torch.zeros(2, 1, 70, 75, dtype=dtype).masked_fill(out, -INF)
-    elif way == "lengths":
+    elif exclusion == "lengths":
         options["key_lengths"] = torch.tensor([63, 0])
         out[0, ..., 63:], out[1] = True, True
-    elif way == "causal":
+    elif exclusion == "causal":
         options["is_causal"] = True
         out[..., 70:] = True
     else:
@@ -284,9 +284,13 @@ def test_poison_stays_out_of_second_derivatives(backend):
 
 def take(case: Case, q: slice, k: slice) -> Case:
     return dataclasses.replace(
-        case, query=case.query[:, :, q], key=case.key[:, :, k], value=case.value[:, :, k],
-        grad_out=case.grad_out[:, :, q], grad_lse=case.grad_lse[:, :, q],
-    )  # fmt: skip
+        case,
+        query=case.query[:, :, q],
+        key=case.key[:, :, k],
+        value=case.value[:, :, k],
+        grad_out=case.grad_out[:, :, q],
+        grad_lse=case.grad_lse[:, :, q],
+    )
 
 
 LENGTHS_Q, LENGTHS_K = [70, 0, 1, 33, 5], [40, 7, 1, 66, 0]
@@ -338,15 +342,16 @@ def test_packed_is_padded_without_the_padding(kernel, mask, dropout_p):
 
     def pad(x: Tensor) -> Tensor:
         rows = [x[0, :, cu[b] : cu[b + 1]] for b in range(N)]
-        return torch.stack([
-            torch.cat([r, r.new_zeros(H, longest - r.shape[1], *r.shape[2:])], 1) for r in rows
-        ])  # fmt: skip
+        gaps = [r.new_zeros(H, longest - r.shape[1], *r.shape[2:]) for r in rows]
+        return torch.stack([torch.cat(pair, 1) for pair in zip(rows, gaps, strict=True)])
 
     padded = Case(
-        *(pad(x) for x in (case.query, case.key, case.value)), bias,
-        pad(case.grad_out), pad(case.grad_lse),
+        *(pad(x) for x in (case.query, case.key, case.value)),
+        bias,
+        pad(case.grad_out),
+        pad(case.grad_lse),
         {"key_lengths": torch.tensor(lengths), "dropout_p": dropout_p},
-    )  # fmt: skip
+    )
     expected = run(padded)
 
     def unpad(x: Tensor) -> Tensor:
@@ -361,9 +366,11 @@ def test_packed_tokens_of_no_sequence_pass_on_no_poison(kernel):
     case = packed(lengths, lengths, rest=40)
     past = slice(38, None)
     poisoned = dataclasses.replace(
-        case, **{name: getattr(case, name).clone() for name in ("query", "key", "value")},
-        grad_out=case.grad_out.clone(), grad_lse=case.grad_lse.clone(),
-    )  # fmt: skip
+        case,
+        **{name: getattr(case, name).clone() for name in ("query", "key", "value")},
+        grad_out=case.grad_out.clone(),
+        grad_lse=case.grad_lse.clone(),
+    )
     for name in ("query", "key", "value", "grad_out", "grad_lse"):
         getattr(poisoned, name)[:, :, past] = NAN
     cu = boundaries(lengths)
@@ -405,11 +412,10 @@ def test_empty_tensors(kernel, size, dtype):
     B, H, Lq, Lk, E, Ev = sizes.values()
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     for mask in (None, torch.zeros(1, 1, Lq, Lk), torch.ones(B, 1, 1, Lk, dtype=torch.bool)):
-        case = Case(
-            normal(B, H, Lq, E, dtype=dtype), normal(B, H, Lk, E, dtype=dtype),
-            normal(B, H, Lk, Ev, dtype=dtype), mask, normal(B, H, Lq, Ev, dtype=dtype),
-            normal(B, H, Lq, dtype=wide), {},
-        )  # fmt: skip
+        shapes = (B, H, Lq, E), (B, H, Lk, E), (B, H, Lk, Ev), (B, H, Lq, Ev)
+        query, key, value, grad_out = (normal(*shape, dtype=dtype) for shape in shapes)
+        grad_lse = normal(B, H, Lq, dtype=wide)
+        case = Case(query, key, value, mask, grad_out, grad_lse, {})
         results = run(case)
         assert results.out.shape == (B, H, Lq, Ev)
         assert results.lse.shape == (B, H, Lq)

@@ -90,10 +90,8 @@ def test_specification_is_the_definition():
         "key_lengths": torch.tensor([5, 2]),
         "dropout_p": 0.3,
     }
-    case = Case(
-        normal(B, H, Lq, E), normal(B, Hkv, Lk, E), normal(B, Hkv, Lk, Ev), mask,
-        normal(B, H, Lq, Ev), normal(B, H, Lq), options,
-    )  # fmt: skip
+    inputs = (normal(B, H, Lq, E), normal(B, Hkv, Lk, E), normal(B, Hkv, Lk, Ev), mask)
+    case = Case(*inputs, normal(B, H, Lq, Ev), normal(B, H, Lq), options)
     multiplier = dropout_multiplier(case)
     assert {0.0, 65536 / (65536 - round(0.3 * 65536))} == set(multiplier.unique().tolist())
     with trifuse.backend("eager"):
@@ -122,11 +120,10 @@ def test_specification_is_the_definition():
         total = sum(math.exp(s) for s in scores.values())
         assert results.lse[b, h, i].item() == pytest.approx(math.log(total), rel=1e-12)
         for e in range(Ev):
+            weights = {j: math.exp(s) / total for j, s in scores.items()}
             expected = sum(
-                multiplier[b, h, i, j].item()
-                * math.exp(s) / total
-                * case.value[b, h // 2, j, e].item()
-                for j, s in scores.items()
-            )  # fmt: skip
+                multiplier[b, h, i, j].item() * weight * case.value[b, h // 2, j, e].item()
+                for j, weight in weights.items()
+            )
             assert results.out[b, h, i, e].item() == pytest.approx(expected, rel=1e-12, abs=1e-14)
     assert 0 < empty < B * H * Lq

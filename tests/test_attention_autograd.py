@@ -17,9 +17,12 @@ from torch.nn.attention.bias import CausalVariant
 from torch_checks import (
     assert_same_results,
     check_checkpoint,
+    check_compile,
     check_fakes,
     check_forward_mode,
     check_one_graph,
+    check_vmap,
+    check_vmap_randomness,
     seeded,
 )
 
@@ -264,15 +267,8 @@ def test_vmap(backend, in_dims, kind):
         return torch.func.grad(loss, argnums=floating)(*a)
 
     arguments, dims = (*args, mask), (*in_dims, mask_dim)
-    samples = [
-        [x if d is None else x.select(d, n) for x, d in zip(arguments, dims, strict=True)]
-        for n in range(N)
-    ]
     for function in (call, gradients):
-        actual = torch.vmap(function, in_dims=dims)(*arguments)
-        expected = zip(*(function(*sample) for sample in samples), strict=True)
-        for a, e in zip(actual, expected, strict=True):
-            torch.testing.assert_close(a, torch.stack(e))
+        check_vmap(function, dims, arguments)
 
 
 def test_vmap_of_lengths_and_packed(backend):
@@ -333,19 +329,11 @@ def test_vmap_randomness(backend):
     def call(q: Tensor) -> Tensor:
         return attention(q, x, eye, dropout_p=0.5)
 
-    with pytest.raises(RuntimeError, match="random"):
-        torch.vmap(call)(samples)
-    torch.manual_seed(3)
-    alone = call(x)
-    torch.manual_seed(3)
-    same = torch.vmap(call, randomness="same")(samples)
-    assert all(torch.equal(row, alone) for row in same)
-    different = torch.vmap(call, randomness="different")(samples)
-    assert not torch.equal(different[0], different[1])
+    check_vmap_randomness(call, samples)
     # A backward drops what its forward dropped.
     torch.manual_seed(3)
-    grads = torch.vmap(torch.func.grad(lambda v: attention(x, x, v, dropout_p=0.5).sum()),
-                       randomness="different")(eye.expand(N, 1, 1, 16, 16))  # fmt: skip
+    grad = torch.func.grad(lambda v: attention(x, x, v, dropout_p=0.5).sum())
+    grads = torch.vmap(grad, randomness="different")(eye.expand(N, 1, 1, 16, 16))
     torch.manual_seed(3)
     outs = torch.vmap(lambda v: attention(x, x, v, dropout_p=0.5), randomness="different")(
         eye.expand(N, 1, 1, 16, 16)
@@ -441,11 +429,7 @@ def model_inputs(batch: int = B, Lq: int = Lq, Lk: int = Lk) -> list[Tensor]:
 @pytest.mark.parametrize("what", TRACED)
 def test_compile(backend, what):
     function = functools.partial(model, **TRACED[what])
-    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
-    assert_same_results(compiled, function, model_inputs())
-    with torch.no_grad():
-        actual, expected = (seeded(f)(*model_inputs()) for f in (compiled, function))
-        torch.testing.assert_close(actual, expected)
+    check_compile(function, model_inputs)
 
 
 @pytest.mark.usefixtures("fresh_dynamo")

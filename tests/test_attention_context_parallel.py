@@ -71,10 +71,13 @@ def test_each_rank_raises_instead_of_attending_to_its_own_part(tmp_path):
     ranks = [
         subprocess.Popen(
             [sys.executable, "-c", SCRIPT, str(rank), str(tmp_path / "store")],
-            env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
         )
         for rank in range(2)
-    ]  # fmt: skip
+    ]
     try:
         answers = [rank.communicate(timeout=240) for rank in ranks]
     finally:

@@ -250,7 +250,7 @@ ARGUMENTS: list[tuple[str, dict[str, Any], type, str]] = [
         (f"window {w}", {"window": w}, ValueError, rf"window: expected .*; got {re.escape(str(w))}")
         for w in (-1, 1.5, "3", True, (1,), (1, 2, 3), (None, -2), (2.0, 3))
     ),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(
@@ -353,7 +353,7 @@ PACKED_ARGUMENTS: list[tuple[str, dict[str, Any], type, str]] = [
     ("flag", {"enable_gqa": "x"}, TypeError, r"enable_gqa: expected True or False; got str"),
     ("window", {"window": -3}, ValueError, r"window: expected .*; got -3"),
     ("scale", {"scale": [1]}, TypeError, r"scale: expected a number; got list"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,17 @@ from torch.nn.attention.bias import CausalVariant, causal_lower_right, causal_up
 
 import trifuse
 
+# The tests that other files collect too, with their kernels.
+__all__ = [
+    "test_a_score_of_minus_infinity_is_a_weight_of_zero",
+    "test_bounds_of_packed_lengths_wider_than_numbers",
+    "test_dropout_of_everything",
+    "test_infinities_that_take_part",
+    "test_scales_from_end_to_end",
+    "test_scales_that_leave_no_score_finite",
+    "test_windows_wider_than_numbers",
+]
+
 NAN, INF = float("nan"), float("inf")
 Lq, Lk = 70, 45  # two blocks of either for every kernel
 STRUCTURES = ("all pairs", "causal", "bool mask", "float mask")

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import functools
-import warnings
 from collections import Counter
 from typing import Any, NamedTuple
 
-import numpy as np
-import onnx
 import pytest
 import torch
 import torch.nn.functional as F
-from onnx.backend.test.loader import load_model_tests
+from onnx_cases import onnx_cases
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import CausalVariant
@@ -36,33 +33,14 @@ class Node(NamedTuple):
 INPUTS = ("Q", "K", "V", "attn_mask", "past_key", "past_value", "nonpad_kv_seqlen")
 
 
-def _tensor(array: Any) -> Tensor:
-    if array.dtype.name == "bfloat16":  # of ml_dtypes, which torch can't read
-        return torch.from_numpy(array.astype(np.float32)).bfloat16()
-    return torch.from_numpy(np.array(array))
-
-
 @functools.cache
 def onnx_nodes() -> dict[str, Node]:
-    """Returns every case once: those named _expanded repeat cases in smaller operators."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # some of ONNX's cases overflow as they are made
-        tests = load_model_tests(kind="node")
     nodes = {}
-    for test in tests:
-        if not test.name.startswith("test_attention_") or test.name.endswith("_expanded"):
-            continue
-        (node,) = test.model.graph.node
-        ((given, outputs),) = test.data_sets
-        arrays = iter(given)
-        inputs = {
-            role: _tensor(next(arrays))
-            for name, role in zip(node.input, INPUTS, strict=False)
-            if name
-        }
-        attributes = {a.name: onnx.helper.get_attribute_value(a) for a in node.attribute}
-        name = test.name.removeprefix("test_attention_")
-        nodes[name] = Node(attributes, inputs, _tensor(outputs[0]), test.rtol, test.atol)
+    for case in onnx_cases("Attention"):
+        named = zip(INPUTS, case.inputs, strict=False)
+        inputs = {name: t for name, t in named if t is not None}
+        name = case.name.removeprefix("attention_")
+        nodes[name] = Node(case.attributes, inputs, case.outputs[0], case.rtol, case.atol)
     return nodes
 
 
@@ -106,12 +84,16 @@ def attend(node: Node) -> Tensor:
         # A cache that is filled up to each sequence's length: the diagonal ends at that length.
         rows = [
             trifuse.scaled_dot_product_attention(
-                query[b : b + 1], key[b : b + 1, :, :n], value[b : b + 1, :, :n],
+                query[b : b + 1],
+                key[b : b + 1, :, :n],
+                value[b : b + 1, :, :n],
                 mask if mask is None else _of_sequence(mask, b, n),
-                is_causal=CausalVariant.LOWER_RIGHT, window=(left, None), **options,
+                is_causal=CausalVariant.LOWER_RIGHT,
+                window=(left, None),
+                **options,
             )
             for b, n in enumerate(lengths.tolist())
-        ]  # fmt: skip
+        ]
         out = torch.cat(rows)
     else:
         if past and (left, right) != (None, None):

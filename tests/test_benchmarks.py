@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import scratch_memory
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
@@ -20,13 +21,20 @@ import trifuse
 from trifuse.benchmarks import (
     attention,
     bert,
+    ceilings,
     demo,
     dropout_add_layer_norm,
     engines,
-    measure,
     one_row,
+    report,
+    timing,
 )
 from trifuse.benchmarks.__main__ import benchmarks, main
+from trifuse.benchmarks.agreement import check_agreement
+from trifuse.benchmarks.ceilings import Rate
+from trifuse.benchmarks.comparison import Result
+from trifuse.benchmarks.memory import page_faults, peak_extra_memory
+from trifuse.benchmarks.timing import Timing
 from trifuse.models.bert import BertConfig, BertEncoder, BertModel
 from trifuse.reference.attention import _weights as reference_weights
 
@@ -42,7 +50,7 @@ class Clock:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 0.0
         self.calls: list[str] = []
-        monkeypatch.setattr(measure.time, "perf_counter", lambda: self.now)
+        monkeypatch.setattr(timing.time, "perf_counter", lambda: self.now)
 
     def function(self, name: str, seconds: Callable[[], float]) -> Callable[[], None]:
         def call() -> None:
@@ -55,7 +63,7 @@ class Clock:
 def test_turns_alternate_and_rotate(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(monkeypatch)
     functions = {name: clock.function(name, lambda: 0.1) for name in "abc"}
-    timings = measure.alternate(functions, seconds=0.0, min_rounds=4)
+    timings = timing.alternate(functions, seconds=0.0, min_rounds=4)
     rounds = "".join(clock.calls[-12:])
     assert rounds == "abcbcacababc"
     assert {len(timing.seconds) for timing in timings.values()} == {4}
@@ -64,13 +72,13 @@ def test_turns_alternate_and_rotate(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_rounds_go_on_until_the_time_is_spent(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(monkeypatch)
     function = clock.function("a", lambda: 0.25)
-    timings = measure.alternate({"a": function}, seconds=3.0, min_rounds=2)
+    timings = timing.alternate({"a": function}, seconds=3.0, min_rounds=2)
     assert timings["a"].seconds == (0.25,) * 12
 
 
 def test_short_calls_are_repeated_within_their_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(monkeypatch)
-    timings = measure.alternate(
+    timings = timing.alternate(
         {"short": clock.function("short", lambda: 1e-5), "long": clock.function("long", lambda: 1)},
         seconds=0.0,
         min_rounds=1,
@@ -84,9 +92,9 @@ def test_every_turn_comes_after_a_rest(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     clock = Clock(monkeypatch)
-    monkeypatch.setattr(measure.time, "sleep", lambda seconds: clock.calls.append(f"{seconds}"))
+    monkeypatch.setattr(timing.time, "sleep", lambda seconds: clock.calls.append(f"{seconds}"))
     functions = {name: clock.function(name, lambda: 0.1) for name in "ab"}
-    timings = measure.alternate(functions, seconds=0.0, min_rounds=2, rest=0.5)
+    timings = timing.alternate(functions, seconds=0.0, min_rounds=2, rest=0.5)
     assert clock.calls[-8:] == ["0.5", "a", "0.5", "b", "0.5", "b", "0.5", "a"]
     assert timings["a"].median == pytest.approx(0.1)
 
@@ -94,7 +102,7 @@ def test_every_turn_comes_after_a_rest(
 def test_ratio_is_taken_within_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine that slows down during the run changes the medians, not the ratio."""
     clock = Clock(monkeypatch)
-    timings = measure.alternate(
+    timings = timing.alternate(
         {
             "ours": clock.function("ours", lambda: 1 + clock.now / 100),
             "slow": clock.function("slow", lambda: 9 * (1 + clock.now / 100)),
@@ -116,40 +124,38 @@ def test_percentiles_are_numpys() -> None:
     values = [5.0, 1.0, 4.0, 2.0]
     for percent in (0, 10, 50, 77, 100):
         expected = torch.tensor(values, dtype=torch.float64).quantile(percent / 100).item()
-        assert measure.percentile(values, percent) == pytest.approx(expected)
+        assert timing.percentile(values, percent) == pytest.approx(expected)
 
 
 def _result(
-    ours: measure.Timing,
-    peers: dict[str, measure.Timing],
+    ours: Timing,
+    peers: dict[str, Timing],
     at_least: float | None = None,
     at_most_over: float | None = None,
-) -> measure.Result:
-    ceiling = measure.Rate(1e12, "test")
-    return measure.Result(
+) -> Result:
+    ceiling = Rate(1e12, "test")
+    return Result(
         "case", "forward", "(1,)", ours, peers, {}, 1e11, ceiling, "FLOP", at_least, at_most_over
     )
 
 
 def test_table_names_the_fastest_peer_where_rows_have_their_own() -> None:
-    ours = measure.Timing((1.0,))
+    ours = Timing((1.0,))
     results = [
-        _result(ours, {"slow": measure.Timing((3.0,)), "fast": measure.Timing((2.0,))}),
-        _result(ours, {"other": measure.Timing((4.0,))}),
+        _result(ours, {"slow": Timing((3.0,)), "fast": Timing((2.0,))}),
+        _result(ours, {"other": Timing((4.0,))}),
     ]
-    table = measure.table("title", results, fastest_only=True)
+    table = report.table("title", results, fastest_only=True)
     assert [column.header for column in table.columns][2:5] == ["ours", "fastest peer", "ratio"]
     first, second = (str(cell).split("\n") for cell in table.columns[3].cells)
     assert first == ["2000 ms", "[dim]fast[/dim]"]
     assert second == ["4000 ms", "[dim]other[/dim]"]
-    every = measure.table("title", results)
+    every = report.table("title", results)
     assert [column.header for column in every.columns][3:6] == ["slow", "fast", "other"]
 
 
 def test_fractions_and_overheads() -> None:
-    result = _result(
-        measure.Timing((0.2, 0.2, 0.5)), {"peer": measure.Timing((0.1, 0.2, 0.2))}, None, 0.05
-    )
+    result = _result(Timing((0.2, 0.2, 0.5)), {"peer": Timing((0.1, 0.2, 0.2))}, None, 0.05)
     assert result.achieved == pytest.approx(1e11 / 0.2)
     assert result.fraction == pytest.approx(0.5)
     assert result.over == pytest.approx(0.1)
@@ -159,21 +165,9 @@ def test_fractions_and_overheads() -> None:
 # Memory and rates -------------------------------------------------------------------------------
 
 
-def _prepare_scratch(mebibytes: int) -> Callable[[], Sequence[Tensor]]:
-    """Returns a computation with ``mebibytes`` of scratch and a result of 32 MiB."""
-
-    def compute() -> Sequence[Tensor]:
-        scratch = torch.ones(mebibytes << 18)
-        result = torch.ones(32 << 18)
-        del scratch
-        return (result,)
-
-    return compute
-
-
 @pytest.mark.parametrize("mebibytes", [0, 96])
 def test_peak_memory_counts_scratch_and_not_results(mebibytes: int) -> None:
-    peak = measure.peak_extra_memory(_prepare_scratch, mebibytes) / 2**20
+    peak = peak_extra_memory(scratch_memory.prepare, mebibytes) / 2**20
     assert mebibytes - 4 <= peak <= mebibytes + 8
 
 
@@ -181,8 +175,8 @@ def test_matrix_rate_is_not_below_what_torch_reaches() -> None:
     """A ceiling below what torch reaches would overstate our fraction of it."""
     a, b = torch.randn(2, 768, 768)
     mm = {"mm": lambda: torch.mm(a, b)}
-    reached = 2 * 768**3 / measure.alternate(mm, seconds=0.3)["mm"].median
-    assert measure.matrix_rate(torch.float32).value > 0.8 * reached
+    reached = 2 * 768**3 / timing.alternate(mm, seconds=0.3)["mm"].median
+    assert ceilings.matrix_rate(torch.float32).value > 0.8 * reached
 
 
 def test_page_faults_are_those_of_fresh_memory() -> None:
@@ -195,18 +189,18 @@ def test_page_faults_are_those_of_fresh_memory() -> None:
             for place in range(0, len(fresh), mmap.PAGESIZE):
                 fresh[place] = 1
 
-    assert pages <= measure.page_faults(touch) <= 1.1 * pages
-    assert measure.page_faults(lambda: None) < 1
+    assert pages <= page_faults(touch) <= 1.1 * pages
+    assert page_faults(lambda: None) < 1
 
 
 @pytest.mark.parametrize(("dtype", "off"), [(torch.float32, 1e-3), (torch.bfloat16, 0.1)])
 def test_disagreement_is_more_than_rounding(dtype: torch.dtype, off: float) -> None:
     ours = torch.randn(100, dtype=torch.float64)
-    measure.check_agreement("peer", [ours.to(dtype)], [ours])
+    check_agreement("peer", [ours.to(dtype)], [ours])
     with pytest.raises(AssertionError, match="differ from peer"):
-        measure.check_agreement("peer", [(ours * (1 + off)).to(dtype)], [ours])
+        check_agreement("peer", [(ours * (1 + off)).to(dtype)], [ours])
     with pytest.raises(AssertionError, match="differ from peer by nan"):
-        measure.check_agreement("peer", [ours.to(dtype)], [ours * float("nan")])
+        check_agreement("peer", [ours.to(dtype)], [ours * float("nan")])
 
 
 # Attention --------------------------------------------------------------------------------------
@@ -226,9 +220,18 @@ def test_flops_are_those_of_the_pairs_that_take_part(case: attention.Case) -> No
         pairs = B * H * L * L
     else:
         keep = reference_weights(
-            given.query.detach(), given.key.detach(), None, given.key_lengths, None, 1.0,
-            -1, 0 if case.masking == "causal" else -1, False, 0.0, 0,
-        ).keep  # fmt: skip
+            given.query.detach(),
+            given.key.detach(),
+            None,
+            given.key_lengths,
+            None,
+            1.0,
+            -1,
+            0 if case.masking == "causal" else -1,
+            False,
+            0.0,
+            0,
+        ).keep
         pairs = int(keep.sum())
     products = 7 if case.backward else 2  # forward QKᵀ, PV; backward QKᵀ, dO Vᵀ, dQ, dK, dV
     assert attention.flops(case, given.lengths) == pairs * products * 2 * E
@@ -262,6 +265,7 @@ def test_flex_attention_is_given_the_same_work(masking: attention.Masking) -> No
     )
 
 
+@pytest.mark.usefixtures("ceilings_measured_once")
 def test_a_peer_that_refuses_is_named() -> None:
     """torch has no cuDNN kernel for CPU tensors; the row reports this and keeps the other peer."""
     case = attention.Case("no mask", (1, 1, 8, 8), torch.float32, False, ("cudnn", "math"))
@@ -278,6 +282,7 @@ def test_a_peer_that_differs_stops_the_run(monkeypatch: pytest.MonkeyPatch) -> N
         attention.run(case, "cpu", seconds=0.0)
 
 
+@pytest.mark.usefixtures("ceilings_measured_once")
 def test_table_json_and_picture(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -361,7 +366,7 @@ def test_norm_peers_compute_what_ours_does(dropout_p: float, backward: bool) -> 
     assert [x.shape for x in ours] == [x.shape for x in theirs]
     assert len(ours) == (5 if backward else 1)
     if not dropout_p:
-        measure.check_agreement("eager", ours, theirs)
+        check_agreement("eager", ours, theirs)
     elif backward:  # each drops a tenth of x, at random
         for grads in (ours, theirs):
             assert (grads[1] == 0).double().mean().item() == pytest.approx(0.1, abs=0.03)
@@ -381,6 +386,7 @@ def test_norm_that_is_wrong_stops_the_run(monkeypatch: pytest.MonkeyPatch) -> No
         dropout_add_layer_norm.run(case, "cpu", seconds=0.0)
 
 
+@pytest.mark.usefixtures("ceilings_measured_once")
 def test_norm_table_json_and_picture(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -491,19 +497,23 @@ def _small_bert() -> tuple[bert.Inference | bert.Training, ...]:
     )
     return (
         bert.Inference(
-            torch.float32, (
+            torch.float32,
+            (
                 bert.Target(("sdpa",), 1e6),
                 bert.Target(("OpenVINO", "absent"), 0.0),
                 bert.Target(("absent",), 0.0),
             ),
-            batch_size=4, length=32, peers=("sdpa", "OpenVINO"),
+            batch_size=4,
+            length=32,
+            peers=("sdpa", "OpenVINO"),
         ),
         bert.Training(
             config, (bert.Target(("eager",), 0.0),), batch_size=2, length=16, peers=("eager",)
         ),
-    )  # fmt: skip
+    )
 
 
+@pytest.mark.usefixtures("ceilings_measured_once")
 def test_bert_tables_json_and_picture(
     weights: Path,
     tmp_path: Path,
@@ -578,7 +588,7 @@ def test_every_benchmark_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
     printed = capsys.readouterr().out
     names = benchmarks()
     assert {"attention", "bert", "demo", "dropout_add_layer_norm"} <= set(names)
-    assert not {"measure", "engines", "__main__"} & set(names)
+    assert not {"timing", "report", "engines", "__main__"} & set(names)
     for name, line in names.items():
         assert line.endswith(".")
         assert f"  {name} " in printed

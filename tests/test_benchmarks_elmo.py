@@ -16,6 +16,8 @@ from trifuse.models.elmo import BiLMForPreTraining, ElmoConfig
 
 pytest.importorskip("matplotlib")
 
+pytestmark = pytest.mark.usefixtures("ceilings_measured_once")
+
 
 def tiny() -> ElmoConfig:
     return ElmoConfig(

@@ -17,7 +17,9 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from trifuse import backends
-from trifuse.benchmarks import attention, bert, dropout_add_layer_norm, lstm, measure
+from trifuse.benchmarks import attention, bert, ceilings, dropout_add_layer_norm, lstm, timing
+from trifuse.benchmarks.cases import run_all
+from trifuse.benchmarks.ceilings import Rate
 from trifuse.models.bert import BertConfig
 
 
@@ -65,10 +67,10 @@ def _gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         (torch, "Generator", _Generator),
         (torch, "compile", lambda function: function),
         (torch, "set_num_threads", lambda threads: None),
-        (measure, "_CACHE", 1),
-        (measure, "matrix_rate", lambda *args, **options: measure.Rate(1e12, "none")),
-        (measure, "copy_rate", lambda **options: measure.Rate(1e12, "none")),
-        (measure, "alternate", _briefly),
+        (timing, "_CACHE", 1),
+        (ceilings, "matrix_rate", lambda *args, **options: Rate(1e12, "none")),
+        (ceilings, "copy_rate", lambda **options: Rate(1e12, "none")),
+        (timing, "alternate", _briefly),
         (backends, "backend", lambda name: contextlib.nullcontext()),
     ):
         monkeypatch.setattr(owner, name, value)
@@ -83,8 +85,8 @@ def _why_not(call: backends.Call) -> str | None:
     return None if call.device == "cuda" else "there are none"
 
 
-@functools.wraps(measure.alternate)
-def _briefly(functions: Any, alternate: Any = measure.alternate, **options: Any) -> Any:
+@functools.wraps(timing.alternate)
+def _briefly(functions: Any, alternate: Any = timing.alternate, **options: Any) -> Any:
     return alternate(functions, **options | {"seconds": 0.0, "min_rounds": 2})
 
 
@@ -141,7 +143,7 @@ def _fail_at_one(case: int) -> int:
 
 def test_what_is_measured_outlives_what_fails() -> None:
     kept: list[list[int]] = []
-    done, failed = measure.run_all(range(3), str, _fail_at_one, lambda done: kept.append([*done]))
+    done, failed = run_all(range(3), str, _fail_at_one, lambda done: kept.append([*done]))
     assert done == [0, 2]
     assert failed == {"1": "RuntimeError: no"}
     assert kept == [[0], [0], [0, 2]]
@@ -151,7 +153,7 @@ def test_a_gpu_that_is_lost_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: _fail_at_one(1))
     with pytest.raises(SystemExit) as exit:
-        measure.run_all(range(3), str, _fail_at_one, lambda done: None)
+        run_all(range(3), str, _fail_at_one, lambda done: None)
     assert exit.value.code == 2
 
 

@@ -9,6 +9,8 @@ import torch
 
 from trifuse.benchmarks import pretraining
 
+pytestmark = pytest.mark.usefixtures("ceilings_measured_once")
+
 
 @pytest.fixture(scope="module")
 def split() -> pretraining.Split:

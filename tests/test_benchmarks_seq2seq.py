@@ -13,6 +13,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from trifuse.benchmarks import seq2seq, transformer
 from trifuse.benchmarks.text import BOS, EOS, PAD
 
+pytestmark = pytest.mark.usefixtures("ceilings_measured_once")
+
 TINY = {"embedding_dim": 8, "hidden_size": 16}
 
 

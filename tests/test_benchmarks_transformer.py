@@ -9,15 +9,21 @@ import statistics
 
 import pytest
 import torch
+from rich.console import Console
 from torch.utils.flop_counter import FlopCounterMode
 
-from trifuse.benchmarks import measure, text, transformer
+from trifuse.benchmarks import text, transformer
+from trifuse.benchmarks.ceilings import Rate
+from trifuse.benchmarks.comparison import Result
+from trifuse.benchmarks.timing import Timing
 from trifuse.models.transformer import (
     LanguageModel,
     LanguageModelConfig,
     Transformer,
     TransformerConfig,
 )
+
+pytestmark = pytest.mark.usefixtures("ceilings_measured_once")
 
 
 def tiny_puzzle(name: text.Puzzle) -> transformer.Task:
@@ -208,23 +214,23 @@ def test_a_sequence_counts_when_all_of_it_is_right():
 
 
 def test_tables_fit_a_terminal():
-    timing = measure.Timing((1e-3,))
-    ceiling = measure.Rate(1.0, "")
+    timing = Timing((1e-3,))
+    ceiling = Rate(1.0, "")
     peers = {"eager": timing, "compiled": timing}
     results = [
-        measure.Result(
+        Result(
             case.name, "", "fp32, 2048 tokens", timing, peers, {}, 99_999.0, ceiling, at_least=1.8
         )
         for case in transformer.CASES
     ]
-    width = measure.Console(width=200).measure(transformer.speed_table(results)).maximum
+    width = Console(width=200).measure(transformer.speed_table(results)).maximum
     assert width <= 100
 
 
 def test_ratio_to_a_peer_is_taken_within_rounds():
-    ours, peer = measure.Timing((1.0, 2.0, 4.0)), measure.Timing((3.0, 6.0, 1.0))
-    ceiling = measure.Rate(1.0, "")
-    result = measure.Result("", "", "", ours, {"eager": peer}, {}, 1.0, ceiling, "token")
+    ours, peer = Timing((1.0, 2.0, 4.0)), Timing((3.0, 6.0, 1.0))
+    ceiling = Rate(1.0, "")
+    result = Result("", "", "", ours, {"eager": peer}, {}, 1.0, ceiling, "token")
     assert transformer.over(result, "eager") == 3.0
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from model_sizes import BERT_SIZES
 from torch import Tensor
 
 from trifuse import models
@@ -24,14 +25,6 @@ from trifuse.models.bert import (
 transformers = pytest.importorskip("transformers")
 safetensors = pytest.importorskip("safetensors.torch")
 
-TINY = {
-    "vocab_size": 97,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "intermediate_size": 48,
-    "max_position_embeddings": 24,
-}
 PAIRS = [
     (BertModel, transformers.BertModel),
     (BertForPreTraining, transformers.BertForPreTraining),
@@ -82,7 +75,7 @@ def test_pretrained_weights_agree_with_transformers(pretrained, attn_implementat
 def test_saved_by_transformers_loads_whole(ours, theirs, tmp_path):
     """Same names, same numbers, same gradients, and nothing to warn about."""
     torch.manual_seed(0)
-    peer = theirs(transformers.BertConfig(**TINY, num_labels=3)).eval()
+    peer = theirs(transformers.BertConfig(**BERT_SIZES, num_labels=3)).eval()
     peer.save_pretrained(tmp_path)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -90,7 +83,7 @@ def test_saved_by_transformers_loads_whole(ours, theirs, tmp_path):
     assert model.state_dict().keys() == peer.state_dict().keys()
     assert not model.training
 
-    ids, mask, types = tokens([17, 9], TINY["vocab_size"])
+    ids, mask, types = tokens([17, 9], BERT_SIZES["vocab_size"])
     model, peer = model.double(), peer.double()
     got, wanted = model(ids, mask, types), peer(ids, mask.long(), types)
     got = (got,) if isinstance(got, Tensor) else got
@@ -106,13 +99,14 @@ def test_saved_by_transformers_loads_whole(ours, theirs, tmp_path):
 
 def write_checkpoint(directory: Path, state: dict[str, Tensor], **config) -> None:
     directory.mkdir(exist_ok=True)
-    (directory / "config.json").write_text(json.dumps({"model_type": "bert", **TINY, **config}))
+    config = {"model_type": "bert", **BERT_SIZES, **config}
+    (directory / "config.json").write_text(json.dumps(config))
     contiguous = {name: value.detach().clone().contiguous() for name, value in state.items()}
     safetensors.save_file(contiguous, directory / "model.safetensors")
 
 
 def test_old_names_and_prefix(tmp_path):
-    model = BertModel(BertConfig(**TINY))
+    model = BertModel(BertConfig(**BERT_SIZES))
     old = {
         "bert."
         + name.replace("LayerNorm.weight", "LayerNorm.gamma").replace(
@@ -130,7 +124,7 @@ def test_old_names_and_prefix(tmp_path):
 
 
 def test_shards(tmp_path):
-    state = BertModel(BertConfig(**TINY)).state_dict()
+    state = BertModel(BertConfig(**BERT_SIZES)).state_dict()
     write_checkpoint(tmp_path, state)
     (tmp_path / "model.safetensors").unlink()
     names = sorted(state)
@@ -145,7 +139,7 @@ def test_shards(tmp_path):
 
 
 def test_missing_pooler_and_heads_are_reported(tmp_path):
-    encoder = BertModel(BertConfig(**TINY), add_pooling_layer=False).state_dict()
+    encoder = BertModel(BertConfig(**BERT_SIZES), add_pooling_layer=False).state_dict()
     write_checkpoint(tmp_path, encoder)
     with pytest.warns(UserWarning, match=r"randomly initialised: .*bert\.pooler\.dense") as caught:
         BertForPreTraining.from_pretrained(tmp_path)
@@ -156,14 +150,14 @@ def test_missing_pooler_and_heads_are_reported(tmp_path):
 
 
 def test_unexpected_names_are_reported(tmp_path):
-    state = BertForPreTraining(BertConfig(**TINY)).state_dict()
+    state = BertForPreTraining(BertConfig(**BERT_SIZES)).state_dict()
     write_checkpoint(tmp_path, state)
     with pytest.warns(UserWarning, match=r"not in BertModel: .*cls\.predictions"):
         BertModel.from_pretrained(tmp_path)
 
 
 def test_one_name_of_a_tied_parameter_is_enough(tmp_path):
-    model = BertForPreTraining(BertConfig(**TINY))
+    model = BertForPreTraining(BertConfig(**BERT_SIZES))
     assert model.cls.predictions.decoder.weight is model.bert.embeddings.word_embeddings.weight
     state = model.state_dict()
     del state["cls.predictions.decoder.weight"], state["cls.predictions.decoder.bias"]
@@ -176,7 +170,7 @@ def test_one_name_of_a_tied_parameter_is_enough(tmp_path):
 
 
 def test_checkpoints_that_do_not_fit(tmp_path):
-    state = BertModel(BertConfig(**TINY)).state_dict()
+    state = BertModel(BertConfig(**BERT_SIZES)).state_dict()
     with pytest.raises(FileNotFoundError):
         BertModel.from_pretrained(tmp_path)
 
@@ -215,10 +209,11 @@ def test_config_is_checked_and_counts_labels(tmp_path):
 @pytest.mark.parametrize("hidden_act", ["gelu", "gelu_new", "relu", "silu"])
 def test_activations_agree_with_transformers(hidden_act):
     torch.manual_seed(0)
-    peer = transformers.BertModel(transformers.BertConfig(**TINY, hidden_act=hidden_act)).eval()
-    model = BertModel(BertConfig(**TINY, hidden_act=hidden_act)).eval()
+    options = BERT_SIZES | {"hidden_act": hidden_act}
+    peer = transformers.BertModel(transformers.BertConfig(**options)).eval()
+    model = BertModel(BertConfig(**options)).eval()
     model.load_state_dict(peer.state_dict())
-    ids, mask, _ = tokens([11, 5], TINY["vocab_size"])
+    ids, mask, _ = tokens([11, 5], BERT_SIZES["vocab_size"])
     wanted = peer.double()(ids, mask.long()).last_hidden_state
     torch.testing.assert_close(model.double()(ids, mask).last_hidden_state, wanted)
 
@@ -251,8 +246,8 @@ def test_attention_dropout_is_for_training():
 
 
 def test_inputs_are_checked():
-    model = BertModel(BertConfig(**TINY))
-    ids, mask, _ = tokens([24], TINY["vocab_size"])
+    model = BertModel(BertConfig(**BERT_SIZES))
+    ids, mask, _ = tokens([24], BERT_SIZES["vocab_size"])
     with pytest.raises(ValueError, match="at most 24 positions; got 48"):
         model(ids.repeat(1, 2))
     with pytest.raises(ValueError, match=r"attention_mask: expected shape \(1, 24\)"):
@@ -263,8 +258,8 @@ def test_inputs_are_checked():
 
 def test_position_ids():
     torch.manual_seed(0)
-    model = BertModel(BertConfig(**TINY)).eval()
-    ids, _, _ = tokens([9, 9], TINY["vocab_size"])
+    model = BertModel(BertConfig(**BERT_SIZES)).eval()
+    ids, _, _ = tokens([9, 9], BERT_SIZES["vocab_size"])
     positions = torch.arange(9)
     wanted = model(ids).last_hidden_state
     assert torch.equal(model(ids, position_ids=positions).last_hidden_state, wanted)
@@ -273,7 +268,7 @@ def test_position_ids():
 
 
 def test_padding_is_embedded_as_zero_and_not_learnt():
-    model = BertForPreTraining(BertConfig(**TINY, pad_token_id=5))
+    model = BertForPreTraining(BertConfig(**BERT_SIZES, pad_token_id=5))
     words = model.bert.embeddings.word_embeddings
     assert not words.weight[5].any()
     assert words.weight[4].any()

@@ -31,15 +31,7 @@ from conftest import Kernel
 from cuda_code import Code, compile_operator
 from host_build import Library, library_fixture
 from numerics import Accuracy
-from test_attention_infinities import (  # noqa: F401 - collected here, with this file's kernel
-    test_a_score_of_minus_infinity_is_a_weight_of_zero,
-    test_bounds_of_packed_lengths_wider_than_numbers,
-    test_dropout_of_everything,
-    test_infinities_that_take_part,
-    test_scales_from_end_to_end,
-    test_scales_that_leave_no_score_finite,
-    test_windows_wider_than_numbers,
-)
+from test_attention_infinities import *  # noqa: F403 - collected here, with this file's kernel
 from test_kernels_attention import (  # noqa: F401 - collected here, with this file's kernel
     FEATURES,
     NAN,

@@ -176,9 +176,15 @@ def test_elements_past_two_to_the_31(library, N):
 @pytest.mark.parametrize("dropout_p", [0.1, 0.5, 0.9999])
 def test_drops_what_the_reference_drops(library, N, dropout_p):
     case = make(
-        9, N, x=torch.ones(9, N), residual=None, x_bias=None, dropout_p=dropout_p,
-        grad_out=torch.zeros(9, N), grad_sum=torch.ones(9, N),
-    )  # fmt: skip
+        9,
+        N,
+        x=torch.ones(9, N),
+        residual=None,
+        x_bias=None,
+        dropout_p=dropout_p,
+        grad_out=torch.zeros(9, N),
+        grad_sum=torch.ones(9, N),
+    )
     results = run(case)
     multiplier = dropout_multiplier(case).float()
     assert torch.equal(results["sum"], multiplier)

@@ -107,10 +107,12 @@ def test_float64(library, variant):
 @pytest.mark.parametrize(
     ("way", "dtype"),
     [
-        (ONE_LAUNCH, torch.float32), (ONE_LAUNCH, torch.bfloat16), (STEP_BY_STEP, torch.bfloat16),
+        (ONE_LAUNCH, torch.float32),
+        (ONE_LAUNCH, torch.bfloat16),
+        (STEP_BY_STEP, torch.bfloat16),
         (STEP_BY_STEP, torch.float16),
     ],
-)  # fmt: skip
+)
 def test_many_calls(library, way, dtype):
     """Any calls, each by itself and in the mean, drawn independently of each other."""
     accuracy, random = Accuracy(CUDA.name), Random(0)
@@ -219,7 +221,7 @@ test_clips_are_those_of_the_forward_in_16_bits = (
 
 def why_step_by_step(case: Case, backward: bool = False) -> str:
     parameters = [t for p in case.parameters for t in p]
-    coupled = case.numbers.coupled
+    coupled = case.op_options.coupled
     return torch.ops.trifuse.lstm_step_by_step.cuda(case.input, parameters, coupled, backward)
 
 
@@ -358,13 +360,17 @@ def test_layouts_change_nothing(library, way):
 STACKS: dict[str, dict[str, Any]] = {
     "plain": {"layers": 2},
     "all that fits": {
-        "layers": 2, "projection": 5, "peephole": True, "forget_bias": 1.0, "lengths": (33, 20, 0),
+        "layers": 2,
+        "projection": 5,
+        "peephole": True,
+        "forget_bias": 1.0,
+        "lengths": (33, 20, 0),
         **CLIPS,
     },
     "a wide projection": {"layers": 2, "projection": 8, "H": 5, "lengths": (7, 14, 1)},
     "three": {"layers": 3, "coupled": True, "biases": False, "states": False},
     "recompute": {"layers": 3, "recompute": True, "projection": 3, "lengths": (14, 13, 26)},
-}  # fmt: skip
+}
 stacks = pytest.mark.parametrize("stack", STACKS)
 
 
@@ -375,7 +381,7 @@ def make_stack(T: int = 33, B: int = 3, **options: Any) -> Case:
 def layers_at_once(case: Case, backward: bool = False) -> tuple[int, str]:
     parameters = [t for p in case.parameters for t in p]
     return torch.ops.trifuse.lstm_layers_at_once.cuda(
-        case.input, parameters, case.numbers.coupled, backward
+        case.input, parameters, case.op_options.coupled, backward
     )
 
 
@@ -454,11 +460,14 @@ def test_as_many_layers_at_once_as_fit(library, layers, device, at_once, why):
         assert_near(run(case), specification(case))
 
 
-@pytest.mark.parametrize(("options", "why"), [
-    ({"T": 9}, "fewer than 32 steps"),
-    ({"norm": True}, WHOLE_ROWS),
-    ({"dtype": torch.float64}, "float64 has no kernel of its own"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"T": 9}, "fewer than 32 steps"),
+        ({"norm": True}, WHOLE_ROWS),
+        ({"dtype": torch.float64}, "float64 has no kernel of its own"),
+    ],
+)
 def test_stacks_that_are_none(library, options, why):
     case = make_stack(B=2, **options)
     assert layers_at_once(case) == (1, why)
@@ -614,13 +623,13 @@ def test_opcheck_of_a_stack(library, T, save):
     parameters = [t for p in case.parameters for t in p]
     args = (case.input, case.h0, case.c0, parameters, None, None)
     stacked = torch.ops.trifuse
-    torch.library.opcheck(stacked.lstm_stack_forward.cuda, (*args, *case.numbers, save))
+    torch.library.opcheck(stacked.lstm_stack_forward.cuda, (*args, *case.op_options, save))
     if save == 0:
         return
-    output, h_n, c_n, *kept = stacked.lstm_stack_forward.cuda(*args, *case.numbers, save)
+    output, h_n, c_n, *kept = stacked.lstm_stack_forward.cuda(*args, *case.op_options, save)
     for half in (0, 1):
         wanted = [i % 2 == half for i in range(3 + len(parameters))]
-        more = (output, h_n, c_n, *args, output, *kept, *case.numbers, wanted)
+        more = (output, h_n, c_n, *args, output, *kept, *case.op_options, wanted)
         torch.library.opcheck(stacked.lstm_stack_backward.cuda, more)
 
 
@@ -631,7 +640,7 @@ def forward(case: Case, save: int, **changes: Any) -> tuple[Tensor, ...]:
     case = dataclasses.replace(case, **changes)
     parameters = [t for p in case.parameters for t in p]
     inputs = (case.input, case.h0, case.c0, parameters, case.lengths, case.seed)
-    return torch.ops.trifuse.lstm_forward.cuda(*inputs, *case.numbers, save)
+    return torch.ops.trifuse.lstm_forward.cuda(*inputs, *case.op_options, save)
 
 
 @WAYS
@@ -669,9 +678,15 @@ def test_gradients_not_wanted_are_empty(library, half):
 
     def backward(wanted: tuple[bool, ...]) -> list[Tensor]:
         return torch.ops.trifuse.lstm_backward.cuda(
-            case.grad_output, case.grad_h_n, case.grad_c_n, *inputs, output, *kept,
-            *case.numbers, wanted,
-        )  # fmt: skip
+            case.grad_output,
+            case.grad_h_n,
+            case.grad_c_n,
+            *inputs,
+            output,
+            *kept,
+            *case.op_options,
+            wanted,
+        )
 
     wanted = tuple(i % 2 == half for i in range(3 + SLOTS))
     pairs = zip(backward(wanted), backward((True,) * (3 + SLOTS)), wanted, strict=True)

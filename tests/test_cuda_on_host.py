@@ -185,9 +185,7 @@ def multiply_of_warpgroup(
     a, b = numbers(64, 64).to(dtype), numbers(64, 128).flip(0).to(dtype)
     stored = b.T.contiguous() if by_rows else b
     out = nan(64, 128)
-    call(
-        library, "multiply_of_warpgroup", a, stored, out, dtype == torch.bfloat16, by_rows, fault
-    )  # fmt: skip
+    call(library, "multiply_of_warpgroup", a, stored, out, dtype == torch.bfloat16, by_rows, fault)
     a, b = a.double(), b.double()
     return out, a @ b, 2**-23 * 8 * (a.abs() @ b.abs())
 

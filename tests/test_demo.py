@@ -16,6 +16,8 @@ from trifuse.benchmarks import demo
 from trifuse.models.elmo import ElmoConfig
 from trifuse.models.transformer import TransformerConfig
 
+pytestmark = pytest.mark.usefixtures("ceilings_measured_once")
+
 
 @pytest.fixture(autouse=True)
 def few_and_short(monkeypatch):

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Callable
 from typing import Any
 
+import numerics
 import pytest
 import torch
 import torch.nn.functional as F
@@ -15,7 +17,6 @@ from attention_cases import SEED, assert_equal, drawn_seed, normal
 from dropout_add_layer_norm_cases import (
     TENSORS,
     Case,
-    Results,
     assert_same_bits,
     cases,
     check_past_two_to_the_31,
@@ -38,15 +39,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 OP = trifuse.dropout_add_layer_norm
 
 
-def assert_near(actual: Results, expected: Results) -> None:
-    """Asserts equality up to rounding. test_dropout_add_layer_norm_accuracy bounds the rounding."""
-    assert actual.keys() == expected.keys()
-    for name, a in actual.items():
-        rtol = {torch.float64: 1e-9, torch.float32: 1e-4}.get(a.dtype, 3e-2)
-        torch.testing.assert_close(
-            a.double(), expected[name].double(), rtol=rtol, atol=rtol,
-            msg=lambda why, name=name: f"{name}: {why}",
-        )  # fmt: skip
+assert_near = functools.partial(numerics.assert_near, narrow=3e-2)
 
 
 # Results ----------------------------------------------------------------------------------------
@@ -213,12 +206,10 @@ def test_gradients_asked_for_one_by_one(backend, wanted, dropout_p):
         everything = run(case)
         inputs = [t.detach().requires_grad_(i in wanted) for i, t in enumerate(case.tensors)]
         torch.manual_seed(SEED)
-        results = OP(
-            *inputs[:4], dropout_p, training=True, x_bias=inputs[4], prenorm=prenorm
-        )  # fmt: skip
-        outputs, upstream = (results, (case.grad_out, case.grad_sum)) if prenorm else (
-            (results,), (case.grad_out,)
-        )  # fmt: skip
+        results = OP(*inputs[:4], dropout_p, training=True, x_bias=inputs[4], prenorm=prenorm)
+        outputs, upstream = (results,), (case.grad_out,)
+        if prenorm:
+            outputs, upstream = results, (case.grad_out, case.grad_sum)
         grads = torch.autograd.grad(outputs, [inputs[i] for i in wanted], upstream)
         for i, grad in zip(wanted, grads, strict=True):
             assert_equal(grad, everything[f"grad_{TENSORS[i]}"], TENSORS[i])

@@ -15,9 +15,12 @@ from torch import Tensor, nn
 from torch_checks import (
     assert_same_results,
     check_checkpoint,
+    check_compile,
     check_fakes,
     check_forward_mode,
     check_one_graph,
+    check_vmap,
+    check_vmap_randomness,
     seeded,
 )
 
@@ -46,17 +49,26 @@ def inputs(dtype: torch.dtype = torch.float64) -> list[Tensor]:
 
 
 def normalise(
-    x: Tensor, residual: Tensor | None = None, weight: Tensor | None = None,
-    bias: Tensor | None = None, x_bias: Tensor | None = None, **options: Any,
-) -> Any:  # fmt: skip
+    x: Tensor,
+    residual: Tensor | None = None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    x_bias: Tensor | None = None,
+    **options: Any,
+) -> Any:
     """Calls the operator, with all tensors by position."""
     return OP(x, residual, weight, bias, x_bias=x_bias, **{"eps": 0.01} | options)
 
 
 def formula(
-    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, x_bias: Tensor,
-    prenorm: bool = False, rms_norm: bool = False,
-) -> Any:  # fmt: skip
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    x_bias: Tensor,
+    prenorm: bool = False,
+    rms_norm: bool = False,
+) -> Any:
     """Computes the operator in elementary operations, without dropout. The second derivatives of
     torch's own operator are wrong under vmap."""
     total = residual + (x + x_bias)
@@ -268,15 +280,8 @@ def test_vmap(served, in_dims, prenorm):
     def gradients(*a: Tensor) -> tuple[Tensor, ...]:
         return torch.func.grad(lambda *b: combine(call(*b)), argnums=tuple(range(5)))(*a)
 
-    samples = [
-        [t if d is None else t.select(d, n) for t, d in zip(args, in_dims, strict=True)]
-        for n in range(SAMPLES)
-    ]
     for function in (call, gradients):
-        actual = torch.vmap(function, in_dims=in_dims)(*args)
-        expected = zip(*(function(*sample) for sample in samples), strict=True)
-        for a, e in zip(actual, expected, strict=True):
-            torch.testing.assert_close(a, torch.stack(e))
+        check_vmap(function, in_dims, args)
 
 
 def test_vmap_twice(backend):
@@ -299,9 +304,8 @@ def test_per_sample_gradients_of_a_model(backend):
 
     def loss(parameters: dict[str, Tensor], sample: Tensor) -> Tensor:
         projected = F.linear(sample, parameters["weight"])
-        return normalise(
-            projected, sample, parameters["w"], parameters["b"], parameters["bias"]
-        ).square().sum()  # fmt: skip
+        vectors = (parameters["w"], parameters["b"], parameters["bias"])
+        return normalise(projected, sample, *vectors).square().sum()
 
     actual = torch.vmap(torch.func.grad(loss), in_dims=(None, 0))(weights, samples)
     for n, sample in enumerate(samples):
@@ -316,16 +320,7 @@ def test_vmap_randomness(served):
     def drop(x: Tensor) -> Tensor:
         return OP(x, dropout_p=0.5, training=True, prenorm=True)[1]
 
-    with pytest.raises(RuntimeError, match="random"):
-        torch.vmap(drop)(samples)
-    torch.manual_seed(3)
-    alone = drop(samples[0])
-    torch.manual_seed(3)
-    same = torch.vmap(drop, randomness="same")(samples)
-    assert all(torch.equal(sample, alone) for sample in same)
-    torch.manual_seed(3)
-    different = torch.vmap(drop, randomness="different")(samples)
-    assert not torch.equal(different[0], different[1])
+    different = check_vmap_randomness(drop, samples)
     assert set(different.unique().tolist()) == {0.0, 2.0}
     # A backward drops what its forward dropped.
     torch.manual_seed(3)
@@ -340,7 +335,8 @@ def op_arguments() -> dict[str, tuple[Any, ...]]:
     """Returns arguments of the forward op by name: tensors, then options."""
     x, residual, weight, bias, x_bias = (t.detach().float() for t in inputs())
     seed = torch.tensor([99])
-    apart = x.transpose(0, 1).contiguous().transpose(0, 1)
+    apart, x_row = x.transpose(0, 1).contiguous().transpose(0, 1), x[:1].expand(SHAPE)
+    vectors = (weight, bias, x_bias)
     narrow = [t.bfloat16() for t in (x, weight, bias, x_bias)]
     f32, bf16 = torch.float32, torch.bfloat16
     return {
@@ -349,15 +345,12 @@ def op_arguments() -> dict[str, tuple[Any, ...]]:
         "x, prenorm": (x, None, None, None, None, None, 0.0, 1e-5, False, True, f32),
         "dropout": (x, residual, weight, bias, x_bias, seed, 0.5, 1e-5, False, False, f32),
         "prenorm": (x, residual, weight, bias, x_bias, seed, 0.5, 1e-5, True, True, f32),
-        "transposed": (apart, x[:1].expand(SHAPE), weight, None, None, None, 0.0, 1e-5, False, True,
-                       f32),
+        "transposed": (apart, x_row, weight, None, None, None, 0.0, 1e-5, False, True, f32),
         "one row": (x[0, 0], residual[0, 0], weight, bias, None, None, 0.0, 1e-5, False, True, f32),
         "16 bits": (*narrow[:1], narrow[0], *narrow[1:], None, 0.0, 1e-5, False, False, bf16),
-        "16 bits beside 32": (narrow[0], residual, weight, bias, x_bias, seed, 0.5, 1e-5, False,
-                              False, f32),
-        "16 bits, prenorm": (narrow[0], narrow[0], weight, bias, x_bias, None, 0.0, 1e-5, False,
-                             True, f32),
-    }  # fmt: skip
+        "16 bits beside 32": (narrow[0], residual, *vectors, seed, 0.5, 1e-5, False, False, f32),
+        "16 bits, prenorm": (narrow[0], narrow[0], *vectors, None, 0.0, 1e-5, False, True, f32),
+    }
 
 
 def backward_arguments(args: tuple[Any, ...], results: list[Tensor]) -> Iterator[tuple[Any, ...]]:
@@ -423,13 +416,7 @@ def model_inputs(batch: int = 2, length: int = 3, width: int = N) -> list[Tensor
 @pytest.mark.parametrize("what", TRACED)
 def test_compile(served, what):
     function = functools.partial(model, **TRACED[what])
-    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
-    assert_same_results(compiled, function, model_inputs())
-    with torch.no_grad():
-        expected, actual = (
-            values for f in (function, compiled) for values in [seeded(f)(*model_inputs())]
-        )
-        torch.testing.assert_close(actual, expected)
+    check_compile(function, model_inputs)
 
 
 @pytest.mark.usefixtures("fresh_dynamo")

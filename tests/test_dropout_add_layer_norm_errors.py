@@ -165,7 +165,7 @@ ARGUMENTS: list[tuple[str, dict[str, Any], type, str]] = [
         for value in (1, "no", None, torch.tensor(True))
     ),
     ("eps a tensor", {"eps": torch.ones(())}, TypeError, r"^eps: expected a number; got Tensor"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("name", ["auto", "eager", "cpp", "triton"])
@@ -229,7 +229,7 @@ def test_explain(dtype):
     t = x(3, N, dtype=dtype)
     choice = trifuse.explain(
         OP, t, t, t[0], None, 0.1, training=True, prenorm=True, rms_norm=True, x_bias=t[0]
-    )  # fmt: skip
+    )
     assert choice == trifuse.explain(OP, x=t)
     assert choice.backend == "cpp"
     assert [name for name, _ in choice.refused] == ["cuda", "triton"]

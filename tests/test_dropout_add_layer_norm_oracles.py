@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import functools
 import itertools
-import warnings
 from typing import NamedTuple
 
-import onnx
 import pytest
 import torch
 import torch.nn.functional as F
-from onnx.backend.test.loader import load_model_tests
+from onnx_cases import onnx_cases
 from torch import Tensor
 from torch.testing._internal.common_methods_invocations import op_db
 
@@ -34,26 +32,16 @@ class Node(NamedTuple):
 
 @functools.cache
 def onnx_nodes() -> dict[str, Node]:
-    """Returns every case once: those named _expanded repeat cases in smaller operators."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # some of ONNX's cases overflow as they are made
-        tests = load_model_tests(kind="node")
-    nodes = {}
-    for test in tests:
-        if len(test.model.graph.node) != 1 or "_expanded" in test.name:
-            continue
-        (node,) = test.model.graph.node
-        if node.op_type not in OPERATORS:
-            continue
-        attributes = {a.name: onnx.helper.get_attribute_value(a) for a in node.attribute}
-        ((inputs, outputs),) = test.data_sets
-        nodes[test.name.removeprefix("test_")] = Node(
-            OPERATORS[node.op_type],
-            attributes.get("axis", -1),
-            attributes.get("epsilon", 1e-5),
-            *([torch.from_numpy(array.copy()) for array in arrays] for arrays in (inputs, outputs)),
+    return {
+        case.name: Node(
+            OPERATORS[case.operator],
+            case.attributes.get("axis", -1),
+            case.attributes.get("epsilon", 1e-5),
+            case.inputs,
+            case.outputs,
         )
-    return nodes
+        for case in onnx_cases(*OPERATORS)
+    }
 
 
 @pytest.mark.parametrize("name", sorted(onnx_nodes()))
@@ -102,9 +90,12 @@ def test_torch_s_samples(kernel, name, dtype):
         wide = [t.detach().double().requires_grad_() for t in leaves]
         expected = getattr(F, name)(wide[0], shape, *wide[1:], eps=eps)
         out = trifuse.dropout_add_layer_norm(
-            sample.input.flatten(-len(shape)), None, *(v.flatten() for v in vectors), eps=eps,
+            sample.input.flatten(-len(shape)),
+            None,
+            *(v.flatten() for v in vectors),
+            eps=eps,
             rms_norm=name == "rms_norm",
-        ).view(expected.shape)  # fmt: skip
+        ).view(expected.shape)
         upstream = torch.randn(out.shape, dtype=torch.float64).to(dtype)
         grads = torch.autograd.grad(out, leaves, upstream)
         wanted = torch.autograd.grad(expected, wide, upstream.double())

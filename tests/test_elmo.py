@@ -56,7 +56,7 @@ SENTENCES = [
 ]
 
 
-def awake(model: nn.Module) -> nn.Module:
+def perturbed(model: nn.Module) -> nn.Module:
     """Converts a model to float64 and perturbs it, so that clips take effect and biases matter."""
     generator = torch.Generator().manual_seed(1)
     model = model.double()
@@ -72,7 +72,7 @@ def awake(model: nn.Module) -> nn.Module:
 
 def tiny(**sizes: object) -> BiLM:
     torch.manual_seed(0)
-    return awake(BiLM(ElmoConfig(**{**TINY, **sizes}))).eval()
+    return perturbed(BiLM(ElmoConfig(**{**TINY, **sizes}))).eval()
 
 
 def char_ids(sentences: Sequence[Sequence[str]] = SENTENCES) -> Tensor:
@@ -82,7 +82,7 @@ def char_ids(sentences: Sequence[Sequence[str]] = SENTENCES) -> Tensor:
 def layer(**options: object) -> ProjectedLSTM:
     torch.manual_seed(0)
     sizes = {"proj_size": 4, "cell_clip": 0.4, "proj_clip": 0.3} | options
-    return awake(ProjectedLSTM(5, 7, **sizes))
+    return perturbed(ProjectedLSTM(5, 7, **sizes))
 
 
 def draw(*shape: int, seed: int = 0) -> Tensor:
@@ -150,9 +150,12 @@ def published() -> Published:
 
 
 def furthest(
-    published: Published, state: CarriedState | None, change: Callable[[BiLM], object],
-    dtype: torch.dtype = torch.float64, **options: Any,
-) -> float:  # fmt: skip
+    published: Published,
+    state: CarriedState | None,
+    change: Callable[[BiLM], object],
+    dtype: torch.dtype = torch.float64,
+    **options: Any,
+) -> float:
     """Returns the largest difference from the published vectors, in millionths."""
     model = BiLM.from_pretrained(published.options, published.weights, **options).to(dtype)
     change(model)
@@ -484,7 +487,7 @@ def test_a_row_without_tokens_keeps_its_state():
 @pytest.mark.parametrize("ragged", [False, True], ids=["dense", "ragged"])
 def test_gradients_of_the_recurrence(reverse, ragged):
     torch.manual_seed(0)
-    lstm = awake(ProjectedLSTM(2, 3, 2, cell_clip=0.3, proj_clip=0.3, reverse=reverse))
+    lstm = perturbed(ProjectedLSTM(2, 3, 2, cell_clip=0.3, proj_clip=0.3, reverse=reverse))
     lengths = torch.tensor([3, 2]) if ragged else None
     names = [name for name, _ in lstm.named_parameters()]
     given = [draw(2, 3, 2), draw(2, 2, seed=1), draw(2, 3, seed=2), *lstm.parameters()]
@@ -553,7 +556,7 @@ def test_a_clip_of_nothing_is_refused():
 
 
 def test_highways_are_the_papers():
-    highway, x = awake(Highway(6)), draw(3, 6)
+    highway, x = perturbed(Highway(6)), draw(3, 6)
     for row, got in zip(x, highway(x), strict=True):
         carry = 1 / (1 + (-(highway.carry.weight @ row + highway.carry.bias)).exp())
         transformed = (highway.transform.weight @ row + highway.transform.bias).clamp(min=0)
@@ -564,7 +567,7 @@ def test_highways_are_the_papers():
 def test_filters_see_whole_windows_and_padding(activation):
     sizes = {"n_highway": 0, "activation": activation, "projection_dim": 15, "lstm_dim": 15}
     config = ElmoConfig(**{**TINY, **sizes})
-    encoder = awake(CharacterEncoder(config))
+    encoder = perturbed(CharacterEncoder(config))
     assert encoder.projection is None
     word = torch.tensor(word_to_char_ids("cat", 8))
     embedded = encoder.embedding.weight[word]
@@ -743,7 +746,7 @@ def test_gradients_of_a_whole_model():
         projection_dim=2,
         dropout=0.0,
     )
-    model = awake(BiLMForPreTraining(config, 5, 0, 1))
+    model = perturbed(BiLMForPreTraining(config, 5, 0, 1))
     ids = batch_to_char_ids([["a", "b"], ["c"]], 4)
     tokens = torch.tensor([[2, 3], [4, 0]])
     names, values = zip(*model.named_parameters(), strict=True)
@@ -976,7 +979,7 @@ def test_sample_sizes_are_checked(num_sampled):
 
 
 def test_the_sampled_loss_is_the_formula():
-    head = awake(VocabularySoftmax(3, 20, num_sampled=6))
+    head = perturbed(VocabularySoftmax(3, 20, num_sampled=6))
     hidden, targets = draw(5, 3), torch.tensor([0, 7, 1, 0, 19])
     torch.manual_seed(5)
     loss = head(hidden, targets)
@@ -1033,7 +1036,7 @@ def test_a_sample_teaches_the_full_softmax(corrected, monkeypatch):
 
 def test_losses_are_those_of_each_word():
     torch.manual_seed(0)
-    model = awake(BiLMForPreTraining(ElmoConfig(**TINY), 12, begin_id=1, end_id=0)).eval()
+    model = perturbed(BiLMForPreTraining(ElmoConfig(**TINY), 12, begin_id=1, end_id=0)).eval()
     ids = char_ids()
     tokens = torch.randint(2, 12, ids.shape[:2])
     losses = model(ids, tokens)
@@ -1062,7 +1065,7 @@ def test_losses_are_those_of_each_word():
 
 def test_dropout_is_on_what_the_softmax_reads():
     torch.manual_seed(0)
-    model = awake(BiLMForPreTraining(ElmoConfig(**TINY), 12, 0, 1)).eval()
+    model = perturbed(BiLMForPreTraining(ElmoConfig(**TINY), 12, 0, 1)).eval()
     model.bilm.dropout = doubled = Doubled()
     hidden = []
     model.softmax.register_forward_pre_hook(lambda module, inputs: hidden.append(inputs[0]))
@@ -1161,7 +1164,7 @@ def test_fused_reads_no_more_padding_than_a_filter_sees(words, read, monkeypatch
     """Padding past a word's marks and the widest filter changes no maximum and no gradient."""
     torch.manual_seed(0)
     sizes = {"max_characters_per_token": 20, "filters": ((1, 3), (2, 4), (4, 6))}
-    eager = awake(BiLM(ElmoConfig(**{**TINY, **sizes})))
+    eager = perturbed(BiLM(ElmoConfig(**{**TINY, **sizes})))
     fused = copy.deepcopy(eager)
     trifuse.fuse(fused)
     widths = []
@@ -1190,7 +1193,7 @@ def test_fused_reads_no_more_padding_than_a_filter_sees(words, read, monkeypatch
 def test_fused_keeps_the_gates_unless_told_otherwise(recompute):
     """With recompute, gradients are the same and the forward saves fewer bytes."""
     torch.manual_seed(0)
-    model = awake(BiLM(ElmoConfig(**TINY)))
+    model = perturbed(BiLM(ElmoConfig(**TINY)))
     trifuse.fuse(model)
     lstm = model.forward_layers[0]
     x = draw(3, 6, lstm.input_size).requires_grad_()
@@ -1213,7 +1216,7 @@ def test_fused_keeps_the_gates_unless_told_otherwise(recompute):
 
 def test_fused_loss():
     torch.manual_seed(0)
-    eager = awake(BiLMForPreTraining(ElmoConfig(**TINY), 11, 9, 10)).train()
+    eager = perturbed(BiLMForPreTraining(ElmoConfig(**TINY), 11, 9, 10)).train()
     fused = copy.deepcopy(eager)
     trifuse.fuse(fused)
     targets = torch.randint(11, (3, 6))

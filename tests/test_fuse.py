@@ -8,25 +8,16 @@ from typing import Any
 
 import pytest
 import torch
+from model_sizes import BERT_SIZES
 from torch import Tensor, nn
 
 import trifuse
 from trifuse.models.bert import BertConfig, BertForPreTraining, BertModel, SoftmaxAttention
-from trifuse.ops import linear
-
-TINY = {
-    "vocab_size": 97,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "intermediate_size": 48,
-    "max_position_embeddings": 24,
-}
 
 
 def bert(model: type = BertModel) -> nn.Module:
     torch.manual_seed(0)
-    return model(BertConfig(**TINY)).double().eval()
+    return model(BertConfig(**BERT_SIZES)).double().eval()
 
 
 def transformer(batch_first: bool = True) -> nn.Transformer:
@@ -329,9 +320,8 @@ def test_revert_leaves_later_changes_alone():
     assert type(attention) is Attention
 
 
-def test_report_reads_well(monkeypatch):
-    monkeypatch.setenv("TRIFUSE_LINEAR", "torch")
-    monkeypatch.setattr(linear, "_measured", {})
+@pytest.mark.usefixtures("torch_multiplies")
+def test_report_reads_well():
     model = nn.ModuleDict({"x": SoftmaxAttention(), "longer": nn.MultiheadAttention(16, 4)})
     assert str(trifuse.fuse(model)).splitlines() == [
         "2 swapped, 0 left",

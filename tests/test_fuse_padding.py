@@ -9,18 +9,11 @@ from collections.abc import Iterator
 import pytest
 import torch
 import transformers
+from model_sizes import BERT_SIZES
 from torch import Tensor, nn
 
 import trifuse
 
-SIZES = {
-    "vocab_size": 97,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "intermediate_size": 48,
-    "max_position_embeddings": 24,
-}
 B, L = 3, 10
 LENGTHS = torch.tensor([10, 6, 1])[:, None]
 KEEP = torch.arange(L) < LENGTHS
@@ -32,7 +25,7 @@ def ids() -> Tensor:
 
 def bert() -> transformers.BertModel:
     torch.manual_seed(0)
-    return transformers.BertModel(transformers.BertConfig(**SIZES)).eval()
+    return transformers.BertModel(transformers.BertConfig(**BERT_SIZES)).eval()
 
 
 def encoder(**options: bool) -> nn.TransformerEncoder:
@@ -235,7 +228,7 @@ def test_another_attention(calls, warned):
 
 
 def test_models_that_never_do(warned):
-    sizes = {**SIZES, "num_key_value_heads": 2}
+    sizes = {**BERT_SIZES, "num_key_value_heads": 2}
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes))
     report = trifuse.fuse(model, unpad=True)
     reason = "only BERT among transformers' models is known to do without it"

@@ -10,19 +10,11 @@ import pickle
 import pytest
 import torch
 import transformers
+from model_sizes import BERT_SIZES
 from torch import nn
 
 import trifuse
 from trifuse.models.bert import BertConfig, BertModel
-
-SIZES = {
-    "vocab_size": 97,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "intermediate_size": 48,
-    "max_position_embeddings": 24,
-}
 
 
 def transformer() -> nn.Module:
@@ -34,11 +26,11 @@ def recurrent() -> nn.Module:
 
 
 def our_bert() -> nn.Module:
-    return BertModel(BertConfig(**SIZES))
+    return BertModel(BertConfig(**BERT_SIZES))
 
 
 def their_bert() -> nn.Module:
-    return transformers.BertModel(transformers.BertConfig(**SIZES))
+    return transformers.BertModel(transformers.BertConfig(**BERT_SIZES))
 
 
 MODELS = [transformer, recurrent, our_bert, their_bert]
@@ -115,7 +107,7 @@ def test_reverted_in_any_order(make, order):
 def test_nested_models_of_transformers_in_any_order():
     """Each report swaps the configuration of the inner model for a copy of its own."""
     for order in itertools.permutations(range(2)):
-        model = transformers.BertForMaskedLM(transformers.BertConfig(**SIZES))
+        model = transformers.BertForMaskedLM(transformers.BertConfig(**BERT_SIZES))
         reports = [trifuse.fuse(model.bert), trifuse.fuse(model)]
         for k in order:
             reports[k].revert()
@@ -151,16 +143,26 @@ def test_dropouts_that_would_run_as_torchs(options):
 
 def sam() -> nn.Module:
     vision = transformers.SamVisionConfig(
-        hidden_size=16, num_hidden_layers=2, num_attention_heads=2, image_size=32, patch_size=8,
-        output_channels=16, mlp_dim=16, global_attn_indexes=[0], num_pos_feats=8,
-    )  # fmt: skip
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        image_size=32,
+        patch_size=8,
+        output_channels=16,
+        mlp_dim=16,
+        global_attn_indexes=[0],
+        num_pos_feats=8,
+    )
     prompt = transformers.SamPromptEncoderConfig(
         hidden_size=16, image_size=32, patch_size=8, image_embedding_size=4
     )
     decoder = transformers.SamMaskDecoderConfig(
-        hidden_size=16, mlp_dim=16, num_hidden_layers=1, num_attention_heads=2,
+        hidden_size=16,
+        mlp_dim=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
         iou_head_hidden_dim=16,
-    )  # fmt: skip
+    )
     return transformers.SamModel(
         transformers.SamConfig(
             vision_config=vision, prompt_encoder_config=prompt, mask_decoder_config=decoder
@@ -195,11 +197,19 @@ def test_detr():
         embedding_size=8, hidden_sizes=[8, 8], depths=[1, 1], out_features=["stage2"]
     )
     config = transformers.DetrConfig(
-        backbone_config=backbone, use_timm_backbone=False, backbone=None,
-        use_pretrained_backbone=False, d_model=16, encoder_layers=1, decoder_layers=1,
-        encoder_attention_heads=2, decoder_attention_heads=2, encoder_ffn_dim=16,
-        decoder_ffn_dim=16, num_queries=4,
-    )  # fmt: skip
+        backbone_config=backbone,
+        use_timm_backbone=False,
+        backbone=None,
+        use_pretrained_backbone=False,
+        d_model=16,
+        encoder_layers=1,
+        decoder_layers=1,
+        encoder_attention_heads=2,
+        decoder_attention_heads=2,
+        encoder_ffn_dim=16,
+        decoder_ffn_dim=16,
+        num_queries=4,
+    )
     model = transformers.DetrModel(config).eval()
     images = torch.randn(1, 3, 32, 32)
     with torch.no_grad():

@@ -126,9 +126,8 @@ def test_units():
 
 def test_layouts_hold_the_same_numbers():
     x = torch.arange(24.0).view(2, 3, 4)
-    for layout in (
-        Layout(), Layout((2, 0, 1)), Layout(gaps=(1, 3, 2), offset=2), Layout((1, 2, 0), (2, 1, 1)),
-    ):  # fmt: skip
+    apart, swapped = Layout(gaps=(1, 3, 2), offset=2), Layout((1, 2, 0), (2, 1, 1))
+    for layout in (Layout(), Layout((2, 0, 1)), apart, swapped):
         assert torch.equal(layout.of(x), x), layout
     assert Layout(repeated=(1,)).of(x).stride(1) == 0
 

@@ -12,10 +12,17 @@ import torch
 import torch.nn.functional as F
 from attention_cases import assert_equal, normal
 from conftest import KERNELS, Kernel
-from lstm_cases import backend_fixture, kernel_fixture, lay_out_any, serving
+from lstm_cases import (
+    assert_near,
+    assert_same_bits,
+    backend_fixture,
+    kernel_fixture,
+    lay_out_any,
+    serving,
+)
 from numerics import Accuracy, rounding_error
 from torch import Tensor
-from torch_checks import check_forward_mode
+from torch_checks import check_forward_mode, check_vmap
 
 import trifuse
 from trifuse.ops import gru as ops
@@ -41,10 +48,19 @@ class Case:
     """A call: tensors by name, and upstream gradients."""
 
     def __init__(
-        self, T: int = 5, B: int = 3, I: int = 4, H: int = 6, *,  # noqa: E741
-        dtype: torch.dtype = torch.float32, biases: bool = True, states: bool = True,
-        lengths: Sequence[int] | None = None, reverse: tuple[bool, ...] = (False,), seed: int = 0,
-    ) -> None:  # fmt: skip
+        self,
+        T: int = 5,
+        B: int = 3,
+        I: int = 4,  # noqa: E741
+        H: int = 6,
+        *,
+        dtype: torch.dtype = torch.float32,
+        biases: bool = True,
+        states: bool = True,
+        lengths: Sequence[int] | None = None,
+        reverse: tuple[bool, ...] = (False,),
+        seed: int = 0,
+    ) -> None:
         generator, D = torch.Generator().manual_seed(seed), len(reverse)
 
         def normal(*shape: int, scale: float = 1.0) -> Tensor:
@@ -93,9 +109,11 @@ Results = dict[str, Tensor]
 
 
 def differentiate(
-    case: Case, tensors: dict[str, Tensor], function: Callable[[dict[str, Tensor]], Any],
+    case: Case,
+    tensors: dict[str, Tensor],
+    function: Callable[[dict[str, Tensor]], Any],
     upstream: Sequence[Tensor] | None = None,
-) -> Results:  # fmt: skip
+) -> Results:
     leaves = {n: t.detach().requires_grad_() for n, t in tensors.items()}
     output, h_n = function(leaves)
     pairs = [
@@ -191,25 +209,20 @@ def draw_case(random: Random, dtype: torch.dtype) -> Case:
 
     T, B = random.randint(1, 5), random.randint(1, 4)
     case = Case(
-        T, B, size(), size(), dtype=dtype, biases=random.random() < 0.7,
-        states=random.random() < 0.7, seed=random.getrandbits(30),
+        T,
+        B,
+        size(),
+        size(),
+        dtype=dtype,
+        biases=random.random() < 0.7,
+        states=random.random() < 0.7,
+        seed=random.getrandbits(30),
         lengths=[random.randint(0, T) for _ in range(B)] if random.random() < 0.5 else None,
         reverse=random.choice(((False,), (True,), (False, True))),
-    )  # fmt: skip
+    )
     layouts = ("contiguous", "gaps", "offset", "swapped")
     case.tensors = {n: lay_out_any(t, random.choice(layouts)) for n, t in case.tensors.items()}
     return case
-
-
-def assert_near(actual: Results, expected: Results) -> None:
-    for name, a in actual.items():
-        rtol = {torch.float64: 1e-9, torch.float32: 1e-4}.get(a.dtype, 5e-2)
-        torch.testing.assert_close(a.double(), expected[name].double(), rtol=rtol, atol=rtol)
-
-
-def assert_same_bits(actual: Results, expected: Results) -> None:
-    for name, t in expected.items():
-        assert_equal(actual[name], t, name)
 
 
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -448,13 +461,7 @@ def test_vmap(served, batched):
         return torch.func.grad(lambda *b: call(*b)[0].sin().sum(), argnums=every)(*a)
 
     for function in (call, gradients):
-        actual = torch.vmap(function, in_dims=in_dims)(*args)
-        for n in range(3):
-            sample = [
-                t if d is None else t.select(d, n) for t, d in zip(args, in_dims, strict=True)
-            ]
-            for a, e in zip(actual, function(*sample), strict=True):
-                torch.testing.assert_close(a[n], e)
+        check_vmap(function, in_dims, args)
 
 
 def test_compile(served):

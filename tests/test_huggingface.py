@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from model_sizes import GPT_SIZES, GROUPED_QUERIES, SIZES
 from torch import Tensor, nn
 
 import trifuse
@@ -18,67 +19,54 @@ from transformers import masking_utils  # noqa: E402
 
 from trifuse import huggingface  # noqa: E402
 from trifuse.nn import packing  # noqa: E402
-from trifuse.ops import linear  # noqa: E402
 
-SIZES = {
-    "vocab_size": 97,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "pad_token_id": 0,
-}
-GQA = SIZES | {"num_key_value_heads": 2, "max_position_embeddings": 64}
+PADDED_SIZES = SIZES | {"pad_token_id": 0}
+GROUPED_SIZES = PADDED_SIZES | GROUPED_QUERIES
 L = 10
 
-
-@pytest.fixture(autouse=True)
-def _torch_multiplies(monkeypatch) -> None:
-    """Makes reports independent of the machine."""
-    monkeypatch.setenv("TRIFUSE_LINEAR", "torch")
-    monkeypatch.setattr(linear, "_measured", {})
+pytestmark = pytest.mark.usefixtures("torch_multiplies")
 
 
 def gpt2() -> nn.Module:
-    config = transformers.GPT2Config(
-        vocab_size=97,
-        n_embd=32,
-        n_layer=2,
-        n_head=4,
-        n_positions=64,
-        bos_token_id=1,
-        eos_token_id=2,
-    )
+    config = transformers.GPT2Config(**GPT_SIZES | {"n_layer": 2}, bos_token_id=1, eos_token_id=2)
     return transformers.GPT2LMHeadModel(config)
 
 
 def llama() -> nn.Module:
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**GQA))
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**GROUPED_SIZES))
 
 
 def mistral() -> nn.Module:
     """A sliding window, shorter than the text, in every layer."""
-    return transformers.MistralForCausalLM(transformers.MistralConfig(**GQA, sliding_window=4))
+    config = transformers.MistralConfig(**GROUPED_SIZES, sliding_window=4)
+    return transformers.MistralForCausalLM(config)
 
 
 def gemma3() -> nn.Module:
     """Layers alternate between sliding and full attention, each with its own mask."""
+    kinds = ["sliding_attention", "full_attention"]
     config = transformers.Gemma3TextConfig(
-        **GQA, head_dim=8, sliding_window=4, layer_types=["sliding_attention", "full_attention"]
+        **GROUPED_SIZES, head_dim=8, sliding_window=4, layer_types=kinds
     )
     return transformers.Gemma3ForCausalLM(config)
 
 
 def bert(**options) -> nn.Module:
-    return transformers.BertModel(transformers.BertConfig(**SIZES, **options))
+    return transformers.BertModel(transformers.BertConfig(**PADDED_SIZES, **options))
 
 
 def t5() -> nn.Module:
     """A learnt position bias on the scores, and cross attention."""
     config = transformers.T5Config(
-        vocab_size=97, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4,
-        decoder_start_token_id=0, dropout_rate=0.0,
-    )  # fmt: skip
+        vocab_size=97,
+        d_model=32,
+        d_kv=8,
+        d_ff=48,
+        num_layers=2,
+        num_heads=4,
+        decoder_start_token_id=0,
+        dropout_rate=0.0,
+    )
     return transformers.T5ForConditionalGeneration(config)
 
 
@@ -179,10 +167,16 @@ def test_generate(make, cache, mask):
     compare(
         build(make),
         lambda m: m.generate(
-            ids(), attention_mask=MASKS[mask], max_new_tokens=6, min_new_tokens=6,
-            do_sample=False, disable_compile=True, pad_token_id=0, **options,
+            ids(),
+            attention_mask=MASKS[mask],
+            max_new_tokens=6,
+            min_new_tokens=6,
+            do_sample=False,
+            disable_compile=True,
+            pad_token_id=0,
+            **options,
         ),
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.parametrize("mask", ["no mask", "padded left"])
@@ -352,7 +346,7 @@ def test_chosen_when_the_model_is_made(tmp_path):
 
 def test_models_that_share_a_configuration():
     """Fusing one leaves the other as it is, in either order."""
-    config = transformers.BertConfig(**SIZES, attn_implementation="sdpa")
+    config = transformers.BertConfig(**PADDED_SIZES, attn_implementation="sdpa")
     a, b = transformers.BertModel(config), transformers.BertModel(config)
 
     def chosen(model: nn.Module) -> set[str]:
@@ -370,7 +364,7 @@ def test_models_that_share_a_configuration():
 
 
 def test_fuse_keeps_everything_else():
-    model = transformers.BertForPreTraining(transformers.BertConfig(**SIZES)).train()
+    model = transformers.BertForPreTraining(transformers.BertConfig(**PADDED_SIZES)).train()
     before = model.state_dict()
     modules = dict(model.named_modules())
     report = trifuse.fuse(model, unpad=True)
@@ -430,7 +424,7 @@ def test_nested_in_another_module():
 
 
 def test_models_that_need_something_else_are_left():
-    capped = transformers.Gemma2ForCausalLM(transformers.Gemma2Config(**GQA, head_dim=8))
+    capped = transformers.Gemma2ForCausalLM(transformers.Gemma2Config(**GROUPED_SIZES, head_dim=8))
     wanting = bert(attn_implementation="eager")
     wanting.config.output_attentions = True
     for model, reason in ((capped, "needs more of attention"), (wanting, "returns its attention")):

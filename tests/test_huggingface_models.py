@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from model_sizes import GPT_SIZES, GROUPED_QUERIES, SIZES
 from torch import nn
 
 import trifuse
@@ -21,61 +22,55 @@ from transformers import PreTrainedModel  # noqa: E402
 from transformers.masking_utils import create_causal_mask  # noqa: E402
 
 from trifuse import huggingface  # noqa: E402
-from trifuse.ops import linear  # noqa: E402
 
-SIZES = {
-    "vocab_size": 97,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "pad_token_id": 1,
-}
+PADDED_SIZES = SIZES | {"pad_token_id": 1}
 BARTS = {
-    "vocab_size": 97, "d_model": 32, "encoder_layers": 1, "decoder_layers": 1,
-    "encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 48,
+    "vocab_size": 97,
+    "d_model": 32,
+    "encoder_layers": 1,
+    "decoder_layers": 1,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 48,
     "decoder_ffn_dim": 48,
-}  # fmt: skip
-GPTS = {"vocab_size": 97, "n_embd": 32, "n_layer": 1, "n_head": 4, "n_positions": 64}
+}
+ONE_LAYER = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
 
 # By model: the options of a small configuration.
 COMPUTE_THEMSELVES = {
     "Bloom": {"vocab_size": 97, "hidden_size": 32, "n_layer": 1, "n_head": 4},
-    "MPNet": SIZES,
-    "ConvBert": SIZES | {"embedding_size": 32},
-    "MegatronBert": SIZES,
-    "RemBert": SIZES | {"input_embedding_size": 32},
-    "RoFormer": SIZES | {"embedding_size": 32},
-    "SqueezeBert": SIZES | {"embedding_size": 32},
-    "Luke": SIZES | {"entity_vocab_size": 20, "entity_emb_size": 32},
-    "IBert": SIZES,
-    "BigBird": SIZES | {"attention_type": "original_full"},
-    "CodeGen": GPTS | {"rotary_dim": 4},
-    "GPTNeoXJapanese": {
-        "vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4,
-    },
+    "MPNet": PADDED_SIZES,
+    "ConvBert": PADDED_SIZES | {"embedding_size": 32},
+    "MegatronBert": PADDED_SIZES,
+    "RemBert": PADDED_SIZES | {"input_embedding_size": 32},
+    "RoFormer": PADDED_SIZES | {"embedding_size": 32},
+    "SqueezeBert": PADDED_SIZES | {"embedding_size": 32},
+    "Luke": PADDED_SIZES | {"entity_vocab_size": 20, "entity_emb_size": 32},
+    "IBert": PADDED_SIZES,
+    "BigBird": PADDED_SIZES | {"attention_type": "original_full"},
+    "CodeGen": GPT_SIZES | {"rotary_dim": 4},
+    "GPTNeoXJapanese": ONE_LAYER | {"vocab_size": 97},
     "XGLM": {"vocab_size": 97, "d_model": 32, "num_layers": 1, "attention_heads": 4, "ffn_dim": 48},
     "LED": BARTS | {"attention_window": 4},
     "Mpt": {"vocab_size": 97, "d_model": 32, "n_layers": 1, "n_heads": 4},
-}  # fmt: skip
+}
 HAVE_TABLES = {
-    "Falcon": {"vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 1,
-               "num_attention_heads": 4},
-    "GPTJ": GPTS | {"rotary_dim": 4},
-    "SamVision": {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4,
-                  "image_size": 32, "patch_size": 8, "global_attn_indexes": [0]},
-    "GPTNeo": {"vocab_size": 97, "hidden_size": 32, "num_layers": 1, "num_heads": 4,
-               "attention_types": [[["global"], 1]], "max_position_embeddings": 64},
-}  # fmt: skip
+    "Falcon": ONE_LAYER | {"vocab_size": 97},
+    "GPTJ": GPT_SIZES | {"rotary_dim": 4},
+    "SamVision": ONE_LAYER | {"image_size": 32, "patch_size": 8, "global_attn_indexes": [0]},
+    "GPTNeo": {
+        "vocab_size": 97,
+        "hidden_size": 32,
+        "num_layers": 1,
+        "num_heads": 4,
+        "attention_types": [[["global"], 1]],
+        "max_position_embeddings": 64,
+    },
+}
 IDS = torch.randint(5, 97, (2, 8), generator=torch.Generator().manual_seed(0))
 PADDED = (torch.arange(8) < torch.tensor([8, 5])[:, None]).long()
 
-
-@pytest.fixture(autouse=True)
-def _torch_multiplies(monkeypatch) -> None:
-    """Makes reports independent of the machine."""
-    monkeypatch.setenv("TRIFUSE_LINEAR", "torch")
-    monkeypatch.setattr(linear, "_measured", {})
+pytestmark = pytest.mark.usefixtures("torch_multiplies")
 
 
 def make(name: str, options: dict, implementation: str) -> nn.Module:
@@ -216,7 +211,11 @@ def test_layers_that_call_themselves_causal_and_get_no_mask():
 
 
 def test_a_causal_mask_for_layers_that_can_be_bidirectional():
-    options = SIZES | {"num_key_value_heads": 2, "head_dim": 8, "use_bidirectional_attention": True}
+    options = PADDED_SIZES | {
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "use_bidirectional_attention": True,
+    }
     wanted = make("Gemma", options, "eager")(IDS)[0]
     got = make("Gemma", options, "trifuse")(IDS)[0]
     torch.testing.assert_close(got, wanted)
@@ -268,19 +267,29 @@ def test_arguments_that_change_the_result_are_refused():
         with pytest.raises(ValueError, match=f"does not support {name}.*{type(layer).__name__}"):
             huggingface.attention_forward(layer, x, x, x, None, **{name: value})
     harmless = {
-        "position_ids": torch.arange(5), "cache_position": torch.arange(5), "use_cache": True,
-        "sliding_window": 4, "output_hidden_states": True, "sinks": None, "softcap": None,
-        "s_aux": None, "output_attentions": False, "cu_seq_lens_q": torch.tensor([0, 5]),
+        "position_ids": torch.arange(5),
+        "cache_position": torch.arange(5),
+        "use_cache": True,
+        "sliding_window": 4,
+        "output_hidden_states": True,
+        "sinks": None,
+        "softcap": None,
+        "s_aux": None,
+        "output_attentions": False,
+        "cu_seq_lens_q": torch.tensor([0, 5]),
         "nobody_takes_this": 1,
-    }  # fmt: skip
+    }
     got, _ = huggingface.attention_forward(HasFormula(), x, x, x, None, **harmless)
     assert torch.equal(got, wanted)
 
 
 def test_sinks_of_the_layer_are_refused_under_any_name():
-    options = SIZES | {
-        "num_key_value_heads": 2, "head_dim": 8, "num_local_experts": 2, "num_experts_per_tok": 1,
-    }  # fmt: skip
+    options = PADDED_SIZES | {
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "num_local_experts": 2,
+        "num_experts_per_tok": 1,
+    }
     layer = make("GptOss", options, "eager").layers[0].self_attn
     x = torch.randn(1, 4, 5, 8)
     for kwargs in ({}, {"s_aux": layer.sinks}, {"another": layer.sinks}):
@@ -293,7 +302,7 @@ def test_the_check_leaves_other_names_alone():
     before = PreTrainedModel.get_correct_attn_implementation
     huggingface.register()
     assert PreTrainedModel.get_correct_attn_implementation is before
-    model = make("MPNet", SIZES, "eager")
+    model = make("MPNet", PADDED_SIZES, "eager")
     assert model.get_correct_attn_implementation("eager") == "eager"
     with pytest.raises(ValueError, match="not supported"):
         model.get_correct_attn_implementation("nonsense")
@@ -312,7 +321,7 @@ def run(code: str, *arguments: object) -> str:
 
 
 def llama(implementation: str = "sdpa") -> nn.Module:
-    options = SIZES | {"num_key_value_heads": 2, "max_position_embeddings": 64}
+    options = PADDED_SIZES | GROUPED_QUERIES
     return make("Llama", options, implementation)
 
 
@@ -328,10 +337,15 @@ torch.testing.assert_close(model(ids)[0], wanted)
 
 @pytest.mark.parametrize(
     "first",
-    ["", "import trifuse", "import trifuse, transformers", "import transformers, trifuse",
-     "import trifuse, transformers.models.llama.modeling_llama",
-     "import transformers.modeling_utils, trifuse"],
-)  # fmt: skip
+    [
+        "",
+        "import trifuse",
+        "import trifuse, transformers",
+        "import transformers, trifuse",
+        "import trifuse, transformers.models.llama.modeling_llama",
+        "import transformers.modeling_utils, trifuse",
+    ],
+)
 def test_a_fused_model_is_loaded_in_a_new_process(tmp_path, first):
     model = llama()
     trifuse.fuse(model)
@@ -349,7 +363,7 @@ def test_a_model_made_with_the_name_is_loaded_in_a_new_process(tmp_path):
 
 
 def test_a_part_of_a_fused_model_and_one_that_was_reverted(tmp_path):
-    model = transformers.BertForMaskedLM(transformers.BertConfig(**SIZES)).eval()
+    model = transformers.BertForMaskedLM(transformers.BertConfig(**PADDED_SIZES)).eval()
     report = trifuse.fuse(model, unpad=True)
     path = tmp_path / "model.pt"
     torch.save((model.bert, IDS, model.bert(IDS)[0].detach()), path)

@@ -35,15 +35,7 @@ from budgets import check_budget, compile_calls
 from conftest import Kernel
 from numerics import LAYOUTS, Accuracy, lay_out
 from test_attention import test_gradient_of_a_mask_without_elements  # noqa: F401 - collected here
-from test_attention_infinities import (  # noqa: F401 - collected here, with this file's kernel
-    test_a_score_of_minus_infinity_is_a_weight_of_zero,
-    test_bounds_of_packed_lengths_wider_than_numbers,
-    test_dropout_of_everything,
-    test_infinities_that_take_part,
-    test_scales_from_end_to_end,
-    test_scales_that_leave_no_score_finite,
-    test_windows_wider_than_numbers,
-)
+from test_attention_infinities import *  # noqa: F403 - collected here, with this file's kernel
 from torch import Tensor
 from torch.nn.attention.bias import CausalVariant
 
@@ -96,10 +88,16 @@ FEATURES: dict[str, dict[str, Any]] = {
     "dropout": {"H": 2, "dropout_p": 0.3},
     "causal, mask, dropout": {"is_causal": True, "mask": some(2, 1, Lq, Lk), "dropout_p": 0.1},
     "everything": {
-        "H": 4, "Hkv": 2, "Ev": 24, "mask": bias(2, 4, Lq, Lk), "is_causal": LOWER_RIGHT,
-        "window": (40, None), "key_lengths": torch.tensor([45, 31]), "dropout_p": 0.5,
+        "H": 4,
+        "Hkv": 2,
+        "Ev": 24,
+        "mask": bias(2, 4, Lq, Lk),
+        "is_causal": LOWER_RIGHT,
+        "window": (40, None),
+        "key_lengths": torch.tensor([45, 31]),
+        "dropout_p": 0.5,
     },
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("feature", FEATURES)
@@ -164,10 +162,9 @@ def test_masks_of_the_lowest_number(kernel, rows):
 def test_empty_tensors(kernel, size):
     sizes = {"B": 2, "H": 2, "Lq": 3, "Lk": 4, "E": 5, "Ev": 6} | {size: 0}
     B, H, queries, keys, E, Ev = sizes.values()
-    case = Case(
-        normal(B, H, queries, E), normal(B, H, keys, E), normal(B, H, keys, Ev),
-        normal(1, H, queries, keys), normal(B, H, queries, Ev), normal(B, H, queries), {},
-    )  # fmt: skip
+    inputs = (normal(B, H, queries, E), normal(B, H, keys, E), normal(B, H, keys, Ev))
+    mask = normal(1, H, queries, keys)
+    case = Case(*inputs, mask, normal(B, H, queries, Ev), normal(B, H, queries), {})
     with trifuse.backend("eager"):
         expected = run(case)
     assert_near(run(case), expected)
@@ -183,29 +180,29 @@ def poisoned(x: Tensor, where: Tensor) -> Tensor:
     return torch.where(where, poison, x)
 
 
-def left_out_keys(way: str) -> tuple[dict[str, Any], Tensor]:
+def left_out_keys(exclusion: str) -> tuple[dict[str, Any], Tensor]:
     """Returns options, and the keys that no query of their sequence sees: bool (B, Lk)."""
     out = torch.zeros(2, Lk, dtype=torch.bool)
-    if way == "lengths":
+    if exclusion == "lengths":
         out[0, 33:], out[1] = True, True
         return {"key_lengths": torch.tensor([33, 0])}, out
-    if way == "causal":
+    if exclusion == "causal":
         out[:, 20:] = True
         return {"is_causal": True, "Lq": 20}, out
-    if way == "window":
+    if exclusion == "window":
         out[:, 22:] = True
         return {"window": (None, 1), "Lq": 21}, out
     out[0, 3], out[1, 30:] = True, True
     keep = ~out[:, None, None].expand(2, 1, Lq, Lk)
-    if way == "float mask":
+    if exclusion == "float mask":
         return {"mask": torch.zeros(keep.shape).masked_fill(~keep, -INF)}, out
     return {"mask": keep}, out
 
 
 @pytest.mark.parametrize("dropout_p", [0.0, 0.3])
-@pytest.mark.parametrize("way", ["bool mask", "float mask", "lengths", "causal", "window"])
-def test_keys_left_out_pass_on_no_poison(kernel, way, dropout_p):
-    options, out = left_out_keys(way)
+@pytest.mark.parametrize("exclusion", ["bool mask", "float mask", "lengths", "causal", "window"])
+def test_keys_left_out_pass_on_no_poison(kernel, exclusion, dropout_p):
+    options, out = left_out_keys(exclusion)
     case = make(**ONE_HEAD | options, dropout_p=dropout_p)
     where = out[:, None, :, None]
     changed = dataclasses.replace(
@@ -223,10 +220,10 @@ EMPTY: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("way", EMPTY)
-def test_rows_without_a_key(kernel, way):
+@pytest.mark.parametrize("exclusion", EMPTY)
+def test_rows_without_a_key(kernel, exclusion):
     """They are 0, and poison in their queries and upstream gradients reaches no result."""
-    case = make(**ONE_HEAD, **EMPTY[way])
+    case = make(**ONE_HEAD, **EMPTY[exclusion])
     empty = ~pairs(case).any(-1)
     assert empty.any()
     assert not empty.all()
@@ -281,9 +278,11 @@ def shows_weights(case: Case) -> Case:
     (B, Hkv, keys), (_, H, queries) = case.key.shape[:3], case.query.shape[:3]
     eye = torch.eye(max(queries, keys), dtype=case.query.dtype)
     return dataclasses.replace(
-        case, query=case.query / 4, value=eye[:keys].expand(B, Hkv, -1, -1),
+        case,
+        query=case.query / 4,
+        value=eye[:keys].expand(B, Hkv, -1, -1),
         grad_out=eye[:queries].expand(B, H, -1, -1),
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -374,10 +373,12 @@ def test_alone_in_a_batch_and_padded_further(kernel, options):
 
     results = run(
         dataclasses.replace(
-            company, key=pad(company.key), value=pad(company.value),
+            company,
+            key=pad(company.key),
+            value=pad(company.value),
             options=company.options | {"key_lengths": torch.tensor([20, Lk])},
         )
-    )  # fmt: skip
+    )
     of_sequence = Results(*(x[1:, :, : Lk if x.shape[2] > Lq else Lq] for x in results[:5]), None)
     assert_same_bits(of_sequence, alone)
     assert results.grad_key[:, :, Lk:].eq(0).all()

@@ -134,11 +134,15 @@ def test_shares_of_many_programs(triton, kernels, monkeypatch):
 @pytest.mark.parametrize(
     ("tiles", "shape"),
     [
-        ("kernels", (3, 5, 20)), ("kernels", (260, 8)), ("kernels", (2, 1000)), ("kernels", (7, 1)),
-        ("chunked", (3, 5, 20)), ("chunked", (70, 33)),
+        ("kernels", (3, 5, 20)),
+        ("kernels", (260, 8)),
+        ("kernels", (2, 1000)),
+        ("kernels", (7, 1)),
+        ("chunked", (3, 5, 20)),
+        ("chunked", (70, 33)),
     ],
     ids=str,
-)  # fmt: skip
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_drops_the_elements_of_the_specification(request, tiles, shape, dtype):
     request.getfixturevalue(tiles)

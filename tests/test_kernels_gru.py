@@ -222,10 +222,11 @@ def test_variants(triton, kernels, variant):
 @pytest.mark.parametrize(
     ("way", "dtype"),
     [
-        ("one_launch", torch.float16), ("one_launch", torch.bfloat16),
+        ("one_launch", torch.float16),
+        ("one_launch", torch.bfloat16),
         ("step_by_step", torch.bfloat16),
     ],
-)  # fmt: skip
+)
 def test_many_calls(request, triton, way, dtype):
     """The mean errors over numbers drawn independently of each other."""
     request.getfixturevalue(way)

@@ -72,10 +72,16 @@ FITTING = tuple(variant for variant in VARIANTS if variant not in PROJECTED)
 @pytest.mark.parametrize(
     "variant",
     [
-        *PROJECTED, "plain", "lengths, reverse", "coupled, peephole", "zoneout",
-        "recurrent dropout", "recompute, layer norm", "two directions, lengths",
+        *PROJECTED,
+        "plain",
+        "lengths, reverse",
+        "coupled, peephole",
+        "zoneout",
+        "recurrent dropout",
+        "recompute, layer norm",
+        "two directions, lengths",
     ],
-)  # fmt: skip
+)
 def test_step_by_step(triton, step_by_step, variant):
     record_accuracy({triton: Accuracy(triton.name)}, make(**VARIANTS[variant]))
 
@@ -107,12 +113,18 @@ def launch(kernels: Any, case: Case, wanted: tuple[bool, ...] | None = None) -> 
     parameters = [t for p in case.parameters for t in p]
     tensors = (case.input, case.h0, case.c0, *parameters)
     inputs = (case.input, case.h0, case.c0, parameters, case.lengths, case.seed)
-    results = kernels.lstm_forward(*inputs, *case.numbers, 1 + (not case.recompute))
+    results = kernels.lstm_forward(*inputs, *case.op_options, 1 + (not case.recompute))
     results, kept = results[:3], results[3:]
     grads = kernels.lstm_backward(
-        case.grad_output, case.grad_h_n, case.grad_c_n, *inputs, results[0], *kept,
-        *case.numbers, wanted or tuple(t is not None for t in tensors),
-    )  # fmt: skip
+        case.grad_output,
+        case.grad_h_n,
+        case.grad_c_n,
+        *inputs,
+        results[0],
+        *kept,
+        *case.op_options,
+        wanted or tuple(t is not None for t in tensors),
+    )
     given = [grad for grad, t in zip(grads, tensors, strict=True) if t is not None]
     names = [f"grad_{name}" for name in case.tensors]
     return dict(zip(("output", "h_n", "c_n", *names), (*results, *given), strict=True))
@@ -121,11 +133,18 @@ def launch(kernels: Any, case: Case, wanted: tuple[bool, ...] | None = None) -> 
 @pytest.mark.parametrize(
     "variant",
     [
-        "without biases or states", "both clips", "forget bias", "peephole", "coupled, peephole",
-        "zoneout of h", "zoneout in evaluation", "recurrent dropout", "recompute",
+        "without biases or states",
+        "both clips",
+        "forget bias",
+        "peephole",
+        "coupled, peephole",
+        "zoneout of h",
+        "zoneout in evaluation",
+        "recurrent dropout",
+        "recompute",
         "two directions, lengths",
     ],
-)  # fmt: skip
+)
 def test_float64(step_by_step, variant):
     """The formulas to 12 digits, where no rounding hides a mistake."""
     case = make(dtype=torch.float64, **VARIANTS[variant])
@@ -236,7 +255,7 @@ def test_a_sequence_cut_in_two(kernels):
 
     def forward(case: Case) -> tuple[Tensor, ...]:
         inputs = (case.input, case.h0, case.c0, list(case.parameters[0]), None, None)
-        return kernels.lstm_forward(*inputs, *case.numbers, 0)
+        return kernels.lstm_forward(*inputs, *case.op_options, 0)
 
     y1, h, c, *_ = forward(first)
     y2, *last = forward(dataclasses.replace(second, h0=h, c0=c))
@@ -289,7 +308,7 @@ def test_results_share_no_memory(kernels):
 def test_nothing_is_kept_without_need(kernels):
     case = make(peephole=True)
     inputs = (case.input, case.h0, case.c0, list(case.parameters[0]), None, None)
-    results = [kernels.lstm_forward(*inputs, *case.numbers, save) for save in (0, 1, 2)]
+    results = [kernels.lstm_forward(*inputs, *case.op_options, save) for save in (0, 1, 2)]
     shapes = [(tuple(gates.shape), tuple(cells.shape)) for *_, gates, cells, _ in results]
     assert shapes == [((0,), (0,)), ((0,), (1, 5, 3, 6)), ((1, 5, 3, 24), (1, 5, 3, 6))]
     for *results_of, _, _, _ in results[1:]:

@@ -218,14 +218,19 @@ def recurrent_call(operator: str, tokens: tuple[int, int], kind: str, with_optio
         gates = 4 if operator == "lstm" else 3
         generator = torch.Generator().manual_seed(T * B)
         shapes = {
-            "weight_ih": (gates * H, H), "weight_hh": (gates * H, H),
-            "bias_ih": (gates * H,), "bias_hh": (gates * H,),
-        }  # fmt: skip
+            "weight_ih": (gates * H, H),
+            "weight_hh": (gates * H, H),
+            "bias_ih": (gates * H,),
+            "bias_hh": (gates * H,),
+        }
         if with_options:
             shapes |= {
-                "weight_peephole": (3, H), "norm_ih_weight": (4 * H,), "norm_hh_weight": (4 * H,),
-                "norm_cell_weight": (H,), "norm_cell_bias": (H,),
-            }  # fmt: skip
+                "weight_peephole": (3, H),
+                "norm_ih_weight": (4 * H,),
+                "norm_hh_weight": (4 * H,),
+                "norm_cell_weight": (H,),
+                "norm_cell_bias": (H,),
+            }
         parameters = {n: torch.randn(s, generator=generator) for n, s in shapes.items()}
         x = torch.randn(T, B, H, generator=generator)
         grad = terms(kind, T, B, H)
@@ -284,10 +289,14 @@ def steady_call(tokens: tuple[int, int]):
     def call():
         (T, B), H = tokens, 4
         shapes = {
-            "weight_ih": (4 * H, H), "weight_hh": (4 * H, H), "norm_ih_weight": (4 * H,),
-            "norm_hh_weight": (4 * H,), "weight_peephole": (3, H), "norm_cell_weight": (H,),
+            "weight_ih": (4 * H, H),
+            "weight_hh": (4 * H, H),
+            "norm_ih_weight": (4 * H,),
+            "norm_hh_weight": (4 * H,),
+            "weight_peephole": (3, H),
+            "norm_cell_weight": (H,),
             "norm_cell_bias": (H,),
-        }  # fmt: skip
+        }
         generator = torch.Generator().manual_seed(T)
         parameters = {n: 0.1 * torch.randn(s, generator=generator) for n, s in shapes.items()}
         parameters["norm_cell_weight"] += 1
@@ -324,12 +333,13 @@ def test_recurrent_of_10_to_the_6_tokens(operator):
 @pytest.mark.parametrize(
     "call",
     [
-        norm_call(5000, 8, "random", False), mask_call((4, 4), 200, 20, (20,), "random"),
+        norm_call(5000, 8, "random", False),
+        mask_call((4, 4), 200, 20, (20,), "random"),
         recurrent_call("lstm", (5, 700), "random", with_options=True),
         recurrent_call("gru", (5, 700), "random"),
     ],
     ids=["norm", "mask", "lstm", "gru"],
-)  # fmt: skip
+)
 def test_threads_change_no_bit(call):
     ours, _, _ = call()
     alone = ours()

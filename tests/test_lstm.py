@@ -101,9 +101,13 @@ def test_one_direction_is_the_public_function(backend, dtype):
     tensors = case.parameters[0]._asdict()
     torch.manual_seed(SEED)
     actual = trifuse.lstm(
-        case.input, (case.h0[0], case.c0[0]), lengths=case.lengths, reverse=True,
-        **tensors, **case.options,
-    )  # fmt: skip
+        case.input,
+        (case.h0[0], case.c0[0]),
+        lengths=case.lengths,
+        reverse=True,
+        **tensors,
+        **case.options,
+    )
     for a, e in zip((actual[0], *actual[1]), (output, h_n[0], c_n[0]), strict=True):
         assert_equal(a, e)
 
@@ -121,11 +125,12 @@ def test_shapes_of_batches(backend):
     alone, (h, c) = trifuse.lstm(case.input[:, 1], (h0[1], c0[1]), *p)
     torch.testing.assert_close((alone, h, c), (output[:, 1], h_n[1], c_n[1]))
     zeros = torch.zeros_like(h0)
-    for hx, full in (
-        (None, (zeros, zeros)), ((None, None), (zeros, zeros)), ((h0, None), (h0, zeros)),
-        ((None, c0), (zeros, c0)),
-    ):  # fmt: skip
-        assert_equal(trifuse.lstm(case.input, hx, *p)[0], trifuse.lstm(case.input, full, *p)[0])
+    expected = trifuse.lstm(case.input, (zeros, zeros), *p)[0]
+    assert_equal(trifuse.lstm(case.input, None, *p)[0], expected)
+    for h, c in ((None, None), (h0, None), (None, c0)):
+        full = (zeros if h is None else h, zeros if c is None else c)
+        expected = trifuse.lstm(case.input, full, *p)[0]
+        assert_equal(trifuse.lstm(case.input, (h, c), *p)[0], expected)
 
 
 def test_cell(backend):
@@ -571,9 +576,15 @@ def test_gradients_asked_for_one_by_one(kernel, what):
         leaves = {n: t.detach().requires_grad_(n in wanted) for n, t in case.tensors.items()}
         input, h0, c0, parameters = case.of(leaves)
         outputs = trifuse.ops.lstm.layer(
-            input, h0, c0, parameters, case.lengths, reverse=case.reverse,
-            recompute=case.recompute, **case.options,
-        )  # fmt: skip
+            input,
+            h0,
+            c0,
+            parameters,
+            case.lengths,
+            reverse=case.reverse,
+            recompute=case.recompute,
+            **case.options,
+        )
         upstream = (case.grad_output, case.grad_h_n, case.grad_c_n)
         grads = torch.autograd.grad(outputs, [leaves[n] for n in wanted], upstream)
         for n, grad in zip(wanted, grads, strict=True):

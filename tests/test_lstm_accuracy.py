@@ -145,7 +145,7 @@ def test_specification_is_the_definition():
     """The reference agrees with the equations, evaluated one Python float at a time."""
     options = {**VARIANTS["everything"], "reverse": (True,), "lengths": (2, 3), "eps": 0.01}
     case = make(3, 2, 2, 3, dtype=torch.float64, **{**options, "projection": 2})
-    p, o, results = case.parameters[0], case.numbers, specification(case)
+    p, o, results = case.parameters[0], case.op_options, specification(case)
     drawn = draws(case, 0)
 
     def product(matrix: Any, x: list[float]) -> list[float]:

@@ -16,9 +16,12 @@ from torch import Tensor
 from torch_checks import (
     assert_same_results,
     check_checkpoint,
+    check_compile,
     check_fakes,
     check_forward_mode,
     check_one_graph,
+    check_vmap,
+    check_vmap_randomness,
     seeded,
 )
 
@@ -49,9 +52,12 @@ def call_of(case: Case) -> tuple[Callable[..., tuple[Tensor, ...]], list[Tensor]
     def call(*tensors: Tensor) -> tuple[Tensor, ...]:
         torch.manual_seed(SEED)  # equal draws, so that finite differences are derivatives
         return ops.layer(
-            *case.of(dict(zip(names, tensors, strict=True))), case.lengths, reverse=case.reverse,
-            recompute=case.recompute, **case.options,
-        )  # fmt: skip
+            *case.of(dict(zip(names, tensors, strict=True))),
+            case.lengths,
+            reverse=case.reverse,
+            recompute=case.recompute,
+            **case.options,
+        )
 
     return call, [t.detach().requires_grad_() for t in case.tensors.values()]
 
@@ -69,9 +75,12 @@ def test_gradgradcheck(what):
     """On the best backend only, as second derivatives come from the formula on all of them."""
     call, args = call_of(small(what))
     torch.autograd.gradgradcheck(
-        call, args, gen_non_contig_grad_outputs=True, fast_mode=True,
+        call,
+        args,
+        gen_non_contig_grad_outputs=True,
+        fast_mode=True,
         check_undefined_grad=what in ("plain", "everything"),
-    )  # fmt: skip
+    )
 
 
 def combine(results: tuple[Tensor, ...]) -> Tensor:
@@ -345,9 +354,8 @@ def reference_of(case: Case) -> Callable[..., tuple[Tensor, ...]]:
     def formula(*tensors: Tensor) -> tuple[Tensor, ...]:
         input, h0, c0, parameters = case.of(dict(zip(names, tensors, strict=True)))
         flat = [t for p in parameters for t in p]
-        return reference.lstm(
-            input, h0, c0, flat, case.lengths, case.seed, options=case.numbers
-        )[:3]  # fmt: skip
+        inputs = (input, h0, c0, flat, case.lengths, case.seed)
+        return reference.lstm(*inputs, options=case.op_options)[:3]
 
     return formula
 
@@ -414,19 +422,12 @@ def assert_vmap_is_a_loop(case: Case, batched: dict[str, int]) -> None:
             args.append(normal(*shape, seed=i, dtype=t.dtype))
         else:
             args.append(t.detach())
-    samples = [
-        [t if d is None else t.select(d, n) for t, d in zip(args, in_dims, strict=True)]
-        for n in range(SAMPLES)
-    ]
 
     def gradients(argnums: tuple[int, ...]) -> Callable[..., tuple[Tensor, ...]]:
         return torch.func.grad(lambda *a: combine(call(*a)), argnums=argnums)
 
     for function in (call, gradients((0, 1, 2)), gradients(tuple(range(len(names))))):
-        actual = torch.vmap(function, in_dims=in_dims)(*args)
-        expected = zip(*(function(*sample) for sample in samples), strict=True)
-        for a, e in zip(actual, expected, strict=True):
-            torch.testing.assert_close(a, torch.stack(e))
+        check_vmap(function, in_dims, args)
 
 
 def test_vmap_over_lengths(backend):
@@ -461,15 +462,7 @@ def test_vmap_randomness(backend):
         return ops.layer(x, *rest, **case.options)[0]
 
     samples = case.input.expand(SAMPLES, *case.input.shape)
-    with pytest.raises(RuntimeError, match="random"):
-        torch.vmap(draw)(samples)
-    torch.manual_seed(3)
-    alone = draw(samples[0])
-    torch.manual_seed(3)
-    same = torch.vmap(draw, randomness="same")(samples)
-    assert all(torch.equal(sample, alone) for sample in same)
-    different = torch.vmap(draw, randomness="different")(samples)
-    assert not torch.equal(different[0], different[1])
+    check_vmap_randomness(draw, samples)
 
 
 # The operators themselves -----------------------------------------------------------------------
@@ -479,8 +472,8 @@ def op_arguments(what: str, save: int, dtype: torch.dtype = torch.float32) -> tu
     """Arguments of the forward op."""
     case = small(what, dtype)
     parameters = [t for p in case.parameters for t in p]
-    numbers = case.numbers._replace(reverse=list(case.reverse))
-    return (case.input, case.h0, case.c0, parameters, case.lengths, case.seed, *numbers, save)
+    options = case.op_options._replace(reverse=list(case.reverse))
+    return (case.input, case.h0, case.c0, parameters, case.lengths, case.seed, *options, save)
 
 
 def backward_arguments(args: tuple[Any, ...], results: Any) -> Iterator[tuple[Any, ...]]:
@@ -565,11 +558,7 @@ def model_inputs(T: int = 3, B: int = 2, I: int = 4, H: int = 5) -> list[Tensor]
 
 @pytest.mark.usefixtures("fresh_dynamo")
 def test_compile(served):
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    assert_same_results(compiled, model, model_inputs())
-    with torch.no_grad():
-        actual, expected = (seeded(f)(*model_inputs()) for f in (compiled, model))
-        torch.testing.assert_close(actual, expected)
+    check_compile(model, model_inputs)
 
 
 @pytest.mark.usefixtures("fresh_dynamo")
@@ -580,9 +569,11 @@ def test_compile_two_directions_with_lengths(backend):
 
     def function(lengths: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
         return ops.layer(
-            *case.of(dict(zip(names, tensors, strict=True))), lengths, reverse=case.reverse,
+            *case.of(dict(zip(names, tensors, strict=True))),
+            lengths,
+            reverse=case.reverse,
             **{**case.options, "training": False},
-        )  # fmt: skip
+        )
 
     compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
     actual, expected = (

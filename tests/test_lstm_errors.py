@@ -32,10 +32,13 @@ def arguments(dtype: torch.dtype = torch.float32) -> dict[str, Any]:
 
 NARROW, WIDE = arguments(torch.bfloat16), arguments(torch.float64)
 NORM = {
-    "norm_ih_weight": ones(4 * H), "norm_hh_weight": ones(4 * H), "norm_cell_weight": ones(H),
-}  # fmt: skip
+    "norm_ih_weight": ones(4 * H),
+    "norm_hh_weight": ones(4 * H),
+    "norm_cell_weight": ones(H),
+}
 VECTORS = ("bias_ih", "bias_hh", "weight_peephole", *NORM, "norm_cell_bias")
 MATRICES = ("weight_ih", "weight_hh", "weight_hr")
+PROBABILITIES = ("zoneout_h", "zoneout_c", "recurrent_dropout")
 PAIR = r"^hx: expected a pair \(h0, c0\); got"
 NOT_FLOATING = (torch.int64, torch.bool, torch.complex64, torch.float8_e4m3fn)
 
@@ -226,9 +229,13 @@ ARGUMENTS: list[tuple[str, dict[str, Any], type, str]] = [
             rf"^{n}: expected shape {shape}; got \(7,\)",
         )
         for n, shape in (
-            ("bias_ih", r"\(20,\)"), ("bias_hh", r"\(20,\)"), ("weight_peephole", r"\(3, 5\)"),
-            ("norm_ih_weight", r"\(20,\)"), ("norm_hh_weight", r"\(20,\)"),
-            ("norm_cell_weight", r"\(5,\)"), ("norm_cell_bias", r"\(5,\)"),
+            ("bias_ih", r"\(20,\)"),
+            ("bias_hh", r"\(20,\)"),
+            ("weight_peephole", r"\(3, 5\)"),
+            ("norm_ih_weight", r"\(20,\)"),
+            ("norm_hh_weight", r"\(20,\)"),
+            ("norm_cell_weight", r"\(5,\)"),
+            ("norm_cell_bias", r"\(5,\)"),
         )
     ),
     *(
@@ -300,10 +307,13 @@ ARGUMENTS: list[tuple[str, dict[str, Any], type, str]] = [
         for value in (0.0, -1.0, float("nan"))
     ),
     *(
-        (f"{n} a tensor", {n: torch.ones(()), "weight_hr": ones(H, H)}, TypeError,
-         rf"^{n}: expected a number; got Tensor")
-        for n in ("cell_clip", "proj_clip", "forget_bias", "eps", "zoneout_h", "zoneout_c",
-                  "recurrent_dropout")
+        (
+            f"{n} a tensor",
+            {n: torch.ones(()), "weight_hr": ones(H, H)},
+            TypeError,
+            rf"^{n}: expected a number; got Tensor",
+        )
+        for n in ("cell_clip", "proj_clip", "forget_bias", "eps", *PROBABILITIES)
     ),
     *(
         (f"forget_bias {v}", {"forget_bias": v}, ValueError, rf"^forget_bias: .* finite .* {v}")
@@ -320,7 +330,7 @@ ARGUMENTS: list[tuple[str, dict[str, Any], type, str]] = [
             ValueError,
             rf"^{n}: expected a probability in \[0, 1\); got {value}",
         )
-        for n in ("zoneout_h", "zoneout_c", "recurrent_dropout")
+        for n in PROBABILITIES
         for value in (-0.1, 1.0, float("nan"))
         for training in (False, True)
     ),
@@ -331,7 +341,7 @@ ARGUMENTS: list[tuple[str, dict[str, Any], type, str]] = [
     ),
     ("eps a flag", {"eps": True}, TypeError, r"^eps: expected a number; got bool"),
     ("eps too large", {"eps": 2**1100}, ValueError, r"^eps: expected a number that a float can"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("name", ["auto", "eager", "cuda"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import warnings
 from typing import Any
 
 import numpy as np
@@ -13,7 +12,7 @@ import torch
 from attention_cases import normal
 from lstm_cases import kernel_fixture
 from onnx import TensorProto, helper
-from onnx.backend.test.loader import load_model_tests
+from onnx_cases import onnx_cases
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 from torch.testing._internal.common_modules import module_db
@@ -236,15 +235,17 @@ def test_onnx_runtime_lstm(kernel, peephole, coupled, direction, ragged):
         i, _, g, o = t.chunk(4)
         return torch.cat([i, g, o]) if coupled else t
 
+    which = [0, 2] if coupled else slice(None)
     parameters = [
         lstm_ops.Parameters(
-            kept(W[d]), kept(R[d]), kept(b[d, :, 0]), kept(b[d, :, 1]),
-            weight_peephole=None if peepholes is None else (
-                peepholes[d][[0, 2]] if coupled else peepholes[d]
-            ),
+            kept(W[d]),
+            kept(R[d]),
+            kept(b[d, :, 0]),
+            kept(b[d, :, 1]),
+            weight_peephole=None if peepholes is None else peepholes[d][which],
         )
         for d in range(D)
-    ]  # fmt: skip
+    ]
     reverse = {"forward": (False,), "reverse": (True,), "bidirectional": (False, True)}[direction]
     output, h_n, c_n = lstm_ops.layer(
         x, h0, c0, parameters, lengths, reverse=reverse, coupled=coupled
@@ -288,35 +289,19 @@ def test_onnx_runtime_gru(direction, ragged):
 @functools.cache
 def onnx_nodes() -> dict[str, Any]:
     """Maps the name of a test to its node's operator, attributes, inputs and outputs by name."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # generating ONNX's cases overflows in places
-        tests = load_model_tests(kind="node")
     nodes = {}
-    for test in tests:
-        (node, *more) = test.model.graph.node
-        if more or node.op_type not in ("LSTM", "GRU"):
-            continue
-        attributes = {a.name: helper.get_attribute_value(a) for a in node.attribute}
-        ((inputs, outputs),) = test.data_sets
-        names = ("X", "W", "R", "B", "sequence_lens", "initial_h", "initial_c", "P")
-        arrays = iter(inputs)
-        named = {
-            key: torch.from_numpy(np.array(next(arrays)))
-            for key, given in zip(names, node.input, strict=False)
-            if given
-        }
-        results = [torch.from_numpy(np.array(a)) for a in outputs]
-        if node.op_type == "GRU" and not attributes.get("linear_before_reset"):
+    names = ("X", "W", "R", "B", "sequence_lens", "initial_h", "initial_c", "P")
+    for case in onnx_cases("LSTM", "GRU"):
+        named = {n: t for n, t in zip(names, case.inputs, strict=False) if t is not None}
+        if case.operator == "GRU" and not case.attributes.get("linear_before_reset"):
             # This node applies the reset gate before the product, not after. That makes no
             # difference at a first step from h = 0, where the product is 0.
-            bias = named.get("B", torch.zeros(1))[..., -attributes["hidden_size"] :]
+            bias = named.get("B", torch.zeros(1))[..., -case.attributes["hidden_size"] :]
             if bias.ne(0).any() or min(named["X"].shape[:2]) > 1:
                 continue
-        keys = zip(("Y", "Y_h", "Y_c"), node.output, strict=False)
-        given = [key for key, name in keys if name]
-        nodes[test.name.removeprefix("test_")] = (
-            node.op_type, attributes, named, dict(zip(given, results, strict=True)),
-        )  # fmt: skip
+        outputs = zip(("Y", "Y_h", "Y_c"), case.outputs, strict=False)
+        results = {n: t for n, t in outputs if t is not None}
+        nodes[case.name] = (case.operator, case.attributes, named, results)
     return nodes
 
 

@@ -507,13 +507,24 @@ def test_what_is_private_in_torch_and_used(fused, options):
     separate = ("q_proj_weight", "k_proj_weight", "v_proj_weight")
     got, wanted = (
         torch.nn.functional.multi_head_attention_forward(
-            query, key, value, m.embed_dim, m.num_heads, m.in_proj_weight, m.in_proj_bias,
-            m.bias_k, m.bias_v, m.add_zero_attn, m.dropout, m.out_proj.weight, m.out_proj.bias,
+            query,
+            key,
+            value,
+            m.embed_dim,
+            m.num_heads,
+            m.in_proj_weight,
+            m.in_proj_bias,
+            m.bias_k,
+            m.bias_v,
+            m.add_zero_attn,
+            m.dropout,
+            m.out_proj.weight,
+            m.out_proj.bias,
             use_separate_proj_weight=not m._qkv_same_embed_dim,
             **{name: getattr(m, name) for name in separate},
         )[0]
         for m in (ours, theirs)
-    )  # fmt: skip
+    )
     assert torch.equal(got, wanted)
     module = copy.deepcopy(ours)
     module.__class__ = nn.MultiheadAttention

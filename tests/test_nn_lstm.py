@@ -180,17 +180,18 @@ MORE: dict[str, dict[str, Any]] = {
 }
 
 
+WEIGHTS = ("weight_ih", "weight_hh", "bias_ih", "bias_hh", "weight_hr", "weight_peephole")
+NORM = ("norm_ih_weight", "norm_hh_weight", "norm_cell_weight", "norm_cell_bias")
+NUMBERS = ("cell_clip", "proj_clip", "forget_bias", "eps")
+DRAWN = ("zoneout_h", "zoneout_c", "recurrent_dropout")
+
+
 def by_layers(module: Any, x: Tensor) -> Tensor:
     """Computes the module's output by the public function, one layer and direction at a time."""
-    names = (
-        "weight_ih", "weight_hh", "bias_ih", "bias_hh", "weight_hr", "weight_peephole",
-        "norm_ih_weight", "norm_hh_weight", "norm_cell_weight", "norm_cell_bias",
-    )  # fmt: skip
+    names = (*WEIGHTS, *NORM)
     options = {
-        n: getattr(module, n)
-        for n in ("cell_clip", "proj_clip", "forget_bias", "coupled", "eps", "zoneout_h",
-                  "zoneout_c", "recurrent_dropout", "recompute", "training")
-    }  # fmt: skip
+        n: getattr(module, n) for n in (*NUMBERS, *DRAWN, "coupled", "recompute", "training")
+    }
     for k in range(module.num_layers):
         outputs = []
         for reverse, suffix in ((False, ""), (True, "_reverse")):
@@ -209,8 +210,10 @@ def test_options(what):
     x = normal(T, B, I, dtype=torch.float64)
     output = module(x)[0]
     torch.testing.assert_close(output, by_layers(module, x))
-    grads = [torch.autograd.grad(y.sin().sum(), list(module.parameters()))
-             for y in (module(x)[0], by_layers(module, x))]  # fmt: skip
+    grads = [
+        torch.autograd.grad(y.sin().sum(), list(module.parameters()))
+        for y in (module(x)[0], by_layers(module, x))
+    ]
     for a, e in zip(*grads, strict=True):
         torch.testing.assert_close(a, e)
     name = next(iter(MORE[what]))

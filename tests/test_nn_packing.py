@@ -576,9 +576,16 @@ def test_reference_transformer(padded, norm_first, training, tokens_seen):
     from trifuse.models.transformer import Transformer, TransformerConfig
 
     config = TransformerConfig(
-        vocab_size=31, d_model=D, nhead=H, num_encoder_layers=2, num_decoder_layers=2,
-        dim_feedforward=24, dropout=0.0, norm_first=norm_first, max_length=L,
-    )  # fmt: skip
+        vocab_size=31,
+        d_model=D,
+        nhead=H,
+        num_encoder_layers=2,
+        num_decoder_layers=2,
+        dim_feedforward=24,
+        dropout=0.0,
+        norm_first=norm_first,
+        max_length=L,
+    )
     torch.manual_seed(0)
     model = Transformer(config).double().train(training)
     source, target = torch.randint(1, 31, (2, 3, L))

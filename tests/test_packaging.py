@@ -67,10 +67,8 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     built = shutil.ignore_patterns("*.so", "_build_info.py", "__pycache__")
     for name in (*PACKAGES.values(), "csrc"):
         shutil.copytree(ROOT / name, source / name, ignore=built)
-    done = run(
-        "-m", "pip", "install", "--no-build-isolation", "--no-deps", "--no-index",
-        "--target", str(target), str(source), CXX="false",
-    )  # fmt: skip
+    install = ("-m", "pip", "install", "--no-build-isolation", "--no-deps", "--no-index")
+    done = run(*install, "--target", str(target), str(source), CXX="false")
     assert done.returncode == 0, done.stderr
     return target
 

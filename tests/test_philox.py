@@ -58,9 +58,16 @@ def test_a_wider_matrix_begins_with_the_narrower_one():
 
 @pytest.mark.parametrize(
     ("dropout_p", "expected"),
-    [(0.0, 0), (1e-6, 0), (2**-16, 1), (0.1, 6554), (0.5, 32768), (1 - 2**-16, 65535),
-     (0.999999, 65535)],
-)  # fmt: skip
+    [
+        (0.0, 0),
+        (1e-6, 0),
+        (2**-16, 1),
+        (0.1, 6554),
+        (0.5, 32768),
+        (1 - 2**-16, 65535),
+        (0.999999, 65535),
+    ],
+)
 def test_threshold(dropout_p, expected):
     assert philox.threshold(dropout_p) == expected
     kept = (65536 - expected) / 65536

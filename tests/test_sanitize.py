@@ -65,8 +65,11 @@ def test_a_sanitized_build_leaves_the_ordinary_one_alone(value, why):
     before = state()
     done = subprocess.run(
         [sys.executable, "setup.py", "-q", "build_ext", "--inplace"],
-        cwd=ROOT, env={**os.environ, "TRIFUSE_SANITIZE": value}, capture_output=True, text=True,
-    )  # fmt: skip
+        cwd=ROOT,
+        env={**os.environ, "TRIFUSE_SANITIZE": value},
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode != 0
     assert why in done.stderr
     assert state() == before

@@ -56,17 +56,17 @@ BOS, EOS = 1, 2
 def transformer(norm_first: bool = False, **sizes: float) -> Transformer:
     torch.manual_seed(0)
     model = Transformer(dataclasses.replace(TINY, norm_first=norm_first, **sizes))
-    return _awake(model).double().eval()
+    return _perturbed(model).double().eval()
 
 
 def language_model(**sizes: float) -> LanguageModel:
     torch.manual_seed(0)
     config = dataclasses.replace(TINY_LANGUAGE, **sizes)
-    return _awake(LanguageModel(config)).double().eval()
+    return _perturbed(LanguageModel(config)).double().eval()
 
 
 @torch.no_grad()
-def _awake(model: nn.Module) -> nn.Module:
+def _perturbed(model: nn.Module) -> nn.Module:
     """Perturbs a model so that biases and norms matter and logits are far from uniform."""
     for parameter in model.parameters():
         parameter.add_(torch.randn_like(parameter), alpha=0.2)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import pytest
 import torch
 from attention_cases import SEED, assert_equal
 from torch import Tensor
@@ -83,9 +84,12 @@ def check_forward_mode(
     """
     batched = not draws
     torch.autograd.gradcheck(
-        call, args, check_forward_ad=True, check_backward_ad=False,
+        call,
+        args,
+        check_forward_ad=True,
+        check_backward_ad=False,
         check_batched_forward_grad=batched,
-    )  # fmt: skip
+    )
     torch.autograd.gradgradcheck(call, args, fast_mode=True, check_fwd_over_rev=True)
     values = tuple(t.detach() for t in args)
     tangents = tuple(torch.randn_like(t) for t in values)
@@ -109,6 +113,46 @@ def check_forward_mode(
                 primal, tangent = forward_ad.unpack_dual(grad)
                 torch.testing.assert_close(primal, once)
                 torch.testing.assert_close(tangent, 2 * once)
+
+
+def check_vmap(
+    function: Callable[..., Any], in_dims: tuple[int | None, ...], args: Sequence[Tensor | None]
+) -> None:
+    """Checks that vmap gives what a loop over the samples gives."""
+    pairs = list(zip(args, in_dims, strict=True))
+    (count,) = {t.shape[d] for t, d in pairs if d is not None}
+    samples = [[t if d is None else t.select(d, n) for t, d in pairs] for n in range(count)]
+    actual = torch.vmap(function, in_dims=in_dims)(*args)
+    expected = zip(*(function(*sample) for sample in samples), strict=True)
+    for a, e in zip(actual, expected, strict=True):
+        torch.testing.assert_close(a, torch.stack(e))
+
+
+def check_vmap_randomness(draw: Callable[[Tensor], Tensor], samples: Tensor) -> Tensor:
+    """Checks that a function of equal samples draws as torch's random functions do: from one seed
+    for all samples, or from one for each. Returns what it drew from one for each."""
+    with pytest.raises(RuntimeError, match="random"):
+        torch.vmap(draw)(samples)
+    torch.manual_seed(3)
+    alone = draw(samples[0])
+    torch.manual_seed(3)
+    same = torch.vmap(draw, randomness="same")(samples)
+    assert all(torch.equal(sample, alone) for sample in same)
+    torch.manual_seed(3)
+    different = torch.vmap(draw, randomness="different")(samples)
+    assert not torch.equal(different[0], different[1])
+    return different
+
+
+def check_compile(
+    function: Callable[..., Tensor], make_inputs: Callable[[], Sequence[Tensor]]
+) -> None:
+    """Checks that a compiled function gives the same results, with gradients and without."""
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    assert_same_results(compiled, function, make_inputs())
+    with torch.no_grad():
+        actual, expected = (seeded(f)(*make_inputs()) for f in (compiled, function))
+        torch.testing.assert_close(actual, expected)
 
 
 def check_one_graph(function: Callable[..., Tensor], inputs: Iterable[Sequence[Tensor]]) -> None:

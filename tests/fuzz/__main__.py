@@ -103,9 +103,10 @@ class Fuzzing:
                     self.made += 1
                     idle.append(worker)
             self.progress.update(
-                task, completed=done if calls else min(total, time.monotonic() - start),
+                task,
+                completed=done if calls else min(total, time.monotonic() - start),
                 said=f"{done} calls",
-            )  # fmt: skip
+            )
 
 
 class _Worker:

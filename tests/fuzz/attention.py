@@ -70,10 +70,8 @@ def draw(d: Draws, kernel: str, dtype: str) -> Call:
             options["max_seqlen_q"] = longest_q + d.choice((0, 1, 40))
         if d.flag(30):
             options["max_seqlen_k"] = longest_k + d.choice((0, 1, 40))
-        mask_shape = (
-            len(sizes), H, options.get("max_seqlen_q", total_q),
-            options.get("max_seqlen_k", total_k),
-        )  # fmt: skip
+        longest = (options.get("max_seqlen_q", total_q), options.get("max_seqlen_k", total_k))
+        mask_shape = (len(sizes), H, *longest)
         results = {"out": (total_q, H, Ev), "lse": (total_q, H)}
     else:
         ((Lq, Lk),) = sizes or [(1, 1)]
@@ -93,9 +91,12 @@ def draw(d: Draws, kernel: str, dtype: str) -> Call:
             kind = "dtype"
         shape = tuple(1 if d.flag(35) else n for n in mask_shape)
         values(
-            "attn_mask", *shape, dtype={"dtype": dtype}.get(kind, kind), scale=d.choice((1.0, 5.0)),
+            "attn_mask",
+            *shape,
+            dtype={"dtype": dtype}.get(kind, kind),
+            scale=d.choice((1.0, 5.0)),
             left_out=d.choice((0.1, 0.5, 0.9, *([] if kind == "bool" else [0.0]))),
-        )  # fmt: skip
+        )
     causal = d.choice((False, False, True, CausalVariant.UPPER_LEFT, CausalVariant.LOWER_RIGHT))
     if causal is not False:
         options["is_causal"] = causal
@@ -114,10 +115,9 @@ def draw(d: Draws, kernel: str, dtype: str) -> Call:
     options["return_lse"] = True
     wide = "float64" if dtype == "float64" else "float32"
     call = Call("attention", kernel, dtype, tensors, options, "varlen" if varlen else "padded")
-    call = draw_modes(
-        d, call, [n for n, v in tensors.items() if v.dtype in ("float32", dtype)],
-        {"out": Values(results["out"], dtype), "lse": Values(results["lse"], wide)},
-    )  # fmt: skip
+    floating = [n for n, v in tensors.items() if v.dtype in ("float32", dtype)]
+    upstream = {"out": Values(results["out"], dtype), "lse": Values(results["lse"], wide)}
+    call = draw_modes(d, call, floating, upstream)
     if d.flag(12):
         call = dataclasses.replace(call, poison=d.choice((NAN, INF)))
     elif d.flag(6):
@@ -194,7 +194,8 @@ def _sampled(d: Draws, call: Call) -> Call:
 
 
 def arguments(call: Call, tensors: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    name = {"varlen": "varlen_attention", "padded": "scaled_dot_product_attention"}[call.way]
+    padded = call.entry_point == "padded"
+    name = "scaled_dot_product_attention" if padded else "varlen_attention"
     options = dict(call.options)
     if "attn_mask" in options:
         options["attn_mask"] = _causal_bias(options["attn_mask"], tensors["query"], tensors["key"])
@@ -240,7 +241,7 @@ class Sizes(NamedTuple):
 
 def _sizes(call: Call, query: Tensor, key: Tensor, tensors: Tensors) -> Sizes:
     """Returns the sizes of query and key, (..., B, H, L, E) or (..., total, H, E)."""
-    if call.way == "padded":
+    if call.entry_point == "padded":
         (B, H, Lq), (_, Hkv, Lk) = query.shape[-4:-1], key.shape[-4:-1]
         starts = [(b * Lq, b * Lk) for b in range(B)]
         return Sizes(B, H, Hkv, [(Lq, Lk)] * B, starts, (B * Lq, B * Lk))
@@ -260,7 +261,7 @@ def _pairs(call: Call, sizes: Sizes, tensors: Tensors) -> Pairs:
     left, right = (
         side if side is None else min(side, far)
         for side in (window if isinstance(window, tuple) else (window, window))
-    )  # fmt: skip
+    )
     causal, bias = options.get("is_causal", False), options.get("attn_mask")
     mask = tensors.get("attn_mask")
     if mask is not None:
@@ -299,9 +300,13 @@ def _pairs(call: Call, sizes: Sizes, tensors: Tensors) -> Pairs:
         place = place.expand(takes_part.shape)
         kv_head = heads * sizes.Hkv // sizes.H
         rows = (
-            heads * sizes.total[0] + start_q + i, kv_head * sizes.total[1] + start_k + j, place,
-            b * sizes.H + heads, i, j,
-        )  # fmt: skip
+            heads * sizes.total[0] + start_q + i,
+            kv_head * sizes.total[1] + start_k + j,
+            place,
+            b * sizes.H + heads,
+            i,
+            j,
+        )
         for column, row in zip(columns, rows, strict=True):
             column.append(row.expand(takes_part.shape)[takes_part])
     nothing = [torch.zeros(0, dtype=torch.int64)]
@@ -312,7 +317,7 @@ def formula(call: Call, tensors: Tensors, r: Rounding) -> Tensors:
     query, key, value = (tensors[name] for name in ("query", "key", "value"))
     sizes = _sizes(call, query, key, tensors)
     pairs = _pairs(call, sizes, tensors)
-    packed = call.way == "varlen"
+    packed = call.entry_point == "varlen"
 
     def by_head(x: Tensor) -> Tensor:
         """Reshapes to (1 + replicas, heads · tokens, ...)."""
@@ -388,14 +393,14 @@ def poison(call: Call, tensors: Tensors, value: float) -> None:
         heads, count = (sizes.H, sizes.total[0]) if name == "query" else (sizes.Hkv, sizes.total[1])
         unused = torch.ones(heads * count, dtype=torch.bool).index_fill(0, used, False)
         unused = unused.view(heads, count)
-        if call.way == "varlen":
+        if call.entry_point == "varlen":
             x.masked_fill_(unused.t()[..., None], value)
         elif x.numel():
             x.masked_fill_(unused.view(heads, len(x), -1).transpose(0, 1)[..., None], value)
 
 
 def first(call: Call, tensors: Tensors) -> tuple[Tensors, Mapping[str, Any]] | None:
-    if call.way != "padded" or len(tensors["query"]) < 2:
+    if call.entry_point != "padded" or len(tensors["query"]) < 2:
         return None
     one = slice(0, 1)
     given = {n: t if n == "attn_mask" and len(t) == 1 else t[one] for n, t in tensors.items()}

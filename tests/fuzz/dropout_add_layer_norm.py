@@ -51,9 +51,8 @@ def draw(d: Draws, kernel: str, dtype: str) -> Call:
     if d.flag(50):
         # With 1e-12, float16 gradients of rows that vary little would overflow.
         options["eps"] = d.choice((1e-5, 1e-5 if dtype == "float16" else 1e-12, 0.1, 3))
-    for name, percent in (
-        ("training", 50), ("prenorm", 40), ("rms_norm", 35), ("residual_in_fp32", 25),
-    ):  # fmt: skip
+    percents = {"training": 50, "prenorm": 40, "rms_norm": 35, "residual_in_fp32": 25}
+    for name, percent in percents.items():
         if d.flag(percent):
             options[name] = True
     if d.flag(45):

@@ -16,7 +16,7 @@ from . import recurrent
 from .call import Call, Tensors, draw_modes
 from .draws import Draws
 from .lstm import module_of
-from .recurrent import Makers, Steps, product
+from .recurrent import Makers, Steps, count_of_states, product
 from .rounding import Rounding, sigmoid, tanh
 from .tensors import Values
 
@@ -24,50 +24,50 @@ NAMES = Parameters._fields
 
 
 def draw(d: Draws, kernel: str, dtype: str) -> Call:
-    way = d.choice(("function", "layer", "cell", "module"))
+    entry_point = d.choice(("function", "layer", "cell", "module"))
     T, B, I, H = recurrent.sizes(d)  # noqa: E741
     makers = Makers(d, dtype)
     options: dict[str, Any] = {}
-    directions = d.integer(1, 2) if way in ("layer", "module") else 1
-    layers = d.integer(1, 2) if way == "module" else 1
-    batch_first = way in ("function", "module") and d.flag(30)
-    alone = way in ("function", "cell") and d.flag(10)
+    directions = d.integer(1, 2) if entry_point in ("layer", "module") else 1
+    layers = d.integer(1, 2) if entry_point == "module" else 1
+    batch_first = entry_point in ("function", "module") and d.flag(30)
+    alone = entry_point in ("function", "cell") and d.flag(10)
     B = 1 if alone else B
-    steps = {"cell": ()}.get(way, (T,))
+    steps = {"cell": ()}.get(entry_point, (T,))
     rows = () if alone else (B,)
     makers.make("input", *(rows + steps if batch_first and not alone else steps + rows), I)
-    lead = {"layer": (directions,), "module": (layers * directions,)}.get(way, ())
-    state = "hx" if way in ("function", "cell") else "h0"
+    lead = {"layer": (directions,), "module": (layers * directions,)}.get(entry_point, ())
+    state = "hx" if entry_point in ("function", "cell") else "h0"
     if d.flag(60):
         makers.make(state, *lead, *rows, H)
     biased = d.flag(70)
     for layer in range(layers):
         features = I if layer == 0 else directions * H
         for reverse in range(directions):
-            suffix = f"_l{layer}" * (way == "module") + "_reverse" * reverse
+            suffix = f"_l{layer}" * (entry_point == "module") + "_reverse" * reverse
             makers.make(f"weight_ih{suffix}", 3 * H, features, scale=1 / math.sqrt(features))
             makers.make(f"weight_hh{suffix}", 3 * H, H, scale=1 / math.sqrt(H))
             for name in ("bias_ih", "bias_hh"):
-                if biased and way == "module":
+                if biased and entry_point == "module":
                     makers.make(f"{name}{suffix}", 3 * H)
                 elif biased:
                     makers.vector(f"{name}{suffix}", 3 * H)
-    if way != "cell" and d.flag(45):
+    if entry_point != "cell" and d.flag(45):
         makers.lengths(T, B)
     if batch_first:
         options["batch_first"] = True
-    if way == "module":
+    if entry_point == "module":
         options |= {"hidden_size": H, "num_layers": layers, "bias": biased}
         options |= {"bidirectional": directions == 2}
-    elif way == "layer":
+    elif entry_point == "layer":
         options["reverse"] = tuple(d.flag(50) for _ in range(directions))
-    elif way == "function" and d.flag(40):
+    elif entry_point == "function" and d.flag(40):
         options["reverse"] = True
     shape = makers.tensors["input"].shape[:-1]
     results = {"h_n": Values((*lead, *rows, H), dtype)}
-    if way != "cell":
+    if entry_point != "cell":
         results = {"output": Values((*shape, directions * H), dtype), **results}
-    call = Call("gru", kernel, dtype, makers.tensors, options, way)
+    call = Call("gru", kernel, dtype, makers.tensors, options, entry_point)
     call = draw_modes(d, call, [n for n in makers.tensors if n != "lengths"], results)
     call = recurrent.with_specials(d, call)
     return dataclasses.replace(call, seed=d.integer(0, 255))
@@ -75,25 +75,25 @@ def draw(d: Draws, kernel: str, dtype: str) -> Call:
 
 def arguments(call: Call, tensors: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     given = dict(tensors)
-    if call.way == "module":
+    if call.entry_point == "module":
         x, h0, lengths = (given.pop(name, None) for name in ("input", "h0", "lengths"))
         module = module_of("GRU", x.shape[-1], call.dtype, tuple(call.options.items()))
         given = {"module": module, "parameter_and_buffer_dicts": given, "args": (x, h0)}
         given |= {} if lengths is None else {"kwargs": {"lengths": lengths}}
         return "torch.func.functional_call", given
-    if call.way == "layer":
+    if call.entry_point == "layer":
         parameters = [
             Parameters(*(given.pop(f"{name}{suffix}", None) for name in NAMES))
             for suffix in ("", "_reverse")[: len(call.options["reverse"])]
         ]
         given = {"h0": None, "lengths": None, **given, "parameters": parameters}
         return "trifuse.ops.gru.layer", {**given, **call.options}
-    name = "gru_cell" if call.way == "cell" else "gru"
+    name = "gru_cell" if call.entry_point == "cell" else "gru"
     return f"trifuse.{name}", {"hx": None, **given, **call.options}
 
 
 def outputs(call: Call, result: Any) -> Tensors:
-    if call.way == "cell":
+    if call.entry_point == "cell":
         return {"h_n": result}
     return {"output": result[0], "h_n": result[1]}
 
@@ -102,16 +102,16 @@ def formula(call: Call, tensors: Tensors, r: Rounding) -> Tensors:
     x, options = tensors["input"], call.options
     h0 = tensors.get("hx", tensors.get("h0"))
     replicas = len(x)
-    alone = x.dim() == (2 if call.way == "cell" else 3)
-    if call.way == "cell":
+    alone = x.dim() == (2 if call.entry_point == "cell" else 3)
+    if call.entry_point == "cell":
         x = x[:, None]
     x = x[:, :, None] if alone else x
     flipped = options.get("batch_first", False) and not alone
     x = x.transpose(1, 2) if flipped else x
     B = x.shape[2]
-    h0 = None if h0 is None else h0.reshape(replicas, _count(call), B, h0.shape[-1])
+    h0 = None if h0 is None else h0.reshape(replicas, count_of_states(call), B, h0.shape[-1])
     layers, reverse = [""], options.get("reverse", (False,))
-    if call.way == "module":
+    if call.entry_point == "module":
         layers = [f"_l{k}" for k in range(options["num_layers"])]
         reverse = (False, True)[: 1 + options["bidirectional"]]
     reverse = (reverse,) if isinstance(reverse, bool) else reverse
@@ -124,25 +124,23 @@ def formula(call: Call, tensors: Tensors, r: Rounding) -> Tensors:
             ys.append(y)
             hs.append(h)
         x = torch.cat(ys, -1)
-    h_n = torch.stack(hs, 1) if call.way in ("layer", "module") else hs[0]
+    h_n = torch.stack(hs, 1) if call.entry_point in ("layer", "module") else hs[0]
     h_n = h_n[:, 0] if alone else h_n
-    if call.way == "cell":
+    if call.entry_point == "cell":
         return {"h_n": h_n}
     output = x[:, :, 0] if alone else x
     return {"output": output.transpose(1, 2) if flipped else output, "h_n": h_n}
 
 
-def _count(call: Call) -> int:
-    """Returns the number of initial states: layers times directions."""
-    if call.way == "module":
-        return call.options["num_layers"] * (1 + call.options["bidirectional"])
-    return len(call.options["reverse"]) if call.way == "layer" else 1
-
-
 def _direction(
-    call: Call, x: Tensor, h: Tensor | None, tensors: Tensors, suffix: str, reverse: bool,
+    call: Call,
+    x: Tensor,
+    h: Tensor | None,
+    tensors: Tensors,
+    suffix: str,
+    reverse: bool,
     r: Rounding,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:
     weight_ih, weight_hh, *biases = (tensors.get(f"{name}{suffix}") for name in NAMES)
     replicas, T, B, _ = x.shape
     h = x.new_zeros(replicas, B, weight_hh.shape[2]) if h is None else h
@@ -151,9 +149,7 @@ def _direction(
     for step in range(steps.count):
         rows, position = steps.at(step)
         old = h[:, rows]
-        heard = (
-            product(x[:, position, rows], weight_ih, r), product(old, weight_hh, r),
-        )  # fmt: skip
+        heard = (product(x[:, position, rows], weight_ih, r), product(old, weight_hh, r))
         from_x, from_h = (
             a if bias is None else r(a + bias[:, None])
             for a, bias in zip(heard, biases, strict=True)

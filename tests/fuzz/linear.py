@@ -41,12 +41,12 @@ def draw(d: Draws, kernel: str, dtype: str) -> Call:
     options: dict[str, Any] = {}
     if d.flag(50):
         options["activation"] = d.choice(("relu", "gelu", "gelu_tanh"))
-    way = d.choice(("once", "packed"))
-    call = Call("linear", kernel, dtype, tensors, options, way)
+    entry_point = d.choice(("once", "packed"))
+    call = Call("linear", kernel, dtype, tensors, options, entry_point)
     call = draw_modes(
         d, call, [*tensors], {"out": Values((*shape[:-1], units), dtype)}, second=False
     )
-    ours = way == "once" and rows >= 64
+    ours = entry_point == "once" and rows >= 64
     return dataclasses.replace(call, same_bits=call.same_bits and ours)
 
 
@@ -64,7 +64,8 @@ def packed_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, **optio
 
 
 def arguments(call: Call, tensors: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    path = {"once": "trifuse.ops.linear.linear", "packed": "fuzz.linear.packed_linear"}[call.way]
+    once = call.entry_point == "once"
+    path = "trifuse.ops.linear.linear" if once else "fuzz.linear.packed_linear"
     return path, {**tensors, **call.options}
 
 

@@ -18,7 +18,7 @@ from trifuse.ops.lstm import Parameters
 from . import philox, recurrent
 from .call import Call, Tensors, draw_modes
 from .draws import Draws
-from .recurrent import Makers, Steps, product
+from .recurrent import Makers, Steps, count_of_states, product
 from .rounding import Rounding, sigmoid, tanh
 from .tensors import Values
 
@@ -31,18 +31,19 @@ PROBABILITIES = (0.5, 0.1, 0.9, 2.5 / 65536)
 
 
 def draw(d: Draws, kernel: str, dtype: str) -> Call:
-    way = d.choice(("function", "function", "layer", "cell", "module"))
-    if way in ("cell", "module"):
-        return _draw_plain(d, kernel, dtype, way)
+    entry_point = d.choice(("function", "function", "layer", "cell", "module"))
+    if entry_point in ("cell", "module"):
+        return _draw_plain(d, kernel, dtype, entry_point)
     T, B, I, H = recurrent.sizes(d)  # noqa: E741
     options: dict[str, Any] = {}
-    directions = d.integer(1, 2) if way == "layer" else 1
+    directions = d.integer(1, 2) if entry_point == "layer" else 1
     reverse = tuple(d.flag(50) for _ in range(directions))
     coupled = d.flag(25)
     G, R = 3 if coupled else 4, d.integer(1, 9) if d.flag(30) else H
     projected = R != H or d.flag(5)
     makers = Makers(d, dtype)
-    batch_first, one_row = way == "function" and d.flag(25), way == "function" and d.flag(8)
+    batch_first = entry_point == "function" and d.flag(25)
+    one_row = entry_point == "function" and d.flag(8)
     spread = d.choice((1.0, 1.0, 4.0))
     if one_row:
         makers.make("input", T, I, scale=spread)
@@ -50,7 +51,7 @@ def draw(d: Draws, kernel: str, dtype: str) -> Call:
         makers.make("input", *((B, T) if batch_first else (T, B)), I, scale=spread)
     B = 1 if one_row else B
     rows = () if one_row else (B,)
-    lead = (directions,) if way == "layer" else ()
+    lead = (directions,) if entry_point == "layer" else ()
     narrow = dtype in ("bfloat16", "float16")
     if d.flag(60):
         makers.make("h0", *lead, *rows, R)
@@ -80,7 +81,7 @@ def draw(d: Draws, kernel: str, dtype: str) -> Call:
         makers.lengths(T, B)
     if batch_first:
         options["batch_first"] = True
-    if way == "layer":
+    if entry_point == "layer":
         options["reverse"] = reverse
     elif reverse[0]:
         options["reverse"] = True
@@ -108,18 +109,18 @@ def draw(d: Draws, kernel: str, dtype: str) -> Call:
         "h_n": Values((*lead, *rows, R), dtype),
         "c_n": Values((*lead, *rows, H), wide),
     }
-    call = Call("lstm", kernel, dtype, makers.tensors, options, way)
+    call = Call("lstm", kernel, dtype, makers.tensors, options, entry_point)
     differentiable = [n for n in makers.tensors if n != "lengths"]
     call = draw_modes(d, call, differentiable, results)
     call = recurrent.with_specials(d, call)
     return dataclasses.replace(call, seed=d.integer(0, 255))
 
 
-def _draw_plain(d: Draws, kernel: str, dtype: str, way: str) -> Call:
+def _draw_plain(d: Draws, kernel: str, dtype: str, entry_point: str) -> Call:
     T, B, I, H = recurrent.sizes(d)  # noqa: E741
     makers = Makers(d, dtype)
     bias = d.flag(70)
-    if way == "cell":
+    if entry_point == "cell":
         rows = () if d.flag(15) else (B,)
         makers.make("input", *rows, I)
         if d.flag(70):
@@ -132,7 +133,7 @@ def _draw_plain(d: Draws, kernel: str, dtype: str, way: str) -> Call:
             makers.make("bias_hh", 4 * H)
         wide = "float64" if dtype == "float64" else "float32"
         results = {"h": Values((*rows, H), dtype), "c": Values((*rows, H), wide)}
-        call = Call("lstm", kernel, dtype, makers.tensors, {}, way)
+        call = Call("lstm", kernel, dtype, makers.tensors, {}, entry_point)
         call = draw_modes(d, call, [*makers.tensors], results)
         return dataclasses.replace(call, seed=d.integer(0, 255))
     layers, both, batch_first = d.integer(1, 2), d.flag(40), d.flag(40)
@@ -163,7 +164,7 @@ def _draw_plain(d: Draws, kernel: str, dtype: str, way: str) -> Call:
         "h_n": Values((layers * D, B, R), dtype),
         "c_n": Values((layers * D, B, H), dtype),
     }
-    call = Call("lstm", kernel, dtype, makers.tensors, options, way)
+    call = Call("lstm", kernel, dtype, makers.tensors, options, entry_point)
     call = draw_modes(d, call, [n for n in makers.tensors if n != "lengths"], results)
     call = recurrent.with_specials(d, call)
     return dataclasses.replace(call, seed=d.integer(0, 255))
@@ -175,7 +176,7 @@ def _draw_plain(d: Draws, kernel: str, dtype: str, way: str) -> Call:
 def arguments(call: Call, tensors: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     given = dict(tensors)
     states = given.pop("h0", None), given.pop("c0", None)
-    if call.way == "layer":
+    if call.entry_point == "layer":
         parameters = [
             Parameters(*(given.pop(f"{name}{suffix}", None) for name in NAMES))
             for suffix in ("", "_reverse")[: len(call.options["reverse"])]
@@ -184,13 +185,13 @@ def arguments(call: Call, tensors: Mapping[str, Any]) -> tuple[str, dict[str, An
         rest |= {"lengths": given.get("lengths")}
         return "trifuse.ops.lstm.layer", {**rest, **call.options}
     hx = None if states == (None, None) else states
-    if call.way == "module":
+    if call.entry_point == "module":
         x, lengths = given.pop("input"), given.pop("lengths", None)
         module = module_of("LSTM", x.shape[-1], call.dtype, tuple(call.options.items()))
         given = {"module": module, "parameter_and_buffer_dicts": given, "args": (x, hx)}
         given |= {} if lengths is None else {"kwargs": {"lengths": lengths}}
         return "torch.func.functional_call", given
-    name = "lstm_cell" if call.way == "cell" else "lstm"
+    name = "lstm_cell" if call.entry_point == "cell" else "lstm"
     return f"trifuse.{name}", {"input": given.pop("input"), "hx": hx, **given, **call.options}
 
 
@@ -204,9 +205,9 @@ def module_of(name: str, features: int, dtype: str, options: tuple[Any, ...]) ->
 
 
 def outputs(call: Call, result: Any) -> Tensors:
-    if call.way == "cell":
+    if call.entry_point == "cell":
         return {"h": result[0], "c": result[1]}
-    if call.way == "layer":
+    if call.entry_point == "layer":
         return dict(zip(("output", "h_n", "c_n"), result, strict=True))
     return {"output": result[0], "h_n": result[1][0], "c_n": result[1][1]}
 
@@ -217,7 +218,7 @@ def outputs(call: Call, result: Any) -> Tensors:
 def formula(call: Call, tensors: Tensors, r: Rounding) -> Tensors:
     x, options = tensors["input"], call.options
     replicas = len(x)
-    if call.way == "cell":
+    if call.entry_point == "cell":
         one_row = x.dim() == 2
         rows = x[:, None] if one_row else x
         states = [
@@ -230,16 +231,16 @@ def formula(call: Call, tensors: Tensors, r: Rounding) -> Tensors:
     x = x[:, :, None] if one_row else x
     x = x.transpose(1, 2) if options.get("batch_first") and not one_row else x
     h0, c0 = (
-        None if t is None else t.reshape(replicas, _count(call), x.shape[2], t.shape[-1])
+        None if t is None else t.reshape(replicas, count_of_states(call), x.shape[2], t.shape[-1])
         for t in (tensors.get("h0"), tensors.get("c0"))
     )
-    if call.way == "module":
+    if call.entry_point == "module":
         both = options["bidirectional"]
         layers = [(f"_l{k}", f"_l{k}_reverse")[: 1 + both] for k in range(options["num_layers"])]
         reverse = (False, True)[: 1 + both]
     else:
         reverse = options.get("reverse", False)
-        reverse = reverse if call.way == "layer" else (reverse,)
+        reverse = reverse if call.entry_point == "layer" else (reverse,)
         layers = [("", "_reverse")[: len(reverse)]]
     hs, cs = [], []
     for suffixes in layers:
@@ -254,23 +255,23 @@ def formula(call: Call, tensors: Tensors, r: Rounding) -> Tensors:
     output = x[:, :, 0] if one_row else x
     output = output.transpose(1, 2) if options.get("batch_first") and not one_row else output
     h_n, c_n = torch.stack(hs, 1), torch.stack(cs, 1)
-    if call.way == "function":
+    if call.entry_point == "function":
         h_n, c_n = h_n[:, 0], c_n[:, 0]
         h_n, c_n = (h_n[:, 0], c_n[:, 0]) if one_row else (h_n, c_n)
     return {"output": output, "h_n": h_n, "c_n": c_n}
 
 
-def _count(call: Call) -> int:
-    """Returns the number of initial states: layers times directions."""
-    if call.way == "module":
-        return call.options["num_layers"] * (1 + call.options["bidirectional"])
-    return len(call.options["reverse"]) if call.way == "layer" else 1
-
-
 def _direction(
-    call: Call, x: Tensor, h: Tensor | None, c: Tensor | None, tensors: Tensors, suffix: str,
-    reverse: bool, direction: int, r: Rounding,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    call: Call,
+    x: Tensor,
+    h: Tensor | None,
+    c: Tensor | None,
+    tensors: Tensors,
+    suffix: str,
+    reverse: bool,
+    direction: int,
+    r: Rounding,
+) -> tuple[Tensor, Tensor, Tensor]:
     """Runs one direction step by step. A step computes only the rows that have it."""
     options = call.options
     p = {name: tensors.get(f"{name}{suffix}") for name in NAMES}

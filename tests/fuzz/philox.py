@@ -22,10 +22,8 @@ def words(seed: int, counters: np.ndarray) -> np.ndarray:
     key = [np.uint64(seed & 0xFFFFFFFF), np.uint64(seed >> 32 & 0xFFFFFFFF)]
     for _ in range(7):
         left, right = a * np.uint64(0xD2511F53), c * np.uint64(0xCD9E8D57)
-        a, b, c, d = (
-            (right >> _HALF) ^ b ^ key[0], right & _LOW,
-            (left >> _HALF) ^ d ^ key[1], left & _LOW,
-        )  # fmt: skip
+        a, b = (right >> _HALF) ^ b ^ key[0], right & _LOW
+        c, d = (left >> _HALF) ^ d ^ key[1], left & _LOW
         key = [key[0] + np.uint64(0x9E3779B9) & _LOW, key[1] + np.uint64(0xBB67AE85) & _LOW]
     return np.stack([a, b, c, d], -1)
 

@@ -51,6 +51,13 @@ class Makers:
         self.tensors["lengths"] = Values((B,), dtype, numbers=numbers, layout=layout)
 
 
+def count_of_states(call: Call) -> int:
+    """Returns the number of initial states: layers times directions."""
+    if call.entry_point == "module":
+        return call.options["num_layers"] * (1 + call.options["bidirectional"])
+    return len(call.options["reverse"]) if call.entry_point == "layer" else 1
+
+
 def with_specials(d: Draws, call: Call) -> Call:
     """Returns the call, sometimes with poison in the padding."""
     if "lengths" in call.tensors and d.flag(30):
@@ -92,7 +99,7 @@ def poison(call: Call, tensors: Tensors, value: float) -> None:
 def first(call: Call, tensors: Tensors, states: tuple[str, ...]) -> Any:
     """Returns row 0 of a batch by itself, and where its results are in the batch's results."""
     x = tensors["input"]
-    if call.way in ("cell", "module") or x.dim() != 3:
+    if call.entry_point in ("cell", "module") or x.dim() != 3:
         return None
     one = slice(0, 1)
     rows = one if call.options.get("batch_first") else (slice(None), one)
@@ -100,7 +107,7 @@ def first(call: Call, tensors: Tensors, states: tuple[str, ...]) -> Any:
         return None
     given: dict[str, Any] = dict(tensors, input=x[rows])
     places: dict[str, Any] = {"output": rows, "grad_input": rows}
-    along = (slice(None), one) if call.way == "layer" else one
+    along = (slice(None), one) if call.entry_point == "layer" else one
     for name in states:
         places |= {f"{name}_n": along}
         if f"{name}0" in tensors:

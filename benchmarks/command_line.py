@@ -1,0 +1,59 @@
+"""The options that every benchmark has."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from trifuse import backends
+
+
+def default_threads() -> int:
+    """Two, so that figures from different machines compare; one on a machine with one core."""
+    return min(2, os.cpu_count() or 1)
+
+
+def parser(
+    name: str,
+    description: str | None,
+    devices: Sequence[str] = ("cpu", "cuda"),
+    plots: bool = True,
+) -> argparse.ArgumentParser:
+    """A parser with the options that every benchmark has; ``--device`` is one of ``devices``."""
+    out = argparse.ArgumentParser(
+        prog=f"python -m trifuse.benchmarks {name}",
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    gpu = torch.cuda.is_available() and "cuda" in devices
+    out.add_argument("--quick", action="store_true", help="a fraction of the rounds")
+    out.add_argument(
+        "--cases", nargs="+", metavar="NAME", help="only these; * and ? match anything"
+    )
+    out.add_argument("--device", choices=devices, default="cuda" if gpu else "cpu")
+    out.add_argument("--backend", choices=("auto", *backends.ORDER), default="auto", help="ours")
+    out.add_argument("--threads", type=int, default=default_threads(), help="default: %(default)s")
+    out.add_argument("--json", type=Path, metavar="PATH", help="write all figures")
+    if plots:
+        plot = "write a picture (PNG, SVG or PDF)"
+        out.add_argument("--plot", type=Path, metavar="PATH", help=plot)
+    return out
+
+
+def add_count(
+    to: argparse.ArgumentParser, option: str, default: int, of: str = "", least: int = 1
+) -> None:
+    """Add an option that takes a whole number of at least ``least``."""
+
+    def count(text: str) -> int:
+        value = int(text)
+        if value < least:
+            raise argparse.ArgumentTypeError(f"expected at least {least}")
+        return value
+
+    text = "; ".join(filter(None, (of, f"default: {default}")))
+    to.add_argument(option, type=count, default=default, help=text)

@@ -1,0 +1,15 @@
+"""Sizes of tiny models: arguments of their configurations."""
+
+from __future__ import annotations
+
+SIZES = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 48,
+}
+BERT_SIZES = SIZES | {"max_position_embeddings": 24}
+GROUPED_QUERIES = {"num_key_value_heads": 2, "max_position_embeddings": 64}
+# As GPT-2's configuration calls them.
+GPT_SIZES = {"vocab_size": 97, "n_embd": 32, "n_layer": 1, "n_head": 4, "n_positions": 64}
