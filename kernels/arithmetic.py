@@ -19,7 +19,7 @@ def dot(a, b, acc):
 
 
 @triton.jit
-def add_run(run, total):
+def end_run(run, total):
     """Adds the sum of a run of terms to the total of the runs before it.
 
     Returns the rounding error of this addition, with which the next run begins, and the new total.

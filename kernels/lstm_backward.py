@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from trifuse.kernels.arithmetic import add_run, dot, round_to
+from trifuse.kernels.arithmetic import dot, end_run, round_to
 from trifuse.kernels.lstm_cell import (
     Gates,
     add_gates,
@@ -116,7 +116,7 @@ def _accumulate(shares, number, values, tile, at, H: tl.constexpr, block: tl.con
     pointers = shares + number * (2 * H) + column
     run = tl.load(pointers, column < H, other=0.0) + tl.sum(tl.where(at.active, values, 0.0), 0)
     if at.number % RUN == 0:
-        run, total = add_run(run, tl.load(pointers + H, column < H, other=0.0))
+        run, total = end_run(run, tl.load(pointers + H, column < H, other=0.0))
         tl.store(pointers + H, total, column < H)
     tl.store(pointers, run, column < H)
 
