@@ -188,7 +188,7 @@ def _cell_backward(
     g = forward.gates.g
     o = forward.gates.o
     c = forward.c
-    slot = tile.d * tl.num_programs(0) + tile.block_row  # of this program's rows in shares
+    slot = tile.d * tl.num_programs(0) + tile.block_row  # index of the row block in shares
     value, n, rstd = normalise_cell(forward.c_new, inputs, tile, inside, variant)
     y = tanh(value)
     du = dm * o * (1.0 - y * y)
