@@ -8,11 +8,12 @@ import triton.language as tl
 from torch import Tensor
 
 from trifuse.kernels.arguments import check_memory
+from trifuse.kernels.launch import Block, Config, launch
 from trifuse.kernels.philox import dropout_keep
 from trifuse.reference import philox
 
 LONG_ROW = tl.constexpr(philox.LONG_ROW)
-ROWS, COLUMNS = 8, 512  # a program's block; with 4 warps a thread loads 16 bytes of float32
+CONFIG = Config(Block(8, 512), num_warps=4)  # a thread loads 16 bytes of float32
 
 
 @triton.jit(do_not_specialize=["threshold", "scale"])
@@ -23,19 +24,19 @@ def dropout_kernel(
     count,
     threshold,
     scale,  # float32
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    block: tl.constexpr,
 ):
     """out = D x, with elements numbered as in ``philox.dropout_keep_flat``.
 
-    A program owns ROWS runs of COLUMNS neighbours, and reads and writes them once.
+    A program owns block.rows runs of block.columns neighbours, and reads and writes them once.
 
     Floor: the bytes of x and out.
     """
-    first = tl.program_id(0).to(tl.int64) * (ROWS * COLUMNS)
+    COLUMNS: tl.constexpr = block.columns
+    first = tl.program_id(0).to(tl.int64) * (block.rows * COLUMNS)
     long_row = (first // LONG_ROW).to(tl.int32)
     key = tl.load(seed)
-    for row in tl.static_range(ROWS):
+    for row in tl.static_range(block.rows):
         start = first + row * COLUMNS
         columns = tl.arange(0, COLUMNS)
         inside = start + columns < count
@@ -51,11 +52,11 @@ def dropout(x: Tensor, seed: Tensor, p: float) -> Tensor:
     check_memory("x", x)
     x = x.contiguous()
     out = torch.empty_like(x)
-    grid = (triton.cdiv(x.numel(), ROWS * COLUMNS),)
+    grid = (triton.cdiv(x.numel(), CONFIG.block.rows * CONFIG.block.columns),)
     if x.numel():
         with torch.cuda.device_of(x):
-            dropout_kernel[grid](
-                x, out, seed, x.numel(), philox.threshold(p), philox.keep_scale(p), ROWS, COLUMNS,
-                num_warps=4,
+            launch(
+                dropout_kernel, grid, CONFIG,
+                x, out, seed, x.numel(), philox.threshold(p), philox.keep_scale(p),
             )  # fmt: skip
     return out

@@ -31,6 +31,7 @@ from torch import Tensor
 
 from trifuse.kernels.arguments import check_memory, check_shape
 from trifuse.kernels.arithmetic import round_to
+from trifuse.kernels.launch import Block, Config, launch
 from trifuse.kernels.philox import dropout_keep
 from trifuse.reference import philox
 
@@ -82,13 +83,6 @@ class Variant(NamedTuple):
     vector: int  # the largest power of 2, at most 8, that divides N; rows begin at multiples of it
     rms_norm: bool
     x_is_sum: bool
-
-
-class Block(NamedTuple):
-    """The size of a tile."""
-
-    rows: int
-    columns: int  # a power of 2, at least 8
 
 
 # Number of tiles that are summed as one chain. With a million rows a program can have thousands.
@@ -194,9 +188,9 @@ def _moments(total, tile, count, variant: tl.constexpr):
         error = mean
     else:
         mean = tl.sum(total, 1) / count
-        beside = tl.where(tile.inside, total - mean[:, None], 0.0)
-        error = tl.sum(beside, 1) / count
-        squares = tl.sum(beside * beside, 1) - count * error * error
+        deviation = tl.where(tile.inside, total - mean[:, None], 0.0)
+        error = tl.sum(deviation, 1) / count
+        squares = tl.sum(deviation * deviation, 1) - count * error * error
         # For equal numbers this is 0, or less if a GPU's division is inexact. NaN stays.
         squares = tl.where(squares < 0, 0.0, squares)
     return mean, error, squares
@@ -252,10 +246,10 @@ def dropout_add_layer_norm_forward_kernel(
             chunk_mean, chunk_error, chunk_squares = _moments(total, tile, count, variant)
             if column == 0:
                 mean = chunk_mean  # its rounding error is added to ``error`` below
-            apart = (chunk_mean - mean) + (chunk_error - error)
-            share = count.to(tl.float32) / (column + count)
-            error += apart * share
-            squares += chunk_squares + apart * apart * (column * share)
+            delta = (chunk_mean - mean) + (chunk_error - error)
+            fraction = count.to(tl.float32) / (column + count)
+            error += delta * fraction
+            squares += chunk_squares + delta * delta * (column * fraction)
         mean += error
         rstd = _rstd(squares, N, eps)
         for column in range(0, N, block.columns):
@@ -279,10 +273,10 @@ def _rstd(squares, N: tl.constexpr, eps):
 @triton.jit
 def _normalised(total, means, rstds, tile, rows, variant: tl.constexpr):
     """n and rstd (block.rows, 1): both 0 past the last row."""
-    guard = tile.row < rows
+    exists = tile.row < rows
     if not variant.rms_norm:
-        total -= tl.load(means + tile.row, mask=guard, other=0.0)
-    rstd = tl.load(rstds + tile.row, mask=guard, other=0.0)
+        total -= tl.load(means + tile.row, mask=exists, other=0.0)
+    rstd = tl.load(rstds + tile.row, mask=exists, other=0.0)
     return total * rstd, rstd
 
 
@@ -339,8 +333,8 @@ def dropout_add_layer_norm_backward_kernel(
     shares,  # VectorGradients
     rows,
     variant: tl.constexpr,
-    block: tl.constexpr,
     stages: tl.constexpr,  # 2 to prefetch the next tile
+    block: tl.constexpr,
 ):
     """A program owns the columns of one tile, and every ``num_programs``-th tile of rows: it reads
     grad_out, x, the residual and grad_sum once, writes grad_x and grad_residual, and sums its share
@@ -391,22 +385,20 @@ def dropout_add_layer_norm_backward_kernel(
                 _store(grad_x, grad, tile, variant.vector)
             if shares.x_bias is not None:
                 dx_bias += grad
-        further = first_of_run > begin
-        _add_to_share(shares.weight, dweight, further, program, first_column, N, block)
-        _add_to_share(shares.bias, dbias, further, program, first_column, N, block)
-        _add_to_share(shares.x_bias, dx_bias, further, program, first_column, N, block)
+        add = first_of_run > begin
+        _store_share(shares.weight, dweight, add, program, first_column, N, block)
+        _store_share(shares.bias, dbias, add, program, first_column, N, block)
+        _store_share(shares.x_bias, dx_bias, add, program, first_column, N, block)
 
 
 @triton.jit
-def _add_to_share(
-    shares, values, further, program, first_column, N: tl.constexpr, block: tl.constexpr
-):
-    """Stores the sum over the rows of ``values``; in a further run adds it to the share."""
+def _store_share(shares, values, add, program, first_column, N: tl.constexpr, block: tl.constexpr):
+    """Stores the sum over the rows of ``values`` as the share, or adds it to the share."""
     if shares is not None:
         column = first_column + tl.arange(0, block.columns)
         pointers = shares + program * N + column
         total = tl.sum(values, 0)
-        if further:
+        if add:
             total += tl.load(pointers, mask=column < N, other=0.0)
         tl.store(pointers, total, mask=column < N)
 
@@ -440,21 +432,14 @@ def _add_up(shares, grad, programs, N: tl.constexpr, block: tl.constexpr):
         total = tl.full((block.rows, block.columns), 0.0, tl.float32)
         for first in range(0, programs, block.rows):
             row = first + tl.arange(0, block.rows)[:, None]
-            guard = (row < programs) & (column < N)[None, :]
+            inside = (row < programs) & (column < N)[None, :]
             pointers = shares + row.to(tl.int64) * N + column[None, :]
-            total += tl.load(pointers, mask=guard, other=0.0)
+            total += tl.load(pointers, mask=inside, other=0.0)
         result = round_to(tl.sum(total, 0), grad.dtype.element_ty)
         tl.store(grad + column, result, mask=column < N)
 
 
 # Configurations ----------------------------------------------------------------------------------
-
-
-class Config(NamedTuple):
-    """Launch parameters of a kernel for rows of one width."""
-
-    block: Block
-    num_warps: int
 
 
 # (elements of a tile, num_warps). Rows get the first tile that holds one row, and share it if
@@ -476,7 +461,7 @@ _MIN_TILES = 4
 
 # Largest tile, in bytes read, that the backward prefetches into shared memory: every GPU that can
 # prefetch has at least 99 KiB of it. Larger tiles keep enough loads in flight by themselves.
-_MAX_AHEAD = 64 * 1024
+_MAX_PREFETCH = 64 * 1024
 
 
 def tile_config(tiles: tuple[tuple[int, int], ...], N: int) -> Config:
@@ -505,22 +490,21 @@ def dropout_add_layer_norm_forward(
     sum_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Implements the op ``dropout_add_layer_norm_forward``."""
-    for name, t in zip(_NAMES, (x, residual, weight, bias, x_bias, seed), strict=True):
+    tensors = (x, residual, weight, bias, x_bias, seed)
+    for name, t in zip(_NAMES, tensors, strict=True):
         check_memory(name, t)
-    out = x.new_empty(x.shape)
-    total = x.new_empty(x.shape if prenorm else (0,), dtype=sum_dtype)
-    mean, rstd = (x.new_empty(x.shape[:-1], dtype=torch.float32) for _ in range(2))
-    N = x.shape[-1]
-    rows, vector, matrices = _matrices(x, residual, out, total if prenorm else None)
-    x_rows, residual_rows, out_rows, sum_rows = matrices
-    inputs = _inputs(x_rows, residual_rows, weight, bias, x_bias)
-    config = tile_config(_FORWARD_TILES, N)
-    grid = (triton.cdiv(rows, config.block.rows),)
-    _launch(
-        dropout_add_layer_norm_forward_kernel, grid, config, x,
-        inputs, _dropout(seed, dropout_p), out_rows, sum_rows, mean, rstd, rows, eps,
-        variant=Variant(N, vector, rms_norm, x_is_sum=False),
-    )  # fmt: skip
+    with torch.cuda.device_of(x):
+        call = _Call(*tensors, dropout_p, rms_norm, x_is_sum=False)
+        out = x.new_empty(x.shape)
+        total = x.new_empty(x.shape if prenorm else (0,), dtype=sum_dtype)
+        mean, rstd = (x.new_empty(x.shape[:-1], dtype=torch.float32) for _ in range(2))
+        config = tile_config(_FORWARD_TILES, call.variant.N)
+        launch(
+            dropout_add_layer_norm_forward_kernel,
+            (triton.cdiv(call.rows, config.block.rows),), config,
+            call.inputs, call.dropout, _as_rows(out), _as_rows(total if prenorm else None), mean,
+            rstd, call.rows, eps, call.variant,
+        )  # fmt: skip
     return out, total, mean, rstd
 
 
@@ -543,116 +527,140 @@ def dropout_add_layer_norm_backward(
     wanted: tuple[bool, ...],
 ) -> tuple[Tensor, ...]:
     """Implements the op ``dropout_add_layer_norm_backward``."""
-    N = x.shape[-1]
-    shapes = (x.shape, x.shape, (N,), (N,), (N,), (1,))
     tensors = (x, residual, weight, bias, x_bias, seed)
-    for name, t, shape in zip(_NAMES, tensors, shapes, strict=True):
-        check_shape(name, t, shape)
-    for name, t in (("grad_out", grad_out), ("grad_sum", grad_sum)):
-        check_shape(name, t, x.shape)
-    for name, t in (("mean", mean), ("rstd", rstd)):
-        check_shape(name, t, x.shape[:-1])
-    of_rows = (grad_out, x if residual is None else residual)
-    of_vectors = (grad_out if t is None else t for t in (weight, bias, x_bias))
-    results = tuple(
-        t.new_empty(t.shape if want else (0,))
-        for t, want in zip((*of_rows, *of_vectors), wanted, strict=True)
-    )
-    grads = tuple(t if want else None for t, want in zip(results, wanted, strict=True))
-    vector_grads = VectorGradients(*grads[2:])
-    rows, vector, matrices = _matrices(grad_out, grad_sum, x, residual, *grads[:2])
-    dy, ds, x_rows, residual_rows, grad_x, grad_residual = matrices
-    variant = Variant(N, vector, rms_norm, x_is_sum=prenorm)
-    inputs = _inputs(x_rows, residual_rows, weight, bias, x_bias)
-    dropout = _dropout(seed, dropout_p)
-    mean, rstd = mean.contiguous(), rstd.contiguous()
+    _check_backward(grad_out, grad_sum, tensors, mean, rstd)
+    with torch.cuda.device_of(x):
+        call = _Call(*tensors, dropout_p, rms_norm, x_is_sum=prenorm)
+        dy, ds = _as_rows(grad_out), _as_rows(grad_sum)
+        mean, rstd = mean.contiguous(), rstd.contiguous()
+        # A gradient has the dtype of its tensor, or of the output where there is no such tensor.
+        vectors = (grad_out if t is None else t for t in (weight, bias, x_bias))
+        like = (grad_out, x if residual is None else residual, *vectors)
+        results = tuple(
+            t.new_empty(t.shape if want else (0,)) for t, want in zip(like, wanted, strict=True)
+        )
+        grads = tuple(t if want else None for t, want in zip(results, wanted, strict=True))
+        grad_x, grad_residual = (_as_rows(t) for t in grads[:2])
+        vector_grads = VectorGradients(*grads[2:])
 
-    config = tile_config(_BACKWARD_TILES, N)
-    tiles = triton.cdiv(rows, config.block.rows)
-    chunks = triton.cdiv(N, config.block.columns)
-    statistics = None
-    if chunks > 1:
-        statistics = Statistics(torch.empty_like(rstd), torch.empty_like(rstd))
-        _launch(
-            dropout_add_layer_norm_backward_statistics_kernel, (tiles,), config, x,
-            dy, inputs, dropout, mean, rstd, statistics, rows,
-            variant=variant,
+        N = call.variant.N
+        config = tile_config(_BACKWARD_TILES, N)
+        tiles = triton.cdiv(call.rows, config.block.rows)
+        chunks = triton.cdiv(N, config.block.columns)
+        statistics = None
+        if chunks > 1:
+            statistics = Statistics(torch.empty_like(rstd), torch.empty_like(rstd))
+            launch(
+                dropout_add_layer_norm_backward_statistics_kernel, (tiles,), config,
+                dy, call.inputs, call.dropout, mean, rstd, statistics, call.rows, call.variant,
+            )  # fmt: skip
+        programs = _backward_programs(config, tiles, chunks)
+        shares = VectorGradients(
+            *(None if t is None else rstd.new_empty((programs, N)) for t in vector_grads)
+        )
+        stages = _stages(config, dy, ds, call.inputs.x, call.inputs.residual)
+        launch(
+            dropout_add_layer_norm_backward_kernel, (programs, chunks), config,
+            dy, ds, call.inputs, call.dropout, mean, rstd, statistics, grad_x, grad_residual,
+            shares, call.rows, call.variant, stages,
         )  # fmt: skip
-
-    reads = sum(t.data.element_size() for t in (dy, ds, x_rows, residual_rows) if t is not None)
-    ahead = reads * config.block.rows * config.block.columns <= _MAX_AHEAD
-    most = triton.cdiv(_MAX_WARPS, config.num_warps * max(chunks, 1))
-    programs = min(triton.cdiv(tiles, _MIN_TILES), most)
-    shares = VectorGradients(
-        *(None if t is None else rstd.new_empty((programs, N)) for t in vector_grads)
-    )
-    _launch(
-        dropout_add_layer_norm_backward_kernel, (programs, chunks), config, x,
-        dy, ds, inputs, dropout, mean, rstd, statistics, grad_x, grad_residual, shares, rows,
-        variant=variant, stages=2 if ahead else 1,
-    )  # fmt: skip
-    if any(t is not None for t in vector_grads):
-        grid = (triton.cdiv(N, _SUM.block.columns), len(vector_grads))
-        _launch(
-            dropout_add_layer_norm_backward_sum_kernel, grid, _SUM, x,
-            shares, vector_grads, programs,
-            N=N,
-        )  # fmt: skip
+        if any(t is not None for t in vector_grads):
+            grid = (triton.cdiv(N, _SUM.block.columns), len(vector_grads))
+            launch(
+                dropout_add_layer_norm_backward_sum_kernel, grid, _SUM,
+                shares, vector_grads, programs, N,
+            )  # fmt: skip
     return results
 
 
 _NAMES = ("x", "residual", "weight", "bias", "x_bias", "seed")
 
 
-def _matrices(*tensors: Tensor | None) -> tuple[int, int, tuple[Rows | None, ...]]:
-    """Returns the number of rows, ``Variant.vector``, and the tensors (..., N) as Rows.
+def _check_backward(
+    grad_out: Tensor,
+    grad_sum: Tensor | None,
+    tensors: tuple[Tensor | None, ...],
+    mean: Tensor,
+    rstd: Tensor,
+) -> None:
+    """Raises ValueError unless the tensors of a backward still fit one call."""
+    x = tensors[0]
+    assert x is not None
+    N = x.shape[-1]
+    shapes = (x.shape, x.shape, (N,), (N,), (N,), (1,))
+    for name, t, shape in zip(_NAMES, tensors, shapes, strict=True):
+        check_shape(name, t, shape)
+    for name, t in (("grad_out", grad_out), ("grad_sum", grad_sum)):
+        check_shape(name, t, x.shape)
+    for name, t in (("mean", mean), ("rstd", rstd)):
+        check_shape(name, t, x.shape[:-1])
 
-    A tensor is copied only if its rows have no common stride, if a row isn't contiguous, or if rows
-    are less aligned than in a fresh tensor: the order in which a row is summed depends on the
+
+def _backward_programs(config: Config, tiles: int, chunks: int) -> int:
+    """Returns the number of programs that share the tiles of one chunk of columns."""
+    most = triton.cdiv(_MAX_WARPS, config.num_warps * max(chunks, 1))
+    return min(triton.cdiv(tiles, _MIN_TILES), most)
+
+
+def _stages(config: Config, *matrices: Rows | None) -> int:
+    """Returns 2 if a program of the backward prefetches the next tile of the matrices, else 1."""
+    bytes_read = sum(t.data.element_size() for t in matrices if t is not None)
+    bytes_read *= config.block.rows * config.block.columns
+    return 2 if bytes_read <= _MAX_PREFETCH else 1
+
+
+class _Call:
+    """A call of the operator, converted to the kernels' arguments."""
+
+    def __init__(
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        x_bias: Tensor | None,
+        seed: Tensor | None,
+        dropout_p: float,
+        rms_norm: bool,
+        *,
+        x_is_sum: bool,
+    ) -> None:
+        N = x.shape[-1]
+        self.rows = math.prod(x.shape[:-1])
+        self.variant = Variant(N, _vector(N), rms_norm, x_is_sum)
+        vectors = (None if t is None else _aligned(t.contiguous()) for t in (weight, bias, x_bias))
+        x_rows = _as_rows(x)
+        assert x_rows is not None
+        self.inputs = Inputs(x_rows, _as_rows(residual), *vectors)
+        threshold = philox.threshold(dropout_p)
+        self.dropout = None
+        if seed is not None and threshold > 0:
+            self.dropout = Dropout(seed, threshold, philox.keep_scale(dropout_p))
+
+
+def _vector(N: int) -> int:
+    """Returns ``Variant.vector``."""
+    return math.gcd(8, N)
+
+
+def _as_rows(t: Tensor | None) -> Rows | None:
+    """Returns a tensor (..., N) as Rows.
+
+    The tensor is copied only if its rows have no common stride, if a row isn't contiguous, or if
+    rows are less aligned than in a fresh tensor: the order in which a row is summed depends on the
     alignment that a kernel is compiled for.
     """
-    shape = next(t.shape for t in tensors if t is not None)
-    rows, N = math.prod(shape[:-1]), shape[-1]
-    vector = math.gcd(8, N)
-
-    def as_rows(t: Tensor) -> Rows:
-        t = t.reshape(rows, N)
-        if (t.stride(1) != 1 and N > 1) or (t.stride(0) % vector and rows > 1):
-            t = t.contiguous()
-        t = _aligned(t)
-        # The stride of a single row is arbitrary; N leaves fewer kinds of calls to compile for.
-        return Rows(t, (N if rows == 1 else t.stride(0)) // vector)
-
-    return rows, vector, tuple(None if t is None else as_rows(t) for t in tensors)
+    if t is None:
+        return None
+    rows, N = math.prod(t.shape[:-1]), t.shape[-1]
+    vector = _vector(N)
+    t = t.reshape(rows, N)
+    if (t.stride(1) != 1 and N > 1) or (t.stride(0) % vector and rows > 1):
+        t = t.contiguous()
+    t = _aligned(t)
+    # The stride of a single row is arbitrary; N leaves fewer kinds of calls to compile for.
+    return Rows(t, (N if rows == 1 else t.stride(0)) // vector)
 
 
 def _aligned(t: Tensor) -> Tensor:
     return t.clone(memory_format=torch.contiguous_format) if t.data_ptr() % 16 else t
-
-
-def _inputs(
-    x: Rows | None,
-    residual: Rows | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    x_bias: Tensor | None,
-) -> Inputs:
-    assert x is not None
-    vectors = (None if t is None else _aligned(t.contiguous()) for t in (weight, bias, x_bias))
-    return Inputs(x, residual, *vectors)
-
-
-def _dropout(seed: Tensor | None, dropout_p: float) -> Dropout | None:
-    threshold = philox.threshold(dropout_p)
-    if seed is None or threshold == 0:
-        return None
-    return Dropout(seed, threshold, philox.keep_scale(dropout_p))
-
-
-def _launch(
-    kernel: Any, grid: tuple[int, ...], config: Config, on: Tensor, *args: Any, **static: Any
-) -> None:
-    with torch.cuda.device_of(on):
-        kernel[grid](
-            *args, **static, block=config.block, num_warps=config.num_warps, enable_fp_fusion=True
-        )

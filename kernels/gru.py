@@ -21,9 +21,9 @@ from torch import Tensor
 
 from trifuse.kernels.arguments import check_shape
 from trifuse.kernels.arithmetic import dot, round_to
+from trifuse.kernels.launch import Config
 from trifuse.kernels.recurrent import (
-    Config,
-    Launch,
+    PreparedLaunch,
     Sequences,
     fits_one_launch,
     load,
@@ -31,15 +31,15 @@ from trifuse.kernels.recurrent import (
     longest_row,
     make_step,
     make_tile,
-    of_saved,
-    of_state,
-    of_token,
+    saved_offsets,
     sequence_config,
     sigmoid,
     stack,
+    state_offsets,
     step_config,
     store,
     tanh,
+    token_offsets,
 )
 from trifuse.reference.gru import Parameters
 from trifuse.reference.lstm import by_direction, masked
@@ -93,18 +93,18 @@ def _store_gates(pointers, gates, inside, H: tl.constexpr):
 
 
 @triton.jit
-def _forward(v, h, products, out, gates, inputs, tile, at, variant: tl.constexpr):
-    """Returns the next h, in its dtype. ``products`` is W_ih x, and v is W_hh h; v.n is unused.
+def _cell_forward(v, h, products_ih, out, gates, inputs, tile, at, variant: tl.constexpr):
+    """Returns the next h, in its dtype. v is W_hh h; v.n is unused.
 
     Writes the output and, if they are saved, the gates.
     """
     H: tl.constexpr = variant.H
     dtype: tl.constexpr = v.k.dtype
-    inside = at.runs & (tile.column < H)
-    products += of_token(tile, at.t, variant.D, 3 * H)
-    a_n = load(products + 2 * H, inside, dtype)
-    a_r = load(products, inside, dtype) + v.r
-    a_z = load(products + H, inside, dtype) + v.z
+    inside = at.active & (tile.column < H)
+    products_ih += token_offsets(tile, at.t, variant.D, 3 * H)
+    a_n = load(products_ih + 2 * H, inside, dtype)
+    a_r = load(products_ih, inside, dtype) + v.r
+    a_z = load(products_ih + H, inside, dtype) + v.z
     k = v.k
     if inputs.bias is not None:
         pointers = inputs.bias + tile.d * (4 * H) + tile.column
@@ -118,40 +118,42 @@ def _forward(v, h, products, out, gates, inputs, tile, at, variant: tl.constexpr
     n = tanh(a_n + r * k)
     # Stored before they are used: in the other order Triton 3.6 generates invalid code.
     if gates is not None:
-        _store_gates(gates + of_saved(tile, at.t, 4 * H), Gates(n, r, z, k), inside, H)
+        _store_gates(gates + saved_offsets(tile, at.t, 4 * H), Gates(n, r, z, k), inside, H)
     new = (1.0 - z) * n + z * h.to(dtype)
-    h = tl.where(at.runs, round_to(new, h.dtype), h)
-    y = tl.where(at.runs, h, 0.0).to(h.dtype)
-    tl.store(out + of_token(tile, at.t, variant.D, H), y, tile.exists & (tile.column < H))
+    h = tl.where(at.active, round_to(new, h.dtype), h)
+    y = tl.where(at.active, h, 0.0).to(h.dtype)
+    tl.store(out + token_offsets(tile, at.t, variant.D, H), y, tile.exists & (tile.column < H))
     return h
 
 
 @triton.jit
-def _backward(
-    dh, through, grad_out, gates, h0, out, grads, inputs, tile, at, variant: tl.constexpr
+def _cell_backward(
+    dh, dh_recurrent, grad_out, gates, h0, out, grads, inputs, tile, at, variant: tl.constexpr
 ):
     """Returns the gradients of n, r, z and k, and the gradient of h_{t-1} without its part through
     W_hh. Writes the former.
 
-    ``through`` is the part through W_hh from the next step: 0 for a row without that step. In a row
-    that doesn't run, dh is kept and the gradients of the gates are 0.
+    ``dh_recurrent`` is the part through W_hh from the next step: 0 for a row without that step. In
+    a row that is not active, dh is kept and the gradients of the gates are 0.
     """
     H: tl.constexpr = variant.H
     dtype: tl.constexpr = dh.dtype
-    inside = at.runs & (tile.column < H)
-    g = _load_gates(gates + of_saved(tile, at.t, 4 * H), inside, H, dtype)
-    h = load(h0 + of_state(tile, H), inside & ~at.begun, dtype)
-    h += load(out + of_token(tile, at.before, variant.D, H), inside & at.begun, dtype)
-    total = dh + through
-    total += load(grad_out + of_token(tile, at.t, variant.D, H), inside, dtype)
-    total = tl.where(at.runs, total, 0.0)
+    inside = at.active & (tile.column < H)
+    g = _load_gates(gates + saved_offsets(tile, at.t, 4 * H), inside, H, dtype)
+    h = load(h0 + state_offsets(tile, H), inside & ~at.has_previous, dtype)
+    h += load(
+        out + token_offsets(tile, at.previous_t, variant.D, H), inside & at.has_previous, dtype
+    )
+    total = dh + dh_recurrent
+    total += load(grad_out + token_offsets(tile, at.t, variant.D, H), inside, dtype)
+    total = tl.where(at.active, total, 0.0)
     dn = total * (1.0 - g.z) * (1.0 - g.n * g.n)
     dz = total * (h - g.n) * g.z * (1.0 - g.z)
     dr = dn * g.k * g.r * (1.0 - g.r)
     d = Gates(dn, dr, dz, dn * g.r)
     written = tile.exists & (tile.column < H)
-    _store_gates(grads + of_token(tile, at.t, variant.D, 4 * H), d, written, H)
-    return d, tl.where(at.runs, total * g.z, dh)
+    _store_gates(grads + token_offsets(tile, at.t, variant.D, 4 * H), d, written, H)
+    return d, tl.where(at.active, total * g.z, dh)
 
 
 # Forward -----------------------------------------------------------------------------------------
@@ -160,8 +162,8 @@ def _backward(
 @triton.jit(do_not_specialize=["step", "T", "B"])
 def gru_forward_step_kernel(
     step,
-    from_hidden,  # (D, B, 3, H): W_hh h
-    products,  # (T, B, D, 3, H): W_ih x
+    products_hh,  # (D, B, 3, H): W_hh h
+    products_ih,  # (T, B, D, 3, H): W_ih x
     state,  # (D, B, H): h
     out,  # (T, B, D, H)
     gates,  # (D, T, B, 4, H) or None
@@ -183,20 +185,22 @@ def gru_forward_step_kernel(
     tile = make_tile(tl.program_id(0), inputs.lengths, T, B, block)
     at = make_step(tile, step, variant.reverse)
     inside = tile.exists & (tile.column < H)
-    h = tl.load(state + of_state(tile, H), inside, other=0.0)
+    h = tl.load(state + state_offsets(tile, H), inside, other=0.0)
     dtype: tl.constexpr = tl.float64 if h.dtype == tl.float64 else tl.float32
-    v = from_hidden + (tile.d * B + tile.row) * (3 * H) + tile.column
+    v = products_hh + (tile.d * B + tile.row) * (3 * H) + tile.column
     v_r = load(v, inside, dtype)
     v_z = load(v + H, inside, dtype)
     v_k = load(v + 2 * H, inside, dtype)
-    h = _forward(Gates(v_k, v_r, v_z, v_k), h, products, out, gates, inputs, tile, at, variant)
-    tl.store(state + of_state(tile, H), h, inside)
+    h = _cell_forward(
+        Gates(v_k, v_r, v_z, v_k), h, products_ih, out, gates, inputs, tile, at, variant
+    )
+    tl.store(state + state_offsets(tile, H), h, inside)
 
 
 @triton.jit(do_not_specialize=["T", "B"])
 def gru_forward_sequence_kernel(
     weight_hh,  # (D, 3, H, H)
-    products,  # (T, B, D, 3, H): W_ih x
+    products_ih,  # (T, B, D, 3, H): W_ih x
     state,  # (D, B, H): the initial h, replaced by the final h
     out,  # (T, B, D, H)
     gates,  # (D, T, B, 4, H) or None
@@ -208,8 +212,8 @@ def gru_forward_sequence_kernel(
 ):
     """All steps. A program owns block.rows whole rows of one direction.
 
-    It reads the weights once and keeps them in shared memory; h stays in registers. While one of
-    its rows runs, it reads W_ih x of each step and writes the output and the gates if they are
+    It reads the weights once and keeps them in shared memory; h stays in registers. Until its
+    longest row ends, it reads W_ih x of each step and writes the output and the gates if they are
     saved; after that it only writes zeros.
 
     Floor: per step and program, 3 · block.columns² · block.rows multiplications on one
@@ -218,7 +222,7 @@ def gru_forward_sequence_kernel(
     H: tl.constexpr = variant.H
     tile = make_tile(tl.program_id(0), inputs.lengths, T, B, block)
     inside = tile.exists & (tile.column < H)
-    h = tl.load(state + of_state(tile, H), inside, other=0.0)
+    h = tl.load(state + state_offsets(tile, H), inside, other=0.0)
     w_r = load_weights(weight_hh, 0, tile, H, 3, block)
     w_z = load_weights(weight_hh, 1, tile, H, 3, block)
     w_k = load_weights(weight_hh, 2, tile, H, 3, block)
@@ -229,12 +233,14 @@ def gru_forward_sequence_kernel(
         v_r = dot(h, tl.trans(w_r), zeros)
         v_z = dot(h, tl.trans(w_z), zeros)
         v_k = dot(h, tl.trans(w_k), zeros)
-        h = _forward(Gates(v_k, v_r, v_z, v_k), h, products, out, gates, inputs, tile, at, variant)
-    nothing = tl.full((block.rows, block.columns), 0.0, h.dtype)
+        h = _cell_forward(
+            Gates(v_k, v_r, v_z, v_k), h, products_ih, out, gates, inputs, tile, at, variant
+        )
+    no_output = tl.full((block.rows, block.columns), 0.0, h.dtype)
     for step in range(longest, T):
         at = make_step(tile, step, variant.reverse)
-        tl.store(out + of_token(tile, at.t, variant.D, H), nothing, inside)
-    tl.store(state + of_state(tile, H), h, inside)
+        tl.store(out + token_offsets(tile, at.t, variant.D, H), no_output, inside)
+    tl.store(state + state_offsets(tile, H), h, inside)
 
 
 # Backward ----------------------------------------------------------------------------------------
@@ -243,14 +249,14 @@ def gru_forward_sequence_kernel(
 @triton.jit(do_not_specialize=["step", "T", "B"])
 def gru_backward_step_kernel(
     step,
-    through,  # (D, B, H): the gradient of h through the product of the next step
+    dh_recurrent,  # (D, B, H): the gradient of h through the product of the next step
     grad_out,  # (T, B, D, H)
     gates,  # (D, T, B, 4, H)
     h0,  # (D, B, H)
     out,  # (T, B, D, H)
     grad_state,  # (D, B, H), in the accumulation dtype: the rest of the gradient of h
     grads,  # (T, B, D, 4, H): of n, r, z and k
-    operand,  # (D, B, 3, H): the gradient of W_hh h
+    grad_products_hh,  # (D, B, 3, H): the gradient of W_hh h
     inputs,
     T,
     B,
@@ -270,15 +276,17 @@ def gru_backward_step_kernel(
     tile = make_tile(tl.program_id(0), inputs.lengths, T, B, block)
     at = make_step(tile, step, variant.reverse)
     inside = tile.exists & (tile.column < H)
-    offsets = of_state(tile, H)
+    offsets = state_offsets(tile, H)
     dh = tl.load(grad_state + offsets, inside, other=0.0)
-    through = load(through + offsets, inside, dh.dtype)
-    d, dh = _backward(dh, through, grad_out, gates, h0, out, grads, inputs, tile, at, variant)
+    dh_recurrent = load(dh_recurrent + offsets, inside, dh.dtype)
+    d, dh = _cell_backward(
+        dh, dh_recurrent, grad_out, gates, h0, out, grads, inputs, tile, at, variant
+    )
     tl.store(grad_state + offsets, dh, inside)
-    operand += (tile.d * B + tile.row) * (3 * H) + tile.column
-    store(operand, d.r, inside)
-    store(operand + H, d.z, inside)
-    store(operand + 2 * H, d.k, inside)
+    grad_products_hh += (tile.d * B + tile.row) * (3 * H) + tile.column
+    store(grad_products_hh, d.r, inside)
+    store(grad_products_hh + H, d.z, inside)
+    store(grad_products_hh + 2 * H, d.k, inside)
 
 
 @triton.jit(do_not_specialize=["T", "B"])
@@ -302,27 +310,29 @@ def gru_backward_sequence_kernel(
     Floor: as in the forward, plus reading the gates.
     """
     H: tl.constexpr = variant.H
-    narrow: tl.constexpr = weight_hh.dtype.element_ty
+    input_dtype: tl.constexpr = weight_hh.dtype.element_ty
     tile = make_tile(tl.program_id(0), inputs.lengths, T, B, block)
     inside = tile.exists & (tile.column < H)
-    dh = tl.load(grad_state + of_state(tile, H), inside, other=0.0)
+    dh = tl.load(grad_state + state_offsets(tile, H), inside, other=0.0)
     zeros = tl.full((block.rows, block.columns), 0.0, tl.float32)
     longest = longest_row(tile)
     for step in range(longest, T):
         at = make_step(tile, step, variant.reverse)
-        nothing = Gates(zeros, zeros, zeros, zeros)
-        _store_gates(grads + of_token(tile, at.t, variant.D, 4 * H), nothing, inside, H)
+        no_gates = Gates(zeros, zeros, zeros, zeros)
+        _store_gates(grads + token_offsets(tile, at.t, variant.D, 4 * H), no_gates, inside, H)
     w_r = load_weights(weight_hh, 0, tile, H, 3, block)
     w_z = load_weights(weight_hh, 1, tile, H, 3, block)
     w_k = load_weights(weight_hh, 2, tile, H, 3, block)
-    through = zeros
+    dh_recurrent = zeros
     for back in tl.range(0, longest, num_stages=1):
         at = make_step(tile, longest - 1 - back, variant.reverse)
-        d, dh = _backward(dh, through, grad_out, gates, h0, out, grads, inputs, tile, at, variant)
-        through = dot(round_to(d.r, narrow), w_r, zeros)
-        through = dot(round_to(d.z, narrow), w_z, through)
-        through = dot(round_to(d.k, narrow), w_k, through)
-    tl.store(grad_state + of_state(tile, H), dh + through, inside)
+        d, dh = _cell_backward(
+            dh, dh_recurrent, grad_out, gates, h0, out, grads, inputs, tile, at, variant
+        )
+        dh_recurrent = dot(round_to(d.r, input_dtype), w_r, zeros)
+        dh_recurrent = dot(round_to(d.z, input_dtype), w_z, dh_recurrent)
+        dh_recurrent = dot(round_to(d.k, input_dtype), w_k, dh_recurrent)
+    tl.store(grad_state + state_offsets(tile, H), dh + dh_recurrent, inside)
 
 
 # Launchers ---------------------------------------------------------------------------------------
@@ -339,21 +349,21 @@ def gru_forward(
     """Implements the op ``gru_forward``. float64 is for checking the formulas."""
     with torch.cuda.device_of(input):
         call = _Call(input, parameters, lengths, reverse)
-        of, T, B, D, H = call.sequences, call.T, call.B, call.variant.D, call.variant.H
-        state = of.zeros_or_copy(h0, H, of.dtype)
+        sequences, T, B, D, H = call.sequences, call.T, call.B, call.variant.D, call.variant.H
+        state = sequences.zeros_or_copy(h0, H, sequences.dtype)
         out = state.new_empty(T, B, D * H)
         gates = state.new_empty((D, T, B, 4 * H) if save else (0,))
-        kept = gates if save else None
-        products = of.products(input.flatten(0, 1))
+        saved_gates = gates if save else None
+        products_ih = sequences.products_ih(input.flatten(0, 1))
         if call.one_launch:
             sequence = call.prepare(gru_forward_sequence_kernel)
-            sequence(of.weight_hh, products, state, out, kept, call.inputs, T, B)
+            sequence(sequences.weight_hh, products_ih, state, out, saved_gates, call.inputs, T, B)
         else:
-            from_hidden, weight_hh = state.new_empty(D, B, 3 * H), of.weight_hh.mT
+            products_hh, weight_hh = state.new_empty(D, B, 3 * H), sequences.weight_hh.mT
             cell = call.prepare(gru_forward_step_kernel)
             for step in range(T):
-                torch.bmm(state, weight_hh, out=from_hidden)
-                cell(step, from_hidden, products, state, out, kept, call.inputs, T, B)
+                torch.bmm(state, weight_hh, out=products_hh)
+                cell(step, products_hh, products_ih, state, out, saved_gates, call.inputs, T, B)
     return out, state, gates
 
 
@@ -370,12 +380,37 @@ def gru_backward(
     wanted: Sequence[bool],
 ) -> list[Tensor]:
     """Implements the op ``gru_backward``."""
+    _check_backward(
+        grad_output, grad_h_n, input, h0, parameters, lengths, output, gates, D=len(reverse)
+    )
+    with torch.cuda.device_of(input):
+        call = _Call(input, parameters, lengths, reverse)
+        grads, grad_state = _recurrent_gradients(call, grad_output, grad_h_n, h0, output, gates)
+        input_grads = _gradients(call, input, h0, output, grads, grad_state, wanted)
+    tensors = (input, h0, *parameters)
+    return [
+        input.new_empty(0) if grad is None or t is None else grad.to(t.dtype).view(t.shape)
+        for grad, t in zip(input_grads, tensors, strict=True)
+    ]
+
+
+def _check_backward(
+    grad_output: Tensor,
+    grad_h_n: Tensor | None,
+    input: Tensor,
+    h0: Tensor | None,
+    parameters: Sequence[Tensor | None],
+    lengths: Tensor | None,
+    output: Tensor,
+    gates: Tensor,
+    D: int,
+) -> None:
+    """Raises ValueError unless the tensors of a backward still fit one call."""
     T, B, features = input.shape
-    D = len(reverse)
     H = output.shape[-1] // D
-    for way in by_direction(Parameters, parameters):
-        shapes: tuple[tuple[int, ...], ...] = ((3 * H, features), (3 * H, H), (3 * H,), (3 * H,))
-        for name, t, shape in zip(Parameters._fields, way, shapes, strict=True):
+    shapes: tuple[tuple[int, ...], ...] = ((3 * H, features), (3 * H, H), (3 * H,), (3 * H,))
+    for direction in by_direction(Parameters, parameters):
+        for name, t, shape in zip(Parameters._fields, direction, shapes, strict=True):
             check_shape(name, t, shape)
     check_shape("hx", h0, (D, B, H))
     check_shape("lengths", lengths, (B,))
@@ -383,18 +418,9 @@ def gru_backward(
     check_shape("gates", gates, (D, T, B, 4 * H))
     for name, t in (("output", output), ("grad_output", grad_output)):
         check_shape(name, t, (T, B, D * H))
-    with torch.cuda.device_of(input):
-        call = _Call(input, parameters, lengths, reverse)
-        grads, grad_state = _through_time(call, grad_output, grad_h_n, h0, output, gates)
-        found = _gradients(call, input, h0, output, grads, grad_state, wanted)
-    tensors = (input, h0, *parameters)
-    return [
-        input.new_empty(0) if grad is None or t is None else grad.to(t.dtype).view(t.shape)
-        for grad, t in zip(found, tensors, strict=True)
-    ]
 
 
-def _through_time(
+def _recurrent_gradients(
     call: _Call,
     grad_output: Tensor,
     grad_h_n: Tensor | None,
@@ -403,25 +429,26 @@ def _through_time(
     gates: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """Returns the gradients of n, r, z and k (T, B, D, 4·H), and of h0 (D, B, H)."""
-    of, T, B, D, H = call.sequences, call.T, call.B, call.variant.D, call.variant.H
+    sequences, T, B, D, H = call.sequences, call.T, call.B, call.variant.D, call.variant.H
     grad_output = grad_output.contiguous()
-    h0 = of.zeros_or_copy(h0, H, of.dtype)
-    grad_state = of.zeros_or_copy(grad_h_n, H, of.wide)
+    h0 = sequences.zeros_or_copy(h0, H, sequences.dtype)
+    grad_state = sequences.zeros_or_copy(grad_h_n, H, sequences.acc_dtype)
     grads = output.new_empty(T, B, D, 4 * H)
     if call.one_launch:
         call.prepare(gru_backward_sequence_kernel)(
-            of.weight_hh, grad_output, gates, h0, output, grad_state, grads, call.inputs, T, B
-        )
+            sequences.weight_hh, grad_output, gates, h0, output, grad_state, grads, call.inputs,
+            T, B,
+        )  # fmt: skip
         return grads, grad_state
-    through, operand = torch.zeros_like(h0), h0.new_empty(D, B, 3 * H)
+    dh_recurrent, grad_products_hh = torch.zeros_like(h0), h0.new_empty(D, B, 3 * H)
     cell = call.prepare(gru_backward_step_kernel)
     for step in reversed(range(T)):
         cell(
-            step, through, grad_output, gates, h0, output, grad_state, grads, operand, call.inputs,
-            T, B,
+            step, dh_recurrent, grad_output, gates, h0, output, grad_state, grads, grad_products_hh,
+            call.inputs, T, B,
         )  # fmt: skip
-        torch.bmm(operand, of.weight_hh, out=through)
-    return grads, grad_state.add_(through)
+        torch.bmm(grad_products_hh, sequences.weight_hh, out=dh_recurrent)
+    return grads, grad_state.add_(dh_recurrent)
 
 
 def _gradients(
@@ -434,25 +461,25 @@ def _gradients(
     wanted: Sequence[bool],
 ) -> list[Tensor | None]:
     """Gradients of input, h0 and the parameters, not yet in their dtypes; None if not wanted."""
-    of, D, H = call.sequences, call.variant.D, call.variant.H
-    x = masked(input, of.valid).flatten(0, 1)
-    before = of.before(output, h0)
-    of_input, of_hidden = grads[..., : 3 * H], grads[..., H:]
+    sequences, D, H = call.sequences, call.variant.D, call.variant.H
+    x = masked(input, sequences.valid).flatten(0, 1)
+    h_previous = sequences.previous_h(output, h0)
+    grad_products_ih, grad_products_hh = grads[..., : 3 * H], grads[..., H:]
     grad_input = None
     if wanted[0]:
         # n, r, z: the order of the gradients.
-        weights = of.weight_ih.unflatten(0, (D, 3, H)).roll(1, 1).flatten(1, 2)
-        grad_input = of.tokens(of_input, 0) @ weights[0]
+        weights = sequences.weight_ih.unflatten(0, (D, 3, H)).roll(1, 1).flatten(1, 2)
+        grad_input = sequences.tokens(grad_products_ih, 0) @ weights[0]
         for d in range(1, D):
-            grad_input.addmm_(of.tokens(of_input, d), weights[d])
+            grad_input.addmm_(sequences.tokens(grad_products_ih, d), weights[d])
     results: list[Tensor | None] = [grad_input, grad_state if wanted[1] else None]
-    for d, wants in enumerate(by_direction(Parameters, wanted[2:])):
-        da, dv = of.tokens(of_input, d), of.tokens(of_hidden, d)
+    for d, needs in enumerate(by_direction(Parameters, wanted[2:])):
+        da, dv = sequences.tokens(grad_products_ih, d), sequences.tokens(grad_products_hh, d)
         results += [
-            _as_in_weights(da.mT @ x) if wants.weight_ih else None,
-            dv.mT @ before[d].flatten(0, 1) if wants.weight_hh else None,
-            _as_in_weights(da.sum(0, dtype=of.wide)) if wants.bias_ih else None,
-            dv.sum(0, dtype=of.wide) if wants.bias_hh else None,
+            _as_in_weights(da.mT @ x) if needs.weight_ih else None,
+            dv.mT @ h_previous[d].flatten(0, 1) if needs.weight_hh else None,
+            _as_in_weights(da.sum(0, dtype=sequences.acc_dtype)) if needs.bias_ih else None,
+            dv.sum(0, dtype=sequences.acc_dtype) if needs.bias_hh else None,
         ]
     return results
 
@@ -472,17 +499,21 @@ class _Call:
         lengths: Tensor | None,
         reverse: Sequence[bool],
     ) -> None:
-        given = by_direction(Parameters, parameters)
-        self.sequences = of = Sequences(
-            input, [p.weight_ih for p in given], [p.weight_hh for p in given], lengths, reverse
+        directions = by_direction(Parameters, parameters)
+        self.sequences = sequences = Sequences(
+            input,
+            [p.weight_ih for p in directions],
+            [p.weight_hh for p in directions],
+            lengths,
+            reverse,
         )
-        self.T, self.B = of.T, of.B
-        H = of.weight_hh.shape[2]
-        self.variant = Variant(H, of.D, of.reverse)
-        self.inputs = Inputs(of.lengths, _bias(of, given, H))
-        self.one_launch = fits_one_launch(input.device, of.dtype, H, gates=3)
+        self.T, self.B = sequences.T, sequences.B
+        H = sequences.weight_hh.shape[2]
+        self.variant = Variant(H, sequences.D, sequences.reverse)
+        self.inputs = Inputs(sequences.lengths, _bias(sequences, directions, H))
+        self.one_launch = fits_one_launch(input.device, sequences.dtype, H, gates=3)
 
-    def prepare(self, kernel: Any) -> Launch:
+    def prepare(self, kernel: Any) -> PreparedLaunch:
         """Returns the launch of a kernel over all units."""
         config: Config = (
             sequence_config(self.variant.H)
@@ -490,19 +521,19 @@ class _Call:
             else step_config(self.B, self.variant.H)
         )
         grid = self.sequences.grid(config, self.variant.H)
-        return Launch(kernel, grid, config, self.variant)
+        return PreparedLaunch(kernel, grid, config, self.variant)
 
 
-def _bias(of: Sequences, given: list[Parameters], H: int) -> Tensor | None:
+def _bias(sequences: Sequences, directions: list[Parameters], H: int) -> Tensor | None:
     """(D, 4·H): the biases of n, r, z and k."""
-    from_input = stack([p.bias_ih for p in given], of.wide)
-    from_hidden = stack([p.bias_hh for p in given], of.wide)
-    if from_input is None and from_hidden is None:
+    bias_ih = stack([p.bias_ih for p in directions], sequences.acc_dtype)
+    bias_hh = stack([p.bias_hh for p in directions], sequences.acc_dtype)
+    if bias_ih is None and bias_hh is None:
         return None
-    bias = of.weight_hh.new_zeros((of.D, 4 * H), dtype=of.wide)
-    if from_input is not None:
-        bias[:, :H] += from_input[:, 2 * H :]
-        bias[:, H : 3 * H] += from_input[:, : 2 * H]
-    if from_hidden is not None:
-        bias[:, H:] += from_hidden
+    bias = sequences.weight_hh.new_zeros((sequences.D, 4 * H), dtype=sequences.acc_dtype)
+    if bias_ih is not None:
+        bias[:, :H] += bias_ih[:, 2 * H :]
+        bias[:, H : 3 * H] += bias_ih[:, : 2 * H]
+    if bias_hh is not None:
+        bias[:, H:] += bias_hh
     return bias

@@ -9,6 +9,22 @@ the recurrence through h is computed step by step, in one of two ways:
   of a multiprocessor: a program owns a block of rows from the first step to the last and keeps the
   weights in shared memory and the states in registers. See ``fits_one_launch`` for the rule.
 
+A program owns a tile: ``Block.rows`` rows by ``Block.columns`` units of one direction. All G gates
+of a unit belong to its program; in memory they lie H columns apart. For two row blocks and three
+unit blocks, with a letter for each program (an LSTM's gates; a GRU's are r, z, n):
+
+                   W_ih x, W_hh h, their gradients: G·H columns           h, c: H columns
+                      i             f             g             o
+              +-------------+-------------+-------------+-------------+   +-------------+
+    row block |  a   b   c  |  a   b   c  |  a   b   c  |  a   b   c  |   |  a   b   c  |
+              +-------------+-------------+-------------+-------------+   +-------------+
+    row block |  d   e   f  |  d   e   f  |  d   e   f  |  d   e   f  |   |  d   e   f  |
+              +-------------+-------------+-------------+-------------+   +-------------+
+
+The grid is (row blocks, unit blocks, directions). A product with W_hh and a layer norm need whole
+rows: then there is one unit block, as in the second way and in steps with layer norm. The second
+way pads H to a power of 2.
+
 The parts of a step are functions that both ways call. Lengths stay on the device: a row that has
 ended stays in the tile, but only writes zeros to its outputs. Nothing waits for the host, so a call
 can be captured into a CUDA graph.
@@ -30,17 +46,11 @@ import triton.language as tl
 from torch import Tensor
 
 from trifuse.kernels.arithmetic import round_to
+from trifuse.kernels.launch import Block, Config, launch
 from trifuse.reference.lstm import masked, valid_steps
 from trifuse.reference.results import accumulation_dtype
 
 INF = tl.constexpr(math.inf)
-
-
-class Block(NamedTuple):
-    """The size of a tile."""
-
-    rows: int
-    columns: int  # units, a power of 2, at least 8
 
 
 class Tile(NamedTuple):
@@ -63,9 +73,9 @@ class Step(NamedTuple):
 
     number: Any  # the same for all rows
     t: Any  # int64, the position; past a row's length the step's number, where it writes zeros
-    runs: Any  # whether the row has that step
-    begun: Any  # whether it isn't the row's first step
-    before: Any  # int64, the position of the step before
+    active: Any  # whether the row has that step
+    has_previous: Any  # whether it is not the row's first step
+    previous_t: Any  # int64, the position of the step before
 
 
 # Arithmetic --------------------------------------------------------------------------------------
@@ -86,11 +96,12 @@ def tanh(x):
     off after 15: there, the next term is less than 1e-18 of the result.
     """
     e = tl.exp(-2.0 * tl.abs(x))
-    large = (1.0 - e) / (1.0 + e)
+    from_exp = (1.0 - e) / (1.0 + e)
     y = tl.where(tl.abs(x) < 0.5, x * x, 0.0)
-    top = ((36.0 * y + 6930.0) * y + 270270.0) * y + 2027025.0
-    bottom = (((y + 630.0) * y + 51975.0) * y + 945945.0) * y + 2027025.0
-    return tl.where(tl.abs(x) < 0.5, x * (top / bottom), tl.where(x >= 0, large, -large))
+    numerator = ((36.0 * y + 6930.0) * y + 270270.0) * y + 2027025.0
+    denominator = (((y + 630.0) * y + 51975.0) * y + 945945.0) * y + 2027025.0
+    small = tl.abs(x) < 0.5
+    return tl.where(small, x * (numerator / denominator), tl.where(x >= 0, from_exp, -from_exp))
 
 
 # Memory ------------------------------------------------------------------------------------------
@@ -137,10 +148,10 @@ def make_tile(block_row, lengths, T, B, block: tl.constexpr):
 @triton.jit
 def make_step(tile, step, reverse: tl.constexpr):
     """``reverse``: bit d is set if direction d reads rows from their last step to the first."""
-    runs = step < tile.length
+    active = step < tile.length
     backwards = ((reverse >> tile.d) & 1) != 0
-    t = tl.where(backwards & runs, tile.length - 1 - step, step).to(tl.int64)
-    return Step(step, t, runs, tl.zeros_like(tile.length) < step, t + tl.where(backwards, 1, -1))
+    t = tl.where(backwards & active, tile.length - 1 - step, step).to(tl.int64)
+    return Step(step, t, active, tl.zeros_like(tile.length) < step, t + tl.where(backwards, 1, -1))
 
 
 @triton.jit
@@ -149,31 +160,24 @@ def longest_row(tile):
 
 
 @triton.jit
-def of_state(tile, N: tl.constexpr):
+def state_offsets(tile, N: tl.constexpr):
     """Offsets into (D, B, N). Like those below they are int64: a tensor may pass 2³¹ elements."""
     return (tile.d * tile.B + tile.row) * N + tile.column
 
 
 @triton.jit
-def of_token(tile, t, D: tl.constexpr, N: tl.constexpr):
+def token_offsets(tile, t, D: tl.constexpr, N: tl.constexpr):
     """Offsets into (T, B, D, N)."""
     return ((t * tile.B + tile.row) * D + tile.d) * N + tile.column
 
 
 @triton.jit
-def of_saved(tile, t, N: tl.constexpr):
+def saved_offsets(tile, t, N: tl.constexpr):
     """Offsets into (D, T, B, N)."""
     return ((tl.cast(tile.d, tl.int64) * tile.T + t) * tile.B + tile.row) * N + tile.column
 
 
 # Configurations ----------------------------------------------------------------------------------
-
-
-class Config(NamedTuple):
-    """How a kernel is launched."""
-
-    block: Block
-    num_warps: int
 
 
 # Most units of h for which a program can hold the recurrent weights. In 16 bits the weights lie in
@@ -238,7 +242,7 @@ class Sequences:
         self.D = len(reverse)
         self.reverse = sum(1 << d for d in range(self.D) if reverse[d])
         self.lengths = None if lengths is None else lengths.contiguous()
-        self.dtype, self.wide = input.dtype, accumulation_dtype(input.dtype)
+        self.dtype, self.acc_dtype = input.dtype, accumulation_dtype(input.dtype)
         self.weight_ih = torch.cat(list(weights_ih))  # (D·G·H, I)
         self.weight_hh = _stacked(weights_hh)  # (D, G·H, R)
         self.valid = valid_steps(self.T, lengths)
@@ -249,12 +253,12 @@ class Sequences:
             return self.weight_hh.new_zeros((self.D, self.B, columns), dtype=dtype)
         return t.to(dtype, copy=True, memory_format=torch.contiguous_format)
 
-    def products(self, x: Tensor) -> Tensor:
+    def products_ih(self, x: Tensor) -> Tensor:
         """W_ih x, from (T·B, I) to (T, B, D, G·H)."""
         rows = self.weight_ih.shape[0] // self.D
         return (x @ self.weight_ih.mT).view(self.T, self.B, self.D, rows)
 
-    def before(self, output: Tensor, h0: Tensor | None) -> Tensor:
+    def previous_h(self, output: Tensor, h0: Tensor | None) -> Tensor:
         """h_{t-1} at each position: (D, T, B, R), 0 past a row's length."""
         states = output.unflatten(2, (self.D, -1)).unbind(2)
         first = self.zeros_or_copy(h0, states[0].shape[-1], self.dtype)
@@ -292,7 +296,7 @@ def _stacked(tensors: Sequence[Tensor]) -> Tensor:
     return torch.stack(list(tensors))
 
 
-class Launch:
+class PreparedLaunch:
     """A kernel with its grid and constants, to be called once or at every step.
 
     Args:
@@ -306,16 +310,13 @@ class Launch:
     def __init__(
         self, kernel: Any, grid: tuple[int, int, int], config: Config, variant: NamedTuple
     ) -> None:
-        self.kernel, self.grid, self.num_warps = kernel, grid, config.num_warps
-        self.constants = (variant, config.block)
+        self.kernel, self.grid, self.config, self.variant = kernel, grid, config, variant
         self.compiled: Any = None
 
     def __call__(self, *args: Any) -> None:
         if self.compiled is not None:
-            self.compiled(*args, *self.constants)
+            self.compiled(*args, self.variant, self.config.block)
             return
-        compiled = self.kernel[self.grid](
-            *args, *self.constants, num_warps=self.num_warps, enable_fp_fusion=True
-        )
+        compiled = launch(self.kernel, self.grid, self.config, *args, self.variant)
         if compiled is not None:  # None in the interpreter
             self.compiled = compiled[self.grid]
