@@ -72,7 +72,7 @@ inline void forward_sequence(
   }
 }
 
-// `h_dropped` is updated at every step.
+// Each step replaces `h_dropped`, (D, B, R), h after recurrent dropout, by the next.
 inline void forward_steps(const LstmCall& call, const Tensor& h_dropped) {
   const Lstm& p = call.p;
   void* const stream = call.device.stream();

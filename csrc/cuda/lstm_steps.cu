@@ -260,6 +260,118 @@ __global__ __launch_bounds__(kThreads) void dropout_kernel(
 
 // Backward ----------------------------------------------------------------------------------------
 
+// A row's part of the backward that the block owns.
+template <class Scalar, class T = Accumulator<Scalar>>
+struct BackwardStep {
+  const Lstm& p;
+  const BlockRange& own;
+  const Step& at;
+  const Scratch<T>& scratch;
+  const Preactivations<Scalar>& preactivations;
+  const int64_t state, token;
+  void* const da_out;  // (D, B, H, 4)
+
+  __device__ RestoredUnit<T> restored(int64_t unit) const {
+    return restore_unit<Scalar>(
+        p, at, unit, load_unit<Scalar>(p, at, unit),
+        p.gates ? Gates<T>{} : preactivations.at(unit));
+  }
+
+  __device__ CellNorm<T> cell_norm() const {
+    if (p.norm_hh)
+      for (int64_t unit = own.first + threadIdx.x; unit < own.last; unit += kThreads)
+        scratch.units[unit - own.first].c = restored(unit).c_new;
+    return {p, own, scratch};
+  }
+
+  // Leaves the gradient of m in `scratch`. With layer norm c̃'s gradient also needs two means over
+  // the row: of g, the gradient of the normalised c̃, n, and of g n.
+  __device__ void compute_dm(const CellNorm<T>& norm, const Scalar* dh_or_dm, T (&means)[2]) const {
+    for (int64_t unit = own.first + threadIdx.x; unit < own.last; unit += kThreads) {
+      const T given = widen(dh_or_dm[state + unit]);
+      const T dm = p.projected
+          ? given
+          : hidden_backward(p, at, unit, load_column<Scalar>(p, at, unit), given);
+      scratch.units[unit - own.first].gates.i = dm;
+      if (!p.norm_hh) continue;
+      const RestoredUnit<T> x = restored(unit);
+      const T y = tanh(norm(x.c_new, unit)), n = norm.normalised(x.c_new);
+      const T dn = dm * x.gates.o * (1 - y * y), g = dn * norm.gain(unit);
+      add_vector_grad(p, at, Lstm::kGradNormCell, unit, dn * n);
+      add_vector_grad(p, at, Lstm::kGradNormCell + 1, unit, dn);
+      means[0] += g;
+      means[1] += g * n;
+    }
+    if (!p.norm_hh) return;
+    sum_over_units(means, own, scratch, [](int64_t, T(&)[2]) {});
+    means[0] /= static_cast<T>(p.H);
+    means[1] /= static_cast<T>(p.H);
+  }
+
+  // Computes the preactivations' gradients from those of m in `scratch`. Writes them or, with layer
+  // norm, leaves them in `scratch`, and adds to `sums`: of g and g n over all gates, for W_ih x and
+  // for W_hh h.
+  __device__ void compute_da(const CellNorm<T>& norm, const T (&means)[2], T (&sums)[4]) const {
+    for (int64_t unit = own.first + threadIdx.x; unit < own.last; unit += kThreads) {
+      const RestoredUnit<T> x = restored(unit);
+      const T y = tanh(norm(x.c_new, unit));
+      const T dm = scratch.units[unit - own.first].gates.i;
+      T du = dm * x.gates.o * (1 - y * y);
+      if (p.norm_hh) {
+        const T n = norm.normalised(x.c_new);
+        du = norm.moments.rstd * (du * norm.gain(unit) - means[0] - n * means[1]);
+      }
+      const Gates<T> da = cell_backward(p, at, unit, x, y, dm, du);
+      if (!p.norm_hh) {
+        store_gates<Scalar>(p.from_input, token + unit, da);
+        store_gates<Scalar>(da_out, state + unit, da);
+        continue;
+      }
+      scratch.units[unit - own.first].gates = da;
+      const Gates<T> nx = preactivations.normalised_input(unit);
+      const Gates<T> nh = preactivations.normalised_hidden(unit);
+      add_gate_grads(Lstm::kGradBias, unit, da);
+      add_gate_grads(Lstm::kGradNormIh, unit, da * nx);
+      add_gate_grads(Lstm::kGradNormHh, unit, da * nh);
+      const Gates<T> gx = da * preactivations.gain(preactivations.input_norm, unit);
+      const Gates<T> gh = da * preactivations.gain(preactivations.hidden_norm, unit);
+      sums[0] += sum_of(p, gx);
+      sums[1] += sum_of(p, gx * nx);
+      sums[2] += sum_of(p, gh);
+      sums[3] += sum_of(p, gh * nh);
+    }
+  }
+  __device__ void add_gate_grads(int vector, int64_t unit, const Gates<T>& g) const {
+    add_vector_grad(p, at, vector, unit, g.i);
+    add_vector_grad(p, at, vector + 1, unit, g.f);
+    add_vector_grad(p, at, vector + 2, unit, g.g);
+    add_vector_grad(p, at, vector + 3, unit, g.o);
+  }
+
+  // With layer norm: writes the gradients of W_ih x and W_hh h, from those in `scratch` and from
+  // the threads' sums.
+  __device__ void compute_product_grads(T (&sums)[4]) const {
+    sum_over_units(sums, own, scratch, [](int64_t, T(&)[4]) {});
+    const T count = static_cast<T>((p.coupled ? 3 : 4) * p.H);
+    for (int64_t unit = own.first + threadIdx.x; unit < own.last; unit += kThreads) {
+      const Gates<T> da = scratch.units[unit - own.first].gates;
+      const auto product_grad = [&](const GateNorm<T>& norm, const Gates<T>& n, const T* sum) {
+        const Gates<T> g = da * preactivations.gain(norm, unit) - sum[0] / count;
+        Gates<T> result = (g + n * (-sum[1] / count)) * norm.moments.rstd;
+        if (p.coupled) result.f = 0;
+        return result;
+      };
+      const Gates<T> dax =
+          product_grad(preactivations.input_norm, preactivations.normalised_input(unit), sums);
+      const Gates<T> dah = product_grad(
+          preactivations.hidden_norm, preactivations.normalised_hidden(unit), sums + 2);
+      store_gates<Scalar>(p.from_input, token + unit, dax);
+      store_gates<Scalar>(p.from_hidden, token + unit, dah);
+      store_gates<Scalar>(da_out, state + unit, dah);
+    }
+  }
+};
+
 // Reads 4 numbers a unit, or 8 with layer norm, c before and after the step, and the gradients of c
 // and of h (or m). Writes the gates' gradients twice, or three times with layer norm, and the
 // gradients of c and h before the step.
@@ -278,93 +390,12 @@ __global__ __launch_bounds__(kThreads) void backward_step_kernel(
   const Scratch<T> scratch(p, own.last - own.first);
   const Preactivations<Scalar> preactivations(
       p, own, scratch, p.from_input, token, p.norm_hh ? p.from_hidden : nullptr, token);
-  const auto restored = [&](int64_t unit) {
-    return restore_unit<Scalar>(
-        p, at, unit, load_unit<Scalar>(p, at, unit),
-        p.gates ? Gates<T>{} : preactivations.at(unit));
-  };
-  if (p.norm_hh)
-    for (int64_t unit = own.first + threadIdx.x; unit < own.last; unit += kThreads)
-      scratch.units[unit - own.first].c = restored(unit).c_new;
-  const CellNorm<T> norm(p, own, scratch);
-
-  // Computes the gradient of m, once for each unit. With layer norm c̃'s gradient also needs two
-  // means over the row: of g, the gradient of the normalised c̃, n, and of g n.
-  T means[2] = {};
-  for (int64_t unit = own.first + threadIdx.x; unit < own.last; unit += kThreads) {
-    const T given = widen(dh_or_dm[state + unit]);
-    const T dm =
-        p.projected ? given : hidden_backward(p, at, unit, load_column<Scalar>(p, at, unit), given);
-    scratch.units[unit - own.first].gates.i = dm;
-    if (!p.norm_hh) continue;
-    const RestoredUnit<T> x = restored(unit);
-    const T y = tanh(norm(x.c_new, unit)), n = norm.normalised(x.c_new);
-    const T dn = dm * x.gates.o * (1 - y * y), g = dn * norm.gain(unit);
-    add_vector_grad(p, at, Lstm::kGradNormCell, unit, dn * n);
-    add_vector_grad(p, at, Lstm::kGradNormCell + 1, unit, dn);
-    means[0] += g;
-    means[1] += g * n;
-  }
-  if (p.norm_hh) {
-    sum_over_units(means, own, scratch, [](int64_t, T(&)[2]) {});
-    means[0] /= static_cast<T>(p.H);
-    means[1] /= static_cast<T>(p.H);
-  }
-
-  T sums[4] = {};  // of g and g n over all gates, for W_ih x and for W_hh h
-  for (int64_t unit = own.first + threadIdx.x; unit < own.last; unit += kThreads) {
-    const RestoredUnit<T> x = restored(unit);
-    const T y = tanh(norm(x.c_new, unit));
-    const T dm = scratch.units[unit - own.first].gates.i;
-    T du = dm * x.gates.o * (1 - y * y);
-    if (p.norm_hh) {
-      const T n = norm.normalised(x.c_new);
-      du = norm.moments.rstd * (du * norm.gain(unit) - means[0] - n * means[1]);
-    }
-    const Gates<T> da = cell_backward(p, at, unit, x, y, dm, du);
-    if (!p.norm_hh) {
-      store_gates<Scalar>(p.from_input, token + unit, da);
-      store_gates<Scalar>(da_out, state + unit, da);
-      continue;
-    }
-    scratch.units[unit - own.first].gates = da;
-    const Gates<T> nx = preactivations.normalised_input(unit);
-    const Gates<T> nh = preactivations.normalised_hidden(unit);
-    const auto add_gate_grads = [&](int vector, const Gates<T>& g) {
-      add_vector_grad(p, at, vector, unit, g.i);
-      add_vector_grad(p, at, vector + 1, unit, g.f);
-      add_vector_grad(p, at, vector + 2, unit, g.g);
-      add_vector_grad(p, at, vector + 3, unit, g.o);
-    };
-    add_gate_grads(Lstm::kGradBias, da);
-    add_gate_grads(Lstm::kGradNormIh, da * nx);
-    add_gate_grads(Lstm::kGradNormHh, da * nh);
-    const Gates<T> gx = da * preactivations.gain(preactivations.input_norm, unit);
-    const Gates<T> gh = da * preactivations.gain(preactivations.hidden_norm, unit);
-    sums[0] += sum_of(p, gx);
-    sums[1] += sum_of(p, gx * nx);
-    sums[2] += sum_of(p, gh);
-    sums[3] += sum_of(p, gh * nh);
-  }
-  if (!p.norm_hh) return;
-  sum_over_units(sums, own, scratch, [](int64_t, T(&)[4]) {});
-  const T count = static_cast<T>((p.coupled ? 3 : 4) * p.H);
-  for (int64_t unit = own.first + threadIdx.x; unit < own.last; unit += kThreads) {
-    const Gates<T> da = scratch.units[unit - own.first].gates;
-    const auto product_grad = [&](const GateNorm<T>& norm, const Gates<T>& n, const T* sum) {
-      const Gates<T> g = da * preactivations.gain(norm, unit) - sum[0] / count;
-      Gates<T> result = (g + n * (-sum[1] / count)) * norm.moments.rstd;
-      if (p.coupled) result.f = 0;
-      return result;
-    };
-    const Gates<T> dax =
-        product_grad(preactivations.input_norm, preactivations.normalised_input(unit), sums);
-    const Gates<T> dah =
-        product_grad(preactivations.hidden_norm, preactivations.normalised_hidden(unit), sums + 2);
-    store_gates<Scalar>(p.from_input, token + unit, dax);
-    store_gates<Scalar>(p.from_hidden, token + unit, dah);
-    store_gates<Scalar>(da_out, state + unit, dah);
-  }
+  const BackwardStep<Scalar> backward{p, own, at, scratch, preactivations, state, token, da_out};
+  const CellNorm<T> norm = backward.cell_norm();
+  T means[2] = {}, sums[4] = {};
+  backward.compute_dm(norm, dh_or_dm, means);
+  backward.compute_da(norm, means, sums);
+  if (p.norm_hh) backward.compute_product_grads(sums);
 }
 
 // A thread owns columns of h. Reads grad_h, grad_output and dh_recurrent; writes grad_h and, twice,
