@@ -167,6 +167,24 @@ int64_t parts_bytes(const Slice<Scalar>& slice) {
 }
 
 // The products of 16 rows with all columns of a slice. A lane holds up to kHeld pieces of it.
+//
+// Warp w owns tiles of 8 columns of group w % groups, and chunks of K of split w / groups. Lane l's
+// sums are laid out as mma's accumulators. In the forward a tile's columns are the gates of two
+// units:
+//
+//                   unit u                    unit u + 1
+//              i      f      g      o      i      f      g      o
+//   row 0    | lane 0      | lane 1      | lane 2      | lane 3      |
+//   row 1    | lane 4      | lane 5      | lane 6      | lane 7      |
+//    ...
+//   row 7    | lane 28     | lane 29     | lane 30     | lane 31     |
+//   row 8    | lane 0      | lane 1      | lane 2      | lane 3      |
+//    ...
+//
+// As mma's operands, in 16-bit types, lane l has quarter l % 4 of a chunk of rows l / 4 and
+// l / 4 + 8, and of a tile's column l / 4. The warps leave their sums in shared memory. Then each
+// thread owns elements of (16, units), the same at every step (for_elements): it adds up the
+// splits' sums of the unit's four gates in order.
 template <class Scalar, int kHeld>
 class Products {
  public:
@@ -307,8 +325,8 @@ class Products {
   }
 
   // Adds the products of a chunk of the rows with the chunk at `place` in shared memory, for
-  // `tile_count` tiles. Sums are laid out as mma's accumulators: lane l has rows l / 4 and l / 4 +
-  // 8, and columns 2 (l % 4) and the next.
+  // `tile_count` tiles. Lane l's sums are those of rows l / 4 and l / 4 + 8, and columns 2 (l % 4)
+  // and the next.
   __device__ __forceinline__ void add_from_memory(
       float (&sums)[kTiles][4], const uint4 (&a)[kTurns][2], int place, int tile_count) const {
     const int lane = threadIdx.x % 32;
@@ -781,10 +799,10 @@ void launch_sequence(const Lstm& p, const LstmSequence& s, bool backward, void* 
     Layout layout;
     const std::string why_not = lay_out<Scalar>(p, backward, kernel, layout);
     if (!why_not.empty()) throw std::runtime_error("lstm in one launch: " + why_not);
-    const auto on = static_cast<cudaStream_t>(stream);
+    const auto cuda_stream = static_cast<cudaStream_t>(stream);
     const LaunchPlan plan = plan_of(p, backward, layout);
-    fill_with_zeros(plan, on, s.arrivals, LstmSequence::kArrivals * sizeof(uint32_t));
-    launch(plan, on, kernel, p, s, layout);
+    fill_with_zeros(plan, cuda_stream, s.arrivals, LstmSequence::kArrivals * sizeof(uint32_t));
+    launch(plan, cuda_stream, kernel, p, s, layout);
   });
 }
 
