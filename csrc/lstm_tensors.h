@@ -55,6 +55,16 @@ void check_parameters(
       R);
 }
 
+// Checks the states before the first step; a GRU has no c0.
+inline void check_states(
+    const char* h0_name, const OptionalTensor& h0, at::IntArrayRef h0_sizes,
+    const OptionalTensor& c0, at::IntArrayRef c0_sizes, const Tensor& input) {
+  check_shape(h0_name, h0, h0_sizes);
+  check_shape("c0", c0, c0_sizes);
+  if (h0) check_type(h0_name, *h0, input.scalar_type(), input);
+  if (c0) check_type("c0", *c0, plain_or_wide(*c0, input), input);
+}
+
 // Checks that a backward's input has the steps and rows of the saved output.
 inline void check_input(const Tensor& input, const Tensor& output) {
   at::DimVector sizes(output.sizes());

@@ -222,11 +222,9 @@ class Call {
           [&](int slot) -> const OptionalTensor& { return parameters[d * slots_ + slot]; });
     p.B =
         one_step ? c10::multiply_integers(input.sizes().slice(0, input.dim() - 1)) : input.size(1);
-    const char* const h0_name = p.cell == Cell::Gru ? "hx" : "h0";
-    check_shape(h0_name, h0, rows(p.directions, p.R));
-    check_shape("c0", c0, rows(p.directions, p.H));
-    if (h0) check_type(h0_name, *h0, dtype, input);
-    if (c0) check_type("c0", *c0, plain_or_wide(*c0, input), input);
+    check_states(
+        p.cell == Cell::Gru ? "hx" : "h0", h0, rows(p.directions, p.R), c0, rows(p.directions, p.H),
+        input);
     check_integers("lengths", lengths, p.B, input);
     check_seed(seed, input);
   }

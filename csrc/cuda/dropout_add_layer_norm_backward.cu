@@ -26,23 +26,26 @@ template <bool kAligned>
 constexpr int kGroups = kAligned ? 2 : 1;
 // Resident threads per multiprocessor: they leave 128 registers each.
 constexpr int kResidentThreads = 512;
+template <int kThreads>
+constexpr int kResidentBlocks = kResidentThreads / block_of(kThreads);
 // Rows of a team that are added up as one run. Each run but the first costs a block one more read
-// and write of its shares in the workspace, 8 bytes a column and vector. A block of several teams
+// and write of its sums in the workspace, 8 bytes a column and vector. A block of several teams
 // spreads that cost over several times as many rows.
 template <class Team>
 constexpr int kRun = Team::kRows > 1 ? 32 : 64;
 
 // How the backward of a call is split among blocks.
-struct Shape {
-  int threads;               // per team
-  int64_t columns;           // per chunk
-  int64_t chunks, programs;  // programs: blocks per chunk
+struct Split {
+  int threads;      // per team
+  int64_t columns;  // per chunk
+  int64_t chunks, blocks_per_chunk;
 };
 
 template <class T>
 struct Workspace {
-  T* shares[3];   // (programs, N): of the gradients of weight, bias, x_bias; null if not wanted
-  T* statistics;  // (rows, 2): the means of g and of g n over a row; null with a single chunk
+  T* block_sums[3];  // (blocks_per_chunk, N): of the gradients of weight, bias, x_bias; null if not
+                     // wanted
+  T* statistics;     // (rows, 2): the means of g and of g n over a row; null with a single chunk
 };
 
 // g = weight · grad_out and n, the normalised sum, of eight columns.
@@ -139,8 +142,7 @@ __device__ __forceinline__ void load_own_eight(T (&values)[8], const T* from, in
 }
 
 template <class Scalar, bool kAligned, int kThreads, int kCalls>
-__global__
-__launch_bounds__(Team<kThreads>::kBlock, kResidentThreads / Team<kThreads>::kBlock) void backward_kernel(
+__global__ __launch_bounds__(block_of(kThreads), kResidentBlocks<kThreads>) void backward_kernel(
     const __grid_constant__ DropoutAddLayerNorm p,
     const __grid_constant__ Workspace<Accumulator<Scalar>> workspace) {
   using T = Accumulator<Scalar>;
@@ -150,10 +152,10 @@ __launch_bounds__(Team<kThreads>::kBlock, kResidentThreads / Team<kThreads>::kBl
   // The gradients of weight, bias and x_bias in every thread's columns.
   T* const memory = reinterpret_cast<T*>(shared_memory());
   const auto sums = [&](int v) { return SharedEights<T>(memory + v * 8 * kEights, kEights); };
-  const auto own = [](int g) { return g * Team::kBlock + threadIdx.x; };
+  const auto slot = [](int g) { return g * Team::kBlock + threadIdx.x; };
   T* const scratch = memory + 3 * 8 * kEights;
   for (int v = 0; v < 3; ++v)
-    for (int g = 0; g < G; ++g) sums(v).put(own(g), {});
+    for (int g = 0; g < G; ++g) sums(v).put(slot(g), {});
   const uint64_t seed = drops<kCalls>(p) ? *p.seed : 0;
   const T one_over_N = T(1) / static_cast<T>(p.N);
   const int64_t first_column = int64_t(blockIdx.y) * 8 * G * kThreads + 8 * Team::thread();
@@ -162,27 +164,27 @@ __launch_bounds__(Team<kThreads>::kBlock, kResidentThreads / Team<kThreads>::kBl
 
   const T* const statistics = kCalls == kAnyCalls ? workspace.statistics : nullptr;
   typename Group::Loaded loaded[G];
-  T mean = 0, rstd = 0, known[2] = {};
-  const auto load = [&](int64_t row) {
+  T mean = 0, rstd = 0, loaded_means[2] = {};
+  const auto load_row = [&](int64_t row) {
     if (row >= p.rows) return;
     mean = static_cast<const T*>(p.mean)[row];
     rstd = static_cast<const T*>(p.rstd)[row];
-    for (int i = 0; statistics && i < 2; ++i) known[i] = statistics[2 * row + i];
+    for (int i = 0; statistics && i < 2; ++i) loaded_means[i] = statistics[2 * row + i];
 #pragma unroll
     for (int g = 0; g < G; ++g)
       if (column(g) < p.N) Group::load(loaded[g], p, row, column(g));
   };
-  load(Team::first_row());
-  const auto take = [&](int64_t row) {
+  load_row(Team::first_row());
+  const auto process_row = [&](int64_t row) {
     const typename Group::Row source(p, row);
     Group groups[G];
     T means[2] = {};
-    const T scale = rstd, of_all_chunks[2] = {known[0], known[1]};
+    const T scale = rstd, row_means[2] = {loaded_means[0], loaded_means[1]};
 #pragma unroll
     for (int g = 0; g < G; ++g)
       if (column(g) < p.N) groups[g].normalise(source, loaded[g], column(g), seed, mean, rstd);
     // All loads are issued at once, as waiting for one load waits for all before it.
-    load(row + Team::step());
+    load_row(row + Team::step());
 #pragma unroll
     for (int g = 0; g < G; ++g) {
       if (column(g) >= p.N) continue;
@@ -190,14 +192,14 @@ __launch_bounds__(Team<kThreads>::kBlock, kResidentThreads / Team<kThreads>::kBl
       T products[8];
 #pragma unroll
       for (int j = 0; j < 8; ++j) products[j] = group.g[j] * group.n[j];
-      if (workspace.shares[0]) sums(0).add(own(g), products);
-      if (workspace.shares[1]) sums(1).add(own(g), group.g);
+      if (workspace.block_sums[0]) sums(0).add(slot(g), products);
+      if (workspace.block_sums[1]) sums(1).add(slot(g), group.g);
       group.weigh(p, column(g));
       group.add_to(means);
     }
     if (statistics) {
-      means[0] = of_all_chunks[0];
-      means[1] = of_all_chunks[1];
+      means[0] = row_means[0];
+      means[1] = row_means[1];
     } else {
       // The next row uses the other half of `scratch`: some threads may still read this one.
       block_sum<kThreads>(means, scratch + parity * 2 * Team::kWarps);
@@ -226,7 +228,7 @@ __launch_bounds__(Team<kThreads>::kBlock, kResidentThreads / Team<kThreads>::kBl
         store_eight<Scalar, kAligned, kCalls>(
             p.grad_residual.row(row), p.grad_residual, column(g), grad, count);
       source.drop(grad, group.keep);
-      if (workspace.shares[2]) sums(2).add(own(g), grad);
+      if (workspace.block_sums[2]) sums(2).add(slot(g), grad);
       if (p.grad_x)
         store_eight_as<Scalar, kAligned>(
             static_cast<Scalar*>(p.grad_x.row(row)) + column(g), grad, count);
@@ -234,35 +236,37 @@ __launch_bounds__(Team<kThreads>::kBlock, kResidentThreads / Team<kThreads>::kBl
   };
 
   // Ends a run. The teams of a block have the same columns: the first adds up the sums of all, in
-  // order, and starts the next run from the rounding error of the block's share.
-  const auto leave = [&](bool further) {
+  // order, adds them to the block's total in the workspace, and starts the next run from the
+  // rounding error. `has_total`: whether the block has ended a run before.
+  const auto end_block_run = [&](bool has_total) {
     if (Team::kRows > 1) __syncthreads();
     for (int v = 0; v < 3 && threadIdx.x < kThreads; ++v) {
       for (int g = 0; g < G; ++g) {
-        if (!workspace.shares[v] || column(g) >= p.N) continue;
-        T* const to = workspace.shares[v] + blockIdx.x * p.N + column(g);
-        T share[8], other[8];
-        sums(v).get(own(g), share);
+        if (!workspace.block_sums[v] || column(g) >= p.N) continue;
+        T* const total_in_workspace = workspace.block_sums[v] + blockIdx.x * p.N + column(g);
+        T run[8], total[8];
+        sums(v).get(slot(g), run);
         for (int team = 1; team < Team::kRows; ++team) {
-          const int place = own(g) + team * kThreads;
-          sums(v).get(place, other);
-          sums(v).put(place, {});
+          const int team_slot = slot(g) + team * kThreads;
+          T team_run[8];
+          sums(v).get(team_slot, team_run);
+          sums(v).put(team_slot, {});
 #pragma unroll
-          for (int j = 0; j < 8; ++j) share[j] += other[j];
+          for (int j = 0; j < 8; ++j) run[j] += team_run[j];
         }
-        if (further) {
-          load_own_eight<kAligned>(other, to, p.N - column(g));
+        if (has_total) {
+          load_own_eight<kAligned>(total, total_in_workspace, p.N - column(g));
 #pragma unroll
-          for (int j = 0; j < 8; ++j) end_run(share[j], other[j]);
+          for (int j = 0; j < 8; ++j) end_run(run[j], total[j]);
         } else {
 #pragma unroll
           for (int j = 0; j < 8; ++j) {
-            other[j] = share[j];
-            share[j] = 0;
+            total[j] = run[j];
+            run[j] = 0;
           }
         }
-        sums(v).put(own(g), share);
-        store_eight_as<T, kAligned>(to, other, p.N - column(g));
+        sums(v).put(slot(g), run);
+        store_eight_as<T, kAligned>(total_in_workspace, total, p.N - column(g));
       }
     }
     if (Team::kRows > 1) __syncthreads();
@@ -273,31 +277,32 @@ __launch_bounds__(Team<kThreads>::kBlock, kResidentThreads / Team<kThreads>::kBl
   const uint32_t last = (rows - 1 - blockIdx.x * Team::kRows) / step;
   for (uint32_t i = 0; i <= last; ++i) {
     const int64_t row = Team::first_row() + int64_t(i) * step;
-    if (Team::kRows == 1 || row < p.rows) take(static_cast<uint32_t>(row));
-    if (i % kRun<Team> == kRun<Team> - 1 || i == last) leave(i >= kRun<Team>);
+    if (Team::kRows == 1 || row < p.rows) process_row(static_cast<uint32_t>(row));
+    if (i % kRun<Team> == kRun<Team> - 1 || i == last) end_block_run(i >= kRun<Team>);
   }
 }
 
-// A block owns 32 columns of one of the vectors. Each of its 16 warps adds up every 16th program's
-// share, eight of them as a run.
-// Floor: the bytes of the shares, from the L2 cache.
+// A block owns 32 columns of one of the vectors. Each of its 16 warps adds up every 16th block's
+// sums, eight of them as a run.
+// Floor: the bytes of the blocks' sums, from the L2 cache.
 constexpr int kSumWarps = 16;
 template <class Scalar>
 __global__ __launch_bounds__(32 * kSumWarps) void backward_sum_kernel(
     const __grid_constant__ DropoutAddLayerNorm p,
-    const __grid_constant__ Workspace<Accumulator<Scalar>> workspace, int64_t programs) {
+    const __grid_constant__ Workspace<Accumulator<Scalar>> workspace, int64_t blocks_per_chunk) {
   using T = Accumulator<Scalar>;
   const int v = blockIdx.y;
   const Vector grad = v == 0 ? p.grad_weight : v == 1 ? p.grad_bias : p.grad_x_bias;
-  const T* const shares = v == 0 ? workspace.shares[0] : workspace.shares[v == 1 ? 1 : 2];
+  const T* const block_sums =
+      v == 0 ? workspace.block_sums[0] : workspace.block_sums[v == 1 ? 1 : 2];
   if (!grad) return;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int64_t column = int64_t(blockIdx.x) * 32 + lane;
   T sum = 0, run = 0;
   if (column < p.N)
-    for (int64_t program = warp; program < programs; program += kSumWarps) {
-      run += shares[program * p.N + column];
-      if (program / kSumWarps % 8 == 7) end_run(run, sum);
+    for (int64_t block = warp; block < blocks_per_chunk; block += kSumWarps) {
+      run += block_sums[block * p.N + column];
+      if (block / kSumWarps % 8 == 7) end_run(run, sum);
     }
   sum += run;
   T* const sums = reinterpret_cast<T*>(shared_memory());  // (kSumWarps, 32)
@@ -315,48 +320,48 @@ bool is_aligned(const DropoutAddLayerNorm& p) { return p.N % 8 == 0 && p.dtype !
 
 bool is_usual_backward(const DropoutAddLayerNorm& p) { return is_usual(p) && !p.grad_sum; }
 
-Shape shape_of(const DropoutAddLayerNorm& p) {
-  Shape shape;
+Split split_of(const DropoutAddLayerNorm& p) {
+  Split split;
   const int groups = is_aligned(p) ? kGroups<true> : kGroups<false>;
-  shape.threads = is_aligned(p) && !is_usual_backward(p) ? 128 : 32;
-  while (shape.threads < 512 && 8 * groups * shape.threads < p.N)
-    shape.threads *= is_usual_backward(p) ? 2 : 512 / shape.threads;
-  shape.columns = 8 * groups * shape.threads;
-  shape.chunks = std::max<int64_t>((p.N + shape.columns - 1) / shape.columns, 1);
-  // A program's shares are written and read once more, which pays if its teams have four rows each.
-  const int block = block_of(shape.threads), rows = block / shape.threads;
-  const int64_t resident = int64_t(kResidentThreads / block) * multiprocessors();
-  const int64_t most = std::max<int64_t>(resident / shape.chunks, 1);
-  shape.programs = std::min((p.rows + 4 * rows - 1) / (4 * rows), most);
-  return shape;
+  split.threads = is_aligned(p) && !is_usual_backward(p) ? 128 : 32;
+  while (split.threads < 512 && 8 * groups * split.threads < p.N)
+    split.threads *= is_usual_backward(p) ? 2 : 512 / split.threads;
+  split.columns = 8 * groups * split.threads;
+  split.chunks = std::max<int64_t>((p.N + split.columns - 1) / split.columns, 1);
+  // A block's sums are written and read once more, which pays if its teams have four rows each.
+  const int block_threads = block_of(split.threads), rows = block_threads / split.threads;
+  const int64_t resident = int64_t(kResidentThreads / block_threads) * multiprocessors();
+  const int64_t most_blocks = std::max<int64_t>(resident / split.chunks, 1);
+  split.blocks_per_chunk = std::min((p.rows + 4 * rows - 1) / (4 * rows), most_blocks);
+  return split;
 }
 
 template <class T>
-Workspace<T> lay_out(const DropoutAddLayerNorm& p, const Shape& shape, void* memory, T** end) {
+Workspace<T> lay_out(const DropoutAddLayerNorm& p, const Split& split, void* memory, T** end) {
   T* next = static_cast<T*>(memory);
-  const auto take = [&](bool wanted, int64_t count) {
-    T* const taken = wanted ? next : nullptr;
+  const auto allocate = [&](bool wanted, int64_t count) {
+    T* const memory = wanted ? next : nullptr;
     if (wanted) next += (count + 3) / 4 * 4;
-    return taken;
+    return memory;
   };
   Workspace<T> workspace;
   int v = 0;
   for (const bool wanted : {bool(p.grad_weight), bool(p.grad_bias), bool(p.grad_x_bias)})
-    workspace.shares[v++] = take(wanted, shape.programs * p.N);
-  workspace.statistics = take(shape.chunks > 1, 2 * p.rows);
+    workspace.block_sums[v++] = allocate(wanted, split.blocks_per_chunk * p.N);
+  workspace.statistics = allocate(split.chunks > 1, 2 * p.rows);
   *end = next;
   return workspace;
 }
 
 template <class Scalar, bool kAligned, int kThreads, int kCalls = kAnyCalls>
 void launch_backward(
-    const DropoutAddLayerNorm& p, const Shape& shape,
+    const DropoutAddLayerNorm& p, const Split& split,
     const Workspace<Accumulator<Scalar>>& workspace, cudaStream_t stream) {
   using Team = Team<kThreads>;
   const LaunchPlan plan{
       .kernel = "dropout_add_layer_norm_backward",
       .sizes = {{"rows", p.rows}, {"N", p.N}},
-      .grid = dim3(shape.programs, shape.chunks),
+      .grid = dim3(split.blocks_per_chunk, split.chunks),
       .block = Team::kBlock,
       .shared = (3 * 8 * kGroups<kAligned> * Team::kBlock + 4 * Team::kWarps) *
           sizeof(Accumulator<Scalar>),
@@ -366,11 +371,11 @@ void launch_backward(
 
 template <class Scalar, int kThreads>
 void launch_usual_backward(
-    const DropoutAddLayerNorm& p, const Shape& shape,
+    const DropoutAddLayerNorm& p, const Split& split,
     const Workspace<Accumulator<Scalar>>& workspace, cudaStream_t stream) {
   constexpr int kDropout = kUsualCalls | kWithDropout;
-  if (p.threshold) launch_backward<Scalar, true, kThreads, kDropout>(p, shape, workspace, stream);
-  else launch_backward<Scalar, true, kThreads, kUsualCalls>(p, shape, workspace, stream);
+  if (p.threshold) launch_backward<Scalar, true, kThreads, kDropout>(p, split, workspace, stream);
+  else launch_backward<Scalar, true, kThreads, kUsualCalls>(p, split, workspace, stream);
 }
 
 template <class Scalar, bool kAligned>
@@ -388,44 +393,44 @@ void launch_statistics(
 
 template <class Scalar>
 void launch_for_width(
-    const DropoutAddLayerNorm& p, const Shape& shape,
+    const DropoutAddLayerNorm& p, const Split& split,
     const Workspace<Accumulator<Scalar>>& workspace, cudaStream_t stream) {
   if (!is_aligned(p)) {
     if (workspace.statistics) launch_statistics<Scalar, false>(p, workspace.statistics, stream);
-    if (shape.threads == 32) return launch_backward<Scalar, false, 32>(p, shape, workspace, stream);
-    return launch_backward<Scalar, false, 512>(p, shape, workspace, stream);
+    if (split.threads == 32) return launch_backward<Scalar, false, 32>(p, split, workspace, stream);
+    return launch_backward<Scalar, false, 512>(p, split, workspace, stream);
   }
   if constexpr (!std::is_same_v<Scalar, double>) {
     if (workspace.statistics) launch_statistics<Scalar, true>(p, workspace.statistics, stream);
     if constexpr (sizeof(Scalar) == 2) {
       if (is_usual_backward(p)) {
-        switch (shape.threads) {
-          case 32: return launch_usual_backward<Scalar, 32>(p, shape, workspace, stream);
-          case 64: return launch_usual_backward<Scalar, 64>(p, shape, workspace, stream);
-          case 128: return launch_usual_backward<Scalar, 128>(p, shape, workspace, stream);
-          case 256: return launch_usual_backward<Scalar, 256>(p, shape, workspace, stream);
-          default: return launch_usual_backward<Scalar, 512>(p, shape, workspace, stream);
+        switch (split.threads) {
+          case 32: return launch_usual_backward<Scalar, 32>(p, split, workspace, stream);
+          case 64: return launch_usual_backward<Scalar, 64>(p, split, workspace, stream);
+          case 128: return launch_usual_backward<Scalar, 128>(p, split, workspace, stream);
+          case 256: return launch_usual_backward<Scalar, 256>(p, split, workspace, stream);
+          default: return launch_usual_backward<Scalar, 512>(p, split, workspace, stream);
         }
       }
     }
-    if (shape.threads == 128)
-      return launch_backward<Scalar, true, 128>(p, shape, workspace, stream);
-    launch_backward<Scalar, true, 512>(p, shape, workspace, stream);
+    if (split.threads == 128)
+      return launch_backward<Scalar, true, 128>(p, split, workspace, stream);
+    launch_backward<Scalar, true, 512>(p, split, workspace, stream);
   }
 }
 
 template <class Scalar>
 void launch_sum(
-    const DropoutAddLayerNorm& p, const Shape& shape,
+    const DropoutAddLayerNorm& p, const Split& split,
     const Workspace<Accumulator<Scalar>>& workspace, cudaStream_t stream) {
   const LaunchPlan plan{
       .kernel = "dropout_add_layer_norm_backward_sum",
-      .sizes = {{"programs", shape.programs}, {"N", p.N}},
+      .sizes = {{"programs", split.blocks_per_chunk}, {"N", p.N}},
       .grid = dim3((p.N + 31) / 32, 3),
       .block = 32 * kSumWarps,
       .shared = 32 * kSumWarps * sizeof(Accumulator<Scalar>),
   };
-  launch(plan, stream, backward_sum_kernel<Scalar>, p, workspace, shape.programs);
+  launch(plan, stream, backward_sum_kernel<Scalar>, p, workspace, split.blocks_per_chunk);
 }
 
 }  // namespace
@@ -435,7 +440,7 @@ int64_t dropout_add_layer_norm_backward_workspace(const DropoutAddLayerNorm& p) 
   for_type(p.dtype, [&]<class Scalar>() {
     using T = Accumulator<Scalar>;
     T* end;
-    lay_out<T>(p, shape_of(p), nullptr, &end);
+    lay_out<T>(p, split_of(p), nullptr, &end);
     bytes = reinterpret_cast<uintptr_t>(end);
   });
   return bytes;
@@ -443,14 +448,15 @@ int64_t dropout_add_layer_norm_backward_workspace(const DropoutAddLayerNorm& p) 
 
 void dropout_add_layer_norm_backward(const DropoutAddLayerNorm& p, void* memory, void* stream) {
   if (p.N == 0) return;
-  const auto on = static_cast<cudaStream_t>(stream);
-  const Shape shape = shape_of(p);
+  const auto cuda_stream = static_cast<cudaStream_t>(stream);
+  const Split split = split_of(p);
   for_type(p.dtype, [&]<class Scalar>() {
     using T = Accumulator<Scalar>;
     T* end;
-    const Workspace<T> workspace = lay_out<T>(p, shape, memory, &end);
-    if (p.rows > 0) launch_for_width<Scalar>(p, shape, workspace, on);
-    if (p.grad_weight || p.grad_bias || p.grad_x_bias) launch_sum<Scalar>(p, shape, workspace, on);
+    const Workspace<T> workspace = lay_out<T>(p, split, memory, &end);
+    if (p.rows > 0) launch_for_width<Scalar>(p, split, workspace, cuda_stream);
+    if (p.grad_weight || p.grad_bias || p.grad_x_bias)
+      launch_sum<Scalar>(p, split, workspace, cuda_stream);
   });
 }
 

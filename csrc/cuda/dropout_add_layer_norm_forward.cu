@@ -107,14 +107,17 @@ template <class Scalar>
 constexpr int kGroups = sizeof(Scalar) == 2 ? 4 : 2;
 // Resident threads per multiprocessor: they leave 96 registers each, 128 in a kernel for any call.
 template <int kCalls>
-constexpr int kForwardThreads = kCalls == kAnyCalls ? 512 : 640;
+constexpr int kResidentThreads = kCalls == kAnyCalls ? 512 : 640;
+template <int kThreads, int kCalls>
+constexpr int kResidentBlocks = kResidentThreads<kCalls> / block_of(kThreads);
+template <int kThreads>
+constexpr int kResidentWideBlocks = 768 / block_of(kThreads);
 
 // Aligned rows of up to 8 * kGroups * kThreads columns, in registers.
 template <class Scalar, int kThreads, int kCalls>
-__global__ __launch_bounds__(
-    Team<kThreads>::kBlock,
-    kForwardThreads<kCalls> /
-        Team<kThreads>::kBlock) void forward_kernel(const __grid_constant__ DropoutAddLayerNorm p) {
+__global__
+__launch_bounds__(block_of(kThreads), kResidentBlocks<kThreads, kCalls>) void forward_kernel(
+    const __grid_constant__ DropoutAddLayerNorm p) {
   using T = Accumulator<Scalar>;
   using Row = RowSum<Scalar, true, kCalls>;
   using Team = Team<kThreads>;
@@ -170,7 +173,7 @@ __global__ __launch_bounds__(
 // Rows of any width; a thread takes eight columns at a time.
 template <class Scalar, bool kAligned, int kThreads>
 __global__
-__launch_bounds__(Team<kThreads>::kBlock, 768 / Team<kThreads>::kBlock) void forward_wide_kernel(
+__launch_bounds__(block_of(kThreads), kResidentWideBlocks<kThreads>) void forward_wide_kernel(
     const __grid_constant__ DropoutAddLayerNorm p, bool in_shared_memory) {
   using T = Accumulator<Scalar>;
   using Row = RowSum<Scalar, kAligned, kAnyCalls>;

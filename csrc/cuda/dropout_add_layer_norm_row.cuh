@@ -35,9 +35,10 @@ struct Team {
 // Threads per team in the kernels that loop over rows of any width.
 constexpr int kWideThreads = 256;
 
-// Returns one block per `rows_of_a_block` rows, but at most `enough`.
-inline unsigned blocks_for(int64_t rows, int64_t rows_of_a_block, int64_t enough) {
-  return std::min((rows + rows_of_a_block - 1) / rows_of_a_block, std::max<int64_t>(enough, 1));
+// Returns one block per `rows_of_a_block` rows, but at most `most_blocks`.
+inline unsigned blocks_for(int64_t rows, int64_t rows_of_a_block, int64_t most_blocks) {
+  return std::min(
+      (rows + rows_of_a_block - 1) / rows_of_a_block, std::max<int64_t>(most_blocks, 1));
 }
 
 // `count` groups of eight numbers in shared memory. The two halves of a group lie apart, so that
@@ -53,7 +54,7 @@ class SharedEights {
     for (int half = 0; half < 2; ++half) {
       Four four;
 #pragma unroll
-      for (int j = 0; j < 4; ++j) four.of[j] = values[4 * half + j];
+      for (int j = 0; j < 4; ++j) four.values[j] = values[4 * half + j];
       four_[i + half * count_] = four;
     }
   }
@@ -62,7 +63,7 @@ class SharedEights {
     for (int half = 0; half < 2; ++half) {
       const Four four = four_[i + half * count_];
 #pragma unroll
-      for (int j = 0; j < 4; ++j) values[4 * half + j] = four.of[j];
+      for (int j = 0; j < 4; ++j) values[4 * half + j] = four.values[j];
     }
   }
   __device__ __forceinline__ void add(int i, const T (&values)[8]) {
@@ -75,7 +76,7 @@ class SharedEights {
 
  private:
   struct alignas(16) Four {
-    T of[4];
+    T values[4];
   };
   Four* four_;
   int count_;
@@ -130,20 +131,21 @@ class RowSum {
 
   __device__ __forceinline__ RowSum(const DropoutAddLayerNorm& p, uint32_t row)
       : p_(p), row_(row), x_(has<kCalls>(p.x) ? p.x.row(row) : nullptr),
-        other_(has<kCalls>(other()) ? other().row(row) : nullptr), scale_(static_cast<T>(p.scale)) {
-  }
+        residual_or_sum_(has<kCalls>(residual_or_sum()) ? residual_or_sum().row(row) : nullptr),
+        scale_(static_cast<T>(p.scale)) {}
 
   // Eight columns as loaded from memory.
   struct Loaded {
     Eight<Scalar, false> x;
-    Eight<Scalar, kCalls == kAnyCalls> other;  // the residual, or the sum if there is no x
+    Eight<Scalar, kCalls == kAnyCalls> residual_or_sum;  // the sum if there is no x
   };
 
   __device__ __forceinline__ void load(Loaded& loaded, int64_t column) const {
     const int64_t count = p_.N - column;
     if (has<kCalls>(p_.x)) loaded.x.template load<kAligned>(x_, false, column, count);
-    if (has<kCalls>(other()))
-      loaded.other.template load<kAligned>(other_, other().wide, column, count);
+    if (has<kCalls>(residual_or_sum()))
+      loaded.residual_or_sum.template load<kAligned>(
+          residual_or_sum_, residual_or_sum().wide, column, count);
   }
 
   // Returns which of eight columns D keeps: bit j for column + j.
@@ -161,31 +163,31 @@ class RowSum {
 
   __device__ __forceinline__ void add_up(
       T (&s)[8], const Loaded& loaded, int64_t column, uint32_t keep) const {
-    if (!has<kCalls>(p_.x)) return loaded.other.get(s);
+    if (!has<kCalls>(p_.x)) return loaded.residual_or_sum.get(s);
     loaded.x.get(s);
-    T added[8];
+    T addend[8];
     if (kCalls == kAnyCalls && p_.x_bias) {
-      load_features<kAligned, Scalar, kCalls>(added, p_.x_bias, column, p_.N - column);
+      load_features<kAligned, Scalar, kCalls>(addend, p_.x_bias, column, p_.N - column);
 #pragma unroll
-      for (int j = 0; j < 8; ++j) s[j] += added[j];
+      for (int j = 0; j < 8; ++j) s[j] += addend[j];
     }
     if (!has<kCalls>(p_.residual)) return drop(s, keep);
-    loaded.other.get(added);
+    loaded.residual_or_sum.get(addend);
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
-      if (drops<kCalls>(p_)) s[j] = keep >> j & 1 ? s[j] * scale_ + added[j] : added[j];
-      else s[j] += added[j];
+      if (drops<kCalls>(p_)) s[j] = keep >> j & 1 ? s[j] * scale_ + addend[j] : addend[j];
+      else s[j] += addend[j];
     }
   }
 
  private:
-  __device__ __forceinline__ const Matrix& other() const {
+  __device__ __forceinline__ const Matrix& residual_or_sum() const {
     return has<kCalls>(p_.x) ? p_.residual : p_.sum;
   }
 
   const DropoutAddLayerNorm& p_;
   const uint32_t row_;
-  const void *const x_, *const other_;
+  const void *const x_, *const residual_or_sum_;
   const T scale_;
 };
 

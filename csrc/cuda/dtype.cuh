@@ -58,7 +58,7 @@ class Eight {
   }
 
  private:
-  static constexpr int kMost = 8 * (kEither ? sizeof(T) : sizeof(Scalar)) / 16;
+  static constexpr int kPieces = 8 * (kEither ? sizeof(T) : sizeof(Scalar)) / 16;
 
   __device__ static constexpr bool is_wide(bool wide) {
     return std::is_same_v<Scalar, T> || (kEither && wide);
@@ -98,7 +98,7 @@ class Eight {
     }
   }
 
-  uint4 piece_[kMost];
+  uint4 piece_[kPieces];
   bool wide_;
 };
 

@@ -1,5 +1,6 @@
 // The LSTM on a GPU: a call as plain pointers and sizes, and its launchers. A call is one layer in
-// one or two directions, or some layers of a stack.
+// one or two directions, or some layers of a stack. Either way it has D chains: a chain is one
+// direction or one layer, with weights and a state of its own, and runs its steps one by one.
 //
 // Names and rules are those of pytorch_ext/reference/lstm.py. The caller computes the products over
 // all tokens, those of the input and those of the weights' gradients; step by step it also computes
@@ -20,25 +21,26 @@
 namespace trifuse::cuda {
 
 struct Lstm {
-  static constexpr int kMaxDirections = 4;  // or layers
-  // First index of a vector's gradient in `shares`: three vectors for the peepholes of i, f and o;
-  // with layer norm also four each for the bias and both products' gains, and two for c's norm.
-  enum Share {
-    OfPeephole = 0,
-    OfBias = 3,
-    OfNormIh = 7,
-    OfNormHh = 11,
-    OfNormCell = 15,
-    kShares = 17
+  static constexpr int kMaxChains = 4;
+  // First index of a vector's gradient in `vector_grads`: three vectors for the peepholes of i, f
+  // and o; with layer norm also four each for the bias and both products' gains, and two for the
+  // weight and bias of c's norm.
+  enum VectorGradient {
+    kGradPeephole = 0,
+    kGradBias = 3,
+    kGradNormIh = 7,
+    kGradNormHh = 11,
+    kGradNormCell = 15,
+    kVectorGradients = 17
   };
 
   DType dtype;  // vectors and c are in the accumulation type: float32, or float64 for Float64
   int64_t T, B, H, R;  // R: the size of h
-  int64_t directions;
-  // Whether the D directions are instead D layers, each reading the output of the one before.
-  // Tensors that are (T, B, D, ...) below are then (D, T, B, ...).
+  int64_t chains;      // D
+  // Whether the chains are layers, each reading the output of the one before; otherwise they are
+  // directions. Tensors that are (T, B, D, ...) below are (D, T, B, ...) for layers.
   bool layers;
-  bool reverse[kMaxDirections];
+  bool reverse[kMaxChains];
   bool coupled, projected, training;
   double cell_clip, proj_clip, eps;  // infinity: no clip
   double zoneout_h, zoneout_c;
@@ -46,7 +48,7 @@ struct Lstm {
   const int64_t* seed;                // (1,), or null if nothing is drawn
   const int64_t* lengths;             // (B,), or null: all rows have T steps
 
-  // Null if the call has none. D is the number of directions.
+  // Null if the call has none.
   const void* bias;              // (D, H, 4): both biases and the forget bias
   const void* peephole;          // (D, 3, H): i, f, o
   const void* norm_ih;           // (D, H, 4)
@@ -67,9 +69,9 @@ struct Lstm {
   bool* clipped;     // (D, T, B, clipped_columns()): H of c, if it has a clip, then R of h; or null
 
   // Forward: the state between steps.
-  void* h;        // (D, B, R)
-  void* operand;  // (D, B, R): h after recurrent dropout; null without it
-  void* c;        // (D, B, H)
+  void* h;          // (D, B, R)
+  void* h_dropped;  // (D, B, R): h after recurrent dropout; null without it
+  void* c;          // (D, B, H)
 
   // Backward.
   const void* grad_output;  // (T, B, D, R)
@@ -77,9 +79,9 @@ struct Lstm {
   void* grad_h;             // (D, B, R), in the accumulation type: without the part through W_hh
   void* grad_c;             // (D, B, H)
   void* from_hidden;        // (T, B, D, H, 4), with layer norm: W_hh h, replaced by its gradient
-  // (D, B, kShares, H) or, without layer norm, (D, B, 3, H): rows' gradients of vectors, which the
-  // backward adds to; null if none are needed.
-  void* shares;
+  // (D, B, kVectorGradients, H) or, without layer norm, (D, B, 3, H): each row's part of the
+  // gradients of vectors, which the backward adds to; null if none are needed.
+  void* vector_grads;
 
   static constexpr bool clips(double limit) {
     return limit < std::numeric_limits<double>::infinity();
@@ -87,7 +89,9 @@ struct Lstm {
   constexpr int64_t clipped_columns() const {
     return (clips(cell_clip) ? H : 0) + (clips(proj_clip) ? R : 0);
   }
-  constexpr int shares_count() const { return norm_hh ? int(kShares) : int(OfBias); }
+  constexpr int vector_gradients() const {
+    return norm_hh ? int(kVectorGradients) : int(kGradBias);
+  }
 };
 
 // `stream` is a cudaStream_t. Each function that takes one throws std::runtime_error if a kernel
@@ -103,28 +107,29 @@ void lstm_dropout(
 // may not fit in shared memory. Reads only the dtype, the sizes and norm_hh.
 int64_t lstm_workspace(const Lstm& call);
 
-// Computes step `step` except for its products. `from_hidden`, (D, B, H, 4), is W_hh h. `hidden`,
+// Computes step `step` except for its products. `from_hidden`, (D, B, H, 4), is W_hh h. `m`,
 // (D, B, H), receives m if a projection follows. Outputs past a row's length are not written.
 void lstm_forward_step(
-    const Lstm& call, int64_t step, const void* from_hidden, void* hidden, void* stream);
+    const Lstm& call, int64_t step, const void* from_hidden, void* m, void* stream);
 
 // Finishes a step that has a projection. `projected`, (D, B, R), is W_hr m.
 void lstm_forward_projection(const Lstm& call, int64_t step, const void* projected, void* stream);
 
-// Computes the backward of a step. `through` is the gradient of h through the next step's product,
-// (D, B, R), or with a projection the gradient of m, (D, B, H). `operand`, (D, B, H, 4), receives
-// the gradient of W_hh h. Past a row's length only `operand` is written, with zeros.
+// Computes the backward of a step. `dh_or_dm` is the gradient of h through the next step's product,
+// (D, B, R), or with a projection the gradient of m, (D, B, H). `da`, (D, B, H, 4), receives the
+// gradient of W_hh h. Past a row's length only `da` is written, with zeros.
 void lstm_backward_step(
-    const Lstm& call, int64_t step, const void* through, void* operand, void* stream);
+    const Lstm& call, int64_t step, const void* dh_or_dm, void* da, void* stream);
 
 // With a projection, runs before lstm_backward_step: writes the gradient of W_hr m, from that of h,
-// to `grad_projected`, (D, B, R), and to `all`, (D, T, B, R).
+// to `dq`, (D, B, R), and to `grad_projected`, (D, T, B, R). `dh_recurrent`, (D, B, R), is the
+// gradient of h through the next step's product.
 void lstm_backward_projection(
-    const Lstm& call, int64_t step, const void* through, void* grad_projected, void* all,
+    const Lstm& call, int64_t step, const void* dh_recurrent, void* dq, void* grad_projected,
     void* stream);
 
 // Writes m of all steps, (D, T, B, H), for W_hr's gradient, but nothing past a row's length.
-void lstm_hidden(const Lstm& call, void* hidden, void* stream);
+void lstm_hidden(const Lstm& call, void* m, void* stream);
 
 // A whole sequence in one launch ------------------------------------------------------------------
 
@@ -135,11 +140,13 @@ struct LstmSequence {
   const void* weight_hr;   // (D, R, H) or null
   const int64_t* order;    // (B,): rows, longest first; or null: in memory order, all T long
   const int64_t* lengths;  // (B,): lengths of the rows in that order
-  void* operand;  // forward (2, D, B, R'), the first h0 after dropout; backward (2, D, B, (4 H)')
-  void* hidden;   // with a projection: forward m, (D, B, H'); backward d(W_hr m), (D, B, R')
+  // The states that the products with W_hh and W_hr multiply.
+  void*
+      operand_hh;  // forward (2, D, B, R'), the first h0 after dropout; backward (2, D, B, (4 H)')
+  void* operand_hr;    // with a projection: forward m, (D, B, H'); backward d(W_hr m), (D, B, R')
   uint32_t* arrivals;  // kArrivals counters
-  static constexpr int kArrivals = 32 * Lstm::kMaxDirections;
-  float* parts;          // backward: lstm_backward_parts numbers, which blocks exchange
+  static constexpr int kArrivals = 32 * Lstm::kMaxChains;
+  float* parts;          // backward: lstm_backward_parts partial sums of h's gradient, if scattered
   void* grad_projected;  // backward with a projection: (D, T, B, R)
 
   // Steps of a layer in one launch. Each layer is one chunk behind the layer that it reads: layer d
@@ -155,7 +162,7 @@ struct LstmSequence {
     return {first, std::min(first + chunk, call.T)};
   }
   constexpr int64_t waves(const Lstm& call) const {
-    return (call.T + chunk - 1) / chunk + (call.layers ? call.directions - 1 : 0);
+    return (call.T + chunk - 1) / chunk + (call.layers ? call.chains - 1 : 0);
   }
 };
 

@@ -2,6 +2,8 @@
 
 #pragma once
 
+#include <cmath>
+
 #include "cuda/dtype.cuh"
 #include "cuda/lstm.h"
 #include "cuda/philox.cuh"
@@ -10,17 +12,12 @@ namespace trifuse::cuda {
 
 // Arithmetic --------------------------------------------------------------------------------------
 
-__device__ __forceinline__ float exponential(float x) { return expf(x); }
-__device__ __forceinline__ double exponential(double x) { return exp(x); }
-__device__ __forceinline__ float hyperbolic_tangent(float x) { return tanhf(x); }
-__device__ __forceinline__ double hyperbolic_tangent(double x) { return tanh(x); }
-__device__ __forceinline__ float square_root(float x) { return sqrtf(x); }
-__device__ __forceinline__ double square_root(double x) { return sqrt(x); }
+using std::exp, std::sqrt, std::tanh;  // of float in float
 
 // Does not overflow, and has a small relative error at both ends.
 template <class T>
 __device__ __forceinline__ T sigmoid(T x) {
-  const T e = exponential(x < 0 ? x : -x);
+  const T e = exp(x < 0 ? x : -x);
   return (x < 0 ? e : T(1)) / (1 + e);
 }
 
@@ -113,43 +110,43 @@ __device__ __forceinline__ void store_saved(const Lstm& p, int64_t unit, const G
 
 // Places ------------------------------------------------------------------------------------------
 
-// A step of a row in one direction.
+// A step of a row in chain d.
 struct Step {
   int64_t row;
   int d;
   int64_t t;       // position of the step
-  int64_t before;  // position of the step before
-  bool runs;       // whether the row has the step; if not, the positions mean nothing
-  bool begun;      // whether it is not the first step
+  int64_t t_prev;  // position of the step before
+  bool exists;     // whether the row has the step; if not, the positions mean nothing
+  bool has_prev;   // whether it is not the first step
 
   __device__ __forceinline__ Step(const Lstm& p, int64_t step, int64_t row, int d)
       : Step(p, step, row, d, p.lengths ? p.lengths[row] : p.T) {}
   __device__ __forceinline__ Step(const Lstm& p, int64_t step, int64_t row, int d, int64_t length)
       : row(row), d(d) {
-    runs = step < length;
-    begun = step > 0;
+    exists = step < length;
+    has_prev = step > 0;
     t = p.reverse[d] ? length - 1 - step : step;
-    before = p.reverse[d] ? t + 1 : t - 1;
+    t_prev = p.reverse[d] ? t + 1 : t - 1;
   }
 
   // Offsets of the row in tensors of N columns.
-  __device__ __forceinline__ int64_t of_state(const Lstm& p, int64_t N) const {  // (D, B, N)
+  __device__ __forceinline__ int64_t state_offset(const Lstm& p, int64_t N) const {  // (D, B, N)
     return (d * p.B + row) * N;
   }
-  __device__ __forceinline__ int64_t of_token(const Lstm& p, int64_t N) const {  // (T, B, D, N)
-    return p.layers ? of_saved(p, N) : ((t * p.B + row) * p.directions + d) * N;
+  __device__ __forceinline__ int64_t token_offset(const Lstm& p, int64_t N) const {  // (T, B, D, N)
+    return p.layers ? saved_offset(p, N) : ((t * p.B + row) * p.chains + d) * N;
   }
-  __device__ __forceinline__ int64_t of_saved(const Lstm& p, int64_t N) const {  // (D, T, B, N)
+  __device__ __forceinline__ int64_t saved_offset(const Lstm& p, int64_t N) const {  // (D, T, B, N)
     return ((d * p.T + t) * p.B + row) * N;
   }
-  __device__ __forceinline__ int64_t saved_before(const Lstm& p, int64_t N) const {
-    return ((d * p.T + before) * p.B + row) * N;
+  __device__ __forceinline__ int64_t saved_offset_prev(const Lstm& p, int64_t N) const {
+    return ((d * p.T + t_prev) * p.B + row) * N;
   }
 };
 
-// Returns one direction's vector of (D, N).
+// Returns one chain's vector of (D, N).
 template <class T>
-__device__ __forceinline__ const T* of_direction(const void* vectors, int d, int64_t N) {
+__device__ __forceinline__ const T* chain_vector(const void* vectors, int d, int64_t N) {
   return static_cast<const T*>(vectors) + d * N;
 }
 
@@ -157,11 +154,11 @@ __device__ __forceinline__ const T* of_direction(const void* vectors, int d, int
 
 // Flags that a unit of c, or a column of W_hr m, was clipped.
 __device__ __forceinline__ bool& clipped_cell(const Lstm& p, const Step& at, int64_t unit) {
-  return p.clipped[at.of_saved(p, p.clipped_columns()) + unit];
+  return p.clipped[at.saved_offset(p, p.clipped_columns()) + unit];
 }
 __device__ __forceinline__ bool& clipped_projection(const Lstm& p, const Step& at, int64_t column) {
   const int64_t columns = p.clipped_columns();
-  return p.clipped[at.of_saved(p, columns) + columns - p.R + column];
+  return p.clipped[at.saved_offset(p, columns) + columns - p.R + column];
 }
 
 // Return c̃ and h̃, from u and from q = W_hr m, and save whether they were clipped.
@@ -184,10 +181,10 @@ enum class State { H = 1, C = 2 };  // offsets in the numbers of Philox's planes
 
 // Returns the weight of the new state: 0 or 1 in training, where zoneout draws it.
 template <State state, class T>
-__device__ __forceinline__ T share_of_new(const Lstm& p, const Step& at, int64_t column) {
-  const bool of_h = state == State::H;
-  if (!p.training) return 1 - static_cast<T>(of_h ? p.zoneout_h : p.zoneout_c);
-  const uint32_t threshold = of_h ? p.threshold_h : p.threshold_c;
+__device__ __forceinline__ T weight_of_new(const Lstm& p, const Step& at, int64_t column) {
+  const bool is_h = state == State::H;
+  if (!p.training) return 1 - static_cast<T>(is_h ? p.zoneout_h : p.zoneout_c);
+  const uint32_t threshold = is_h ? p.threshold_h : p.threshold_c;
   if (!threshold) return 1;
   const auto plane = static_cast<uint32_t>((at.t * 3 + static_cast<int>(state)) * 2 + at.d);
   const uint32_t keep = dropout_keep(
@@ -195,14 +192,15 @@ __device__ __forceinline__ T share_of_new(const Lstm& p, const Step& at, int64_t
   return keep >> column % 8 & 1;
 }
 
-// Returns the state after a step. Reads the state before it only if that has weight.
+// Returns the state after a step, a mean of `computed`, c̃ or h̃, and the state before it. Reads the
+// state before it only if that has weight.
 template <State state, class T, class Scalar>
 __device__ __forceinline__ T
-zoneout(const Lstm& p, const Step& at, int64_t column, T fresh, const Scalar* before) {
-  const T share = share_of_new<state, T>(p, at, column);
-  if (share == 1) return fresh;
+zoneout(const Lstm& p, const Step& at, int64_t column, T computed, const Scalar* before) {
+  const T weight = weight_of_new<state, T>(p, at, column);
+  if (weight == 1) return computed;
   const T old = widen(*before);
-  return share == 0 ? old : (1 - share) * old + share * fresh;
+  return weight == 0 ? old : (1 - weight) * old + weight * computed;
 }
 
 // The cell ----------------------------------------------------------------------------------------
@@ -216,7 +214,7 @@ struct Cell {
 // Computes a cell from its preactivations, which include the bias, and the previous c.
 template <class T>
 __device__ __forceinline__ Cell<T> cell(const Lstm& p, int d, int64_t unit, Gates<T> a, T c) {
-  const T* peephole = p.peephole ? of_direction<T>(p.peephole, d, 3 * p.H) + unit : nullptr;
+  const T* peephole = p.peephole ? chain_vector<T>(p.peephole, d, 3 * p.H) + unit : nullptr;
   if (peephole) {
     a.i += peephole[0] * c;
     a.f += peephole[p.H] * c;
@@ -225,22 +223,22 @@ __device__ __forceinline__ Cell<T> cell(const Lstm& p, int d, int64_t unit, Gate
   Gates<T>& gates = result.gates;
   gates.i = sigmoid(a.i);
   gates.f = p.coupled ? 1 - gates.i : sigmoid(a.f);
-  gates.g = hyperbolic_tangent(a.g);
+  gates.g = tanh(a.g);
   result.u = gates.f * c + gates.i * gates.g;
   if (peephole) a.o += peephole[2 * p.H] * clip(result.u, p.cell_clip);
   gates.o = sigmoid(a.o);
   return result;
 }
 
-// Writes a column of the next h, and returns it after dropout, for the next step's product. `fresh`
+// Writes a column of the next h, and returns it after dropout, for the next step's product. `h_new`
 // is h̃.
 template <class Scalar, class T = Accumulator<Scalar>>
-__device__ __forceinline__ Scalar finish_h(const Lstm& p, const Step& at, int64_t column, T fresh) {
-  const int64_t index = at.of_state(p, p.R) + column;
+__device__ __forceinline__ Scalar finish_h(const Lstm& p, const Step& at, int64_t column, T h_new) {
+  const int64_t index = at.state_offset(p, p.R) + column;
   Scalar* const h = static_cast<Scalar*>(p.h) + index;
-  const Scalar next = narrow<Scalar>(zoneout<State::H>(p, at, column, fresh, h));
+  const Scalar next = narrow<Scalar>(zoneout<State::H>(p, at, column, h_new, h));
   *h = next;
-  static_cast<Scalar*>(p.output)[at.of_token(p, p.R) + column] = next;
+  static_cast<Scalar*>(p.output)[at.token_offset(p, p.R) + column] = next;
   return p.dropout ? narrow<Scalar>(widen(next) * static_cast<const T*>(p.dropout)[index]) : next;
 }
 
@@ -249,99 +247,102 @@ __device__ __forceinline__ Scalar finish_h(const Lstm& p, const Step& at, int64_
 // The loads of a column of h and of a unit are separate from the arithmetic, and leave values as
 // stored: a thread waits for a load only where it needs the value.
 
-// The gradient of a column of h, without the part through the next step's product.
+// A column's values that the backward loads: the gradient of h, without the part through the next
+// step's product.
 template <class Scalar, class T = Accumulator<Scalar>>
-struct Arriving {
-  T waiting;  // from grad_h
-  Scalar from_above;
+struct LoadedColumn {
+  T grad_h;  // as the next step left it
+  Scalar grad_output;
   uint8_t clipped;  // whether the column of W_hr m was clipped
 };
 template <class Scalar, class T = Accumulator<Scalar>>
-__device__ __forceinline__ Arriving<Scalar> arriving(
+__device__ __forceinline__ LoadedColumn<Scalar> load_column(
     const Lstm& p, const Step& at, int64_t column) {
-  Arriving<Scalar> result{};
-  result.waiting = static_cast<const T*>(p.grad_h)[at.of_state(p, p.R) + column];
-  result.from_above = static_cast<const Scalar*>(p.grad_output)[at.of_token(p, p.R) + column];
+  LoadedColumn<Scalar> result{};
+  result.grad_h = static_cast<const T*>(p.grad_h)[at.state_offset(p, p.R) + column];
+  result.grad_output = static_cast<const Scalar*>(p.grad_output)[at.token_offset(p, p.R) + column];
   if (p.clips(p.proj_clip))
     result.clipped = reinterpret_cast<const uint8_t&>(clipped_projection(p, at, column));
   return result;
 }
 
 // Returns the gradient of h̃. Leaves in grad_h the part that bypasses h̃, to the previous h.
-// `through` is the gradient through the next step's product.
+// `dh_recurrent` is the gradient through the next step's product.
 template <class Scalar, class T = Accumulator<Scalar>>
 __device__ __forceinline__ T hidden_backward(
-    const Lstm& p, const Step& at, int64_t column, const Arriving<Scalar>& x, T through) {
-  const int64_t index = at.of_state(p, p.R) + column;
-  if (p.dropout) through *= static_cast<const T*>(p.dropout)[index];
-  const T total = x.waiting + through + widen(x.from_above);
-  const T share = share_of_new<State::H, T>(p, at, column);
-  static_cast<T*>(p.grad_h)[index] = share == 1 ? T(0) : (1 - share) * total;
-  return share == 0 ? T(0) : share * total;
+    const Lstm& p, const Step& at, int64_t column, const LoadedColumn<Scalar>& x, T dh_recurrent) {
+  const int64_t index = at.state_offset(p, p.R) + column;
+  if (p.dropout) dh_recurrent *= static_cast<const T*>(p.dropout)[index];
+  const T total = x.grad_h + dh_recurrent + widen(x.grad_output);
+  const T weight = weight_of_new<State::H, T>(p, at, column);
+  static_cast<T*>(p.grad_h)[index] = weight == 1 ? T(0) : (1 - weight) * total;
+  return weight == 0 ? T(0) : weight * total;
 }
 
 // A unit's values that the backward loads.
 template <class Scalar, class T = Accumulator<Scalar>>
-struct Left {
+struct LoadedUnit {
   Packed<Scalar> gates;  // if they were saved
-  T before, after;       // c_{t-1} and c_t
-  T grad;                // of c_t, from the next step
+  T c_prev, c;           // c_{t-1} and c_t
+  T grad_c;              // of c_t, from the next step
   uint8_t clipped;       // whether c̃ was clipped
 };
 template <class Scalar, class T = Accumulator<Scalar>>
-__device__ __forceinline__ Left<Scalar> left(const Lstm& p, const Step& at, int64_t unit) {
-  const int64_t state = at.of_state(p, p.H) + unit, saved = at.of_saved(p, p.H) + unit;
+__device__ __forceinline__ LoadedUnit<Scalar> load_unit(
+    const Lstm& p, const Step& at, int64_t unit) {
+  const int64_t state = at.state_offset(p, p.H) + unit, saved = at.saved_offset(p, p.H) + unit;
   const T* cells = static_cast<const T*>(p.cells);
-  Left<Scalar> result{};
+  LoadedUnit<Scalar> result{};
   if (p.gates) result.gates = load_saved<Scalar>(p, saved);
-  result.before =
-      at.begun ? cells[at.saved_before(p, p.H) + unit] : static_cast<const T*>(p.c0)[state];
-  result.after = cells[saved];
-  result.grad = static_cast<const T*>(p.grad_c)[state];
+  result.c_prev =
+      at.has_prev ? cells[at.saved_offset_prev(p, p.H) + unit] : static_cast<const T*>(p.c0)[state];
+  result.c = cells[saved];
+  result.grad_c = static_cast<const T*>(p.grad_c)[state];
   if (p.clips(p.cell_clip))
     result.clipped = reinterpret_cast<const uint8_t&>(clipped_cell(p, at, unit));
   return result;
 }
 
-// A unit's values that the backward computes with.
+// A unit's values that the backward computes with: those of the forward, restored from what it
+// saved.
 template <class T>
-struct Recalled {
+struct RestoredUnit {
   Gates<T> gates;
-  T before, fresh;  // c_{t-1} and c̃
-  T grad;           // of c_t, from the next step
+  T c_prev, c_new;  // c_{t-1} and c̃
+  T grad_c;         // of c_t, from the next step
   bool clipped;     // whether c̃ was clipped
 };
 
 // `a`: the preactivations, which include the bias; read only if gates were not saved.
 template <class Scalar, class T = Accumulator<Scalar>>
-__device__ __forceinline__ Recalled<T> recall(
-    const Lstm& p, const Step& at, int64_t unit, const Left<Scalar>& x, const Gates<T>& a) {
-  Recalled<T> result;
+__device__ __forceinline__ RestoredUnit<T> restore_unit(
+    const Lstm& p, const Step& at, int64_t unit, const LoadedUnit<Scalar>& x, const Gates<T>& a) {
+  RestoredUnit<T> result;
   T u;
   if (p.gates) {
     result.gates = x.gates.widened();
     if (p.coupled) result.gates.f = 1 - result.gates.i;
-    u = result.gates.f * x.before + result.gates.i * result.gates.g;
+    u = result.gates.f * x.c_prev + result.gates.i * result.gates.g;
   } else {
-    const Cell<T> again = cell(p, at.d, unit, a, x.before);
-    result.gates = again.gates;
-    u = again.u;
+    const Cell<T> computed = cell(p, at.d, unit, a, x.c_prev);
+    result.gates = computed.gates;
+    u = computed.u;
   }
-  result.before = x.before;
+  result.c_prev = x.c_prev;
   // Without zoneout c̃ is c_t, which was saved unrounded.
-  result.fresh = p.zoneout_c > 0 ? clip(u, p.cell_clip) : x.after;
-  result.grad = x.grad;
+  result.c_new = p.zoneout_c > 0 ? clip(u, p.cell_clip) : x.c;
+  result.grad_c = x.grad_c;
   result.clipped = x.clipped;
   return result;
 }
 
-// Adds to a row's share of a vector's gradient.
+// Adds to a row's part of the gradient of vector `vector`, a VectorGradient.
 template <class T>
-__device__ __forceinline__ void add_share(
+__device__ __forceinline__ void add_vector_grad(
     const Lstm& p, const Step& at, int vector, int64_t unit, T value) {
-  if (!p.shares) return;
-  const int64_t of_row = (at.d * p.B + at.row) * p.shares_count() + vector;
-  static_cast<T*>(p.shares)[of_row * p.H + unit] += value;
+  if (!p.vector_grads) return;
+  const int64_t index = (at.d * p.B + at.row) * p.vector_gradients() + vector;
+  static_cast<T*>(p.vector_grads)[index * p.H + unit] += value;
 }
 
 // Returns the gradients of the preactivations, from the gradient of m (`dm`) and the part of c̃'s
@@ -349,27 +350,27 @@ __device__ __forceinline__ void add_share(
 // tanh in m.
 template <class T>
 __device__ __forceinline__ Gates<T> cell_backward(
-    const Lstm& p, const Step& at, int64_t unit, const Recalled<T>& x, T y, T dm, T du) {
+    const Lstm& p, const Step& at, int64_t unit, const RestoredUnit<T>& x, T y, T dm, T du) {
   const auto& [i, f, g, o] = x.gates;
-  const T* peephole = p.peephole ? of_direction<T>(p.peephole, at.d, 3 * p.H) + unit : nullptr;
-  const T share = share_of_new<State::C, T>(p, at, unit);
+  const T* peephole = p.peephole ? chain_vector<T>(p.peephole, at.d, 3 * p.H) + unit : nullptr;
+  const T weight = weight_of_new<State::C, T>(p, at, unit);
   Gates<T> da;
   da.o = dm * y * o * (1 - o);
-  if (share != 0) du += share * x.grad;
+  if (weight != 0) du += weight * x.grad_c;
   if (peephole) du += da.o * peephole[2 * p.H];
   if (x.clipped) du = 0;
   da.g = du * i * (1 - g * g);
-  da.i = du * (p.coupled ? g - x.before : g) * i * (1 - i);
-  da.f = p.coupled ? T(0) : du * x.before * f * (1 - f);
+  da.i = du * (p.coupled ? g - x.c_prev : g) * i * (1 - i);
+  da.f = p.coupled ? T(0) : du * x.c_prev * f * (1 - f);
   T dc = du * f;
-  if (share != 1) dc += (1 - share) * x.grad;
+  if (weight != 1) dc += (1 - weight) * x.grad_c;
   if (peephole) {
     dc += da.i * peephole[0] + da.f * peephole[p.H];
-    add_share(p, at, Lstm::OfPeephole, unit, da.i * x.before);
-    add_share(p, at, Lstm::OfPeephole + 1, unit, da.f * x.before);
-    add_share(p, at, Lstm::OfPeephole + 2, unit, da.o * x.fresh);
+    add_vector_grad(p, at, Lstm::kGradPeephole, unit, da.i * x.c_prev);
+    add_vector_grad(p, at, Lstm::kGradPeephole + 1, unit, da.f * x.c_prev);
+    add_vector_grad(p, at, Lstm::kGradPeephole + 2, unit, da.o * x.c_new);
   }
-  static_cast<T*>(p.grad_c)[at.of_state(p, p.H) + unit] = dc;
+  static_cast<T*>(p.grad_c)[at.state_offset(p, p.H) + unit] = dc;
   return da;
 }
 

@@ -1,19 +1,19 @@
 // The LSTM over a whole sequence in one launch, if the multiprocessors can hold the recurrent
 // weights.
 //
-// A block owns some units of one direction, with all four gates of each, and with a projection some
-// columns of h. Its share of the weights stays on the chip from the first step to the last: up to
+// A block owns some units of one chain, with all four gates of each, and with a projection some
+// columns of h. Its part of the weights stays on the chip from the first step to the last: up to
 // 64 KiB of 16-bit W_hh in registers, and the rest in shared memory. c stays with the block that
 // owns the unit. All blocks need h (or m, or the gradients of the gates) of all rows, which goes
-// through global memory, in effect the L2 cache. Then the blocks of a direction meet at a barrier,
-// once a step or, with a projection, twice. Each direction has its own barrier. The grid is
-// cooperative: a call whose blocks can't all be resident has no plan, and is never launched.
+// through global memory, in effect the L2 cache. Then the blocks of a chain meet at a barrier, once
+// a step or, with a projection, twice. Each chain has its own barrier. The grid is cooperative: a
+// call whose blocks can't all be resident has no plan, and is never launched.
 //
-// Layers of a stack run in the place of directions, as a wavefront. A launch is a chunk of steps,
-// in which each layer is one chunk behind the layer that it reads. Between launches the caller
-// multiplies a layer's output by W_ih of the next layer. L layers then take the time of T steps and
-// L - 1 chunks of one layer. To run without launches in between, each layer but the first would
-// have to hold its W_ih too, twice as much.
+// Chains that are layers of a stack run as a wavefront. A launch is a chunk of steps, in which each
+// layer is one chunk behind the layer that it reads. Between launches the caller multiplies a
+// layer's output by W_ih of the next layer. L layers then take the time of T steps and L - 1 chunks
+// of one layer. To run without launches in between, each layer but the first would have to hold its
+// W_ih too, twice as much.
 //
 // Products are computed for 16 rows at a time. The warps split the contraction, and leave partial
 // sums in shared memory that are added up in order, so results repeat bit for bit. 16-bit types use
@@ -43,9 +43,9 @@ constexpr int kTiles = 8;  // the most tiles of 8 columns that a warp has
 constexpr int64_t kMaxColumns = kWarps * kTiles * 8;
 // Pieces of 16 bytes of W_hh that a lane can hold in registers, as operands of the matrix unit.
 template <class Scalar>
-constexpr int kHeldOf = sizeof(Scalar) == 2 ? 16 : 0;
-// Distance between the counters of two directions: a cache line.
-constexpr int kLine = LstmSequence::kArrivals / Lstm::kMaxDirections;
+constexpr int kHeldPieces = sizeof(Scalar) == 2 ? 16 : 0;
+// Distance between the counters of two chains: a cache line.
+constexpr int kCounterStride = LstmSequence::kArrivals / Lstm::kMaxChains;
 
 // One block's columns of a weight matrix, K deep, in pieces of 16 bytes: (chunks, columns, 4). The
 // groups of warps split the columns; the warps of a group split the chunks. The first chunks of a
@@ -56,33 +56,37 @@ struct Slice {
   static constexpr int kChunk = 4 * kPiece;
   int64_t K;
   int columns;
-  int groups, splits;  // groups of warps, and warps per group
-  int chunks, each;    // in all, and per split; the last splits may have fewer
-  int held;            // chunks per split in registers
-  uint4* pieces;       // the pieces in shared memory
+  int groups, splits;    // groups of warps, and warps per group
+  int chunks;            // in all
+  int chunks_per_split;  // the last splits may have fewer
+  int held_chunks;       // per split, in registers
+  uint4* pieces;         // the pieces in shared memory
 
-  // `held`: pieces that a lane may hold in registers.
-  __host__ __device__ Slice(int64_t columns, int64_t K, int held)
+  // A lane may hold up to `held_pieces` in registers.
+  __host__ __device__ Slice(int64_t columns, int64_t K, int held_pieces)
       : K(K), columns(static_cast<int>(columns)), groups(1),
         chunks(static_cast<int>((K + kChunk - 1) / kChunk)) {
     while (groups * kTiles * 8 < columns) groups *= 2;
     splits = max(kWarps / groups, 1);
-    each = (chunks + splits - 1) / splits;
-    this->held = min(held / tiles(), each);
+    chunks_per_split = (chunks + splits - 1) / splits;
+    held_chunks = min(held_pieces / tiles(), chunks_per_split);
   }
 
   // Returns a warp's tiles of 8 columns, rounded up to a number that code is compiled for.
   __host__ __device__ int tiles() const { return columns <= 16 ? 2 : columns <= 32 ? 4 : kTiles; }
   // Return the place of a split's chunk in shared memory, and the number of places.
-  __host__ __device__ int place(int chunk, int split) const { return chunk - held * (split + 1); }
+  __host__ __device__ int place(int chunk, int split) const {
+    return chunk - held_chunks * (split + 1);
+  }
   __host__ __device__ int places() const {
-    const int full = each ? chunks / each : 0;  // full splits
-    return full * (each - held) + max(chunks - full * each - held, 0);
+    const int full = chunks_per_split ? chunks / chunks_per_split : 0;  // full splits
+    return full * (chunks_per_split - held_chunks) +
+        max(chunks - full * chunks_per_split - held_chunks, 0);
   }
   __host__ __device__ int64_t bytes() const { return int64_t(places()) * columns * 4 * 16; }
 
-  __device__ Slice(unsigned char*& memory, int64_t columns, int64_t K, int held)
-      : Slice(columns, K, held) {
+  __device__ Slice(unsigned char*& memory, int64_t columns, int64_t K, int held_pieces)
+      : Slice(columns, K, held_pieces) {
     pieces = reinterpret_cast<uint4*>(memory);
     memory += bytes();
   }
@@ -97,10 +101,10 @@ struct Slice {
   template <bool kAcross, class Weight>
   __device__ void fill(int existing, const Weight& weight) const {
     constexpr int kTogether = 4;
-    const int shared = each - held;  // chunks per split
+    const int shared = chunks_per_split - held_chunks;  // chunks per split in shared memory
     const int all = places() * columns * 4;
     for (int first = threadIdx.x; first < all; first += kTogether * kThreads) {
-      uint4 asked[kTogether];
+      uint4 loaded[kTogether];
       int to[kTogether];
 #pragma unroll
       for (int i = 0; i < kTogether; ++i) {
@@ -108,13 +112,13 @@ struct Slice {
         if (index >= all) break;
         const int column = kAcross ? index % columns : index / 4 % columns;
         const int quarter = kAcross ? index / columns % 4 : index % 4;
-        const int place = index / (4 * columns), chunk = place + held * (place / shared + 1);
+        const int place = index / (4 * columns), chunk = place + held_chunks * (place / shared + 1);
         to[i] = (place * columns + column) * 4 + quarter;
-        asked[i] = gather<kAcross>(chunk, column, quarter, existing, weight);
+        loaded[i] = gather<kAcross>(chunk, column, quarter, existing, weight);
       }
 #pragma unroll
       for (int i = 0; i < kTogether; ++i)
-        if (first + i * kThreads < all) pieces[to[i]] = asked[i];
+        if (first + i * kThreads < all) pieces[to[i]] = loaded[i];
     }
   }
   template <bool kAcross, class Weight>
@@ -135,9 +139,9 @@ struct Slice {
   }
 };
 
-// Returns the stride of rows that blocks exchange. They begin at multiples of 16 bytes and are
-// padded with zeros.
-__host__ __device__ inline int64_t stride_of(int64_t N) { return (N + 7) / 8 * 8; }
+// Returns the stride of rows of N numbers that blocks exchange. They begin at multiples of 16 bytes
+// and are padded with zeros.
+__host__ __device__ inline int64_t padded(int64_t N) { return (N + 7) / 8 * 8; }
 
 // Loads 16 bytes of a row that another block wrote; zeros if there is no row, or from `limit` on.
 __device__ __forceinline__ uint4
@@ -155,20 +159,38 @@ __device__ __forceinline__ void add_products(float& sum, const uint4& a, const u
 
 // Partial sums of a slice's splits in shared memory: (splits, 16, stride). Groups of 8 columns are
 // swizzled by the row, so that half a warp, which writes sums of four rows, writes to all banks.
-__host__ __device__ inline int stride_of_parts(int columns) { return (columns + 31) / 32 * 32; }
-__device__ __forceinline__ int place_of_part(int row, int column) { return column ^ row % 4 * 8; }
+__host__ __device__ inline int parts_stride(int columns) { return (columns + 31) / 32 * 32; }
+__device__ __forceinline__ int part_place(int row, int column) { return column ^ row % 4 * 8; }
 template <class Scalar>
-int64_t bytes_of_parts(const Slice<Scalar>& slice) {
-  return int64_t(slice.splits) * kRows * stride_of_parts(slice.columns) * sizeof(float);
+int64_t parts_bytes(const Slice<Scalar>& slice) {
+  return int64_t(slice.splits) * kRows * parts_stride(slice.columns) * sizeof(float);
 }
 
 // The products of 16 rows with all columns of a slice. A lane holds up to kHeld pieces of it.
+//
+// Warp w owns tiles of 8 columns of group w % groups, and chunks of K of split w / groups. Lane l's
+// sums are laid out as mma's accumulators. In the forward a tile's columns are the gates of two
+// units:
+//
+//                   unit u                    unit u + 1
+//              i      f      g      o      i      f      g      o
+//   row 0    | lane 0      | lane 1      | lane 2      | lane 3      |
+//   row 1    | lane 4      | lane 5      | lane 6      | lane 7      |
+//    ...
+//   row 7    | lane 28     | lane 29     | lane 30     | lane 31     |
+//   row 8    | lane 0      | lane 1      | lane 2      | lane 3      |
+//    ...
+//
+// As mma's operands, in 16-bit types, lane l has quarter l % 4 of a chunk of rows l / 4 and
+// l / 4 + 8, and of a tile's column l / 4. The warps leave their sums in shared memory. Then each
+// thread owns elements of (16, units), the same at every step (for_elements): it adds up the
+// splits' sums of the unit's four gates in order.
 template <class Scalar, int kHeld>
 class Products {
  public:
   __device__ Products(unsigned char* memory, const Slice<Scalar>& slice)
       : slice_(slice), parts_(reinterpret_cast<float*>(memory)),
-        stride_(stride_of_parts(slice.columns)) {}
+        stride_(parts_stride(slice.columns)) {}
 
   // Loads the slice into shared memory and registers; see Slice::fill.
   template <bool kAcross, class Weight>
@@ -177,7 +199,7 @@ class Products {
     const int lane = threadIdx.x % 32, tiles = slice_.tiles();
 #pragma unroll
     for (int i = 0; i < kHeld; ++i)
-      held_[i] = i / tiles < slice_.held
+      held_[i] = i / tiles < slice_.held_chunks
           ? slice_.template gather<kAcross>(
                 first_chunk() + i / tiles, first_column() + i % tiles * 8 + lane / 4, lane % 4,
                 existing, weight)
@@ -189,10 +211,10 @@ class Products {
   template <class Row, class Meanwhile>
   __device__ __forceinline__ void compute(const Row& row, const Meanwhile& meanwhile) const {
     const int lane = threadIdx.x % 32, split = threadIdx.x / 32 / slice_.groups;
-    const int exist = min((slice_.columns - first_column() + 7) / 8, kTiles);  // tiles that exist
+    const int tile_count = min((slice_.columns - first_column() + 7) / 8, kTiles);
     const int places = slice_.place(0, split);
     int chunk = first_chunk();
-    const int end = min(chunk + slice_.each, slice_.chunks);
+    const int end = min(chunk + slice_.chunks_per_split, slice_.chunks);
     const int64_t limit = min(slice_.K, int64_t(end) * kChunk);
     const void* const rows[2] = {row(lane / 4), row(lane / 4 + 8)};
     float sums[kTiles][4] = {};
@@ -209,7 +231,7 @@ class Products {
           for (int n = 0; n < kAhead; ++n) {
             if (chunk + n >= end) break;
             if (i + n >= kMost) {
-              add_from_memory(sums, a[n], places + chunk + n, exist);
+              add_from_memory(sums, a[n], places + chunk + n, tile_count);
               continue;
             }
 #pragma unroll
@@ -223,7 +245,7 @@ class Products {
 #pragma unroll
       for (int n = 0; n < kAhead; ++n) {
         if (chunk + n >= end) break;
-        add_from_memory(sums, a[n], places + chunk + n, exist);
+        add_from_memory(sums, a[n], places + chunk + n, tile_count);
       }
       chunk += kAhead;
       if (chunk < end) load(a, rows, chunk, limit);
@@ -231,7 +253,7 @@ class Products {
     __syncthreads();  // the previous parts have been read
 #pragma unroll
     for (int j = 0; j < kTiles; ++j) {
-      if (j >= exist) break;
+      if (j >= tile_count) break;
       const int column = first_column() + 8 * j + lane % 4 * 2;
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
@@ -265,14 +287,14 @@ class Products {
   static_assert(kMatrixUnit || kHeld == 0);
 
   __device__ __forceinline__ float* part(int split, int row, int column) const {
-    return parts_ + (split * kRows + row) * stride_ + place_of_part(row, column);
+    return parts_ + (split * kRows + row) * stride_ + part_place(row, column);
   }
   // First column and first chunk of the warp.
   __device__ __forceinline__ int first_column() const {
     return threadIdx.x / 32 % slice_.groups * kTiles * 8;
   }
   __device__ __forceinline__ int first_chunk() const {
-    return threadIdx.x / 32 / slice_.groups * slice_.each;
+    return threadIdx.x / 32 / slice_.groups * slice_.chunks_per_split;
   }
 
   // Calls run<tiles>() with the slice's number of tiles, so that register indices are constants.
@@ -303,14 +325,14 @@ class Products {
   }
 
   // Adds the products of a chunk of the rows with the chunk at `place` in shared memory, for
-  // `exist` tiles. Sums are laid out as mma's accumulators: lane l has rows l / 4 and l / 4 + 8,
-  // and columns 2 (l % 4) and the next.
+  // `tile_count` tiles. Lane l's sums are those of rows l / 4 and l / 4 + 8, and columns 2 (l % 4)
+  // and the next.
   __device__ __forceinline__ void add_from_memory(
-      float (&sums)[kTiles][4], const uint4 (&a)[kTurns][2], int place, int exist) const {
+      float (&sums)[kTiles][4], const uint4 (&a)[kTurns][2], int place, int tile_count) const {
     const int lane = threadIdx.x % 32;
 #pragma unroll
     for (int j = 0; j < kTiles; ++j) {
-      if (j >= exist) break;
+      if (j >= tile_count) break;
       const int first = first_column() + 8 * j;
       if constexpr (kMatrixUnit) {
         const int column = first + lane / 4;
@@ -349,7 +371,7 @@ class Products {
 
 // How a call is split among blocks.
 struct Layout {
-  int64_t blocks;   // per direction
+  int64_t blocks;   // per chain
   int64_t units;    // per block; the last one may own fewer
   int64_t columns;  // of h per block, with a projection; the last ones may own fewer
   // Backward only. If h is smaller than c, it is cheaper to send the gradient of h than to gather
@@ -360,12 +382,12 @@ struct Layout {
 };
 
 // The part of a call that a block owns.
-struct Share {
+struct BlockPart {
   int d;
   int64_t first_unit, first_column;
   int units, columns;  // that exist
 
-  __device__ Share(const Lstm& p, const Layout& layout) {
+  __device__ BlockPart(const Lstm& p, const Layout& layout) {
     d = blockIdx.y;
     first_unit = blockIdx.x * layout.units;
     first_column = blockIdx.x * layout.columns;
@@ -411,20 +433,20 @@ __device__ __forceinline__ void for_elements(const Rows& rows, int columns, cons
     if (rows[item / columns] >= 0) each(item / columns, item % columns);
 }
 
-// Calls product(meanwhile) in all threads, then each(row, column, taken) as for_elements does.
-// `taken` is the result of take(row, column), which loads from memory. The loads of a thread's
-// first element are in flight during the product, if `take` does not use their values.
-template <class Take, class Product, class Each>
-__device__ __forceinline__ void for_elements_of(
-    const Product& product, const Rows& rows, int columns, const Take& take, const Each& each) {
+// Calls product(meanwhile) in all threads, then each(row, column, loaded) as for_elements does.
+// `loaded` is the result of load(row, column), which loads from memory. The loads of a thread's
+// first element are in flight during the product, if `load` does not use their values.
+template <class Load, class Product, class Each>
+__device__ __forceinline__ void for_elements_after(
+    const Product& product, const Rows& rows, int columns, const Load& load, const Each& each) {
   const int own = threadIdx.x;
-  decltype(take(0, 0)) first{};
+  decltype(load(0, 0)) first{};
   product([&] {
     if (own < kRows * columns && rows[own / columns] >= 0)
-      first = take(own / columns, own % columns);
+      first = load(own / columns, own % columns);
   });
   for_elements(rows, columns, [&](int r, int column) {
-    each(r, column, r * columns + column == own ? first : take(r, column));
+    each(r, column, r * columns + column == own ? first : load(r, column));
   });
 }
 
@@ -433,38 +455,38 @@ __device__ __forceinline__ void for_elements_of(
 template <class Scalar>
 __global__ __launch_bounds__(kThreads, 1) void forward_sequence_kernel(
     const __grid_constant__ Lstm p, const __grid_constant__ LstmSequence s, const Layout layout) {
-  const Share own(p, layout);
+  const BlockPart own(p, layout);
   const int d = own.d;
   const LstmSequence::Steps steps = s.steps(p, d);
   if (steps.first == steps.last) return;
   unsigned char* memory = shared_memory();
-  const Slice<Scalar> of_units(memory, 4 * layout.units, p.R, kHeldOf<Scalar>);
-  const Slice<Scalar> of_columns(memory, layout.columns, p.projected ? p.H : 0, 0);
-  Products<Scalar, kHeldOf<Scalar>> to_gates(memory, of_units);
-  Products<Scalar, 0> to_h(memory, of_columns);
+  const Slice<Scalar> hh_slice(memory, 4 * layout.units, p.R, kHeldPieces<Scalar>);
+  const Slice<Scalar> hr_slice(memory, layout.columns, p.projected ? p.H : 0, 0);
+  Products<Scalar, kHeldPieces<Scalar>> hh_product(memory, hh_slice);
+  Products<Scalar, 0> hr_product(memory, hr_slice);
   const auto* weight_hh = static_cast<const Scalar*>(s.weight_hh);
-  to_gates.template fill<false>(4 * own.units, [&](int row, int64_t k) {
+  hh_product.template fill<false>(4 * own.units, [&](int row, int64_t k) {
     return weight_hh + ((d * p.H + own.first_unit) * 4 + row) * p.R + k;
   });
   const auto* weight_hr = static_cast<const Scalar*>(s.weight_hr);
-  to_h.template fill<false>(own.columns, [&](int row, int64_t k) {
+  hr_product.template fill<false>(own.columns, [&](int row, int64_t k) {
     return weight_hr + (d * p.R + own.first_column + row) * p.H + k;
   });
   __syncthreads();
 
-  const int64_t of_h = stride_of(p.R), of_m = stride_of(p.H);
-  Scalar* const m = static_cast<Scalar*>(s.hidden) + d * p.B * of_m;
-  GridBarrier others(s.arrivals + d * kLine, gridDim.x);
+  const int64_t h_stride = padded(p.R), m_stride = padded(p.H);
+  Scalar* const m = static_cast<Scalar*>(s.operand_hr) + d * p.B * m_stride;
+  GridBarrier barrier(s.arrivals + d * kCounterStride, gridDim.x);
 
-  struct Taken {
+  struct Loaded {
     Packed<Scalar> x;  // W_ih x
     Packed<float> bias;
     float c;
   };
   // Prefetches W_ih x into the L2 cache while the blocks wait for one another.
-  const auto ask_for = [&](const Rows& rows) {
+  const auto prefetch_inputs = [&](const Rows& rows) {
     for_elements(rows, own.units, [&](int r, int u) {
-      const int64_t token = rows.at(r, d).of_token(p, p.H);
+      const int64_t token = rows.at(r, d).token_offset(p, p.H);
       prefetch(static_cast<const Packed<Scalar>*>(p.from_input) + token + own.first_unit + u);
     });
   };
@@ -473,55 +495,56 @@ __global__ __launch_bounds__(kThreads, 1) void forward_sequence_kernel(
   for (int64_t step = steps.first; step < last; ++step) {
     // Two buffers take turns: some blocks write the next state while others still read the last.
     const auto h_of = [&](int64_t step) {
-      return static_cast<Scalar*>(s.operand) + (step % 2 * p.directions + d) * p.B * of_h;
+      return static_cast<Scalar*>(s.operand_hh) + (step % 2 * p.chains + d) * p.B * h_stride;
     };
     for (int64_t first = 0; first < p.B; first += kRows) {
       const Rows rows{p, s, first, step};
       if (!rows.any()) continue;
-      const auto take = [&](int r, int u) -> Taken {
+      const auto load = [&](int r, int u) -> Loaded {
         const Step at = rows.at(r, d);
         const int64_t unit = own.first_unit + u;
-        Taken taken{};
-        taken.x = Packed<Scalar>::load(p.from_input, at.of_token(p, p.H) + unit);
-        if (p.bias) taken.bias = Packed<float>::load(p.bias, d * p.H + unit);
-        taken.c = static_cast<const float*>(p.c)[at.of_state(p, p.H) + unit];
-        return taken;
+        Loaded loaded{};
+        loaded.x = Packed<Scalar>::load(p.from_input, at.token_offset(p, p.H) + unit);
+        if (p.bias) loaded.bias = Packed<float>::load(p.bias, d * p.H + unit);
+        loaded.c = static_cast<const float*>(p.c)[at.state_offset(p, p.H) + unit];
+        return loaded;
       };
       const auto product = [&](const auto& meanwhile) {
-        to_gates.compute(rows.of(h_of(step), of_h), meanwhile);
+        hh_product.compute(rows.of(h_of(step), h_stride), meanwhile);
       };
-      for_elements_of(product, rows, own.units, take, [&](int r, int u, const Taken& taken) {
+      for_elements_after(product, rows, own.units, load, [&](int r, int u, const Loaded& loaded) {
         const Step at = rows.at(r, d);
         const int64_t unit = own.first_unit + u;
-        const Gates<float> a = to_gates.gates(r, u) + taken.x.widened() + taken.bias.widened();
-        const Cell<float> now = cell(p, d, unit, a, taken.c);
-        const float fresh = clip_cell(p, at, unit, now.u);
-        const float hidden = now.gates.o * hyperbolic_tangent(fresh);
-        const float c = zoneout<State::C>(p, at, unit, fresh, &taken.c);
-        static_cast<float*>(p.c)[at.of_state(p, p.H) + unit] = c;
-        if (p.gates) store_saved<Scalar>(p, at.of_saved(p, p.H) + unit, now.gates);
-        if (p.cells) static_cast<float*>(p.cells)[at.of_saved(p, p.H) + unit] = c;
-        if (p.projected) m[at.row * of_m + unit] = narrow<Scalar>(hidden);
-        else h_of(step + 1)[at.row * of_h + unit] = finish_h<Scalar>(p, at, unit, hidden);
+        const Gates<float> a = hh_product.gates(r, u) + loaded.x.widened() + loaded.bias.widened();
+        const Cell<float> computed = cell(p, d, unit, a, loaded.c);
+        const float c_new = clip_cell(p, at, unit, computed.u);
+        const float m_new = computed.gates.o * tanh(c_new);
+        const float c = zoneout<State::C>(p, at, unit, c_new, &loaded.c);
+        static_cast<float*>(p.c)[at.state_offset(p, p.H) + unit] = c;
+        if (p.gates) store_saved<Scalar>(p, at.saved_offset(p, p.H) + unit, computed.gates);
+        if (p.cells) static_cast<float*>(p.cells)[at.saved_offset(p, p.H) + unit] = c;
+        if (p.projected) m[at.row * m_stride + unit] = narrow<Scalar>(m_new);
+        else h_of(step + 1)[at.row * h_stride + unit] = finish_h<Scalar>(p, at, unit, m_new);
       });
     }
-    others.arrive();
-    for (int64_t first = 0; first < p.B; first += kRows) ask_for(Rows{p, s, first, step + 1});
-    others.wait();
+    barrier.arrive();
+    for (int64_t first = 0; first < p.B; first += kRows)
+      prefetch_inputs(Rows{p, s, first, step + 1});
+    barrier.wait();
     if (!p.projected) continue;
     for (int64_t first = 0; first < p.B; first += kRows) {
       const Rows rows{p, s, first, step};
       if (!rows.any()) continue;
-      to_h.compute(rows.of(m, of_m), [] {});
+      hr_product.compute(rows.of(m, m_stride), [] {});
       for_elements(rows, own.columns, [&](int r, int k) {
         const Step at = rows.at(r, d);
         const int64_t column = own.first_column + k;
-        const float fresh = clip_projection(p, at, column, to_h(r, k));
-        h_of(step + 1)[at.row * of_h + column] = finish_h<Scalar>(p, at, column, fresh);
+        const float h_new = clip_projection(p, at, column, hr_product(r, k));
+        h_of(step + 1)[at.row * h_stride + column] = finish_h<Scalar>(p, at, column, h_new);
       });
     }
-    others.arrive();
-    others.wait();
+    barrier.arrive();
+    barrier.wait();
   }
 }
 
@@ -530,7 +553,7 @@ __global__ __launch_bounds__(kThreads, 1) void forward_sequence_kernel(
 template <class Scalar>
 __global__ __launch_bounds__(kThreads, 1) void backward_sequence_kernel(
     const __grid_constant__ Lstm p, const __grid_constant__ LstmSequence s, const Layout layout) {
-  const Share own(p, layout);
+  const BlockPart own(p, layout);
   const int d = own.d;
   const LstmSequence::Steps steps = s.steps(p, d);
   if (steps.first == steps.last) return;
@@ -541,103 +564,105 @@ __global__ __launch_bounds__(kThreads, 1) void backward_sequence_kernel(
   // scattered, its own gates by all columns.
   const int64_t first_gate = layout.scattered ? 4 * own.first_unit : 0;
   const int64_t gates = layout.scattered ? 4 * own.units : 4 * p.H;
-  const int64_t first_product = layout.scattered ? 0 : first_column;
-  const int products = layout.scattered ? static_cast<int>(p.R) : columns;
+  const int64_t first_product_column = layout.scattered ? 0 : first_column;
+  const int product_columns = layout.scattered ? static_cast<int>(p.R) : columns;
   unsigned char* memory = shared_memory();
-  const Slice<Scalar> of_columns(
+  const Slice<Scalar> hh_slice(
       memory,
       layout.scattered  ? p.R
           : p.projected ? layout.columns
                         : layout.units,
-      gates, kHeldOf<Scalar>);
-  const Slice<Scalar> of_units(memory, p.projected ? layout.units : 0, p.R, 0);
-  Products<Scalar, kHeldOf<Scalar>> to_h(memory, of_columns);
-  Products<Scalar, 0> to_m(memory, of_units);
+      gates, kHeldPieces<Scalar>);
+  const Slice<Scalar> hr_slice(memory, p.projected ? layout.units : 0, p.R, 0);
+  Products<Scalar, kHeldPieces<Scalar>> hh_product(memory, hh_slice);
+  Products<Scalar, 0> hr_product(memory, hr_slice);
   const auto* weight_hh = static_cast<const Scalar*>(s.weight_hh);
-  to_h.template fill<true>(products, [&](int column, int64_t k) {
-    return weight_hh + (d * p.H * 4 + first_gate + k) * p.R + first_product + column;
+  hh_product.template fill<true>(product_columns, [&](int column, int64_t k) {
+    return weight_hh + (d * p.H * 4 + first_gate + k) * p.R + first_product_column + column;
   });
   const auto* weight_hr = static_cast<const Scalar*>(s.weight_hr);
-  to_m.template fill<true>(own.units, [&](int unit, int64_t k) {
+  hr_product.template fill<true>(own.units, [&](int unit, int64_t k) {
     return weight_hr + (d * p.R + k) * p.H + own.first_unit + unit;
   });
   __syncthreads();
 
-  const int64_t of_gates = stride_of(4 * p.H), of_q = stride_of(p.R);
-  Scalar* const dq = static_cast<Scalar*>(s.hidden) + d * p.B * of_q;
+  const int64_t gates_stride = padded(4 * p.H), q_stride = padded(p.R);
+  Scalar* const dq = static_cast<Scalar*>(s.operand_hr) + d * p.B * q_stride;
   const auto da_of = [&](int64_t step) {
-    return static_cast<Scalar*>(s.operand) + (step % 2 * p.directions + d) * p.B * of_gates;
+    return static_cast<Scalar*>(s.operand_hh) + (step % 2 * p.chains + d) * p.B * gates_stride;
   };
   float* const parts = s.parts + int64_t(d) * gridDim.x * p.B * p.R;
-  GridBarrier others(s.arrivals + d * kLine, gridDim.x);
+  GridBarrier barrier(s.arrivals + d * kCounterStride, gridDim.x);
 
-  // Calls each(r, k, taken, through) for the block's columns of the rows that have a step. `taken`
-  // is the result of take(r, k); `through` is the gradient of h through the product of step
-  // `after`, 0 if the row does not have that step.
-  const auto for_columns = [&](const Rows& rows, int64_t after, const auto& take,
+  // Calls each(r, k, loaded, dh_recurrent) for the block's columns of the rows that have a step.
+  // `loaded` is the result of load(r, k); `dh_recurrent` is the gradient of h through the product
+  // of step `after`, 0 if the row does not have that step.
+  const auto for_columns = [&](const Rows& rows, int64_t after, const auto& load,
                                const auto& each) {
-    const Rows gone{p, s, rows.first, after};
+    const Rows rows_after{p, s, rows.first, after};
     if (!layout.scattered) {
       const auto product = [&](const auto& meanwhile) {
-        to_h.compute(gone.of(da_of(after), of_gates), meanwhile);
+        hh_product.compute(rows_after.of(da_of(after), gates_stride), meanwhile);
       };
-      return for_elements_of(product, rows, columns, take, [&](int r, int k, const auto& taken) {
-        each(r, k, taken, to_h(r, k));
-      });
+      return for_elements_after(
+          product, rows, columns, load,
+          [&](int r, int k, const auto& loaded) { each(r, k, loaded, hh_product(r, k)); });
     }
     // Four neighbouring lanes share a column's sum.
     for_elements(rows, 4 * columns, [&](int r, int k) {
-      const auto taken = take(r, k / 4);
+      const auto loaded = load(r, k / 4);
       float sum = 0;
-      if (const int64_t row = gone[r]; row >= 0)
+      if (const int64_t row = rows_after[r]; row >= 0)
         for (int64_t block = k % 4; block < gridDim.x; block += 4)
           sum += __ldcg(parts + (block * p.B + row) * p.R + first_column + k / 4);
       const unsigned lanes = 0xFu << (threadIdx.x % 32 / 4 * 4);
       sum += __shfl_xor_sync(lanes, sum, 1);
       sum += __shfl_xor_sync(lanes, sum, 2);
-      if (k % 4 == 0) each(r, k / 4, taken, sum);
+      if (k % 4 == 0) each(r, k / 4, loaded, sum);
     });
   };
 
-  struct OfUnit {
-    Left<Scalar> left;
+  struct LoadedCell {
+    LoadedUnit<Scalar> saved;
     Packed<Scalar> a;  // preactivations without the bias, if gates were not saved
   };
-  struct Taken {
-    Arriving<Scalar> arriving;
-    OfUnit unit;  // if there is no projection
+  struct Loaded {
+    LoadedColumn<Scalar> column;
+    LoadedCell cell;  // if there is no projection
   };
 
   // A unit's step: its loads, which do not need the gradient of m, and its arithmetic, which does.
-  const auto take_unit = [&](const Step& at, int64_t unit) {
-    OfUnit taken{left<Scalar>(p, at, unit), {}};
-    if (!p.gates) taken.a = Packed<Scalar>::load(p.from_input, at.of_token(p, p.H) + unit);
-    return taken;
+  const auto load_unit_of = [&](const Step& at, int64_t unit) {
+    LoadedCell loaded{load_unit<Scalar>(p, at, unit), {}};
+    if (!p.gates) loaded.a = Packed<Scalar>::load(p.from_input, at.token_offset(p, p.H) + unit);
+    return loaded;
   };
-  const auto step_back = [&](const Step& at, int64_t step, int64_t unit, const OfUnit& taken,
-                             float dm) {
-    Gates<float> a = taken.a.widened();
+  const auto step_backward = [&](const Step& at, int64_t step, int64_t unit,
+                                 const LoadedCell& loaded, float dm) {
+    Gates<float> a = loaded.a.widened();
     if (!p.gates && p.bias) a = a + load_gates<float>(p.bias, d * p.H + unit);
-    const Recalled<float> x = recall<Scalar>(p, at, unit, taken.left, a);
-    const float y = hyperbolic_tangent(x.fresh);
+    const RestoredUnit<float> x = restore_unit<Scalar>(p, at, unit, loaded.saved, a);
+    const float y = tanh(x.c_new);
     const Gates<float> da = cell_backward(p, at, unit, x, y, dm, dm * x.gates.o * (1 - y * y));
-    store_gates<Scalar>(p.from_input, at.of_token(p, p.H) + unit, da);
-    store_gates<Scalar>(da_of(step) + at.row * of_gates, unit, da);
+    store_gates<Scalar>(p.from_input, at.token_offset(p, p.H) + unit, da);
+    store_gates<Scalar>(da_of(step) + at.row * gates_stride, unit, da);
   };
 
   // Prefetches a step's inputs into the L2 cache while the blocks wait for one another.
-  const auto ask_for = [&](const Rows& rows) {
+  const auto prefetch_inputs = [&](const Rows& rows) {
     for_elements(rows, own.units, [&](int r, int u) {
       const Step at = rows.at(r, d);
-      const int64_t unit = own.first_unit + u, saved = at.of_saved(p, p.H) + unit;
+      const int64_t unit = own.first_unit + u, saved = at.saved_offset(p, p.H) + unit;
       prefetch(static_cast<const float*>(p.cells) + saved);
       if (p.clips(p.cell_clip)) prefetch(&clipped_cell(p, at, unit));
       if (p.gates) prefetch(static_cast<const Scalar*>(p.gates) + saved * (p.coupled ? 3 : 4));
-      else prefetch(static_cast<const Four<Scalar>*>(p.from_input) + at.of_token(p, p.H) + unit);
+      else
+        prefetch(static_cast<const Four<Scalar>*>(p.from_input) + at.token_offset(p, p.H) + unit);
     });
     for_elements(rows, columns, [&](int r, int k) {
       const Step at = rows.at(r, d);
-      prefetch(static_cast<const Scalar*>(p.grad_output) + at.of_token(p, p.R) + first_column + k);
+      prefetch(
+          static_cast<const Scalar*>(p.grad_output) + at.token_offset(p, p.R) + first_column + k);
       if (p.clips(p.proj_clip)) prefetch(&clipped_projection(p, at, first_column + k));
     });
   };
@@ -649,53 +674,59 @@ __global__ __launch_bounds__(kThreads, 1) void backward_sequence_kernel(
     for (int64_t first = 0; first < p.B; first += kRows) {
       const Rows rows{p, s, first, step};
       if (!rows.any()) continue;
-      const auto take = [&](int r, int k) -> Taken {
+      const auto load = [&](int r, int k) -> Loaded {
         if (step < 0) return {};
         const Step at = rows.at(r, d);
         const int64_t column = first_column + k;
-        return {arriving<Scalar>(p, at, column), p.projected ? OfUnit{} : take_unit(at, column)};
+        return {
+            load_column<Scalar>(p, at, column),
+            p.projected ? LoadedCell{} : load_unit_of(at, column)};
       };
-      for_columns(rows, step + 1, take, [&](int r, int k, const Taken& taken, float through) {
-        const Step at = rows.at(r, d);
-        const int64_t column = first_column + k;
-        if (step < 0) {
-          const int64_t index = at.of_state(p, p.R) + column;
-          if (p.dropout) through *= static_cast<const float*>(p.dropout)[index];
-          static_cast<float*>(p.grad_h)[index] += through;
-          return;
-        }
-        const float grad = hidden_backward(p, at, column, taken.arriving, through);
-        if (!p.projected) return step_back(at, step, column, taken.unit, grad);
-        const Scalar of_column = narrow<Scalar>(taken.arriving.clipped ? 0 : grad);
-        static_cast<Scalar*>(s.grad_projected)[at.of_saved(p, p.R) + column] = of_column;
-        dq[at.row * of_q + column] = of_column;
-      });
+      for_columns(
+          rows, step + 1, load, [&](int r, int k, const Loaded& loaded, float dh_recurrent) {
+            const Step at = rows.at(r, d);
+            const int64_t column = first_column + k;
+            if (step < 0) {
+              const int64_t index = at.state_offset(p, p.R) + column;
+              if (p.dropout) dh_recurrent *= static_cast<const float*>(p.dropout)[index];
+              static_cast<float*>(p.grad_h)[index] += dh_recurrent;
+              return;
+            }
+            const float grad = hidden_backward(p, at, column, loaded.column, dh_recurrent);
+            if (!p.projected) return step_backward(at, step, column, loaded.cell, grad);
+            const Scalar grad_q = narrow<Scalar>(loaded.column.clipped ? 0 : grad);
+            static_cast<Scalar*>(s.grad_projected)[at.saved_offset(p, p.R) + column] = grad_q;
+            dq[at.row * q_stride + column] = grad_q;
+          });
     }
     if (step < 0) break;
-    others.arrive();
+    barrier.arrive();
     if (step > 0)
-      for (int64_t first = 0; first < p.B; first += kRows) ask_for(Rows{p, s, first, step - 1});
-    others.wait();
+      for (int64_t first = 0; first < p.B; first += kRows)
+        prefetch_inputs(Rows{p, s, first, step - 1});
+    barrier.wait();
     if (!p.projected) continue;
     for (int64_t first = 0; first < p.B; first += kRows) {
       const Rows rows{p, s, first, step};
       if (!rows.any()) continue;
-      const auto take = [&](int r, int u) { return take_unit(rows.at(r, d), own.first_unit + u); };
-      const auto product = [&](const auto& meanwhile) {
-        to_m.compute(rows.of(dq, of_q), meanwhile);
+      const auto load = [&](int r, int u) {
+        return load_unit_of(rows.at(r, d), own.first_unit + u);
       };
-      for_elements_of(product, rows, own.units, take, [&](int r, int u, const auto& unit) {
-        step_back(rows.at(r, d), step, own.first_unit + u, unit, to_m(r, u));
+      const auto product = [&](const auto& meanwhile) {
+        hr_product.compute(rows.of(dq, q_stride), meanwhile);
+      };
+      for_elements_after(product, rows, own.units, load, [&](int r, int u, const auto& unit) {
+        step_backward(rows.at(r, d), step, own.first_unit + u, unit, hr_product(r, u));
       });
       if (!layout.scattered) continue;
       __syncthreads();  // the block's own gradients have been written
-      to_h.compute(rows.of(da_of(step) + first_gate, of_gates), [] {});
-      for_elements(rows, products, [&](int r, int column) {
-        parts[(blockIdx.x * p.B + rows[r]) * p.R + column] = to_h(r, column);
+      hh_product.compute(rows.of(da_of(step) + first_gate, gates_stride), [] {});
+      for_elements(rows, product_columns, [&](int r, int column) {
+        parts[(blockIdx.x * p.B + rows[r]) * p.R + column] = hh_product(r, column);
       });
     }
-    others.arrive();
-    others.wait();
+    barrier.arrive();
+    barrier.wait();
   }
 }
 
@@ -708,7 +739,7 @@ LaunchPlan plan_of(const Lstm& p, bool backward, const Layout& layout) {
   return {
       .kernel = backward ? "lstm_backward_sequence" : "lstm_forward_sequence",
       .sizes = {{"T", p.T}, {"B", p.B}, {"H", p.H}, {"R", p.R}},
-      .grid = dim3(static_cast<unsigned>(layout.blocks), static_cast<unsigned>(p.directions)),
+      .grid = dim3(static_cast<unsigned>(layout.blocks), static_cast<unsigned>(p.chains)),
       .block = kThreads,
       .shared = layout.shared,
       .cooperative = true,
@@ -718,29 +749,31 @@ LaunchPlan plan_of(const Lstm& p, bool backward, const Layout& layout) {
 // Fills in `layout`. Returns why the call does not fit, or an empty string.
 template <class Scalar>
 std::string lay_out(const Lstm& p, bool backward, Kernel<Scalar> kernel, Layout& layout) {
-  const auto share = [](int64_t whole, int64_t parts) { return (whole + parts - 1) / parts; };
-  const int64_t most = multiprocessors() / p.directions;
-  if (most == 0)
+  const auto ceil_div = [](int64_t a, int64_t b) { return (a + b - 1) / b; };
+  const int64_t most_blocks = multiprocessors() / p.chains;
+  if (most_blocks == 0)
     return std::string("the ") + (p.layers ? "layers" : "directions") + " share one multiprocessor";
-  layout.units = share(p.H, most);
+  layout.units = ceil_div(p.H, most_blocks);
   layout.scattered = backward && p.projected && p.R < p.H && p.R <= kMaxColumns;
   // A block's gates must begin at multiples of 16 bytes.
-  if (layout.scattered) layout.units = share(layout.units, 2) * 2;
-  layout.blocks = share(p.H, layout.units);
-  layout.columns = p.projected ? share(p.R, layout.blocks) : 0;
+  if (layout.scattered) layout.units = ceil_div(layout.units, 2) * 2;
+  layout.blocks = ceil_div(p.H, layout.units);
+  layout.columns = p.projected ? ceil_div(p.R, layout.blocks) : 0;
   // Columns and contraction of the products with W_hh and W_hr.
-  int64_t first = 4 * layout.units, K = p.R, second = layout.columns, L = p.projected ? p.H : 0;
+  int64_t hh_columns = 4 * layout.units, hh_K = p.R;
+  int64_t hr_columns = layout.columns, hr_K = p.projected ? p.H : 0;
   if (backward) {
-    first = layout.scattered ? p.R : p.projected ? layout.columns : layout.units;
-    K = 4 * (layout.scattered ? layout.units : p.H);
-    second = p.projected ? layout.units : 0;
-    L = p.R;
+    hh_columns = layout.scattered ? p.R : p.projected ? layout.columns : layout.units;
+    hh_K = 4 * (layout.scattered ? layout.units : p.H);
+    hr_columns = p.projected ? layout.units : 0;
+    hr_K = p.R;
   }
-  const Slice<Scalar> of_hh(first, K, kHeldOf<Scalar>), of_hr(second, L, 0);
+  const Slice<Scalar> hh_slice(hh_columns, hh_K, kHeldPieces<Scalar>);
+  const Slice<Scalar> hr_slice(hr_columns, hr_K, 0);
   layout.shared =
-      of_hh.bytes() + of_hr.bytes() + std::max(bytes_of_parts(of_hh), bytes_of_parts(of_hr));
-  const int64_t blocks = layout.blocks * p.directions;
-  if (std::max(first, second) > kMaxColumns || layout.shared > shared_memory_limit())
+      hh_slice.bytes() + hr_slice.bytes() + std::max(parts_bytes(hh_slice), parts_bytes(hr_slice));
+  const int64_t blocks = layout.blocks * p.chains;
+  if (std::max(hh_columns, hr_columns) > kMaxColumns || layout.shared > shared_memory_limit())
     return "the recurrent weights take " + std::to_string(layout.shared >> 10) +
         " KiB of shared memory of each of " + std::to_string(blocks) +
         " multiprocessors, which have " + std::to_string(shared_memory_limit() >> 10);
@@ -766,10 +799,10 @@ void launch_sequence(const Lstm& p, const LstmSequence& s, bool backward, void* 
     Layout layout;
     const std::string why_not = lay_out<Scalar>(p, backward, kernel, layout);
     if (!why_not.empty()) throw std::runtime_error("lstm in one launch: " + why_not);
-    const auto on = static_cast<cudaStream_t>(stream);
+    const auto cuda_stream = static_cast<cudaStream_t>(stream);
     const LaunchPlan plan = plan_of(p, backward, layout);
-    fill_with_zeros(plan, on, s.arrivals, LstmSequence::kArrivals * sizeof(uint32_t));
-    launch(plan, on, kernel, p, s, layout);
+    fill_with_zeros(plan, cuda_stream, s.arrivals, LstmSequence::kArrivals * sizeof(uint32_t));
+    launch(plan, cuda_stream, kernel, p, s, layout);
   });
 }
 
@@ -797,7 +830,7 @@ int64_t lstm_backward_parts(const Lstm& p) {
   with_kernel(p, true, [&]<class Scalar>(Kernel<Scalar> kernel) {
     Layout layout;
     if (lay_out<Scalar>(p, true, kernel, layout).empty() && layout.scattered)
-      count = p.directions * layout.blocks * p.B * p.R;
+      count = p.chains * layout.blocks * p.B * p.R;
   });
   return count;
 }

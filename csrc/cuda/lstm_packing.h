@@ -1,0 +1,113 @@
+// The parameters of an LSTM call as the kernels read them: one tensor for all chains, with the four
+// gates of a unit side by side. In a coupled cell, which has no f, the weights of f are zeros.
+
+#pragma once
+
+#include <ATen/TensorOperators.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/cat.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/stack.h>
+#include <ATen/ops/zeros.h>
+#include <ATen/ops/zeros_like.h>
+
+#include <vector>
+
+#include "cpu/arguments.h"
+
+namespace trifuse::cuda {
+
+using Parameters = c10::List<OptionalTensor>;
+
+// Slots of the parameters of one chain.
+enum Slot {
+  WeightIh,
+  WeightHh,
+  BiasIh,
+  BiasHh,
+  WeightHr,
+  WeightPeephole,
+  NormIh,
+  NormHh,
+  NormCell,
+  NormCellBias,
+  kSlots
+};
+
+class LstmPacking {
+ public:
+  LstmPacking(
+      const Parameters& parameters, int64_t chains, int64_t H, bool coupled,
+      at::TensorOptions options)
+      : parameters_(parameters), chains_(chains), H_(H), coupled_(coupled), options_(options) {}
+
+  // Returns the tensors of all chains, stacked and contiguous; undefined if the call has none. With
+  // a single chain the result may share the parameter's memory.
+  Tensor stacked(Slot slot, at::ScalarType type) const {
+    if (!parameters_.get(slot)) return {};
+    std::vector<Tensor> all;
+    for (int64_t d = 0; d < chains_; ++d)
+      all.push_back(parameters_.get(d * kSlots + slot)->to(type));
+    return all.size() == 1 ? all[0].contiguous().unsqueeze(0) : at::stack(all);
+  }
+
+  // Returns (D, H·4, ...) in new memory, from parameters (G·H, ...); zeros for f if coupled.
+  Tensor interleaved(Slot slot, at::ScalarType type) const {
+    return interleaved(slot, type, 0, chains_);
+  }
+  // The same of chains `first` to `last` - 1; undefined if there are none.
+  Tensor interleaved(Slot slot, at::ScalarType type, int64_t first, int64_t last) const {
+    if (first == last || !parameters_.get(slot)) return {};
+    const Tensor like = *parameters_.get(first * kSlots + slot);
+    at::DimVector sizes{last - first, H_, 4};
+    sizes.append(like.sizes().begin() + 1, like.sizes().end());
+    const auto options = options_.dtype(type);
+    const Tensor all = coupled_ ? at::zeros(sizes, options) : at::empty(sizes, options);
+    for (int64_t d = first; d < last; ++d) {
+      const Tensor from = parameters_.get(d * kSlots + slot)->unflatten(0, {coupled_ ? 3 : 4, H_});
+      const Tensor to = all[d - first].transpose(0, 1);
+      if (coupled_) {
+        to[0].copy_(from[0]);
+        to.narrow(0, 2, 2).copy_(from.narrow(0, 1, 2));
+      } else {
+        to.copy_(from);
+      }
+    }
+    return all.flatten(1, 2);
+  }
+
+  // Returns (D, H·4): both biases and the forget bias.
+  Tensor bias(at::ScalarType type, double forget_bias) const {
+    Tensor sum = interleaved(BiasIh, type);
+    const Tensor other = interleaved(BiasHh, type);
+    if (!sum.defined()) sum = other;
+    else if (other.defined()) sum = sum + other;
+    if (forget_bias == 0) return sum;
+    if (!sum.defined()) sum = at::zeros({chains_, 4 * H_}, options_.dtype(type));
+    sum.unflatten(1, {H_, 4}).select(2, 1).add_(forget_bias);
+    return sum;
+  }
+
+  // Returns (D, 3, H): i, f, o.
+  Tensor peephole(at::ScalarType type) const {
+    const Tensor given = stacked(WeightPeephole, type);
+    if (!coupled_ || !given.defined()) return given;
+    const Tensor i = given.select(1, 0), o = given.select(1, 1);
+    return at::stack({i, at::zeros_like(i), o}, 1);
+  }
+
+ private:
+  const Parameters& parameters_;
+  const int64_t chains_, H_;
+  const bool coupled_;
+  const at::TensorOptions options_;
+};
+
+// The inverse for the gradient of one chain's parameter: from (H·4, ...) to (G·H, ...).
+inline Tensor with_gates_outside(const Tensor& t, int64_t H, bool coupled) {
+  Tensor gates = t.unflatten(0, {H, 4}).transpose(0, 1);
+  if (coupled) gates = at::cat({gates.narrow(0, 0, 1), gates.narrow(0, 2, 2)});
+  return gates.flatten(0, 1);
+}
+
+}  // namespace trifuse::cuda
