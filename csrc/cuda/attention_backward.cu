@@ -250,8 +250,8 @@ __launch_bounds__(32 * Shape<Scalar, D>::kWarps) void attention_backward_key_val
               set_to_pairs<N>(weights, pairs);
               set_to_pairs<N>(grad_scores, pairs);
             } else {
-              const TileVectors<N, true> per_query(
-                  vectors, head, row, column);  // loads overlap products
+              // Constructed first: its loads overlap the products.
+              const TileVectors<N, true> per_query(vectors, head, row, column);
               multiply_rows<N>(weights, key.from(16 * warp()), query_tile(stage), depth);
               multiply_rows<N>(grad_scores, value.from(16 * warp()), grad_out_tile(stage), columns);
               weights_and_gradients<N, true, Scalar>(

@@ -110,7 +110,7 @@ __device__ __forceinline__ void make_weights(
   leave_out<N>(scores, pairs);
 }
 
-// Applies dropout: multiplies numbers that `kept` has by `factor`, and sets the others to 0.
+// Applies dropout: multiplies kept numbers by `factor`, and sets the others to 0.
 template <int N, class Bits>
 __device__ __forceinline__ void apply_dropout(
     float (&numbers)[N / 8][4], const Bits& kept, float factor) {

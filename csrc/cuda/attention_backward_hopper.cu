@@ -44,8 +44,7 @@ struct Tiles {
   Scalar of_scores[rows * D], of_outputs[rows * D];
 };
 
-// The producer's notes on a tile: also its query head and, if its columns are queries,
-// QueryVectors.
+// A tile's header: also its query head and, if its columns are queries, QueryVectors.
 struct BackwardHeader : TileHeader<N> {
   int h;
   alignas(8) float shift[N], rest[N], delta[N];

@@ -1,8 +1,8 @@
 // Fragments of the attention kernels: how a warp's numbers lie in its registers, and its products.
 //
 // A warp owns 16 of its block's rows: queries, or keys in the kernel that sums over queries.
-// Scores, weights and sums are 16 x N matrices, of which each thread holds N / 2 numbers, f[N /
-// 8][4], as the accumulators of mma.m16n8k16 lie:
+// Scores, weights and sums are 16 x N matrices. Each thread holds N / 2 numbers of one, in an array
+// f[N / 8][4], as the accumulators of mma.m16n8k16 lie:
 //
 //   column   8n, +1    +2, +3    +4, +5    +6, +7
 //   row  0  | lane 0  | lane 1  | lane 2  | lane 3  |  f[n][0], f[n][1]
@@ -13,12 +13,11 @@
 //     ...
 //   row 15  | lane 28 | lane 29 | lane 30 | lane 31 |
 //
-// The operand a (16 x 16) of the next product lies alike, packed in pairs: registers 0 and 1 hold
-// rows lane / 4 and lane / 4 + 8 of columns 0 to 7, registers 2 and 3 those of columns 8 to 15. So
-// weights go from one product to the next without leaving the thread. The operand b (16 x 8) has
-// the lanes along its rows: register 0 of a lane holds rows 2 (lane % 4) and the next of column
-// lane / 4, register 1 the rows 8 further down. In wgmma each of the four warps holds 16 of the 64
-// rows, and lies within them as above.
+// Operand a (16 x 16) of the next product lies alike, two numbers to a register: registers 0 and 1
+// hold columns 0 to 7 of rows lane / 4 and lane / 4 + 8, registers 2 and 3 hold columns 8 to 15. So
+// weights go from one product to the next without leaving the thread. Of operand b (16 x 8), a lane
+// holds column lane / 4: register 0 has rows 2 (lane % 4) and the next, register 1 the rows 8
+// below. A wgmma has 64 rows: warp w of the four holds rows 16 w to 16 w + 15, in this layout.
 //
 // float32 products are ordinary fused multiply-adds, one term after the other and rounded as in
 // eager torch, on the same layout, so the code between two products is the same for all types.

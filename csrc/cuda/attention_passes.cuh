@@ -31,9 +31,9 @@ constexpr bool is_selective(const AttentionProblem& p) {
   return p.mask_kind != MaskKind::None || p.window_left >= 0 || p.window_right >= 0;
 }
 
-// A pass treats a tile's numbers in one of three ways; see attention_forward.cu.
+// A pass, and how it prepares a tile's numbers.
 enum class Mode {
-  Fast,      // nothing: assumes that all are finite
+  Fast,      // leaves them: assumes that all are finite
   Locate,    // replaces NaN and Inf by 1, and finite numbers by 0
   Sanitize,  // replaces ±Inf by the largest finite numbers, which keep a score of -inf very low,
              // and NaN by 0

@@ -25,9 +25,9 @@ constexpr bool has_large_scores(const AttentionProblem& p) {
 }
 
 // The units of a score. Usually a score is the bare product of query and key, and `exponent`
-// carries the scale. A score is in nats with a float mask, whose numbers may be anything;
-// with a large scale; and with a scale so small, or not above 0, that a logsumexp in units of a
-// product would overflow.
+// carries the scale. A score is in nats with a float mask, whose numbers may be anything; with a
+// large scale; and with a scale so small, or not above 0, that a logsumexp in units of a product
+// would overflow.
 struct Scale {
   bool scores_in_nats;
   float product;   // if scores_in_nats: score = (query · key) product + mask
@@ -121,7 +121,7 @@ struct Softmax {
           row_max[r] <= (kTensorCore<Scalar> && !scale.scores_in_nats ? kLowest : -kInfinity);
       const float base = nothing ? 0.0f : row_max[r];
       rescale[r] = power_of_2<Scalar>((old_max - base) * scale.exponent);
-      // scores in nats may be too large to multiply before the subtraction. For 16-bit types, the
+      // Scores in nats may be too large to multiply before the subtraction. For 16-bit types, the
       // others are multiplied first: one FMA does both.
       if (kTensorCore<Scalar> && scale.scores_in_nats) {
 #pragma unroll
