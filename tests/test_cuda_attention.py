@@ -284,7 +284,7 @@ def test_hopper_s_kernels_use_what_only_hopper_has(code):
         name, (_, head_dim) = _kind(c)
         columns = 128 if "forward" in name and head_dim < 256 else 64
         # The code has scores of the first tile and of later ones; sums of later tiles, of the last,
-        # and of Mode::Count. The backward also has dO v and, by key, two kinds of sums.
+        # and of Mode::Locate. The backward also has dO v and, by key, two kinds of sums.
         products, sums = (2, 3) if "forward" in name else (3, 6 if "key_value" in name else 3)
         assert c.count("HGMMA.64x.*") == (products * head_dim + sums * columns) // 16, c[:4]
         tensors = 3 if "forward" in name else 4

@@ -19,8 +19,16 @@
 // which 2 · pairs · (E + Ev) are done twice: the price of dK, dV and dQ never being split between
 // blocks. The mask's gradient does those a third time.
 
+#include "cuda/attention.h"
 #include "cuda/attention_backward.cuh"
+#include "cuda/attention_fragments.cuh"
+#include "cuda/attention_launch.cuh"
+#include "cuda/attention_pairs.cuh"
+#include "cuda/attention_passes.cuh"
+#include "cuda/attention_softmax.cuh"
+#include "cuda/attention_tile.cuh"
 #include "cuda/long_sum.cuh"
+#include "cuda/warp.cuh"
 
 namespace trifuse::cuda {
 namespace {
@@ -67,15 +75,15 @@ constexpr float kCoarseLogsumexp = 1024;
 
 // A block owns some queries of one head of one sequence; it reads their rows of dO and O and writes
 // three numbers for each. With large scores, and only if one of its logsumexps is coarse, it also
-// loops over the keys, and replaces the logsumexp by the peak and the sum, kept apart.
+// loops over the keys, and replaces the logsumexp by the maximum and the sum, kept apart.
 template <class Scalar>
 __global__ __launch_bounds__(32 * WideShape<Scalar>::kWarps) void attention_backward_rows_kernel(
-    const __grid_constant__ Attention p, const RowVectors vectors, int pitch) {
+    const __grid_constant__ Attention p, const QueryVectors vectors, int pitch) {
   using Shape = WideShape<Scalar>;
   constexpr int N = Shape::N;
-  const Place place(p.Lq, Shape::kRows, p.heads);
-  const Head head(p, place.b, place.h);
-  const int first = place.block * Shape::kRows, row = first + 16 * warp();
+  const BlockIndex index(p.Lq, Shape::kRows, p.heads);
+  const Head head(p, index.b, index.h);
+  const int first = index.block * Shape::kRows, row = first + 16 * warp();
   if (first >= head.queries) return;
 
   const auto grad_out = head.query_rows<const Scalar>(p.grad_out, p.Ev);
@@ -113,40 +121,41 @@ __global__ __launch_bounds__(32 * WideShape<Scalar>::kWarps) void attention_back
     // -inf out of its exponents.
     const double in_scores = empty ? 0.0 : lse / scale.unit;
     const float shift =
-        scale.natural || !kTensorCore<Scalar> ? static_cast<float>(in_scores) : 0.0f;
-    vectors.delta[head.row + query] = delta;
-    vectors.shift[head.row + query] = shift;
-    vectors.rest[head.row + query] = static_cast<float>((in_scores - shift) * scale.exponent);
+        scale.scores_in_nats || !kTensorCore<Scalar> ? static_cast<float>(in_scores) : 0.0f;
+    vectors.delta[head.first_row + query] = delta;
+    vectors.shift[head.first_row + query] = shift;
+    vectors.rest[head.first_row + query] = static_cast<float>((in_scores - shift) * scale.exponent);
   }
   if (!has_large_scores(p) || !__syncthreads_or(coarse)) return;
 
   const Tile<Scalar> query{reinterpret_cast<Scalar*>(shared_memory()), pitch};
   const auto key_tile = [&](int stage) { return query.from(Shape::kRows + stage * N); };
   const auto keys = head.key_rows<const Scalar>(p.key, p.E);
-  const Span spans[2] = {keys_of(p, head, row + row_of(0)), keys_of(p, head, row + row_of(2))};
+  const Range ranges[2] = {
+      visible_keys(p, head, row + fragment_row(0)), visible_keys(p, head, row + fragment_row(2))};
   load_tile(query, head.query_rows<const Scalar>(p.query, p.E), first, Shape::kRows, head.queries);
   cp_async_commit();
   Softmax<Scalar> softmax;
   for_tiles<N>(
-      visible<N, false>(p, head, first, Shape::kRows),
-      [&](int column) { return look<N, false>(p, head, spans, row, column); },
+      visible_to_block<N, false>(p, head, first, Shape::kRows),
+      [&](int column) { return find_pairs<N, false>(p, head, ranges, row, column); },
       [&](int column, int stage) { load_tile(key_tile(stage), keys, column, N, head.keys); },
       [](int) {},
       [&](int column, int stage, const Pairs<N>& pairs) {
-        float scores[N / 8][4] = {}, shrink[2];
+        float scores[N / 8][4] = {}, rescale[2];
         multiply_rows<N>(
             scores, query.from(16 * warp()), key_tile(stage), static_cast<int>(round_up(p.E, 16)));
         scale_and_add_mask<N, false, Scalar>(scores, p, scale, head, pairs, row, column);
-        softmax.template take<N>(scores, pairs, scale, shrink);
+        softmax.template take<N>(scores, pairs, scale, rescale);
       });
   softmax.finish();
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    const int own = row + row_of(2 * r);
+    const int own = row + fragment_row(2 * r);
     if (lane() % 4 != 0 || own >= head.queries) continue;
-    const bool empty = softmax.peak[r] == -kInfinity;
-    vectors.shift[head.row + own] = empty ? 0.0f : softmax.peak[r];
-    vectors.rest[head.row + own] = log2f(softmax.sum[r]);
+    const bool empty = softmax.row_max[r] == -kInfinity;
+    vectors.shift[head.first_row + own] = empty ? 0.0f : softmax.row_max[r];
+    vectors.rest[head.first_row + own] = log2f(softmax.row_sum[r]);
   }
 }
 
@@ -157,30 +166,21 @@ __global__ __launch_bounds__(32 * WideShape<Scalar>::kWarps) void attention_back
 template <int N, bool kByKey, class Scalar>
 __device__ __forceinline__ void weights_and_gradients(
     float (&scores)[N / 8][4], float (&products)[N / 8][4], const Attention& p, const Scale& scale,
-    const Head& head, const TileVectors<N, kByKey>& of, const Pairs<N>& pairs, uint64_t seed,
+    const Head& head, const TileVectors<N, kByKey>& per_query, const Pairs<N>& pairs, uint64_t seed,
     int row, int column) {
-  if (scale.natural) {
+  if (scale.scores_in_nats) {
     scale_and_add_mask<N, kByKey, Scalar>(scores, p, scale, head, pairs, row, column);
-    if constexpr (kTensorCore<Scalar>) subtract_shifts<N>(scores, of);
+    if constexpr (kTensorCore<Scalar>) subtract_shifts<N>(scores, per_query);
   }
-  make_weights<N, Scalar>(scores, scale, of, pairs);
+  make_weights<N, Scalar>(scores, scale, per_query, pairs);
   if (p.dropout.threshold) {
-    const Dropped<N, kByKey> dropped(p, head, seed, row, column);
-    const auto kept = [&](int n, int e) { return dropped.keeps(n, e); };
-    keep<N>(products, kept, static_cast<float>(p.dropout.scale));
-    make_gradients<N>(products, scores, of, pairs);
-    keep<N>(scores, kept, 1);
+    const Kept<N, kByKey> kept(p, head, seed, row, column);
+    apply_dropout<N>(products, kept, static_cast<float>(p.dropout.scale));
+    make_gradients<N>(products, scores, per_query, pairs);
+    apply_dropout<N>(scores, kept, 1);
   } else {
-    make_gradients<N>(products, scores, of, pairs);
+    make_gradients<N>(products, scores, per_query, pairs);
   }
-}
-
-template <int N>
-__device__ __forceinline__ void count_pairs(float (&weights)[N / 8][4], const Pairs<N>& pairs) {
-#pragma unroll
-  for (int n = 0; n < N / 8; ++n)
-#pragma unroll
-    for (int e = 0; e < 4; ++e) weights[n][e] = pairs.test(n, e);
 }
 
 // Keys and values ---------------------------------------------------------------------------------
@@ -188,19 +188,19 @@ __device__ __forceinline__ void count_pairs(float (&weights)[N / 8][4], const Pa
 template <class Scalar, int D>
 __global__
 __launch_bounds__(32 * Shape<Scalar, D>::kWarps) void attention_backward_key_value_kernel(
-    const __grid_constant__ Attention p, const RowVectors vectors) {
+    const __grid_constant__ Attention p, const QueryVectors vectors) {
   using Shape = Shape<Scalar, D>;
   constexpr int N = Shape::N, C = Shape::kColumns;
   // With a causal bound the first keys are seen by most queries; their blocks already start first.
-  const Place place(p.Lk, Shape::kRows, p.kv_heads);
+  const BlockIndex index(p.Lk, Shape::kRows, p.kv_heads);
   const int first_column = blockIdx.y * C;
-  if (place.b == p.batch) {
-    if (first_column == 0) store_unused_keys<Scalar>(p, place, Shape::kRows);
+  if (index.b == p.batch) {
+    if (first_column == 0) store_unused_keys<Scalar>(p, index, Shape::kRows);
     return;
   }
   const int group = static_cast<int>(p.heads / p.kv_heads);
-  const Head any_head(p, place.b, place.h * group);
-  const int first = place.block * Shape::kRows, row = first + 16 * warp();
+  const Head any_head(p, index.b, index.h * group);
+  const int first = index.block * Shape::kRows, row = first + 16 * warp();
   if (first >= any_head.stored) return;
 
   const Tile<Scalar> key{reinterpret_cast<Scalar*>(shared_memory()), D};
@@ -218,60 +218,55 @@ __launch_bounds__(32 * Shape<Scalar, D>::kWarps) void attention_backward_key_val
   load_tile(value, values, first, Shape::kRows, any_head.keys);
   cp_async_commit();
 
-  // As in the forward: if a sum is not finite, two more passes confine a NaN or Inf in a query or
-  // in dO to the sums that it reaches.
-  Mode mode = Mode::Hope;
+  Mode mode = Mode::Fast;
   float dk[C / 8][4], dv[C / 8][4];
-  Reached<C> dk_reached, dv_reached;
-  for (;;) {
+  ReachedSums<C> dk_reached, dv_reached;
+  do {
     set_to_zero<C>(dk);
     set_to_zero<C>(dv);
     for (int member = 0; member < group; ++member) {
-      const Head head(p, place.b, place.h * group + member);
+      const Head head(p, index.b, index.h * group + member);
       const auto queries = head.query_rows<const Scalar>(p.query, p.E);
       const auto grad_outs = head.query_rows<const Scalar>(p.grad_out, p.Ev);
-      const Span spans[2] = {
-          queries_of(p, head, row + row_of(0)), queries_of(p, head, row + row_of(2))};
+      const Range ranges[2] = {
+          visible_queries(p, head, row + fragment_row(0)),
+          visible_queries(p, head, row + fragment_row(2))};
       for_tiles<N>(
-          visible<N, true>(p, head, first, Shape::kRows),
-          [&](int column) { return look<N, true>(p, head, spans, row, column); },
+          visible_to_block<N, true>(p, head, first, Shape::kRows),
+          [&](int column) { return find_pairs<N, true>(p, head, ranges, row, column); },
           [&](int column, int stage) {
             load_tile(query_tile(stage), queries, column, N, head.queries);
             load_tile(grad_out_tile(stage), grad_outs, column, N, head.queries);
           },
           [&](int stage) {
-            if (mode == Mode::Hope) return;
-            clean_tile(query_tile(stage), N, mode);
-            clean_tile(grad_out_tile(stage), N, mode);
+            if (mode == Mode::Fast) return;
+            prepare_tile(query_tile(stage), N, mode);
+            prepare_tile(grad_out_tile(stage), N, mode);
             __syncthreads();
           },
           [&](int column, int stage, const Pairs<N>& pairs) {
             float weights[N / 8][4] = {}, grad_scores[N / 8][4] = {};
-            if (mode == Mode::Count) {
-              count_pairs<N>(weights, pairs);
-              count_pairs<N>(grad_scores, pairs);
+            if (mode == Mode::Locate) {
+              set_to_pairs<N>(weights, pairs);
+              set_to_pairs<N>(grad_scores, pairs);
             } else {
-              const TileVectors<N, true> of(vectors, head, row, column);  // loads overlap products
+              // Constructed first: its loads overlap the products.
+              const TileVectors<N, true> per_query(vectors, head, row, column);
               multiply_rows<N>(weights, key.from(16 * warp()), query_tile(stage), depth);
               multiply_rows<N>(grad_scores, value.from(16 * warp()), grad_out_tile(stage), columns);
               weights_and_gradients<N, true, Scalar>(
-                  weights, grad_scores, p, scale, head, of, pairs, seed, row, column);
+                  weights, grad_scores, p, scale, head, per_query, pairs, seed, row, column);
             }
             multiply_weights<N, C>(dv, weights, grad_out_tile(stage), first_column, columns);
             multiply_weights<N, C>(dk, grad_scores, query_tile(stage), first_column, depth);
           });
     }
-    if (mode == Mode::Clean) break;
-    if (mode == Mode::Count) {
-      dk_reached = Reached<C>(dk);
-      dv_reached = Reached<C>(dv);
-      mode = Mode::Clean;
-    } else {
-      const bool found = any_non_finite<C>(dk) || any_non_finite<C>(dv);
-      if (!is_selective(p) || !__syncthreads_or(found)) break;
-      mode = Mode::Count;
+    if (mode == Mode::Locate) {
+      dk_reached = ReachedSums<C>(dk);
+      dv_reached = ReachedSums<C>(dv);
     }
-  }
+  } while (next_pass(
+      p, mode, [&] { return __syncthreads_or(any_non_finite<C>(dk) || any_non_finite<C>(dv)); }));
   clear_rows<C>(dk, any_head.keys - row);
   clear_rows<C>(dv, any_head.keys - row);
   const float scale_factor[2] = {static_cast<float>(p.scale), static_cast<float>(p.scale)};
@@ -289,17 +284,17 @@ __launch_bounds__(32 * Shape<Scalar, D>::kWarps) void attention_backward_key_val
 
 template <class Scalar, int D>
 __global__ __launch_bounds__(32 * Shape<Scalar, D>::kWarps) void attention_backward_query_kernel(
-    const __grid_constant__ Attention p, const RowVectors vectors) {
+    const __grid_constant__ Attention p, const QueryVectors vectors) {
   using Shape = Shape<Scalar, D>;
   constexpr int N = Shape::N;
-  Place place(p.Lq, Shape::kRows, p.heads);
-  if (p.window_right >= 0) place.block = place.blocks - 1 - place.block;
-  if (place.b == p.batch) {
-    store_unused_queries<Scalar>(p, place, Shape::kRows);
+  BlockIndex index(p.Lq, Shape::kRows, p.heads);
+  if (p.window_right >= 0) index.block = index.blocks - 1 - index.block;
+  if (index.b == p.batch) {
+    store_unused_queries<Scalar>(p, index, Shape::kRows);
     return;
   }
-  const Head head(p, place.b, place.h);
-  const int first = place.block * Shape::kRows, row = first + 16 * warp();
+  const Head head(p, index.b, index.h);
+  const int first = index.block * Shape::kRows, row = first + 16 * warp();
   if (first >= head.queries) return;
 
   const Tile<Scalar> query{reinterpret_cast<Scalar*>(shared_memory()), D};
@@ -312,52 +307,46 @@ __global__ __launch_bounds__(32 * Shape<Scalar, D>::kWarps) void attention_backw
             columns = static_cast<int>(round_up(p.Ev, 16));
   const Scale scale(p);
   const uint64_t seed = p.dropout.threshold ? *p.seed : 0;
-  const Span spans[2] = {keys_of(p, head, row + row_of(0)), keys_of(p, head, row + row_of(2))};
-  const Span span = visible<N, false>(p, head, first, Shape::kRows);
+  const Range ranges[2] = {
+      visible_keys(p, head, row + fragment_row(0)), visible_keys(p, head, row + fragment_row(2))};
+  const Range range = visible_to_block<N, false>(p, head, first, Shape::kRows);
 
   load_tile(query, head.query_rows<const Scalar>(p.query, p.E), first, Shape::kRows, head.queries);
   load_tile(
       grad_out, head.query_rows<const Scalar>(p.grad_out, p.Ev), first, Shape::kRows, head.queries);
   cp_async_commit();
 
-  const TileVectors<N, false> of(vectors, head, row, 0);
-  Mode mode = Mode::Hope;
+  const TileVectors<N, false> per_query(vectors, head, row, 0);
+  Mode mode = Mode::Fast;
   float dq[D / 8][4];
-  Reached<D> reached;
-  for (;;) {
+  ReachedSums<D> reached;
+  do {
     set_to_zero<D>(dq);
     for_tiles<N>(
-        span, [&](int column) { return look<N, false>(p, head, spans, row, column); },
+        range, [&](int column) { return find_pairs<N, false>(p, head, ranges, row, column); },
         [&](int column, int stage) {
           load_tile(key_tile(stage), keys, column, N, head.keys);
           load_tile(value_tile(stage), values, column, N, head.keys);
         },
         [&](int stage) {
-          if (mode == Mode::Hope) return;
-          clean_tile(key_tile(stage), N, mode);
+          if (mode == Mode::Fast) return;
+          prepare_tile(key_tile(stage), N, mode);
           __syncthreads();
         },
         [&](int column, int stage, const Pairs<N>& pairs) {
           float weights[N / 8][4] = {}, grad_scores[N / 8][4] = {};
-          if (mode == Mode::Count) {
-            count_pairs<N>(grad_scores, pairs);
+          if (mode == Mode::Locate) {
+            set_to_pairs<N>(grad_scores, pairs);
           } else {
             multiply_rows<N>(weights, query.from(16 * warp()), key_tile(stage), depth);
             multiply_rows<N>(grad_scores, grad_out.from(16 * warp()), value_tile(stage), columns);
             weights_and_gradients<N, false, Scalar>(
-                weights, grad_scores, p, scale, head, of, pairs, seed, row, column);
+                weights, grad_scores, p, scale, head, per_query, pairs, seed, row, column);
           }
           multiply_weights<N, D>(dq, grad_scores, key_tile(stage), 0, depth);
         });
-    if (mode == Mode::Clean) break;
-    if (mode == Mode::Count) {
-      reached = Reached<D>(dq);
-      mode = Mode::Clean;
-    } else {
-      if (!is_selective(p) || !__syncthreads_or(any_non_finite<D>(dq))) break;
-      mode = Mode::Count;
-    }
-  }
+    if (mode == Mode::Locate) reached = ReachedSums<D>(dq);
+  } while (next_pass(p, mode, [&] { return __syncthreads_or(any_non_finite<D>(dq)); }));
   const float factor[2] = {static_cast<float>(p.scale), static_cast<float>(p.scale)};
   store_rows<D>(
       dq, factor, reached, query.from(16 * warp()), head.query_rows<Scalar>(p.grad_query, p.E), row,
@@ -427,7 +416,7 @@ __device__ __forceinline__ int64_t take_digit(int64_t& number, int64_t base) {
 // A block owns a tile (of one row if all queries share the mask) and a share of the sum.
 template <class Scalar>
 __global__ __launch_bounds__(32 * WideShape<Scalar>::kWarps) void attention_backward_mask_kernel(
-    const __grid_constant__ Attention p, const RowVectors vectors,
+    const __grid_constant__ Attention p, const QueryVectors vectors,
     const __grid_constant__ MaskShares how, float* parts, int pitch) {
   using Shape = WideShape<Scalar>;
   constexpr int N = Shape::N;
@@ -457,10 +446,11 @@ __global__ __launch_bounds__(32 * WideShape<Scalar>::kWarps) void attention_back
     const int b = how.full[0] ? tile_batch : static_cast<int>(rest);
     const Head head(p, b, h);
     const int first = block * Shape::kRows, row = first + 16 * warp();
-    const Span span = visible<N, false>(p, head, first, Shape::kRows);
-    if (column < span.first || column >= span.last) continue;
-    const Span spans[2] = {keys_of(p, head, row + row_of(0)), keys_of(p, head, row + row_of(2))};
-    const Pairs<N> pairs = look<N, false>(p, head, spans, row, column);
+    const Range range = visible_to_block<N, false>(p, head, first, Shape::kRows);
+    if (column < range.first || column >= range.last) continue;
+    const Range ranges[2] = {
+        visible_keys(p, head, row + fragment_row(0)), visible_keys(p, head, row + fragment_row(2))};
+    const Pairs<N> pairs = find_pairs<N, false>(p, head, ranges, row, column);
     if (!__syncthreads_or(pairs.any)) continue;  // past it, the previous term's tiles are free
     load_tile(
         query, head.query_rows<const Scalar>(p.query, p.E), first, Shape::kRows, head.queries);
@@ -473,12 +463,12 @@ __global__ __launch_bounds__(32 * WideShape<Scalar>::kWarps) void attention_back
     cp_async_wait<0>();
     __syncthreads();
     if (!pairs.any) continue;
-    const TileVectors<N, false> of(vectors, head, row, column);
+    const TileVectors<N, false> per_query(vectors, head, row, column);
     float weights[N / 8][4] = {}, grad_scores[N / 8][4] = {};
     multiply_rows<N>(weights, query.from(16 * warp()), key, depth);
     multiply_rows<N>(grad_scores, grad_out.from(16 * warp()), value, columns);
     weights_and_gradients<N, false, Scalar>(
-        weights, grad_scores, p, scale, head, of, pairs, seed, row, column);
+        weights, grad_scores, p, scale, head, per_query, pairs, seed, row, column);
 #pragma unroll
     for (int n = 0; n < N / 8; ++n)
 #pragma unroll
@@ -492,8 +482,8 @@ __global__ __launch_bounds__(32 * WideShape<Scalar>::kWarps) void attention_back
     for (int n = 0; n < N / 8; ++n)
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
-        const int64_t i = tile_row * Shape::kRows + 16 * warp() + row_of(e);
-        const int64_t j = column + column_of(n, e);
+        const int64_t i = tile_row * Shape::kRows + 16 * warp() + fragment_row(e);
+        const int64_t j = column + fragment_column(n, e);
         if (i < p.Lq && j < p.Lk)
           store_mask_gradient(p, how, parts, share, (plane * p.Lq + i) * p.Lk + j, sums[n][e]);
       }
@@ -509,7 +499,7 @@ __global__ __launch_bounds__(32 * WideShape<Scalar>::kWarps) void attention_back
       float sum = sums[n][i] + sums[n][2 + i];
 #pragma unroll
       for (int bits = 4; bits < 32; bits *= 2) sum += __shfl_xor_sync(kAllLanes, sum, bits);
-      if (lane() < 4) room[warp() * N + column_of(n, i)] = sum;
+      if (lane() < 4) room[warp() * N + fragment_column(n, i)] = sum;
     }
   __syncthreads();
   if (threadIdx.x >= N || column + int(threadIdx.x) >= p.Lk) return;
@@ -522,7 +512,7 @@ __global__ __launch_bounds__(32 * WideShape<Scalar>::kWarps) void attention_back
 // gradient is dlse. A block owns one element of it.
 constexpr int kRowMaskThreads = 128;
 __global__ __launch_bounds__(kRowMaskThreads) void attention_backward_row_mask_kernel(
-    const __grid_constant__ Attention p, const RowVectors vectors,
+    const __grid_constant__ Attention p, const QueryVectors vectors,
     const __grid_constant__ MaskShares how) {
   int64_t index = blockIdx.x;
   const int64_t own_row = how.full[2] ? take_digit(index, p.Lq) : 0;
@@ -543,7 +533,7 @@ __global__ __launch_bounds__(kRowMaskThreads) void attention_backward_row_mask_k
     if (at(p.logsumexp) == -kInfinity) continue;
     // Multiplied by 0, shift and delta add only a NaN that has reached the row.
     sum[0] += fmaf(
-        vectors.shift[head.row + query] + vectors.delta[head.row + query], 0.0f,
+        vectors.shift[head.first_row + query] + vectors.delta[head.first_row + query], 0.0f,
         p.grad_logsumexp.data ? at(p.grad_logsumexp) : 0.0f);
   }
   sum[0] += total;
@@ -597,7 +587,7 @@ MaskShares mask_shares(const Attention& p) {
 
 template <class Scalar>
 void launch_mask(
-    const Attention& p, const RowVectors& vectors, float* parts, int pitch, cudaStream_t stream) {
+    const Attention& p, const QueryVectors& vectors, float* parts, int pitch, cudaStream_t stream) {
   using Shape = WideShape<Scalar>;
   const MaskShares how = mask_shares(p);
   if (how.size == 0) return;
@@ -637,7 +627,7 @@ void attention_backward(const Attention& p, void* workspace, void* stream) {
   const auto on = static_cast<cudaStream_t>(stream);
   float* const floats = static_cast<float*>(workspace);
   const int64_t rows = row_count(p);
-  const RowVectors vectors{floats, floats + rows, floats + 2 * rows};
+  const QueryVectors vectors{floats, floats + rows, floats + 2 * rows};
   const int pitch = padded_head_dim(p);
   for_kernel(p, [&]<class Scalar, int D>() {
     using Shape = Shape<Scalar, D>;

@@ -2,52 +2,56 @@
 
 #pragma once
 
+#include "cuda/attention.h"
+#include "cuda/attention_fragments.cuh"
+#include "cuda/attention_pairs.cuh"
+#include "cuda/attention_softmax.cuh"
 #include "cuda/attention_tile.cuh"
 
 namespace trifuse::cuda {
 
 // Three numbers for each query, contiguous (B, H, Lq), or (H, total) if sequences are packed. A
 // weight is 2^((score - shift) · exponent - rest), with Scale's exponent. shift is the logsumexp in
-// units of a score, or the row's peak if the logsumexp is coarse; in 16-bit types without natural
+// units of a score, or the row's maximum if the logsumexp is coarse; in 16-bit types without
 // scores it is 0, and rest holds all of the logsumexp. delta is ∑ dO O - dlse.
-struct RowVectors {
+struct QueryVectors {
   float *shift, *rest, *delta;
 };
 
 // Computes attention_backward's gradients of queries, keys and values if is_for_hopper.
-void attention_backward_hopper(const Attention& call, const RowVectors& vectors, void* stream);
+void attention_backward_hopper(const Attention& call, const QueryVectors& vectors, void* stream);
 
 // Zeros a block's share of the packed tokens past the last sequence.
 template <class Scalar>
 __device__ __forceinline__ void store_unused_keys(
-    const Attention& p, const Place& place, int rows) {
-  const int64_t first = p.cu_seqlens_k[place.b] + place.block * rows;
-  const int64_t step = int64_t(place.blocks) * rows;
-  store_zeros<Scalar>({p.grad_key, 0, place.h, 0, p.E}, first, p.total_k, rows, step);
-  store_zeros<Scalar>({p.grad_value, 0, place.h, 0, p.Ev}, first, p.total_k, rows, step);
+    const Attention& p, const BlockIndex& index, int rows) {
+  const int64_t first = p.cu_seqlens_k[index.b] + index.block * rows;
+  const int64_t step = int64_t(index.blocks) * rows;
+  store_zeros<Scalar>({p.grad_key, 0, index.h, 0, p.E}, first, p.total_k, rows, step);
+  store_zeros<Scalar>({p.grad_value, 0, index.h, 0, p.Ev}, first, p.total_k, rows, step);
 }
 template <class Scalar>
 __device__ __forceinline__ void store_unused_queries(
-    const Attention& p, const Place& place, int rows) {
-  const int64_t first = p.cu_seqlens_q[place.b] + place.block * rows;
-  const int64_t step = int64_t(place.blocks) * rows;
-  store_zeros<Scalar>({p.grad_query, 0, place.h, 0, p.E}, first, p.total_q, rows, step);
+    const Attention& p, const BlockIndex& index, int rows) {
+  const int64_t first = p.cu_seqlens_q[index.b] + index.block * rows;
+  const int64_t step = int64_t(index.blocks) * rows;
+  store_zeros<Scalar>({p.grad_query, 0, index.h, 0, p.E}, first, p.total_q, rows, step);
 }
 
-// RowVectors for the queries of a thread's tile: by row or, with kByKey, where queries are columns,
-// by column.
+// QueryVectors for the queries of a thread's tile: by row or, with kByKey, where queries are
+// columns, by column.
 template <int N, bool kByKey>
 class TileVectors {
  public:
   __device__ __forceinline__
-  TileVectors(const RowVectors& vectors, const Head& head, int row, int column) {
+  TileVectors(const QueryVectors& vectors, const Head& head, int row, int column) {
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
-      const int query = kByKey ? column + column_of(i / 2, i % 2) : row + row_of(2 * i);
+      const int query = kByKey ? column + fragment_column(i / 2, i % 2) : row + fragment_row(2 * i);
       const bool inside = query < head.queries;
-      shift_[i] = inside ? vectors.shift[head.row + query] : 0.0f;
-      rest_[i] = inside ? vectors.rest[head.row + query] : 0.0f;
-      delta_[i] = inside ? vectors.delta[head.row + query] : 0.0f;
+      shift_[i] = inside ? vectors.shift[head.first_row + query] : 0.0f;
+      rest_[i] = inside ? vectors.rest[head.first_row + query] : 0.0f;
+      delta_[i] = inside ? vectors.delta[head.first_row + query] : 0.0f;
     }
   }
   __device__ __forceinline__ float shift(int n, int e) const { return shift_[index(n, e)]; }
@@ -78,50 +82,54 @@ __device__ __forceinline__ void clear_rows(float (&sums)[C / 8][4], int first) {
   for (int n = 0; n < C / 8; ++n)
 #pragma unroll
     for (int e = 0; e < 4; ++e)
-      if (row_of(e) >= first) sums[n][e] = 0;
+      if (fragment_row(e) >= first) sums[n][e] = 0;
 }
 
-// Subtracts each query's shift from natural scores, in 16-bit types.
+// Subtracts each query's shift from scores in nats, in 16-bit types.
 template <int N, class Vectors>
-__device__ __forceinline__ void subtract_shifts(float (&scores)[N / 8][4], const Vectors& of) {
+__device__ __forceinline__ void subtract_shifts(
+    float (&scores)[N / 8][4], const Vectors& per_query) {
 #pragma unroll
   for (int n = 0; n < N / 8; ++n)
 #pragma unroll
-    for (int e = 0; e < 4; ++e) scores[n][e] -= of.shift(n, e);
+    for (int e = 0; e < 4; ++e) scores[n][e] -= per_query.shift(n, e);
 }
 
 // Turns scores into weights, before dropout.
 template <int N, class Scalar, class Vectors>
 __device__ __forceinline__ void make_weights(
-    float (&scores)[N / 8][4], const Scale& scale, const Vectors& of, const Pairs<N>& pairs) {
+    float (&scores)[N / 8][4], const Scale& scale, const Vectors& per_query,
+    const Pairs<N>& pairs) {
 #pragma unroll
   for (int n = 0; n < N / 8; ++n)
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
-      const float score = kTensorCore<Scalar> ? scores[n][e] : scores[n][e] - of.shift(n, e);
-      scores[n][e] = power_of_2<Scalar>(fmaf(score, scale.exponent, -of.rest(n, e)));
+      const float score = kTensorCore<Scalar> ? scores[n][e] : scores[n][e] - per_query.shift(n, e);
+      scores[n][e] = power_of_2<Scalar>(fmaf(score, scale.exponent, -per_query.rest(n, e)));
     }
   leave_out<N>(scores, pairs);
 }
 
 // Applies dropout: multiplies kept numbers by `factor`, and sets the others to 0.
-template <int N, class Kept>
-__device__ __forceinline__ void keep(float (&numbers)[N / 8][4], const Kept& kept, float factor) {
+template <int N, class Bits>
+__device__ __forceinline__ void apply_dropout(
+    float (&numbers)[N / 8][4], const Bits& kept, float factor) {
 #pragma unroll
   for (int n = 0; n < N / 8; ++n)
 #pragma unroll
-    for (int e = 0; e < 4; ++e) numbers[n][e] = kept(n, e) ? numbers[n][e] * factor : 0.0f;
+    for (int e = 0; e < 4; ++e) numbers[n][e] = kept.test(n, e) ? numbers[n][e] * factor : 0.0f;
 }
 
 // Turns products of dO and v, after dropout, into dS.
 template <int N, class Vectors>
 __device__ __forceinline__ void make_gradients(
-    float (&products)[N / 8][4], const float (&weights)[N / 8][4], const Vectors& of,
+    float (&products)[N / 8][4], const float (&weights)[N / 8][4], const Vectors& per_query,
     const Pairs<N>& pairs) {
 #pragma unroll
   for (int n = 0; n < N / 8; ++n)
 #pragma unroll
-    for (int e = 0; e < 4; ++e) products[n][e] = weights[n][e] * (products[n][e] - of.delta(n, e));
+    for (int e = 0; e < 4; ++e)
+      products[n][e] = weights[n][e] * (products[n][e] - per_query.delta(n, e));
   leave_out<N>(products, pairs);
 }
 

@@ -34,7 +34,7 @@ constexpr int kProducerRegisters = kByKey && D == 128 ? 56 : 72;
 
 struct Call {
   Attention attention;
-  RowVectors vectors;
+  QueryVectors vectors;
   Source query, key, value, grad_out;
 };
 
@@ -44,8 +44,8 @@ struct Tiles {
   Scalar of_scores[rows * D], of_outputs[rows * D];
 };
 
-// The producer's notes on a tile: also its query head and, if its columns are queries, RowVectors.
-struct TileNotes : Notes<N> {
+// A tile's header: also its query head and, if its columns are queries, QueryVectors.
+struct BackwardHeader : TileHeader<N> {
   int h;
   alignas(8) float shift[N], rest[N], delta[N];
 };
@@ -55,38 +55,39 @@ template <class Scalar, int D>
 struct Shared {
   Tiles<Scalar, D, kGroupRows> own[kConsumers];
   Tiles<Scalar, D, N> other[kStages];
-  TileNotes notes[kStages];
+  BackwardHeader headers[kStages];
   SharedBarrier own_full[kConsumers], full[kStages], empty[kStages];
-  SharedBarrier loaded;  // a tile that is still to be cleaned has arrived
+  SharedBarrier loaded;  // a tile that is still to be prepared has arrived
   bool non_finite;
 };
 
-// As TileVectors, for a tile's columns: reads the notes, two neighbours at a time.
-class NotedVectors {
+// As TileVectors, for a tile's columns: reads the header, two neighbours at a time.
+class HeaderVectors {
  public:
-  __device__ __forceinline__ explicit NotedVectors(const TileNotes& notes) : notes_(notes) {}
-  __device__ __forceinline__ float shift(int n, int e) const { return at(notes_.shift, n, e); }
-  __device__ __forceinline__ float rest(int n, int e) const { return at(notes_.rest, n, e); }
-  __device__ __forceinline__ float delta(int n, int e) const { return at(notes_.delta, n, e); }
+  __device__ __forceinline__ explicit HeaderVectors(const BackwardHeader& header)
+      : header_(header) {}
+  __device__ __forceinline__ float shift(int n, int e) const { return at(header_.shift, n, e); }
+  __device__ __forceinline__ float rest(int n, int e) const { return at(header_.rest, n, e); }
+  __device__ __forceinline__ float delta(int n, int e) const { return at(header_.delta, n, e); }
 
  private:
   __device__ static __forceinline__ float at(const float (&numbers)[N], int n, int e) {
-    const float2 two = *reinterpret_cast<const float2*>(numbers + column_of(n, 0));
+    const float2 two = *reinterpret_cast<const float2*>(numbers + fragment_column(n, 0));
     return e % 2 ? two.y : two.x;
   }
-  const TileNotes& notes_;
+  const BackwardHeader& header_;
 };
 
 // Producers ---------------------------------------------------------------------------------------
 
-__device__ __forceinline__ void note_vectors(
-    TileNotes& notes, const RowVectors& vectors, const Head& head, int column) {
+__device__ __forceinline__ void write_vectors(
+    BackwardHeader& header, const QueryVectors& vectors, const Head& head, int column) {
   for (int i = threadIdx.x; i < N; i += kWarpgroup) {
     const bool inside = column + i < head.queries;
-    const int64_t at = head.row + column + i;
-    notes.shift[i] = inside ? vectors.shift[at] : 0.0f;
-    notes.rest[i] = inside ? vectors.rest[at] : 0.0f;
-    notes.delta[i] = inside ? vectors.delta[at] : 0.0f;
+    const int64_t at = head.first_row + column + i;
+    header.shift[i] = inside ? vectors.shift[at] : 0.0f;
+    header.rest[i] = inside ? vectors.rest[at] : 0.0f;
+    header.delta[i] = inside ? vectors.delta[at] : 0.0f;
   }
 }
 
@@ -106,47 +107,48 @@ __device__ __forceinline__ void load_both(
 // kByKey: a block owns keys.
 template <bool kByKey, class Scalar, int D>
 __device__ __forceinline__ void produce(
-    const Call& call, const Place& place, int groups, Shared<Scalar, D>& shared) {
+    const Call& call, const BlockIndex& index, int groups, Shared<Scalar, D>& shared) {
   const Attention& p = call.attention;
   const bool leader = threadIdx.x == 0;
-  const int first = place.block * kRows;
+  const int first = index.block * kRows;
   const int members = kByKey ? static_cast<int>(p.heads / p.kv_heads) : 1;
   if (leader)
     for (int group = 0; group < groups; ++group)
       load_both<kByKey>(
-          shared.own[group], call, &shared.own_full[group], Head(p, place.b, place.h * members),
+          shared.own[group], call, &shared.own_full[group], Head(p, index.b, index.h * members),
           first + group * kGroupRows);
-  const Span all = seen_by_all<kByKey>(p, Head(p, place.b, place.h * members), first);
+  const Range all = visible_to_all<kByKey>(p, Head(p, index.b, index.h * members), first);
   Ring<kStages> tiles;
   uint32_t loaded = 0;  // parity of shared.loaded
-  Mode mode = Mode::Hope;
+  Mode mode = Mode::Fast;
   do {
-    for (int h = place.h * members; h < (place.h + 1) * members; ++h) {
-      const auto head = [&] { return Head(p, place.b, h); };
-      const Span span = visible<N, kByKey>(p, head(), first, kRows);
-      for (int column = span.first; column < span.last; column += N) {
-        TileNotes& notes = shared.notes[tiles.stage];
+    for (int h = index.h * members; h < (index.h + 1) * members; ++h) {
+      const auto head = [&] { return Head(p, index.b, h); };
+      const Range range = visible_to_block<N, kByKey>(p, head(), first, kRows);
+      for (int column = range.first; column < range.last; column += N) {
+        BackwardHeader& header = shared.headers[tiles.stage];
         wait(&shared.empty[tiles.stage], tiles.parity ^ 1);
-        if constexpr (kByKey) note_vectors(notes, call.vectors, head(), column);
-        if (!note_tile<N, kByKey>(notes, p, place.b, h, first, column, all)) continue;
+        if constexpr (kByKey) write_vectors(header, call.vectors, head(), column);
+        if (!write_header<N, kByKey>(header, p, index.b, h, first, column, all)) continue;
         // Rows from `end` on are in memory, but take no part: they lie past the lengths.
-        const Head of = head();
-        const int end = kByKey ? of.first_query + of.queries < p.total_q ? of.queries - column : N
-            : of.first_key + of.keys < p.total_k ? of.keys - column
-                                                 : N;
-        const bool as_it_is = mode == Mode::Hope && end >= N;
+        const Head other = head();
+        const int end = kByKey
+            ? other.first_query + other.queries < p.total_q ? other.queries - column : N
+            : other.first_key + other.keys < p.total_k ? other.keys - column
+                                                       : N;
+        const bool as_it_is = mode == Mode::Fast && end >= N;
         auto& tile = shared.other[tiles.stage];
         SharedBarrier* const full = &shared.full[tiles.stage];
         if (leader) {
-          notes.h = h;
-          notes.column = column;
-          load_both<!kByKey>(tile, call, as_it_is ? full : &shared.loaded, of, column);
+          header.h = h;
+          header.column = column;
+          load_both<!kByKey>(tile, call, as_it_is ? full : &shared.loaded, other, column);
         }
         if (!as_it_is) {
           wait(&shared.loaded, loaded);
           loaded ^= 1;
-          clean_panels<N, D>(tile.of_scores, end, mode);
-          if constexpr (kByKey) clean_panels<N, D>(tile.of_outputs, end, mode);
+          prepare_panels<N, D>(tile.of_scores, end, mode);
+          if constexpr (kByKey) prepare_panels<N, D>(tile.of_outputs, end, mode);
           fence_for_async();
           named_barrier(kProducing, kWarpgroup);
           if (leader) arrive(full);
@@ -154,17 +156,17 @@ __device__ __forceinline__ void produce(
         tiles.advance();
       }
     }
-    note_end(shared.notes, shared.full, shared.empty, tiles);
-  } while (pass_again(p, shared, mode, (1 + groups) * kWarpgroup, false));
+    write_end(shared.headers, shared.full, shared.empty, tiles);
+  } while (next_pass(p, mode, [&] { return any_found(shared, (1 + groups) * kWarpgroup, false); }));
 }
 
 // Consumers ---------------------------------------------------------------------------------------
 
 template <bool kByKey, class Scalar, int D>
 __device__ __forceinline__ void consume(
-    const Call& call, const Place& place, int groups, int group, Shared<Scalar, D>& shared) {
+    const Call& call, const BlockIndex& index, int groups, int group, Shared<Scalar, D>& shared) {
   const Attention& p = call.attention;
-  const int strip = 4 * group + warp() % 4, row = place.block * kRows + 16 * strip;
+  const int strip = 4 * group + warp() % 4, row = index.block * kRows + 16 * strip;
   const Scale scale(p);
   auto& own = shared.own[group];
   Ring<kStages> tiles;
@@ -174,14 +176,14 @@ __device__ __forceinline__ void consume(
   // tiles: sums of dS times q or k and, by key, value_sums of weights times dO.
   float scores[N / 8][4], products[N / 8][4], sums[D / 8][4], value_sums[D / 8][4];
   uint32_t gradients[N / 16][4], weights[N / 16][4];
-  Reached<D> reached, value_reached;
-  Mode mode = Mode::Hope;
+  ReachedSums<D> reached, value_reached;
+  Mode mode = Mode::Fast;
 
   // Waits for the next tile; returns whether there is one.
   const auto another = [&] {
     tiles.stage = uniform(tiles.stage);
     wait(&shared.full[tiles.stage], tiles.parity);
-    return shared.notes[tiles.stage].column >= 0;
+    return shared.headers[tiles.stage].column >= 0;
   };
   const auto go_on = [&] {
     last_stage = tiles.stage;
@@ -204,27 +206,26 @@ __device__ __forceinline__ void consume(
     release(&shared.empty[last_stage]);
   };
   // Turns a tile's scores into the factors of its sums.
-  const auto weigh = [&](const auto& of) {
-    const TileNotes& notes = shared.notes[tiles.stage];
-    const Pairs<N> pairs = noted<N>(notes.pairs, strip, notes.full[strip]);
-    if (scale.natural) {
+  const auto weigh = [&](const auto& per_query) {
+    const BackwardHeader& header = shared.headers[tiles.stage];
+    const Pairs<N> pairs = read_bits<N>(header.pairs, strip, header.full[strip]);
+    if (scale.scores_in_nats) {
       scale_and_add_mask<N, kByKey, Scalar>(
-          scores, p, scale, Head(p, place.b, notes.h), pairs, row, notes.column);
-      subtract_shifts<N>(scores, of);
+          scores, p, scale, Head(p, index.b, header.h), pairs, row, header.column);
+      subtract_shifts<N>(scores, per_query);
     }
     wgmma_begin(products);
     start_products<Scalar, D, N>(products, own.of_outputs, shared.other[tiles.stage].of_outputs);
     wgmma_commit();
-    make_weights<N, Scalar>(scores, scale, of, pairs);
+    make_weights<N, Scalar>(scores, scale, per_query, pairs);
     wgmma_wait<0>(products);
     if (p.dropout.threshold) {
-      const Pairs<N> noted_kept = noted<N>(notes.kept, strip, false);
-      const auto kept = [&](int n, int e) { return noted_kept.test(n, e); };
-      keep<N>(products, kept, static_cast<float>(p.dropout.scale));
-      make_gradients<N>(products, scores, of, pairs);
-      keep<N>(scores, kept, 1);
+      const Pairs<N> kept = read_bits<N>(header.kept, strip, false);
+      apply_dropout<N>(products, kept, static_cast<float>(p.dropout.scale));
+      make_gradients<N>(products, scores, per_query, pairs);
+      apply_dropout<N>(scores, kept, 1);
     } else {
-      make_gradients<N>(products, scores, of, pairs);
+      make_gradients<N>(products, scores, per_query, pairs);
     }
     pack_weights<Scalar, N>(gradients, [&](int n, int e) { return products[n][e]; });
     if constexpr (kByKey)
@@ -232,28 +233,28 @@ __device__ __forceinline__ void consume(
   };
 
   wait(&shared.own_full[group], 0);
-  for (;;) {
+  do {
     set_to_zero<D>(sums);
     if constexpr (kByKey) set_to_zero<D>(value_sums);
-    if (mode == Mode::Count) {
+    if (mode == Mode::Locate) {
       while (another()) {
-        const Pairs<N> pairs = noted<N>(shared.notes[tiles.stage].pairs, strip, false);
+        const Pairs<N> pairs = read_bits<N>(shared.headers[tiles.stage].pairs, strip, false);
         const auto part = [&](int n, int e) { return pairs.test(n, e); };
         pack_weights<Scalar, N>(gradients, part);
         if constexpr (kByKey) pack_weights<Scalar, N>(weights, part);
         go_on();
         finish_tile.template operator()<false>();
       }
-      reached = Reached<D>(sums);
-      if constexpr (kByKey) value_reached = Reached<D>(value_sums);
+      reached = ReachedSums<D>(sums);
+      if constexpr (kByKey) value_reached = ReachedSums<D>(value_sums);
     } else if (another()) {
-      const TileVectors<N, false> of_rows(call.vectors, Head(p, place.b, place.h), row, 0);
+      const TileVectors<N, false> of_rows(call.vectors, Head(p, index.b, index.h), row, 0);
       wgmma_begin(scores);
       start_scores();
       wgmma_commit();
       wgmma_wait<0>(scores);
       for (;;) {
-        if constexpr (kByKey) weigh(NotedVectors(shared.notes[tiles.stage]));
+        if constexpr (kByKey) weigh(HeaderVectors(shared.headers[tiles.stage]));
         else weigh(of_rows);
         go_on();
         if (!another()) break;
@@ -263,13 +264,14 @@ __device__ __forceinline__ void consume(
     }
     release(&shared.empty[tiles.stage]);
     tiles.advance();
+  } while (next_pass(p, mode, [&] {
     bool found = any_non_finite<D>(sums);
     if constexpr (kByKey) found |= any_non_finite<D>(value_sums);
-    if (!pass_again(p, shared, mode, (1 + groups) * kWarpgroup, found)) break;
-  }
+    return any_found(shared, (1 + groups) * kWarpgroup, found);
+  }));
 
   named_barrier(kStoring + group, kWarpgroup);  // all warps are done with the consumer's own tiles
-  const Head head(p, place.b, kByKey ? place.h * static_cast<int>(p.heads / p.kv_heads) : place.h);
+  const Head head(p, index.b, kByKey ? index.h * static_cast<int>(p.heads / p.kv_heads) : index.h);
   const auto store = [&](const auto& gradient, double factor, const auto& where, Scalar* room,
                          auto to) {
     const float factors[2] = {static_cast<float>(factor), static_cast<float>(factor)};
@@ -292,8 +294,8 @@ __device__ __forceinline__ void consume(
 // Kernels -----------------------------------------------------------------------------------------
 
 template <bool kByKey, class Scalar, int D>
-__device__ __forceinline__ void backward(const Call& call, const Place& place, int rows) {
-  const int left = rows - place.block * kRows;
+__device__ __forceinline__ void backward(const Call& call, const BlockIndex& index, int rows) {
+  const int left = rows - index.block * kRows;
   if (left <= 0) return;
   const int groups = consumers(left);
   auto& shared = *reinterpret_cast<Shared<Scalar, D>*>(shared_memory());
@@ -316,10 +318,10 @@ __device__ __forceinline__ void backward(const Call& call, const Place& place, i
   const int group = uniform(threadIdx.x / kWarpgroup) - 1;
   if (group < 0) {
     give_registers_back<kProducerRegisters<kByKey, D>>();
-    produce<kByKey>(call, place, groups, shared);
+    produce<kByKey>(call, index, groups, shared);
   } else {
     take_registers<consumer_registers(kProducerRegisters<kByKey, D>)>();
-    if (group < groups) consume<kByKey>(call, place, groups, group, shared);
+    if (group < groups) consume<kByKey>(call, index, groups, group, shared);
   }
 }
 
@@ -327,24 +329,24 @@ template <class Scalar, int D>
 __global__ __launch_bounds__(kThreads, 1) void attention_backward_key_value_hopper_kernel(
     const __grid_constant__ Call call) {
   const Attention& p = call.attention;
-  const Place place(p.Lk, kRows, p.kv_heads);
-  if (place.b == p.batch) return store_unused_keys<Scalar>(p, place, kRows);
-  backward<true, Scalar, D>(call, place, Head(p, place.b, 0).stored);
+  const BlockIndex index(p.Lk, kRows, p.kv_heads);
+  if (index.b == p.batch) return store_unused_keys<Scalar>(p, index, kRows);
+  backward<true, Scalar, D>(call, index, Head(p, index.b, 0).stored);
 }
 
 template <class Scalar, int D>
 __global__ __launch_bounds__(kThreads, 1) void attention_backward_query_hopper_kernel(
     const __grid_constant__ Call call) {
   const Attention& p = call.attention;
-  Place place(p.Lq, kRows, p.heads);
-  if (p.window_right >= 0) place.block = place.blocks - 1 - place.block;  // most keys first
-  if (place.b == p.batch) return store_unused_queries<Scalar>(p, place, kRows);
-  backward<false, Scalar, D>(call, place, Head(p, place.b, 0).queries);
+  BlockIndex index(p.Lq, kRows, p.heads);
+  if (p.window_right >= 0) index.block = index.blocks - 1 - index.block;  // most keys first
+  if (index.b == p.batch) return store_unused_queries<Scalar>(p, index, kRows);
+  backward<false, Scalar, D>(call, index, Head(p, index.b, 0).queries);
 }
 
 }  // namespace
 
-void attention_backward_hopper(const Attention& p, const RowVectors& vectors, void* stream) {
+void attention_backward_hopper(const Attention& p, const QueryVectors& vectors, void* stream) {
   const Call call{
       p,
       vectors,

@@ -9,6 +9,12 @@
 // exponential per pair.
 
 #include "cuda/attention_forward.cuh"
+#include "cuda/attention_fragments.cuh"
+#include "cuda/attention_launch.cuh"
+#include "cuda/attention_pairs.cuh"
+#include "cuda/attention_passes.cuh"
+#include "cuda/attention_softmax.cuh"
+#include "cuda/attention_tile.cuh"
 
 namespace trifuse::cuda {
 namespace {
@@ -26,14 +32,14 @@ __global__ __launch_bounds__(32 * Shape<Scalar, D>::kWarps) void attention_forwa
     const __grid_constant__ Attention p) {
   using Shape = Shape<Scalar, D>;
   constexpr int N = Shape::N;
-  Place place(p.Lq, Shape::kRows, p.heads);
-  if (p.window_right >= 0) place.block = place.blocks - 1 - place.block;  // most keys first
-  if (place.b == p.batch) {
-    store_unused_tokens<Scalar>(p, place, Shape::kRows);
+  BlockIndex index(p.Lq, Shape::kRows, p.heads);
+  if (p.window_right >= 0) index.block = index.blocks - 1 - index.block;  // most keys first
+  if (index.b == p.batch) {
+    store_unused_tokens<Scalar>(p, index, Shape::kRows);
     return;
   }
-  const Head head(p, place.b, place.h);
-  const int first = place.block * Shape::kRows, row = first + 16 * warp();
+  const Head head(p, index.b, index.h);
+  const int first = index.block * Shape::kRows, row = first + 16 * warp();
   if (first >= head.queries) return;
 
   const Tile<Scalar> query{reinterpret_cast<Scalar*>(shared_memory()), D};
@@ -46,67 +52,55 @@ __global__ __launch_bounds__(32 * Shape<Scalar, D>::kWarps) void attention_forwa
             columns = static_cast<int>(round_up(p.Ev, 16));
   const Scale scale(p);
   const uint64_t seed = p.dropout.threshold ? *p.seed : 0;
-  const Span spans[2] = {keys_of(p, head, row + row_of(0)), keys_of(p, head, row + row_of(2))};
-  const Span span = visible<N, false>(p, head, first, Shape::kRows);
+  const Range ranges[2] = {
+      visible_keys(p, head, row + fragment_row(0)), visible_keys(p, head, row + fragment_row(2))};
+  const Range range = visible_to_block<N, false>(p, head, first, Shape::kRows);
 
   load_tile(query, head.query_rows<const Scalar>(p.query, p.E), first, Shape::kRows, head.queries);
   cp_async_commit();
 
-  // A NaN or Inf in a value that the mask leaves out must not return as 0 · NaN from a product. The
-  // first pass assumes that all values are finite. If one of its sums is not finite, a second pass
-  // finds the sums that a NaN or Inf reaches through a pair, and a third recomputes the others.
-  Mode mode = Mode::Hope;
+  Mode mode = Mode::Fast;
   float acc[D / 8][4];
   Softmax<Scalar> softmax;
-  Reached<D> reached;
-  for (;;) {
+  ReachedSums<D> reached;
+  do {
     set_to_zero<D>(acc);
     softmax = {};
     for_tiles<N>(
-        span, [&](int column) { return look<N, false>(p, head, spans, row, column); },
+        range, [&](int column) { return find_pairs<N, false>(p, head, ranges, row, column); },
         [&](int column, int stage) {
           load_tile(key_tile(stage), keys, column, N, head.keys);
           load_tile(value_tile(stage), values, column, N, head.keys);
         },
         [&](int stage) {
-          if (mode == Mode::Hope) return;
-          clean_tile(value_tile(stage), N, mode);
+          if (mode == Mode::Fast) return;
+          prepare_tile(value_tile(stage), N, mode);
           __syncthreads();
         },
         [&](int column, int stage, const Pairs<N>& pairs) {
           float weights[N / 8][4] = {};
-          float shrink[2] = {1, 1};
-          if (mode != Mode::Count) {
+          float rescale[2] = {1, 1};
+          if (mode != Mode::Locate) {
             multiply_rows<N>(weights, query.from(16 * warp()), key_tile(stage), depth);
-            if (scale.natural)
+            if (scale.scores_in_nats)
               scale_and_add_mask<N, false, Scalar>(weights, p, scale, head, pairs, row, column);
-            softmax.template take<N>(weights, pairs, scale, shrink);
+            softmax.template take<N>(weights, pairs, scale, rescale);
             if (p.dropout.threshold) {
-              const Dropped<N, false> dropped(p, head, seed, row, column);
+              const Kept<N, false> kept(p, head, seed, row, column);
 #pragma unroll
               for (int n = 0; n < N / 8; ++n)
 #pragma unroll
                 for (int e = 0; e < 4; ++e)
-                  if (!dropped.keeps(n, e)) weights[n][e] = 0;
+                  if (!kept.test(n, e)) weights[n][e] = 0;
             }
-            multiply_by<D>(acc, shrink);
+            multiply_by<D>(acc, rescale);
           } else {
-#pragma unroll
-            for (int n = 0; n < N / 8; ++n)
-#pragma unroll
-              for (int e = 0; e < 4; ++e) weights[n][e] = pairs.test(n, e);
+            set_to_pairs<N>(weights, pairs);
           }
           multiply_weights<N, D>(acc, weights, value_tile(stage), 0, columns);
         });
-    if (mode == Mode::Clean) break;
-    if (mode == Mode::Count) {
-      reached = Reached<D>(acc);
-      mode = Mode::Clean;
-    } else {
-      if (!is_selective(p) || !__syncthreads_or(any_non_finite<D>(acc))) break;
-      mode = Mode::Count;
-    }
-  }
+    if (mode == Mode::Locate) reached = ReachedSums<D>(acc);
+  } while (next_pass(p, mode, [&] { return __syncthreads_or(any_non_finite<D>(acc)); }));
 
   store_results<D>(p, head, scale, row, acc, softmax, reached, query.from(16 * warp()));
 }

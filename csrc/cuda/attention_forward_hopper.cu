@@ -34,10 +34,10 @@ struct Shared {
   static constexpr int N = kKeys<D>, S = kStages<D>;
   Scalar query[kConsumers][kGroupRows * D];
   Scalar key[S][N * D], value[S][N * D];
-  Notes<N> notes[S];  // guarded by the keys' barriers
+  TileHeader<N> headers[S];  // guarded by the keys' barriers
   SharedBarrier query_full[kConsumers];
   SharedBarrier key_full[S], key_empty[S], value_full[S], value_empty[S];
-  SharedBarrier value_loaded;  // values that are still to be cleaned have arrived
+  SharedBarrier value_loaded;  // values that are still to be prepared have arrived
   bool non_finite;
 };
 
@@ -45,33 +45,33 @@ struct Shared {
 
 template <class Scalar, int D>
 __device__ __forceinline__ void produce(
-    const Call& call, const Place& place, int groups, Shared<Scalar, D>& shared) {
+    const Call& call, const BlockIndex& index, int groups, Shared<Scalar, D>& shared) {
   constexpr int N = kKeys<D>;
   const Attention& p = call.attention;
   const bool leader = threadIdx.x == 0;
-  const int first = place.block * kRows;
+  const int first = index.block * kRows;
   // Constructed at each use: it takes too many registers to keep.
-  const auto head = [&] { return Head(p, place.b, place.h); };
-  const Span span = visible<N, false>(p, head(), first, kRows);
-  const Span all = seen_by_all<false>(p, head(), first);
+  const auto head = [&] { return Head(p, index.b, index.h); };
+  const Range range = visible_to_block<N, false>(p, head(), first, kRows);
+  const Range all = visible_to_all<false>(p, head(), first);
   if (leader) {
     for (int group = 0; group < groups; ++group) {
       arrive_and_expect(&shared.query_full[group], sizeof shared.query[group]);
       load<Scalar, D>(
-          shared.query[group], call.query, &shared.query_full[group], head().batch, place.h,
+          shared.query[group], call.query, &shared.query_full[group], head().batch, index.h,
           head().first_query + first + group * kGroupRows, kGroupRows);
     }
   }
   Ring<kStages<D>> keys, values;
   uint32_t loaded = 0;  // parity of value_loaded
-  Mode mode = Mode::Hope;
+  Mode mode = Mode::Fast;
   do {
-    for (int column = span.first; column < span.last; column += N) {
-      Notes<N>& notes = shared.notes[keys.stage];
+    for (int column = range.first; column < range.last; column += N) {
+      TileHeader<N>& header = shared.headers[keys.stage];
       wait(&shared.key_empty[keys.stage], keys.parity ^ 1);
-      if (!note_tile<N, false>(notes, p, place.b, place.h, first, column, all)) continue;
+      if (!write_header<N, false>(header, p, index.b, index.h, first, column, all)) continue;
       if (leader) {
-        notes.column = column;
+        header.column = column;
         arrive_and_expect(&shared.key_full[keys.stage], sizeof shared.key[keys.stage]);
         load<Scalar, D>(
             shared.key[keys.stage], call.key, &shared.key_full[keys.stage], head().batch,
@@ -84,7 +84,7 @@ __device__ __forceinline__ void produce(
       SharedBarrier* full = &shared.value_full[values.stage];
       // Rows from `end` on are in memory, but take no part: they lie past the lengths.
       const int end = head().first_key + head().keys < p.total_k ? head().keys - column : N;
-      const bool as_it_is = mode == Mode::Hope && end >= N;
+      const bool as_it_is = mode == Mode::Fast && end >= N;
       if (leader) {
         SharedBarrier* const barrier = as_it_is ? full : &shared.value_loaded;
         arrive_and_expect(barrier, sizeof shared.value[values.stage]);
@@ -94,24 +94,24 @@ __device__ __forceinline__ void produce(
       if (!as_it_is) {
         wait(&shared.value_loaded, loaded);
         loaded ^= 1;
-        clean_panels<N, D>(value, end, mode);
+        prepare_panels<N, D>(value, end, mode);
         fence_for_async();
         named_barrier(kProducing, kWarpgroup);
         if (leader) arrive(full);
       }
       values.advance();
     }
-    note_end(shared.notes, shared.key_full, shared.key_empty, keys);
-  } while (pass_again(p, shared, mode, (1 + groups) * kWarpgroup, false));
+    write_end(shared.headers, shared.key_full, shared.key_empty, keys);
+  } while (next_pass(p, mode, [&] { return any_found(shared, (1 + groups) * kWarpgroup, false); }));
 }
 
 // Consumers ---------------------------------------------------------------------------------------
 
 template <class Scalar, int D>
 __device__ __forceinline__ void consume(
-    const Attention& p, const Place& place, int groups, int group, Shared<Scalar, D>& shared) {
+    const Attention& p, const BlockIndex& index, int groups, int group, Shared<Scalar, D>& shared) {
   constexpr int N = kKeys<D>;
-  const int strip = 4 * group + warp() % 4, row = place.block * kRows + 16 * strip;
+  const int strip = 4 * group + warp() % 4, row = index.block * kRows + 16 * strip;
   const Scale scale(p);
   Scalar* const query = shared.query[group];
   Ring<kStages<D>> keys, values;
@@ -124,19 +124,19 @@ __device__ __forceinline__ void consume(
   float acc[D / 8][4], scores[N / 8][4];
   uint32_t weights[N / 16][4];  // of the previous tile
   Softmax<Scalar> softmax;
-  Reached<D> reached;
-  Mode mode = Mode::Hope;
+  ReachedSums<D> reached;
+  Mode mode = Mode::Fast;
 
   // Turns a tile's scores into weights, and releases its keys.
-  const auto weigh = [&](float (&shrink)[2]) {
-    const Notes<N>& notes = shared.notes[keys.stage];
-    const Pairs<N> pairs = noted<N>(notes.pairs, strip, notes.full[strip]);
-    if (scale.natural)
+  const auto weigh = [&](float (&rescale)[2]) {
+    const TileHeader<N>& header = shared.headers[keys.stage];
+    const Pairs<N> pairs = read_bits<N>(header.pairs, strip, header.full[strip]);
+    if (scale.scores_in_nats)
       scale_and_add_mask<N, false, Scalar>(
-          scores, p, scale, Head(p, place.b, place.h), pairs, row, notes.column);
-    softmax.template take<N>(scores, pairs, scale, shrink);
+          scores, p, scale, Head(p, index.b, index.h), pairs, row, header.column);
+    softmax.template take<N>(scores, pairs, scale, rescale);
     if (p.dropout.threshold) {
-      const Pairs<N> kept = noted<N>(notes.kept, strip, false);
+      const Pairs<N> kept = read_bits<N>(header.kept, strip, false);
 #pragma unroll
       for (int n = 0; n < N / 8; ++n)
 #pragma unroll
@@ -149,7 +149,7 @@ __device__ __forceinline__ void consume(
   // Waits for the next tile's keys; returns whether there is another tile.
   const auto another = [&] {
     wait(&shared.key_full[keys.stage], keys.parity);
-    return shared.notes[keys.stage].column >= 0;
+    return shared.headers[keys.stage].column >= 0;
   };
   const auto finish_sums = [&] {
     wait(&shared.value_full[values.stage], values.parity);
@@ -165,18 +165,18 @@ __device__ __forceinline__ void consume(
   if (group == 1) give_turn();
   do {
     set_to_zero<D>(acc);
-    if (mode == Mode::Count) {
+    if (mode == Mode::Locate) {
       while (another()) {
-        const Pairs<N> pairs = noted<N>(shared.notes[keys.stage].pairs, strip, false);
+        const Pairs<N> pairs = read_bits<N>(shared.headers[keys.stage].pairs, strip, false);
         pack_weights<Scalar, N>(weights, [&](int n, int e) { return pairs.test(n, e); });
         release(&shared.key_empty[keys.stage]);
         keys.advance();
         finish_sums();
       }
-      reached = Reached<D>(acc);
+      reached = ReachedSums<D>(acc);
     } else {
       softmax = {};
-      float shrink[2];
+      float rescale[2];
       if (another()) {
         take_turn();
         wgmma_begin(scores);
@@ -185,10 +185,11 @@ __device__ __forceinline__ void consume(
         give_turn();
         wgmma_wait<0>(scores);
         for (int summed = -1;;) {  // stage of the values whose products are in flight, -1: none
-          weigh(shrink);
+          weigh(rescale);
           wgmma_wait<0>(acc, weights);
           if (summed >= 0) release(&shared.value_empty[summed]);
-          if (__any_sync(kAllLanes, shrink[0] != 1 || shrink[1] != 1)) multiply_by<D>(acc, shrink);
+          if (__any_sync(kAllLanes, rescale[0] != 1 || rescale[1] != 1))
+            multiply_by<D>(acc, rescale);
           pack_weights<Scalar, N>(weights, [&](int n, int e) { return scores[n][e]; });
           if (!another()) break;
           wait(&shared.value_full[values.stage], values.parity);
@@ -208,11 +209,13 @@ __device__ __forceinline__ void consume(
     }
     release(&shared.key_empty[keys.stage]);
     keys.advance();
-  } while (pass_again(p, shared, mode, (1 + groups) * kWarpgroup, any_non_finite<D>(acc)));
+  } while (next_pass(p, mode, [&] {
+    return any_found(shared, (1 + groups) * kWarpgroup, any_non_finite<D>(acc));
+  }));
 
   named_barrier(kStoring + group, kWarpgroup);  // all warps are done with the queries
   const Tile<Scalar> room{query + 16 * (strip % 4) * D, D};
-  store_results<D>(p, Head(p, place.b, place.h), Scale(p), row, acc, softmax, reached, room);
+  store_results<D>(p, Head(p, index.b, index.h), Scale(p), row, acc, softmax, reached, room);
   if (group == 0) take_turn();  // consumer 1 has given one turn more than consumer 0 has taken
 }
 
@@ -220,14 +223,14 @@ template <class Scalar, int D>
 __global__ __launch_bounds__(kThreads, 1) void attention_forward_hopper_kernel(
     const __grid_constant__ Call call) {
   const Attention& p = call.attention;
-  Place place(p.Lq, kRows, p.heads);
-  if (p.window_right >= 0) place.block = place.blocks - 1 - place.block;  // most keys first
-  if (place.b == p.batch) {
-    store_unused_tokens<Scalar>(p, place, kRows);
+  BlockIndex index(p.Lq, kRows, p.heads);
+  if (p.window_right >= 0) index.block = index.blocks - 1 - index.block;  // most keys first
+  if (index.b == p.batch) {
+    store_unused_tokens<Scalar>(p, index, kRows);
     return;
   }
-  const Head head(p, place.b, place.h);
-  const int first = place.block * kRows, groups = consumers(head.queries - first);
+  const Head head(p, index.b, index.h);
+  const int first = index.block * kRows, groups = consumers(head.queries - first);
   if (first >= head.queries) return;
 
   auto& shared = *reinterpret_cast<Shared<Scalar, D>*>(shared_memory());
@@ -251,10 +254,10 @@ __global__ __launch_bounds__(kThreads, 1) void attention_forward_hopper_kernel(
   const int group = uniform(threadIdx.x / kWarpgroup) - 1;
   if (group < 0) {
     give_registers_back<kProducerRegisters<D>>();
-    produce(call, place, groups, shared);
+    produce(call, index, groups, shared);
   } else {
     take_registers<consumer_registers(kProducerRegisters<D>)>();
-    if (group < groups) consume(p, place, groups, group, shared);
+    if (group < groups) consume(p, index, groups, group, shared);
   }
 }
 

@@ -2,14 +2,19 @@
 // tiles, and their products.
 //
 // A block has three warpgroups of four warps. One is the producer: it finds the tiles in which some
-// query-key pair takes part, starts their TMA loads as far ahead as there are stages, and notes for
-// each tile which pairs take part and which weights dropout keeps. The other two are consumers,
-// with 64 of the block's rows each: they run the products, which the tensor cores execute
-// asynchronously.
+// query-key pair takes part, starts their TMA loads as far ahead as there are stages, and writes
+// a header for each tile: which pairs take part and which weights dropout keeps. The other two are
+// consumers, with 64 of the block's rows each: they run the products, which the tensor cores
+// execute asynchronously.
 
 #pragma once
 
-#include "cuda/attention_tile.cuh"
+#include "cuda/attention.h"
+#include "cuda/attention_fragments.cuh"
+#include "cuda/attention_launch.cuh"
+#include "cuda/attention_pairs.cuh"
+#include "cuda/attention_passes.cuh"
+#include "cuda/philox.cuh"
 #include "cuda/ptx_sm90a.cuh"
 #include "cuda/tensor_map.h"
 
@@ -28,11 +33,11 @@ constexpr int kPanelRow = 128;  // bytes of a row of a panel
 __device__ __forceinline__ int uniform(int number) { return __shfl_sync(kAllLanes, number, 0); }
 
 // Numbers of named barriers; 0 is __syncthreads.
-enum Named {
-  kTurns = 1,      // + consumer: its turn to start products
-  kProducing = 3,  // among the producer's threads
-  kPassing = 4,    // among producer and consumers, between passes
-  kStoring = 5,    // + consumer: among its threads
+enum NamedBarrier {
+  kTurns = 1,          // + consumer: its turn to start products
+  kProducing = 3,      // among the producer's threads
+  kBetweenPasses = 4,  // among producer and consumers, between passes
+  kStoring = 5,        // + consumer: among its threads
 };
 
 // Tensor maps of the copy engine (TMA) ------------------------------------------------------------
@@ -89,8 +94,8 @@ __device__ __forceinline__ void load(
 // Prepares a tile of N rows for a sum over its rows, by all threads of the producer. The first pass
 // zeros the rows from `end` on, which take no part.
 template <int N, int D, class Scalar>
-__device__ __forceinline__ void clean_panels(Scalar* tile, int end, Mode mode) {
-  if (mode != Mode::Hope) return clean_numbers(tile, N * D, kWarpgroup, mode);
+__device__ __forceinline__ void prepare_panels(Scalar* tile, int end, Mode mode) {
+  if (mode != Mode::Fast) return prepare_numbers(tile, N * D, kWarpgroup, mode);
   for (int i = threadIdx.x; i < (N - end) * 64; i += kWarpgroup)
 #pragma unroll
     for (int panel = 0; panel < D / 64; ++panel)
@@ -119,69 +124,63 @@ __device__ __forceinline__ void release(SharedBarrier* empty) {
 // Returns how many consumers have rows if `left` remain from the block's first on.
 __device__ __forceinline__ int consumers(int left) { return left > kGroupRows ? 2 : 1; }
 
-// Called after a pass by `threads` threads, all that take part: returns whether another pass
-// follows, and sets its mode. `found`: the thread has a sum that is not finite.
-// attention_forward.cu describes the three passes.
+// Returns whether a thread has found a sum that is not finite, to all `threads` that take part.
 template <class Shared>
-__device__ __forceinline__ bool pass_again(
-    const Attention& p, Shared& shared, Mode& mode, int threads, bool found) {
-  if (!is_selective(p) || mode == Mode::Clean) return false;
-  if (mode == Mode::Count) {
-    mode = Mode::Clean;
-    return true;
-  }
+__device__ __forceinline__ bool any_found(Shared& shared, int threads, bool found) {
   if (found) shared.non_finite = true;
-  named_barrier(kPassing, threads);
-  mode = Mode::Count;
+  named_barrier(kBetweenPasses, threads);
   return shared.non_finite;
 }
 
-// Notes on tiles ----------------------------------------------------------------------------------
+// Headers of tiles --------------------------------------------------------------------------------
 
-// The producer's notes on a tile of N columns. `column` is its first, or -1 at the end of a pass.
+// A header of a tile of N columns: written by the producer, read by the consumers. `column` is the
+// tile's first, or -1 at the end of a pass.
 template <int N>
-struct Notes {
+struct TileHeader {
   using Bits = typename Pairs<N>::Bits;
   Bits pairs[kRows], kept[kRows];
   bool full[kRows / 16];
   int column;
 };
 
-// Notes which pairs of the block's rows, from `first` on, and a tile's columns take part. Returns
+// Writes which pairs of the block's rows, from `first` on, and a tile's columns take part. Returns
 // whether any pair of the warp's rows does. A Head is constructed at each use: it takes too many
 // registers to keep.
 template <int N, bool kByKey>
-__device__ __forceinline__ bool note_pairs(
-    Notes<N>& notes, const Attention& p, int b, int h, int first, int column) {
+__device__ __forceinline__ bool write_pairs(
+    TileHeader<N>& header, const Attention& p, int b, int h, int first, int column) {
   constexpr int kAhead = kByKey || N == 64 ? 8 : 4;  // limited by registers
   const Head head(p, b, h);
   bool any = false;
 #pragma unroll 1
   for (int strip = 2 * warp(); strip < 2 * warp() + 2; ++strip) {
     const int row = first + 16 * strip;
-    const Span spans[2] = {
-        span_of<kByKey>(p, head, row + row_of(0)), span_of<kByKey>(p, head, row + row_of(2))};
+    const Range ranges[2] = {
+        visible_to_row<kByKey>(p, head, row + fragment_row(0)),
+        visible_to_row<kByKey>(p, head, row + fragment_row(2))};
     bool full = true;
 #pragma unroll 1
     for (int part = 0; part < N / 64; ++part) {
-      const Pairs<64> pairs = look<64, kByKey, kAhead>(p, head, spans, row, column + 64 * part);
+      const Pairs<64> pairs =
+          find_pairs<64, kByKey, kAhead>(p, head, ranges, row, column + 64 * part);
       if (lane() % 4 == 0)
 #pragma unroll
         for (int r = 0; r < 2; ++r)
-          reinterpret_cast<uint64_t*>(notes.pairs + 16 * strip + row_of(2 * r))[part] =
+          reinterpret_cast<uint64_t*>(header.pairs + 16 * strip + fragment_row(2 * r))[part] =
               pairs.row[r];
       any |= pairs.any;
       full &= pairs.full;
     }
-    if (lane() == 0) notes.full[strip] = full;
+    if (lane() == 0) header.full[strip] = full;
   }
   return any;
 }
 
-// Notes which weights dropout keeps. A lane draws for one query and eight keys at a time.
+// Writes which weights dropout keeps. A lane draws for one query and eight keys at a time.
 template <int N, bool kByKey>
-__device__ __forceinline__ void note_kept(
-    Notes<N>& notes, const Attention& p, int b, int h, int first, int column) {
+__device__ __forceinline__ void write_kept(
+    TileHeader<N>& header, const Attention& p, int b, int h, int first, int column) {
   const uint32_t plane = static_cast<uint32_t>(b * p.heads + h);
   const uint64_t seed = *p.seed;
   if constexpr (kByKey) {
@@ -193,11 +192,11 @@ __device__ __forceinline__ void note_kept(
 #pragma unroll
       for (int j = 0; j < 8; ++j) {
         const uint32_t queries = __ballot_sync(kAllLanes, drawn >> j & 1);
-        if (lane() == j) reinterpret_cast<uint32_t*>(notes.kept + 8 * eight + j)[part] = queries;
+        if (lane() == j) reinterpret_cast<uint32_t*>(header.kept + 8 * eight + j)[part] = queries;
       }
     }
   } else {
-    auto* bytes = reinterpret_cast<unsigned char*>(notes.kept);
+    auto* bytes = reinterpret_cast<unsigned char*>(header.kept);
 #pragma unroll 1
     for (int i = threadIdx.x; i < kRows * N / 8; i += kWarpgroup)
       bytes[i] = dropout_keep(
@@ -207,55 +206,56 @@ __device__ __forceinline__ void note_kept(
 
 // Returns the columns that all of the block's rows, from `first` on, see; none if there is a mask.
 template <bool kByKey>
-__device__ __forceinline__ Span seen_by_all(const Attention& p, const Head& head, int first) {
+__device__ __forceinline__ Range visible_to_all(const Attention& p, const Head& head, int first) {
   const int count = kByKey ? head.keys : head.queries;
-  Span result = span_of<kByKey>(p, head, min(first + kRows, count) - 1);
-  result.last = p.mask_kind == MaskKind::None ? span_of<kByKey>(p, head, first).last : 0;
+  Range result = visible_to_row<kByKey>(p, head, min(first + kRows, count) - 1);
+  result.last = p.mask_kind == MaskKind::None ? visible_to_row<kByKey>(p, head, first).last : 0;
   return result;
 }
 
-// Notes a tile's pairs and kept weights. Returns false if no pair takes part: the tile is skipped.
-// `all` comes from seen_by_all.
+// Writes a tile's pairs and kept weights. Returns false if no pair takes part: the tile is skipped.
+// `all` comes from visible_to_all.
 template <int N, bool kByKey>
-__device__ __forceinline__ bool note_tile(
-    Notes<N>& notes, const Attention& p, int b, int h, int first, int column, const Span& all) {
+__device__ __forceinline__ bool write_header(
+    TileHeader<N>& header, const Attention& p, int b, int h, int first, int column,
+    const Range& all) {
   bool any = true;
   if (all.first <= column && column + N <= all.last) {
-    notes.full[threadIdx.x % (kRows / 16)] = true;  // by all threads: a branch costs registers
+    header.full[threadIdx.x % (kRows / 16)] = true;  // by all threads: a branch costs registers
   } else {
-    any = note_pairs<N, kByKey>(notes, p, b, h, first, column);
+    any = write_pairs<N, kByKey>(header, p, b, h, first, column);
   }
   if (!named_barrier_or(kProducing, kWarpgroup, any)) return false;
   if (p.dropout.threshold) {
-    note_kept<N, kByKey>(notes, p, b, h, first, column);
+    write_kept<N, kByKey>(header, p, b, h, first, column);
     named_barrier(kProducing, kWarpgroup);
   }
   return true;
 }
 
-// Marks the end of a pass in the notes of the next stage.
-template <class TileNotes, int kStages>
-__device__ __forceinline__ void note_end(
-    TileNotes (&notes)[kStages], SharedBarrier (&full)[kStages], SharedBarrier (&empty)[kStages],
+// Marks the end of a pass in the header of the next stage.
+template <class Header, int kStages>
+__device__ __forceinline__ void write_end(
+    Header (&headers)[kStages], SharedBarrier (&full)[kStages], SharedBarrier (&empty)[kStages],
     Ring<kStages>& tiles) {
   wait(&empty[tiles.stage], tiles.parity ^ 1);
   // The leader waits for all threads: one that is still in the wait above could miss its phase.
   named_barrier(kProducing, kWarpgroup);
   if (threadIdx.x == 0) {
-    notes[tiles.stage].column = -1;
+    headers[tiles.stage].column = -1;
     arrive(&full[tiles.stage]);
   }
   tiles.advance();
 }
 
-// Returns the noted bits of the thread's two rows of a strip of 16 rows.
+// Returns a header's bits for the thread's two rows of a strip of 16 rows.
 template <int N>
-__device__ __forceinline__ Pairs<N> noted(
+__device__ __forceinline__ Pairs<N> read_bits(
     const typename Pairs<N>::Bits (&bits)[kRows], int strip, bool full) {
   using Bits = typename Pairs<N>::Bits;
   if (full) return {{~Bits(0), ~Bits(0)}, true, true};
   const int shift = lane() % 4 * 2, at = 16 * strip;
-  return {{bits[at + row_of(0)] >> shift, bits[at + row_of(2)] >> shift}, true, full};
+  return {{bits[at + fragment_row(0)] >> shift, bits[at + fragment_row(2)] >> shift}, true, full};
 }
 
 // Products ----------------------------------------------------------------------------------------
@@ -281,8 +281,9 @@ __device__ __forceinline__ void start_products(
 #pragma unroll
   for (int k = 0; k < D / 16; ++k) {
     const int panel = k / 4 * kPanelRow, within = k % 4 * 32;
-    wgmma_rows<Scalar>(
-        products, further(a, panel * kGroupRows + within), further(b, panel * N + within), k > 0);
+    wgmma_ss<Scalar>(
+        products, advance_descriptor(a, panel * kGroupRows + within),
+        advance_descriptor(b, panel * N + within), k > 0);
   }
 }
 
@@ -293,7 +294,7 @@ __device__ __forceinline__ void start_sums(
   const uint64_t b = describe_matrix(tile, N * kPanelRow, 8 * kPanelRow);
 #pragma unroll
   for (int k = 0; k < N / 16; ++k)
-    wgmma_columns<Scalar>(sums, weights[k], further(b, 16 * k * kPanelRow));
+    wgmma_rs<Scalar>(sums, weights[k], advance_descriptor(b, 16 * k * kPanelRow));
 }
 
 }  // namespace trifuse::cuda

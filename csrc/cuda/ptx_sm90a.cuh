@@ -92,7 +92,7 @@ describe_matrix(const void* p, uint32_t leading, uint32_t stride) {
 // Returns the descriptor of what begins `bytes` further on: other columns of the first eight rows,
 // or other groups of eight rows. Addresses never carry into the upper half, which stays a
 // compile-time constant.
-__device__ __forceinline__ uint64_t further(uint64_t matrix, uint32_t bytes) {
+__device__ __forceinline__ uint64_t advance_descriptor(uint64_t matrix, uint32_t bytes) {
   return matrix >> 32 << 32 | (static_cast<uint32_t>(matrix) + bytes / 16);
 }
 
@@ -165,7 +165,7 @@ __device__ __forceinline__ void wgmma_wait(Registers&... registers) {
 
 // d (64, N) = a bᵀ, plus d if `add`: a (64, 16) and b (N, 16) in shared memory, row-major.
 template <class Scalar, int rows>
-__device__ __forceinline__ void wgmma_rows(float (&d)[rows][4], uint64_t a, uint64_t b, bool add) {
+__device__ __forceinline__ void wgmma_ss(float (&d)[rows][4], uint64_t a, uint64_t b, bool add) {
   constexpr int N = 8 * rows;
   static_assert(N == 64 || N == 128);
   if constexpr (std::is_same_v<Scalar, __half>) {
@@ -181,8 +181,7 @@ __device__ __forceinline__ void wgmma_rows(float (&d)[rows][4], uint64_t a, uint
 
 // d (64, N) += a b: a (64, 16) in registers as mma's a, b (16, N) in shared memory, row-major.
 template <class Scalar, int rows>
-__device__ __forceinline__ void wgmma_columns(
-    float (&d)[rows][4], const uint32_t (&a)[4], uint64_t b) {
+__device__ __forceinline__ void wgmma_rs(float (&d)[rows][4], const uint32_t (&a)[4], uint64_t b) {
   constexpr int N = 8 * rows;
   static_assert(N == 64 || N == 128 || N == 256);
   if constexpr (std::is_same_v<Scalar, __half>) {

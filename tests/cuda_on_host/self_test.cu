@@ -255,8 +255,8 @@ __global__ void multiply_of_warpgroup(const uint16_t* a, const uint16_t* b, floa
   if (fault != kNoBegin) wgmma_begin(sum, fragments);
   for (int k = 0; k < (fault == kOneWarp && threadIdx.x < 32 ? 3 : 4); ++k) {
     const uint64_t of = describe_matrix(of_b, leading, stride);
-    if (kByRows) wgmma_rows<Scalar>(sum, describe_matrix(of_a, 0, 1024) + 2 * k, of + 2 * k, k > 0);
-    else wgmma_columns<Scalar>(sum, fragments[k], of + 128 * k);
+    if (kByRows) wgmma_ss<Scalar>(sum, describe_matrix(of_a, 0, 1024) + 2 * k, of + 2 * k, k > 0);
+    else wgmma_rs<Scalar>(sum, fragments[k], of + 128 * k);
   }
   wgmma_commit();
   const float early = sum[0][0];

@@ -129,7 +129,7 @@ inline uint64_t describe_matrix(const void* p, uint32_t leading, uint32_t stride
       uint64_t(stride >> 4 & 0x3FFF) << 32 | kSwizzle128 << 62;
 }
 
-inline uint64_t further(uint64_t matrix, uint32_t bytes) {
+inline uint64_t advance_descriptor(uint64_t matrix, uint32_t bytes) {
   return matrix >> 32 << 32 | (static_cast<uint32_t>(matrix) + bytes / 16);
 }
 
@@ -225,7 +225,7 @@ void start_product(
 }
 
 template <class Scalar, int rows>
-void wgmma_rows(float (&d)[rows][4], uint64_t a, uint64_t b, bool add) {
+void wgmma_ss(float (&d)[rows][4], uint64_t a, uint64_t b, bool add) {
   static_assert(rows <= 32);
   start_product(
       {.by_rows = true,
@@ -241,7 +241,7 @@ void wgmma_rows(float (&d)[rows][4], uint64_t a, uint64_t b, bool add) {
 }
 
 template <class Scalar, int rows>
-void wgmma_columns(float (&d)[rows][4], const uint32_t (&a)[4], uint64_t b) {
+void wgmma_rs(float (&d)[rows][4], const uint32_t (&a)[4], uint64_t b) {
   static_assert(rows <= 32);
   start_product(
       {.by_rows = false,

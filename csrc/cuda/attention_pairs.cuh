@@ -1,0 +1,307 @@
+// The pairs of the attention kernels: heads and sequences, which query-key pairs take part, which
+// weights dropout keeps, and the loop over the tiles that have pairs.
+
+#pragma once
+
+#include <type_traits>
+
+#include "cuda/attention.h"
+#include "cuda/attention_fragments.cuh"
+#include "cuda/attention_tile.cuh"
+#include "cuda/philox.cuh"
+#include "cuda/ptx.cuh"
+
+namespace trifuse::cuda {
+
+// Heads and sequences -----------------------------------------------------------------------------
+
+// One query head of one sequence.
+struct Head {
+  int b, h, kv_head;
+  int64_t batch;                   // index into the tensors: 0 if sequences are packed
+  int64_t first_query, first_key;  // tokens at which the sequence begins
+  int queries, keys;               // lengths; keys end at key_lengths
+  int stored;                      // length of the keys in memory
+  int64_t diagonal;                // query i is aligned with key i + diagonal
+  int64_t first_row;               // index of its first query in (B, H, Lq); packed: (H, total)
+  int64_t mask_offset;             // offset of its mask
+
+  __device__ Head(const Attention& p, int b, int h) : b(b), h(h) {
+    const bool packed = p.cu_seqlens_q != nullptr;
+    kv_head = h / static_cast<int>(p.heads / p.kv_heads);
+    batch = packed ? 0 : b;
+    first_query = packed ? p.cu_seqlens_q[b] : 0;
+    first_key = packed ? p.cu_seqlens_k[b] : 0;
+    queries = static_cast<int>(packed ? p.cu_seqlens_q[b + 1] - first_query : p.Lq);
+    keys = stored = static_cast<int>(packed ? p.cu_seqlens_k[b + 1] - first_key : p.Lk);
+    diagonal = p.lower_right ? stored - queries : 0;
+    if (p.key_lengths) keys = min(static_cast<int>(p.key_lengths[b]), stored);
+    first_row = (batch * p.heads + h) * p.total_q + first_query;
+    mask_offset = b * p.mask.stride[0] + h * p.mask.stride[1];
+  }
+
+  template <class Scalar>
+  __device__ Rows<Scalar> query_rows(const Tensor4& t, int64_t columns) const {
+    return {t, batch, h, first_query, columns};
+  }
+  template <class Scalar>
+  __device__ Rows<Scalar> key_rows(const Tensor4& t, int64_t columns) const {
+    return {t, batch, kv_head, first_key, columns};
+  }
+};
+
+// A thread block owns block `block` of the `blocks` blocks of rows of head h of sequence b. With
+// packed sequences, b is p.batch in the blocks for tokens past the last sequence.
+struct BlockIndex {
+  int block, blocks, h, b;
+
+  __device__ BlockIndex(int64_t length, int rows, int64_t heads) {
+    blocks = static_cast<int>((length + rows - 1) / rows);
+    block = blockIdx.x % blocks;
+    h = static_cast<int>(blockIdx.x / blocks % heads);
+    b = static_cast<int>(blockIdx.x / blocks / heads);
+  }
+};
+
+// Pairs -------------------------------------------------------------------------------------------
+
+// The columns [first, last) that a row sees by its position.
+struct Range {
+  int first, last;
+
+  // `at` is the row's position among the columns. `before` and `behind` bound the window; -1: none.
+  __device__ Range(int64_t at, int64_t before, int64_t behind, int count) {
+    first = static_cast<int>(before >= 0 ? min(max(at - before, int64_t(0)), int64_t(count)) : 0);
+    last = static_cast<int>(
+        behind >= 0 ? min(max(at + behind + 1, int64_t(0)), int64_t(count)) : count);
+  }
+};
+__device__ __forceinline__ Range visible_keys(const Attention& p, const Head& head, int query) {
+  return {query + head.diagonal, p.window_left, p.window_right, head.keys};
+}
+__device__ __forceinline__ Range visible_queries(const Attention& p, const Head& head, int key) {
+  return {key - head.diagonal, p.window_right, p.window_left, head.queries};
+}
+
+// kByKey: rows are keys and columns are queries.
+template <bool kByKey>
+__device__ __forceinline__ Range visible_to_row(const Attention& p, const Head& head, int row) {
+  if constexpr (kByKey) return visible_queries(p, head, row);
+  else return visible_keys(p, head, row);
+}
+
+// Returns the columns that some row of a block sees by position, from a multiple of N on.
+template <int N, bool kByKey>
+__device__ __forceinline__ Range
+visible_to_block(const Attention& p, const Head& head, int first, int rows) {
+  const int count = kByKey ? head.keys : head.queries;
+  Range result = visible_to_row<kByKey>(p, head, first);
+  result.last =
+      first < count ? visible_to_row<kByKey>(p, head, min(first + rows, count) - 1).last : 0;
+  result.first = result.first / N * N;
+  return result;
+}
+
+// The pairs of a warp's 16 x N tile that take part.
+template <int N>
+struct Pairs {
+  using Bits = std::conditional_t<
+      N == 128, unsigned __int128, std::conditional_t<N == 64, uint64_t, uint32_t>>;
+  Bits row[2];     // the thread's two rows, shifted so that its own columns are at constant bits
+  bool any, full;  // whether any pair, or every pair, of the whole tile takes part
+
+  __device__ __forceinline__ bool test(int n, int e) const {
+    return row[e / 2] >> (8 * n + e % 2) & 1;
+  }
+};
+
+template <int N>
+constexpr typename Pairs<N>::Bits low_bits(int count) {
+  using Bits = typename Pairs<N>::Bits;
+  constexpr int kBits = 8 * sizeof(Bits);
+  return count <= 0 ? 0 : count >= kBits ? ~Bits(0) : (Bits(1) << count) - 1;
+}
+
+// Returns whether the mask lets a pair take part. `out` is the bit pattern that leaves a pair out.
+template <class Raw>
+__device__ __forceinline__ bool mask_keeps(const Raw* at, Raw out) {
+  return __ldg(at) != out;
+}
+
+// Reads the mask of rows [row, row + 16) and columns [column, column + N) into bits of the thread's
+// two rows. A lane has loads for `kAhead` queries in flight.
+template <int N, bool kByKey, int kAhead, class Raw>
+__device__ __forceinline__ void read_mask(
+    typename Pairs<N>::Bits (&bits)[2], const Attention& p, const Head& head, int row, int column,
+    Raw out) {
+  using Bits = typename Pairs<N>::Bits;
+  const Raw* mask = static_cast<const Raw*>(p.mask.data) + head.mask_offset;
+  const int64_t query_stride = p.mask.stride[2], key_stride = p.mask.stride[3];
+  if constexpr (kByKey) {
+    // A lane reads one key's mask for every second query; the lane 16 away reads the other ones.
+    const int key = row + lane() % 16, half = lane() / 16;
+    Bits mine = 0;
+    if (query_stride == 0) {
+      mine = key < head.keys && mask_keeps(mask + key * key_stride, out) ? ~Bits(0) : 0;
+    } else {
+#pragma unroll kAhead
+      for (int i = 0; i < N / 2; ++i) {
+        const int query = column + 2 * i + half;
+        const bool kept = query < head.queries && key < head.keys &&
+            mask_keeps(mask + query * query_stride + key * key_stride, out);
+        mine |= Bits(kept) << (2 * i + half);
+      }
+      mine |= __shfl_xor_sync(kAllLanes, mine, 16);
+    }
+#pragma unroll
+    for (int r = 0; r < 2; ++r) bits[r] = __shfl_sync(kAllLanes, mine, fragment_row(2 * r));
+  } else {
+    // A lane reads one or two keys' mask for one query after the other.
+    const int rows = query_stride == 0 ? 1 : 16;
+    bits[0] = bits[1] = 0;
+#pragma unroll kAhead
+    for (int r = 0; r < rows; ++r) {
+      const int query = row + r;
+      Bits word = 0;
+#pragma unroll
+      for (int part = 0; part < N; part += 32) {
+        const int key = column + part + lane();
+        const bool kept = lane() < N && (rows == 1 || query < head.queries) && key < head.keys &&
+            mask_keeps(mask + query * query_stride + key * key_stride, out);
+        word |= Bits(__ballot_sync(kAllLanes, kept)) << part;
+      }
+#pragma unroll
+      for (int i = 0; i < 2; ++i)
+        if (rows == 1 || r == fragment_row(2 * i)) bits[i] = word;
+    }
+  }
+}
+
+// Returns which pairs of rows [row, row + 16) and columns [column, column + N) take part. `ranges`
+// are the columns that the thread's two rows see by position.
+template <int N, bool kByKey, int kAhead = 4>
+__device__ __forceinline__ Pairs<N> find_pairs(
+    const Attention& p, const Head& head, const Range (&ranges)[2], int row, int column) {
+  using Bits = typename Pairs<N>::Bits;
+  Pairs<N> pairs;
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const bool inside = row + fragment_row(2 * r) < (kByKey ? head.keys : head.queries);
+    pairs.row[r] = inside
+        ? low_bits<N>(min(ranges[r].last - column, N)) & ~low_bits<N>(ranges[r].first - column)
+        : 0;
+  }
+  if (p.mask_kind != MaskKind::None && __any_sync(kAllLanes, (pairs.row[0] | pairs.row[1]) != 0)) {
+    Bits kept[2];
+    const bool bfloat16 = p.dtype == DType::BFloat16;
+    if (p.mask_kind == MaskKind::Bool)
+      read_mask<N, kByKey, kAhead, uint8_t>(kept, p, head, row, column, 0);
+    else if (p.mask_kind == MaskKind::Float32 || p.dtype == DType::Float32)
+      read_mask<N, kByKey, kAhead, uint32_t>(kept, p, head, row, column, 0xFF800000);
+    else
+      read_mask<N, kByKey, kAhead, uint16_t>(
+          kept, p, head, row, column, bfloat16 ? 0xFF80 : 0xFC00);
+    pairs.row[0] &= kept[0];
+    pairs.row[1] &= kept[1];
+  }
+  const Bits all = low_bits<N>(N);
+  pairs.any = __any_sync(kAllLanes, (pairs.row[0] | pairs.row[1]) != 0);
+  pairs.full = __all_sync(kAllLanes, pairs.row[0] == all && pairs.row[1] == all);
+#pragma unroll
+  for (int r = 0; r < 2; ++r) pairs.row[r] >>= lane() % 4 * 2;
+  return pairs;
+}
+
+// Sets weights to 1 for pairs that take part, and else to 0.
+template <int N>
+__device__ __forceinline__ void set_to_pairs(float (&weights)[N / 8][4], const Pairs<N>& pairs) {
+#pragma unroll
+  for (int n = 0; n < N / 8; ++n)
+#pragma unroll
+    for (int e = 0; e < 4; ++e) weights[n][e] = pairs.test(n, e);
+}
+
+// The weights of a warp's tile that dropout keeps.
+template <int N, bool kByKey>
+class Kept {
+ public:
+  // The tile begins at a multiple of 8 keys. A lane draws one byte for a query and eight keys, and
+  // packs its bytes into a word; shuffles then bring each thread the bits of its own pairs.
+  __device__ __forceinline__
+  Kept(const Attention& p, const Head& head, uint64_t seed, int row, int column) {
+    constexpr int kDraws = 16 * N / 8;
+    constexpr int kQueries = kByKey ? N : 16;
+    const uint32_t plane = static_cast<uint32_t>(head.b * p.heads + head.h);
+    const int first_query = kByKey ? column : row, first_key = kByKey ? row : column;
+    uint32_t drawn = 0;
+#pragma unroll
+    for (int i = 0; i < kDraws; i += 32) {
+      const int draw = i + lane();
+      const int query = first_query + draw % kQueries, group = first_key / 8 + draw / kQueries;
+      drawn |= dropout_keep(seed, plane, query, group, p.dropout.threshold) << i / 4;
+    }
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) {
+      const int from =
+          kByKey ? i / 2 * 8 + lane() % 4 * 2 + i % 2 : i / 2 * 16 + fragment_row(i % 2 * 2);
+      word_[i] = __shfl_sync(kAllLanes, drawn, from) >> (kByKey ? lane() / 4 : lane() % 4 * 2);
+    }
+  }
+  __device__ __forceinline__ bool test(int n, int e) const {
+    if constexpr (kByKey) {
+      const int draw = e / 2 * N + 8 * n;
+      return word_[draw % 32 / 8 * 2 + e % 2] >> draw / 32 * 8 & 1;
+    } else {
+      return word_[n % 2 * 2 + e / 2] >> (n / 2 * 8 + e % 2) & 1;
+    }
+  }
+
+ private:
+  static constexpr int kWords = kByKey ? 8 : 4;
+  uint32_t word_[kWords];
+};
+
+// Tiles -------------------------------------------------------------------------------------------
+
+// Calls compute(column, stage, pairs) in each warp for the tiles of `range`, N columns each, in
+// which the warp has pairs; find_pairs(column) returns them. start_load(column, stage) starts the
+// block's load of a tile; it is called one tile ahead, and only for tiles in which some warp has a
+// pair. All threads call prepare(stage) once a tile has arrived. One barrier per tile. On return no
+// thread uses the stages.
+template <int N, class FindPairs, class StartLoad, class Prepare, class Compute>
+__device__ __forceinline__ void for_tiles(
+    const Range& range, const FindPairs& find_pairs, const StartLoad& start_load,
+    const Prepare& prepare, const Compute& compute) {
+  Pairs<N> pairs, next_pairs;
+  int column = range.first - N, stage = 0;
+  for (bool loaded = false;; loaded = true) {
+    if (loaded) cp_async_wait<0>();
+    int next = column;
+    bool some;
+    do {
+      next += N;
+      some = false;
+      if (next < range.last) {
+        next_pairs = find_pairs(next);
+        some = next_pairs.any;
+      }
+      some = __syncthreads_or(some);
+    } while (!some && next < range.last);
+    if (some) {
+      start_load(next, stage ^ 1);
+      cp_async_commit();
+    }
+    if (loaded) {
+      prepare(stage);
+      if (pairs.any) compute(column, stage, pairs);
+    }
+    if (!some) break;
+    column = next;
+    pairs = next_pairs;
+    stage ^= 1;
+  }
+  cp_async_wait<0>();
+  __syncthreads();
+}
+
+}  // namespace trifuse::cuda

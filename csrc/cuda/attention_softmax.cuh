@@ -1,0 +1,157 @@
+// The scores of the attention kernels and their running softmax.
+
+#pragma once
+
+#include "cuda/attention.h"
+#include "cuda/attention_fragments.cuh"
+#include "cuda/attention_pairs.cuh"
+#include "cuda/attention_passes.cuh"
+#include "cuda/dtype.cuh"
+#include "cuda/ptx.cuh"
+#include "cuda/warp.cuh"
+
+namespace trifuse::cuda {
+
+constexpr float kLog2e = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
+constexpr float kLowest = -3.40282347e38f;  // the lowest finite number
+
+constexpr bool has_float_mask(const AttentionProblem& p) {
+  return p.mask_kind == MaskKind::Float32 || p.mask_kind == MaskKind::QueryType;
+}
+// Returns whether scores may be so large that their product with log2 e overflows, or that it or a
+// logsumexp is too coarse to compute weights from.
+constexpr bool has_large_scores(const AttentionProblem& p) {
+  return has_float_mask(p) || p.scale > 0x1p20 || p.scale < -0x1p20;
+}
+
+// The units of a score. Usually a score is the bare product of query and key, and `exponent`
+// carries the scale. A score is in nats with a float mask, whose numbers may be anything; with a
+// large scale; and with a scale so small, or not above 0, that a logsumexp in units of a product
+// would overflow.
+struct Scale {
+  bool scores_in_nats;
+  float product;   // if scores_in_nats: score = (query · key) product + mask
+  float exponent;  // a weight is 2^((score - row_max) exponent)
+  double unit;     // one unit of a score, in nats
+
+  __device__ explicit Scale(const AttentionProblem& p)
+      : scores_in_nats(has_large_scores(p) || !(p.scale >= 0x1p-122)),
+        product(static_cast<float>(p.scale)),
+        exponent(static_cast<float>((scores_in_nats ? 1.0 : p.scale) * 1.4426950408889634)),
+        unit(scores_in_nats ? 1.0 : p.scale) {}
+};
+
+// Turns products into scores in nats: times the scale, plus the float mask where pairs take part.
+template <int N, bool kByKey, class Scalar>
+__device__ __forceinline__ void scale_and_add_mask(
+    float (&scores)[N / 8][4], const Attention& p, const Scale& scale, const Head& head,
+    const Pairs<N>& pairs, int row, int column) {
+  const int64_t row_stride = p.mask.stride[kByKey ? 3 : 2],
+                column_stride = p.mask.stride[kByKey ? 2 : 3];
+  const int64_t offset = head.mask_offset + (row + fragment_row(0)) * row_stride +
+      (column + fragment_column(0, 0)) * column_stride;
+  const auto add = [&]<class M>(const M* mask) {
+#pragma unroll
+    for (int n = 0; n < N / 8; ++n)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const int64_t at = offset + e / 2 * 8 * row_stride + (8 * n + e % 2) * column_stride;
+        const float bias = mask && pairs.test(n, e) ? widen(mask[at]) : 0.0f;
+        scores[n][e] = fmaf(scores[n][e], scale.product, bias);
+      }
+  };
+  if (p.mask_kind == MaskKind::QueryType) add(static_cast<const Scalar*>(p.mask.data));
+  else add(p.mask_kind == MaskKind::Float32 ? static_cast<const float*>(p.mask.data) : nullptr);
+}
+
+// Returns 2^x: for 16-bit types by the special function unit, to 2 units in the last place; for
+// float32 by a series on the FMA pipes, to 1. Results below the smallest normal number are 0.
+template <class Scalar>
+__device__ __forceinline__ float power_of_2(float x) {
+  if constexpr (kTensorCore<Scalar>) return exp2_approximate(x);
+  if (x < -126) return 0;
+  const float whole = rintf(x), rest = x - whole;
+  constexpr float kSeries[] = {
+      // (ln 2)^k / k!
+      1.5252733804e-5f, 1.5403530393e-4f, 1.3333558146e-3f, 9.6181291076e-3f,
+      5.5504108665e-2f, 2.4022650696e-1f, 6.9314718056e-1f, 1};
+  float result = kSeries[0];
+#pragma unroll
+  for (int k = 1; k < 8; ++k) result = fmaf(result, rest, kSeries[k]);
+  return __uint_as_float(
+      __float_as_uint(result) + (static_cast<unsigned>(static_cast<int>(whole)) << 23));
+}
+
+// The running softmax of the thread's two rows (Milakov and Gimelshein, "Online normalizer
+// calculation for softmax", 2018). The four lanes that share a row each hold a part of its sum.
+template <class Scalar>
+struct Softmax {
+  // Subtracted from a row's scores: their running maximum or, for 16-bit types, an earlier one as
+  // long as weights stay within 2^kSlack, which saves rescaling the sums. It is -inf for a row
+  // without a pair so far, and otherwise at least kLowest, even if all scores are -inf.
+  float row_max[2] = {-kInfinity, -kInfinity};
+  float row_sum[2] = {0, 0};
+  static constexpr float kSlack = 8;
+
+  // Turns a tile's scores into weights, 0 for pairs that take no part. `rescale` is the factor by
+  // which the caller has to rescale its earlier sums.
+  template <int N>
+  __device__ __forceinline__ void take(
+      float (&scores)[N / 8][4], const Pairs<N>& pairs, const Scale& scale, float (&rescale)[2]) {
+    if (!pairs.full) {
+#pragma unroll
+      for (int n = 0; n < N / 8; ++n)
+#pragma unroll
+        for (int e = 0; e < 4; ++e)
+          if (!pairs.test(n, e)) scores[n][e] = -kInfinity;
+    }
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      float new_max = pairs.row[r] ? fmaxf(row_max[r], kLowest) : row_max[r];
+#pragma unroll
+      for (int n = 0; n < N / 8; ++n)
+        new_max = fmaxf(new_max, fmaxf(scores[n][2 * r], scores[n][2 * r + 1]));
+      new_max = warp_max<4>(new_max);
+      const float old_max = row_max[r];
+      if (!kTensorCore<Scalar> || (new_max - old_max) * scale.exponent > kSlack)
+        row_max[r] = new_max;
+      // For a row that has summed nothing so far, any finite base will do. kLowest will not where
+      // the scale multiplies it first: the product may overflow.
+      const bool nothing =
+          row_max[r] <= (kTensorCore<Scalar> && !scale.scores_in_nats ? kLowest : -kInfinity);
+      const float base = nothing ? 0.0f : row_max[r];
+      rescale[r] = power_of_2<Scalar>((old_max - base) * scale.exponent);
+      // Scores in nats may be too large to multiply before the subtraction. For 16-bit types, the
+      // others are multiplied first: one FMA does both.
+      if (kTensorCore<Scalar> && scale.scores_in_nats) {
+#pragma unroll
+        for (int n = 0; n < N / 8; ++n)
+#pragma unroll
+          for (int i = 0; i < 2; ++i) scores[n][2 * r + i] -= base;
+      }
+      const float offset = scale.scores_in_nats ? 0.0f : -base * scale.exponent;
+      float tile_sum = 0;
+#pragma unroll
+      for (int n = 0; n < N / 8; ++n)
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          float& p = scores[n][2 * r + i];
+          p = power_of_2<Scalar>(
+              kTensorCore<Scalar> ? fmaf(p, scale.exponent, offset) : (p - base) * scale.exponent);
+          tile_sum += p;
+        }
+      row_sum[r] = fmaf(row_sum[r], rescale[r], tile_sum);
+    }
+  }
+
+  // Adds up the four lanes' parts. Sets 1 for a row without a pair, NaN if all scores are -inf.
+  __device__ __forceinline__ void finish() {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      row_sum[r] = warp_sum<4>(row_sum[r]);
+      if (row_sum[r] == 0) row_sum[r] = row_max[r] == -kInfinity ? 1.0f : kNan;
+    }
+  }
+};
+
+}  // namespace trifuse::cuda
