@@ -29,7 +29,7 @@
 #include <tuple>
 #include <vector>
 
-#include "cpu/arguments.h"
+#include "arguments.h"
 #include "cuda/tensors.h"
 #include "lstm_tensors.h"
 
