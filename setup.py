@@ -80,8 +80,10 @@ def kernel_flags(capability: str) -> list[str]:
 
 def is_compiled(kernel: Path, capability: str) -> bool:
     """Returns whether a kernel is compiled for an instruction set. The ``_BF16`` sets only add
-    bfloat16 products, so kernels without products skip them (csrc/cpu/kernels.h)."""
-    return not (capability.endswith("_BF16") and kernel.name.startswith("dropout"))
+    bfloat16 products, so kernels without products skip them. Their namespace is that of the vector
+    types (csrc/cpu/kernels.h)."""
+    without_products = "namespace trifuse::CPU_CAPABILITY" in kernel.read_text(encoding="utf-8")
+    return not (capability.endswith("_BF16") and without_products)
 
 
 def cuda_architectures() -> list[str]:

@@ -8,8 +8,8 @@
 #include <cmath>
 #include <optional>
 
+#include "arguments.h"
 #include "attention.h"
-#include "cpu/arguments.h"
 
 namespace trifuse {
 

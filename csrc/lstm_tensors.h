@@ -7,7 +7,7 @@
 #include <array>
 #include <optional>
 
-#include "cpu/arguments.h"
+#include "arguments.h"
 
 namespace trifuse {
 

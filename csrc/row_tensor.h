@@ -7,7 +7,7 @@
 #include <algorithm>
 #include <vector>
 
-#include "cpu/arguments.h"
+#include "arguments.h"
 #include "dropout_add_layer_norm.h"
 
 namespace trifuse {
@@ -45,12 +45,12 @@ inline void check_backward_arguments(
     const at::Tensor& grad_out, const OptionalTensor& grad_sum, const at::Tensor& x,
     const at::Tensor& mean, const at::Tensor& rstd) {
   const at::ScalarType wide = accumulation_type(grad_out.scalar_type());
-  const auto lead = x.sizes().slice(0, x.dim() - 1);
+  const auto row_shape = x.sizes().slice(0, x.dim() - 1);
   check_memory("grad_out", grad_out);
   check_shape("x", x, grad_out.sizes());
   check_shape("grad_sum", grad_sum, x.sizes());
-  check_shape("mean", mean, lead);
-  check_shape("rstd", rstd, lead);
+  check_shape("mean", mean, row_shape);
+  check_shape("rstd", rstd, row_shape);
   check_type("mean", mean, wide, x);
   check_type("rstd", rstd, wide, x);
 }

@@ -312,6 +312,49 @@ def test_a_floor_imports_only_those_below(floor: str) -> None:
                 assert rest.partition(".")[0] in FLOORS[floor], f"{path} imports {name}"
 
 
+# What files of csrc include from its folders. csrc itself holds what CPUs and GPUs share.
+INCLUDED = {
+    "csrc": {"csrc"},
+    "cpu": {"csrc", "cpu"},
+    "cuda": {"csrc", "cuda"},
+}
+
+
+def _includes(path: Path) -> list[tuple[str, Path | None]]:
+    """Returns the names that a C++ or CUDA file includes, and the files in csrc that they name."""
+    names = re.findall(r'^\s*#\s*include\s+["<]([^">]+)[">]', path.read_text(), re.MULTILINE)
+    folders = (path.parent, ROOT / "csrc")
+    files = ((folder / name for folder in folders if (folder / name).is_file()) for name in names)
+    return [(name, next(found, None)) for name, found in zip(names, files, strict=True)]
+
+
+@pytest.mark.parametrize("floor", INCLUDED)
+def test_a_floor_includes_only_those_below(floor: str) -> None:
+    folder = ROOT / "csrc" / ("" if floor == "csrc" else floor)
+    # bindings.cpp stands above all floors.
+    sources = [path for path in folder.glob("*.*") if path.name != "bindings.cpp"]
+    assert sources
+    for path in sources:
+        for name, file in _includes(path):
+            if file:
+                assert file.resolve().parent.name in INCLUDED[floor], f"{path} includes {name}"
+
+
+def test_cuda_kernels_include_nothing_of_torch() -> None:
+    """nvcc compiles them beside any build of torch, even for CPUs alone."""
+    waiting = list((ROOT / "csrc/cuda").glob("*.cu"))
+    seen = set(waiting)
+    assert seen
+    while waiting:
+        path = waiting.pop()
+        for name, file in _includes(path):
+            assert name.partition("/")[0] not in ("ATen", "c10", "torch"), f"{path} includes {name}"
+            if file and file.resolve() not in seen:
+                seen.add(file.resolve())
+                waiting.append(file.resolve())
+    assert ROOT / "csrc/attention.h" in seen
+
+
 def test_models_import_torch_alone() -> None:
     """They are the eager baselines. Functions that read checkpoints may import other libraries."""
     for path in (ROOT / "pytorch_ext/models").rglob("*.py"):

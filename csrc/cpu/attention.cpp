@@ -12,8 +12,8 @@
 #include <optional>
 #include <tuple>
 
+#include "arguments.h"
 #include "attention_tensors.h"
-#include "cpu/arguments.h"
 #include "cpu/kernels.h"
 #include "cpu/memory.h"
 #include "cpu/parallel.h"

@@ -84,7 +84,7 @@ inline void gradient_tile(
 template <class Sum, class T>
 void add_mask_gradient(
     const AttentionProblem& p, const Sequence& s, int64_t h, int64_t i, int64_t rows, int64_t j,
-    int64_t keys, const T* ds, T* room) {
+    int64_t keys, const T* ds, T* buffer) {
   const auto* stride = p.grad_mask.stride;
   Sum* grad = static_cast<Sum*>(p.grad_mask.data) + s.index * stride[0] + h * stride[1] +
       i * stride[2] + j * stride[3];
@@ -95,9 +95,9 @@ void add_mask_gradient(
       grad[c * stride[3]] += sum;
     }
   } else {
-    transpose_tile(ds, kTile, keys, rows, room);
+    transpose_tile(ds, kTile, keys, rows, buffer);
     for (int64_t r = 0; r < rows; ++r)
-      for (int64_t c = 0; c < keys; ++c) grad[r * stride[2] + c] += room[r * kTile + c];
+      for (int64_t c = 0; c < keys; ++c) grad[r * stride[2] + c] += buffer[r * kTile + c];
   }
 }
 
@@ -163,10 +163,10 @@ class Task {
       std::fill_n(grad_value, stored * ev_ld, T(0));
     }
     if (keys > 0) {
-      key = left_rows<E>(s.key_rows<Scalar>(p.key, kv_head, first), keys, p.E, key_room);
-      value = left_rows<E>(s.key_rows<Scalar>(p.value, kv_head, first), keys, p.Ev, value_room);
+      key = left_rows<E>(s.key_rows<Scalar>(p.key, kv_head, first), keys, p.E, key_buffer);
+      value = left_rows<E>(s.key_rows<Scalar>(p.value, kv_head, first), keys, p.Ev, value_buffer);
       // B with k along the keys. A tile has an even number of keys, so no pair straddles two tiles.
-      key_by_row = right_rows(s.key_rows<Scalar>(p.key, kv_head, first), keys, p.E, key_row_room);
+      key_by_row = right_rows(s.key_rows<Scalar>(p.key, kv_head, first), keys, p.E, key_row_buffer);
     }
     const int64_t group = p.heads / p.kv_heads;
     for (int64_t h = kv_head * group; h < (kv_head + 1) * group; ++h)
@@ -208,10 +208,10 @@ class Task {
   void load_queries(const Sequence& s, int64_t h, int64_t kv_head, int64_t i, int64_t rows) {
     const auto q = s.query_rows<Scalar>(p.query, h, i);
     const auto go = s.query_rows<Scalar>(p.grad_out, h, i);
-    right_transposed(q, rows, p.E, scale.sign, row_room, query_t);
-    right_transposed(go, rows, p.Ev, 1.0f, row_room, grad_out_t);
-    query = right_rows(q, rows, p.E, query_room);
-    grad_out = right_rows(go, rows, p.Ev, grad_out_room);
+    right_transposed(q, rows, p.E, scale.sign, row_buffer, query_t);
+    right_transposed(go, rows, p.Ev, 1.0f, row_buffer, grad_out_t);
+    query = right_rows(q, rows, p.E, query_buffer);
+    grad_out = right_rows(go, rows, p.Ev, grad_out_buffer);
 
     std::fill_n(shift, kTile, T(0));
     std::fill_n(rest, kTile, T(0));
@@ -242,18 +242,18 @@ class Task {
     if (lost) recover_logsumexp(s, h, kv_head, i, rows);
   }
 
-  // Recomputes the peak and the logarithm of the sum, apart from each other. Beside a peak in the
-  // thousands, such as a mask of the lowest finite number makes, the saved logsumexp has no digits
-  // left for the logarithm.
+  // Recomputes the maximum and the logarithm of the sum, apart from each other. Beside a maximum in
+  // the thousands, such as a mask of the lowest finite number makes, the saved logsumexp has no
+  // digits left for the logarithm.
   void recover_logsumexp(const Sequence& s, int64_t h, int64_t kv_head, int64_t i, int64_t rows) {
     Softmax<T> softmax(scale.exponent);
     const int64_t lanes = round_up(rows, Vec::size());
     const auto visible = s.visible(p, i, rows);
     for (int64_t j = visible.first / kTile * kTile; j < visible.last; j += kTile) {
       const int64_t columns = std::min(kTile, s.keys - j);
-      if (mask->template look<Scalar>(p, s, h, i, rows, j, columns) == Cover::Empty) continue;
+      if (mask->template read<Scalar>(p, s, h, i, rows, j, columns) == Cover::Empty) continue;
       const int64_t keys = mask->keys;
-      const auto k = left_rows<E>(s.key_rows<Scalar>(p.key, kv_head, j), keys, p.E, row_room);
+      const auto k = left_rows<E>(s.key_rows<Scalar>(p.key, kv_head, j), keys, p.E, row_buffer);
       tile_scores(p, *mask, scale, k, query_t, keys, lanes, scores);
       softmax.template tile<true>(scores, mask->bits, keys, lanes);
     }
@@ -261,8 +261,8 @@ class Task {
     softmax.log2_sum(log2_sum);
     for (int64_t r = 0; r < rows; ++r) {
       if (std::isnan(shift[r])) continue;  // the row stays NaN, even if all its weights were 0
-      const bool empty = softmax.sum[r] == 0;
-      shift[r] = empty ? T(0) : softmax.peak[r];
+      const bool empty = softmax.row_sum[r] == 0;
+      shift[r] = empty ? T(0) : softmax.row_max[r];
       rest[r] = empty ? T(0) : static_cast<T>(log2_sum[r]);
     }
   }
@@ -270,7 +270,7 @@ class Task {
   void tile(
       const Sequence& s, int64_t h, int64_t kv_head, int64_t i, int64_t rows, int64_t lanes,
       int64_t j, int64_t first, int64_t columns) {
-    const Cover cover = mask->template look<Scalar>(p, s, h, i, rows, j, columns);
+    const Cover cover = mask->template read<Scalar>(p, s, h, i, rows, j, columns);
     if (cover == Cover::Empty) return;
     const int64_t keys = mask->keys;
     const int64_t at = j - first;  // within the chunk
@@ -294,8 +294,8 @@ class Task {
 
     if (p.grad_mask.data && p.grad_mask.stride[3] != 0)
       p.grad_mask_in_double
-          ? add_mask_gradient<double>(p, s, h, i, rows, j, keys, products, mask_room)
-          : add_mask_gradient<T>(p, s, h, i, rows, j, keys, products, mask_room);
+          ? add_mask_gradient<double>(p, s, h, i, rows, j, keys, products, mask_buffer)
+          : add_mask_gradient<T>(p, s, h, i, rows, j, keys, products, mask_buffer);
 
     T* dk = grad_key + at * e_ld;
     T* dv = grad_value + at * ev_ld;
@@ -308,18 +308,18 @@ class Task {
     Operand<E> q_rows = query, go_rows = grad_out;
     Operand<E> k_rows{key_by_row.data + elements<E>(at) * key_by_row.ld, key_by_row.ld};
     if (!finite) {
-      q_rows = right_rows(q, rows, p.E, clean_room[0], true);
-      go_rows = right_rows(go, rows, p.Ev, clean_room[1], true);
-      k_rows = right_rows(k, keys, p.E, clean_room[2], true);
+      q_rows = right_rows(q, rows, p.E, finite_buffer[0], true);
+      go_rows = right_rows(go, rows, p.Ev, finite_buffer[1], true);
+      k_rows = right_rows(k, keys, p.E, finite_buffer[2], true);
     }
-    const auto weight = pair_columns(scores, keys, pair_room);
+    const auto weight = pair_columns(scores, keys, pair_buffer);
     tile_gemm(
         keys, p.Ev, elements<E>(rows), weight.data, weight.ld, 1, go_rows.data, go_rows.ld, dv,
         ev_ld, {true});
-    const auto ds = pair_columns(products, keys, pair_room);
+    const auto ds = pair_columns(products, keys, pair_buffer);
     tile_gemm(
         keys, p.E, elements<E>(rows), ds.data, ds.ld, 1, q_rows.data, q_rows.ld, dk, e_ld, {true});
-    const auto ds_t = pair_rows(products, keys, lanes, pair_room);
+    const auto ds_t = pair_rows(products, keys, lanes, pair_buffer);
     tile_gemm(
         rows, p.E, elements<E>(keys), ds_t.data, 1, ds_t.ld, k_rows.data, k_rows.ld, grad_query,
         e_ld, {true});
@@ -361,19 +361,20 @@ class Task {
   void layout(Piece piece) {
     piece(mask, 1);
     piece(kept, kTile);
-    piece(key_room, left_rows_size<E>(chunk, p.E));
-    piece(value_room, left_rows_size<E>(chunk, p.Ev));
-    piece(key_row_room, right_rows_size<E>(chunk, p.E));
-    piece(row_room, left_rows_size<E>(kTile, std::max(p.E, p.Ev)));
+    piece(key_buffer, left_rows_size<E>(chunk, p.E));
+    piece(value_buffer, left_rows_size<E>(chunk, p.Ev));
+    piece(key_row_buffer, right_rows_size<E>(chunk, p.E));
+    piece(row_buffer, left_rows_size<E>(kTile, std::max(p.E, p.Ev)));
     piece(query_t, right_transposed_size<E>(p.E));
     piece(grad_out_t, right_transposed_size<E>(p.Ev));
-    piece(query_room, right_rows_size<E>(kTile, p.E));
-    piece(grad_out_room, right_rows_size<E>(kTile, p.Ev));
-    for (auto& room : clean_room) piece(room, right_rows_size<E>(kTile, std::max(p.E, p.Ev)));
-    piece(pair_room, kTile * kTile);
+    piece(query_buffer, right_rows_size<E>(kTile, p.E));
+    piece(grad_out_buffer, right_rows_size<E>(kTile, p.Ev));
+    for (auto& buffer : finite_buffer)
+      piece(buffer, right_rows_size<E>(kTile, std::max(p.E, p.Ev)));
+    piece(pair_buffer, kTile * kTile);
     piece(scores, kTile * kTile);
     piece(products, kTile * kTile);
-    piece(mask_room, kTile * kTile);
+    piece(mask_buffer, kTile * kTile);
     piece(grad_query, kTile * e_ld);
     piece(grad_key, chunk * e_ld);
     piece(grad_value, chunk * ev_ld);
@@ -390,17 +391,17 @@ class Task {
   const int64_t e_ld, ev_ld;
 
   TileMask<T>* mask;
-  uint64_t* kept;                           // [64], per key: bits of the queries that dropout keeps
-  E *key_room, *value_room, *key_row_room;  // [chunk][E], [chunk][Ev], [chunk][E]
-  E* row_room;                              // [64][max(E, Ev)]
-  E *query_t, *grad_out_t;                  // [E][64], [Ev][64]
-  E *query_room, *grad_out_room;            // [64][E], [64][Ev]
-  E* clean_room[3];                         // [64][max(E, Ev)]
-  E* pair_room;                             // [64][64]
-  T *scores, *products, *mask_room;         // [keys][queries]; mask_room is transposed
-  T* grad_query;                            // [64][E]
-  T *grad_key, *grad_value;                 // [chunk][E], [chunk][Ev]
-  T *shift, *rest, *delta;                  // [64]: logsumexp as a score; its remainder, in log2
+  uint64_t* kept;  // [64], per key: bits of the queries that dropout keeps
+  E *key_buffer, *value_buffer, *key_row_buffer;  // [chunk][E], [chunk][Ev], [chunk][E]
+  E* row_buffer;                                  // [64][max(E, Ev)]
+  E *query_t, *grad_out_t;                        // [E][64], [Ev][64]
+  E *query_buffer, *grad_out_buffer;              // [64][E], [64][Ev]
+  E* finite_buffer[3];                            // [64][max(E, Ev)]
+  E* pair_buffer;                                 // [64][64]
+  T *scores, *products, *mask_buffer;             // [keys][queries]; mask_buffer is transposed
+  T* grad_query;                                  // [64][E]
+  T *grad_key, *grad_value;                       // [chunk][E], [chunk][Ev]
+  T *shift, *rest, *delta;  // [64]: logsumexp as a score; its remainder, in log2
   Operand<E> key, value, key_by_row, query, grad_out;
 
   struct ThreadScratch {

@@ -5,7 +5,7 @@
 // It writes its rows of out and logsumexp.
 //
 // Floor: 2 · 64 · 64 · (E + Ev) operations a tile, on the machine's multiply-add pipes. Beside them
-// stand one exp2 a pair, about 13 vector instructions for 16 pairs, and a pass for the peak. The
+// stand one exp2 a pair, about 13 vector instructions for 16 pairs, and a pass for the maximum. The
 // tile, the transposed queries and the output stay in the L1 and L2 caches; keys and values are
 // read from there or L3 once for every 64 queries, 1/64 of a byte an operation.
 
@@ -42,28 +42,28 @@ void run(const AttentionProblem& p, int64_t task) {
           Scratch::bytes<T>(kTile * kTile) + Scratch::bytes<T>(kTile * out_ld),
       "a thread of attention");
   TileMask<T>& mask = *scratch.take<TileMask<T>>(1);
-  E* query_t = scratch.take<E>(right_transposed_size<E>(p.E));       // [E][64]
-  E* left_room = scratch.take<E>(left_rows_size<E>(kTile, p.E));     // [64][E]
-  E* value_room = scratch.take<E>(right_rows_size<E>(kTile, p.Ev));  // [64][Ev]
-  E* weight_room = scratch.take<E>(kTile * kTile);                   // [64 / pack][64]
-  T* scores = scratch.take<T>(kTile * kTile);                        // [keys][queries]
-  T* out = scratch.take<T>(kTile * out_ld);                          // [queries][Ev]
+  E* query_t = scratch.take<E>(right_transposed_size<E>(p.E));         // [E][64]
+  E* key_buffer = scratch.take<E>(left_rows_size<E>(kTile, p.E));      // [64][E]
+  E* value_buffer = scratch.take<E>(right_rows_size<E>(kTile, p.Ev));  // [64][Ev]
+  E* weight_buffer = scratch.take<E>(kTile * kTile);                   // [64 / pack][64]
+  T* scores = scratch.take<T>(kTile * kTile);                          // [keys][queries]
+  T* out = scratch.take<T>(kTile * out_ld);                            // [queries][Ev]
 
   Softmax<T> softmax(scale.exponent);
   std::fill_n(out, kTile * out_ld, T(0));
-  right_transposed(s.query_rows<Scalar>(p.query, h, i), rows, p.E, scale.sign, left_room, query_t);
+  right_transposed(s.query_rows<Scalar>(p.query, h, i), rows, p.E, scale.sign, key_buffer, query_t);
 
   uint64_t seen = 0;  // bit i: query i has a key
   const auto visible = s.visible(p, i, rows);
   for (int64_t j = visible.first / kTile * kTile; j < visible.last; j += kTile) {
     const Cover cover =
-        mask.template look<Scalar>(p, s, h, i, rows, j, std::min(kTile, s.keys - j));
+        mask.template read<Scalar>(p, s, h, i, rows, j, std::min(kTile, s.keys - j));
     if (cover == Cover::Empty) continue;
     const int64_t keys = mask.keys;
     seen |= cover == Cover::Full ? low_bits(rows) : mask.queries();
 
     const auto values = s.key_rows<Scalar>(p.value, kv_head, j);
-    const auto key = left_rows<E>(s.key_rows<Scalar>(p.key, kv_head, j), keys, p.E, left_room);
+    const auto key = left_rows<E>(s.key_rows<Scalar>(p.key, kv_head, j), keys, p.E, key_buffer);
     tile_scores(p, mask, scale, key, query_t, keys, lanes, scores);
     if (cover == Cover::Full) softmax.template tile<false>(scores, mask.bits, keys, lanes);
     else softmax.template tile<true>(scores, mask.bits, keys, lanes);
@@ -80,11 +80,11 @@ void run(const AttentionProblem& p, int64_t task) {
 
     // 0 · NaN is NaN: a value that takes no part matters only if the tile leaves out a pair.
     const bool finite = cover == Cover::Full || all_finite(values, keys, p.Ev);
-    const auto value = right_rows(values, keys, p.Ev, value_room, !finite);
-    const auto weight = pair_rows(scores, keys, lanes, weight_room);
+    const auto value = right_rows(values, keys, p.Ev, value_buffer, !finite);
+    const auto weight = pair_rows(scores, keys, lanes, weight_buffer);
     tile_gemm(
         rows, p.Ev, elements<E>(keys), weight.data, 1, weight.ld, value.data, value.ld, out, out_ld,
-        {true, softmax.alpha});
+        {true, softmax.rescale});
     if (!finite)
       spread_nan(values, keys, p.Ev, out, out_ld, [&](int64_t j) { return mask.bits[j]; });
   }
@@ -98,7 +98,7 @@ void run(const AttentionProblem& p, int64_t task) {
     if (!empty && !std::isfinite(lse[r])) lse[r] = std::numeric_limits<T>::quiet_NaN();
     lse_row[r * p.logsumexp.stride[2]] = lse[r];
     const T inverse =
-        std::isnan(lse[r]) ? lse[r] : static_cast<T>(p.dropout.scale) / softmax.sum[r];
+        std::isnan(lse[r]) ? lse[r] : static_cast<T>(p.dropout.scale) / softmax.row_sum[r];
     T* row = out + r * out_ld;
     for (int64_t c = 0; c < p.Ev; ++c) row[c] = empty ? T(0) : infinite_to_nan(row[c] * inverse);
     narrow(row, p.Ev, s.query_row<Scalar>(p.out, h, i + r), p.out.stride[3]);

@@ -64,11 +64,11 @@ struct Sequence {
   }
 
   // Returns the keys that the window lets some query of [i, i + rows) see: [first, last).
-  struct Range {
+  struct KeyRange {
     int64_t first, last;
   };
-  Range visible(const AttentionProblem& p, int64_t i, int64_t rows) const {
-    Range r{0, keys};
+  KeyRange visible(const AttentionProblem& p, int64_t i, int64_t rows) const {
+    KeyRange r{0, keys};
     if (p.window_left >= 0) r.first = std::max(r.first, i + diagonal - p.window_left);
     if (p.window_right >= 0)
       r.last = std::min(r.last, i + rows - 1 + diagonal + p.window_right + 1);
@@ -81,26 +81,27 @@ constexpr bool has_float_mask(const AttentionProblem& p) {
 }
 
 // The unit of scores. Normally a score is the bare product of query and key, and the exponent
-// applies the scale. Scores are in natural units, with the scale applied, if there is a float mask,
+// applies the scale. Scores are in nats, with the scale applied, if there is a float mask,
 // whose values may be anything, or if the scale would make an exponent, or a logsumexp in units of
 // a product, overflow. The sign of the scale (0 if it rounds to 0) is applied to the query rows, so
 // that the largest score has the largest weight.
 template <class T>
 struct Scale {
   float sign;
-  T product;  // if natural: score = (query · key) · this + mask
-  bool natural;
-  T exponent;   // exponents of 2 are (score - peak) · this
-  double unit;  // one unit of score, in natural units
+  T product;  // if in nats: score = (query · key) · this + mask
+  bool scores_in_nats;
+  T exponent;   // exponents of 2 are (score - row_max) · this
+  double unit;  // one unit of score, in nats
 
   explicit Scale(const AttentionProblem& p) {
     using Limits = std::numeric_limits<T>;
     const T scale = static_cast<T>(p.scale);
     sign = scale == 0 ? 0.0f : scale < 0 ? -1.0f : 1.0f;  // 1 for NaN
     product = scale == 0 ? T(1) : std::abs(scale);
-    natural = has_float_mask(p) || !(product >= 16 * Limits::min() && product <= Limits::max() / 2);
-    exponent = static_cast<T>((natural ? 1.0 : product) * kLog2e);
-    unit = natural ? 1.0 : exponent * kLn2;
+    scores_in_nats =
+        has_float_mask(p) || !(product >= 16 * Limits::min() && product <= Limits::max() / 2);
+    exponent = static_cast<T>((scores_in_nats ? 1.0 : product) * kLog2e);
+    unit = scores_in_nats ? 1.0 : exponent * kLn2;
   }
 };
 
@@ -115,33 +116,33 @@ struct TileMask {
 
   // Describes queries [i, i + rows) and keys [j, j + columns) of head h.
   template <class Scalar>
-  Cover look(
+  Cover read(
       const AttentionProblem& p, const Sequence& s, int64_t h, int64_t i, int64_t rows, int64_t j,
       int64_t columns) {
     const uint64_t all = low_bits(rows);
     keys = columns;
     bool full = true;
     // The window: two corners of the tile show whether it cuts off any pair.
-    const bool left = p.window_left >= 0 && j < i + rows - 1 + s.diagonal - p.window_left;
-    const bool right = p.window_right >= 0 && j + columns - 1 > i + s.diagonal + p.window_right;
+    const bool cut_left = p.window_left >= 0 && j < i + rows - 1 + s.diagonal - p.window_left;
+    const bool cut_right = p.window_right >= 0 && j + columns - 1 > i + s.diagonal + p.window_right;
     std::fill_n(bits, columns, all);
-    if (left || right) {
+    if (cut_left || cut_right) {
       full = false;
       for (int64_t c = 0; c < columns; ++c) {
         const int64_t at = j + c - s.diagonal - i;  // the query aligned with this key
-        if (left) bits[c] &= low_bits(std::clamp<int64_t>(at + p.window_left + 1, 0, rows));
-        if (right) bits[c] &= ~low_bits(std::clamp<int64_t>(at - p.window_right, 0, rows));
+        if (cut_left) bits[c] &= low_bits(std::clamp<int64_t>(at + p.window_left + 1, 0, rows));
+        if (cut_right) bits[c] &= ~low_bits(std::clamp<int64_t>(at - p.window_right, 0, rows));
       }
     }
     if (p.mask_kind != MaskKind::None) {
       const int64_t offset = s.index * p.mask.stride[0] + h * p.mask.stride[1] +
           i * p.mask.stride[2] + j * p.mask.stride[3];
       if (p.mask_kind == MaskKind::Bool) {
-        boolean(static_cast<const uint8_t*>(p.mask.data) + offset, p, rows, columns);
+        read_bool_mask(static_cast<const uint8_t*>(p.mask.data) + offset, p, rows, columns);
       } else if (p.mask_kind == MaskKind::Float32) {
-        floating(static_cast<const float*>(p.mask.data) + offset, p, rows, columns);
+        read_float_mask(static_cast<const float*>(p.mask.data) + offset, p, rows, columns);
       } else {
-        floating(static_cast<const Scalar*>(p.mask.data) + offset, p, rows, columns);
+        read_float_mask(static_cast<const Scalar*>(p.mask.data) + offset, p, rows, columns);
       }
       full = true;
       for (int64_t c = 0; c < columns; ++c) full &= bits[c] == all;
@@ -160,7 +161,8 @@ struct TileMask {
   }
 
  private:
-  void boolean(const uint8_t* mask, const AttentionProblem& p, int64_t rows, int64_t columns) {
+  void read_bool_mask(
+      const uint8_t* mask, const AttentionProblem& p, int64_t rows, int64_t columns) {
     const int64_t si = p.mask.stride[2], sj = p.mask.stride[3];
     if (si == 0) {
       for (int64_t c = 0; c < columns; ++c) bits[c] &= mask[c * sj] ? ~uint64_t(0) : 0;
@@ -188,7 +190,7 @@ struct TileMask {
   }
 
   template <class M>
-  void floating(const M* mask, const AttentionProblem& p, int64_t rows, int64_t columns) {
+  void read_float_mask(const M* mask, const AttentionProblem& p, int64_t rows, int64_t columns) {
     using Vec = Vectorized<T>;
     const int64_t si = p.mask.stride[2], sj = p.mask.stride[3];
     if (si == 0) {
@@ -215,7 +217,7 @@ struct TileMask {
   }
 };
 
-// Computes a tile's scores [key][query]: products or, in natural units, scaled products plus the
+// Computes a tile's scores [key][query]: products or, in nats, scaled products plus the
 // float mask.
 template <class E, class T = AccumulatorOf<E>>
 inline void tile_scores(
@@ -223,7 +225,7 @@ inline void tile_scores(
     const E* query_t, int64_t keys, int64_t lanes, T* scores) {
   using Vec = Vectorized<T>;
   tile_gemm(keys, lanes, elements<E>(p.E), key.data, key.ld, 1, query_t, kTile, scores, kTile);
-  if (!scale.natural) return;
+  if (!scale.scores_in_nats) return;
   const Vec factor(scale.product);
   if (!has_float_mask(p)) {
     for (int64_t c = 0; c < keys; ++c) {
@@ -253,10 +255,10 @@ inline void dropout_tile(
   transpose_bits(bits);
 }
 
-// Makes pairs of a tile's neighbouring rows: room[c / 2][i] holds rows c and c + 1 of source. If E
-// is not a pair, the tile itself serves.
+// Makes pairs of a tile's neighbouring rows: buffer[c / 2][i] holds rows c and c + 1 of source. If
+// E is not a pair, the tile itself serves.
 template <class E, class T>
-inline Operand<E> pair_rows(const T* source, int64_t columns, int64_t lanes, E* room) {
+inline Operand<E> pair_rows(const T* source, int64_t columns, int64_t lanes, E* buffer) {
   if constexpr (kPack<E> == 1) {
     return {source, kTile};
   } else {
@@ -268,20 +270,20 @@ inline Operand<E> pair_rows(const T* source, int64_t columns, int64_t lanes, E* 
         const __m256bh high = c + 1 < columns ? _mm512_cvtneps_pbh(_mm512_loadu_ps(at + kTile))
                                               : (__m256bh)_mm256_setzero_si256();
         _mm512_storeu_si512(
-            room + c / 2 * kTile + l,
+            buffer + c / 2 * kTile + l,
             _mm512_or_si512(
                 _mm512_cvtepu16_epi32((__m256i)low),
                 _mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)high), 16)));
       }
     }
 #endif
-    return {room, kTile};
+    return {buffer, kTile};
   }
 }
 
-// Makes pairs of a row's neighbouring values: room[c][i / 2] holds columns i and i + 1 of row c.
+// Makes pairs of a row's neighbouring values: buffer[c][i / 2] holds columns i and i + 1 of row c.
 template <class E, class T>
-inline Operand<E> pair_columns(const T* source, int64_t columns, E* room) {
+inline Operand<E> pair_columns(const T* source, int64_t columns, E* buffer) {
   if constexpr (kPack<E> == 1) {
     return {source, kTile};
   } else {
@@ -290,12 +292,12 @@ inline Operand<E> pair_columns(const T* source, int64_t columns, E* room) {
       for (int64_t l = 0; l < kTile; l += 32) {
         const float* at = source + c * kTile + l;
         _mm512_storeu_si512(
-            room + (c * kTile + l) / 2,
+            buffer + (c * kTile + l) / 2,
             (__m512i)_mm512_cvtne2ps_pbh(_mm512_loadu_ps(at + 16), _mm512_loadu_ps(at)));
       }
     }
 #endif
-    return {room, kTile / 2};
+    return {buffer, kTile / 2};
   }
 }
 

@@ -32,7 +32,7 @@ bool machine_has(Capability c) {
 #endif
 }
 
-Capability find(const std::string& wanted) {
+Capability parse(const std::string& wanted) {
   std::string known;
   for (Capability c : capabilities()) {
     if (name(c) == wanted) return c;
@@ -46,7 +46,7 @@ Capability find(const std::string& wanted) {
 std::atomic<Capability>& current() {
   static std::atomic<Capability> chosen = [] {
     const char* wanted = std::getenv("TRIFUSE_CPU_CAPABILITY");
-    return wanted && *wanted ? find(wanted) : capabilities().back();
+    return wanted && *wanted ? parse(wanted) : capabilities().back();
   }();
   return chosen;
 }
@@ -85,6 +85,6 @@ Capability capability([[maybe_unused]] DType dtype) {
   return c;
 }
 
-Capability set_capability(const std::string& wanted) { return current().exchange(find(wanted)); }
+Capability set_capability(const std::string& wanted) { return current().exchange(parse(wanted)); }
 
 }  // namespace trifuse

@@ -3,7 +3,7 @@
 #include <ATen/core/Tensor.h>
 #include <torch/library.h>
 
-#include "cpu/arguments.h"
+#include "arguments.h"
 #include "cpu/kernels.h"
 #include "cpu/memory.h"
 #include "cpu/parallel.h"

@@ -11,7 +11,7 @@
 #include <tuple>
 #include <vector>
 
-#include "cpu/arguments.h"
+#include "arguments.h"
 #include "cpu/kernels.h"
 #include "cpu/memory.h"
 #include "cpu/parallel.h"
@@ -69,12 +69,12 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> dropout_add_layer_norm_forward(
   p.dropout = kernel_dropout(dropout_p, seed);
   p.stream = streams(x);
 
-  const auto lead = x.sizes().slice(0, x.dim() - 1);
+  const auto row_shape = x.sizes().slice(0, x.dim() - 1);
   const Tensor out = empty(x.sizes(), x.options());
   const Tensor sum = prenorm ? empty(x.sizes(), x.options().dtype(sum_dtype))
                              : at::empty({0}, x.options().dtype(sum_dtype));
-  const Tensor mean = empty(lead, x.options().dtype(wide));
-  const Tensor rstd = empty(lead, x.options().dtype(wide));
+  const Tensor mean = empty(row_shape, x.options().dtype(wide));
+  const Tensor rstd = empty(row_shape, x.options().dtype(wide));
   p.out = rows_of(out, held);
   if (prenorm) p.sum = rows_of(sum, held);
   p.mean = mean.data_ptr();

@@ -12,7 +12,7 @@
 #include "cpu/kernels.h"
 #include "cpu/long_sum.h"
 
-namespace trifuse::TRIFUSE_CAPABILITY {
+namespace trifuse::CPU_CAPABILITY {
 namespace {
 
 template <class T>
@@ -96,16 +96,16 @@ void run(const DropoutAddLayerNormProblem& p, int64_t block) {
     }
   }
   if (p.stream) fence_streams();
-  const auto leave = [&](const T* sums, const double* total, void* blocks) {
+  const auto store_sums = [&](const T* sums, const double* total, void* blocks) {
     if (!sums) return;
     T* row = block_row<T>(blocks, block, p.N);
     if (many_rows)
       std::transform(total, total + p.N, row, [](double sum) { return static_cast<T>(sum); });
     else std::copy_n(sums, p.N, row);
   };
-  leave(grad_weight, totals[0], p.grad_weight);
-  leave(grad_bias, totals[1], p.grad_bias);
-  leave(grad_x_bias, totals[2], p.grad_x_bias);
+  store_sums(grad_weight, totals[0], p.grad_weight);
+  store_sums(grad_bias, totals[1], p.grad_bias);
+  store_sums(grad_x_bias, totals[2], p.grad_x_bias);
 }
 
 void run_any(const DropoutAddLayerNormProblem& p, int64_t block) {
@@ -141,4 +141,4 @@ void reduce_any(const DropoutAddLayerNormProblem& p, int64_t strip) {
 
 DropoutAddLayerNormBackward dropout_add_layer_norm_backward() { return {run_any, reduce_any}; }
 
-}  // namespace trifuse::TRIFUSE_CAPABILITY
+}  // namespace trifuse::CPU_CAPABILITY

@@ -12,7 +12,7 @@
 #include "cpu/dropout_add_layer_norm_row.h"
 #include "cpu/kernels.h"
 
-namespace trifuse::TRIFUSE_CAPABILITY {
+namespace trifuse::CPU_CAPABILITY {
 namespace {
 
 template <class Scalar, class Sum, class T = Accumulator<Scalar>>
@@ -44,28 +44,28 @@ void run(const DropoutAddLayerNormProblem& p, int64_t block) {
       s.store(sum + c);
     });
 
-    // `about` is the mean with the error of a long sum. The mean of the deviations from it, a small
-    // number, is that error, so a large offset in the row costs the variance no digits.
-    const T about = p.rms_norm ? T(0) : total.total() / static_cast<T>(p.N);
-    std::fill(sum + p.N, sum + width, about);
+    // `rough_mean` is the mean with the error of a long sum. The mean of the deviations from it, a
+    // small number, corrects that error, so a large offset in the row costs the variance no digits.
+    const T rough_mean = p.rms_norm ? T(0) : total.total() / static_cast<T>(p.N);
+    std::fill(sum + p.N, sum + width, rough_mean);
     const RowSum<Scalar, Sum> next(p, std::min(row + 1, last - 1));
     auto deviations = Row::full(0), squares = Row::full(0);
     for (int64_t c = 0; c < width; c += kStrip) {
       next.prefetch(c);
-      const auto d = Row::load(sum + c) - Row::full(about);
+      const auto d = Row::load(sum + c) - Row::full(rough_mean);
       deviations = deviations + d;
       squares = multiply_add(d, d, squares);
     }
-    const double shift = p.rms_norm ? 0.0 : deviations.total() / static_cast<double>(p.N);
-    const double variance = squares.total() / static_cast<double>(p.N) - shift * shift;
+    const double correction = p.rms_norm ? 0.0 : deviations.total() / static_cast<double>(p.N);
+    const double variance = squares.total() / static_cast<double>(p.N) - correction * correction;
     const double rstd = 1 / std::sqrt(std::max(variance, 0.0) + p.eps);
-    static_cast<T*>(p.mean)[row] = static_cast<T>(about + shift);
+    static_cast<T*>(p.mean)[row] = static_cast<T>(rough_mean + correction);
     static_cast<T*>(p.rstd)[row] = static_cast<T>(rstd);
 
     const auto factor = Row::full(static_cast<T>(rstd));
-    const auto offset = Row::full(static_cast<T>(-shift * rstd));
+    const auto offset = Row::full(static_cast<T>(-correction * rstd));
     for_strips(p.N, [&](int64_t c, auto count) TRIFUSE_INLINE {
-      auto y = multiply_add(Row::load(sum + c) - Row::full(about), factor, offset);
+      auto y = multiply_add(Row::load(sum + c) - Row::full(rough_mean), factor, offset);
       if (weight) y = y * Row::load(weight + c, count);
       if (bias) y = y + Row::load(bias + c, count);
       y.store(out + c, count, p.stream);
@@ -82,4 +82,4 @@ void run_any(const DropoutAddLayerNormProblem& p, int64_t block) {
 
 DropoutAddLayerNormForward dropout_add_layer_norm_forward() { return {run_any}; }
 
-}  // namespace trifuse::TRIFUSE_CAPABILITY
+}  // namespace trifuse::CPU_CAPABILITY

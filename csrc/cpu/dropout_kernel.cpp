@@ -9,7 +9,7 @@
 #include "cpu/philox.h"
 #include "cpu/row.h"
 
-namespace trifuse::TRIFUSE_CAPABILITY {
+namespace trifuse::CPU_CAPABILITY {
 namespace {
 
 template <class Scalar>
@@ -41,4 +41,4 @@ void run_any(const DropoutProblem& p, int64_t block) {
 
 DropoutKernel dropout() { return {run_any}; }
 
-}  // namespace trifuse::TRIFUSE_CAPABILITY
+}  // namespace trifuse::CPU_CAPABILITY

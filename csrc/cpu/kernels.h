@@ -1,4 +1,4 @@
-// The CPU kernels: one table of functions per instruction set, and the table in use.
+// The CPU kernels: what each one's entry points are, and a table of them per instruction set.
 
 #pragma once
 
@@ -8,8 +8,8 @@
 #include "cpu/capability.h"
 #include "cpu/crew.h"
 #include "cpu/failure.h"
+#include "cpu/linear.h"
 #include "dropout_add_layer_norm.h"
-#include "linear.h"
 #include "lstm.h"
 
 namespace trifuse {
@@ -96,59 +96,34 @@ struct Kernels {
   Probe probe;
 };
 
-// Each *_kernel.cpp defines its functions in the namespace of every instruction set. Kernels
-// without matrix products have them only in sets that differ in more than products; others use
-// AVX512's.
-#define TRIFUSE_DECLARE(set)              \
-  namespace set {                         \
-  AttentionForward attention_forward();   \
-  AttentionBackward attention_backward(); \
-  LinearKernel linear();                  \
-  LstmForward lstm_forward();             \
-  LstmBackward lstm_backward();           \
-  Probe probe();                          \
-  }
-TRIFUSE_EACH_CAPABILITY(TRIFUSE_DECLARE)
-#undef TRIFUSE_DECLARE
-#define TRIFUSE_DECLARE(set)                                     \
-  namespace set {                                                \
-  DropoutAddLayerNormForward dropout_add_layer_norm_forward();   \
-  DropoutAddLayerNormBackward dropout_add_layer_norm_backward(); \
-  DropoutKernel dropout();                                       \
-  }
-TRIFUSE_EACH_VECTOR(TRIFUSE_DECLARE)
-#undef TRIFUSE_DECLARE
-#if defined(__x86_64__)
-#define TRIFUSE_SHARE(set)                                                               \
-  namespace set {                                                                        \
-  using AVX512::dropout_add_layer_norm_forward, AVX512::dropout_add_layer_norm_backward, \
-      AVX512::dropout;                                                                   \
-  }
-TRIFUSE_SHARE(AVX512_BF16)
-TRIFUSE_SHARE(AMX_BF16)
-#undef TRIFUSE_SHARE
-#endif
-
-inline Kernels kernels_of(Capability capability) {
-#define TRIFUSE_CASE(set)                       \
-  case Capability::set:                         \
-    return {                                    \
-        set::attention_forward(),               \
-        set::attention_backward(),              \
-        set::dropout_add_layer_norm_forward(),  \
-        set::dropout_add_layer_norm_backward(), \
-        set::dropout(),                         \
-        set::linear(),                          \
-        set::lstm_forward(),                    \
-        set::lstm_backward(),                   \
-        set::probe()};
-  switch (capability) { TRIFUSE_EACH_CAPABILITY(TRIFUSE_CASE) }
-#undef TRIFUSE_CASE
-  return {};
-}
+// Returns an instruction set's kernels.
+const Kernels& kernels_of(Capability);
 
 // Returns the kernels for problems of a type. Without a type: for members that serve every type.
-inline Kernels kernels(DType dtype) { return kernels_of(capability(dtype)); }
-inline Kernels kernels() { return kernels_of(capability()); }
+inline const Kernels& kernels(DType dtype) { return kernels_of(capability(dtype)); }
+inline const Kernels& kernels() { return kernels_of(capability()); }
 
 }  // namespace trifuse
+
+#ifdef TRIFUSE_CAPABILITY  // in the sources that are compiled for each instruction set
+
+// The entry points of the instruction set's kernels, each defined in a *_kernel.cpp.
+namespace trifuse::TRIFUSE_CAPABILITY {
+AttentionForward attention_forward();
+AttentionBackward attention_backward();
+LinearKernel linear();
+LstmForward lstm_forward();
+LstmBackward lstm_backward();
+Probe probe();
+}  // namespace trifuse::TRIFUSE_CAPABILITY
+
+// Entry points of kernels without matrix products. They are compiled once for each of ATen's vector
+// types, and their namespace is the type's name. AVX512_BF16 and AMX_BF16 have AVX512's vectors,
+// and so share its kernels.
+namespace trifuse::CPU_CAPABILITY {
+DropoutAddLayerNormForward dropout_add_layer_norm_forward();
+DropoutAddLayerNormBackward dropout_add_layer_norm_backward();
+DropoutKernel dropout();
+}  // namespace trifuse::CPU_CAPABILITY
+
+#endif

@@ -4,7 +4,7 @@
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
 
-#include "cpu/arguments.h"
+#include "arguments.h"
 #include "cpu/kernels.h"
 #include "cpu/memory.h"
 #include "cpu/parallel.h"

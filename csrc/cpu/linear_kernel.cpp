@@ -1,10 +1,10 @@
 // Linear layers on a CPU: activation(x weight^T + bias).
 //
-// The weight is packed first (product.h), one task for each 64 features; a weight that does not
-// change is packed once. Then a task owns rows_per_task x columns_per_task elements of the result.
-// It reads its rows of x and its panels of the weight, and accumulates in the result itself, or for
-// 16-bit types in a float32 buffer. It adds bias and applies the activation to tiles still in a
-// cache.
+// The weight is packed first (packed_operands.h), one task for each 64 features; a weight that does
+// not change is packed once. Then a task owns rows_per_task x columns_per_task elements of the
+// result. It reads its rows of x and its panels of the weight, and accumulates in the result
+// itself, or for 16-bit types in a float32 buffer. It adds bias and applies the activation to tiles
+// still in a cache.
 //
 // Floor: M N K / (lanes x FMA pipes) cycles. Packing a weight takes N K loads and stores, 1 / M of
 // the multiply-adds.
@@ -12,7 +12,7 @@
 #include <numbers>
 
 #include "cpu/kernels.h"
-#include "cpu/product.h"
+#include "cpu/packed_operands.h"
 #include "cpu/row.h"
 
 namespace trifuse::TRIFUSE_CAPABILITY {
@@ -60,10 +60,10 @@ Vectorized<T> gelu_tanh(Vectorized<T> x) {
   return x / (Vec(T(1)) + exp2(cubic * Vec(T(factor))));
 }
 
-// Applies bias, activation and rounding to a tile of sums (rows, columns), which may be the result
-// itself. The rows of sums hold whole vectors.
+// The epilogue: applies bias, activation and rounding to a tile of sums (rows, columns), which may
+// be the result itself. The rows of sums hold whole vectors.
 template <class Scalar, class T>
-void finish(
+void apply_epilogue(
     const LinearProblem& p, T* sums, int64_t ld, int64_t rows, int64_t columns, const T* bias,
     Scalar* out) {
   using Vec = Vectorized<T>;
@@ -101,46 +101,48 @@ void run(const LinearProblem& p, int64_t task) {
   using T = typename Element<E>::Accumulator;
   constexpr bool in_place = std::is_same_v<Scalar, T>;
   static thread_local Scratch scratch;
-  const int64_t across = (p.N + p.columns_per_task - 1) / p.columns_per_task;
-  const int64_t m0 = task / across * p.rows_per_task, n0 = task % across * p.columns_per_task;
+  const int64_t column_tasks = (p.N + p.columns_per_task - 1) / p.columns_per_task;
+  const int64_t m0 = task / column_tasks * p.rows_per_task,
+                n0 = task % column_tasks * p.columns_per_task;
   const int64_t M = std::min(p.M - m0, p.rows_per_task);
   const int64_t N = std::min(p.N - n0, p.columns_per_task);
-  const int64_t wide = round_up(N, kTile), room_size = left_block_size<E>(M, p.x_row);
+  const int64_t padded_N = round_up(N, kTile), buffer_size = left_block_size<E>(M, p.x_row);
   // Sums are stored as whole vectors, which may not fit the last panel of the result.
   const bool direct = in_place && N % Vectorized<T>::size() == 0;
   scratch.reset(
-      Scratch::bytes<E>(room_size) + Scratch::bytes<T>(direct ? 0 : M * wide),
+      Scratch::bytes<E>(buffer_size) + Scratch::bytes<T>(direct ? 0 : M * padded_N),
       "a thread of linear");
-  E* room = scratch.take<E>(room_size);
+  E* buffer = scratch.take<E>(buffer_size);
   Scalar* out = static_cast<Scalar*>(p.out) + m0 * p.N + n0;
-  T* sums = direct ? reinterpret_cast<T*>(out) : scratch.take<T>(M * wide);
-  const int64_t ld = direct ? p.N : wide;
-  // Rows that are finished at once. Their sums stay in the L1 cache beside the weight's block and,
-  // for 16-bit types, the rounded result.
-  constexpr int64_t group = in_place ? 60 : 24;
+  T* sums = direct ? reinterpret_cast<T*>(out) : scratch.take<T>(M * padded_N);
+  const int64_t ld = direct ? p.N : padded_N;
+  // Rows whose epilogue runs at once. Their sums stay in the L1 cache beside the weight's block
+  // and, for 16-bit types, the rounded result.
+  constexpr int64_t epilogue_rows = in_place ? 60 : 24;
   const Scalar* x = static_cast<const Scalar*>(p.x) + m0 * p.x_row;
   const E* packed = static_cast<const E*>(p.packed) + n0 / kTile * panel_size<E>(p.K);
   const T* bias = p.bias ? static_cast<const T*>(p.bias) + n0 : nullptr;
   [[maybe_unused]] MatrixUnit unit;
 
-  for (int64_t k = 0; k < p.K; k += kDepth<E>) {
-    const int64_t depth = std::min(p.K - k, kDepth<E>);
+  for (int64_t k = 0; k < p.K; k += kBlockDepth<E>) {
+    const int64_t depth = std::min(p.K - k, kBlockDepth<E>);
     const bool last = k + depth == p.K;
     for (int64_t m = 0; m < M;) {
-      const int64_t rows = std::min(M - m, left_group(p.x_row));
-      const Left<E> left =
-          left_block<E>(x + m * p.x_row + k * p.x_column, p.x_row, p.x_column, rows, depth, room);
+      const int64_t rows = std::min(M - m, left_block_rows(p.x_row));
+      const LeftOperand<E> left =
+          left_block<E>(x + m * p.x_row + k * p.x_column, p.x_row, p.x_column, rows, depth, buffer);
       for (int64_t n = 0; n < N; n += kTile) {
         const int64_t columns = std::min(N - n, kTile);
         const E* block = packed + n / kTile * panel_size<E>(p.K) + panel_size<E>(k);
-        for (int64_t r = 0; r < rows; r += group) {
-          const int64_t step = std::min(rows - r, group);
+        for (int64_t r = 0; r < rows; r += epilogue_rows) {
+          const int64_t step = std::min(rows - r, epilogue_rows);
           T* tile = sums + (m + r) * ld + n;
           tile_gemm<E>(
               step, columns, elements<E>(depth), left.data + r * left.m, left.m, left.k, block,
               kTile, tile, ld, {k > 0});
           if (last)
-            finish(p, tile, ld, step, columns, bias ? bias + n : nullptr, out + (m + r) * p.N + n);
+            apply_epilogue(
+                p, tile, ld, step, columns, bias ? bias + n : nullptr, out + (m + r) * p.N + n);
         }
       }
       m += rows;

@@ -13,7 +13,7 @@
 #include <tuple>
 #include <vector>
 
-#include "cpu/arguments.h"
+#include "arguments.h"
 #include "cpu/kernels.h"
 #include "cpu/memory.h"
 #include "lstm_tensors.h"

@@ -28,17 +28,17 @@ namespace {
 std::atomic<bool> counting{false};
 std::atomic<int64_t> counted{0}, first_failure{0}, last_failure{0};
 
-bool is_to_fail() {
+bool should_fail() {
   if (!counting.load(std::memory_order_relaxed)) return false;
   const int64_t number = ++counted;
   return number >= first_failure && number <= last_failure;
 }
 
 // Counts the allocations of torch's own allocator.
-class Counted final : public c10::Allocator {
+class CountingAllocator final : public c10::Allocator {
  public:
   c10::DataPtr allocate(size_t bytes) override {
-    TORCH_CHECK(!is_to_fail(), "can't allocate memory: ", bytes, " bytes, as a test asked");
+    TORCH_CHECK(!should_fail(), "can't allocate memory: ", bytes, " bytes, as a test asked");
     return torch_->allocate(bytes);
   }
   c10::DeleterFnPtr raw_deleter() const override { return torch_->raw_deleter(); }
@@ -67,7 +67,7 @@ struct Block {
 };
 
 void* from_system(int64_t bytes, int64_t alignment) {
-  if (is_to_fail()) return nullptr;
+  if (should_fail()) return nullptr;
   const auto size = static_cast<size_t>(bytes), boundary = static_cast<size_t>(alignment);
   return boundary <= alignof(std::max_align_t)
       ? std::malloc(std::max<size_t>(size, 1))
@@ -75,11 +75,11 @@ void* from_system(int64_t bytes, int64_t alignment) {
 }
 
 // The freed blocks that are kept. It neither allocates nor frees while it holds its lock.
-class Kept {
+class BlockCache {
  public:
-  static Kept& get() {
-    static Kept* kept = new Kept;  // outlives every tensor
-    return *kept;
+  static BlockCache& get() {
+    static BlockCache* cache = new BlockCache;  // outlives every tensor
+    return *cache;
   }
 
   // Returns the smallest block that fits and is not much too large, or null if there is none. Among
@@ -151,19 +151,19 @@ class Kept {
 // A fork copies the lock's state but only the forking thread. If another thread held the lock at
 // that moment, no thread of the child would ever release it.
 [[maybe_unused]] const int at_fork = pthread_atfork(
-    [] { Kept::get().mutex().lock(); }, [] { Kept::get().mutex().unlock(); },
-    [] { Kept::get().mutex().unlock(); });
+    [] { BlockCache::get().mutex().lock(); }, [] { BlockCache::get().mutex().unlock(); },
+    [] { BlockCache::get().mutex().unlock(); });
 
 // Hands out blocks as an allocator of torch.
-class Recycler final : public c10::Allocator {
+class CachingAllocator final : public c10::Allocator {
  public:
-  explicit Recycler(const char* purpose) : purpose_(purpose) {}
+  explicit CachingAllocator(const char* purpose) : purpose_(purpose) {}
 
   c10::DataPtr allocate(size_t bytes) override {
     TORCH_CHECK(bytes <= size_t(INT64_MAX) - kPage, "can't allocate ", bytes, " bytes");
-    const size_t whole = (std::max<size_t>(bytes, 1) + kPage - 1) / kPage * kPage;
-    Block* block = Kept::get().take(whole);
-    if (!block) block = make(whole);
+    const size_t rounded = (std::max<size_t>(bytes, 1) + kPage - 1) / kPage * kPage;
+    Block* block = BlockCache::get().take(rounded);
+    if (!block) block = make(rounded);
     return {block->data, block, free, c10::Device(c10::DeviceType::CPU)};
   }
   void copy_data(void* to, const void* from, size_t bytes) const override {
@@ -181,35 +181,35 @@ class Recycler final : public c10::Allocator {
 #endif
     return block.release();
   }
-  static void free(void* block) { Kept::get().add(static_cast<Block*>(block)); }
+  static void free(void* block) { BlockCache::get().add(static_cast<Block*>(block)); }
 
   const char* const purpose_;
 };
 
-Recycler& recycler_of_results() {
-  static auto* recycler = new Recycler("a result");
-  return *recycler;
+CachingAllocator& result_allocator() {
+  static auto* allocator = new CachingAllocator("a result");
+  return *allocator;
 }
 
-Recycler& recycler_of_workspaces() {
-  static auto* recycler = new Recycler("what a call works in");
-  return *recycler;
+CachingAllocator& workspace_allocator() {
+  static auto* allocator = new CachingAllocator("what a call works in");
+  return *allocator;
 }
 
 at::Tensor empty_small(at::IntArrayRef sizes, at::ScalarType dtype) {
   try {
     return at::empty(sizes, at::TensorOptions(dtype));
   } catch (const c10::Error&) {
-    if (!Kept::get().clear()) throw;
+    if (!BlockCache::get().clear()) throw;
   }
   return at::empty(sizes, at::TensorOptions(dtype));
 }
 
-at::Tensor empty_in(Recycler& recycler, at::IntArrayRef sizes, at::ScalarType dtype) {
+at::Tensor empty_in(CachingAllocator& allocator, at::IntArrayRef sizes, at::ScalarType dtype) {
   const auto bytes = static_cast<size_t>(c10::multiply_integers(sizes)) * c10::elementSize(dtype);
   if (bytes < kLarge) return empty_small(sizes, dtype);
   at::Tensor result = at::detail::empty_generic(
-      sizes, &recycler, c10::DispatchKeySet(c10::DispatchKey::CPU), dtype, std::nullopt);
+      sizes, &allocator, c10::DispatchKeySet(c10::DispatchKey::CPU), dtype, std::nullopt);
   const auto& context = at::globalContext();
   if (context.deterministicAlgorithms() && context.deterministicFillUninitializedMemory())
     result.fill_(c10::isFloatingType(dtype) ? std::numeric_limits<double>::quiet_NaN() : 127.0);
@@ -221,7 +221,7 @@ at::Tensor empty_in(Recycler& recycler, at::IntArrayRef sizes, at::ScalarType dt
 void* allocate(int64_t bytes, int64_t alignment, const char* purpose) {
   void* data = from_system(bytes, alignment);
   if (!data) {
-    Kept::get().clear();
+    BlockCache::get().clear();
     data = from_system(bytes, alignment);
   }
   // Gives other threads the time to wait for this one, which a test needs.
@@ -234,7 +234,7 @@ void* allocate(int64_t bytes, int64_t alignment, const char* purpose) {
 }
 
 void fail_allocations(int64_t first, int64_t count) {
-  static Counted* torch = new Counted;  // tensors may point to it as long as there are any
+  static auto* torch = new CountingAllocator;  // tensors may point to it as long as there are any
   torch->use(first > 0);
   if (first > 0) counted = 0;
   first_failure = first;
@@ -245,11 +245,9 @@ void fail_allocations(int64_t first, int64_t count) {
 int64_t counted_allocations() { return counted; }
 
 at::Tensor empty(at::IntArrayRef sizes, const at::TensorOptions& options) {
-  return empty_in(recycler_of_results(), sizes, c10::typeMetaToScalarType(options.dtype()));
+  return empty_in(result_allocator(), sizes, c10::typeMetaToScalarType(options.dtype()));
 }
 
-at::Tensor workspace(int64_t bytes) {
-  return empty_in(recycler_of_workspaces(), {bytes}, at::kByte);
-}
+at::Tensor workspace(int64_t bytes) { return empty_in(workspace_allocator(), {bytes}, at::kByte); }
 
 }  // namespace trifuse

@@ -212,17 +212,17 @@ constexpr int64_t elements(int64_t columns) {
   return (columns + kPack<E> - 1) / kPack<E>;
 }
 
-// Number of elements of room that left_rows may need.
+// Number of elements of `buffer` that left_rows may need.
 template <class E>
 constexpr int64_t left_rows_size(int64_t rows, int64_t columns) {
   return rows * elements<E>(columns);
 }
 
-// Returns n rows as A, read in place or copied to `room`. `factor`, 1 or the sign of a scale,
+// Returns n rows as A, read in place or copied to `buffer`. `factor`, 1 or the sign of a scale,
 // multiplies every value.
 template <class E, class Scalar>
 inline Operand<E> left_rows(
-    Rows<Scalar> rows, int64_t n, int64_t columns, E* room, float factor = 1.0f) {
+    Rows<Scalar> rows, int64_t n, int64_t columns, E* buffer, float factor = 1.0f) {
   constexpr bool same = std::is_same_v<Scalar, E>;
   constexpr bool pairs = kPack<E> == 2;
   if (factor == 1.0f && rows.column_stride == 1) {
@@ -236,19 +236,19 @@ inline Operand<E> left_rows(
   const int64_t ld = elements<E>(columns);
   for (int64_t r = 0; r < n; ++r) {
     if constexpr (pairs) {
-      auto* target = reinterpret_cast<c10::BFloat16*>(room + r * ld);
+      auto* target = reinterpret_cast<c10::BFloat16*>(buffer + r * ld);
       for (int64_t c = 0; c < columns; ++c) {
         const c10::BFloat16 x = rows.row(r)[c * rows.column_stride];
         target[c] = factor == 1.0f ? x : c10::BFloat16(static_cast<float>(x) * factor);
       }
       if (columns % 2) target[columns] = c10::BFloat16(0.0f);
     } else {
-      widen(rows.row(r), rows.column_stride, columns, room + r * ld);
+      widen(rows.row(r), rows.column_stride, columns, buffer + r * ld);
       if (factor != 1.0f)
-        for (int64_t c = 0; c < columns; ++c) room[r * ld + c] *= factor;
+        for (int64_t c = 0; c < columns; ++c) buffer[r * ld + c] *= factor;
     }
   }
-  return {room, ld};
+  return {buffer, ld};
 }
 
 template <class E>
@@ -259,8 +259,8 @@ constexpr int64_t right_transposed_size(int64_t columns) {
 // Transposes at most kTile rows into B, whose rows hold kTile elements, zeros past row n.
 template <class E, class Scalar>
 inline void right_transposed(
-    Rows<Scalar> rows, int64_t n, int64_t columns, float factor, E* left_room, E* target) {
-  const Operand<E> left = left_rows<E>(rows, n, columns, left_room, factor);
+    Rows<Scalar> rows, int64_t n, int64_t columns, float factor, E* left_buffer, E* target) {
+  const Operand<E> left = left_rows<E>(rows, n, columns, left_buffer, factor);
   transpose_tile(left.data, left.ld, n, elements<E>(columns), target);
 }
 
@@ -275,21 +275,22 @@ constexpr int64_t right_rows_size(int64_t rows, int64_t columns) {
   return elements<E>(rows) * padded<E>(columns);
 }
 
-// Copies rows to B, whose rows hold `ld` elements, zeros past the last column. With `clean`, a NaN
-// or Inf becomes 0; the caller then sets the results that it reaches.
+// Copies rows to B, whose rows hold `ld` elements, zeros past the last column. With
+// `zero_nonfinite`, a NaN or Inf becomes 0; the caller then sets the results that it reaches.
 template <class E, class Scalar>
 inline void copy_right_rows(
-    Rows<Scalar> rows, int64_t n, int64_t columns, int64_t ld, E* room, bool clean = false) {
+    Rows<Scalar> rows, int64_t n, int64_t columns, int64_t ld, E* buffer,
+    bool zero_nonfinite = false) {
   const auto value = [&](int64_t r, int64_t c) {
     const Scalar x = rows.row(r)[c * rows.column_stride];
-    return clean && !std::isfinite(static_cast<double>(x)) ? Scalar(0) : x;
+    return zero_nonfinite && !std::isfinite(static_cast<double>(x)) ? Scalar(0) : x;
   };
   if constexpr (kPack<E> == 2) {
     for (int64_t r = 0; r < n; r += 2) {
-      auto* target = reinterpret_cast<c10::BFloat16*>(room + r / 2 * ld);
+      auto* target = reinterpret_cast<c10::BFloat16*>(buffer + r / 2 * ld);
       int64_t c = 0;
 #ifdef __AVX512BF16__
-      if (!clean && rows.column_stride == 1) {
+      if (!zero_nonfinite && rows.column_stride == 1) {
         // 32 columns of two rows, interleaved in 16-bit steps.
         const __m512i low = _mm512_set_epi16(
             47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6, 37, 5, 36,
@@ -312,23 +313,24 @@ inline void copy_right_rows(
     }
   } else {
     for (int64_t r = 0; r < n; ++r) {
-      widen(rows.row(r), rows.column_stride, columns, room + r * ld);
-      std::fill(room + r * ld + columns, room + (r + 1) * ld, E(0));
-      if (clean)
-        for (int64_t c = 0; c < columns; ++c) room[r * ld + c] = static_cast<E>(value(r, c));
+      widen(rows.row(r), rows.column_stride, columns, buffer + r * ld);
+      std::fill(buffer + r * ld + columns, buffer + (r + 1) * ld, E(0));
+      if (zero_nonfinite)
+        for (int64_t c = 0; c < columns; ++c) buffer[r * ld + c] = static_cast<E>(value(r, c));
     }
   }
 }
 
 template <class E, class Scalar>
 inline Operand<E> right_rows(
-    Rows<Scalar> rows, int64_t n, int64_t columns, E* room, bool clean = false) {
+    Rows<Scalar> rows, int64_t n, int64_t columns, E* buffer, bool zero_nonfinite = false) {
   const int64_t ld = padded<E>(columns);
   if constexpr (std::is_same_v<Scalar, E>) {
-    if (!clean && rows.column_stride == 1 && ld == columns) return {rows.data, rows.row_stride};
+    if (!zero_nonfinite && rows.column_stride == 1 && ld == columns)
+      return {rows.data, rows.row_stride};
   }
-  copy_right_rows(rows, n, columns, ld, room, clean);
-  return {room, ld};
+  copy_right_rows(rows, n, columns, ld, buffer, zero_nonfinite);
+  return {buffer, ld};
 }
 
 }  // namespace trifuse::TRIFUSE_CAPABILITY

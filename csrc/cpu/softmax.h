@@ -1,7 +1,8 @@
 // The running softmax of a block of queries, over keys that come a tile at a time.
 //
 // Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018): beside the sum of
-// exponentials a running maximum (`peak`) is kept, and whenever it rises, the sum is scaled down.
+// exponentials a running maximum (`row_max`) is kept, and whenever it rises, the sum is scaled
+// down.
 
 #pragma once
 
@@ -21,14 +22,14 @@ template <class T>
 struct Softmax {
   static constexpr T infinity = std::numeric_limits<T>::infinity();
 
-  const T factor;              // exponents of 2 are (score - peak) · factor
-  alignas(64) T peak[kTile];   // the highest score; -inf for a query that has seen no key
-  alignas(64) T sum[kTile];    // of exponentials
-  alignas(64) T alpha[kTile];  // factor by which the last tile scaled the sums before it
+  const T factor;                // exponents of 2 are (score - row_max) · factor
+  alignas(64) T row_max[kTile];  // the highest score; -inf for a query that has seen no key
+  alignas(64) T row_sum[kTile];  // of exponentials
+  alignas(64) T rescale[kTile];  // factor by which the last tile scaled the sums before it
 
   explicit Softmax(T factor) : factor(factor) {
-    std::fill_n(peak, kTile, -infinity);
-    std::fill_n(sum, kTile, T(0));
+    std::fill_n(row_max, kTile, -infinity);
+    std::fill_n(row_sum, kTile, T(0));
   }
 
   // Turns a tile's scores [key][query] into weights in place. If Partial, only pairs in `bits` take
@@ -41,21 +42,21 @@ struct Softmax {
     for (; lane < lanes; lane += L) columns<1, Partial>(scores, bits, keys, lane);
   }
 
-  // Writes log2 of the sums, in double: it must not be rounded before it is added to a peak.
+  // Writes log2 of the sums, in double: it must not be rounded before it is added to a maximum.
   void log2_sum(double* result) const {
     using Vec = Vectorized<double>;
-    std::copy_n(sum, kTile, result);
+    std::copy_n(row_sum, kTile, result);
     for (int64_t l = 0; l < kTile; l += Vec::size())
       Vec::loadu(result + l).log2().store(result + l);
   }
 
-  // Writes the logsumexp in natural units; score_unit is one unit of score in them. It is -inf for
+  // Writes the logsumexp in nats; score_unit is one unit of score in nats. It is -inf for
   // a query that has seen no key.
   void logsumexp(double score_unit, T* result) const {
     double log2[kTile];
     log2_sum(log2);
     for (int64_t l = 0; l < kTile; ++l)
-      result[l] = static_cast<T>(peak[l] * score_unit + log2[l] * kLn2);
+      result[l] = static_cast<T>(row_max[l] * score_unit + log2[l] * kLn2);
   }
 
  private:
@@ -77,19 +78,19 @@ struct Softmax {
     }
 #pragma GCC unroll 8
     for (int v = 0; v < V; ++v) {
-      const Vec before = Vec::loadu(peak + lane + v * L);
+      const Vec before = Vec::loadu(row_max + lane + v * L);
       const Vec now = larger(before, top[v]);
-      now.store(peak + lane + v * L);
-      // 0 in place of a missing peak keeps -inf - -inf out of the exponents.
+      now.store(row_max + lane + v * L);
+      // 0 in place of a missing maximum keeps -inf - -inf out of the exponents.
       base[v] = select(equal_bits(now, -infinity), Vec(T(0)), now);
-      exp2((before - base[v]) * Vec(factor)).store(alpha + lane + v * L);
+      exp2((before - base[v]) * Vec(factor)).store(rescale + lane + v * L);
       total[v] = Vec(T(0));
     }
     for (int64_t j = 0; j < keys; ++j) {
 #pragma GCC unroll 8
       for (int v = 0; v < V; ++v) {
         T* at = scores + j * kTile + lane + v * L;
-        // The peak is subtracted first, so that its own weight is exactly 1.
+        // The maximum is subtracted first, so that its own weight is exactly 1.
         Vec p = exp2((Vec::loadu(at) - base[v]) * Vec(factor));
         if constexpr (Partial) p = select(bits[j] >> (lane + v * L), p, Vec(T(0)));
         total[v] = total[v] + p;
@@ -98,8 +99,8 @@ struct Softmax {
     }
 #pragma GCC unroll 8
     for (int v = 0; v < V; ++v) {
-      T* at = sum + lane + v * L;
-      at::vec::fmadd(Vec::loadu(at), Vec::loadu(alpha + lane + v * L), total[v]).store(at);
+      T* at = row_sum + lane + v * L;
+      at::vec::fmadd(Vec::loadu(at), Vec::loadu(rescale + lane + v * L), total[v]).store(at);
     }
   }
 };

@@ -65,24 +65,25 @@ struct Element<BFloat16Pair> {
 
 // The register block: as many accumulators as the registers hold beside a row of B.
 #if defined(CPU_CAPABILITY_AVX512)
-constexpr int kRows = 6, kVectors = 4;  // 24 of 32 registers
+constexpr int kRegisterRows = 6, kRegisterVectors = 4;  // 24 of 32 registers
 #elif defined(CPU_CAPABILITY_AVX2)
-constexpr int kRows = 6, kVectors = 2;  // 12 of 16
+constexpr int kRegisterRows = 6, kRegisterVectors = 2;  // 12 of 16
 #else
-constexpr int kRows = 2, kVectors = 2;  // a portable vector is two of the machine's
+constexpr int kRegisterRows = 2, kRegisterVectors = 2;  // a portable vector is two of the machine's
 #endif
 
-// How C's old contents are used.
+// Whether the product is added to C.
 template <class T>
-struct Old {
-  bool keep = false;         // add the product to them; otherwise overwrite them
-  const T* scale = nullptr;  // with keep: row m of them is first multiplied by scale[m]
+struct Accumulate {
+  bool enabled = false;      // otherwise it overwrites C
+  const T* scale = nullptr;  // if enabled: row m of C is first multiplied by scale[m]
 };
 
 template <int MR, int NR, class E>
 void register_block(
     int64_t K, const E* a, int64_t a_m, int64_t a_k, const E* b, int64_t ldb,
-    typename Element<E>::Accumulator* c, int64_t ldc, Old<typename Element<E>::Accumulator> old) {
+    typename Element<E>::Accumulator* c, int64_t ldc,
+    Accumulate<typename Element<E>::Accumulator> accumulate) {
   using T = typename Element<E>::Accumulator;
   using Vec = Vectorized<T>;
   Vec sum[MR][NR];
@@ -101,12 +102,12 @@ void register_block(
       for (int n = 0; n < NR; ++n) sum[m][n] = Element<E>::multiply_add(x, row[n], sum[m][n]);
     }
   }
-  // C's old contents are added last: a sum over many tiles then has the error of a sum of sums, not
-  // of one chain.
-  if (old.keep) {
+  // C's former contents are added last: a sum over many tiles then has the error of a sum of sums,
+  // not of one chain.
+  if (accumulate.enabled) {
 #pragma GCC unroll 8
     for (int m = 0; m < MR; ++m) {
-      const Vec scale(old.scale ? old.scale[m] : T(1));
+      const Vec scale(accumulate.scale ? accumulate.scale[m] : T(1));
 #pragma GCC unroll 8
       for (int n = 0; n < NR; ++n)
         sum[m][n] = at::vec::fmadd(Vec::loadu(c + m * ldc + n * Vec::size()), scale, sum[m][n]);
@@ -118,21 +119,22 @@ void register_block(
     for (int n = 0; n < NR; ++n) sum[m][n].store(c + m * ldc + n * Vec::size());
 }
 
-// All rows against one panel of NR vectors; the last rows in a smaller register block.
+// All rows of A by NR vectors of columns of B; the last rows in a smaller register block.
 template <int NR, class E>
-void panel(
+void column_block(
     int64_t M, int64_t K, const E* a, int64_t a_m, int64_t a_k, const E* b, int64_t ldb,
-    typename Element<E>::Accumulator* c, int64_t ldc, Old<typename Element<E>::Accumulator> old) {
+    typename Element<E>::Accumulator* c, int64_t ldc,
+    Accumulate<typename Element<E>::Accumulator> accumulate) {
   int64_t m = 0;
   auto block = [&]<int MR>() {
-    register_block<MR, NR>(K, a + m * a_m, a_m, a_k, b, ldb, c + m * ldc, ldc, old);
-    if (old.scale) old.scale += MR;
+    register_block<MR, NR>(K, a + m * a_m, a_m, a_k, b, ldb, c + m * ldc, ldc, accumulate);
+    if (accumulate.scale) accumulate.scale += MR;
     m += MR;
   };
-  while (m + kRows <= M) block.template operator()<kRows>();
-  if constexpr (kRows > 4)
+  while (m + kRegisterRows <= M) block.template operator()<kRegisterRows>();
+  if constexpr (kRegisterRows > 4)
     if (m + 4 <= M) block.template operator()<4>();
-  if constexpr (kRows > 2)
+  if constexpr (kRegisterRows > 2)
     if (m + 2 <= M) block.template operator()<2>();
   if (m < M) block.template operator()<1>();
 }
@@ -141,17 +143,17 @@ template <class E>
 void tile_gemm(
     int64_t M, int64_t N, int64_t K, const E* a, int64_t a_m, int64_t a_k, const E* b, int64_t ldb,
     typename Element<E>::Accumulator* c, int64_t ldc,
-    Old<typename Element<E>::Accumulator> old = {}) {
+    Accumulate<typename Element<E>::Accumulator> accumulate = {}) {
   constexpr int64_t lanes = Vectorized<typename Element<E>::Accumulator>::size();
   int64_t n = 0;
   auto columns = [&]<int NR>() {
-    panel<NR>(M, K, a, a_m, a_k, b + n, ldb, c + n, ldc, old);
+    column_block<NR>(M, K, a, a_m, a_k, b + n, ldb, c + n, ldc, accumulate);
     n += NR * lanes;
   };
-  while (n + (kVectors - 1) * lanes < N) columns.template operator()<kVectors>();
-  if constexpr (kVectors > 3)
+  while (n + (kRegisterVectors - 1) * lanes < N) columns.template operator()<kRegisterVectors>();
+  if constexpr (kRegisterVectors > 3)
     if (n + 2 * lanes < N) columns.template operator()<3>();
-  if constexpr (kVectors > 2)
+  if constexpr (kRegisterVectors > 2)
     if (n + lanes < N) columns.template operator()<2>();
   if (n < N) columns.template operator()<1>();
 }
@@ -163,8 +165,8 @@ void tile_gemm(
 template <>
 inline void tile_gemm(
     int64_t M, int64_t N, int64_t K, const BFloat16Pair* a, int64_t a_m, int64_t a_k,
-    const BFloat16Pair* b, int64_t ldb, float* c, int64_t ldc, Old<float> old) {
-  if (K == 0 && !old.keep)
+    const BFloat16Pair* b, int64_t ldb, float* c, int64_t ldc, Accumulate<float> accumulate) {
+  if (K == 0 && !accumulate.enabled)
     for (int64_t m = 0; m < M; ++m) std::fill_n(c + m * ldc, N, 0.0f);
   if (M == 0 || N == 0 || K == 0) return;
   constexpr int64_t kLargestM = 64, kLargest = 128;
@@ -175,11 +177,11 @@ inline void tile_gemm(
     a = rows;
     a_m = kLargest;
   }
-  if (old.scale)
+  if (accumulate.scale)
     for (int64_t m = 0; m < M; ++m)
-      for (int64_t n = 0; n < N; ++n) c[m * ldc + n] *= old.scale[m];
+      for (int64_t n = 0; n < N; ++n) c[m * ldc + n] *= accumulate.scale[m];
   at::native::cpublas::brgemm(
-      M, N, 2 * K, 2 * a_m, ldb, ldc, old.keep, reinterpret_cast<const c10::BFloat16*>(a),
+      M, N, 2 * K, 2 * a_m, ldb, ldc, accumulate.enabled, reinterpret_cast<const c10::BFloat16*>(a),
       reinterpret_cast<const c10::BFloat16*>(b), c, /*is_vnni=*/true);
 }
 

@@ -16,8 +16,8 @@
 #include <string>
 #include <tuple>
 
+#include "arguments.h"
 #include "attention_tensors.h"
-#include "cpu/arguments.h"
 #include "cuda/tensors.h"
 
 namespace trifuse::cuda {

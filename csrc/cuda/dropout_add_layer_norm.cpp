@@ -11,7 +11,7 @@
 #include <array>
 #include <tuple>
 
-#include "cpu/arguments.h"
+#include "arguments.h"
 #include "cuda/tensors.h"
 #include "row_tensor.h"
 

@@ -9,7 +9,7 @@
 #include <ATen/ops/mm.h>
 #include <ATen/ops/zeros.h>
 
-#include "cpu/arguments.h"
+#include "arguments.h"
 #include "cuda/lstm.h"
 #include "cuda/lstm_packing.h"
 #include "cuda/tensors.h"

@@ -13,7 +13,7 @@
 
 #include <vector>
 
-#include "cpu/arguments.h"
+#include "arguments.h"
 
 namespace trifuse::cuda {
 

@@ -2,11 +2,12 @@
 // and prepares blocks of A for tile_gemm. The loops over them are the caller's.
 //
 // B is packed into panels of 64 columns, one after the other; a panel holds B's rows in the order
-// of k. A block of a panel, kDepth rows (32 KB, in float64 64 KB), stays in the L1 cache beside the
-// parts of A and C that it is used with, and serves as many rows of A as a caller has at hand.
+// of k. A block of a panel, kBlockDepth rows (32 KB, in float64 64 KB), stays in the L1 cache
+// beside the parts of A and C that it is used with, and serves as many rows of A as a caller has at
+// hand.
 //
-// Each element of C is the sum, block by block of k, of chains of kDepth multiply-adds. It does not
-// depend on how the product is cut into tasks, or on the number of threads.
+// Each element of C is the sum, block by block of k, of chains of kBlockDepth multiply-adds. It
+// does not depend on how the product is cut into tasks, or on the number of threads.
 
 #pragma once
 
@@ -18,7 +19,7 @@
 namespace trifuse::TRIFUSE_CAPABILITY {
 
 template <class E>
-constexpr int64_t kDepth = 128 * kPack<E>;  // values of k in a block
+constexpr int64_t kBlockDepth = 128 * kPack<E>;  // values of k in a block
 
 // Number of elements of one packed panel.
 template <class E>
@@ -31,15 +32,15 @@ template <class E, class Scalar>
 void pack_panel(
     const Scalar* b, int64_t b_k, int64_t b_n, int64_t K, int64_t columns, Scratch& scratch,
     E* panel) {
-  constexpr int64_t room_size = left_rows_size<E>(kTile, kDepth<E>);
-  scratch.reset(Scratch::bytes<E>(room_size), "a thread that packs a weight");
-  E* room = scratch.take<E>(room_size);
-  for (int64_t k = 0; k < K; k += kDepth<E>) {
-    const int64_t depth = std::min(K - k, kDepth<E>);
+  constexpr int64_t buffer_size = left_rows_size<E>(kTile, kBlockDepth<E>);
+  scratch.reset(Scratch::bytes<E>(buffer_size), "a thread that packs a weight");
+  E* buffer = scratch.take<E>(buffer_size);
+  for (int64_t k = 0; k < K; k += kBlockDepth<E>) {
+    const int64_t depth = std::min(K - k, kBlockDepth<E>);
     const Scalar* block = b + k * b_k;
     E* target = panel + panel_size<E>(k);
     if (b_k == 1) {
-      right_transposed<E>(Rows<Scalar>{block, b_n, 1}, columns, depth, 1.0f, room, target);
+      right_transposed<E>(Rows<Scalar>{block, b_n, 1}, columns, depth, 1.0f, buffer, target);
     } else {
       copy_right_rows<E>(Rows<Scalar>{block, b_k, b_n}, depth, columns, kTile, target);
     }
@@ -48,30 +49,30 @@ void pack_panel(
 
 // A block of A as tile_gemm reads it.
 template <class E>
-struct Left {
+struct LeftOperand {
   const E* data;
   int64_t m, k;  // strides
 };
 
 // Number of rows of a block that left_block prepares at once.
-constexpr int64_t left_group(int64_t a_m) { return a_m == 1 ? kTile : INT64_MAX; }
+constexpr int64_t left_block_rows(int64_t a_m) { return a_m == 1 ? kTile : INT64_MAX; }
 
 template <class E>
 constexpr int64_t left_block_size(int64_t rows, int64_t a_m) {
-  return a_m == 1 ? panel_size<E>(kDepth<E>) : left_rows_size<E>(rows, kDepth<E>);
+  return a_m == 1 ? panel_size<E>(kBlockDepth<E>) : left_rows_size<E>(rows, kBlockDepth<E>);
 }
 
 // Prepares a block of A, whose element (m, k) is at a + m * a_m + k * a_k. Rows are read in place
 // if possible. If A is stored by columns, 64 rows at most are copied: a row's elements lie a whole
 // row of A^T apart.
 template <class E, class Scalar>
-Left<E> left_block(
-    const Scalar* a, int64_t a_m, int64_t a_k, int64_t rows, int64_t depth, E* room) {
+LeftOperand<E> left_block(
+    const Scalar* a, int64_t a_m, int64_t a_k, int64_t rows, int64_t depth, E* buffer) {
   if (a_m == 1 && a_k != 1) {
-    copy_right_rows<E>(Rows<Scalar>{a, a_k, 1}, depth, rows, kTile, room);
-    return {room, 1, kTile};
+    copy_right_rows<E>(Rows<Scalar>{a, a_k, 1}, depth, rows, kTile, buffer);
+    return {buffer, 1, kTile};
   }
-  const Operand<E> left = left_rows<E>(Rows<Scalar>{a, a_m, a_k}, rows, depth, room);
+  const Operand<E> left = left_rows<E>(Rows<Scalar>{a, a_m, a_k}, rows, depth, buffer);
   return {left.data, left.ld, 1};
 }
 

@@ -1,0 +1,21 @@
+// The table of an instruction set's kernels.
+
+#include "cpu/kernels.h"
+
+namespace trifuse::TRIFUSE_CAPABILITY {
+
+const Kernels& table() {
+  static const Kernels kernels{
+      .attention_forward = attention_forward(),
+      .attention_backward = attention_backward(),
+      .dropout_add_layer_norm_forward = CPU_CAPABILITY::dropout_add_layer_norm_forward(),
+      .dropout_add_layer_norm_backward = CPU_CAPABILITY::dropout_add_layer_norm_backward(),
+      .dropout = CPU_CAPABILITY::dropout(),
+      .linear = linear(),
+      .lstm_forward = lstm_forward(),
+      .lstm_backward = lstm_backward(),
+      .probe = probe()};
+  return kernels;
+}
+
+}  // namespace trifuse::TRIFUSE_CAPABILITY
