@@ -77,7 +77,7 @@ class Call {
     stored = native ? dtype : wide;
     p.dtype = kernel_type(stored);
     p.rounding = native ? DType::Float32 : kernel_type(dtype);
-    const Tensor x = hold(as(input, stored));
+    const Tensor x = hold(converted(input, stored));
     p.input = x.const_data_ptr();
     int64_t* const sizes[] = {&p.T, &p.B, &p.I};
     for (int64_t d = 2, given = x.dim() - 1; d >= 0; --d, --given) {
@@ -98,21 +98,21 @@ class Call {
     }
 
     for (int64_t d = 0; d < p.directions; ++d) {
-      LstmDirection& way = p.direction[d];
-      way.reverse = reverse.get(d);
+      LstmDirection& direction = p.direction[d];
+      direction.reverse = reverse.get(d);
       const auto given = [&](int slot) -> OptionalTensor {
         return slot < slots_ ? parameters[d * slots_ + slot] : OptionalTensor();
       };
-      way.weight_ih = data(given(WeightIh), stored);
-      way.weight_hh = data(given(WeightHh), stored);
-      way.bias_ih = data(given(BiasIh), wide);
-      way.bias_hh = data(given(BiasHh), wide);
-      way.weight_hr = data(given(WeightHr), stored);
-      way.weight_peephole = data(given(WeightPeephole), wide);
-      way.norm_ih_weight = data(given(NormIh), wide);
-      way.norm_hh_weight = data(given(NormHh), wide);
-      way.norm_cell_weight = data(given(NormCell), wide);
-      way.norm_cell_bias = data(given(NormCellBias), wide);
+      direction.weight_ih = data(given(WeightIh), stored);
+      direction.weight_hh = data(given(WeightHh), stored);
+      direction.bias_ih = data(given(BiasIh), wide);
+      direction.bias_hh = data(given(BiasHh), wide);
+      direction.weight_hr = data(given(WeightHr), stored);
+      direction.weight_peephole = data(given(WeightPeephole), wide);
+      direction.norm_ih_weight = data(given(NormIh), wide);
+      direction.norm_hh_weight = data(given(NormHh), wide);
+      direction.norm_cell_weight = data(given(NormCell), wide);
+      direction.norm_cell_bias = data(given(NormCellBias), wide);
     }
     each_direction(&LstmDirection::h0, h0, stored);
     each_direction(&LstmDirection::c0, c0, wide);
@@ -125,7 +125,7 @@ class Call {
     return t;
   }
   const void* data(const OptionalTensor& t, at::ScalarType type) {
-    return t ? hold(as(*t, type).contiguous()).const_data_ptr() : nullptr;
+    return t ? hold(converted(*t, type).contiguous()).const_data_ptr() : nullptr;
   }
   // Points member `which` of each direction at its part of a tensor (directions, ...).
   template <class Pointer>
@@ -153,7 +153,7 @@ class Call {
   at::ScalarType gates_type() const { return normalises() ? wide : stored; }
 
   // Checks and takes over the results of a forward; gates has no elements if it did not save them.
-  void saved(
+  void take_saved(
       const Tensor& output, const Tensor& gates, const OptionalTensor& cells,
       const OptionalTensor& clipped) {
     const auto check = [&](const char* name, const OptionalTensor& t, int64_t columns) {
@@ -195,7 +195,7 @@ class Call {
 
  private:
   // Tensor::to takes a third of a microsecond even if there is nothing to convert.
-  static Tensor as(const Tensor& t, at::ScalarType type) {
+  static Tensor converted(const Tensor& t, at::ScalarType type) {
     return t.scalar_type() == type ? t : t.to(type);
   }
 
@@ -269,9 +269,10 @@ class Call {
     constexpr double kCache = 768 << 10;
     const double bytes = static_cast<double>(p.gates() * p.H) * static_cast<double>(p.R) *
         static_cast<double>(c10::elementSize(stored));
-    const auto& way = p.direction[0];
+    const auto& direction = p.direction[0];
     constexpr int64_t kSteps = 8;  // with fewer, packing weights for all groups takes longest
-    if (bytes > kCache || p.steps < kSteps || way.weight_peephole || way.norm_ih_weight) return 1;
+    if (bytes > kCache || p.steps < kSteps || direction.weight_peephole || direction.norm_ih_weight)
+      return 1;
     const int64_t most =
         std::min<int64_t>({at::get_num_threads() / p.directions, p.B / 4, LstmProblem::kMaxGroups});
     return std::max<int64_t>(most, 1);
@@ -449,7 +450,7 @@ constexpr GradientOf kGradients[] = {
     {NormCellBias, &LstmDirection::grad_norm_cell_bias, false}};
 
 // Returns the gradients of the input, the states and the parameters, in the order of `given`; those
-// that are not wanted have no elements. Call::saved must have been called.
+// that are not wanted have no elements. Call::take_saved must have been called.
 std::vector<Tensor> backward(
     Call& call, const Tensor& grad_output, const OptionalTensor& grad_h_n,
     const OptionalTensor& grad_c_n, const std::vector<OptionalTensor>& given, const Flags& wanted) {
@@ -477,14 +478,14 @@ std::vector<Tensor> backward(
   if (h0.defined()) call.each_direction(&LstmDirection::grad_h0, h0, call.stored);
   if (c0.defined()) call.each_direction(&LstmDirection::grad_c0, c0, call.wide);
   for (int64_t d = 0; d < p.directions; ++d) {
-    LstmDirection& way = p.direction[d];
+    LstmDirection& direction = p.direction[d];
     for (const auto& gradient : kGradients) {
       if (gradient.slot >= slots) break;
       const size_t index = 1 + states + d * slots + gradient.slot;
       if (!given[index]) continue;
       const Tensor grad =
           result(index, given[index]->sizes(), gradient.matrix ? call.stored : call.wide);
-      if (grad.defined()) way.*gradient.target = grad.mutable_data_ptr();
+      if (grad.defined()) direction.*gradient.target = grad.mutable_data_ptr();
     }
   }
   if (p.B && p.steps) {
@@ -528,7 +529,7 @@ std::vector<Tensor> lstm_backward(
       Cell::Lstm, input, h0, c0, parameters.vec(), lengths, seed, reverse,
       {coupled, forget_bias, limit(cell_clip), limit(proj_clip), eps, zoneout_h, zoneout_c,
        recurrent_dropout, training});
-  call.saved(output, gates, cells, clipped);
+  call.take_saved(output, gates, cells, clipped);
   return backward(
       call, grad_output, grad_h_n, grad_c_n, all_of({input, h0, c0}, parameters), wanted);
 }
@@ -541,7 +542,7 @@ std::vector<Tensor> gru_backward(
   const int64_t R = features(output, reverse);
   check_hidden(parameters.get(WeightHh), 3 * R, R);
   Call call(Cell::Gru, input, h0, {}, parameters.vec(), lengths, {}, reverse, {});
-  call.saved(output, gates, {}, {});
+  call.take_saved(output, gates, {}, {});
   return backward(call, grad_output, grad_h_n, {}, all_of({input, h0}, parameters), wanted);
 }
 

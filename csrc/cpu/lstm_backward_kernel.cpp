@@ -32,35 +32,36 @@ class Backward : Layer<E> {
   using Base = Layer<E>;
   using typename Base::S, typename Base::T, typename Base::U, typename Base::LstmGates,
       typename Base::Weights;
-  using Base::p, Base::panels, Base::norm, Base::projected, Base::chunk, Base::weights, Base::room;
-  using Base::group_rows, Base::tiles, Base::x_ld, Base::h_ld, Base::m_ld, Base::left,
-      Base::left_ld, Base::hr_size, Base::room_size, Base::pack, Base::activate,
+  using Base::p, Base::panels, Base::norm, Base::projected, Base::chunk, Base::weights,
+      Base::scratch;
+  using Base::group_rows, Base::tiles, Base::x_ld, Base::h_ld, Base::m_ld, Base::as_elements,
+      Base::elements_ld, Base::hr_size, Base::scratch_size, Base::pack, Base::activate,
       Base::multiply_hidden;
 
  public:
   Backward(const LstmProblem& p, void* workspace, int64_t threads, int64_t index)
-      : Base(p), rebuild_gates(p.cell == Cell::Lstm && (norm || !p.direction[0].gates)),
-        rebuild_products(p.cell == Cell::Lstm && !p.direction[0].gates), tokens(p.start[p.steps]),
-        once(rebuild_products && p.groups == 1 && p.steps <= chunk),
-        together(once ? tokens : chunk * group_rows()) {
+      : Base(p), recomputes_gates(p.cell == Cell::Lstm && (norm || !p.direction[0].gates)),
+        recomputes_products(p.cell == Cell::Lstm && !p.direction[0].gates),
+        tokens(p.start[p.steps]), once(recomputes_products && p.groups == 1 && p.steps <= chunk),
+        chunk_tokens(once ? tokens : chunk * group_rows()) {
     Arena arena(workspace);
     const int64_t rows = group_rows(), width = panels.width();
     // Weights that are read once are packed while they are read.
-    const bool keep_weights = rebuild_products && !once;
+    const bool keep_weights = recomputes_products && !once;
     this->take_weights(arena, keep_weights, keep_weights, false);
     for (int64_t d = 0; d < p.directions; ++d) {
-      const LstmDirection& way = p.direction[d];
+      const LstmDirection& direction = p.direction[d];
       Sequence& q = sequences[d];
       // With one step W_hh is needed only for the gradient of h0.
-      q.hh = arena.take<E>(p.steps > 1 || way.grad_h0 ? tiles(p.R) * hh_back_size() : 0);
+      q.hh = arena.take<E>(p.steps > 1 || direction.grad_h0 ? tiles(p.R) * hh_back_size() : 0);
       q.hr = arena.take<E>(projected ? tiles(p.H) * hr_back_size() : 0);
       q.da = arena.take<S>(panels.count * tokens * width);
       q.dax = norm ? arena.take<S>(panels.count * tokens * width) : q.da;
       q.dq = arena.take<S>(projected ? tiles(p.R) * tokens * kTile : 0);
       q.m = arena.take<S>(projected ? tiles(p.H) * tokens * kTile : 0);
-      q.x = arena.take<E>(way.grad_weight_ih ? tiles(p.I) * elements<E>(tokens) * kTile : 0);
-      q.h = arena.take<E>(way.grad_weight_hh ? tiles(p.R) * elements<E>(tokens) * kTile : 0);
-      q.peephole = TokenSums(arena, way.weight_peephole ? 3 * m_ld() : 0);
+      q.x = arena.take<E>(direction.grad_weight_ih ? tiles(p.I) * elements<E>(tokens) * kTile : 0);
+      q.h = arena.take<E>(direction.grad_weight_hh ? tiles(p.R) * elements<E>(tokens) * kTile : 0);
+      q.peephole = TokenSums(arena, direction.weight_peephole ? 3 * m_ld() : 0);
       q.bias = TokenSums(arena, norm ? 3 * panels.count * width : 0);
       q.cell = TokenSums(arena, norm ? 2 * m_ld() : 0);
     }
@@ -72,43 +73,43 @@ class Backward : Layer<E> {
       job.multiplier = arena.take<T>(p.recurrent_dropout.threshold ? rows * h_ld() : 0);
       job.dq = arena.take<S>(projected ? rows * h_ld() : 0);
       job.dc = arena.take<T>(panels.count * rows * kUnits);
-      job.x = arena.take<S>(rebuild_products ? together * x_ld() : 0);
-      job.h = arena.take<S>(rebuild_products ? together * h_ld() : 0);
-      const bool apart = rebuild_gates && !in_place();
-      job.products = arena.take<T>(apart ? panels.count * together * width : 0);
+      job.x = arena.take<S>(recomputes_products ? chunk_tokens * x_ld() : 0);
+      job.h = arena.take<S>(recomputes_products ? chunk_tokens * h_ld() : 0);
+      const bool apart = recomputes_gates && !products_in_da();
+      job.products = arena.take<T>(apart ? panels.count * chunk_tokens * width : 0);
       if constexpr (std::is_same_v<S, T>)
-        if (in_place()) job.products = sequences[j].da;
-      job.h_products = arena.take<T>(norm ? panels.count * together * width : 0);
-      job.gates = arena.take<T>(norm ? panels.count * together * width : 0);
-      job.cells = arena.take<T>(norm ? panels.count * together * kUnits : 0);
+        if (products_in_da()) job.products = sequences[j].da;
+      job.hidden_products = arena.take<T>(norm ? panels.count * chunk_tokens * width : 0);
+      job.gates = arena.take<T>(norm ? panels.count * chunk_tokens * width : 0);
+      job.cells = arena.take<T>(norm ? panels.count * chunk_tokens * kUnits : 0);
       for (auto& moments : job.moments)
-        moments = arena.take<T[2]>(norm ? panels.count * together : 0);
+        moments = arena.take<T[2]>(norm ? panels.count * chunk_tokens : 0);
       job.sums = arena.take<T[4]>(norm ? panels.count * rows : 0);
       job.grads = arena.take<T>(norm ? panels.count * rows * width : 0);
     }
     for (int64_t t = 0; t < threads; ++t) {
       Own piece;
-      piece.room = arena.take<E>(room_size());
+      piece.scratch = arena.take<E>(scratch_size());
       piece.panel = arena.take<E>(once ? this->panel_size() : 0);
       piece.dm = arena.take<T>(projected ? rows * kTile : 0);
       piece.words = arena.take<uint64_t>(rows);
       for (auto& statistics : piece.statistics)
-        statistics = arena.take<Statistics<T>>(norm ? together : 0);
+        statistics = arena.take<Statistics<T>>(norm ? chunk_tokens : 0);
       piece.means = arena.take<T[4]>(norm ? rows : 0);
       const int64_t column = kPack<E> == 2 ? elements<E>(tokens) * kTile : 0;
-      piece.left = arena.take<E>(std::max(column, kInputTokens * input_depth()));
-      piece.right = arena.take<E>(std::max(column, input_depth() * kTile));
+      piece.packed_a = arena.take<E>(std::max(column, kInputTokens * input_depth()));
+      piece.packed_b = arena.take<E>(std::max(column, input_depth() * kTile));
       piece.sums = arena.take<T>(kInputTiles * kInputTokens * kTile);
       if (t == index) own = piece;
     }
     bytes = arena.used();
-    room = own.room;
+    scratch = own.scratch;
     this->panel = own.panel;
   }
 
   void run(const Crew& crew, int64_t index) {
     const Team all = crew.all(index);
-    if (rebuild_gates || p.direction[0].weight_peephole) pack(all);
+    if (recomputes_gates || p.direction[0].weight_peephole) pack(all);
     begin(all);
     all.wait();
     crew.share_jobs(index, p.directions * p.groups, [&](int64_t job, const Team& team) {
@@ -142,7 +143,7 @@ class Backward : Layer<E> {
     void end_run(int64_t first, int64_t columns) const {
       TRIFUSE_CAPABILITY::end_run(run + first, total + first, columns);
     }
-    void leave(int64_t first, int64_t columns, void* to) const {
+    void store(int64_t first, int64_t columns, void* to) const {
       for (int64_t k = 0; k < columns; ++k)
         static_cast<T*>(to)[k] =
             static_cast<T>(total[first + k] + static_cast<double>(run[first + k]));
@@ -172,28 +173,29 @@ class Backward : Layer<E> {
     S* dq;          // [rows][h_ld]
     T* dc;          // [panels][rows][16]
     // For the steps whose gates are recomputed:
-    S *x, *h;                  // [tokens][x_ld], [tokens][h_ld]
-    T *products, *h_products;  // [panels][tokens][width]; products holds the sum unless normalised
-    T* gates;                  // [panels][tokens][width]: i, f, g, o of a layer-norm LSTM
-    T* cells;                  // [panels][tokens][16]: its c~
-    T (*moments[3])[2];        // [panels][tokens]: of W_ih's products, of W_hh's, of the cells
-    T (*sums)[4];              // [panels][rows]: a panel's part of sums over a row
-    T* grads;                  // [panels][rows][width]: gradients of a
+    S *x, *h;            // [tokens][x_ld], [tokens][h_ld]
+    T* products;         // [panels][tokens][width]: W_ih x + W_hh h + bias; with a norm W_ih x
+    T* hidden_products;  // [panels][tokens][width]: W_hh h; with a norm only
+    T* gates;            // [panels][tokens][width]: i, f, g, o of a layer-norm LSTM
+    T* cells;            // [panels][tokens][16]: its c~
+    T (*moments[3])[2];  // [panels][tokens]: of W_ih's products, of W_hh's, of the cells
+    T (*sums)[4];        // [panels][rows]: a panel's part of sums over a row
+    T* grads;            // [panels][rows][width]: gradients of a
   };
 
   // One thread's memory.
   struct Own {
-    E *room, *panel;
+    E *scratch, *panel;
     T* dm;                         // [rows][64]
     uint64_t* words;               // [rows]: bits of 64 columns
     Statistics<T>* statistics[3];  // [tokens], in the order of Job::moments
     T (*means)[4];                 // [rows]
-    E *left, *right;               // operands of a task
+    E *packed_a, *packed_b;        // operands of a task
     T* sums;                       // [tiles][tokens][64]
   };
 
   // Returns whether recomputed products are stored in da, where the gate gradients overwrite them.
-  bool in_place() const { return std::is_same_v<S, T> && once && !norm; }
+  bool products_in_da() const { return std::is_same_v<S, T> && once && !norm; }
   int64_t depth() const { return panels.count * panels.hh_width(); }
   int64_t hh_back_size() const { return elements<E>(depth()) * kTile; }
   int64_t hr_back_size() const { return elements<E>(p.R) * kTile; }
@@ -205,18 +207,18 @@ class Backward : Layer<E> {
 
   void begin(const Team& team) {
     for (int64_t d = 0; d < p.directions; ++d) {
-      const LstmDirection& way = p.direction[d];
+      const LstmDirection& direction = p.direction[d];
       const Sequence& sequence = sequences[d];
       const RowGroup group{p, d};
       Range share = team.share(tiles(p.R));
       for (int64_t tile = share.first; tile < share.last; ++tile) {
-        if (sequence.hh) pack_hidden(way, tile, sequence.hh + tile * hh_back_size());
+        if (sequence.hh) pack_hidden(direction, tile, sequence.hh + tile * hh_back_size());
         if (sequence.h) pack_tokens(group, tile, p.R, true, sequence.h);
       }
       share = team.share(sequence.hr ? tiles(p.H) : 0);
       for (int64_t tile = share.first; tile < share.last; ++tile)
         copy_right_rows<E>(
-            Rows<S>{static_cast<const S*>(way.weight_hr) + tile * kTile, p.H, 1}, p.R,
+            Rows<S>{static_cast<const S*>(direction.weight_hr) + tile * kTile, p.H, 1}, p.R,
             std::min(kTile, p.H - tile * kTile), kTile, sequence.hr + tile * hr_back_size());
       share = team.share(sequence.x ? tiles(p.I) : 0);
       for (int64_t tile = share.first; tile < share.last; ++tile)
@@ -235,12 +237,12 @@ class Backward : Layer<E> {
     }
   }
 
-  void pack_hidden(const LstmDirection& way, int64_t tile, E* target) {
+  void pack_hidden(const LstmDirection& direction, int64_t tile, E* target) {
     const int64_t columns = std::min(kTile, p.R - tile * kTile);
     for (int64_t q = 0; q < panels.count; ++q)
       for (int b = panels.hh_first; b < panels.hh_first + panels.hh_blocks; ++b) {
-        const S* rows =
-            static_cast<const S*>(way.weight_hh) + (panels.hh_gate[b] * p.H + q * kUnits) * p.R;
+        const S* rows = static_cast<const S*>(direction.weight_hh) +
+            (panels.hh_gate[b] * p.H + q * kUnits) * p.R;
         pack_unit_rows<E>(rows, p.R, units_of(p, q), tile * kTile, columns, target);
         target += elements<E>(kUnits) * kTile;
       }
@@ -292,16 +294,16 @@ class Backward : Layer<E> {
     team.wait();
     for (int64_t s1 = p.steps; s1 > 0;) {
       const int64_t s0 = std::max<int64_t>(s1 - chunk, 0);
-      if (rebuild_gates) rebuild(group, job, team, s0, s1);
+      if (recomputes_gates) recompute(group, job, team, s0, s1);
       for (int64_t s = s1 - 1; s >= s0; --s) {
-        hidden_columns(group, job, team, s);
+        hidden_gradients(group, job, team, s);
         team.wait();
-        units(group, job, team, s, s0);
+        gate_gradients(group, job, team, s, s0);
         team.wait();
       }
       s1 = s0;
     }
-    if (group.d.grad_h0) hidden_columns(group, job, team, -1);
+    if (group.d.grad_h0) hidden_gradients(group, job, team, -1);
     if (group.d.grad_c0) {
       const Range rows = team.share(group.rows());
       for (int64_t i = rows.first; i < rows.last; ++i)
@@ -327,12 +329,12 @@ class Backward : Layer<E> {
 
   // Computes this thread's columns of the gradient of h after step s, and splits it between h~ and
   // the previous h. Step -1 stands for h0.
-  void hidden_columns(const RowGroup& group, const Job& job, const Team& team, int64_t s) {
+  void hidden_gradients(const RowGroup& group, const Job& job, const Team& team, int64_t s) {
     const int64_t later = group.active(s + 1), rows = s < 0 ? group.rows() : group.active(s);
     for_tiles(team, p.R, [&](int64_t tile, int64_t first, int64_t columns) {
       if (later)
         product<E>(
-            later, columns, elements<E>(depth()), left(job.da), left_ld(da_ld()), 1,
+            later, columns, elements<E>(depth()), as_elements(job.da), elements_ld(da_ld()), 1,
             sequences[group.index].hh + tile * hh_back_size() + first, kTile,
             job.dh + tile * kTile + first, h_ld(), false, far_away<E>(tiles(p.R) * hh_back_size()));
       for (int64_t i = 0; i < rows; ++i) {
@@ -355,13 +357,13 @@ class Backward : Layer<E> {
             continue;
           }
           dh = dh + U::load(group.template output<S>(p.grad_output, i, s) + column, count);
-          share_dh(group, job, i, s, column, dh);
+          split_dh(group, job, i, s, column, dh);
         }
       }
     });
   }
 
-  void share_dh(const RowGroup& group, const Job& job, int64_t i, int64_t s, int64_t column, U dh) {
+  void split_dh(const RowGroup& group, const Job& job, int64_t i, int64_t s, int64_t column, U dh) {
     const int64_t at = i * h_ld() + column;
     if (p.draw_h.threshold) {
       const uint64_t kept = own.words[i] >> column % kTile;
@@ -392,8 +394,9 @@ class Backward : Layer<E> {
   }
 
   // Computes the gate gradients of this thread's units at step s.
-  void units(const RowGroup& group, const Job& job, const Team& team, int64_t s, int64_t s0) {
-    if (norm) return normalised_units(group, job, team, s, s0);
+  void gate_gradients(
+      const RowGroup& group, const Job& job, const Team& team, int64_t s, int64_t s0) {
+    if (norm) return normalised_gate_gradients(group, job, team, s, s0);
     const int64_t token = group_token(group, s, s0);
     for_tiles(team, p.H, [&](int64_t tile, int64_t first, int64_t columns) {
       begin_tile(group, job, s, tile, first, columns);
@@ -402,15 +405,15 @@ class Backward : Layer<E> {
         for (int64_t i = 0; i < group.active(s); ++i) {
           fetch(group, q + 1, i, s);
           if (p.cell == Cell::Gru) {
-            gru_unit(group, job, q, i, s);
+            gru_gradients(group, job, q, i, s);
             continue;
           }
           const Gates g = gates_of(group, job, q, i, s, token + i);
-          const U dm = incoming(job, q, i), tanh_c = tanh(g.c);
+          const U dm = grad_m(job, q, i), tanh_c = tanh(g.c);
           U da[4];
           const U dn = dm * g.o * (U(T(1)) - tanh_c * tanh_c);
           cell_backward(group, job, q, i, s, dm * tanh_c, dn, g, da);
-          leave_m(group, q, i, s, g.o * tanh_c);
+          store_m(group, q, i, s, g.o * tanh_c);
           for (int b = 0; b < panels.blocks; ++b) {
             da[b].store(job.da + i * da_ld() + q * panels.width() + b * kUnits);
             da[b].store(all_steps(sequences[group.index].da, group, q, i, s) + b * kUnits);
@@ -423,7 +426,7 @@ class Backward : Layer<E> {
   // rows are too far apart for the hardware to predict. The panel need not exist.
   void fetch(const RowGroup& group, int64_t q, int64_t i, int64_t s) const {
     const int64_t token = group.position(i, s) * p.B + group.row(i);
-    if (!rebuild_gates) {
+    if (!recomputes_gates) {
       const S* gates =
           static_cast<const S*>(group.d.gates) + (token * p.H + q * kUnits) * panels.blocks;
       prefetch_strip(gates);
@@ -443,7 +446,7 @@ class Backward : Layer<E> {
       int64_t columns) {
     if (projected)
       product<E>(
-          group.active(s), columns, elements<E>(p.R), left(job.dq), left_ld(h_ld()), 1,
+          group.active(s), columns, elements<E>(p.R), as_elements(job.dq), elements_ld(h_ld()), 1,
           sequences[group.index].hr + tile * hr_back_size() + first, kTile, own.dm + first, kTile,
           false, far_away<E>(tiles(p.H) * hr_back_size()));
     if (p.draw_c.threshold)
@@ -451,12 +454,12 @@ class Backward : Layer<E> {
         own.words[i] = group.kept(p.draw_c, RowGroup::ZoneoutC, i, s, tile * kTile);
   }
 
-  U incoming(const Job& job, int64_t q, int64_t i) const {
+  U grad_m(const Job& job, int64_t q, int64_t i) const {
     return projected ? U::load(own.dm + i * kTile + q * kUnits % kTile)
                      : U::load(job.dh + i * h_ld() + q * kUnits);
   }
 
-  void leave_m(const RowGroup& group, int64_t q, int64_t i, int64_t s, const U& m) const {
+  void store_m(const RowGroup& group, int64_t q, int64_t i, int64_t s, const U& m) const {
     if (!projected) return;
     S* panel = sequences[group.index].m + q / 4 * tokens * kTile;
     m.store(panel + group.token(i, s) * kTile + q % 4 * kUnits);
@@ -477,14 +480,14 @@ class Backward : Layer<E> {
     const int64_t count = units_of(p, q);
     Gates g;
     g.c_old = cell_before(group, q, i, s);
-    const int64_t at = (q * together + token) * panels.width();
+    const int64_t at = (q * chunk_tokens + token) * panels.width();
     if (norm) {
       const T* row = job.gates + at;
       g.i = U::load(row);
       g.f = p.coupled ? U(T(1)) - g.i : U::load(row + kUnits);
       g.g = U::load(row + (panels.blocks - 2) * kUnits);
       g.o = U::load(row + (panels.blocks - 1) * kUnits);
-    } else if (rebuild_gates) {
+    } else if (recomputes_gates) {
       U a[4];
       for (int b = 0; b < panels.blocks; ++b) a[b] = U::load(job.products + at + b * kUnits);
       static_cast<LstmGates&>(g) = activate(group, q, a, g.c_old);
@@ -514,34 +517,34 @@ class Backward : Layer<E> {
       const U& grad_c, const Gates& g, U da[4]) {
     const U one(T(1));
     const T* peephole = weights[group.index].peephole + q * kUnits;
-    const bool peeps = group.d.weight_peephole;
+    const bool has_peephole = group.d.weight_peephole;
     T* carried = job.dc + this->unit_row(q, i);
-    U dc = U::load(carried), past(T(0));  // gradient of the previous cell
+    U dc = U::load(carried), dc_old(T(0));  // gradient of the previous cell
     if (p.draw_c.threshold) {
       const uint64_t kept = own.words[i] >> q % 4 * kUnits;
-      past = choose(kept, U(T(0)), dc);
+      dc_old = choose(kept, U(T(0)), dc);
       dc = choose(kept, dc, U(T(0)));
     } else if (p.zoneout_c != 0 && !p.training) {
-      past = U(T(p.zoneout_c)) * dc;
+      dc_old = U(T(p.zoneout_c)) * dc;
       dc = U(T(1 - p.zoneout_c)) * dc;
     }
     const U da_o = grad_o * g.o * (one - g.o);
     U du = dc + grad_c;
-    if (peeps) du = multiply_add(da_o, U::load(peephole + 2 * m_ld()), du);
+    if (has_peephole) du = multiply_add(da_o, U::load(peephole + 2 * m_ld()), du);
     if (std::isfinite(p.cell_clip)) du = choose(g.clipped, U(T(0)), du);
     const U da_i = du * (p.coupled ? g.g - g.c_old : g.g) * g.i * (one - g.i);
     const U da_f = du * g.c_old * g.f * (one - g.f);
-    past = multiply_add(du, g.f, past);
-    if (peeps) {
+    dc_old = multiply_add(du, g.f, dc_old);
+    if (has_peephole) {
       const TokenSums& peephole_sums = sequences[group.index].peephole;
       T* sums = peephole_sums.run + q * kUnits;
       const auto add = [&](int gate, const U& da, const U& c) {
         multiply_add(da, c, U::load(sums + gate * m_ld())).store(sums + gate * m_ld());
       };
-      past = multiply_add(da_i, U::load(peephole), past);
+      dc_old = multiply_add(da_i, U::load(peephole), dc_old);
       add(0, da_i, g.c_old);
       if (!p.coupled) {
-        past = multiply_add(da_f, U::load(peephole + m_ld()), past);
+        dc_old = multiply_add(da_f, U::load(peephole + m_ld()), dc_old);
         add(1, da_f, g.c_old);
       }
       add(2, da_o, g.c);
@@ -549,14 +552,14 @@ class Backward : Layer<E> {
         for (int gate = 0; gate < 3; ++gate)
           peephole_sums.end_run(gate * m_ld() + q * kUnits, kUnits);
     }
-    past.store(carried);
+    dc_old.store(carried);
     da[0] = da_i;
     if (!p.coupled) da[1] = da_f;
     da[panels.blocks - 2] = du * g.i * (one - g.g * g.g);
     da[panels.blocks - 1] = da_o;
   }
 
-  void gru_unit(const RowGroup& group, const Job& job, int64_t q, int64_t i, int64_t s) {
+  void gru_gradients(const RowGroup& group, const Job& job, int64_t q, int64_t i, int64_t s) {
     const int64_t count = units_of(p, q), at = i * h_ld() + q * kUnits;
     const S* row = static_cast<const S*>(group.d.gates) +
         (group.position(i, s) * p.B + group.row(i)) * p.H * 4 + q * kUnits * 4;
@@ -576,11 +579,11 @@ class Backward : Layer<E> {
 
   // Computed again --------------------------------------------------------------------------------
 
-  void rebuild(const RowGroup& group, const Job& job, const Team& team, int64_t s0, int64_t s1) {
-    const int64_t count = group_token(group, s1, s0), capacity = together;
+  void recompute(const RowGroup& group, const Job& job, const Team& team, int64_t s0, int64_t s1) {
+    const int64_t count = group_token(group, s1, s0), capacity = chunk_tokens;
     const int64_t width = panels.width();
     const Range own_panels = team.share(panels.count);
-    if (norm && !rebuild_products) {
+    if (norm && !recomputes_products) {
       each_token(group, s0, s1, [&](int64_t i, int64_t s, int64_t token) {
         for (int64_t q = own_panels.first; q < own_panels.last; ++q) {
           const int64_t at = (q * capacity + token) * width, units = units_of(p, q);
@@ -588,12 +591,12 @@ class Backward : Layer<E> {
           for (int b = 0; b < panels.blocks; ++b) {
             U::load(kept + b * units, units).store(job.products + at + b * kUnits);
             U::load(kept + (panels.blocks + b) * units, units)
-                .store(job.h_products + at + b * kUnits);
+                .store(job.hidden_products + at + b * kUnits);
           }
         }
       });
     }
-    if (rebuild_products) {
+    if (recomputes_products) {
       this->gather(group, team, s0, s1, job.x);
       S* h = job.h;
       for (int64_t s = s0; s < s1; h += group.active(s++) * h_ld()) {
@@ -606,17 +609,17 @@ class Backward : Layer<E> {
       }
       team.wait();
       for (int64_t q = own_panels.first; q < own_panels.last; ++q) {
-        T* x_products = job.products + q * capacity * width;
-        T* h_products = norm ? job.h_products + q * capacity * width : x_products;
-        this->multiply_input(group.index, q, count, job.x, x_products);
-        multiply_hidden(group.index, q, count, job.h, h_products, !norm);
+        T* input_products = job.products + q * capacity * width;
+        T* hidden_products = norm ? job.hidden_products + q * capacity * width : input_products;
+        this->multiply_input(group.index, q, count, job.x, input_products);
+        multiply_hidden(group.index, q, count, job.h, hidden_products, !norm);
       }
     }
     if (norm) {
       for (int64_t q = own_panels.first; q < own_panels.last; ++q)
         for (int k = 0; k < 2; ++k)
           take_moments(
-              (k ? job.h_products : job.products) + q * capacity * width, width, count,
+              (k ? job.hidden_products : job.products) + q * capacity * width, width, count,
               panels.blocks, units_of(p, q), job.moments[k] + q * capacity);
       team.wait();
       for (int k = 0; k < 2; ++k)
@@ -626,7 +629,7 @@ class Backward : Layer<E> {
           const int64_t at = (q * capacity + token) * width;
           U a[4];
           this->normalised_gates(
-              group.index, q, job.products + at, own.statistics[0][token], job.h_products + at,
+              group.index, q, job.products + at, own.statistics[0][token], job.hidden_products + at,
               own.statistics[1][token], a);
           const LstmGates g = activate(group, q, a, cell_before(group, q, i, s));
           g.i.store(job.gates + at);
@@ -660,12 +663,6 @@ class Backward : Layer<E> {
         own.statistics[2][token].normalise(c), U::load(norm_cell), U::load(norm_cell + m_ld()));
   }
 
-  // Returns the gradient of the values before normalisation, from g, the gradient of the normalised
-  // values n, and the means over the row of g and g · n.
-  static U normalise_backward(const U& g, const U& n, T rstd, T mean, T product_mean) {
-    return (g - U(mean) - n * U(product_mean)) * U(rstd);
-  }
-
   // Adds up the panels' sums, panel by panel, to means over `size` values.
   void combine_sums(const Job& job, int64_t rows, int64_t size) {
     for (int64_t i = 0; i < rows; ++i)
@@ -678,7 +675,7 @@ class Backward : Layer<E> {
 
   // Three passes: back through the cells' norm, the gates, and the products' norms. A pass needs
   // sums over rows from the one before.
-  void normalised_units(
+  void normalised_gate_gradients(
       const RowGroup& group, const Job& job, const Team& team, int64_t s, int64_t s0) {
     const int64_t token = group_token(group, s, s0), rows = group.active(s);
     const int64_t width = panels.width(), capacity = group_rows(), size = panels.count * width;
@@ -695,9 +692,9 @@ class Backward : Layer<E> {
         for (int64_t i = 0; i < rows; ++i) {
           const Gates g = gates_of(group, job, q, i, s, token + i);
           const U tanh_c = tanh(normalised_cell(group, q, token + i, g.c));
-          const U dm = incoming(job, q, i), dn = dm * g.o * (U(T(1)) - tanh_c * tanh_c);
+          const U dm = grad_m(job, q, i), dn = dm * g.o * (U(T(1)) - tanh_c * tanh_c);
           const U n = own.statistics[2][token + i].normalise(g.c);
-          leave_m(group, q, i, s, g.o * tanh_c);
+          store_m(group, q, i, s, g.o * tanh_c);
           add_to(sequence.cell.run + q * kUnits, dn * n);
           add_to(sequence.cell.run + m_ld() + q * kUnits, dn);
           if (ends_run(group.token(i, s)))
@@ -774,10 +771,10 @@ class Backward : Layer<E> {
   };
   // Returns both products of block b, normalised.
   Products normalised_products(const Job& job, int64_t q, int b, int64_t token) const {
-    const int64_t at = (q * together + token) * panels.width() + b * kUnits;
+    const int64_t at = (q * chunk_tokens + token) * panels.width() + b * kUnits;
     return {
         own.statistics[0][token].normalise(U::load(job.products + at)),
-        own.statistics[1][token].normalise(U::load(job.h_products + at))};
+        own.statistics[1][token].normalise(U::load(job.hidden_products + at))};
   }
 
   // After the first step --------------------------------------------------------------------------
@@ -803,21 +800,21 @@ class Backward : Layer<E> {
     task -= input_tasks();
     const int64_t d = task / weight_tasks();
     task %= weight_tasks();
-    const LstmDirection& way = p.direction[d];
+    const LstmDirection& direction = p.direction[d];
     const Sequence& sequence = sequences[d];
     for (const bool hidden : {false, true}) {
       const int64_t width = hidden ? p.R : p.I, count = panels.count * groups(width);
       if (task < count) {
         const int64_t q = task / groups(width);
-        if (!hidden && task % groups(width) == 0) vectors_of_panel(d, q);
-        S* grad = static_cast<S*>(hidden ? way.grad_weight_hh : way.grad_weight_ih);
+        if (!hidden && task % groups(width) == 0) store_panel_vectors(d, q);
+        S* grad = static_cast<S*>(hidden ? direction.grad_weight_hh : direction.grad_weight_ih);
         if (!grad) return;
         const int first = hidden ? panels.hh_first : panels.ih_first;
         const int* gate = (hidden ? panels.hh_gate : panels.ih_gate) + first;
         const S* da = (hidden ? sequence.da : sequence.dax) + q * tokens * panels.width();
         const double factor =
             hidden && p.recurrent_dropout.threshold ? p.recurrent_dropout.scale : 1;
-        sum_outer(
+        weight_gradient(
             da + first * kUnits, panels.width(), hidden ? panels.hh_width() : panels.ih_width(),
             hidden ? sequence.h : sequence.x, task % groups(width), width, factor,
             [&](int64_t m) -> S* {
@@ -829,28 +826,28 @@ class Backward : Layer<E> {
       task -= count;
     }
     if (projected && task < tiles(p.R) * groups(p.H)) {
-      S* grad = static_cast<S*>(way.grad_weight_hr);
+      S* grad = static_cast<S*>(direction.grad_weight_hr);
       if (!grad) return;
       const int64_t tile = task / groups(p.H);
-      sum_outer(
+      weight_gradient(
           sequence.dq + tile * tokens * kTile, kTile, std::min(kTile, p.R - tile * kTile),
           sequence.m, task % groups(p.H), p.H, 1,
           [&](int64_t m) { return grad + (tile * kTile + m) * p.H; });
       return;
     }
-    unit_vectors(d);
+    store_unit_vectors(d);
   }
 
   // Computes a^T b over all tokens for `rows` columns of a (tokens, a_ld) and one group of b's
   // 64-column panels, which hold E, or still S. Row m is written to row_of(m), unless that is null.
   template <class Right, class RowOf>
-  void sum_outer(
+  void weight_gradient(
       const S* a, int64_t a_ld, int64_t rows, const Right* b, int64_t group, int64_t width,
       double factor, const RowOf& row_of) {
     const E* a_rows;
     if constexpr (kPack<E> == 2) {
-      copy_right_rows<E>(Rows<S>{a, a_ld, 1}, tokens, rows, kTile, own.left);
-      a_rows = own.left;
+      copy_right_rows<E>(Rows<S>{a, a_ld, 1}, tokens, rows, kTile, own.packed_a);
+      a_rows = own.packed_a;
       a_ld = kTile;
     } else {
       a_rows = a;
@@ -871,18 +868,18 @@ class Backward : Layer<E> {
       for (int64_t first = 0; first < columns; first += wide) {
         const int64_t count = std::min(high, rows - m), last = std::min(first + wide, columns);
         for (int64_t c = first; c < last; c += kTile) {
-          const E* right;
+          const E* b_panel;
           if constexpr (std::is_same_v<Right, E>) {
-            right = b + (begin + c) / kTile * elements<E>(tokens) * kTile;
+            b_panel = b + (begin + c) / kTile * elements<E>(tokens) * kTile;
           } else {
             copy_right_rows<E>(
-                Rows<S>{b + (begin + c) * tokens, kTile, 1}, tokens, kTile, kTile, own.right);
-            right = own.right;
+                Rows<S>{b + (begin + c) * tokens, kTile, 1}, tokens, kTile, kTile, own.packed_b);
+            b_panel = own.packed_b;
           }
           for (int64_t k = 0; k < depth; k += kTogether) {
             product<E>(
                 count, kTile, std::min(kTogether, depth - k), a_rows + m + k * a_ld, 1, a_ld,
-                right + k * kTile, kTile, sums + (c - first), wide, false);
+                b_panel + k * kTile, kTile, sums + (c - first), wide, false);
             if (depth <= kTogether) break;
             if (k == 0) std::fill_n(totals, count * kTile, 0.0);
             end_run(sums, totals, count * kTile);
@@ -917,13 +914,13 @@ class Backward : Layer<E> {
       list[k] = {s, first + k - p.start[s]};
     }
     for (int64_t d = 0; d < p.directions; ++d) {
-      const LstmDirection& way = p.direction[d];
+      const LstmDirection& direction = p.direction[d];
       for (int64_t q = 0; q < panels.count; q += 2) {
         const int64_t pair = std::min<int64_t>(panels.count - q, 2);
-        S* a = reinterpret_cast<S*>(own.left);
+        S* a = reinterpret_cast<S*>(own.packed_a);
         for (int64_t k = 0; k < rows; ++k) {
           const auto [t, rank] = list[k];
-          const int64_t token = p.start[way.reverse ? p.length[rank] - 1 - t : t] + rank;
+          const int64_t token = p.start[direction.reverse ? p.length[rank] - 1 - t : t] + rank;
           for (int64_t j = 0; j < pair; ++j)
             std::copy_n(
                 sequences[d].dax + ((q + j) * tokens + token) * panels.width() +
@@ -931,18 +928,18 @@ class Backward : Layer<E> {
                 panels.ih_width(), a + k * ld + j * panels.ih_width());
         }
         for (int64_t c = 0; c < columns; c += kTile) {
-          E* target = own.right;
+          E* target = own.packed_b;
           for (int64_t j = 0; j < pair; ++j)
             for (int b = panels.ih_first; b < panels.ih_first + panels.ih_blocks; ++b) {
-              const S* weight = static_cast<const S*>(way.weight_ih) +
+              const S* weight = static_cast<const S*>(direction.weight_ih) +
                   (panels.ih_gate[b] * p.H + (q + j) * kUnits) * p.I;
               pack_unit_rows<E>(
                   weight, p.I, units_of(p, q + j), begin + c, std::min(kTile, columns - c), target);
               target += elements<E>(kUnits) * kTile;
             }
           product<E>(
-              rows, kTile, elements<E>(pair * panels.ih_width()), left(a), left_ld(ld), 1,
-              own.right, kTile, own.sums + c * kInputTokens, kTile, d > 0 || q > 0);
+              rows, kTile, elements<E>(pair * panels.ih_width()), as_elements(a), elements_ld(ld),
+              1, own.packed_b, kTile, own.sums + c * kInputTokens, kTile, d > 0 || q > 0);
         }
       }
     }
@@ -956,50 +953,51 @@ class Backward : Layer<E> {
   }
 
   // Writes a panel's gradients of the biases and of the products' norms.
-  void vectors_of_panel(int64_t d, int64_t q) {
-    const LstmDirection& way = p.direction[d];
+  void store_panel_vectors(int64_t d, int64_t q) {
+    const LstmDirection& direction = p.direction[d];
     const Sequence& sequence = sequences[d];
     const int64_t width = panels.width(), size = panels.count * width;
-    const auto leave = [&](const TokenSums& sums, int64_t first, const int* gate, void* target) {
+    const auto store_sums = [&](const TokenSums& sums, int64_t first, const int* gate,
+                                void* target) {
       if (!target) return;
       for (int b = 0; b < panels.blocks; ++b)
         if (gate[b] >= 0)
-          sums.leave(
+          sums.store(
               first + b * kUnits, units_of(p, q),
               static_cast<T*>(target) + gate[b] * p.H + q * kUnits);
     };
     if (norm) {
-      leave(sequence.bias, q * width, panels.ih_gate, way.grad_bias);
-      leave(sequence.bias, q * width, panels.hh_gate, way.grad_bias_hh);
-      leave(sequence.bias, size + q * width, panels.ih_gate, way.grad_norm_ih);
-      leave(sequence.bias, 2 * size + q * width, panels.ih_gate, way.grad_norm_hh);
-    } else if (way.grad_bias || way.grad_bias_hh) {
+      store_sums(sequence.bias, q * width, panels.ih_gate, direction.grad_bias);
+      store_sums(sequence.bias, q * width, panels.hh_gate, direction.grad_bias_hh);
+      store_sums(sequence.bias, size + q * width, panels.ih_gate, direction.grad_norm_ih);
+      store_sums(sequence.bias, 2 * size + q * width, panels.ih_gate, direction.grad_norm_hh);
+    } else if (direction.grad_bias || direction.grad_bias_hh) {
       T run[4 * kUnits] = {};
       double total[4 * kUnits] = {};
       TokenSums sums;
       sums.run = run;
       sums.total = total;
       sum_tokens(sequence.da + q * tokens * width, sums);
-      leave(sums, 0, panels.ih_gate, way.grad_bias);
-      leave(sums, 0, panels.hh_gate, way.grad_bias_hh);
+      store_sums(sums, 0, panels.ih_gate, direction.grad_bias);
+      store_sums(sums, 0, panels.hh_gate, direction.grad_bias_hh);
     }
   }
 
   // Writes the gradients of the peepholes and of the cell's norm.
-  void unit_vectors(int64_t d) {
-    const LstmDirection& way = p.direction[d];
+  void store_unit_vectors(int64_t d) {
+    const LstmDirection& direction = p.direction[d];
     const Sequence& sequence = sequences[d];
     const auto vector = [&](const TokenSums& sums, int from, void* to, int64_t row) {
-      if (to) sums.leave(from * m_ld(), p.H, static_cast<T*>(to) + row * p.H);
+      if (to) sums.store(from * m_ld(), p.H, static_cast<T*>(to) + row * p.H);
     };
-    if (way.grad_peephole) {
-      vector(sequence.peephole, 0, way.grad_peephole, 0);
-      if (!p.coupled) vector(sequence.peephole, 1, way.grad_peephole, 1);
-      vector(sequence.peephole, 2, way.grad_peephole, p.coupled ? 1 : 2);
+    if (direction.grad_peephole) {
+      vector(sequence.peephole, 0, direction.grad_peephole, 0);
+      if (!p.coupled) vector(sequence.peephole, 1, direction.grad_peephole, 1);
+      vector(sequence.peephole, 2, direction.grad_peephole, p.coupled ? 1 : 2);
     }
     if (norm) {
-      vector(sequence.cell, 0, way.grad_norm_cell_weight, 0);
-      vector(sequence.cell, 1, way.grad_norm_cell_bias, 0);
+      vector(sequence.cell, 0, direction.grad_norm_cell_weight, 0);
+      vector(sequence.cell, 1, direction.grad_norm_cell_bias, 0);
     }
   }
 
@@ -1015,11 +1013,11 @@ class Backward : Layer<E> {
     }
   }
 
-  const bool rebuild_gates;     // the gates were not saved, or only their products
-  const bool rebuild_products;  // of W_ih and W_hh
+  const bool recomputes_gates;     // the gates were not saved, or only their products
+  const bool recomputes_products;  // of W_ih and W_hh
   const int64_t tokens;
-  const bool once;         // all products are recomputed at once
-  const int64_t together;  // tokens that are recomputed at once, at most
+  const bool once;             // all products are recomputed at once
+  const int64_t chunk_tokens;  // tokens that are recomputed at once, at most
   Sequence sequences[LstmProblem::kMaxDirections];
   Job jobs[LstmProblem::kMaxDirections * LstmProblem::kMaxGroups];
   Own own;

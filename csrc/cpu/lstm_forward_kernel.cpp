@@ -28,10 +28,11 @@ class Forward : Layer<E> {
   using Base = Layer<E>;
   using typename Base::S, typename Base::T, typename Base::U, typename Base::LstmGates,
       typename Base::Weights;
-  using Base::p, Base::panels, Base::norm, Base::projected, Base::chunk, Base::weights, Base::room;
-  using Base::group_rows, Base::tiles, Base::x_ld, Base::h_ld, Base::m_ld, Base::left,
-      Base::left_ld, Base::hr_size, Base::room_size, Base::pack, Base::activate, Base::unit_row,
-      Base::in_place;
+  using Base::p, Base::panels, Base::norm, Base::projected, Base::chunk, Base::weights,
+      Base::scratch;
+  using Base::group_rows, Base::tiles, Base::x_ld, Base::h_ld, Base::m_ld, Base::as_elements,
+      Base::elements_ld, Base::hr_size, Base::scratch_size, Base::pack, Base::activate,
+      Base::unit_row, Base::reads_in_place;
 
  public:
   Forward(const LstmProblem& p, void* workspace, int64_t threads) : Base(p) {
@@ -41,24 +42,24 @@ class Forward : Layer<E> {
     const bool ih_once = p.groups == 1 && p.steps <= chunk, hh_once = p.groups == 1 && p.steps <= 1;
     const int64_t width = panels.width();
     const int64_t rows = group_rows(), tokens = chunk * rows;
-    this->take_weights(arena, !ih_once, !hh_once, projected && !(hh_once && in_place(rows)));
+    this->take_weights(arena, !ih_once, !hh_once, projected && !(hh_once && reads_in_place(rows)));
     for (int64_t j = 0; j < p.directions * p.groups; ++j) {
       Job& job = jobs[j];
       job.tokens = arena.take<S>(tokens * x_ld());
-      job.from_input = arena.take<T>(panels.count * tokens * width);
+      job.input_products = arena.take<T>(panels.count * tokens * width);
       job.h[0] = arena.take<S>(rows * h_ld());
       job.h[1] = arena.take<S>(rows * h_ld());
       job.keeps = arena.take<T>(p.recurrent_dropout.threshold ? rows * h_ld() : 0);
       job.c = arena.take<T>(panels.count * rows * kUnits);
       job.m = arena.take<S>(projected ? rows * m_ld() : 0);
-      job.from_m = arena.take<T>(projected ? tiles(p.R) * rows * kTile : 0);
-      job.from_hidden = arena.take<T>(norm ? panels.count * rows * width : 0);
+      job.m_products = arena.take<T>(projected ? tiles(p.R) * rows * kTile : 0);
+      job.hidden_products = arena.take<T>(norm ? panels.count * rows * width : 0);
       job.cells = arena.take<T>(norm ? panels.count * rows * kUnits : 0);
       job.moments = arena.take<T[2]>(norm ? panels.count * tokens : 0);
       job.cell_moments = arena.take<T[2]>(norm ? panels.count * rows : 0);
     }
-    rooms = arena.take<E>(threads * room_size());
-    const bool packs = (ih_once && !in_place(tokens)) || (hh_once && !in_place(rows));
+    scratches = arena.take<E>(threads * scratch_size());
+    const bool packs = (ih_once && !reads_in_place(tokens)) || (hh_once && !reads_in_place(rows));
     own_panels = arena.take<E>(packs ? threads * this->panel_size() : 0);
     statistics = arena.take<Statistics<T>>(norm ? threads * (tokens + rows) : 0);
     words = arena.take<uint64_t>(threads * 2 * rows);
@@ -66,7 +67,7 @@ class Forward : Layer<E> {
   }
 
   void run(const Crew& crew, int64_t index) {
-    room = rooms + index * room_size();
+    scratch = scratches + index * scratch_size();
     if (own_panels) this->panel = own_panels + index * this->panel_size();
     const int64_t rows = group_rows();
     ih_statistics = statistics + index * (chunk + 1) * rows;
@@ -86,13 +87,13 @@ class Forward : Layer<E> {
  private:
   struct Job {
     S* tokens;             // [tokens][x_ld]: rows of the input
-    T* from_input;         // [panels][tokens][width]
+    T* input_products;     // [panels][tokens][width]
     S* h[2];               // [rows][h_ld]: step s reads h[s % 2] and writes the other
     T* keeps;              // [rows][h_ld]: 0 where recurrent dropout drops, else 1
     T* c;                  // [panels][rows][16]
     S* m;                  // [rows][m_ld]
-    T* from_m;             // [tiles][rows][64]
-    T* from_hidden;        // [panels][rows][width]
+    T* m_products;         // [tiles][rows][64]
+    T* hidden_products;    // [panels][rows][width]
     T* cells;              // [panels][rows][16]: clipped cells of the current step
     T (*moments)[2];       // [panels][tokens]
     T (*cell_moments)[2];  // [panels][rows]
@@ -107,8 +108,8 @@ class Forward : Layer<E> {
       const int64_t s1 = std::min(s0 + chunk, p.steps);
       this->gather(group, team, s0, s1, job.tokens);
       team.wait();
-      from_input(group, job, team, own, s0, s1);
-      T* products = job.from_input;
+      compute_input_products(group, job, team, own, s0, s1);
+      T* products = job.input_products;
       int64_t token = 0;
       for (int64_t s = s0; s < s1; ++s) {
         if (norm) normalised_step(group, job, team, own, s, products, token);
@@ -168,14 +169,14 @@ class Forward : Layer<E> {
   }
 
   // Computes W_ih x for this thread's panels, and adds the biases or takes the statistics.
-  void from_input(
+  void compute_input_products(
       const RowGroup& group, const Job& job, const Team& team, const Range& own, int64_t s0,
       int64_t s1) {
     const int64_t width = panels.width(), stride = chunk * group_rows() * width;
     int64_t tokens = 0;
     for (int64_t s = s0; s < s1; ++s) tokens += group.active(s);
     for (int64_t q = own.first; q < own.last; ++q) {
-      T* target = job.from_input + q * stride;
+      T* target = job.input_products + q * stride;
       this->template multiply_input<true>(group.index, q, tokens, job.tokens, target);
       if (norm)
         take_moments(
@@ -190,10 +191,10 @@ class Forward : Layer<E> {
     }
   }
 
-  void step(const RowGroup& group, const Job& job, const Range& own, int64_t s, T* from_input) {
+  void step(const RowGroup& group, const Job& job, const Range& own, int64_t s, T* input_products) {
     const int64_t width = panels.width(), stride = chunk * group_rows() * width;
     for (int64_t q = own.first; q < own.last; ++q) {
-      T* tile = from_input + q * stride;
+      T* tile = input_products + q * stride;
       this->template multiply_hidden<true>(
           group.index, q, group.active(s), job.h[s % 2], tile, true);
       draw(group, q, s, q == own.first);
@@ -207,19 +208,19 @@ class Forward : Layer<E> {
         for (int b = 0; b < panels.blocks; ++b) a[b] = U::load(row + b * kUnits);
         const U c_old = U::load(job.c + unit_row(q, i));
         const LstmGates gates = activate(group, q, a, c_old);
-        leave_clipped(group, q, i, s, gates);
-        leave(group, job, q, i, s, gates, c_old, gates.o * tanh(gates.c));
+        store_clipped(group, q, i, s, gates);
+        store_state(group, job, q, i, s, gates, c_old, gates.o * tanh(gates.c));
       }
     }
   }
 
-  void leave_clipped(
+  void store_clipped(
       const RowGroup& group, int64_t q, int64_t i, int64_t s, const LstmGates& gates) {
     if (group.d.clipped && p.cell_clip_words()) group.clipped(i, s)[q] = gates.clipped;
   }
 
   // Stores row i's units of panel q after step s.
-  void leave(
+  void store_state(
       const RowGroup& group, const Job& job, int64_t q, int64_t i, int64_t s,
       const LstmGates& gates, const U& c_old, const U& m) {
     const int64_t units = units_of(p, q);
@@ -237,7 +238,7 @@ class Forward : Layer<E> {
       gates.o.store(row + (panels.blocks - 1) * units, units);
     }
     if (projected) m.store(job.m + i * m_ld() + q * kUnits);
-    else leave_h(group, job, i, s, q * kUnits, units, m);
+    else store_h(group, job, i, s, q * kUnits, units, m);
   }
 
   S* gates_row(const RowGroup& group, int64_t i, int64_t s, int64_t blocks) {
@@ -246,7 +247,7 @@ class Forward : Layer<E> {
   }
 
   // Stores row i's new h in `units` columns from `column` on.
-  void leave_h(
+  void store_h(
       const RowGroup& group, const Job& job, int64_t i, int64_t s, int64_t column, int64_t units,
       U h) {
     if (p.draw_h.threshold || (p.zoneout_h != 0 && !p.training)) {
@@ -287,17 +288,17 @@ class Forward : Layer<E> {
   void project(const RowGroup& group, const Job& job, const Team& team, int64_t s) {
     const int64_t rows = group.active(s), stride = group_rows() * kTile;
     for_tiles(team, p.R, [&](int64_t tile, int64_t first, int64_t columns) {
-      T* sums = job.from_m + tile * stride + first;
+      T* sums = job.m_products + tile * stride + first;
       const bool ahead = far_away<E>(tiles(p.R) * hr_size());
       if (const E* packed = weights[group.index].hr)
         product<E>(
-            rows, columns, elements<E>(p.H), left(job.m), left_ld(m_ld()), 1,
+            rows, columns, elements<E>(p.H), as_elements(job.m), elements_ld(m_ld()), 1,
             packed + tile * hr_size() + first, kTile, sums, kTile, false, ahead);
       else if constexpr (Base::kReadsInPlace)
         product_with_rows<E>(
             static_cast<const S*>(group.d.weight_hr) + (tile * kTile + first) * p.H,
-            std::min(columns, p.R - tile * kTile - first), p.H, room, rows, left(job.m),
-            left_ld(m_ld()), sums, kTile, ahead);
+            std::min(columns, p.R - tile * kTile - first), p.H, scratch, rows, as_elements(job.m),
+            elements_ld(m_ld()), sums, kTile, ahead);
       for (int64_t i = 0; i < rows; ++i) {
         if (p.draw_h.threshold)
           words_h[i] = group.kept(p.draw_h, RowGroup::ZoneoutH, i, s, tile * kTile);
@@ -310,7 +311,7 @@ class Forward : Layer<E> {
                   clipped_bits(h, p.proj_clip);
             h = clip(h, p.proj_clip);
           }
-          leave_h(group, job, i, s, column, std::min(kUnits, p.R - column), h);
+          store_h(group, job, i, s, column, std::min(kUnits, p.R - column), h);
         }
       }
     });
@@ -319,29 +320,29 @@ class Forward : Layer<E> {
   void gru_cell(
       const RowGroup& group, const Job& job, int64_t q, int64_t i, int64_t s, const T* row) {
     const int64_t units = units_of(p, q);
-    const U from_h = U::load(row + 3 * kUnits);
+    const U h_product = U::load(row + 3 * kUnits);
     const U r = sigmoid(U::load(row + kUnits)), z = sigmoid(U::load(row + 2 * kUnits));
-    const U n = tanh(multiply_add(r, from_h, U::load(row)));
+    const U n = tanh(multiply_add(r, h_product, U::load(row)));
     const U old = U::load(job.h[s % 2] + i * h_ld() + q * kUnits);
     if (group.d.gates) {
       S* target = gates_row(group, i, s, 4) + q * kUnits * 4;
       n.store(target, units);
       r.store(target + units, units);
       z.store(target + 2 * units, units);
-      from_h.store(target + 3 * units, units);
+      h_product.store(target + 3 * units, units);
     }
-    leave_h(group, job, i, s, q * kUnits, units, multiply_add(z, old - n, n));
+    store_h(group, job, i, s, q * kUnits, units, multiply_add(z, old - n, n));
   }
 
   // Layer normalisation --------------------------------------------------------------------------
 
   void normalised_step(
       const RowGroup& group, const Job& job, const Team& team, const Range& own, int64_t s,
-      T* from_input, int64_t token) {
+      T* input_products, int64_t token) {
     const int64_t width = panels.width(), rows = group.active(s), capacity = group_rows();
     const int last = panels.blocks - 1;
     const Weights& w = weights[group.index];
-    const auto hidden = [&](int64_t q) { return job.from_hidden + q * capacity * width; };
+    const auto hidden = [&](int64_t q) { return job.hidden_products + q * capacity * width; };
     const auto cells = [&](int64_t q) { return job.cells + q * capacity * kUnits; };
     for (int64_t q = own.first; q < own.last; ++q) {
       this->template multiply_hidden<true>(group.index, q, rows, job.h[s % 2], hidden(q), false);
@@ -353,7 +354,7 @@ class Forward : Layer<E> {
     for (int64_t q = own.first; q < own.last; ++q) {
       for (int64_t i = 0; i < rows; ++i) {
         T* row = hidden(q) + i * width;
-        const T* x = from_input + (q * chunk * capacity + i) * width;
+        const T* x = input_products + (q * chunk * capacity + i) * width;
         U a[4];
         this->normalised_gates(
             group.index, q, x, ih_statistics[token + i], row, row_statistics[i], a);
@@ -369,7 +370,7 @@ class Forward : Layer<E> {
           }
         }
         const LstmGates gates = activate(group, q, a, U::load(job.c + unit_row(q, i)));
-        leave_clipped(group, q, i, s, gates);
+        store_clipped(group, q, i, s, gates);
         // Kept in the place of the products until the cells of all units are known.
         gates.i.store(row);
         if (!p.coupled) gates.f.store(row + kUnits);
@@ -391,7 +392,7 @@ class Forward : Layer<E> {
         const U normalised = multiply_add(
             row_statistics[i].normalise(gates.c), U::load(w.norm_cell + q * kUnits),
             U::load(w.norm_cell + m_ld() + q * kUnits));
-        leave(
+        store_state(
             group, job, q, i, s, gates, U::load(job.c + unit_row(q, i)),
             gates.o * tanh(normalised));
       }
@@ -399,7 +400,7 @@ class Forward : Layer<E> {
   }
 
   Job jobs[LstmProblem::kMaxDirections * LstmProblem::kMaxGroups];
-  E *rooms, *own_panels;
+  E *scratches, *own_panels;
   Statistics<T>* statistics;
   uint64_t* words;
   // This thread's memory.

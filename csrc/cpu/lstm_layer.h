@@ -3,6 +3,7 @@
 
 #pragma once
 
+#include "cpu/lstm_norm.h"
 #include "cpu/lstm_units.h"
 
 namespace trifuse::TRIFUSE_CAPABILITY {
@@ -79,11 +80,11 @@ class Layer {
     }
   }
   int64_t panel_size() const { return std::max(ih_size(), hh_size()); }
-  int64_t room_size() const { return kTile * elements<E>(std::max({p.I, p.R, p.H})); }
+  int64_t scratch_size() const { return kTile * elements<E>(std::max({p.I, p.R, p.H})); }
 
   // Reinterpret rows of S as rows of E.
-  static const E* left(const S* rows) { return reinterpret_cast<const E*>(rows); }
-  static int64_t left_ld(int64_t ld) { return ld / kPack<E>; }
+  static const E* as_elements(const S* rows) { return reinterpret_cast<const E*>(rows); }
+  static int64_t elements_ld(int64_t ld) { return ld / kPack<E>; }
 
   void pack(const Team& team) {
     for (int64_t d = 0; d < p.directions; ++d) {
@@ -99,7 +100,7 @@ class Layer {
         for (int64_t tile = share.first; tile < share.last; ++tile)
           right_transposed<E>(
               Rows<S>{static_cast<const S*>(given.weight_hr) + tile * kTile * p.H, p.H, 1},
-              std::min(kTile, p.R - tile * kTile), p.H, 1.0f, room, w.hr + tile * hr_size());
+              std::min(kTile, p.R - tile * kTile), p.H, 1.0f, scratch, w.hr + tile * hr_size());
       }
       if (team.index == 0) pack_vectors(given, w);
     }
@@ -108,12 +109,12 @@ class Layer {
   void pack_ih(int64_t d, int64_t q, E* target) const {
     pack_panel_columns<E>(
         p, static_cast<const S*>(p.direction[d].weight_ih), p.I, panels.ih_gate, panels.ih_first,
-        panels.ih_blocks, q, room, target);
+        panels.ih_blocks, q, scratch, target);
   }
   void pack_hh(int64_t d, int64_t q, E* target) const {
     pack_panel_columns<E>(
         p, static_cast<const S*>(p.direction[d].weight_hh), p.R, panels.hh_gate, panels.hh_first,
-        panels.hh_blocks, q, room, target);
+        panels.hh_blocks, q, scratch, target);
   }
 
   // Whether a weight that is not packed can be read in place. brgemm takes packed weights only.
@@ -122,7 +123,7 @@ class Layer {
 #else
   static constexpr bool kReadsInPlace = true;
 #endif
-  static bool in_place(int64_t rows) { return kReadsInPlace && rows <= kFewRows; }
+  static bool reads_in_place(int64_t rows) { return kReadsInPlace && rows <= kFewRows; }
 
   // Return a panel of W_ih or W_hh. If no packed weight is kept, because it would be read only
   // once, the panel is packed now.
@@ -188,45 +189,46 @@ class Layer {
   }
 
   // Computes a panel's W_ih x for `tokens` tokens, [tokens][width], on top of the biases, unless
-  // the product alone is normalised. With `reads`, an unpacked weight may be read in place.
-  template <bool reads = false>
+  // the product alone is normalised. With `may_read_in_place`, an unpacked weight may be read in
+  // place.
+  template <bool may_read_in_place = false>
   void multiply_input(int64_t d, int64_t q, int64_t tokens, const S* x, T* target) const {
     const int64_t width = panels.width();
     if (!norm)
       for (int64_t k = 0; k < tokens; ++k)
         std::copy_n(weights[d].bias + q * width, width, target + k * width);
     T* columns = target + panels.ih_first * kUnits;
-    if constexpr (reads && kReadsInPlace)
-      if (!weights[d].ih && in_place(tokens))
+    if constexpr (may_read_in_place && kReadsInPlace)
+      if (!weights[d].ih && reads_in_place(tokens))
         return product_with_panel<E>(
             p, static_cast<const S*>(p.direction[d].weight_ih), p.I, panels.ih_gate,
-            panels.ih_first, panels.ih_blocks, q, room, tokens, left(x), left_ld(x_ld()), columns,
-            width, !norm, false);
+            panels.ih_first, panels.ih_blocks, q, scratch, tokens, as_elements(x),
+            elements_ld(x_ld()), columns, width, !norm, false);
     product<E>(
-        tokens, panels.ih_width(), elements<E>(p.I), left(x), left_ld(x_ld()), 1, ih_panel(d, q),
-        panels.ih_width(), columns, width, !norm);
+        tokens, panels.ih_width(), elements<E>(p.I), as_elements(x), elements_ld(x_ld()), 1,
+        ih_panel(d, q), panels.ih_width(), columns, width, !norm);
   }
 
   // Computes a panel's W_hh h, and with `add` adds it to the target. With recurrent dropout h is 0
   // where D is, and D's factor is applied here: h times the factor would not be exact in 16 bits.
-  template <bool reads = false>
+  template <bool may_read_in_place = false>
   void multiply_hidden(int64_t d, int64_t q, int64_t rows, const S* h, T* target, bool add) const {
     const int64_t width = panels.width();
     const double factor = p.recurrent_dropout.threshold ? p.recurrent_dropout.scale : 1;
     if (factor != 1 && add) scale(target, rows * width, static_cast<T>(1 / factor));
     T* columns = target + panels.hh_first * kUnits;
     const bool ahead = far_away<E>(panels.count * hh_size());
-    const bool unpacked = reads && !weights[d].hh && in_place(rows);
-    if constexpr (reads && kReadsInPlace)
+    const bool unpacked = may_read_in_place && !weights[d].hh && reads_in_place(rows);
+    if constexpr (may_read_in_place && kReadsInPlace)
       if (unpacked)
         product_with_panel<E>(
             p, static_cast<const S*>(p.direction[d].weight_hh), p.R, panels.hh_gate,
-            panels.hh_first, panels.hh_blocks, q, room, rows, left(h), left_ld(h_ld()), columns,
-            width, add, ahead);
+            panels.hh_first, panels.hh_blocks, q, scratch, rows, as_elements(h),
+            elements_ld(h_ld()), columns, width, add, ahead);
     if (!unpacked)
       product<E>(
-          rows, panels.hh_width(), elements<E>(p.R), left(h), left_ld(h_ld()), 1, hh_panel(d, q),
-          panels.hh_width(), columns, width, add, ahead);
+          rows, panels.hh_width(), elements<E>(p.R), as_elements(h), elements_ld(h_ld()), 1,
+          hh_panel(d, q), panels.hh_width(), columns, width, add, ahead);
     if (factor != 1) scale(target, rows * width, static_cast<T>(factor));
   }
 
@@ -276,10 +278,10 @@ class Layer {
     const Weights& w = weights[d];
     for (int b = 0; b < panels.blocks; ++b) {
       const int64_t at = q * panels.width() + b * kUnits;
-      const U from_h = h_statistics.normalise(U::load(h + b * kUnits));
-      const U from_x = x_statistics.normalise(U::load(x + b * kUnits));
-      a[b] = multiply_add(from_h, U::load(w.norm_hh + at), U::load(w.bias + at));
-      a[b] = multiply_add(from_x, U::load(w.norm_ih + at), a[b]);
+      const U h_normalised = h_statistics.normalise(U::load(h + b * kUnits));
+      const U x_normalised = x_statistics.normalise(U::load(x + b * kUnits));
+      a[b] = multiply_add(h_normalised, U::load(w.norm_hh + at), U::load(w.bias + at));
+      a[b] = multiply_add(x_normalised, U::load(w.norm_ih + at), a[b]);
     }
   }
 
@@ -289,8 +291,8 @@ class Layer {
   const int64_t chunk;  // steps whose products W_ih x are computed at once
   Weights weights[LstmProblem::kMaxDirections];
   // This thread's memory.
-  E* room = nullptr;   // room_size() elements: rows of a weight that is being packed
-  E* panel = nullptr;  // panel_size() elements
+  E* scratch = nullptr;  // scratch_size() elements: rows of a weight that is being packed
+  E* panel = nullptr;    // panel_size() elements
 };
 
 // Calls f.template operator()<Element>() for the type that a problem is computed in. Instruction

@@ -1,5 +1,5 @@
-// Shared by the LSTM and GRU kernels: units in registers, the order of a layer's columns, and the
-// packing of its weights.
+// Shared by the LSTM and GRU kernels: units in registers, the order of a layer's columns,
+// products with its weights, packed or not, and its rows, sorted by length.
 //
 // The gates of 16 neighbouring units lie side by side, in a panel. A thread that owns a panel has
 // all products that these units' next state depends on, and no other thread needs them.
@@ -98,6 +98,21 @@ struct Units : Lanes<Units<T>, T, kUnits> {
 };
 
 // The order of columns: panels of 16 units, each of up to four blocks of 16 columns.
+//
+// One thread owns a panel, for all rows that have the step. A tile is a panel's products,
+// [rows][width]. Lane u of each block of panel q belongs to hidden unit q * 16 + u:
+//
+//               block 0     block 1     block 2     block 3
+//   lane        0 ... 15    0 ... 15    0 ... 15    0 ... 15
+//   row 0     |    i      |    f      |    g      |    o      |   LSTM: W_ih x + W_hh h + bias
+//   row 1     |    i      |    f      |    g      |    o      |
+//   ...
+//   coupled   |    i      |    g      |    o      |               no block of f
+//   GRU       |  n of x   |    r      |    z      |  n of h   |   W_ih x fills blocks 0 to 2,
+//                                                                 W_hh h blocks 1 to 3
+//
+// So all gates of a unit lie in the same lane of neighbouring vectors. In the last panel the lanes
+// past H are padding.
 struct Panels {
   // The gate in each block, -1 for none, for W_ih and for W_hh. They differ only in a GRU, where
   // the two products that make up n stay apart.
@@ -222,16 +237,16 @@ TRIFUSE_INLINE inline void transpose_units(
 }
 
 // Packs the rows of one panel of a weight (G·H, columns) as B of the forward's products, from block
-// `first` on: `blocks` · 16 columns. `room` holds 16 rows.
+// `first` on: `blocks` · 16 columns. `scratch` holds 16 rows.
 template <class E>
 inline void pack_panel_columns(
     const LstmProblem& p, const Stored<E>* weight, int64_t columns, const int* gate, int first,
-    int blocks, int64_t panel, E* room, E* target) {
+    int blocks, int64_t panel, E* scratch, E* target) {
   using S = Stored<E>;
   const int64_t units = units_of(p, panel);
   for (int block = 0; block < blocks; ++block) {
     const S* rows = weight + (gate[first + block] * p.H + panel * kUnits) * columns;
-    const Operand<E> source = left_rows<E>(Rows<S>{rows, columns, 1}, units, columns, room);
+    const Operand<E> source = left_rows<E>(Rows<S>{rows, columns, 1}, units, columns, scratch);
     transpose_units(
         source.data, source.ld, units, elements<E>(columns), target + block * kUnits,
         blocks * kUnits);
@@ -272,20 +287,20 @@ inline void product_in_place(
   using U = Units<T>;
   const E* row[most];  // the last row stands in for missing ones
   for (int m = 0; m < most; ++m) row[m] = a + std::min<int64_t>(m, M - 1) * a_m;
-  constexpr int64_t kDepth = Vectorized<Moved<E>>::size();
-  alignas(64) E turned[kDepth * kUnits];
+  constexpr int64_t kVectorElements = Vectorized<Moved<E>>::size();
+  alignas(64) E transposed[kVectorElements * kUnits];
   for (int64_t first = 0; first < K; first += chain_length(ahead)) {
     const int64_t end = std::min(first + chain_length(ahead), K);
     U sum[most];
 #pragma GCC unroll 8
     for (int m = 0; m < most; ++m) sum[m] = U(T(0));
-    const auto meet = [&](int64_t k, int64_t depth) TRIFUSE_INLINE {
-      transpose_units(weight + k, ld, units, depth, turned, kUnits);
+    const auto multiply_columns = [&](int64_t k, int64_t depth) TRIFUSE_INLINE {
+      transpose_units(weight + k, ld, units, depth, transposed, kUnits);
 #pragma GCC unroll kUnrolled
       for (int64_t j = 0; j < depth; ++j)
 #pragma GCC unroll 4
         for (int v = 0; v < U::kVecs; ++v) {
-          const auto column = Element<E>::load(turned + j * kUnits + v * U::Vec::size());
+          const auto column = Element<E>::load(transposed + j * kUnits + v * U::Vec::size());
 #pragma GCC unroll 8
           for (int m = 0; m < most; ++m)
             sum[m].v[v] = Element<E>::multiply_add(
@@ -293,12 +308,13 @@ inline void product_in_place(
         }
     };
     int64_t k = first;
-    for (; k + kDepth <= end; k += kDepth) {
+    for (; k + kVectorElements <= end; k += kVectorElements) {
       const char* fetched = static_cast<const char*>(next) + k * kUnits * sizeof(E);
-      for (size_t byte = 0; byte < sizeof turned; byte += 64) __builtin_prefetch(fetched + byte);
-      meet(k, kDepth);
+      for (size_t byte = 0; byte < sizeof transposed; byte += 64)
+        __builtin_prefetch(fetched + byte);
+      multiply_columns(k, kVectorElements);
     }
-    if (k < end) meet(k, end - k);
+    if (k < end) multiply_columns(k, end - k);
 #pragma GCC unroll 8
     for (int m = 0; m < most; ++m) {
       if (m == M) break;
@@ -313,12 +329,12 @@ inline void product_in_place(
 // of 16 columns.
 template <class E>
 inline void product_with_rows(
-    const Stored<E>* weight, int64_t count, int64_t columns, E* room, int64_t M, const E* a,
+    const Stored<E>* weight, int64_t count, int64_t columns, E* scratch, int64_t M, const E* a,
     int64_t a_m, typename Element<E>::Accumulator* c, int64_t ldc, bool ahead) {
   for (int64_t first = 0; first < count; first += kUnits) {
     const int64_t units = std::min(count - first, kUnits);
     const Stored<E>* rows = weight + first * columns;
-    const Operand<E> b = left_rows<E>(Rows<Stored<E>>{rows, columns, 1}, units, columns, room);
+    const Operand<E> b = left_rows<E>(Rows<Stored<E>>{rows, columns, 1}, units, columns, scratch);
     product_in_place(
         M, elements<E>(columns), a, a_m, b.data, b.ld, units, rows + units * columns, c + first,
         ldc, false, ahead);
@@ -326,11 +342,11 @@ inline void product_with_rows(
 }
 
 // Multiplies few rows by a panel of a weight (G·H, columns), whose columns have the order of
-// pack_panel_columns. `room` holds 16 rows.
+// pack_panel_columns. `scratch` holds 16 rows.
 template <class E>
 inline void product_with_panel(
     const LstmProblem& p, const Stored<E>* weight, int64_t columns, const int* gate, int first,
-    int blocks, int64_t panel, E* room, int64_t M, const E* a, int64_t a_m,
+    int blocks, int64_t panel, E* scratch, int64_t M, const E* a, int64_t a_m,
     typename Element<E>::Accumulator* c, int64_t ldc, bool add, bool ahead) {
   using S = Stored<E>;
   const int64_t units = units_of(p, panel);
@@ -339,7 +355,7 @@ inline void product_with_panel(
   };
   for (int block = 0; block < blocks; ++block) {
     const Operand<E> rows =
-        left_rows<E>(Rows<S>{rows_of(block, panel), columns, 1}, units, columns, room);
+        left_rows<E>(Rows<S>{rows_of(block, panel), columns, 1}, units, columns, scratch);
     const S* next = block + 1 < blocks ? rows_of(block + 1, panel) : rows_of(0, panel + 1);
     product_in_place(
         M, elements<E>(columns), a, a_m, rows.data, rows.ld, units, next, c + block * kUnits, ldc,
@@ -359,58 +375,6 @@ inline void add_to_panels(
         for (int64_t u = 0; u < units_of(p, q); ++u)
           target[q * panels.width() + block * kUnits + u] +=
               from[gate[block] * p.H + q * kUnits + u];
-}
-
-// Layer normalisation -----------------------------------------------------------------------------
-//
-// Each panel yields the sum of its part of a row, and the sum of squares about that part's mean.
-// They are combined panel by panel (Chan, Golub and LeVeque, 1979).
-
-// Sets moments[k] to the sum and the squares of row k of a panel's blocks, for `count` rows.
-template <class T>
-inline void take_moments(
-    const T* rows, int64_t ld, int64_t count, int64_t blocks, int64_t units, T (*moments)[2]) {
-  using U = Units<T>;
-  for (int64_t k = 0; k < count; ++k) {
-    U sum(T(0)), squares(T(0));
-    for (int64_t b = 0; b < blocks; ++b) sum = sum + U::load(rows + k * ld + b * kUnits, units);
-    const T total = sum.total();
-    const U mean(total / static_cast<T>(blocks * units));
-    const uint64_t existing = low_bits(units);
-    for (int64_t b = 0; b < blocks; ++b) {
-      const U x = choose(existing, U::load(rows + k * ld + b * kUnits) - mean, U(T(0)));
-      squares = multiply_add(x, x, squares);
-    }
-    moments[k][0] = total;
-    moments[k][1] = squares.total();
-  }
-}
-
-template <class T>
-struct Statistics {
-  T mean, rstd;
-  Units<T> normalise(const Units<T>& x) const { return (x - Units<T>(mean)) * Units<T>(rstd); }
-};
-
-// Computes the statistics of `count` rows of blocks · H values. Panel q's moments start at moments
-// + q * stride.
-template <class T>
-inline void combine_moments(
-    const LstmProblem& p, const T (*moments)[2], int64_t stride, int64_t count, int64_t blocks,
-    Statistics<T>* statistics) {
-  const int64_t panels = (p.H + kUnits - 1) / kUnits;
-  const T size = static_cast<T>(blocks * p.H);
-  for (int64_t k = 0; k < count; ++k) {
-    T sum = 0, squares = 0;
-    for (int64_t q = 0; q < panels; ++q) sum += moments[q * stride + k][0];
-    const T mean = sum / size;
-    for (int64_t q = 0; q < panels; ++q) {
-      const T part = static_cast<T>(blocks * units_of(p, q));
-      const T off = moments[q * stride + k][0] / part - mean;
-      squares += moments[q * stride + k][1] + part * off * off;
-    }
-    statistics[k] = {mean, T(1) / std::sqrt(squares / size + static_cast<T>(p.eps))};
-  }
 }
 
 // Rows --------------------------------------------------------------------------------------------
