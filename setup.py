@@ -44,7 +44,8 @@ except ImportError:
     except ImportError:
         torch = None  # type: ignore[assignment]
 
-# Each kernel file compiles to one object per instruction set, whose name is the code's namespace.
+# A kernel file compiles to one object per instruction set (is_compiled). The set's name, or that of
+# its vector type, is the code's namespace.
 X86 = {
     "DEFAULT": [],
     "AVX2": ["-mavx2", "-mfma", "-mf16c"],
@@ -82,7 +83,8 @@ def is_compiled(kernel: Path, capability: str) -> bool:
     """Returns whether a kernel is compiled for an instruction set. The ``_BF16`` sets only add
     bfloat16 products, so kernels without products skip them. Their namespace is that of the vector
     types (csrc/cpu/kernels.h)."""
-    without_products = "namespace trifuse::CPU_CAPABILITY" in kernel.read_text(encoding="utf-8")
+    text = kernel.read_text(encoding="utf-8")
+    without_products = re.search(r"^namespace trifuse::CPU_CAPABILITY\b", text, re.MULTILINE)
     return not (capability.endswith("_BF16") and without_products)
 
 

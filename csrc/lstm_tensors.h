@@ -55,7 +55,8 @@ void check_parameters(
       R);
 }
 
-// Checks the states before the first step; a GRU has no c0.
+// Checks the states before the first step. h0_name is the argument's name: h0, or hx in a GRU,
+// which has no c0.
 inline void check_states(
     const char* h0_name, const OptionalTensor& h0, at::IntArrayRef h0_sizes,
     const OptionalTensor& c0, at::IntArrayRef c0_sizes, const Tensor& input) {

@@ -312,7 +312,8 @@ def test_a_floor_imports_only_those_below(floor: str) -> None:
                 assert rest.partition(".")[0] in FLOORS[floor], f"{path} imports {name}"
 
 
-# What files of csrc include from its folders. csrc itself holds what CPUs and GPUs share.
+# What files of csrc include from its folders. csrc itself holds what CPUs and GPUs share, and the
+# bindings.
 INCLUDED = {
     "csrc": {"csrc"},
     "cpu": {"csrc", "cpu"},
@@ -330,10 +331,12 @@ def _includes(path: Path) -> list[tuple[str, Path | None]]:
 
 @pytest.mark.parametrize("floor", INCLUDED)
 def test_a_floor_includes_only_those_below(floor: str) -> None:
+    """A folder of csrc includes its own files and those of csrc itself."""
     folder = ROOT / "csrc" / ("" if floor == "csrc" else floor)
     # bindings.cpp stands above all floors.
     sources = [path for path in folder.glob("*.*") if path.name != "bindings.cpp"]
     assert sources
+    assert {p.name for p in (ROOT / "csrc").iterdir() if p.is_dir()} < INCLUDED.keys()
     for path in sources:
         for name, file in _includes(path):
             if file:
@@ -352,7 +355,7 @@ def test_cuda_kernels_include_nothing_of_torch() -> None:
             if file and file.resolve() not in seen:
                 seen.add(file.resolve())
                 waiting.append(file.resolve())
-    assert ROOT / "csrc/attention.h" in seen
+    assert (ROOT / "csrc/attention.h").resolve() in seen
 
 
 def test_models_import_torch_alone() -> None:

@@ -81,10 +81,10 @@ constexpr bool has_float_mask(const AttentionProblem& p) {
 }
 
 // The unit of scores. Normally a score is the bare product of query and key, and the exponent
-// applies the scale. Scores are in nats, with the scale applied, if there is a float mask,
-// whose values may be anything, or if the scale would make an exponent, or a logsumexp in units of
-// a product, overflow. The sign of the scale (0 if it rounds to 0) is applied to the query rows, so
-// that the largest score has the largest weight.
+// applies the scale. Scores are in nats, with the scale applied, in two cases: there is a float
+// mask, whose values may be anything; or the scale would make an exponent, or a logsumexp in units
+// of a product, overflow. The sign of the scale (0 if it rounds to 0) is applied to the query rows,
+// so that the largest score has the largest weight.
 template <class T>
 struct Scale {
   float sign;

@@ -1,8 +1,9 @@
 // One kernel source, several instruction sets.
 //
 // setup.py compiles every csrc/cpu/*_kernel.cpp once per instruction set, with the macros that
-// select ATen's vector types (CPU_CAPABILITY_AVX512 and so on) and TRIFUSE_CAPABILITY, which names
-// the namespace of the code. The rest of the program picks one at run time.
+// select ATen's vector types (CPU_CAPABILITY_AVX512 and so on) and TRIFUSE_CAPABILITY, the
+// namespace of kernels with matrix products. Other kernels are in the namespace CPU_CAPABILITY. The
+// rest of the program picks one at run time.
 //
 //   DEFAULT       what every CPU of the architecture has (SSE2 on x86-64, NEON on AArch64)
 //   AVX2          with FMA and F16C

@@ -11,6 +11,7 @@ TRIFUSE_EACH_CAPABILITY(TRIFUSE_DECLARE)
 #undef TRIFUSE_DECLARE
 
 const Kernels& kernels_of(Capability capability) {
+  // In the order of Capability.
 #define TRIFUSE_TABLE(set) set::table,
   static constexpr const Kernels& (*tables[])() = {TRIFUSE_EACH_CAPABILITY(TRIFUSE_TABLE)};
 #undef TRIFUSE_TABLE

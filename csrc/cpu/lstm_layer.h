@@ -82,7 +82,7 @@ class Layer {
   int64_t panel_size() const { return std::max(ih_size(), hh_size()); }
   int64_t scratch_size() const { return kTile * elements<E>(std::max({p.I, p.R, p.H})); }
 
-  // Reinterpret rows of S as rows of E.
+  // Reinterpret rows of S as rows of E; elements_ld is their row length.
   static const E* as_elements(const S* rows) { return reinterpret_cast<const E*>(rows); }
   static int64_t elements_ld(int64_t ld) { return ld / kPack<E>; }
 

@@ -1,5 +1,5 @@
-// Shared by the LSTM and GRU kernels: units in registers, the order of a layer's columns,
-// products with its weights, packed or not, and its rows, sorted by length.
+// Shared by the LSTM and GRU kernels: units in registers, the order of a layer's columns, the
+// packing of its weights, products with packed and unpacked weights, and rows sorted by length.
 //
 // The gates of 16 neighbouring units lie side by side, in a panel. A thread that owns a panel has
 // all products that these units' next state depends on, and no other thread needs them.

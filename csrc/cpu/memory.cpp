@@ -34,7 +34,7 @@ bool should_fail() {
   return number >= first_failure && number <= last_failure;
 }
 
-// Counts the allocations of torch's own allocator.
+// Counts the allocations of torch's own allocator, and fails those that a test asked for.
 class CountingAllocator final : public c10::Allocator {
  public:
   c10::DataPtr allocate(size_t bytes) override {

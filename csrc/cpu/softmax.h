@@ -50,8 +50,8 @@ struct Softmax {
       Vec::loadu(result + l).log2().store(result + l);
   }
 
-  // Writes the logsumexp in nats; score_unit is one unit of score in nats. It is -inf for
-  // a query that has seen no key.
+  // Writes the logsumexp in nats, -inf for a query that has seen no key. score_unit is one unit of
+  // score in nats.
   void logsumexp(double score_unit, T* result) const {
     double log2[kTile];
     log2_sum(log2);

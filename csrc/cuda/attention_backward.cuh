@@ -12,8 +12,8 @@ namespace trifuse::cuda {
 
 // Three numbers for each query, contiguous (B, H, Lq), or (H, total) if sequences are packed. A
 // weight is 2^((score - shift) · exponent - rest), with Scale's exponent. shift is the logsumexp in
-// units of a score, or the row's maximum if the logsumexp is coarse; in 16-bit types without
-// scores it is 0, and rest holds all of the logsumexp. delta is ∑ dO O - dlse.
+// units of a score, or the row's maximum if the logsumexp is coarse; in 16-bit types, unless scores
+// are in nats, it is 0, and rest holds all of the logsumexp. delta is ∑ dO O - dlse.
 struct QueryVectors {
   float *shift, *rest, *delta;
 };

@@ -1,7 +1,8 @@
 // Fragments of the attention kernels: how a warp's numbers lie in its registers, and its products.
 //
 // A warp owns 16 of its block's rows: queries, or keys in the kernel that sums over queries.
-// Scores, weights and sums are 16 x N matrices. Each thread holds N / 2 numbers of one, in an array
+// Scores and weights are 16 x N matrices; so are sums, whose columns in float32 are those of
+// sum_column. Each thread holds N / 2 numbers of one, in an array
 // f[N / 8][4], as the accumulators of mma.m16n8k16 lie:
 //
 //   column   8n, +1    +2, +3    +4, +5    +6, +7

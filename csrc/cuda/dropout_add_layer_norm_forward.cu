@@ -110,6 +110,7 @@ template <int kCalls>
 constexpr int kResidentThreads = kCalls == kAnyCalls ? 512 : 640;
 template <int kThreads, int kCalls>
 constexpr int kResidentBlocks = kResidentThreads<kCalls> / block_of(kThreads);
+// Wide rows: 768 resident threads leave 80 registers each.
 template <int kThreads>
 constexpr int kResidentWideBlocks = 768 / block_of(kThreads);
 

@@ -140,13 +140,14 @@ struct LstmSequence {
   const void* weight_hr;   // (D, R, H) or null
   const int64_t* order;    // (B,): rows, longest first; or null: in memory order, all T long
   const int64_t* lengths;  // (B,): lengths of the rows in that order
-  // The states that the products with W_hh and W_hr multiply.
-  void*
-      operand_hh;  // forward (2, D, B, R'), the first h0 after dropout; backward (2, D, B, (4 H)')
-  void* operand_hr;    // with a projection: forward m, (D, B, H'); backward d(W_hr m), (D, B, R')
+  // The states that the products with W_hh and W_hr multiply. operand_hh: forward (2, D, B, R'),
+  // the first h0 after dropout; backward (2, D, B, (4 H)'). operand_hr, with a projection: forward
+  // m, (D, B, H'); backward d(W_hr m), (D, B, R').
+  void* operand_hh;
+  void* operand_hr;
   uint32_t* arrivals;  // kArrivals counters
   static constexpr int kArrivals = 32 * Lstm::kMaxChains;
-  float* parts;          // backward: lstm_backward_parts partial sums of h's gradient, if scattered
+  float* parts;          // backward: lstm_backward_parts numbers, partial sums of h's gradient
   void* grad_projected;  // backward with a projection: (D, T, B, R)
 
   // Steps of a layer in one launch. Each layer is one chunk behind the layer that it reads: layer d

@@ -123,7 +123,7 @@ class LstmCall {
     return {p.T, p.B, p.chains, 4 * p.H};
   }
   // Return views of a tensor in that layout: of one chain, (T·B, 4·H), and of all chains that read
-  // the input, (T·B, D·4·H): all directions, or the first layer.
+  // the input: all directions, (T·B, D·4·H), or the first layer, (T·B, 4·H).
   Tensor chain_tokens(const Tensor& t, int64_t d) const {
     return t.select(p.layers ? 0 : 2, d).flatten(0, 1);
   }

@@ -12,7 +12,7 @@ namespace trifuse::cuda {
 
 // Arithmetic --------------------------------------------------------------------------------------
 
-using std::exp, std::sqrt, std::tanh;  // of float in float
+using std::exp, std::sqrt, std::tanh;  // overloads: float for float, double for double
 
 // Does not overflow, and has a small relative error at both ends.
 template <class T>

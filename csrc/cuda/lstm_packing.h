@@ -1,5 +1,5 @@
 // The parameters of an LSTM call as the kernels read them: one tensor for all chains, with the four
-// gates of a unit side by side. In a coupled cell, which has no f, the weights of f are zeros.
+// gates of a unit side by side. A coupled cell has no weights for f; zeros stand in for them.
 
 #pragma once
 
@@ -103,7 +103,8 @@ class LstmPacking {
   const at::TensorOptions options_;
 };
 
-// The inverse for the gradient of one chain's parameter: from (H·4, ...) to (G·H, ...).
+// Returns the gradient of one chain's parameter in the caller's order: from (H·4, ...), as
+// LstmPacking interleaves it, to (G·H, ...).
 inline Tensor with_gates_outside(const Tensor& t, int64_t H, bool coupled) {
   Tensor gates = t.unflatten(0, {H, 4}).transpose(0, 1);
   if (coupled) gates = at::cat({gates.narrow(0, 0, 1), gates.narrow(0, 2, 2)});

@@ -93,7 +93,8 @@ inline void forward_steps(const LstmCall& call, const Tensor& h_dropped) {
 
 // Backward ----------------------------------------------------------------------------------------
 
-// The backward's tensors over all tokens. In the end all but grad_output are 0 past a row's length.
+// The backward's tensors over all tokens. In the end all but padding and grad_output are 0 past a
+// row's length.
 struct BackwardTokens {
   Tensor padding;           // (T, B, 1): whether a row lacks the step; undefined: none does
   Tensor x;                 // (T·B, I)
@@ -106,7 +107,8 @@ struct BackwardTokens {
   Tensor grad_projected;    // (D, T, B, R), of W_hr m
 };
 
-// Run from the last step to the first. Leave the gradient of h0 in `grad_h`.
+// Both run from the last step to the first, and leave the gradient of h0 in call.p.grad_h.
+// backward_step_by_step gets that tensor as `grad_h`.
 inline void backward_sequence(const LstmCall& call, const BackwardTokens& tokens) {
   const Lstm& p = call.p;
   SequenceBuffers buffers(call, 4 * p.H, p.R);
