@@ -24,7 +24,8 @@ Four ideas run through all kernels:
   Keys that a mask leaves out at the ends of the outer range are cut off before the loops begin.
 - *Two attempts.* A NaN or Inf in a row that the mask leaves out must not come back as 0 · NaN from
   a matrix product. The kernels multiply as if all numbers were finite. Only a program that ends
-  with a non-finite sum starts again, and then cleans every tile that it loads.
+  with a non-finite sum starts again, and then replaces NaN and Inf by 0 in the rows
+  that it sums.
 - *Powers of 2.* exp(x) is exp2(x · log2 e), with the factor folded into the scale. With a float
   mask the maximum is subtracted before the factor is applied: masks hold numbers near the end of
   float32's range, and multiplying them would overflow.

@@ -127,7 +127,7 @@ def accumulate_softmax(
     ``row_max`` (M,) is the largest score so far, in units of log 2 unless Variant.scores_in_nats.
 
     Args:
-        FULL: the blocks are full: all their rows exist, and only a mask leaves out pairs.
+        FULL: the blocks are full: all their keys exist, and only a mask leaves out pairs.
         CLEAN: replaces NaN and Inf in values by 0.
         VALUES: if false, ``acc`` stays as it is.
     """

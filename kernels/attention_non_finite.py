@@ -5,7 +5,8 @@ off the asynchronous path from memory to the tensor cores, so the kernels multip
 were finite. Only a program that ends with a non-finite sum starts again. Its second attempt
 
 1. counts the non-finite numbers that belong to each sum, which begins with ∞ if there are any;
-2. adds up the rest, with NaN and Inf of every loaded tile replaced by 0.
+2. adds up the rest, with NaN and Inf replaced by 0 in the rows that are summed: values in the
+   forward, keys in dQ (after their scores), q and dO in dK and dV.
 
 Results pass through ``infinite_to_nan``, so the sums that begin with ∞ are stored as NaN.
 """

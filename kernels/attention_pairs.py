@@ -23,8 +23,9 @@ query sees a later key (causal), and the window reaches 9 keys to the left::
   to right. The backward's numbers per query take the same walk where a logsumexp is coarse.
 - dK and dV: a program owns a column, and walks through its blocks downwards, in every query head
   that shares the key head.
-- The mask's gradient: a program owns one block of the gradient, and walks through the blocks of
-  all query blocks, heads and sequences that the mask is broadcast over.
+- The mask's gradient: a program owns one block of the gradient and a share of its sum, and walks
+  through its part of the query blocks, heads and sequences that the mask is broadcast over. The
+  gradient of a mask that all keys share needs no scores.
 
 A walk visits the full blocks first, with unguarded loads and without comparisons: lengths, window
 and causality leave nothing out of them. Then it visits the edge blocks, which have guards, and

@@ -1,6 +1,6 @@
 """Launches a kernel on tiles of rows by columns.
 
-The launchers of all operators take the same steps:
+The launchers take these steps, as far as an operator needs them:
 
 1. Check the tensors (``arguments.py``). A forward's have been checked by its caller; tensors of a
    backward may have been replaced since its forward.
@@ -9,6 +9,8 @@ The launchers of all operators take the same steps:
 3. Allocate the results.
 4. Launch, on the device of the tensors, with a configuration that depends on sizes and dtypes.
 5. Return the results in the op's order.
+
+Attention's tiles have other sizes: see ``_Call.launch`` in ``attention.py``.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ class Block(NamedTuple):
 
 
 class Config(NamedTuple):
-    """Launch parameters of a kernel that owns one tile at a time."""
+    """Launch parameters of a kernel whose programs own one tile at a time."""
 
     block: Block
     num_warps: int

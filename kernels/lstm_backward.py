@@ -2,8 +2,8 @@
 steps.
 
 Steps run from the last to the first. At each step the gradient of h_t is the sum of three parts:
-of y_t; ``dh_recurrent``, through the product W_hh h of the next step; and ``dh``, which zoneout and
-rows that have ended pass on unchanged.
+of y_t; ``dh_recurrent``, through the product W_hh h of the next step; and ``dh``, the part that
+zoneout passes on from the next step. A row past its length keeps ``dh``, there the gradient of h_n.
 
 Without saved gates (``recompute``) the preactivations are recomputed from W_ih x + W_hh h, which
 torch has stored for all tokens in ``Gradients.gates``; each step overwrites its own with their

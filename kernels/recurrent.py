@@ -11,7 +11,8 @@ the recurrence through h is computed step by step, in one of two ways:
 
 A program owns a tile: ``Block.rows`` rows by ``Block.columns`` units of one direction. All G gates
 of a unit belong to its program; in memory they lie H columns apart. For two row blocks and three
-unit blocks, with a letter for each program (an LSTM's gates; a GRU's are r, z, n):
+unit blocks, with a letter for each program (an LSTM's gates; a coupled LSTM has i, g, o; a GRU has
+r, z, n, but n, r, z, k in saved gates and gradients):
 
                    W_ih x, W_hh h, their gradients: G·H columns           h, c: H columns
                       i             f             g             o
@@ -21,9 +22,9 @@ unit blocks, with a letter for each program (an LSTM's gates; a GRU's are r, z, 
     row block |  d   e   f  |  d   e   f  |  d   e   f  |  d   e   f  |   |  d   e   f  |
               +-------------+-------------+-------------+-------------+   +-------------+
 
-The grid is (row blocks, unit blocks, directions). A product with W_hh and a layer norm need whole
-rows: then there is one unit block, as in the second way and in steps with layer norm. The second
-way pads H to a power of 2.
+The grid is (row blocks, unit blocks, directions). ``lstm_hidden_kernel`` has row blocks · T in the
+first dimension; projection kernels have R columns. A kernel that multiplies by W_hh or normalises
+needs whole rows: it has one unit block, whose width is a power of 2.
 
 The parts of a step are functions that both ways call. Lengths stay on the device: a row that has
 ended stays in the tile, but only writes zeros to its outputs. Nothing waits for the host, so a call

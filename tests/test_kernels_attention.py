@@ -483,7 +483,7 @@ def test_one_compilation_serves_every_batch(usages):
 
 
 @pytest.mark.parametrize("unit", ["fma", "mma", "wgmma"])
-def test_every_class_has_configurations(unit):
+def test_every_workload_has_configurations(unit):
     attention = pytest.importorskip("trifuse.kernels.attention")
     for kernel, head_dim in itertools.product(attention._KERNELS, (64, 128, 256)):
         workload = attention.Workload(kernel, unit, head_dim, extras=False)
