@@ -50,7 +50,9 @@ def onnx_cases(*operators: str) -> list[OnnxCase]:
 def _in_places(names: list[str], arrays: list[Any]) -> list[Tensor | None]:
     """Returns a tensor for each name, and None where the name is empty."""
     given = iter(arrays)
-    return [_tensor(next(given)) if name else None for name in names]
+    tensors = [_tensor(next(given)) if name else None for name in names]
+    assert next(given, None) is None
+    return tensors
 
 
 def _tensor(array: Any) -> Tensor:

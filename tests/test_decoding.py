@@ -1,4 +1,4 @@
-"""models/decoding.py on random Markov chains, small enough to try every target."""
+"""models/decoding.py on random Markov chains of order 2, small enough to try every target."""
 
 from __future__ import annotations
 
@@ -18,30 +18,38 @@ PENALTIES = [-1.0, 0.0, 0.6, 2.0]
 class MarkovState:
     def __init__(self, chains: Tensor) -> None:
         self.chains = chains  # of each target's source
+        self.previous = torch.full_like(chains, V)  # each target's last token but one
+        self.reorders = 0
 
     def reorder(self, rows: Tensor) -> None:
         assert torch.equal(self.chains, self.chains[rows])
+        self.previous = self.previous[rows]
+        self.reorders += 1
 
 
 class MarkovChains:
-    """A model whose source is the number of a chain; a token depends on the last one alone."""
+    """A model whose source is the number of a chain; a token depends on the last two."""
 
     training = False
     max_target_length = None
 
     def __init__(self, count: int) -> None:
         generator = torch.Generator().manual_seed(0)
-        logits = 1.5 * torch.randn(count, V + 1, V, generator=generator, dtype=torch.float64)
+        logits = 1.5 * torch.randn(count, V + 1, V + 1, V, generator=generator, dtype=torch.float64)
         self.log_probs = logits.log_softmax(-1)
         self.sources = torch.arange(count)[:, None]
 
     def start(self, source: Tensor, source_mask: Tensor | None = None) -> MarkovState:
-        return MarkovState(source[:, 0])
+        self.state = MarkovState(source[:, 0])
+        return self.state
 
     def step(self, tokens: Tensor, state: MarkovState) -> Tensor:
         targets = tokens.shape[0] // state.chains.shape[0]
         state.chains = state.chains.repeat_interleave(targets)
-        return self.log_probs[state.chains[:, None], tokens]
+        state.previous = state.previous.repeat_interleave(targets)
+        result = self.log_probs[state.chains[:, None], state.previous[:, None], tokens]
+        state.previous = tokens[:, 0]
+        return result
 
 
 def search(chains: MarkovChains, width: int, length_penalty: float) -> Decoded:
@@ -84,10 +92,13 @@ def everything() -> list[tuple[int, ...]]:
 
 @pytest.mark.parametrize("length_penalty", PENALTIES)
 def test_a_width_that_prunes_nothing_finds_the_best(length_penalty):
-    """Such a width is at least the number of prefixes that the last step extends."""
+    """Such a width keeps every prefix; it may drop ends of low rank."""
     chains, targets = MarkovChains(100), everything()
     log_probs = [
-        sum(chains.log_probs[:, a, b] for a, b in itertools.pairwise((V, *target)))
+        sum(
+            chains.log_probs[:, a, b, c]
+            for a, b, c in zip((V, V, *target), (V, *target), target, strict=False)
+        )
         for target in targets
     ]
     lengths = torch.tensor([len(target) for target in targets])
@@ -101,13 +112,32 @@ def test_a_width_that_prunes_nothing_finds_the_best(length_penalty):
             found.tokens[:, 0].tolist(), found.lengths[:, 0], best.indices, strict=True
         ):
             assert tuple(tokens[:length]) == targets[place]
+    found = search(chains, len(targets), length_penalty)
     torch.testing.assert_close(found.scores, scores.sort(1, descending=True).values)
+
+
+@pytest.mark.parametrize("width", [8, 400])
+def test_places_after_a_hypothesis_hold_eos(width):
+    """Also in the places of hypotheses that were not found."""
+    chains = MarkovChains(50)
+    chains.log_probs[..., 1:3] = -math.inf
+    found = search(chains, width, 0.6)
+    after = torch.arange(MAX_LENGTH) >= found.lengths[..., None]
+    assert found.tokens[after].eq(EOS).all()
+    assert found.lengths.eq(0).any()  # there are only six targets
+
+
+def test_a_search_reorders_only_between_steps():
+    chains = MarkovChains(20)
+    search(chains, 3, 2.0)
+    assert chains.state.reorders <= MAX_LENGTH - 1
 
 
 def test_narrow_beams_prune():
     """Otherwise the tests above would pass without a search."""
     chains = MarkovChains(500)
-    narrow, wide = (search(chains, width, 0.6).scores[:, 0] for width in (2, 50))
+    widths = (2, len(everything()))
+    narrow, wide = (search(chains, width, 0.6).scores[:, 0] for width in widths)
     assert (wide >= narrow).all()
     assert (wide > narrow).sum() > 5
     assert not math.isinf(narrow.min())

@@ -133,10 +133,10 @@ def beam_search(
 
     Each step extends every beam by every token. Those of the W best extensions that end become
     hypotheses, and the W best that do not end become the next beams. The W best hypotheses are
-    kept. A source is done when none of its beams could still become better than the worst of these;
-    at ``max_length`` its beams become hypotheses too. The greedy target is followed beside the
-    beams and is a hypothesis as well, so no result is worse than greedy search's. With W = 1 this
-    is greedy search.
+    kept. A source is done when neither a beam nor the greedy target could still become better than
+    the worst of these. At ``max_length`` both become hypotheses too. The greedy target is followed
+    beside the beams, so the best hypothesis is, up to rounding, never worse than greedy search's;
+    the state therefore holds W + 1 targets of each source. With W = 1 this is greedy search.
 
     Hypotheses are ranked by log P(Y | X) / lp(Y), lp(Y) = ((5 + |Y|) / 6)^α (Wu et al., "Google's
     Neural Machine Translation System", 2016, eq. 14 without its coverage penalty), |Y| being the
@@ -164,12 +164,12 @@ def beam_search(
             model, source, source_mask, bos_id=bos_id, eos_id=eos_id, max_length=max_length
         )
         scores = scores / penalty(lengths.to(scores.dtype))
-        return Decoded(tokens[:, None], lengths[:, None], scores[:, None])
+        return Decoded(tokens.long()[:, None], lengths.long()[:, None], scores[:, None])
 
     state = _start(model, source, source_mask, max_length)
     B, W, device = source.shape[0], beam_width, source.device
     batch = torch.arange(B, device=device)[:, None]
-    rows = W + 1  # of a source in the state: its beams and then its greedy target
+    rows = W + 1  # the state holds these for each source: its beams, then its greedy target
     last = source.new_full((B * rows, 1), bos_id)
     beams = source.new_empty((B, W, 0))
     # The W beams are all alike at the beginning, so only the first may be extended.
@@ -208,6 +208,8 @@ def beam_search(
         new = greedy_ends & searching & ~_contains(found, greedy)
         found = _merge(found, greedy, greedy_log_prob / penalty(length), new, eos_id)
         greedy_runs = greedy_runs & ~greedy_ends
+        if length == max_length:
+            break
 
         # No score can exceed this one: log P only falls, and lp grows or falls with the length.
         running = greedy_log_prob.masked_fill(~greedy_runs, -math.inf)
@@ -229,6 +231,7 @@ def _merge(
     length, max_length = candidates.shape[-1], found.tokens.shape[-1]
     scores = scores.masked_fill(~(eligible & scores.isfinite()), -math.inf)
     best, kept = torch.cat((found.scores, scores), 1).topk(found.scores.shape[1])
+    candidates = candidates.masked_fill(~scores.isfinite()[..., None], eos_id)
     candidates = F.pad(candidates, (0, max_length - length), value=eos_id)
     batch = torch.arange(len(kept), device=kept.device)[:, None]
     tokens = torch.cat((found.tokens, candidates), 1)[batch, kept]
