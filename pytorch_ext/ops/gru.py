@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from trifuse import backends
-from trifuse.ops import _checks, _operator, _recurrent
+from trifuse.ops import _checks, _explained, _operator, _recurrent
 from trifuse.reference import gru as reference
 from trifuse.reference.gru import SLOTS, Options, Parameters
 from trifuse.reference.lstm import by_direction
@@ -265,3 +265,6 @@ if backends._C is not None:
     _recurrent.FAST_PATHS["gru"] = _recurrent.FastPath(
         torch.ops.trifuse.gru_plain.cpp, {D * SLOTS: ((False, True)[:D],) for D in (1, 2)}
     )
+
+_explained.explains(gru, _prepare)
+_explained.explains(gru_cell, _prepare_cell)
