@@ -343,18 +343,6 @@ def prepare_stack(
     )
 
 
-def _prepare_cell(
-    input: Tensor,
-    hx: tuple[Tensor | None, Tensor | None] | None,
-    weight_ih: Tensor,
-    weight_hh: Tensor,
-    bias_ih: Tensor | None,
-    bias_hh: Tensor | None,
-) -> _recurrent.Call:
-    input, batch = _recurrent.one_step(input)
-    return _check(input, batch, hx, [Parameters(weight_ih, weight_hh, bias_ih, bias_hh)])
-
-
 def _check(
     input: Tensor,
     batch: tuple[int, ...],
@@ -394,6 +382,9 @@ def _check(
         recompute,
         is_stochastic,
     )
+
+
+_prepare_cell = _recurrent.cell_preparation(_check, Parameters)
 
 
 def check_options(
