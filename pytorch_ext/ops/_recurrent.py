@@ -48,6 +48,10 @@ class FastPath(NamedTuple):
 OPERATORS: dict[str, Operator] = {}
 FAST_PATHS: dict[str, FastPath] = {}
 
+# The backend of the fast paths, and the requested backends under which they may serve.
+_FAST_BACKEND = "cpp"
+_FAST_REQUESTS = ("auto", _FAST_BACKEND)
+
 # The batch dimension of each tensor: see ``Operator.axes``.
 AXES = {
     **dict.fromkeys(("input", "h0", "c0", "output", "h_n", "c_n"), 1),
@@ -253,7 +257,7 @@ def run_fast(
         or not _TENSOR_TYPES.issuperset(map(type, tensors))
         or not getattr(input, "is_cpu", False)
         or (input.dim() < 3) is not one_step
-        or backends._requested not in ("auto", "cpp")
+        or backends._requested not in _FAST_REQUESTS
         or torch.is_autocast_enabled("cpu")
         or torch._C._len_torch_dispatch_stack() > 0
     ):
@@ -302,7 +306,7 @@ class _FastPath(torch.autograd.Function):
             return None, None, *_gradients(ctx.slow_path, tensors, grads, needs_grad)
         grad_output = torch.zeros_like(output) if grads[0] is None else grads[0]
         integers = len(operator.tensors._fields) - operator.differentiable
-        results = operator.backward["cpp"](
+        results = operator.backward[_FAST_BACKEND](
             grad_output, *grads[1:], *tensors[:first], tensors[first:], *(None,) * integers,
             output, *saved, *FAST_PATHS[ctx.name].options[len(tensors) - first], needs_grad,
         )  # fmt: skip
@@ -317,9 +321,9 @@ def _gradients(
     needs_grad: Sequence[bool],
 ) -> list[Tensor | None]:
     """Returns gradients of a function's results, which can be differentiated in turn."""
-    # The backend switch is global and may have changed since the forward, which ran on cpp.
-    as_then = backends._requested in ("auto", "cpp")
-    backend = contextlib.nullcontext() if as_then else backends.backend("cpp")
+    # The backend switch is global and may have changed since the forward, a fast path.
+    as_then = backends._requested in _FAST_REQUESTS
+    backend = contextlib.nullcontext() if as_then else backends.backend(_FAST_BACKEND)
     with torch.enable_grad(), _operator.without_autocast(), backend:
         # Views, because one tensor may be computed from another: its gradient excludes that path.
         views = [None if t is None else t.view_as(t) for t in tensors]

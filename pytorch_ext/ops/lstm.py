@@ -240,7 +240,7 @@ def why_not_stacked(
 ) -> str | None:
     """Returns why layers with these options must be called one by one, or None."""
     choice = backends.choose(backends.Call("lstm", input.device.type, input.dtype))
-    if choice.backend != "cuda":
+    if choice.backend not in _STACK.backends:
         return f"the {choice.backend} backend runs layers one by one"
     if training and max(zoneout_h, zoneout_c, recurrent_dropout) > 0:
         return "each layer draws random numbers from its own seed"
@@ -671,7 +671,7 @@ def _stack_grad_formula(call: _operator.BackwardCall) -> list[Tensor | None]:
     return [grad_output, *states, *(g for grads in results for g in grads[3:])]
 
 
-_recurrent.OPERATORS["lstm_stack"] = dataclasses.replace(
+_STACK = _recurrent.OPERATORS["lstm_stack"] = dataclasses.replace(
     _OPERATOR,
     name="lstm_stack",
     results=_StackResults,
