@@ -19,6 +19,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import logging
+import math
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -29,6 +30,29 @@ import torch
 log = logging.getLogger("trifuse")
 
 ORDER = ("cuda", "triton", "cpp", "eager")
+
+_UP_TO_FLOAT32 = (torch.float32, torch.bfloat16, torch.float16)
+_UP_TO_FLOAT64 = (*_UP_TO_FLOAT32, torch.float64)
+
+
+class Limits(NamedTuple):
+    """The calls that a backend's kernels can serve."""
+
+    dtypes: tuple[torch.dtype, ...]
+    head_dim: float = math.inf  # the largest
+
+
+# The limits of each backend with kernels, for all operators but those of _LIMITS_OF_OPERATOR.
+_LIMITS = {
+    "cuda": Limits(_UP_TO_FLOAT64),
+    "triton": Limits(_UP_TO_FLOAT32),
+    "cpp": Limits(_UP_TO_FLOAT64),
+}
+_LIMITS_OF_OPERATOR = {
+    # A tile of a GPU's attention kernels holds all of head_dim.
+    ("cuda", "attention"): Limits(_UP_TO_FLOAT32, head_dim=256),
+    ("triton", "attention"): Limits(_UP_TO_FLOAT32, head_dim=256),
+}
 
 # Operators whose CUDA kernels measure faster than their Triton kernels. None has been measured yet.
 CUDA_BEFORE_TRITON: frozenset[str] = frozenset()
@@ -85,6 +109,19 @@ def interpreting() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
+def _limits(backend: str, call: Call) -> Limits:
+    return _LIMITS_OF_OPERATOR.get((backend, call.operator), _LIMITS[backend])
+
+
+def _why_not_dtype(backend: str, call: Call) -> str | None:
+    return None if call.dtype in _limits(backend, call).dtypes else f"no kernel for {call.dtype}"
+
+
+def _why_not_head_dim(backend: str, call: Call) -> str | None:
+    largest = _limits(backend, call).head_dim
+    return f"head_dim {call.head_dim} exceeds {largest}" if call.head_dim > largest else None
+
+
 # Read once, at import: torch.compile can't trace into the extension.
 _CUDA_OPERATORS: tuple[str, ...] = () if _C is None else tuple(_C.build_info()["cuda"])
 
@@ -96,12 +133,12 @@ def _why_not_cuda(call: Call) -> str | None:
         return f"tensors are on {call.device}"
     if call.operator not in _CUDA_OPERATORS:
         return "no CUDA kernel for this operator"
-    if call.operator == "attention" and call.dtype == torch.float64:
-        return f"no kernel for {call.dtype}"
+    if (why := _why_not_dtype("cuda", call)) is not None:
+        return why
     major, minor = _capability()
     if major < 8:
         return f"the GPU's compute capability is {major}.{minor}, and 8.0 is the least"
-    return _why_not_head_dim(call)
+    return _why_not_head_dim("cuda", call)
 
 
 def _capability() -> tuple[int, int]:
@@ -113,15 +150,7 @@ def _capability() -> tuple[int, int]:
 _capability._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def _why_not_head_dim(call: Call) -> str | None:
-    """Returns why the GPU kernels' attention tiles can't hold head_dim, or None."""
-    if call.operator == "attention" and call.head_dim > 256:
-        return f"head_dim {call.head_dim} exceeds 256"
-    return None
-
-
 _HAS_TRITON = importlib.util.find_spec("triton") is not None
-_TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def _why_not_triton(call: Call) -> str | None:
@@ -129,12 +158,7 @@ def _why_not_triton(call: Call) -> str | None:
         return "triton is not installed"
     if call.device != "cuda" and not (call.device == "cpu" and interpreting()):
         return f"tensors are on {call.device}"
-    if call.dtype not in _TRITON_DTYPES:
-        return f"no kernel for {call.dtype}"
-    return _why_not_head_dim(call)
-
-
-_CPP_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+    return _why_not_dtype("triton", call) or _why_not_head_dim("triton", call)
 
 
 def _why_not_cpp(call: Call) -> str | None:
@@ -142,20 +166,34 @@ def _why_not_cpp(call: Call) -> str | None:
         return "the C++ extension is missing; `python -m trifuse` says why"
     if call.device != "cpu":
         return f"tensors are on {call.device}"
-    return None if call.dtype in _CPP_DTYPES else f"no kernel for {call.dtype}"
+    return _why_not_dtype("cpp", call)
 
 
-def _is_for_triton(call: Call) -> bool:
-    """Returns whether ``auto`` prefers the Triton kernels to the CUDA kernels."""
-    return call.operator not in CUDA_BEFORE_TRITON and _why_not_triton(call) is None
-
-
+# By backend, a function that returns why it can't serve a call, or None if it can.
 _WHY_NOT = {
     "cuda": _why_not_cuda,
     "triton": _why_not_triton,
     "cpp": _why_not_cpp,
     "eager": lambda call: None,
 }
+
+
+def _why_not_cuda_first(call: Call) -> str | None:
+    before_triton = call.operator in CUDA_BEFORE_TRITON or _why_not_triton(call) is not None
+    if before_triton or _WHY_NOT["cuda"](call) is not None:
+        return None
+    return "not measured to be faster than Triton"
+
+
+def _why_not_interpreter(call: Call) -> str | None:
+    if call.device == "cpu":  # the interpreter is for checking kernels
+        return "on CPU tensors only when asked for by name, under TRITON_INTERPRET=1"
+    return None
+
+
+# By backend, a function that returns why ``auto`` passes it over whether or not it can serve a
+# call, or None.
+_WHY_NOT_BY_AUTO = {"cuda": _why_not_cuda_first, "triton": _why_not_interpreter}
 
 
 def _checked(name: str, source: str) -> str:
@@ -214,12 +252,8 @@ def _choose(call: Call, requested: str) -> Choice:
         return Choice(requested, ())
     refused = []
     for name in ORDER:
-        why = _WHY_NOT[name](call)
-        # The interpreter is for checking kernels. ``auto`` never chooses it.
-        if name == "triton" and call.device == "cpu":
-            why = "on CPU tensors only when asked for by name, under TRITON_INTERPRET=1"
-        if name == "cuda" and why is None and _is_for_triton(call):
-            why = "not measured to be faster than Triton"
+        why = _WHY_NOT_BY_AUTO[name](call) if name in _WHY_NOT_BY_AUTO else None
+        why = why or _WHY_NOT[name](call)
         if why is None:
             break
         refused.append((name, why))

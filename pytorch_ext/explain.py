@@ -7,9 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, overload
 
-import torch
 from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+from torch.nn.utils.rnn import PackedSequence
 
 from trifuse import backends
 from trifuse.fuse import Left, attn_implementations, notes, own_attention, padding, product, table
@@ -17,19 +17,8 @@ from trifuse.nn.attention import MultiheadAttention
 from trifuse.nn.gru import GRU, GRUCell
 from trifuse.nn.linear import Linear
 from trifuse.nn.lstm import LSTM, LSTMCell
-from trifuse.ops import _recurrent, attention, dropout_add_layer_norm, gru, linear, lstm
-
-# Each operator's preparation takes the operator's own arguments, except those that only shape its
-# results, and chooses a backend.
-_PREPARE: dict[Callable[..., Any], Callable[..., Any]] = {
-    attention.scaled_dot_product_attention: attention._prepare,
-    attention.varlen_attention: attention._prepare_varlen,
-    dropout_add_layer_norm.dropout_add_layer_norm: dropout_add_layer_norm._prepare,
-    lstm.lstm: lstm._prepare,
-    lstm.lstm_cell: lstm._prepare_cell,
-    gru.gru: gru._prepare,
-    gru.gru_cell: gru._prepare_cell,
-}
+from trifuse.ops import linear
+from trifuse.ops._explained import EXPLAINED
 
 
 class Runs(NamedTuple):
@@ -66,7 +55,9 @@ class Account:
 
 
 @overload
-def explain(function: LSTM, input: Tensor, *args: Any, **kwargs: Any) -> backends.Choice: ...
+def explain(
+    function: LSTM, input: Tensor | PackedSequence, *args: Any, **kwargs: Any
+) -> backends.Choice: ...
 @overload
 def explain(function: nn.Module) -> Account: ...  # type: ignore[overload-overlap]
 @overload
@@ -100,7 +91,7 @@ def explain(
         Whatever the call would raise for bad arguments.
     """
     if isinstance(function, LSTM) and (args or kwargs):
-        return _explain_lstm(function, *args, **kwargs)
+        return function._explain(*args, **kwargs)
     if isinstance(function, nn.Module):
         if args or kwargs:
             raise TypeError(
@@ -108,18 +99,16 @@ def explain(
                 f"arguments for {type(function).__name__}"
             )
         return _explain_model(function)
-    prepare = _PREPARE.get(function)
-    if prepare is None:
-        names = ", ".join(f.__name__ for f in _PREPARE)
+    explained = EXPLAINED.get(function)
+    if explained is None:
+        names = ", ".join(f.__name__ for f in EXPLAINED)
         raise TypeError(f"function: expected one of {names}, or a module; got {function!r}")
     bound = inspect.signature(function).bind(*args, **kwargs)
     bound.apply_defaults()
-    wanted = inspect.signature(prepare).parameters
-    call = prepare(**{k: v for k, v in bound.arguments.items() if k in wanted})
+    taken = inspect.signature(explained.prepare).parameters
+    call = explained.prepare(**{k: v for k, v in bound.arguments.items() if k in taken})
     choice: backends.Choice = call.choice
-    if choice.backend == "cuda" and function in (lstm.lstm, lstm.lstm_cell):
-        choice = choice._replace(notes=_launch_notes(call))
-    return choice
+    return choice._replace(notes=explained.notes(call))
 
 
 def _explain_model(model: nn.Module) -> Account:
@@ -201,50 +190,3 @@ def _backend(operator: str, module: nn.Module) -> str:
         return backends.choose(call).backend
     except RuntimeError as error:  # the backend requested by name can't serve it
         return f"none: {error}"
-
-
-def _explain_lstm(
-    module: LSTM, input: Tensor, hx: Any = None, *, lengths: Tensor | None = None
-) -> backends.Choice:
-    """Explains the one call for all layers or, if each layer has its own, the first layer's."""
-    x, batch = _recurrent.sequence(input, module.batch_first)
-    h0, c0 = (t if t is None or batch else t.unsqueeze(1) for t in lstm.pair(hx))
-    why_not = module._why_not_stacked(x)
-    D, options = len(module._reverse()), module._options()
-    layers = [module._parameters_of(lstm.Parameters, k) for k in range(module.num_layers)]
-    if why_not is None:
-        first = [directions[0] for directions in layers]
-        call = lstm._prepare_stack(x, h0, c0, first, lengths, **options)
-    else:
-        batch, own = (D, x.shape[1]), [None if t is None else t[:D] for t in (h0, c0)]
-        call = lstm._check(x, batch, own, layers[0], lengths, module._reverse(), **options)
-    if call.choice.backend != "cuda":
-        return call.choice
-    notes = _launch_notes(call)
-    if why_not is not None and module.num_layers > 1:
-        notes = (f"layer after layer: {why_not}", *notes)
-    return call.choice._replace(notes=notes)
-
-
-def _launch_notes(call: _recurrent.Call) -> tuple[str, ...]:
-    """Describes how the CUDA kernels of lstm run a call, forward and backward."""
-    return tuple(
-        f"{step}: {_launch_note(call, step == 'backward')}" for step in ("forward", "backward")
-    )
-
-
-def _launch_note(call: _recurrent.Call, backward: bool) -> str:
-    ops, options = torch.ops.trifuse, call.options
-    parameters, note = call.parameters, ""
-    if call.operator == "lstm_stack":
-        layers = len(options.reverse)
-        at_once, why = ops.lstm_layers_at_once.cuda(
-            call.input, parameters, options.coupled, backward
-        )
-        if at_once == layers:
-            return f"{layers} layers side by side"
-        if at_once > 1:
-            return f"{at_once} of {layers} layers side by side: {why}"
-        parameters, note = parameters[: lstm.SLOTS], f"layer after layer: {why}; each "
-    why = ops.lstm_step_by_step.cuda(call.input, parameters, options.coupled, backward)
-    return note + (f"step by step: {why}" if why else "one launch for the whole sequence")

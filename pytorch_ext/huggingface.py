@@ -374,13 +374,17 @@ def _examine(model: type[PreTrainedModel]) -> _Verdict:
     if not any(_makes_masks(part) for part in parts):
         return _Verdict()
     modules = [part for part in parts if not issubclass(part, PreTrainedModel)]
-    asking = [part for part in modules if _uses_attention_interface(part)]
-    computing = [part for part in modules if part not in asking and _computes_attention(part)]
-    if computing and not asking:
-        what = f"computes attention itself, in {computing[0].__name__}"
+    through_interface = [part for part in modules if _uses_attention_interface(part)]
+    by_themselves = [
+        part for part in modules if part not in through_interface and _computes_attention(part)
+    ]
+    if by_themselves and not through_interface:
+        what = f"computes attention itself, in {by_themselves[0].__name__}"
         return _Verdict(_refusal(model, what))
     # Without _supports_sdpa, nothing guarantees that a layer marked causal is causal.
-    return _Verdict(eager_masks=bool(computing) or (bool(asking) and not model._supports_sdpa))
+    return _Verdict(
+        eager_masks=bool(by_themselves) or (bool(through_interface) and not model._supports_sdpa)
+    )
 
 
 def _refusal(model: type, what: str) -> str:

@@ -588,6 +588,25 @@ def test_explain(dtype):
         trifuse.explain(trifuse.lstm, call["input"], None, call["weight_ih"])
 
 
+def test_explain_checks_the_states_of_all_layers_of_a_module():
+    module, x, c0 = trifuse.nn.LSTM(4, 5, 2), torch.ones(3, 2, 4), torch.ones(2, 2, 5)
+    for call in (module, lambda *a: trifuse.explain(module, *a)):
+        with pytest.raises(ValueError, match=r"^h0: expected shape \(2, 2, 5\); got \(3, 2, 5\)"):
+            call(x, (torch.ones(3, 2, 5), c0))
+        with pytest.raises(TypeError, match=r"^hx: expected a pair"):
+            call(x, c0)
+
+
+def test_explain_takes_packed_sequences():
+    module, x = trifuse.nn.LSTM(4, 5, 2), torch.ones(3, 2, 4)
+    lengths = torch.tensor([3, 1])
+    packed = torch.nn.utils.rnn.pack_padded_sequence(x, lengths)
+    assert trifuse.explain(module, packed) == trifuse.explain(module, x, lengths=lengths)
+    for call in (module, lambda *a, **k: trifuse.explain(module, *a, **k)):
+        with pytest.raises(ValueError, match=r"^lengths: expected None beside a PackedSequence"):
+            call(packed, lengths=lengths)
+
+
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence
 
+from trifuse import backends
 from trifuse.nn.dropout import drop
 from trifuse.nn.quantization import Unquantizable
 from trifuse.ops import _checks, _recurrent
@@ -44,27 +45,27 @@ class Recurrent(nn.RNNBase):
     def _forward(
         self, input: Sequences, states: list[Tensor | None], lengths: Tensor | None
     ) -> tuple[Sequences, list[Tensor]]:
+        x, batch, states, lengths = self._padded(input, states, lengths)
+        output, last = self._layers(x, states, lengths)
         if isinstance(input, PackedSequence):
-            if lengths is not None:
-                raise fail("lengths", "None beside a PackedSequence, which has its own", "a tensor")
-            x, lengths = pad_packed_sequence(input)
-            lengths = lengths.to(x.device)
-            output, last = self._padded(x, (x.shape[1],), states, lengths)
             return _packed_as(input, output), last
-        x, batch = _recurrent.sequence(input, self.batch_first)
-        output, last = self._padded(x, batch, states, lengths)
         if not batch:
             return output.squeeze(1), [t.squeeze(1) for t in last]
         return output.transpose(0, 1) if self.batch_first else output, last
 
     def _padded(
-        self,
-        x: Tensor,
-        batch: tuple[int, ...],
-        states: list[Tensor | None],
-        lengths: Tensor | None,
-    ) -> tuple[Tensor, list[Tensor]]:
-        """Runs all layers on (T, B, ...), whatever ``batch_first``; ``batch`` is (B,) or ()."""
+        self, input: Tensor | PackedSequence, states: list[Tensor | None], lengths: Tensor | None
+    ) -> tuple[Tensor, tuple[int, ...], list[Tensor | None], Tensor | None]:
+        """Returns the input as (T, B, ...), the caller's batch shape, (B,) or (), the states with a
+        batch dimension, and the lengths."""
+        if isinstance(input, PackedSequence):
+            if lengths is not None:
+                raise fail("lengths", "None beside a PackedSequence, which has its own", "a tensor")
+            x, lengths = pad_packed_sequence(input)
+            batch: tuple[int, ...] = (x.shape[1],)
+            lengths = lengths.to(x.device)
+        else:
+            x, batch = _recurrent.sequence(input, self.batch_first)
         D = len(self._suffixes())
         names = ("h0", "c0") if len(states) == 2 else ("hx",)
         for name, state, width in zip(names, states, self._widths(), strict=True):
@@ -73,7 +74,7 @@ class Recurrent(nn.RNNBase):
                 raise fail(name, f"shape {shape}", tuple(state.shape))
         if not batch:
             states = [None if t is None else t.unsqueeze(1) for t in states]
-        return self._layers(x, states, lengths)
+        return x, batch, states, lengths
 
     def _layers(
         self, x: Tensor, states: list[Tensor | None], lengths: Tensor | None
@@ -258,8 +259,8 @@ class LSTM(Recurrent):
         """
         h0, c0 = ops.pair(hx)
         output, (h_n, c_n) = self._forward(input, [h0, c0], lengths)
-        kept = h_n if c0 is None else c0
-        return output, (h_n, c_n.to(kept.dtype))
+        c_like = h_n if c0 is None else c0
+        return output, (h_n, c_n.to(c_like.dtype))
 
     # Methods of torch.nn.LSTM that RNNBase lacks, or that handle both states.
     get_expected_cell_size = nn.LSTM.get_expected_cell_size
@@ -285,6 +286,29 @@ class LSTM(Recurrent):
         h0, c0 = states
         x, *last = ops.stack(x, h0, c0, parameters, lengths, **self._options())
         return x, last
+
+    def _explain(
+        self,
+        input: Tensor | PackedSequence,
+        hx: tuple[Tensor, Tensor] | None = None,
+        *,
+        lengths: Tensor | None = None,
+    ) -> backends.Choice:
+        """Explains the one call for all layers or, if each layer has its own, the first layer's."""
+        x, _, (h0, c0), lengths = self._padded(input, [*ops.pair(hx)], lengths)
+        why_not, options = self._why_not_stacked(x), self._options()
+        layers = [self._parameters_of(ops.Parameters, k) for k in range(self.num_layers)]
+        if why_not is None:
+            parameters = [directions[0] for directions in layers]
+            call = ops.prepare_stack(x, h0, c0, parameters, lengths, **options)
+        else:
+            reverse = self._reverse()
+            h0, c0 = (None if t is None else t[: len(reverse)] for t in (h0, c0))
+            call = ops.prepare_layer(x, h0, c0, layers[0], lengths, reverse, **options)
+        notes = ops.launch_notes(call)
+        if notes and why_not is not None and self.num_layers > 1:
+            notes = (f"layer after layer: {why_not}", *notes)
+        return call.choice._replace(notes=notes)
 
     def _layer(
         self, k: int, x: Tensor, states: list[Tensor | None], lengths: Tensor | None
@@ -327,5 +351,5 @@ class LSTMCell(nn.LSTMCell):
         h, c = ops.lstm_cell(
             input, hx, self.weight_ih, self.weight_hh, self.bias_ih, self.bias_hh
         )  # fmt: skip
-        kept = h if hx is None or hx[1] is None else hx[1]
-        return h, c if c.dtype == kept.dtype else c.to(kept.dtype)
+        c_like = h if hx is None or hx[1] is None else hx[1]
+        return h, c if c.dtype == c_like.dtype else c.to(c_like.dtype)

@@ -173,13 +173,13 @@ class Operator:
             save: what the forward keeps if a gradient is wanted.
         """
         flat = tensors if self._list_index is None else self.flatten(tensors)
-        wanted = requires_grad(*flat)
+        needs_grad = requires_grad(*flat)
         results: tuple[Tensor, ...]
-        if wanted and not transform_active():
+        if needs_grad and not transform_active():
             # The op would get here too, but through the dispatcher.
             results = apply(_Forward, self, backend, options, save, *flat)
         else:
-            last = (save if wanted else SAVE_NOTHING,) if self.saves else ()
+            last = (save if needs_grad else SAVE_NOTHING,) if self.saves else ()
             results = self.forward[backend](*tensors, *options, *last)
         return results[: self.returned]
 
@@ -540,12 +540,12 @@ class _Forward(torch.autograd.Function):
             shape, dtype = ctx.first
             other = next(g for g in grads if g is not None)
             grads = (other.new_zeros(shape, dtype=dtype), *grads[1:])
-        kept = ctx.saved_tensors  # read once: a checkpoint provides them once
-        saved, flat = kept[: len(operator.saved)], kept[len(operator.saved) :]
-        needed = ctx.needs_input_grad[4 : 4 + operator.count_differentiable(flat)]
-        wanted = list(needed)
+        tensors = ctx.saved_tensors  # read once: a checkpoint provides them once
+        saved, flat = tensors[: len(operator.saved)], tensors[len(operator.saved) :]
+        needs_grad = ctx.needs_input_grad[4 : 4 + operator.count_differentiable(flat)]
+        wanted = list(needs_grad)
         if ctx.shares_gradient:
-            wanted[:2] = [needed[0] or needed[1], False]
+            wanted[:2] = [needs_grad[0] or needs_grad[1], False]
         found = list(
             operator.backward[ctx.backend](
                 *grads, *operator.unflatten(flat), *saved, *ctx.options, wanted
@@ -553,7 +553,7 @@ class _Forward(torch.autograd.Function):
         )
         if ctx.shares_gradient:
             found[1] = found[0]
-        results = [g if n else None for g, n in zip(found, needed, strict=True)]
+        results = [g if n else None for g, n in zip(found, needs_grad, strict=True)]
         return (*(None,) * 4, *results, *(None,) * (count - 4 - len(results)))
 
 
@@ -593,8 +593,8 @@ class _Backward(torch.autograd.Function):
         found: list[Tensor | None] = [None] * len(ctx.needs_input_grad)
         needed = ctx.needs_input_grad[4 : 4 + len(given)]
         places = [i for i, need in enumerate(needed) if need]
-        asked = [w and u is not None for w, u in zip(ctx.wanted, upstream, strict=True)]
-        if not any(asked):
+        used = [w and u is not None for w, u in zip(ctx.wanted, upstream, strict=True)]
+        if not any(used):
             return tuple(found)
 
         def gradients(*values: Tensor) -> tuple[Tensor, ...]:
@@ -609,12 +609,12 @@ class _Backward(torch.autograd.Function):
                 ctx.wanted,
             )
             grads = operator.grad_formula(call)
-            return tuple(g for g, a in zip(grads, asked, strict=True) if g is not None and a)
+            return tuple(g for g, u in zip(grads, used, strict=True) if g is not None and u)
 
         with without_autocast():
             # vjp returns two values here: the third in its annotation comes only with has_aux.
             _, vjp = torch.func.vjp(gradients, *(given[i] for i in places))  # type: ignore[misc]
-            derivatives = vjp(tuple(u for u, a in zip(upstream, asked, strict=True) if a))
+            derivatives = vjp(tuple(g for g, u in zip(upstream, used, strict=True) if u))
         for i, derivative in zip(places, derivatives, strict=True):
             found[4 + i] = derivative
         return tuple(found)

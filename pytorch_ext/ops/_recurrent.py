@@ -48,6 +48,10 @@ class FastPath(NamedTuple):
 OPERATORS: dict[str, Operator] = {}
 FAST_PATHS: dict[str, FastPath] = {}
 
+# The backend of the fast paths, and the requested backends under which they may serve.
+_FAST_BACKEND = "cpp"
+_FAST_REQUESTS = ("auto", _FAST_BACKEND)
+
 # The batch dimension of each tensor: see ``Operator.axes``.
 AXES = {
     **dict.fromkeys(("input", "h0", "c0", "output", "h_n", "c_n"), 1),
@@ -171,6 +175,28 @@ def state(
     return value
 
 
+def cell_preparation(check: Callable[..., Call], parameters: type[Any]) -> Callable[..., Call]:
+    """Returns the function that checks the arguments of a cell.
+
+    Args:
+        check: checks an operator's call: (input, batch, states, parameters of directions) -> call.
+        parameters: the named tuple of one direction's parameters.
+    """
+
+    def prepare(
+        input: Tensor,
+        hx: Any,
+        weight_ih: Tensor,
+        weight_hh: Tensor,
+        bias_ih: Tensor | None,
+        bias_hh: Tensor | None,
+    ) -> Call:
+        input, batch = one_step(input)
+        return check(input, batch, hx, [parameters(weight_ih, weight_hh, bias_ih, bias_hh)])
+
+    return prepare
+
+
 def row_lengths(lengths: Any, input: Tensor) -> Tensor | None:
     if lengths is None:
         return None
@@ -231,7 +257,7 @@ def run_fast(
         or not _TENSOR_TYPES.issuperset(map(type, tensors))
         or not getattr(input, "is_cpu", False)
         or (input.dim() < 3) is not one_step
-        or backends._requested not in ("auto", "cpp")
+        or backends._requested not in _FAST_REQUESTS
         or torch.is_autocast_enabled("cpu")
         or torch._C._len_torch_dispatch_stack() > 0
     ):
@@ -269,7 +295,7 @@ class _FastPath(torch.autograd.Function):
         first, count = first_parameter(operator.tensors), len(operator.saved)
         output, *saved = ctx.saved_tensors[:count]
         tensors = ctx.saved_tensors[count:]
-        wanted = ctx.needs_input_grad[2:]
+        needs_grad = ctx.needs_input_grad[2:]
         if all(g is None for g in grads):
             return (None,) * len(ctx.needs_input_grad)
         if (
@@ -277,37 +303,37 @@ class _FastPath(torch.autograd.Function):
             or _operator.transform_active()
             or any(g is not None and _operator.is_batched(g) for g in grads)
         ):
-            return None, None, *_gradients(ctx.slow_path, tensors, grads, wanted)
+            return None, None, *_gradients(ctx.slow_path, tensors, grads, needs_grad)
         grad_output = torch.zeros_like(output) if grads[0] is None else grads[0]
         integers = len(operator.tensors._fields) - operator.differentiable
-        results = operator.backward["cpp"](
+        results = operator.backward[_FAST_BACKEND](
             grad_output, *grads[1:], *tensors[:first], tensors[first:], *(None,) * integers,
-            output, *saved, *FAST_PATHS[ctx.name].options[len(tensors) - first], wanted,
+            output, *saved, *FAST_PATHS[ctx.name].options[len(tensors) - first], needs_grad,
         )  # fmt: skip
-        needed = (g if w else None for g, w in zip(results, wanted, strict=True))
-        return None, None, *needed
+        gradients = (g if n else None for g, n in zip(results, needs_grad, strict=True))
+        return None, None, *gradients
 
 
 def _gradients(
     function: Callable[..., tuple[Tensor, ...]],
     tensors: Sequence[Tensor | None],
     grads: Sequence[Tensor | None],
-    wanted: Sequence[bool],
+    needs_grad: Sequence[bool],
 ) -> list[Tensor | None]:
     """Returns gradients of a function's results, which can be differentiated in turn."""
-    # The backend switch is global and may have changed since the forward, which ran on cpp.
-    as_then = backends._requested in ("auto", "cpp")
-    backend = contextlib.nullcontext() if as_then else backends.backend("cpp")
+    # The backend switch is global and may have changed since the forward, a fast path.
+    as_then = backends._requested in _FAST_REQUESTS
+    backend = contextlib.nullcontext() if as_then else backends.backend(_FAST_BACKEND)
     with torch.enable_grad(), _operator.without_autocast(), backend:
         # Views, because one tensor may be computed from another: its gradient excludes that path.
         views = [None if t is None else t.view_as(t) for t in tensors]
         pairs = [(r, g) for r, g in zip(function(*views), grads, strict=True) if g is not None]
         results, upstream = zip(*pairs, strict=True)
-        targets = [v for v, w in zip(views, wanted, strict=True) if v is not None and w]
+        targets = [v for v, n in zip(views, needs_grad, strict=True) if v is not None and n]
         found = iter(
             torch.autograd.grad(results, targets, upstream, create_graph=True, allow_unused=True)
         )
-    return [next(found) if w else None for w in wanted]
+    return [next(found) if needed else None for needed in needs_grad]
 
 
 # The operators ----------------------------------------------------------------------------------

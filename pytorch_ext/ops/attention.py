@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from trifuse import backends
-from trifuse.ops import _checks, _operator
+from trifuse.ops import _checks, _explained, _operator
 from trifuse.ops._checks import fail
 from trifuse.reference import attention as reference
 from trifuse.reference.results import accumulation_dtype, empty_like_layout
@@ -643,3 +643,6 @@ _OPERATOR = _operator.Operator(
     check=_check_values,
     head_dim=lambda tensors: max(tensors.query.shape[3], tensors.value.shape[3]),
 )
+
+_explained.explains(scaled_dot_product_attention, _prepare)
+_explained.explains(varlen_attention, _prepare_varlen)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from trifuse import backends
-from trifuse.ops import _checks, _operator
+from trifuse.ops import _checks, _explained, _operator
 from trifuse.ops._checks import fail
 from trifuse.reference import dropout_add_layer_norm as reference
 from trifuse.reference.results import accumulation_dtype
@@ -261,3 +261,5 @@ _OPERATOR = _operator.Operator(
         and (tensors.residual is None or tensors.residual.dtype == tensors.x.dtype)
     ),
 )
+
+_explained.explains(dropout_add_layer_norm, _prepare)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from trifuse import backends
-from trifuse.ops import _checks, _operator, _recurrent
+from trifuse.ops import _checks, _explained, _operator, _recurrent
 from trifuse.reference import gru as reference
 from trifuse.reference.gru import SLOTS, Options, Parameters
 from trifuse.reference.lstm import by_direction
@@ -152,18 +152,6 @@ def _prepare(
     return _check(input, batch, hx, parameters, lengths, [reverse])
 
 
-def _prepare_cell(
-    input: Tensor,
-    hx: Tensor | None,
-    weight_ih: Tensor,
-    weight_hh: Tensor,
-    bias_ih: Tensor | None,
-    bias_hh: Tensor | None,
-) -> _recurrent.Call:
-    input, batch = _recurrent.one_step(input)
-    return _check(input, batch, hx, [Parameters(weight_ih, weight_hh, bias_ih, bias_hh)])
-
-
 def _check(
     input: Tensor,
     batch: tuple[int, ...],
@@ -189,6 +177,9 @@ def _check(
         Options(tuple(_checks.flag("reverse", r) for r in reverse)),
         backends.choose(backends.Call("gru", input.device.type, input.dtype)),
     )
+
+
+_prepare_cell = _recurrent.cell_preparation(_check, Parameters)
 
 
 def _check_parameters(p: Parameters, input: Tensor) -> Parameters:
@@ -265,3 +256,6 @@ if backends._C is not None:
     _recurrent.FAST_PATHS["gru"] = _recurrent.FastPath(
         torch.ops.trifuse.gru_plain.cpp, {D * SLOTS: ((False, True)[:D],) for D in (1, 2)}
     )
+
+_explained.explains(gru, _prepare)
+_explained.explains(gru_cell, _prepare_cell)

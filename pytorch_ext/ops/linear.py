@@ -234,11 +234,11 @@ class PackedWeight:
         """Returns the weight packed in ``dtype`` if the last call got the same bits, else None."""
         if not weight.is_contiguous() or weight.numel() * weight.itemsize % 4:
             return None
-        sums, kept = torch.ops.trifuse.checksum(weight), self._kept
+        sums, cached = torch.ops.trifuse.checksum(weight), self._kept
         kind: _Kind = (weight.shape, weight.dtype, dtype, backends.cpu_capability())
         packed = None
-        if kept is not None and kept[1] == kind and torch.equal(sums, kept[0]):
-            packed = kept[2]
+        if cached is not None and cached[1] == kind and torch.equal(sums, cached[0]):
+            packed = cached[2]
             if packed is not None:
                 return packed
             packed = torch.ops.trifuse.pack_linear(weight.detach().to(dtype))

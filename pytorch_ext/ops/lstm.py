@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from trifuse import backends
-from trifuse.ops import _checks, _operator, _recurrent
+from trifuse.ops import _checks, _explained, _operator, _recurrent
 from trifuse.ops._checks import fail
 from trifuse.reference import lstm as reference
 from trifuse.reference.lstm import SLOTS, Options, Parameters, by_direction
@@ -180,9 +180,7 @@ def layer(
 
     def slow_path(input: Tensor, h0: Any, c0: Any, *flat: Any) -> tuple[Tensor, ...]:
         given = by_direction(Parameters, flat)
-        input, batch = _recurrent.sequence(input, batch_first=False)
-        batch = (len(given), *batch)
-        call = _check(input, batch, (h0, c0), given, lengths, reverse, recompute, **options)
+        call = prepare_layer(input, h0, c0, given, lengths, reverse, recompute, **options)
         return _recurrent.run(call)
 
     states, flat = (h0, c0), tuple(t for p in parameters for t in p)
@@ -226,7 +224,7 @@ def stack(
     Raises:
         As :func:`lstm`.
     """
-    call = _prepare_stack(input, h0, c0, parameters, lengths, recompute, **options)
+    call = prepare_stack(input, h0, c0, parameters, lengths, recompute, **options)
     output, h_n, c_n = _recurrent.run(call)
     return output, h_n, c_n
 
@@ -242,7 +240,7 @@ def why_not_stacked(
 ) -> str | None:
     """Returns why layers with these options must be called one by one, or None."""
     choice = backends.choose(backends.Call("lstm", input.device.type, input.dtype))
-    if choice.backend != "cuda":
+    if choice.backend not in _STACK.backends:
         return f"the {choice.backend} backend runs layers one by one"
     if training and max(zoneout_h, zoneout_c, recurrent_dropout) > 0:
         return "each layer draws random numbers from its own seed"
@@ -298,7 +296,23 @@ def _prepare(
     )  # fmt: skip
 
 
-def _prepare_stack(
+def prepare_layer(
+    input: Tensor,
+    h0: Tensor | None,
+    c0: Tensor | None,
+    parameters: Sequence[Parameters],
+    lengths: Tensor | None,
+    reverse: Sequence[bool],
+    recompute: bool,
+    **options: Any,
+) -> _recurrent.Call:
+    """Checks a call of :func:`layer`."""
+    input, batch = _recurrent.sequence(input, batch_first=False)
+    batch = (len(parameters), *batch)
+    return _check(input, batch, (h0, c0), parameters, lengths, reverse, recompute, **options)
+
+
+def prepare_stack(
     input: Tensor,
     h0: Tensor | None,
     c0: Tensor | None,
@@ -307,6 +321,7 @@ def _prepare_stack(
     recompute: bool,
     **options: Any,
 ) -> _recurrent.Call:
+    """Checks a call of :func:`stack`."""
     input, batch = _recurrent.sequence(input, batch_first=False)
     layers: list[_recurrent.Call] = []
     x = input
@@ -326,18 +341,6 @@ def _prepare_stack(
         parameters=tuple(t for call in layers for t in call.parameters),
         options=one.options._replace(reverse=(False,) * len(layers)),
     )
-
-
-def _prepare_cell(
-    input: Tensor,
-    hx: tuple[Tensor | None, Tensor | None] | None,
-    weight_ih: Tensor,
-    weight_hh: Tensor,
-    bias_ih: Tensor | None,
-    bias_hh: Tensor | None,
-) -> _recurrent.Call:
-    input, batch = _recurrent.one_step(input)
-    return _check(input, batch, hx, [Parameters(weight_ih, weight_hh, bias_ih, bias_hh)])
 
 
 def _check(
@@ -379,6 +382,9 @@ def _check(
         recompute,
         is_stochastic,
     )
+
+
+_prepare_cell = _recurrent.cell_preparation(_check, Parameters)
 
 
 def check_options(
@@ -665,7 +671,7 @@ def _stack_grad_formula(call: _operator.BackwardCall) -> list[Tensor | None]:
     return [grad_output, *states, *(g for grads in results for g in grads[3:])]
 
 
-_recurrent.OPERATORS["lstm_stack"] = dataclasses.replace(
+_STACK = _recurrent.OPERATORS["lstm_stack"] = dataclasses.replace(
     _OPERATOR,
     name="lstm_stack",
     results=_StackResults,
@@ -686,3 +692,36 @@ _operator.library.define(
 _operator.library.define(
     "lstm_step_by_step.cuda(Tensor input, Tensor?[] parameters, bool coupled, bool backward) -> str"
 )
+
+
+# Notes ------------------------------------------------------------------------------------------
+
+
+def launch_notes(call: _recurrent.Call) -> tuple[str, ...]:
+    """Describes how the CUDA kernels run a call, forward and backward; others have no notes."""
+    if call.choice.backend != "cuda":
+        return ()
+    return tuple(
+        f"{step}: {_launch_note(call, step == 'backward')}" for step in ("forward", "backward")
+    )
+
+
+def _launch_note(call: _recurrent.Call, backward: bool) -> str:
+    ops, options = torch.ops.trifuse, call.options
+    parameters, note = call.parameters, ""
+    if call.operator == "lstm_stack":
+        layers = len(options.reverse)
+        at_once, why = ops.lstm_layers_at_once.cuda(
+            call.input, parameters, options.coupled, backward
+        )
+        if at_once == layers:
+            return f"{layers} layers side by side"
+        if at_once > 1:
+            return f"{at_once} of {layers} layers side by side: {why}"
+        parameters, note = parameters[:SLOTS], f"layer after layer: {why}; each "
+    why = ops.lstm_step_by_step.cuda(call.input, parameters, options.coupled, backward)
+    return note + (f"step by step: {why}" if why else "one launch for the whole sequence")
+
+
+_explained.explains(lstm, _prepare, launch_notes)
+_explained.explains(lstm_cell, _prepare_cell, launch_notes)

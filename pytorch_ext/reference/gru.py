@@ -141,8 +141,8 @@ def gru_backward(
     for d, direction in enumerate(_directions(input, h0, parameters, lengths, options)):
         H, slots = direction.h0.shape[-1], slice(d * SLOTS, (d + 1) * SLOTS)
         own = slice(d * H, (d + 1) * H)
-        asked = dict(zip(("input", "h0"), wanted[:2], strict=True))
-        asked |= dict(zip(Parameters._fields, wanted[2:][slots], strict=True))
+        needs_grad = dict(zip(("input", "h0"), wanted[:2], strict=True))
+        needs_grad |= dict(zip(Parameters._fields, wanted[2:][slots], strict=True))
         gradients = _backward(
             direction,
             direction.steps(grad_output[..., own]),
@@ -152,7 +152,9 @@ def gru_backward(
             direction.steps(output[..., own]),
             _Cell(*direction.steps(gates[d]).chunk(4, -1)),
         )
-        results.append({name: gradients[name]() if want else None for name, want in asked.items()})
+        results.append(
+            {name: gradients[name]() if needed else None for name, needed in needs_grad.items()}
+        )
     of_parameters = [result[name] for result in results for name in Parameters._fields]
     grads = [added_up(results, "input"), side_by_side(results, "h0"), *of_parameters]
     return [

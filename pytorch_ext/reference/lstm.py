@@ -193,8 +193,8 @@ def lstm_backward(
     for d, direction in enumerate(_directions(input, h0, c0, parameters, lengths, seed, options)):
         R, slots = direction.h0.shape[-1], slice(d * SLOTS, (d + 1) * SLOTS)
         own = slice(d * R, (d + 1) * R)
-        asked = dict(zip(("input", "h0", "c0"), wanted[:3], strict=True))
-        asked |= dict(zip(Parameters._fields, wanted[3:][slots], strict=True))
+        needs_grad = dict(zip(("input", "h0", "c0"), wanted[:3], strict=True))
+        needs_grad |= dict(zip(Parameters._fields, wanted[3:][slots], strict=True))
         gradients = _backward(
             direction,
             direction.steps(grad_output[..., own]),
@@ -208,7 +208,9 @@ def lstm_backward(
             direction.steps(clipped[d]) if clipped.dim() > 1 else None,
             options,
         )
-        results.append({name: gradients[name]() if want else None for name, want in asked.items()})
+        results.append(
+            {name: gradients[name]() if needed else None for name, needed in needs_grad.items()}
+        )
     of_parameters = [result[name] for result in results for name in Parameters._fields]
     grads = [added_up(results, "input"), side_by_side(results, "h0"), side_by_side(results, "c0")]
     return [
