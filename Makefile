@@ -33,6 +33,8 @@ lint: $(VENV)/installed-lint
 	$(VENV)/bin/ruff check
 	$(VENV)/bin/ruff format --check
 	git ls-files -z '*.cpp' '*.h' '*.cu' '*.cuh' | xargs -0 $(VENV)/bin/clang-format --dry-run -Werror
+	$(VENV)/bin/run-clang-tidy.py -quiet -hide-progress -p build \
+	  -clang-tidy-binary $(VENV)/bin/clang-tidy
 	@# mypy reads no import hooks, so it is shown the folders under their import names.
 	@rm -rf build/types && mkdir -p build/types/trifuse
 	@ln -s $(addprefix $(CURDIR)/,$(wildcard pytorch_ext/*) kernels benchmarks) build/types/trifuse

@@ -16,6 +16,7 @@ Everything declarative is in pyproject.toml. This file does the rest:
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import platform
 import re
@@ -155,6 +156,15 @@ class Job(NamedTuple):
             raise RuntimeError(f"{names} did not compile: {done.stderr[-2000:]}")
 
 
+def write_compile_commands(commands: dict[Path, list[str]]) -> None:
+    """Writes build/compile_commands.json, which clang-tidy and editors read."""
+    entries = [
+        {"directory": str(ROOT), "file": str(source), "arguments": [*command, "-c", str(source)]}
+        for source, command in commands.items()
+    ]
+    (ROOT / "build/compile_commands.json").write_text(json.dumps(entries, indent=1))
+
+
 class BuildExtension(build_ext):
     """Calls the compilers directly: there are few files, and each has its own flags."""
 
@@ -248,11 +258,16 @@ class BuildExtension(build_ext):
             ]
 
         kernel_jobs = []
+        commands = dict.fromkeys(sources, host)
         for capability in CAPABILITIES:
             command = [compiler, *common, *kernel_flags(capability), *includes]
             for source in kernels:
                 if is_compiled(source, capability):
                     kernel_jobs.append(job([source], f"{source.stem}.{capability}", command))
+                if not capability.endswith("_BF16"):
+                    commands[source] = command
+        if self.inplace and not sanitize:
+            write_compile_commands(commands)
         cuda_jobs = []
         if self.nvcc and self.architectures:
             command = [self.nvcc, "-ccbin", compiler, "-std=c++20", "-O3", f"-I{ROOT / 'csrc'}"]

@@ -106,7 +106,7 @@ Tensor linear_packed(
     return ((p.M + p.rows_per_task - 1) / p.rows_per_task) *
         ((p.N + p.columns_per_task - 1) / p.columns_per_task);
   };
-  while (p.columns_per_task > kernel.panel && tasks() < 8 * at::get_num_threads())
+  while (p.columns_per_task > kernel.panel && tasks() < int64_t{8} * at::get_num_threads())
     p.columns_per_task /= 2;
   parallel_tasks(
       tasks(), 1, 2.0 * static_cast<double>(p.M * p.N) * static_cast<double>(p.K),

@@ -11,6 +11,7 @@
 #include <deque>
 #include <numeric>
 #include <tuple>
+#include <utility>
 #include <vector>
 
 #include "arguments.h"
@@ -510,7 +511,7 @@ int64_t features(const Tensor& output, const Flags& reverse) {
 std::vector<OptionalTensor> all_of(
     std::initializer_list<OptionalTensor> first, const ParameterList& parameters) {
   std::vector<OptionalTensor> all(first);
-  for (const OptionalTensor& t : parameters) all.push_back(t);
+  for (OptionalTensor t : parameters) all.push_back(std::move(t));
   return all;
 }
 

@@ -289,6 +289,7 @@ inline void product_in_place(
   for (int m = 0; m < most; ++m) row[m] = a + std::min<int64_t>(m, M - 1) * a_m;
   constexpr int64_t kVectorElements = Vectorized<Moved<E>>::size();
   alignas(64) E transposed[kVectorElements * kUnits];
+  constexpr size_t kCacheLines = sizeof transposed / 64;
   for (int64_t first = 0; first < K; first += chain_length(ahead)) {
     const int64_t end = std::min(first + chain_length(ahead), K);
     U sum[most];
@@ -310,8 +311,7 @@ inline void product_in_place(
     int64_t k = first;
     for (; k + kVectorElements <= end; k += kVectorElements) {
       const char* fetched = static_cast<const char*>(next) + k * kUnits * sizeof(E);
-      for (size_t byte = 0; byte < sizeof transposed; byte += 64)
-        __builtin_prefetch(fetched + byte);
+      for (size_t line = 0; line < kCacheLines; ++line) __builtin_prefetch(fetched + 64 * line);
       multiply_columns(k, kVectorElements);
     }
     if (k < end) multiply_columns(k, end - k);

@@ -64,7 +64,7 @@ struct Softmax {
   template <int V, bool Partial>
   void columns(T* scores, const uint64_t* bits, int64_t keys, int64_t lane) {
     using Vec = Vectorized<T>;
-    constexpr int L = Vec::size();
+    constexpr int64_t L = Vec::size();
     Vec top[V], base[V], total[V];
 #pragma GCC unroll 8
     for (int v = 0; v < V; ++v) top[v] = Vec(-infinity);

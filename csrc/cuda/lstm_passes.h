@@ -96,7 +96,8 @@ inline Tensor states_before(
   const Lstm& p = call.p;
   std::vector<Tensor> all;
   for (int64_t d = 0; d < p.chains; ++d) {
-    const Tensor h = outputs[d], first = h0.narrow(0, d, 1);
+    const Tensor& h = outputs[d];
+    const Tensor first = h0.narrow(0, d, 1);
     Tensor before = p.reverse[d] ? at::cat({h.narrow(0, 1, p.T - 1), first})
                                  : at::cat({first, h.narrow(0, 0, p.T - 1)});
     if (call.lengths.defined()) {
