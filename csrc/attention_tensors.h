@@ -27,13 +27,21 @@ inline Tensor4 broadcast(const Tensor& t) {
   return result;
 }
 
+// The arguments that the forward and the backward share.
+struct AttentionArguments {
+  const Tensor &query, &key, &value;
+  const OptionalTensor &attn_mask, &key_lengths, &cu_seqlens_q, &cu_seqlens_k, &seed;
+  int64_t max_seqlen_q, max_seqlen_k;
+  std::optional<double> scale;
+  int64_t window_left, window_right;
+  bool lower_right;
+  double dropout_p;
+};
+
 // Checks that tensors fit each other, before any is read: a saved tensor's data may have been
 // replaced before the backward, and an op may be called without the public function's checks.
-inline void check_arguments(
-    const Tensor& query, const Tensor& key, const Tensor& value, const OptionalTensor& attn_mask,
-    const OptionalTensor& key_lengths, const OptionalTensor& cu_seqlens_q,
-    const OptionalTensor& cu_seqlens_k, const OptionalTensor& seed, int64_t max_seqlen_q,
-    int64_t max_seqlen_k) {
+inline void check_arguments(const AttentionArguments& a) {
+  const Tensor &query = a.query, &key = a.key, &value = a.value;
   const auto check_dimensions = [](const char* name, const Tensor& t) {
     TORCH_CHECK_VALUE(t.dim() == 4, name, ": expected 4 dimensions; got shape ", t.sizes());
   };
@@ -49,32 +57,32 @@ inline void check_arguments(
   TORCH_CHECK_VALUE(
       H == Hkv || (Hkv > 0 && H % Hkv == 0),
       "key: expected a number of heads that divides query's ", H, "; got ", Hkv);
-  check_integers("key_lengths", key_lengths, B, query);
-  check_seed(seed, query);
-  const bool packed = cu_seqlens_q.has_value();
+  check_integers("key_lengths", a.key_lengths, B, query);
+  check_seed(a.seed, query);
+  const bool packed = a.cu_seqlens_q.has_value();
   if (packed) {
-    const int64_t count = cu_seqlens_q->numel();
+    const int64_t count = a.cu_seqlens_q->numel();
     TORCH_CHECK_VALUE(
-        count > 0 && cu_seqlens_k,
+        count > 0 && a.cu_seqlens_k,
         "cu_seqlens_q: expected at least one boundary, and cu_seqlens_k");
-    check_integers("cu_seqlens_q", cu_seqlens_q, count, query);
-    check_integers("cu_seqlens_k", cu_seqlens_k, count, query);
+    check_integers("cu_seqlens_q", a.cu_seqlens_q, count, query);
+    check_integers("cu_seqlens_k", a.cu_seqlens_k, count, query);
   }
-  if (!attn_mask) return;
-  const int64_t sequences = packed ? cu_seqlens_q->numel() - 1 : B;
+  if (!a.attn_mask) return;
+  const int64_t sequences = packed ? a.cu_seqlens_q->numel() - 1 : B;
   const int64_t full[4] = {
-      sequences, H, packed ? max_seqlen_q : query.size(2), packed ? max_seqlen_k : key.size(2)};
-  bool fits = attn_mask->dim() == 4;
+      sequences, H, packed ? a.max_seqlen_q : query.size(2), packed ? a.max_seqlen_k : key.size(2)};
+  bool fits = a.attn_mask->dim() == 4;
   for (int64_t d = 0; d < 4 && fits; ++d)
-    fits = attn_mask->size(d) == 1 || attn_mask->size(d) == full[d];
+    fits = a.attn_mask->size(d) == 1 || a.attn_mask->size(d) == full[d];
   TORCH_CHECK_VALUE(
       fits, "attn_mask: expected a shape broadcastable to ", at::IntArrayRef(full), "; got ",
-      attn_mask->sizes());
-  check_memory("attn_mask", *attn_mask);
-  const at::ScalarType type = attn_mask->scalar_type();
+      a.attn_mask->sizes());
+  check_memory("attn_mask", *a.attn_mask);
+  const at::ScalarType type = a.attn_mask->scalar_type();
   check_type(
-      "attn_mask", *attn_mask, type == at::kBool || type == at::kFloat ? type : query.scalar_type(),
-      query);
+      "attn_mask", *a.attn_mask,
+      type == at::kBool || type == at::kFloat ? type : query.scalar_type(), query);
 }
 
 // Checks the forward's saved results and the upstream gradients. Runs before check_arguments,
@@ -94,31 +102,48 @@ inline void check_backward_arguments(
   check_type("logsumexp", logsumexp, accumulation_type(query.scalar_type()), query);
 }
 
-// Sets sizes, mask, scale and window. Packed calls then replace batch, Lq and Lk.
-inline void describe(
-    AttentionProblem& p, const Tensor& query, const Tensor& key, const Tensor& value,
-    const OptionalTensor& attn_mask, std::optional<double> scale, int64_t window_left,
-    int64_t window_right, bool lower_right) {
-  p.dtype = kernel_type(query.scalar_type());
-  p.batch = query.size(0);
-  p.heads = query.size(1);
-  p.kv_heads = key.size(1);
-  p.Lq = query.size(2);
-  p.Lk = key.size(2);
-  p.E = query.size(3);
-  p.Ev = value.size(3);
-  p.scale = scale.value_or(1.0 / std::sqrt(static_cast<double>(std::max<int64_t>(p.E, 1))));
+// The integer tensors that a problem points into; undefined where there is none.
+struct SequenceTensors {
+  Tensor key_lengths, cu_seqlens_q, cu_seqlens_k;
+};
+
+// Checks the arguments, and sets sizes, mask, scale, window and sequences from them. Lq and Lk are
+// those of the tensors; packed calls then replace them.
+inline SequenceTensors fill_in(AttentionProblem& p, const AttentionArguments& a) {
+  check_arguments(a);
+  p.dtype = kernel_type(a.query.scalar_type());
+  p.batch = a.query.size(0);
+  p.heads = a.query.size(1);
+  p.kv_heads = a.key.size(1);
+  p.Lq = a.query.size(2);
+  p.Lk = a.key.size(2);
+  p.E = a.query.size(3);
+  p.Ev = a.value.size(3);
+  p.scale = a.scale.value_or(1.0 / std::sqrt(static_cast<double>(std::max<int64_t>(p.E, 1))));
   // Clamps windows that reach past the farthest pair. They mask the same pairs, and adding a
   // position to them cannot overflow.
-  p.window_left = std::min(window_left, p.Lq + p.Lk);
-  p.window_right = std::min(window_right, p.Lq + p.Lk);
-  p.lower_right = lower_right;
-  if (attn_mask) {
-    p.mask = broadcast(*attn_mask);
-    p.mask_kind = attn_mask->scalar_type() == at::kBool ? MaskKind::Bool
-        : attn_mask->scalar_type() == at::kFloat        ? MaskKind::Float32
-                                                        : MaskKind::QueryType;
+  p.window_left = std::min(a.window_left, p.Lq + p.Lk);
+  p.window_right = std::min(a.window_right, p.Lq + p.Lk);
+  p.lower_right = a.lower_right;
+  if (a.attn_mask) {
+    p.mask = broadcast(*a.attn_mask);
+    p.mask_kind = a.attn_mask->scalar_type() == at::kBool ? MaskKind::Bool
+        : a.attn_mask->scalar_type() == at::kFloat        ? MaskKind::Float32
+                                                          : MaskKind::QueryType;
   }
+  SequenceTensors sequences;
+  if (a.key_lengths) {
+    sequences.key_lengths = a.key_lengths->to(at::kLong).contiguous();
+    p.key_lengths = sequences.key_lengths.const_data_ptr<int64_t>();
+  }
+  if (a.cu_seqlens_q) {
+    sequences.cu_seqlens_q = a.cu_seqlens_q->to(at::kLong).contiguous();
+    sequences.cu_seqlens_k = a.cu_seqlens_k->to(at::kLong).contiguous();
+    p.cu_seqlens_q = sequences.cu_seqlens_q.const_data_ptr<int64_t>();
+    p.cu_seqlens_k = sequences.cu_seqlens_k.const_data_ptr<int64_t>();
+    p.batch = sequences.cu_seqlens_q.numel() - 1;
+  }
+  return sequences;
 }
 
 }  // namespace trifuse

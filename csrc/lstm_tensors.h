@@ -1,4 +1,4 @@
-// Checks of the tensors of an LSTM or a GRU, before any is read.
+// The tensors of an LSTM or a GRU: slots of the parameters, and checks before any is read.
 
 #pragma once
 
@@ -11,6 +11,22 @@
 
 namespace trifuse {
 
+// Slots of the parameters of one direction or layer, in the order of the ops' argument.
+enum Slot {
+  WeightIh,
+  WeightHh,
+  BiasIh,
+  BiasHh,
+  WeightHr,
+  WeightPeephole,
+  NormIh,
+  NormHh,
+  NormCell,
+  NormCellBias,
+  kLstmSlots,
+  kGruSlots = WeightHr
+};
+
 // Returns the type that a vector or a cell must have: the accumulation type if it has that type,
 // otherwise the input's.
 inline at::ScalarType plain_or_wide(const Tensor& t, const Tensor& input) {
@@ -20,16 +36,16 @@ inline at::ScalarType plain_or_wide(const Tensor& t, const Tensor& input) {
 
 // Checks that the parameters of one direction or layer fit each other: a saved tensor's data may
 // have been replaced before the backward, and an op may be called without the public function's
-// checks. `given(slot)` is a parameter, in the order of the names below. weight_hh has G·H rows.
+// checks. `given(slot)` is a parameter. weight_hh has G·H rows.
 template <class Given>
 void check_parameters(
     int64_t G, int64_t H, int64_t R, int slots, const Tensor& input, int64_t input_size,
     const Given& given) {
-  struct Slot {
+  struct Expected {
     const char* name;
     std::array<int64_t, 2> sizes;  // the second is -1 for a vector
   };
-  const Slot of[] = {
+  const Expected of[kLstmSlots] = {
       {"weight_ih", {G * H, input_size}},
       {"weight_hh", {G * H, R}},
       {"bias_ih", {G * H, -1}},
@@ -45,14 +61,14 @@ void check_parameters(
     const auto& [name, sizes] = of[slot];
     if (t) {
       check_shape(name, *t, at::IntArrayRef(sizes).slice(0, sizes[1] < 0 ? 1 : 2));
-      const bool in_product = slot < 2 || slot == 4;
+      const bool in_product = slot <= WeightHh || slot == WeightHr;
       check_type(name, *t, in_product ? input.scalar_type() : plain_or_wide(*t, input), input);
     }
-    TORCH_CHECK_VALUE(t || slot > 1, name, ": expected a tensor; got None");
+    TORCH_CHECK_VALUE(t || slot > WeightHh, name, ": expected a tensor; got None");
   }
   TORCH_CHECK_VALUE(
-      R == H || (slots > 4 && given(4)), "weight_hh: expected ", H, " columns, or weight_hr; got ",
-      R);
+      R == H || (slots > WeightHr && given(WeightHr)), "weight_hh: expected ", H,
+      " columns, or weight_hr; got ", R);
 }
 
 // Checks the states before the first step. h0_name is the argument's name: h0, or hx in a GRU,

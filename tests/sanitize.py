@@ -172,7 +172,7 @@ def capabilities(which: Build) -> list[str]:
 
 
 class Reached(NamedTuple):
-    """How often each function and line of csrc/cpu ran in one object, by file and line."""
+    """How often each function and line of the C++ code ran in one object, by file and line."""
 
     functions: dict[tuple[str, int], int]
     names: dict[tuple[str, int], str]
@@ -197,7 +197,8 @@ def read_counts(path: Path) -> Reached:
     reached = Reached({}, {}, {})
     for file in found["files"]:
         source = Path(found["current_working_directory"], file["file"]).resolve()
-        if ROOT / "csrc/cpu" not in source.parents:
+        # The kernels, and the headers that they share with the CUDA kernels.
+        if source.parent not in (ROOT / "csrc/cpu", ROOT / "csrc"):
             continue
         name = str(source.relative_to(ROOT))
         # A template has one function per type. It counts as reached if any of them was.

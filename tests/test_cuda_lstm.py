@@ -51,7 +51,9 @@ DTYPES = (torch.float32, torch.bfloat16)
 
 ONE_LAUNCH: dict[str, int] = {}
 STEP_BY_STEP = {"blocks_per_multiprocessor": 0}
-WAYS = pytest.mark.parametrize("way", [ONE_LAUNCH, STEP_BY_STEP], ids=["one launch", "steps"])
+SCHEDULES = pytest.mark.parametrize(
+    "schedule", [ONE_LAUNCH, STEP_BY_STEP], ids=["one launch", "steps"]
+)
 
 WHOLE_ROWS = "layer norm needs whole rows"  # such calls never fit one launch
 TOO_LONG = f"{WHOLE_ROWS}, too long for shared memory"
@@ -67,10 +69,10 @@ def _cuda(request: pytest.FixtureRequest) -> Iterator[None]:
     if "library" not in request.fixturenames:
         yield
         return
-    library, way = request.getfixturevalue("library"), ONE_LAUNCH
-    if "way" in request.fixturenames:
-        way = request.getfixturevalue("way")
-    with library.device(seed=1, **way), CUDA.serving(), library.guarded_memory():
+    library, schedule = request.getfixturevalue("library"), ONE_LAUNCH
+    if "schedule" in request.fixturenames:
+        schedule = request.getfixturevalue("schedule")
+    with library.device(seed=1, **schedule), CUDA.serving(), library.guarded_memory():
         yield
 
 
@@ -105,15 +107,16 @@ def test_float64(library, variant):
 
 
 @pytest.mark.parametrize(
-    ("way", "dtype"),
+    ("schedule", "dtype"),
     [
         (ONE_LAUNCH, torch.float32),
         (ONE_LAUNCH, torch.bfloat16),
         (STEP_BY_STEP, torch.bfloat16),
         (STEP_BY_STEP, torch.float16),
     ],
+    ids=["one launch-float32", "one launch-bfloat16", "steps-bfloat16", "steps-float16"],
 )
-def test_many_calls(library, way, dtype):
+def test_many_calls(library, schedule, dtype):
     """Any calls, each by itself and in the mean, drawn independently of each other."""
     accuracy, random = Accuracy(CUDA.name), Random(0)
     for _ in range(40):
@@ -299,16 +302,16 @@ def test_a_launch_that_fails_names_the_kernel_and_the_sizes(library):
 # The same bits -----------------------------------------------------------------------------------
 
 
-@WAYS
+@SCHEDULES
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("norm", [False, True])
-def test_bits_do_not_depend_on_the_order_of_threads(library, way, dtype, norm):
+def test_bits_do_not_depend_on_the_order_of_threads(library, schedule, dtype, norm):
     options = {**EVERYTHING, **DRAWN, "norm": norm, "lengths": (2, 3, 0)}
     case = make(3, 3, H=20, dtype=dtype, **options)
-    with library.device(**way):
+    with library.device(**schedule):
         expected = run(case)
     for seed in range(2, 4):
-        with library.device(seed=seed, **way):
+        with library.device(seed=seed, **schedule):
             assert_same_bits(run(case), expected)
 
 
@@ -333,9 +336,9 @@ def test_a_row_does_not_depend_on_its_batch(library):
         assert not together["grad_input"][length:, b].any()
 
 
-@WAYS
+@SCHEDULES
 @pytest.mark.parametrize("options", [{}, {"recompute": True}, {"norm": True}], ids=str)
-def test_padding_does_not_exist(library, way, options):
+def test_padding_does_not_exist(library, schedule, options):
     clean = make(4, 3, lengths=(2, 4, 0), reverse=(True,), peephole=True, **DRAWN, **options)
     padding = torch.arange(4)[:, None] >= clean.lengths
     spoilt = dataclasses.replace(
@@ -346,9 +349,9 @@ def test_padding_does_not_exist(library, way, options):
     assert_same_bits(run(spoilt), run(clean))
 
 
-@WAYS
-def test_layouts_change_nothing(library, way):
-    case = make(3, 3, reverse=(False, True), norm=way == STEP_BY_STEP, peephole=True)
+@SCHEDULES
+def test_layouts_change_nothing(library, schedule):
+    case = make(3, 3, reverse=(False, True), norm=schedule == STEP_BY_STEP, peephole=True)
     for layout in ("gaps", "swapped"):
         assert_same_bits(run(laid_out(case, lambda layout=layout: layout)), run(case))
 
@@ -643,8 +646,8 @@ def forward(case: Case, save: int, **changes: Any) -> tuple[Tensor, ...]:
     return torch.ops.trifuse.lstm_forward.cuda(*inputs, *case.op_options, save)
 
 
-@WAYS
-def test_a_sequence_cut_in_two(library, way):
+@SCHEDULES
+def test_a_sequence_cut_in_two(library, schedule):
     whole = with_exact_products(make(5, 3, cell_clip=0.8, peephole=True))
     y1, h, c, *_ = forward(whole, 0, input=whole.input[:2])
     y2, *last = forward(whole, 0, input=whole.input[2:], h0=h, c0=c)
@@ -653,8 +656,8 @@ def test_a_sequence_cut_in_two(library, way):
     assert all(torch.equal(a, b) for a, b in zip(last, expected, strict=True))
 
 
-@WAYS
-def test_nothing_is_kept_without_need(library, way):
+@SCHEDULES
+def test_nothing_is_kept_without_need(library, schedule):
     case = make(peephole=True)
     results = [forward(case, save) for save in (0, 1, 2)]
     shapes = [(tuple(gates.shape), tuple(cells.shape)) for *_, gates, cells, _ in results]

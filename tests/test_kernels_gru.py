@@ -21,7 +21,7 @@ from trifuse.reference.gru import SLOTS, Options, Parameters
 pytest.importorskip("triton")
 
 NAN = float("nan")
-WAYS = ("one_launch", "step_by_step")
+SCHEDULES = ("one_launch", "step_by_step")
 NAMES = ("input", "h0", *Parameters._fields, *(f"{name}_reverse" for name in Parameters._fields))
 
 
@@ -39,7 +39,7 @@ def step_by_step(one_launch, monkeypatch):
     return one_launch
 
 
-@pytest.fixture(params=WAYS)
+@pytest.fixture(params=SCHEDULES)
 def kernels(request):
     return request.getfixturevalue(request.param)
 
@@ -220,16 +220,16 @@ def test_variants(triton, kernels, variant):
 
 
 @pytest.mark.parametrize(
-    ("way", "dtype"),
+    ("schedule", "dtype"),
     [
         ("one_launch", torch.float16),
         ("one_launch", torch.bfloat16),
         ("step_by_step", torch.bfloat16),
     ],
 )
-def test_many_calls(request, triton, way, dtype):
+def test_many_calls(request, triton, schedule, dtype):
     """The mean errors over numbers drawn independently of each other."""
-    request.getfixturevalue(way)
+    request.getfixturevalue(schedule)
     accuracy, options = Accuracy(triton.name), VARIANTS["two directions, lengths"]
     for seed, H in enumerate((3, 8, 17, 20)):
         record_accuracy(accuracy, make(H=H, dtype=dtype, seed=seed, **options))
@@ -245,10 +245,10 @@ def test_float64(step_by_step, variant):
         torch.testing.assert_close(actual[name], expected, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize(("way", "B", "H"), [("one_launch", 18, 30), ("step_by_step", 5, 150)])
-def test_several_blocks(request, triton, way, B, H):
+@pytest.mark.parametrize(("schedule", "B", "H"), [("one_launch", 18, 30), ("step_by_step", 5, 150)])
+def test_several_blocks(request, triton, schedule, B, H):
     """Several blocks of rows and of units; the last ones are partial."""
-    request.getfixturevalue(way)
+    request.getfixturevalue(schedule)
     record_accuracy(Accuracy(triton.name), make(2, B, 8, H))
 
 

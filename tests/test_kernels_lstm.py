@@ -40,7 +40,7 @@ from triton import language as tl
 from trifuse.kernels import recurrent
 
 NAN = float("nan")
-WAYS = ("one_launch", "step_by_step")
+SCHEDULES = ("one_launch", "step_by_step")
 
 
 @pytest.fixture
@@ -57,7 +57,7 @@ def step_by_step(one_launch, monkeypatch):
     return one_launch
 
 
-@pytest.fixture(params=WAYS)
+@pytest.fixture(params=SCHEDULES)
 def kernels(request):
     return request.getfixturevalue(request.param)
 
@@ -93,14 +93,14 @@ def test_one_launch(triton, one_launch, variant):
 
 
 @pytest.mark.parametrize(
-    ("way", "dtype"), [("one_launch", torch.float16), ("step_by_step", torch.bfloat16)]
+    ("schedule", "dtype"), [("one_launch", torch.float16), ("step_by_step", torch.bfloat16)]
 )
-def test_many_calls(request, triton, way, dtype):
+def test_many_calls(request, triton, schedule, dtype):
     """The mean errors, with all options, over numbers drawn independently of each other."""
-    request.getfixturevalue(way)
+    request.getfixturevalue(schedule)
     accuracy = Accuracy(triton.name)
     options = {**EVERYTHING, **DRAWN, "lengths": (2, 3, 0)}
-    if way == "one_launch":
+    if schedule == "one_launch":
         del options["projection"], options["proj_clip"]
     for seed, H in enumerate((3, 8, 17, 20)):
         case = make(3, 3, H=H, dtype=dtype, seed=seed, recompute=seed % 2 == 1, **options)
@@ -153,12 +153,12 @@ def test_float64(step_by_step, variant):
         torch.testing.assert_close(actual[name], expected, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("options", [{}, {"norm": True, "peephole": True}], ids=["", "norm"])
-def test_several_blocks(request, triton, way, options):
+def test_several_blocks(request, triton, schedule, options):
     """Several blocks of rows and of units; the last ones are partial."""
-    request.getfixturevalue(way)
-    one_launch = way == "one_launch"
+    request.getfixturevalue(schedule)
+    one_launch = schedule == "one_launch"
     case = make(2, 18 if one_launch else 5, 8, 30 if one_launch else 150, **options)
     record_accuracy({triton: Accuracy(triton.name)}, case)
 

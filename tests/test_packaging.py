@@ -10,7 +10,7 @@ import runpy
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -343,19 +343,33 @@ def test_a_floor_includes_only_those_below(floor: str) -> None:
                 assert file.resolve().parent.name in INCLUDED[floor], f"{path} includes {name}"
 
 
-def test_cuda_kernels_include_nothing_of_torch() -> None:
-    """nvcc compiles them beside any build of torch, even for CPUs alone."""
-    waiting = list((ROOT / "csrc/cuda").glob("*.cu"))
+def _reached(sources: Iterable[Path]) -> set[Path]:
+    """Returns the files, and those in csrc that they include, directly or not."""
+    waiting = list(sources)
     seen = set(waiting)
     assert seen
     while waiting:
-        path = waiting.pop()
-        for name, file in _includes(path):
-            assert name.partition("/")[0] not in ("ATen", "c10", "torch"), f"{path} includes {name}"
+        for _, file in _includes(waiting.pop()):
             if file and file.resolve() not in seen:
                 seen.add(file.resolve())
                 waiting.append(file.resolve())
-    assert (ROOT / "csrc/attention.h").resolve() in seen
+    return seen
+
+
+def test_shared_headers_serve_both_devices() -> None:
+    shared = set((ROOT / "csrc").glob("*.h"))
+    shared.remove(ROOT / "csrc/autograd.h")  # of the bindings
+    for folder in ("cpu", "cuda"):
+        assert shared <= _reached((ROOT / "csrc" / folder).glob("*.*")), folder
+
+
+def test_cuda_kernels_include_nothing_of_torch() -> None:
+    """nvcc compiles them beside any build of torch, even for CPUs alone."""
+    reached = _reached((ROOT / "csrc/cuda").glob("*.cu"))
+    assert (ROOT / "csrc/attention.h").resolve() in reached
+    for path in reached:
+        for name, _ in _includes(path):
+            assert name.partition("/")[0] not in ("ATen", "c10", "torch"), f"{path} includes {name}"
 
 
 def test_models_import_torch_alone() -> None:

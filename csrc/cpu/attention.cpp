@@ -32,10 +32,9 @@ Tensor empty_like_layout(const Tensor& like, int64_t last, at::ScalarType dtype)
   return empty({B, H, L, last}, options);
 }
 
-// A call's problem, and the integer tensors it points into.
 struct Call {
   AttentionProblem problem{};
-  Tensor key_lengths, cu_seqlens_q, cu_seqlens_k;
+  SequenceTensors sequences;
   int64_t used_q, used_k;  // tokens that belong to a sequence
 
   double operations() const {
@@ -54,40 +53,25 @@ void check_cu_seqlens(const char* name, const Tensor& cu, int64_t total, int64_t
       total, "; got ", at::IntArrayRef(at, cu.numel()));
 }
 
-Call make_call(
-    const Tensor& query, const Tensor& key, const Tensor& value, const OptionalTensor& attn_mask,
-    const OptionalTensor& key_lengths, const OptionalTensor& cu_seqlens_q,
-    const OptionalTensor& cu_seqlens_k, const OptionalTensor& seed, int64_t max_seqlen_q,
-    int64_t max_seqlen_k, std::optional<double> scale, int64_t window_left, int64_t window_right,
-    bool lower_right, double dropout_p) {
-  check_arguments(
-      query, key, value, attn_mask, key_lengths, cu_seqlens_q, cu_seqlens_k, seed, max_seqlen_q,
-      max_seqlen_k);
+Call make_call(const AttentionArguments& a) {
   Call call;
   AttentionProblem& p = call.problem;
-  describe(p, query, key, value, attn_mask, scale, window_left, window_right, lower_right);
+  call.sequences = fill_in(p, a);
   call.used_q = p.Lq;
   call.used_k = p.Lk;
-  p.query = strided(query);
-  p.key = strided(key);
-  p.value = strided(value);
-  if (key_lengths) {
-    call.key_lengths = key_lengths->to(at::kLong).contiguous();
-    p.key_lengths = call.key_lengths.const_data_ptr<int64_t>();
-    for (int64_t b = 0; b < p.batch; ++b)
+  p.query = strided(a.query);
+  p.key = strided(a.key);
+  p.value = strided(a.value);
+  if (p.key_lengths) {
+    const at::IntArrayRef lengths(p.key_lengths, call.sequences.key_lengths.numel());
+    for (int64_t length : lengths)
       TORCH_CHECK_VALUE(
-          p.key_lengths[b] >= 0 && p.key_lengths[b] <= p.Lk,
-          "key_lengths: expected lengths in [0, ", p.Lk, "]; got ",
-          at::IntArrayRef(p.key_lengths, p.batch));
+          length >= 0 && length <= p.Lk, "key_lengths: expected lengths in [0, ", p.Lk, "]; got ",
+          lengths);
   }
-  if (cu_seqlens_q) {
-    call.cu_seqlens_q = cu_seqlens_q->to(at::kLong).contiguous();
-    call.cu_seqlens_k = cu_seqlens_k->to(at::kLong).contiguous();
-    check_cu_seqlens("cu_seqlens_q", call.cu_seqlens_q, p.Lq, max_seqlen_q);
-    check_cu_seqlens("cu_seqlens_k", call.cu_seqlens_k, p.Lk, max_seqlen_k);
-    p.cu_seqlens_q = call.cu_seqlens_q.const_data_ptr<int64_t>();
-    p.cu_seqlens_k = call.cu_seqlens_k.const_data_ptr<int64_t>();
-    p.batch = call.cu_seqlens_q.numel() - 1;
+  if (p.cu_seqlens_q) {
+    check_cu_seqlens("cu_seqlens_q", call.sequences.cu_seqlens_q, p.Lq, a.max_seqlen_q);
+    check_cu_seqlens("cu_seqlens_k", call.sequences.cu_seqlens_k, p.Lk, a.max_seqlen_k);
     call.used_q = p.cu_seqlens_q[p.batch];
     call.used_k = p.cu_seqlens_k[p.batch];
     // The true maxima: the max_seqlen bounds, given for another device, may be far larger.
@@ -97,7 +81,7 @@ Call make_call(
       p.Lk = std::max(p.Lk, p.cu_seqlens_k[b + 1] - p.cu_seqlens_k[b]);
     }
   }
-  p.dropout = kernel_dropout(dropout_p, seed);
+  p.dropout = kernel_dropout(a.dropout_p, a.seed);
   return call;
 }
 
@@ -108,8 +92,8 @@ std::tuple<Tensor, Tensor> attention_forward(
     int64_t max_seqlen_k, std::optional<double> scale, int64_t window_left, int64_t window_right,
     bool lower_right, double dropout_p) {
   Call call = make_call(
-      query, key, value, attn_mask, key_lengths, cu_seqlens_q, cu_seqlens_k, seed, max_seqlen_q,
-      max_seqlen_k, scale, window_left, window_right, lower_right, dropout_p);
+      {query, key, value, attn_mask, key_lengths, cu_seqlens_q, cu_seqlens_k, seed, max_seqlen_q,
+       max_seqlen_k, scale, window_left, window_right, lower_right, dropout_p});
   Tensor out = empty_like_layout(query, value.size(3), query.scalar_type());
   Tensor logsumexp = empty(
       {query.size(0), query.size(1), query.size(2)},
@@ -139,8 +123,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward(
   const bool mask_requires_grad = wanted[3];
   check_backward_arguments(query, value, grad_out, grad_logsumexp, out, logsumexp);
   Call call = make_call(
-      query, key, value, attn_mask, key_lengths, cu_seqlens_q, cu_seqlens_k, seed, max_seqlen_q,
-      max_seqlen_k, scale, window_left, window_right, lower_right, dropout_p);
+      {query, key, value, attn_mask, key_lengths, cu_seqlens_q, cu_seqlens_k, seed, max_seqlen_q,
+       max_seqlen_k, scale, window_left, window_right, lower_right, dropout_p});
   AttentionProblem& p = call.problem;
   const at::ScalarType dtype = query.scalar_type(), wide = accumulation_type(dtype);
 

@@ -9,8 +9,8 @@
 #include "cpu/crew.h"
 #include "cpu/failure.h"
 #include "cpu/linear.h"
+#include "cpu/lstm.h"
 #include "dropout_add_layer_norm.h"
-#include "lstm.h"
 
 namespace trifuse {
 

@@ -35,22 +35,6 @@ struct LstmOptions {
   bool training = false;
 };
 
-// Slots of the parameters of one direction.
-enum Slot {
-  WeightIh,
-  WeightHh,
-  BiasIh,
-  BiasHh,
-  WeightHr,
-  WeightPeephole,
-  NormIh,
-  NormHh,
-  NormCell,
-  NormCellBias,
-  LstmSlots,
-  GruSlots = WeightHr
-};
-
 // A problem, and the tensors that it points into.
 class Call {
  public:
@@ -66,7 +50,7 @@ class Call {
       const Parameters& parameters, const OptionalTensor& lengths, const OptionalTensor& seed,
       const Flags& reverse, const LstmOptions& options)
       : one_step(input.dim() < 3), input_sizes_(input.sizes()),
-        slots_(cell == Cell::Gru ? GruSlots : LstmSlots) {
+        slots_(cell == Cell::Gru ? kGruSlots : kLstmSlots) {
     dtype = input.scalar_type();
     wide = accumulation_type(dtype);
     p.cell = cell;
@@ -408,7 +392,7 @@ ForwardResults plain(
     Cell cell, const Tensor& input, const OptionalTensor& h0, const OptionalTensor& c0,
     const ParameterList& list, bool save) {
   const Parameters parameters = list.vec();
-  const size_t D = parameters.size() / (cell == Cell::Gru ? GruSlots : LstmSlots);
+  const size_t D = parameters.size() / (cell == Cell::Gru ? kGruSlots : kLstmSlots);
   TORCH_CHECK_NOT_IMPLEMENTED(
       is_plain(cell, input, h0, c0, parameters, static_cast<int64_t>(D)), "not a plain call");
   Flags reverse({false});
@@ -457,7 +441,7 @@ std::vector<Tensor> backward(
     const OptionalTensor& grad_c_n, const std::vector<OptionalTensor>& given, const Flags& wanted) {
   LstmProblem& p = call.p;
   const int states = p.cell == Cell::Gru ? 1 : 2;
-  const int slots = p.cell == Cell::Gru ? GruSlots : LstmSlots;
+  const int slots = p.cell == Cell::Gru ? kGruSlots : kLstmSlots;
   std::vector<Tensor> grads(given.size());
   const auto result = [&](size_t index, at::IntArrayRef sizes, at::ScalarType type) -> Tensor {
     if (wanted.get(index)) grads[index] = call.result(sizes, type);

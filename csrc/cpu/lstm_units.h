@@ -14,11 +14,11 @@
 #include <cstring>
 
 #include "cpu/crew.h"
+#include "cpu/lstm.h"
 #include "cpu/operand.h"
 #include "cpu/philox.h"
 #include "cpu/row.h"
 #include "cpu/vector.h"
-#include "lstm.h"
 
 namespace trifuse::TRIFUSE_CAPABILITY {
 

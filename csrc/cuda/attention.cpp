@@ -58,53 +58,35 @@ void check_length(const char* name, int64_t length) {
       length <= kMost, name, ": expected sequences of at most ", kMost, " tokens; got ", length);
 }
 
-// A call and the integer tensors that its pointers refer to.
 struct Call {
   Attention attention{};
-  Tensor key_lengths, cu_seqlens_q, cu_seqlens_k;
+  SequenceTensors sequences;
 };
 
-Call make_call(
-    const Tensor& query, const Tensor& key, const Tensor& value, const OptionalTensor& attn_mask,
-    const OptionalTensor& key_lengths, const OptionalTensor& cu_seqlens_q,
-    const OptionalTensor& cu_seqlens_k, const OptionalTensor& seed, int64_t max_seqlen_q,
-    int64_t max_seqlen_k, std::optional<double> scale, int64_t window_left, int64_t window_right,
-    bool lower_right, double dropout_p) {
-  check_arguments(
-      query, key, value, attn_mask, key_lengths, cu_seqlens_q, cu_seqlens_k, seed, max_seqlen_q,
-      max_seqlen_k);
+Call make_call(const AttentionArguments& a) {
   Call call;
   Attention& p = call.attention;
-  describe(p, query, key, value, attn_mask, scale, window_left, window_right, lower_right);
+  call.sequences = fill_in(p, a);
   p.total_q = p.Lq;
   p.total_k = p.Lk;
-  p.query = broadcast(query);
-  p.key = broadcast(key);
-  p.value = broadcast(value);
-  if (key_lengths) {
-    call.key_lengths = key_lengths->to(at::kLong).contiguous();
-    p.key_lengths = call.key_lengths.const_data_ptr<int64_t>();
-  }
-  if (cu_seqlens_q) {
-    call.cu_seqlens_q = cu_seqlens_q->to(at::kLong).contiguous();
-    call.cu_seqlens_k = cu_seqlens_k->to(at::kLong).contiguous();
-    p.cu_seqlens_q = call.cu_seqlens_q.const_data_ptr<int64_t>();
-    p.cu_seqlens_k = call.cu_seqlens_k.const_data_ptr<int64_t>();
-    p.batch = call.cu_seqlens_q.numel() - 1;
+  p.query = broadcast(a.query);
+  p.key = broadcast(a.key);
+  p.value = broadcast(a.value);
+  if (p.cu_seqlens_q) {
     // No sequence is longer than the total. A mask laid out for longer sequences keeps its size.
     const auto longest = [&](int64_t bound, int64_t total, int dimension) {
-      const bool laid_out = attn_mask && attn_mask->size(dimension) != 1;
+      const bool laid_out = a.attn_mask && a.attn_mask->size(dimension) != 1;
       // Tokens past the last sequence need blocks even if all sequences are empty.
       return std::max<int64_t>(laid_out ? bound : std::min(bound, total), 1);
     };
-    p.Lq = longest(max_seqlen_q, p.total_q, 2);
-    p.Lk = longest(max_seqlen_k, p.total_k, 3);
+    p.Lq = longest(a.max_seqlen_q, p.total_q, 2);
+    p.Lk = longest(a.max_seqlen_k, p.total_k, 3);
   }
   check_length("query", p.Lq);
   check_length("key", p.Lk);
-  if (seed) {
-    p.dropout = kernel_dropout(dropout_p);
-    p.seed = seed->const_data_ptr<int64_t>();
+  if (a.seed) {
+    p.dropout = kernel_dropout(a.dropout_p);
+    p.seed = a.seed->const_data_ptr<int64_t>();
   }
   return call;
 }
@@ -117,18 +99,18 @@ std::tuple<Tensor, Tensor> forward(
     bool lower_right, double dropout_p) {
   const OnDeviceOf device(query);
   Call call = make_call(
-      query, key, value, attn_mask, key_lengths, cu_seqlens_q, cu_seqlens_k, seed, max_seqlen_q,
-      max_seqlen_k, scale, window_left, window_right, lower_right, dropout_p);
+      {query, key, value, attn_mask, key_lengths, cu_seqlens_q, cu_seqlens_k, seed, max_seqlen_q,
+       max_seqlen_k, scale, window_left, window_right, lower_right, dropout_p});
   Attention& p = call.attention;
   if (p.key_lengths) {
-    const Tensor& lengths = call.key_lengths;
+    const Tensor& lengths = call.sequences.key_lengths;
     require(
         ((lengths >= 0) & (lengths <= p.Lk)).all(), "key_lengths",
         "lengths in [0, " + std::to_string(p.Lk) + "]");
   }
   if (p.cu_seqlens_q) {
-    check_cu_seqlens("cu_seqlens_q", call.cu_seqlens_q, p.total_q, max_seqlen_q);
-    check_cu_seqlens("cu_seqlens_k", call.cu_seqlens_k, p.total_k, max_seqlen_k);
+    check_cu_seqlens("cu_seqlens_q", call.sequences.cu_seqlens_q, p.total_q, max_seqlen_q);
+    check_cu_seqlens("cu_seqlens_k", call.sequences.cu_seqlens_k, p.total_k, max_seqlen_k);
   }
   const Tensor out = empty_like_layout(query, p.Ev);
   const Tensor logsumexp =
@@ -151,8 +133,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> backward(
   check_backward_arguments(query, value, grad_out, grad_logsumexp, out, logsumexp);
   const OnDeviceOf device(query);
   Call call = make_call(
-      query, key, value, attn_mask, key_lengths, cu_seqlens_q, cu_seqlens_k, seed, max_seqlen_q,
-      max_seqlen_k, scale, window_left, window_right, lower_right, dropout_p);
+      {query, key, value, attn_mask, key_lengths, cu_seqlens_q, cu_seqlens_k, seed, max_seqlen_q,
+       max_seqlen_k, scale, window_left, window_right, lower_right, dropout_p});
   if (grad_logsumexp)
     check_type("grad_logsumexp", *grad_logsumexp, logsumexp.scalar_type(), logsumexp);
   Attention& p = call.attention;

@@ -21,6 +21,7 @@
 
 #include "cuda/attention.h"
 #include "cuda/attention_backward.cuh"
+#include "cuda/attention_configurations.cuh"
 #include "cuda/attention_fragments.cuh"
 #include "cuda/attention_launch.cuh"
 #include "cuda/attention_pairs.cuh"
@@ -39,26 +40,6 @@ struct MaskShares {
   int64_t row_blocks, column_blocks;
   int64_t tiles, terms, chunk, shares;  // a share is up to `chunk` of the sum's terms
   int64_t size;                         // elements of the gradient
-};
-
-template <class Scalar, int D>
-struct Shape {
-  static constexpr int kWarps = !kTensorCore<Scalar> && D == 256 ? 2 : 4;
-  static constexpr int kRows = 16 * kWarps;
-  static constexpr int N = kTensorCore<Scalar> ? (D == 256 ? 16 : 32)
-                                               : (D == 64        ? 32
-                                                      : D == 128 ? 16
-                                                                 : 8);
-  static constexpr size_t kShared = (2 * kRows + 4 * N) * D * sizeof(Scalar);
-  static constexpr int kColumns = D < 128 ? D : 128;  // columns of dK and dV per block
-};
-
-// The shape of kernels in which only the tiles' pitch depends on the head dimension: one for all.
-template <class Scalar>
-struct WideShape {
-  static constexpr int kWarps = kTensorCore<Scalar> ? 4 : 2;
-  static constexpr int kRows = 16 * kWarps;
-  static constexpr int N = kTensorCore<Scalar> ? 32 : 16;
 };
 
 int padded_head_dim(const Attention& p) {
@@ -187,9 +168,9 @@ __device__ __forceinline__ void weights_and_gradients(
 
 template <class Scalar, int D>
 __global__
-__launch_bounds__(32 * Shape<Scalar, D>::kWarps) void attention_backward_key_value_kernel(
+__launch_bounds__(32 * BackwardShape<Scalar, D>::kWarps) void attention_backward_key_value_kernel(
     const __grid_constant__ Attention p, const QueryVectors vectors) {
-  using Shape = Shape<Scalar, D>;
+  using Shape = BackwardShape<Scalar, D>;
   constexpr int N = Shape::N, C = Shape::kColumns;
   // With a causal bound the first keys are seen by most queries; their blocks already start first.
   const BlockIndex index(p.Lk, Shape::kRows, p.kv_heads);
@@ -283,9 +264,10 @@ __launch_bounds__(32 * Shape<Scalar, D>::kWarps) void attention_backward_key_val
 // Queries -----------------------------------------------------------------------------------------
 
 template <class Scalar, int D>
-__global__ __launch_bounds__(32 * Shape<Scalar, D>::kWarps) void attention_backward_query_kernel(
+__global__
+__launch_bounds__(32 * BackwardShape<Scalar, D>::kWarps) void attention_backward_query_kernel(
     const __grid_constant__ Attention p, const QueryVectors vectors) {
-  using Shape = Shape<Scalar, D>;
+  using Shape = BackwardShape<Scalar, D>;
   constexpr int N = Shape::N;
   BlockIndex index(p.Lq, Shape::kRows, p.heads);
   if (p.window_right >= 0) index.block = index.blocks - 1 - index.block;
@@ -630,7 +612,7 @@ void attention_backward(const Attention& p, void* workspace, void* stream) {
   const QueryVectors vectors{floats, floats + rows, floats + 2 * rows};
   const int pitch = padded_head_dim(p);
   for_kernel(p, [&]<class Scalar, int D>() {
-    using Shape = Shape<Scalar, D>;
+    using Shape = BackwardShape<Scalar, D>;
     using Wide = WideShape<Scalar>;
     if (const int64_t blocks = blocks_for(p, p.Lq, Wide::kRows, p.heads, false)) {
       const size_t shared =

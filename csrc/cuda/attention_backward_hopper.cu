@@ -27,10 +27,7 @@
 namespace trifuse::cuda {
 namespace {
 
-// Columns per tile, and number of stages.
-constexpr int N = 64, kStages = 4;
-template <bool kByKey, int D>
-constexpr int kProducerRegisters = kByKey && D == 128 ? 56 : 72;
+constexpr int N = HopperBackwardShape::N, kStages = HopperBackwardShape::kStages;
 
 struct Call {
   Attention attention;
@@ -317,10 +314,10 @@ __device__ __forceinline__ void backward(const Call& call, const BlockIndex& ind
 
   const int group = uniform(threadIdx.x / kWarpgroup) - 1;
   if (group < 0) {
-    give_registers_back<kProducerRegisters<kByKey, D>>();
+    give_registers_back<HopperBackwardShape::kProducerRegisters<kByKey, D>>();
     produce<kByKey>(call, index, groups, shared);
   } else {
-    take_registers<consumer_registers(kProducerRegisters<kByKey, D>)>();
+    take_registers<consumer_registers(HopperBackwardShape::kProducerRegisters<kByKey, D>)>();
     if (group < groups) consume<kByKey>(call, index, groups, group, shared);
   }
 }
@@ -356,6 +353,7 @@ void attention_backward_hopper(const Attention& p, const QueryVectors& vectors, 
       source(mapped_grad_out(p), N)};
   static_assert(N == kGroupRows);  // each map serves `own` in one kernel and `other` in the other
   const auto run = [&]<class Scalar, int D>() {
+    static_assert(sizeof(Shared<Scalar, D>) <= kMostSharedHopper);
     const auto launch_one = [&](const char* name, auto kernel, int64_t length, int64_t heads) {
       const int64_t blocks = blocks_for(p, length, kRows, heads, true);
       if (blocks == 0) return;

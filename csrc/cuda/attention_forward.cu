@@ -8,6 +8,7 @@
 // Floor: 2 · pairs · (E + Ev) operations of the tensor cores (float32: of the FMA pipes) and one
 // exponential per pair.
 
+#include "cuda/attention_configurations.cuh"
 #include "cuda/attention_forward.cuh"
 #include "cuda/attention_fragments.cuh"
 #include "cuda/attention_launch.cuh"
@@ -20,17 +21,9 @@ namespace trifuse::cuda {
 namespace {
 
 template <class Scalar, int D>
-struct Shape {
-  static constexpr int kWarps = !kTensorCore<Scalar> && D == 256 ? 2 : 4;
-  static constexpr int kRows = 16 * kWarps;
-  static constexpr int N = kTensorCore<Scalar> ? (D == 256 ? 32 : 64) : (D == 256 ? 16 : 32);
-  static constexpr size_t kShared = (kRows + 4 * N) * D * sizeof(Scalar);
-};
-
-template <class Scalar, int D>
-__global__ __launch_bounds__(32 * Shape<Scalar, D>::kWarps) void attention_forward_kernel(
+__global__ __launch_bounds__(32 * ForwardShape<Scalar, D>::kWarps) void attention_forward_kernel(
     const __grid_constant__ Attention p) {
-  using Shape = Shape<Scalar, D>;
+  using Shape = ForwardShape<Scalar, D>;
   constexpr int N = Shape::N;
   BlockIndex index(p.Lq, Shape::kRows, p.heads);
   if (p.window_right >= 0) index.block = index.blocks - 1 - index.block;  // most keys first
@@ -110,7 +103,7 @@ __global__ __launch_bounds__(32 * Shape<Scalar, D>::kWarps) void attention_forwa
 void attention_forward(const Attention& p, void* stream) {
   if (is_for_hopper(p)) return attention_forward_hopper(p, stream);
   for_kernel(p, [&]<class Scalar, int D>() {
-    using Shape = Shape<Scalar, D>;
+    using Shape = ForwardShape<Scalar, D>;
     const int64_t blocks = blocks_for(p, p.Lq, Shape::kRows, p.heads, true);
     if (blocks == 0) return;
     launch(

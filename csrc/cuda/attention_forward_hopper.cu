@@ -20,18 +20,10 @@ struct Call {
   Source query, key, value;
 };
 
-// Keys per tile, and number of stages.
-template <int D>
-constexpr int kKeys = D == 256 ? 64 : 128;
-template <int D>
-constexpr int kStages = D == 64 ? 4 : 2;
-template <int D>
-constexpr int kProducerRegisters = D == 64 ? 72 : 56;
-
 // A block's shared memory.
 template <class Scalar, int D>
 struct Shared {
-  static constexpr int N = kKeys<D>, S = kStages<D>;
+  static constexpr int N = HopperForwardShape<D>::N, S = HopperForwardShape<D>::kStages;
   Scalar query[kConsumers][kGroupRows * D];
   Scalar key[S][N * D], value[S][N * D];
   TileHeader<N> headers[S];  // guarded by the keys' barriers
@@ -46,7 +38,7 @@ struct Shared {
 template <class Scalar, int D>
 __device__ __forceinline__ void produce(
     const Call& call, const BlockIndex& index, int groups, Shared<Scalar, D>& shared) {
-  constexpr int N = kKeys<D>;
+  constexpr int N = HopperForwardShape<D>::N;
   const Attention& p = call.attention;
   const bool leader = threadIdx.x == 0;
   const int first = index.block * kRows;
@@ -62,7 +54,7 @@ __device__ __forceinline__ void produce(
           head().first_query + first + group * kGroupRows, kGroupRows);
     }
   }
-  Ring<kStages<D>> keys, values;
+  Ring<HopperForwardShape<D>::kStages> keys, values;
   uint32_t loaded = 0;  // parity of value_loaded
   Mode mode = Mode::Fast;
   do {
@@ -110,11 +102,11 @@ __device__ __forceinline__ void produce(
 template <class Scalar, int D>
 __device__ __forceinline__ void consume(
     const Attention& p, const BlockIndex& index, int groups, int group, Shared<Scalar, D>& shared) {
-  constexpr int N = kKeys<D>;
+  constexpr int N = HopperForwardShape<D>::N;
   const int strip = 4 * group + warp() % 4, row = index.block * kRows + 16 * strip;
   const Scale scale(p);
   Scalar* const query = shared.query[group];
-  Ring<kStages<D>> keys, values;
+  Ring<HopperForwardShape<D>::kStages> keys, values;
   const auto take_turn = [&] {
     if (groups == 2) named_barrier(kTurns + group, 2 * kWarpgroup);
   };
@@ -239,7 +231,7 @@ __global__ __launch_bounds__(kThreads, 1) void attention_forward_hopper_kernel(
     prefetch_map(&call.key.map);
     prefetch_map(&call.value.map);
     for (int group = 0; group < groups; ++group) init_barrier(&shared.query_full[group], 1);
-    for (int stage = 0; stage < kStages<D>; ++stage) {
+    for (int stage = 0; stage < HopperForwardShape<D>::kStages; ++stage) {
       init_barrier(&shared.key_full[stage], 1);
       init_barrier(&shared.value_full[stage], 1);
       init_barrier(&shared.key_empty[stage], 4 * groups);
@@ -253,10 +245,10 @@ __global__ __launch_bounds__(kThreads, 1) void attention_forward_hopper_kernel(
 
   const int group = uniform(threadIdx.x / kWarpgroup) - 1;
   if (group < 0) {
-    give_registers_back<kProducerRegisters<D>>();
+    give_registers_back<HopperForwardShape<D>::kProducerRegisters>();
     produce(call, index, groups, shared);
   } else {
-    take_registers<consumer_registers(kProducerRegisters<D>)>();
+    take_registers<consumer_registers(HopperForwardShape<D>::kProducerRegisters)>();
     if (group < groups) consume(p, index, groups, group, shared);
   }
 }
@@ -276,9 +268,10 @@ void attention_forward_hopper(const Attention& p, void* stream) {
   if (blocks == 0) return;
   for_head_dim(p, [&]<int D>() {
     const Call call{
-        p, source(mapped_query(p), kGroupRows), source(mapped_key(p), kKeys<D>),
-        source(mapped_value(p), kKeys<D>)};
+        p, source(mapped_query(p), kGroupRows), source(mapped_key(p), HopperForwardShape<D>::N),
+        source(mapped_value(p), HopperForwardShape<D>::N)};
     const auto run = [&]<class Scalar>() {
+      static_assert(sizeof(Shared<Scalar, D>) <= kMostSharedHopper);
       launch(
           attention_plan(
               "attention_forward_hopper", p, blocks, kThreads / 32, sizeof(Shared<Scalar, D>)),

@@ -10,6 +10,7 @@
 #pragma once
 
 #include "cuda/attention.h"
+#include "cuda/attention_configurations.cuh"
 #include "cuda/attention_fragments.cuh"
 #include "cuda/attention_launch.cuh"
 #include "cuda/attention_pairs.cuh"
@@ -22,7 +23,8 @@ namespace trifuse::cuda {
 
 constexpr int kWarpgroup = 128, kConsumers = 2, kThreads = (1 + kConsumers) * kWarpgroup;
 constexpr int kGroupRows = 64, kRows = kConsumers * kGroupRows;
-// Registers per thread at launch. The producer keeps some of its own; the consumers take the rest.
+// Registers per thread at launch: the largest multiple of 8 that a multiprocessor's 65536 give all
+// threads. The producer keeps some of its own; the consumers take the rest.
 constexpr int kRegisters = 168;
 constexpr int consumer_registers(int producer) { return (3 * kRegisters - producer) / kConsumers; }
 

@@ -13,7 +13,7 @@
 namespace trifuse::cuda {
 
 constexpr float kLog2e = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
-constexpr float kLowest = -3.40282347e38f;  // the lowest finite number
+constexpr float kLowest = -kLargest<float>;  // the lowest finite number
 
 constexpr bool has_float_mask(const AttentionProblem& p) {
   return p.mask_kind == MaskKind::Float32 || p.mask_kind == MaskKind::QueryType;

@@ -30,7 +30,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> lstm_forward(
       {reverse, coupled, forget_bias, limit(cell_clip), limit(proj_clip), eps, zoneout_h, zoneout_c,
        recurrent_dropout, training});
   check_lengths(call);
-  const LstmResults results = make_results(call, call.p.chains, h0, c0, save);
+  const LstmResults results = make_results(call, input, call.p.chains, h0, c0, save);
   forward_pass(call, input, results);
   const auto& [output, h, c, gates, cells, clipped] = results;
   return {output, h, c, gates, cells, clipped};
@@ -60,7 +60,7 @@ std::string lstm_step_by_step(
     const Tensor& input, const Parameters& parameters, bool coupled, bool backward) {
   const OnDeviceOf device(input);
   std::string why;
-  const int64_t directions = static_cast<int64_t>(parameters.size()) / kSlots;
+  const int64_t directions = static_cast<int64_t>(parameters.size()) / kLstmSlots;
   lstm_fits_sequence(lstm_sizes(input, parameters, coupled, directions), backward, &why);
   return why;
 }

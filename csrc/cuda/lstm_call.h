@@ -154,8 +154,8 @@ class LstmCall {
     check_memory("input", input);
     for (int64_t d = 0; d < p.chains; ++d)
       check_parameters(
-          saved_gates(), p.H, p.R, kSlots, input, p.layers && d > 0 ? p.R : input.size(2),
-          [&](int slot) { return parameters.get(d * kSlots + slot); });
+          saved_gates(), p.H, p.R, kLstmSlots, input, p.layers && d > 0 ? p.R : input.size(2),
+          [&](int slot) { return parameters.get(d * kLstmSlots + slot); });
     check_integers("lengths", row_lengths, p.B, input);
     check_seed(seed, input);
   }

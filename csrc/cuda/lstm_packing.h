@@ -14,25 +14,11 @@
 #include <vector>
 
 #include "arguments.h"
+#include "lstm_tensors.h"
 
 namespace trifuse::cuda {
 
 using Parameters = c10::List<OptionalTensor>;
-
-// Slots of the parameters of one chain.
-enum Slot {
-  WeightIh,
-  WeightHh,
-  BiasIh,
-  BiasHh,
-  WeightHr,
-  WeightPeephole,
-  NormIh,
-  NormHh,
-  NormCell,
-  NormCellBias,
-  kSlots
-};
 
 class LstmPacking {
  public:
@@ -47,7 +33,7 @@ class LstmPacking {
     if (!parameters_.get(slot)) return {};
     std::vector<Tensor> all;
     for (int64_t d = 0; d < chains_; ++d)
-      all.push_back(parameters_.get(d * kSlots + slot)->to(type));
+      all.push_back(parameters_.get(d * kLstmSlots + slot)->to(type));
     return all.size() == 1 ? all[0].contiguous().unsqueeze(0) : at::stack(all);
   }
 
@@ -58,13 +44,14 @@ class LstmPacking {
   // The same of chains `first` to `last` - 1; undefined if there are none.
   Tensor interleaved(Slot slot, at::ScalarType type, int64_t first, int64_t last) const {
     if (first == last || !parameters_.get(slot)) return {};
-    const Tensor like = *parameters_.get(first * kSlots + slot);
+    const Tensor like = *parameters_.get(first * kLstmSlots + slot);
     at::DimVector sizes{last - first, H_, 4};
     sizes.append(like.sizes().begin() + 1, like.sizes().end());
     const auto options = options_.dtype(type);
     const Tensor all = coupled_ ? at::zeros(sizes, options) : at::empty(sizes, options);
     for (int64_t d = first; d < last; ++d) {
-      const Tensor from = parameters_.get(d * kSlots + slot)->unflatten(0, {coupled_ ? 3 : 4, H_});
+      const Tensor from =
+          parameters_.get(d * kLstmSlots + slot)->unflatten(0, {coupled_ ? 3 : 4, H_});
       const Tensor to = all[d - first].transpose(0, 1);
       if (coupled_) {
         to[0].copy_(from[0]);

@@ -34,12 +34,11 @@ struct LstmResults {
 
 // Returns the results' tensors, with h0 and c0 in h and c.
 inline LstmResults make_results(
-    const LstmCall& call, int64_t D, const OptionalTensor& h0, const OptionalTensor& c0,
-    int64_t save) {
+    const LstmCall& call, const Tensor& input, int64_t D, const OptionalTensor& h0,
+    const OptionalTensor& c0, int64_t save) {
   const int64_t T = call.p.T, B = call.p.B, H = call.p.H, R = call.p.R;
   const int64_t columns = call.p.clipped_columns();
-  check_shape("h0", h0, {D, B, R});
-  check_shape("c0", c0, {D, B, H});
+  check_states("h0", h0, {D, B, R}, c0, {D, B, H}, input);
   LstmResults all;
   all.output = call.p.layers ? call.empty_tokens({D, T, B, R}, call.dtype)
                              : call.empty_tokens({T, B, D * R}, call.dtype);
@@ -246,7 +245,7 @@ inline std::vector<Tensor> backward_pass(
     tokens.grad_from_hidden.masked_fill_(gates_padding, 0);
   }
 
-  std::vector<Tensor> results(3 + kSlots * D);
+  std::vector<Tensor> results(3 + kLstmSlots * D);
   const auto give = [&](int64_t index, const Tensor& like, const Tensor& grad) {
     results[index] = grad.to(like.scalar_type()).reshape(like.sizes()).contiguous();
   };
@@ -254,11 +253,11 @@ inline std::vector<Tensor> backward_pass(
     give(0, input, call.input_tokens(tokens.grad_from_input).mm(call.weight_ih.flatten(0, 1)));
   if (h0 && wanted.get(1)) give(1, *h0, grad_h);
   if (c0 && wanted.get(2)) give(2, *c0, grad_c);
-  for (int64_t index = 0; index < kSlots * D; ++index) {
+  for (int64_t index = 0; index < kLstmSlots * D; ++index) {
     const OptionalTensor parameter = call.parameters.get(index);
     if (!parameter || !wanted.get(3 + index)) continue;
-    const int64_t d = index / kSlots;
-    const Slot slot = static_cast<Slot>(index % kSlots);
+    const int64_t d = index / kLstmSlots;
+    const Slot slot = static_cast<Slot>(index % kLstmSlots);
     give(3 + index, *parameter, parameter_gradient(call, tokens, saved, vector_grads, d, slot));
   }
   for (Tensor& grad : results)  // no two results may be the same tensor

@@ -22,7 +22,7 @@ inline std::tuple<int64_t, std::string> layers_at_once(
     const Tensor& input, const Parameters& parameters, bool coupled, bool backward) {
   constexpr int64_t kFewestSteps = 32;  // an estimate, not measured
   const OnDeviceOf device(input);
-  const int64_t layers = static_cast<int64_t>(parameters.size()) / kSlots;
+  const int64_t layers = static_cast<int64_t>(parameters.size()) / kLstmSlots;
   int64_t most = std::min<int64_t>(layers, Lstm::kMaxChains);
   std::string why = most < layers ? "more never do" : "", reason;
   if (input.size(0) < kFewestSteps) {
@@ -78,10 +78,10 @@ inline std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> stack_
   for (LayerGroup group{0, at_once}; group.first < L; group.first += at_once) {
     group.count = std::min(at_once, L - group.first);
     const Tensor x = group.first ? all.output[group.first - 1] : input;
-    LstmCall call(x, group.part(parameters, kSlots), lengths, seed, group.part(options));
+    LstmCall call(x, group.part(parameters, kLstmSlots), lengths, seed, group.part(options));
     if (group.first == 0) {
       check_lengths(call);
-      all = make_results(call, L, h0, c0, save);
+      all = make_results(call, input, L, h0, c0, save);
     }
     forward_pass(call, x, group.part(all));
   }
@@ -101,20 +101,20 @@ inline std::vector<Tensor> stack_backward(
   check_input(input, output);
   for (int64_t layer = 0; layer < L; ++layer)
     check_hidden(
-        parameters.get(layer * kSlots + WeightHh), cells.size(-1) * (options.coupled ? 3 : 4),
+        parameters.get(layer * kLstmSlots + WeightHh), cells.size(-1) * (options.coupled ? 3 : 4),
         output.size(-1));
   const int64_t at_once = std::get<0>(layers_at_once(input, parameters, options.coupled, true));
-  std::vector<Tensor> results(3 + kSlots * L);
+  std::vector<Tensor> results(3 + kLstmSlots * L);
   Tensor grad = grad_output;
   for (int64_t first = (L - 1) / at_once * at_once; first >= 0; first -= at_once) {
     const LayerGroup group{first, std::min(at_once, L - first)};
     const Tensor x = first ? below[first - 1] : input;
-    LstmCall call(x, group.part(parameters, kSlots), lengths, seed, group.part(options));
+    LstmCall call(x, group.part(parameters, kLstmSlots), lengths, seed, group.part(options));
     LstmSaved saved{{}, *group.part(gates), *group.part(cells), *group.part(clipped)};
     for (int64_t d = first; d < first + group.count; ++d)
       saved.outputs.push_back(d < L - 1 ? below[d] : output);
     Flags own({first > 0 || wanted.get(0), wanted.get(1), wanted.get(2)});
-    own.append(group.part(wanted, kSlots, 3));
+    own.append(group.part(wanted, kLstmSlots, 3));
     const std::vector<Tensor> grads = backward_pass(
         call, grad, group.part(grad_h_n), group.part(grad_c_n), x, group.part(h0), group.part(c0),
         saved, own);
@@ -122,7 +122,7 @@ inline std::vector<Tensor> stack_backward(
     for (int64_t state : {1, 2})
       results[state] =
           results[state].defined() ? at::cat({grads[state], results[state]}) : grads[state];
-    std::copy(grads.begin() + 3, grads.end(), results.begin() + 3 + first * kSlots);
+    std::copy(grads.begin() + 3, grads.end(), results.begin() + 3 + first * kLstmSlots);
   }
   results[0] = grad;
   return results;

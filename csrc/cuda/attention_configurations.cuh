@@ -1,0 +1,96 @@
+// Tile sizes of the attention kernels, and what bounds them.
+//
+// D is the padded head dimension. KiB are those of a block's shared memory.
+
+#pragma once
+
+#include <cstddef>
+
+#include "cuda/attention_fragments.cuh"
+
+namespace trifuse::cuda {
+
+// Kernels for any GPU -----------------------------------------------------------------------------
+//
+// A block has 16 · kWarps rows of its own; tiles of N rows of the other side stream through two
+// stages. Compute capabilities 8.6, 8.9 and 12.0 give a block the least shared memory: 99 KiB.
+constexpr size_t kMostShared = 99 << 10;
+
+// A block's own rows are queries; a stage holds keys and values.
+//
+//             16 bits         float32
+//   D       rows  N  KiB    rows  N  KiB
+//   64       64  64   40     64  32   48
+//   128      64  64   80     64  32   96
+//   256      64  32   96     32  16   96
+//
+// From 80 KiB on, twice the keys would not fit. The other tiles are smaller than memory allows.
+template <class Scalar, int D>
+struct ForwardShape {
+  static constexpr int kWarps = !kTensorCore<Scalar> && D == 256 ? 2 : 4;
+  static constexpr int kRows = 16 * kWarps;
+  static constexpr int N = kTensorCore<Scalar> ? (D == 256 ? 32 : 64) : (D == 256 ? 16 : 32);
+  static constexpr size_t kShared = (kRows + 4 * N) * D * sizeof(Scalar);
+  static_assert(kShared <= kMostShared);
+};
+
+// A block's own rows are those of two tensors, k and v or q and dO, and so are a stage's.
+//
+//             16 bits         float32
+//   D       rows  N  KiB    rows  N  KiB
+//   64       64  32   32     64  32   64
+//   128      64  32   64     64  16   96
+//   256      64  16   96     32   8   96
+//
+// At 96 KiB, twice the N would not fit; in float32 at D = 256, 64 rows of two tensors alone would
+// take 128 KiB. The other tiles are smaller than memory allows.
+template <class Scalar, int D>
+struct BackwardShape {
+  static constexpr int kWarps = !kTensorCore<Scalar> && D == 256 ? 2 : 4;
+  static constexpr int kRows = 16 * kWarps;
+  static constexpr int N = kTensorCore<Scalar> ? (D == 256 ? 16 : 32)
+                                               : (D == 64        ? 32
+                                                      : D == 128 ? 16
+                                                                 : 8);
+  static constexpr size_t kShared = (2 * kRows + 4 * N) * D * sizeof(Scalar);
+  static_assert(kShared <= kMostShared);
+  // Columns of dK and dV per block. A thread's sums of 128 columns of both take 128 registers; of
+  // 256 columns they would take 256, and a thread has 255.
+  static constexpr int kColumns = D < 128 ? D : 128;
+};
+
+// The shape of kernels in which only the tiles' pitch depends on the head dimension: one for all.
+// At D = 256 the rows kernel takes (kRows + 2 N) · D elements, 64 KiB; the mask kernel takes
+// (2 kRows + 2 N) · D, 96 KiB, and in float32 2 KiB more for its totals.
+template <class Scalar>
+struct WideShape {
+  static constexpr int kWarps = kTensorCore<Scalar> ? 4 : 2;
+  static constexpr int kRows = 16 * kWarps;
+  static constexpr int N = kTensorCore<Scalar> ? 32 : 16;
+};
+
+// Kernels for Hopper GPUs -------------------------------------------------------------------------
+//
+// attention_hopper.cuh describes the blocks. Compute capability 9.0 gives a block 227 KiB.
+constexpr size_t kMostSharedHopper = 227 << 10;
+
+// N is the number of keys per tile. The stages of keys and values take 128 KiB at every D, the
+// block 161, 169 and 197 KiB; twice the keys or the stages would not fit. The producer keeps fewer
+// registers where a consumer's sums are wider.
+template <int D>
+struct HopperForwardShape {
+  static constexpr int N = D == 256 ? 64 : 128;
+  static constexpr int kStages = D == 64 ? 4 : 2;
+  static constexpr int kProducerRegisters = D == 64 ? 72 : 56;
+};
+
+// N is the number of columns per tile. A block takes 108 KiB at D = 64 and 204 at 128. By key at
+// D = 128 a consumer's arrays are largest, 224 numbers a thread: both sums, a tile's scores and
+// products, and their packed factors. There the producer keeps fewest registers.
+struct HopperBackwardShape {
+  static constexpr int N = 64, kStages = 4;
+  template <bool kByKey, int D>
+  static constexpr int kProducerRegisters = kByKey && D == 128 ? 56 : 72;
+};
+
+}  // namespace trifuse::cuda
