@@ -65,6 +65,9 @@ inline void check_arguments(const AttentionArguments& a) {
     TORCH_CHECK_VALUE(
         count > 0 && a.cu_seqlens_k,
         "cu_seqlens_q: expected at least one boundary, and cu_seqlens_k");
+    TORCH_CHECK_VALUE(B == 1, "query: expected batch size 1 beside cu_seqlens_q; got ", B);
+    TORCH_CHECK_VALUE(
+        !a.key_lengths, "key_lengths: expected None beside cu_seqlens_q; got a tensor");
     check_integers("cu_seqlens_q", a.cu_seqlens_q, count, query);
     check_integers("cu_seqlens_k", a.cu_seqlens_k, count, query);
   }

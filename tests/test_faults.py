@@ -367,11 +367,27 @@ def test_what_ops_are_handed():
     in_process(what_ops_are_handed_is_checked)
 
 
+@pytest.mark.parametrize("overload", ["cpp", "eager", "triton"])
+def test_packed_sequences_have_no_other_batch(triton, overload):
+    """The public functions never call an op with both."""
+    op, args = calls_of_ops(CASES["varlen"])[0]
+    op = getattr(torch.ops.trifuse.attention_forward, overload)
+    names = [a.name for a in op._schema.arguments]
+    lengths, pairs = list(args), list(args)
+    lengths[names.index("key_lengths")] = torch.tensor([300])
+    for name in ("query", "key", "value"):
+        pairs[names.index(name)] = normal(2, 2, 300, 16)
+    with pytest.raises(ValueError, match="key_lengths: expected None beside cu_seqlens_q"):
+        op(*lengths)
+    with pytest.raises(ValueError, match="query: expected batch size 1 beside cu_seqlens_q; got 2"):
+        op(*pairs)
+
+
 # Storage ------------------------------------------------------------------------------------------
 
 
-def short_storage_raises() -> None:
-    for case in CASES.values():
+def short_storage_raises(*cases: Case) -> None:
+    for case in cases or CASES.values():
         for argument, t in case.make(1).items():
             for kept in (0, t.nbytes - t.itemsize):
                 tensors = case.make(1)
@@ -384,6 +400,12 @@ def short_storage_raises() -> None:
 
 def test_storage_shorter_than_the_tensor():
     in_process(short_storage_raises)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_storage_shorter_than_the_tensor_in_triton(triton, name):
+    """Raises before anything is computed."""
+    short_storage_raises(CASES[name])
 
 
 # Real limits --------------------------------------------------------------------------------------

@@ -30,7 +30,7 @@ import functools
 import importlib
 import types
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -769,8 +769,8 @@ def implement(op: str, backend: str = "") -> Callable[[Callable[..., Any]], Call
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
         def kernel(*args: Any) -> Any:
-            if backend == "eager":  # other backends' kernels check it
-                _check_storages(*args)
+            if backend in _IN_PYTHON:  # C++ checks it itself
+                _check_storages(args)
             with without_autocast():
                 return function(*args)
 
@@ -782,17 +782,22 @@ def implement(op: str, backend: str = "") -> Callable[[Callable[..., Any]], Call
     return register
 
 
-def _check_storages(*args: Any) -> None:
+def _check_storages(args: Iterable[Any]) -> None:
     """Checks that each tensor's storage is large enough for its sizes and strides.
 
     Raises:
         ValueError: a storage was resized under its tensor (``trifuse.ArgumentError``).
     """
-    for t in tree_leaves(args):
-        if isinstance(t, Tensor) and t.numel() > 0 and type(t) in (Tensor, torch.nn.Parameter):
-            last = sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))
+    for t in args:
+        if isinstance(t, list):
+            _check_storages(t)
+        elif type(t) in (Tensor, torch.nn.Parameter) and t.numel() > 0:
+            if t.is_contiguous():  # the usual case, and the faster
+                last = t.numel() - 1
+            else:
+                last = sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))
             needed = (t.storage_offset() + last + 1) * t.itemsize
-            if t.device.type != "meta" and needed > t.untyped_storage().nbytes():
+            if needed > t.untyped_storage().nbytes() and t.device.type != "meta":
                 shape, held = tuple(t.shape), t.untyped_storage().nbytes()
                 raise fail(f"a tensor of shape {shape}", f"{needed} bytes of storage", held)
 

@@ -509,6 +509,11 @@ def _check_values(tensors: _Tensors, options: _Options) -> None:
     On a CPU it raises. Elsewhere reading them would wait for the device, so the device asserts.
     """
     Lq, Lk, key_lengths = tensors.query.shape[2], tensors.key.shape[2], tensors.key_lengths
+    if tensors.cu_seqlens_q is not None:
+        if key_lengths is not None:
+            raise fail("key_lengths", "None beside cu_seqlens_q", "a tensor")
+        if tensors.query.shape[0] != 1:
+            raise fail("query", "batch size 1 beside cu_seqlens_q", tensors.query.shape[0])
     if key_lengths is not None:
         ok = (key_lengths >= 0) & (key_lengths <= Lk)
         _require(ok.all(), "key_lengths", f"lengths in [0, {Lk}]", key_lengths)
