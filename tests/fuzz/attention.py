@@ -359,7 +359,9 @@ def formula(call: Call, tensors: Tensors, r: Rounding) -> Tensors:
     values = r(v.index_select(1, pairs.key))
     if kept is not None:  # dropped weights pass no gradient to values, not even in a NaN row
         values = torch.where(kept[:, None], values, values.detach())
-    terms = r(weight[..., None] * values)
+    # A backward computes each weight again, as exp(score - lse) with lse rounded.
+    of_lse = torch.exp((lse - r(lse)).nan_to_num()).detach().index_select(1, pairs.query)
+    terms = r(_Product.apply(weight, weight * of_lse, values))
     sums = v.new_zeros(len(v), rows, v.shape[-1]).index_add(1, pairs.query, terms)
     sums = r(sums.index_select(1, some))
     sums = sums + 0 * sums  # infinite sums become NaN
@@ -376,6 +378,20 @@ def formula(call: Call, tensors: Tensors, r: Rounding) -> Tensors:
         "out": out.unflatten(2, shape).transpose(1, 2),
         "lse": lse.unflatten(2, shape).transpose(1, 2),
     }
+
+
+class _Product(torch.autograd.Function):
+    """weight · value, with a weight of its own for the gradient of the value."""
+
+    @staticmethod
+    def forward(ctx, weight, weight_anew, value):  # type: ignore[no-untyped-def]
+        ctx.save_for_backward(weight_anew, value)
+        return weight[..., None] * value
+
+    @staticmethod
+    def backward(ctx, grad):  # type: ignore[no-untyped-def]
+        weight_anew, value = ctx.saved_tensors
+        return (grad * value).sum(-1), None, grad * weight_anew[..., None]
 
 
 def poison(call: Call, tensors: Tensors, value: float) -> None:
