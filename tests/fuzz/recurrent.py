@@ -91,7 +91,10 @@ def poison(call: Call, tensors: Tensors, value: float) -> None:
     x = tensors["input"]
     if call.tensors["input"].layout.repeated:
         return
-    x = x.transpose(0, 1) if call.options.get("batch_first") else x
+    if x.dim() == 2:
+        x = x[:, None]
+    elif call.options.get("batch_first"):
+        x = x.transpose(0, 1)
     for b, length in enumerate(tensors["lengths"].tolist()):
         x[length:, b] = value
 
