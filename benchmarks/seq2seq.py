@@ -297,7 +297,7 @@ def operations(model: nn.Module, batch: Batch) -> float:
     """Operations of a step's products: for each weight and token 2 forward and 4 backward."""
     into_encoder, into_decoder = tokens(batch)
     per_source = ("encoder.weight", "attention.key")
-    per_target = ("decoder.weight", "attention.query", "combine", "output")
+    per_target = ("decoder.weight", "attention.query", "combine", "readout", "output")
     return 6 * sum(
         parameter.numel() * (into_encoder if name.startswith(per_source) else into_decoder)
         for name, parameter in model.named_parameters()

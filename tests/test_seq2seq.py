@@ -81,18 +81,28 @@ attentions = pytest.mark.parametrize("name", ATTENTIONS)
 models = pytest.mark.parametrize(
     "changes",
     [
-        {"cell": cell, "bidirectional": bidirectional, "attention": name, "input_feeding": feeding}
-        for cell, bidirectional, name, feeding in (
-            ("lstm", False, "dot", False),
-            ("lstm", True, "multiplicative", False),
-            ("lstm", True, "additive", True),
-            ("gru", True, "scaled_dot", False),
-            ("gru", False, "additive", False),
-            ("gru", False, "multiplicative", True),
-        )
+        {"cell": "lstm", "attention": "dot"},
+        {"cell": "lstm", "attention": "multiplicative", "bidirectional": True, "bias": True},
+        {
+            "cell": "lstm",
+            "attention": "additive",
+            "attention_order": "luong",
+            "bidirectional": True,
+            "input_feeding": True,
+        },
+        {"cell": "gru", "attention": "scaled_dot", "bidirectional": True},
+        {"cell": "gru", "attention": "additive", "attention_order": "luong"},
+        {"cell": "gru", "attention": "multiplicative", "input_feeding": True},
+        {"cell": "gru", "attention": "additive", "bidirectional": True},
+        {"cell": "lstm", "attention": "additive", "bidirectional": True, "bias": True},
+        {"cell": "lstm", "attention": "dot", "attention_order": "bahdanau"},
+        {"cell": "rnn", "attention": "multiplicative"},
+        {"cell": "rnn", "attention": "additive", "bidirectional": True},
+        {"cell": "gru", "attention": "none", "bidirectional": True, "bias": True},
+        {"cell": "lstm", "attention": "none"},
     ],
     ids=lambda changes: " ".join(
-        str(value if value is not True else key) for key, value in changes.items() if value
+        str(value if value is not True else key) for key, value in changes.items()
     ),
 )
 
@@ -355,7 +365,9 @@ def test_attention_runs_under_autocast(name):
 # The model --------------------------------------------------------------------------------------
 
 
-def cell(rnn: nn.LSTM | nn.GRU, suffix: str, x: Tensor, hidden: list[Tensor]) -> list[Tensor]:
+def cell(
+    rnn: nn.LSTM | nn.GRU | nn.RNN, suffix: str, x: Tensor, hidden: list[Tensor]
+) -> list[Tensor]:
     """Computes one step of a layer and direction from its gates; returns h, and c for an LSTM."""
     names = (f"{kind}_{end}_{suffix}" for kind in ("weight", "bias") for end in ("ih", "hh"))
     w_ih, w_hh, b_ih, b_hh = (getattr(rnn, name) for name in names)
@@ -364,6 +376,8 @@ def cell(rnn: nn.LSTM | nn.GRU, suffix: str, x: Tensor, hidden: list[Tensor]) ->
         i, f, g, o = (read + kept).chunk(4)
         c = f.sigmoid() * hidden[1] + i.sigmoid() * g.tanh()
         return [o.sigmoid() * c.tanh(), c]
+    if isinstance(rnn, nn.RNN):
+        return [(read + kept).tanh()]
     (r, z, n), (kept_r, kept_z, kept_n) = read.chunk(3), kept.chunk(3)
     gate = (z + kept_z).sigmoid()
     new = (n + (r + kept_r).sigmoid() * kept_n).tanh()
@@ -390,27 +404,42 @@ def by_hand(model: Seq2Seq, source: list[int], target: list[int]) -> tuple[Tenso
         x = [torch.cat([out[each, place] for each in directions]) for place in range(len(x))]
         joined = [torch.cat(parts) for parts in zip(*finals, strict=True)]
         if model.bridge is not None:
-            joined[0] = model.bridge.hidden[layer](joined[0]).tanh()
+            given = finals[1] if config.attends_first else joined  # the backward direction's
+            joined = [model.bridge.hidden[layer](given[0]).tanh()]
             if states == 2:
-                joined[1] = model.bridge.cell[layer](joined[1])
+                joined.append(model.bridge.cell[layer](given[1]))
         first.append(joined)
     memory, hidden, fed = x, first, random(H).zero_()
     logits, weights = [], []
+
+    def attend(query: Tensor) -> Tensor:
+        scores = torch.stack([formula(model.attention, query, state) for state in memory])
+        weights.append(scores.exp() / scores.exp().sum())
+        return weights[-1] @ torch.stack(memory)
+
     for token in target:
-        y = model.target_embedding.weight[token] * scale
-        assert len(y) == E
-        if config.input_feeding:
-            y = torch.cat((y, fed))
+        embedded = model.target_embedding.weight[token] * scale
+        assert len(embedded) == E
+        y, before = embedded, hidden[-1][0]
+        if config.attends_first:
+            context = attend(before)
+            y = torch.cat((embedded, context))
+        elif config.input_feeding:
+            y = torch.cat((embedded, fed))
         for layer in range(config.num_layers):
             hidden[layer] = cell(model.decoder, f"l{layer}", y, hidden[layer])
             y = hidden[layer][0]
-        scores = torch.stack([formula(model.attention, y, state) for state in memory])
-        weight = scores.exp() / scores.exp().sum()
-        context = weight @ torch.stack(memory)
-        fed = (model.combine.weight @ torch.cat((context, y))).tanh()
-        logits.append(model.output.weight @ fed)
-        weights.append(weight)
-    return torch.stack(logits), torch.stack(weights)
+        if config.attends_first:
+            U, V, C = model.readout.linear.weight.split((H, E, H), 1)
+            t = U @ before + V @ embedded + C @ context
+            t = t if model.readout.linear.bias is None else t + model.readout.linear.bias
+            fed = torch.maximum(t[0::2], t[1::2])
+        elif config.attention == "none":
+            fed = y
+        else:
+            fed = model.combine(torch.cat((attend(y), y))).tanh()
+        logits.append(model.output(fed))
+    return torch.stack(logits), torch.stack(weights) if weights else torch.empty(0)
 
 
 @models
@@ -419,10 +448,19 @@ def test_model_is_its_formulas(changes):
     model = seq2seq_model(**changes)
     source, mask = ragged(*LENGTHS)
     target = tokens(4, 6, seed=1)
-    logits, weights = model(source, target, mask), model.align(source, target, mask)
-    for row, length in enumerate(LENGTHS):
-        wanted = by_hand(model, source[row, :length].tolist(), target[row].tolist())
+    logits = model(source, target, mask)
+    by_themselves = [
+        by_hand(model, source[row, :length].tolist(), target[row].tolist())
+        for row, length in enumerate(LENGTHS)
+    ]
+    for row, wanted in enumerate(by_themselves):
         assert_close(logits[row], wanted[0])
+    if model.attention is None:
+        with pytest.raises(ValueError, match="align: expected a model with attention"):
+            model.align(source, target, mask)
+        return
+    weights = model.align(source, target, mask)
+    for row, (length, wanted) in enumerate(zip(LENGTHS, by_themselves, strict=True)):
         assert_close(weights[row, :, :length], wanted[1])
         assert weights[row, :, length:].count_nonzero() == 0
 
@@ -455,7 +493,8 @@ def test_no_rows(changes):
     model, source, target = seq2seq_model(**changes), tokens(0, 4), tokens(0, 2)
     mask = torch.ones(0, 4, dtype=torch.bool)
     assert model(source, target, mask).shape == (0, 2, VOCABULARY)
-    assert model.align(source, target).shape == (0, 2, 4)
+    if model.attention is not None:
+        assert model.align(source, target).shape == (0, 2, 4)
     assert _greedy(model, source).tokens.shape == (0, 8)
     assert _search(model, source, mask).tokens.shape == (0, 4, 8)
 
@@ -503,6 +542,8 @@ def test_embeddings_are_shared_where_asked():
         target_vocab_size=11, embedding_dim=8, share_embedding=True, tie_output=True
     )
     assert all_three.output.weight is all_three.source_embedding.weight
+    half = seq2seq_model(embedding_dim=4, attention="additive", tie_output=True)
+    assert half.output.weight is half.target_embedding.weight
     tied = seq2seq_model(embedding_dim=8, tie_output=True)
     assert tied.output.weight is tied.target_embedding.weight
     assert tied(tokens(1, 3), tokens(1, 2)).shape == (1, 2, VOCABULARY)
@@ -516,12 +557,12 @@ def test_dropout_is_for_training():
     assert not torch.equal(model(*given), model(*given))
 
 
-@pytest.mark.parametrize("cell", ["lstm", "gru"])
+@pytest.mark.parametrize("cell", ["lstm", "gru", "rnn"])
 def test_fresh_weights_are_as_said(cell):
     torch.manual_seed(0)
     sizes = {"embedding_dim": 64, "hidden_size": 96, "target_vocab_size": 2000, "num_layers": 2}
     model = Seq2Seq(dataclasses.replace(TINY, cell=cell, bidirectional=True, **sizes))
-    gates = 4 if cell == "lstm" else 3
+    gates = {"lstm": 4, "gru": 3, "rnn": 1}[cell]
     recurrent = model.encoder.weight_hh_l1_reverse
     for gate in recurrent.unflatten(0, (gates, -1)):
         torch.testing.assert_close(gate @ gate.T, torch.eye(48), rtol=0, atol=1e-5)
@@ -554,10 +595,30 @@ def test_state_dict_goes_round(changes, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"cell": "rnn"}, "cell: expected one of lstm, gru; got 'rnn'"),
+        ({"cell": "LSTM"}, "cell: expected one of lstm, gru, rnn; got 'LSTM'"),
+        (
+            {"attention_order": "dot"},
+            "attention_order: expected one of luong, bahdanau; got 'dot'",
+        ),
+        (
+            {"attention": "none", "attention_order": "luong"},
+            "attention_order: expected None without attention; got 'luong'",
+        ),
+        (
+            {"attention": "none", "input_feeding": True},
+            "input_feeding: expected False without attention; got True",
+        ),
+        (
+            {"attention": "additive", "input_feeding": True},
+            "input_feeding: expected attention_order='luong'",
+        ),
+        (
+            {"attention": "additive", "hidden_size": 7},
+            "hidden_size: expected an even number with Bahdanau's order; got 7",
+        ),
         (
             {"attention": "general"},
-            "attention: expected one of dot, scaled_dot, additive, multiplicative; got 'general'",
+            "attention: expected one of none, .*multiplicative; got 'general'",
         ),
         (
             {"hidden_size": 7, "bidirectional": True},
@@ -568,6 +629,10 @@ def test_state_dict_goes_round(changes, tmp_path):
             "source_vocab_size: expected target_vocab_size=7 with share_embedding; got 11",
         ),
         ({"tie_output": True}, "embedding_dim: expected hidden_size=8 with tie_output; got 6"),
+        (
+            {"attention": "additive", "tie_output": True},
+            "embedding_dim: expected hidden_size / 2=4 with tie_output; got 6",
+        ),
     ],
 )
 def test_bad_choices_are_named(changes, message):
@@ -773,7 +838,10 @@ def test_fused_model_computes_the_same(changes, training, calls):
     source, mask = ragged(*LENGTHS)
     target = tokens(4, 6, seed=1)
     logits, wanted = fused(source, target, mask), model(source, target, mask)
-    expected = 0 if changes["attention"] == "additive" else 6 if changes["input_feeding"] else 1
+    config = model.config
+    expected = 6 if config.input_feeding or config.attends_first else 1
+    if config.attention in ("none", "additive"):
+        expected = 0
     assert len(calls) == expected
     assert_close(logits, wanted)
     for each in (logits, wanted):

@@ -1,9 +1,11 @@
-"""Recurrent encoder-decoders with attention, in plain ``torch.nn``: the eager baseline.
+"""Recurrent encoder-decoders with and without attention, in ``torch.nn``: the eager baseline.
 
-An LSTM or a GRU reads the source, another writes the target, and between them is the global
+A recurrent network reads the source, and another writes the target. Between them is the global
 attention of Luong, Pham and Manning, "Effective Approaches to Attention-based Neural Machine
 Translation" (2015), cited as LUONG, or that of Bahdanau, Cho and Bengio, "Neural Machine
-Translation by Jointly Learning to Align and Translate" (2015), cited as BAHDANAU.
+Translation by Jointly Learning to Align and Translate" (2015), cited as BAHDANAU. Without
+attention, the decoder gets nothing but the encoder's final state, as in Sutskever, Vinyals and Le,
+"Sequence to Sequence Learning with Neural Networks" (2014), cited as SUTSKEVER.
 
 The recurrent layers are torch's own. Attention that is a product of queries and keys goes through
 :class:`trifuse.models.transformer.SoftmaxAttention`, which :func:`trifuse.fuse` supports; targets
@@ -33,6 +35,7 @@ __all__ = [
     "Attention",
     "DecodingState",
     "DotAttention",
+    "MaxoutReadout",
     "MultiplicativeAttention",
     "Seq2Seq",
     "Seq2SeqConfig",
@@ -210,9 +213,14 @@ class _AdditiveScores(torch.autograd.Function):
 
 # The model --------------------------------------------------------------------------------------
 
-_CELLS: dict[str, type[nn.LSTM | nn.GRU]] = {"lstm": nn.LSTM, "gru": nn.GRU}
+_CELLS: dict[str, type[nn.LSTM | nn.GRU | nn.RNN]] = {
+    "lstm": nn.LSTM,
+    "gru": nn.GRU,
+    "rnn": nn.RNN,
+}
 
-_ATTENTIONS: dict[str, Callable[[int], Attention]] = {
+_ATTENTIONS: dict[str, Callable[[int], Attention | None]] = {
+    "none": lambda hidden_size: None,
     "dot": DotAttention,
     "scaled_dot": functools.partial(DotAttention, scaled=True),
     "additive": AdditiveAttention,
@@ -231,19 +239,27 @@ class Seq2SeqConfig:
             so that its output is as wide as the decoder's.
         num_layers: L, of encoder and decoder each.
         dropout: on the embeddings, between layers, and on the input of the output projection.
-        cell: "lstm" or "gru".
+        cell: "lstm", "gru", or "rnn" with tanh.
         bidirectional: read the source in both directions. The decoder then starts from a learnt
-            projection of both final states; otherwise from the final state itself.
-        attention: "dot", "scaled_dot", "additive" or "multiplicative".
+            projection: in Bahdanau's order of the backward direction's final states, otherwise of
+            both directions'. Without it the decoder starts from the final state itself.
+        attention: "none", "dot", "scaled_dot", "additive" or "multiplicative".
+        attention_order: "luong": the decoder steps, its new state is the query, and state and
+            context give the output (LUONG 3). "bahdanau": its previous state is the query, the
+            decoder's step reads the context, and the output is a :class:`MaxoutReadout`. Training
+            then goes step by step. None: "bahdanau" for additive attention, "luong" for others.
         input_feeding: the decoder also reads its previous attentional vector (LUONG 3.3). Training
             then goes step by step.
+        bias: biases in the attentional vector or the readout, and in the output projection.
+            Neither paper has them.
         share_embedding: one embedding for source and target.
-        tie_output: the output projection is the target's embedding (Press and Wolf, "Using the
-            Output Embedding to Improve Language Models", 2017).
+        tie_output: the output projection's weight is the target's embedding (Press and Wolf, "Using
+            the Output Embedding to Improve Language Models", 2017).
 
     Raises:
-        ValueError: ``cell`` or ``attention`` is none of these, ``hidden_size`` is odd with
-            ``bidirectional``, or sizes that must be the same to share weights are not.
+        ValueError: ``cell``, ``attention`` or ``attention_order`` is none of these, ``hidden_size``
+            is odd with ``bidirectional`` or in Bahdanau's order, an option goes without attention
+            or with the other order, or sizes that must be the same to share weights are not.
     """
 
     source_vocab_size: int = 50_000
@@ -258,23 +274,59 @@ class Seq2SeqConfig:
     input_feeding: bool = False
     share_embedding: bool = False
     tie_output: bool = False
+    attention_order: str | None = None
+    bias: bool = False
+
+    @property
+    def attends_first(self) -> bool:
+        """Whether each step attends before the decoder's recurrence (BAHDANAU) or after (LUONG)."""
+        if self.attention_order is None:
+            return self.attention == "additive"
+        return self.attention_order == "bahdanau"
+
+    @property
+    def output_size(self) -> int:
+        """Features that the output projection reads: BAHDANAU has half as many as hidden units."""
+        return self.hidden_size // 2 if self.attends_first else self.hidden_size
 
     def __post_init__(self) -> None:
-        for name, known in (("cell", _CELLS), ("attention", _ATTENTIONS)):
-            if getattr(self, name) not in known:
-                got = getattr(self, name)
-                raise ValueError(f"{name}: expected one of {', '.join(known)}; got {got!r}")
-        if self.bidirectional and self.hidden_size % 2:
-            raise ValueError(
-                f"hidden_size: expected an even number with bidirectional; got {self.hidden_size}"
-            )
-        for asked, one, other in (
-            ("share_embedding", "source_vocab_size", "target_vocab_size"),
-            ("tie_output", "embedding_dim", "hidden_size"),
+        for name, known in (
+            ("cell", (*_CELLS,)),
+            ("attention", (*_ATTENTIONS,)),
+            ("attention_order", ("luong", "bahdanau")),
         ):
-            sizes = getattr(self, one), getattr(self, other)
-            if getattr(self, asked) and sizes[0] != sizes[1]:
-                raise ValueError(f"{one}: expected {other}={sizes[1]} with {asked}; got {sizes[0]}")
+            got = getattr(self, name)
+            if got not in known and not (name == "attention_order" and got is None):
+                raise ValueError(f"{name}: expected one of {', '.join(known)}; got {got!r}")
+        if self.attention == "none":
+            for name, default in (("attention_order", None), ("input_feeding", False)):
+                if getattr(self, name) != default:
+                    got = getattr(self, name)
+                    raise ValueError(f"{name}: expected {default} without attention; got {got!r}")
+        if self.input_feeding and self.attends_first:
+            raise ValueError(
+                "input_feeding: expected attention_order='luong'; in Bahdanau's order the decoder "
+                "reads the context itself"
+            )
+        for wanted, why in (
+            (self.bidirectional, "bidirectional"),
+            (self.attends_first, "Bahdanau's order"),
+        ):
+            if wanted and self.hidden_size % 2:
+                raise ValueError(
+                    f"hidden_size: expected an even number with {why}; got {self.hidden_size}"
+                )
+        if self.share_embedding and self.source_vocab_size != self.target_vocab_size:
+            raise ValueError(
+                f"source_vocab_size: expected target_vocab_size={self.target_vocab_size} with "
+                f"share_embedding; got {self.source_vocab_size}"
+            )
+        if self.tie_output and self.embedding_dim != self.output_size:
+            size = "hidden_size / 2" if self.attends_first else "hidden_size"
+            raise ValueError(
+                f"embedding_dim: expected {size}={self.output_size} with tie_output; "
+                f"got {self.embedding_dim}"
+            )
 
 
 @dataclass
@@ -282,39 +334,51 @@ class DecodingState:
     """The state that :meth:`Seq2Seq.step` continues from. A source's targets share its memory."""
 
     hidden: tuple[Tensor, ...]  # h, and c for an LSTM, (L, N, H)
-    vector: Tensor  # (N, 1, H), the newest attentional vector
-    keys: Tensor  # (B, S, H)
+    vector: Tensor | None  # (N, 1, H), the newest attentional vector, if it is fed back
+    keys: Tensor | None  # (B, S, H), if there is attention
     values: Tensor  # (B, S, H)
     mask: Tensor | None  # bool (B, S)
+
+    @property
+    def targets(self) -> int:
+        """N."""
+        return self.hidden[0].shape[1]
 
     def reorder(self, rows: Tensor) -> None:
         """Keep the targets with these indices, each in a row of its own source."""
         self.hidden = tuple(x.index_select(1, rows) for x in self.hidden)
-        self.vector = self.vector.index_select(0, rows)
+        if self.vector is not None:
+            self.vector = self.vector.index_select(0, rows)
 
 
 class Bridge(nn.Module):
-    """Maps both directions' final states to the decoder's initial state: tanh(W [→; ←] + b).
+    """Maps a bidirectional encoder's final states to the decoder's initial state: tanh(W x + b).
 
-    Each layer has its own W and b. An LSTM's c is unbounded, so it is mapped without the tanh.
-    BAHDANAU A.2.2 uses the backward direction alone.
+    Each layer has its own W and b. x is [→; ←], or with ``backward_only`` ←, the state after the
+    source's first token (BAHDANAU A.2.2). An LSTM's c is unbounded, so it is mapped without the
+    tanh.
     """
 
-    def __init__(self, hidden_size: int, num_layers: int, has_cell_state: bool) -> None:
+    def __init__(
+        self, hidden_size: int, num_layers: int, has_cell_state: bool, backward_only: bool = False
+    ) -> None:
         super().__init__()
+        features = hidden_size // 2 if backward_only else hidden_size
 
         def projections() -> nn.ModuleList:
-            return nn.ModuleList(nn.Linear(hidden_size, hidden_size) for _ in range(num_layers))
+            return nn.ModuleList(nn.Linear(features, hidden_size) for _ in range(num_layers))
 
+        self.backward_only = backward_only
         self.hidden = projections()
         self.cell = projections() if has_cell_state else None
 
     def forward(self, final: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """h, and c for an LSTM: from torch's layout (2 L, B, H / 2) to (L, B, H)."""
-        joined = [x.unflatten(0, (-1, 2)).transpose(1, 2).flatten(2) for x in final]
-        first = [_each(self.hidden, joined[0]).tanh()]
+        directions = [x.unflatten(0, (-1, 2)).transpose(1, 2) for x in final]  # (L, B, 2, H / 2)
+        given = [x[:, :, 1] if self.backward_only else x.flatten(2) for x in directions]
+        first = [_each(self.hidden, given[0]).tanh()]
         if self.cell is not None:
-            first.append(_each(self.cell, joined[1]))
+            first.append(_each(self.cell, given[1]))
         return tuple(first)
 
 
@@ -322,10 +386,34 @@ def _each(projections: nn.ModuleList, layers: Tensor) -> Tensor:
     return torch.stack([project(x) for project, x in zip(projections, layers, strict=True)])
 
 
+class MaxoutReadout(nn.Module):
+    """Which of each two features is larger: t_j = max(t̃_2j, t̃_2j+1), t̃ = W [s; e; c] (+ b).
+
+    BAHDANAU A.2.2: s is the decoder's state (…, H) before the step, e the embedding (…, E) of the
+    token that the step reads, c the context (…, H), and W is [U_o; V_o; C_o].
+
+    Args:
+        in_features: 2 H + E.
+        out_features: the features of t, half those of t̃.
+        bias: whether there is a b.
+    """
+
+    def __init__(self, in_features: int, out_features: int, bias: bool = False) -> None:
+        super().__init__()
+        self.linear = nn.Linear(in_features, 2 * out_features, bias=bias)
+
+    def forward(self, state: Tensor, embedded: Tensor, context: Tensor) -> Tensor:
+        pairs = self.linear(torch.cat((state, embedded, context), -1)).unflatten(-1, (-1, 2))
+        return pairs.amax(-1)
+
+
 class Seq2Seq(nn.Module):
     """An encoder, a decoder, and attention from the decoder's states to the source.
 
-    The logits are a projection of LUONG's attentional vector, tanh(W [context; state]) (eq. 5).
+    The logits are a projection of LUONG's attentional vector, tanh(W [context; state]) (eq. 5); in
+    Bahdanau's order of a :class:`MaxoutReadout`; without attention of the decoder's state.
+    BAHDANAU's gated units apply the reset gate before the recurrent product; torch's GRU, which is
+    the cell here, applies it after.
 
     Embeddings start normal with variance 1 / embedding_dim and are multiplied by √embedding_dim at
     the input, so that inputs start with variance 1 whether or not the output is tied to them.
@@ -356,18 +444,25 @@ class Seq2Seq(nn.Module):
             self.target_embedding = self.source_embedding
         self.dropout = nn.Dropout(config.dropout)
         self.encoder = cell(E, H // directions, bidirectional=config.bidirectional, **layers)
-        self.bridge = Bridge(H, L, config.cell == "lstm") if config.bidirectional else None
-        self.decoder = cell(E + H if config.input_feeding else E, H, **layers)
+        self.bridge = None
+        if config.bidirectional:
+            self.bridge = Bridge(H, L, config.cell == "lstm", config.attends_first)
+        reads_more = config.input_feeding or config.attends_first
+        self.decoder = cell(E + H if reads_more else E, H, **layers)
         self.attention = _ATTENTIONS[config.attention](H)
-        self.combine = nn.Linear(2 * H, H, bias=False)
-        self.output = nn.Linear(H, config.target_vocab_size, bias=False)
+        self.combine = self.readout = None
+        if config.attends_first:
+            self.readout = MaxoutReadout(2 * H + E, config.output_size, config.bias)
+        elif self.attention is not None:
+            self.combine = nn.Linear(2 * H, H, bias=config.bias)
+        self.output = nn.Linear(config.output_size, config.target_vocab_size, bias=config.bias)
         if config.tie_output:
             self.output.weight = self.target_embedding.weight
         self._initialise()
 
     @torch.no_grad()
     def _initialise(self) -> None:
-        gates = 4 if self.config.cell == "lstm" else 3
+        gates = {"lstm": 4, "gru": 3, "rnn": 1}[self.config.cell]
         for name, parameter in self.named_parameters():
             if "embedding" in name:
                 parameter.normal_(0.0, self.config.embedding_dim**-0.5)
@@ -401,8 +496,13 @@ class Seq2Seq(nn.Module):
     def align(self, source: Tensor, target: Tensor, source_mask: Tensor | None = None) -> Tensor:
         """How much each position of the target attends to each of the source, (B, T, S).
 
-        Arguments and errors as in :meth:`forward`.
+        Arguments as in :meth:`forward`.
+
+        Raises:
+            ValueError: as :meth:`forward`, or the model has no attention.
         """
+        if self.attention is None:
+            raise ValueError("align: expected a model with attention; attention is 'none'")
         weights = self._decode(target, self.start(source, source_mask), need_weights=True)[1]
         assert weights is not None
         return weights
@@ -416,8 +516,12 @@ class Seq2Seq(nn.Module):
             if (lengths == source.shape[1]).all():  # no padding, so no need to pay for packing
                 lengths = source_mask = None
         memory, hidden = self._encode(source, lengths)
-        vector = memory.new_zeros(len(memory), 1, memory.shape[-1])
-        return DecodingState(hidden, vector, self.attention.project(memory), memory, source_mask)
+        vector = keys = None
+        if self.config.input_feeding:
+            vector = memory.new_zeros(len(memory), 1, memory.shape[-1])
+        if self.attention is not None:
+            keys = self.attention.project(memory)
+        return DecodingState(hidden, vector, keys, memory, source_mask)
 
     def step(self, tokens: Tensor, state: DecodingState) -> Tensor:
         """Logits (N, n, V) after each of n further tokens.
@@ -430,7 +534,7 @@ class Seq2Seq(nn.Module):
         Raises:
             ValueError: there are no tokens, or N is not such a multiple.
         """
-        begun = len(state.vector)
+        begun = state.targets
         if len(tokens) != begun and begun and len(tokens) % begun == 0:
             rows = torch.arange(begun, device=tokens.device)
             state.reorder(rows.repeat_interleave(len(tokens) // begun))
@@ -456,44 +560,70 @@ class Seq2Seq(nn.Module):
     def _decode(
         self, tokens: Tensor, state: DecodingState, need_weights: bool = False
     ) -> tuple[Tensor, Tensor | None]:
-        """Attentional vectors (N, n, H) of further tokens; weights (B, N / B · n, S) or None."""
+        """The output projection's input (N, n, ·) for further tokens; weights or None.
+
+        The weights are (B, N / B · n, S).
+        """
         _check_length("target", tokens)
-        if len(tokens) != (rows := len(state.vector)):
+        if len(tokens) != (rows := state.targets):
             raise ValueError(
                 f"target: expected {rows} rows, or in a step a multiple; got {len(tokens)}"
             )
         x = self._embed(self.target_embedding, tokens)
-        if not self.config.input_feeding:
-            return self._advance(x, state, need_weights)
-        vectors, weights = [], []
-        for embedded in x.split(1, 1):
-            fed = torch.cat((embedded, state.vector), -1)
-            vector, weight = self._advance(fed, state, need_weights)
-            vectors.append(vector)
-            if weight is not None:
-                weights.append(weight)
-        return torch.cat(vectors, 1), torch.cat(weights, 1) if weights else None
+        advance = self._attend_then_recur if self.config.attends_first else self._recur_then_attend
+        if not (self.config.attends_first or self.config.input_feeding):
+            return advance(x, state, need_weights)
+        # A step reads what the step before computed.
+        steps = [advance(embedded, state, need_weights) for embedded in x.split(1, 1)]
+        weights = [weight for _, weight in steps if weight is not None]
+        return torch.cat([out for out, _ in steps], 1), torch.cat(weights, 1) if weights else None
 
-    def _advance(
+    def _recur_then_attend(
         self, x: Tensor, state: DecodingState, need_weights: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """Run the decoder's layers over all of (N, n, ·), then attend from all their outputs."""
+        """LUONG's step for all of (N, n, E): the new states are the queries."""
+        if state.vector is not None:
+            x = torch.cat((x, state.vector), -1)
+        vectors, weights = self._recur(x, state), None
+        if self.combine is not None:
+            context, weights = self._attend(vectors, state, need_weights)
+            vectors = self.combine(torch.cat((context, vectors), -1)).tanh()
+        vectors = self.dropout(vectors)
+        if state.vector is not None:
+            state.vector = vectors
+        return vectors, weights
+
+    def _attend_then_recur(
+        self, x: Tensor, state: DecodingState, need_weights: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """BAHDANAU's step for (N, 1, E): the state before the step is the query."""
+        assert self.readout is not None
+        before = state.hidden[0][-1][:, None]  # h of the last layer
+        context, weights = self._attend(before, state, need_weights)
+        self._recur(torch.cat((x, context), -1), state)
+        return self.dropout(self.readout(before, x, context)), weights
+
+    def _recur(self, x: Tensor, state: DecodingState) -> Tensor:
+        """Run the decoder's layers over all of (N, n, ·); return the last one's outputs."""
         if self.config.cell == "lstm":
             out, state.hidden = self.decoder(x, state.hidden)
         else:
             out, hidden = self.decoder(x, state.hidden[0])
             state.hidden = (hidden,)
+        return out
+
+    def _attend(
+        self, query: Tensor, state: DecodingState, need_weights: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """The contexts (N, n, H) of queries of that shape, and the weights or None."""
+        assert self.attention is not None
+        assert state.keys is not None
         # All targets of one source share its keys, so they become further queries of its row.
         B = len(state.values)
-        targets = len(out) // B if B else 1
-        queries = out.reshape(B, targets * out.shape[1], out.shape[-1])
-        context, weights = self.attention(
-            queries, state.keys, state.values, state.mask, need_weights
-        )
-        vectors = self.combine(torch.cat((context.view_as(out), out), -1)).tanh()
-        vectors = self.dropout(vectors)
-        state.vector = vectors[:, -1:]
-        return vectors, weights
+        targets = len(query) // B if B else 1
+        rows = query.reshape(B, targets * query.shape[1], query.shape[-1])
+        context, weights = self.attention(rows, state.keys, state.values, state.mask, need_weights)
+        return context.view_as(query), weights
 
     def _embed(self, embedding: nn.Embedding, tokens: Tensor) -> Tensor:
         return self.dropout(embedding(tokens) * math.sqrt(self.config.embedding_dim))
