@@ -1,4 +1,6 @@
-"""Teaching recurrent encoder-decoders to read dates, eager and fused: curves, accuracy, attention.
+"""Teaching recurrent encoder-decoders to read dates and to copy, eager and fused.
+
+Printed and drawn: losses, accuracy, and what the attention attends to.
 
 The source is a date in one of many formats, such as "Tuesday, the third of March, 1998"; the target
 is 1998-03-03. Held-out days do not occur in training, in any format. An answer is right if every
@@ -6,9 +8,12 @@ character is. To make the answer unique, dates of three numbers put the month be
 separated by slashes and after it if separated by dots; years of two digits are those of POSIX, 1969
 to 2068.
 
-For each attention a model is trained eager and fused, without dropout, from the same seed and on
-the same batches. A third is trained eager in float64: the distance of the eager losses from its
-losses shows the effect of rounding.
+Copying shows what attention is for. The source is a string of random digits, and so is the target.
+Without attention, all of them must pass through one state of fixed size.
+
+For each task and attention a model is trained eager and fused, without dropout, from the same seed
+and on the same batches. A third is trained eager in float64: the distance of the eager losses from
+its losses shows the effect of rounding.
 
 Speed is measured on a training step: forward, loss and backward, without the optimizer.
 """
@@ -95,7 +100,7 @@ FORMATS = (
 )
 SOURCE_CHARACTERS = string.ascii_letters + string.digits + " ',-./"
 TARGET_CHARACTERS = string.digits + "-"
-LENGTH = len("1998-03-03") + 1  # of an answer, with the token that ends it
+LONGEST = 24  # digits to copy
 
 
 def write(day: datetime.date, form: str) -> str:
@@ -153,6 +158,21 @@ def _pad(rows: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
     return padded, padded != PAD
 
 
+# Copying ----------------------------------------------------------------------------------------
+
+
+def draw_copies(batch_size: int, generator: torch.Generator) -> Pairs:
+    """Strings of 1 to :data:`LONGEST` random digits, and the same as their answers."""
+    lengths = torch.randint(1, LONGEST + 1, (batch_size,), generator=generator).tolist()
+    texts = [
+        "".join(map(str, torch.randint(10, (length,), generator=generator).tolist()))
+        for length in lengths
+    ]
+    source, source_mask = _pad([_encode(text, SOURCE_CHARACTERS) for text in texts])
+    target, target_mask = _pad([[BOS, *_encode(text, TARGET_CHARACTERS)] for text in texts])
+    return Pairs(source, source_mask, target, target_mask)
+
+
 # Training ---------------------------------------------------------------------------------------
 
 
@@ -182,8 +202,23 @@ def task(attention: str, held_out: int = 1000, **sizes: Any) -> Task:
     )
 
 
+def copying(attention: str, held_out: int = 1000, **sizes: Any) -> Task:
+    return Task(
+        f"{COPYING}{attention}",
+        lambda dropout: Seq2Seq(config(attention, dropout=dropout, **sizes)),
+        lambda generator: draw_copies(64, generator),
+        [draw_copies(held_out, torch.Generator().manual_seed(1 << 20))],
+        loss,
+        learning_rate=5e-3,
+    )
+
+
+COPYING = "copying, "
+
+
 def tasks() -> list[Task]:
-    return [task(name) for name in ("additive", "multiplicative", "dot", "scaled_dot")]
+    dates = [task(name) for name in ("additive", "multiplicative", "dot", "scaled_dot", "none")]
+    return dates + [copying(name) for name in ("additive", "multiplicative", "none")]
 
 
 def loss(model: nn.Module, batch: Batch) -> Tensor:
@@ -196,21 +231,41 @@ def loss(model: nn.Module, batch: Batch) -> Tensor:
 class Answers:
     """One trained model's answers to the held-out dates."""
 
-    greedy: Tensor  # int64 (N, LENGTH)
-    beam: Tensor  # int64 (N, LENGTH), the best of each search
+    greedy: Tensor  # int64 (N, T), T tokens in the longest right answer
+    beam: Tensor  # int64 (N, T), the best of each search
 
     @staticmethod
     def of(model: Seq2Seq, batch: Batch) -> Answers:
-        source, source_mask = batch[:2]
-        ends = {"bos_id": BOS, "eos_id": EOS, "max_length": LENGTH}
+        source, source_mask, target, _ = batch
+        ends = {"bos_id": BOS, "eos_id": EOS, "max_length": target.shape[1] - 1}
         greedy: Decoded = greedy_search(model, source, source_mask, **ends)
         best: Decoded = beam_search(model, source, source_mask, beam_width=BEAMS, **ends)
         return Answers(greedy.tokens, best.tokens[:, 0])
 
 
+def each_right(answers: Tensor, batch: Batch) -> Tensor:
+    """Which answers are right in every character, bool (N,)."""
+    target, mask = batch[2][:, 1:], batch[3][:, 1:]
+    return (answers == target.where(mask, target.new_tensor(EOS))).all(1)
+
+
 def right(answers: Tensor, batch: Batch) -> float:
     """The fraction of answers that are right in every character."""
-    return (answers == batch[2][:, 1:]).all(1).double().mean().item()
+    return each_right(answers, batch).double().mean().item()
+
+
+def right_by_length(answers: Tensor, batch: Batch) -> dict[str, float]:
+    """The same for every fourth of the lengths that are copied."""
+    correct, lengths = each_right(answers, batch).double(), batch[1].sum(1) - 1
+    fourths = range(0, LONGEST, LONGEST // 4)
+    return {
+        f"{first + 1} to {first + LONGEST // 4}": correct[
+            (lengths > first) & (lengths <= first + LONGEST // 4)
+        ]
+        .mean()
+        .item()
+        for first in fourths
+    }
 
 
 @dataclass(frozen=True)
@@ -223,6 +278,18 @@ class Learnt:
     fused: Answers
 
     @property
+    def copies(self) -> bool:
+        """Whether the task is copying."""
+        return self.curves.task.startswith(COPYING)
+
+    @property
+    def attends(self) -> bool:
+        """Whether the model has attention."""
+        model = self.curves.fused.model
+        assert isinstance(model, Seq2Seq)
+        return model.attention is not None
+
+    @property
     def same(self) -> float:
         """The fraction of greedy answers that eager and fused agree on, right or wrong."""
         return (self.eager.greedy == self.fused.greedy).all(1).double().mean().item()
@@ -232,7 +299,13 @@ class Learnt:
             name: {search: right(getattr(answers, search), self.held_out) for search in SEARCHES}
             for name, answers in (("eager", self.eager), ("fused", self.fused))
         }
-        return self.curves.record() | {"accuracy": accuracy, "same_answers": self.same}
+        record = self.curves.record() | {"accuracy": accuracy, "same_answers": self.same}
+        if self.copies:
+            record["accuracy_by_length"] = {
+                "eager": right_by_length(self.eager.greedy, self.held_out),
+                "fused": right_by_length(self.fused.greedy, self.held_out),
+            }
+        return record
 
 
 SEARCHES = ("greedy", "beam")
@@ -287,7 +360,8 @@ def cases() -> list[Case]:
     sizes = {"embedding_dim": 512, "hidden_size": 512, "num_layers": 2, "dropout": 0.2}
     return [
         case("dates, training step", config("additive"), 64, 28),
-        case("H 512, additive", config("additive", **sizes), 32, 32),
+        case("H 512, additive", config("additive", attention_order="luong", **sizes), 32, 32),
+        case("H 512, Bahdanau", config("additive", cell="gru", **sizes), 32, 32),
         case("H 512, multiplicative", config("multiplicative", **sizes), 32, 32),
         case("H 512, multiplicative, GRU", config("multiplicative", cell="gru", **sizes), 32, 32),
     ]
@@ -311,7 +385,7 @@ def operations(model: nn.Module, batch: Batch) -> float:
 def accuracy_table(results: Sequence[Learnt]) -> Table:
     count = len(results[0].held_out[0])
     table = empty_table(
-        f"{count} held-out dates read right in every character",
+        f"{count} held-out answers right in every character",
         (
             *("eager, greedy", f"eager, {BEAMS} beams"),
             *("fused, greedy", f"fused, {BEAMS} beams", "same answers"),
@@ -324,6 +398,17 @@ def accuracy_table(results: Sequence[Learnt]) -> Table:
             for search in SEARCHES
         )
         table.add_row(result.curves.task, *(f"{x:.1%}" for x in accuracies), f"{result.same:.1%}")
+    return table
+
+
+def length_table(results: Sequence[Learnt]) -> Table:
+    """How many strings of each length the models copy, by greedy search."""
+    columns = right_by_length(results[0].fused.greedy, results[0].held_out)
+    table = empty_table("strings copied right, by the number of digits", tuple(columns))
+    for result in results:
+        for name, answers in (("eager", result.eager), ("fused", result.fused)):
+            shares = right_by_length(answers.greedy, result.held_out).values()
+            table.add_row(f"{result.curves.task}, {name}", *(f"{x:.1%}" for x in shares))
     return table
 
 
@@ -404,9 +489,12 @@ def main(argv: Sequence[str]) -> int:
     if learnt:
         print_table(curves_table([result.curves for result in learnt]))
         print_table(accuracy_table(learnt))
-        with trifuse.backend(options.backend):
-            plot(options.plot, learnt, caption.partition("\n")[0])
-        console.print(f"wrote {options.plot}", markup=False)
+        if copied := [result for result in learnt if result.copies]:
+            print_table(length_table(copied))
+        if shown := [result for result in learnt if result.attends and not result.copies]:
+            with trifuse.backend(options.backend):
+                plot(options.plot, shown, caption.partition("\n")[0])
+            console.print(f"wrote {options.plot}", markup=False)
     if times:
         print_table(speed_table(times))
     if options.json is not None:

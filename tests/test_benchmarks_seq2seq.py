@@ -72,7 +72,7 @@ def test_batches_hold_dates_and_their_answers():
         target = batch.target[row].tolist()
         assert source[-1] == target[-1] == EOS
         assert target[0] == BOS
-        assert len(target) == seq2seq.LENGTH + 1
+        assert len(target) == len("1998-03-03") + 2  # and the tokens that begin and end it
         answer = seq2seq._decode(target[1:], seq2seq.TARGET_CHARACTERS)
         day = datetime.date.fromisoformat(answer)
         forms = [seq2seq.write(day, form) for form in seq2seq.FORMATS]
@@ -80,6 +80,23 @@ def test_batches_hold_dates_and_their_answers():
         assert (batch.source[row][~batch.source_mask[row]] == PAD).all()
     assert batch.target_mask.all()
     assert seq2seq._decode([BOS, 4, EOS, 5], seq2seq.TARGET_CHARACTERS) == "?1"
+
+
+def test_copies_are_their_sources():
+    batch = seq2seq.draw_copies(300, torch.Generator().manual_seed(0))
+    texts = []
+    for source, target in zip(batch.source.tolist(), batch.target.tolist(), strict=True):
+        texts.append(seq2seq._decode(source, seq2seq.SOURCE_CHARACTERS))
+        assert seq2seq._decode(target[1:], seq2seq.TARGET_CHARACTERS) == texts[-1]
+        assert texts[-1].isdigit()
+    lengths = [len(text) for text in texts]
+    assert set(lengths) == set(range(1, seq2seq.LONGEST + 1))
+    answers = batch.target[:, 1:].masked_fill(~batch.target_mask[:, 1:], EOS)
+    assert seq2seq.right(answers, batch) == 1.0
+    shares = seq2seq.right_by_length(answers, batch)
+    assert shares == dict.fromkeys(["1 to 6", "7 to 12", "13 to 18", "19 to 24"], 1.0)
+    answers[[length > 18 for length in lengths], 0] += 1
+    assert seq2seq.right_by_length(answers, batch) == shares | {"19 to 24": 0.0}
 
 
 def test_an_answer_is_right_as_a_whole():
@@ -154,7 +171,8 @@ def test_a_fused_model_that_differs_stops_the_run(monkeypatch):
 
 
 def test_tables_json_and_picture(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(seq2seq, "tasks", lambda: [tiny_task(), tiny_task("dot")])
+    copies = seq2seq.copying("none", held_out=100, **TINY)
+    monkeypatch.setattr(seq2seq, "tasks", lambda: [tiny_task(), tiny_task("dot"), copies])
     monkeypatch.setattr(seq2seq, "cases", lambda: [tiny_case()])
     monkeypatch.setattr(torch, "set_num_threads", lambda threads: None)
     figures, picture = tmp_path / "figures.json", tmp_path / "picture.png"
@@ -163,13 +181,16 @@ def test_tables_json_and_picture(tmp_path, capsys, monkeypatch):
     printed = " ".join(capsys.readouterr().out.split())  # narrow tables break their titles
     for words in (
         "without dropout, 6 steps from one seed",
-        "16 held-out dates read right",
+        "16 held-out answers right",
+        "strings copied right, by the number of digits",
         "same answers",
         "tokens per second",
     ):
         assert words in printed
     content = json.loads(figures.read_text())
-    assert [result["task"] for result in content["learnt"]] == ["additive", "dot"]
+    named = [result["task"] for result in content["learnt"]]
+    assert named == ["additive", "dot", "copying, none"]
+    assert content["learnt"][2]["accuracy_by_length"]["fused"].keys() >= {"1 to 6", "19 to 24"}
     for result in content["learnt"]:
         assert {len(losses) for losses in result["losses"].values()} == {6}
         assert result["fused_from_eager"] < 1e-4
@@ -181,8 +202,8 @@ def test_tables_json_and_picture(tmp_path, capsys, monkeypatch):
     assert picture.read_bytes().startswith(b"\x89PNG")
     with pytest.raises(SystemExit):
         seq2seq.main(["--steps", "0"])
-    with pytest.raises(SystemExit, match="nothing is named 'none'"):
-        seq2seq.main(["--cases", "none"])
+    with pytest.raises(SystemExit, match="nothing is named 'nothing'"):
+        seq2seq.main(["--cases", "nothing"])
 
 
 def test_pictures_show_what_the_answer_attended_to():
