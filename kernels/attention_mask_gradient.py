@@ -194,6 +194,7 @@ def _add_grad_lse(
 def _store_share(
     grad_mask, tile_sum, rows_sum, share, sizes, shape: tl.constexpr, block: tl.constexpr
 ):
+    """Stores a program's share: its tile, summed over the dimensions that ``shape`` leaves out."""
     plane = tl.cast(share.index, tl.int64)
     if shape.batch:
         plane = plane * sizes.B + share.batch

@@ -73,16 +73,19 @@ class Walk(NamedTuple):
 
 @triton.jit
 def full_blocks(visible):
+    """Returns the Walk over the full blocks."""
     return Walk(visible.full_start, visible.full_stop, visible.full_stop, visible.full_stop)
 
 
 @triton.jit
 def edge_blocks(visible):
+    """Returns the Walk over the edge blocks, which jumps over the full ones."""
     return Walk(visible.start, visible.stop, visible.full_start, visible.full_stop)
 
 
 @triton.jit
 def all_blocks(visible):
+    """Returns the Walk over full and edge blocks, in order."""
     return Walk(visible.start, visible.stop, visible.stop, visible.stop)
 
 

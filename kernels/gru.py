@@ -76,6 +76,7 @@ class Gates(NamedTuple):
 
 @triton.jit
 def _load_gates(pointers, inside, H: tl.constexpr, dtype: tl.constexpr):
+    """Loads all gates as ``dtype``, 0 outside. ``pointers`` point to the first, n."""
     return Gates(
         load(pointers, inside, dtype),
         load(pointers + H, inside, dtype),
@@ -86,6 +87,7 @@ def _load_gates(pointers, inside, H: tl.constexpr, dtype: tl.constexpr):
 
 @triton.jit
 def _store_gates(pointers, gates, inside, H: tl.constexpr):
+    """Stores all gates, rounded to the dtype of ``pointers``, which point to n."""
     store(pointers, gates.n, inside)
     store(pointers + H, gates.r, inside)
     store(pointers + 2 * H, gates.z, inside)

@@ -442,6 +442,7 @@ class _Call:
         return PreparedLaunch(kernel, grid, config, self.variant)
 
     def _config(self, columns: int) -> Config:
+        """Returns the configuration of a kernel over that many units."""
         if self.one_launch:
             return sequence_config(self.variant.H)
         return step_config(self.B, columns, whole_rows=self.inputs.norm_hh is not None)

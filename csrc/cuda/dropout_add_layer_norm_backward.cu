@@ -425,7 +425,7 @@ void launch_sum(
     const Workspace<Accumulator<Scalar>>& workspace, cudaStream_t stream) {
   const LaunchPlan plan{
       .kernel = "dropout_add_layer_norm_backward_sum",
-      .sizes = {{"programs", split.blocks_per_chunk}, {"N", p.N}},
+      .sizes = {{"blocks", split.blocks_per_chunk}, {"N", p.N}},
       .grid = dim3((p.N + 31) / 32, 3),
       .block = 32 * kSumWarps,
       .shared = 32 * kSumWarps * sizeof(Accumulator<Scalar>),
