@@ -108,8 +108,8 @@ def attention_backward_mask_kernel(
 
 
 class Share(NamedTuple):
-    """What a program owns: a tile of the gradient, 0 in dimensions that are summed over, and the
-    ``index``-th share of its terms."""
+    """The part of the work that a program owns: a tile of the gradient, at 0 in dimensions that are
+    summed over, and the ``index``-th share of its terms."""
 
     index: Any
     batch: Any

@@ -29,9 +29,9 @@ query sees a later key (causal), and the window reaches 9 keys to the left::
 
 A walk visits the full blocks first, with unguarded loads and without comparisons: lengths, window
 and causality leave nothing out of them. Then it visits the edge blocks, which have guards, and
-jumps over the full ones. It visits no block outside [start, stop). A mask tensor is read in full
-and edge blocks alike; where it leaves out whole blocks at the ends of [start, stop), ``_trim``
-moves the ends inwards first.
+jumps over the full ones. It visits no block outside [start, stop). A mask tensor is read in both
+kinds of blocks; where it leaves out whole blocks at the ends of [start, stop), ``_trim`` moves the
+ends inwards first.
 """
 
 from __future__ import annotations

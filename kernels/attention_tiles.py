@@ -37,7 +37,7 @@ class Head(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """Rows of one head from ``first`` on. The head has ``length`` rows."""
+    """The place of a tile: rows of one head from ``first`` on. The head has ``length`` rows."""
 
     pointer: Any  # to the head's first row
     strides: Any

@@ -134,7 +134,7 @@ def _load_vector(vector, tile, N: tl.constexpr):
 
 @triton.jit
 def _draw(dropout, tile, block: tl.constexpr):
-    """Which elements are kept; None without dropout."""
+    """Returns which elements of the tile dropout keeps; None without dropout."""
     if dropout is None:
         keep = None
     else:

@@ -1,8 +1,8 @@
 """The GRU over a whole sequence, one layer in one or two directions, forward and backward, in
 Triton.
 
-The formulas are at the head of ``trifuse/reference/gru.py``; how they are spread over launches is
-at the head of ``trifuse/kernels/recurrent.py``.
+The formulas are at the head of ``trifuse/reference/gru.py``. The head of
+``trifuse/kernels/recurrent.py`` describes how they are spread over launches.
 
 The gradients of W_ih x and of W_hh h differ in one gate only: n in the former, k in the latter. So
 the backward stores the gradients of n, r, z, k side by side: the first three are the matrix for

@@ -46,7 +46,10 @@ def normalise(x, inside, N: tl.constexpr, eps: tl.constexpr):
 
 @triton.jit
 def normalise_backward(grad, n, rstd, N: tl.constexpr):
-    """``grad`` and n must be 0 outside a row's N elements."""
+    """Returns the gradient of ``normalise``'s x, from ``grad``, the gradient of its result n.
+
+    ``grad`` and n must be 0 outside a row's N elements.
+    """
     mean = tl.sum(grad, 1)[:, None] / N
     mean_n = tl.sum(grad * n, 1)[:, None] / N
     return rstd * (grad - mean - n * mean_n)

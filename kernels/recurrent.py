@@ -150,7 +150,8 @@ def make_tile(block_row, lengths, T, B, block: tl.constexpr):
 
 @triton.jit
 def make_step(tile, step, reverse: tl.constexpr):
-    """``reverse``: bit d is set if direction d reads rows from their last step to the first."""
+    """Returns step ``step`` of the tile. Bit d of ``reverse`` is set if direction d reads rows from
+    their last step to the first."""
     active = step < tile.length
     backwards = ((reverse >> tile.d) & 1) != 0
     t = tl.where(backwards & active, tile.length - 1 - step, step).to(tl.int64)
@@ -192,7 +193,9 @@ _EXCHANGE = 24 * 1024  # bytes of shared memory that a program needs beside the 
 
 
 def step_config(B: int, columns: int, whole_rows: bool = False) -> Config:
-    """For a step of ``columns`` units. A thread has 4 elements, 16 bytes of float32; more if whole
+    """Returns the configuration of a step of ``columns`` units.
+
+    A thread has 4 elements, 16 bytes of float32; more if whole
     rows exceed 2048 units. A step has little work, so small tiles spread it over many programs."""
     width = max(triton.next_power_of_2(columns), 8)
     if whole_rows:
@@ -203,7 +206,7 @@ def step_config(B: int, columns: int, whole_rows: bool = False) -> Config:
 
 
 def sequence_config(H: int) -> Config:
-    """For a whole sequence in one launch. A matrix unit takes 16 rows."""
+    """Returns the configuration of a whole sequence in one launch. A matrix unit takes 16 rows."""
     columns = max(triton.next_power_of_2(H), 16)
     return Config(Block(16, columns), 4 if columns <= 32 else 8)
 

@@ -4,8 +4,8 @@
 // 64 at a time, and keeps for each query its running softmax and the output so far: 64 x Ev values.
 // It writes its rows of out and logsumexp.
 //
-// Floor: 2 · 64 · 64 · (E + Ev) operations a tile, on the machine's multiply-add pipes. Beside them
-// stand one exp2 a pair, about 13 vector instructions for 16 pairs, and a pass for the maximum. The
+// Floor: 2 · 64 · 64 · (E + Ev) operations a tile, on the machine's multiply-add pipes. The softmax
+// adds one exp2 a pair, about 13 vector instructions for 16 pairs, and a pass for the maximum. The
 // tile, the transposed queries and the output stay in the L1 and L2 caches; keys and values are
 // read from there or L3 once for every 64 queries, 1/64 of a byte an operation.
 

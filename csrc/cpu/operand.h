@@ -26,7 +26,7 @@
 
 namespace trifuse::TRIFUSE_CAPABILITY {
 
-constexpr int64_t kTile = 64;  // queries, and keys, of a tile
+constexpr int64_t kTile = 64;  // queries of a tile, and keys
 
 // The element type in which a tensor's type is computed.
 template <class Scalar>

@@ -303,8 +303,7 @@ __device__ __forceinline__ LoadedUnit<Scalar> load_unit(
   return result;
 }
 
-// A unit's values that the backward computes with: those of the forward, restored from what it
-// saved.
+// A unit's values that the backward computes with, restored from the forward's saved results.
 template <class T>
 struct RestoredUnit {
   Gates<T> gates;

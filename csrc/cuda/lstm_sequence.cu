@@ -21,8 +21,8 @@
 // multiplies it exactly.
 //
 // In the backward, every block reads the gradients of all gates and computes the gradient of its
-// own columns of h. Or, if a projection makes h small, a block multiplies the gradients of its own
-// gates by all columns, and the owners of h add up the results of all blocks.
+// own columns of h. If a projection makes h small, a block multiplies the gradients of its own
+// gates by all columns instead, and the owners of h add up the results of all blocks.
 //
 // Floor, per step: for every 16 rows, one read of the weights that are not in registers from shared
 // memory, at 128 bytes a clock; h, B · R numbers, or in the backward up to four times as many, read
