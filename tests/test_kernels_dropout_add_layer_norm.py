@@ -189,10 +189,10 @@ def test_a_row_by_itself(request, tiles, rows, N):
     """The rows below a row change none of its bits."""
     request.getfixturevalue(tiles)
     fields = ("x", "residual", "grad_out", "grad_sum")
-    company = make(rows, N, dropout_p=0.2)
-    alone = dataclasses.replace(company, **{f: getattr(company, f)[:1] for f in fields})
+    batch = make(rows, N, dropout_p=0.2)
+    alone = dataclasses.replace(batch, **{f: getattr(batch, f)[:1] for f in fields})
     of_rows = ("out", "sum", "grad_x", "grad_residual")
-    one, many = run(alone), run(company)
+    one, many = run(alone), run(batch)
     assert_same_bits({f: one[f] for f in of_rows}, {f: many[f][:1] for f in of_rows})
 
 
