@@ -1,4 +1,4 @@
-"""Checks that what is timed computes the same thing as its peers."""
+"""Checks that a timed call computes the same as its peers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def check_accuracy(
 ) -> None:
     """Check that our error is at most twice the peer's, or at most two machine epsilons.
 
-    For 16-bit computations so deep that both results are some way off the exact ones.
+    For 16-bit computations so deep that rounding takes both results far from the exact ones.
 
     Raises:
         AssertionError: our error is larger.

@@ -261,8 +261,8 @@ def speed(
     functions = {name: functools.partial(read_all, read) for name, read in readers.items()}
     timings = timing.alternate(functions, seconds=0.0, min_rounds=rounds, rest=0.02)
     return {
-        name: Timing(tuple(seconds / len(batches) for seconds in timing.seconds))
-        for name, timing in timings.items()
+        name: Timing(tuple(seconds / len(batches) for seconds in measured.seconds))
+        for name, measured in timings.items()
     }
 
 

@@ -283,25 +283,28 @@ class Classified(NamedTuple):
     weights: list[float]  # of the layers in the mix
 
 
-def classify(known: Features, asked: Features, layers: slice, epochs: int, seed: int) -> Classified:
+def classify(
+    training: Features, held_out: Features, layers: slice, epochs: int, seed: int
+) -> Classified:
     """Learn the topics from some of the layers; the seed decides weights and batches.
 
     Each feature is standardised over the training sentences.
     """
     torch.manual_seed(seed)
     mean, std = (
-        statistic(known.means[layers], dim=1, keepdim=True) for statistic in (torch.mean, torch.std)
+        statistic(training.means[layers], dim=1, keepdim=True)
+        for statistic in (torch.mean, torch.std)
     )
-    means, asked_means = ((part.means[layers] - mean) / std for part in (known, asked))
+    means, held_out_means = ((part.means[layers] - mean) / std for part in (training, held_out))
     model = TopicClassifier(len(means), means.shape[-1])
     optimizer = torch.optim.Adam(model.parameters(), 1e-2, weight_decay=1e-3)
     for _ in range(epochs):
-        for rows in torch.randperm(len(known.labels)).split(4 * BATCH):
+        for rows in torch.randperm(len(training.labels)).split(4 * BATCH):
             optimizer.zero_grad()
-            F.cross_entropy(model(means[:, rows]), known.labels[rows]).backward()
+            F.cross_entropy(model(means[:, rows]), training.labels[rows]).backward()
             optimizer.step()
     with torch.no_grad():
-        right = model(asked_means).argmax(-1) == asked.labels
+        right = model(held_out_means).argmax(-1) == held_out.labels
         return Classified(right.double().mean().item(), model.mix.weights.softmax(0).tolist())
 
 
@@ -742,11 +745,11 @@ def _small(
     }
     bar = progress.add_task("classifying", total=len(sets) * len(READINGS) * options.seeds)
     topics: Topics = {name: {key: [] for key in READINGS} for name in sets}
-    for name, (known, asked) in sets.items():
+    for name, (training, held_out) in sets.items():
         for key, layers in READINGS.items():
             for seed in range(options.seeds):
                 epochs = 2 if options.quick else 60
-                topics[name][key].append(classify(known, asked, layers, epochs, seed))
+                topics[name][key].append(classify(training, held_out, layers, epochs, seed))
                 progress.advance(bar)
     everything = [*corpus.train, *corpus.validation]
     looked_at = [occurrences(bilms["fused"], everything, word, device) for word in LOOKED_AT]

@@ -88,8 +88,8 @@ class _HiddenStates(nn.Module):
 def _export(directory: Path, scratch: Path) -> Path:
     """Write the model as ONNX, once for the engines that read it.
 
-    The model uses the eager attention formula and the tracing exporter: of all that torch can
-    export, both engines are fastest on this.
+    The model uses the eager attention formula and the tracing exporter: both engines run this
+    fastest of all that torch can export.
     """
     path = scratch / "bert.onnx"
     if path.exists():

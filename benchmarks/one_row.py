@@ -78,7 +78,7 @@ class Outcome(NamedTuple):
 
     def record(self) -> dict[str, Any]:
         medians = {
-            T: {name: timing.median for name, timing in each.items()}
+            T: {name: measured.median for name, measured in each.items()}
             for T, each in self.timings.items()
         }
         return {"case": self.case.name, "steps": medians, "ratios": self.ratios()}

@@ -22,6 +22,7 @@ def other_kernels(
     Empty on a CPU, and if a backend was requested by name.
 
     Args:
+        call: the properties that decide which backends serve the call.
         make: returns the function to time; both are called under that backend.
         check: raises if the function's result is wrong; called under that backend, too.
         variants: further kernels by their backend and their name, each as ``make``.

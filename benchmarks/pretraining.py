@@ -144,10 +144,10 @@ def hide(ids: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     draws = torch.rand(ids.shape, generator=generator)
     fate = torch.rand(ids.shape, generator=generator)
     other = torch.randint(WORDS, VOCABULARY, ids.shape, generator=generator)
-    asked = (draws < 0.15) & ((ids >= WORDS) | (ids == UNKNOWN))
-    hidden = ids.masked_fill(asked & (fate < 0.8), MASK)
-    hidden = other.where(asked & (fate >= 0.8) & (fate < 0.9), hidden)
-    return hidden, ids.masked_fill(~asked, -100)
+    chosen = (draws < 0.15) & ((ids >= WORDS) | (ids == UNKNOWN))
+    hidden = ids.masked_fill(chosen & (fate < 0.8), MASK)
+    hidden = other.where(chosen & (fate >= 0.8) & (fate < 0.9), hidden)
+    return hidden, ids.masked_fill(~chosen, -100)
 
 
 def labelled(passages: Sequence[Passage]) -> Batch:
@@ -236,7 +236,7 @@ class Accuracy(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Knowledge:
+class TopicResults:
     """How well one pretrained model classifies topics, fine-tuned and frozen."""
 
     fine_tuned: dict[float, list[Accuracy]]  # by learning rate, one for each seed
@@ -244,18 +244,18 @@ class Knowledge:
     features: Tensor  # (N, hidden_size) of the test passages, from the frozen model
 
 
-def know(
+def learn_topics(
     split: Split,
     pretrained: Trained,
     steps: int,
     device: str,
     fused: bool,
     advance: Callable[[], object],
-) -> Knowledge:
+) -> TopicResults:
     parts = [labelled(part) for part in split]
 
     @torch.no_grad()
-    def tell(model: nn.Module, batch: Batch) -> float:
+    def accuracy_of(model: nn.Module, batch: Batch) -> float:
         return accuracy(model(*(x.to(device) for x in batch[:3])).cpu(), batch[3])
 
     def tune(learning_rate: float, seed: int) -> Accuracy:
@@ -269,25 +269,25 @@ def know(
             dropout=DROPOUT,
             advance=advance,
         )
-        return Accuracy(*(tell(tuned.model, batch) for batch in parts[1:]))
+        return Accuracy(*(accuracy_of(tuned.model, batch) for batch in parts[1:]))
 
     fine_tuned = {rate: [tune(rate, seed) for seed in range(SEEDS)] for rate in LEARNING_RATES}
-    known, *asked = (features(pretrained.model, batch, device) for batch in parts)
+    training, *held_out = (features(pretrained.model, batch, device) for batch in parts)
     labels = [batch[3] for batch in parts]
-    told = [
-        Accuracy(*map(accuracy, classify(known, labels[0], asked, decay), labels[1:]))
+    frozen = [
+        Accuracy(*map(accuracy, classify(training, labels[0], held_out, decay), labels[1:]))
         for decay in WEIGHT_DECAYS
     ]
-    best = max(told, key=operator.attrgetter("validation"))
-    return Knowledge(fine_tuned, best.test, asked[1])
+    best = max(frozen, key=operator.attrgetter("validation"))
+    return TopicResults(fine_tuned, best.test, held_out[1])
 
 
-def best_rate(knowledge: Sequence[Knowledge]) -> float:
+def best_rate(results: Sequence[TopicResults]) -> float:
     """The learning rate with the best mean validation accuracy over all models and seeds."""
     return max(
         LEARNING_RATES,
         key=lambda rate: statistics.mean(
-            told.validation for known in knowledge for told in known.fine_tuned[rate]
+            a.validation for result in results for a in result.fine_tuned[rate]
         ),
     )
 
@@ -301,21 +301,23 @@ def features(model: nn.Module, batch: Batch, device: str) -> Tensor:
     return (hidden.masked_fill(~mask[..., None], 0).sum(1) / mask.sum(1, keepdim=True)).cpu()
 
 
-def classify(known: Tensor, labels: Tensor, asked: Sequence[Tensor], decay: float) -> list[Tensor]:
+def classify(
+    training: Tensor, labels: Tensor, held_out: Sequence[Tensor], decay: float
+) -> list[Tensor]:
     """Logits of multinomial logistic regression, fitted by L-BFGS with weight decay."""
-    mean, std = known.mean(0), known.std(0)
-    known, *asked = (((x - mean) / std).double() for x in (known, *asked))
-    weight = torch.zeros(known.shape[1], TOPICS, dtype=torch.float64, requires_grad=True)
+    mean, std = training.mean(0), training.std(0)
+    training, *held_out = (((x - mean) / std).double() for x in (training, *held_out))
+    weight = torch.zeros(training.shape[1], TOPICS, dtype=torch.float64, requires_grad=True)
     optimizer = torch.optim.LBFGS([weight], max_iter=100, line_search_fn="strong_wolfe")
 
     def closure() -> Tensor:
         optimizer.zero_grad()
-        loss = F.cross_entropy(known @ weight, labels) + decay * weight.square().sum()
+        loss = F.cross_entropy(training @ weight, labels) + decay * weight.square().sum()
         loss.backward()
         return loss
 
     optimizer.step(closure)
-    return [x @ weight.detach() for x in asked]
+    return [x @ weight.detach() for x in held_out]
 
 
 def accuracy(logits: Tensor, labels: Tensor) -> float:
@@ -363,18 +365,18 @@ def main(argv: Sequence[str]) -> int:
             bar("fine-tuning", 3 * tuning),
         )
         advance = bar("with dropout", 2 * len(LEARNING_RATES) * SEEDS * tuning)
-        knowledge = {
-            name: know(split, model, tuning, device, name == "fused", advance)
+        results = {
+            name: learn_topics(split, model, tuning, device, name == "fused", advance)
             for name, model in (("eager", pretrained.eager), ("fused", pretrained.fused))
         }
 
     for curves in (pretrained, tuned):
         print_table(curves_table([curves]))
-    rate = best_rate(list(knowledge.values()))
+    rate = best_rate(list(results.values()))
     labels = labelled(split.test)[3]
     commonest = labels.bincount().max().item() / len(labels)
-    print_table(knowledge_table(knowledge, rate, commonest, len(labels)))
-    apart = (knowledge["fused"].features - knowledge["eager"].features).abs().max().item()
+    print_table(topics_table(results, rate, commonest, len(labels)))
+    apart = (results["fused"].features - results["eager"].features).abs().max().item()
     console.print(f"largest difference of the frozen features: {apart:.1e}")
 
     if options.plot is not None:
@@ -387,10 +389,10 @@ def main(argv: Sequence[str]) -> int:
             "learning_rate": rate,
             "accuracy": {
                 name: {
-                    "fine_tuned": [told.test for told in known.fine_tuned[rate]],
-                    "frozen": known.frozen,
+                    "fine_tuned": [a.test for a in result.fine_tuned[rate]],
+                    "frozen": result.frozen,
                 }
-                for name, known in knowledge.items()
+                for name, result in results.items()
             },
             "commonest": commonest,
             "features_apart": apart,
@@ -399,8 +401,8 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def knowledge_table(
-    knowledge: Mapping[str, Knowledge], rate: float, commonest: float, passages: int
+def topics_table(
+    results: Mapping[str, TopicResults], rate: float, commonest: float, passages: int
 ) -> Table:
     table = empty_table(
         f"topics of {passages} test passages classified correctly, one of {TOPICS}; fine-tuned "
@@ -408,12 +410,12 @@ def knowledge_table(
         "deviation",
         ("fine-tuned", "frozen features", "the commonest topic"),
     )
-    for name, known in knowledge.items():
-        shares = [told.test for told in known.fine_tuned[rate]]
+    for name, result in results.items():
+        shares = [a.test for a in result.fine_tuned[rate]]
         table.add_row(
             name,
             f"{statistics.mean(shares):.1%} ± {statistics.stdev(shares):.1%}",
-            f"{known.frozen:.1%}",
+            f"{result.frozen:.1%}",
             f"{commonest:.1%}",
         )
     return table

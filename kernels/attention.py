@@ -261,6 +261,7 @@ class _Call:
         return (blocks * (self.sizes.H // self.sizes.group) * (self.sizes.B + self.variant.packed),)
 
     def workload(self, kernel: str) -> Workload:
+        """Returns the properties of a launch that decide its configurations."""
         variant = self.variant
         head_dim = max(64, variant.BLOCK_E, variant.BLOCK_EV)
         unit = multiplying_unit(self.query.device, self.query.dtype)
@@ -293,6 +294,7 @@ def _tuner(workload: Workload) -> Any:
 
 
 def _inputs(tensors: _Tensors, with_seed: bool) -> Inputs:
+    """Returns the tensors that every kernel reads; a boolean mask as bytes."""
     mask = tensors.attn_mask
     if mask is not None and mask.dtype == torch.bool:
         mask = mask.view(torch.uint8)
@@ -309,6 +311,7 @@ def _inputs(tensors: _Tensors, with_seed: bool) -> Inputs:
 
 
 def _sizes(tensors: _Tensors, options: _Options) -> Sizes:
+    """Returns the run-time numbers of a call; see ``Sizes``."""
     query, key, value, attn_mask, _, cu_seqlens_q, _, _ = tensors
     B, H, total_q, E = query.shape
     total_k = value.shape[2]
@@ -342,6 +345,7 @@ def _sizes(tensors: _Tensors, options: _Options) -> Sizes:
 
 
 def _variant(tensors: _Tensors, options: _Options, inputs: Inputs, sizes: Sizes) -> Variant:
+    """Returns the compile-time parameters of a call; see ``Variant``."""
     query, key, value, attn_mask = tensors[:4]
     E, Ev = query.shape[3], value.shape[3]
     mask = inputs.attn_mask
@@ -371,13 +375,14 @@ def _variant(tensors: _Tensors, options: _Options, inputs: Inputs, sizes: Sizes)
         left_bound=left_bound,
         right_bound=right_bound,
         lower_right=options.lower_right and (left_bound or right_bound),
-        excludes_loaded=mask is not None or left_bound or right_bound,
+        selective=mask is not None or left_bound or right_bound,
         dropout=sizes.threshold > 0,
         grouped=key.shape[1] != query.shape[1],
     )
 
 
 def _strided(x: Tensor) -> Strided:
+    """Returns a tensor with its strides, 0 along dimensions of size 1."""
     # The stride of a dimension of size 1 is arbitrary. 0 broadcasts the dimension, and leaves fewer
     # kinds of strides to compile kernels for.
     return Strided(x, tuple(0 if n == 1 else s for n, s in zip(x.shape, x.stride(), strict=True)))

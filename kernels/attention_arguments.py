@@ -84,7 +84,7 @@ class Variant(NamedTuple):
     left_bound: bool  # the window has one
     right_bound: bool
     lower_right: bool
-    excludes_loaded: bool  # a mask or a bound leaves out pairs whose rows are loaded all the same
+    selective: bool  # a mask or a bound leaves out pairs whose rows are loaded all the same
     dropout: bool
     grouped: bool  # query heads share key heads
 

@@ -142,6 +142,7 @@ class RowValues(NamedTuple):
 
 @triton.jit
 def load_row_values(vectors, head, rows, variant: tl.constexpr, FULL: tl.constexpr):
+    """Loads the RowValues of the head's ``rows``; 0 past the last. FULL: no row is past it."""
     lse_base = _load_row_vector(vectors.lse_base, head, rows, FULL)
     delta = _load_row_vector(vectors.delta, head, rows, FULL)
     if variant.large_scores:
@@ -154,6 +155,7 @@ def load_row_values(vectors, head, rows, variant: tl.constexpr, FULL: tl.constex
 
 @triton.jit
 def _load_row_vector(vector, head, rows, FULL: tl.constexpr):
+    """Loads a vector's values, shaped as ``rows``; 0 past the head's last query."""
     if FULL:
         x = tl.load(vector + head.row_offset + rows)
     else:
@@ -237,7 +239,7 @@ def attention_backward_key_value_kernel(
         dk, dv, key, value, key_tile, value_tile, b, kv_head, grad_out, inputs, vectors, sizes,
         variant, block, CLEAN=False,
     )  # fmt: skip
-    if variant.excludes_loaded:
+    if variant.selective:
         if any_non_finite(dk) | any_non_finite(dv):
             dk = sums_of_non_finite_queries(
                 inputs.query, first, b, kv_head, inputs, sizes, variant, block, variant.E,
@@ -399,7 +401,7 @@ def attention_backward_query_kernel(
         dq, query, do, query_tile, do_tile, row_values, edge_blocks(visible), head, inputs, sizes,
         variant, block, FULL=False, CLEAN=False,
     )  # fmt: skip
-    if variant.excludes_loaded:
+    if variant.selective:
         if any_non_finite(dq):
             dq = sums_of_non_finite_keys(
                 inputs.key, head.key, first, visible, head, inputs, sizes, variant, block,

@@ -119,12 +119,15 @@ def launch_options(config: Config) -> dict[str, Any]:
     """Returns a configuration as keyword arguments of a launch."""
     *block, num_warps, num_stages, max_registers = config
     return {
-        "block": Block(*block), "num_warps": num_warps, "num_stages": num_stages,
+        "block": Block(*block),
+        "num_warps": num_warps,
+        "num_stages": num_stages,
         "maxnreg": max_registers,
-    }  # fmt: skip
+    }
 
 
 def multiplying_unit(device: torch.device, dtype: torch.dtype) -> str:
+    """Returns the name of the unit that multiplies matrices of ``dtype``: ``Workload.unit``."""
     if device.type == "cpu":
         return "interpreter"
     if dtype == torch.float32:

@@ -87,7 +87,7 @@ def attention_forward_kernel(
         acc, row_max, row_sum, query, query_tile, edge_blocks(visible), head, inputs, sizes,
         variant, block, FULL=False, CLEAN=False, VALUES=True,
     )  # fmt: skip
-    if variant.excludes_loaded:
+    if variant.selective:
         # ``row_sum`` too: dropout may have removed a NaN from ``acc``.
         if any_non_finite(acc) | any_non_finite(row_sum):
             acc = sums_of_non_finite_keys(

@@ -108,8 +108,8 @@ def attention_backward_mask_kernel(
 
 
 class Share(NamedTuple):
-    """What a program owns: a tile of the gradient, 0 in dimensions that are summed over, and the
-    ``index``-th share of its terms."""
+    """The part of the work that a program owns: a tile of the gradient, at 0 in dimensions that are
+    summed over, and the ``index``-th share of its terms."""
 
     index: Any
     batch: Any
@@ -194,6 +194,7 @@ def _add_grad_lse(
 def _store_share(
     grad_mask, tile_sum, rows_sum, share, sizes, shape: tl.constexpr, block: tl.constexpr
 ):
+    """Stores a program's share: its tile, summed over the dimensions that ``shape`` leaves out."""
     plane = tl.cast(share.index, tl.int64)
     if shape.batch:
         plane = plane * sizes.B + share.batch

@@ -30,21 +30,25 @@ from trifuse.kernels.attention_tiles import (
 
 @triton.jit
 def any_non_finite(x):
+    """Returns whether a tile holds a NaN or ±∞: one bool."""
     return tl.max((~_finite(x)).to(tl.int32)) > 0
 
 
 @triton.jit
 def zero_non_finite(x):
+    """Returns x with 0 in place of NaN and ±∞, in its dtype."""
     return tl.where(_finite(x), x, 0.0).to(x.dtype)
 
 
 @triton.jit
 def infinite_to_nan(x):
+    """Returns x with NaN in place of ±∞."""
     return tl.where(tl.abs(x) == INF, float("nan"), x)
 
 
 @triton.jit
 def _finite(x):
+    """Returns which elements of x are neither NaN nor ±∞."""
     return tl.abs(x.to(tl.float32)) < INF
 
 

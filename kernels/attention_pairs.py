@@ -29,9 +29,9 @@ query sees a later key (causal), and the window reaches 9 keys to the left::
 
 A walk visits the full blocks first, with unguarded loads and without comparisons: lengths, window
 and causality leave nothing out of them. Then it visits the edge blocks, which have guards, and
-jumps over the full ones. It visits no block outside [start, stop). A mask tensor is read in full
-and edge blocks alike; where it leaves out whole blocks at the ends of [start, stop), ``_trim``
-moves the ends inwards first.
+jumps over the full ones. It visits no block outside [start, stop). A mask tensor is read in both
+kinds of blocks; where it leaves out whole blocks at the ends of [start, stop), ``_trim`` moves the
+ends inwards first.
 """
 
 from __future__ import annotations
@@ -73,16 +73,19 @@ class Walk(NamedTuple):
 
 @triton.jit
 def full_blocks(visible):
+    """Returns the Walk over the full blocks."""
     return Walk(visible.full_start, visible.full_stop, visible.full_stop, visible.full_stop)
 
 
 @triton.jit
 def edge_blocks(visible):
+    """Returns the Walk over the edge blocks, which jumps over the full ones."""
     return Walk(visible.start, visible.stop, visible.full_start, visible.full_stop)
 
 
 @triton.jit
 def all_blocks(visible):
+    """Returns the Walk over full and edge blocks, in order."""
     return Walk(visible.start, visible.stop, visible.stop, visible.stop)
 
 

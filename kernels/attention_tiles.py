@@ -37,7 +37,7 @@ class Head(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """Rows of one head from ``first`` on. The head has ``length`` rows."""
+    """The place of a tile: rows of one head from ``first`` on. The head has ``length`` rows."""
 
     pointer: Any  # to the head's first row
     strides: Any
@@ -54,6 +54,7 @@ def program_place(blocks, heads):
 
 @triton.jit
 def load_head(inputs, sizes, b, h, variant: tl.constexpr):
+    """Returns the Head with query head h of sequence b."""
     if variant.packed:
         batch = 0
         first_query = tl.load(inputs.cu_seqlens_q + b)
@@ -134,6 +135,7 @@ def load_tile(
 
 @triton.jit
 def store_tile(tile, x, ROWS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr):
+    """Stores x (ROWS, BLOCK_DIM), except past the last row and past DIM."""
     x = x.to(tile.pointer.dtype.element_ty)
     tl.store(_pointers(tile, 0, ROWS, BLOCK_DIM), x, mask=_inside(tile, 0, ROWS, BLOCK_DIM, DIM))
 
@@ -150,6 +152,7 @@ def store_zeros(
 
 @triton.jit
 def _pointers(tile, column, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """(ROWS, COLUMNS): pointers to the tile's elements, from its column ``column`` on."""
     rows = tl.arange(0, ROWS)[:, None].to(tl.int64)
     columns = tl.arange(0, COLUMNS)[None, :].to(tl.int64)
     first = tile.pointer + tl.cast(tile.first, tl.int64) * tile.strides[2]
@@ -159,6 +162,7 @@ def _pointers(tile, column, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 @triton.jit
 def _inside(tile, column, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DIM: tl.constexpr):
+    """(ROWS, COLUMNS): whether an element exists, in the layout of ``_pointers``."""
     rows = tile.first + tl.arange(0, ROWS)[:, None]
     columns = column + tl.arange(0, COLUMNS)[None, :]
     return (rows < tile.length) & (columns < DIM)

@@ -38,7 +38,7 @@ from trifuse.reference import philox
 # Kernel arguments --------------------------------------------------------------------------------
 
 
-class Rows(NamedTuple):
+class Matrix(NamedTuple):
     """A (rows, N) matrix whose rows are contiguous."""
 
     data: Tensor
@@ -48,16 +48,18 @@ class Rows(NamedTuple):
 class Inputs(NamedTuple):
     """The tensors of the forward; None where the call has none."""
 
-    x: Rows  # the saved sum with Variant.x_is_sum
-    residual: Rows | None
+    x: Matrix  # the saved sum with Variant.x_is_sum
+    residual: Matrix | None
     weight: Tensor | None  # (N,)
     bias: Tensor | None
     x_bias: Tensor | None
 
 
 class Dropout(NamedTuple):
+    """How dropout draws its elements, and the factor of those that it keeps."""
+
     seed: Tensor  # (1,) int64
-    threshold: int
+    threshold: int  # random 16-bit values below it drop an element
     keep_scale: float
 
 
@@ -104,6 +106,7 @@ class Tile(NamedTuple):
 
 @triton.jit
 def _tile(first_row, first_column, rows, N: tl.constexpr, block: tl.constexpr):
+    """Returns the Tile whose first element is (first_row, first_column)."""
     row = first_row + tl.arange(0, block.rows)[:, None]
     column = first_column + tl.arange(0, block.columns)[None, :]
     return Tile(first_row, first_column, row, column, (row < rows) & (column < N))
@@ -118,6 +121,7 @@ def _load(matrix, tile, vector: tl.constexpr):
 
 @triton.jit
 def _store(matrix, values, tile, vector: tl.constexpr):
+    """Rounds a tile to the matrix's dtype and stores what lies inside the matrix."""
     pointers = matrix.data + tile.row * (matrix.stride * vector) + tile.column
     tl.store(pointers, round_to(values, matrix.data.dtype.element_ty), mask=tile.inside)
 
@@ -130,7 +134,7 @@ def _load_vector(vector, tile, N: tl.constexpr):
 
 @triton.jit
 def _draw(dropout, tile, block: tl.constexpr):
-    """Which elements are kept; None without dropout."""
+    """Returns which elements of the tile dropout keeps; None without dropout."""
     if dropout is None:
         keep = None
     else:
@@ -198,6 +202,7 @@ def _moments(total, tile, count, variant: tl.constexpr):
 
 @triton.jit
 def _write_normalised(out, sums, total, mean, rstd, inputs, tile, variant: tl.constexpr):
+    """Writes the output's tile and, if it is returned, the sum's. mean and rstd: (block.rows,)."""
     result = (total - mean[:, None]) * rstd[:, None]
     if inputs.weight is not None:
         result *= _load_vector(inputs.weight, tile, variant.N)
@@ -212,8 +217,8 @@ def _write_normalised(out, sums, total, mean, rstd, inputs, tile, variant: tl.co
 def dropout_add_layer_norm_forward_kernel(
     inputs,
     dropout,  # Dropout or None
-    out,  # Rows
-    sums,  # Rows or None
+    out,  # Matrix
+    sums,  # Matrix or None
     means,  # (rows,)
     rstds,  # (rows,)
     rows,
@@ -263,6 +268,7 @@ def dropout_add_layer_norm_forward_kernel(
 
 @triton.jit
 def _rstd(squares, N: tl.constexpr, eps):
+    """1 / √(squares / N + eps) of each row, (block.rows,)."""
     # Computed once per row, so the exact division and square root are free.
     return tl.div_rn(1.0, tl.sqrt_rn(squares / N + eps))
 
@@ -282,6 +288,7 @@ def _normalised(total, means, rstds, tile, rows, variant: tl.constexpr):
 
 @triton.jit
 def _weighted(dy, inputs, tile, variant: tl.constexpr):
+    """g = weight · dy, a tile."""
     if inputs.weight is not None:
         dy *= _load_vector(inputs.weight, tile, variant.N)
     return dy
@@ -321,15 +328,15 @@ def dropout_add_layer_norm_backward_statistics_kernel(
 
 @triton.jit(do_not_specialize=["rows"])
 def dropout_add_layer_norm_backward_kernel(
-    grad_out,  # Rows
-    grad_sum,  # Rows or None
+    grad_out,  # Matrix
+    grad_sum,  # Matrix or None
     inputs,
     dropout,  # Dropout or None
     means,
     rstds,
     statistics,  # None if rows fit into a tile
-    grad_x,  # Rows or None
-    grad_residual,  # Rows or None
+    grad_x,  # Matrix or None
+    grad_residual,  # Matrix or None
     shares,  # VectorGradients
     rows,
     variant: tl.constexpr,
@@ -385,20 +392,22 @@ def dropout_add_layer_norm_backward_kernel(
                 _store(grad_x, grad, tile, variant.vector)
             if shares.x_bias is not None:
                 dx_bias += grad
-        add = first_of_run > begin
-        _store_share(shares.weight, dweight, add, program, first_column, N, block)
-        _store_share(shares.bias, dbias, add, program, first_column, N, block)
-        _store_share(shares.x_bias, dx_bias, add, program, first_column, N, block)
+        later_run = first_of_run > begin
+        _add_run(shares.weight, dweight, later_run, program, first_column, N, block)
+        _add_run(shares.bias, dbias, later_run, program, first_column, N, block)
+        _add_run(shares.x_bias, dx_bias, later_run, program, first_column, N, block)
 
 
 @triton.jit
-def _store_share(shares, values, add, program, first_column, N: tl.constexpr, block: tl.constexpr):
-    """Stores the sum over the rows of ``values`` as the share, or adds it to the share."""
+def _add_run(
+    shares, values, later_run, program, first_column, N: tl.constexpr, block: tl.constexpr
+):
+    """Adds the sum over the rows of ``values`` to the program's share, which the first run sets."""
     if shares is not None:
         column = first_column + tl.arange(0, block.columns)
         pointers = shares + program * N + column
         total = tl.sum(values, 0)
-        if add:
+        if later_run:
             total += tl.load(pointers, mask=column < N, other=0.0)
         tl.store(pointers, total, mask=column < N)
 
@@ -427,6 +436,7 @@ def dropout_add_layer_norm_backward_sum_kernel(
 
 @triton.jit
 def _add_up(shares, grad, programs, N: tl.constexpr, block: tl.constexpr):
+    """Writes block.columns elements of ``grad``: the sums of the programs' shares."""
     if grad is not None:
         column = tl.program_id(0) * block.columns + tl.arange(0, block.columns)
         total = tl.full((block.rows, block.columns), 0.0, tl.float32)
@@ -500,8 +510,8 @@ def dropout_add_layer_norm_forward(
         launch(
             dropout_add_layer_norm_forward_kernel,
             (triton.cdiv(call.rows, config.block.rows),), config,
-            call.inputs, call.dropout, _as_rows(out), _as_rows(total if prenorm else None), mean,
-            rstd, call.rows, eps, call.variant,
+            call.inputs, call.dropout, _as_matrix(out), _as_matrix(total if prenorm else None),
+            mean, rstd, call.rows, eps, call.variant,
         )  # fmt: skip
     return out, total, mean, rstd
 
@@ -529,7 +539,7 @@ def dropout_add_layer_norm_backward(
     _check_backward(grad_out, grad_sum, tensors, mean, rstd)
     with torch.cuda.device_of(x):
         call = _Call(*tensors, dropout_p, rms_norm, x_is_sum=prenorm)
-        dy, ds = _as_rows(grad_out), _as_rows(grad_sum)
+        dy, ds = _as_matrix(grad_out), _as_matrix(grad_sum)
         mean, rstd = mean.contiguous(), rstd.contiguous()
         # A gradient has the dtype of its tensor, or of the output where there is no such tensor.
         vectors = (grad_out if t is None else t for t in (weight, bias, x_bias))
@@ -538,7 +548,7 @@ def dropout_add_layer_norm_backward(
             t.new_empty(t.shape if want else (0,)) for t, want in zip(like, wanted, strict=True)
         )
         grads = tuple(t if want else None for t, want in zip(results, wanted, strict=True))
-        grad_x, grad_residual = (_as_rows(t) for t in grads[:2])
+        grad_x, grad_residual = (_as_matrix(t) for t in grads[:2])
         vector_grads = VectorGradients(*grads[2:])
 
         N = call.variant.N
@@ -600,7 +610,7 @@ def _backward_programs(config: Config, tiles: int, chunks: int) -> int:
     return min(triton.cdiv(tiles, _MIN_TILES), most)
 
 
-def _stages(config: Config, *matrices: Rows | None) -> int:
+def _stages(config: Config, *matrices: Matrix | None) -> int:
     """Returns 2 if a program of the backward prefetches the next tile of the matrices, else 1."""
     bytes_read = sum(t.data.element_size() for t in matrices if t is not None)
     bytes_read *= config.block.rows * config.block.columns
@@ -627,9 +637,9 @@ class _Call:
         self.rows = math.prod(x.shape[:-1])
         self.variant = Variant(N, _vector(N), rms_norm, x_is_sum)
         vectors = (None if t is None else _aligned(t.contiguous()) for t in (weight, bias, x_bias))
-        x_rows = _as_rows(x)
-        assert x_rows is not None
-        self.inputs = Inputs(x_rows, _as_rows(residual), *vectors)
+        matrix = _as_matrix(x)
+        assert matrix is not None
+        self.inputs = Inputs(matrix, _as_matrix(residual), *vectors)
         threshold = philox.threshold(dropout_p)
         self.dropout = None
         if seed is not None and threshold > 0:
@@ -641,8 +651,8 @@ def _vector(N: int) -> int:
     return math.gcd(8, N)
 
 
-def _as_rows(t: Tensor | None) -> Rows | None:
-    """Returns a tensor (..., N) as Rows.
+def _as_matrix(t: Tensor | None) -> Matrix | None:
+    """Returns a tensor (..., N) as a Matrix.
 
     The tensor is copied only if its rows have no common stride, if a row isn't contiguous, or if
     rows are less aligned than in a fresh tensor: the order in which a row is summed depends on the
@@ -657,8 +667,9 @@ def _as_rows(t: Tensor | None) -> Rows | None:
         t = t.contiguous()
     t = _aligned(t)
     # The stride of a single row is arbitrary; N leaves fewer kinds of calls to compile for.
-    return Rows(t, (N if rows == 1 else t.stride(0)) // vector)
+    return Matrix(t, (N if rows == 1 else t.stride(0)) // vector)
 
 
 def _aligned(t: Tensor) -> Tensor:
+    """Returns ``t``, copied if it does not begin at a multiple of 16 bytes as fresh tensors do."""
     return t.clone(memory_format=torch.contiguous_format) if t.data_ptr() % 16 else t

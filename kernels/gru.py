@@ -1,8 +1,8 @@
 """The GRU over a whole sequence, one layer in one or two directions, forward and backward, in
 Triton.
 
-The formulas are at the head of ``trifuse/reference/gru.py``; how they are spread over launches is
-at the head of ``trifuse/kernels/recurrent.py``.
+The formulas are at the head of ``trifuse/reference/gru.py``. The head of
+``trifuse/kernels/recurrent.py`` describes how they are spread over launches.
 
 The gradients of W_ih x and of W_hh h differ in one gate only: n in the former, k in the latter. So
 the backward stores the gradients of n, r, z, k side by side: the first three are the matrix for
@@ -76,6 +76,7 @@ class Gates(NamedTuple):
 
 @triton.jit
 def _load_gates(pointers, inside, H: tl.constexpr, dtype: tl.constexpr):
+    """Loads all gates as ``dtype``, 0 outside. ``pointers`` point to the first, n."""
     return Gates(
         load(pointers, inside, dtype),
         load(pointers + H, inside, dtype),
@@ -86,6 +87,7 @@ def _load_gates(pointers, inside, H: tl.constexpr, dtype: tl.constexpr):
 
 @triton.jit
 def _store_gates(pointers, gates, inside, H: tl.constexpr):
+    """Stores all gates, rounded to the dtype of ``pointers``, which point to n."""
     store(pointers, gates.n, inside)
     store(pointers + H, gates.r, inside)
     store(pointers + 2 * H, gates.z, inside)

@@ -32,9 +32,9 @@ class Config(NamedTuple):
     num_warps: int
 
 
-def launch(kernel: Any, grid: tuple[int, ...], config: Config, *args: Any, **static: Any) -> Any:
+def launch(kernel: Any, grid: tuple[int, ...], config: Config, *args: Any) -> Any:
     """Launches a kernel whose last parameter is ``block``. Returns the compiled kernel, or None in
     the interpreter."""
     return kernel[grid](
-        *args, **static, block=config.block, num_warps=config.num_warps, enable_fp_fusion=True
+        *args, block=config.block, num_warps=config.num_warps, enable_fp_fusion=True
     )

@@ -1,9 +1,9 @@
 """The LSTM over a whole sequence, one layer in one or two directions, forward and backward, in
 Triton: the launchers.
 
-The formulas are at the head of ``trifuse/reference/lstm.py``; how they are spread over launches and
-programs is at the head of ``trifuse/kernels/recurrent.py``. With a projection a step is two
-products and two kernels, always launched step by step.
+The formulas are at the head of ``trifuse/reference/lstm.py``. The head of
+``trifuse/kernels/recurrent.py`` describes how they are spread over launches and programs. With a
+projection a step is two products and two kernels, always launched step by step.
 
 - ``lstm_arguments.py``: the kernels' arguments
 - ``lstm_cell.py``: pieces of a step that forward and backward share
@@ -442,6 +442,7 @@ class _Call:
         return PreparedLaunch(kernel, grid, config, self.variant)
 
     def _config(self, columns: int) -> Config:
+        """Returns the configuration of a kernel over that many units."""
         if self.one_launch:
             return sequence_config(self.variant.H)
         return step_config(self.B, columns, whole_rows=self.inputs.norm_hh is not None)

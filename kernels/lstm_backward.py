@@ -123,6 +123,7 @@ def _accumulate(shares, number, values, tile, at, H: tl.constexpr, block: tl.con
 
 @triton.jit
 def _accumulate_gates(shares, number, values, tile, at, variant: tl.constexpr, block: tl.constexpr):
+    """Adds a step's values of all gates to vectors ``number`` and on of the shares."""
     _accumulate(shares, number, values.i, tile, at, variant.H, block)
     if not variant.coupled:
         _accumulate(shares, number + 1, values.f, tile, at, variant.H, block)

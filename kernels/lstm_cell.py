@@ -28,6 +28,7 @@ from trifuse.kernels.recurrent import (
 
 @triton.jit
 def clip(x, limit: tl.constexpr):
+    """Returns x limited to [-limit, limit]."""
     if limit < INF:
         # NaN stays NaN.
         x = tl.where(x > limit, limit, tl.where(x < -limit, -limit, x))
@@ -45,7 +46,10 @@ def normalise(x, inside, N: tl.constexpr, eps: tl.constexpr):
 
 @triton.jit
 def normalise_backward(grad, n, rstd, N: tl.constexpr):
-    """``grad`` and n must be 0 outside a row's N elements."""
+    """Returns the gradient of ``normalise``'s x, from ``grad``, the gradient of its result n.
+
+    ``grad`` and n must be 0 outside a row's N elements.
+    """
     mean = tl.sum(grad, 1)[:, None] / N
     mean_n = tl.sum(grad * n, 1)[:, None] / N
     return rstd * (grad - mean - n * mean_n)
@@ -78,6 +82,7 @@ def load_gates(pointers, inside, variant: tl.constexpr, dtype: tl.constexpr):
 
 @triton.jit
 def store_gates(pointers, gates, inside, variant: tl.constexpr):
+    """Stores all gates. ``pointers`` point to the first; f is left out if gates are coupled."""
     store(pointers, gates.i, inside)
     if not variant.coupled:
         store(pointers + variant.H, gates.f, inside)
@@ -87,16 +92,19 @@ def store_gates(pointers, gates, inside, variant: tl.constexpr):
 
 @triton.jit
 def add_gates(x, y):
+    """Returns x + y, gate by gate."""
     return Gates(x.i + y.i, x.f + y.f, x.g + y.g, x.o + y.o)
 
 
 @triton.jit
 def multiply_gates(x, y):
+    """Returns x · y, gate by gate."""
     return Gates(x.i * y.i, x.f * y.f, x.g * y.g, x.o * y.o)
 
 
 @triton.jit
 def where_gates(condition, x):
+    """Returns the gates of x where the condition holds, 0 elsewhere."""
     return Gates(
         tl.where(condition, x.i, 0.0),
         tl.where(condition, x.f, 0.0),
@@ -127,6 +135,7 @@ def normalise_gates(x, inside, variant: tl.constexpr):
 
 @triton.jit
 def normalise_gates_backward(grad, n, rstd, variant: tl.constexpr):
+    """As ``normalise_backward``, over all gates together; ``grad`` and n are 0 outside."""
     N: tl.constexpr = variant.G * variant.H
     mean = sum_gates(grad, variant) / N
     mean_n = sum_gates(multiply_gates(grad, n), variant) / N

@@ -68,6 +68,7 @@ def _cell_forward(x, v, c, saved, inputs, tile, at, variant: tl.constexpr, block
 
 @triton.jit
 def _load_products_ih(products_ih, tile, at, variant: tl.constexpr, dtype: tl.constexpr):
+    """Loads W_ih x of a step, a tile for each gate; 0 in rows without the step."""
     pointers = products_ih + token_offsets(tile, at.t, variant.D, variant.G * variant.H)
     return load_gates(pointers, at.active & (tile.column < variant.H), variant, dtype)
 

@@ -116,6 +116,7 @@ def load(pointers, inside, dtype: tl.constexpr):
 
 @triton.jit
 def store(pointers, values, inside):
+    """Stores values inside, rounded to the dtype of ``pointers``."""
     tl.store(pointers, round_to(values, pointers.dtype.element_ty), mask=inside)
 
 
@@ -132,6 +133,7 @@ def load_weights(weight_hh, number, tile, H: tl.constexpr, G: tl.constexpr, bloc
 
 @triton.jit
 def make_tile(block_row, lengths, T, B, block: tl.constexpr):
+    """Returns the program's Tile in row block ``block_row``."""
     first_row = block_row * block.rows
     first_column = tl.program_id(1) * block.columns
     row = first_row + tl.arange(0, block.rows)[:, None]
@@ -148,7 +150,8 @@ def make_tile(block_row, lengths, T, B, block: tl.constexpr):
 
 @triton.jit
 def make_step(tile, step, reverse: tl.constexpr):
-    """``reverse``: bit d is set if direction d reads rows from their last step to the first."""
+    """Returns step ``step`` of the tile. Bit d of ``reverse`` is set if direction d reads rows from
+    their last step to the first."""
     active = step < tile.length
     backwards = ((reverse >> tile.d) & 1) != 0
     t = tl.where(backwards & active, tile.length - 1 - step, step).to(tl.int64)
@@ -157,6 +160,7 @@ def make_step(tile, step, reverse: tl.constexpr):
 
 @triton.jit
 def longest_row(tile):
+    """Returns the number of steps of the tile's longest row."""
     return tl.max(tl.max(tile.length, 1), 0)
 
 
@@ -189,7 +193,9 @@ _EXCHANGE = 24 * 1024  # bytes of shared memory that a program needs beside the 
 
 
 def step_config(B: int, columns: int, whole_rows: bool = False) -> Config:
-    """For a step of ``columns`` units. A thread has 4 elements, 16 bytes of float32; more if whole
+    """Returns the configuration of a step of ``columns`` units.
+
+    A thread has 4 elements, 16 bytes of float32; more if whole
     rows exceed 2048 units. A step has little work, so small tiles spread it over many programs."""
     width = max(triton.next_power_of_2(columns), 8)
     if whole_rows:
@@ -200,7 +206,7 @@ def step_config(B: int, columns: int, whole_rows: bool = False) -> Config:
 
 
 def sequence_config(H: int) -> Config:
-    """For a whole sequence in one launch. A matrix unit takes 16 rows."""
+    """Returns the configuration of a whole sequence in one launch. A matrix unit takes 16 rows."""
     columns = max(triton.next_power_of_2(H), 16)
     return Config(Block(16, columns), 4 if columns <= 32 else 8)
 
@@ -218,6 +224,7 @@ def fits_one_launch(device: torch.device, dtype: torch.dtype, H: int, gates: int
 
 @functools.cache
 def _shared_memory(device: torch.device) -> int:
+    """Returns the bytes of shared memory that a program can have."""
     if device.type != "cuda":
         return 1 << 30  # the interpreter has no limit
     properties = torch.cuda.get_device_properties(device)
@@ -281,6 +288,7 @@ class Sequences:
         return t[:, :, d].view(self.T * self.B, t.shape[3])
 
     def grid(self, config: Config, columns: int, steps: int = 1) -> tuple[int, int, int]:
+        """Returns the grid over blocks of rows, blocks of units, and directions."""
         rows = triton.cdiv(self.B, config.block.rows) * steps
         return rows, triton.cdiv(columns, config.block.columns), self.D
 
@@ -292,6 +300,7 @@ def stack(tensors: Sequence[Tensor | None], dtype: torch.dtype) -> Tensor | None
 
 
 def _stacked(tensors: Sequence[Tensor]) -> Tensor:
+    """Returns (D, ...), contiguous; one tensor is not copied."""
     if len(tensors) == 1:
         return tensors[0].contiguous()[None]
     return torch.stack(list(tensors))

@@ -214,7 +214,10 @@ def _measured_ceilings() -> dict[str, Any]:
 def ceilings_measured_once(
     monkeypatch: pytest.MonkeyPatch, _measured_ceilings: dict[str, Any]
 ) -> None:
-    """Measures each ceiling of the machine once per process: each time takes seconds."""
+    """Measures each ceiling of the machine once per process, because each time takes seconds.
+
+    A ceiling is kept by its arguments alone: a test that changes the number of threads must not
+    rely on the rates."""
     from trifuse.benchmarks import ceilings
 
     for name, measured in _measured_ceilings.items():

@@ -43,8 +43,8 @@ class Library:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.functions = ctypes.CDLL(str(path))
-        sizes = (ctypes.c_size_t, ctypes.c_uint64)
-        self.functions.set_device.argtypes = (ctypes.c_int, ctypes.c_int, *sizes, ctypes.c_int)
+        types = (ctypes.c_int, ctypes.c_int, ctypes.c_size_t, ctypes.c_uint64, ctypes.c_int)
+        self.functions.set_device.argtypes = types
         self._set_device(4, 2, 227 << 10, 0, 80)
 
     @contextmanager

@@ -100,7 +100,8 @@ class Accuracy:
 
 
 def assert_near(actual: dict[str, Tensor], expected: dict[str, Tensor], narrow: float) -> None:
-    """Asserts equality up to rounding, of ``narrow`` in 16 bits. Tests of accuracy bound it."""
+    """Asserts equality within a tolerance: ``narrow`` in 16 bits. It catches wrong results; how far
+    results may be rounded is for ``Accuracy``."""
     assert actual.keys() == expected.keys()
     for name, a in actual.items():
         rtol = {torch.float64: 1e-9, torch.float32: 1e-4}.get(a.dtype, narrow)

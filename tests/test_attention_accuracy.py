@@ -100,8 +100,8 @@ def test_specification_is_the_definition():
     empty = 0
     for b, h, i in itertools.product(range(B), range(H), range(Lq)):
         scores = {}
+        diagonal = i + Lk - Lq
         for j in range(Lk):
-            diagonal = i + Lk - Lq
             taking_part = (
                 diagonal - 3 <= j <= diagonal
                 and j < options["key_lengths"][b]
@@ -119,8 +119,8 @@ def test_specification_is_the_definition():
             continue
         total = sum(math.exp(s) for s in scores.values())
         assert results.lse[b, h, i].item() == pytest.approx(math.log(total), rel=1e-12)
+        weights = {j: math.exp(s) / total for j, s in scores.items()}
         for e in range(Ev):
-            weights = {j: math.exp(s) / total for j, s in scores.items()}
             expected = sum(
                 multiplier[b, h, i, j].item() * weight * case.value[b, h // 2, j, e].item()
                 for j, weight in weights.items()

@@ -146,11 +146,11 @@ def test_alone_in_a_pack(cpp_kernel, dtype, causal):
     torch.set_num_threads(2)
     for before, after in ((1, 0), (64, 5), (13, 200)):
         lengths = [before, 67, after]
-        company = packed(lengths, lengths, dtype=dtype, is_causal=causal)
+        batch = packed(lengths, lengths, dtype=dtype, is_causal=causal)
         mine = slice(before, before + 67)
         for f in ("query", "key", "value", "grad_out", "grad_lse"):
-            getattr(company, f)[:, :, mine] = getattr(alone, f)
-        results = run_packed(company, boundaries(lengths), None)
+            getattr(batch, f)[:, :, mine] = getattr(alone, f)
+        results = run_packed(batch, boundaries(lengths), None)
         assert_same_bits(Results(*(x[:, :, mine] for x in results[:5]), None), expected)
 
 

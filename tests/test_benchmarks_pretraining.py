@@ -89,8 +89,8 @@ def test_the_rate_is_chosen_on_validation_passages():
         low: [pretraining.Accuracy(0.5, 0.9), pretraining.Accuracy(0.6, 0.9)],
         high: [pretraining.Accuracy(0.7, 0.1), pretraining.Accuracy(0.5, 0.1)],
     }
-    known = pretraining.Knowledge(fine_tuned, 0.0, torch.empty(0))
-    assert pretraining.best_rate([known, known]) == high
+    results = pretraining.TopicResults(fine_tuned, 0.0, torch.empty(0))
+    assert pretraining.best_rate([results, results]) == high
 
 
 def test_both_know_the_same(tmp_path, capsys, monkeypatch):

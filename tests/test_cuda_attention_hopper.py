@@ -236,7 +236,7 @@ def test_an_infinite_key_that_all_queries_see():
     assert torch.equal(lse.isnan(), infinite)
 
 
-def test_peaks_that_rise_by_little_and_by_more():
+def test_row_max_rises_by_little_and_by_more():
     case = make(1, 1, 70, 700, 64)
     case.query[..., 0] = 4
     case.key[..., 0] = torch.linspace(-20, 40, 700)

@@ -364,19 +364,19 @@ def test_packed_without_tokens(kernel, lengths):
 @pytest.mark.parametrize("options", [{"is_causal": True}, {"window": (30, 9)}], ids=str)
 def test_alone_in_a_batch_and_padded_further(kernel, options):
     """A sequence gets the same bits alone, in a batch, and with NaN for padding."""
-    company = make(**ONE_HEAD, **options)
+    batch = make(**ONE_HEAD, **options)
     fields = ("query", "key", "value", "grad_out", "grad_lse")
-    alone = run(dataclasses.replace(company, **{f: getattr(company, f)[1:] for f in fields}))
+    alone = run(dataclasses.replace(batch, **{f: getattr(batch, f)[1:] for f in fields}))
 
     def pad(x: Tensor) -> Tensor:
         return torch.cat([x, torch.full((2, 1, 30, *x.shape[3:]), NAN, dtype=x.dtype)], 2)
 
     results = run(
         dataclasses.replace(
-            company,
-            key=pad(company.key),
-            value=pad(company.value),
-            options=company.options | {"key_lengths": torch.tensor([20, Lk])},
+            batch,
+            key=pad(batch.key),
+            value=pad(batch.value),
+            options=batch.options | {"key_lengths": torch.tensor([20, Lk])},
         )
     )
     of_sequence = Results(*(x[1:, :, : Lk if x.shape[2] > Lq else Lq] for x in results[:5]), None)

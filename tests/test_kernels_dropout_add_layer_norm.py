@@ -189,10 +189,10 @@ def test_a_row_by_itself(request, tiles, rows, N):
     """The rows below a row change none of its bits."""
     request.getfixturevalue(tiles)
     fields = ("x", "residual", "grad_out", "grad_sum")
-    company = make(rows, N, dropout_p=0.2)
-    alone = dataclasses.replace(company, **{f: getattr(company, f)[:1] for f in fields})
+    batch = make(rows, N, dropout_p=0.2)
+    alone = dataclasses.replace(batch, **{f: getattr(batch, f)[:1] for f in fields})
     of_rows = ("out", "sum", "grad_x", "grad_residual")
-    one, many = run(alone), run(company)
+    one, many = run(alone), run(batch)
     assert_same_bits({f: one[f] for f in of_rows}, {f: many[f][:1] for f in of_rows})
 
 
@@ -217,7 +217,7 @@ def test_rows_apart_are_not_copied(kernels):
     """Rows with gaps between them, and one row that is repeated, are read in place."""
     apart = torch.zeros(6, 2, 8)[:, 0]
     again = torch.zeros(8).expand(6, 8)
-    first, second = kernels._as_rows(apart), kernels._as_rows(again)
+    first, second = kernels._as_matrix(apart), kernels._as_matrix(again)
     assert (first.data.shape, kernels._vector(8)) == ((6, 8), 8)
     assert (first.data.data_ptr(), first.stride) == (apart.data_ptr(), 2)
     assert (second.data.data_ptr(), second.stride) == (again.data_ptr(), 0)
@@ -226,8 +226,8 @@ def test_rows_apart_are_not_copied(kernels):
 def test_rows_are_aligned_as_those_of_a_fresh_tensor(kernels):
     """Otherwise the order of a row's sum could depend on where in a batch the row begins."""
     for odd in (lay_out_rows(torch.ones(6, 8), "offset"), torch.ones(6, 9)[:, :8]):
-        rows = kernels._as_rows(odd)
-        assert rows.stride == 1
+        rows = kernels._as_matrix(odd)
+        assert (kernels._vector(8), rows.stride) == (8, 1)
         assert rows.data.data_ptr() % 16 == 0
         assert torch.equal(rows.data, odd)
 

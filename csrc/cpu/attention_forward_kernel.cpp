@@ -4,8 +4,8 @@
 // 64 at a time, and keeps for each query its running softmax and the output so far: 64 x Ev values.
 // It writes its rows of out and logsumexp.
 //
-// Floor: 2 · 64 · 64 · (E + Ev) operations a tile, on the machine's multiply-add pipes. Beside them
-// stand one exp2 a pair, about 13 vector instructions for 16 pairs, and a pass for the maximum. The
+// Floor: 2 · 64 · 64 · (E + Ev) operations a tile, on the machine's multiply-add pipes. The softmax
+// adds one exp2 a pair, about 13 vector instructions for 16 pairs, and a pass for the maximum. The
 // tile, the transposed queries and the output stay in the L1 and L2 caches; keys and values are
 // read from there or L3 once for every 64 queries, 1/64 of a byte an operation.
 
@@ -43,7 +43,7 @@ void run(const AttentionProblem& p, int64_t task) {
       "a thread of attention");
   TileMask<T>& mask = *scratch.take<TileMask<T>>(1);
   E* query_t = scratch.take<E>(right_transposed_size<E>(p.E));         // [E][64]
-  E* key_buffer = scratch.take<E>(left_rows_size<E>(kTile, p.E));      // [64][E]
+  E* row_buffer = scratch.take<E>(left_rows_size<E>(kTile, p.E));      // [64][E]
   E* value_buffer = scratch.take<E>(right_rows_size<E>(kTile, p.Ev));  // [64][Ev]
   E* weight_buffer = scratch.take<E>(kTile * kTile);                   // [64 / pack][64]
   T* scores = scratch.take<T>(kTile * kTile);                          // [keys][queries]
@@ -51,7 +51,7 @@ void run(const AttentionProblem& p, int64_t task) {
 
   Softmax<T> softmax(scale.exponent);
   std::fill_n(out, kTile * out_ld, T(0));
-  right_transposed(s.query_rows<Scalar>(p.query, h, i), rows, p.E, scale.sign, key_buffer, query_t);
+  right_transposed(s.query_rows<Scalar>(p.query, h, i), rows, p.E, scale.sign, row_buffer, query_t);
 
   uint64_t seen = 0;  // bit i: query i has a key
   const auto visible = s.visible(p, i, rows);
@@ -63,7 +63,7 @@ void run(const AttentionProblem& p, int64_t task) {
     seen |= cover == Cover::Full ? low_bits(rows) : mask.queries();
 
     const auto values = s.key_rows<Scalar>(p.value, kv_head, j);
-    const auto key = left_rows<E>(s.key_rows<Scalar>(p.key, kv_head, j), keys, p.E, key_buffer);
+    const auto key = left_rows<E>(s.key_rows<Scalar>(p.key, kv_head, j), keys, p.E, row_buffer);
     tile_scores(p, mask, scale, key, query_t, keys, lanes, scores);
     if (cover == Cover::Full) softmax.template tile<false>(scores, mask.bits, keys, lanes);
     else softmax.template tile<true>(scores, mask.bits, keys, lanes);

@@ -6,7 +6,7 @@
 // and written once. A second kernel adds up the blocks in order; its tasks own strips of columns.
 //
 // Floor: the bytes of grad_out, x, residual, grad_x and grad_residual at the machine's copy rate.
-// Beside them stand about 25 vector instructions a vector, and 42 for the dropout of 64 elements.
+// Arithmetic adds about 25 instructions a vector, and 42 for the dropout of 64 elements.
 
 #include "cpu/dropout_add_layer_norm_row.h"
 #include "cpu/kernels.h"

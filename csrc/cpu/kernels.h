@@ -1,4 +1,4 @@
-// The CPU kernels: what each one's entry points are, and a table of them per instruction set.
+// The CPU kernels: the entry points of each, and a table of them per instruction set.
 
 #pragma once
 

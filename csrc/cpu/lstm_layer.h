@@ -33,7 +33,7 @@ class Layer {
     T* peephole;   // [3][units]: i, f, o
     T* norm_cell;  // [2][units]: weight, bias
   };
-  // Takes memory for the packed weights that are asked for, and for all vectors.
+  // Takes memory for the packed weights whose flag is set, and for all vectors.
   void take_weights(Arena& arena, bool ih, bool hh, bool hr) {
     const int64_t size = panels.count * panels.width();
     for (int64_t d = 0; d < p.directions; ++d) {

@@ -99,17 +99,19 @@ struct Units : Lanes<Units<T>, T, kUnits> {
 
 // The order of columns: panels of 16 units, each of up to four blocks of 16 columns.
 //
-// One thread owns a panel, for all rows that have the step. A tile is a panel's products,
-// [rows][width]. Lane u of each block of panel q belongs to hidden unit q * 16 + u:
+// At each step one thread owns a panel, for all rows of a row group that have the step. The panel's
+// products are [rows][width]. Lane u of each block of panel q belongs to hidden unit q * 16 + u:
 //
-//               block 0     block 1     block 2     block 3
-//   lane        0 ... 15    0 ... 15    0 ... 15    0 ... 15
-//   row 0     |    i      |    f      |    g      |    o      |   LSTM: W_ih x + W_hh h + bias
-//   row 1     |    i      |    f      |    g      |    o      |
-//   ...
-//   coupled   |    i      |    g      |    o      |               no block of f
-//   GRU       |  n of x   |    r      |    z      |  n of h   |   W_ih x fills blocks 0 to 2,
-//                                                                 W_hh h blocks 1 to 3
+//                      block 0     block 1     block 2     block 3
+//   lane               0 ... 15    0 ... 15    0 ... 15    0 ... 15
+//   LSTM             |    i      |    f      |    g      |    o      |
+//   coupled LSTM     |    i      |    g      |    o      |               no block of f
+//   GRU, W_ih x      |    n      |    r      |    z      |           |
+//   GRU, W_hh h      |           |    r      |    z      |    n      |
+//
+// An LSTM's block holds W_ih x + W_hh h + bias. With layer normalisation W_ih x and W_hh h are two
+// such sets of products, since each has a norm of its own. In a GRU, r and z are sums of both
+// products, and n's two products stay apart.
 //
 // So all gates of a unit lie in the same lane of neighbouring vectors. In the last panel the lanes
 // past H are padding.

@@ -34,7 +34,7 @@ bool should_fail() {
   return number >= first_failure && number <= last_failure;
 }
 
-// Counts the allocations of torch's own allocator, and fails those that a test asked for.
+// Counts the allocations of torch's own allocator, and makes the ones that a test chose fail.
 class CountingAllocator final : public c10::Allocator {
  public:
   c10::DataPtr allocate(size_t bytes) override {
@@ -226,7 +226,7 @@ void* allocate(int64_t bytes, int64_t alignment, const char* purpose) {
   }
   // Gives other threads the time to wait for this one, which a test needs.
   if (!data && counting) std::this_thread::sleep_for(std::chrono::milliseconds(2));
-  // Begins like torch's own message, by which programs know to retry with a smaller batch.
+  // Begins like torch's own message, which programs match to retry with a smaller batch.
   TORCH_CHECK(
       data, "DefaultCPUAllocator: can't allocate memory: trifuse tried to allocate ", bytes,
       " bytes for ", purpose);

@@ -26,7 +26,7 @@
 
 namespace trifuse::TRIFUSE_CAPABILITY {
 
-constexpr int64_t kTile = 64;  // queries, and keys, of a tile
+constexpr int64_t kTile = 64;  // queries of a tile, and keys
 
 // The element type in which a tensor's type is computed.
 template <class Scalar>
@@ -152,21 +152,22 @@ inline bool all_finite(Rows<Scalar> rows, int64_t n, int64_t columns) {
   at::vec::transpose_mxn<float, size, size>(source, ld, target, target_ld);
 }
 // ATen has no such function for doubles. Take an element's row and column as one binary number:
-// interleaving rows i and i + size / 2 rotates it by a digit; log2(size) turns swap row and column.
+// interleaving rows i and i + size / 2 rotates it by a digit; log2(size) rotations swap row and
+// column.
 [[gnu::flatten]] inline void transpose_square(
     const double* source, int64_t ld, double* target, int64_t target_ld) {
   using Vec = Vectorized<double>;
   constexpr int64_t size = Vec::size(), half = size / 2;
-  Vec rows[size], turned[size];
+  Vec rows[size], rotated[size];
 #pragma GCC unroll 8
   for (int64_t r = 0; r < size; ++r) rows[r] = Vec::loadu(source + r * ld);
 #pragma GCC unroll 3
-  for (int64_t turn = 1; turn < size; turn *= 2) {
+  for (int64_t rotations = 1; rotations < size; rotations *= 2) {
 #pragma GCC unroll 4
     for (int64_t r = 0; r < half; ++r)
-      std::tie(turned[2 * r], turned[2 * r + 1]) = at::vec::interleave2(rows[r], rows[r + half]);
+      std::tie(rotated[2 * r], rotated[2 * r + 1]) = at::vec::interleave2(rows[r], rows[r + half]);
 #pragma GCC unroll 8
-    for (int64_t r = 0; r < size; ++r) rows[r] = turned[r];
+    for (int64_t r = 0; r < size; ++r) rows[r] = rotated[r];
   }
 #pragma GCC unroll 8
   for (int64_t r = 0; r < size; ++r) rows[r].store(target + r * target_ld);

@@ -1,8 +1,9 @@
 // The running softmax of a block of queries, over keys that come a tile at a time.
 //
-// Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018): beside the sum of
-// exponentials a running maximum (`row_max`) is kept, and whenever it rises, the sum is scaled
-// down.
+// Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018): each query keeps a
+// running maximum (`row_max`) beside its sum of exponentials (`row_sum`), and whenever the maximum
+// rises, the sum is scaled down. `row` is a query's row of the score matrix, which tiles hold
+// transposed: [key][query].
 
 #pragma once
 
@@ -23,8 +24,8 @@ struct Softmax {
   static constexpr T infinity = std::numeric_limits<T>::infinity();
 
   const T factor;                // exponents of 2 are (score - row_max) · factor
-  alignas(64) T row_max[kTile];  // the highest score; -inf for a query that has seen no key
-  alignas(64) T row_sum[kTile];  // of exponentials
+  alignas(64) T row_max[kTile];  // a query's highest score; -inf before its first key
+  alignas(64) T row_sum[kTile];  // a query's sum of exponentials
   alignas(64) T rescale[kTile];  // factor by which the last tile scaled the sums before it
 
   explicit Softmax(T factor) : factor(factor) {

@@ -472,7 +472,7 @@ __global__ __launch_bounds__(32 * WideShape<Scalar>::kWarps) void attention_back
     return;
   }
   // One row: sums over the rows of a thread, of a warp, of the block.
-  float* const room = reinterpret_cast<float*>(shared_memory());  // (kWarps, N)
+  float* const warp_sums = reinterpret_cast<float*>(shared_memory());  // (kWarps, N)
   __syncthreads();
 #pragma unroll
   for (int n = 0; n < N / 8; ++n)
@@ -481,12 +481,12 @@ __global__ __launch_bounds__(32 * WideShape<Scalar>::kWarps) void attention_back
       float sum = sums[n][i] + sums[n][2 + i];
 #pragma unroll
       for (int bits = 4; bits < 32; bits *= 2) sum += __shfl_xor_sync(kAllLanes, sum, bits);
-      if (lane() < 4) room[warp() * N + fragment_column(n, i)] = sum;
+      if (lane() < 4) warp_sums[warp() * N + fragment_column(n, i)] = sum;
     }
   __syncthreads();
   if (threadIdx.x >= N || column + int(threadIdx.x) >= p.Lk) return;
   float sum = 0;
-  for (int w = 0; w < Shape::kWarps; ++w) sum += room[w * N + threadIdx.x];
+  for (int w = 0; w < Shape::kWarps; ++w) sum += warp_sums[w * N + threadIdx.x];
   store_mask_gradient(p, how, parts, share, plane * p.Lk + column + threadIdx.x, sum);
 }
 

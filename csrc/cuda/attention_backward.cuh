@@ -111,9 +111,9 @@ __device__ __forceinline__ void make_weights(
 }
 
 // Applies dropout: multiplies kept numbers by `factor`, and sets the others to 0.
-template <int N, class Bits>
+template <int N, class Kept>
 __device__ __forceinline__ void apply_dropout(
-    float (&numbers)[N / 8][4], const Bits& kept, float factor) {
+    float (&numbers)[N / 8][4], const Kept& kept, float factor) {
 #pragma unroll
   for (int n = 0; n < N / 8; ++n)
 #pragma unroll

@@ -29,7 +29,8 @@ namespace {
 
 constexpr int N = HopperBackwardShape::N, kStages = HopperBackwardShape::kStages;
 
-struct Call {
+// A kernel's parameters.
+struct KernelArguments {
   Attention attention;
   QueryVectors vectors;
   Source query, key, value, grad_out;
@@ -91,8 +92,8 @@ __device__ __forceinline__ void write_vectors(
 // Starts to load rows of keys and values, or of queries and dO. Called by one thread.
 template <bool keys, int rows, class Scalar, int D>
 __device__ __forceinline__ void load_both(
-    Tiles<Scalar, D, rows>& to, const Call& call, SharedBarrier* barrier, const Head& head,
-    int first) {
+    Tiles<Scalar, D, rows>& to, const KernelArguments& call, SharedBarrier* barrier,
+    const Head& head, int first) {
   const int64_t token = (keys ? head.first_key : head.first_query) + first;
   const int h = keys ? head.kv_head : head.h;
   arrive_and_expect(barrier, sizeof to);
@@ -104,7 +105,7 @@ __device__ __forceinline__ void load_both(
 // kByKey: a block owns keys.
 template <bool kByKey, class Scalar, int D>
 __device__ __forceinline__ void produce(
-    const Call& call, const BlockIndex& index, int groups, Shared<Scalar, D>& shared) {
+    const KernelArguments& call, const BlockIndex& index, int groups, Shared<Scalar, D>& shared) {
   const Attention& p = call.attention;
   const bool leader = threadIdx.x == 0;
   const int first = index.block * kRows;
@@ -126,7 +127,7 @@ __device__ __forceinline__ void produce(
         BackwardHeader& header = shared.headers[tiles.stage];
         wait(&shared.empty[tiles.stage], tiles.parity ^ 1);
         if constexpr (kByKey) write_vectors(header, call.vectors, head(), column);
-        if (!write_header<N, kByKey>(header, p, index.b, h, first, column, all)) continue;
+        if (!write_bits<N, kByKey>(header, p, index.b, h, first, column, all)) continue;
         // Rows from `end` on are in memory, but take no part: they lie past the lengths.
         const Head other = head();
         const int end = kByKey
@@ -161,7 +162,8 @@ __device__ __forceinline__ void produce(
 
 template <bool kByKey, class Scalar, int D>
 __device__ __forceinline__ void consume(
-    const Call& call, const BlockIndex& index, int groups, int group, Shared<Scalar, D>& shared) {
+    const KernelArguments& call, const BlockIndex& index, int groups, int group,
+    Shared<Scalar, D>& shared) {
   const Attention& p = call.attention;
   const int strip = 4 * group + warp() % 4, row = index.block * kRows + 16 * strip;
   const Scale scale(p);
@@ -269,11 +271,11 @@ __device__ __forceinline__ void consume(
 
   named_barrier(kStoring + group, kWarpgroup);  // all warps are done with the consumer's own tiles
   const Head head(p, index.b, kByKey ? index.h * static_cast<int>(p.heads / p.kv_heads) : index.h);
-  const auto store = [&](const auto& gradient, double factor, const auto& where, Scalar* room,
+  const auto store = [&](const auto& gradient, double factor, const auto& where, Scalar* staging,
                          auto to) {
     const float factors[2] = {static_cast<float>(factor), static_cast<float>(factor)};
     store_rows<D>(
-        gradient, factors, where, Tile<Scalar>{room + 16 * (strip % 4) * D, D}, to, row,
+        gradient, factors, where, Tile<Scalar>{staging + 16 * (strip % 4) * D, D}, to, row,
         kByKey ? head.stored : head.queries, 0);
   };
   if constexpr (kByKey) {
@@ -291,7 +293,8 @@ __device__ __forceinline__ void consume(
 // Kernels -----------------------------------------------------------------------------------------
 
 template <bool kByKey, class Scalar, int D>
-__device__ __forceinline__ void backward(const Call& call, const BlockIndex& index, int rows) {
+__device__ __forceinline__ void backward(
+    const KernelArguments& call, const BlockIndex& index, int rows) {
   const int left = rows - index.block * kRows;
   if (left <= 0) return;
   const int groups = consumers(left);
@@ -324,7 +327,7 @@ __device__ __forceinline__ void backward(const Call& call, const BlockIndex& ind
 
 template <class Scalar, int D>
 __global__ __launch_bounds__(kThreads, 1) void attention_backward_key_value_hopper_kernel(
-    const __grid_constant__ Call call) {
+    const __grid_constant__ KernelArguments call) {
   const Attention& p = call.attention;
   const BlockIndex index(p.Lk, kRows, p.kv_heads);
   if (index.b == p.batch) return store_unused_keys<Scalar>(p, index, kRows);
@@ -333,7 +336,7 @@ __global__ __launch_bounds__(kThreads, 1) void attention_backward_key_value_hopp
 
 template <class Scalar, int D>
 __global__ __launch_bounds__(kThreads, 1) void attention_backward_query_hopper_kernel(
-    const __grid_constant__ Call call) {
+    const __grid_constant__ KernelArguments call) {
   const Attention& p = call.attention;
   BlockIndex index(p.Lq, kRows, p.heads);
   if (p.window_right >= 0) index.block = index.blocks - 1 - index.block;  // most keys first
@@ -344,7 +347,7 @@ __global__ __launch_bounds__(kThreads, 1) void attention_backward_query_hopper_k
 }  // namespace
 
 void attention_backward_hopper(const Attention& p, const QueryVectors& vectors, void* stream) {
-  const Call call{
+  const KernelArguments call{
       p,
       vectors,
       source(mapped_query(p), N),

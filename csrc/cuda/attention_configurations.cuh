@@ -1,4 +1,4 @@
-// Tile sizes of the attention kernels, and what bounds them.
+// Tile sizes of the attention kernels, and the limits that bound them.
 //
 // D is the padded head dimension. KiB are those of a block's shared memory.
 

@@ -24,11 +24,11 @@ __device__ __forceinline__ void store_unused_tokens(
       lse[(row + i) * p.logsumexp.stride[2]] = -kInfinity;
 }
 
-// Writes a warp's rows [row, row + 16) of out and logsumexp. `room` is as in store_rows.
+// Writes a warp's rows [row, row + 16) of out and logsumexp. `staging` is as in store_rows.
 template <int D, class Scalar>
 __device__ __forceinline__ void store_results(
     const Attention& p, const Head& head, const Scale& scale, int row, const float (&acc)[D / 8][4],
-    Softmax<Scalar>& softmax, const ReachedSums<D>& reached, const Tile<Scalar>& room) {
+    Softmax<Scalar>& softmax, const ReachedSums<D>& reached, const Tile<Scalar>& staging) {
   softmax.finish();
   float factor[2];
 #pragma unroll
@@ -45,7 +45,7 @@ __device__ __forceinline__ void store_results(
     }
   }
   store_rows<D>(
-      acc, factor, reached, room, head.query_rows<Scalar>(p.out, p.Ev), row, head.queries, 0);
+      acc, factor, reached, staging, head.query_rows<Scalar>(p.out, p.Ev), row, head.queries, 0);
 }
 
 }  // namespace trifuse::cuda

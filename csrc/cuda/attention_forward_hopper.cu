@@ -15,7 +15,8 @@
 namespace trifuse::cuda {
 namespace {
 
-struct Call {
+// A kernel's parameters.
+struct KernelArguments {
   Attention attention;
   Source query, key, value;
 };
@@ -37,7 +38,7 @@ struct Shared {
 
 template <class Scalar, int D>
 __device__ __forceinline__ void produce(
-    const Call& call, const BlockIndex& index, int groups, Shared<Scalar, D>& shared) {
+    const KernelArguments& call, const BlockIndex& index, int groups, Shared<Scalar, D>& shared) {
   constexpr int N = HopperForwardShape<D>::N;
   const Attention& p = call.attention;
   const bool leader = threadIdx.x == 0;
@@ -61,7 +62,7 @@ __device__ __forceinline__ void produce(
     for (int column = range.first; column < range.last; column += N) {
       TileHeader<N>& header = shared.headers[keys.stage];
       wait(&shared.key_empty[keys.stage], keys.parity ^ 1);
-      if (!write_header<N, false>(header, p, index.b, index.h, first, column, all)) continue;
+      if (!write_bits<N, false>(header, p, index.b, index.h, first, column, all)) continue;
       if (leader) {
         header.column = column;
         arrive_and_expect(&shared.key_full[keys.stage], sizeof shared.key[keys.stage]);
@@ -206,14 +207,14 @@ __device__ __forceinline__ void consume(
   }));
 
   named_barrier(kStoring + group, kWarpgroup);  // all warps are done with the queries
-  const Tile<Scalar> room{query + 16 * (strip % 4) * D, D};
-  store_results<D>(p, Head(p, index.b, index.h), Scale(p), row, acc, softmax, reached, room);
+  const Tile<Scalar> staging{query + 16 * (strip % 4) * D, D};
+  store_results<D>(p, Head(p, index.b, index.h), Scale(p), row, acc, softmax, reached, staging);
   if (group == 0) take_turn();  // consumer 1 has given one turn more than consumer 0 has taken
 }
 
 template <class Scalar, int D>
 __global__ __launch_bounds__(kThreads, 1) void attention_forward_hopper_kernel(
-    const __grid_constant__ Call call) {
+    const __grid_constant__ KernelArguments call) {
   const Attention& p = call.attention;
   BlockIndex index(p.Lq, kRows, p.heads);
   if (p.window_right >= 0) index.block = index.blocks - 1 - index.block;  // most keys first
@@ -267,7 +268,7 @@ void attention_forward_hopper(const Attention& p, void* stream) {
   const int64_t blocks = blocks_for(p, p.Lq, kRows, p.heads, true);
   if (blocks == 0) return;
   for_head_dim(p, [&]<int D>() {
-    const Call call{
+    const KernelArguments call{
         p, source(mapped_query(p), kGroupRows), source(mapped_key(p), HopperForwardShape<D>::N),
         source(mapped_value(p), HopperForwardShape<D>::N)};
     const auto run = [&]<class Scalar>() {

@@ -2,8 +2,8 @@
 //
 // A warp owns 16 of its block's rows: queries, or keys in the kernel that sums over queries.
 // Scores and weights are 16 x N matrices; so are sums, whose columns in float32 are those of
-// sum_column. Each thread holds N / 2 numbers of one, in an array
-// f[N / 8][4], as the accumulators of mma.m16n8k16 lie:
+// sum_column. Each thread holds N / 2 numbers of a matrix in an array f[N / 8][4], in the layout of
+// mma.m16n8k16's accumulators:
 //
 //   column   8n, +1    +2, +3    +4, +5    +6, +7
 //   row  0  | lane 0  | lane 1  | lane 2  | lane 3  |  f[n][0], f[n][1]
@@ -14,11 +14,12 @@
 //     ...
 //   row 15  | lane 28 | lane 29 | lane 30 | lane 31 |
 //
-// Operand a (16 x 16) of the next product lies alike, two numbers to a register: registers 0 and 1
-// hold columns 0 to 7 of rows lane / 4 and lane / 4 + 8, registers 2 and 3 hold columns 8 to 15. So
-// weights go from one product to the next without leaving the thread. Of operand b (16 x 8), a lane
-// holds column lane / 4: register 0 has rows 2 (lane % 4) and the next, register 1 the rows 8
-// below. A wgmma has 64 rows: warp w of the four holds rows 16 w to 16 w + 15, in this layout.
+// Operand a (16 x 16) of the next product has the same layout, two numbers to a register: registers
+// 0 and 1 hold columns 0 to 7 of rows lane / 4 and lane / 4 + 8, registers 2 and 3 hold columns 8
+// to 15. So weights go from one product to the next without leaving the thread. A lane holds column
+// lane / 4 of operand b (16 x 8): register 0 has rows 2 (lane % 4) and the next, register 1 the
+// rows 8 below. A wgmma has 64 rows: warp w of the four holds rows 16 w to 16 w + 15, in this
+// layout.
 //
 // float32 products are ordinary fused multiply-adds, one term after the other and rounded as in
 // eager torch, on the same layout, so the code between two products is the same for all types.

@@ -218,7 +218,7 @@ __device__ __forceinline__ Range visible_to_all(const Attention& p, const Head& 
 // Writes a tile's pairs and kept weights. Returns false if no pair takes part: the tile is skipped.
 // `all` comes from visible_to_all.
 template <int N, bool kByKey>
-__device__ __forceinline__ bool write_header(
+__device__ __forceinline__ bool write_bits(
     TileHeader<N>& header, const Attention& p, int b, int h, int first, int column,
     const Range& all) {
   bool any = true;

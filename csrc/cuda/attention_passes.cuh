@@ -1,4 +1,5 @@
-// The passes over a block's tiles that keep a NaN or Inf from pairs that take no part.
+// The passes over a block's tiles that keep a NaN or Inf from pairs that take no part, and
+// store_rows, which writes a warp's sums and the NaN that the passes found.
 //
 // A NaN or Inf in a row that a mask or window leaves out must not return as 0 · NaN from a product.
 // The fast pass assumes that all numbers are finite. If one of its sums is not finite, the locate
@@ -101,11 +102,11 @@ __device__ __forceinline__ bool any_non_finite(const float (&sums)[C / 8][4]) {
 
 // Writes a warp's rows [first, min(first + 16, length)), columns [first_column, first_column + C):
 // sums times a factor for each of the thread's two rows. ±Inf, and sums that a NaN or Inf reached,
-// become NaN. The rows are staged in `room`, 16 rows of shared memory that only this warp uses.
+// become NaN. The rows pass through `staging`, 16 rows of shared memory that only this warp uses.
 template <int C, class Scalar>
 __device__ __forceinline__ void store_rows(
     const float (&sums)[C / 8][4], const float (&factor)[2], const ReachedSums<C>& reached,
-    const Tile<Scalar>& room, const Rows<Scalar>& to, int first, int length, int first_column) {
+    const Tile<Scalar>& staging, const Rows<Scalar>& to, int first, int length, int first_column) {
   constexpr int kChunk = Tile<Scalar>::kChunk;
 #pragma unroll
   for (int n = 0; n < C / 8; ++n)
@@ -114,14 +115,14 @@ __device__ __forceinline__ void store_rows(
       float x = sums[n][e] * factor[e / 2];
       if (fabsf(x) == kInfinity || reached.test(n, e)) x = kNan;
       const int column = sum_column<Scalar>(n, e);
-      room.chunk(fragment_row(e), column)[column % kChunk] = narrow<Scalar>(x);
+      staging.chunk(fragment_row(e), column)[column % kChunk] = narrow<Scalar>(x);
     }
   __syncwarp();
   for (int i = lane(); i < 16 * C / kChunk; i += 32) {
     const int row = i / (C / kChunk), column = i % (C / kChunk) * kChunk;
     const int count = to.columns - first_column - column;
     if (first + row >= length || count <= 0) continue;
-    const Scalar* source = room.chunk(row, column);
+    const Scalar* source = staging.chunk(row, column);
     Scalar* target =
         to.data + (first + row) * to.stride + (first_column + column) * to.column_stride;
     if (to.aligned && count >= kChunk) {

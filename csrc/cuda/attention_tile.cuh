@@ -1,4 +1,5 @@
-// Tiles of the attention kernels: rows of a tensor, copied to shared memory.
+// Tiles of the attention kernels: rows of a tensor, copied to shared memory. Also store_zeros, for
+// packed tokens that belong to no sequence.
 //
 // A block keeps its own rows there throughout. The other side streams through two stages, N rows of
 // keys (or queries) at a time.

@@ -83,12 +83,12 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> forward(
   call.rms_norm = rms_norm;
   set_dropout(call, dropout_p, seed);
 
-  const auto lead = x.sizes().slice(0, x.dim() - 1);
+  const auto leading = x.sizes().slice(0, x.dim() - 1);
   const Tensor out = at::empty(x.sizes(), x.options());
   const auto sum_options = x.options().dtype(sum_dtype);
   const Tensor sum = prenorm ? at::empty(x.sizes(), sum_options) : at::empty({0}, sum_options);
-  const Tensor mean = at::empty(lead, x.options().dtype(wide));
-  const Tensor rstd = at::empty(lead, x.options().dtype(wide));
+  const Tensor mean = at::empty(leading, x.options().dtype(wide));
+  const Tensor rstd = at::empty(leading, x.options().dtype(wide));
   call.out = matrix_of(out, dtype, held);
   if (prenorm) call.sum = matrix_of(sum, dtype, held);
   call.mean = mean.data_ptr();
@@ -101,7 +101,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(
     const Tensor& grad_out, const OptionalTensor& grad_sum, const Tensor& x,
     const OptionalTensor& residual, const OptionalTensor& weight, const OptionalTensor& bias,
     const OptionalTensor& x_bias, const OptionalTensor& seed, const Tensor& mean,
-    const Tensor& rstd, double dropout_p, double eps, bool rms_norm, bool prenorm,
+    const Tensor& rstd, double dropout_p, double /*eps*/, bool rms_norm, bool prenorm,
     at::ScalarType /*sum_dtype*/, std::array<bool, 5> wanted) {
   const OnDeviceOf device(x);
   const at::ScalarType dtype = grad_out.scalar_type();

@@ -2,7 +2,7 @@
 //
 // A grid about as large as the device walks over the rows. A warp or a block owns a row, depending
 // on the width and the kind of call. It reads the row of grad_out, x and the residual (or the sum
-// that the forward returned) once, a row ahead, and of grad_sum, and writes grad_x and
+// that the forward returned) once, a row ahead. It reads grad_sum once, and writes grad_x and
 // grad_residual once. The gradients of weight, bias and x_bias add up in shared memory, where every
 // thread has its own columns, for a run of rows. A block adds up its runs in the workspace, and a
 // second kernel adds up the blocks in order. There are no atomics: results repeat bit for bit on
@@ -425,7 +425,7 @@ void launch_sum(
     const Workspace<Accumulator<Scalar>>& workspace, cudaStream_t stream) {
   const LaunchPlan plan{
       .kernel = "dropout_add_layer_norm_backward_sum",
-      .sizes = {{"programs", split.blocks_per_chunk}, {"N", p.N}},
+      .sizes = {{"blocks", split.blocks_per_chunk}, {"N", p.N}},
       .grid = dim3((p.N + 31) / 32, 3),
       .block = 32 * kSumWarps,
       .shared = 32 * kSumWarps * sizeof(Accumulator<Scalar>),

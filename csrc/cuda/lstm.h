@@ -89,7 +89,7 @@ struct Lstm {
   constexpr int64_t clipped_columns() const {
     return (clips(cell_clip) ? H : 0) + (clips(proj_clip) ? R : 0);
   }
-  constexpr int vector_gradients() const {
+  constexpr int vector_grad_count() const {
     return norm_hh ? int(kVectorGradients) : int(kGradBias);
   }
 };

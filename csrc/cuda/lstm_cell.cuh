@@ -303,8 +303,7 @@ __device__ __forceinline__ LoadedUnit<Scalar> load_unit(
   return result;
 }
 
-// A unit's values that the backward computes with: those of the forward, restored from what it
-// saved.
+// A unit's values that the backward computes with, restored from the forward's saved results.
 template <class T>
 struct RestoredUnit {
   Gates<T> gates;
@@ -341,7 +340,7 @@ template <class T>
 __device__ __forceinline__ void add_vector_grad(
     const Lstm& p, const Step& at, int vector, int64_t unit, T value) {
   if (!p.vector_grads) return;
-  const int64_t index = (at.d * p.B + at.row) * p.vector_gradients() + vector;
+  const int64_t index = (at.d * p.B + at.row) * p.vector_grad_count() + vector;
   static_cast<T*>(p.vector_grads)[index * p.H + unit] += value;
 }
 

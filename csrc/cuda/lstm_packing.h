@@ -41,7 +41,7 @@ class LstmPacking {
   Tensor interleaved(Slot slot, at::ScalarType type) const {
     return interleaved(slot, type, 0, chains_);
   }
-  // The same of chains `first` to `last` - 1; undefined if there are none.
+  // The same for chains `first` to `last` - 1; undefined if there are none.
   Tensor interleaved(Slot slot, at::ScalarType type, int64_t first, int64_t last) const {
     if (first == last || !parameters_.get(slot)) return {};
     const Tensor like = *parameters_.get(first * kLstmSlots + slot);

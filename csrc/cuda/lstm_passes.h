@@ -166,7 +166,7 @@ inline BackwardTokens prepare_tokens(
 }
 
 // Returns the gradient of a parameter of chain d, from tokens that the steps have run over.
-// `vector_grads` is (D, B, p.vector_gradients(), H).
+// `vector_grads` is (D, B, p.vector_grad_count(), H).
 inline Tensor parameter_gradient(
     const LstmCall& call, const BackwardTokens& tokens, const LstmSaved& saved,
     const Tensor& vector_grads, int64_t d, Slot slot) {
@@ -219,7 +219,7 @@ inline std::vector<Tensor> backward_pass(
   BackwardTokens tokens = prepare_tokens(call, grad_output, input, first_h, saved);
   Tensor vector_grads;
   if (norm || p.peephole)
-    vector_grads = at::zeros({D, B, p.vector_gradients(), H}, grad_c.options());
+    vector_grads = at::zeros({D, B, p.vector_grad_count(), H}, grad_c.options());
   p.from_input = data(tokens.grad_from_input);
   p.from_hidden = norm ? data(tokens.grad_from_hidden) : nullptr;
   p.gates = recompute ? nullptr : data(saved.gates);

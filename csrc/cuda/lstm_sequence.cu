@@ -21,8 +21,8 @@
 // multiplies it exactly.
 //
 // In the backward, every block reads the gradients of all gates and computes the gradient of its
-// own columns of h. Or, if a projection makes h small, a block multiplies the gradients of its own
-// gates by all columns, and the owners of h add up the results of all blocks.
+// own columns of h. If a projection makes h small, a block multiplies the gradients of its own
+// gates by all columns instead, and the owners of h add up the results of all blocks.
 //
 // Floor, per step: for every 16 rows, one read of the weights that are not in registers from shared
 // memory, at 128 bytes a clock; h, B · R numbers, or in the backward up to four times as many, read
@@ -396,8 +396,8 @@ struct BlockPart {
   }
 };
 
-// 16 rows from number `first` on, longest first, of which only those with `step` count.
-struct Rows {
+// 16 rows of the batch, from number `first` on with the longest first. Only rows with `step` count.
+struct ActiveRows {
   const Lstm& p;
   const LstmSequence& s;
   int64_t first, step;
@@ -428,7 +428,8 @@ struct Rows {
 // Calls each(row, column) for the rows that have the step and for `columns` columns. The same
 // thread has the same element at every step.
 template <class Each>
-__device__ __forceinline__ void for_elements(const Rows& rows, int columns, const Each& each) {
+__device__ __forceinline__ void for_elements(
+    const ActiveRows& rows, int columns, const Each& each) {
   for (int item = threadIdx.x; item < kRows * columns; item += kThreads)
     if (rows[item / columns] >= 0) each(item / columns, item % columns);
 }
@@ -438,7 +439,8 @@ __device__ __forceinline__ void for_elements(const Rows& rows, int columns, cons
 // first element are in flight during the product, if `load` does not use their values.
 template <class Load, class Product, class Each>
 __device__ __forceinline__ void for_elements_after(
-    const Product& product, const Rows& rows, int columns, const Load& load, const Each& each) {
+    const Product& product, const ActiveRows& rows, int columns, const Load& load,
+    const Each& each) {
   const int own = threadIdx.x;
   decltype(load(0, 0)) first{};
   product([&] {
@@ -484,7 +486,7 @@ __global__ __launch_bounds__(kThreads, 1) void forward_sequence_kernel(
     float c;
   };
   // Prefetches W_ih x into the L2 cache while the blocks wait for one another.
-  const auto prefetch_inputs = [&](const Rows& rows) {
+  const auto prefetch_inputs = [&](const ActiveRows& rows) {
     for_elements(rows, own.units, [&](int r, int u) {
       const int64_t token = rows.at(r, d).token_offset(p, p.H);
       prefetch(static_cast<const Packed<Scalar>*>(p.from_input) + token + own.first_unit + u);
@@ -498,7 +500,7 @@ __global__ __launch_bounds__(kThreads, 1) void forward_sequence_kernel(
       return static_cast<Scalar*>(s.operand_hh) + (step % 2 * p.chains + d) * p.B * h_stride;
     };
     for (int64_t first = 0; first < p.B; first += kRows) {
-      const Rows rows{p, s, first, step};
+      const ActiveRows rows{p, s, first, step};
       if (!rows.any()) continue;
       const auto load = [&](int r, int u) -> Loaded {
         const Step at = rows.at(r, d);
@@ -529,11 +531,11 @@ __global__ __launch_bounds__(kThreads, 1) void forward_sequence_kernel(
     }
     barrier.arrive();
     for (int64_t first = 0; first < p.B; first += kRows)
-      prefetch_inputs(Rows{p, s, first, step + 1});
+      prefetch_inputs(ActiveRows{p, s, first, step + 1});
     barrier.wait();
     if (!p.projected) continue;
     for (int64_t first = 0; first < p.B; first += kRows) {
-      const Rows rows{p, s, first, step};
+      const ActiveRows rows{p, s, first, step};
       if (!rows.any()) continue;
       hr_product.compute(rows.of(m, m_stride), [] {});
       for_elements(rows, own.columns, [&](int r, int k) {
@@ -597,9 +599,9 @@ __global__ __launch_bounds__(kThreads, 1) void backward_sequence_kernel(
   // Calls each(r, k, loaded, dh_recurrent) for the block's columns of the rows that have a step.
   // `loaded` is the result of load(r, k); `dh_recurrent` is the gradient of h through the product
   // of step `after`, 0 if the row does not have that step.
-  const auto for_columns = [&](const Rows& rows, int64_t after, const auto& load,
+  const auto for_columns = [&](const ActiveRows& rows, int64_t after, const auto& load,
                                const auto& each) {
-    const Rows rows_after{p, s, rows.first, after};
+    const ActiveRows rows_after{p, s, rows.first, after};
     if (!layout.scattered) {
       const auto product = [&](const auto& meanwhile) {
         hh_product.compute(rows_after.of(da_of(after), gates_stride), meanwhile);
@@ -623,7 +625,7 @@ __global__ __launch_bounds__(kThreads, 1) void backward_sequence_kernel(
   };
 
   struct LoadedCell {
-    LoadedUnit<Scalar> saved;
+    LoadedUnit<Scalar> unit;
     Packed<Scalar> a;  // preactivations without the bias, if gates were not saved
   };
   struct Loaded {
@@ -632,7 +634,7 @@ __global__ __launch_bounds__(kThreads, 1) void backward_sequence_kernel(
   };
 
   // A unit's step: its loads, which do not need the gradient of m, and its arithmetic, which does.
-  const auto load_unit_of = [&](const Step& at, int64_t unit) {
+  const auto load_cell = [&](const Step& at, int64_t unit) {
     LoadedCell loaded{load_unit<Scalar>(p, at, unit), {}};
     if (!p.gates) loaded.a = Packed<Scalar>::load(p.from_input, at.token_offset(p, p.H) + unit);
     return loaded;
@@ -641,7 +643,7 @@ __global__ __launch_bounds__(kThreads, 1) void backward_sequence_kernel(
                                  const LoadedCell& loaded, float dm) {
     Gates<float> a = loaded.a.widened();
     if (!p.gates && p.bias) a = a + load_gates<float>(p.bias, d * p.H + unit);
-    const RestoredUnit<float> x = restore_unit<Scalar>(p, at, unit, loaded.saved, a);
+    const RestoredUnit<float> x = restore_unit<Scalar>(p, at, unit, loaded.unit, a);
     const float y = tanh(x.c_new);
     const Gates<float> da = cell_backward(p, at, unit, x, y, dm, dm * x.gates.o * (1 - y * y));
     store_gates<Scalar>(p.from_input, at.token_offset(p, p.H) + unit, da);
@@ -649,7 +651,7 @@ __global__ __launch_bounds__(kThreads, 1) void backward_sequence_kernel(
   };
 
   // Prefetches a step's inputs into the L2 cache while the blocks wait for one another.
-  const auto prefetch_inputs = [&](const Rows& rows) {
+  const auto prefetch_inputs = [&](const ActiveRows& rows) {
     for_elements(rows, own.units, [&](int r, int u) {
       const Step at = rows.at(r, d);
       const int64_t unit = own.first_unit + u, saved = at.saved_offset(p, p.H) + unit;
@@ -672,15 +674,14 @@ __global__ __launch_bounds__(kThreads, 1) void backward_sequence_kernel(
   const int64_t first_step = steps.first == 0 ? -1 : steps.first;
   for (int64_t step = last - 1; step >= first_step; --step) {
     for (int64_t first = 0; first < p.B; first += kRows) {
-      const Rows rows{p, s, first, step};
+      const ActiveRows rows{p, s, first, step};
       if (!rows.any()) continue;
       const auto load = [&](int r, int k) -> Loaded {
         if (step < 0) return {};
         const Step at = rows.at(r, d);
         const int64_t column = first_column + k;
         return {
-            load_column<Scalar>(p, at, column),
-            p.projected ? LoadedCell{} : load_unit_of(at, column)};
+            load_column<Scalar>(p, at, column), p.projected ? LoadedCell{} : load_cell(at, column)};
       };
       for_columns(
           rows, step + 1, load, [&](int r, int k, const Loaded& loaded, float dh_recurrent) {
@@ -703,15 +704,13 @@ __global__ __launch_bounds__(kThreads, 1) void backward_sequence_kernel(
     barrier.arrive();
     if (step > 0)
       for (int64_t first = 0; first < p.B; first += kRows)
-        prefetch_inputs(Rows{p, s, first, step - 1});
+        prefetch_inputs(ActiveRows{p, s, first, step - 1});
     barrier.wait();
     if (!p.projected) continue;
     for (int64_t first = 0; first < p.B; first += kRows) {
-      const Rows rows{p, s, first, step};
+      const ActiveRows rows{p, s, first, step};
       if (!rows.any()) continue;
-      const auto load = [&](int r, int u) {
-        return load_unit_of(rows.at(r, d), own.first_unit + u);
-      };
+      const auto load = [&](int r, int u) { return load_cell(rows.at(r, d), own.first_unit + u); };
       const auto product = [&](const auto& meanwhile) {
         hr_product.compute(rows.of(dq, q_stride), meanwhile);
       };

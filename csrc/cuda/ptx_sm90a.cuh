@@ -50,7 +50,7 @@ __device__ __forceinline__ void wait(SharedBarrier* barrier, uint32_t parity) {
 }
 
 // Makes the thread's writes to shared memory, initialised barriers included, visible to the copy
-// engine and to the products below; to those that other threads start, after a barrier.
+// engine and to the products below. Products that other threads start need a barrier as well.
 __device__ __forceinline__ void fence_for_async() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
@@ -89,8 +89,8 @@ describe_matrix(const void* p, uint32_t leading, uint32_t stride) {
       uint64_t(stride >> 4 & 0x3FFF) << 32 | kSwizzle128 << 62;
 }
 
-// Returns the descriptor of what begins `bytes` further on: other columns of the first eight rows,
-// or other groups of eight rows. Addresses never carry into the upper half, which stays a
+// Returns the descriptor of a matrix `bytes` further on: other columns of the first eight rows, or
+// other groups of eight rows. Addresses never carry into the upper half, which stays a
 // compile-time constant.
 __device__ __forceinline__ uint64_t advance_descriptor(uint64_t matrix, uint32_t bytes) {
   return matrix >> 32 << 32 | (static_cast<uint32_t>(matrix) + bytes / 16);

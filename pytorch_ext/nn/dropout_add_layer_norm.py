@@ -56,10 +56,13 @@ class DropoutAddLayerNorm(nn.LayerNorm):
         if [*map(_checks.whole_number, sizes)] != [*sizes] or len(sizes) != 1:
             raise _checks.fail("normalized_shape", "one size ≥ 0", repr(normalized_shape))
         super().__init__(
-            normalized_shape, _checks.epsilon(eps),
-            _checks.flag("elementwise_affine", elementwise_affine), _checks.flag("bias", bias),
-            device, dtype,
-        )  # fmt: skip
+            normalized_shape,
+            _checks.epsilon(eps),
+            _checks.flag("elementwise_affine", elementwise_affine),
+            _checks.flag("bias", bias),
+            device,
+            dtype,
+        )
         self.p = _checks.probability("p", p)
         self.prenorm = _checks.flag("prenorm", prenorm)
         self.rms_norm = _checks.flag("rms_norm", rms_norm)

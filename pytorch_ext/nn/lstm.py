@@ -348,8 +348,6 @@ class LSTMCell(nn.LSTMCell):
         self, input: Tensor, hx: tuple[Tensor, Tensor] | None = None
     ) -> tuple[Tensor, Tensor]:
         """One step. Shapes as in torch; c is returned in the dtype of c0, or of h without one."""
-        h, c = ops.lstm_cell(
-            input, hx, self.weight_ih, self.weight_hh, self.bias_ih, self.bias_hh
-        )  # fmt: skip
+        h, c = ops.lstm_cell(input, hx, self.weight_ih, self.weight_hh, self.bias_ih, self.bias_hh)
         c_like = h if hx is None or hx[1] is None else hx[1]
         return h, c if c.dtype == c_like.dtype else c.to(c_like.dtype)

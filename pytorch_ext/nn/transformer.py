@@ -263,9 +263,12 @@ class TransformerEncoder(nn.TransformerEncoder):
             packed = self._pack(src, mask, src_key_padding_mask, is_causal)
         if packed is None:
             x = _run_layers(
-                self.layers, src, src_mask=mask, src_key_padding_mask=src_key_padding_mask,
+                self.layers,
+                src,
+                src_mask=mask,
+                src_key_padding_mask=src_key_padding_mask,
                 is_causal=is_causal,
-            )  # fmt: skip
+            )
             return _end(x, self.norm)
         tokens = self._run_packed(_gather(self, src, packed), packed, is_causal).total()
         src = _scatter(self, tokens, packed, src.shape)

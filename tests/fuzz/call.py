@@ -31,7 +31,7 @@ class Call:
     dtype: str
     tensors: dict[str, Values]
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
-    entry_point: str = ""  # which of an operator's functions is called, and how
+    entry_point: str = ""  # how it is called, such as "cell" or "varlen": each operator has its own
     wanted: tuple[str, ...] = ()  # tensors whose gradients are computed
     upstream: dict[str, Values] = dataclasses.field(default_factory=dict)  # gradients of results
     second: bool = False  # also second derivatives
