@@ -3,7 +3,7 @@
 The public functions have checked the tensors of a forward. Its backward gets the same tensors and
 the forward's results, but ``t.data = other`` may have replaced any of them in between.
 
-The eager backend's ops check that storages are large enough (``ops/_operator.py``). Here the
+The eager backend's ops check that storages are large enough (``ops/_op.py``). Here the
 check runs in every backward and in the forwards of attention, dropout and the norm. It only finds
 storages of 0 bytes, in about the time of a comparison.
 """

@@ -33,7 +33,7 @@ from lstm_cases import (
 from torch import Tensor
 
 import trifuse
-from trifuse.ops import _operator, _recurrent
+from trifuse.ops import _modes, _recurrent
 
 NAN = float("nan")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -234,7 +234,7 @@ def test_which_calls_are_plain(monkeypatch):
         slow_path.clear()
         layer = trifuse.ops.lstm.layer(x[None], h0[None], c0[None], case.parameters)
         assert by_step is not bool(slow_path)
-        if not _operator.transform_active():
+        if not _modes.transform_active():
             assert results[0].requires_grad == layer[0].requires_grad == x.requires_grad
         return by_step
 

@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from trifuse import backends
-from trifuse.ops import _checks, _operator
+from trifuse.ops import _autograd, _checks, _modes, _operator
 from trifuse.ops._checks import fail
 from trifuse.ops._operator import SAVE_ALL, SAVE_STATES, Operator
+from trifuse.reference import philox
 
 
 class Call(NamedTuple):
@@ -100,7 +101,7 @@ def autocast(t: Any) -> Any:
     """Casts the input, h or a weight as autocast does. c and vectors are not cast."""
     if not isinstance(t, Tensor):
         return t
-    dtype = _operator.autocast_dtype(t)
+    dtype = _modes.autocast_dtype(t)
     return t if dtype is None or t.dtype not in _AUTOCAST else t.to(dtype)
 
 
@@ -225,7 +226,7 @@ def check_lengths(tensors: Any, options: Any) -> None:
 def run(call: Call) -> tuple[Tensor, ...]:
     """Runs a call; returns the output and the last states."""
     operator = OPERATORS[call.operator]
-    seed = _operator.draw_seed(call.input) if call.is_stochastic else None
+    seed = philox.draw_seed(call.input) if call.is_stochastic else None
     integers = (call.lengths, seed)[: len(operator.tensors._fields) - operator.differentiable]
     tensors = (call.input, *call.states, list(call.parameters), *integers)
     save = SAVE_STATES if call.recompute else SAVE_ALL
@@ -253,7 +254,7 @@ def run_fast(
     tensors = (input, *states, *parameters)
     if (
         fast_path is None
-        or _operator.transform_active()
+        or _modes.transform_active()
         or not _TENSOR_TYPES.issuperset(map(type, tensors))
         or not getattr(input, "is_cpu", False)
         or (input.dim() < 3) is not one_step
@@ -263,8 +264,8 @@ def run_fast(
     ):
         return slow_path(*tensors)
     try:
-        if _operator.requires_grad(*tensors):
-            return _operator.apply(_FastPath, name, slow_path, *tensors)
+        if _modes.requires_grad(*tensors):
+            return _autograd.apply(_FastPath, name, slow_path, *tensors)
         results: tuple[Tensor, ...] = fast_path.op(input, *states, parameters, False)
         return results
     except NotImplementedError:
@@ -300,8 +301,8 @@ class _FastPath(torch.autograd.Function):
             return (None,) * len(ctx.needs_input_grad)
         if (
             torch.is_grad_enabled()
-            or _operator.transform_active()
-            or any(g is not None and _operator.is_batched(g) for g in grads)
+            or _modes.transform_active()
+            or any(g is not None and _modes.is_batched(g) for g in grads)
         ):
             return None, None, *_gradients(ctx.slow_path, tensors, grads, needs_grad)
         grad_output = torch.zeros_like(output) if grads[0] is None else grads[0]
@@ -324,7 +325,7 @@ def _gradients(
     # The backend switch is global and may have changed since the forward, a fast path.
     as_then = backends._requested in _FAST_REQUESTS
     backend = contextlib.nullcontext() if as_then else backends.backend(_FAST_BACKEND)
-    with torch.enable_grad(), _operator.without_autocast(), backend:
+    with torch.enable_grad(), _modes.without_autocast(), backend:
         # Views, because one tensor may be computed from another: its gradient excludes that path.
         views = [None if t is None else t.view_as(t) for t in tensors]
         pairs = [(r, g) for r, g in zip(function(*views), grads, strict=True) if g is not None]

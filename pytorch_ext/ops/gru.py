@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from trifuse import backends
-from trifuse.ops import _checks, _explained, _operator, _recurrent
+from trifuse.ops import _checks, _explained, _op, _operator, _recurrent
 from trifuse.reference import gru as reference
 from trifuse.reference.gru import SLOTS, Options, Parameters
 from trifuse.reference.lstm import by_direction
@@ -248,7 +248,7 @@ _recurrent.OPERATORS["gru"] = _operator.Operator(
     check=_recurrent.check_lengths,
 )
 
-_operator.library.define(
+_op.library.define(
     "gru_plain.cpp(Tensor input, Tensor? h0, Tensor?[] parameters, bool save) -> "
     "(Tensor, Tensor, Tensor)"
 )

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from trifuse import backends
-from trifuse.ops import _checks, _explained, _operator, _recurrent
+from trifuse.ops import _checks, _explained, _op, _operator, _recurrent
 from trifuse.ops._checks import fail
 from trifuse.reference import lstm as reference
 from trifuse.reference.lstm import SLOTS, Options, Parameters, by_direction
@@ -583,7 +583,7 @@ _OPERATOR = _recurrent.OPERATORS["lstm"] = _operator.Operator(
     check=_recurrent.check_lengths,
 )
 
-_operator.library.define(
+_op.library.define(
     "lstm_plain.cpp(Tensor input, Tensor? h0, Tensor? c0, Tensor?[] parameters, bool save) -> "
     "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
@@ -684,12 +684,12 @@ _STACK = _recurrent.OPERATORS["lstm_stack"] = dataclasses.replace(
 )
 
 # Returns how many layers of a stack the CUDA kernels run at once, and why not more.
-_operator.library.define(
+_op.library.define(
     "lstm_layers_at_once.cuda(Tensor input, Tensor?[] parameters, bool coupled, bool backward) -> "
     "(int, str)"
 )
 # Returns why the CUDA kernels run a call step by step, or "" if they run it in one launch.
-_operator.library.define(
+_op.library.define(
     "lstm_step_by_step.cuda(Tensor input, Tensor?[] parameters, bool coupled, bool backward) -> str"
 )
 
