@@ -33,7 +33,7 @@ from lstm_cases import (
 from torch import Tensor
 
 import trifuse
-from trifuse.ops import _modes, _recurrent
+from trifuse.ops import _modes, _recurrent_fast
 
 NAN = float("nan")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -170,7 +170,7 @@ def assert_fast_path_is_the_slow_path(
         alone = function(*tensors)
     actual = results_and_gradients(function, tensors)
     with monkeypatch.context() as patch:
-        patch.setattr(_recurrent, "FAST_PATHS", {})
+        patch.setattr(_recurrent_fast, "FAST_PATHS", {})
         expected = results_and_gradients(function, tensors)
     for a, e in zip([*alone, *actual], [*expected[: len(alone)], *expected], strict=True):
         assert (a.dtype, a.shape) == (e.dtype, e.shape)
