@@ -37,12 +37,12 @@ class Forward(torch.autograd.Function):
         ctx.shape, ctx.dtype = first.shape, first.dtype
         ctx.shares_gradient = False
         if operator.shares_gradient is not None or operator.keep is not None:
-            named = operator.tensors(*tensors), operator.options(*options)
+            given, chosen = operator.tensors(*tensors), operator.options(*options)
             if operator.shares_gradient is not None:
-                ctx.shares_gradient = operator.shares_gradient(*named)
+                ctx.shares_gradient = operator.shares_gradient(given, chosen)
             if operator.keep is not None:
-                tensors = operator.keep(named[0], operator.results(*results), named[1])
-                flat = tuple(operator.flatten(tensors))
+                kept = operator.keep(given, operator.results(*results), chosen)
+                flat = tuple(operator.flatten(kept))
         ctx.set_materialize_grads(False)
         if len(results) > operator.returned:
             # A result that was not requested has shape (0,).

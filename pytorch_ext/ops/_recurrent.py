@@ -225,7 +225,7 @@ def run(call: Call) -> tuple[Tensor, ...]:
     """Runs a call; returns the output and the last states."""
     operator = OPERATORS[call.operator]
     seed = philox.draw_seed(call.input) if call.is_stochastic else None
-    integers = (call.lengths, seed)[: len(operator.tensors._fields) - operator.differentiable]
+    integers = (call.lengths, seed) if "seed" in operator.tensors._fields else (call.lengths,)
     tensors = (call.input, *call.states, list(call.parameters), *integers)
     save = SAVE_STATES if call.recompute else SAVE_ALL
     return operator(call.choice.backend, tensors, call.options, save)

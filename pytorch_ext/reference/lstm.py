@@ -358,13 +358,11 @@ def _backward(
     dax = da
     if norm_x is not None and p.norm_ih_weight is not None:
         dax = _normalise_backward(da * p.norm_ih_weight, norm_x)
-    parts = da.chunk(3 if options.coupled else 4, -1)
+    of_i, *of_f, _, of_o = da.chunk(3 if options.coupled else 4, -1)  # with coupled, of_f is empty
 
     def peephole() -> Tensor:
-        seen = [(parts[0], c), (parts[-1], cell.c)]
-        if not options.coupled:
-            seen.insert(1, (parts[1], c))
-        return torch.stack([sum_over_steps(da * state) for da, state in seen])
+        seen = [(of_i, c), *((gate, c) for gate in of_f), (of_o, cell.c)]
+        return torch.stack([sum_over_steps(gate * state) for gate, state in seen])
 
     def gain(norm: _Normalised | None, by: Tensor) -> Tensor:
         assert norm is not None
