@@ -156,7 +156,10 @@ def _grad_formula(call: _operator.BackwardCall) -> list[Tensor | None]:
     for k in range(len(call.options.reverse)):
         layers.append(_layer(call.tensors, call.options, k, x))
         x = lstm.formula(*layers[-1]).output
-    grad, of_h0, of_c0, of_parameters = call.grads.output, [], [], []
+    grad = call.grads.output
+    of_h0: list[Any] = []
+    of_c0: list[Any] = []
+    of_parameters: list[Sequence[Any]] = []
     for k, (tensors, options) in reversed(list(enumerate(layers))):
         layer = _operator.BackwardCall(
             grads=call.grads._replace(
