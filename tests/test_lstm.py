@@ -216,13 +216,13 @@ def test_which_calls_are_plain(monkeypatch):
     if not CPP:
         pytest.skip("the C++ extension is not built")
     slow_path: list[None] = []
-    check = trifuse.ops.lstm.checked_call
+    check = trifuse.ops.lstm.check_options
 
     def watched(*args: Any, **options: Any) -> Any:
         slow_path.append(None)
         return check(*args, **options)
 
-    monkeypatch.setattr(trifuse.ops.lstm, "checked_call", watched)
+    monkeypatch.setattr(trifuse.ops.lstm, "check_options", watched)
     case = make(1, dtype=torch.bfloat16, vectors=torch.float32)
     x, h0, c0, p = case.input[0], case.h0[0], case.c0[0], case.parameters[0][:4]
     leaf = x.clone().requires_grad_()

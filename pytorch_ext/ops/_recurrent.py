@@ -119,14 +119,14 @@ def weight_ih(value: Any, input: Tensor, gates: int) -> tuple[Tensor, int]:
 
 
 def directions(
-    parameters: Sequence[Any], reverse: Sequence[bool], check: Callable[[Any], Any]
+    parameters: Sequence[Any], reverse: Sequence[bool], check: Callable[..., Any], *args: Any
 ) -> list[Any]:
-    """Checks the parameters of one or two directions; ``check`` checks those of one."""
+    """Checks the parameters of one or two directions, those of one by ``check(p, *args)``."""
     if len(parameters) not in (1, 2):
         raise fail("parameters", "those of one or two directions", len(parameters))
     if len(reverse) != len(parameters):
         raise fail("reverse", f"{len(parameters)} flags, one per direction", len(reverse))
-    checked = [check(p) for p in parameters]
+    checked = [check(p, *args) for p in parameters]
     for p in checked[1:]:
         same_shapes(checked[0], p)
     return checked

@@ -164,7 +164,7 @@ def _check(
 ) -> _recurrent.Call:
     """Checks a call. ``input`` is (T, B, I); ``batch`` is the shape of the caller's h0 before H."""
     input = _recurrent.floating(input)
-    checked = _recurrent.directions(parameters, reverse, lambda p: _check_parameters(p, input))
+    checked = _recurrent.directions(parameters, reverse, _check_parameters, input)
     H = checked[0].weight_hh.shape[1]
     h0 = _recurrent.state("hx", _recurrent.autocast(h0), input, batch, H, (input.dtype,))
     return _recurrent.Call(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -246,7 +246,7 @@ def _prepare(
         weight_ih, weight_hh, bias_ih, bias_hh, weight_hr, weight_peephole, norm_ih_weight,
         norm_hh_weight, norm_cell_weight, norm_cell_bias,
     )  # fmt: skip
-    return _check(
+    return check_call(
         input, batch, hx, [parameters], lengths, [reverse], recompute, cell_clip=cell_clip,
         proj_clip=proj_clip, forget_bias=forget_bias, coupled=coupled, eps=eps,
         zoneout_h=zoneout_h, zoneout_c=zoneout_c, recurrent_dropout=recurrent_dropout,
@@ -266,10 +266,10 @@ def prepare_layer(
 ) -> _recurrent.Call:
     """Checks a call of :func:`layer`."""
     batch = (len(parameters), input.shape[1])
-    return _check(input, batch, (h0, c0), parameters, lengths, reverse, recompute, **options)
+    return check_call(input, batch, (h0, c0), parameters, lengths, reverse, recompute, **options)
 
 
-def _check(
+def check_call(
     input: Tensor,
     batch: tuple[int, ...],
     hx: Any,
@@ -278,47 +278,32 @@ def _check(
     reverse: Sequence[bool] = (False,),
     recompute: bool = False,
     *,
+    operator: str = "lstm",
+    check_all: Callable[..., list[Any]] = _recurrent.directions,
     coupled: bool = False,
     **numbers: Any,
 ) -> _recurrent.Call:
     """Checks a call. ``input`` is (T, B, I); ``batch`` is the shape of the caller's h0 before R.
 
-    ``coupled`` and ``numbers`` are passed to :func:`check_options`.
+    ``check_all`` applies :func:`check_parameters` to those of each direction or layer. ``coupled``
+    and ``numbers`` are passed to :func:`check_options`.
     """
-    input, coupled = _recurrent.floating(input), _checks.flag("coupled", coupled)
-    checked = _recurrent.directions(
-        parameters, reverse, lambda p: check_parameters(p, input, coupled)
-    )
-    return checked_call(
-        "lstm", input, batch, hx, checked, lengths, reverse, recompute, coupled=coupled, **numbers
-    )
-
-
-def checked_call(
-    operator: str,
-    input: Tensor,
-    batch: tuple[int, ...],
-    hx: Any,
-    parameters: Sequence[Parameters],
-    lengths: Tensor | None,
-    reverse: Sequence[bool],
-    recompute: bool,
-    **options: Any,
-) -> _recurrent.Call:
-    """Checks the other arguments of a call whose input and parameters have been checked."""
-    recompute = _checks.flag("recompute", recompute)
-    states = _states(hx, input, batch, parameters[0])
-    given = check_options(parameters[0].weight_hr is not None, reverse, **options)
+    input = _recurrent.floating(input)
+    coupled, recompute = _checks.flag("coupled", coupled), _checks.flag("recompute", recompute)
+    checked = check_all(parameters, reverse, check_parameters, input, coupled)
+    states = _states(hx, input, batch, checked[0])
+    options = check_options(checked[0].weight_hr is not None, reverse, coupled=coupled, **numbers)
     is_stochastic = (
-        given.training and max(given.zoneout_h, given.zoneout_c, given.recurrent_dropout) > 0
+        options.training
+        and max(options.zoneout_h, options.zoneout_c, options.recurrent_dropout) > 0
     )
     return _recurrent.Call(
         operator,
         input,
         states,
-        tuple(t for p in parameters for t in p),
+        tuple(t for p in checked for t in p),
         _recurrent.row_lengths(lengths, input),
-        given,
+        options,
         choose(input),
         recompute,
         is_stochastic,
@@ -329,7 +314,7 @@ def choose(input: Tensor) -> backends.Choice:
     return backends.choose(backends.Call("lstm", input.device.type, input.dtype))
 
 
-_prepare_cell = _recurrent.cell_preparation(_check, Parameters)
+_prepare_cell = _recurrent.cell_preparation(check_call, Parameters)
 
 
 def check_options(

@@ -6,13 +6,13 @@ The op is lstm's (ops/lstm.py), with layers in the place of directions.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from trifuse.ops import _checks, _operator, _recurrent, lstm
+from trifuse.ops import _operator, _recurrent, lstm
 from trifuse.reference import lstm as reference
 from trifuse.reference.lstm import SLOTS, Options, Parameters
 
@@ -74,24 +74,31 @@ def prepare_stack(
     parameters: Sequence[Parameters],
     lengths: Tensor | None,
     recompute: bool,
-    *,
-    coupled: bool = False,
     **options: Any,
 ) -> _recurrent.Call:
     """Checks a call of :func:`stack`."""
-    input, coupled = _recurrent.floating(input), _checks.flag("coupled", coupled)
+    L, B = len(parameters), input.shape[1]
+    return lstm.check_call(
+        input, (L, B), (h0, c0), parameters, lengths, (False,) * L, recompute,
+        operator="lstm_stack", check_all=_check_layers, **options,
+    )  # fmt: skip
+
+
+def _check_layers(
+    parameters: Sequence[Parameters],
+    reverse: Sequence[bool],
+    check: Callable[..., Parameters],
+    input: Tensor,
+    coupled: bool,
+) -> list[Parameters]:
     checked: list[Parameters] = []
     x = input
     for p in parameters:
-        checked.append(lstm.check_parameters(p, x, coupled))
+        checked.append(check(p, x, coupled))
         _recurrent.same_shapes(checked[0], checked[-1], "weight_ih")
         # Stands in for the layer's output: only its shape is checked.
         x = input.new_empty(1).expand(*input.shape[:2], p.weight_hh.shape[1])
-    L, B = len(checked), input.shape[1]
-    return lstm.checked_call(
-        "lstm_stack", input, (L, B), (h0, c0), checked, lengths, (False,) * L, recompute,
-        coupled=coupled, **options,
-    )  # fmt: skip
+    return checked
 
 
 # The operator -----------------------------------------------------------------------------------
