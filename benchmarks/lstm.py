@@ -36,7 +36,8 @@ from trifuse.benchmarks.ceilings import Rate
 from trifuse.benchmarks.comparison import Result
 from trifuse.benchmarks.other_kernels import other_kernels
 from trifuse.benchmarks.terminal import console
-from trifuse.ops.lstm import Parameters, layer, stack, why_not_stacked
+from trifuse.ops.lstm import Parameters, layer
+from trifuse.ops.lstm_stack import stack, why_not_stacked
 
 # Cases ------------------------------------------------------------------------------------------
 

@@ -2,7 +2,7 @@
 //
 // An op that is registered here runs its kernel if the call needs no derivative, neither a gradient
 // by autograd nor a tangent in forward mode. Otherwise its companion runs, an op of the same schema
-// whose kernel is Python (pytorch_ext/ops/_operator.py). The decision is made here so that a call
+// whose kernel is Python (pytorch_ext/ops/_op.py). The decision is made here so that a call
 // without gradients makes no trip to Python.
 
 #include "autograd.h"

@@ -3,7 +3,7 @@
 The public functions have checked the tensors of a forward. Its backward gets the same tensors and
 the forward's results, but ``t.data = other`` may have replaced any of them in between.
 
-The ops check that storages are large enough (``ops/_operator.py``).
+The ops check that storages are large enough (``ops/_op.py``).
 """
 
 from __future__ import annotations

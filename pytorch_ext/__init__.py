@@ -8,7 +8,7 @@ from trifuse.backends import backend
 from trifuse.explain import explain
 from trifuse.fuse import FuseReport, fuse
 from trifuse.ops._checks import ArgumentError
-from trifuse.ops._operator import decompositions
+from trifuse.ops._op import decompositions
 from trifuse.ops.attention import scaled_dot_product_attention, varlen_attention
 from trifuse.ops.dropout_add_layer_norm import dropout_add_layer_norm
 from trifuse.ops.gru import gru, gru_cell

@@ -259,5 +259,6 @@ def _choose(call: Call, requested: str) -> Choice:
         refused.append((name, why))
     if name == "eager" and call.device in ("cpu", "cuda") and not torch.compiler.is_compiling():
         reasons = "; ".join(f"{other}: {why}" for other, why in refused)
-        log.warning("%s (%s, %s) → eager, because %s", *call[:3], reasons)
+        properties = call.operator, call.device, call.dtype
+        log.warning("%s (%s, %s) → eager, because %s", *properties, reasons)
     return Choice(name, tuple(refused))

@@ -129,7 +129,10 @@ class FuseReport:
             for path, was, now in rows
         ]
         rows += [Swapped(path, module, f"left: {reason}") for path, module, reason in self.left]
-        rows += [Swapped(*row[:2], f"computes padding too: {row.reason}") for row in self.padded]
+        rows += [
+            Swapped(path, module, f"computes padding too: {reason}")
+            for path, module, reason in self.padded
+        ]
         lines += table(rows)
         lines += [f"  linear layers: {choice}" for choice in self.linear.values()]
         if self.unpadded:

@@ -20,6 +20,7 @@ from torch import Tensor
 import trifuse
 from trifuse import backends
 from trifuse.ops import lstm as ops
+from trifuse.ops import lstm_stack
 from trifuse.reference import lstm as reference
 from trifuse.reference import philox
 from trifuse.reference.lstm import Options, Parameters
@@ -31,7 +32,8 @@ STATES = ("input", "h0", "c0")
 class Case:
     """Arguments of ``trifuse.ops.lstm.layer``, and its upstream gradients.
 
-    With ``layers``, those of ``trifuse.ops.lstm.stack``: D counts layers, the output is (T, B, R).
+    With ``layers``, those of ``trifuse.ops.lstm_stack.stack``: D counts layers, and the output is
+    (T, B, R).
     """
 
     input: Tensor  # (T, B, I)
@@ -104,7 +106,7 @@ def run(case: Case, **options: Any) -> Results:
     def call(tensors: dict[str, Tensor]) -> Any:
         given = {"recompute": case.recompute, **case.options, **options}
         if case.layers:
-            return ops.stack(*case.of(tensors), case.lengths, **given)
+            return lstm_stack.stack(*case.of(tensors), case.lengths, **given)
         return ops.layer(*case.of(tensors), case.lengths, reverse=case.reverse, **given)
 
     return differentiate(case, case.tensors, call)
@@ -117,7 +119,7 @@ def layer_after_layer(
     parameters: Sequence[Parameters],
     one: Callable[..., tuple[Tensor, Tensor, Tensor]],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the results of ``ops.stack``; ``one(input, h0, c0, parameters)`` runs one layer."""
+    """Returns the results of ``stack``; ``one(input, h0, c0, parameters)`` runs one layer."""
     hs, cs = [], []
     for k, p in enumerate(parameters):
         input, h, c = one(input, _part(h0, k), _part(c0, k), p)

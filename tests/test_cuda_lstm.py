@@ -43,6 +43,7 @@ from torch import Tensor
 
 import trifuse
 from trifuse.ops import lstm as ops
+from trifuse.ops import lstm_stack
 from trifuse.reference.lstm import SLOTS
 
 NAN = float("nan")
@@ -585,7 +586,7 @@ def test_gradients_of_gradients_of_a_stack(library):
     tensors = {name: t.requires_grad_() for name, t in case.tensors.items()}
 
     def call(*values: Tensor) -> Any:
-        return ops.stack(*case.of(dict(zip(tensors, values, strict=True))), case.lengths)
+        return lstm_stack.stack(*case.of(dict(zip(tensors, values, strict=True))), case.lengths)
 
     torch.autograd.gradgradcheck(call, tuple(tensors.values()), fast_mode=True)
 
@@ -603,7 +604,7 @@ def test_vmap_of_a_stack(library, batched):
     ]
 
     def call(*values: Tensor) -> Any:
-        return ops.stack(*case.of(dict(zip(names, values, strict=True))), case.lengths)
+        return lstm_stack.stack(*case.of(dict(zip(names, values, strict=True))), case.lengths)
 
     def gradients(*values: Tensor) -> Any:
         return torch.func.grad(lambda x, *rest: call(x, *rest)[0].sin().sum())(*values)

@@ -243,7 +243,7 @@ def test_packed_from_the_second_call_on():
     with products() as names:
         for _ in range(3):
             infer(module, x)
-            packs.append(trifuse.nn.linear._packed[module]["weight"]._kept[2])
+            packs.append(trifuse.nn.linear._packed[module]["weight"]._kept.packed)
     assert names.count("pack_linear") == 2
     assert names.count("linear_packed") == 9
     assert packs[0] is packs[1] is packs[2] is not None

@@ -33,7 +33,7 @@ from lstm_cases import (
 from torch import Tensor
 
 import trifuse
-from trifuse.ops import _operator, _recurrent
+from trifuse.ops import _modes, _recurrent_fast
 
 NAN = float("nan")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -170,7 +170,7 @@ def assert_fast_path_is_the_slow_path(
         alone = function(*tensors)
     actual = results_and_gradients(function, tensors)
     with monkeypatch.context() as patch:
-        patch.setattr(_recurrent, "FAST_PATHS", {})
+        patch.setattr(_recurrent_fast, "FAST_PATHS", {})
         expected = results_and_gradients(function, tensors)
     for a, e in zip([*alone, *actual], [*expected[: len(alone)], *expected], strict=True):
         assert (a.dtype, a.shape) == (e.dtype, e.shape)
@@ -216,13 +216,13 @@ def test_which_calls_are_plain(monkeypatch):
     if not CPP:
         pytest.skip("the C++ extension is not built")
     slow_path: list[None] = []
-    check = trifuse.ops.lstm._check
+    check = trifuse.ops.lstm.check_options
 
     def watched(*args: Any, **options: Any) -> Any:
         slow_path.append(None)
         return check(*args, **options)
 
-    monkeypatch.setattr(trifuse.ops.lstm, "_check", watched)
+    monkeypatch.setattr(trifuse.ops.lstm, "check_options", watched)
     case = make(1, dtype=torch.bfloat16, vectors=torch.float32)
     x, h0, c0, p = case.input[0], case.h0[0], case.c0[0], case.parameters[0][:4]
     leaf = x.clone().requires_grad_()
@@ -234,7 +234,7 @@ def test_which_calls_are_plain(monkeypatch):
         slow_path.clear()
         layer = trifuse.ops.lstm.layer(x[None], h0[None], c0[None], case.parameters)
         assert by_step is not bool(slow_path)
-        if not _operator.transform_active():
+        if not _modes.transform_active():
             assert results[0].requires_grad == layer[0].requires_grad == x.requires_grad
         return by_step
 

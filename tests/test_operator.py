@@ -398,7 +398,7 @@ def test_operations_of_a_gru(backend):
 # The rest ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("module", ["_operator", "attention", "lstm"])
+@pytest.mark.parametrize("module", ["_op", "_operator", "attention", "lstm"])
 def test_reloading_says_what_to_do(module):
     with pytest.raises(ImportError, match=r"can't be reloaded: .* start Python anew"):
         importlib.reload(importlib.import_module(f"trifuse.ops.{module}"))

@@ -478,7 +478,7 @@ class ProjectedLSTM(nn.Module):
         B = len(x)
         if lengths is not None and lengths.shape != (B,):
             raise ValueError(f"lengths: expected shape ({B},); got {tuple(lengths.shape)}")
-        wide = torch.promote_types(x.dtype, torch.float32)
+        wide = _wide(x)
         shapes = (B, self.output_size), (B, self.hidden_size)
         if state is None:
             return x.new_zeros(shapes[0]), x.new_zeros(shapes[1], dtype=wide)
@@ -701,8 +701,7 @@ class BiLM(nn.Module):
         self.config.to_json(options)
         with h5py.File(weights, "w") as file:
             for name, blocks in self._datasets():
-                dtype = torch.promote_types(blocks[0].values.dtype, torch.float32)
-                array = torch.empty(_shape(blocks), dtype=dtype)
+                array = torch.empty(_shape(blocks), dtype=_wide(blocks[0].values))
                 for block in blocks:
                     array[block.place] = block.values.detach().to(array)
                 file[name] = array.numpy()
@@ -832,7 +831,7 @@ class ScalarMix(nn.Module):
 
 def _normalise(layers: Tensor, mask: Tensor | None) -> Tensor:
     """Normalise each layer (B, T, D), 0 where masked, by its mean and its standard deviation."""
-    x = layers.to(torch.promote_types(layers.dtype, torch.float32))
+    x = layers.to(_wide(layers))
     tokens = math.prod(x.shape[1:3]) if mask is None else mask.sum()
     count = x.shape[-1] * torch.as_tensor(tokens, device=x.device).clamp(min=1)
     centred = x - x.sum((1, 2, 3), keepdim=True) / count

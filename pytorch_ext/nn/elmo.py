@@ -11,7 +11,7 @@ from torch import Tensor
 from trifuse.models import elmo
 from trifuse.models.elmo import LSTMState
 from trifuse.nn.linear import is_intercepted, linear_activation
-from trifuse.ops import _operator
+from trifuse.ops import _modes
 from trifuse.ops.lstm import lstm
 
 
@@ -58,7 +58,7 @@ class CharacterEncoder(elmo.CharacterEncoder):
             char_ids.device.type != "cpu"  # on a GPU the host would wait for the number of words
             or char_ids.numel() == 0
             or torch.compiler.is_compiling()
-            or _operator.transform_active()
+            or _modes.transform_active()
             or any(is_intercepted(module) for module in self.modules() if module is not self)
         ):
             return super().forward(char_ids)

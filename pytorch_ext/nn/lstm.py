@@ -11,7 +11,7 @@ from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence
 from trifuse import backends
 from trifuse.nn.dropout import drop
 from trifuse.nn.quantization import Unquantizable
-from trifuse.ops import _checks, _recurrent
+from trifuse.ops import _checks, _lstm_notes, _recurrent, lstm_stack
 from trifuse.ops import lstm as ops
 from trifuse.ops._checks import fail
 
@@ -275,7 +275,7 @@ class LSTM(Recurrent):
             return "layers have two directions"
         if self.dropout > 0 and self.training:
             return "there is dropout between layers"
-        return ops.why_not_stacked(x, **self._options())
+        return lstm_stack.why_not_stacked(x, **self._options())
 
     def _layers(
         self, x: Tensor, states: list[Tensor | None], lengths: Tensor | None
@@ -284,7 +284,7 @@ class LSTM(Recurrent):
             return super()._layers(x, states, lengths)
         parameters = [self._parameters_of(ops.Parameters, k)[0] for k in range(self.num_layers)]
         h0, c0 = states
-        x, *last = ops.stack(x, h0, c0, parameters, lengths, **self._options())
+        x, *last = lstm_stack.stack(x, h0, c0, parameters, lengths, **self._options())
         return x, last
 
     def _explain(
@@ -300,12 +300,12 @@ class LSTM(Recurrent):
         layers = [self._parameters_of(ops.Parameters, k) for k in range(self.num_layers)]
         if why_not is None:
             parameters = [directions[0] for directions in layers]
-            call = ops.prepare_stack(x, h0, c0, parameters, lengths, **options)
+            call = lstm_stack.prepare_stack(x, h0, c0, parameters, lengths, **options)
         else:
             reverse = self._reverse()
             h0, c0 = (None if t is None else t[: len(reverse)] for t in (h0, c0))
             call = ops.prepare_layer(x, h0, c0, layers[0], lengths, reverse, **options)
-        notes = ops.launch_notes(call)
+        notes = _lstm_notes.launch_notes(call)
         if notes and why_not is not None and self.num_layers > 1:
             notes = (f"layer after layer: {why_not}", *notes)
         return call.choice._replace(notes=notes)

@@ -1,4 +1,4 @@
-"""Shared code of lstm and gru: argument checks, calls without options, parts of the operators.
+"""Shared code of lstm and gru: argument checks, how a checked call runs, parts of the operators.
 
 Both ops take the input, the first states (h and c, or h alone), the parameters of every direction
 in one list, integer tensors (the lengths, and lstm's seed), options, and what to save. They return
@@ -8,7 +8,6 @@ cells and the marks of clipped elements.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -16,9 +15,10 @@ import torch
 from torch import Tensor
 
 from trifuse import backends
-from trifuse.ops import _checks, _operator
+from trifuse.ops import _checks, _modes, _operator
 from trifuse.ops._checks import fail
 from trifuse.ops._operator import SAVE_ALL, SAVE_STATES, Operator
+from trifuse.reference import philox
 
 
 class Call(NamedTuple):
@@ -35,22 +35,7 @@ class Call(NamedTuple):
     is_stochastic: bool = False  # whether it draws random numbers
 
 
-class FastPath(NamedTuple):
-    """The C++ op for calls without options or lengths, such as ``lstm_plain``.
-
-    It checks its arguments itself.
-    """
-
-    op: Callable[..., Any]
-    options: dict[int, tuple[Any, ...]]  # the default ones, by number of parameters
-
-
 OPERATORS: dict[str, Operator] = {}
-FAST_PATHS: dict[str, FastPath] = {}
-
-# The backend of the fast paths, and the requested backends under which they may serve.
-_FAST_BACKEND = "cpp"
-_FAST_REQUESTS = ("auto", _FAST_BACKEND)
 
 # The batch dimension of each tensor: see ``Operator.axes``.
 AXES = {
@@ -65,7 +50,7 @@ AXES = {
 
 def sequence(input: Any, batch_first: bool) -> tuple[Tensor, tuple[int, ...]]:
     """Returns a (T, B, I) view of the input, and the caller's batch shape: (B,) or ()."""
-    input = floating(input)
+    input = _checks.tensor("input", input)
     if input.dim() == 2:
         return input.unsqueeze(1), ()
     if input.dim() != 3:
@@ -82,15 +67,16 @@ def without_units(weight_ih: Any) -> bool:
 
 def one_step(input: Any) -> tuple[Tensor, tuple[int, ...]]:
     """As :func:`sequence`, for a cell's input: (B, I) or (I,)."""
-    input = floating(input)
+    input = _checks.tensor("input", input)
     if input.dim() not in (1, 2):
         raise fail("input", "shape (B, I) or (I,)", tuple(input.shape))
     batch = tuple(input.shape[:-1])
     return (input if batch else input.unsqueeze(0)).unsqueeze(0), batch
 
 
-def floating(input: Any) -> Tensor:
-    input = autocast(_checks.tensor("input", input))
+def floating(input: Tensor) -> Tensor:
+    """Checks the dtype of the input after autocast."""
+    input = autocast(input)
     if input.dtype not in _checks.FLOATING:
         raise TypeError(f"input: expected float32, bfloat16, float16 or float64; got {input.dtype}")
     return input
@@ -100,7 +86,7 @@ def autocast(t: Any) -> Any:
     """Casts the input, h or a weight as autocast does. c and vectors are not cast."""
     if not isinstance(t, Tensor):
         return t
-    dtype = _operator.autocast_dtype(t)
+    dtype = _modes.autocast_dtype(t)
     return t if dtype is None or t.dtype not in _AUTOCAST else t.to(dtype)
 
 
@@ -132,18 +118,31 @@ def weight_ih(value: Any, input: Tensor, gates: int) -> tuple[Tensor, int]:
     return value, H
 
 
-def check_directions(parameters: Sequence[Any], reverse: Sequence[bool]) -> None:
+def directions(
+    parameters: Sequence[Any], reverse: Sequence[bool], check: Callable[..., Any], *args: Any
+) -> list[Any]:
+    """Checks the parameters of one or two directions, those of one by ``check(p, *args)``."""
     if len(parameters) not in (1, 2):
         raise fail("parameters", "those of one or two directions", len(parameters))
     if len(reverse) != len(parameters):
         raise fail("reverse", f"{len(parameters)} flags, one per direction", len(reverse))
+    checked = [check(p, *args) for p in parameters]
+    for p in checked[1:]:
+        same_shapes(checked[0], p)
+    return checked
 
 
-def same_shape(argument: str, first: Tensor | None, second: Tensor | None) -> None:
-    """Checks that parameters of two directions or layers have the same shape."""
-    shapes = [None if t is None else tuple(t.shape) for t in (first, second)]
-    if shapes[0] != shapes[1]:
-        raise fail(argument, f"shape {shapes[0]}, as the first direction's", shapes[1])
+def same_shapes(first: Any, other: Any, *excepted: str) -> None:
+    """Checks that parameters of two directions or layers have the same shapes."""
+    for name, expected, got in zip(
+        first._fields, map(_shape, first), map(_shape, other), strict=True
+    ):
+        if expected != got and name not in excepted:
+            raise fail(name, f"shape {expected}, as the first direction's", got)
+
+
+def _shape(t: Tensor | None) -> tuple[int, ...] | None:
+    return None if t is None else tuple(t.shape)
 
 
 def vector(argument: str, value: Any, input: Tensor, shape: tuple[int, ...]) -> Tensor | None:
@@ -225,115 +224,11 @@ def check_lengths(tensors: Any, options: Any) -> None:
 def run(call: Call) -> tuple[Tensor, ...]:
     """Runs a call; returns the output and the last states."""
     operator = OPERATORS[call.operator]
-    seed = _operator.draw_seed(call.input) if call.is_stochastic else None
-    integers = (call.lengths, seed)[: len(operator.tensors._fields) - operator.differentiable]
+    seed = philox.draw_seed(call.input) if call.is_stochastic else None
+    integers = (call.lengths, seed) if "seed" in operator.tensors._fields else (call.lengths,)
     tensors = (call.input, *call.states, list(call.parameters), *integers)
     save = SAVE_STATES if call.recompute else SAVE_ALL
     return operator(call.choice.backend, tensors, call.options, save)
-
-
-def run_fast(
-    name: str,
-    slow_path: Callable[..., tuple[Tensor, ...]],
-    input: Any,
-    states: tuple[Any, ...],
-    parameters: tuple[Any, ...],
-    one_step: bool = False,
-) -> tuple[Tensor, ...]:
-    """Runs a layer without options or lengths, or a step of it, by a dedicated C++ op if possible.
-
-    Checking arguments in Python takes as long as a step of a few hundred units, so the op checks
-    them. If it refuses them, ``slow_path`` runs, which reports what is wrong.
-
-    Args:
-        slow_path: computes the same from (input, *states, *parameters), with all checks.
-        one_step: the input is one step, (B, I) or (I,); h is the output, and h_n is missing.
-    """
-    fast_path = FAST_PATHS.get(name)
-    tensors = (input, *states, *parameters)
-    if (
-        fast_path is None
-        or _operator.transform_active()
-        or not _TENSOR_TYPES.issuperset(map(type, tensors))
-        or not getattr(input, "is_cpu", False)
-        or (input.dim() < 3) is not one_step
-        or backends._requested not in _FAST_REQUESTS
-        or torch.is_autocast_enabled("cpu")
-        or torch._C._len_torch_dispatch_stack() > 0
-    ):
-        return slow_path(*tensors)
-    try:
-        if _operator.requires_grad(*tensors):
-            return _operator.apply(_FastPath, name, slow_path, *tensors)
-        results: tuple[Tensor, ...] = fast_path.op(input, *states, parameters, False)
-        return results
-    except NotImplementedError:
-        return slow_path(*tensors)
-
-
-_TENSOR_TYPES = {Tensor, torch.nn.Parameter, type(None)}
-
-
-class _FastPath(torch.autograd.Function):
-    """A call by the fast path with its backward, for use where no transform is active."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, name: str, slow_path: Callable[..., tuple[Tensor, ...]], *tensors: Tensor | None
-    ) -> tuple[Tensor, ...]:
-        operator = OPERATORS[name]
-        returned, first = operator.returned, first_parameter(operator.tensors)
-        results = FAST_PATHS[name].op(*tensors[:first], tensors[first:], True)
-        ctx.name, ctx.slow_path = name, slow_path
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(results[0], *results[returned:], *tensors)
-        return results[:returned]
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        operator = OPERATORS[ctx.name]
-        first, count = first_parameter(operator.tensors), len(operator.saved)
-        output, *saved = ctx.saved_tensors[:count]
-        tensors = ctx.saved_tensors[count:]
-        needs_grad = ctx.needs_input_grad[2:]
-        if all(g is None for g in grads):
-            return (None,) * len(ctx.needs_input_grad)
-        if (
-            torch.is_grad_enabled()
-            or _operator.transform_active()
-            or any(g is not None and _operator.is_batched(g) for g in grads)
-        ):
-            return None, None, *_gradients(ctx.slow_path, tensors, grads, needs_grad)
-        grad_output = torch.zeros_like(output) if grads[0] is None else grads[0]
-        integers = len(operator.tensors._fields) - operator.differentiable
-        results = operator.backward[_FAST_BACKEND](
-            grad_output, *grads[1:], *tensors[:first], tensors[first:], *(None,) * integers,
-            output, *saved, *FAST_PATHS[ctx.name].options[len(tensors) - first], needs_grad,
-        )  # fmt: skip
-        gradients = (g if n else None for g, n in zip(results, needs_grad, strict=True))
-        return None, None, *gradients
-
-
-def _gradients(
-    function: Callable[..., tuple[Tensor, ...]],
-    tensors: Sequence[Tensor | None],
-    grads: Sequence[Tensor | None],
-    needs_grad: Sequence[bool],
-) -> list[Tensor | None]:
-    """Returns gradients of a function's results, which can be differentiated in turn."""
-    # The backend switch is global and may have changed since the forward, a fast path.
-    as_then = backends._requested in _FAST_REQUESTS
-    backend = contextlib.nullcontext() if as_then else backends.backend(_FAST_BACKEND)
-    with torch.enable_grad(), _operator.without_autocast(), backend:
-        # Views, because one tensor may be computed from another: its gradient excludes that path.
-        views = [None if t is None else t.view_as(t) for t in tensors]
-        pairs = [(r, g) for r, g in zip(function(*views), grads, strict=True) if g is not None]
-        results, upstream = zip(*pairs, strict=True)
-        targets = [v for v, n in zip(views, needs_grad, strict=True) if v is not None and n]
-        found = iter(
-            torch.autograd.grad(results, targets, upstream, create_graph=True, allow_unused=True)
-        )
-    return [next(found) if needed else None for needed in needs_grad]
 
 
 # The operators ----------------------------------------------------------------------------------

@@ -11,9 +11,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from trifuse import backends
-from trifuse.ops import _checks, _explained, _operator
+from trifuse.ops import _checks, _explained, _modes, _operator
 from trifuse.ops._checks import fail
 from trifuse.reference import attention as reference
+from trifuse.reference import philox
 from trifuse.reference.results import accumulation_dtype, empty_like_layout
 
 if TYPE_CHECKING:
@@ -279,7 +280,7 @@ def _tensors(
     value = _checks.tensor("value", value)
     if attn_mask is not None and not _is_causal_bias(attn_mask):
         attn_mask = _checks.tensor("attn_mask", attn_mask)
-    dtype = _operator.autocast_dtype(query)
+    dtype = _modes.autocast_dtype(query)
     if dtype is not None:
         query, key, value = (_autocast(x, dtype) for x in (query, key, value))
         # A float32 mask is served as it is; rounding it would only lose accuracy.
@@ -570,7 +571,7 @@ class _Results(NamedTuple):
 def _run(call: _Call) -> tuple[Tensor, ...]:
     tensors = call.tensors
     if call.options.dropout_p > 0:
-        tensors = tensors._replace(seed=_operator.draw_seed(tensors.query))
+        tensors = tensors._replace(seed=philox.draw_seed(tensors.query))
     return _OPERATOR(call.choice.backend, tensors, call.options)
 
 
@@ -581,7 +582,7 @@ def _fake(tensors: _Tensors, options: _Options, save: int) -> _Results:
 
 
 def _grad_fake(call: _operator.BackwardCall) -> tuple[Tensor, ...]:
-    query, key, value, attn_mask = call.tensors[:4]
+    query, key, value, attn_mask, *_ = call.tensors
     grads = [empty_like_layout(x, x.shape[3]) for x in (query, key, value)]
     mask_shape = attn_mask.shape if call.wanted.attn_mask else (0,)
     return (*grads, (attn_mask if call.wanted.attn_mask else query).new_empty(mask_shape))

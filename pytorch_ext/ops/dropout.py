@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from trifuse import backends
-from trifuse.ops import _checks, _operator
+from trifuse.ops import _autograd, _batching, _checks, _modes, _op
 from trifuse.reference import philox
 from trifuse.reference.results import accumulation_dtype
 
@@ -44,9 +44,9 @@ def dropout(x: Tensor, p: float = 0.5, training: bool = True) -> Tensor:
     if not _checks.flag("training", training) or p == 0:
         return x
     backend = backends.choose(backends.Call("dropout", x.device.type, x.dtype)).backend
-    seed = _operator.draw_seed(x)
-    if _operator.requires_grad(x) and not _operator.transform_active():
-        return _operator.apply(_Dropout, backend, x, seed, p)
+    seed = philox.draw_seed(x)
+    if _modes.requires_grad(x) and not _modes.transform_active():
+        return _autograd.apply(_Dropout, backend, x, seed, p)
     return _OP.overloads[backend](x, seed, p)
 
 
@@ -57,7 +57,7 @@ class _Dropout(torch.autograd.Function):
     def forward(ctx: Any, backend: str, x: Tensor, seed: Tensor, p: float) -> Tensor:
         ctx.backend, ctx.p = backend, p
         ctx.save_for_backward(seed)
-        return _operator.call_below_autograd(_OP.overloads[backend], x, seed, p)
+        return _autograd.call_below_autograd(_OP.overloads[backend], x, seed, p)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -76,18 +76,18 @@ def _formula(x: Tensor, seed: Tensor, p: float) -> Tensor:
 
 
 def _derivative(backend: str, x: Tensor, seed: Tensor, p: float) -> Tensor:
-    if _operator.forward_mode():
+    if _modes.forward_mode():
         return _formula(x, seed, p)
-    return _operator.apply(_Dropout, backend, x, seed, p)
+    return _autograd.apply(_Dropout, backend, x, seed, p)
 
 
 def _vmap(op: Any, info: Any, in_dims: Any, *args: Any) -> Any:
     # Elements are numbered within a sample, as if it were alone.
-    results, _ = _operator.one_by_one(lambda *each: (op(*each),), info, in_dims, args)
-    return results[0], 0
+    (result,), (dim,) = _batching.one_by_one(lambda *each: (op(*each),), info, in_dims, args)
+    return result, dim
 
 
-_OP = _operator.Op(
+_OP = _op.Op(
     "dropout",
     "(Tensor x, Tensor seed, float dropout_p) -> Tensor",
     fake=_fake,
@@ -98,7 +98,7 @@ _OP = _operator.Op(
 )
 
 
-@_operator.implement("dropout", "eager")
+@_op.implement("dropout", "eager")
 def _eager(x: Tensor, seed: Tensor, p: float) -> Tensor:
     return x.new_empty(x.shape).copy_(_formula(x, seed, p))
 

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from trifuse import backends
-from trifuse.ops import _checks, _explained, _operator
+from trifuse.ops import _batching, _checks, _explained, _operator
 from trifuse.ops._checks import fail
 from trifuse.reference import dropout_add_layer_norm as reference
+from trifuse.reference import philox
 from trifuse.reference.results import accumulation_dtype
 
 
@@ -197,7 +198,7 @@ class _Results(NamedTuple):
 def _run(call: _Call) -> tuple[Tensor, ...]:
     tensors = call.tensors
     if call.options.dropout_p > 0:
-        tensors = tensors._replace(seed=_operator.draw_seed(tensors.x))
+        tensors = tensors._replace(seed=philox.draw_seed(tensors.x))
     return _OPERATOR(call.choice.backend, tensors, call.options)
 
 
@@ -216,9 +217,9 @@ def _grad_fake(call: _operator.BackwardCall) -> tuple[Tensor, ...]:
         x if residual is None else residual,
         *(grad_out if v is None else v for v in vectors),
     )
+    *wanted, _ = call.wanted  # the seed has no gradient
     return tuple(
-        t.new_empty(t.shape if wanted else (0,))
-        for t, wanted in zip(like, call.wanted[:5], strict=True)
+        t.new_empty(t.shape if needed else (0,)) for t, needed in zip(like, wanted, strict=True)
     )
 
 
@@ -248,7 +249,7 @@ _OPERATOR = _operator.Operator(
     differentiable=5,
     saved=("mean", "rstd"),
     # Samples become more rows. Dropout numbers the rows, so with it samples are called one by one.
-    axes=dict.fromkeys(("x", "residual", "out", "sum", "mean", "rstd"), _operator.LEADING),
+    axes=dict.fromkeys(("x", "residual", "out", "sum", "mean", "rstd"), _batching.LEADING),
     fake=_fake,
     grad_fake=_grad_fake,
     formula=_formula,

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from trifuse import backends
-from trifuse.ops import _checks, _explained, _operator, _recurrent
+from trifuse.ops import _checks, _explained, _op, _operator, _recurrent, _recurrent_fast
 from trifuse.reference import gru as reference
 from trifuse.reference.gru import SLOTS, Options, Parameters
 from trifuse.reference.lstm import by_direction
@@ -84,15 +84,17 @@ def gru_cell(
         As :func:`gru`.
     """
     parameters = Parameters(weight_ih, weight_hh, bias_ih, bias_hh)
-    return _recurrent.run_fast("gru", _step, input, (hx,), parameters, one_step=True)[0]
+    h, *_ = _recurrent_fast.run("gru", _step, input, (hx,), parameters, one_step=True)
+    return h
 
 
 def _step(input: Tensor, hx: Any, *parameters: Any) -> tuple[Any, ...]:
     """Returns h as the output, and None in the place of h_n."""
-    if _recurrent.without_units(parameters[0]):
-        zeros = input.new_zeros(*input.shape[:-1], parameters[1].shape[1])
-        return torch.gru_cell(input, zeros if hx is None else hx, *parameters), None
-    _, h = _recurrent.run(_prepare_cell(input, hx, *parameters))
+    p = Parameters(*parameters)
+    if _recurrent.without_units(p.weight_ih):
+        zeros = input.new_zeros(*input.shape[:-1], p.weight_hh.shape[1])
+        return torch.gru_cell(input, zeros if hx is None else hx, *p), None
+    _, h = _recurrent.run(_prepare_cell(input, hx, *p))
     return h.squeeze((0, 1) if input.dim() == 1 else (0,)), None
 
 
@@ -122,12 +124,12 @@ def layer(
 
     def slow_path(input: Tensor, h0: Any, *flat: Any) -> tuple[Tensor, ...]:
         given = by_direction(Parameters, flat)
-        input, batch = _recurrent.sequence(input, batch_first=False)
-        return _recurrent.run(_check(input, (len(given), *batch), h0, given, lengths, reverse))
+        batch = (len(given), input.shape[1])
+        return _recurrent.run(_check(input, batch, h0, given, lengths, reverse))
 
     flat = tuple(t for p in parameters for t in p)
     if lengths is None and tuple(reverse) == (False, True)[: len(parameters)]:
-        output, h_n, *_ = _recurrent.run_fast("gru", slow_path, input, (h0,), flat)
+        output, h_n, *_ = _recurrent_fast.run("gru", slow_path, input, (h0,), flat)
     else:
         output, h_n = slow_path(input, h0, *flat)
     return output, h_n
@@ -161,11 +163,8 @@ def _check(
     reverse: Sequence[bool] = (False,),
 ) -> _recurrent.Call:
     """Checks a call. ``input`` is (T, B, I); ``batch`` is the shape of the caller's h0 before H."""
-    _recurrent.check_directions(parameters, reverse)
-    checked = [_check_parameters(p, input) for p in parameters]
-    for p in checked[1:]:
-        for name, first, other in zip(Parameters._fields, checked[0], p, strict=True):
-            _recurrent.same_shape(name, first, other)
+    input = _recurrent.floating(input)
+    checked = _recurrent.directions(parameters, reverse, _check_parameters, input)
     H = checked[0].weight_hh.shape[1]
     h0 = _recurrent.state("hx", _recurrent.autocast(h0), input, batch, H, (input.dtype,))
     return _recurrent.Call(
@@ -248,12 +247,12 @@ _recurrent.OPERATORS["gru"] = _operator.Operator(
     check=_recurrent.check_lengths,
 )
 
-_operator.library.define(
+_op.library.define(
     "gru_plain.cpp(Tensor input, Tensor? h0, Tensor?[] parameters, bool save) -> "
     "(Tensor, Tensor, Tensor)"
 )
 if backends._C is not None:
-    _recurrent.FAST_PATHS["gru"] = _recurrent.FastPath(
+    _recurrent_fast.FAST_PATHS["gru"] = _recurrent_fast.FastPath(
         torch.ops.trifuse.gru_plain.cpp, {D * SLOTS: ((False, True)[:D],) for D in (1, 2)}
     )
 

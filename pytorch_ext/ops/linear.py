@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from trifuse import backends
-from trifuse.ops import _operator
+from trifuse.ops import _autograd, _modes, _op
 
 
 def linear(
@@ -96,7 +96,7 @@ def _serves(
     if torch.compiler.is_compiling():
         return dtype in _measured and _measured[dtype].faster
     return (
-        not _operator.transform_active()
+        not _modes.transform_active()
         and torch._C._len_torch_dispatch_stack() == 0
         and choose(dtype).faster
     )
@@ -189,7 +189,7 @@ def measure(dtype: torch.dtype) -> tuple[float, float]:
     ops = torch.ops.trifuse
 
     runs = (infer, infer_faster, step, step_faster)
-    with _operator.without_autocast():
+    with _modes.without_autocast():
         # Not random: fuse must not advance the generator.
         x = torch.ones(512, 768, dtype=dtype, device="cpu")
         bias = torch.ones(768, dtype=dtype, device="cpu")
@@ -219,8 +219,7 @@ class PackedWeight:
     """
 
     def __init__(self) -> None:
-        # Checksums, kind and packed form; replaced as one, because threads may share a model.
-        self._kept: tuple[Tensor, _Kind, Tensor | None] | None = None
+        self._kept: _Kept | None = None
 
     def clear(self) -> None:
         """Frees the memory."""
@@ -228,7 +227,7 @@ class PackedWeight:
 
     @property
     def is_kept(self) -> bool:
-        return self._kept is not None and self._kept[2] is not None
+        return self._kept is not None and self._kept.packed is not None
 
     def get(self, weight: Tensor, dtype: torch.dtype) -> Tensor | None:
         """Returns the weight packed in ``dtype`` if the last call got the same bits, else None."""
@@ -237,17 +236,25 @@ class PackedWeight:
         sums, cached = torch.ops.trifuse.checksum(weight), self._kept
         kind: _Kind = (weight.shape, weight.dtype, dtype, backends.cpu_capability())
         packed = None
-        if cached is not None and cached[1] == kind and torch.equal(sums, cached[0]):
-            packed = cached[2]
+        if cached is not None and cached.kind == kind and torch.equal(sums, cached.sums):
+            packed = cached.packed
             if packed is not None:
                 return packed
             packed = torch.ops.trifuse.pack_linear(weight.detach().to(dtype))
-        self._kept = sums, kind, packed
+        self._kept = _Kept(sums, kind, packed)
         return packed
 
 
 # The packed form depends on these besides the bits: equal bits may represent another matrix.
 _Kind = tuple[torch.Size, torch.dtype, torch.dtype, str | None]
+
+
+class _Kept(NamedTuple):
+    """What a :class:`PackedWeight` keeps; replaced as one, because threads may share a model."""
+
+    sums: Tensor
+    kind: _Kind
+    packed: Tensor | None
 
 
 # The fewest rows for which the product saves more time than it takes to pack the weight, or to
@@ -269,7 +276,7 @@ def _infer(
     rows = math.prod(x.shape[:-1])
     if rows < _ROWS_WORTH_CHECKING:
         return _torch(x, weight, bias, activation)
-    with _operator.without_autocast():
+    with _modes.without_autocast():
         found = None if packed is None else packed.get(weight, dtype)
         if found is None and rows < _ROWS_WORTH_PACKING:
             return _torch(
@@ -305,8 +312,8 @@ def _differentiable(
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None = None, relu: bool = False) -> Tensor:
     """Returns x weightᵀ + bias of 2-D tensors, followed by ReLU if ``relu``."""
     activation = "relu" if relu else None
-    if _operator.requires_grad(x, weight, bias) and not _operator.transform_active():
-        return _operator.apply(_Linear, x, weight, bias, activation)
+    if _modes.requires_grad(x, weight, bias) and not _modes.transform_active():
+        return _autograd.apply(_Linear, x, weight, bias, activation)
     return torch.ops.trifuse.linear(x, weight, bias, activation)
 
 
@@ -317,11 +324,12 @@ class _Linear(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None
     ) -> Tensor:
-        out = _operator.call_below_autograd(torch.ops.trifuse.linear, x, weight, bias, activation)
+        out = _autograd.call_below_autograd(torch.ops.trifuse.linear, x, weight, bias, activation)
+        needs_x, needs_weight, *_ = ctx.needs_input_grad
         # x and the weight are each needed for the other's gradient.
         ctx.save_for_backward(
-            x if ctx.needs_input_grad[1] else None,
-            weight if ctx.needs_input_grad[0] else None,
+            x if needs_weight else None,
+            weight if needs_x else None,
             out if activation == "relu" else None,
         )
         return out
@@ -349,42 +357,49 @@ def _fake(
 def _derivative(
     x: Tensor, weight: Tensor, bias: Tensor | None, activation: Activation | None = None
 ) -> Tensor:
-    if _operator.forward_mode() or activation not in (None, "relu"):
+    if _modes.forward_mode() or activation not in (None, "relu"):
         return _torch(x, weight, bias, activation)
-    return _operator.apply(_Linear, x, weight, bias, activation)
+    return _autograd.apply(_Linear, x, weight, bias, activation)
 
 
-def _vmap(info: Any, in_dims: Any, x: Tensor, weight: Tensor, *rest: Any) -> Any:
+def _vmap(
+    info: Any,
+    in_dims: Any,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: Activation | None = None,
+) -> Any:
     """The batching rule: torch's product, which supports batched weights."""
-    bias, activation = (*rest, None)[:2]
+    x_dim, weight_dim, bias_dim, *_ = in_dims
     x, weight = (
-        t if d is None else t.movedim(d, 0) for t, d in zip((x, weight), in_dims, strict=False)
+        t if dim is None else t.movedim(dim, 0) for t, dim in ((x, x_dim), (weight, weight_dim))
     )
     out = x @ weight.mT
     if bias is not None:
-        out = out + (bias if in_dims[2] is None else bias.movedim(in_dims[2], 0).unsqueeze(-2))
+        out = out + (bias if bias_dim is None else bias.movedim(bias_dim, 0).unsqueeze(-2))
     if out.dim() == 2:  # nothing is batched
         out = out.expand(info.batch_size, *out.shape)
     return out if activation is None else ACTIVATIONS[activation](out), 0
 
 
 _SIGNATURE = "(Tensor x, Tensor weight, Tensor? bias, str? activation=None) -> Tensor"
-_operator.library.define(f"linear{_SIGNATURE}")
-torch.library.register_fake("trifuse::linear", _fake, lib=_operator.library)
-_operator.register_derivative("linear", _SIGNATURE, _derivative)
-_operator.register_batching("linear", _vmap)
-_operator.register_decomposition(torch.ops.trifuse.linear.default, _torch, _fake)
-_operator.register_flops(
+_op.library.define(f"linear{_SIGNATURE}")
+torch.library.register_fake("trifuse::linear", _fake, lib=_op.library)
+_op.register_derivative("linear", _SIGNATURE, _derivative)
+_op.register_batching("linear", _vmap)
+_op.register_decomposition(torch.ops.trifuse.linear.default, _torch, _fake)
+_op.register_flops(
     torch.ops.trifuse.linear, lambda x, weight, *rest: 2 * x.shape[0] * weight.numel()
 )
 # For programs that were moved to a device without trifuse's product.
-_operator.implement("linear")(_torch)
+_op.implement("linear")(_torch)
 
 # The product with a packed weight, and the checksums that show whether the weight is unchanged.
 # Not for traces, in which the weight may change.
-_operator.library.define("pack_linear(Tensor weight) -> Tensor")
-_operator.library.define(
+_op.library.define("pack_linear(Tensor weight) -> Tensor")
+_op.library.define(
     "linear_packed(Tensor x, Tensor packed, int out_features, Tensor? bias, str? activation=None)"
     " -> Tensor"
 )
-_operator.library.define("checksum(Tensor weight) -> Tensor")
+_op.library.define("checksum(Tensor weight) -> Tensor")

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from trifuse import backends
-from trifuse.ops import _checks, _explained, _operator, _recurrent
+from trifuse.ops import (
+    _checks,
+    _explained,
+    _lstm_notes,
+    _op,
+    _operator,
+    _recurrent,
+    _recurrent_fast,
+)
 from trifuse.ops._checks import fail
 from trifuse.reference import lstm as reference
 from trifuse.reference.lstm import SLOTS, Options, Parameters, by_direction
@@ -131,19 +138,20 @@ def lstm_cell(
         As :func:`lstm`.
     """
     parameters = Parameters(weight_ih, weight_hh, bias_ih, bias_hh)
-    h, _, c, *_ = _recurrent.run_fast("lstm", _step, input, pair(hx), parameters, one_step=True)
+    h, _, c, *_ = _recurrent_fast.run("lstm", _step, input, pair(hx), parameters, one_step=True)
     return h, c
 
 
 def _step(input: Tensor, h0: Any, c0: Any, *parameters: Any) -> tuple[Any, ...]:
     """Returns h as the output, None in the place of h_n, and c."""
-    if _recurrent.without_units(parameters[0]):
+    weight_ih, weight_hh, bias_ih, bias_hh, *_ = parameters
+    if _recurrent.without_units(weight_ih):
         states = [t if t is None else t.to(input.dtype) for t in (h0, c0)]
-        zeros = input.new_zeros(*input.shape[:-1], parameters[1].shape[1])
+        zeros = input.new_zeros(*input.shape[:-1], weight_hh.shape[1])
         given = [zeros if t is None else t for t in states]
-        h, c = torch.lstm_cell(input, given, *parameters[:4])
+        h, c = torch.lstm_cell(input, given, weight_ih, weight_hh, bias_ih, bias_hh)
         return h, None, c.to(accumulation_dtype(c.dtype))
-    call = _prepare_cell(input, (h0, c0), *parameters[:4])
+    call = _prepare_cell(input, (h0, c0), weight_ih, weight_hh, bias_ih, bias_hh)
     _, h, c = _recurrent.run(call)
     one = (0, 1) if input.dim() == 1 else (0,)
     return h.squeeze(one), None, c.squeeze(one)
@@ -191,60 +199,10 @@ def layer(
         and all(options.get(name, none) == none for name, none in _NO_OPTIONS.items())
     )
     if plain:
-        output, h_n, c_n, *_ = _recurrent.run_fast("lstm", slow_path, input, states, flat)
+        output, h_n, c_n, *_ = _recurrent_fast.run("lstm", slow_path, input, states, flat)
     else:
         output, h_n, c_n = slow_path(input, *states, *flat)
     return output, h_n, c_n
-
-
-def stack(
-    input: Tensor,
-    h0: Tensor | None,
-    c0: Tensor | None,
-    parameters: Sequence[Parameters],
-    lengths: Tensor | None = None,
-    *,
-    recompute: bool = False,
-    **options: Any,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Runs L layers in one call, so that layers can run side by side; each reads the one before.
-
-    Only for calls for which :func:`why_not_stacked` returns None.
-
-    Args:
-        input: (T, B, I).
-        h0: (L, B, R) or None.
-        c0: (L, B, H) or None.
-        parameters: a :class:`Parameters` for each layer.
-        lengths, recompute, options: as in :func:`layer`.
-
-    Returns:
-        Output of the last layer (T, B, R), h_n (L, B, R), c_n (L, B, H).
-
-    Raises:
-        As :func:`lstm`.
-    """
-    call = prepare_stack(input, h0, c0, parameters, lengths, recompute, **options)
-    output, h_n, c_n = _recurrent.run(call)
-    return output, h_n, c_n
-
-
-def why_not_stacked(
-    input: Tensor,
-    *,
-    zoneout_h: float = 0.0,
-    zoneout_c: float = 0.0,
-    recurrent_dropout: float = 0.0,
-    training: bool = False,
-    **others: Any,
-) -> str | None:
-    """Returns why layers with these options must be called one by one, or None."""
-    choice = backends.choose(backends.Call("lstm", input.device.type, input.dtype))
-    if choice.backend not in _STACK.backends:
-        return f"the {choice.backend} backend runs layers one by one"
-    if training and max(zoneout_h, zoneout_c, recurrent_dropout) > 0:
-        return "each layer draws random numbers from its own seed"
-    return None
 
 
 _NO_OPTIONS = {
@@ -288,7 +246,7 @@ def _prepare(
         weight_ih, weight_hh, bias_ih, bias_hh, weight_hr, weight_peephole, norm_ih_weight,
         norm_hh_weight, norm_cell_weight, norm_cell_bias,
     )  # fmt: skip
-    return _check(
+    return check_call(
         input, batch, hx, [parameters], lengths, [reverse], recompute, cell_clip=cell_clip,
         proj_clip=proj_clip, forget_bias=forget_bias, coupled=coupled, eps=eps,
         zoneout_h=zoneout_h, zoneout_c=zoneout_c, recurrent_dropout=recurrent_dropout,
@@ -307,43 +265,11 @@ def prepare_layer(
     **options: Any,
 ) -> _recurrent.Call:
     """Checks a call of :func:`layer`."""
-    input, batch = _recurrent.sequence(input, batch_first=False)
-    batch = (len(parameters), *batch)
-    return _check(input, batch, (h0, c0), parameters, lengths, reverse, recompute, **options)
+    batch = (len(parameters), input.shape[1])
+    return check_call(input, batch, (h0, c0), parameters, lengths, reverse, recompute, **options)
 
 
-def prepare_stack(
-    input: Tensor,
-    h0: Tensor | None,
-    c0: Tensor | None,
-    parameters: Sequence[Parameters],
-    lengths: Tensor | None,
-    recompute: bool,
-    **options: Any,
-) -> _recurrent.Call:
-    """Checks a call of :func:`stack`."""
-    input, batch = _recurrent.sequence(input, batch_first=False)
-    layers: list[_recurrent.Call] = []
-    x = input
-    for p in parameters:
-        call = _check(x, (1, *batch), None, [p], lengths, (False,), recompute, **options)
-        layers.append(call)
-        for each in zip(Parameters._fields, layers[0].parameters, call.parameters, strict=True):
-            if each[0] != "weight_ih":
-                _recurrent.same_shape(*each)
-        # Stands in for the layer's output: only its shape is checked.
-        x = input.new_empty(1).expand(*input.shape[:2], p.weight_hh.shape[1])
-    one = layers[0]
-    checked = Parameters(*one.parameters)  # type: ignore[arg-type]
-    return one._replace(
-        operator="lstm_stack",
-        states=_states((h0, c0), input, (len(layers), *batch), checked),
-        parameters=tuple(t for call in layers for t in call.parameters),
-        options=one.options._replace(reverse=(False,) * len(layers)),
-    )
-
-
-def _check(
+def check_call(
     input: Tensor,
     batch: tuple[int, ...],
     hx: Any,
@@ -352,19 +278,19 @@ def _check(
     reverse: Sequence[bool] = (False,),
     recompute: bool = False,
     *,
+    operator: str = "lstm",
+    check_all: Callable[..., list[Any]] = _recurrent.directions,
     coupled: bool = False,
     **numbers: Any,
 ) -> _recurrent.Call:
     """Checks a call. ``input`` is (T, B, I); ``batch`` is the shape of the caller's h0 before R.
 
-    ``coupled`` and ``numbers`` are passed to :func:`check_options`.
+    ``check_all`` applies :func:`check_parameters` to those of each direction or layer. ``coupled``
+    and ``numbers`` are passed to :func:`check_options`.
     """
-    _recurrent.check_directions(parameters, reverse)
+    input = _recurrent.floating(input)
     coupled, recompute = _checks.flag("coupled", coupled), _checks.flag("recompute", recompute)
-    checked = [_check_parameters(p, input, coupled) for p in parameters]
-    for p in checked[1:]:
-        for name, first, other in zip(Parameters._fields, checked[0], p, strict=True):
-            _recurrent.same_shape(name, first, other)
+    checked = check_all(parameters, reverse, check_parameters, input, coupled)
     states = _states(hx, input, batch, checked[0])
     options = check_options(checked[0].weight_hr is not None, reverse, coupled=coupled, **numbers)
     is_stochastic = (
@@ -372,19 +298,23 @@ def _check(
         and max(options.zoneout_h, options.zoneout_c, options.recurrent_dropout) > 0
     )
     return _recurrent.Call(
-        "lstm",
+        operator,
         input,
         states,
         tuple(t for p in checked for t in p),
         _recurrent.row_lengths(lengths, input),
         options,
-        backends.choose(backends.Call("lstm", input.device.type, input.dtype)),
+        choose(input),
         recompute,
         is_stochastic,
     )
 
 
-_prepare_cell = _recurrent.cell_preparation(_check, Parameters)
+def choose(input: Tensor) -> backends.Choice:
+    return backends.choose(backends.Call("lstm", input.device.type, input.dtype))
+
+
+_prepare_cell = _recurrent.cell_preparation(check_call, Parameters)
 
 
 def check_options(
@@ -441,7 +371,7 @@ def _states(
     return h0, _recurrent.state("c0", c0, input, batch, H, (input.dtype, wide))
 
 
-def _check_parameters(p: Parameters, input: Tensor, coupled: bool) -> Parameters:
+def check_parameters(p: Parameters, input: Tensor, coupled: bool) -> Parameters:
     """Checks one direction's parameters; returns them with the weights after autocast."""
     gates = 3 if coupled else 4
     weight_ih, H = _recurrent.weight_ih(p.weight_ih, input, gates)
@@ -496,7 +426,7 @@ def _clip(argument: str, value: float | None) -> float | None:
 # The operator -----------------------------------------------------------------------------------
 
 
-class _Tensors(NamedTuple):
+class Tensors(NamedTuple):
     """See :func:`trifuse.reference.lstm.lstm`."""
 
     input: Tensor
@@ -507,7 +437,7 @@ class _Tensors(NamedTuple):
     seed: Tensor | None
 
 
-def _fake(tensors: _Tensors, options: Options, save: int) -> reference.Results:
+def fake(tensors: Tensors, options: Options, save: int) -> reference.Results:
     input, p = tensors.input, by_direction(Parameters, tensors.parameters)[0]
     (T, B, _), D = input.shape, len(options.reverse)
     rows, R = p.weight_hh.shape
@@ -527,12 +457,12 @@ def _fake(tensors: _Tensors, options: Options, save: int) -> reference.Results:
     )
 
 
-def _cpp_fake(tensors: _Tensors, options: Options, save: int) -> reference.Results:
-    """As :func:`_fake`, but with layer normalisation both products are saved instead of the gates.
+def _cpp_fake(tensors: Tensors, options: Options, save: int) -> reference.Results:
+    """As :func:`fake`, but with layer normalisation both products are saved instead of the gates.
 
     The products have the accumulation dtype. Marks of clipped elements are bits, 16 to an int16.
     """
-    results = _fake(tensors, options, save)
+    results = fake(tensors, options, save)
     gates, clipped = results.gates, results.clipped
     p = by_direction(Parameters, tensors.parameters)[0]
     if p.norm_ih_weight is not None and gates.dim() > 1:
@@ -544,11 +474,11 @@ def _cpp_fake(tensors: _Tensors, options: Options, save: int) -> reference.Resul
     return results._replace(gates=gates, clipped=clipped.to(torch.int16))
 
 
-def _formula(tensors: _Tensors, options: Options) -> reference.Results:
+def formula(tensors: Tensors, options: Options) -> reference.Results:
     return reference.lstm(*tensors, options=options)
 
 
-def _grad_formula(call: _operator.BackwardCall) -> list[Tensor | None]:
+def grad_formula(call: _operator.BackwardCall) -> list[Tensor | None]:
     grads, saved = call.grads, call.saved
     return reference.lstm_backward(
         grads.output,
@@ -564,9 +494,9 @@ def _grad_formula(call: _operator.BackwardCall) -> list[Tensor | None]:
     )
 
 
-_OPERATOR = _recurrent.OPERATORS["lstm"] = _operator.Operator(
+OPERATOR = _recurrent.OPERATORS["lstm"] = _operator.Operator(
     name="lstm",
-    tensors=_Tensors,
+    tensors=Tensors,
     options=Options,
     results=reference.Results,
     returned=3,
@@ -574,154 +504,25 @@ _OPERATOR = _recurrent.OPERATORS["lstm"] = _operator.Operator(
     saved=("output", "gates", "cells", "clipped"),
     saves=True,
     axes=_recurrent.AXES,
-    fake=_fake,
+    fake=fake,
     fakes={"cpp": _cpp_fake},
     grad_fake=_recurrent.grad_fake,
-    formula=_formula,
-    grad_formula=_grad_formula,
+    formula=formula,
+    grad_formula=grad_formula,
     flops=functools.partial(_recurrent.flops, Parameters),
     check=_recurrent.check_lengths,
 )
 
-_operator.library.define(
+_op.library.define(
     "lstm_plain.cpp(Tensor input, Tensor? h0, Tensor? c0, Tensor?[] parameters, bool save) -> "
     "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 if backends._C is not None:
-    _recurrent.FAST_PATHS["lstm"] = _recurrent.FastPath(
+    _recurrent_fast.FAST_PATHS["lstm"] = _recurrent_fast.FastPath(
         torch.ops.trifuse.lstm_plain.cpp,
         {D * SLOTS: tuple(Options(reverse=(False, True)[:D])) for D in (1, 2)},
     )
 
 
-# Stacks -----------------------------------------------------------------------------------------
-#
-# Layers, each reading the layer before, take the place of directions.
-
-
-class _StackResults(NamedTuple):
-    """The layers' results, stacked as those of directions are, except the output."""
-
-    output: Tensor  # (T, B, R), the last layer's
-    h_n: Tensor
-    c_n: Tensor
-    gates: Tensor
-    cells: Tensor
-    clipped: Tensor
-    below: Tensor  # (layers - 1, T, B, R): the outputs of the layers below the last
-
-
-def _stack_fake(tensors: _Tensors, options: Options, save: int) -> _StackResults:
-    layers = _fake(tensors, options, save)
-    (L, B, R), T = layers.h_n.shape, tensors.input.shape[0]
-    below = (0,) if save == _operator.SAVE_NOTHING else (L - 1, T, B, R)
-    output = layers.output.new_empty(T, B, R)
-    return _StackResults(*layers._replace(output=output), below=output.new_empty(below))
-
-
-def _layer(tensors: _Tensors, options: Options, k: int, x: Tensor) -> tuple[_Tensors, Options]:
-    """Returns the arguments of the k-th layer, whose input is ``x``."""
-    h0, c0 = (None if t is None else t[k : k + 1] for t in (tensors.h0, tensors.c0))
-    parameters = tensors.parameters[k * SLOTS : (k + 1) * SLOTS]
-    layer = tensors._replace(input=x, h0=h0, c0=c0, parameters=parameters)
-    return layer, options._replace(reverse=(False,))
-
-
-def _stack_formula(tensors: _Tensors, options: Options) -> _StackResults:
-    """Calls the reference layer by layer."""
-    outputs: list[Tensor] = [tensors.input]
-    layers = []
-    for k in range(len(options.reverse)):
-        layers.append(_formula(*_layer(tensors, options, k, outputs[-1])))
-        outputs.append(layers[-1].output)
-    _, *others = (torch.cat(of_layers) for of_layers in zip(*layers, strict=True))
-    last, below = outputs[-1], outputs[1:-1]
-    return _StackResults._make((last, *others, reference.stack_steps(below, last.shape, last)))
-
-
-def _stack_grad_formula(call: _operator.BackwardCall) -> list[Tensor | None]:
-    """Calls the reference layer by layer, from the last to the first."""
-    layers, x = [], call.tensors.input
-    for k in range(len(call.options.reverse)):
-        layers.append(_layer(call.tensors, call.options, k, x))
-        x = _formula(*layers[-1]).output
-    grad_output, results = call.grads.output, []
-    for k in reversed(range(len(layers))):
-        tensors, options = layers[k]
-        grad_h_n, grad_c_n = (
-            None if t is None else t[k : k + 1] for t in (call.grads.h_n, call.grads.c_n)
-        )
-        layer = _operator.BackwardCall(
-            grads=call.grads._replace(output=grad_output, h_n=grad_h_n, c_n=grad_c_n),
-            tensors=tensors,
-            saved=_StackResults._make([None] * len(_StackResults._fields)),
-            options=options,
-            wanted=call.wanted._replace(
-                input=k > 0 or call.wanted.input,
-                parameters=call.wanted.parameters[k * SLOTS : (k + 1) * SLOTS],
-            ),
-        )
-        results.append(_grad_formula(layer))
-        grad_output = results[-1][0]
-    results.reverse()
-    states = [
-        None if of_layers[0] is None else torch.cat(of_layers)
-        for of_layers in zip(*(grads[1:3] for grads in results), strict=True)
-    ]
-    return [grad_output, *states, *(g for grads in results for g in grads[3:])]
-
-
-_STACK = _recurrent.OPERATORS["lstm_stack"] = dataclasses.replace(
-    _OPERATOR,
-    name="lstm_stack",
-    results=_StackResults,
-    saved=(*_OPERATOR.saved, "below"),
-    fake=_stack_fake,
-    fakes={},
-    formula=_stack_formula,
-    grad_formula=_stack_grad_formula,
-    backends=("cuda",),  # only CUDA runs a stack's layers side by side
-)
-
-# Returns how many layers of a stack the CUDA kernels run at once, and why not more.
-_operator.library.define(
-    "lstm_layers_at_once.cuda(Tensor input, Tensor?[] parameters, bool coupled, bool backward) -> "
-    "(int, str)"
-)
-# Returns why the CUDA kernels run a call step by step, or "" if they run it in one launch.
-_operator.library.define(
-    "lstm_step_by_step.cuda(Tensor input, Tensor?[] parameters, bool coupled, bool backward) -> str"
-)
-
-
-# Notes ------------------------------------------------------------------------------------------
-
-
-def launch_notes(call: _recurrent.Call) -> tuple[str, ...]:
-    """Describes how the CUDA kernels run a call, forward and backward; others have no notes."""
-    if call.choice.backend != "cuda":
-        return ()
-    return tuple(
-        f"{step}: {_launch_note(call, step == 'backward')}" for step in ("forward", "backward")
-    )
-
-
-def _launch_note(call: _recurrent.Call, backward: bool) -> str:
-    ops, options = torch.ops.trifuse, call.options
-    parameters, note = call.parameters, ""
-    if call.operator == "lstm_stack":
-        layers = len(options.reverse)
-        at_once, why = ops.lstm_layers_at_once.cuda(
-            call.input, parameters, options.coupled, backward
-        )
-        if at_once == layers:
-            return f"{layers} layers side by side"
-        if at_once > 1:
-            return f"{at_once} of {layers} layers side by side: {why}"
-        parameters, note = parameters[:SLOTS], f"layer after layer: {why}; each "
-    why = ops.lstm_step_by_step.cuda(call.input, parameters, options.coupled, backward)
-    return note + (f"step by step: {why}" if why else "one launch for the whole sequence")
-
-
-_explained.explains(lstm, _prepare, launch_notes)
-_explained.explains(lstm_cell, _prepare_cell, launch_notes)
+_explained.explains(lstm, _prepare, _lstm_notes.launch_notes)
+_explained.explains(lstm_cell, _prepare_cell, _lstm_notes.launch_notes)

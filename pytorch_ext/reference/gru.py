@@ -137,12 +137,13 @@ def gru_backward(
     """
     if output is None or gates is None:
         output, _, gates = gru(input, h0, parameters, lengths, options=options)
+    wants_input, wants_h0, *of_parameters = wanted
+    wants = by_direction(Parameters, of_parameters)
     results: list[dict[str, Tensor | None]] = []
     for d, direction in enumerate(_directions(input, h0, parameters, lengths, options)):
-        H, slots = direction.h0.shape[-1], slice(d * SLOTS, (d + 1) * SLOTS)
+        H = direction.h0.shape[-1]
         own = slice(d * H, (d + 1) * H)
-        needs_grad = dict(zip(("input", "h0"), wanted[:2], strict=True))
-        needs_grad |= dict(zip(Parameters._fields, wanted[2:][slots], strict=True))
+        needs_grad = {"input": wants_input, "h0": wants_h0, **wants[d]._asdict()}
         gradients = _backward(
             direction,
             direction.steps(grad_output[..., own]),
@@ -155,8 +156,8 @@ def gru_backward(
         results.append(
             {name: gradients[name]() if needed else None for name, needed in needs_grad.items()}
         )
-    of_parameters = [result[name] for result in results for name in Parameters._fields]
-    grads = [added_up(results, "input"), side_by_side(results, "h0"), *of_parameters]
+    grads = [added_up(results, "input"), side_by_side(results, "h0")]
+    grads += [result[name] for result in results for name in Parameters._fields]
     return [
         None if grad is None or t is None else grad.to(t.dtype)
         for grad, t in zip(grads, [input, h0, *parameters], strict=True)

@@ -189,12 +189,13 @@ def lstm_backward(
         output, _, _, gates, cells, clipped = lstm(
             input, h0, c0, parameters, lengths, seed, options=options
         )
+    wants_input, wants_h0, wants_c0, *of_parameters = wanted
+    wants = by_direction(Parameters, of_parameters)
     results: list[dict[str, Tensor | None]] = []
     for d, direction in enumerate(_directions(input, h0, c0, parameters, lengths, seed, options)):
-        R, slots = direction.h0.shape[-1], slice(d * SLOTS, (d + 1) * SLOTS)
+        R = direction.h0.shape[-1]
         own = slice(d * R, (d + 1) * R)
-        needs_grad = dict(zip(("input", "h0", "c0"), wanted[:3], strict=True))
-        needs_grad |= dict(zip(Parameters._fields, wanted[3:][slots], strict=True))
+        needs_grad = {"input": wants_input, "h0": wants_h0, "c0": wants_c0, **wants[d]._asdict()}
         gradients = _backward(
             direction,
             direction.steps(grad_output[..., own]),
@@ -211,11 +212,11 @@ def lstm_backward(
         results.append(
             {name: gradients[name]() if needed else None for name, needed in needs_grad.items()}
         )
-    of_parameters = [result[name] for result in results for name in Parameters._fields]
     grads = [added_up(results, "input"), side_by_side(results, "h0"), side_by_side(results, "c0")]
+    grads += [result[name] for result in results for name in Parameters._fields]
     return [
         None if grad is None or t is None else grad.to(t.dtype)
-        for grad, t in zip([*grads, *of_parameters], [input, h0, c0, *parameters], strict=True)
+        for grad, t in zip(grads, [input, h0, c0, *parameters], strict=True)
     ]
 
 
@@ -357,13 +358,11 @@ def _backward(
     dax = da
     if norm_x is not None and p.norm_ih_weight is not None:
         dax = _normalise_backward(da * p.norm_ih_weight, norm_x)
-    parts = da.chunk(3 if options.coupled else 4, -1)
+    of_i, *of_f, _, of_o = da.chunk(3 if options.coupled else 4, -1)  # with coupled, of_f is empty
 
     def peephole() -> Tensor:
-        seen = [(parts[0], c), (parts[-1], cell.c)]
-        if not options.coupled:
-            seen.insert(1, (parts[1], c))
-        return torch.stack([sum_over_steps(da * state) for da, state in seen])
+        seen = [(of_i, c), *((gate, c) for gate in of_f), (of_o, cell.c)]
+        return torch.stack([sum_over_steps(gate * state) for gate, state in seen])
 
     def gain(norm: _Normalised | None, by: Tensor) -> Tensor:
         assert norm is not None

@@ -29,6 +29,12 @@ _MULTIPLIER = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
 
 
+def draw_seed(like: Tensor) -> Tensor:
+    """Draws the key of a call's random numbers, int64 (1,), from torch's default generator."""
+    limits = torch.iinfo(torch.int64)
+    return torch.randint(limits.min, limits.max, (1,), device=like.device)
+
+
 def threshold(dropout_p: float) -> int:
     """Returns how many of the 65,536 16-bit values drop an element; all of them only at p = 1."""
     return min(round(dropout_p * 65536), 65535) if dropout_p < 1 else 65536

@@ -1,0 +1,61 @@
+"""The modes of torch under which a call runs: gradients, autocast and transforms."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+
+import torch
+from torch import Tensor
+
+
+def requires_grad(*tensors: Tensor | None) -> bool:
+    """Returns whether autograd records a call on these tensors."""
+    if torch.is_grad_enabled():
+        for t in tensors:
+            if t is not None and t.requires_grad:
+                return True
+    return False
+
+
+def transform_active() -> bool:
+    """Returns whether a transform may apply to a call, so that it must go by the dispatcher."""
+    return (
+        torch.compiler.is_compiling()
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or torch.autograd.forward_ad._current_level >= 0
+    )
+
+
+def forward_mode() -> bool:
+    """Returns whether a tensor may carry a tangent. The formula serves such calls."""
+    if torch.autograd.forward_ad._current_level >= 0:
+        return True
+    # A compiled jvp enters its level without setting it in torch.autograd.forward_ad.
+    transforms = torch._C._functorch.get_interpreter_stack() or ()
+    return any(each.key() == torch._C._functorch.TransformType.Jvp for each in transforms)
+
+
+def is_batched(t: Tensor) -> bool:
+    """Returns whether the older vmap batches t: ``autograd.grad(is_grads_batched=True)``."""
+    return torch._C._functorch.is_legacy_batchedtensor(t)
+
+
+def autocast_dtype(x: Tensor) -> torch.dtype | None:
+    """Returns the dtype that autocast sets for x's device, or None if autocast is off."""
+    device = "cpu" if x.is_cpu else x.device.type  # device.type takes a microsecond
+    if _has_autocast(device) and torch.is_autocast_enabled(device):
+        return torch.get_autocast_dtype(device)
+    return None
+
+
+def _has_autocast(device: str) -> bool:
+    return torch.amp.is_autocast_available(device)
+
+
+# See backends._capability. torch 2.11's Dynamo can't trace into it.
+_has_autocast._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def without_autocast() -> AbstractContextManager[None]:
+    """Disables autocast: the arguments have been cast, and operators choose their own dtypes."""
+    return torch._C._DisableAutocast()

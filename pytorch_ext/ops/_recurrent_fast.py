@@ -1,0 +1,140 @@
+"""The fast path of lstm and gru: a layer without options or lengths, or one step of it.
+
+Checking arguments in Python takes as long as a step of a few hundred units. So a dedicated C++ op,
+such as ``lstm_plain``, checks its arguments itself. If it refuses them, the slow path runs: the
+checks of ``ops/lstm.py`` or ``ops/gru.py``, which report what is wrong, and the operator.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from trifuse import backends
+from trifuse.ops import _autograd, _modes
+from trifuse.ops._recurrent import OPERATORS, first_parameter
+
+
+class FastPath(NamedTuple):
+    """The C++ op of an operator's fast path."""
+
+    op: Callable[..., Any]
+    options: dict[int, tuple[Any, ...]]  # the default ones, by number of parameters
+
+
+FAST_PATHS: dict[str, FastPath] = {}
+
+# The backend of the fast paths, and the requested backends under which they may serve.
+_BACKEND = "cpp"
+_REQUESTS = ("auto", _BACKEND)
+
+
+def run(
+    name: str,
+    slow_path: Callable[..., tuple[Tensor, ...]],
+    input: Any,
+    states: tuple[Any, ...],
+    parameters: tuple[Any, ...],
+    one_step: bool = False,
+) -> tuple[Tensor, ...]:
+    """Runs a layer without options or lengths, or a step of it, by the fast path if possible.
+
+    Args:
+        name: the operator's.
+        slow_path: computes the same from (input, *states, *parameters), with all checks.
+        one_step: the input is one step, (B, I) or (I,); h is the output, and h_n is missing.
+    """
+    fast_path = FAST_PATHS.get(name)
+    tensors = (input, *states, *parameters)
+    if (
+        fast_path is None
+        or _modes.transform_active()
+        or not _TENSOR_TYPES.issuperset(map(type, tensors))
+        or not getattr(input, "is_cpu", False)
+        or (input.dim() < 3) is not one_step
+        or backends._requested not in _REQUESTS
+        or torch.is_autocast_enabled("cpu")
+        or torch._C._len_torch_dispatch_stack() > 0
+    ):
+        return slow_path(*tensors)
+    try:
+        if _modes.requires_grad(*tensors):
+            return _autograd.apply(_Plain, (name, slow_path), *tensors)
+        results: tuple[Tensor, ...] = fast_path.op(input, *states, parameters, False)
+        return results
+    except NotImplementedError:
+        return slow_path(*tensors)
+
+
+_TENSOR_TYPES = {Tensor, torch.nn.Parameter, type(None)}
+
+
+class _Plain(torch.autograd.Function):
+    """A call by the fast path with its backward, for use where no transform is active."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, constants: tuple[str, Callable[..., tuple[Tensor, ...]]], *tensors: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        name, slow_path = constants
+        operator = OPERATORS[name]
+        first = first_parameter(operator.tensors)
+        others, parameters = tensors[:first], tensors[first:]
+        results = FAST_PATHS[name].op(*others, parameters, True)
+        ctx.name, ctx.slow_path = name, slow_path
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*[results[i] for i in operator.saved_places], *tensors)
+        return results[: operator.returned]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        if all(g is None for g in grads):
+            return (None,) * len(ctx.needs_input_grad)
+        operator = OPERATORS[ctx.name]
+        kept, count = ctx.saved_tensors, len(operator.saved)
+        saved, tensors = kept[:count], kept[count:]
+        _, *needs_grad = ctx.needs_input_grad
+        if (
+            torch.is_grad_enabled()
+            or _modes.transform_active()
+            or any(g is not None and _modes.is_batched(g) for g in grads)
+        ):
+            return None, *_gradients(ctx.slow_path, tensors, grads, needs_grad)
+        grad_output, *grad_states = grads
+        if grad_output is None:
+            output, *_ = saved
+            grad_output = torch.zeros_like(output)
+        first = first_parameter(operator.tensors)
+        others, parameters = tensors[:first], tensors[first:]
+        integers = [None] * (len(operator.tensors._fields) - operator.differentiable)
+        results = operator.backward[_BACKEND](
+            grad_output, *grad_states, *others, parameters, *integers, *saved,
+            *FAST_PATHS[ctx.name].options[len(parameters)], needs_grad,
+        )  # fmt: skip
+        return None, *(g if n else None for g, n in zip(results, needs_grad, strict=True))
+
+
+def _gradients(
+    function: Callable[..., tuple[Tensor, ...]],
+    tensors: Sequence[Tensor | None],
+    grads: Sequence[Tensor | None],
+    needs_grad: Sequence[bool],
+) -> list[Tensor | None]:
+    """Returns gradients of a function's results, which can be differentiated in turn."""
+    # The backend switch is global and may have changed since the forward, a fast path.
+    as_then = backends._requested in _REQUESTS
+    backend = contextlib.nullcontext() if as_then else backends.backend(_BACKEND)
+    with torch.enable_grad(), _modes.without_autocast(), backend:
+        # Views, because one tensor may be computed from another: its gradient excludes that path.
+        views = [None if t is None else t.view_as(t) for t in tensors]
+        pairs = [(r, g) for r, g in zip(function(*views), grads, strict=True) if g is not None]
+        results, upstream = zip(*pairs, strict=True)
+        targets = [v for v, n in zip(views, needs_grad, strict=True) if v is not None and n]
+        found = iter(
+            torch.autograd.grad(results, targets, upstream, create_graph=True, allow_unused=True)
+        )
+    return [next(found) if needed else None for needed in needs_grad]
