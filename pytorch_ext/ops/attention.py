@@ -25,7 +25,7 @@ def scaled_dot_product_attention(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None,
     dropout_p: float = 0.0, is_causal: bool | CausalVariant = False, scale: float | None = None,
     enable_gqa: bool = False, *, key_lengths: Tensor | None = None,
-    window: int | tuple[int | None, int | None] | None = None,
+    window: int | tuple[int | None, int | None] | None = None, softcap: float | None = None,
     return_lse: Literal[False] = False,
 ) -> Tensor: ...  # fmt: skip
 @overload
@@ -33,7 +33,7 @@ def scaled_dot_product_attention(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None,
     dropout_p: float = 0.0, is_causal: bool | CausalVariant = False, scale: float | None = None,
     enable_gqa: bool = False, *, key_lengths: Tensor | None = None,
-    window: int | tuple[int | None, int | None] | None = None,
+    window: int | tuple[int | None, int | None] | None = None, softcap: float | None = None,
     return_lse: Literal[True],
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 def scaled_dot_product_attention(
@@ -48,6 +48,7 @@ def scaled_dot_product_attention(
     *,
     key_lengths: Tensor | None = None,
     window: int | tuple[int | None, int | None] | None = None,
+    softcap: float | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     r"""softmax(scale · Q Kᵀ + mask) V, with masks, dropout and gradients fused.
@@ -78,6 +79,7 @@ def scaled_dot_product_attention(
         window: query i attends to keys within ``left`` before and ``right`` after the diagonal. One
             number sets both; None sets no bound. The window moves with the diagonal of
             ``is_causal`` or, if that is False, of a causal ``attn_mask``.
+        softcap: c; scores s become c · tanh(s / c) before a float mask is added (Gemma 2).
         return_lse: also return the logsumexp of each row's scores, differentiable.
 
     Returns:
@@ -95,7 +97,17 @@ def scaled_dot_product_attention(
     """
     _checks.flag("return_lse", return_lse)
     call = _prepare(
-        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, key_lengths, window
+        query,
+        key,
+        value,
+        attn_mask,
+        dropout_p,
+        is_causal,
+        scale,
+        enable_gqa,
+        key_lengths,
+        window,
+        softcap,
     )
     out, lse = _run(call)
     if call.batch_shape is not None:
@@ -110,7 +122,7 @@ def varlen_attention(
     cu_seqlens_k: Tensor | None = None, max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
     is_causal: bool | CausalVariant = False, scale: float | None = None, enable_gqa: bool = False,
-    *, window: int | tuple[int | None, int | None] | None = None,
+    *, window: int | tuple[int | None, int | None] | None = None, softcap: float | None = None,
     return_lse: Literal[False] = False,
 ) -> Tensor: ...  # fmt: skip
 @overload
@@ -119,7 +131,7 @@ def varlen_attention(
     cu_seqlens_k: Tensor | None = None, max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
     is_causal: bool | CausalVariant = False, scale: float | None = None, enable_gqa: bool = False,
-    *, window: int | tuple[int | None, int | None] | None = None,
+    *, window: int | tuple[int | None, int | None] | None = None, softcap: float | None = None,
     return_lse: Literal[True],
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 def varlen_attention(
@@ -137,6 +149,7 @@ def varlen_attention(
     enable_gqa: bool = False,
     *,
     window: int | tuple[int | None, int | None] | None = None,
+    softcap: float | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention within each of several sequences packed end to end, without padding.
@@ -163,7 +176,7 @@ def varlen_attention(
     _checks.flag("return_lse", return_lse)
     call = _prepare_varlen(
         query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, attn_mask,
-        dropout_p, is_causal, scale, enable_gqa, window,
+        dropout_p, is_causal, scale, enable_gqa, window, softcap,
     )  # fmt: skip
     out, lse = _run(call)
     out, lse = out[0].transpose(0, 1), lse[0].transpose(0, 1)
@@ -193,6 +206,7 @@ def _prepare(
     enable_gqa: bool,
     key_lengths: Tensor | None,
     window: int | tuple[int | None, int | None] | None,
+    softcap: float | None,
 ) -> _Call:
     query, key, value, attn_mask = _tensors(query, key, value, attn_mask)
     _checks.flag("enable_gqa", enable_gqa)
@@ -214,9 +228,10 @@ def _prepare(
         attn_mask = _mask_to_4d(attn_mask, query, (query.shape[0], query.shape[1], Lq, Lk))
     if key_lengths is not None:
         key_lengths = _checks.integers("key_lengths", key_lengths, "(B,)", query.shape[0], query)
+    dropout_p = _checks.probability("dropout_p", dropout_p)
     return _Call(
         _Tensors(query, key, value, attn_mask, key_lengths),
-        _Options(Lq, Lk, _scale(scale), *band, _checks.probability("dropout_p", dropout_p)),
+        _Options(Lq, Lk, _scale(scale), _softcap(softcap), *band, dropout_p),
         _choose(query, value),
         batch_shape,
     )
@@ -236,6 +251,7 @@ def _prepare_varlen(
     scale: float | None,
     enable_gqa: bool,
     window: int | tuple[int | None, int | None] | None,
+    softcap: float | None,
 ) -> _Call:
     query, key, value, attn_mask = _tensors(query, key, value, attn_mask)
     _checks.flag("enable_gqa", enable_gqa)
@@ -264,7 +280,7 @@ def _prepare_varlen(
     dropout_p = _checks.probability("dropout_p", dropout_p)
     return _Call(
         _Tensors(query, key, value, attn_mask, None, cu_seqlens_q, cu_seqlens_k),
-        _Options(max_seqlen_q, max_seqlen_k, _scale(scale), *band, dropout_p),
+        _Options(max_seqlen_q, max_seqlen_k, _scale(scale), _softcap(softcap), *band, dropout_p),
         _choose(query, value),
         None,
     )
@@ -409,6 +425,15 @@ def _scale(scale: float | None) -> float | None:
     return None if scale is None else _checks.number("scale", scale)
 
 
+def _softcap(softcap: float | None) -> float | None:
+    if softcap is None:
+        return None
+    softcap = _checks.number("softcap", softcap)
+    if not torch.finfo(torch.float32).tiny <= softcap <= torch.finfo(torch.float32).max:
+        raise fail("softcap", "a positive number that float32 holds", softcap)
+    return softcap
+
+
 def _band(
     is_causal: bool | CausalVariant, window: int | tuple[int | None, int | None] | None
 ) -> tuple[int, int, bool]:
@@ -551,6 +576,7 @@ class _Options(NamedTuple):
     max_seqlen_q: int
     max_seqlen_k: int
     scale: float | None
+    softcap: float | None
     window_left: int
     window_right: int
     lower_right: bool
