@@ -79,7 +79,8 @@ def scaled_dot_product_attention(
         window: query i attends to keys within ``left`` before and ``right`` after the diagonal. One
             number sets both; None sets no bound. The window moves with the diagonal of
             ``is_causal`` or, if that is False, of a causal ``attn_mask``.
-        softcap: c; scores s become c · tanh(s / c) before a float mask is added (Gemma 2).
+        softcap: c > 0; caps scaled scores s to c · tanh(s / c), before a float mask is added
+            (Gemma Team, "Gemma 2", 2024).
         return_lse: also return the logsumexp of each row's scores, differentiable.
 
     Returns:
@@ -429,8 +430,8 @@ def _softcap(softcap: float | None) -> float | None:
     if softcap is None:
         return None
     softcap = _checks.number("softcap", softcap)
-    if not torch.finfo(torch.float32).tiny <= softcap <= torch.finfo(torch.float32).max:
-        raise fail("softcap", "a positive number that float32 holds", softcap)
+    if not 2.0**-126 <= softcap <= 2.0**126:  # normal in float32, and so is its inverse
+        raise fail("softcap", "a number in [2⁻¹²⁶, 2¹²⁶]", softcap)
     return softcap
 
 
