@@ -133,10 +133,10 @@ __device__ __forceinline__ void make_gradients(
   leave_out<N>(products, pairs);
 }
 
-// Turns capped scores and products of dO and v into weights and dS. dS is that of the scores before
-// the cap or, without kSlope, after it. dropout(numbers, factor) applies dropout. The products are
-// complete before the first weight is made: an array of slopes would take too many registers.
-template <int N, bool kByKey, bool kSlope, class Scalar, class Vectors, class Dropout>
+// Turns scores that are still to be capped, and products of dO and v, into weights and dS of the
+// scores before the cap. dropout(numbers, factor) applies dropout. The products take the slopes
+// before the first weight is made: an array of slopes would take too many registers.
+template <int N, bool kByKey, class Scalar, class Vectors, class Dropout>
 __device__ __forceinline__ void make_capped(
     float (&scores)[N / 8][4], float (&products)[N / 8][4], const Attention& p, const Scale& scale,
     const Head& head, const Vectors& per_query, const Pairs<N>& pairs, int row, int column,
@@ -149,7 +149,7 @@ __device__ __forceinline__ void make_capped(
     for (int e = 0; e < 4; ++e) {
       scores[n][e] = cap(scores[n][e]);
       products[n][e] -= per_query.delta(n, e);
-      if constexpr (kSlope) products[n][e] *= fmaf(-scores[n][e], scores[n][e], 1.0f);
+      products[n][e] *= fmaf(-scores[n][e], scores[n][e], 1.0f);
     }
   multiply_and_add_mask<N, kByKey, Scalar>(
       scores, static_cast<float>(p.softcap), p, head, pairs, row, column);

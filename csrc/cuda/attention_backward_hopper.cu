@@ -206,24 +206,17 @@ __device__ __forceinline__ void consume(
   const auto weigh = [&](const auto& per_query) {
     const BackwardHeader& header = shared.headers[tiles.stage];
     const Pairs<N> pairs = read_bits<N>(header.pairs, strip, header.full[strip]);
-    const bool capped = scale.scores_in_nats && p.softcap > 0;
-    if (scale.scores_in_nats && !capped) {
-      multiply_and_add_mask<N, kByKey, Scalar>(
-          scores, scale.product, p, Head(p, index.b, header.h), pairs, row, header.column);
+    if (scale.scores_in_nats) {
+      scale_and_add_mask<N, kByKey, Scalar>(
+          scores, p, scale, Head(p, index.b, header.h), pairs, row, header.column);
       subtract_shifts<N>(scores, per_query);
     }
     wgmma_begin(products);
     start_products<Scalar, D, N>(products, own.of_outputs, shared.other[tiles.stage].of_outputs);
     wgmma_commit();
-    if (!capped) make_weights<N, Scalar>(scores, scale, per_query, pairs);
+    make_weights<N, Scalar>(scores, scale, per_query, pairs);
     wgmma_wait<0>(products);
-    if (capped) {
-      make_capped<N, kByKey, true, Scalar>(
-          scores, products, p, scale, Head(p, index.b, header.h), per_query, pairs, row,
-          header.column, [&](float (&numbers)[N / 8][4], float factor) {
-            apply_dropout<N>(numbers, read_bits<N>(header.kept, strip, false), factor);
-          });
-    } else if (p.dropout.threshold) {
+    if (p.dropout.threshold) {
       const Pairs<N> kept = read_bits<N>(header.kept, strip, false);
       apply_dropout<N>(products, kept, static_cast<float>(p.dropout.scale));
       make_gradients<N>(products, scores, per_query, pairs);

@@ -79,13 +79,13 @@ __device__ __forceinline__ void multiply_and_add_mask(
   else add(p.mask_kind == MaskKind::Float32 ? static_cast<const float*>(p.mask.data) : nullptr);
 }
 
-// Turns products into scores in nats: scaled, capped, plus the float mask.
-template <int N, bool kByKey, class Scalar>
+// Turns products into scores in nats: scaled, with kMayCap capped, plus the float mask.
+template <int N, bool kByKey, class Scalar, bool kMayCap = false>
 __device__ __forceinline__ void scale_and_add_mask(
     float (&scores)[N / 8][4], const Attention& p, const Scale& scale, const Head& head,
     const Pairs<N>& pairs, int row, int column) {
   float factor = scale.product;
-  if (p.softcap > 0) {
+  if (kMayCap && p.softcap > 0) {
     const Cap<Scalar> cap(p, scale);
 #pragma unroll
     for (int n = 0; n < N / 8; ++n)
