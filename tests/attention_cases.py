@@ -195,7 +195,7 @@ def one_rounding(case: Case) -> Results:
     if (softcap := case.options.get("softcap")) is not None:
         scores = softcap * (scores / softcap).tanh()
         slope = 1 - (scores / softcap).square()
-        score_error = (score_error * slope).hypot(eps * scores)  # the tanh is rounded too
+        score_error = (score_error * slope).hypot(sum_eps * scores)  # the tanh is rounded too
     if exact.attn_mask is not None and exact.attn_mask.dtype != torch.bool:
         scores = scores + exact.attn_mask
         # Adding the lowest finite number absorbs a score completely, with its error.

@@ -142,7 +142,7 @@ __device__ __forceinline__ void make_capped(
     const Head& head, const Vectors& per_query, const Pairs<N>& pairs, int row, int column,
     const Dropout& dropout) {
   if (p.dropout.threshold) dropout(products, static_cast<float>(p.dropout.scale));
-  const Cap<Scalar> cap(p, scale);
+  const Cap cap(p, scale);
 #pragma unroll
   for (int n = 0; n < N / 8; ++n)
 #pragma unroll
