@@ -98,18 +98,9 @@ def scaled_dot_product_attention(
     """
     _checks.flag("return_lse", return_lse)
     call = _prepare(
-        query,
-        key,
-        value,
-        attn_mask,
-        dropout_p,
-        is_causal,
-        scale,
-        enable_gqa,
-        key_lengths,
-        window,
+        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, key_lengths, window,
         softcap,
-    )
+    )  # fmt: skip
     out, lse = _run(call)
     if call.batch_shape is not None:
         out = out.reshape(*call.batch_shape, *out.shape[-2:])
