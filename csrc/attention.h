@@ -36,6 +36,7 @@ struct AttentionProblem {
   const int64_t* cu_seqlens_k = nullptr;
 
   double scale;
+  double softcap;                     // c; 0: scores are not capped
   int64_t window_left, window_right;  // -1: no bound
   bool lower_right;
   Dropout dropout;

@@ -32,7 +32,7 @@ struct AttentionArguments {
   const Tensor &query, &key, &value;
   const OptionalTensor &attn_mask, &key_lengths, &cu_seqlens_q, &cu_seqlens_k, &seed;
   int64_t max_seqlen_q, max_seqlen_k;
-  std::optional<double> scale;
+  std::optional<double> scale, softcap;
   int64_t window_left, window_right;
   bool lower_right;
   double dropout_p;
@@ -110,8 +110,8 @@ struct SequenceTensors {
   Tensor key_lengths, cu_seqlens_q, cu_seqlens_k;
 };
 
-// Checks the arguments, and sets sizes, mask, scale, window and sequences from them. Lq and Lk are
-// those of the tensors; packed calls then replace them.
+// Checks the arguments, and sets sizes, mask, scale, cap, window and sequences from them. Lq and Lk
+// are those of the tensors; packed calls then replace them.
 inline SequenceTensors fill_in(AttentionProblem& p, const AttentionArguments& a) {
   check_arguments(a);
   p.dtype = kernel_type(a.query.scalar_type());
@@ -123,6 +123,7 @@ inline SequenceTensors fill_in(AttentionProblem& p, const AttentionArguments& a)
   p.E = a.query.size(3);
   p.Ev = a.value.size(3);
   p.scale = a.scale.value_or(1.0 / std::sqrt(static_cast<double>(std::max<int64_t>(p.E, 1))));
+  p.softcap = a.softcap.value_or(0);
   // Clamps windows that reach past the farthest pair. They mask the same pairs, and adding a
   // position to them cannot overflow.
   p.window_left = std::min(a.window_left, p.Lq + p.Lk);

@@ -222,6 +222,7 @@ class _Options(NamedTuple):
     max_seqlen_q: int
     max_seqlen_k: int
     scale: float | None
+    softcap: float | None
     window_left: int  # below 0: no bound
     window_right: int
     lower_right: bool
@@ -265,7 +266,8 @@ class _Call:
         variant = self.variant
         head_dim = max(64, variant.BLOCK_E, variant.BLOCK_EV)
         unit = multiplying_unit(self.query.device, self.query.dtype)
-        return Workload(kernel, unit, head_dim, extras=variant.masked or variant.dropout)
+        extras = variant.masked or variant.dropout or variant.softcap != 0
+        return Workload(kernel, unit, head_dim, extras=extras)
 
     def configs(self, kernel: str) -> tuple[Config, ...]:
         return configs(self.workload(kernel))
@@ -354,7 +356,8 @@ def _variant(tensors: _Tensors, options: _Options, inputs: Inputs, sizes: Sizes)
     mask_rows = mask is not None and mask.strides[2] != 0
     mask_columns = mask is not None and mask.strides[3] != 0
     left_bound, right_bound = options.window_left >= 0, options.window_right >= 0
-    large_scores = float_mask or abs(sizes.scale) > LARGE_SCALE
+    softcap = options.softcap or 0.0
+    large_scores = float_mask or softcap != 0 or abs(sizes.scale) > LARGE_SCALE
     return Variant(
         dtype=str(query.dtype),
         E=E,
@@ -368,6 +371,7 @@ def _variant(tensors: _Tensors, options: _Options, inputs: Inputs, sizes: Sizes)
         mask_columns=mask_columns,
         mask_runs=attn_mask is not None and attn_mask.shape[3] % MASK_RUN.value == 0,
         trim_by_mask=mask_columns and (bool_mask or not mask_rows),
+        softcap=softcap,
         large_scores=large_scores,
         scores_in_nats=large_scores or not sizes.scale > 0,  # true for NaN
         key_lengths=tensors.key_lengths is not None,

@@ -77,7 +77,9 @@ class Variant(NamedTuple):
     mask_columns: bool  # the mask differs between keys
     mask_runs: bool  # rows of the mask are whole runs of MASK_RUN columns
     trim_by_mask: bool  # cut the ends that the mask leaves out off a range of keys or queries
-    large_scores: bool  # scores may dwarf the logarithm of a sum: a float mask, or a large scale
+    softcap: float  # c; 0: scores are not capped. Compiled in: a model has one.
+    # Scores may dwarf the logarithm of a sum: a float mask, or a large scale. Also with softcap.
+    large_scores: bool
     scores_in_nats: bool  # not in units of log 2: with large_scores, or if the scale is not above 0
     key_lengths: bool
     packed: bool

@@ -6,6 +6,8 @@ dQ. With scores s, weights P = exp(s - logsumexp), and dropout's D, which is 0 o
     dV_j = ∑_i D_ij P_ij dO_i        delta_i = ∑ dO_i O_i - dlse_i
     dS_ij = P_ij (D_ij dO_i · v_j - delta_i)
     dQ_i = scale ∑_j dS_ij k_j       dK_j = scale ∑_i dS_ij q_i
+
+With a cap, dS_ij is multiplied by its slope in dQ and dK.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import triton.language as tl
 
 from trifuse.kernels.arithmetic import dot
 from trifuse.kernels.attention_arguments import Sizes
-from trifuse.kernels.attention_forward import accumulate_softmax
+from trifuse.kernels.attention_forward import accumulate_softmax, scores_in_nats, slope_of_cap
 from trifuse.kernels.attention_non_finite import (
     any_non_finite,
     infinite_to_nan,
@@ -167,7 +169,7 @@ def _load_row_vector(vector, head, rows, FULL: tl.constexpr):
 def _weights(products, bias, lse_base, lse_rest, sizes, variant: tl.constexpr):
     """P = exp(score - logsumexp)."""
     if variant.large_scores:
-        above = tl.fma(products, sizes.scale, bias) - lse_base
+        above = scores_in_nats(products, bias, sizes, variant) - lse_base
         p = tl.exp2(tl.fma(above, LOG2E, -lse_rest))
     else:
         p = tl.exp2(tl.fma(products, sizes.scale_log2, -lse_base))
@@ -314,11 +316,11 @@ def _accumulate_dk_dv(
         row_values = load_row_values(vectors, head, rows, variant, FULL)
         query_tile = Tile(head.query, inputs.query.strides, first, head.num_queries)
         query = load_tile(query_tile, block.M, variant.E, variant.BLOCK_E, FULL)
-        if CLEAN:
-            query = zero_non_finite(query)
         products = pair_products(
             key, key_tile, query, query_tile, block.N, block.M, variant.E, variant.BLOCK_E, block
         )
+        if CLEAN:
+            query = zero_non_finite(query)  # after the scores, which a cap makes finite
         keep, bias = keep_and_bias(head, inputs, sizes, rows, columns, variant, FULL)
         p = _weights(products, bias, row_values.lse_base, row_values.lse_rest, sizes, variant)
         if variant.bool_mask or not FULL:
@@ -336,6 +338,8 @@ def _accumulate_dk_dv(
             dropped = tl.where(kept, p, 0.0)
             grad_p = tl.where(kept, grad_p * sizes.keep_scale, 0.0)
         grad_scores = p * (grad_p - row_values.delta)
+        if variant.softcap != 0:
+            grad_scores *= slope_of_cap(products, sizes, variant)
         if not FULL:
             grad_scores = tl.where(keep, grad_scores, 0.0)
         dv = dot(dropped.to(do.dtype), do, dv)
@@ -430,7 +434,7 @@ def _accumulate_dq(
         key = load_tile(key_tile, block.N, variant.E, variant.BLOCK_E, FULL)
         ds = grad_scores(
             query, do, key, query_tile, do_tile, key_tile, row_values, head, inputs, sizes, variant,
-            block, FULL,
+            block, FULL, CAPPED=False,
         )  # fmt: skip
         if CLEAN:
             key = zero_non_finite(key)  # after the scores, which an infinite key can make -∞
@@ -441,9 +445,9 @@ def _accumulate_dq(
 @triton.jit
 def grad_scores(
     query, do, key, query_tile, do_tile, key_tile, row_values, head, inputs, sizes,
-    variant: tl.constexpr, block: tl.constexpr, FULL: tl.constexpr,
+    variant: tl.constexpr, block: tl.constexpr, FULL: tl.constexpr, CAPPED: tl.constexpr = True,
 ):  # fmt: skip
-    """dS (M, N), 0 for pairs that don't take part."""
+    """dS (M, N), 0 for pairs that don't take part. CAPPED: of the scores after the cap."""
     rows = query_rows(head, query_tile.first, block.M, FULL)
     columns = key_tile.first + tl.arange(0, block.N)[None, :]
     products = pair_products(
@@ -461,6 +465,8 @@ def grad_scores(
         kept = weights_kept(head, sizes, query_tile.first, key_tile.first, block)
         grad_p = tl.where(kept, grad_p * sizes.keep_scale, 0.0)
     ds = p * (grad_p - row_values.delta[:, None])
+    if variant.softcap != 0 and not CAPPED:
+        ds *= slope_of_cap(products, sizes, variant)
     if variant.bool_mask or not FULL:
         ds = tl.where(keep, ds, 0.0)
     return ds

@@ -36,6 +36,7 @@ from trifuse.kernels.attention_tiles import (
     tile_like_query,
     weights_kept,
 )
+from trifuse.kernels.recurrent import tanh
 
 
 @triton.jit(do_not_specialize=Sizes._fields)
@@ -144,7 +145,7 @@ def accumulate_softmax(
         )
         keep, bias = keep_and_bias(head, inputs, sizes, rows, columns, variant, FULL)
         if variant.scores_in_nats:
-            scores = tl.fma(scores, sizes.scale, bias)
+            scores = scores_in_nats(scores, bias, sizes, variant)
         if variant.bool_mask or not FULL:
             scores = tl.where(keep, scores, -INF)
         block_max = tl.max(scores, 1)
@@ -171,6 +172,28 @@ def accumulate_softmax(
                 value = zero_non_finite(value)
             acc = dot(p.to(value.dtype), value, acc * shrink[:, None])
     return acc, row_max, row_sum
+
+
+@triton.jit
+def scores_in_nats(products, bias, sizes, variant: tl.constexpr):
+    """The scores of products q·k: times the scale, capped, plus the float mask."""
+    if variant.softcap != 0:
+        scores = tl.fma(_tanh_of_scores(products, sizes, variant), variant.softcap, bias)
+    else:
+        scores = tl.fma(products, sizes.scale, bias)
+    return scores
+
+
+@triton.jit
+def slope_of_cap(products, sizes, variant: tl.constexpr):
+    """The derivative of c · tanh(s / c) with respect to the score s."""
+    y = _tanh_of_scores(products, sizes, variant)  # the compiler finds it in scores_in_nats
+    return 1.0 - y * y
+
+
+@triton.jit
+def _tanh_of_scores(products, sizes, variant: tl.constexpr):
+    return tanh(products * sizes.scale * (1.0 / variant.softcap))
 
 
 @triton.jit

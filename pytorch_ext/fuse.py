@@ -404,9 +404,9 @@ def _swap_transformers_attention(model: Any) -> _Change | None:
                 continue  # a convolutional backbone, for example
             if not part._can_set_attn_implementation():
                 raise _CannotSwap(f"{name} doesn't choose its attention by attn_implementation")
-            # Some versions of transformers accept models that cap scores, and then don't cap.
+            # "sdpa" cannot cap scores, so models that do don't support it; trifuse can.
             capped = getattr(part.config, "attn_logit_softcapping", None) is not None
-            if capped or not part._supports_sdpa:
+            if not (capped or part._supports_sdpa):
                 raise _CannotSwap(f"{name} needs more of attention than a softmax of masked scores")
             if (reason := huggingface.why_not(type(part))) is not None:
                 raise _CannotSwap(reason)

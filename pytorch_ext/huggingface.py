@@ -101,6 +101,7 @@ def attention_forward(
     scaling: float | None = None,
     is_causal: bool | None = None,
     position_bias: Tensor | None = None,
+    softcap: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """The attention of one layer, as transformers' ``AttentionInterface`` calls it.
@@ -115,6 +116,7 @@ def attention_forward(
         scaling: multiplies q·k. Default: 1/√E.
         is_causal: whether the layer is causal; used only if ``attention_mask`` is None.
         position_bias: (1 or B, H, Lq, Lk), added to the scores.
+        softcap: caps the scaled scores, before anything is added to them.
         **kwargs: other arguments that models pass. Those that are in the mask already, such as
             ``sliding_window``, and those that do not concern the attention are ignored.
 
@@ -130,7 +132,7 @@ def attention_forward(
             f'attn_implementation="{NAME}" does not support {wanted}; '
             f"use another for {type(module).__name__}"
         )
-    if isinstance(attention_mask, PackedSequences):
+    if isinstance(attention_mask, PackedSequences):  # from BERT, which caps nothing
         out = packing.attend(query, key, value, attention_mask, dropout, scale=scaling)
         return out.transpose(1, 2), None
     causal: bool | CausalVariant
@@ -158,6 +160,7 @@ def attention_forward(
         causal,
         scaling,
         enable_gqa=key.shape[1] != query.shape[1],
+        softcap=softcap,
     )
     return out.transpose(1, 2), None
 
@@ -173,7 +176,7 @@ _HARMLESS = {
     "position_embeddings", "position_ids", "return_dict", "return_loss", "seq_idx",
     "sliding_window", "special_tokens_mask", "token_type_ids", "use_cache",
 }  # fmt: skip
-_NEVER_SERVED = {"cache", "output_attentions", "s_aux", "softcap"}
+_NEVER_SERVED = {"cache", "output_attentions", "s_aux"}
 
 
 def _unsupported(

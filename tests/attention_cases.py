@@ -86,6 +86,8 @@ def eager_torch(case: Case) -> Results:
         groups = query.shape[1] // max(key.shape[1], 1)
         key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
         scores = (query @ key.mT) * scale(case)
+        if (softcap := case.options.get("softcap")) is not None:
+            scores = softcap * (scores / softcap).tanh()
         if attn_mask is not None and attn_mask.dtype != torch.bool:
             scores = scores + attn_mask
         scores = scores.masked_fill(~keep, float("-inf"))
@@ -189,6 +191,11 @@ def one_rounding(case: Case) -> Results:
     scores = query @ key.mT * scale(case)
     terms = (query.square() @ key.square().mT).sqrt() * abs(scale(case))
     score_error = sum_eps * terms * _of_partial_sums(query.shape[-1])
+    slope: Tensor | float = 1.0
+    if (softcap := case.options.get("softcap")) is not None:
+        scores = softcap * (scores / softcap).tanh()
+        slope = 1 - (scores / softcap).square()
+        score_error = (score_error * slope).hypot(sum_eps * scores)  # the tanh is rounded too
     if exact.attn_mask is not None and exact.attn_mask.dtype != torch.bool:
         scores = scores + exact.attn_mask
         # Adding the lowest finite number absorbs a score completely, with its error.
@@ -218,8 +225,8 @@ def one_rounding(case: Case) -> Results:
     return Results(
         out=_root_of_squares(weight_error * multiplier, value),
         lse=sum_eps * (1 + lse) + (weights * score_error).square().sum(-1).sqrt(),
-        grad_query=abs(scale(case)) * _root_of_squares(ds, key),
-        grad_key=abs(scale(case)) * _grouped_root(ds.mT, query, heads),
+        grad_query=abs(scale(case)) * _root_of_squares(ds * slope, key),
+        grad_key=abs(scale(case)) * _grouped_root((ds * slope).mT, query, heads),
         grad_value=_grouped_root((weight_error_again * multiplier).mT, grad_out, heads),
         grad_mask=grad_mask,
     )
@@ -417,6 +424,7 @@ def draw_case(random: Random, dtype: torch.dtype) -> Case:
     windows = (None, None, side(longest), (side(longest), side(longest)))
     options["window"] = random.choice(windows)
     options["scale"] = random.choice((None, None, 0.5, 0.0, -0.3, 4 / math.sqrt(E)))
+    options["softcap"] = random.choice((None, None, 0.7, 5.0, 50.0))
     if random.random() < 0.5:
         options["key_lengths"] = torch.tensor(
             [random.randint(0, Lk) for _ in range(B)],

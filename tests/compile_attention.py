@@ -84,6 +84,7 @@ def _launch(
     mask: torch.dtype | str | None = None,
     causal: bool = False,
     dropout_p: float = 0.0,
+    softcap: float | None = None,
 ) -> None:
     H = 4
 
@@ -96,7 +97,7 @@ def _launch(
         attn_mask = empty(1, H, L, L, dtype=dtype if isinstance(mask, str) else mask)
     seed = empty(1, dtype=torch.int64) if dropout_p else None
     tensors = (query, key, value, attn_mask, None, None, None, seed)
-    options = (L, L, None, -1, 0 if causal else -1, False, dropout_p)
+    options = (L, L, None, softcap, -1, 0 if causal else -1, False, dropout_p)
     out, lse = attention.attention_forward(*tensors, *options)
     wanted = (True, True, True, attn_mask is not None and attn_mask.is_floating_point())
     attention.attention_backward(grad_out, None, *tensors, out, lse, *options, wanted)

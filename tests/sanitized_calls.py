@@ -49,7 +49,7 @@ def attention_calls(dtype: torch.dtype) -> Calls:
         attention.make(**wide),
         attention.make(**_LONG, E=40, Ev=72, H=4, Hkv=2, dtype=dtype, is_causal=True),
         attention.make(**wide, is_causal=CausalVariant.LOWER_RIGHT, dropout_p=0.2),
-        attention.make(**wide, window=(50, 9), key_lengths=torch.tensor([250])),
+        attention.make(**wide, window=(50, 9), key_lengths=torch.tensor([250]), softcap=3.0),
         attention.make(**wide, mask=full[:1] > 0, scale=-0.3),
         *(
             attention.make(**{**wide, "B": 2}, mask=part, dropout_p=0.1)

@@ -527,7 +527,7 @@ classes is examined before the model is made: does an attention call go through 
   a model that uses the interface without declaring support for "sdpa".
 - `trifuse.fuse(model)` leaves the attention of a model that would raise as it is, and its report
   says why.
-- A model whose attention needs more than a softmax of masked scores (capped scores, sinks) raises
+- A model whose attention needs more than a softmax of masked scores (attention sinks) raises
   at its first call of the attention.
 
 `trifuse.huggingface.register()` installs this check in

@@ -60,7 +60,7 @@ def test_many_calls(dtype, every_kernel):
     "options",
     [
         {},
-        {"is_causal": True, "dropout_p": 0.3, "mask": torch.linspace(-2, 1, 7)},
+        {"is_causal": True, "dropout_p": 0.3, "mask": torch.linspace(-2, 1, 7), "softcap": 2.0},
         {"window": 2, "key_lengths": torch.tensor([7, 0]), "H": 4, "Hkv": 2},
     ],
     ids=["plain", "causal, mask, dropout", "window, lengths, groups"],
@@ -87,6 +87,7 @@ def test_specification_is_the_definition():
         "is_causal": CausalVariant.LOWER_RIGHT,
         "window": (3, None),
         "scale": 0.7,
+        "softcap": 1.5,
         "key_lengths": torch.tensor([5, 2]),
         "dropout_p": 0.3,
     }
@@ -110,7 +111,7 @@ def test_specification_is_the_definition():
             if taking_part:
                 q, k = case.query[b, h, i].tolist(), case.key[b, h // 2, j].tolist()
                 dot = sum(x * y for x, y in zip(q, k, strict=True))
-                scores[j] = 0.7 * dot + mask[0, h, i, j].item()
+                scores[j] = 1.5 * math.tanh(0.7 * dot / 1.5) + mask[0, h, i, j].item()
         assert set(scores) == set(pairs(case)[b, h, i].nonzero().flatten().tolist())
         if not scores:
             empty += 1

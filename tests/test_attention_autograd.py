@@ -99,9 +99,10 @@ DIFFERENTIABLE: dict[str, Callable[[], tuple[Callable[..., Any], list[Tensor]]]]
     "float mask of keys": lambda: with_mask_of(B, 1, 1, Lk),
     "float mask of rows": lambda: with_mask_of(1, H, Lq, 1),
     "dropout": lambda: plain(dropout_p=0.4, return_lse=True),
+    "softcap": lambda: plain(softcap=0.8, is_causal=True, return_lse=True),
     "packed": packed,
     "packed causal": lambda: packed(is_causal=True),
-    "packed dropout": lambda: packed(dropout_p=0.4),
+    "packed dropout": lambda: packed(dropout_p=0.4, softcap=0.8),
 }
 
 

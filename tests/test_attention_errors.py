@@ -241,6 +241,11 @@ ARGUMENTS: list[tuple[str, dict[str, Any], type, str]] = [
     ("scale a tensor", {"scale": x()}, TypeError, r"scale: expected a number; got Tensor"),
     ("scale a flag", {"scale": True}, TypeError, r"scale: expected a number; got bool"),
     ("dropout a flag", {"dropout_p": True}, TypeError, r"dropout_p: expected a number; got bool"),
+    *(
+        (f"softcap {c}", {"softcap": c}, ValueError, rf"softcap: expected a number in .*; got {c}")
+        for c in (0.0, -50.0, 1e-40, float("inf"), float("nan"))
+    ),
+    ("softcap text", {"softcap": "50"}, TypeError, r"softcap: expected a number; got str"),
     ("scale too large", {"scale": 2**1100}, ValueError, r"scale: expected a number that a float"),
     *(
         (f"enable_gqa {value}", {"enable_gqa": value}, TypeError, rf"enable_gqa: .*; got {kind}")
@@ -351,6 +356,7 @@ PACKED_ARGUMENTS: list[tuple[str, dict[str, Any], type, str]] = [
     ("tokens", {"value": x(8, H, E)}, ValueError, r"value: expected length 9, as key; got 8"),
     ("dropout", {"dropout_p": 2}, ValueError, r"dropout_p: expected a probability.*; got 2"),
     ("flag", {"enable_gqa": "x"}, TypeError, r"enable_gqa: expected True or False; got str"),
+    ("softcap", {"softcap": -1}, ValueError, r"softcap: expected a number in .*; got -1"),
     ("window", {"window": -3}, ValueError, r"window: expected .*; got -3"),
     ("scale", {"scale": [1]}, TypeError, r"scale: expected a number; got list"),
 ]

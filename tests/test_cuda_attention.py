@@ -217,7 +217,7 @@ BUDGET: dict[str, dict[tuple[bool, int], tuple[int, int]]] = {
         (False, 64): (255, 0), (False, 128): (255, 160), (False, 256): (255, 24),
     },
     "attention_backward_query_kernel": {
-        (True, 64): (168, 0), (True, 128): (232, 0), (True, 256): (255, 0),
+        (True, 64): (168, 0), (True, 128): (240, 0), (True, 256): (255, 0),
         (False, 64): (168, 64), (False, 128): (168, 32), (False, 256): (255, 0),
     },
     "attention_backward_key_value_hopper_kernel": {(True, 64): (168, 0), (True, 128): (168, 80)},

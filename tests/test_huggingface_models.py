@@ -260,7 +260,6 @@ def test_arguments_that_change_the_result_are_refused():
     for layer, name, value in [
         (HasFormula(), "sinks", torch.zeros(2)),
         (HasFormula(), "s_aux", torch.zeros(2)),
-        (HasFormula(), "softcap", 30.0),
         (Asking(), "temperature", 2.0),
         (HasFormula(), "cu_seq_lens_q", torch.tensor([0, 2, 5])),
     ]:
@@ -281,6 +280,8 @@ def test_arguments_that_change_the_result_are_refused():
     }
     got, _ = huggingface.attention_forward(HasFormula(), x, x, x, None, **harmless)
     assert torch.equal(got, wanted)
+    capped, _ = huggingface.attention_forward(HasFormula(), x, x, x, None, softcap=0.1)
+    assert not torch.equal(capped, wanted)
 
 
 def test_sinks_of_the_layer_are_refused_under_any_name():

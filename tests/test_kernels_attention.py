@@ -87,6 +87,13 @@ FEATURES: dict[str, dict[str, Any]] = {
     "steep float mask": {"mask": bias(1, 1, Lq, Lk, scale=2000.0)},
     "dropout": {"H": 2, "dropout_p": 0.3},
     "causal, mask, dropout": {"is_causal": True, "mask": some(2, 1, Lq, Lk), "dropout_p": 0.1},
+    "softcap": {"softcap": 1.5},
+    "softcap, causal, float mask, dropout": {
+        "softcap": 0.7,
+        "is_causal": True,
+        "mask": bias(2, 1, Lq, Lk),
+        "dropout_p": 0.1,
+    },
     "everything": {
         "H": 4,
         "Hkv": 2,

@@ -89,11 +89,11 @@ std::tuple<Tensor, Tensor> attention_forward(
     const Tensor& query, const Tensor& key, const Tensor& value, const OptionalTensor& attn_mask,
     const OptionalTensor& key_lengths, const OptionalTensor& cu_seqlens_q,
     const OptionalTensor& cu_seqlens_k, const OptionalTensor& seed, int64_t max_seqlen_q,
-    int64_t max_seqlen_k, std::optional<double> scale, int64_t window_left, int64_t window_right,
-    bool lower_right, double dropout_p) {
+    int64_t max_seqlen_k, std::optional<double> scale, std::optional<double> softcap,
+    int64_t window_left, int64_t window_right, bool lower_right, double dropout_p) {
   Call call = make_call(
       {query, key, value, attn_mask, key_lengths, cu_seqlens_q, cu_seqlens_k, seed, max_seqlen_q,
-       max_seqlen_k, scale, window_left, window_right, lower_right, dropout_p});
+       max_seqlen_k, scale, softcap, window_left, window_right, lower_right, dropout_p});
   Tensor out = empty_like_layout(query, value.size(3), query.scalar_type());
   Tensor logsumexp = empty(
       {query.size(0), query.size(1), query.size(2)},
@@ -118,13 +118,13 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward(
     const OptionalTensor& key_lengths, const OptionalTensor& cu_seqlens_q,
     const OptionalTensor& cu_seqlens_k, const OptionalTensor& seed, const Tensor& out,
     const Tensor& logsumexp, int64_t max_seqlen_q, int64_t max_seqlen_k,
-    std::optional<double> scale, int64_t window_left, int64_t window_right, bool lower_right,
-    double dropout_p, std::array<bool, 4> wanted) {
+    std::optional<double> scale, std::optional<double> softcap, int64_t window_left,
+    int64_t window_right, bool lower_right, double dropout_p, std::array<bool, 4> wanted) {
   const bool mask_requires_grad = wanted[3];
   check_backward_arguments(query, value, grad_out, grad_logsumexp, out, logsumexp);
   Call call = make_call(
       {query, key, value, attn_mask, key_lengths, cu_seqlens_q, cu_seqlens_k, seed, max_seqlen_q,
-       max_seqlen_k, scale, window_left, window_right, lower_right, dropout_p});
+       max_seqlen_k, scale, softcap, window_left, window_right, lower_right, dropout_p});
   AttentionProblem& p = call.problem;
   const at::ScalarType dtype = query.scalar_type(), wide = accumulation_type(dtype);
 

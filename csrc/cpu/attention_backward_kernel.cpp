@@ -276,7 +276,7 @@ class Task {
     const int64_t at = j - first;  // within the chunk
 
     const Operand<E> key_tile{key.data + at * key.ld, key.ld};
-    tile_scores(p, *mask, scale, key_tile, query_t, keys, lanes, scores);
+    tile_scores(p, *mask, scale, key_tile, query_t, keys, lanes, scores, slope);
     tile_gemm(
         keys, lanes, elements<E>(p.Ev), value.data + at * value.ld, value.ld, 1, grad_out_t, kTile,
         products, kTile);
@@ -296,6 +296,14 @@ class Task {
       p.grad_mask_in_double
           ? add_mask_gradient<double>(p, s, h, i, rows, j, keys, products, mask_buffer)
           : add_mask_gradient<T>(p, s, h, i, rows, j, keys, products, mask_buffer);
+
+    if (p.softcap > 0)  // the gradient of the scores before the cap
+      for (int64_t c = 0; c < keys; ++c)
+        for (int64_t l = 0; l < lanes; l += Vec::size()) {
+          T* ds = products + c * kTile + l;
+          const Vec uncapped = Vec::loadu(ds) * Vec::loadu(slope + c * kTile + l);
+          select(mask->bits[c] >> l, uncapped, Vec(T(0))).store(ds);  // 0 · NaN is NaN
+        }
 
     T* dk = grad_key + at * e_ld;
     T* dv = grad_value + at * ev_ld;
@@ -375,6 +383,7 @@ class Task {
     piece(scores, kTile * kTile);
     piece(products, kTile * kTile);
     piece(mask_buffer, kTile * kTile);
+    piece(slope, p.softcap > 0 ? kTile * kTile : 0);
     piece(grad_query, kTile * e_ld);
     piece(grad_key, chunk * e_ld);
     piece(grad_value, chunk * ev_ld);
@@ -399,6 +408,7 @@ class Task {
   E* finite_buffer[3];                            // [64][max(E, Ev)]
   E* pair_buffer;                                 // [64][64]
   T *scores, *products, *mask_buffer;             // [keys][queries]; mask_buffer is transposed
+  T* slope;                                       // [keys][queries], of capped scores
   T* grad_query;                                  // [64][E]
   T *grad_key, *grad_value;                       // [chunk][E], [chunk][Ev]
   T *shift, *rest, *delta;  // [64]: logsumexp as a score; its remainder, in log2

@@ -81,14 +81,14 @@ constexpr bool has_float_mask(const AttentionProblem& p) {
 }
 
 // The unit of scores. Normally a score is the bare product of query and key, and the exponent
-// applies the scale. Scores are in nats, with the scale applied, in two cases: there is a float
-// mask, whose values may be anything; or the scale would make an exponent, or a logsumexp in units
-// of a product, overflow. The sign of the scale (0 if it rounds to 0) is applied to the query rows,
-// so that the largest score has the largest weight.
+// applies the scale. Scores are in nats, with the scale applied, in three cases: they are capped;
+// there is a float mask, whose values may be anything; or the scale would make an exponent, or a
+// logsumexp in units of a product, overflow. The sign of the scale (0 if it rounds to 0) is applied
+// to the query rows, so that the largest score has the largest weight.
 template <class T>
 struct Scale {
   float sign;
-  T product;  // if in nats: score = (query · key) · this + mask
+  T product;  // if in nats: score = (query · key) · this, capped, + mask
   bool scores_in_nats;
   T exponent;   // exponents of 2 are (score - row_max) · this
   double unit;  // one unit of score, in nats
@@ -98,8 +98,8 @@ struct Scale {
     const T scale = static_cast<T>(p.scale);
     sign = scale == 0 ? 0.0f : scale < 0 ? -1.0f : 1.0f;  // 1 for NaN
     product = scale == 0 ? T(1) : std::abs(scale);
-    scores_in_nats =
-        has_float_mask(p) || !(product >= 16 * Limits::min() && product <= Limits::max() / 2);
+    scores_in_nats = has_float_mask(p) || p.softcap > 0 ||
+        !(product >= 16 * Limits::min() && product <= Limits::max() / 2);
     exponent = static_cast<T>((scores_in_nats ? 1.0 : product) * kLog2e);
     unit = scores_in_nats ? 1.0 : exponent * kLn2;
   }
@@ -217,30 +217,37 @@ struct TileMask {
   }
 };
 
-// Computes a tile's scores [key][query]: products or, in nats, scaled products plus the
-// float mask.
+// Computes a tile's scores [key][query]: products or, in nats, scaled products, capped, plus the
+// float mask. Writes the cap's slope 1 - tanh²(score / c) unless it is null.
 template <class E, class T = AccumulatorOf<E>>
 inline void tile_scores(
     const AttentionProblem& p, const TileMask<T>& mask, const Scale<T>& scale, Operand<E> key,
-    const E* query_t, int64_t keys, int64_t lanes, T* scores) {
+    const E* query_t, int64_t keys, int64_t lanes, T* scores, T* slope = nullptr) {
   using Vec = Vectorized<T>;
   tile_gemm(keys, lanes, elements<E>(p.E), key.data, key.ld, 1, query_t, kTile, scores, kTile);
   if (!scale.scores_in_nats) return;
-  const Vec factor(scale.product);
-  if (!has_float_mask(p)) {
-    for (int64_t c = 0; c < keys; ++c) {
+  const auto update = [&](auto new_score) {
+    for (int64_t c = 0; c < keys; ++c)
       for (int64_t l = 0; l < lanes; l += Vec::size()) {
         T* at = scores + c * kTile + l;
-        (Vec::loadu(at) * factor).store(at);
+        new_score(Vec::loadu(at), c * kTile + l).store(at);
       }
-    }
-    return;
-  }
-  for (int64_t c = 0; c < keys; ++c) {
-    for (int64_t l = 0; l < lanes; l += Vec::size()) {
-      T* at = scores + c * kTile + l;
-      at::vec::fmadd(Vec::loadu(at), factor, Vec::loadu(mask.bias + c * kTile + l)).store(at);
-    }
+  };
+  const Vec factor(scale.product);
+  if (p.softcap > 0) {
+    const Vec cap(static_cast<T>(p.softcap)), one(T(1));
+    update([&](Vec x, int64_t at) {
+      const Vec y = TRIFUSE_CAPABILITY::tanh(x * factor / cap);
+      if (slope) (one - y * y).store(slope + at);
+      return y * cap;
+    });
+    if (has_float_mask(p))
+      update([&](Vec x, int64_t at) { return x + Vec::loadu(mask.bias + at); });
+  } else if (has_float_mask(p)) {
+    update(
+        [&](Vec x, int64_t at) { return at::vec::fmadd(x, factor, Vec::loadu(mask.bias + at)); });
+  } else {
+    update([&](Vec x, int64_t) { return x * factor; });
   }
 }
 

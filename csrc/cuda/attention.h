@@ -23,10 +23,10 @@ struct Attention : AttentionProblem {
 void attention_forward(const Attention& call, void* stream);
 
 // Returns whether the kernels for compute capability 9.0 serve a call, or its backward if grad_out
-// is set: 16-bit types and a head_dim up to 256, or 128 in the backward; query, key, value and
-// grad_out aligned to 16 bytes, contiguous in their last dimension, their other strides multiples
-// of 16 bytes. attention_forward and attention_backward dispatch on it. A block takes up to 204 KiB
-// of shared memory.
+// is set: 16-bit types, a head_dim up to 256, or 128 in the backward, and no softcap, for which
+// they lack registers; query, key, value and grad_out aligned to 16 bytes, contiguous in their last
+// dimension, their other strides multiples of 16 bytes. attention_forward and attention_backward
+// dispatch on it. A block takes up to 204 KiB of shared memory.
 bool is_for_hopper(const Attention& call);
 void attention_forward_hopper(const Attention& call, void* stream);
 

@@ -126,7 +126,7 @@ __global__ __launch_bounds__(32 * WideShape<Scalar>::kWarps) void attention_back
         float scores[N / 8][4] = {}, rescale[2];
         multiply_rows<N>(
             scores, query.from(16 * warp()), key_tile(stage), static_cast<int>(round_up(p.E, 16)));
-        scale_and_add_mask<N, false, Scalar>(scores, p, scale, head, pairs, row, column);
+        scale_and_add_mask<N, false, Scalar, true>(scores, p, scale, head, pairs, row, column);
         softmax.template take<N>(scores, pairs, scale, rescale);
       });
   softmax.finish();
@@ -143,14 +143,21 @@ __global__ __launch_bounds__(32 * WideShape<Scalar>::kWarps) void attention_back
 // Gradients of scores -----------------------------------------------------------------------------
 
 // Turns a warp's tile of scores (products of q and k) into the weights that dropout keeps, not yet
-// scaled up, and products (of dO and v) into dS. Both are 0 for pairs that take no part.
-template <int N, bool kByKey, class Scalar>
+// scaled up, and products (of dO and v) into dS. Both are 0 for pairs that take no part. kSlope: dS
+// is that of the scores before a cap, not after it.
+template <int N, bool kByKey, class Scalar, bool kSlope = true>
 __device__ __forceinline__ void weights_and_gradients(
     float (&scores)[N / 8][4], float (&products)[N / 8][4], const Attention& p, const Scale& scale,
     const Head& head, const TileVectors<N, kByKey>& per_query, const Pairs<N>& pairs, uint64_t seed,
     int row, int column) {
   if (scale.scores_in_nats) {
-    scale_and_add_mask<N, kByKey, Scalar>(scores, p, scale, head, pairs, row, column);
+    if (kSlope && p.softcap > 0)
+      return make_capped<N, kByKey, Scalar>(
+          scores, products, p, scale, head, per_query, pairs, row, column,
+          [&](float (&numbers)[N / 8][4], float factor) {
+            apply_dropout<N>(numbers, Kept<N, kByKey>(p, head, seed, row, column), factor);
+          });
+    scale_and_add_mask<N, kByKey, Scalar, !kSlope>(scores, p, scale, head, pairs, row, column);
     if constexpr (kTensorCore<Scalar>) subtract_shifts<N>(scores, per_query);
   }
   make_weights<N, Scalar>(scores, scale, per_query, pairs);
@@ -449,7 +456,7 @@ __global__ __launch_bounds__(32 * WideShape<Scalar>::kWarps) void attention_back
     float weights[N / 8][4] = {}, grad_scores[N / 8][4] = {};
     multiply_rows<N>(weights, query.from(16 * warp()), key, depth);
     multiply_rows<N>(grad_scores, grad_out.from(16 * warp()), value, columns);
-    weights_and_gradients<N, false, Scalar>(
+    weights_and_gradients<N, false, Scalar, false>(
         weights, grad_scores, p, scale, head, per_query, pairs, seed, row, column);
 #pragma unroll
     for (int n = 0; n < N / 8; ++n)

@@ -76,7 +76,8 @@ __global__ __launch_bounds__(32 * ForwardShape<Scalar, D>::kWarps) void attentio
           if (mode != Mode::Locate) {
             multiply_rows<N>(weights, query.from(16 * warp()), key_tile(stage), depth);
             if (scale.scores_in_nats)
-              scale_and_add_mask<N, false, Scalar>(weights, p, scale, head, pairs, row, column);
+              scale_and_add_mask<N, false, Scalar, true>(
+                  weights, p, scale, head, pairs, row, column);
             softmax.template take<N>(weights, pairs, scale, rescale);
             if (p.dropout.threshold) {
               const Kept<N, false> kept(p, head, seed, row, column);

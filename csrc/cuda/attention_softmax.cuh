@@ -26,25 +26,37 @@ constexpr bool has_large_scores(const AttentionProblem& p) {
 
 // The units of a score. Usually a score is the bare product of query and key, and `exponent`
 // carries the scale. A score is in nats with a float mask, whose numbers may be anything; with a
-// large scale; and with a scale so small, or not above 0, that a logsumexp in units of a product
-// would overflow.
+// large scale; with a cap; and with a scale so small, or not above 0, that a logsumexp in units of
+// a product would overflow.
 struct Scale {
   bool scores_in_nats;
-  float product;   // if scores_in_nats: score = (query · key) product + mask
+  float product;   // if scores_in_nats: score = (query · key) product, capped, + mask
   float exponent;  // a weight is 2^((score - row_max) exponent)
   double unit;     // one unit of a score, in nats
 
   __device__ explicit Scale(const AttentionProblem& p)
-      : scores_in_nats(has_large_scores(p) || !(p.scale >= 0x1p-122)),
+      : scores_in_nats(has_large_scores(p) || p.softcap > 0 || !(p.scale >= 0x1p-122)),
         product(static_cast<float>(p.scale)),
         exponent(static_cast<float>((scores_in_nats ? 1.0 : p.scale) * 1.4426950408889634)),
         unit(scores_in_nats ? 1.0 : p.scale) {}
 };
 
-// Turns products into scores in nats: times the scale, plus the float mask where pairs take part.
+// Returns tanh(score / c) of capped scores. Scores are scaled before they are divided: the quotient
+// of scale and cap may underflow. tanh.approx would not do: a logsumexp is as exact as float32.
+struct Cap {
+  float product, inverse;
+
+  __device__ __forceinline__ Cap(const Attention& p, const Scale& scale)
+      : product(scale.product), inverse(1.0f / static_cast<float>(p.softcap)) {}
+  __device__ __forceinline__ float operator()(float query_key) const {
+    return tanhf(query_key * product * inverse);
+  }
+};
+
+// Multiplies scores, and adds the float mask where pairs take part.
 template <int N, bool kByKey, class Scalar>
-__device__ __forceinline__ void scale_and_add_mask(
-    float (&scores)[N / 8][4], const Attention& p, const Scale& scale, const Head& head,
+__device__ __forceinline__ void multiply_and_add_mask(
+    float (&scores)[N / 8][4], float factor, const Attention& p, const Head& head,
     const Pairs<N>& pairs, int row, int column) {
   const int64_t row_stride = p.mask.stride[kByKey ? 3 : 2],
                 column_stride = p.mask.stride[kByKey ? 2 : 3];
@@ -57,11 +69,28 @@ __device__ __forceinline__ void scale_and_add_mask(
       for (int e = 0; e < 4; ++e) {
         const int64_t at = offset + e / 2 * 8 * row_stride + (8 * n + e % 2) * column_stride;
         const float bias = mask && pairs.test(n, e) ? widen(mask[at]) : 0.0f;
-        scores[n][e] = fmaf(scores[n][e], scale.product, bias);
+        scores[n][e] = fmaf(scores[n][e], factor, bias);
       }
   };
   if (p.mask_kind == MaskKind::QueryType) add(static_cast<const Scalar*>(p.mask.data));
   else add(p.mask_kind == MaskKind::Float32 ? static_cast<const float*>(p.mask.data) : nullptr);
+}
+
+// Turns products into scores in nats: scaled, with kMayCap capped, plus the float mask.
+template <int N, bool kByKey, class Scalar, bool kMayCap = false>
+__device__ __forceinline__ void scale_and_add_mask(
+    float (&scores)[N / 8][4], const Attention& p, const Scale& scale, const Head& head,
+    const Pairs<N>& pairs, int row, int column) {
+  float factor = scale.product;
+  if (kMayCap && p.softcap > 0) {
+    const Cap cap(p, scale);
+#pragma unroll
+    for (int n = 0; n < N / 8; ++n)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) scores[n][e] = cap(scores[n][e]);
+    factor = static_cast<float>(p.softcap);
+  }
+  multiply_and_add_mask<N, kByKey, Scalar>(scores, factor, p, head, pairs, row, column);
 }
 
 // Returns 2^x: for 16-bit types by the special function unit, to 2 units in the last place; for

@@ -26,7 +26,7 @@ def scaled_dot_product_attention(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None,
     dropout_p: float = 0.0, is_causal: bool | CausalVariant = False, scale: float | None = None,
     enable_gqa: bool = False, *, key_lengths: Tensor | None = None,
-    window: int | tuple[int | None, int | None] | None = None,
+    window: int | tuple[int | None, int | None] | None = None, softcap: float | None = None,
     return_lse: Literal[False] = False,
 ) -> Tensor: ...  # fmt: skip
 @overload
@@ -34,7 +34,7 @@ def scaled_dot_product_attention(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None,
     dropout_p: float = 0.0, is_causal: bool | CausalVariant = False, scale: float | None = None,
     enable_gqa: bool = False, *, key_lengths: Tensor | None = None,
-    window: int | tuple[int | None, int | None] | None = None,
+    window: int | tuple[int | None, int | None] | None = None, softcap: float | None = None,
     return_lse: Literal[True],
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 def scaled_dot_product_attention(
@@ -49,6 +49,7 @@ def scaled_dot_product_attention(
     *,
     key_lengths: Tensor | None = None,
     window: int | tuple[int | None, int | None] | None = None,
+    softcap: float | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     r"""softmax(scale · Q Kᵀ + mask) V, with masks, dropout and gradients fused.
@@ -79,6 +80,8 @@ def scaled_dot_product_attention(
         window: query i attends to keys within ``left`` before and ``right`` after the diagonal. One
             number sets both; None sets no bound. The window moves with the diagonal of
             ``is_causal`` or, if that is False, of a causal ``attn_mask``.
+        softcap: c > 0; caps scaled scores s to c · tanh(s / c), before a float mask is added
+            (Gemma Team, "Gemma 2", 2024).
         return_lse: also return the logsumexp of each row's scores, differentiable.
 
     Returns:
@@ -96,8 +99,9 @@ def scaled_dot_product_attention(
     """
     _checks.flag("return_lse", return_lse)
     call = _prepare(
-        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, key_lengths, window
-    )
+        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, key_lengths, window,
+        softcap,
+    )  # fmt: skip
     out, lse = _run(call)
     if call.batch_shape is not None:
         out = out.reshape(*call.batch_shape, *out.shape[-2:])
@@ -111,7 +115,7 @@ def varlen_attention(
     cu_seqlens_k: Tensor | None = None, max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
     is_causal: bool | CausalVariant = False, scale: float | None = None, enable_gqa: bool = False,
-    *, window: int | tuple[int | None, int | None] | None = None,
+    *, window: int | tuple[int | None, int | None] | None = None, softcap: float | None = None,
     return_lse: Literal[False] = False,
 ) -> Tensor: ...  # fmt: skip
 @overload
@@ -120,7 +124,7 @@ def varlen_attention(
     cu_seqlens_k: Tensor | None = None, max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
     is_causal: bool | CausalVariant = False, scale: float | None = None, enable_gqa: bool = False,
-    *, window: int | tuple[int | None, int | None] | None = None,
+    *, window: int | tuple[int | None, int | None] | None = None, softcap: float | None = None,
     return_lse: Literal[True],
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 def varlen_attention(
@@ -138,6 +142,7 @@ def varlen_attention(
     enable_gqa: bool = False,
     *,
     window: int | tuple[int | None, int | None] | None = None,
+    softcap: float | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention within each of several sequences packed end to end, without padding.
@@ -164,7 +169,7 @@ def varlen_attention(
     _checks.flag("return_lse", return_lse)
     call = _prepare_varlen(
         query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, attn_mask,
-        dropout_p, is_causal, scale, enable_gqa, window,
+        dropout_p, is_causal, scale, enable_gqa, window, softcap,
     )  # fmt: skip
     out, lse = _run(call)
     out, lse = out[0].transpose(0, 1), lse[0].transpose(0, 1)
@@ -194,6 +199,7 @@ def _prepare(
     enable_gqa: bool,
     key_lengths: Tensor | None,
     window: int | tuple[int | None, int | None] | None,
+    softcap: float | None,
 ) -> _Call:
     query, key, value, attn_mask = _tensors(query, key, value, attn_mask)
     _checks.flag("enable_gqa", enable_gqa)
@@ -215,9 +221,10 @@ def _prepare(
         attn_mask = _mask_to_4d(attn_mask, query, (query.shape[0], query.shape[1], Lq, Lk))
     if key_lengths is not None:
         key_lengths = _checks.integers("key_lengths", key_lengths, "(B,)", query.shape[0], query)
+    dropout_p = _checks.probability("dropout_p", dropout_p)
     return _Call(
         _Tensors(query, key, value, attn_mask, key_lengths),
-        _Options(Lq, Lk, _scale(scale), *band, _checks.probability("dropout_p", dropout_p)),
+        _Options(Lq, Lk, _scale(scale), _softcap(softcap), *band, dropout_p),
         _choose(query, value),
         batch_shape,
     )
@@ -237,6 +244,7 @@ def _prepare_varlen(
     scale: float | None,
     enable_gqa: bool,
     window: int | tuple[int | None, int | None] | None,
+    softcap: float | None,
 ) -> _Call:
     query, key, value, attn_mask = _tensors(query, key, value, attn_mask)
     _checks.flag("enable_gqa", enable_gqa)
@@ -265,7 +273,7 @@ def _prepare_varlen(
     dropout_p = _checks.probability("dropout_p", dropout_p)
     return _Call(
         _Tensors(query, key, value, attn_mask, None, cu_seqlens_q, cu_seqlens_k),
-        _Options(max_seqlen_q, max_seqlen_k, _scale(scale), *band, dropout_p),
+        _Options(max_seqlen_q, max_seqlen_k, _scale(scale), _softcap(softcap), *band, dropout_p),
         _choose(query, value),
         None,
     )
@@ -408,6 +416,15 @@ def _expand(argument: str, tensor: Tensor, shape: torch.Size) -> Tensor:
 
 def _scale(scale: float | None) -> float | None:
     return None if scale is None else _checks.number("scale", scale)
+
+
+def _softcap(softcap: float | None) -> float | None:
+    if softcap is None:
+        return None
+    softcap = _checks.number("softcap", softcap)
+    if not 2.0**-126 <= softcap <= 2.0**126:  # normal in float32, and so is its inverse
+        raise fail("softcap", "a number in [2⁻¹²⁶, 2¹²⁶]", softcap)
+    return softcap
 
 
 def _band(
@@ -557,6 +574,7 @@ class _Options(NamedTuple):
     max_seqlen_q: int
     max_seqlen_k: int
     scale: float | None
+    softcap: float | None
     window_left: int
     window_right: int
     lower_right: bool

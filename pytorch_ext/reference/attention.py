@@ -16,6 +16,9 @@ and, for gradients dO and dlse arriving from above:
     dS_ij  = P_ij (dP_ij - ∑_j P_ij dP_ij + dlse_i)
     dQ_i   = scale ∑_j dS_ij k_j,   dK_j = scale ∑_i dS_ij q_i,   db = dS
 
+With a cap c ("Gemma 2", 2024), S_ij = c tanh(scale · q_i·k_j / c) + b_ij, and dS_ij is multiplied
+by the slope 1 - tanh²(scale · q_i·k_j / c) in dQ and dK, but not in db.
+
 Sums run over pairs in M only, which settles two things that 0 · x leaves open: a row with no pair
 gives O = 0, lse = -∞ and no gradient, and a NaN or Inf in a key, value or query reaches only the
 rows that it is paired with. Whatever it reaches becomes NaN, except scores: as in any softmax,
@@ -43,6 +46,7 @@ class _Weights(NamedTuple):
     probability: Tensor  # (B, H, Lq, Lk): P
     multiplier: Tensor | None  # (B, H, Lq, Lk): D
     logsumexp: Tensor  # (B, H, Lq)
+    slope: Tensor | None  # (B, H, Lq, Lk): the derivative of the cap
 
 
 def attention(
@@ -57,6 +61,7 @@ def attention(
     max_seqlen_q: int,
     max_seqlen_k: int,
     scale: float | None,
+    softcap: float | None,
     window_left: int,
     window_right: int,
     lower_right: bool,
@@ -76,6 +81,7 @@ def attention(
         seed: int64, one element; keys the dropout.
         max_seqlen_q, max_seqlen_k: not needed here; kernels size their grids with them.
         scale: multiplies q·k; None means 1/√E.
+        softcap: c; None means that scores are not capped.
         window_left, window_right: query i attends to keys from ``d(i) - left`` to ``d(i) + right``;
             -1 means no bound. Causal attention is ``window_right = 0``.
         lower_right: the diagonal is d(i) = i + Lk - Lq instead of d(i) = i.
@@ -91,8 +97,8 @@ def attention(
         q, k = query[part.query], _grouped(key, query)[part.key]
         v = _grouped(value, query)[part.key]
         weights = _weights(
-            q, k, part.mask(attn_mask), key_lengths, seed, scale, window_left, window_right,
-            lower_right, dropout_p, part.number,
+            q, k, part.mask(attn_mask), key_lengths, seed, scale, softcap, window_left,
+            window_right, lower_right, dropout_p, part.number,
         )  # fmt: skip
         dropped = _multiply(weights.probability, weights.multiplier)
         outs.append(_matmul_over_pairs(dropped, weights.keep, v.to(wide)))
@@ -117,6 +123,7 @@ def attention_backward(
     max_seqlen_q: int,
     max_seqlen_k: int,
     scale: float | None,
+    softcap: float | None,
     window_left: int,
     window_right: int,
     lower_right: bool,
@@ -146,8 +153,8 @@ def attention_backward(
         k = _grouped(key, query)[part.key].to(wide)
         v = _grouped(value, query)[part.key].to(wide)
         mask = part.mask(attn_mask)
-        keep, probability, multiplier, _ = _weights(
-            q, k, mask, key_lengths, seed, scale, window_left, window_right,
+        keep, probability, multiplier, _, slope = _weights(
+            q, k, mask, key_lengths, seed, scale, softcap, window_left, window_right,
             lower_right, dropout_p, part.number,
         )  # fmt: skip
         grad_p = _multiply(_pair_products(do, v).masked_fill(~keep, 0), multiplier)
@@ -160,8 +167,9 @@ def attention_backward(
         if multiplier is not None:  # a dropped weight adds nothing, even if it is NaN
             dropped = dropped.masked_fill(multiplier == 0, 0)
 
-        parts_q.append(scale * _matmul_over_pairs(grad_s, keep, k))
-        grad_k = scale * _matmul_over_pairs(grad_s.mT, keep.mT, q)
+        grad_qk = _multiply(grad_s, slope)
+        parts_q.append(scale * _matmul_over_pairs(grad_qk, keep, k))
+        grad_k = scale * _matmul_over_pairs(grad_qk.mT, keep.mT, q)
         grad_v = _matmul_over_pairs(dropped.mT, keep.mT, do)
         parts_k.append(grad_k.unflatten(1, (kv_heads, groups)).sum(2) if groups != 1 else grad_k)
         parts_v.append(grad_v.unflatten(1, (kv_heads, groups)).sum(2) if groups != 1 else grad_v)
@@ -189,6 +197,7 @@ def _weights(
     key_lengths: Tensor | None,
     seed: Tensor | None,
     scale: float,
+    softcap: float | None,
     window_left: int,
     window_right: int,
     lower_right: bool,
@@ -209,12 +218,18 @@ def _weights(
         keep = keep & (column < key_lengths[:, None, None, None])
 
     scores = scale * _scores(query.to(wide), key.to(wide))
+    slope = None
+    if softcap is not None:
+        tanh = torch.tanh(scores / softcap)
+        scores, slope = softcap * tanh, 1 - tanh.square()
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         keep = keep & attn_mask
     elif attn_mask is not None:
         keep = keep & (attn_mask != float("-inf"))
         scores = scores + attn_mask.to(wide)
     scores = scores.masked_fill(~keep, float("-inf"))
+    if slope is not None:
+        slope = slope.masked_fill(~keep, 0)  # 0 · NaN is NaN
 
     # The maximum only shifts the exponent, so no gradient goes through it. A row without a pair
     # has no maximum and a sum of 0; 0 and 1 stand in for them.
@@ -233,7 +248,7 @@ def _weights(
         multiplier = kept.to(wide) * philox.keep_scale(dropout_p)
     # Pairs that are left out have weight 0 even in a row that is NaN.
     probability = (exponential / total).masked_fill(~keep, 0)
-    return _Weights(keep, probability, multiplier, logsumexp)
+    return _Weights(keep, probability, multiplier, logsumexp, slope)
 
 
 def _scores(query: Tensor, key: Tensor) -> Tensor:

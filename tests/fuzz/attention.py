@@ -109,6 +109,8 @@ def draw(d: Draws, kernel: str, dtype: str) -> Call:
         options["window"] = d.choice((sides[0], sides, (sides[0], None), (None, sides[1])))
     if d.flag(25):
         options["scale"] = d.choice((0.5, 0.0, -0.3, 3.0, 1e-6, 1, 1e-300))
+    if d.flag(20):
+        options["softcap"] = d.choice((50.0, 2, 0.3, 1e-6, 1e6, 1e37))
     dropout = d.flag(25)
     if dropout:
         options["dropout_p"] = d.choice(PROBABILITIES)
@@ -333,6 +335,8 @@ def formula(call: Call, tensors: Tensors, r: Rounding) -> Tensors:
     # One score per pair; one logsumexp and one output row per query.
     keys = r(k.index_select(1, pairs.key))
     s = r(r((r(q.index_select(1, pairs.query)) * keys).sum(-1)) * scale)
+    if (softcap := call.options.get("softcap")) is not None:
+        s = r(softcap * r(torch.tanh(r(s / softcap))))
     if "attn_mask" in tensors and tensors["attn_mask"].dtype != torch.bool:
         s = r(s + tensors["attn_mask"].flatten(1).index_select(1, pairs.mask))
     highest = s.new_full((len(s), rows), -INF).scatter_reduce(
