@@ -130,7 +130,7 @@ def test_both_learn_alike(attention):
 @pytest.mark.parametrize("attention", ["additive", "dot"])
 def test_dates_are_learnt(attention):
     task = seq2seq.task(attention)
-    trained = transformer.train(task, 300, device="cpu", fused=True)
+    trained = transformer.train(task, 200, device="cpu", fused=True)
     answers = seq2seq.Answers.of(trained.model, task.held_out[0])
     assert seq2seq.right(answers.greedy, task.held_out[0]) >= 0.95
     assert seq2seq.right(answers.beam, task.held_out[0]) >= 0.95
