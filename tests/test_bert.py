@@ -13,11 +13,16 @@ import torch
 from model_sizes import BERT_SIZES
 from torch import Tensor
 
+import trifuse
 from trifuse import models
 from trifuse.models.bert import (
     BertConfig,
+    BertForMaskedLM,
+    BertForNextSentencePrediction,
     BertForPreTraining,
+    BertForQuestionAnswering,
     BertForSequenceClassification,
+    BertForTokenClassification,
     BertModel,
     SoftmaxAttention,
 )
@@ -26,10 +31,36 @@ transformers = pytest.importorskip("transformers")
 safetensors = pytest.importorskip("safetensors.torch")
 
 PAIRS = [
-    (BertModel, transformers.BertModel),
-    (BertForPreTraining, transformers.BertForPreTraining),
-    (BertForSequenceClassification, transformers.BertForSequenceClassification),
+    (ours, getattr(transformers, ours.__name__))
+    for ours in (
+        BertModel,
+        BertForPreTraining,
+        BertForMaskedLM,
+        BertForNextSentencePrediction,
+        BertForSequenceClassification,
+        BertForTokenClassification,
+        BertForQuestionAnswering,
+    )
 ]
+LABELS = 3
+
+
+def peer_of(theirs: type, **options) -> torch.nn.Module:
+    """Returns a model of transformers with random weights."""
+    labels = 2 if theirs is transformers.BertForQuestionAnswering else LABELS
+    torch.manual_seed(0)
+    return theirs(transformers.BertConfig(**BERT_SIZES, num_labels=labels, **options)).eval()
+
+
+def assert_same_results(ours: torch.nn.Module, theirs: torch.nn.Module) -> list[Tensor]:
+    """Compares the results of both on a padded batch in float64; returns ours, then theirs."""
+    ids, mask, types = tokens([17, 9], BERT_SIZES["vocab_size"])
+    got = ours.double()(ids, mask, types)
+    got = (got,) if isinstance(got, Tensor) else tuple(x for x in got if x is not None)
+    wanted = theirs.double()(ids, mask.long(), types).to_tuple()
+    for ours_, theirs_ in zip(got, wanted, strict=True):
+        torch.testing.assert_close(ours_, theirs_, rtol=1e-9, atol=1e-9)
+    return [*got, *wanted]
 
 
 @pytest.fixture(scope="module")
@@ -74,8 +105,7 @@ def test_pretrained_weights_agree_with_transformers(pretrained, attn_implementat
 @pytest.mark.parametrize(("ours", "theirs"), PAIRS)
 def test_saved_by_transformers_loads_whole(ours, theirs, tmp_path):
     """Same names, same numbers, same gradients, and nothing to warn about."""
-    torch.manual_seed(0)
-    peer = theirs(transformers.BertConfig(**BERT_SIZES, num_labels=3)).eval()
+    peer = peer_of(theirs)
     peer.save_pretrained(tmp_path)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -83,18 +113,31 @@ def test_saved_by_transformers_loads_whole(ours, theirs, tmp_path):
     assert model.state_dict().keys() == peer.state_dict().keys()
     assert not model.training
 
-    ids, mask, types = tokens([17, 9], BERT_SIZES["vocab_size"])
-    model, peer = model.double(), peer.double()
-    got, wanted = model(ids, mask, types), peer(ids, mask.long(), types)
-    got = (got,) if isinstance(got, Tensor) else got
-    for ours_, theirs_ in zip(got, wanted.to_tuple(), strict=True):
-        torch.testing.assert_close(ours_, theirs_, rtol=1e-9, atol=1e-9)
-
-    sum(x.square().sum() for x in got).backward()
-    sum(x.square().sum() for x in wanted.to_tuple()).backward()
+    sum(x.square().sum() for x in assert_same_results(model, peer)).backward()
     gradients = {name: p.grad for name, p in peer.named_parameters()}
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(parameter.grad, gradients[name], rtol=1e-8, atol=1e-8)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize(("ours", "theirs"), PAIRS)
+def test_transformers_loads_what_is_saved(ours, theirs, fused, tmp_path):
+    torch.manual_seed(0)
+    model = ours(BertConfig(**BERT_SIZES, num_labels=LABELS)).eval()
+    if fused:
+        trifuse.fuse(model)
+    model.save_pretrained(tmp_path / "deep" / "saved")
+    options = {"num_labels": 2} if ours is BertForQuestionAnswering else {}
+    peer, info = theirs.from_pretrained(
+        tmp_path / "deep" / "saved", output_loading_info=True, **options
+    )
+    assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    if not fused:
+        assert_same_results(model, peer.eval())
+    again = ours.from_pretrained(tmp_path / "deep" / "saved")
+    assert again.config == model.config
+    for name, value in again.state_dict().items():
+        assert torch.equal(value, model.state_dict()[name].to(value.dtype)), name
 
 
 def write_checkpoint(directory: Path, state: dict[str, Tensor], **config) -> None:

@@ -28,11 +28,16 @@ from torch import Tensor, nn
 
 __all__ = [
     "BertConfig",
+    "BertForMaskedLM",
+    "BertForNextSentencePrediction",
     "BertForPreTraining",
+    "BertForQuestionAnswering",
     "BertForSequenceClassification",
+    "BertForTokenClassification",
     "BertModel",
     "BertModelOutput",
     "BertPreTrainingOutput",
+    "BertQuestionAnsweringOutput",
     "SoftmaxAttention",
 ]
 
@@ -128,6 +133,13 @@ class BertPreTrainingOutput(NamedTuple):
 
     prediction_logits: Tensor  # (B, L, vocab_size)
     seq_relationship_logits: Tensor  # (B, 2)
+
+
+class BertQuestionAnsweringOutput(NamedTuple):
+    """The output of :class:`BertForQuestionAnswering`."""
+
+    start_logits: Tensor  # (B, L)
+    end_logits: Tensor  # (B, L)
 
 
 class BertEmbeddings(nn.Module):
@@ -351,11 +363,35 @@ class BertPreTrainingHeads(nn.Module):
         return self.predictions(hidden_states), self.seq_relationship(pooled)
 
 
+class BertOnlyMLMHead(nn.Module):
+    """Masked-token prediction alone."""
+
+    def __init__(self, config: BertConfig) -> None:
+        super().__init__()
+        self.predictions = BertLMPredictionHead(config)
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """From (B, L, hidden_size) to logits (B, L, vocab_size)."""
+        return self.predictions(hidden_states)
+
+
+class BertOnlyNSPHead(nn.Module):
+    """Next-sentence prediction alone."""
+
+    def __init__(self, config: BertConfig) -> None:
+        super().__init__()
+        self.seq_relationship = nn.Linear(config.hidden_size, 2)
+
+    def forward(self, pooled: Tensor) -> Tensor:
+        """From (B, hidden_size) to logits (B, 2)."""
+        return self.seq_relationship(pooled)
+
+
 _Model = TypeVar("_Model", bound="BertPreTrainedModel")
 
 
 class BertPreTrainedModel(nn.Module):
-    """Initialisation and loading, shared by the models below."""
+    """Initialisation, loading and saving, shared by the models below."""
 
     def __init__(self, config: BertConfig) -> None:
         super().__init__()
@@ -393,6 +429,25 @@ class BertPreTrainedModel(nn.Module):
         model = cls(BertConfig.from_json(directory / "config.json", **overrides))
         model._load(_read_safetensors(directory), directory)
         return model.eval()
+
+    def save_pretrained(self, directory: str | Path) -> None:
+        """Write ``config.json`` and ``model.safetensors``, which transformers reads as well.
+
+        Tied parameters are written once.
+
+        Args:
+            directory: made if it does not exist; files of these names are overwritten.
+        """
+        from safetensors.torch import save_file
+
+        directory = Path(directory)
+        directory.mkdir(parents=True, exist_ok=True)
+        config = dataclasses.asdict(self.config)
+        del config["attn_implementation"]  # chosen where a model is loaded
+        config |= {"model_type": "bert", "architectures": [type(self).__name__]}
+        (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n", "utf-8")
+        tensors = {name: value.detach().contiguous() for name, value in self.named_parameters()}
+        save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
 
     def _load(self, checkpoint: dict[str, Tensor], directory: Path) -> None:
         parameters = dict(self.named_parameters(remove_duplicate=False))
@@ -437,7 +492,7 @@ class BertPreTrainedModel(nn.Module):
             stored = stored.removesuffix("beta") + "bias"
         stored = stored.removeprefix("bert.")
         has_prefix = not isinstance(self, BertModel)
-        is_head = stored.startswith(("cls.", "classifier."))
+        is_head = stored.startswith(("cls.", "classifier.", "qa_outputs."))
         return f"bert.{stored}" if has_prefix and not is_head else stored
 
 
@@ -513,14 +568,56 @@ class BertForPreTraining(BertPreTrainedModel):
         return BertPreTrainingOutput(*self.cls(hidden_states, pooled))
 
 
+class BertForMaskedLM(BertPreTrainedModel):
+    """BERT with the masked-token head; its decoder is tied to the word embedding."""
+
+    def __init__(self, config: BertConfig) -> None:
+        super().__init__(config)
+        self.bert = BertModel(config, add_pooling_layer=False)
+        self.cls = BertOnlyMLMHead(config)
+        self._initialise(self.cls)
+        self.cls.predictions.decoder.weight = self.bert.embeddings.word_embeddings.weight
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+    ) -> Tensor:
+        """Logits (B, L, vocab_size). Arguments as in :meth:`BertModel.forward`."""
+        hidden_states, _ = self.bert(input_ids, attention_mask, token_type_ids, position_ids)
+        return self.cls(hidden_states)
+
+
+class BertForNextSentencePrediction(BertPreTrainedModel):
+    """BERT with the next-sentence head; class 0 means that the second sentence follows."""
+
+    def __init__(self, config: BertConfig) -> None:
+        super().__init__(config)
+        self.bert = BertModel(config)
+        self.cls = BertOnlyNSPHead(config)
+        self._initialise(self.cls)
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+    ) -> Tensor:
+        """Logits (B, 2). Arguments as in :meth:`BertModel.forward`."""
+        _, pooled = self.bert(input_ids, attention_mask, token_type_ids, position_ids)
+        return self.cls(pooled)
+
+
 class BertForSequenceClassification(BertPreTrainedModel):
     """BERT with one linear layer over the pooled output."""
 
     def __init__(self, config: BertConfig) -> None:
         super().__init__(config)
         self.bert = BertModel(config)
-        dropout_p = config.classifier_dropout
-        self.dropout = nn.Dropout(config.hidden_dropout_prob if dropout_p is None else dropout_p)
+        self.dropout = _classifier_dropout(config)
         self.classifier = nn.Linear(config.hidden_size, config.num_labels)
         self._initialise(self.classifier)
 
@@ -534,6 +631,57 @@ class BertForSequenceClassification(BertPreTrainedModel):
         """Logits (B, num_labels). Arguments as in :meth:`BertModel.forward`."""
         _, pooled = self.bert(input_ids, attention_mask, token_type_ids, position_ids)
         return self.classifier(self.dropout(pooled))
+
+
+class BertForTokenClassification(BertPreTrainedModel):
+    """BERT with one linear layer over each token."""
+
+    def __init__(self, config: BertConfig) -> None:
+        super().__init__(config)
+        self.bert = BertModel(config, add_pooling_layer=False)
+        self.dropout = _classifier_dropout(config)
+        self.classifier = nn.Linear(config.hidden_size, config.num_labels)
+        self._initialise(self.classifier)
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+    ) -> Tensor:
+        """Logits (B, L, num_labels). Arguments as in :meth:`BertModel.forward`."""
+        hidden_states, _ = self.bert(input_ids, attention_mask, token_type_ids, position_ids)
+        return self.classifier(self.dropout(hidden_states))
+
+
+class BertForQuestionAnswering(BertPreTrainedModel):
+    """BERT with a score for each token to begin the answer, and one to end it.
+
+    ``config.num_labels`` plays no part: there are always these two scores.
+    """
+
+    def __init__(self, config: BertConfig) -> None:
+        super().__init__(config)
+        self.bert = BertModel(config, add_pooling_layer=False)
+        self.qa_outputs = nn.Linear(config.hidden_size, 2)
+        self._initialise(self.qa_outputs)
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+    ) -> BertQuestionAnsweringOutput:
+        """Both logits, (B, L) each. Arguments as in :meth:`BertModel.forward`."""
+        hidden_states, _ = self.bert(input_ids, attention_mask, token_type_ids, position_ids)
+        return BertQuestionAnsweringOutput(*self.qa_outputs(hidden_states).unbind(-1))
+
+
+def _classifier_dropout(config: BertConfig) -> nn.Dropout:
+    dropout_p = config.classifier_dropout
+    return nn.Dropout(config.hidden_dropout_prob if dropout_p is None else dropout_p)
 
 
 def _read_safetensors(directory: Path) -> dict[str, Tensor]:
