@@ -351,7 +351,7 @@ def op_arguments() -> dict[str, tuple[Any, ...]]:
     pq, pk, pv = (x.detach().float().transpose(0, 1)[None] for x in packed_inputs())
     seed, n = torch.tensor([99]), torch.tensor([3, 0])
     mask, keep = float_mask(1, H, 1, Lk).float(), float_mask(B, 1, Lq, Lk) > 0
-    options = (Lq, Lk, None, -1, -1, False, 0.0)
+    options = (Lq, Lk, None, None, -1, -1, False, 0.0)
     heads_inside = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)]
     return {
         "plain": (q, k, v, None, None, None, None, None, *options),
@@ -359,7 +359,8 @@ def op_arguments() -> dict[str, tuple[Any, ...]]:
         "mask": (q, k, v, mask, None, None, None, None, *options),
         "bool mask, lengths": (q, k, v, keep, n, None, None, None, *options),
         "dropout": (q, k, v, None, None, None, None, seed, *options[:-1], 0.5),
-        "band": (q, k, v, None, None, None, None, None, Lq, Lk, 0.3, 1, 0, True, 0.0),
+        "band": (q, k, v, None, None, None, None, None, Lq, Lk, 0.3, None, 1, 0, True, 0.0),
+        "softcap": (q, k, v, mask, None, None, None, None, Lq, Lk, None, 2.0, *options[4:]),
         "packed": (pq, pk, pv, None, None, CU_Q, CU_K, None, 6, 5, *options[2:]),
         "16 bits": (q.half(), k.half(), v.half(), mask, None, None, None, None, *options),
     }

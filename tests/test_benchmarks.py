@@ -226,6 +226,7 @@ def test_flops_are_those_of_the_pairs_that_take_part(case: attention.Case) -> No
             given.key_lengths,
             None,
             1.0,
+            None,
             -1,
             0 if case.masking == "causal" else -1,
             False,

@@ -275,7 +275,7 @@ def test_an_op_of_another_backend_is_served(backend):
         if call is not None:
             expected = call(operator, operator, operator)
             op = getattr(torch.ops.trifuse.attention_forward, backend)
-            options = (B, B, None, -1, -1, False, 0.0)
+            options = (B, B, None, None, -1, -1, False, 0.0)
             with torch.no_grad():
                 out, _ = op(operator, operator, operator, *(None,) * 5, *options)
         else:
