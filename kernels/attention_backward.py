@@ -316,11 +316,13 @@ def _accumulate_dk_dv(
         row_values = load_row_values(vectors, head, rows, variant, FULL)
         query_tile = Tile(head.query, inputs.query.strides, first, head.num_queries)
         query = load_tile(query_tile, block.M, variant.E, variant.BLOCK_E, FULL)
+        if CLEAN and variant.softcap == 0:
+            query = zero_non_finite(query)
         products = pair_products(
             key, key_tile, query, query_tile, block.N, block.M, variant.E, variant.BLOCK_E, block
         )
-        if CLEAN:
-            query = zero_non_finite(query)  # after the scores, which a cap makes finite
+        if CLEAN and variant.softcap != 0:
+            query = zero_non_finite(query)  # after the scores, which the cap makes finite
         keep, bias = keep_and_bias(head, inputs, sizes, rows, columns, variant, FULL)
         p = _weights(products, bias, row_values.lse_base, row_values.lse_rest, sizes, variant)
         if variant.bool_mask or not FULL:
