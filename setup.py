@@ -266,7 +266,7 @@ class BuildExtension(build_ext):
                     kernel_jobs.append(job([source], f"{source.stem}.{capability}", command))
                 if not capability.endswith("_BF16"):
                     commands[source] = command
-        if self.inplace and not sanitize:
+        if self.editable_mode:  # setuptools clears `inplace` while it builds
             write_compile_commands(commands)
         cuda_jobs = []
         if self.nvcc and self.architectures:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib.metadata
+import json
 import os
 import re
 import runpy
@@ -312,8 +313,8 @@ def test_a_floor_imports_only_those_below(floor: str) -> None:
                 assert rest.partition(".")[0] in FLOORS[floor], f"{path} imports {name}"
 
 
-# What files of csrc include from its folders. csrc itself holds what CPUs and GPUs share, and the
-# bindings.
+# The folders of csrc from which the files of each folder may include. csrc itself holds the
+# bindings and the code that CPUs and GPUs share.
 INCLUDED = {
     "csrc": {"csrc"},
     "cpu": {"csrc", "cpu"},
@@ -354,6 +355,15 @@ def _reached(sources: Iterable[Path]) -> set[Path]:
                 seen.add(file.resolve())
                 waiting.append(file.resolve())
     return seen
+
+
+def test_the_commands_that_compile_are_listed() -> None:
+    """Building in place lists the command of every C++ file for clang-tidy."""
+    if backends._C is None or not (ROOT / "build").is_dir():
+        pytest.skip("the C++ extension was not built here")
+    listed = json.loads((ROOT / "build/compile_commands.json").read_text())
+    sources = {*(ROOT / "csrc").glob("*.cpp"), *(ROOT / "csrc/cpu").glob("*.cpp")}
+    assert {Path(entry["file"]) for entry in listed} >= sources
 
 
 def test_shared_headers_serve_both_devices() -> None:

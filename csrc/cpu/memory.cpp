@@ -150,6 +150,7 @@ class BlockCache {
 
 // A fork copies the lock's state but only the forking thread. If another thread held the lock at
 // that moment, no thread of the child would ever release it.
+// NOLINTNEXTLINE(bugprone-throwing-static-initialization): it returns errors, and throws none.
 [[maybe_unused]] const int at_fork = pthread_atfork(
     [] { BlockCache::get().mutex().lock(); }, [] { BlockCache::get().mutex().unlock(); },
     [] { BlockCache::get().mutex().unlock(); });

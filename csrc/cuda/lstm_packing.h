@@ -32,6 +32,7 @@ class LstmPacking {
   Tensor stacked(Slot slot, at::ScalarType type) const {
     if (!parameters_.get(slot)) return {};
     std::vector<Tensor> all;
+    all.reserve(chains_);
     for (int64_t d = 0; d < chains_; ++d)
       all.push_back(parameters_.get(d * kLstmSlots + slot)->to(type));
     return all.size() == 1 ? all[0].contiguous().unsqueeze(0) : at::stack(all);
@@ -77,7 +78,7 @@ class LstmPacking {
 
   // Returns (D, 3, H): i, f, o.
   Tensor peephole(at::ScalarType type) const {
-    const Tensor given = stacked(WeightPeephole, type);
+    Tensor given = stacked(WeightPeephole, type);
     if (!coupled_ || !given.defined()) return given;
     const Tensor i = given.select(1, 0), o = given.select(1, 1);
     return at::stack({i, at::zeros_like(i), o}, 1);
