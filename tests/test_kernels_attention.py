@@ -124,7 +124,10 @@ def test_calls_drawn_at_random(kernel, dtype):
 
     random, accuracy = Random(1), Accuracy(kernel.name)
     drawn = (draw_case(random, dtype) for _ in itertools.count())
-    for case in itertools.islice((case for case in drawn if 0 < tiles(case) <= 3), 10):
+    # The interpreter does not round to the nearest bfloat16. Its errors are near the bound, and a
+    # mean over few calls may exceed it by chance.
+    count = 30 if dtype == torch.bfloat16 else 10
+    for case in itertools.islice((case for case in drawn if 0 < tiles(case) <= 3), count):
         record_accuracy(accuracy, case, judge(case))
     accuracy.conclude()
 
