@@ -20,7 +20,7 @@ import math
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -546,15 +546,15 @@ class BertModel(BertPreTrainedModel):
         return BertModelOutput(hidden_states, pooled)
 
 
-class BertForPreTraining(BertPreTrainedModel):
-    """BERT with the masked-token (decoder tied to the word embedding) and next-sentence heads."""
+_Output = TypeVar("_Output")
 
-    def __init__(self, config: BertConfig) -> None:
+
+class _BertWithHead(BertPreTrainedModel, Generic[_Output]):
+    """A :class:`BertModel`, and a subclass's head over its results."""
+
+    def __init__(self, config: BertConfig, add_pooling_layer: bool = True) -> None:
         super().__init__(config)
-        self.bert = BertModel(config)
-        self.cls = BertPreTrainingHeads(config)
-        self._initialise(self.cls)
-        self.cls.predictions.decoder.weight = self.bert.embeddings.word_embeddings.weight
+        self.bert = BertModel(config, add_pooling_layer)
 
     def forward(
         self,
@@ -562,120 +562,100 @@ class BertForPreTraining(BertPreTrainedModel):
         attention_mask: Tensor | None = None,
         token_type_ids: Tensor | None = None,
         position_ids: Tensor | None = None,
-    ) -> BertPreTrainingOutput:
-        """Logits for every token and for the pair. Arguments as in :meth:`BertModel.forward`."""
-        hidden_states, pooled = self.bert(input_ids, attention_mask, token_type_ids, position_ids)
-        return BertPreTrainingOutput(*self.cls(hidden_states, pooled))
+    ) -> _Output:
+        """Run the BERT and the head. Arguments as in :meth:`BertModel.forward`."""
+        return self._head(*self.bert(input_ids, attention_mask, token_type_ids, position_ids))
+
+    def _head(self, hidden_states: Tensor, pooled: Tensor) -> _Output:
+        """Compute the result from (B, L, hidden_size) and, with a pooler, (B, hidden_size)."""
+        raise NotImplementedError
 
 
-class BertForMaskedLM(BertPreTrainedModel):
-    """BERT with the masked-token head; its decoder is tied to the word embedding."""
+class BertForPreTraining(_BertWithHead[BertPreTrainingOutput]):
+    """BERT with the masked-token (decoder tied to the word embedding) and next-sentence heads.
 
-    def __init__(self, config: BertConfig) -> None:
-        super().__init__(config)
-        self.bert = BertModel(config, add_pooling_layer=False)
-        self.cls = BertOnlyMLMHead(config)
-        self._initialise(self.cls)
-        self.cls.predictions.decoder.weight = self.bert.embeddings.word_embeddings.weight
-
-    def forward(
-        self,
-        input_ids: Tensor,
-        attention_mask: Tensor | None = None,
-        token_type_ids: Tensor | None = None,
-        position_ids: Tensor | None = None,
-    ) -> Tensor:
-        """Logits (B, L, vocab_size). Arguments as in :meth:`BertModel.forward`."""
-        hidden_states, _ = self.bert(input_ids, attention_mask, token_type_ids, position_ids)
-        return self.cls(hidden_states)
-
-
-class BertForNextSentencePrediction(BertPreTrainedModel):
-    """BERT with the next-sentence head; class 0 means that the second sentence follows."""
-
-    def __init__(self, config: BertConfig) -> None:
-        super().__init__(config)
-        self.bert = BertModel(config)
-        self.cls = BertOnlyNSPHead(config)
-        self._initialise(self.cls)
-
-    def forward(
-        self,
-        input_ids: Tensor,
-        attention_mask: Tensor | None = None,
-        token_type_ids: Tensor | None = None,
-        position_ids: Tensor | None = None,
-    ) -> Tensor:
-        """Logits (B, 2). Arguments as in :meth:`BertModel.forward`."""
-        _, pooled = self.bert(input_ids, attention_mask, token_type_ids, position_ids)
-        return self.cls(pooled)
-
-
-class BertForSequenceClassification(BertPreTrainedModel):
-    """BERT with one linear layer over the pooled output."""
-
-    def __init__(self, config: BertConfig) -> None:
-        super().__init__(config)
-        self.bert = BertModel(config)
-        self.dropout = _classifier_dropout(config)
-        self.classifier = nn.Linear(config.hidden_size, config.num_labels)
-        self._initialise(self.classifier)
-
-    def forward(
-        self,
-        input_ids: Tensor,
-        attention_mask: Tensor | None = None,
-        token_type_ids: Tensor | None = None,
-        position_ids: Tensor | None = None,
-    ) -> Tensor:
-        """Logits (B, num_labels). Arguments as in :meth:`BertModel.forward`."""
-        _, pooled = self.bert(input_ids, attention_mask, token_type_ids, position_ids)
-        return self.classifier(self.dropout(pooled))
-
-
-class BertForTokenClassification(BertPreTrainedModel):
-    """BERT with one linear layer over each token."""
-
-    def __init__(self, config: BertConfig) -> None:
-        super().__init__(config)
-        self.bert = BertModel(config, add_pooling_layer=False)
-        self.dropout = _classifier_dropout(config)
-        self.classifier = nn.Linear(config.hidden_size, config.num_labels)
-        self._initialise(self.classifier)
-
-    def forward(
-        self,
-        input_ids: Tensor,
-        attention_mask: Tensor | None = None,
-        token_type_ids: Tensor | None = None,
-        position_ids: Tensor | None = None,
-    ) -> Tensor:
-        """Logits (B, L, num_labels). Arguments as in :meth:`BertModel.forward`."""
-        hidden_states, _ = self.bert(input_ids, attention_mask, token_type_ids, position_ids)
-        return self.classifier(self.dropout(hidden_states))
-
-
-class BertForQuestionAnswering(BertPreTrainedModel):
-    """BERT with a score for each token to begin the answer, and one to end it.
-
-    ``config.num_labels`` plays no part: there are always these two scores.
+    Returns the logits for every token and for the pair.
     """
 
     def __init__(self, config: BertConfig) -> None:
         super().__init__(config)
-        self.bert = BertModel(config, add_pooling_layer=False)
+        self.cls = BertPreTrainingHeads(config)
+        self._initialise(self.cls)
+        self.cls.predictions.decoder.weight = self.bert.embeddings.word_embeddings.weight
+
+    def _head(self, hidden_states: Tensor, pooled: Tensor) -> BertPreTrainingOutput:
+        return BertPreTrainingOutput(*self.cls(hidden_states, pooled))
+
+
+class BertForMaskedLM(_BertWithHead[Tensor]):
+    """BERT with the masked-token head; its decoder is tied to the word embedding.
+
+    Returns logits (B, L, vocab_size).
+    """
+
+    def __init__(self, config: BertConfig) -> None:
+        super().__init__(config, add_pooling_layer=False)
+        self.cls = BertOnlyMLMHead(config)
+        self._initialise(self.cls)
+        self.cls.predictions.decoder.weight = self.bert.embeddings.word_embeddings.weight
+
+    def _head(self, hidden_states: Tensor, pooled: Tensor) -> Tensor:
+        return self.cls(hidden_states)
+
+
+class BertForNextSentencePrediction(_BertWithHead[Tensor]):
+    """BERT with the next-sentence head.
+
+    Returns logits (B, 2); class 0 means that the second sentence follows the first.
+    """
+
+    def __init__(self, config: BertConfig) -> None:
+        super().__init__(config)
+        self.cls = BertOnlyNSPHead(config)
+        self._initialise(self.cls)
+
+    def _head(self, hidden_states: Tensor, pooled: Tensor) -> Tensor:
+        return self.cls(pooled)
+
+
+class BertForSequenceClassification(_BertWithHead[Tensor]):
+    """BERT with one linear layer over the pooled output. Returns logits (B, num_labels)."""
+
+    def __init__(self, config: BertConfig) -> None:
+        super().__init__(config)
+        self.dropout = _classifier_dropout(config)
+        self.classifier = nn.Linear(config.hidden_size, config.num_labels)
+        self._initialise(self.classifier)
+
+    def _head(self, hidden_states: Tensor, pooled: Tensor) -> Tensor:
+        return self.classifier(self.dropout(pooled))
+
+
+class BertForTokenClassification(_BertWithHead[Tensor]):
+    """BERT with one linear layer over each token. Returns logits (B, L, num_labels)."""
+
+    def __init__(self, config: BertConfig) -> None:
+        super().__init__(config, add_pooling_layer=False)
+        self.dropout = _classifier_dropout(config)
+        self.classifier = nn.Linear(config.hidden_size, config.num_labels)
+        self._initialise(self.classifier)
+
+    def _head(self, hidden_states: Tensor, pooled: Tensor) -> Tensor:
+        return self.classifier(self.dropout(hidden_states))
+
+
+class BertForQuestionAnswering(_BertWithHead[BertQuestionAnsweringOutput]):
+    """BERT with a score for each token to begin the answer, and one to end it.
+
+    Returns both logits, (B, L) each. ``config.num_labels`` plays no part.
+    """
+
+    def __init__(self, config: BertConfig) -> None:
+        super().__init__(config, add_pooling_layer=False)
         self.qa_outputs = nn.Linear(config.hidden_size, 2)
         self._initialise(self.qa_outputs)
 
-    def forward(
-        self,
-        input_ids: Tensor,
-        attention_mask: Tensor | None = None,
-        token_type_ids: Tensor | None = None,
-        position_ids: Tensor | None = None,
-    ) -> BertQuestionAnsweringOutput:
-        """Both logits, (B, L) each. Arguments as in :meth:`BertModel.forward`."""
-        hidden_states, _ = self.bert(input_ids, attention_mask, token_type_ids, position_ids)
+    def _head(self, hidden_states: Tensor, pooled: Tensor) -> BertQuestionAnsweringOutput:
         return BertQuestionAnsweringOutput(*self.qa_outputs(hidden_states).unbind(-1))
 
 
