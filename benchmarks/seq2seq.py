@@ -251,7 +251,7 @@ class Answers:
 
 
 def each_right(answers: Tensor, batch: Batch) -> Tensor:
-    """Which answers are right in every character, bool (N,)."""
+    """Marks the answers that are right in every character, bool (N,)."""
     target, mask = batch[2][:, 1:], batch[3][:, 1:]
     return (answers == target.where(mask, target.new_tensor(EOS))).all(1)
 
@@ -262,7 +262,7 @@ def right(answers: Tensor, batch: Batch) -> float:
 
 
 def right_by_length(answers: Tensor, batch: Batch) -> dict[str, float]:
-    """The same for every fourth of the lengths that are copied."""
+    """The fraction of answers that are right, for each fourth of the lengths that are copied."""
     correct, lengths = each_right(answers, batch).double(), batch[1].sum(1) - 1
     fourths = range(0, LONGEST, LONGEST // 4)
     return {
@@ -409,7 +409,7 @@ def accuracy_table(results: Sequence[Learnt]) -> Table:
 
 
 def length_table(results: Sequence[Learnt]) -> Table:
-    """How many strings of each length the models copy, by greedy search."""
+    """The share of strings of each length that greedy search copies right."""
     columns = right_by_length(results[0].fused.greedy, results[0].held_out)
     table = empty_table("strings copied right, by the number of digits", tuple(columns))
     for result in results:

@@ -118,7 +118,7 @@ def test_a_width_that_prunes_nothing_finds_the_best(length_penalty):
 
 @pytest.mark.parametrize("width", [8, 400])
 def test_places_after_a_hypothesis_hold_eos(width):
-    """Also in the places of hypotheses that were not found."""
+    """Places of hypotheses that were not found hold it as well."""
     chains = MarkovChains(50)
     chains.log_probs[..., 1:3] = -math.inf
     found = search(chains, width, 0.6)

@@ -341,7 +341,7 @@ class DecodingState:
 
     @property
     def targets(self) -> int:
-        """N."""
+        """N, the number of targets being written."""
         return self.hidden[0].shape[1]
 
     def reorder(self, rows: Tensor) -> None:
@@ -387,7 +387,7 @@ def _each(projections: nn.ModuleList, layers: Tensor) -> Tensor:
 
 
 class MaxoutReadout(nn.Module):
-    """Which of each two features is larger: t_j = max(t̃_2j, t̃_2j+1), t̃ = W [s; e; c] (+ b).
+    """Takes the larger of each two features: t_j = max(t̃_2j, t̃_2j+1), t̃ = W [s; e; c] (+ b).
 
     BAHDANAU A.2.2: s is the decoder's state (…, H) before the step, e the embedding (…, E) of the
     token that the step reads, c the context (…, H), and W is [U_o; V_o; C_o].

@@ -250,7 +250,10 @@ _Kind = tuple[torch.Size, torch.dtype, torch.dtype, str | None]
 
 
 class _Kept(NamedTuple):
-    """What a :class:`PackedWeight` keeps; replaced as one, because threads may share a model."""
+    """A packed weight and the state it was packed from.
+
+    :class:`PackedWeight` replaces it as a whole, because threads may share a model.
+    """
 
     sums: Tensor
     kind: _Kind
