@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import multiprocessing
 import platform
 import resource
@@ -12,6 +14,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+M_MMAP_THRESHOLD = -3  # mallopt(3)
 
 
 def peak_extra_memory(prepare: Callable[..., Callable[[], Sequence[Tensor]]], *args: Any) -> int:
@@ -47,11 +51,24 @@ def _start_peak() -> int:
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         return torch.cuda.memory_allocated()
+    _release_free_memory()
     try:
         Path("/proc/self/clear_refs").write_text("5")  # proc(5): resets VmHWM
     except OSError:
         return _peak("cpu")  # the peak so far, at which the inputs were held
     return _status("VmRSS")
+
+
+def _release_free_memory() -> None:
+    """Return freed pages to the system: the computation would reuse them, and count less.
+
+    From now on a large block is returned as soon as it is freed.
+    """
+    gc.collect()
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "malloc_trim"):  # glibc's alone
+        libc.mallopt(M_MMAP_THRESHOLD, 2**16)
+        libc.malloc_trim(0)
 
 
 def _peak(device: str) -> int:
