@@ -24,58 +24,59 @@ namespace trifuse::TRIFUSE_CAPABILITY {
 namespace {
 
 template <class E>
-class Forward : Layer<E> {
-  using Base = Layer<E>;
-  using typename Base::S, typename Base::T, typename Base::U, typename Base::LstmGates,
-      typename Base::Weights;
-  using Base::p, Base::panels, Base::norm, Base::projected, Base::chunk, Base::weights,
-      Base::scratch;
-  using Base::group_rows, Base::tiles, Base::x_ld, Base::h_ld, Base::m_ld, Base::as_elements,
-      Base::elements_ld, Base::hr_size, Base::scratch_size, Base::pack, Base::activate,
-      Base::unit_row, Base::reads_in_place;
+class Forward {
+  using S = typename Layer<E>::S;
+  using T = typename Layer<E>::T;
+  using U = typename Layer<E>::U;
+  using LstmGates = typename Layer<E>::LstmGates;
+  using Weights = typename Layer<E>::Weights;
 
  public:
-  Forward(const LstmProblem& p, void* workspace, int64_t threads) : Base(p) {
+  Forward(const LstmProblem& p, void* workspace, int64_t threads)
+      : layer(p), p(p), panels(layer.panels) {
     Arena arena(workspace);
     // A weight that is read once is packed while it is read, so that it stays in a cache; for few
     // rows it is read in place. Groups of rows share packed weights.
-    const bool ih_once = p.groups == 1 && p.steps <= chunk, hh_once = p.groups == 1 && p.steps <= 1;
+    const bool ih_once = p.groups == 1 && p.steps <= layer.chunk,
+               hh_once = p.groups == 1 && p.steps <= 1;
     const int64_t width = panels.width();
-    const int64_t rows = group_rows(), tokens = chunk * rows;
-    this->take_weights(arena, !ih_once, !hh_once, projected && !(hh_once && reads_in_place(rows)));
+    const int64_t rows = layer.group_rows(), tokens = layer.chunk * rows;
+    layer.take_weights(
+        arena, !ih_once, !hh_once, layer.projected && !(hh_once && layer.reads_in_place(rows)));
     for (int64_t j = 0; j < p.directions * p.groups; ++j) {
       Job& job = jobs[j];
-      job.tokens = arena.take<S>(tokens * x_ld());
+      job.tokens = arena.take<S>(tokens * layer.x_ld());
       job.input_products = arena.take<T>(panels.count * tokens * width);
-      job.h[0] = arena.take<S>(rows * h_ld());
-      job.h[1] = arena.take<S>(rows * h_ld());
-      job.keeps = arena.take<T>(p.recurrent_dropout.threshold ? rows * h_ld() : 0);
+      job.h[0] = arena.take<S>(rows * layer.h_ld());
+      job.h[1] = arena.take<S>(rows * layer.h_ld());
+      job.keeps = arena.take<T>(p.recurrent_dropout.threshold ? rows * layer.h_ld() : 0);
       job.c = arena.take<T>(panels.count * rows * kUnits);
-      job.m = arena.take<S>(projected ? rows * m_ld() : 0);
-      job.m_products = arena.take<T>(projected ? tiles(p.R) * rows * kTile : 0);
-      job.hidden_products = arena.take<T>(norm ? panels.count * rows * width : 0);
-      job.cells = arena.take<T>(norm ? panels.count * rows * kUnits : 0);
-      job.moments = arena.take<T[2]>(norm ? panels.count * tokens : 0);
-      job.cell_moments = arena.take<T[2]>(norm ? panels.count * rows : 0);
+      job.m = arena.take<S>(layer.projected ? rows * layer.m_ld() : 0);
+      job.m_products = arena.take<T>(layer.projected ? tiles(p.R) * rows * kTile : 0);
+      job.hidden_products = arena.take<T>(layer.norm ? panels.count * rows * width : 0);
+      job.cells = arena.take<T>(layer.norm ? panels.count * rows * kUnits : 0);
+      job.moments = arena.take<T[2]>(layer.norm ? panels.count * tokens : 0);
+      job.cell_moments = arena.take<T[2]>(layer.norm ? panels.count * rows : 0);
     }
-    scratches = arena.take<E>(threads * scratch_size());
-    const bool packs = (ih_once && !reads_in_place(tokens)) || (hh_once && !reads_in_place(rows));
-    own_panels = arena.take<E>(packs ? threads * this->panel_size() : 0);
-    statistics = arena.take<Statistics<T>>(norm ? threads * (tokens + rows) : 0);
+    scratches = arena.take<E>(threads * layer.scratch_size());
+    const bool packs =
+        (ih_once && !layer.reads_in_place(tokens)) || (hh_once && !layer.reads_in_place(rows));
+    own_panels = arena.take<E>(packs ? threads * layer.panel_size() : 0);
+    statistics = arena.take<Statistics<T>>(layer.norm ? threads * (tokens + rows) : 0);
     words = arena.take<uint64_t>(threads * 2 * rows);
     bytes = arena.used();
   }
 
   void run(const Crew& crew, int64_t index) {
-    scratch = scratches + index * scratch_size();
-    if (own_panels) this->panel = own_panels + index * this->panel_size();
-    const int64_t rows = group_rows();
-    ih_statistics = statistics + index * (chunk + 1) * rows;
-    row_statistics = ih_statistics + chunk * rows;
+    layer.scratch = scratches + index * layer.scratch_size();
+    if (own_panels) layer.panel = own_panels + index * layer.panel_size();
+    const int64_t rows = layer.group_rows();
+    ih_statistics = statistics + index * (layer.chunk + 1) * rows;
+    row_statistics = ih_statistics + layer.chunk * rows;
     words_h = words + index * 2 * rows;
     words_c = words_h + rows;
     const Team all = crew.all(index);
-    pack(all);
+    layer.pack(all);
     all.wait();
     crew.share_jobs(index, p.directions * p.groups, [&](int64_t job, const Team& team) {
       run_job({p, job / p.groups, job % p.groups, p.groups}, jobs[job], team);
@@ -104,17 +105,17 @@ class Forward : Layer<E> {
   void run_job(const RowGroup& group, const Job& job, const Team& team) {
     begin(group, job, team);
     const Range own = team.share(panels.count);
-    for (int64_t s0 = 0; s0 < p.steps; s0 += chunk) {
-      const int64_t s1 = std::min(s0 + chunk, p.steps);
-      this->gather(group, team, s0, s1, job.tokens);
+    for (int64_t s0 = 0; s0 < p.steps; s0 += layer.chunk) {
+      const int64_t s1 = std::min(s0 + layer.chunk, p.steps);
+      layer.gather(group, team, s0, s1, job.tokens);
       team.wait();
       compute_input_products(group, job, team, own, s0, s1);
       T* products = job.input_products;
       int64_t token = 0;
       for (int64_t s = s0; s < s1; ++s) {
-        if (norm) normalised_step(group, job, team, own, s, products, token);
+        if (layer.norm) normalised_step(group, job, team, own, s, products, token);
         else step(group, job, own, s, products);
-        if (projected) {
+        if (layer.projected) {
           team.wait();
           project(group, job, team, s);
         }
@@ -130,22 +131,22 @@ class Forward : Layer<E> {
   void begin(const RowGroup& group, const Job& job, const Team& team) {
     const Range own = team.share(group.rows());
     for (int64_t i = own.first; i < own.last; ++i) {
-      S* h = job.h[0] + i * h_ld();
-      std::fill_n(h, h_ld(), S(0));
-      std::fill_n(job.h[1] + i * h_ld(), h_ld(), S(0));
+      S* h = job.h[0] + i * layer.h_ld();
+      std::fill_n(h, layer.h_ld(), S(0));
+      std::fill_n(job.h[1] + i * layer.h_ld(), layer.h_ld(), S(0));
       if (const S* h0 = group.template h<S>(i, -1)) std::copy_n(h0, p.R, h);
       if (job.keeps) {
         for (int64_t c = 0; c < p.R; c += 64) {
           const uint64_t kept =
               group.kept(p.recurrent_dropout, RowGroup::RecurrentDropout, i, 0, c);
           for (int64_t k = 0; k < kTile; ++k)
-            job.keeps[i * h_ld() + c + k] = static_cast<T>(kept >> k & 1);
+            job.keeps[i * layer.h_ld() + c + k] = static_cast<T>(kept >> k & 1);
         }
         for (int64_t c = 0; c < p.R; ++c)
-          h[c] = static_cast<S>(static_cast<T>(h[c]) * job.keeps[i * h_ld() + c]);
+          h[c] = static_cast<S>(static_cast<T>(h[c]) * job.keeps[i * layer.h_ld() + c]);
       }
-      this->store_units(group.template c<T>(i, -1), i, job.c);
-      if (job.m) std::fill_n(job.m + i * m_ld(), m_ld(), S(0));
+      layer.store_units(group.template c<T>(i, -1), i, job.c);
+      if (job.m) std::fill_n(job.m + i * layer.m_ld(), layer.m_ld(), S(0));
       for (int64_t t = group.length(i); t < p.T; ++t)
         std::fill_n(
             static_cast<S*>(p.output) +
@@ -164,7 +165,7 @@ class Forward : Layer<E> {
         else std::fill_n(h_n, p.R, S(0));
       }
       if (group.d.c_n)
-        this->load_units(job.c, i, static_cast<T*>(group.d.c_n) + group.row(i) * p.H);
+        layer.load_units(job.c, i, static_cast<T*>(group.d.c_n) + group.row(i) * p.H);
     }
   }
 
@@ -172,30 +173,30 @@ class Forward : Layer<E> {
   void compute_input_products(
       const RowGroup& group, const Job& job, const Team& team, const Range& own, int64_t s0,
       int64_t s1) {
-    const int64_t width = panels.width(), stride = chunk * group_rows() * width;
+    const int64_t width = panels.width(), stride = layer.chunk * layer.group_rows() * width;
     int64_t tokens = 0;
     for (int64_t s = s0; s < s1; ++s) tokens += group.active(s);
     for (int64_t q = own.first; q < own.last; ++q) {
       T* target = job.input_products + q * stride;
-      this->template multiply_input<true>(group.index, q, tokens, job.tokens, target);
-      if (norm)
+      layer.template multiply_input<true>(group.index, q, tokens, job.tokens, target);
+      if (layer.norm)
         take_moments(
             target, width, tokens, panels.blocks, units_of(p, q),
-            job.moments + q * chunk * group_rows());
+            job.moments + q * layer.chunk * layer.group_rows());
     }
-    if (norm) {
+    if (layer.norm) {
       team.wait();
       combine_moments<T>(
-          p, job.moments, chunk * group_rows(), tokens, panels.blocks, ih_statistics);
+          p, job.moments, layer.chunk * layer.group_rows(), tokens, panels.blocks, ih_statistics);
       team.wait();  // before a step's moments overwrite these
     }
   }
 
   void step(const RowGroup& group, const Job& job, const Range& own, int64_t s, T* input_products) {
-    const int64_t width = panels.width(), stride = chunk * group_rows() * width;
+    const int64_t width = panels.width(), stride = layer.chunk * layer.group_rows() * width;
     for (int64_t q = own.first; q < own.last; ++q) {
       T* tile = input_products + q * stride;
-      this->template multiply_hidden<true>(
+      layer.template multiply_hidden<true>(
           group.index, q, group.active(s), job.h[s % 2], tile, true);
       draw(group, q, s, q == own.first);
       for (int64_t i = 0; i < group.active(s); ++i) {
@@ -206,8 +207,8 @@ class Forward : Layer<E> {
         }
         U a[4];
         for (int b = 0; b < panels.blocks; ++b) a[b] = U::load(row + b * kUnits);
-        const U c_old = U::load(job.c + unit_row(q, i));
-        const LstmGates gates = activate(group, q, a, c_old);
+        const U c_old = U::load(job.c + layer.unit_row(q, i));
+        const LstmGates gates = layer.activate(group, q, a, c_old);
         store_clipped(group, q, i, s, gates);
         store_state(group, job, q, i, s, gates, c_old, gates.o * tanh(gates.c));
       }
@@ -228,16 +229,16 @@ class Forward : Layer<E> {
     if (p.draw_c.threshold) c = choose(words_c[i] >> q % 4 * kUnits, c, c_old);
     else if (p.zoneout_c != 0 && !p.training)
       c = multiply_add(U(T(p.zoneout_c)), c_old, U(T(1 - p.zoneout_c)) * c);
-    c.store(job.c + unit_row(q, i));
+    c.store(job.c + layer.unit_row(q, i));
     if (group.d.cells) c.store(group.template cells<T>(i, s) + q * kUnits, units);
-    if (group.d.gates && !norm) {
+    if (group.d.gates && !layer.norm) {
       S* row = gates_row(group, i, s, panels.blocks) + q * kUnits * panels.blocks;
       gates.i.store(row, units);
       if (!p.coupled) gates.f.store(row + units, units);
       gates.g.store(row + (panels.blocks - 2) * units, units);
       gates.o.store(row + (panels.blocks - 1) * units, units);
     }
-    if (projected) m.store(job.m + i * m_ld() + q * kUnits);
+    if (layer.projected) m.store(job.m + i * layer.m_ld() + q * kUnits);
     else store_h(group, job, i, s, q * kUnits, units, m);
   }
 
@@ -260,9 +261,9 @@ class Forward : Layer<E> {
       if (p.rounding != DType::Float32) h = rounded(h);
     h.store(group.template output<S>(p.output, i, s) + column, units);
     if (job.keeps) {
-      h = h * U::load(job.keeps + i * h_ld() + column);
+      h = h * U::load(job.keeps + i * layer.h_ld() + column);
     }
-    h.store(job.h[(s + 1) % 2] + i * h_ld() + column);
+    h.store(job.h[(s + 1) % 2] + i * layer.h_ld() + column);
   }
 
   U rounded(const U& h) const {
@@ -279,26 +280,26 @@ class Forward : Layer<E> {
     if (q % 4 != 0 && !first) return;
     const int64_t column = q * kUnits / 64 * 64;
     for (int64_t i = 0; i < group.active(s); ++i) {
-      if (p.draw_h.threshold && !projected)
+      if (p.draw_h.threshold && !layer.projected)
         words_h[i] = group.kept(p.draw_h, RowGroup::ZoneoutH, i, s, column);
       if (p.draw_c.threshold) words_c[i] = group.kept(p.draw_c, RowGroup::ZoneoutC, i, s, column);
     }
   }
 
   void project(const RowGroup& group, const Job& job, const Team& team, int64_t s) {
-    const int64_t rows = group.active(s), stride = group_rows() * kTile;
+    const int64_t rows = group.active(s), stride = layer.group_rows() * kTile;
     for_tiles(team, p.R, [&](int64_t tile, int64_t first, int64_t columns) {
       T* sums = job.m_products + tile * stride + first;
-      const bool ahead = far_away<E>(tiles(p.R) * hr_size());
-      if (const E* packed = weights[group.index].hr)
+      const bool ahead = far_away<E>(tiles(p.R) * layer.hr_size());
+      if (const E* packed = layer.weights[group.index].hr)
         product<E>(
-            rows, columns, elements<E>(p.H), as_elements(job.m), elements_ld(m_ld()), 1,
-            packed + tile * hr_size() + first, kTile, sums, kTile, false, ahead);
-      else if constexpr (Base::kReadsInPlace)
+            rows, columns, elements<E>(p.H), as_elements<E>(job.m), elements_ld<E>(layer.m_ld()), 1,
+            packed + tile * layer.hr_size() + first, kTile, sums, kTile, false, ahead);
+      else if constexpr (Layer<E>::kReadsInPlace)
         product_with_rows<E>(
             static_cast<const S*>(group.d.weight_hr) + (tile * kTile + first) * p.H,
-            std::min(columns, p.R - tile * kTile - first), p.H, scratch, rows, as_elements(job.m),
-            elements_ld(m_ld()), sums, kTile, ahead);
+            std::min(columns, p.R - tile * kTile - first), p.H, layer.scratch, rows,
+            as_elements<E>(job.m), elements_ld<E>(layer.m_ld()), sums, kTile, ahead);
       for (int64_t i = 0; i < rows; ++i) {
         if (p.draw_h.threshold)
           words_h[i] = group.kept(p.draw_h, RowGroup::ZoneoutH, i, s, tile * kTile);
@@ -323,7 +324,7 @@ class Forward : Layer<E> {
     const U h_product = U::load(row + 3 * kUnits);
     const U r = sigmoid(U::load(row + kUnits)), z = sigmoid(U::load(row + 2 * kUnits));
     const U n = tanh(multiply_add(r, h_product, U::load(row)));
-    const U old = U::load(job.h[s % 2] + i * h_ld() + q * kUnits);
+    const U old = U::load(job.h[s % 2] + i * layer.h_ld() + q * kUnits);
     if (group.d.gates) {
       S* target = gates_row(group, i, s, 4) + q * kUnits * 4;
       n.store(target, units);
@@ -339,13 +340,13 @@ class Forward : Layer<E> {
   void normalised_step(
       const RowGroup& group, const Job& job, const Team& team, const Range& own, int64_t s,
       T* input_products, int64_t token) {
-    const int64_t width = panels.width(), rows = group.active(s), capacity = group_rows();
+    const int64_t width = panels.width(), rows = group.active(s), capacity = layer.group_rows();
     const int last = panels.blocks - 1;
-    const Weights& w = weights[group.index];
+    const Weights& w = layer.weights[group.index];
     const auto hidden = [&](int64_t q) { return job.hidden_products + q * capacity * width; };
     const auto cells = [&](int64_t q) { return job.cells + q * capacity * kUnits; };
     for (int64_t q = own.first; q < own.last; ++q) {
-      this->template multiply_hidden<true>(group.index, q, rows, job.h[s % 2], hidden(q), false);
+      layer.template multiply_hidden<true>(group.index, q, rows, job.h[s % 2], hidden(q), false);
       take_moments(
           hidden(q), width, rows, panels.blocks, units_of(p, q), job.moments + q * capacity);
     }
@@ -354,22 +355,22 @@ class Forward : Layer<E> {
     for (int64_t q = own.first; q < own.last; ++q) {
       for (int64_t i = 0; i < rows; ++i) {
         T* row = hidden(q) + i * width;
-        const T* x = input_products + (q * chunk * capacity + i) * width;
+        const T* x = input_products + (q * layer.chunk * capacity + i) * width;
         U a[4];
-        this->normalised_gates(
+        layer.normalised_gates(
             group.index, q, x, ih_statistics[token + i], row, row_statistics[i], a);
         if (group.d.gates) {
           // Rows are too far apart for the hardware to predict where the next panel's products go.
-          prefetch_strip<true>(this->kept_products(group, q + 1, i, s));
-          prefetch_strip<true>(this->kept_products(group, q + 1, i, s) + kStrip);
+          prefetch_strip<true>(layer.kept_products(group, q + 1, i, s));
+          prefetch_strip<true>(layer.kept_products(group, q + 1, i, s) + kStrip);
           const int64_t units = units_of(p, q);
-          T* kept = this->kept_products(group, q, i, s);
+          T* kept = layer.kept_products(group, q, i, s);
           for (int b = 0; b < panels.blocks; ++b) {
             U::load(x + b * kUnits).store(kept + b * units, units);
             U::load(row + b * kUnits).store(kept + (panels.blocks + b) * units, units);
           }
         }
-        const LstmGates gates = activate(group, q, a, U::load(job.c + unit_row(q, i)));
+        const LstmGates gates = layer.activate(group, q, a, U::load(job.c + layer.unit_row(q, i)));
         store_clipped(group, q, i, s, gates);
         // Kept in the place of the products until the cells of all units are known.
         gates.i.store(row);
@@ -391,14 +392,17 @@ class Forward : Layer<E> {
             U::load(row + last * kUnits), U::load(cells(q) + i * kUnits)};
         const U normalised = multiply_add(
             row_statistics[i].normalise(gates.c), U::load(w.norm_cell + q * kUnits),
-            U::load(w.norm_cell + m_ld() + q * kUnits));
+            U::load(w.norm_cell + layer.m_ld() + q * kUnits));
         store_state(
-            group, job, q, i, s, gates, U::load(job.c + unit_row(q, i)),
+            group, job, q, i, s, gates, U::load(job.c + layer.unit_row(q, i)),
             gates.o * tanh(normalised));
       }
     }
   }
 
+  Layer<E> layer;
+  const LstmProblem& p;
+  const Panels& panels;
   Job jobs[LstmProblem::kMaxDirections * LstmProblem::kMaxGroups];
   E *scratches, *own_panels;
   Statistics<T>* statistics;

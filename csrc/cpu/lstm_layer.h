@@ -11,9 +11,20 @@ namespace trifuse::TRIFUSE_CAPABILITY {
 // Tokens whose products with W_ih are computed at once.
 constexpr int64_t kChunkTokens = 128;
 
+inline int64_t tiles(int64_t columns) { return (columns + kTile - 1) / kTile; }
+
+// Reinterpret rows of S as rows of E; elements_ld is their row length.
 template <class E>
-class Layer {
- protected:
+const E* as_elements(const Stored<E>* rows) {
+  return reinterpret_cast<const E*>(rows);
+}
+template <class E>
+int64_t elements_ld(int64_t ld) {
+  return ld / kPack<E>;
+}
+
+template <class E>
+struct Layer {
   using S = Stored<E>;
   using T = typename Element<E>::Accumulator;
   using U = Units<T>;
@@ -57,7 +68,6 @@ class Layer {
     return all * static_cast<int64_t>(sizeof(T)) <= weights ? all : 0;
   }
   int64_t group_rows() const { return std::max<int64_t>((p.B + p.groups - 1) / p.groups, 1); }
-  static int64_t tiles(int64_t columns) { return (columns + kTile - 1) / kTile; }
   int64_t ih_size() const { return elements<E>(p.I) * panels.ih_width(); }
   int64_t hh_size() const { return elements<E>(p.R) * panels.hh_width(); }
   int64_t hr_size() const { return elements<E>(p.H) * kTile; }
@@ -81,10 +91,6 @@ class Layer {
   }
   int64_t panel_size() const { return std::max(ih_size(), hh_size()); }
   int64_t scratch_size() const { return kTile * elements<E>(std::max({p.I, p.R, p.H})); }
-
-  // Reinterpret rows of S as rows of E; elements_ld is their row length.
-  static const E* as_elements(const S* rows) { return reinterpret_cast<const E*>(rows); }
-  static int64_t elements_ld(int64_t ld) { return ld / kPack<E>; }
 
   void pack(const Team& team) {
     for (int64_t d = 0; d < p.directions; ++d) {
@@ -188,6 +194,24 @@ class Layer {
       for (int64_t k = 0; k < columns; ++k) target[k] = x[k * p.input_stride[2]];
   }
 
+  // Copies columns of h before step s, with zeros where recurrent dropout has them.
+  void copy_hidden(
+      const RowGroup& group, int64_t i, int64_t s, int64_t column, int64_t columns,
+      S* target) const {
+    const S* h = group.template h<S>(i, s - 1);
+    if (!h) {
+      std::fill_n(target, columns, S(0));
+      return;
+    }
+    std::copy_n(h + column, columns, target);
+    if (p.recurrent_dropout.threshold) {
+      const uint64_t kept =
+          group.kept(p.recurrent_dropout, RowGroup::RecurrentDropout, i, 0, column);
+      for (int64_t k = 0; k < columns; ++k)
+        if (!(kept >> k & 1)) target[k] = S(0);
+    }
+  }
+
   // Computes a panel's W_ih x for `tokens` tokens, [tokens][width], on top of the biases, unless
   // the product alone is normalised. With `may_read_in_place`, an unpacked weight may be read in
   // place.
@@ -202,10 +226,10 @@ class Layer {
       if (!weights[d].ih && reads_in_place(tokens))
         return product_with_panel<E>(
             p, static_cast<const S*>(p.direction[d].weight_ih), p.I, panels.ih_gate,
-            panels.ih_first, panels.ih_blocks, q, scratch, tokens, as_elements(x),
-            elements_ld(x_ld()), columns, width, !norm, false);
+            panels.ih_first, panels.ih_blocks, q, scratch, tokens, as_elements<E>(x),
+            elements_ld<E>(x_ld()), columns, width, !norm, false);
     product<E>(
-        tokens, panels.ih_width(), elements<E>(p.I), as_elements(x), elements_ld(x_ld()), 1,
+        tokens, panels.ih_width(), elements<E>(p.I), as_elements<E>(x), elements_ld<E>(x_ld()), 1,
         ih_panel(d, q), panels.ih_width(), columns, width, !norm);
   }
 
@@ -223,11 +247,11 @@ class Layer {
       if (unpacked)
         product_with_panel<E>(
             p, static_cast<const S*>(p.direction[d].weight_hh), p.R, panels.hh_gate,
-            panels.hh_first, panels.hh_blocks, q, scratch, rows, as_elements(h),
-            elements_ld(h_ld()), columns, width, add, ahead);
+            panels.hh_first, panels.hh_blocks, q, scratch, rows, as_elements<E>(h),
+            elements_ld<E>(h_ld()), columns, width, add, ahead);
     if (!unpacked)
       product<E>(
-          rows, panels.hh_width(), elements<E>(p.R), as_elements(h), elements_ld(h_ld()), 1,
+          rows, panels.hh_width(), elements<E>(p.R), as_elements<E>(h), elements_ld<E>(h_ld()), 1,
           hh_panel(d, q), panels.hh_width(), columns, width, add, ahead);
     if (factor != 1) scale(target, rows * width, static_cast<T>(factor));
   }
