@@ -348,7 +348,7 @@ def _sizes(tensors: _Tensors, options: _Options) -> Sizes:
 
 def _variant(tensors: _Tensors, options: _Options, inputs: Inputs, sizes: Sizes) -> Variant:
     """Returns the compile-time parameters of a call; see ``Variant``."""
-    query, key, value, attn_mask = tensors[:4]
+    query, key, value, attn_mask = tensors.query, tensors.key, tensors.value, tensors.attn_mask
     E, Ev = query.shape[3], value.shape[3]
     mask = inputs.attn_mask
     bool_mask = attn_mask is not None and attn_mask.dtype == torch.bool

@@ -547,9 +547,11 @@ def dropout_add_layer_norm_backward(
         results = tuple(
             t.new_empty(t.shape if want else (0,)) for t, want in zip(like, wanted, strict=True)
         )
-        grads = tuple(t if want else None for t, want in zip(results, wanted, strict=True))
-        grad_x, grad_residual = (_as_matrix(t) for t in grads[:2])
-        vector_grads = VectorGradients(*grads[2:])
+        dx, dresidual, *of_vectors = (
+            t if want else None for t, want in zip(results, wanted, strict=True)
+        )
+        grad_x, grad_residual = _as_matrix(dx), _as_matrix(dresidual)
+        vector_grads = VectorGradients(*of_vectors)
 
         N = call.variant.N
         config = tile_config(_BACKWARD_TILES, N)
@@ -592,7 +594,7 @@ def _check_backward(
     rstd: Tensor,
 ) -> None:
     """Raises ValueError unless the tensors of a backward still fit one call."""
-    x = tensors[0]
+    x, *_ = tensors
     assert x is not None
     N = x.shape[-1]
     shapes = (x.shape, x.shape, (N,), (N,), (N,), (1,))

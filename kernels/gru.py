@@ -468,14 +468,15 @@ def _gradients(
     h_previous = sequences.previous_h(output, h0)
     grad_products_ih, grad_products_hh = grads[..., : 3 * H], grads[..., H:]
     grad_input = None
-    if wanted[0]:
+    needs_input, needs_h0, *needs_parameters = wanted
+    if needs_input:
         # n, r, z: the order of the gradients.
         weights = sequences.weight_ih.unflatten(0, (D, 3, H)).roll(1, 1).flatten(1, 2)
         grad_input = sequences.tokens(grad_products_ih, 0) @ weights[0]
         for d in range(1, D):
             grad_input.addmm_(sequences.tokens(grad_products_ih, d), weights[d])
-    results: list[Tensor | None] = [grad_input, grad_state if wanted[1] else None]
-    for d, needs in enumerate(by_direction(Parameters, wanted[2:])):
+    results: list[Tensor | None] = [grad_input, grad_state if needs_h0 else None]
+    for d, needs in enumerate(by_direction(Parameters, needs_parameters)):
         da, dv = sequences.tokens(grad_products_ih, d), sequences.tokens(grad_products_hh, d)
         results += [
             _as_in_weights(da.mT @ x) if needs.weight_ih else None,

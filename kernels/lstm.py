@@ -273,12 +273,13 @@ def _gradients(
             call, grads.gates, sequences.products_ih(x)
         )
     grad_products_hh = grads.gates if grads.products_hh is None else grads.products_hh
+    needs_input, needs_h0, needs_c0, *needs_parameters = wanted
     results: list[Tensor | None] = [
-        grad_products_ih.flatten(2).flatten(0, 1) @ sequences.weight_ih if wanted[0] else None,
-        grads.h if wanted[1] else None,
-        grads.c if wanted[2] else None,
+        grad_products_ih.flatten(2).flatten(0, 1) @ sequences.weight_ih if needs_input else None,
+        grads.h if needs_h0 else None,
+        grads.c if needs_c0 else None,
     ]
-    for d, needs in enumerate(by_direction(Parameters, wanted[3:])):
+    for d, needs in enumerate(by_direction(Parameters, needs_parameters)):
         own: dict[str, Tensor | None] = dict.fromkeys(Parameters._fields)
         if needs.weight_ih:
             own["weight_ih"] = sequences.tokens(grad_products_ih, d).mT @ x
