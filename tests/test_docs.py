@@ -2,29 +2,40 @@
 
 from __future__ import annotations
 
+import pkgutil
 import re
 from pathlib import Path
 
 import pytest
 import torch
 
-DOCS = Path(__file__).parents[1] / "docs"
-EXAMPLES = re.findall(
-    r"^## ([^\n]+)\n(?:(?!^## ).)*?^```python\n(.*?)^```$",
-    (DOCS / "models.md").read_text(encoding="utf-8"),
-    re.DOTALL | re.MULTILINE,
-)
+from trifuse import models
+
+PAGE = Path(__file__).parents[1] / "docs/models.md"
 
 
-def test_each_model_has_an_example():
-    modules = {"seq2seq", "transformer", "bert", "elmo", "decoding"}
-    assert modules == {
-        m for m in modules if any(f"models.{m} import" in code for _, code in EXAMPLES)
-    }
-    assert len(EXAMPLES) == (DOCS / "models.md").read_text(encoding="utf-8").count("```python")
+def examples() -> list[tuple[str, str]]:
+    """Returns the page's Python blocks, each with the heading that it stands under."""
+    found, heading = [], ""
+    for part in re.split(
+        r"(^## .*$|^```python\n.*?^```$)",
+        PAGE.read_text(encoding="utf-8"),
+        flags=re.MULTILINE | re.DOTALL,
+    ):
+        if part.startswith("## "):
+            heading = part[3:]
+        elif part.startswith("```python\n"):
+            found.append((heading, part.removeprefix("```python\n").removesuffix("```")))
+    return found
 
 
-@pytest.mark.parametrize("code", [code for _, code in EXAMPLES], ids=[name for name, _ in EXAMPLES])
-def test_example_runs(code: str):
+def test_each_module_has_an_example():
+    code = "\n".join(code for _, code in examples())
+    for module in pkgutil.iter_modules(models.__path__):
+        assert f"from trifuse.models.{module.name} import" in code, module.name
+
+
+@pytest.mark.parametrize(("heading", "code"), examples())
+def test_example_runs(heading: str, code: str):
     torch.manual_seed(0)
-    exec(compile(code, str(DOCS / "models.md"), "exec"), {"__name__": "example"})
+    exec(compile(code, f"{PAGE.name}: {heading}", "exec"), {"__name__": "example"})
