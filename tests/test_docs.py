@@ -18,7 +18,7 @@ def examples() -> list[tuple[str, str]]:
     """Returns the page's Python blocks, each with the heading that it stands under."""
     found, heading = [], ""
     for part in re.split(
-        r"(^## .*$|^```python\n.*?^```$)",
+        r"(^## [^\n]*$|^```python\n.*?^```$)",
         PAGE.read_text(encoding="utf-8"),
         flags=re.MULTILINE | re.DOTALL,
     ):
