@@ -1,4 +1,4 @@
-// LSTM and GRU forward on a CPU.
+// LSTM, GRU and RNN forward on a CPU.
 //
 // All threads stay in one parallel region for the whole sequence. A team of threads owns a
 // direction, or a group of its rows; a thread of a team owns panels of 16 hidden units. The input's
@@ -201,8 +201,9 @@ class Forward {
       draw(group, q, s, q == own.first);
       for (int64_t i = 0; i < group.active(s); ++i) {
         const T* row = tile + i * width;
-        if (p.cell == Cell::Gru) {
-          gru_cell(group, job, q, i, s, row);
+        if (p.cell != Cell::Lstm) {
+          if (p.cell == Cell::Gru) gru_cell(group, job, q, i, s, row);
+          else rnn_cell(group, job, q, i, s, row);
           continue;
         }
         U a[4];
@@ -333,6 +334,14 @@ class Forward {
       h_product.store(target + 3 * units, units);
     }
     store_h(group, job, i, s, q * kUnits, units, multiply_add(z, old - n, n));
+  }
+
+  void rnn_cell(
+      const RowGroup& group, const Job& job, int64_t q, int64_t i, int64_t s, const T* row) {
+    const int64_t units = units_of(p, q);
+    const U a = U::load(row), h = p.relu ? relu(a) : tanh(a);
+    // Past H a product is NaN if a factor is infinite, and a pair may read the unit at H.
+    store_h(group, job, i, s, q * kUnits, units, choose(low_bits(units), h, U(T(0))));
   }
 
   // Layer normalisation --------------------------------------------------------------------------

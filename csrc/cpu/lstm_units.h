@@ -1,4 +1,4 @@
-// Shared by the LSTM and GRU kernels: units in registers, the order of a layer's columns, the
+// Shared by the LSTM, GRU and RNN kernels: units in registers, the order of a layer's columns, the
 // packing of its weights, products with packed and unpacked weights, and rows sorted by length.
 //
 // The gates of 16 neighbouring units lie side by side, in a panel. A thread that owns a panel has
@@ -83,6 +83,15 @@ struct Units : Lanes<Units<T>, T, kUnits> {
   friend Units tanh(const Units& a) {
     return map([](Vec x) { return TRIFUSE_CAPABILITY::tanh(x); }, a);
   }
+  // max(a, 0); a NaN stays.
+  friend Units relu(const Units& a) {
+    return map([](Vec x) { return at::vec::clamp_min(x, Vec(T(0))); }, a);
+  }
+  // Returns the gradient at a, from relu(a) and its gradient: 0 where relu(a) is 0.
+  friend Units relu_backward(const Units& grad, const Units& result) {
+    return map(
+        [](Vec g, Vec y) { return Vec::blendv(g, Vec(T(0)), y <= Vec(T(0))); }, grad, result);
+  }
   // Clamps to [-limit, limit]; a NaN stays.
   friend Units clip(const Units& a, double limit) {
     const Vec low(static_cast<T>(-limit)), high(static_cast<T>(limit));
@@ -108,10 +117,11 @@ struct Units : Lanes<Units<T>, T, kUnits> {
 //   coupled LSTM     |    i      |    g      |    o      |               no block of f
 //   GRU, W_ih x      |    n      |    r      |    z      |           |
 //   GRU, W_hh h      |           |    r      |    z      |    n      |
+//   RNN              |    h      |                                       one block
 //
-// An LSTM's block holds W_ih x + W_hh h + bias. With layer normalisation W_ih x and W_hh h are two
-// such sets of products, since each has a norm of its own. In a GRU, r and z are sums of both
-// products, and n's two products stay apart.
+// A block of an LSTM or an RNN holds W_ih x + W_hh h + bias. With layer normalisation W_ih x and
+// W_hh h are two such sets of products, since each has a norm of its own. In a GRU, r and z are
+// sums of both products, and n's two products stay apart.
 //
 // So all gates of a unit lie in the same lane of neighbouring vectors. In the last panel the lanes
 // past H are padding.
@@ -125,7 +135,9 @@ struct Panels {
   int64_t count;  // of panels
 
   explicit Panels(const LstmProblem& p) : count((p.H + kUnits - 1) / kUnits) {
-    if (p.cell == Cell::Gru) {
+    if (p.cell == Cell::Rnn) {
+      *this = {{0, -1, -1, -1}, {0, -1, -1, -1}, 1, 0, 1, 0, 1, count};
+    } else if (p.cell == Cell::Gru) {
       *this = {{2, 0, 1, -1}, {-1, 0, 1, 2}, 4, 0, 3, 1, 3, count};
     } else {
       const int gates = static_cast<int>(p.gates());
