@@ -335,7 +335,7 @@ def _gradients(
     sequences = call.sequences
     grad_input = None
     if wanted[0]:  # both directions in one product
-        grad_input = grads.view(call.T * call.B, -1) @ sequences.weight_ih
+        grad_input = grads.flatten(2).flatten(0, 1) @ sequences.weight_ih
     results: list[Tensor | None] = [grad_input, grad_state if wanted[1] else None]
     x = masked(input, sequences.valid).flatten(0, 1)
     h_previous = sequences.previous_h(output, h0)
