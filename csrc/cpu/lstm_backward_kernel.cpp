@@ -477,12 +477,12 @@ class Backward {
   void rnn_gradients(const RowGroup& group, const Job& job, int64_t q, int64_t i, int64_t s) {
     const int64_t count = units_of(p, q);
     const U h = U::load(group.template output<S>(p.output, i, s) + q * kUnits, count);
-    const U dh = U::load(job.dh + i * h_ld() + q * kUnits);
+    const U dh = U::load(job.dh + i * layer.h_ld() + q * kUnits);
     U da = p.relu ? relu_backward(dh, h) : dh * (U(T(1)) - h * h);
     // Past H a product is NaN if a factor is infinite, and W_hh's product would read it.
     da = choose(low_bits(count), da, U(T(0)));
     da.store(job.da + i * da_ld() + q * kUnits);
-    da.store(all_steps(sequences[group.index].da, group, q, i, s));
+    da.store(gradients.panel_row(gradients.directions[group.index].da, group, q, i, s));
   }
 
   // Computed again --------------------------------------------------------------------------------

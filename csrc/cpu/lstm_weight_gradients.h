@@ -1,4 +1,5 @@
-// After the last step of an LSTM's or a GRU's backward: the gradients of the weights and the input.
+// After the last step of an LSTM's, a GRU's or an RNN's backward: the gradients of the weights and
+// the input.
 //
 // The steps leave the gate gradients of all tokens, panel by panel. The gradients of the weights
 // and the input are products over all tokens, cut into tasks that any thread may take. A task owns
@@ -88,7 +89,7 @@ class WeightGradients {
   }
   Memory take_memory(Arena& arena) const {
     const int64_t column = kPack<E> == 2 ? elements<E>(tokens) * kTile : 0;
-    const int64_t depth = elements<E>(2 * panels.ih_width());  // of a product of input_gradient
+    const int64_t depth = elements<E>(panels_together() * panels.ih_width());
     return {
         arena.take<E>(std::max(column, kInputTokens * depth)),
         arena.take<E>(std::max(column, depth * kTile)),
@@ -182,6 +183,8 @@ class WeightGradients {
   // input's.
   static constexpr int64_t kGroupTiles = 8, kInputTokens = 320, kInputTiles = 4;
   static constexpr int64_t kFlatRows = 12;  // rows of a gradient at once, with few tokens
+  // Returns how many panels one product for the input's gradient adds up: a chain of 128 if full.
+  int64_t panels_together() const { return kChain / kUnits / panels.ih_blocks; }
 
   // Packs 64 columns of all tokens' x, or of h before their steps.
   void pack_tokens(
@@ -284,7 +287,7 @@ class WeightGradients {
   void input_gradient(int64_t block, int64_t begin) const {
     const int64_t first = block * kInputTokens, rows = std::min(kInputTokens, tokens - first);
     const int64_t columns = std::min(kInputTiles * kTile, p.I - begin);
-    const int64_t ld = 2 * panels.ih_width();
+    const int64_t together = panels_together(), ld = together * panels.ih_width();
     struct Token {
       int64_t t, rank;
     } list[kInputTokens];
@@ -295,13 +298,13 @@ class WeightGradients {
     }
     for (int64_t d = 0; d < p.directions; ++d) {
       const LstmDirection& direction = p.direction[d];
-      for (int64_t q = 0; q < panels.count; q += 2) {
-        const int64_t pair = std::min<int64_t>(panels.count - q, 2);
+      for (int64_t q = 0; q < panels.count; q += together) {
+        const int64_t count = std::min(panels.count - q, together);
         S* a = reinterpret_cast<S*>(memory.packed_a);
         for (int64_t k = 0; k < rows; ++k) {
           const auto [t, rank] = list[k];
           const int64_t token = p.start[direction.reverse ? p.length[rank] - 1 - t : t] + rank;
-          for (int64_t j = 0; j < pair; ++j)
+          for (int64_t j = 0; j < count; ++j)
             std::copy_n(
                 directions[d].dax + ((q + j) * tokens + token) * panels.width() +
                     panels.ih_first * kUnits,
@@ -309,7 +312,7 @@ class WeightGradients {
         }
         for (int64_t c = 0; c < columns; c += kTile) {
           E* target = memory.packed_b;
-          for (int64_t j = 0; j < pair; ++j)
+          for (int64_t j = 0; j < count; ++j)
             for (int b = panels.ih_first; b < panels.ih_first + panels.ih_blocks; ++b) {
               const S* weight = static_cast<const S*>(direction.weight_ih) +
                   (panels.ih_gate[b] * p.H + (q + j) * kUnits) * p.I;
@@ -318,7 +321,7 @@ class WeightGradients {
               target += elements<E>(kUnits) * kTile;
             }
           product<E>(
-              rows, kTile, elements<E>(pair * panels.ih_width()), as_elements<E>(a),
+              rows, kTile, elements<E>(count * panels.ih_width()), as_elements<E>(a),
               elements_ld<E>(ld), 1, memory.packed_b, kTile, memory.sums + c * kInputTokens, kTile,
               d > 0 || q > 0);
         }
