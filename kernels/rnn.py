@@ -334,12 +334,13 @@ def _gradients(
     """Gradients of input, h0 and the parameters, not yet in their dtypes; None if not wanted."""
     sequences = call.sequences
     grad_input = None
-    if wanted[0]:  # both directions in one product
+    needs_input, needs_h0, *needs_parameters = wanted
+    if needs_input:  # both directions in one product
         grad_input = grads.flatten(2).flatten(0, 1) @ sequences.weight_ih
-    results: list[Tensor | None] = [grad_input, grad_state if wanted[1] else None]
+    results: list[Tensor | None] = [grad_input, grad_state if needs_h0 else None]
     x = masked(input, sequences.valid).flatten(0, 1)
     h_previous = sequences.previous_h(output, h0)
-    for d, needs in enumerate(by_direction(Parameters, wanted[2:])):
+    for d, needs in enumerate(by_direction(Parameters, needs_parameters)):
         da = sequences.tokens(grads, d)
         bias = da.sum(0, dtype=sequences.acc_dtype) if needs.bias_ih or needs.bias_hh else None
         results += [
