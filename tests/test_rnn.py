@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 import torch
 from attention_cases import normal
-from lstm_cases import kernel_fixture
-from test_gru import Case, run, specification
+from conftest import KERNELS
+from lstm_cases import kernel_fixture, serving
+from numerics import Accuracy
+from test_gru import Case, record_accuracy, run, specification
 from torch import Tensor, nn
 
 import trifuse
@@ -97,6 +99,15 @@ def test_saturation(kernel, kind, sign):
     assert found["output"].eq(wanted).all()
     for name, t in found.items():
         torch.testing.assert_close(t.double(), expected[name], rtol=1e-5, atol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("sizes", [(9, 18, 70, 130), (3, 30, 150, 64), (2, 40, 9, 17)], ids=str)
+def test_gradients_over_many_tokens(sizes, dtype):
+    """In C++ a task owns up to four panels of 16 units: full and partial groups of them."""
+    accuracies = {k: Accuracy(k.name) for k in serving("rnn", KERNELS)}
+    for kind in NONLINEARITIES:
+        record_accuracy(accuracies, Case(*sizes, kind=kind, dtype=dtype, reverse=(False, True)))
 
 
 # Modules ------------------------------------------------------------------------------------------

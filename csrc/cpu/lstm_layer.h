@@ -124,11 +124,7 @@ struct Layer {
   }
 
   // Whether a weight that is not packed can be read in place. brgemm takes packed weights only.
-#ifdef TRIFUSE_BRGEMM
-  static constexpr bool kReadsInPlace = kPack<E> != 2;
-#else
-  static constexpr bool kReadsInPlace = true;
-#endif
+  static constexpr bool kReadsInPlace = !kUsesBrgemm<E>;
   static bool reads_in_place(int64_t rows) { return kReadsInPlace && rows <= kFewRows; }
 
   // Return a panel of W_ih or W_hh. If no packed weight is kept, because it would be read only

@@ -181,6 +181,29 @@ class Arena {
   int64_t used_ = 0;
 };
 
+// Whether brgemm computes the products (tile_gemm.h).
+#ifdef TRIFUSE_BRGEMM
+template <class E>
+constexpr bool kUsesBrgemm = kPack<E> == 2;
+#else
+template <class E>
+constexpr bool kUsesBrgemm = false;
+#endif
+
+// C (M x 16) = or += A (M x K) B (K x 16). The six rows of tile_gemm's register block are too few
+// to hide the latency of the multiply-adds if 16 columns are one vector; here a block has eight.
+template <class E>
+inline void one_block_gemm(
+    int64_t M, int64_t K, const E* a, int64_t a_m, int64_t a_k, const E* b, int64_t ldb,
+    typename Element<E>::Accumulator* c, int64_t ldc, bool add) {
+  using T = typename Element<E>::Accumulator;
+  int64_t m = 0;
+  if constexpr (Vectorized<T>::size() == kUnits && !kUsesBrgemm<E>)
+    for (; m + 8 <= M; m += 8)
+      register_block<8, 1, E>(K, a + m * a_m, a_m, a_k, b, ldb, c + m * ldc, ldc, {add});
+  if (m < M) tile_gemm<E>(M - m, kUnits, K, a + m * a_m, a_m, a_k, b, ldb, c + m * ldc, ldc, {add});
+}
+
 // C (M x N) = or += A (M x K) B (K x N), in chains of multiply-adds: all rows of A are multiplied
 // by one block of B, which fits the L1 cache, before the next. K counts elements; a pair is one.
 //
@@ -196,7 +219,7 @@ inline void product(
     int64_t M, int64_t N, int64_t K, const E* a, int64_t a_m, int64_t a_k, const E* b, int64_t ldb,
     typename Element<E>::Accumulator* c, int64_t ldc, bool add, bool ahead = false) {
   const int64_t chain = chain_length(ahead);
-  const int64_t rows = ahead ? 4 : a_k != 1 ? 24 : M;
+  const int64_t rows = ahead ? (N == kUnits ? 8 : 4) : a_k != 1 ? 24 : M;
   const int64_t block = chain * ldb * static_cast<int64_t>(sizeof(E));
   for (int64_t k = 0; k < K; k += chain) {
     const char* next = reinterpret_cast<const char*>(b + (k + chain) * ldb);
@@ -205,9 +228,15 @@ inline void product(
         for (int64_t byte = m * block / M / 64 * 64; byte < std::min(m + rows, M) * block / M;
              byte += 64)
           __builtin_prefetch(next + byte);
-      tile_gemm<E>(
-          std::min(rows, M - m), N, std::min(chain, K - k), a + m * a_m + k * a_k, a_m, a_k,
-          b + k * ldb, ldb, c + m * ldc, ldc, {add || k > 0});
+      const int64_t count = std::min(rows, M - m), depth = std::min(chain, K - k);
+      const E* const block_of_a = a + m * a_m + k * a_k;
+      if (N == kUnits)
+        one_block_gemm(
+            count, depth, block_of_a, a_m, a_k, b + k * ldb, ldb, c + m * ldc, ldc, add || k > 0);
+      else
+        tile_gemm<E>(
+            count, N, depth, block_of_a, a_m, a_k, b + k * ldb, ldb, c + m * ldc, ldc,
+            {add || k > 0});
     }
   }
 }
