@@ -176,9 +176,11 @@ class Forward {
     const int64_t width = panels.width(), stride = layer.chunk * layer.group_rows() * width;
     int64_t tokens = 0;
     for (int64_t s = s0; s < s1; ++s) tokens += group.active(s);
-    for (int64_t q = own.first; q < own.last; ++q) {
+    for (int64_t q = own.first, multiplied = q; q < own.last; ++q) {
       T* target = job.input_products + q * stride;
-      layer.template multiply_input<true>(group.index, q, tokens, job.tokens, target);
+      if (q == multiplied)
+        multiplied +=
+            layer.multiply_inputs(group.index, q, own.last, tokens, job.tokens, target, stride);
       if (layer.norm)
         take_moments(
             target, width, tokens, panels.blocks, units_of(p, q),
@@ -194,10 +196,11 @@ class Forward {
 
   void step(const RowGroup& group, const Job& job, const Range& own, int64_t s, T* input_products) {
     const int64_t width = panels.width(), stride = layer.chunk * layer.group_rows() * width;
-    for (int64_t q = own.first; q < own.last; ++q) {
+    for (int64_t q = own.first, multiplied = q; q < own.last; ++q) {
       T* tile = input_products + q * stride;
-      layer.template multiply_hidden<true>(
-          group.index, q, group.active(s), job.h[s % 2], tile, true);
+      if (q == multiplied)
+        multiplied += layer.multiply_hiddens(
+            group.index, q, own.last, group.active(s), job.h[s % 2], tile, stride);
       draw(group, q, s, q == own.first);
       for (int64_t i = 0; i < group.active(s); ++i) {
         const T* row = tile + i * width;

@@ -190,20 +190,6 @@ template <class E>
 constexpr bool kUsesBrgemm = false;
 #endif
 
-// C (M x 16) = or += A (M x K) B (K x 16). The six rows of tile_gemm's register block are too few
-// to hide the latency of the multiply-adds if 16 columns are one vector; here a block has eight.
-template <class E>
-inline void one_block_gemm(
-    int64_t M, int64_t K, const E* a, int64_t a_m, int64_t a_k, const E* b, int64_t ldb,
-    typename Element<E>::Accumulator* c, int64_t ldc, bool add) {
-  using T = typename Element<E>::Accumulator;
-  int64_t m = 0;
-  if constexpr (Vectorized<T>::size() == kUnits && !kUsesBrgemm<E>)
-    for (; m + 8 <= M; m += 8)
-      register_block<8, 1, E>(K, a + m * a_m, a_m, a_k, b, ldb, c + m * ldc, ldc, {add});
-  if (m < M) tile_gemm<E>(M - m, kUnits, K, a + m * a_m, a_m, a_k, b, ldb, c + m * ldc, ldc, {add});
-}
-
 // C (M x N) = or += A (M x K) B (K x N), in chains of multiply-adds: all rows of A are multiplied
 // by one block of B, which fits the L1 cache, before the next. K counts elements; a pair is one.
 //
@@ -219,7 +205,7 @@ inline void product(
     int64_t M, int64_t N, int64_t K, const E* a, int64_t a_m, int64_t a_k, const E* b, int64_t ldb,
     typename Element<E>::Accumulator* c, int64_t ldc, bool add, bool ahead = false) {
   const int64_t chain = chain_length(ahead);
-  const int64_t rows = ahead ? (N == kUnits ? 8 : 4) : a_k != 1 ? 24 : M;
+  const int64_t rows = ahead ? 4 : a_k != 1 ? 24 : M;
   const int64_t block = chain * ldb * static_cast<int64_t>(sizeof(E));
   for (int64_t k = 0; k < K; k += chain) {
     const char* next = reinterpret_cast<const char*>(b + (k + chain) * ldb);
@@ -228,15 +214,64 @@ inline void product(
         for (int64_t byte = m * block / M / 64 * 64; byte < std::min(m + rows, M) * block / M;
              byte += 64)
           __builtin_prefetch(next + byte);
-      const int64_t count = std::min(rows, M - m), depth = std::min(chain, K - k);
-      const E* const block_of_a = a + m * a_m + k * a_k;
-      if (N == kUnits)
-        one_block_gemm(
-            count, depth, block_of_a, a_m, a_k, b + k * ldb, ldb, c + m * ldc, ldc, add || k > 0);
-      else
-        tile_gemm<E>(
-            count, N, depth, block_of_a, a_m, a_k, b + k * ldb, ldb, c + m * ldc, ldc,
-            {add || k > 0});
+      tile_gemm<E>(
+          std::min(rows, M - m), N, std::min(chain, K - k), a + m * a_m + k * a_k, a_m, a_k,
+          b + k * ldb, ldb, c + m * ldc, ldc, {add || k > 0});
+    }
+  }
+}
+
+// With one gate a panel is 16 columns wide. If that is one vector, each element of A is loaded for
+// one multiply-add, and loads take longer than multiply-adds. So four panels are multiplied at
+// once.
+constexpr int kPanelsAtOnce = 4;
+template <class E>
+constexpr bool kOneVectorPanels =
+    Vectorized<typename Element<E>::Accumulator>::size() == kUnits && !kUsesBrgemm<E>;
+
+// C (M x 16) += A (M x K) B (K x 16) for four B's, b_panel apart, and four C's, c_panel apart. The
+// chains are those of `product`, so results have the same bits.
+template <class E>
+inline void product_with_four_panels(
+    int64_t M, int64_t K, const E* a, int64_t a_m, const E* b, int64_t b_panel,
+    typename Element<E>::Accumulator* c, int64_t c_panel) {
+  using Vec = Vectorized<typename Element<E>::Accumulator>;
+  static_assert(kOneVectorPanels<E>);
+  int64_t m = 0, first = 0, end = 0;
+  const auto multiply_rows = [&]<int rows>() TRIFUSE_INLINE {
+    Vec sum[rows][kPanelsAtOnce];
+#pragma GCC unroll 8
+    for (auto& row : sum)
+#pragma GCC unroll 4
+      for (Vec& x : row) x = Vec(0);
+    for (int64_t k = first; k < end; ++k) {
+      typename Element<E>::Vector column[kPanelsAtOnce];
+#pragma GCC unroll 4
+      for (int q = 0; q < kPanelsAtOnce; ++q)
+        column[q] = Element<E>::load(b + q * b_panel + k * kUnits);
+#pragma GCC unroll 8
+      for (int r = 0; r < rows; ++r) {
+        const auto x = Element<E>::broadcast(a + (m + r) * a_m + k);
+#pragma GCC unroll 4
+        for (int q = 0; q < kPanelsAtOnce; ++q)
+          sum[r][q] = Element<E>::multiply_add(x, column[q], sum[r][q]);
+      }
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < rows; ++r)
+#pragma GCC unroll 4
+      for (int q = 0; q < kPanelsAtOnce; ++q) {
+        auto* target = c + q * c_panel + (m + r) * kUnits;
+        (Vec::loadu(target) + sum[r][q]).store(target);
+      }
+    m += rows;
+  };
+  for (; first < K; first = end) {
+    end = std::min(first + kChain, K);
+    for (m = 0; m + kRegisterRows <= M;) multiply_rows.template operator()<kRegisterRows>();
+    while (m < M) {
+      if (m + 2 <= M) multiply_rows.template operator()<2>();
+      else multiply_rows.template operator()<1>();
     }
   }
 }
