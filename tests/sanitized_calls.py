@@ -126,11 +126,13 @@ def lstm_calls(dtype: torch.dtype) -> Calls:
 
 
 def gru_calls(dtype: torch.dtype) -> Calls:
-    for sizes in ((5, 18, 9, 40), (9, 18, 5, 64), (3, 3, 70, 200)):
-        for options in ({}, {"biases": False, "states": False}, {"reverse": (False, True)}):
-            yield partial(gru.run, gru.Case(*sizes, dtype=dtype, **options))
-        lengths = [b % (sizes[0] + 1) for b in range(sizes[1])]
-        yield partial(gru.run, gru.Case(*sizes, dtype=dtype, lengths=lengths))
+    """Covers gru and, with either activation, rnn."""
+    for kind in gru.KINDS:
+        for sizes in ((5, 18, 9, 40), (9, 18, 5, 64), (3, 3, 70, 200)):
+            for options in ({}, {"biases": False, "states": False}, {"reverse": (False, True)}):
+                yield partial(gru.run, gru.Case(*sizes, kind=kind, dtype=dtype, **options))
+            lengths = [b % (sizes[0] + 1) for b in range(sizes[1])]
+            yield partial(gru.run, gru.Case(*sizes, kind=kind, dtype=dtype, lengths=lengths))
 
 
 def infer_and_train(layer: torch.nn.Module, x: Tensor) -> list[Tensor]:
@@ -142,13 +144,13 @@ def infer_and_train(layer: torch.nn.Module, x: Tensor) -> list[Tensor]:
 
 def cell_calls(dtype: torch.dtype) -> Calls:
     """Covers inference, and single steps, which have a path of their own."""
-    for module in (trifuse.nn.LSTM, trifuse.nn.GRU):
+    for module in (trifuse.nn.LSTM, trifuse.nn.GRU, trifuse.nn.RNN):
         for sizes in ((9, 40), (70, 200)):
             torch.manual_seed(0)
             layer = module(*sizes, bidirectional=True).to(dtype)
             x = torch.randn(4, 6, sizes[0]).to(dtype)
             yield partial(infer_and_train, layer, x)
-    for module in (trifuse.nn.LSTMCell, trifuse.nn.GRUCell):
+    for module in (trifuse.nn.LSTMCell, trifuse.nn.GRUCell, trifuse.nn.RNNCell):
         for sizes in ((9, 40), (70, 200)):
             torch.manual_seed(0)
             layer = module(*sizes).to(dtype)
