@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from attention_cases import assert_equal, normal
+from conftest import KERNELS
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
@@ -385,3 +386,25 @@ def test_functional_call_and_double_backward():
         return torch.func.grad(squares)(parameters)
 
     torch.testing.assert_close(penalty(twin), penalty(module))
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_infinite_input_reaches_what_it_reaches_in_torch(kind, dtype, kernel):
+    """Gates saturate, and relu spreads it. An odd number of units leaves a pair half empty."""
+    theirs, ours, options = KINDS[kind]
+    options = {**options, **({"proj_size": 21} if "proj_size" in options else {})}
+    torch.manual_seed(0)
+    module = ours(3, 41, **options).to(dtype)
+    twin = theirs(3, 41, **options).double()
+    twin.load_state_dict(module.state_dict())
+    x = normal(6, 4, 3, seed=2, dtype=dtype)
+    x[2, 1, 0] = torch.inf
+    with kernel.serving():
+        got = module(x)[0].double()
+    wanted = twin(x.double())[0]
+    assert torch.equal(got.isnan(), wanted.isnan())
+    assert wanted.isnan().any() == (kind == "RNN with relu")
+    close = 0.05 if dtype == torch.bfloat16 else 1e-5
+    torch.testing.assert_close(got, wanted, rtol=close, atol=close, equal_nan=True)

@@ -242,7 +242,7 @@ class Forward {
       gates.g.store(row + (panels.blocks - 2) * units, units);
       gates.o.store(row + (panels.blocks - 1) * units, units);
     }
-    if (layer.projected) m.store(job.m + i * layer.m_ld() + q * kUnits);
+    if (layer.projected) only(units, m).store(job.m + i * layer.m_ld() + q * kUnits);
     else store_h(group, job, i, s, q * kUnits, units, m);
   }
 
@@ -267,7 +267,13 @@ class Forward {
     if (job.keeps) {
       h = h * U::load(job.keeps + i * layer.h_ld() + column);
     }
-    h.store(job.h[(s + 1) % 2] + i * layer.h_ld() + column);
+    only(units, h).store(job.h[(s + 1) % 2] + i * layer.h_ld() + column);
+  }
+
+  // Clears the lanes past the last unit. A product there is NaN if a factor is infinite, and a pair
+  // of the next product may read the first of them.
+  static U only(int64_t units, const U& x) {
+    return units == kUnits ? x : choose(low_bits(units), x, U(T(0)));
   }
 
   U rounded(const U& h) const {
@@ -342,9 +348,8 @@ class Forward {
   void rnn_cell(
       const RowGroup& group, const Job& job, int64_t q, int64_t i, int64_t s, const T* row) {
     const int64_t units = units_of(p, q);
-    const U a = U::load(row), h = p.relu ? relu(a) : tanh(a);
-    // Past H a product is NaN if a factor is infinite, and a pair may read the unit at H.
-    store_h(group, job, i, s, q * kUnits, units, choose(low_bits(units), h, U(T(0))));
+    const U a = U::load(row);
+    store_h(group, job, i, s, q * kUnits, units, p.relu ? relu(a) : tanh(a));
   }
 
   // Layer normalisation --------------------------------------------------------------------------
