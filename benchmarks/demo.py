@@ -400,6 +400,21 @@ def show_nearest(sentences: list[str], queries: Tensor, text: list[Passage], kno
             console.print(f"  {line}", markup=False, highlight=False)
 
 
+def warn_unknown(tokenizer: Any, sentences: Sequence[str]) -> None:
+    """Warn of sentences that the tokenizer's vocabulary mostly lacks."""
+    unknown = tokenizer.token_to_id("[UNK]")
+    for sentence in sentences:
+        ids = tokenizer.encode(sentence, add_special_tokens=False).ids
+        if ids.count(unknown) > len(ids) / 2:
+            short = textwrap.shorten(sentence, 60, placeholder=" …")
+            console.print(
+                f"Most words of “{short}” are unknown to this model's vocabulary: what it finds "
+                "means little. Try a model trained on that language.",
+                style="yellow",
+                markup=False,
+            )
+
+
 def parse(argv: list[str]) -> argparse.Namespace:
     assert __doc__ is not None
     parser = argparse.ArgumentParser(
@@ -448,6 +463,7 @@ def main(argv: list[str]) -> int:
     exact = reader(BertModel.from_pretrained(directory).double())
 
     sentences = arguments.sentences or list(SENTENCES)
+    warn_unknown(tokenizer, sentences)
     with progress_bars() as progress:
         results = compare(readers, exact, batches, arguments.rounds, progress)
         texts = [passage.text for passage in chosen]

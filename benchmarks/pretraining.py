@@ -14,7 +14,6 @@ decay of the linear classifier are chosen on validation passages; the figures ar
 from __future__ import annotations
 
 import argparse
-import itertools
 import operator
 import random
 import re
@@ -44,6 +43,12 @@ from trifuse.benchmarks.transformer import (
     train,
 )
 from trifuse.models.bert import BertConfig, BertForPreTraining, BertForSequenceClassification
+from trifuse.models.bert_inputs import (
+    BertInputs,
+    join_segments,
+    mask_tokens,
+    next_sentence_pairs,
+)
 
 PAD, UNKNOWN, CLS, SEP, MASK, WORDS = range(6)  # the ids of words start at WORDS
 VOCABULARY = 2000
@@ -102,52 +107,46 @@ def pairs(passages: Sequence[Passage], batch_size: int, generator: torch.Generat
     """Pairs of a passage and the next or a random one, with some of their tokens masked.
 
     Returns:
-        ids int64 (B, L), mask bool (B, L), token types int64 (B, L), targets int64 (B, L), −100
+        ids int64 (B, L), mask bool (B, L), token types int64 (B, L), labels int64 (B, L), −100
         where no token is predicted, and int64 (B,), 0 where the second passage follows the first.
     """
-    follow = [
-        number
-        for number, (one, other) in enumerate(itertools.pairwise(passages))
-        if (one.topic, one.place + 1) == (other.topic, other.place)
-    ]
-    chosen = torch.randint(len(follow), (batch_size,), generator=generator)
-    others = torch.randint(len(passages), (batch_size,), generator=generator)
-    is_other = torch.rand(batch_size, generator=generator) < 0.5
-    rows = []
-    for number, other, swap in zip(
-        chosen.tolist(), others.tolist(), is_other.tolist(), strict=True
-    ):
-        first = follow[number]
-        second = other if swap else first + 1
-        rows.append([passages[n].tokens[: (LENGTH - 3) // 2] for n in (first, second)])
-    ids, mask, types = join(rows)
-    masked, targets = hide(ids, generator)
-    return masked, mask, types, targets, is_other.long()
+    drawn = next_sentence_pairs(runs(passages), batch_size, generator)
+    half = (LENGTH - 3) // 2
+    inputs = join([[pair.first.tokens[:half], pair.second.tokens[:half]] for pair in drawn])
+    hidden, labels = hide(inputs.input_ids, generator)
+    return (
+        hidden,
+        *inputs[1:],
+        labels,
+        torch.tensor([pair.is_random for pair in drawn], dtype=torch.long),
+    )
 
 
-def join(rows: Sequence[Sequence[Tensor]]) -> tuple[Tensor, Tensor, Tensor]:
-    """[CLS] one [SEP] other [SEP], padded: ids, mask and token types, all (B, L)."""
-    sep = torch.tensor([SEP])
-    ids = [
-        torch.cat([torch.tensor([CLS]), *(x for part in row for x in (part, sep))]) for row in rows
-    ]
-    types = [
-        torch.cat([torch.full((len(part) + 1 + (n == 0),), n) for n, part in enumerate(row)])
-        for row in rows
-    ]
-    padded = nn.utils.rnn.pad_sequence(ids, batch_first=True, padding_value=PAD)
-    return padded, padded != PAD, nn.utils.rnn.pad_sequence(types, batch_first=True)
+def runs(passages: Sequence[Passage]) -> list[list[Passage]]:
+    """Cut passages, in order, into those that follow one another in a topic."""
+    found: list[list[Passage]] = []
+    for passage in passages:
+        last = found[-1][-1] if found else None
+        if last is None or (last.topic, last.place + 1) != (passage.topic, passage.place):
+            found.append([])
+        found[-1].append(passage)
+    return found
+
+
+def join(rows: Sequence[Sequence[Tensor]]) -> BertInputs:
+    return join_segments(rows, cls_id=CLS, sep_id=SEP, pad_id=PAD)
 
 
 def hide(ids: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Choose 15% of the words as targets: mask 80% of them, replace 10%, leave 10% as they are."""
-    draws = torch.rand(ids.shape, generator=generator)
-    fate = torch.rand(ids.shape, generator=generator)
-    other = torch.randint(WORDS, VOCABULARY, ids.shape, generator=generator)
-    chosen = (draws < 0.15) & ((ids >= WORDS) | (ids == UNKNOWN))
-    hidden = ids.masked_fill(chosen & (fate < 0.8), MASK)
-    hidden = other.where(chosen & (fate >= 0.8) & (fate < 0.9), hidden)
-    return hidden, ids.masked_fill(~chosen, -100)
+    """Choose 15% of the words as labels, unknown words too, and hide them as BERT does."""
+    special = torch.isin(ids, torch.tensor([PAD, CLS, SEP, MASK]))
+    return mask_tokens(
+        ids,
+        mask_id=MASK,
+        words=range(WORDS, VOCABULARY),
+        special_tokens_mask=special,
+        generator=generator,
+    )
 
 
 def labelled(passages: Sequence[Passage]) -> Batch:

@@ -1,4 +1,4 @@
-// The tensors of an LSTM or a GRU: slots of the parameters, and checks before any is read.
+// The tensors of an LSTM, a GRU or an RNN: slots of the parameters, and checks before any is read.
 
 #pragma once
 
@@ -24,7 +24,7 @@ enum Slot {
   NormCell,
   NormCellBias,
   kLstmSlots,
-  kGruSlots = WeightHr
+  kSlotsWithoutOptions = WeightHr  // of a GRU or an RNN
 };
 
 // Returns the type that a vector or a cell must have: the accumulation type if it has that type,
@@ -71,8 +71,8 @@ void check_parameters(
       " columns, or weight_hr; got ", R);
 }
 
-// Checks the states before the first step. h0_name is the argument's name: h0, or hx in a GRU,
-// which has no c0.
+// Checks the states before the first step. h0_name is the argument's name: h0, or hx in a GRU and
+// an RNN, which have no c0.
 inline void check_states(
     const char* h0_name, const OptionalTensor& h0, at::IntArrayRef h0_sizes,
     const OptionalTensor& c0, at::IntArrayRef c0_sizes, const Tensor& input) {

@@ -21,22 +21,19 @@ from torch import Tensor
 
 from trifuse.kernels.arguments import check_shape
 from trifuse.kernels.arithmetic import dot, round_to
-from trifuse.kernels.launch import Config
 from trifuse.kernels.recurrent import (
-    PreparedLaunch,
-    Sequences,
-    fits_one_launch,
+    Call,
+    Inputs,
+    as_results,
+    check_backward,
     load,
     load_weights,
     longest_row,
     make_step,
     make_tile,
     saved_offsets,
-    sequence_config,
     sigmoid,
-    stack,
     state_offsets,
-    step_config,
     store,
     tanh,
     token_offsets,
@@ -45,13 +42,6 @@ from trifuse.reference.gru import Parameters
 from trifuse.reference.lstm import by_direction, masked
 
 # Kernel arguments --------------------------------------------------------------------------------
-
-
-class Inputs(NamedTuple):
-    """Lengths and biases; None if the call has none."""
-
-    lengths: Tensor | None  # (B,) int64
-    bias: Tensor | None  # (D, 4, H): of n, r, z and k; float32, or float64 for float64
 
 
 class Variant(NamedTuple):
@@ -351,18 +341,18 @@ def gru_forward(
     """Implements the op ``gru_forward``. float64 is for checking the formulas."""
     with torch.cuda.device_of(input):
         call = _Call(input, parameters, lengths, reverse)
-        sequences, T, B, D, H = call.sequences, call.T, call.B, call.variant.D, call.variant.H
+        sequences, T, B, D, H = call.sequences, call.T, call.B, call.D, call.H
         state = sequences.zeros_or_copy(h0, H, sequences.dtype)
         out = state.new_empty(T, B, D * H)
         gates = state.new_empty((D, T, B, 4 * H) if save else (0,))
         saved_gates = gates if save else None
         products_ih = sequences.products_ih(input.flatten(0, 1))
         if call.one_launch:
-            sequence = call.prepare(gru_forward_sequence_kernel)
+            sequence = call.prepare(gru_forward_sequence_kernel, call.variant)
             sequence(sequences.weight_hh, products_ih, state, out, saved_gates, call.inputs, T, B)
         else:
             products_hh, weight_hh = state.new_empty(D, B, 3 * H), sequences.weight_hh.mT
-            cell = call.prepare(gru_forward_step_kernel)
+            cell = call.prepare(gru_forward_step_kernel, call.variant)
             for step in range(T):
                 torch.bmm(state, weight_hh, out=products_hh)
                 cell(step, products_hh, products_ih, state, out, saved_gates, call.inputs, T, B)
@@ -382,44 +372,14 @@ def gru_backward(
     wanted: Sequence[bool],
 ) -> list[Tensor]:
     """Implements the op ``gru_backward``."""
-    _check_backward(
-        grad_output, grad_h_n, input, h0, parameters, lengths, output, gates, D=len(reverse)
-    )
+    (T, B, _), D = input.shape, len(reverse)
+    check_backward(grad_output, grad_h_n, input, h0, parameters, lengths, output, D=D, gates=3)
+    check_shape("gates", gates, (D, T, B, 4 * (output.shape[-1] // D)))
     with torch.cuda.device_of(input):
         call = _Call(input, parameters, lengths, reverse)
         grads, grad_state = _recurrent_gradients(call, grad_output, grad_h_n, h0, output, gates)
         input_grads = _gradients(call, input, h0, output, grads, grad_state, wanted)
-    tensors = (input, h0, *parameters)
-    return [
-        input.new_empty(0) if grad is None or t is None else grad.to(t.dtype).view(t.shape)
-        for grad, t in zip(input_grads, tensors, strict=True)
-    ]
-
-
-def _check_backward(
-    grad_output: Tensor,
-    grad_h_n: Tensor | None,
-    input: Tensor,
-    h0: Tensor | None,
-    parameters: Sequence[Tensor | None],
-    lengths: Tensor | None,
-    output: Tensor,
-    gates: Tensor,
-    D: int,
-) -> None:
-    """Raises ValueError unless the tensors of a backward still fit one call."""
-    T, B, features = input.shape
-    H = output.shape[-1] // D
-    shapes: tuple[tuple[int, ...], ...] = ((3 * H, features), (3 * H, H), (3 * H,), (3 * H,))
-    for direction in by_direction(Parameters, parameters):
-        for name, t, shape in zip(Parameters._fields, direction, shapes, strict=True):
-            check_shape(name, t, shape)
-    check_shape("hx", h0, (D, B, H))
-    check_shape("lengths", lengths, (B,))
-    check_shape("grad_h_n", grad_h_n, (D, B, H))
-    check_shape("gates", gates, (D, T, B, 4 * H))
-    for name, t in (("output", output), ("grad_output", grad_output)):
-        check_shape(name, t, (T, B, D * H))
+    return as_results(input, h0, parameters, input_grads)
 
 
 def _recurrent_gradients(
@@ -431,19 +391,19 @@ def _recurrent_gradients(
     gates: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """Returns the gradients of n, r, z and k (T, B, D, 4·H), and of h0 (D, B, H)."""
-    sequences, T, B, D, H = call.sequences, call.T, call.B, call.variant.D, call.variant.H
+    sequences, T, B, D, H = call.sequences, call.T, call.B, call.D, call.H
     grad_output = grad_output.contiguous()
     h0 = sequences.zeros_or_copy(h0, H, sequences.dtype)
     grad_state = sequences.zeros_or_copy(grad_h_n, H, sequences.acc_dtype)
     grads = output.new_empty(T, B, D, 4 * H)
     if call.one_launch:
-        call.prepare(gru_backward_sequence_kernel)(
+        call.prepare(gru_backward_sequence_kernel, call.variant)(
             sequences.weight_hh, grad_output, gates, h0, output, grad_state, grads, call.inputs,
             T, B,
         )  # fmt: skip
         return grads, grad_state
     dh_recurrent, grad_products_hh = torch.zeros_like(h0), h0.new_empty(D, B, 3 * H)
-    cell = call.prepare(gru_backward_step_kernel)
+    cell = call.prepare(gru_backward_step_kernel, call.variant)
     for step in reversed(range(T)):
         cell(
             step, dh_recurrent, grad_output, gates, h0, output, grad_state, grads, grad_products_hh,
@@ -463,7 +423,7 @@ def _gradients(
     wanted: Sequence[bool],
 ) -> list[Tensor | None]:
     """Gradients of input, h0 and the parameters, not yet in their dtypes; None if not wanted."""
-    sequences, D, H = call.sequences, call.variant.D, call.variant.H
+    sequences, D, H = call.sequences, call.D, call.H
     x = masked(input, sequences.valid).flatten(0, 1)
     h_previous = sequences.previous_h(output, h0)
     grad_products_ih, grad_products_hh = grads[..., : 3 * H], grads[..., H:]
@@ -492,9 +452,7 @@ def _as_in_weights(t: Tensor) -> Tensor:
     return t.unflatten(0, (3, -1)).roll(-1, 0).flatten(0, 1)
 
 
-class _Call:
-    """A call of the operator, converted to the kernels' arguments."""
-
+class _Call(Call):
     def __init__(
         self,
         input: Tensor,
@@ -502,35 +460,14 @@ class _Call:
         lengths: Tensor | None,
         reverse: Sequence[bool],
     ) -> None:
-        directions = by_direction(Parameters, parameters)
-        self.sequences = sequences = Sequences(
-            input,
-            [p.weight_ih for p in directions],
-            [p.weight_hh for p in directions],
-            lengths,
-            reverse,
-        )
-        self.T, self.B = sequences.T, sequences.B
-        H = sequences.weight_hh.shape[2]
-        self.variant = Variant(H, sequences.D, sequences.reverse)
-        self.inputs = Inputs(sequences.lengths, _bias(sequences, directions, H))
-        self.one_launch = fits_one_launch(input.device, sequences.dtype, H, gates=3)
-
-    def prepare(self, kernel: Any) -> PreparedLaunch:
-        """Returns the launch of a kernel over all units."""
-        config: Config = (
-            sequence_config(self.variant.H)
-            if self.one_launch
-            else step_config(self.B, self.variant.H)
-        )
-        grid = self.sequences.grid(config, self.variant.H)
-        return PreparedLaunch(kernel, grid, config, self.variant)
+        super().__init__(input, parameters, lengths, reverse, gates=3)
+        self.variant = Variant(self.H, self.D, self.sequences.reverse)
+        self.inputs = Inputs(self.sequences.lengths, _bias(self))
 
 
-def _bias(sequences: Sequences, directions: list[Parameters], H: int) -> Tensor | None:
+def _bias(call: Call) -> Tensor | None:
     """(D, 4·H): the biases of n, r, z and k."""
-    bias_ih = stack([p.bias_ih for p in directions], sequences.acc_dtype)
-    bias_hh = stack([p.bias_hh for p in directions], sequences.acc_dtype)
+    (bias_ih, bias_hh), sequences, H = call.biases(), call.sequences, call.H
     if bias_ih is None and bias_hh is None:
         return None
     bias = sequences.weight_hh.new_zeros((sequences.D, 4 * H), dtype=sequences.acc_dtype)

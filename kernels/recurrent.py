@@ -1,4 +1,4 @@
-"""Parts that the kernels of the recurrent operators, LSTM and GRU, share.
+"""Parts that the kernels of the recurrent operators, LSTM, GRU and RNN, share.
 
 W_ih x is one matrix product over all tokens, and so are the gradients of input and weights. Only
 the recurrence through h is computed step by step, in one of two ways:
@@ -12,7 +12,7 @@ the recurrence through h is computed step by step, in one of two ways:
 A program owns a tile: ``Block.rows`` rows by ``Block.columns`` units of one direction. All G gates
 of a unit belong to its program; in memory they lie H columns apart. For two row blocks and three
 unit blocks, with a letter for each program (an LSTM's gates; a coupled LSTM has i, g, o; a GRU has
-r, z, n, but n, r, z, k in saved gates and gradients):
+r, z, n, but n, r, z, k in saved gates and gradients; an RNN has one column of blocks):
 
                    W_ih x, W_hh h, their gradients: G·H columns           h, c: H columns
                       i             f             g             o
@@ -46,12 +46,22 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from trifuse.kernels.arguments import check_shape
 from trifuse.kernels.arithmetic import round_to
 from trifuse.kernels.launch import Block, Config, launch
-from trifuse.reference.lstm import masked, valid_steps
+from trifuse.reference.gru import Parameters
+from trifuse.reference.lstm import by_direction, masked, valid_steps
 from trifuse.reference.results import accumulation_dtype
 
 INF = tl.constexpr(math.inf)
+
+
+class Inputs(NamedTuple):
+    """Lengths and biases of an operator whose only state is h; None if the call has none."""
+
+    lengths: Tensor | None  # (B,) int64
+    # (D, H) in an RNN, (D, 4, H) in a GRU: of n, r, z and k; float32, or float64 for float64
+    bias: Tensor | None
 
 
 class Tile(NamedTuple):
@@ -330,3 +340,85 @@ class PreparedLaunch:
         compiled = launch(self.kernel, self.grid, self.config, *args, self.variant)
         if compiled is not None:  # None in the interpreter
             self.compiled = compiled[self.grid]
+
+
+# Operators whose only state is h -----------------------------------------------------------------
+
+
+class Call:
+    """A call of gru or rnn, converted to the kernels' arguments.
+
+    Args:
+        gates: the number of blocks of H rows in a weight.
+    """
+
+    def __init__(
+        self,
+        input: Tensor,
+        parameters: Sequence[Tensor | None],
+        lengths: Tensor | None,
+        reverse: Sequence[bool],
+        gates: int,
+    ) -> None:
+        self.directions = by_direction(Parameters, parameters)
+        self.sequences = sequences = Sequences(
+            input,
+            [p.weight_ih for p in self.directions],
+            [p.weight_hh for p in self.directions],
+            lengths,
+            reverse,
+        )
+        self.T, self.B, self.D = sequences.T, sequences.B, sequences.D
+        self.H = sequences.weight_hh.shape[2]
+        self.one_launch = fits_one_launch(input.device, sequences.dtype, self.H, gates)
+
+    def biases(self) -> tuple[Tensor | None, Tensor | None]:
+        """Returns bias_ih and bias_hh of all directions, (D, gates · H)."""
+        acc_dtype = self.sequences.acc_dtype
+        bias_ih = stack([p.bias_ih for p in self.directions], acc_dtype)
+        return bias_ih, stack([p.bias_hh for p in self.directions], acc_dtype)
+
+    def prepare(self, kernel: Any, variant: NamedTuple) -> PreparedLaunch:
+        """Returns the launch of a kernel over all units."""
+        config = sequence_config(self.H) if self.one_launch else step_config(self.B, self.H)
+        return PreparedLaunch(kernel, self.sequences.grid(config, self.H), config, variant)
+
+
+def check_backward(
+    grad_output: Tensor,
+    grad_h_n: Tensor | None,
+    input: Tensor,
+    h0: Tensor | None,
+    parameters: Sequence[Tensor | None],
+    lengths: Tensor | None,
+    output: Tensor,
+    *,
+    D: int,
+    gates: int,
+) -> None:
+    """Raises ValueError unless the tensors of a backward of gru or rnn still fit one call."""
+    T, B, features = input.shape
+    H = output.shape[-1] // D
+    rows = gates * H
+    shapes: tuple[tuple[int, ...], ...] = ((rows, features), (rows, H), (rows,), (rows,))
+    for direction in by_direction(Parameters, parameters):
+        for name, t, shape in zip(Parameters._fields, direction, shapes, strict=True):
+            check_shape(name, t, shape)
+    check_shape("hx", h0, (D, B, H))
+    check_shape("lengths", lengths, (B,))
+    check_shape("grad_h_n", grad_h_n, (D, B, H))
+    for name, t in (("output", output), ("grad_output", grad_output)):
+        check_shape(name, t, (T, B, D * H))
+
+
+def as_results(
+    input: Tensor,
+    h0: Tensor | None,
+    parameters: Sequence[Tensor | None],
+    grads: Sequence[Tensor | None],
+) -> list[Tensor]:
+    """Returns gradients in the dtypes and shapes of their tensors; (0,) for one that is None."""
+    return [
+        input.new_empty(0) if grad is None or t is None else grad.to(t.dtype).view(t.shape)
+        for grad, t in zip(grads, (input, h0, *parameters), strict=True)
+    ]

@@ -1,4 +1,4 @@
-"""Fused masked attention, dropout + residual + LayerNorm, LSTM and GRU for PyTorch."""
+"""Fused masked attention, dropout + residual + LayerNorm, LSTM, GRU and RNN for PyTorch."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from trifuse.ops.attention import scaled_dot_product_attention, varlen_attention
 from trifuse.ops.dropout_add_layer_norm import dropout_add_layer_norm
 from trifuse.ops.gru import gru, gru_cell
 from trifuse.ops.lstm import lstm, lstm_cell
+from trifuse.ops.rnn import rnn, rnn_cell
 
 __all__ = [
     "ArgumentError",
@@ -28,6 +29,8 @@ __all__ = [
     "lstm",
     "lstm_cell",
     "nn",
+    "rnn",
+    "rnn_cell",
     "scaled_dot_product_attention",
     "varlen_attention",
 ]

@@ -24,6 +24,7 @@ CALLS = (
     backends.Call("dropout_add_layer_norm", "cpu", torch.float32),
     backends.Call("lstm", "cpu", torch.float32),
     backends.Call("gru", "cpu", torch.float32),
+    backends.Call("rnn", "cpu", torch.float32),
 )
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)

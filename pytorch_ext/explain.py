@@ -17,6 +17,7 @@ from trifuse.nn.attention import MultiheadAttention
 from trifuse.nn.gru import GRU, GRUCell
 from trifuse.nn.linear import Linear
 from trifuse.nn.lstm import LSTM, LSTMCell
+from trifuse.nn.rnn import RNN, RNNCell
 from trifuse.ops import linear
 from trifuse.ops._explained import EXPLAINED
 
@@ -156,6 +157,8 @@ _OPERATORS = {
     LSTMCell: "lstm",
     GRU: "gru",
     GRUCell: "gru",
+    RNN: "rnn",
+    RNNCell: "rnn",
 }
 
 _TORCHS = (
@@ -168,6 +171,8 @@ _TORCHS = (
     nn.LSTMCell,
     nn.GRU,
     nn.GRUCell,
+    nn.RNN,
+    nn.RNNCell,
     nn.Linear,
 )
 

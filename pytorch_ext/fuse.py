@@ -163,8 +163,8 @@ def fuse(model: torch_nn.Module, unpad: bool = False) -> FuseReport:
 
     ``torch.nn.Linear`` on a CPU runs on trifuse's matrix product where that is faster. This is
     measured once per process and dtype, in about 0.3 s: see :mod:`trifuse.ops.linear`.
-    ``torch.nn.LSTM``, ``GRU`` and their cells run fused on a CPU if the extension is built, and
-    are not instances of torch's classes while they do: see :mod:`trifuse.nn.lstm`.
+    ``torch.nn.LSTM``, ``GRU``, ``RNN`` and their cells run fused on a CPU if the extension is
+    built, and are not instances of torch's classes while they do: see :mod:`trifuse.nn.lstm`.
     ``torch.nn.Dropout`` on a CPU uses trifuse's random generator instead of torch's: the same seed
     drops different elements.
 
@@ -255,6 +255,8 @@ def _swaps(unpad: bool, report: FuseReport) -> dict[type, _Swap]:
         torch_nn.LSTMCell: functools.partial(_swap_recurrent, target=nn.LSTMCell, operator="lstm"),
         torch_nn.GRU: functools.partial(_swap_recurrent, target=nn.GRU, operator="gru"),
         torch_nn.GRUCell: functools.partial(_swap_recurrent, target=nn.GRUCell, operator="gru"),
+        torch_nn.RNN: functools.partial(_swap_recurrent, target=nn.RNN, operator="rnn"),
+        torch_nn.RNNCell: functools.partial(_swap_recurrent, target=nn.RNNCell, operator="rnn"),
     }
     if "transformers" in sys.modules:  # otherwise the model can hold none of its modules
         from transformers import PreTrainedModel
@@ -378,7 +380,10 @@ def _swap_recurrent(
     return _retype(module, source, target)
 
 
-_RECURRENT = (torch_nn.LSTM, torch_nn.LSTMCell, torch_nn.GRU, torch_nn.GRUCell)
+_RECURRENT = (
+    torch_nn.LSTM, torch_nn.LSTMCell, torch_nn.GRU, torch_nn.GRUCell, torch_nn.RNN,
+    torch_nn.RNNCell,
+)  # fmt: skip
 
 
 _REGISTRATION = "_trifuse_registration"  # an attribute that is pickled with the model

@@ -1,4 +1,4 @@
-"""Compiles the Triton kernels of lstm and gru without a GPU, and reports their resources.
+"""Compiles the Triton kernels of lstm, gru and rnn without a GPU, and reports their resources.
 
 ``python tests/compile_lstm.py`` prints the table of all its calls; ``test_kernels_lstm`` and
 ``test_kernels_gru`` hold a few of them to a budget.
@@ -12,7 +12,7 @@ import torch
 from ahead_of_time import compile_launches, main
 from torch import Tensor
 
-from trifuse.kernels import gru, lstm
+from trifuse.kernels import gru, lstm, rnn
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -25,7 +25,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "norm": {"norm": True},
     "norm, all": {**_ALL, "norm": True},
     "projected": {"projection": 512, "cell_clip": 3.0, "proj_clip": 3.0},
-    "gru": {"gru": True},
+    "gru": {},
+    "rnn": {},
+    "rnn, relu": {},
 }
 
 
@@ -57,11 +59,12 @@ class Usage(NamedTuple):
 
 def compile_call(call: Call) -> list[Usage]:
     """Returns the resources of a call's kernels, forward and backward."""
-    launch = _launch_gru if call.options == "gru" else _launch_lstm
+    launches = {"gru": _launch_gru, "rnn": _launch_rnn, "rnn, relu": _launch_rnn}
+    launch = launches.get(call.options, _launch_lstm)
     codes = {
         code.kernel: code  # a step's kernels are launched repeatedly
         for code in compile_launches(call.architecture, lambda: launch(call))
-        if code.kernel.startswith(("lstm", "gru"))
+        if code.kernel.startswith(("lstm", "gru", "rnn"))
     }
     return [
         Usage(name.removesuffix("_kernel"), *code[1:4], "HMMA" in code.sass, code.hash)
@@ -103,13 +106,24 @@ def _launch_lstm(call: Call) -> None:
 
 
 def _launch_gru(call: Call) -> None:
-    T, B, H, I = 2, call.B, call.H, 64  # noqa: E741
-    dtype = DTYPES[call.dtype]
-    shapes = ((3 * H, I), (3 * H, H), (3 * H,), (3 * H,))
-    parameters = [_empty(*shape, dtype=dtype) for shape in shapes]
-    inputs = (_empty(T, B, I, dtype=dtype), None, parameters, None)
+    inputs = _without_cells(call, 3 * call.H)
     out, h_n, gates = gru.gru_forward(*inputs, [False], 2)
     gru.gru_backward(out, h_n, *inputs, out, gates, [False], [True] * 6)
+
+
+def _launch_rnn(call: Call) -> None:
+    inputs, options = _without_cells(call, call.H), ([False], "relu" in call.options)
+    out, h_n = rnn.rnn_forward(*inputs, *options)
+    rnn.rnn_backward(out, h_n, *inputs, out, *options, [True] * 6)
+
+
+def _without_cells(call: Call, rows: int) -> tuple[Any, ...]:
+    """Returns the tensors of a gru or an rnn, whose weights have that many rows."""
+    T, B, H, I = 2, call.B, call.H, 64  # noqa: E741
+    dtype = DTYPES[call.dtype]
+    shapes = ((rows, I), (rows, H), (rows,), (rows,))
+    parameters = [_empty(*shape, dtype=dtype) for shape in shapes]
+    return _empty(T, B, I, dtype=dtype), None, parameters, None
 
 
 if __name__ == "__main__":

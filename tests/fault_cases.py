@@ -20,6 +20,7 @@ from trifuse import backends
 from trifuse.ops import dropout as dropout_ops
 from trifuse.ops import gru as gru_ops
 from trifuse.ops import lstm as lstm_ops
+from trifuse.ops import rnn as rnn_ops
 from trifuse.reference.gru import Parameters as GRUParameters
 from trifuse.reference.lstm import Parameters as LSTMParameters
 
@@ -126,14 +127,21 @@ def lstm(dtype: torch.dtype = torch.float32, projected: bool = False, **options:
     return Case(make, call)
 
 
-def gru() -> Case:
+_GATES = {"gru": 3, "rnn": 1}
+
+
+def without_cells(operator: str, **options: Any) -> Case:
+    """A call of gru or rnn."""
+
     def make(size: int) -> dict[str, Tensor]:
         H = 24 * size
-        return _recurrent(3, H, H, torch.float32) | {"lengths": torch.arange(40) % 13}
+        return _recurrent(_GATES[operator], H, H, torch.float32) | {
+            "lengths": torch.arange(40) % 13
+        }
 
     def call(t: dict[str, Tensor]) -> Any:
         rest = {k: v for k, v in t.items() if k not in ("input", "h0")}
-        return trifuse.gru(t["input"], t["h0"], **rest)
+        return getattr(trifuse, operator)(t["input"], t["h0"], **rest, **options)
 
     return Case(make, call)
 
@@ -153,14 +161,17 @@ def plain_lstm() -> Case:
     return Case(make, call)
 
 
-def plain_gru() -> Case:
+def plain(operator: str) -> Case:
+    """A layer of gru or rnn, by the op that checks its arguments in C++."""
+
     def make(size: int) -> dict[str, Tensor]:
         H = 24 * size
-        return _recurrent(3, H, H, torch.float32) | {"h0": normal(1, 40, H)}
+        return _recurrent(_GATES[operator], H, H, torch.float32) | {"h0": normal(1, 40, H)}
 
     def call(t: dict[str, Tensor]) -> Any:
         one = GRUParameters(t["weight_ih"], t["weight_hh"], t["bias_ih"], t["bias_hh"])
-        return gru_ops.layer(t["input"], t["h0"], [one])
+        ops: Any = {"gru": gru_ops, "rnn": rnn_ops}[operator]
+        return ops.layer(t["input"], t["h0"], [one])
 
     return Case(make, call)
 
@@ -178,14 +189,16 @@ def lstm_cell() -> Case:
     return Case(make, call)
 
 
-def gru_cell() -> Case:
+def cell(operator: str, **options: Any) -> Case:
+    """One step of gru or rnn."""
+
     def make(size: int) -> dict[str, Tensor]:
         H = 24 * size
-        return _recurrent(3, H, H, torch.float32) | {"input": normal(40, 12)}
+        return _recurrent(_GATES[operator], H, H, torch.float32) | {"input": normal(40, 12)}
 
     def call(t: dict[str, Tensor]) -> Any:
         rest = {k: v for k, v in t.items() if k not in ("input", "h0")}
-        return trifuse.gru_cell(t["input"], t["h0"], **rest)
+        return getattr(trifuse, f"{operator}_cell")(t["input"], t["h0"], **rest, **options)
 
     return Case(make, call)
 
@@ -231,9 +244,12 @@ CASES = {
     ),
     "plain_lstm": plain_lstm(),
     "lstm_cell": lstm_cell(),
-    "gru": gru(),
-    "plain_gru": plain_gru(),
-    "gru_cell": gru_cell(),
+    "gru": without_cells("gru"),
+    "plain_gru": plain("gru"),
+    "gru_cell": cell("gru"),
+    "rnn": without_cells("rnn", nonlinearity="relu", reverse=True),
+    "plain_rnn": plain("rnn"),
+    "rnn_cell": cell("rnn", nonlinearity="relu"),
     "dropout": dropout(),
     "linear": linear(),
 }

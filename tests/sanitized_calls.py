@@ -59,6 +59,7 @@ def attention_calls(dtype: torch.dtype, brief: bool = False) -> Calls:
     ]
     few = mask(2, 2, 9, 1)  # the gradients of so few pairs add up without float64
     made.append(attention.make(Lq=9, Lk=20, mask=few, dtype=dtype))
+    made.append(attention.make(Lq=9, Lk=20, mask=full[:1, :1, :1, :20] > 0, dtype=dtype))
     partly = made[3]  # a NaN reaches some rows of a tile and not others
     spoilt = {name: getattr(partly, name).clone() for name in ("query", "key", "value")}
     for rows in spoilt.values():
@@ -72,9 +73,20 @@ def attention_calls(dtype: torch.dtype, brief: bool = False) -> Calls:
     yield partial(attention.run_packed, case, *bounds)
 
 
+# Times 1024 the bytes of a result that is written past the caches.
+_STREAMED = 2**13
+
+
+def streamed_calls(dtype: torch.dtype) -> Calls:
+    x = torch.randn(_STREAMED // dtype.itemsize, 1024).to(dtype)
+    weight = torch.randn(1024).to(dtype)
+    yield partial(trifuse.dropout_add_layer_norm, x, None, weight, None)
+
+
 def norm_calls(dtype: torch.dtype, brief: bool = False) -> Calls:
-    large = 2**13 // dtype.itemsize  # rows; 8 MiB in all, written past the caches
-    for shape in ((700, 65), (40, 2000), (1, 70_000), (large, 1024)):
+    yield from streamed_calls(dtype)
+    sizes = [(700, 65), (40, 2000), (1, 70_000), (_STREAMED // dtype.itemsize, 1024)]
+    for shape in sizes[: 3 if brief else None]:
         case = norm.make(*shape, dtype=dtype, dropout_p=0.1)
         plain = dataclasses.replace(
             case, dropout_p=0.0, residual=None, x_bias=None, bias=None, grad_sum=None, rms_norm=True
@@ -132,11 +144,13 @@ def lstm_calls(dtype: torch.dtype, brief: bool = False) -> Calls:
 
 
 def gru_calls(dtype: torch.dtype, brief: bool = False) -> Calls:
-    for sizes in ((5, 18, 9, 40), (9, 18, 5, 64), (3, 3, 70, 200)):
-        for options in ({}, {"biases": False, "states": False}, {"reverse": (False, True)}):
-            yield partial(gru.run, gru.Case(*sizes, dtype=dtype, **options))
-        lengths = [b % (sizes[0] + 1) for b in range(sizes[1])]
-        yield partial(gru.run, gru.Case(*sizes, dtype=dtype, lengths=lengths))
+    """Covers gru and, with either activation, rnn."""
+    for kind in gru.KINDS:
+        for sizes in ((5, 18, 9, 40), (9, 18, 5, 64), (3, 3, 70, 200))[: 1 if brief else None]:
+            for options in ({}, {"biases": False, "states": False}, {"reverse": (False, True)}):
+                yield partial(gru.run, gru.Case(*sizes, kind=kind, dtype=dtype, **options))
+            lengths = [b % (sizes[0] + 1) for b in range(sizes[1])]
+            yield partial(gru.run, gru.Case(*sizes, kind=kind, dtype=dtype, lengths=lengths))
 
 
 def infer_and_train(layer: torch.nn.Module, x: Tensor) -> list[Tensor]:
@@ -148,17 +162,17 @@ def infer_and_train(layer: torch.nn.Module, x: Tensor) -> list[Tensor]:
 
 def cell_calls(dtype: torch.dtype, brief: bool = False) -> Calls:
     """Covers inference, and single steps, which have a path of their own."""
-    for module in (trifuse.nn.LSTM, trifuse.nn.GRU):
+    for module in (trifuse.nn.LSTM, trifuse.nn.GRU, trifuse.nn.RNN):
         for sizes in ((9, 40), (40, 72) if brief else (70, 200)):
             torch.manual_seed(0)
             layer = module(*sizes, bidirectional=True).to(dtype)
             x = torch.randn(4, 6, sizes[0]).to(dtype)
             yield partial(infer_and_train, layer, x)
-    for module in (trifuse.nn.LSTMCell, trifuse.nn.GRUCell):
-        for sizes in ((9, 40), (70, 200)):
+    for module in (trifuse.nn.LSTMCell, trifuse.nn.GRUCell, trifuse.nn.RNNCell):
+        for rows, sizes in ((6, (9, 40)), (3, (40, 72)) if brief else (6, (70, 200))):
             torch.manual_seed(0)
             layer = module(*sizes).to(dtype)
-            x = torch.randn(6, sizes[0]).to(dtype)
+            x = torch.randn(rows, sizes[0]).to(dtype)
             yield partial(infer_and_train, layer, x)
 
 
@@ -239,6 +253,8 @@ def brief_calls(dtype: torch.dtype) -> Calls:
     else:
         yield from dropout_calls(dtype)
         yield from linear_calls(dtype, brief=True)
+        if dtype == torch.bfloat16:
+            yield from streamed_calls(dtype)
 
 
 def drawn(dtype: torch.dtype, count: int) -> Calls:
@@ -279,15 +295,16 @@ def in_two_python_threads(dtype: torch.dtype) -> None:
     assert_same_bits(*results)
 
 
-def run(calls: dict[torch.dtype, Calls], threads: Sequence[int], count: int) -> int:
-    """Makes the calls of each dtype and ``count`` drawn ones of each operator; counts them."""
+def run(calls: dict[torch.dtype, Calls], threads: Sequence[int], brief: bool) -> int:
+    """Makes the calls of each dtype and some drawn ones; returns their number."""
     made = 0
     for turn, (dtype, those) in enumerate(calls.items()):
-        for call in itertools.chain(those, drawn(dtype, count)):
+        for call in itertools.chain(those, drawn(dtype, count=4 if brief else 20)):
             torch.set_num_threads(threads[(made + turn) % len(threads)])
             call()
             made += 1
-        in_two_python_threads(dtype)
+        if dtype == torch.float32 or not brief:
+            in_two_python_threads(dtype)
     return made
 
 
@@ -313,7 +330,7 @@ def main() -> None:
     else:
         calls = {dtype: larger(dtype) for dtype in dtypes}
     with trifuse.backend("cpp"):
-        made = run(calls, asked.threads, count=6 if asked.brief else 20)
+        made = run(calls, asked.threads, asked.brief)
     numbers = " and ".join(map(str, asked.threads))
     spent = f"{time.process_time():.0f} s of processors"
     print(f"{asked.capability}, {numbers} threads: {made} calls, {spent}")

@@ -102,6 +102,33 @@ def test_pretrained_weights_agree_with_transformers(pretrained, attn_implementat
             assert our_error <= 2 * peer_error
 
 
+@pytest.mark.parametrize("unpad", [None, False, True])
+def test_hidden_states_and_attentions_agree_with_transformers(unpad, tmp_path):
+    """Eager, and fused with and without computing padding."""
+    peer = peer_of(transformers.BertModel, attn_implementation="eager").double()
+    peer.save_pretrained(tmp_path)
+    model = BertModel.from_pretrained(tmp_path).double()
+    if unpad is not None:
+        trifuse.fuse(model, unpad=unpad)
+    ids, mask, types = tokens([17, 9], BERT_SIZES["vocab_size"])
+    asked = {"output_hidden_states": True, "output_attentions": True}
+    got, wanted = model(ids, mask, types, **asked), peer(ids, mask.long(), types, **asked)
+    assert len(got.hidden_states) == len(wanted.hidden_states) == len(got.attentions) + 1
+    for ours, theirs in zip(got.hidden_states, wanted.hidden_states, strict=True):
+        torch.testing.assert_close(ours[mask], theirs[mask], rtol=1e-9, atol=1e-9)
+    real = mask[:, None, :, None].expand(-1, BERT_SIZES["num_attention_heads"], -1, mask.shape[1])
+    for ours, theirs in zip(got.attentions, wanted.attentions, strict=True):
+        torch.testing.assert_close(ours[real], theirs[real], rtol=1e-9, atol=1e-9)
+    plain = model(ids, mask, types)
+    assert plain.hidden_states is plain.attentions is None
+    assert torch.equal(plain.last_hidden_state, got.last_hidden_state)
+    only = model(ids, mask, types, output_attentions=True)
+    assert only.hidden_states is None
+    assert all(torch.equal(a, b) for a, b in zip(only.attentions, got.attentions, strict=True))
+    last_weights = model.encoder.layer[-1].attention.self.weights
+    assert torch.equal(last_weights(got.hidden_states[-2], mask), got.attentions[-1])
+
+
 @pytest.mark.parametrize(("ours", "theirs"), PAIRS)
 def test_saved_by_transformers_loads_whole(ours, theirs, tmp_path):
     """Same names, same numbers, same gradients, and nothing to warn about."""

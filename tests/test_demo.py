@@ -109,3 +109,14 @@ def test_bad_options(option, capsys):
     with pytest.raises(SystemExit):
         demo.main([option])
     assert option.partition("=")[0] in capsys.readouterr().err
+
+
+def test_demo_warns_of_unknown_words(capsys):
+    from trifuse.tokenization import train_wordpiece
+
+    tokenizer = train_wordpiece(["the river rises in summer"], 60, min_frequency=1)
+    known, unknown = "the river rises", "여름에는 강물이 불어난다"
+    demo.warn_unknown(tokenizer, [known, unknown])
+    printed = " ".join(capsys.readouterr().out.split())
+    assert f"Most words of “{unknown}” are unknown" in printed
+    assert known not in printed

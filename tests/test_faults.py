@@ -246,7 +246,7 @@ def calls_of_ops(case: Case) -> list[tuple[Any, list[Any]]]:
     return recorder.calls
 
 
-# Backwards of lstm and gru convert these tensors. The other backwards compute in grad_out's dtype.
+# Backwards of lstm, gru and rnn convert these tensors. The others compute in grad_out's dtype.
 ANY_TYPE = ("output", "gates", "cells", "clipped", "grad_output", "grad_h_n", "grad_c_n")
 ANY_TYPE += ("grad_out", "grad_sum", "grad_logsumexp")
 
@@ -325,7 +325,7 @@ def arguments_that_do_not_fit_raise() -> None:
     raises("varlen", cu_seqlens_q=torch.empty(0).long(), cu_seqlens_k=torch.empty(0).long())
     rest = dict.fromkeys(["residual", "weight", "bias", "x_bias", "seed"])
     raises("norm", x=normal(), **rest)
-    for recurrent in ("lstm", "gru"):
+    for recurrent in ("lstm", "gru", "rnn"):
         _, args = calls_of_ops(CASES[recurrent])[0]
         parameters = next(a for a in args if isinstance(a, list) and isinstance(a[0], Tensor))
         states = dict.fromkeys(["h0", "c0"] if recurrent == "lstm" else ["h0"])
@@ -456,6 +456,8 @@ def absurd_sizes_raise() -> None:
         "lstm_cell, B": lambda: trifuse.lstm_cell(one.expand(huge, 4), None, *weights[:2]),
         "gru, T": lambda: trifuse.gru(one.expand(huge, 1, 4), None, *weights[2:]),
         "gru_cell, B": lambda: trifuse.gru_cell(one.expand(huge, 4), None, *weights[2:]),
+        "rnn, T": lambda: trifuse.rnn(one.expand(huge, 1, 4), None, *[weights[0][:4]] * 2),
+        "rnn_cell, B": lambda: trifuse.rnn_cell(one.expand(huge, 4), None, *[weights[0][:4]] * 2),
         "attention, L": lambda: trifuse.scaled_dot_product_attention(
             *[one.expand(1, 1, huge, 4)] * 3
         ),

@@ -29,13 +29,16 @@ class Tagger(nn.Module):
         self.gru = nn.GRU(3, H, bias=False)
         self.lstm_cell = nn.LSTMCell(H, H)
         self.gru_cell = nn.GRUCell(H, 2)
+        self.rnn = nn.RNN(H, H, nonlinearity="relu", bidirectional=True)
+        self.rnn_cell = nn.RNNCell(2 * H, H)
 
     def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
         packed = pack_padded_sequence(x, lengths, enforce_sorted=False)
         x, _ = pad_packed_sequence(self.lstm(packed)[0])
         x, _ = self.projected(x.transpose(0, 1))
         x, _ = self.gru(x.transpose(0, 1))
-        h, c = self.lstm_cell(x[-1])
+        r = self.rnn_cell(self.rnn(x)[0][0])
+        h, c = self.lstm_cell(x[-1], (r, r.sin()))
         h, c = self.lstm_cell(x[-2], (h, c))
         return self.gru_cell(h) + c.sum()
 
@@ -46,6 +49,8 @@ SWAPPED = {
     "gru": (nn.GRU, trifuse.nn.GRU),
     "lstm_cell": (nn.LSTMCell, trifuse.nn.LSTMCell),
     "gru_cell": (nn.GRUCell, trifuse.nn.GRUCell),
+    "rnn": (nn.RNN, trifuse.nn.RNN),
+    "rnn_cell": (nn.RNNCell, trifuse.nn.RNNCell),
 }
 
 
@@ -80,8 +85,9 @@ def test_every_kind(backend):
     with torch.profiler.profile() as profile:
         actual = results(model)
     ran = {event.key for event in profile.key_averages()}
-    assert {"trifuse::lstm_forward", "trifuse::gru_backward"} <= ran
-    assert not {"aten::lstm", "aten::gru", "aten::lstm_cell", "aten::gru_cell"} & ran
+    assert {"trifuse::lstm_forward", "trifuse::gru_backward", "trifuse::rnn_backward"} <= ran
+    theirs = ("lstm", "gru", "rnn_tanh", "rnn_relu")
+    assert not {f"aten::{name}{cell}" for name in theirs for cell in ("", "_cell")} & ran
     for a, e in zip(actual, expected, strict=True):
         torch.testing.assert_close(a, e)
     assert snapshot(model) == kept

@@ -159,9 +159,10 @@ def pruned(module: nn.Module, name: str) -> None:
         (lambda: nn.Linear(16, 16), "weight"),
         (lambda: nn.LSTM(16, 16), "weight_hh_l0"),
         (lambda: nn.GRU(16, 16), "weight_ih_l0"),
+        (lambda: nn.RNN(16, 16), "weight_ih_l0"),
         (lambda: nn.MultiheadAttention(16, 2), "in_proj_weight"),
     ],
-    ids=["linear", "lstm", "gru", "attention"],
+    ids=["linear", "lstm", "gru", "rnn", "attention"],
 )
 @pytest.mark.parametrize("fused_first", [False, True])
 def test_reparametrized(make, name, change, fused_first):

@@ -1,11 +1,15 @@
-"""gru: results, gradients, bits that don't depend on other rows. lstm's tests cover the rest."""
+"""gru and rnn: results, gradients, bits that don't depend on other rows.
+
+lstm's tests cover the rest of what the three share, and ``test_rnn`` what only an rnn has.
+"""
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from random import Random
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -25,10 +29,11 @@ from torch import Tensor
 from torch_checks import check_forward_mode, check_vmap
 
 import trifuse
-from trifuse.ops import gru as ops
+from trifuse.ops import gru as gru_ops
+from trifuse.ops import rnn as rnn_ops
 from trifuse.ops._operator import SAVE_ALL, SAVE_NOTHING
-from trifuse.reference import gru as reference
-from trifuse.reference.gru import Options, Parameters
+from trifuse.reference import gru, rnn
+from trifuse.reference.gru import Parameters
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 CPP = serving("gru", [kernel for kernel in KERNELS if kernel.backend == "cpp"])
@@ -36,6 +41,41 @@ CPP = serving("gru", [kernel for kernel in KERNELS if kernel.backend == "cpp"])
 kernel = kernel_fixture("gru")
 backend = backend_fixture("gru")
 served = backend_fixture("gru", "triton")
+
+
+class Kind(NamedTuple):
+    """An operator and its options."""
+
+    operator: str
+    gates: int  # blocks of H rows in a weight
+    ops: Any
+    formula: Callable[..., Any]
+    options: Callable[..., Any]  # the formula's options, from the flags ``reverse``
+    keywords: dict[str, Any]  # the same options, as the public functions take them
+    torchs: Callable[..., Tensor]  # torch's own cell
+
+    def run(self, *args: Any, **rest: Any) -> Any:
+        """Calls the public function, or another of its module: ``name``."""
+        function = getattr(trifuse, rest.pop("name", self.operator))
+        return function(*args, **rest, **self.keywords)
+
+    def layer(self, *args: Any, **rest: Any) -> Any:
+        return self.ops.layer(*args, **rest, **self.keywords)
+
+
+def _rnn(nonlinearity: str, torchs: Callable[..., Tensor]) -> Kind:
+    def options(reverse: Sequence[bool]) -> rnn.Options:
+        return rnn.Options(reverse, nonlinearity == "relu")
+
+    return Kind("rnn", 1, rnn_ops, rnn.rnn, options, {"nonlinearity": nonlinearity}, torchs)
+
+
+KINDS = {
+    "gru": Kind("gru", 3, gru_ops, gru.gru, gru.Options, {}, torch.gru_cell),
+    "tanh": _rnn("tanh", torch.rnn_tanh_cell),
+    "relu": _rnn("relu", torch.rnn_relu_cell),
+}
+kinds = pytest.mark.parametrize("kind", KINDS)
 
 
 @pytest.fixture(params=CPP, ids=lambda kernel: kernel.name)
@@ -54,6 +94,7 @@ class Case:
         I: int = 4,  # noqa: E741
         H: int = 6,
         *,
+        kind: str = "gru",
         dtype: torch.dtype = torch.float32,
         biases: bool = True,
         states: bool = True,
@@ -61,7 +102,8 @@ class Case:
         reverse: tuple[bool, ...] = (False,),
         seed: int = 0,
     ) -> None:
-        generator, D = torch.Generator().manual_seed(seed), len(reverse)
+        self.kind = KINDS[kind]
+        generator, D, rows = torch.Generator().manual_seed(seed), len(reverse), self.kind.gates * H
 
         def normal(*shape: int, scale: float = 1.0) -> Tensor:
             return (torch.randn(shape, generator=generator, dtype=torch.float64) * scale).to(dtype)
@@ -70,11 +112,11 @@ class Case:
         if states:
             self.tensors["h0"] = normal(D, B, H)
         for suffix in ("", "_reverse")[:D]:
-            self.tensors[f"weight_ih{suffix}"] = normal(3 * H, I, scale=I**-0.5)
-            self.tensors[f"weight_hh{suffix}"] = normal(3 * H, H, scale=H**-0.5)
+            self.tensors[f"weight_ih{suffix}"] = normal(rows, I, scale=I**-0.5)
+            self.tensors[f"weight_hh{suffix}"] = normal(rows, H, scale=H**-0.5)
             if biases:
-                self.tensors[f"bias_ih{suffix}"] = normal(3 * H)
-                self.tensors[f"bias_hh{suffix}"] = normal(3 * H)
+                self.tensors[f"bias_ih{suffix}"] = normal(rows)
+                self.tensors[f"bias_hh{suffix}"] = normal(rows)
         self.reverse = reverse
         self.lengths = None if lengths is None else torch.tensor(lengths, dtype=torch.int64)
         self.upstream = [normal(T, B, D * H), normal(D, B, H)]
@@ -134,7 +176,7 @@ def run(case: Case) -> Results:
     """Runs the operator, forward and backward, on the selected backend."""
 
     def call(tensors: dict[str, Tensor]) -> Any:
-        return ops.layer(*case.arguments(tensors), case.lengths, reverse=case.reverse)
+        return case.kind.layer(*case.arguments(tensors), case.lengths, reverse=case.reverse)
 
     return differentiate(case, case.tensors, call)
 
@@ -145,14 +187,23 @@ def specification(case: Case, disturb: Callable[[Tensor], Tensor] = torch.Tensor
     def formula(tensors: dict[str, Tensor]) -> Any:
         input, h0, parameters = case.arguments(tensors)
         flat = [t for p in parameters for t in p]
-        return reference.gru(input, h0, flat, case.lengths, options=Options(case.reverse))[:2]
+        options = case.kind.options(case.reverse)
+        return case.kind.formula(input, h0, flat, case.lengths, options=options)[:2]
 
     tensors = {n: disturb(t) for n, t in case.tensors.items()}
     return differentiate(case, tensors, formula, [disturb(g) for g in case.upstream])
 
 
 def eager_torch(case: Case) -> Results:
-    """The GRU in plain torch, row by row, in the dtype of the input."""
+    """The formula in plain torch, row by row, in the dtype of the input."""
+
+    def cell(x: Tensor, h: Tensor, p: Parameters) -> Tensor:
+        a, k = F.linear(x, p.weight_ih, p.bias_ih), F.linear(h, p.weight_hh, p.bias_hh)
+        if case.kind.operator == "rnn":
+            return torch.relu(a + k) if case.kind.options(()).relu else torch.tanh(a + k)
+        (a_r, a_z, a_n), (k_r, k_z, k_n) = a.chunk(3), k.chunk(3)
+        r, z = torch.sigmoid(a_r + k_r), torch.sigmoid(a_z + k_z)
+        return (1 - z) * torch.tanh(a_n + r * k_n) + z * h
 
     def formula(tensors: dict[str, Tensor]) -> Any:
         input, h0, parameters = case.arguments(tensors)
@@ -167,11 +218,7 @@ def eager_torch(case: Case) -> Results:
                 y = [input.new_zeros(H)] * T
                 order = range(length)
                 for t in reversed(order) if reverse else order:
-                    x = F.linear(input[t, b], p.weight_ih, p.bias_ih).chunk(3)
-                    g = F.linear(h, p.weight_hh, p.bias_hh).chunk(3)
-                    r, z = torch.sigmoid(x[0] + g[0]), torch.sigmoid(x[1] + g[1])
-                    h = (1 - z) * torch.tanh(x[2] + r * g[2]) + z * h
-                    y[t] = h
+                    y[t] = h = cell(input[t, b], h, p)
                 ys.append(torch.stack(y))
                 hs.append(h)
             outputs.append(torch.stack(ys, 1))
@@ -203,7 +250,7 @@ def record_accuracy(accuracies: dict[Kernel, Accuracy], case: Case) -> None:
             accuracy.record(name, actual[name], exact, eager[name], one, sequences)
 
 
-def draw_case(random: Random, dtype: torch.dtype) -> Case:
+def draw_case(random: Random, kind: str, dtype: torch.dtype) -> Case:
     def size() -> int:
         return random.choice((1, 2, 7, 8, 15, 16, 17, 31, 33, 64, 65))
 
@@ -213,6 +260,7 @@ def draw_case(random: Random, dtype: torch.dtype) -> Case:
         B,
         size(),
         size(),
+        kind=kind,
         dtype=dtype,
         biases=random.random() < 0.7,
         states=random.random() < 0.7,
@@ -240,28 +288,31 @@ PER_ROW = ("output", "h_n", "grad_input", "grad_h0")
 # Results ----------------------------------------------------------------------------------------
 
 
+@kinds
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_many_calls(dtype):
+def test_many_calls(dtype, kind):
     """Errors obey the numerics rule, in each call and on average."""
     kernels = serving("gru", KERNELS)
     accuracies, random = {kernel: Accuracy(kernel.name) for kernel in kernels}, Random(0)
     for _ in range(30):
-        record_accuracy(accuracies, draw_case(random, dtype))
+        record_accuracy(accuracies, draw_case(random, kind, dtype))
     for accuracy in accuracies.values():
         accuracy.conclude()
 
 
+@kinds
 @pytest.mark.parametrize("what", VARIANTS)
-def test_variants(served, what):
+def test_variants(served, what, kind):
     dtypes = (torch.float32,) if served == "triton" else (torch.float32, torch.float64)
     for dtype in dtypes:
-        case = Case(dtype=dtype, **VARIANTS[what])
+        case = Case(kind=kind, dtype=dtype, **VARIANTS[what])
         assert_near(run(case), specification(case))
 
 
-def test_no_drift_over_many_steps():
+@kinds
+def test_no_drift_over_many_steps(kind):
     """Over 2000 steps, errors stay within twice eager torch's and don't grow."""
-    case = Case(2000, 2, 3, 5)
+    case = Case(2000, 2, 3, 5, kind=kind)
     expected, eager = specification(case), eager_torch(case)
     for kernel in serving("gru", KERNELS):
         with kernel.serving():
@@ -294,27 +345,30 @@ def test_saturation(kernel, sign, dtype):
         )
 
 
-def test_the_public_functions(backend):
+@kinds
+def test_the_public_functions(backend, kind):
     """Time or batch first, unbatched, one step."""
-    case = Case()
+    case = Case(kind=kind)
+    run, cell = case.kind.run, functools.partial(case.kind.run, name=f"{case.kind.operator}_cell")
     x, h0, (p,) = case.arguments(case.tensors)
-    output, h_n = trifuse.gru(x, h0[0], *p)
-    expected = ops.layer(x, h0, [p])
+    output, h_n = run(x, h0[0], *p)
+    expected = case.kind.layer(x, h0, [p])
     assert_equal(output, expected[0])
     assert_equal(h_n, expected[1][0])
-    first, last = trifuse.gru(x.transpose(0, 1), h0[0], *p, batch_first=True)
+    first, last = run(x.transpose(0, 1), h0[0], *p, batch_first=True)
     assert_equal(first.transpose(0, 1), output)
     assert_equal(last, h_n)
-    alone, h = trifuse.gru(x[:, 1], h0[0, 1], *p)
+    alone, h = run(x[:, 1], h0[0, 1], *p)
     torch.testing.assert_close((alone, h), (output[:, 1], h_n[1]))
-    torch.testing.assert_close(trifuse.gru_cell(x[0], h0[0], *p), torch.gru_cell(x[0], h0[0], *p))
-    alone = trifuse.gru_cell(x[0, 1], h0[0, 1], *p)
-    torch.testing.assert_close(alone, trifuse.gru_cell(x[0], h0[0], *p)[1])
+    step = cell(x[0], h0[0], *p)
+    torch.testing.assert_close(step, case.kind.torchs(x[0], h0[0], *p))
+    torch.testing.assert_close(cell(x[0, 1], h0[0, 1], *p), step[1])
 
 
+@kinds
 @pytest.mark.parametrize(("T", "B"), [(0, 3), (4, 0), (0, 0), (1, 1)])
-def test_no_steps_and_no_rows(kernel, T, B):
-    case = Case(T, B, reverse=(False, True))
+def test_no_steps_and_no_rows(kernel, T, B, kind):
+    case = Case(T, B, kind=kind, reverse=(False, True))
     results = run(case)
     assert_near(results, specification(case))
     if T == 0:
@@ -322,18 +376,20 @@ def test_no_steps_and_no_rows(kernel, T, B):
         assert_equal(results["grad_h0"], case.upstream[1])
 
 
+@kinds
 @pytest.mark.parametrize("layout", ["gaps", "offset", "swapped"])
-def test_layouts_change_nothing(kernel, layout):
-    case, laid = (Case(**VARIANTS["two directions, lengths"]) for _ in range(2))
+def test_layouts_change_nothing(kernel, layout, kind):
+    case, laid = (Case(kind=kind, **VARIANTS["two directions, lengths"]) for _ in range(2))
     laid.tensors = {n: lay_out_any(t, layout) for n, t in case.tensors.items()}
     laid.upstream = [lay_out_any(g, layout) for g in case.upstream]
     compare = assert_near if kernel.backend == "eager" else assert_same_bits
     compare(run(laid), run(case))
 
 
+@kinds
 @pytest.mark.parametrize("what", ["lengths", "lengths, reverse", "two directions, lengths"])
-def test_padding_does_not_exist(kernel, what):
-    case, poisoned = (Case(**VARIANTS[what]) for _ in range(2))
+def test_padding_does_not_exist(kernel, what, kind):
+    case, poisoned = (Case(kind=kind, **VARIANTS[what]) for _ in range(2))
     past = torch.arange(5)[:, None, None] >= case.lengths[:, None]
     poisoned.tensors["input"] = case.tensors["input"].masked_fill(past, math.nan)
     poisoned.upstream[0] = case.upstream[0].masked_fill(past, math.nan)
@@ -346,23 +402,26 @@ def test_padding_does_not_exist(kernel, what):
 # Bits that do not depend on other rows ----------------------------------------------------------
 
 
+@kinds
 @pytest.mark.parametrize("dtype", DTYPES)
 @torch.no_grad()
-def test_one_step_of_few_rows(cpp_kernel, dtype):
+def test_one_step_of_few_rows(cpp_kernel, dtype, kind):
     """The layer's and the cell's op read weights unpacked for few rows; the bits stay the same."""
-    case = Case(2, 11, 150, 51, dtype=dtype)
+    case = Case(2, 11, 150, 51, kind=kind, dtype=dtype)
+    run, cell = case.kind.run, f"{case.kind.operator}_cell"
     x, h0, (p,) = case.arguments(case.tensors)
-    output, _ = trifuse.gru(x, h0[0], *p)
+    output, _ = run(x, h0[0], *p)
     for count in (1, 5, 8, 9):
-        assert_equal(trifuse.gru(x[:1, :count], h0[0, :count], *p)[0], output[:1, :count])
-        assert_equal(trifuse.gru_cell(x[0, :count], h0[0, :count], *p), output[0, :count])
+        assert_equal(run(x[:1, :count], h0[0, :count], *p)[0], output[:1, :count])
+        assert_equal(run(x[0, :count], h0[0, :count], *p, name=cell), output[0, :count])
 
 
+@kinds
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("reverse", [(False,), (True,), (False, True)], ids=str)
-def test_ragged_is_a_loop_over_sequences(cpp_kernel, reverse, dtype):
+def test_ragged_is_a_loop_over_sequences(cpp_kernel, reverse, dtype, kind):
     lengths = (4, 0, 6, 1, 6, 2)
-    case = Case(6, 6, 5, 19, dtype=dtype, lengths=lengths, reverse=reverse)
+    case = Case(6, 6, 5, 19, kind=kind, dtype=dtype, lengths=lengths, reverse=reverse)
     results = run(case)
     for b, length in enumerate(lengths):
         alone = case.rows(slice(b, b + 1)).steps(slice(length))
@@ -374,10 +433,12 @@ def test_ragged_is_a_loop_over_sequences(cpp_kernel, reverse, dtype):
             assert_equal(actual, expected[name], f"{name} of row {b}")
 
 
+@kinds
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_rows_and_threads(cpp_kernel, dtype):
+def test_rows_and_threads(cpp_kernel, dtype, kind):
     """A row's bits depend neither on other rows nor on the number of threads."""
-    case = Case(4, 21, 5, 35, dtype=dtype)
+    # A one-gate cell needs more units until its rows are worth more than one thread.
+    case = Case(4, 21, 5, 35 if kind == "gru" else 67, kind=kind, dtype=dtype)
     results = run(case)
     alone = run(case.rows(slice(7, 8)))
     for name in PER_ROW:
@@ -387,9 +448,10 @@ def test_rows_and_threads(cpp_kernel, dtype):
         assert_same_bits(run(case), results)
 
 
+@kinds
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_sequence_cut_in_two(cpp_kernel, dtype):
-    case = Case(7, 3, 5, 19, dtype=dtype)
+def test_a_sequence_cut_in_two(cpp_kernel, dtype, kind):
+    case = Case(7, 3, 5, 19, kind=kind, dtype=dtype)
     whole = run(case)
     for T1 in (0, 3, 7):
         first, then = run(case.steps(slice(T1))), case.steps(slice(T1, None))
@@ -408,47 +470,54 @@ def call_of(case: Case) -> tuple[Callable[..., Any], list[Tensor]]:
 
     def call(*tensors: Tensor) -> Any:
         arguments = case.arguments(dict(zip(names, tensors, strict=True)))
-        return ops.layer(*arguments, case.lengths, reverse=case.reverse)
+        return case.kind.layer(*arguments, case.lengths, reverse=case.reverse)
 
     return call, [t.detach().requires_grad_() for t in case.tensors.values()]
 
 
+@kinds
 @pytest.mark.parametrize("what", VARIANTS)
-def test_gradcheck(backend, what):
+def test_gradcheck(backend, what, kind):
     options = VARIANTS[what] | ({"lengths": (3, 1)} if "lengths" in VARIANTS[what] else {})
-    call, args = call_of(Case(3, 2, 2, 3, dtype=torch.float64, **options))
+    call, args = call_of(Case(3, 2, 2, 3, kind=kind, dtype=torch.float64, **options))
     torch.autograd.gradcheck(call, args)
     torch.autograd.gradgradcheck(call, args, gen_non_contig_grad_outputs=True, fast_mode=True)
 
 
+@kinds
 @pytest.mark.parametrize("what", ["plain", "two directions, lengths"])
-def test_opcheck(served, what):
+def test_opcheck(served, what, kind):
     # Full lengths: past a row's length gates are uninitialised, and opcheck would compare them.
     full = {"lengths": (5, 5, 5)} if "lengths" in VARIANTS[what] else {}
-    case = Case(**{**VARIANTS[what], **full})
+    case = Case(kind=kind, **{**VARIANTS[what], **full})
     input, h0, parameters = case.arguments(case.tensors)
-    flat, reverse = [t for p in parameters for t in p], list(case.reverse)
-    args = (input, h0, flat, case.lengths, reverse)
-    forward = getattr(torch.ops.trifuse.gru_forward, served)
-    torch.library.opcheck(forward, (*args, SAVE_ALL))
-    output, h_n, gates = forward(*args, SAVE_ALL)
-    assert forward(*args, SAVE_NOTHING)[2].shape == (0,)
+    flat, options = [t for p in parameters for t in p], list(case.kind.options(case.reverse))
+    tensors = (input, h0, flat, case.lengths)
+    name = case.kind.operator
+    forward, backward = (
+        getattr(getattr(torch.ops.trifuse, f"{name}_{way}"), served)
+        for way in ("forward", "backward")
+    )
+    last = (SAVE_ALL,) if name == "gru" else ()
+    torch.library.opcheck(forward, (*tensors, *options, *last))
+    output, h_n, *gates = forward(*tensors, *options, *last)
+    if name == "gru":
+        assert forward(*tensors, *options, SAVE_NOTHING)[2].shape == (0,)
     every = [t is not None for t in (input, h0, *flat)]
     for upstream, wanted in (
         ((output, h_n), every),
         ((output, None), [True, *[False] * (len(every) - 1)]),
     ):
-        torch.library.opcheck(
-            getattr(torch.ops.trifuse.gru_backward, served),
-            (*upstream, *args[:4], output, gates, reverse, wanted),
-        )
+        args = (*upstream, *tensors, output, *gates, *options, wanted)
+        torch.library.opcheck(backward, args)
 
 
+@kinds
 @pytest.mark.parametrize(
     "batched", [{"input": 0}, {"h0": 1}, {"input": 1, "weight_hh": 0}], ids=str
 )
-def test_vmap(served, batched):
-    case = Case(3, 2, 4, 5, lengths=(3, 1))
+def test_vmap(served, batched, kind):
+    case = Case(3, 2, 4, 5, kind=kind, lengths=(3, 1))
     call, args = call_of(case)
     in_dims = tuple(batched.get(n) for n in case.tensors)
     args = [
@@ -464,9 +533,10 @@ def test_vmap(served, batched):
         check_vmap(function, in_dims, args)
 
 
-def test_compile(served):
+@kinds
+def test_compile(served, kind):
     torch._dynamo.reset()
-    case = Case(**VARIANTS["lengths"])
+    case = Case(kind=kind, **VARIANTS["lengths"])
     call, args = call_of(case)
 
     def model(*tensors: Tensor) -> Tensor:
@@ -480,13 +550,15 @@ def test_compile(served):
         torch.testing.assert_close(compiled(*args), model(*args))
 
 
-def test_forward_mode(backend):
-    check_forward_mode(*call_of(Case(dtype=torch.float64)))
+@kinds
+def test_forward_mode(backend, kind):
+    check_forward_mode(*call_of(Case(kind=kind, dtype=torch.float64)))
 
 
+@kinds
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_autocast(backend, dtype):
-    call, args = call_of(Case())
+def test_autocast(backend, dtype, kind):
+    call, args = call_of(Case(kind=kind))
     cast = [t.to(dtype) if t.dim() > 1 else t for t in args]
     with torch.autocast("cpu", dtype=dtype):
         actual = call(*args)
@@ -495,13 +567,14 @@ def test_autocast(backend, dtype):
         assert_equal(a, e)
 
 
-def test_saved_tensors(backend):
-    """Saved are inputs, the output, and four gates per unit in the dtype of the input."""
-    case = Case(dtype=torch.bfloat16)
+@kinds
+def test_saved_tensors(backend, kind):
+    """Saved are inputs, the output and, of a GRU, four gates per unit in the dtype of the input."""
+    case = Case(kind=kind, dtype=torch.bfloat16)
     saved: list[Tensor] = []
     call, args = call_of(case)
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         output, _ = call(*args)
     known = {t.data_ptr() for t in (*args, output)}
     kept = [(tuple(t.shape), t.dtype) for t in saved if t.data_ptr() not in known]
-    assert kept == [((1, 5, 3, 24), torch.bfloat16)]
+    assert kept == ([((1, 5, 3, 24), torch.bfloat16)] if kind == "gru" else [])

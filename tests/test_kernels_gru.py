@@ -1,4 +1,4 @@
-"""Triton's GRU kernels: their numbers in the interpreter, their code for two GPUs."""
+"""Triton's GRU and RNN kernels: their numbers in the interpreter, their code for two GPUs."""
 
 from __future__ import annotations
 
@@ -14,9 +14,11 @@ from lstm_cases import assert_same_bits, lay_out_any
 from numerics import Accuracy, rounding_error
 from torch import Tensor
 
-from trifuse.ops import gru as ops
-from trifuse.reference import gru as reference
-from trifuse.reference.gru import SLOTS, Options, Parameters
+import trifuse
+from trifuse.ops import gru as gru_ops
+from trifuse.ops import rnn as rnn_ops
+from trifuse.reference import gru, rnn
+from trifuse.reference.gru import SLOTS, Parameters
 
 pytest.importorskip("triton")
 
@@ -25,22 +27,24 @@ SCHEDULES = ("one_launch", "step_by_step")
 NAMES = ("input", "h0", *Parameters._fields, *(f"{name}_reverse" for name in Parameters._fields))
 
 
+KINDS = ("gru", "tanh", "relu")  # a GRU, and an RNN with either activation
+kinds = pytest.mark.parametrize("kind", KINDS)
+
+
 @pytest.fixture
 def one_launch(triton):
-    """Returns the module under test. Triton also serves the operator."""
-    from trifuse.kernels import gru
-
-    return gru
+    """One launch for all steps. Triton also serves the operator."""
 
 
 @pytest.fixture
-def step_by_step(one_launch, monkeypatch):
-    monkeypatch.setattr(one_launch, "fits_one_launch", lambda *args, **kwargs: False)
-    return one_launch
+def step_by_step(triton, monkeypatch):
+    from trifuse.kernels import recurrent
+
+    monkeypatch.setattr(recurrent, "fits_one_launch", lambda *args: False)
 
 
 @pytest.fixture(params=SCHEDULES)
-def kernels(request):
+def schedule(request):
     return request.getfixturevalue(request.param)
 
 
@@ -49,6 +53,7 @@ def kernels(request):
 
 @dataclasses.dataclass(frozen=True)
 class Case:
+    kind: str
     tensors: dict[str, Tensor]  # by name, as in NAMES; absent ones are left out
     lengths: Tensor | None
     reverse: tuple[bool, ...]
@@ -60,6 +65,11 @@ class Case:
         given = [tensors.get(name) for name in NAMES[: 2 + SLOTS * len(self.reverse)]]
         return given[0], given[1], given[2:]
 
+    @property
+    def options(self) -> tuple[Any, ...]:
+        """The operator's options, as the launchers take them."""
+        return (self.reverse,) if self.kind == "gru" else (self.reverse, self.kind == "relu")
+
 
 def make(
     T: int = 5,
@@ -67,6 +77,7 @@ def make(
     I: int = 4,  # noqa: E741
     H: int = 6,
     *,
+    kind: str = "gru",
     dtype: torch.dtype = torch.float32,
     biases: bool = True,
     states: bool = True,
@@ -75,7 +86,7 @@ def make(
     seed: int = 0,
 ) -> Case:
     generator = torch.Generator().manual_seed(seed)
-    D = len(reverse)
+    D, rows = len(reverse), 3 * H if kind == "gru" else H
 
     def normal(*shape: int, scale: float = 1.0) -> Tensor:
         return (torch.randn(shape, generator=generator, dtype=torch.float64) * scale).to(dtype)
@@ -84,12 +95,13 @@ def make(
     if states:
         tensors["h0"] = normal(D, B, H)
     for suffix in ("", "_reverse")[:D]:
-        tensors[f"weight_ih{suffix}"] = normal(3 * H, I, scale=I**-0.5)
-        tensors[f"weight_hh{suffix}"] = normal(3 * H, H, scale=H**-0.5)
+        tensors[f"weight_ih{suffix}"] = normal(rows, I, scale=I**-0.5)
+        tensors[f"weight_hh{suffix}"] = normal(rows, H, scale=H**-0.5)
         if biases:
-            tensors[f"bias_ih{suffix}"] = normal(3 * H)
-            tensors[f"bias_hh{suffix}"] = normal(3 * H)
+            tensors[f"bias_ih{suffix}"] = normal(rows)
+            tensors[f"bias_hh{suffix}"] = normal(rows)
     return Case(
+        kind,
         tensors,
         None if lengths is None else torch.tensor(lengths),
         reverse,
@@ -111,15 +123,25 @@ VARIANTS: dict[str, dict[str, Any]] = {
 Results = dict[str, Tensor]
 
 
-def launch(kernels: Any, case: Case, wanted: tuple[bool, ...] | None = None) -> Results:
+def launch_forward(case: Case, input: Tensor, h0: Tensor | None, save: bool) -> tuple[Tensor, ...]:
+    from trifuse.kernels import gru, rnn
+
+    _, _, parameters = case.arguments(case.tensors)
+    inputs = (input, h0, parameters, case.lengths, *case.options)
+    return gru.gru_forward(*inputs, save) if case.kind == "gru" else rnn.rnn_forward(*inputs)
+
+
+def launch(case: Case, wanted: tuple[bool, ...] | None = None) -> Results:
     """Calls the launchers directly."""
+    from trifuse.kernels import gru, rnn
+
     input, h0, parameters = case.arguments(case.tensors)
-    inputs = (input, h0, parameters, case.lengths)
-    output, h_n, gates = kernels.gru_forward(*inputs, case.reverse, True)
+    output, h_n, *saved = launch_forward(case, input, h0, save=True)
     every = [t is not None for t in (input, h0, *parameters)]
-    grads = kernels.gru_backward(
-        case.grad_output, case.grad_h_n, *inputs, output, gates, case.reverse, wanted or every
-    )
+    backward = gru.gru_backward if case.kind == "gru" else rnn.rnn_backward
+    upstream = (case.grad_output, case.grad_h_n)
+    inputs = (input, h0, parameters, case.lengths)
+    grads = backward(*upstream, *inputs, output, *saved, *case.options, wanted or every)
     names = (f"grad_{name}" for name in NAMES)
     given = {n: g for n, g, there in zip(names, grads, every, strict=False) if there}
     return {"output": output, "h_n": h_n, **given}
@@ -131,7 +153,10 @@ def run(case: Case) -> Results:
     def call(tensors: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         input, h0, flat = case.arguments(tensors)
         parameters = [Parameters(*flat[i : i + SLOTS]) for i in range(0, len(flat), SLOTS)]
-        return ops.layer(input, h0, parameters, case.lengths, reverse=case.reverse)
+        arguments = (input, h0, parameters, case.lengths)
+        if case.kind == "gru":
+            return gru_ops.layer(*arguments, reverse=case.reverse)
+        return rnn_ops.layer(*arguments, reverse=case.reverse, nonlinearity=case.kind)
 
     return differentiate(case, case.tensors, call)
 
@@ -140,8 +165,10 @@ def specification(case: Case, tensors: dict[str, Tensor] | None = None) -> Resul
     """Evaluates the reference formula in float64, differentiated by autograd."""
 
     def formula(tensors: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        options = Options(case.reverse)
-        return reference.gru(*case.arguments(tensors), case.lengths, options=options)[:2]
+        arguments = (*case.arguments(tensors), case.lengths)
+        if case.kind == "gru":
+            return gru.gru(*arguments, options=gru.Options(*case.options))[:2]
+        return rnn.rnn(*arguments, options=rnn.Options(*case.options))
 
     tensors = case.tensors if tensors is None else tensors
     return differentiate(case, {n: t.double() for n, t in tensors.items()}, formula)
@@ -149,6 +176,15 @@ def specification(case: Case, tensors: dict[str, Tensor] | None = None) -> Resul
 
 def eager_torch(case: Case) -> Results:
     """Evaluates the formula in plain torch, everything in the dtype of the input."""
+
+    def cell(x: Tensor, h: Tensor, p: Parameters) -> Tensor:
+        a, k = F.linear(x, p.weight_ih, p.bias_ih), F.linear(h, p.weight_hh, p.bias_hh)
+        if case.kind != "gru":
+            return torch.relu(a + k) if case.kind == "relu" else torch.tanh(a + k)
+        (a_r, a_z, a_n), (k_r, k_z, k_n) = a.chunk(3, 1), k.chunk(3, 1)
+        z = torch.sigmoid(a_z + k_z)
+        n = torch.tanh(a_n + torch.sigmoid(a_r + k_r) * k_n)
+        return (1 - z) * n + z * h
 
     def formula(tensors: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         input, h0, flat = case.arguments(tensors)
@@ -162,12 +198,7 @@ def eager_torch(case: Case) -> Results:
             for step in range(T):
                 valid = step < lengths
                 t = torch.where(valid & backwards, lengths - 1 - step, step)
-                x = input[t, torch.arange(B)]
-                a_r, a_z, a_n = F.linear(x, p.weight_ih, p.bias_ih).chunk(3, 1)
-                h_r, h_z, k = F.linear(h, p.weight_hh, p.bias_hh).chunk(3, 1)
-                z = torch.sigmoid(a_z + h_z)
-                n = torch.tanh(a_n + torch.sigmoid(a_r + h_r) * k)
-                h = torch.where(valid[:, None], (1 - z) * n + z * h, h)
+                h = torch.where(valid[:, None], cell(input[t, torch.arange(B)], h, p), h)
                 here = torch.where(valid[:, None], h, 0)
                 y = y.index_put((t, torch.arange(B)), here)
             outputs.append(y)
@@ -214,49 +245,54 @@ def record_accuracy(accuracy: Accuracy, case: Case) -> None:
 # Numbers ----------------------------------------------------------------------------------------
 
 
+@kinds
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_variants(triton, kernels, variant):
-    record_accuracy(Accuracy(triton.name), make(**VARIANTS[variant]))
+def test_variants(triton, schedule, variant, kind):
+    record_accuracy(Accuracy(triton.name), make(kind=kind, **VARIANTS[variant]))
 
 
+@kinds
 @pytest.mark.parametrize(
-    ("schedule", "dtype"),
+    ("way", "dtype"),
     [
         ("one_launch", torch.float16),
         ("one_launch", torch.bfloat16),
         ("step_by_step", torch.bfloat16),
     ],
 )
-def test_many_calls(request, triton, schedule, dtype):
+def test_many_calls(request, triton, way, dtype, kind):
     """The mean errors over numbers drawn independently of each other."""
-    request.getfixturevalue(schedule)
+    request.getfixturevalue(way)
     accuracy, options = Accuracy(triton.name), VARIANTS["two directions, lengths"]
     for seed, H in enumerate((3, 8, 17, 20)):
-        record_accuracy(accuracy, make(H=H, dtype=dtype, seed=seed, **options))
+        record_accuracy(accuracy, make(H=H, kind=kind, dtype=dtype, seed=seed, **options))
     accuracy.conclude()
 
 
+@kinds
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_float64(step_by_step, variant):
+def test_float64(step_by_step, variant, kind):
     """The formulas to 12 digits, where no rounding hides a mistake."""
-    case = make(dtype=torch.float64, **VARIANTS[variant])
-    actual = launch(step_by_step, case)
+    case = make(kind=kind, dtype=torch.float64, **VARIANTS[variant])
+    actual = launch(case)
     for name, expected in specification(case).items():
         torch.testing.assert_close(actual[name], expected, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize(("schedule", "B", "H"), [("one_launch", 18, 30), ("step_by_step", 5, 150)])
-def test_several_blocks(request, triton, schedule, B, H):
+@kinds
+@pytest.mark.parametrize(("way", "B", "H"), [("one_launch", 18, 30), ("step_by_step", 5, 150)])
+def test_several_blocks(request, triton, way, B, H, kind):
     """Several blocks of rows and of units; the last ones are partial."""
-    request.getfixturevalue(schedule)
-    record_accuracy(Accuracy(triton.name), make(2, B, 8, H))
+    request.getfixturevalue(way)
+    record_accuracy(Accuracy(triton.name), make(2, B, 8, H, kind=kind))
 
 
 # Rows -------------------------------------------------------------------------------------------
 
 
-def test_padding_does_not_exist(kernels):
-    clean = make(4, 3, lengths=(2, 4, 0), reverse=(True, False))
+@kinds
+def test_padding_does_not_exist(schedule, kind):
+    clean = make(4, 3, kind=kind, lengths=(2, 4, 0), reverse=(True, False))
     padding = (torch.arange(4)[:, None] >= clean.lengths)[..., None]
     input = clean.tensors["input"].masked_fill(padding, NAN)
     spoilt = dataclasses.replace(
@@ -264,26 +300,28 @@ def test_padding_does_not_exist(kernels):
         tensors={**clean.tensors, "input": input},
         grad_output=clean.grad_output.masked_fill(padding, NAN),
     )
-    results = launch(kernels, spoilt)
-    assert_same_bits(results, launch(kernels, clean))
+    results = launch(spoilt)
+    assert_same_bits(results, launch(clean))
     for name in ("output", "grad_input"):
         assert not results[name].masked_select(padding).any()
 
 
-def test_a_sequence_cut_in_two(kernels):
-    case = make(5, 3)
-    input, h0, parameters = case.arguments(case.tensors)
-    y1, h, _ = kernels.gru_forward(input[:2], h0, parameters, None, (False,), False)
-    y2, last, _ = kernels.gru_forward(input[2:], h, parameters, None, (False,), False)
-    y, expected, _ = kernels.gru_forward(input, h0, parameters, None, (False,), False)
+@kinds
+def test_a_sequence_cut_in_two(schedule, kind):
+    case = make(5, 3, kind=kind)
+    input, h0, _ = case.arguments(case.tensors)
+    y1, h, *_ = launch_forward(case, input[:2], h0, save=False)
+    y2, last, *_ = launch_forward(case, input[2:], h, save=False)
+    y, expected, *_ = launch_forward(case, input, h0, save=False)
     assert torch.equal(torch.cat([y1, y2]), y)
     assert torch.equal(last, expected)
 
 
+@kinds
 @pytest.mark.parametrize(("T", "B"), [(0, 2), (2, 0), (0, 0)])
-def test_empty(kernels, T, B):
-    case = make(T, B, reverse=(False, True))
-    results = launch(kernels, case)
+def test_empty(schedule, T, B, kind):
+    case = make(T, B, kind=kind, reverse=(False, True))
+    results = launch(case)
     assert results["output"].shape == case.grad_output.shape
     if T == 0:
         assert torch.equal(results["h_n"], case.tensors["h0"])
@@ -292,34 +330,52 @@ def test_empty(kernels, T, B):
         assert not results[f"grad_{name}"].any()
 
 
+@kinds
 @pytest.mark.parametrize("layout", ["gaps", "swapped"])
-def test_layouts_change_nothing(kernels, layout):
-    case = make(3, 3, reverse=(False, True))
+def test_layouts_change_nothing(schedule, layout, kind):
+    case = make(3, 3, kind=kind, reverse=(False, True))
     laid_out = dataclasses.replace(
         case,
         tensors={name: lay_out_any(t, layout) for name, t in case.tensors.items()},
         grad_output=lay_out_any(case.grad_output, layout),
         grad_h_n=lay_out_any(case.grad_h_n, layout),
     )
-    assert_same_bits(launch(kernels, laid_out), launch(kernels, case))
+    assert_same_bits(launch(laid_out), launch(case))
+
+
+@kinds
+@pytest.mark.parametrize("value", [NAN, float("inf")])
+def test_numbers_that_are_not_finite(schedule, value, kind):
+    """They reach the units that the formula says, whether or not a block is full: H = 6."""
+    case = make(4, 3, kind=kind)
+    case.tensors["input"][1, 1, 0] = value
+    case.grad_output[2, 2, 1] = value
+    actual = launch(case)
+    with trifuse.backend("eager"):
+        expected = run(case)
+    for name, t in expected.items():
+        assert torch.equal(actual[name].isnan(), t.isnan()), name
+        assert torch.equal(actual[name].isinf(), t.isinf()), name
 
 
 # Launchers --------------------------------------------------------------------------------------
 
 
+@kinds
 @pytest.mark.parametrize("half", [0, 1])
-def test_gradients_not_wanted_are_empty(step_by_step, half):
-    case = make(2, 2, reverse=(True, False))
+def test_gradients_not_wanted_are_empty(step_by_step, half, kind):
+    case = make(2, 2, kind=kind, reverse=(True, False))
     wanted = tuple(i % 2 == half for i in range(len(NAMES)))
-    every, some = launch(step_by_step, case), launch(step_by_step, case, wanted)
+    every, some = launch(case), launch(case, wanted)
     for name, want in zip(NAMES, wanted, strict=True):
         grad = some[f"grad_{name}"]
         assert torch.equal(grad, every[f"grad_{name}"]) if want else grad.shape == (0,)
 
 
-def test_results_share_no_memory(kernels):
-    case = make()
-    results = launch(kernels, case)
+@kinds
+def test_results_share_no_memory(schedule, kind):
+    case = make(kind=kind)
+    results = launch(case)
     storages = [t.untyped_storage().data_ptr() for t in (*results.values(), *case.tensors.values())]
     assert len(set(storages)) == len(storages)
 
@@ -332,6 +388,11 @@ BUDGET: dict[tuple[Any, ...], dict[str, tuple[int, int, int]]] = {
         "gru_forward_sequence": (144, 0, 112), "gru_backward_sequence": (128, 0, 112),
     },
     ("fp32", 512, "gru"): {"gru_forward_step": (64, 0, 2), "gru_backward_step": (56, 0, 2)},
+    ("bf16", 128, "rnn"): {
+        "rnn_forward_sequence": (72, 0, 36), "rnn_backward_sequence": (80, 0, 36),
+    },
+    ("fp32", 512, "rnn"): {"rnn_forward_step": (32, 0, 2), "rnn_backward_step": (32, 0, 0)},
+    ("fp32", 512, "rnn, relu"): {"rnn_forward_step": (32, 0, 1), "rnn_backward_step": (32, 0, 0)},
 }  # fmt: skip
 
 

@@ -225,13 +225,13 @@ def test_mask_in_cuda():
         hold([cuda], calls)
 
 
-# LSTM and GRU ------------------------------------------------------------------------------------
+# LSTM, GRU and RNN --------------------------------------------------------------------------------
 
 
 def recurrent_call(operator: str, tokens: tuple[int, int], kind: str, with_options: bool = False):
     def call():
         (T, B), H = tokens, 4
-        gates = 4 if operator == "lstm" else 3
+        gates = {"lstm": 4, "gru": 3, "rnn": 1}[operator]
         generator = torch.Generator().manual_seed(T * B)
         shapes = {
             "weight_ih": (gates * H, H),
@@ -281,9 +281,10 @@ def recurrent_call(operator: str, tokens: tuple[int, int], kind: str, with_optio
     return call
 
 
+@pytest.mark.parametrize("operator", ["gru", "rnn"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_gru_of_10_to_the_5_tokens(kind):
-    calls = [recurrent_call("gru", tokens, kind) for tokens in ((10, 10_000), (100, 1000))]
+def test_gru_and_rnn_of_10_to_the_5_tokens(kind, operator):
+    calls = [recurrent_call(operator, tokens, kind) for tokens in ((10, 10_000), (100, 1000))]
     hold(CPP_KERNELS, calls)
 
 
@@ -337,7 +338,7 @@ def test_steps_of_an_lstm_in_triton(triton):
     hold([triton], [steady_call((150, 1))])
 
 
-@pytest.mark.parametrize("operator", ["gru", "lstm"])
+@pytest.mark.parametrize("operator", ["gru", "lstm", "rnn"])
 def test_recurrent_of_10_to_the_6_tokens(operator):
     hold(BEST, [recurrent_call(operator, (5, 200_000), "equal")])
 
@@ -353,8 +354,9 @@ def test_recurrent_of_10_to_the_6_tokens(operator):
         mask_call((4, 4), 200, 20, (20,), "random"),
         recurrent_call("lstm", (5, 700), "random", with_options=True),
         recurrent_call("gru", (5, 700), "random"),
+        recurrent_call("rnn", (5, 700), "random"),
     ],
-    ids=["norm", "mask", "lstm", "gru"],
+    ids=["norm", "mask", "lstm", "gru", "rnn"],
 )
 def test_threads_change_no_bit(call):
     ours, _, _ = call()

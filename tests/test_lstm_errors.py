@@ -13,6 +13,7 @@ import trifuse
 from trifuse import backends
 from trifuse.ops import gru as gru_ops
 from trifuse.ops import lstm as lstm_ops
+from trifuse.ops import rnn as rnn_ops
 
 T, B, I, H = 3, 2, 4, 5  # noqa: E741
 
@@ -361,6 +362,8 @@ def test_arguments(name, changed, error, message):
 
 
 GRU = {"weight_ih": ones(3 * H, I), "weight_hh": ones(3 * H, H)}
+RNN = {"weight_ih": ones(H, I), "weight_hh": ones(H, H)}
+WEIGHTS: dict[str, dict[str, Tensor]] = {"lstm": {}, "gru": GRU, "rnn": RNN}  # unlike arguments()
 
 
 @pytest.mark.parametrize(
@@ -383,6 +386,38 @@ def test_arguments_of_gru(changed, error, message):
         trifuse.gru(**call)
     with pytest.raises(error, match=message):
         trifuse.explain(trifuse.gru, **call)
+    assert kernels.called == []
+
+
+@pytest.mark.parametrize(
+    ("changed", "error", "message"),
+    [
+        ({"input": [1.0]}, TypeError, r"^input: expected a Tensor; got list"),
+        ({"hx": (ones(B, H), None)}, TypeError, r"^hx: expected a Tensor; got tuple"),
+        ({"hx": ones(1, B, H)}, ValueError, r"^hx: expected shape \(2, 5\); got \(1, 2, 5\)"),
+        ({"weight_ih": ones(20, 3)}, ValueError, r"^weight_ih: .* \(rows, 4\); got \(20, 3\)"),
+        ({"weight_hh": ones(5, 4)}, ValueError, r"^weight_hh: expected shape \(5, 5\); got"),
+        ({"bias_ih": ones(4)}, ValueError, r"^bias_ih: expected shape \(5,\); got \(4,\)"),
+        ({"lengths": ones(B)}, TypeError, r"^lengths: expected int32 or int64; got"),
+        ({"reverse": 1}, TypeError, r"^reverse: expected True or False; got int"),
+        (
+            {"nonlinearity": "sigmoid"},
+            ValueError,
+            r"^nonlinearity: expected 'tanh' or 'relu'; got 'sigmoid'",
+        ),
+        ({"nonlinearity": None}, ValueError, r"^nonlinearity: .*; got None"),
+    ],
+)
+def test_arguments_of_rnn(changed, error, message):
+    call = arguments() | RNN | changed
+    with Kernels() as kernels, pytest.raises(error, match=message):
+        trifuse.rnn(**call)
+    with pytest.raises(error, match=message):
+        trifuse.explain(trifuse.rnn, **call)
+    if not {"lengths", "reverse"} & changed.keys():
+        call["input"] = call["input"][0] if isinstance(call["input"], Tensor) else call["input"]
+        with pytest.raises(error, match=message):
+            trifuse.rnn_cell(**call)
     assert kernels.called == []
 
 
@@ -419,7 +454,7 @@ def test_arguments_of_a_cell(changed, error, message):
 
 
 @pytest.mark.parametrize("shape", [(), (1, B, I)], ids=str)
-@pytest.mark.parametrize("cell", [trifuse.lstm_cell, trifuse.gru_cell])
+@pytest.mark.parametrize("cell", [trifuse.lstm_cell, trifuse.gru_cell, trifuse.rnn_cell])
 def test_arguments_of_cells(cell, shape):
     message = r"^input: expected shape \(B, I\) or \(I,\); got"
     for function in (cell, lambda *a: trifuse.explain(cell, *a)):
@@ -446,13 +481,18 @@ def test_arguments_of_layers():
             lambda: gru_ops.layer(x, None, [gru_ops.Parameters(*GRU.values())], reverse=()),
             "reverse: expected 1 flags",
         ),
+        (
+            lambda: rnn_ops.layer(x, None, [rnn_ops.Parameters(*RNN.values())], nonlinearity=""),
+            "nonlinearity: expected 'tanh' or 'relu'; got ''",
+        ),
     ):
         with pytest.raises(ValueError, match=message):
             call()
 
 
 LSTM_MODULE, GRU_MODULE = trifuse.nn.LSTM(I, H), trifuse.nn.GRU(I, H)
-LSTM_CELL = trifuse.nn.LSTMCell(I, H)
+RNN_MODULE = trifuse.nn.RNN(I, H)
+LSTM_CELL, RNN_CELL = trifuse.nn.LSTMCell(I, H), trifuse.nn.RNNCell(I, H, nonlinearity="elu")
 
 
 @pytest.mark.parametrize(
@@ -507,6 +547,9 @@ LSTM_CELL = trifuse.nn.LSTMCell(I, H)
         (GRU_MODULE, ones(I), None, ValueError, r"input: .* \(T, B, I\) or \(T, I\); got \(4,\)"),
         (GRU_MODULE, ones(T, B, I), (None,), TypeError, "hx: expected a Tensor; got tuple"),
         (GRU_MODULE, ones(T, B, I), ones(B, H), ValueError, r"hx: .* \(1, 2, 5\); got \(2, 5\)"),
+        (RNN_MODULE, ones(I), None, ValueError, r"input: .* \(T, B, I\) or \(T, I\); got \(4,\)"),
+        (RNN_MODULE, ones(T, B, I), ones(B, H), ValueError, r"hx: .* \(1, 2, 5\); got \(2, 5\)"),
+        (RNN_CELL, ones(B, I), None, RuntimeError, "nonlinearity: .* 'relu'; got 'elu'"),
     ],
 )
 def test_arguments_of_modules(module, input, hx, error, message):
@@ -518,13 +561,13 @@ def test_arguments_of_modules(module, input, hx, error, message):
 
 @pytest.mark.parametrize("lengths", [[4, 1], [-1, 2]])
 @pytest.mark.parametrize("name", ["eager", "cpp", "triton"])
-@pytest.mark.parametrize("operator", ["lstm", "gru"])
+@pytest.mark.parametrize("operator", WEIGHTS)
 def test_lengths_out_of_range(operator, name, lengths):
     """Only the values show this, so the op checks them."""
     why_not = backends._WHY_NOT[name](backends.Call(operator, "cpu", torch.float32))
     if why_not is not None:
         pytest.skip(why_not)
-    call = arguments() | (GRU if operator == "gru" else {})
+    call = arguments() | WEIGHTS[operator]
     message = rf"lengths: expected lengths in \[0, 3\]; got \[{lengths[0]}, {lengths[1]}\]"
     with trifuse.backend(name), pytest.raises(ValueError, match=message):
         getattr(trifuse, operator)(**call, lengths=torch.tensor(lengths))
@@ -535,7 +578,8 @@ def test_kernels_are_seen_where_arguments_are_good():
     with Kernels() as kernels, trifuse.backend("eager"):
         trifuse.lstm(**arguments())
         trifuse.gru(**arguments() | GRU)
-    assert kernels.called == ["trifuse.lstm_forward.eager", "trifuse.gru_forward.eager"]
+        trifuse.rnn(**arguments() | RNN)
+    assert kernels.called == [f"trifuse.{name}_forward.eager" for name in WEIGHTS]
 
 
 def test_positional_arguments_end_with_the_parameters():
@@ -543,12 +587,14 @@ def test_positional_arguments_end_with_the_parameters():
         trifuse.lstm(*arguments().values(), None, None, None, None)
     with pytest.raises(TypeError, match="positional"):
         trifuse.gru(*(arguments() | GRU).values(), None, None, None)
+    with pytest.raises(TypeError, match="positional"):
+        trifuse.rnn(*(arguments() | RNN).values(), None, None, "tanh")
 
 
 # Backends ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("operator", ["lstm", "gru"])
+@pytest.mark.parametrize("operator", WEIGHTS)
 @pytest.mark.parametrize(
     ("name", "device", "dtype", "why"),
     [
@@ -559,7 +605,7 @@ def test_positional_arguments_end_with_the_parameters():
     ],
 )
 def test_a_backend_that_cannot_serve_the_call(operator, name, device, dtype, why):
-    call = arguments() | (GRU if operator == "gru" else {})
+    call = arguments() | WEIGHTS[operator]
     call = {k: v.to(device, dtype) for k, v in call.items() if v is not None} | {"hx": None}
     function = getattr(trifuse, operator)
     message = rf"{operator}: backend '{name}' can't serve this call: .*({why})"
@@ -581,9 +627,11 @@ def test_explain(dtype):
     assert choice == trifuse.explain(trifuse.lstm_cell, **cell)
     assert [name for name, _ in choice.refused][:2] == ["cuda", "triton"]
     assert torch.equal(torch.get_rng_state(), state)
-    gru = {k: v.to(dtype) for k, v in GRU.items()}
-    assert trifuse.explain(trifuse.gru, **call | gru).backend
-    assert trifuse.explain(trifuse.gru_cell, **cell | gru).backend
+    for name in ("gru", "rnn"):
+        weights = {k: v.to(dtype) for k, v in WEIGHTS[name].items()}
+        function, one_step = getattr(trifuse, name), getattr(trifuse, f"{name}_cell")
+        assert trifuse.explain(function, **call | weights).backend == choice.backend
+        assert trifuse.explain(one_step, **cell | weights).backend == choice.backend
     with pytest.raises(TypeError, match=r"missing a required argument: 'weight_hh'"):
         trifuse.explain(trifuse.lstm, call["input"], None, call["weight_ih"])
 

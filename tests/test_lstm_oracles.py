@@ -1,4 +1,4 @@
-"""lstm and gru against torch's modules, ONNX Runtime and ONNX's node tests."""
+"""lstm, gru and rnn against torch's modules, ONNX Runtime and ONNX's node tests."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from torch.testing._internal.common_modules import module_db
 import trifuse
 from trifuse.ops import gru as gru_ops
 from trifuse.ops import lstm as lstm_ops
+from trifuse.ops import rnn as rnn_ops
 
 kernel = kernel_fixture("lstm")
 
@@ -42,6 +43,9 @@ def ours(module: nn.RNNBase, input: Tensor, hx: Any, lengths: Tensor | None = No
     reverse = (False, True)[: 2 if module.bidirectional else 1]
     if isinstance(module, nn.GRU):
         return gru_ops.layer(input, hx, parameters_of(module), lengths, reverse=reverse)
+    if isinstance(module, nn.RNN):
+        options = {"reverse": reverse, "nonlinearity": module.nonlinearity}
+        return rnn_ops.layer(input, hx, parameters_of(module), lengths, **options)
     h0, c0 = (None, None) if hx is None else hx
     output, *states = lstm_ops.layer(input, h0, c0, parameters_of(module), lengths, reverse=reverse)
     return output, tuple(states)
@@ -76,13 +80,15 @@ def assert_module_agrees(
 @pytest.mark.parametrize("ragged", [False, True])
 @pytest.mark.parametrize("bidirectional", [False, True])
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("kind", ["LSTM", "LSTM with a projection", "GRU"])
+@pytest.mark.parametrize("kind", ["LSTM", "LSTM with a projection", "GRU", "tanh", "relu"])
 def test_torchs_modules(kernel, kind, bias, bidirectional, ragged):
     """Includes PackedSequence, which allows no sequence of length 0."""
     torch.manual_seed(0)
     options = {"bias": bias, "bidirectional": bidirectional}
     if kind == "GRU":
         module: nn.RNNBase = nn.GRU(5, 7, **options)
+    elif kind in ("tanh", "relu"):
+        module = nn.RNN(5, 7, nonlinearity=kind, **options)
     else:
         module = nn.LSTM(5, 7, proj_size=3 if "projection" in kind else 0, **options)
     module.double()
@@ -90,7 +96,7 @@ def test_torchs_modules(kernel, kind, bias, bidirectional, ragged):
     lengths = torch.tensor([4, 6, 1, 4]) if ragged else None
     R = getattr(module, "proj_size", 0) or 7
     h0 = normal(D, B, R, seed=1, dtype=torch.float64)
-    hx = h0 if kind == "GRU" else (h0, normal(D, B, 7, seed=2, dtype=torch.float64))
+    hx = (h0, normal(D, B, 7, seed=2, dtype=torch.float64)) if "LSTM" in kind else h0
     for states in (hx, None):
         assert_module_agrees(module, normal(T, B, 5, dtype=torch.float64), states, lengths)
 
@@ -99,7 +105,7 @@ def samples() -> list[tuple[str, Any]]:
     """ModuleInfo's samples; they use no dropout between layers."""
     found = []
     for info in module_db:
-        if info.module_cls in (nn.LSTM, nn.GRU, nn.LSTMCell, nn.GRUCell):
+        if issubclass(info.module_cls, (nn.RNNBase, nn.RNNCellBase)):
             inputs = info.module_inputs_func(info, "cpu", torch.float64, False, training=False)
             for i, sample in enumerate(inputs):
                 found.append((f"{info.module_cls.__name__} {i}", (info.module_cls, sample)))
@@ -116,13 +122,18 @@ def test_torchs_samples(cls, sample):
     args = sample.forward_input.args
     expected = module(*args)
     if issubclass(cls, nn.RNNCellBase):
-        cell = trifuse.lstm_cell if cls is nn.LSTMCell else trifuse.gru_cell
+        cell = getattr(trifuse, {nn.LSTMCell: "lstm", nn.GRUCell: "gru"}.get(cls, "rnn") + "_cell")
         hx = args[1] if len(args) > 1 else None
-        actual = cell(args[0], hx, *module.parameters())
+        actual = cell(args[0], hx, *module.parameters(), **activation(module))
     else:
         actual = stacked(module, *args)
     for a, e in zip(flat(actual), flat(expected), strict=True):
         torch.testing.assert_close(a, e)
+
+
+def activation(module: nn.Module) -> dict[str, str]:
+    """Returns an RNN's option."""
+    return {n: getattr(module, n) for n in ("nonlinearity",) if hasattr(module, n)}
 
 
 def stacked(module: nn.RNNBase, input: Any, hx: Any = None) -> list[Tensor]:
@@ -152,7 +163,9 @@ def stacked(module: nn.RNNBase, input: Any, hx: Any = None) -> list[Tensor]:
                 last.append((h, c))
             else:
                 p.pop("weight_hr")
-                y, h = trifuse.gru(x, own and own[0], **p, lengths=lengths, reverse=d == 1)
+                function = trifuse.gru if isinstance(module, nn.GRU) else trifuse.rnn
+                options = {"lengths": lengths, "reverse": d == 1, **activation(module)}
+                y, h = function(x, own and own[0], **p, **options)
                 last.append((h,))
             outputs.append(y)
         x = torch.cat(outputs, -1)
@@ -167,8 +180,8 @@ def stacked(module: nn.RNNBase, input: Any, hx: Any = None) -> list[Tensor]:
 
 def test_all_of_torchs_samples_run():
     counted = {name.split()[0] for name, _ in samples()}
-    assert counted == {"LSTM", "GRU", "LSTMCell", "GRUCell"}
-    assert len(samples()) >= 20
+    assert counted == {f"{name}{cell}" for name in ("LSTM", "GRU", "RNN") for cell in ("", "Cell")}
+    assert len(samples()) >= 30
 
 
 # ONNX Runtime -----------------------------------------------------------------------------------
@@ -186,7 +199,7 @@ IOFC, ZRH = [0, 3, 1, 2], [1, 0, 2]
 
 def onnx_runtime(operator: str, attributes: dict[str, Any], **inputs: np.ndarray | None) -> Any:
     """Runs one node; ``inputs`` have the names of ONNX's specification."""
-    states = {"LSTM": ("Y", "Y_h", "Y_c"), "GRU": ("Y", "Y_h")}[operator]
+    states = {"LSTM": ("Y", "Y_h", "Y_c"), "GRU": ("Y", "Y_h"), "RNN": ("Y", "Y_h")}[operator]
     given = {k: v for k, v in inputs.items() if v is not None}
     names = [k if v is not None else "" for k, v in inputs.items()]
     types = {np.dtype("float32"): TensorProto.FLOAT, np.dtype("int32"): TensorProto.INT32}
@@ -283,6 +296,33 @@ def test_onnx_runtime_gru(direction, ragged):
     torch.testing.assert_close(h_n, Y_h, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("ragged", [False, True])
+@pytest.mark.parametrize("direction", ["forward", "reverse", "bidirectional"])
+@pytest.mark.parametrize("nonlinearity", ["Tanh", "Relu"])
+def test_onnx_runtime_rnn(nonlinearity, direction, ragged):
+    T, B, I, H = 6, 4, 5, 8  # noqa: E741
+    D = 2 if direction == "bidirectional" else 1
+    W, R, b = (normal(D, H, *s, seed=i) * 0.5 for i, s in enumerate(((I,), (H,), (2,))))
+    x, h0 = normal(T, B, I, seed=5), normal(D, B, H, seed=6)
+    lengths = torch.tensor([3, 6, 2, 1]) if ragged else None
+    Y, Y_h = onnx_runtime(
+        "RNN",
+        {"hidden_size": H, "direction": direction, "activations": [nonlinearity] * D},
+        X=x.numpy(),
+        W=W.numpy(),
+        R=R.numpy(),
+        B=b.transpose(1, 2).flatten(1).numpy(),
+        sequence_lens=None if lengths is None else lengths.int().numpy(),
+        initial_h=h0.numpy(),
+    )
+    parameters = [rnn_ops.Parameters(W[d], R[d], b[d, :, 0], b[d, :, 1]) for d in range(D)]
+    reverse = {"forward": (False,), "reverse": (True,), "bidirectional": (False, True)}[direction]
+    options = {"reverse": reverse, "nonlinearity": nonlinearity.lower()}
+    output, h_n = rnn_ops.layer(x, h0, parameters, lengths, **options)
+    torch.testing.assert_close(output, Y.transpose(1, 2).flatten(2), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(h_n, Y_h, rtol=1e-4, atol=1e-5)
+
+
 # ONNX's node tests ------------------------------------------------------------------------------
 
 
@@ -291,7 +331,7 @@ def onnx_nodes() -> dict[str, Any]:
     """Maps the name of a test to its node's operator, attributes, inputs and outputs by name."""
     nodes = {}
     names = ("X", "W", "R", "B", "sequence_lens", "initial_h", "initial_c", "P")
-    for case in onnx_cases("LSTM", "GRU"):
+    for case in onnx_cases("LSTM", "GRU", "RNN"):
         named = {n: t for n, t in zip(names, case.inputs, strict=False) if t is not None}
         if case.operator == "GRU" and not case.attributes.get("linear_before_reset"):
             # This node applies the reset gate before the product, not after. That makes no
@@ -315,7 +355,7 @@ def test_onnx_nodes(name):
     operator, attributes, inputs, outputs = onnx_nodes()[name]
     batch_first = attributes.get("layout", 0) == 1
     x = inputs["X"].transpose(0, 1) if batch_first else inputs["X"]
-    order = IOFC if operator == "LSTM" else ZRH
+    order = {"LSTM": IOFC, "GRU": ZRH, "RNN": [0]}[operator]
     D, H = inputs["W"].shape[0], attributes["hidden_size"]
 
     def state(key: str) -> Tensor | None:
@@ -331,7 +371,7 @@ def test_onnx_nodes(name):
         if operator == "LSTM":
             p = inputs["P"][d].view(3, H)[[0, 2, 1]] if "P" in inputs else None
             parameters.append(lstm_ops.Parameters(*weights, *biases, weight_peephole=p))
-        else:
+        else:  # the parameters of an rnn are of the same class
             parameters.append(gru_ops.Parameters(*weights, *biases))
     direction = attributes.get("direction", b"forward").decode()
     reverse = {"forward": (False,), "reverse": (True,), "bidirectional": (False, True)}[direction]
@@ -341,7 +381,9 @@ def test_onnx_nodes(name):
             x, state("initial_h"), state("initial_c"), parameters, lengths, reverse=reverse
         )
     else:
-        results = gru_ops.layer(x, state("initial_h"), parameters, lengths, reverse=reverse)
+        assert attributes.get("activations") in (None, [b"Tanh"])
+        ops = gru_ops if operator == "GRU" else rnn_ops
+        results = ops.layer(x, state("initial_h"), parameters, lengths, reverse=reverse)
     output = results[0].unflatten(2, (D, H))  # (T, B, D, H)
     actual = {"Y": output.transpose(0, 1) if batch_first else output.transpose(1, 2)}
     for key, t in zip(("Y_h", "Y_c"), results[1:], strict=False):
@@ -351,6 +393,7 @@ def test_onnx_nodes(name):
 
 
 def test_all_of_onnxs_nodes_run():
-    counted = [sum(n[0] == operator for n in onnx_nodes().values()) for operator in ("LSTM", "GRU")]
-    assert counted[0] >= 4
-    assert counted[1] >= 3
+    counted = [n[0] for n in onnx_nodes().values()]
+    assert counted.count("LSTM") >= 4
+    assert counted.count("GRU") >= 3
+    assert counted.count("RNN") >= 3

@@ -1,4 +1,4 @@
-"""trifuse.nn.LSTM, GRU and their cells against torch.nn's, and options that torch's lack."""
+"""trifuse.nn.LSTM, GRU, RNN and their cells against torch.nn's, and options that torch's lack."""
 
 from __future__ import annotations
 
@@ -23,6 +23,8 @@ KINDS: dict[str, tuple[type, type, dict[str, Any]]] = {
     "LSTM": (nn.LSTM, trifuse.nn.LSTM, {}),
     "LSTM with a projection": (nn.LSTM, trifuse.nn.LSTM, {"proj_size": 2}),
     "GRU": (nn.GRU, trifuse.nn.GRU, {}),
+    "RNN": (nn.RNN, trifuse.nn.RNN, {}),
+    "RNN with relu": (nn.RNN, trifuse.nn.RNN, {"nonlinearity": "relu"}),
 }
 
 
@@ -39,7 +41,7 @@ def pair(kind: str, **options: Any) -> tuple[Any, Any]:
 def states(module: Any, batch: tuple[int, ...]) -> Any:
     D = module.num_layers * (2 if module.bidirectional else 1)
     h0 = normal(D, *batch, module.proj_size or H, seed=1, dtype=torch.float64)
-    if isinstance(module, nn.GRU):
+    if not isinstance(module, nn.LSTM):
         return h0
     return h0, normal(D, *batch, H, seed=2, dtype=torch.float64)
 
@@ -109,10 +111,14 @@ def test_lengths_instead_of_packing(kind):
 
 
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("kind", ["LSTMCell", "GRUCell"])
-def test_cells(kind, bias):
-    module = getattr(nn, kind)(I, H, bias).double()
-    twin = getattr(trifuse.nn, kind)(I, H, bias).double()
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [("LSTMCell", {}), ("GRUCell", {}), ("RNNCell", {}), ("RNNCell", {"nonlinearity": "relu"})],
+    ids=str,
+)
+def test_cells(kind, options, bias):
+    module = getattr(nn, kind)(I, H, bias, **options).double()
+    twin = getattr(trifuse.nn, kind)(I, H, bias, **options).double()
     twin.load_state_dict(module.state_dict())
     h0, c0 = (normal(B, H, seed=i, dtype=torch.float64) for i in range(2))
     x = normal(B, I, dtype=torch.float64).requires_grad_()
@@ -354,7 +360,7 @@ def test_compile(kind):
 
 
 @pytest.mark.usefixtures("fresh_dynamo")
-@pytest.mark.parametrize("kind", ["LSTMCell", "GRUCell"])
+@pytest.mark.parametrize("kind", ["LSTMCell", "GRUCell", "RNNCell"])
 def test_compile_cells(kind):
     cell = getattr(trifuse.nn, kind)(I, H)
     compiled = torch.compile(cell, fullgraph=True, backend="aot_eager")

@@ -74,6 +74,11 @@ OPERATORS: dict[str, Model] = {
     "lstm_cell": Model(lambda self, x: trifuse.lstm_cell(x[0], None, self.w, self.w)[0], w=GATES),
     "gru": Model(lambda self, x: trifuse.gru(x, x[0], self.w, self.w)[0], w=GATES[E:]),
     "gru_cell": Model(lambda self, x: trifuse.gru_cell(x[0], x[0], self.w, self.w), w=GATES[E:]),
+    "rnn": Model(lambda self, x: trifuse.rnn(x, x[0], self.w, self.w)[0], w=GATES[:E]),
+    "rnn_cell": Model(
+        lambda self, x: trifuse.rnn_cell(x[0], x[0], self.w, self.w, nonlinearity="relu"),
+        w=GATES[:E],
+    ),
 }
 RANDOM: dict[str, Model] = {
     "dropout": Model(lambda self, x: dropout(x, 0.5, True)),
@@ -395,6 +400,12 @@ def test_operations_of_a_gru(backend):
     assert flops(lambda: trifuse.gru(x, None, w_ih, w_hh)[0]) == (steps, 3 * steps)
 
 
+def test_operations_of_an_rnn(backend):
+    x, w_ih, w_hh = normal(T, B, 5).requires_grad_(), normal(E, 5), normal(E, E)
+    steps = 2 * T * B * E * (5 + E)
+    assert flops(lambda: trifuse.rnn(x, None, w_ih, w_hh)[0]) == (steps, 3 * steps)
+
+
 # The rest ---------------------------------------------------------------------------------------
 
 
@@ -412,7 +423,7 @@ def test_a_resized_storage_is_noticed(backend):
 
 
 @pytest.mark.parametrize("sizes", [(4, 0), (0, 3)])
-@pytest.mark.parametrize("cell", ["LSTMCell", "GRUCell"])
+@pytest.mark.parametrize("cell", ["LSTMCell", "GRUCell", "RNNCell"])
 def test_cells_without_units_or_features(backend, cell, sizes):
     theirs = getattr(torch.nn, cell)(*sizes)
     ours = getattr(trifuse.nn, cell)(*sizes)

@@ -209,6 +209,7 @@ def many_calls(count: int) -> None:
         trifuse.dropout_add_layer_norm(x, weight=w)
         trifuse.lstm_cell(step, None, *weights)
         trifuse.gru_cell(step, None, weights[0][:12], weights[1][:12])
+        trifuse.rnn_cell(step, None, weights[0][:4], weights[1][:4])
 
     def resident() -> int:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

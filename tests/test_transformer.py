@@ -141,6 +141,50 @@ def test_embeddings_are_scaled_and_positioned():
     assert_close(model._embed("source", source)[0], wanted)
 
 
+@pytest.mark.parametrize("fused", [False, True])
+@norms
+def test_attentions_are_the_softmax_of_what_each_layer_reads(norm_first, fused):
+    model = transformer(norm_first)
+    source, mask = ragged(7, 4)
+    target = tokens(2, 5)
+    read = []
+
+    def record(module: nn.MultiheadAttention, args, kwargs) -> None:
+        read.append((module, args[0].detach().clone(), args[1].detach().clone()))
+
+    parts = [m for m in model.modules() if isinstance(m, nn.MultiheadAttention)]
+    hooks = [m.register_forward_pre_hook(record, with_kwargs=True) for m in parts]
+    with torch.no_grad():
+        wanted_logits = model.train()(source, target, mask)  # TINY has no dropout
+    for hook in hooks:
+        hook.remove()
+    expected = []
+    for module, query, key in read:
+        q_weight, k_weight, _ = module.in_proj_weight.detach().chunk(3)
+        q_bias, k_bias, _ = module.in_proj_bias.detach().chunk(3)
+        q, k = query @ q_weight.T + q_bias, key @ k_weight.T + k_bias
+        q, k = (x.unflatten(-1, (module.num_heads, -1)).transpose(1, 2) for x in (q, k))
+        scores = q @ k.mT / math.sqrt(q.shape[-1])
+        if key.shape[1] == source.shape[1]:
+            scores = scores.masked_fill(~mask[:, None, None], -math.inf)
+        else:
+            scores = scores.masked_fill(torch.ones(5, 5).triu(1).bool(), -math.inf)
+        expected.append(scores.softmax(-1))
+    with pytest.raises(ValueError, match="evaluation mode"):
+        model.attentions(source, target)
+    model.eval()
+    if fused:
+        trifuse.fuse(model)
+    got = model.attentions(source, target, mask)
+    decoder = itertools.chain.from_iterable(zip(got.decoder, got.cross, strict=True))
+    in_order = [*got.encoder, *decoder]
+    assert len(in_order) == len(expected) == 6
+    for number, (ours, theirs) in enumerate(zip(in_order, expected, strict=True)):
+        rows = mask[:, None, :, None] if number < 2 else torch.tensor(True)
+        assert_close(ours.where(rows, 0), theirs.where(rows, 0))
+    assert_close(model(source, target, mask), wanted_logits)
+
+
 @norms
 def test_padding_changes_nothing(norm_first):
     """A sentence has the same logits alone and in a batch with arbitrary padding."""

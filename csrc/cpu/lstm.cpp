@@ -1,7 +1,7 @@
-// torch.ops.trifuse.{lstm,gru}_{forward,backward,plain}.cpp: tensors in, tensors out.
+// torch.ops.trifuse.{lstm,gru,rnn}_{forward,backward,plain}.cpp: tensors in, tensors out.
 //
-// Shapes, dtypes and devices have been checked in pytorch_ext/ops/lstm.py and gru.py, except those
-// of a plain call, which are checked here.
+// Shapes, dtypes and devices have been checked in pytorch_ext/ops/lstm.py, gru.py and rnn.py,
+// except those of a plain call, which are checked here.
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
@@ -26,6 +26,9 @@ using Parameters = std::vector<OptionalTensor>;
 using ParameterList = c10::List<OptionalTensor>;
 using Flags = c10::List<bool>;
 
+// Returns the number of parameters of a direction.
+constexpr int slots_of(Cell cell) { return cell == Cell::Lstm ? kLstmSlots : kSlotsWithoutOptions; }
+
 struct LstmOptions {
   bool coupled = false;
   double forget_bias = 0;
@@ -33,7 +36,14 @@ struct LstmOptions {
   double proj_clip = std::numeric_limits<double>::infinity();
   double eps = 0, zoneout_h = 0, zoneout_c = 0, recurrent_dropout = 0;
   bool training = false;
+  bool relu = false;  // an RNN's
 };
+
+LstmOptions activation(bool relu) {
+  LstmOptions options;
+  options.relu = relu;
+  return options;
+}
 
 // A problem, and the tensors that it points into.
 class Call {
@@ -49,12 +59,12 @@ class Call {
       Cell cell, const Tensor& input, const OptionalTensor& h0, const OptionalTensor& c0,
       const Parameters& parameters, const OptionalTensor& lengths, const OptionalTensor& seed,
       const Flags& reverse, const LstmOptions& options)
-      : one_step(input.dim() < 3), input_sizes_(input.sizes()),
-        slots_(cell == Cell::Gru ? kGruSlots : kLstmSlots) {
+      : one_step(input.dim() < 3), input_sizes_(input.sizes()), slots_(slots_of(cell)) {
     dtype = input.scalar_type();
     wide = accumulation_type(dtype);
     p.cell = cell;
     p.coupled = options.coupled;
+    p.relu = options.relu;
     p.directions = static_cast<int64_t>(reverse.size());
     check(input, h0, c0, parameters, lengths, seed);
     const bool native =
@@ -137,9 +147,9 @@ class Call {
   bool normalises() const { return p.direction[0].norm_ih_weight; }
   at::ScalarType gates_type() const { return normalises() ? wide : stored; }
 
-  // Checks and takes over the results of a forward; gates has no elements if it did not save them.
+  // Checks and takes over the results of a forward; a tensor that it did not save has no elements.
   void take_saved(
-      const Tensor& output, const Tensor& gates, const OptionalTensor& cells,
+      const Tensor& output, const OptionalTensor& gates, const OptionalTensor& cells,
       const OptionalTensor& clipped) {
     const auto check = [&](const char* name, const OptionalTensor& t, int64_t columns) {
       if (t && t->numel()) check_shape(name, *t, {p.directions, p.T, p.B, columns});
@@ -149,7 +159,7 @@ class Call {
     check("cells", cells, p.H);
     check("clipped", clipped, p.clip_words());
     p.output = const_cast<void*>(data(output, stored));
-    if (gates.numel()) each_direction(&LstmDirection::gates, gates, gates_type());
+    if (gates && gates->numel()) each_direction(&LstmDirection::gates, gates, gates_type());
     if (cells && cells->numel()) each_direction(&LstmDirection::cells, cells, wide);
     if (clipped && clipped->numel()) each_direction(&LstmDirection::clipped, clipped, at::kShort);
   }
@@ -208,8 +218,8 @@ class Call {
     p.B =
         one_step ? c10::multiply_integers(input.sizes().slice(0, input.dim() - 1)) : input.size(1);
     check_states(
-        p.cell == Cell::Gru ? "hx" : "h0", h0, rows(p.directions, p.R), c0, rows(p.directions, p.H),
-        input);
+        p.cell == Cell::Lstm ? "h0" : "hx", h0, rows(p.directions, p.R), c0,
+        rows(p.directions, p.H), input);
     check_integers("lengths", lengths, p.B, input);
     check_seed(seed, input);
   }
@@ -342,6 +352,14 @@ std::tuple<Tensor, Tensor, Tensor> gru_forward(
   return {r.output, r.h_n, or_empty(r.gates, call.dtype)};
 }
 
+std::tuple<Tensor, Tensor> rnn_forward(
+    const Tensor& input, const OptionalTensor& h0, const ParameterList& parameters,
+    const OptionalTensor& lengths, const Flags& reverse, bool relu) {
+  Call call(Cell::Rnn, input, h0, {}, parameters.vec(), lengths, {}, reverse, activation(relu));
+  auto r = forward(call, 0, false);
+  return {r.output, r.h_n};
+}
+
 // Calls without options ---------------------------------------------------------------------------
 
 // Returns whether only weights and biases are given, and all types and shapes fit.
@@ -357,7 +375,7 @@ bool is_plain(
     return false;
   if (!parameters[WeightHh] || parameters[WeightHh]->dim() != 2) return false;
 
-  const int64_t G = cell == Cell::Gru ? 3 : 4, I = input.size(-1);
+  const int64_t G = gates_of(cell), I = input.size(-1);
   const int64_t H = parameters[WeightHh]->size(0) / G, R = parameters[WeightHh]->size(1);
   if (H == 0 || R == 0) return false;
   const auto has = [&](const OptionalTensor& t, at::IntArrayRef sizes, at::ScalarType other) {
@@ -385,19 +403,20 @@ bool is_plain(
   return may_have(c0, rows, wide);
 }
 
-// Runs a layer, or one step, without options or lengths; `save` keeps results for a backward.
-// Checking the arguments in Python takes as long as a step of a few hundred units, so they are
-// checked here. A call that is not plain is refused, and its caller takes the ops above.
+// Runs a layer, or one step, without lengths and without options, except an RNN's activation;
+// `save` keeps results for a backward. Checking the arguments in Python takes as long as a step of
+// a few hundred units, so they are checked here. A call that is not plain is refused, and its
+// caller takes the ops above.
 ForwardResults plain(
     Cell cell, const Tensor& input, const OptionalTensor& h0, const OptionalTensor& c0,
-    const ParameterList& list, bool save) {
+    const ParameterList& list, bool save, const LstmOptions& options = {}) {
   const Parameters parameters = list.vec();
-  const size_t D = parameters.size() / (cell == Cell::Gru ? kGruSlots : kLstmSlots);
+  const size_t D = parameters.size() / slots_of(cell);
   TORCH_CHECK_NOT_IMPLEMENTED(
       is_plain(cell, input, h0, c0, parameters, static_cast<int64_t>(D)), "not a plain call");
   Flags reverse({false});
   if (D == 2) reverse.push_back(true);
-  Call call(cell, input, h0, c0, parameters, {}, {}, reverse, {});
+  Call call(cell, input, h0, c0, parameters, {}, {}, reverse, options);
   return forward(call, save ? 4 : 0, save && cell == Cell::Lstm);
 }
 
@@ -412,6 +431,12 @@ std::tuple<Tensor, Tensor, Tensor> gru_plain(
     const Tensor& input, const OptionalTensor& h0, const ParameterList& parameters, bool save) {
   auto r = plain(Cell::Gru, input, h0, {}, parameters, save);
   return {r.output, r.h_n, r.gates};
+}
+
+std::tuple<Tensor, Tensor> rnn_plain(
+    const Tensor& input, const OptionalTensor& h0, const ParameterList& parameters, bool relu) {
+  auto r = plain(Cell::Rnn, input, h0, {}, parameters, /*save=*/false, activation(relu));
+  return {r.output, r.h_n};
 }
 
 // Backward ----------------------------------------------------------------------------------------
@@ -440,8 +465,8 @@ std::vector<Tensor> backward(
     Call& call, const Tensor& grad_output, const OptionalTensor& grad_h_n,
     const OptionalTensor& grad_c_n, const std::vector<OptionalTensor>& given, const Flags& wanted) {
   LstmProblem& p = call.p;
-  const int states = p.cell == Cell::Gru ? 1 : 2;
-  const int slots = p.cell == Cell::Gru ? kGruSlots : kLstmSlots;
+  const int states = p.cell == Cell::Lstm ? 2 : 1;
+  const int slots = slots_of(p.cell);
   std::vector<Tensor> grads(given.size());
   const auto result = [&](size_t index, at::IntArrayRef sizes, at::ScalarType type) -> Tensor {
     if (wanted.get(index)) grads[index] = call.result(sizes, type);
@@ -531,6 +556,18 @@ std::vector<Tensor> gru_backward(
   return backward(call, grad_output, grad_h_n, {}, all_of({input, h0}, parameters), wanted);
 }
 
+std::vector<Tensor> rnn_backward(
+    const Tensor& grad_output, const OptionalTensor& grad_h_n, const Tensor& input,
+    const OptionalTensor& h0, const ParameterList& parameters, const OptionalTensor& lengths,
+    const Tensor& output, const Flags& reverse, bool relu, const Flags& wanted) {
+  check_input(input, output);
+  const int64_t R = features(output, reverse);
+  check_hidden(parameters.get(WeightHh), R, R);
+  Call call(Cell::Rnn, input, h0, {}, parameters.vec(), lengths, {}, reverse, activation(relu));
+  call.take_saved(output, {}, {}, {});
+  return backward(call, grad_output, grad_h_n, {}, all_of({input, h0}, parameters), wanted);
+}
+
 }  // namespace
 
 TORCH_LIBRARY_IMPL(trifuse, CPU, m) {
@@ -540,6 +577,9 @@ TORCH_LIBRARY_IMPL(trifuse, CPU, m) {
   m.impl("gru_forward.cpp", gru_forward);
   m.impl("gru_backward.cpp", gru_backward);
   m.impl("gru_plain.cpp", gru_plain);
+  m.impl("rnn_forward.cpp", rnn_forward);
+  m.impl("rnn_backward.cpp", rnn_backward);
+  m.impl("rnn_plain.cpp", rnn_plain);
 }
 
 }  // namespace trifuse

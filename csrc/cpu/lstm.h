@@ -1,7 +1,7 @@
-// One call of an LSTM or a GRU as plain pointers, sizes and strides, for the CPU kernels.
+// One call of an LSTM, a GRU or an RNN as plain pointers, sizes and strides, for the CPU kernels.
 //
-// Names and rules are those of pytorch_ext/reference/lstm.py and gru.py. The accumulation type is
-// float, or double for Float64. All tensors but the input are contiguous.
+// Names and rules are those of pytorch_ext/reference/lstm.py, gru.py and rnn.py. The accumulation
+// type is float, or double for Float64. All tensors but the input are contiguous.
 
 #pragma once
 
@@ -13,10 +13,13 @@
 
 namespace trifuse {
 
-enum class Cell { Lstm, Gru };
+enum class Cell { Lstm, Gru, Rnn };
+
+// Returns the number of gates, but for a coupled LSTM, which has 3.
+constexpr int64_t gates_of(Cell cell) { return cell == Cell::Rnn ? 1 : cell == Cell::Gru ? 3 : 4; }
 
 // One direction. H is the hidden size; R is the size of h: H, or the projection's. G is the number
-// of gates: 4 (i, f, g, o), 3 in a coupled LSTM (i, g, o), 3 in a GRU (r, z, n).
+// of gates: 4 (i, f, g, o), 3 in a coupled LSTM (i, g, o), 3 in a GRU (r, z, n), 1 in an RNN (h).
 struct LstmDirection {
   bool reverse = false;  // rows are read from the last step to the first
 
@@ -37,10 +40,11 @@ struct LstmDirection {
   void* h_n = nullptr;  // (B, R) in the dtype; written by the forward, unless null
   void* c_n = nullptr;  // (B, H) in the accumulation type; likewise
 
-  // Results of a training forward that its backward reads. A row of gates consists of blocks of 16
-  // units (the last may have fewer). A block has one gate after another: i, f, g, o, or i, g, o; in
-  // a GRU n, r, z and W_hn h + b_hn. A layer-norm LSTM saves the products that it normalises: a
-  // block has the gates' rows of W_ih x, then those of W_hh h.
+  // Results of a training forward that its backward reads; an RNN's backward reads the output
+  // alone. A row of gates consists of blocks of 16 units (the last may have fewer). A block has one
+  // gate after another: i, f, g, o, or i, g, o; in a GRU n, r, z and W_hn h + b_hn. A layer-norm
+  // LSTM saves the products that it normalises: a block has the gates' rows of W_ih x, then those
+  // of W_hh h.
   void* gates = nullptr;  // (T, B, G·H), in a GRU (T, B, 4·H), in the dtype; with layer
                           // normalisation (T, B, 2·G·H) in the accumulation type
   void* cells = nullptr;  // (T, B, H) in the accumulation type: c_t
@@ -69,6 +73,7 @@ struct LstmProblem {
   static constexpr int kMaxDirections = 2, kMaxGroups = 64;
 
   Cell cell = Cell::Lstm;
+  bool relu = false;                // the activation of an RNN: relu, not tanh
   DType dtype;                      // Float32, Float64, or BFloat16 where a kernel serves it
   DType rounding = DType::Float32;  // with Float32: h is rounded to this type at every step
   int64_t T, B, I, H, R;
@@ -98,7 +103,7 @@ struct LstmProblem {
   const void* grad_output = nullptr;  // (T, B, directions · R) in the dtype
   void* grad_input = nullptr;         // (T, B, I) in the dtype
 
-  int64_t gates() const { return cell == Cell::Gru || coupled ? 3 : 4; }
+  int64_t gates() const { return coupled ? 3 : gates_of(cell); }
   int64_t cell_clip_words() const { return std::isfinite(cell_clip) ? (H + 15) / 16 : 0; }
   int64_t clip_words() const {
     return cell_clip_words() + (std::isfinite(proj_clip) ? (R + 15) / 16 : 0);

@@ -1,4 +1,4 @@
-// LSTM and GRU backward on a CPU.
+// LSTM, GRU and RNN backward on a CPU.
 //
 // As in the forward, teams of threads go through the steps of a direction, or of a group of its
 // rows, now from the last step to the first. At each step a thread first owns columns of dh: it
@@ -298,8 +298,9 @@ class Backward {
            ++q)
         for (int64_t i = 0; i < group.active(s); ++i) {
           fetch(group, q + 1, i, s);
-          if (p.cell == Cell::Gru) {
-            gru_gradients(group, job, q, i, s);
+          if (p.cell != Cell::Lstm) {
+            if (p.cell == Cell::Gru) gru_gradients(group, job, q, i, s);
+            else rnn_gradients(group, job, q, i, s);
             continue;
           }
           const Gates g = gates_of(group, job, q, i, s, token + i);
@@ -322,7 +323,9 @@ class Backward {
   // rows are too far apart for the hardware to predict. The panel need not exist.
   void fetch(const RowGroup& group, int64_t q, int64_t i, int64_t s) const {
     const int64_t token = group.position(i, s) * p.B + group.row(i);
-    if (!recomputes_gates) {
+    if (p.cell == Cell::Rnn) {
+      __builtin_prefetch(group.template output<S>(p.output, i, s) + q * kUnits);
+    } else if (!recomputes_gates) {
       const S* gates =
           static_cast<const S*>(group.d.gates) + (token * p.H + q * kUnits) * panels.blocks;
       prefetch_strip(gates);
@@ -469,6 +472,17 @@ class Backward {
       da[b].store(
           gradients.panel_row(gradients.directions[group.index].da, group, q, i, s) + b * kUnits);
     }
+  }
+
+  void rnn_gradients(const RowGroup& group, const Job& job, int64_t q, int64_t i, int64_t s) {
+    const int64_t count = units_of(p, q);
+    const U h = U::load(group.template output<S>(p.output, i, s) + q * kUnits, count);
+    const U dh = U::load(job.dh + i * layer.h_ld() + q * kUnits);
+    U da = p.relu ? relu_backward(dh, h) : dh * (U(T(1)) - h * h);
+    // Past H a product is NaN if a factor is infinite, and W_hh's product would read it.
+    da = choose(low_bits(count), da, U(T(0)));
+    da.store(job.da + i * da_ld() + q * kUnits);
+    da.store(gradients.panel_row(gradients.directions[group.index].da, group, q, i, s));
   }
 
   // Computed again --------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-// LSTM and GRU forward on a CPU.
+// LSTM, GRU and RNN forward on a CPU.
 //
 // All threads stay in one parallel region for the whole sequence. A team of threads owns a
 // direction, or a group of its rows; a thread of a team owns panels of 16 hidden units. The input's
@@ -176,9 +176,11 @@ class Forward {
     const int64_t width = panels.width(), stride = layer.chunk * layer.group_rows() * width;
     int64_t tokens = 0;
     for (int64_t s = s0; s < s1; ++s) tokens += group.active(s);
-    for (int64_t q = own.first; q < own.last; ++q) {
+    for (int64_t q = own.first, multiplied = q; q < own.last; ++q) {
       T* target = job.input_products + q * stride;
-      layer.template multiply_input<true>(group.index, q, tokens, job.tokens, target);
+      if (q == multiplied)
+        multiplied +=
+            layer.multiply_inputs(group.index, q, own.last, tokens, job.tokens, target, stride);
       if (layer.norm)
         take_moments(
             target, width, tokens, panels.blocks, units_of(p, q),
@@ -194,15 +196,17 @@ class Forward {
 
   void step(const RowGroup& group, const Job& job, const Range& own, int64_t s, T* input_products) {
     const int64_t width = panels.width(), stride = layer.chunk * layer.group_rows() * width;
-    for (int64_t q = own.first; q < own.last; ++q) {
+    for (int64_t q = own.first, multiplied = q; q < own.last; ++q) {
       T* tile = input_products + q * stride;
-      layer.template multiply_hidden<true>(
-          group.index, q, group.active(s), job.h[s % 2], tile, true);
+      if (q == multiplied)
+        multiplied += layer.multiply_hiddens(
+            group.index, q, own.last, group.active(s), job.h[s % 2], tile, stride);
       draw(group, q, s, q == own.first);
       for (int64_t i = 0; i < group.active(s); ++i) {
         const T* row = tile + i * width;
-        if (p.cell == Cell::Gru) {
-          gru_cell(group, job, q, i, s, row);
+        if (p.cell != Cell::Lstm) {
+          if (p.cell == Cell::Gru) gru_cell(group, job, q, i, s, row);
+          else rnn_cell(group, job, q, i, s, row);
           continue;
         }
         U a[4];
@@ -333,6 +337,14 @@ class Forward {
       h_product.store(target + 3 * units, units);
     }
     store_h(group, job, i, s, q * kUnits, units, multiply_add(z, old - n, n));
+  }
+
+  void rnn_cell(
+      const RowGroup& group, const Job& job, int64_t q, int64_t i, int64_t s, const T* row) {
+    const int64_t units = units_of(p, q);
+    const U a = U::load(row), h = p.relu ? relu(a) : tanh(a);
+    // Past H a product is NaN if a factor is infinite, and a pair may read the unit at H.
+    store_h(group, job, i, s, q * kUnits, units, choose(low_bits(units), h, U(T(0))));
   }
 
   // Layer normalisation --------------------------------------------------------------------------

@@ -124,11 +124,7 @@ struct Layer {
   }
 
   // Whether a weight that is not packed can be read in place. brgemm takes packed weights only.
-#ifdef TRIFUSE_BRGEMM
-  static constexpr bool kReadsInPlace = kPack<E> != 2;
-#else
-  static constexpr bool kReadsInPlace = true;
-#endif
+  static constexpr bool kReadsInPlace = !kUsesBrgemm<E>;
   static bool reads_in_place(int64_t rows) { return kReadsInPlace && rows <= kFewRows; }
 
   // Return a panel of W_ih or W_hh. If no packed weight is kept, because it would be read only
@@ -254,6 +250,41 @@ struct Layer {
           rows, panels.hh_width(), elements<E>(p.R), as_elements<E>(h), elements_ld<E>(h_ld()), 1,
           hh_panel(d, q), panels.hh_width(), columns, width, add, ahead);
     if (factor != 1) scale(target, rows * width, static_cast<T>(factor));
+  }
+
+  // As multiply_input, and as multiply_hidden that adds, for panel q and, where four are multiplied
+  // at once, the three after it. Panels from `last` on are left out, and targets lie `stride`
+  // apart. Return the number of panels.
+  int64_t multiply_inputs(
+      int64_t d, int64_t q, int64_t last, int64_t tokens, const S* x, T* target,
+      int64_t stride) const {
+    if constexpr (kOneVectorPanels<E>)
+      if (panels.blocks == 1 && q + kPanelsAtOnce <= last && weights[d].ih) {
+        for (int j = 0; j < kPanelsAtOnce; ++j)
+          for (int64_t k = 0; k < tokens; ++k)
+            std::copy_n(
+                weights[d].bias + (q + j) * kUnits, kUnits, target + j * stride + k * kUnits);
+        product_with_four_panels<E>(
+            tokens, elements<E>(p.I), as_elements<E>(x), elements_ld<E>(x_ld()), ih_panel(d, q),
+            ih_size(), target, stride);
+        return kPanelsAtOnce;
+      }
+    multiply_input<true>(d, q, tokens, x, target);
+    return 1;
+  }
+  int64_t multiply_hiddens(
+      int64_t d, int64_t q, int64_t last, int64_t rows, const S* h, T* target,
+      int64_t stride) const {
+    if constexpr (kOneVectorPanels<E>)
+      if (panels.blocks == 1 && q + kPanelsAtOnce <= last && weights[d].hh &&
+          !far_away<E>(panels.count * hh_size())) {
+        product_with_four_panels<E>(
+            rows, elements<E>(p.R), as_elements<E>(h), elements_ld<E>(h_ld()), hh_panel(d, q),
+            hh_size(), target, stride);
+        return kPanelsAtOnce;
+      }
+    multiply_hidden<true>(d, q, rows, h, target, true);
+    return 1;
   }
 
   static void scale(T* values, int64_t count, T factor) {

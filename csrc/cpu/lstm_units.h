@@ -1,4 +1,4 @@
-// Shared by the LSTM and GRU kernels: units in registers, the order of a layer's columns, the
+// Shared by the LSTM, GRU and RNN kernels: units in registers, the order of a layer's columns, the
 // packing of its weights, products with packed and unpacked weights, and rows sorted by length.
 //
 // The gates of 16 neighbouring units lie side by side, in a panel. A thread that owns a panel has
@@ -83,6 +83,15 @@ struct Units : Lanes<Units<T>, T, kUnits> {
   friend Units tanh(const Units& a) {
     return map([](Vec x) { return TRIFUSE_CAPABILITY::tanh(x); }, a);
   }
+  // max(a, 0); a NaN stays.
+  friend Units relu(const Units& a) {
+    return map([](Vec x) { return at::vec::clamp_min(x, Vec(T(0))); }, a);
+  }
+  // Returns the gradient at a, from relu(a) and its gradient: 0 where relu(a) is 0.
+  friend Units relu_backward(const Units& grad, const Units& result) {
+    return map(
+        [](Vec g, Vec y) { return Vec::blendv(g, Vec(T(0)), y <= Vec(T(0))); }, grad, result);
+  }
   // Clamps to [-limit, limit]; a NaN stays.
   friend Units clip(const Units& a, double limit) {
     const Vec low(static_cast<T>(-limit)), high(static_cast<T>(limit));
@@ -108,10 +117,11 @@ struct Units : Lanes<Units<T>, T, kUnits> {
 //   coupled LSTM     |    i      |    g      |    o      |               no block of f
 //   GRU, W_ih x      |    n      |    r      |    z      |           |
 //   GRU, W_hh h      |           |    r      |    z      |    n      |
+//   RNN              |    h      |                                       one block
 //
-// An LSTM's block holds W_ih x + W_hh h + bias. With layer normalisation W_ih x and W_hh h are two
-// such sets of products, since each has a norm of its own. In a GRU, r and z are sums of both
-// products, and n's two products stay apart.
+// A block of an LSTM or an RNN holds W_ih x + W_hh h + bias. With layer normalisation W_ih x and
+// W_hh h are two such sets of products, since each has a norm of its own. In a GRU, r and z are
+// sums of both products, and n's two products stay apart.
 //
 // So all gates of a unit lie in the same lane of neighbouring vectors. In the last panel the lanes
 // past H are padding.
@@ -125,7 +135,9 @@ struct Panels {
   int64_t count;  // of panels
 
   explicit Panels(const LstmProblem& p) : count((p.H + kUnits - 1) / kUnits) {
-    if (p.cell == Cell::Gru) {
+    if (p.cell == Cell::Rnn) {
+      *this = {{0, -1, -1, -1}, {0, -1, -1, -1}, 1, 0, 1, 0, 1, count};
+    } else if (p.cell == Cell::Gru) {
       *this = {{2, 0, 1, -1}, {-1, 0, 1, 2}, 4, 0, 3, 1, 3, count};
     } else {
       const int gates = static_cast<int>(p.gates());
@@ -169,6 +181,15 @@ class Arena {
   int64_t used_ = 0;
 };
 
+// Whether brgemm computes the products (tile_gemm.h).
+#ifdef TRIFUSE_BRGEMM
+template <class E>
+constexpr bool kUsesBrgemm = kPack<E> == 2;
+#else
+template <class E>
+constexpr bool kUsesBrgemm = false;
+#endif
+
 // C (M x N) = or += A (M x K) B (K x N), in chains of multiply-adds: all rows of A are multiplied
 // by one block of B, which fits the L1 cache, before the next. K counts elements; a pair is one.
 //
@@ -196,6 +217,61 @@ inline void product(
       tile_gemm<E>(
           std::min(rows, M - m), N, std::min(chain, K - k), a + m * a_m + k * a_k, a_m, a_k,
           b + k * ldb, ldb, c + m * ldc, ldc, {add || k > 0});
+    }
+  }
+}
+
+// With one gate a panel is 16 columns wide. If that is one vector, each element of A is loaded for
+// one multiply-add, and loads take longer than multiply-adds. So four panels are multiplied at
+// once.
+constexpr int kPanelsAtOnce = 4;
+template <class E>
+constexpr bool kOneVectorPanels =
+    Vectorized<typename Element<E>::Accumulator>::size() == kUnits && !kUsesBrgemm<E>;
+
+// C (M x 16) += A (M x K) B (K x 16) for four B's, b_panel apart, and four C's, c_panel apart. The
+// chains are those of `product`, so results have the same bits.
+template <class E>
+inline void product_with_four_panels(
+    int64_t M, int64_t K, const E* a, int64_t a_m, const E* b, int64_t b_panel,
+    typename Element<E>::Accumulator* c, int64_t c_panel) {
+  using Vec = Vectorized<typename Element<E>::Accumulator>;
+  static_assert(kOneVectorPanels<E>);
+  int64_t m = 0, first = 0, end = 0;
+  const auto multiply_rows = [&]<int rows>() TRIFUSE_INLINE {
+    Vec sum[rows][kPanelsAtOnce];
+#pragma GCC unroll 8
+    for (auto& row : sum)
+#pragma GCC unroll 4
+      for (Vec& x : row) x = Vec(0);
+    for (int64_t k = first; k < end; ++k) {
+      typename Element<E>::Vector column[kPanelsAtOnce];
+#pragma GCC unroll 4
+      for (int q = 0; q < kPanelsAtOnce; ++q)
+        column[q] = Element<E>::load(b + q * b_panel + k * kUnits);
+#pragma GCC unroll 8
+      for (int r = 0; r < rows; ++r) {
+        const auto x = Element<E>::broadcast(a + (m + r) * a_m + k);
+#pragma GCC unroll 4
+        for (int q = 0; q < kPanelsAtOnce; ++q)
+          sum[r][q] = Element<E>::multiply_add(x, column[q], sum[r][q]);
+      }
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < rows; ++r)
+#pragma GCC unroll 4
+      for (int q = 0; q < kPanelsAtOnce; ++q) {
+        auto* target = c + q * c_panel + (m + r) * kUnits;
+        (Vec::loadu(target) + sum[r][q]).store(target);
+      }
+    m += rows;
+  };
+  for (; first < K; first = end) {
+    end = std::min(first + kChain, K);
+    for (m = 0; m + kRegisterRows <= M;) multiply_rows.template operator()<kRegisterRows>();
+    while (m < M) {
+      if (m + 2 <= M) multiply_rows.template operator()<2>();
+      else multiply_rows.template operator()<1>();
     }
   }
 }

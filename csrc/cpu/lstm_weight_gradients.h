@@ -1,10 +1,11 @@
-// After the last step of an LSTM's or a GRU's backward: the gradients of the weights and the input.
+// After the last step of an LSTM's, a GRU's or an RNN's backward: the gradients of the weights and
+// the input.
 //
 // The steps leave the gate gradients of all tokens, panel by panel. The gradients of the weights
 // and the input are products over all tokens, cut into tasks that any thread may take. A task owns
-// the rows of a weight's gradient that belong to a panel, or some hundred tokens of the input's
-// gradient. The gradients of vectors that cannot be computed from the gate gradients alone are
-// added up during the steps.
+// the rows of a weight's gradient that belong to a panel (in an RNN, to four panels), or some
+// hundred tokens of the input's gradient. The gradients of vectors that cannot be computed from the
+// gate gradients alone are added up during the steps.
 //
 // Floor: 2 · G·H · (I + R) (+ 2 · R · H) operations a token, on the multiply-add pipes, and for the
 // input's gradient 2 · G·H · I more.
@@ -87,11 +88,12 @@ class WeightGradients {
     }
   }
   Memory take_memory(Arena& arena) const {
-    const int64_t column = kPack<E> == 2 ? elements<E>(tokens) * kTile : 0;
-    const int64_t depth = elements<E>(2 * panels.ih_width());  // of a product of input_gradient
+    const int64_t column = elements<E>(tokens) * kTile;
+    const bool packs_b = kPack<E> == 2, packs_a = packs_b || panels_in_task() > 1;
+    const int64_t depth = elements<E>(panels_together() * panels.ih_width());
     return {
-        arena.take<E>(std::max(column, kInputTokens * depth)),
-        arena.take<E>(std::max(column, depth * kTile)),
+        arena.take<E>(std::max(packs_a ? column : 0, kInputTokens * depth)),
+        arena.take<E>(std::max(packs_b ? column : 0, depth * kTile)),
         arena.take<T>(kInputTiles * kInputTokens * kTile)};
   }
 
@@ -138,10 +140,12 @@ class WeightGradients {
     const LstmDirection& direction = p.direction[d];
     const Gradients& gradients = directions[d];
     for (const bool hidden : {false, true}) {
-      const int64_t width = hidden ? p.R : p.I, count = panels.count * groups(width);
+      const int64_t width = hidden ? p.R : p.I, count = panel_groups() * groups(width);
       if (task < count) {
-        const int64_t q = task / groups(width);
-        if (!hidden && task % groups(width) == 0) store_panel_vectors(d, q);
+        const int64_t q = task / groups(width) * panels_in_task();
+        const int64_t last = std::min(q + panels_in_task(), panels.count);
+        if (!hidden && task % groups(width) == 0)
+          for (int64_t panel = q; panel < last; ++panel) store_panel_vectors(d, panel);
         S* grad = static_cast<S*>(hidden ? direction.grad_weight_hh : direction.grad_weight_ih);
         if (!grad) return;
         const int first = hidden ? panels.hh_first : panels.ih_first;
@@ -149,12 +153,15 @@ class WeightGradients {
         const S* da = (hidden ? gradients.da : gradients.dax) + q * tokens * panels.width();
         const double factor =
             hidden && p.recurrent_dropout.threshold ? p.recurrent_dropout.scale : 1;
+        const int blocks = hidden ? panels.hh_blocks : panels.ih_blocks;
+        const int64_t rows = (last - q) * blocks * kUnits;
         weight_gradient(
-            da + first * kUnits, panels.width(), hidden ? panels.hh_width() : panels.ih_width(),
-            hidden ? gradients.h : gradients.x, task % groups(width), width, factor,
+            panels_in_task() > 1 ? side_by_side(da, last - q)
+                                 : columns_of(da + first * kUnits, panels.width(), rows),
+            rows, hidden ? gradients.h : gradients.x, task % groups(width), width, factor,
             [&](int64_t m) -> S* {
-              const int64_t unit = q * kUnits + m % kUnits;
-              return unit < p.H ? grad + (gate[m / kUnits] * p.H + unit) * width : nullptr;
+              const int64_t block = m / kUnits, unit = (q + block / blocks) * kUnits + m % kUnits;
+              return unit < p.H ? grad + (gate[block % blocks] * p.H + unit) * width : nullptr;
             });
         return;
       }
@@ -164,10 +171,10 @@ class WeightGradients {
       S* grad = static_cast<S*>(direction.grad_weight_hr);
       if (!grad) return;
       const int64_t tile = task / groups(p.H);
+      const int64_t rows = std::min(kTile, p.R - tile * kTile);
       weight_gradient(
-          gradients.dq + tile * tokens * kTile, kTile, std::min(kTile, p.R - tile * kTile),
-          gradients.m, task % groups(p.H), p.H, 1,
-          [&](int64_t m) { return grad + (tile * kTile + m) * p.H; });
+          columns_of(gradients.dq + tile * tokens * kTile, kTile, rows), rows, gradients.m,
+          task % groups(p.H), p.H, 1, [&](int64_t m) { return grad + (tile * kTile + m) * p.H; });
       return;
     }
     store_unit_vectors(d);
@@ -182,6 +189,8 @@ class WeightGradients {
   // input's.
   static constexpr int64_t kGroupTiles = 8, kInputTokens = 320, kInputTiles = 4;
   static constexpr int64_t kFlatRows = 12;  // rows of a gradient at once, with few tokens
+  // Returns how many panels one product for the input's gradient adds up: a chain of 128 if full.
+  int64_t panels_together() const { return kChain / kUnits / panels.ih_blocks; }
 
   // Packs 64 columns of all tokens' x, or of h before their steps.
   void pack_tokens(
@@ -206,11 +215,17 @@ class WeightGradients {
     }
   }
 
-  static int64_t groups(int64_t columns) {
-    return (columns + kGroupTiles * kTile - 1) / (kGroupTiles * kTile);
+  // Returns how many panels one task owns: 64 rows of a gradient. For the 16 rows of an RNN's
+  // panel, reading x or h from memory would take longer than the multiply-adds. A task of several
+  // panels owns fewer columns.
+  int64_t panels_in_task() const { return kTile / kUnits / panels.blocks; }
+  int64_t panel_groups() const { return (panels.count + panels_in_task() - 1) / panels_in_task(); }
+  int64_t group_columns() const { return kGroupTiles / panels_in_task() * kTile; }
+  int64_t groups(int64_t columns) const {
+    return (columns + group_columns() - 1) / group_columns();
   }
   int64_t weight_tasks() const {
-    return panels.count * (groups(p.I) + groups(p.R)) +
+    return panel_groups() * (groups(p.I) + groups(p.R)) +
         (layer.projected ? tiles(p.R) * groups(p.H) : 0) + 1;
   }
   int64_t input_groups() const { return (tiles(p.I) + kInputTiles - 1) / kInputTiles; }
@@ -218,27 +233,44 @@ class WeightGradients {
     return p.grad_input ? (tokens + kInputTokens - 1) / kInputTokens * input_groups() : 0;
   }
 
-  // Computes a^T b over all tokens for `rows` columns of a (tokens, a_ld) and one group of b's
-  // 64-column panels, which hold E, or still S. Row m is written to row_of(m), unless that is null.
+  // Returns `columns` columns of (tokens, ld) as a left operand of weight_gradient.
+  Operand<E> columns_of(const S* a, int64_t ld, [[maybe_unused]] int64_t columns) const {
+    if constexpr (kPack<E> == 2) {
+      copy_right_rows<E>(Rows<S>{a, ld, 1}, tokens, columns, kTile, memory.packed_a);
+      return {memory.packed_a, kTile};
+    } else {
+      return {a, ld};
+    }
+  }
+
+  // Returns `count` panels of one block each, [panels][tokens][16], as one such operand.
+  Operand<E> side_by_side(const S* a, int64_t count) const {
+    alignas(64) S rows[kTile * kTile];
+    for (int64_t token = 0; token < tokens; token += kTile) {
+      const int64_t some = std::min(kTile, tokens - token);
+      for (int64_t j = 0; j < count; ++j)
+        for (int64_t k = 0; k < some; ++k)
+          std::copy_n(a + (j * tokens + token + k) * kUnits, kUnits, rows + k * kTile + j * kUnits);
+      copy_right_rows<E>(
+          Rows<S>{rows, kTile, 1}, some, count * kUnits, kTile,
+          memory.packed_a + elements<E>(token) * kTile);
+    }
+    return {memory.packed_a, kTile};
+  }
+
+  // Computes a^T b over all tokens for `rows` columns of a and one group of b's 64-column panels,
+  // which hold E, or still S. Row m is written to row_of(m), unless that is null.
   template <class Right, class RowOf>
   void weight_gradient(
-      const S* a, int64_t a_ld, int64_t rows, const Right* b, int64_t group, int64_t width,
+      const Operand<E>& a, int64_t rows, const Right* b, int64_t group, int64_t width,
       double factor, const RowOf& row_of) const {
-    const E* a_rows;
-    if constexpr (kPack<E> == 2) {
-      copy_right_rows<E>(Rows<S>{a, a_ld, 1}, tokens, rows, kTile, memory.packed_a);
-      a_rows = memory.packed_a;
-      a_ld = kTile;
-    } else {
-      a_rows = a;
-    }
-    const int64_t begin = group * kGroupTiles * kTile;
-    const int64_t columns = std::min(kGroupTiles * kTile, width - begin);
+    const int64_t begin = group * group_columns();
+    const int64_t columns = std::min(group_columns(), width - begin);
     // The whole gradient would not stay in a cache.
     const bool stream = far_away<S>(panels.count * panels.width() * width);
     // With few tokens writing the result takes the time; whole rows are faster to write than tiles.
     const bool few = elements<E>(tokens) <= kTile;
-    const int64_t high = few ? kFlatRows : kTile, wide = few ? kGroupTiles * kTile : kTile;
+    const int64_t high = few ? kFlatRows : kTile, wide = few ? group_columns() : kTile;
     // Up to this depth one product is exact enough; the products of deeper sums add up in double.
     constexpr int64_t kTogether = 16 * kChain;
     const int64_t depth = elements<E>(tokens);
@@ -258,7 +290,7 @@ class WeightGradients {
           }
           for (int64_t k = 0; k < depth; k += kTogether) {
             product<E>(
-                count, kTile, std::min(kTogether, depth - k), a_rows + m + k * a_ld, 1, a_ld,
+                count, kTile, std::min(kTogether, depth - k), a.data + m + k * a.ld, 1, a.ld,
                 b_panel + k * kTile, kTile, sums + (c - first), wide, false);
             if (depth <= kTogether) break;
             if (k == 0) std::fill_n(totals, count * kTile, 0.0);
@@ -284,7 +316,7 @@ class WeightGradients {
   void input_gradient(int64_t block, int64_t begin) const {
     const int64_t first = block * kInputTokens, rows = std::min(kInputTokens, tokens - first);
     const int64_t columns = std::min(kInputTiles * kTile, p.I - begin);
-    const int64_t ld = 2 * panels.ih_width();
+    const int64_t together = panels_together(), ld = together * panels.ih_width();
     struct Token {
       int64_t t, rank;
     } list[kInputTokens];
@@ -295,13 +327,13 @@ class WeightGradients {
     }
     for (int64_t d = 0; d < p.directions; ++d) {
       const LstmDirection& direction = p.direction[d];
-      for (int64_t q = 0; q < panels.count; q += 2) {
-        const int64_t pair = std::min<int64_t>(panels.count - q, 2);
+      for (int64_t q = 0; q < panels.count; q += together) {
+        const int64_t count = std::min(panels.count - q, together);
         S* a = reinterpret_cast<S*>(memory.packed_a);
         for (int64_t k = 0; k < rows; ++k) {
           const auto [t, rank] = list[k];
           const int64_t token = p.start[direction.reverse ? p.length[rank] - 1 - t : t] + rank;
-          for (int64_t j = 0; j < pair; ++j)
+          for (int64_t j = 0; j < count; ++j)
             std::copy_n(
                 directions[d].dax + ((q + j) * tokens + token) * panels.width() +
                     panels.ih_first * kUnits,
@@ -309,7 +341,7 @@ class WeightGradients {
         }
         for (int64_t c = 0; c < columns; c += kTile) {
           E* target = memory.packed_b;
-          for (int64_t j = 0; j < pair; ++j)
+          for (int64_t j = 0; j < count; ++j)
             for (int b = panels.ih_first; b < panels.ih_first + panels.ih_blocks; ++b) {
               const S* weight = static_cast<const S*>(direction.weight_ih) +
                   (panels.ih_gate[b] * p.H + (q + j) * kUnits) * p.I;
@@ -318,7 +350,7 @@ class WeightGradients {
               target += elements<E>(kUnits) * kTile;
             }
           product<E>(
-              rows, kTile, elements<E>(pair * panels.ih_width()), as_elements<E>(a),
+              rows, kTile, elements<E>(count * panels.ih_width()), as_elements<E>(a),
               elements_ld<E>(ld), 1, memory.packed_b, kTile, memory.sums + c * kInputTokens, kTile,
               d > 0 || q > 0);
         }

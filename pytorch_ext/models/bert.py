@@ -20,7 +20,7 @@ import math
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -126,6 +126,10 @@ class BertModelOutput(NamedTuple):
 
     last_hidden_state: Tensor  # (B, L, hidden_size)
     pooler_output: Tensor | None  # (B, hidden_size)
+    # The embeddings, then each layer's result, (B, L, hidden_size) each; the last one is
+    # last_hidden_state.
+    hidden_states: tuple[Tensor, ...] | None = None
+    attentions: tuple[Tensor, ...] | None = None  # each layer's weights, (B, H, L, L)
 
 
 class BertPreTrainingOutput(NamedTuple):
@@ -204,18 +208,28 @@ class SoftmaxAttention(nn.Module):
         Returns:
             (B, H, Lq, E).
         """
-        if mask is not None and mask.dim() == 2:
-            mask = mask[:, None, None, :]
         dropout_p = self.dropout_p if self.training else 0.0
         if self.implementation == "sdpa":
+            mask = _over_heads(mask)
             return F.scaled_dot_product_attention(query, key, value, mask, dropout_p)
-        scores = torch.matmul(query, key.transpose(-1, -2)) / math.sqrt(query.shape[-1])
-        if mask is not None and mask.dtype == torch.bool:
-            scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
-        elif mask is not None:
-            scores = scores + mask
-        weights = F.dropout(scores.softmax(-1), dropout_p, self.training)
+        weights = F.dropout(attention_weights(query, key, mask), dropout_p, self.training)
         return torch.matmul(weights, value)
+
+
+def attention_weights(query: Tensor, key: Tensor, mask: Tensor | None = None) -> Tensor:
+    """softmax(Q Kᵀ / √E + mask) (B, H, Lq, Lk); the arguments are :class:`SoftmaxAttention`'s."""
+    mask = _over_heads(mask)
+    scores = torch.matmul(query, key.transpose(-1, -2)) / math.sqrt(query.shape[-1])
+    if mask is not None and mask.dtype == torch.bool:
+        scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
+    elif mask is not None:
+        scores = scores + mask
+    return scores.softmax(-1)
+
+
+def _over_heads(mask: Tensor | None) -> Tensor | None:
+    """Returns a mask (B, Lk) as (B, 1, 1, Lk), and others as they are."""
+    return mask if mask is None or mask.dim() != 2 else mask[:, None, None, :]
 
 
 class BertSelfAttention(nn.Module):
@@ -234,10 +248,17 @@ class BertSelfAttention(nn.Module):
     def forward(self, hidden_states: Tensor, mask: Tensor | None = None) -> Tensor:
         """Attend from (B, L, hidden_size) to itself; ``mask`` as in :class:`SoftmaxAttention`."""
         query, key, value = (
-            project(hidden_states).unflatten(-1, (self.num_attention_heads, -1)).transpose(1, 2)
-            for project in (self.query, self.key, self.value)
+            self._heads(project, hidden_states) for project in (self.query, self.key, self.value)
         )
         return self.attention(query, key, value, mask).transpose(1, 2).flatten(-2)
+
+    def weights(self, hidden_states: Tensor, mask: Tensor | None = None) -> Tensor:
+        """The attention's weights (B, H, L, L), before dropout. Arguments as in :meth:`forward`."""
+        query, key = (self._heads(project, hidden_states) for project in (self.query, self.key))
+        return attention_weights(query, key, mask)
+
+    def _heads(self, project: nn.Module, hidden_states: Tensor) -> Tensor:
+        return project(hidden_states).unflatten(-1, (self.num_attention_heads, -1)).transpose(1, 2)
 
 
 class BertSelfOutput(nn.Module):
@@ -302,10 +323,20 @@ class BertEncoder(nn.Module):
         super().__init__()
         self.layer = nn.ModuleList(BertLayer(config) for _ in range(config.num_hidden_layers))
 
-    def forward(self, hidden_states: Tensor, mask: Tensor | None = None) -> Tensor:
-        """As :meth:`BertSelfAttention.forward`, through all layers."""
+    def forward(
+        self,
+        hidden_states: Tensor,
+        mask: Tensor | None = None,
+        outputs: list[Tensor] | None = None,
+    ) -> Tensor:
+        """As :meth:`BertSelfAttention.forward`, through all layers.
+
+        Each layer's result is appended to ``outputs``.
+        """
         for layer in self.layer:
             hidden_states = layer(hidden_states, mask)
+            if outputs is not None:
+                outputs.append(hidden_states)
         return hidden_states
 
 
@@ -517,6 +548,9 @@ class BertModel(BertPreTrainedModel):
         attention_mask: Tensor | None = None,
         token_type_ids: Tensor | None = None,
         position_ids: Tensor | None = None,
+        *,
+        output_hidden_states: bool = False,
+        output_attentions: bool = False,
     ) -> BertModelOutput:
         """Encode.
 
@@ -526,6 +560,9 @@ class BertModel(BertPreTrainedModel):
                 boolean or floating and added to the scores.
             token_type_ids: integers (B, L). Default: all 0.
             position_ids: integers (L,) or (B, L). Default: 0, 1, …
+            output_hidden_states: also return the embeddings and every layer's result.
+            output_attentions: also return every layer's attention weights, before dropout. They
+                are computed from the layer's input beside the attention itself, which may be fused.
 
         Raises:
             ValueError: more positions than ``config.max_position_embeddings``, or a mask that is
@@ -541,9 +578,31 @@ class BertModel(BertPreTrainedModel):
             mask = mask.bool()
         elif mask is not None and mask.dim() != 4:
             raise ValueError(f"attention_mask: expected 2 or 4 dimensions; got {mask.dim()}")
-        hidden_states = self.encoder(self.embeddings(input_ids, token_type_ids, position_ids), mask)
-        pooled = None if self.pooler is None else self.pooler(hidden_states)
-        return BertModelOutput(hidden_states, pooled)
+        embedded = self.embeddings(input_ids, token_type_ids, position_ids)
+        outputs = [embedded] if output_hidden_states or output_attentions else None
+        last = self.encoder(embedded, mask, outputs)
+        return self._output(last, mask, outputs, output_hidden_states, output_attentions)
+
+    def _output(
+        self,
+        last: Tensor,
+        mask: Tensor | None,
+        hidden_states: list[Tensor] | None,
+        output_hidden_states: bool,
+        output_attentions: bool,
+    ) -> BertModelOutput:
+        attentions = None
+        if output_attentions and hidden_states is not None:
+            attentions = tuple(
+                cast(BertLayer, layer).attention.self.weights(x, mask)
+                for layer, x in zip(self.encoder.layer, hidden_states[:-1], strict=True)
+            )
+        return BertModelOutput(
+            last,
+            None if self.pooler is None else self.pooler(last),
+            tuple(hidden_states) if output_hidden_states and hidden_states else None,
+            attentions,
+        )
 
 
 _Output = TypeVar("_Output")
@@ -564,7 +623,8 @@ class _BertWithHead(BertPreTrainedModel, Generic[_Output]):
         position_ids: Tensor | None = None,
     ) -> _Output:
         """Run the BERT and the head. Arguments as in :meth:`BertModel.forward`."""
-        return self._head(*self.bert(input_ids, attention_mask, token_type_ids, position_ids))
+        output = self.bert(input_ids, attention_mask, token_type_ids, position_ids)
+        return self._head(output.last_hidden_state, output.pooler_output)
 
     def _head(self, hidden_states: Tensor, pooled: Tensor) -> _Output:
         """Compute the result from (B, L, hidden_size) and, with a pooler, (B, hidden_size)."""

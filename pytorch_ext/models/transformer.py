@@ -20,7 +20,7 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -30,6 +30,7 @@ from trifuse.models.decoding import Decoded, beam_search, check_evaluating, gree
 
 __all__ = [
     "AddNorm",
+    "Attentions",
     "Decoded",
     "DecodingState",
     "KeyValueCache",
@@ -266,6 +267,37 @@ class Transformer(nn.Module):
         )
         return self.output(decoded)
 
+    def attentions(
+        self, source: Tensor, target: Tensor, source_mask: Tensor | None = None
+    ) -> Attentions:
+        """The weights of every layer's attentions, each a softmax over keys.
+
+        Every layer's attention runs once more, by the formula, to get them. Arguments and errors
+        as in :meth:`forward`; the model is in evaluation mode.
+        """
+        check_evaluating(self)
+        check_mask("source_mask", source_mask, source)
+        encoder, decoder, cross = [], [], []
+        padding, future = _padding(source_mask), _future(target.shape[1], target.device)
+        x = self.dropout(self._embed("source", source))
+        for layer in self.encoder.layers:
+            encoder.append(_self_attention(layer, x, key_padding_mask=padding)[1])
+            x = layer(x, src_key_padding_mask=padding)
+        memory = x if self.encoder.norm is None else self.encoder.norm(x)
+        x = self.dropout(self._embed("target", target))
+        for layer in self.decoder.layers:
+            attended, weights = _self_attention(layer, x, attn_mask=future)
+            decoder.append(weights)
+            query = x + attended
+            query = layer.norm2(query) if self.config.norm_first else layer.norm1(query)
+            cross.append(
+                _attention(layer.multihead_attn, query, memory, key_padding_mask=padding)[1]
+            )
+            x = layer(
+                x, memory, tgt_mask=future, tgt_is_causal=True, memory_key_padding_mask=padding
+            )
+        return Attentions(tuple(encoder), tuple(decoder), tuple(cross))
+
     def encode(self, source: Tensor, source_mask: Tensor | None = None) -> Tensor:
         """The encoder's output (B, S, d_model). Arguments and errors as in :meth:`forward`."""
         check_mask("source_mask", source_mask, source)
@@ -445,6 +477,26 @@ def _padding(mask: Tensor | None) -> Tensor | None:
 def _future(length: int, device: torch.device) -> Tensor:
     """The causal mask in torch.nn's convention: True where the key comes after the query."""
     return torch.ones(length, length, dtype=torch.bool, device=device).triu(1)
+
+
+class Attentions(NamedTuple):
+    """The attention weights of a :class:`Transformer`, a tensor for each layer."""
+
+    encoder: tuple[Tensor, ...]  # (B, H, S, S)
+    decoder: tuple[Tensor, ...]  # (B, H, T, T)
+    cross: tuple[Tensor, ...]  # (B, H, T, S)
+
+
+def _self_attention(layer: Any, x: Tensor, **masks: Tensor | None) -> tuple[Tensor, Tensor]:
+    """A layer's self-attention of its input (B, L, d_model): its result and its weights."""
+    x = layer.norm1(x) if layer.norm_first else x
+    return _attention(layer.self_attn, x, x, **masks)
+
+
+def _attention(
+    attention: nn.Module, query: Tensor, memory: Tensor, **masks: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    return attention(query, memory, memory, need_weights=True, average_attn_weights=False, **masks)
 
 
 # Training ---------------------------------------------------------------------------------------

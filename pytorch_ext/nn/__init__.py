@@ -10,6 +10,7 @@ from trifuse.nn.elmo import CharacterEncoder, Highway, ProjectedLSTM
 from trifuse.nn.gru import GRU, GRUCell
 from trifuse.nn.linear import Linear
 from trifuse.nn.lstm import LSTM, LSTMCell
+from trifuse.nn.rnn import RNN, RNNCell
 from trifuse.nn.transformer import (
     AddNorm,
     TransformerDecoder,
@@ -23,6 +24,7 @@ from trifuse.nn.transformer import (
 __all__ = [
     "GRU",
     "LSTM",
+    "RNN",
     "AddNorm",
     "BertEncoder",
     "BertIntermediate",
@@ -37,6 +39,7 @@ __all__ = [
     "Linear",
     "MultiheadAttention",
     "ProjectedLSTM",
+    "RNNCell",
     "SoftmaxAttention",
     "TransformerDecoder",
     "TransformerDecoderLayer",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, cast
+
 import torch
 from torch import Tensor, nn
 
@@ -17,8 +19,8 @@ from trifuse.ops.linear import Activation
 class BertModel(bert.BertModel):
     """The model; with fused attention it embeds and encodes real tokens only.
 
-    If the mask is (B, L), the real tokens of the batch are packed into one row, and the last hidden
-    state is 0 at padded positions.
+    If the mask is (B, L), the real tokens of the batch are packed into one row, and hidden states
+    are 0 at padded positions.
     """
 
     unpad = True
@@ -29,6 +31,9 @@ class BertModel(bert.BertModel):
         attention_mask: Tensor | None = None,
         token_type_ids: Tensor | None = None,
         position_ids: Tensor | None = None,
+        *,
+        output_hidden_states: bool = False,
+        output_attentions: bool = False,
     ) -> bert.BertModelOutput:
         """As :meth:`trifuse.models.bert.BertModel.forward`."""
         packed = None
@@ -40,14 +45,22 @@ class BertModel(bert.BertModel):
         ):
             packed = _pack(self, attention_mask.bool())
         if packed is None:  # the encoder may still pack, and warns if it doesn't
-            return super().forward(input_ids, attention_mask, token_type_ids, position_ids)
-        hidden_states = embed_packed(
-            self.embeddings, packed, input_ids, token_type_ids, position_ids
-        )
-        shape = torch.Size((*input_ids.shape, hidden_states.shape[-1]))
-        hidden_states = packing.scatter(self.encoder(hidden_states, packed), packed, shape)
-        pooled = None if self.pooler is None else self.pooler(hidden_states)
-        return bert.BertModelOutput(hidden_states, pooled)
+            return super().forward(
+                input_ids,
+                attention_mask,
+                token_type_ids,
+                position_ids,
+                output_hidden_states=output_hidden_states,
+                output_attentions=output_attentions,
+            )
+        embedded = embed_packed(self.embeddings, packed, input_ids, token_type_ids, position_ids)
+        shape = torch.Size((*input_ids.shape, embedded.shape[-1]))
+        outputs = [embedded] if output_hidden_states or output_attentions else None
+        last = packing.scatter(self.encoder(embedded, packed, outputs), packed, shape)
+        if outputs is not None:
+            outputs = [*(packing.scatter(x, packed, shape) for x in outputs[:-1]), last]
+        mask = None if attention_mask is None else attention_mask.bool()
+        return self._output(last, mask, outputs, output_hidden_states, output_attentions)
 
     def why_padded(self) -> Obstacle | str | None:
         """Returns why padding is computed whatever the batch, or None if it is skipped."""
@@ -64,7 +77,10 @@ class BertEncoder(bert.BertEncoder):
     unpad = True
 
     def forward(
-        self, hidden_states: Tensor, mask: Tensor | PackedSequences | None = None
+        self,
+        hidden_states: Tensor,
+        mask: Tensor | PackedSequences | None = None,
+        outputs: list[Tensor] | None = None,
     ) -> Tensor:
         """As :meth:`trifuse.models.bert.BertEncoder.forward`; also takes packed tokens."""
         packed = None
@@ -73,15 +89,14 @@ class BertEncoder(bert.BertEncoder):
                 packed = _pack(self, mask)
             else:
                 packing.warn_padded(self, "its mask isn't boolean and (B, L)")
+        layers = cast(Any, super()).forward  # they take packed tokens, with fused attention
         if packed is None:
-            return self._encode(hidden_states, mask)
-        tokens = self._encode(packing.gather(hidden_states, packed), packed)
-        return packing.scatter(tokens, packed, hidden_states.shape)
-
-    def _encode(self, hidden_states: Tensor, mask: Tensor | PackedSequences | None) -> Tensor:
-        for layer in self.layer:
-            hidden_states = layer(hidden_states, mask)
-        return hidden_states
+            return layers(hidden_states, mask, outputs)
+        rows: list[Tensor] | None = None if outputs is None else []
+        last = layers(packing.gather(hidden_states, packed), packed, rows)
+        if outputs is not None and rows is not None:
+            outputs += (packing.scatter(row, packed, hidden_states.shape) for row in rows)
+        return packing.scatter(last, packed, hidden_states.shape)
 
     def why_padded(self) -> Obstacle | str | None:
         """Returns why padding is computed whatever the batch, or None if it is skipped."""

@@ -19,10 +19,10 @@ Sequences = TypeVar("Sequences", Tensor, PackedSequence)
 
 
 class Recurrent(nn.RNNBase):
-    """The base of LSTM and GRU: handles padded and packed sequences, and runs the layers.
+    """The base of LSTM, GRU and RNN: handles padded and packed sequences, and runs the layers.
 
-    LSTM and GRU do not derive from ``torch.nn.LSTM`` and ``torch.nn.GRU``, because torch.compile
-    refuses every instance of those.
+    They do not derive from ``torch.nn.LSTM``, ``GRU`` and ``RNN``, because torch.compile refuses
+    every instance of those.
     """
 
     def flatten_parameters(self) -> None:

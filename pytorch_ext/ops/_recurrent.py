@@ -1,6 +1,6 @@
-"""Shared code of lstm and gru: argument checks, how a checked call runs, parts of the operators.
+"""Shared code of lstm, gru and rnn: argument checks, how checked calls run, parts of the operators.
 
-Both ops take the input, the first states (h and c, or h alone), the parameters of every direction
+Their ops take the input, the first states (h and c, or h alone), the parameters of every direction
 in one list, integer tensors (the lengths, and lstm's seed), options, and what to save. They return
 the output, the last states, and results that only the backward reads: the gates, and for lstm the
 cells and the marks of clipped elements.
@@ -19,6 +19,7 @@ from trifuse.ops import _checks, _modes, _operator
 from trifuse.ops._checks import fail
 from trifuse.ops._operator import SAVE_ALL, SAVE_STATES, Operator
 from trifuse.reference import philox
+from trifuse.reference.gru import Parameters
 
 
 class Call(NamedTuple):
@@ -196,6 +197,50 @@ def cell_preparation(check: Callable[..., Call], parameters: type[Any]) -> Calla
     return prepare
 
 
+def check_without_cells(
+    operator: str,
+    gates: int,
+    options: Callable[[Sequence[bool]], Any],
+    input: Tensor,
+    batch: tuple[int, ...],
+    h0: Any,
+    parameters: Sequence[Any],
+    lengths: Tensor | None,
+    reverse: Sequence[bool],
+) -> Call:
+    """Checks a call of an operator whose only state is h.
+
+    Args:
+        gates: the number of blocks of H rows in a weight.
+        options: makes the operator's options from the flags ``reverse``.
+        input: (T, B, I).
+        batch: the shape of the caller's h0 before H.
+    """
+    input = floating(input)
+    checked = directions(parameters, reverse, _check_parameters, input, gates)
+    H = checked[0].weight_hh.shape[1]
+    h0 = state("hx", autocast(h0), input, batch, H, (input.dtype,))
+    return Call(
+        operator,
+        input,
+        (h0,),
+        tuple(t for p in checked for t in p),
+        row_lengths(lengths, input),
+        options(tuple(_checks.flag("reverse", r) for r in reverse)),
+        backends.choose(backends.Call(operator, input.device.type, input.dtype)),
+    )
+
+
+def _check_parameters(p: Parameters, input: Tensor, gates: int) -> Parameters:
+    """Checks one direction's parameters; returns them with the weights after autocast."""
+    w_ih, H = weight_ih(p.weight_ih, input, gates)
+    w_hh = matrix("weight_hh", p.weight_hh, input, gates * H, H)
+    biases = (
+        vector(name, getattr(p, name), input, (gates * H,)) for name in ("bias_ih", "bias_hh")
+    )
+    return Parameters(w_ih, w_hh, *biases)
+
+
 def row_lengths(lengths: Any, input: Tensor) -> Tensor | None:
     if lengths is None:
         return None
@@ -231,7 +276,37 @@ def run(call: Call) -> tuple[Tensor, ...]:
     return operator(call.choice.backend, tensors, call.options, save)
 
 
+def run_step(
+    prepare: Callable[..., Call], torchs: Callable[..., Tensor], input: Tensor, hx: Any, *flat: Any
+) -> tuple[Any, ...]:
+    """Runs one step of an operator whose only state is h.
+
+    Args:
+        prepare: checks the arguments of a cell.
+        torchs: torch's own cell, which serves a cell without units or features.
+        flat: the parameters.
+
+    Returns:
+        h as the output, and None in the place of h_n.
+    """
+    p = Parameters(*flat)
+    if without_units(p.weight_ih):
+        zeros = input.new_zeros(*input.shape[:-1], p.weight_hh.shape[1])
+        return torchs(input, zeros if hx is None else hx, *p), None
+    _, h = run(prepare(input, hx, *p))
+    return h.squeeze((0, 1) if input.dim() == 1 else (0,)), None
+
+
 # The operators ----------------------------------------------------------------------------------
+
+
+class Tensors(NamedTuple):
+    """The tensors of an operator whose only state is h: see :func:`trifuse.reference.gru.gru`."""
+
+    input: Tensor
+    h0: Tensor | None
+    parameters: Sequence[Tensor | None]  # the Parameters of each direction, one after another
+    lengths: Tensor | None
 
 
 def first_parameter(tensors: Any) -> int:

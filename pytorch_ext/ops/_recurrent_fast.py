@@ -1,8 +1,9 @@
-"""The fast path of lstm and gru: a layer without options or lengths, or one step of it.
+"""The fast path of lstm, gru and rnn: a layer without options or lengths, or one step of it.
 
 Checking arguments in Python takes as long as a step of a few hundred units. So a dedicated C++ op,
 such as ``lstm_plain``, checks its arguments itself. If it refuses them, the slow path runs: the
-checks of ``ops/lstm.py`` or ``ops/gru.py``, which report what is wrong, and the operator.
+checks of ``ops/lstm.py``, ``gru.py`` or ``rnn.py``, which report what is wrong, and the operator.
+An rnn's activation is the only option that a fast path takes.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ class FastPath(NamedTuple):
 
     op: Callable[..., Any]
     options: dict[int, tuple[Any, ...]]  # the default ones, by number of parameters
+    saves: bool = True  # whether the op takes, as its last argument, whether to save
 
 
 FAST_PATHS: dict[str, FastPath] = {}
@@ -40,6 +42,7 @@ def run(
     states: tuple[Any, ...],
     parameters: tuple[Any, ...],
     one_step: bool = False,
+    options: tuple[Any, ...] = (),
 ) -> tuple[Tensor, ...]:
     """Runs a layer without options or lengths, or a step of it, by the fast path if possible.
 
@@ -47,6 +50,7 @@ def run(
         name: the operator's.
         slow_path: computes the same from (input, *states, *parameters), with all checks.
         one_step: the input is one step, (B, I) or (I,); h is the output, and h_n is missing.
+        options: the options that the op takes after the parameters; the last of the operator's.
     """
     fast_path = FAST_PATHS.get(name)
     tensors = (input, *states, *parameters)
@@ -63,8 +67,9 @@ def run(
         return slow_path(*tensors)
     try:
         if _modes.requires_grad(*tensors):
-            return _autograd.apply(_Plain, (name, slow_path), *tensors)
-        results: tuple[Tensor, ...] = fast_path.op(input, *states, parameters, False)
+            return _autograd.apply(_Plain, (name, slow_path, options), *tensors)
+        last = (*options, False) if fast_path.saves else options
+        results: tuple[Tensor, ...] = fast_path.op(input, *states, parameters, *last)
         return results
     except NotImplementedError:
         return slow_path(*tensors)
@@ -78,14 +83,18 @@ class _Plain(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, constants: tuple[str, Callable[..., tuple[Tensor, ...]]], *tensors: Tensor | None
+        ctx: Any,
+        constants: tuple[str, Callable[..., tuple[Tensor, ...]], tuple[Any, ...]],
+        *tensors: Tensor | None,
     ) -> tuple[Tensor, ...]:
-        name, slow_path = constants
+        name, slow_path, options = constants
         operator = OPERATORS[name]
         first = first_parameter(operator.tensors)
         others, parameters = tensors[:first], tensors[first:]
-        results = FAST_PATHS[name].op(*others, parameters, True)
-        ctx.name, ctx.slow_path = name, slow_path
+        fast_path = FAST_PATHS[name]
+        last = (*options, True) if fast_path.saves else options
+        results = fast_path.op(*others, parameters, *last)
+        ctx.name, ctx.slow_path, ctx.options = name, slow_path, options
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*[results[i] for i in operator.saved_places], *tensors)
         return results[: operator.returned]
@@ -113,7 +122,7 @@ class _Plain(torch.autograd.Function):
         integers = [None] * (len(operator.tensors._fields) - operator.differentiable)
         results = operator.backward[_BACKEND](
             grad_output, *grad_states, *others, parameters, *integers, *saved,
-            *FAST_PATHS[ctx.name].options[len(parameters)], needs_grad,
+            *FAST_PATHS[ctx.name].options[len(parameters)], *ctx.options, needs_grad,
         )  # fmt: skip
         return None, *(g if n else None for g, n in zip(results, needs_grad, strict=True))
 

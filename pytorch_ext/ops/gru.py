@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -89,13 +89,7 @@ def gru_cell(
 
 
 def _step(input: Tensor, hx: Any, *parameters: Any) -> tuple[Any, ...]:
-    """Returns h as the output, and None in the place of h_n."""
-    p = Parameters(*parameters)
-    if _recurrent.without_units(p.weight_ih):
-        zeros = input.new_zeros(*input.shape[:-1], p.weight_hh.shape[1])
-        return torch.gru_cell(input, zeros if hx is None else hx, *p), None
-    _, h = _recurrent.run(_prepare_cell(input, hx, *p))
-    return h.squeeze((0, 1) if input.dim() == 1 else (0,)), None
+    return _recurrent.run_step(_prepare_cell, torch.gru_cell, input, hx, *parameters)
 
 
 def layer(
@@ -162,49 +156,18 @@ def _check(
     lengths: Tensor | None = None,
     reverse: Sequence[bool] = (False,),
 ) -> _recurrent.Call:
-    """Checks a call. ``input`` is (T, B, I); ``batch`` is the shape of the caller's h0 before H."""
-    input = _recurrent.floating(input)
-    checked = _recurrent.directions(parameters, reverse, _check_parameters, input)
-    H = checked[0].weight_hh.shape[1]
-    h0 = _recurrent.state("hx", _recurrent.autocast(h0), input, batch, H, (input.dtype,))
-    return _recurrent.Call(
-        "gru",
-        input,
-        (h0,),
-        tuple(t for p in checked for t in p),
-        _recurrent.row_lengths(lengths, input),
-        Options(tuple(_checks.flag("reverse", r) for r in reverse)),
-        backends.choose(backends.Call("gru", input.device.type, input.dtype)),
+    return _recurrent.check_without_cells(
+        "gru", 3, Options, input, batch, h0, parameters, lengths, reverse
     )
 
 
 _prepare_cell = _recurrent.cell_preparation(_check, Parameters)
 
 
-def _check_parameters(p: Parameters, input: Tensor) -> Parameters:
-    """Checks one direction's parameters; returns them with the weights after autocast."""
-    weight_ih, H = _recurrent.weight_ih(p.weight_ih, input, 3)
-    weight_hh = _recurrent.matrix("weight_hh", p.weight_hh, input, 3 * H, H)
-    biases = (
-        _recurrent.vector(name, getattr(p, name), input, (3 * H,))
-        for name in ("bias_ih", "bias_hh")
-    )
-    return Parameters(weight_ih, weight_hh, *biases)
-
-
 # The operator -----------------------------------------------------------------------------------
 
 
-class _Tensors(NamedTuple):
-    """See :func:`trifuse.reference.gru.gru`."""
-
-    input: Tensor
-    h0: Tensor | None
-    parameters: Sequence[Tensor | None]  # the Parameters of each direction, one after another
-    lengths: Tensor | None
-
-
-def _fake(tensors: _Tensors, options: Options, save: int) -> reference.Results:
+def _fake(tensors: _recurrent.Tensors, options: Options, save: int) -> reference.Results:
     input, p = tensors.input, by_direction(Parameters, tensors.parameters)[0]
     (T, B, _), H, D = input.shape, p.weight_hh.shape[1], len(options.reverse)
     gates = (0,) if save == _operator.SAVE_NOTHING else (D, T, B, 4 * H)
@@ -213,7 +176,7 @@ def _fake(tensors: _Tensors, options: Options, save: int) -> reference.Results:
     )
 
 
-def _formula(tensors: _Tensors, options: Options) -> reference.Results:
+def _formula(tensors: _recurrent.Tensors, options: Options) -> reference.Results:
     return reference.gru(*tensors, options=options)
 
 
@@ -231,7 +194,7 @@ def _grad_formula(call: _operator.BackwardCall) -> list[Tensor | None]:
 
 _recurrent.OPERATORS["gru"] = _operator.Operator(
     name="gru",
-    tensors=_Tensors,
+    tensors=_recurrent.Tensors,
     options=Options,
     results=reference.Results,
     returned=2,

@@ -45,12 +45,13 @@ from trifuse.reference.results import accumulation_dtype
 
 
 class Parameters(NamedTuple):
-    """One direction's parameters. H is the hidden size, I the input size; the gates are r, z, n."""
+    """One direction's parameters. H is the hidden size, I the input size, and G the number of
+    gates: 3 in a GRU (r, z, n), 1 in an RNN."""
 
-    weight_ih: Tensor  # (3·H, I)
-    weight_hh: Tensor  # (3·H, H)
-    bias_ih: Tensor | None = None  # (3·H,)
-    bias_hh: Tensor | None = None  # (3·H,)
+    weight_ih: Tensor  # (G·H, I)
+    weight_hh: Tensor  # (G·H, H)
+    bias_ih: Tensor | None = None  # (G·H,)
+    bias_hh: Tensor | None = None  # (G·H,)
 
 
 SLOTS = len(Parameters._fields)
@@ -86,10 +87,10 @@ def gru(
         Output and h_n in the dtype of the input, the gates in float32, or float64 for float64. Past
         a row's length its output is 0 and h stays as it is.
     """
-    directions = []
-    for direction in _directions(input, h0, parameters, lengths, options):
+    results = []
+    for direction in directions(input, h0, parameters, lengths, options.reverse):
         p, h = direction.p, direction.h0
-        from_input = _from_input(direction.x, p)
+        from_input = direction.from_input()
         hs, gates = [], []
         for s in range(input.shape[0]):
             cell = _cell(from_input[s], h, p)
@@ -102,8 +103,8 @@ def gru(
             in_step_order(stack_steps(steps, shape, h), lengths, direction.reverse)
             for steps, shape in zip((hs, gates), shapes, strict=True)
         )
-        directions.append((masked(y, direction.valid), h, gates_t))
-    ys, h_n, gates_n = zip(*directions, strict=True)
+        results.append((masked(y, direction.valid), h, gates_t))
+    ys, h_n, gates_n = zip(*results, strict=True)
     return Results(
         torch.cat(ys, -1).to(input.dtype), torch.stack(h_n).to(input.dtype), torch.stack(gates_n)
     )
@@ -137,37 +138,23 @@ def gru_backward(
     """
     if output is None or gates is None:
         output, _, gates = gru(input, h0, parameters, lengths, options=options)
-    wants_input, wants_h0, *of_parameters = wanted
-    wants = by_direction(Parameters, of_parameters)
-    results: list[dict[str, Tensor | None]] = []
-    for d, direction in enumerate(_directions(input, h0, parameters, lengths, options)):
-        H = direction.h0.shape[-1]
-        own = slice(d * H, (d + 1) * H)
-        needs_grad = {"input": wants_input, "h0": wants_h0, **wants[d]._asdict()}
-        gradients = _backward(
-            direction,
-            direction.steps(grad_output[..., own]),
-            torch.zeros_like(direction.h0)
-            if grad_h_n is None
-            else grad_h_n[d].to(direction.h0.dtype),
-            direction.steps(output[..., own]),
-            _Cell(*direction.steps(gates[d]).chunk(4, -1)),
-        )
-        results.append(
-            {name: gradients[name]() if needed else None for name, needed in needs_grad.items()}
-        )
-    grads = [added_up(results, "input"), side_by_side(results, "h0")]
-    grads += [result[name] for result in results for name in Parameters._fields]
-    return [
-        None if grad is None or t is None else grad.to(t.dtype)
-        for grad, t in zip(grads, [input, h0, *parameters], strict=True)
-    ]
+
+    def backward(d: int, direction: Direction, dy: Tensor, dh: Tensor, y: Tensor) -> Gradients:
+        return _backward(direction, dy, dh, y, _Cell(*direction.steps(gates[d]).chunk(4, -1)))
+
+    tensors = (input, h0, parameters, lengths)
+    return gradients(
+        backward, grad_output, grad_h_n, *tensors, options.reverse, output=output, wanted=wanted
+    )
 
 
-# One direction ----------------------------------------------------------------------------------
+# Directions, in a GRU and in an RNN --------------------------------------------------------------
+
+# Functions that compute the gradients of one direction, by the names of arguments and parameters.
+Gradients = dict[str, Callable[[], Tensor]]
 
 
-class _Direction(NamedTuple):
+class Direction(NamedTuple):
     """One direction's arguments, in the order of its steps, in the accumulation dtype."""
 
     p: Parameters
@@ -181,26 +168,92 @@ class _Direction(NamedTuple):
         """Puts (T, B, ...) in step order, with 0 past each row's length."""
         return in_step_order(masked(t, self.valid), self.lengths, self.reverse).to(self.x.dtype)
 
+    def from_input(self) -> Tensor:
+        """Returns W_ih x + b_ih of all steps."""
+        a = self.x @ self.p.weight_ih.mT
+        return a if self.p.bias_ih is None else a + self.p.bias_ih
 
-def _directions(
-    input: Tensor, h0: Tensor | None, parameters: Sequence[Tensor | None], lengths: Tensor | None,
-    options: Options,
-) -> Iterator[_Direction]:  # fmt: skip
+    def previous_h(self, y: Tensor) -> Tensor:
+        """Returns h before each step; 0 past a row's length, where it affects nothing.
+
+        Args:
+            y: (T, B, H), the output, in step order.
+        """
+        return masked(torch.cat([self.h0[None], y])[: len(self.x)], self.valid)
+
+
+def directions(
+    input: Tensor,
+    h0: Tensor | None,
+    parameters: Sequence[Tensor | None],
+    lengths: Tensor | None,
+    reverse: Sequence[bool],
+) -> Iterator[Direction]:
+    """Yields the directions of a call."""
     (T, B, _), wide = input.shape, accumulation_dtype(input.dtype)
     valid = valid_steps(T, lengths)
     wide_parameters = [None if t is None else t.to(wide) for t in parameters]
     for d, p in enumerate(by_direction(Parameters, wide_parameters)):
-        reverse = options.reverse[d]
-        x = in_step_order(masked(input, valid), lengths, reverse).to(wide)
+        x = in_step_order(masked(input, valid), lengths, reverse[d]).to(wide)
         H = p.weight_hh.shape[1]
         first = input.new_zeros(B, H, dtype=wide) if h0 is None else h0[d].to(wide)
-        yield _Direction(p, x, first, lengths, reverse, valid)
+        yield Direction(p, x, first, lengths, reverse[d], valid)
 
 
-def _backward(
-    direction: _Direction, dy: Tensor, dh: Tensor, y: Tensor, cell: _Cell
-) -> dict[str, Callable[[], Tensor]]:
-    """Returns functions that compute the gradients, by the names of arguments and parameters.
+def gradients(
+    backward: Callable[[int, Direction, Tensor, Tensor, Tensor], Gradients],
+    grad_output: Tensor,
+    grad_h_n: Tensor | None,
+    input: Tensor,
+    h0: Tensor | None,
+    parameters: Sequence[Tensor | None],
+    lengths: Tensor | None,
+    reverse: Sequence[bool],
+    *,
+    output: Tensor,
+    wanted: Sequence[bool],
+) -> list[Tensor | None]:
+    """Computes the gradients that are wanted, direction by direction.
+
+    Args:
+        backward: (d, direction, dy, dh, y) -> the gradients of direction d; dy, dh and y as in
+            :func:`_backward`.
+        The rest as in :func:`gru_backward`.
+
+    Returns:
+        As :func:`gru_backward`.
+    """
+    wants_input, wants_h0, *of_parameters = wanted
+    wants = by_direction(Parameters, of_parameters)
+    results: list[dict[str, Tensor | None]] = []
+    for d, direction in enumerate(directions(input, h0, parameters, lengths, reverse)):
+        H = direction.h0.shape[-1]
+        own = slice(d * H, (d + 1) * H)
+        needs_grad = {"input": wants_input, "h0": wants_h0, **wants[d]._asdict()}
+        dh = torch.zeros_like(direction.h0) if grad_h_n is None else grad_h_n[d]
+        functions = backward(
+            d,
+            direction,
+            direction.steps(grad_output[..., own]),
+            dh.to(direction.h0.dtype),
+            direction.steps(output[..., own]),
+        )
+        results.append(
+            {name: functions[name]() if needed else None for name, needed in needs_grad.items()}
+        )
+    grads = [added_up(results, "input"), side_by_side(results, "h0")]
+    grads += [result[name] for result in results for name in Parameters._fields]
+    return [
+        None if grad is None or t is None else grad.to(t.dtype)
+        for grad, t in zip(grads, [input, h0, *parameters], strict=True)
+    ]
+
+
+# The GRU's cell ----------------------------------------------------------------------------------
+
+
+def _backward(direction: Direction, dy: Tensor, dh: Tensor, y: Tensor, cell: _Cell) -> Gradients:
+    """Returns the gradients of one direction.
 
     Args:
         dy: (T, B, H), the gradient of the output, in step order; dh: (B, H), that of h_n.
@@ -208,8 +261,7 @@ def _backward(
         cell: each (T, B, H), in step order.
     """
     p, x = direction.p, direction.x
-    # h before each step. Past a row's length there is no step; 0 stands in and affects nothing.
-    h = masked(torch.cat([direction.h0[None], y])[: len(x)], direction.valid)
+    h = direction.previous_h(y)
     r, z, n, k = cell
     # The derivatives at each step. A row that has ended keeps its h.
     n_by_h = masked((1 - z) * (1 - n.square()), direction.valid)
@@ -253,8 +305,3 @@ def _cell(from_input: Tensor, h: Tensor, p: Parameters) -> _Cell:
     h_r, h_z, k = (hidden if p.bias_hh is None else hidden + p.bias_hh).chunk(3, -1)
     r, z = torch.sigmoid(a_r + h_r), torch.sigmoid(a_z + h_z)
     return _Cell(r, z, torch.tanh(a_n + r * k), k)
-
-
-def _from_input(x: Tensor, p: Parameters) -> Tensor:
-    a = x @ p.weight_ih.mT
-    return a if p.bias_ih is None else a + p.bias_ih

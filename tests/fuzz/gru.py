@@ -1,4 +1,4 @@
-"""``trifuse.gru``, its layers, cells and modules."""
+"""``trifuse.gru`` and ``rnn``, their layers, cells and modules."""
 
 from __future__ import annotations
 
@@ -23,9 +23,10 @@ from .tensors import Values
 NAMES = Parameters._fields
 
 
-def draw(d: Draws, kernel: str, dtype: str) -> Call:
+def draw(d: Draws, kernel: str, dtype: str, operator: str = "gru") -> Call:
     entry_point = d.choice(("function", "layer", "cell", "module"))
     T, B, I, H = recurrent.sizes(d)  # noqa: E741
+    gates = {"gru": 3, "rnn": 1}[operator]
     makers = Makers(d, dtype)
     options: dict[str, Any] = {}
     directions = d.integer(1, 2) if entry_point in ("layer", "module") else 1
@@ -45,13 +46,13 @@ def draw(d: Draws, kernel: str, dtype: str) -> Call:
         features = I if layer == 0 else directions * H
         for reverse in range(directions):
             suffix = f"_l{layer}" * (entry_point == "module") + "_reverse" * reverse
-            makers.make(f"weight_ih{suffix}", 3 * H, features, scale=1 / math.sqrt(features))
-            makers.make(f"weight_hh{suffix}", 3 * H, H, scale=1 / math.sqrt(H))
+            makers.make(f"weight_ih{suffix}", gates * H, features, scale=1 / math.sqrt(features))
+            makers.make(f"weight_hh{suffix}", gates * H, H, scale=1 / math.sqrt(H))
             for name in ("bias_ih", "bias_hh"):
                 if biased and entry_point == "module":
-                    makers.make(f"{name}{suffix}", 3 * H)
+                    makers.make(f"{name}{suffix}", gates * H)
                 elif biased:
-                    makers.vector(f"{name}{suffix}", 3 * H)
+                    makers.vector(f"{name}{suffix}", gates * H)
     if entry_point != "cell" and d.flag(45):
         makers.lengths(T, B)
     if batch_first:
@@ -63,11 +64,13 @@ def draw(d: Draws, kernel: str, dtype: str) -> Call:
         options["reverse"] = tuple(d.flag(50) for _ in range(directions))
     elif entry_point == "function" and d.flag(40):
         options["reverse"] = True
+    if operator == "rnn" and d.flag(50):
+        options["nonlinearity"] = d.choice(("relu", "tanh"))
     shape = makers.tensors["input"].shape[:-1]
     results = {"h_n": Values((*lead, *rows, H), dtype)}
     if entry_point != "cell":
         results = {"output": Values((*shape, directions * H), dtype), **results}
-    call = Call("gru", kernel, dtype, makers.tensors, options, entry_point)
+    call = Call(operator, kernel, dtype, makers.tensors, options, entry_point)
     call = draw_modes(d, call, [n for n in makers.tensors if n != "lengths"], results)
     call = recurrent.with_specials(d, call)
     return dataclasses.replace(call, seed=d.integer(0, 255))
@@ -77,7 +80,9 @@ def arguments(call: Call, tensors: Mapping[str, Any]) -> tuple[str, dict[str, An
     given = dict(tensors)
     if call.entry_point == "module":
         x, h0, lengths = (given.pop(name, None) for name in ("input", "h0", "lengths"))
-        module = module_of("GRU", x.shape[-1], call.dtype, tuple(call.options.items()))
+        module = module_of(
+            call.operator.upper(), x.shape[-1], call.dtype, tuple(call.options.items())
+        )
         given = {"module": module, "parameter_and_buffer_dicts": given, "args": (x, h0)}
         given |= {} if lengths is None else {"kwargs": {"lengths": lengths}}
         return "torch.func.functional_call", given
@@ -87,8 +92,8 @@ def arguments(call: Call, tensors: Mapping[str, Any]) -> tuple[str, dict[str, An
             for suffix in ("", "_reverse")[: len(call.options["reverse"])]
         ]
         given = {"h0": None, "lengths": None, **given, "parameters": parameters}
-        return "trifuse.ops.gru.layer", {**given, **call.options}
-    name = "gru_cell" if call.entry_point == "cell" else "gru"
+        return f"trifuse.ops.{call.operator}.layer", {**given, **call.options}
+    name = call.operator + "_cell" * (call.entry_point == "cell")
     return f"trifuse.{name}", {"hx": None, **given, **call.options}
 
 
@@ -154,13 +159,20 @@ def _direction(
             a if bias is None else r(a + bias[:, None])
             for a, bias in zip(heard, biases, strict=True)
         )
-        (r_x, z_x, n_x), (r_h, z_h, n_h) = from_x.chunk(3, -1), from_h.chunk(3, -1)
-        reset, update = (sigmoid(r(a + b), r) for a, b in ((r_x, r_h), (z_x, z_h)))
-        candidate = tanh(r(n_x + r(reset * n_h)), r)
-        new = r(r(r(1 - update) * candidate) + r(update * old))
+        new = _cell(call, from_x, from_h, old, r)
         h = h.index_copy(1, rows, new)
         ys.append((rows, position, new))
     return recurrent.gathered(ys, h, T), h
+
+
+def _cell(call: Call, from_x: Tensor, from_h: Tensor, old: Tensor, r: Rounding) -> Tensor:
+    if call.operator == "rnn":
+        a = r(from_x + from_h)
+        return a.relu() if call.options.get("nonlinearity") == "relu" else tanh(a, r)
+    (r_x, z_x, n_x), (r_h, z_h, n_h) = from_x.chunk(3, -1), from_h.chunk(3, -1)
+    reset, update = (sigmoid(r(a + b), r) for a, b in ((r_x, r_h), (z_x, z_h)))
+    candidate = tanh(r(n_x + r(reset * n_h)), r)
+    return r(r(r(1 - update) * candidate) + r(update * old))
 
 
 poison = recurrent.poison

@@ -1,4 +1,4 @@
-"""Shared parts of the fuzzing of LSTM and GRU."""
+"""Shared parts of the fuzzing of LSTM, GRU and RNN."""
 
 from __future__ import annotations
 

@@ -13,14 +13,14 @@ import torch
 from .call import Call, Failure, kernels, program
 from .draws import Draws, shrink
 
-OPERATORS = ("attention", "dropout_add_layer_norm", "lstm", "gru", "dropout", "linear")
+OPERATORS = ("attention", "dropout_add_layer_norm", "lstm", "gru", "rnn", "dropout", "linear")
 BACKENDS = ("cpp", "eager", "triton", "cuda")
 
 
 def runs(operator: str, backend: str) -> bool:
     if operator == "linear":
         return backend == "cpp"
-    return backend != "cuda" or operator not in ("dropout", "gru")  # no CUDA kernels
+    return backend != "cuda" or operator not in ("dropout", "gru", "rnn")  # no CUDA kernels
 
 
 def dtypes(operator: str, backend: str) -> tuple[str, ...]:

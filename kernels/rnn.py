@@ -1,0 +1,368 @@
+"""The Elman RNN over a whole sequence, one layer in one or two directions, forward and backward, in
+Triton.
+
+The formulas are at the head of ``trifuse/reference/rnn.py``. The head of
+``trifuse/kernels/recurrent.py`` describes how they are spread over launches.
+
+W_ih x and W_hh h have the same gradient, and the backward needs no result of the forward but the
+output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from trifuse.kernels.arithmetic import dot, round_to
+from trifuse.kernels.recurrent import (
+    Call,
+    Inputs,
+    as_results,
+    check_backward,
+    load,
+    load_weights,
+    longest_row,
+    make_step,
+    make_tile,
+    state_offsets,
+    store,
+    tanh,
+    token_offsets,
+)
+from trifuse.reference.gru import Parameters
+from trifuse.reference.lstm import by_direction, masked
+
+
+class Variant(NamedTuple):
+    """Compile-time parameters of a kernel, besides which tensors are None."""
+
+    H: int
+    D: int  # directions
+    reverse: int  # bit d: direction d reads rows from their ends
+    relu: bool  # the activation: relu, not tanh
+
+
+# Parts of a step ---------------------------------------------------------------------------------
+
+
+@triton.jit
+def _cell_forward(v, h, products_ih, out, inputs, tile, at, variant: tl.constexpr):
+    """Returns the next h, in its dtype. v is W_hh h. Writes the output."""
+    H: tl.constexpr = variant.H
+    dtype: tl.constexpr = v.dtype
+    inside = at.active & (tile.column < H)
+    a = load(products_ih + token_offsets(tile, at.t, variant.D, H), inside, dtype) + v
+    if inputs.bias is not None:
+        a += load(inputs.bias + tile.d * H + tile.column, tile.column < H, dtype)
+    if variant.relu:
+        new = tl.where(a < 0.0, 0.0, a)  # a NaN stays
+    else:
+        new = tanh(a)
+    # Columns past H stay 0: an infinite h would make them NaN, which the next product would spread.
+    h = tl.where(inside, round_to(new, h.dtype), h)
+    y = tl.where(at.active, h, 0.0).to(h.dtype)
+    tl.store(out + token_offsets(tile, at.t, variant.D, H), y, tile.exists & (tile.column < H))
+    return h
+
+
+@triton.jit
+def _cell_backward(dh, dh_recurrent, grad_out, out, grads, tile, at, variant: tl.constexpr):
+    """Returns the gradient of a, and the gradient of h_{t-1} without its part through W_hh. Writes
+    the former.
+
+    ``dh_recurrent`` is the part through W_hh from the next step: 0 for a row without that step. In
+    a row that is not active, dh is kept and the gradient of a is 0.
+    """
+    H: tl.constexpr = variant.H
+    dtype: tl.constexpr = dh.dtype
+    inside = at.active & (tile.column < H)
+    y = load(out + token_offsets(tile, at.t, variant.D, H), inside, dtype)
+    total = dh + dh_recurrent
+    total += load(grad_out + token_offsets(tile, at.t, variant.D, H), inside, dtype)
+    if variant.relu:
+        da = tl.where(y <= 0.0, 0.0, total)
+    else:
+        da = total * (1.0 - y * y)
+    da = tl.where(inside, da, 0.0)
+    written = tile.exists & (tile.column < H)
+    store(grads + token_offsets(tile, at.t, variant.D, H), da, written)
+    return da, tl.where(at.active, 0.0, dh)
+
+
+# Forward -----------------------------------------------------------------------------------------
+
+
+@triton.jit(do_not_specialize=["step", "T", "B"])
+def rnn_forward_step_kernel(
+    step,
+    products_hh,  # (D, B, H): W_hh h
+    products_ih,  # (T, B, D, H): W_ih x
+    state,  # (D, B, H): h
+    out,  # (T, B, D, H)
+    inputs,
+    T,
+    B,
+    variant: tl.constexpr,
+    block: tl.constexpr,
+):
+    """One step, without its product.
+
+    A program owns block.rows rows and block.columns units of one direction. It reads W_ih x, W_hh h
+    and h; it writes h and the output.
+
+    Floor: per unit 3 numbers read and 2 written, in the dtype of the input. All but W_ih x and the
+    output stays in the L2 cache, so a step is bound by the time from launch to launch.
+    """
+    H: tl.constexpr = variant.H
+    tile = make_tile(tl.program_id(0), inputs.lengths, T, B, block)
+    at = make_step(tile, step, variant.reverse)
+    inside = tile.exists & (tile.column < H)
+    offsets = state_offsets(tile, H)
+    h = tl.load(state + offsets, inside, other=0.0)
+    dtype: tl.constexpr = tl.float64 if h.dtype == tl.float64 else tl.float32
+    v = load(products_hh + offsets, inside, dtype)
+    h = _cell_forward(v, h, products_ih, out, inputs, tile, at, variant)
+    tl.store(state + offsets, h, inside)
+
+
+@triton.jit(do_not_specialize=["T", "B"])
+def rnn_forward_sequence_kernel(
+    weight_hh,  # (D, H, H)
+    products_ih,  # (T, B, D, H): W_ih x
+    state,  # (D, B, H): the initial h, replaced by the final h
+    out,  # (T, B, D, H)
+    inputs,
+    T,
+    B,
+    variant: tl.constexpr,
+    block: tl.constexpr,
+):
+    """All steps. A program owns block.rows whole rows of one direction.
+
+    It reads the weights once and keeps them in shared memory; h stays in registers. Until its
+    longest row ends, it reads W_ih x of each step and writes the output; after that it only writes
+    zeros.
+
+    Floor: per step and program, block.columns² · block.rows multiplications on one multiprocessor's
+    matrix unit, and the latency of one such product.
+    """
+    H: tl.constexpr = variant.H
+    tile = make_tile(tl.program_id(0), inputs.lengths, T, B, block)
+    inside = tile.exists & (tile.column < H)
+    h = tl.load(state + state_offsets(tile, H), inside, other=0.0)
+    w = load_weights(weight_hh, 0, tile, H, 1, block)
+    longest = longest_row(tile)
+    for step in tl.range(0, longest, num_stages=1):
+        at = make_step(tile, step, variant.reverse)
+        zeros = tl.full((block.rows, block.columns), 0.0, tl.float32)
+        v = dot(h, tl.trans(w), zeros)
+        h = _cell_forward(v, h, products_ih, out, inputs, tile, at, variant)
+    no_output = tl.full((block.rows, block.columns), 0.0, h.dtype)
+    for step in range(longest, T):
+        at = make_step(tile, step, variant.reverse)
+        tl.store(out + token_offsets(tile, at.t, variant.D, H), no_output, inside)
+    tl.store(state + state_offsets(tile, H), h, inside)
+
+
+# Backward ----------------------------------------------------------------------------------------
+
+
+@triton.jit(do_not_specialize=["step", "T", "B"])
+def rnn_backward_step_kernel(
+    step,
+    dh_recurrent,  # (D, B, H): the gradient of h through the product of the next step
+    grad_out,  # (T, B, D, H)
+    out,  # (T, B, D, H)
+    grad_state,  # (D, B, H), in the accumulation dtype: the rest of the gradient of h
+    grads,  # (T, B, D, H): of a
+    grad_products_hh,  # (D, B, H): the same of this step alone
+    inputs,
+    T,
+    B,
+    variant: tl.constexpr,
+    block: tl.constexpr,
+):
+    """One step of the backward, without its product.
+
+    A program owns block.rows rows and block.columns units of one direction. It reads their output
+    and the gradients of h; it writes the gradients of a (twice) and of h.
+
+    Floor: per unit 3 numbers read and 2 written in the dtype of the input, and one of 4 bytes read
+    and written; bound by the time from launch to launch, as in the forward.
+    """
+    H: tl.constexpr = variant.H
+    tile = make_tile(tl.program_id(0), inputs.lengths, T, B, block)
+    at = make_step(tile, step, variant.reverse)
+    inside = tile.exists & (tile.column < H)
+    offsets = state_offsets(tile, H)
+    dh = tl.load(grad_state + offsets, inside, other=0.0)
+    recurrent = load(dh_recurrent + offsets, inside, dh.dtype)
+    da, dh = _cell_backward(dh, recurrent, grad_out, out, grads, tile, at, variant)
+    tl.store(grad_state + offsets, dh, inside)
+    store(grad_products_hh + offsets, da, inside)
+
+
+@triton.jit(do_not_specialize=["T", "B"])
+def rnn_backward_sequence_kernel(
+    weight_hh,  # (D, H, H)
+    grad_out,  # (T, B, D, H)
+    out,  # (T, B, D, H)
+    grad_state,  # (D, B, H) float32: the gradient of h_n, and then of h0
+    grads,  # (T, B, D, H): of a
+    inputs,
+    T,
+    B,
+    variant: tl.constexpr,
+    block: tl.constexpr,
+):
+    """All steps, backwards. A program owns block.rows whole rows of one direction and keeps the
+    weights as in the forward; the gradient of h stays in registers.
+
+    Floor: as in the forward, plus reading the output.
+    """
+    H: tl.constexpr = variant.H
+    input_dtype: tl.constexpr = weight_hh.dtype.element_ty
+    tile = make_tile(tl.program_id(0), inputs.lengths, T, B, block)
+    inside = tile.exists & (tile.column < H)
+    dh = tl.load(grad_state + state_offsets(tile, H), inside, other=0.0)
+    zeros = tl.full((block.rows, block.columns), 0.0, tl.float32)
+    longest = longest_row(tile)
+    for step in range(longest, T):
+        at = make_step(tile, step, variant.reverse)
+        store(grads + token_offsets(tile, at.t, variant.D, H), zeros, inside)
+    w = load_weights(weight_hh, 0, tile, H, 1, block)
+    dh_recurrent = zeros
+    for back in tl.range(0, longest, num_stages=1):
+        at = make_step(tile, longest - 1 - back, variant.reverse)
+        da, dh = _cell_backward(dh, dh_recurrent, grad_out, out, grads, tile, at, variant)
+        dh_recurrent = dot(round_to(da, input_dtype), w, zeros)
+    tl.store(grad_state + state_offsets(tile, H), dh + dh_recurrent, inside)
+
+
+# Launchers ---------------------------------------------------------------------------------------
+
+
+def rnn_forward(
+    input: Tensor,
+    h0: Tensor | None,
+    parameters: Sequence[Tensor | None],
+    lengths: Tensor | None,
+    reverse: Sequence[bool],
+    relu: bool,
+) -> tuple[Tensor, Tensor]:
+    """Implements the op ``rnn_forward``. float64 is for checking the formulas."""
+    with torch.cuda.device_of(input):
+        call = _Call(input, parameters, lengths, reverse, relu)
+        sequences, T, B, D, H = call.sequences, call.T, call.B, call.D, call.H
+        state = sequences.zeros_or_copy(h0, H, sequences.dtype)
+        out = state.new_empty(T, B, D * H)
+        products_ih = sequences.products_ih(input.flatten(0, 1))
+        if call.one_launch:
+            sequence = call.prepare(rnn_forward_sequence_kernel, call.variant)
+            sequence(sequences.weight_hh, products_ih, state, out, call.inputs, T, B)
+        else:
+            products_hh, weight_hh = state.new_empty(D, B, H), sequences.weight_hh.mT
+            cell = call.prepare(rnn_forward_step_kernel, call.variant)
+            for step in range(T):
+                torch.bmm(state, weight_hh, out=products_hh)
+                cell(step, products_hh, products_ih, state, out, call.inputs, T, B)
+    return out, state
+
+
+def rnn_backward(
+    grad_output: Tensor,
+    grad_h_n: Tensor | None,
+    input: Tensor,
+    h0: Tensor | None,
+    parameters: Sequence[Tensor | None],
+    lengths: Tensor | None,
+    output: Tensor,
+    reverse: Sequence[bool],
+    relu: bool,
+    wanted: Sequence[bool],
+) -> list[Tensor]:
+    """Implements the op ``rnn_backward``."""
+    check_backward(
+        grad_output, grad_h_n, input, h0, parameters, lengths, output, D=len(reverse), gates=1
+    )
+    with torch.cuda.device_of(input):
+        call = _Call(input, parameters, lengths, reverse, relu)
+        grads, grad_state = _recurrent_gradients(call, grad_output, grad_h_n, output)
+        input_grads = _gradients(call, input, h0, output, grads, grad_state, wanted)
+    return as_results(input, h0, parameters, input_grads)
+
+
+def _recurrent_gradients(
+    call: _Call, grad_output: Tensor, grad_h_n: Tensor | None, output: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Returns the gradients of a (T, B, D, H), and of h0 (D, B, H)."""
+    sequences, T, B, D, H = call.sequences, call.T, call.B, call.D, call.H
+    grad_output, output = grad_output.contiguous(), output.contiguous()
+    grad_state = sequences.zeros_or_copy(grad_h_n, H, sequences.acc_dtype)
+    grads = output.new_empty(T, B, D, H)
+    if call.one_launch:
+        call.prepare(rnn_backward_sequence_kernel, call.variant)(
+            sequences.weight_hh, grad_output, output, grad_state, grads, call.inputs, T, B
+        )
+        return grads, grad_state
+    dh_recurrent = sequences.zeros_or_copy(None, H, sequences.dtype)
+    grad_products_hh = torch.empty_like(dh_recurrent)
+    cell = call.prepare(rnn_backward_step_kernel, call.variant)
+    for step in reversed(range(T)):
+        cell(
+            step, dh_recurrent, grad_output, output, grad_state, grads, grad_products_hh,
+            call.inputs, T, B,
+        )  # fmt: skip
+        torch.bmm(grad_products_hh, sequences.weight_hh, out=dh_recurrent)
+    return grads, grad_state.add_(dh_recurrent)
+
+
+def _gradients(
+    call: _Call,
+    input: Tensor,
+    h0: Tensor | None,
+    output: Tensor,
+    grads: Tensor,
+    grad_state: Tensor,
+    wanted: Sequence[bool],
+) -> list[Tensor | None]:
+    """Gradients of input, h0 and the parameters, not yet in their dtypes; None if not wanted."""
+    sequences = call.sequences
+    grad_input = None
+    needs_input, needs_h0, *needs_parameters = wanted
+    if needs_input:  # both directions in one product
+        grad_input = grads.flatten(2).flatten(0, 1) @ sequences.weight_ih
+    results: list[Tensor | None] = [grad_input, grad_state if needs_h0 else None]
+    x = masked(input, sequences.valid).flatten(0, 1)
+    h_previous = sequences.previous_h(output, h0)
+    for d, needs in enumerate(by_direction(Parameters, needs_parameters)):
+        da = sequences.tokens(grads, d)
+        bias = da.sum(0, dtype=sequences.acc_dtype) if needs.bias_ih or needs.bias_hh else None
+        results += [
+            da.mT @ x if needs.weight_ih else None,
+            da.mT @ h_previous[d].flatten(0, 1) if needs.weight_hh else None,
+            bias if needs.bias_ih else None,
+            bias.clone() if bias is not None and needs.bias_hh else None,
+        ]
+    return results
+
+
+class _Call(Call):
+    def __init__(
+        self,
+        input: Tensor,
+        parameters: Sequence[Tensor | None],
+        lengths: Tensor | None,
+        reverse: Sequence[bool],
+        relu: bool,
+    ) -> None:
+        super().__init__(input, parameters, lengths, reverse, gates=1)
+        self.variant = Variant(self.H, self.D, self.sequences.reverse, relu)
+        given = [bias for bias in self.biases() if bias is not None]
+        bias = sum(given[1:], given[0]) if given else None
+        self.inputs = Inputs(self.sequences.lengths, bias)

@@ -1,0 +1,93 @@
+"""``torch.nn.RNN`` and ``RNNCell`` on the fused operator."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from trifuse.nn.lstm import Recurrent, Sequences
+from trifuse.nn.quantization import Unquantizable
+from trifuse.ops import rnn as ops
+
+
+class RNN(Recurrent):
+    """``torch.nn.RNN`` on the fused operator.
+
+    The arguments, the parameters' names and their initialisation are torch's own. Both directions
+    of a layer run in one call; weights may be replaced by plain tensors, as weight drop does.
+    Dropout between layers uses trifuse's generator on a CPU.
+
+    Raises:
+        ValueError: ``nonlinearity`` is neither "tanh" nor "relu".
+    """
+
+    qconfig = Unquantizable(nn.RNN)
+
+    def __init__(
+        self,
+        input_size: int,
+        hidden_size: int,
+        num_layers: int = 1,
+        nonlinearity: str = "tanh",
+        bias: bool = True,
+        batch_first: bool = False,
+        dropout: float = 0.0,
+        bidirectional: bool = False,
+        device: Any = None,
+        dtype: Any = None,
+    ) -> None:
+        mode = "RNN_RELU" if ops.is_relu(nonlinearity) else "RNN_TANH"
+        super().__init__(
+            mode, input_size, hidden_size, num_layers, bias, batch_first, dropout, bidirectional,
+            device=device, dtype=dtype,
+        )  # fmt: skip
+        self.nonlinearity = nonlinearity
+
+    def forward(
+        self, input: Sequences, hx: Tensor | None = None, *, lengths: Tensor | None = None
+    ) -> tuple[Sequences, Tensor]:
+        """As ``torch.nn.RNN.forward``.
+
+        Args:
+            input: (T, B, I), with ``batch_first`` (B, T, I), or (T, I), or a PackedSequence.
+            hx: as in torch, or None for zeros.
+            lengths: int32 or int64 (B,), instead of packing: see :func:`trifuse.rnn`.
+
+        Raises:
+            As :func:`trifuse.rnn`.
+        """
+        output, (h_n,) = self._forward(input, [hx], lengths)
+        return output, h_n
+
+    def _layer(
+        self, k: int, x: Tensor, states: list[Tensor | None], lengths: Tensor | None
+    ) -> list[Tensor]:
+        parameters = self._parameters_of(ops.Parameters, k)
+        # torch's module computes by its mode, whatever its attribute ``nonlinearity`` is later.
+        options = {"nonlinearity": "relu" if self.mode == "RNN_RELU" else "tanh"}
+        return list(
+            ops.layer(x, states[0], parameters, lengths, reverse=self._reverse(), **options)
+        )
+
+    def _widths(self) -> list[int]:
+        return [self.hidden_size]
+
+
+class RNNCell(nn.RNNCell):
+    """``torch.nn.RNNCell`` on the fused operator; the constructor is torch's own."""
+
+    qconfig = Unquantizable(nn.RNNCell)
+
+    def forward(self, input: Tensor, hx: Tensor | None = None) -> Tensor:
+        """One step. Shapes as in torch.
+
+        Raises:
+            ValueError: ``nonlinearity`` is neither "tanh" nor "relu" (``trifuse.ArgumentError``,
+                also a ``RuntimeError``, as in torch).
+            As :func:`trifuse.rnn_cell`.
+        """
+        return ops.rnn_cell(
+            input, hx, self.weight_ih, self.weight_hh, self.bias_ih, self.bias_hh,
+            nonlinearity=self.nonlinearity,
+        )  # fmt: skip
