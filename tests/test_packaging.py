@@ -241,7 +241,7 @@ def test_report_agrees_with_explain() -> None:
             elif operator == "dropout_add_layer_norm":
                 choice = trifuse.explain(trifuse.dropout_add_layer_norm, *qkv[:2])
             else:
-                weight = qkv.new_empty((4 if operator == "lstm" else 3) * 64, 64)
+                weight = qkv.new_empty({"lstm": 4, "gru": 3, "rnn": 1}[operator] * 64, 64)
                 recurrent = getattr(trifuse, operator)
                 choice = trifuse.explain(recurrent, qkv[0, 0], None, weight, weight)
         assert choice.backend == chosen

@@ -42,6 +42,7 @@ __all__ = [
     "TransformerConfig",
     "beam_search",
     "greedy_search",
+    "log_likelihood",
     "sample",
     "token_loss",
     "warmup_inverse_sqrt",
@@ -525,6 +526,20 @@ def token_loss(
     return F.cross_entropy(
         logits.flatten(0, 1), targets.flatten(), ignore_index=-100, label_smoothing=label_smoothing
     )
+
+
+def log_likelihood(logits: Tensor, tokens: Tensor, mask: Tensor | None = None) -> Tensor:
+    """log P of each text (B,), in nats: the sum over its tokens after the first, which is given.
+
+    Args:
+        logits: (B, L, V), a language model's for ``tokens``.
+        tokens: integers (B, L).
+        mask: bool (B, L), True where a token is real.
+    """
+    log_probs = -F.cross_entropy(logits[:, :-1].mT, tokens[:, 1:], reduction="none")
+    if mask is not None:
+        log_probs = log_probs.where(mask[:, 1:], 0)
+    return log_probs.sum(1)
 
 
 def warmup_inverse_sqrt(warmup_steps: int) -> Callable[[int], float]:
