@@ -10,7 +10,7 @@ Everything declarative is in pyproject.toml. This file does the rest:
 - installing without the extension, or without the CUDA kernels, if they can't be built, and saying
   why,
 - compiling the extension with sanitizers instead, into a separate folder (TRIFUSE_SANITIZE; see
-  tests/sanitize.py).
+  tests/sanitize.py), for the instruction sets in TRIFUSE_SANITIZE_SETS (default: all).
 """
 
 from __future__ import annotations
@@ -223,15 +223,18 @@ class BuildExtension(build_ext):
         includes.append(f"-isystem{sysconfig.get_path('include')}")
         # Compiled with OpenMP but not linked with it: torch brings its own runtime, and a second
         # one would start a second pool of threads.
-        common = ["-std=c++20", "-O3", "-fPIC", "-fopenmp", "-fvisibility=hidden", "-Wall"]
+        ordinary = ["-std=c++20", "-O3", "-fPIC", "-fopenmp", "-fvisibility=hidden", "-Wall"]
+        # GCC warns about undefined values in its own intrinsics and an ABI that changed in 4.6.
+        ordinary += ["-Wno-maybe-uninitialized", "-Wno-uninitialized", "-Wno-psabi"]
+        ordinary += ["-DAT_PARALLEL_OPENMP=1", "-DTORCH_EXTENSION_NAME=_C"]
+        ordinary += [f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}"]
         sanitize = SANITIZERS[self.sanitizer] if self.sanitizer else []
+        common = ordinary
         if sanitize:
             # The last -O wins; -O1 compiles fast, and the result is fast enough.
-            common += ["-O1", "-g1", "-fno-omit-frame-pointer", "-DTRIFUSE_SANITIZE", *sanitize]
-        # GCC warns about undefined values in its own intrinsics and an ABI that changed in 4.6.
-        common += ["-Wno-maybe-uninitialized", "-Wno-uninitialized", "-Wno-psabi"]
-        common += ["-DAT_PARALLEL_OPENMP=1", "-DTORCH_EXTENSION_NAME=_C"]
-        common += [f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}"]
+            common = [*ordinary, "-O1", "-g1", "-fno-omit-frame-pointer", "-DTRIFUSE_SANITIZE"]
+            common += sanitize
+        sanitized = os.environ.get("TRIFUSE_SANITIZE_SETS", " ".join(CAPABILITIES)).split()
         # AT_PER_OPERATOR_HEADERS: torch's headers include only the operators that they use.
         host = [compiler, *common, "-DAT_PER_OPERATOR_HEADERS", *includes]
         sources = sorted((ROOT / "csrc").glob("**/*.cpp"))
@@ -260,7 +263,9 @@ class BuildExtension(build_ext):
         kernel_jobs = []
         commands = dict.fromkeys(sources, host)
         for capability in CAPABILITIES:
-            command = [compiler, *common, *kernel_flags(capability), *includes]
+            # The other instruction sets are linked as the ordinary build has compiled them.
+            flags = common if capability in sanitized else ordinary
+            command = [compiler, *flags, *kernel_flags(capability), *includes]
             for source in kernels:
                 if is_compiled(source, capability):
                     kernel_jobs.append(job([source], f"{source.stem}.{capability}", command))

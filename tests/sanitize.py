@@ -26,6 +26,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -98,7 +99,11 @@ def compiler() -> str:
 def build(which: Build) -> None:
     """Compiles changed sources, with the compiler and the torch of an ordinary build."""
     command = [sys.executable, "setup.py", "-q", "build", "--build-lib", str(which.folder)]
-    environment = {**os.environ, "TRIFUSE_SANITIZE": which.name}
+    # Instruction sets that this machine lacks need no sanitizers.
+    from trifuse import _C
+
+    here = " ".join(_C.cpu_capabilities())
+    environment = {**os.environ, "TRIFUSE_SANITIZE": which.name, "TRIFUSE_SANITIZE_SETS": here}
     done = subprocess.run(command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL)
     if done.returncode or not extension(which).exists():
         raise SanitizeError(f"the extension was not built with sanitizers for {which.name}")
@@ -168,15 +173,31 @@ def capabilities(which: Build) -> list[str]:
     return output.split()
 
 
+def brief_sets(ran: list[str]) -> list[str]:
+    """Returns the instruction sets that make fewer and smaller calls.
+
+    All kernels have one source, so the best set, with the sets for bfloat16, makes all calls.
+    Without vectors each would take ten times as long.
+    """
+    return [capability for capability in ran if not capability.endswith("_BF16")][:-1]
+
+
 # Coverage ----------------------------------------------------------------------------------------
 
 
-class Reached(NamedTuple):
-    """How often each function and line of the C++ code ran in one object, by file and line."""
+class Place(NamedTuple):
+    """A line of a function. A template has one function per type."""
 
-    functions: dict[tuple[str, int], int]
-    names: dict[tuple[str, int], str]
-    lines: dict[tuple[str, int], int]
+    file: str
+    line: int
+    function: str  # demangled, without the instruction set
+
+
+class Reached(NamedTuple):
+    """How often each function, by its first line, and each line ran on one instruction set."""
+
+    functions: Counter[Place]
+    lines: Counter[Place]
 
 
 def counts() -> list[Path]:
@@ -184,7 +205,8 @@ def counts() -> list[Path]:
     return sorted((ROOT / "build").glob("*/*.gcda"))
 
 
-def read_counts(path: Path) -> Reached:
+def read_counts(path: Path, capability: str, reached: Reached) -> None:
+    """Adds one object's counts of the functions that its instruction set has of its own."""
     gcov = subprocess.run(
         [compiler(), "-print-prog-name=gcov"], capture_output=True, text=True, check=True
     ).stdout.strip()
@@ -194,51 +216,65 @@ def read_counts(path: Path) -> Reached:
         )
         [packed] = Path(folder).glob("*.gcov.json.gz")
         found = json.loads(gzip.decompress(packed.read_bytes()))
-    reached = Reached({}, {}, {})
     for file in found["files"]:
         source = Path(found["current_working_directory"], file["file"]).resolve()
         # The kernels, and the headers that they share with the CUDA kernels.
         if source.parent not in (ROOT / "csrc/cpu", ROOT / "csrc"):
             continue
         name = str(source.relative_to(ROOT))
-        # A template has one function per type. It counts as reached if any of them was.
+        own = {}
         for function in file["functions"]:
-            place = name, function["start_line"]
-            reached.names[place] = function["demangled_name"]
-            before = reached.functions.get(place, 0)
-            reached.functions[place] = before + function["execution_count"]
+            readable = function["demangled_name"]
+            # Functions that all instruction sets share are counted in one of them alone.
+            if f"::{capability}::" in readable:
+                readable = readable.replace(f"::{capability}::", "::")
+                own[function["name"]] = readable
+                place = Place(name, function["start_line"], readable)
+                reached.functions[place] += function["execution_count"]
         for line in file["lines"]:
-            place = name, line["line_number"]
-            reached.lines[place] = reached.lines.get(place, 0) + line["count"]
-    return reached
+            if line.get("function_name") in own:
+                place = Place(name, line["line_number"], own[line["function_name"]])
+                reached.lines[place] += line["count"]
+
+
+def by_line(places: Counter[Place]) -> Counter[tuple[str, int]]:
+    """Adds up the counts of a template's functions of all types."""
+    sums = Counter[tuple[str, int]]()
+    for place, count in places.items():
+        sums[place.file, place.line] += count
+    return sums
 
 
 def check_reached(ran: list[str], show_lines: bool) -> None:
-    """Checks that every function of the kernels ran, for each instruction set."""
+    """Checks that every function of the kernels ran, for each instruction set.
+
+    Brief calls have to reach each line that the other calls reach, for some type.
+    """
     # Objects of one instruction set share inline functions, and the linker keeps only one object's
     # copy and counts. So counts are added up over the objects.
-    sums = {capability: Reached({}, {}, {}) for capability in ran}
+    sums = {capability: Reached(Counter(), Counter()) for capability in ran}
     for path in counts():
         kernel, _, capability = path.name.rsplit(".", 2)[0].partition(".")  # without the digest
-        if not kernel.endswith("_kernel") or capability not in ran:
-            continue
-        found, total = read_counts(path), sums[capability]
-        total.names.update(found.names)
-        for place, count in found.functions.items():
-            total.functions[place] = total.functions.get(place, 0) + count
-        for place, count in found.lines.items():
-            total.lines[place] = total.lines.get(place, 0) + count
+        if kernel.endswith("_kernel") and capability in ran:
+            read_counts(path, capability, sums[capability])
     missed = []
+    all_calls = [by_line(sums[name].lines) for name in ran if name not in brief_sets(ran)]
     for capability, total in sums.items():
+        functions, lines = by_line(total.functions), by_line(total.lines)
         missed += [
-            f"{capability}: {file}:{line}: {total.names[file, line]}"
-            for (file, line), count in sorted(total.functions.items())
-            # Functions that all instruction sets share are counted in one of them alone.
-            if count == 0 and f"::{capability}::" in total.names[file, line]
+            f"{capability}: {place.file}:{place.line}: {place.function}"
+            for place in sorted(total.functions)
+            if not functions[place.file, place.line]
         ]
+        never = sorted(place for place, count in lines.items() if not count)
+        if capability in brief_sets(ran):
+            missed += [
+                f"{capability}: {file}:{line}, which all calls reach"
+                for file, line in never
+                if any(reached[file, line] for reached in all_calls)
+            ]
         if show_lines:
-            lines = sorted(place for place, count in total.lines.items() if count == 0)
-            for file, places in itertools.groupby(lines, lambda place: place[0]):
+            for file, places in itertools.groupby(never, lambda place: place[0]):
                 numbers = " ".join(str(line) for _, line in places)
                 print(f"{capability}: no call reached {file}: {numbers}")
     if missed:
@@ -263,11 +299,13 @@ def main(arguments: list[str] | None = None) -> None:
             check_planted(which, error)
         print(f"{which.name}: reports the errors planted", flush=True)
         ran = capabilities(which)
-        jobs: list[tuple[str, ...]] = [(capability,) for capability in ran]
-        if "DEFAULT" in ran:  # the slowest, so it starts first, in two processes
-            jobs.remove(("DEFAULT",))
-            for dtypes in (("float32", "float64"), ("bfloat16", "float16")):
-                jobs.insert(0, ("DEFAULT", "--dtypes", *dtypes))
+        jobs: list[tuple[str, ...]] = []
+        for capability in ran:
+            if capability in brief_sets(ran):  # in two processes
+                jobs.append((capability, "--brief", "--dtypes", "float32"))
+                jobs.append((capability, "--brief", "--dtypes", "float64", "bfloat16", "float16"))
+            else:
+                jobs.append((capability,))
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             for _ in pool.map(functools.partial(check_calls, which), jobs):
                 pass

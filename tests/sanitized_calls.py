@@ -36,7 +36,7 @@ Calls = Iterator[Call]
 _LONG = {"B": 1, "Lq": 70, "Lk": 260}
 
 
-def attention_calls(dtype: torch.dtype) -> Calls:
+def attention_calls(dtype: torch.dtype, brief: bool = False) -> Calls:
     """Covers several chunks of keys, which add to the queries' gradient in turn; each kind of mask;
     each way of splitting the gradient of a broadcast mask."""
 
@@ -44,6 +44,7 @@ def attention_calls(dtype: torch.dtype) -> Calls:
         return attention.normal(*shape, seed=8, dtype=dtype)
 
     wide = {**_LONG, "E": 140, "Ev": 140, "dtype": dtype}  # a chunk has 128 keys
+    two = {**wide, "B": 2, "Lq": 9 if brief else 70}
     full = mask(2, 2, 70, 260)
     made = [
         attention.make(**wide),
@@ -52,10 +53,13 @@ def attention_calls(dtype: torch.dtype) -> Calls:
         attention.make(**wide, window=(50, 9), key_lengths=torch.tensor([250]), softcap=3.0),
         attention.make(**wide, mask=full[:1] > 0, scale=-0.3),
         *(
-            attention.make(**{**wide, "B": 2}, mask=part, dropout_p=0.1)
+            attention.make(**two, mask=part[..., : two["Lq"], :], dropout_p=0.1)
             for part in (full, full[:1], full[:, :1], full[:1, :1, :1], full[..., :1])
         ),
     ]
+    few = mask(2, 2, 9, 1)  # the gradients of so few pairs add up without float64
+    made.append(attention.make(Lq=9, Lk=20, mask=few, dtype=dtype))
+    made.append(attention.make(Lq=9, Lk=20, mask=full[:1, :1, :1, :20] > 0, dtype=dtype))
     partly = made[3]  # a NaN reaches some rows of a tile and not others
     spoilt = {name: getattr(partly, name).clone() for name in ("query", "key", "value")}
     for rows in spoilt.values():
@@ -69,9 +73,20 @@ def attention_calls(dtype: torch.dtype) -> Calls:
     yield partial(attention.run_packed, case, *bounds)
 
 
-def norm_calls(dtype: torch.dtype) -> Calls:
-    large = 2**13 // dtype.itemsize  # rows; 8 MiB in all, written past the caches
-    for shape in ((700, 65), (40, 2000), (1, 70_000), (large, 1024)):
+# Times 1024 the bytes of a result that is written past the caches.
+_STREAMED = 2**13
+
+
+def streamed_calls(dtype: torch.dtype) -> Calls:
+    x = torch.randn(_STREAMED // dtype.itemsize, 1024).to(dtype)
+    weight = torch.randn(1024).to(dtype)
+    yield partial(trifuse.dropout_add_layer_norm, x, None, weight, None)
+
+
+def norm_calls(dtype: torch.dtype, brief: bool = False) -> Calls:
+    yield from streamed_calls(dtype)
+    sizes = [(700, 65), (40, 2000), (1, 70_000), (_STREAMED // dtype.itemsize, 1024)]
+    for shape in sizes[: 3 if brief else None]:
         case = norm.make(*shape, dtype=dtype, dropout_p=0.1)
         plain = dataclasses.replace(
             case, dropout_p=0.0, residual=None, x_bias=None, bias=None, grad_sum=None, rms_norm=True
@@ -80,7 +95,7 @@ def norm_calls(dtype: torch.dtype) -> Calls:
         yield partial(norm.run, plain)
 
 
-def dropout_calls(dtype: torch.dtype) -> Calls:
+def dropout_calls(dtype: torch.dtype, brief: bool = False) -> Calls:
     x = torch.randn(2 * 2**15 + 77).to(dtype)
 
     def draw(p: float) -> Tensor:
@@ -91,9 +106,10 @@ def dropout_calls(dtype: torch.dtype) -> Calls:
     yield partial(draw, 0.9)
 
 
-def linear_calls(dtype: torch.dtype) -> Calls:
+def linear_calls(dtype: torch.dtype, brief: bool = False) -> Calls:
     ops = torch.ops.trifuse
-    for M, K, N in ((1, 1, 1), (7, 129, 33), (130, 65, 200), (245, 257, 129)):
+    sizes = [(1, 1, 1), (7, 129, 33), (130, 65, 200), (245, 257, 129)]
+    for M, K, N in sizes[: 3 if brief else None]:
         x, weight, bias = (torch.randn(*s).to(dtype) for s in ((M, K), (N, K), (N,)))
         for activation in (None, "relu", "gelu", "gelu_tanh"):
             yield partial(ops.linear, x, weight, bias, activation)
@@ -107,7 +123,7 @@ def linear_calls(dtype: torch.dtype) -> Calls:
     yield partial(ops.checksum, large)
 
 
-def lstm_calls(dtype: torch.dtype) -> Calls:
+def lstm_calls(dtype: torch.dtype, brief: bool = False) -> Calls:
     """Covers teams of threads per direction and group of rows, several such jobs per thread, and
     all threads on one job."""
     for options in lstm.VARIANTS.values():
@@ -116,19 +132,21 @@ def lstm_calls(dtype: torch.dtype) -> Calls:
         lengths = {"lengths": [(3 * b) % 6 for b in range(18)]} if "lengths" in options else {}
         changed = {**options, **projection, **lengths, "H": max(H, 40)}
         yield partial(lstm.run, lstm.make(5, 18, 9, dtype=dtype, **changed))
-    for what in ("plain", "two directions", "recompute"):
+    for what in ("two directions",) if brief else ("plain", "two directions", "recompute"):
         options = lstm.VARIANTS[what]
         yield partial(lstm.run, lstm.make(9, 18, 5, 64, dtype=dtype, **options))
         yield partial(lstm.run, lstm.make(3, 3, 70, 200, dtype=dtype, **options))
+    yield partial(lstm.run, lstm.make(1, 2, 9, 40, projection=20, dtype=dtype))
+    yield partial(lstm.run, lstm.make(2, 3, 5, 40, lengths=[0, 2, 1], states=False, dtype=dtype))
     # A weight gradient too large for the caches is written past them.
     inputs = 9 * 2**20 // (4 * 256 * dtype.itemsize)
     yield partial(lstm.run, lstm.make(1, 2, inputs, 256, dtype=dtype))
 
 
-def gru_calls(dtype: torch.dtype) -> Calls:
+def gru_calls(dtype: torch.dtype, brief: bool = False) -> Calls:
     """Covers gru and, with either activation, rnn."""
     for kind in gru.KINDS:
-        for sizes in ((5, 18, 9, 40), (9, 18, 5, 64), (3, 3, 70, 200)):
+        for sizes in ((5, 18, 9, 40), (9, 18, 5, 64), (3, 3, 70, 200))[: 1 if brief else None]:
             for options in ({}, {"biases": False, "states": False}, {"reverse": (False, True)}):
                 yield partial(gru.run, gru.Case(*sizes, kind=kind, dtype=dtype, **options))
             lengths = [b % (sizes[0] + 1) for b in range(sizes[1])]
@@ -142,23 +160,23 @@ def infer_and_train(layer: torch.nn.Module, x: Tensor) -> list[Tensor]:
     return [inferred, out.detach(), *torch.autograd.grad(out.sum(), list(layer.parameters()))]
 
 
-def cell_calls(dtype: torch.dtype) -> Calls:
+def cell_calls(dtype: torch.dtype, brief: bool = False) -> Calls:
     """Covers inference, and single steps, which have a path of their own."""
     for module in (trifuse.nn.LSTM, trifuse.nn.GRU, trifuse.nn.RNN):
-        for sizes in ((9, 40), (70, 200)):
+        for sizes in ((9, 40), (40, 72) if brief else (70, 200)):
             torch.manual_seed(0)
             layer = module(*sizes, bidirectional=True).to(dtype)
             x = torch.randn(4, 6, sizes[0]).to(dtype)
             yield partial(infer_and_train, layer, x)
     for module in (trifuse.nn.LSTMCell, trifuse.nn.GRUCell, trifuse.nn.RNNCell):
-        for sizes in ((9, 40), (70, 200)):
+        for rows, sizes in ((6, (9, 40)), (3, (40, 72)) if brief else (6, (70, 200))):
             torch.manual_seed(0)
             layer = module(*sizes).to(dtype)
-            x = torch.randn(6, sizes[0]).to(dtype)
+            x = torch.randn(rows, sizes[0]).to(dtype)
             yield partial(infer_and_train, layer, x)
 
 
-def probe_calls(dtype: torch.dtype) -> Calls:
+def probe_calls(dtype: torch.dtype, brief: bool = False) -> Calls:
     x = torch.linspace(-90, 90, 1001)
     if dtype in (torch.float32, torch.bfloat16):
         for name in ("exp2", "sigmoid", "tanh"):
@@ -195,9 +213,9 @@ def throw_in_each_thread() -> None:
             assert thread > 0  # torch may start fewer threads
 
 
-def failing_calls(dtype: torch.dtype) -> Calls:
-    """Covers threads that throw while others wait for them."""
-    if dtype in (torch.float32, torch.bfloat16):
+def failing_calls(dtype: torch.dtype, brief: bool = False) -> Calls:
+    """Covers threads that throw while others wait for them, alike in every instruction set."""
+    if dtype in (torch.float32, torch.bfloat16) and not brief:
         yield throw_in_each_thread
         cases = [faults.attention(dtype), faults.norm(dtype), faults.lstm(dtype)]
         for case in (*cases, faults.lstm(dtype, projected=True)):
@@ -205,7 +223,7 @@ def failing_calls(dtype: torch.dtype) -> Calls:
 
 
 # The fields of `Kernels` in csrc/cpu/kernels.h, and the calls that reach each kernel.
-CALLS: dict[str, Callable[[torch.dtype], Calls]] = {
+CALLS: dict[str, Callable[[torch.dtype, bool], Calls]] = {
     "attention_forward": attention_calls,
     "attention_backward": attention_calls,
     "dropout_add_layer_norm_forward": norm_calls,
@@ -222,11 +240,21 @@ _MORE = (gru_calls, cell_calls, failing_calls)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
-def larger(dtype: torch.dtype, failing: bool = True) -> Calls:
+def larger(dtype: torch.dtype, brief: bool = False) -> Calls:
     """Yields the calls above. Each gives the same bits in any number of threads."""
     for calls in dict.fromkeys([*CALLS.values(), *_MORE]):  # in order, each once
-        if failing or calls is not failing_calls:
-            yield from calls(dtype)
+        yield from calls(dtype, brief)
+
+
+def brief_calls(dtype: torch.dtype) -> Calls:
+    """Yields fewer and smaller calls, and for most types those of simple kernels alone."""
+    if dtype == torch.float32:
+        yield from larger(dtype, brief=True)
+    else:
+        yield from dropout_calls(dtype)
+        yield from linear_calls(dtype, brief=True)
+        if dtype == torch.bfloat16:
+            yield from streamed_calls(dtype)
 
 
 def drawn(dtype: torch.dtype, count: int) -> Calls:
@@ -267,15 +295,16 @@ def in_two_python_threads(dtype: torch.dtype) -> None:
     assert_same_bits(*results)
 
 
-def run(calls: dict[torch.dtype, Calls], threads: Sequence[int]) -> int:
+def run(calls: dict[torch.dtype, Calls], threads: Sequence[int], brief: bool) -> int:
     """Makes the calls of each dtype and some drawn ones; returns their number."""
     made = 0
     for turn, (dtype, those) in enumerate(calls.items()):
-        for call in itertools.chain(those, drawn(dtype, count=20)):
+        for call in itertools.chain(those, drawn(dtype, count=4 if brief else 20)):
             torch.set_num_threads(threads[(made + turn) % len(threads)])
             call()
             made += 1
-        in_two_python_threads(dtype)
+        if dtype == torch.float32 or not brief:
+            in_two_python_threads(dtype)
     return made
 
 
@@ -283,6 +312,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("capability", help="an instruction set")
     parser.add_argument("threads", type=int, nargs="+", help="numbers of threads, by turns")
+    parser.add_argument(
+        "--brief",
+        action="store_true",
+        help="fewer and smaller calls; sanitize.py checks that they reach the same lines",
+    )
     parser.add_argument("--dtypes", nargs="+", default=[str(d).split(".")[1] for d in DTYPES])
     asked = parser.parse_args()
     assert backends._C is not None, "the extension did not load"
@@ -291,17 +325,12 @@ def main() -> None:
     dtypes = [getattr(torch, name) for name in asked.dtypes]
     if asked.capability.endswith("_BF16"):  # it has only bfloat16 products of its own
         calls = {torch.bfloat16: larger(torch.bfloat16)}
-    elif asked.capability == "DEFAULT":
-        # It is slow, without vectors, so it skips failing threads: they work alike everywhere. The
-        # last two dtypes run only linear, for its GELU in float64, and the drawn calls.
-        calls = {
-            dtype: larger(dtype, failing=False) if dtype in DTYPES[:2] else linear_calls(dtype)
-            for dtype in dtypes
-        }
+    elif asked.brief:
+        calls = {dtype: brief_calls(dtype) for dtype in dtypes}
     else:
         calls = {dtype: larger(dtype) for dtype in dtypes}
     with trifuse.backend("cpp"):
-        made = run(calls, asked.threads)
+        made = run(calls, asked.threads, asked.brief)
     numbers = " and ".join(map(str, asked.threads))
     spent = f"{time.process_time():.0f} s of processors"
     print(f"{asked.capability}, {numbers} threads: {made} calls, {spent}")
