@@ -34,6 +34,7 @@ Calls = Iterator[Call]
 
 # Smaller calls are not split among threads (csrc/cpu/parallel.h, csrc/cpu/lstm.cpp).
 _LONG = {"B": 1, "Lq": 70, "Lk": 260}
+_TURNS = 3  # so many equal calls in a row have every number of threads
 
 
 def attention_calls(dtype: torch.dtype, brief: bool = False) -> Calls:
@@ -132,10 +133,12 @@ def lstm_calls(dtype: torch.dtype, brief: bool = False) -> Calls:
         lengths = {"lengths": [(3 * b) % 6 for b in range(18)]} if "lengths" in options else {}
         changed = {**options, **projection, **lengths, "H": max(H, 40)}
         yield partial(lstm.run, lstm.make(5, 18, 9, dtype=dtype, **changed))
-    for what in ("two directions",) if brief else ("plain", "two directions", "recompute"):
+    for what in () if brief else ("plain", "two directions", "recompute"):
         options = lstm.VARIANTS[what]
         yield partial(lstm.run, lstm.make(9, 18, 5, 64, dtype=dtype, **options))
         yield partial(lstm.run, lstm.make(3, 3, 70, 200, dtype=dtype, **options))
+    for _ in range(_TURNS if brief else 0):
+        yield partial(lstm.run, lstm.make(2, 3, 9, 40, dtype=dtype, reverse=(False, True)))
     yield partial(lstm.run, lstm.make(1, 2, 9, 40, projection=20, dtype=dtype))
     yield partial(lstm.run, lstm.make(2, 3, 5, 40, lengths=[0, 2, 1], states=False, dtype=dtype))
     # A weight gradient too large for the caches is written past them.
@@ -173,7 +176,8 @@ def cell_calls(dtype: torch.dtype, brief: bool = False) -> Calls:
             torch.manual_seed(0)
             layer = module(*sizes).to(dtype)
             x = torch.randn(rows, sizes[0]).to(dtype)
-            yield partial(infer_and_train, layer, x)
+            for _ in range(_TURNS if brief else 1):
+                yield partial(infer_and_train, layer, x)
 
 
 def probe_calls(dtype: torch.dtype, brief: bool = False) -> Calls:
@@ -254,7 +258,7 @@ def brief_calls(dtype: torch.dtype) -> Calls:
         yield from dropout_calls(dtype)
         yield from linear_calls(dtype, brief=True)
         if dtype == torch.bfloat16:
-            yield from streamed_calls(dtype)
+            yield from norm_calls(dtype, brief=True)
 
 
 def drawn(dtype: torch.dtype, count: int) -> Calls:
