@@ -119,7 +119,7 @@ class RecurrentLanguageModel(nn.Module):
         """Logits for the token that follows each position, and the state after the last one.
 
         Padding at the end does not change the logits of real positions, but the state is that after
-        the padding.
+        the padding. In training each call draws new dropout masks.
 
         Args:
             tokens: integers (B, L).

@@ -1,0 +1,63 @@
+"""The comparison of language models: equal sizes, equal curves, true figures."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+pytest.importorskip("matplotlib")
+
+from trifuse.benchmarks import language_model
+
+pytestmark = pytest.mark.usefixtures("ceilings_measured_once")
+
+
+def test_models_have_about_as_many_parameters():
+    counts = {
+        name: language_model.count_parameters(make(0.0))
+        for name, (make, _) in language_model.MODELS.items()
+    }
+    assert max(counts.values()) / min(counts.values()) < 1.06
+
+
+@pytest.mark.parametrize("task", language_model.tasks(), ids=lambda task: task.name)
+def test_fresh_models_guess_evenly_and_held_out_is_everything(task):
+    torch.manual_seed(0)
+    model = task.make(0.0).eval()
+    _, validation = language_model.text.reference()
+    predicted = sum(len(windows) for (windows,) in task.held_out) * language_model.LENGTH
+    assert 0 <= len(validation) - 1 - predicted < language_model.LENGTH
+    with torch.no_grad():
+        loss = task.loss(model, task.held_out[0]).item()
+    assert loss == pytest.approx(math.log(256), abs=1.0)
+
+
+def test_command_writes_what_it_measured(tmp_path, capsys, monkeypatch):
+    few = [replace(task, held_out=task.held_out[:1]) for task in language_model.tasks()]
+    monkeypatch.setattr(language_model, "tasks", lambda: few)
+    figures, picture = tmp_path / "figures.json", tmp_path / "picture.png"
+    arguments = ["--quick", "--steps", "4", "--cases", "GRU", "Transformer"]
+    arguments += ["--json", str(figures), "--plot", str(picture)]
+    assert language_model.main(arguments) == 0
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    printed = capsys.readouterr().out
+    assert "after 4,608 tokens" in printed
+    assert "too short to learn" in printed
+    learnt = json.loads(figures.read_text())["learnt"]
+    assert [row["task"] for row in learnt] == ["GRU", "Transformer"]
+    for row in learnt:
+        assert row["fused_from_eager"] < 1e-4
+        assert len(row["equal_tokens"]) == len(row["equal_time"]) == 2
+        assert row["equal_tokens"][0] == row["held_out"]["fused"]
+        assert 0 < row["equal_tokens"][0] < math.log(256)
+        assert row["tokens_per_second"]["fused"] > 0
+
+
+def test_one_seed_has_no_spread(capsys):
+    with pytest.raises(SystemExit):
+        language_model.main(["--seeds", "1"])
+    assert "--seeds: expected at least 2" in capsys.readouterr().err
