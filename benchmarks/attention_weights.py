@@ -1,4 +1,4 @@
-"""What each head of a BERT's layer attends to: a picture with a panel a head, and a table.
+"""Drawing what each head of a BERT layer attends to, a panel a head, with a table of shares.
 
 The pretrained MiniLM-L6 of ``demo`` reads a sentence. A panel's rows are the words that look, its
 columns the words they look at; a row adds up to 1. The table gives the mean share of a word's
@@ -21,6 +21,7 @@ from torch import Tensor
 import trifuse
 from trifuse.benchmarks import demo
 from trifuse.benchmarks.terminal import console, print_table
+from trifuse.benchmarks.transformer import empty_table
 from trifuse.models.bert import BertModel
 
 SENTENCE = "The river rises in summer, because it rains more than in the other seasons."
@@ -88,12 +89,10 @@ def shares(weights: Tensor) -> Tensor:
 
 
 def heads_table(weights: Tensor, title: str) -> Table:
-    table = Table(title=title, title_justify="left")
-    names = ("head", "itself", "previous", "next", "[CLS]", "[SEP]", "entropy, nats")
-    for name in names:
-        table.add_column(name.replace("[", r"\["), justify="right")
+    names = ("itself", "previous", "next", r"\[CLS]", r"\[SEP]", "entropy, nats")
+    table = empty_table(title, names)
     for head, row in enumerate(shares(weights).tolist(), 1):
-        table.add_row(str(head), *(f"{share:.0%}" for share in row[:-1]), f"{row[-1]:.2f}")
+        table.add_row(f"head {head}", *(f"{share:.0%}" for share in row[:-1]), f"{row[-1]:.2f}")
     return table
 
 

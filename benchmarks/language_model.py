@@ -19,7 +19,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,15 +38,16 @@ from trifuse.benchmarks.transformer import (
     Curves,
     Task,
     empty_table,
+    language,
     time_steps,
     train,
+    windows_loss,
 )
 from trifuse.models.convolutional import (
     ConvolutionalLanguageModel,
     ConvolutionalLanguageModelConfig,
 )
 from trifuse.models.recurrent import RecurrentLanguageModel, RecurrentLanguageModelConfig
-from trifuse.models.transformer import LanguageModel, LanguageModelConfig, token_loss
 
 BATCH_SIZE, LENGTH = 12, 96
 
@@ -65,52 +66,32 @@ def _convolutional(dropout: float) -> nn.Module:
     )
 
 
-def _transformer(dropout: float) -> nn.Module:
-    # GPT-2's 0.02 is for a width of 768; at this width the model learns far more slowly with it.
-    return LanguageModel(
-        LanguageModelConfig(
-            text.BYTES,
-            128,
-            4,
-            2,
-            512,
-            dropout,
-            max_length=LENGTH,
-            initializer_range=128**-0.5,
-        )
-    )
-
-
 # Sizes of about 440,000 parameters, and learning rates that suit them.
 MODELS: dict[str, tuple[Callable[[float], nn.Module], float]] = {
     "RNN": (functools.partial(_recurrent, "rnn", 304), 1e-3),
     "GRU": (functools.partial(_recurrent, "gru", 184), 5e-3),
     "LSTM": (functools.partial(_recurrent, "lstm", 160), 5e-3),
     "convolutional": (_convolutional, 3e-3),
-    "Transformer": (_transformer, 5e-3),
 }
 
 
 def tasks() -> list[Task]:
-    train_text, validation = text.reference()
-    return [
-        Task(
-            name,
-            make,
-            lambda generator: (text.windows(train_text, BATCH_SIZE, LENGTH + 1, generator),),
-            [(w,) for w in text.cover(validation, LENGTH + 1).split(4 * BATCH_SIZE)],
-            windows_loss,
-            learning_rate,
-        )
-        for name, (make, learning_rate) in MODELS.items()
+    transformer = replace(language(BATCH_SIZE, LENGTH), name="Transformer")
+    others = [
+        replace(transformer, name=name, make=make, loss=stateless_loss, learning_rate=rate)
+        for name, (make, rate) in MODELS.items()
     ]
+    return [*others, transformer]
 
 
-def windows_loss(model: nn.Module, batch: Batch) -> Tensor:
-    (windows,) = batch
-    out = model(windows[:, :-1])
-    logits = out[0] if isinstance(out, tuple) else out  # recurrent models return their state too
-    return token_loss(logits, windows[:, 1:])
+def stateless_loss(model: nn.Module, batch: Batch) -> Tensor:
+    """As :func:`windows_loss`, without the state that recurrent models return too."""
+
+    def logits(tokens: Tensor) -> Tensor:
+        out = model(tokens)
+        return out[0] if isinstance(out, tuple) else out
+
+    return windows_loss(logits, batch)
 
 
 # Learning ---------------------------------------------------------------------------------------

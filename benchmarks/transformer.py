@@ -118,7 +118,7 @@ def pairs_loss(model: nn.Module, batch: Batch) -> Tensor:
     return token_loss(logits, target[:, 1:], target_mask[:, 1:])
 
 
-def windows_loss(model: nn.Module, batch: Batch) -> Tensor:
+def windows_loss(model: Callable[[Tensor], Tensor], batch: Batch) -> Tensor:
     (windows,) = batch
     return token_loss(model(windows[:, :-1]), windows[:, 1:])
 

@@ -1,4 +1,4 @@
-"""How much of a gradient reaches earlier steps of an RNN, a GRU and an LSTM.
+"""Measuring how much of a gradient reaches earlier steps of an RNN, a GRU and an LSTM.
 
 Each layer, freshly initialised, reads sequences of standard normal vectors. Printed and drawn is
 the norm of the Jacobian of the last state with respect to the state t steps before, over that of
@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -24,8 +23,9 @@ from rich.table import Table
 from torch import Tensor, nn
 
 import trifuse
-from trifuse.benchmarks import command_line, machine
+from trifuse.benchmarks import command_line, machine, report
 from trifuse.benchmarks.terminal import console, print_table, progress_bars
+from trifuse.benchmarks.transformer import empty_table
 
 LAYERS: dict[str, Callable[[int], nn.Module]] = {
     "RNN, tanh": lambda H: trifuse.nn.RNN(H, H),
@@ -54,15 +54,15 @@ def main(argv: Sequence[str]) -> int:
                 rows.append(jacobian_norms(make, arguments.hidden_size, arguments.steps, seed))
                 progress.advance(task)
             norms[name] = torch.stack(rows)
+    facts = machine.facts()
     caption = (
-        f"hidden size {arguments.hidden_size}, {arguments.seeds} seeds; "
-        f"{machine.describe(machine.facts('cpu'))}"
+        f"hidden size {arguments.hidden_size}, {arguments.seeds} seeds; {machine.describe(facts)}"
     )
     print_table(norms_table(norms, arguments.steps))
     console.print(caption, style="dim", markup=False)
-    if arguments.json:
+    if arguments.json is not None:
         record = {name: values.tolist() for name, values in norms.items()}
-        arguments.json.write_text(json.dumps({"machine": machine.facts("cpu"), "norms": record}))
+        report.write_json(arguments.json, {"machine": facts, "norms": record})
     plot(norms, caption, arguments.plot)
     console.print(f"picture: {arguments.plot}", markup=False)
     return 0
@@ -125,11 +125,10 @@ def jacobian_norms(
 
 
 def norms_table(norms: dict[str, Tensor], steps: int) -> Table:
-    table = Table(title="norm of ∂ last state / ∂ state t steps before", title_justify="left")
-    table.add_column("layer")
     shown = [t for t in SHOWN if t <= steps]
-    for t in shown:
-        table.add_column(f"t = {t}", justify="right")
+    table = empty_table(
+        "norm of ∂ last state / ∂ state t steps before", [f"t = {t}" for t in shown]
+    )
     for name, values in norms.items():
         table.add_row(name, *(described(values[:, t]) for t in shown))
     return table

@@ -194,7 +194,7 @@ class Place(NamedTuple):
 
 
 class Reached(NamedTuple):
-    """How often each function, by its first line, and each line ran on one instruction set."""
+    """Counts of how often each function, by its first line, and each line ran on one set."""
 
     functions: Counter[Place]
     lines: Counter[Place]

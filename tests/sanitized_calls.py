@@ -74,19 +74,22 @@ def attention_calls(dtype: torch.dtype, brief: bool = False) -> Calls:
     yield partial(attention.run_packed, case, *bounds)
 
 
-# Times 1024 the bytes of a result that is written past the caches.
-_STREAMED = 2**13
+_STREAMED_BYTES = 2**23  # a result of this size is written past the caches
+
+
+def streamed_shape(dtype: torch.dtype) -> tuple[int, int]:
+    return _STREAMED_BYTES // (1024 * dtype.itemsize), 1024
 
 
 def streamed_calls(dtype: torch.dtype) -> Calls:
-    x = torch.randn(_STREAMED // dtype.itemsize, 1024).to(dtype)
+    x = torch.randn(*streamed_shape(dtype)).to(dtype)
     weight = torch.randn(1024).to(dtype)
     yield partial(trifuse.dropout_add_layer_norm, x, None, weight, None)
 
 
 def norm_calls(dtype: torch.dtype, brief: bool = False) -> Calls:
     yield from streamed_calls(dtype)
-    sizes = [(700, 65), (40, 2000), (1, 70_000), (_STREAMED // dtype.itemsize, 1024)]
+    sizes = [(700, 65), (40, 2000), (1, 70_000), streamed_shape(dtype)]
     for shape in sizes[: 3 if brief else None]:
         case = norm.make(*shape, dtype=dtype, dropout_p=0.1)
         plain = dataclasses.replace(

@@ -11,15 +11,15 @@ import torch
 
 pytest.importorskip("matplotlib")
 
-from trifuse.benchmarks import language_model
+from trifuse.benchmarks import language_model, text
 
 pytestmark = pytest.mark.usefixtures("ceilings_measured_once")
 
 
 def test_models_have_about_as_many_parameters():
     counts = {
-        name: language_model.count_parameters(make(0.0))
-        for name, (make, _) in language_model.MODELS.items()
+        task.name: language_model.count_parameters(task.make(0.0))
+        for task in language_model.tasks()
     }
     assert max(counts.values()) / min(counts.values()) < 1.06
 
@@ -28,7 +28,7 @@ def test_models_have_about_as_many_parameters():
 def test_fresh_models_guess_evenly_and_held_out_is_everything(task):
     torch.manual_seed(0)
     model = task.make(0.0).eval()
-    _, validation = language_model.text.reference()
+    _, validation = text.reference()
     predicted = sum(len(windows) for (windows,) in task.held_out) * language_model.LENGTH
     assert 0 <= len(validation) - 1 - predicted < language_model.LENGTH
     with torch.no_grad():

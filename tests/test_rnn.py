@@ -1,4 +1,7 @@
-"""What only an rnn has: two activations, NaN and infinity as torch's. ``test_gru`` has the rest."""
+"""Tests of what only an rnn has: two activations, and NaN and infinity as in torch.
+
+``test_gru`` tests the rest.
+"""
 
 from __future__ import annotations
 

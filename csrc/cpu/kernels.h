@@ -62,8 +62,8 @@ struct LinearKernel {
   uint64_t (*checksum)(const void* data, int64_t words);
 };
 
-// A whole LSTM, GRU or RNN. All threads of a crew call `run` at once, each with its index. It works in
-// memory of `workspace` bytes, enough for `threads` threads.
+// A whole LSTM, GRU or RNN. All threads of a crew call `run` at once, each with its index. It works
+// in memory of `workspace` bytes, enough for `threads` threads.
 struct LstmForward {
   bool bfloat16;  // whether a problem may be in bfloat16
   int64_t (*workspace)(const LstmProblem&, int64_t threads);

@@ -181,7 +181,7 @@ class Arena {
   int64_t used_ = 0;
 };
 
-// Whether brgemm computes the products (tile_gemm.h).
+// True if brgemm computes the products (tile_gemm.h).
 #ifdef TRIFUSE_BRGEMM
 template <class E>
 constexpr bool kUsesBrgemm = kPack<E> == 2;
@@ -237,42 +237,40 @@ inline void product_with_four_panels(
     typename Element<E>::Accumulator* c, int64_t c_panel) {
   using Vec = Vectorized<typename Element<E>::Accumulator>;
   static_assert(kOneVectorPanels<E>);
-  int64_t m = 0, first = 0, end = 0;
-  const auto multiply_rows = [&]<int rows>() TRIFUSE_INLINE {
-    Vec sum[rows][kPanelsAtOnce];
+  for (int64_t first = 0; first < K; first += kChain) {
+    const int64_t end = std::min(first + kChain, K);
+    const auto multiply = [&]<int rows>(int64_t m) TRIFUSE_INLINE {
+      Vec sum[rows][kPanelsAtOnce];
 #pragma GCC unroll 8
-    for (auto& row : sum)
+      for (auto& row : sum)
 #pragma GCC unroll 4
-      for (Vec& x : row) x = Vec(0);
-    for (int64_t k = first; k < end; ++k) {
-      typename Element<E>::Vector column[kPanelsAtOnce];
-#pragma GCC unroll 4
-      for (int q = 0; q < kPanelsAtOnce; ++q)
-        column[q] = Element<E>::load(b + q * b_panel + k * kUnits);
-#pragma GCC unroll 8
-      for (int r = 0; r < rows; ++r) {
-        const auto x = Element<E>::broadcast(a + (m + r) * a_m + k);
+        for (Vec& x : row) x = Vec(0);
+      for (int64_t k = first; k < end; ++k) {
+        typename Element<E>::Vector column[kPanelsAtOnce];
 #pragma GCC unroll 4
         for (int q = 0; q < kPanelsAtOnce; ++q)
-          sum[r][q] = Element<E>::multiply_add(x, column[q], sum[r][q]);
-      }
-    }
+          column[q] = Element<E>::load(b + q * b_panel + k * kUnits);
 #pragma GCC unroll 8
-    for (int r = 0; r < rows; ++r)
+        for (int r = 0; r < rows; ++r) {
+          const auto x = Element<E>::broadcast(a + (m + r) * a_m + k);
 #pragma GCC unroll 4
-      for (int q = 0; q < kPanelsAtOnce; ++q) {
-        auto* target = c + q * c_panel + (m + r) * kUnits;
-        (Vec::loadu(target) + sum[r][q]).store(target);
+          for (int q = 0; q < kPanelsAtOnce; ++q)
+            sum[r][q] = Element<E>::multiply_add(x, column[q], sum[r][q]);
+        }
       }
-    m += rows;
-  };
-  for (; first < K; first = end) {
-    end = std::min(first + kChain, K);
-    for (m = 0; m + kRegisterRows <= M;) multiply_rows.template operator()<kRegisterRows>();
-    while (m < M) {
-      if (m + 2 <= M) multiply_rows.template operator()<2>();
-      else multiply_rows.template operator()<1>();
-    }
+#pragma GCC unroll 8
+      for (int r = 0; r < rows; ++r)
+#pragma GCC unroll 4
+        for (int q = 0; q < kPanelsAtOnce; ++q) {
+          auto* target = c + q * c_panel + (m + r) * kUnits;
+          (Vec::loadu(target) + sum[r][q]).store(target);
+        }
+    };
+    int64_t m = 0;
+    for (; m + kRegisterRows <= M; m += kRegisterRows)
+      multiply.template operator()<kRegisterRows>(m);
+    for (; m + 2 <= M; m += 2) multiply.template operator()<2>(m);
+    if (m < M) multiply.template operator()<1>(m);
   }
 }
 

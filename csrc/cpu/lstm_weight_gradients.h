@@ -1,5 +1,5 @@
-// After the last step of an LSTM's, a GRU's or an RNN's backward: the gradients of the weights and
-// the input.
+// Computes the gradients of the weights and the input, after the last step of the backward of an
+// LSTM, a GRU or an RNN.
 //
 // The steps leave the gate gradients of all tokens, panel by panel. The gradients of the weights
 // and the input are products over all tokens, cut into tasks that any thread may take. A task owns
@@ -97,8 +97,8 @@ class WeightGradients {
         arena.take<T>(kInputTiles * kInputTokens * kTile)};
   }
 
-  // Before the first step: packs x and h of all tokens, clears the sums, and sets the input's
-  // gradient past the rows' lengths to 0.
+  // Packs x and h of all tokens, clears the sums, and sets the input's gradient past the rows'
+  // lengths to 0. The first step comes after it.
   void begin(const Team& team) const {
     for (int64_t d = 0; d < p.directions; ++d) {
       const Gradients& gradients = directions[d];

@@ -1,4 +1,4 @@
-"""BERT's input from tokens, and the tasks that pre-train it: masked tokens and sentence pairs.
+"""Making BERT's input from tokens, and the tasks that pre-train it: masked tokens, sentence pairs.
 
 Devlin, Chang, Lee and Toutanova, "BERT: Pre-training of Deep Bidirectional Transformers for
 Language Understanding" (2018), cited as DEVLIN. Random numbers come from a ``torch.Generator``, so

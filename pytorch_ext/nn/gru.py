@@ -6,12 +6,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from trifuse.nn.lstm import Recurrent, Sequences
+from trifuse.nn.lstm import RecurrentWithoutCells
 from trifuse.nn.quantization import Unquantizable
 from trifuse.ops import gru as ops
 
 
-class GRU(Recurrent):
+class GRU(RecurrentWithoutCells):
     """``torch.nn.GRU`` on the fused operator.
 
     The arguments, the parameters' names and their initialisation are torch's own. Both directions
@@ -38,30 +38,11 @@ class GRU(Recurrent):
             device=device, dtype=dtype,
         )  # fmt: skip
 
-    def forward(
-        self, input: Sequences, hx: Tensor | None = None, *, lengths: Tensor | None = None
-    ) -> tuple[Sequences, Tensor]:
-        """As ``torch.nn.GRU.forward``.
-
-        Args:
-            input: (T, B, I), with ``batch_first`` (B, T, I), or (T, I), or a PackedSequence.
-            hx: as in torch, or None for zeros.
-            lengths: int32 or int64 (B,), instead of packing: see :func:`trifuse.gru`.
-
-        Raises:
-            As :func:`trifuse.gru`.
-        """
-        output, (h_n,) = self._forward(input, [hx], lengths)
-        return output, h_n
-
     def _layer(
         self, k: int, x: Tensor, states: list[Tensor | None], lengths: Tensor | None
     ) -> list[Tensor]:
         parameters = self._parameters_of(ops.Parameters, k)
         return list(ops.layer(x, states[0], parameters, lengths, reverse=self._reverse()))
-
-    def _widths(self) -> list[int]:
-        return [self.hidden_size]
 
 
 class GRUCell(nn.GRUCell):

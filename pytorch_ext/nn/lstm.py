@@ -107,6 +107,29 @@ class Recurrent(nn.RNNBase):
         ]
 
 
+class RecurrentWithoutCells(Recurrent):
+    """A module whose only state is h."""
+
+    def forward(
+        self, input: Sequences, hx: Tensor | None = None, *, lengths: Tensor | None = None
+    ) -> tuple[Sequences, Tensor]:
+        """As the forward of torch's module.
+
+        Args:
+            input: (T, B, I), with ``batch_first`` (B, T, I), or (T, I), or a PackedSequence.
+            hx: as in torch, or None for zeros.
+            lengths: int32 or int64 (B,), instead of packing, as in :func:`trifuse.gru`.
+
+        Raises:
+            As :func:`trifuse.gru`.
+        """
+        output, (h_n,) = self._forward(input, [hx], lengths)
+        return output, h_n
+
+    def _widths(self) -> list[int]:
+        return [self.hidden_size]
+
+
 def _packed_as(like: PackedSequence, padded: Tensor) -> PackedSequence:
     """Packs (T, B, ...), with rows in the caller's order, as ``like`` is packed."""
     if like.sorted_indices is not None:

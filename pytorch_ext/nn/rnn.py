@@ -6,12 +6,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from trifuse.nn.lstm import Recurrent, Sequences
+from trifuse.nn.lstm import RecurrentWithoutCells
 from trifuse.nn.quantization import Unquantizable
 from trifuse.ops import rnn as ops
 
 
-class RNN(Recurrent):
+class RNN(RecurrentWithoutCells):
     """``torch.nn.RNN`` on the fused operator.
 
     The arguments, the parameters' names and their initialisation are torch's own. Both directions
@@ -44,22 +44,6 @@ class RNN(Recurrent):
         )  # fmt: skip
         self.nonlinearity = nonlinearity
 
-    def forward(
-        self, input: Sequences, hx: Tensor | None = None, *, lengths: Tensor | None = None
-    ) -> tuple[Sequences, Tensor]:
-        """As ``torch.nn.RNN.forward``.
-
-        Args:
-            input: (T, B, I), with ``batch_first`` (B, T, I), or (T, I), or a PackedSequence.
-            hx: as in torch, or None for zeros.
-            lengths: int32 or int64 (B,), instead of packing: see :func:`trifuse.rnn`.
-
-        Raises:
-            As :func:`trifuse.rnn`.
-        """
-        output, (h_n,) = self._forward(input, [hx], lengths)
-        return output, h_n
-
     def _layer(
         self, k: int, x: Tensor, states: list[Tensor | None], lengths: Tensor | None
     ) -> list[Tensor]:
@@ -69,9 +53,6 @@ class RNN(Recurrent):
         return list(
             ops.layer(x, states[0], parameters, lengths, reverse=self._reverse(), **options)
         )
-
-    def _widths(self) -> list[int]:
-        return [self.hidden_size]
 
 
 class RNNCell(nn.RNNCell):

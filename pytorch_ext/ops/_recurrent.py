@@ -276,6 +276,18 @@ def run(call: Call) -> tuple[Tensor, ...]:
     return operator(call.choice.backend, tensors, call.options, save)
 
 
+def run_sequence(call: Call, input: Tensor, batch_first: bool) -> tuple[Tensor, Tensor]:
+    """Runs a call in one direction of an operator whose only state is h.
+
+    Returns:
+        The output in the layout of the caller's ``input``, and h_n, (B, H) or (H,).
+    """
+    output, h_n = run(call)
+    if input.dim() == 2:
+        return output.squeeze(1), h_n[0, 0]
+    return output.transpose(0, 1) if batch_first else output, h_n[0]
+
+
 def run_step(
     prepare: Callable[..., Call], torchs: Callable[..., Tensor], input: Tensor, hx: Any, *flat: Any
 ) -> tuple[Any, ...]:

@@ -17,7 +17,10 @@ from torch import Tensor
 
 from trifuse import backends
 from trifuse.ops import _autograd, _modes
-from trifuse.ops._recurrent import OPERATORS, first_parameter
+from trifuse.ops._recurrent import OPERATORS, Call, first_parameter
+from trifuse.ops._recurrent import run as run_call
+from trifuse.reference.gru import Parameters
+from trifuse.reference.lstm import by_direction
 
 
 class FastPath(NamedTuple):
@@ -73,6 +76,39 @@ def run(
         return results
     except NotImplementedError:
         return slow_path(*tensors)
+
+
+def run_layer(
+    name: str,
+    check: Callable[..., Call],
+    input: Tensor,
+    h0: Tensor | None,
+    parameters: Sequence[Parameters],
+    lengths: Tensor | None,
+    reverse: Sequence[bool],
+    options: tuple[Any, ...] = (),
+) -> tuple[Tensor, Tensor]:
+    """Runs one layer, in D directions, of an operator whose only state is h.
+
+    Args:
+        check: checks the call: (input, batch, h0, parameters, lengths, reverse) -> call.
+        options: the fast path's last arguments.
+
+    Returns:
+        Output (T, B, D·H), h_n (D, B, H).
+    """
+
+    def slow_path(input: Tensor, h0: Any, *flat: Any) -> tuple[Tensor, ...]:
+        given = by_direction(Parameters, flat)
+        batch = (len(given), input.shape[1])
+        return run_call(check(input, batch, h0, given, lengths, reverse))
+
+    flat = tuple(t for p in parameters for t in p)
+    if lengths is None and tuple(reverse) == (False, True)[: len(parameters)]:
+        output, h_n, *_ = run(name, slow_path, input, (h0,), flat, options=options)
+    else:
+        output, h_n = slow_path(input, h0, *flat)
+    return output, h_n
 
 
 _TENSOR_TYPES = {Tensor, torch.nn.Parameter, type(None)}

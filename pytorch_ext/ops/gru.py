@@ -56,10 +56,7 @@ def gru(
     call = _prepare(
         input, hx, weight_ih, weight_hh, bias_ih, bias_hh, lengths, batch_first, reverse
     )
-    output, h_n = _recurrent.run(call)
-    if input.dim() == 2:
-        return output.squeeze(1), h_n[0, 0]
-    return output.transpose(0, 1) if batch_first else output, h_n[0]
+    return _recurrent.run_sequence(call, input, batch_first)
 
 
 def gru_cell(
@@ -115,18 +112,7 @@ def layer(
     Raises:
         As :func:`gru`.
     """
-
-    def slow_path(input: Tensor, h0: Any, *flat: Any) -> tuple[Tensor, ...]:
-        given = by_direction(Parameters, flat)
-        batch = (len(given), input.shape[1])
-        return _recurrent.run(_check(input, batch, h0, given, lengths, reverse))
-
-    flat = tuple(t for p in parameters for t in p)
-    if lengths is None and tuple(reverse) == (False, True)[: len(parameters)]:
-        output, h_n, *_ = _recurrent_fast.run("gru", slow_path, input, (h0,), flat)
-    else:
-        output, h_n = slow_path(input, h0, *flat)
-    return output, h_n
+    return _recurrent_fast.run_layer("gru", _check, input, h0, parameters, lengths, reverse)
 
 
 # Arguments --------------------------------------------------------------------------------------

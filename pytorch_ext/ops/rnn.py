@@ -59,10 +59,7 @@ def rnn(
         input, hx, weight_ih, weight_hh, bias_ih, bias_hh, nonlinearity, lengths, batch_first,
         reverse,
     )  # fmt: skip
-    output, h_n = _recurrent.run(call)
-    if input.dim() == 2:
-        return output.squeeze(1), h_n[0, 0]
-    return output.transpose(0, 1) if batch_first else output, h_n[0]
+    return _recurrent.run_sequence(call, input, batch_first)
 
 
 def rnn_cell(
@@ -131,19 +128,9 @@ def layer(
     Raises:
         As :func:`rnn`.
     """
-    relu = is_relu(nonlinearity)
-
-    def slow_path(input: Tensor, h0: Any, *flat: Any) -> tuple[Tensor, ...]:
-        given = by_direction(Parameters, flat)
-        batch = (len(given), input.shape[1])
-        return _recurrent.run(_check(input, batch, h0, given, nonlinearity, lengths, reverse))
-
-    flat = tuple(t for p in parameters for t in p)
-    if lengths is None and tuple(reverse) == (False, True)[: len(parameters)]:
-        output, h_n = _recurrent_fast.run("rnn", slow_path, input, (h0,), flat, options=(relu,))
-    else:
-        output, h_n = slow_path(input, h0, *flat)
-    return output, h_n
+    options = (is_relu(nonlinearity),)
+    check = functools.partial(_check, nonlinearity=nonlinearity)
+    return _recurrent_fast.run_layer("rnn", check, input, h0, parameters, lengths, reverse, options)
 
 
 # Arguments --------------------------------------------------------------------------------------
@@ -174,7 +161,7 @@ def _prepare(
 ) -> _recurrent.Call:
     input, batch = _recurrent.sequence(input, _checks.flag("batch_first", batch_first))
     parameters = [Parameters(weight_ih, weight_hh, bias_ih, bias_hh)]
-    return _check(input, batch, hx, parameters, nonlinearity, lengths, [reverse])
+    return _check(input, batch, hx, parameters, lengths, [reverse], nonlinearity=nonlinearity)
 
 
 def _prepare_cell(
@@ -188,7 +175,7 @@ def _prepare_cell(
 ) -> _recurrent.Call:
     input, batch = _recurrent.one_step(input)
     parameters = [Parameters(weight_ih, weight_hh, bias_ih, bias_hh)]
-    return _check(input, batch, hx, parameters, nonlinearity)
+    return _check(input, batch, hx, parameters, nonlinearity=nonlinearity)
 
 
 def _check(
@@ -196,9 +183,10 @@ def _check(
     batch: tuple[int, ...],
     h0: Any,
     parameters: Sequence[Parameters],
-    nonlinearity: str,
     lengths: Tensor | None = None,
     reverse: Sequence[bool] = (False,),
+    *,
+    nonlinearity: str,
 ) -> _recurrent.Call:
     options = functools.partial(Options, relu=is_relu(nonlinearity))
     return _recurrent.check_without_cells(
