@@ -17,7 +17,7 @@ from torch.nn.attention.bias import CausalBias, CausalVariant
 from . import philox
 from .call import Call, Tensors, draw_modes
 from .draws import Draws
-from .rounding import Rounding
+from .rounding import Rounding, tanh
 from .tensors import INF, NAN, Values, draw_layout
 
 LENGTHS = (1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 33)
@@ -336,7 +336,7 @@ def formula(call: Call, tensors: Tensors, r: Rounding) -> Tensors:
     keys = r(k.index_select(1, pairs.key))
     s = r(r((r(q.index_select(1, pairs.query)) * keys).sum(-1)) * scale)
     if (softcap := call.options.get("softcap")) is not None:
-        s = r(softcap * r(torch.tanh(r(s / softcap))))
+        s = r(softcap * tanh(r(s / softcap), r))
     if "attn_mask" in tensors and tensors["attn_mask"].dtype != torch.bool:
         s = r(s + tensors["attn_mask"].flatten(1).index_select(1, pairs.mask))
     highest = s.new_full((len(s), rows), -INF).scatter_reduce(

@@ -55,5 +55,5 @@ def keep(seed: int, p: float, plane: np.ndarray, row: np.ndarray, column: np.nda
 def drawn_seed(generator_seed: int) -> int:
     """Returns the seed that a call draws after ``torch.manual_seed(generator_seed)``."""
     limits = torch.iinfo(torch.int64)
-    torch.manual_seed(generator_seed)
+    torch.default_generator.manual_seed(generator_seed)
     return int(torch.randint(limits.min, limits.max, (1,)))

@@ -24,7 +24,7 @@ LIMIT, SUSPECT = 24.0, 12.0
 # In float64 the formula rounds too: its error, relative to the largest number of a row.
 SAME_DTYPE = 1e-13
 
-_NOISE = 1 << 19
+_NOISE = (1 << 19) - 1  # a prime: a mark of a round size does not start where the last one did
 
 
 class Rounding:
@@ -64,14 +64,16 @@ class Rounding:
 
     def _some(self, count: int) -> tuple[Tensor, Tensor]:
         """Returns new errors for every mark. Shared errors would cancel, unlike a kernel's."""
-        if count > _NOISE:  # numbers this far apart are not combined
-            repeats = -(-count // _NOISE)
-            return self._factor.repeat(repeats)[:count], self._absolute.repeat(repeats)[:count]
-        if self._place + count > _NOISE:
-            self._place = 0
-        some = slice(self._place, self._place + count)
-        self._place += count
-        return self._factor[some], self._absolute[some]
+        start, self._place = self._place, (self._place + count) % _NOISE
+        if start + count <= _NOISE:
+            return self._factor[start : start + count], self._absolute[start : start + count]
+        # Goes round the pool. Numbers that then get the same error are too far apart to meet.
+        return self._round(self._factor, start, count), self._round(self._absolute, start, count)
+
+    @staticmethod
+    def _round(pool: Tensor, start: int, count: int) -> Tensor:
+        turns = -(-(start + count) // _NOISE)
+        return pool.repeat(turns)[start : start + count]
 
 
 class _Mark(torch.autograd.Function):
