@@ -58,6 +58,7 @@ __all__ = [
     "ScalarMix",
     "VocabularySoftmax",
     "batch_to_char_ids",
+    "word_mask",
     "word_to_char_ids",
 ]
 
@@ -114,6 +115,27 @@ def batch_to_char_ids(
         for place, word in enumerate(sentence):
             row[place] = torch.tensor(word_to_char_ids(word, max_characters))
     return ids.to(device)
+
+
+def word_mask(char_ids: Tensor, max_characters: int = 50) -> Tensor:
+    """Bool (B, T), True where a word is real: not all of its character ids are 0.
+
+    Args:
+        char_ids: integers (B, T, C), as from :func:`batch_to_char_ids`.
+        max_characters: C.
+
+    Raises:
+        ValueError: ``char_ids`` has another shape, or a word comes after the end of its sentence.
+    """
+    if char_ids.dim() != 3 or char_ids.shape[-1] != max_characters:
+        # Not padded or cut here, since the filters read the padding.
+        raise ValueError(
+            f"char_ids: expected (B, T, {max_characters}); got {tuple(char_ids.shape)}"
+        )
+    mask = (char_ids != MASK).any(-1)
+    if (mask[:, 1:] & ~mask[:, :-1]).any():
+        raise ValueError("char_ids: expected no word after one whose ids are all 0")
+    return mask
 
 
 # Sizes ------------------------------------------------------------------------------------------
@@ -613,7 +635,7 @@ class BiLM(nn.Module):
 
     def _read(self, char_ids: Tensor, state: CarriedState | None = None) -> _Read:
         """As :meth:`forward`, but with the marks, and with the directions separate."""
-        mask = self._mask(char_ids)
+        mask = word_mask(char_ids, self.config.max_characters_per_token)
         lengths = mask.sum(1)
         rows = torch.arange(len(char_ids), device=char_ids.device)
         marked = F.pad(char_ids, (0, 0, 1, 1))
@@ -648,16 +670,6 @@ class BiLM(nn.Module):
             x = x + output if self.config.use_skip_connections and depth > 0 else output
             outputs.append(x)
         return outputs
-
-    def _mask(self, char_ids: Tensor) -> Tensor:
-        C = self.config.max_characters_per_token
-        if char_ids.dim() != 3 or char_ids.shape[-1] != C:
-            # Not padded or cut here, since the filters read the padding.
-            raise ValueError(f"char_ids: expected (B, T, {C}); got {tuple(char_ids.shape)}")
-        mask = (char_ids != MASK).any(-1)
-        if (mask[:, 1:] & ~mask[:, :-1]).any():
-            raise ValueError("char_ids: expected no word after one whose ids are all 0")
-        return mask
 
     @classmethod
     def from_pretrained(cls, options: str | Path, weights: str | Path, **overrides: Any) -> BiLM:
