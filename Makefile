@@ -41,12 +41,12 @@ lint: $(VENV)/installed-lint
 	$(VENV)/bin/mypy
 
 fuzz: $(VENV)/installed-test
-	PYTHONPATH=tests $(RUN) -m fuzz $(if $(SECONDS),--seconds $(SECONDS)) $(if $(CALLS),--calls $(CALLS)) \
+	PYTHONPATH=tests/support $(RUN) -m fuzz $(if $(SECONDS),--seconds $(SECONDS)) $(if $(CALLS),--calls $(CALLS)) \
 	  $(if $(SEED),--seed $(SEED)) $(if $(OPERATOR),--operator $(OPERATOR)) \
 	  $(if $(BACKEND),--backend $(BACKEND)) $(ARGS)
 
 sanitize: $(VENV)/installed-test
-	$(RUN) tests/sanitize.py $(ARGS)
+	$(RUN) tests/support/sanitize.py $(ARGS)
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info pytorch_ext/_C*.so pytorch_ext/_build_info.py

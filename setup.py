@@ -10,7 +10,7 @@ Everything declarative is in pyproject.toml. This file does the rest:
 - installing without the extension, or without the CUDA kernels, if they can't be built, and saying
   why,
 - compiling the extension with sanitizers instead, into a separate folder (TRIFUSE_SANITIZE; see
-  tests/sanitize.py), for the instruction sets in TRIFUSE_SANITIZE_SETS (default: all).
+  tests/support/sanitize.py), for the instruction sets in TRIFUSE_SANITIZE_SETS (default: all).
 """
 
 from __future__ import annotations

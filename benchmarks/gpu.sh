@@ -77,7 +77,7 @@ END
 step what-there-is 60 "$python" "$work/what_there_is.py"
 
 # Correctness: these steps run in parallel, since nothing is timed.
-pytest=("$python" -m pytest tests/test_gpu.py -vv -rf)
+pytest=("$python" -m pytest tests/cuda/test_gpu.py -vv -rf)
 if wants tests; then
   # Most of the time goes into compiling Triton's kernels for each call. Tests are handed out one by
   # one, since some take a minute; with pytest-timeout a test that hangs ends its process.

@@ -1,4 +1,4 @@
-// Errors made on purpose, in sanitized builds alone. tests/sanitize.py first makes each of them: a
+// Errors made on purpose, in sanitized builds alone. tests/support/sanitize.py first makes each of them: a
 // build that does not report them would not report real ones.
 
 #pragma once
