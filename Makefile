@@ -18,7 +18,7 @@ RUN := $(VENV)/bin/python
 INSTALL := $(RUN) -m pip install --quiet --disable-pip-version-check
 SOURCES := setup.py pyproject.toml $(wildcard csrc/*.* csrc/*/*.*)
 
-.PHONY: demo test bench lint fuzz sanitize clean
+.PHONY: demo test bench lint docs fuzz sanitize clean
 
 demo: $(VENV)/installed-demo $(VENV)/weights
 	$(RUN) -m trifuse.benchmarks demo $(ARGS)
@@ -45,6 +45,10 @@ fuzz: $(VENV)/installed-test
 	  $(if $(SEED),--seed $(SEED)) $(if $(OPERATOR),--operator $(OPERATOR)) \
 	  $(if $(BACKEND),--backend $(BACKEND)) $(ARGS)
 
+# These pages and an API reference from the docstrings, in build/docs/index.html.
+docs: $(VENV)/installed-docs
+	$(RUN) -m sphinx --quiet --fail-on-warning --keep-going -d build/doctrees docs build/docs
+
 sanitize: $(VENV)/installed-test
 	$(RUN) tests/support/sanitize.py $(ARGS)
 
@@ -57,7 +61,7 @@ clean:
 # later may replace it.
 $(VENV)/torch:
 	$(PYTHON) -m venv $(VENV)
-	$(INSTALL) 'setuptools>=77' wheel $(TORCH)
+	$(INSTALL) 'setuptools>=77' wheel ninja 'pybind11>=3' $(TORCH)
 	touch $@
 
 $(VENV)/weights: $(VENV)/torch

@@ -9,8 +9,8 @@
 #
 # On a machine that is available for minutes only, one call with a folder is enough:
 # `benchmarks/gpu.sh results`, with 600 seconds. It needs no network, but torch with CUDA, Triton,
-# pip, setuptools (77 or later), nvcc and a C++ compiler, pytest and hypothesis for the tests, rich
-# and matplotlib for the benchmarks. With pytest-xdist the tests run in parallel; with
+# pip, setuptools (77 or later), ninja, nvcc and a C++ compiler, pytest and hypothesis for the tests,
+# rich and matplotlib for the benchmarks. pybind11 is torch's own where none is installed. With pytest-xdist the tests run in parallel; with
 # pytest-timeout none of them hangs; without transformers its model is replaced by ours. The build
 # is kept, so a second call can run further parts: `benchmarks/gpu.sh results lstm bert`.
 #

@@ -3,12 +3,14 @@
 One table serves every operator. An operator describes its call, gets back a backend's name, and
 runs that backend's overload, such as ``torch.ops.trifuse.attention_forward.cpp``.
 
-| backend | what it is                          | tensors on                               |
-|---------|-------------------------------------|------------------------------------------|
-| cuda    | CUDA C++ kernels, csrc/cuda         | NVIDIA GPU                               |
-| triton  | Triton kernels, kernels/            | GPU; CPU only under TRITON_INTERPRET=1   |
-| cpp     | vectorised C++ kernels, csrc/cpu    | CPU                                      |
-| eager   | the formula in torch, reference/    | anything                                 |
+=======  ===================================  ========================================
+backend  what it is                           tensors on
+=======  ===================================  ========================================
+cuda     CUDA C++ kernels, csrc/cuda          NVIDIA GPU
+triton   Triton kernels, kernels/             GPU; CPU only under TRITON_INTERPRET=1
+cpp      vectorised C++ kernels, csrc/cpu     CPU
+eager    the formula in torch, reference/     anything
+=======  ===================================  ========================================
 
 ``auto`` takes the first of these that can serve the call, except that Triton precedes CUDA for
 operators whose CUDA kernels have not been measured to be faster (``CUDA_BEFORE_TRITON``).
@@ -215,6 +217,13 @@ def backend(name: str) -> Iterator[None]:
     The choice is made by the forward call and holds for its backward. It is global to the process,
     like torch's own backend switches. The environment variable ``TRIFUSE_BACKEND`` sets it for the
     whole run.
+
+    Example:
+        >>> import torch, trifuse
+        >>> query = torch.randn(1, 2, 5, 64)
+        >>> with trifuse.backend("eager"):
+        ...     trifuse.scaled_dot_product_attention(query, query, query).shape
+        torch.Size([1, 2, 5, 64])
     """
     global _requested
     previous, _requested = _requested, _checked(name, "backend")

@@ -90,6 +90,13 @@ def explain(
         TypeError: ``function`` is neither an operator of trifuse nor a module; or a module other
             than a ``trifuse.nn.LSTM`` came with arguments.
         Whatever the call would raise for bad arguments.
+
+    Example:
+        >>> import torch, trifuse
+        >>> query = torch.randn(1, 2, 5, 64)
+        >>> with trifuse.backend("eager"):
+        ...     explain(trifuse.scaled_dot_product_attention, query, query, query).backend
+        'eager'
     """
     if isinstance(function, LSTM) and (args or kwargs):
         return function._explain(*args, **kwargs)

@@ -138,9 +138,10 @@ def beam_search(
     beside the beams, so the best hypothesis is, up to rounding, never worse than greedy search's;
     the state therefore holds W + 1 targets of each source. With W = 1 this is greedy search.
 
-    Hypotheses are ranked by log P(Y | X) / lp(Y), lp(Y) = ((5 + |Y|) / 6)^α (Wu et al., "Google's
-    Neural Machine Translation System", 2016, eq. 14 without its coverage penalty), |Y| being the
-    length with ``eos_id``. If fewer than W are found, the others have length 0 and score −inf.
+    Hypotheses are ranked by ``log P(Y | X) / lp(Y)``, ``lp(Y) = ((5 + |Y|) / 6)^α`` (Wu et al.,
+    "Google's Neural Machine Translation System", 2016, eq. 14 without its coverage penalty);
+    ``|Y|`` is the length with ``eos_id``. If fewer than W are found, the others have length 0 and
+    score −inf.
 
     Args:
         model, source, source_mask, bos_id, eos_id, max_length: as in :func:`greedy_search`.

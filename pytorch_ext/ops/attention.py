@@ -96,6 +96,12 @@ def scaled_dot_product_attention(
         ValueError: a shape, device, range or value that doesn't fit (``trifuse.ArgumentError``).
         RuntimeError: the backend asked for by name can't serve the call; or torch's context
             parallelism is active, under which a rank holds only a part of every sequence.
+
+    Example:
+        >>> query, key, value = (torch.randn(2, 8, 5, 64) for _ in range(3))
+        >>> lengths = torch.tensor([5, 3])  # the second sequence has two keys of padding
+        >>> scaled_dot_product_attention(query, key, value, key_lengths=lengths).shape
+        torch.Size([2, 8, 5, 64])
     """
     _checks.flag("return_lse", return_lse)
     call = _prepare(
@@ -158,13 +164,20 @@ def varlen_attention(
             blocks than needed. Bounds that are too small raise on a CPU, and assert on a GPU.
         attn_mask: broadcastable to (N, H, max_seqlen_q, max_seqlen_k), indexed by position within
             the sequence.
-        The rest as in :func:`scaled_dot_product_attention`; each sequence has its own diagonal.
+        others: as in :func:`scaled_dot_product_attention`; each sequence has its own diagonal.
 
     Returns:
         (total_q, H, Ev); with ``return_lse`` also (total_q, H).
 
     Raises:
         As :func:`scaled_dot_product_attention`.
+
+    Example:
+        >>> lengths = torch.tensor([5, 3])
+        >>> cu_seqlens = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int()
+        >>> query, key, value = (torch.randn(int(lengths.sum()), 8, 64) for _ in range(3))
+        >>> varlen_attention(query, key, value, cu_seqlens).shape
+        torch.Size([8, 8, 64])
     """
     _checks.flag("return_lse", return_lse)
     call = _prepare_varlen(

@@ -76,6 +76,12 @@ def dropout_add_layer_norm(
         TypeError: an argument of the wrong type, or a dtype that doesn't fit the others.
         ValueError: a shape, device or range that doesn't fit (``trifuse.ArgumentError``).
         RuntimeError: the backend asked for by name can't serve the call.
+
+    Example:
+        >>> x, residual = torch.randn(2, 5, 768), torch.randn(2, 5, 768)
+        >>> weight, bias = torch.ones(768), torch.zeros(768)
+        >>> dropout_add_layer_norm(x, residual, weight, bias, 0.1, training=True).shape
+        torch.Size([2, 5, 768])
     """
     call = _prepare(
         x, residual, weight, bias, dropout_p, eps, training, prenorm, x_bias, rms_norm,

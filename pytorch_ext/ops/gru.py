@@ -52,6 +52,13 @@ def gru(
         TypeError: an argument of the wrong type, or a dtype that doesn't fit the others.
         ValueError: a shape, device or range that doesn't fit (``trifuse.ArgumentError``).
         RuntimeError: the backend asked for by name can't serve the call.
+
+    Example:
+        >>> T, B, I, H = 7, 3, 16, 32
+        >>> weight_ih, weight_hh = torch.randn(3 * H, I), torch.randn(3 * H, H)
+        >>> output, h_n = gru(torch.randn(T, B, I), None, weight_ih, weight_hh)
+        >>> output.shape, h_n.shape
+        (torch.Size([7, 3, 32]), torch.Size([3, 32]))
     """
     call = _prepare(
         input, hx, weight_ih, weight_hh, bias_ih, bias_hh, lengths, batch_first, reverse

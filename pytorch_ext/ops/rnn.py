@@ -54,6 +54,12 @@ def rnn(
         TypeError: an argument of the wrong type, or a dtype that doesn't fit the others.
         ValueError: a shape, device, range or name that doesn't fit (``trifuse.ArgumentError``).
         RuntimeError: the backend asked for by name can't serve the call.
+
+    Example:
+        >>> T, B, I, H = 7, 3, 16, 32
+        >>> output, h_n = rnn(torch.randn(T, B, I), None, torch.randn(H, I), torch.randn(H, H))
+        >>> output.shape, h_n.shape
+        (torch.Size([7, 3, 32]), torch.Size([3, 32]))
     """
     call = _prepare(
         input, hx, weight_ih, weight_hh, bias_ih, bias_hh, nonlinearity, lengths, batch_first,

@@ -131,7 +131,7 @@ def gru_backward(
         output, gates: the forward's results. If None, they are computed again, so that this
             function can itself be differentiated: it is the double backward of every backend.
         wanted: which gradients are wanted, in the order above.
-        The rest as in :func:`gru`.
+        others: as in :func:`gru`.
 
     Returns:
         Gradients, each of the shape and dtype of its tensor; None where not wanted.
@@ -218,7 +218,7 @@ def gradients(
     Args:
         backward: (d, direction, dy, dh, y) -> the gradients of direction d; dy, dh and y as in
             :func:`_backward`.
-        The rest as in :func:`gru_backward`.
+        others: as in :func:`gru_backward`.
 
     Returns:
         As :func:`gru_backward`.

@@ -11,9 +11,7 @@ import hashlib
 import os
 import runpy
 import shutil
-import subprocess
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -97,26 +95,18 @@ def build(name: str, sources: Sequence[Path]) -> Library:
     folder = BUILD / f"{name}-{hashlib.sha256(settings.encode()).hexdigest()[:16]}"
     folder.mkdir(parents=True, exist_ok=True)
     library = folder / f"lib{name}.so"
-    job = runpy.run_path(str(ROOT / "setup.py"))["Job"]
-
-    def compile_one(source: Path) -> Path:
+    graph = runpy.run_path(str(ROOT / "setup.py"))["Graph"](folder)
+    objects = []
+    for source in (*sources, MODEL / "hooks.cpp"):
         flags = _FLAGS if source.suffix == ".cu" else [*_FLAGS, *_TORCH_FLAGS]
-        target = folder / f"{source.name}.o"
-        job([source], target, [compiler, *flags, "-x", "c++"]).run()
-        return target
-
+        objects.append(graph.compile([source], source.name, [compiler, *flags, "-x", "c++"]))
+    libraries = []
+    for path in library_paths():
+        libraries += [f"-L{path}", f"-Wl,-rpath,{path}"]
+    libraries += ["-Wl,--no-as-needed", "-ltorch_cpu", "-lc10"]
+    graph.link(objects, library, [compiler, "-shared"], libraries)
     with FileLock(folder / "lock"):  # another test worker may be building it
-        with ThreadPoolExecutor(os.cpu_count()) as pool:
-            objects = list(pool.map(compile_one, [*sources, MODEL / "hooks.cpp"]))
-        newest = max(path.stat().st_mtime for path in objects)
-        if not library.exists() or library.stat().st_mtime <= newest:
-            link = [compiler, "-shared", *map(str, objects)]
-            for path in library_paths():
-                link += [f"-L{path}", f"-Wl,-rpath,{path}"]
-            link += ["-Wl,--no-as-needed", "-ltorch_cpu", "-lc10"]
-            unfinished = folder / "unfinished.so"
-            subprocess.run([*link, "-o", str(unfinished)], check=True)
-            unfinished.rename(library)
+        graph.run()
     return Library(library)
 
 
