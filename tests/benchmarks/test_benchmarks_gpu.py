@@ -17,7 +17,15 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from trifuse import backends
-from trifuse.benchmarks import attention, bert, ceilings, dropout_add_layer_norm, lstm, timing
+from trifuse.benchmarks import (
+    attention,
+    bert,
+    ceilings,
+    dropout_add_layer_norm,
+    gru,
+    lstm,
+    timing,
+)
 from trifuse.benchmarks.cases import run_all
 from trifuse.benchmarks.ceilings import Rate
 from trifuse.models.bert import BertConfig
@@ -98,13 +106,15 @@ def _small(case: Any) -> Any:
     if isinstance(case, lstm.Case):
         projection = case.projection and 8
         return dataclasses.replace(case, shape=(5, 4, 8, 16), projection=projection)
+    if isinstance(case, gru.Case):
+        return dataclasses.replace(case, shape=(5, 4, 8, 16))
     config = BertConfig(
         hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=48
     )
     return dataclasses.replace(case, config=config, batch_size=3, length=24)
 
 
-@pytest.mark.parametrize("module", [attention, dropout_add_layer_norm, lstm, bert])
+@pytest.mark.parametrize("module", [attention, dropout_add_layer_norm, lstm, gru, bert])
 def test_every_case(
     module: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
