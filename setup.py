@@ -201,13 +201,155 @@ rule link
             raise RuntimeError(f"the extension did not compile: {''.join(printed)[-2000:]}")
 
 
-def write_compile_commands(commands: dict[Path, list[str]]) -> None:
+class Commands:
+    """The compilers' calls, without file names.
+
+    Raises:
+        RuntimeError: there is no torch or no compiler.
+    """
+
+    def __init__(self, sanitizer: str | None) -> None:
+        if torch is None:
+            raise RuntimeError(
+                "torch was not found while building; install torch, then run "
+                "`pip install --no-build-isolation .`"
+            )
+        compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++")
+        if compiler is None:
+            raise RuntimeError("no C++ compiler was found (looked at $CXX, c++ and g++)")
+        self.compiler = compiler
+        # Compiled with OpenMP but not linked with it: torch brings its own runtime, and a second
+        # one would start a second pool of threads.
+        flags = ["-std=c++20", "-O3", "-fPIC", "-fopenmp", "-fvisibility=hidden", "-Wall"]
+        # GCC warns about undefined values in its own intrinsics and an ABI that changed in 4.6.
+        flags += ["-Wno-maybe-uninitialized", "-Wno-uninitialized", "-Wno-psabi"]
+        flags += ["-DAT_PARALLEL_OPENMP=1", "-DTORCH_EXTENSION_NAME=_C"]
+        flags += [f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}"]
+        self.sanitizers = SANITIZERS[sanitizer] if sanitizer else []
+        self.ordinary = self.sanitized = flags
+        if sanitizer:
+            # The last -O wins; -O1 compiles fast, and the result is fast enough.
+            sanitized = ["-O1", "-g1", "-fno-omit-frame-pointer", "-DTRIFUSE_SANITIZE"]
+            self.sanitized = [*flags, *sanitized, *self.sanitizers]
+        self.sanitized_sets = os.environ.get("TRIFUSE_SANITIZE_SETS", " ".join(CAPABILITIES))
+        self.includes = self._includes()
+
+    @staticmethod
+    def _includes() -> list[str]:
+        from torch.utils.cpp_extension import include_paths
+
+        system = [*include_paths(), sysconfig.get_path("include")]
+        try:
+            import pybind11
+        except ImportError:  # torch's folder of headers holds a version of it too
+            pass
+        else:
+            system.insert(0, pybind11.get_include())
+        return [f"-I{ROOT / 'csrc'}", *(f"-isystem{path}" for path in system)]
+
+    def host(self) -> list[str]:
+        """Returns the command for a source that is compiled once."""
+        # AT_PER_OPERATOR_HEADERS: torch's headers include only the operators that they use.
+        command = [self.compiler, *self.sanitized, "-DAT_PER_OPERATOR_HEADERS", *self.includes]
+        # Sanitized, these sources take long to compile, and little time when they run.
+        return [*command, "-O0"] if self.sanitizers else command
+
+    def kernel(self, capability: str) -> list[str]:
+        """Returns the command for a kernel. ``TRIFUSE_SANITIZE_SETS`` names the instruction sets
+        that are sanitized; the others are linked as the ordinary build compiles them."""
+        is_sanitized = capability in self.sanitized_sets.split()
+        flags = self.sanitized if is_sanitized else self.ordinary
+        return [self.compiler, *flags, *kernel_flags(capability), *self.includes]
+
+    def cuda(self, nvcc: str, architectures: list[str]) -> list[str]:
+        command = [nvcc, "-ccbin", self.compiler, "-std=c++20", "-O3", f"-I{ROOT / 'csrc'}"]
+        command += ["--expt-relaxed-constexpr", "-Xcompiler=-fPIC,-fvisibility=hidden"]
+        return [*command, *architectures]
+
+
+def is_kernel(source: Path) -> bool:
+    return source.stem.endswith("_kernel")
+
+
+def sources() -> list[Path]:
+    return sorted((ROOT / "csrc").glob("**/*.cpp"))
+
+
+def write_compile_commands(commands: Commands) -> None:
     """Writes build/compile_commands.json, which clang-tidy and editors read."""
-    entries = [
-        {"directory": str(ROOT), "file": str(source), "arguments": [*command, "-c", str(source)]}
-        for source, command in commands.items()
-    ]
+    widest = [name for name in CAPABILITIES if not name.endswith("_BF16")][-1]
+    entries = []
+    for source in sources():
+        command = commands.kernel(widest) if is_kernel(source) else commands.host()
+        call = [*command, "-c", str(source)]
+        entries.append({"directory": str(ROOT), "file": str(source), "arguments": call})
+    (ROOT / "build").mkdir(exist_ok=True)
     (ROOT / "build/compile_commands.json").write_text(json.dumps(entries, indent=1))
+
+
+def extension(
+    commands: Commands, output: Path, nvcc: str = "", architectures: list[str] | None = None
+) -> Graph:
+    """Returns the graph that makes the extension, with CUDA kernels if given nvcc and its flags."""
+    # Kept between builds, unlike pip's own folder; one per version of Python and torch.
+    folder = f"{sysconfig.get_config_var('SOABI')}-torch-{torch.__version__}"
+    graph = Graph(ROOT / "build" / folder)
+    # The linker keeps the first copy of an inline function. Code for narrow vectors comes first, so
+    # that code that runs everywhere never gets a copy compiled for wide vectors.
+    objects = [
+        *host_objects(graph, commands, architectures or []),
+        *kernel_objects(graph, commands),
+    ]
+    linker = [commands.compiler]
+    if nvcc:
+        for source in sorted((ROOT / "csrc/cuda").glob("*.cu")):
+            flags = architectures or []
+            if source.stem.endswith("_hopper"):
+                flags = [hopper_architecture(flags)]
+            command = commands.cuda(nvcc, flags)
+            objects.append(graph.compile([source], f"{source.stem}.cuda", command))
+        # nvcc finds its own runtime, which is linked statically. torch may load a second one of
+        # another version; they don't conflict, because --exclude-libs hides ours.
+        linker = [nvcc, "-ccbin", commands.compiler, "-cudart", "static"]
+        linker += ["-Xlinker", "--exclude-libs=ALL"]
+    graph.link(objects, output, [*linker, *commands.sanitizers, "-shared"], torch_libraries())
+    return graph
+
+
+def host_objects(graph: Graph, commands: Commands, architectures: list[str]) -> list[Path]:
+    """Adds the sources that are compiled once, grouped (LARGE_OPERATORS)."""
+    groups: dict[str, list[Path]] = {}
+    for source in sources():
+        if is_kernel(source) or (source.parent.name == "cuda" and not architectures):
+            continue
+        name = source.stem if source.stem in LARGE_OPERATORS else "operators"
+        groups.setdefault(name, []).append(source)
+    objects = []
+    for name, group in groups.items():
+        command = commands.host()
+        if name == "operators" and architectures:
+            code = [flag.split(",code=")[1].strip("[]") for flag in architectures]
+            command.append(f'-DTRIFUSE_CUDA_CODE="{",".join(code)}"')
+        objects.append(graph.compile(group, name, command))
+    return objects
+
+
+def kernel_objects(graph: Graph, commands: Commands) -> list[Path]:
+    return [
+        graph.compile([source], f"{source.stem}.{capability}", commands.kernel(capability))
+        for capability in CAPABILITIES
+        for source in filter(is_kernel, sources())
+        if is_compiled(source, capability)
+    ]
+
+
+def torch_libraries() -> list[str]:
+    from torch.utils.cpp_extension import library_paths
+
+    found = []
+    for path in library_paths():
+        found += [f"-L{path}", "-Xlinker", f"-rpath={path}"]
+    return [*found, "-ltorch_python", "-ltorch", "-ltorch_cpu", "-lc10"]
 
 
 class BuildExtension(build_ext):
@@ -251,112 +393,13 @@ class BuildExtension(build_ext):
         return [*super().get_outputs(), str(Path(self.build_lib) / "trifuse/_build_info.py")]
 
     def build_extension(self, ext: Extension) -> None:
-        if torch is None:
-            raise RuntimeError(
-                "torch was not found while building; install torch, then run "
-                "`pip install --no-build-isolation .`"
-            )
-        compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++")
-        if compiler is None:
-            raise RuntimeError("no C++ compiler was found (looked at $CXX, c++ and g++)")
-        from torch.utils.cpp_extension import include_paths, library_paths
-
-        # Kept between builds, unlike pip's own folder; one per version of Python and torch.
-        build = ROOT / "build" / f"{sysconfig.get_config_var('SOABI')}-torch-{torch.__version__}"
-        includes = [f"-I{ROOT / 'csrc'}", *(f"-isystem{path}" for path in include_paths())]
-        includes.append(f"-isystem{sysconfig.get_path('include')}")
-        try:
-            import pybind11
-        except ImportError:  # torch's folder of headers holds a version of it too
-            pass
-        else:
-            includes.insert(1, f"-isystem{pybind11.get_include()}")
-        # Compiled with OpenMP but not linked with it: torch brings its own runtime, and a second
-        # one would start a second pool of threads.
-        ordinary = ["-std=c++20", "-O3", "-fPIC", "-fopenmp", "-fvisibility=hidden", "-Wall"]
-        # GCC warns about undefined values in its own intrinsics and an ABI that changed in 4.6.
-        ordinary += ["-Wno-maybe-uninitialized", "-Wno-uninitialized", "-Wno-psabi"]
-        ordinary += ["-DAT_PARALLEL_OPENMP=1", "-DTORCH_EXTENSION_NAME=_C"]
-        ordinary += [f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}"]
-        sanitize = SANITIZERS[self.sanitizer] if self.sanitizer else []
-        common = ordinary
-        if sanitize:
-            # The last -O wins; -O1 compiles fast, and the result is fast enough.
-            common = [*ordinary, "-O1", "-g1", "-fno-omit-frame-pointer", "-DTRIFUSE_SANITIZE"]
-            common += sanitize
-        sanitized = os.environ.get("TRIFUSE_SANITIZE_SETS", " ".join(CAPABILITIES)).split()
-        # AT_PER_OPERATOR_HEADERS: torch's headers include only the operators that they use.
-        host = [compiler, *common, "-DAT_PER_OPERATOR_HEADERS", *includes]
-        sources = sorted((ROOT / "csrc").glob("**/*.cpp"))
-        kernels = [source for source in sources if source.stem.endswith("_kernel")]
-
-        def torch_facing_objects(graph: Graph, with_cuda: bool) -> list[Path]:
-            groups: dict[str, list[Path]] = {}
-            for source in sources:
-                if source in kernels or (source.parent.name == "cuda" and not with_cuda):
-                    continue
-                name = source.stem if source.stem in LARGE_OPERATORS else "operators"
-                groups.setdefault(name, []).append(source)
-            code = [flag.split(",code=")[1].strip("[]") for flag in self.architectures]
-            built_for = [f'-DTRIFUSE_CUDA_CODE="{",".join(code)}"'] if with_cuda else []
-            return [
-                graph.compile(group, name, [*host, *(built_for if name == "operators" else [])])
-                for name, group in groups.items()
-            ]
-
-        def kernel_objects(graph: Graph) -> list[Path]:
-            objects = []
-            for capability in CAPABILITIES:
-                # The other instruction sets are linked as the ordinary build has compiled them.
-                flags = common if capability in sanitized else ordinary
-                command = [compiler, *flags, *kernel_flags(capability), *includes]
-                for source in kernels:
-                    if is_compiled(source, capability):
-                        objects.append(
-                            graph.compile([source], f"{source.stem}.{capability}", command)
-                        )
-                    if not capability.endswith("_BF16"):
-                        commands[source] = command
-            return objects
-
-        def cuda_objects(graph: Graph) -> list[Path]:
-            command = [self.nvcc, "-ccbin", compiler, "-std=c++20", "-O3", f"-I{ROOT / 'csrc'}"]
-            command += ["--expt-relaxed-constexpr", "-Xcompiler=-fPIC,-fvisibility=hidden"]
-            objects = []
-            for source in sorted((ROOT / "csrc/cuda").glob("*.cu")):
-                is_hopper = source.stem.endswith("_hopper")
-                flags = (
-                    [hopper_architecture(self.architectures)] if is_hopper else self.architectures
-                )
-                objects.append(graph.compile([source], f"{source.stem}.cuda", [*command, *flags]))
-            return objects
-
-        def make(with_cuda: bool) -> None:
-            graph = Graph(build)
-            # The linker keeps the first copy of an inline function. Code for narrow vectors comes
-            # first, so that code that runs everywhere never gets a copy compiled for wide vectors.
-            objects = [*torch_facing_objects(graph, with_cuda), *kernel_objects(graph)]
-            linker = [compiler]
-            if with_cuda:
-                objects += cuda_objects(graph)
-                # nvcc finds its own runtime, which is linked statically. torch may load a second
-                # one of another version; they don't conflict, because --exclude-libs hides ours.
-                linker = [self.nvcc, "-ccbin", compiler, "-cudart", "static"]
-                linker += ["-Xlinker", "--exclude-libs=ALL"]
-            libraries = []
-            for path in library_paths():
-                libraries += [f"-L{path}", "-Xlinker", f"-rpath={path}"]
-            libraries += ["-ltorch_python", "-ltorch", "-ltorch_cpu", "-lc10"]
-            output = Path(self.get_ext_fullpath(ext.name)).absolute()
-            graph.link(objects, output, [*linker, *sanitize, "-shared"], libraries)
-            if self.editable_mode:  # setuptools clears `inplace` while it builds
-                write_compile_commands(commands)
-            graph.run()
-
-        commands = dict.fromkeys(sources, host)
+        commands = Commands(self.sanitizer)
+        if self.editable_mode:  # setuptools clears `inplace` while it builds
+            write_compile_commands(commands)
+        output = Path(self.get_ext_fullpath(ext.name)).absolute()
         if self.nvcc and self.architectures:
             try:
-                make(with_cuda=True)
+                extension(commands, output, self.nvcc, self.architectures).run()
                 self.cuda_error = ""
                 return
             except RuntimeError as error:
@@ -367,7 +410,7 @@ class BuildExtension(build_ext):
             self.cuda_error = "a sanitized extension has no CUDA kernels"
         else:
             self.cuda_error = "nvcc was not found (looked at $NVCC and the path)"
-        make(with_cuda=False)
+        extension(commands, output).run()
         print(f"trifuse: installed without CUDA kernels. {self.cuda_error}", file=sys.stderr)
 
 

@@ -104,7 +104,7 @@ def build(which: Build) -> None:
 
     here = " ".join(_C.cpu_capabilities())
     environment = {**os.environ, "TRIFUSE_SANITIZE": which.name, "TRIFUSE_SANITIZE_SETS": here}
-    done = subprocess.run(command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL)
+    done = subprocess.run(command, cwd=ROOT, env=environment)
     if done.returncode or not extension(which).exists():
         raise SanitizeError(f"the extension was not built with sanitizers for {which.name}")
 
