@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 import trifuse
 from trifuse.benchmarks import command_line, demo, machine, report
-from trifuse.benchmarks.terminal import console, print_table, progress_bars
+from trifuse.benchmarks.terminal import console, learnt_share, print_table, progress_bars
 from trifuse.benchmarks.transformer import (
     DROPOUT,
     Batch,
@@ -374,7 +374,7 @@ def main(argv: Sequence[str]) -> int:
     rate = best_rate(list(results.values()))
     labels = labelled(split.test)[3]
     commonest = labels.bincount().max().item() / len(labels)
-    print_table(topics_table(results, rate, commonest, len(labels)))
+    print_table(topics_table(results, rate, commonest, len(labels), options.quick))
     apart = (results["fused"].features - results["eager"].features).abs().max().item()
     console.print(f"largest difference of the frozen features: {apart:.1e}")
 
@@ -401,7 +401,11 @@ def main(argv: Sequence[str]) -> int:
 
 
 def topics_table(
-    results: Mapping[str, TopicResults], rate: float, commonest: float, passages: int
+    results: Mapping[str, TopicResults],
+    rate: float,
+    commonest: float,
+    passages: int,
+    early: bool,
 ) -> Table:
     table = empty_table(
         f"topics of {passages} test passages classified correctly, one of {TOPICS}; fine-tuned "
@@ -413,8 +417,8 @@ def topics_table(
         shares = [a.test for a in result.fine_tuned[rate]]
         table.add_row(
             name,
-            f"{statistics.mean(shares):.1%} ± {statistics.stdev(shares):.1%}",
-            f"{result.frozen:.1%}",
+            learnt_share(shares, early),
+            learnt_share(result.frozen, early),
             f"{commonest:.1%}",
         )
     return table

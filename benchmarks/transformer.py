@@ -36,7 +36,7 @@ from trifuse.benchmarks import ceilings, command_line, machine, report, text, ti
 from trifuse.benchmarks.cases import select
 from trifuse.benchmarks.ceilings import Rate
 from trifuse.benchmarks.comparison import Result
-from trifuse.benchmarks.terminal import console, print_table, progress_bars
+from trifuse.benchmarks.terminal import console, learnt_share, print_table, progress_bars
 from trifuse.models.transformer import (
     LanguageModel,
     LanguageModelConfig,
@@ -553,7 +553,7 @@ def main(argv: Sequence[str]) -> int:
         content["seeds"] = [result.record() for result in seeds]
         with trifuse.backend(options.backend):
             for task, result in zip(trained, curves, strict=True):
-                content["learnt"][task.name] = show_learnt(task, result, device)
+                content["learnt"][task.name] = show_learnt(task, result, device, options.quick)
         plot(options.plot, curves, caption.partition("\n")[0])
         console.print(f"wrote {options.plot}", markup=False)
     if times:
@@ -567,8 +567,10 @@ def _name(item: Task | Case) -> str:
     return item.name
 
 
-def show_learnt(task: Task, result: Curves, device: str) -> dict[str, float]:
-    """Print what the models trained without dropout can do; return the figures of both."""
+def show_learnt(task: Task, result: Curves, device: str, early: bool) -> dict[str, float]:
+    """Print what the models trained without dropout can do; return the figures of both.
+
+    ``early``: they were trained too briefly to learn, so shares of right answers are not shown."""
     models = {"eager": result.eager.model, "fused": result.fused.model}
     if isinstance(result.fused.model, LanguageModel):
         figures = {name: math.exp(getattr(result, name).held_out) for name in models}
@@ -582,6 +584,6 @@ def show_learnt(task: Task, result: Curves, device: str) -> dict[str, float]:
     else:
         (batch,) = task.held_out
         figures = {name: decoded_right(model, _to(batch, device)) for name, model in models.items()}
-        shown = ", ".join(f"{value:.1%} {name}" for name, value in figures.items())
+        shown = ", ".join(f"{learnt_share(value, early)} {name}" for name, value in figures.items())
         console.print(f"{task.name}: held-out sequences decoded without a mistake: {shown}")
     return figures

@@ -27,6 +27,7 @@ from trifuse.benchmarks import (
     engines,
     one_row,
     report,
+    terminal,
     timing,
 )
 from trifuse.benchmarks.__main__ import benchmarks, main
@@ -649,3 +650,9 @@ def test_what_to_install_is_named_in_full(monkeypatch, capsys):
     monkeypatch.setattr(bert, "transformers", None)
     assert bert.read_and_train([], argparse.Namespace()) == 1
     assert "pip install 'trifuse[bench]'" in capsys.readouterr().out
+
+
+def test_shares_of_models_that_stopped_early_are_not_shown():
+    assert terminal.learnt_share(0.0, early=False) == "0.0%"
+    assert terminal.learnt_share([0.5, 0.7], early=False) == "60.0% ± 14.1%"
+    assert terminal.learnt_share(0.0, early=True) == "stopped early"

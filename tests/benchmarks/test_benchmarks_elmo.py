@@ -214,6 +214,7 @@ def test_tables_json_and_picture(tmp_path, capsys, monkeypatch, corpus):
         "perplexity a word",
         "a learnt mix",
         "over seeds",
+        "stopped early",
         "one word in different sentences",
         "nearest, and farthest",
     ):

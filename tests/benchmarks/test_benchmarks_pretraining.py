@@ -99,7 +99,7 @@ def test_both_know_the_same(tmp_path, capsys, monkeypatch):
     arguments = ["--quick", "--device", "cpu", "--json", str(figures), "--plot", str(picture)]
     assert pretraining.main([*arguments, "--steps", "5", "--tuning-steps", "3"]) == 0
     printed = capsys.readouterr().out
-    for words in ("without dropout, 5 steps", "without dropout, 3 steps", "frozen features"):
+    for words in ("without dropout, 5 steps", "without dropout, 3 steps", "stopped early"):
         assert words in printed
     content = json.loads(figures.read_text())
     for curves in content["curves"]:

@@ -184,9 +184,11 @@ def test_tables_json_and_picture(tmp_path, capsys, monkeypatch):
         "16 held-out answers right",
         "strings copied right, by the number of digits",
         "same answers",
+        "stopped early",
         "tokens per second",
     ):
         assert words in printed
+    assert " 0.0%" not in printed
     content = json.loads(figures.read_text())
     named = [result["task"] for result in content["learnt"]]
     assert named == ["additive", "dot", "copying, none"]

@@ -156,7 +156,7 @@ def test_tables_json_and_picture(tmp_path, capsys, monkeypatch):
         "training step: tokens per second",
         "999× eager",
         "language model: held-out perplexity",
-        "reversal: held-out sequences decoded without a mistake",
+        "reversal: held-out sequences decoded without a mistake: stopped early eager",
         transformer.PROMPT,
     ):
         assert words in printed
