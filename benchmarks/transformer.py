@@ -66,6 +66,7 @@ class Task:
     held_out: Sequence[Batch]
     loss: Callable[[nn.Module, Batch], Tensor]
     learning_rate: float = 2e-3  # at the end of the warm-up
+    warmup_steps: int = 50
 
 
 def puzzle(name: text.Puzzle) -> Task:
@@ -151,7 +152,7 @@ def train(
         trifuse.fuse(model, unpad=True)
     generator = torch.Generator().manual_seed(seed)
     optimizer = torch.optim.Adam(model.parameters(), task.learning_rate, betas=(0.9, 0.98))
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, warmup_inverse_sqrt(50))
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, warmup_inverse_sqrt(task.warmup_steps))
     losses = []
     for _ in range(steps):
         loss = task.loss(model, _to(task.draw(generator), device))
