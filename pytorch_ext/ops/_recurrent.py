@@ -175,28 +175,6 @@ def state(
     return value
 
 
-def cell_preparation(check: Callable[..., Call], parameters: type[Any]) -> Callable[..., Call]:
-    """Returns the function that checks the arguments of a cell.
-
-    Args:
-        check: checks an operator's call: (input, batch, states, parameters of directions) -> call.
-        parameters: the named tuple of one direction's parameters.
-    """
-
-    def prepare(
-        input: Tensor,
-        hx: Any,
-        weight_ih: Tensor,
-        weight_hh: Tensor,
-        bias_ih: Tensor | None,
-        bias_hh: Tensor | None,
-    ) -> Call:
-        input, batch = one_step(input)
-        return check(input, batch, hx, [parameters(weight_ih, weight_hh, bias_ih, bias_hh)])
-
-    return prepare
-
-
 def check_without_cells(
     operator: str,
     gates: int,
