@@ -394,12 +394,12 @@ BUDGET: dict[tuple[Any, ...], dict[str, tuple[int, int, int]]] = {
         "gru_forward_sequence": (144, 0, 112), "gru_backward_sequence": (128, 0, 112),
     },
     ("bf16", 128, "gru, reset first"): {
-        "gru_reset_first_forward_sequence": (144, 0, 112),
+        "gru_reset_first_forward_sequence": (160, 0, 112),
         "gru_reset_first_backward_sequence": (128, 0, 112),
     },
     ("fp32", 512, "gru, reset first"): {
-        "gru_reset_step": (64, 0, 2), "gru_reset_first_forward_step": (64, 0, 2),
-        "gru_reset_first_backward_step": (56, 0, 2), "gru_reset_backward_step": (56, 0, 2),
+        "gru_reset_step": (40, 0, 2), "gru_reset_first_forward_step": (48, 0, 2),
+        "gru_reset_first_backward_step": (48, 0, 0), "gru_reset_backward_step": (40, 0, 0),
     },
     ("fp32", 512, "gru"): {"gru_forward_step": (64, 0, 2), "gru_backward_step": (56, 0, 2)},
     ("bf16", 128, "rnn"): {

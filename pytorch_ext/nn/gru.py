@@ -58,8 +58,12 @@ class GRU(RecurrentWithoutCells):
         self, k: int, x: Tensor, states: list[Tensor | None], lengths: Tensor | None
     ) -> list[Tensor]:
         parameters = self._parameters_of(ops.Parameters, k)
-        options = {"reverse": self._reverse(), "linear_before_reset": self.linear_before_reset}
-        return list(ops.layer(x, states[0], parameters, lengths, **options))
+        return list(
+            ops.layer(
+                x, states[0], parameters, lengths, reverse=self._reverse(),
+                linear_before_reset=self.linear_before_reset,
+            )
+        )  # fmt: skip
 
 
 class GRUCell(nn.GRUCell):
