@@ -413,7 +413,7 @@ class Seq2Seq(nn.Module):
     The logits are a projection of LUONG's attentional vector, tanh(W [context; state]) (eq. 5); in
     Bahdanau's order of a :class:`MaxoutReadout`; without attention of the decoder's state.
     BAHDANAU's gated units apply the reset gate before the recurrent product; torch's GRU, which is
-    the cell here, applies it after.
+    the cell here, applies it after. ``trifuse.nn.GRU`` has both forms.
 
     Embeddings start normal with variance 1 / embedding_dim and are multiplied by √embedding_dim at
     the input, so that inputs start with variance 1 whether or not the output is tied to them.

@@ -323,7 +323,16 @@ def choose(input: Tensor) -> backends.Choice:
     return backends.choose(backends.Call("lstm", input.device.type, input.dtype))
 
 
-_prepare_cell = _recurrent.cell_preparation(check_call, Parameters)
+def _prepare_cell(
+    input: Tensor,
+    hx: Any,
+    weight_ih: Tensor,
+    weight_hh: Tensor,
+    bias_ih: Tensor | None,
+    bias_hh: Tensor | None,
+) -> _recurrent.Call:
+    input, batch = _recurrent.one_step(input)
+    return check_call(input, batch, hx, [Parameters(weight_ih, weight_hh, bias_ih, bias_hh)])
 
 
 def check_options(

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from budgets import check_budget, compile_calls, for_each_architecture
 from lstm_cases import assert_same_bits, lay_out_any
 from numerics import Accuracy, rounding_error
+from test_gru import reset_first_cell
 from torch import Tensor
 
 import trifuse
@@ -27,7 +28,9 @@ SCHEDULES = ("one_launch", "step_by_step")
 NAMES = ("input", "h0", *Parameters._fields, *(f"{name}_reverse" for name in Parameters._fields))
 
 
-KINDS = ("gru", "tanh", "relu")  # a GRU, and an RNN with either activation
+# A GRU, one whose reset gate precedes the product, and an RNN with either activation.
+KINDS = ("gru", "reset first", "tanh", "relu")
+GRUS = KINDS[:2]
 kinds = pytest.mark.parametrize("kind", KINDS)
 
 
@@ -68,7 +71,7 @@ class Case:
     @property
     def options(self) -> tuple[Any, ...]:
         """The operator's options, as the launchers take them."""
-        return (self.reverse,) if self.kind == "gru" else (self.reverse, self.kind == "relu")
+        return self.reverse, self.kind == ("gru" if self.kind in GRUS else "relu")
 
 
 def make(
@@ -86,7 +89,7 @@ def make(
     seed: int = 0,
 ) -> Case:
     generator = torch.Generator().manual_seed(seed)
-    D, rows = len(reverse), 3 * H if kind == "gru" else H
+    D, rows = len(reverse), 3 * H if kind in GRUS else H
 
     def normal(*shape: int, scale: float = 1.0) -> Tensor:
         return (torch.randn(shape, generator=generator, dtype=torch.float64) * scale).to(dtype)
@@ -128,7 +131,7 @@ def launch_forward(case: Case, input: Tensor, h0: Tensor | None, save: bool) -> 
 
     _, _, parameters = case.arguments(case.tensors)
     inputs = (input, h0, parameters, case.lengths, *case.options)
-    return gru.gru_forward(*inputs, save) if case.kind == "gru" else rnn.rnn_forward(*inputs)
+    return gru.gru_forward(*inputs, save) if case.kind in GRUS else rnn.rnn_forward(*inputs)
 
 
 def launch(case: Case, wanted: tuple[bool, ...] | None = None) -> Results:
@@ -138,7 +141,7 @@ def launch(case: Case, wanted: tuple[bool, ...] | None = None) -> Results:
     input, h0, parameters = case.arguments(case.tensors)
     output, h_n, *saved = launch_forward(case, input, h0, save=True)
     every = [t is not None for t in (input, h0, *parameters)]
-    backward = gru.gru_backward if case.kind == "gru" else rnn.rnn_backward
+    backward = gru.gru_backward if case.kind in GRUS else rnn.rnn_backward
     upstream = (case.grad_output, case.grad_h_n)
     inputs = (input, h0, parameters, case.lengths)
     grads = backward(*upstream, *inputs, output, *saved, *case.options, wanted or every)
@@ -154,8 +157,9 @@ def run(case: Case) -> Results:
         input, h0, flat = case.arguments(tensors)
         parameters = [Parameters(*flat[i : i + SLOTS]) for i in range(0, len(flat), SLOTS)]
         arguments = (input, h0, parameters, case.lengths)
-        if case.kind == "gru":
-            return gru_ops.layer(*arguments, reverse=case.reverse)
+        if case.kind in GRUS:
+            first = case.kind == "gru"
+            return gru_ops.layer(*arguments, reverse=case.reverse, linear_before_reset=first)
         return rnn_ops.layer(*arguments, reverse=case.reverse, nonlinearity=case.kind)
 
     return differentiate(case, case.tensors, call)
@@ -166,7 +170,7 @@ def specification(case: Case, tensors: dict[str, Tensor] | None = None) -> Resul
 
     def formula(tensors: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         arguments = (*case.arguments(tensors), case.lengths)
-        if case.kind == "gru":
+        if case.kind in GRUS:
             return gru.gru(*arguments, options=gru.Options(*case.options))[:2]
         return rnn.rnn(*arguments, options=rnn.Options(*case.options))
 
@@ -178,6 +182,8 @@ def eager_torch(case: Case) -> Results:
     """Evaluates the formula in plain torch, everything in the dtype of the input."""
 
     def cell(x: Tensor, h: Tensor, p: Parameters) -> Tensor:
+        if case.kind == "reset first":
+            return reset_first_cell(x, h, *p)
         a, k = F.linear(x, p.weight_ih, p.bias_ih), F.linear(h, p.weight_hh, p.bias_hh)
         if case.kind != "gru":
             return torch.relu(a + k) if case.kind == "relu" else torch.tanh(a + k)
@@ -386,6 +392,14 @@ def test_results_share_no_memory(schedule, kind):
 BUDGET: dict[tuple[Any, ...], dict[str, tuple[int, int, int]]] = {
     ("bf16", 128, "gru"): {
         "gru_forward_sequence": (144, 0, 112), "gru_backward_sequence": (128, 0, 112),
+    },
+    ("bf16", 128, "gru, reset first"): {
+        "gru_reset_first_forward_sequence": (160, 0, 112),
+        "gru_reset_first_backward_sequence": (128, 0, 112),
+    },
+    ("fp32", 512, "gru, reset first"): {
+        "gru_reset_step": (40, 0, 2), "gru_reset_first_forward_step": (48, 0, 2),
+        "gru_reset_first_backward_step": (48, 0, 0), "gru_reset_backward_step": (40, 0, 0),
     },
     ("fp32", 512, "gru"): {"gru_forward_step": (64, 0, 2), "gru_backward_step": (56, 0, 2)},
     ("bf16", 128, "rnn"): {

@@ -52,7 +52,7 @@ class Kind(NamedTuple):
     formula: Callable[..., Any]
     options: Callable[..., Any]  # the formula's options, from the flags ``reverse``
     keywords: dict[str, Any]  # the same options, as the public functions take them
-    torchs: Callable[..., Tensor]  # torch's own cell
+    torchs: Callable[..., Tensor]  # torch's own cell, or the formula where torch has none
 
     def run(self, *args: Any, **rest: Any) -> Any:
         """Calls the public function, or another of its module: ``name``."""
@@ -70,8 +70,40 @@ def _rnn(nonlinearity: str, torchs: Callable[..., Tensor]) -> Kind:
     return Kind("rnn", 1, rnn_ops, rnn.rnn, options, {"nonlinearity": nonlinearity}, torchs)
 
 
+def reset_first_cell(
+    x: Tensor,
+    h: Tensor,
+    w_ih: Tensor,
+    w_hh: Tensor,
+    b_ih: Tensor | None = None,
+    b_hh: Tensor | None = None,
+) -> Tensor:
+    """Equations 5 to 8 of Cho et al. (2014), with biases, in plain torch."""
+    H = w_hh.shape[1]
+    r, z = torch.sigmoid(
+        F.linear(x, w_ih[: 2 * H], None if b_ih is None else b_ih[: 2 * H])
+        + F.linear(h, w_hh[: 2 * H], None if b_hh is None else b_hh[: 2 * H])
+    ).chunk(2, -1)
+    n = torch.tanh(
+        F.linear(x, w_ih[2 * H :], None if b_ih is None else b_ih[2 * H :])
+        + F.linear(r * h, w_hh[2 * H :], None if b_hh is None else b_hh[2 * H :])
+    )
+    return z * h + (1 - z) * n
+
+
+_RESET_FIRST = {"linear_before_reset": False}
+
 KINDS = {
     "gru": Kind("gru", 3, gru_ops, gru.gru, gru.Options, {}, torch.gru_cell),
+    "reset first": Kind(
+        "gru",
+        3,
+        gru_ops,
+        gru.gru,
+        functools.partial(gru.Options, **_RESET_FIRST),
+        _RESET_FIRST,
+        reset_first_cell,
+    ),
     "tanh": _rnn("tanh", torch.rnn_tanh_cell),
     "relu": _rnn("relu", torch.rnn_relu_cell),
 }
@@ -198,6 +230,8 @@ def eager_torch(case: Case) -> Results:
     """The formula in plain torch, row by row, in the dtype of the input."""
 
     def cell(x: Tensor, h: Tensor, p: Parameters) -> Tensor:
+        if case.kind.torchs is reset_first_cell:
+            return reset_first_cell(x, h, *p)
         a, k = F.linear(x, p.weight_ih, p.bias_ih), F.linear(h, p.weight_hh, p.bias_hh)
         if case.kind.operator == "rnn":
             return torch.relu(a + k) if case.kind.options(()).relu else torch.tanh(a + k)
@@ -324,11 +358,12 @@ def test_no_drift_over_many_steps(kind):
         assert error[-200:].mean() <= 3 * error[:200].mean()
 
 
+@pytest.mark.parametrize("kind", ["gru", "reset first"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("sign", [1, -1])
-def test_saturation(kernel, sign, dtype):
+def test_saturation(kernel, sign, dtype, kind):
     """Gates at ±80, where e^80 is near float32's limit: open or shut, never NaN."""
-    case = Case(4, 2, 1, 5, dtype=dtype, biases=False)
+    case = Case(4, 2, 1, 5, kind=kind, dtype=dtype, biases=False)
     case.tensors["input"].fill_(1)
     case.tensors["weight_ih"].fill_(80 * sign)
     case.tensors["weight_hh"].zero_()
@@ -438,7 +473,8 @@ def test_ragged_is_a_loop_over_sequences(cpp_kernel, reverse, dtype, kind):
 def test_rows_and_threads(cpp_kernel, dtype, kind):
     """A row's bits depend neither on other rows nor on the number of threads."""
     # A one-gate cell needs more units until its rows are worth more than one thread.
-    case = Case(4, 21, 5, 35 if kind == "gru" else 67, kind=kind, dtype=dtype)
+    units = 35 if KINDS[kind].operator == "gru" else 67
+    case = Case(4, 21, 5, units, kind=kind, dtype=dtype)
     results = run(case)
     alone = run(case.rows(slice(7, 8)))
     for name in PER_ROW:
@@ -569,7 +605,8 @@ def test_autocast(backend, dtype, kind):
 
 @kinds
 def test_saved_tensors(backend, kind):
-    """Saved are inputs, the output and, of a GRU, four gates per unit in the dtype of the input."""
+    """Saved are inputs, the output and, of a GRU, four gates per unit in the dtype of the input, or
+    three if the reset gate comes first."""
     case = Case(kind=kind, dtype=torch.bfloat16)
     saved: list[Tensor] = []
     call, args = call_of(case)
@@ -577,4 +614,5 @@ def test_saved_tensors(backend, kind):
         output, _ = call(*args)
     known = {t.data_ptr() for t in (*args, output)}
     kept = [(tuple(t.shape), t.dtype) for t in saved if t.data_ptr() not in known]
-    assert kept == ([((1, 5, 3, 24), torch.bfloat16)] if kind == "gru" else [])
+    columns = {"gru": 4 * 6, "reset first": 3 * 6}.get(kind)
+    assert kept == ([((1, 5, 3, columns), torch.bfloat16)] if columns else [])

@@ -239,7 +239,7 @@ def recurrent_call(operator: str, tokens: tuple[int, int], kind: str, with_optio
             "bias_ih": (gates * H,),
             "bias_hh": (gates * H,),
         }
-        if with_options:
+        if with_options and operator == "lstm":
             shapes |= {
                 "weight_peephole": (3, H),
                 "norm_ih_weight": (4 * H,),
@@ -260,7 +260,8 @@ def recurrent_call(operator: str, tokens: tuple[int, int], kind: str, with_optio
 
         # With a small eps, normalising four nearly equal numbers would amplify their rounding
         # errors, and the error of a sum would be that of a few such rows.
-        options = {"eps": 1.0} if with_options else {}
+        of = {"lstm": {"eps": 1.0}, "gru": {"linear_before_reset": False}}
+        options = of[operator] if with_options else {}
 
         def operated(x: Tensor, leaves: Gradients) -> Tensor:
             return getattr(trifuse, operator)(x, None, **leaves, **options)[0]
@@ -286,6 +287,12 @@ def recurrent_call(operator: str, tokens: tuple[int, int], kind: str, with_optio
 def test_gru_and_rnn_of_10_to_the_5_tokens(kind, operator):
     calls = [recurrent_call(operator, tokens, kind) for tokens in ((10, 10_000), (100, 1000))]
     hold(CPP_KERNELS, calls)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gru_with_the_reset_gate_first_of_10_to_the_5_tokens(kind):
+    sizes = ((10, 10_000), (100, 1000))
+    hold(CPP_KERNELS, [recurrent_call("gru", tokens, kind, with_options=True) for tokens in sizes])
 
 
 @pytest.mark.parametrize("kind", KINDS)

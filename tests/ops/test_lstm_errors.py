@@ -378,6 +378,11 @@ WEIGHTS: dict[str, dict[str, Tensor]] = {"lstm": {}, "gru": GRU, "rnn": RNN}  # 
         ({"bias_ih": ones(5)}, ValueError, r"^bias_ih: expected shape \(15,\); got \(5,\)"),
         ({"bias_hh": 1.0}, TypeError, r"^bias_hh: expected a Tensor; got float"),
         ({"lengths": ones(B)}, TypeError, r"^lengths: expected int32 or int64; got"),
+        (
+            {"linear_before_reset": 0},
+            TypeError,
+            r"^linear_before_reset: expected True or False; got int",
+        ),
     ],
 )
 def test_arguments_of_gru(changed, error, message):
@@ -386,6 +391,12 @@ def test_arguments_of_gru(changed, error, message):
         trifuse.gru(**call)
     with pytest.raises(error, match=message):
         trifuse.explain(trifuse.gru, **call)
+    if "linear_before_reset" in changed:
+        with pytest.raises(error, match=message):
+            trifuse.gru_cell(**call | {"input": call["input"][0]})
+        for module in (trifuse.nn.GRU, trifuse.nn.GRUCell):
+            with pytest.raises(error, match=message):
+                module(I, H, **changed)
     assert kernels.called == []
 
 

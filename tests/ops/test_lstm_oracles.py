@@ -270,10 +270,11 @@ def test_onnx_runtime_lstm(kernel, peephole, coupled, direction, ragged):
     torch.testing.assert_close(c_n[:, some], Y_c[:, some], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("linear_before_reset", [True, False])
 @pytest.mark.parametrize("ragged", [False, True])
 @pytest.mark.parametrize("direction", ["forward", "reverse", "bidirectional"])
-def test_onnx_runtime_gru(direction, ragged):
-    """The reset gate is applied after the product, as in torch."""
+def test_onnx_runtime_gru(direction, ragged, linear_before_reset):
+    """The reset gate is applied after the product, as in torch, or before it."""
     T, B, I, H = 6, 4, 5, 8  # noqa: E741
     D = 2 if direction == "bidirectional" else 1
     W, R, b = (normal(D, 3 * H, *s, seed=i) * 0.5 for i, s in enumerate(((I,), (H,), (2,))))
@@ -281,7 +282,11 @@ def test_onnx_runtime_gru(direction, ragged):
     lengths = torch.tensor([3, 6, 2, 1]) if ragged else None
     Y, Y_h = onnx_runtime(
         "GRU",
-        {"hidden_size": H, "direction": direction, "linear_before_reset": 1},
+        {
+            "hidden_size": H,
+            "direction": direction,
+            "linear_before_reset": int(linear_before_reset),
+        },
         X=x.numpy(),
         W=np.stack([to_onnx(w, ZRH) for w in W]),
         R=np.stack([to_onnx(w, ZRH) for w in R]),
@@ -291,7 +296,9 @@ def test_onnx_runtime_gru(direction, ragged):
     )
     parameters = [gru_ops.Parameters(W[d], R[d], b[d, :, 0], b[d, :, 1]) for d in range(D)]
     reverse = {"forward": (False,), "reverse": (True,), "bidirectional": (False, True)}[direction]
-    output, h_n = gru_ops.layer(x, h0, parameters, lengths, reverse=reverse)
+    output, h_n = gru_ops.layer(
+        x, h0, parameters, lengths, reverse=reverse, linear_before_reset=linear_before_reset
+    )
     torch.testing.assert_close(output, Y.transpose(1, 2).flatten(2), rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(h_n, Y_h, rtol=1e-4, atol=1e-5)
 
@@ -333,12 +340,6 @@ def onnx_nodes() -> dict[str, Any]:
     names = ("X", "W", "R", "B", "sequence_lens", "initial_h", "initial_c", "P")
     for case in onnx_cases("LSTM", "GRU", "RNN"):
         named = {n: t for n, t in zip(names, case.inputs, strict=False) if t is not None}
-        if case.operator == "GRU" and not case.attributes.get("linear_before_reset"):
-            # This node applies the reset gate before the product, not after. That makes no
-            # difference at a first step from h = 0, where the product is 0.
-            bias = named.get("B", torch.zeros(1))[..., -case.attributes["hidden_size"] :]
-            if bias.ne(0).any() or min(named["X"].shape[:2]) > 1:
-                continue
         outputs = zip(("Y", "Y_h", "Y_c"), case.outputs, strict=False)
         results = {n: t for n, t in outputs if t is not None}
         nodes[case.name] = (case.operator, case.attributes, named, results)
@@ -382,8 +383,11 @@ def test_onnx_nodes(name):
         )
     else:
         assert attributes.get("activations") in (None, [b"Tanh"])
+        options: dict[str, Any] = {"reverse": reverse}
+        if operator == "GRU":
+            options["linear_before_reset"] = attributes.get("linear_before_reset", 0) == 1
         ops = gru_ops if operator == "GRU" else rnn_ops
-        results = ops.layer(x, state("initial_h"), parameters, lengths, reverse=reverse)
+        results = ops.layer(x, state("initial_h"), parameters, lengths, **options)
     output = results[0].unflatten(2, (D, H))  # (T, B, D, H)
     actual = {"Y": output.transpose(0, 1) if batch_first else output.transpose(1, 2)}
     for key, t in zip(("Y_h", "Y_c"), results[1:], strict=False):
@@ -395,5 +399,5 @@ def test_onnx_nodes(name):
 def test_all_of_onnxs_nodes_run():
     counted = [n[0] for n in onnx_nodes().values()]
     assert counted.count("LSTM") >= 4
-    assert counted.count("GRU") >= 3
+    assert counted.count("GRU") >= 6
     assert counted.count("RNN") >= 3

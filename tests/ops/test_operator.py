@@ -73,6 +73,10 @@ OPERATORS: dict[str, Model] = {
     ),
     "lstm_cell": Model(lambda self, x: trifuse.lstm_cell(x[0], None, self.w, self.w)[0], w=GATES),
     "gru": Model(lambda self, x: trifuse.gru(x, x[0], self.w, self.w)[0], w=GATES[E:]),
+    "gru, reset first": Model(
+        lambda self, x: trifuse.gru(x, x[0], self.w, self.w, linear_before_reset=False)[0],
+        w=GATES[E:],
+    ),
     "gru_cell": Model(lambda self, x: trifuse.gru_cell(x[0], x[0], self.w, self.w), w=GATES[E:]),
     "rnn": Model(lambda self, x: trifuse.rnn(x, x[0], self.w, self.w)[0], w=GATES[:E]),
     "rnn_cell": Model(

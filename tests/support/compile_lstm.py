@@ -26,6 +26,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "norm, all": {**_ALL, "norm": True},
     "projected": {"projection": 512, "cell_clip": 3.0, "proj_clip": 3.0},
     "gru": {},
+    "gru, reset first": {},
     "rnn": {},
     "rnn, relu": {},
 }
@@ -59,8 +60,8 @@ class Usage(NamedTuple):
 
 def compile_call(call: Call) -> list[Usage]:
     """Returns the resources of a call's kernels, forward and backward."""
-    launches = {"gru": _launch_gru, "rnn": _launch_rnn, "rnn, relu": _launch_rnn}
-    launch = launches.get(call.options, _launch_lstm)
+    launches = {"gru": _launch_gru, "rnn": _launch_rnn}
+    launch = launches.get(call.options.partition(",")[0], _launch_lstm)
     codes = {
         code.kernel: code  # a step's kernels are launched repeatedly
         for code in compile_launches(call.architecture, lambda: launch(call))
@@ -106,9 +107,9 @@ def _launch_lstm(call: Call) -> None:
 
 
 def _launch_gru(call: Call) -> None:
-    inputs = _without_cells(call, 3 * call.H)
-    out, h_n, gates = gru.gru_forward(*inputs, [False], 2)
-    gru.gru_backward(out, h_n, *inputs, out, gates, [False], [True] * 6)
+    inputs, options = _without_cells(call, 3 * call.H), ([False], call.options == "gru")
+    out, h_n, gates = gru.gru_forward(*inputs, *options, 2)
+    gru.gru_backward(out, h_n, *inputs, out, gates, *options, [True] * 6)
 
 
 def _launch_rnn(call: Call) -> None:

@@ -244,6 +244,7 @@ CASES = {
     "plain_lstm": plain_lstm(),
     "lstm_cell": lstm_cell(),
     "gru": without_cells("gru"),
+    "gru, reset first": without_cells("gru", linear_before_reset=False),
     "plain_gru": plain("gru"),
     "gru_cell": cell("gru"),
     "rnn": without_cells("rnn", nonlinearity="relu", reverse=True),

@@ -66,6 +66,8 @@ def draw(d: Draws, kernel: str, dtype: str, operator: str = "gru") -> Call:
         options["reverse"] = True
     if operator == "rnn" and d.flag(50):
         options["nonlinearity"] = d.choice(("relu", "tanh"))
+    elif operator == "gru" and d.flag(60):
+        options["linear_before_reset"] = d.flag(25)
     shape = makers.tensors["input"].shape[:-1]
     results = {"h_n": Values((*lead, *rows, H), dtype)}
     if entry_point != "cell":
@@ -154,15 +156,19 @@ def _direction(
     for step in range(steps.count):
         rows, position = steps.at(step)
         old = h[:, rows]
-        heard = (product(x[:, position, rows], weight_ih, r), product(old, weight_hh, r))
-        from_x, from_h = (
-            a if bias is None else r(a + bias[:, None])
-            for a, bias in zip(heard, biases, strict=True)
-        )
-        new = _cell(call, from_x, from_h, old, r)
+        from_x = _linear(x[:, position, rows], weight_ih, biases[0], r)
+        if call.options.get("linear_before_reset", True):
+            new = _cell(call, from_x, _linear(old, weight_hh, biases[1], r), old, r)
+        else:
+            new = _cell_with_reset_first(from_x, old, weight_hh, biases[1], r)
         h = h.index_copy(1, rows, new)
         ys.append((rows, position, new))
     return recurrent.gathered(ys, h, T), h
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, r: Rounding) -> Tensor:
+    a = product(x, weight, r)
+    return a if bias is None else r(a + bias[:, None])
 
 
 def _cell(call: Call, from_x: Tensor, from_h: Tensor, old: Tensor, r: Rounding) -> Tensor:
@@ -172,6 +178,24 @@ def _cell(call: Call, from_x: Tensor, from_h: Tensor, old: Tensor, r: Rounding) 
     (r_x, z_x, n_x), (r_h, z_h, n_h) = from_x.chunk(3, -1), from_h.chunk(3, -1)
     reset, update = (sigmoid(r(a + b), r) for a, b in ((r_x, r_h), (z_x, z_h)))
     candidate = tanh(r(n_x + r(reset * n_h)), r)
+    return _updated(update, candidate, old, r)
+
+
+def _cell_with_reset_first(
+    from_x: Tensor, old: Tensor, weight_hh: Tensor, bias_hh: Tensor | None, r: Rounding
+) -> Tensor:
+    H = old.shape[-1]
+    first, last = slice(2 * H), slice(2 * H, None)
+    gate_bias, candidate_bias = (
+        None if bias_hh is None else bias_hh[:, own] for own in (first, last)
+    )
+    gates = r(from_x[..., first] + _linear(old, weight_hh[:, first], gate_bias, r))
+    reset, update = sigmoid(gates, r).chunk(2, -1)
+    heard = _linear(r(reset * old), weight_hh[:, last], candidate_bias, r)
+    return _updated(update, tanh(r(from_x[..., last] + heard), r), old, r)
+
+
+def _updated(update: Tensor, candidate: Tensor, old: Tensor, r: Rounding) -> Tensor:
     return r(r(r(1 - update) * candidate) + r(update * old))
 
 
