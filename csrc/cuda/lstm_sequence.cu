@@ -518,7 +518,7 @@ __global__ __launch_bounds__(kThreads, 1) void forward_sequence_kernel(
         const Step at = rows.at(r, d);
         const int64_t unit = own.first_unit + u;
         const Gates<float> a = hh_product.gates(r, u) + loaded.x.widened() + loaded.bias.widened();
-        const Cell<float> computed = cell(p, d, unit, a, loaded.c);
+        const ComputedCell<float> computed = cell(p, d, unit, a, loaded.c);
         const float c_new = clip_cell(p, at, unit, computed.u);
         const float m_new = computed.gates.o * tanh(c_new);
         const float c = zoneout<State::C>(p, at, unit, c_new, &loaded.c);
@@ -809,7 +809,9 @@ void launch_sequence(const Lstm& p, const LstmSequence& s, bool backward, void* 
 
 bool lstm_fits_sequence(const Lstm& p, bool backward, std::string* why_not) {
   std::string reason;
-  if (p.norm_hh) {
+  if (p.cell != Cell::Lstm) {
+    reason = "only an LSTM has a kernel for whole sequences";
+  } else if (p.norm_hh) {
     reason = "layer norm needs whole rows";
     if (lstm_workspace(p)) reason += ", too long for shared memory";
   } else if (p.dtype == DType::Float64) {
