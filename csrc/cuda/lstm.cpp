@@ -56,14 +56,18 @@ std::vector<Tensor> lstm_backward(
 }
 
 // Returns why such a call runs step by step; empty if it is one launch.
-std::string lstm_step_by_step(
-    const Tensor& input, const Parameters& parameters, bool coupled, bool backward) {
+std::string step_by_step(
+    Cell cell, const Tensor& input, const Parameters& parameters, bool coupled, bool backward) {
   const OnDeviceOf device(input);
   std::string why;
-  const int64_t directions = static_cast<int64_t>(parameters.size()) / kLstmSlots;
-  lstm_fits_sequence(
-      lstm_sizes(input, parameters, Cell::Lstm, coupled, directions), backward, &why);
+  const int64_t directions = static_cast<int64_t>(parameters.size()) / slots_of(cell);
+  lstm_fits_sequence(lstm_sizes(input, parameters, cell, coupled, directions), backward, &why);
   return why;
+}
+
+std::string lstm_step_by_step(
+    const Tensor& input, const Parameters& parameters, bool coupled, bool backward) {
+  return step_by_step(Cell::Lstm, input, parameters, coupled, backward);
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> lstm_stack_forward(
@@ -96,6 +100,12 @@ std::vector<Tensor> lstm_stack_backward(
 }
 
 // A GRU and an RNN --------------------------------------------------------------------------------
+
+template <Cell cell>
+std::string step_by_step_without_c(
+    const Tensor& input, const Parameters& parameters, bool backward) {
+  return step_by_step(cell, input, parameters, /*coupled=*/false, backward);
+}
 
 LstmResults forward_without_c(
     const Tensor& input, const OptionalTensor& h0, const Parameters& parameters,
@@ -163,8 +173,10 @@ TORCH_LIBRARY_IMPL(trifuse, TRIFUSE_CUDA, m) {
   m.impl("lstm_layers_at_once.cuda", layers_at_once);
   m.impl("lstm_stack_forward.cuda", lstm_stack_forward);
   m.impl("lstm_stack_backward.cuda", lstm_stack_backward);
+  m.impl("gru_step_by_step.cuda", step_by_step_without_c<Cell::Gru>);
   m.impl("gru_forward.cuda", gru_forward);
   m.impl("gru_backward.cuda", gru_backward);
+  m.impl("rnn_step_by_step.cuda", step_by_step_without_c<Cell::Rnn>);
   m.impl("rnn_forward.cuda", rnn_forward);
   m.impl("rnn_backward.cuda", rnn_backward);
 }

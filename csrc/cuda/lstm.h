@@ -145,10 +145,10 @@ void lstm_backward_projection(
 // Writes m of all steps, (D, T, B, H), for W_hr's gradient, but nothing past a row's length.
 void lstm_hidden(const Lstm& call, void* m, void* stream);
 
-// The same of a step of a GRU or an RNN, which have no c. `dh_recurrent`, (D, B, H), is the
+// The same for a step of a GRU or an RNN. `dh_recurrent`, (D, B, H), is the
 // gradient of h through the next step's product.
-void forward_step_without_c(const Lstm& call, int64_t step, const void* from_hidden, void* stream);
-void backward_step_without_c(
+void gru_forward_step(const Lstm& call, int64_t step, const void* from_hidden, void* stream);
+void gru_backward_step(
     const Lstm& call, int64_t step, const void* dh_recurrent, void* da, void* stream);
 
 // A whole sequence in one launch ------------------------------------------------------------------
@@ -156,12 +156,12 @@ void backward_step_without_c(
 // Arguments of the whole-sequence launches beside the call. Rows of the states that blocks exchange
 // begin at multiples of 16 bytes and are padded with zeros: N' is N rounded up to a multiple of 8.
 struct LstmSequence {
-  const void* weight_hh;   // (D, H, 4, R)
+  const void* weight_hh;   // (D, H, G, R)
   const void* weight_hr;   // (D, R, H) or null
   const int64_t* order;    // (B,): rows, longest first; or null: in memory order, all T long
   const int64_t* lengths;  // (B,): lengths of the rows in that order
   // The states that the products with W_hh and W_hr multiply. operand_hh: forward (2, D, B, R'),
-  // the first h0 after dropout; backward (2, D, B, (4 H)'). operand_hr, with a projection: forward
+  // the first h0 after dropout; backward (2, D, B, (G H)'). operand_hr, with a projection: forward
   // m, (D, B, H'); backward d(W_hr m), (D, B, R').
   void* operand_hh;
   void* operand_hr;

@@ -86,7 +86,7 @@ inline void forward_steps(const LstmCall& call, const Tensor& h_dropped) {
   for (int64_t step = 0; step < p.T; ++step) {
     at::bmm_out(from_hidden, h_dropped, weight_hh);
     if (p.cell != Cell::Lstm) {
-      forward_step_without_c(p, step, data(from_hidden), stream);
+      gru_forward_step(p, step, data(from_hidden), stream);
       continue;
     }
     lstm_forward_step(p, step, data(from_hidden), data(m), stream);
@@ -117,7 +117,7 @@ struct BackwardTokens {
 // backward_step_by_step gets that tensor as `grad_h`.
 inline void backward_sequence(const LstmCall& call, const BackwardTokens& tokens) {
   const Lstm& p = call.p;
-  SequenceBuffers buffers(call, 4 * p.H, p.R);
+  SequenceBuffers buffers(call, p.gates_per_unit() * p.H, p.R);
   const Tensor parts = call.empty({lstm_backward_parts(p)}, at::kFloat);
   LstmSequence& sequence = buffers.sequence;
   sequence.parts = static_cast<float*>(data(parts));
@@ -145,8 +145,7 @@ inline void backward_steps(
           p, step, data(dh_recurrent), data(dq), data(tokens.grad_projected), stream);
       at::bmm_out(dm, dq, call.weight_hr);
     }
-    if (p.cell != Cell::Lstm)
-      backward_step_without_c(p, step, data(dh_recurrent), data(da), stream);
+    if (p.cell != Cell::Lstm) gru_backward_step(p, step, data(dh_recurrent), data(da), stream);
     else lstm_backward_step(p, step, data(p.projected ? dm : dh_recurrent), data(da), stream);
     at::bmm_out(dh_recurrent, da, call.weight_hh);
   }

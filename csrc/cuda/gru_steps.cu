@@ -29,9 +29,10 @@ struct OwnUnit {
 
 // Reads W_ih x and W_hh h of each gate, and in a GRU h. Writes h twice, and a GRU's gates if they
 // are saved.
-template <class Scalar, class Unit>
-__global__ __launch_bounds__(kThreads) void forward_units_kernel(
+template <class Unit>
+__global__ __launch_bounds__(kThreads) void forward_step_kernel(
     const __grid_constant__ Lstm p, int64_t step, const void* from_hidden) {
+  using Scalar = Unit::Scalar;
   const OwnUnit own(p);
   if (own.row >= p.B) return;
   const Step at(p, step, own.row, own.d);
@@ -45,9 +46,11 @@ __global__ __launch_bounds__(kThreads) void forward_units_kernel(
 // Reads what the forward left, 5 numbers a unit in a GRU and 1 in an RNN, and three parts of the
 // gradient of h. Writes the gradients of the gates, in a GRU for both products, and once more for
 // the next product, and the gradient of h before the step.
-template <class Scalar, class Unit>
-__global__ __launch_bounds__(kThreads) void backward_units_kernel(
-    const __grid_constant__ Lstm p, int64_t step, const Scalar* dh_recurrent, Scalar* da) {
+template <class Unit>
+__global__ __launch_bounds__(kThreads) void backward_step_kernel(
+    const __grid_constant__ Lstm p, int64_t step, const typename Unit::Scalar* dh_recurrent,
+    typename Unit::Scalar* da) {
+  using Scalar = Unit::Scalar;
   const OwnUnit own(p);
   if (own.row >= p.B) return;
   const Step at(p, step, own.row, own.d);
@@ -55,7 +58,8 @@ __global__ __launch_bounds__(kThreads) void backward_units_kernel(
   da += state * Unit::kGates;
   if (!at.exists) return Numbers<Scalar, Unit::kGates>{}.store(da, own.unit);
   const auto loaded = Unit::load_backward(p, at, own.unit);
-  Unit::backward(p, at, own.unit, loaded, widen(dh_recurrent[state + own.unit]), da);
+  const auto dh = widen(dh_recurrent[state + own.unit]);
+  Unit::backward(p, at, own.unit, loaded, Unit::gradient(p, at, own.unit, loaded, dh), da);
 }
 
 LaunchPlan plan_of(const char* kernel, const Lstm& p) {
@@ -69,28 +73,33 @@ LaunchPlan plan_of(const char* kernel, const Lstm& p) {
   };
 }
 
-}  // namespace
-
-void forward_step_without_c(const Lstm& p, int64_t step, const void* from_hidden, void* stream) {
+// Calls run<Unit>() with the unit of a call's cell.
+template <class Run>
+void with_unit(const Lstm& p, const Run& run) {
   for_type(p.dtype, [&]<class Scalar>() {
-    with_unit<Scalar>(p, [&]<class Unit>() {
-      launch(
-          plan_of(p.cell == Cell::Gru ? "gru_forward_step" : "rnn_forward_step", p),
-          static_cast<cudaStream_t>(stream), forward_units_kernel<Scalar, Unit>, p, step,
-          from_hidden);
-    });
+    if (p.cell == Cell::Gru) run.template operator()<GruUnit<Scalar>>();
+    else run.template operator()<RnnUnit<Scalar>>();
   });
 }
 
-void backward_step_without_c(
+}  // namespace
+
+void gru_forward_step(const Lstm& p, int64_t step, const void* from_hidden, void* stream) {
+  with_unit(p, [&]<class Unit>() {
+    launch(
+        plan_of(p.cell == Cell::Gru ? "gru_forward_step" : "rnn_forward_step", p),
+        static_cast<cudaStream_t>(stream), forward_step_kernel<Unit>, p, step, from_hidden);
+  });
+}
+
+void gru_backward_step(
     const Lstm& p, int64_t step, const void* dh_recurrent, void* da, void* stream) {
-  for_type(p.dtype, [&]<class Scalar>() {
-    with_unit<Scalar>(p, [&]<class Unit>() {
-      launch(
-          plan_of(p.cell == Cell::Gru ? "gru_backward_step" : "rnn_backward_step", p),
-          static_cast<cudaStream_t>(stream), backward_units_kernel<Scalar, Unit>, p, step,
-          static_cast<const Scalar*>(dh_recurrent), static_cast<Scalar*>(da));
-    });
+  with_unit(p, [&]<class Unit>() {
+    using Scalar = Unit::Scalar;
+    launch(
+        plan_of(p.cell == Cell::Gru ? "gru_backward_step" : "rnn_backward_step", p),
+        static_cast<cudaStream_t>(stream), backward_step_kernel<Unit>, p, step,
+        static_cast<const Scalar*>(dh_recurrent), static_cast<Scalar*>(da));
   });
 }
 
