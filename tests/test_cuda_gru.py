@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from random import Random
+from typing import Any
 
 import pytest
 import test_gru as of_both
@@ -16,6 +17,7 @@ import test_rnn as of_rnn
 import torch
 from attention_cases import assert_equal
 from conftest import Kernel
+from cuda_code import compile_operator
 from host_build import Library, library_fixture
 from lstm_cases import assert_same_bits, lay_out_any
 from numerics import Accuracy
@@ -23,6 +25,7 @@ from test_gru import VARIANTS, Case, draw_case, kinds, record_accuracy, run, spe
 from torch import Tensor
 
 import trifuse
+from trifuse.ops._operator import SAVE_ALL, SAVE_NOTHING
 
 NAN = float("nan")
 CUDA = Kernel("cuda")
@@ -291,6 +294,74 @@ def test_a_sequence_cut_in_two(schedule, kind):
         assert_equal(second["h_n"], whole["h_n"])
 
 
+# The ops -----------------------------------------------------------------------------------------
+
+
+def of_ops(case: Case) -> tuple[Any, Any, list[Any], list[Any]]:
+    """Returns the forward op, the backward op, their tensors and their options."""
+    ops, name = torch.ops.trifuse, case.kind.operator
+    forward, backward = (getattr(ops, f"{name}_{way}").cuda for way in ("forward", "backward"))
+    input, h0, _ = case.arguments(case.tensors)
+    tensors = [input, h0, flat(case), case.lengths]
+    return forward, backward, tensors, list(case.kind.options(case.reverse))
+
+
+def test_a_gru_keeps_gates_only_if_asked():
+    case = Case(kind="gru", dtype=torch.bfloat16)
+    forward, _, tensors, options = of_ops(case)
+    *with_gates, gates = forward(*tensors, *options, SAVE_ALL)
+    *without, none = forward(*tensors, *options, SAVE_NOTHING)
+    assert (gates.shape, none.shape) == ((1, 5, 3, 24), (0,))
+    assert all(torch.equal(a, b) for a, b in zip(with_gates, without, strict=True))
+
+
+@kinds
+@pytest.mark.parametrize("half", [0, 1])
+def test_gradients_not_wanted_are_empty(half, kind):
+    case = Case(2, 2, kind=kind, reverse=(True, False))
+    forward, backward, tensors, options = of_ops(case)
+    output, h_n, *gates = forward(*tensors, *options, *([SAVE_ALL] if kind == "gru" else []))
+    wanted = [i % 2 == half for i in range(2 + len(tensors[2]))]
+
+    def gradients(wanted: list[bool]) -> list[Tensor]:
+        return backward(*case.upstream, *tensors, output, *gates, *options, wanted)
+
+    for some, every, want in zip(
+        gradients(wanted), gradients([True] * len(wanted)), wanted, strict=True
+    ):
+        assert some.dtype == case.tensors["input"].dtype
+        assert torch.equal(some, every) if want else some.shape == (0,)
+
+
+@kinds
+def test_tensors_that_do_not_fit_are_refused(kind):
+    """A tensor may be exchanged between the forward and the backward."""
+    case = Case(kind=kind)
+    forward, backward, tensors, options = of_ops(case)
+    output, _, *gates = forward(*tensors, *options, *([SAVE_ALL] if kind == "gru" else []))
+    input, h0, parameters, lengths = tensors
+    wanted = [True] * (2 + len(parameters))
+
+    def refuses(match: str, tensors: list[Any], output: Tensor, gates: list[Tensor]) -> None:
+        with pytest.raises(ValueError, match=match):
+            backward(*case.upstream, *tensors, output, *gates, *options, wanted)
+
+    refuses("^input: ", [input[:3], h0, parameters, lengths], output, gates)
+    refuses("^hx: ", [input, h0[:, :2], parameters, lengths], output, gates)
+    refuses("^weight_hh: ", [input, h0, [*parameters[:1], *parameters[:3]], lengths], output, gates)
+    refuses("^bias_ih: ", [input, h0, [*parameters[:2], input[0, 0], None], None], output, gates)
+    refuses("^weight_hh: ", tensors, output[..., :5], gates)
+    if kind == "gru":
+        refuses("^gates: ", tensors, output, [input.new_empty(0)])
+        refuses("^gates: ", tensors, output, [gates[0][..., :12]])
+
+
+@kinds
+def test_lengths_out_of_range_are_refused(kind):
+    with pytest.raises(RuntimeError, match=r"lengths: expected lengths in \[0, 5\]"):
+        run(Case(kind=kind, lengths=(3, 6, 0)))
+
+
 # As on other backends ----------------------------------------------------------------------------
 
 
@@ -324,3 +395,22 @@ test_numbers_that_are_not_finite_spread_as_in_torch = (
 )
 test_the_derivative_of_relu_at_0_is_0 = of_rnn.test_the_derivative_of_relu_at_0_is_0
 test_relu_grows_without_bound = of_rnn.test_relu_grows_without_bound
+
+
+# Code for GPUs -----------------------------------------------------------------------------------
+
+# Registers and stack bytes per thread, of single steps; test_cuda_lstm has those of sequences.
+BUDGET = {"forward_step_kernel": (48, 0), "backward_step_kernel": (40, 0)}
+
+
+def test_compiled_kernels_keep_to_their_budget():
+    compiled = compile_operator("gru")
+    assert {code.kernel.partition("<")[0] for code in compiled} == BUDGET.keys()
+    for code in compiled:
+        registers, stack = BUDGET[code.kernel.partition("<")[0]]
+        assert code.registers <= registers, f"{code.kernel}: {code.registers} registers"
+        assert code.stack <= stack, f"{code.kernel}: {code.stack} bytes of stack"
+        if "GruUnit" in code.kernel:  # a unit's four gates are one access
+            bits = 128 if "<float>" in code.kernel or "<double>" in code.kernel else 64
+            way = "STG" if code.kernel.startswith("forward") else "LDG"
+            assert code.count(rf"{way}\.E\.{bits}\S*") >= 1, code.kernel

@@ -461,6 +461,12 @@ __device__ __forceinline__ void for_elements_after(
   });
 }
 
+// Returns whether a projection follows. In a variable the answer would take registers.
+template <class Unit>
+__device__ __forceinline__ bool projected(const Lstm& p) {
+  return Unit::kProjects && p.projected;
+}
+
 // Forward -----------------------------------------------------------------------------------------
 
 template <class Unit>
@@ -468,14 +474,13 @@ __global__ __launch_bounds__(kThreads, 1) void forward_sequence_kernel(
     const __grid_constant__ Lstm p, const __grid_constant__ LstmSequence s, const Layout layout) {
   using Scalar = Unit::Scalar;
   constexpr int G = Unit::kGates;
-  const bool projected = Unit::kProjects && p.projected;
   const BlockPart own(p, layout);
   const int d = own.d;
   const LstmSequence::Steps steps = s.steps(p, d);
   if (steps.first == steps.last) return;
   unsigned char* memory = shared_memory();
   const Slice<Scalar> hh_slice(memory, G * layout.units, p.R, kHeldPieces<Scalar>);
-  const Slice<Scalar> hr_slice(memory, layout.columns, projected ? p.H : 0, 0);
+  const Slice<Scalar> hr_slice(memory, layout.columns, projected<Unit>(p) ? p.H : 0, 0);
   Products<Scalar, kHeldPieces<Scalar>> hh_product(memory, hh_slice);
   Products<Scalar, 0> hr_product(memory, hr_slice);
   const auto* weight_hh = static_cast<const Scalar*>(s.weight_hh);
@@ -519,7 +524,7 @@ __global__ __launch_bounds__(kThreads, 1) void forward_sequence_kernel(
         const Step at = rows.at(r, d);
         const int64_t unit = own.first_unit + u;
         const float m_new = Unit::forward(p, at, unit, loaded, hh_product.template gates<G>(r, u));
-        if (projected) m[at.row * m_stride + unit] = narrow<Scalar>(m_new);
+        if (projected<Unit>(p)) m[at.row * m_stride + unit] = narrow<Scalar>(m_new);
         else h_of(step + 1)[at.row * h_stride + unit] = finish_h<Scalar>(p, at, unit, m_new);
       });
     }
@@ -527,7 +532,7 @@ __global__ __launch_bounds__(kThreads, 1) void forward_sequence_kernel(
     for (int64_t first = 0; first < p.B; first += kRows)
       prefetch_inputs(ActiveRows{p, s, first, step + 1});
     barrier.wait();
-    if (!projected) continue;
+    if (!projected<Unit>(p)) continue;
     for (int64_t first = 0; first < p.B; first += kRows) {
       const ActiveRows rows{p, s, first, step};
       if (!rows.any()) continue;
@@ -551,15 +556,14 @@ __global__ __launch_bounds__(kThreads, 1) void backward_sequence_kernel(
     const __grid_constant__ Lstm p, const __grid_constant__ LstmSequence s, const Layout layout) {
   using Scalar = Unit::Scalar;
   constexpr int G = Unit::kGates;
-  const bool projected = Unit::kProjects && p.projected;
   const bool scattered = Unit::kProjects && layout.scattered;
   const BlockPart own(p, layout);
   const int d = own.d;
   const LstmSequence::Steps steps = s.steps(p, d);
   if (steps.first == steps.last) return;
   // The columns of h that the block owns: its units or, with a projection, its share of R columns.
-  const int columns = projected ? own.columns : own.units;
-  const int64_t first_column = projected ? own.first_column : own.first_unit;
+  const int columns = projected<Unit>(p) ? own.columns : own.units;
+  const int64_t first_column = projected<Unit>(p) ? own.first_column : own.first_unit;
   // The part of W_hh that it multiplies gradients of gates by: all gates by its own columns or, if
   // scattered, its own gates by all columns.
   const int64_t first_gate = scattered ? G * own.first_unit : 0;
@@ -569,11 +573,11 @@ __global__ __launch_bounds__(kThreads, 1) void backward_sequence_kernel(
   unsigned char* memory = shared_memory();
   const Slice<Scalar> hh_slice(
       memory,
-      scattered       ? p.R
-          : projected ? layout.columns
-                      : layout.units,
+      scattered                ? p.R
+          : projected<Unit>(p) ? layout.columns
+                               : layout.units,
       gates, kHeldPieces<Scalar>);
-  const Slice<Scalar> hr_slice(memory, projected ? layout.units : 0, p.R, 0);
+  const Slice<Scalar> hr_slice(memory, projected<Unit>(p) ? layout.units : 0, p.R, 0);
   Products<Scalar, kHeldPieces<Scalar>> hh_product(memory, hh_slice);
   Products<Scalar, 0> hr_product(memory, hr_slice);
   const auto* weight_hh = static_cast<const Scalar*>(s.weight_hh);
@@ -656,7 +660,7 @@ __global__ __launch_bounds__(kThreads, 1) void backward_sequence_kernel(
           return;
         }
         const float grad = Unit::gradient(p, at, column, loaded, dh_recurrent);
-        if (!projected)
+        if (!projected<Unit>(p))
           return Unit::backward(p, at, column, loaded, grad, da_of(step) + at.row * gates_stride);
         if constexpr (Unit::kProjects) {
           const Scalar grad_q = narrow<Scalar>(loaded.column.clipped ? 0 : grad);
@@ -671,7 +675,7 @@ __global__ __launch_bounds__(kThreads, 1) void backward_sequence_kernel(
       for (int64_t first = 0; first < p.B; first += kRows)
         prefetch_inputs(ActiveRows{p, s, first, step - 1});
     barrier.wait();
-    if (!projected) continue;
+    if (!projected<Unit>(p)) continue;
     if constexpr (Unit::kProjects) {  // others lack these parts
       for (int64_t first = 0; first < p.B; first += kRows) {
         const ActiveRows rows{p, s, first, step};
