@@ -145,8 +145,8 @@ void lstm_backward_projection(
 // Writes m of all steps, (D, T, B, H), for W_hr's gradient, but nothing past a row's length.
 void lstm_hidden(const Lstm& call, void* m, void* stream);
 
-// The same for a step of a GRU or an RNN. `dh_recurrent`, (D, B, H), is the
-// gradient of h through the next step's product.
+// The same for a step of a GRU or an RNN. `dh_recurrent`, (D, B, H), is the gradient of h through
+// the next step's product.
 void gru_forward_step(const Lstm& call, int64_t step, const void* from_hidden, void* stream);
 void gru_backward_step(
     const Lstm& call, int64_t step, const void* dh_recurrent, void* da, void* stream);

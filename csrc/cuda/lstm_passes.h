@@ -64,6 +64,9 @@ inline void check_lengths(const LstmCall& call) {
   at::_assert_async(right, "lengths: expected lengths in [0, " + std::to_string(T) + "]");
 }
 
+// An undefined tensor has no elements.
+inline bool has_elements(const Tensor& t) { return t.defined() && t.numel(); }
+
 inline void forward_pass(LstmCall& call, const Tensor& input, const LstmResults& results) {
   Lstm& p = call.p;
   if (p.T == 0 || p.B == 0) return;
@@ -73,9 +76,9 @@ inline void forward_pass(LstmCall& call, const Tensor& input, const LstmResults&
   const Tensor h_dropped = p.dropout ? call.dropped(h) : h;
   p.from_input = data(from_input);
   p.output = data(output);
-  p.gates = gates.numel() ? data(gates) : nullptr;
-  p.cells = cells.defined() && cells.numel() ? data(cells) : nullptr;
-  p.clipped = clipped.defined() && clipped.numel() ? clipped.data_ptr<bool>() : nullptr;
+  p.gates = has_elements(gates) ? data(gates) : nullptr;
+  p.cells = has_elements(cells) ? data(cells) : nullptr;
+  p.clipped = has_elements(clipped) ? clipped.data_ptr<bool>() : nullptr;
   p.h = data(h);
   p.h_dropped = data(h_dropped);
   p.c = data(c);
@@ -131,7 +134,7 @@ inline void check_backward(
   if (call.saved_gates() && !recomputes(call, saved))
     check_shape("gates", saved.gates, {D, T, B, call.saved_gates() * H});
   if (p.cell == Cell::Lstm) check_shape("cells", saved.cells, {D, T, B, H});
-  if (saved.clipped.defined() && saved.clipped.numel())
+  if (has_elements(saved.clipped))
     check_shape("clipped", saved.clipped, {D, T, B, p.clipped_columns()});
   check_states(p.cell == Cell::Lstm ? "h0" : "hx", h0, {D, B, R}, c0, {D, B, H}, input);
   check_shape("grad_output", grad_output, {T, B, p.layers ? R : D * R});
@@ -245,8 +248,7 @@ inline std::vector<Tensor> backward_pass(
   p.output = data(saved.output);
   p.gates = recompute ? nullptr : data(saved.gates);
   p.cells = data(saved.cells);
-  p.clipped =
-      saved.clipped.defined() && saved.clipped.numel() ? saved.clipped.data_ptr<bool>() : nullptr;
+  p.clipped = has_elements(saved.clipped) ? saved.clipped.data_ptr<bool>() : nullptr;
   p.grad_output = data(tokens.grad_output);
   p.c0 = data(first_c);
   p.grad_h = data(grad_h);
