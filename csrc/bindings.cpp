@@ -47,7 +47,8 @@ pybind11::dict build_info() {
   info["torch"] = TORCH_VERSION;
   // The operators that have CUDA kernels, and the architectures that these were compiled for.
 #if defined(TRIFUSE_CUDA_CODE)
-  info["cuda"] = std::vector<std::string>{"attention", "dropout_add_layer_norm", "lstm"};
+  info["cuda"] =
+      std::vector<std::string>{"attention", "dropout_add_layer_norm", "lstm", "gru", "rnn"};
   info["cuda_code"] = TRIFUSE_CUDA_CODE;
 #else
   info["cuda"] = std::vector<std::string>{};

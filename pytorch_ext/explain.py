@@ -70,8 +70,9 @@ def explain(
     """Reports which backend would serve ``function(*args, **kwargs)`` and why not the others, or
     what the modules of a model run on.
 
-    For an LSTM on CUDA kernels, also reports whether one launch covers the whole sequence, which
-    loads the recurrent weights onto the chip once, or the kernels go step by step, and why. For a
+    For an LSTM, a GRU or an RNN on CUDA kernels, also reports whether one launch covers the whole
+    sequence, which loads the recurrent weights onto the chip once, or the kernels go step by step,
+    and why. For a
     ``trifuse.nn.LSTM``, also reports how many layers run side by side.
 
     For a model, fused or not, reports which modules run fused and on which backend, which parts of

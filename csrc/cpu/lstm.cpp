@@ -26,9 +26,6 @@ using Parameters = std::vector<OptionalTensor>;
 using ParameterList = c10::List<OptionalTensor>;
 using Flags = c10::List<bool>;
 
-// Returns the number of parameters of a direction.
-constexpr int slots_of(Cell cell) { return cell == Cell::Lstm ? kLstmSlots : kSlotsWithoutOptions; }
-
 struct LstmOptions {
   bool coupled = false;
   double forget_bias = 0;

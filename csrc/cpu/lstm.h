@@ -8,15 +8,11 @@
 #include <cmath>
 #include <cstdint>
 
+#include "cell.h"
 #include "dropout.h"
 #include "dtype.h"
 
 namespace trifuse {
-
-enum class Cell { Lstm, Gru, Rnn };
-
-// Returns the number of gates, but for a coupled LSTM, which has 3.
-constexpr int64_t gates_of(Cell cell) { return cell == Cell::Rnn ? 1 : cell == Cell::Gru ? 3 : 4; }
 
 // One direction. H is the hidden size; R is the size of h: H, or the projection's. G is the number
 // of gates: 4 (i, f, g, o), 3 in a coupled LSTM (i, g, o), 3 in a GRU (r, z, n), 1 in an RNN (h).

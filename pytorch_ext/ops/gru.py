@@ -10,7 +10,15 @@ import torch
 from torch import Tensor
 
 from trifuse import backends
-from trifuse.ops import _checks, _explained, _op, _operator, _recurrent, _recurrent_fast
+from trifuse.ops import (
+    _checks,
+    _explained,
+    _lstm_notes,
+    _op,
+    _operator,
+    _recurrent,
+    _recurrent_fast,
+)
 from trifuse.reference import gru as reference
 from trifuse.reference.gru import SLOTS, Options, Parameters
 from trifuse.reference.lstm import by_direction
@@ -255,5 +263,5 @@ if backends._C is not None:
         torch.ops.trifuse.gru_plain.cpp, {D * SLOTS: ((False, True)[:D],) for D in (1, 2)}
     )
 
-_explained.explains(gru, _prepare)
-_explained.explains(gru_cell, _prepare_cell)
+_explained.explains(gru, _prepare, _lstm_notes.launch_notes)
+_explained.explains(gru_cell, _prepare_cell, _lstm_notes.launch_notes)

@@ -10,7 +10,15 @@ import torch
 from torch import Tensor
 
 from trifuse import backends
-from trifuse.ops import _checks, _explained, _op, _operator, _recurrent, _recurrent_fast
+from trifuse.ops import (
+    _checks,
+    _explained,
+    _lstm_notes,
+    _op,
+    _operator,
+    _recurrent,
+    _recurrent_fast,
+)
 from trifuse.reference import rnn as reference
 from trifuse.reference.lstm import by_direction
 from trifuse.reference.rnn import SLOTS, Options, Parameters
@@ -251,5 +259,5 @@ if backends._C is not None:
         saves=False,
     )
 
-_explained.explains(rnn, _prepare)
-_explained.explains(rnn_cell, _prepare_cell)
+_explained.explains(rnn, _prepare, _lstm_notes.launch_notes)
+_explained.explains(rnn_cell, _prepare_cell, _lstm_notes.launch_notes)

@@ -7,7 +7,9 @@ the same bits.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import functools
 import itertools
 import os
 import sys
@@ -19,6 +21,7 @@ import attention_cases as attention
 import dropout_add_layer_norm_cases as dropout_add_layer_norm
 import lstm_cases as lstm
 import pytest
+import test_gru as gru
 import torch
 from numerics import Accuracy
 from test_kernels_attention import FEATURES
@@ -60,6 +63,7 @@ def _calls_go_to_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         (attention, "run_packed"),
         (dropout_add_layer_norm, "run"),
         (lstm, "run"),
+        (gru, "run"),
     ):
         run = getattr(module, name)
 
@@ -90,6 +94,11 @@ def moved(value: Any, device: str) -> Any:
         # Copies the whole storage, with the gaps between elements.
         flat = torch.empty(0, dtype=value.dtype, device=value.device).set_(value.untyped_storage())
         return flat.to(device).as_strided(value.size(), value.stride(), value.storage_offset())
+    if isinstance(value, gru.Case):
+        there = copy.copy(value)
+        there.tensors, there.lengths = moved(value.tensors, device), moved(value.lengths, device)
+        there.upstream = [moved(t, device) for t in value.upstream]
+        return there
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = {name: moved(field, device) for name, field in vars(value).items()}
         return dataclasses.replace(value, **fields)
@@ -266,12 +275,39 @@ def test_elmo_s_cell(kernel):
     lstm.record_accuracy({kernel: Accuracy(kernel.name)}, case)
 
 
+# GRU and RNN ------------------------------------------------------------------------------------
+
+each_kind = pytest.mark.parametrize(
+    "kind",
+    [pytest.param(k, marks=operator(of.operator)) for k, of in gru.KINDS.items()],
+)
+
+
+@each_kind
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gru_and_rnn_calls_drawn_at_random(kernel, dtype, kind):
+    random, accuracy = Random(0), Accuracy(kernel.name)
+    for _ in drawn(kernel, 40):
+        gru.record_accuracy({kernel: accuracy}, gru.draw_case(random, kind, dtype))
+    accuracy.conclude()
+
+
+@each_kind
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("H", [96, 512])
+def test_gru_and_rnn_of_many_blocks(kernel, dtype, H, kind):
+    lengths = [9 - b % 9 for b in range(20)]
+    case = gru.Case(9, 20, 40, H, kind=kind, dtype=dtype, lengths=lengths, reverse=(False, True))
+    gru.record_accuracy({kernel: Accuracy(kernel.name)}, case)
+
+
 # Each kernel, races, graphs, devices -------------------------------------------------------------
 
 MODULES: dict[str, Any] = {
     "attention": attention,
     "dropout_add_layer_norm": dropout_add_layer_norm,
     "lstm": lstm,
+    "gru": gru,
 }
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 SMALL = {"Lq": 70, "Lk": 45, "dtype": BF16} | FEATURES["everything"]
@@ -310,6 +346,13 @@ EACH_KERNEL: dict[str, dict[str, Callable[[], Any]]] = {
         "layers side by side": lambda: lstm.make(33, 3, 8, 20, dtype=BF16, layers=2),
         "steps": lambda: lstm.make(**EVERYTHING),
     },
+    "gru": {
+        f"{kind}, {way}": functools.partial(
+            gru.Case, 4, 20, 8, 40, kind=kind, dtype=dtype, lengths=[b % 5 for b in range(20)]
+        )
+        for kind in gru.KINDS
+        for way, dtype in (("one launch", BF16), ("steps", torch.float64))
+    },
 }
 
 
@@ -337,10 +380,10 @@ CALLS: dict[str, Any] = {
         2000, 1024, dtype=BF16, dropout_p=0.1
     ),
     "lstm": lambda: lstm.make(50, 16, 128, 512, dtype=BF16, reverse=(False, True)),
+    "gru": lambda: gru.Case(50, 16, 128, 512, dtype=BF16, reverse=(False, True)),
 }
-each_operator = pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=operator(name)) for name in CALLS]
-)
+OPERATORS = [pytest.param(name, marks=operator(name)) for name in CALLS]
+each_operator = pytest.mark.parametrize("name", OPERATORS)
 
 
 @each_operator
@@ -397,7 +440,7 @@ def on_the_gpu(*shape: int) -> Tensor:
 @pytest.mark.parametrize(
     "what",
     [
-        *(pytest.param(name, marks=operator(name)) for name in CALLS),
+        *OPERATORS,
         pytest.param("lstm, two layers", marks=operator("lstm")),
     ],
 )
@@ -410,6 +453,7 @@ def test_a_graph_repeats_the_call(kernel, what):
         "attention": lambda: trifuse.scaled_dot_product_attention(x, x, x),
         "dropout_add_layer_norm": lambda: trifuse.dropout_add_layer_norm(x, x),
         "lstm": lambda: trifuse.lstm(x[0], None, w_ih, w_hh)[0],
+        "gru": lambda: trifuse.gru(x[0], None, w_ih[64:], w_hh[64:])[0],
         "lstm, two layers": lambda: layers(x[0])[0],
     }[what]
     weights = layers.parameters() if what == "lstm, two layers" else ()
@@ -423,7 +467,7 @@ def test_a_graph_repeats_the_call(kernel, what):
             torch.testing.assert_close(results, call(), rtol=0, atol=0)
 
 
-@each_operator
+@pytest.mark.parametrize("name", [o for o in OPERATORS if o.values != ("gru",)])  # draws nothing
 def test_each_replay_of_a_graph_draws_anew(kernel, name):
     """As with torch's dropout, replays draw what calls outside a graph draw from the same seed."""
     x = on_the_gpu(4, 40, 8, 64).requires_grad_()

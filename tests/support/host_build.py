@@ -110,12 +110,22 @@ def build(name: str, sources: Sequence[Path]) -> Library:
     return Library(library)
 
 
+# Operators that share one library, and the prefixes of its sources.
+_LIBRARY_OF = {"gru": "lstm", "rnn": "lstm"}
+_PREFIXES = {"lstm": ("gru", "lstm")}
+
+
 def build_operator(operator: str) -> Library:
     """Builds an operator's CUDA kernels, registered as its ``cuda`` backend for CPU tensors."""
-    folder = ROOT / "csrc/cuda"
-    sources = [*folder.glob(f"{operator}*.cu"), *folder.glob(f"{operator}*.cpp")]
+    name = _LIBRARY_OF.get(operator, operator)
+    patterns = [
+        f"{prefix}*{suffix}"
+        for prefix in _PREFIXES.get(name, (name,))
+        for suffix in (".cu", ".cpp")
+    ]
+    sources = [path for pattern in patterns for path in (ROOT / "csrc/cuda").glob(pattern)]
     assert sources, operator
-    return build(operator, sorted([*sources, MODEL / "guarded_memory.cpp"]))
+    return build(name, sorted([*sources, MODEL / "guarded_memory.cpp"]))
 
 
 @contextmanager
