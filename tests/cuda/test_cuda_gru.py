@@ -16,12 +16,12 @@ import test_gru as of_both
 import test_rnn as of_rnn
 import torch
 from attention_cases import assert_equal
-from conftest import Kernel
 from cuda_code import compile_operator
 from host_build import Library, library_fixture
 from lstm_cases import assert_same_bits, lay_out_any
 from numerics import Accuracy
 from test_gru import VARIANTS, Case, draw_case, kinds, record_accuracy, run, specification
+from tested_kernels import Kernel
 from torch import Tensor
 
 import trifuse
