@@ -111,8 +111,9 @@ def docstrings(root: Path) -> dict[str, list[list[str]]]:
         kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
         for node in ast.walk(tree):
             text = ast.get_docstring(node) if isinstance(node, kinds) else None
-            paragraphs = dict.fromkeys(re.split(r"\n\s*\n", text)) if text else {}
-            if fresh := [each for each in paragraphs if each not in seen]:
+            paragraphs = re.split(r"\n\s*\n", text) if text else []
+            unique = dict.fromkeys(map(str.strip, paragraphs))
+            if fresh := [each for each in unique if each not in seen]:
                 seen.update(fresh)
                 found.setdefault(place.parts[0].removesuffix(".py"), []).append(fresh)
     return found
@@ -124,7 +125,7 @@ def read(root: Path | None = None) -> Split:
     The classes are the packages with the most passages.
     """
     by_package = {
-        name: [split_words(texts) for texts in groups]
+        name: list(filter(None, map(split_words, groups)))
         for name, groups in docstrings(root or Path(sysconfig.get_path("stdlib"))).items()
     }
     counts = Counter(

@@ -31,7 +31,7 @@ from trifuse.models.transformer import (
 )
 
 __all__ = [
-    "PromptState",
+    "DecodingState",
     "RecurrentLanguageModel",
     "RecurrentLanguageModelConfig",
     "RecurrentLanguageModelOutput",
@@ -98,7 +98,7 @@ class VariationalDropout(nn.Module):
 
 
 @dataclass
-class PromptState:
+class DecodingState:
     """The state that :meth:`RecurrentLanguageModel.step` continues from."""
 
     layers: State
@@ -236,7 +236,7 @@ class RecurrentLanguageModel(nn.Module):
             hidden.append(self.dropout(x))
         return hidden, new
 
-    def start(self, prompt: Tensor, prompt_mask: Tensor | None = None) -> PromptState:
+    def start(self, prompt: Tensor, prompt_mask: Tensor | None = None) -> DecodingState:
         """Read texts that :meth:`step` goes on from.
 
         Args:
@@ -253,9 +253,9 @@ class RecurrentLanguageModel(nn.Module):
             lengths = None  # no padding, so no need to pay for packing
         hidden, state = self._recur(prompt, None, lengths)
         last = hidden[-1][:, -1] if lengths is None else at_last_token(hidden[-1], lengths)
-        return PromptState(state, self.output(last))
+        return DecodingState(state, self.output(last))
 
-    def step(self, tokens: Tensor, state: PromptState) -> Tensor:
+    def step(self, tokens: Tensor, state: DecodingState) -> Tensor:
         """Logits (N, n, V) after each of n further tokens.
 
         Args:

@@ -416,7 +416,7 @@ class TransformerDecoder(nn.TransformerDecoder):
 class UnpaddedLanguageModel(transformer.LanguageModel):
     """The model; it embeds a padded batch and computes all the rest on its real tokens only.
 
-    It does so if its mask marks padding; the logits at padded positions are then 0.
+    It does so if its mask marks padding; logits and hidden states at padded positions are then 0.
     """
 
     unpad = True
