@@ -505,18 +505,32 @@ def test_transformer_decoder(padded, batch_first, norm_first, causal, calls):
 
 
 @pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("norm_first", [False, True])
 @pytest.mark.parametrize("name", ["padded right", "with holes"])
-def test_reference_language_model(name, training, tokens_seen):
+def test_reference_language_model(name, norm_first, training, tokens_seen):
     from trifuse.models.transformer import LanguageModel, LanguageModelConfig
 
     torch.manual_seed(0)
-    config = LanguageModelConfig(31, D, H, 2, dim_feedforward=24, dropout=0.0, max_length=L)
+    config = LanguageModelConfig(
+        31, D, H, 2, dim_feedforward=24, dropout=0.0, max_length=L, norm_first=norm_first
+    )
     model = LanguageModel(config).double().train(training)
     tokens, real = torch.randint(1, 31, (3, L)), KEEP[name].clone()
     real[:, 0] = True  # torch returns NaN for a query without keys
     expected = model(tokens, real)[real]
     expected_grads = gradients(model, expected)
+    expected_states = model(tokens, real, output_hidden_states=True).hidden_states
     trifuse.fuse(model, unpad=True)
+    tokens_seen.clear()
+    output = model(tokens, real, output_hidden_states=True)
+    for ours, theirs in zip(output.hidden_states, expected_states, strict=True):
+        assert ours[~real].eq(0).all()
+        torch.testing.assert_close(ours[real], theirs[real])
+    torch.testing.assert_close(output.logits[real], expected)
+    features = model.features(tokens, real)
+    assert features[~real].eq(0).all()
+    torch.testing.assert_close(features[real], expected_states[-1][real])
+    assert set(tokens_seen) == {int(real.sum())}
     tokens_seen.clear()
     logits = model(tokens, real)
     assert set(tokens_seen) == {int(real.sum())}
