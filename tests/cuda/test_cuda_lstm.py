@@ -1,5 +1,5 @@
 """The CUDA kernels of lstm: their numbers under the model of CUDA on the host, their code for two
-GPUs.
+GPUs, with that of the kernels that gru and rnn share.
 
 Small calls fit one launch. On a device that can hold none of its blocks, they run step by step.
 """
@@ -756,7 +756,8 @@ def test_parts_of_products_are_written_8_bytes_at_a_time(compiled):
     """Half a warp writes to all banks of shared memory."""
     for code in compiled:
         if "sequence" in code.kernel:
-            assert code.count(r"STS\.64") >= 32, code.kernel
+            products = 2 if "LstmUnit" in code.kernel else 1  # with W_hh, and with W_hr
+            assert code.count(r"STS\.64") >= 16 * products, code.kernel
             assert code.count(r"STS \[R") == 0, code.kernel
 
 
