@@ -60,6 +60,12 @@ def test_each_model_has_an_example():
         assert f"from trifuse.models.{module.name} import" in code, module.name
 
 
+def test_each_model_is_in_the_reference():
+    page = (ROOT / "docs/api/models.md").read_text(encoding="utf-8")
+    for module in pkgutil.iter_modules(models.__path__):
+        assert f"automodule:: trifuse.models.{module.name}\n" in page, module.name
+
+
 def test_each_operator_has_an_example():
     attention = ["scaled_dot_product_attention", "varlen_attention"]
     for name in (*attention, "dropout_add_layer_norm", "lstm", "gru", "rnn"):
