@@ -18,7 +18,7 @@ RUN := $(VENV)/bin/python
 INSTALL := $(RUN) -m pip install --quiet --disable-pip-version-check
 SOURCES := setup.py pyproject.toml $(wildcard csrc/*.* csrc/*/*.*)
 
-.PHONY: demo test bench lint fuzz sanitize clean
+.PHONY: demo test bench lint docs fuzz sanitize clean
 
 demo: $(VENV)/installed-demo $(VENV)/weights
 	$(RUN) -m trifuse.benchmarks demo $(ARGS)
@@ -41,12 +41,16 @@ lint: $(VENV)/installed-lint
 	$(VENV)/bin/mypy
 
 fuzz: $(VENV)/installed-test
-	PYTHONPATH=tests $(RUN) -m fuzz $(if $(SECONDS),--seconds $(SECONDS)) $(if $(CALLS),--calls $(CALLS)) \
+	PYTHONPATH=tests/support $(RUN) -m fuzz $(if $(SECONDS),--seconds $(SECONDS)) $(if $(CALLS),--calls $(CALLS)) \
 	  $(if $(SEED),--seed $(SEED)) $(if $(OPERATOR),--operator $(OPERATOR)) \
 	  $(if $(BACKEND),--backend $(BACKEND)) $(ARGS)
 
+# These pages and an API reference from the docstrings, in build/docs/index.html.
+docs: $(VENV)/installed-docs
+	$(RUN) -m sphinx --quiet --fail-on-warning --keep-going -d build/doctrees docs build/docs
+
 sanitize: $(VENV)/installed-test
-	$(RUN) tests/sanitize.py $(ARGS)
+	$(RUN) tests/support/sanitize.py $(ARGS)
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info pytorch_ext/_C*.so pytorch_ext/_build_info.py
@@ -57,7 +61,7 @@ clean:
 # later may replace it.
 $(VENV)/torch:
 	$(PYTHON) -m venv $(VENV)
-	$(INSTALL) 'setuptools>=77' wheel $(TORCH)
+	$(INSTALL) 'setuptools>=77' wheel ninja 'pybind11>=3' $(TORCH)
 	touch $@
 
 $(VENV)/weights: $(VENV)/torch

@@ -3,6 +3,7 @@
 Everything declarative is in pyproject.toml. This file does the rest:
 
 - finding torch from inside pip's isolated build environment,
+- writing the compiler's and linker's calls as a ninja file (Graph), and running ninja,
 - compiling each CPU kernel once per instruction set (csrc/cpu/capability.h),
 - compiling the CUDA kernels if nvcc is found, even beside a CPU build of torch: they include none
   of torch's headers (NVCC names another nvcc; set but empty, it leaves the kernels out;
@@ -10,23 +11,23 @@ Everything declarative is in pyproject.toml. This file does the rest:
 - installing without the extension, or without the CUDA kernels, if they can't be built, and saying
   why,
 - compiling the extension with sanitizers instead, into a separate folder (TRIFUSE_SANITIZE; see
-  tests/sanitize.py), for the instruction sets in TRIFUSE_SANITIZE_SETS (default: all).
+  tests/support/sanitize.py), for the instruction sets in TRIFUSE_SANITIZE_SETS (default: all).
 """
 
 from __future__ import annotations
 
+import collections
 import hashlib
 import json
 import os
 import platform
 import re
+import shlex
 import shutil
 import subprocess
 import sys
 import sysconfig
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
 
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
@@ -119,54 +120,240 @@ def hopper_architecture(architectures: list[str]) -> str:
     return f"-gencode=arch=compute_90a,code={code}_90a"
 
 
-class Job(NamedTuple):
-    """One object to compile."""
+class Graph:
+    """Objects to compile and libraries to link: a ninja file in ``folder``.
 
-    sources: list[Path]  # several compile as one translation unit
-    target: Path
-    command: list[str]  # without file names
+    https://ninja-build.org/manual.html. Nothing is made again unless its command changed or a file
+    that it was made from, by the compiler's own list of them.
+    """
 
-    def size(self) -> int:
-        """Returns an estimate of the compile time; the longest jobs start first."""
-        return sum(source.stat().st_size for source in self.sources)
+    RULES = """ninja_required_version = 1.5
 
-    def is_fresh(self) -> bool:
-        """Returns whether the object is newer than every file in the compiler's dependency list."""
-        depends = self.target.with_suffix(".d")
-        if not (self.target.exists() and depends.exists()):
-            return False
-        names = depends.read_text().replace("\\\n", " ").split(": ", 1)[1].split()
-        built = self.target.stat().st_mtime
-        inputs = map(Path, names)
-        return all(path.exists() and path.stat().st_mtime < built for path in inputs)
+rule compile
+  command = $call -MMD -MF $out.d -o $out -c $in
+  depfile = $out.d
+  deps = gcc
+  description = compile $name
+
+rule link
+  command = $call $in -o $out $libraries
+  description = link $name
+"""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.edges: list[tuple[int, str]] = []  # with the size of the sources
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def compile(self, sources: list[Path], name: str, command: list[str]) -> Path:
+        """Adds an object and returns its path. Several sources compile as one."""
+        # The name holds a digest, so that objects of other settings stay beside this one.
+        settings = " ".join([*command, *map(str, sources)])
+        target = self.folder / f"{name}.{hashlib.sha256(settings.encode()).hexdigest()[:8]}.o"
+        source = sources[0]
+        if len(sources) > 1:
+            source = target.with_suffix(".cpp")
+            if not source.exists():
+                source.write_text("".join(f'#include "{one}"\n' for one in sources))
+        size = sum(one.stat().st_size for one in sources)
+        self._add(size, target, "compile", [source], name=name, call=shlex.join(command))
+        return target
+
+    def link(self, objects: list[Path], target: Path, command: list[str], after: list[str]) -> None:
+        """Adds a library. ``after`` holds the linker's arguments that follow the objects."""
+        target.parent.mkdir(parents=True, exist_ok=True)
+        call, libraries = shlex.join(command), shlex.join(after)
+        self._add(-1, target, "link", objects, name=target.name, call=call, libraries=libraries)
+
+    def _add(
+        self, size: int, target: Path, rule: str, inputs: list[Path], **variables: str
+    ) -> None:
+        def path(one: Path) -> str:
+            return re.sub(r"([$ :])", r"$\1", str(one))
+
+        lines = [f"build {path(target)}: {rule} {' '.join(map(path, inputs))}"]
+        lines += [f"  {name} = {value.replace('$', '$$')}" for name, value in variables.items()]
+        self.edges.append((size, "\n".join(lines)))
 
     def run(self) -> None:
-        if self.is_fresh():
-            return
-        files = ["-MMD", "-MF", str(self.target.with_suffix(".d")), "-o", str(self.target), "-c"]
-        if len(self.sources) == 1:
-            files.append(str(self.sources[0]))
+        """Makes everything; raises RuntimeError with the end of what the compilers printed."""
+        program = shutil.which("ninja")
+        if program is None:
+            try:
+                import ninja
+            except ImportError:
+                raise RuntimeError("ninja was not found; run `pip install ninja`") from None
+            program = str(Path(ninja.BIN_DIR) / "ninja")
+        # The largest sources come first: among those that are ready, ninja starts with the first.
+        edges = [text for _, text in sorted(self.edges, key=lambda edge: -edge[0])]
+        (self.folder / "build.ninja").write_text("\n\n".join([self.RULES, *edges]) + "\n")
+        jobs = os.environ.get("MAX_JOBS") or str(os.cpu_count() or 1)
+        command = [program, "-C", str(self.folder), "-j", jobs, "-k", "0"]
+        printed: collections.deque[str] = collections.deque(maxlen=60)
+        with subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
+        ) as process:
+            assert process.stdout is not None
+            for line in process.stdout:
+                print(line, end="", flush=True)
+                printed.append(line)
+        if process.returncode:
+            raise RuntimeError(f"the extension did not compile: {''.join(printed)[-2000:]}")
+
+
+class Commands:
+    """The compilers' calls, without file names.
+
+    Raises:
+        RuntimeError: there is no torch or no compiler.
+    """
+
+    def __init__(self, sanitizer: str | None) -> None:
+        if torch is None:
+            raise RuntimeError(
+                "torch was not found while building; install torch, then run "
+                "`pip install --no-build-isolation .`"
+            )
+        compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++")
+        if compiler is None:
+            raise RuntimeError("no C++ compiler was found (looked at $CXX, c++ and g++)")
+        self.compiler = compiler
+        # Compiled with OpenMP but not linked with it: torch brings its own runtime, and a second
+        # one would start a second pool of threads.
+        flags = ["-std=c++20", "-O3", "-fPIC", "-fopenmp", "-fvisibility=hidden", "-Wall"]
+        # GCC warns about undefined values in its own intrinsics and an ABI that changed in 4.6.
+        flags += ["-Wno-maybe-uninitialized", "-Wno-uninitialized", "-Wno-psabi"]
+        flags += ["-DAT_PARALLEL_OPENMP=1", "-DTORCH_EXTENSION_NAME=_C"]
+        flags += [f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}"]
+        self.sanitizers = SANITIZERS[sanitizer] if sanitizer else []
+        self.ordinary = self.sanitized = flags
+        if sanitizer:
+            # The last -O wins; -O1 compiles fast, and the result is fast enough.
+            sanitized = ["-O1", "-g1", "-fno-omit-frame-pointer", "-DTRIFUSE_SANITIZE"]
+            self.sanitized = [*flags, *sanitized, *self.sanitizers]
+        self.sanitized_sets = os.environ.get("TRIFUSE_SANITIZE_SETS", " ".join(CAPABILITIES))
+        self.includes = self._includes()
+
+    @staticmethod
+    def _includes() -> list[str]:
+        from torch.utils.cpp_extension import include_paths
+
+        system = [*include_paths(), sysconfig.get_path("include")]
+        try:
+            import pybind11
+        except ImportError:  # torch's folder of headers holds a version of it too
+            pass
         else:
-            files += ["-x", "c++", "-"]
-        text = "".join(f'#include "{source}"\n' for source in self.sources)
-        done = subprocess.run([*self.command, *files], input=text, capture_output=True, text=True)
-        print(done.stderr, file=sys.stderr, end="")
-        if done.returncode:
-            names = ", ".join(source.name for source in self.sources)
-            raise RuntimeError(f"{names} did not compile: {done.stderr[-2000:]}")
+            system.insert(0, pybind11.get_include())
+        return [f"-I{ROOT / 'csrc'}", *(f"-isystem{path}" for path in system)]
+
+    def host(self) -> list[str]:
+        """Returns the command for a source that is compiled once."""
+        # AT_PER_OPERATOR_HEADERS: torch's headers include only the operators that they use.
+        command = [self.compiler, *self.sanitized, "-DAT_PER_OPERATOR_HEADERS", *self.includes]
+        # Sanitized, these sources take long to compile, and little time when they run.
+        return [*command, "-O0"] if self.sanitizers else command
+
+    def kernel(self, capability: str) -> list[str]:
+        """Returns the command for a kernel. ``TRIFUSE_SANITIZE_SETS`` names the instruction sets
+        that are sanitized; the others are linked as the ordinary build compiles them."""
+        is_sanitized = capability in self.sanitized_sets.split()
+        flags = self.sanitized if is_sanitized else self.ordinary
+        return [self.compiler, *flags, *kernel_flags(capability), *self.includes]
+
+    def cuda(self, nvcc: str, architectures: list[str]) -> list[str]:
+        command = [nvcc, "-ccbin", self.compiler, "-std=c++20", "-O3", f"-I{ROOT / 'csrc'}"]
+        command += ["--expt-relaxed-constexpr", "-Xcompiler=-fPIC,-fvisibility=hidden"]
+        return [*command, *architectures]
 
 
-def write_compile_commands(commands: dict[Path, list[str]]) -> None:
+def is_kernel(source: Path) -> bool:
+    return source.stem.endswith("_kernel")
+
+
+def sources() -> list[Path]:
+    return sorted((ROOT / "csrc").glob("**/*.cpp"))
+
+
+def write_compile_commands(commands: Commands) -> None:
     """Writes build/compile_commands.json, which clang-tidy and editors read."""
-    entries = [
-        {"directory": str(ROOT), "file": str(source), "arguments": [*command, "-c", str(source)]}
-        for source, command in commands.items()
-    ]
+    widest = [name for name in CAPABILITIES if not name.endswith("_BF16")][-1]
+    entries = []
+    for source in sources():
+        command = commands.kernel(widest) if is_kernel(source) else commands.host()
+        call = [*command, "-c", str(source)]
+        entries.append({"directory": str(ROOT), "file": str(source), "arguments": call})
+    (ROOT / "build").mkdir(exist_ok=True)
     (ROOT / "build/compile_commands.json").write_text(json.dumps(entries, indent=1))
 
 
+def extension(
+    commands: Commands, output: Path, nvcc: str = "", architectures: list[str] | None = None
+) -> Graph:
+    """Returns the graph that makes the extension, with CUDA kernels if given nvcc and its flags."""
+    # Kept between builds, unlike pip's own folder; one per version of Python and torch.
+    folder = f"{sysconfig.get_config_var('SOABI')}-torch-{torch.__version__}"
+    graph = Graph(ROOT / "build" / folder)
+    # The linker keeps the first copy of an inline function. Code for narrow vectors comes first, so
+    # that code that runs everywhere never gets a copy compiled for wide vectors.
+    objects = [
+        *host_objects(graph, commands, architectures or []),
+        *kernel_objects(graph, commands),
+    ]
+    linker = [commands.compiler]
+    if nvcc:
+        for source in sorted((ROOT / "csrc/cuda").glob("*.cu")):
+            flags = architectures or []
+            if source.stem.endswith("_hopper"):
+                flags = [hopper_architecture(flags)]
+            command = commands.cuda(nvcc, flags)
+            objects.append(graph.compile([source], f"{source.stem}.cuda", command))
+        # nvcc finds its own runtime, which is linked statically. torch may load a second one of
+        # another version; they don't conflict, because --exclude-libs hides ours.
+        linker = [nvcc, "-ccbin", commands.compiler, "-cudart", "static"]
+        linker += ["-Xlinker", "--exclude-libs=ALL"]
+    graph.link(objects, output, [*linker, *commands.sanitizers, "-shared"], torch_libraries())
+    return graph
+
+
+def host_objects(graph: Graph, commands: Commands, architectures: list[str]) -> list[Path]:
+    """Adds the sources that are compiled once, grouped (LARGE_OPERATORS)."""
+    groups: dict[str, list[Path]] = {}
+    for source in sources():
+        if is_kernel(source) or (source.parent.name == "cuda" and not architectures):
+            continue
+        name = source.stem if source.stem in LARGE_OPERATORS else "operators"
+        groups.setdefault(name, []).append(source)
+    objects = []
+    for name, group in groups.items():
+        command = commands.host()
+        if name == "operators" and architectures:
+            code = [flag.split(",code=")[1].strip("[]") for flag in architectures]
+            command.append(f'-DTRIFUSE_CUDA_CODE="{",".join(code)}"')
+        objects.append(graph.compile(group, name, command))
+    return objects
+
+
+def kernel_objects(graph: Graph, commands: Commands) -> list[Path]:
+    return [
+        graph.compile([source], f"{source.stem}.{capability}", commands.kernel(capability))
+        for capability in CAPABILITIES
+        for source in filter(is_kernel, sources())
+        if is_compiled(source, capability)
+    ]
+
+
+def torch_libraries() -> list[str]:
+    from torch.utils.cpp_extension import library_paths
+
+    found = []
+    for path in library_paths():
+        found += [f"-L{path}", "-Xlinker", f"-rpath={path}"]
+    return [*found, "-ltorch_python", "-ltorch", "-ltorch_cpu", "-lc10"]
+
+
 class BuildExtension(build_ext):
-    """Calls the compilers directly: there are few files, and each has its own flags."""
+    """Writes a ninja file of its own: setuptools has one set of flags for all sources."""
 
     cuda_error = "the extension was not built"
 
@@ -206,122 +393,25 @@ class BuildExtension(build_ext):
         return [*super().get_outputs(), str(Path(self.build_lib) / "trifuse/_build_info.py")]
 
     def build_extension(self, ext: Extension) -> None:
-        if torch is None:
-            raise RuntimeError(
-                "torch was not found while building; install torch, then run "
-                "`pip install --no-build-isolation .`"
-            )
-        compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++")
-        if compiler is None:
-            raise RuntimeError("no C++ compiler was found (looked at $CXX, c++ and g++)")
-        from torch.utils.cpp_extension import include_paths, library_paths
-
-        # Kept between builds, unlike pip's own folder; one per version of Python and torch.
-        build = ROOT / "build" / f"{sysconfig.get_config_var('SOABI')}-torch-{torch.__version__}"
-        build.mkdir(parents=True, exist_ok=True)
-        includes = [f"-I{ROOT / 'csrc'}", *(f"-isystem{path}" for path in include_paths())]
-        includes.append(f"-isystem{sysconfig.get_path('include')}")
-        # Compiled with OpenMP but not linked with it: torch brings its own runtime, and a second
-        # one would start a second pool of threads.
-        ordinary = ["-std=c++20", "-O3", "-fPIC", "-fopenmp", "-fvisibility=hidden", "-Wall"]
-        # GCC warns about undefined values in its own intrinsics and an ABI that changed in 4.6.
-        ordinary += ["-Wno-maybe-uninitialized", "-Wno-uninitialized", "-Wno-psabi"]
-        ordinary += ["-DAT_PARALLEL_OPENMP=1", "-DTORCH_EXTENSION_NAME=_C"]
-        ordinary += [f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}"]
-        sanitize = SANITIZERS[self.sanitizer] if self.sanitizer else []
-        common = ordinary
-        if sanitize:
-            # The last -O wins; -O1 compiles fast, and the result is fast enough.
-            common = [*ordinary, "-O1", "-g1", "-fno-omit-frame-pointer", "-DTRIFUSE_SANITIZE"]
-            common += sanitize
-        sanitized = os.environ.get("TRIFUSE_SANITIZE_SETS", " ".join(CAPABILITIES)).split()
-        # AT_PER_OPERATOR_HEADERS: torch's headers include only the operators that they use.
-        host = [compiler, *common, "-DAT_PER_OPERATOR_HEADERS", *includes]
-        sources = sorted((ROOT / "csrc").glob("**/*.cpp"))
-        kernels = [source for source in sources if source.stem.endswith("_kernel")]
-
-        def job(sources: list[Path], name: str, command: list[str]) -> Job:
-            # The name holds a digest, so that a changed command or list of sources recompiles.
-            settings = " ".join([*command, *map(str, sources)])
-            digest = hashlib.sha256(settings.encode()).hexdigest()[:8]
-            return Job(sources, build / f"{name}.{digest}.o", command)
-
-        def torch_facing_jobs(with_cuda: bool) -> list[Job]:
-            groups: dict[str, list[Path]] = {}
-            for source in sources:
-                if source in kernels or (source.parent.name == "cuda" and not with_cuda):
-                    continue
-                name = source.stem if source.stem in LARGE_OPERATORS else "operators"
-                groups.setdefault(name, []).append(source)
-            code = [flag.split(",code=")[1].strip("[]") for flag in self.architectures]
-            built_for = [f'-DTRIFUSE_CUDA_CODE="{",".join(code)}"'] if with_cuda else []
-            return [
-                job(group, name, [*host, *(built_for if name == "operators" else [])])
-                for name, group in groups.items()
-            ]
-
-        kernel_jobs = []
-        commands = dict.fromkeys(sources, host)
-        for capability in CAPABILITIES:
-            # The other instruction sets are linked as the ordinary build has compiled them.
-            flags = common if capability in sanitized else ordinary
-            command = [compiler, *flags, *kernel_flags(capability), *includes]
-            for source in kernels:
-                if is_compiled(source, capability):
-                    kernel_jobs.append(job([source], f"{source.stem}.{capability}", command))
-                if not capability.endswith("_BF16"):
-                    commands[source] = command
+        commands = Commands(self.sanitizer)
         if self.editable_mode:  # setuptools clears `inplace` while it builds
             write_compile_commands(commands)
-        cuda_jobs = []
+        output = Path(self.get_ext_fullpath(ext.name)).absolute()
         if self.nvcc and self.architectures:
-            command = [self.nvcc, "-ccbin", compiler, "-std=c++20", "-O3", f"-I{ROOT / 'csrc'}"]
-            command += ["--expt-relaxed-constexpr", "-Xcompiler=-fPIC,-fvisibility=hidden"]
-            for source in sorted((ROOT / "csrc/cuda").glob("*.cu")):
-                is_hopper = source.stem.endswith("_hopper")
-                flags = (
-                    [hopper_architecture(self.architectures)] if is_hopper else self.architectures
-                )
-                cuda_jobs.append(job([source], f"{source.stem}.cuda", [*command, *flags]))
-            self.cuda_error = ""
+            try:
+                extension(commands, output, self.nvcc, self.architectures).run()
+                self.cuda_error = ""
+                return
+            except RuntimeError as error:
+                self.cuda_error = str(error)
         elif self.nvcc:
             self.cuda_error = "neither TORCH_CUDA_ARCH_LIST nor a GPU asks for sm_80 or later"
         elif self.sanitizer:
             self.cuda_error = "a sanitized extension has no CUDA kernels"
         else:
             self.cuda_error = "nvcc was not found (looked at $NVCC and the path)"
-        host_jobs = torch_facing_jobs(with_cuda=bool(cuda_jobs))
-
-        with ThreadPoolExecutor(int(os.environ.get("MAX_JOBS", os.cpu_count() or 1))) as pool:
-            jobs = sorted([*host_jobs, *kernel_jobs, *cuda_jobs], key=Job.size, reverse=True)
-            runs = {one.target: pool.submit(one.run) for one in jobs}
-            errors = [runs[one.target].exception() for one in cuda_jobs]
-            if any(errors):
-                self.cuda_error = next(str(error) for error in errors if error)
-                cuda_jobs, host_jobs = [], torch_facing_jobs(with_cuda=False)
-                runs |= {one.target: pool.submit(one.run) for one in host_jobs}
-            if self.cuda_error:
-                message = f"trifuse: installing without CUDA kernels. {self.cuda_error}"
-                print(message, file=sys.stderr)
-            for one in (*kernel_jobs, *host_jobs):
-                runs[one.target].result()
-
-        output = Path(self.get_ext_fullpath(ext.name))
-        output.parent.mkdir(parents=True, exist_ok=True)
-        # The linker keeps the first copy of an inline function. Code for narrow vectors comes
-        # first, so that code that runs everywhere never gets a copy compiled for wide vectors.
-        objects = [str(one.target) for one in (*host_jobs, *kernel_jobs, *cuda_jobs)]
-        linker = [compiler]
-        if cuda_jobs:
-            # nvcc finds its own runtime, which is linked statically. torch may load a second one of
-            # another version; they don't conflict, because --exclude-libs hides ours.
-            linker = [self.nvcc, "-ccbin", compiler, "-cudart", "static"]
-            linker += ["-Xlinker", "--exclude-libs=ALL"]
-        link = [*linker, *sanitize, "-shared", *objects, "-o", str(output)]
-        for path in library_paths():
-            link += [f"-L{path}", "-Xlinker", f"-rpath={path}"]
-        link += ["-ltorch_python", "-ltorch", "-ltorch_cpu", "-lc10"]
-        subprocess.run(link, check=True)
+        extension(commands, output).run()
+        print(f"trifuse: installed without CUDA kernels. {self.cuda_error}", file=sys.stderr)
 
 
 if __name__ == "__main__":

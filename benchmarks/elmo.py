@@ -43,7 +43,7 @@ from trifuse.benchmarks.agreement import check_agreement
 from trifuse.benchmarks.cases import select
 from trifuse.benchmarks.comparison import Result
 from trifuse.benchmarks.memory import peak_extra_memory
-from trifuse.benchmarks.terminal import console, print_table, progress_bars
+from trifuse.benchmarks.terminal import console, learnt_share, print_table, progress_bars
 from trifuse.benchmarks.transformer import (
     Batch,
     Curves,
@@ -582,7 +582,7 @@ def perplexity_table(learnt: Learnt) -> Table:
     return table
 
 
-def topics_table(topics: Topics, chance: float, sentences: int) -> Table:
+def topics_table(topics: Topics, chance: float, sentences: int, early: bool) -> Table:
     table = empty_table(
         f"topics of {sentences} held-out sentences classified correctly ({TOPICS} topics; "
         f"commonest {chance:.1%}), mean ± standard deviation over seeds",
@@ -593,7 +593,7 @@ def topics_table(topics: Topics, chance: float, sentences: int) -> Table:
         columns = zip(*(seed.weights for seed in readings["a learnt mix"]), strict=True)
         table.add_row(
             model,
-            *(f"{statistics.mean(x):.1%} ± {statistics.stdev(x):.1%}" for x in accuracies),
+            *(learnt_share(x, early) for x in accuracies),
             " ".join(f"{statistics.mean(column):.2f}" for column in columns),
         )
     return table
@@ -763,7 +763,7 @@ def _small(
     )
     print_table(curves_table([learnt.curves]))
     print_table(perplexity_table(learnt))
-    print_table(topics_table(topics, chance, len(labels)))
+    print_table(topics_table(topics, chance, len(labels), options.quick))
     console.print(f"largest difference of the frozen features: {apart:.1e}\n")
     if words:
         print_table(words_table(words))

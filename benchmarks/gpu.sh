@@ -9,8 +9,8 @@
 #
 # On a machine that is available for minutes only, one call with a folder is enough:
 # `benchmarks/gpu.sh results`, with 600 seconds. It needs no network, but torch with CUDA, Triton,
-# pip, setuptools (77 or later), nvcc and a C++ compiler, pytest and hypothesis for the tests, rich
-# and matplotlib for the benchmarks. With pytest-xdist the tests run in parallel; with
+# pip, setuptools (77 or later), ninja, nvcc and a C++ compiler, pytest and hypothesis for the tests,
+# rich and matplotlib for the benchmarks. pybind11 is torch's own where none is installed. With pytest-xdist the tests run in parallel; with
 # pytest-timeout none of them hangs; without transformers its model is replaced by ours. The build
 # is kept, so a second call can run further parts: `benchmarks/gpu.sh results lstm bert`.
 #
@@ -77,7 +77,7 @@ END
 step what-there-is 60 "$python" "$work/what_there_is.py"
 
 # Correctness: these steps run in parallel, since nothing is timed.
-pytest=("$python" -m pytest tests/test_gpu.py -vv -rf)
+pytest=("$python" -m pytest tests/cuda/test_gpu.py -vv -rf)
 if wants tests; then
   # Most of the time goes into compiling Triton's kernels for each call. Tests are handed out one by
   # one, since some take a minute; with pytest-timeout a test that hangs ends its process.

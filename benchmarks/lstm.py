@@ -314,20 +314,24 @@ def _loop(case: Case, given: Inputs) -> Tensor:
 def _step(
     output: Callable[[], Tensor], given: Inputs, variables: Sequence[Tensor] | None = None
 ) -> Callable[[], Sequence[Tensor]]:
-    if not given.input.requires_grad:
-
-        def forward() -> Sequence[Tensor]:
-            with torch.no_grad():
-                return (output(),)
-
-        return forward
     wanted = given.variables if variables is None else variables
+    return step(output, wanted, given.grad_output, given.input.requires_grad)
+
+
+def step(
+    output: Callable[[], Tensor], variables: Sequence[Tensor], grad_output: Tensor, backward: bool
+) -> Callable[[], Sequence[Tensor]]:
+    """Returns a function of the output, and with ``backward`` of the gradients of ``variables``."""
+
+    def forward() -> Sequence[Tensor]:
+        with torch.no_grad():
+            return (output(),)
 
     def forward_backward() -> Sequence[Tensor]:
         y = output()
-        return (y.detach(), *torch.autograd.grad(y, wanted, given.grad_output))
+        return (y.detach(), *torch.autograd.grad(y, variables, grad_output))
 
-    return forward_backward
+    return forward_backward if backward else forward
 
 
 # Measuring --------------------------------------------------------------------------------------

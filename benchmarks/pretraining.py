@@ -1,14 +1,15 @@
-"""Pretraining a small BERT eager and fused, then classifying topics with both.
+"""Pretraining a small BERT eager and fused, then classifying passages with what it learnt.
 
-The text is passages of the standard library's language reference, in words. The model predicts
-masked tokens and next passages (Devlin et al., 2018, 3.1). Then the help topic of a passage is
-learnt twice, by fine-tuning the whole model and by a linear classifier on the frozen model's
-features.
+The text is the docstrings of the standard library, in words: a module is a document. The model
+predicts masked tokens and next passages (Devlin et al., 2018, 3.1). Then the package that a passage
+comes from is learnt from few examples, by fine-tuning the whole model and by a linear classifier on
+the frozen model's features, each from pretrained and from random weights.
 
 Loss curves are compared step by step, so these models are trained without dropout: eager, fused,
-and eager in float64, which shows the effect of rounding. The accuracy of fine-tuning is that of
-models fine-tuned with dropout, from several seeds. The learning rate of fine-tuning and the weight
-decay of the linear classifier are chosen on validation passages; the figures are for test passages.
+and eager in float64, which shows the effect of rounding. The figures of what was learnt are those
+of fused models trained longer with dropout, from several seeds. The learning rate of fine-tuning
+and the weight decay of the linear classifier are chosen on validation passages; the figures are for
+test passages.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ from rich.table import Table
 from torch import Tensor, nn
 
 import trifuse
-from trifuse.benchmarks import command_line, demo, machine, report
-from trifuse.benchmarks.terminal import console, print_table, progress_bars
+from trifuse.benchmarks import command_line, machine, report, text
+from trifuse.benchmarks.terminal import console, learnt_share, print_table, progress_bars
 from trifuse.benchmarks.transformer import (
     DROPOUT,
     Batch,
@@ -51,27 +52,29 @@ from trifuse.models.bert_inputs import (
 )
 
 PAD, UNKNOWN, CLS, SEP, MASK, WORDS = range(6)  # the ids of words start at WORDS
-VOCABULARY = 2000
-LENGTH = 64  # tokens of a pair
-TOPICS = 8  # the topics with the most passages are the classes
-LEARNING_RATES = (1e-3, 3e-3)  # of fine-tuning
+VOCABULARY = 4000
+LENGTH = 127  # tokens of a pair
+PASSAGE = 50  # words of a passage, at least: paragraphs are joined until they have as many
+BATCH = 32
+TOPICS = 8  # the packages with the most passages are the classes
+EXAMPLES = 32  # labelled passages of each class
+LEARNING_RATES = (3e-4, 1e-3)  # of fine-tuning
 WEIGHT_DECAYS = (1e-3, 1e-2, 1e-1)  # of the linear classifier
-SEEDS = 3  # of fine-tuning
 
 # Data -------------------------------------------------------------------------------------------
 
 
 class Passage(NamedTuple):
-    """A passage in tokens; ``label`` is the class of its topic, or None for all other topics."""
+    """A passage in tokens; ``label`` is its package's class, None for packages that are none."""
 
     tokens: Tensor  # int64 (length,)
-    topic: str
-    place: int  # among the topic's passages
+    module: str
+    place: int  # among the module's passages
     label: int | None
 
 
 class Split(NamedTuple):
-    """Seven, one and two tenths of the passages of every topic, drawn at random."""
+    """The first seven tenths of every module's passages, the next tenth, and the last two."""
 
     train: list[Passage]
     validation: list[Passage]
@@ -79,28 +82,54 @@ class Split(NamedTuple):
 
 
 def read() -> Split:
-    """The reference's prose, tokenised; the vocabulary is its commonest words."""
-    by_topic: dict[str, list[list[str]]] = {}
-    for passage in demo.passages():
-        words = re.findall(r"\w+|[^\w\s]", passage.text.lower())
-        by_topic.setdefault(passage.topic, []).append(words)
-    counts = Counter(word for texts in by_topic.values() for words in texts for word in words)
+    """The docstrings, tokenised; the vocabulary is the commonest words of the training passages."""
+    by_module = {name: _passages(paragraphs) for name, paragraphs in text.docstrings().items()}
+    ends = {
+        name: (-(-7 * len(texts) // 10), -(-8 * len(texts) // 10))
+        for name, texts in by_module.items()
+    }
+    counts = Counter(
+        word
+        for name, texts in by_module.items()
+        for words in texts[: ends[name][0]]
+        for word in words
+    )
     ids = {word: WORDS + n for n, (word, _) in enumerate(counts.most_common(VOCABULARY - WORDS))}
-    largest = sorted(by_topic, key=lambda topic: len(by_topic[topic]), reverse=True)[:TOPICS]
+    packages = Counter[str]()
+    for name, texts in by_module.items():
+        package, dot, _ = name.partition(".")
+        if dot:
+            packages[package] += len(texts)
+    labels = {package: n for n, (package, _) in enumerate(packages.most_common(TOPICS))}
     split = Split([], [], [])
-    shuffle, in_order = random.Random(0).shuffle, operator.attrgetter("place")
-    for topic, texts in by_topic.items():
-        label = largest.index(topic) if topic in largest else None
+    for name, texts in by_module.items():
+        package, dot, _ = name.partition(".")
         passages = [
-            Passage(torch.tensor([ids.get(word, UNKNOWN) for word in words]), topic, place, label)
+            Passage(
+                torch.tensor([ids.get(word, UNKNOWN) for word in words]),
+                name,
+                place,
+                labels.get(package) if dot else None,
+            )
             for place, words in enumerate(texts)
         ]
-        shuffle(passages)
-        ends = round(0.7 * len(passages)), round(0.8 * len(passages))
-        split.train.extend(sorted(passages[: ends[0]], key=in_order))
-        split.validation.extend(passages[slice(*ends)])
-        split.test.extend(sorted(passages[ends[1] :], key=in_order))
+        first, second = ends[name]
+        split.train.extend(passages[:first])
+        split.validation.extend(passages[first:second])
+        split.test.extend(passages[second:])
     return split
+
+
+def _passages(paragraphs: Sequence[str]) -> list[list[str]]:
+    """Join paragraphs, in words, until each passage has at least ``PASSAGE`` of them."""
+    passages: list[list[str]] = []
+    for paragraph in paragraphs:
+        words = re.findall(r"[a-z_]+|\d+|[^\w\s]", paragraph.lower())
+        if passages and len(passages[-1]) < PASSAGE:
+            passages[-1] += words
+        elif words:
+            passages.append(words)
+    return passages
 
 
 def pairs(passages: Sequence[Passage], batch_size: int, generator: torch.Generator) -> Batch:
@@ -110,7 +139,7 @@ def pairs(passages: Sequence[Passage], batch_size: int, generator: torch.Generat
         ids int64 (B, L), mask bool (B, L), token types int64 (B, L), labels int64 (B, L), −100
         where no token is predicted, and int64 (B,), 0 where the second passage follows the first.
     """
-    drawn = next_sentence_pairs(runs(passages), batch_size, generator)
+    drawn = next_sentence_pairs(documents(passages), batch_size, generator)
     half = (LENGTH - 3) // 2
     inputs = join([[pair.first.tokens[:half], pair.second.tokens[:half]] for pair in drawn])
     hidden, labels = hide(inputs.input_ids, generator)
@@ -122,15 +151,12 @@ def pairs(passages: Sequence[Passage], batch_size: int, generator: torch.Generat
     )
 
 
-def runs(passages: Sequence[Passage]) -> list[list[Passage]]:
-    """Cut passages, in order, into those that follow one another in a topic."""
-    found: list[list[Passage]] = []
+def documents(passages: Sequence[Passage]) -> list[list[Passage]]:
+    """The passages of each module, which follow one another."""
+    found: dict[str, list[Passage]] = {}
     for passage in passages:
-        last = found[-1][-1] if found else None
-        if last is None or (last.topic, last.place + 1) != (passage.topic, passage.place):
-            found.append([])
-        found[-1].append(passage)
-    return found
+        found.setdefault(passage.module, []).append(passage)
+    return list(found.values())
 
 
 def join(rows: Sequence[Sequence[Tensor]]) -> BertInputs:
@@ -156,6 +182,16 @@ def labelled(passages: Sequence[Passage]) -> Batch:
     return ids, mask, types, torch.tensor([passage.label for passage in known])
 
 
+def few(passages: Sequence[Passage]) -> list[Passage]:
+    """``EXAMPLES`` passages of each class, or all if there are fewer."""
+    shuffled = random.Random(0).sample(passages, len(passages))
+    return [
+        passage
+        for label in range(TOPICS)
+        for passage in [one for one in shuffled if one.label == label][:EXAMPLES]
+    ]
+
+
 # Tasks ------------------------------------------------------------------------------------------
 
 
@@ -163,11 +199,11 @@ def config(dropout: float) -> BertConfig:
     # The initial weights are larger than BERT's, whose 0.02 is for 768 features.
     return BertConfig(
         vocab_size=VOCABULARY,
-        hidden_size=64,
-        initializer_range=64**-0.5,
+        hidden_size=128,
+        initializer_range=128**-0.5,
         num_hidden_layers=2,
         num_attention_heads=4,
-        intermediate_size=256,
+        intermediate_size=512,
         hidden_dropout_prob=dropout,
         attention_probs_dropout_prob=dropout,
         max_position_embeddings=LENGTH,
@@ -180,9 +216,11 @@ def pretraining(split: Split) -> Task:
     return Task(
         "pretraining",
         lambda dropout: BertForPreTraining(config(dropout)),
-        lambda generator: pairs(split.train, 16, generator),
-        [pairs(split.test, 64, generator)],
+        lambda generator: pairs(split.train, BATCH, generator),
+        [pairs(split.test, 64, generator) for _ in range(8)],
         pretraining_loss,
+        learning_rate=1e-3,
+        warmup_steps=400,
     )
 
 
@@ -190,19 +228,21 @@ def pretraining_loss(model: nn.Module, batch: Batch) -> Tensor:
     """The sum of both losses, each a mean."""
     ids, mask, types, targets, is_other = batch
     prediction, relationship = model(ids, mask, types)
-    return F.cross_entropy(prediction.flatten(0, 1), targets.flatten()) + F.cross_entropy(
+    chosen = targets != -100
+    return F.cross_entropy(prediction[chosen], targets[chosen]) + F.cross_entropy(
         relationship, is_other
     )
 
 
-def fine_tuning(split: Split, pretrained: Trained, learning_rate: float) -> Task:
-    """The task of classifying topics, starting from the pretrained encoder."""
-    ids, mask, types, labels = labelled(split.train)
+def fine_tuning(split: Split, start: nn.Module | None, learning_rate: float) -> Task:
+    """The task of classifying topics, from a pretrained encoder or, with None, random weights."""
+    ids, mask, types, labels = labelled(few(split.train))
 
     def make(dropout: float) -> nn.Module:
-        assert isinstance(pretrained.model, BertForPreTraining)
         model = BertForSequenceClassification(config(dropout))
-        model.bert.load_state_dict(pretrained.model.bert.state_dict())
+        if start is not None:
+            assert isinstance(start, BertForPreTraining)
+            model.bert.load_state_dict(start.bert.state_dict())
         return model
 
     def draw(generator: torch.Generator) -> Batch:
@@ -227,6 +267,31 @@ def learn_curves(task: Task, steps: int, device: str, advance: Callable[[], obje
     )
 
 
+class Predictions(NamedTuple):
+    """Fractions of held-out predictions that are correct."""
+
+    next_passage: float
+    masked_tokens: float
+    commonest_token: float  # the fraction of masked tokens that are the commonest one
+
+
+@torch.no_grad()
+def predictions(task: Task, model: nn.Module, device: str) -> Predictions:
+    right, relationships, tokens = [], [], []
+    for batch in task.held_out:
+        ids, mask, types, targets, is_other = (x.to(device) for x in batch)
+        prediction, relationship = model(ids, mask, types)
+        chosen = targets != -100
+        right.append(prediction[chosen].argmax(-1) == targets[chosen])
+        relationships.append(relationship.argmax(-1) == is_other)
+        tokens.append(targets[chosen])
+    every = torch.cat(tokens)
+    return Predictions(
+        *(torch.cat(x).double().mean().item() for x in (relationships, right)),
+        every.bincount().max().item() / len(every),
+    )
+
+
 class Accuracy(NamedTuple):
     """The fraction of passages whose topic is classified correctly."""
 
@@ -236,58 +301,52 @@ class Accuracy(NamedTuple):
 
 @dataclass(frozen=True)
 class TopicResults:
-    """How well one pretrained model classifies topics, fine-tuned and frozen."""
+    """How well one model's weights classify topics, fine-tuned and frozen, on test passages."""
 
-    fine_tuned: dict[float, list[Accuracy]]  # by learning rate, one for each seed
-    frozen: float  # the accuracy on the test passages
-    features: Tensor  # (N, hidden_size) of the test passages, from the frozen model
+    fine_tuned: dict[float, Accuracy]  # by learning rate
+    frozen: float
 
 
 def learn_topics(
     split: Split,
-    pretrained: Trained,
+    start: nn.Module | None,
+    seed: int,
     steps: int,
     device: str,
-    fused: bool,
     advance: Callable[[], object],
 ) -> TopicResults:
-    parts = [labelled(part) for part in split]
+    """Fine-tunes a model, and fits a linear classifier to its features; None: random weights."""
+    parts = [labelled(part) for part in (few(split.train), *split[1:])]
 
     @torch.no_grad()
     def accuracy_of(model: nn.Module, batch: Batch) -> float:
         return accuracy(model(*(x.to(device) for x in batch[:3])).cpu(), batch[3])
 
-    def tune(learning_rate: float, seed: int) -> Accuracy:
-        task = fine_tuning(split, pretrained, learning_rate)
+    def tune(learning_rate: float) -> Accuracy:
+        task = fine_tuning(split, start, learning_rate)
         tuned = train(
-            task,
-            steps,
-            device=device,
-            fused=fused,
-            seed=seed,
-            dropout=DROPOUT,
-            advance=advance,
+            task, steps, device=device, fused=True, seed=seed, dropout=DROPOUT, advance=advance
         )
         return Accuracy(*(accuracy_of(tuned.model, batch) for batch in parts[1:]))
 
-    fine_tuned = {rate: [tune(rate, seed) for seed in range(SEEDS)] for rate in LEARNING_RATES}
-    training, *held_out = (features(pretrained.model, batch, device) for batch in parts)
+    fine_tuned = {rate: tune(rate) for rate in LEARNING_RATES}
+    torch.manual_seed(seed)
+    frozen = start if start is not None else BertForPreTraining(config(0.0)).eval().to(device)
+    training, *held_out = (features(frozen, batch, device) for batch in parts)
     labels = [batch[3] for batch in parts]
-    frozen = [
+    by_decay = [
         Accuracy(*map(accuracy, classify(training, labels[0], held_out, decay), labels[1:]))
         for decay in WEIGHT_DECAYS
     ]
-    best = max(frozen, key=operator.attrgetter("validation"))
-    return TopicResults(fine_tuned, best.test, held_out[1])
+    best = max(by_decay, key=operator.attrgetter("validation"))
+    return TopicResults(fine_tuned, best.test)
 
 
 def best_rate(results: Sequence[TopicResults]) -> float:
-    """The learning rate with the best mean validation accuracy over all models and seeds."""
+    """The learning rate with the best mean validation accuracy over all seeds."""
     return max(
         LEARNING_RATES,
-        key=lambda rate: statistics.mean(
-            a.validation for result in results for a in result.fine_tuned[rate]
-        ),
+        key=lambda rate: statistics.mean(r.fine_tuned[rate].validation for r in results),
     )
 
 
@@ -328,11 +387,14 @@ def accuracy(logits: Tensor, labels: Tensor) -> float:
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = command_line.parser("pretraining", __doc__)
-    command_line.add_count(parser, "--steps", 300, "of pretraining")
-    command_line.add_count(parser, "--tuning-steps", 400, "of fine-tuning")
+    command_line.add_count(parser, "--curve-steps", 100, "of the curves, without dropout")
+    command_line.add_count(parser, "--steps", 1500, "of pretraining")
+    command_line.add_count(parser, "--tuning-steps", 200, "of fine-tuning")
+    command_line.add_count(parser, "--seeds", 3, "with dropout", least=2)
     options = parser.parse_args(argv)
     if options.quick:
-        options.steps, options.tuning_steps = min(options.steps, 20), min(options.tuning_steps, 20)
+        for name, most in (("curve_steps", 10), ("steps", 10), ("tuning_steps", 10), ("seeds", 2)):
+            setattr(options, name, min(getattr(options, name), most))
     return options
 
 
@@ -345,6 +407,7 @@ def main(argv: Sequence[str]) -> int:
     caption = machine.describe(facts)
     console.print(caption, soft_wrap=True, markup=False)
     split = read()
+    task = pretraining(split)
 
     with trifuse.backend(options.backend), progress_bars() as progress:
 
@@ -352,31 +415,45 @@ def main(argv: Sequence[str]) -> int:
             task = progress.add_task(name, total=steps)
             return lambda: progress.advance(task)
 
-        tuning = options.tuning_steps
-        pretrained = learn_curves(
-            pretraining(split), options.steps, device, bar("pretraining", 3 * options.steps)
-        )
-        # All start from the eager model, so that the curves differ by fine-tuning alone.
+        steps = options.curve_steps
+        pretrained = learn_curves(task, steps, device, bar("curves: pretraining", 3 * steps))
         tuned = learn_curves(
-            fine_tuning(split, pretrained.eager, LEARNING_RATES[0]),
-            tuning,
+            fine_tuning(split, pretrained.eager.model, LEARNING_RATES[0]),
+            steps,
             device,
-            bar("fine-tuning", 3 * tuning),
+            bar("curves: fine-tuning", 3 * steps),
         )
-        advance = bar("with dropout", 2 * len(LEARNING_RATES) * SEEDS * tuning)
-        results = {
-            name: learn_topics(split, model, tuning, device, name == "fused", advance)
-            for name, model in (("eager", pretrained.eager), ("fused", pretrained.fused))
+        seeds = range(options.seeds)
+        advance = bar("pretraining", len(seeds) * options.steps)
+        models = [
+            train(
+                task,
+                options.steps,
+                device=device,
+                fused=True,
+                seed=seed,
+                dropout=DROPOUT,
+                advance=advance,
+            ).model
+            for seed in seeds
+        ]
+        tuning = options.tuning_steps
+        advance = bar("classifying", 2 * len(seeds) * len(LEARNING_RATES) * tuning)
+        topics = {
+            name: [
+                learn_topics(split, start, seed, tuning, device, advance)
+                for seed, start in zip(seeds, starts, strict=True)
+            ]
+            for name, starts in (("random", [None] * len(models)), ("pretrained", models))
         }
+        predicted = [predictions(task, model, device) for model in models]
 
-    for curves in (pretrained, tuned):
-        print_table(curves_table([curves]))
-    rate = best_rate(list(results.values()))
+    print_table(curves_table([pretrained]))
+    print_table(curves_table([tuned]))
+    print_table(predictions_table(predicted, options.steps, options.quick))
     labels = labelled(split.test)[3]
     commonest = labels.bincount().max().item() / len(labels)
-    print_table(topics_table(results, rate, commonest, len(labels)))
-    apart = (results["fused"].features - results["eager"].features).abs().max().item()
-    console.print(f"largest difference of the frozen features: {apart:.1e}")
+    print_table(topics_table(topics, commonest, len(labels), options.quick))
 
     if options.plot is not None:
         plot(options.plot, [pretrained, tuned], caption.partition("\n")[0])
@@ -385,36 +462,53 @@ def main(argv: Sequence[str]) -> int:
         content = {
             "machine": facts,
             "curves": [pretrained.record(), tuned.record()],
-            "learning_rate": rate,
-            "accuracy": {
+            "steps": options.steps,
+            "predictions": [seed._asdict() for seed in predicted],
+            "topics": {
                 name: {
-                    "fine_tuned": [a.test for a in result.fine_tuned[rate]],
-                    "frozen": result.frozen,
+                    "learning_rate": (rate := best_rate(results)),
+                    "fine_tuned": [result.fine_tuned[rate].test for result in results],
+                    "frozen": [result.frozen for result in results],
                 }
-                for name, result in results.items()
+                for name, results in topics.items()
             },
             "commonest": commonest,
-            "features_apart": apart,
         }
         report.write_json(options.json, content)
     return 0
 
 
-def topics_table(
-    results: Mapping[str, TopicResults], rate: float, commonest: float, passages: int
-) -> Table:
+def predictions_table(results: Sequence[Predictions], steps: int, early: bool) -> Table:
     table = empty_table(
-        f"topics of {passages} test passages classified correctly, one of {TOPICS}; fine-tuned "
-        f"with dropout {DROPOUT} and learning rate {rate:g}, {SEEDS} seeds: mean ± standard "
-        "deviation",
-        ("fine-tuned", "frozen features", "the commonest topic"),
+        f"held-out predictions that are correct after {steps} steps with dropout {DROPOUT}, "
+        f"{len(results)} seeds: mean ± standard deviation",
+        ("next passage", "masked tokens", "always the commonest token"),
     )
-    for name, result in results.items():
-        shares = [a.test for a in result.fine_tuned[rate]]
+    next_passage, masked_tokens, commonest = zip(*results, strict=True)
+    table.add_row(
+        "pretrained",
+        learnt_share(next_passage, early),
+        learnt_share(masked_tokens, early),
+        f"{commonest[0]:.1%}",
+    )
+    return table
+
+
+def topics_table(
+    topics: Mapping[str, Sequence[TopicResults]], commonest: float, passages: int, early: bool
+) -> Table:
+    seeds = len(next(iter(topics.values())))
+    table = empty_table(
+        f"packages of {passages} test passages classified correctly, one of {TOPICS}, from "
+        f"{EXAMPLES} examples of each; {seeds} seeds: mean ± standard deviation",
+        ("fine-tuned", "frozen features", "the commonest package"),
+    )
+    for name, results in topics.items():
+        rate = best_rate(results)
         table.add_row(
-            name,
-            f"{statistics.mean(shares):.1%} ± {statistics.stdev(shares):.1%}",
-            f"{result.frozen:.1%}",
+            f"{name} weights",
+            learnt_share([result.fine_tuned[rate].test for result in results], early),
+            learnt_share([result.frozen for result in results], early),
             f"{commonest:.1%}",
         )
     return table

@@ -37,7 +37,7 @@ from torch import Tensor, nn
 import trifuse
 from trifuse.benchmarks import command_line, machine, report
 from trifuse.benchmarks.cases import select
-from trifuse.benchmarks.terminal import console, print_table, progress_bars
+from trifuse.benchmarks.terminal import console, learnt_share, print_table, progress_bars
 from trifuse.benchmarks.text import BOS, EOS, PAD, SYMBOLS, Pairs
 from trifuse.benchmarks.transformer import (
     Batch,
@@ -389,7 +389,7 @@ def operations(model: nn.Module, batch: Batch) -> float:
 # Display ----------------------------------------------------------------------------------------
 
 
-def accuracy_table(results: Sequence[Learnt]) -> Table:
+def accuracy_table(results: Sequence[Learnt], early: bool = False) -> Table:
     count = len(results[0].held_out[0])
     table = empty_table(
         f"{count} held-out answers right in every character",
@@ -404,18 +404,20 @@ def accuracy_table(results: Sequence[Learnt]) -> Table:
             for answers in (result.eager, result.fused)
             for search in SEARCHES
         )
-        table.add_row(result.curves.task, *(f"{x:.1%}" for x in accuracies), f"{result.same:.1%}")
+        shares = (learnt_share(x, early) for x in accuracies)
+        table.add_row(result.curves.task, *shares, f"{result.same:.1%}")
     return table
 
 
-def length_table(results: Sequence[Learnt]) -> Table:
+def length_table(results: Sequence[Learnt], early: bool = False) -> Table:
     """The share of strings of each length that greedy search copies right."""
     columns = right_by_length(results[0].fused.greedy, results[0].held_out)
     table = empty_table("strings copied right, by the number of digits", tuple(columns))
     for result in results:
         for name, answers in (("eager", result.eager), ("fused", result.fused)):
             shares = right_by_length(answers.greedy, result.held_out).values()
-            table.add_row(f"{result.curves.task}, {name}", *(f"{x:.1%}" for x in shares))
+            row = (learnt_share(x, early) for x in shares)
+            table.add_row(f"{result.curves.task}, {name}", *row)
     return table
 
 
@@ -495,9 +497,9 @@ def main(argv: Sequence[str]) -> int:
 
     if learnt:
         print_table(curves_table([result.curves for result in learnt]))
-        print_table(accuracy_table(learnt))
+        print_table(accuracy_table(learnt, options.quick))
         if copied := [result for result in learnt if result.copies]:
-            print_table(length_table(copied))
+            print_table(length_table(copied, options.quick))
         if shown := [result for result in learnt if result.attends and not result.copies]:
             with trifuse.backend(options.backend):
                 plot(options.plot, shown, caption.partition("\n")[0])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import statistics
 import sys
+from collections.abc import Sequence
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
@@ -20,3 +22,15 @@ def progress_bars() -> Progress:
 def print_table(table: Table) -> None:
     """Print a table; in a file or a pipe it is as wide as it needs to be."""
     (console if console.is_terminal else Console(width=240)).print(table)
+
+
+def learnt_share(shares: float | Sequence[float], early: bool) -> str:
+    """Return a share of right answers as text; of several seeds, mean ± standard deviation.
+
+    ``early``: the models were trained too briefly to learn, so that a share would mislead.
+    """
+    if early:
+        return "stopped early"
+    if isinstance(shares, float):
+        return f"{shares:.1%}"
+    return f"{statistics.mean(shares):.1%} ± {statistics.stdev(shares):.1%}"

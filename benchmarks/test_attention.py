@@ -7,29 +7,20 @@ ratios use the command instead, which times the functions in turns.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
-from pytest_benchmark.fixture import BenchmarkFixture
 
-from trifuse.benchmarks import attention, command_line
+from trifuse.benchmarks import attention
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 PAIRS = [(case, who) for case in attention.CASES[DEVICE] for who in ("ours", *case.peers)]
 
 
-@pytest.fixture(autouse=True)
-def _threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(command_line.default_threads())
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.mark.parametrize(("case", "who"), PAIRS, ids=[f"{who}: {case.name}" for case, who in PAIRS])
-def test_attention(benchmark: BenchmarkFixture, case: attention.Case, who: str) -> None:
-    benchmark.group = case.name
+def test_attention(timed: Callable[..., Any], case: attention.Case, who: str) -> None:
     given = attention.inputs(case, DEVICE)
     try:
         step = attention.ours(case, given) if who == "ours" else attention.theirs(who, case, given)
@@ -38,10 +29,4 @@ def test_attention(benchmark: BenchmarkFixture, case: attention.Case, who: str) 
         if who == "ours":
             raise
         pytest.skip(f"{who} does not serve this: {error}")
-
-    def finished() -> None:
-        step()
-        if DEVICE == "cuda":
-            torch.cuda.synchronize()
-
-    benchmark(finished)
+    timed(case.name, step)

@@ -5,38 +5,22 @@ The cases of ``python -m trifuse.benchmarks dropout_add_layer_norm``, one functi
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
-from pytest_benchmark.fixture import BenchmarkFixture
 
-from trifuse.benchmarks import command_line, dropout_add_layer_norm
+from trifuse.benchmarks import dropout_add_layer_norm
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CASES = dropout_add_layer_norm.CASES[DEVICE]
 
 
-@pytest.fixture(autouse=True)
-def _threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(command_line.default_threads())
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.mark.parametrize("who", ["ours", "theirs"])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_dropout_add_layer_norm(
-    benchmark: BenchmarkFixture, case: dropout_add_layer_norm.Case, who: str
+    timed: Callable[..., Any], case: dropout_add_layer_norm.Case, who: str
 ) -> None:
-    benchmark.group = case.name
-    step = getattr(dropout_add_layer_norm, who)(case, dropout_add_layer_norm.inputs(case, DEVICE))
-    step()
-
-    def finished() -> None:
-        step()
-        if DEVICE == "cuda":
-            torch.cuda.synchronize()
-
-    benchmark(finished)
+    given = dropout_add_layer_norm.inputs(case, DEVICE)
+    timed(case.name, getattr(dropout_add_layer_norm, who)(case, given))

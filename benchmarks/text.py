@@ -1,13 +1,17 @@
-"""Training data: the language reference of the standard library, and two puzzles.
+"""Training data: the standard library's language reference and docstrings, and two puzzles.
 
 The reference (``pydoc_data.topics``) is half a megabyte of English and Python that comes with every
-Python. Language models read its bytes. The puzzles are to reverse and to sort sequences of symbols,
-in batches of ragged lengths.
+Python. Language models read its bytes. The docstrings have six times as many words. The puzzles are
+to reverse and to sort sequences of symbols, in batches of ragged lengths.
 """
 
 from __future__ import annotations
 
+import ast
 import re
+import sysconfig
+import warnings
+from pathlib import Path
 from pydoc_data import topics
 from typing import Literal, NamedTuple
 
@@ -67,6 +71,36 @@ def cover(text: Tensor, length: int) -> Tensor:
     the first. A tail that does not fill a window is left out.
     """
     return text.unfold(0, length, length - 1).long()
+
+
+def docstrings() -> dict[str, list[str]]:
+    """The paragraphs of each module's docstrings, in order, by the module's dotted name."""
+    root = Path(sysconfig.get_path("stdlib"))
+    left_out = {"site-packages", "test", "tests", "idlelib", "lib2to3", "pydoc_data", "turtledemo"}
+    found = {}
+    for path in sorted(root.rglob("*.py")):
+        parts = path.relative_to(root).with_suffix("").parts
+        if left_out.isdisjoint(parts) and (paragraphs := _paragraphs(path)):
+            found[".".join(parts)] = paragraphs
+    return found
+
+
+def _paragraphs(path: Path) -> list[str]:
+    """The paragraphs of a file's docstrings; none if it does not parse."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about escapes in old strings
+            tree = ast.parse(path.read_bytes())
+    except (SyntaxError, ValueError):
+        return []
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    return [
+        paragraph
+        for node in ast.walk(tree)
+        if isinstance(node, documented)
+        for paragraph in re.split(r"\n\s*\n", ast.get_docstring(node) or "")
+        if len(paragraph.split()) > 3
+    ]
 
 
 # Puzzles ----------------------------------------------------------------------------------------

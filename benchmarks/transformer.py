@@ -36,7 +36,7 @@ from trifuse.benchmarks import ceilings, command_line, machine, report, text, ti
 from trifuse.benchmarks.cases import select
 from trifuse.benchmarks.ceilings import Rate
 from trifuse.benchmarks.comparison import Result
-from trifuse.benchmarks.terminal import console, print_table, progress_bars
+from trifuse.benchmarks.terminal import console, learnt_share, print_table, progress_bars
 from trifuse.models.transformer import (
     LanguageModel,
     LanguageModelConfig,
@@ -66,6 +66,7 @@ class Task:
     held_out: Sequence[Batch]
     loss: Callable[[nn.Module, Batch], Tensor]
     learning_rate: float = 2e-3  # at the end of the warm-up
+    warmup_steps: int = 50
 
 
 def puzzle(name: text.Puzzle) -> Task:
@@ -151,7 +152,7 @@ def train(
         trifuse.fuse(model, unpad=True)
     generator = torch.Generator().manual_seed(seed)
     optimizer = torch.optim.Adam(model.parameters(), task.learning_rate, betas=(0.9, 0.98))
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, warmup_inverse_sqrt(50))
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, warmup_inverse_sqrt(task.warmup_steps))
     losses = []
     for _ in range(steps):
         loss = task.loss(model, _to(task.draw(generator), device))
@@ -554,7 +555,7 @@ def main(argv: Sequence[str]) -> int:
         content["seeds"] = [result.record() for result in seeds]
         with trifuse.backend(options.backend):
             for task, result in zip(trained, curves, strict=True):
-                content["learnt"][task.name] = show_learnt(task, result, device)
+                content["learnt"][task.name] = show_learnt(task, result, device, options.quick)
         plot(options.plot, curves, caption.partition("\n")[0])
         console.print(f"wrote {options.plot}", markup=False)
     if times:
@@ -568,8 +569,10 @@ def _name(item: Task | Case) -> str:
     return item.name
 
 
-def show_learnt(task: Task, result: Curves, device: str) -> dict[str, float]:
-    """Print what the models trained without dropout can do; return the figures of both."""
+def show_learnt(task: Task, result: Curves, device: str, early: bool) -> dict[str, float]:
+    """Print what the models trained without dropout can do; return the figures of both.
+
+    ``early``: they were trained too briefly to learn, so shares of right answers are not shown."""
     models = {"eager": result.eager.model, "fused": result.fused.model}
     if isinstance(result.fused.model, LanguageModel):
         figures = {name: math.exp(getattr(result, name).held_out) for name in models}
@@ -583,6 +586,6 @@ def show_learnt(task: Task, result: Curves, device: str) -> dict[str, float]:
     else:
         (batch,) = task.held_out
         figures = {name: decoded_right(model, _to(batch, device)) for name, model in models.items()}
-        shown = ", ".join(f"{value:.1%} {name}" for name, value in figures.items())
+        shown = ", ".join(f"{learnt_share(value, early)} {name}" for name, value in figures.items())
         console.print(f"{task.name}: held-out sequences decoded without a mistake: {shown}")
     return figures

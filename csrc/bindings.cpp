@@ -8,6 +8,7 @@
 #include <torch/version.h>
 
 #include <atomic>
+#include <exception>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -46,7 +47,8 @@ pybind11::dict build_info() {
   info["torch"] = TORCH_VERSION;
   // The operators that have CUDA kernels, and the architectures that these were compiled for.
 #if defined(TRIFUSE_CUDA_CODE)
-  info["cuda"] = std::vector<std::string>{"attention", "dropout_add_layer_norm", "lstm"};
+  info["cuda"] =
+      std::vector<std::string>{"attention", "dropout_add_layer_norm", "lstm", "gru", "rnn"};
   info["cuda_code"] = TRIFUSE_CUDA_CODE;
 #else
   info["cuda"] = std::vector<std::string>{};
@@ -98,9 +100,24 @@ at::Tensor each(const at::Tensor& x) {
   return to;
 }
 
+// Turns torch's errors into Python's. torch's own translator serves only modules of the version of
+// pybind11 that torch was built with.
+void translate(std::exception_ptr thrown) {
+  try {
+    if (thrown) std::rethrow_exception(thrown);
+  } catch (const c10::ValueError& error) {
+    PyErr_SetString(PyExc_ValueError, error.what_without_backtrace());
+  } catch (const c10::TypeError& error) {
+    PyErr_SetString(PyExc_TypeError, error.what_without_backtrace());
+  } catch (const c10::Error& error) {
+    PyErr_SetString(PyExc_RuntimeError, error.what_without_backtrace());
+  }
+}
+
 }  // namespace
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
+  pybind11::register_local_exception_translator(&translate);
   m.doc() = "trifuse's compiled kernels: what was built, and hooks for tests and benchmarks";
   m.def("build_info", &build_info, "Build information");
   m.def(

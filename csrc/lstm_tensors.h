@@ -8,6 +8,7 @@
 #include <optional>
 
 #include "arguments.h"
+#include "cell.h"
 
 namespace trifuse {
 
@@ -26,6 +27,9 @@ enum Slot {
   kLstmSlots,
   kSlotsWithoutOptions = WeightHr  // of a GRU or an RNN
 };
+
+// Returns the number of parameters of one direction or layer.
+constexpr int slots_of(Cell cell) { return cell == Cell::Lstm ? kLstmSlots : kSlotsWithoutOptions; }
 
 // Returns the type that a vector or a cell must have: the accumulation type if it has that type,
 // otherwise the input's.

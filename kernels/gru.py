@@ -2,7 +2,8 @@
 Triton.
 
 The formulas are at the head of ``trifuse/reference/gru.py``. The head of
-``trifuse/kernels/recurrent.py`` describes how they are spread over launches.
+``trifuse/kernels/recurrent.py`` describes how they are spread over launches. These are the kernels
+with ``linear_before_reset``; ``trifuse/kernels/gru_reset_first.py`` has the others.
 
 The gradients of W_ih x and of W_hh h differ in one gate only: n in the former, k in the latter. So
 the backward stores the gradients of n, r, z, k side by side: the first three are the matrix for
@@ -19,6 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from trifuse.kernels import gru_reset_first
 from trifuse.kernels.arguments import check_shape
 from trifuse.kernels.arithmetic import dot, round_to
 from trifuse.kernels.recurrent import (
@@ -38,7 +40,7 @@ from trifuse.kernels.recurrent import (
     tanh,
     token_offsets,
 )
-from trifuse.reference.gru import Parameters
+from trifuse.reference.gru import Parameters, saved_per_unit
 from trifuse.reference.lstm import by_direction, masked
 
 # Kernel arguments --------------------------------------------------------------------------------
@@ -336,10 +338,13 @@ def gru_forward(
     parameters: Sequence[Tensor | None],
     lengths: Tensor | None,
     reverse: Sequence[bool],
+    linear_before_reset: bool,
     save: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Implements the op ``gru_forward``. float64 is for checking the formulas."""
     with torch.cuda.device_of(input):
+        if not linear_before_reset:
+            return gru_reset_first.forward(input, h0, parameters, lengths, reverse, save)
         call = _Call(input, parameters, lengths, reverse)
         sequences, T, B, D, H = call.sequences, call.T, call.B, call.D, call.H
         state = sequences.zeros_or_copy(h0, H, sequences.dtype)
@@ -369,16 +374,24 @@ def gru_backward(
     output: Tensor,
     gates: Tensor,
     reverse: Sequence[bool],
+    linear_before_reset: bool,
     wanted: Sequence[bool],
 ) -> list[Tensor]:
     """Implements the op ``gru_backward``."""
     (T, B, _), D = input.shape, len(reverse)
     check_backward(grad_output, grad_h_n, input, h0, parameters, lengths, output, D=D, gates=3)
-    check_shape("gates", gates, (D, T, B, 4 * (output.shape[-1] // D)))
+    columns = saved_per_unit(linear_before_reset) * (output.shape[-1] // D)
+    check_shape("gates", gates, (D, T, B, columns))
     with torch.cuda.device_of(input):
-        call = _Call(input, parameters, lengths, reverse)
-        grads, grad_state = _recurrent_gradients(call, grad_output, grad_h_n, h0, output, gates)
-        input_grads = _gradients(call, input, h0, output, grads, grad_state, wanted)
+        if linear_before_reset:
+            call = _Call(input, parameters, lengths, reverse)
+            grads, grad_state = _recurrent_gradients(call, grad_output, grad_h_n, h0, output, gates)
+            input_grads = _gradients(call, input, h0, output, grads, grad_state, wanted)
+        else:
+            input_grads = gru_reset_first.backward(
+                grad_output, grad_h_n, input, h0, parameters, lengths, output, gates, reverse,
+                wanted,
+            )  # fmt: skip
     return as_results(input, h0, parameters, input_grads)
 
 

@@ -4,7 +4,8 @@ W_ih x is one matrix product over all tokens, and so are the gradients of input 
 the recurrence through h is computed step by step, in one of two ways:
 
 - *Step by step*, for any sizes: at each step torch multiplies h by the recurrent weights, and one
-  kernel does all the rest. Both directions share every launch.
+  kernel does all the rest. Both directions share every launch. A GRU whose reset gate precedes the
+  product has two products and two kernels a step.
 - *A whole sequence in one launch*, where a direction's recurrent weights fit into the shared memory
   of a multiprocessor: a program owns a block of rows from the first step to the last and keeps the
   weights in shared memory and the states in registers. See ``fits_one_launch`` for the rule.
@@ -12,7 +13,8 @@ the recurrence through h is computed step by step, in one of two ways:
 A program owns a tile: ``Block.rows`` rows by ``Block.columns`` units of one direction. All G gates
 of a unit belong to its program; in memory they lie H columns apart. For two row blocks and three
 unit blocks, with a letter for each program (an LSTM's gates; a coupled LSTM has i, g, o; a GRU has
-r, z, n, but n, r, z, k in saved gates and gradients; an RNN has one column of blocks):
+r, z, n, but, unless its reset gate comes first, n, r, z, k in saved gates and gradients; an RNN has
+one column of blocks):
 
                    W_ih x, W_hh h, their gradients: G·H columns           h, c: H columns
                       i             f             g             o
@@ -38,7 +40,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -60,7 +62,8 @@ class Inputs(NamedTuple):
     """Lengths and biases of an operator whose only state is h; None if the call has none."""
 
     lengths: Tensor | None  # (B,) int64
-    # (D, H) in an RNN, (D, 4, H) in a GRU: of n, r, z and k; float32, or float64 for float64
+    # (D, H) in an RNN; in a GRU (D, 4, H), of n, r, z and k, or with the reset gate first
+    # (D, 3, H), of r, z and n; float32, or float64 for float64
     bias: Tensor | None
 
 
@@ -378,6 +381,11 @@ class Call:
         bias_ih = stack([p.bias_ih for p in self.directions], acc_dtype)
         return bias_ih, stack([p.bias_hh for p in self.directions], acc_dtype)
 
+    def sum_of_biases(self) -> Tensor | None:
+        """Returns bias_ih + bias_hh of all directions, (D, gates · H)."""
+        given = [bias for bias in self.biases() if bias is not None]
+        return sum(given[1:], given[0]) if given else None
+
     def prepare(self, kernel: Any, variant: NamedTuple) -> PreparedLaunch:
         """Returns the launch of a kernel over all units."""
         config = sequence_config(self.H) if self.one_launch else step_config(self.B, self.H)
@@ -409,6 +417,42 @@ def check_backward(
     check_shape("grad_h_n", grad_h_n, (D, B, H))
     for name, t in (("output", output), ("grad_output", grad_output)):
         check_shape(name, t, (T, B, D * H))
+
+
+def gradients_of_sums(
+    call: Call,
+    input: Tensor,
+    grads: Tensor,
+    grad_state: Tensor,
+    wanted: Sequence[bool],
+    weight_hh: Callable[[int, Tensor], Tensor],
+) -> list[Tensor | None]:
+    """Computes gradients where W_ih x and W_hh's products have the same gradient.
+
+    Args:
+        grads: (T, B, D, gates · H), that gradient; grad_state: (D, B, H), that of h0.
+        weight_hh: (d, da) -> the gradient of weight_hh; da is (T·B, gates · H), d's part of grads.
+
+    Returns:
+        Gradients of input, h0 and the parameters, not yet in their dtypes; None if not wanted.
+    """
+    sequences = call.sequences
+    grad_input = None
+    needs_input, needs_h0, *needs_parameters = wanted
+    if needs_input:  # both directions in one product
+        grad_input = grads.flatten(2).flatten(0, 1) @ sequences.weight_ih
+    results: list[Tensor | None] = [grad_input, grad_state if needs_h0 else None]
+    x = masked(input, sequences.valid).flatten(0, 1)
+    for d, needs in enumerate(by_direction(Parameters, needs_parameters)):
+        da = sequences.tokens(grads, d)
+        bias = da.sum(0, dtype=sequences.acc_dtype) if needs.bias_ih or needs.bias_hh else None
+        results += [
+            da.mT @ x if needs.weight_ih else None,
+            weight_hh(d, da) if needs.weight_hh else None,
+            bias if needs.bias_ih else None,
+            bias.clone() if bias is not None and needs.bias_hh else None,
+        ]
+    return results
 
 
 def as_results(

@@ -24,6 +24,7 @@ from trifuse.kernels.recurrent import (
     Inputs,
     as_results,
     check_backward,
+    gradients_of_sums,
     load,
     load_weights,
     longest_row,
@@ -34,8 +35,6 @@ from trifuse.kernels.recurrent import (
     tanh,
     token_offsets,
 )
-from trifuse.reference.gru import Parameters
-from trifuse.reference.lstm import by_direction, masked
 
 
 class Variant(NamedTuple):
@@ -293,7 +292,11 @@ def rnn_backward(
     with torch.cuda.device_of(input):
         call = _Call(input, parameters, lengths, reverse, relu)
         grads, grad_state = _recurrent_gradients(call, grad_output, grad_h_n, output)
-        input_grads = _gradients(call, input, h0, output, grads, grad_state, wanted)
+        h_previous = call.sequences.previous_h(output, h0)
+        input_grads = gradients_of_sums(
+            call, input, grads, grad_state, wanted,
+            lambda d, da: da.mT @ h_previous[d].flatten(0, 1),
+        )  # fmt: skip
     return as_results(input, h0, parameters, input_grads)
 
 
@@ -322,36 +325,6 @@ def _recurrent_gradients(
     return grads, grad_state.add_(dh_recurrent)
 
 
-def _gradients(
-    call: _Call,
-    input: Tensor,
-    h0: Tensor | None,
-    output: Tensor,
-    grads: Tensor,
-    grad_state: Tensor,
-    wanted: Sequence[bool],
-) -> list[Tensor | None]:
-    """Gradients of input, h0 and the parameters, not yet in their dtypes; None if not wanted."""
-    sequences = call.sequences
-    grad_input = None
-    needs_input, needs_h0, *needs_parameters = wanted
-    if needs_input:  # both directions in one product
-        grad_input = grads.flatten(2).flatten(0, 1) @ sequences.weight_ih
-    results: list[Tensor | None] = [grad_input, grad_state if needs_h0 else None]
-    x = masked(input, sequences.valid).flatten(0, 1)
-    h_previous = sequences.previous_h(output, h0)
-    for d, needs in enumerate(by_direction(Parameters, needs_parameters)):
-        da = sequences.tokens(grads, d)
-        bias = da.sum(0, dtype=sequences.acc_dtype) if needs.bias_ih or needs.bias_hh else None
-        results += [
-            da.mT @ x if needs.weight_ih else None,
-            da.mT @ h_previous[d].flatten(0, 1) if needs.weight_hh else None,
-            bias if needs.bias_ih else None,
-            bias.clone() if bias is not None and needs.bias_hh else None,
-        ]
-    return results
-
-
 class _Call(Call):
     def __init__(
         self,
@@ -363,6 +336,4 @@ class _Call(Call):
     ) -> None:
         super().__init__(input, parameters, lengths, reverse, gates=1)
         self.variant = Variant(self.H, self.D, self.sequences.reverse, relu)
-        given = [bias for bias in self.biases() if bias is not None]
-        bias = sum(given[1:], given[0]) if given else None
-        self.inputs = Inputs(self.sequences.lengths, bias)
+        self.inputs = Inputs(self.sequences.lengths, self.sum_of_biases())

@@ -3,12 +3,14 @@
 One table serves every operator. An operator describes its call, gets back a backend's name, and
 runs that backend's overload, such as ``torch.ops.trifuse.attention_forward.cpp``.
 
-| backend | what it is                          | tensors on                               |
-|---------|-------------------------------------|------------------------------------------|
-| cuda    | CUDA C++ kernels, csrc/cuda         | NVIDIA GPU                               |
-| triton  | Triton kernels, kernels/            | GPU; CPU only under TRITON_INTERPRET=1   |
-| cpp     | vectorised C++ kernels, csrc/cpu    | CPU                                      |
-| eager   | the formula in torch, reference/    | anything                                 |
+=======  ===================================  ========================================
+backend  what it is                           tensors on
+=======  ===================================  ========================================
+cuda     CUDA C++ kernels, csrc/cuda          NVIDIA GPU
+triton   Triton kernels, kernels/             GPU; CPU only under TRITON_INTERPRET=1
+cpp      vectorised C++ kernels, csrc/cpu     CPU
+eager    the formula in torch, reference/     anything
+=======  ===================================  ========================================
 
 ``auto`` takes the first of these that can serve the call, except that Triton precedes CUDA for
 operators whose CUDA kernels have not been measured to be faster (``CUDA_BEFORE_TRITON``).
@@ -40,18 +42,21 @@ class Limits(NamedTuple):
 
     dtypes: tuple[torch.dtype, ...]
     head_dim: float = math.inf  # the largest
+    lacks: tuple[str, ...] = ()  # values of Call.option
 
 
-# The limits of each backend with kernels, for all operators but those of _LIMITS_OF_OPERATOR.
+# The limits of each backend, for all operators but those of _LIMITS_OF_OPERATOR.
 _LIMITS = {
     "cuda": Limits(_UP_TO_FLOAT64),
     "triton": Limits(_UP_TO_FLOAT32),
     "cpp": Limits(_UP_TO_FLOAT64),
+    "eager": Limits(_UP_TO_FLOAT64),
 }
 _LIMITS_OF_OPERATOR = {
     # A tile of a GPU's attention kernels holds all of head_dim.
     ("cuda", "attention"): Limits(_UP_TO_FLOAT32, head_dim=256),
     ("triton", "attention"): Limits(_UP_TO_FLOAT32, head_dim=256),
+    ("cuda", "gru"): Limits(_UP_TO_FLOAT64, lacks=("linear_before_reset=False",)),
 }
 
 # Operators whose CUDA kernels measure faster than their Triton kernels. None has been measured yet.
@@ -71,6 +76,7 @@ class Call(NamedTuple):
     device: str  # a torch device type
     dtype: torch.dtype
     head_dim: int = 0
+    option: str = ""  # one that not every backend has, such as "linear_before_reset=False"
 
 
 class Choice(NamedTuple):
@@ -122,6 +128,13 @@ def _why_not_head_dim(backend: str, call: Call) -> str | None:
     return f"head_dim {call.head_dim} exceeds {largest}" if call.head_dim > largest else None
 
 
+def _why_not_option(backend: str, call: Call) -> str | None:
+    if call.option not in _limits(backend, call).lacks:
+        return None
+    others = [name for name in ORDER if call.option not in _limits(name, call).lacks]
+    return f"no kernel with {call.option}; {', '.join(others)} have one"
+
+
 # Read once, at import: torch.compile can't trace into the extension.
 _CUDA_OPERATORS: tuple[str, ...] = () if _C is None else tuple(_C.build_info()["cuda"])
 
@@ -138,7 +151,7 @@ def _why_not_cuda(call: Call) -> str | None:
     major, minor = _capability()
     if major < 8:
         return f"the GPU's compute capability is {major}.{minor}, and 8.0 is the least"
-    return _why_not_head_dim("cuda", call)
+    return _why_not_head_dim("cuda", call) or _why_not_option("cuda", call)
 
 
 def _capability() -> tuple[int, int]:
@@ -215,6 +228,13 @@ def backend(name: str) -> Iterator[None]:
     The choice is made by the forward call and holds for its backward. It is global to the process,
     like torch's own backend switches. The environment variable ``TRIFUSE_BACKEND`` sets it for the
     whole run.
+
+    Example:
+        >>> import torch, trifuse
+        >>> query = torch.randn(1, 2, 5, 64)
+        >>> with trifuse.backend("eager"):
+        ...     trifuse.scaled_dot_product_attention(query, query, query).shape
+        torch.Size([1, 2, 5, 64])
     """
     global _requested
     previous, _requested = _requested, _checked(name, "backend")

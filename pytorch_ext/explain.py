@@ -20,6 +20,7 @@ from trifuse.nn.lstm import LSTM, LSTMCell
 from trifuse.nn.rnn import RNN, RNNCell
 from trifuse.ops import linear
 from trifuse.ops._explained import EXPLAINED
+from trifuse.ops.gru import option_of
 
 
 class Runs(NamedTuple):
@@ -69,8 +70,9 @@ def explain(
     """Reports which backend would serve ``function(*args, **kwargs)`` and why not the others, or
     what the modules of a model run on.
 
-    For an LSTM on CUDA kernels, also reports whether one launch covers the whole sequence, which
-    loads the recurrent weights onto the chip once, or the kernels go step by step, and why. For a
+    For an LSTM, a GRU or an RNN on CUDA kernels, also reports whether one launch covers the whole
+    sequence, which loads the recurrent weights onto the chip once, or the kernels go step by step,
+    and why. For a
     ``trifuse.nn.LSTM``, also reports how many layers run side by side.
 
     For a model, fused or not, reports which modules run fused and on which backend, which parts of
@@ -90,6 +92,13 @@ def explain(
         TypeError: ``function`` is neither an operator of trifuse nor a module; or a module other
             than a ``trifuse.nn.LSTM`` came with arguments.
         Whatever the call would raise for bad arguments.
+
+    Example:
+        >>> import torch, trifuse
+        >>> query = torch.randn(1, 2, 5, 64)
+        >>> with trifuse.backend("eager"):
+        ...     explain(trifuse.scaled_dot_product_attention, query, query, query).backend
+        'eager'
     """
     if isinstance(function, LSTM) and (args or kwargs):
         return function._explain(*args, **kwargs)
@@ -190,7 +199,8 @@ def _backend(operator: str, module: nn.Module) -> str:
     if weight is None:
         return "none: it has no parameters"
     head_dim = module.head_dim if isinstance(module, MultiheadAttention) else 0
-    call = backends.Call(operator, weight.device.type, weight.dtype, head_dim)
+    option = option_of(module.linear_before_reset) if isinstance(module, (GRU, GRUCell)) else ""
+    call = backends.Call(operator, weight.device.type, weight.dtype, head_dim, option)
     try:
         return backends.choose(call).backend
     except RuntimeError as error:  # the backend requested by name can't serve it

@@ -186,6 +186,15 @@ def fuse(model: torch_nn.Module, unpad: bool = False) -> FuseReport:
     Raises:
         TypeError: ``model`` is not a ``torch.nn.Module``.
         ValueError: the environment variable ``TRIFUSE_LINEAR`` is none of auto, cpp and torch.
+
+    Example:
+        >>> layer = torch.nn.TransformerEncoderLayer(64, 4, batch_first=True).eval()
+        >>> x = torch.randn(2, 5, 64)
+        >>> with torch.no_grad():
+        ...     before = layer(x)
+        ...     report = fuse(layer)
+        ...     torch.testing.assert_close(layer(x), before)
+        >>> report.revert()
     """
     if not isinstance(model, torch_nn.Module):
         raise TypeError(f"model: expected a torch.nn.Module; got {type(model).__name__}")

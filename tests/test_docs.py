@@ -1,25 +1,31 @@
-"""The examples in docs/ run as they stand."""
+"""The examples in README.md, in docs/ and in docstrings run as they stand."""
 
 from __future__ import annotations
 
+import doctest
+import inspect
 import pkgutil
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+import trifuse
 from trifuse import models
 
-PAGE = Path(__file__).parents[1] / "docs/models.md"
+ROOT = Path(__file__).parents[1]
+MODELS = ROOT / "docs/models.md"
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
-def examples() -> list[tuple[str, str]]:
+def examples(page: Path) -> list[tuple[str, str]]:
     """Returns the page's Python blocks, each with the heading that it stands under."""
     found, heading = [], ""
     for part in re.split(
         r"(^## [^\n]*$|^```python\n.*?^```$)",
-        PAGE.read_text(encoding="utf-8"),
+        page.read_text(encoding="utf-8"),
         flags=re.MULTILINE | re.DOTALL,
     ):
         if part.startswith("## "):
@@ -29,13 +35,57 @@ def examples() -> list[tuple[str, str]]:
     return found
 
 
-def test_each_module_has_an_example():
-    code = "\n".join(code for _, code in examples())
+def public() -> dict[str, Any]:
+    """Returns the public functions and classes by name."""
+    spaces = (trifuse, trifuse.nn)
+    return {
+        f"{space.__name__}.{name}": getattr(space, name)
+        for space in spaces
+        for name in space.__all__
+        if callable(getattr(space, name))
+    }
+
+
+def docstring_examples(name: str) -> list[doctest.DocTest]:
+    function = inspect.unwrap(public()[name])
+    found = doctest.DocTestFinder(recurse=False).find(
+        function, name, globs=dict(vars(inspect.getmodule(function)))
+    )
+    return [test for test in found if test.examples]
+
+
+def test_each_model_has_an_example():
+    code = "\n".join(code for _, code in examples(MODELS))
     for module in pkgutil.iter_modules(models.__path__):
         assert f"from trifuse.models.{module.name} import" in code, module.name
 
 
-@pytest.mark.parametrize(("heading", "code"), examples())
-def test_example_runs(heading: str, code: str):
+def test_each_model_is_in_the_reference():
+    page = (ROOT / "docs/api/models.md").read_text(encoding="utf-8")
+    for module in pkgutil.iter_modules(models.__path__):
+        assert f"automodule:: trifuse.models.{module.name}\n" in page, module.name
+
+
+def test_each_operator_has_an_example():
+    attention = ["scaled_dot_product_attention", "varlen_attention"]
+    for name in (*attention, "dropout_add_layer_norm", "lstm", "gru", "rnn"):
+        assert docstring_examples(f"trifuse.{name}"), name
+
+
+@pytest.mark.parametrize(
+    ("page", "heading", "code"),
+    [(page.name, *example) for page in PAGES for example in examples(page)],
+)
+def test_example_of_a_page_runs(page: str, heading: str, code: str):
     torch.manual_seed(0)
-    exec(compile(code, f"{PAGE.name}: {heading}", "exec"), {"__name__": "example"})
+    query = torch.randn(1, 2, 5, 64)
+    # What an example takes for granted: a model of the reader's, and tensors.
+    given = {"model": torch.nn.TransformerEncoderLayer(64, 4), "torch": torch, "trifuse": trifuse}
+    given |= {"query": query, "key": query, "value": query, "__name__": "example"}
+    exec(compile(code, f"{page}: {heading}", "exec"), given)
+
+
+@pytest.mark.parametrize("name", [name for name in public() if docstring_examples(name)])
+def test_example_of_a_docstring_runs(name: str):
+    for test in docstring_examples(name):
+        assert doctest.DocTestRunner().run(test).failed == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import ctypes
 import importlib.metadata
 import json
 import os
@@ -11,6 +12,7 @@ import runpy
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -391,3 +393,45 @@ def test_models_import_torch_alone() -> None:
             package = name.partition(".")[0]
             fine = package == "torch" or package in sys.stdlib_module_names
             assert fine or name.startswith("trifuse.models"), f"{path} imports {name}"
+
+
+# The build --------------------------------------------------------------------------------------
+
+
+def test_only_what_a_change_touched_is_made_again(tmp_path: Path) -> None:
+    compiler = shutil.which("c++")
+    if compiler is None:
+        pytest.skip("no C++ compiler here")
+    header, library = tmp_path / "a.h", tmp_path / "out/library.so"
+    header.write_text("inline int number() { return 1; }\n")
+    for name, text in {
+        "a": '#include "a.h"\nextern "C" int a() { return number(); }\n',
+        "b": 'extern "C" int b() { return 2; }\n',
+        "c": "static int c() { return 3; }\n",
+        "d": 'extern "C" int d() { return c(); }\n',  # compiles only together with c
+    }.items():
+        (tmp_path / f"{name}.cpp").write_text(text)
+    graph = runpy.run_path(str(ROOT / "setup.py"))["Graph"](tmp_path / "a folder")
+    groups = [["a"], ["b"], ["c", "d"]]
+    command = [compiler, "-fPIC", '-DTEXT="$x y"']
+    objects = [
+        graph.compile([tmp_path / f"{name}.cpp" for name in group], group[0], command)
+        for group in groups
+    ]
+    graph.link(objects, library, [compiler, "-shared"], ["-lm"])
+
+    def made() -> list[int]:
+        graph.run()
+        return [path.stat().st_mtime_ns for path in (*objects, library)]
+
+    before = made()
+    assert made() == before
+    time.sleep(0.02)
+    header.write_text("inline int number() { return 4; }\n")
+    after = made()
+    assert [x != y for x, y in zip(before, after, strict=True)] == [True, False, False, True]
+    loaded = ctypes.CDLL(str(library))
+    assert (loaded.a(), loaded.b(), loaded.d()) == (4, 2, 3)
+    header.write_text("no C++\n")
+    with pytest.raises(RuntimeError, match=r"did not compile(.|\n)*a\.h"):
+        graph.run()

@@ -26,9 +26,6 @@ using Parameters = std::vector<OptionalTensor>;
 using ParameterList = c10::List<OptionalTensor>;
 using Flags = c10::List<bool>;
 
-// Returns the number of parameters of a direction.
-constexpr int slots_of(Cell cell) { return cell == Cell::Lstm ? kLstmSlots : kSlotsWithoutOptions; }
-
 struct LstmOptions {
   bool coupled = false;
   double forget_bias = 0;
@@ -36,12 +33,19 @@ struct LstmOptions {
   double proj_clip = std::numeric_limits<double>::infinity();
   double eps = 0, zoneout_h = 0, zoneout_c = 0, recurrent_dropout = 0;
   bool training = false;
-  bool relu = false;  // an RNN's
+  bool relu = false;                // an RNN's
+  bool linear_before_reset = true;  // a GRU's
 };
 
 LstmOptions activation(bool relu) {
   LstmOptions options;
   options.relu = relu;
+  return options;
+}
+
+LstmOptions order_of_reset(bool linear_before_reset) {
+  LstmOptions options;
+  options.linear_before_reset = linear_before_reset;
   return options;
 }
 
@@ -65,6 +69,7 @@ class Call {
     p.cell = cell;
     p.coupled = options.coupled;
     p.relu = options.relu;
+    p.linear_before_reset = options.linear_before_reset;
     p.directions = static_cast<int64_t>(reverse.size());
     check(input, h0, c0, parameters, lengths, seed);
     const bool native =
@@ -155,7 +160,7 @@ class Call {
       if (t && t->numel()) check_shape(name, *t, {p.directions, p.T, p.B, columns});
     };
     check_shape("output", output, rows(p.T, p.directions * p.R));
-    check("gates", gates, (p.cell == Cell::Gru ? 4 : p.gates() * (normalises() ? 2 : 1)) * p.H);
+    check("gates", gates, p.saved_gates() * (normalises() ? 2 : 1) * p.H);
     check("cells", cells, p.H);
     check("clipped", clipped, p.clip_words());
     p.output = const_cast<void*>(data(output, stored));
@@ -346,9 +351,11 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> lstm_forward(
 
 std::tuple<Tensor, Tensor, Tensor> gru_forward(
     const Tensor& input, const OptionalTensor& h0, const ParameterList& parameters,
-    const OptionalTensor& lengths, const Flags& reverse, int64_t save) {
-  Call call(Cell::Gru, input, h0, {}, parameters.vec(), lengths, {}, reverse, {});
-  auto r = forward(call, save ? 4 : 0, false);
+    const OptionalTensor& lengths, const Flags& reverse, bool linear_before_reset, int64_t save) {
+  Call call(
+      Cell::Gru, input, h0, {}, parameters.vec(), lengths, {}, reverse,
+      order_of_reset(linear_before_reset));
+  auto r = forward(call, save ? call.p.saved_gates() : 0, false);
   return {r.output, r.h_n, or_empty(r.gates, call.dtype)};
 }
 
@@ -403,7 +410,7 @@ bool is_plain(
   return may_have(c0, rows, wide);
 }
 
-// Runs a layer, or one step, without lengths and without options, except an RNN's activation;
+// Runs a layer, or one step, without lengths and without options, except a GRU's and an RNN's;
 // `save` keeps results for a backward. Checking the arguments in Python takes as long as a step of
 // a few hundred units, so they are checked here. A call that is not plain is refused, and its
 // caller takes the ops above.
@@ -417,7 +424,7 @@ ForwardResults plain(
   Flags reverse({false});
   if (D == 2) reverse.push_back(true);
   Call call(cell, input, h0, c0, parameters, {}, {}, reverse, options);
-  return forward(call, save ? 4 : 0, save && cell == Cell::Lstm);
+  return forward(call, save ? call.p.saved_gates() : 0, save && cell == Cell::Lstm);
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> lstm_plain(
@@ -428,8 +435,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> lstm_plain(
 }
 
 std::tuple<Tensor, Tensor, Tensor> gru_plain(
-    const Tensor& input, const OptionalTensor& h0, const ParameterList& parameters, bool save) {
-  auto r = plain(Cell::Gru, input, h0, {}, parameters, save);
+    const Tensor& input, const OptionalTensor& h0, const ParameterList& parameters,
+    bool linear_before_reset, bool save) {
+  auto r = plain(Cell::Gru, input, h0, {}, parameters, save, order_of_reset(linear_before_reset));
   return {r.output, r.h_n, r.gates};
 }
 
@@ -547,11 +555,14 @@ std::vector<Tensor> lstm_backward(
 std::vector<Tensor> gru_backward(
     const Tensor& grad_output, const OptionalTensor& grad_h_n, const Tensor& input,
     const OptionalTensor& h0, const ParameterList& parameters, const OptionalTensor& lengths,
-    const Tensor& output, const Tensor& gates, const Flags& reverse, const Flags& wanted) {
+    const Tensor& output, const Tensor& gates, const Flags& reverse, bool linear_before_reset,
+    const Flags& wanted) {
   check_input(input, output);
   const int64_t R = features(output, reverse);
   check_hidden(parameters.get(WeightHh), 3 * R, R);
-  Call call(Cell::Gru, input, h0, {}, parameters.vec(), lengths, {}, reverse, {});
+  Call call(
+      Cell::Gru, input, h0, {}, parameters.vec(), lengths, {}, reverse,
+      order_of_reset(linear_before_reset));
   call.take_saved(output, gates, {}, {});
   return backward(call, grad_output, grad_h_n, {}, all_of({input, h0}, parameters), wanted);
 }

@@ -8,15 +8,11 @@
 #include <cmath>
 #include <cstdint>
 
+#include "cell.h"
 #include "dropout.h"
 #include "dtype.h"
 
 namespace trifuse {
-
-enum class Cell { Lstm, Gru, Rnn };
-
-// Returns the number of gates, but for a coupled LSTM, which has 3.
-constexpr int64_t gates_of(Cell cell) { return cell == Cell::Rnn ? 1 : cell == Cell::Gru ? 3 : 4; }
 
 // One direction. H is the hidden size; R is the size of h: H, or the projection's. G is the number
 // of gates: 4 (i, f, g, o), 3 in a coupled LSTM (i, g, o), 3 in a GRU (r, z, n), 1 in an RNN (h).
@@ -42,11 +38,11 @@ struct LstmDirection {
 
   // Results of a training forward that its backward reads; an RNN's backward reads the output
   // alone. A row of gates consists of blocks of 16 units (the last may have fewer). A block has one
-  // gate after another: i, f, g, o, or i, g, o; in a GRU n, r, z and W_hn h + b_hn. A layer-norm
-  // LSTM saves the products that it normalises: a block has the gates' rows of W_ih x, then those
-  // of W_hh h.
-  void* gates = nullptr;  // (T, B, G·H), in a GRU (T, B, 4·H), in the dtype; with layer
-                          // normalisation (T, B, 2·G·H) in the accumulation type
+  // gate after another: i, f, g, o, or i, g, o; in a GRU n, r, z and W_hn h + b_hn, or without
+  // linear_before_reset r, z and n. A layer-norm LSTM saves the products that it normalises: a
+  // block has the gates' rows of W_ih x, then those of W_hh h.
+  void* gates = nullptr;  // (T, B, saved_gates()·H) in the dtype; with layer normalisation
+                          // (T, B, 2·G·H) in the accumulation type
   void* cells = nullptr;  // (T, B, H) in the accumulation type: c_t
   // (T, B, clip_words()) words of 16 bits: bit k is set if the word's unit k was clipped. The words
   // of c come first, if c has a clip, then those of h.
@@ -61,7 +57,7 @@ struct LstmDirection {
   void* grad_weight_hh = nullptr;
   void* grad_weight_hr = nullptr;
   void* grad_bias = nullptr;     // (G·H,), of bias_ih; vectors: in the accumulation type
-  void* grad_bias_hh = nullptr;  // (G·H,); differs from grad_bias in a GRU only
+  void* grad_bias_hh = nullptr;  // (G·H,); differs from grad_bias if n's products stay apart
   void* grad_peephole = nullptr;
   void* grad_norm_ih = nullptr;
   void* grad_norm_hh = nullptr;
@@ -74,6 +70,7 @@ struct LstmProblem {
 
   Cell cell = Cell::Lstm;
   bool relu = false;                // the activation of an RNN: relu, not tanh
+  bool linear_before_reset = true;  // of a GRU: W_hn's product precedes the reset gate
   DType dtype;                      // Float32, Float64, or BFloat16 where a kernel serves it
   DType rounding = DType::Float32;  // with Float32: h is rounded to this type at every step
   int64_t T, B, I, H, R;
@@ -104,6 +101,9 @@ struct LstmProblem {
   void* grad_input = nullptr;         // (T, B, I) in the dtype
 
   int64_t gates() const { return coupled ? 3 : gates_of(cell); }
+  // Returns whether W_hn multiplies r h, so that a step's products depend on one another.
+  bool resets_first() const { return cell == Cell::Gru && !linear_before_reset; }
+  int64_t saved_gates() const { return cell == Cell::Gru && linear_before_reset ? 4 : gates(); }
   int64_t cell_clip_words() const { return std::isfinite(cell_clip) ? (H + 15) / 16 : 0; }
   int64_t clip_words() const {
     return cell_clip_words() + (std::isfinite(proj_clip) ? (R + 15) / 16 : 0);

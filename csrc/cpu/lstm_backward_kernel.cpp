@@ -6,7 +6,8 @@
 // barrier it owns hidden units: it computes the gradients of their gates from dh, or with a
 // projection from dm = dq W_hr. After another barrier the next step begins. The gate gradients of
 // all steps are kept, panel by panel; lstm_weight_gradients.h makes the gradients of the weights
-// and the input of them.
+// and the input of them. In a GRU whose reset gate precedes the product, the gradients of n follow
+// from dh before the first barrier; those of r h, r and z before the second.
 //
 // Gates that the forward did not save are recomputed for about 128 tokens at a time, or for all if
 // they are few, by the forward's products in the forward's order, so to the same bits. With layer
@@ -48,8 +49,9 @@ class Backward {
     for (int64_t d = 0; d < p.directions; ++d) {
       const LstmDirection& direction = p.direction[d];
       RecurrentWeights& w = weights[d];
-      // With one step W_hh is needed only for the gradient of h0.
-      w.hh = arena.take<E>(p.steps > 1 || direction.grad_h0 ? tiles(p.R) * hh_size() : 0);
+      // With one step W_hh is needed only for the gradient of h0, or of r h.
+      w.hh = arena.take<E>(
+          p.steps > 1 || direction.grad_h0 || panels.resets_first ? tiles(p.R) * hh_size() : 0);
       w.hr = arena.take<E>(layer.projected ? tiles(p.H) * hr_size() : 0);
     }
     gradients.take(arena);
@@ -80,7 +82,7 @@ class Backward {
       Own piece;
       piece.scratch = arena.take<E>(layer.scratch_size());
       piece.panel = arena.take<E>(once ? layer.panel_size() : 0);
-      piece.dm = arena.take<T>(layer.projected ? rows * kTile : 0);
+      piece.dm = arena.take<T>(layer.projected || panels.resets_first ? rows * kTile : 0);
       piece.words = arena.take<uint64_t>(rows);
       for (auto& statistics : piece.statistics)
         statistics = arena.take<Statistics<T>>(layer.norm ? chunk_tokens : 0);
@@ -111,7 +113,7 @@ class Backward {
 
  private:
   struct Job {
-    S* da;          // [rows][da_ld]: a step's gate gradients in the order of panels
+    S* da;          // [rows][da_ld]: a step's gate gradients in the order of place()
     T* dh;          // [rows][h_ld]: gradient of h, then of h~ (without a projection, m)
     T* kept_dh;     // [rows][h_ld]: the part of dh that bypasses the cell to the previous h
     T* multiplier;  // [rows][h_ld]: D with its factor
@@ -130,14 +132,14 @@ class Backward {
 
   // One direction's weights as B of the products that go back through a step.
   struct RecurrentWeights {
-    E* hh;  // [tiles of R][k][64]: rows of W_hh in the order of panels
+    E* hh;  // [tiles of R][k][64]: rows of W_hh in the order of job.da's columns
     E* hr;  // [tiles of H][k][64]: rows of W_hr
   };
 
   // One thread's memory.
   struct Own {
     E *scratch, *panel;
-    T* dm;                         // [rows][64]
+    T* dm;                         // [rows][64]: gradient of m, or of r h
     uint64_t* words;               // [rows]: bits of 64 columns
     Statistics<T>* statistics[3];  // [tokens], in the order of Job::moments
     T (*means)[4];                 // [rows]
@@ -147,6 +149,22 @@ class Backward {
   // Returns whether recomputed products are stored in da, where the gate gradients overwrite them.
   bool products_in_da() const { return std::is_same_v<S, T> && once && !layer.norm; }
   int64_t depth() const { return panels.count * panels.hh_width(); }
+  // Returns the first place in job.da of panel q's gradients of these blocks. Those of blocks that
+  // are multiplied at once come first, panel by panel, then the others.
+  int64_t place(const Panels::Blocks& blocks, int64_t q) const {
+    return panels.count * (blocks.first - panels.hh_first) * kUnits + q * blocks.width();
+  }
+  // Computes columns of the product of job.da's gradients of these blocks with W_hh.
+  void multiply_hidden(
+      const RowGroup& group, const Job& job, int64_t rows, const Panels::Blocks& blocks,
+      int64_t tile, int64_t first, int64_t columns, T* target, int64_t ld) const {
+    const int64_t begin = elements<E>(place(blocks, 0));
+    product<E>(
+        rows, columns, elements<E>(panels.count * blocks.width()), as_elements<E>(job.da) + begin,
+        elements_ld<E>(da_ld()), 1,
+        weights[group.index].hh + tile * hh_size() + begin * kTile + first, kTile, target, ld,
+        false, far_away<E>(tiles(p.R) * hh_size()));
+  }
   int64_t hh_size() const { return elements<E>(depth()) * kTile; }
   int64_t hr_size() const { return elements<E>(p.R) * kTile; }
   // Padded: rows a multiple of a cache way's size apart would evict one another.
@@ -171,13 +189,14 @@ class Backward {
 
   void pack_hidden(const LstmDirection& direction, int64_t tile, E* target) {
     const int64_t columns = std::min(kTile, p.R - tile * kTile);
-    for (int64_t q = 0; q < panels.count; ++q)
-      for (int b = panels.hh_first; b < panels.hh_first + panels.hh_blocks; ++b) {
-        const S* rows = static_cast<const S*>(direction.weight_hh) +
-            (panels.hh_gate[b] * p.H + q * kUnits) * p.R;
-        pack_unit_rows<E>(rows, p.R, units_of(p, q), tile * kTile, columns, target);
-        target += elements<E>(kUnits) * kTile;
-      }
+    for (const auto& blocks : {panels.with_h(), panels.with_reset_h()})
+      for (int64_t q = 0; q < panels.count; ++q)
+        for (int b = blocks.first; b < blocks.first + blocks.count; ++b) {
+          const S* rows = static_cast<const S*>(direction.weight_hh) +
+              (panels.hh_gate[b] * p.H + q * kUnits) * p.R;
+          pack_unit_rows<E>(rows, p.R, units_of(p, q), tile * kTile, columns, target);
+          target += elements<E>(kUnits) * kTile;
+        }
   }
 
   // The sequence ----------------------------------------------------------------------------------
@@ -190,8 +209,14 @@ class Backward {
       if (recomputes_gates) recompute(group, job, team, s0, s1);
       for (int64_t s = s1 - 1; s >= s0; --s) {
         hidden_gradients(group, job, team, s);
-        team.wait();
-        gate_gradients(group, job, team, s, s0);
+        if (panels.resets_first) {
+          candidate_gradients(group, job, team, s);
+          team.wait();
+          reset_gradients(group, job, team, s);
+        } else {
+          team.wait();
+          gate_gradients(group, job, team, s, s0);
+        }
         team.wait();
       }
       s1 = s0;
@@ -226,11 +251,9 @@ class Backward {
     const int64_t later = group.active(s + 1), rows = s < 0 ? group.rows() : group.active(s);
     for_tiles(team, p.R, [&](int64_t tile, int64_t first, int64_t columns) {
       if (later)
-        product<E>(
-            later, columns, elements<E>(depth()), as_elements<E>(job.da), elements_ld<E>(da_ld()),
-            1, weights[group.index].hh + tile * hh_size() + first, kTile,
-            job.dh + tile * kTile + first, layer.h_ld(), false,
-            far_away<E>(tiles(p.R) * hh_size()));
+        multiply_hidden(
+            group, job, later, panels.with_h(), tile, first, columns, job.dh + tile * kTile + first,
+            layer.h_ld());
       for (int64_t i = 0; i < rows; ++i) {
         if (s >= 0 && p.draw_h.threshold)
           own.words[i] = group.kept(p.draw_h, RowGroup::ZoneoutH, i, s, tile * kTile);
@@ -287,6 +310,12 @@ class Backward {
     return token;
   }
 
+  // Returns the panels of `columns` columns of a tile, from column `first` on.
+  static Range panels_in(int64_t tile, int64_t first, int64_t columns) {
+    const int64_t begin = (tile * kTile + first) / kUnits;
+    return {begin, begin + columns / kUnits};
+  }
+
   // Computes the gate gradients of this thread's units at step s.
   void gate_gradients(
       const RowGroup& group, const Job& job, const Team& team, int64_t s, int64_t s0) {
@@ -294,8 +323,8 @@ class Backward {
     const int64_t token = group_token(group, s, s0);
     for_tiles(team, p.H, [&](int64_t tile, int64_t first, int64_t columns) {
       begin_tile(group, job, s, tile, first, columns);
-      for (int64_t q = (tile * kTile + first) / kUnits; q * kUnits < tile * kTile + first + columns;
-           ++q)
+      const Range within = panels_in(tile, first, columns);
+      for (int64_t q = within.first; q < within.last; ++q)
         for (int64_t i = 0; i < group.active(s); ++i) {
           fetch(group, q + 1, i, s);
           if (p.cell != Cell::Lstm) {
@@ -355,9 +384,11 @@ class Backward {
                            : U::load(job.dh + i * layer.h_ld() + q * kUnits);
   }
 
+  // Keeps m, or r h, for the gradient of the weight that it was multiplied by.
   void store_m(const RowGroup& group, int64_t q, int64_t i, int64_t s, const U& m) const {
-    if (!layer.projected) return;
-    S* panel = gradients.directions[group.index].m + q / 4 * tokens * kTile;
+    S* panels_of_m = gradients.directions[group.index].m;
+    if (!panels_of_m) return;
+    S* panel = panels_of_m + q / 4 * tokens * kTile;
     m.store(panel + group.token(i, s) * kTile + q % 4 * kUnits);
   }
 
@@ -474,6 +505,70 @@ class Backward {
     }
   }
 
+  // A GRU whose reset gate precedes the product: what its step reads of panel q and row i.
+  struct ResetGates {
+    U r, z, n, old;
+  };
+  ResetGates reset_gates(const RowGroup& group, int64_t q, int64_t i, int64_t s) const {
+    const int64_t count = units_of(p, q);
+    const S* row = static_cast<const S*>(group.d.gates) +
+        (group.position(i, s) * p.B + group.row(i)) * p.H * 3 + q * kUnits * 3;
+    const S* h = group.template h<S>(i, s - 1);
+    return {
+        U::load(row, count), U::load(row + count, count), U::load(row + 2 * count, count),
+        h ? U::load(h + q * kUnits, count) : U(T(0))};
+  }
+
+  // Computes the gradients of n and z of this thread's units from those of h.
+  void candidate_gradients(const RowGroup& group, const Job& job, const Team& team, int64_t s) {
+    const int64_t n_place = place(panels.with_reset_h(), 0);
+    const U one(T(1));
+    for_tiles(team, p.H, [&](int64_t tile, int64_t first, int64_t columns) {
+      const Range within = panels_in(tile, first, columns);
+      for (int64_t q = within.first; q < within.last; ++q)
+        for (int64_t i = 0; i < group.active(s); ++i) {
+          fetch(group, q + 1, i, s);
+          const int64_t at = i * layer.h_ld() + q * kUnits;
+          const auto [r, z, n, old] = reset_gates(group, q, i, s);
+          const U dh = U::load(job.dh + at);
+          // Past H a product is NaN if a factor is infinite, and W_hh's product would read it.
+          const uint64_t existing = low_bits(units_of(p, q));
+          const U dn = choose(existing, dh * (one - z) * (one - n * n), U(T(0)));
+          const U dz = choose(existing, dh * (old - n) * z * (one - z), U(T(0)));
+          (dh * z).store(job.kept_dh + at);
+          dn.store(job.da + i * da_ld() + n_place + q * kUnits);
+          S* row = gradients.panel_row(gradients.directions[group.index].da, group, q, i, s);
+          dz.store(row + kUnits);
+          dn.store(row + 2 * kUnits);
+          store_m(group, q, i, s, r * old);
+        }
+    });
+  }
+
+  // Computes the gradients of r h from those of n of all units, and from them those of r.
+  void reset_gradients(const RowGroup& group, const Job& job, const Team& team, int64_t s) {
+    const int64_t rows = group.active(s);
+    for_tiles(team, p.H, [&](int64_t tile, int64_t first, int64_t columns) {
+      multiply_hidden(
+          group, job, rows, panels.with_reset_h(), tile, first, columns, own.dm + first, kTile);
+      const Range within = panels_in(tile, first, columns);
+      for (int64_t q = within.first; q < within.last; ++q)
+        for (int64_t i = 0; i < rows; ++i) {
+          const ResetGates g = reset_gates(group, q, i, s);
+          const U dv = U::load(own.dm + i * kTile + q * kUnits % kTile);
+          const U dr =
+              choose(low_bits(units_of(p, q)), dv * g.old * g.r * (U(T(1)) - g.r), U(T(0)));
+          T* kept = job.kept_dh + i * layer.h_ld() + q * kUnits;
+          multiply_add(dv, g.r, U::load(kept)).store(kept);
+          S* row = gradients.panel_row(gradients.directions[group.index].da, group, q, i, s);
+          S* da = job.da + i * da_ld() + place(panels.with_h(), q);
+          dr.store(row);
+          dr.store(da);
+          U::load(row + kUnits).store(da + kUnits);
+        }
+    });
+  }
+
   void rnn_gradients(const RowGroup& group, const Job& job, int64_t q, int64_t i, int64_t s) {
     const int64_t count = units_of(p, q);
     const U h = U::load(group.template output<S>(p.output, i, s) + q * kUnits, count);
@@ -521,7 +616,8 @@ class Backward {
         T* hidden_products =
             layer.norm ? job.hidden_products + q * capacity * width : input_products;
         layer.multiply_input(group.index, q, count, job.x, input_products);
-        layer.multiply_hidden(group.index, q, count, job.h, hidden_products, !layer.norm);
+        layer.multiply_hidden(
+            group.index, q, count, job.h, panels.with_h(), hidden_products, !layer.norm);
       }
     }
     if (layer.norm) {
@@ -598,8 +694,8 @@ class Backward {
 
     for_tiles(team, p.H, [&](int64_t tile, int64_t first, int64_t columns) {
       begin_tile(group, job, s, tile, first, columns);
-      for (int64_t q = (tile * kTile + first) / kUnits; q * kUnits < tile * kTile + first + columns;
-           ++q)
+      const Range within = panels_in(tile, first, columns);
+      for (int64_t q = within.first; q < within.last; ++q)
         for (int64_t i = 0; i < rows; ++i) {
           const Gates g = gates_of(group, job, q, i, s, token + i);
           const U tanh_c = tanh(normalised_cell(group, q, token + i, g.c));

@@ -7,7 +7,8 @@
 // products, and applies the gates to the tile while it is in the L1 cache. It then writes its units
 // of c and of h. All threads read h at the next step: one barrier a step. With a projection a
 // thread writes its units of m, and after a barrier its columns of h. Layer normalisation needs
-// sums over all units: one more barrier for the products and one for the cells.
+// sums over all units: one more barrier for the products and one for the cells. A GRU whose reset
+// gate precedes the product computes r, z and r h, and after a barrier n.
 //
 // Rows are sorted by length, so the rows that have a step come first; past a row's end nothing is
 // computed. Each element is a fixed chain of multiply-adds whatever the number of rows and threads.
@@ -49,6 +50,7 @@ class Forward {
       job.input_products = arena.take<T>(panels.count * tokens * width);
       job.h[0] = arena.take<S>(rows * layer.h_ld());
       job.h[1] = arena.take<S>(rows * layer.h_ld());
+      job.reset_h = arena.take<S>(panels.resets_first ? rows * layer.h_ld() : 0);
       job.keeps = arena.take<T>(p.recurrent_dropout.threshold ? rows * layer.h_ld() : 0);
       job.c = arena.take<T>(panels.count * rows * kUnits);
       job.m = arena.take<S>(layer.projected ? rows * layer.m_ld() : 0);
@@ -90,6 +92,7 @@ class Forward {
     S* tokens;             // [tokens][x_ld]: rows of the input
     T* input_products;     // [panels][tokens][width]
     S* h[2];               // [rows][h_ld]: step s reads h[s % 2] and writes the other
+    S* reset_h;            // [rows][h_ld]: r h
     T* keeps;              // [rows][h_ld]: 0 where recurrent dropout drops, else 1
     T* c;                  // [panels][rows][16]
     S* m;                  // [rows][m_ld]
@@ -114,6 +117,7 @@ class Forward {
       int64_t token = 0;
       for (int64_t s = s0; s < s1; ++s) {
         if (layer.norm) normalised_step(group, job, team, own, s, products, token);
+        else if (panels.resets_first) reset_first_step(group, job, team, own, s, products);
         else step(group, job, own, s, products);
         if (layer.projected) {
           team.wait();
@@ -134,6 +138,7 @@ class Forward {
       S* h = job.h[0] + i * layer.h_ld();
       std::fill_n(h, layer.h_ld(), S(0));
       std::fill_n(job.h[1] + i * layer.h_ld(), layer.h_ld(), S(0));
+      if (job.reset_h) std::fill_n(job.reset_h + i * layer.h_ld(), layer.h_ld(), S(0));
       if (const S* h0 = group.template h<S>(i, -1)) std::copy_n(h0, p.R, h);
       if (job.keeps) {
         for (int64_t c = 0; c < p.R; c += 64) {
@@ -194,16 +199,27 @@ class Forward {
     }
   }
 
-  void step(const RowGroup& group, const Job& job, const Range& own, int64_t s, T* input_products) {
-    const int64_t width = panels.width(), stride = layer.chunk * layer.group_rows() * width;
+  // Adds these blocks of W_hh's product to this thread's panels of W_ih's, and calls f(q, tile) for
+  // each panel q while its tile is in the L1 cache.
+  template <class F>
+  void add_products(
+      const RowGroup& group, const Range& own, int64_t s, const S* h, const Panels::Blocks& blocks,
+      T* input_products, const F& f) {
+    const int64_t stride = layer.chunk * layer.group_rows() * panels.width();
     for (int64_t q = own.first, multiplied = q; q < own.last; ++q) {
       T* tile = input_products + q * stride;
       if (q == multiplied)
         multiplied += layer.multiply_hiddens(
-            group.index, q, own.last, group.active(s), job.h[s % 2], tile, stride);
+            group.index, q, own.last, group.active(s), h, blocks, tile, stride);
+      f(q, tile);
+    }
+  }
+
+  void step(const RowGroup& group, const Job& job, const Range& own, int64_t s, T* input_products) {
+    const auto cells = [&](int64_t q, T* tile) TRIFUSE_INLINE {
       draw(group, q, s, q == own.first);
       for (int64_t i = 0; i < group.active(s); ++i) {
-        const T* row = tile + i * width;
+        const T* row = tile + i * panels.width();
         if (p.cell != Cell::Lstm) {
           if (p.cell == Cell::Gru) gru_cell(group, job, q, i, s, row);
           else rnn_cell(group, job, q, i, s, row);
@@ -216,7 +232,43 @@ class Forward {
         store_clipped(group, q, i, s, gates);
         store_state(group, job, q, i, s, gates, c_old, gates.o * tanh(gates.c));
       }
-    }
+    };
+    add_products(group, own, s, job.h[s % 2], panels.with_h(), input_products, cells);
+  }
+
+  // A step of a GRU whose reset gate precedes the product with W_hn.
+  void reset_first_step(
+      const RowGroup& group, const Job& job, const Team& team, const Range& own, int64_t s,
+      T* input_products) {
+    const int64_t rows = group.active(s), width = panels.width();
+    const S* h = job.h[s % 2];
+    add_products(group, own, s, h, panels.with_h(), input_products, [&](int64_t q, T* tile) {
+      for (int64_t i = 0; i < rows; ++i) {
+        const int64_t at = i * layer.h_ld() + q * kUnits;
+        T* row = tile + i * width;
+        const U r = sigmoid(U::load(row)), z = sigmoid(U::load(row + kUnits));
+        r.store(row);
+        z.store(row + kUnits);
+        only(units_of(p, q), r * U::load(h + at)).store(job.reset_h + at);
+      }
+    });
+    team.wait();
+    const Panels::Blocks candidate = panels.with_reset_h();
+    add_products(group, own, s, job.reset_h, candidate, input_products, [&](int64_t q, T* tile) {
+      const int64_t units = units_of(p, q);
+      for (int64_t i = 0; i < rows; ++i) {
+        const T* row = tile + i * width;
+        const U z = U::load(row + kUnits), n = tanh(U::load(row + 2 * kUnits));
+        if (group.d.gates) {
+          S* target = gates_row(group, i, s, 3) + q * kUnits * 3;
+          U::load(row).store(target, units);
+          z.store(target + units, units);
+          n.store(target + 2 * units, units);
+        }
+        const U old = U::load(h + i * layer.h_ld() + q * kUnits);
+        store_h(group, job, i, s, q * kUnits, units, multiply_add(z, old - n, n));
+      }
+    });
   }
 
   void store_clipped(
@@ -363,7 +415,8 @@ class Forward {
     const auto hidden = [&](int64_t q) { return job.hidden_products + q * capacity * width; };
     const auto cells = [&](int64_t q) { return job.cells + q * capacity * kUnits; };
     for (int64_t q = own.first; q < own.last; ++q) {
-      layer.template multiply_hidden<true>(group.index, q, rows, job.h[s % 2], hidden(q), false);
+      layer.template multiply_hidden<true>(
+          group.index, q, rows, job.h[s % 2], panels.with_h(), hidden(q), false);
       take_moments(
           hidden(q), width, rows, panels.blocks, units_of(p, q), job.moments + q * capacity);
     }

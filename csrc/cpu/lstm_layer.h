@@ -99,7 +99,9 @@ struct Layer {
       const Range share = team.share(panels.count);
       for (int64_t q = share.first; q < share.last; ++q) {
         if (w.ih) pack_ih(d, q, w.ih + q * ih_size());
-        if (w.hh) pack_hh(d, q, w.hh + q * hh_size());
+        if (w.hh)
+          for (const auto& blocks : {panels.with_h(), panels.with_reset_h()})
+            pack_hh(d, q, blocks, w.hh + q * hh_size() + hh_offset(blocks));
       }
       if (w.hr) {
         const Range share = team.share(tiles(p.R));
@@ -114,29 +116,33 @@ struct Layer {
 
   void pack_ih(int64_t d, int64_t q, E* target) const {
     pack_panel_columns<E>(
-        p, static_cast<const S*>(p.direction[d].weight_ih), p.I, panels.ih_gate, panels.ih_first,
-        panels.ih_blocks, q, scratch, target);
+        p, static_cast<const S*>(p.direction[d].weight_ih), p.I, panels.ih_gate, panels.ih(), q,
+        scratch, target);
   }
-  void pack_hh(int64_t d, int64_t q, E* target) const {
+  void pack_hh(int64_t d, int64_t q, const Panels::Blocks& blocks, E* target) const {
     pack_panel_columns<E>(
-        p, static_cast<const S*>(p.direction[d].weight_hh), p.R, panels.hh_gate, panels.hh_first,
-        panels.hh_blocks, q, scratch, target);
+        p, static_cast<const S*>(p.direction[d].weight_hh), p.R, panels.hh_gate, blocks, q, scratch,
+        target);
+  }
+  // Returns where a packed panel of W_hh has these blocks: those multiplied at once lie together.
+  int64_t hh_offset(const Panels::Blocks& blocks) const {
+    return elements<E>(p.R) * (blocks.first - panels.hh_first) * kUnits;
   }
 
   // Whether a weight that is not packed can be read in place. brgemm takes packed weights only.
   static constexpr bool kReadsInPlace = !kUsesBrgemm<E>;
   static bool reads_in_place(int64_t rows) { return kReadsInPlace && rows <= kFewRows; }
 
-  // Return a panel of W_ih or W_hh. If no packed weight is kept, because it would be read only
-  // once, the panel is packed now.
+  // Return a panel of W_ih, or blocks of one of W_hh. If no packed weight is kept, because it would
+  // be read only once, it is packed now.
   const E* ih_panel(int64_t d, int64_t q) const {
     if (weights[d].ih) return weights[d].ih + q * ih_size();
     pack_ih(d, q, panel);
     return panel;
   }
-  const E* hh_panel(int64_t d, int64_t q) const {
-    if (weights[d].hh) return weights[d].hh + q * hh_size();
-    pack_hh(d, q, panel);
+  const E* hh_panel(int64_t d, int64_t q, const Panels::Blocks& blocks) const {
+    if (weights[d].hh) return weights[d].hh + q * hh_size() + hh_offset(blocks);
+    pack_hh(d, q, blocks, panel);
     return panel;
   }
 
@@ -221,34 +227,36 @@ struct Layer {
     if constexpr (may_read_in_place && kReadsInPlace)
       if (!weights[d].ih && reads_in_place(tokens))
         return product_with_panel<E>(
-            p, static_cast<const S*>(p.direction[d].weight_ih), p.I, panels.ih_gate,
-            panels.ih_first, panels.ih_blocks, q, scratch, tokens, as_elements<E>(x),
-            elements_ld<E>(x_ld()), columns, width, !norm, false);
+            p, static_cast<const S*>(p.direction[d].weight_ih), p.I, panels.ih_gate, panels.ih(), q,
+            scratch, tokens, as_elements<E>(x), elements_ld<E>(x_ld()), columns, width, !norm,
+            false);
     product<E>(
         tokens, panels.ih_width(), elements<E>(p.I), as_elements<E>(x), elements_ld<E>(x_ld()), 1,
         ih_panel(d, q), panels.ih_width(), columns, width, !norm);
   }
 
-  // Computes a panel's W_hh h, and with `add` adds it to the target. With recurrent dropout h is 0
-  // where D is, and D's factor is applied here: h times the factor would not be exact in 16 bits.
+  // Computes these blocks of a panel's W_hh h, and with `add` adds them to the target. With
+  // recurrent dropout h is 0 where D is, and D's factor is applied here: h times the factor would
+  // not be exact in 16 bits.
   template <bool may_read_in_place = false>
-  void multiply_hidden(int64_t d, int64_t q, int64_t rows, const S* h, T* target, bool add) const {
+  void multiply_hidden(
+      int64_t d, int64_t q, int64_t rows, const S* h, const Panels::Blocks& blocks, T* target,
+      bool add) const {
     const int64_t width = panels.width();
     const double factor = p.recurrent_dropout.threshold ? p.recurrent_dropout.scale : 1;
     if (factor != 1 && add) scale(target, rows * width, static_cast<T>(1 / factor));
-    T* columns = target + panels.hh_first * kUnits;
+    T* columns = target + blocks.first * kUnits;
     const bool ahead = far_away<E>(panels.count * hh_size());
     const bool unpacked = may_read_in_place && !weights[d].hh && reads_in_place(rows);
     if constexpr (may_read_in_place && kReadsInPlace)
       if (unpacked)
         product_with_panel<E>(
-            p, static_cast<const S*>(p.direction[d].weight_hh), p.R, panels.hh_gate,
-            panels.hh_first, panels.hh_blocks, q, scratch, rows, as_elements<E>(h),
-            elements_ld<E>(h_ld()), columns, width, add, ahead);
+            p, static_cast<const S*>(p.direction[d].weight_hh), p.R, panels.hh_gate, blocks, q,
+            scratch, rows, as_elements<E>(h), elements_ld<E>(h_ld()), columns, width, add, ahead);
     if (!unpacked)
       product<E>(
-          rows, panels.hh_width(), elements<E>(p.R), as_elements<E>(h), elements_ld<E>(h_ld()), 1,
-          hh_panel(d, q), panels.hh_width(), columns, width, add, ahead);
+          rows, blocks.width(), elements<E>(p.R), as_elements<E>(h), elements_ld<E>(h_ld()), 1,
+          hh_panel(d, q, blocks), blocks.width(), columns, width, add, ahead);
     if (factor != 1) scale(target, rows * width, static_cast<T>(factor));
   }
 
@@ -266,24 +274,25 @@ struct Layer {
                 weights[d].bias + (q + j) * kUnits, kUnits, target + j * stride + k * kUnits);
         product_with_four_panels<E>(
             tokens, elements<E>(p.I), as_elements<E>(x), elements_ld<E>(x_ld()), ih_panel(d, q),
-            ih_size(), target, stride);
+            ih_size(), target, kUnits, stride);
         return kPanelsAtOnce;
       }
     multiply_input<true>(d, q, tokens, x, target);
     return 1;
   }
   int64_t multiply_hiddens(
-      int64_t d, int64_t q, int64_t last, int64_t rows, const S* h, T* target,
-      int64_t stride) const {
+      int64_t d, int64_t q, int64_t last, int64_t rows, const S* h, const Panels::Blocks& blocks,
+      T* target, int64_t stride) const {
     if constexpr (kOneVectorPanels<E>)
-      if (panels.blocks == 1 && q + kPanelsAtOnce <= last && weights[d].hh &&
+      if (blocks.count == 1 && q + kPanelsAtOnce <= last && weights[d].hh &&
           !far_away<E>(panels.count * hh_size())) {
         product_with_four_panels<E>(
-            rows, elements<E>(p.R), as_elements<E>(h), elements_ld<E>(h_ld()), hh_panel(d, q),
-            hh_size(), target, stride);
+            rows, elements<E>(p.R), as_elements<E>(h), elements_ld<E>(h_ld()),
+            hh_panel(d, q, blocks), hh_size(), target + blocks.first * kUnits, panels.width(),
+            stride);
         return kPanelsAtOnce;
       }
-    multiply_hidden<true>(d, q, rows, h, target, true);
+    multiply_hidden<true>(d, q, rows, h, blocks, target, true);
     return 1;
   }
 

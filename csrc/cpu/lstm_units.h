@@ -12,6 +12,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <initializer_list>
 
 #include "cpu/crew.h"
 #include "cpu/lstm.h"
@@ -117,36 +118,50 @@ struct Units : Lanes<Units<T>, T, kUnits> {
 //   coupled LSTM     |    i      |    g      |    o      |               no block of f
 //   GRU, W_ih x      |    n      |    r      |    z      |           |
 //   GRU, W_hh h      |           |    r      |    z      |    n      |
+//   GRU, reset first |    r      |    z      |    n      |               n by W_hn (r h)
 //   RNN              |    h      |                                       one block
 //
 // A block of an LSTM or an RNN holds W_ih x + W_hh h + bias. With layer normalisation W_ih x and
 // W_hh h are two such sets of products, since each has a norm of its own. In a GRU, r and z are
-// sums of both products, and n's two products stay apart.
+// sums of both products, and n's two products stay apart, unless the reset gate precedes the
+// product. Then n is a sum too, but its product follows those of r and z.
 //
 // So all gates of a unit lie in the same lane of neighbouring vectors. In the last panel the lanes
 // past H are padding.
 struct Panels {
+  // Neighbouring blocks that are multiplied at once.
+  struct Blocks {
+    int first, count;
+    int64_t width() const { return count * kUnits; }
+  };
+
   // The gate in each block, -1 for none, for W_ih and for W_hh. They differ only in a GRU, where
-  // the two products that make up n stay apart.
+  // the two products that make up n may stay apart.
   int ih_gate[4], hh_gate[4];
   int blocks;
   int ih_first, ih_blocks;  // W_ih's product fills neighbouring blocks
   int hh_first, hh_blocks;
-  int64_t count;  // of panels
+  int64_t count;              // of panels
+  bool resets_first = false;  // n is multiplied by r h, after the product of r and z with h
 
   explicit Panels(const LstmProblem& p) : count((p.H + kUnits - 1) / kUnits) {
     if (p.cell == Cell::Rnn) {
       *this = {{0, -1, -1, -1}, {0, -1, -1, -1}, 1, 0, 1, 0, 1, count};
-    } else if (p.cell == Cell::Gru) {
+    } else if (p.cell == Cell::Gru && p.linear_before_reset) {
       *this = {{2, 0, 1, -1}, {-1, 0, 1, 2}, 4, 0, 3, 1, 3, count};
     } else {
       const int gates = static_cast<int>(p.gates());
       *this = {{0, 1, 2, 3}, {0, 1, 2, 3}, gates, 0, gates, 0, gates, count};
+      resets_first = p.resets_first();
     }
   }
   int64_t width() const { return blocks * kUnits; }
   int64_t ih_width() const { return ih_blocks * kUnits; }
   int64_t hh_width() const { return hh_blocks * kUnits; }
+  Blocks ih() const { return {ih_first, ih_blocks}; }
+  // The blocks that W_hh's product with h fills, and those of its product with r h.
+  Blocks with_h() const { return {hh_first, resets_first ? 2 : hh_blocks}; }
+  Blocks with_reset_h() const { return {2, resets_first ? 1 : 0}; }
 
  private:
   Panels(
@@ -229,12 +244,12 @@ template <class E>
 constexpr bool kOneVectorPanels =
     Vectorized<typename Element<E>::Accumulator>::size() == kUnits && !kUsesBrgemm<E>;
 
-// C (M x 16) += A (M x K) B (K x 16) for four B's, b_panel apart, and four C's, c_panel apart. The
-// chains are those of `product`, so results have the same bits.
+// C (M x 16) += A (M x K) B (K x 16) for four B's, b_panel apart, and four C's, c_panel apart,
+// whose rows are ldc apart. The chains are those of `product`, so results have the same bits.
 template <class E>
 inline void product_with_four_panels(
     int64_t M, int64_t K, const E* a, int64_t a_m, const E* b, int64_t b_panel,
-    typename Element<E>::Accumulator* c, int64_t c_panel) {
+    typename Element<E>::Accumulator* c, int64_t ldc, int64_t c_panel) {
   using Vec = Vectorized<typename Element<E>::Accumulator>;
   static_assert(kOneVectorPanels<E>);
   for (int64_t first = 0; first < K; first += kChain) {
@@ -262,7 +277,7 @@ inline void product_with_four_panels(
       for (int r = 0; r < rows; ++r)
 #pragma GCC unroll 4
         for (int q = 0; q < kPanelsAtOnce; ++q) {
-          auto* target = c + q * c_panel + (m + r) * kUnits;
+          auto* target = c + q * c_panel + (m + r) * ldc;
           (Vec::loadu(target) + sum[r][q]).store(target);
         }
     };
@@ -312,20 +327,20 @@ TRIFUSE_INLINE inline void transpose_units(
   }
 }
 
-// Packs the rows of one panel of a weight (G·H, columns) as B of the forward's products, from block
-// `first` on: `blocks` · 16 columns. `scratch` holds 16 rows.
+// Packs the rows of one panel of a weight (G·H, columns) as B of the forward's products: 16 columns
+// for each block. `scratch` holds 16 rows.
 template <class E>
 inline void pack_panel_columns(
-    const LstmProblem& p, const Stored<E>* weight, int64_t columns, const int* gate, int first,
-    int blocks, int64_t panel, E* scratch, E* target) {
+    const LstmProblem& p, const Stored<E>* weight, int64_t columns, const int* gate,
+    const Panels::Blocks& blocks, int64_t panel, E* scratch, E* target) {
   using S = Stored<E>;
   const int64_t units = units_of(p, panel);
-  for (int block = 0; block < blocks; ++block) {
-    const S* rows = weight + (gate[first + block] * p.H + panel * kUnits) * columns;
+  for (int block = 0; block < blocks.count; ++block) {
+    const S* rows = weight + (gate[blocks.first + block] * p.H + panel * kUnits) * columns;
     const Operand<E> source = left_rows<E>(Rows<S>{rows, columns, 1}, units, columns, scratch);
     transpose_units(
         source.data, source.ld, units, elements<E>(columns), target + block * kUnits,
-        blocks * kUnits);
+        blocks.width());
   }
 }
 
@@ -421,18 +436,18 @@ inline void product_with_rows(
 // pack_panel_columns. `scratch` holds 16 rows.
 template <class E>
 inline void product_with_panel(
-    const LstmProblem& p, const Stored<E>* weight, int64_t columns, const int* gate, int first,
-    int blocks, int64_t panel, E* scratch, int64_t M, const E* a, int64_t a_m,
+    const LstmProblem& p, const Stored<E>* weight, int64_t columns, const int* gate,
+    const Panels::Blocks& blocks, int64_t panel, E* scratch, int64_t M, const E* a, int64_t a_m,
     typename Element<E>::Accumulator* c, int64_t ldc, bool add, bool ahead) {
   using S = Stored<E>;
   const int64_t units = units_of(p, panel);
   const auto rows_of = [&](int block, int64_t panel) {
-    return weight + (gate[first + block] * p.H + panel * kUnits) * columns;
+    return weight + (gate[blocks.first + block] * p.H + panel * kUnits) * columns;
   };
-  for (int block = 0; block < blocks; ++block) {
+  for (int block = 0; block < blocks.count; ++block) {
     const Operand<E> rows =
         left_rows<E>(Rows<S>{rows_of(block, panel), columns, 1}, units, columns, scratch);
-    const S* next = block + 1 < blocks ? rows_of(block + 1, panel) : rows_of(0, panel + 1);
+    const S* next = block + 1 < blocks.count ? rows_of(block + 1, panel) : rows_of(0, panel + 1);
     product_in_place(
         M, elements<E>(columns), a, a_m, rows.data, rows.ld, units, next, c + block * kUnits, ldc,
         add, ahead);

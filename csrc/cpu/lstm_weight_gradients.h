@@ -51,10 +51,10 @@ class WeightGradients {
   // Gradients of one direction that the steps write, and what the weights' gradients are products
   // with. Tokens are numbered step by step.
   struct Gradients {
-    S* da;   // [panels][tokens][width]: gradients of W_hh's product; in a GRU all four blocks
+    S* da;   // [panels][tokens][width]: gradients of W_hh's product; in a GRU all blocks
     S* dax;  // gradients of W_ih's product; the same as da unless products are normalised
     S* dq;   // [tiles of R][tokens][64]: gradients of W_hr's product
-    S* m;    // [tiles of H][tokens][64]
+    S* m;    // [tiles of H][tokens][64]; of a GRU whose reset gate precedes the product, r h
     E* x;    // [tiles of I][tokens][64]: B of W_ih's gradient
     E* h;    // [tiles of R][tokens][64]: h before each step, B of W_hh's gradient
     TokenSums<T> peephole;  // [3][units]
@@ -79,7 +79,8 @@ class WeightGradients {
       g.da = arena.take<S>(panels.count * tokens * width);
       g.dax = layer.norm ? arena.take<S>(panels.count * tokens * width) : g.da;
       g.dq = arena.take<S>(layer.projected ? tiles(p.R) * tokens * kTile : 0);
-      g.m = arena.take<S>(layer.projected ? tiles(p.H) * tokens * kTile : 0);
+      const bool has_m = layer.projected || (panels.resets_first && direction.grad_weight_hh);
+      g.m = arena.take<S>(has_m ? tiles(p.H) * tokens * kTile : 0);
       g.x = arena.take<E>(direction.grad_weight_ih ? tiles(p.I) * elements<E>(tokens) * kTile : 0);
       g.h = arena.take<E>(direction.grad_weight_hh ? tiles(p.R) * elements<E>(tokens) * kTile : 0);
       g.peephole = TokenSums<T>(arena, direction.weight_peephole ? 3 * layer.m_ld() : 0);
@@ -148,21 +149,25 @@ class WeightGradients {
           for (int64_t panel = q; panel < last; ++panel) store_panel_vectors(d, panel);
         S* grad = static_cast<S*>(hidden ? direction.grad_weight_hh : direction.grad_weight_ih);
         if (!grad) return;
-        const int first = hidden ? panels.hh_first : panels.ih_first;
-        const int* gate = (hidden ? panels.hh_gate : panels.ih_gate) + first;
         const S* da = (hidden ? gradients.da : gradients.dax) + q * tokens * panels.width();
         const double factor =
             hidden && p.recurrent_dropout.threshold ? p.recurrent_dropout.scale : 1;
-        const int blocks = hidden ? panels.hh_blocks : panels.ih_blocks;
-        const int64_t rows = (last - q) * blocks * kUnits;
-        weight_gradient(
-            panels_in_task() > 1 ? side_by_side(da, last - q)
-                                 : columns_of(da + first * kUnits, panels.width(), rows),
-            rows, hidden ? gradients.h : gradients.x, task % groups(width), width, factor,
-            [&](int64_t m) -> S* {
-              const int64_t block = m / kUnits, unit = (q + block / blocks) * kUnits + m % kUnits;
-              return unit < p.H ? grad + (gate[block % blocks] * p.H + unit) * width : nullptr;
-            });
+        const auto gradient_of = [&](const Panels::Blocks& blocks, const auto* right) {
+          const int* gate = (hidden ? panels.hh_gate : panels.ih_gate) + blocks.first;
+          const int64_t rows = (last - q) * blocks.width();
+          weight_gradient(
+              panels_in_task() > 1 ? side_by_side(da, last - q)
+                                   : columns_of(da + blocks.first * kUnits, panels.width(), rows),
+              rows, right, task % groups(width), width, factor, [&](int64_t m) -> S* {
+                const int64_t block = m / kUnits;
+                const int64_t unit = (q + block / blocks.count) * kUnits + m % kUnits;
+                const int64_t row = gate[block % blocks.count] * p.H + unit;
+                return unit < p.H ? grad + row * width : nullptr;
+              });
+        };
+        if (hidden) gradient_of(panels.with_h(), gradients.h);
+        else gradient_of(panels.ih(), gradients.x);
+        if (hidden && panels.resets_first) gradient_of(panels.with_reset_h(), gradients.m);
         return;
       }
       task -= count;

@@ -1,5 +1,5 @@
-// Errors made on purpose, in sanitized builds alone. tests/sanitize.py first makes each of them: a
-// build that does not report them would not report real ones.
+// Errors made on purpose, in sanitized builds alone. tests/support/sanitize.py first makes each of
+// them: a build that does not report them would not report real ones.
 
 #pragma once
 

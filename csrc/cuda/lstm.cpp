@@ -1,5 +1,5 @@
-// torch.ops.trifuse.lstm_{forward,backward}.cuda and lstm_stack_{forward,backward}.cuda: tensors
-// in, tensors out. Shapes, dtypes and devices have been checked in pytorch_ext/ops/lstm.py.
+// torch.ops.trifuse.{lstm,lstm_stack,gru,rnn}_{forward,backward}.cuda: tensors in, tensors out.
+// Shapes, dtypes and devices have been checked in pytorch_ext/ops/lstm.py, gru.py and rnn.py.
 //
 // lstm_packing.h packs the parameters, lstm_call.h checks a call, lstm_schedules.h runs its steps,
 // lstm_passes.h computes a forward or a backward of one call, and lstm_stack.h those of stacks.
@@ -51,18 +51,23 @@ std::vector<Tensor> lstm_backward(
       input, parameters, lengths, seed,
       {reverse, coupled, forget_bias, limit(cell_clip), limit(proj_clip), eps, zoneout_h, zoneout_c,
        recurrent_dropout, training});
-  const LstmSaved saved{output.split(call.p.R, 2), gates, cells, clipped};
+  const LstmSaved saved{output.split(call.p.R, 2), gates, cells, clipped, {}};
   return backward_pass(call, grad_output, grad_h_n, grad_c_n, input, h0, c0, saved, wanted);
 }
 
 // Returns why such a call runs step by step; empty if it is one launch.
-std::string lstm_step_by_step(
-    const Tensor& input, const Parameters& parameters, bool coupled, bool backward) {
+std::string step_by_step(
+    Cell cell, const Tensor& input, const Parameters& parameters, bool coupled, bool backward) {
   const OnDeviceOf device(input);
   std::string why;
-  const int64_t directions = static_cast<int64_t>(parameters.size()) / kLstmSlots;
-  lstm_fits_sequence(lstm_sizes(input, parameters, coupled, directions), backward, &why);
+  const int64_t directions = static_cast<int64_t>(parameters.size()) / slots_of(cell);
+  lstm_fits_sequence(lstm_sizes(input, parameters, cell, coupled, directions), backward, &why);
   return why;
+}
+
+std::string lstm_step_by_step(
+    const Tensor& input, const Parameters& parameters, bool coupled, bool backward) {
+  return step_by_step(Cell::Lstm, input, parameters, coupled, backward);
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> lstm_stack_forward(
@@ -94,6 +99,80 @@ std::vector<Tensor> lstm_stack_backward(
       wanted);
 }
 
+// A GRU and an RNN --------------------------------------------------------------------------------
+
+template <Cell cell>
+std::string step_by_step_without_c(
+    const Tensor& input, const Parameters& parameters, bool backward) {
+  return step_by_step(cell, input, parameters, /*coupled=*/false, backward);
+}
+
+LstmResults forward_without_c(
+    const Tensor& input, const OptionalTensor& h0, const Parameters& parameters,
+    const OptionalTensor& lengths, const LstmOptions& options, int64_t save) {
+  LstmCall call(input, parameters, lengths, {}, options);
+  check_lengths(call);
+  const LstmResults results = make_results(call, input, call.p.chains, h0, {}, save);
+  forward_pass(call, input, results);
+  return results;
+}
+
+std::vector<Tensor> backward_without_c(
+    const Tensor& grad_output, const OptionalTensor& grad_h_n, const Tensor& input,
+    const OptionalTensor& h0, const Parameters& parameters, const OptionalTensor& lengths,
+    const Tensor& output, const Tensor& gates, const LstmOptions& options, const Flags& wanted) {
+  check_input(input, output);
+  const int64_t R = output.size(-1) / static_cast<int64_t>(options.reverse.size());
+  check_hidden(parameters.get(WeightHh), gates_of(options.cell) * R, R);
+  LstmCall call(input, parameters, lengths, {}, options);
+  const LstmSaved saved{output.split(R, 2), gates, {}, {}, output.contiguous()};
+  return backward_pass(call, grad_output, grad_h_n, {}, input, h0, {}, saved, wanted);
+}
+
+// ops/gru.py chooses another backend for a reset gate that precedes the product.
+void check_order(bool linear_before_reset) {
+  TORCH_CHECK_VALUE(
+      linear_before_reset, "linear_before_reset: the CUDA kernels expect True; got False");
+}
+
+std::tuple<Tensor, Tensor, Tensor> gru_forward(
+    const Tensor& input, const OptionalTensor& h0, const Parameters& parameters,
+    const OptionalTensor& lengths, const Flags& reverse, bool linear_before_reset, int64_t save) {
+  check_order(linear_before_reset);
+  const LstmOptions options = options_without_c(Cell::Gru, reverse);
+  const LstmResults r =
+      forward_without_c(input, h0, parameters, lengths, options, save ? kGatesAndCells : kNothing);
+  return {r.output, r.h, r.gates};
+}
+
+std::vector<Tensor> gru_backward(
+    const Tensor& grad_output, const OptionalTensor& grad_h_n, const Tensor& input,
+    const OptionalTensor& h0, const Parameters& parameters, const OptionalTensor& lengths,
+    const Tensor& output, const Tensor& gates, const Flags& reverse, bool linear_before_reset,
+    const Flags& wanted) {
+  check_order(linear_before_reset);
+  return backward_without_c(
+      grad_output, grad_h_n, input, h0, parameters, lengths, output, gates,
+      options_without_c(Cell::Gru, reverse), wanted);
+}
+
+std::tuple<Tensor, Tensor> rnn_forward(
+    const Tensor& input, const OptionalTensor& h0, const Parameters& parameters,
+    const OptionalTensor& lengths, const Flags& reverse, bool relu) {
+  const LstmOptions options = options_without_c(Cell::Rnn, reverse, relu);
+  const LstmResults r = forward_without_c(input, h0, parameters, lengths, options, kNothing);
+  return {r.output, r.h};
+}
+
+std::vector<Tensor> rnn_backward(
+    const Tensor& grad_output, const OptionalTensor& grad_h_n, const Tensor& input,
+    const OptionalTensor& h0, const Parameters& parameters, const OptionalTensor& lengths,
+    const Tensor& output, const Flags& reverse, bool relu, const Flags& wanted) {
+  return backward_without_c(
+      grad_output, grad_h_n, input, h0, parameters, lengths, output, {},
+      options_without_c(Cell::Rnn, reverse, relu), wanted);
+}
+
 }  // namespace
 
 TORCH_LIBRARY_IMPL(trifuse, TRIFUSE_CUDA, m) {
@@ -103,6 +182,12 @@ TORCH_LIBRARY_IMPL(trifuse, TRIFUSE_CUDA, m) {
   m.impl("lstm_layers_at_once.cuda", layers_at_once);
   m.impl("lstm_stack_forward.cuda", lstm_stack_forward);
   m.impl("lstm_stack_backward.cuda", lstm_stack_backward);
+  m.impl("gru_step_by_step.cuda", step_by_step_without_c<Cell::Gru>);
+  m.impl("gru_forward.cuda", gru_forward);
+  m.impl("gru_backward.cuda", gru_backward);
+  m.impl("rnn_step_by_step.cuda", step_by_step_without_c<Cell::Rnn>);
+  m.impl("rnn_forward.cuda", rnn_forward);
+  m.impl("rnn_backward.cuda", rnn_backward);
 }
 
 }  // namespace trifuse::cuda

@@ -1,13 +1,17 @@
-// The LSTM on a GPU: a call as plain pointers and sizes, and its launchers. A call is one layer in
-// one or two directions, or some layers of a stack. Either way it has D chains: a chain is one
-// direction or one layer, with weights and a state of its own, and runs its steps one by one.
+// The LSTM, the GRU and the RNN on a GPU: a call as plain pointers and sizes, and its launchers. A
+// call is one layer in one or two directions, or some layers of a stack of LSTMs. Either way it has
+// D chains: a chain is one direction or one layer, with weights and a state of its own, and runs
+// its steps one by one.
 //
-// Names and rules are those of pytorch_ext/reference/lstm.py. The caller computes the products over
-// all tokens, those of the input and those of the weights' gradients; step by step it also computes
-// the two products of each step. All pointers are device pointers; tensors are contiguous.
+// Names and rules are those of pytorch_ext/reference/lstm.py, gru.py and rnn.py. The caller
+// computes the products over all tokens, those of the input and those of the weights' gradients;
+// step by step it also computes the two products of each step. All pointers are device pointers;
+// tensors are contiguous.
 //
-// The gates of a unit lie side by side, in the order i, f, g, o, so that one thread owns all four.
-// In a coupled cell, where f is 1 - i, the weights and gradients of f are zeros.
+// The G gates of a unit lie side by side, so that one thread owns all of them: i, f, g, o in an
+// LSTM, and a single one in an RNN. In a coupled LSTM, where f is 1 - i, the weights and gradients
+// of f are zeros. A GRU has r, z, n in the products with W_ih, and r, z, k in those with W_hh. A
+// GRU and an RNN have none of the options; their R is H.
 
 #pragma once
 
@@ -16,6 +20,7 @@
 #include <limits>
 #include <string>
 
+#include "../cell.h"
 #include "../dtype.h"
 
 namespace trifuse::cuda {
@@ -35,6 +40,7 @@ struct Lstm {
   };
 
   DType dtype;  // vectors and c are in the accumulation type: float32, or float64 for Float64
+  Cell cell;
   int64_t T, B, H, R;  // R: the size of h
   int64_t chains;      // D
   // Whether the chains are layers, each reading the output of the one before; otherwise they are
@@ -49,7 +55,8 @@ struct Lstm {
   const int64_t* lengths;             // (B,), or null: all rows have T steps
 
   // Null if the call has none.
-  const void* bias;              // (D, H, 4): both biases and the forget bias
+  const void* bias;              // (D, H, G): both biases and the forget bias; in a GRU (D, H, 4):
+                                 // both for r and for z, b_ih of n, b_hh of k
   const void* peephole;          // (D, 3, H): i, f, o
   const void* norm_ih;           // (D, H, 4)
   const void* norm_hh;           // (D, H, 4)
@@ -62,9 +69,10 @@ struct Lstm {
   // Over all steps. The backward overwrites from_input with its gradient. It reads from_input first
   // with layer norm, or if gates were not saved; without layer norm from_input then holds the
   // preactivations without the bias.
-  void* from_input;  // (T, B, D, H, 4): W_ih x
-  void* output;      // (T, B, D, R)
-  void* gates;       // (D, T, B, H, 4), or 3 if coupled: i, g, o; null if not saved
+  void* from_input;  // (T, B, D, H, G): W_ih x
+  void* output;      // (T, B, D, R); the backward of an RNN reads it
+  void* gates;       // (D, T, B, H, 4), or 3 if coupled: i, g, o; in a GRU r, z, n, k; or null:
+                     // not saved
   void* cells;       // (D, T, B, H): c_t; null if not saved
   bool* clipped;     // (D, T, B, clipped_columns()): H of c, if it has a clip, then R of h; or null
 
@@ -78,11 +86,17 @@ struct Lstm {
   const void* c0;           // (D, B, H)
   void* grad_h;             // (D, B, R), in the accumulation type: without the part through W_hh
   void* grad_c;             // (D, B, H)
-  void* from_hidden;        // (T, B, D, H, 4), with layer norm: W_hh h, replaced by its gradient
+  // (T, B, D, H, G): with layer norm W_hh h, replaced by its gradient; in a GRU that gradient.
+  void* from_hidden;
   // (D, B, kVectorGradients, H) or, without layer norm, (D, B, 3, H): each row's part of the
   // gradients of vectors, which the backward adds to; null if none are needed.
   void* vector_grads;
+  const void* h_before;  // (D, T, B, H), in a GRU: h before each step
 
+  bool relu;  // the activation of an RNN: relu, not tanh
+
+  // Returns G.
+  constexpr int gates_per_unit() const { return static_cast<int>(gates_of(cell)); }
   static constexpr bool clips(double limit) {
     return limit < std::numeric_limits<double>::infinity();
   }
@@ -107,7 +121,7 @@ void lstm_dropout(
 // may not fit in shared memory. Reads only the dtype, the sizes and norm_hh.
 int64_t lstm_workspace(const Lstm& call);
 
-// Computes step `step` except for its products. `from_hidden`, (D, B, H, 4), is W_hh h. `m`,
+// Computes step `step` except for its products. `from_hidden`, (D, B, H, G), is W_hh h. `m`,
 // (D, B, H), receives m if a projection follows. Outputs past a row's length are not written.
 void lstm_forward_step(
     const Lstm& call, int64_t step, const void* from_hidden, void* m, void* stream);
@@ -116,7 +130,7 @@ void lstm_forward_step(
 void lstm_forward_projection(const Lstm& call, int64_t step, const void* projected, void* stream);
 
 // Computes the backward of a step. `dh_or_dm` is the gradient of h through the next step's product,
-// (D, B, R), or with a projection the gradient of m, (D, B, H). `da`, (D, B, H, 4), receives the
+// (D, B, R), or with a projection the gradient of m, (D, B, H). `da`, (D, B, H, G), receives the
 // gradient of W_hh h. Past a row's length only `da` is written, with zeros.
 void lstm_backward_step(
     const Lstm& call, int64_t step, const void* dh_or_dm, void* da, void* stream);
@@ -131,17 +145,23 @@ void lstm_backward_projection(
 // Writes m of all steps, (D, T, B, H), for W_hr's gradient, but nothing past a row's length.
 void lstm_hidden(const Lstm& call, void* m, void* stream);
 
+// The same for a step of a GRU or an RNN. `dh_recurrent`, (D, B, H), is the gradient of h through
+// the next step's product.
+void gru_forward_step(const Lstm& call, int64_t step, const void* from_hidden, void* stream);
+void gru_backward_step(
+    const Lstm& call, int64_t step, const void* dh_recurrent, void* da, void* stream);
+
 // A whole sequence in one launch ------------------------------------------------------------------
 
 // Arguments of the whole-sequence launches beside the call. Rows of the states that blocks exchange
 // begin at multiples of 16 bytes and are padded with zeros: N' is N rounded up to a multiple of 8.
 struct LstmSequence {
-  const void* weight_hh;   // (D, H, 4, R)
+  const void* weight_hh;   // (D, H, G, R)
   const void* weight_hr;   // (D, R, H) or null
   const int64_t* order;    // (B,): rows, longest first; or null: in memory order, all T long
   const int64_t* lengths;  // (B,): lengths of the rows in that order
   // The states that the products with W_hh and W_hr multiply. operand_hh: forward (2, D, B, R'),
-  // the first h0 after dropout; backward (2, D, B, (4 H)'). operand_hr, with a projection: forward
+  // the first h0 after dropout; backward (2, D, B, (G H)'). operand_hr, with a projection: forward
   // m, (D, B, H'); backward d(W_hr m), (D, B, R').
   void* operand_hh;
   void* operand_hr;

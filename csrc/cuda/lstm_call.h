@@ -1,4 +1,5 @@
-// One LSTM call on a GPU, checked and as the kernels take it, with the tensors that it points into.
+// One call of an LSTM, a GRU or an RNN on a GPU, checked and as the kernels take it, with the
+// tensors that it points into.
 
 #pragma once
 
@@ -8,6 +9,8 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/mm.h>
 #include <ATen/ops/zeros.h>
+
+#include <limits>
 
 #include "arguments.h"
 #include "cuda/lstm.h"
@@ -21,26 +24,41 @@ using Flags = c10::List<bool>;
 
 struct LstmOptions {
   Flags reverse;  // of each chain
-  bool coupled;
-  double forget_bias, cell_clip, proj_clip, eps, zoneout_h, zoneout_c, recurrent_dropout;
-  bool training;
+  bool coupled = false;
+  double forget_bias = 0;
+  double cell_clip = std::numeric_limits<double>::infinity();
+  double proj_clip = std::numeric_limits<double>::infinity();
+  double eps = 0, zoneout_h = 0, zoneout_c = 0, recurrent_dropout = 0;
+  bool training = false;
   bool layers = false;  // whether the chains are layers of a stack instead of directions
+  Cell cell = Cell::Lstm;
+  bool relu = false;  // the activation of an RNN
 };
+
+// Returns the options of a GRU or an RNN.
+inline LstmOptions options_without_c(Cell cell, const Flags& reverse, bool relu = false) {
+  LstmOptions options{reverse};
+  options.cell = cell;
+  options.relu = relu;
+  return options;
+}
 
 inline void* data(const Tensor& t) { return t.defined() ? t.data_ptr() : nullptr; }
 
 // Returns a call with the fields that lstm_fits_sequence reads, except `layers`.
 inline Lstm lstm_sizes(
-    const Tensor& input, const Parameters& parameters, bool coupled, int64_t chains) {
+    const Tensor& input, const Parameters& parameters, Cell cell, bool coupled, int64_t chains) {
   Lstm p{};
   const Tensor weight_hh = *parameters.get(WeightHh);
   p.dtype = kernel_type(input.scalar_type());
+  p.cell = cell;
   p.T = input.size(0);
   p.B = input.size(1);
   p.R = weight_hh.size(1);
   p.coupled = coupled;
-  p.H = weight_hh.size(0) / (coupled ? 3 : 4);
+  p.H = weight_hh.size(0) / (coupled ? 3 : gates_of(cell));
   p.chains = chains;
+  if (cell != Cell::Lstm) return p;
   p.projected = parameters.get(WeightHr).has_value();
   if (const OptionalTensor norm = parameters.get(NormHh)) p.norm_hh = norm->data_ptr();
   return p;
@@ -52,9 +70,9 @@ class LstmCall {
   const OnDeviceOf device;
   const at::ScalarType dtype, wide;
   const Parameters parameters;
-  Tensor weight_ih;     // (D, H·4, I), a unit's gates side by side; for layers the first's only
-  Tensor weight_above;  // W_ih of the layers above it, (D - 1, H·4, R), or undefined
-  Tensor weight_hh;     // (D, H·4, R)
+  Tensor weight_ih;     // (D, H·G, I), a unit's gates side by side; for layers the first's only
+  Tensor weight_above;  // W_ih of the layers above it, (D - 1, H·G, R), or undefined
+  Tensor weight_hh;     // (D, H·G, R)
   Tensor weight_hr;     // (D, R, H), or undefined
   Tensor lengths;       // (B,) or undefined
   Tensor valid;         // (T, B, 1): whether a row has the step; undefined: all have
@@ -65,7 +83,7 @@ class LstmCall {
       : device(input), dtype(input.scalar_type()), wide(accumulation_type(dtype)),
         parameters(parameters), options_(input.options()) {
     check_hidden(parameters.get(WeightHh), {}, {});
-    p = lstm_sizes(input, parameters, o.coupled, o.reverse.size());
+    p = lstm_sizes(input, parameters, o.cell, o.coupled, o.reverse.size());
     p.layers = o.layers;
     check(input, row_lengths, seed);
     set_options(o);
@@ -89,7 +107,14 @@ class LstmCall {
     }
   }
 
-  int64_t saved_gates() const { return p.coupled ? 3 : 4; }
+  // Return the numbers of gates in the parameters, and of values that the forward saves for each
+  // unit: an RNN's backward needs none, and a GRU's k too.
+  int64_t parameter_gates() const { return p.coupled ? 3 : gates_of(p.cell); }
+  int64_t saved_gates() const {
+    return p.cell == Cell::Lstm ? parameter_gates() : p.cell == Cell::Gru ? 4 : 0;
+  }
+  // Returns the number of states: h and, in an LSTM, c.
+  int64_t states() const { return p.cell == Cell::Lstm ? 2 : 1; }
 
   Tensor empty(at::IntArrayRef sizes, at::ScalarType type) const {
     return at::empty(sizes, options_.dtype(type));
@@ -117,13 +142,14 @@ class LstmCall {
     return dropout_.defined() ? grad * dropout_ : grad;
   }
 
-  // Shape of the gates of all tokens: (T, B, D, 4·H), or for layers (D, T, B, 4·H).
+  // Shape of the gates of all tokens: (T, B, D, G·H), or for layers (D, T, B, G·H).
   at::DimVector gates_shape() const {
-    if (p.layers) return {p.chains, p.T, p.B, 4 * p.H};
-    return {p.T, p.B, p.chains, 4 * p.H};
+    const int64_t gates = p.gates_per_unit() * p.H;
+    if (p.layers) return {p.chains, p.T, p.B, gates};
+    return {p.T, p.B, p.chains, gates};
   }
-  // Return views of a tensor in that layout: of one chain, (T·B, 4·H), and of all chains that read
-  // the input: all directions, (T·B, D·4·H), or the first layer, (T·B, 4·H).
+  // Return views of a tensor in that layout: of one chain, (T·B, G·H), and of all chains that read
+  // the input: all directions, (T·B, D·G·H), or the first layer, (T·B, G·H).
   Tensor chain_tokens(const Tensor& t, int64_t d) const {
     return t.select(p.layers ? 0 : 2, d).flatten(0, 1);
   }
@@ -152,16 +178,18 @@ class LstmCall {
  private:
   void check(const Tensor& input, const OptionalTensor& row_lengths, const OptionalTensor& seed) {
     check_memory("input", input);
+    const int slots = slots_of(p.cell);
     for (int64_t d = 0; d < p.chains; ++d)
       check_parameters(
-          saved_gates(), p.H, p.R, kLstmSlots, input, p.layers && d > 0 ? p.R : input.size(2),
-          [&](int slot) { return parameters.get(d * kLstmSlots + slot); });
+          parameter_gates(), p.H, p.R, slots, input, p.layers && d > 0 ? p.R : input.size(2),
+          [&](int slot) { return parameters.get(d * slots + slot); });
     check_integers("lengths", row_lengths, p.B, input);
     check_seed(seed, input);
   }
 
   void set_options(const LstmOptions& o) {
     for (int64_t d = 0; d < p.chains; ++d) p.reverse[d] = o.reverse.get(d);
+    p.relu = o.relu;
     p.training = o.training;
     p.cell_clip = o.cell_clip;
     p.proj_clip = o.proj_clip;
@@ -173,7 +201,7 @@ class LstmCall {
   }
 
   void pack_parameters(double forget_bias) {
-    const LstmPacking packing(parameters, p.chains, p.H, p.coupled, options_);
+    const LstmPacking packing(parameters, p.cell, p.chains, p.H, p.coupled, options_);
     weight_ih = packing.interleaved(WeightIh, dtype, 0, p.layers ? 1 : p.chains);
     if (p.layers) weight_above = packing.interleaved(WeightIh, dtype, 1, p.chains);
     weight_hh = packing.interleaved(WeightHh, dtype);

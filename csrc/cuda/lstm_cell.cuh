@@ -206,20 +206,21 @@ zoneout(const Lstm& p, const Step& at, int64_t column, T computed, const Scalar*
 // The cell ----------------------------------------------------------------------------------------
 
 template <class T>
-struct Cell {
+struct ComputedCell {
   Gates<T> gates;
   T u;  // c̃ before its clip
 };
 
 // Computes a cell from its preactivations, which include the bias, and the previous c.
 template <class T>
-__device__ __forceinline__ Cell<T> cell(const Lstm& p, int d, int64_t unit, Gates<T> a, T c) {
+__device__ __forceinline__ ComputedCell<T> cell(
+    const Lstm& p, int d, int64_t unit, Gates<T> a, T c) {
   const T* peephole = p.peephole ? chain_vector<T>(p.peephole, d, 3 * p.H) + unit : nullptr;
   if (peephole) {
     a.i += peephole[0] * c;
     a.f += peephole[p.H] * c;
   }
-  Cell<T> result;
+  ComputedCell<T> result;
   Gates<T>& gates = result.gates;
   gates.i = sigmoid(a.i);
   gates.f = p.coupled ? 1 - gates.i : sigmoid(a.f);
@@ -323,7 +324,7 @@ __device__ __forceinline__ RestoredUnit<T> restore_unit(
     if (p.coupled) result.gates.f = 1 - result.gates.i;
     u = result.gates.f * x.c_prev + result.gates.i * result.gates.g;
   } else {
-    const Cell<T> computed = cell(p, at.d, unit, a, x.c_prev);
+    const ComputedCell<T> computed = cell(p, at.d, unit, a, x.c_prev);
     result.gates = computed.gates;
     u = computed.u;
   }

@@ -1,5 +1,5 @@
-// The forward and the backward of one LSTM call on a GPU, as tensors. Here are the products over
-// all tokens, those of the input and of the weights' gradients; lstm_schedules.h runs the steps.
+// The forward and the backward of one call on a GPU, as tensors. Here are the products over all
+// tokens, those of the input and of the weights' gradients; lstm_schedules.h runs the steps.
 
 #pragma once
 
@@ -24,10 +24,11 @@ namespace trifuse::cuda {
 
 // Forward -----------------------------------------------------------------------------------------
 
-// Values of lstm_forward's argument `save`.
+// Values of lstm_forward's argument `save`. A GRU saves gates alone, an RNN nothing.
 enum Save { kNothing, kCells, kGatesAndCells };
 
-// Results of a forward of D chains. The output of layers is (D, T, B, R).
+// Results of a forward of D chains. The output of layers is (D, T, B, R). Only an LSTM has c, cells
+// and clipped.
 struct LstmResults {
   Tensor output, h, c, gates, cells, clipped;
 };
@@ -38,16 +39,18 @@ inline LstmResults make_results(
     const OptionalTensor& c0, int64_t save) {
   const int64_t T = call.p.T, B = call.p.B, H = call.p.H, R = call.p.R;
   const int64_t columns = call.p.clipped_columns();
-  check_states("h0", h0, {D, B, R}, c0, {D, B, H}, input);
+  const bool lstm = call.p.cell == Cell::Lstm;
+  check_states(lstm ? "h0" : "hx", h0, {D, B, R}, c0, {D, B, H}, input);
   LstmResults all;
   all.output = call.p.layers ? call.empty_tokens({D, T, B, R}, call.dtype)
                              : call.empty_tokens({T, B, D * R}, call.dtype);
   all.h = call.state(h0, D, R, call.dtype);
-  all.c = call.state(c0, D, H, call.wide);
   all.gates = call.empty({0}, call.dtype);
+  if (save == kGatesAndCells) all.gates = call.empty({D, T, B, call.saved_gates() * H}, call.dtype);
+  if (!lstm) return all;
+  all.c = call.state(c0, D, H, call.wide);
   all.cells = call.empty({0}, call.wide);
   all.clipped = call.empty({0}, at::kBool);
-  if (save == kGatesAndCells) all.gates = call.empty({D, T, B, call.saved_gates() * H}, call.dtype);
   if (save != kNothing) all.cells = call.empty({D, T, B, H}, call.wide);
   if (save != kNothing && columns) all.clipped = call.empty({D, T, B, columns}, at::kBool);
   return all;
@@ -61,6 +64,9 @@ inline void check_lengths(const LstmCall& call) {
   at::_assert_async(right, "lengths: expected lengths in [0, " + std::to_string(T) + "]");
 }
 
+// An undefined tensor has no elements.
+inline bool has_elements(const Tensor& t) { return t.defined() && t.numel(); }
+
 inline void forward_pass(LstmCall& call, const Tensor& input, const LstmResults& results) {
   Lstm& p = call.p;
   if (p.T == 0 || p.B == 0) return;
@@ -70,9 +76,9 @@ inline void forward_pass(LstmCall& call, const Tensor& input, const LstmResults&
   const Tensor h_dropped = p.dropout ? call.dropped(h) : h;
   p.from_input = data(from_input);
   p.output = data(output);
-  p.gates = gates.numel() ? data(gates) : nullptr;
-  p.cells = cells.numel() ? data(cells) : nullptr;
-  p.clipped = clipped.numel() ? clipped.data_ptr<bool>() : nullptr;
+  p.gates = has_elements(gates) ? data(gates) : nullptr;
+  p.cells = has_elements(cells) ? data(cells) : nullptr;
+  p.clipped = has_elements(clipped) ? clipped.data_ptr<bool>() : nullptr;
   p.h = data(h);
   p.h_dropped = data(h_dropped);
   p.c = data(c);
@@ -82,12 +88,19 @@ inline void forward_pass(LstmCall& call, const Tensor& input, const LstmResults&
 
 // Backward ----------------------------------------------------------------------------------------
 
-// Results of the forward that the backward reads.
+// Results of the forward that the backward reads. Only a GRU and an LSTM have gates, and only an
+// LSTM cells and clipped.
 struct LstmSaved {
   std::vector<Tensor> outputs;  // of each chain, (T, B, R)
   Tensor gates, cells, clipped;
-  bool has_gates() const { return gates.dim() != 1; }
+  Tensor output;  // of an RNN, (T, B, D·R) and contiguous
+  bool has_gates() const { return gates.defined() && gates.dim() != 1; }
 };
+
+// Returns whether an LSTM's gates were not saved, so that the backward computes them again.
+inline bool recomputes(const LstmCall& call, const LstmSaved& saved) {
+  return call.p.cell == Cell::Lstm && !saved.has_gates();
+}
 
 // Returns h before each step, (D, T, B, R), 0 past a row's length.
 inline Tensor states_before(
@@ -118,10 +131,12 @@ inline void check_backward(
   const Lstm& p = call.p;
   const int64_t D = p.chains, T = p.T, B = p.B, H = p.H, R = p.R;
   for (const Tensor& output : saved.outputs) check_shape("output", output, {T, B, R});
-  if (saved.has_gates()) check_shape("gates", saved.gates, {D, T, B, call.saved_gates() * H});
-  check_shape("cells", saved.cells, {D, T, B, H});
-  if (saved.clipped.numel()) check_shape("clipped", saved.clipped, {D, T, B, p.clipped_columns()});
-  check_states("h0", h0, {D, B, R}, c0, {D, B, H}, input);
+  if (call.saved_gates() && !recomputes(call, saved))
+    check_shape("gates", saved.gates, {D, T, B, call.saved_gates() * H});
+  if (p.cell == Cell::Lstm) check_shape("cells", saved.cells, {D, T, B, H});
+  if (has_elements(saved.clipped))
+    check_shape("clipped", saved.clipped, {D, T, B, p.clipped_columns()});
+  check_states(p.cell == Cell::Lstm ? "h0" : "hx", h0, {D, B, R}, c0, {D, B, H}, input);
   check_shape("grad_output", grad_output, {T, B, p.layers ? R : D * R});
   check_shape("grad_h_n", grad_h_n, {D, B, R});
   check_shape("grad_c_n", grad_c_n, {D, B, H});
@@ -134,7 +149,7 @@ inline BackwardTokens prepare_tokens(
     const LstmSaved& saved) {
   const Lstm& p = call.p;
   const int64_t D = p.chains, T = p.T, B = p.B, R = p.R;
-  const bool norm = p.norm_hh != nullptr, recompute = !saved.has_gates();
+  const bool norm = p.norm_hh != nullptr, recompute = recomputes(call, saved);
   BackwardTokens tokens;
   if (call.lengths.defined()) tokens.padding = call.valid.logical_not();
   tokens.x = tokens.padding.defined() ? input.masked_fill(tokens.padding, 0) : input;
@@ -146,8 +161,9 @@ inline BackwardTokens prepare_tokens(
   }
   tokens.grad_from_input = norm || recompute ? call.empty(call.gates_shape(), call.dtype)
                                              : call.empty_tokens(call.gates_shape(), call.dtype);
-  tokens.grad_from_hidden =
-      norm ? call.empty(call.gates_shape(), call.dtype) : tokens.grad_from_input;
+  tokens.grad_from_hidden = norm ? call.empty(call.gates_shape(), call.dtype)
+      : p.cell == Cell::Gru      ? call.empty_tokens(call.gates_shape(), call.dtype)
+                                 : tokens.grad_from_input;
   if (norm || recompute) call.multiply_input(tokens.grad_from_input, tokens.x);
   for (int64_t d = 0; d < D; ++d) {
     const Tensor weight = call.weight_hh[d].t();
@@ -185,9 +201,11 @@ inline Tensor parameter_gradient(
     case WeightHh:
       return outside(call.chain_tokens(tokens.grad_from_hidden, d).t().mm(tokens.h_dropped[d]));
     case BiasIh:
-    case BiasHh:
+    case BiasHh: {
       if (p.norm_hh) return gates_vector(Lstm::kGradBias);
-      return outside(call.chain_tokens(tokens.grad_from_input, d).sum(0, false, call.wide));
+      const Tensor& grad = slot == BiasIh ? tokens.grad_from_input : tokens.grad_from_hidden;
+      return outside(call.chain_tokens(grad, d).sum(0, false, call.wide));
+    }
     case WeightHr:
       if (!tokens.m.defined()) return at::zeros({p.R, p.H}, tokens.x.options());
       return tokens.grad_projected[d].flatten(0, 1).t().mm(tokens.m[d].flatten(0, 1));
@@ -212,19 +230,25 @@ inline std::vector<Tensor> backward_pass(
   check_backward(call, grad_output, grad_h_n, grad_c_n, input, h0, c0, saved);
   Lstm& p = call.p;
   const int64_t D = p.chains, T = p.T, B = p.B, H = p.H, R = p.R;
-  const bool norm = p.norm_hh != nullptr, recompute = !saved.has_gates();
-  const Tensor first_h = call.state(h0, R, call.dtype), first_c = call.state(c0, H, call.wide);
+  const bool norm = p.norm_hh != nullptr, recompute = recomputes(call, saved);
+  const Tensor first_h = call.state(h0, R, call.dtype);
   const Tensor grad_h = call.state(grad_h_n, R, call.wide);
-  const Tensor grad_c = call.state(grad_c_n, H, call.wide);
+  Tensor first_c, grad_c;
+  if (p.cell == Cell::Lstm) {
+    first_c = call.state(c0, H, call.wide);
+    grad_c = call.state(grad_c_n, H, call.wide);
+  }
   BackwardTokens tokens = prepare_tokens(call, grad_output, input, first_h, saved);
   Tensor vector_grads;
   if (norm || p.peephole)
-    vector_grads = at::zeros({D, B, p.vector_grad_count(), H}, grad_c.options());
+    vector_grads = at::zeros({D, B, p.vector_grad_count(), H}, grad_h.options());
   p.from_input = data(tokens.grad_from_input);
-  p.from_hidden = norm ? data(tokens.grad_from_hidden) : nullptr;
+  p.from_hidden = norm || p.cell == Cell::Gru ? data(tokens.grad_from_hidden) : nullptr;
+  p.h_before = data(tokens.h_dropped);
+  p.output = data(saved.output);
   p.gates = recompute ? nullptr : data(saved.gates);
   p.cells = data(saved.cells);
-  p.clipped = saved.clipped.numel() ? saved.clipped.data_ptr<bool>() : nullptr;
+  p.clipped = has_elements(saved.clipped) ? saved.clipped.data_ptr<bool>() : nullptr;
   p.grad_output = data(tokens.grad_output);
   p.c0 = data(first_c);
   p.grad_h = data(grad_h);
@@ -245,7 +269,8 @@ inline std::vector<Tensor> backward_pass(
     tokens.grad_from_hidden.masked_fill_(gates_padding, 0);
   }
 
-  std::vector<Tensor> results(3 + kLstmSlots * D);
+  const int64_t slots = slots_of(p.cell), first = 1 + call.states();  // of the parameters
+  std::vector<Tensor> results(first + slots * D);
   const auto give = [&](int64_t index, const Tensor& like, const Tensor& grad) {
     results[index] = grad.to(like.scalar_type()).reshape(like.sizes()).contiguous();
   };
@@ -253,12 +278,12 @@ inline std::vector<Tensor> backward_pass(
     give(0, input, call.input_tokens(tokens.grad_from_input).mm(call.weight_ih.flatten(0, 1)));
   if (h0 && wanted.get(1)) give(1, *h0, grad_h);
   if (c0 && wanted.get(2)) give(2, *c0, grad_c);
-  for (int64_t index = 0; index < kLstmSlots * D; ++index) {
+  for (int64_t index = 0; index < slots * D; ++index) {
     const OptionalTensor parameter = call.parameters.get(index);
-    if (!parameter || !wanted.get(3 + index)) continue;
-    const int64_t d = index / kLstmSlots;
-    const Slot slot = static_cast<Slot>(index % kLstmSlots);
-    give(3 + index, *parameter, parameter_gradient(call, tokens, saved, vector_grads, d, slot));
+    if (!parameter || !wanted.get(first + index)) continue;
+    const int64_t d = index / slots;
+    const Slot slot = static_cast<Slot>(index % slots);
+    give(first + index, *parameter, parameter_gradient(call, tokens, saved, vector_grads, d, slot));
   }
   for (Tensor& grad : results)  // no two results may be the same tensor
     if (!grad.defined()) grad = call.empty({0}, call.dtype);

@@ -1,4 +1,4 @@
-// The two schedules of an LSTM call's steps: one launch for the whole sequence, or for a chunk of
+// The two schedules of a call's steps: one launch for the whole sequence, or for a chunk of
 // it in a stack, if the multiprocessors can hold the recurrent weights; otherwise step by step,
 // with the recurrent products computed here.
 
@@ -76,7 +76,8 @@ inline void forward_sequence(
 inline void forward_steps(const LstmCall& call, const Tensor& h_dropped) {
   const Lstm& p = call.p;
   void* const stream = call.device.stream();
-  Tensor from_hidden = call.empty({p.chains, p.B, 4 * p.H}, call.dtype), m, projected;
+  const int64_t gates = p.gates_per_unit() * p.H;
+  Tensor from_hidden = call.empty({p.chains, p.B, gates}, call.dtype), m, projected;
   if (p.projected) {
     m = call.state({}, p.H, call.dtype);
     projected = call.empty({p.chains, p.B, p.R}, call.dtype);
@@ -84,6 +85,10 @@ inline void forward_steps(const LstmCall& call, const Tensor& h_dropped) {
   const Tensor weight_hh = call.weight_hh.mT(), weight_hr = p.projected ? call.weight_hr.mT() : m;
   for (int64_t step = 0; step < p.T; ++step) {
     at::bmm_out(from_hidden, h_dropped, weight_hh);
+    if (p.cell != Cell::Lstm) {
+      gru_forward_step(p, step, data(from_hidden), stream);
+      continue;
+    }
     lstm_forward_step(p, step, data(from_hidden), data(m), stream);
     if (!p.projected) continue;
     at::bmm_out(projected, m, weight_hr);
@@ -102,7 +107,8 @@ struct BackwardTokens {
                             // filled in during the backward
   Tensor h_dropped;         // (D, T·B, R): h before each step, after dropout
   Tensor grad_from_input;   // gates_shape(): gradients of W_ih x
-  Tensor grad_from_hidden;  // gates_shape(): of W_hh h; without layer norm the same tensor
+  Tensor grad_from_hidden;  // gates_shape(): of W_hh h; the same tensor, but with layer norm and in
+                            // a GRU
   Tensor m;                 // (D, T, B, H), with a projection
   Tensor grad_projected;    // (D, T, B, R), of W_hr m
 };
@@ -111,7 +117,7 @@ struct BackwardTokens {
 // backward_step_by_step gets that tensor as `grad_h`.
 inline void backward_sequence(const LstmCall& call, const BackwardTokens& tokens) {
   const Lstm& p = call.p;
-  SequenceBuffers buffers(call, 4 * p.H, p.R);
+  SequenceBuffers buffers(call, p.gates_per_unit() * p.H, p.R);
   const Tensor parts = call.empty({lstm_backward_parts(p)}, at::kFloat);
   LstmSequence& sequence = buffers.sequence;
   sequence.parts = static_cast<float*>(data(parts));
@@ -128,7 +134,7 @@ inline void backward_steps(
   const Lstm& p = call.p;
   void* const stream = call.device.stream();
   Tensor dh_recurrent = call.state({}, p.R, call.dtype);
-  Tensor da = call.empty({p.chains, p.B, 4 * p.H}, call.dtype), dq, dm;
+  Tensor da = call.empty({p.chains, p.B, p.gates_per_unit() * p.H}, call.dtype), dq, dm;
   if (p.projected) {
     dq = call.empty({p.chains, p.B, p.R}, call.dtype);
     dm = call.empty({p.chains, p.B, p.H}, call.dtype);
@@ -139,7 +145,8 @@ inline void backward_steps(
           p, step, data(dh_recurrent), data(dq), data(tokens.grad_projected), stream);
       at::bmm_out(dm, dq, call.weight_hr);
     }
-    lstm_backward_step(p, step, data(p.projected ? dm : dh_recurrent), data(da), stream);
+    if (p.cell != Cell::Lstm) gru_backward_step(p, step, data(dh_recurrent), data(da), stream);
+    else lstm_backward_step(p, step, data(p.projected ? dm : dh_recurrent), data(da), stream);
     at::bmm_out(dh_recurrent, da, call.weight_hh);
   }
   grad_h.add_(call.dropped_gradient(dh_recurrent));

@@ -1,7 +1,7 @@
-// The LSTM over a whole sequence in one launch, if the multiprocessors can hold the recurrent
-// weights.
+// The LSTM, the GRU and the RNN over a whole sequence in one launch, if the multiprocessors can
+// hold the recurrent weights.
 //
-// A block owns some units of one chain, with all four gates of each, and with a projection some
+// A block owns some units of one chain, with all G gates of each, and with a projection some
 // columns of h. Its part of the weights stays on the chip from the first step to the last: up to
 // 64 KiB of 16-bit W_hh in registers, and the rest in shared memory. c stays with the block that
 // owns the unit. All blocks need h (or m, or the gradients of the gates) of all rows, which goes
@@ -32,7 +32,7 @@
 
 #include "cuda/grid_barrier.cuh"
 #include "cuda/launch.h"
-#include "cuda/lstm_cell.cuh"
+#include "cuda/lstm_units.cuh"
 
 namespace trifuse::cuda {
 namespace {
@@ -169,8 +169,8 @@ int64_t parts_bytes(const Slice<Scalar>& slice) {
 // The products of 16 rows with all columns of a slice. A lane holds up to kHeld pieces of it.
 //
 // Warp w owns tiles of 8 columns of group w % groups, and chunks of K of split w / groups. Lane l's
-// sums are laid out as mma's accumulators. In the forward a tile's columns are the gates of two
-// units:
+// sums are laid out as mma's accumulators. In the forward of an LSTM a tile's columns are the gates
+// of two units:
 //
 //                   unit u                    unit u + 1
 //              i      f      g      o      i      f      g      o
@@ -270,11 +270,20 @@ class Products {
     return sum;
   }
   // Returns the sums of a unit's gates.
-  __device__ __forceinline__ Gates<float> gates(int row, int unit) const {
-    Gates<float> sum = {};
-    for (int split = 0; split < slice_.splits; ++split)
-      sum = sum + load_gates<float>(part(split, row, 4 * unit), 0);
-    return sum;
+  template <int count>
+  __device__ __forceinline__ auto gates(int row, int unit) const {
+    if constexpr (count == 4) {
+      Gates<float> sum = {};
+      for (int split = 0; split < slice_.splits; ++split)
+        sum = sum + load_gates<float>(part(split, row, 4 * unit), 0);
+      return sum;
+    } else {
+      Numbers<float, count> sum = {};
+      for (int split = 0; split < slice_.splits; ++split)
+#pragma unroll
+        for (int i = 0; i < count; ++i) sum.of[i] += *part(split, row, count * unit + i);
+      return sum;
+    }
   }
 
  private:
@@ -452,23 +461,31 @@ __device__ __forceinline__ void for_elements_after(
   });
 }
 
+// Returns whether a projection follows. In a variable the answer would take registers.
+template <class Unit>
+__device__ __forceinline__ bool projected(const Lstm& p) {
+  return Unit::kProjects && p.projected;
+}
+
 // Forward -----------------------------------------------------------------------------------------
 
-template <class Scalar>
+template <class Unit>
 __global__ __launch_bounds__(kThreads, 1) void forward_sequence_kernel(
     const __grid_constant__ Lstm p, const __grid_constant__ LstmSequence s, const Layout layout) {
+  using Scalar = Unit::Scalar;
+  constexpr int G = Unit::kGates;
   const BlockPart own(p, layout);
   const int d = own.d;
   const LstmSequence::Steps steps = s.steps(p, d);
   if (steps.first == steps.last) return;
   unsigned char* memory = shared_memory();
-  const Slice<Scalar> hh_slice(memory, 4 * layout.units, p.R, kHeldPieces<Scalar>);
-  const Slice<Scalar> hr_slice(memory, layout.columns, p.projected ? p.H : 0, 0);
+  const Slice<Scalar> hh_slice(memory, G * layout.units, p.R, kHeldPieces<Scalar>);
+  const Slice<Scalar> hr_slice(memory, layout.columns, projected<Unit>(p) ? p.H : 0, 0);
   Products<Scalar, kHeldPieces<Scalar>> hh_product(memory, hh_slice);
   Products<Scalar, 0> hr_product(memory, hr_slice);
   const auto* weight_hh = static_cast<const Scalar*>(s.weight_hh);
-  hh_product.template fill<false>(4 * own.units, [&](int row, int64_t k) {
-    return weight_hh + ((d * p.H + own.first_unit) * 4 + row) * p.R + k;
+  hh_product.template fill<false>(G * own.units, [&](int row, int64_t k) {
+    return weight_hh + ((d * p.H + own.first_unit) * G + row) * p.R + k;
   });
   const auto* weight_hr = static_cast<const Scalar*>(s.weight_hr);
   hr_product.template fill<false>(own.columns, [&](int row, int64_t k) {
@@ -480,16 +497,11 @@ __global__ __launch_bounds__(kThreads, 1) void forward_sequence_kernel(
   Scalar* const m = static_cast<Scalar*>(s.operand_hr) + d * p.B * m_stride;
   GridBarrier barrier(s.arrivals + d * kCounterStride, gridDim.x);
 
-  struct Loaded {
-    Packed<Scalar> x;  // W_ih x
-    Packed<float> bias;
-    float c;
-  };
   // Prefetches W_ih x into the L2 cache while the blocks wait for one another.
   const auto prefetch_inputs = [&](const ActiveRows& rows) {
     for_elements(rows, own.units, [&](int r, int u) {
       const int64_t token = rows.at(r, d).token_offset(p, p.H);
-      prefetch(static_cast<const Packed<Scalar>*>(p.from_input) + token + own.first_unit + u);
+      prefetch(static_cast<const Numbers<Scalar, G>*>(p.from_input) + token + own.first_unit + u);
     });
   };
 
@@ -502,30 +514,17 @@ __global__ __launch_bounds__(kThreads, 1) void forward_sequence_kernel(
     for (int64_t first = 0; first < p.B; first += kRows) {
       const ActiveRows rows{p, s, first, step};
       if (!rows.any()) continue;
-      const auto load = [&](int r, int u) -> Loaded {
-        const Step at = rows.at(r, d);
-        const int64_t unit = own.first_unit + u;
-        Loaded loaded{};
-        loaded.x = Packed<Scalar>::load(p.from_input, at.token_offset(p, p.H) + unit);
-        if (p.bias) loaded.bias = Packed<float>::load(p.bias, d * p.H + unit);
-        loaded.c = static_cast<const float*>(p.c)[at.state_offset(p, p.H) + unit];
-        return loaded;
+      const auto load = [&](int r, int u) {
+        return Unit::load(p, rows.at(r, d), own.first_unit + u);
       };
       const auto product = [&](const auto& meanwhile) {
         hh_product.compute(rows.of(h_of(step), h_stride), meanwhile);
       };
-      for_elements_after(product, rows, own.units, load, [&](int r, int u, const Loaded& loaded) {
+      for_elements_after(product, rows, own.units, load, [&](int r, int u, const auto& loaded) {
         const Step at = rows.at(r, d);
         const int64_t unit = own.first_unit + u;
-        const Gates<float> a = hh_product.gates(r, u) + loaded.x.widened() + loaded.bias.widened();
-        const Cell<float> computed = cell(p, d, unit, a, loaded.c);
-        const float c_new = clip_cell(p, at, unit, computed.u);
-        const float m_new = computed.gates.o * tanh(c_new);
-        const float c = zoneout<State::C>(p, at, unit, c_new, &loaded.c);
-        static_cast<float*>(p.c)[at.state_offset(p, p.H) + unit] = c;
-        if (p.gates) store_saved<Scalar>(p, at.saved_offset(p, p.H) + unit, computed.gates);
-        if (p.cells) static_cast<float*>(p.cells)[at.saved_offset(p, p.H) + unit] = c;
-        if (p.projected) m[at.row * m_stride + unit] = narrow<Scalar>(m_new);
+        const float m_new = Unit::forward(p, at, unit, loaded, hh_product.template gates<G>(r, u));
+        if (projected<Unit>(p)) m[at.row * m_stride + unit] = narrow<Scalar>(m_new);
         else h_of(step + 1)[at.row * h_stride + unit] = finish_h<Scalar>(p, at, unit, m_new);
       });
     }
@@ -533,7 +532,7 @@ __global__ __launch_bounds__(kThreads, 1) void forward_sequence_kernel(
     for (int64_t first = 0; first < p.B; first += kRows)
       prefetch_inputs(ActiveRows{p, s, first, step + 1});
     barrier.wait();
-    if (!p.projected) continue;
+    if (!projected<Unit>(p)) continue;
     for (int64_t first = 0; first < p.B; first += kRows) {
       const ActiveRows rows{p, s, first, step};
       if (!rows.any()) continue;
@@ -552,35 +551,38 @@ __global__ __launch_bounds__(kThreads, 1) void forward_sequence_kernel(
 
 // Backward ----------------------------------------------------------------------------------------
 
-template <class Scalar>
+template <class Unit>
 __global__ __launch_bounds__(kThreads, 1) void backward_sequence_kernel(
     const __grid_constant__ Lstm p, const __grid_constant__ LstmSequence s, const Layout layout) {
+  using Scalar = Unit::Scalar;
+  constexpr int G = Unit::kGates;
+  const bool scattered = Unit::kProjects && layout.scattered;
   const BlockPart own(p, layout);
   const int d = own.d;
   const LstmSequence::Steps steps = s.steps(p, d);
   if (steps.first == steps.last) return;
   // The columns of h that the block owns: its units or, with a projection, its share of R columns.
-  const int columns = p.projected ? own.columns : own.units;
-  const int64_t first_column = p.projected ? own.first_column : own.first_unit;
+  const int columns = projected<Unit>(p) ? own.columns : own.units;
+  const int64_t first_column = projected<Unit>(p) ? own.first_column : own.first_unit;
   // The part of W_hh that it multiplies gradients of gates by: all gates by its own columns or, if
   // scattered, its own gates by all columns.
-  const int64_t first_gate = layout.scattered ? 4 * own.first_unit : 0;
-  const int64_t gates = layout.scattered ? 4 * own.units : 4 * p.H;
-  const int64_t first_product_column = layout.scattered ? 0 : first_column;
-  const int product_columns = layout.scattered ? static_cast<int>(p.R) : columns;
+  const int64_t first_gate = scattered ? G * own.first_unit : 0;
+  const int64_t gates = scattered ? G * own.units : G * p.H;
+  const int64_t first_product_column = scattered ? 0 : first_column;
+  const int product_columns = scattered ? static_cast<int>(p.R) : columns;
   unsigned char* memory = shared_memory();
   const Slice<Scalar> hh_slice(
       memory,
-      layout.scattered  ? p.R
-          : p.projected ? layout.columns
-                        : layout.units,
+      scattered                ? p.R
+          : projected<Unit>(p) ? layout.columns
+                               : layout.units,
       gates, kHeldPieces<Scalar>);
-  const Slice<Scalar> hr_slice(memory, p.projected ? layout.units : 0, p.R, 0);
+  const Slice<Scalar> hr_slice(memory, projected<Unit>(p) ? layout.units : 0, p.R, 0);
   Products<Scalar, kHeldPieces<Scalar>> hh_product(memory, hh_slice);
   Products<Scalar, 0> hr_product(memory, hr_slice);
   const auto* weight_hh = static_cast<const Scalar*>(s.weight_hh);
   hh_product.template fill<true>(product_columns, [&](int column, int64_t k) {
-    return weight_hh + (d * p.H * 4 + first_gate + k) * p.R + first_product_column + column;
+    return weight_hh + (d * p.H * G + first_gate + k) * p.R + first_product_column + column;
   });
   const auto* weight_hr = static_cast<const Scalar*>(s.weight_hr);
   hr_product.template fill<true>(own.units, [&](int unit, int64_t k) {
@@ -588,7 +590,7 @@ __global__ __launch_bounds__(kThreads, 1) void backward_sequence_kernel(
   });
   __syncthreads();
 
-  const int64_t gates_stride = padded(4 * p.H), q_stride = padded(p.R);
+  const int64_t gates_stride = padded(G * p.H), q_stride = padded(p.R);
   Scalar* const dq = static_cast<Scalar*>(s.operand_hr) + d * p.B * q_stride;
   const auto da_of = [&](int64_t step) {
     return static_cast<Scalar*>(s.operand_hh) + (step % 2 * p.chains + d) * p.B * gates_stride;
@@ -602,7 +604,7 @@ __global__ __launch_bounds__(kThreads, 1) void backward_sequence_kernel(
   const auto for_columns = [&](const ActiveRows& rows, int64_t after, const auto& load,
                                const auto& each) {
     const ActiveRows rows_after{p, s, rows.first, after};
-    if (!layout.scattered) {
+    if (!scattered) {
       const auto product = [&](const auto& meanwhile) {
         hh_product.compute(rows_after.of(da_of(after), gates_stride), meanwhile);
       };
@@ -624,42 +626,10 @@ __global__ __launch_bounds__(kThreads, 1) void backward_sequence_kernel(
     });
   };
 
-  struct LoadedCell {
-    LoadedUnit<Scalar> unit;
-    Packed<Scalar> a;  // preactivations without the bias, if gates were not saved
-  };
-  struct Loaded {
-    LoadedColumn<Scalar> column;
-    LoadedCell cell;  // if there is no projection
-  };
-
-  // A unit's step: its loads, which do not need the gradient of m, and its arithmetic, which does.
-  const auto load_cell = [&](const Step& at, int64_t unit) {
-    LoadedCell loaded{load_unit<Scalar>(p, at, unit), {}};
-    if (!p.gates) loaded.a = Packed<Scalar>::load(p.from_input, at.token_offset(p, p.H) + unit);
-    return loaded;
-  };
-  const auto step_backward = [&](const Step& at, int64_t step, int64_t unit,
-                                 const LoadedCell& loaded, float dm) {
-    Gates<float> a = loaded.a.widened();
-    if (!p.gates && p.bias) a = a + load_gates<float>(p.bias, d * p.H + unit);
-    const RestoredUnit<float> x = restore_unit<Scalar>(p, at, unit, loaded.unit, a);
-    const float y = tanh(x.c_new);
-    const Gates<float> da = cell_backward(p, at, unit, x, y, dm, dm * x.gates.o * (1 - y * y));
-    store_gates<Scalar>(p.from_input, at.token_offset(p, p.H) + unit, da);
-    store_gates<Scalar>(da_of(step) + at.row * gates_stride, unit, da);
-  };
-
   // Prefetches a step's inputs into the L2 cache while the blocks wait for one another.
   const auto prefetch_inputs = [&](const ActiveRows& rows) {
     for_elements(rows, own.units, [&](int r, int u) {
-      const Step at = rows.at(r, d);
-      const int64_t unit = own.first_unit + u, saved = at.saved_offset(p, p.H) + unit;
-      prefetch(static_cast<const float*>(p.cells) + saved);
-      if (p.clips(p.cell_clip)) prefetch(&clipped_cell(p, at, unit));
-      if (p.gates) prefetch(static_cast<const Scalar*>(p.gates) + saved * (p.coupled ? 3 : 4));
-      else
-        prefetch(static_cast<const Four<Scalar>*>(p.from_input) + at.token_offset(p, p.H) + unit);
+      Unit::prefetch(p, rows.at(r, d), own.first_unit + u);
     });
     for_elements(rows, columns, [&](int r, int k) {
       const Step at = rows.at(r, d);
@@ -676,29 +646,28 @@ __global__ __launch_bounds__(kThreads, 1) void backward_sequence_kernel(
     for (int64_t first = 0; first < p.B; first += kRows) {
       const ActiveRows rows{p, s, first, step};
       if (!rows.any()) continue;
-      const auto load = [&](int r, int k) -> Loaded {
+      const auto load = [&](int r, int k) -> Unit::LoadedBackward {
         if (step < 0) return {};
+        return Unit::load_backward(p, rows.at(r, d), first_column + k);
+      };
+      for_columns(rows, step + 1, load, [&](int r, int k, const auto& loaded, float dh_recurrent) {
         const Step at = rows.at(r, d);
         const int64_t column = first_column + k;
-        return {
-            load_column<Scalar>(p, at, column), p.projected ? LoadedCell{} : load_cell(at, column)};
-      };
-      for_columns(
-          rows, step + 1, load, [&](int r, int k, const Loaded& loaded, float dh_recurrent) {
-            const Step at = rows.at(r, d);
-            const int64_t column = first_column + k;
-            if (step < 0) {
-              const int64_t index = at.state_offset(p, p.R) + column;
-              if (p.dropout) dh_recurrent *= static_cast<const float*>(p.dropout)[index];
-              static_cast<float*>(p.grad_h)[index] += dh_recurrent;
-              return;
-            }
-            const float grad = hidden_backward(p, at, column, loaded.column, dh_recurrent);
-            if (!p.projected) return step_backward(at, step, column, loaded.cell, grad);
-            const Scalar grad_q = narrow<Scalar>(loaded.column.clipped ? 0 : grad);
-            static_cast<Scalar*>(s.grad_projected)[at.saved_offset(p, p.R) + column] = grad_q;
-            dq[at.row * q_stride + column] = grad_q;
-          });
+        if (step < 0) {
+          const int64_t index = at.state_offset(p, p.R) + column;
+          if (p.dropout) dh_recurrent *= static_cast<const float*>(p.dropout)[index];
+          static_cast<float*>(p.grad_h)[index] += dh_recurrent;
+          return;
+        }
+        const float grad = Unit::gradient(p, at, column, loaded, dh_recurrent);
+        if (!projected<Unit>(p))
+          return Unit::backward(p, at, column, loaded, grad, da_of(step) + at.row * gates_stride);
+        if constexpr (Unit::kProjects) {
+          const Scalar grad_q = narrow<Scalar>(loaded.column.clipped ? 0 : grad);
+          static_cast<Scalar*>(s.grad_projected)[at.saved_offset(p, p.R) + column] = grad_q;
+          dq[at.row * q_stride + column] = grad_q;
+        }
+      });
     }
     if (step < 0) break;
     barrier.arrive();
@@ -706,26 +675,33 @@ __global__ __launch_bounds__(kThreads, 1) void backward_sequence_kernel(
       for (int64_t first = 0; first < p.B; first += kRows)
         prefetch_inputs(ActiveRows{p, s, first, step - 1});
     barrier.wait();
-    if (!p.projected) continue;
-    for (int64_t first = 0; first < p.B; first += kRows) {
-      const ActiveRows rows{p, s, first, step};
-      if (!rows.any()) continue;
-      const auto load = [&](int r, int u) { return load_cell(rows.at(r, d), own.first_unit + u); };
-      const auto product = [&](const auto& meanwhile) {
-        hr_product.compute(rows.of(dq, q_stride), meanwhile);
-      };
-      for_elements_after(product, rows, own.units, load, [&](int r, int u, const auto& unit) {
-        step_backward(rows.at(r, d), step, own.first_unit + u, unit, hr_product(r, u));
-      });
-      if (!layout.scattered) continue;
-      __syncthreads();  // the block's own gradients have been written
-      hh_product.compute(rows.of(da_of(step) + first_gate, gates_stride), [] {});
-      for_elements(rows, product_columns, [&](int r, int column) {
-        parts[(blockIdx.x * p.B + rows[r]) * p.R + column] = hh_product(r, column);
-      });
+    if (!projected<Unit>(p)) continue;
+    if constexpr (Unit::kProjects) {  // others lack these parts
+      for (int64_t first = 0; first < p.B; first += kRows) {
+        const ActiveRows rows{p, s, first, step};
+        if (!rows.any()) continue;
+        const auto load = [&](int r, int u) {
+          return Unit::load_cell(p, rows.at(r, d), own.first_unit + u);
+        };
+        const auto product = [&](const auto& meanwhile) {
+          hr_product.compute(rows.of(dq, q_stride), meanwhile);
+        };
+        for_elements_after(product, rows, own.units, load, [&](int r, int u, const auto& unit) {
+          const Step at = rows.at(r, d);
+          Unit::backward_cell(
+              p, at, own.first_unit + u, unit, hr_product(r, u),
+              da_of(step) + at.row * gates_stride);
+        });
+        if (!scattered) continue;
+        __syncthreads();  // the block's own gradients have been written
+        hh_product.compute(rows.of(da_of(step) + first_gate, gates_stride), [] {});
+        for_elements(rows, product_columns, [&](int r, int column) {
+          parts[(blockIdx.x * p.B + rows[r]) * p.R + column] = hh_product(r, column);
+        });
+      }
+      barrier.arrive();
+      barrier.wait();
     }
-    barrier.arrive();
-    barrier.wait();
   }
 }
 
@@ -734,9 +710,17 @@ __global__ __launch_bounds__(kThreads, 1) void backward_sequence_kernel(
 template <class Scalar>
 using Kernel = void (*)(const Lstm, const LstmSequence, const Layout);
 
+const char* name_of(const Lstm& p, bool backward) {
+  switch (p.cell) {
+    case Cell::Gru: return backward ? "gru_backward_sequence" : "gru_forward_sequence";
+    case Cell::Rnn: return backward ? "rnn_backward_sequence" : "rnn_forward_sequence";
+    default: return backward ? "lstm_backward_sequence" : "lstm_forward_sequence";
+  }
+}
+
 LaunchPlan plan_of(const Lstm& p, bool backward, const Layout& layout) {
   return {
-      .kernel = backward ? "lstm_backward_sequence" : "lstm_forward_sequence",
+      .kernel = name_of(p, backward),
       .sizes = {{"T", p.T}, {"B", p.B}, {"H", p.H}, {"R", p.R}},
       .grid = dim3(static_cast<unsigned>(layout.blocks), static_cast<unsigned>(p.chains)),
       .block = kThreads,
@@ -759,11 +743,12 @@ std::string lay_out(const Lstm& p, bool backward, Kernel<Scalar> kernel, Layout&
   layout.blocks = ceil_div(p.H, layout.units);
   layout.columns = p.projected ? ceil_div(p.R, layout.blocks) : 0;
   // Columns and contraction of the products with W_hh and W_hr.
-  int64_t hh_columns = 4 * layout.units, hh_K = p.R;
+  const int64_t G = p.gates_per_unit();
+  int64_t hh_columns = G * layout.units, hh_K = p.R;
   int64_t hr_columns = layout.columns, hr_K = p.projected ? p.H : 0;
   if (backward) {
     hh_columns = layout.scattered ? p.R : p.projected ? layout.columns : layout.units;
-    hh_K = 4 * (layout.scattered ? layout.units : p.H);
+    hh_K = G * (layout.scattered ? layout.units : p.H);
     hr_columns = p.projected ? layout.units : 0;
     hr_K = p.R;
   }
@@ -783,13 +768,20 @@ std::string lay_out(const Lstm& p, bool backward, Kernel<Scalar> kernel, Layout&
   return {};
 }
 
-// Calls run<Scalar>(kernel) for the type of a call; float64 has no kernel.
+template <class Unit>
+Kernel<typename Unit::Scalar> kernel_of(bool backward) {
+  return backward ? backward_sequence_kernel<Unit> : forward_sequence_kernel<Unit>;
+}
+
+// Calls run<Scalar>(kernel) for the type and the cell of a call; float64 has no kernel.
 template <class Run>
 void with_kernel(const Lstm& p, bool backward, const Run& run) {
   for_type(p.dtype, [&]<class Scalar>() {
     if constexpr (!std::is_same_v<Scalar, double>)
       run.template operator()<Scalar>(
-          backward ? backward_sequence_kernel<Scalar> : forward_sequence_kernel<Scalar>);
+          p.cell == Cell::Gru       ? kernel_of<GruUnit<Scalar>>(backward)
+              : p.cell == Cell::Rnn ? kernel_of<RnnUnit<Scalar>>(backward)
+                                    : kernel_of<LstmUnit<Scalar>>(backward));
   });
 }
 
@@ -797,7 +789,8 @@ void launch_sequence(const Lstm& p, const LstmSequence& s, bool backward, void* 
   with_kernel(p, backward, [&]<class Scalar>(Kernel<Scalar> kernel) {
     Layout layout;
     const std::string why_not = lay_out<Scalar>(p, backward, kernel, layout);
-    if (!why_not.empty()) throw std::runtime_error("lstm in one launch: " + why_not);
+    if (!why_not.empty())
+      throw std::runtime_error(std::string(name_of(p, backward)) + ": " + why_not);
     const auto cuda_stream = static_cast<cudaStream_t>(stream);
     const LaunchPlan plan = plan_of(p, backward, layout);
     fill_with_zeros(plan, cuda_stream, s.arrivals, LstmSequence::kArrivals * sizeof(uint32_t));

@@ -30,7 +30,7 @@ inline std::tuple<int64_t, std::string> layers_at_once(
     most = 1;
   }
   for (; most > 1; --most) {
-    Lstm p = lstm_sizes(input, parameters, coupled, most);
+    Lstm p = lstm_sizes(input, parameters, Cell::Lstm, coupled, most);
     p.layers = true;
     if (lstm_fits_sequence(p, backward, &reason)) break;
     why = reason;
@@ -110,7 +110,7 @@ inline std::vector<Tensor> stack_backward(
     const LayerGroup group{first, std::min(at_once, L - first)};
     const Tensor x = first ? below[first - 1] : input;
     LstmCall call(x, group.part(parameters, kLstmSlots), lengths, seed, group.part(options));
-    LstmSaved saved{{}, *group.part(gates), *group.part(cells), *group.part(clipped)};
+    LstmSaved saved{{}, *group.part(gates), *group.part(cells), *group.part(clipped), {}};
     for (int64_t d = first; d < first + group.count; ++d)
       saved.outputs.push_back(d < L - 1 ? below[d] : output);
     Flags own({first > 0 || wanted.get(0), wanted.get(1), wanted.get(2)});

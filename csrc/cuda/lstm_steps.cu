@@ -213,7 +213,7 @@ __global__ __launch_bounds__(kThreads) void forward_step_kernel(
       p, own, scratch, p.from_input, at.token_offset(p, p.H), from_hidden, at.state_offset(p, p.H));
   T* const c = static_cast<T*>(p.c) + at.state_offset(p, p.H);
   for (int64_t unit = own.first + threadIdx.x; unit < own.last; unit += kThreads) {
-    const Cell<T> computed = cell(p, at.d, unit, preactivations.at(unit), c[unit]);
+    const ComputedCell<T> computed = cell(p, at.d, unit, preactivations.at(unit), c[unit]);
     scratch.units[unit - own.first].gates = computed.gates;
     scratch.units[unit - own.first].c = clip_cell(p, at, unit, computed.u);
     if (p.gates) store_saved<Scalar>(p, at.saved_offset(p, p.H) + unit, computed.gates);

@@ -1,4 +1,7 @@
-"""Greedy and beam search, for every model that reads a source and writes a target token by token.
+"""Greedy and beam search and sampling, for every model that writes a text token by token.
+
+An encoder-decoder reads a source and writes a target that begins with a token of its own. A
+language model goes on from its source, the prompt.
 
 In the shapes below B is the number of sources, S the length of the longest, W the beams for each
 source, N the targets being written, and V the vocabulary.
@@ -7,7 +10,7 @@ source, N the targets being written, and V the vocabulary.
 from __future__ import annotations
 
 import math
-from typing import NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import torch
 import torch.nn.functional as F
@@ -17,10 +20,12 @@ __all__ = [
     "Decoded",
     "HasMode",
     "Model",
+    "PromptState",
     "Reorderable",
     "beam_search",
     "check_evaluating",
     "greedy_search",
+    "sample",
 ]
 
 
@@ -37,6 +42,14 @@ class Reorderable(Protocol):
 State = TypeVar("State", bound=Reorderable)
 
 
+@runtime_checkable
+class PromptState(Reorderable, Protocol):
+    """The state of a language model that has read a prompt."""
+
+    logits: Tensor  # (B, V), for the token after each prompt
+    max_target_length: int | None  # the most tokens that may follow; None if there is no limit
+
+
 class HasMode(Protocol):
     """Any ``torch.nn.Module``."""
 
@@ -51,7 +64,10 @@ class Model(HasMode, Protocol[State]):
         """The most target tokens that the model can read; None if there is no limit."""
 
     def start(self, source: Tensor, source_mask: Tensor | None = None) -> State:
-        """Read integers (B, S); the bool mask (B, S) is True where a token is real."""
+        """Read integers (B, S); the bool mask (B, S) is True where a token is real.
+
+        A language model returns a :class:`PromptState`.
+        """
 
     def step(self, tokens: Tensor, state: State) -> Tensor:
         """Add n further tokens (N, n) to the state; return the logits (N, n, V) after each.
@@ -66,8 +82,8 @@ class Decoded(NamedTuple):
     Greedy search has no dimension W.
     """
 
-    tokens: Tensor  # integers (B, W, max_length), without ``bos_id``; all places after the
-    # hypothesis hold ``eos_id``
+    tokens: Tensor  # integers (B, W, max_length), without ``bos_id`` or the prompt; all places
+    # after the hypothesis hold ``eos_id``, or −1 if that is None
     lengths: Tensor  # integers (B, W), including the ``eos_id`` if it came within max_length
     scores: Tensor  # (B, W), log P, in beam search divided by the length penalty; best first
 
@@ -78,41 +94,41 @@ def greedy_search(
     source: Tensor,
     source_mask: Tensor | None = None,
     *,
-    bos_id: int,
-    eos_id: int,
+    bos_id: int | None = None,
+    eos_id: int | None = None,
     max_length: int,
 ) -> Decoded:
     """Take the likeliest token at each step, until ``eos_id``.
 
     Args:
         model: in evaluation mode.
-        source: integers (B, S).
+        source: integers (B, S); a language model's prompts.
         source_mask: bool (B, S), True where a token is real.
-        bos_id: the token that begins every target.
-        eos_id: the token that ends it.
+        bos_id: the token that begins every target. None: a target follows its source directly,
+            which only language models can.
+        eos_id: the token that ends it. None: it ends at ``max_length`` alone.
         max_length: the most tokens to return, ``eos_id`` included.
 
     Raises:
-        ValueError: the model is in training mode, or ``max_length`` is below 1 or above the
-            model's, if that has a limit.
+        ValueError: the model is in training mode; ``max_length`` is below 1 or above the model's,
+            if that has a limit; or ``bos_id`` is None and the model is no language model.
     """
-    state = _start(model, source, source_mask, max_length)
-    B = source.shape[0]
-    tokens = source.new_full((B, max_length), eos_id)
+    state, next_log_probs = _start(model, source, source_mask, bos_id, max_length)
+    B, end = source.shape[0], _NONE if eos_id is None else eos_id
+    tokens = source.new_full((B, max_length), end)
     lengths = source.new_zeros(B)
     running = torch.ones(B, dtype=torch.bool, device=source.device)
-    last = source.new_full((B, 1), bos_id)
     log_probs = None
     for place in range(max_length):
-        best = _next_log_probs(model, last, state).max(-1)
+        best = next_log_probs.max(-1)
         values = best.values * running
         log_probs = values if log_probs is None else log_probs + values
         tokens[:, place] = best.indices.where(running, tokens[:, place])
         lengths += running
-        running = running & (best.indices != eos_id)
-        if not running.any():
+        running = running & (best.indices != end)
+        if place + 1 == max_length or not running.any():
             break
-        last = best.indices[:, None]
+        next_log_probs = _next_log_probs(model, best.indices[:, None], state)
     assert log_probs is not None
     return Decoded(tokens, lengths, log_probs)
 
@@ -123,8 +139,8 @@ def beam_search(
     source: Tensor,
     source_mask: Tensor | None = None,
     *,
-    bos_id: int,
-    eos_id: int,
+    bos_id: int | None = None,
+    eos_id: int | None = None,
     max_length: int,
     beam_width: int = 4,
     length_penalty: float = 0.6,
@@ -138,9 +154,10 @@ def beam_search(
     beside the beams, so the best hypothesis is, up to rounding, never worse than greedy search's;
     the state therefore holds W + 1 targets of each source. With W = 1 this is greedy search.
 
-    Hypotheses are ranked by log P(Y | X) / lp(Y), lp(Y) = ((5 + |Y|) / 6)^α (Wu et al., "Google's
-    Neural Machine Translation System", 2016, eq. 14 without its coverage penalty), |Y| being the
-    length with ``eos_id``. If fewer than W are found, the others have length 0 and score −inf.
+    Hypotheses are ranked by ``log P(Y | X) / lp(Y)``, ``lp(Y) = ((5 + |Y|) / 6)^α`` (Wu et al.,
+    "Google's Neural Machine Translation System", 2016, eq. 14 without its coverage penalty);
+    ``|Y|`` is the length with ``eos_id``. If fewer than W are found, the others have length 0 and
+    score −inf.
 
     Args:
         model, source, source_mask, bos_id, eos_id, max_length: as in :func:`greedy_search`.
@@ -166,11 +183,11 @@ def beam_search(
         scores = scores / penalty(lengths.to(scores.dtype))
         return Decoded(tokens.long()[:, None], lengths.long()[:, None], scores[:, None])
 
-    state = _start(model, source, source_mask, max_length)
     B, W, device = source.shape[0], beam_width, source.device
     batch = torch.arange(B, device=device)[:, None]
     rows = W + 1  # the state holds these for each source: its beams, then its greedy target
-    last = source.new_full((B * rows, 1), bos_id)
+    state, next_log_probs = _start(model, source, source_mask, bos_id, max_length, rows)
+    end = _NONE if eos_id is None else eos_id
     beams = source.new_empty((B, W, 0))
     # The W beams are all alike at the beginning, so only the first may be extended.
     first = torch.arange(W, device=device).expand(B, W) == 0
@@ -179,34 +196,34 @@ def beam_search(
     greedy_log_prob = torch.zeros(B, 1, device=device)
     greedy_runs = torch.ones(B, 1, dtype=torch.bool, device=device)
     found = Decoded(
-        source.new_full((B, W, max_length), eos_id),
+        source.new_full((B, W, max_length), end),
         source.new_zeros((B, W)),
         torch.full((B, W), -math.inf, device=device),
     )
     searching = torch.ones(B, 1, dtype=torch.bool, device=device)
     for length in range(1, max_length + 1):
-        next_log_probs = _next_log_probs(model, last, state).unflatten(0, (B, rows))
+        next_log_probs = next_log_probs.unflatten(0, (B, rows))
         extended = log_probs[..., None] + next_log_probs[:, :W]
         V = extended.shape[-1]
         # At most W of the 2 W best end, one for each beam, so at least W do not.
         totals, places = extended.flatten(1).topk(2 * W)
         origins, words = places // V, places % V
         candidates = torch.cat((beams[batch, origins], words[..., None]), dim=-1)
-        ends = words == eos_id
+        ends = words == end
         new = ends & searching & (torch.arange(2 * W, device=device) < W)
-        found = _merge(found, candidates, totals / penalty(length), new, eos_id)
+        found = _merge(found, candidates, totals / penalty(length), new, end)
         log_probs, kept = totals.masked_fill(ends, -math.inf).topk(W)
         beams = candidates[batch, kept]
 
         greedy_word = next_log_probs[:, W:].max(-1)
         greedy = torch.cat((greedy, greedy_word.indices[..., None]), dim=-1)
         greedy_log_prob = greedy_log_prob + greedy_word.values
-        greedy_ends = greedy_runs & (greedy_word.indices == eos_id)
+        greedy_ends = greedy_runs & (greedy_word.indices == end)
         if length == max_length:
-            found = _merge(found, beams, log_probs / penalty(length), searching, eos_id)
+            found = _merge(found, beams, log_probs / penalty(length), searching, end)
             greedy_ends = greedy_runs
         new = greedy_ends & searching & ~_contains(found, greedy)
-        found = _merge(found, greedy, greedy_log_prob / penalty(length), new, eos_id)
+        found = _merge(found, greedy, greedy_log_prob / penalty(length), new, end)
         greedy_runs = greedy_runs & ~greedy_ends
         if length == max_length:
             break
@@ -221,7 +238,11 @@ def beam_search(
         last = torch.cat((words.gather(1, kept), greedy_word.indices), 1).view(B * rows, 1)
         from_rows = torch.cat((origins.gather(1, kept), torch.full_like(batch, W)), 1)
         state.reorder((batch * rows + from_rows).flatten())
+        next_log_probs = _next_log_probs(model, last, state)
     return found
+
+
+_NONE = -1  # in the place of an ``eos_id`` that is None; no token equals it
 
 
 def _merge(
@@ -247,14 +268,38 @@ def _contains(found: Decoded, sequence: Tensor) -> Tensor:
 
 
 def _start(
-    model: Model[State], source: Tensor, source_mask: Tensor | None, max_length: int
-) -> State:
+    model: Model[State],
+    source: Tensor,
+    source_mask: Tensor | None,
+    bos_id: int | None,
+    max_length: int,
+    rows: int = 1,
+) -> tuple[State, Tensor]:
+    """The state for ``rows`` targets of each source, and log P (B · rows, V) of their first tokens.
+
+    The targets of one source are adjacent.
+    """
     check_evaluating(model)
-    limit = model.max_target_length
+    _check_max_length(max_length, model.max_target_length, "the model's ")
+    state = model.start(source, source_mask)
+    logits = None
+    if isinstance(state, PromptState):
+        _check_max_length(max_length, state.max_target_length, "what the prompt leaves, ")
+        logits = state.logits
+    if bos_id is not None:
+        first = source.new_full((len(source) * rows, 1), bos_id)
+        return state, _next_log_probs(model, first, state)
+    if logits is None:
+        raise ValueError("bos_id: expected a token, as the model is no language model; got None")
+    if rows > 1:
+        state.reorder(torch.arange(len(source), device=source.device).repeat_interleave(rows))
+    return state, _log_softmax(logits).repeat_interleave(rows, 0)
+
+
+def _check_max_length(max_length: int, limit: int | None, whose: str) -> None:
     if max_length < 1 or (limit is not None and max_length > limit):
-        wanted = "at least 1" if limit is None else f"from 1 to the model's {limit}"
+        wanted = "at least 1" if limit is None else f"from 1 to {whose}{limit}"
         raise ValueError(f"max_length: expected {wanted}; got {max_length}")
-    return model.start(source, source_mask)
 
 
 def check_evaluating(model: HasMode) -> None:
@@ -265,5 +310,72 @@ def check_evaluating(model: HasMode) -> None:
 
 def _next_log_probs(model: Model[State], last: Tensor, state: State) -> Tensor:
     """log P (N, V) of the token after the newest ones (N, 1), in float32 or wider."""
-    logits = model.step(last, state)[:, -1]
+    return _log_softmax(model.step(last, state)[:, -1])
+
+
+def _log_softmax(logits: Tensor) -> Tensor:
     return logits.log_softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32))
+
+
+@torch.no_grad()
+def sample(
+    model: Model[State],
+    prompt: Tensor,
+    new_tokens: int,
+    *,
+    prompt_mask: Tensor | None = None,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    eos_id: int | None = None,
+    generator: torch.Generator | None = None,
+) -> Tensor:
+    """Continue texts by drawing from a language model's predictions.
+
+    Args:
+        model: in evaluation mode.
+        prompt: integers (B, L), at least one token in each row.
+        new_tokens: how many to append; 0 returns the prompt.
+        prompt_mask: bool (B, L), True where a token is real; padding comes after a row's tokens.
+        temperature: the logits are divided by it; below 1 likely tokens become likelier.
+        top_k: draw among the k likeliest tokens only.
+        eos_id: a text ends with this token; all places after it hold it too.
+        generator: the random generator. Default: torch's own.
+
+    Returns:
+        Integers (B, L + new_tokens): the prompt with its padding, then the new tokens.
+
+    Raises:
+        ValueError: the model is in training mode, or no language model; the prompt is empty, or the
+            mask is not as above; ``new_tokens`` is below 0 or more than the model can append,
+            ``temperature`` not above 0 or ``top_k`` below 1.
+    """
+    check_evaluating(model)
+    if new_tokens < 0:
+        raise ValueError(f"new_tokens: expected at least 0; got {new_tokens}")
+    if not temperature > 0:
+        raise ValueError(f"temperature: expected a number above 0; got {temperature}")
+    if top_k is not None and top_k < 1:
+        raise ValueError(f"top_k: expected at least 1; got {top_k}")
+    state = model.start(prompt, prompt_mask)
+    if not isinstance(state, PromptState):
+        raise ValueError(f"model: expected a language model; got {type(model).__name__}")
+    limit = state.max_target_length
+    if limit is not None and new_tokens > limit:
+        raise ValueError(f"new_tokens: expected at most {limit} after the prompt; got {new_tokens}")
+    text, logits = prompt, state.logits
+    running = torch.ones(len(prompt), 1, dtype=torch.bool, device=prompt.device)
+    for place in range(new_tokens):
+        scaled = logits / temperature
+        if top_k is not None:
+            likeliest = scaled.topk(min(top_k, scaled.shape[-1])).values
+            scaled = scaled.masked_fill(scaled < likeliest[:, -1:], -math.inf)
+        newest = torch.multinomial(scaled.softmax(-1), 1, generator=generator)
+        if eos_id is not None:
+            newest = newest.masked_fill(~running, eos_id)
+            running = running & (newest != eos_id)
+        text = torch.cat((text, newest), 1)
+        if eos_id is not None and not running.any():
+            return F.pad(text, (0, new_tokens - place - 1), value=eos_id)
+        if place + 1 < new_tokens:
+            logits = model.step(newest, state)[:, -1]
+    return text

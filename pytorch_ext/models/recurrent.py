@@ -10,20 +10,31 @@ Khosravi and Socher, "Tying Word Vectors and Word Classifiers", 2017).
 The recurrent layers are torch's own, which :func:`trifuse.fuse` supports. Only torch is imported
 here.
 
-In the shapes below B is the batch, L the length of a text and V the vocabulary.
+In the shapes below B is the batch, L the length of a text, N the texts being written and V the
+vocabulary.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, NamedTuple, overload
 
 from torch import Tensor, nn
 
+from trifuse.models.transformer import (
+    at_last_token,
+    check_mask,
+    check_prompt,
+    real_lengths,
+    repeated_rows,
+)
+
 __all__ = [
+    "DecodingState",
     "RecurrentLanguageModel",
     "RecurrentLanguageModelConfig",
+    "RecurrentLanguageModelOutput",
     "State",
     "VariationalDropout",
     "detach_state",
@@ -86,6 +97,29 @@ class VariationalDropout(nn.Module):
         return x * self.dropout(x.new_ones(x.shape[0], 1, x.shape[2]))
 
 
+@dataclass
+class DecodingState:
+    """The state that :meth:`RecurrentLanguageModel.step` continues from."""
+
+    layers: State
+    logits: Tensor  # (B, V), for the token after each prompt
+    max_target_length: int | None = None  # no limit for the searches
+
+    def reorder(self, rows: Tensor) -> None:
+        """Keep the texts with these indices, in this order; an index may repeat."""
+        self.layers = _map(self.layers, lambda part: part.index_select(1, rows))
+
+
+class RecurrentLanguageModelOutput(NamedTuple):
+    """The output of :class:`RecurrentLanguageModel` with ``output_hidden_states``."""
+
+    logits: Tensor  # (B, L, V)
+    state: State
+    # The embeddings, then each layer's result, each after dropout. The output projection reads the
+    # last one.
+    hidden_states: tuple[Tensor, ...]
+
+
 class RecurrentLanguageModel(nn.Module):
     """Embedding, recurrent layers and a projection to the vocabulary.
 
@@ -115,37 +149,160 @@ class RecurrentLanguageModel(nn.Module):
         nn.init.uniform_(self.output.weight, -0.1, 0.1)
         nn.init.zeros_(self.output.bias)
 
-    def forward(self, tokens: Tensor, state: State | None = None) -> tuple[Tensor, State]:
+    @property
+    def max_target_length(self) -> int | None:
+        return None  # no limit for the searches
+
+    @overload
+    def forward(
+        self,
+        tokens: Tensor,
+        state: State | None = None,
+        mask: Tensor | None = None,
+        *,
+        output_hidden_states: Literal[False] = False,
+    ) -> tuple[Tensor, State]: ...
+
+    @overload
+    def forward(
+        self,
+        tokens: Tensor,
+        state: State | None = None,
+        mask: Tensor | None = None,
+        *,
+        output_hidden_states: bool,
+    ) -> tuple[Tensor, State] | RecurrentLanguageModelOutput: ...
+
+    def forward(
+        self,
+        tokens: Tensor,
+        state: State | None = None,
+        mask: Tensor | None = None,
+        *,
+        output_hidden_states: bool = False,
+    ) -> tuple[Tensor, State] | RecurrentLanguageModelOutput:
         """Logits for the token that follows each position, and the state after the last one.
 
-        Padding at the end does not change the logits of real positions, but the state is that after
-        the padding. In training each call draws new dropout masks.
+        Padding at the end does not change the logits of real positions, but without a mask the
+        state is that after the padding. In training each call draws new dropout masks.
 
         Args:
             tokens: integers (B, L).
             state: from the call that read the text before, to go on from there; None at a text's
                 begin. See :func:`detach_state`.
+            mask: bool (B, L), True where a token is real; padding comes after a row's tokens. The
+                state is then that after each row's last real token.
+            output_hidden_states: return a :class:`RecurrentLanguageModelOutput`.
 
         Returns:
             (B, L, V), and the state.
 
         Raises:
-            ValueError: ``state`` has another number of layers.
+            ValueError: ``state`` has another number of layers, or the mask is not as above.
         """
         if state is not None and len(state) != len(self.layers):
             raise ValueError(f"state: expected {len(self.layers)} layers; got {len(state)}")
-        x = self.dropout(self.embedding(tokens))
+        lengths = None if mask is None else real_lengths("mask", mask, tokens)
+        hidden, new = self._recur(tokens, state, lengths)
+        logits = self.output(hidden[-1])
+        if output_hidden_states:
+            return RecurrentLanguageModelOutput(logits, new, tuple(hidden))
+        return logits, new
+
+    def features(self, tokens: Tensor, mask: Tensor | None = None) -> Tensor:
+        """(B, L, output_size), which the output projection reads.
+
+        Args:
+            tokens: integers (B, L).
+            mask: bool (B, L), True where a token is real. Padding at the end does not change real
+                positions, so the mask is checked and not used.
+
+        Raises:
+            ValueError: the mask isn't boolean or hasn't the tokens' shape.
+        """
+        check_mask("mask", mask, tokens)
+        return self._recur(tokens)[0][-1]
+
+    def _recur(
+        self, tokens: Tensor, state: State | None = None, lengths: Tensor | None = None
+    ) -> tuple[list[Tensor], State]:
+        """The hidden states, and the layers' states after the last of all or ``lengths`` tokens."""
+        hidden = [self.dropout(self.embedding(tokens))]
         new: State = []
         for number, layer in enumerate(self.layers):
-            x, last = layer(x, None if state is None else state[number])
+            begin = None if state is None else state[number]
+            x, last = run_layer(layer, hidden[-1], begin, lengths)
             new.append(last)
-            x = self.dropout(x)
-        return self.output(x), new
+            hidden.append(self.dropout(x))
+        return hidden, new
+
+    def start(self, prompt: Tensor, prompt_mask: Tensor | None = None) -> DecodingState:
+        """Read texts that :meth:`step` goes on from.
+
+        Args:
+            prompt: integers (B, L), at least one in each row.
+            prompt_mask: bool (B, L), True where a token is real; padding comes after a row's
+                tokens.
+
+        Raises:
+            ValueError: there are no positions, or the mask is not as above.
+        """
+        check_prompt(prompt)
+        lengths = None if prompt_mask is None else real_lengths("prompt_mask", prompt_mask, prompt)
+        if lengths is not None and (lengths == prompt.shape[1]).all():
+            lengths = None  # no padding, so no need to pay for packing
+        hidden, state = self._recur(prompt, None, lengths)
+        last = hidden[-1][:, -1] if lengths is None else at_last_token(hidden[-1], lengths)
+        return DecodingState(state, self.output(last))
+
+    def step(self, tokens: Tensor, state: DecodingState) -> Tensor:
+        """Logits (N, n, V) after each of n further tokens.
+
+        Args:
+            tokens: integers (N, n). N is a multiple of the number of texts in ``state``; the rows
+                that continue one text are adjacent.
+            state: from :meth:`start`; it is updated to continue after the tokens.
+
+        Raises:
+            ValueError: N is not such a multiple.
+        """
+        first = state.layers[0]
+        rows = (first[0] if isinstance(first, tuple) else first).shape[1]
+        if len(tokens) != rows:
+            state.reorder(repeated_rows(rows, len(tokens), tokens.device))
+        hidden, state.layers = self._recur(tokens, state.layers)
+        return self.output(hidden[-1])
+
+
+def run_layer(
+    layer: nn.Module, x: Tensor, state: Any = None, lengths: Tensor | None = None
+) -> tuple[Tensor, Any]:
+    """A recurrent layer's outputs, and its state after each row's last step.
+
+    Args:
+        layer: one of torch's, with ``batch_first``.
+        x: (B, L, D).
+        state: before the first step. Default: zeros.
+        lengths: integers (B,), the steps of each row; the outputs after them are 0. A backward
+            recurrence begins at a row's own last step. Default: L.
+    """
+    if lengths is None:
+        return layer(x, state)
+    packed = nn.utils.rnn.pack_padded_sequence(
+        x, lengths.cpu(), batch_first=True, enforce_sorted=False
+    )
+    packed, last = layer(packed, state)
+    x, _ = nn.utils.rnn.pad_packed_sequence(packed, batch_first=True, total_length=x.shape[1])
+    return x, last
 
 
 def detach_state(state: State) -> State:
     """Cut the graph behind a state: backpropagation through time then ends at this point."""
+    return _map(state, Tensor.detach)
+
+
+def _map(state: State, function: Callable[[Tensor], Tensor]) -> State:
     return [
-        tuple(part.detach() for part in layer) if isinstance(layer, tuple) else layer.detach()
+        tuple(function(part) for part in layer) if isinstance(layer, tuple) else function(layer)
         for layer in state
     ]

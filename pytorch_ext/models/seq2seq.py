@@ -28,7 +28,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trifuse.models.transformer import SoftmaxAttention, check_mask
+from trifuse.models.recurrent import run_layer
+from trifuse.models.transformer import SoftmaxAttention, real_lengths
 
 __all__ = [
     "AdditiveAttention",
@@ -413,7 +414,7 @@ class Seq2Seq(nn.Module):
     The logits are a projection of LUONG's attentional vector, tanh(W [context; state]) (eq. 5); in
     Bahdanau's order of a :class:`MaxoutReadout`; without attention of the decoder's state.
     BAHDANAU's gated units apply the reset gate before the recurrent product; torch's GRU, which is
-    the cell here, applies it after.
+    the cell here, applies it after. ``trifuse.nn.GRU`` has both forms.
 
     Embeddings start normal with variance 1 / embedding_dim and are multiplied by √embedding_dim at
     the input, so that inputs start with variance 1 whether or not the output is tied to them.
@@ -512,7 +513,7 @@ class Seq2Seq(nn.Module):
         _check_length("source", source)
         lengths = None
         if source_mask is not None:
-            lengths = _lengths(source, source_mask)
+            lengths = real_lengths("source_mask", source_mask, source)
             if (lengths == source.shape[1]).all():  # no padding, so no need to pay for packing
                 lengths = source_mask = None
         memory, hidden = self._encode(source, lengths)
@@ -543,17 +544,7 @@ class Seq2Seq(nn.Module):
     def _encode(self, source: Tensor, lengths: Tensor | None) -> tuple[Tensor, tuple[Tensor, ...]]:
         """The memory (B, S, H), 0 where it is padded, and the decoder's initial hidden state."""
         x = self._embed(self.source_embedding, source)
-        if lengths is None:
-            memory, final = self.encoder(x)
-        else:
-            # The forward recurrence ends, and the backward begins, at each row's own last token.
-            packed = nn.utils.rnn.pack_padded_sequence(
-                x, lengths.cpu(), batch_first=True, enforce_sorted=False
-            )
-            packed, final = self.encoder(packed)
-            memory, _ = nn.utils.rnn.pad_packed_sequence(
-                packed, batch_first=True, total_length=source.shape[1]
-            )
+        memory, final = run_layer(self.encoder, x, None, lengths)
         hidden = final if isinstance(final, tuple) else (final,)
         return memory, hidden if self.bridge is None else self.bridge(hidden)
 
@@ -635,20 +626,3 @@ def _check_length(name: str, tokens: Tensor) -> None:
             f"{name}: expected integers (batch, length), at least one in each row; "
             f"got shape {tuple(tokens.shape)}"
         )
-
-
-def _lengths(source: Tensor, mask: Tensor) -> Tensor:
-    """Number of real tokens in each row, (B,)."""
-    check_mask("source_mask", mask, source)
-    lengths = mask.sum(1)
-    for wanted, wrong in (
-        ("at least one real token in each row", lengths == 0),
-        (
-            "each row's real tokens before its padding",
-            mask[:, 1:].logical_and(~mask[:, :-1]).any(1),
-        ),
-    ):
-        if wrong.any():
-            row = int(wrong.nonzero()[0])
-            raise ValueError(f"source_mask: expected {wanted}; not so in row {row}")
-    return lengths

@@ -3,7 +3,9 @@
 Vaswani, Shazeer, Parmar, Uszkoreit, Jones, Gomez, Kaiser and Polosukhin, "Attention Is All You
 Need" (2017); its sections are cited as VASWANI. :class:`Transformer` is that paper's encoder and
 decoder, :class:`LanguageModel` a decoder alone, as in GPT-2 (Radford, Wu, Child, Luan, Amodei and
-Sutskever, "Language Models are Unsupervised Multitask Learners", 2019).
+Sutskever, "Language Models are Unsupervised Multitask Learners", 2019) and, with the norms after
+the sublayers, in GPT (Radford, Narasimhan, Salimans and Sutskever, "Improving Language
+Understanding by Generative Pre-Training", 2018).
 
 The layers are torch's own, which :func:`trifuse.fuse` supports. They have no key/value cache, so
 decoding calls their parts step by step. Between the projections it uses two modules without
@@ -20,13 +22,19 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, overload
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trifuse.models.decoding import Decoded, beam_search, check_evaluating, greedy_search
+from trifuse.models.decoding import (
+    Decoded,
+    beam_search,
+    check_evaluating,
+    greedy_search,
+    sample,
+)
 
 __all__ = [
     "AddNorm",
@@ -36,6 +44,8 @@ __all__ = [
     "KeyValueCache",
     "LanguageModel",
     "LanguageModelConfig",
+    "LanguageModelOutput",
+    "PromptCache",
     "SinusoidalPositions",
     "SoftmaxAttention",
     "Transformer",
@@ -85,6 +95,9 @@ class TransformerConfig:
 class LanguageModelConfig:
     """The sizes and rates of a :class:`LanguageModel`; the defaults are GPT-2's smallest.
 
+    ``norm_first`` is torch's name: normalise before each sublayer and after the last layer, as in
+    GPT-2, or after each sublayer alone, as in GPT.
+
     Raises:
         ValueError: ``d_model`` is not a multiple of ``nhead``, or ``nhead`` below 1.
     """
@@ -99,6 +112,7 @@ class LanguageModelConfig:
     layer_norm_eps: float = 1e-5
     max_length: int = 1024
     initializer_range: float = 0.02
+    norm_first: bool = True
 
     def __post_init__(self) -> None:
         _check_heads(self.d_model, self.nhead)
@@ -330,12 +344,7 @@ class Transformer(nn.Module):
         for index, layer in enumerate(self.decoder.layers):
             sublayers += self._sublayers(layer, index, state)
             norms += [layer.norm1, layer.norm2, layer.norm3]
-        if not self.config.norm_first:
-            for sublayer, norm in zip(sublayers, norms, strict=True):
-                x, _ = self.add_norm(sublayer(x), x, norm)
-            return self.output(x)
-        assert self.decoder.norm is not None
-        return self.output(_norm_first(self.add_norm, x, sublayers, [*norms, self.decoder.norm]))
+        return self.output(_run_sublayers(self.add_norm, x, sublayers, norms, self.decoder.norm))
 
     def _sublayers(
         self, layer: nn.TransformerDecoderLayer, index: int, state: DecodingState
@@ -360,13 +369,23 @@ class Transformer(nn.Module):
         return self.positions(embedded, start)
 
 
-class LanguageModel(nn.Module):
-    """A causal, pre-norm Transformer over one text, with learnt positions and a final norm.
+class LanguageModelOutput(NamedTuple):
+    """The output of :class:`LanguageModel` with ``output_hidden_states``."""
 
-    The output projection is the embedding. Weights start normal with standard deviation
-    ``initializer_range``. The 2 · num_layers weights whose output is added to the residual stream
-    are scaled by 1 / √(2 · num_layers), so that the sum of all additions starts as large as one
-    unscaled addition (GPT-2, 2.3). Biases start at 0.
+    logits: Tensor  # (B, L, V)
+    # The embeddings, then each layer's result, (B, L, d_model) each. The last one is after the
+    # final norm, if there is one: the output projection reads it.
+    hidden_states: tuple[Tensor, ...]
+
+
+class LanguageModel(nn.Module):
+    """A causal Transformer over one text, with learnt positions.
+
+    With ``norm_first`` a norm follows the last layer. The output projection is the embedding.
+    Weights start normal with standard deviation ``initializer_range``. With ``norm_first`` the
+    2 · num_layers weights whose output is added to the residual stream are scaled by
+    1 / √(2 · num_layers), so that the sum of all additions starts as large as one unscaled addition
+    (GPT-2, 2.3). Biases start at 0.
 
     Args:
         config: the sizes.
@@ -386,12 +405,13 @@ class LanguageModel(nn.Module):
             config.activation,
             config.layer_norm_eps,
             batch_first=True,
-            norm_first=True,
+            norm_first=config.norm_first,
         )
+        norm = nn.LayerNorm(config.d_model, eps=config.layer_norm_eps)
         self.decoder = nn.TransformerEncoder(
             layer,
             config.num_layers,
-            nn.LayerNorm(config.d_model, eps=config.layer_norm_eps),
+            norm if config.norm_first else None,
             enable_nested_tensor=False,
         )
         self.output = nn.Linear(config.d_model, config.vocab_size, bias=False)
@@ -400,46 +420,121 @@ class LanguageModel(nn.Module):
         self.add_norm = AddNorm()
         self._initialise()
 
+    @property
+    def max_target_length(self) -> int:
+        return self.config.max_length
+
     @torch.no_grad()
     def _initialise(self) -> None:
         std = self.config.initializer_range
+        added = std / math.sqrt(2 * self.config.num_layers) if self.config.norm_first else std
         for name, parameter in self.named_parameters():
             if name.endswith(("out_proj.weight", "linear2.weight")):
-                parameter.normal_(0.0, std / math.sqrt(2 * self.config.num_layers))
+                parameter.normal_(0.0, added)
             elif parameter.dim() == 2:
                 parameter.normal_(0.0, std)
             elif name.endswith("bias"):
                 parameter.zero_()
 
-    def forward(self, tokens: Tensor, mask: Tensor | None = None) -> Tensor:
+    @overload
+    def forward(
+        self,
+        tokens: Tensor,
+        mask: Tensor | None = None,
+        *,
+        output_hidden_states: Literal[False] = False,
+    ) -> Tensor: ...
+
+    @overload
+    def forward(
+        self, tokens: Tensor, mask: Tensor | None = None, *, output_hidden_states: bool
+    ) -> Tensor | LanguageModelOutput: ...
+
+    def forward(
+        self, tokens: Tensor, mask: Tensor | None = None, *, output_hidden_states: bool = False
+    ) -> Tensor | LanguageModelOutput:
         """Logits (B, L, V) for the token that follows each position.
 
         Args:
             tokens: integers (B, L).
             mask: bool (B, L), True where a token is real. Even without it, padding at the end does
                 not change real positions.
+            output_hidden_states: return a :class:`LanguageModelOutput`.
 
         Raises:
             ValueError: more positions than ``config.max_length``, or a mask that isn't boolean or
                 hasn't the tokens' shape.
         """
         check_mask("mask", mask, tokens)
-        decoded = self.decoder(
+        if not output_hidden_states:
+            return self.output(self._decode(tokens, mask))
+        states = self._hidden_states(tokens, mask)
+        return LanguageModelOutput(self.output(states[-1]), states)
+
+    def features(self, tokens: Tensor, mask: Tensor | None = None) -> Tensor:
+        """(B, L, d_model), which the output projection reads.
+
+        Arguments and errors as in :meth:`forward`.
+        """
+        check_mask("mask", mask, tokens)
+        return self._decode(tokens, mask)
+
+    def _decode(self, tokens: Tensor, mask: Tensor | None) -> Tensor:
+        return self.decoder(
             self.dropout(self._embed(tokens)),
             mask=_future(tokens.shape[1], tokens.device),
             is_causal=True,
             src_key_padding_mask=_padding(mask),
         )
-        return self.output(decoded)
 
-    def step(self, tokens: Tensor, past: KeyValueCache) -> Tensor:
-        """Logits (B, n, V) after each of n further tokens (B, n), without dropout.
+    def _hidden_states(self, tokens: Tensor, mask: Tensor | None) -> tuple[Tensor, ...]:
+        future, padding = _future(tokens.shape[1], tokens.device), _padding(mask)
+        states = [self.dropout(self._embed(tokens))]
+        states += layer_by_layer(self.decoder, states[0], future, padding)
+        return tuple(states)
 
-        The tokens' keys and values are appended to ``past``, an empty cache at the beginning.
+    def start(self, prompt: Tensor, prompt_mask: Tensor | None = None) -> PromptCache:
+        """Read texts that :meth:`step` goes on from, without dropout.
+
+        Args:
+            prompt: integers (B, L), at least one in each row.
+            prompt_mask: bool (B, L), True where a token is real. Padding comes after a row's
+                tokens; those that :meth:`step` adds follow the last real one, as if the row had no
+                padding.
 
         Raises:
-            ValueError: the cached and the new tokens exceed ``config.max_length``.
+            ValueError: more positions than ``config.max_length``, no positions, or the mask is not
+                as above.
         """
+        check_prompt(prompt)
+        lengths = None if prompt_mask is None else real_lengths("prompt_mask", prompt_mask, prompt)
+        cache = PromptCache(self.config.max_length)
+        features = self._step(prompt, cache)
+        if lengths is None or (lengths == prompt.shape[1]).all():
+            last = features[:, -1]
+        else:
+            last = at_last_token(features, lengths)
+            cache.leave_out(lengths)
+        cache.logits = self.output(last)
+        return cache
+
+    def step(self, tokens: Tensor, past: KeyValueCache) -> Tensor:
+        """Logits (N, n, V) after each of n further tokens, without dropout.
+
+        Args:
+            tokens: integers (N, n). N is a multiple of the number of texts in ``past``; the rows
+                that continue one text are adjacent.
+            past: an empty cache at the beginning, or that of :meth:`start`; the tokens' keys and
+                values are appended to it.
+
+        Raises:
+            ValueError: the cached and the new tokens exceed ``config.max_length``, or N is not such
+                a multiple.
+        """
+        return self.output(self._step(tokens, past))
+
+    def _step(self, tokens: Tensor, past: KeyValueCache) -> Tensor:
+        past.expand(len(tokens))
         sublayers: list[Sublayer] = []
         norms = []
         for index, layer in enumerate(self.decoder.layers):
@@ -450,15 +545,32 @@ class LanguageModel(nn.Module):
                 functools.partial(_feed_forward, layer),
             ]
             norms += [layer.norm1, layer.norm2]
-        assert self.decoder.norm is not None
-        x = self._embed(tokens, past.length)
-        return self.output(_norm_first(self.add_norm, x, sublayers, [*norms, self.decoder.norm]))
+        x = self._embed(tokens, past.length, past.padding)
+        return _run_sublayers(self.add_norm, x, sublayers, norms, self.decoder.norm)
 
-    def _embed(self, tokens: Tensor, start: int = 0) -> Tensor:
+    def _embed(self, tokens: Tensor, start: int = 0, padding: Padding | None = None) -> Tensor:
+        """The tokens' embeddings with those of the positions from ``start`` on, less padding."""
         stop = start + tokens.shape[1]
-        _check_length("tokens", stop, self.config.max_length)
+        _check_length(
+            "tokens", stop - (0 if padding is None else padding.least), self.config.max_length
+        )
         positions = torch.arange(start, stop, device=tokens.device)
+        if padding is not None:
+            positions = positions - padding.counts[:, None]
         return self.embedding(tokens) + self.positions(positions)
+
+
+def layer_by_layer(
+    stack: nn.TransformerEncoder, x: Tensor, mask: Tensor | None, padding: Any
+) -> list[Tensor]:
+    """Every layer's result for a causal mask, the last one after the stack's norm if it has one."""
+    states = []
+    for layer in stack.layers:
+        x = layer(x, mask, padding, is_causal=True)
+        states.append(x)
+    if stack.norm is not None:
+        states[-1] = stack.norm(states[-1])
+    return states
 
 
 def check_mask(name: str, mask: Tensor | None, tokens: Tensor) -> None:
@@ -468,6 +580,42 @@ def check_mask(name: str, mask: Tensor | None, tokens: Tensor) -> None:
             f"{name}: expected torch.bool of shape {tuple(tokens.shape)}, as its tokens; "
             f"got {mask.dtype} of shape {tuple(mask.shape)}"
         )
+
+
+def real_lengths(name: str, mask: Tensor, tokens: Tensor) -> Tensor:
+    """The number of real tokens in each row, (B,).
+
+    Raises:
+        ValueError: the mask isn't boolean or hasn't its tokens' shape; a row has no real token, or
+            one after padding. While compiling, which cannot read the mask, the rows are not
+            checked.
+    """
+    check_mask(name, mask, tokens)
+    lengths = mask.sum(1)
+    if torch.compiler.is_compiling():
+        return lengths
+    for wanted, wrong in (
+        ("at least one real token in each row", lengths == 0),
+        (
+            "each row's real tokens before its padding",
+            mask[:, 1:].logical_and(~mask[:, :-1]).any(1),
+        ),
+    ):
+        if wrong.any():
+            row = int(wrong.nonzero()[0])
+            raise ValueError(f"{name}: expected {wanted}; not so in row {row}")
+    return lengths
+
+
+def at_last_token(features: Tensor, lengths: Tensor) -> Tensor:
+    """The features (B, D) of the last real token of each row of (B, L, D)."""
+    return features[torch.arange(len(features), device=features.device), lengths - 1]
+
+
+def check_prompt(prompt: Tensor) -> None:
+    """Raise a ValueError unless a prompt is (B, L) with L at least 1."""
+    if prompt.dim() != 2 or prompt.shape[1] == 0:
+        raise ValueError(f"prompt: expected (B, L) with L at least 1; got {tuple(prompt.shape)}")
 
 
 def _padding(mask: Tensor | None) -> Tensor | None:
@@ -534,11 +682,16 @@ def log_likelihood(logits: Tensor, tokens: Tensor, mask: Tensor | None = None) -
     Args:
         logits: (B, L, V), a language model's for ``tokens``.
         tokens: integers (B, L).
-        mask: bool (B, L), True where a token is real.
+        mask: bool (B, L), True where a token is real. A token counts if the one before it is real
+            too.
+
+    Raises:
+        ValueError: the mask isn't boolean or hasn't the tokens' shape.
     """
+    check_mask("mask", mask, tokens)
     log_probs = -F.cross_entropy(logits[:, :-1].mT, tokens[:, 1:], reduction="none")
     if mask is not None:
-        log_probs = log_probs.where(mask[:, 1:], 0)
+        log_probs = log_probs.where(mask[:, 1:] & mask[:, :-1], 0)
     return log_probs.sum(1)
 
 
@@ -563,11 +716,20 @@ def warmup_inverse_sqrt(warmup_steps: int) -> Callable[[int], float]:
 # Decoding with a cache --------------------------------------------------------------------------
 
 
+class Padding(NamedTuple):
+    """The padding among the first S cached tokens."""
+
+    mask: Tensor  # bool (N, S), True where a token is real
+    counts: Tensor  # integers (N,), the padded tokens of each row
+    least: int  # of these counts
+
+
 class KeyValueCache:
     """The keys and values of the tokens decoded so far, (N, H, length, E) for each layer."""
 
     def __init__(self) -> None:
         self._layers: list[tuple[Tensor, Tensor]] = []
+        self.padding: Padding | None = None
 
     @property
     def length(self) -> int:
@@ -589,6 +751,63 @@ class KeyValueCache:
         self._layers = [
             (key.index_select(0, rows), value.index_select(0, rows)) for key, value in self._layers
         ]
+        if self.padding is not None:
+            mask, counts, least = self.padding
+            self.padding = Padding(mask.index_select(0, rows), counts.index_select(0, rows), least)
+
+    def expand(self, rows: int) -> None:
+        """Repeat each row, so that there are ``rows``, unless the cache is empty.
+
+        Raises:
+            ValueError: ``rows`` is not a multiple of the present number.
+        """
+        if not self._layers:
+            return
+        key, _ = self._layers[0]
+        if rows != len(key):
+            self.reorder(repeated_rows(len(key), rows, key.device))
+
+    def leave_out(self, lengths: Tensor) -> None:
+        """Mark what is cached after the first ``lengths`` (N,) tokens of each row as padding."""
+        mask = torch.arange(self.length, device=lengths.device) < lengths[:, None]
+        self.padding = Padding(mask, self.length - lengths, self.length - int(lengths.max()))
+
+    def keys_taking_part(self, total: int) -> Tensor | None:
+        """Which of ``total`` keys are real, bool (N, total); None if all are."""
+        if self.padding is None:
+            return None
+        return F.pad(self.padding.mask, (0, total - self.padding.mask.shape[1]), value=True)
+
+
+def repeated_rows(rows: int, wanted: int, device: torch.device) -> Tensor:
+    """The indices (wanted,) that repeat each of ``rows`` rows equally often.
+
+    Raises:
+        ValueError: ``wanted`` is not a multiple of ``rows``.
+    """
+    if rows == 0 or wanted % rows:
+        raise ValueError(f"tokens: expected {rows} rows or a multiple; got {wanted}")
+    return torch.arange(rows, device=device).repeat_interleave(wanted // rows)
+
+
+class PromptCache(KeyValueCache):
+    """The cache that :meth:`LanguageModel.start` returns.
+
+    Attributes:
+        logits: (B, V), for the token after each prompt.
+    """
+
+    logits: Tensor
+
+    def __init__(self, max_length: int) -> None:
+        super().__init__()
+        self._max_length = max_length
+
+    @property
+    def max_target_length(self) -> int:
+        """The most tokens that may follow the longest text."""
+        longest = self.length - (0 if self.padding is None else self.padding.least)
+        return self._max_length - longest
 
 
 @dataclass
@@ -607,12 +826,23 @@ class DecodingState:
 Sublayer = Callable[[Tensor], Tensor]
 
 
-def _norm_first(
-    add_norm: nn.Module, x: Tensor, sublayers: Sequence[Sublayer], norms: Sequence[nn.Module]
+def _run_sublayers(
+    add_norm: nn.Module,
+    x: Tensor,
+    sublayers: Sequence[Sublayer],
+    norms: Sequence[nn.Module],
+    last: nn.Module | None,
 ) -> Tensor:
-    """Run pre-norm sublayers, each with its norm before it, and apply the last norm to the sum."""
+    """Run sublayers, each with its norm before it and the last norm at the end.
+
+    Without a last norm, each sublayer's norm comes after it.
+    """
+    if last is None:
+        for sublayer, norm in zip(sublayers, norms, strict=True):
+            x, _ = add_norm(sublayer(x), x, norm)
+        return x
     residual, x = x, norms[0](x)
-    for sublayer, norm in zip(sublayers, norms[1:], strict=True):
+    for sublayer, norm in zip(sublayers, [*norms[1:], last], strict=True):
         x, residual = add_norm(sublayer(x), residual, norm)
     return x
 
@@ -628,10 +858,10 @@ def _attend_to_past(
     query, key, value = _in_project(projections, x, slice(None))
     key, value = past.append(layer, key, value)
     new, total = query.shape[2], key.shape[2]
-    mask = None
+    mask = past.keys_taking_part(total)
     if new > 1:
-        mask = torch.ones(new, total, dtype=torch.bool, device=x.device).tril(total - new)
-        mask = mask[None, None]
+        causal = torch.ones(new, total, dtype=torch.bool, device=x.device).tril(total - new)
+        mask = causal[None, None] if mask is None else causal & mask[:, None, None]
     return projections.out_proj(_merge_heads(attention(query, key, value, mask)))
 
 
@@ -652,53 +882,3 @@ def _feed_forward(
     layer: nn.TransformerEncoderLayer | nn.TransformerDecoderLayer, x: Tensor
 ) -> Tensor:
     return layer.linear2(layer.activation(layer.linear1(x)))
-
-
-@torch.no_grad()
-def sample(
-    model: LanguageModel,
-    prompt: Tensor,
-    new_tokens: int,
-    *,
-    temperature: float = 1.0,
-    top_k: int | None = None,
-    generator: torch.Generator | None = None,
-) -> Tensor:
-    """Continue texts by drawing from the model's predictions.
-
-    Args:
-        model: in evaluation mode.
-        prompt: integers (B, L), at least one token in each row.
-        new_tokens: how many to append; 0 returns the prompt.
-        temperature: the logits are divided by it; below 1 likely tokens become likelier.
-        top_k: draw among the k likeliest tokens only.
-        generator: the random generator. Default: torch's own.
-
-    Returns:
-        Integers (B, L + new_tokens), the prompt included.
-
-    Raises:
-        ValueError: the model is in training mode; the prompt is empty; ``new_tokens`` is below 0,
-            ``temperature`` not above 0 or ``top_k`` below 1; or the text would outgrow
-            ``config.max_length``.
-    """
-    check_evaluating(model)
-    if prompt.dim() != 2 or prompt.shape[1] == 0:
-        raise ValueError(f"prompt: expected (B, L) with L at least 1; got {tuple(prompt.shape)}")
-    if new_tokens < 0:
-        raise ValueError(f"new_tokens: expected at least 0; got {new_tokens}")
-    if not temperature > 0:
-        raise ValueError(f"temperature: expected a number above 0; got {temperature}")
-    if top_k is not None and top_k < 1:
-        raise ValueError(f"top_k: expected at least 1; got {top_k}")
-    _check_length("prompt and new_tokens", prompt.shape[1] + new_tokens, model.config.max_length)
-    past = KeyValueCache()
-    text = newest = prompt
-    for _ in range(new_tokens):
-        logits = model.step(newest, past)[:, -1] / temperature
-        if top_k is not None:
-            likeliest = logits.topk(min(top_k, logits.shape[-1])).values
-            logits = logits.masked_fill(logits < likeliest[:, -1:], -math.inf)
-        newest = torch.multinomial(logits.softmax(-1), 1, generator=generator)
-        text = torch.cat((text, newest), 1)
-    return text

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from trifuse.nn.lstm import RecurrentWithoutCells
 from trifuse.nn.quantization import Unquantizable
+from trifuse.ops import _checks
 from trifuse.ops import gru as ops
 
 
@@ -17,9 +18,18 @@ class GRU(RecurrentWithoutCells):
     The arguments, the parameters' names and their initialisation are torch's own. Both directions
     of a layer run in one call; weights may be replaced by plain tensors, as weight drop does.
     Dropout between layers uses trifuse's generator on a CPU.
+
+    Args:
+        linear_before_reset: as in :func:`trifuse.gru`; False is the GRU as first published.
+
+    Raises:
+        TypeError: ``linear_before_reset`` is not a bool.
     """
 
     qconfig = Unquantizable(nn.GRU)
+
+    # Also on the class, because fuse changes the class of a torch.nn.GRU and calls no __init__.
+    linear_before_reset = True
 
     def __init__(
         self,
@@ -32,24 +42,68 @@ class GRU(RecurrentWithoutCells):
         bidirectional: bool = False,
         device: Any = None,
         dtype: Any = None,
+        *,
+        linear_before_reset: bool = True,
     ) -> None:
         super().__init__(
             "GRU", input_size, hidden_size, num_layers, bias, batch_first, dropout, bidirectional,
             device=device, dtype=dtype,
         )  # fmt: skip
+        self.linear_before_reset = _checks.flag("linear_before_reset", linear_before_reset)
+
+    def extra_repr(self) -> str:
+        return super().extra_repr() + _repr_of(self)
 
     def _layer(
         self, k: int, x: Tensor, states: list[Tensor | None], lengths: Tensor | None
     ) -> list[Tensor]:
         parameters = self._parameters_of(ops.Parameters, k)
-        return list(ops.layer(x, states[0], parameters, lengths, reverse=self._reverse()))
+        return list(
+            ops.layer(
+                x, states[0], parameters, lengths, reverse=self._reverse(),
+                linear_before_reset=self.linear_before_reset,
+            )
+        )  # fmt: skip
 
 
 class GRUCell(nn.GRUCell):
-    """``torch.nn.GRUCell`` on the fused operator; the constructor is torch's own."""
+    """``torch.nn.GRUCell`` on the fused operator.
+
+    Args:
+        input_size, hidden_size, bias, device, dtype: as in torch.
+        linear_before_reset: as in :func:`trifuse.gru`; False is the GRU as first published.
+
+    Raises:
+        TypeError: ``linear_before_reset`` is not a bool.
+    """
 
     qconfig = Unquantizable(nn.GRUCell)
 
+    linear_before_reset = True  # also on the class, as in GRU
+
+    def __init__(
+        self,
+        input_size: int,
+        hidden_size: int,
+        bias: bool = True,
+        device: Any = None,
+        dtype: Any = None,
+        *,
+        linear_before_reset: bool = True,
+    ) -> None:
+        super().__init__(input_size, hidden_size, bias, device, dtype)
+        self.linear_before_reset = _checks.flag("linear_before_reset", linear_before_reset)
+
+    def extra_repr(self) -> str:
+        return super().extra_repr() + _repr_of(self)
+
     def forward(self, input: Tensor, hx: Tensor | None = None) -> Tensor:
         """One step. Shapes as in torch."""
-        return ops.gru_cell(input, hx, self.weight_ih, self.weight_hh, self.bias_ih, self.bias_hh)
+        return ops.gru_cell(
+            input, hx, self.weight_ih, self.weight_hh, self.bias_ih, self.bias_hh,
+            linear_before_reset=self.linear_before_reset,
+        )  # fmt: skip
+
+
+def _repr_of(module: GRU | GRUCell) -> str:
+    return "" if module.linear_before_reset else ", linear_before_reset=False"

@@ -149,12 +149,12 @@ class LSTM(Recurrent):
     by plain tensors, as weight drop does, at no cost.
 
     Args:
-        input_size, hidden_size, num_layers, bias, batch_first, dropout, bidirectional, proj_size,
-            device, dtype: as in ``torch.nn.LSTM``. Dropout between layers uses trifuse's generator
-            on a CPU.
-        cell_clip, proj_clip, forget_bias, coupled, eps, zoneout_h, zoneout_c, recurrent_dropout,
-            recompute: as in :func:`trifuse.lstm`. With ``coupled`` the weights have three gates:
-            i, g, o.
+        input_size, hidden_size, num_layers, bias, batch_first: as in ``torch.nn.LSTM``.
+        dropout: between layers, as in ``torch.nn.LSTM``; on a CPU it uses trifuse's generator.
+        bidirectional, proj_size, device, dtype: as in ``torch.nn.LSTM``.
+        cell_clip, proj_clip, forget_bias, eps, zoneout_h, zoneout_c: as in :func:`trifuse.lstm`.
+        coupled: as in :func:`trifuse.lstm`. The weights have three gates: i, g, o.
+        recurrent_dropout, recompute: as in :func:`trifuse.lstm`.
         peephole: adds parameters ``weight_peephole_l{k}``, (3, hidden_size), or with ``coupled``
             (2, hidden_size).
         layer_norm: adds ``norm_ih_weight_l{k}``, ``norm_hh_weight_l{k}`` (gates · hidden_size),

@@ -65,8 +65,7 @@ class RNNCell(nn.RNNCell):
 
         Raises:
             ValueError: ``nonlinearity`` is neither "tanh" nor "relu" (``trifuse.ArgumentError``,
-                also a ``RuntimeError``, as in torch).
-            As :func:`trifuse.rnn_cell`.
+                also a ``RuntimeError``, as in torch); or as :func:`trifuse.rnn_cell`.
         """
         return ops.rnn_cell(
             input, hx, self.weight_ih, self.weight_hh, self.bias_ih, self.bias_hh,

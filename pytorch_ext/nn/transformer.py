@@ -416,26 +416,46 @@ class TransformerDecoder(nn.TransformerDecoder):
 class UnpaddedLanguageModel(transformer.LanguageModel):
     """The model; it embeds a padded batch and computes all the rest on its real tokens only.
 
-    It does so if its mask marks padding; the logits at padded positions are then 0.
+    It does so if its mask marks padding; logits and hidden states at padded positions are then 0.
     """
 
     unpad = True
 
-    def forward(self, tokens: Tensor, mask: Tensor | None = None) -> Tensor:
+    def forward(
+        self, tokens: Tensor, mask: Tensor | None = None, *, output_hidden_states: bool = False
+    ) -> Any:
         """As :meth:`trifuse.models.transformer.LanguageModel.forward`."""
-        transformer.check_mask("mask", mask, tokens)
-        packed = None
-        if mask is not None:
-            if why := _why_stack_cannot(self.decoder):
-                packing.warn_padded(self, why)
-            else:
-                packed = packing.pack(self, mask, *_KNOWN)
+        packed = self._pack(tokens, mask)
         if packed is None:
-            return super().forward(tokens, mask)
+            return super().forward(tokens, mask, output_hidden_states=output_hidden_states)
+        if not output_hidden_states:
+            return _unpacked(self.output(self._decode_packed(tokens, packed)), packed, tokens)
+        x = packing.gather(self.dropout(self._embed(tokens)), packed)
+        rows = [x, *transformer.layer_by_layer(self.decoder, x, None, packed)]
+        states = tuple(_unpacked(row, packed, tokens) for row in rows)
+        logits = _unpacked(self.output(rows[-1]), packed, tokens)
+        return transformer.LanguageModelOutput(logits, states)
+
+    def features(self, tokens: Tensor, mask: Tensor | None = None) -> Tensor:
+        """As :meth:`trifuse.models.transformer.LanguageModel.features`."""
+        packed = self._pack(tokens, mask)
+        if packed is None:
+            return super().features(tokens, mask)
+        return _unpacked(self._decode_packed(tokens, packed), packed, tokens)
+
+    def _pack(self, tokens: Tensor, mask: Tensor | None) -> PackedSequences | None:
+        transformer.check_mask("mask", mask, tokens)
+        if mask is None:
+            return None
+        if why := _why_stack_cannot(self.decoder):
+            packing.warn_padded(self, why)
+            return None
+        return packing.pack(self, mask, *_KNOWN)
+
+    def _decode_packed(self, tokens: Tensor, packed: PackedSequences) -> Tensor:
         assert isinstance(self.decoder, TransformerEncoder)
         x = packing.gather(self.dropout(self._embed(tokens)), packed)
-        x = _end(self.decoder._run_packed(x, packed, is_causal=True), self.decoder.norm)
-        return _scatter_logits(self.output(x), packed, tokens)
+        return _end(self.decoder._run_packed(x, packed, is_causal=True), self.decoder.norm)
 
     def why_padded(self) -> Obstacle | str | None:
         """Returns why padding is computed whatever the batch, or None if it is skipped."""
@@ -476,7 +496,7 @@ class UnpaddedTransformer(transformer.Transformer):
         x = packing.gather(self.dropout(self._embed("target", target)), packed.queries)
         decoded = self.decoder._run_packed(x, memory, packed, is_causal=True)
         logits = self.output(_end(decoded, self.decoder.norm))
-        return _scatter_logits(logits, packed.queries, target)
+        return _unpacked(logits, packed.queries, target)
 
     def _why_stacks_cannot(self) -> str | None:
         return _why_stack_cannot(self.encoder) or _why_stack_cannot(self.decoder)
@@ -502,8 +522,9 @@ def _why_padded(stack: nn.Module) -> Obstacle | str | None:
 _APPENDS = "an attention in it appends keys (add_bias_kv, add_zero_attn)"
 
 
-def _scatter_logits(logits: Tensor, packed: PackedSequences, tokens: Tensor) -> Tensor:
-    return packing.scatter(logits, packed, torch.Size((*tokens.shape, logits.shape[-1])))
+def _unpacked(x: Tensor, packed: PackedSequences, tokens: Tensor) -> Tensor:
+    """Puts packed tokens (1, T, D) in their places among (B, L) tokens: (B, L, D)."""
+    return packing.scatter(x, packed, torch.Size((*tokens.shape, x.shape[-1])))
 
 
 class AddNorm(transformer.AddNorm):

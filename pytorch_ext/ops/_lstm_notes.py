@@ -1,4 +1,4 @@
-"""Describes for ``trifuse.explain`` how the CUDA kernels run an LSTM."""
+"""Describes for ``trifuse.explain`` how the CUDA kernels run an LSTM, a GRU or an RNN."""
 
 from __future__ import annotations
 
@@ -16,6 +16,10 @@ _op.library.define(
 _op.library.define(
     "lstm_step_by_step.cuda(Tensor input, Tensor?[] parameters, bool coupled, bool backward) -> str"
 )
+for _name in ("gru", "rnn"):
+    _op.library.define(
+        f"{_name}_step_by_step.cuda(Tensor input, Tensor?[] parameters, bool backward) -> str"
+    )
 
 
 def launch_notes(call: _recurrent.Call) -> tuple[str, ...]:
@@ -40,5 +44,8 @@ def _launch_note(call: _recurrent.Call, backward: bool) -> str:
         if at_once > 1:
             return f"{at_once} of {layers} layers side by side: {why}"
         parameters, note = parameters[:SLOTS], f"layer after layer: {why}; each "
-    why = ops.lstm_step_by_step.cuda(call.input, parameters, options.coupled, backward)
+    if call.operator in ("gru", "rnn"):
+        why = getattr(ops, f"{call.operator}_step_by_step").cuda(call.input, parameters, backward)
+    else:
+        why = ops.lstm_step_by_step.cuda(call.input, parameters, options.coupled, backward)
     return note + (f"step by step: {why}" if why else "one launch for the whole sequence")

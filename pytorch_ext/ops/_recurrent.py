@@ -175,28 +175,6 @@ def state(
     return value
 
 
-def cell_preparation(check: Callable[..., Call], parameters: type[Any]) -> Callable[..., Call]:
-    """Returns the function that checks the arguments of a cell.
-
-    Args:
-        check: checks an operator's call: (input, batch, states, parameters of directions) -> call.
-        parameters: the named tuple of one direction's parameters.
-    """
-
-    def prepare(
-        input: Tensor,
-        hx: Any,
-        weight_ih: Tensor,
-        weight_hh: Tensor,
-        bias_ih: Tensor | None,
-        bias_hh: Tensor | None,
-    ) -> Call:
-        input, batch = one_step(input)
-        return check(input, batch, hx, [parameters(weight_ih, weight_hh, bias_ih, bias_hh)])
-
-    return prepare
-
-
 def check_without_cells(
     operator: str,
     gates: int,
@@ -207,6 +185,7 @@ def check_without_cells(
     parameters: Sequence[Any],
     lengths: Tensor | None,
     reverse: Sequence[bool],
+    option: str = "",
 ) -> Call:
     """Checks a call of an operator whose only state is h.
 
@@ -215,6 +194,7 @@ def check_without_cells(
         options: makes the operator's options from the flags ``reverse``.
         input: (T, B, I).
         batch: the shape of the caller's h0 before H.
+        option: as in ``backends.Call``.
     """
     input = floating(input)
     checked = directions(parameters, reverse, _check_parameters, input, gates)
@@ -227,7 +207,7 @@ def check_without_cells(
         tuple(t for p in checked for t in p),
         row_lengths(lengths, input),
         options(tuple(_checks.flag("reverse", r) for r in reverse)),
-        backends.choose(backends.Call(operator, input.device.type, input.dtype)),
+        backends.choose(backends.Call(operator, input.device.type, input.dtype, option=option)),
     )
 
 

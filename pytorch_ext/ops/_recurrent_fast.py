@@ -3,7 +3,7 @@
 Checking arguments in Python takes as long as a step of a few hundred units. So a dedicated C++ op,
 such as ``lstm_plain``, checks its arguments itself. If it refuses them, the slow path runs: the
 checks of ``ops/lstm.py``, ``gru.py`` or ``rnn.py``, which report what is wrong, and the operator.
-An rnn's activation is the only option that a fast path takes.
+A gru's ``linear_before_reset`` and an rnn's activation are the only options that a fast path takes.
 """
 
 from __future__ import annotations

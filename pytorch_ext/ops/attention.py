@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from trifuse import backends
-from trifuse.ops import _checks, _explained, _modes, _operator
+from trifuse.ops import _checks, _explained, _fast_path, _modes, _operator
 from trifuse.ops._checks import fail
 from trifuse.reference import attention as reference
 from trifuse.reference import philox
@@ -96,7 +96,19 @@ def scaled_dot_product_attention(
         ValueError: a shape, device, range or value that doesn't fit (``trifuse.ArgumentError``).
         RuntimeError: the backend asked for by name can't serve the call; or torch's context
             parallelism is active, under which a rank holds only a part of every sequence.
+
+    Example:
+        >>> query, key, value = (torch.randn(2, 8, 5, 64) for _ in range(3))
+        >>> lengths = torch.tensor([5, 3])  # the second sequence has two keys of padding
+        >>> scaled_dot_product_attention(query, key, value, key_lengths=lengths).shape
+        torch.Size([2, 8, 5, 64])
     """
+    results = _run_plain(
+        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, key_lengths, window,
+        softcap,
+    )  # fmt: skip
+    if results is not None and type(return_lse) is bool:
+        return results if return_lse else results[0]
     _checks.flag("return_lse", return_lse)
     call = _prepare(
         query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, key_lengths, window,
@@ -158,13 +170,20 @@ def varlen_attention(
             blocks than needed. Bounds that are too small raise on a CPU, and assert on a GPU.
         attn_mask: broadcastable to (N, H, max_seqlen_q, max_seqlen_k), indexed by position within
             the sequence.
-        The rest as in :func:`scaled_dot_product_attention`; each sequence has its own diagonal.
+        others: as in :func:`scaled_dot_product_attention`; each sequence has its own diagonal.
 
     Returns:
         (total_q, H, Ev); with ``return_lse`` also (total_q, H).
 
     Raises:
         As :func:`scaled_dot_product_attention`.
+
+    Example:
+        >>> lengths = torch.tensor([5, 3])
+        >>> cu_seqlens = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int()
+        >>> query, key, value = (torch.randn(int(lengths.sum()), 8, 64) for _ in range(3))
+        >>> varlen_attention(query, key, value, cu_seqlens).shape
+        torch.Size([8, 8, 64])
     """
     _checks.flag("return_lse", return_lse)
     call = _prepare_varlen(
@@ -177,6 +196,46 @@ def varlen_attention(
 
 
 # Arguments --------------------------------------------------------------------------------------
+
+
+def _run_plain(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    dropout_p: float,
+    is_causal: bool | CausalVariant,
+    scale: float | None,
+    enable_gqa: bool,
+    key_lengths: Tensor | None,
+    window: int | tuple[int | None, int | None] | None,
+    softcap: float | None,
+) -> tuple[Tensor, Tensor] | None:
+    """Runs a call with plain options and four-dimensional tensors; returns None for any other."""
+    if (
+        window is not None
+        or softcap is not None
+        or type(dropout_p) is not float
+        or dropout_p != 0.0
+        or not (is_causal is False or is_causal is True)
+        or not (enable_gqa is False or enable_gqa is True)
+        or not (scale is None or type(scale) is float)
+        or key is None
+        or not _fast_path.serves(query, key, value, attn_mask, key_lengths)
+        or not query.dim() == key.dim() == 4
+        or not (enable_gqa or query.shape[1] == key.shape[1])
+    ):
+        return None
+    _refuse_context_parallel()
+    right = 0 if is_causal else -1
+    options = _Options(query.shape[2], key.shape[2], scale, None, -1, right, False, 0.0)
+    try:
+        out, lse = _OPERATOR(
+            _fast_path.BACKEND, _Tensors(query, key, value, attn_mask, key_lengths), options
+        )
+    except _fast_path.REFUSALS:
+        return None
+    return out, lse
 
 
 class _Call(NamedTuple):

@@ -10,7 +10,15 @@ import torch
 from torch import Tensor
 
 from trifuse import backends
-from trifuse.ops import _checks, _explained, _op, _operator, _recurrent, _recurrent_fast
+from trifuse.ops import (
+    _checks,
+    _explained,
+    _lstm_notes,
+    _op,
+    _operator,
+    _recurrent,
+    _recurrent_fast,
+)
 from trifuse.reference import gru as reference
 from trifuse.reference.gru import SLOTS, Options, Parameters
 from trifuse.reference.lstm import by_direction
@@ -24,14 +32,15 @@ def gru(
     bias_ih: Tensor | None = None,
     bias_hh: Tensor | None = None,
     *,
+    linear_before_reset: bool = True,
     lengths: Tensor | None = None,
     batch_first: bool = False,
     reverse: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """One layer of a GRU in one direction, over whole sequences.
 
-    Cho et al., "Learning Phrase Representations using RNN Encoder-Decoder" (2014), in the form of
-    ``torch.nn.GRU``; :mod:`trifuse.reference.gru` has the equations.
+    Cho et al., "Learning Phrase Representations using RNN Encoder-Decoder" (2014), arXiv 1406.1078,
+    in the form of ``torch.nn.GRU`` or as published; :mod:`trifuse.reference.gru` has the equations.
 
     Args:
         input: (T, B, I), or with ``batch_first`` (B, T, I), or (T, I); float32, bfloat16, float16
@@ -40,6 +49,9 @@ def gru(
         weight_ih: (3·H, I), in the dtype of the input: the gates r, z, n.
         weight_hh: (3·H, H), likewise.
         bias_ih, bias_hh: (3·H,), in the dtype of the input, or float32 with a 16-bit input.
+        linear_before_reset: ONNX's attribute. True: the reset gate r multiplies the product
+            W_hn h + b_hn, as in ``torch.nn.GRU``. False: it multiplies h before the product,
+            W_hn (r ⊙ h) + b_hn, as published (equation 8) and by default in ONNX.
         lengths: int32 or int64 (B,), the number of steps in each row, from 0 to T. Past it the
             output is 0, h stays as it is, and the input reaches neither results nor gradients.
         reverse: read each row from its last step to its first. Outputs keep their inputs' places.
@@ -52,10 +64,18 @@ def gru(
         TypeError: an argument of the wrong type, or a dtype that doesn't fit the others.
         ValueError: a shape, device or range that doesn't fit (``trifuse.ArgumentError``).
         RuntimeError: the backend asked for by name can't serve the call.
+
+    Example:
+        >>> T, B, I, H = 7, 3, 16, 32
+        >>> weight_ih, weight_hh = torch.randn(3 * H, I), torch.randn(3 * H, H)
+        >>> output, h_n = gru(torch.randn(T, B, I), None, weight_ih, weight_hh)
+        >>> output.shape, h_n.shape
+        (torch.Size([7, 3, 32]), torch.Size([3, 32]))
     """
     call = _prepare(
-        input, hx, weight_ih, weight_hh, bias_ih, bias_hh, lengths, batch_first, reverse
-    )
+        input, hx, weight_ih, weight_hh, bias_ih, bias_hh, linear_before_reset, lengths,
+        batch_first, reverse,
+    )  # fmt: skip
     return _recurrent.run_sequence(call, input, batch_first)
 
 
@@ -66,13 +86,15 @@ def gru_cell(
     weight_hh: Tensor,
     bias_ih: Tensor | None = None,
     bias_hh: Tensor | None = None,
+    *,
+    linear_before_reset: bool = True,
 ) -> Tensor:
     """One step of a GRU, with the arguments of ``torch.gru_cell``.
 
     Args:
         input: (B, I) or (I,).
         hx: (B, H) or (H,), or None for zeros.
-        weight_ih, weight_hh, bias_ih, bias_hh: as in :func:`gru`.
+        weight_ih, weight_hh, bias_ih, bias_hh, linear_before_reset: as in :func:`gru`.
 
     Returns:
         h, shaped as ``hx``.
@@ -80,13 +102,21 @@ def gru_cell(
     Raises:
         As :func:`gru`.
     """
+    flag = _checks.flag("linear_before_reset", linear_before_reset)
     parameters = Parameters(weight_ih, weight_hh, bias_ih, bias_hh)
-    h, *_ = _recurrent_fast.run("gru", _step, input, (hx,), parameters, one_step=True)
+    h, *_ = _recurrent_fast.run(
+        "gru", _STEPS[flag], input, (hx,), parameters, one_step=True, options=(flag,)
+    )
     return h
 
 
-def _step(input: Tensor, hx: Any, *parameters: Any) -> tuple[Any, ...]:
-    return _recurrent.run_step(_prepare_cell, torch.gru_cell, input, hx, *parameters)
+def _step(linear_before_reset: bool, input: Tensor, hx: Any, *parameters: Any) -> tuple[Any, ...]:
+    prepare = functools.partial(_prepare_cell, linear_before_reset=linear_before_reset)
+    # Without units or features, which torch's cell serves, both forms have the same results.
+    return _recurrent.run_step(prepare, torch.gru_cell, input, hx, *parameters)
+
+
+_STEPS = {flag: functools.partial(_step, flag) for flag in (True, False)}
 
 
 def layer(
@@ -96,6 +126,7 @@ def layer(
     lengths: Tensor | None = None,
     *,
     reverse: Sequence[bool] = (False,),
+    linear_before_reset: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """Runs one layer in D directions in one call; a backend can run directions side by side.
 
@@ -103,7 +134,7 @@ def layer(
         input: (T, B, I).
         h0: (D, B, H) or None.
         parameters: a :class:`Parameters` for each direction.
-        lengths: as in :func:`gru`.
+        lengths, linear_before_reset: as in :func:`gru`.
         reverse: a flag for each direction.
 
     Returns:
@@ -112,7 +143,9 @@ def layer(
     Raises:
         As :func:`gru`.
     """
-    return _recurrent_fast.run_layer("gru", _check, input, h0, parameters, lengths, reverse)
+    options = (_checks.flag("linear_before_reset", linear_before_reset),)
+    check = functools.partial(_check, linear_before_reset=linear_before_reset)
+    return _recurrent_fast.run_layer("gru", check, input, h0, parameters, lengths, reverse, options)
 
 
 # Arguments --------------------------------------------------------------------------------------
@@ -125,13 +158,30 @@ def _prepare(
     weight_hh: Tensor,
     bias_ih: Tensor | None,
     bias_hh: Tensor | None,
+    linear_before_reset: bool,
     lengths: Tensor | None,
     batch_first: bool,
     reverse: bool,
 ) -> _recurrent.Call:
     input, batch = _recurrent.sequence(input, _checks.flag("batch_first", batch_first))
     parameters = [Parameters(weight_ih, weight_hh, bias_ih, bias_hh)]
-    return _check(input, batch, hx, parameters, lengths, [reverse])
+    return _check(
+        input, batch, hx, parameters, lengths, [reverse], linear_before_reset=linear_before_reset
+    )
+
+
+def _prepare_cell(
+    input: Tensor,
+    hx: Tensor | None,
+    weight_ih: Tensor,
+    weight_hh: Tensor,
+    bias_ih: Tensor | None,
+    bias_hh: Tensor | None,
+    linear_before_reset: bool,
+) -> _recurrent.Call:
+    input, batch = _recurrent.one_step(input)
+    parameters = [Parameters(weight_ih, weight_hh, bias_ih, bias_hh)]
+    return _check(input, batch, hx, parameters, linear_before_reset=linear_before_reset)
 
 
 def _check(
@@ -141,13 +191,19 @@ def _check(
     parameters: Sequence[Parameters],
     lengths: Tensor | None = None,
     reverse: Sequence[bool] = (False,),
+    *,
+    linear_before_reset: bool,
 ) -> _recurrent.Call:
+    flag = _checks.flag("linear_before_reset", linear_before_reset)
     return _recurrent.check_without_cells(
-        "gru", 3, Options, input, batch, h0, parameters, lengths, reverse
-    )
+        "gru", 3, functools.partial(Options, linear_before_reset=flag), input, batch, h0,
+        parameters, lengths, reverse, option_of(flag),
+    )  # fmt: skip
 
 
-_prepare_cell = _recurrent.cell_preparation(_check, Parameters)
+def option_of(linear_before_reset: bool) -> str:
+    """Returns the ``option`` of a :class:`trifuse.backends.Call`."""
+    return "" if linear_before_reset else "linear_before_reset=False"
 
 
 # The operator -----------------------------------------------------------------------------------
@@ -156,7 +212,8 @@ _prepare_cell = _recurrent.cell_preparation(_check, Parameters)
 def _fake(tensors: _recurrent.Tensors, options: Options, save: int) -> reference.Results:
     input, p = tensors.input, by_direction(Parameters, tensors.parameters)[0]
     (T, B, _), H, D = input.shape, p.weight_hh.shape[1], len(options.reverse)
-    gates = (0,) if save == _operator.SAVE_NOTHING else (D, T, B, 4 * H)
+    count = reference.saved_per_unit(options.linear_before_reset)
+    gates = (0,) if save == _operator.SAVE_NOTHING else (D, T, B, count * H)
     return reference.Results(
         input.new_empty(T, B, D * H), input.new_empty(D, B, H), input.new_empty(gates)
     )
@@ -194,16 +251,17 @@ _recurrent.OPERATORS["gru"] = _operator.Operator(
     grad_formula=_grad_formula,
     flops=functools.partial(_recurrent.flops, Parameters),
     check=_recurrent.check_lengths,
+    option=lambda options: option_of(options.linear_before_reset),
 )
 
 _op.library.define(
-    "gru_plain.cpp(Tensor input, Tensor? h0, Tensor?[] parameters, bool save) -> "
-    "(Tensor, Tensor, Tensor)"
+    "gru_plain.cpp(Tensor input, Tensor? h0, Tensor?[] parameters, bool linear_before_reset, "
+    "bool save) -> (Tensor, Tensor, Tensor)"
 )
 if backends._C is not None:
     _recurrent_fast.FAST_PATHS["gru"] = _recurrent_fast.FastPath(
         torch.ops.trifuse.gru_plain.cpp, {D * SLOTS: ((False, True)[:D],) for D in (1, 2)}
     )
 
-_explained.explains(gru, _prepare)
-_explained.explains(gru_cell, _prepare_cell)
+_explained.explains(gru, _prepare, _lstm_notes.launch_notes)
+_explained.explains(gru_cell, _prepare_cell, _lstm_notes.launch_notes)

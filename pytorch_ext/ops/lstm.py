@@ -103,6 +103,15 @@ def lstm(
         ValueError: a shape, device, range or combination that doesn't fit
             (``trifuse.ArgumentError``).
         RuntimeError: the backend asked for by name can't serve the call.
+
+    Example:
+        >>> T, B, I, H = 7, 3, 16, 32
+        >>> weight_ih, weight_hh = torch.randn(4 * H, I), torch.randn(4 * H, H)
+        >>> output, (h_n, c_n) = lstm(
+        ...     torch.randn(T, B, I), None, weight_ih, weight_hh, lengths=torch.tensor([7, 4, 0])
+        ... )
+        >>> output.shape, h_n.shape, c_n.shape
+        (torch.Size([7, 3, 32]), torch.Size([3, 32]), torch.Size([3, 32]))
     """
     call = _prepare(
         input, hx, weight_ih, weight_hh, bias_ih, bias_hh, weight_hr, lengths, batch_first, reverse,
@@ -314,7 +323,16 @@ def choose(input: Tensor) -> backends.Choice:
     return backends.choose(backends.Call("lstm", input.device.type, input.dtype))
 
 
-_prepare_cell = _recurrent.cell_preparation(check_call, Parameters)
+def _prepare_cell(
+    input: Tensor,
+    hx: Any,
+    weight_ih: Tensor,
+    weight_hh: Tensor,
+    bias_ih: Tensor | None,
+    bias_hh: Tensor | None,
+) -> _recurrent.Call:
+    input, batch = _recurrent.one_step(input)
+    return check_call(input, batch, hx, [Parameters(weight_ih, weight_hh, bias_ih, bias_hh)])
 
 
 def check_options(
@@ -334,7 +352,7 @@ def check_options(
 
     Args:
         projected: whether there is a weight_hr.
-        The rest as in :func:`lstm`.
+        others: as in :func:`lstm`.
 
     Raises:
         As :func:`lstm`.

@@ -10,7 +10,15 @@ import torch
 from torch import Tensor
 
 from trifuse import backends
-from trifuse.ops import _checks, _explained, _op, _operator, _recurrent, _recurrent_fast
+from trifuse.ops import (
+    _checks,
+    _explained,
+    _lstm_notes,
+    _op,
+    _operator,
+    _recurrent,
+    _recurrent_fast,
+)
 from trifuse.reference import rnn as reference
 from trifuse.reference.lstm import by_direction
 from trifuse.reference.rnn import SLOTS, Options, Parameters
@@ -54,6 +62,12 @@ def rnn(
         TypeError: an argument of the wrong type, or a dtype that doesn't fit the others.
         ValueError: a shape, device, range or name that doesn't fit (``trifuse.ArgumentError``).
         RuntimeError: the backend asked for by name can't serve the call.
+
+    Example:
+        >>> T, B, I, H = 7, 3, 16, 32
+        >>> output, h_n = rnn(torch.randn(T, B, I), None, torch.randn(H, I), torch.randn(H, H))
+        >>> output.shape, h_n.shape
+        (torch.Size([7, 3, 32]), torch.Size([3, 32]))
     """
     call = _prepare(
         input, hx, weight_ih, weight_hh, bias_ih, bias_hh, nonlinearity, lengths, batch_first,
@@ -245,5 +259,5 @@ if backends._C is not None:
         saves=False,
     )
 
-_explained.explains(rnn, _prepare)
-_explained.explains(rnn_cell, _prepare_cell)
+_explained.explains(rnn, _prepare, _lstm_notes.launch_notes)
+_explained.explains(rnn_cell, _prepare_cell, _lstm_notes.launch_notes)

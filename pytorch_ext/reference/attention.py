@@ -139,7 +139,7 @@ def attention_backward(
         grad_out: (B, H, Lq, Ev).
         grad_logsumexp: (B, H, Lq) or None.
         mask_requires_grad: whether the gradient of ``attn_mask`` is wanted.
-        The rest as in :func:`attention`.
+        others: as in :func:`attention`.
 
     Returns:
         Tensors shaped and typed like query, key, value and ``attn_mask`` (or None).

