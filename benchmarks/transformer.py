@@ -304,7 +304,6 @@ class Case:
     at_least: float | None = None
     dropout: float = DROPOUT
     operations: Callable[[nn.Module, Batch], float] = operations
-    count: Callable[[Batch], int] = lambda batch: sum(tokens(batch))  # the tokens of a rate
 
 
 def base_pair() -> nn.Module:
@@ -368,7 +367,7 @@ def time_steps(case: Case, device: str, seconds: float) -> Result:
 
     functions = {name: step(model.train()) for name, model in models.items()}
     timings = timing.alternate(functions, device=device, seconds=seconds)
-    count = case.count(batch)
+    count = sum(tokens(batch))
     rate = ceilings.matrix_rate(torch.float32, device=device)
     per_token = case.operations(eager, batch) / count
     return Result(
