@@ -286,10 +286,8 @@ def predictions(task: Task, model: nn.Module, device: str) -> Predictions:
         relationships.append(relationship.argmax(-1) == is_other)
         tokens.append(targets[chosen])
     every = torch.cat(tokens)
-    return Predictions(
-        *(torch.cat(x).double().mean().item() for x in (relationships, right)),
-        every.bincount().max().item() / len(every),
-    )
+    next_passage, masked = (torch.cat(x).double().mean().item() for x in (relationships, right))
+    return Predictions(next_passage, masked, every.bincount().max().item() / len(every))
 
 
 class Accuracy(NamedTuple):

@@ -47,7 +47,7 @@ def _mask() -> Tensor:
 
 
 def _bert() -> tuple[nn.Module, Outputs]:
-    sizes = {"hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4}
+    sizes: dict[str, Any] = {"hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4}
     model = BertForPreTraining(BertConfig(VOCABULARY, intermediate_size=1024, **sizes))
     tokens, mask = _tokens(), _mask()
     return model, lambda: list(model(tokens, attention_mask=mask))
@@ -70,7 +70,7 @@ def _transformer() -> tuple[nn.Module, Outputs]:
 
 
 def _language_model() -> tuple[nn.Module, Outputs]:
-    sizes = {"d_model": 256, "nhead": 4, "num_layers": 4, "max_length": T}
+    sizes: dict[str, Any] = {"d_model": 256, "nhead": 4, "num_layers": 4, "max_length": T}
     model = LanguageModel(LanguageModelConfig(VOCABULARY, **sizes))
     tokens = _tokens()
     return model, lambda: [model(tokens)]
@@ -93,7 +93,7 @@ def _convolutional() -> tuple[nn.Module, Outputs]:
 
 
 def _seq2seq() -> tuple[nn.Module, Outputs]:
-    sizes = {"embedding_dim": 256, "hidden_size": 256, "num_layers": 2}
+    sizes: dict[str, Any] = {"embedding_dim": 256, "hidden_size": 256, "num_layers": 2}
     model = Seq2Seq(Seq2SeqConfig(VOCABULARY, VOCABULARY, cell="lstm", attention="dot", **sizes))
     source, target, mask = _tokens(), _tokens(), _mask()
     return model, lambda: [model(source, target, mask)]

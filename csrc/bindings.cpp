@@ -11,6 +11,7 @@
 #include <exception>
 #include <stdexcept>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "autograd.h"
@@ -104,7 +105,7 @@ at::Tensor each(const at::Tensor& x) {
 // pybind11 that torch was built with.
 void translate(std::exception_ptr thrown) {
   try {
-    if (thrown) std::rethrow_exception(thrown);
+    if (thrown) std::rethrow_exception(std::move(thrown));
   } catch (const c10::ValueError& error) {
     PyErr_SetString(PyExc_ValueError, error.what_without_backtrace());
   } catch (const c10::TypeError& error) {
