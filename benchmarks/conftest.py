@@ -1,4 +1,4 @@
-"""What the microbenchmarks of ``make bench`` share."""
+"""Fixtures of the microbenchmarks: ``make bench``."""
 
 from __future__ import annotations
 

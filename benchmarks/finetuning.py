@@ -42,7 +42,13 @@ from trifuse.benchmarks import command_line, machine, report
 from trifuse.benchmarks.cases import select
 from trifuse.benchmarks.language_model import count_parameters
 from trifuse.benchmarks.pretraining import TOPICS as CLASSES
-from trifuse.benchmarks.pretraining import WEIGHT_DECAYS, Accuracy, accuracy, classify
+from trifuse.benchmarks.pretraining import (
+    WEIGHT_DECAYS,
+    Accuracy,
+    accuracy,
+    classify,
+    learn_curves,
+)
 from trifuse.benchmarks.terminal import console, print_table, progress_bars
 from trifuse.benchmarks.transformer import (
     DROPOUT,
@@ -50,7 +56,6 @@ from trifuse.benchmarks.transformer import (
     Case,
     Curves,
     Task,
-    Trained,
     curves_table,
     empty_table,
     time_steps,
@@ -358,22 +363,13 @@ def learn(
         count_parameters(pretrained[0].model),
         [each.held_out for each in pretrained],
         rows,
-        [curves(task, curve_steps(options), device, advance) for task in tasks],
+        [learn_curves(task, curve_steps(options), device, advance) for task in tasks],
         token_rates(tasks[0], device, 1.0 if options.quick else 6.0),
     )
 
 
 def curve_steps(options: argparse.Namespace) -> int:
     return min(CURVE_STEPS, options.steps)
-
-
-def curves(task: Task, steps: int, device: str, advance: Callable[[], object]) -> Curves:
-    def run(**how: Any) -> Trained:
-        return train(task, steps, device=device, advance=advance, **how)
-
-    return Curves(
-        task.name, run(fused=False), run(fused=True), run(fused=False, dtype=torch.float64)
-    )
 
 
 def token_rates(task: Task, device: str, seconds: float) -> dict[str, float]:

@@ -79,7 +79,7 @@ def test_each_operator_has_an_example():
 def test_example_of_a_page_runs(page: str, heading: str, code: str):
     torch.manual_seed(0)
     query = torch.randn(1, 2, 5, 64)
-    # What an example takes for granted: a model of the reader's, and tensors.
+    # Examples use a model of the reader's and tensors that they do not define.
     given = {"model": torch.nn.TransformerEncoderLayer(64, 4), "torch": torch, "trifuse": trifuse}
     given |= {"query": query, "key": query, "value": query, "__name__": "example"}
     exec(compile(code, f"{page}: {heading}", "exec"), given)

@@ -17,8 +17,8 @@ from trifuse.ops import _modes
 BACKEND = "cpp"
 REQUESTS = ("auto", BACKEND)
 
-# What the op raises about arguments that it does not take. Other errors, such as a lack of memory,
-# are those of the call itself.
+# The op raises these about arguments that it does not take. Other errors, such as a lack of memory,
+# are the call's own.
 REFUSALS = (ValueError, TypeError, NotImplementedError)
 
 _TENSOR_TYPES = (Tensor, torch.nn.Parameter)
