@@ -53,12 +53,11 @@ from trifuse.benchmarks.terminal import console, print_table, progress_bars
 from trifuse.benchmarks.transformer import (
     DROPOUT,
     Batch,
-    Case,
     Curves,
     Task,
     curves_table,
     empty_table,
-    time_steps,
+    token_rates,
     train,
 )
 from trifuse.models.classification import (
@@ -364,7 +363,7 @@ def learn(
         [each.held_out for each in pretrained],
         rows,
         [learn_curves(task, curve_steps(options), device, advance) for task in tasks],
-        token_rates(tasks[0], device, 1.0 if options.quick else 6.0),
+        token_rates(tasks[0], real_tokens, device, 1.0 if options.quick else 6.0),
     )
 
 
@@ -372,20 +371,9 @@ def curve_steps(options: argparse.Namespace) -> int:
     return min(CURVE_STEPS, options.steps)
 
 
-def token_rates(task: Task, device: str, seconds: float) -> dict[str, float]:
-    batch = task.draw(torch.Generator().manual_seed(0))
-    real = int((batch[0][:, :-1] != PAD).sum())
-    case = Case(
-        task.name,
-        lambda: task.make(0.0),
-        lambda: batch,
-        task.loss,
-        peers=("eager",),
-        dropout=0.0,
-        operations=lambda model, batch: 6.0 * count_parameters(model) * batch[0][:, :-1].numel(),
-    )
-    timed = time_steps(case, device, seconds)
-    return {"eager": real / timed.peers["eager"].median, "fused": real / timed.ours.median}
+def real_tokens(batch: Batch) -> int:
+    """The tokens that a batch gives to the language model, without padding."""
+    return int((batch[0][:, :-1] != PAD).sum())
 
 
 @torch.no_grad()

@@ -34,12 +34,12 @@ from trifuse.benchmarks.cases import select
 from trifuse.benchmarks.terminal import console, print_table, progress_bars
 from trifuse.benchmarks.transformer import (
     Batch,
-    Case,
     Curves,
     Task,
     empty_table,
     language,
-    time_steps,
+    token_rates,
+    tokens,
     train,
     windows_loss,
 )
@@ -145,23 +145,10 @@ def learn(
         ).held_out
         for seed in range(seeds)
     ]
-    case = Case(
-        task.name,
-        lambda: task.make(0.0),
-        lambda: task.draw(torch.Generator().manual_seed(0)),
-        task.loss,
-        peers=("eager",),
-        dropout=0.0,
-        operations=lambda model, batch: 6.0 * count_parameters(model) * batch[0][:, :-1].numel(),
-    )
-    timed = time_steps(case, device, min(seconds / 4, 4.0))
     return Learnt(
         curves,
         count_parameters(fused[0].model),
-        {
-            "eager": timed.work / timed.peers["eager"].median,
-            "fused": timed.work / timed.ours.median,
-        },
+        token_rates(task, lambda batch: sum(tokens(batch)), device, min(seconds / 4, 4.0)),
         [trained.held_out for trained in fused],
         spent,
         in_time,
