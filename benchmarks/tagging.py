@@ -426,8 +426,8 @@ def plot(
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = command_line.parser("tagging", __doc__)
     command_line.add_count(parser, "--pretraining-steps", 600, "of the language model")
-    command_line.add_count(parser, "--steps", 300, "of the tagger")
-    command_line.add_count(parser, "--curve-steps", 40, "of the tagger without dropout")
+    command_line.add_count(parser, "--steps", 250, "of the tagger")
+    command_line.add_count(parser, "--curve-steps", 30, "of the tagger without dropout")
     command_line.add_count(parser, "--seeds", 3, least=2)
     options = parser.parse_args(argv)
     options.sizes = TRAIN, TEST, UNLABELLED, source_code.LONGEST
