@@ -237,11 +237,10 @@ def plot(path: Path, learnt: Sequence[Learnt], titles: Sequence[str], caption: s
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = command_line.parser("language_model", __doc__)
-    parser.set_defaults(plot=Path("docs/language_model.png"))
     command_line.add_count(parser, "--steps", 600, "of training, for equal tokens")
     command_line.add_count(parser, "--seconds", 30, "of training, for equal time")
     command_line.add_count(parser, "--seeds", 3, least=2)
-    options = parser.parse_args(argv)
+    options = command_line.parse(parser, argv, Path("docs/language_model.png"))
     if options.quick:
         options.steps, options.seconds = min(options.steps, 20), min(options.seconds, 1)
         options.seeds = 2
@@ -266,8 +265,10 @@ def main(argv: Sequence[str]) -> int:
         print_table(table)
     if options.quick:
         console.print("--quick is too short to learn: these perplexities compare nothing.")
-    plot(options.plot, learnt, [str(table.title) for table in tables], caption.partition("\n")[0])
-    console.print(f"wrote {options.plot}", markup=False)
+    if options.plot is not None:
+        titles = [str(table.title) for table in tables]
+        plot(options.plot, learnt, titles, caption.partition("\n")[0])
+        console.print(f"wrote {options.plot}", markup=False)
     if options.json is not None:
         content = {"machine": facts, "learnt": [result.record() for result in learnt]}
         report.write_json(options.json, content)

@@ -429,7 +429,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     command_line.add_count(parser, "--steps", 250, "of the tagger")
     command_line.add_count(parser, "--curve-steps", 30, "of the tagger without dropout")
     command_line.add_count(parser, "--seeds", 3, least=2)
-    options = parser.parse_args(argv)
+    options = command_line.parse(parser, argv, Path("docs/tagging.png"))
     options.sizes = TRAIN, TEST, UNLABELLED, source_code.LONGEST
     if options.quick:
         for name, most in (("pretraining_steps", 3), ("steps", 3), ("curve_steps", 2)):

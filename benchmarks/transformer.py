@@ -545,11 +545,10 @@ def plot(path: Path, results: Sequence[Curves], caption: str) -> None:
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = command_line.parser("transformer", __doc__)
-    parser.set_defaults(plot=Path("docs/transformer.png"))
     parser.add_argument("--only", choices=("training", "speed"), help="default: both")
     command_line.add_count(parser, "--steps", 300, "of training")
     command_line.add_count(parser, "--seeds", 5, "with dropout", least=2)
-    options = parser.parse_args(argv)
+    options = command_line.parse(parser, argv, Path("docs/transformer.png"))
     if options.quick:
         options.steps, options.seeds = min(options.steps, 20), min(options.seeds, 2)
     return options
@@ -597,8 +596,9 @@ def main(argv: Sequence[str]) -> int:
         with trifuse.backend(options.backend):
             for task, result in zip(trained, curves, strict=True):
                 content["learnt"][task.name] = show_learnt(task, result, device, options.quick)
-        plot(options.plot, curves, caption.partition("\n")[0])
-        console.print(f"wrote {options.plot}", markup=False)
+        if options.plot is not None:
+            plot(options.plot, curves, caption.partition("\n")[0])
+            console.print(f"wrote {options.plot}", markup=False)
     if times:
         print_table(speed_table(times))
     if options.json is not None:
