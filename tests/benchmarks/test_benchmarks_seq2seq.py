@@ -136,6 +136,20 @@ def test_dates_are_learnt(attention):
     assert seq2seq.right(answers.beam, task.held_out[0]) >= 0.95
 
 
+def test_tables_show_the_spread_over_seeds():
+    task = tiny_task()
+    trained = transformer.train(task, 1, device="cpu", fused=True)
+    curves = transformer.Curves(task.name, trained, trained, trained)
+    (held_out,) = task.held_out
+    answer = held_out[2][:, 1:]
+    whole = seq2seq.Answers(answer, answer)
+    half = seq2seq.Answers(answer * (torch.arange(len(answer)) % 2)[:, None], answer)
+    table = seq2seq.accuracy_table([seq2seq.Learnt(curves, held_out, whole, whole, [half])])
+    assert [next(iter(column.cells)) for column in table.columns] == [
+        *("additive", "100.0%", "100.0%", "75.0% ± 35.4%", "100.0% ± 0.0%", "100.0%")
+    ]
+
+
 def tiny_case() -> transformer.Case:
     return seq2seq.case("tiny", seq2seq.config("additive", dropout=0.1, **TINY), 4, 8)
 
@@ -198,6 +212,9 @@ def test_tables_json_and_picture(tmp_path, capsys, monkeypatch):
         assert result["fused_from_eager"] < 1e-4
         assert result["accuracy"]["eager"] == result["accuracy"]["fused"]
         assert result["same_answers"] == 1.0
+        by_seed = result["fused_accuracy_by_seed"]
+        assert [len(by_seed[search]) for search in seq2seq.SEARCHES] == [2, 2]
+        assert by_seed["greedy"][0] == result["accuracy"]["fused"]["greedy"]
     (row,) = content["times"]
     assert row["work"] == sum(transformer.tokens(tiny_case().batch()))
     assert row["achieved"] == pytest.approx(row["work"] / row["ours"]["median"])
