@@ -353,7 +353,7 @@ def learn(task: Task, steps: int, seeds: int, device: str, progress: Progress) -
     for trained in (curves.eager, curves.fused, *others):
         assert isinstance(trained.model, Seq2Seq)
         answers.append(Answers.of(trained.model, held_out))
-    return Learnt(curves, held_out, *answers[:2], answers[2:])
+    return Learnt(curves, held_out, answers[0], answers[1], answers[2:])
 
 
 # Speed ------------------------------------------------------------------------------------------

@@ -284,8 +284,8 @@ def learn(
             name: [decoded_right(each.model, batch) for each in models]
             for name, models in trained.items()
         }
-    losses = ([each.held_out for each in models] for models in trained.values())
-    return curves, Seeds(task.name, *losses, decoded)
+    eager, fused = ([each.held_out for each in models] for models in trained.values())
+    return curves, Seeds(task.name, eager, fused, decoded)
 
 
 # Speed ------------------------------------------------------------------------------------------
