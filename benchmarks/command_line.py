@@ -44,6 +44,16 @@ def parser(
     return out
 
 
+def parse(
+    parser: argparse.ArgumentParser, argv: Sequence[str], picture: Path
+) -> argparse.Namespace:
+    """Parse the options. Without ``--plot`` a full run draws ``picture``, a quick one nothing."""
+    options = parser.parse_args(argv)
+    if options.plot is None and not options.quick:
+        options.plot = picture
+    return options
+
+
 def add_count(
     to: argparse.ArgumentParser, option: str, default: int, of: str = "", least: int = 1
 ) -> None:

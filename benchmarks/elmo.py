@@ -683,10 +683,9 @@ def _smooth(values: Sequence[float], window: int = 10) -> list[float]:
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = command_line.parser("elmo", __doc__)
-    parser.set_defaults(plot=Path("docs/elmo.png"))
     command_line.add_count(parser, "--steps", 200, "of training")
     command_line.add_count(parser, "--seeds", 5, "to classify", least=2)
-    options = parser.parse_args(argv)
+    options = command_line.parse(parser, argv, Path("docs/elmo.png"))
     if options.quick:
         options.steps, options.seeds = min(options.steps, 20), min(options.seeds, 2)
     return options
@@ -767,8 +766,9 @@ def _small(
     console.print(f"largest difference of the frozen features: {apart:.1e}\n")
     if words:
         print_table(words_table(words))
-    plot(options.plot, learnt, topics, caption.partition("\n")[0])
-    console.print(f"wrote {options.plot}", markup=False)
+    if options.plot is not None:
+        plot(options.plot, learnt, topics, caption.partition("\n")[0])
+        console.print(f"wrote {options.plot}", markup=False)
     return {
         **learnt.record(),
         "topics": {

@@ -34,12 +34,12 @@ from trifuse.benchmarks.cases import select
 from trifuse.benchmarks.terminal import console, print_table, progress_bars
 from trifuse.benchmarks.transformer import (
     Batch,
-    Case,
     Curves,
     Task,
     empty_table,
     language,
-    time_steps,
+    token_rates,
+    tokens,
     train,
     windows_loss,
 )
@@ -145,23 +145,10 @@ def learn(
         ).held_out
         for seed in range(seeds)
     ]
-    case = Case(
-        task.name,
-        lambda: task.make(0.0),
-        lambda: task.draw(torch.Generator().manual_seed(0)),
-        task.loss,
-        peers=("eager",),
-        dropout=0.0,
-        operations=lambda model, batch: 6.0 * count_parameters(model) * batch[0][:, :-1].numel(),
-    )
-    timed = time_steps(case, device, min(seconds / 4, 4.0))
     return Learnt(
         curves,
         count_parameters(fused[0].model),
-        {
-            "eager": timed.work / timed.peers["eager"].median,
-            "fused": timed.work / timed.ours.median,
-        },
+        token_rates(task, lambda batch: sum(tokens(batch)), device, min(seconds / 4, 4.0)),
         [trained.held_out for trained in fused],
         spent,
         in_time,
@@ -250,11 +237,10 @@ def plot(path: Path, learnt: Sequence[Learnt], titles: Sequence[str], caption: s
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = command_line.parser("language_model", __doc__)
-    parser.set_defaults(plot=Path("docs/language_model.png"))
     command_line.add_count(parser, "--steps", 600, "of training, for equal tokens")
     command_line.add_count(parser, "--seconds", 30, "of training, for equal time")
     command_line.add_count(parser, "--seeds", 3, least=2)
-    options = parser.parse_args(argv)
+    options = command_line.parse(parser, argv, Path("docs/language_model.png"))
     if options.quick:
         options.steps, options.seconds = min(options.steps, 20), min(options.seconds, 1)
         options.seeds = 2
@@ -279,8 +265,10 @@ def main(argv: Sequence[str]) -> int:
         print_table(table)
     if options.quick:
         console.print("--quick is too short to learn: these perplexities compare nothing.")
-    plot(options.plot, learnt, [str(table.title) for table in tables], caption.partition("\n")[0])
-    console.print(f"wrote {options.plot}", markup=False)
+    if options.plot is not None:
+        titles = [str(table.title) for table in tables]
+        plot(options.plot, learnt, titles, caption.partition("\n")[0])
+        console.print(f"wrote {options.plot}", markup=False)
     if options.json is not None:
         content = {"machine": facts, "learnt": [result.record() for result in learnt]}
         report.write_json(options.json, content)

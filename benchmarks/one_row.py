@@ -55,8 +55,10 @@ _MODULES = (
     ("LSTM", False),
     ("LSTM", True),
     ("GRU", False),
+    ("RNN", False),
     ("LSTMCell", False),
     ("GRUCell", False),
+    ("RNNCell", False),
 )
 CASES = tuple(
     Case(module, dtype, H, H // 4 if projected else 0, backward)

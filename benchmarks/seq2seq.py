@@ -468,9 +468,8 @@ def attention(result: Learnt, row: int) -> tuple[str, str, Tensor]:
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = command_line.parser("seq2seq", __doc__)
-    parser.set_defaults(plot=Path("docs/seq2seq.png"))
     command_line.add_count(parser, "--steps", 500, "of training")
-    options = parser.parse_args(argv)
+    options = command_line.parse(parser, argv, Path("docs/seq2seq.png"))
     if options.quick:
         options.steps = min(options.steps, 20)
     return options
@@ -500,7 +499,8 @@ def main(argv: Sequence[str]) -> int:
         print_table(accuracy_table(learnt, options.quick))
         if copied := [result for result in learnt if result.copies]:
             print_table(length_table(copied, options.quick))
-        if shown := [result for result in learnt if result.attends and not result.copies]:
+        shown = [result for result in learnt if result.attends and not result.copies]
+        if shown and options.plot is not None:
             with trifuse.backend(options.backend):
                 plot(options.plot, shown, caption.partition("\n")[0])
             console.print(f"wrote {options.plot}", markup=False)

@@ -37,6 +37,7 @@ from trifuse.benchmarks.cases import select
 from trifuse.benchmarks.ceilings import Rate
 from trifuse.benchmarks.comparison import Result
 from trifuse.benchmarks.terminal import console, learnt_share, print_table, progress_bars
+from trifuse.models.bert import BertModel
 from trifuse.models.transformer import (
     LanguageModel,
     LanguageModelConfig,
@@ -134,6 +135,12 @@ class Trained:
     held_out: float  # after the last step
 
 
+def fuse(model: nn.Module) -> None:
+    """Fuse a model, and leave padding out if the model can do without it."""
+    unpadded = (BertModel, LanguageModel, Transformer)
+    trifuse.fuse(model, unpad=any(isinstance(module, unpadded) for module in model.modules()))
+
+
 def train(
     task: Task,
     steps: int,
@@ -149,7 +156,7 @@ def train(
     torch.manual_seed(seed)
     model = task.make(dropout).to(device, dtype)
     if fused:
-        trifuse.fuse(model, unpad=True)
+        fuse(model)
     generator = torch.Generator().manual_seed(seed)
     optimizer = torch.optim.Adam(model.parameters(), task.learning_rate, betas=(0.9, 0.98))
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, warmup_inverse_sqrt(task.warmup_steps))
@@ -344,11 +351,61 @@ CASES = (
 
 
 def time_steps(case: Case, device: str, seconds: float) -> Result:
+    eager, batch, timings = _time(case, device, seconds)
+    count = sum(tokens(batch))
+    rate = ceilings.matrix_rate(torch.float32, device=device)
+    per_token = case.operations(eager, batch) / count
+    return Result(
+        case=case.name,
+        step="forward + backward",
+        shape=f"fp32, {count} tokens, dropout {case.dropout}",
+        ours=timings.pop("ours"),
+        peers=timings,
+        refused={},
+        work=count,
+        ceiling=Rate(rate.value / per_token, rate.source),
+        unit="token",
+        at_least=case.at_least,
+    )
+
+
+def token_rates(
+    task: Task, count: Callable[[Batch], int], device: str, seconds: float
+) -> dict[str, float]:
+    """Tokens per second in training steps without dropout, of the eager and the fused model.
+
+    Args:
+        task: the model and the loss; its first batch is the one that is timed.
+        count: the tokens of a batch that count.
+        device: where to run.
+        seconds: for each of the two models.
+    """
+    case = Case(
+        task.name,
+        lambda: task.make(0.0),
+        lambda: task.draw(torch.Generator().manual_seed(0)),
+        task.loss,
+        peers=("eager",),
+        dropout=0.0,
+    )
+    _, batch, timings = _time(case, device, seconds)
+    names = {"eager": "eager", "fused": "ours"}
+    return {name: count(batch) / timings[key].median for name, key in names.items()}
+
+
+def _time(
+    case: Case, device: str, seconds: float
+) -> tuple[nn.Module, Batch, dict[str, timing.Timing]]:
+    """Time a case's training step; return the eager model, the batch and the times by name.
+
+    Raises:
+        AssertionError: the fused model's loss is not the eager model's.
+    """
     torch.manual_seed(0)
     eager = case.make().to(device)
     batch = _to(case.batch(), device)
     models = {"ours": copy.deepcopy(eager), "eager": eager}
-    trifuse.fuse(models["ours"], unpad=True)
+    fuse(models["ours"])
     with torch.no_grad():
         losses = [case.loss(model.eval(), batch).item() for model in models.values()]
     if not math.isclose(*losses, rel_tol=1e-5):
@@ -366,22 +423,7 @@ def time_steps(case: Case, device: str, seconds: float) -> Result:
         return run
 
     functions = {name: step(model.train()) for name, model in models.items()}
-    timings = timing.alternate(functions, device=device, seconds=seconds)
-    count = sum(tokens(batch))
-    rate = ceilings.matrix_rate(torch.float32, device=device)
-    per_token = case.operations(eager, batch) / count
-    return Result(
-        case=case.name,
-        step="forward + backward",
-        shape=f"fp32, {count} tokens, dropout {case.dropout}",
-        ours=timings.pop("ours"),
-        peers=timings,
-        refused={},
-        work=count,
-        ceiling=Rate(rate.value / per_token, rate.source),
-        unit="token",
-        at_least=case.at_least,
-    )
+    return eager, batch, timing.alternate(functions, device=device, seconds=seconds)
 
 
 # Display ----------------------------------------------------------------------------------------
@@ -503,11 +545,10 @@ def plot(path: Path, results: Sequence[Curves], caption: str) -> None:
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = command_line.parser("transformer", __doc__)
-    parser.set_defaults(plot=Path("docs/transformer.png"))
     parser.add_argument("--only", choices=("training", "speed"), help="default: both")
     command_line.add_count(parser, "--steps", 300, "of training")
     command_line.add_count(parser, "--seeds", 5, "with dropout", least=2)
-    options = parser.parse_args(argv)
+    options = command_line.parse(parser, argv, Path("docs/transformer.png"))
     if options.quick:
         options.steps, options.seeds = min(options.steps, 20), min(options.seeds, 2)
     return options
@@ -555,8 +596,9 @@ def main(argv: Sequence[str]) -> int:
         with trifuse.backend(options.backend):
             for task, result in zip(trained, curves, strict=True):
                 content["learnt"][task.name] = show_learnt(task, result, device, options.quick)
-        plot(options.plot, curves, caption.partition("\n")[0])
-        console.print(f"wrote {options.plot}", markup=False)
+        if options.plot is not None:
+            plot(options.plot, curves, caption.partition("\n")[0])
+            console.print(f"wrote {options.plot}", markup=False)
     if times:
         print_table(speed_table(times))
     if options.json is not None:

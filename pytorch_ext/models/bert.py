@@ -34,6 +34,7 @@ __all__ = [
     "BertForQuestionAnswering",
     "BertForSequenceClassification",
     "BertForTokenClassification",
+    "BertHeadOutput",
     "BertModel",
     "BertModelOutput",
     "BertPreTrainingOutput",
@@ -144,6 +145,15 @@ class BertQuestionAnsweringOutput(NamedTuple):
 
     start_logits: Tensor  # (B, L)
     end_logits: Tensor  # (B, L)
+
+
+class BertHeadOutput(NamedTuple):
+    """The output of a BERT with a head, with hidden states or attention weights."""
+
+    result: Any  # what the head returns otherwise
+    # As in BertModelOutput.
+    hidden_states: tuple[Tensor, ...] | None
+    attentions: tuple[Tensor, ...] | None
 
 
 class BertEmbeddings(nn.Module):
@@ -621,10 +631,28 @@ class _BertWithHead(BertPreTrainedModel, Generic[_Output]):
         attention_mask: Tensor | None = None,
         token_type_ids: Tensor | None = None,
         position_ids: Tensor | None = None,
-    ) -> _Output:
-        """Run the BERT and the head. Arguments as in :meth:`BertModel.forward`."""
-        output = self.bert(input_ids, attention_mask, token_type_ids, position_ids)
-        return self._head(output.last_hidden_state, output.pooler_output)
+        *,
+        output_hidden_states: bool = False,
+        output_attentions: bool = False,
+    ) -> _Output | BertHeadOutput:
+        """Run the BERT and the head. Arguments and errors as in :meth:`BertModel.forward`.
+
+        Returns:
+            The head's result; with ``output_hidden_states`` or ``output_attentions`` a
+            :class:`BertHeadOutput`.
+        """
+        output = self.bert(
+            input_ids,
+            attention_mask,
+            token_type_ids,
+            position_ids,
+            output_hidden_states=output_hidden_states,
+            output_attentions=output_attentions,
+        )
+        result = self._head(output.last_hidden_state, output.pooler_output)
+        if output_hidden_states or output_attentions:
+            return BertHeadOutput(result, output.hidden_states, output.attentions)
+        return result
 
     def _head(self, hidden_states: Tensor, pooled: Tensor) -> _Output:
         """Compute the result from (B, L, hidden_size) and, with a pooler, (B, hidden_size)."""

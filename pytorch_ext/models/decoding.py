@@ -205,12 +205,13 @@ def beam_search(
         next_log_probs = next_log_probs.unflatten(0, (B, rows))
         extended = log_probs[..., None] + next_log_probs[:, :W]
         V = extended.shape[-1]
-        # At most W of the 2 W best end, one for each beam, so at least W do not.
-        totals, places = extended.flatten(1).topk(2 * W)
+        # At most W of the 2 W best end, one for each beam, so at least W do not. With a vocabulary
+        # of one token there are only W.
+        totals, places = extended.flatten(1).topk(W * min(2, V))
         origins, words = places // V, places % V
         candidates = torch.cat((beams[batch, origins], words[..., None]), dim=-1)
         ends = words == end
-        new = ends & searching & (torch.arange(2 * W, device=device) < W)
+        new = ends & searching & (torch.arange(totals.shape[1], device=device) < W)
         found = _merge(found, candidates, totals / penalty(length), new, end)
         log_probs, kept = totals.masked_fill(ends, -math.inf).topk(W)
         beams = candidates[batch, kept]

@@ -619,8 +619,11 @@ def check_prompt(prompt: Tensor) -> None:
 
 
 def _padding(mask: Tensor | None) -> Tensor | None:
-    """The mask in torch.nn's convention: True where a token is padding."""
-    return None if mask is None else ~mask
+    """The mask in torch.nn's convention: True where a token is padding.
+
+    None without rows, for which torch's attention takes no mask.
+    """
+    return None if mask is None or len(mask) == 0 else ~mask
 
 
 def _future(length: int, device: torch.device) -> Tensor:

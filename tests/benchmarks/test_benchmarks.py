@@ -22,6 +22,7 @@ from trifuse.benchmarks import (
     attention,
     bert,
     ceilings,
+    command_line,
     demo,
     dropout_add_layer_norm,
     engines,
@@ -40,6 +41,19 @@ from trifuse.models.bert import BertConfig, BertEncoder, BertModel
 from trifuse.reference.attention import _weights as reference_weights
 
 ALL_CASES = [case for cases in attention.CASES.values() for case in cases]
+
+
+def test_a_quick_run_draws_nothing_unasked():
+    """It would replace the picture of a full run."""
+    parser = command_line.parser("name", None)
+    full, asked = Path("docs/name.png"), Path("here.png")
+    for arguments, wanted in (
+        ([], full),
+        (["--quick"], None),
+        (["--plot", "here.png"], asked),
+        (["--quick", "--plot", "here.png"], asked),
+    ):
+        assert command_line.parse(parser, arguments, full).plot == wanted
 
 
 # The clock --------------------------------------------------------------------------------------

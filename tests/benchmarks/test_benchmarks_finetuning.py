@@ -124,8 +124,7 @@ def test_the_rate_is_chosen_on_validation_passages():
 
 def test_command_says_that_quick_learns_nothing(tmp_path, capsys, monkeypatch, split):
     monkeypatch.setattr(torch, "set_num_threads", lambda threads: None)
-    small = split._replace(validation=split.validation[::4], test=split.test[::4])
-    monkeypatch.setattr(finetuning, "read", lambda: small)
+    monkeypatch.setattr(finetuning, "read", lambda: split)
     figures, picture = tmp_path / "figures.json", tmp_path / "picture.png"
     arguments = ["--quick", "--steps", "3", "--tuning-steps", "2", "--device", "cpu"]
     assert finetuning.main([*arguments, "--json", str(figures), "--plot", str(picture)]) == 0

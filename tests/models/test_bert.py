@@ -129,6 +129,29 @@ def test_hidden_states_and_attentions_agree_with_transformers(unpad, tmp_path):
     assert torch.equal(last_weights(got.hidden_states[-2], mask), got.attentions[-1])
 
 
+@pytest.mark.parametrize("unpad", [None, True])
+@pytest.mark.parametrize(("ours", "theirs"), PAIRS[1:])
+def test_heads_return_hidden_states_and_attentions(ours, theirs, unpad, tmp_path):
+    peer = peer_of(theirs, attn_implementation="eager").double()
+    peer.save_pretrained(tmp_path)
+    model = ours.from_pretrained(tmp_path).double()
+    if unpad is not None:
+        trifuse.fuse(model, unpad=unpad)
+    ids, mask, types = tokens([17, 17], BERT_SIZES["vocab_size"])
+    asked = {"output_hidden_states": True, "output_attentions": True}
+    got, wanted = model(ids, mask, types, **asked), peer(ids, mask.long(), types, **asked)
+    for name in asked:
+        name = name.removeprefix("output_")
+        for mine, other in zip(getattr(got, name), getattr(wanted, name), strict=True):
+            torch.testing.assert_close(mine, other, rtol=1e-9, atol=1e-9)
+    plain = model(ids, mask, types)
+    results = (plain, got.result) if not isinstance(plain, Tensor) else ([plain], [got.result])
+    assert all(map(torch.equal, *results))
+    states = model(ids, mask, types, output_hidden_states=True)
+    assert states.attentions is None
+    assert torch.equal(states.hidden_states[-1], got.hidden_states[-1])
+
+
 @pytest.mark.parametrize(("ours", "theirs"), PAIRS)
 def test_saved_by_transformers_loads_whole(ours, theirs, tmp_path):
     """Same names, same numbers, same gradients, and nothing to warn about."""

@@ -141,3 +141,32 @@ def test_narrow_beams_prune():
     assert (wide >= narrow).all()
     assert (wide > narrow).sum() > 5
     assert not math.isinf(narrow.min())
+
+
+class OneToken:
+    """A model with a vocabulary of one token."""
+
+    training = False
+    max_target_length = None
+
+    def start(self, source: Tensor, source_mask: Tensor | None = None) -> OneToken:
+        return self
+
+    def reorder(self, rows: Tensor) -> None:
+        pass
+
+    def step(self, tokens: Tensor, state: OneToken) -> Tensor:
+        return torch.zeros(*tokens.shape, 1, dtype=torch.float64)
+
+
+@pytest.mark.parametrize(("eos_id", "length"), [(0, 1), (None, MAX_LENGTH)])
+@pytest.mark.parametrize("width", [1, 2, 4])
+def test_a_vocabulary_of_one_token_has_one_target(width, eos_id, length):
+    source = torch.zeros(3, 1, dtype=torch.long)
+    found = beam_search(
+        OneToken(), source, bos_id=0, eos_id=eos_id, max_length=MAX_LENGTH, beam_width=width
+    )
+    assert found.lengths.tolist() == [[length] + [0] * (width - 1)] * 3
+    assert (found.tokens[:, 0, :length] == 0).all()
+    assert not found.scores[:, 0].any()
+    assert found.scores[:, 1:].eq(-math.inf).all()

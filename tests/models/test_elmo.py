@@ -1,4 +1,4 @@
-"""models/elmo.py against published vectors, torch's own LSTM and formulas written in float64."""
+"""models/elmo.py against published vectors, NumPy, torch's own LSTM and formulas in float64."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from operator import mul
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import elmo_files
+import h5py
 import pytest
 import torch
 import torch.nn.functional as F
@@ -33,9 +35,7 @@ from trifuse.models.elmo import (
     word_to_char_ids,
 )
 
-h5py = pytest.importorskip("h5py")
-
-# Outputs of the code that wrote the published weights, kept beside the repository.
+# Outputs of the code that wrote the published weights, where they are kept beside the repository.
 PUBLISHED = Path(__file__).parents[3] / "shared/data/elmo_bilm"
 
 TINY = {
@@ -135,10 +135,15 @@ class Published(NamedTuple):
     wanted: list[list[Tensor]]  # by batch and sentence: the top layer, (2, tokens, P)
 
 
-@pytest.fixture(scope="module")
-def published() -> Published:
-    if not PUBLISHED.is_dir():
-        pytest.skip(f"needs {PUBLISHED}")
+@pytest.fixture(
+    scope="module", params=["generated", *(["published"] if PUBLISHED.is_dir() else [])]
+)
+def published(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Published:
+    """Weights in the published layout with their vectors: from NumPy, and those published."""
+    if request.param == "generated":
+        return generated(tmp_path_factory.mktemp("elmo"))
     lists = json.loads((PUBLISHED / "lm_embeddings_sentences.json").read_text(encoding="utf-8"))
     batches = [[line.split() for line in lines] for lines in zip(*lists, strict=True)]
     rows = []
@@ -147,6 +152,15 @@ def published() -> Published:
             rows.append([torch.from_numpy(file[str(n)][()]) for n in range(len(batches))])
     wanted = [list(batch) for batch in zip(*rows, strict=True)]
     return Published(PUBLISHED / "options.json", PUBLISHED / "lm_weights.hdf5", batches, wanted)
+
+
+def generated(folder: Path, **lstm: object) -> Published:
+    sizes = elmo_files.OPTIONS | {"lstm": elmo_files.OPTIONS["lstm"] | lstm}
+    options, weights = elmo_files.write(folder, sizes)
+    vectors = elmo_files.Vectors(options, weights)
+    batches = [SENTENCES, [["naïve", "강물이", "."], ["a"], ["rains", "fall"]], SENTENCES[::-1]]
+    wanted = [[torch.from_numpy(each) for each in vectors(batch)] for batch in batches]
+    return Published(options, weights, batches, wanted)
 
 
 def furthest(
@@ -162,7 +176,8 @@ def furthest(
     worst = 0.0
     for sentences, wanted in zip(published.batches, published.wanted, strict=True):
         with torch.no_grad():
-            layers, mask = model(batch_to_char_ids(sentences), state)
+            size = model.config.max_characters_per_token
+            layers, mask = model(batch_to_char_ids(sentences, size), state)
         assert mask.sum(1).tolist() == [len(sentence) for sentence in sentences]
         for got, both in zip(layers[-1], wanted, strict=True):
             mine = torch.stack(got[: both.shape[1]].chunk(2, -1))
@@ -205,6 +220,14 @@ def test_published_vectors_are_of_carried_state(published):
 
 def test_published_vectors_are_of_a_model_without_residuals(published):
     assert furthest(published, CarriedState(), unchanged, use_skip_connections=True) > 10_000
+
+
+@PRECISIONS
+def test_residuals_are_those_of_numpy(tmp_path, dtype, allowed):
+    """The published model of full size has them; the published vectors are of one without."""
+    written = generated(tmp_path, use_skip_connections=True)
+    assert furthest(written, CarriedState(), unchanged, dtype) <= allowed
+    assert furthest(written, CarriedState(), trifuse.fuse, dtype) <= allowed
 
 
 def test_published_weights_are_saved_as_they_were(published, tmp_path):

@@ -433,6 +433,20 @@ def test_no_position_sees_the_next_nor_padding(make):
         assert_close(logits_of(model, tokens[:, :length]), whole[:, :length])
 
 
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("norm_first", [False, True])
+def test_no_texts_may_have_a_mask(norm_first, fused):
+    model = transformer(norm_first)
+    if fused:
+        trifuse.fuse(model, unpad=True)
+    tokens, mask = texts(0, 4), torch.ones(0, 4, dtype=torch.bool)
+    for training in (False, True):
+        output = model.train(training)(tokens, mask, output_hidden_states=True)
+        assert output.logits.shape == (0, 4, V)
+        assert [state.shape for state in output.hidden_states] == [(0, 4, 8)] * 3
+        assert model.features(tokens, mask).shape == (0, 4, 8)
+
+
 @pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
 def test_likelihood_is_the_product_of_the_predictions(make):
     model = make()

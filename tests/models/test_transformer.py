@@ -554,6 +554,17 @@ def test_search_minds_no_company(length_penalty):
     assert (together.lengths.amax(1) == 8).any()
 
 
+@pytest.mark.parametrize("fused", [False, True])
+def test_no_sources_may_have_a_mask(fused):
+    model = transformer()
+    if fused:
+        trifuse.fuse(model, unpad=True)
+    source, target = tokens(0, 4), tokens(0, 3)
+    masks = torch.ones(0, 4, dtype=torch.bool), torch.ones(0, 3, dtype=torch.bool)
+    for training in (False, True):
+        assert model.train(training)(source, target, *masks).shape == (0, 3, VOCABULARY)
+
+
 def test_no_sources():
     model = transformer().eval()
     none = tokens(0, 4)
