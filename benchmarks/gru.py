@@ -24,13 +24,11 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_
 
 import trifuse
 from trifuse import backends
-from trifuse.benchmarks import ceilings, command_line, machine, report, timing
+from trifuse.benchmarks import ceilings, timing
 from trifuse.benchmarks.agreement import check_accuracy, check_agreement
-from trifuse.benchmarks.cases import run_all, select
 from trifuse.benchmarks.comparison import Result
-from trifuse.benchmarks.lstm import read_rate, step
+from trifuse.benchmarks.lstm import read_rate, run_command, step
 from trifuse.benchmarks.other_kernels import other_kernels
-from trifuse.benchmarks.terminal import console
 from trifuse.ops import gru, rnn
 
 # Cases ------------------------------------------------------------------------------------------
@@ -297,19 +295,4 @@ def run(case: Case, device: str, seconds: float) -> Result:
 
 def main(argv: Sequence[str]) -> int:
     """Run the cases and print the table."""
-    options = command_line.parser("gru", __doc__).parse_args(argv)
-    torch.set_num_threads(options.threads)
-    device: str = options.device
-    cases = select(CASES[device], lambda case: case.name, options.cases)
-    facts = machine.facts(device)
-    console.print(machine.describe(facts), soft_wrap=True, markup=False)
-    seconds = 0.6 if options.quick else 4.0
-    with trifuse.backend(options.backend):
-        results, failed = run_all(
-            cases,
-            lambda case: case.name,
-            lambda case: run(case, device, seconds),
-            lambda some: report.save(options, facts, some),
-        )
-    report.write("gru and rnn", options, facts, results, failed=failed, fastest_only=True)
-    return bool(failed)
+    return run_command("gru", "gru and rnn", __doc__, CASES, run, argv)

@@ -18,9 +18,9 @@ from __future__ import annotations
 import copy
 import functools
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -425,21 +425,53 @@ def run(case: Case, device: str, seconds: float) -> Result:
     )
 
 
-def main(argv: Sequence[str]) -> int:
-    """Run the cases and print the table."""
-    options = command_line.parser("lstm", __doc__).parse_args(argv)
+class Named(Protocol):
+    @property
+    def name(self) -> str: ...
+
+
+AnyCase = TypeVar("AnyCase", bound=Named)
+
+
+def run_command(
+    name: str,
+    title: str,
+    description: str | None,
+    cases: Mapping[str, Sequence[AnyCase]],
+    run: Callable[[AnyCase, str, float], Result],
+    argv: Sequence[str],
+) -> int:
+    """Runs a benchmark of layers: its cases for the device, then the table.
+
+    Args:
+        name: the command's.
+        title: the table's.
+        description: the module's docstring, for ``--help``.
+        cases: by device; each has a ``name``.
+        run: times one case on a device, for so many seconds.
+        argv: the command's arguments.
+
+    Returns:
+        The exit status: 1 if a case failed.
+    """
+    options = command_line.parser(name, description).parse_args(argv)
     torch.set_num_threads(options.threads)
     device: str = options.device
-    cases = select(CASES[device], lambda case: case.name, options.cases)
+    chosen = select(cases[device], lambda case: case.name, options.cases)
     facts = machine.facts(device)
     console.print(machine.describe(facts), soft_wrap=True, markup=False)
     seconds = 0.6 if options.quick else 4.0
     with trifuse.backend(options.backend):
         results, failed = run_all(
-            cases,
+            chosen,
             lambda case: case.name,
             lambda case: run(case, device, seconds),
             lambda some: report.save(options, facts, some),
         )
-    report.write("lstm", options, facts, results, failed=failed, fastest_only=True)
+    report.write(title, options, facts, results, failed=failed, fastest_only=True)
     return bool(failed)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the cases and print the table."""
+    return run_command("lstm", "lstm", __doc__, CASES, run, argv)

@@ -532,7 +532,7 @@ def dropout_add_layer_norm_backward(
     rms_norm: bool,
     prenorm: bool,
     sum_dtype: torch.dtype,
-    wanted: tuple[bool, ...],
+    needs_grad: tuple[bool, ...],
 ) -> tuple[Tensor, ...]:
     """Implements the op ``dropout_add_layer_norm_backward``."""
     tensors = (x, residual, weight, bias, x_bias, seed)
@@ -545,10 +545,10 @@ def dropout_add_layer_norm_backward(
         vectors = (grad_out if t is None else t for t in (weight, bias, x_bias))
         like = (grad_out, x if residual is None else residual, *vectors)
         results = tuple(
-            t.new_empty(t.shape if want else (0,)) for t, want in zip(like, wanted, strict=True)
+            t.new_empty(t.shape if want else (0,)) for t, want in zip(like, needs_grad, strict=True)
         )
         dx, dresidual, *of_vectors = (
-            t if want else None for t, want in zip(results, wanted, strict=True)
+            t if want else None for t, want in zip(results, needs_grad, strict=True)
         )
         grad_x, grad_residual = _as_matrix(dx), _as_matrix(dresidual)
         vector_grads = VectorGradients(*of_vectors)

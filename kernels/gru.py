@@ -375,7 +375,7 @@ def gru_backward(
     gates: Tensor,
     reverse: Sequence[bool],
     linear_before_reset: bool,
-    wanted: Sequence[bool],
+    needs_grad: Sequence[bool],
 ) -> list[Tensor]:
     """Implements the op ``gru_backward``."""
     (T, B, _), D = input.shape, len(reverse)
@@ -386,11 +386,11 @@ def gru_backward(
         if linear_before_reset:
             call = _Call(input, parameters, lengths, reverse)
             grads, grad_state = _recurrent_gradients(call, grad_output, grad_h_n, h0, output, gates)
-            input_grads = _gradients(call, input, h0, output, grads, grad_state, wanted)
+            input_grads = _gradients(call, input, h0, output, grads, grad_state, needs_grad)
         else:
             input_grads = gru_reset_first.backward(
                 grad_output, grad_h_n, input, h0, parameters, lengths, output, gates, reverse,
-                wanted,
+                needs_grad,
             )  # fmt: skip
     return as_results(input, h0, parameters, input_grads)
 
@@ -433,7 +433,7 @@ def _gradients(
     output: Tensor,
     grads: Tensor,
     grad_state: Tensor,
-    wanted: Sequence[bool],
+    needs_grad: Sequence[bool],
 ) -> list[Tensor | None]:
     """Gradients of input, h0 and the parameters, not yet in their dtypes; None if not wanted."""
     sequences, D, H = call.sequences, call.D, call.H
@@ -441,7 +441,7 @@ def _gradients(
     h_previous = sequences.previous_h(output, h0)
     grad_products_ih, grad_products_hh = grads[..., : 3 * H], grads[..., H:]
     grad_input = None
-    needs_input, needs_h0, *needs_parameters = wanted
+    needs_input, needs_h0, *needs_parameters = needs_grad
     if needs_input:
         # n, r, z: the order of the gradients.
         weights = sequences.weight_ih.unflatten(0, (D, 3, H)).roll(1, 1).flatten(1, 2)

@@ -439,7 +439,7 @@ def backward(
     output: Tensor,
     gates: Tensor,
     reverse: Sequence[bool],
-    wanted: Sequence[bool],
+    needs_grad: Sequence[bool],
 ) -> list[Tensor | None]:
     """As the op ``gru_backward`` without ``linear_before_reset``, whose tensors have been checked.
 
@@ -455,7 +455,7 @@ def backward(
         h, reset_h = h_previous[d].flatten(0, 1), (r * h_previous[d]).flatten(0, 1)
         return torch.cat([da[:, : 2 * H].mT @ h, da[:, 2 * H :].mT @ reset_h])
 
-    return gradients_of_sums(call, input, grads, grad_state, wanted, weight_hh)
+    return gradients_of_sums(call, input, grads, grad_state, needs_grad, weight_hh)
 
 
 def _recurrent_gradients(

@@ -126,7 +126,7 @@ def lstm_backward(
     *options: Any,
 ) -> list[Tensor]:
     """Implements the op ``lstm_backward``."""
-    *call_options, wanted = options
+    *call_options, needs_grad = options
     recompute = gates.dim() == 1
     _check_backward(
         grad_output, grad_h_n, grad_c_n, input, h0, c0, parameters, lengths, output,
@@ -158,7 +158,7 @@ def lstm_backward(
             projection = None
         else:
             projection = _backward_steps(call, grad_output.contiguous(), past, grads, shares)
-        input_grads = _gradients(call, x, h_dropped, grads, shares, projection, wanted)
+        input_grads = _gradients(call, x, h_dropped, grads, shares, projection, needs_grad)
     tensors = (input, h0, c0, *parameters)
     return [
         input.new_empty(0) if grad is None or t is None else grad.to(t.dtype).view(t.shape)
@@ -263,7 +263,7 @@ def _gradients(
     grads: Gradients,
     shares: Shares,
     projection: tuple[Tensor, Tensor] | None,
-    wanted: Sequence[bool],
+    needs_grad: Sequence[bool],
 ) -> list[Tensor | None]:
     """Gradients of input, h0, c0 and parameters, not yet in their dtypes; None if not wanted."""
     sequences, grad_products_ih = call.sequences, grads.gates
@@ -273,7 +273,7 @@ def _gradients(
             call, grads.gates, sequences.products_ih(x)
         )
     grad_products_hh = grads.gates if grads.products_hh is None else grads.products_hh
-    needs_input, needs_h0, needs_c0, *needs_parameters = wanted
+    needs_input, needs_h0, needs_c0, *needs_parameters = needs_grad
     results: list[Tensor | None] = [
         grad_products_ih.flatten(2).flatten(0, 1) @ sequences.weight_ih if needs_input else None,
         grads.h if needs_h0 else None,

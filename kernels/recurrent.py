@@ -424,7 +424,7 @@ def gradients_of_sums(
     input: Tensor,
     grads: Tensor,
     grad_state: Tensor,
-    wanted: Sequence[bool],
+    needs_grad: Sequence[bool],
     weight_hh: Callable[[int, Tensor], Tensor],
 ) -> list[Tensor | None]:
     """Computes gradients where W_ih x and W_hh's products have the same gradient.
@@ -438,7 +438,7 @@ def gradients_of_sums(
     """
     sequences = call.sequences
     grad_input = None
-    needs_input, needs_h0, *needs_parameters = wanted
+    needs_input, needs_h0, *needs_parameters = needs_grad
     if needs_input:  # both directions in one product
         grad_input = grads.flatten(2).flatten(0, 1) @ sequences.weight_ih
     results: list[Tensor | None] = [grad_input, grad_state if needs_h0 else None]

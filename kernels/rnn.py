@@ -283,7 +283,7 @@ def rnn_backward(
     output: Tensor,
     reverse: Sequence[bool],
     relu: bool,
-    wanted: Sequence[bool],
+    needs_grad: Sequence[bool],
 ) -> list[Tensor]:
     """Implements the op ``rnn_backward``."""
     check_backward(
@@ -294,7 +294,7 @@ def rnn_backward(
         grads, grad_state = _recurrent_gradients(call, grad_output, grad_h_n, output)
         h_previous = call.sequences.previous_h(output, h0)
         input_grads = gradients_of_sums(
-            call, input, grads, grad_state, wanted,
+            call, input, grads, grad_state, needs_grad,
             lambda d, da: da.mT @ h_previous[d].flatten(0, 1),
         )  # fmt: skip
     return as_results(input, h0, parameters, input_grads)

@@ -119,8 +119,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward(
     const OptionalTensor& cu_seqlens_k, const OptionalTensor& seed, const Tensor& out,
     const Tensor& logsumexp, int64_t max_seqlen_q, int64_t max_seqlen_k,
     std::optional<double> scale, std::optional<double> softcap, int64_t window_left,
-    int64_t window_right, bool lower_right, double dropout_p, std::array<bool, 4> wanted) {
-  const bool mask_requires_grad = wanted[3];
+    int64_t window_right, bool lower_right, double dropout_p, std::array<bool, 4> needs_grad) {
+  const bool mask_requires_grad = needs_grad[3];
   check_backward_arguments(query, value, grad_out, grad_logsumexp, out, logsumexp);
   Call call = make_call(
       {query, key, value, attn_mask, key_lengths, cu_seqlens_q, cu_seqlens_k, seed, max_seqlen_q,

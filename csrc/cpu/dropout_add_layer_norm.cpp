@@ -91,7 +91,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> dropout_add_layer_norm_backwa
     const OptionalTensor& residual, const OptionalTensor& weight, const OptionalTensor& bias,
     const OptionalTensor& x_bias, const OptionalTensor& seed, const Tensor& mean,
     const Tensor& rstd, double dropout_p, double eps, bool rms_norm, bool prenorm,
-    at::ScalarType /*sum_dtype*/, std::array<bool, 5> wanted) {
+    at::ScalarType /*sum_dtype*/, std::array<bool, 5> needs_grad) {
   const at::ScalarType dtype = grad_out.scalar_type(), wide = accumulation_type(dtype);
   const at::ScalarType sum_dtype = residual ? residual->scalar_type() : x.scalar_type();
   check_backward_arguments(grad_out, grad_sum, x, mean, rstd);
@@ -120,31 +120,31 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> dropout_add_layer_norm_backwa
   p.blocks = p.N ? (p.rows + p.rows_per_block - 1) / p.rows_per_block : 0;
 
   // A gradient that is not wanted has no elements.
-  const auto grad_of_rows = [&](bool wanted, at::ScalarType dtype, RowTensor& rows) {
+  const auto grad_of_rows = [&](bool needed, at::ScalarType dtype, RowTensor& rows) {
     const auto options = x.options().dtype(dtype);
-    const Tensor grad = wanted ? empty(x.sizes(), options) : at::empty({0}, options);
+    const Tensor grad = needed ? empty(x.sizes(), options) : at::empty({0}, options);
     rows = rows_of(grad, held);
     return grad;
   };
-  const Tensor grad_x = grad_of_rows(wanted[0], dtype, p.grad_x);
-  const Tensor grad_residual = grad_of_rows(wanted[1], sum_dtype, p.grad_residual);
+  const Tensor grad_x = grad_of_rows(needs_grad[0], dtype, p.grad_x);
+  const Tensor grad_residual = grad_of_rows(needs_grad[1], sum_dtype, p.grad_residual);
   Tensor blocks[3];
   void** pointers[3] = {&p.grad_weight, &p.grad_bias, &p.grad_x_bias};
   for (int i = 0; i < 3; ++i) {
-    if (!wanted[2 + i]) continue;
+    if (!needs_grad[2 + i]) continue;
     blocks[i] = empty({p.blocks, p.N}, grad_out.options().dtype(wide));
     *pointers[i] = blocks[i].data_ptr();
   }
 
   const DropoutAddLayerNormBackward kernel = kernels().dropout_add_layer_norm_backward;
   parallel_tasks(p.blocks, 1, operations(p), [&](int64_t block) { kernel.run(p, block); });
-  if (p.blocks > 1 && (wanted[2] || wanted[3] || wanted[4]))
+  if (p.blocks > 1 && (needs_grad[2] || needs_grad[3] || needs_grad[4]))
     parallel_tasks(
         (p.N + 63) / 64, 1, 30.0 * static_cast<double>(p.blocks * p.N),
         [&](int64_t strip) { kernel.reduce(p, strip); });
 
   const auto sum_over_rows = [&](int i, const OptionalTensor& like) {
-    if (!wanted[2 + i]) return at::empty({0}, like ? like->options() : grad_out.options());
+    if (!needs_grad[2 + i]) return at::empty({0}, like ? like->options() : grad_out.options());
     if (!p.blocks) return at::zeros(like->sizes(), like->options());
     return blocks[i][0].to(like->scalar_type(), false, true);  // copied: the blocks are freed
   };

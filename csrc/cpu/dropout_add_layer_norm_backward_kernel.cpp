@@ -33,8 +33,8 @@ void run(const DropoutAddLayerNormProblem& p, int64_t block) {
       "a thread of dropout_add_layer_norm's backward");
   T* normalised = scratch.take<T>(width);
   uint64_t* kept = scratch.take<uint64_t>(width / kStrip);
-  const auto zeros = [&](bool wanted) -> T* {
-    return wanted ? std::fill_n(scratch.take<T>(width), width, T(0)) - width : nullptr;
+  const auto zeros = [&](bool needed) -> T* {
+    return needed ? std::fill_n(scratch.take<T>(width), width, T(0)) - width : nullptr;
   };
   T* grad_weight = zeros(p.grad_weight);
   T* grad_bias = zeros(p.grad_bias);

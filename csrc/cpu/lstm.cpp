@@ -471,13 +471,13 @@ constexpr GradientOf kGradients[] = {
 // that are not wanted have no elements. Call::take_saved must have been called.
 std::vector<Tensor> backward(
     Call& call, const Tensor& grad_output, const OptionalTensor& grad_h_n,
-    const OptionalTensor& grad_c_n, const std::vector<OptionalTensor>& given, const Flags& wanted) {
+    const OptionalTensor& grad_c_n, const std::vector<OptionalTensor>& given, const Flags& needs_grad) {
   LstmProblem& p = call.p;
   const int states = p.cell == Cell::Lstm ? 2 : 1;
   const int slots = slots_of(p.cell);
   std::vector<Tensor> grads(given.size());
   const auto result = [&](size_t index, at::IntArrayRef sizes, at::ScalarType type) -> Tensor {
-    if (wanted.get(index)) grads[index] = call.result(sizes, type);
+    if (needs_grad.get(index)) grads[index] = call.result(sizes, type);
     return grads[index];
   };
   check_shape("grad_output", grad_output, call.rows(p.T, p.directions * p.R));
@@ -539,7 +539,7 @@ std::vector<Tensor> lstm_backward(
     const Tensor& output, const Tensor& gates, const Tensor& cells, const Tensor& clipped,
     const Flags& reverse, bool coupled, double forget_bias, OptionalLimit cell_clip,
     OptionalLimit proj_clip, double eps, double zoneout_h, double zoneout_c,
-    double recurrent_dropout, bool training, const Flags& wanted) {
+    double recurrent_dropout, bool training, const Flags& needs_grad) {
   check_input(input, output);
   check_hidden(
       parameters.get(WeightHh), cells.size(-1) * (coupled ? 3 : 4), features(output, reverse));
@@ -549,14 +549,14 @@ std::vector<Tensor> lstm_backward(
        recurrent_dropout, training});
   call.take_saved(output, gates, cells, clipped);
   return backward(
-      call, grad_output, grad_h_n, grad_c_n, all_of({input, h0, c0}, parameters), wanted);
+      call, grad_output, grad_h_n, grad_c_n, all_of({input, h0, c0}, parameters), needs_grad);
 }
 
 std::vector<Tensor> gru_backward(
     const Tensor& grad_output, const OptionalTensor& grad_h_n, const Tensor& input,
     const OptionalTensor& h0, const ParameterList& parameters, const OptionalTensor& lengths,
     const Tensor& output, const Tensor& gates, const Flags& reverse, bool linear_before_reset,
-    const Flags& wanted) {
+    const Flags& needs_grad) {
   check_input(input, output);
   const int64_t R = features(output, reverse);
   check_hidden(parameters.get(WeightHh), 3 * R, R);
@@ -564,19 +564,19 @@ std::vector<Tensor> gru_backward(
       Cell::Gru, input, h0, {}, parameters.vec(), lengths, {}, reverse,
       order_of_reset(linear_before_reset));
   call.take_saved(output, gates, {}, {});
-  return backward(call, grad_output, grad_h_n, {}, all_of({input, h0}, parameters), wanted);
+  return backward(call, grad_output, grad_h_n, {}, all_of({input, h0}, parameters), needs_grad);
 }
 
 std::vector<Tensor> rnn_backward(
     const Tensor& grad_output, const OptionalTensor& grad_h_n, const Tensor& input,
     const OptionalTensor& h0, const ParameterList& parameters, const OptionalTensor& lengths,
-    const Tensor& output, const Flags& reverse, bool relu, const Flags& wanted) {
+    const Tensor& output, const Flags& reverse, bool relu, const Flags& needs_grad) {
   check_input(input, output);
   const int64_t R = features(output, reverse);
   check_hidden(parameters.get(WeightHh), R, R);
   Call call(Cell::Rnn, input, h0, {}, parameters.vec(), lengths, {}, reverse, activation(relu));
   call.take_saved(output, {}, {}, {});
-  return backward(call, grad_output, grad_h_n, {}, all_of({input, h0}, parameters), wanted);
+  return backward(call, grad_output, grad_h_n, {}, all_of({input, h0}, parameters), needs_grad);
 }
 
 }  // namespace

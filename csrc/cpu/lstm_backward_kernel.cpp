@@ -163,7 +163,7 @@ class Backward {
         rows, columns, elements<E>(panels.count * blocks.width()), as_elements<E>(job.da) + begin,
         elements_ld<E>(da_ld()), 1,
         weights[group.index].hh + tile * hh_size() + begin * kTile + first, kTile, target, ld,
-        false, far_away<E>(tiles(p.R) * hh_size()));
+        false, exceeds_cache<E>(tiles(p.R) * hh_size()));
   }
   int64_t hh_size() const { return elements<E>(depth()) * kTile; }
   int64_t hr_size() const { return elements<E>(p.R) * kTile; }
@@ -333,7 +333,7 @@ class Backward {
             continue;
           }
           const Gates g = gates_of(group, job, q, i, s, token + i);
-          const U dm = grad_m(job, q, i), tanh_c = tanh(g.c);
+          const U dm = load_dm(job, q, i), tanh_c = tanh(g.c);
           U da[4];
           const U dn = dm * g.o * (U(T(1)) - tanh_c * tanh_c);
           cell_backward(group, job, q, i, s, dm * tanh_c, dn, g, da);
@@ -373,13 +373,13 @@ class Backward {
       product<E>(
           group.active(s), columns, elements<E>(p.R), as_elements<E>(job.dq),
           elements_ld<E>(layer.h_ld()), 1, weights[group.index].hr + tile * hr_size() + first,
-          kTile, own.dm + first, kTile, false, far_away<E>(tiles(p.H) * hr_size()));
+          kTile, own.dm + first, kTile, false, exceeds_cache<E>(tiles(p.H) * hr_size()));
     if (p.draw_c.threshold)
       for (int64_t i = 0; i < group.active(s); ++i)
         own.words[i] = group.kept(p.draw_c, RowGroup::ZoneoutC, i, s, tile * kTile);
   }
 
-  U grad_m(const Job& job, int64_t q, int64_t i) const {
+  U load_dm(const Job& job, int64_t q, int64_t i) const {
     return layer.projected ? U::load(own.dm + i * kTile + q * kUnits % kTile)
                            : U::load(job.dh + i * layer.h_ld() + q * kUnits);
   }
@@ -699,7 +699,7 @@ class Backward {
         for (int64_t i = 0; i < rows; ++i) {
           const Gates g = gates_of(group, job, q, i, s, token + i);
           const U tanh_c = tanh(normalised_cell(group, q, token + i, g.c));
-          const U dm = grad_m(job, q, i), dn = dm * g.o * (U(T(1)) - tanh_c * tanh_c);
+          const U dm = load_dm(job, q, i), dn = dm * g.o * (U(T(1)) - tanh_c * tanh_c);
           const U n = own.statistics[2][token + i].normalise(g.c);
           store_m(group, q, i, s, g.o * tanh_c);
           add_to(direction.cell.run + q * kUnits, dn * n);

@@ -352,7 +352,7 @@ class Forward {
     const int64_t rows = group.active(s), stride = layer.group_rows() * kTile;
     for_tiles(team, p.R, [&](int64_t tile, int64_t first, int64_t columns) {
       T* sums = job.m_products + tile * stride + first;
-      const bool ahead = far_away<E>(tiles(p.R) * layer.hr_size());
+      const bool ahead = exceeds_cache<E>(tiles(p.R) * layer.hr_size());
       if (const E* packed = layer.weights[group.index].hr)
         product<E>(
             rows, columns, elements<E>(p.H), as_elements<E>(job.m), elements_ld<E>(layer.m_ld()), 1,

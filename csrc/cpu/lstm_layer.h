@@ -246,7 +246,7 @@ struct Layer {
     const double factor = p.recurrent_dropout.threshold ? p.recurrent_dropout.scale : 1;
     if (factor != 1 && add) scale(target, rows * width, static_cast<T>(1 / factor));
     T* columns = target + blocks.first * kUnits;
-    const bool ahead = far_away<E>(panels.count * hh_size());
+    const bool ahead = exceeds_cache<E>(panels.count * hh_size());
     const bool unpacked = may_read_in_place && !weights[d].hh && reads_in_place(rows);
     if constexpr (may_read_in_place && kReadsInPlace)
       if (unpacked)
@@ -285,7 +285,7 @@ struct Layer {
       T* target, int64_t stride) const {
     if constexpr (kOneVectorPanels<E>)
       if (blocks.count == 1 && q + kPanelsAtOnce <= last && weights[d].hh &&
-          !far_away<E>(panels.count * hh_size())) {
+          !exceeds_cache<E>(panels.count * hh_size())) {
         product_with_four_panels<E>(
             rows, elements<E>(p.R), as_elements<E>(h), elements_ld<E>(h_ld()),
             hh_panel(d, q, blocks), hh_size(), target + blocks.first * kUnits, panels.width(),

@@ -291,7 +291,7 @@ inline void product_with_four_panels(
 
 // Returns whether weights exceed the caches near a core, and so are fetched ahead.
 template <class E>
-constexpr bool far_away(int64_t count) {
+constexpr bool exceeds_cache(int64_t count) {
   return count * static_cast<int64_t>(sizeof(E)) > int64_t(8) << 20;
 }
 

@@ -272,7 +272,7 @@ class WeightGradients {
     const int64_t begin = group * group_columns();
     const int64_t columns = std::min(group_columns(), width - begin);
     // The whole gradient would not stay in a cache.
-    const bool stream = far_away<S>(panels.count * panels.width() * width);
+    const bool stream = exceeds_cache<S>(panels.count * panels.width() * width);
     // With few tokens writing the result takes the time; whole rows are faster to write than tiles.
     const bool few = elements<E>(tokens) <= kTile;
     const int64_t high = few ? kFlatRows : kTile, wide = few ? group_columns() : kTile;

@@ -128,8 +128,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> backward(
     const OptionalTensor& cu_seqlens_k, const OptionalTensor& seed, const Tensor& out,
     const Tensor& logsumexp, int64_t max_seqlen_q, int64_t max_seqlen_k,
     std::optional<double> scale, std::optional<double> softcap, int64_t window_left,
-    int64_t window_right, bool lower_right, double dropout_p, std::array<bool, 4> wanted) {
-  const bool mask_requires_grad = wanted[3];
+    int64_t window_right, bool lower_right, double dropout_p, std::array<bool, 4> needs_grad) {
+  const bool mask_requires_grad = needs_grad[3];
   check_backward_arguments(query, value, grad_out, grad_logsumexp, out, logsumexp);
   const OnDeviceOf device(query);
   Call call = make_call(

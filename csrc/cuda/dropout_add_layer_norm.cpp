@@ -102,7 +102,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(
     const OptionalTensor& residual, const OptionalTensor& weight, const OptionalTensor& bias,
     const OptionalTensor& x_bias, const OptionalTensor& seed, const Tensor& mean,
     const Tensor& rstd, double dropout_p, double /*eps*/, bool rms_norm, bool prenorm,
-    at::ScalarType /*sum_dtype*/, std::array<bool, 5> wanted) {
+    at::ScalarType /*sum_dtype*/, std::array<bool, 5> needs_grad) {
   const OnDeviceOf device(x);
   const at::ScalarType dtype = grad_out.scalar_type();
   const at::ScalarType sum_dtype = residual ? residual->scalar_type() : x.scalar_type();
@@ -128,18 +128,18 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(
   if (grad_sum) call.grad_sum = matrix_of(grad_sum->to(sum_dtype), dtype, held);
 
   // Returns a tensor without elements if the gradient is not wanted.
-  const auto empty_like = [&](bool wanted, const Tensor& t, at::ScalarType dtype) {
+  const auto empty_like = [&](bool needed, const Tensor& t, at::ScalarType dtype) {
     const auto options = t.options().dtype(dtype);
-    return wanted ? at::empty(t.sizes(), options) : at::empty({0}, options);
+    return needed ? at::empty(t.sizes(), options) : at::empty({0}, options);
   };
-  const Tensor grad_x = empty_like(wanted[0], x, dtype);
-  if (wanted[0]) call.grad_x = matrix_of(grad_x, dtype, held);
-  const Tensor grad_residual = empty_like(wanted[1], x, sum_dtype);
-  if (wanted[1]) call.grad_residual = matrix_of(grad_residual, dtype, held);
+  const Tensor grad_x = empty_like(needs_grad[0], x, dtype);
+  if (needs_grad[0]) call.grad_x = matrix_of(grad_x, dtype, held);
+  const Tensor grad_residual = empty_like(needs_grad[1], x, sum_dtype);
+  if (needs_grad[1]) call.grad_residual = matrix_of(grad_residual, dtype, held);
   const auto grad_of_vector = [&](int i, const OptionalTensor& like, Vector& vector) {
     const Tensor& t = like ? *like : grad_out;
-    const Tensor grad = empty_like(wanted[i], t, t.scalar_type());
-    if (wanted[i]) vector = vector_of(grad, dtype, held);
+    const Tensor grad = empty_like(needs_grad[i], t, t.scalar_type());
+    if (needs_grad[i]) vector = vector_of(grad, dtype, held);
     return grad;
   };
   const Tensor grad_weight = grad_of_vector(2, weight, call.grad_weight);

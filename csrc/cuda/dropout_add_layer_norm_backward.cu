@@ -339,15 +339,15 @@ Split split_of(const DropoutAddLayerNorm& p) {
 template <class T>
 Workspace<T> lay_out(const DropoutAddLayerNorm& p, const Split& split, void* memory, T** end) {
   T* next = static_cast<T*>(memory);
-  const auto allocate = [&](bool wanted, int64_t count) {
-    T* const memory = wanted ? next : nullptr;
-    if (wanted) next += (count + 3) / 4 * 4;
+  const auto allocate = [&](bool needed, int64_t count) {
+    T* const memory = needed ? next : nullptr;
+    if (needed) next += (count + 3) / 4 * 4;
     return memory;
   };
   Workspace<T> workspace;
   int v = 0;
-  for (const bool wanted : {bool(p.grad_weight), bool(p.grad_bias), bool(p.grad_x_bias)})
-    workspace.block_sums[v++] = allocate(wanted, split.blocks_per_chunk * p.N);
+  for (const bool needed : {bool(p.grad_weight), bool(p.grad_bias), bool(p.grad_x_bias)})
+    workspace.block_sums[v++] = allocate(needed, split.blocks_per_chunk * p.N);
   workspace.statistics = allocate(split.chunks > 1, 2 * p.rows);
   *end = next;
   return workspace;

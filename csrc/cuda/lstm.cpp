@@ -43,7 +43,7 @@ std::vector<Tensor> lstm_backward(
     const Tensor& output, const Tensor& gates, const Tensor& cells, const Tensor& clipped,
     const Flags& reverse, bool coupled, double forget_bias, OptionalLimit cell_clip,
     OptionalLimit proj_clip, double eps, double zoneout_h, double zoneout_c,
-    double recurrent_dropout, bool training, const Flags& wanted) {
+    double recurrent_dropout, bool training, const Flags& needs_grad) {
   const int64_t D = static_cast<int64_t>(reverse.size());
   check_input(input, output);
   check_hidden(parameters.get(WeightHh), cells.size(-1) * (coupled ? 3 : 4), output.size(-1) / D);
@@ -52,7 +52,7 @@ std::vector<Tensor> lstm_backward(
       {reverse, coupled, forget_bias, limit(cell_clip), limit(proj_clip), eps, zoneout_h, zoneout_c,
        recurrent_dropout, training});
   const LstmSaved saved{output.split(call.p.R, 2), gates, cells, clipped, {}};
-  return backward_pass(call, grad_output, grad_h_n, grad_c_n, input, h0, c0, saved, wanted);
+  return backward_pass(call, grad_output, grad_h_n, grad_c_n, input, h0, c0, saved, needs_grad);
 }
 
 // Returns why such a call runs step by step; empty if it is one launch.
@@ -90,13 +90,13 @@ std::vector<Tensor> lstm_stack_backward(
     const Tensor& output, const Tensor& gates, const Tensor& cells, const Tensor& clipped,
     const Tensor& below, const Flags& reverse, bool coupled, double forget_bias,
     OptionalLimit cell_clip, OptionalLimit proj_clip, double eps, double zoneout_h,
-    double zoneout_c, double recurrent_dropout, bool training, const Flags& wanted) {
+    double zoneout_c, double recurrent_dropout, bool training, const Flags& needs_grad) {
   return stack_backward(
       grad_output, grad_h_n, grad_c_n, input, h0, c0, parameters, lengths, seed, output, gates,
       cells, clipped, below,
       {reverse, coupled, forget_bias, limit(cell_clip), limit(proj_clip), eps, zoneout_h, zoneout_c,
        recurrent_dropout, training},
-      wanted);
+      needs_grad);
 }
 
 // A GRU and an RNN --------------------------------------------------------------------------------
@@ -120,13 +120,13 @@ LstmResults forward_without_c(
 std::vector<Tensor> backward_without_c(
     const Tensor& grad_output, const OptionalTensor& grad_h_n, const Tensor& input,
     const OptionalTensor& h0, const Parameters& parameters, const OptionalTensor& lengths,
-    const Tensor& output, const Tensor& gates, const LstmOptions& options, const Flags& wanted) {
+    const Tensor& output, const Tensor& gates, const LstmOptions& options, const Flags& needs_grad) {
   check_input(input, output);
   const int64_t R = output.size(-1) / static_cast<int64_t>(options.reverse.size());
   check_hidden(parameters.get(WeightHh), gates_of(options.cell) * R, R);
   LstmCall call(input, parameters, lengths, {}, options);
   const LstmSaved saved{output.split(R, 2), gates, {}, {}, output.contiguous()};
-  return backward_pass(call, grad_output, grad_h_n, {}, input, h0, {}, saved, wanted);
+  return backward_pass(call, grad_output, grad_h_n, {}, input, h0, {}, saved, needs_grad);
 }
 
 // ops/gru.py chooses another backend for a reset gate that precedes the product.
@@ -149,11 +149,11 @@ std::vector<Tensor> gru_backward(
     const Tensor& grad_output, const OptionalTensor& grad_h_n, const Tensor& input,
     const OptionalTensor& h0, const Parameters& parameters, const OptionalTensor& lengths,
     const Tensor& output, const Tensor& gates, const Flags& reverse, bool linear_before_reset,
-    const Flags& wanted) {
+    const Flags& needs_grad) {
   check_order(linear_before_reset);
   return backward_without_c(
       grad_output, grad_h_n, input, h0, parameters, lengths, output, gates,
-      options_without_c(Cell::Gru, reverse), wanted);
+      options_without_c(Cell::Gru, reverse), needs_grad);
 }
 
 std::tuple<Tensor, Tensor> rnn_forward(
@@ -167,10 +167,10 @@ std::tuple<Tensor, Tensor> rnn_forward(
 std::vector<Tensor> rnn_backward(
     const Tensor& grad_output, const OptionalTensor& grad_h_n, const Tensor& input,
     const OptionalTensor& h0, const Parameters& parameters, const OptionalTensor& lengths,
-    const Tensor& output, const Flags& reverse, bool relu, const Flags& wanted) {
+    const Tensor& output, const Flags& reverse, bool relu, const Flags& needs_grad) {
   return backward_without_c(
       grad_output, grad_h_n, input, h0, parameters, lengths, output, {},
-      options_without_c(Cell::Rnn, reverse, relu), wanted);
+      options_without_c(Cell::Rnn, reverse, relu), needs_grad);
 }
 
 }  // namespace

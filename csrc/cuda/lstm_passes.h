@@ -226,7 +226,7 @@ inline Tensor parameter_gradient(
 inline std::vector<Tensor> backward_pass(
     LstmCall& call, const Tensor& grad_output, const OptionalTensor& grad_h_n,
     const OptionalTensor& grad_c_n, const Tensor& input, const OptionalTensor& h0,
-    const OptionalTensor& c0, const LstmSaved& saved, const Flags& wanted) {
+    const OptionalTensor& c0, const LstmSaved& saved, const Flags& needs_grad) {
   check_backward(call, grad_output, grad_h_n, grad_c_n, input, h0, c0, saved);
   Lstm& p = call.p;
   const int64_t D = p.chains, T = p.T, B = p.B, H = p.H, R = p.R;
@@ -274,13 +274,13 @@ inline std::vector<Tensor> backward_pass(
   const auto give = [&](int64_t index, const Tensor& like, const Tensor& grad) {
     results[index] = grad.to(like.scalar_type()).reshape(like.sizes()).contiguous();
   };
-  if (wanted.get(0))
+  if (needs_grad.get(0))
     give(0, input, call.input_tokens(tokens.grad_from_input).mm(call.weight_ih.flatten(0, 1)));
-  if (h0 && wanted.get(1)) give(1, *h0, grad_h);
-  if (c0 && wanted.get(2)) give(2, *c0, grad_c);
+  if (h0 && needs_grad.get(1)) give(1, *h0, grad_h);
+  if (c0 && needs_grad.get(2)) give(2, *c0, grad_c);
   for (int64_t index = 0; index < slots * D; ++index) {
     const OptionalTensor parameter = call.parameters.get(index);
-    if (!parameter || !wanted.get(first + index)) continue;
+    if (!parameter || !needs_grad.get(first + index)) continue;
     const int64_t d = index / slots;
     const Slot slot = static_cast<Slot>(index % slots);
     give(first + index, *parameter, parameter_gradient(call, tokens, saved, vector_grads, d, slot));

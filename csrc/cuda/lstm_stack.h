@@ -96,7 +96,7 @@ inline std::vector<Tensor> stack_backward(
     const Tensor& input, const OptionalTensor& h0, const OptionalTensor& c0,
     const Parameters& parameters, const OptionalTensor& lengths, const OptionalTensor& seed,
     const Tensor& output, const Tensor& gates, const Tensor& cells, const Tensor& clipped,
-    const Tensor& below, const LstmOptions& options, const Flags& wanted) {
+    const Tensor& below, const LstmOptions& options, const Flags& needs_grad) {
   const int64_t L = static_cast<int64_t>(options.reverse.size());
   check_input(input, output);
   for (int64_t layer = 0; layer < L; ++layer)
@@ -113,8 +113,8 @@ inline std::vector<Tensor> stack_backward(
     LstmSaved saved{{}, *group.part(gates), *group.part(cells), *group.part(clipped), {}};
     for (int64_t d = first; d < first + group.count; ++d)
       saved.outputs.push_back(d < L - 1 ? below[d] : output);
-    Flags own({first > 0 || wanted.get(0), wanted.get(1), wanted.get(2)});
-    own.append(group.part(wanted, kLstmSlots, 3));
+    Flags own({first > 0 || needs_grad.get(0), needs_grad.get(1), needs_grad.get(2)});
+    own.append(group.part(needs_grad, kLstmSlots, 3));
     const std::vector<Tensor> grads = backward_pass(
         call, grad, group.part(grad_h_n), group.part(grad_c_n), x, group.part(h0), group.part(c0),
         saved, own);

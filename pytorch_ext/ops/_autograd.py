@@ -63,15 +63,15 @@ class Forward(torch.autograd.Function):
             first = other.new_zeros(ctx.shape, dtype=ctx.dtype)
         tensors = ctx.saved_tensors  # read once: a checkpoint provides them once
         saved, flat = tensors[: len(operator.saved)], tensors[len(operator.saved) :]
-        _, *needs_grad = ctx.needs_input_grad
+        _, *needs_input_grad = ctx.needs_input_grad
         count = operator.count_differentiable(flat)
-        needs_grad, never = needs_grad[:count], needs_grad[count:]
-        wanted = needs_grad
+        needs_grad, never = needs_input_grad[:count], needs_input_grad[count:]
+        computed = needs_grad
         if ctx.shares_gradient:
             needs_one, needs_two, *rest = needs_grad
-            wanted = [needs_one or needs_two, False, *rest]
+            computed = [needs_one or needs_two, False, *rest]
         found = operator.backward[ctx.backend](
-            first, *others, *operator.unflatten(flat), *saved, *ctx.options, wanted
+            first, *others, *operator.unflatten(flat), *saved, *ctx.options, computed
         )
         if ctx.shares_gradient:
             shared, _, *rest = found
@@ -93,11 +93,11 @@ class Backward(torch.autograd.Function):
         constants: tuple[Operator, str, Sequence[Any], Sequence[bool]],
         *flat: Tensor | None,
     ) -> tuple[Tensor, ...]:
-        operator, backend, options, wanted = constants
+        operator, backend, options, needs_grad = constants
         count = len(flat) - len(operator.saved)
         inputs, saved = flat[:count], flat[count:]
         grads, tensors = inputs[: operator.returned], inputs[operator.returned :]
-        ctx.operator, ctx.options, ctx.wanted = operator, options, wanted
+        ctx.operator, ctx.options, ctx.needs_grad = operator, options, needs_grad
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*inputs)
         return tuple(
@@ -107,7 +107,7 @@ class Backward(torch.autograd.Function):
                 *operator.unflatten(tensors),
                 *saved,
                 *options,
-                list(wanted),
+                list(needs_grad),
             )
         )
 
@@ -116,7 +116,7 @@ class Backward(torch.autograd.Function):
         operator: Operator = ctx.operator
         given = ctx.saved_tensors
         _, *needs_grad = ctx.needs_input_grad
-        used = [w and u is not None for w, u in zip(ctx.wanted, upstream, strict=True)]
+        used = [w and u is not None for w, u in zip(ctx.needs_grad, upstream, strict=True)]
         found: list[Tensor | None] = [None] * len(needs_grad)
         if not any(used):
             return (None, *found)
@@ -128,7 +128,7 @@ class Backward(torch.autograd.Function):
                 inputs[i] = value
             grads, flat = inputs[: operator.returned], inputs[operator.returned :]
             call = operator.backward_call(
-                grads, operator.unflatten(flat), None, ctx.options, ctx.wanted
+                grads, operator.unflatten(flat), None, ctx.options, ctx.needs_grad
             )
             results = operator.grad_formula(call)
             return tuple(g for g, u in zip(results, used, strict=True) if g is not None and u)

@@ -39,7 +39,7 @@ def fold_forward(operator: Operator, op: Any, info: Any, in_dims: Any, *args: An
 
 def fold_backward(operator: Operator, op: Any, info: Any, in_dims: Any, *args: Any) -> Any:
     """The rule of a backward op."""
-    grads, tensors, saved, options, wanted = operator.split_backward(args)
+    grads, tensors, saved, options, needs_grad = operator.split_backward(args)
     grad_dims, tensor_dims, saved_dims, *_ = operator.split_backward(in_dims)
     inputs = _named(operator.tensors._fields, tensors, tensor_dims)
     arguments = [
@@ -51,22 +51,22 @@ def fold_backward(operator: Operator, op: Any, info: Any, in_dims: Any, *args: A
 
     def call(*each: Any) -> Any:
         # Kernels expect saved results in the layout that the forward gave them.
-        grads, tensors, saved, options, wanted = operator.split_backward(each)
-        return op(*grads, *tensors, *(t.contiguous() for t in saved), *options, wanted)
+        grads, tensors, saved, options, needs_grad = operator.split_backward(each)
+        return op(*grads, *tensors, *(t.contiguous() for t in saved), *options, needs_grad)
 
-    apart = any(w and t.name not in operator.axes for t, w in zip(flat, wanted, strict=False))
+    apart = any(w and t.name not in operator.axes for t, w in zip(flat, needs_grad, strict=False))
     if apart or not _foldable(operator, arguments):
         results, dims = one_by_one(call, info, in_dims, args)
         return operator.returns(results), operator.returns(dims)
     N, B = info.batch_size, _batch(operator, inputs[0])
     names = operator.tensors._fields if operator.list_index is None else ()
-    is_wanted = dict(zip(names, wanted, strict=False))
+    is_wanted = dict(zip(names, needs_grad, strict=False))
     folded = [
         _fold(operator, argument, N, B, expand_shared=is_wanted.get(argument.name, False))
         for argument in arguments
     ]
     pairs = []
-    for t, g, w in zip(flat, call(*folded, *options, wanted), wanted, strict=False):
+    for t, g, w in zip(flat, call(*folded, *options, needs_grad), needs_grad, strict=False):
         g, out_dim = _unfold(operator, t.name, g, N) if w else (g.expand(N, *g.shape), 0)
         if w and _batch(operator, t) != B:  # it was broadcast
             g = g.sum(operator.axes[t.name] + 1, keepdim=True)

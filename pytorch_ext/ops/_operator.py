@@ -191,10 +191,10 @@ class Operator:
         saved = [f"Tensor {name}" for name in self.saved]
         if self.list_index is None:
             n = self.differentiable
-            wanted, returns = f"bool[{n}] wanted", f"({', '.join(['Tensor'] * n)})"
+            needs_grad, returns = f"bool[{n}] needs_grad", f"({', '.join(['Tensor'] * n)})"
         else:
-            wanted, returns = "bool[] wanted", "Tensor[]"
-        arguments = [*grads, *_schema(self.tensors), *saved, *_schema(self.options), wanted]
+            needs_grad, returns = "bool[] needs_grad", "Tensor[]"
+        arguments = [*grads, *_schema(self.tensors), *saved, *_schema(self.options), needs_grad]
         return f"({', '.join(arguments)}) -> {returns}"
 
     def split_forward(self, args: Sequence[Any]) -> tuple[Sequence[Any], ...]:
@@ -204,7 +204,7 @@ class Operator:
         return args[:t], args[t:o], args[o:]
 
     def split_backward(self, args: Sequence[Any]) -> tuple[Any, ...]:
-        """Splits the backward op's arguments: gradients, tensors, saved, options, and wanted."""
+        """Splits the backward op's arguments: gradients, tensors, saved, options and needs_grad."""
         g = self.returned
         t = g + len(self.tensors._fields)
         s = t + len(self.saved)
@@ -224,7 +224,7 @@ class Operator:
         tensors: Sequence[Any],
         saved: Sequence[Any] | None,
         options: Sequence[Any],
-        wanted: Sequence[bool],
+        needs_grad: Sequence[bool],
     ) -> BackwardCall:
         """Names the backward op's arguments. Without ``saved``, the formula recomputes them."""
         by_name = {} if saved is None else dict(zip(self.saved, saved, strict=True))
@@ -235,7 +235,7 @@ class Operator:
             tensors=self.tensors(*tensors),
             saved=self.results(*map(by_name.get, self.results._fields)),
             options=self.options(*options),
-            wanted=self.tensors(*self.unflatten((*wanted, *(False,) * without_grad))),
+            needs_grad=self.tensors(*self.unflatten((*needs_grad, *(False,) * without_grad))),
         )
 
     def flatten(self, tensors: Sequence[Any]) -> Sequence[Tensor | None]:
@@ -291,8 +291,8 @@ class Operator:
     def _backward_derivative(self, backend: str, *args: Any) -> Sequence[Tensor]:
         if forward_mode():
             return self._backward_decomposition(backend, *args)
-        grads, tensors, saved, options, wanted = self.split_backward(args)
-        constants = (self, backend, options, tuple(wanted))
+        grads, tensors, saved, options, needs_grad = self.split_backward(args)
+        constants = (self, backend, options, tuple(needs_grad))
         return self.returns(apply(Backward, constants, *grads, *self.flatten(tensors), *saved))
 
     def _forward_decomposition(self, backend: str, *args: Any) -> tuple[Tensor, ...]:
@@ -304,15 +304,15 @@ class Operator:
         return (*results[: self.returned], *others)
 
     def _backward_decomposition(self, backend: str, *args: Any) -> Sequence[Tensor]:
-        grads, tensors, _, options, wanted = self.split_backward(args)
-        call = self.backward_call(grads, tensors, None, options, wanted)
+        grads, tensors, _, options, needs_grad = self.split_backward(args)
+        call = self.backward_call(grads, tensors, None, options, needs_grad)
         with without_autocast():
             found = self.grad_formula(call)
         placeholders = self.grad_fake(call)
         return self.returns(
             [
                 g if w and g is not None else p
-                for g, p, w in zip(found, placeholders, wanted, strict=True)
+                for g, p, w in zip(found, placeholders, needs_grad, strict=True)
             ]
         )
 
@@ -361,15 +361,15 @@ class BackwardCall(NamedTuple):
         tensors: those of the forward.
         saved: results of the forward; None for those that are not saved, or to be recomputed.
         options: those of the forward.
-        wanted: for each tensor, whether its gradient is wanted: a flag, or a list of flags for a
-            list. False for tensors that can't have a gradient.
+        needs_grad: for each tensor, whether its gradient is wanted: a flag, or a list of flags for
+            a list of tensors. False for tensors that can't have a gradient.
     """
 
     grads: Any  # Operator.results
     tensors: Any  # Operator.tensors
     saved: Any  # Operator.results
     options: Any  # Operator.options
-    wanted: Any  # Operator.tensors
+    needs_grad: Any  # Operator.tensors
 
 
 def _copied(values: Sequence[Tensor | None], to: Sequence[Tensor]) -> tuple[Tensor, ...]:

@@ -314,10 +314,10 @@ def differentiable(tensors: Any) -> list[Any]:
 
 def grad_fake(call: _operator.BackwardCall) -> list[Tensor]:
     """Returns uninitialised gradients; an unwanted one has shape (0,) and the input's dtype."""
-    pairs = zip(differentiable(call.tensors), differentiable(call.wanted), strict=True)
+    pairs = zip(differentiable(call.tensors), differentiable(call.needs_grad), strict=True)
     return [
-        t.new_empty(t.shape) if wanted and t is not None else call.tensors.input.new_empty(0)
-        for t, wanted in pairs
+        t.new_empty(t.shape) if needed and t is not None else call.tensors.input.new_empty(0)
+        for t, needed in pairs
     ]
 
 

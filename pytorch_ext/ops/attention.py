@@ -661,8 +661,8 @@ def _fake(tensors: _Tensors, options: _Options, save: int) -> _Results:
 def _grad_fake(call: _operator.BackwardCall) -> tuple[Tensor, ...]:
     query, key, value, attn_mask, *_ = call.tensors
     grads = [empty_like_layout(x, x.shape[3]) for x in (query, key, value)]
-    mask_shape = attn_mask.shape if call.wanted.attn_mask else (0,)
-    return (*grads, (attn_mask if call.wanted.attn_mask else query).new_empty(mask_shape))
+    mask_shape = attn_mask.shape if call.needs_grad.attn_mask else (0,)
+    return (*grads, (attn_mask if call.needs_grad.attn_mask else query).new_empty(mask_shape))
 
 
 def _formula(tensors: _Tensors, options: _Options) -> tuple[Tensor, Tensor]:
@@ -675,7 +675,7 @@ def _grad_formula(call: _operator.BackwardCall) -> tuple[Tensor | None, ...]:
         call.grads.logsumexp,
         **call.tensors._asdict(),
         **call.options._asdict(),
-        mask_requires_grad=call.wanted.attn_mask,
+        mask_requires_grad=call.needs_grad.attn_mask,
     )
 
 

@@ -271,9 +271,9 @@ def _grad_fake(call: _operator.BackwardCall) -> tuple[Tensor, ...]:
         x if residual is None else residual,
         *(grad_out if v is None else v for v in vectors),
     )
-    *wanted, _ = call.wanted  # the seed has no gradient
+    *needs_grad, _ = call.needs_grad  # the seed has no gradient
     return tuple(
-        t.new_empty(t.shape if needed else (0,)) for t, needed in zip(like, wanted, strict=True)
+        t.new_empty(t.shape if needed else (0,)) for t, needed in zip(like, needs_grad, strict=True)
     )
 
 

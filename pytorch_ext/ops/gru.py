@@ -231,7 +231,7 @@ def _grad_formula(call: _operator.BackwardCall) -> list[Tensor | None]:
         output=call.saved.output,
         gates=call.saved.gates,
         options=call.options,
-        wanted=_recurrent.differentiable(call.wanted),
+        needs_grad=_recurrent.differentiable(call.needs_grad),
     )
 
 

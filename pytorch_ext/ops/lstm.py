@@ -508,7 +508,7 @@ def grad_formula(call: _operator.BackwardCall) -> list[Tensor | None]:
         cells=saved.cells,
         clipped=saved.clipped,
         options=call.options,
-        wanted=_recurrent.differentiable(call.wanted),
+        needs_grad=_recurrent.differentiable(call.needs_grad),
     )
 
 

@@ -177,9 +177,9 @@ def _grad_formula(call: _operator.BackwardCall) -> list[Tensor | None]:
             tensors=tensors,
             saved=_Results._make([None] * len(_Results._fields)),
             options=options,
-            wanted=call.wanted._replace(
-                input=k > 0 or call.wanted.input,
-                parameters=_parameters_of_layer(call.wanted.parameters, k),
+            needs_grad=call.needs_grad._replace(
+                input=k > 0 or call.needs_grad.input,
+                parameters=_parameters_of_layer(call.needs_grad.parameters, k),
             ),
         )
         grad, grad_h0, grad_c0, *grads = lstm.grad_formula(layer)

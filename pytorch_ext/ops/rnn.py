@@ -228,7 +228,7 @@ def _grad_formula(call: _operator.BackwardCall) -> list[Tensor | None]:
         **call.tensors._asdict(),
         output=call.saved.output,
         options=call.options,
-        wanted=_recurrent.differentiable(call.wanted),
+        needs_grad=_recurrent.differentiable(call.needs_grad),
     )
 
 

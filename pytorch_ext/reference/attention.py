@@ -9,7 +9,7 @@ a weight is dropped, 1/(1-p) where it is kept):
     P_ij   = exp(S_ij - lse_i)
     O_i    = ∑_j D_ij P_ij v_j
 
-and, for gradients dO and dlse arriving from above:
+and, for upstream gradients dO and dlse:
 
     dV_j   = ∑_i D_ij P_ij dO_i
     dP_ij  = D_ij dO_i·v_j
@@ -234,10 +234,10 @@ def _weights(
     # The maximum only shifts the exponent, so no gradient goes through it. A row without a pair
     # has no maximum and a sum of 0; 0 and 1 stand in for them.
     empty = ~keep.any(-1, keepdim=True)
-    peak = scores.detach().amax(-1, keepdim=True) if Lk else scores.new_zeros(B, H, Lq, 1)
-    exponential = torch.exp(scores - peak.masked_fill(empty, 0))
-    total = exponential.sum(-1, keepdim=True).masked_fill(empty, 1)
-    logsumexp = (total.log() + peak).masked_fill(empty, float("-inf")).squeeze(-1)
+    row_max = scores.detach().amax(-1, keepdim=True) if Lk else scores.new_zeros(B, H, Lq, 1)
+    exp_scores = torch.exp(scores - row_max.masked_fill(empty, 0))
+    row_sum = exp_scores.sum(-1, keepdim=True).masked_fill(empty, 1)
+    logsumexp = (row_sum.log() + row_max).masked_fill(empty, float("-inf")).squeeze(-1)
 
     multiplier = None
     if dropout_p > 0:
@@ -247,7 +247,7 @@ def _weights(
         kept = philox.dropout_keep(seed, plane, Lq, Lk, dropout_p)
         multiplier = kept.to(wide) * philox.keep_scale(dropout_p)
     # Pairs that are left out have weight 0 even in a row that is NaN.
-    probability = (exponential / total).masked_fill(~keep, 0)
+    probability = (exp_scores / row_sum).masked_fill(~keep, 0)
     return _Weights(keep, probability, multiplier, logsumexp, slope)
 
 

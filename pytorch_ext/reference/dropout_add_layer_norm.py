@@ -10,7 +10,7 @@ features, with D the dropout multiplier (0 where an element is dropped, 1/(1-p) 
     n_j    = (s_j - μ) σ⁻¹
     y_j    = w_j n_j + b_j
 
-and, for gradients dy and ds arriving from above:
+and, for upstream gradients dy and ds:
 
     g_j    = w_j dy_j
     dr_j   = σ⁻¹ (g_j - 1/N ∑_k g_k - n_j 1/N ∑_k g_k n_k) + ds_j

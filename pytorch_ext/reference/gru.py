@@ -13,7 +13,7 @@ function:
     n    = tanh(W_in x_t + b_in + W_hn (r ⊙ h) + b_hn)      without
     h_t  = (1 - z) ⊙ n + z ⊙ h,         y_t = h_t
 
-and, for a gradient dh arriving at h_t:
+and, for the gradient dh of h_t:
 
     dn   = dh ⊙ (1 - z) ⊙ (1 - n²)
     dz   = dh ⊙ (h - n) ⊙ z ⊙ (1 - z)
@@ -142,7 +142,7 @@ def gru_backward(
     gates: Tensor | None,
     *,
     options: Options,
-    wanted: Sequence[bool],
+    needs_grad: Sequence[bool],
 ) -> list[Tensor | None]:
     """Computes gradients for input, h0 and each of the parameters.
 
@@ -151,7 +151,7 @@ def gru_backward(
         grad_h_n: (D, B, H) or None for zeros.
         output, gates: the forward's results. If None, they are computed again, so that this
             function can itself be differentiated: it is the double backward of every backend.
-        wanted: which gradients are wanted, in the order above.
+        needs_grad: which gradients are wanted, in the order above.
         others: as in :func:`gru`.
 
     Returns:
@@ -168,7 +168,13 @@ def gru_backward(
 
     tensors = (input, h0, parameters, lengths)
     return gradients(
-        backward, grad_output, grad_h_n, *tensors, options.reverse, output=output, wanted=wanted
+        backward,
+        grad_output,
+        grad_h_n,
+        *tensors,
+        options.reverse,
+        output=output,
+        needs_grad=needs_grad,
     )
 
 
@@ -235,7 +241,7 @@ def gradients(
     reverse: Sequence[bool],
     *,
     output: Tensor,
-    wanted: Sequence[bool],
+    needs_grad: Sequence[bool],
 ) -> list[Tensor | None]:
     """Computes the gradients that are wanted, direction by direction.
 
@@ -247,13 +253,13 @@ def gradients(
     Returns:
         As :func:`gru_backward`.
     """
-    wants_input, wants_h0, *of_parameters = wanted
+    wants_input, wants_h0, *of_parameters = needs_grad
     wants = by_direction(Parameters, of_parameters)
     results: list[dict[str, Tensor | None]] = []
     for d, direction in enumerate(directions(input, h0, parameters, lengths, reverse)):
         H = direction.h0.shape[-1]
         own = slice(d * H, (d + 1) * H)
-        needs_grad = {"input": wants_input, "h0": wants_h0, **wants[d]._asdict()}
+        needed_by_name = {"input": wants_input, "h0": wants_h0, **wants[d]._asdict()}
         dh = torch.zeros_like(direction.h0) if grad_h_n is None else grad_h_n[d]
         functions = backward(
             d,
@@ -263,7 +269,7 @@ def gradients(
             direction.steps(output[..., own]),
         )
         results.append(
-            {name: functions[name]() if needed else None for name, needed in needs_grad.items()}
+            {name: functions[name]() if needed else None for name, needed in needed_by_name.items()}
         )
     grads = [added_up(results, "input"), side_by_side(results, "h0")]
     grads += [result[name] for result in results for name in Parameters._fields]

@@ -168,7 +168,7 @@ def lstm_backward(
     clipped: Tensor | None,
     *,
     options: Options,
-    wanted: Sequence[bool],
+    needs_grad: Sequence[bool],
 ) -> list[Tensor | None]:
     """Computes gradients for input, h0, c0 and each of the parameters.
 
@@ -179,7 +179,7 @@ def lstm_backward(
         output, cells, clipped: the forward's results. If None, they are computed again, so that
             this function can itself be differentiated: it is the double backward of every backend.
         gates: the forward's gates. If None or (0,), computed again from the input and the output.
-        wanted: which gradients are wanted, in the order above.
+        needs_grad: which gradients are wanted, in the order above.
         others: as in :func:`lstm`.
 
     Returns:
@@ -189,13 +189,18 @@ def lstm_backward(
         output, _, _, gates, cells, clipped = lstm(
             input, h0, c0, parameters, lengths, seed, options=options
         )
-    wants_input, wants_h0, wants_c0, *of_parameters = wanted
+    wants_input, wants_h0, wants_c0, *of_parameters = needs_grad
     wants = by_direction(Parameters, of_parameters)
     results: list[dict[str, Tensor | None]] = []
     for d, direction in enumerate(_directions(input, h0, c0, parameters, lengths, seed, options)):
         R = direction.h0.shape[-1]
         own = slice(d * R, (d + 1) * R)
-        needs_grad = {"input": wants_input, "h0": wants_h0, "c0": wants_c0, **wants[d]._asdict()}
+        needed_by_name = {
+            "input": wants_input,
+            "h0": wants_h0,
+            "c0": wants_c0,
+            **wants[d]._asdict(),
+        }
         gradients = _backward(
             direction,
             direction.steps(grad_output[..., own]),
@@ -210,7 +215,7 @@ def lstm_backward(
             options,
         )
         results.append(
-            {name: gradients[name]() if needed else None for name, needed in needs_grad.items()}
+            {name: gradients[name]() if needed else None for name, needed in needed_by_name.items()}
         )
     grads = [added_up(results, "input"), side_by_side(results, "h0"), side_by_side(results, "c0")]
     grads += [result[name] for result in results for name in Parameters._fields]

@@ -5,7 +5,7 @@ below its length, with h = h_{t-1} and f either tanh or relu:
 
     h_t  = f(W_ih x_t + b_ih + W_hh h + b_hh),         y_t = h_t
 
-and, for a gradient dh arriving at h_t:
+and, for the gradient dh of h_t:
 
     da   = dh ⊙ (1 - h_t²)  for tanh;   da = dh where h_t > 0, else 0,  for relu
     dh'  = W_hhᵀ da         for h_{t-1}
@@ -93,7 +93,7 @@ def rnn_backward(
     output: Tensor | None,
     *,
     options: Options,
-    wanted: Sequence[bool],
+    needs_grad: Sequence[bool],
 ) -> list[Tensor | None]:
     """Computes gradients for input, h0 and each of the parameters.
 
@@ -102,7 +102,7 @@ def rnn_backward(
         grad_h_n: (D, B, H) or None for zeros.
         output: the forward's. If None, it is computed again, so that this function can itself be
             differentiated: it is the double backward of every backend.
-        wanted: which gradients are wanted, in the order above.
+        needs_grad: which gradients are wanted, in the order above.
         others: as in :func:`rnn`.
 
     Returns:
@@ -116,7 +116,13 @@ def rnn_backward(
 
     tensors = (input, h0, parameters, lengths)
     return gradients(
-        backward, grad_output, grad_h_n, *tensors, options.reverse, output=output, wanted=wanted
+        backward,
+        grad_output,
+        grad_h_n,
+        *tensors,
+        options.reverse,
+        output=output,
+        needs_grad=needs_grad,
     )
 
 

@@ -300,12 +300,13 @@ def main(arguments: list[str] | None = None) -> None:
         print(f"{which.name}: reports the errors planted", flush=True)
         ran = capabilities(which)
         jobs: list[tuple[str, ...]] = []
-        for capability in ran:
-            if capability in brief_sets(ran):  # in two processes
-                jobs.append((capability, "--brief", "--dtypes", "float32"))
-                jobs.append((capability, "--brief", "--dtypes", "float64", "bfloat16", "float16"))
-            else:
+        for capability in reversed(ran):  # those that take longest come first
+            options = ["--brief"] if capability in brief_sets(ran) else []
+            if capability.endswith("_BF16"):
                 jobs.append((capability,))
+                continue
+            for dtypes in (["float32"], ["float64"], ["bfloat16", "float16"]):
+                jobs.append((capability, *options, "--dtypes", *dtypes))
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             for _ in pool.map(functools.partial(check_calls, which), jobs):
                 pass

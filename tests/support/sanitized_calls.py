@@ -44,14 +44,17 @@ def attention_calls(dtype: torch.dtype, brief: bool = False) -> Calls:
     def mask(*shape: int) -> Tensor:
         return attention.normal(*shape, seed=8, dtype=dtype)
 
-    wide = {**_LONG, "E": 140, "Ev": 140, "dtype": dtype}  # a chunk has 128 keys
+    # A chunk has 128 keys: two of them, or three.
+    wide = {**_LONG, "Lk": 140 if brief else 260, "E": 140, "Ev": 140, "dtype": dtype}
     two = {**wide, "B": 2, "Lq": 9 if brief else 70}
-    full = mask(2, 2, 70, 260)
+    full = mask(2, 2, 70, wide["Lk"])
     made = [
         attention.make(**wide),
         attention.make(**_LONG, E=40, Ev=72, H=4, Hkv=2, dtype=dtype, is_causal=True),
         attention.make(**wide, is_causal=CausalVariant.LOWER_RIGHT, dropout_p=0.2),
-        attention.make(**wide, window=(50, 9), key_lengths=torch.tensor([250]), softcap=3.0),
+        attention.make(
+            **wide, window=(50, 9), key_lengths=torch.tensor([wide["Lk"] - 10]), softcap=3.0
+        ),
         attention.make(**wide, mask=full[:1] > 0, scale=-0.3),
         *(
             attention.make(**two, mask=part[..., : two["Lq"], :], dropout_p=0.1)
@@ -143,6 +146,7 @@ def lstm_calls(dtype: torch.dtype, brief: bool = False) -> Calls:
     for _ in range(_TURNS if brief else 0):  # more groups of rows than threads that start
         yield partial(lstm.run, lstm.make(9, 18, 5, 64, dtype=dtype))
     yield partial(lstm.run, lstm.make(1, 2, 9, 40, projection=20, dtype=dtype))
+    yield partial(lstm.run, lstm.make(1, 1, 9, 40, dtype=dtype))
     yield partial(lstm.run, lstm.make(2, 3, 5, 40, lengths=[0, 2, 1], states=False, dtype=dtype))
     # A weight gradient too large for the caches is written past them.
     inputs = 9 * 2**20 // (4 * 256 * dtype.itemsize)
@@ -285,13 +289,13 @@ def assert_same_bits(actual: Any, expected: Any) -> None:
         assert actual == expected
 
 
-def in_two_python_threads(dtype: torch.dtype) -> None:
+def in_two_python_threads(dtype: torch.dtype, brief: bool) -> None:
     """Makes calls from two Python threads at once, with large results, whose memory is recycled."""
-    case = norm.make(600, 1000, dtype=dtype)
+    case = norm.make(300 if brief else 600, 1000, dtype=dtype)
     results: list[Any] = [None, None]
 
     def work(which: int) -> None:
-        for _ in range(3):
+        for _ in range(2 if brief else 3):
             results[which] = norm.run(case)
 
     workers = [threading.Thread(target=work, args=(which,)) for which in range(2)]
@@ -311,7 +315,7 @@ def run(calls: dict[torch.dtype, Calls], threads: Sequence[int], brief: bool) ->
             call()
             made += 1
         if dtype == torch.float32 or not brief:
-            in_two_python_threads(dtype)
+            in_two_python_threads(dtype, brief)
     return made
 
 
