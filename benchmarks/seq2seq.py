@@ -523,7 +523,7 @@ def main(argv: Sequence[str]) -> int:
     with trifuse.backend(options.backend), progress_bars() as progress:
         for item in chosen:
             if isinstance(item, Case):
-                times.append(time_steps(item, device, 0.6 if options.quick else 8.0))
+                times.append(time_steps(item, device, *((0.6, 2) if options.quick else (8.0, 5))))
             else:
                 learnt.append(learn(item, options.steps, options.seeds, device, progress))
 

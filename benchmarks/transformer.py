@@ -361,8 +361,8 @@ CASES = (
 )
 
 
-def time_steps(case: Case, device: str, seconds: float) -> Result:
-    eager, batch, timings = _time(case, device, seconds)
+def time_steps(case: Case, device: str, seconds: float, min_rounds: int = 5) -> Result:
+    eager, batch, timings = _time(case, device, seconds, min_rounds)
     count = sum(tokens(batch))
     rate = ceilings.matrix_rate(torch.float32, device=device)
     per_token = case.operations(eager, batch) / count
@@ -389,7 +389,7 @@ def token_rates(
         task: the model and the loss; its first batch is the one that is timed.
         count: the tokens of a batch that count.
         device: where to run.
-        seconds: for each of the two models.
+        seconds: the least time to go on for.
     """
     case = Case(
         task.name,
@@ -405,7 +405,7 @@ def token_rates(
 
 
 def _time(
-    case: Case, device: str, seconds: float
+    case: Case, device: str, seconds: float, min_rounds: int = 5
 ) -> tuple[nn.Module, Batch, dict[str, timing.Timing]]:
     """Time a case's training step; return the eager model, the batch and the times by name.
 
@@ -434,7 +434,8 @@ def _time(
         return run
 
     functions = {name: step(model.train()) for name, model in models.items()}
-    return eager, batch, timing.alternate(functions, device=device, seconds=seconds)
+    timings = timing.alternate(functions, device=device, seconds=seconds, min_rounds=min_rounds)
+    return eager, batch, timings
 
 
 # Display ----------------------------------------------------------------------------------------
@@ -590,7 +591,7 @@ def main(argv: Sequence[str]) -> int:
     with trifuse.backend(options.backend), progress_bars() as progress:
         bar = progress.add_task("timing", total=len(timed), visible=bool(timed))
         for case in timed:
-            times.append(time_steps(case, device, seconds=0.6 if options.quick else 8.0))
+            times.append(time_steps(case, device, *((0.6, 2) if options.quick else (8.0, 5))))
             progress.advance(bar)
         for task in trained:
             learnt.append(learn(task, options.steps, options.seeds, device, progress))
