@@ -80,7 +80,7 @@ class Backward {
     }
     for (int64_t t = 0; t < threads; ++t) {
       Own piece;
-      piece.scratch = arena.take<E>(layer.scratch_size());
+      piece.row_buffer = arena.take<E>(layer.row_buffer_size());
       piece.panel = arena.take<E>(once ? layer.panel_size() : 0);
       piece.dm = arena.take<T>(layer.projected || panels.resets_first ? rows * kTile : 0);
       piece.words = arena.take<uint64_t>(rows);
@@ -91,7 +91,7 @@ class Backward {
       if (t == index) own = piece;
     }
     bytes = arena.used();
-    layer.scratch = own.scratch;
+    layer.row_buffer = own.row_buffer;
     layer.panel = own.panel;
     gradients.memory = own.task;
   }
@@ -138,7 +138,7 @@ class Backward {
 
   // One thread's memory.
   struct Own {
-    E *scratch, *panel;
+    E *row_buffer, *panel;
     T* dm;                         // [rows][64]: gradient of m, or of r h
     uint64_t* words;               // [rows]: bits of 64 columns
     Statistics<T>* statistics[3];  // [tokens], in the order of Job::moments
