@@ -19,8 +19,8 @@ from typing import Any
 import attention_cases as attention
 import dropout_add_layer_norm_cases as norm
 import fault_cases as faults
+import gru_cases as gru
 import lstm_cases as lstm
-import test_gru as gru
 import torch
 from torch import Tensor
 from torch.nn.attention.bias import CausalVariant
