@@ -348,8 +348,8 @@ class Backward {
     });
   }
 
-  // Prefetches what row i's units of a panel are computed from, and the place of their gradients:
-  // rows are too far apart for the hardware to predict. The panel need not exist.
+  // Prefetches the inputs of row i's units of a panel, and the place of their gradients: rows are
+  // too far apart for the hardware to predict. The panel need not exist.
   void fetch(const RowGroup& group, int64_t q, int64_t i, int64_t s) const {
     const int64_t token = group.position(i, s) * p.B + group.row(i);
     if (p.cell == Cell::Rnn) {
@@ -505,7 +505,7 @@ class Backward {
     }
   }
 
-  // A GRU whose reset gate precedes the product: what its step reads of panel q and row i.
+  // The gates and the old h of panel q and row i, in a GRU whose reset gate precedes the product.
   struct ResetGates {
     U r, z, n, old;
   };

@@ -307,8 +307,8 @@ inline void for_tiles(const Team& team, int64_t columns, const F& f) {
 
 // Packing -----------------------------------------------------------------------------------------
 
-// target[c * ld + r] = source[r * source_ld + c] for 16 rows, of which `rows` exist; the others are
-// 0.
+// target[c * ld + r] = source[r * source_ld + c] for 16 rows. Rows from `rows` on do not exist, and
+// count as 0.
 template <class E>
 TRIFUSE_INLINE inline void transpose_units(
     const E* source, int64_t source_ld, int64_t rows, int64_t columns, E* target, int64_t ld) {
@@ -363,10 +363,10 @@ constexpr int kFewRows = 8;
 // With 32 registers of 64 bytes, 16 rows of a weight fill half of them.
 constexpr int kUnrolled = Vectorized<float>::size() == kUnits ? kUnits : 1;
 
-// C (M x 16) = or += A (M x K) B for M <= kFewRows. B's columns are rows of a weight, of which
-// `units` exist. One vector of each row at a time is transposed and multiplied by all rows of A,
-// while as many bytes of `next`, which is read afterwards, are prefetched. The chains are those of
-// `product`, so results have the same bits.
+// C (M x 16) = or += A (M x K) B for M <= kFewRows. B's first `units` columns are rows of a weight;
+// the others are 0. One vector of each row at a time is transposed and multiplied by all rows of A.
+// Meanwhile as many bytes of `next`, which is read afterwards, are prefetched. The chains are those
+// of `product`, so results have the same bits.
 template <int most = kFewRows, class E>
 inline void product_in_place(
     int64_t M, int64_t K, const E* a, int64_t a_m, const E* weight, int64_t ld, int64_t units,
