@@ -1,7 +1,7 @@
 """Calls that reach every C++ kernel, in every pattern of threads, for ``make sanitize``.
 
-``python tests/support/sanitized_calls.py AVX2 2 3``, with ``PYTHONPATH=tests/ops``, runs them on
-the kernels of one instruction set, in two and in three threads by turns.
+``python tests/support/sanitized_calls.py AVX2 2 3`` runs them on the kernels of one instruction
+set, in two and in three threads by turns.
 """
 
 from __future__ import annotations
