@@ -38,7 +38,7 @@ from rich.table import Table
 from torch import Tensor, nn
 
 import trifuse
-from trifuse.benchmarks import command_line, machine, report
+from trifuse.benchmarks import command_line, machine, pictures, report
 from trifuse.benchmarks.cases import select
 from trifuse.benchmarks.language_model import count_parameters
 from trifuse.benchmarks.pretraining import TOPICS as CLASSES
@@ -443,7 +443,7 @@ def plot(path: Path, rows: Sequence[Row], title: str, caption: str, hidden: bool
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7.5, 1.2 + 0.34 * len(rows)), layout="constrained")
-    figure.supxlabel(caption, x=0.01, ha="left", fontsize=6.5, color="#555555")
+    pictures.add_caption(figure, caption)
     axes = figure.subplots()
     axes.set_title(TOO_SHORT if hidden else title, fontsize=9, loc="left")
     if not hidden:
@@ -456,10 +456,8 @@ def plot(path: Path, rows: Sequence[Row], title: str, caption: str, hidden: bool
         axes.bar_label(bars, [f"{mean:.1f}%" for mean in means], padding=6, fontsize=8)
         axes.set_xlim(0, 100)
         axes.invert_yaxis()
-    axes.tick_params(length=0, labelsize=8)
-    axes.spines[["top", "right", "left"]].set_visible(False)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150, facecolor="white")
+    pictures.leave_bars(axes)
+    pictures.save(figure, path)
 
 
 # The command ------------------------------------------------------------------------------------
