@@ -22,7 +22,6 @@ model: forward, loss and backward; only real tokens count.
 from __future__ import annotations
 
 import argparse
-import ast
 import random
 import re
 import statistics
@@ -38,7 +37,7 @@ from rich.table import Table
 from torch import Tensor, nn
 
 import trifuse
-from trifuse.benchmarks import command_line, machine, pictures, report
+from trifuse.benchmarks import command_line, machine, pictures, report, text
 from trifuse.benchmarks.cases import select
 from trifuse.benchmarks.language_model import count_parameters
 from trifuse.benchmarks.pretraining import TOPICS as CLASSES
@@ -102,24 +101,15 @@ def docstrings(root: Path) -> dict[str, list[list[str]]]:
 
     Tests, installed packages and files that don't parse are left out. Each paragraph is taken once.
     """
+    left_out = {"test", "tests", "idle_test", "site-packages", "dist-packages"}
     found: dict[str, list[list[str]]] = {}
     seen: set[str] = set()
-    for path in sorted(root.rglob("*.py")):
-        place = path.relative_to(root)
-        if {"test", "tests", "idle_test", "site-packages", "dist-packages"} & set(place.parts):
-            continue
-        try:
-            tree = ast.parse(path.read_text(encoding="utf-8"))
-        except (SyntaxError, ValueError):
-            continue
-        kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-        for node in ast.walk(tree):
-            text = ast.get_docstring(node) if isinstance(node, kinds) else None
-            paragraphs = re.split(r"\n\s*\n", text) if text else []
+    for parts, groups in text.modules(root, left_out):
+        for paragraphs in groups:
             unique = dict.fromkeys(map(str.strip, paragraphs))
             if fresh := [each for each in unique if each not in seen]:
                 seen.update(fresh)
-                found.setdefault(place.parts[0].removesuffix(".py"), []).append(fresh)
+                found.setdefault(parts[0], []).append(fresh)
     return found
 
 
