@@ -19,7 +19,7 @@ from rich.table import Table
 from torch import Tensor
 
 import trifuse
-from trifuse.benchmarks import demo
+from trifuse.benchmarks import command_line, demo, pictures
 from trifuse.benchmarks.terminal import console, print_table
 from trifuse.benchmarks.transformer import empty_table
 from trifuse.models.bert import BertModel
@@ -56,12 +56,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    assert __doc__ is not None
-    parser = argparse.ArgumentParser(
-        prog="python -m trifuse.benchmarks attention_weights",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_line.plain_parser("attention_weights", __doc__)
     parser.add_argument("sentence", nargs="?", default=SENTENCE)
     parser.add_argument("--layer", type=int, help="counted from 1; default: the last")
     parser.add_argument(
@@ -117,5 +112,4 @@ def plot(weights: Tensor, words: Sequence[str], title: str, path: Path) -> None:
         axes.set_yticks(range(len(words)), words)
         axes.tick_params(length=0, labelsize=6)
         axes.spines[:].set_visible(False)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=130, facecolor="white")
+    pictures.save(figure, path, dpi=130)

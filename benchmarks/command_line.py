@@ -17,6 +17,15 @@ def default_threads() -> int:
     return min(2, os.cpu_count() or 1)
 
 
+def plain_parser(name: str, description: str | None) -> argparse.ArgumentParser:
+    """A parser without options."""
+    return argparse.ArgumentParser(
+        prog=f"python -m trifuse.benchmarks {name}",
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+
+
 def parser(
     name: str,
     description: str | None,
@@ -24,11 +33,7 @@ def parser(
     plots: bool = True,
 ) -> argparse.ArgumentParser:
     """A parser with the options that every benchmark has; ``--device`` is one of ``devices``."""
-    out = argparse.ArgumentParser(
-        prog=f"python -m trifuse.benchmarks {name}",
-        description=description,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    out = plain_parser(name, description)
     gpu = torch.cuda.is_available() and "cuda" in devices
     out.add_argument("--quick", action="store_true", help="a fraction of the rounds")
     out.add_argument(

@@ -41,7 +41,7 @@ from rich.progress import Progress
 from rich.table import Table
 from torch import Tensor, nn
 
-from trifuse.benchmarks import command_line, engines, machine, report, timing
+from trifuse.benchmarks import command_line, engines, machine, pictures, report, timing
 from trifuse.benchmarks.terminal import console, progress_bars
 from trifuse.benchmarks.timing import Timing
 from trifuse.fuse import fuse
@@ -343,7 +343,7 @@ def plot(panels: Mapping[str, Sequence[Result]], title: str, caption: str, path:
     rows = sum(map(len, panels.values()))
     figure = Figure(figsize=(9, 0.9 * len(panels) + 0.42 * rows + 0.9), layout="constrained")
     figure.suptitle(title, x=0.01, ha="left", fontsize=11, fontweight="bold")
-    figure.supxlabel(caption, x=0.01, ha="left", fontsize=7.5, color="#555555")
+    pictures.add_caption(figure, caption, fontsize=7.5)
     grid = figure.subplots(
         len(panels),
         2,
@@ -385,8 +385,7 @@ def plot(panels: Mapping[str, Sequence[Result]], title: str, caption: str, path:
             axes.spines[["top", "right", "left"]].set_visible(False)
             axes.grid(axis="x", color="#e6e6e6")
             axes.set_axisbelow(True)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=160, facecolor="white")
+    pictures.save(figure, path, dpi=160)
 
 
 def show_nearest(sentences: list[str], queries: Tensor, text: list[Passage], known: Tensor) -> None:

@@ -38,7 +38,7 @@ from rich.table import Table
 from torch import Tensor, nn
 
 import trifuse
-from trifuse.benchmarks import ceilings, command_line, demo, machine, report, timing
+from trifuse.benchmarks import ceilings, command_line, demo, machine, pictures, report, timing
 from trifuse.benchmarks.agreement import check_agreement
 from trifuse.benchmarks.cases import select
 from trifuse.benchmarks.comparison import Result
@@ -622,7 +622,7 @@ def plot(path: Path, learnt: Learnt, topics: Topics, caption: str) -> None:
 
     figure = Figure(figsize=(11.5, 3.4), layout="constrained")
     figure.suptitle("a small ELMo, eager and fused", x=0.01, ha="left", fontweight="bold")
-    figure.supxlabel(caption, x=0.01, ha="left", fontsize=6.5, color="#555555")
+    pictures.add_caption(figure, caption)
     loss, perplexity, mix, accuracy = figure.subplots(1, 4)
     colours = {"eager": "#b8bec7", "fused": "#d1603d"}
     widths = {"eager": 4, "fused": 1}
@@ -668,8 +668,7 @@ def plot(path: Path, learnt: Learnt, topics: Topics, caption: str) -> None:
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(color="#eeeeee", axis="y")
         axes.set_axisbelow(True)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
+    pictures.save(figure, path)
 
 
 def _smooth(values: Sequence[float], window: int = 10) -> list[float]:

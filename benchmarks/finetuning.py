@@ -22,7 +22,6 @@ model: forward, loss and backward; only real tokens count.
 from __future__ import annotations
 
 import argparse
-import ast
 import random
 import re
 import statistics
@@ -38,7 +37,7 @@ from rich.table import Table
 from torch import Tensor, nn
 
 import trifuse
-from trifuse.benchmarks import command_line, machine, report
+from trifuse.benchmarks import command_line, machine, pictures, report, text
 from trifuse.benchmarks.cases import select
 from trifuse.benchmarks.language_model import count_parameters
 from trifuse.benchmarks.pretraining import TOPICS as CLASSES
@@ -102,24 +101,15 @@ def docstrings(root: Path) -> dict[str, list[list[str]]]:
 
     Tests, installed packages and files that don't parse are left out. Each paragraph is taken once.
     """
+    left_out = {"test", "tests", "idle_test", "site-packages", "dist-packages"}
     found: dict[str, list[list[str]]] = {}
     seen: set[str] = set()
-    for path in sorted(root.rglob("*.py")):
-        place = path.relative_to(root)
-        if {"test", "tests", "idle_test", "site-packages", "dist-packages"} & set(place.parts):
-            continue
-        try:
-            tree = ast.parse(path.read_text(encoding="utf-8"))
-        except (SyntaxError, ValueError):
-            continue
-        kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-        for node in ast.walk(tree):
-            text = ast.get_docstring(node) if isinstance(node, kinds) else None
-            paragraphs = re.split(r"\n\s*\n", text) if text else []
+    for parts, groups in text.modules(root, left_out):
+        for paragraphs in groups:
             unique = dict.fromkeys(map(str.strip, paragraphs))
             if fresh := [each for each in unique if each not in seen]:
                 seen.update(fresh)
-                found.setdefault(place.parts[0].removesuffix(".py"), []).append(fresh)
+                found.setdefault(parts[0], []).append(fresh)
     return found
 
 
@@ -443,7 +433,7 @@ def plot(path: Path, rows: Sequence[Row], title: str, caption: str, hidden: bool
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7.5, 1.2 + 0.34 * len(rows)), layout="constrained")
-    figure.supxlabel(caption, x=0.01, ha="left", fontsize=6.5, color="#555555")
+    pictures.add_caption(figure, caption)
     axes = figure.subplots()
     axes.set_title(TOO_SHORT if hidden else title, fontsize=9, loc="left")
     if not hidden:
@@ -456,10 +446,8 @@ def plot(path: Path, rows: Sequence[Row], title: str, caption: str, hidden: bool
         axes.bar_label(bars, [f"{mean:.1f}%" for mean in means], padding=6, fontsize=8)
         axes.set_xlim(0, 100)
         axes.invert_yaxis()
-    axes.tick_params(length=0, labelsize=8)
-    axes.spines[["top", "right", "left"]].set_visible(False)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150, facecolor="white")
+    pictures.leave_bars(axes)
+    pictures.save(figure, path)
 
 
 # The command ------------------------------------------------------------------------------------

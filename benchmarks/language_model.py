@@ -29,7 +29,7 @@ from rich.table import Table
 from torch import Tensor, nn
 
 import trifuse
-from trifuse.benchmarks import command_line, machine, report, text
+from trifuse.benchmarks import command_line, machine, pictures, report, text
 from trifuse.benchmarks.cases import select
 from trifuse.benchmarks.terminal import console, print_table, progress_bars
 from trifuse.benchmarks.transformer import (
@@ -213,7 +213,7 @@ def plot(path: Path, learnt: Sequence[Learnt], titles: Sequence[str], caption: s
     figure.suptitle(
         "held-out perplexity of a byte (lower is better)", x=0.01, ha="left", fontweight="bold"
     )
-    figure.supxlabel(caption, x=0.01, ha="left", fontsize=6.5, color="#555555")
+    pictures.add_caption(figure, caption)
     names = [result.curves.task for result in learnt]
     for axes, title, field in zip(
         figure.subplots(1, 2, sharex=True), titles, ("equal_tokens", "equal_time"), strict=True
@@ -226,10 +226,8 @@ def plot(path: Path, learnt: Sequence[Learnt], titles: Sequence[str], caption: s
         axes.set_title(title, fontsize=9, loc="left")
         axes.set_xlim(0, 1.25 * max(means))
         axes.invert_yaxis()
-        axes.tick_params(length=0, labelsize=8)
-        axes.spines[["top", "right", "left"]].set_visible(False)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150, facecolor="white")
+        pictures.leave_bars(axes)
+    pictures.save(figure, path)
 
 
 # The command ------------------------------------------------------------------------------------

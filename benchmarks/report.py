@@ -13,7 +13,7 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
-from trifuse.benchmarks import machine
+from trifuse.benchmarks import machine, pictures
 from trifuse.benchmarks.comparison import MemoryResult, Result
 from trifuse.benchmarks.terminal import console, print_table
 from trifuse.benchmarks.timing import Timing, percentile
@@ -207,13 +207,12 @@ def plot(path: Path, title: str, results: Sequence[Result]) -> None:
     ]
     if targets:
         x, y = zip(*targets, strict=True)
-        axes.scatter(x, y, marker="|", s=250, color="black", label="what we ask for")
+        axes.scatter(x, y, marker="|", s=250, color="black", label="target")
         figure.legend(loc="outside lower right", frameon=False, fontsize=8)
     axes.axvline(1, color="#888888", linewidth=1)
     labels = [f"{r.case}, {r.step}\n{r.shape}, against {r.fastest_peer}" for r in rows]
     axes.set_yticks(places, labels, fontsize=8)
     axes.set_xlabel("times as fast as the fastest peer: median, p10 to p90", fontsize=8)
     figure.suptitle(title, fontsize=8, wrap=True)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
+    pictures.save(figure, path)
     pyplot.close(figure)

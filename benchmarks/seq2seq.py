@@ -35,7 +35,7 @@ from rich.table import Table
 from torch import Tensor, nn
 
 import trifuse
-from trifuse.benchmarks import command_line, machine, report
+from trifuse.benchmarks import command_line, machine, pictures, report
 from trifuse.benchmarks.cases import select
 from trifuse.benchmarks.terminal import console, learnt_share, print_table, progress_bars
 from trifuse.benchmarks.text import BOS, EOS, PAD, SYMBOLS, Pairs
@@ -465,7 +465,7 @@ def plot(path: Path, results: Sequence[Learnt], caption: str) -> None:
     shown = examples(results[0], 3)
     figure = Figure(figsize=(12.5, 0.5 + 2.3 * len(results)), layout="constrained")
     figure.suptitle("attention while reading dates", x=0.01, ha="left", fontweight="bold")
-    figure.supxlabel(caption, x=0.01, ha="left", fontsize=6.5, color="#555555")
+    pictures.add_caption(figure, caption)
     widths = [int(results[0].held_out[1][row].sum()) for row in shown]
     grid = figure.subplots(len(results), len(shown), squeeze=False, width_ratios=widths)
     for line, result in zip(grid, results, strict=True):
@@ -476,8 +476,7 @@ def plot(path: Path, results: Sequence[Learnt], caption: str) -> None:
             axes.set_yticks(range(len(read)), read, fontsize=8)
             axes.tick_params(length=0)
         line[0].set_ylabel(result.curves.task, fontsize=9)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
+    pictures.save(figure, path)
 
 
 @torch.no_grad()

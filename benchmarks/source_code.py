@@ -180,7 +180,7 @@ def _outermost(node: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def _bindings(nodes: Iterable[ast.AST]) -> _Scope:
-    """What statements bind in their own scope, without those of the functions and classes there."""
+    """The names that statements bind in their own scope, not in nested functions and classes."""
     found: _Scope = {}
     for node in nodes:
         if isinstance(node, (*_FUNCTIONS, ast.ClassDef)):
@@ -202,7 +202,7 @@ def _bound(node: ast.AST, variable: str) -> _Scope:
 
 
 def _scope(function: ast.AST, module: _Scope) -> _Scope:
-    """What every name means in a function; nested functions and classes belong to it."""
+    """The meaning of every name in a function, with its nested functions and classes."""
     scope = dict.fromkeys(dir(builtins), "builtin") | module
     inside = list(ast.walk(function))
     outside = {

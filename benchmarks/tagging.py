@@ -37,7 +37,7 @@ from rich.table import Table
 from torch import Tensor, nn
 
 import trifuse
-from trifuse.benchmarks import command_line, elmo, machine, report, source_code
+from trifuse.benchmarks import command_line, elmo, machine, pictures, report, source_code
 from trifuse.benchmarks.cases import select
 from trifuse.benchmarks.source_code import OTHER, TAGS, Function, Source
 from trifuse.benchmarks.terminal import console, learnt_share, print_table, progress_bars
@@ -375,7 +375,7 @@ def plot(
 
     figure = Figure(figsize=(4 if early else 11, 1.5 + 0.36 * len(learnt)), layout="constrained")
     figure.suptitle(title, x=0.01, ha="left", fontweight="bold", fontsize=9 if early else None)
-    figure.supxlabel(caption, x=0.01, ha="left", fontsize=6.5, color="#555555", wrap=True)
+    pictures.add_caption(figure, caption, wrap=True)
     *shares, rate = figure.subplots(1, 1 if early else 3, sharey=True, squeeze=False)[0]
     names = [result.name for result in learnt]
     places = range(len(names))
@@ -414,10 +414,8 @@ def plot(
     rate.set_yticks(places, names)
     rate.invert_yaxis()  # the axis is shared
     for axes in (*shares, rate):
-        axes.tick_params(length=0, labelsize=8)
-        axes.spines[["top", "right", "left"]].set_visible(False)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150, facecolor="white")
+        pictures.leave_bars(axes)
+    pictures.save(figure, path)
 
 
 # The command ------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ import ast
 import re
 import sysconfig
 import warnings
+from collections.abc import Iterator, Set
 from pathlib import Path
 from pydoc_data import topics
 from typing import Literal, NamedTuple
@@ -74,33 +75,45 @@ def cover(text: Tensor, length: int) -> Tensor:
 
 
 def docstrings() -> dict[str, list[str]]:
-    """The paragraphs of each module's docstrings, in order, by the module's dotted name."""
-    root = Path(sysconfig.get_path("stdlib"))
+    """The paragraphs of each module's docstrings, in order, by the module's dotted name.
+
+    Paragraphs of up to three words are left out.
+    """
     left_out = {"site-packages", "test", "tests", "idlelib", "lib2to3", "pydoc_data", "turtledemo"}
     found = {}
-    for path in sorted(root.rglob("*.py")):
-        parts = path.relative_to(root).with_suffix("").parts
-        if left_out.isdisjoint(parts) and (paragraphs := _paragraphs(path)):
+    for parts, groups in modules(Path(sysconfig.get_path("stdlib")), left_out):
+        paragraphs = [each for group in groups for each in group if len(each.split()) > 3]
+        if paragraphs:
             found[".".join(parts)] = paragraphs
     return found
 
 
-def _paragraphs(path: Path) -> list[str]:
-    """The paragraphs of a file's docstrings; none if it does not parse."""
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about escapes in old strings
-            tree = ast.parse(path.read_bytes())
-    except (SyntaxError, ValueError):
-        return []
-    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    return [
-        paragraph
-        for node in ast.walk(tree)
-        if isinstance(node, documented)
-        for paragraph in re.split(r"\n\s*\n", ast.get_docstring(node) or "")
-        if len(paragraph.split()) > 3
-    ]
+def modules(
+    root: Path, left_out: Set[str]
+) -> Iterator[tuple[tuple[str, ...], Iterator[list[str]]]]:
+    """The modules below a folder: the parts of a name, and the paragraphs of each docstring.
+
+    Modules and folders with the names in ``left_out``, and files that do not parse, are left out.
+    """
+    for path in sorted(root.rglob("*.py")):
+        parts = path.relative_to(root).with_suffix("").parts
+        if not left_out.isdisjoint(parts):
+            continue
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # about escapes in old strings
+                tree = ast.parse(path.read_bytes())
+        except (SyntaxError, ValueError):
+            continue
+        yield parts, _paragraphs(tree)
+
+
+def _paragraphs(tree: ast.Module) -> Iterator[list[str]]:
+    """The paragraphs of each docstring."""
+    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    for node in ast.walk(tree):
+        if isinstance(node, kinds) and (docstring := ast.get_docstring(node)):
+            yield re.split(r"\n\s*\n", docstring)
 
 
 # Puzzles ----------------------------------------------------------------------------------------

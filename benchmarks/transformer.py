@@ -32,7 +32,7 @@ from rich.table import Table
 from torch import Tensor, nn
 
 import trifuse
-from trifuse.benchmarks import ceilings, command_line, machine, report, text, timing
+from trifuse.benchmarks import ceilings, command_line, machine, pictures, report, text, timing
 from trifuse.benchmarks.cases import select
 from trifuse.benchmarks.ceilings import Rate
 from trifuse.benchmarks.comparison import Result
@@ -532,7 +532,7 @@ def plot(path: Path, results: Sequence[Curves], caption: str) -> None:
 
     figure = Figure(figsize=(3.4 * len(results) + 0.6, 5.2), layout="constrained")
     figure.suptitle("training without dropout, eager and fused", x=0.01, ha="left", weight="bold")
-    figure.supxlabel(caption, x=0.01, ha="left", fontsize=7, color="#555555")
+    pictures.add_caption(figure, caption, fontsize=7)
     rows = figure.subplots(2, len(results), squeeze=False, sharex="col")
     for column, result in enumerate(results):
         loss, difference = rows[:, column]
@@ -555,8 +555,7 @@ def plot(path: Path, results: Sequence[Curves], caption: str) -> None:
     for axes, name in zip(rows[:, 0], ("loss, nats", "difference, nats"), strict=True):
         axes.set_ylabel(name, fontsize=9)
         axes.legend(frameon=False, fontsize=8, markerscale=3)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
+    pictures.save(figure, path)
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:

@@ -23,7 +23,7 @@ from rich.table import Table
 from torch import Tensor, nn
 
 import trifuse
-from trifuse.benchmarks import command_line, machine, report
+from trifuse.benchmarks import command_line, machine, pictures, report
 from trifuse.benchmarks.cases import select
 from trifuse.benchmarks.terminal import console, print_table, progress_bars
 from trifuse.benchmarks.transformer import empty_table
@@ -145,7 +145,7 @@ def plot(norms: dict[str, Tensor], caption: str, path: Path) -> None:
     figure.suptitle(
         "what reaches a state t steps before", x=0.01, ha="left", fontsize=11, fontweight="bold"
     )
-    figure.supxlabel(caption, x=0.01, ha="left", fontsize=6.5, color="#555555")
+    pictures.add_caption(figure, caption)
     for name, values in norms.items():
         logs = values.clamp_min(torch.finfo(torch.float64).tiny).log()
         mean, spread = logs.mean(0), logs.std(0)
@@ -160,5 +160,4 @@ def plot(norms: dict[str, Tensor], caption: str, path: Path) -> None:
     axes.tick_params(labelsize=8)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(fontsize=7.5, frameon=False)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150, facecolor="white")
+    pictures.save(figure, path)

@@ -100,7 +100,7 @@ class Block(NamedTuple):
 
 
 class MaskShape(NamedTuple):
-    """Which dimensions of the mask's gradient are full. It is summed over the others."""
+    """The dimensions of the mask's gradient that are full. It is summed over the others."""
 
     batch: bool
     heads: bool

@@ -305,7 +305,7 @@ def attention_mask(
         padding = _padding(attention_mask, kv_length, kv_offset)
         if padding is not None:
             return padding[:, None, None, :].view(torch.uint8)
-        # A layer that can be bidirectional cannot tell from None that it is causal this time.
+        # With None, a layer that can be bidirectional may or may not be causal.
         known = not getattr(config, "use_bidirectional_attention", False)
         if q_length == 1 or (q_length == kv_length and known):
             return None
@@ -343,7 +343,7 @@ def _padding(attention_mask: Tensor | None, kv_length: int, kv_offset: int) -> T
 #
 # transformers accepts the name of an attention for any model. A model that computes its attention
 # itself would add our boolean mask to its scores, or miss the causality that a mask of None leaves
-# to the attention. The names in the code of its classes tell the two kinds apart.
+# to the attention. The names that its classes' code uses distinguish the two kinds.
 
 
 class _Verdict(NamedTuple):

@@ -28,8 +28,8 @@ inline void spin_until(const Done& done) {
   }
 }
 
-// The first exception among threads that wait for one another. A thread that throws never does what
-// the others wait for, so they rethrow its exception.
+// The first exception among threads that wait for one another. If a thread throws, the others would
+// wait for it without end, so they rethrow its exception.
 class Failure {
  public:
   // Runs one thread's work.

@@ -80,7 +80,7 @@ class Backward {
     }
     for (int64_t t = 0; t < threads; ++t) {
       Own piece;
-      piece.scratch = arena.take<E>(layer.scratch_size());
+      piece.row_buffer = arena.take<E>(layer.row_buffer_size());
       piece.panel = arena.take<E>(once ? layer.panel_size() : 0);
       piece.dm = arena.take<T>(layer.projected || panels.resets_first ? rows * kTile : 0);
       piece.words = arena.take<uint64_t>(rows);
@@ -91,7 +91,7 @@ class Backward {
       if (t == index) own = piece;
     }
     bytes = arena.used();
-    layer.scratch = own.scratch;
+    layer.row_buffer = own.row_buffer;
     layer.panel = own.panel;
     gradients.memory = own.task;
   }
@@ -138,7 +138,7 @@ class Backward {
 
   // One thread's memory.
   struct Own {
-    E *scratch, *panel;
+    E *row_buffer, *panel;
     T* dm;                         // [rows][64]: gradient of m, or of r h
     uint64_t* words;               // [rows]: bits of 64 columns
     Statistics<T>* statistics[3];  // [tokens], in the order of Job::moments
@@ -348,8 +348,8 @@ class Backward {
     });
   }
 
-  // Prefetches what row i's units of a panel are computed from, and the place of their gradients:
-  // rows are too far apart for the hardware to predict. The panel need not exist.
+  // Prefetches the inputs of row i's units of a panel, and the place of their gradients: rows are
+  // too far apart for the hardware to predict. The panel need not exist.
   void fetch(const RowGroup& group, int64_t q, int64_t i, int64_t s) const {
     const int64_t token = group.position(i, s) * p.B + group.row(i);
     if (p.cell == Cell::Rnn) {
@@ -505,7 +505,7 @@ class Backward {
     }
   }
 
-  // A GRU whose reset gate precedes the product: what its step reads of panel q and row i.
+  // The gates and the old h of panel q and row i, in a GRU whose reset gate precedes the product.
   struct ResetGates {
     U r, z, n, old;
   };

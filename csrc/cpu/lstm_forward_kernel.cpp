@@ -60,7 +60,7 @@ class Forward {
       job.moments = arena.take<T[2]>(layer.norm ? panels.count * tokens : 0);
       job.cell_moments = arena.take<T[2]>(layer.norm ? panels.count * rows : 0);
     }
-    scratches = arena.take<E>(threads * layer.scratch_size());
+    row_buffers = arena.take<E>(threads * layer.row_buffer_size());
     const bool packs =
         (ih_once && !layer.reads_in_place(tokens)) || (hh_once && !layer.reads_in_place(rows));
     own_panels = arena.take<E>(packs ? threads * layer.panel_size() : 0);
@@ -70,7 +70,7 @@ class Forward {
   }
 
   void run(const Crew& crew, int64_t index) {
-    layer.scratch = scratches + index * layer.scratch_size();
+    layer.row_buffer = row_buffers + index * layer.row_buffer_size();
     if (own_panels) layer.panel = own_panels + index * layer.panel_size();
     const int64_t rows = layer.group_rows();
     ih_statistics = statistics + index * (layer.chunk + 1) * rows;
@@ -360,7 +360,7 @@ class Forward {
       else if constexpr (Layer<E>::kReadsInPlace)
         product_with_rows<E>(
             static_cast<const S*>(group.d.weight_hr) + (tile * kTile + first) * p.H,
-            std::min(columns, p.R - tile * kTile - first), p.H, layer.scratch, rows,
+            std::min(columns, p.R - tile * kTile - first), p.H, layer.row_buffer, rows,
             as_elements<E>(job.m), elements_ld<E>(layer.m_ld()), sums, kTile, ahead);
       for (int64_t i = 0; i < rows; ++i) {
         if (p.draw_h.threshold)
@@ -474,7 +474,7 @@ class Forward {
   const LstmProblem& p;
   const Panels& panels;
   Job jobs[LstmProblem::kMaxDirections * LstmProblem::kMaxGroups];
-  E *scratches, *own_panels;
+  E *row_buffers, *own_panels;
   Statistics<T>* statistics;
   uint64_t* words;
   // This thread's memory.

@@ -90,7 +90,7 @@ struct Layer {
     }
   }
   int64_t panel_size() const { return std::max(ih_size(), hh_size()); }
-  int64_t scratch_size() const { return kTile * elements<E>(std::max({p.I, p.R, p.H})); }
+  int64_t row_buffer_size() const { return kTile * elements<E>(std::max({p.I, p.R, p.H})); }
 
   void pack(const Team& team) {
     for (int64_t d = 0; d < p.directions; ++d) {
@@ -108,7 +108,7 @@ struct Layer {
         for (int64_t tile = share.first; tile < share.last; ++tile)
           right_transposed<E>(
               Rows<S>{static_cast<const S*>(given.weight_hr) + tile * kTile * p.H, p.H, 1},
-              std::min(kTile, p.R - tile * kTile), p.H, 1.0f, scratch, w.hr + tile * hr_size());
+              std::min(kTile, p.R - tile * kTile), p.H, 1.0f, row_buffer, w.hr + tile * hr_size());
       }
       if (team.index == 0) pack_vectors(given, w);
     }
@@ -117,12 +117,12 @@ struct Layer {
   void pack_ih(int64_t d, int64_t q, E* target) const {
     pack_panel_columns<E>(
         p, static_cast<const S*>(p.direction[d].weight_ih), p.I, panels.ih_gate, panels.ih(), q,
-        scratch, target);
+        row_buffer, target);
   }
   void pack_hh(int64_t d, int64_t q, const Panels::Blocks& blocks, E* target) const {
     pack_panel_columns<E>(
-        p, static_cast<const S*>(p.direction[d].weight_hh), p.R, panels.hh_gate, blocks, q, scratch,
-        target);
+        p, static_cast<const S*>(p.direction[d].weight_hh), p.R, panels.hh_gate, blocks, q,
+        row_buffer, target);
   }
   // Returns where a packed panel of W_hh has these blocks: those multiplied at once lie together.
   int64_t hh_offset(const Panels::Blocks& blocks) const {
@@ -228,7 +228,7 @@ struct Layer {
       if (!weights[d].ih && reads_in_place(tokens))
         return product_with_panel<E>(
             p, static_cast<const S*>(p.direction[d].weight_ih), p.I, panels.ih_gate, panels.ih(), q,
-            scratch, tokens, as_elements<E>(x), elements_ld<E>(x_ld()), columns, width, !norm,
+            row_buffer, tokens, as_elements<E>(x), elements_ld<E>(x_ld()), columns, width, !norm,
             false);
     product<E>(
         tokens, panels.ih_width(), elements<E>(p.I), as_elements<E>(x), elements_ld<E>(x_ld()), 1,
@@ -252,7 +252,8 @@ struct Layer {
       if (unpacked)
         product_with_panel<E>(
             p, static_cast<const S*>(p.direction[d].weight_hh), p.R, panels.hh_gate, blocks, q,
-            scratch, rows, as_elements<E>(h), elements_ld<E>(h_ld()), columns, width, add, ahead);
+            row_buffer, rows, as_elements<E>(h), elements_ld<E>(h_ld()), columns, width, add,
+            ahead);
     if (!unpacked)
       product<E>(
           rows, blocks.width(), elements<E>(p.R), as_elements<E>(h), elements_ld<E>(h_ld()), 1,
@@ -355,8 +356,8 @@ struct Layer {
   const int64_t chunk;  // steps whose products W_ih x are computed at once
   Weights weights[LstmProblem::kMaxDirections];
   // This thread's memory.
-  E* scratch = nullptr;  // scratch_size() elements: rows of a weight that is being packed
-  E* panel = nullptr;    // panel_size() elements
+  E* row_buffer = nullptr;  // row_buffer_size() elements: rows of a weight that is being packed
+  E* panel = nullptr;       // panel_size() elements
 };
 
 // Calls f.template operator()<Element>() for the type that a problem is computed in. Instruction

@@ -307,8 +307,8 @@ inline void for_tiles(const Team& team, int64_t columns, const F& f) {
 
 // Packing -----------------------------------------------------------------------------------------
 
-// target[c * ld + r] = source[r * source_ld + c] for 16 rows, of which `rows` exist; the others are
-// 0.
+// target[c * ld + r] = source[r * source_ld + c] for 16 rows. Rows from `rows` on do not exist, and
+// count as 0.
 template <class E>
 TRIFUSE_INLINE inline void transpose_units(
     const E* source, int64_t source_ld, int64_t rows, int64_t columns, E* target, int64_t ld) {
@@ -328,16 +328,16 @@ TRIFUSE_INLINE inline void transpose_units(
 }
 
 // Packs the rows of one panel of a weight (G·H, columns) as B of the forward's products: 16 columns
-// for each block. `scratch` holds 16 rows.
+// for each block. `row_buffer` holds 16 rows.
 template <class E>
 inline void pack_panel_columns(
     const LstmProblem& p, const Stored<E>* weight, int64_t columns, const int* gate,
-    const Panels::Blocks& blocks, int64_t panel, E* scratch, E* target) {
+    const Panels::Blocks& blocks, int64_t panel, E* row_buffer, E* target) {
   using S = Stored<E>;
   const int64_t units = units_of(p, panel);
   for (int block = 0; block < blocks.count; ++block) {
     const S* rows = weight + (gate[blocks.first + block] * p.H + panel * kUnits) * columns;
-    const Operand<E> source = left_rows<E>(Rows<S>{rows, columns, 1}, units, columns, scratch);
+    const Operand<E> source = left_rows<E>(Rows<S>{rows, columns, 1}, units, columns, row_buffer);
     transpose_units(
         source.data, source.ld, units, elements<E>(columns), target + block * kUnits,
         blocks.width());
@@ -363,10 +363,10 @@ constexpr int kFewRows = 8;
 // With 32 registers of 64 bytes, 16 rows of a weight fill half of them.
 constexpr int kUnrolled = Vectorized<float>::size() == kUnits ? kUnits : 1;
 
-// C (M x 16) = or += A (M x K) B for M <= kFewRows. B's columns are rows of a weight, of which
-// `units` exist. One vector of each row at a time is transposed and multiplied by all rows of A,
-// while as many bytes of `next`, which is read afterwards, are prefetched. The chains are those of
-// `product`, so results have the same bits.
+// C (M x 16) = or += A (M x K) B for M <= kFewRows. B's first `units` columns are rows of a weight;
+// the others are 0. One vector of each row at a time is transposed and multiplied by all rows of A.
+// Meanwhile as many bytes of `next`, which is read afterwards, are prefetched. The chains are those
+// of `product`, so results have the same bits.
 template <int most = kFewRows, class E>
 inline void product_in_place(
     int64_t M, int64_t K, const E* a, int64_t a_m, const E* weight, int64_t ld, int64_t units,
@@ -420,12 +420,13 @@ inline void product_in_place(
 // of 16 columns.
 template <class E>
 inline void product_with_rows(
-    const Stored<E>* weight, int64_t count, int64_t columns, E* scratch, int64_t M, const E* a,
+    const Stored<E>* weight, int64_t count, int64_t columns, E* row_buffer, int64_t M, const E* a,
     int64_t a_m, typename Element<E>::Accumulator* c, int64_t ldc, bool ahead) {
   for (int64_t first = 0; first < count; first += kUnits) {
     const int64_t units = std::min(count - first, kUnits);
     const Stored<E>* rows = weight + first * columns;
-    const Operand<E> b = left_rows<E>(Rows<Stored<E>>{rows, columns, 1}, units, columns, scratch);
+    const Operand<E> b =
+        left_rows<E>(Rows<Stored<E>>{rows, columns, 1}, units, columns, row_buffer);
     product_in_place(
         M, elements<E>(columns), a, a_m, b.data, b.ld, units, rows + units * columns, c + first,
         ldc, false, ahead);
@@ -433,11 +434,11 @@ inline void product_with_rows(
 }
 
 // Multiplies few rows by a panel of a weight (G·H, columns), whose columns have the order of
-// pack_panel_columns. `scratch` holds 16 rows.
+// pack_panel_columns. `row_buffer` holds 16 rows.
 template <class E>
 inline void product_with_panel(
     const LstmProblem& p, const Stored<E>* weight, int64_t columns, const int* gate,
-    const Panels::Blocks& blocks, int64_t panel, E* scratch, int64_t M, const E* a, int64_t a_m,
+    const Panels::Blocks& blocks, int64_t panel, E* row_buffer, int64_t M, const E* a, int64_t a_m,
     typename Element<E>::Accumulator* c, int64_t ldc, bool add, bool ahead) {
   using S = Stored<E>;
   const int64_t units = units_of(p, panel);
@@ -446,7 +447,7 @@ inline void product_with_panel(
   };
   for (int block = 0; block < blocks.count; ++block) {
     const Operand<E> rows =
-        left_rows<E>(Rows<S>{rows_of(block, panel), columns, 1}, units, columns, scratch);
+        left_rows<E>(Rows<S>{rows_of(block, panel), columns, 1}, units, columns, row_buffer);
     const S* next = block + 1 < blocks.count ? rows_of(block + 1, panel) : rows_of(0, panel + 1);
     product_in_place(
         M, elements<E>(columns), a, a_m, rows.data, rows.ld, units, next, c + block * kUnits, ldc,

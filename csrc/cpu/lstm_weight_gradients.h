@@ -48,8 +48,8 @@ class WeightGradients {
   using U = typename Layer<E>::U;
 
  public:
-  // Gradients of one direction that the steps write, and what the weights' gradients are products
-  // with. Tokens are numbered step by step.
+  // The factors of the weights' gradients in one direction: the gradients that the steps write, and
+  // x, h and m. Tokens are numbered step by step.
   struct Gradients {
     S* da;   // [panels][tokens][width]: gradients of W_hh's product; in a GRU all blocks
     S* dax;  // gradients of W_ih's product; the same as da unless products are normalised

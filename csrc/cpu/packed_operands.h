@@ -2,9 +2,8 @@
 // and prepares blocks of A for tile_gemm. The loops over them are the caller's.
 //
 // B is packed into panels of 64 columns, one after the other; a panel holds B's rows in the order
-// of k. A block of a panel, kBlockDepth rows (32 KB, in float64 64 KB), stays in the L1 cache
-// beside the parts of A and C that it is used with, and serves as many rows of A as a caller has at
-// hand.
+// of k. A block of a panel is kBlockDepth rows (32 KB, in float64 64 KB). It stays in the L1 cache
+// beside its parts of A and C, and serves as many rows of A as a caller has ready.
 //
 // Each element of C is the sum, block by block of k, of chains of kBlockDepth multiply-adds. It
 // does not depend on how the product is cut into tasks, or on the number of threads.

@@ -230,7 +230,7 @@ inline Vectorized<T> tanh(Vectorized<T> x) {
 #if defined(CPU_CAPABILITY_AVX512) || defined(CPU_CAPABILITY_AVX2)
 
 // e^x for x <= 0, within 1 ulp; 0 below -87.
-inline Vectorized<float> exponential(Vectorized<float> x) {
+inline Vectorized<float> exp(Vectorized<float> x) {
   using V = Vectorized<float>;
   // The order of operands lets a NaN through.
 #if defined(CPU_CAPABILITY_AVX512)
@@ -263,7 +263,7 @@ inline Vectorized<float> exponential(Vectorized<float> x) {
 template <>
 inline Vectorized<float> sigmoid(Vectorized<float> x) {
   using V = Vectorized<float>;
-  const V e = exponential(x.abs().neg());
+  const V e = exp(x.abs().neg());
   const V top = V::blendv(V(1.0f), e, x < V(0.0f));
   return top / (V(1.0f) + e);
 }
@@ -272,7 +272,7 @@ inline Vectorized<float> sigmoid(Vectorized<float> x) {
 template <>
 inline Vectorized<float> tanh(Vectorized<float> x) {
   using V = Vectorized<float>;
-  const V magnitude = x.abs(), square = x * x, e = exponential(V(-2.0f) * magnitude);
+  const V magnitude = x.abs(), square = x * x, e = exp(V(-2.0f) * magnitude);
   const V far = V(1.0f) - (e + e) / (V(1.0f) + e);
   V p(2.48752721e-3f);
   p = at::vec::fmadd(p, square, V(-8.49918555e-3f));

@@ -108,7 +108,7 @@ __device__ __forceinline__ void produce(
     const KernelArguments& call, const BlockIndex& index, int groups, Shared<Scalar, D>& shared) {
   const Attention& p = call.attention;
   const bool leader = threadIdx.x == 0;
-  const int first = index.block * kRows;
+  const int first = index.block * kBlockRows;
   const int members = kByKey ? static_cast<int>(p.heads / p.kv_heads) : 1;
   if (leader)
     for (int group = 0; group < groups; ++group)
@@ -122,7 +122,7 @@ __device__ __forceinline__ void produce(
   do {
     for (int h = index.h * members; h < (index.h + 1) * members; ++h) {
       const auto head = [&] { return Head(p, index.b, h); };
-      const Range range = visible_to_block<N, kByKey>(p, head(), first, kRows);
+      const Range range = visible_to_block<N, kByKey>(p, head(), first, kBlockRows);
       for (int column = range.first; column < range.last; column += N) {
         BackwardHeader& header = shared.headers[tiles.stage];
         wait(&shared.empty[tiles.stage], tiles.parity ^ 1);
@@ -165,7 +165,7 @@ __device__ __forceinline__ void consume(
     const KernelArguments& call, const BlockIndex& index, int groups, int group,
     Shared<Scalar, D>& shared) {
   const Attention& p = call.attention;
-  const int strip = 4 * group + warp() % 4, row = index.block * kRows + 16 * strip;
+  const int strip = 4 * group + warp() % 4, row = index.block * kBlockRows + 16 * strip;
   const Scale scale(p);
   auto& own = shared.own[group];
   Ring<kStages> tiles;
@@ -295,7 +295,7 @@ __device__ __forceinline__ void consume(
 template <bool kByKey, class Scalar, int D>
 __device__ __forceinline__ void backward(
     const KernelArguments& call, const BlockIndex& index, int rows) {
-  const int left = rows - index.block * kRows;
+  const int left = rows - index.block * kBlockRows;
   if (left <= 0) return;
   const int groups = consumers(left);
   auto& shared = *reinterpret_cast<Shared<Scalar, D>*>(shared_memory());
@@ -329,8 +329,8 @@ template <class Scalar, int D>
 __global__ __launch_bounds__(kThreads, 1) void attention_backward_key_value_hopper_kernel(
     const __grid_constant__ KernelArguments call) {
   const Attention& p = call.attention;
-  const BlockIndex index(p.Lk, kRows, p.kv_heads);
-  if (index.b == p.batch) return store_unused_keys<Scalar>(p, index, kRows);
+  const BlockIndex index(p.Lk, kBlockRows, p.kv_heads);
+  if (index.b == p.batch) return store_unused_keys<Scalar>(p, index, kBlockRows);
   backward<true, Scalar, D>(call, index, Head(p, index.b, 0).stored);
 }
 
@@ -338,9 +338,9 @@ template <class Scalar, int D>
 __global__ __launch_bounds__(kThreads, 1) void attention_backward_query_hopper_kernel(
     const __grid_constant__ KernelArguments call) {
   const Attention& p = call.attention;
-  BlockIndex index(p.Lq, kRows, p.heads);
+  BlockIndex index(p.Lq, kBlockRows, p.heads);
   if (p.window_right >= 0) index.block = index.blocks - 1 - index.block;  // most keys first
-  if (index.b == p.batch) return store_unused_queries<Scalar>(p, index, kRows);
+  if (index.b == p.batch) return store_unused_queries<Scalar>(p, index, kBlockRows);
   backward<false, Scalar, D>(call, index, Head(p, index.b, 0).queries);
 }
 
@@ -358,7 +358,7 @@ void attention_backward_hopper(const Attention& p, const QueryVectors& vectors, 
   const auto run = [&]<class Scalar, int D>() {
     static_assert(sizeof(Shared<Scalar, D>) <= kMostSharedHopper);
     const auto launch_one = [&](const char* name, auto kernel, int64_t length, int64_t heads) {
-      const int64_t blocks = blocks_for(p, length, kRows, heads, true);
+      const int64_t blocks = blocks_for(p, length, kBlockRows, heads, true);
       if (blocks == 0) return;
       launch(
           attention_plan(name, p, blocks, kThreads / 32, sizeof(Shared<Scalar, D>)),

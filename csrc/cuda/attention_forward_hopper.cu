@@ -42,10 +42,10 @@ __device__ __forceinline__ void produce(
   constexpr int N = HopperForwardShape<D>::N;
   const Attention& p = call.attention;
   const bool leader = threadIdx.x == 0;
-  const int first = index.block * kRows;
+  const int first = index.block * kBlockRows;
   // Constructed at each use: it takes too many registers to keep.
   const auto head = [&] { return Head(p, index.b, index.h); };
-  const Range range = visible_to_block<N, false>(p, head(), first, kRows);
+  const Range range = visible_to_block<N, false>(p, head(), first, kBlockRows);
   const Range all = visible_to_all<false>(p, head(), first);
   if (leader) {
     for (int group = 0; group < groups; ++group) {
@@ -104,7 +104,7 @@ template <class Scalar, int D>
 __device__ __forceinline__ void consume(
     const Attention& p, const BlockIndex& index, int groups, int group, Shared<Scalar, D>& shared) {
   constexpr int N = HopperForwardShape<D>::N;
-  const int strip = 4 * group + warp() % 4, row = index.block * kRows + 16 * strip;
+  const int strip = 4 * group + warp() % 4, row = index.block * kBlockRows + 16 * strip;
   const Scale scale(p);
   Scalar* const query = shared.query[group];
   Ring<HopperForwardShape<D>::kStages> keys, values;
@@ -216,14 +216,14 @@ template <class Scalar, int D>
 __global__ __launch_bounds__(kThreads, 1) void attention_forward_hopper_kernel(
     const __grid_constant__ KernelArguments call) {
   const Attention& p = call.attention;
-  BlockIndex index(p.Lq, kRows, p.heads);
+  BlockIndex index(p.Lq, kBlockRows, p.heads);
   if (p.window_right >= 0) index.block = index.blocks - 1 - index.block;  // most keys first
   if (index.b == p.batch) {
-    store_unused_tokens<Scalar>(p, index, kRows);
+    store_unused_tokens<Scalar>(p, index, kBlockRows);
     return;
   }
   const Head head(p, index.b, index.h);
-  const int first = index.block * kRows, groups = consumers(head.queries - first);
+  const int first = index.block * kBlockRows, groups = consumers(head.queries - first);
   if (first >= head.queries) return;
 
   auto& shared = *reinterpret_cast<Shared<Scalar, D>*>(shared_memory());
@@ -265,7 +265,7 @@ bool is_for_hopper(const Attention& p) {
 }
 
 void attention_forward_hopper(const Attention& p, void* stream) {
-  const int64_t blocks = blocks_for(p, p.Lq, kRows, p.heads, true);
+  const int64_t blocks = blocks_for(p, p.Lq, kBlockRows, p.heads, true);
   if (blocks == 0) return;
   for_head_dim(p, [&]<int D>() {
     const KernelArguments call{

@@ -22,7 +22,7 @@
 namespace trifuse::cuda {
 
 constexpr int kWarpgroup = 128, kConsumers = 2, kThreads = (1 + kConsumers) * kWarpgroup;
-constexpr int kGroupRows = 64, kRows = kConsumers * kGroupRows;
+constexpr int kGroupRows = 64, kBlockRows = kConsumers * kGroupRows;
 // Registers per thread at launch: the largest multiple of 8 that a multiprocessor's 65536 give all
 // threads. The producer keeps some of its own; the consumers take the rest.
 constexpr int kRegisters = 168;
@@ -141,8 +141,8 @@ __device__ __forceinline__ bool any_found(Shared& shared, int threads, bool foun
 template <int N>
 struct TileHeader {
   using Bits = typename Pairs<N>::Bits;
-  Bits pairs[kRows], kept[kRows];
-  bool full[kRows / 16];
+  Bits pairs[kBlockRows], kept[kBlockRows];
+  bool full[kBlockRows / 16];
   int column;
 };
 
@@ -187,7 +187,7 @@ __device__ __forceinline__ void write_kept(
   const uint64_t seed = *p.seed;
   if constexpr (kByKey) {
 #pragma unroll 1
-    for (int i = warp(); i < kRows / 8 * (N / 32); i += kWarpgroup / 32) {
+    for (int i = warp(); i < kBlockRows / 8 * (N / 32); i += kWarpgroup / 32) {
       const int eight = i / (N / 32), part = i % (N / 32);
       const uint32_t drawn = dropout_keep(
           seed, plane, column + 32 * part + lane(), first / 8 + eight, p.dropout.threshold);
@@ -200,7 +200,7 @@ __device__ __forceinline__ void write_kept(
   } else {
     auto* bytes = reinterpret_cast<unsigned char*>(header.kept);
 #pragma unroll 1
-    for (int i = threadIdx.x; i < kRows * N / 8; i += kWarpgroup)
+    for (int i = threadIdx.x; i < kBlockRows * N / 8; i += kWarpgroup)
       bytes[i] = dropout_keep(
           seed, plane, first + i / (N / 8), column / 8 + i % (N / 8), p.dropout.threshold);
   }
@@ -210,7 +210,7 @@ __device__ __forceinline__ void write_kept(
 template <bool kByKey>
 __device__ __forceinline__ Range visible_to_all(const Attention& p, const Head& head, int first) {
   const int count = kByKey ? head.keys : head.queries;
-  Range result = visible_to_row<kByKey>(p, head, min(first + kRows, count) - 1);
+  Range result = visible_to_row<kByKey>(p, head, min(first + kBlockRows, count) - 1);
   result.last = p.mask_kind == MaskKind::None ? visible_to_row<kByKey>(p, head, first).last : 0;
   return result;
 }
@@ -223,7 +223,8 @@ __device__ __forceinline__ bool write_bits(
     const Range& all) {
   bool any = true;
   if (all.first <= column && column + N <= all.last) {
-    header.full[threadIdx.x % (kRows / 16)] = true;  // by all threads: a branch costs registers
+    // By all threads: a branch costs registers.
+    header.full[threadIdx.x % (kBlockRows / 16)] = true;
   } else {
     any = write_pairs<N, kByKey>(header, p, b, h, first, column);
   }
@@ -253,7 +254,7 @@ __device__ __forceinline__ void write_end(
 // Returns a header's bits for the thread's two rows of a strip of 16 rows.
 template <int N>
 __device__ __forceinline__ Pairs<N> read_bits(
-    const typename Pairs<N>::Bits (&bits)[kRows], int strip, bool full) {
+    const typename Pairs<N>::Bits (&bits)[kBlockRows], int strip, bool full) {
   using Bits = typename Pairs<N>::Bits;
   if (full) return {{~Bits(0), ~Bits(0)}, true, true};
   const int shift = lane() % 4 * 2, at = 16 * strip;

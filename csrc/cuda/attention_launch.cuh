@@ -55,8 +55,8 @@ inline LaunchPlan attention_plan(
   };
 }
 
-// Returns the number of blocks: one for every `rows` rows of each head. With `tail`, packed
-// sequences get as many again as one more sequence would, for the tokens past the last one.
+// Returns the number of blocks: one for every `rows` rows of each head. With `tail`, packed calls
+// have the blocks of one more sequence, for the tokens past the last sequence.
 inline int64_t blocks_for(const Attention& p, int64_t length, int rows, int64_t heads, bool tail) {
   return (length + rows - 1) / rows * heads * (p.batch + (tail && p.cu_seqlens_q != nullptr));
 }

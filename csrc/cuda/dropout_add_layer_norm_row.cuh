@@ -12,12 +12,12 @@
 
 namespace trifuse::cuda {
 
-// Returns the threads of a block whose teams have `team` threads.
+// Returns the number of threads of a block, from that of a team.
 constexpr int block_of(int team) { return team == 32 ? 128 : team; }
 
-// Threads that share a row: a warp, of which a block has four, or a whole block. Columns form
-// groups of eight neighbours, one Philox call each. Thread t owns group t and every kThreads-th
-// group after it. So the order of a sum over a row depends only on the width and the kind of call.
+// Threads that share a row: one of a block's four warps, or a whole block. Columns form groups of
+// eight neighbours, one Philox call each. Thread t owns group t and every kThreads-th group after
+// it. So the order of a sum over a row depends only on the width and the kind of call.
 template <int kThreads>
 struct Team {
   static constexpr int kBlock = block_of(kThreads);
@@ -82,9 +82,10 @@ class SharedEights {
   int count_;
 };
 
-// The calls that a kernel is compiled for: any, or the usual ones, with x, residual and weight,
-// without x_bias, in 16 bits and with no wide matrix. Flags refine the usual calls. A kernel for
-// any call issues too many instructions for its bytes; most of them test what the call has.
+// The calls that a kernel is compiled for: any call, or the usual ones. These have x, residual and
+// weight, no x_bias, and matrices in 16 bits that are not wide. Flags refine the usual calls. A
+// kernel for any call issues too many instructions for its bytes; most of them test which tensors
+// the call has.
 constexpr int kAnyCalls = 0, kUsualCalls = 1;
 constexpr int kWithDropout = 2;
 constexpr int kWithWideVectors = 4;  // forward only: all vectors are wide; otherwise none is

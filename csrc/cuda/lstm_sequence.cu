@@ -38,7 +38,7 @@ namespace trifuse::cuda {
 namespace {
 
 constexpr int kWarps = 8, kThreads = 32 * kWarps;
-constexpr int kRows = 16;  // per product
+constexpr int kProductRows = 16;
 constexpr int kTiles = 8;  // the most tiles of 8 columns that a warp has
 constexpr int64_t kMaxColumns = kWarps * kTiles * 8;
 // Pieces of 16 bytes of W_hh that a lane can hold in registers, as operands of the matrix unit.
@@ -163,7 +163,7 @@ __host__ __device__ inline int parts_stride(int columns) { return (columns + 31)
 __device__ __forceinline__ int part_place(int row, int column) { return column ^ row % 4 * 8; }
 template <class Scalar>
 int64_t parts_bytes(const Slice<Scalar>& slice) {
-  return int64_t(slice.splits) * kRows * parts_stride(slice.columns) * sizeof(float);
+  return int64_t(slice.splits) * kProductRows * parts_stride(slice.columns) * sizeof(float);
 }
 
 // The products of 16 rows with all columns of a slice. A lane holds up to kHeld pieces of it.
@@ -296,7 +296,7 @@ class Products {
   static_assert(kMatrixUnit || kHeld == 0);
 
   __device__ __forceinline__ float* part(int split, int row, int column) const {
-    return parts_ + (split * kRows + row) * stride_ + part_place(row, column);
+    return parts_ + (split * kProductRows + row) * stride_ + part_place(row, column);
   }
   // First column and first chunk of the warp.
   __device__ __forceinline__ int first_column() const {
@@ -439,7 +439,7 @@ struct ActiveRows {
 template <class Each>
 __device__ __forceinline__ void for_elements(
     const ActiveRows& rows, int columns, const Each& each) {
-  for (int item = threadIdx.x; item < kRows * columns; item += kThreads)
+  for (int item = threadIdx.x; item < kProductRows * columns; item += kThreads)
     if (rows[item / columns] >= 0) each(item / columns, item % columns);
 }
 
@@ -453,7 +453,7 @@ __device__ __forceinline__ void for_elements_after(
   const int own = threadIdx.x;
   decltype(load(0, 0)) first{};
   product([&] {
-    if (own < kRows * columns && rows[own / columns] >= 0)
+    if (own < kProductRows * columns && rows[own / columns] >= 0)
       first = load(own / columns, own % columns);
   });
   for_elements(rows, columns, [&](int r, int column) {
@@ -511,7 +511,7 @@ __global__ __launch_bounds__(kThreads, 1) void forward_sequence_kernel(
     const auto h_of = [&](int64_t step) {
       return static_cast<Scalar*>(s.operand_hh) + (step % 2 * p.chains + d) * p.B * h_stride;
     };
-    for (int64_t first = 0; first < p.B; first += kRows) {
+    for (int64_t first = 0; first < p.B; first += kProductRows) {
       const ActiveRows rows{p, s, first, step};
       if (!rows.any()) continue;
       const auto load = [&](int r, int u) {
@@ -529,11 +529,11 @@ __global__ __launch_bounds__(kThreads, 1) void forward_sequence_kernel(
       });
     }
     barrier.arrive();
-    for (int64_t first = 0; first < p.B; first += kRows)
+    for (int64_t first = 0; first < p.B; first += kProductRows)
       prefetch_inputs(ActiveRows{p, s, first, step + 1});
     barrier.wait();
     if (!projected<Unit>(p)) continue;
-    for (int64_t first = 0; first < p.B; first += kRows) {
+    for (int64_t first = 0; first < p.B; first += kProductRows) {
       const ActiveRows rows{p, s, first, step};
       if (!rows.any()) continue;
       hr_product.compute(rows.of(m, m_stride), [] {});
@@ -643,7 +643,7 @@ __global__ __launch_bounds__(kThreads, 1) void backward_sequence_kernel(
   // Step -1 only adds the gradient through the first step's product to that of h0.
   const int64_t first_step = steps.first == 0 ? -1 : steps.first;
   for (int64_t step = last - 1; step >= first_step; --step) {
-    for (int64_t first = 0; first < p.B; first += kRows) {
+    for (int64_t first = 0; first < p.B; first += kProductRows) {
       const ActiveRows rows{p, s, first, step};
       if (!rows.any()) continue;
       const auto load = [&](int r, int k) -> Unit::LoadedBackward {
@@ -672,12 +672,12 @@ __global__ __launch_bounds__(kThreads, 1) void backward_sequence_kernel(
     if (step < 0) break;
     barrier.arrive();
     if (step > 0)
-      for (int64_t first = 0; first < p.B; first += kRows)
+      for (int64_t first = 0; first < p.B; first += kProductRows)
         prefetch_inputs(ActiveRows{p, s, first, step - 1});
     barrier.wait();
     if (!projected<Unit>(p)) continue;
     if constexpr (Unit::kProjects) {  // others lack these parts
-      for (int64_t first = 0; first < p.B; first += kRows) {
+      for (int64_t first = 0; first < p.B; first += kProductRows) {
         const ActiveRows rows{p, s, first, step};
         if (!rows.any()) continue;
         const auto load = [&](int r, int u) {

@@ -1,5 +1,5 @@
-// Stacks of LSTM layers on a GPU: groups of layers, as many as fit, run at once, one group after
-// the other. The layers of a group are the chains of one call.
+// Stacks of LSTM layers on a GPU. The layers of a group, as many as fit, run at once as the chains
+// of one call. Groups run one after the other.
 
 #pragma once
 

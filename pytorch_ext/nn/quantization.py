@@ -47,7 +47,7 @@ def _quantized_by_class() -> set[Any]:
     """Returns the classes (and names) that torch is configuring, read from its stack frame.
 
     A module gets None both if its class wasn't requested and if its class wasn't found; only the
-    arguments of torch's traversal tell which.
+    arguments of torch's traversal distinguish the two.
     """
     frame = inspect.currentframe()
     while frame is not None:

@@ -284,7 +284,7 @@ class Operator:
         if forward_mode():
             with without_autocast():
                 return tuple(self.formula(tensors, options))
-        # The caller expected no gradient and asked to save nothing, but the backward needs it all.
+        # The caller expected no gradient and saves nothing, but the backward needs everything.
         save = SAVE_ALL if save == SAVE_NOTHING else save
         return apply(Forward, (self, backend, options, save), *self.flatten(tensors))
 

@@ -306,26 +306,13 @@ def _backward(
     if a is None:
         a = _from_input(x, p, eps) + _from_hidden(hd, p, eps)
     cell = _cell(a, c, p, options)
-    i, f, g, o, tanh = cell.i, cell.f, cell.g, cell.o, cell.tanh
     norm_x = norm_h = norm_c = None
     if p.norm_ih_weight is not None and p.norm_hh_weight is not None:
         norm_x, norm_h = _normalise(x @ p.weight_ih.mT, eps), _normalise(hd @ p.weight_hh.mT, eps)
     if p.norm_cell_weight is not None:
         norm_c = _normalise(cell.c, eps)
 
-    # The derivatives at each step, (T, B, ...). new_h, new_c: share of the new value in the state.
-    new_h = _share(direction.keep_h, direction.valid, options.zoneout_h, h)
-    new_c = _share(direction.keep_c, direction.valid, options.zoneout_c, c)
-    unclipped_u, unclipped_q = torch.ones_like(c), torch.ones_like(h)
-    if clipped is not None and options.cell_clip is not None:
-        unclipped_u = 1 - clipped[..., : c.shape[-1]]
-    if clipped is not None and options.proj_clip is not None:
-        unclipped_q = 1 - clipped[..., -h.shape[-1] :]
-    n_by_m = o * (1 - tanh.square())
-    o_by_m = tanh * o * (1 - o)
-    i_by_u = (g - c if options.coupled else g) * i * (1 - i)
-    f_by_u = c * f * (1 - f)
-    g_by_u = i * (1 - g.square())
+    local = _derivatives(cell, direction, h, c, clipped, options)
     p_i, p_f, p_o = _peepholes(p, options.coupled)
 
     das: list[Tensor] = []
@@ -334,17 +321,17 @@ def _backward(
     dns: list[Tensor] = []
     for s in reversed(range(len(x))):
         dh = dh + dy[s]
-        dq = dh * new_h[s] * unclipped_q[s]
+        dq = dh * local.new_h[s] * local.unclipped_q[s]
         dm = dq if p.weight_hr is None else dq @ p.weight_hr
-        dn, da_o = dm * n_by_m[s], dm * o_by_m[s]
-        du = dc * new_c[s] + da_o * p_o
+        dn, da_o = dm * local.n_by_m[s], dm * local.o_by_m[s]
+        du = dc * local.new_c[s] + da_o * p_o
         if norm_c is None or p.norm_cell_weight is None:
             du = du + dn
         else:
             du = du + _normalise_backward(dn * p.norm_cell_weight, norm_c.at(s))
-        du = du * unclipped_u[s]
-        da_i, da_f, da_g = du * i_by_u[s], du * f_by_u[s], du * g_by_u[s]
-        dc = dc * (1 - new_c[s]) + du * f[s] + da_i * p_i
+        du = du * local.unclipped_u[s]
+        da_i, da_f, da_g = du * local.i_by_u[s], du * local.f_by_u[s], du * local.g_by_u[s]
+        dc = dc * (1 - local.new_c[s]) + du * cell.f[s] + da_i * p_i
         if options.coupled:
             da = torch.cat([da_i, da_g, da_o], -1)
         else:
@@ -353,7 +340,7 @@ def _backward(
         dah = da
         if norm_h is not None and p.norm_hh_weight is not None:
             dah = _normalise_backward(da * p.norm_hh_weight, norm_h.at(s))
-        dh = dh * (1 - new_h[s]) + _times(dah @ p.weight_hh, direction.dropout)
+        dh = dh * (1 - local.new_h[s]) + _times(dah @ p.weight_hh, direction.dropout)
         for steps, step in ((das, da), (dahs, dah), (dqs, dq), (dns, dn)):
             steps.append(step)
     da, dah, dq, dn = (
@@ -388,6 +375,46 @@ def _backward(
         "norm_cell_weight": lambda: gain(norm_c, dn),
         "norm_cell_bias": lambda: sum_over_steps(dn),
     }
+
+
+class _Derivatives(NamedTuple):
+    """Derivatives within each step, (T, B, ...). ``y_by_x`` is that of y by x.
+
+    Those of gates are by their sums, those of states by their new values.
+    """
+
+    new_h: Tensor  # share of the new value in the state
+    new_c: Tensor
+    unclipped_u: Tensor  # 0 where the value was clipped, 1 elsewhere
+    unclipped_q: Tensor
+    n_by_m: Tensor
+    o_by_m: Tensor
+    i_by_u: Tensor
+    f_by_u: Tensor
+    g_by_u: Tensor
+
+
+def _derivatives(
+    cell: _Cell, direction: _Direction, h: Tensor, c: Tensor, clipped: Tensor | None,
+    options: Options,
+) -> _Derivatives:  # fmt: skip
+    i, f, g, o, tanh = cell.i, cell.f, cell.g, cell.o, cell.tanh
+    unclipped_u, unclipped_q = torch.ones_like(c), torch.ones_like(h)
+    if clipped is not None and options.cell_clip is not None:
+        unclipped_u = 1 - clipped[..., : c.shape[-1]]
+    if clipped is not None and options.proj_clip is not None:
+        unclipped_q = 1 - clipped[..., -h.shape[-1] :]
+    return _Derivatives(
+        new_h=_share(direction.keep_h, direction.valid, options.zoneout_h, h),
+        new_c=_share(direction.keep_c, direction.valid, options.zoneout_c, c),
+        unclipped_u=unclipped_u,
+        unclipped_q=unclipped_q,
+        n_by_m=o * (1 - tanh.square()),
+        o_by_m=tanh * o * (1 - o),
+        i_by_u=(g - c if options.coupled else g) * i * (1 - i),
+        f_by_u=c * f * (1 - f),
+        g_by_u=i * (1 - g.square()),
+    )
 
 
 # Step by step and in one call -------------------------------------------------------------------

@@ -9,6 +9,7 @@ import math
 
 import pytest
 import torch
+from model_sizes import TINY_ELMO
 from torch.utils.flop_counter import FlopCounterMode
 
 from trifuse.benchmarks import elmo
@@ -20,16 +21,7 @@ pytestmark = pytest.mark.usefixtures("ceilings_measured_once")
 
 
 def tiny() -> ElmoConfig:
-    return ElmoConfig(
-        char_embedding_dim=4,
-        filters=((1, 4), (3, 8)),
-        n_highway=1,
-        max_characters_per_token=8,
-        activation="tanh",
-        lstm_dim=16,
-        projection_dim=8,
-        dropout=0.0,
-    )
+    return ElmoConfig(**TINY_ELMO)
 
 
 def wide() -> ElmoConfig:

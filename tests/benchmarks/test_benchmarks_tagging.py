@@ -9,6 +9,7 @@ import math
 
 import pytest
 import torch
+from model_sizes import TINY_ELMO
 
 pytest.importorskip("matplotlib")
 pytest.importorskip("torchcrf")
@@ -135,17 +136,7 @@ def source() -> source_code.Source:
 @pytest.fixture(scope="module")
 def bilm() -> BiLM:
     torch.manual_seed(0)
-    config = ElmoConfig(
-        char_embedding_dim=4,
-        filters=((1, 4), (3, 8)),
-        n_highway=1,
-        max_characters_per_token=8,
-        activation="tanh",
-        lstm_dim=16,
-        projection_dim=8,
-        dropout=0.0,
-    )
-    return BiLM(config).eval()
+    return BiLM(ElmoConfig(**TINY_ELMO)).eval()
 
 
 def test_the_standard_library_has_every_tag(source):

@@ -17,10 +17,7 @@ import test_rnn as of_rnn
 import torch
 from attention_cases import assert_equal
 from cuda_code import compile_operator
-from host_build import Library, library_fixture
-from lstm_cases import assert_same_bits, lay_out_any
-from numerics import Accuracy
-from test_gru import (
+from gru_cases import (
     CUDA_KINDS,
     VARIANTS,
     Case,
@@ -29,6 +26,9 @@ from test_gru import (
     run,
     specification,
 )
+from host_build import Library, library_fixture
+from lstm_cases import assert_same_bits, lay_out_any
+from numerics import Accuracy
 from tested_kernels import Kernel
 from torch import Tensor
 

@@ -19,9 +19,9 @@ from typing import Any
 
 import attention_cases as attention
 import dropout_add_layer_norm_cases as dropout_add_layer_norm
+import gru_cases as gru
 import lstm_cases as lstm
 import pytest
-import test_gru as gru
 import torch
 from numerics import Accuracy
 from test_kernels_attention import FEATURES

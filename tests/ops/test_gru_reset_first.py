@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 from attention_cases import normal
+from gru_cases import Case, record_accuracy, reset_first_cell, run, specification
 from lstm_cases import assert_near, assert_same_bits, kernel_fixture, serving
 from numerics import Accuracy
-from test_gru import Case, record_accuracy, reset_first_cell, run, specification
 from tested_kernels import KERNELS
 from torch import Tensor, nn
 

@@ -222,7 +222,7 @@ def test_nan_stays_where_it_is():
 
 
 def test_activations_far_out():
-    """Where intermediates overflow or vanish, and in GELU's lower tail, where torch gives 0."""
+    """Intermediates overflow or vanish, or torch gives 0, as in GELU's lower tail."""
     values = torch.tensor([0.0, -0.0, 1e-30, 5.0, -5.0, 12.0, -12.0, 80.0, -80.0, 1e20, -1e20])
     for activation, function in ops.ACTIVATIONS.items():
         out = torch.ops.trifuse.linear(torch.zeros(1, 1), torch.zeros(11, 1), values, activation)

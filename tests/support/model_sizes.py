@@ -11,5 +11,15 @@ SIZES = {
 }
 BERT_SIZES = SIZES | {"max_position_embeddings": 24}
 GROUPED_QUERIES = {"num_key_value_heads": 2, "max_position_embeddings": 64}
+TINY_ELMO = {
+    "char_embedding_dim": 4,
+    "filters": ((1, 4), (3, 8)),
+    "n_highway": 1,
+    "max_characters_per_token": 8,
+    "activation": "tanh",
+    "lstm_dim": 16,
+    "projection_dim": 8,
+    "dropout": 0.0,
+}
 # As GPT-2's configuration calls them.
 GPT_SIZES = {"vocab_size": 97, "n_embd": 32, "n_layer": 1, "n_head": 4, "n_positions": 64}

@@ -130,7 +130,7 @@ def run(which: Build, *arguments: str) -> tuple[int, str]:
         **os.environ,
         **which.environment,
         "LD_PRELOAD": " ".join(found),
-        "PYTHONPATH": os.pathsep.join([str(which.folder), str(ROOT / "tests/ops")]),
+        "PYTHONPATH": str(which.folder),
         "OMP_WAIT_POLICY": "PASSIVE",
         "TRITON_INTERPRET": "1",
     }

@@ -1,7 +1,7 @@
 """Calls that reach every C++ kernel, in every pattern of threads, for ``make sanitize``.
 
-``python tests/support/sanitized_calls.py AVX2 2 3``, with ``PYTHONPATH=tests/ops``, runs them on
-the kernels of one instruction set, in two and in three threads by turns.
+``python tests/support/sanitized_calls.py AVX2 2 3`` runs them on the kernels of one instruction
+set, in two and in three threads by turns.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from typing import Any
 import attention_cases as attention
 import dropout_add_layer_norm_cases as norm
 import fault_cases as faults
+import gru_cases as gru
 import lstm_cases as lstm
-import test_gru as gru
 import torch
 from torch import Tensor
 from torch.nn.attention.bias import CausalVariant

@@ -61,7 +61,7 @@ class Rounding:
         moved = torch.addcmul(absolute, inexact, factor)
         if self.highest is not None and self.replicas:
             # The first replica overflows early, the second where the dtype does, the others never.
-            # Where they disagree, no result is expected.
+            # If they disagree, no result is expected.
             for replica, highest in ((0, self.highest / 64), (1, self.highest)):
                 one = moved[replica]
                 one.copy_(torch.where(one.abs() > highest, one * torch.inf, one))
