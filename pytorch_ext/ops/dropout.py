@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from trifuse import backends
-from trifuse.ops import _autograd, _batching, _checks, _modes, _op
+from trifuse.ops import _autograd, _batching, _checks, _modes, _op, _sharding
 from trifuse.reference import philox
 from trifuse.reference.results import accumulation_dtype
 
@@ -96,6 +96,8 @@ _OP = _op.Op(
     decomposition=lambda backend, *args: _formula(*args),
     describe=lambda x, *rest: backends.Call("dropout", x.device.type, x.dtype),
 )
+for _overload in _OP.overloads.values():
+    _sharding.register_single(_overload, _sharding.dropout)
 
 
 @_op.implement("dropout", "eager")

@@ -1,0 +1,36 @@
+"""trifuse under torch.distributed, with gloo and 2 and 4 processes, against one process."""
+
+from __future__ import annotations
+
+import functools
+import subprocess
+import sys
+
+import processes
+import pytest
+import torch
+
+pytestmark = pytest.mark.skipif(
+    not torch.distributed.is_available(), reason="torch has no distributed"
+)
+
+
+@pytest.fixture(scope="module")
+def errors(tmp_path_factory: pytest.TempPathFactory):
+    @functools.cache
+    def of(size: int) -> dict[str, list[str]]:
+        return processes.run(size, tmp_path_factory.mktemp(f"processes{size}"))
+
+    return of
+
+
+@pytest.mark.parametrize("size", processes.SIZES)
+@pytest.mark.parametrize("name", processes.names())
+def test_check_passes_in_every_process(name, size, errors):
+    found = errors(size)[name]
+    assert not found, "\n".join(found)
+
+
+def test_importing_trifuse_does_not_import_dtensor():
+    code = "import sys, trifuse; assert 'torch.distributed.tensor' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
