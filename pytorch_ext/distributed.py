@@ -1,9 +1,12 @@
-"""Attention over sequences that are split between processes: context parallelism.
+"""What torch.distributed needs beyond the sharding rules of the operators.
 
-Every process holds a part of each sequence's queries, keys and values. Attention then needs all keys
-for every query. :func:`ring_attention` brings them together in one of three ways, and
-:func:`shard_sequence` and :func:`unshard_sequence` split and join sequences. The other parallelisms
-of torch.distributed need nothing from here.
+Context parallelism splits sequences between processes: each holds a part of every sequence's
+queries, keys and values. Attention then needs all keys for every query. :func:`ring_attention`
+brings them together in one of three ways, and :func:`shard_sequence` and :func:`unshard_sequence`
+split and join sequences.
+
+:class:`SequenceParallel` is the style for a norm that also takes a residual. The other parallelisms
+need nothing from here.
 """
 
 from __future__ import annotations
@@ -13,15 +16,17 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ParallelStyle
 
 from trifuse.ops import _checks
 from trifuse.ops._checks import fail
 from trifuse.ops.attention import scaled_dot_product_attention
 from trifuse.reference.results import accumulation_dtype
 
-__all__ = ["ring_attention", "shard_sequence", "unshard_sequence"]
+__all__ = ["SequenceParallel", "ring_attention", "shard_sequence", "unshard_sequence"]
 
 Method = Literal["ring", "all_gather", "all_to_all"]
 
@@ -144,6 +149,53 @@ def unshard_sequence(t: Tensor, mesh: DeviceMesh, dim: int, balanced: bool = Fal
 
 
 _METHODS = ("ring", "all_gather", "all_to_all")
+
+
+class SequenceParallel(ParallelStyle):
+    """Runs a norm on sequences split between processes, its weights replicated.
+
+    It is ``torch.distributed.tensor.parallel.SequenceParallel`` for modules that take several
+    tensors, as :class:`trifuse.nn.DropoutAddLayerNorm` takes a residual. torch's style passes the
+    first positional argument alone, so that a residual would be lost without an error.
+
+    Args:
+        sequence_dim: the dimension of the inputs that is split. Tensors that are not DTensors are
+            this process's part.
+        use_local_output: whether to return this process's part instead of a DTensor.
+    """
+
+    def __init__(self, *, sequence_dim: int = 1, use_local_output: bool = False) -> None:
+        super().__init__()
+        self.sequence_dim = sequence_dim
+        self.use_local_output = use_local_output
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        for name, p in list(module.named_parameters(recurse=False)):
+            if not isinstance(p, DTensor):
+                whole = distribute_tensor(p, device_mesh, [Replicate()])
+                module.register_parameter(name, nn.Parameter(whole, p.requires_grad))
+        split = [Shard(self.sequence_dim)]
+
+        def sharded(t: Any) -> Any:
+            if isinstance(t, DTensor):
+                return t.redistribute(placements=split)
+            if isinstance(t, Tensor):
+                return DTensor.from_local(t, device_mesh, split, run_check=False)
+            return t
+
+        def before(_: nn.Module, args: Any, kwargs: Any) -> Any:
+            return tuple(map(sharded, args)), {name: sharded(t) for name, t in kwargs.items()}
+
+        def after(_: nn.Module, args: Any, results: Any) -> Any:
+            if not self.use_local_output:
+                return results
+            if isinstance(results, tuple):
+                return tuple(t.to_local() for t in results)
+            return results.to_local()
+
+        module.register_forward_pre_hook(before, with_kwargs=True)
+        module.register_forward_hook(after)
+        return module
 
 
 # Where tokens are -------------------------------------------------------------------------------

@@ -90,12 +90,28 @@ def _register(op: Any, declared: Any, handle: Callable[..., Any]) -> None:
     from torch.distributed.tensor import DTensor
 
     def handler(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        names = [argument.name for argument in op._schema.arguments]
-        args = [*args, *(kwargs[name] for name in names[len(args) :])]
+        rest = op._schema.arguments[len(args) :]
+        args = [*args, *(kwargs.get(argument.name, argument.default_value) for argument in rest)]
         with torch.no_grad():
             return handle(op, declared, args)
 
     DTensor._op_dispatcher._custom_op_handlers[op] = handler
+
+
+def placements(t: Tensor) -> Sequence[Any] | None:
+    """Returns how a DTensor is placed, as :func:`placed` takes it; None for another tensor."""
+    return getattr(t, "placements", None)
+
+
+def placed(t: Tensor, placements: Sequence[Any] | None) -> Tensor:
+    """Places a gradient as the forward's tensor was, so that both draw the same random numbers."""
+    if placements is None:
+        return t
+    from torch.distributed.tensor import Replicate
+
+    return t.redistribute(  # type: ignore[attr-defined, no-any-return]
+        placements=[Replicate() if place.is_partial() else place for place in placements]
+    )
 
 
 # The ops ----------------------------------------------------------------------------------------

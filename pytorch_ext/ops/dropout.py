@@ -55,13 +55,14 @@ class _Dropout(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, backend: str, x: Tensor, seed: Tensor, p: float) -> Tensor:
-        ctx.backend, ctx.p = backend, p
+        ctx.backend, ctx.p, ctx.placements = backend, p, _sharding.placements(x)
         ctx.save_for_backward(seed)
         return _autograd.call_below_autograd(_OP.overloads[backend], x, seed, p)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (seed,) = ctx.saved_tensors
+        grad = _sharding.placed(grad, ctx.placements)
         return None, _OP.overloads[ctx.backend](grad, seed, ctx.p), None, None
 
 

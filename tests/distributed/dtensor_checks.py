@@ -330,27 +330,44 @@ def dropout_of_attention_and_norm_in_the_gradients() -> None:
 def sequence_parallel_norm() -> None:
     from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
 
+    from trifuse import distributed
+
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    x, residual = (torch.randn(2, 4, 16, dtype=torch.float64) for _ in range(2))
+    spread = [distribute_tensor(t, mesh, [S(1)]) for t in (x, residual)]
+    local = [t.to_local() for t in spread]
     alone = trifuse.nn.DropoutAddLayerNorm(16, dtype=torch.float64)
     torch.nn.init.normal_(alone.weight)
-    norm = trifuse.nn.DropoutAddLayerNorm(16, dtype=torch.float64)
-    norm.load_state_dict(alone.state_dict())
-    x, residual = (torch.randn(2, 4, 16, dtype=torch.float64) for _ in range(2))
     expected = alone(x, residual)
     expected.square().sum().backward()
+    # torch's style drops positional arguments after the first.
+    calls = (
+        (SequenceParallel(), lambda norm: norm(spread[0], residual=spread[1])),
+        (distributed.SequenceParallel(), lambda norm: norm(*spread)),
+        (distributed.SequenceParallel(), lambda norm: norm(*local)),
+        (distributed.SequenceParallel(), lambda norm: norm(local[0], residual=spread[1])),
+    )
+    for style, call in calls:
+        norm = trifuse.nn.DropoutAddLayerNorm(16, dtype=torch.float64)
+        norm.load_state_dict(alone.state_dict())
+        parallelize_module(norm, mesh, style)
+        actual = call(norm)
+        assert actual.placements == (S(1),)
+        close(actual.full_tensor(), expected)
+        actual.square().sum().full_tensor().backward()
+        for name in ("weight", "bias"):
+            close(getattr(norm, name).grad.full_tensor(), getattr(alone, name).grad)
+    style = distributed.SequenceParallel(use_local_output=True)
+    norm = trifuse.nn.DropoutAddLayerNorm(16, dtype=torch.float64, prenorm=True)
+    parallelize_module(norm, mesh, style)
+    out, total = norm(*local)
+    assert type(out) is type(total) is Tensor
+    close(total, sum(local))
+    norm = trifuse.nn.DropoutAddLayerNorm(16, dtype=torch.float64)
     parallelize_module(norm, mesh, SequenceParallel())
-    spread = [distribute_tensor(t, mesh, [S(1)]) for t in (x, residual)]
-    actual = norm(*spread)
-    assert actual.placements == (S(1),)
-    close(actual.full_tensor(), expected)
-    actual.square().sum().full_tensor().backward()
-    for name in ("weight", "bias"):
-        grad = getattr(norm, name).grad
-        close(grad.full_tensor(), getattr(alone, name).grad)
-    local = x.chunk(mesh.size(), 1)[dist.get_rank()]  # SequenceParallel shards local tensors
-    close(norm(local).full_tensor(), alone(x))
-    with raises(TypeError, "residual: expected a DTensor"):
-        norm(local, local)
+    close(norm(local[0]).full_tensor(), trifuse.dropout_add_layer_norm(x))
+    with raises(ValueError, "residual: expected a shape"):
+        norm(local[0], residual=local[1])
 
 
 @check

@@ -15,11 +15,11 @@ from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
     RowwiseParallel,
-    SequenceParallel,
     parallelize_module,
 )
 
 import trifuse
+from trifuse.distributed import SequenceParallel
 from trifuse.models.bert import BertConfig, BertModel
 
 BATCH, LENGTH = 8, 4
@@ -98,7 +98,7 @@ def trained_on_parts(model: nn.Module) -> None:
 @check
 def ddp() -> None:
     model = bert()
-    trained_on_parts(nn.parallel.DistributedDataParallel(model, find_unused_parameters=True))
+    trained_on_parts(nn.parallel.DistributedDataParallel(model))
 
 
 @check
