@@ -31,6 +31,16 @@ def test_check_passes_in_every_process(name, size, errors):
     assert not found, "\n".join(found)
 
 
-def test_importing_trifuse_does_not_import_dtensor():
-    code = "import sys, trifuse; assert 'torch.distributed.tensor' not in sys.modules"
+def test_rules_are_registered_when_dtensor_is_imported_and_not_before():
+    code = """
+import sys, torch, trifuse
+assert "torch.distributed.tensor" not in sys.modules
+from torch.distributed.tensor import DTensor
+handlers = DTensor._op_dispatcher._custom_op_handlers
+for name in ("attention", "dropout_add_layer_norm", "lstm", "gru", "rnn"):
+    for op in (f"{name}_forward", f"{name}_backward"):
+        packet = getattr(torch.ops.trifuse, op)
+        assert all(getattr(packet, overload) in handlers for overload in packet.overloads()), op
+assert torch.ops.trifuse.dropout.eager in handlers and torch.ops.trifuse.linear.default in handlers
+"""
     subprocess.run([sys.executable, "-c", code], check=True)
