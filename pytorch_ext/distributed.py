@@ -233,9 +233,7 @@ class _Layout:
         return torch.cat([pieces[i] for r in range(self.parts) for i in self.pieces(r)], dim)
 
 
-def _layout(
-    query: Tensor, key: Tensor, value: Tensor, mesh: DeviceMesh, balanced: bool
-) -> _Layout:
+def _layout(query: Tensor, key: Tensor, value: Tensor, mesh: DeviceMesh, balanced: bool) -> _Layout:
     layout = _Layout(mesh, balanced)
     for name, t in (("query", query), ("key", key), ("value", value)):
         _checks.tensor(name, t)

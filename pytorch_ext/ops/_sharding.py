@@ -33,8 +33,8 @@ Rule = Mapping[str, Mapping[str, int]]
 def _attention(tensors: Mapping[str, Any]) -> Rule:
     if tensors["cu_seqlens_q"] is not None:
         raise NotImplementedError(
-            "varlen_attention takes no DTensors: packed sequences have no batch dimension to shard; "
-            "call it on each process's own sequences (DTensor.to_local)"
+            "varlen_attention takes no DTensors: packed sequences have no batch dimension to "
+            "shard; call it on each process's own sequences (DTensor.to_local)"
         )
     by_head = ("query", "key", "value", "attn_mask", "out", "logsumexp")
     return {
@@ -137,10 +137,7 @@ def _backward(op: Any, operator: Operator, args: Sequence[Any]) -> Any:
     saved_by_name = dict(zip(operator.saved, saved, strict=True))
     layout = _Layout(operator.name, _rule(operator, by_name), by_name)
     local = [
-        *(
-            layout.local(name, g)
-            for name, g in zip(operator.results._fields, grads, strict=False)
-        ),
+        *(layout.local(name, g) for name, g in zip(operator.results._fields, grads, strict=False)),
         *(layout.local(name, t) for name, t in by_name.items()),
         *(layout.local(name, t) for name, t in saved_by_name.items()),
     ]
@@ -162,9 +159,7 @@ def _single(op: Any, rule: Callable[[Mapping[str, Any]], Rule], args: Sequence[A
 
     by_name = dict(zip((argument.name for argument in op._schema.arguments), args, strict=False))
     layout = _Layout(op._schema.name, rule(by_name), by_name)
-    local = [
-        layout.local(name, t) if isinstance(t, Tensor) else t for name, t in by_name.items()
-    ]
+    local = [layout.local(name, t) if isinstance(t, Tensor) else t for name, t in by_name.items()]
     return layout.result("out", op(*local), _whole(op, args), Partial())
 
 

@@ -70,7 +70,8 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
 
 
 def same_gradients(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
-    assert expected and actual.keys() == expected.keys()
+    assert expected
+    assert actual.keys() == expected.keys()
     for name in expected:
         close(actual[name], expected[name], name)
 

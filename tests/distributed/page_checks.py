@@ -37,6 +37,7 @@ def _add(name: str, code: str) -> None:
 
 
 _HEAD, _PROGRAMS = _programs()
-assert "init_process_group" in _HEAD and len(_PROGRAMS) >= 7
+assert "init_process_group" in _HEAD
+assert len(_PROGRAMS) >= 7
 for _name, _code in _PROGRAMS:
     _add(_name, _code)

@@ -73,9 +73,7 @@ def pipeline_of_transformer_layers() -> None:
         layer = transformer()[rank]
         stage = PipelineStage(layer, rank, size, torch.device("cpu"))
         run(stage, schedule_class, alone, expected)
-        for (name, p), q in zip(
-            layer.named_parameters(), alone[rank].parameters(), strict=True
-        ):
+        for (name, p), q in zip(layer.named_parameters(), alone[rank].parameters(), strict=True):
             close(p.grad, q.grad, name)
 
 
