@@ -369,3 +369,33 @@ def fast_paths_decline_dtensors() -> None:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     x = distribute_tensor(torch.randn(2, 4, 4, 8), mesh, [S(1)])
     assert not _fast_path.serves(x, x, x)
+
+
+@check
+def calls_on_dtensors_compile() -> None:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    x = distribute_tensor(torch.randn(2, 4, 5, 8), mesh, [S(1)]).requires_grad_()
+
+    def call(x: Tensor) -> Tensor:
+        return trifuse.scaled_dot_product_attention(x, x, x, is_causal=True)
+
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    found = []
+    for function in (call, compiled):
+        out = function(x)
+        assert out.placements == (S(1),)
+        found.append((out.full_tensor(), *torch.autograd.grad(out.sum().full_tensor(), x)))
+    (out, grad), (compiled_out, compiled_grad) = found
+    torch.testing.assert_close(compiled_out, out)
+    torch.testing.assert_close(compiled_grad.full_tensor(), grad.full_tensor())
+
+
+@check
+def second_derivatives_of_dtensors_raise() -> None:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    x = distribute_tensor(torch.randn(2, 4, 5, 8), mesh, [S(1)]).requires_grad_()
+    out = trifuse.scaled_dot_product_attention(x, x, x)
+    loss = out.square().sum().full_tensor()
+    (grad,) = torch.autograd.grad(loss, x, create_graph=True)
+    with pytest.raises(RuntimeError, match="mixed torch.Tensor and DTensor"):
+        torch.autograd.grad(grad.square().sum().full_tensor(), x)
