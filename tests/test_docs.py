@@ -17,7 +17,11 @@ from trifuse import models
 
 ROOT = Path(__file__).parents[1]
 MODELS = ROOT / "docs/models.md"
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+# tests/distributed runs the programs of docs/distributed.md, in several processes.
+PAGES = [
+    ROOT / "README.md",
+    *(page for page in sorted((ROOT / "docs").glob("*.md")) if page.stem != "distributed"),
+]
 
 
 def examples(page: Path) -> list[tuple[str, str]]:

@@ -16,6 +16,7 @@ for every overload:
 - the decomposition into the formula, for ONNX and other lowerings of graphs. The formula also
   serves forward-mode AD;
 - floating-point operations for ``torch.utils.flop_counter``;
+- sharding rules for the DTensors of torch.distributed: see _sharding.py;
 - a fallback for devices that the overload's backend does not serve, as when an exported program was
   moved to a GPU: the backend chosen there serves the call.
 
@@ -35,7 +36,7 @@ import torch
 from torch import Tensor
 
 from trifuse.backends import ORDER, Call
-from trifuse.ops import _batching
+from trifuse.ops import _batching, _sharding
 from trifuse.ops._autograd import Backward, Forward, apply
 from trifuse.ops._modes import forward_mode, requires_grad, transform_active, without_autocast
 from trifuse.ops._op import Op, implement
@@ -156,6 +157,7 @@ class Operator:
         if "triton" in self.backends:
             forward.implement_triton(self.name, self._check)
             backward.implement_triton(self.name)
+        _sharding.register(self)
 
     # The call ----------------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from trifuse import backends
-from trifuse.ops import _autograd, _batching, _checks, _modes, _op
+from trifuse.ops import _autograd, _batching, _checks, _modes, _op, _sharding
 from trifuse.reference import philox
 from trifuse.reference.results import accumulation_dtype
 
@@ -55,13 +55,14 @@ class _Dropout(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, backend: str, x: Tensor, seed: Tensor, p: float) -> Tensor:
-        ctx.backend, ctx.p = backend, p
+        ctx.backend, ctx.p, ctx.placements = backend, p, _sharding.placements(x)
         ctx.save_for_backward(seed)
         return _autograd.call_below_autograd(_OP.overloads[backend], x, seed, p)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (seed,) = ctx.saved_tensors
+        grad = _sharding.placed(grad, ctx.placements)
         return None, _OP.overloads[ctx.backend](grad, seed, ctx.p), None, None
 
 
@@ -96,6 +97,8 @@ _OP = _op.Op(
     decomposition=lambda backend, *args: _formula(*args),
     describe=lambda x, *rest: backends.Call("dropout", x.device.type, x.dtype),
 )
+for _overload in _OP.overloads.values():
+    _sharding.register_single(_overload, _sharding.dropout)
 
 
 @_op.implement("dropout", "eager")

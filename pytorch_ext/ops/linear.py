@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from trifuse import backends
-from trifuse.ops import _autograd, _modes, _op
+from trifuse.ops import _autograd, _modes, _op, _sharding
 
 
 def linear(
@@ -397,6 +397,7 @@ _op.register_flops(
 )
 # For programs that were moved to a device without trifuse's product.
 _op.implement("linear")(_torch)
+_sharding.register_single(torch.ops.trifuse.linear.default, _sharding.linear)
 
 # The product with a packed weight, and the checksums that show whether the weight is unchanged.
 # Not for traces, in which the weight may change.

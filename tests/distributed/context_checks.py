@@ -1,0 +1,204 @@
+"""Context parallelism: ring_attention against attention over whole sequences."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from dtensor_checks import close
+from processes import check
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+import trifuse
+from trifuse.distributed import ring_attention, shard_sequence, unshard_sequence
+
+METHODS = ("ring", "all_gather", "all_to_all")
+PIECE = 3
+
+
+def line() -> DeviceMesh:
+    return init_device_mesh("cpu", (dist.get_world_size(),))
+
+
+def inputs(H: int = 4, Hkv: int = 4, B: int = 2, dtype: Any = torch.float64) -> list[Tensor]:
+    torch.manual_seed(1)
+    L = 2 * PIECE * dist.get_world_size()
+    return [torch.randn(B, h, L, 8, dtype=dtype) for h in (H, Hkv, Hkv)]
+
+
+def compare(
+    tensors: list[Tensor], method: str, balanced: bool, mask: Tensor | None = None, **options: Any
+) -> None:
+    """Compares outputs, logsumexp and gradients with the call on whole sequences."""
+    mesh = line()
+    given = [t.clone().requires_grad_() for t in tensors]
+    parts = [shard_sequence(t, mesh, 2, balanced).requires_grad_() for t in tensors]
+    whole_mask = part_mask = None
+    if mask is not None:
+        whole_mask, part_mask = mask.clone(), mask.clone()
+        if mask.shape[-2] > 1:
+            part_mask = shard_sequence(mask, mesh, -2, balanced)
+        if mask.is_floating_point():
+            whole_mask.requires_grad_()
+            part_mask.requires_grad_()
+    expected = trifuse.scaled_dot_product_attention(*given, whole_mask, return_lse=True, **options)
+    actual = ring_attention(
+        *parts, part_mask, mesh=mesh, method=method, balanced=balanced, return_lse=True, **options
+    )
+    empty = expected[1] == -torch.inf
+    weights = [torch.randn_like(e) for e in expected]
+    weights[1][empty] = 0
+    for a, e, what in zip(actual, expected, ("output", "logsumexp"), strict=True):
+        close(a, shard_sequence(e, mesh, 2, balanced), what)
+        close(unshard_sequence(a.detach(), mesh, 2, balanced), e, what)
+    torch.autograd.backward(expected, weights)
+    torch.autograd.backward(actual, [shard_sequence(w, mesh, 2, balanced) for w in weights])
+    for part, whole, what in zip(parts, given, ("query", "key", "value"), strict=True):
+        close(part.grad, shard_sequence(whole.grad, mesh, 2, balanced), f"gradient of {what}")
+    if mask is not None and mask.is_floating_point():
+        grad = part_mask.grad
+        if mask.shape[-2] > 1:
+            grad = unshard_sequence(grad, mesh, -2, balanced)
+        else:
+            dist.all_reduce(grad)
+        close(grad, whole_mask.grad, "gradient of the mask")
+
+
+@check
+def ring_attention_causal_and_full() -> None:
+    for method, balanced, is_causal in itertools.product(METHODS, (False, True), (False, True)):
+        compare(inputs(), method, balanced, is_causal=is_causal)
+        compare(inputs(8, 4), method, balanced, is_causal=is_causal, enable_gqa=True)
+
+
+@check
+def ring_attention_lengths_softcap_scale() -> None:
+    L = inputs()[0].shape[2]
+    for method, balanced, is_causal in itertools.product(METHODS, (False, True), (False, True)):
+        for lengths in ((L, 1), (PIECE + 1, 0)):
+            compare(
+                inputs(), method, balanced, is_causal=is_causal, softcap=2.0, scale=0.5,
+                key_lengths=torch.tensor(lengths),
+            )  # fmt: skip
+
+
+@check
+def ring_attention_windows() -> None:
+    windows = (0, 2, 5, (1, None), (None, 2), (7, 0), (4, 9), 1000)
+    for method, balanced, window in itertools.product(METHODS, (False, True), windows):
+        compare(inputs(), method, balanced, window=window)
+        compare(inputs(), method, balanced, window=window, is_causal=True)
+
+
+@check
+def ring_attention_biases_and_masks() -> None:
+    L = inputs()[0].shape[2]
+    for method, balanced in itertools.product(METHODS[:2], (False, True)):
+        for shape in ((2, 4, L, L), (1, 4, 1, L), (L, L), (2, 1, L, 1)):
+            torch.manual_seed(3)
+            bias = torch.randn(shape, dtype=torch.float64)
+            compare(inputs(), method, balanced, bias, is_causal=True)
+            compare(inputs(), method, balanced, bias > 0.5, window=4)
+
+
+@check
+def ring_attention_on_each_backend_and_dtype() -> None:
+    from dtensor_checks import BACKENDS
+
+    mesh = line()
+    for backend, dtype in itertools.product(BACKENDS, (torch.float32, torch.bfloat16)):
+        with trifuse.backend(backend):
+            tensors = inputs(dtype=dtype)
+            expected = trifuse.scaled_dot_product_attention(
+                *[t.double() for t in tensors], is_causal=True
+            )
+            parts = [shard_sequence(t, mesh, 2, True) for t in tensors]
+            actual = ring_attention(*parts, mesh=mesh, balanced=True, is_causal=True)
+            assert actual.dtype == dtype
+            error = (actual - shard_sequence(expected, mesh, 2, True)).abs().max()
+            assert error < 8 * torch.finfo(dtype).eps, error
+
+
+@check
+def ring_attention_holds_no_whole_sequence() -> None:
+    """The largest allocation is O(L / n), whatever n is, except with all_gather."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils._pytree import tree_leaves
+
+    class Largest(TorchDispatchMode):
+        elements = 0
+
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            out = function(*args, **(kwargs or {}))
+            for t in tree_leaves(out):
+                if isinstance(t, Tensor):
+                    self.elements = max(self.elements, t.numel())
+            return out
+
+    mesh = line()
+    parts = [shard_sequence(t, mesh, 2, True).requires_grad_() for t in inputs()]
+    with Largest() as largest:
+        ring_attention(*parts, mesh=mesh, balanced=True, is_causal=True).sum().backward()
+    assert 0 < largest.elements <= parts[0].numel(), (largest.elements, parts[0].shape)
+
+
+@check
+def balanced_parts_have_equal_work() -> None:
+    from trifuse import distributed
+
+    mesh, size = line(), dist.get_world_size()
+    for balanced in (False, True):
+        layout = distributed._Layout(mesh, balanced)
+        call = distributed._Call(layout, 1.0, False, None, None, 0, None)
+        pairs = torch.zeros(1)
+        for owner in range(size):
+            for block in distributed._blocks(call, owner, 2 * PIECE):
+                n = block.rows.stop - block.rows.start
+                pairs += n * (n + 1) / 2 if block.window[1] == 0 else n * n
+        every = [torch.zeros(1) for _ in range(size)]
+        dist.all_gather(every, pairs)
+        assert (len({float(p) for p in every}) == 1) == balanced, every
+
+
+@check
+def sequences_split_and_join() -> None:
+    mesh, size = line(), dist.get_world_size()
+    whole = torch.arange(2.0 * size * 3).view(1, -1, 1)
+    for balanced in (False, True):
+        part = shard_sequence(whole, mesh, 1, balanced).requires_grad_()
+        joined = unshard_sequence(part, mesh, 1, balanced)
+        assert torch.equal(joined, whole)
+        (joined * whole).sum().backward()
+        assert torch.equal(part.grad, size * part.detach())
+    with pytest.raises(ValueError, match="divides"):
+        shard_sequence(torch.zeros(2 * size + 1), mesh, 0, True)
+
+
+@check
+def ring_attention_refuses_by_name() -> None:
+    mesh, size = line(), dist.get_world_size()
+    q = torch.randn(1, size, 4, 8)
+    with pytest.raises(NotImplementedError, match="dropout_p"):
+        ring_attention(q, q, q, dropout_p=0.1, mesh=mesh)
+    with pytest.raises(NotImplementedError, match="attn_mask"):
+        ring_attention(q, q, q, torch.zeros(4, 4 * size), mesh=mesh, method="all_to_all")
+    with pytest.raises(ValueError, match="method"):
+        ring_attention(q, q, q, mesh=mesh, method="tree")
+    with pytest.raises(ValueError, match="query: expected a number of heads"):
+        ring_attention(q[:, :1], q[:, :1], q[:, :1], mesh=mesh, method="all_to_all")
+    with pytest.raises(ValueError, match="attn_mask: expected a shape broadcastable"):
+        ring_attention(q, q, q, torch.zeros(4, 4), mesh=mesh)
+    with pytest.raises(ValueError, match="key_lengths: expected lengths in"):
+        ring_attention(q, q, q, mesh=mesh, key_lengths=torch.tensor([4 * size + 1]))
+    with pytest.raises(ValueError, match="even length"):
+        ring_attention(q[:, :, :3], q[:, :, :3], q[:, :, :3], mesh=mesh, balanced=True)
+    with pytest.raises(ValueError, match="window"):
+        ring_attention(q, q, q, mesh=mesh, window=-1)
+    with pytest.raises(TypeError, match="mesh"):
+        ring_attention(q, q, q, mesh=None)
+    with pytest.raises(TypeError, match="is_causal"):
+        ring_attention(q, q, q, mesh=mesh, is_causal=1)

@@ -1,0 +1,218 @@
+"""Fused models trained by several processes: the loss and the gradients of one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+import torch.distributed as dist
+from dtensor_checks import close
+from processes import check
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    parallelize_module,
+)
+
+import trifuse
+from trifuse.distributed import SequenceParallel
+from trifuse.models.bert import BertConfig, BertModel
+
+BATCH, LENGTH = 8, 4
+
+
+def bert() -> BertModel:
+    """Returns a small fused BERT with the same weights in every process."""
+    torch.manual_seed(1)
+    model = BertModel(
+        BertConfig(
+            vocab_size=40, hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
+            intermediate_size=48, max_position_embeddings=8, hidden_dropout_prob=0.0,
+            attention_probs_dropout_prob=0.0,
+        ),
+        add_pooling_layer=False,  # DDP averages nothing if the loss leaves out a parameter
+    ).double()  # fmt: skip
+    report = trifuse.fuse(model)
+    assert report.swapped
+    return model
+
+
+def tokens() -> tuple[Tensor, Tensor]:
+    """Returns a batch of tokens, and its mask: sequences of two lengths in every process's part."""
+    torch.manual_seed(2)
+    mask = torch.ones(BATCH, LENGTH, dtype=torch.bool)
+    mask[::2, -1] = False
+    return torch.randint(1, 40, (BATCH, LENGTH)), mask
+
+
+def loss_of(model: nn.Module, ids: Tensor, mask: Tensor) -> Tensor:
+    out = model(ids, mask)[0]
+    return out.square().mul(torch.arange(out.shape[-1])).mean()
+
+
+def part(t: Tensor) -> Tensor:
+    return t.chunk(dist.get_world_size())[dist.get_rank()]
+
+
+def whole(t: Tensor) -> Tensor:
+    return t.full_tensor() if isinstance(t, DTensor) else t
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    return {
+        name.replace("module.", ""): whole(p.grad)
+        for name, p in model.named_parameters()
+        if p.grad is not None
+    }
+
+
+def same_gradients(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+    assert expected
+    assert actual.keys() == expected.keys()
+    for name in expected:
+        close(actual[name], expected[name], name)
+
+
+def in_one_process(
+    make: Callable[[], nn.Module] = bert, loss: Callable[..., Tensor] = loss_of
+) -> tuple[Tensor, dict[str, Tensor]]:
+    model = make()
+    found = loss(model, *tokens())
+    found.backward()
+    return found.detach(), gradients(model)
+
+
+def trained_on_parts(model: nn.Module) -> None:
+    """Compares one step, in which each process has a part of the batch, with one process."""
+    expected, grads = in_one_process()
+    loss = loss_of(model, *map(part, tokens()))
+    loss.backward()
+    mean = loss.detach().clone()
+    dist.all_reduce(mean)
+    close(mean / dist.get_world_size(), expected, "loss")
+    same_gradients(gradients(model), grads)
+
+
+@check
+def ddp() -> None:
+    model = bert()
+    trained_on_parts(nn.parallel.DistributedDataParallel(model))
+
+
+@check
+def fsdp2() -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    model = bert()
+    for layer in model.encoder.layer:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    trained_on_parts(model)
+    assert all(isinstance(p, DTensor) for p in model.parameters())
+
+
+def huggingface_bert() -> nn.Module:
+    """Returns transformers' BERT, fused, its layers split by columns and rows."""
+    import transformers
+
+    torch.manual_seed(1)
+    config = transformers.BertConfig(
+        vocab_size=40, hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
+        intermediate_size=48, max_position_embeddings=8, hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+    )  # fmt: skip
+    model = transformers.BertModel(config, add_pooling_layer=False).double()
+    assert trifuse.fuse(model).swapped
+    return model
+
+
+@check
+def tensor_parallel_bert() -> None:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    expected, grads = in_one_process(huggingface_bert)
+    model = huggingface_bert()
+    for layer in model.encoder.layer:
+        plan = {f"attention.self.{name}": ColwiseParallel() for name in ("query", "key", "value")}
+        plan |= {"attention.output.dense": RowwiseParallel(), "output.dense": RowwiseParallel()}
+        plan["intermediate.dense"] = ColwiseParallel()
+        parallelize_module(layer, mesh, plan)
+    loss = loss_of(model, *tokens())
+    loss.backward()
+    close(loss, expected, "loss")
+    same_gradients(gradients(model), grads)
+
+
+@check
+def tensor_parallel_llama() -> None:
+    import transformers
+
+    def make() -> nn.Module:
+        torch.manual_seed(1)
+        config = transformers.LlamaConfig(
+            vocab_size=40, hidden_size=32, num_hidden_layers=2, num_attention_heads=8,
+            num_key_value_heads=4, intermediate_size=48, max_position_embeddings=8,
+        )  # fmt: skip
+        model = transformers.LlamaModel(config).double()
+        assert trifuse.fuse(model).swapped
+        return model
+
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    expected, grads = in_one_process(make)
+    model = make()
+    for layer in model.layers:
+        columns = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+        plan = dict.fromkeys((*columns, "mlp.gate_proj", "mlp.up_proj"), ColwiseParallel())
+        plan |= dict.fromkeys(("self_attn.o_proj", "mlp.down_proj"), RowwiseParallel())
+        parallelize_module(layer, mesh, plan)
+    loss = loss_of(model, *tokens())
+    loss.backward()
+    close(loss, expected, "loss")
+    same_gradients(gradients(model), grads)
+
+
+class Sublayer(nn.Module):
+    """A feed-forward sublayer that ends in trifuse's norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(32, 48)
+        self.second = nn.Linear(48, 32)
+        self.norm = trifuse.nn.DropoutAddLayerNorm(32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.second(torch.relu(self.first(x))), x)
+
+
+@check
+def sequence_parallel_sublayer() -> None:
+    def make() -> nn.Module:
+        torch.manual_seed(1)
+        return nn.Sequential(Sublayer(), Sublayer()).double()
+
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    x = torch.randn(2, LENGTH, 32, dtype=torch.float64)
+    alone, model = make(), make()
+    expected = alone(x).square().sum()
+    expected.backward()
+    for sublayer in model:
+        plan = {
+            "first": ColwiseParallel(input_layouts=Shard(1)),
+            "second": RowwiseParallel(output_layouts=Shard(1), use_local_output=False),
+            "norm": SequenceParallel(),
+        }
+        parallelize_module(sublayer, mesh, plan)
+    whole_sequence = PrepareModuleInput(
+        input_layouts=Replicate(), desired_input_layouts=Shard(1), use_local_output=False
+    )
+    parallelize_module(model, mesh, {"0": whole_sequence})
+    out = model(x)
+    assert out.placements == (Shard(1),)
+    loss = out.square().sum().full_tensor()
+    loss.backward()
+    close(loss, expected, "loss")
+    same_gradients(gradients(model), gradients(alone))

@@ -1,0 +1,46 @@
+"""trifuse under torch.distributed, with gloo and 2 and 4 processes, against one process."""
+
+from __future__ import annotations
+
+import functools
+import subprocess
+import sys
+
+import processes
+import pytest
+import torch
+
+pytestmark = pytest.mark.skipif(
+    not torch.distributed.is_available(), reason="torch has no distributed"
+)
+
+
+@pytest.fixture(scope="module")
+def errors(tmp_path_factory: pytest.TempPathFactory):
+    @functools.cache
+    def of(size: int) -> dict[str, list[str]]:
+        return processes.run(size, tmp_path_factory.mktemp(f"processes{size}"))
+
+    return of
+
+
+@pytest.mark.parametrize("size", processes.SIZES)
+@pytest.mark.parametrize("name", processes.names())
+def test_check_passes_in_every_process(name, size, errors):
+    found = errors(size)[name]
+    assert not found, "\n".join(found)
+
+
+def test_rules_are_registered_when_dtensor_is_imported_and_not_before():
+    code = """
+import sys, torch, trifuse
+assert "torch.distributed.tensor" not in sys.modules
+from torch.distributed.tensor import DTensor
+handlers = DTensor._op_dispatcher._custom_op_handlers
+for name in ("attention", "dropout_add_layer_norm", "lstm", "gru", "rnn"):
+    for op in (f"{name}_forward", f"{name}_backward"):
+        packet = getattr(torch.ops.trifuse, op)
+        assert all(getattr(packet, overload) in handlers for overload in packet.overloads()), op
+assert torch.ops.trifuse.dropout.eager in handlers and torch.ops.trifuse.linear.default in handlers
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
