@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from trifuse import backends
-from trifuse.ops import _autograd, _modes
+from trifuse.ops import _autograd, _fast_path, _modes
 from trifuse.ops._recurrent import OPERATORS, Call, first_parameter
 from trifuse.ops._recurrent import run as run_call
 from trifuse.reference.gru import Parameters
@@ -32,10 +32,6 @@ class FastPath(NamedTuple):
 
 
 FAST_PATHS: dict[str, FastPath] = {}
-
-# The backend of the fast paths, and the requested backends under which they may serve.
-_BACKEND = "cpp"
-_REQUESTS = ("auto", _BACKEND)
 
 
 def run(
@@ -59,13 +55,9 @@ def run(
     tensors = (input, *states, *parameters)
     if (
         fast_path is None
-        or _modes.transform_active()
-        or not _TENSOR_TYPES.issuperset(map(type, tensors))
-        or not getattr(input, "is_cpu", False)
+        or not _fast_path.serves(*tensors)
+        or input is None
         or (input.dim() < 3) is not one_step
-        or backends._requested not in _REQUESTS
-        or torch.is_autocast_enabled("cpu")
-        or torch._C._len_torch_dispatch_stack() > 0
     ):
         return slow_path(*tensors)
     try:
@@ -111,9 +103,6 @@ def run_layer(
     return output, h_n
 
 
-_TENSOR_TYPES = {Tensor, torch.nn.Parameter, type(None)}
-
-
 class _Plain(torch.autograd.Function):
     """A call by the fast path with its backward, for use where no transform is active."""
 
@@ -156,7 +145,7 @@ class _Plain(torch.autograd.Function):
         first = first_parameter(operator.tensors)
         others, parameters = tensors[:first], tensors[first:]
         integers = [None] * (len(operator.tensors._fields) - operator.differentiable)
-        results = operator.backward[_BACKEND](
+        results = operator.backward[_fast_path.BACKEND](
             grad_output, *grad_states, *others, parameters, *integers, *saved,
             *FAST_PATHS[ctx.name].options[len(parameters)], *ctx.options, needs_grad,
         )  # fmt: skip
@@ -171,8 +160,8 @@ def _gradients(
 ) -> list[Tensor | None]:
     """Returns gradients of a function's results, which can be differentiated in turn."""
     # The backend switch is global and may have changed since the forward, a fast path.
-    as_then = backends._requested in _REQUESTS
-    backend = contextlib.nullcontext() if as_then else backends.backend(_BACKEND)
+    as_then = backends._requested in _fast_path.REQUESTS
+    backend = contextlib.nullcontext() if as_then else backends.backend(_fast_path.BACKEND)
     with torch.enable_grad(), _modes.without_autocast(), backend:
         # Views, because one tensor may be computed from another: its gradient excludes that path.
         views = [None if t is None else t.view_as(t) for t in tensors]
