@@ -1,8 +1,10 @@
 """A call's overhead: how much longer than torch's a call takes that computes next to nothing.
 
 Tensors have a few dozen elements a row, so a call's time is that of Python, the checks, the
-dispatcher and autograd. Forward is timed without gradients; forward + backward takes the gradients
-of all tensors and parameters. The last column is ours less torch's, the median over the rounds.
+dispatcher and autograd. Calls run in one thread unless --threads says otherwise: handing work to
+another thread takes longer than all else. Forward is timed without gradients; forward + backward
+takes the gradients of all tensors and parameters. The last column is ours less torch's, the median
+over the rounds.
 """
 
 from __future__ import annotations
@@ -183,7 +185,9 @@ def _call(
     module = function.func if isinstance(function, functools.partial) else function
     parameters = tuple(module.parameters()) if isinstance(module, nn.Module) else ()
     variables = list(dict.fromkeys((*tensors, *parameters)))
-    upstream = torch.randn_like(forward()[0])
+    shape = forward()[0].shape
+    torch.manual_seed(1)  # the same gradient for both
+    upstream = torch.randn(shape)
 
     def forward_backward() -> Sequence[Tensor]:
         y = output()
@@ -206,6 +210,7 @@ def table(outcomes: Sequence[Outcome]) -> Table:
 def main(argv: Sequence[str]) -> int:
     """Run the cases and print the table."""
     parser = command_line.parser("overhead", __doc__, devices=("cpu",), plots=False)
+    parser.set_defaults(threads=1)
     options = parser.parse_args(argv)
     torch.set_num_threads(options.threads)
     cases = select(CASES, lambda case: case.name, options.cases)
