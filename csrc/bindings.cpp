@@ -1,5 +1,5 @@
-// trifuse._C: information about the build, and hooks for tests and benchmarks. Operators are
-// registered with torch's dispatcher in their own files.
+// trifuse._C: information about the build, plain calls of operators (fast_path.cpp), and hooks for
+// tests and benchmarks. Operators are registered with torch's dispatcher in their own files.
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty_like.h>
@@ -22,6 +22,7 @@
 #include "cpu/planted.h"
 #endif
 #include "cpu/threads.h"
+#include "fast_path.h"
 
 namespace {
 
@@ -134,6 +135,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def(
       "register_autograd", &register_autograd,
       "Run an op's companion in its place where a derivative is wanted");
+  add_fast_paths(m);
   m.def(
       "fail_allocations", &fail_allocations, pybind11::arg("first"), pybind11::arg("count") = 1,
       "Make allocations fail, for tests; 0 stops it");

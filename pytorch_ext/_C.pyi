@@ -1,6 +1,6 @@
-"""The C++ extension: what it was built with, and hooks for tests and benchmarks.
+"""The C++ extension: what it was built with, plain calls, and hooks for tests and benchmarks.
 
-Operators are not here; they go through ``torch.ops.trifuse``.
+Ops are not here; they go through ``torch.ops.trifuse``.
 """
 
 from typing import Any
@@ -39,6 +39,44 @@ def register_autograd(op: str, companion: str) -> None:
 
     Both are "name.overload" in the namespace trifuse, and have the same schema.
     """
+
+def attention(
+    query: object,
+    key: object,
+    value: object,
+    attn_mask: object,
+    dropout_p: object,
+    is_causal: object,
+    scale: object,
+    enable_gqa: object,
+    key_lengths: object,
+    return_lse: object,
+    /,
+) -> Tensor | tuple[Tensor, Tensor] | None:
+    """The results of a plain and valid call, or None for any other.
+
+    The arguments are those of ``trifuse.scaled_dot_product_attention``. A plain call has dense
+    tensors on the CPU, of no subclass, in four dimensions, and runs while no mode or transform
+    watches.
+    """
+
+def dropout_add_layer_norm(
+    x: object,
+    residual: object,
+    weight: object,
+    bias: object,
+    dropout_p: object,
+    eps: object,
+    training: object,
+    prenorm: object,
+    x_bias: object,
+    rms_norm: object,
+    /,
+) -> Tensor | tuple[Tensor, Tensor] | None:
+    """Likewise with the arguments of ``trifuse.dropout_add_layer_norm``; nothing may broadcast."""
+
+def plain_call(*tensors: object) -> bool:
+    """Whether a call on these tensors, or None, may skip the checks in Python."""
 
 def fail_allocations(first: int, count: int = 1) -> None:
     """For tests: make ``count`` allocations fail, starting with the ``first`` from now.

@@ -53,7 +53,12 @@ def run(
     """
     fast_path = FAST_PATHS.get(name)
     tensors = (input, *states, *parameters)
-    if fast_path is None or not _fast_path.serves(*tensors) or (input.dim() < 3) is not one_step:
+    if (
+        fast_path is None
+        or not _fast_path.serves(*tensors)
+        or input is None
+        or (input.dim() < 3) is not one_step
+    ):
         return slow_path(*tensors)
     try:
         if _modes.requires_grad(*tensors):

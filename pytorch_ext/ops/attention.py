@@ -103,12 +103,15 @@ def scaled_dot_product_attention(
         >>> scaled_dot_product_attention(query, key, value, key_lengths=lengths).shape
         torch.Size([2, 8, 5, 64])
     """
-    results = _run_plain(
-        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, key_lengths, window,
-        softcap,
-    )  # fmt: skip
-    if results is not None and type(return_lse) is bool:
-        return results if return_lse else results[0]
+    fast = _fast_path.extension()
+    if fast is not None and window is None and softcap is None:
+        _refuse_context_parallel()
+        results: Tensor | tuple[Tensor, Tensor] | None = fast.attention(
+            query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, key_lengths,
+            return_lse,
+        )  # fmt: skip
+        if results is not None:
+            return results
     _checks.flag("return_lse", return_lse)
     call = _prepare(
         query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, key_lengths, window,
@@ -196,46 +199,6 @@ def varlen_attention(
 
 
 # Arguments --------------------------------------------------------------------------------------
-
-
-def _run_plain(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None,
-    dropout_p: float,
-    is_causal: bool | CausalVariant,
-    scale: float | None,
-    enable_gqa: bool,
-    key_lengths: Tensor | None,
-    window: int | tuple[int | None, int | None] | None,
-    softcap: float | None,
-) -> tuple[Tensor, Tensor] | None:
-    """Runs a call with plain options and four-dimensional tensors; returns None for any other."""
-    if (
-        window is not None
-        or softcap is not None
-        or type(dropout_p) is not float
-        or dropout_p != 0.0
-        or not (is_causal is False or is_causal is True)
-        or not (enable_gqa is False or enable_gqa is True)
-        or not (scale is None or type(scale) is float)
-        or key is None
-        or not _fast_path.serves(query, key, value, attn_mask, key_lengths)
-        or not query.dim() == key.dim() == 4
-        or not (enable_gqa or query.shape[1] == key.shape[1])
-    ):
-        return None
-    _refuse_context_parallel()
-    right = 0 if is_causal else -1
-    options = _Options(query.shape[2], key.shape[2], scale, None, -1, right, False, 0.0)
-    try:
-        out, lse = _OPERATOR(
-            _fast_path.BACKEND, _Tensors(query, key, value, attn_mask, key_lengths), options
-        )
-    except _fast_path.REFUSALS:
-        return None
-    return out, lse
 
 
 class _Call(NamedTuple):

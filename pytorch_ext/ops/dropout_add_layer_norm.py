@@ -83,12 +83,13 @@ def dropout_add_layer_norm(
         >>> dropout_add_layer_norm(x, residual, weight, bias, 0.1, training=True).shape
         torch.Size([2, 5, 768])
     """
-    results = _run_plain(
-        x, residual, weight, bias, dropout_p, eps, training, prenorm, x_bias, rms_norm,
-        residual_in_fp32,
-    )  # fmt: skip
-    if results is not None:
-        return results if prenorm else results[0]
+    fast = _fast_path.extension()
+    if fast is not None and residual_in_fp32 is False:
+        results: Tensor | tuple[Tensor, Tensor] | None = fast.dropout_add_layer_norm(
+            x, residual, weight, bias, dropout_p, eps, training, prenorm, x_bias, rms_norm
+        )
+        if results is not None:
+            return results
     call = _prepare(
         x, residual, weight, bias, dropout_p, eps, training, prenorm, x_bias, rms_norm,
         residual_in_fp32,
@@ -106,48 +107,6 @@ class _Call(NamedTuple):
     tensors: _Tensors
     options: _Options
     choice: backends.Choice
-
-
-def _run_plain(
-    x: Tensor,
-    residual: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    dropout_p: float,
-    eps: float,
-    training: bool,
-    prenorm: bool,
-    x_bias: Tensor | None,
-    rms_norm: bool,
-    residual_in_fp32: bool,
-) -> tuple[Tensor, Tensor] | None:
-    """Runs a call with plain options, in which nothing broadcasts; returns None for any other."""
-    if (
-        type(dropout_p) is not float
-        or not 0.0 <= dropout_p <= 1.0
-        or type(eps) is not float
-        or not eps >= 0.0
-        or not (training is False or training is True)
-        or not (prenorm is False or prenorm is True)
-        or not (rms_norm is False or rms_norm is True)
-        or residual_in_fp32 is not False
-        or not _fast_path.serves(x, residual, weight, bias, x_bias)
-        or x.dim() == 0
-        or not (residual is None or residual.shape == x.shape)
-    ):
-        return None
-    sum_dtype = x.dtype if residual is None else residual.dtype
-    dropout_p = dropout_p if training else 0.0
-    seed = philox.draw_seed(x) if dropout_p > 0.0 else None
-    try:
-        out, total = _OPERATOR(
-            _fast_path.BACKEND,
-            _Tensors(x, residual, weight, bias, x_bias, seed),
-            _Options(dropout_p, eps, rms_norm, prenorm, sum_dtype),
-        )
-    except _fast_path.REFUSALS:
-        return None
-    return out, total
 
 
 def _prepare(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import importlib
 import json
 import mmap
@@ -27,6 +28,7 @@ from trifuse.benchmarks import (
     dropout_add_layer_norm,
     engines,
     one_row,
+    overhead,
     report,
     terminal,
     timing,
@@ -656,6 +658,36 @@ def test_one_row_that_differs_fails(
     monkeypatch.setattr(torch, "set_num_threads", lambda threads: None)
     monkeypatch.setattr(trifuse.nn.GRUCell, "forward", lambda self, x: -x)
     assert one_row.main(["--quick"]) == 1
+    assert "differ from torch" in capsys.readouterr().out
+
+
+def test_overhead(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every case runs, and computes what torch computes."""
+    monkeypatch.setattr(torch, "set_num_threads", lambda threads: None)
+    monkeypatch.setattr(timing, "alternate", functools.partial(_one_round, timing.alternate))
+    figures = tmp_path / "figures.json"
+    assert overhead.main(["--quick", "--json", str(figures)]) == 0
+    assert "attention, dropout, forward + backward" in capsys.readouterr().out
+    rows = json.loads(figures.read_text())["times"]
+    assert [row["case"] for row in rows] == [case.name for case in overhead.CASES]
+    outcome = overhead.Outcome(
+        overhead.CASES[0], {"ours": Timing((5.0, 2.0, 9.0)), "torch": Timing((1.0, 1.0, 1.0))}
+    )
+    assert outcome.overhead == 4.0
+
+
+def _one_round(alternate: Callable[..., Any], functions: Any, **options: Any) -> Any:
+    return alternate(functions, seconds=0.0, min_rounds=1)
+
+
+def test_overhead_of_what_differs_fails(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "set_num_threads", lambda threads: None)
+    monkeypatch.setattr(trifuse.nn.GRUCell, "forward", lambda self, x: -x)
+    assert overhead.main(["--quick", "--cases", "GRUCell, forward"]) == 1
     assert "differ from torch" in capsys.readouterr().out
 
 

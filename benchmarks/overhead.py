@@ -1,0 +1,232 @@
+"""A call's overhead: how much longer than torch's a call takes that computes next to nothing.
+
+Tensors have a few dozen elements a row, so a call's time is that of Python, the checks, the
+dispatcher and autograd. Calls run in one thread unless --threads says otherwise: handing work to
+another thread takes longer than all else. Forward is timed without gradients; forward + backward
+takes the gradients of all tensors and parameters. The last column is ours less torch's, the median
+over the rounds.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import statistics
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from rich.table import Table
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import trifuse
+from trifuse.benchmarks import command_line, machine, report, timing
+from trifuse.benchmarks.agreement import check_agreement
+from trifuse.benchmarks.cases import run_all, select
+from trifuse.benchmarks.terminal import console, print_table
+from trifuse.benchmarks.timing import Timing
+
+N, HEADS = 32, 2
+
+
+class Calls(NamedTuple):
+    """The same computation by trifuse and by torch, from the same tensors."""
+
+    ours: Callable[..., Any]
+    torch: Callable[..., Any]
+    tensors: tuple[Tensor, ...]
+    random: bool = False  # the two draw different numbers, so results can't be compared
+
+
+def _vectors() -> tuple[Tensor, Tensor]:
+    return 1 + torch.randn(N) / 8, torch.randn(N)
+
+
+def _norm(p: float | None = None, rows: int = 1) -> Calls:
+    """LayerNorm of x or, with the probability p, of residual + dropout(x)."""
+    x = torch.randn(rows, N)
+    if p is None:
+        return Calls(
+            lambda x, w, b: trifuse.dropout_add_layer_norm(x, None, w, b),
+            lambda x, w, b: F.layer_norm(x, (N,), w, b),
+            (x, *_vectors()),
+        )
+
+    def theirs(x: Tensor, residual: Tensor, w: Tensor, b: Tensor) -> Tensor:
+        return F.layer_norm(residual + (F.dropout(x, p) if p else x), (N,), w, b)
+
+    return Calls(
+        lambda x, r, w, b: trifuse.dropout_add_layer_norm(x, r, w, b, p, training=True),
+        theirs,
+        (x, torch.randn(rows, N), *_vectors()),
+        random=p > 0,
+    )
+
+
+def _attention(**options: Any) -> Calls:
+    tensors = tuple(torch.randn(1, HEADS, 2, N // HEADS) for _ in range(3))
+    if "mask" in options:
+        options = {"attn_mask": torch.ones(1, 1, 2, 2, dtype=torch.bool)}
+    return Calls(
+        functools.partial(trifuse.scaled_dot_product_attention, **options),
+        functools.partial(F.scaled_dot_product_attention, **options),
+        tensors,
+        random="dropout_p" in options,
+    )
+
+
+def _modules(ours: nn.Module, theirs: nn.Module, *tensors: Tensor, **options: Any) -> Calls:
+    ours.load_state_dict(theirs.state_dict())
+    return Calls(functools.partial(ours, **options), functools.partial(theirs, **options), tensors)
+
+
+class _AddNorm(nn.LayerNorm):
+    def forward(self, x: Tensor, residual: Tensor) -> Tensor:
+        return super().forward(residual + x)
+
+
+def _multihead() -> Calls:
+    x = torch.randn(2, 2, N)
+    ours, theirs = (m.MultiheadAttention(N, HEADS, batch_first=True) for m in (trifuse.nn, nn))
+    return _modules(ours, theirs, x, x, x, need_weights=False)
+
+
+def _encoder_layer() -> Calls:
+    theirs = nn.TransformerEncoderLayer(N, HEADS, N, dropout=0.0, batch_first=True)
+    ours = copy.deepcopy(theirs)
+    trifuse.fuse(ours)
+    return _modules(ours, theirs, torch.randn(2, 2, N))
+
+
+def _cell(name: str) -> Calls:
+    ours, theirs = (getattr(module, name)(N, N) for module in (trifuse.nn, nn))
+    return _modules(ours, theirs, torch.randn(1, N))
+
+
+MAKERS: dict[str, Callable[[], Calls]] = {
+    "norm": _norm,
+    "norm, residual": functools.partial(_norm, 0.0),
+    "norm, residual, dropout": functools.partial(_norm, 0.1),
+    "attention": _attention,
+    "attention, causal": functools.partial(_attention, is_causal=True),
+    "attention, boolean mask": functools.partial(_attention, mask=True),
+    "attention, dropout": functools.partial(_attention, dropout_p=0.1),
+    "DropoutAddLayerNorm": lambda: _modules(
+        trifuse.nn.DropoutAddLayerNorm(N), _AddNorm(N), torch.randn(1, N), torch.randn(1, N)
+    ),
+    "MultiheadAttention": _multihead,
+    "TransformerEncoderLayer": _encoder_layer,
+    "LSTMCell": functools.partial(_cell, "LSTMCell"),
+    "GRUCell": functools.partial(_cell, "GRUCell"),
+    "RNNCell": functools.partial(_cell, "RNNCell"),
+}
+
+
+class Case(NamedTuple):
+    maker: str
+    backward: bool
+
+    @property
+    def name(self) -> str:
+        return f"{self.maker}, {'forward + backward' if self.backward else 'forward'}"
+
+
+CASES = tuple(Case(maker, backward) for backward in (False, True) for maker in MAKERS)
+
+
+class Outcome(NamedTuple):
+    case: Case
+    timings: dict[str, Timing]  # ours and torch's
+
+    @property
+    def overhead(self) -> float:
+        """Seconds of ours less torch's, the median over the rounds."""
+        ours, theirs = self.timings["ours"].seconds, self.timings["torch"].seconds
+        return statistics.median(a - b for a, b in zip(ours, theirs, strict=True))
+
+    def record(self) -> dict[str, Any]:
+        medians = {name: measured.median for name, measured in self.timings.items()}
+        return {"case": self.case.name, **medians, "overhead": self.overhead}
+
+
+def run(case: Case, seconds: float) -> Outcome:
+    """Time a case.
+
+    Raises:
+        AssertionError: the two don't compute the same.
+    """
+    torch.manual_seed(0)
+    calls = MAKERS[case.maker]()
+    timed = {
+        "ours": _call(calls.ours, calls.tensors, case.backward),
+        "torch": _call(calls.torch, calls.tensors, case.backward),
+    }
+    if not calls.random:
+        check_agreement("torch", timed["ours"](), timed["torch"]())
+    return Outcome(case, timing.alternate(timed, seconds=seconds))
+
+
+def _call(
+    function: Callable[..., Any], tensors: Sequence[Tensor], backward: bool
+) -> Callable[[], Sequence[Tensor]]:
+    def output() -> Tensor:
+        result = function(*tensors)
+        return result[0] if isinstance(result, tuple) else result
+
+    def forward() -> Sequence[Tensor]:
+        with torch.no_grad():
+            return (output(),)
+
+    if not backward:
+        return forward
+    for t in tensors:
+        t.requires_grad_()
+    module = function.func if isinstance(function, functools.partial) else function
+    parameters = tuple(module.parameters()) if isinstance(module, nn.Module) else ()
+    variables = list(dict.fromkeys((*tensors, *parameters)))
+    shape = forward()[0].shape
+    torch.manual_seed(1)  # the same gradient for both
+    upstream = torch.randn(shape)
+
+    def forward_backward() -> Sequence[Tensor]:
+        y = output()
+        return (y.detach(), *torch.autograd.grad(y, variables, upstream))
+
+    return forward_backward
+
+
+def table(outcomes: Sequence[Outcome]) -> Table:
+    out = Table("case", "ours", "torch", "ours - torch", title="microseconds a call")
+    for column in out.columns[1:]:
+        column.justify = "right"
+    for outcome in outcomes:
+        medians = (outcome.timings[name].median for name in ("ours", "torch"))
+        columns = [f"{seconds * 1e6:.1f}" for seconds in (*medians, outcome.overhead)]
+        out.add_row(outcome.case.name, *columns)
+    return out
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the cases and print the table."""
+    parser = command_line.parser("overhead", __doc__, devices=("cpu",), plots=False)
+    parser.set_defaults(threads=1)
+    options = parser.parse_args(argv)
+    torch.set_num_threads(options.threads)
+    cases = select(CASES, lambda case: case.name, options.cases)
+    facts = machine.facts()
+    console.print(machine.describe(facts), soft_wrap=True, markup=False)
+
+    def keep(outcomes: Sequence[Outcome], failed: Any = None) -> None:
+        if options.json is not None:
+            records = [outcome.record() for outcome in outcomes]
+            content = {"machine": dict(facts), "times": records, "failed": failed or {}}
+            report.write_json(options.json, content, quietly=True)
+
+    with trifuse.backend(options.backend):
+        call = functools.partial(run, seconds=0.1 if options.quick else 1.0)
+        outcomes, failed = run_all(cases, lambda case: case.name, call, keep)
+    keep(outcomes, failed)
+    if outcomes:
+        print_table(table(outcomes))
+    return bool(failed)

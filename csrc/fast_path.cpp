@@ -1,0 +1,493 @@
+// Calls of operators that skip the checks in Python, because they are plain and valid.
+//
+// Checks in Python take longer than a small call computes. A function in this file looks at the
+// caller's arguments. If they are plain and fit each other, it runs the op; otherwise it returns
+// None, and the operator's checks in Python report what is wrong or convert what the op does not
+// take. So each message exists once, in Python. A call is plain if its tensors are dense, on the
+// CPU and of no other class than Tensor and Parameter, and if no mode or transform watches.
+//
+// With gradients a call is one node, a torch::autograd::Function. Its backward runs the backward
+// op. Where that must be differentiated or batched in turn, torch's dispatcher runs the rules that
+// are registered for the op (pytorch_ext/ops/_operator.py), as it does for any other call.
+
+#include "fast_path.h"
+
+#include <ATen/PythonTorchFunctionTLS.h>
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/randint.h>
+#include <ATen/ops/zeros.h>
+#include <c10/core/InferenceMode.h>
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/autograd/custom_function.h>
+#include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/utils/object_ptr.h>
+
+#include <array>
+#include <cmath>
+#include <initializer_list>
+#include <limits>
+#include <optional>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "arguments.h"
+
+namespace trifuse {
+namespace fast_path {
+namespace {
+
+using c10::DispatchKey;
+using c10::DispatchKeySet;
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+
+// What is plain ----------------------------------------------------------------------------------
+
+// Returns whether no mode or transform applies to this thread's calls. Each of them changes the
+// thread's dispatch keys, except modes of __torch_function__.
+bool nothing_watches() {
+  const c10::impl::LocalDispatchKeySet keys = c10::impl::tls_local_dispatch_key_set();
+  DispatchKeySet included = keys.included_, excluded = keys.excluded_;
+  if (c10::InferenceMode::is_enabled()) {
+    included = included.add(DispatchKey::ADInplaceOrView);
+    excluded = excluded - c10::autograd_dispatch_keyset;
+  }
+  return included == c10::default_included_set &&
+      c10::default_excluded_set.isSupersetOf(excluded) && excluded.has(DispatchKey::AutocastCPU) &&
+      !at::impl::torch_function_mode_enabled();
+}
+
+// Returns whether a tensor is dense, on the CPU, without a tangent, and no wrapper or view that
+// needs more than its memory.
+bool is_plain(const Tensor& t) {
+  constexpr DispatchKeySet keys(
+      {DispatchKey::CPU, DispatchKey::ADInplaceOrView, DispatchKey::AutogradCPU,
+       DispatchKey::AutocastCPU});
+  return t.defined() && keys.isSupersetOf(t.key_set()) && !t._fw_grad(0).defined();
+}
+
+bool all_plain(const variable_list& tensors) {
+  for (const Tensor& t : tensors)
+    if (t.defined() && !is_plain(t)) return false;
+  return true;
+}
+
+// Reads an argument that must be a plain tensor.
+bool read(PyObject* object, Tensor& t) {
+  if (!THPVariable_CheckExact(object)) return false;
+  t = THPVariable_Unpack(object);
+  return is_plain(t);
+}
+
+bool read(PyObject* object, OptionalTensor& t) {
+  if (object == Py_None) return true;
+  return read(object, t.emplace());
+}
+
+bool read(PyObject* object, bool& flag) {
+  flag = object == Py_True;
+  return flag || object == Py_False;
+}
+
+bool read(PyObject* object, double& number) {
+  if (!PyFloat_CheckExact(object)) return false;
+  number = PyFloat_AS_DOUBLE(object);
+  return std::isfinite(number);
+}
+
+bool read(PyObject* object, std::optional<double>& number) {
+  return object == Py_None || read(object, number.emplace());
+}
+
+bool is_floating(at::ScalarType type) {
+  return type == at::kFloat || type == at::kBFloat16 || type == at::kHalf || type == at::kDouble;
+}
+
+bool is_probability(double p) { return 0 <= p && p <= 1; }
+
+template <class... Tensors>
+bool records(const Tensors&... tensors) {
+  const auto needs_grad = [](const OptionalTensor& t) { return t && t->requires_grad(); };
+  return at::GradMode::is_enabled() && (needs_grad(tensors) || ...);
+}
+
+// Draws a call's seed if it drops anything; the same as philox.draw_seed in Python.
+OptionalTensor draw_seed(double dropout_p) {
+  if (dropout_p == 0) return {};
+  using Limits = std::numeric_limits<int64_t>;
+  return at::randint(Limits::min(), Limits::max(), {1}, at::kLong);
+}
+
+// Calling ops ------------------------------------------------------------------------------------
+
+template <class Signature>
+c10::TypedOperatorHandle<Signature> find(const char* op) {
+  return c10::Dispatcher::singleton().findSchemaOrThrow(op, "cpp").template typed<Signature>();
+}
+
+// Runs an op's kernel: nothing watches, and the caller takes care of derivatives.
+template <class Op, class... Args>
+decltype(auto) run_kernel(const Op& op, const Args&... args) {
+  const at::AutoDispatchBelowADInplaceOrView guard;
+  return op.call(args...);
+}
+
+// Runs a backward op, by its kernel alone if no derivative or transform of it is wanted.
+template <class Op, class... Args>
+decltype(auto) run_backward(bool plain, const Op& op, const Args&... args) {
+  if (plain && !at::GradMode::is_enabled() && nothing_watches()) return run_kernel(op, args...);
+  return op.call(args...);
+}
+
+OptionalTensor optional(const Tensor& t) { return t.defined() ? OptionalTensor(t) : std::nullopt; }
+
+// Returns whether each of a Function's first N inputs has a gradient that is wanted. torch counts
+// only the inputs that were given.
+template <size_t N>
+std::array<bool, N> wanted_gradients(const AutogradContext& context, int64_t given) {
+  std::array<bool, N> wanted{};
+  size_t edge = 0;
+  for (size_t i = 0; i < N; ++i)
+    if (given >> i & 1) wanted[i] = context.needs_input_grad(edge++);
+  return wanted;
+}
+
+// Returns a bit for each tensor that was given, as wanted_gradients takes it.
+int64_t given_bits(std::initializer_list<bool> given) {
+  int64_t bits = 0, bit = 1;
+  for (bool each : given) {
+    if (each) bits |= bit;
+    bit <<= 1;
+  }
+  return bits;
+}
+
+bool none_defined(const variable_list& grads) {
+  for (const Tensor& grad : grads)
+    if (grad.defined()) return false;
+  return true;
+}
+
+// What a Function keeps beside its tensors. One entry, because each is a lookup by name.
+constexpr const char* kKept = "kept";
+
+template <class... Values>
+void keep(AutogradContext& context, Values&&... values) {
+  context.saved_data[kKept] = c10::ivalue::Tuple::create(std::forward<Values>(values)...);
+}
+
+c10::ArrayRef<c10::IValue> kept(const AutogradContext& context) {
+  return context.saved_data.at(kKept).toTupleRef().elements().asArrayRef();
+}
+
+// dropout_add_layer_norm ----------------------------------------------------------------------
+
+struct NormCall {
+  Tensor x;
+  OptionalTensor residual, weight, bias, x_bias, seed;
+  double dropout_p, eps;
+  bool rms_norm, prenorm;
+
+  at::ScalarType sum_dtype() const { return residual ? residual->scalar_type() : x.scalar_type(); }
+
+  // A call that this refuses may still be valid, after a conversion.
+  bool fits() const {
+    const at::ScalarType dtype = x.scalar_type(), wide = accumulation_type(dtype);
+    if (x.dim() == 0 || !is_floating(dtype) || !is_probability(dropout_p) || eps < 0) return false;
+    const auto fits = [&](const OptionalTensor& t, at::IntArrayRef sizes) {
+      return !t || (t->sizes() == sizes && (t->scalar_type() == dtype || t->scalar_type() == wide));
+    };
+    const auto features = x.sizes().slice(x.dim() - 1);
+    return fits(residual, x.sizes()) && fits(weight, features) && fits(bias, features) &&
+        fits(x_bias, features);
+  }
+
+  std::tuple<Tensor, Tensor, Tensor, Tensor> run() const {
+    static const auto op = find<std::tuple<Tensor, Tensor, Tensor, Tensor>(
+        const Tensor&, const OptionalTensor&, const OptionalTensor&, const OptionalTensor&,
+        const OptionalTensor&, const OptionalTensor&, double, double, bool, bool, at::ScalarType)>(
+        "trifuse::dropout_add_layer_norm_forward");
+    return run_kernel(
+        op, x, residual, weight, bias, x_bias, seed, dropout_p, eps, rms_norm, prenorm,
+        sum_dtype());
+  }
+};
+
+class Norm : public torch::autograd::Function<Norm> {
+ public:
+  // Returns out, and the sum if that is wanted.
+  static variable_list forward(
+      AutogradContext* context, const Tensor& x, const OptionalTensor& residual,
+      const OptionalTensor& weight, const OptionalTensor& bias, const OptionalTensor& x_bias,
+      const NormCall& call) {
+    auto [out, sum, mean, rstd] = call.run();
+    // The sum stays alive as an output, so that keeping it in place of its terms costs nothing.
+    const bool prenorm = call.prenorm;
+    const auto or_undefined = [](const OptionalTensor& t) { return t.value_or(Tensor()); };
+    context->save_for_backward(
+        {prenorm ? sum : x, prenorm ? Tensor() : or_undefined(residual), or_undefined(weight),
+         or_undefined(bias), or_undefined(x_bias), or_undefined(call.seed), mean, rstd});
+    // x and residual have one gradient if nothing is dropped or rounded between them.
+    const bool shared = !call.seed && call.sum_dtype() == x.scalar_type();
+    const int64_t given = given_bits(
+        {true, residual.has_value(), weight.has_value(), bias.has_value(), x_bias.has_value()});
+    keep(
+        *context, given, shared, call.dropout_p, call.eps, call.rms_norm, prenorm,
+        static_cast<int64_t>(x.scalar_type()), static_cast<int64_t>(call.sum_dtype()));
+    context->set_materialize_grads(false);
+    if (prenorm) return {out, sum};
+    return {out};
+  }
+
+  static variable_list backward(AutogradContext* context, const variable_list& grads) {
+    variable_list found(6);  // one for each argument of forward
+    if (none_defined(grads)) return found;
+    const variable_list saved = context->get_saved_variables();
+    const Tensor &x = saved[0], &mean = saved[6], &rstd = saved[7];
+    const auto options = kept(*context);
+    const bool shared = options[1].toBool();
+    const auto dtype = static_cast<at::ScalarType>(options[6].toInt());
+    const auto sum_dtype = static_cast<at::ScalarType>(options[7].toInt());
+    const Tensor grad_out = grads[0].defined()
+        ? grads[0]
+        : at::zeros(grads[1].sizes(), grads[1].options().dtype(dtype));
+    const auto needed = wanted_gradients<5>(*context, options[0].toInt());
+    auto wanted = needed;
+    if (shared) {
+      wanted[0] = needed[0] || needed[1];
+      wanted[1] = false;
+    }
+    static const auto op = find<std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>(
+        const Tensor&, const OptionalTensor&, const Tensor&, const OptionalTensor&,
+        const OptionalTensor&, const OptionalTensor&, const OptionalTensor&, const OptionalTensor&,
+        const Tensor&, const Tensor&, double, double, bool, bool, at::ScalarType,
+        std::array<bool, 5>)>("trifuse::dropout_add_layer_norm_backward");
+    std::tie(found[0], found[1], found[2], found[3], found[4]) = run_backward(
+        all_plain(grads) && all_plain(saved), op, grad_out,
+        grads.size() > 1 ? optional(grads[1]) : std::nullopt, x, optional(saved[1]),
+        optional(saved[2]), optional(saved[3]), optional(saved[4]), optional(saved[5]), mean, rstd,
+        options[2].toDouble(), options[3].toDouble(), options[4].toBool(), options[5].toBool(),
+        sum_dtype, wanted);
+    if (shared) found[1] = found[0];
+    for (size_t i = 0; i < needed.size(); ++i)
+      if (!needed[i]) found[i] = Tensor();
+    return found;
+  }
+};
+
+// Returns out or, with prenorm, (out, sum).
+variable_list run(NormCall& call) {
+  if (records(call.x, call.residual, call.weight, call.bias, call.x_bias))
+    return Norm::apply(call.x, call.residual, call.weight, call.bias, call.x_bias, call);
+  auto [out, sum, mean, rstd] = call.run();
+  if (call.prenorm) return {out, sum};
+  return {out};
+}
+
+// attention ------------------------------------------------------------------------------------
+
+struct AttentionCall {
+  Tensor query, key, value;
+  OptionalTensor mask, key_lengths, seed;
+  double dropout_p;
+  std::optional<double> scale;
+  bool is_causal, enable_gqa, return_lse;
+
+  int64_t right() const { return is_causal ? 0 : -1; }
+
+  // A call that this refuses may still be valid, after a broadcast or a conversion.
+  bool fits() const {
+    const at::ScalarType dtype = query.scalar_type();
+    if (query.dim() != 4 || key.dim() != 4 || value.dim() != 4 || !is_floating(dtype) ||
+        key.scalar_type() != dtype || value.scalar_type() != dtype || !is_probability(dropout_p))
+      return false;
+    const int64_t B = query.size(0), H = query.size(1), Hkv = key.size(1), Lk = key.size(2);
+    if (key.size(0) != B || key.size(3) != query.size(3) || value.size(0) != B ||
+        value.size(1) != Hkv || value.size(2) != Lk ||
+        (H != Hkv && (!enable_gqa || Hkv == 0 || H % Hkv != 0)))
+      return false;
+    if (mask) {
+      const at::ScalarType type = mask->scalar_type();
+      if (mask->dim() != 4 || (type != at::kBool && type != at::kFloat && type != dtype))
+        return false;
+      const int64_t full[4] = {B, H, query.size(2), Lk};
+      for (int64_t d = 0; d < 4; ++d)
+        if (mask->size(d) != 1 && mask->size(d) != full[d]) return false;
+    }
+    return !key_lengths ||
+        (key_lengths->dim() == 1 && key_lengths->size(0) == B &&
+         (key_lengths->scalar_type() == at::kInt || key_lengths->scalar_type() == at::kLong));
+  }
+
+  std::tuple<Tensor, Tensor> run() const {
+    static const auto op = find<std::tuple<Tensor, Tensor>(
+        const Tensor&, const Tensor&, const Tensor&, const OptionalTensor&, const OptionalTensor&,
+        const OptionalTensor&, const OptionalTensor&, const OptionalTensor&, c10::SymInt,
+        c10::SymInt, std::optional<double>, std::optional<double>, c10::SymInt, c10::SymInt, bool,
+        double)>("trifuse::attention_forward");
+    const OptionalTensor absent;
+    return run_kernel(
+        op, query, key, value, mask, key_lengths, absent, absent, seed, query.size(2), key.size(2),
+        scale, std::nullopt, -1, right(), false, dropout_p);
+  }
+};
+
+class Attention : public torch::autograd::Function<Attention> {
+ public:
+  // Returns out, and the logsumexp if that is wanted.
+  static variable_list forward(
+      AutogradContext* context, const Tensor& query, const Tensor& key, const Tensor& value,
+      const OptionalTensor& mask, const AttentionCall& call) {
+    auto [out, logsumexp] = call.run();
+    const auto or_undefined = [](const OptionalTensor& t) { return t.value_or(Tensor()); };
+    context->save_for_backward(
+        {query, key, value, or_undefined(mask), or_undefined(call.key_lengths),
+         or_undefined(call.seed), out, logsumexp});
+    keep(
+        *context, given_bits({true, true, true, mask.has_value()}), call.scale, call.right(),
+        call.dropout_p);
+    context->set_materialize_grads(false);
+    if (call.return_lse) return {out, logsumexp};
+    return {out};
+  }
+
+  static variable_list backward(AutogradContext* context, const variable_list& grads) {
+    variable_list found(5);  // one for each argument of forward
+    if (none_defined(grads)) return found;
+    const variable_list saved = context->get_saved_variables();
+    const Tensor &query = saved[0], &key = saved[1], &value = saved[2], &out = saved[6],
+                 &logsumexp = saved[7];
+    const auto options = kept(*context);
+    const Tensor grad_out = grads[0].defined() ? grads[0] : at::zeros(out.sizes(), out.options());
+    const auto wanted = wanted_gradients<4>(*context, options[0].toInt());
+    static const auto op = find<std::tuple<Tensor, Tensor, Tensor, Tensor>(
+        const Tensor&, const OptionalTensor&, const Tensor&, const Tensor&, const Tensor&,
+        const OptionalTensor&, const OptionalTensor&, const OptionalTensor&, const OptionalTensor&,
+        const OptionalTensor&, const Tensor&, const Tensor&, c10::SymInt, c10::SymInt,
+        std::optional<double>, std::optional<double>, c10::SymInt, c10::SymInt, bool, double,
+        std::array<bool, 4>)>("trifuse::attention_backward");
+    const OptionalTensor absent;
+    std::tie(found[0], found[1], found[2], found[3]) = run_backward(
+        all_plain(grads) && all_plain(saved), op, grad_out,
+        grads.size() > 1 ? optional(grads[1]) : std::nullopt, query, key, value, optional(saved[3]),
+        optional(saved[4]), absent, absent, optional(saved[5]), out, logsumexp, query.size(2),
+        key.size(2), options[1].toOptional<double>(), std::nullopt, -1, options[2].toInt(), false,
+        options[3].toDouble(), wanted);
+    for (size_t i = 0; i < wanted.size(); ++i)
+      if (!wanted[i]) found[i] = Tensor();
+    return found;
+  }
+};
+
+// Returns out or, with return_lse, (out, logsumexp).
+variable_list run(AttentionCall& call) {
+  if (records(call.query, call.key, call.value, call.mask))
+    return Attention::apply(call.query, call.key, call.value, call.mask, call);
+  auto [out, logsumexp] = call.run();
+  if (call.return_lse) return {out, logsumexp};
+  return {out};
+}
+
+// Functions of the module ----------------------------------------------------------------------
+
+PyObject* wrap(variable_list results) {
+  if (results.size() == 1) return THPVariable_Wrap(std::move(results[0]));
+  THPObjectPtr pair(PyTuple_New(2));
+  if (!pair) throw python_error();
+  for (int i = 0; i < 2; ++i) {
+    PyObject* each = THPVariable_Wrap(std::move(results[i]));
+    if (!each) throw python_error();
+    PyTuple_SET_ITEM(pair.get(), i, each);
+  }
+  return pair.release();
+}
+
+// Runs a call whose arguments have been read. An op refuses what only it checks, such as the
+// values of lengths, by an error of one of three types; the checks in Python then report it.
+template <class Call>
+PyObject* run_or_decline(Call& call) {
+  if (!call.fits()) Py_RETURN_NONE;
+  variable_list results;
+  try {
+    const pybind11::gil_scoped_release no_gil;
+    call.seed = draw_seed(call.dropout_p);
+    results = run(call);
+  } catch (const c10::ValueError&) {
+    Py_RETURN_NONE;
+  } catch (const c10::TypeError&) {
+    Py_RETURN_NONE;
+  } catch (const c10::NotImplementedError&) {
+    Py_RETURN_NONE;
+  }
+  return wrap(std::move(results));
+}
+
+void check_count(Py_ssize_t given, Py_ssize_t expected) {
+  TORCH_CHECK_TYPE(given == expected, "expected ", expected, " arguments; got ", given);
+}
+
+PyObject* dropout_add_layer_norm(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  HANDLE_TH_ERRORS
+  check_count(count, 10);
+  NormCall call;
+  bool training;
+  if (!nothing_watches() || !read(args[0], call.x) || !read(args[1], call.residual) ||
+      !read(args[2], call.weight) || !read(args[3], call.bias) || !read(args[4], call.dropout_p) ||
+      !read(args[5], call.eps) || !read(args[6], training) || !read(args[7], call.prenorm) ||
+      !read(args[8], call.x_bias) || !read(args[9], call.rms_norm) ||
+      !is_probability(call.dropout_p))
+    Py_RETURN_NONE;
+  if (!training) call.dropout_p = 0;
+  return run_or_decline(call);
+  END_HANDLE_TH_ERRORS
+}
+
+PyObject* attention(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  HANDLE_TH_ERRORS
+  check_count(count, 10);
+  AttentionCall call;
+  if (!nothing_watches() || !read(args[0], call.query) || !read(args[1], call.key) ||
+      !read(args[2], call.value) || !read(args[3], call.mask) || !read(args[4], call.dropout_p) ||
+      !read(args[5], call.is_causal) || !read(args[6], call.scale) ||
+      !read(args[7], call.enable_gqa) || !read(args[8], call.key_lengths) ||
+      !read(args[9], call.return_lse))
+    Py_RETURN_NONE;
+  return run_or_decline(call);
+  END_HANDLE_TH_ERRORS
+}
+
+PyObject* plain_call(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  HANDLE_TH_ERRORS
+  bool plain = nothing_watches();
+  for (Py_ssize_t i = 0; i < count && plain; ++i) {
+    OptionalTensor t;
+    plain = read(args[i], t);
+  }
+  return PyBool_FromLong(plain);
+  END_HANDLE_TH_ERRORS
+}
+
+PyCFunction function(_PyCFunctionFast f) {
+  return reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(f));
+}
+
+}  // namespace
+}  // namespace fast_path
+
+void add_fast_paths(pybind11::module_& m) {
+  using namespace fast_path;
+  static PyMethodDef functions[] = {
+      {"attention", function(&attention), METH_FASTCALL,
+       "The results of a plain and valid call, or None for any other"},
+      {"dropout_add_layer_norm", function(&dropout_add_layer_norm), METH_FASTCALL,
+       "The results of a plain and valid call, or None for any other"},
+      {"plain_call", function(&plain_call), METH_FASTCALL,
+       "Whether a call on these tensors may skip the checks in Python"},
+      {}};
+  if (PyModule_AddFunctions(m.ptr(), functions) != 0) throw pybind11::error_already_set();
+}
+
+}  // namespace trifuse
