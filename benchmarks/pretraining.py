@@ -21,7 +21,7 @@ import re
 import statistics
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -391,7 +391,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     command_line.add_count(parser, "--seeds", 3, "with dropout", least=2)
     options = parser.parse_args(argv)
     if options.quick:
-        for name, most in (("curve_steps", 10), ("steps", 10), ("tuning_steps", 10), ("seeds", 2)):
+        for name, most in (("curve_steps", 4), ("steps", 4), ("tuning_steps", 2), ("seeds", 2)):
             setattr(options, name, min(getattr(options, name), most))
     return options
 
@@ -406,6 +406,9 @@ def main(argv: Sequence[str]) -> int:
     console.print(caption, soft_wrap=True, markup=False)
     split = read()
     task = pretraining(split)
+    if options.quick:  # a fraction of the held-out passages too
+        task = replace(task, held_out=task.held_out[:1])
+        split = split._replace(validation=split.validation[::8], test=split.test[::8])
 
     with trifuse.backend(options.backend), progress_bars() as progress:
 

@@ -13,7 +13,7 @@ Without attention, all of them must pass through one state of fixed size.
 
 For each task and attention a model is trained eager and fused, without dropout, from the same seed
 and on the same batches. A third is trained eager in float64: the distance of the eager losses from
-its losses shows the effect of rounding.
+its losses shows the effect of rounding. Fused models of further seeds show how far accuracy varies.
 
 Speed is measured on a training step: forward, loss and backward, without the optimizer.
 """
@@ -25,7 +25,7 @@ import datetime
 import functools
 import string
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -222,6 +222,12 @@ def copying(attention: str, held_out: int = 1000, **sizes: Any) -> Task:
 COPYING = "copying, "
 
 
+def few_held_out(task: Task) -> Task:
+    """The task with at most 64 held-out pairs."""
+    (held_out,) = task.held_out
+    return replace(task, held_out=[tuple(x[:64] for x in held_out)])
+
+
 def tasks() -> list[Task]:
     attentions = ("additive", "bahdanau", "multiplicative", "dot", "scaled_dot", "none")
     dates = [task(name) for name in attentions]
@@ -277,12 +283,18 @@ def right_by_length(answers: Tensor, batch: Batch) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Learnt:
-    """One task, trained eager and fused."""
+    """One task, trained eager and fused from one seed, and fused from others."""
 
     curves: Curves
     held_out: Batch
     eager: Answers
     fused: Answers
+    others: Sequence[Answers] = ()  # of the fused models of other seeds
+
+    @property
+    def seeds(self) -> list[Answers]:
+        """The answers of the fused models of all seeds."""
+        return [self.fused, *self.others]
 
     @property
     def copies(self) -> bool:
@@ -306,7 +318,15 @@ class Learnt:
             name: {search: right(getattr(answers, search), self.held_out) for search in SEARCHES}
             for name, answers in (("eager", self.eager), ("fused", self.fused))
         }
-        record = self.curves.record() | {"accuracy": accuracy, "same_answers": self.same}
+        by_seed = {
+            search: [right(getattr(answers, search), self.held_out) for answers in self.seeds]
+            for search in SEARCHES
+        }
+        record = self.curves.record() | {
+            "accuracy": accuracy,
+            "fused_accuracy_by_seed": by_seed,
+            "same_answers": self.same,
+        }
         if self.copies:
             record["accuracy_by_length"] = {
                 "eager": right_by_length(self.eager.greedy, self.held_out),
@@ -318,8 +338,8 @@ class Learnt:
 SEARCHES = ("greedy", "beam")
 
 
-def learn(task: Task, steps: int, device: str, progress: Progress) -> Learnt:
-    bar = progress.add_task(task.name, total=3 * steps)
+def learn(task: Task, steps: int, seeds: int, device: str, progress: Progress) -> Learnt:
+    bar = progress.add_task(task.name, total=(2 + seeds) * steps)
 
     def run(**how: Any) -> Trained:
         return train(task, steps, device=device, advance=lambda: progress.advance(bar), **how)
@@ -328,11 +348,12 @@ def learn(task: Task, steps: int, device: str, progress: Progress) -> Learnt:
         task.name, run(fused=False), run(fused=True), run(fused=False, dtype=torch.float64)
     )
     held_out = tuple(x.to(device) for x in task.held_out[0])
+    others = [run(fused=True, seed=seed) for seed in range(1, seeds)]
     answers = []
-    for trained in (curves.eager, curves.fused):
+    for trained in (curves.eager, curves.fused, *others):
         assert isinstance(trained.model, Seq2Seq)
         answers.append(Answers.of(trained.model, held_out))
-    return Learnt(curves, held_out, *answers)
+    return Learnt(curves, held_out, answers[0], answers[1], answers[2:])
 
 
 # Speed ------------------------------------------------------------------------------------------
@@ -392,32 +413,41 @@ def operations(model: nn.Module, batch: Batch) -> float:
 def accuracy_table(results: Sequence[Learnt], early: bool = False) -> Table:
     count = len(results[0].held_out[0])
     table = empty_table(
-        f"{count} held-out answers right in every character",
+        f"{count} held-out answers right in every character; eager: one seed; fused: "
+        f"{len(results[0].seeds)} seeds, mean ± standard deviation",
         (
             *("eager, greedy", f"eager, {BEAMS} beams"),
             *("fused, greedy", f"fused, {BEAMS} beams", "same answers"),
         ),
     )
     for result in results:
-        accuracies = (
-            right(getattr(answers, search), result.held_out)
-            for answers in (result.eager, result.fused)
+        shares = (
+            learnt_share(share_of(answers, search, result), early)
+            for answers in (result.eager, result.seeds)
             for search in SEARCHES
         )
-        shares = (learnt_share(x, early) for x in accuracies)
         table.add_row(result.curves.task, *shares, f"{result.same:.1%}")
     return table
+
+
+def share_of(
+    answers: Answers | Sequence[Answers], search: str, result: Learnt
+) -> float | list[float]:
+    """The share of right answers, of one model or of several."""
+    if isinstance(answers, Answers):
+        return right(getattr(answers, search), result.held_out)
+    return [right(getattr(each, search), result.held_out) for each in answers]
 
 
 def length_table(results: Sequence[Learnt], early: bool = False) -> Table:
     """The share of strings of each length that greedy search copies right."""
     columns = right_by_length(results[0].fused.greedy, results[0].held_out)
-    table = empty_table("strings copied right, by the number of digits", tuple(columns))
+    title = "strings copied right, by the number of digits; fused, mean ± standard deviation"
+    table = empty_table(title, tuple(columns))
     for result in results:
-        for name, answers in (("eager", result.eager), ("fused", result.fused)):
-            shares = right_by_length(answers.greedy, result.held_out).values()
-            row = (learnt_share(x, early) for x in shares)
-            table.add_row(f"{result.curves.task}, {name}", *row)
+        by_seed = [right_by_length(each.greedy, result.held_out) for each in result.seeds]
+        shares = ([seed[column] for seed in by_seed] for column in columns)
+        table.add_row(result.curves.task, *(learnt_share(each, early) for each in shares))
     return table
 
 
@@ -468,9 +498,10 @@ def attention(result: Learnt, row: int) -> tuple[str, str, Tensor]:
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = command_line.parser("seq2seq", __doc__)
     command_line.add_count(parser, "--steps", 500, "of training")
+    command_line.add_count(parser, "--seeds", 3, "of the fused models", least=2)
     options = command_line.parse(parser, argv, Path("docs/seq2seq.png"))
     if options.quick:
-        options.steps = min(options.steps, 20)
+        options.steps, options.seeds = min(options.steps, 5), 2
     return options
 
 
@@ -481,6 +512,8 @@ def main(argv: Sequence[str]) -> int:
     torch.set_num_threads(options.threads)
     named: list[Task | Case] = [*tasks(), *cases()]
     chosen = select(named, lambda item: item.name, options.cases)
+    if options.quick:
+        chosen = [few_held_out(item) if isinstance(item, Task) else item for item in chosen]
     facts = machine.facts(device)
     caption = machine.describe(facts)
     console.print(caption, soft_wrap=True, markup=False)
@@ -489,9 +522,9 @@ def main(argv: Sequence[str]) -> int:
     with trifuse.backend(options.backend), progress_bars() as progress:
         for item in chosen:
             if isinstance(item, Case):
-                times.append(time_steps(item, device, 0.6 if options.quick else 8.0))
+                times.append(time_steps(item, device, *((0.6, 2) if options.quick else (8.0, 5))))
             else:
-                learnt.append(learn(item, options.steps, device, progress))
+                learnt.append(learn(item, options.steps, options.seeds, device, progress))
 
     if learnt:
         print_table(curves_table([result.curves for result in learnt]))

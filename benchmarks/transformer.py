@@ -20,8 +20,8 @@ import argparse
 import copy
 import math
 import statistics
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -234,6 +234,8 @@ class Seeds:
     task: str
     eager: list[float]
     fused: list[float]
+    # The shares of held-out sequences that are decoded without a mistake, where the task has some.
+    decoded: Mapping[str, list[float]] = field(default_factory=dict)
 
     @property
     def standard_errors(self) -> float:
@@ -252,6 +254,7 @@ class Seeds:
             "dropout": DROPOUT,
             "eager": self.eager,
             "fused": self.fused,
+            "decoded": dict(self.decoded),
             "standard_errors": self.standard_errors,
         }
 
@@ -270,11 +273,19 @@ def learn(
         run(fused=True),
         run(fused=False, dtype=torch.float64),
     )
-    eager, fused = (
-        [run(fused=fused, seed=seed, dropout=DROPOUT).held_out for seed in range(seeds)]
-        for fused in (False, True)
-    )
-    return curves, Seeds(task.name, eager, fused)
+    trained = {
+        name: [run(fused=name == "fused", seed=seed, dropout=DROPOUT) for seed in range(seeds)]
+        for name in ("eager", "fused")
+    }
+    decoded = {}
+    if isinstance(curves.eager.model, Transformer):
+        batch = _to(task.held_out[0], device)
+        decoded = {
+            name: [decoded_right(each.model, batch) for each in models]
+            for name, models in trained.items()
+        }
+    eager, fused = ([each.held_out for each in models] for models in trained.values())
+    return curves, Seeds(task.name, eager, fused, decoded)
 
 
 # Speed ------------------------------------------------------------------------------------------
@@ -350,8 +361,8 @@ CASES = (
 )
 
 
-def time_steps(case: Case, device: str, seconds: float) -> Result:
-    eager, batch, timings = _time(case, device, seconds)
+def time_steps(case: Case, device: str, seconds: float, min_rounds: int = 5) -> Result:
+    eager, batch, timings = _time(case, device, seconds, min_rounds)
     count = sum(tokens(batch))
     rate = ceilings.matrix_rate(torch.float32, device=device)
     per_token = case.operations(eager, batch) / count
@@ -378,7 +389,7 @@ def token_rates(
         task: the model and the loss; its first batch is the one that is timed.
         count: the tokens of a batch that count.
         device: where to run.
-        seconds: for each of the two models.
+        seconds: the least time to go on for.
     """
     case = Case(
         task.name,
@@ -394,7 +405,7 @@ def token_rates(
 
 
 def _time(
-    case: Case, device: str, seconds: float
+    case: Case, device: str, seconds: float, min_rounds: int = 5
 ) -> tuple[nn.Module, Batch, dict[str, timing.Timing]]:
     """Time a case's training step; return the eager model, the batch and the times by name.
 
@@ -423,7 +434,8 @@ def _time(
         return run
 
     functions = {name: step(model.train()) for name, model in models.items()}
-    return eager, batch, timing.alternate(functions, device=device, seconds=seconds)
+    timings = timing.alternate(functions, device=device, seconds=seconds, min_rounds=min_rounds)
+    return eager, batch, timings
 
 
 # Display ----------------------------------------------------------------------------------------
@@ -449,17 +461,21 @@ def curves_table(results: Sequence[Curves]) -> Table:
     return table
 
 
-def seeds_table(results: Sequence[Seeds], seeds: int) -> Table:
+def seeds_table(results: Sequence[Seeds], seeds: int, early: bool) -> Table:
+    """``early``: the models were trained too briefly to learn; see :func:`learnt_share`."""
     table = empty_table(
-        f"with dropout {DROPOUT}, {seeds} seeds: held-out loss, mean ± standard deviation",
-        ("eager", "fused", "apart"),
+        f"with dropout {DROPOUT}, {seeds} seeds: held-out loss, and sequences decoded without a "
+        "mistake; mean ± standard deviation",
+        ("loss, eager", "loss, fused", "apart", "decoded, eager", "decoded, fused"),
     )
     for result in results:
         means = (
             f"{statistics.mean(losses):.4f} ± {statistics.stdev(losses):.4f}"
             for losses in (result.eager, result.fused)
         )
-        table.add_row(result.task, *means, f"{result.standard_errors:+.1f} standard errors")
+        apart = f"{result.standard_errors:+.1f} standard errors"
+        decoded = [learnt_share(shares, early) for shares in result.decoded.values()]
+        table.add_row(result.task, *means, apart, *(decoded or "––"))
     return table
 
 
@@ -574,7 +590,7 @@ def main(argv: Sequence[str]) -> int:
     with trifuse.backend(options.backend), progress_bars() as progress:
         bar = progress.add_task("timing", total=len(timed), visible=bool(timed))
         for case in timed:
-            times.append(time_steps(case, device, seconds=0.6 if options.quick else 8.0))
+            times.append(time_steps(case, device, *((0.6, 2) if options.quick else (8.0, 5))))
             progress.advance(bar)
         for task in trained:
             learnt.append(learn(task, options.steps, options.seeds, device, progress))
@@ -589,7 +605,7 @@ def main(argv: Sequence[str]) -> int:
     if learnt:
         curves, seeds = map(list, zip(*learnt, strict=True))
         print_table(curves_table(curves))
-        print_table(seeds_table(seeds, options.seeds))
+        print_table(seeds_table(seeds, options.seeds, options.quick))
         content["curves"] = [result.record() for result in curves]
         content["seeds"] = [result.record() for result in seeds]
         with trifuse.backend(options.backend):

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 import trifuse
 from trifuse.benchmarks import command_line, machine, pictures, report
+from trifuse.benchmarks.cases import select
 from trifuse.benchmarks.terminal import console, print_table, progress_bars
 from trifuse.benchmarks.transformer import empty_table
 
@@ -45,13 +46,16 @@ def main(argv: Sequence[str]) -> int:
     """Run the command; returns the exit status."""
     arguments = parse(argv)
     torch.set_num_threads(arguments.threads)
+    chosen = select(list(LAYERS), str, arguments.cases)
     norms: dict[str, Tensor] = {}
     with progress_bars() as progress, trifuse.backend(arguments.backend):
-        task = progress.add_task("gradients", total=len(LAYERS) * arguments.seeds)
-        for name, make in LAYERS.items():
+        task = progress.add_task("gradients", total=len(chosen) * arguments.seeds)
+        for name in chosen:
             rows = []
             for seed in range(arguments.seeds):
-                rows.append(jacobian_norms(make, arguments.hidden_size, arguments.steps, seed))
+                rows.append(
+                    jacobian_norms(LAYERS[name], arguments.hidden_size, arguments.steps, seed)
+                )
                 progress.advance(task)
             norms[name] = torch.stack(rows)
     facts = machine.facts()
@@ -63,26 +67,21 @@ def main(argv: Sequence[str]) -> int:
     if arguments.json is not None:
         record = {name: values.tolist() for name, values in norms.items()}
         report.write_json(arguments.json, {"machine": facts, "norms": record})
-    plot(norms, caption, arguments.plot)
-    console.print(f"picture: {arguments.plot}", markup=False)
+    if arguments.plot is not None:
+        plot(norms, caption, arguments.plot)
+        console.print(f"wrote {arguments.plot}", markup=False)
     return 0
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = command_line.plain_parser("vanishing_gradients", __doc__)
+    parser = command_line.parser("vanishing_gradients", __doc__, devices=("cpu",))
     command_line.add_count(parser, "--hidden-size", 64)
     command_line.add_count(parser, "--steps", 100)
     command_line.add_count(parser, "--seeds", 3, least=2)
-    command_line.add_count(parser, "--threads", command_line.default_threads())
-    parser.add_argument("--backend", choices=("auto", "cpp", "eager"), default="auto")
-    parser.add_argument("--json", type=Path, metavar="PATH", help="write all figures")
-    parser.add_argument(
-        "--plot",
-        type=Path,
-        default=Path("docs/vanishing_gradients.png"),
-        help="the picture; default: %(default)s",
-    )
-    return parser.parse_args(argv)
+    options = command_line.parse(parser, argv, Path("docs/vanishing_gradients.png"))
+    if options.quick:
+        options.steps, options.seeds = min(options.steps, 30), 2
+    return options
 
 
 def jacobian_norms(

@@ -166,6 +166,9 @@ def test_tables_json_and_picture(tmp_path, capsys, monkeypatch):
         assert {len(losses) for losses in curves["losses"].values()} == {6}
         assert curves["fused_from_eager"] < 1e-4
         assert len(seeds["eager"]) == len(seeds["fused"]) == 2
+    reversal, language_model = (seeds["decoded"] for seeds in content["seeds"])
+    assert language_model == {}
+    assert len(reversal["eager"]) == len(reversal["fused"]) == 2
     perplexity = content["learnt"]["language model"]
     assert perplexity["eager"] == pytest.approx(perplexity["fused"], rel=1e-4)
     assert perplexity["eager"] == math.exp(content["curves"][1]["held_out"]["eager"])

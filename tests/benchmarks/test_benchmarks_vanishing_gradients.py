@@ -64,6 +64,16 @@ def test_gates_carry_gradients_further(tmp_path, capsys):
     assert (last["LSTM, forget bias 1"] < last["LSTM, layer norm, forget bias 1"]).all()
 
 
+def test_a_quick_run_of_some_layers(tmp_path, capsys):
+    figures = tmp_path / "norms.json"
+    arguments = ["--quick", "--hidden-size", "8", "--cases", "GRU", "RNN*", "--json", str(figures)]
+    assert vanishing_gradients.main(arguments) == 0
+    norms = json.loads(figures.read_text())["norms"]
+    assert list(norms) == ["RNN, tanh", "RNN, relu", "GRU"]
+    assert {torch.tensor(values).shape for values in norms.values()} == {(2, 31)}
+    assert ".png" not in capsys.readouterr().out  # docs/ keeps the picture of a full run
+
+
 def test_one_seed_has_no_spread(capsys):
     with pytest.raises(SystemExit):
         vanishing_gradients.main(["--seeds", "1"])
