@@ -25,7 +25,6 @@ from trifuse.kernels.arguments import check_shape
 from trifuse.kernels.arithmetic import dot, round_to
 from trifuse.kernels.recurrent import (
     Call,
-    Inputs,
     as_results,
     check_backward,
     load,
@@ -44,14 +43,6 @@ from trifuse.reference.gru import Parameters, saved_per_unit
 from trifuse.reference.lstm import by_direction, masked
 
 # Kernel arguments --------------------------------------------------------------------------------
-
-
-class Variant(NamedTuple):
-    """Compile-time parameters of a kernel, besides which tensors are None."""
-
-    H: int
-    D: int  # directions
-    reverse: int  # bit d: direction d reads rows from their ends
 
 
 class Gates(NamedTuple):
@@ -353,11 +344,11 @@ def gru_forward(
         saved_gates = gates if save else None
         products_ih = sequences.products_ih(input.flatten(0, 1))
         if call.one_launch:
-            sequence = call.prepare(gru_forward_sequence_kernel, call.variant)
+            sequence = call.prepare(gru_forward_sequence_kernel)
             sequence(sequences.weight_hh, products_ih, state, out, saved_gates, call.inputs, T, B)
         else:
             products_hh, weight_hh = state.new_empty(D, B, 3 * H), sequences.weight_hh.mT
-            cell = call.prepare(gru_forward_step_kernel, call.variant)
+            cell = call.prepare(gru_forward_step_kernel)
             for step in range(T):
                 torch.bmm(state, weight_hh, out=products_hh)
                 cell(step, products_hh, products_ih, state, out, saved_gates, call.inputs, T, B)
@@ -410,13 +401,13 @@ def _recurrent_gradients(
     grad_state = sequences.zeros_or_copy(grad_h_n, H, sequences.acc_dtype)
     grads = output.new_empty(T, B, D, 4 * H)
     if call.one_launch:
-        call.prepare(gru_backward_sequence_kernel, call.variant)(
+        call.prepare(gru_backward_sequence_kernel)(
             sequences.weight_hh, grad_output, gates, h0, output, grad_state, grads, call.inputs,
             T, B,
         )  # fmt: skip
         return grads, grad_state
     dh_recurrent, grad_products_hh = torch.zeros_like(h0), h0.new_empty(D, B, 3 * H)
-    cell = call.prepare(gru_backward_step_kernel, call.variant)
+    cell = call.prepare(gru_backward_step_kernel)
     for step in reversed(range(T)):
         cell(
             step, dh_recurrent, grad_output, gates, h0, output, grad_state, grads, grad_products_hh,
@@ -466,27 +457,17 @@ def _as_in_weights(t: Tensor) -> Tensor:
 
 
 class _Call(Call):
-    def __init__(
-        self,
-        input: Tensor,
-        parameters: Sequence[Tensor | None],
-        lengths: Tensor | None,
-        reverse: Sequence[bool],
-    ) -> None:
-        super().__init__(input, parameters, lengths, reverse, gates=3)
-        self.variant = Variant(self.H, self.D, self.sequences.reverse)
-        self.inputs = Inputs(self.sequences.lengths, _bias(self))
+    gates = 3
 
-
-def _bias(call: Call) -> Tensor | None:
-    """(D, 4·H): the biases of n, r, z and k."""
-    (bias_ih, bias_hh), sequences, H = call.biases(), call.sequences, call.H
-    if bias_ih is None and bias_hh is None:
-        return None
-    bias = sequences.weight_hh.new_zeros((sequences.D, 4 * H), dtype=sequences.acc_dtype)
-    if bias_ih is not None:
-        bias[:, :H] += bias_ih[:, 2 * H :]
-        bias[:, H : 3 * H] += bias_ih[:, : 2 * H]
-    if bias_hh is not None:
-        bias[:, H:] += bias_hh
-    return bias
+    def bias(self) -> Tensor | None:
+        """(D, 4·H): the biases of n, r, z and k."""
+        (bias_ih, bias_hh), sequences, H = self.biases(), self.sequences, self.H
+        if bias_ih is None and bias_hh is None:
+            return None
+        bias = sequences.weight_hh.new_zeros((sequences.D, 4 * H), dtype=sequences.acc_dtype)
+        if bias_ih is not None:
+            bias[:, :H] += bias_ih[:, 2 * H :]
+            bias[:, H : 3 * H] += bias_ih[:, : 2 * H]
+        if bias_hh is not None:
+            bias[:, H:] += bias_hh
+        return bias

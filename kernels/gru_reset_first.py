@@ -11,7 +11,6 @@ W_ih x and W_hh's products have the same gradient: r, z, n, in the order of the 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 import triton
@@ -21,7 +20,6 @@ from torch import Tensor
 from trifuse.kernels.arithmetic import dot, round_to
 from trifuse.kernels.recurrent import (
     Call,
-    Inputs,
     gradients_of_sums,
     load,
     load_weights,
@@ -36,15 +34,6 @@ from trifuse.kernels.recurrent import (
     token_offsets,
 )
 from trifuse.reference.lstm import masked
-
-
-class Variant(NamedTuple):
-    """Compile-time parameters of a kernel, besides which tensors are None."""
-
-    H: int
-    D: int  # directions
-    reverse: int  # bit d: direction d reads rows from their ends
-
 
 # Parts of a step ---------------------------------------------------------------------------------
 
@@ -413,14 +402,14 @@ def forward(
     saved_gates = gates if save else None
     products_ih = sequences.products_ih(input.flatten(0, 1))
     if call.one_launch:
-        sequence = call.prepare(gru_reset_first_forward_sequence_kernel, call.variant)
+        sequence = call.prepare(gru_reset_first_forward_sequence_kernel)
         sequence(sequences.weight_hh, products_ih, state, out, saved_gates, call.inputs, T, B)
         return out, state, gates
     reset_state = torch.empty_like(state)
     products_rz, products_n = state.new_empty(D, B, 2 * H), torch.empty_like(state)
     weight_rz, weight_n = (w.mT for w in call.weights())
-    reset = call.prepare(gru_reset_step_kernel, call.variant)
-    cell = call.prepare(gru_reset_first_forward_step_kernel, call.variant)
+    reset = call.prepare(gru_reset_step_kernel)
+    cell = call.prepare(gru_reset_first_forward_step_kernel)
     for step in range(T):
         torch.bmm(state, weight_rz, out=products_rz)
         reset(step, products_rz, products_ih, state, reset_state, saved_gates, call.inputs, T, B)
@@ -473,7 +462,7 @@ def _recurrent_gradients(
     grad_state = sequences.zeros_or_copy(grad_h_n, H, sequences.acc_dtype)
     grads = output.new_empty(T, B, D, 3 * H)
     if call.one_launch:
-        call.prepare(gru_reset_first_backward_sequence_kernel, call.variant)(
+        call.prepare(gru_reset_first_backward_sequence_kernel)(
             sequences.weight_hh, grad_output, gates, h0, output, grad_state, grads, call.inputs,
             T, B,
         )  # fmt: skip
@@ -481,8 +470,8 @@ def _recurrent_gradients(
     dh_recurrent, grad_rz = torch.zeros_like(h0), h0.new_empty(D, B, 2 * H)
     grad_n, grad_reset = torch.empty_like(h0), torch.empty_like(h0)
     weight_rz, weight_n = call.weights()
-    cell = call.prepare(gru_reset_first_backward_step_kernel, call.variant)
-    reset = call.prepare(gru_reset_backward_step_kernel, call.variant)
+    cell = call.prepare(gru_reset_first_backward_step_kernel)
+    reset = call.prepare(gru_reset_backward_step_kernel)
     for step in reversed(range(T)):
         cell(
             step, dh_recurrent, grad_output, gates, h0, output, grad_state, grads, grad_n,
@@ -495,16 +484,7 @@ def _recurrent_gradients(
 
 
 class _Call(Call):
-    def __init__(
-        self,
-        input: Tensor,
-        parameters: Sequence[Tensor | None],
-        lengths: Tensor | None,
-        reverse: Sequence[bool],
-    ) -> None:
-        super().__init__(input, parameters, lengths, reverse, gates=3)
-        self.variant = Variant(self.H, self.D, self.sequences.reverse)
-        self.inputs = Inputs(self.sequences.lengths, self.sum_of_biases())
+    gates = 3
 
     def weights(self) -> tuple[Tensor, Tensor]:
         """Returns W_hh of r and z, (D, 2·H, H), and W_hn, (D, H, H)."""

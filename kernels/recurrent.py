@@ -348,12 +348,19 @@ class PreparedLaunch:
 # Operators whose only state is h -----------------------------------------------------------------
 
 
-class Call:
-    """A call of gru or rnn, converted to the kernels' arguments.
+class Variant(NamedTuple):
+    """Compile-time parameters of a kernel, besides which tensors are None."""
 
-    Args:
-        gates: the number of blocks of H rows in a weight.
-    """
+    H: int
+    D: int  # directions
+    reverse: int  # bit d: direction d reads rows from their ends
+
+
+class Call:
+    """A call of gru or rnn, converted to the kernels' arguments."""
+
+    gates: int  # the number of blocks of H rows in a weight
+    variant: NamedTuple
 
     def __init__(
         self,
@@ -361,7 +368,6 @@ class Call:
         parameters: Sequence[Tensor | None],
         lengths: Tensor | None,
         reverse: Sequence[bool],
-        gates: int,
     ) -> None:
         self.directions = by_direction(Parameters, parameters)
         self.sequences = sequences = Sequences(
@@ -373,7 +379,9 @@ class Call:
         )
         self.T, self.B, self.D = sequences.T, sequences.B, sequences.D
         self.H = sequences.weight_hh.shape[2]
-        self.one_launch = fits_one_launch(input.device, sequences.dtype, self.H, gates)
+        self.one_launch = fits_one_launch(input.device, sequences.dtype, self.H, self.gates)
+        self.variant = Variant(self.H, self.D, sequences.reverse)
+        self.inputs = Inputs(sequences.lengths, self.bias())
 
     def biases(self) -> tuple[Tensor | None, Tensor | None]:
         """Returns bias_ih and bias_hh of all directions, (D, gates · H)."""
@@ -381,15 +389,15 @@ class Call:
         bias_ih = stack([p.bias_ih for p in self.directions], acc_dtype)
         return bias_ih, stack([p.bias_hh for p in self.directions], acc_dtype)
 
-    def sum_of_biases(self) -> Tensor | None:
-        """Returns bias_ih + bias_hh of all directions, (D, gates · H)."""
+    def bias(self) -> Tensor | None:
+        """Returns ``Inputs.bias``: here bias_ih + bias_hh of all directions, (D, gates · H)."""
         given = [bias for bias in self.biases() if bias is not None]
         return sum(given[1:], given[0]) if given else None
 
-    def prepare(self, kernel: Any, variant: NamedTuple) -> PreparedLaunch:
+    def prepare(self, kernel: Any) -> PreparedLaunch:
         """Returns the launch of a kernel over all units."""
         config = sequence_config(self.H) if self.one_launch else step_config(self.B, self.H)
-        return PreparedLaunch(kernel, self.sequences.grid(config, self.H), config, variant)
+        return PreparedLaunch(kernel, self.sequences.grid(config, self.H), config, self.variant)
 
 
 def check_backward(

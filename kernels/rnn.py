@@ -21,7 +21,6 @@ from torch import Tensor
 from trifuse.kernels.arithmetic import dot, round_to
 from trifuse.kernels.recurrent import (
     Call,
-    Inputs,
     as_results,
     check_backward,
     gradients_of_sums,
@@ -262,11 +261,11 @@ def rnn_forward(
         out = state.new_empty(T, B, D * H)
         products_ih = sequences.products_ih(input.flatten(0, 1))
         if call.one_launch:
-            sequence = call.prepare(rnn_forward_sequence_kernel, call.variant)
+            sequence = call.prepare(rnn_forward_sequence_kernel)
             sequence(sequences.weight_hh, products_ih, state, out, call.inputs, T, B)
         else:
             products_hh, weight_hh = state.new_empty(D, B, H), sequences.weight_hh.mT
-            cell = call.prepare(rnn_forward_step_kernel, call.variant)
+            cell = call.prepare(rnn_forward_step_kernel)
             for step in range(T):
                 torch.bmm(state, weight_hh, out=products_hh)
                 cell(step, products_hh, products_ih, state, out, call.inputs, T, B)
@@ -309,13 +308,13 @@ def _recurrent_gradients(
     grad_state = sequences.zeros_or_copy(grad_h_n, H, sequences.acc_dtype)
     grads = output.new_empty(T, B, D, H)
     if call.one_launch:
-        call.prepare(rnn_backward_sequence_kernel, call.variant)(
+        call.prepare(rnn_backward_sequence_kernel)(
             sequences.weight_hh, grad_output, output, grad_state, grads, call.inputs, T, B
         )
         return grads, grad_state
     dh_recurrent = sequences.zeros_or_copy(None, H, sequences.dtype)
     grad_products_hh = torch.empty_like(dh_recurrent)
-    cell = call.prepare(rnn_backward_step_kernel, call.variant)
+    cell = call.prepare(rnn_backward_step_kernel)
     for step in reversed(range(T)):
         cell(
             step, dh_recurrent, grad_output, output, grad_state, grads, grad_products_hh,
@@ -326,6 +325,8 @@ def _recurrent_gradients(
 
 
 class _Call(Call):
+    gates = 1
+
     def __init__(
         self,
         input: Tensor,
@@ -334,6 +335,5 @@ class _Call(Call):
         reverse: Sequence[bool],
         relu: bool,
     ) -> None:
-        super().__init__(input, parameters, lengths, reverse, gates=1)
+        super().__init__(input, parameters, lengths, reverse)
         self.variant = Variant(self.H, self.D, self.sequences.reverse, relu)
-        self.inputs = Inputs(self.sequences.lengths, self.sum_of_biases())
