@@ -42,4 +42,4 @@ def serves(*tensors: Tensor | None) -> bool:
     CPU, or if another backend was requested.
     """
     fast = extension()
-    return fast is not None and fast.plain_call(*tensors)
+    return fast is not None and bool(fast.plain_call(*tensors))
