@@ -728,26 +728,51 @@ class Padding(NamedTuple):
 
 
 class KeyValueCache:
-    """The keys and values of the tokens decoded so far, (N, H, length, E) for each layer."""
+    """The keys and values of the tokens decoded so far, (N, H, length, E) for each layer.
+
+    Memory for further tokens is reserved, so that a step copies only its own. Where a gradient is
+    recorded, each step copies all of them, because earlier steps need theirs unchanged.
+    """
 
     def __init__(self) -> None:
+        # Key and value of each layer, (N, H, reserved, E); the first _lengths[layer] are tokens.
         self._layers: list[tuple[Tensor, Tensor]] = []
+        self._lengths: list[int] = []
         self.padding: Padding | None = None
 
     @property
     def length(self) -> int:
         """Number of cached tokens in each row; valid once all layers have appended theirs."""
-        return self._layers[-1][0].shape[2] if self._layers else 0
+        return self._lengths[-1] if self._lengths else 0
 
     def append(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Append those of further tokens, (N, H, n, E), and return all keys and values."""
+        new = (key, value)
         if layer == len(self._layers):
-            self._layers.append((key, value))
+            self._layers.append(new)
+            self._lengths.append(key.shape[2])
+            return new
+        past, start = self._layers[layer], self._lengths[layer]
+        stop = start + key.shape[2]
+        in_place = not any(x.requires_grad for x in (*past, *new))
+        if past[0].is_inference():
+            in_place &= torch.is_inference_mode_enabled()  # elsewhere torch refuses to change it
+        if not in_place:
+            both = [torch.cat((x[:, :, :start], y), 2) for x, y in zip(past, new, strict=True)]
+            self._layers[layer] = both[0], both[1]
         else:
-            past_key, past_value = self._layers[layer]
-            both = torch.cat((past_key, key), 2), torch.cat((past_value, value), 2)
-            self._layers[layer] = both
-        return self._layers[layer]
+            if past[0].shape[2] < stop:
+                past = _with_room(past[0], start, stop), _with_room(past[1], start, stop)
+                self._layers[layer] = past
+            for x, y in zip(past, new, strict=True):
+                x[:, :, start:stop] = y
+        self._lengths[layer] = stop
+        return self._tokens(layer)
+
+    def _tokens(self, layer: int) -> tuple[Tensor, Tensor]:
+        key, value = self._layers[layer]
+        length = self._lengths[layer]
+        return key[:, :, :length], value[:, :, :length]
 
     def reorder(self, rows: Tensor) -> None:
         """Keep the rows with these indices, in this order; a row may be taken more than once."""
@@ -780,6 +805,18 @@ class KeyValueCache:
         if self.padding is None:
             return None
         return F.pad(self.padding.mask, (0, total - self.padding.mask.shape[1]), value=True)
+
+
+def _with_room(x: Tensor, length: int, needed: int) -> Tensor:
+    """The first ``length`` tokens of (N, H, length or more, E), with room for half again as many.
+
+    So the copies of a whole text add up to a few times its length. The room holds zeros: a kernel
+    must not meet what memory holds by chance.
+    """
+    N, H, _, E = x.shape
+    larger = x.new_zeros(N, H, max(needed, length + length // 2, 64), E)
+    larger[:, :, :length] = x[:, :, :length]
+    return larger
 
 
 def repeated_rows(rows: int, wanted: int, device: torch.device) -> Tensor:

@@ -621,6 +621,47 @@ def test_steps_go_on_from_ragged_prompts(make):
         assert_close(got[row], logits_of(model, text)[0, -2:])
 
 
+@pytest.mark.parametrize("n", [1, 3, 70])
+def test_a_cache_grows_in_place(n):
+    """It returns what joining all parts does, and moves only when its room is used up."""
+    generator = torch.Generator().manual_seed(0)
+    parts = [[torch.randn(2, 3, n, 4, generator=generator) for _ in range(2)] for _ in range(60)]
+    cache, places = KeyValueCache(), set()
+    for count, (key, value) in enumerate(parts, 1):
+        keys, values = cache.append(0, key, value)
+        places.add(keys.data_ptr())
+        assert cache.length == count * n
+        for i, whole in enumerate((keys, values)):
+            assert torch.equal(whole, torch.cat([part[i] for part in parts[:count]], 2))
+    assert len(places) <= 14
+    cache.reorder(torch.tensor([1, 1, 0]))
+    more = torch.randn(3, 3, n, 4, generator=generator)
+    keys, _ = cache.append(0, more, more)
+    joined = torch.cat([key for key, _ in parts], 2)[[1, 1, 0]]
+    assert torch.equal(keys, torch.cat((joined, more), 2))
+
+
+def test_a_cache_that_records_gradients():
+    """Steps keep what an earlier step's backward reads."""
+    first, second = (torch.randn(1, 1, 2, 3, requires_grad=True) for _ in range(2))
+    cache = KeyValueCache()
+    one = cache.append(0, first, first)[0].exp().sum()
+    two = cache.append(0, second, second)[0].exp().sum()
+    (one + two).backward()
+    assert_close(first.grad, 2 * first.detach().exp())
+    assert_close(second.grad, second.detach().exp())
+
+
+def test_a_cache_from_inference_mode_goes_on_elsewhere():
+    x, cache = torch.ones(1, 1, 2, 3), KeyValueCache()
+    with torch.inference_mode():
+        for _ in range(3):
+            cache.append(0, x, x)
+    for count in (4, 5, 6):
+        keys, _ = cache.append(0, x, x)
+        assert torch.equal(keys, x.repeat(1, 1, count, 1))
+
+
 @writers
 def test_samples_end_and_continue_ragged_prompts(make):
     model, (prompt, mask) = make(), ragged(2, 6, 1)
