@@ -7,8 +7,10 @@ on every process's shards: tensors with the dimension are sharded alike, and the
 replicated. The gradient of a replicated tensor is then a partial sum. Everything else follows from
 the rule, for the forward op and for the backward op.
 
-torch finds the rules through DTensor's dispatcher. They are registered when
-``torch.distributed.tensor`` is imported, which this package does not import itself.
+The rules are handlers of DTensor's dispatcher, which torch's own loss_parallel and context_parallel
+use too. ``register_sharding`` takes no op that returns a list of tensors, as the backward ops of
+the recurrent layers do, and its rules could not give each part a seed of its own. The handlers are
+registered when ``torch.distributed.tensor`` is imported, which this module does not import itself.
 """
 
 from __future__ import annotations
