@@ -162,7 +162,12 @@ def _single(op: Any, rule: Callable[[Mapping[str, Any]], Rule], args: Sequence[A
     by_name = dict(zip((argument.name for argument in op._schema.arguments), args, strict=False))
     layout = _Layout(op._schema.name, rule(by_name), by_name)
     local = [layout.local(name, t) if isinstance(t, Tensor) else t for name, t in by_name.items()]
-    return layout.result("out", op(*local), _whole(op, args), Partial())
+    if any(isinstance(t, Tensor) and t.numel() == 0 for t in local):
+        # A part without terms: the C++ product would leave its result, a sum of none, unwritten.
+        out = torch._decomp.decomposition_table[op](*local)
+    else:
+        out = op(*local)
+    return layout.result("out", out, _whole(op, args), Partial())
 
 
 def _rule(operator: Operator, by_name: Mapping[str, Any]) -> Rule:
