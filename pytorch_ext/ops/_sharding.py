@@ -97,7 +97,7 @@ def _register(op: Any, declared: Any, handle: Callable[..., Any]) -> None:
         with torch.no_grad():
             return handle(op, declared, args)
 
-    DTensor._op_dispatcher._custom_op_handlers[op] = handler
+    DTensor._op_dispatcher._custom_op_handlers[op] = handler  # type: ignore[assignment]
 
 
 def placements(t: Tensor) -> Sequence[Any] | None:
@@ -111,7 +111,7 @@ def placed(t: Tensor, placements: Sequence[Any] | None) -> Tensor:
         return t
     from torch.distributed.tensor import Replicate
 
-    return t.redistribute(  # type: ignore[attr-defined, no-any-return]
+    return t.redistribute(  # type: ignore[attr-defined]
         placements=[Replicate() if place.is_partial() else place for place in placements]
     )
 
@@ -213,7 +213,7 @@ class _Layout:
         for i in range(self.mesh.ndim):
             self.shared.append(self._choose(i, tensors))
 
-    def _choose(self, i: int, tensors: Mapping[str, Tensor]) -> str | None:
+    def _choose(self, i: int, tensors: Mapping[str, Any]) -> str | None:
         for name, t in tensors.items():
             if not _is_dtensor(t) or not t.placements[i].is_shard():
                 continue
