@@ -116,7 +116,7 @@ def ring_attention(
         scale = query.shape[3] ** -0.5
     call = _Call(layout, scale, enable_gqa, softcap, *_bounds(window, is_causal), key_lengths)
     whole = _Ring if method == "ring" else _Gathered
-    out, lse = whole.apply(call, query, key, value, attn_mask)  # type: ignore[no-untyped-call]
+    out, lse = whole.apply(call, query, key, value, attn_mask)
     return (out, lse) if return_lse else out
 
 
@@ -145,7 +145,7 @@ def unshard_sequence(t: Tensor, mesh: DeviceMesh, dim: int, balanced: bool = Fal
     It is differentiable: the gradients of all processes' results are summed.
     """
     layout = _Layout(mesh, balanced)
-    return layout.in_order(_Gather.apply(t, layout, dim), dim)  # type: ignore[no-untyped-call]
+    return layout.in_order(_Gather.apply(t, layout, dim), dim)
 
 
 _METHODS = ("ring", "all_gather", "all_to_all")
@@ -404,12 +404,14 @@ class _Gradients:
         along = (self.grad_out * out).sum(-1)
         self.grad_lse = -along if grad_lse is None else grad_lse - along
         self.of_query = torch.zeros_like(query, dtype=self.wide)
-        self.of_mask = torch.zeros_like(mask, dtype=self.wide) if needs[3] else None
+        self.of_mask = None
+        if mask is not None and needs[3]:
+            self.of_mask = torch.zeros_like(mask, dtype=self.wide)
 
     def add(self, owner: int, key: Tensor, value: Tensor, of_key: Tensor, of_value: Tensor) -> None:
         """Adds one part's gradients; ``of_key`` and ``of_value`` are of the part's tensors."""
         for block in _blocks(self.call, owner, self.query.shape[2]):
-            tensors = [
+            tensors: list[Any] = [
                 self.query[:, :, block.rows],
                 key[:, :, block.columns],
                 value[:, :, block.columns],
@@ -571,7 +573,9 @@ def _by_heads(
         if t.shape[1] % layout.parts:
             raise fail(name, f"a number of heads that {layout.parts} divides", t.shape[1])
     whole = [layout.in_order(_swap(t, layout, 1, 2), 2) for t in (query, key, value)]
-    out, lse = scaled_dot_product_attention(*whole, return_lse=True, **options)
+    out, lse = scaled_dot_product_attention(  # type: ignore[call-overload]
+        *whole, return_lse=True, **options
+    )
     out, lse = (layout.by_process(t, 2) for t in (out, lse))
     return _swap(out, layout, 2, 1), _swap(lse, layout, 2, 1)
 

@@ -7,8 +7,10 @@ on every process's shards: tensors with the dimension are sharded alike, and the
 replicated. The gradient of a replicated tensor is then a partial sum. Everything else follows from
 the rule, for the forward op and for the backward op.
 
-torch finds the rules through DTensor's dispatcher. They are registered when
-``torch.distributed.tensor`` is imported, which this package does not import itself.
+The rules are handlers of DTensor's dispatcher, which torch's own loss_parallel and context_parallel
+use too. ``register_sharding`` takes no op that returns a list of tensors, as the backward ops of
+the recurrent layers do, and its rules could not give each part a seed of its own. The handlers are
+registered when ``torch.distributed.tensor`` is imported, which this module does not import itself.
 """
 
 from __future__ import annotations
@@ -95,7 +97,7 @@ def _register(op: Any, declared: Any, handle: Callable[..., Any]) -> None:
         with torch.no_grad():
             return handle(op, declared, args)
 
-    DTensor._op_dispatcher._custom_op_handlers[op] = handler
+    DTensor._op_dispatcher._custom_op_handlers[op] = handler  # type: ignore[assignment]
 
 
 def placements(t: Tensor) -> Sequence[Any] | None:
@@ -109,7 +111,7 @@ def placed(t: Tensor, placements: Sequence[Any] | None) -> Tensor:
         return t
     from torch.distributed.tensor import Replicate
 
-    return t.redistribute(  # type: ignore[attr-defined, no-any-return]
+    return t.redistribute(  # type: ignore[attr-defined]
         placements=[Replicate() if place.is_partial() else place for place in placements]
     )
 
@@ -160,7 +162,12 @@ def _single(op: Any, rule: Callable[[Mapping[str, Any]], Rule], args: Sequence[A
     by_name = dict(zip((argument.name for argument in op._schema.arguments), args, strict=False))
     layout = _Layout(op._schema.name, rule(by_name), by_name)
     local = [layout.local(name, t) if isinstance(t, Tensor) else t for name, t in by_name.items()]
-    return layout.result("out", op(*local), _whole(op, args), Partial())
+    if any(isinstance(t, Tensor) and t.numel() == 0 for t in local):
+        # A part without terms: the C++ product would leave its result, a sum of none, unwritten.
+        out = torch._decomp.decomposition_table[op](*local)
+    else:
+        out = op(*local)
+    return layout.result("out", out, _whole(op, args), Partial())
 
 
 def _rule(operator: Operator, by_name: Mapping[str, Any]) -> Rule:
@@ -206,7 +213,7 @@ class _Layout:
         for i in range(self.mesh.ndim):
             self.shared.append(self._choose(i, tensors))
 
-    def _choose(self, i: int, tensors: Mapping[str, Tensor]) -> str | None:
+    def _choose(self, i: int, tensors: Mapping[str, Any]) -> str | None:
         for name, t in tensors.items():
             if not _is_dtensor(t) or not t.placements[i].is_shard():
                 continue

@@ -397,5 +397,5 @@ def second_derivatives_of_dtensors_raise() -> None:
     out = trifuse.scaled_dot_product_attention(x, x, x)
     loss = out.square().sum().full_tensor()
     (grad,) = torch.autograd.grad(loss, x, create_graph=True)
-    with pytest.raises(RuntimeError, match=r"mixed torch\.Tensor and DTensor"):
+    with pytest.raises(RuntimeError, match="got mixed"):
         torch.autograd.grad(grad.square().sum().full_tensor(), x)
