@@ -82,7 +82,7 @@ def _modules(ours: nn.Module, theirs: nn.Module, *tensors: Tensor, **options: An
 
 
 class _AddNorm(nn.LayerNorm):
-    def forward(self, x: Tensor, residual: Tensor) -> Tensor:
+    def forward(self, x: Tensor, residual: Tensor) -> Tensor:  # type: ignore[override]
         return super().forward(residual + x)
 
 

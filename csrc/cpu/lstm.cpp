@@ -471,7 +471,8 @@ constexpr GradientOf kGradients[] = {
 // that are not wanted have no elements. Call::take_saved must have been called.
 std::vector<Tensor> backward(
     Call& call, const Tensor& grad_output, const OptionalTensor& grad_h_n,
-    const OptionalTensor& grad_c_n, const std::vector<OptionalTensor>& given, const Flags& needs_grad) {
+    const OptionalTensor& grad_c_n, const std::vector<OptionalTensor>& given,
+    const Flags& needs_grad) {
   LstmProblem& p = call.p;
   const int states = p.cell == Cell::Lstm ? 2 : 1;
   const int slots = slots_of(p.cell);

@@ -27,8 +27,7 @@ double rate(double seconds) {
   std::chrono::duration<double> passed{0};
   int64_t products = 0;
   while (passed.count() < seconds) {
-    for (int n = 0; n < 20; ++n)
-      tile_gemm<E>(kTile, kTile, K, a, K, 1, b, kTile, c, kTile, {true});
+    for (int n = 0; n < 20; ++n) tile_gemm<E>(kTile, kTile, K, a, K, 1, b, kTile, c, kTile, {true});
     products += 20;
     passed = Clock::now() - start;
   }

@@ -120,7 +120,8 @@ LstmResults forward_without_c(
 std::vector<Tensor> backward_without_c(
     const Tensor& grad_output, const OptionalTensor& grad_h_n, const Tensor& input,
     const OptionalTensor& h0, const Parameters& parameters, const OptionalTensor& lengths,
-    const Tensor& output, const Tensor& gates, const LstmOptions& options, const Flags& needs_grad) {
+    const Tensor& output, const Tensor& gates, const LstmOptions& options,
+    const Flags& needs_grad) {
   check_input(input, output);
   const int64_t R = output.size(-1) / static_cast<int64_t>(options.reverse.size());
   check_hidden(parameters.get(WeightHh), gates_of(options.cell) * R, R);
