@@ -348,7 +348,7 @@ class Attention : public torch::autograd::Function<Attention> {
          or_undefined(call.seed), out, logsumexp});
     keep(
         *context, given_bits({true, true, true, mask.has_value()}), call.scale, call.right(),
-        call.dropout_p);
+        call.dropout_p, mask ? mask->sizes().vec() : std::vector<int64_t>());
     context->set_materialize_grads(false);
     if (call.return_lse) return {out, logsumexp};
     return {out};
@@ -362,6 +362,13 @@ class Attention : public torch::autograd::Function<Attention> {
                  &logsumexp = saved[7];
     const auto options = kept(*context);
     const Tensor grad_out = grads[0].defined() ? grads[0] : at::zeros(out.sizes(), out.options());
+    // A mask may be exchanged for one of another shape between the passes. The op refuses shapes
+    // that don't broadcast; this refuses the others.
+    const OptionalTensor mask = optional(saved[3]);
+    const std::vector<int64_t> mask_sizes = options[4].toIntVector();
+    TORCH_CHECK_VALUE(
+        !mask || mask->sizes() == mask_sizes, "attn_mask: expected shape ", mask_sizes, "; got ",
+        mask->sizes());
     const auto wanted = wanted_gradients<4>(*context, options[0].toInt());
     static const auto op = find<std::tuple<Tensor, Tensor, Tensor, Tensor>(
         const Tensor&, const OptionalTensor&, const Tensor&, const Tensor&, const Tensor&,
@@ -372,7 +379,7 @@ class Attention : public torch::autograd::Function<Attention> {
     const OptionalTensor absent;
     std::tie(found[0], found[1], found[2], found[3]) = run_backward(
         all_plain(grads) && all_plain(saved), op, grad_out,
-        grads.size() > 1 ? optional(grads[1]) : std::nullopt, query, key, value, optional(saved[3]),
+        grads.size() > 1 ? optional(grads[1]) : std::nullopt, query, key, value, mask,
         optional(saved[4]), absent, absent, optional(saved[5]), out, logsumexp, query.size(2),
         key.size(2), options[1].toOptional<double>(), std::nullopt, -1, options[2].toInt(), false,
         options[3].toDouble(), wanted);
