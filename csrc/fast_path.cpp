@@ -335,6 +335,15 @@ struct AttentionCall {
   }
 };
 
+// Returns a bit for each dimension over which a mask is broadcast. The mask may be exchanged for
+// another between the passes, and the op can't tell if both shapes fit.
+int64_t broadcast_dims(const OptionalTensor& mask) {
+  int64_t bits = 0;
+  for (int64_t d = 0; mask && d < mask->dim(); ++d)
+    if (mask->size(d) == 1) bits |= int64_t(1) << d;
+  return bits;
+}
+
 class Attention : public torch::autograd::Function<Attention> {
  public:
   // Returns out, and the logsumexp if that is wanted.
@@ -348,7 +357,7 @@ class Attention : public torch::autograd::Function<Attention> {
          or_undefined(call.seed), out, logsumexp});
     keep(
         *context, given_bits({true, true, true, mask.has_value()}), call.scale, call.right(),
-        call.dropout_p, mask ? mask->sizes().vec() : std::vector<int64_t>());
+        call.dropout_p, broadcast_dims(mask));
     context->set_materialize_grads(false);
     if (call.return_lse) return {out, logsumexp};
     return {out};
@@ -362,13 +371,10 @@ class Attention : public torch::autograd::Function<Attention> {
                  &logsumexp = saved[7];
     const auto options = kept(*context);
     const Tensor grad_out = grads[0].defined() ? grads[0] : at::zeros(out.sizes(), out.options());
-    // A mask may be exchanged for one of another shape between the passes. The op refuses shapes
-    // that don't broadcast; this refuses the others.
     const OptionalTensor mask = optional(saved[3]);
-    const std::vector<int64_t> mask_sizes = options[4].toIntVector();
     TORCH_CHECK_VALUE(
-        !mask || mask->sizes() == mask_sizes, "attn_mask: expected shape ", mask_sizes, "; got ",
-        mask->sizes());
+        broadcast_dims(mask) == options[4].toInt(),
+        "attn_mask: expected the shape that it had in the forward; got ", mask->sizes());
     const auto wanted = wanted_gradients<4>(*context, options[0].toInt());
     static const auto op = find<std::tuple<Tensor, Tensor, Tensor, Tensor>(
         const Tensor&, const OptionalTensor&, const Tensor&, const Tensor&, const Tensor&,
