@@ -234,11 +234,16 @@ def test_tables_json_and_picture(tmp_path, capsys, monkeypatch, corpus):
 def test_memory_is_that_of_a_step(whole):
     """A step that saves less for its backward needs less memory."""
     case = elmo.Case("wide", wide, 24)
-    memory = elmo.measure_memory(case, whole, "cpu", "auto", 1)
     gates = 4 * 24 * max(len(x.words) + 2 for x in whole.train[:24]) * 4 * 512 * 4
-    assert memory.eager > memory.fused > gates
-    assert memory.fused - memory.recompute > gates / 3  # each layer recomputes its own gates
-    assert memory.time_of_recompute > 0
+    # Memory that malloc keeps can add to a reading, so the least of two counts.
+    readings = [elmo.measure_memory(case, whole, "cpu", "auto", 1) for _ in range(2)]
+    eager, fused, recompute = (
+        min(getattr(memory, step) for memory in readings)
+        for step in ("eager", "fused", "recompute")
+    )
+    assert eager > fused > gates
+    assert fused - recompute > gates / 3  # each layer recomputes its own gates
+    assert all(memory.time_of_recompute > 0 for memory in readings)
 
 
 def test_cases_are_chosen_by_name():
