@@ -124,7 +124,8 @@ void run(const LinearProblem& p, int64_t task) {
   const T* bias = p.bias ? static_cast<const T*>(p.bias) + n0 : nullptr;
   [[maybe_unused]] MatrixUnit unit;
 
-  for (int64_t k = 0; k < p.K; k += kBlockDepth<E>) {
+  int64_t k = 0;
+  do {  // once if there are no terms, for the epilogue
     const int64_t depth = std::min(p.K - k, kBlockDepth<E>);
     const bool last = k + depth == p.K;
     for (int64_t m = 0; m < M;) {
@@ -147,7 +148,8 @@ void run(const LinearProblem& p, int64_t task) {
       }
       m += rows;
     }
-  }
+    k += kBlockDepth<E>;
+  } while (k < p.K);
   if constexpr (in_place)
     if (!direct)
       for (int64_t m = 0; m < M; ++m) std::copy_n(sums + m * ld, N, out + m * p.N);

@@ -134,7 +134,7 @@ def _forward(op: Any, operator: Operator, args: Sequence[Any]) -> Any:
 
 
 def _backward(op: Any, operator: Operator, args: Sequence[Any]) -> Any:
-    grads, tensors, saved, options, wanted = operator.split_backward(args)
+    grads, tensors, saved, options, needs_grad = operator.split_backward(args)
     by_name = dict(zip(operator.tensors._fields, tensors, strict=True))
     saved_by_name = dict(zip(operator.saved, saved, strict=True))
     layout = _Layout(operator.name, _rule(operator, by_name), by_name)
@@ -143,15 +143,15 @@ def _backward(op: Any, operator: Operator, args: Sequence[Any]) -> Any:
         *(layout.local(name, t) for name, t in by_name.items()),
         *(layout.local(name, t) for name, t in saved_by_name.items()),
     ]
-    found = op(*local, *options, wanted)
+    found = op(*local, *options, needs_grad)
     names = [
         name
         for name, t in by_name.items()
         for _ in range(len(t) if isinstance(t, (list, tuple)) else 1)
     ]
     results = [
-        layout.gradient(name, g, like, by_name[name], needed)
-        for name, g, like, needed in zip(names, found, _whole(op, args), wanted, strict=False)
+        layout.gradient(name, g, like, needed)
+        for name, g, like, needed in zip(names, found, _whole(op, args), needs_grad, strict=False)
     ]
     return operator.returns(results)
 
@@ -162,12 +162,7 @@ def _single(op: Any, rule: Callable[[Mapping[str, Any]], Rule], args: Sequence[A
     by_name = dict(zip((argument.name for argument in op._schema.arguments), args, strict=False))
     layout = _Layout(op._schema.name, rule(by_name), by_name)
     local = [layout.local(name, t) if isinstance(t, Tensor) else t for name, t in by_name.items()]
-    if any(isinstance(t, Tensor) and t.numel() == 0 for t in local):
-        # A part without terms: the C++ product would leave its result, a sum of none, unwritten.
-        out = torch._decomp.decomposition_table[op](*local)
-    else:
-        out = op(*local)
-    return layout.result("out", out, _whole(op, args), Partial())
+    return layout.result("out", op(*local), _whole(op, args), Partial())
 
 
 def _rule(operator: Operator, by_name: Mapping[str, Any]) -> Rule:
@@ -277,11 +272,11 @@ class _Layout:
 
         return self._wrap(t, self._placements(name, whole.shape, absent or Replicate()), whole)
 
-    def gradient(self, name: str, t: Tensor, whole: Tensor, of: Any, wanted: bool) -> Tensor:
-        """Returns a gradient of the tensor ``of`` as a DTensor."""
+    def gradient(self, name: str, t: Tensor, whole: Tensor, needed: bool) -> Tensor:
+        """Returns the gradient of the tensor ``name`` as a DTensor."""
         from torch.distributed.tensor import Partial, Replicate
 
-        absent = Partial() if wanted else Replicate()
+        absent = Partial() if needed else Replicate()
         return self._wrap(t, self._placements(name, whole.shape, absent), whole)
 
     def _wrap(self, t: Tensor, placements: Sequence[Any], whole: Tensor) -> Tensor:

@@ -170,6 +170,23 @@ def test_shapes(shape, bias):
     torch.testing.assert_close(mine, theirs)
 
 
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float16, torch.float64], ids=str)
+@pytest.mark.parametrize("activation", [None, "relu", "gelu"])
+def test_ops_without_terms_write_their_result(cpp_kernel, activation, dtype):
+    """A sum without terms is 0; the layers leave such calls to torch, traced programs don't."""
+    for M, N in ((3, 5), (130, 65), (1, 64)):
+        x, weight, bias = (torch.randn(*s).to(dtype) for s in ((M, 0), (N, 0), (N,)))
+        act = {None: lambda t: t, "relu": F.relu, "gelu": F.gelu}[activation]
+        packed = torch.ops.trifuse.pack_linear(weight)
+        for given in (None, bias):
+            sums = torch.zeros(M, N, dtype=dtype) if given is None else bias.expand(M, N)
+            for out in (
+                torch.ops.trifuse.linear(x, weight, given, activation),
+                torch.ops.trifuse.linear_packed(x, packed, N, given, activation),
+            ):
+                torch.testing.assert_close(out, act(sums))
+
+
 @pytest.mark.parametrize(("inputs", "outputs"), [(0, 4), (4, 0), (0, 0)])
 def test_no_features(inputs, outputs):
     module = layer(4, 4)
