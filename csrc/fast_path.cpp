@@ -44,7 +44,7 @@ using c10::DispatchKeySet;
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
-// What is plain ----------------------------------------------------------------------------------
+// Conditions of a plain call ----------------------------------------------------------------------
 
 // Returns whether no mode or transform applies to this thread's calls. Each of them changes the
 // thread's dispatch keys, except modes of __torch_function__.
@@ -143,19 +143,20 @@ decltype(auto) run_backward(bool plain, const Op& op, const Args&... args) {
 }
 
 OptionalTensor optional(const Tensor& t) { return t.defined() ? OptionalTensor(t) : std::nullopt; }
+Tensor or_undefined(const OptionalTensor& t) { return t.value_or(Tensor()); }
 
 // Returns whether each of a Function's first N inputs has a gradient that is wanted. torch counts
 // only the inputs that were given.
 template <size_t N>
-std::array<bool, N> wanted_gradients(const AutogradContext& context, int64_t given) {
-  std::array<bool, N> wanted{};
+std::array<bool, N> needed_gradients(const AutogradContext& context, int64_t given) {
+  std::array<bool, N> needed{};
   size_t edge = 0;
   for (size_t i = 0; i < N; ++i)
-    if (given >> i & 1) wanted[i] = context.needs_input_grad(edge++);
-  return wanted;
+    if (given >> i & 1) needed[i] = context.needs_input_grad(edge++);
+  return needed;
 }
 
-// Returns a bit for each tensor that was given, as wanted_gradients takes it.
+// Returns a bit for each tensor that was given, as needed_gradients takes it.
 int64_t given_bits(std::initializer_list<bool> given) {
   int64_t bits = 0, bit = 1;
   for (bool each : given) {
@@ -171,7 +172,7 @@ bool none_defined(const variable_list& grads) {
   return true;
 }
 
-// What a Function keeps beside its tensors. One entry, because each is a lookup by name.
+// A Function keeps its options in one entry, because each entry is a lookup by name.
 constexpr const char* kKept = "kept";
 
 template <class... Values>
@@ -196,7 +197,7 @@ struct NormCall {
   // A call that this refuses may still be valid, after a conversion.
   bool fits() const {
     const at::ScalarType dtype = x.scalar_type(), wide = accumulation_type(dtype);
-    if (x.dim() == 0 || !is_floating(dtype) || !is_probability(dropout_p) || eps < 0) return false;
+    if (x.dim() == 0 || !is_floating(dtype) || eps < 0) return false;
     const auto fits = [&](const OptionalTensor& t, at::IntArrayRef sizes) {
       return !t || (t->sizes() == sizes && (t->scalar_type() == dtype || t->scalar_type() == wide));
     };
@@ -226,7 +227,6 @@ class Norm : public torch::autograd::Function<Norm> {
     auto [out, sum, mean, rstd] = call.run();
     // The sum stays alive as an output, so that keeping it in place of its terms costs nothing.
     const bool prenorm = call.prenorm;
-    const auto or_undefined = [](const OptionalTensor& t) { return t.value_or(Tensor()); };
     context->save_for_backward(
         {prenorm ? sum : x, prenorm ? Tensor() : or_undefined(residual), or_undefined(weight),
          or_undefined(bias), or_undefined(x_bias), or_undefined(call.seed), mean, rstd});
@@ -254,11 +254,11 @@ class Norm : public torch::autograd::Function<Norm> {
     const Tensor grad_out = grads[0].defined()
         ? grads[0]
         : at::zeros(grads[1].sizes(), grads[1].options().dtype(dtype));
-    const auto needed = wanted_gradients<5>(*context, options[0].toInt());
-    auto wanted = needed;
+    const auto needed = needed_gradients<5>(*context, options[0].toInt());
+    auto computed = needed;
     if (shared) {
-      wanted[0] = needed[0] || needed[1];
-      wanted[1] = false;
+      computed[0] = needed[0] || needed[1];
+      computed[1] = false;
     }
     static const auto op = find<std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>(
         const Tensor&, const OptionalTensor&, const Tensor&, const OptionalTensor&,
@@ -270,7 +270,7 @@ class Norm : public torch::autograd::Function<Norm> {
         grads.size() > 1 ? optional(grads[1]) : std::nullopt, x, optional(saved[1]),
         optional(saved[2]), optional(saved[3]), optional(saved[4]), optional(saved[5]), mean, rstd,
         options[2].toDouble(), options[3].toDouble(), options[4].toBool(), options[5].toBool(),
-        sum_dtype, wanted);
+        sum_dtype, computed);
     if (shared) found[1] = found[0];
     for (size_t i = 0; i < needed.size(); ++i)
       if (!needed[i]) found[i] = Tensor();
@@ -351,7 +351,6 @@ class Attention : public torch::autograd::Function<Attention> {
       AutogradContext* context, const Tensor& query, const Tensor& key, const Tensor& value,
       const OptionalTensor& mask, const AttentionCall& call) {
     auto [out, logsumexp] = call.run();
-    const auto or_undefined = [](const OptionalTensor& t) { return t.value_or(Tensor()); };
     context->save_for_backward(
         {query, key, value, or_undefined(mask), or_undefined(call.key_lengths),
          or_undefined(call.seed), out, logsumexp});
@@ -375,7 +374,7 @@ class Attention : public torch::autograd::Function<Attention> {
     TORCH_CHECK_VALUE(
         broadcast_dims(mask) == options[4].toInt(),
         "attn_mask: expected the shape that it had in the forward; got ", mask->sizes());
-    const auto wanted = wanted_gradients<4>(*context, options[0].toInt());
+    const auto needed = needed_gradients<4>(*context, options[0].toInt());
     static const auto op = find<std::tuple<Tensor, Tensor, Tensor, Tensor>(
         const Tensor&, const OptionalTensor&, const Tensor&, const Tensor&, const Tensor&,
         const OptionalTensor&, const OptionalTensor&, const OptionalTensor&, const OptionalTensor&,
@@ -388,9 +387,9 @@ class Attention : public torch::autograd::Function<Attention> {
         grads.size() > 1 ? optional(grads[1]) : std::nullopt, query, key, value, mask,
         optional(saved[4]), absent, absent, optional(saved[5]), out, logsumexp, query.size(2),
         key.size(2), options[1].toOptional<double>(), std::nullopt, -1, options[2].toInt(), false,
-        options[3].toDouble(), wanted);
-    for (size_t i = 0; i < wanted.size(); ++i)
-      if (!wanted[i]) found[i] = Tensor();
+        options[3].toDouble(), needed);
+    for (size_t i = 0; i < needed.size(); ++i)
+      if (!needed[i]) found[i] = Tensor();
     return found;
   }
 };
