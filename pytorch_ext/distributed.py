@@ -1,4 +1,4 @@
-"""What torch.distributed needs beyond the sharding rules of the operators.
+"""Parallelism across processes, beyond the sharding rules of the operators.
 
 Context parallelism splits sequences between processes: each holds a part of every sequence's
 queries, keys and values. Attention then needs all keys for every query. :func:`ring_attention`
@@ -12,7 +12,7 @@ need nothing from here.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 import torch.distributed as dist
@@ -23,12 +23,13 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from trifuse.ops import _checks
 from trifuse.ops._checks import fail
-from trifuse.ops.attention import scaled_dot_product_attention
+from trifuse.ops.attention import band_of, mask_to_4d, scaled_dot_product_attention
 from trifuse.reference.results import accumulation_dtype
 
 __all__ = ["SequenceParallel", "ring_attention", "shard_sequence", "unshard_sequence"]
 
 Method = Literal["ring", "all_gather", "all_to_all"]
+_METHODS = get_args(Method)
 
 
 def ring_attention(
@@ -90,7 +91,7 @@ def ring_attention(
             "dropout_p: ring_attention has no dropout: its kernels number the weights of a part "
             "from 0, so that every part would drop the same ones"
         )
-    _checks.flag("is_causal", is_causal)
+    is_causal = _checks.flag("is_causal", is_causal)
     _checks.flag("enable_gqa", enable_gqa)
     _checks.flag("return_lse", return_lse)
     L = layout.parts * query.shape[2]
@@ -110,8 +111,8 @@ def ring_attention(
         )  # fmt: skip
         return (out, lse) if return_lse else out
     if attn_mask is not None:
-        expected = (query.shape[0], query.shape[1], query.shape[2], L)
-        attn_mask = _mask(attn_mask, expected)
+        _checks.tensor("attn_mask", attn_mask)
+        attn_mask = mask_to_4d(attn_mask, query, (*query.shape[:3], L))
     if scale is None:
         scale = query.shape[3] ** -0.5
     call = _Call(layout, scale, enable_gqa, softcap, *_bounds(window, is_causal), key_lengths)
@@ -146,9 +147,6 @@ def unshard_sequence(t: Tensor, mesh: DeviceMesh, dim: int, balanced: bool = Fal
     """
     layout = _Layout(mesh, balanced)
     return layout.in_order(_Gather.apply(t, layout, dim), dim)
-
-
-_METHODS = ("ring", "all_gather", "all_to_all")
 
 
 class SequenceParallel(ParallelStyle):
@@ -221,7 +219,7 @@ class _Layout:
         """Puts the pieces of all processes, one process after another, in the sequence's order."""
         if not self.balanced or t.shape[dim] == 0:
             return t
-        held = [piece for rank in range(self.parts) for piece in self.pieces(rank)]
+        held = self._held()
         pieces = t.chunk(len(held), dim)
         return torch.cat([pieces[held.index(i)] for i in range(len(held))], dim)
 
@@ -229,8 +227,13 @@ class _Layout:
         """The inverse of :meth:`in_order`."""
         if not self.balanced or t.shape[dim] == 0:
             return t
-        pieces = t.chunk(2 * self.parts, dim)
-        return torch.cat([pieces[i] for r in range(self.parts) for i in self.pieces(r)], dim)
+        held = self._held()
+        pieces = t.chunk(len(held), dim)
+        return torch.cat([pieces[i] for i in held], dim)
+
+    def _held(self) -> list[int]:
+        """Returns the pieces of all processes, one process after another."""
+        return [piece for rank in range(self.parts) for piece in self.pieces(rank)]
 
 
 def _layout(query: Tensor, key: Tensor, value: Tensor, mesh: DeviceMesh, balanced: bool) -> _Layout:
@@ -248,26 +251,10 @@ def _layout(query: Tensor, key: Tensor, value: Tensor, mesh: DeviceMesh, balance
     return layout
 
 
-def _mask(attn_mask: Tensor, expected: tuple[int, ...]) -> Tensor:
-    attn_mask = _checks.tensor("attn_mask", attn_mask)
-    got = tuple(attn_mask.shape)
-    if len(got) < 4:
-        attn_mask = attn_mask[(None,) * (4 - len(got))]
-    if attn_mask.dim() > 4 or any(
-        size not in (1, full) for size, full in zip(attn_mask.shape, expected, strict=True)
-    ):
-        raise fail("attn_mask", f"a shape broadcastable to {expected}", got)
-    return attn_mask
-
-
 def _bounds(window: Any, is_causal: bool) -> tuple[int | None, int | None]:
     """Returns how many keys before and after its own position a query attends to."""
-    pair = window if isinstance(window, (tuple, list)) else (window, window)
-    sides = [None if side is None else _checks.whole_number(side) for side in pair]
-    wrong = any(s is None and given is not None for s, given in zip(sides, pair, strict=True))
-    if len(sides) != 2 or wrong:
-        raise fail("window", "a number ≥ 0 or a pair (left, right) of them or None", window)
-    return sides[0], 0 if is_causal else sides[1]
+    left, right, _ = band_of(is_causal, window)
+    return None if left < 0 else left, None if right < 0 else right
 
 
 # Attention to one part of the keys --------------------------------------------------------------
@@ -485,6 +472,27 @@ class _Travel:
         return self.received
 
 
+def _finish(
+    ctx: Any, call: _Call, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None,
+    total: _Sum,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Ends the forward of a Function; returns its results."""
+    out, lse = total.results()
+    ctx.call = call
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(query, key, value, mask, out, lse)
+    return out, lse
+
+
+def _begin_backward(
+    ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None
+) -> tuple[_Gradients, Tensor, Tensor]:
+    """Begins the backward of a Function; returns the sums of gradients, and its key and value."""
+    query, key, value, mask, out, lse = ctx.saved_tensors
+    needs = ctx.needs_input_grad[1:]
+    return _Gradients(ctx.call, needs, query, mask, out, lse, grad_out, grad_lse), key, value
+
+
 class _Ring(torch.autograd.Function):
     """Keys and values go round. In the backward their gradients go with them."""
 
@@ -501,23 +509,15 @@ class _Ring(torch.autograd.Function):
             _forward_part(call, owner, query, here[0], here[1], mask, total)
             if travel is not None:
                 here = travel.wait()
-        out, lse = total.results()
-        ctx.call = call
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(query, key, value, mask, out, lse)
-        return out, lse
+        return _finish(ctx, call, query, key, value, mask, total)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(
         ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        query, key, value, mask, out, lse = ctx.saved_tensors
-        call: _Call = ctx.call
-        layout = call.layout
-        gradients = _Gradients(
-            call, ctx.needs_input_grad[1:], query, mask, out, lse, grad_out, grad_lse
-        )
+        gradients, key, value = _begin_backward(ctx, grad_out, grad_lse)
+        layout = gradients.call.layout
         here = [key, value]
         sums = [torch.zeros_like(t, dtype=gradients.wide) for t in here]
         for step in range(layout.parts):
@@ -542,22 +542,15 @@ class _Gathered(torch.autograd.Function):
         keys, values = (_all_gather(t, call.layout) for t in (key, value))
         for owner in range(call.layout.parts):
             _forward_part(call, owner, query, keys[owner], values[owner], mask, total)
-        out, lse = total.results()
-        ctx.call = call
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(query, key, value, mask, out, lse)
-        return out, lse
+        return _finish(ctx, call, query, key, value, mask, total)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(
         ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        query, key, value, mask, out, lse = ctx.saved_tensors
-        layout: _Layout = ctx.call.layout
-        gradients = _Gradients(
-            ctx.call, ctx.needs_input_grad[1:], query, mask, out, lse, grad_out, grad_lse
-        )
+        gradients, key, value = _begin_backward(ctx, grad_out, grad_lse)
+        layout = gradients.call.layout
         keys, values = (_all_gather(t, layout) for t in (key, value))
         sums = [[torch.zeros_like(t, dtype=gradients.wide) for t in x] for x in (keys, values)]
         for owner in range(layout.parts):

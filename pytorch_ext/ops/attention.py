@@ -238,9 +238,9 @@ def _prepare(
             raise fail("attn_mask", f"a causal bias for lengths ({Lq}, {Lk})", got)
         band, attn_mask = _band_with_bias(is_causal, window, attn_mask.variant, query, Lk - Lq)
     else:
-        band = _band(is_causal, window)
+        band = band_of(is_causal, window)
     if attn_mask is not None:
-        attn_mask = _mask_to_4d(attn_mask, query, (query.shape[0], query.shape[1], Lq, Lk))
+        attn_mask = mask_to_4d(attn_mask, query, (query.shape[0], query.shape[1], Lq, Lk))
     if key_lengths is not None:
         key_lengths = _checks.integers("key_lengths", key_lengths, "(B,)", query.shape[0], query)
     dropout_p = _checks.probability("dropout_p", dropout_p)
@@ -286,12 +286,12 @@ def _prepare_varlen(
     _check_sizes(query, key, value, enable_gqa)
     max_seqlen_q = _max_seqlen("max_seqlen_q", max_seqlen_q, query)
     max_seqlen_k = _max_seqlen("max_seqlen_k", max_seqlen_k, key)
-    band = _band(is_causal, window)
+    band = band_of(is_causal, window)
     if attn_mask is not None:
         if _is_causal_bias(attn_mask):
             raise fail("attn_mask", "a tensor (is_causal takes a CausalVariant)", "a CausalBias")
         shape4 = (cu_seqlens_q.shape[0] - 1, query.shape[1], max_seqlen_q, max_seqlen_k)
-        attn_mask = _mask_to_4d(attn_mask, query, shape4)
+        attn_mask = mask_to_4d(attn_mask, query, shape4)
     dropout_p = _checks.probability("dropout_p", dropout_p)
     return _Call(
         _Tensors(query, key, value, attn_mask, None, cu_seqlens_q, cu_seqlens_k),
@@ -410,7 +410,7 @@ def _check_sizes(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) ->
             raise fail("key", f"a number of heads that divides query's {H}", Hkv)
 
 
-def _mask_to_4d(attn_mask: Tensor, query: Tensor, shape: tuple[int, int, int, int]) -> Tensor:
+def mask_to_4d(attn_mask: Tensor, query: Tensor, shape: tuple[int, int, int, int]) -> Tensor:
     """Views the caller's mask with four dimensions, each full or 1."""
     dtype = attn_mask.dtype
     if dtype not in (torch.bool, torch.float32, query.dtype):
@@ -449,7 +449,7 @@ def _softcap(softcap: float | None) -> float | None:
     return softcap
 
 
-def _band(
+def band_of(
     is_causal: bool | CausalVariant, window: int | tuple[int | None, int | None] | None
 ) -> tuple[int, int, bool]:
     """Returns (left, right, lower_right), bounds around the diagonal; -1 means no bound."""
@@ -484,8 +484,8 @@ def _band_with_bias(
     ``shift`` is Lk - Lq, the offset of the lower-right diagonal from the upper-left diagonal.
     """
     if is_causal is False:
-        return _band(bias, window), None
-    left, right, lower_right = _band(is_causal, window)
+        return band_of(bias, window), None
+    left, right, lower_right = band_of(is_causal, window)
     bias_lower_right = bias.name == "LOWER_RIGHT"
     before = shift * (lower_right - bias_lower_right)  # our diagonal's offset from the bias's
     if before <= 0:
