@@ -438,12 +438,9 @@ def plot(path: Path, rows: Sequence[Row], title: str, caption: str, hidden: bool
     axes.set_title(TOO_SHORT if hidden else title, fontsize=9, loc="left")
     if not hidden:
         shares = [[100 * each.test for each in row.accuracies] for row in rows]
-        means = [statistics.mean(each) for each in shares]
-        spreads = [statistics.stdev(each) for each in shares]
         colors = ["#d1603d" if row.start.startswith("pretrained") else "#b8bec7" for row in rows]
         names = [f"{row.model}, {row.start}" for row in rows]
-        bars = axes.barh(names, means, xerr=spreads, color=colors, height=0.6)
-        axes.bar_label(bars, [f"{mean:.1f}%" for mean in means], padding=6, fontsize=8)
+        pictures.draw_means(axes, names, shares, "{:.1f}%", colors)
         axes.set_xlim(0, 100)
         axes.invert_yaxis()
     pictures.leave_bars(axes)

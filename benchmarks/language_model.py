@@ -219,10 +219,7 @@ def plot(path: Path, learnt: Sequence[Learnt], titles: Sequence[str], caption: s
         figure.subplots(1, 2, sharex=True), titles, ("equal_tokens", "equal_time"), strict=True
     ):
         values = [[math.exp(loss) for loss in getattr(result, field)] for result in learnt]
-        means = [statistics.mean(each) for each in values]
-        spreads = [statistics.stdev(each) for each in values]
-        bars = axes.barh(names, means, xerr=spreads, color="#d1603d", height=0.6)
-        axes.bar_label(bars, [f"{mean:.2f}" for mean in means], padding=6, fontsize=8)
+        means = pictures.draw_means(axes, names, values, "{:.2f}")
         axes.set_title(title, fontsize=9, loc="left")
         axes.set_xlim(0, 1.25 * max(means))
         axes.invert_yaxis()

@@ -146,18 +146,12 @@ def main(argv: Sequence[str]) -> int:
     cases = select(CASES, lambda case: case.name, options.cases)
     facts = machine.facts()
     console.print(machine.describe(facts), soft_wrap=True, markup=False)
-
-    def keep(outcomes: Sequence[Outcome], failed: Any = None) -> None:
-        if options.json is not None:
-            records = [outcome.record() for outcome in outcomes]
-            content = {"machine": dict(facts), "times": records, "failed": failed or {}}
-            report.write_json(options.json, content, quietly=True)
-
+    keep = functools.partial(report.save_times, options, facts)
     with trifuse.backend(options.backend):
         seconds = 0.05 if options.quick else 0.25
         call = functools.partial(run, seconds=seconds)
         outcomes, failed = run_all(cases, lambda case: case.name, call, keep)
-    keep(outcomes, failed)
+    keep(outcomes, failed=failed)
     if outcomes:
         print_table(table(outcomes))
         worst = min(outcomes, key=lambda outcome: min(outcome.ratios().values()))

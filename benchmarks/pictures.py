@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import statistics
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +15,24 @@ if TYPE_CHECKING:
 def add_caption(figure: Figure, caption: str, fontsize: float = 6.5, **more: Any) -> None:
     """Write a grey caption below a figure, at the left."""
     figure.supxlabel(caption, x=0.01, ha="left", fontsize=fontsize, color="#555555", **more)
+
+
+def draw_means(
+    axes: Axes,
+    names: Sequence[Any],
+    values: Sequence[Sequence[float]],
+    label: str = "{:.1f}",
+    color: str | Sequence[str] = "#d1603d",
+) -> list[float]:
+    """Draw a horizontal bar for each mean, with a line over two standard deviations.
+
+    ``label`` formats a mean. Returns the means.
+    """
+    means = [statistics.mean(each) for each in values]
+    spreads = [statistics.stdev(each) for each in values]
+    bars = axes.barh(names, means, xerr=spreads, color=color, height=0.6)
+    axes.bar_label(bars, [label.format(mean) for mean in means], padding=6, fontsize=8)
+    return means
 
 
 def leave_bars(axes: Axes) -> None:

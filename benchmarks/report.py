@@ -59,13 +59,24 @@ def save(
     more: Mapping[str, Any] | None = None,
     failed: Mapping[str, str] | None = None,
 ) -> None:
-    """Write the JSON if requested."""
+    """Write the JSON of a comparison if requested."""
+    records = {"memory": [result.record() for result in memory]}
+    save_times(options, facts, results, failed, {**records, **(more or {})})
+
+
+def save_times(
+    options: argparse.Namespace,
+    facts: Mapping[str, Any],
+    outcomes: Sequence[Any],
+    failed: Mapping[str, str] | None = None,
+    more: Mapping[str, Any] | None = None,
+) -> None:
+    """Write the JSON if requested: the record of each outcome, and the cases that failed."""
     if options.json is None:
         return
     content = {
         "machine": dict(facts),
-        "times": [result.record() for result in results],
-        "memory": [result.record() for result in memory],
+        "times": [outcome.record() for outcome in outcomes],
         "failed": dict(failed or {}),
         **(more or {}),
     }

@@ -20,6 +20,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from trifuse.benchmarks.text import python_files
+
 TAGS = (
     "other",  # keywords, operators, literals and layout
     "parameter",
@@ -70,7 +72,7 @@ def read(
         root: the folder.
     """
     root = root or Path(sysconfig.get_path("stdlib"))
-    paths = list(_files(root))
+    paths = list(python_files(root, _LEFT_OUT))
     random.Random(0).shuffle(paths)
     source = Source([], [], [])
     wanted = [(source.test, test), (source.train, train), (source.unlabelled, unlabelled)]
@@ -87,15 +89,6 @@ def read(
             del part[count:]
             del wanted[0]
     return source
-
-
-def _files(folder: Path) -> Iterator[Path]:
-    for path in sorted(folder.iterdir()):
-        if path.is_dir():
-            if path.name not in _LEFT_OUT:
-                yield from _files(path)
-        elif path.suffix == ".py":
-            yield path
 
 
 def functions_of(path: Path, longest: int = LONGEST) -> list[Function]:

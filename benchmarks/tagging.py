@@ -387,10 +387,7 @@ def plot(
         strict=False,  # early, there are none
     ):
         values = [[100 * getattr(seed, field) for seed in result.scores] for result in learnt]
-        means = list(map(statistics.mean, values))
-        spreads = list(map(statistics.stdev, values))
-        bars = axes.barh(places, means, xerr=spreads, color="#d1603d", height=0.6)
-        axes.bar_label(bars, [f"{mean:.1f}" for mean in means], padding=6, fontsize=8)
+        pictures.draw_means(axes, places, values)
         axes.axvline(
             100 * getattr(reference, field),
             color="#555555",

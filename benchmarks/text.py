@@ -88,6 +88,16 @@ def docstrings() -> dict[str, list[str]]:
     return found
 
 
+def python_files(folder: Path, left_out: Set[str]) -> Iterator[Path]:
+    """The Python files below a folder, in order, without the folders named in ``left_out``."""
+    for path in sorted(folder.iterdir()):
+        if path.is_dir():
+            if path.name not in left_out:
+                yield from python_files(path, left_out)
+        elif path.suffix == ".py":
+            yield path
+
+
 def modules(
     root: Path, left_out: Set[str]
 ) -> Iterator[tuple[tuple[str, ...], Iterator[list[str]]]]:
@@ -95,10 +105,10 @@ def modules(
 
     Modules and folders with the names in ``left_out``, and files that do not parse, are left out.
     """
-    for path in sorted(root.rglob("*.py")):
-        parts = path.relative_to(root).with_suffix("").parts
-        if not left_out.isdisjoint(parts):
+    for path in python_files(root, left_out):
+        if path.stem in left_out:
             continue
+        parts = path.relative_to(root).with_suffix("").parts
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # about escapes in old strings
