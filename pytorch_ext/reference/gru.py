@@ -259,7 +259,7 @@ def gradients(
     for d, direction in enumerate(directions(input, h0, parameters, lengths, reverse)):
         H = direction.h0.shape[-1]
         own = slice(d * H, (d + 1) * H)
-        needed_by_name = {"input": wants_input, "h0": wants_h0, **wants[d]._asdict()}
+        needs = {"input": wants_input, "h0": wants_h0, **wants[d]._asdict()}
         dh = torch.zeros_like(direction.h0) if grad_h_n is None else grad_h_n[d]
         functions = backward(
             d,
@@ -269,7 +269,7 @@ def gradients(
             direction.steps(output[..., own]),
         )
         results.append(
-            {name: functions[name]() if needed else None for name, needed in needed_by_name.items()}
+            {name: functions[name]() if needed else None for name, needed in needs.items()}
         )
     grads = [added_up(results, "input"), side_by_side(results, "h0")]
     grads += [result[name] for result in results for name in Parameters._fields]

@@ -195,12 +195,7 @@ def lstm_backward(
     for d, direction in enumerate(_directions(input, h0, c0, parameters, lengths, seed, options)):
         R = direction.h0.shape[-1]
         own = slice(d * R, (d + 1) * R)
-        needed_by_name = {
-            "input": wants_input,
-            "h0": wants_h0,
-            "c0": wants_c0,
-            **wants[d]._asdict(),
-        }
+        needs = {"input": wants_input, "h0": wants_h0, "c0": wants_c0, **wants[d]._asdict()}
         gradients = _backward(
             direction,
             direction.steps(grad_output[..., own]),
@@ -215,7 +210,7 @@ def lstm_backward(
             options,
         )
         results.append(
-            {name: gradients[name]() if needed else None for name, needed in needed_by_name.items()}
+            {name: gradients[name]() if needed else None for name, needed in needs.items()}
         )
     grads = [added_up(results, "input"), side_by_side(results, "h0"), side_by_side(results, "c0")]
     grads += [result[name] for result in results for name in Parameters._fields]

@@ -7,6 +7,7 @@ import importlib.util
 import json
 import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -102,17 +103,26 @@ def test_pretrained_weights_agree_with_transformers(pretrained, attn_implementat
             assert our_error <= 2 * peer_error
 
 
+def everything_of(
+    ours: Any, theirs: Any, unpad: bool | None, inputs: tuple[Tensor, ...], folder: Path
+) -> tuple[Any, Any, Any]:
+    """Our model in float64, fused unless ``unpad`` is None, its output with hidden states and
+    attention weights, and that of transformers' model with the same weights."""
+    peer = peer_of(theirs, attn_implementation="eager").double()
+    peer.save_pretrained(folder)
+    model = ours.from_pretrained(folder).double()
+    if unpad is not None:
+        trifuse.fuse(model, unpad=unpad)
+    ids, mask, types = inputs
+    asked = {"output_hidden_states": True, "output_attentions": True}
+    return model, model(ids, mask, types, **asked), peer(ids, mask.long(), types, **asked)
+
+
 @pytest.mark.parametrize("unpad", [None, False, True])
 def test_hidden_states_and_attentions_agree_with_transformers(unpad, tmp_path):
     """Eager, and fused with and without computing padding."""
-    peer = peer_of(transformers.BertModel, attn_implementation="eager").double()
-    peer.save_pretrained(tmp_path)
-    model = BertModel.from_pretrained(tmp_path).double()
-    if unpad is not None:
-        trifuse.fuse(model, unpad=unpad)
-    ids, mask, types = tokens([17, 9], BERT_SIZES["vocab_size"])
-    asked = {"output_hidden_states": True, "output_attentions": True}
-    got, wanted = model(ids, mask, types, **asked), peer(ids, mask.long(), types, **asked)
+    inputs = ids, mask, types = tokens([17, 9], BERT_SIZES["vocab_size"])
+    model, got, wanted = everything_of(BertModel, transformers.BertModel, unpad, inputs, tmp_path)
     assert len(got.hidden_states) == len(wanted.hidden_states) == len(got.attentions) + 1
     for ours, theirs in zip(got.hidden_states, wanted.hidden_states, strict=True):
         torch.testing.assert_close(ours[mask], theirs[mask], rtol=1e-9, atol=1e-9)
@@ -132,16 +142,9 @@ def test_hidden_states_and_attentions_agree_with_transformers(unpad, tmp_path):
 @pytest.mark.parametrize("unpad", [None, True])
 @pytest.mark.parametrize(("ours", "theirs"), PAIRS[1:])
 def test_heads_return_hidden_states_and_attentions(ours, theirs, unpad, tmp_path):
-    peer = peer_of(theirs, attn_implementation="eager").double()
-    peer.save_pretrained(tmp_path)
-    model = ours.from_pretrained(tmp_path).double()
-    if unpad is not None:
-        trifuse.fuse(model, unpad=unpad)
-    ids, mask, types = tokens([17, 17], BERT_SIZES["vocab_size"])
-    asked = {"output_hidden_states": True, "output_attentions": True}
-    got, wanted = model(ids, mask, types, **asked), peer(ids, mask.long(), types, **asked)
-    for name in asked:
-        name = name.removeprefix("output_")
+    inputs = ids, mask, types = tokens([17, 17], BERT_SIZES["vocab_size"])
+    model, got, wanted = everything_of(ours, theirs, unpad, inputs, tmp_path)
+    for name in ("hidden_states", "attentions"):
         for mine, other in zip(getattr(got, name), getattr(wanted, name), strict=True):
             torch.testing.assert_close(mine, other, rtol=1e-9, atol=1e-9)
     plain = model(ids, mask, types)
