@@ -222,7 +222,7 @@ def read_counts(path: Path, capability: str, reached: Reached) -> None:
         if source.parent not in (ROOT / "csrc/cpu", ROOT / "csrc"):
             continue
         name = str(source.relative_to(ROOT))
-        own = {}
+        own, inside = {}, set[int]()
         for function in file["functions"]:
             readable = function["demangled_name"]
             # Functions that all instruction sets share are counted in one of them alone.
@@ -231,9 +231,13 @@ def read_counts(path: Path, capability: str, reached: Reached) -> None:
                 own[function["name"]] = readable
                 place = Place(name, function["start_line"], readable)
                 reached.functions[place] += function["execution_count"]
+                inside |= set(range(function["start_line"], function["end_line"] + 1))
         for line in file["lines"]:
-            if line.get("function_name") in own:
-                place = Place(name, line["line_number"], own[line["function_name"]])
+            # gcov adds up the lines of a lambda that several instances of a template have, and
+            # then names no function.
+            function_name = line.get("function_name", "")
+            if function_name in own or (not function_name and line["line_number"] in inside):
+                place = Place(name, line["line_number"], own.get(function_name, ""))
                 reached.lines[place] += line["count"]
 
 
