@@ -16,12 +16,14 @@
 namespace trifuse {
 
 inline int64_t planted(const std::string& error) {
-  // Volatile, so that the compiler keeps accesses without a defined result.
+  // Volatile, so that the compiler keeps accesses without a defined result. Races are repeated:
+  // ThreadSanitizer can miss two accesses of the very same instant.
+  constexpr int accesses = 1000;
   if (error == "race between tasks") {
     volatile int64_t sum = 0;
     std::atomic<int> begun{0};
     parallel_tasks(2, 1, 1e9, [&](int64_t task) {
-      sum = sum + task;
+      for (int n = 0; n < accesses; ++n) sum = sum + task;
       begun.fetch_add(1, std::memory_order_relaxed);
       spin_until([&] { return begun.load(std::memory_order_relaxed) == 2; });
     });
@@ -31,8 +33,9 @@ inline int64_t planted(const std::string& error) {
     volatile int64_t value = 0, read = 0;
     Crew crew(2);
     crew.run(2, [&](int64_t index) {
-      if (index == 0) value = 1;
-      else read = value;
+      for (int n = 0; n < accesses; ++n)
+        if (index == 0) value = n;
+        else read = value;
     });
     return read;
   }

@@ -10,6 +10,7 @@ source, N the targets being written, and V the vocabulary.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import torch
@@ -183,67 +184,115 @@ def beam_search(
         scores = scores / penalty(lengths.to(scores.dtype))
         return Decoded(tokens.long()[:, None], lengths.long()[:, None], scores[:, None])
 
-    B, W, device = source.shape[0], beam_width, source.device
-    batch = torch.arange(B, device=device)[:, None]
-    rows = W + 1  # the state holds these for each source: its beams, then its greedy target
+    B, rows = source.shape[0], beam_width + 1
     state, next_log_probs = _start(model, source, source_mask, bos_id, max_length, rows)
     end = _NONE if eos_id is None else eos_id
-    beams = source.new_empty((B, W, 0))
-    # The W beams are all alike at the beginning, so only the first may be extended.
-    first = torch.arange(W, device=device).expand(B, W) == 0
-    log_probs = torch.zeros(B, W, device=device).masked_fill(~first, -math.inf)
-    greedy = source.new_empty((B, 1, 0))
-    greedy_log_prob = torch.zeros(B, 1, device=device)
-    greedy_runs = torch.ones(B, 1, dtype=torch.bool, device=device)
-    found = Decoded(
-        source.new_full((B, W, max_length), end),
-        source.new_zeros((B, W)),
-        torch.full((B, W), -math.inf, device=device),
-    )
-    searching = torch.ones(B, 1, dtype=torch.bool, device=device)
+    search = _BeamSearch(source, beam_width, max_length, penalty, end)
     for length in range(1, max_length + 1):
         next_log_probs = next_log_probs.unflatten(0, (B, rows))
-        extended = log_probs[..., None] + next_log_probs[:, :W]
-        V = extended.shape[-1]
-        # At most W of the 2 W best end, one for each beam, so at least W do not. With a vocabulary
-        # of one token there are only W.
-        totals, places = extended.flatten(1).topk(W * min(2, V))
-        origins, words = places // V, places % V
-        candidates = torch.cat((beams[batch, origins], words[..., None]), dim=-1)
-        ends = words == end
-        new = ends & searching & (torch.arange(totals.shape[1], device=device) < W)
-        found = _merge(found, candidates, totals / penalty(length), new, end)
-        log_probs, kept = totals.masked_fill(ends, -math.inf).topk(W)
-        beams = candidates[batch, kept]
-
-        greedy_word = next_log_probs[:, W:].max(-1)
-        greedy = torch.cat((greedy, greedy_word.indices[..., None]), dim=-1)
-        greedy_log_prob = greedy_log_prob + greedy_word.values
-        greedy_ends = greedy_runs & (greedy_word.indices == end)
-        if length == max_length:
-            found = _merge(found, beams, log_probs / penalty(length), searching, end)
-            greedy_ends = greedy_runs
-        new = greedy_ends & searching & ~_contains(found, greedy)
-        found = _merge(found, greedy, greedy_log_prob / penalty(length), new, end)
-        greedy_runs = greedy_runs & ~greedy_ends
-        if length == max_length:
+        search.extend_beams(next_log_probs[:, :beam_width], length)
+        search.extend_greedy(next_log_probs[:, beam_width:], length)
+        # log P only falls, and lp grows or falls with the length.
+        if not search.goes_on(max_length if length_penalty > 0 else length + 1):
             break
-
-        # No score can exceed this one: log P only falls, and lp grows or falls with the length.
-        running = greedy_log_prob.masked_fill(~greedy_runs, -math.inf)
-        best = torch.cat((log_probs, running), 1).amax(1, keepdim=True)
-        bound = best / penalty(max_length if length_penalty > 0 else length + 1)
-        searching = searching & (bound > found.scores[:, -1:])
-        if not searching.any():
-            break
-        last = torch.cat((words.gather(1, kept), greedy_word.indices), 1).view(B * rows, 1)
-        from_rows = torch.cat((origins.gather(1, kept), torch.full_like(batch, W)), 1)
-        state.reorder((batch * rows + from_rows).flatten())
-        next_log_probs = _next_log_probs(model, last, state)
-    return found
+        state.reorder(search.origins())
+        next_log_probs = _next_log_probs(model, search.last_tokens(), state)
+    return search.found
 
 
 _NONE = -1  # in the place of an ``eos_id`` that is None; no token equals it
+
+
+class _BeamSearch:
+    """The targets of a beam search as they grow: W beams of each source and its greedy target.
+
+    ``found`` holds the best W hypotheses so far. ``searching`` (B, 1) is True for the sources whose
+    hypotheses could still become better.
+    """
+
+    def __init__(
+        self,
+        source: Tensor,
+        beam_width: int,
+        max_length: int,
+        penalty: Callable[[int], float | Tensor],
+        end: int,
+    ) -> None:
+        B, W, device = source.shape[0], beam_width, source.device
+        self.max_length, self.penalty, self.end = max_length, penalty, end
+        self.batch = torch.arange(B, device=device)[:, None]
+        self.beams = source.new_empty((B, W, 0))
+        # The W beams are all alike at the beginning, so only the first may be extended.
+        first = torch.arange(W, device=device).expand(B, W) == 0
+        self.log_probs = torch.zeros(B, W, device=device).masked_fill(~first, -math.inf)
+        self.parents = source.new_zeros((B, W))  # the beams of which the beams are extensions
+        self.greedy = source.new_empty((B, 1, 0))
+        self.greedy_log_prob = torch.zeros(B, 1, device=device)
+        self.greedy_runs = torch.ones(B, 1, dtype=torch.bool, device=device)
+        self.searching = torch.ones(B, 1, dtype=torch.bool, device=device)
+        self.found = Decoded(
+            source.new_full((B, W, max_length), end),
+            source.new_zeros((B, W)),
+            torch.full((B, W), -math.inf, device=device),
+        )
+
+    def extend_beams(self, next_log_probs: Tensor, length: int) -> None:
+        """Replace the beams by their W best extensions that do not end."""
+        W, V = next_log_probs.shape[1:]
+        extended = self.log_probs[..., None] + next_log_probs
+        # At most W of the 2 W best end, one for each beam, so at least W do not. With a vocabulary
+        # of one token there are only W.
+        totals, places = extended.flatten(1).topk(W * min(2, V))
+        parents, words = places // V, places % V
+        candidates = torch.cat((self.beams[self.batch, parents], words[..., None]), dim=-1)
+        ends = words == self.end
+        among_best = torch.arange(totals.shape[1], device=totals.device) < W
+        self._add(candidates, totals, length, ends & among_best)
+        self.log_probs, best = totals.masked_fill(ends, -math.inf).topk(W)
+        self.beams, self.parents = candidates[self.batch, best], parents.gather(1, best)
+        if length == self.max_length:
+            self._add(self.beams, self.log_probs, length, torch.ones_like(self.searching))
+
+    def extend_greedy(self, next_log_probs: Tensor, length: int) -> None:
+        """Extend the greedy target by its likeliest token."""
+        best = next_log_probs.max(-1)
+        self.greedy = torch.cat((self.greedy, best.indices[..., None]), dim=-1)
+        self.greedy_log_prob = self.greedy_log_prob + best.values
+        ends = self.greedy_runs
+        if length < self.max_length:
+            ends = ends & (best.indices == self.end)
+        self._add(
+            self.greedy, self.greedy_log_prob, length, ends & ~_contains(self.found, self.greedy)
+        )
+        self.greedy_runs = self.greedy_runs & ~ends
+
+    def goes_on(self, length: int) -> bool:
+        """Return whether a target could still become better than a hypothesis that was found.
+
+        Args:
+            length: the length at which a target of these log probabilities would score best.
+        """
+        if self.beams.shape[-1] == self.max_length:
+            return False
+        running = self.greedy_log_prob.masked_fill(~self.greedy_runs, -math.inf)
+        best = torch.cat((self.log_probs, running), 1).amax(1, keepdim=True)
+        bound = best / self.penalty(length)
+        self.searching = self.searching & (bound > self.found.scores[:, -1:])
+        return bool(self.searching.any())
+
+    def origins(self) -> Tensor:
+        """Return the row of the state, of all B (W + 1), that each target extends."""
+        W = self.beams.shape[1]
+        greedy = torch.full_like(self.batch, W)
+        return (self.batch * (W + 1) + torch.cat((self.parents, greedy), 1)).flatten()
+
+    def last_tokens(self) -> Tensor:
+        """Return the last token of each target, (B (W + 1), 1)."""
+        return torch.cat((self.beams[..., -1], self.greedy[..., -1]), 1).view(-1, 1)
+
+    def _add(self, candidates: Tensor, log_probs: Tensor, length: int, eligible: Tensor) -> None:
+        scores = log_probs / self.penalty(length)
+        self.found = _merge(self.found, candidates, scores, eligible & self.searching, self.end)
 
 
 def _merge(

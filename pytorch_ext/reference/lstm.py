@@ -308,39 +308,12 @@ def _backward(
         norm_c = _normalise(cell.c, eps)
 
     local = _derivatives(cell, direction, h, c, clipped, options)
-    p_i, p_f, p_o = _peepholes(p, options.coupled)
-
-    das: list[Tensor] = []
-    dahs: list[Tensor] = []
-    dqs: list[Tensor] = []
-    dns: list[Tensor] = []
-    for s in reversed(range(len(x))):
-        dh = dh + dy[s]
-        dq = dh * local.new_h[s] * local.unclipped_q[s]
-        dm = dq if p.weight_hr is None else dq @ p.weight_hr
-        dn, da_o = dm * local.n_by_m[s], dm * local.o_by_m[s]
-        du = dc * local.new_c[s] + da_o * p_o
-        if norm_c is None or p.norm_cell_weight is None:
-            du = du + dn
-        else:
-            du = du + _normalise_backward(dn * p.norm_cell_weight, norm_c.at(s))
-        du = du * local.unclipped_u[s]
-        da_i, da_f, da_g = du * local.i_by_u[s], du * local.f_by_u[s], du * local.g_by_u[s]
-        dc = dc * (1 - local.new_c[s]) + du * cell.f[s] + da_i * p_i
-        if options.coupled:
-            da = torch.cat([da_i, da_g, da_o], -1)
-        else:
-            dc = dc + da_f * p_f
-            da = torch.cat([da_i, da_f, da_g, da_o], -1)
-        dah = da
-        if norm_h is not None and p.norm_hh_weight is not None:
-            dah = _normalise_backward(da * p.norm_hh_weight, norm_h.at(s))
-        dh = dh * (1 - local.new_h[s]) + _times(dah @ p.weight_hh, direction.dropout)
-        for steps, step in ((das, da), (dahs, dah), (dqs, dq), (dns, dn)):
-            steps.append(step)
+    steps, dh, dc = _backward_steps(
+        direction, dy, dh, dc, cell, norm_h, norm_c, local, options.coupled
+    )
     da, dah, dq, dn = (
-        stack_steps(steps[::-1], like.shape[1:], like)
-        for steps, like in ((das, a), (dahs, a), (dqs, h), (dns, c))
+        stack_steps(made[::-1], like.shape[1:], like)
+        for made, like in zip(steps, (a, a, h, c), strict=True)
     )
     dax = da
     if norm_x is not None and p.norm_ih_weight is not None:
@@ -370,6 +343,50 @@ def _backward(
         "norm_cell_weight": lambda: gain(norm_c, dn),
         "norm_cell_bias": lambda: sum_over_steps(dn),
     }
+
+
+class _StepGradients(NamedTuple):
+    """The gradients that a backward pass computes in each step, the last step first."""
+
+    da: list[Tensor]  # (B, G·H): a
+    dah: list[Tensor]  # (B, G·H): W_hh h, before its norm
+    dq: list[Tensor]  # (B, R): q
+    dn: list[Tensor]  # (B, H): LN(c̃)
+
+
+def _backward_steps(
+    direction: _Direction, dy: Tensor, dh: Tensor, dc: Tensor, cell: _Cell,
+    norm_h: _Normalised | None, norm_c: _Normalised | None, local: _Derivatives, coupled: bool,
+) -> tuple[_StepGradients, Tensor, Tensor]:  # fmt: skip
+    """Returns the gradients of each step, of h0 and of c0; dy, dh and dc as in ``_backward``."""
+    p = direction.p
+    p_i, p_f, p_o = _peepholes(p, coupled)
+    made = _StepGradients([], [], [], [])
+    for s in reversed(range(len(dy))):
+        dh = dh + dy[s]
+        dq = dh * local.new_h[s] * local.unclipped_q[s]
+        dm = dq if p.weight_hr is None else dq @ p.weight_hr
+        dn, da_o = dm * local.n_by_m[s], dm * local.o_by_m[s]
+        du = dc * local.new_c[s] + da_o * p_o
+        if norm_c is None or p.norm_cell_weight is None:
+            du = du + dn
+        else:
+            du = du + _normalise_backward(dn * p.norm_cell_weight, norm_c.at(s))
+        du = du * local.unclipped_u[s]
+        da_i, da_f, da_g = du * local.i_by_u[s], du * local.f_by_u[s], du * local.g_by_u[s]
+        dc = dc * (1 - local.new_c[s]) + du * cell.f[s] + da_i * p_i
+        if coupled:
+            da = torch.cat([da_i, da_g, da_o], -1)
+        else:
+            dc = dc + da_f * p_f
+            da = torch.cat([da_i, da_f, da_g, da_o], -1)
+        dah = da
+        if norm_h is not None and p.norm_hh_weight is not None:
+            dah = _normalise_backward(da * p.norm_hh_weight, norm_h.at(s))
+        dh = dh * (1 - local.new_h[s]) + _times(dah @ p.weight_hh, direction.dropout)
+        for steps, step in zip(made, (da, dah, dq, dn), strict=True):
+            steps.append(step)
+    return made, dh, dc
 
 
 class _Derivatives(NamedTuple):
