@@ -684,40 +684,59 @@ class Backward {
   void normalised_gate_gradients(
       const RowGroup& group, const Job& job, const Team& team, int64_t s, int64_t s0) {
     const int64_t token = group_token(group, s, s0), rows = group.active(s);
-    const int64_t width = panels.width(), capacity = layer.group_rows(),
-                  size = panels.count * width;
-    const Weights& w = layer.weights[group.index];
-    const auto& direction = gradients.directions[group.index];
     const Range share = team.share(panels.count);
-    const auto grads = [&](int64_t q, int64_t i) { return job.grads + (q * capacity + i) * width; };
-    const auto add_to = [](T* sums, const U& x) { (U::load(sums) + x).store(sums); };
-
     for_tiles(team, p.H, [&](int64_t tile, int64_t first, int64_t columns) {
       begin_tile(group, job, s, tile, first, columns);
-      const Range within = panels_in(tile, first, columns);
-      for (int64_t q = within.first; q < within.last; ++q)
-        for (int64_t i = 0; i < rows; ++i) {
-          const Gates g = gates_of(group, job, q, i, s, token + i);
-          const U tanh_c = tanh(normalised_cell(group, q, token + i, g.c));
-          const U dm = load_dm(job, q, i), dn = dm * g.o * (U(T(1)) - tanh_c * tanh_c);
-          const U n = own.statistics[2][token + i].normalise(g.c);
-          store_m(group, q, i, s, g.o * tanh_c);
-          add_to(direction.cell.run + q * kUnits, dn * n);
-          add_to(direction.cell.run + layer.m_ld() + q * kUnits, dn);
-          if (ends_run(group.token(i, s)))
-            for (int k = 0; k < 2; ++k)
-              direction.cell.end_run(k * layer.m_ld() + q * kUnits, kUnits);
-          const U grad_n = dn * U::load(w.norm_cell + q * kUnits);
-          (dm * tanh_c).store(grads(q, i));
-          grad_n.store(grads(q, i) + kUnits);
-          T* sums = job.sums[q * capacity + i];
-          sums[0] = grad_n.total();
-          sums[1] = (grad_n * n).total();
-        }
+      cell_norm_gradients(group, job, panels_in(tile, first, columns), s, token);
     });
     team.wait();
     combine_sums(job, rows, p.H);
     team.wait();  // before the products' sums overwrite these
+    gate_gradients_of_normalised(group, job, share, s, token);
+    team.wait();
+    combine_sums(job, rows, panels.blocks * p.H);
+    product_norm_gradients(group, job, share, s, token);
+  }
+
+  // The buffer of one panel and row: in turn, what two passes hand on to the next.
+  T* panel_grads(const Job& job, int64_t q, int64_t i) const {
+    return job.grads + (q * layer.group_rows() + i) * panels.width();
+  }
+
+  static void add_to(T* sums, const U& x) { (U::load(sums) + x).store(sums); }
+
+  // From dm to the gradients of the cells before their norm; adds to those of the norm's weights.
+  void cell_norm_gradients(
+      const RowGroup& group, const Job& job, const Range& within, int64_t s, int64_t token) {
+    const Weights& w = layer.weights[group.index];
+    const auto& direction = gradients.directions[group.index];
+    for (int64_t q = within.first; q < within.last; ++q)
+      for (int64_t i = 0; i < group.active(s); ++i) {
+        const Gates g = gates_of(group, job, q, i, s, token + i);
+        const U tanh_c = tanh(normalised_cell(group, q, token + i, g.c));
+        const U dm = load_dm(job, q, i), dn = dm * g.o * (U(T(1)) - tanh_c * tanh_c);
+        const U n = own.statistics[2][token + i].normalise(g.c);
+        store_m(group, q, i, s, g.o * tanh_c);
+        add_to(direction.cell.run + q * kUnits, dn * n);
+        add_to(direction.cell.run + layer.m_ld() + q * kUnits, dn);
+        if (ends_run(group.token(i, s)))
+          for (int k = 0; k < 2; ++k) direction.cell.end_run(k * layer.m_ld() + q * kUnits, kUnits);
+        const U grad_n = dn * U::load(w.norm_cell + q * kUnits);
+        (dm * tanh_c).store(panel_grads(job, q, i));
+        grad_n.store(panel_grads(job, q, i) + kUnits);
+        T* sums = job.sums[q * layer.group_rows() + i];
+        sums[0] = grad_n.total();
+        sums[1] = (grad_n * n).total();
+      }
+  }
+
+  // From the cells' gradients to those of the gates; adds to those of the biases and of the
+  // products' norms' weights.
+  void gate_gradients_of_normalised(
+      const RowGroup& group, const Job& job, const Range& share, int64_t s, int64_t token) {
+    const int64_t rows = group.active(s), width = panels.width(), size = panels.count * width;
+    const Weights& w = layer.weights[group.index];
+    const auto& direction = gradients.directions[group.index];
     for (int64_t q = share.first; q < share.last; ++q) {
       if (p.draw_c.threshold)
         for (int64_t i = 0; i < rows; ++i)
@@ -726,10 +745,10 @@ class Backward {
         const Gates g = gates_of(group, job, q, i, s, token + i);
         const Statistics<T>& cell = own.statistics[2][token + i];
         const U grad_c = normalise_backward(
-            U::load(grads(q, i) + kUnits), cell.normalise(g.c), cell.rstd, own.means[i][0],
-            own.means[i][1]);
+            U::load(panel_grads(job, q, i) + kUnits), cell.normalise(g.c), cell.rstd,
+            own.means[i][0], own.means[i][1]);
         U da[4];
-        cell_backward(group, job, q, i, s, U::load(grads(q, i)), grad_c, g, da);
+        cell_backward(group, job, q, i, s, U::load(panel_grads(job, q, i)), grad_c, g, da);
         U sums[4] = {U(T(0)), U(T(0)), U(T(0)), U(T(0))};
         for (int b = 0; b < panels.blocks; ++b) {
           const int64_t at = q * width + b * kUnits;
@@ -742,22 +761,27 @@ class Backward {
           sums[1] = multiply_add(to_x, x, sums[1]);
           sums[2] = sums[2] + to_h;
           sums[3] = multiply_add(to_h, h, sums[3]);
-          da[b].store(grads(q, i) + b * kUnits);
+          da[b].store(panel_grads(job, q, i) + b * kUnits);
         }
         if (ends_run(group.token(i, s)))
           for (int k = 0; k < 3; ++k) direction.bias.end_run(k * size + q * width, width);
-        for (int k = 0; k < 4; ++k) job.sums[q * capacity + i][k] = sums[k].total();
+        for (int k = 0; k < 4; ++k) job.sums[q * layer.group_rows() + i][k] = sums[k].total();
       }
     }
-    team.wait();
-    combine_sums(job, rows, panels.blocks * p.H);
+  }
+
+  // From the gates' gradients to those of both products before their norms.
+  void product_norm_gradients(
+      const RowGroup& group, const Job& job, const Range& share, int64_t s, int64_t token) {
+    const Weights& w = layer.weights[group.index];
+    const auto& direction = gradients.directions[group.index];
     for (int64_t q = share.first; q < share.last; ++q)
-      for (int64_t i = 0; i < rows; ++i) {
+      for (int64_t i = 0; i < group.active(s); ++i) {
         const uint64_t existing = low_bits(units_of(p, q));
         for (int b = 0; b < panels.blocks; ++b) {
-          const int64_t at = q * width + b * kUnits;
+          const int64_t at = q * panels.width() + b * kUnits;
           const auto [x, h] = normalised_products(job, q, b, token + i);
-          const U da = U::load(grads(q, i) + b * kUnits);
+          const U da = U::load(panel_grads(job, q, i) + b * kUnits);
           const U dx = normalise_backward(
               da * U::load(w.norm_ih + at), x, own.statistics[0][token + i].rstd, own.means[i][0],
               own.means[i][1]);
