@@ -26,7 +26,7 @@ from trifuse.ops.linear import linear
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
-T, B, E = 3, 2, 4
+T, B, E = 2, 2, 3  # small: every element is a row of a jacobian
 
 
 class Model(torch.nn.Module):
@@ -51,7 +51,7 @@ OPERATORS: dict[str, Model] = {
     "attention": Model(lambda self, x: trifuse.scaled_dot_product_attention(x, x, x)),
     "attention, causal and lengths": Model(
         lambda self, x: trifuse.scaled_dot_product_attention(
-            x, x, x, is_causal=True, key_lengths=torch.tensor([1, 2, 0])
+            x, x, x, is_causal=True, key_lengths=torch.tensor([2, 0])
         )
     ),
     "dropout_add_layer_norm": Model(
@@ -67,7 +67,7 @@ OPERATORS: dict[str, Model] = {
     "lstm": Model(lambda self, x: trifuse.lstm(x, (x[0], x[0]), self.w, self.w)[0], w=GATES),
     "lstm, options": Model(
         lambda self, x: trifuse.lstm(
-            x, None, self.w, self.w, lengths=torch.tensor([3, 1]), cell_clip=0.3, reverse=True
+            x, None, self.w, self.w, lengths=torch.tensor([2, 1]), cell_clip=0.3, reverse=True
         )[0],
         w=GATES,
     ),
