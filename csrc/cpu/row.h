@@ -9,6 +9,7 @@
 #include <cstring>
 #include <tuple>
 #include <type_traits>
+#include <utility>
 
 #include "cpu/vector.h"
 
@@ -69,13 +70,8 @@ struct Strip : Lanes<Strip<T>, T, kStrip> {
   // Loads `count` columns, a number or Whole; the others are 0.
   template <class Scalar, class Count = Whole>
   static Strip load(const Scalar* from, Count count = {}) {
-    if constexpr (std::is_same_v<Count, Whole>) {
-      return load_whole(from);
-    } else {
-      alignas(64) Scalar padded[kStrip] = {};
-      std::copy_n(from, count, padded);
-      return load_whole(padded);
-    }
+    if constexpr (std::is_same_v<Count, Whole>) return load_whole(from);
+    else return load_part(from, count);
   }
 
   // With `stream` it stores past the caches: a line is then not read before it is written.
@@ -86,9 +82,7 @@ struct Strip : Lanes<Strip<T>, T, kStrip> {
       if (stream && reinterpret_cast<uintptr_t>(to) % 64 == 0) return stream_whole(to);
       store_whole(to);
     } else {
-      alignas(64) Scalar padded[kStrip];
-      store_whole(padded);
-      std::copy_n(padded, count, to);
+      store_part(to, count);
     }
   }
 
@@ -115,6 +109,40 @@ struct Strip : Lanes<Strip<T>, T, kStrip> {
       for (int i = 0; i < kVecs; ++i) s.v[i] = Vec::loadu(from + i * Vec::size());
     }
     return s;
+  }
+
+  // Vector by vector, so that only the last one is loaded in part.
+  template <class Scalar>
+  static Strip load_part(const Scalar* from, int64_t count) {
+    Strip s = Base::full(T(0));
+    for_vectors<Scalar>([&](int i, int64_t first, int64_t size) TRIFUSE_INLINE {
+      if (first >= count) return;
+      const auto part = Vectorized<Scalar>::loadu(from + first, std::min(count - first, size));
+      if constexpr (kReduced<Scalar>)
+        std::tie(s.v[i], s.v[i + 1]) = at::vec::convert_to_float<Scalar>(part);
+      else s.v[i] = part;
+    });
+    return s;
+  }
+
+  template <class Scalar>
+  void store_part(Scalar* to, int64_t count) const {
+    for_vectors<Scalar>([&](int i, int64_t first, int64_t size) TRIFUSE_INLINE {
+      if (first >= count) return;
+      Vectorized<Scalar> part;
+      if constexpr (kReduced<Scalar>) part = at::vec::convert_from_float<Scalar>(v[i], v[i + 1]);
+      else part = v[i];
+      part.store(to + first, static_cast<int>(std::min(count - first, size)));
+    });
+  }
+
+  // Calls f(i, column, columns) for each vector of Scalar: i is the first of its vectors of T.
+  template <class Scalar, class F>
+  TRIFUSE_INLINE static void for_vectors(const F& f) {
+    constexpr int step = kReduced<Scalar> ? 2 : 1;
+    [&]<int... k>(std::integer_sequence<int, k...>) TRIFUSE_INLINE {
+      (f(k * step, k * step * Vec::size(), step * Vec::size()), ...);
+    }(std::make_integer_sequence<int, kVecs / step>());
   }
 
   template <class Scalar>
