@@ -105,10 +105,12 @@ std::tuple<Tensor, Tensor> attention_forward(
     logsumexp.slice(2, call.used_q).fill_(-std::numeric_limits<double>::infinity());
   }
   const AttentionForward kernel = kernels(call.problem.dtype).attention_forward;
-  const int64_t blocks = kernel.query_blocks(call.problem);
-  const int64_t tasks = call.problem.batch * call.problem.heads * blocks;
-  parallel_tasks(
-      tasks, blocks, call.operations(), [&](int64_t task) { kernel.run(call.problem, task); });
+  const AttentionTasks tasks = kernel.tasks(call.problem);
+  // Few queries wait for keys and values, and take longer than their operations.
+  const double operations = call.operations() * (tasks.few_queries ? 8 : 1);
+  parallel_tasks(tasks.count, tasks.related, operations, [&](int64_t task) {
+    kernel.run(call.problem, task);
+  });
   return {out, logsumexp};
 }
 

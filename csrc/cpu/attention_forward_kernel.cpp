@@ -9,6 +9,7 @@
 // tile, the transposed queries and the output stay in the L1 and L2 caches; keys and values are
 // read from there or L3 once for every 64 queries, 1/64 of a byte an operation.
 
+#include "cpu/attention_few_queries.h"
 #include "cpu/attention_tile.h"
 #include "cpu/kernels.h"
 
@@ -89,29 +90,40 @@ void run(const AttentionProblem& p, int64_t task) {
       spread_nan(values, keys, p.Ev, out, out_ld, [&](int64_t j) { return mask.bits[j]; });
   }
 
-  T lse[kTile];
-  softmax.logsumexp(scale.unit, lse);
-  T* lse_row = s.query_row<T>(p.logsumexp, h, i);
-  for (int64_t r = 0; r < rows; ++r) {
-    const bool empty = !(seen >> r & 1);
-    // A row's softmax is NaN if all its scores are -inf or one of them is +inf.
-    if (!empty && !std::isfinite(lse[r])) lse[r] = std::numeric_limits<T>::quiet_NaN();
-    lse_row[r * p.logsumexp.stride[2]] = lse[r];
-    const T inverse =
-        std::isnan(lse[r]) ? lse[r] : static_cast<T>(p.dropout.scale) / softmax.row_sum[r];
-    T* row = out + r * out_ld;
-    for (int64_t c = 0; c < p.Ev; ++c) row[c] = empty ? T(0) : infinite_to_nan(row[c] * inverse);
-    narrow(row, p.Ev, s.query_row<Scalar>(p.out, h, i + r), p.out.stride[3]);
-  }
+  write_rows<Scalar>(p, s, softmax, scale, seen, rows, out, out_ld, [&](int64_t r) {
+    return HeadAndQuery{h, i + r};
+  });
+}
+
+// Calls f.template operator()<Scalar>(heads) for a problem's type; `heads` share a tile of few
+// queries, or it is 0.
+template <class F>
+auto for_path(const AttentionProblem& p, const F& f) {
+  return for_type(p.dtype, [&]<class Scalar>() {
+    using E = typename Compute<Scalar>::Element;
+    return f.template operator()<Scalar>(heads_of_few_queries<E>(p));
+  });
+}
+
+AttentionTasks tasks(const AttentionProblem& p) {
+  return for_path(p, [&]<class Scalar>(int64_t heads) {
+    if (!heads) return AttentionTasks{p.batch * p.heads * query_blocks(p), query_blocks(p), false};
+    const int64_t group = p.heads / p.kv_heads, parts = (group + heads - 1) / heads;
+    return AttentionTasks{p.batch * p.kv_heads * parts, parts, true};
+  });
 }
 
 void run_any(const AttentionProblem& p, int64_t task) {
   [[maybe_unused]] const MatrixUnit unit;
-  for_type(p.dtype, [&]<class Scalar>() { run<Scalar>(p, task); });
+  for_path(p, [&]<class Scalar>(int64_t heads) {
+    if constexpr (kHasFewQueries<typename Compute<Scalar>::Element>)
+      if (heads) return run_few_queries<Scalar>(p, heads, task);
+    run<Scalar>(p, task);
+  });
 }
 
 }  // namespace
 
-AttentionForward attention_forward() { return {query_blocks, run_any}; }
+AttentionForward attention_forward() { return {tasks, run_any}; }
 
 }  // namespace trifuse::TRIFUSE_CAPABILITY

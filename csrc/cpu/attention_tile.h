@@ -217,20 +217,20 @@ struct TileMask {
   }
 };
 
-// Computes a tile's scores [key][query]: products or, in nats, scaled products, capped, plus the
-// float mask. Writes the cap's slope 1 - tanh²(score / c) unless it is null.
-template <class E, class T = AccumulatorOf<E>>
-inline void tile_scores(
-    const AttentionProblem& p, const TileMask<T>& mask, const Scale<T>& scale, Operand<E> key,
-    const E* query_t, int64_t keys, int64_t lanes, T* scores, T* slope = nullptr) {
+// Makes scores of products: in nats they are scaled, capped, and the float mask is added. Rows have
+// kTile elements, and so have those of `bias`. Writes the cap's slope 1 - tanh²(score / c) unless
+// it is null.
+template <class T>
+inline void finish_scores(
+    const AttentionProblem& p, const T* bias, const Scale<T>& scale, int64_t rows, int64_t lanes,
+    T* scores, T* slope = nullptr) {
   using Vec = Vectorized<T>;
-  tile_gemm(keys, lanes, elements<E>(p.E), key.data, key.ld, 1, query_t, kTile, scores, kTile);
   if (!scale.scores_in_nats) return;
   const auto update = [&](auto new_score) {
-    for (int64_t c = 0; c < keys; ++c)
+    for (int64_t r = 0; r < rows; ++r)
       for (int64_t l = 0; l < lanes; l += Vec::size()) {
-        T* at = scores + c * kTile + l;
-        new_score(Vec::loadu(at), c * kTile + l).store(at);
+        T* at = scores + r * kTile + l;
+        new_score(Vec::loadu(at), r * kTile + l).store(at);
       }
   };
   const Vec factor(scale.product);
@@ -241,14 +241,21 @@ inline void tile_scores(
       if (slope) (one - y * y).store(slope + at);
       return y * cap;
     });
-    if (has_float_mask(p))
-      update([&](Vec x, int64_t at) { return x + Vec::loadu(mask.bias + at); });
+    if (has_float_mask(p)) update([&](Vec x, int64_t at) { return x + Vec::loadu(bias + at); });
   } else if (has_float_mask(p)) {
-    update(
-        [&](Vec x, int64_t at) { return at::vec::fmadd(x, factor, Vec::loadu(mask.bias + at)); });
+    update([&](Vec x, int64_t at) { return at::vec::fmadd(x, factor, Vec::loadu(bias + at)); });
   } else {
     update([&](Vec x, int64_t) { return x * factor; });
   }
+}
+
+// Computes a tile's scores [key][query].
+template <class E, class T = AccumulatorOf<E>>
+inline void tile_scores(
+    const AttentionProblem& p, const TileMask<T>& mask, const Scale<T>& scale, Operand<E> key,
+    const E* query_t, int64_t keys, int64_t lanes, T* scores, T* slope = nullptr) {
+  tile_gemm(keys, lanes, elements<E>(p.E), key.data, key.ld, 1, query_t, kTile, scores, kTile);
+  finish_scores(p, mask.bias, scale, keys, lanes, scores, slope);
 }
 
 // Sets bit i of bits[j] if dropout keeps the pair of query i and key j.
@@ -326,6 +333,32 @@ inline void spread_nan(
       for (int64_t m = 0; m < kTile; ++m)
         if (outputs >> m & 1) sums[m * ld + c] = std::numeric_limits<T>::quiet_NaN();
     }
+  }
+}
+
+struct HeadAndQuery {
+  int64_t h, i;
+};
+
+// Writes out and logsumexp of a task's rows; place(r) returns the head and the query of row r. Bit
+// r of `seen` is set if row r has a key.
+template <class Scalar, class T, class Place>
+inline void write_rows(
+    const AttentionProblem& p, const Sequence& s, const Softmax<T>& softmax, const Scale<T>& scale,
+    uint64_t seen, int64_t rows, T* out, int64_t out_ld, Place place) {
+  T lse[kTile];
+  softmax.logsumexp(scale.unit, rows, lse);
+  for (int64_t r = 0; r < rows; ++r) {
+    const HeadAndQuery at = place(r);
+    const bool empty = !(seen >> r & 1);
+    // A row's softmax is NaN if all its scores are -inf or one of them is +inf.
+    if (!empty && !std::isfinite(lse[r])) lse[r] = std::numeric_limits<T>::quiet_NaN();
+    *s.query_row<T>(p.logsumexp, at.h, at.i) = lse[r];
+    const T inverse =
+        std::isnan(lse[r]) ? lse[r] : static_cast<T>(p.dropout.scale) / softmax.row_sum[r];
+    T* row = out + r * out_ld;
+    for (int64_t c = 0; c < p.Ev; ++c) row[c] = empty ? T(0) : infinite_to_nan(row[c] * inverse);
+    narrow(row, p.Ev, s.query_row<Scalar>(p.out, at.h, at.i), p.out.stride[3]);
   }
 }
 

@@ -17,9 +17,15 @@ namespace trifuse {
 // A kernel splits its work into tasks that may run in any number of threads. Tasks must be started
 // in order; results do not depend on how many run at once.
 //
-// Attention forward: one task for each sequence, head and block of queries, in that order.
+// The tasks of attention's forward, in the order of sequences and heads. With few queries each
+// serves all queries of some heads, otherwise a block of queries of one head.
+struct AttentionTasks {
+  int64_t count, related;  // so many neighbours read the same keys
+  bool few_queries;
+};
+
 struct AttentionForward {
-  int64_t (*query_blocks)(const AttentionProblem&);
+  AttentionTasks (*tasks)(const AttentionProblem&);
   void (*run)(const AttentionProblem&, int64_t task);
 };
 

@@ -43,20 +43,55 @@ struct Softmax {
     for (; lane < lanes; lane += L) columns<1, Partial>(scores, bits, keys, lane);
   }
 
-  // Writes log2 of the sums, in double: it must not be rounded before it is added to a maximum.
-  void log2_sum(double* result) const {
-    using Vec = Vectorized<double>;
-    std::copy_n(row_sum, kTile, result);
-    for (int64_t l = 0; l < kTile; l += Vec::size())
-      Vec::loadu(result + l).log2().store(result + l);
+  // As `tile`, for at most kTile rows of scores [row][key] whose vectors run over keys. Bit j of
+  // bits[r] is set if row r sees key j. The sums have the order of `tile`, key by key.
+  void by_rows(T* scores, const uint64_t* bits, int64_t rows, int64_t keys) {
+    using Vec = Vectorized<T>;
+    constexpr int64_t L = Vec::size();
+    alignas(64) T base[kTile], total[kTile];
+    for (int64_t r = 0; r < rows; ++r) {
+      Vec top(-infinity);
+      for (int64_t l = 0; l < keys; l += L)
+        top = larger(top, select(bits[r] >> l, Vec::loadu(scores + r * kTile + l), Vec(-infinity)));
+      const T before = row_max[r];
+      const T highest = at::vec::vec_reduce_all([](Vec& a, Vec& b) { return larger(a, b); }, top);
+      const T now = std::max(before, highest);
+      row_max[r] = now;
+      base[r] = now == -infinity ? T(0) : now;
+      rescale[r] = (before - base[r]) * factor;
+    }
+    const int64_t padding = round_up(rows, L) - rows;
+    std::fill_n(rescale + rows, padding, T(0));
+    std::fill_n(total + rows, padding, T(0));
+    for (int64_t r = 0; r < rows; r += L) exp2(Vec::loadu(rescale + r)).store(rescale + r);
+    for (int64_t r = 0; r < rows; ++r) {
+      T* row = scores + r * kTile;
+      for (int64_t l = 0; l < keys; l += L) {
+        const Vec p = exp2((Vec::loadu(row + l) - Vec(base[r])) * Vec(factor));
+        select(bits[r] >> l, p, Vec(T(0))).store(row + l);
+      }
+      total[r] = 0;
+      for (int64_t j = 0; j < keys; ++j) total[r] += row[j];
+    }
+    for (int64_t r = 0; r < rows; r += L)
+      at::vec::fmadd(Vec::loadu(row_sum + r), Vec::loadu(rescale + r), Vec::loadu(total + r))
+          .store(row_sum + r);
   }
 
-  // Writes the logsumexp in nats, -inf for a query that has seen no key. score_unit is one unit of
-  // score in nats.
-  void logsumexp(double score_unit, T* result) const {
+  // Writes log2 of the first `rows` sums, in double: it must not be rounded before it is added to a
+  // maximum. Writes whole vectors.
+  void log2_sum(double* result, int64_t rows = kTile) const {
+    using Vec = Vectorized<double>;
+    std::copy_n(row_sum, kTile, result);
+    for (int64_t l = 0; l < rows; l += Vec::size()) Vec::loadu(result + l).log2().store(result + l);
+  }
+
+  // Writes the logsumexp of the first `rows` rows in nats, -inf for a query that has seen no key.
+  // score_unit is one unit of score in nats.
+  void logsumexp(double score_unit, int64_t rows, T* result) const {
     double log2[kTile];
-    log2_sum(log2);
-    for (int64_t l = 0; l < kTile; ++l)
+    log2_sum(log2, rows);
+    for (int64_t l = 0; l < rows; ++l)
       result[l] = static_cast<T>(row_max[l] * score_unit + log2[l] * kLn2);
   }
 

@@ -495,7 +495,10 @@ def _peepholes(p: Parameters, coupled: bool) -> tuple[Any, Any, Any]:
 
 
 def _clip(t: Tensor, limit: float | None) -> Tensor:
-    return t if limit is None else t.clamp(-limit, limit)
+    """Clips to ±limit. A number at its limit has a gradient; torch.clamp's differs by version."""
+    if limit is None:
+        return t
+    return torch.where(t > limit, limit, torch.where(t < -limit, -limit, t))
 
 
 def _clipped(cell: _Cell, options: Options) -> Tensor:

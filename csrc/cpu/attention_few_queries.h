@@ -1,0 +1,187 @@
+// Attention forward on a CPU for few queries: a step of decoding, a short sentence.
+//
+// A task owns the queries of up to kFewRows rows: those of one sequence and of some heads that
+// share a key head, (h, i) in order. It reads their keys and values once, 64 keys at a time, for
+// all rows together. A tile of scores is held by rows, the vector running over keys, because a
+// vector of queries would be nearly empty: the other kernel (attention_forward_kernel.cpp) takes as
+// long for one query as for a vector of them.
+//
+//             standard tile, 64 queries                 this tile, R rows
+//             q0 q1 q2 ... q63                          k0 k1 k2 ... k63
+//         k0  [ one vector ]                      h0 q0 [ one vector ]
+//         k1  [            ]                      h0 q1 [            ]
+//        ...                                      h1 q0 [            ]
+//
+// Keys are transposed in squares of a vector's size, which stay in the L1 cache. Every sum has the
+// terms and the order of the other kernel, so results have the same bits.
+//
+// Floor: keys and values are read once, at the rate of the cache or memory that holds them. Beside
+// that a key takes E / lanes steps of the transposition (about 4 instructions each), and a row
+// (E + Ev) / lanes multiply-adds.
+
+#pragma once
+
+#include "cpu/attention_tile.h"
+
+namespace trifuse::TRIFUSE_CAPABILITY {
+
+constexpr int64_t kFewRows = 8;
+
+// Whether a type's products here add up in the order of tile_gemm: torch's brgemm has its own.
+template <class E>
+constexpr bool kHasFewQueries =
+#ifdef TRIFUSE_BRGEMM
+    false;
+#else
+    sizeof(E) == sizeof(float);
+#endif
+
+// Number of heads that share a tile; 0: the call has too many queries.
+template <class E>
+inline int64_t heads_of_few_queries(const AttentionProblem& p) {
+  if (!kHasFewQueries<E> || p.Lq > kFewRows || p.Lq == 0 || p.kv_heads == 0) return 0;
+  return std::min(p.heads / p.kv_heads, kFewRows / p.Lq);
+}
+
+// Transposes a vector's number of keys by as many columns; zeros past the keys that exist.
+template <class E>
+inline void transpose_keys(
+    const E* keys, int64_t ld, int64_t count, int64_t columns, E* transposed) {
+  constexpr int64_t L = Vectorized<float>::size();
+  if (count == L && columns == L) {
+    transpose_square(
+        reinterpret_cast<const float*>(keys), ld, reinterpret_cast<float*>(transposed), L);
+    return;
+  }
+  for (int64_t c = 0; c < columns; ++c)
+    for (int64_t j = 0; j < L; ++j) transposed[c * L + j] = j < count ? keys[j * ld + c] : E{};
+}
+
+// scores[r][j] = query r · key j for all keys of a tile; 0 up to the next whole vector.
+template <class E>
+inline void few_products(
+    const E* const* query, int64_t rows, Operand<E> key, int64_t keys, int64_t columns,
+    float* scores) {
+  using Vec = Vectorized<float>;
+  constexpr int64_t L = Vec::size();
+  if (columns == 0) std::fill_n(scores, rows * kTile, 0.0f);
+  alignas(64) E transposed[L * L];
+  for (int64_t j = 0; j < keys; j += L)
+    for (int64_t c = 0; c < columns; c += L) {
+      const int64_t width = std::min(L, columns - c);
+      transpose_keys(key.data + j * key.ld + c, key.ld, std::min(L, keys - j), width, transposed);
+      for (int64_t r = 0; r < rows; ++r) {
+        float* at = scores + r * kTile + j;
+        Vec sum = c ? Vec::loadu(at) : Vec(0.0f);
+        for (int64_t k = 0; k < width; ++k)
+          sum = Element<E>::multiply_add(
+              Element<E>::broadcast(query[r] + c + k), Element<E>::load(transposed + k * L), sum);
+        sum.store(at);
+      }
+    }
+}
+
+// The mask of a tile by rows.
+struct FewMask {
+  uint64_t bits[kTile];                      // bit j of word r: row r sees key j
+  alignas(64) float bias[kFewRows * kTile];  // [r][j]: the float mask, if there is one
+};
+
+template <class Scalar>
+void run_few_queries(const AttentionProblem& p, int64_t heads, int64_t task) {
+  using E = typename Compute<Scalar>::Element;
+  const int64_t group = p.heads / p.kv_heads, parts = (group + heads - 1) / heads;
+  const int64_t kv_head = task / parts % p.kv_heads, first = task % parts * heads;
+  const Sequence s(p, task / parts / p.kv_heads);
+  const int64_t h0 = kv_head * group + first, rows = std::min(heads, group - first) * s.Lq;
+  if (rows == 0) return;
+  const int64_t out_ld = padded<E>(p.Ev);
+  const Scale<float> scale(p);
+
+  thread_local Scratch scratch;
+  scratch.reset(
+      Scratch::bytes<TileMask<float>>(1) + Scratch::bytes<FewMask>(1) +
+          Scratch::bytes<E>(left_rows_size<E>(kFewRows, p.E)) +
+          Scratch::bytes<E>(left_rows_size<E>(kTile, p.E)) +
+          Scratch::bytes<E>(right_rows_size<E>(kTile, p.Ev)) + Scratch::bytes<E>(kFewRows * kTile) +
+          Scratch::bytes<float>(kFewRows * kTile) + Scratch::bytes<float>(kFewRows * out_ld),
+      "a thread of attention");
+  TileMask<float>& head_mask = *scratch.take<TileMask<float>>(1);
+  FewMask& mask = *scratch.take<FewMask>(1);
+  E* query_buffer = scratch.take<E>(left_rows_size<E>(kFewRows, p.E));  // [rows][E]
+  E* key_buffer = scratch.take<E>(left_rows_size<E>(kTile, p.E));       // [64][E]
+  E* value_buffer = scratch.take<E>(right_rows_size<E>(kTile, p.Ev));   // [64][Ev]
+  E* weight_buffer = scratch.take<E>(kFewRows * kTile);                 // [rows][64 / pack]
+  float* scores = scratch.take<float>(kFewRows * kTile);                // [rows][keys]
+  float* out = scratch.take<float>(kFewRows * out_ld);                  // [rows][Ev]
+
+  const E* query[kFewRows];
+  for (int64_t r = 0; r < rows; r += s.Lq) {
+    const Operand<E> head = left_rows<E>(
+        s.query_rows<Scalar>(p.query, h0 + r / s.Lq, 0), s.Lq, p.E,
+        query_buffer + r * elements<E>(p.E), scale.sign);
+    for (int64_t i = 0; i < s.Lq; ++i) query[r + i] = head.data + i * head.ld;
+  }
+  Softmax<float> softmax(scale.exponent);
+  std::fill_n(out, kFewRows * out_ld, 0.0f);
+
+  uint64_t seen = 0;  // bit r: row r has a key
+  const auto visible = s.visible(p, 0, s.Lq);
+  for (int64_t j = visible.first / kTile * kTile; j < visible.last; j += kTile) {
+    int64_t keys = 0;
+    bool full = true;
+    for (int64_t r = 0; r < rows; r += s.Lq) {
+      const int64_t columns = std::min(kTile, s.keys - j), h = h0 + r / s.Lq;
+      const Cover cover = head_mask.template read<Scalar>(p, s, h, 0, s.Lq, j, columns);
+      full &= cover == Cover::Full;
+      if (cover != Cover::Empty) keys = std::max(keys, head_mask.keys);
+      for (int64_t i = 0; i < s.Lq; ++i) {
+        uint64_t& bits = mask.bits[r + i];
+        bits = cover == Cover::Full ? low_bits(columns) : 0;
+        if (cover == Cover::Partial)
+          for (int64_t c = 0; c < columns; ++c) bits |= (head_mask.bits[c] >> i & 1) << c;
+        if (bits) seen |= uint64_t(1) << (r + i);
+        if (has_float_mask(p))
+          for (int64_t c = 0; c < kTile; ++c)
+            mask.bias[(r + i) * kTile + c] = c < columns ? head_mask.bias[c * kTile + i] : 0.0f;
+      }
+    }
+    if (keys == 0) continue;
+
+    const auto values = s.key_rows<Scalar>(p.value, kv_head, j);
+    const auto key = left_rows<E>(s.key_rows<Scalar>(p.key, kv_head, j), keys, p.E, key_buffer);
+    few_products<E>(query, rows, key, keys, elements<E>(p.E), scores);
+    finish_scores(p, mask.bias, scale, rows, round_up(keys, Vectorized<float>::size()), scores);
+    softmax.by_rows(scores, mask.bits, rows, keys);
+
+    if (p.dropout.threshold) {
+      using Vec = Vectorized<float>;
+      for (int64_t r = 0; r < rows; ++r) {
+        const uint64_t plane = s.index * p.heads + h0 + r / s.Lq;
+        const uint64_t kept = dropout_row(p.dropout.seed, plane, r % s.Lq, j, p.dropout.threshold);
+        for (int64_t l = 0; l < kTile; l += Vec::size()) {
+          float* at = scores + r * kTile + l;
+          select(kept >> l, Vec::loadu(at), Vec(0.0f)).store(at);
+        }
+      }
+    }
+
+    const bool finite = full || all_finite(values, keys, p.Ev);
+    const auto value = right_rows(values, keys, p.Ev, value_buffer, !finite);
+    const auto weight = pair_columns(scores, rows, weight_buffer);
+    tile_gemm(
+        rows, p.Ev, elements<E>(keys), weight.data, weight.ld, 1, value.data, value.ld, out, out_ld,
+        {true, softmax.rescale});
+    if (!finite)
+      spread_nan(values, keys, p.Ev, out, out_ld, [&](int64_t k) {
+        uint64_t reached = 0;
+        for (int64_t r = 0; r < rows; ++r) reached |= (mask.bits[r] >> k & 1) << r;
+        return reached;
+      });
+  }
+  write_rows<Scalar>(p, s, softmax, scale, seen, rows, out, out_ld, [&](int64_t r) {
+    return HeadAndQuery{h0 + r / s.Lq, r % s.Lq};
+  });
+}
+
+}  // namespace trifuse::TRIFUSE_CAPABILITY
