@@ -230,3 +230,24 @@ def test_the_generator_decides(backend):
     before = torch.get_rng_state()
     trifuse.scaled_dot_product_attention(*(normal(1, 1, 3, 2),) * 3)
     assert torch.equal(torch.get_rng_state(), before)  # no dropout, no draw
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("H", "Hkv", "E"), [(2, 2, 64), (6, 2, 40), (9, 1, 7)])
+def test_few_queries_have_the_bits_of_many(cpp_kernel, dtype, H, Hkv, E):
+    """Few queries have a kernel of their own, in which heads share a tile."""
+    L, Lk = 70, 150
+    q, k = (normal(2, heads, n, E, seed=n).to(dtype) for heads, n in ((H, L), (Hkv, Lk)))
+    v = normal(2, Hkv, Lk, 33, seed=1).to(dtype)
+    bias = normal(2, H, L, Lk, seed=2).to(dtype)
+    bias = bias.masked_fill(bias < -1, -torch.inf)
+    options = {"enable_gqa": True, "key_lengths": torch.tensor([Lk, 67])}
+    for mask in (None, bias > 0, bias):
+        for more in ({}, {"softcap": 2.0}, {"is_causal": True}):
+            many = trifuse.scaled_dot_product_attention(q, k, v, mask, **options, **more)
+            for n in (1, 3, 8):
+                part = None if mask is None else mask[:, :, :n]
+                few = trifuse.scaled_dot_product_attention(
+                    q[:, :, :n], k, v, part, **options, **more
+                )
+                assert torch.equal(few, many[:, :, :n])

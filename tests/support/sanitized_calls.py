@@ -57,6 +57,15 @@ def attention_calls(dtype: torch.dtype, brief: bool = False) -> Calls:
         ),
         attention.make(**wide, mask=full[:1] > 0, scale=-0.3),
         *(
+            attention.make(1, 4, 2, wide["Lk"], 40, 72, Hkv=2, dtype=dtype, **options)
+            for options in (
+                {"dropout_p": 0.2},
+                {"is_causal": CausalVariant.LOWER_RIGHT, "softcap": 3.0},
+                {"mask": mask(1, 4, 2, wide["Lk"]) > 0},
+                {"mask": mask(1, 4, 2, wide["Lk"])},
+            )
+        ),
+        *(
             attention.make(**two, mask=part[..., : two["Lq"], :], dropout_p=0.1)
             for part in (full, full[:1], full[:, :1], full[:1, :1, :1], full[..., :1])
         ),
