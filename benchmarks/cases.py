@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import argparse
 import fnmatch
+import functools
 import sys
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from rich.progress import track
 
+import trifuse
+from trifuse.benchmarks import machine, report
 from trifuse.benchmarks.terminal import console
 
 Item = TypeVar("Item")
@@ -64,6 +68,35 @@ def run_all(
                 sys.exit(2)
         keep(done)
     return done, failed
+
+
+class Finished(NamedTuple):
+    """What a command measured."""
+
+    facts: dict[str, Any]  # the machine
+    outcomes: list[Any]
+    failed: dict[str, str]  # errors by the case's name
+
+
+def run_selected(
+    options: argparse.Namespace,
+    cases: Sequence[Item],
+    name: Callable[[Item], str],
+    run: Callable[[Item], Any],
+) -> Finished:
+    """Run the cases that the options select, with their threads and backend, on a CPU.
+
+    Prints the machine. Saves the times so far after each case if the options ask for a JSON file.
+    """
+    torch.set_num_threads(options.threads)
+    chosen = select(cases, name, options.cases)
+    facts = machine.facts()
+    console.print(machine.describe(facts), soft_wrap=True, markup=False)
+    keep = functools.partial(report.save_times, options, facts)
+    with trifuse.backend(options.backend):
+        outcomes, failed = run_all(chosen, name, run, keep)
+    keep(outcomes, failed=failed)
+    return Finished(facts, outcomes, failed)
 
 
 def _gpu_is_lost() -> bool:

@@ -71,9 +71,7 @@ class Result:
     @property
     def over(self) -> float:
         """Seconds per call that we take beyond the fastest peer; below 0 if we are faster."""
-        peer = self.peers[self.fastest_peer].seconds
-        pairs = zip(peer, self.ours.seconds, strict=True)
-        return statistics.median(ours - theirs for theirs, ours in pairs)
+        return self.ours.over(self.peers[self.fastest_peer])
 
     @property
     def met(self) -> bool:

@@ -19,9 +19,9 @@ from rich.table import Table
 from torch import Tensor, nn
 
 import trifuse
-from trifuse.benchmarks import command_line, machine, report, timing
+from trifuse.benchmarks import command_line, passes, timing
 from trifuse.benchmarks.agreement import check_agreement
-from trifuse.benchmarks.cases import run_all, select
+from trifuse.benchmarks.cases import run_selected
 from trifuse.benchmarks.terminal import console, print_table
 from trifuse.benchmarks.timing import Timing
 
@@ -112,17 +112,15 @@ def _call(module: nn.Module, x: Tensor, backward: bool) -> Callable[[], Sequence
         result = module(x)
         return result[0] if isinstance(result, tuple) else result
 
-    def forward() -> Sequence[Tensor]:
-        with torch.no_grad():
-            return (output(),)
-
+    if not backward:
+        return passes.forward(output)
     variables = [x, *module.parameters()]
 
     def forward_backward() -> Sequence[Tensor]:
         y = output()
         return (y.detach(), *torch.autograd.grad(y.sum(), variables))
 
-    return forward_backward if backward else forward
+    return forward_backward
 
 
 def table(outcomes: Sequence[Outcome]) -> Table:
@@ -140,18 +138,10 @@ def main(argv: Sequence[str]) -> int:
     """Run the cases and print the table."""
     parser = command_line.parser("one_row", __doc__, devices=("cpu",), plots=False)
     options = parser.parse_args(argv)
-    torch.set_num_threads(options.threads)
     # torch warns that LSTMs with projections take a slower path.
     warnings.filterwarnings("ignore", message="LSTM with projections is not supported with oneDNN")
-    cases = select(CASES, lambda case: case.name, options.cases)
-    facts = machine.facts()
-    console.print(machine.describe(facts), soft_wrap=True, markup=False)
-    keep = functools.partial(report.save_times, options, facts)
-    with trifuse.backend(options.backend):
-        seconds = 0.05 if options.quick else 0.25
-        call = functools.partial(run, seconds=seconds)
-        outcomes, failed = run_all(cases, lambda case: case.name, call, keep)
-    keep(outcomes, failed=failed)
+    call = functools.partial(run, seconds=0.05 if options.quick else 0.25)
+    _, outcomes, failed = run_selected(options, CASES, lambda case: case.name, call)
     if outcomes:
         print_table(table(outcomes))
         worst = min(outcomes, key=lambda outcome: min(outcome.ratios().values()))

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import statistics
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -21,10 +20,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import trifuse
-from trifuse.benchmarks import command_line, machine, report, timing
+from trifuse.benchmarks import command_line, passes, timing
 from trifuse.benchmarks.agreement import check_agreement
-from trifuse.benchmarks.cases import run_all, select
-from trifuse.benchmarks.terminal import console, print_table
+from trifuse.benchmarks.cases import run_selected
+from trifuse.benchmarks.terminal import print_table
 from trifuse.benchmarks.timing import Timing
 
 N, HEADS = 32, 2
@@ -142,8 +141,7 @@ class Outcome(NamedTuple):
     @property
     def overhead(self) -> float:
         """Seconds of ours less torch's, the median over the rounds."""
-        ours, theirs = self.timings["ours"].seconds, self.timings["torch"].seconds
-        return statistics.median(a - b for a, b in zip(ours, theirs, strict=True))
+        return self.timings["ours"].over(self.timings["torch"])
 
     def record(self) -> dict[str, Any]:
         medians = {name: measured.median for name, measured in self.timings.items()}
@@ -174,26 +172,11 @@ def _call(
         result = function(*tensors)
         return result[0] if isinstance(result, tuple) else result
 
-    def forward() -> Sequence[Tensor]:
-        with torch.no_grad():
-            return (output(),)
-
     if not backward:
-        return forward
-    for t in tensors:
-        t.requires_grad_()
+        return passes.forward(output)
     module = function.func if isinstance(function, functools.partial) else function
     parameters = tuple(module.parameters()) if isinstance(module, nn.Module) else ()
-    variables = list(dict.fromkeys((*tensors, *parameters)))
-    shape = forward()[0].shape
-    torch.manual_seed(1)  # the same gradient for both
-    upstream = torch.randn(shape)
-
-    def forward_backward() -> Sequence[Tensor]:
-        y = output()
-        return (y.detach(), *torch.autograd.grad(y, variables, upstream))
-
-    return forward_backward
+    return passes.forward_backward(output, list(dict.fromkeys((*tensors, *parameters))))
 
 
 def table(outcomes: Sequence[Outcome]) -> Table:
@@ -212,15 +195,8 @@ def main(argv: Sequence[str]) -> int:
     parser = command_line.parser("overhead", __doc__, devices=("cpu",), plots=False)
     parser.set_defaults(threads=1)
     options = parser.parse_args(argv)
-    torch.set_num_threads(options.threads)
-    cases = select(CASES, lambda case: case.name, options.cases)
-    facts = machine.facts()
-    console.print(machine.describe(facts), soft_wrap=True, markup=False)
-    keep = functools.partial(report.save_times, options, facts)
-    with trifuse.backend(options.backend):
-        call = functools.partial(run, seconds=0.1 if options.quick else 1.0)
-        outcomes, failed = run_all(cases, lambda case: case.name, call, keep)
-    keep(outcomes, failed=failed)
-    if outcomes:
-        print_table(table(outcomes))
-    return bool(failed)
+    call = functools.partial(run, seconds=0.1 if options.quick else 1.0)
+    done = run_selected(options, CASES, lambda case: case.name, call)
+    if done.outcomes:
+        print_table(table(done.outcomes))
+    return bool(done.failed)

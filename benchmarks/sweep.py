@@ -27,9 +27,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import trifuse
-from trifuse.benchmarks import command_line, machine, pictures, report, timing
+from trifuse.benchmarks import command_line, machine, passes, pictures, timing
 from trifuse.benchmarks.agreement import check_accuracy, check_agreement
-from trifuse.benchmarks.cases import run_all, select
+from trifuse.benchmarks.cases import run_selected
 from trifuse.benchmarks.sweep_calls import CALLS, Attention, Call, Norm, Recurrent
 from trifuse.benchmarks.terminal import console, print_table
 from trifuse.benchmarks.timing import Timing
@@ -61,7 +61,7 @@ class Precision(NamedTuple):
 
 
 def make(call: Call, computed_in: torch.dtype | None = None) -> Pair:
-    """Makes the tensors of a call and both functions, from torch's seed."""
+    """Make the tensors of a call and both functions, from torch's seed."""
     precision = Precision(call.dtype, computed_in or call.dtype)
     if isinstance(call.call, Attention):
         return _attention(call.call, precision, call.kind == "training")
@@ -168,7 +168,7 @@ class Outcome(NamedTuple):
 
 
 def run(call: Call, seconds: float) -> Outcome:
-    """Times a call.
+    """Time a call.
 
     Raises:
         AssertionError: the two don't compute the same.
@@ -194,8 +194,7 @@ def run(call: Call, seconds: float) -> Outcome:
     if ratios[0] < RETIMED_BELOW:
         ratios += [_ratio(timing.alternate(timed, seconds=seconds)) for _ in range(3)]
     ours, theirs = timings["ours"], timings["torch"]
-    over = statistics.median(a - b for a, b in zip(ours.seconds, theirs.seconds, strict=True))
-    return Outcome(call, ours.median, theirs.median, statistics.median(ratios), over)
+    return Outcome(call, ours.median, theirs.median, statistics.median(ratios), ours.over(theirs))
 
 
 def _ratio(timings: dict[str, Timing]) -> float:
@@ -205,26 +204,12 @@ def _ratio(timings: dict[str, Timing]) -> float:
 def _timed(
     function: Callable[[], Tensor], variables: Sequence[Tensor], training: bool
 ) -> Callable[[], Sequence[Tensor]]:
-    def forward() -> Sequence[Tensor]:
-        with torch.no_grad():
-            return (function(),)
-
-    if not training:
-        return forward
-    for t in variables:
-        t.requires_grad_()
-    like = forward()[0]
-    torch.manual_seed(1)  # the same gradient for both
-    upstream = torch.randn(like.shape).bfloat16().to(like.dtype)  # values that every dtype has
-
-    def forward_backward() -> Sequence[Tensor]:
-        y = function()
-        return (y.detach(), *torch.autograd.grad(y, variables, upstream))
-
-    return forward_backward
+    if training:
+        return passes.forward_backward(function, variables)
+    return passes.forward(function)
 
 
-# What is shown -----------------------------------------------------------------------------------
+# Tables and picture ------------------------------------------------------------------------------
 
 
 def summary(outcomes: Sequence[Outcome]) -> Table:
@@ -265,7 +250,7 @@ def table(title: str, outcomes: Sequence[Outcome]) -> Table:
 
 
 def plot(path: Path, title: str, outcomes: Sequence[Outcome]) -> None:
-    """Draws a dot for each call: torch's time over ours, against torch's time."""
+    """Draw a dot for each call: torch's time over ours, against torch's time."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -298,8 +283,9 @@ def plot(path: Path, title: str, outcomes: Sequence[Outcome]) -> None:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Times the calls, prints the tables and draws the picture."""
+    """Time the calls, print the tables and draw the picture."""
     parser = command_line.parser("sweep", __doc__, devices=("cpu",))
+    # argparse refuses an empty list beside choices.
     parser.add_argument("operator", nargs="*", metavar="|".join(OPERATORS), help="default: all")
     options = command_line.parse(parser, argv, PICTURE)
     if unknown := set(options.operator) - set(OPERATORS):
@@ -307,18 +293,11 @@ def main(argv: Sequence[str]) -> int:
     partial = options.operator or options.cases
     if partial and options.plot == PICTURE:
         options.plot = None  # the picture shows all calls
-    torch.set_num_threads(options.threads)
     warnings.filterwarnings("ignore", message="LSTM with projections is not supported with oneDNN")
     wanted = tuple(OPERATORS[name] for name in options.operator or OPERATORS)
     calls = [call for call in CALLS if isinstance(call.call, wanted)]
-    calls = select(calls, lambda call: call.name, options.cases)
-    facts = machine.facts()
-    console.print(machine.describe(facts), soft_wrap=True, markup=False)
-    keep = functools.partial(report.save_times, options, facts)
-    with trifuse.backend(options.backend):
-        timed = functools.partial(run, seconds=0.1 if options.quick else 0.7)
-        outcomes, failed = run_all(calls, lambda call: call.name, timed, keep)
-    keep(outcomes, failed=failed)
+    timed = functools.partial(run, seconds=0.1 if options.quick else 0.7)
+    facts, outcomes, failed = run_selected(options, calls, lambda call: call.name, timed)
     if outcomes:
         _show(outcomes)
         if options.plot is not None:

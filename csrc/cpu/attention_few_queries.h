@@ -21,6 +21,7 @@
 
 #pragma once
 
+#include "cpu/attention_output.h"
 #include "cpu/attention_tile.h"
 
 namespace trifuse::TRIFUSE_CAPABILITY {
@@ -36,12 +37,21 @@ constexpr bool kHasFewQueries =
     sizeof(E) == sizeof(float);
 #endif
 
-// Number of heads that share a tile; 0: the call has too many queries.
 template <class E>
-inline int64_t heads_of_few_queries(const AttentionProblem& p) {
-  if (!kHasFewQueries<E> || p.Lq > kFewRows || p.Lq == 0 || p.kv_heads == 0) return 0;
-  return std::min(p.heads / p.kv_heads, kFewRows / p.Lq);
+inline bool has_few_queries(const AttentionProblem& p) {
+  return kHasFewQueries<E> && 0 < p.Lq && p.Lq <= kFewRows && p.heads > 0 && p.kv_heads > 0;
 }
+
+// How the heads that share a key head are dealt to tasks.
+struct Group {
+  int64_t size;        // heads that share a key head
+  int64_t task_heads;  // heads of a task; the last task of a group may have fewer
+  int64_t tasks;
+
+  explicit Group(const AttentionProblem& p)
+      : size(p.heads / p.kv_heads), task_heads(std::min(size, kFewRows / p.Lq)),
+        tasks((size + task_heads - 1) / task_heads) {}
+};
 
 // Transposes a vector's number of keys by as many columns; zeros past the keys that exist.
 template <class E>
@@ -83,17 +93,18 @@ inline void few_products(
 
 // The mask of a tile by rows.
 struct FewMask {
-  uint64_t bits[kTile];                      // bit j of word r: row r sees key j
+  uint64_t bits[kFewRows];                   // bit j of word r: row r sees key j
   alignas(64) float bias[kFewRows * kTile];  // [r][j]: the float mask, if there is one
 };
 
 template <class Scalar>
-void run_few_queries(const AttentionProblem& p, int64_t heads, int64_t task) {
+void run_few_queries(const AttentionProblem& p, int64_t task) {
   using E = typename Compute<Scalar>::Element;
-  const int64_t group = p.heads / p.kv_heads, parts = (group + heads - 1) / heads;
-  const int64_t kv_head = task / parts % p.kv_heads, first = task % parts * heads;
-  const Sequence s(p, task / parts / p.kv_heads);
-  const int64_t h0 = kv_head * group + first, rows = std::min(heads, group - first) * s.Lq;
+  const Group group(p);
+  const int64_t kv_head = task / group.tasks % p.kv_heads;
+  const int64_t first = task % group.tasks * group.task_heads, h0 = kv_head * group.size + first;
+  const Sequence s(p, task / group.tasks / p.kv_heads);
+  const int64_t rows = std::min(group.task_heads, group.size - first) * s.Lq;
   if (rows == 0) return;
   const int64_t out_ld = padded<E>(p.Ev);
   const Scale<float> scale(p);

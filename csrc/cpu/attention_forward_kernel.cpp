@@ -1,4 +1,4 @@
-// Attention forward on a CPU.
+// Attention forward on a CPU. Calls of few queries take attention_few_queries.h.
 //
 // A task owns 64 queries of one head of one sequence. It reads their keys and values tile by tile,
 // 64 at a time, and keeps for each query its running softmax and the output so far: 64 x Ev values.
@@ -10,6 +10,7 @@
 // read from there or L3 once for every 64 queries, 1/64 of a byte an operation.
 
 #include "cpu/attention_few_queries.h"
+#include "cpu/attention_output.h"
 #include "cpu/attention_tile.h"
 #include "cpu/kernels.h"
 
@@ -95,29 +96,21 @@ void run(const AttentionProblem& p, int64_t task) {
   });
 }
 
-// Calls f.template operator()<Scalar>(heads) for a problem's type; `heads` share a tile of few
-// queries, or it is 0.
-template <class F>
-auto for_path(const AttentionProblem& p, const F& f) {
-  return for_type(p.dtype, [&]<class Scalar>() {
-    using E = typename Compute<Scalar>::Element;
-    return f.template operator()<Scalar>(heads_of_few_queries<E>(p));
-  });
-}
-
 AttentionTasks tasks(const AttentionProblem& p) {
-  return for_path(p, [&]<class Scalar>(int64_t heads) {
-    if (!heads) return AttentionTasks{p.batch * p.heads * query_blocks(p), query_blocks(p), false};
-    const int64_t group = p.heads / p.kv_heads, parts = (group + heads - 1) / heads;
-    return AttentionTasks{p.batch * p.kv_heads * parts, parts, true};
+  const bool few = for_type(p.dtype, [&]<class Scalar>() {
+    return has_few_queries<typename Compute<Scalar>::Element>(p);
   });
+  if (!few) return {p.batch * p.heads * query_blocks(p), query_blocks(p), false};
+  const int64_t related = Group(p).tasks;
+  return {p.batch * p.kv_heads * related, related, true};
 }
 
 void run_any(const AttentionProblem& p, int64_t task) {
   [[maybe_unused]] const MatrixUnit unit;
-  for_path(p, [&]<class Scalar>(int64_t heads) {
-    if constexpr (kHasFewQueries<typename Compute<Scalar>::Element>)
-      if (heads) return run_few_queries<Scalar>(p, heads, task);
+  for_type(p.dtype, [&]<class Scalar>() {
+    using E = typename Compute<Scalar>::Element;
+    if constexpr (kHasFewQueries<E>)
+      if (has_few_queries<E>(p)) return run_few_queries<Scalar>(p, task);
     run<Scalar>(p, task);
   });
 }

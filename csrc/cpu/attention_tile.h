@@ -336,30 +336,4 @@ inline void spread_nan(
   }
 }
 
-struct HeadAndQuery {
-  int64_t h, i;
-};
-
-// Writes out and logsumexp of a task's rows; place(r) returns the head and the query of row r. Bit
-// r of `seen` is set if row r has a key.
-template <class Scalar, class T, class Place>
-inline void write_rows(
-    const AttentionProblem& p, const Sequence& s, const Softmax<T>& softmax, const Scale<T>& scale,
-    uint64_t seen, int64_t rows, T* out, int64_t out_ld, Place place) {
-  T lse[kTile];
-  softmax.logsumexp(scale.unit, rows, lse);
-  for (int64_t r = 0; r < rows; ++r) {
-    const HeadAndQuery at = place(r);
-    const bool empty = !(seen >> r & 1);
-    // A row's softmax is NaN if all its scores are -inf or one of them is +inf.
-    if (!empty && !std::isfinite(lse[r])) lse[r] = std::numeric_limits<T>::quiet_NaN();
-    *s.query_row<T>(p.logsumexp, at.h, at.i) = lse[r];
-    const T inverse =
-        std::isnan(lse[r]) ? lse[r] : static_cast<T>(p.dropout.scale) / softmax.row_sum[r];
-    T* row = out + r * out_ld;
-    for (int64_t c = 0; c < p.Ev; ++c) row[c] = empty ? T(0) : infinite_to_nan(row[c] * inverse);
-    narrow(row, p.Ev, s.query_row<Scalar>(p.out, at.h, at.i), p.out.stride[3]);
-  }
-}
-
 }  // namespace trifuse::TRIFUSE_CAPABILITY
