@@ -108,6 +108,11 @@ def _smallest(dtype: torch.dtype) -> float:
     return 2.0**-24 if dtype == torch.float16 else torch.finfo(dtype).smallest_normal
 
 
+def _smallest_error(dtype: torch.dtype) -> float:
+    """Returns the smallest error that counts. The square of a smaller one is 0 in float64."""
+    return max(_smallest(dtype), torch.finfo(torch.float64).smallest_normal ** 0.5)
+
+
 def sigmoid(x: Tensor, r: Rounding) -> Tensor:
     """Returns r(sigmoid(x)). Its derivative is computed from the rounded result, as in torch."""
     return _Activation.apply(x, r, torch.sigmoid, lambda y: y * r(1 - y))
@@ -152,7 +157,7 @@ def units_off(actual: Tensor, replicas: Tensor, computed_in: torch.dtype) -> Ten
     around = inexact.mean(-1, keepdim=True) if inexact.dim() else inexact
     # The rounding of the result itself.
     last = (0.3 * eps * exact).square_()
-    unit = (inexact + around + last).sqrt_() + _smallest(computed_in)
+    unit = (inexact + around + last).sqrt_() + _smallest_error(computed_in)
     error = (actual - exact).abs_()
     if computed_in == torch.float64:
         size = torch.where(known, exact, 0.0).abs()
