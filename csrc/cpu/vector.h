@@ -68,7 +68,7 @@ inline Vectorized<T> larger(Vectorized<T> x, Vectorized<T> y) {
   return at::vec::maximum(x, y);
 }
 
-// 2^x, within 1 ulp; 0 for -inf.
+// 2^x, within 1 ulp; 0 for -inf, infinity from 128 on (in float32).
 template <class T>
 inline Vectorized<T> exp2(Vectorized<T> x) {
   return x.exp2();
@@ -145,12 +145,13 @@ inline Vectorized<float> larger(Vectorized<float> x, Vectorized<float> y) {
   return _mm256_max_ps(x, y);
 }
 
-// 2^floor(x) is built in the exponent field. Below 2^-126 the result is 0: nothing that small
-// survives beside a softmax's largest term, 1.
+// 2^floor(x) is built in the exponent field: infinity from 2^128 on. Below 2^-126 the result is 0:
+// nothing that small survives beside a softmax's largest term, 1.
 template <>
 inline Vectorized<float> exp2(Vectorized<float> x) {
-  // The order of operands lets a NaN through the clamp.
-  const __m256 clamped = _mm256_max_ps(_mm256_set1_ps(-127.0f), x);
+  // The order of operands lets a NaN through the clamps.
+  const __m256 clamped =
+      _mm256_min_ps(_mm256_set1_ps(128.0f), _mm256_max_ps(_mm256_set1_ps(-127.0f), x));
   const __m256 whole = _mm256_floor_ps(clamped);
   const __m256i exponent = _mm256_add_epi32(_mm256_cvtps_epi32(whole), _mm256_set1_epi32(127));
   const __m256 power = _mm256_castsi256_ps(_mm256_slli_epi32(exponent, 23));

@@ -72,7 +72,9 @@ def draw(d: Draws, kernel: str, dtype: str, operator: str = "gru") -> Call:
     results = {"h_n": Values((*lead, *rows, H), dtype)}
     if entry_point != "cell":
         results = {"output": Values((*shape, directions * H), dtype), **results}
-    call = Call(operator, kernel, dtype, makers.tensors, options, entry_point)
+    # Nothing bounds the states of ReLU.
+    overflow = dtype == "float16" and options.get("nonlinearity") == "relu"
+    call = Call(operator, kernel, dtype, makers.tensors, options, entry_point, overflow=overflow)
     call = draw_modes(d, call, [n for n in makers.tensors if n != "lengths"], results)
     call = recurrent.with_specials(d, call)
     return dataclasses.replace(call, seed=d.integer(0, 255))

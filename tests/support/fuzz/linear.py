@@ -81,7 +81,8 @@ def formula(call: Call, tensors: Tensors, r: Rounding) -> Tensors:
         out = r(out + tensors["bias"][:, None])
     match call.options.get("activation"):
         case "relu":
-            out = r(out * (out[:1].detach() > 0))
+            # Each replica by its own sign: rounding decides whether a number near 0 passes.
+            out = r(out * (out.detach() > 0))
         case "gelu":
             out = r(r(out) * r(0.5 * (1 + r(torch.erf(r(out) / math.sqrt(2))))))
         case "gelu_tanh":

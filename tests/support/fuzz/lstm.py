@@ -62,8 +62,9 @@ def draw(d: Draws, kernel: str, dtype: str) -> Call:
     }
     norm = d.flag(25)
     for suffix in ("", "_reverse")[:directions]:
-        makers.make(f"weight_ih{suffix}", G * H, I, scale=1 / math.sqrt(I))
-        makers.make(f"weight_hh{suffix}", G * H, R, scale=1 / math.sqrt(R))
+        # A layer norm of equal numbers turns rounding errors into results of any size.
+        makers.make(f"weight_ih{suffix}", G * H, I, repeat=not norm, scale=1 / math.sqrt(I))
+        makers.make(f"weight_hh{suffix}", G * H, R, repeat=not norm, scale=1 / math.sqrt(R))
         if projected:
             makers.make(f"weight_hr{suffix}", R, H, scale=1 / math.sqrt(H))
         for name in ("bias_ih", "bias_hh"):

@@ -33,8 +33,10 @@ class Makers:
         self.d, self.dtype = d, dtype
         self.tensors: dict[str, Values] = {}
 
-    def make(self, name: str, *shape: int, dtype: str = "", **rest: Any) -> None:
-        layout = draw_layout(self.d, shape)
+    def make(
+        self, name: str, *shape: int, dtype: str = "", repeat: bool = True, **rest: Any
+    ) -> None:
+        layout = draw_layout(self.d, shape, repeat)
         seed = self.d.integer(0, 255)
         self.tensors[name] = Values(shape, dtype or self.dtype, seed, layout=layout, **rest)
 
