@@ -88,8 +88,9 @@ struct Lstm {
   void* grad_c;             // (D, B, H)
   // (T, B, D, H, G): with layer norm W_hh h, replaced by its gradient; in a GRU that gradient.
   void* from_hidden;
-  // (D, B, kVectorGradients, H) or, without layer norm, (D, B, 3, H): each row's part of the
-  // gradients of vectors, which the backward adds to; null if none are needed.
+  // (D, vector_grad_runs(), B, kVectorGradients, H) or, without layer norm, (D, ..., 3, H): the
+  // part of each row in the gradients of vectors, one sum for a run of kVectorGradRun steps, which
+  // the backward adds to; null if none are needed.
   void* vector_grads;
   const void* h_before;  // (D, T, B, H), in a GRU: h before each step
 
@@ -106,6 +107,9 @@ struct Lstm {
   constexpr int vector_grad_count() const {
     return norm_hh ? int(kVectorGradients) : int(kGradBias);
   }
+  // A sum over all steps of a long sequence would lose too much to rounding.
+  static constexpr int64_t kVectorGradRun = 32;
+  constexpr int64_t vector_grad_runs() const { return (T + kVectorGradRun - 1) / kVectorGradRun; }
 };
 
 // `stream` is a cudaStream_t. Each function that takes one throws std::runtime_error if a kernel

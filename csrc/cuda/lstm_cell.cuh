@@ -336,12 +336,14 @@ __device__ __forceinline__ RestoredUnit<T> restore_unit(
   return result;
 }
 
-// Adds to a row's part of the gradient of vector `vector`, a VectorGradient.
+// Adds to the part of a row and a run of steps in the gradient of vector `vector`, a
+// VectorGradient.
 template <class T>
 __device__ __forceinline__ void add_vector_grad(
     const Lstm& p, const Step& at, int vector, int64_t unit, T value) {
   if (!p.vector_grads) return;
-  const int64_t index = (at.d * p.B + at.row) * p.vector_grad_count() + vector;
+  const int64_t run = at.d * p.vector_grad_runs() + at.t / Lstm::kVectorGradRun;
+  const int64_t index = (run * p.B + at.row) * p.vector_grad_count() + vector;
   static_cast<T*>(p.vector_grads)[index * p.H + unit] += value;
 }
 

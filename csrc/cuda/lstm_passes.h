@@ -182,15 +182,15 @@ inline BackwardTokens prepare_tokens(
 }
 
 // Returns the gradient of a parameter of chain d, from tokens that the steps have run over.
-// `vector_grads` is (D, B, p.vector_grad_count(), H).
+// `vector_grads` is (D, p.vector_grad_runs(), B, p.vector_grad_count(), H).
 inline Tensor parameter_gradient(
     const LstmCall& call, const BackwardTokens& tokens, const LstmSaved& saved,
     const Tensor& vector_grads, int64_t d, Slot slot) {
   const Lstm& p = call.p;
   const auto outside = [&](const Tensor& t) { return with_gates_outside(t, p.H, p.coupled); };
-  // Returns `count` vectors' gradients from `first` on, summed over rows: (count, H).
+  // Returns `count` vectors' gradients from `first` on, summed over runs and rows: (count, H).
   const auto vectors = [&](int64_t first, int64_t count) {
-    return vector_grads[d].narrow(1, first, count).sum(0);
+    return vector_grads[d].narrow(2, first, count).sum({0, 1});
   };
   const auto gates_vector = [&](int64_t first) { return outside(vectors(first, 4).t().flatten()); };
   switch (slot) {
@@ -241,7 +241,8 @@ inline std::vector<Tensor> backward_pass(
   BackwardTokens tokens = prepare_tokens(call, grad_output, input, first_h, saved);
   Tensor vector_grads;
   if (norm || p.peephole)
-    vector_grads = at::zeros({D, B, p.vector_grad_count(), H}, grad_h.options());
+    vector_grads =
+        at::zeros({D, p.vector_grad_runs(), B, p.vector_grad_count(), H}, grad_h.options());
   p.from_input = data(tokens.grad_from_input);
   p.from_hidden = norm || p.cell == Cell::Gru ? data(tokens.grad_from_hidden) : nullptr;
   p.h_before = data(tokens.h_dropped);

@@ -345,6 +345,11 @@ def test_steps_of_an_lstm_in_triton(triton):
     hold([triton], [steady_call((150, 1))])
 
 
+def test_steps_of_an_lstm_in_cuda():
+    with cuda_of("lstm") as cuda:
+        hold([cuda], [steady_call((T, 1)) for T in (150, 700)])
+
+
 @pytest.mark.parametrize("operator", ["gru", "lstm", "rnn"])
 def test_recurrent_of_10_to_the_6_tokens(operator):
     hold(BEST, [recurrent_call(operator, (5, 200_000), "equal")])
