@@ -42,7 +42,6 @@ class Limits(NamedTuple):
 
     dtypes: tuple[torch.dtype, ...]
     head_dim: float = math.inf  # the largest
-    lacks: tuple[str, ...] = ()  # values of Call.option
 
 
 # The limits of each backend, for all operators but those of _LIMITS_OF_OPERATOR.
@@ -56,7 +55,6 @@ _LIMITS_OF_OPERATOR = {
     # A tile of a GPU's attention kernels holds all of head_dim.
     ("cuda", "attention"): Limits(_UP_TO_FLOAT32, head_dim=256),
     ("triton", "attention"): Limits(_UP_TO_FLOAT32, head_dim=256),
-    ("cuda", "gru"): Limits(_UP_TO_FLOAT64, lacks=("linear_before_reset=False",)),
 }
 
 # Operators whose CUDA kernels measure faster than their Triton kernels. None has been measured yet.
@@ -76,7 +74,6 @@ class Call(NamedTuple):
     device: str  # a torch device type
     dtype: torch.dtype
     head_dim: int = 0
-    option: str = ""  # one that not every backend has, such as "linear_before_reset=False"
 
 
 class Choice(NamedTuple):
@@ -128,13 +125,6 @@ def _why_not_head_dim(backend: str, call: Call) -> str | None:
     return f"head_dim {call.head_dim} exceeds {largest}" if call.head_dim > largest else None
 
 
-def _why_not_option(backend: str, call: Call) -> str | None:
-    if call.option not in _limits(backend, call).lacks:
-        return None
-    others = [name for name in ORDER if call.option not in _limits(name, call).lacks]
-    return f"no kernel with {call.option}; {', '.join(others)} have one"
-
-
 # Read once, at import: torch.compile can't trace into the extension.
 _CUDA_OPERATORS: tuple[str, ...] = () if _C is None else tuple(_C.build_info()["cuda"])
 
@@ -151,7 +141,7 @@ def _why_not_cuda(call: Call) -> str | None:
     major, minor = _capability()
     if major < 8:
         return f"the GPU's compute capability is {major}.{minor}, and 8.0 is the least"
-    return _why_not_head_dim("cuda", call) or _why_not_option("cuda", call)
+    return _why_not_head_dim("cuda", call)
 
 
 def _capability() -> tuple[int, int]:

@@ -20,7 +20,6 @@ from trifuse.nn.lstm import LSTM, LSTMCell
 from trifuse.nn.rnn import RNN, RNNCell
 from trifuse.ops import linear
 from trifuse.ops._explained import EXPLAINED
-from trifuse.ops.gru import option_of
 
 
 class Runs(NamedTuple):
@@ -199,8 +198,7 @@ def _backend(operator: str, module: nn.Module) -> str:
     if weight is None:
         return "none: it has no parameters"
     head_dim = module.head_dim if isinstance(module, MultiheadAttention) else 0
-    option = option_of(module.linear_before_reset) if isinstance(module, (GRU, GRUCell)) else ""
-    call = backends.Call(operator, weight.device.type, weight.dtype, head_dim, option)
+    call = backends.Call(operator, weight.device.type, weight.dtype, head_dim)
     try:
         return backends.choose(call).backend
     except RuntimeError as error:  # the backend requested by name can't serve it

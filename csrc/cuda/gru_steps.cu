@@ -1,4 +1,5 @@
-// The GRU and the RNN step by step: all of a step except its product, which the caller computes.
+// The GRU and the RNN step by step: all of a step except its product, which the caller computes. In
+// a GRU whose reset gate comes first a step has two products: r and z from h, then n from r h.
 //
 // A thread owns a unit of one row. The states pass from launch to launch through global memory; the
 // L2 cache holds them. There are no atomics: results repeat bit for bit.
@@ -62,6 +63,110 @@ __global__ __launch_bounds__(kThreads) void backward_step_kernel(
   Unit::backward(p, at, own.unit, loaded, Unit::gradient(p, at, own.unit, loaded, dh), da);
 }
 
+// The reset gate first ----------------------------------------------------------------------------
+
+// Returns the preactivation of gate `gate`; v is W_hh's product.
+template <class Scalar, class T = Accumulator<Scalar>>
+__device__ __forceinline__ T
+preactivation(const Lstm& p, const Step& at, int64_t unit, int gate, Scalar v) {
+  const int64_t token = 3 * (at.token_offset(p, p.H) + unit);
+  T a = widen(static_cast<const Scalar*>(p.from_input)[token + gate]) + widen(v);
+  if (!p.bias) return a;
+  const T* const bias = chain_vector<T>(p.bias, at.d, 4 * p.H) + 4 * unit;
+  a += bias[gate];
+  return gate == 2 ? a + bias[3] : a;
+}
+
+// Reads h, and W_ih x and W_hh h of r. Writes r h, (D, B, H), and r if the gates are saved.
+// `from_hidden` is W_hh h of r and z, (D, B, H, 2).
+template <class Scalar>
+__global__ __launch_bounds__(kThreads) void forward_reset_kernel(
+    const __grid_constant__ Lstm p, int64_t step, const Scalar* from_hidden, Scalar* reset_h) {
+  const OwnUnit own(p);
+  if (own.row >= p.B) return;
+  const Step at(p, step, own.row, own.d);
+  if (!at.exists) return;
+  const int64_t state = at.state_offset(p, p.H) + own.unit;
+  const auto r = sigmoid(preactivation(p, at, own.unit, 0, from_hidden[2 * state]));
+  reset_h[state] = narrow<Scalar>(r * widen(static_cast<const Scalar*>(p.h)[state]));
+  if (p.gates)
+    static_cast<Scalar*>(p.gates)[3 * (at.saved_offset(p, p.H) + own.unit)] = narrow<Scalar>(r);
+}
+
+// Reads h, W_ih x and W_hh h of z, and W_hn (r h), `from_reset_h`, (D, B, H). Writes h twice, and z
+// and n if the gates are saved.
+template <class Scalar>
+__global__ __launch_bounds__(kThreads) void forward_reset_first_kernel(
+    const __grid_constant__ Lstm p, int64_t step, const Scalar* from_hidden,
+    const Scalar* from_reset_h) {
+  using T = Accumulator<Scalar>;
+  const OwnUnit own(p);
+  if (own.row >= p.B) return;
+  const Step at(p, step, own.row, own.d);
+  if (!at.exists) return;
+  const int64_t state = at.state_offset(p, p.H) + own.unit;
+  const T z = sigmoid(preactivation(p, at, own.unit, 1, from_hidden[2 * state + 1]));
+  const T n = tanh(preactivation(p, at, own.unit, 2, from_reset_h[state]));
+  if (p.gates) {
+    Scalar* const gates = static_cast<Scalar*>(p.gates) + 3 * (at.saved_offset(p, p.H) + own.unit);
+    gates[1] = narrow<Scalar>(z);
+    gates[2] = narrow<Scalar>(n);
+  }
+  const T h = widen(static_cast<const Scalar*>(p.h)[state]);
+  finish_h<Scalar>(p, at, own.unit, (1 - z) * n + z * h);
+}
+
+// Reads z, n, h before the step and the three parts of the gradient of h. Writes the gradients of z
+// and n, that of n once more for the next product, `dn`, (D, B, H), and the part of the gradient of
+// h before the step that bypasses the gates.
+template <class Scalar>
+__global__ __launch_bounds__(kThreads) void backward_reset_first_kernel(
+    const __grid_constant__ Lstm p, int64_t step, const Scalar* dh_recurrent, Scalar* dn_out) {
+  using T = Accumulator<Scalar>;
+  const OwnUnit own(p);
+  if (own.row >= p.B) return;
+  const Step at(p, step, own.row, own.d);
+  if (!at.exists) return;
+  const int64_t state = at.state_offset(p, p.H) + own.unit;
+  const int64_t saved = at.saved_offset(p, p.H) + own.unit;
+  const auto [r, z, n] = Numbers<Scalar, 3>::load(p.gates, saved).widened().of;
+  const T h = widen(static_cast<const Scalar*>(p.h_before)[saved]);
+  const T dh = LoadedGradient<Scalar>::load(p, at, own.unit).total(widen(dh_recurrent[state]));
+  const Scalar dn = narrow<Scalar>(dh * (1 - z) * (1 - n * n));
+  Scalar* const grad =
+      static_cast<Scalar*>(p.from_input) + 3 * (at.token_offset(p, p.H) + own.unit);
+  grad[1] = narrow<Scalar>(dh * (h - n) * z * (1 - z));
+  grad[2] = dn;
+  dn_out[state] = dn;
+  static_cast<T*>(p.grad_h)[state] = dh * z;
+}
+
+// Reads r, h before the step and the gradient of r h, `d_reset_h`, (D, B, H). Writes the gradient
+// of r, those of r and z once more for the next product, `da`, (D, B, H, 2), and adds the part
+// through r h to the gradient of h before the step.
+template <class Scalar>
+__global__ __launch_bounds__(kThreads) void backward_reset_kernel(
+    const __grid_constant__ Lstm p, int64_t step, const Scalar* d_reset_h, Scalar* da) {
+  using T = Accumulator<Scalar>;
+  const OwnUnit own(p);
+  if (own.row >= p.B) return;
+  const Step at(p, step, own.row, own.d);
+  const int64_t state = at.state_offset(p, p.H) + own.unit;
+  if (!at.exists) return Numbers<Scalar, 2>{}.store(da, state);
+  const int64_t saved = at.saved_offset(p, p.H) + own.unit;
+  const T r = widen(static_cast<const Scalar*>(p.gates)[3 * saved]);
+  const T h = widen(static_cast<const Scalar*>(p.h_before)[saved]);
+  const T d = widen(d_reset_h[state]);
+  const Scalar dr = narrow<Scalar>(d * h * r * (1 - r));
+  Scalar* const grad =
+      static_cast<Scalar*>(p.from_input) + 3 * (at.token_offset(p, p.H) + own.unit);
+  grad[0] = dr;
+  Numbers<Scalar, 2>{{dr, grad[1]}}.store(da, state);
+  static_cast<T*>(p.grad_h)[state] += d * r;
+}
+
+// Launches --------------------------------------------------------------------------------------
+
 LaunchPlan plan_of(const char* kernel, const Lstm& p) {
   return {
       .kernel = kernel,
@@ -100,6 +205,46 @@ void gru_backward_step(
         plan_of(p.cell == Cell::Gru ? "gru_backward_step" : "rnn_backward_step", p),
         static_cast<cudaStream_t>(stream), backward_step_kernel<Unit>, p, step,
         static_cast<const Scalar*>(dh_recurrent), static_cast<Scalar*>(da));
+  });
+}
+
+void gru_forward_reset(
+    const Lstm& p, int64_t step, const void* from_hidden, void* reset_h, void* stream) {
+  for_type(p.dtype, [&]<class Scalar>() {
+    launch(
+        plan_of("gru_forward_reset", p), static_cast<cudaStream_t>(stream),
+        forward_reset_kernel<Scalar>, p, step, static_cast<const Scalar*>(from_hidden),
+        static_cast<Scalar*>(reset_h));
+  });
+}
+
+void gru_forward_reset_first(
+    const Lstm& p, int64_t step, const void* from_hidden, const void* from_reset_h, void* stream) {
+  for_type(p.dtype, [&]<class Scalar>() {
+    launch(
+        plan_of("gru_forward_reset_first", p), static_cast<cudaStream_t>(stream),
+        forward_reset_first_kernel<Scalar>, p, step, static_cast<const Scalar*>(from_hidden),
+        static_cast<const Scalar*>(from_reset_h));
+  });
+}
+
+void gru_backward_reset_first(
+    const Lstm& p, int64_t step, const void* dh_recurrent, void* dn, void* stream) {
+  for_type(p.dtype, [&]<class Scalar>() {
+    launch(
+        plan_of("gru_backward_reset_first", p), static_cast<cudaStream_t>(stream),
+        backward_reset_first_kernel<Scalar>, p, step, static_cast<const Scalar*>(dh_recurrent),
+        static_cast<Scalar*>(dn));
+  });
+}
+
+void gru_backward_reset(
+    const Lstm& p, int64_t step, const void* d_reset_h, void* da, void* stream) {
+  for_type(p.dtype, [&]<class Scalar>() {
+    launch(
+        plan_of("gru_backward_reset", p), static_cast<cudaStream_t>(stream),
+        backward_reset_kernel<Scalar>, p, step, static_cast<const Scalar*>(d_reset_h),
+        static_cast<Scalar*>(da));
   });
 }
 

@@ -57,17 +57,19 @@ std::vector<Tensor> lstm_backward(
 
 // Returns why such a call runs step by step; empty if it is one launch.
 std::string step_by_step(
-    Cell cell, const Tensor& input, const Parameters& parameters, bool coupled, bool backward) {
+    const LstmOptions& o, const Tensor& input, const Parameters& parameters, bool backward) {
   const OnDeviceOf device(input);
   std::string why;
-  const int64_t directions = static_cast<int64_t>(parameters.size()) / slots_of(cell);
-  lstm_fits_sequence(lstm_sizes(input, parameters, cell, coupled, directions), backward, &why);
+  const int64_t directions = static_cast<int64_t>(parameters.size()) / slots_of(o.cell);
+  Lstm p = lstm_sizes(input, parameters, o.cell, o.coupled, directions);
+  p.reset_first = o.reset_first;
+  lstm_fits_sequence(p, backward, &why);
   return why;
 }
 
 std::string lstm_step_by_step(
     const Tensor& input, const Parameters& parameters, bool coupled, bool backward) {
-  return step_by_step(Cell::Lstm, input, parameters, coupled, backward);
+  return step_by_step({Flags(), coupled}, input, parameters, backward);
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> lstm_stack_forward(
@@ -101,12 +103,6 @@ std::vector<Tensor> lstm_stack_backward(
 
 // A GRU and an RNN --------------------------------------------------------------------------------
 
-template <Cell cell>
-std::string step_by_step_without_c(
-    const Tensor& input, const Parameters& parameters, bool backward) {
-  return step_by_step(cell, input, parameters, /*coupled=*/false, backward);
-}
-
 LstmResults forward_without_c(
     const Tensor& input, const OptionalTensor& h0, const Parameters& parameters,
     const OptionalTensor& lengths, const LstmOptions& options, int64_t save) {
@@ -130,17 +126,33 @@ std::vector<Tensor> backward_without_c(
   return backward_pass(call, grad_output, grad_h_n, {}, input, h0, {}, saved, needs_grad);
 }
 
-// ops/gru.py chooses another backend for a reset gate that precedes the product.
-void check_order(bool linear_before_reset) {
-  TORCH_CHECK_VALUE(
-      linear_before_reset, "linear_before_reset: the CUDA kernels expect True; got False");
+LstmOptions gru_options(const Flags& reverse, bool linear_before_reset) {
+  LstmOptions options{reverse};
+  options.cell = Cell::Gru;
+  options.reset_first = !linear_before_reset;
+  return options;
+}
+
+LstmOptions rnn_options(const Flags& reverse, bool relu) {
+  LstmOptions options{reverse};
+  options.cell = Cell::Rnn;
+  options.relu = relu;
+  return options;
+}
+
+std::string gru_step_by_step(
+    const Tensor& input, const Parameters& parameters, bool linear_before_reset, bool backward) {
+  return step_by_step(gru_options(Flags(), linear_before_reset), input, parameters, backward);
+}
+
+std::string rnn_step_by_step(const Tensor& input, const Parameters& parameters, bool backward) {
+  return step_by_step(rnn_options(Flags(), false), input, parameters, backward);
 }
 
 std::tuple<Tensor, Tensor, Tensor> gru_forward(
     const Tensor& input, const OptionalTensor& h0, const Parameters& parameters,
     const OptionalTensor& lengths, const Flags& reverse, bool linear_before_reset, int64_t save) {
-  check_order(linear_before_reset);
-  const LstmOptions options = options_without_c(Cell::Gru, reverse);
+  const LstmOptions options = gru_options(reverse, linear_before_reset);
   const LstmResults r =
       forward_without_c(input, h0, parameters, lengths, options, save ? kGatesAndCells : kNothing);
   return {r.output, r.h, r.gates};
@@ -151,16 +163,15 @@ std::vector<Tensor> gru_backward(
     const OptionalTensor& h0, const Parameters& parameters, const OptionalTensor& lengths,
     const Tensor& output, const Tensor& gates, const Flags& reverse, bool linear_before_reset,
     const Flags& needs_grad) {
-  check_order(linear_before_reset);
   return backward_without_c(
       grad_output, grad_h_n, input, h0, parameters, lengths, output, gates,
-      options_without_c(Cell::Gru, reverse), needs_grad);
+      gru_options(reverse, linear_before_reset), needs_grad);
 }
 
 std::tuple<Tensor, Tensor> rnn_forward(
     const Tensor& input, const OptionalTensor& h0, const Parameters& parameters,
     const OptionalTensor& lengths, const Flags& reverse, bool relu) {
-  const LstmOptions options = options_without_c(Cell::Rnn, reverse, relu);
+  const LstmOptions options = rnn_options(reverse, relu);
   const LstmResults r = forward_without_c(input, h0, parameters, lengths, options, kNothing);
   return {r.output, r.h};
 }
@@ -170,8 +181,8 @@ std::vector<Tensor> rnn_backward(
     const OptionalTensor& h0, const Parameters& parameters, const OptionalTensor& lengths,
     const Tensor& output, const Flags& reverse, bool relu, const Flags& needs_grad) {
   return backward_without_c(
-      grad_output, grad_h_n, input, h0, parameters, lengths, output, {},
-      options_without_c(Cell::Rnn, reverse, relu), needs_grad);
+      grad_output, grad_h_n, input, h0, parameters, lengths, output, {}, rnn_options(reverse, relu),
+      needs_grad);
 }
 
 }  // namespace
@@ -183,10 +194,10 @@ TORCH_LIBRARY_IMPL(trifuse, TRIFUSE_CUDA, m) {
   m.impl("lstm_layers_at_once.cuda", layers_at_once);
   m.impl("lstm_stack_forward.cuda", lstm_stack_forward);
   m.impl("lstm_stack_backward.cuda", lstm_stack_backward);
-  m.impl("gru_step_by_step.cuda", step_by_step_without_c<Cell::Gru>);
+  m.impl("gru_step_by_step.cuda", gru_step_by_step);
   m.impl("gru_forward.cuda", gru_forward);
   m.impl("gru_backward.cuda", gru_backward);
-  m.impl("rnn_step_by_step.cuda", step_by_step_without_c<Cell::Rnn>);
+  m.impl("rnn_step_by_step.cuda", rnn_step_by_step);
   m.impl("rnn_forward.cuda", rnn_forward);
   m.impl("rnn_backward.cuda", rnn_backward);
 }

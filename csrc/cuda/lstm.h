@@ -95,6 +95,9 @@ struct Lstm {
   const void* h_before;  // (D, T, B, H), in a GRU: h before each step
 
   bool relu;  // the activation of an RNN: relu, not tanh
+  // Whether a GRU's reset gate precedes the product with W_hn. Its `gates` are r, z, n, and both
+  // products have the gradient in from_input.
+  bool reset_first;
 
   // Returns G.
   constexpr int gates_per_unit() const { return static_cast<int>(gates_of(cell)); }
@@ -154,6 +157,21 @@ void lstm_hidden(const Lstm& call, void* m, void* stream);
 void gru_forward_step(const Lstm& call, int64_t step, const void* from_hidden, void* stream);
 void gru_backward_step(
     const Lstm& call, int64_t step, const void* dh_recurrent, void* da, void* stream);
+
+// A step of a GRU whose reset gate comes first is two launches, each after a product.
+// Forward: from W_hh h of r and z, `from_hidden`, (D, B, H, 2), the first writes r h to `reset_h`,
+// (D, B, H); the second reads W_hn (r h), `from_reset_h`, (D, B, H).
+void gru_forward_reset(
+    const Lstm& call, int64_t step, const void* from_hidden, void* reset_h, void* stream);
+void gru_forward_reset_first(
+    const Lstm& call, int64_t step, const void* from_hidden, const void* from_reset_h,
+    void* stream);
+// Backward: the first writes the gradient of W_hn (r h) to `dn`, (D, B, H); from the gradient of
+// r h, `d_reset_h`, (D, B, H), the second writes that of W_hh h of r and z to `da`, (D, B, H, 2).
+void gru_backward_reset_first(
+    const Lstm& call, int64_t step, const void* dh_recurrent, void* dn, void* stream);
+void gru_backward_reset(
+    const Lstm& call, int64_t step, const void* d_reset_h, void* da, void* stream);
 
 // A whole sequence in one launch ------------------------------------------------------------------
 

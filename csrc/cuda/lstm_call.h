@@ -32,16 +32,9 @@ struct LstmOptions {
   bool training = false;
   bool layers = false;  // whether the chains are layers of a stack instead of directions
   Cell cell = Cell::Lstm;
-  bool relu = false;  // the activation of an RNN
+  bool reset_first = false;  // whether a GRU's reset gate precedes the product with W_hn
+  bool relu = false;         // the activation of an RNN
 };
-
-// Returns the options of a GRU or an RNN.
-inline LstmOptions options_without_c(Cell cell, const Flags& reverse, bool relu = false) {
-  LstmOptions options{reverse};
-  options.cell = cell;
-  options.relu = relu;
-  return options;
-}
 
 inline void* data(const Tensor& t) { return t.defined() ? t.data_ptr() : nullptr; }
 
@@ -108,10 +101,11 @@ class LstmCall {
   }
 
   // Return the numbers of gates in the parameters, and of values that the forward saves for each
-  // unit: an RNN's backward needs none, and a GRU's k too.
+  // unit: an RNN's backward needs none, and a GRU's k too unless its reset gate comes first.
   int64_t parameter_gates() const { return p.coupled ? 3 : gates_of(p.cell); }
   int64_t saved_gates() const {
-    return p.cell == Cell::Lstm ? parameter_gates() : p.cell == Cell::Gru ? 4 : 0;
+    if (p.cell == Cell::Rnn) return 0;
+    return parameter_gates() + (p.cell == Cell::Gru && !p.reset_first);
   }
   // Returns the number of states: h and, in an LSTM, c.
   int64_t states() const { return p.cell == Cell::Lstm ? 2 : 1; }
@@ -190,6 +184,7 @@ class LstmCall {
   void set_options(const LstmOptions& o) {
     for (int64_t d = 0; d < p.chains; ++d) p.reverse[d] = o.reverse.get(d);
     p.relu = o.relu;
+    p.reset_first = o.reset_first;
     p.training = o.training;
     p.cell_clip = o.cell_clip;
     p.proj_clip = o.proj_clip;

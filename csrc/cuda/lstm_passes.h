@@ -161,9 +161,9 @@ inline BackwardTokens prepare_tokens(
   }
   tokens.grad_from_input = norm || recompute ? call.empty(call.gates_shape(), call.dtype)
                                              : call.empty_tokens(call.gates_shape(), call.dtype);
-  tokens.grad_from_hidden = norm ? call.empty(call.gates_shape(), call.dtype)
-      : p.cell == Cell::Gru      ? call.empty_tokens(call.gates_shape(), call.dtype)
-                                 : tokens.grad_from_input;
+  tokens.grad_from_hidden = norm              ? call.empty(call.gates_shape(), call.dtype)
+      : p.cell == Cell::Gru && !p.reset_first ? call.empty_tokens(call.gates_shape(), call.dtype)
+                                              : tokens.grad_from_input;
   if (norm || recompute) call.multiply_input(tokens.grad_from_input, tokens.x);
   for (int64_t d = 0; d < D; ++d) {
     const Tensor weight = call.weight_hh[d].t();
@@ -179,6 +179,22 @@ inline BackwardTokens prepare_tokens(
     tokens.grad_output.select(0, D - 1).copy_(grad_output);
   }
   return tokens;
+}
+
+// Returns the gradient of W_hh, (H·3, H), in a GRU whose reset gate comes first: r and z multiply
+// h, n multiplies r h.
+inline Tensor reset_first_weight_gradient(
+    const LstmCall& call, const BackwardTokens& tokens, const LstmSaved& saved, int64_t d) {
+  const Lstm& p = call.p;
+  const Tensor& h = tokens.h_dropped[d];  // (T·B, H)
+  const Tensor grad = call.chain_tokens(tokens.grad_from_input, d).unflatten(1, {p.H, 3});
+  const Tensor r = saved.gates[d].flatten(0, 1).unflatten(1, {p.H, 3}).select(2, 0);
+  Tensor reset_h = r * h;
+  // The forward writes no gates past a row's length.
+  if (tokens.padding.defined()) reset_h.masked_fill_(tokens.padding.flatten(0, 1), 0);
+  const Tensor gates = grad.narrow(2, 0, 2).flatten(1).t().mm(h).unflatten(0, {p.H, 2});
+  const Tensor candidate = grad.select(2, 2).t().mm(reset_h).unsqueeze(1);
+  return at::cat({gates, candidate}, 1).flatten(0, 1);
 }
 
 // Returns the gradient of a parameter of chain d, from tokens that the steps have run over.
@@ -199,6 +215,7 @@ inline Tensor parameter_gradient(
       return outside(call.chain_tokens(tokens.grad_from_input, d).t().mm(x));
     }
     case WeightHh:
+      if (p.reset_first) return outside(reset_first_weight_gradient(call, tokens, saved, d));
       return outside(call.chain_tokens(tokens.grad_from_hidden, d).t().mm(tokens.h_dropped[d]));
     case BiasIh:
     case BiasHh: {

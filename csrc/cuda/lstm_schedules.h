@@ -72,9 +72,38 @@ inline void forward_sequence(
   }
 }
 
+// W_hh of r and z, (D, H·2, H), and of n, (D, H, H).
+struct ResetFirstWeights {
+  Tensor gates, candidate;
+
+  explicit ResetFirstWeights(const LstmCall& call) {
+    const Tensor all = call.weight_hh.unflatten(1, {call.p.H, 3});
+    gates = all.narrow(2, 0, 2).flatten(1, 2);
+    candidate = all.select(2, 2).contiguous();
+  }
+};
+
+// A GRU whose reset gate comes first. Each step replaces h, (D, B, H), by the next.
+inline void forward_steps_reset_first(const LstmCall& call, const Tensor& h) {
+  const Lstm& p = call.p;
+  void* const stream = call.device.stream();
+  const ResetFirstWeights weights(call);
+  const Tensor weight_gates = weights.gates.mT(), weight_candidate = weights.candidate.mT();
+  Tensor from_hidden = call.empty({p.chains, p.B, 2 * p.H}, call.dtype);
+  Tensor from_reset_h = call.empty({p.chains, p.B, p.H}, call.dtype);
+  const Tensor reset_h = call.state({}, p.H, call.dtype);
+  for (int64_t step = 0; step < p.T; ++step) {
+    at::bmm_out(from_hidden, h, weight_gates);
+    gru_forward_reset(p, step, data(from_hidden), data(reset_h), stream);
+    at::bmm_out(from_reset_h, reset_h, weight_candidate);
+    gru_forward_reset_first(p, step, data(from_hidden), data(from_reset_h), stream);
+  }
+}
+
 // Each step replaces `h_dropped`, (D, B, R), h after recurrent dropout, by the next.
 inline void forward_steps(const LstmCall& call, const Tensor& h_dropped) {
   const Lstm& p = call.p;
+  if (p.reset_first) return forward_steps_reset_first(call, h_dropped);
   void* const stream = call.device.stream();
   const int64_t gates = p.gates_per_unit() * p.H;
   Tensor from_hidden = call.empty({p.chains, p.B, gates}, call.dtype), m, projected;
@@ -108,7 +137,7 @@ struct BackwardTokens {
   Tensor h_dropped;         // (D, T·B, R): h before each step, after dropout
   Tensor grad_from_input;   // gates_shape(): gradients of W_ih x
   Tensor grad_from_hidden;  // gates_shape(): of W_hh h; the same tensor, but with layer norm and in
-                            // a GRU
+                            // a GRU whose reset gate comes last
   Tensor m;                 // (D, T, B, H), with a projection
   Tensor grad_projected;    // (D, T, B, R), of W_hr m
 };
@@ -129,9 +158,27 @@ inline void backward_sequence(const LstmCall& call, const BackwardTokens& tokens
   }
 }
 
+inline void backward_steps_reset_first(const LstmCall& call, const Tensor& grad_h) {
+  const Lstm& p = call.p;
+  void* const stream = call.device.stream();
+  const ResetFirstWeights weights(call);
+  Tensor dh_recurrent = call.state({}, p.H, call.dtype);
+  const Tensor dn = call.state({}, p.H, call.dtype);
+  Tensor d_reset_h = call.empty({p.chains, p.B, p.H}, call.dtype);
+  const Tensor da = call.empty({p.chains, p.B, 2 * p.H}, call.dtype);
+  for (int64_t step = p.T - 1; step >= 0; --step) {
+    gru_backward_reset_first(p, step, data(dh_recurrent), data(dn), stream);
+    at::bmm_out(d_reset_h, dn, weights.candidate);
+    gru_backward_reset(p, step, data(d_reset_h), data(da), stream);
+    at::bmm_out(dh_recurrent, da, weights.gates);
+  }
+  grad_h.add_(dh_recurrent);
+}
+
 inline void backward_steps(
     const LstmCall& call, const Tensor& grad_h, const BackwardTokens& tokens) {
   const Lstm& p = call.p;
+  if (p.reset_first) return backward_steps_reset_first(call, grad_h);
   void* const stream = call.device.stream();
   Tensor dh_recurrent = call.state({}, p.R, call.dtype);
   Tensor da = call.empty({p.chains, p.B, p.gates_per_unit() * p.H}, call.dtype), dq, dm;

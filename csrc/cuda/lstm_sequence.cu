@@ -805,6 +805,8 @@ bool lstm_fits_sequence(const Lstm& p, bool backward, std::string* why_not) {
   if (p.norm_hh) {
     reason = "layer norm needs whole rows";
     if (lstm_workspace(p)) reason += ", too long for shared memory";
+  } else if (p.reset_first) {
+    reason = "a step has two products if the reset gate comes first";
   } else if (p.dtype == DType::Float64) {
     reason = "float64 has no kernel of its own";
   } else {

@@ -16,10 +16,13 @@ _op.library.define(
 _op.library.define(
     "lstm_step_by_step.cuda(Tensor input, Tensor?[] parameters, bool coupled, bool backward) -> str"
 )
-for _name in ("gru", "rnn"):
-    _op.library.define(
-        f"{_name}_step_by_step.cuda(Tensor input, Tensor?[] parameters, bool backward) -> str"
-    )
+_op.library.define(
+    "gru_step_by_step.cuda(Tensor input, Tensor?[] parameters, bool linear_before_reset, "
+    "bool backward) -> str"
+)
+_op.library.define(
+    "rnn_step_by_step.cuda(Tensor input, Tensor?[] parameters, bool backward) -> str"
+)
 
 
 def launch_notes(call: _recurrent.Call) -> tuple[str, ...]:
@@ -44,8 +47,11 @@ def _launch_note(call: _recurrent.Call, backward: bool) -> str:
         if at_once > 1:
             return f"{at_once} of {layers} layers side by side: {why}"
         parameters, note = parameters[:SLOTS], f"layer after layer: {why}; each "
-    if call.operator in ("gru", "rnn"):
-        why = getattr(ops, f"{call.operator}_step_by_step").cuda(call.input, parameters, backward)
+    if call.operator == "rnn":
+        why = ops.rnn_step_by_step.cuda(call.input, parameters, backward)
+    elif call.operator == "gru":
+        flag = options.linear_before_reset
+        why = ops.gru_step_by_step.cuda(call.input, parameters, flag, backward)
     else:
         why = ops.lstm_step_by_step.cuda(call.input, parameters, options.coupled, backward)
     return note + (f"step by step: {why}" if why else "one launch for the whole sequence")

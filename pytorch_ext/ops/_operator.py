@@ -89,7 +89,6 @@ class Operator:
         check: raises for wrong values in tensors: (tensors, options) -> None. The Triton and
             eager kernels run it first.
         head_dim: returns the head_dim of a call's tensors, for the choice of a backend.
-        option: returns the option among a call's options that not every backend has, likewise.
         backends: the backends that have the ops.
     """
 
@@ -114,7 +113,6 @@ class Operator:
     shares_gradient: Callable[..., bool] | None = None
     check: Callable[[Any, Any], None] = lambda tensors, options: None
     head_dim: Callable[[Any], int] = lambda tensors: 0
-    option: Callable[[Any], str] = lambda options: ""
     backends: Sequence[str] = ORDER
     saved_places: tuple[int, ...] = field(init=False, repr=False)  # indices of ``saved``
     list_index: int | None = field(init=False, repr=False)  # of the tensor field that is a list
@@ -135,7 +133,7 @@ class Operator:
             derivative=self._forward_derivative,
             decomposition=self._forward_decomposition,
             flops=None if self.flops is None else self._forward_flops,
-            describe=lambda *args: self._describe(*self._parse_forward(args)[:2]),
+            describe=lambda *args: self._describe(self._parse_forward(args)[0]),
             backends=self.backends,
         )
         backward = Op(
@@ -265,15 +263,14 @@ class Operator:
 
     # Rules of the ops --------------------------------------------------------------------------
 
-    def _describe(self, tensors: Any, options: Any) -> Call:
+    def _describe(self, tensors: Any) -> Call:
         """Describes a call for the choice of a backend; the first tensor stands for all."""
         first, *_ = tensors
-        head_dim, option = self.head_dim(tensors), self.option(options)
-        return Call(self.name, first.device.type, first.dtype, head_dim, option)
+        return Call(self.name, first.device.type, first.dtype, self.head_dim(tensors))
 
     def _describe_backward(self, *args: Any) -> Call:
         call = self._parse_backward(args)
-        return self._describe(call.tensors, call.options)
+        return self._describe(call.tensors)
 
     def _flat_fake(self, fake: Callable[..., Any]) -> Callable[..., tuple[Tensor, ...]]:
         return lambda *args: tuple(fake(*self._parse_forward(args)))

@@ -185,7 +185,6 @@ def check_without_cells(
     parameters: Sequence[Any],
     lengths: Tensor | None,
     reverse: Sequence[bool],
-    option: str = "",
 ) -> Call:
     """Checks a call of an operator whose only state is h.
 
@@ -194,7 +193,6 @@ def check_without_cells(
         options: makes the operator's options from the flags ``reverse``.
         input: (T, B, I).
         batch: the shape of the caller's h0 before H.
-        option: as in ``backends.Call``.
     """
     input = floating(input)
     checked = directions(parameters, reverse, _check_parameters, input, gates)
@@ -207,7 +205,7 @@ def check_without_cells(
         tuple(t for p in checked for t in p),
         row_lengths(lengths, input),
         options(tuple(_checks.flag("reverse", r) for r in reverse)),
-        backends.choose(backends.Call(operator, input.device.type, input.dtype, option=option)),
+        backends.choose(backends.Call(operator, input.device.type, input.dtype)),
     )
 
 

@@ -197,13 +197,8 @@ def _check(
     flag = _checks.flag("linear_before_reset", linear_before_reset)
     return _recurrent.check_without_cells(
         "gru", 3, functools.partial(Options, linear_before_reset=flag), input, batch, h0,
-        parameters, lengths, reverse, option_of(flag),
+        parameters, lengths, reverse,
     )  # fmt: skip
-
-
-def option_of(linear_before_reset: bool) -> str:
-    """Returns the ``option`` of a :class:`trifuse.backends.Call`."""
-    return "" if linear_before_reset else "linear_before_reset=False"
 
 
 # The operator -----------------------------------------------------------------------------------
@@ -251,7 +246,6 @@ _recurrent.OPERATORS["gru"] = _operator.Operator(
     grad_formula=_grad_formula,
     flops=functools.partial(_recurrent.flops, Parameters),
     check=_recurrent.check_lengths,
-    option=lambda options: option_of(options.linear_before_reset),
 )
 
 _op.library.define(

@@ -18,7 +18,7 @@ import torch
 from attention_cases import assert_equal
 from cuda_code import compile_operator
 from gru_cases import (
-    CUDA_KINDS,
+    KINDS,
     VARIANTS,
     Case,
     draw_case,
@@ -41,7 +41,11 @@ DTYPES = (torch.float32, torch.bfloat16)
 
 ONE_LAUNCH: dict[str, int] = {}
 STEP_BY_STEP = {"blocks_per_multiprocessor": 0}
-kinds = pytest.mark.parametrize("kind", CUDA_KINDS)
+kinds = pytest.mark.parametrize("kind", KINDS)
+# A GRU whose reset gate comes first always runs step by step.
+one_launch_kinds = pytest.mark.parametrize(
+    "kind", [kind for kind in KINDS if kind != "reset first"]
+)
 SCHEDULES = pytest.mark.parametrize(
     "schedule", [ONE_LAUNCH, STEP_BY_STEP], ids=["one launch", "steps"]
 )
@@ -52,9 +56,6 @@ library = library_fixture("gru")
 @pytest.fixture(autouse=True)
 def _cuda(request: pytest.FixtureRequest) -> Iterator[None]:
     """Runs tests on the CUDA kernels, with guarded memory and threads in a random order."""
-    kind = getattr(request.node, "callspec", None) and request.node.callspec.params.get("kind")
-    if kind is not None and kind not in CUDA_KINDS:  # of a test that test_gru shares
-        pytest.skip("it has no CUDA kernel")
     library, schedule = request.getfixturevalue("library"), ONE_LAUNCH
     if "schedule" in request.fixturenames:
         schedule = request.getfixturevalue("schedule")
@@ -74,8 +75,15 @@ def flat(case: Case) -> list[Tensor | None]:
 
 
 def why_step_by_step(case: Case, backward: bool = False) -> str:
+    return why_tensors_go_step_by_step(case, case.tensors["input"], flat(case), backward)
+
+
+def why_tensors_go_step_by_step(
+    case: Case, input: Tensor, parameters: list[Tensor | None], backward: bool
+) -> str:
     op = getattr(torch.ops.trifuse, f"{case.kind.operator}_step_by_step").cuda
-    return op(case.tensors["input"], flat(case), backward)
+    order = case.kind.keywords.get("linear_before_reset", True)
+    return op(input, parameters, *([order] if case.kind.operator == "gru" else []), backward)
 
 
 def fits(case: Case) -> bool:
@@ -93,12 +101,12 @@ def test_variants(library, what, schedule, kind):
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         check(Case(kind=kind, dtype=dtype, **VARIANTS[what]))
     launched = count_sequences(library, kind) - before
-    assert launched == (6 if schedule == ONE_LAUNCH else 0)
+    assert launched == (6 if schedule == ONE_LAUNCH and kind != "reset first" else 0)
 
 
 def count_sequences(library: Library, kind: str) -> int:
     """Returns how many whole sequences have been launched, forward and backward."""
-    name = "gru" if kind == "gru" else "rnn"
+    name = KINDS[kind].operator
     return sum(library.launches(f"{name}_{way}_sequence") for way in ("forward", "backward"))
 
 
@@ -123,7 +131,7 @@ def test_many_calls(schedule, dtype, kind):
     accuracy.conclude()
 
 
-@kinds
+@one_launch_kinds
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("multiprocessors", "options"),
@@ -139,7 +147,7 @@ def test_several_blocks_and_tiles(library, dtype, multiprocessors, options, kind
         check(case)
 
 
-@kinds
+@one_launch_kinds
 @pytest.mark.parametrize(
     ("dtype", "multiprocessors", "H"),
     [(torch.float32, 8, 300), (torch.bfloat16, 8, 300), (torch.bfloat16, 20, 540)],
@@ -158,7 +166,7 @@ def test_more_units_than_a_block_has_threads(library, kind):
         check(Case(2, 2, 8, 270, kind=kind, lengths=(2, 1)))
 
 
-@kinds
+@one_launch_kinds
 def test_both_ways_agree(library, kind):
     """Within a few roundings, in every result."""
     case = Case(4, 3, 5, 20, kind=kind, **{**VARIANTS["two directions, lengths"], "lengths": None})
@@ -172,7 +180,7 @@ def test_both_ways_agree(library, kind):
 # One launch or step by step ----------------------------------------------------------------------
 
 
-@kinds
+@one_launch_kinds
 def test_why_a_call_goes_step_by_step(library, kind):
     case = Case(2, 3, 8, 64, kind=kind, dtype=torch.bfloat16)
     assert fits(case)
@@ -186,7 +194,7 @@ def test_why_a_call_goes_step_by_step(library, kind):
         assert why_step_by_step(two) == "the directions share one multiprocessor"
 
 
-@kinds
+@one_launch_kinds
 def test_explain_tells_which_way(library, kind):
     case = Case(2, 3, 8, 64, kind=kind)
     x, h0, (p,) = case.arguments(case.tensors)
@@ -202,6 +210,15 @@ def test_explain_tells_which_way(library, kind):
         assert trifuse.explain(*call, **case.kind.keywords).notes[0] == f"forward: {why}"
     with trifuse.backend("eager"):
         assert trifuse.explain(*call, **case.kind.keywords).notes == ()
+
+
+def test_a_reset_gate_that_comes_first_needs_two_products():
+    why = "a step has two products if the reset gate comes first"
+    case = Case(kind="reset first")
+    assert why_step_by_step(case) == why_step_by_step(case, backward=True) == why
+    x, h0, (p,) = case.arguments(case.tensors)
+    explained = trifuse.explain(trifuse.gru, x, h0[0], *p, linear_before_reset=False)
+    assert explained.notes == (f"forward: step by step: {why}", f"backward: step by step: {why}")
 
 
 @pytest.mark.parametrize(
@@ -224,10 +241,9 @@ def test_what_fits_an_h200(library, kind, H, directions, dtype, one_launch):
     case = Case(1, 1, 1, 1, kind=kind)
     G = case.kind.gates
     parameters = [empty(G * H, 1), empty(G * H, H), None, None] * directions
-    op = getattr(torch.ops.trifuse, f"{case.kind.operator}_step_by_step").cuda
     with library.device(multiprocessors=132, blocks_per_multiprocessor=1):
         for backward in (False, True):
-            why = op(empty(1, 1, 1), parameters, backward)
+            why = why_tensors_go_step_by_step(case, empty(1, 1, 1), parameters, backward)
             assert (why == "") == one_launch, why
 
 
@@ -253,7 +269,7 @@ def with_exact_products(case: Case) -> Case:
     return case
 
 
-@kinds
+@one_launch_kinds
 def test_a_row_does_not_depend_on_its_batch(kind):
     """In one launch, which computes its own products. Padding does not change a row either."""
     lengths = [b % 5 for b in range(18)]
@@ -309,6 +325,11 @@ def test_a_sequence_cut_in_two(schedule, kind):
 # The ops -----------------------------------------------------------------------------------------
 
 
+def save_all(case: Case) -> list[int]:
+    """Returns the forward op's last argument, which only a GRU's has."""
+    return [SAVE_ALL] if case.kind.operator == "gru" else []
+
+
 def of_ops(case: Case) -> tuple[Any, Any, list[Any], list[Any]]:
     """Returns the forward op, the backward op, their tensors and their options."""
     ops, name = torch.ops.trifuse, case.kind.operator
@@ -318,12 +339,13 @@ def of_ops(case: Case) -> tuple[Any, Any, list[Any], list[Any]]:
     return forward, backward, tensors, list(case.kind.options(case.reverse))
 
 
-def test_a_gru_keeps_gates_only_if_asked():
-    case = Case(kind="gru", dtype=torch.bfloat16)
+@pytest.mark.parametrize(("kind", "saved"), [("gru", 4), ("reset first", 3)])
+def test_a_gru_keeps_gates_only_if_asked(kind, saved):
+    case = Case(kind=kind, dtype=torch.bfloat16)
     forward, _, tensors, options = of_ops(case)
     *with_gates, gates = forward(*tensors, *options, SAVE_ALL)
     *without, none = forward(*tensors, *options, SAVE_NOTHING)
-    assert (gates.shape, none.shape) == ((1, 5, 3, 24), (0,))
+    assert (gates.shape, none.shape) == ((1, 5, 3, 6 * saved), (0,))
     assert all(torch.equal(a, b) for a, b in zip(with_gates, without, strict=True))
 
 
@@ -332,7 +354,7 @@ def test_a_gru_keeps_gates_only_if_asked():
 def test_gradients_not_wanted_are_empty(half, kind):
     case = Case(2, 2, kind=kind, reverse=(True, False))
     forward, backward, tensors, options = of_ops(case)
-    output, _, *gates = forward(*tensors, *options, *([SAVE_ALL] if kind == "gru" else []))
+    output, _, *gates = forward(*tensors, *options, *save_all(case))
     wanted = [i % 2 == half for i in range(2 + len(tensors[2]))]
 
     def gradients(wanted: list[bool]) -> list[Tensor]:
@@ -350,7 +372,7 @@ def test_tensors_that_do_not_fit_are_refused(kind):
     """A tensor may be exchanged between the forward and the backward."""
     case = Case(kind=kind)
     forward, backward, tensors, options = of_ops(case)
-    output, _, *gates = forward(*tensors, *options, *([SAVE_ALL] if kind == "gru" else []))
+    output, _, *gates = forward(*tensors, *options, *save_all(case))
     input, h0, parameters, lengths = tensors
     wanted = [True] * (2 + len(parameters))
 
@@ -363,7 +385,7 @@ def test_tensors_that_do_not_fit_are_refused(kind):
     refuses("^weight_hh: ", [input, h0, [*parameters[:1], *parameters[:3]], lengths], output, gates)
     refuses("^bias_ih: ", [input, h0, [*parameters[:2], input[0, 0], None], None], output, gates)
     refuses("^weight_hh: ", tensors, output[..., :5], gates)
-    if kind == "gru":
+    if case.kind.operator == "gru":
         refuses("^gates: ", tensors, output, [input.new_empty(0)])
         refuses("^gates: ", tensors, output, [gates[0][..., :12]])
 
@@ -412,7 +434,14 @@ test_relu_grows_without_bound = of_rnn.test_relu_grows_without_bound
 # Code for GPUs -----------------------------------------------------------------------------------
 
 # Registers and stack bytes per thread, of single steps; test_cuda_lstm has those of sequences.
-BUDGET = {"forward_step_kernel": (48, 0), "backward_step_kernel": (40, 0)}
+BUDGET = {
+    "forward_step_kernel": (48, 0),
+    "backward_step_kernel": (40, 0),
+    "forward_reset_kernel": (40, 0),
+    "forward_reset_first_kernel": (32, 0),
+    "backward_reset_first_kernel": (32, 0),
+    "backward_reset_kernel": (32, 0),
+}
 
 
 def test_compiled_kernels_keep_to_their_budget():

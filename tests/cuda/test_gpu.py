@@ -283,15 +283,9 @@ each_kind = pytest.mark.parametrize(
 )
 
 
-def skip_unless_served(kernel, kind):
-    if kernel.backend == "cuda" and kind not in gru.CUDA_KINDS:
-        pytest.skip("it has no CUDA kernel")
-
-
 @each_kind
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_gru_and_rnn_calls_drawn_at_random(kernel, dtype, kind):
-    skip_unless_served(kernel, kind)
     random, accuracy = Random(0), Accuracy(kernel.name)
     for _ in drawn(kernel, 40):
         gru.record_accuracy({kernel: accuracy}, gru.draw_case(random, kind, dtype))
@@ -302,7 +296,6 @@ def test_gru_and_rnn_calls_drawn_at_random(kernel, dtype, kind):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("H", [96, 512])
 def test_gru_and_rnn_of_many_blocks(kernel, dtype, H, kind):
-    skip_unless_served(kernel, kind)
     lengths = [9 - b % 9 for b in range(20)]
     case = gru.Case(9, 20, 40, H, kind=kind, dtype=dtype, lengths=lengths, reverse=(False, True))
     gru.record_accuracy({kernel: Accuracy(kernel.name)}, case)
@@ -357,7 +350,7 @@ EACH_KERNEL: dict[str, dict[str, Callable[[], Any]]] = {
         f"{kind}, {way}": functools.partial(
             gru.Case, 4, 20, 8, 40, kind=kind, dtype=dtype, lengths=[b % 5 for b in range(20)]
         )
-        for kind in gru.CUDA_KINDS
+        for kind in gru.KINDS
         for way, dtype in (("one launch", BF16), ("steps", torch.float64))
     },
 }

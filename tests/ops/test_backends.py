@@ -195,40 +195,6 @@ def test_triton_comes_before_cuda_until_that_measures_faster(monkeypatch):
     assert chosen(call) == backends.Choice("triton", (too_old,))
 
 
-def test_an_option_that_a_backend_lacks(monkeypatch):
-    """auto passes such a backend over; asked for by name, it raises and names the others."""
-    monkeypatch.setattr(backends, "_CUDA_OPERATORS", ("gru", "rnn"))
-    monkeypatch.setattr(backends, "CUDA_BEFORE_TRITON", frozenset({"gru", "rnn"}))
-    monkeypatch.setattr(backends, "_capability", lambda: (9, 0))
-    monkeypatch.setattr(backends, "_HAS_TRITON", True)
-    choose = backends._choose.__wrapped__
-    plain = backends.Call("gru", "cuda", torch.float32)
-    call = plain._replace(option="linear_before_reset=False")
-    why = "no kernel with linear_before_reset=False; triton, cpp, eager have one"
-    assert choose(plain, "auto").backend == choose(plain, "cuda").backend == "cuda"
-    assert choose(call, "auto") == backends.Choice("triton", (("cuda", why),))
-    with pytest.raises(RuntimeError, match=f"^gru: backend 'cuda' can't serve this call: {why}$"):
-        choose(call, "cuda")
-    assert choose(call._replace(dtype=torch.float64), "auto").backend == "eager"
-
-
-def test_an_operator_passes_its_option_on():
-    weights = torch.ones(6, 3), torch.ones(6, 2)
-    seen = []
-
-    def choose(call: backends.Call) -> backends.Choice:
-        seen.append(call)
-        return backends.Choice("eager", ())
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(backends, "choose", choose)
-        for flag in (True, False):
-            trifuse.explain(
-                trifuse.gru, torch.ones(4, 1, 3), None, *weights, linear_before_reset=flag
-            )
-    assert [call.option for call in seen] == ["", "linear_before_reset=False"]
-
-
 @needs_cpp
 def test_cuda_kernels_that_a_build_names_are_registered():
     for operator in backends.build_info()["cuda"]:

@@ -85,7 +85,6 @@ KINDS = {
     "tanh": _rnn("tanh", torch.rnn_tanh_cell),
     "relu": _rnn("relu", torch.rnn_relu_cell),
 }
-CUDA_KINDS = tuple(kind for kind in KINDS if kind != "reset first")
 
 
 class Case:

@@ -67,7 +67,7 @@ def draw(d: Draws, kernel: str, dtype: str, operator: str = "gru") -> Call:
     if operator == "rnn" and d.flag(50):
         options["nonlinearity"] = d.choice(("relu", "tanh"))
     elif operator == "gru" and d.flag(60):
-        options["linear_before_reset"] = d.flag(25) or kernel == "cuda"  # which has no other
+        options["linear_before_reset"] = d.flag(25)
     shape = makers.tensors["input"].shape[:-1]
     results = {"h_n": Values((*lead, *rows, H), dtype)}
     if entry_point != "cell":
