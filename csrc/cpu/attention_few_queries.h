@@ -67,11 +67,12 @@ inline void transpose_keys(
     for (int64_t j = 0; j < L; ++j) transposed[c * L + j] = j < count ? keys[j * ld + c] : E{};
 }
 
-// scores[r][j] = query r · key j for all keys of a tile; 0 up to the next whole vector.
-template <class E>
+// scores[r][j] = query r · key j for all keys of a tile; 0 up to the next whole vector. Calls
+// between(row, column) before each square of keys.
+template <class E, class Between>
 inline void few_products(
     const E* const* query, int64_t rows, Operand<E> key, int64_t keys, int64_t columns,
-    float* scores) {
+    float* scores, const Between& between) {
   using Vec = Vectorized<float>;
   constexpr int64_t L = Vec::size();
   if (columns == 0) std::fill_n(scores, rows * kTile, 0.0f);
@@ -79,6 +80,7 @@ inline void few_products(
   for (int64_t j = 0; j < keys; j += L)
     for (int64_t c = 0; c < columns; c += L) {
       const int64_t width = std::min(L, columns - c);
+      between(j, c);
       transpose_keys(key.data + j * key.ld + c, key.ld, std::min(L, keys - j), width, transposed);
       for (int64_t r = 0; r < rows; ++r) {
         float* at = scores + r * kTile + j;
@@ -97,6 +99,15 @@ struct FewMask {
   alignas(64) float bias[kFewRows * kTile];  // [r][j]: the float mask, if there is one
 };
 
+// Whether a call's keys and values are more than the caches beside a core hold. Fetching them ahead
+// then takes a third off the time; if a cache holds them, it adds a tenth.
+template <class Scalar>
+inline bool reads_memory(const AttentionProblem& p) {
+  constexpr int64_t kCached = int64_t(8) << 20;  // bytes
+  const int64_t columns = p.E + p.Ev, numbers = kCached / static_cast<int64_t>(sizeof(Scalar));
+  return p.batch * p.kv_heads > numbers / std::max<int64_t>(1, p.Lk * columns);
+}
+
 template <class Scalar>
 void run_few_queries(const AttentionProblem& p, int64_t task) {
   using E = typename Compute<Scalar>::Element;
@@ -108,6 +119,7 @@ void run_few_queries(const AttentionProblem& p, int64_t task) {
   if (rows == 0) return;
   const int64_t out_ld = padded<E>(p.Ev);
   const Scale<float> scale(p);
+  const bool ahead = reads_memory<Scalar>(p);
 
   thread_local Scratch scratch;
   scratch.reset(
@@ -159,9 +171,19 @@ void run_few_queries(const AttentionProblem& p, int64_t task) {
     }
     if (keys == 0) continue;
 
+    const auto key_rows = s.key_rows<Scalar>(p.key, kv_head, j);
     const auto values = s.key_rows<Scalar>(p.value, kv_head, j);
-    const auto key = left_rows<E>(s.key_rows<Scalar>(p.key, kv_head, j), keys, p.E, key_buffer);
-    few_products<E>(query, rows, key, keys, elements<E>(p.E), scores);
+    const auto key = left_rows<E>(key_rows, keys, p.E, key_buffer);
+    // While a square of keys is transposed, the same square of this tile's values and of the next
+    // tile's keys is fetched.
+    constexpr int L = Vectorized<float>::size();
+    const bool next_tile = visible.last - j >= 2 * kTile;
+    const auto fetch = [&](int64_t row, int64_t column) TRIFUSE_INLINE {
+      if (next_tile) prefetch_rows<L>(key_rows, kTile + row, column * kPack<E>);
+      if (row + L <= keys) prefetch_rows<L>(values, row, column * kPack<E>);
+    };
+    if (ahead) few_products<E>(query, rows, key, keys, elements<E>(p.E), scores, fetch);
+    else few_products<E>(query, rows, key, keys, elements<E>(p.E), scores, [](auto...) {});
     finish_scores(p, mask.bias, scale, rows, round_up(keys, Vectorized<float>::size()), scores);
     softmax.by_rows(scores, mask.bits, rows, keys);
 

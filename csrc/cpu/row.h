@@ -19,9 +19,6 @@ constexpr int64_t kStrip = 64;
 
 struct Whole {};
 
-// For functions that run once a strip. Out of line, they would force sums from registers to memory.
-#define TRIFUSE_INLINE __attribute__((always_inline))
-
 // Calls f(c, count) for every strip of a row, beginning at column c. `count` is Whole, except for a
 // shorter last strip.
 template <class F>

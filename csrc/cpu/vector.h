@@ -17,6 +17,9 @@
 #include <limits>
 #include <type_traits>
 
+// For functions of an inner loop. Out of line, they would force sums from registers to memory.
+#define TRIFUSE_INLINE __attribute__((always_inline))
+
 namespace trifuse::TRIFUSE_CAPABILITY {
 
 using at::vec::Vectorized;
