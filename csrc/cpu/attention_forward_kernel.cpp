@@ -97,12 +97,15 @@ void run(const AttentionProblem& p, int64_t task) {
 }
 
 AttentionTasks tasks(const AttentionProblem& p) {
-  const bool few = for_type(p.dtype, [&]<class Scalar>() {
-    return has_few_queries<typename Compute<Scalar>::Element>(p);
+  return for_type(p.dtype, [&]<class Scalar>() -> AttentionTasks {
+    using E = typename Compute<Scalar>::Element;
+    if constexpr (kHasFewQueries<E>)
+      if (has_few_queries<E>(p)) {
+        const int64_t related = Group(p).tasks;
+        return {p.batch * p.kv_heads * related, related, true};
+      }
+    return {p.batch * p.heads * query_blocks(p), query_blocks(p), false};
   });
-  if (!few) return {p.batch * p.heads * query_blocks(p), query_blocks(p), false};
-  const int64_t related = Group(p).tasks;
-  return {p.batch * p.kv_heads * related, related, true};
 }
 
 void run_any(const AttentionProblem& p, int64_t task) {

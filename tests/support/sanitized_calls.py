@@ -73,17 +73,27 @@ def attention_calls(dtype: torch.dtype, brief: bool = False) -> Calls:
     few = mask(2, 2, 9, 1)  # the gradients of so few pairs add up without float64
     made.append(attention.make(Lq=9, Lk=20, mask=few, dtype=dtype))
     made.append(attention.make(Lq=9, Lk=20, mask=full[:1, :1, :1, :20] > 0, dtype=dtype))
-    partly = made[3]  # a NaN reaches some rows of a tile and not others
-    spoilt = {name: getattr(partly, name).clone() for name in ("query", "key", "value")}
-    for rows in spoilt.values():
-        rows[:, :, 17] = float("nan")
-    made.append(dataclasses.replace(partly, **spoilt))
+    # A NaN reaches some rows of a tile and not others. First of many queries, then of few.
+    for case, names in ((made[3], ("query", "key", "value")), (made[7], ("key", "value"))):
+        spoilt = {name: getattr(case, name).clone() for name in names}
+        for rows in spoilt.values():
+            rows[:, :, 17] = float("nan")
+        made.append(dataclasses.replace(case, **spoilt))
     for case in made:
         yield partial(attention.run, case)
+    yield partial(few_queries_of_many_keys, dtype)
     lengths_q, lengths_k = [0, 131, 1, 64], [5, 170, 0, 65]
     case = attention.packed(lengths_q, lengths_k, rest=3, E=64, dtype=dtype)
     bounds = attention.boundaries(lengths_q), attention.boundaries(lengths_k, torch.int32)
     yield partial(attention.run_packed, case, *bounds)
+
+
+@torch.no_grad()
+def few_queries_of_many_keys(dtype: torch.dtype) -> Tensor:
+    """A call of more than 8 MiB of keys and values by their shapes, though batches share memory."""
+    query, key = (attention.normal(1, 2, L, 64, seed=9, dtype=dtype) for L in (1, 512))
+    query, key = (t.expand(40, -1, -1, -1) for t in (query, key))
+    return trifuse.scaled_dot_product_attention(query, key, key)
 
 
 _STREAMED_BYTES = 2**23  # a result of this size is written past the caches
