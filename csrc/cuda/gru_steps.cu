@@ -7,6 +7,8 @@
 // Floor: the bytes that the kernels read and write, a few numbers a unit. The launches, some
 // microseconds each, outweigh them.
 
+#include <type_traits>
+
 #include "cuda/launch.h"
 #include "cuda/lstm_units.cuh"
 
@@ -187,6 +189,17 @@ void with_unit(const Lstm& p, const Run& run) {
   });
 }
 
+// Launches a kernel that takes two tensors of the call's type; it may write the second.
+template <class Scalar, class Second>
+void launch_step(
+    const char* name, void (*kernel)(Lstm, int64_t, const Scalar*, Second*), const Lstm& p,
+    int64_t step, const void* first,
+    std::conditional_t<std::is_const_v<Second>, const void, void>* second, void* stream) {
+  launch(
+      plan_of(name, p), static_cast<cudaStream_t>(stream), kernel, p, step,
+      static_cast<const Scalar*>(first), static_cast<Second*>(second));
+}
+
 }  // namespace
 
 void gru_forward_step(const Lstm& p, int64_t step, const void* from_hidden, void* stream) {
@@ -199,52 +212,43 @@ void gru_forward_step(const Lstm& p, int64_t step, const void* from_hidden, void
 
 void gru_backward_step(
     const Lstm& p, int64_t step, const void* dh_recurrent, void* da, void* stream) {
+  const char* name = p.cell == Cell::Gru ? "gru_backward_step" : "rnn_backward_step";
   with_unit(p, [&]<class Unit>() {
-    using Scalar = Unit::Scalar;
-    launch(
-        plan_of(p.cell == Cell::Gru ? "gru_backward_step" : "rnn_backward_step", p),
-        static_cast<cudaStream_t>(stream), backward_step_kernel<Unit>, p, step,
-        static_cast<const Scalar*>(dh_recurrent), static_cast<Scalar*>(da));
+    launch_step(name, backward_step_kernel<Unit>, p, step, dh_recurrent, da, stream);
   });
 }
 
 void gru_forward_reset(
     const Lstm& p, int64_t step, const void* from_hidden, void* reset_h, void* stream) {
   for_type(p.dtype, [&]<class Scalar>() {
-    launch(
-        plan_of("gru_forward_reset", p), static_cast<cudaStream_t>(stream),
-        forward_reset_kernel<Scalar>, p, step, static_cast<const Scalar*>(from_hidden),
-        static_cast<Scalar*>(reset_h));
+    launch_step(
+        "gru_forward_reset", forward_reset_kernel<Scalar>, p, step, from_hidden, reset_h, stream);
   });
 }
 
 void gru_forward_reset_first(
     const Lstm& p, int64_t step, const void* from_hidden, const void* from_reset_h, void* stream) {
   for_type(p.dtype, [&]<class Scalar>() {
-    launch(
-        plan_of("gru_forward_reset_first", p), static_cast<cudaStream_t>(stream),
-        forward_reset_first_kernel<Scalar>, p, step, static_cast<const Scalar*>(from_hidden),
-        static_cast<const Scalar*>(from_reset_h));
+    launch_step(
+        "gru_forward_reset_first", forward_reset_first_kernel<Scalar>, p, step, from_hidden,
+        from_reset_h, stream);
   });
 }
 
 void gru_backward_reset_first(
     const Lstm& p, int64_t step, const void* dh_recurrent, void* dn, void* stream) {
   for_type(p.dtype, [&]<class Scalar>() {
-    launch(
-        plan_of("gru_backward_reset_first", p), static_cast<cudaStream_t>(stream),
-        backward_reset_first_kernel<Scalar>, p, step, static_cast<const Scalar*>(dh_recurrent),
-        static_cast<Scalar*>(dn));
+    launch_step(
+        "gru_backward_reset_first", backward_reset_first_kernel<Scalar>, p, step, dh_recurrent, dn,
+        stream);
   });
 }
 
 void gru_backward_reset(
     const Lstm& p, int64_t step, const void* d_reset_h, void* da, void* stream) {
   for_type(p.dtype, [&]<class Scalar>() {
-    launch(
-        plan_of("gru_backward_reset", p), static_cast<cudaStream_t>(stream),
-        backward_reset_kernel<Scalar>, p, step, static_cast<const Scalar*>(d_reset_h),
-        static_cast<Scalar*>(da));
+    launch_step(
+        "gru_backward_reset", backward_reset_kernel<Scalar>, p, step, d_reset_h, da, stream);
   });
 }
 

@@ -61,9 +61,7 @@ std::string step_by_step(
   const OnDeviceOf device(input);
   std::string why;
   const int64_t directions = static_cast<int64_t>(parameters.size()) / slots_of(o.cell);
-  Lstm p = lstm_sizes(input, parameters, o.cell, o.coupled, directions);
-  p.reset_first = o.reset_first;
-  lstm_fits_sequence(p, backward, &why);
+  lstm_fits_sequence(lstm_sizes(input, parameters, o, directions), backward, &why);
   return why;
 }
 

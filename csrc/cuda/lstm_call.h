@@ -40,18 +40,19 @@ inline void* data(const Tensor& t) { return t.defined() ? t.data_ptr() : nullptr
 
 // Returns a call with the fields that lstm_fits_sequence reads, except `layers`.
 inline Lstm lstm_sizes(
-    const Tensor& input, const Parameters& parameters, Cell cell, bool coupled, int64_t chains) {
+    const Tensor& input, const Parameters& parameters, const LstmOptions& o, int64_t chains) {
   Lstm p{};
   const Tensor weight_hh = *parameters.get(WeightHh);
   p.dtype = kernel_type(input.scalar_type());
-  p.cell = cell;
+  p.cell = o.cell;
+  p.reset_first = o.reset_first;
   p.T = input.size(0);
   p.B = input.size(1);
   p.R = weight_hh.size(1);
-  p.coupled = coupled;
-  p.H = weight_hh.size(0) / (coupled ? 3 : gates_of(cell));
+  p.coupled = o.coupled;
+  p.H = weight_hh.size(0) / (o.coupled ? 3 : gates_of(o.cell));
   p.chains = chains;
-  if (cell != Cell::Lstm) return p;
+  if (o.cell != Cell::Lstm) return p;
   p.projected = parameters.get(WeightHr).has_value();
   if (const OptionalTensor norm = parameters.get(NormHh)) p.norm_hh = norm->data_ptr();
   return p;
@@ -76,7 +77,7 @@ class LstmCall {
       : device(input), dtype(input.scalar_type()), wide(accumulation_type(dtype)),
         parameters(parameters), options_(input.options()) {
     check_hidden(parameters.get(WeightHh), {}, {});
-    p = lstm_sizes(input, parameters, o.cell, o.coupled, o.reverse.size());
+    p = lstm_sizes(input, parameters, o, o.reverse.size());
     p.layers = o.layers;
     check(input, row_lengths, seed);
     set_options(o);
@@ -184,7 +185,6 @@ class LstmCall {
   void set_options(const LstmOptions& o) {
     for (int64_t d = 0; d < p.chains; ++d) p.reverse[d] = o.reverse.get(d);
     p.relu = o.relu;
-    p.reset_first = o.reset_first;
     p.training = o.training;
     p.cell_clip = o.cell_clip;
     p.proj_clip = o.proj_clip;

@@ -142,8 +142,8 @@ struct BackwardTokens {
   Tensor grad_projected;    // (D, T, B, R), of W_hr m
 };
 
-// Both run from the last step to the first, and leave the gradient of h0 in call.p.grad_h.
-// backward_step_by_step gets that tensor as `grad_h`.
+// All run from the last step to the first, and leave the gradient of h0 in call.p.grad_h. Those
+// that run step by step get that tensor as `grad_h`.
 inline void backward_sequence(const LstmCall& call, const BackwardTokens& tokens) {
   const Lstm& p = call.p;
   SequenceBuffers buffers(call, p.gates_per_unit() * p.H, p.R);

@@ -30,7 +30,7 @@ inline std::tuple<int64_t, std::string> layers_at_once(
     most = 1;
   }
   for (; most > 1; --most) {
-    Lstm p = lstm_sizes(input, parameters, Cell::Lstm, coupled, most);
+    Lstm p = lstm_sizes(input, parameters, {Flags(), coupled}, most);
     p.layers = true;
     if (lstm_fits_sequence(p, backward, &reason)) break;
     why = reason;

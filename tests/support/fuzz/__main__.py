@@ -17,7 +17,6 @@ import sys
 import time
 from typing import Any
 
-from host_build import build_operator
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from .worker import BACKENDS, OPERATORS, runs, work
@@ -66,6 +65,8 @@ class Fuzzing:
     def _job(self, operator: str, backend: str, task: Any, total: float) -> None:
         """Runs one job on several workers, for a time or for a number of calls."""
         if backend == "cuda":
+            from host_build import build_operator
+
             build_operator(operator)  # takes minutes, in which a worker would seem to hang
         workers = [
             _Worker(operator, backend, self.options.shrink_seconds)
