@@ -329,12 +329,21 @@ def call(model: Any, run: Run, dtype: torch.dtype) -> list[Tensor]:
             keep = None if run.keep is None else run.keep[:, start : start + length]
             pieces += [(output, keep) for output in tensors(out)]
             start += length
-    results = []
-    for output, keep in pieces:
-        if keep is not None and output.shape[:2] == keep.shape:
-            output = output[keep.bool()]
-        results.append(output.double().flatten())
-    return results
+    return [at_real_tokens(output, keep).double().flatten() for output, keep in pieces]
+
+
+def at_real_tokens(output: Tensor, keep: Tensor | None) -> Tensor:
+    """Returns what to compare of an output, given which tokens (BATCH, length) are real.
+
+    A model that shortens its input takes a mask either of the input or of the shorter sequence. A
+    token then counts as real if it is real in both readings.
+    """
+    if keep is None or output.ndim < 2 or len(output) != len(keep):
+        return output
+    length, tokens = keep.shape[1], output.shape[1]
+    if output.ndim > 2 and 0 < tokens < length:
+        keep = keep[:, :tokens] & keep[:, torch.arange(tokens) * length // tokens]
+    return output[keep.bool()] if keep.shape == output.shape[:2] else output
 
 
 def distance(got: list[Tensor], wanted: list[Tensor]) -> float:
