@@ -36,6 +36,7 @@ from torch.nn.attention.bias import CausalVariant
 from transformers import (
     AttentionInterface,
     AttentionMaskInterface,
+    Cache,
     PreTrainedModel,
     masking_utils,
     modeling_utils,
@@ -166,7 +167,7 @@ def attention_forward(
 
 
 # Models pass these to every attention, and "sdpa" and "eager" ignore them too: they are in the mask
-# already, or they concern the model around the attention.
+# already, or they concern the model around the attention. A Cache under any name is harmless too.
 _HARMLESS = {
     "block_indices", "cache_params", "cache_position", "cu_seq_lens_k", "cu_seq_lens_q",
     "cu_seqlens", "deterministic", "encoder_attention_mask", "encoder_hidden_states", "head_mask",
@@ -188,7 +189,7 @@ def _unsupported(
         if formula is not None and name in formula.refers_to:
             return name  # such as attention sinks, one for each head
     for name, value in kwargs.items():
-        if name in _HARMLESS or value is None or value is False:
+        if name in _HARMLESS or value is None or value is False or isinstance(value, Cache):
             continue
         if formula is None or name in formula.takes or name in _NEVER_SERVED:
             return name
@@ -633,7 +634,7 @@ class BertEncoder(modeling_bert.BertEncoder):
             return "its mask isn't that of padding alone"
         if args or kwargs.get("encoder_hidden_states") is not None:
             return "it attends to another model's states"
-        if kwargs.get("past_key_values") is not None:
+        if any(isinstance(value, Cache) for value in kwargs.values()):
             return "it keeps a cache of keys"
         return None
 

@@ -45,6 +45,8 @@ BATCH, LENGTH = 3, 12
 LENGTHS = (LENGTH, 8, 5)
 PIECES = (6, 5, 1)  # lengths of the pieces of a text that goes through a cache
 
+CACHE_NAMES = ("cache", "past_key_values")  # the second before transformers 5.24
+
 # Largest error against eager in float64, as a multiple of eager's own error in float32.
 FACTOR = 4
 
@@ -289,11 +291,17 @@ def runs(model: Any, given: dict[str, Tensor]) -> Iterator[Run]:
             arguments["decoder_attention_mask"] = padding(7)
         keep = mask if "decoder_input_ids" not in given else padding(7)
         yield Run("padded left" if left else "padded", arguments, keep)
-    if "past_key_values" in parameters and set(given) == {"input_ids"}:
+    if cache_name(model) is not None and set(given) == {"input_ids"}:
         yield Run("in pieces", given)
         yield Run(
             "in pieces, padded", given | {"attention_mask": padding(left=True)}, padding(left=True)
         )
+
+
+def cache_name(model: Any) -> str | None:
+    """Returns the name under which the model takes and returns its cache, or None without one."""
+    parameters = inspect.signature(model.forward).parameters
+    return next((name for name in CACHE_NAMES if name in parameters), None)
 
 
 def tensors(value: Any) -> Iterator[Tensor]:
@@ -303,7 +311,7 @@ def tensors(value: Any) -> Iterator[Tensor]:
             yield value
     elif isinstance(value, dict):
         for name, item in value.items():
-            if name not in ("past_key_values", "cache_params", "attentions"):
+            if name not in (*CACHE_NAMES, "cache_params", "attentions"):
                 yield from tensors(item)
     elif isinstance(value, (list, tuple)):
         for item in value:
@@ -319,13 +327,13 @@ def call(model: Any, run: Run, dtype: torch.dtype) -> list[Tensor]:
         outputs = list(tensors(model(**arguments)))
         pieces = [(output, run.keep) for output in outputs]
     else:
-        pieces, cache, start = [], None, 0
+        pieces, cache, start, name = [], None, 0, cache_name(model)
         for length in PIECES:
             now = {"input_ids": arguments["input_ids"][:, start : start + length]}
             if "attention_mask" in arguments:
                 now["attention_mask"] = arguments["attention_mask"][:, : start + length]
-            out = model(**now, past_key_values=cache, use_cache=True)
-            cache = out["past_key_values"]
+            out = model(**now, **{name: cache}, use_cache=True)
+            cache = out[name]
             keep = None if run.keep is None else run.keep[:, start : start + length]
             pieces += [(output, keep) for output in tensors(out)]
             start += length
