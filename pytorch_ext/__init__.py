@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from trifuse import _transformers, nn
 from trifuse._version import __version__
+from trifuse.attention_mode import attention
 from trifuse.backends import backend
 from trifuse.explain import explain
 from trifuse.fuse import FuseReport, fuse
@@ -19,6 +20,7 @@ __all__ = [
     "ArgumentError",
     "FuseReport",
     "__version__",
+    "attention",
     "backend",
     "decompositions",
     "dropout_add_layer_norm",

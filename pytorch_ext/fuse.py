@@ -214,6 +214,7 @@ def fuse(model: torch_nn.Module, unpad: bool = False) -> FuseReport:
     swapped = {each.path for each in report.swapped}
     report.notes += [note for note in notes(model) if note.path in swapped]
     report.left += own_attention(model)
+    report.left += torch_attention(model)
     if unpad:
         _report_padding(model, report)
     return report
@@ -519,11 +520,36 @@ def own_attention(model: torch_nn.Module) -> Iterator[Left]:
             seen.add(module)
 
 
+def torch_attention(model: torch_nn.Module) -> Iterator[Left]:
+    """Yield the modules that call ``F.scaled_dot_product_attention`` themselves.
+
+    Attentions of transformers models are left out: :func:`own_attention` has them.
+    """
+    of_transformers = {
+        part for _, outermost in _models_of_transformers(model) for part in outermost.modules()
+    }
+    for path, module in model.named_modules():
+        own = module not in of_transformers and not _is_ours_or_torchs(type(module))
+        if own and "scaled_dot_product_attention" in _names_used(type(module)):
+            why = "calls F.scaled_dot_product_attention; run it inside trifuse.attention()"
+            yield Left(path, type(module).__name__, why)
+
+
 def _attends_by_itself(module: torch_nn.Module) -> bool:
     """Whether a module named as an attention computes it, bypassing ``ALL_ATTENTION_FUNCTIONS``."""
     cls = type(module)
-    if not _names_attention(module) or cls.__module__.split(".")[0] in ("torch", "trifuse"):
+    if not _names_attention(module) or _is_ours_or_torchs(cls):
         return False
+    names = _names_used(cls)
+    return "ALL_ATTENTION_FUNCTIONS" not in names and not names.isdisjoint(_ATTENTION_FORMULAS)
+
+
+def _is_ours_or_torchs(cls: type) -> bool:
+    return cls.__module__.split(".")[0] in ("torch", "trifuse")
+
+
+def _names_used(cls: type) -> frozenset[str]:
+    """Return the attributes and global names that the methods of a module's class use."""
     names: set[str] = set()
     for base in cls.__mro__:
         if base is torch_nn.Module:
@@ -532,7 +558,7 @@ def _attends_by_itself(module: torch_nn.Module) -> bool:
             function = inspect.unwrap(value) if callable(value) else None
             if isinstance(function, types.FunctionType):
                 names.update(function.__code__.co_names)
-    return "ALL_ATTENTION_FUNCTIONS" not in names and not names.isdisjoint(_ATTENTION_FORMULAS)
+    return frozenset(names)
 
 
 _ATTENTION_FORMULAS = ("softmax", "scaled_dot_product_attention", "eager_attention_forward")

@@ -1,0 +1,68 @@
+"""Serve torch's own attention function in code that calls it by name."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention as torch_attention
+from torch.overrides import TorchFunctionMode
+
+from trifuse.ops.attention import scaled_dot_product_attention
+
+
+@contextlib.contextmanager
+def attention() -> Iterator[None]:
+    """Let ``F.scaled_dot_product_attention`` run on trifuse's kernels inside the ``with``.
+
+    It serves models that call torch's function themselves, which :func:`trifuse.fuse` cannot swap:
+    timm's vision transformers, nanoGPT and many others. The arguments mean the same, whether the
+    function is called as ``F.scaled_dot_product_attention`` or by a name it was imported under.
+    The context holds for the current thread, may be nested, and may be around a call of a model
+    compiled with ``fullgraph=True``.
+
+    Three things differ from torch's function. A row whose keys are all masked gives 0. Dropout
+    draws other elements from the same seed. Arguments are checked, and
+    :class:`trifuse.ArgumentError` names the one that is wrong.
+
+    These calls still run on torch's function: those with nested or sparse tensors, those of a
+    dtype that trifuse does not have, and those that torch makes inside its own functions
+    (``F.multi_head_attention_forward``; :func:`trifuse.fuse` swaps the modules that call it).
+
+    Example:
+        >>> import torch.nn.functional as F
+        >>> q = torch.randn(2, 4, 5, 16)
+        >>> expected = F.scaled_dot_product_attention(q, q, q, is_causal=True)
+        >>> with trifuse.attention():
+        ...     out = F.scaled_dot_product_attention(q, q, q, is_causal=True)
+        >>> torch.testing.assert_close(out, expected)
+    """
+    with _Attention():
+        yield
+
+
+class _Attention(TorchFunctionMode):
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is torch_attention and _serves(*args, **kwargs):
+            return scaled_dot_product_attention(*args, **kwargs)
+        return func(*args, **kwargs)
+
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+def _serves(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> bool:
+    return all(
+        t.layout == torch.strided and not t.is_nested and t.dtype in _DTYPES
+        for t in (query, key, value)
+    )
