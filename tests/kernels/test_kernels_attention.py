@@ -124,10 +124,9 @@ def test_calls_drawn_at_random(kernel, dtype):
 
     random, accuracy = Random(1), Accuracy(kernel.name)
     drawn = (draw_case(random, dtype) for _ in itertools.count())
-    # The interpreter does not round to the nearest bfloat16. Its errors are near the bound, and a
-    # mean over few calls may exceed it by chance.
-    count = 30 if dtype == torch.bfloat16 else 10
-    for case in itertools.islice((case for case in drawn if 0 < tiles(case) <= 3), count):
+    # A mean over few calls may exceed the bound by chance: on some CPUs eager torch is nearly exact
+    # in one of them. In bfloat16 the interpreter does not round to nearest either.
+    for case in itertools.islice((case for case in drawn if 0 < tiles(case) <= 3), 30):
         record_accuracy(accuracy, case, judge(case))
     accuracy.conclude()
 
