@@ -35,7 +35,9 @@ def join_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]
     """
     B, _, L = lse.shape
     sinks = sinks.to(lse.dtype)
-    sink = _for_each_row(sinks, B, L) if requires_grad(sinks) else sinks[:, None]
+    # A compiler orders sums itself, and would specialise on the number of runs.
+    ordered = requires_grad(sinks) and not torch.compiler.is_compiling()
+    sink = _for_each_row(sinks, B, L) if ordered else sinks[:, None]
     no_key = lse == -torch.inf
     # The larger one only shifts the exponents, so no gradient goes through it. If both are -inf,
     # 0 and 1 stand in for it and for the sum, as in the reference formula.

@@ -225,11 +225,13 @@ def test_neither_threads_nor_the_batch_change_bits(cpp_kernel):
             assert_equal(getattr(alone, name), getattr(whole, name)[own], name)
 
 
-@pytest.mark.parametrize("H", [1, 3])
-def test_sums_over_many_rows_have_a_fixed_order(H):
+@pytest.mark.parametrize(
+    ("B", "H", "L"), [(2, 1, 50_001), (1, 1, 200_003), (7, 1, 40_001), (2, 3, 50_001)]
+)
+def test_sums_over_many_rows_have_a_fixed_order(B, H, L):
     """A sum over all rows of one head at once would be split between threads."""
-    out, lse = normal(2, H, 50_001, 2), normal(2, H, 50_001, seed=1)
-    grads = []
+    out, lse = normal(B, H, L, 2), normal(B, H, L, seed=1)
+    grads: list[Tensor] = []
     for threads in (1, 2, 3, 4):
         torch.set_num_threads(threads)
         sinks = normal(H, seed=9).requires_grad_()
