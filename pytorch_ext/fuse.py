@@ -419,9 +419,11 @@ def _swap_transformers_attention(model: Any) -> _Change | None:
                 continue  # a convolutional backbone, for example
             if not part._can_set_attn_implementation():
                 raise _CannotSwap(f"{name} doesn't choose its attention by attn_implementation")
-            # "sdpa" cannot cap scores, so models that do don't support it; trifuse can.
-            capped = getattr(part.config, "attn_logit_softcapping", None) is not None
-            if not (capped or part._supports_sdpa):
+            # "sdpa" has neither caps nor sinks, so models with them don't support it; trifuse has.
+            more = getattr(part.config, "attn_logit_softcapping", None) is not None or any(
+                each._parameters.get("sinks") is not None for each in part.modules()
+            )
+            if not (more or part._supports_sdpa):
                 raise _CannotSwap(f"{name} needs more of attention than a softmax of masked scores")
             if (reason := huggingface.why_not(type(part))) is not None:
                 raise _CannotSwap(reason)

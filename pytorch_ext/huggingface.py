@@ -103,6 +103,7 @@ def attention_forward(
     is_causal: bool | None = None,
     position_bias: Tensor | None = None,
     softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """The attention of one layer, as transformers' ``AttentionInterface`` calls it.
@@ -118,6 +119,7 @@ def attention_forward(
         is_causal: whether the layer is causal; used only if ``attention_mask`` is None.
         position_bias: (1 or B, H, Lq, Lk), added to the scores.
         softcap: caps the scaled scores, before anything is added to them.
+        s_aux: (H,), attention sinks, transformers' name for the argument ``sinks``.
         **kwargs: other arguments that models pass. Those that are in the mask already, such as
             ``sliding_window``, and those that do not concern the attention are ignored.
 
@@ -128,7 +130,7 @@ def attention_forward(
         ValueError: the layer needs a feature that changes the result and is not supported, or
             passes an argument that may be one.
     """
-    if (wanted := _unsupported(module, kwargs, attention_mask)) is not None:
+    if (wanted := _unsupported(module, s_aux, kwargs, attention_mask)) is not None:
         raise ValueError(
             f'attn_implementation="{NAME}" does not support {wanted}; '
             f"use another for {type(module).__name__}"
@@ -162,8 +164,16 @@ def attention_forward(
         scaling,
         enable_gqa=key.shape[1] != query.shape[1],
         softcap=softcap,
+        sinks=_sinks(s_aux, query),
     )
     return out.transpose(1, 2), None
+
+
+def _sinks(s_aux: Tensor | None, query: Tensor) -> Tensor | None:
+    """The sinks in a dtype that the attention takes; models may keep them in one of their own."""
+    if s_aux is None or s_aux.dtype == query.dtype:
+        return s_aux
+    return s_aux.to(torch.float64 if query.dtype == torch.float64 else torch.float32)
 
 
 # Models pass these to every attention, and "sdpa" and "eager" ignore them too: they are in the mask
@@ -177,17 +187,24 @@ _HARMLESS = {
     "position_embeddings", "position_ids", "return_dict", "return_loss", "seq_idx",
     "sliding_window", "special_tokens_mask", "token_type_ids", "use_cache",
 }  # fmt: skip
-_NEVER_SERVED = {"cache", "output_attentions", "s_aux"}
+_NEVER_SERVED = {"cache", "output_attentions"}
 
 
 def _unsupported(
-    module: nn.Module, kwargs: dict[str, Any], mask: Tensor | PackedSequences | None
+    module: nn.Module,
+    s_aux: Tensor | None,
+    kwargs: dict[str, Any],
+    mask: Tensor | PackedSequences | None,
 ) -> str | None:
     """The name of an argument that changes the result and isn't served, or None."""
     formula = _formula(type(module))
-    for name in module._parameters:
+    for name, parameter in module._parameters.items():
+        if parameter is None or (s_aux is not None and name == "sinks"):
+            continue
         if formula is not None and name in formula.refers_to:
-            return name  # such as attention sinks, one for each head
+            return name  # "eager" reads it from the layer, and it did not come as an argument
+    if s_aux is not None and isinstance(mask, PackedSequences):
+        return "s_aux"
     for name, value in kwargs.items():
         if name in _HARMLESS or value is None or value is False or isinstance(value, Cache):
             continue

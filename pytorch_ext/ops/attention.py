@@ -13,6 +13,7 @@ from torch.nn import functional
 from trifuse import backends
 from trifuse.ops import _checks, _explained, _fast_path, _modes, _operator
 from trifuse.ops._checks import fail
+from trifuse.ops._sinks import join_sinks
 from trifuse.reference import attention as reference
 from trifuse.reference import philox
 from trifuse.reference.results import accumulation_dtype, empty_like_layout
@@ -27,7 +28,7 @@ def scaled_dot_product_attention(
     dropout_p: float = 0.0, is_causal: bool | CausalVariant = False, scale: float | None = None,
     enable_gqa: bool = False, *, key_lengths: Tensor | None = None,
     window: int | tuple[int | None, int | None] | None = None, softcap: float | None = None,
-    return_lse: Literal[False] = False,
+    sinks: Tensor | None = None, return_lse: Literal[False] = False,
 ) -> Tensor: ...  # fmt: skip
 @overload
 def scaled_dot_product_attention(
@@ -35,7 +36,7 @@ def scaled_dot_product_attention(
     dropout_p: float = 0.0, is_causal: bool | CausalVariant = False, scale: float | None = None,
     enable_gqa: bool = False, *, key_lengths: Tensor | None = None,
     window: int | tuple[int | None, int | None] | None = None, softcap: float | None = None,
-    return_lse: Literal[True],
+    sinks: Tensor | None = None, return_lse: Literal[True],
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 def scaled_dot_product_attention(
     query: Tensor,
@@ -50,6 +51,7 @@ def scaled_dot_product_attention(
     key_lengths: Tensor | None = None,
     window: int | tuple[int | None, int | None] | None = None,
     softcap: float | None = None,
+    sinks: Tensor | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     r"""softmax(scale · Q Kᵀ + mask) V, with masks, dropout and gradients fused.
@@ -82,14 +84,18 @@ def scaled_dot_product_attention(
             ``is_causal`` or, if that is False, of a causal ``attn_mask``.
         softcap: c > 0; caps scaled scores s to c · tanh(s / c), before a float mask is added
             (Gemma Team, "Gemma 2", 2024).
-        return_lse: also return the logsumexp of each row's scores, differentiable.
+        sinks: (H,), one more score in each row of a head, without a value: it takes its part of
+            the softmax and adds nothing to the output (OpenAI, "gpt-oss" model card, 2025). -inf
+            is no sink. float32 or the query's dtype. The output is scaled after the kernel.
+        return_lse: also return the logsumexp of each row's scores, differentiable. It includes the
+            sink.
 
     Returns:
         (..., H, Lq, Ev) in the query's dtype, in the query's memory order. With ``return_lse`` also
         (..., H, Lq) in float32 (float64 for float64).
 
-        A row with no key gives 0 and a logsumexp of -inf. A NaN or Inf in a pair left out by a mask
-        reaches neither outputs nor gradients.
+        A row with no key gives 0 and a logsumexp of -inf, or of its sink. A NaN or Inf in a pair
+        left out by a mask reaches neither outputs nor gradients.
 
     Raises:
         TypeError: an argument of the wrong type, or a dtype that doesn't fit the others.
@@ -104,7 +110,7 @@ def scaled_dot_product_attention(
         torch.Size([2, 8, 5, 64])
     """
     fast = _fast_path.extension()
-    if fast is not None and window is None and softcap is None:
+    if fast is not None and window is None and softcap is None and sinks is None:
         _refuse_context_parallel()
         results: Tensor | tuple[Tensor, Tensor] | None = fast.attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, key_lengths,
@@ -115,7 +121,7 @@ def scaled_dot_product_attention(
     _checks.flag("return_lse", return_lse)
     call = _prepare(
         query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, key_lengths, window,
-        softcap,
+        softcap, sinks,
     )  # fmt: skip
     out, lse = _run(call)
     if call.batch_shape is not None:
@@ -131,7 +137,7 @@ def varlen_attention(
     max_seqlen_k: int | None = None, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
     is_causal: bool | CausalVariant = False, scale: float | None = None, enable_gqa: bool = False,
     *, window: int | tuple[int | None, int | None] | None = None, softcap: float | None = None,
-    return_lse: Literal[False] = False,
+    sinks: Tensor | None = None, return_lse: Literal[False] = False,
 ) -> Tensor: ...  # fmt: skip
 @overload
 def varlen_attention(
@@ -140,7 +146,7 @@ def varlen_attention(
     max_seqlen_k: int | None = None, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
     is_causal: bool | CausalVariant = False, scale: float | None = None, enable_gqa: bool = False,
     *, window: int | tuple[int | None, int | None] | None = None, softcap: float | None = None,
-    return_lse: Literal[True],
+    sinks: Tensor | None = None, return_lse: Literal[True],
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 def varlen_attention(
     query: Tensor,
@@ -158,6 +164,7 @@ def varlen_attention(
     *,
     window: int | tuple[int | None, int | None] | None = None,
     softcap: float | None = None,
+    sinks: Tensor | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention within each of several sequences packed end to end, without padding.
@@ -191,7 +198,7 @@ def varlen_attention(
     _checks.flag("return_lse", return_lse)
     call = _prepare_varlen(
         query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, attn_mask,
-        dropout_p, is_causal, scale, enable_gqa, window, softcap,
+        dropout_p, is_causal, scale, enable_gqa, window, softcap, sinks,
     )  # fmt: skip
     out, lse = _run(call)
     out, lse = out[0].transpose(0, 1), lse[0].transpose(0, 1)
@@ -208,6 +215,7 @@ class _Call(NamedTuple):
     options: _Options
     choice: backends.Choice
     batch_shape: tuple[int, ...] | None  # the caller's leading dimensions, if not (B, H)
+    sinks: Tensor | None
 
 
 def _prepare(
@@ -222,6 +230,7 @@ def _prepare(
     key_lengths: Tensor | None,
     window: int | tuple[int | None, int | None] | None,
     softcap: float | None,
+    sinks: Tensor | None,
 ) -> _Call:
     query, key, value, attn_mask = _tensors(query, key, value, attn_mask)
     _checks.flag("enable_gqa", enable_gqa)
@@ -249,6 +258,7 @@ def _prepare(
         _Options(Lq, Lk, _scale(scale), _softcap(softcap), *band, dropout_p),
         _choose(query, value),
         batch_shape,
+        _sinks(sinks, query),
     )
 
 
@@ -267,6 +277,7 @@ def _prepare_varlen(
     enable_gqa: bool,
     window: int | tuple[int | None, int | None] | None,
     softcap: float | None,
+    sinks: Tensor | None,
 ) -> _Call:
     query, key, value, attn_mask = _tensors(query, key, value, attn_mask)
     _checks.flag("enable_gqa", enable_gqa)
@@ -298,6 +309,7 @@ def _prepare_varlen(
         _Options(max_seqlen_q, max_seqlen_k, _scale(scale), _softcap(softcap), *band, dropout_p),
         _choose(query, value),
         None,
+        _sinks(sinks, query),
     )
 
 
@@ -447,6 +459,21 @@ def _softcap(softcap: float | None) -> float | None:
     if not 2.0**-126 <= softcap <= 2.0**126:  # normal in float32, and so is its inverse
         raise fail("softcap", "a number in [2⁻¹²⁶, 2¹²⁶]", softcap)
     return softcap
+
+
+def _sinks(sinks: Tensor | None, query: Tensor) -> Tensor | None:
+    """Checks the sinks of a call; ``query`` is (B, H, L, E), after autocast."""
+    if sinks is None:
+        return None
+    sinks = _checks.tensor("sinks", sinks)
+    # Sinks in float32 are served as they are, like a mask.
+    dtype = _modes.autocast_dtype(query)
+    if dtype is not None and sinks.dtype != torch.float32:
+        sinks = _autocast(sinks, dtype)
+    sinks = _checks.matching("sinks", sinks, "query", query)
+    if sinks.shape != query.shape[1:2]:
+        raise fail("sinks", f"shape ({query.shape[1]},), a number a head", tuple(sinks.shape))
+    return sinks
 
 
 def band_of(
@@ -608,11 +635,12 @@ class _Results(NamedTuple):
     logsumexp: Tensor
 
 
-def _run(call: _Call) -> tuple[Tensor, ...]:
+def _run(call: _Call) -> tuple[Tensor, Tensor]:
     tensors = call.tensors
     if call.options.dropout_p > 0:
         tensors = tensors._replace(seed=philox.draw_seed(tensors.query))
-    return _OPERATOR(call.choice.backend, tensors, call.options)
+    out, lse = _OPERATOR(call.choice.backend, tensors, call.options)
+    return (out, lse) if call.sinks is None else join_sinks(out, lse, call.sinks)
 
 
 def _fake(tensors: _Tensors, options: _Options, save: int) -> _Results:

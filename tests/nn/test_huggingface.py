@@ -78,7 +78,23 @@ def gemma2() -> nn.Module:
     return transformers.Gemma2ForCausalLM(config)
 
 
-DECODERS = [gpt2, llama, mistral, gemma3, gemma2]
+def gpt_oss() -> nn.Module:
+    """Attention sinks, far from 0, and layers as in Gemma 3."""
+    config = transformers.GptOssConfig(
+        **GROUPED_SIZES,
+        head_dim=8,
+        sliding_window=4,
+        num_local_experts=2,
+        num_experts_per_tok=1,
+    )
+    model = transformers.GptOssForCausalLM(config)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.sinks.normal_(std=2)
+    return model
+
+
+DECODERS = [gpt2, llama, mistral, gemma3, gemma2, gpt_oss]
 
 
 def build(make) -> nn.Module:
@@ -153,7 +169,7 @@ def test_encoder_decoder(mask):
     compare(model, lambda m: m(input_ids=ids(), attention_mask=mask, decoder_input_ids=ids())[0])
 
 
-@pytest.mark.parametrize("make", [bert, llama, gemma2, t5])
+@pytest.mark.parametrize("make", [bert, llama, gemma2, gpt_oss, t5])
 def test_gradients(make):
     model, mask = build(make), MASKS["padded right"]
     more = {"decoder_input_ids": ids()} if make is t5 else {}
@@ -330,7 +346,7 @@ def test_dropout_is_passed_on():
 
 
 @pytest.mark.parametrize(
-    "argument", [{"cache": object()}, {"s_aux": torch.zeros(4)}, {"output_attentions": True}]
+    "argument", [{"cache": object()}, {"sinks": torch.zeros(4)}, {"output_attentions": True}]
 )
 def test_what_is_not_supported_raises(argument):
     query = torch.zeros(1, 4, 3, 8)

@@ -271,7 +271,6 @@ def test_arguments_that_change_the_result_are_refused():
     wanted, _ = huggingface.attention_forward(HasFormula(), x, x, x, None)
     for layer, name, value in [
         (HasFormula(), "sinks", torch.zeros(2)),
-        (HasFormula(), "s_aux", torch.zeros(2)),
         (Asking(), "temperature", 2.0),
         (HasFormula(), "cu_seq_lens_q", torch.tensor([0, 2, 5])),
     ]:
@@ -296,7 +295,21 @@ def test_arguments_that_change_the_result_are_refused():
     assert not torch.equal(capped, wanted)
 
 
-def test_sinks_of_the_layer_are_refused_under_any_name():
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_sinks_come_as_s_aux(dtype):
+    """In the dtype of the layer's other tensors, or in one of their own."""
+    x = torch.randn(1, 2, 5, 8, dtype=dtype)
+    for own in (torch.float32, torch.bfloat16, torch.float64):
+        sinks = torch.tensor([0.5, -2.0], dtype=own)
+        got, _ = huggingface.attention_forward(HasFormula(), x, x, x, None, s_aux=sinks)
+        column = sinks.double()[:, None, None].expand(1, 2, 5, 1)
+        scores = torch.cat([x.double() @ x.double().mT * 8**-0.5, column], -1)
+        wanted = scores.softmax(-1)[..., :-1] @ x.double()
+        rtol = {torch.float64: 1e-9, torch.float32: 1e-5}.get(dtype, 3e-2)
+        torch.testing.assert_close(got.transpose(1, 2).double(), wanted, rtol=rtol, atol=rtol)
+
+
+def test_sinks_of_the_layer_are_served_only_as_s_aux():
     options = PADDED_SIZES | {
         "num_key_value_heads": 2,
         "head_dim": 8,
@@ -305,9 +318,13 @@ def test_sinks_of_the_layer_are_refused_under_any_name():
     }
     layer = make("GptOss", options, "eager").layers[0].self_attn
     x = torch.randn(1, 4, 5, 8)
-    for kwargs in ({}, {"s_aux": layer.sinks}, {"another": layer.sinks}):
+    for kwargs in ({}, {"sinks": layer.sinks}, {"another": layer.sinks}):
         with pytest.raises(ValueError, match="does not support s"):
             huggingface.attention_forward(layer, x, x, x, None, **kwargs)
+    got, _ = huggingface.attention_forward(layer, x, x, x, None, s_aux=layer.sinks)
+    # Its masks are complete, so None leaves nothing out.
+    wanted = trifuse.scaled_dot_product_attention(x, x, x, sinks=layer.sinks)
+    torch.testing.assert_close(got, wanted.transpose(1, 2))
 
 
 def test_the_check_leaves_other_names_alone():

@@ -71,7 +71,8 @@ def test_triton_by_the_same_rule(triton, options):
     record_accuracy(Accuracy(triton.name), case, judge(case))
 
 
-def test_specification_is_the_definition():
+@pytest.mark.parametrize("with_sinks", [False, True])
+def test_specification_is_the_definition(with_sinks):
     """Compares the reference with the definition, one pair at a time in Python's floats."""
     B, H, Hkv, Lq, Lk, E, Ev = 2, 4, 2, 4, 5, 3, 2
     generator = torch.Generator().manual_seed(0)
@@ -92,7 +93,8 @@ def test_specification_is_the_definition():
         "dropout_p": 0.3,
     }
     inputs = (normal(B, H, Lq, E), normal(B, Hkv, Lk, E), normal(B, Hkv, Lk, Ev), mask)
-    case = Case(*inputs, normal(B, H, Lq, Ev), normal(B, H, Lq), options)
+    sinks = 2 * normal(H) if with_sinks else None
+    case = Case(*inputs, normal(B, H, Lq, Ev), normal(B, H, Lq), options, sinks)
     multiplier = dropout_multiplier(case)
     assert {0.0, 65536 / (65536 - round(0.3 * 65536))} == set(multiplier.unique().tolist())
     with trifuse.backend("eager"):
@@ -116,9 +118,10 @@ def test_specification_is_the_definition():
         if not scores:
             empty += 1
             assert results.out[b, h, i].eq(0).all()
-            assert results.lse[b, h, i] == -math.inf
+            assert results.lse[b, h, i] == (-math.inf if sinks is None else sinks[h])
             continue
         total = sum(math.exp(s) for s in scores.values())
+        total += 0.0 if sinks is None else math.exp(sinks[h].item())
         assert results.lse[b, h, i].item() == pytest.approx(math.log(total), rel=1e-12)
         weights = {j: math.exp(s) / total for j, s in scores.items()}
         for e in range(Ev):

@@ -67,10 +67,19 @@ def plain(**options: Any) -> tuple[Callable[..., Any], list[Tensor]]:
 
 
 def packed(**options: Any) -> tuple[Callable[..., Any], list[Tensor]]:
-    def call(query: Tensor, key: Tensor, value: Tensor) -> Any:
-        return trifuse.varlen_attention(query, key, value, CU_Q, CU_K, return_lse=True, **options)
+    def call(query: Tensor, key: Tensor, value: Tensor, **more: Any) -> Any:
+        return trifuse.varlen_attention(
+            query, key, value, CU_Q, CU_K, return_lse=True, **options, **more
+        )
 
     return call, packed_inputs()
+
+
+def with_sinks(function: Callable[..., Any], **options: Any) -> Any:
+    """Returns a call and its arguments, the sinks last; of either sign, so that both ends occur."""
+    call, args = function(**options)
+    sinks = (3 * normal(H, seed=9, dtype=torch.float64)).requires_grad_()
+    return lambda *a: call(*a[:-1], sinks=a[-1]), [*args, sinks]
 
 
 def finite_rows(call: Callable[..., Any]) -> Callable[..., Any]:
@@ -103,6 +112,12 @@ DIFFERENTIABLE: dict[str, Callable[[], tuple[Callable[..., Any], list[Tensor]]]]
     "packed": packed,
     "packed causal": lambda: packed(is_causal=True),
     "packed dropout": lambda: packed(dropout_p=0.4, softcap=0.8),
+    "sinks": lambda: with_sinks(plain, return_lse=True),
+    "sinks, output alone": lambda: with_sinks(plain, enable_gqa=True, is_causal=True),
+    "sinks, lengths, dropout": lambda: with_sinks(
+        plain, key_lengths=torch.tensor([3, 0]), dropout_p=0.4, return_lse=True
+    ),
+    "packed sinks": lambda: with_sinks(packed, softcap=0.8, window=1),
 }
 
 
@@ -110,7 +125,7 @@ DIFFERENTIABLE: dict[str, Callable[[], tuple[Callable[..., Any], list[Tensor]]]]
 def test_gradcheck(backend, what):
     call, args = DIFFERENTIABLE[what]()
     # The slow mode checks every element of every derivative, the fast mode random sums of them.
-    slow = ("lse", "causal", "float mask", "packed dropout")
+    slow = ("lse", "causal", "float mask", "packed dropout", "sinks", "sinks, lengths, dropout")
     torch.manual_seed(0)
     torch.autograd.gradcheck(
         finite_rows(seeded(call)), args, check_batched_grad=True, fast_mode=what not in slow
@@ -293,6 +308,27 @@ def test_vmap_of_lengths_and_packed(backend):
         torch.testing.assert_close(tuple(g[n] for g in grads), expected)
 
 
+@pytest.mark.parametrize("dims", [(0, 0), (0, None), (None, 1)], ids=str)
+def test_vmap_of_sinks(backend, dims):
+    query, key, value = (x.detach() for x in inputs())
+    query = query if dims[0] is None else batched(query, dims[0])
+    sinks = normal(H, seed=9, dtype=torch.float64)
+    sinks = sinks if dims[1] is None else batched(sinks, dims[1])
+
+    def call(q: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
+        return attention(q, key, value, is_causal=True, sinks=s, return_lse=True)
+
+    def gradients(q: Tensor, s: Tensor) -> tuple[Tensor, ...]:
+        def loss(*a: Tensor) -> Tensor:
+            out, lse = call(*a)
+            return out.sin().sum() + lse.cos().sum()
+
+        return torch.func.grad(loss, argnums=(0, 1))(q, s)
+
+    for function in (call, gradients):
+        check_vmap(function, dims, (query, sinks))
+
+
 def test_vmap_twice(backend):
     query = normal(4, N, B, H, Lq, E)
     key = normal(N, B, H, Lk, E)
@@ -410,6 +446,7 @@ TRACED: dict[str, dict[str, Any]] = {
     "mask": {"attn_mask": float_mask(1, H, Lq, Lk).float()},
     "dropout": {"dropout_p": 0.3},
     "lse": {"return_lse": True},
+    "sinks": {"sinks": normal(H, seed=9), "key_lengths": torch.tensor([3, 0])},
 }
 
 
@@ -442,6 +479,22 @@ def test_compile_packed(backend):
     compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
     actual, expected = (lambda *args, f=f: f(*args, CU_Q, CU_K) for f in (compiled, function))
     assert_same_results(actual, expected, packed_inputs())
+
+
+def model_with_sinks(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor) -> Tensor:
+    return model(query, key, value, sinks=sinks, is_causal=True, return_lse=True)
+
+
+def inputs_and_sinks(*sizes: int) -> list[Tensor]:
+    return [*model_inputs(*sizes), normal(H, seed=9).requires_grad_()]
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_compile_sinks(backend):
+    """With their gradient, in one graph for every batch and length."""
+    check_compile(model_with_sinks, inputs_and_sinks)
+    sizes = ((3, 5, 7), (8, 9, 11), (300, 10, 13))  # at most 1024 rows, and more
+    check_one_graph(model_with_sinks, (inputs_and_sinks(*s) for s in sizes))
 
 
 @pytest.mark.usefixtures("fresh_dynamo")
@@ -478,6 +531,33 @@ def test_export(backend, strict):
         torch.testing.assert_close(program.module()(*example), Module()(*example))
 
 
+class ModuleWithSinks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.sinks = nn.Parameter(normal(H, seed=9))
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, lengths: Tensor) -> Tensor:
+        return model(query, key, value, key_lengths=lengths, sinks=self.sinks)
+
+
+def test_export_with_sinks(backend):
+    module = ModuleWithSinks()
+    args = (*(x.detach() for x in model_inputs()), torch.tensor([3, 1]))
+    batch, q, k = (torch.export.Dim(name, min=2, max=640) for name in ("batch", "q", "k"))
+    shapes = ({0: batch, 1: q}, {0: batch, 1: k}, {0: batch, 1: k}, {0: batch})
+    program = torch.export.export(module, args, dynamic_shapes=shapes)
+    more = (*(x.detach() for x in model_inputs(200, 8, 9)), torch.arange(200) % 10)
+    exported = program.module()
+    for example in (args, more):
+        actual, expected = exported(*example), module(*example)
+        torch.testing.assert_close(actual, expected)
+        grads = (
+            torch.autograd.grad(out.sum(), each.sinks)
+            for out, each in ((actual, exported), (expected, module))
+        )
+        torch.testing.assert_close(*grads)
+
+
 # Autocast ---------------------------------------------------------------------------------------
 
 
@@ -499,6 +579,25 @@ def test_autocast(backend, dtype):
     wanted = torch.autograd.grad(expected.float().sum() + expected_lse.exp().sum(), [*narrow, mask])
     for grad, want in zip(grads, wanted, strict=True):
         torch.testing.assert_close(grad, want.float(), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_of_sinks(backend, dtype):
+    """Sinks stay in float32, like a mask; in another 16-bit type they are cast."""
+    args = [x.detach().float() for x in inputs()]
+    narrow = [x.to(dtype) for x in args]
+    sinks = normal(H, seed=9).requires_grad_()
+    other = torch.float16 if dtype == torch.bfloat16 else torch.bfloat16
+    with torch.autocast("cpu", dtype=dtype):
+        out = attention(*args, sinks=sinks)
+        cast = attention(*args, sinks=sinks.detach().to(other))
+    assert out.dtype == dtype
+    expected = attention(*narrow, sinks=sinks)
+    torch.testing.assert_close(out, expected, rtol=0, atol=0)
+    wanted = attention(*narrow, sinks=sinks.detach().to(other).to(dtype))
+    torch.testing.assert_close(cast, wanted, rtol=0, atol=0)
+    grads = [torch.autograd.grad(o.float().sum(), sinks) for o in (out, expected)]
+    torch.testing.assert_close(*grads, rtol=0, atol=0)
 
 
 def test_autocast_does_not_reach_second_derivatives(backend):

@@ -246,6 +246,37 @@ ARGUMENTS: list[tuple[str, dict[str, Any], type, str]] = [
         for c in (0.0, -50.0, 1e-40, float("inf"), float("nan"))
     ),
     ("softcap text", {"softcap": "50"}, TypeError, r"softcap: expected a number; got str"),
+    ("sinks a number", {"sinks": 0.0}, TypeError, r"sinks: expected a Tensor; got float"),
+    *(
+        (
+            f"sinks of shape {shape}",
+            {"sinks": x(*shape)},
+            ValueError,
+            rf"sinks: expected shape \(4,\), .*; got {re.escape(str(shape))}",
+        )
+        for shape in ((1,), (5,), (), (2, 4), (4, 1))
+    ),
+    *(
+        (
+            f"sinks of {dtype}",
+            {"sinks": x(H, dtype=dtype)},
+            TypeError,
+            rf"sinks: expected torch.float32, as query; got {dtype}",
+        )
+        for dtype in (torch.float64, torch.bfloat16, torch.int64)
+    ),
+    (
+        "sinks in float64 with 16 bits",
+        {name: t.bfloat16() for name, t in DEFAULT.items()} | {"sinks": x(H, dtype=torch.float64)},
+        TypeError,
+        r"sinks: expected torch.bfloat16, as query, or torch.float32; got torch.float64",
+    ),
+    (
+        "sinks on another device",
+        {"sinks": x(H, device="meta")},
+        ValueError,
+        r"sinks: expected a tensor on cpu, as query; got meta",
+    ),
     ("scale too large", {"scale": 2**1100}, ValueError, r"scale: expected a number that a float"),
     *(
         (f"enable_gqa {value}", {"enable_gqa": value}, TypeError, rf"enable_gqa: .*; got {kind}")
@@ -357,6 +388,7 @@ PACKED_ARGUMENTS: list[tuple[str, dict[str, Any], type, str]] = [
     ("dropout", {"dropout_p": 2}, ValueError, r"dropout_p: expected a probability.*; got 2"),
     ("flag", {"enable_gqa": "x"}, TypeError, r"enable_gqa: expected True or False; got str"),
     ("softcap", {"softcap": -1}, ValueError, r"softcap: expected a number in .*; got -1"),
+    ("sinks", {"sinks": x(9)}, ValueError, r"sinks: expected shape \(4,\), .*; got \(9,\)"),
     ("window", {"window": -3}, ValueError, r"window: expected .*; got -3"),
     ("scale", {"scale": [1]}, TypeError, r"scale: expected a number; got list"),
 ]

@@ -32,6 +32,7 @@ class Case:
     grad_out: Tensor  # (B, H, Lq, Ev)
     grad_lse: Tensor | None  # (B, H, Lq), in the accumulation type
     options: dict[str, Any]
+    sinks: Tensor | None = None  # (H,)
 
     def double(self) -> Case:
         """Returns the case in float64."""
@@ -46,7 +47,7 @@ class Case:
         def show(x: Tensor | None) -> str:
             return "None" if x is None else f"{tuple(x.shape)} strides {x.stride()} {x.dtype}"
 
-        tensors = ("query", "key", "value", "attn_mask", "grad_out", "grad_lse")
+        tensors = ("query", "key", "value", "attn_mask", "sinks", "grad_out", "grad_lse")
         return "\n".join([*(f"{t}: {show(getattr(self, t))}" for t in tensors), str(self.options)])
 
 
@@ -57,6 +58,7 @@ class Results(NamedTuple):
     grad_key: Tensor
     grad_value: Tensor
     grad_mask: Tensor | None
+    grad_sinks: Tensor | None = None
 
 
 def run(case: Case) -> Results:
@@ -64,8 +66,8 @@ def run(case: Case) -> Results:
     torch.manual_seed(SEED)
     return _differentiate(
         case,
-        lambda query, key, value, attn_mask: trifuse.scaled_dot_product_attention(
-            query, key, value, attn_mask, return_lse=True, **case.options
+        lambda query, key, value, attn_mask, sinks: trifuse.scaled_dot_product_attention(
+            query, key, value, attn_mask, sinks=sinks, return_lse=True, **case.options
         ),
     )
 
@@ -81,7 +83,7 @@ def eager_torch(case: Case) -> Results:
     keep, multiplier = pairs(case), dropout_multiplier(case)
 
     def formula(
-        query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None
+        query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, sinks: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         groups = query.shape[1] // max(key.shape[1], 1)
         key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
@@ -91,11 +93,20 @@ def eager_torch(case: Case) -> Results:
         if attn_mask is not None and attn_mask.dtype != torch.bool:
             scores = scores + attn_mask
         scores = scores.masked_fill(~keep, float("-inf"))
-        weights = scores.softmax(-1).masked_fill(~keep, 0).to(query.dtype)
+        scores = _with_sinks(scores, sinks)
+        weights = scores.softmax(-1)[..., : key.shape[2]].masked_fill(~keep, 0).to(query.dtype)
         lse = scores.to(_accumulation(query)).logsumexp(-1)
         return (weights * multiplier.to(query.dtype)) @ value, lse
 
     return _differentiate(case, formula)
+
+
+def _with_sinks(scores: Tensor, sinks: Tensor | None) -> Tensor:
+    """Appends a column of sinks to the scores, as models do that use no fused attention."""
+    if sinks is None:
+        return scores
+    column = sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:-1], 1)
+    return torch.cat([scores, column], -1)
 
 
 def scale(case: Case) -> float:
@@ -202,10 +213,11 @@ def one_rounding(case: Case) -> Results:
         added = score_error + sum_eps * scores.abs()
         score_error = torch.where(scores.abs() < 1e30, added, 0)
     scores = scores.masked_fill(~keep, float("-inf"))
-    weights = scores.softmax(-1).masked_fill(~keep, 0)
+    with_sinks = _with_sinks(scores, exact.sinks)
+    weights = with_sinks.softmax(-1)[..., : key.shape[2]].masked_fill(~keep, 0)
     score_error = score_error.masked_fill(~keep, 0)
     weight_error = weights * (eps + score_error)
-    lse = scores.logsumexp(-1).masked_fill(~keep.any(-1), 0)
+    lse = with_sinks.logsumexp(-1)
     lse = torch.where(lse.abs() < 1e30, lse.abs(), 0)
 
     grad_weights = (grad_out.square() @ value.square().mT).masked_fill(~keep, 0) * multiplier**2
@@ -221,6 +233,11 @@ def one_rounding(case: Case) -> Results:
         grad_mask = ds.square().sum_to_size(case.attn_mask.shape).sqrt()
         if torch.finfo(case.attn_mask.dtype).eps > torch.finfo(case.query.dtype).eps:
             grad_mask = grad_mask * rounding_error(case.attn_mask.dtype) / eps
+    grad_sinks = None
+    if exact.sinks is not None:  # as of a key whose value is 0
+        of_sink = with_sinks.softmax(-1)[..., -1:]
+        ds_of_sink = of_sink * (eps + sum_eps * lse[..., None]) * inner.sqrt()
+        grad_sinks = ds_of_sink.square().sum((0, 2, 3)).sqrt()
     heads = (key.shape[1] // max(groups, 1), groups)
     return Results(
         out=_root_of_squares(weight_error * multiplier, value),
@@ -229,6 +246,7 @@ def one_rounding(case: Case) -> Results:
         grad_key=abs(scale(case)) * _grouped_root((ds * slope).mT, query, heads),
         grad_value=_grouped_root((weight_error_again * multiplier).mT, grad_out, heads),
         grad_mask=grad_mask,
+        grad_sinks=grad_sinks,
     )
 
 
@@ -249,7 +267,7 @@ def _accumulation(x: Tensor) -> torch.dtype:
 
 
 def _differentiate(case: Case, function: Any) -> Results:
-    names = ("query", "key", "value", "attn_mask")
+    names = ("query", "key", "value", "attn_mask", "sinks")
     inputs = {name: getattr(case, name) for name in names}
     wanted = {
         name: x.detach().requires_grad_()
@@ -271,6 +289,7 @@ def _differentiate(case: Case, function: Any) -> Results:
         grads["key"],
         grads["value"],
         grads.get("attn_mask"),
+        grads.get("sinks"),
     )
 
 
@@ -292,6 +311,7 @@ def make(
     *,
     Hkv: int | None = None,
     mask: Tensor | None = None,
+    sinks: Tensor | None = None,
     dtype: torch.dtype = torch.float32,
     **options: Any,
 ) -> Case:
@@ -306,6 +326,7 @@ def make(
         normal(B, H, Lq, Ev, seed=4, dtype=dtype),
         normal(B, H, Lq, seed=5, dtype=wide),
         {"enable_gqa": Hkv != H, **options},
+        sinks,
     )
 
 
@@ -336,7 +357,9 @@ def run_packed(case: Case, cu_q: Tensor, cu_k: Tensor | None, **options: Any) ->
     def packed(x: Tensor) -> Tensor:
         return x[0].transpose(0, 1)
 
-    def attend(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None) -> Any:
+    def attend(
+        query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, sinks: Tensor | None
+    ) -> Any:
         out, lse = trifuse.varlen_attention(
             packed(query),
             packed(key),
@@ -344,6 +367,7 @@ def run_packed(case: Case, cu_q: Tensor, cu_k: Tensor | None, **options: Any) ->
             cu_q,
             cu_k,
             attn_mask=attn_mask,
+            sinks=sinks,
             return_lse=True,
             **case.options,
             **options,
@@ -432,6 +456,10 @@ def draw_case(random: Random, dtype: torch.dtype) -> Case:
         )
     if random.random() < 0.5:
         options["dropout_p"] = random.choice((0.1, 0.5, 0.9))
+    sinks = None
+    if random.random() < 0.4:
+        sinks_dtype = dtype if random.random() < 0.5 else _accumulation(torch.empty(0, dtype=dtype))
+        sinks = random.choice((0.3, 1.0, 5.0)) * normal(1, 1, H, dtype=sinks_dtype)[0, 0]
     query = normal(B, H, Lq, E)
     kind = random.choice(_MASKS)
     grad_lse = None
@@ -447,6 +475,7 @@ def draw_case(random: Random, dtype: torch.dtype) -> Case:
         grad_out=normal(B, H, Lq, Ev),
         grad_lse=grad_lse,
         options=options,
+        sinks=sinks,
     )
 
 

@@ -544,8 +544,8 @@ classes is examined before the model is made: does an attention call go through 
   a model that uses the interface without declaring support for "sdpa".
 - `trifuse.fuse(model)` leaves the attention of a model that would raise as it is, and its report
   says why.
-- A model whose attention needs more than a softmax of masked scores (attention sinks) raises
-  at its first call of the attention.
+- Attention sinks that a layer passes as `s_aux`, as gpt-oss does, are served. A model whose
+  attention needs more than that and a softmax of masked scores raises at its first call of it.
 
 `trifuse.huggingface.register()` installs this check in
 `PreTrainedModel.get_correct_attn_implementation`, and `trifuse.fuse` calls `register()` when it

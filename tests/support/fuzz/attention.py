@@ -97,6 +97,9 @@ def draw(d: Draws, kernel: str, dtype: str) -> Call:
             scale=d.choice((1.0, 5.0)),
             left_out=d.choice((0.1, 0.5, 0.9, *([] if kind == "bool" else [0.0]))),
         )
+    if d.flag(20):
+        wide_dtype = "float64" if dtype == "float64" else "float32"
+        values("sinks", H, dtype=d.choice((dtype, wide_dtype)), scale=d.choice((1.0, 6.0)))
     causal = d.choice((False, False, True, CausalVariant.UPPER_LEFT, CausalVariant.LOWER_RIGHT))
     if causal is not False:
         options["is_causal"] = causal
@@ -125,7 +128,7 @@ def draw(d: Draws, kernel: str, dtype: str) -> Call:
         call = dataclasses.replace(call, second=False)
     if d.flag(12):
         call = dataclasses.replace(call, poison=d.choice((NAN, INF)))
-    elif d.flag(6):
+    elif d.flag(6) and "sinks" not in tensors:  # a sink saves no row whose scores are all -inf
         call = _plant(d, call)
     elif not varlen and not dropout and not call.same_bits and d.flag(5):
         call = _sampled(d, call)
@@ -167,6 +170,7 @@ def _plant(d: Draws, call: Call) -> Call:
 def _sampled(d: Draws, call: Call) -> Call:
     """Returns the call under vmap: some of its tensors hold two samples."""
     names = [n for n in call.tensors if n in ("query", "attn_mask", "key_lengths") or d.flag(50)]
+    names = [n for n in names if n != "sinks"]  # all samples share them
     if ("key" in names) != ("value" in names):
         names = [n for n in names if n not in ("key", "value")]
     samples = {n: d.integer(0, len(call.tensors[n].shape)) for n in names}
@@ -345,17 +349,28 @@ def formula(call: Call, tensors: Tensors, r: Rounding) -> Tensors:
     highest = s.new_full((len(s), rows), -INF).scatter_reduce(
         1, pairs.query.expand_as(s), s.detach(), "amax"
     )
+    sinks = None
+    if "sinks" in tensors:  # (replicas, H), a score in each row, without a value
+        sinks = tensors["sinks"].repeat_interleave(sizes.total[0], 1)
+        highest = torch.maximum(highest, sinks.detach())
     # Two evaluations: a kernel may compute the scores of numerator and denominator separately.
     e, summed = (r(torch.exp(r(s) - highest.index_select(1, pairs.query))) for _ in range(2))
     total = s.new_zeros(len(s), rows).index_add(1, pairs.query, summed)
+    if sinks is not None:
+        total = r(total + r(torch.exp(r(sinks - highest))))
     # In the gradient of lse a weight is exp(score - lse), whose two terms err independently.
     apart = torch.exp((r(s) - s).nan_to_num()).detach()
     summed = summed * apart - (summed * (apart - 1)).detach()
     total_of_lse = s.new_zeros(len(s), rows).index_add(1, pairs.query, summed)
     has_pairs = torch.zeros(rows, dtype=torch.bool).index_fill(0, pairs.query, True)
     some = has_pairs.nonzero()[:, 0]
+    with_lse = some
+    if sinks is not None:
+        total_of_lse = r(total_of_lse + r(torch.exp(r(sinks - highest))))
+        with_lse = torch.arange(rows)
     lse = s.new_full((len(s), rows), -INF)
-    lse = lse.index_copy(1, some, r(total_of_lse.index_select(1, some).log() + highest[:, some]))
+    logs = total_of_lse.index_select(1, with_lse).log() + highest[:, with_lse]
+    lse = lse.index_copy(1, with_lse, r(logs))
     p = call.options.get("dropout_p", 0.0)
     weight, kept = e, None
     if p > 0:
@@ -426,6 +441,7 @@ def first(call: Call, tensors: Tensors) -> tuple[Tensors, Mapping[str, Any]] | N
     if call.entry_point != "padded" or len(tensors["query"]) < 2:
         return None
     one = slice(0, 1)
-    given = {n: t if n == "attn_mask" and len(t) == 1 else t[one] for n, t in tensors.items()}
+    whole = {n for n, t in tensors.items() if n == "sinks" or (n == "attn_mask" and len(t) == 1)}
+    given = {n: t if n in whole else t[one] for n, t in tensors.items()}
     names = ("out", "lse", "grad_query", "grad_key", "grad_value")
     return given, dict.fromkeys(names, one)

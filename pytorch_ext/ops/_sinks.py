@@ -1,0 +1,65 @@
+"""Attention sinks, joined to the results of attention without them.
+
+A sink s of a head is one more score in the softmax of each of its rows, without a value (OpenAI,
+"gpt-oss-120b & gpt-oss-20b Model Card", 2025, section 2.2; Xiao et al., "Efficient Streaming
+Language Models with Attention Sinks", 2024). It scales a whole row and enters its logsumexp:
+
+    out'_i = out_i exp(lse_i) / (exp(lse_i) + exp(s))
+    lse'_i = log(exp(lse_i) + exp(s))
+
+So the kernels need not know of sinks: they return a differentiable logsumexp, and what is left is
+one pass over the output. It is the same on every backend. In 16 bits the output is rounded twice,
+which is less than eager torch's rounding of scores and weights: the tests hold it to the numerics
+rule with all other options.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from trifuse.ops._modes import requires_grad
+
+# Rows whose gradients are summed first, before the sums are. Neither threads nor the other heads
+# change the order of a sum of so few terms.
+_RUN = 1024
+
+
+def join_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the output and the logsumexp of attention with sinks.
+
+    Args:
+        out: (B, H, L, E), the output without sinks.
+        lse: (B, H, L), the logsumexp without sinks; -inf in a row without a key.
+        sinks: (H,).
+    """
+    B, _, L = lse.shape
+    sinks = sinks.to(lse.dtype)
+    # A compiler orders sums itself, and would specialise on the number of runs.
+    ordered = requires_grad(sinks) and not torch.compiler.is_compiling()
+    sink = _for_each_row(sinks, B, L) if ordered else sinks[:, None]
+    no_key = lse == -torch.inf
+    # The larger one only shifts the exponents, so no gradient goes through it. If both are -inf,
+    # 0 and 1 stand in for it and for the sum, as in the reference formula.
+    nothing = no_key & (sink == -torch.inf)
+    highest = torch.maximum(lse, sink).detach().masked_fill(nothing, 0)
+    of_keys, of_sink = torch.exp(lse - highest), torch.exp(sink - highest)
+    total = (of_keys + of_sink).masked_fill(nothing, 1)
+    # A row without a key is 0 and passes no gradient, whatever its sink and its gradient are.
+    share = (of_keys / total).masked_fill(no_key, 0)
+    # The product is float32 in 16 bits, and rounded once.
+    scaled = (out * share[..., None]).to(out.dtype)
+    return scaled, (total.log() + highest).masked_fill(nothing, -torch.inf)
+
+
+def _for_each_row(sinks: Tensor, B: int, L: int) -> Tensor:
+    """Expands sinks to (B, H, L), so that their gradients are summed in a fixed order.
+
+    torch would sum the gradients of a broadcast over all rows at once, and if there is one head,
+    split that sum between threads.
+    """
+    H, rows = sinks.shape[0], B * L
+    runs = (rows + _RUN - 1) // _RUN
+    each_run = sinks[:, None].expand(H, runs)
+    each_row = each_run[..., None].expand(H, runs, _RUN).reshape(H, runs * _RUN)[:, :rows]
+    return each_row.reshape(H, B, L).transpose(0, 1)
