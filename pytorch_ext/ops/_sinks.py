@@ -7,7 +7,7 @@ Language Models with Attention Sinks", 2024). It scales a whole row and enters i
     out'_i = out_i exp(lse_i) / (exp(lse_i) + exp(s))
     lse'_i = log(exp(lse_i) + exp(s))
 
-So the kernels need not know of sinks: they return a differentiable logsumexp, and what is left is
+So the kernels have no case for sinks: they return a differentiable logsumexp, and what is left is
 one pass over the output. It is the same on every backend. In 16 bits the output is rounded twice,
 which is less than eager torch's rounding of scores and weights: the tests hold it to the numerics
 rule with all other options.
