@@ -424,6 +424,7 @@ if __name__ == "__main__":
             "trifuse.models",
             "trifuse.nn",
             "trifuse.ops",
+            "trifuse.recipes",
             "trifuse.reference",
         ],
         package_dir={

@@ -188,7 +188,8 @@ _TORCHS = (
 def _is_ours(cls: type) -> bool:
     """Returns whether the class is trifuse's, or another library's subclass of such a class."""
     return any(
-        base.__module__.startswith("trifuse.nn.") or base.__module__ == "trifuse.huggingface"
+        base.__module__.startswith("trifuse.nn.")
+        or base.__module__ in ("trifuse.huggingface", "trifuse.recipes")
         for base in cls.__mro__
     )
 

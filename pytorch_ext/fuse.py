@@ -30,6 +30,7 @@ from trifuse.nn import packing
 from trifuse.nn.dropout_add_layer_norm import is_fused
 from trifuse.nn.quantization import Unquantizable
 from trifuse.ops import linear
+from trifuse.recipes import sublayers
 
 
 class Swapped(NamedTuple):
@@ -161,6 +162,10 @@ def fuse(model: torch_nn.Module, unpad: bool = False) -> FuseReport:
     copy of its configuration that selects "trifuse", so that other models built from the same
     configuration object are unaffected.
 
+    Other modules of transformers are recognised by their code: where dropout, a sum and a norm
+    follow each other, they become one operator; so do a linear layer and its activation, and every
+    RMSNorm becomes one: see :mod:`trifuse.recipes`.
+
     ``torch.nn.Linear`` on a CPU runs on trifuse's matrix product where that is faster. This is
     measured once per process and dtype, in about 0.3 s: see :mod:`trifuse.ops.linear`.
     ``torch.nn.LSTM``, ``GRU``, ``RNN`` and their cells run fused on a CPU if the extension is
@@ -202,7 +207,10 @@ def fuse(model: torch_nn.Module, unpad: bool = False) -> FuseReport:
     swaps = _swaps(unpad, report)
     for path, module in model.named_modules():
         # Base classes first: a transformers model must select its attention before it can unpad.
-        for swap in [swaps[cls] for cls in reversed(type(module).__mro__) if cls in swaps]:
+        chosen = [swaps[cls] for cls in reversed(type(module).__mro__) if cls in swaps]
+        if not chosen and sublayers.is_candidate(module):
+            chosen = [_swap_by_recipe]
+        for swap in chosen:
             try:
                 change = swap(module)
             except _CannotSwap as reason:
@@ -313,6 +321,17 @@ def _retype(
     step = _Step(module, "__class__", source, target)
     step.do()
     return _Change(_qualified(source), _qualified(target), [step])
+
+
+def _swap_by_recipe(module: torch_nn.Module) -> _Change | None:
+    """Fuse what the recipes recognise in a module's code; leave other modules out of the report."""
+    source = type(module)
+    if isinstance(source, sublayers.FusedType):
+        return None
+    if parametrize.is_parametrized(module):
+        return None
+    target = sublayers.fused_class(source, sublayers.roles(module))
+    return None if target is source else _retype(module, source, target)
 
 
 def _unpad(module: torch_nn.Module, change: _Change | None) -> _Change | None:
@@ -485,7 +504,9 @@ def notes(model: torch_nn.Module) -> Iterator[Note]:
     for path, module in model.named_modules():
         if isinstance(module, nn.MultiheadAttention) and id(module) not in held:
             yield Note(path, "by softmax where weights are asked for, torch's default")
-        if not all(is_fused(dropout, norm) for dropout, norm in _ends_of_sublayers(module)):
+        if not all(
+            is_fused(dropout, norm) for dropout, norm in _ends_of_sublayers(module)
+        ) or sublayers.ends_stay_apart(module):
             yield Note(path, "dropout, sum and norm one by one")
 
 

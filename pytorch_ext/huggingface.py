@@ -708,9 +708,11 @@ class BertOutput(modeling_bert.BertOutput):
 
 
 def _activation(activation: nn.Module) -> Activation | None:
+    return None if is_intercepted(activation) else activation_name(activation)
+
+
+def activation_name(activation: nn.Module) -> Activation | None:
     """The activation that a module of transformers computes, or None if our product lacks it."""
-    if is_intercepted(activation):
-        return None
     if type(activation) is GELUActivation and activation.act is nn.functional.gelu:
         return "gelu"
     if type(activation) is GELUTanh and isinstance(activation.act, functools.partial):

@@ -111,7 +111,7 @@ def add_norm(x: Tensor, residual: Tensor, dropout: nn.Module, norm: nn.Module) -
     if (parts := _torch_parts(dropout, norm)) is None:
         out: Tensor = norm(residual + dropout(x))
         return out
-    x, residual = _same_dtype(x, residual)
+    x, residual = same_dtype(x, residual)
     return dropout_add_layer_norm(x, residual, **parts)
 
 
@@ -123,7 +123,7 @@ def add_then_norm(
     if (parts := _torch_parts(dropout, norm)) is None:
         total = residual + dropout(x)
         return norm(total), total
-    x, residual = _same_dtype(x, residual)
+    x, residual = same_dtype(x, residual)
     return dropout_add_layer_norm(x, residual, prenorm=True, **parts)
 
 
@@ -153,7 +153,8 @@ def _torch_parts(dropout: nn.Module, norm: nn.Module) -> dict[str, Any] | None:
     }
 
 
-def _same_dtype(x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+def same_dtype(x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns both in the wider of their dtypes."""
     if x.dtype == residual.dtype:
         return x, residual
     dtype = torch.promote_types(x.dtype, residual.dtype)

@@ -459,8 +459,7 @@ def test_models_that_need_something_else_are_left(monkeypatch):
     for model, reason in ((other, "needs more of attention"), (wanting, "returns its attention")):
         before = model.config._attn_implementation
         report = trifuse.fuse(model, unpad=True)
-        swapped = [s for s in report.swapped if s.after != "trifuse.nn.Dropout"]
-        assert not any(".layer." not in s.path for s in swapped)
+        assert "" not in [s.path for s in report.swapped]
         assert reason in report.left[0].reason
         assert model.config._attn_implementation == before
 

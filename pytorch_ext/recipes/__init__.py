@@ -1,0 +1,10 @@
+"""Which parts of other libraries' modules trifuse can compute, recognised by their code.
+
+- :mod:`trifuse.recipes.code` reads the code of classes;
+- :mod:`trifuse.recipes.norms` recognises RMSNorm, which every library writes for itself;
+- :mod:`trifuse.recipes.sublayers` finds where a sum meets its norm, and a linear layer its
+  activation.
+
+No list of model names is involved: a class that nobody has seen before is served if its code has
+one of these forms.
+"""

@@ -1,0 +1,96 @@
+"""The code of classes: parsed, comparable, and compiled again after a change."""
+
+from __future__ import annotations
+import __future__
+
+import ast
+import functools
+import inspect
+import textwrap
+import types
+from collections.abc import Iterator
+from typing import Any
+
+_FUTURES = functools.reduce(
+    lambda flags, name: flags | getattr(__future__, name).compiler_flag,
+    __future__.all_feature_names,
+    0,
+)
+
+
+def methods(cls: type) -> Iterator[tuple[str, types.FunctionType]]:
+    """Yield the names and functions of a class's own and inherited methods, torch's left out."""
+    seen: set[str] = set()
+    for base in cls.__mro__:
+        if base.__module__.split(".")[0] in ("builtins", "torch"):
+            continue
+        for name, value in vars(base).items():
+            if name in seen:
+                continue
+            seen.add(name)
+            if isinstance(value, types.FunctionType) and not name.startswith("__"):
+                yield name, value
+
+
+def parse(function: types.FunctionType) -> ast.FunctionDef | None:
+    """Parse a function's source, decorators included; None if it has none, or is nested.
+
+    The lines keep the numbers of the source file, so that tracebacks through the compiled code
+    point to it.
+    """
+    function = inspect.unwrap(function)
+    try:
+        lines, first = inspect.getsourcelines(function)
+        tree = ast.parse(textwrap.dedent("".join(lines)))
+    except (OSError, TypeError, SyntaxError):
+        return None
+    if len(tree.body) != 1 or not isinstance(tree.body[0], ast.FunctionDef):
+        return None
+    if function.__code__.co_freevars:  # such as the __class__ of super()
+        return None
+    ast.increment_lineno(tree, first - 1)
+    return tree.body[0]
+
+
+def compile_like(tree: ast.FunctionDef, function: types.FunctionType) -> types.FunctionType | None:
+    """Compile a changed function, with the globals and the decorators of the function it changes.
+
+    Returns:
+        The function; None if its decorators or defaults can't be evaluated again.
+    """
+    function = inspect.unwrap(function)
+    module = ast.fix_missing_locations(ast.Module(body=[tree], type_ignores=[]))
+    code = compile(
+        module,
+        function.__code__.co_filename,
+        "exec",
+        flags=function.__code__.co_flags & _FUTURES,
+        dont_inherit=True,
+    )
+    scope: dict[str, Any] = {}
+    try:
+        exec(code, function.__globals__, scope)
+    except NameError:
+        return None
+    made = scope[tree.name]
+    return made if isinstance(made, types.FunctionType) else None
+
+
+def body(function: types.FunctionType) -> str | None:
+    """Return a function's statements in one normal form: no comments, docstring or annotations."""
+    tree = parse(function)
+    if tree is None:
+        return None
+    statements = tree.body
+    if ast.get_docstring(tree) is not None:
+        statements = statements[1:]
+    return ast.unparse(ast.Module(body=statements, type_ignores=[]))
+
+
+def value_of(expression: ast.expr, scope: dict[str, Any]) -> Any:
+    """Return the value of a dotted name such as ``nn.functional.dropout``; None for other code."""
+    if isinstance(expression, ast.Name):
+        return scope.get(expression.id)
+    if isinstance(expression, ast.Attribute):
+        return getattr(value_of(expression.value, scope), expression.attr, None)
+    return None

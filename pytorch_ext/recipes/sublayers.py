@@ -1,0 +1,446 @@
+"""The ends of sublayers, and linear layers with their activation, found in any module's code.
+
+A library writes the end of a sublayer in one of few ways, such as ::
+
+    hidden_states = self.dropout(hidden_states)         # may be missing
+    hidden_states = residual + hidden_states
+    residual = hidden_states                            # pre-norm; missing in post-norm layers
+    hidden_states = self.post_attention_layernorm(hidden_states)
+
+Such statements are replaced by one call of the operator, and all others stay as they are. So the
+rest of a method may compute whatever it likes. The method is compiled again from its source, into a
+subclass that has nothing else of its own: a module that gets this class computes the same.
+"""
+
+from __future__ import annotations
+
+import ast
+import copy
+import copyreg
+import inspect
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from trifuse.nn.dropout import Dropout, drop
+from trifuse.nn.dropout_add_layer_norm import same_dtype
+from trifuse.nn.linear import Linear, is_intercepted, linear_activation
+from trifuse.ops.dropout_add_layer_norm import dropout_add_layer_norm
+from trifuse.ops.linear import Activation
+from trifuse.recipes import code, norms
+
+# The submodules of a module that take part, by name: "norm", "dropout", "linear", "activation".
+Roles = tuple[tuple[str, str], ...]
+
+
+class FusedType(type):
+    """The type of the classes made here. It lets pickle make them again in another process."""
+
+    source: type[nn.Module]
+    roles: Roles
+    norms: tuple[str, ...]  # the attributes whose norms take the sum in
+
+
+def _reduce(cls: FusedType) -> Any:
+    if (source := vars(cls).get("source")) is None:  # another library's subclass of such a class
+        return cls.__qualname__
+    return fused_class, (source, cls.roles)
+
+
+copyreg.pickle(FusedType, _reduce)  # type: ignore[arg-type]
+
+
+class Fused(nn.Module):
+    """What a compiled method calls in place of the statements that it lost."""
+
+    def _trifuse_add_norm(self, x: Tensor, residual: Tensor, dropout: Any, norm: Any) -> Tensor:
+        return add_then_norm(x, residual, dropout, norm, prenorm=False)[0]
+
+    def _trifuse_add_then_norm(
+        self, x: Tensor, residual: Tensor, dropout: Any, norm: Any
+    ) -> tuple[Tensor, Tensor]:
+        return add_then_norm(x, residual, dropout, norm, prenorm=True)
+
+    def _trifuse_activate(self, x: Tensor, linear: Any, activation: Any) -> Tensor:
+        name = _name_of(activation)
+        if name is None or is_intercepted(activation):
+            out: Tensor = activation(linear(x))
+            return out
+        return linear_activation(linear, x, name)
+
+
+def add_then_norm(
+    x: Tensor,
+    residual: Tensor,
+    dropout: nn.Module | tuple[float, bool] | None,
+    norm: nn.Module,
+    prenorm: bool,
+) -> tuple[Tensor, Tensor]:
+    """Return norm(s) and s = residual + dropout(x), fused if the modules allow it.
+
+    Args:
+        x, residual: the two terms of the sum.
+        dropout: a module; or the p and the training flag of ``torch.nn.functional.dropout``.
+        norm: a module.
+        prenorm: whether the caller uses the sum; otherwise the second result may be anything.
+    """
+    p, training = 0.0, False
+    if isinstance(dropout, tuple):
+        p, training = dropout
+        if p >= 1:
+            x, p = drop(x, p, training), 0.0
+    elif dropout is not None:
+        if type(dropout) in (nn.Dropout, Dropout) and not is_intercepted(dropout):
+            p, training = dropout.p, dropout.training  # type: ignore[assignment]
+        if p >= 1 or p == 0:
+            x, p = dropout(x), 0.0
+    if x.shape == residual.shape:
+        wide, wide_residual = same_dtype(x, residual)
+        if (arguments := norms.parameters(norm, wide)) is not None:
+            arguments |= {"dropout_p": p, "training": training}
+            if prenorm:
+                return dropout_add_layer_norm(wide, wide_residual, prenorm=True, **arguments)
+            return dropout_add_layer_norm(wide, wide_residual, **arguments), x
+    total = residual + (drop(x, p, training) if p else x)
+    return norm(total), total
+
+
+def roles(module: nn.Module) -> Roles:
+    """Return the submodules that may take part in a fused operator."""
+    found = []
+    for name, child in module.named_children():
+        if norms.is_known(child):
+            found.append((name, "norm"))
+        elif type(child) in (nn.Dropout, Dropout):
+            found.append((name, "dropout"))
+        elif type(child) in (nn.Linear, Linear):
+            found.append((name, "linear"))
+        elif _name_of(child) is not None:
+            found.append((name, "activation"))
+    return tuple(sorted(found))
+
+
+def _name_of(activation: nn.Module) -> Activation | None:
+    """The name of an activation that the linear layer's product can apply, or None."""
+    if type(activation) is nn.ReLU:
+        return "relu"
+    if type(activation) is nn.GELU:
+        return "gelu" if activation.approximate == "none" else "gelu_tanh"
+    if type(activation).__module__ == "transformers.activations":
+        from trifuse import huggingface
+
+        return huggingface.activation_name(activation)
+    return None
+
+
+_classes: dict[tuple[type, Roles], type[nn.Module]] = {}
+
+
+def fused_class(source: type[nn.Module], roles: Roles) -> type[nn.Module]:
+    """Return the subclass of ``source`` whose methods run fused, or ``source`` if none does.
+
+    Args:
+        source: the class of a module.
+        roles: what :func:`roles` returned for the module.
+    """
+    if (source, roles) not in _classes:
+        _classes[source, roles] = _make(source, roles)
+    return _classes[source, roles]
+
+
+def _make(source: type[nn.Module], roles: Roles) -> type[nn.Module]:
+    bases: tuple[type[nn.Module], ...] = (Fused, source)
+    found: tuple[str, ...] = ()
+    members: dict[str, Any] = {}
+    if norms.is_rms_norm(source):
+        bases = (norms.FusedRMSNorm, source)
+        members["forward"] = norms.FusedRMSNorm.forward
+    elif _may_match(roles):
+        for name, method in code.methods(source):
+            if (tree := code.parse(method)) is None:
+                continue
+            rewriter = _Rewriter(dict(roles), inspect.unwrap(method).__globals__)
+            tree.body = rewriter.block(tree.body)
+            if rewriter.changes and (made := code.compile_like(tree, method)) is not None:
+                members[name] = made
+                found += tuple(name for name in dict.fromkeys(rewriter.norms) if name)
+    if not members:
+        return source
+    members |= {
+        "__module__": "trifuse.recipes",
+        "__qualname__": source.__qualname__,
+        "__doc__": source.__doc__,
+        "source": source,
+        "roles": roles,
+        "norms": found,
+    }
+    return FusedType(source.__name__, bases, members)
+
+
+def _may_match(roles: Roles) -> bool:
+    kinds = {kind for _, kind in roles}
+    return "norm" in kinds or {"linear", "activation"} <= kinds
+
+
+class _End(NamedTuple):
+    """Statements that become one call of the operator."""
+
+    statements: list[ast.stmt]
+    consumed: int
+    norm: str
+
+
+class _Rewriter:
+    """Replaces what it recognises in one method's statements."""
+
+    def __init__(self, roles: dict[str, str], scope: dict[str, Any]) -> None:
+        self.roles = roles
+        self.scope = scope  # the method's globals
+        self.norms: list[str] = []
+        self.changes = 0
+
+    def block(self, body: list[ast.stmt]) -> list[ast.stmt]:
+        """Return the statements of a block, rewritten."""
+        body = self._with_ends_in_branches(body)
+        out: list[ast.stmt] = []
+        at = 0
+        while at < len(body):
+            if (end := self._end(body[at:])) is not None:
+                self.norms.append(end.norm)
+            else:
+                end = self._activation(body[at:])
+            if end is None:
+                statement = body[at]
+                if isinstance(statement, (ast.If, ast.For)):
+                    statement.body = self.block(statement.body)
+                    statement.orelse = self.block(statement.orelse)
+                out.append(statement)
+                at += 1
+                continue
+            for made in end.statements:
+                ast.copy_location(made, body[at])
+            out += end.statements
+            at += end.consumed
+            self.changes += 1
+        return out
+
+    def _with_ends_in_branches(self, body: list[ast.stmt]) -> list[ast.stmt]:
+        """Move a sum and its norm into the branches of an optional sublayer that parts them.
+
+        ``sum; if c: cross_attention; norm`` becomes ``if c: sum; cross_attention; norm`` and
+        ``else: sum; norm``, if the sum can't change what c tests.
+        """
+        for at in range(1, len(body) - 1):
+            before, test, after = body[at - 1], body[at], body[at + 1 :]
+            if not (isinstance(test, ast.If) and not test.orelse and _is_simple(test.test)):
+                continue
+            if not isinstance(before, ast.Assign) or _names(before.targets) & _names([test.test]):
+                continue
+            for count in (2, 1):  # with the residual kept, and without
+                tail = after[:count]
+                if len(tail) == count and self._end([before, *tail]) is not None:
+                    head = body[: at - 1]
+                    dropped = head[-1:] if self._end([*head[-1:], before, *tail]) else []
+                    if dropped and self._end([*dropped, before, *tail]).consumed != count + 2:  # type: ignore[union-attr]
+                        dropped = []
+                    if dropped and _names([test.test]) & _names(dropped[0].targets):  # type: ignore[attr-defined]
+                        dropped = []
+                    if dropped:
+                        head = head[:-1]
+                    first = [*dropped, before]
+                    branch = ast.If(
+                        test=test.test,
+                        body=copy.deepcopy([*first, *test.body, *tail]),
+                        orelse=copy.deepcopy([*first, *tail]),
+                    )
+                    rest = [*head, ast.copy_location(branch, test), *after[count:]]
+                    return self._with_ends_in_branches(rest)
+        return body
+
+    def _end(self, body: list[ast.stmt]) -> _End | None:
+        """Match a sum and its norm, with the dropout before them, at the start of ``body``."""
+        if not body:
+            return None
+        if (dropout := self._dropout(body[0])) is not None:
+            name, expression = dropout
+            end = self._sum_and_norm(body[1:], name, expression)
+            return None if end is None else end._replace(consumed=end.consumed + 1)
+        return self._sum_and_norm(body, None, ast.Constant(None))
+
+    def _sum_and_norm(
+        self, body: list[ast.stmt], dropped: str | None, dropout: ast.expr
+    ) -> _End | None:
+        if not body or (assigned := _assigned(body[0])) is None:
+            return None
+        target, value = assigned
+        keeps: list[str] = []  # the names that hold the sum
+        if (called := self._called(value)) is not None:  # target = self.norm(a + b)
+            norm, argument = called
+            consumed, result = 1, target
+        else:  # total = a + b; perhaps residual = total; result = self.norm(total)
+            argument, consumed, keeps = value, 1, [target]
+            same = _assigned(body[consumed]) if len(body) > consumed else None
+            if same is not None and isinstance(same[1], ast.Name) and same[1].id == target:
+                keeps.append(same[0])
+                consumed += 1
+            if len(body) <= consumed or (last := _assigned(body[consumed])) is None:
+                return None
+            if (called := self._called(last[1])) is None:
+                return None
+            result = last[0]
+            norm, of = called
+            if not (isinstance(of, ast.Name) and of.id in keeps):
+                return None
+            consumed += 1
+        if self.roles.get(norm) != "norm" or (terms := _terms(argument, dropped)) is None:
+            return None
+        if dropped is not None and dropped not in (result, *keeps):
+            return None  # what was dropped may be used again
+        keeps = [name for name in dict.fromkeys(keeps) if name != result]
+        helper = "_trifuse_add_then_norm" if keeps else "_trifuse_add_norm"
+        call = _call(helper, *terms, dropout, _attribute(norm))
+        made: list[ast.stmt]
+        if not keeps:
+            made = [_assign(ast.Name(result, ast.Store()), call)]
+        else:
+            both = ast.Tuple(
+                [ast.Name(result, ast.Store()), ast.Name(keeps[0], ast.Store())], ast.Store()
+            )
+            made = [_assign(both, call)]
+            made += [
+                _assign(ast.Name(name, ast.Store()), ast.Name(keeps[0], ast.Load()))
+                for name in keeps[1:]
+            ]
+        return _End(made, consumed, norm)
+
+    def _activation(self, body: list[ast.stmt]) -> _End | None:
+        """Match ``y = self.act(self.linear(x))``, in one statement or in two."""
+        if not body or (assigned := _assigned(body[0])) is None:
+            return None
+        if (called := self._called(assigned[1])) is None:
+            return None
+        name, argument = called
+        consumed, target = 1, assigned[0]
+        if self.roles.get(name) == "activation":
+            activation = name
+            if (inner := self._called(argument)) is None:
+                return None
+            linear, argument = inner
+        else:
+            linear = name
+            if len(body) < 2 or (second := _assigned(body[1])) is None:
+                return None
+            if (called := self._called(second[1])) is None or second[0] != target:
+                return None
+            activation, of = called
+            if not (isinstance(of, ast.Name) and of.id == target):
+                return None
+            consumed = 2
+        if (self.roles.get(linear), self.roles.get(activation)) != ("linear", "activation"):
+            return None
+        call = _call("_trifuse_activate", argument, _attribute(linear), _attribute(activation))
+        return _End([_assign(ast.Name(target, ast.Store()), call)], consumed, "")
+
+    def _dropout(self, statement: ast.stmt) -> tuple[str, ast.expr] | None:
+        """Match ``x = dropout(x)``, a module or torch's function."""
+        if (assigned := _assigned(statement)) is None or not isinstance(assigned[1], ast.Call):
+            return None
+        target, call = assigned
+        assert isinstance(call, ast.Call)
+        if not call.args or not (isinstance(call.args[0], ast.Name) and call.args[0].id == target):
+            return None
+        if (called := self._called(call)) is not None:
+            return (target, call.func) if self.roles.get(called[0]) == "dropout" else None
+        if code.value_of(call.func, self.scope) is not nn.functional.dropout:
+            return None
+        options = {option.arg: option.value for option in call.keywords}
+        if len(call.args) > 1 or set(options) != {"p", "training"}:
+            return None
+        return target, ast.Tuple([options["p"], options["training"]], ast.Load())
+
+    def _called(self, expression: ast.expr) -> tuple[str, ast.expr] | None:
+        """Match ``self.name(argument)``."""
+        if (
+            isinstance(expression, ast.Call)
+            and isinstance(expression.func, ast.Attribute)
+            and isinstance(expression.func.value, ast.Name)
+            and expression.func.value.id == "self"
+            and len(expression.args) == 1
+            and not expression.keywords
+        ):
+            return expression.func.attr, expression.args[0]
+        return None
+
+
+def _assigned(statement: ast.stmt) -> tuple[str, ast.expr] | None:
+    if isinstance(statement, ast.Assign) and len(statement.targets) == 1:
+        target = statement.targets[0]
+        if isinstance(target, ast.Name):
+            return target.id, statement.value
+    return None
+
+
+def _terms(total: ast.expr, dropped: str | None) -> tuple[ast.expr, ast.expr] | None:
+    """Return the sublayer's output and the residual from ``a + b``; one of them is a variable."""
+    if not (isinstance(total, ast.BinOp) and isinstance(total.op, ast.Add)):
+        return None
+    names = [side.id if isinstance(side, ast.Name) else None for side in (total.left, total.right)]
+    if names[0] == names[1]:  # x + x; or no variable, whose terms might depend on their order
+        return None
+    if dropped is not None:
+        if dropped not in names:
+            return None
+        if names.index(dropped) == 1:
+            return total.right, total.left
+        return total.left, total.right
+    if names[1] is None:
+        return total.right, total.left
+    return total.left, total.right
+
+
+def _is_simple(test: ast.expr) -> bool:
+    """Whether a test reads variables and attributes and calls nothing."""
+    allowed = (
+        ast.Compare, ast.BoolOp, ast.UnaryOp, ast.Name, ast.Attribute, ast.Constant, ast.boolop,
+        ast.unaryop, ast.Is, ast.IsNot, ast.expr_context,
+    )  # fmt: skip
+    return all(isinstance(node, allowed) for node in ast.walk(test))
+
+
+def _names(nodes: list[Any]) -> set[str]:
+    return {n.id for node in nodes for n in ast.walk(node) if isinstance(n, ast.Name)} - {"self"}
+
+
+def _attribute(name: str) -> ast.expr:
+    return ast.Attribute(ast.Name("self", ast.Load()), name, ast.Load())
+
+
+def _call(helper: str, *arguments: ast.expr) -> ast.expr:
+    return ast.Call(_attribute(helper), list(arguments), [])
+
+
+def _assign(target: ast.expr, value: ast.expr) -> ast.stmt:
+    return ast.Assign([target], value)
+
+
+def is_candidate(module: nn.Module) -> bool:
+    """Whether a module is of transformers or of code that it loads, and so worth reading.
+
+    BERT's modules have counterparts in :mod:`trifuse.huggingface`, which also pack tokens.
+    """
+    name = type(module).__module__
+    if name == "transformers.models.bert.modeling_bert":
+        return False
+    return name.split(".")[0] in ("transformers", "transformers_modules")
+
+
+def ends_stay_apart(module: nn.Module) -> bool:
+    """Whether a fused module holds a norm that must be called by itself at present."""
+    cls = type(module)
+    if not isinstance(cls, FusedType):
+        return False
+    for name in cls.norms:
+        norm = getattr(module, name, None)
+        if not isinstance(norm, nn.Module) or is_intercepted(norm) or not norms.is_known(norm):
+            return True
+    return False
