@@ -33,6 +33,7 @@ def attention() -> Iterator[None]:
     (``F.multi_head_attention_forward``; :func:`trifuse.fuse` swaps the modules that call it).
 
     Example:
+        >>> import trifuse
         >>> import torch.nn.functional as F
         >>> q = torch.randn(2, 4, 5, 16)
         >>> expected = F.scaled_dot_product_attention(q, q, q, is_causal=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import functools
 import types
 from typing import Any
 
@@ -49,13 +48,15 @@ return self.weight * hidden_states
 _KNOWN = {ast.unparse(ast.parse(form)) for form in _FORMS}
 
 
-@functools.cache
-def is_rms_norm(cls: type) -> bool:
+def is_rms_norm(cls: type[nn.Module]) -> bool:
     """Whether the ``forward`` of a class is one of the forms of RMSNorm."""
-    if not issubclass(cls, nn.Module):
-        return False
-    forward = getattr(cls, "forward", None)
-    return isinstance(forward, types.FunctionType) and code.body(forward) in _KNOWN
+    if cls not in _recognised:
+        forward = cls.forward
+        _recognised[cls] = isinstance(forward, types.FunctionType) and code.body(forward) in _KNOWN
+    return _recognised[cls]
+
+
+_recognised: dict[type, bool] = {}  # of classes that were read before
 
 
 class FusedRMSNorm(nn.Module):

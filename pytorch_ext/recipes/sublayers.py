@@ -47,7 +47,7 @@ def _reduce(cls: FusedType) -> Any:
     return fused_class, (source, cls.roles)
 
 
-copyreg.pickle(FusedType, _reduce)  # type: ignore[arg-type]
+copyreg.pickle(FusedType, _reduce)
 
 
 class Fused(nn.Module):
@@ -174,7 +174,8 @@ def _make(source: type[nn.Module], roles: Roles) -> type[nn.Module]:
         "roles": roles,
         "norms": found,
     }
-    return FusedType(source.__name__, bases, members)
+    fused: Any = FusedType(source.__name__, bases, members)
+    return fused
 
 
 def _may_match(roles: Roles) -> bool:
@@ -436,7 +437,7 @@ def is_candidate(module: nn.Module) -> bool:
 
 def ends_stay_apart(module: nn.Module) -> bool:
     """Whether a fused module holds a norm that must be called by itself at present."""
-    cls = type(module)
+    cls: Any = type(module)
     if not isinstance(cls, FusedType):
         return False
     for name in cls.norms:
