@@ -264,6 +264,8 @@ def test_nan_reaches_exactly_what_it_is_paired_with(kernel, where):
         expected = run(changed.double())
     assert any(r.isnan().any() for r in expected)
     for name, a, c, e in zip(Results._fields, actual, clean, expected, strict=True):
+        if e is None:  # the case has no such tensor
+            continue
         assert torch.equal(a.isnan(), e.isnan()), name
         torch.testing.assert_close(a[~e.isnan()], c[~e.isnan()], rtol=1e-4, atol=1e-5)
 

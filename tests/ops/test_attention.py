@@ -258,6 +258,8 @@ def test_nan_reaches_exactly_what_it_is_paired_with(kernel, where):
         expected = run(poisoned.double())
     assert any(r.isnan().any() for r in expected)
     for name, a, c, e in zip(Results._fields, actual, clean, expected, strict=True):
+        if e is None:  # the case has no such tensor
+            continue
         assert torch.equal(a.isnan(), e.isnan()), name
         untouched = ~e.isnan()
         assert_equal(a[untouched], c[untouched], name)
@@ -317,7 +319,7 @@ def test_packed_is_each_sequence_by_itself(kernel, options, dtype):
     for b in range(len(LENGTHS_Q)):
         q, k = slice(cu_q[b], cu_q[b + 1]), slice(cu_k[b], cu_k[b + 1])
         alone = run(take(case, q, k))
-        for name, a, t in zip(Results._fields[:-1], alone, together, strict=False):
+        for name, a, t in zip(Results._fields[:5], alone, together, strict=False):
             assert_equal(t[:, :, k if name in ("grad_key", "grad_value") else q], a, name)
     assert together.out[:, :, cu_q[-1] :].eq(0).all()
     assert together.lse[:, :, cu_q[-1] :].eq(-INF).all()
@@ -419,7 +421,7 @@ def test_empty_tensors(kernel, size, dtype):
         results = run(case)
         assert results.out.shape == (B, H, Lq, Ev)
         assert results.lse.shape == (B, H, Lq)
-        for grad, x in zip(results[2:], (case.query, case.key, case.value, mask), strict=True):
+        for grad, x in zip(results[2:6], (case.query, case.key, case.value, mask), strict=True):
             if grad is not None:
                 assert grad.shape == x.shape
                 assert grad.dtype == x.dtype
@@ -438,7 +440,7 @@ def test_one_element(kernel):
     assert results.out.item() == 5
     assert results.lse.item() == 13
     # The backward computes its weight from the logsumexp, 13 here, and inherits its rounding.
-    assert [g.item() for g in results[2:]] == pytest.approx([3, 2, 1, 1], rel=1e-6)
+    assert [g.item() for g in results[2:6]] == pytest.approx([3, 2, 1, 1], rel=1e-6)
 
 
 @pytest.mark.parametrize("E", [1, 2, 63, 65, 255, 256, 257, 300])
