@@ -456,10 +456,11 @@ def draw_case(random: Random, dtype: torch.dtype) -> Case:
         )
     if random.random() < 0.5:
         options["dropout_p"] = random.choice((0.1, 0.5, 0.9))
-    sinks = None
-    if random.random() < 0.4:
-        sinks_dtype = dtype if random.random() < 0.5 else _accumulation(torch.empty(0, dtype=dtype))
-        sinks = random.choice((0.3, 1.0, 5.0)) * normal(1, 1, H, dtype=sinks_dtype)[0, 0]
+    # Drawn apart, by the sizes: the cases of a seed stay the same but for their sinks.
+    apart, sinks = Random(str((B, H, Lq, E))), None
+    if apart.random() < 0.4:
+        sinks_dtype = dtype if apart.random() < 0.5 else _accumulation(torch.empty(0, dtype=dtype))
+        sinks = apart.choice((0.3, 1.0, 5.0)) * normal(1, 1, H, dtype=sinks_dtype)[0, 0]
     query = normal(B, H, Lq, E)
     kind = random.choice(_MASKS)
     grad_lse = None
