@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention as torch_attention
 from torch.overrides import TorchFunctionMode
 
+from trifuse.ops._checks import FLOATING
 from trifuse.ops.attention import scaled_dot_product_attention
 
 
@@ -59,11 +60,8 @@ class _Attention(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-
-
 def _serves(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> bool:
     return all(
-        t.layout == torch.strided and not t.is_nested and t.dtype in _DTYPES
+        t.layout == torch.strided and not t.is_nested and t.dtype in FLOATING
         for t in (query, key, value)
     )

@@ -51,7 +51,7 @@ copyreg.pickle(FusedType, _reduce)
 
 
 class Fused(nn.Module):
-    """What a compiled method calls in place of the statements that it lost."""
+    """The compiled methods of a module call these in place of the statements that they replace."""
 
     def _trifuse_add_norm(self, x: Tensor, residual: Tensor, dropout: Any, norm: Any) -> Tensor:
         return add_then_norm(x, residual, dropout, norm, prenorm=False)[0]
