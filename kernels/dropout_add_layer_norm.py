@@ -11,8 +11,9 @@ prefetches one tile.
   processed in chunks, whose means and variances are merged by the formula of the same paper. They
   are read twice, the second time through the L2 cache as far as it reaches.
 - In the backward every program walks over many rows and sums the gradients of weight, bias and
-  x_bias in float32 registers, in runs of tiles; a second kernel adds up the programs' sums. There
-  are no atomics, and the number of programs depends on the shape alone: results repeat bit for bit.
+  x_bias in float32 registers, in runs of tiles; a second kernel adds up the programs' sums. No chain
+  of additions grows with the number of rows, and there are no atomics. The number of programs
+  depends on the shape alone: results repeat bit for bit.
 - One program sums a row, in an order that depends only on the width and the dtypes: the results of
   a row don't change by one bit with the number of rows.
 - The width is a compile-time constant, which fixes the alignment of rows and the part of a tile
@@ -87,8 +88,9 @@ class Variant(NamedTuple):
     x_is_sum: bool
 
 
-# Number of tiles that are summed as one chain. With a million rows a program can have thousands.
-RUN = tl.constexpr(64)
+# Number of tiles that are summed as one chain, in registers. If all terms are equal, every addition
+# of a chain rounds the same way; torch's own sums allow chains of about this length.
+RUN = tl.constexpr(32)
 
 
 class Tile(NamedTuple):
@@ -465,9 +467,11 @@ _SUM = Config(Block(256, 32), 8)
 # Warps of the backward in all programs together: about what an H100 holds at a time with 128
 # registers a thread, 16 on each of 132 multiprocessors. It is the same on every GPU, since sums
 # depend on it. A program's shares, a row for each vector, are written and read once more, so a
-# program gets about 4 tiles of rows or more.
+# program gets about 4 tiles of rows or more. It gets 4 runs of tiles or less, since its runs are
+# added up in a chain too: of more rows there are several such rounds of programs, equally long.
 _MAX_WARPS = 2048
 _MIN_TILES = 4
+_MAX_TILES = 4 * RUN.value
 
 # Largest tile, in bytes read, that the backward prefetches into shared memory: every GPU that can
 # prefetch has at least 99 KiB of it. Larger tiles keep enough loads in flight by themselves.
@@ -608,8 +612,9 @@ def _check_backward(
 
 def _backward_programs(config: Config, tiles: int, chunks: int) -> int:
     """Returns the number of programs that share the tiles of one chunk of columns."""
-    most = triton.cdiv(_MAX_WARPS, config.num_warps * max(chunks, 1))
-    return min(triton.cdiv(tiles, _MIN_TILES), most)
+    round_of_programs = triton.cdiv(_MAX_WARPS, config.num_warps * max(chunks, 1))
+    rounds = triton.cdiv(tiles, round_of_programs * _MAX_TILES)
+    return min(triton.cdiv(tiles, _MIN_TILES), rounds * round_of_programs)
 
 
 def _stages(config: Config, *matrices: Matrix | None) -> int:

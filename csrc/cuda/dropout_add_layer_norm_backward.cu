@@ -29,10 +29,9 @@ constexpr int kResidentThreads = 512;
 template <int kThreads>
 constexpr int kResidentBlocks = kResidentThreads / block_of(kThreads);
 // Rows of a team that are added up as one run. Each run but the first costs a block one more read
-// and write of its sums in the workspace, 8 bytes a column and vector. A block of several teams
-// spreads that cost over several times as many rows.
-template <class Team>
-constexpr int kRun = Team::kRows > 1 ? 32 : 64;
+// and write of its sums in the workspace, in the L2 cache: 8 bytes a column and vector, where the
+// rows of a run are at least 192 in 16 bits.
+constexpr uint32_t kRun = 32;
 
 // How the backward of a call is split among blocks.
 struct Split {
@@ -278,7 +277,7 @@ __global__ __launch_bounds__(block_of(kThreads), kResidentBlocks<kThreads>) void
   for (uint32_t i = 0; i <= last; ++i) {
     const int64_t row = Team::first_row() + int64_t(i) * step;
     if (Team::kRows == 1 || row < p.rows) process_row(static_cast<uint32_t>(row));
-    if (i % kRun<Team> == kRun<Team> - 1 || i == last) end_block_run(i >= kRun<Team>);
+    if (i % kRun == kRun - 1 || i == last) end_block_run(i >= kRun);
   }
 }
 
