@@ -15,7 +15,7 @@ from trifuse import backends
 from trifuse.fuse import Left, attn_implementations, notes, own_attention, padding, product, table
 from trifuse.nn.attention import MultiheadAttention
 from trifuse.nn.gru import GRU, GRUCell
-from trifuse.nn.linear import Linear
+from trifuse.nn.linear import FrozenLinear, Linear
 from trifuse.nn.lstm import LSTM, LSTMCell
 from trifuse.nn.rnn import RNN, RNNCell
 from trifuse.ops import linear
@@ -148,6 +148,8 @@ def _explain_model(model: nn.Module) -> Account:
 def _runs(module: nn.Module) -> str | None:
     """Returns what a module by itself runs on, or None if trifuse can't serve it."""
     cls = type(module)
+    if isinstance(module, FrozenLinear):
+        return "cpp, its weight frozen"
     if isinstance(module, Linear):
         weight = module.weight
         return "torch's" if weight.device.type != "cpu" else product(linear.choose(weight.dtype))

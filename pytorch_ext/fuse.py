@@ -15,11 +15,13 @@ import inspect
 import re
 import sys
 import types
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from torch import nn as torch_nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.utils import parametrize
@@ -28,6 +30,8 @@ from trifuse import backends, nn
 from trifuse.models import bert, elmo, transformer
 from trifuse.nn import packing
 from trifuse.nn.dropout_add_layer_norm import is_fused
+from trifuse.nn.linear import freeze as freeze_weight
+from trifuse.nn.linear import thaw
 from trifuse.nn.quantization import Unquantizable
 from trifuse.ops import linear
 from trifuse.recipes import sublayers
@@ -84,6 +88,19 @@ class _Step:
 
 
 @dataclass
+class _Freezing:
+    """A linear layer whose weight :func:`fuse` froze."""
+
+    layer: nn.Linear
+    parameter: torch_nn.Parameter  # emptied while the layer is frozen
+
+    def undo(self) -> None:
+        """Give the layer its weight back."""
+        if type(self.layer) is nn.FrozenLinear:
+            thaw(self.layer, self.parameter)
+
+
+@dataclass
 class FuseReport:
     """A report of what :func:`fuse` did. ``print(report)`` shows it as a table.
 
@@ -98,6 +115,7 @@ class FuseReport:
         linear: for each dtype among the model's linear layers, the product that serves it, and why.
         unpadded: with ``unpad``, the names of the modules that compute on real tokens only.
         padded: with ``unpad``, the modules that compute padding too, and why.
+        frozen: with ``freeze``, the names of the modules whose weights were frozen.
     """
 
     swapped: list[Swapped] = field(default_factory=list)
@@ -106,7 +124,8 @@ class FuseReport:
     linear: dict[torch.dtype, str] = field(default_factory=dict)
     unpadded: list[str] = field(default_factory=list)
     padded: list[Left] = field(default_factory=list)
-    _steps: list[_Step] = field(default_factory=list, repr=False)
+    frozen: list[str] = field(default_factory=list)
+    _steps: list[_Step | _Freezing] = field(default_factory=list, repr=False)
 
     def revert(self) -> None:
         """Undo the swaps of this report, the latest first. A second call does nothing.
@@ -139,6 +158,8 @@ class FuseReport:
         if self.unpadded:
             names = ", ".join(path or _WHOLE for path in self.unpadded)
             lines.append(f"  without padding: {names}")
+        if self.frozen:
+            lines.append(f"  frozen: the weights of {len(self.frozen)} modules")
         return "\n".join(lines)
 
 
@@ -153,7 +174,7 @@ _WHOLE = "(the model)"
 _MANY = ("trifuse.nn.Linear", "trifuse.nn.Dropout")
 
 
-def fuse(model: torch_nn.Module, unpad: bool = False) -> FuseReport:
+def fuse(model: torch_nn.Module, unpad: bool = False, freeze: bool = False) -> FuseReport:
     """Make the modules of ``model`` that trifuse supports run on its operators, in place.
 
     It supports ``torch.nn.MultiheadAttention``, ``torch.nn``'s Transformer layers (whose inference
@@ -184,6 +205,12 @@ def fuse(model: torch_nn.Module, unpad: bool = False) -> FuseReport:
             ``trifuse.models.transformer``'s with their heads). Padded positions then get 0, and
             real tokens get the same results. Otherwise padded positions get whatever the layers
             compute there.
+        freeze: pack the weights of linear layers for good, for inference on a CPU. Without it, a
+            packed weight is compared with its parameter at every call, so that no change is missed,
+            and both are kept. A frozen layer keeps the packed weight alone
+            (:class:`trifuse.nn.FrozenLinear`), and ``nn.MultiheadAttention`` keeps both but doesn't
+            compare them. Shared weights stay as they are. To load, move or change a frozen weight
+            raises a RuntimeError.
 
     Returns:
         A report of what was swapped, and of what was left and why. Its ``revert()`` undoes it.
@@ -225,6 +252,8 @@ def fuse(model: torch_nn.Module, unpad: bool = False) -> FuseReport:
     report.left += torch_attention(model)
     if unpad:
         _report_padding(model, report)
+    if freeze:
+        _freeze(model, report)
     return report
 
 
@@ -362,6 +391,43 @@ def product(choice: linear.Choice) -> str:
         ours, theirs = ("inference", "training") if choice.inference else ("training", "inference")
         return f"cpp in {ours}, torch in {theirs}"
     return "cpp" if choice.inference else "torch"
+
+
+def _freeze(model: torch_nn.Module, report: FuseReport) -> None:
+    """Freeze the weights that trifuse's product reads, those that are shared left out."""
+    uses = Counter(
+        t.untyped_storage().data_ptr()
+        for module in model.modules()
+        for t in (*module._parameters.values(), *module._buffers.values())
+        if t is not None and t.layout == torch.strided
+    )
+    for path, module in model.named_modules():
+        step: _Step | _Freezing
+        if type(module) is nn.MultiheadAttention and not module.frozen:
+            if not linear.choose(module.out_proj.weight.dtype).inference:
+                continue
+            step = _Step(module, "frozen", _Absent.ABSENT, True)
+            step.do()
+        elif type(module) is nn.Linear:
+            if (why := _why_not_frozen(module.weight, uses)) is not None:
+                report.left.append(Left(path, type(module).__name__, f"not frozen: {why}"))
+                continue
+            step = _Freezing(module, freeze_weight(module))
+        else:
+            continue
+        report._steps.append(step)
+        report.frozen.append(path)
+
+
+def _why_not_frozen(weight: Tensor, uses: Counter[int]) -> str | None:
+    if weight.device.type != "cpu" or weight.numel() == 0:
+        return "no product of ours serves it"
+    choice = linear.choose(weight.dtype)
+    if not choice.inference:
+        return f"torch's product serves it; {choice.reason}"
+    if uses[weight.untyped_storage().data_ptr()] > 1:
+        return "its weight is shared"
+    return None
 
 
 def _swap_transformer_encoder(module: torch_nn.TransformerEncoder, unpad: bool) -> _Change | None:

@@ -57,13 +57,15 @@ struct DropoutKernel {
   void (*run)(const DropoutProblem&, int64_t block);
 };
 
-// `pack` has one task for each `panel` output features and writes panel_bytes in each. Then `run`
-// has one task for each rows_per_task x columns_per_task of the result; columns_per_task is a
-// multiple of `panel`. `checksum`, over 32-bit words, shows that a packed weight has changed since.
+// `pack` has one task for each `panel` output features and writes panel_bytes in each; `unpack` is
+// its inverse. `run` has one task for each rows_per_task x columns_per_task of the result;
+// columns_per_task is a multiple of `panel`. `checksum`, over 32-bit words, shows that a packed
+// weight has changed since.
 struct LinearKernel {
   int64_t panel;
   int64_t (*panel_bytes)(DType, int64_t K);
   void (*pack)(const LinearProblem&, int64_t panel);
+  void (*unpack)(const LinearProblem&, int64_t panel);
   void (*run)(const LinearProblem&, int64_t task);
   uint64_t (*checksum)(const void* data, int64_t words);
 };

@@ -1,4 +1,4 @@
-// torch.ops.trifuse.{linear,pack_linear,linear_packed,checksum}: tensors in, tensors out.
+// torch.ops.trifuse.{linear,pack_linear,unpack_linear,linear_packed,checksum}: tensors in, tensors out.
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
@@ -47,6 +47,34 @@ Tensor pack_linear(const Tensor& weight) {
   return packed;
 }
 
+void check_packed(
+    const LinearKernel& kernel, const LinearProblem& p, const Tensor& packed,
+    at::ScalarType dtype) {
+  check_memory("packed", packed);
+  TORCH_CHECK_VALUE(
+      packed.numel() == panels(kernel, p.N) * kernel.panel_bytes(p.dtype, p.K),
+      "packed: not a weight of ", p.N, " by ", p.K, " ", dtype, " as ", name(capability()),
+      " takes it");
+}
+
+// Returns the weight (N, K) of `dtype` that pack_linear packed.
+Tensor unpack_linear(
+    const Tensor& packed, int64_t out_features, int64_t in_features, at::ScalarType dtype) {
+  LinearProblem p{};
+  p.dtype = kernel_type(dtype);
+  const LinearKernel kernel = kernels(p.dtype).linear;
+  p.N = out_features;
+  p.K = in_features;
+  check_packed(kernel, p, packed, dtype);
+  Tensor weight = empty({p.N, p.K}, packed.options().dtype(dtype));
+  p.packed = const_cast<void*>(packed.const_data_ptr());
+  p.out = weight.mutable_data_ptr();
+  parallel_tasks(
+      panels(kernel, p.N), 1, 8.0 * static_cast<double>(p.N) * static_cast<double>(p.K),
+      [&](int64_t panel) { kernel.unpack(p, panel); });
+  return weight;
+}
+
 // Returns checksums of a contiguous tensor of whole 32-bit words, one for each 64 KiB.
 Tensor checksum(const Tensor& weight) {
   constexpr int64_t kWords = 1 << 14;
@@ -77,15 +105,11 @@ Tensor linear_packed(
   const LinearKernel kernel = kernels(p.dtype).linear;
   TORCH_CHECK_VALUE(x.dim() == 2, "x: expected 2 dimensions; got shape ", x.sizes());
   check_memory("x", x);
-  check_memory("packed", packed);
   check_shape("bias", bias, {out_features});
   p.M = x.size(0);
   p.N = out_features;
   p.K = x.size(1);
-  TORCH_CHECK_VALUE(
-      packed.numel() == panels(kernel, p.N) * kernel.panel_bytes(p.dtype, p.K),
-      "packed: not a weight of ", p.N, " by ", p.K, " ", x.scalar_type(), " as ",
-      name(capability()), " takes it");
+  check_packed(kernel, p, packed, x.scalar_type());
   p.x = x.const_data_ptr();
   p.x_row = x.stride(0);
   p.x_column = x.stride(1);
@@ -130,6 +154,7 @@ Tensor linear(
 TORCH_LIBRARY_IMPL(trifuse, CPU, m) {
   m.impl("linear", linear);
   m.impl("pack_linear", pack_linear);
+  m.impl("unpack_linear", unpack_linear);
   m.impl("linear_packed", linear_packed);
   m.impl("checksum", checksum);
 }

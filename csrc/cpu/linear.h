@@ -22,7 +22,7 @@ struct LinearProblem {
   void* packed;                // the weight in the layout that `pack` writes
   const void* bias = nullptr;  // (N,) in the accumulation type, or null
   Activation activation = Activation::None;
-  void* out;  // (M, N), contiguous
+  void* out;  // (M, N), contiguous; for `unpack`, the weight (N, K)
 
   // A task owns rows_per_task x columns_per_task of out.
   int64_t rows_per_task, columns_per_task;

@@ -165,6 +165,14 @@ void pack(const LinearProblem& p, int64_t panel) {
       static_cast<E*>(p.packed) + panel * panel_size<E>(p.K));
 }
 
+template <class Scalar>
+void unpack(const LinearProblem& p, int64_t panel) {
+  using E = ElementOf<Scalar>;
+  unpack_panel(
+      static_cast<const E*>(p.packed) + panel * panel_size<E>(p.K), p.K,
+      std::min(p.N - panel * kTile, kTile), static_cast<Scalar*>(p.out) + panel * kTile * p.K);
+}
+
 // Sums all 32-bit words, each times a factor that depends on its position, modulo 2^64. Data that
 // differ in one word have different sums; other data collide with a probability of about 2^-64.
 uint64_t checksum(const void* data, int64_t words) {
@@ -185,12 +193,16 @@ void pack_any(const LinearProblem& p, int64_t panel) {
   for_type(p.dtype, [&]<class Scalar>() { pack<Scalar>(p, panel); });
 }
 
+void unpack_any(const LinearProblem& p, int64_t panel) {
+  for_type(p.dtype, [&]<class Scalar>() { unpack<Scalar>(p, panel); });
+}
+
 void run_any(const LinearProblem& p, int64_t task) {
   for_type(p.dtype, [&]<class Scalar>() { run<Scalar>(p, task); });
 }
 
 }  // namespace
 
-LinearKernel linear() { return {kTile, panel_bytes, pack_any, run_any, checksum}; }
+LinearKernel linear() { return {kTile, panel_bytes, pack_any, unpack_any, run_any, checksum}; }
 
 }  // namespace trifuse::TRIFUSE_CAPABILITY

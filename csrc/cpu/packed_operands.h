@@ -12,6 +12,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <type_traits>
 
 #include "cpu/operand.h"
 
@@ -44,6 +45,17 @@ void pack_panel(
       copy_right_rows<E>(Rows<Scalar>{block, b_k, b_n}, depth, columns, kTile, target);
     }
   }
+}
+
+// The inverse of pack_panel: writes the panel's columns of B as contiguous rows of K numbers.
+template <class E, class Scalar>
+void unpack_panel(const E* panel, int64_t K, int64_t columns, Scalar* rows) {
+  using Stored = std::conditional_t<kPack<E> == 2, Scalar, E>;
+  const auto* element = reinterpret_cast<const Stored*>(panel);
+  for (int64_t n = 0; n < columns; ++n)
+    for (int64_t k = 0; k < K; ++k)
+      rows[n * K + k] = static_cast<Scalar>(
+          element[(k / kPack<E> * kTile + n) * kPack<E> + k % kPack<E>]);
 }
 
 // A block of A as tile_gemm reads it.

@@ -8,7 +8,7 @@ from trifuse.nn.dropout import Dropout
 from trifuse.nn.dropout_add_layer_norm import DropoutAddLayerNorm
 from trifuse.nn.elmo import CharacterEncoder, Highway, ProjectedLSTM
 from trifuse.nn.gru import GRU, GRUCell
-from trifuse.nn.linear import Linear
+from trifuse.nn.linear import FrozenLinear, Linear
 from trifuse.nn.lstm import LSTM, LSTMCell
 from trifuse.nn.rnn import RNN, RNNCell
 from trifuse.nn.transformer import (
@@ -33,6 +33,7 @@ __all__ = [
     "CharacterEncoder",
     "Dropout",
     "DropoutAddLayerNorm",
+    "FrozenLinear",
     "GRUCell",
     "Highway",
     "LSTMCell",

@@ -86,6 +86,7 @@ class MultiheadAttention(nn.MultiheadAttention):
     """
 
     qconfig = Unquantizable(nn.MultiheadAttention)
+    frozen = False  # whether the weights are promised not to change: see trifuse.fuse
 
     @property
     def _qkv_same_embed_dim(self) -> bool:

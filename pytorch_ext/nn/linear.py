@@ -13,7 +13,7 @@ from torch.nn.modules import module as _global  # hooks on all modules
 
 from trifuse.nn.quantization import Unquantizable
 from trifuse.ops import linear as ops
-from trifuse.ops.linear import Activation, PackedWeight
+from trifuse.ops.linear import Activation, FrozenWeight, PackedWeight, TrustedWeight
 
 # Kept outside the modules, so that packed weights are neither copied nor saved with them.
 _packed: WeakKeyDictionary[nn.Module, dict[str, PackedWeight]] = WeakKeyDictionary()
@@ -34,6 +34,121 @@ class Linear(nn.Linear):
         return project(self, "weight", input, self.weight, self.bias)
 
 
+class FrozenLinear(Linear):
+    """A :class:`Linear` whose weight is kept in its packed form alone, for inference.
+
+    :func:`trifuse.fuse` makes it of a :class:`Linear`, and ``revert()`` undoes that. ``weight``
+    unpacks a copy, which can't be changed in place, and ``state_dict()`` holds one. ``parameters()``
+    leaves the weight out.
+
+    Raises:
+        RuntimeError: by ``load_state_dict``, by ``.to()`` another dtype or device, or if ``weight``
+            is set or changed.
+    """
+
+    _frozen: FrozenWeight
+
+    def forward(self, input: Tensor) -> Tensor:
+        """x Wᵀ + b, from (..., in_features) to (..., out_features)."""
+        return ops.linear_frozen(input, self._frozen, self.bias)
+
+    @property
+    def weight(self) -> Tensor:  # type: ignore[override]
+        """A copy, (out_features, in_features)."""
+        return self._frozen.unpack().as_subclass(_ReadOnly)
+
+    @weight.setter
+    def weight(self, value: Any) -> None:
+        raise RuntimeError(ops.frozen_message("setting a weight"))
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """As torch's own; a new weight is refused."""
+        if name == "weight":
+            raise RuntimeError(ops.frozen_message("setting a weight"))
+        super().register_parameter(name, param)
+
+    def _save_to_state_dict(
+        self, destination: dict[str, Any], prefix: str, keep_vars: bool
+    ) -> None:
+        destination[f"{prefix}weight"] = self._frozen.unpack()
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        raise RuntimeError(ops.frozen_message("load_state_dict"))
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FrozenLinear:
+        moved = fn(torch.empty(0, dtype=self._frozen.dtype, device=self._frozen.device))
+        if moved.dtype != self._frozen.dtype or moved.device != self._frozen.device:
+            raise RuntimeError(
+                ops.frozen_message(f"moving a weight to {moved.device}, {moved.dtype}")
+            )
+        super()._apply(fn, recurse)
+        return self
+
+
+class _ReadOnly(Tensor):
+    """A copy of a frozen weight. Changing it in place would be lost, so it raises."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        given = [x for x in (*args, *kwargs.values()) if isinstance(x, _ReadOnly)]
+        first = next(iter((*args, *kwargs.values())), None)
+        if isinstance(kwargs.get("out"), _ReadOnly) or (
+            _writes(func) and isinstance(first, _ReadOnly)
+        ):
+            raise RuntimeError(ops.frozen_message("changing a weight"))
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **kwargs)
+            if isinstance(result, Tensor) and any(
+                result.untyped_storage().data_ptr() == x.untyped_storage().data_ptr() for x in given
+            ):
+                return result.as_subclass(_ReadOnly)  # a view
+        return result
+
+
+def _writes(func: Any) -> bool:
+    """Returns whether a function of torch changes its first argument."""
+    name = func.__name__
+    if name.startswith("__"):
+        return name in _WRITING
+    return name.endswith("_")
+
+
+# __set__ sets an attribute, such as ``data``.
+_WRITING = {
+    "__set__", "__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__",
+    "__ifloordiv__", "__imod__", "__ipow__", "__iand__", "__ior__", "__ixor__", "__ilshift__",
+    "__irshift__",
+}  # fmt: skip
+
+
+def freeze(module: Linear) -> nn.Parameter:
+    """Makes a :class:`Linear` a :class:`FrozenLinear`.
+
+    Returns:
+        The parameter that was its weight, empty now, for :func:`thaw`.
+    """
+    frozen = FrozenWeight(module.weight)
+    parameter = module._parameters.pop("weight")
+    assert parameter is not None
+    module.__class__ = FrozenLinear
+    module._frozen = frozen
+    parameter.data = parameter.data.new_empty(0)
+    _packed.pop(module, None)
+    return parameter
+
+
+def thaw(module: FrozenLinear, parameter: nn.Parameter) -> None:
+    """Undoes :func:`freeze`."""
+    parameter.data = module._frozen.unpack()
+    del module._frozen
+    module.__class__ = Linear
+    module._parameters = {"weight": parameter, **module._parameters}
+
+
 def project(owner: nn.Module, name: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Returns x weightᵀ + bias; ``name`` identifies the weight among its owner's weights."""
     return ops.linear(x, weight, bias, packed=_packed_weight(owner, name))
@@ -42,9 +157,14 @@ def project(owner: nn.Module, name: str, x: Tensor, weight: Tensor, bias: Tensor
 def linear_activation(module: nn.Linear, x: Tensor, activation: Activation) -> Tensor:
     """Returns activation(module(x)), fused as in :func:`trifuse.ops.linear.linear`.
 
-    A module of another class than :class:`Linear`, or with hooks, is called as it is.
+    A module of another class than :class:`Linear` and :class:`FrozenLinear`, or with hooks, is
+    called as it is.
     """
-    if type(module) is Linear and not is_intercepted(module):
+    if is_intercepted(module):
+        return ops.ACTIVATIONS[activation](module(x))
+    if type(module) is FrozenLinear:
+        return ops.linear_frozen(x, module._frozen, module.bias, activation=activation)
+    if type(module) is Linear:
         packed = _packed_weight(module, "weight")
         return ops.linear(x, module.weight, module.bias, activation=activation, packed=packed)
     return ops.ACTIVATIONS[activation](module(x))
@@ -56,9 +176,10 @@ def _packed_weight(owner: nn.Module, name: str) -> PackedWeight | None:
     packed = _packed.get(owner)
     if packed is None:
         packed = _packed[owner] = {}
-    if name not in packed:
-        packed[name] = PackedWeight()
-    return packed[name]
+    trusted, kept = getattr(owner, "frozen", False), packed.get(name)
+    if kept is None or isinstance(kept, TrustedWeight) != trusted:
+        kept = packed[name] = TrustedWeight() if trusted else PackedWeight()
+    return kept
 
 
 def is_intercepted(module: nn.Module) -> bool:

@@ -25,7 +25,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from trifuse.backends import log
 from trifuse.nn.dropout import Dropout
-from trifuse.nn.linear import Linear, why_intercepted
+from trifuse.nn.linear import FrozenLinear, Linear, why_intercepted
 from trifuse.ops.attention import varlen_attention
 
 
@@ -57,6 +57,7 @@ _TOKENWISE = (
     nn.SiLU,
     nn.Tanh,
     Dropout,
+    FrozenLinear,
     Linear,
     NonDynamicallyQuantizableLinear,
 )

@@ -236,13 +236,126 @@ class PackedWeight:
         sums, cached = torch.ops.trifuse.checksum(weight), self._kept
         kind: _Kind = (weight.shape, weight.dtype, dtype, backends.cpu_capability())
         packed = None
-        if cached is not None and cached.kind == kind and torch.equal(sums, cached.sums):
+        if (
+            cached is not None
+            and cached.kind == kind
+            and cached.sums is not None
+            and torch.equal(sums, cached.sums)
+        ):
             packed = cached.packed
             if packed is not None:
                 return packed
             packed = torch.ops.trifuse.pack_linear(weight.detach().to(dtype))
         self._kept = _Kept(sums, kind, packed)
         return packed
+
+
+class TrustedWeight(PackedWeight):
+    """As :class:`PackedWeight`, for a weight that its owner has promised not to change.
+
+    Only what takes no time is compared: the address, torch's version counter, the shape and the
+    dtypes. If one of them has changed, ``get`` raises.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._trusted: tuple[Any, ...] | None = None
+
+    def get(self, weight: Tensor, dtype: torch.dtype) -> Tensor | None:
+        """Returns the weight packed in ``dtype``.
+
+        Raises:
+            RuntimeError: the weight has changed since the first call.
+        """
+        version = None if weight.is_inference() else weight._version
+        now = (weight.data_ptr(), version, weight.shape, weight.stride(), weight.dtype)
+        if self._trusted not in (None, now):
+            raise RuntimeError(frozen_message("changing a weight"))
+        kind: _Kind = (weight.shape, weight.dtype, dtype, backends.cpu_capability())
+        cached = self._kept
+        if cached is None or cached.kind != kind or cached.packed is None:
+            packed = torch.ops.trifuse.pack_linear(weight.detach().to(dtype))
+            cached = self._kept = _Kept(None, kind, packed)
+        self._trusted = now
+        return cached.packed
+
+
+class FrozenWeight:
+    """A weight (out_features, in_features) that exists in its packed form alone.
+
+    It is pickled and copied as an ordinary tensor, since the packed form depends on the CPU.
+    """
+
+    def __init__(self, weight: Tensor) -> None:
+        self._pack(weight.detach())
+
+    def _pack(self, weight: Tensor) -> None:
+        self.shape, self.dtype, self.device = weight.shape, weight.dtype, weight.device
+        self.capability = backends.cpu_capability()
+        self.packed = torch.ops.trifuse.pack_linear(weight)
+
+    def unpack(self) -> Tensor:
+        """Returns a copy of the weight."""
+        weight: Tensor = torch.ops.trifuse.unpack_linear(self.packed, *self.shape, self.dtype)
+        return weight
+
+    def __getstate__(self) -> dict[str, Tensor]:
+        return {"weight": self.unpack()}
+
+    def __setstate__(self, state: dict[str, Tensor]) -> None:
+        if not _available(state["weight"].dtype):
+            raise RuntimeError(
+                "a frozen model needs trifuse's C++ extension to be loaded; "
+                "call revert() of fuse's report before saving it"
+            )
+        self._pack(state["weight"])
+
+
+def frozen_message(what: str) -> str:
+    """Returns the message of an error that a frozen weight raises."""
+    return f"{what}: the model is frozen (trifuse.fuse(model, freeze=True)); call revert() first"
+
+
+def linear_frozen(
+    x: Tensor,
+    weight: FrozenWeight,
+    bias: Tensor | None = None,
+    *,
+    activation: Activation | None = None,
+) -> Tensor:
+    """As :func:`linear`, with a frozen weight.
+
+    The packed product serves calls of any number of rows that need no gradient, in the weight's own
+    dtype. All others, such as those under ``torch.func``, unpack the weight first.
+    """
+    if not _serves_frozen(x, weight, bias):
+        return linear(x, weight.unpack(), bias, activation=activation)
+    out: Tensor = torch.ops.trifuse.linear_packed(
+        x.reshape(-1, x.shape[-1]), weight.packed, weight.shape[0], bias, activation
+    )
+    return out.view(*x.shape[:-1], weight.shape[0])
+
+
+def _serves_frozen(x: Tensor, weight: FrozenWeight, bias: Tensor | None) -> bool:
+    if torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") != weight.dtype:
+        return False
+    tensors = (x,) if bias is None else (x, bias)
+    if any(t.dtype != weight.dtype or t.device.type != "cpu" for t in tensors):
+        return False
+    if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+        return False
+    if x.dim() == 0 or x.shape[-1] != weight.shape[1] or x.numel() == 0:
+        return False
+    if torch.compiler.is_compiling():
+        return True
+    return (
+        all(type(t) in (Tensor, torch.nn.Parameter) and not t.is_nested for t in tensors)
+        and x.layout == torch.strided
+        and weight.capability == backends.cpu_capability()
+        and not torch.jit.is_tracing()
+        and not _modes.transform_active()
+        and torch._C._len_torch_dispatch_stack() == 0
+    )
 
 
 # The packed form depends on these besides the bits: equal bits may represent another matrix.
@@ -255,7 +368,7 @@ class _Kept(NamedTuple):
     :class:`PackedWeight` replaces it as a whole, because threads may share a model.
     """
 
-    sums: Tensor
+    sums: Tensor | None  # None for a trusted weight
     kind: _Kind
     packed: Tensor | None
 
@@ -277,7 +390,8 @@ def _infer(
     if not _measured[dtype].inference:
         return _torch(x, weight, bias, activation)
     rows = math.prod(x.shape[:-1])
-    if rows < _ROWS_WORTH_CHECKING:
+    trusted = isinstance(packed, TrustedWeight)
+    if rows < _ROWS_WORTH_CHECKING and not trusted:
         return _torch(x, weight, bias, activation)
     with _modes.without_autocast():
         found = None if packed is None else packed.get(weight, dtype)
@@ -399,11 +513,19 @@ _op.register_flops(
 _op.implement("linear")(_torch)
 _sharding.register_single(torch.ops.trifuse.linear.default, _sharding.linear)
 
-# The product with a packed weight, and the checksums that show whether the weight is unchanged.
-# Not for traces, in which the weight may change.
+# The product with a packed weight, and the checksums that show whether the weight is unchanged. Only
+# the product with a frozen weight is traced: any other may change after the trace.
 _op.library.define("pack_linear(Tensor weight) -> Tensor")
+_op.library.define(
+    "unpack_linear(Tensor packed, int out_features, int in_features, ScalarType dtype) -> Tensor"
+)
 _op.library.define(
     "linear_packed(Tensor x, Tensor packed, int out_features, Tensor? bias, str? activation=None)"
     " -> Tensor"
 )
 _op.library.define("checksum(Tensor weight) -> Tensor")
+torch.library.register_fake(
+    "trifuse::linear_packed",
+    lambda x, packed, out_features, bias, activation=None: x.new_empty(x.shape[0], out_features),
+    lib=_op.library,
+)

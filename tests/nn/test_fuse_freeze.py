@@ -1,0 +1,275 @@
+"""``fuse(freeze=True)``: weights packed for good, and what a frozen model refuses."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from attention_cases import assert_equal
+from torch import Tensor, nn
+
+import trifuse
+from trifuse.backends import _C
+from trifuse.nn.linear import FrozenLinear, linear_activation
+from trifuse.ops import linear as ops
+
+pytestmark = pytest.mark.skipif(not ops._available(torch.float32), reason="no C++ extension")
+
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+@pytest.fixture(autouse=True)
+def _ours(monkeypatch) -> None:
+    """Makes our product serve, fast or not."""
+    monkeypatch.setenv("TRIFUSE_LINEAR", "cpp")
+    monkeypatch.setattr(ops, "_measured", {})
+
+
+def mlp(dtype: torch.dtype = torch.float32) -> nn.Sequential:
+    torch.manual_seed(0)
+    layers = nn.Linear(70, 130), nn.GELU(), nn.Linear(130, 5, bias=False)
+    return nn.Sequential(*layers).to(dtype).eval()
+
+
+def frozen(model: nn.Module) -> trifuse.FuseReport:
+    return trifuse.fuse(model, freeze=True)
+
+
+# Values -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(1,), (64,), (65,), (3, 1), (64, 2), (129, 70), (5, 257)])
+def test_unpacked_to_the_bit(cpp_kernel, dtype, shape):
+    weight = torch.randn(shape if len(shape) == 2 else (shape[0], 7)).to(dtype)
+    weight.view(-1)[:3] = torch.tensor([-0.0, torch.inf, torch.nan])
+    packed = torch.ops.trifuse.pack_linear(weight)
+    actual = torch.ops.trifuse.unpack_linear(packed, *weight.shape, dtype)
+    assert_equal(actual, weight)
+    with pytest.raises(ValueError, match="packed: not a weight of"):
+        torch.ops.trifuse.unpack_linear(packed[1:], *weight.shape, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_bits_of_the_packed_product(dtype):
+    """Also of a row by itself, which torch's product serves unless the weight is frozen."""
+    model, x = mlp(dtype), torch.randn(100, 70, dtype=dtype)
+    report = trifuse.fuse(model)
+    with torch.no_grad():
+        expected = [model(x) for _ in range(3)][-1]
+    report.revert()
+    report = frozen(model)
+    assert report.frozen == ["0", "2"]
+    assert "frozen: the weights of 2 modules" in str(report)
+    assert [type(layer) for layer in model] == [FrozenLinear, nn.GELU, FrozenLinear]
+    assert trifuse.explain(model).modules[0].runs == "cpp, its weight frozen"
+    with torch.no_grad():
+        for rows in (100, 63, 7, 2, 1):
+            assert torch.equal(model(x[:rows]), expected[:rows])
+        hidden = linear_activation(model[0], x, "gelu")
+        torch.testing.assert_close(hidden, F.gelu(model[0](x)))
+
+
+def test_the_packed_product_serves_every_number_of_rows():
+    model = mlp()
+    frozen(model)
+    for rows in (1, 3, 200):
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            with torch.no_grad():
+                model(torch.randn(rows, 70))
+        names = [e.name for e in profile.events() if e.name.startswith("trifuse::")]
+        assert names == ["trifuse::linear_packed"] * 2
+
+
+def test_gradients_pass_through():
+    model, plain = mlp(), mlp()
+    frozen(model)
+    x = torch.randn(4, 70, requires_grad=True)
+    grads = [torch.autograd.grad(m(x).square().sum(), (x, m[0].bias)) for m in (model, plain)]
+    for actual, expected in zip(*grads, strict=True):
+        torch.testing.assert_close(actual, expected)
+
+
+def test_other_ways_to_call():
+    model, plain = mlp(), mlp()
+    frozen(model)
+    x = torch.randn(2, 3, 70)
+    with torch.no_grad():
+        torch.testing.assert_close(torch.func.vmap(model)(x), plain(x))
+        torch.testing.assert_close(torch.jit.trace(model, x)(x), plain(x))
+        assert model(x[:0]).shape == (0, 3, 5)
+        assert model(x[0, 0]).shape == (5,)
+        with torch.autocast("cpu"):
+            torch.testing.assert_close(model(x), plain(x))
+        compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+        torch.testing.assert_close(compiled(x), plain(x))
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        model(torch.randn(2, 69))
+
+
+# State ------------------------------------------------------------------------------------------
+
+
+def test_state_reads_right():
+    model, plain = mlp(), mlp()
+    frozen(model)
+    state = model.state_dict()
+    assert list(state) == list(plain.state_dict())
+    for name, value in plain.state_dict().items():
+        assert torch.equal(state[name], value)
+        assert type(state[name]) is Tensor
+    assert torch.equal(model[0].weight, plain[0].weight)
+    assert [name for name, _ in model.named_parameters()] == ["0.bias"]
+    mlp().load_state_dict(state)
+
+
+def test_memory_is_that_of_one_model():
+    model = nn.Sequential(nn.Linear(128, 128))
+    parameter = model[0].weight
+    frozen(model)
+    assert parameter.untyped_storage().nbytes() == 0
+    assert model[0]._frozen.packed.nbytes == 4 * 128 * 128
+
+
+@pytest.mark.parametrize(
+    "copied",
+    [
+        copy.deepcopy,
+        lambda model: pickle.loads(pickle.dumps(model)),
+        lambda model: saved(model),
+    ],
+    ids=["deepcopy", "pickle", "torch.save"],
+)
+def test_copies_keep_the_values(copied):
+    model, x = mlp(), torch.randn(3, 70)
+    frozen(model)
+    with torch.no_grad():
+        assert torch.equal(copied(model)(x), model(x))
+
+
+def saved(model: nn.Module) -> nn.Module:
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    loaded: nn.Module = torch.load(file, weights_only=False)
+    return loaded
+
+
+def test_a_report_copied_with_its_model_thaws_the_copy():
+    model = mlp()
+    report = frozen(model)
+    twin, its_report = copy.deepcopy((model, report))
+    its_report.revert()
+    assert type(twin[0]) is nn.Linear
+    assert type(model[0]) is FrozenLinear
+    assert torch.equal(twin[0].weight, mlp()[0].weight)
+
+
+def test_reverted():
+    model, plain = mlp(), mlp()
+    parameters = dict(model.named_parameters())
+    report = frozen(model)
+    assert trifuse.fuse(model, freeze=True).frozen == []
+    report.revert()
+    assert [type(layer) for layer in model] == [nn.Linear, nn.GELU, nn.Linear]
+    assert list(dict(model.named_parameters())) == list(parameters)
+    for name, parameter in model.named_parameters():
+        assert parameter is parameters[name]
+        assert torch.equal(parameter, plain.state_dict()[name])
+    report.revert()
+
+
+def test_another_instruction_set_unpacks():
+    model, x = mlp(), torch.randn(3, 70)
+    frozen(model)
+    wanted = mlp()(x)
+    before = _C.set_cpu_capability("DEFAULT")
+    try:
+        with torch.no_grad():
+            torch.testing.assert_close(model(x), wanted)
+    finally:
+        _C.set_cpu_capability(before)
+
+
+# What it refuses --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda m: m.load_state_dict(mlp().state_dict()),
+        lambda m: m.to(torch.bfloat16),
+        lambda m: m.double(),
+        lambda m: m.to("meta"),
+        lambda m: setattr(m[0], "weight", nn.Parameter(torch.zeros(130, 70))),
+        lambda m: setattr(m[0], "weight", torch.zeros(130, 70)),
+        lambda m: m[0].reset_parameters(),
+        lambda m: m[0].weight.mul_(2),
+        lambda m: m[0].weight.data.zero_(),
+        lambda m: m[0].weight.detach().t().add_(1),
+        lambda m: m[0].weight.__setitem__(0, 1.0),
+        lambda m: m[0].weight.__imul__(2),
+        lambda m: torch.neg(m[0].weight, out=m[0].weight),
+        lambda m: setattr(m[0].weight, "data", torch.zeros(2)),
+    ],
+)
+def test_changes_raise(change: Callable[[nn.Module], object]):
+    model, x = mlp(), torch.randn(3, 70)
+    frozen(model)
+    with torch.no_grad():
+        wanted = model(x)
+        with pytest.raises(RuntimeError, match=r"frozen.*call revert\(\) first"):
+            change(model)
+        assert torch.equal(model(x), wanted)
+
+
+def test_what_changes_nothing_is_allowed():
+    model = mlp()
+    frozen(model)
+    model.to("cpu").float().train().requires_grad_(False).eval()
+    weight = model[0].weight
+    assert type(weight + 1) is Tensor
+    assert torch.equal(torch.empty(130, 70).copy_(weight), weight)
+
+
+def test_shared_weights_stay():
+    model = mlp()
+    model.append(nn.Linear(70, 130, bias=False))
+    model[3].weight = model[0].weight
+    report = frozen(model)
+    assert report.frozen == ["2"]
+    why = "not frozen: its weight is shared"
+    assert [(left.path, left.reason) for left in report.left] == [("0", why), ("3", why)]
+
+
+def test_where_torch_serves(monkeypatch):
+    monkeypatch.setenv("TRIFUSE_LINEAR", "torch")
+    assert frozen(mlp()).frozen == []
+
+
+def test_projections_of_attention():
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(64, 4, 128, batch_first=True).eval()
+    plain, x = copy.deepcopy(layer), torch.randn(2, 3, 64)
+    report = frozen(layer)
+    assert sorted(report.frozen) == ["linear1", "linear2", "self_attn"]
+    attention = layer.self_attn
+    with torch.no_grad():
+        for _ in range(2):
+            torch.testing.assert_close(layer(x), plain(x))
+        kept = {n: p._kept.packed for n, p in trifuse.nn.linear._packed[attention].items()}
+        assert sorted(kept) == ["out", "qkv"]
+        layer(x)
+        packed = trifuse.nn.linear._packed[attention]
+        assert all(packed[name]._kept.packed is kept[name] for name in kept)
+        attention.in_proj_weight.mul_(2)
+        with pytest.raises(RuntimeError, match=r"frozen.*call revert\(\) first"):
+            layer(x)
+        report.revert()
+        plain.self_attn.in_proj_weight.mul_(2)
+        torch.testing.assert_close(layer(x), plain(x))
