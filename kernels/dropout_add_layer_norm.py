@@ -11,8 +11,8 @@ prefetches one tile.
   processed in chunks, whose means and variances are merged by the formula of the same paper. They
   are read twice, the second time through the L2 cache as far as it reaches.
 - In the backward every program walks over many rows and sums the gradients of weight, bias and
-  x_bias in float32 registers, in runs of tiles; a second kernel adds up the programs' sums. No chain
-  of additions grows with the number of rows, and there are no atomics. The number of programs
+  x_bias in float32 registers, in runs of tiles; a second kernel adds up the programs' sums. No
+  chain of additions grows with the number of rows, and there are no atomics. The number of programs
   depends on the shape alone: results repeat bit for bit.
 - One program sums a row, in an order that depends only on the width and the dtypes: the results of
   a row don't change by one bit with the number of rows.

@@ -1,4 +1,4 @@
-// torch.ops.trifuse.{linear,pack_linear,unpack_linear,linear_packed,checksum}: tensors in, tensors out.
+// torch.ops.trifuse.{linear,linear_packed,pack_linear,unpack_linear,checksum}: tensors in and out.
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>

@@ -54,8 +54,8 @@ void unpack_panel(const E* panel, int64_t K, int64_t columns, Scalar* rows) {
   const auto* element = reinterpret_cast<const Stored*>(panel);
   for (int64_t n = 0; n < columns; ++n)
     for (int64_t k = 0; k < K; ++k)
-      rows[n * K + k] = static_cast<Scalar>(
-          element[(k / kPack<E> * kTile + n) * kPack<E> + k % kPack<E>]);
+      rows[n * K + k] =
+          static_cast<Scalar>(element[(k / kPack<E> * kTile + n) * kPack<E> + k % kPack<E>]);
 }
 
 // A block of A as tile_gemm reads it.

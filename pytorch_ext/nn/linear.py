@@ -38,8 +38,8 @@ class FrozenLinear(Linear):
     """A :class:`Linear` whose weight is kept in its packed form alone, for inference.
 
     :func:`trifuse.fuse` makes it of a :class:`Linear`, and ``revert()`` undoes that. ``weight``
-    unpacks a copy, which can't be changed in place, and ``state_dict()`` holds one. ``parameters()``
-    leaves the weight out.
+    unpacks a copy, which can't be changed in place. ``state_dict()`` holds a copy too, and
+    ``parameters()`` leaves the weight out.
 
     Raises:
         RuntimeError: by ``load_state_dict``, by ``.to()`` another dtype or device, or if ``weight``

@@ -513,8 +513,8 @@ _op.register_flops(
 _op.implement("linear")(_torch)
 _sharding.register_single(torch.ops.trifuse.linear.default, _sharding.linear)
 
-# The product with a packed weight, and the checksums that show whether the weight is unchanged. Only
-# the product with a frozen weight is traced: any other may change after the trace.
+# The product with a packed weight, and the checksums that show whether the weight is unchanged. A
+# trace holds the product only if the weight is frozen: any other may change after the trace.
 _op.library.define("pack_linear(Tensor weight) -> Tensor")
 _op.library.define(
     "unpack_linear(Tensor packed, int out_features, int in_features, ScalarType dtype) -> Tensor"

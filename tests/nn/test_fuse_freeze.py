@@ -79,9 +79,9 @@ def test_the_packed_product_serves_every_number_of_rows():
     model = mlp()
     frozen(model)
     for rows in (1, 3, 200):
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-            with torch.no_grad():
-                model(torch.randn(rows, 70))
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        with torch.no_grad(), torch.profiler.profile(activities=activities) as profile:
+            model(torch.randn(rows, 70))
         names = [e.name for e in profile.events() if e.name.startswith("trifuse::")]
         assert names == ["trifuse::linear_packed"] * 2
 
