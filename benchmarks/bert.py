@@ -16,6 +16,8 @@ paragraphs of the language reference, or its topics. The time is what a caller w
 
 Rates count the operations that real tokens need: 2 for each weight of a linear layer, and 4 for
 each pair of tokens in a sequence and each feature; the backward counts twice.
+
+With ``--latency`` the model reads one sentence at a time: see ``trifuse.benchmarks.latency``.
 """
 
 from __future__ import annotations
@@ -36,7 +38,16 @@ from rich.progress import Progress
 from torch import Tensor
 
 import trifuse
-from trifuse.benchmarks import ceilings, command_line, demo, engines, machine, report, timing
+from trifuse.benchmarks import (
+    ceilings,
+    command_line,
+    demo,
+    engines,
+    latency,
+    machine,
+    report,
+    timing,
+)
 from trifuse.benchmarks.agreement import check_accuracy, check_agreement
 from trifuse.benchmarks.cases import run_all, select
 from trifuse.benchmarks.comparison import Result
@@ -384,8 +395,14 @@ def step(case: Step, device: str, seconds: float) -> Result:
 
 def main(argv: Sequence[str]) -> int:
     """Read, train and print the tables."""
-    options = command_line.parser("bert", __doc__).parse_args(argv)
+    parser = command_line.parser("bert", __doc__)
+    parser.add_argument(
+        "--latency", action="store_true", help="read one sentence at a time instead, on a CPU"
+    )
+    options = parser.parse_args(argv)
     torch.set_num_threads(options.threads)
+    if options.latency:
+        return read_one_sentence(options)
     device: str = options.device
     cases = select(CASES[device], lambda case: case.name, options.cases)
     if device == "cuda":
@@ -397,6 +414,41 @@ def machine_facts(device: str) -> dict[str, Any]:
     facts = machine.facts(device)
     facts["transformers"] = None if transformers is None else transformers.__version__
     return facts
+
+
+def read_one_sentence(options: argparse.Namespace) -> int:
+    directory, facts, caption = _prepare()
+    if directory is None:
+        return 1
+    records = []
+    for dtype, name in _NAMES.items():
+        found = latency.compare(directory, dtype, options.threads, 2 if options.quick else 12)
+        print_table(latency.table(found, f"MiniLM-L6, one sentence, {name}", caption))
+        records += [{"dtype": name, **one.record()} for one in found]
+    if options.json is not None:
+        report.write_json(options.json, {"machine": facts, "latency": records})
+    return 0
+
+
+def _prepare() -> tuple[Path | None, dict[str, Any], str]:
+    """Return the weights' directory, or None if something is missing; the machine, and a caption.
+
+    What is missing is printed.
+    """
+    facts = machine_facts("cpu")
+    facts["engines"] = {e.name: e.version for e in engines.ENGINES if e.installed}
+    versions = "".join(f", {name} {version}" for name, version in facts["engines"].items())
+    caption = f"{machine.describe(facts)}\ntransformers {facts['transformers']}{versions}"
+    if transformers is None:
+        console.print(
+            "transformers is not installed; try: pip install 'trifuse[bench]'", markup=False
+        )
+        return None, facts, caption
+    try:
+        return demo.model_directory(), facts, caption
+    except FileNotFoundError as missing:
+        console.print(str(missing), style="red", markup=False)
+        return None, facts, caption
 
 
 def train_on_a_gpu(cases: Sequence[Step], options: argparse.Namespace) -> int:
@@ -419,20 +471,9 @@ def train_on_a_gpu(cases: Sequence[Step], options: argparse.Namespace) -> int:
 def read_and_train(
     cases: Sequence[Inference | Training | Step], options: argparse.Namespace
 ) -> int:
-    if transformers is None:
-        console.print(
-            "transformers is not installed; try: pip install 'trifuse[bench]'", markup=False
-        )
+    directory, facts, caption = _prepare()
+    if directory is None:
         return 1
-    try:
-        directory = demo.model_directory()
-    except FileNotFoundError as missing:
-        console.print(str(missing), style="red", markup=False)
-        return 1
-    facts = machine_facts("cpu")
-    facts["engines"] = {e.name: e.version for e in engines.ENGINES if e.installed}
-    versions = "".join(f", {name} {version}" for name, version in facts["engines"].items())
-    caption = f"{machine.describe(facts)}\ntransformers {facts['transformers']}{versions}"
     console.print(caption, soft_wrap=True, markup=False)
 
     reads, results = [], []

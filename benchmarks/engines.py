@@ -44,17 +44,18 @@ class Engine(NamedTuple):
         return importlib.metadata.version(self.package)
 
 
-def load(directory: Path, dtype: torch.dtype) -> dict[str, Reader]:
+def load(directory: Path, dtype: torch.dtype, only: str | None = None) -> dict[str, Reader]:
     """Load the installed engines that support ``dtype``, by name.
 
     Args:
         directory: ``config.json``, the weights and the tokenizer of a BERT.
         dtype: float32 or bfloat16.
+        only: the name of the one to load. Default: all.
     """
     readers = {}
     with tempfile.TemporaryDirectory() as scratch:
         for engine in ENGINES:
-            if engine.installed and dtype in engine.dtypes:
+            if engine.installed and dtype in engine.dtypes and only in (None, engine.name):
                 readers[engine.name] = engine.load(directory, Path(scratch), dtype)
     return readers
 

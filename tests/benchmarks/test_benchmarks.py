@@ -28,6 +28,7 @@ from trifuse.benchmarks import (
     demo,
     dropout_add_layer_norm,
     engines,
+    latency,
     one_row,
     overhead,
     report,
@@ -504,6 +505,19 @@ def test_batch_is_of_real_text_padded_as_asked_for(weights: Path) -> None:
     words = demo.load_tokenizer(weights).decode(input_ids[0][mask[0]].tolist())
     text = " ".join(passage.text.lower() for passage in demo.passages())
     assert all(word in text for word in words.split())
+
+
+def test_latency_of_one_sentence(monkeypatch: pytest.MonkeyPatch, weights: Path) -> None:
+    pytest.importorskip("transformers")
+    monkeypatch.setattr(latency, "names", lambda dtype: ("transformers, sdpa", "fused, frozen"))
+    found = latency.compare(weights, torch.float32, threads=1, rounds=1, lengths=(9,))
+    assert [one.engine for one in found] == ["transformers, sdpa", "fused, frozen"]
+    for one in found:
+        assert 0 < one.ceiling < one.percentile(99)
+        assert 0 < one.percentile(50) <= one.percentile(99)
+    rows = list(latency.table(found, "", "").columns[-1].cells)
+    assert rows[0] == ""
+    assert rows[1].endswith("×")
 
 
 def test_bert_flops_are_those_of_the_products_counted_by_torch() -> None:

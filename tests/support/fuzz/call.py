@@ -254,11 +254,18 @@ def errs_as_torch(
     its way, such as a layer norm of equal numbers at each step: random errors then tell little.
     """
     # Nothing is left to round in float64: random errors stand for rounding.
-    to_nearest = call.torch_dtype != torch.float64
-    replicas = 1 if to_nearest else MANY_REPLICAS
-    exact, *rounded = specification(call, tensors, dict(upstream), replicas, to_nearest)[name]
+    if call.torch_dtype == torch.float64:
+        exact, *rounded = specification(call, tensors, dict(upstream), MANY_REPLICAS)[name]
+        theirs = torch.stack([(t - exact).abs().max() for t in rounded]).median()
+    else:
+        # One sum of a few terms can be exact by luck: so the upstream gradients are also scaled.
+        exact, found = specification(call, tensors, dict(upstream), 0)[name][0], []
+        for factor in (1.0, 1.1, 1.3, 1.4, 1.6, 1.7, 1.9):
+            scaled = {n: (factor * t).to(t.dtype) for n, t in upstream.items()}
+            one, rounded_one = specification(call, tensors, scaled, 1, to_nearest=True)[name]
+            found.append((rounded_one - one).abs().max() / factor)
+        theirs = max(found)
     ours = (actual[name].double() - exact).abs().max()
-    theirs = torch.stack([(t - exact).abs().max() for t in rounded]).median()
     return bool(theirs.isfinite() and ours <= 2 * theirs)
 
 

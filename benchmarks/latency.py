@@ -1,0 +1,182 @@
+"""One sentence at a time: what each engine takes to read it, MiniLM-L6 with pretrained weights.
+
+transformers' BertModel runs on torch's attention, fused, and fused with frozen weights; ONNX
+Runtime and OpenVINO run the same weights where they are installed. Each runs in a process of its
+own, because the idle threads of one would take the cores of the next, and they take turns. The
+sentences are paragraphs of the language reference, cut to a number of tokens.
+
+The ceiling is the larger of two times: the bytes of the layers' weights at the copy rate, and the
+operations at the matrix rate.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from rich.table import Table
+from torch import Tensor
+
+import trifuse
+from trifuse.benchmarks import ceilings, demo, engines
+from trifuse.benchmarks.agreement import check_agreement
+from trifuse.benchmarks.terminal import progress_bars
+from trifuse.models.bert import BertConfig
+
+TOKENS = (3, 8, 28, 62, 122)
+OURS = ("fused", "fused, frozen")
+_CALLS = 25  # in one turn
+
+
+class Latency(NamedTuple):
+    """The times of one engine for a sentence, in seconds."""
+
+    tokens: int
+    engine: str
+    seconds: list[float]
+    ceiling: float
+
+    def percentile(self, percent: int) -> float:
+        return torch.tensor(self.seconds, dtype=torch.float64).quantile(percent / 100).item()
+
+    def record(self) -> dict[str, Any]:
+        return {
+            "tokens": self.tokens,
+            "engine": self.engine,
+            "p50": self.percentile(50),
+            "p99": self.percentile(99),
+            "fraction of the ceiling": self.ceiling / self.percentile(50),
+        }
+
+
+# A process of an engine -------------------------------------------------------------------------
+
+_reader: engines.Reader
+
+
+def _start(directory: Path, dtype: torch.dtype, name: str, threads: int) -> None:
+    global _reader
+    torch.set_num_threads(threads)
+    _reader = _load(directory, dtype, name)
+
+
+def _load(directory: Path, dtype: torch.dtype, name: str) -> engines.Reader:
+    for engine in engines.ENGINES:
+        if engine.name == name:
+            return engines.load(directory, dtype, only=name)[name]
+    import transformers
+
+    with engines.quiet_transformers():
+        model = transformers.BertModel.from_pretrained(
+            directory, attn_implementation="sdpa", dtype=dtype, add_pooling_layer=False
+        ).eval()
+    if name in OURS:
+        trifuse.fuse(model, freeze=name == "fused, frozen")
+    return demo.reader(model)
+
+
+@torch.inference_mode()
+def _read(input_ids: Tensor) -> Tensor:
+    return _reader(input_ids, torch.ones_like(input_ids, dtype=torch.bool)).clone()
+
+
+@torch.inference_mode()
+def _time(input_ids: Tensor, calls: int) -> list[float]:
+    mask = torch.ones_like(input_ids, dtype=torch.bool)
+    seconds = []
+    for _ in range(calls + 3):
+        start = time.perf_counter()
+        _reader(input_ids, mask)
+        seconds.append(time.perf_counter() - start)
+    return seconds[3:]  # the first calls find the caches as the last engine left them
+
+
+# The comparison ---------------------------------------------------------------------------------
+
+
+def names(dtype: torch.dtype) -> tuple[str, ...]:
+    """The engines that are compared, those first that are always there."""
+    others = ("ONNX Runtime", "OpenVINO")
+    installed = [e.name for e in engines.ENGINES if e.installed and dtype in e.dtypes]
+    return ("transformers, sdpa", *OURS, *(name for name in others if name in installed))
+
+
+def sentence(directory: Path, tokens: int) -> Tensor:
+    """Token ids (1, tokens) of a paragraph that is cut to this length."""
+    tokenizer = demo.load_tokenizer(directory, tokens)
+    for passage in demo.passages():
+        ids = tokenizer.encode(passage.text).ids
+        if len(ids) == tokens:
+            return torch.tensor([ids])
+    raise ValueError(f"tokens: no paragraph has {tokens}")
+
+
+@contextlib.contextmanager
+def _processes(
+    directory: Path, dtype: torch.dtype, engines: Sequence[str], threads: int
+) -> Iterator[dict[str, Callable[..., Any]]]:
+    """Yield by engine a function that calls another one in the engine's process."""
+    spawn = multiprocessing.get_context("spawn")
+    with contextlib.ExitStack() as stack:
+        calls = {}
+        for name in engines:
+            pool = ProcessPoolExecutor(
+                1, mp_context=spawn, initializer=_start, initargs=(directory, dtype, name, threads)
+            )
+            stack.enter_context(pool)
+            calls[name] = lambda *job, pool=pool: pool.submit(*job).result()
+        yield calls
+
+
+def compare(
+    directory: Path,
+    dtype: torch.dtype,
+    threads: int,
+    rounds: int,
+    lengths: Sequence[int] = TOKENS,
+) -> list[Latency]:
+    """Time all engines in turns."""
+    config = BertConfig.from_json(directory / "config.json")
+    hidden, layers = config.hidden_size, config.num_hidden_layers
+    weights = layers * hidden * (4 * hidden + 2 * config.intermediate_size)
+    copy, multiply = ceilings.copy_rate().value, ceilings.matrix_rate(dtype).value
+    found = []
+    with _processes(directory, dtype, names(dtype), threads) as calls, progress_bars() as progress:
+        task = progress.add_task(f"one sentence, {dtype}", total=len(lengths) * rounds)
+        for tokens in lengths:
+            ids = sentence(directory, tokens)
+            expected, *others = (call(_read, ids) for call in calls.values())
+            for name, actual in zip(list(calls)[1:], others, strict=True):
+                check_agreement(name, [expected], [actual.to(dtype)])
+            seconds: dict[str, list[float]] = {name: [] for name in calls}
+            for _ in range(rounds):
+                for name, call in calls.items():
+                    seconds[name] += call(_time, ids, _CALLS)
+                progress.advance(task)
+            work = 2 * weights * tokens + 4 * layers * hidden * tokens**2
+            ceiling = max(weights * dtype.itemsize / copy, work / multiply)
+            found += [Latency(tokens, name, each, ceiling) for name, each in seconds.items()]
+    return found
+
+
+def table(found: Sequence[Latency], title: str, caption: str) -> Table:
+    """Percentiles of each engine, and how the fastest other engine compares with each of ours."""
+    out = Table(title=title, caption=caption)
+    for column in ("tokens", "engine", "p50", "p99", "of the ceiling", "fastest other / this"):
+        out.add_column(column, justify="left" if column == "engine" else "right")
+    for tokens in dict.fromkeys(one.tokens for one in found):
+        rows = [one for one in found if one.tokens == tokens]
+        best = min(one.percentile(50) for one in rows if one.engine not in OURS)
+        for one in rows:
+            p50, p99 = one.percentile(50), one.percentile(99)
+            against = f"{best / p50:.2f}×" if one.engine in OURS else ""
+            times = f"{p50 * 1e3:.2f} ms", f"{p99 * 1e3:.2f} ms"
+            out.add_row(str(tokens), one.engine, *times, f"{one.ceiling / p50:.0%}", against)
+        out.add_section()
+    return out
