@@ -53,7 +53,7 @@ class FrozenLinear(Linear):
         return ops.linear_frozen(input, self._frozen, self.bias)
 
     @property
-    def weight(self) -> Tensor:  # type: ignore[override]
+    def weight(self) -> Tensor:
         """A copy, (out_features, in_features)."""
         return self._frozen.unpack().as_subclass(_ReadOnly)
 
@@ -134,17 +134,16 @@ def freeze(module: Linear) -> nn.Parameter:
     frozen = FrozenWeight(module.weight)
     parameter = module._parameters.pop("weight")
     assert parameter is not None
+    vars(module)["_frozen"] = frozen
     module.__class__ = FrozenLinear
-    module._frozen = frozen
     parameter.data = parameter.data.new_empty(0)
     _packed.pop(module, None)
     return parameter
 
 
-def thaw(module: FrozenLinear, parameter: nn.Parameter) -> None:
+def thaw(module: nn.Module, parameter: nn.Parameter) -> None:
     """Undoes :func:`freeze`."""
-    parameter.data = module._frozen.unpack()
-    del module._frozen
+    parameter.data = vars(module).pop("_frozen").unpack()
     module.__class__ = Linear
     module._parameters = {"weight": parameter, **module._parameters}
 
