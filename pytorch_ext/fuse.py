@@ -30,7 +30,7 @@ from trifuse.nn import packing
 from trifuse.nn.dropout_add_layer_norm import is_fused
 from trifuse.nn.quantization import Unquantizable
 from trifuse.ops import linear
-from trifuse.recipes import sublayers
+from trifuse.recipes import stacks, sublayers
 
 
 class Swapped(NamedTuple):
@@ -205,11 +205,14 @@ def fuse(model: torch_nn.Module, unpad: bool = False) -> FuseReport:
         raise TypeError(f"model: expected a torch.nn.Module; got {type(model).__name__}")
     report = FuseReport()
     swaps = _swaps(unpad, report)
+    found = stacks.find(model) if unpad else {}
     for path, module in model.named_modules():
         # Base classes first: a transformers model must select its attention before it can unpad.
         chosen = [swaps[cls] for cls in reversed(type(module).__mro__) if cls in swaps]
         if not chosen and sublayers.is_candidate(module):
-            chosen = [_swap_by_recipe]
+            chosen.append(_swap_by_recipe)
+        if isinstance(stack := found.get(module), stacks.Stack):
+            chosen.append(functools.partial(_swap_stack, parts=stack.parts))
         for swap in chosen:
             try:
                 change = swap(module)
@@ -332,6 +335,14 @@ def _swap_by_recipe(module: torch_nn.Module) -> _Change | None:
         return None
     target = sublayers.fused_class(source, sublayers.roles(module))
     return None if target is source else _retype(module, source, target)
+
+
+def _swap_stack(module: torch_nn.Module, parts: tuple[str, ...]) -> _Change | None:
+    """Let an encoder of transformers leave out the padding, if it runs on trifuse's attention."""
+    source = type(module)
+    if hasattr(source, "why_padded") or not stacks.has_our_attention(module):
+        return None
+    return _retype(module, source, stacks.unpadded_class(source, parts))
 
 
 def _unpad(module: torch_nn.Module, change: _Change | None) -> _Change | None:
@@ -589,8 +600,8 @@ _ATTENTION_FORMULAS = ("softmax", "scaled_dot_product_attention", "eager_attenti
 
 def _report_padding(model: torch_nn.Module, report: FuseReport) -> None:
     """Report which stacks leave padding out, and which models have no stack that can."""
-    stacks = list(padding(model))
-    for path, stack, why in stacks:
+    found = list(padding(model))
+    for path, stack, why in found:
         if why is None:
             report.unpadded.append(path)
         else:
@@ -599,11 +610,11 @@ def _report_padding(model: torch_nn.Module, report: FuseReport) -> None:
     left = {each.path: each.reason for each in reversed(report.left)}  # the first reason counts
     for path, module in _models_of_transformers(model):
         inside = f"{path}." if path else ""
-        if not any(stack == path or stack.startswith(inside) for stack, _, _ in stacks):
-            why = left.get(path, "only BERT among transformers' models is known to do without it")
+        if not any(stack == path or stack.startswith(inside) for stack, _, _ in found):
+            why = left.get(path) or stacks.why_none(module)
             report.padded.append(Left(path, type(module).__name__, why))
             packing.warn_padded(module, why)
-    if not (stacks or report.padded):
+    if not (found or report.padded):
         why = "nothing in it is known to do without it"
         report.padded.append(Left("", type(model).__name__, why))
         packing.warn_padded(model, why)

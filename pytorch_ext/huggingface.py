@@ -18,8 +18,8 @@ layer's attention (``AttentionInterface``). This module implements both. The mas
 - a uint8 mask: the padding, (B, 1, 1, S), of a causal layer, whose last query is aligned with its
   last key. The dtype marks the causality, so it survives whatever the model does to the tensor on
   the way, and no (B, 1, L, S) mask has to be built;
-- a :class:`PackedSequences`, from a :class:`BertModel` or :class:`BertEncoder` to its layers: where
-  each sequence lies in the packed batch.
+- a :class:`PackedSequences`, from an encoder that computes on real tokens only to its layers: where
+  each sequence lies in the packed batch, and how far its tokens see.
 """
 
 from __future__ import annotations
@@ -130,13 +130,25 @@ def attention_forward(
         ValueError: the layer needs a feature that changes the result and is not supported, or
             passes an argument that may be one.
     """
-    if (wanted := _unsupported(module, s_aux, kwargs, attention_mask)) is not None:
+    if (wanted := _unsupported(module, s_aux, kwargs, attention_mask)) is None:
+        if position_bias is not None and isinstance(attention_mask, PackedSequences):
+            wanted = "position_bias of packed tokens"
+    if wanted is not None:
         raise ValueError(
             f'attn_implementation="{NAME}" does not support {wanted}; '
             f"use another for {type(module).__name__}"
         )
-    if isinstance(attention_mask, PackedSequences):  # from BERT, which caps nothing
-        out = packing.attend(query, key, value, attention_mask, dropout, scale=scaling)
+    if isinstance(attention_mask, PackedSequences):
+        out = packing.attend(
+            query,
+            key,
+            value,
+            attention_mask,
+            dropout,
+            scale=scaling,
+            softcap=softcap,
+            sinks=_sinks(s_aux, query),
+        )
         return out.transpose(1, 2), None
     causal: bool | CausalVariant
     if attention_mask is None:
@@ -203,8 +215,6 @@ def _unsupported(
             continue
         if formula is not None and name in formula.refers_to:
             return name  # "eager" reads it from the layer, and it did not come as an argument
-    if s_aux is not None and isinstance(mask, PackedSequences):
-        return "s_aux"
     for name, value in kwargs.items():
         if name in _HARMLESS or value is None or value is False or isinstance(value, Cache):
             continue

@@ -159,8 +159,7 @@ def _make(source: type[nn.Module], roles: Roles) -> type[nn.Module]:
         for name, method in code.methods(source):
             if (tree := code.parse(method)) is None:
                 continue
-            rewriter = _Rewriter(dict(roles), inspect.unwrap(method).__globals__)
-            tree.body = rewriter.block(tree.body)
+            rewriter = rewrite(tree, roles, inspect.unwrap(method).__globals__)
             if rewriter.changes and (made := code.compile_like(tree, method)) is not None:
                 members[name] = made
                 found += tuple(name for name in dict.fromkeys(rewriter.norms) if name)
@@ -176,6 +175,13 @@ def _make(source: type[nn.Module], roles: Roles) -> type[nn.Module]:
     }
     fused: Any = FusedType(source.__name__, bases, members)
     return fused
+
+
+def rewrite(tree: ast.FunctionDef, roles: Roles, scope: dict[str, Any]) -> _Rewriter:
+    """Replace what is recognised in a method, whose globals are ``scope``."""
+    rewriter = _Rewriter(dict(roles), scope)
+    tree.body = rewriter.block(tree.body)
+    return rewriter
 
 
 def _may_match(roles: Roles) -> bool:
@@ -429,10 +435,13 @@ def is_candidate(module: nn.Module) -> bool:
 
     BERT's modules have counterparts in :mod:`trifuse.huggingface`, which also pack tokens.
     """
-    name = type(module).__module__
-    if name == "transformers.models.bert.modeling_bert":
-        return False
-    return name.split(".")[0] in ("transformers", "transformers_modules")
+    cls = type(module)
+    return cls.__module__ != "transformers.models.bert.modeling_bert" and is_of_transformers(cls)
+
+
+def is_of_transformers(cls: type) -> bool:
+    """Whether a class is of transformers or of code that it loads."""
+    return cls.__module__.split(".")[0] in ("transformers", "transformers_modules")
 
 
 def ends_stay_apart(module: nn.Module) -> bool:
