@@ -294,13 +294,7 @@ def _swaps(unpad: bool, report: FuseReport) -> dict[type, _Swap]:
             modeling_bert.BertOutput: huggingface.BertOutput,
         }
         if unpad:
-            swaps |= {
-                theirs: functools.partial(_swap_transformers_bert, source=theirs, target=ours)
-                for theirs, ours in (
-                    (modeling_bert.BertModel, huggingface.BertModel),
-                    (modeling_bert.BertEncoder, huggingface.BertEncoder),
-                )
-            }
+            swaps[modeling_bert.BertModel] = _swap_transformers_bert
     for source, target in classes.items():
         swaps[source] = functools.partial(_retype, source=source, target=target)
     return swaps
@@ -482,15 +476,15 @@ def _swap_transformers_attention(model: Any) -> _Change | None:
     return _Change(f'attn_implementation="{before}"', f'"{huggingface.NAME}"', changes)
 
 
-def _swap_transformers_bert(
-    module: Any, source: type[torch_nn.Module], target: type[torch_nn.Module]
-) -> _Change | None:
+def _swap_transformers_bert(module: Any) -> _Change | None:
+    from transformers.models.bert import modeling_bert
+
     from trifuse import huggingface
 
     chosen = module.config._attn_implementation
     if chosen != huggingface.NAME:  # the swap of its model's attention came first and was refused
         raise _CannotSwap(f'its model runs with attn_implementation="{chosen}"')
-    return _retype(module, source, target)
+    return _retype(module, modeling_bert.BertModel, huggingface.BertModel)
 
 
 def _holds_attention(model: torch_nn.Module) -> bool:

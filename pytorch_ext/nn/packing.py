@@ -64,7 +64,12 @@ _TOKENWISE = (
 )
 
 
-def pack(encoder: nn.Module, keep: Tensor, *known: str) -> PackedSequences | None:
+def pack(
+    encoder: nn.Module,
+    keep: Tensor,
+    *known: str,
+    why_not: Callable[[nn.Module], str | None] | None = None,
+) -> PackedSequences | None:
     """Finds the real tokens, unless packing would gain nothing or would be observable inside.
 
     Args:
@@ -73,6 +78,7 @@ def pack(encoder: nn.Module, keep: Tensor, *known: str) -> PackedSequences | Non
             once, as torch's own fast path does.
         known: names of Python modules whose classes treat tokens one by one, except for attention
             that takes :class:`PackedSequences`. The encoder may hold these and ``_TOKENWISE``.
+        why_not: as in :func:`find_obstacle`.
 
     Returns:
         The packed sequences. None if there is no padding or nothing but padding. None with a
@@ -80,7 +86,7 @@ def pack(encoder: nn.Module, keep: Tensor, *known: str) -> PackedSequences | Non
         encoder holds an unknown class, a replaced ``forward``, or a hook, which would get the
         packed shape.
     """
-    if not _may_pack(encoder, known, keep):
+    if not _may_pack(encoder, known, keep, why_not=why_not):
         return None
     packed = find(keep)
     return None if packed.indices.shape[0] in (0, keep.numel()) else packed
@@ -111,7 +117,12 @@ def pack_cross(
     return packed
 
 
-def _may_pack(stack: nn.Module, known: tuple[str, ...], *masks: Tensor) -> bool:
+def _may_pack(
+    stack: nn.Module,
+    known: tuple[str, ...],
+    *masks: Tensor,
+    why_not: Callable[[nn.Module], str | None] | None = None,
+) -> bool:
     if torch.compiler.is_compiling():
         warn_padded(stack, "torch.compile can't read its mask")
         return False
@@ -119,7 +130,7 @@ def _may_pack(stack: nn.Module, known: tuple[str, ...], *masks: Tensor) -> bool:
         if why := why_unreadable(keep):
             warn_padded(stack, why)
             return False
-    obstacle = find_obstacle(stack, known)
+    obstacle = find_obstacle(stack, known, why_not=why_not)
     if obstacle is not None:
         warn_padded(stack, obstacle)
     return obstacle is None

@@ -9,8 +9,8 @@ Somewhere in its code, an encoder sends its hidden states through its layers, on
 Around this loop a few statements are added, and the method is compiled again from its source, into
 a subclass: the call of the first layer packs the real tokens of a padded batch, and after the loop
 they are unpacked, with 0 in the padding. In between, the layers get packed tokens, and
-:class:`PackedSequences` instead of the mask. Other tensors that have one row for each token, such as
-rotary embeddings, are packed with them.
+:class:`PackedSequences` instead of the mask. Other tensors that have one row for each token are
+packed with them: rotary embeddings, for example.
 
 This is done only if :mod:`trifuse.recipes.tokenwise` finds that the layers treat tokens one by one,
 and if the mask is that of padding, perhaps with a window of equal reach to both sides.
@@ -21,7 +21,6 @@ from __future__ import annotations
 import ast
 import copyreg
 import inspect
-import sys
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -82,7 +81,7 @@ def has_our_attention(stack: nn.Module) -> bool:
 
 def _attention(stack: nn.Module) -> str | None:
     for module in stack.modules():
-        config = getattr(module, "config", None)
+        config: Any = getattr(module, "config", None)
         if hasattr(config, "_attn_implementation"):
             chosen: str | None = config._attn_implementation
             return chosen
@@ -109,16 +108,17 @@ class _Pass:
 
     def call(self, layer: nn.Module, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Call a layer; the first call packs the batch if that is possible."""
-        names = tokenwise.argument_names(layer)[1 : len(args) + 1]
-        given = dict(zip(names, args, strict=False)) | kwargs
-        if not self.begun:
-            self.begun = True
+        first, self.begun = not self.begun, True
+        if first and torch.compiler.is_compiling():
+            if any(isinstance(value, Tensor) for value in (*args, kwargs.get(MASK))):
+                packing.warn_padded(self.stack, "torch.compile can't read its mask")
+        elif first:
+            given = dict(zip(tokenwise.argument_names(layer)[1:], args, strict=False)) | kwargs
             if (why := self._begin(hidden_states, given.get(MASK))) is not None:
                 packing.warn_padded(self.stack, why)
-            elif self.packed is not None:
-                hidden_states = packing.gather(hidden_states, self.packed)
         if self.packed is None:
             return layer(hidden_states, *args, **kwargs)
+        names = tokenwise.argument_names(layer)[1 : len(args) + 1]
         try:
             if len(names) < len(args):
                 raise _Unpackable("its layers take unnamed arguments")
@@ -126,9 +126,12 @@ class _Pass:
             options = {name: self._argument(name, value) for name, value in kwargs.items()}
         except _Unpackable as why:
             packing.warn_padded(self.stack, str(why))
-            hidden_states = self.end(hidden_states)
+            if not first:
+                hidden_states = self.end(hidden_states)
             self.packed = None
             return layer(hidden_states, *args, **kwargs)
+        if first:
+            hidden_states = packing.gather(hidden_states, self.packed)
         return layer(hidden_states, *packed, **options)
 
     def end(self, hidden_states: Tensor) -> Tensor:
@@ -141,8 +144,6 @@ class _Pass:
         """Pack the batch unless that would gain nothing; return why it can't be packed, or None."""
         if not isinstance(mask, Tensor):  # no padding, or the model has packed the batch itself
             return None
-        if torch.compiler.is_compiling():
-            return "torch.compile can't read its mask"
         if (why := self.stack.why_padded()) is not None:
             return why
         if (why := packing.why_unreadable(mask)) is not None:
@@ -263,10 +264,11 @@ class Stack(NamedTuple):
 def recognise(module: nn.Module) -> Stack | str | None:
     """Return what a module is as a stack; why it can't leave padding out; or None if it is none."""
     source = type(module)
-    if not sublayers.is_of_transformers(_original(source)) or "forward" in vars(module):
+    if not sublayers.is_of_transformers(sublayers.original(source)) or "forward" in vars(module):
         return None
     if source not in _loops:
-        tree = code.parse(source.forward)
+        forward: Any = source.forward
+        tree = code.parse(forward)
         _loops[source] = None if tree is None else _find_loop(tree)
     loop = _loops[source]
     if loop is None or not isinstance(getattr(module, _layers(loop), None), nn.ModuleList):
@@ -310,7 +312,7 @@ def _masks_made(cls: type) -> set[str]:
     """The functions by which the code of a class makes masks."""
     if cls not in _makers:
         names = set()
-        if sublayers.is_of_transformers(_original(cls)):
+        if sublayers.is_of_transformers(sublayers.original(cls)):
             for _, method in code.methods(cls):
                 names.update(inspect.unwrap(method).__code__.co_names)
         _makers[cls] = {n for n in names if n.startswith("create_") and n.endswith("_mask")}
@@ -343,12 +345,6 @@ _loops: dict[type, _Loop | _Refused | None] = {}
 
 def _layers(loop: _Loop | _Refused) -> str:
     return loop.layers
-
-
-def _original(cls: Any) -> type[nn.Module]:
-    while isinstance(cls, sublayers.FusedType):
-        cls = cls.source
-    return cls  # type: ignore[no-any-return]
 
 
 def _find_loop(tree: ast.FunctionDef) -> _Loop | _Refused | None:
@@ -434,8 +430,8 @@ def unpadded_class(source: type[nn.Module], parts: tuple[str, ...]) -> type[nn.M
     return _classes[source, parts]
 
 
-def _make(source: type[nn.Module], parts: tuple[str, ...]) -> type[nn.Module]:
-    forward: Any = source.forward
+def _make(source: Any, parts: tuple[str, ...]) -> type[nn.Module]:
+    forward = source.forward
     tree = code.parse(forward)
     loop = None if tree is None else _find_loop(tree)
     if tree is None or not isinstance(loop, _Loop):
@@ -467,14 +463,16 @@ def _make(source: type[nn.Module], parts: tuple[str, ...]) -> type[nn.Module]:
         "norms": getattr(source, "norms", ()),
         "parts": parts,
     }
-    made_class: Any = StackType(source.__name__, (Unpadded, source), members)
-    _let_record(made_class)
-    return made_class  # type: ignore[no-any-return]
+    unpadded: Any = StackType(source.__name__, (Unpadded, source), members)
+    _let_record(unpadded)
+    made_class: type[nn.Module] = unpadded
+    return made_class
 
 
 def _let_record(cls: Any) -> None:
     """Let transformers find, by the class, which intermediate results a model can return."""
     if not hasattr(cls, "_can_record_outputs"):
         return
-    utilities = sys.modules["transformers.modeling_utils"]
-    dict.__setitem__(utilities._CAN_RECORD_REGISTRY, str(cls), cls._can_record_outputs)  # type: ignore[attr-defined]
+    from transformers.modeling_utils import _CAN_RECORD_REGISTRY
+
+    dict.__setitem__(_CAN_RECORD_REGISTRY, str(cls), cls._can_record_outputs)

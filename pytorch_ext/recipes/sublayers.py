@@ -439,6 +439,14 @@ def is_candidate(module: nn.Module) -> bool:
     return cls.__module__ != "transformers.models.bert.modeling_bert" and is_of_transformers(cls)
 
 
+def original(cls: Any) -> type[nn.Module]:
+    """Return the class from which recipes have made a class, or the class itself."""
+    while isinstance(cls, FusedType):
+        cls = cls.source
+    source: type[nn.Module] = cls
+    return source
+
+
 def is_of_transformers(cls: type) -> bool:
     """Whether a class is of transformers or of code that it loads."""
     return cls.__module__.split(".")[0] in ("transformers", "transformers_modules")

@@ -21,8 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from trifuse.recipes import code, norms
-from trifuse.recipes.sublayers import FusedType
+from trifuse.recipes import code, norms, sublayers
 
 # Arguments that are None wherever tokens are packed: :mod:`trifuse.recipes.stacks` sees to it.
 ABSENT = frozenset({
@@ -36,11 +35,8 @@ def why_not(module: nn.Module) -> str | None:
     """Return why a module of transformers isn't known to treat tokens one by one, or None."""
     cls = type(module)
     name = f"is a {cls.__module__}.{cls.__qualname__}"
-    source: Any = cls
-    while isinstance(source, FusedType):
-        source = source.source
-    library = source.__module__.split(".")[0]
-    if library not in ("transformers", "transformers_modules"):
+    source = sublayers.original(cls)
+    if not sublayers.is_of_transformers(source):
         return f"{name}, which isn't known to treat tokens one by one"
     if source.__module__ == "transformers.activations" or norms.is_rms_norm(source):
         return None
@@ -427,9 +423,9 @@ class _Reader:
 
     def _binop(self, node: ast.BinOp, scope: _Scope) -> _Value:
         sides = [self.value(side, scope) for side in (node.left, node.right)]
-        if isinstance(node.op, ast.Mult) and sides[0].kind == "tuple":
-            if sides[1].kind == "constant":
-                return sides[0]._replace(held=sides[0].held * sides[1].held)
+        kinds = [side.kind for side in sides]
+        if isinstance(node.op, ast.Mult) and kinds == ["tuple", "constant"]:
+            return sides[0]._replace(held=sides[0].held * sides[1].held)
         if isinstance(node.op, ast.MatMult):
             raise _Unknown(ast.unparse(node))
         return self._combined(sides, node)
@@ -574,8 +570,9 @@ class _Reader:
                 return _PLAIN
         except TypeError:  # not hashable
             raise _Unknown(ast.unparse(node.func)) from None
-        if function is torch.cat and values and values[0].kind == "tuple":
-            if named.get("dim", _NONE).held == -1 or (len(values) > 1 and values[1].held == -1):
+        if function is torch.cat and [value.kind for value in values[:1]] == ["tuple"]:
+            dim = [*values[1:], *named.values()]
+            if dim == [_Value("constant", 0, -1)]:
                 return self._combined(list(values[0].held), node)
         if isinstance(function, types.FunctionType):
             library = function.__module__.split(".")[0]
@@ -601,8 +598,10 @@ class _Reader:
         if base.kind not in ("tokens", "heads"):
             raise _Unknown(ast.unparse(function))
         if name in ("view", "reshape") and base.kind == "tokens":
-            if (shape := self._shape(node.args, scope)) is not None:
-                return _Value("tokens", shape.trailing)
+            shape = self._shape(node.args, scope)
+            if shape is None:
+                raise _Unknown(ast.unparse(node))
+            return _Value("tokens", shape.trailing)
         values, named = self._arguments(node, scope)
         constants = [value.held for value in values if value.kind == "constant"]
         if len(constants) < len(values):
@@ -627,9 +626,8 @@ class _Reader:
                 return _HEADS
             if base == _TOKENS and dim in (2, -2):
                 return _Value("tokens", 2)
-        if name == "flatten" and constants in ([2], [-2], [2, -1], [-2, -1]):
-            if base == _Value("tokens", 2):
-                return _TOKENS
+        if name == "flatten" and base == _Value("tokens", 2) and constants in ([2], [-2]):
+            return _TOKENS
         if name == "chunk" and dim == -1 and len(values) > 0:
             return _Value("tuple", 0, (base,) * int(values[0].held or 0))
         if name == "unbind" and base.kind == "tokens" and dim in range(-base.trailing, 0):
