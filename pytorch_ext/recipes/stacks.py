@@ -122,6 +122,8 @@ class _Pass:
         try:
             if len(names) < len(args):
                 raise _Unpackable("its layers take unnamed arguments")
+            if not isinstance((dict(zip(names, args, strict=True)) | kwargs).get(MASK), Tensor):
+                raise _Unpackable("not all of its layers get a mask")
             packed = [self._argument(*each) for each in zip(names, args, strict=True)]
             options = {name: self._argument(name, value) for name, value in kwargs.items()}
         except _Unpackable as why:

@@ -46,7 +46,7 @@ def why_not(module: nn.Module) -> str | None:
         return f"{name}, which isn't known to treat tokens one by one: it uses {verdict.uses}"
     for child, place in verdict.masks:
         if not _takes_mask(getattr(module, child), place):
-            return f"{name}, which passes its mask to {child} under another name"
+            return f"{name}, which doesn't pass its mask to {child}, or under another name"
     return None
 
 
@@ -54,7 +54,7 @@ class _Verdict(NamedTuple):
     """What following a class's code has found."""
 
     uses: str | None  # what isn't known to keep tokens apart
-    masks: frozenset[tuple[str, int | str]]  # submodules that get the mask, and in which place
+    masks: frozenset[tuple[str, int | str | None]]  # each call of a submodule: the mask's place
     read: dict[str, Any]  # the attributes on which this verdict rests
 
 
@@ -87,9 +87,12 @@ def _trait(module: nn.Module, name: str) -> Any:
     return nn.Module if isinstance(value, nn.Module) else type(value)
 
 
-def _takes_mask(child: nn.Module, place: int | str) -> bool:
+def _takes_mask(child: nn.Module, place: int | str | None) -> bool:
+    """Whether a child takes the mask in this place; or none at all, if there is no place."""
     if isinstance(child, nn.ModuleList):
         return all(_takes_mask(each, place) for each in child)
+    if place is None:
+        return MASK not in inspect.signature(type(child).forward).parameters
     if isinstance(place, str):
         return place == MASK
     return argument_names(child)[place : place + 1] == [MASK]
@@ -165,15 +168,17 @@ class _Reader:
         self.module = module
         self.methods = dict(code.methods(source))
         self.read: dict[str, Any] = {}
-        self.masks: set[tuple[str, int | str]] = set()
+        self.masks: set[tuple[str, int | str | None]] = set()
         self.depth = 0
         self.globals: dict[str, Any] = {}
 
-    def method(self, name: str, given: list[_Value] | None) -> _Value:
+    def method(
+        self, name: str, given: list[_Value] | None, named: dict[str, _Value] | None = None
+    ) -> _Value:
         """Follow a method; its arguments are told by their names unless they are given."""
         if name not in self.methods:
             raise _Unknown(f"a {name} that can't be read")
-        return self.function(self.methods[name], given, {}, skip=1)
+        return self.function(self.methods[name], given, named or {}, skip=1)
 
     def function(
         self,
@@ -511,11 +516,12 @@ class _Reader:
             owner = function.value
             if isinstance(owner, ast.Name) and owner.id == "self":
                 if function.attr in self.methods:
-                    return self.method(function.attr, self._arguments(node, scope)[0])
+                    return self.method(function.attr, *self._arguments(node, scope))
                 if self._note(function.attr) is nn.Module:
                     return self._submodule(function.attr, node, scope)
                 raise _Unknown(ast.unparse(function))
-            if (known := code.value_of(function, self.globals)) is not None:
+            known = None if _root(owner) in scope else code.value_of(function, self.globals)
+            if known is not None:
                 if function.attr == "get_interface" and _is_attention_table(owner, self.globals):
                     return _Value("attention")
                 return self._known(known, node, scope)
@@ -532,10 +538,12 @@ class _Reader:
     def _submodule(self, name: str, node: ast.Call, scope: _Scope) -> _Value:
         values, named = self._arguments(node, scope)
         places: list[tuple[int | str, _Value]] = [*enumerate(values), *named.items()]
+        masks = [place for place, value in places if value.kind == "mask"]
+        self.masks.update((name, place) for place in masks or (None,))
         for place, value in places:
             if value.kind == "mask":
-                self.masks.add((name, place))
-            elif (
+                continue
+            if (
                 value.kind not in ("tokens", "plain", "own", "constant", "tuple")
                 or (value.kind == "tuple" and any(item != _TOKENS for item in value.held))
                 or (place in ABSENT and value != _NONE)
@@ -655,6 +663,13 @@ def own_list(iterated: ast.expr) -> str | None:
     if isinstance(iterated, ast.Attribute) and isinstance(iterated.value, ast.Name):
         return iterated.attr if iterated.value.id == "self" else None
     return None
+
+
+def _root(node: ast.expr) -> str | None:
+    """The name at the beginning of a dotted name; None for other code."""
+    while isinstance(node, ast.Attribute):
+        node = node.value
+    return node.id if isinstance(node, ast.Name) else None
 
 
 def _join(values: list[_Value]) -> _Value:

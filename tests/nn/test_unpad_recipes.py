@@ -379,6 +379,23 @@ class Renamed(Mixer):
         return self.dense(hidden_states, mask=attention_mask)
 
 
+class Forgetful(Mixer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Renamed()
+
+    def forward(self, hidden_states, attention_mask=None):
+        return self.inner(hidden_states)
+
+
+class Helped(Mixer):
+    def forward(self, hidden_states):
+        return self.scale(hidden_states, by=hidden_states.shape[1])
+
+    def scale(self, hidden_states, by=1):
+        return hidden_states * by
+
+
 @pytest.mark.parametrize(
     ("kind", "uses"),
     [
@@ -391,10 +408,13 @@ class Renamed(Mixer):
         (First, "hidden_states[:, :1]"),
         (Merged, "hidden_states.view(batch * length // 2, -1)"),
         (Masked, "hidden_states * attention_mask"),
-        (Renamed, "under another name"),
+        (Renamed, "doesn't pass its mask to dense, or under another name"),
+        (Forgetful, "doesn't pass its mask to inner, or under another name"),
+        (Helped, "hidden_states * by"),
     ],
 )
 def test_code_that_keeps_tokens_apart(kind, uses, monkeypatch):
+    torch.manual_seed(0)
     module = kind()
     assert "isn't known" in tokenwise.why_not(module)
     monkeypatch.setattr(kind, "__module__", "transformers_modules.remote")
