@@ -66,8 +66,6 @@ class Unpadded(nn.Module):
         """Why the encoder computes padding in any batch; None if it can leave padding out."""
         if (chosen := _attention(self)) != NAME:
             return f'its attention runs by attn_implementation="{chosen}"'
-        if _is_causal(self, self.parts):
-            return _CAUSAL
         return packing.find_obstacle(self, _KNOWN, self.parts, tokenwise.why_not)
 
 
@@ -86,11 +84,6 @@ def _attention(stack: nn.Module) -> str | None:
             chosen: str | None = config._attn_implementation
             return chosen
     return None
-
-
-def _is_causal(stack: nn.Module, parts: tuple[str, ...]) -> bool:
-    layers = (module for name in parts for module in getattr(stack, name).modules())
-    return any(getattr(module, "is_causal", None) is True for module in layers)
 
 
 # A run of the layers ------------------------------------------------------------------------------
@@ -283,7 +276,8 @@ def recognise(module: nn.Module) -> Stack | str | None:
         if not isinstance(norm, nn.Module) or not norms.is_known(norm):
             break
         closing.append(name)
-    if _is_causal(module, (loop.layers,)):
+    layers = getattr(module, loop.layers).modules()
+    if any(getattr(each, "is_causal", None) is True for each in layers):
         return _CAUSAL
     return Stack((loop.layers, *closing))
 

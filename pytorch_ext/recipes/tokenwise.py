@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ast
 import builtins
+import functools
 import inspect
 import math
 import types
@@ -45,7 +46,7 @@ def why_not(module: nn.Module) -> str | None:
         name = f"is a {source.__module__}.{source.__qualname__}"
         return f"{name}, which isn't known to treat tokens one by one: it uses {verdict.uses}"
     for child, place in verdict.masks:
-        if not _takes_mask(getattr(module, child), place):
+        if not _takes_mask(module._modules[child], place):
             return f"{name}, which doesn't pass its mask to {child}, or under another name"
     return None
 
@@ -79,36 +80,48 @@ def _examine(module: nn.Module, source: type[nn.Module]) -> _Verdict:
 
 def _trait(module: nn.Module, name: str) -> Any:
     """What a verdict may rest on: the value of a constant, the kind of anything else."""
-    value = getattr(module, name, None)
+    if name in module._modules:  # looked up there, since this happens in each forward
+        return None if module._modules[name] is None else nn.Module
+    value = vars(module)[name] if name in vars(module) else getattr(module, name, None)
     if value is None or isinstance(value, (bool, int, str)):
         return value
     if isinstance(value, torch.Tensor):
         return torch.Tensor, value.dim()
-    return nn.Module if isinstance(value, nn.Module) else type(value)
+    return type(value)
 
 
-def _takes_mask(child: nn.Module, place: int | str | None) -> bool:
+def _takes_mask(child: Any, place: int | str | None) -> bool:
     """Whether a child takes the mask in this place; or none at all, if there is no place."""
     if isinstance(child, nn.ModuleList):
         return all(_takes_mask(each, place) for each in child)
+    arguments = _arguments(type(child))
     if place is None:
-        return MASK not in inspect.signature(type(child).forward).parameters
+        return MASK not in arguments.named
     if isinstance(place, str):
         return place == MASK
-    return argument_names(child)[place : place + 1] == [MASK]
+    return arguments.positional[place : place + 1] == [MASK]
 
 
 def argument_names(module: nn.Module) -> list[str]:
     """Return the names of the arguments that a module takes by position."""
-    cls = type(module)
-    if cls not in _argument_names:
-        parameters = inspect.signature(cls.forward).parameters.values()
-        positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-        _argument_names[cls] = [p.name for p in parameters if p.kind in positional][1:]
-    return _argument_names[cls]
+    return _arguments(type(module)).positional
 
 
-_argument_names: dict[type, list[str]] = {}
+class _Arguments(NamedTuple):
+    """The names of the arguments of a class's ``forward``."""
+
+    positional: list[str]
+    named: set[str]  # positional ones too
+
+
+@functools.cache
+def _arguments(cls: type[nn.Module]) -> _Arguments:
+    parameters = list(inspect.signature(cls.forward).parameters.values())[1:]
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return _Arguments(
+        [parameter.name for parameter in parameters if parameter.kind in positional],
+        {parameter.name for parameter in parameters},
+    )
 
 
 class _Unknown(Exception):  # noqa: N818 - an answer, not an error
