@@ -180,10 +180,11 @@ def fuse(model: torch_nn.Module, unpad: bool = False) -> FuseReport:
         model: any module; it is changed, not copied.
         unpad: compute on real tokens only, as a boolean mask marks them, in training too: see
             :mod:`trifuse.nn.packing`. This applies to stacks (``torch.nn.TransformerEncoder`` and
-            ``TransformerDecoder``) and to models (both BERTs without the heads on top,
-            ``trifuse.models.transformer``'s with their heads). Padded positions then get 0, and
-            real tokens get the same results. Otherwise padded positions get whatever the layers
-            compute there.
+            ``TransformerDecoder``, and bidirectional encoders of transformers, recognised by their
+            code: see :mod:`trifuse.recipes.stacks`) and to models (both BERTs without the heads on
+            top, ``trifuse.models.transformer``'s with their heads). Padded positions then get 0,
+            and real tokens get the same results. Otherwise padded positions get whatever the
+            layers compute there.
 
     Returns:
         A report of what was swapped, and of what was left and why. Its ``revert()`` undoes it.

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import ast
 import builtins
-import functools
 import inspect
 import math
 import types
@@ -114,14 +113,18 @@ class _Arguments(NamedTuple):
     named: set[str]  # positional ones too
 
 
-@functools.cache
+_arguments_of: dict[type, _Arguments] = {}
+
+
 def _arguments(cls: type[nn.Module]) -> _Arguments:
-    parameters = list(inspect.signature(cls.forward).parameters.values())[1:]
-    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return _Arguments(
-        [parameter.name for parameter in parameters if parameter.kind in positional],
-        {parameter.name for parameter in parameters},
-    )
+    if cls not in _arguments_of:
+        parameters = list(inspect.signature(cls.forward).parameters.values())[1:]
+        positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        _arguments_of[cls] = _Arguments(
+            [parameter.name for parameter in parameters if parameter.kind in positional],
+            {parameter.name for parameter in parameters},
+        )
+    return _arguments_of[cls]
 
 
 class _Unknown(Exception):  # noqa: N818 - an answer, not an error
