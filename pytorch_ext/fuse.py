@@ -337,7 +337,10 @@ def _swap_stack(module: torch_nn.Module, parts: tuple[str, ...]) -> _Change | No
     source = type(module)
     if hasattr(source, "why_padded") or not stacks.has_our_attention(module):
         return None
-    return _retype(module, source, stacks.unpadded_class(source, parts))
+    target = stacks.unpadded_class(source, parts)
+    if target is source:
+        raise _CannotSwap("its forward can't be compiled again, which leaving padding out takes")
+    return _retype(module, source, target)
 
 
 def _unpad(module: torch_nn.Module, change: _Change | None) -> _Change | None:
@@ -606,13 +609,21 @@ def _report_padding(model: torch_nn.Module, report: FuseReport) -> None:
     for path, module in _models_of_transformers(model):
         inside = f"{path}." if path else ""
         if not any(stack == path or stack.startswith(inside) for stack, _, _ in found):
-            why = left.get(path) or stacks.why_none(module)
+            why = left.get(path) or _why_no_stack(module, path, left)
             report.padded.append(Left(path, type(module).__name__, why))
             packing.warn_padded(module, why)
     if not (found or report.padded):
         why = "nothing in it is known to do without it"
         report.padded.append(Left("", type(model).__name__, why))
         packing.warn_padded(model, why)
+
+
+def _why_no_stack(model: torch_nn.Module, path: str, left: dict[str, str]) -> str:
+    """Say why a model of transformers has no stack, by the stacks that were left alone first."""
+    for name, module in model.named_modules(prefix=path):
+        if name in left and isinstance(stacks.recognise(module), stacks.Stack):
+            return left[name]
+    return stacks.why_none(model)
 
 
 def padding(

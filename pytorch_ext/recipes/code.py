@@ -76,7 +76,7 @@ def compile_like(tree: ast.FunctionDef, function: types.FunctionType) -> types.F
     scope: dict[str, Any] = {}
     try:
         exec(code, function.__globals__, scope)
-    except NameError:
+    except Exception:  # whatever a decorator or a default raises
         return None
     made = vars(scope[name])[tree.name]
     return made if isinstance(made, types.FunctionType) else None

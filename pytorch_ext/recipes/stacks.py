@@ -21,7 +21,7 @@ from __future__ import annotations
 import ast
 import copyreg
 import inspect
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -36,13 +36,11 @@ from trifuse.recipes.tokenwise import ABSENT, MASK
 class StackType(sublayers.FusedType):
     """The type of the classes made here. It lets pickle make them again in another process."""
 
-    parts: tuple[str, ...]  # the submodules that get packed tokens: the layers, then norms
-
 
 def _reduce(cls: StackType) -> Any:
-    if (source := vars(cls).get("source")) is None:  # another library's subclass of such a class
+    if "_trifuse_origin" not in vars(cls):  # another library's subclass of such a class
         return cls.__qualname__
-    return unpadded_class, (source, cls.parts)
+    return unpadded_class, (cls.origin.source, cls.origin.parts)
 
 
 copyreg.pickle(StackType, _reduce)
@@ -56,7 +54,6 @@ class Unpadded(nn.Module):
     layers that are hooked or patched (as by ``output_hidden_states=True``) run as in transformers.
     """
 
-    parts: ClassVar[tuple[str, ...]]
     unpad = True
 
     def _trifuse_pass(self) -> _Pass:
@@ -66,7 +63,8 @@ class Unpadded(nn.Module):
         """Why the encoder computes padding in any batch; None if it can leave padding out."""
         if (chosen := _attention(self)) != NAME:
             return f'its attention runs by attn_implementation="{chosen}"'
-        return packing.find_obstacle(self, _KNOWN, self.parts, tokenwise.why_not)
+        cls: Any = type(self)
+        return packing.find_obstacle(self, _KNOWN, cls.origin.parts, tokenwise.why_not)
 
 
 _KNOWN = ("trifuse.huggingface",)
@@ -156,13 +154,15 @@ class _Pass:
 
     def _argument(self, name: str, value: Any) -> Any:
         """Return a layer's argument for packed tokens."""
-        if value is None or (isinstance(value, (bool, int, float, str)) and name not in _WISHES):
+        if value is None or value is False:
             return value
-        if isinstance(value, (tuple, list)) and name not in ABSENT:
+        if name in ABSENT or name in _WISHES:
+            raise _Unpackable(f"its layers get {name}")
+        if isinstance(value, (bool, int, float, str)):
+            return value
+        if type(value) in (tuple, list):
             return type(value)(self._argument(name, item) for item in value)
-        if not isinstance(value, Tensor) or name in ABSENT:
-            if not value:
-                return value
+        if not isinstance(value, Tensor):
             raise _Unpackable(f"its layers get {name}")
         for known, packed in self.seen:
             if known is value:
@@ -231,12 +231,16 @@ def _window(mask: Tensor, keep: Tensor) -> int | None:
     """
     positions = torch.arange(mask.shape[-1], device=mask.device)
     distance = (positions - positions[:, None]).abs()
-    # One sequence after another, so that no copy of the whole mask is made.
-    sequences = [(seen, real, real[:, None]) for seen, real in zip(mask, keep, strict=True)]
-    reach = torch.stack([(distance * (seen & real)).max() for seen, _, real in sequences]).max()
-    span = torch.stack([(distance * (real & rows)).max() for _, real, rows in sequences]).max()
+    furthest: list[tuple[Tensor, Tensor]] = []
+    for seen, real in zip(mask, keep, strict=True):  # so that no copy of the whole mask is made
+        pairs = real & real[:, None]
+        furthest.append(((distance * (seen & pairs)).max(), (distance * pairs).max()))
+    reach, span = (torch.stack(each).max() for each in zip(*furthest, strict=True))
     near = distance <= reach
-    same = [((seen == (near & real)) | ~rows).all() for seen, real, rows in sequences]
+    same = [
+        ((seen == (near & real)) | ~real[:, None]).all()
+        for seen, real in zip(mask, keep, strict=True)
+    ]
     if not torch.stack(same).all():
         raise _Unpackable(_OTHER_MASK)
     if reach >= span:
@@ -253,7 +257,7 @@ def _window(mask: Tensor, keep: Tensor) -> int | None:
 class Stack(NamedTuple):
     """A module that can leave padding out."""
 
-    parts: tuple[str, ...]  # as in :class:`StackType`
+    parts: tuple[str, ...]  # the submodules that get packed tokens: the layers, then norms
 
 
 def recognise(module: nn.Module) -> Stack | str | None:
@@ -412,26 +416,23 @@ _classes: dict[tuple[type, tuple[str, ...]], type[nn.Module]] = {}
 
 
 def unpadded_class(source: type[nn.Module], parts: tuple[str, ...]) -> type[nn.Module]:
-    """Return the subclass of a stack's class that leaves padding out.
+    """Return the subclass of a stack's class that leaves padding out, or the class if it can't.
 
     Args:
         source: the class.
         parts: those of the :class:`Stack` that :func:`recognise` found.
-
-    Raises:
-        TypeError: the class has no loop over layers.
     """
     if (source, parts) not in _classes:
         _classes[source, parts] = _make(source, parts)
     return _classes[source, parts]
 
 
-def _make(source: Any, parts: tuple[str, ...]) -> type[nn.Module]:
+def _make(source: Any, parts: tuple[str, ...]) -> Any:
     forward = source.forward
     tree = code.parse(forward)
     loop = None if tree is None else _find_loop(tree)
     if tree is None or not isinstance(loop, _Loop):
-        raise TypeError(f"source: expected a class with a loop over layers; got {source.__name__}")
+        return source
     before, after = tree.body[: loop.at], tree.body[loop.at + 1 :]
     statement = tree.body[loop.at]
     closing = after[: len(parts) - 1]
@@ -445,24 +446,22 @@ def _make(source: Any, parts: tuple[str, ...]) -> type[nn.Module]:
             ast.copy_location(node, statement)
     tree.body = [*before, *begin, statement, *closing, *end, *after[len(closing) :]]
     if isinstance(source, sublayers.FusedType) and "forward" in vars(source):
-        sublayers.rewrite(tree, source.roles, inspect.unwrap(forward).__globals__)
+        sublayers.rewrite(tree, source.origin.roles, inspect.unwrap(forward).__globals__)
     compiled = code.compile_like(tree, forward)
     if compiled is None:
-        raise TypeError(f"source: {source.__name__}.forward can't be compiled again")
+        return source
+    fused = isinstance(source, sublayers.FusedType)
+    origin = source.origin if fused else sublayers.Origin(source)
     members = {
         "__module__": "trifuse.recipes",
         "__qualname__": source.__qualname__,
         "__doc__": source.__doc__,
         "forward": compiled,
-        "source": source,
-        "roles": getattr(source, "roles", ()),
-        "norms": getattr(source, "norms", ()),
-        "parts": parts,
+        "_trifuse_origin": origin._replace(source=source, parts=parts),
     }
     unpadded: Any = StackType(source.__name__, (Unpadded, source), members)
     _let_record(unpadded)
-    made_class: type[nn.Module] = unpadded
-    return made_class
+    return unpadded
 
 
 def _let_record(cls: Any) -> None:

@@ -33,18 +33,33 @@ from trifuse.recipes import code, norms
 Roles = tuple[tuple[str, str], ...]
 
 
-class FusedType(type):
-    """The type of the classes made here. It lets pickle make them again in another process."""
+class Origin(NamedTuple):
+    """What a class was made of."""
 
     source: type[nn.Module]
-    roles: Roles
-    norms: tuple[str, ...]  # the attributes whose norms take the sum in
+    roles: Roles = ()
+    norms: tuple[str, ...] = ()  # the attributes whose norms take the sum in
+    parts: tuple[str, ...] = ()  # of a stack without padding, the submodules with packed tokens
+
+
+class FusedType(type):
+    """The type of the classes made here. It lets pickle make them again in another process.
+
+    Its properties are those of classes; so they hide no attribute of a module.
+    """
+
+    _trifuse_origin: Origin
+
+    @property
+    def origin(cls) -> Origin:
+        """What the class was made of."""
+        return cls._trifuse_origin
 
 
 def _reduce(cls: FusedType) -> Any:
-    if (source := vars(cls).get("source")) is None:  # another library's subclass of such a class
+    if "_trifuse_origin" not in vars(cls):  # another library's subclass of such a class
         return cls.__qualname__
-    return fused_class, (source, cls.roles)
+    return fused_class, (cls.origin.source, cls.origin.roles)
 
 
 copyreg.pickle(FusedType, _reduce)
@@ -169,9 +184,7 @@ def _make(source: type[nn.Module], roles: Roles) -> type[nn.Module]:
         "__module__": "trifuse.recipes",
         "__qualname__": source.__qualname__,
         "__doc__": source.__doc__,
-        "source": source,
-        "roles": roles,
-        "norms": found,
+        "_trifuse_origin": Origin(source, roles, found),
     }
     fused: Any = FusedType(source.__name__, bases, members)
     return fused
@@ -442,7 +455,7 @@ def is_candidate(module: nn.Module) -> bool:
 def original(cls: Any) -> type[nn.Module]:
     """Return the class from which recipes have made a class, or the class itself."""
     while isinstance(cls, FusedType):
-        cls = cls.source
+        cls = cls.origin.source
     source: type[nn.Module] = cls
     return source
 
@@ -457,7 +470,7 @@ def ends_stay_apart(module: nn.Module) -> bool:
     cls: Any = type(module)
     if not isinstance(cls, FusedType):
         return False
-    for name in cls.norms:
+    for name in cls.origin.norms:
         norm = getattr(module, name, None)
         if not isinstance(norm, nn.Module) or is_intercepted(norm) or not norms.is_known(norm):
             return True

@@ -422,6 +422,11 @@ def test_code_that_keeps_tokens_apart(kind, uses, monkeypatch):
     assert why is None if uses is None else why.endswith(uses)
 
 
-def test_a_class_without_a_loop():
-    with pytest.raises(TypeError, match="loop over layers"):
-        stacks.unpadded_class(nn.Linear, ("layers",))
+def test_a_forward_that_cannot_be_compiled_again(monkeypatch):
+    monkeypatch.setattr(stacks.code, "compile_like", lambda tree, function: None)
+    monkeypatch.setattr(stacks, "_classes", {})
+    model = build("Roberta")
+    report = trifuse.fuse(model, unpad=True)
+    (padded,) = report.padded
+    assert padded.reason == "its forward can't be compiled again, which leaving padding out takes"
+    assert any(left.path == "encoder" for left in report.left)
