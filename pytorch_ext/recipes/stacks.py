@@ -270,7 +270,7 @@ def recognise(module: nn.Module) -> Stack | str | None:
         tree = code.parse(forward)
         _loops[source] = None if tree is None else _find_loop(tree)
     loop = _loops[source]
-    if loop is None or not isinstance(getattr(module, _layers(loop), None), nn.ModuleList):
+    if loop is None or not isinstance(getattr(module, loop.layers, None), nn.ModuleList):
         return None
     if isinstance(loop, _Refused):
         return loop.why
@@ -343,10 +343,6 @@ class _Refused(NamedTuple):
 _loops: dict[type, _Loop | _Refused | None] = {}
 
 
-def _layers(loop: _Loop | _Refused) -> str:
-    return loop.layers
-
-
 def _find_loop(tree: ast.FunctionDef) -> _Loop | _Refused | None:
     """Find the loop that sends hidden states and a mask through layers."""
     found: list[tuple[int, ast.For, ast.Call, str]] = []
@@ -368,10 +364,8 @@ def _find_loop(tree: ast.FunctionDef) -> _Loop | _Refused | None:
         ),
         None,
     )
-    if not isinstance(result, ast.Name):
-        return _Refused(layers, "its layers return more than their hidden states")
-    name = result.id
-    if not (isinstance(call.args[0], ast.Name) and call.args[0].id == name):
+    name = result.id if isinstance(result, ast.Name) else None
+    if name is None or not (isinstance(call.args[0], ast.Name) and call.args[0].id == name):
         return _Refused(layers, "its layers return more than their hidden states")
     uses = [node for node in ast.walk(loop) if isinstance(node, ast.Name) and node.id == name]
     leaves = any(isinstance(node, ast.Return) for node in ast.walk(loop))

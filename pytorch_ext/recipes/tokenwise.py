@@ -72,6 +72,8 @@ def _examine(module: nn.Module, source: type[nn.Module]) -> _Verdict:
         reader.method("forward", None)
     except _Unknown as unknown:
         uses = str(unknown)
+    except (IndexError, TypeError, ValueError):  # code that wouldn't run with what we know of it
+        uses = "what can't be followed"
     verdict = _Verdict(uses, frozenset(reader.masks), reader.read)
     known.append(verdict)
     return verdict
@@ -362,6 +364,8 @@ class _Reader:
         value = scope.get(node.id, _PLAIN)
         if value.kind == "mixed":
             raise _Unknown(f"one of two {node.id}")
+        if node.id not in scope and isinstance(self.globals.get(node.id), torch.Tensor):
+            raise _Unknown(node.id)
         return value
 
     def _attribute(self, node: ast.Attribute, scope: _Scope) -> _Value:
@@ -652,10 +656,10 @@ class _Reader:
                 return _Value("tokens", 2)
         if name == "flatten" and base == _Value("tokens", 2) and constants in ([2], [-2]):
             return _TOKENS
-        if name == "chunk" and dim == -1 and len(values) > 0:
-            return _Value("tuple", 0, (base,) * int(values[0].held or 0))
+        if name == "chunk" and dim == -1 and values[:1] and values[0].kind == "constant":
+            return _Value("tuple", 0, (base,) * values[0].held)
         if name == "unbind" and base.kind == "tokens" and dim in range(-base.trailing, 0):
-            # One item would do for any number: they are all alike.
+            # One item stands for any number of them: they are all alike.
             return _Value("tokens", base.trailing - 1)
         raise _Unknown(ast.unparse(function))
 

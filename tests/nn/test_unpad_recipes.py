@@ -388,6 +388,27 @@ class Forgetful(Mixer):
         return self.inner(hidden_states)
 
 
+class Halved(Mixer):
+    parts = 2
+
+    def forward(self, hidden_states):
+        first, second = hidden_states.chunk(self.parts, dim=-1)
+        return first * second
+
+
+class Gated(Mixer):
+    def forward(self, hidden_states):
+        first, second = hidden_states.chunk(2, dim=-1)
+        return first * second if self.training else second
+
+
+class Either(Mixer):
+    def forward(self, hidden_states):
+        if self.training:
+            hidden_states = hidden_states.view(*hidden_states.shape[:-1], 2, -1).transpose(1, 2)
+        return self.dense(hidden_states)
+
+
 class Helped(Mixer):
     def forward(self, hidden_states):
         return self.scale(hidden_states, by=hidden_states.shape[1])
@@ -400,6 +421,9 @@ class Helped(Mixer):
     ("kind", "uses"),
     [
         (Scaled, None),
+        (Gated, None),
+        (Halved, "hidden_states.chunk"),
+        (Either, "one of two hidden_states"),
         (Transposed, "hidden_states.transpose"),
         (Shifted, "self.table"),
         (Counted, "hidden_states / hidden_states.shape[1]"),
