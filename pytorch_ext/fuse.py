@@ -34,7 +34,7 @@ from trifuse.nn.linear import freeze as freeze_weight
 from trifuse.nn.linear import thaw
 from trifuse.nn.quantization import Unquantizable
 from trifuse.ops import linear
-from trifuse.recipes import sublayers
+from trifuse.recipes import stacks, sublayers
 
 
 class Swapped(NamedTuple):
@@ -201,10 +201,11 @@ def fuse(model: torch_nn.Module, unpad: bool = False, freeze: bool = False) -> F
         model: any module; it is changed, not copied.
         unpad: compute on real tokens only, as a boolean mask marks them, in training too: see
             :mod:`trifuse.nn.packing`. This applies to stacks (``torch.nn.TransformerEncoder`` and
-            ``TransformerDecoder``) and to models (both BERTs without the heads on top,
-            ``trifuse.models.transformer``'s with their heads). Padded positions then get 0, and
-            real tokens get the same results. Otherwise padded positions get whatever the layers
-            compute there.
+            ``TransformerDecoder``, and bidirectional encoders of transformers, recognised by their
+            code: see :mod:`trifuse.recipes.stacks`) and to models (both BERTs without the heads on
+            top, ``trifuse.models.transformer``'s with their heads). Padded positions then get 0,
+            and real tokens get the same results. Otherwise padded positions get whatever the
+            layers compute there.
         freeze: pack the weights of linear layers for good, for inference on a CPU. Without it, a
             packed weight is compared with its parameter at every call, so that no change is missed,
             and both are kept. A frozen layer keeps the packed weight alone
@@ -232,11 +233,14 @@ def fuse(model: torch_nn.Module, unpad: bool = False, freeze: bool = False) -> F
         raise TypeError(f"model: expected a torch.nn.Module; got {type(model).__name__}")
     report = FuseReport()
     swaps = _swaps(unpad, report)
+    found = stacks.find(model) if unpad else {}
     for path, module in model.named_modules():
         # Base classes first: a transformers model must select its attention before it can unpad.
         chosen = [swaps[cls] for cls in reversed(type(module).__mro__) if cls in swaps]
         if not chosen and sublayers.is_candidate(module):
-            chosen = [_swap_by_recipe]
+            chosen.append(_swap_by_recipe)
+        if isinstance(stack := found.get(module), stacks.Stack):
+            chosen.append(functools.partial(_swap_stack, parts=stack.parts))
         for swap in chosen:
             try:
                 change = swap(module)
@@ -320,13 +324,7 @@ def _swaps(unpad: bool, report: FuseReport) -> dict[type, _Swap]:
             modeling_bert.BertOutput: huggingface.BertOutput,
         }
         if unpad:
-            swaps |= {
-                theirs: functools.partial(_swap_transformers_bert, source=theirs, target=ours)
-                for theirs, ours in (
-                    (modeling_bert.BertModel, huggingface.BertModel),
-                    (modeling_bert.BertEncoder, huggingface.BertEncoder),
-                )
-            }
+            swaps[modeling_bert.BertModel] = _swap_transformers_bert
     for source, target in classes.items():
         swaps[source] = functools.partial(_retype, source=source, target=target)
     return swaps
@@ -361,6 +359,17 @@ def _swap_by_recipe(module: torch_nn.Module) -> _Change | None:
         return None
     target = sublayers.fused_class(source, sublayers.roles(module))
     return None if target is source else _retype(module, source, target)
+
+
+def _swap_stack(module: torch_nn.Module, parts: tuple[str, ...]) -> _Change | None:
+    """Let an encoder of transformers leave out the padding, if it runs on trifuse's attention."""
+    source = type(module)
+    if hasattr(source, "why_padded") or not stacks.has_our_attention(module):
+        return None
+    target = stacks.unpadded_class(source, parts)
+    if target is source:
+        raise _CannotSwap("its forward can't be compiled again, which leaving padding out takes")
+    return _retype(module, source, target)
 
 
 def _unpad(module: torch_nn.Module, change: _Change | None) -> _Change | None:
@@ -537,15 +546,15 @@ def _swap_transformers_attention(model: Any) -> _Change | None:
     return _Change(f'attn_implementation="{before}"', f'"{huggingface.NAME}"', changes)
 
 
-def _swap_transformers_bert(
-    module: Any, source: type[torch_nn.Module], target: type[torch_nn.Module]
-) -> _Change | None:
+def _swap_transformers_bert(module: Any) -> _Change | None:
+    from transformers.models.bert import modeling_bert
+
     from trifuse import huggingface
 
     chosen = module.config._attn_implementation
     if chosen != huggingface.NAME:  # the swap of its model's attention came first and was refused
         raise _CannotSwap(f'its model runs with attn_implementation="{chosen}"')
-    return _retype(module, source, target)
+    return _retype(module, modeling_bert.BertModel, huggingface.BertModel)
 
 
 def _holds_attention(model: torch_nn.Module) -> bool:
@@ -655,8 +664,8 @@ _ATTENTION_FORMULAS = ("softmax", "scaled_dot_product_attention", "eager_attenti
 
 def _report_padding(model: torch_nn.Module, report: FuseReport) -> None:
     """Report which stacks leave padding out, and which models have no stack that can."""
-    stacks = list(padding(model))
-    for path, stack, why in stacks:
+    found = list(padding(model))
+    for path, stack, why in found:
         if why is None:
             report.unpadded.append(path)
         else:
@@ -665,14 +674,22 @@ def _report_padding(model: torch_nn.Module, report: FuseReport) -> None:
     left = {each.path: each.reason for each in reversed(report.left)}  # the first reason counts
     for path, module in _models_of_transformers(model):
         inside = f"{path}." if path else ""
-        if not any(stack == path or stack.startswith(inside) for stack, _, _ in stacks):
-            why = left.get(path, "only BERT among transformers' models is known to do without it")
+        if not any(stack == path or stack.startswith(inside) for stack, _, _ in found):
+            why = left.get(path) or _why_no_stack(module, path, left)
             report.padded.append(Left(path, type(module).__name__, why))
             packing.warn_padded(module, why)
-    if not (stacks or report.padded):
+    if not (found or report.padded):
         why = "nothing in it is known to do without it"
         report.padded.append(Left("", type(model).__name__, why))
         packing.warn_padded(model, why)
+
+
+def _why_no_stack(model: torch_nn.Module, path: str, left: dict[str, str]) -> str:
+    """Say why a model of transformers has no stack, by the stacks that were left alone first."""
+    for name, module in model.named_modules(prefix=path):
+        if name in left and isinstance(stacks.recognise(module), stacks.Stack):
+            return left[name]
+    return stacks.why_none(model)
 
 
 def padding(

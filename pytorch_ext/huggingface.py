@@ -18,8 +18,8 @@ layer's attention (``AttentionInterface``). This module implements both. The mas
 - a uint8 mask: the padding, (B, 1, 1, S), of a causal layer, whose last query is aligned with its
   last key. The dtype marks the causality, so it survives whatever the model does to the tensor on
   the way, and no (B, 1, L, S) mask has to be built;
-- a :class:`PackedSequences`, from a :class:`BertModel` or :class:`BertEncoder` to its layers: where
-  each sequence lies in the packed batch.
+- a :class:`PackedSequences`, from an encoder that computes on real tokens only to its layers: where
+  each sequence lies in the packed batch, and how far its tokens see.
 """
 
 from __future__ import annotations
@@ -58,6 +58,7 @@ from trifuse.nn.linear import is_intercepted, linear_activation
 from trifuse.nn.packing import Obstacle, PackedSequences
 from trifuse.ops.attention import scaled_dot_product_attention
 from trifuse.ops.linear import Activation
+from trifuse.recipes import sublayers, tokenwise
 
 
 def register() -> None:
@@ -130,13 +131,25 @@ def attention_forward(
         ValueError: the layer needs a feature that changes the result and is not supported, or
             passes an argument that may be one.
     """
-    if (wanted := _unsupported(module, s_aux, kwargs, attention_mask)) is not None:
+    wanted = _unsupported(module, s_aux, kwargs, attention_mask)
+    if position_bias is not None and isinstance(attention_mask, PackedSequences):
+        wanted = "position_bias of packed tokens"
+    if wanted is not None:
         raise ValueError(
             f'attn_implementation="{NAME}" does not support {wanted}; '
             f"use another for {type(module).__name__}"
         )
-    if isinstance(attention_mask, PackedSequences):  # from BERT, which caps nothing
-        out = packing.attend(query, key, value, attention_mask, dropout, scale=scaling)
+    if isinstance(attention_mask, PackedSequences):
+        out = packing.attend(
+            query,
+            key,
+            value,
+            attention_mask,
+            dropout,
+            scale=scaling,
+            softcap=softcap,
+            sinks=_sinks(s_aux, query),
+        )
         return out.transpose(1, 2), None
     causal: bool | CausalVariant
     if attention_mask is None:
@@ -203,8 +216,6 @@ def _unsupported(
             continue
         if formula is not None and name in formula.refers_to:
             return name  # "eager" reads it from the layer, and it did not come as an argument
-    if s_aux is not None and isinstance(mask, PackedSequences):
-        return "s_aux"
     for name, value in kwargs.items():
         if name in _HARMLESS or value is None or value is False or isinstance(value, Cache):
             continue
@@ -585,7 +596,8 @@ class BertModel(modeling_bert.BertModel):
             or self.config.output_hidden_states
             or self.config._attn_implementation != NAME
             or any(value for name, value in kwargs.items() if name != "return_dict")
-            or (packed := _pack(self, attention_mask.bool())) is None
+            or (packed := packing.pack(self, attention_mask.bool(), *_KNOWN, why_not=_why_not))
+            is None
         ):
             # The encoder may still pack its input; if it doesn't, it logs why.
             return super().forward(
@@ -606,78 +618,24 @@ class BertModel(modeling_bert.BertModel):
         """Why the model computes padding in any batch; None if it can leave padding out."""
         if self.config.output_hidden_states:
             return "its configuration requests hidden states"
-        return _why_padded(self)
+        if (chosen := self.config._attn_implementation) != NAME:
+            return f'its attention runs by attn_implementation="{chosen}"'
+        if self.config.is_decoder:
+            return "it is a decoder"
+        return packing.find_obstacle(self, _KNOWN, why_not=_why_not)
 
 
 # transformers looks up by class which intermediate results a model can return.
 dict.__setitem__(modeling_utils._CAN_RECORD_REGISTRY, str(BertModel), BertModel._can_record_outputs)
 
 
-class BertEncoder(modeling_bert.BertEncoder):
-    """transformers' BERT encoder, which computes on real tokens only.
-
-    If the batch is padded, the layers get its real tokens packed into one row, and the output is 0
-    at padded positions. Decoders, cross attention, other attention implementations and models whose
-    layers are hooked or patched (as by ``output_hidden_states=True``) run as in transformers.
-    """
-
-    unpad = True
-
-    def forward(
-        self, hidden_states: Tensor, attention_mask: Tensor | None = None, *args: Any, **kwargs: Any
-    ) -> Any:
-        """As transformers' own."""
-        packed = None
-        if attention_mask is not None and not isinstance(attention_mask, PackedSequences):
-            if why := self._why_not_packed(hidden_states, attention_mask, args, kwargs):
-                packing.warn_padded(self, why)
-            else:
-                packed = _pack(self, attention_mask[:, 0, 0])
-        if packed is None:
-            return super().forward(hidden_states, attention_mask, *args, **kwargs)
-        out = super().forward(packing.gather(hidden_states, packed), packed, **kwargs)
-        shape = hidden_states.shape
-        out.last_hidden_state = packing.scatter(out.last_hidden_state, packed, shape)
-        return out
-
-    def _why_not_packed(
-        self, hidden_states: Tensor, mask: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> str | None:
-        """Why a call's arguments rule out packing, or None."""
-        if why := _why_other_attention(self):
-            return why
-        B, L = hidden_states.shape[:2]
-        if not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.shape != (B, 1, 1, L):
-            return "its mask isn't that of padding alone"
-        if args or kwargs.get("encoder_hidden_states") is not None:
-            return "it attends to another model's states"
-        if any(isinstance(value, Cache) for value in kwargs.values()):
-            return "it keeps a cache of keys"
-        return None
-
-    def why_padded(self) -> Obstacle | str | None:
-        """Why the encoder computes padding in any batch; None if it can leave padding out."""
-        return _why_padded(self)
-
-
-def _pack(module: nn.Module, keep: Tensor) -> PackedSequences | None:
-    return packing.pack(module, keep, *_KNOWN)
-
-
-def _why_padded(module: BertModel | BertEncoder) -> Obstacle | str | None:
-    if why := _why_other_attention(module):
-        return why
-    if module.config.is_decoder:
-        return "it is a decoder"
-    return packing.find_obstacle(module, _KNOWN)
-
-
-def _why_other_attention(module: BertModel | BertEncoder) -> str | None:
-    chosen = module.config._attn_implementation
-    return None if chosen == NAME else f'its attention runs by attn_implementation="{chosen}"'
-
-
 _KNOWN = (modeling_bert.__name__, "transformers.activations", __name__)
+
+
+def _why_not(module: nn.Module) -> str | None:
+    """Why a module in BERT must not get packed tokens, or None if it may."""
+    known = sublayers.original(type(module)).__module__ in _KNOWN
+    return None if known else tokenwise.why_not(module)
 
 
 class BertIntermediate(modeling_bert.BertIntermediate):

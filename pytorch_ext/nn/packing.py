@@ -16,6 +16,7 @@ has a method ``why_padded()``, which returns, for reports, a cause that holds fo
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -35,6 +36,7 @@ class PackedSequences(NamedTuple):
     indices: Tensor  # int64 (T,): their positions in the flattened batch, in order
     cu_seqlens: Tensor  # int32 (B + 1,): where each sequence begins among the T tokens, then T
     max_seqlen: int
+    window: int | None = None  # how far a query reaches to either side; None: without limit
 
 
 class CrossSequences(NamedTuple):
@@ -63,7 +65,12 @@ _TOKENWISE = (
 )
 
 
-def pack(encoder: nn.Module, keep: Tensor, *known: str) -> PackedSequences | None:
+def pack(
+    encoder: nn.Module,
+    keep: Tensor,
+    *known: str,
+    why_not: Callable[[nn.Module], str | None] | None = None,
+) -> PackedSequences | None:
     """Finds the real tokens, unless packing would gain nothing or would be observable inside.
 
     Args:
@@ -72,6 +79,7 @@ def pack(encoder: nn.Module, keep: Tensor, *known: str) -> PackedSequences | Non
             once, as torch's own fast path does.
         known: names of Python modules whose classes treat tokens one by one, except for attention
             that takes :class:`PackedSequences`. The encoder may hold these and ``_TOKENWISE``.
+        why_not: as in :func:`find_obstacle`.
 
     Returns:
         The packed sequences. None if there is no padding or nothing but padding. None with a
@@ -79,9 +87,9 @@ def pack(encoder: nn.Module, keep: Tensor, *known: str) -> PackedSequences | Non
         encoder holds an unknown class, a replaced ``forward``, or a hook, which would get the
         packed shape.
     """
-    if not _may_pack(encoder, known, keep):
+    if not _may_pack(encoder, known, keep, why_not=why_not):
         return None
-    packed = _find(keep)
+    packed = find(keep)
     return None if packed.indices.shape[0] in (0, keep.numel()) else packed
 
 
@@ -103,28 +111,34 @@ def pack_cross(
     ]
     if not _may_pack(decoder, known, *masks):
         return None
-    packed = CrossSequences(*map(_find, masks))
+    packed = CrossSequences(*map(find, masks))
     counts = [each.indices.shape[0] for each in packed]
     if 0 in counts or counts == [keep.numel() for keep in masks]:
         return None
     return packed
 
 
-def _may_pack(stack: nn.Module, known: tuple[str, ...], *masks: Tensor) -> bool:
+def _may_pack(
+    stack: nn.Module,
+    known: tuple[str, ...],
+    *masks: Tensor,
+    why_not: Callable[[nn.Module], str | None] | None = None,
+) -> bool:
     if torch.compiler.is_compiling():
         warn_padded(stack, "torch.compile can't read its mask")
         return False
     for keep in masks:
-        if why := _why_unreadable(keep):
+        if why := why_unreadable(keep):
             warn_padded(stack, why)
             return False
-    obstacle = find_obstacle(stack, known)
+    obstacle = find_obstacle(stack, known, why_not=why_not)
     if obstacle is not None:
         warn_padded(stack, obstacle)
     return obstacle is None
 
 
-def _why_unreadable(keep: Tensor) -> str | None:
+def why_unreadable(keep: Tensor) -> str | None:
+    """Returns why the values of a mask can't be read, or None if they can."""
     if type(keep) is not Tensor:
         return f"its mask is a {type(keep).__name__}, not a plain Tensor"
     if torch.jit.is_tracing():
@@ -147,17 +161,38 @@ class Obstacle(NamedTuple):
         return f"{self.path or 'it'} {self.reason}"
 
 
-def find_obstacle(stack: nn.Module, known: tuple[str, ...]) -> Obstacle | None:
-    """Returns the first module that must not get packed tokens; ``known`` as in :func:`pack`."""
+def find_obstacle(
+    stack: nn.Module,
+    known: tuple[str, ...],
+    inside: Collection[str] | None = None,
+    why_not: Callable[[nn.Module], str | None] | None = None,
+) -> Obstacle | None:
+    """Returns the first module that must not get packed tokens.
+
+    Args:
+        stack: the module that holds those that the packed tokens will go through.
+        known: as in :func:`pack`.
+        inside: the names of the stack's children that they will go through. Default: all of it.
+        why_not: returns why a module of a class that isn't known must not get packed tokens; None
+            if it may. Default: it must not.
+    """
     for path, module in stack.named_modules():
+        if inside is not None and path.partition(".")[0] not in inside:
+            continue
         cls = type(module)
         if not (cls in _TOKENWISE or cls.__module__ in known):
-            name = f"{cls.__module__}.{cls.__qualname__}"
-            reason = f"is a {name}, which isn't known to treat tokens one by one"
-            return Obstacle(path, module, reason)
+            reason = (why_not or _unknown)(module)
+            if reason is not None:
+                return Obstacle(path, module, reason)
         if why := why_intercepted(module):
             return Obstacle(path, module, f"has {why}")
     return None
+
+
+def _unknown(module: nn.Module) -> str:
+    cls = type(module)
+    name = f"{cls.__module__}.{cls.__qualname__}"
+    return f"is a {name}, which isn't known to treat tokens one by one"
 
 
 # The causes that each module has warned of.
@@ -186,7 +221,8 @@ def _warn(stack: str, why: str) -> None:
 _warn._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def _find(keep: Tensor) -> PackedSequences:
+def find(keep: Tensor) -> PackedSequences:
+    """Finds the real tokens of a padded batch, which ``keep``, bool (B, L), marks."""
     indices = keep.flatten().nonzero().squeeze(-1)
     lengths = keep.sum(-1, dtype=torch.int32)
     cu_seqlens = nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
@@ -213,8 +249,13 @@ def attend(
     dropout_p: float = 0.0,
     is_causal: bool = False,
     scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
-    """Applies :func:`trifuse.varlen_attention` to (1, H, T, E) tensors; returns (1, H, T, E)."""
+    """Applies :func:`trifuse.varlen_attention` to (1, H, T, E) tensors; returns (1, H, T, E).
+
+    Each key head serves as many query heads as there are for each.
+    """
     queries, keys = packed if isinstance(packed, CrossSequences) else (packed, packed)
     query, key, value = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
     out = varlen_attention(
@@ -228,5 +269,9 @@ def attend(
         dropout_p=dropout_p,
         is_causal=is_causal,
         scale=scale,
+        enable_gqa=key.shape[1] != query.shape[1],
+        window=queries.window,
+        softcap=softcap,
+        sinks=sinks,
     )
     return out.transpose(0, 1).unsqueeze(0)

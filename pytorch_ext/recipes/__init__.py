@@ -3,7 +3,9 @@
 - :mod:`trifuse.recipes.code` reads the code of classes;
 - :mod:`trifuse.recipes.norms` recognises RMSNorm, which every library writes for itself;
 - :mod:`trifuse.recipes.sublayers` finds where a sum meets its norm, and a linear layer its
-  activation.
+  activation;
+- :mod:`trifuse.recipes.tokenwise` tells which modules treat tokens one by one;
+- :mod:`trifuse.recipes.stacks` lets encoders made of such modules leave out the padding.
 
 No list of model names is involved: a class that nobody has seen before is served if its code has
 one of these forms.

@@ -53,13 +53,19 @@ def parse(function: types.FunctionType) -> ast.FunctionDef | None:
 
 
 def compile_like(tree: ast.FunctionDef, function: types.FunctionType) -> types.FunctionType | None:
-    """Compile a changed function, with the globals and the decorators of the function it changes.
+    """Compile a changed method, with the globals and the decorators of the method it changes.
+
+    It is compiled in the body of a class of the same name, which some decorators look up.
 
     Returns:
         The function; None if its decorators or defaults can't be evaluated again.
     """
     function = inspect.unwrap(function)
-    module = ast.fix_missing_locations(ast.Module(body=[tree], type_ignores=[]))
+    name = function.__qualname__.split(".")[0]
+    around = ast.parse(f"class {name}: pass").body[0]
+    assert isinstance(around, ast.ClassDef)
+    around.body = [tree]
+    module = ast.fix_missing_locations(ast.Module(body=[around], type_ignores=[]))
     code = compile(
         module,
         function.__code__.co_filename,
@@ -70,9 +76,9 @@ def compile_like(tree: ast.FunctionDef, function: types.FunctionType) -> types.F
     scope: dict[str, Any] = {}
     try:
         exec(code, function.__globals__, scope)
-    except NameError:
+    except Exception:  # whatever a decorator or a default raises
         return None
-    made = scope[tree.name]
+    made = vars(scope[name])[tree.name]
     return made if isinstance(made, types.FunctionType) else None
 
 

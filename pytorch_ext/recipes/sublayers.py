@@ -33,18 +33,33 @@ from trifuse.recipes import code, norms
 Roles = tuple[tuple[str, str], ...]
 
 
-class FusedType(type):
-    """The type of the classes made here. It lets pickle make them again in another process."""
+class Origin(NamedTuple):
+    """What a class was made of."""
 
     source: type[nn.Module]
-    roles: Roles
-    norms: tuple[str, ...]  # the attributes whose norms take the sum in
+    roles: Roles = ()
+    norms: tuple[str, ...] = ()  # the attributes whose norms take the sum in
+    parts: tuple[str, ...] = ()  # of a stack without padding, the submodules with packed tokens
+
+
+class FusedType(type):
+    """The type of the classes made here. It lets pickle make them again in another process.
+
+    Its properties are those of classes; so they hide no attribute of a module.
+    """
+
+    _trifuse_origin: Origin
+
+    @property
+    def origin(cls) -> Origin:
+        """What the class was made of."""
+        return cls._trifuse_origin
 
 
 def _reduce(cls: FusedType) -> Any:
-    if (source := vars(cls).get("source")) is None:  # another library's subclass of such a class
+    if "_trifuse_origin" not in vars(cls):  # another library's subclass of such a class
         return cls.__qualname__
-    return fused_class, (source, cls.roles)
+    return fused_class, (cls.origin.source, cls.origin.roles)
 
 
 copyreg.pickle(FusedType, _reduce)
@@ -159,8 +174,7 @@ def _make(source: type[nn.Module], roles: Roles) -> type[nn.Module]:
         for name, method in code.methods(source):
             if (tree := code.parse(method)) is None:
                 continue
-            rewriter = _Rewriter(dict(roles), inspect.unwrap(method).__globals__)
-            tree.body = rewriter.block(tree.body)
+            rewriter = rewrite(tree, roles, inspect.unwrap(method).__globals__)
             if rewriter.changes and (made := code.compile_like(tree, method)) is not None:
                 members[name] = made
                 found += tuple(name for name in dict.fromkeys(rewriter.norms) if name)
@@ -170,12 +184,17 @@ def _make(source: type[nn.Module], roles: Roles) -> type[nn.Module]:
         "__module__": "trifuse.recipes",
         "__qualname__": source.__qualname__,
         "__doc__": source.__doc__,
-        "source": source,
-        "roles": roles,
-        "norms": found,
+        "_trifuse_origin": Origin(source, roles, found),
     }
     fused: Any = FusedType(source.__name__, bases, members)
     return fused
+
+
+def rewrite(tree: ast.FunctionDef, roles: Roles, scope: dict[str, Any]) -> _Rewriter:
+    """Replace what is recognised in a method, whose globals are ``scope``."""
+    rewriter = _Rewriter(dict(roles), scope)
+    tree.body = rewriter.block(tree.body)
+    return rewriter
 
 
 def _may_match(roles: Roles) -> bool:
@@ -429,10 +448,21 @@ def is_candidate(module: nn.Module) -> bool:
 
     BERT's modules have counterparts in :mod:`trifuse.huggingface`, which also pack tokens.
     """
-    name = type(module).__module__
-    if name == "transformers.models.bert.modeling_bert":
-        return False
-    return name.split(".")[0] in ("transformers", "transformers_modules")
+    cls = type(module)
+    return cls.__module__ != "transformers.models.bert.modeling_bert" and is_of_transformers(cls)
+
+
+def original(cls: Any) -> type[nn.Module]:
+    """Return the class from which recipes have made a class, or the class itself."""
+    while isinstance(cls, FusedType):
+        cls = cls.origin.source
+    source: type[nn.Module] = cls
+    return source
+
+
+def is_of_transformers(cls: type) -> bool:
+    """Whether a class is of transformers or of code that it loads."""
+    return cls.__module__.split(".")[0] in ("transformers", "transformers_modules")
 
 
 def ends_stay_apart(module: nn.Module) -> bool:
@@ -440,7 +470,7 @@ def ends_stay_apart(module: nn.Module) -> bool:
     cls: Any = type(module)
     if not isinstance(cls, FusedType):
         return False
-    for name in cls.norms:
+    for name in cls.origin.norms:
         norm = getattr(module, name, None)
         if not isinstance(norm, nn.Module) or is_intercepted(norm) or not norms.is_known(norm):
             return True

@@ -231,7 +231,7 @@ def test_models_that_never_do(warned):
     sizes = {**BERT_SIZES, "num_key_value_heads": 2}
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes))
     report = trifuse.fuse(model, unpad=True)
-    reason = "only BERT among transformers' models is known to do without it"
+    reason = "its attention is causal"
     assert report.padded == [("", "LlamaForCausalLM", reason)]
     assert warned == [f"LlamaForCausalLM computes padding too, because {reason}"]
     assert f"computes padding too: {reason}" in str(report)

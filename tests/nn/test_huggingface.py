@@ -400,7 +400,7 @@ def test_fuse_keeps_everything_else():
     assert [(s.path, s.before, s.after) for s in swapped] == [
         ("", 'attn_implementation="sdpa"', '"trifuse"'),
         ("bert", f"{theirs}.BertModel", f"{ours}.BertModel"),
-        ("bert.encoder", f"{theirs}.BertEncoder", f"{ours}.BertEncoder"),
+        ("bert.encoder", f"{theirs}.BertEncoder", "trifuse.recipes.BertEncoder"),
         *(
             (f"bert.encoder.layer.{i}.{part}", f"{theirs}.{name}", f"{ours}.{name}")
             for i in range(2)

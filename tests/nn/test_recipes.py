@@ -140,6 +140,29 @@ def test_gradients_in_training(name):
     torch.testing.assert_close(gradients(model, mask), wanted, rtol=1e-5, atol=5e-6)
 
 
+class Tail(nn.Module):
+    """The end of a sublayer, with submodules of the names that recipes use for their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer_norm = nn.LayerNorm(8)
+        self.norms, self.source, self.roles = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x, residual):
+        x = self.layer_norm(x + residual)
+        return self.norms(self.source(self.roles(x)))
+
+
+def test_names_that_recipes_use(monkeypatch):
+    monkeypatch.setattr(Tail, "__module__", "transformers_modules.remote")
+    torch.manual_seed(0)
+    model, x = Tail(), torch.randn(3, 8)
+    wanted = model(x, x + 1)
+    assert trifuse.fuse(model).swapped
+    torch.testing.assert_close(model(x, x + 1), wanted)
+    assert type(model).__module__ == "trifuse.recipes"
+
+
 def test_a_hooked_norm_is_called():
     model, mask = build("Roberta"), MASKS["whole"]
     report = trifuse.fuse(model)

@@ -1,0 +1,456 @@
+"""Encoders of transformers without their padding, found by their code."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import pickle
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from model_sizes import GROUPED_QUERIES, SIZES
+from torch import Tensor, nn
+
+import trifuse
+from trifuse.nn import packing
+from trifuse.recipes import stacks, tokenwise
+
+transformers = pytest.importorskip("transformers")
+
+pytestmark = pytest.mark.usefixtures("torch_multiplies")
+
+B, L, LAYERS = 3, 10, 2
+PADDED = SIZES | {"max_position_embeddings": 64, "pad_token_id": 0}
+EMBEDDED = PADDED | {"embedding_size": 32}
+DISTILLED = {
+    "vocab_size": 97,
+    "dim": 32,
+    "n_layers": 2,
+    "n_heads": 4,
+    "hidden_dim": 48,
+    "max_position_embeddings": 64,
+}
+TRANSLATES = {
+    "vocab_size": 97,
+    "d_model": 32,
+    "encoder_layers": 2,
+    "decoder_layers": 1,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 48,
+    "decoder_ffn_dim": 48,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "decoder_start_token_id": 1,
+}
+MARKS = {"bos_token_id": 1, "cls_token_id": 1, "eos_token_id": 2, "sep_token_id": 2}
+T5 = {
+    "vocab_size": 97,
+    "d_model": 32,
+    "d_kv": 8,
+    "d_ff": 48,
+    "num_layers": 2,
+    "num_heads": 4,
+}
+
+# By model: its configuration, and what leaves padding out.
+FAMILIES: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "Roberta": (PADDED, ["encoder"]),
+    "XLMRoberta": (PADDED, ["encoder"]),
+    "Camembert": (PADDED, ["encoder"]),
+    "Electra": (EMBEDDED | {"embedding_size": 16}, ["encoder"]),
+    "Ernie": (PADDED, ["encoder"]),
+    "Data2VecText": (PADDED, ["encoder"]),
+    "RobertaPreLayerNorm": (PADDED, ["encoder"]),
+    "LayoutLM": (PADDED, ["encoder"]),  # its own mask, 0 and the least number
+    "DistilBert": (DISTILLED, ["transformer"]),
+    "Albert": (EMBEDDED, ["encoder", "encoder.albert_layer_groups.0"]),
+    "MobileBert": (EMBEDDED | {"intra_bottleneck_size": 32}, ["encoder"]),
+    "ModernBert": (PADDED | MARKS | {"local_attention": 4}, [""]),  # layer 1 has a window
+    "NomicBert": (PADDED, [""]),
+    "EuroBert": (PADDED | GROUPED_QUERIES | MARKS, [""]),
+    "Bart": (TRANSLATES, ["encoder"]),
+    "MBart": (TRANSLATES, ["encoder"]),
+    "Pegasus": (TRANSLATES, ["encoder"]),
+}
+LENGTHS = torch.tensor([L, 6, 3])[:, None]
+RIGHT = torch.arange(L) < LENGTHS
+MASKS = {"padded right": RIGHT, "padded left": RIGHT.flip(1)}
+
+
+def build(name: str, **options: Any) -> nn.Module:
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{name}Config")(**FAMILIES[name][0], **options)
+    return getattr(transformers, f"{name}Model")(config).eval()
+
+
+def run(model: nn.Module, keep: Tensor, **options: Any) -> Any:
+    encoder = model.encoder if model.config.is_encoder_decoder else model
+    ids = torch.randint(3, 97, (B, L), generator=torch.Generator().manual_seed(1))
+    return encoder(input_ids=ids, attention_mask=keep.long(), **options)
+
+
+def gradients(model: nn.Module, keep: Tensor) -> Tensor:
+    """Gradients by the real tokens; weighted, since a norm's sum has almost no gradient."""
+    model.zero_grad()
+    out = run(model, keep)[0][keep]
+    (out * torch.randn(out.shape, generator=torch.Generator().manual_seed(2))).sum().backward()
+    grads = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+    return grads / grads.abs().max()
+
+
+def close(got: Tensor, wanted: Tensor) -> None:
+    torch.testing.assert_close(got, wanted, rtol=1e-5, atol=5e-6)
+
+
+@pytest.fixture
+def packed(monkeypatch) -> list[tuple[int, int | None]]:
+    """The tokens and the window of each attention that ran packed."""
+    seen: list[tuple[int, int | None]] = []
+    attend = packing.attend
+
+    def spy(query, key, value, where, *args, **kwargs):
+        seen.append((query.shape[2], where.window))
+        return attend(query, key, value, where, *args, **kwargs)
+
+    monkeypatch.setattr(packing, "attend", spy)
+    return seen
+
+
+@pytest.fixture
+def warned() -> Iterator[list[str]]:
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("trifuse").addHandler(handler)
+    yield said
+    logging.getLogger("trifuse").removeHandler(handler)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_family(name, packed, warned):
+    """Results, gradients, reports, copies and the way back."""
+    model, (_, unpadded) = build(name), FAMILIES[name]
+    classes = [type(module) for module in model.modules()]
+    wanted = {kind: (run(model, keep)[0], gradients(model, keep)) for kind, keep in MASKS.items()}
+    report = trifuse.fuse(model, unpad=True)
+    assert report.unpadded == trifuse.explain(model).unpadded == unpadded
+    assert not report.padded
+    for kind, keep in MASKS.items():
+        packed.clear()
+        out = run(model, keep)[0]
+        assert [tokens for tokens, _ in packed] == [int(keep.sum())] * LAYERS
+        assert out[~keep].eq(0).all()
+        close(out[keep], wanted[kind][0][keep])
+        close(gradients(model, keep), wanted[kind][1])
+    assert not trifuse.fuse(model, unpad=True).swapped
+    assert not warned
+    packed.clear()
+    run(model, torch.ones_like(RIGHT))
+    assert not packed  # nothing is padded
+
+    twin, its_report = pickle.loads(pickle.dumps((model, report)))
+    for each, its in ((twin, its_report), copy.deepcopy((model, report)), (model, report)):
+        packed.clear()
+        close(run(each, RIGHT)[0][RIGHT], wanted["padded right"][0][RIGHT])
+        assert len(packed) == LAYERS
+        its.revert()
+        assert [type(module) for module in each.modules()] == classes
+        assert torch.equal(run(each, RIGHT)[0], wanted["padded right"][0])
+
+
+def test_windows(packed, warned):
+    model = build("ModernBert")
+    holes = RIGHT & (torch.arange(L) != 1)
+    wanted = {True: run(model, RIGHT)[0], False: run(model, holes)[0]}
+    trifuse.fuse(model, unpad=True)
+    close(run(model, RIGHT)[0][RIGHT], wanted[True][RIGHT])
+    assert packed == [(int(RIGHT.sum()), None), (int(RIGHT.sum()), 2)]
+    packed.clear()
+    close(run(model, holes)[0][holes], wanted[False][holes])
+    assert packed == [(int(holes.sum()), None)]  # the first layer, which has no window
+    (said,) = warned
+    assert said.endswith("its window reaches over padding inside a sequence")
+
+
+def test_unpad_can_be_added(packed):
+    model = build("Roberta")
+    first = trifuse.fuse(model)
+    wanted = run(model, RIGHT)[0]
+    assert not packed
+    second = trifuse.fuse(model, unpad=True)
+    assert [swapped.path for swapped in second.swapped] == ["encoder"]
+    close(run(model, RIGHT)[0][RIGHT], wanted[RIGHT])
+    assert len(packed) == LAYERS
+    second.revert()
+    assert torch.equal(run(model, RIGHT)[0], wanted)
+    first.revert()
+
+
+@pytest.mark.parametrize("name", ["DistilBert", "ModernBert", "Bart"])
+def test_training(name, packed):
+    """Dropout depends on the seed alone; checkpointing changes no gradient."""
+    model = build(name).train()
+    trifuse.fuse(model, unpad=True)
+    draws = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        draws.append(gradients(model, RIGHT))
+    assert torch.equal(draws[0], draws[1])
+    if name != "ModernBert":  # which drops nothing by default
+        assert not torch.equal(draws[0], draws[2])
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    packed.clear()
+    torch.manual_seed(1)
+    close(gradients(model, RIGHT), draws[0])
+    assert len(packed) == 2 * LAYERS  # once more in the backward
+
+
+def test_layers_dropped_in_training(packed):
+    model = build("Bart", encoder_layerdrop=0.5, dropout=0.0).train()
+    trifuse.fuse(model, unpad=True)
+    counts = set()
+    for seed in range(8):
+        torch.manual_seed(seed)
+        packed.clear()
+        run(model, RIGHT)
+        counts.add(len(packed))
+    assert counts == {0, 1, 2}
+
+
+@pytest.mark.parametrize("name", ["Roberta", "ModernBert", "Bart"])
+def test_hidden_states(name, packed, warned):
+    model = build(name)
+    wanted = run(model, RIGHT, output_hidden_states=True).hidden_states
+    trifuse.fuse(model, unpad=True)
+    run(model, RIGHT)
+    assert len(packed) == LAYERS
+    packed.clear()
+    got = run(model, RIGHT, output_hidden_states=True).hidden_states
+    assert not packed
+    assert "a hook that records its output" in warned[0]
+    assert len(got) == len(wanted)
+    for mine, theirs in zip(got, wanted, strict=True):
+        close(mine[RIGHT], theirs[RIGHT])
+    run(model, RIGHT)
+    assert len(packed) == LAYERS  # the hooks that stay record nothing
+
+
+def test_obstacles(packed, warned):
+    """Whatever could notice the packing: a hook, another class, another attention, a mask."""
+    model = build("Roberta")
+    trifuse.fuse(model, unpad=True)
+    stack, layer = model.encoder, model.encoder.layer[1]
+    hook = layer.output.register_forward_hook(lambda module, args, out: None)
+    assert "layer.1.output has a hook" in str(stack.why_padded())
+    run(model, RIGHT)
+    hook.remove()
+    dense, layer.output.dense = layer.output.dense, nn.Sequential(layer.output.dense)
+    assert "layer.1.output.dense is a torch.nn.modules.container" in str(stack.why_padded())
+    run(model, RIGHT)
+    layer.output.dense = dense
+    layer.chunk_size_feed_forward = 5
+    assert "chunks the tokens" in str(stack.why_padded())
+    run(model, RIGHT)
+    layer.chunk_size_feed_forward = 0
+    model.set_attn_implementation("sdpa")
+    run(model, RIGHT)
+    model.set_attn_implementation("trifuse")
+    assert not packed
+    assert len(warned) == 4
+    wanted = run(model, RIGHT)[0]
+    packed.clear()
+    causal = torch.ones(L, L, dtype=torch.bool).tril() & RIGHT[:, None, None]
+    stack(torch.randn(B, L, 32), causal)
+    assert not packed
+    assert warned[-1].endswith("its mask isn't that of padding alone")
+    assert torch.equal(run(model, RIGHT)[0], wanted)
+    assert len(packed) == LAYERS
+
+
+def test_decoders(packed):
+    model = build("Roberta", is_decoder=True)
+    wanted = run(model, RIGHT)[0]
+    report = trifuse.fuse(model, unpad=True)
+    assert report.padded == [("", "RobertaModel", "its attention is causal")]
+    close(run(model, RIGHT, use_cache=True)[0][RIGHT], wanted[RIGHT])
+    assert not packed
+    text = {"eos_token_id": 2, "bos_token_id": 1}
+    clip = transformers.CLIPTextModel(transformers.CLIPTextConfig(**PADDED | text))
+    (padded,) = trifuse.fuse(clip, unpad=True).padded
+    assert padded.reason == "its attention is causal"  # as the masks that its code makes
+
+
+@pytest.mark.parametrize("name", ["MPNet", "T5Encoder"])
+def test_relative_positions(name, packed):
+    options = T5 if name == "T5Encoder" else PADDED
+    config = getattr(transformers, f"{name.removesuffix('Encoder')}Config")(**options)
+    model = getattr(transformers, f"{name}Model")(config).eval()
+    ids = torch.full((B, L), 5)
+    wanted = model(input_ids=ids, attention_mask=RIGHT.long())[0]
+    (padded,) = trifuse.fuse(model, unpad=True).padded
+    assert padded.path == ""
+    reasons = {
+        "MPNet": "MPNetModel doesn't choose its attention by attn_implementation",
+        "T5Encoder": "its layers return more than their hidden states",
+    }
+    assert padded.reason == reasons[name]
+    close(model(input_ids=ids, attention_mask=RIGHT.long())[0][RIGHT], wanted[RIGHT])
+    assert not packed
+
+
+@pytest.mark.parametrize("name", ["Roberta", "ModernBert"])
+def test_compiled(name, packed, warned):
+    model = build(name)
+    wanted = run(model, RIGHT)[0]
+    trifuse.fuse(model, unpad=True)
+    with torch.no_grad():
+        got = run(torch.compile(model, backend="eager"), RIGHT)[0]
+    close(got[RIGHT], wanted[RIGHT])
+    assert not packed
+    assert any("because torch.compile can't read its mask" in said for said in warned)
+
+
+# What keeps tokens apart ------------------------------------------------------------------------
+
+
+class Mixer(nn.Module):
+    """Modules below take the place of a class of transformers."""
+
+    def __init__(self, size: int = 8) -> None:
+        super().__init__()
+        self.dense = nn.Linear(size, size)
+        self.bias = nn.Parameter(torch.zeros(size))
+        self.table = nn.Parameter(torch.zeros(L, size))
+
+
+class Scaled(Mixer):
+    def forward(self, hidden_states):
+        return nn.functional.gelu(self.dense(hidden_states)) * self.bias + 1
+
+
+class Transposed(Mixer):
+    def forward(self, hidden_states):
+        return self.dense(hidden_states.transpose(1, 2)).transpose(1, 2)
+
+
+class Shifted(Mixer):
+    def forward(self, hidden_states):
+        return hidden_states + self.table
+
+
+class Counted(Mixer):
+    def forward(self, hidden_states):
+        return hidden_states / hidden_states.shape[1]
+
+
+class LongOnly(Mixer):
+    def forward(self, hidden_states):
+        if hidden_states.size(1) > 5:
+            hidden_states = self.dense(hidden_states)
+        return hidden_states
+
+
+class Averaged(Mixer):
+    def forward(self, hidden_states):
+        return hidden_states - hidden_states.mean(1, keepdim=True)
+
+
+class First(Mixer):
+    def forward(self, hidden_states):
+        return hidden_states + hidden_states[:, :1]
+
+
+class Merged(Mixer):
+    def forward(self, hidden_states):
+        batch, length, _ = hidden_states.shape
+        return self.dense(hidden_states.view(batch * length // 2, -1)).view(batch, length, -1)
+
+
+class Masked(Mixer):
+    def forward(self, hidden_states, attention_mask=None):
+        return hidden_states * attention_mask
+
+
+class Renamed(Mixer):
+    def forward(self, hidden_states, attention_mask=None):
+        return self.dense(hidden_states, mask=attention_mask)
+
+
+class Forgetful(Mixer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Renamed()
+
+    def forward(self, hidden_states, attention_mask=None):
+        return self.inner(hidden_states)
+
+
+class Halved(Mixer):
+    parts = 2
+
+    def forward(self, hidden_states):
+        first, second = hidden_states.chunk(self.parts, dim=-1)
+        return first * second
+
+
+class Gated(Mixer):
+    def forward(self, hidden_states):
+        first, second = hidden_states.chunk(2, dim=-1)
+        return first * second if self.training else second
+
+
+class Either(Mixer):
+    def forward(self, hidden_states):
+        if self.training:
+            hidden_states = hidden_states.view(*hidden_states.shape[:-1], 2, -1).transpose(1, 2)
+        return self.dense(hidden_states)
+
+
+class Helped(Mixer):
+    def forward(self, hidden_states):
+        return self.scale(hidden_states, by=hidden_states.shape[1])
+
+    def scale(self, hidden_states, by=1):
+        return hidden_states * by
+
+
+@pytest.mark.parametrize(
+    ("kind", "uses"),
+    [
+        (Scaled, None),
+        (Gated, None),
+        (Halved, "hidden_states.chunk"),
+        (Either, "one of two hidden_states"),
+        (Transposed, "hidden_states.transpose"),
+        (Shifted, "self.table"),
+        (Counted, "hidden_states / hidden_states.shape[1]"),
+        (LongOnly, "hidden_states.size(1) > 5"),
+        (Averaged, "hidden_states.mean"),
+        (First, "hidden_states[:, :1]"),
+        (Merged, "hidden_states.view(batch * length // 2, -1)"),
+        (Masked, "hidden_states * attention_mask"),
+        (Renamed, "doesn't pass its mask to dense, or under another name"),
+        (Forgetful, "doesn't pass its mask to inner, or under another name"),
+        (Helped, "hidden_states * by"),
+    ],
+)
+def test_code_that_keeps_tokens_apart(kind, uses, monkeypatch):
+    torch.manual_seed(0)
+    module = kind()
+    assert "isn't known" in tokenwise.why_not(module)
+    monkeypatch.setattr(kind, "__module__", "transformers_modules.remote")
+    why = tokenwise.why_not(module)
+    assert why is None if uses is None else why.endswith(uses)
+
+
+def test_a_forward_that_cannot_be_compiled_again(monkeypatch):
+    monkeypatch.setattr(stacks.code, "compile_like", lambda tree, function: None)
+    monkeypatch.setattr(stacks, "_classes", {})
+    model = build("Roberta")
+    report = trifuse.fuse(model, unpad=True)
+    (padded,) = report.padded
+    assert padded.reason == "its forward can't be compiled again, which leaving padding out takes"
+    assert any(left.path == "encoder" for left in report.left)
