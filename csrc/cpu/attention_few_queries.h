@@ -53,17 +53,6 @@ struct Group {
         tasks((size + task_heads - 1) / task_heads) {}
 };
 
-// A task's rows: row r is query r % Lq of head h0 + r / Lq.
-struct FewRows {
-  int64_t kv_head, h0, count, Lq;
-
-  FewRows(const Group& group, int64_t kv_head, int64_t part, int64_t Lq)
-      : kv_head(kv_head), h0(kv_head * group.size + part * group.task_heads),
-        count(std::min(group.task_heads, group.size - part * group.task_heads) * Lq), Lq(Lq) {}
-
-  HeadAndQuery operator()(int64_t r) const { return {h0 + r / Lq, r % Lq}; }
-};
-
 // Transposes a vector's number of keys by as many columns; zeros past the keys that exist.
 template <class E>
 inline void transpose_keys(
@@ -107,62 +96,8 @@ inline void few_products(
 // The mask of a tile by rows.
 struct FewMask {
   uint64_t bits[kFewRows];                   // bit j of word r: row r sees key j
-  int64_t keys;                              // up to the last one that a row sees; see TileMask
-  bool full;                                 // whether every row sees every key
   alignas(64) float bias[kFewRows * kTile];  // [r][j]: the float mask, if there is one
-
-  // Describes keys [j, j + kTile), as far as they exist. `head_mask` receives each head's mask.
-  template <class Scalar>
-  void read(
-      const AttentionProblem& p, const Sequence& s, const FewRows& rows, int64_t j,
-      TileMask<float>& head_mask) {
-    const int64_t columns = std::min(kTile, s.keys - j);
-    keys = 0;
-    full = true;
-    for (int64_t r = 0; r < rows.count; r += s.Lq) {
-      const Cover cover = head_mask.template read<Scalar>(p, s, rows(r).h, 0, s.Lq, j, columns);
-      full &= cover == Cover::Full;
-      if (cover != Cover::Empty) keys = std::max(keys, head_mask.keys);
-      for (int64_t i = 0; i < s.Lq; ++i) {
-        uint64_t& row_bits = bits[r + i];
-        row_bits = cover == Cover::Full ? low_bits(columns) : 0;
-        if (cover == Cover::Partial)
-          for (int64_t c = 0; c < columns; ++c) row_bits |= (head_mask.bits[c] >> i & 1) << c;
-        if (has_float_mask(p))
-          for (int64_t c = 0; c < kTile; ++c)
-            bias[(r + i) * kTile + c] = c < columns ? head_mask.bias[c * kTile + i] : 0.0f;
-      }
-    }
-  }
-
-  // Returns the bits of the first `count` rows that see any of the tile's keys.
-  uint64_t seeing(int64_t count) const {
-    uint64_t result = 0;
-    for (int64_t r = 0; r < count; ++r) result |= uint64_t(bits[r] != 0) << r;
-    return result;
-  }
-  // Returns the bits of the first `count` rows that see a key.
-  uint64_t seeing(int64_t count, int64_t key) const {
-    uint64_t result = 0;
-    for (int64_t r = 0; r < count; ++r) result |= (bits[r] >> key & 1) << r;
-    return result;
-  }
 };
-
-// Clears the weights [row][key] of a tile that dropout drops.
-inline void drop_weights(
-    const AttentionProblem& p, const Sequence& s, const FewRows& rows, int64_t j, float* weights) {
-  using Vec = Vectorized<float>;
-  for (int64_t r = 0; r < rows.count; ++r) {
-    const HeadAndQuery at = rows(r);
-    const uint64_t plane = s.index * p.heads + at.h;
-    const uint64_t kept = dropout_row(p.dropout.seed, plane, at.i, j, p.dropout.threshold);
-    for (int64_t l = 0; l < kTile; l += Vec::size()) {
-      float* vector = weights + r * kTile + l;
-      select(kept >> l, Vec::loadu(vector), Vec(0.0f)).store(vector);
-    }
-  }
-}
 
 // Whether a call's keys and values are more than the caches beside a core hold. Fetching them ahead
 // then takes a third off the time; if a cache holds them, it adds a tenth.
@@ -177,9 +112,11 @@ template <class Scalar>
 void run_few_queries(const AttentionProblem& p, int64_t task) {
   using E = typename Compute<Scalar>::Element;
   const Group group(p);
+  const int64_t kv_head = task / group.tasks % p.kv_heads;
+  const int64_t first = task % group.tasks * group.task_heads, h0 = kv_head * group.size + first;
   const Sequence s(p, task / group.tasks / p.kv_heads);
-  const FewRows rows(group, task / group.tasks % p.kv_heads, task % group.tasks, s.Lq);
-  if (rows.count == 0) return;
+  const int64_t rows = std::min(group.task_heads, group.size - first) * s.Lq;
+  if (rows == 0) return;
   const int64_t out_ld = padded<E>(p.Ev);
   const Scale<float> scale(p);
   const bool ahead = reads_memory<Scalar>(p);
@@ -202,10 +139,10 @@ void run_few_queries(const AttentionProblem& p, int64_t task) {
   float* out = scratch.take<float>(kFewRows * out_ld);                  // [rows][Ev]
 
   const E* query[kFewRows];
-  for (int64_t r = 0; r < rows.count; r += s.Lq) {
+  for (int64_t r = 0; r < rows; r += s.Lq) {
     const Operand<E> head = left_rows<E>(
-        s.query_rows<Scalar>(p.query, rows(r).h, 0), s.Lq, p.E, query_buffer + r * elements<E>(p.E),
-        scale.sign);
+        s.query_rows<Scalar>(p.query, h0 + r / s.Lq, 0), s.Lq, p.E,
+        query_buffer + r * elements<E>(p.E), scale.sign);
     for (int64_t i = 0; i < s.Lq; ++i) query[r + i] = head.data + i * head.ld;
   }
   Softmax<float> softmax(scale.exponent);
@@ -214,13 +151,28 @@ void run_few_queries(const AttentionProblem& p, int64_t task) {
   uint64_t seen = 0;  // bit r: row r has a key
   const auto visible = s.visible(p, 0, s.Lq);
   for (int64_t j = visible.first / kTile * kTile; j < visible.last; j += kTile) {
-    mask.template read<Scalar>(p, s, rows, j, head_mask);
-    const int64_t keys = mask.keys;
+    int64_t keys = 0;
+    bool full = true;
+    for (int64_t r = 0; r < rows; r += s.Lq) {
+      const int64_t columns = std::min(kTile, s.keys - j), h = h0 + r / s.Lq;
+      const Cover cover = head_mask.template read<Scalar>(p, s, h, 0, s.Lq, j, columns);
+      full &= cover == Cover::Full;
+      if (cover != Cover::Empty) keys = std::max(keys, head_mask.keys);
+      for (int64_t i = 0; i < s.Lq; ++i) {
+        uint64_t& bits = mask.bits[r + i];
+        bits = cover == Cover::Full ? low_bits(columns) : 0;
+        if (cover == Cover::Partial)
+          for (int64_t c = 0; c < columns; ++c) bits |= (head_mask.bits[c] >> i & 1) << c;
+        if (bits) seen |= uint64_t(1) << (r + i);
+        if (has_float_mask(p))
+          for (int64_t c = 0; c < kTile; ++c)
+            mask.bias[(r + i) * kTile + c] = c < columns ? head_mask.bias[c * kTile + i] : 0.0f;
+      }
+    }
     if (keys == 0) continue;
-    seen |= mask.seeing(rows.count);
 
-    const auto key_rows = s.key_rows<Scalar>(p.key, rows.kv_head, j);
-    const auto values = s.key_rows<Scalar>(p.value, rows.kv_head, j);
+    const auto key_rows = s.key_rows<Scalar>(p.key, kv_head, j);
+    const auto values = s.key_rows<Scalar>(p.value, kv_head, j);
     const auto key = left_rows<E>(key_rows, keys, p.E, key_buffer);
     // While a square of keys is transposed, the same square of this tile's values and of the next
     // tile's keys is fetched.
@@ -230,23 +182,39 @@ void run_few_queries(const AttentionProblem& p, int64_t task) {
       if (next_tile) prefetch_rows<L>(key_rows, kTile + row, column * kPack<E>);
       if (row + L <= keys) prefetch_rows<L>(values, row, column * kPack<E>);
     };
-    if (ahead) few_products<E>(query, rows.count, key, keys, elements<E>(p.E), scores, fetch);
-    else few_products<E>(query, rows.count, key, keys, elements<E>(p.E), scores, [](auto...) {});
-    finish_scores(p, mask.bias, scale, rows.count, round_up(keys, L), scores);
-    softmax.by_rows(scores, mask.bits, rows.count, keys);
-    if (p.dropout.threshold) drop_weights(p, s, rows, j, scores);
+    if (ahead) few_products<E>(query, rows, key, keys, elements<E>(p.E), scores, fetch);
+    else few_products<E>(query, rows, key, keys, elements<E>(p.E), scores, [](auto...) {});
+    finish_scores(p, mask.bias, scale, rows, round_up(keys, Vectorized<float>::size()), scores);
+    softmax.by_rows(scores, mask.bits, rows, keys);
 
-    const bool finite = mask.full || all_finite(values, keys, p.Ev);
+    if (p.dropout.threshold) {
+      using Vec = Vectorized<float>;
+      for (int64_t r = 0; r < rows; ++r) {
+        const uint64_t plane = s.index * p.heads + h0 + r / s.Lq;
+        const uint64_t kept = dropout_row(p.dropout.seed, plane, r % s.Lq, j, p.dropout.threshold);
+        for (int64_t l = 0; l < kTile; l += Vec::size()) {
+          float* at = scores + r * kTile + l;
+          select(kept >> l, Vec::loadu(at), Vec(0.0f)).store(at);
+        }
+      }
+    }
+
+    const bool finite = full || all_finite(values, keys, p.Ev);
     const auto value = right_rows(values, keys, p.Ev, value_buffer, !finite);
-    const auto weight = pair_columns(scores, rows.count, weight_buffer);
+    const auto weight = pair_columns(scores, rows, weight_buffer);
     tile_gemm(
-        rows.count, p.Ev, elements<E>(keys), weight.data, weight.ld, 1, value.data, value.ld, out,
-        out_ld, {true, softmax.rescale});
+        rows, p.Ev, elements<E>(keys), weight.data, weight.ld, 1, value.data, value.ld, out, out_ld,
+        {true, softmax.rescale});
     if (!finite)
-      spread_nan(
-          values, keys, p.Ev, out, out_ld, [&](int64_t k) { return mask.seeing(rows.count, k); });
+      spread_nan(values, keys, p.Ev, out, out_ld, [&](int64_t k) {
+        uint64_t reached = 0;
+        for (int64_t r = 0; r < rows; ++r) reached |= (mask.bits[r] >> k & 1) << r;
+        return reached;
+      });
   }
-  write_rows<Scalar>(p, s, softmax, scale, seen, rows.count, out, out_ld, rows);
+  write_rows<Scalar>(p, s, softmax, scale, seen, rows, out, out_ld, [&](int64_t r) {
+    return HeadAndQuery{h0 + r / s.Lq, r % s.Lq};
+  });
 }
 
 }  // namespace trifuse::TRIFUSE_CAPABILITY
