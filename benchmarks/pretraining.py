@@ -396,20 +396,33 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     return options
 
 
-def main(argv: Sequence[str]) -> int:
-    """Pretrain, classify and show."""
-    options = parse(argv)
-    device = options.device
-    torch.set_num_threads(options.threads)
-    facts = machine.facts(device)
-    caption = machine.describe(facts)
-    console.print(caption, soft_wrap=True, markup=False)
-    split = read()
-    task = pretraining(split)
-    if options.quick:  # a fraction of the held-out passages too
-        task = replace(task, held_out=task.held_out[:1])
-        split = split._replace(validation=split.validation[::8], test=split.test[::8])
+class Results(NamedTuple):
+    """What the comparison measures."""
 
+    pretrained: Curves
+    tuned: Curves
+    predicted: list[Predictions]  # by seed
+    topics: dict[str, list[TopicResults]]  # by the weights that they start from, then by seed
+
+    def record(self) -> dict[str, object]:
+        """The results as JSON holds them."""
+        return {
+            "curves": [self.pretrained.record(), self.tuned.record()],
+            "predictions": [seed._asdict() for seed in self.predicted],
+            "topics": {
+                name: {
+                    "learning_rate": (rate := best_rate(results)),
+                    "fine_tuned": [result.fine_tuned[rate].test for result in results],
+                    "frozen": [result.frozen for result in results],
+                }
+                for name, results in self.topics.items()
+            },
+        }
+
+
+def measure(split: Split, task: Task, options: argparse.Namespace) -> Results:
+    """Pretrain and classify, with bars that show the progress."""
+    device = options.device
     with trifuse.backend(options.backend), progress_bars() as progress:
 
         def bar(name: str, steps: int) -> Callable[[], object]:
@@ -448,34 +461,37 @@ def main(argv: Sequence[str]) -> int:
             for name, starts in (("random", [None] * len(models)), ("pretrained", models))
         }
         predicted = [predictions(task, model, device) for model in models]
+    return Results(pretrained, tuned, predicted, topics)
 
-    print_table(curves_table([pretrained]))
-    print_table(curves_table([tuned]))
-    print_table(predictions_table(predicted, options.steps, options.quick))
+
+def main(argv: Sequence[str]) -> int:
+    """Pretrain, classify and show."""
+    options = parse(argv)
+    torch.set_num_threads(options.threads)
+    facts = machine.facts(options.device)
+    caption = machine.describe(facts)
+    console.print(caption, soft_wrap=True, markup=False)
+    split = read()
+    task = pretraining(split)
+    if options.quick:  # a fraction of the held-out passages too
+        task = replace(task, held_out=task.held_out[:1])
+        split = split._replace(validation=split.validation[::8], test=split.test[::8])
+    results = measure(split, task, options)
+    curves = [results.pretrained, results.tuned]
+
+    for curve in curves:
+        print_table(curves_table([curve]))
+    print_table(predictions_table(results.predicted, options.steps, options.quick))
     labels = labelled(split.test)[3]
     commonest = labels.bincount().max().item() / len(labels)
-    print_table(topics_table(topics, commonest, len(labels), options.quick))
+    print_table(topics_table(results.topics, commonest, len(labels), options.quick))
 
     if options.plot is not None:
-        plot(options.plot, [pretrained, tuned], caption.partition("\n")[0])
+        plot(options.plot, curves, caption.partition("\n")[0])
         console.print(f"wrote {options.plot}", markup=False)
     if options.json is not None:
-        content = {
-            "machine": facts,
-            "curves": [pretrained.record(), tuned.record()],
-            "steps": options.steps,
-            "predictions": [seed._asdict() for seed in predicted],
-            "topics": {
-                name: {
-                    "learning_rate": (rate := best_rate(results)),
-                    "fine_tuned": [result.fine_tuned[rate].test for result in results],
-                    "frozen": [result.frozen for result in results],
-                }
-                for name, results in topics.items()
-            },
-            "commonest": commonest,
-        }
-        report.write_json(options.json, content)
+        content = {"machine": facts, "steps": options.steps, "commonest": commonest}
+        report.write_json(options.json, {**content, **results.record()})
     return 0
 
 

@@ -20,6 +20,48 @@ T* block_row(void* blocks, int64_t block, int64_t N) {
   return static_cast<T*>(blocks) + block * N;
 }
 
+// A block's sums of the gradients of weight, bias and x_bias: `width` columns each, in scratch
+// memory. With many rows, `sums` are those of a run, and `totals` those of the finished runs.
+template <class T>
+struct ColumnSums {
+  const int64_t width;
+  const bool many_rows;
+  T* sums[3];              // null if a gradient is not wanted
+  double* totals[3] = {};  // null without many rows
+
+  static int64_t bytes(int64_t width, bool many_rows) {
+    return 3 * (Scratch::bytes<T>(width) + (many_rows ? Scratch::bytes<double>(width) : 0));
+  }
+
+  ColumnSums(const DropoutAddLayerNormProblem& p, int64_t width, bool many_rows, Scratch& scratch)
+      : width(width), many_rows(many_rows) {
+    const void* const wanted[3] = {p.grad_weight, p.grad_bias, p.grad_x_bias};
+    for (int v = 0; v < 3; ++v)
+      sums[v] = wanted[v] ? std::fill_n(scratch.take<T>(width), width, T(0)) - width : nullptr;
+    if (many_rows)
+      for (double*& total : totals)
+        total = std::fill_n(scratch.take<double>(width), width, 0.0) - width;
+  }
+
+  void end_runs() {
+    for (int v = 0; v < 3; ++v)
+      if (sums[v]) end_run(sums[v], totals[v], width);
+  }
+
+  // Writes the sums to the block's rows of the three gradients.
+  void store(const DropoutAddLayerNormProblem& p, int64_t block) const {
+    void* const blocks[3] = {p.grad_weight, p.grad_bias, p.grad_x_bias};
+    for (int v = 0; v < 3; ++v) {
+      if (!sums[v]) continue;
+      T* row = block_row<T>(blocks[v], block, p.N);
+      if (many_rows)
+        std::transform(
+            totals[v], totals[v] + p.N, row, [](double sum) { return static_cast<T>(sum); });
+      else std::copy_n(sums[v], p.N, row);
+    }
+  }
+};
+
 template <class Scalar, class Sum, class T = Accumulator<Scalar>>
 void run(const DropoutAddLayerNormProblem& p, int64_t block) {
   using Row = Strip<T>;
@@ -28,24 +70,16 @@ void run(const DropoutAddLayerNormProblem& p, int64_t block) {
   const bool many_rows = p.rows_per_block > kRun;
   thread_local Scratch scratch;
   scratch.reset(
-      4 * Scratch::bytes<T>(width) + Scratch::bytes<uint64_t>(width / kStrip) +
-          (many_rows ? 3 * Scratch::bytes<double>(width) : 0),
+      Scratch::bytes<T>(width) + Scratch::bytes<uint64_t>(width / kStrip) +
+          ColumnSums<T>::bytes(width, many_rows),
       "a thread of dropout_add_layer_norm's backward");
   T* normalised = scratch.take<T>(width);
   uint64_t* kept = scratch.take<uint64_t>(width / kStrip);
-  const auto zeros = [&](bool needed) -> T* {
-    return needed ? std::fill_n(scratch.take<T>(width), width, T(0)) - width : nullptr;
-  };
-  T* grad_weight = zeros(p.grad_weight);
-  T* grad_bias = zeros(p.grad_bias);
-  T* grad_x_bias = zeros(p.grad_x_bias);
-  double* totals[3] = {};  // sums of the finished runs
-  if (many_rows)
-    for (double*& total : totals)
-      total = std::fill_n(scratch.take<double>(width), width, 0.0) - width;
-  const auto add_to = [](T* sums, const Row& s) TRIFUSE_INLINE {
-    const auto added = Row::load(sums) + s;
-    added.store(sums);
+  ColumnSums<T> sums(p, width, many_rows, scratch);
+  const auto [grad_weight, grad_bias, grad_x_bias] = sums.sums;
+  const auto add_to = [](T* to, const Row& s) TRIFUSE_INLINE {
+    const auto added = Row::load(to) + s;
+    added.store(to);
   };
 
   const int64_t first = block * p.rows_per_block;
@@ -89,23 +123,10 @@ void run(const DropoutAddLayerNormProblem& p, int64_t block) {
       if (grad_x_bias) add_to(grad_x_bias + c, grad);
       if (dx) grad.store(dx + c, count, p.stream);
     });
-    if (many_rows && (ends_run(row - first) || row + 1 == last)) {
-      if (grad_weight) end_run(grad_weight, totals[0], width);
-      if (grad_bias) end_run(grad_bias, totals[1], width);
-      if (grad_x_bias) end_run(grad_x_bias, totals[2], width);
-    }
+    if (many_rows && (ends_run(row - first) || row + 1 == last)) sums.end_runs();
   }
   if (p.stream) fence_streams();
-  const auto store_sums = [&](const T* sums, const double* total, void* blocks) {
-    if (!sums) return;
-    T* row = block_row<T>(blocks, block, p.N);
-    if (many_rows)
-      std::transform(total, total + p.N, row, [](double sum) { return static_cast<T>(sum); });
-    else std::copy_n(sums, p.N, row);
-  };
-  store_sums(grad_weight, totals[0], p.grad_weight);
-  store_sums(grad_bias, totals[1], p.grad_bias);
-  store_sums(grad_x_bias, totals[2], p.grad_x_bias);
+  sums.store(p, block);
 }
 
 void run_any(const DropoutAddLayerNormProblem& p, int64_t block) {

@@ -54,19 +54,12 @@ int padded_head_dim(const Attention& p) {
 // lowest finite number, a common mask value, rounding loses log ∑ exp altogether.
 constexpr float kCoarseLogsumexp = 1024;
 
-// A block owns some queries of one head of one sequence; it reads their rows of dO and O and writes
-// three numbers for each. With large scores, and only if one of its logsumexps is coarse, it also
-// loops over the keys, and replaces the logsumexp by the maximum and the sum, kept apart.
+// Writes the three numbers of a warp's 16 queries, from number `row` on. Returns whether one of
+// their logsumexps is coarse.
 template <class Scalar>
-__global__ __launch_bounds__(32 * WideShape<Scalar>::kWarps) void attention_backward_rows_kernel(
-    const __grid_constant__ Attention p, const QueryVectors vectors, int pitch) {
-  using Shape = WideShape<Scalar>;
-  constexpr int N = Shape::N;
-  const BlockIndex index(p.Lq, Shape::kRows, p.heads);
-  const Head head(p, index.b, index.h);
-  const int first = index.block * Shape::kRows, row = first + 16 * warp();
-  if (first >= head.queries) return;
-
+__device__ __forceinline__ bool write_query_vectors(
+    const Attention& p, const QueryVectors& vectors, const Head& head, const Scale& scale,
+    int row) {
   const auto grad_out = head.query_rows<const Scalar>(p.grad_out, p.Ev);
   const auto out = head.query_rows<const Scalar>(p.out, p.Ev);
   const auto float_at = [&](const Tensor4& t, int query) {
@@ -74,7 +67,6 @@ __global__ __launch_bounds__(32 * WideShape<Scalar>::kWarps) void attention_back
         [head.batch * t.stride[0] + head.h * t.stride[1] +
          (head.first_query + query) * t.stride[2]];
   };
-  const Scale scale(p);
   bool coarse = false;
   // Eight lanes share a row.
   constexpr int kChunk = Tile<Scalar>::kChunk;
@@ -107,8 +99,18 @@ __global__ __launch_bounds__(32 * WideShape<Scalar>::kWarps) void attention_back
     vectors.shift[head.first_row + query] = shift;
     vectors.rest[head.first_row + query] = static_cast<float>((in_scores - shift) * scale.exponent);
   }
-  if (!has_large_scores(p) || !__syncthreads_or(coarse)) return;
+  return coarse;
+}
 
+// Replaces the logsumexps of a block's queries, from number `first` on, by the maximum and the sum,
+// kept apart.
+template <class Scalar>
+__device__ __forceinline__ void write_maximum_and_sum(
+    const Attention& p, const QueryVectors& vectors, const Head& head, const Scale& scale,
+    int first, int pitch) {
+  using Shape = WideShape<Scalar>;
+  constexpr int N = Shape::N;
+  const int row = first + 16 * warp();
   const Tile<Scalar> query{reinterpret_cast<Scalar*>(shared_memory()), pitch};
   const auto key_tile = [&](int stage) { return query.from(Shape::kRows + stage * N); };
   const auto keys = head.key_rows<const Scalar>(p.key, p.E);
@@ -138,6 +140,23 @@ __global__ __launch_bounds__(32 * WideShape<Scalar>::kWarps) void attention_back
     vectors.shift[head.first_row + own] = empty ? 0.0f : softmax.row_max[r];
     vectors.rest[head.first_row + own] = log2f(softmax.row_sum[r]);
   }
+}
+
+// A block owns some queries of one head of one sequence; it reads their rows of dO and O and writes
+// three numbers for each. With large scores, and only if one of its logsumexps is coarse, it also
+// loops over the keys.
+template <class Scalar>
+__global__ __launch_bounds__(32 * WideShape<Scalar>::kWarps) void attention_backward_rows_kernel(
+    const __grid_constant__ Attention p, const QueryVectors vectors, int pitch) {
+  using Shape = WideShape<Scalar>;
+  const BlockIndex index(p.Lq, Shape::kRows, p.heads);
+  const Head head(p, index.b, index.h);
+  const int first = index.block * Shape::kRows;
+  if (first >= head.queries) return;
+  const Scale scale(p);
+  const bool coarse = write_query_vectors<Scalar>(p, vectors, head, scale, first + 16 * warp());
+  if (has_large_scores(p) && __syncthreads_or(coarse))
+    write_maximum_and_sum<Scalar>(p, vectors, head, scale, first, pitch);
 }
 
 // Gradients of scores -----------------------------------------------------------------------------
@@ -402,6 +421,48 @@ __device__ __forceinline__ int64_t take_digit(int64_t& number, int64_t base) {
   return digit;
 }
 
+// Stores a block's share of a tile of the gradient, the `plane`th (Lq, Lk) of it.
+template <class Scalar>
+__device__ __forceinline__ void store_mask_tile(
+    const Attention& p, const MaskShares& how, float* parts, int64_t share, int64_t plane,
+    int first, int column, const float (&sums)[WideShape<Scalar>::N / 8][4]) {
+#pragma unroll
+  for (int n = 0; n < WideShape<Scalar>::N / 8; ++n)
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      const int64_t i = first + 16 * warp() + fragment_row(e);
+      const int64_t j = column + fragment_column(n, e);
+      if (i < p.Lq && j < p.Lk)
+        store_mask_gradient(p, how, parts, share, (plane * p.Lq + i) * p.Lk + j, sums[n][e]);
+    }
+}
+
+// As store_mask_tile, if all queries share the mask: adds up the rows of a thread, of a warp and of
+// the block, in this order, and stores one row.
+template <class Scalar>
+__device__ __forceinline__ void store_mask_row(
+    const Attention& p, const MaskShares& how, float* parts, int64_t share, int64_t plane,
+    int column, const float (&sums)[WideShape<Scalar>::N / 8][4]) {
+  using Shape = WideShape<Scalar>;
+  constexpr int N = Shape::N;
+  float* const warp_sums = reinterpret_cast<float*>(shared_memory());  // (kWarps, N)
+  __syncthreads();
+#pragma unroll
+  for (int n = 0; n < N / 8; ++n)
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      float sum = sums[n][i] + sums[n][2 + i];
+#pragma unroll
+      for (int bits = 4; bits < 32; bits *= 2) sum += __shfl_xor_sync(kAllLanes, sum, bits);
+      if (lane() < 4) warp_sums[warp() * N + fragment_column(n, i)] = sum;
+    }
+  __syncthreads();
+  if (threadIdx.x >= N || column + int(threadIdx.x) >= p.Lk) return;
+  float sum = 0;
+  for (int w = 0; w < Shape::kWarps; ++w) sum += warp_sums[w * N + threadIdx.x];
+  store_mask_gradient(p, how, parts, share, plane * p.Lk + column + threadIdx.x, sum);
+}
+
 // A block owns a tile (of one row if all queries share the mask) and a share of the sum.
 template <class Scalar>
 __global__ __launch_bounds__(32 * WideShape<Scalar>::kWarps) void attention_backward_mask_kernel(
@@ -466,35 +527,9 @@ __global__ __launch_bounds__(32 * WideShape<Scalar>::kWarps) void attention_back
   totals.add_to(sums);
 
   const int64_t plane = (how.full[0] ? tile_batch : 0) * (how.full[1] ? p.heads : 1) + tile_head;
-  if (how.full[2]) {
-#pragma unroll
-    for (int n = 0; n < N / 8; ++n)
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        const int64_t i = tile_row * Shape::kRows + 16 * warp() + fragment_row(e);
-        const int64_t j = column + fragment_column(n, e);
-        if (i < p.Lq && j < p.Lk)
-          store_mask_gradient(p, how, parts, share, (plane * p.Lq + i) * p.Lk + j, sums[n][e]);
-      }
-    return;
-  }
-  // One row: sums over the rows of a thread, of a warp, of the block.
-  float* const warp_sums = reinterpret_cast<float*>(shared_memory());  // (kWarps, N)
-  __syncthreads();
-#pragma unroll
-  for (int n = 0; n < N / 8; ++n)
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      float sum = sums[n][i] + sums[n][2 + i];
-#pragma unroll
-      for (int bits = 4; bits < 32; bits *= 2) sum += __shfl_xor_sync(kAllLanes, sum, bits);
-      if (lane() < 4) warp_sums[warp() * N + fragment_column(n, i)] = sum;
-    }
-  __syncthreads();
-  if (threadIdx.x >= N || column + int(threadIdx.x) >= p.Lk) return;
-  float sum = 0;
-  for (int w = 0; w < Shape::kWarps; ++w) sum += warp_sums[w * N + threadIdx.x];
-  store_mask_gradient(p, how, parts, share, plane * p.Lk + column + threadIdx.x, sum);
+  if (how.full[2])
+    store_mask_tile<Scalar>(p, how, parts, share, plane, tile_row * Shape::kRows, column, sums);
+  else store_mask_row<Scalar>(p, how, parts, share, plane, column, sums);
 }
 
 // A mask that all keys share shifts whole rows, which changes their logsumexp and nothing else: its

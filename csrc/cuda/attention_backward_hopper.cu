@@ -160,6 +160,34 @@ __device__ __forceinline__ void produce(
 
 // Consumers ---------------------------------------------------------------------------------------
 
+// Stores a warp's gradients of 16 keys and values, or queries. The consumer's own tiles serve as
+// staging memory.
+template <bool kByKey, class Scalar, int D>
+__device__ __forceinline__ void store_gradients(
+    const Attention& p, const BlockIndex& index, int strip, Tiles<Scalar, D, kGroupRows>& own,
+    float (&sums)[D / 8][4], const ReachedSums<D>& reached, float (&value_sums)[D / 8][4],
+    const ReachedSums<D>& value_reached) {
+  const int row = index.block * kBlockRows + 16 * strip;
+  const Head head(p, index.b, kByKey ? index.h * static_cast<int>(p.heads / p.kv_heads) : index.h);
+  const auto store = [&](const auto& gradient, double factor, const auto& where, Scalar* staging,
+                         auto to) {
+    const float factors[2] = {static_cast<float>(factor), static_cast<float>(factor)};
+    store_rows<D>(
+        gradient, factors, where, Tile<Scalar>{staging + 16 * (strip % 4) * D, D}, to, row,
+        kByKey ? head.stored : head.queries, 0);
+  };
+  if constexpr (kByKey) {
+    clear_rows<D>(sums, head.keys - row);
+    clear_rows<D>(value_sums, head.keys - row);
+    store(sums, p.scale, reached, own.of_scores, head.key_rows<Scalar>(p.grad_key, p.E));
+    store(
+        value_sums, p.dropout.scale, value_reached, own.of_outputs,
+        head.key_rows<Scalar>(p.grad_value, p.Ev));
+  } else {
+    store(sums, p.scale, reached, own.of_scores, head.query_rows<Scalar>(p.grad_query, p.E));
+  }
+}
+
 template <bool kByKey, class Scalar, int D>
 __device__ __forceinline__ void consume(
     const KernelArguments& call, const BlockIndex& index, int groups, int group,
@@ -270,24 +298,7 @@ __device__ __forceinline__ void consume(
   }));
 
   named_barrier(kStoring + group, kWarpgroup);  // all warps are done with the consumer's own tiles
-  const Head head(p, index.b, kByKey ? index.h * static_cast<int>(p.heads / p.kv_heads) : index.h);
-  const auto store = [&](const auto& gradient, double factor, const auto& where, Scalar* staging,
-                         auto to) {
-    const float factors[2] = {static_cast<float>(factor), static_cast<float>(factor)};
-    store_rows<D>(
-        gradient, factors, where, Tile<Scalar>{staging + 16 * (strip % 4) * D, D}, to, row,
-        kByKey ? head.stored : head.queries, 0);
-  };
-  if constexpr (kByKey) {
-    clear_rows<D>(sums, head.keys - row);
-    clear_rows<D>(value_sums, head.keys - row);
-    store(sums, p.scale, reached, own.of_scores, head.key_rows<Scalar>(p.grad_key, p.E));
-    store(
-        value_sums, p.dropout.scale, value_reached, own.of_outputs,
-        head.key_rows<Scalar>(p.grad_value, p.Ev));
-  } else {
-    store(sums, p.scale, reached, own.of_scores, head.query_rows<Scalar>(p.grad_query, p.E));
-  }
+  store_gradients<kByKey>(p, index, strip, own, sums, reached, value_sums, value_reached);
 }
 
 // Kernels -----------------------------------------------------------------------------------------

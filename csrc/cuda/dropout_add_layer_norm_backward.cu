@@ -92,6 +92,22 @@ struct Group {
       totals[1] += g[j] * n[j];
     }
   }
+
+  // Computes the gradient of the sum from the row's means of g and of g n.
+  __device__ __forceinline__ void gradient(
+      T (&grad)[8], const DropoutAddLayerNorm& p, int64_t row, int64_t column, const T (&means)[2],
+      T rstd) const {
+#pragma unroll
+    for (int j = 0; j < 8; ++j) grad[j] = (g[j] - means[0] - n[j] * means[1]) * rstd;
+    if (kCalls == kAnyCalls && p.grad_sum) {
+      Eight<Scalar> eight;
+      T grad_sum[8];
+      eight.template load<kAligned>(p.grad_sum.row(row), p.grad_sum.wide, column, p.N - column);
+      eight.get(grad_sum);
+#pragma unroll
+      for (int j = 0; j < 8; ++j) grad[j] += grad_sum[j];
+    }
+  }
 };
 
 // For rows of several chunks: a block reads a row and writes the means of g and of g n.
@@ -140,6 +156,73 @@ __device__ __forceinline__ void load_own_eight(T (&values)[8], const T* from, in
   }
 }
 
+// A block's sums of the gradients of weight, bias and x_bias over a run of rows, in shared memory.
+// Every thread has its own columns.
+template <class Scalar, bool kAligned, int kThreads>
+struct BlockSums {
+  using T = Accumulator<Scalar>;
+  using Teams = Team<kThreads>;
+  static constexpr int G = kGroups<kAligned>, kEights = G * Teams::kBlock;
+  static constexpr int kSize = 3 * 8 * kEights;  // numbers in all
+  T* memory;
+
+  // Returns the sums of the gradient of weight (v = 0), bias or x_bias.
+  __device__ __forceinline__ SharedEights<T> operator[](int v) const {
+    return SharedEights<T>(memory + v * 8 * kEights, kEights);
+  }
+  // Return the place and the first column of a thread's group g of eight columns.
+  __device__ static __forceinline__ int slot(int g) { return g * Teams::kBlock + threadIdx.x; }
+  __device__ static __forceinline__ int64_t column(int64_t first_column, int g) {
+    return first_column + 8 * kThreads * g;
+  }
+
+  __device__ __forceinline__ void clear() const {
+    for (int v = 0; v < 3; ++v)
+      for (int g = 0; g < G; ++g) (*this)[v].put(slot(g), {});
+  }
+
+  // Ends the teams' runs. The teams of a block have the same columns: the first adds up the sums of
+  // all, in order, adds them to the block's total in the workspace, and starts the next run from
+  // the rounding error. `has_total`: whether the block has ended a run before.
+  __device__ __forceinline__ void end_runs(
+      const DropoutAddLayerNorm& p, const Workspace<T>& workspace, int64_t first_column,
+      bool has_total) const {
+    if (Teams::kRows > 1) __syncthreads();
+    for (int v = 0; v < 3 && threadIdx.x < kThreads; ++v) {
+      SharedEights<T> sums = (*this)[v];
+      for (int g = 0; g < G; ++g) {
+        const int64_t first = column(first_column, g);
+        if (!workspace.block_sums[v] || first >= p.N) continue;
+        T* const total_in_workspace = workspace.block_sums[v] + blockIdx.x * p.N + first;
+        T run[8], total[8];
+        sums.get(slot(g), run);
+        for (int team = 1; team < Teams::kRows; ++team) {
+          const int team_slot = slot(g) + team * kThreads;
+          T team_run[8];
+          sums.get(team_slot, team_run);
+          sums.put(team_slot, {});
+#pragma unroll
+          for (int j = 0; j < 8; ++j) run[j] += team_run[j];
+        }
+        if (has_total) {
+          load_own_eight<kAligned>(total, total_in_workspace, p.N - first);
+#pragma unroll
+          for (int j = 0; j < 8; ++j) end_run(run[j], total[j]);
+        } else {
+#pragma unroll
+          for (int j = 0; j < 8; ++j) {
+            total[j] = run[j];
+            run[j] = 0;
+          }
+        }
+        sums.put(slot(g), run);
+        store_eight_as<T, kAligned>(total_in_workspace, total, p.N - first);
+      }
+    }
+    if (Teams::kRows > 1) __syncthreads();
+  }
+};
+
 template <class Scalar, bool kAligned, int kThreads, int kCalls>
 __global__ __launch_bounds__(block_of(kThreads), kResidentBlocks<kThreads>) void backward_kernel(
     const __grid_constant__ DropoutAddLayerNorm p,
@@ -147,18 +230,15 @@ __global__ __launch_bounds__(block_of(kThreads), kResidentBlocks<kThreads>) void
   using T = Accumulator<Scalar>;
   using Team = Team<kThreads>;
   using Group = Group<Scalar, kAligned, kCalls>;
-  constexpr int G = kGroups<kAligned>, kEights = G * Team::kBlock;
-  // The gradients of weight, bias and x_bias in every thread's columns.
-  T* const memory = reinterpret_cast<T*>(shared_memory());
-  const auto sums = [&](int v) { return SharedEights<T>(memory + v * 8 * kEights, kEights); };
-  const auto slot = [](int g) { return g * Team::kBlock + threadIdx.x; };
-  T* const scratch = memory + 3 * 8 * kEights;
-  for (int v = 0; v < 3; ++v)
-    for (int g = 0; g < G; ++g) sums(v).put(slot(g), {});
+  using Sums = BlockSums<Scalar, kAligned, kThreads>;
+  constexpr int G = kGroups<kAligned>;
+  const Sums sums{reinterpret_cast<T*>(shared_memory())};
+  T* const scratch = sums.memory + Sums::kSize;
+  sums.clear();
   const uint64_t seed = drops<kCalls>(p) ? *p.seed : 0;
   const T one_over_N = T(1) / static_cast<T>(p.N);
   const int64_t first_column = int64_t(blockIdx.y) * 8 * G * kThreads + 8 * Team::thread();
-  const auto column = [&](int g) { return first_column + 8 * kThreads * g; };
+  const auto column = [&](int g) { return Sums::column(first_column, g); };
   int parity = 0;
 
   const T* const statistics = kCalls == kAnyCalls ? workspace.statistics : nullptr;
@@ -191,8 +271,8 @@ __global__ __launch_bounds__(block_of(kThreads), kResidentBlocks<kThreads>) void
       T products[8];
 #pragma unroll
       for (int j = 0; j < 8; ++j) products[j] = group.g[j] * group.n[j];
-      if (workspace.block_sums[0]) sums(0).add(slot(g), products);
-      if (workspace.block_sums[1]) sums(1).add(slot(g), group.g);
+      if (workspace.block_sums[0]) sums[0].add(Sums::slot(g), products);
+      if (workspace.block_sums[1]) sums[1].add(Sums::slot(g), group.g);
       group.weigh(p, column(g));
       group.add_to(means);
     }
@@ -213,62 +293,16 @@ __global__ __launch_bounds__(block_of(kThreads), kResidentBlocks<kThreads>) void
       const Group& group = groups[g];
       const int64_t count = p.N - column(g);
       T grad[8];
-#pragma unroll
-      for (int j = 0; j < 8; ++j) grad[j] = (group.g[j] - means[0] - group.n[j] * means[1]) * scale;
-      if (kCalls == kAnyCalls && p.grad_sum) {
-        Eight<Scalar> eight;
-        T grad_sum[8];
-        eight.template load<kAligned>(p.grad_sum.row(row), p.grad_sum.wide, column(g), count);
-        eight.get(grad_sum);
-#pragma unroll
-        for (int j = 0; j < 8; ++j) grad[j] += grad_sum[j];
-      }
+      group.gradient(grad, p, row, column(g), means, scale);
       if (p.grad_residual)
         store_eight<Scalar, kAligned, kCalls>(
             p.grad_residual.row(row), p.grad_residual, column(g), grad, count);
       source.drop(grad, group.keep);
-      if (workspace.block_sums[2]) sums(2).add(slot(g), grad);
+      if (workspace.block_sums[2]) sums[2].add(Sums::slot(g), grad);
       if (p.grad_x)
         store_eight_as<Scalar, kAligned>(
             static_cast<Scalar*>(p.grad_x.row(row)) + column(g), grad, count);
     }
-  };
-
-  // Ends a run. The teams of a block have the same columns: the first adds up the sums of all, in
-  // order, adds them to the block's total in the workspace, and starts the next run from the
-  // rounding error. `has_total`: whether the block has ended a run before.
-  const auto end_block_run = [&](bool has_total) {
-    if (Team::kRows > 1) __syncthreads();
-    for (int v = 0; v < 3 && threadIdx.x < kThreads; ++v) {
-      for (int g = 0; g < G; ++g) {
-        if (!workspace.block_sums[v] || column(g) >= p.N) continue;
-        T* const total_in_workspace = workspace.block_sums[v] + blockIdx.x * p.N + column(g);
-        T run[8], total[8];
-        sums(v).get(slot(g), run);
-        for (int team = 1; team < Team::kRows; ++team) {
-          const int team_slot = slot(g) + team * kThreads;
-          T team_run[8];
-          sums(v).get(team_slot, team_run);
-          sums(v).put(team_slot, {});
-#pragma unroll
-          for (int j = 0; j < 8; ++j) run[j] += team_run[j];
-        }
-        if (has_total) {
-          load_own_eight<kAligned>(total, total_in_workspace, p.N - column(g));
-#pragma unroll
-          for (int j = 0; j < 8; ++j) end_run(run[j], total[j]);
-        } else {
-#pragma unroll
-          for (int j = 0; j < 8; ++j) {
-            total[j] = run[j];
-            run[j] = 0;
-          }
-        }
-        sums(v).put(slot(g), run);
-        store_eight_as<T, kAligned>(total_in_workspace, total, p.N - column(g));
-      }
-    }
-    if (Team::kRows > 1) __syncthreads();
   };
 
   // All teams of a block end their runs together. In the last run some may have a row less.
@@ -277,7 +311,7 @@ __global__ __launch_bounds__(block_of(kThreads), kResidentBlocks<kThreads>) void
   for (uint32_t i = 0; i <= last; ++i) {
     const int64_t row = Team::first_row() + int64_t(i) * step;
     if (Team::kRows == 1 || row < p.rows) process_row(static_cast<uint32_t>(row));
-    if (i % kRun == kRun - 1 || i == last) end_block_run(i >= kRun);
+    if (i % kRun == kRun - 1 || i == last) sums.end_runs(p, workspace, first_column, i >= kRun);
   }
 }
 

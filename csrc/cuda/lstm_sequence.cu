@@ -405,6 +405,38 @@ struct BlockPart {
   }
 };
 
+// Returns whether a projection follows. In a variable the answer would take registers.
+template <class Unit>
+__device__ __forceinline__ bool projected(const Lstm& p) {
+  return Unit::kProjects && p.projected;
+}
+
+// The part of a call that a block owns in the backward.
+template <class Unit>
+struct BackwardPart : BlockPart {
+  static constexpr int G = Unit::kGates;
+  bool scattered;
+  // Its columns of h: its units or, with a projection, its share of R columns.
+  int64_t first_h;
+  int h_columns;
+  // The part of W_hh that it multiplies gradients of gates by: all gates by its own columns of h
+  // or, if scattered, its own gates by all columns.
+  int64_t first_gate, gates, first_product;
+  int product_columns;
+
+  __device__ __forceinline__ BackwardPart(const Lstm& p, const Layout& layout)
+      : BlockPart(p, layout), scattered(Unit::kProjects && layout.scattered),
+        first_h(projected<Unit>(p) ? first_column : first_unit),
+        h_columns(projected<Unit>(p) ? columns : units), first_gate(scattered ? G * first_unit : 0),
+        gates(scattered ? G * units : G * p.H), first_product(scattered ? 0 : first_h),
+        product_columns(scattered ? static_cast<int>(p.R) : h_columns) {}
+
+  // Returns the columns that its slice of W_hh has room for.
+  __device__ __forceinline__ int64_t slice_columns(const Lstm& p, const Layout& layout) const {
+    return scattered ? p.R : projected<Unit>(p) ? layout.columns : layout.units;
+  }
+};
+
 // 16 rows of the batch, from number `first` on with the longest first. Only rows with `step` count.
 struct ActiveRows {
   const Lstm& p;
@@ -459,12 +491,6 @@ __device__ __forceinline__ void for_elements_after(
   for_elements(rows, columns, [&](int r, int column) {
     each(r, column, r * columns + column == own ? first : load(r, column));
   });
-}
-
-// Returns whether a projection follows. In a variable the answer would take registers.
-template <class Unit>
-__device__ __forceinline__ bool projected(const Lstm& p) {
-  return Unit::kProjects && p.projected;
 }
 
 // Forward -----------------------------------------------------------------------------------------
@@ -551,38 +577,32 @@ __global__ __launch_bounds__(kThreads, 1) void forward_sequence_kernel(
 
 // Backward ----------------------------------------------------------------------------------------
 
+// Adds the gradient through the first step's product to that of h0.
+__device__ __forceinline__ void add_to_grad_h0(
+    const Lstm& p, const Step& at, int64_t column, float dh_recurrent) {
+  const int64_t index = at.state_offset(p, p.R) + column;
+  if (p.dropout) dh_recurrent *= static_cast<const float*>(p.dropout)[index];
+  static_cast<float*>(p.grad_h)[index] += dh_recurrent;
+}
+
 template <class Unit>
 __global__ __launch_bounds__(kThreads, 1) void backward_sequence_kernel(
     const __grid_constant__ Lstm p, const __grid_constant__ LstmSequence s, const Layout layout) {
   using Scalar = Unit::Scalar;
   constexpr int G = Unit::kGates;
-  const bool scattered = Unit::kProjects && layout.scattered;
-  const BlockPart own(p, layout);
+  const BackwardPart<Unit> own(p, layout);
   const int d = own.d;
   const LstmSequence::Steps steps = s.steps(p, d);
   if (steps.first == steps.last) return;
-  // The columns of h that the block owns: its units or, with a projection, its share of R columns.
-  const int columns = projected<Unit>(p) ? own.columns : own.units;
-  const int64_t first_column = projected<Unit>(p) ? own.first_column : own.first_unit;
-  // The part of W_hh that it multiplies gradients of gates by: all gates by its own columns or, if
-  // scattered, its own gates by all columns.
-  const int64_t first_gate = scattered ? G * own.first_unit : 0;
-  const int64_t gates = scattered ? G * own.units : G * p.H;
-  const int64_t first_product_column = scattered ? 0 : first_column;
-  const int product_columns = scattered ? static_cast<int>(p.R) : columns;
   unsigned char* memory = shared_memory();
   const Slice<Scalar> hh_slice(
-      memory,
-      scattered                ? p.R
-          : projected<Unit>(p) ? layout.columns
-                               : layout.units,
-      gates, kHeldPieces<Scalar>);
+      memory, own.slice_columns(p, layout), own.gates, kHeldPieces<Scalar>);
   const Slice<Scalar> hr_slice(memory, projected<Unit>(p) ? layout.units : 0, p.R, 0);
   Products<Scalar, kHeldPieces<Scalar>> hh_product(memory, hh_slice);
   Products<Scalar, 0> hr_product(memory, hr_slice);
   const auto* weight_hh = static_cast<const Scalar*>(s.weight_hh);
-  hh_product.template fill<true>(product_columns, [&](int column, int64_t k) {
-    return weight_hh + (d * p.H * G + first_gate + k) * p.R + first_product_column + column;
+  hh_product.template fill<true>(own.product_columns, [&](int column, int64_t k) {
+    return weight_hh + (d * p.H * G + own.first_gate + k) * p.R + own.first_product + column;
   });
   const auto* weight_hr = static_cast<const Scalar*>(s.weight_hr);
   hr_product.template fill<true>(own.units, [&](int unit, int64_t k) {
@@ -604,21 +624,21 @@ __global__ __launch_bounds__(kThreads, 1) void backward_sequence_kernel(
   const auto for_columns = [&](const ActiveRows& rows, int64_t after, const auto& load,
                                const auto& each) {
     const ActiveRows rows_after{p, s, rows.first, after};
-    if (!scattered) {
+    if (!own.scattered) {
       const auto product = [&](const auto& meanwhile) {
         hh_product.compute(rows_after.of(da_of(after), gates_stride), meanwhile);
       };
       return for_elements_after(
-          product, rows, columns, load,
+          product, rows, own.h_columns, load,
           [&](int r, int k, const auto& loaded) { each(r, k, loaded, hh_product(r, k)); });
     }
     // Four neighbouring lanes share a column's sum.
-    for_elements(rows, 4 * columns, [&](int r, int k) {
+    for_elements(rows, 4 * own.h_columns, [&](int r, int k) {
       const auto loaded = load(r, k / 4);
       float sum = 0;
       if (const int64_t row = rows_after[r]; row >= 0)
         for (int64_t block = k % 4; block < gridDim.x; block += 4)
-          sum += __ldcg(parts + (block * p.B + row) * p.R + first_column + k / 4);
+          sum += __ldcg(parts + (block * p.B + row) * p.R + own.first_h + k / 4);
       const unsigned lanes = 0xFu << (threadIdx.x % 32 / 4 * 4);
       sum += __shfl_xor_sync(lanes, sum, 1);
       sum += __shfl_xor_sync(lanes, sum, 2);
@@ -631,11 +651,11 @@ __global__ __launch_bounds__(kThreads, 1) void backward_sequence_kernel(
     for_elements(rows, own.units, [&](int r, int u) {
       Unit::prefetch(p, rows.at(r, d), own.first_unit + u);
     });
-    for_elements(rows, columns, [&](int r, int k) {
+    for_elements(rows, own.h_columns, [&](int r, int k) {
       const Step at = rows.at(r, d);
       prefetch(
-          static_cast<const Scalar*>(p.grad_output) + at.token_offset(p, p.R) + first_column + k);
-      if (p.clips(p.proj_clip)) prefetch(&clipped_projection(p, at, first_column + k));
+          static_cast<const Scalar*>(p.grad_output) + at.token_offset(p, p.R) + own.first_h + k);
+      if (p.clips(p.proj_clip)) prefetch(&clipped_projection(p, at, own.first_h + k));
     });
   };
 
@@ -648,17 +668,12 @@ __global__ __launch_bounds__(kThreads, 1) void backward_sequence_kernel(
       if (!rows.any()) continue;
       const auto load = [&](int r, int k) -> Unit::LoadedBackward {
         if (step < 0) return {};
-        return Unit::load_backward(p, rows.at(r, d), first_column + k);
+        return Unit::load_backward(p, rows.at(r, d), own.first_h + k);
       };
       for_columns(rows, step + 1, load, [&](int r, int k, const auto& loaded, float dh_recurrent) {
         const Step at = rows.at(r, d);
-        const int64_t column = first_column + k;
-        if (step < 0) {
-          const int64_t index = at.state_offset(p, p.R) + column;
-          if (p.dropout) dh_recurrent *= static_cast<const float*>(p.dropout)[index];
-          static_cast<float*>(p.grad_h)[index] += dh_recurrent;
-          return;
-        }
+        const int64_t column = own.first_h + k;
+        if (step < 0) return add_to_grad_h0(p, at, column, dh_recurrent);
         const float grad = Unit::gradient(p, at, column, loaded, dh_recurrent);
         if (!projected<Unit>(p))
           return Unit::backward(p, at, column, loaded, grad, da_of(step) + at.row * gates_stride);
@@ -692,10 +707,10 @@ __global__ __launch_bounds__(kThreads, 1) void backward_sequence_kernel(
               p, at, own.first_unit + u, unit, hr_product(r, u),
               da_of(step) + at.row * gates_stride);
         });
-        if (!scattered) continue;
+        if (!own.scattered) continue;
         __syncthreads();  // the block's own gradients have been written
-        hh_product.compute(rows.of(da_of(step) + first_gate, gates_stride), [] {});
-        for_elements(rows, product_columns, [&](int r, int column) {
+        hh_product.compute(rows.of(da_of(step) + own.first_gate, gates_stride), [] {});
+        for_elements(rows, own.product_columns, [&](int r, int column) {
           parts[(blockIdx.x * p.B + rows[r]) * p.R + column] = hh_product(r, column);
         });
       }

@@ -31,96 +31,65 @@ PROBABILITIES = (0.5, 0.1, 0.9, 1 / 65536, 2.5 / 65536, 3.5 / 65536, 1e-9, 1 - 1
 # Calls ------------------------------------------------------------------------------------------
 
 
+class _Heads(NamedTuple):
+    H: int
+    Hkv: int
+    E: int
+    Ev: int
+
+
+class _Shapes(NamedTuple):
+    """What later decisions depend on."""
+
+    longest: tuple[int, int]  # numbers of queries and keys of the longest sequence
+    mask: tuple[int, ...]  # (B, H, Lq, Lk), to which a mask is broadcast
+    results: dict[str, tuple[int, ...]]
+
+
+@dataclasses.dataclass
+class _Given:
+    """Collects the tensors and options of a call as they are drawn."""
+
+    d: Draws
+    dtype: str
+    tensors: dict[str, Values] = dataclasses.field(default_factory=dict)
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    def make(self, name: str, *shape: int, dtype: str = "", **rest: Any) -> None:
+        seed = self.d.integer(0, 255)
+        layout = draw_layout(self.d, shape)
+        self.tensors[name] = Values(shape, dtype or self.dtype, seed, layout=layout, **rest)
+
+
 def draw(d: Draws, kernel: str, dtype: str) -> Call:
     varlen = d.flag(40)
     slow = not kernel.startswith(("cpp", "eager"))
     H = d.choice((1, 2, 3, 4))
     Hkv = d.choice([n for n in range(H, 0, -1) if H % n == 0]) if d.flag(40) else H
-    E, Ev = (_head_dim(d, kernel) for _ in range(2))
-    room = (4_000 if slow else 12_000) // (H * max(E, Ev, 1))  # pairs per head
+    heads = _Heads(H, Hkv, *(_head_dim(d, kernel) for _ in range(2)))
+    room = (4_000 if slow else 12_000) // (H * max(heads.E, heads.Ev, 1))  # pairs per head
     B = d.choice((1, 2, 3, 0)) if d.flag(60) else 1
     sizes = [(_length(d, room), _length(d, room)) for _ in range(B if varlen else 1)]
     sizes = [(Lq, min(Lk, max(1, room // max(1, Lq)))) for Lq, Lk in sizes]
-    tensors: dict[str, Values] = {}
-    options: dict[str, Any] = {}
-
-    def values(name: str, *shape: int, **rest: Any) -> None:
-        seed = d.integer(0, 255)
-        layout = draw_layout(d, shape)
-        tensors[name] = Values(
-            shape, dtype=rest.pop("dtype", dtype), seed=seed, layout=layout, **rest
-        )
-
+    given = _Given(d, dtype)
     # Scores range from nearly equal to so far apart that one key takes all of the weight.
     spread = d.choice((1.0, 1.0, 0.1, 6.0))
     if varlen:
-        extra_q, extra_k = (d.choice((0, 0, 1, 5)) for _ in range(2))
-        same = d.flag(25)
-        if same:
-            sizes, extra_k = [(Lq, Lq) for Lq, _ in sizes], extra_q
-        longest_q, longest_k = (max((s[i] for s in sizes), default=0) for i in range(2))
-        total_q, total_k = sum(s[0] for s in sizes) + extra_q, sum(s[1] for s in sizes) + extra_k
-        values("query", total_q, H, E, scale=spread)
-        values("key", total_k, Hkv, E)
-        values("value", total_k, Hkv, Ev)
-        for i, name in enumerate(("cu_seqlens_q", "cu_seqlens_k")[: 1 if same else 2]):
-            bounds = (0, *np.cumsum([s[i] for s in sizes]).tolist())
-            tensors[name] = _integers(d, bounds)
-        if d.flag(30):
-            options["max_seqlen_q"] = longest_q + d.choice((0, 1, 40))
-        if d.flag(30):
-            options["max_seqlen_k"] = longest_k + d.choice((0, 1, 40))
-        longest = (options.get("max_seqlen_q", total_q), options.get("max_seqlen_k", total_k))
-        mask_shape = (len(sizes), H, *longest)
-        results = {"out": (total_q, H, Ev), "lse": (total_q, H)}
+        shapes = _draw_packed(given, heads, sizes, spread)
     else:
-        ((Lq, Lk),) = sizes or [(1, 1)]
-        longest_q, longest_k = Lq, Lk
-        values("query", B, H, Lq, E, scale=spread)
-        values("key", B, Hkv, Lk, E)
-        values("value", B, Hkv, Lk, Ev)
-        if d.flag(35):
-            tensors["key_lengths"] = _integers(d, tuple(d.integer(0, Lk) for _ in range(B)))
-        mask_shape = (B, H, Lq, Lk)
-        results = {"out": (B, H, Lq, Ev), "lse": (B, H, Lq)}
+        shapes = _draw_padded(given, heads, B, sizes[0] if sizes else (1, 1), spread)
+    tensors, options = given.tensors, given.options
     if Hkv != H or d.flag(5):
         options["enable_gqa"] = True
-    if d.flag(40) and math.prod(mask_shape) < 40_000:
-        kind = d.choice(("bool", "dtype", "float32"))
-        if kind == "float32" and dtype == "float64":
-            kind = "dtype"
-        shape = tuple(1 if d.flag(35) else n for n in mask_shape)
-        values(
-            "attn_mask",
-            *shape,
-            dtype={"dtype": dtype}.get(kind, kind),
-            scale=d.choice((1.0, 5.0)),
-            left_out=d.choice((0.1, 0.5, 0.9, *([] if kind == "bool" else [0.0]))),
-        )
-    if d.flag(20):
-        wide_dtype = "float64" if dtype == "float64" else "float32"
-        values("sinks", H, dtype=d.choice((dtype, wide_dtype)), scale=d.choice((1.0, 6.0)))
-    causal = d.choice((False, False, True, CausalVariant.UPPER_LEFT, CausalVariant.LOWER_RIGHT))
-    if causal is not False:
-        options["is_causal"] = causal
-    if not varlen and "attn_mask" not in tensors and d.flag(10):
-        options["attn_mask"] = d.choice((CausalVariant.UPPER_LEFT, CausalVariant.LOWER_RIGHT))
-    if d.flag(30):
-        longest = max(longest_q, longest_k)
-        side = (0, 1, 2, longest // 2, longest, longest + 9, 2**31, sys.maxsize)
-        sides = tuple(d.choice(side) for _ in range(2))
-        options["window"] = d.choice((sides[0], sides, (sides[0], None), (None, sides[1])))
-    if d.flag(25):
-        options["scale"] = d.choice((0.5, 0.0, -0.3, 3.0, 1e-6, 1, 1e-300))
-    if d.flag(20):
-        options["softcap"] = d.choice((50.0, 2, 0.3, 1e-6, 1e6, 1e37))
-    dropout = d.flag(25)
-    if dropout:
-        options["dropout_p"] = d.choice(PROBABILITIES)
-    options["return_lse"] = True
+    if d.flag(40) and math.prod(shapes.mask) < 40_000:
+        _draw_mask(given, shapes.mask)
     wide = "float64" if dtype == "float64" else "float32"
+    if d.flag(20):
+        given.make("sinks", H, dtype=d.choice((dtype, wide)), scale=d.choice((1.0, 6.0)))
+    _draw_options(given, varlen, max(shapes.longest))
     call = Call("attention", kernel, dtype, tensors, options, "varlen" if varlen else "padded")
     floating = [n for n, v in tensors.items() if v.dtype in ("float32", dtype)]
+    results = shapes.results
     upstream = {"out": Values(results["out"], dtype), "lse": Values(results["lse"], wide)}
     call = draw_modes(d, call, floating, upstream)
     if options.get("softcap") == 1e37:
@@ -130,9 +99,91 @@ def draw(d: Draws, kernel: str, dtype: str) -> Call:
         call = dataclasses.replace(call, poison=d.choice((NAN, INF)))
     elif d.flag(6) and "sinks" not in tensors:  # a sink saves no row whose scores are all -inf
         call = _plant(d, call)
-    elif not varlen and not dropout and not call.same_bits and d.flag(5):
+    elif not varlen and "dropout_p" not in options and not call.same_bits and d.flag(5):
         call = _sampled(d, call)
     return dataclasses.replace(call, seed=d.integer(0, 255))
+
+
+def _draw_packed(
+    given: _Given, heads: _Heads, sizes: list[tuple[int, int]], spread: float
+) -> _Shapes:
+    """Draws tensors of packed sequences, sometimes with tokens past the last sequence."""
+    d, options = given.d, given.options
+    extra_q, extra_k = (d.choice((0, 0, 1, 5)) for _ in range(2))
+    same = d.flag(25)
+    if same:
+        sizes, extra_k = [(Lq, Lq) for Lq, _ in sizes], extra_q
+    longest_q, longest_k = (max((s[i] for s in sizes), default=0) for i in range(2))
+    total_q, total_k = sum(s[0] for s in sizes) + extra_q, sum(s[1] for s in sizes) + extra_k
+    given.make("query", total_q, heads.H, heads.E, scale=spread)
+    given.make("key", total_k, heads.Hkv, heads.E)
+    given.make("value", total_k, heads.Hkv, heads.Ev)
+    for i, name in enumerate(("cu_seqlens_q", "cu_seqlens_k")[: 1 if same else 2]):
+        bounds = (0, *np.cumsum([s[i] for s in sizes]).tolist())
+        given.tensors[name] = _integers(d, bounds)
+    if d.flag(30):
+        options["max_seqlen_q"] = longest_q + d.choice((0, 1, 40))
+    if d.flag(30):
+        options["max_seqlen_k"] = longest_k + d.choice((0, 1, 40))
+    longest = (options.get("max_seqlen_q", total_q), options.get("max_seqlen_k", total_k))
+    return _Shapes(
+        (longest_q, longest_k),
+        (len(sizes), heads.H, *longest),
+        {"out": (total_q, heads.H, heads.Ev), "lse": (total_q, heads.H)},
+    )
+
+
+def _draw_padded(
+    given: _Given, heads: _Heads, B: int, lengths: tuple[int, int], spread: float
+) -> _Shapes:
+    """Draws tensors of sequences of these numbers of queries and keys, and key lengths."""
+    d, (Lq, Lk) = given.d, lengths
+    given.make("query", B, heads.H, Lq, heads.E, scale=spread)
+    given.make("key", B, heads.Hkv, Lk, heads.E)
+    given.make("value", B, heads.Hkv, Lk, heads.Ev)
+    if d.flag(35):
+        given.tensors["key_lengths"] = _integers(d, tuple(d.integer(0, Lk) for _ in range(B)))
+    return _Shapes(
+        lengths,
+        (B, heads.H, Lq, Lk),
+        {"out": (B, heads.H, Lq, heads.Ev), "lse": (B, heads.H, Lq)},
+    )
+
+
+def _draw_mask(given: _Given, whole: tuple[int, ...]) -> None:
+    """Draws a mask of some of the dimensions of (B, H, Lq, Lk)."""
+    d, dtype = given.d, given.dtype
+    kind = d.choice(("bool", "dtype", "float32"))
+    if kind == "float32" and dtype == "float64":
+        kind = "dtype"
+    shape = tuple(1 if d.flag(35) else n for n in whole)
+    given.make(
+        "attn_mask",
+        *shape,
+        dtype={"dtype": dtype}.get(kind, kind),
+        scale=d.choice((1.0, 5.0)),
+        left_out=d.choice((0.1, 0.5, 0.9, *([] if kind == "bool" else [0.0]))),
+    )
+
+
+def _draw_options(given: _Given, varlen: bool, longest: int) -> None:
+    d, options = given.d, given.options
+    causal = d.choice((False, False, True, CausalVariant.UPPER_LEFT, CausalVariant.LOWER_RIGHT))
+    if causal is not False:
+        options["is_causal"] = causal
+    if not varlen and "attn_mask" not in given.tensors and d.flag(10):
+        options["attn_mask"] = d.choice((CausalVariant.UPPER_LEFT, CausalVariant.LOWER_RIGHT))
+    if d.flag(30):
+        side = (0, 1, 2, longest // 2, longest, longest + 9, 2**31, sys.maxsize)
+        sides = tuple(d.choice(side) for _ in range(2))
+        options["window"] = d.choice((sides[0], sides, (sides[0], None), (None, sides[1])))
+    if d.flag(25):
+        options["scale"] = d.choice((0.5, 0.0, -0.3, 3.0, 1e-6, 1, 1e-300))
+    if d.flag(20):
+        options["softcap"] = d.choice((50.0, 2, 0.3, 1e-6, 1e6, 1e37))
+    if d.flag(25):
+        options["dropout_p"] = d.choice(PROBABILITIES)
+    options["return_lse"] = True
 
 
 def _head_dim(d: Draws, kernel: str) -> int:

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -30,16 +30,27 @@ PROBABILITIES = (0.5, 0.1, 0.9, 2.5 / 65536)
 # Calls ------------------------------------------------------------------------------------------
 
 
+class _Layer(NamedTuple):
+    """The sizes of a layer, and what its cells have."""
+
+    I: int  # noqa: E741
+    H: int
+    R: int
+    gates: int
+    projected: bool
+    norm: bool
+    optional: dict[str, bool]  # biases and peepholes
+
+
 def draw(d: Draws, kernel: str, dtype: str) -> Call:
     entry_point = d.choice(("function", "function", "layer", "cell", "module"))
     if entry_point in ("cell", "module"):
         return _draw_plain(d, kernel, dtype, entry_point)
     T, B, I, H = recurrent.sizes(d)  # noqa: E741
-    options: dict[str, Any] = {}
     directions = d.integer(1, 2) if entry_point == "layer" else 1
     reverse = tuple(d.flag(50) for _ in range(directions))
     coupled = d.flag(25)
-    G, R = 3 if coupled else 4, d.integer(1, 9) if d.flag(30) else H
+    gates, R = 3 if coupled else 4, d.integer(1, 9) if d.flag(30) else H
     projected = R != H or d.flag(5)
     makers = Makers(d, dtype)
     batch_first = entry_point == "function" and d.flag(25)
@@ -60,26 +71,12 @@ def draw(d: Draws, kernel: str, dtype: str) -> Call:
     optional = {
         name: d.flag(35) for name in ("bias_ih", "bias_hh", "weight_peephole", "norm_cell_bias")
     }
-    norm = d.flag(25)
+    layer = _Layer(I, H, R, gates, projected, d.flag(25), optional)
     for suffix in ("", "_reverse")[:directions]:
-        # A layer norm of equal numbers turns rounding errors into results of any size.
-        makers.make(f"weight_ih{suffix}", G * H, I, repeat=not norm, scale=1 / math.sqrt(I))
-        makers.make(f"weight_hh{suffix}", G * H, R, repeat=not norm, scale=1 / math.sqrt(R))
-        if projected:
-            makers.make(f"weight_hr{suffix}", R, H, scale=1 / math.sqrt(H))
-        for name in ("bias_ih", "bias_hh"):
-            if optional[name]:
-                makers.vector(f"{name}{suffix}", G * H)
-        if optional["weight_peephole"]:
-            makers.vector(f"weight_peephole{suffix}", G - 1, H)
-        if norm:
-            makers.vector(f"norm_ih_weight{suffix}", G * H, mean=1.0)
-            makers.vector(f"norm_hh_weight{suffix}", G * H, mean=1.0)
-            makers.vector(f"norm_cell_weight{suffix}", H, mean=1.0)
-            if optional["norm_cell_bias"]:
-                makers.vector(f"norm_cell_bias{suffix}", H)
+        _draw_parameters(makers, layer, suffix)
     if d.flag(45):
         makers.lengths(T, B)
+    options: dict[str, Any] = {}
     if batch_first:
         options["batch_first"] = True
     if entry_point == "layer":
@@ -88,21 +85,7 @@ def draw(d: Draws, kernel: str, dtype: str) -> Call:
         options["reverse"] = True
     if coupled:
         options["coupled"] = True
-    elif d.flag(20):
-        options["forget_bias"] = d.choice((1.0, -0.5))
-    if d.flag(20):
-        options["cell_clip"] = d.choice((0.5, 0.1, 1))
-    if projected and d.flag(30):
-        options["proj_clip"] = d.choice((0.3, 0.05))
-    if norm and d.flag(30):
-        options["eps"] = d.choice((1e-3, 0.1))
-    if d.flag(40):
-        options["training"] = True
-    for name in ("zoneout_h", "zoneout_c", "recurrent_dropout"):
-        if d.flag(20):
-            options[name] = d.choice(PROBABILITIES)
-    if d.flag(20):
-        options["recompute"] = True
+    options |= _draw_options(d, layer)
     output = (T, I) if one_row else makers.tensors["input"].shape
     wide = "float64" if dtype == "float64" else "float32"
     results = {
@@ -115,6 +98,49 @@ def draw(d: Draws, kernel: str, dtype: str) -> Call:
     call = draw_modes(d, call, differentiable, results)
     call = recurrent.with_specials(d, call)
     return dataclasses.replace(call, seed=d.integer(0, 255))
+
+
+def _draw_parameters(makers: Makers, layer: _Layer, suffix: str) -> None:
+    """Draws the parameters of one direction."""
+    I, H, R, G, *_ = layer  # noqa: E741
+    # A layer norm of equal numbers turns rounding errors into results of any size.
+    repeat = not layer.norm
+    makers.make(f"weight_ih{suffix}", G * H, I, repeat=repeat, scale=1 / math.sqrt(I))
+    makers.make(f"weight_hh{suffix}", G * H, R, repeat=repeat, scale=1 / math.sqrt(R))
+    if layer.projected:
+        makers.make(f"weight_hr{suffix}", R, H, scale=1 / math.sqrt(H))
+    for name in ("bias_ih", "bias_hh"):
+        if layer.optional[name]:
+            makers.vector(f"{name}{suffix}", G * H)
+    if layer.optional["weight_peephole"]:
+        makers.vector(f"weight_peephole{suffix}", G - 1, H)
+    if layer.norm:
+        makers.vector(f"norm_ih_weight{suffix}", G * H, mean=1.0)
+        makers.vector(f"norm_hh_weight{suffix}", G * H, mean=1.0)
+        makers.vector(f"norm_cell_weight{suffix}", H, mean=1.0)
+        if layer.optional["norm_cell_bias"]:
+            makers.vector(f"norm_cell_bias{suffix}", H)
+
+
+def _draw_options(d: Draws, layer: _Layer) -> dict[str, Any]:
+    """Draws the options of the layer's cells."""
+    options: dict[str, Any] = {}
+    if layer.gates == 4 and d.flag(20):
+        options["forget_bias"] = d.choice((1.0, -0.5))
+    if d.flag(20):
+        options["cell_clip"] = d.choice((0.5, 0.1, 1))
+    if layer.projected and d.flag(30):
+        options["proj_clip"] = d.choice((0.3, 0.05))
+    if layer.norm and d.flag(30):
+        options["eps"] = d.choice((1e-3, 0.1))
+    if d.flag(40):
+        options["training"] = True
+    for name in ("zoneout_h", "zoneout_c", "recurrent_dropout"):
+        if d.flag(20):
+            options[name] = d.choice(PROBABILITIES)
+    if d.flag(20):
+        options["recompute"] = True
+    return options
 
 
 def _draw_plain(d: Draws, kernel: str, dtype: str, entry_point: str) -> Call:
@@ -281,7 +307,6 @@ def _direction(
     H = R if p["weight_hr"] is None else p["weight_hr"].shape[2]
     h = x.new_zeros(replicas, B, R) if h is None else h
     c = x.new_zeros(replicas, B, H) if c is None else c
-    eps, coupled = options.get("eps", 1e-5), options.get("coupled", False)
     seed = philox.drawn_seed(call.seed)
     training = options.get("training", False)
     share_h, share_c = options.get("zoneout_h", 0.0), options.get("zoneout_c", 0.0)
@@ -295,9 +320,6 @@ def _direction(
         row, column = rows[:, None].expand(-1, columns), torch.arange(columns).expand(len(rows), -1)
         flat = (np.ascontiguousarray(t.numpy()).ravel() for t in (plane, row, column))
         return philox.keep(seed, probability, *flat).view(len(rows), columns)
-
-    def clipped(t: Tensor, limit: float | None) -> Tensor:
-        return t if limit is None else t.clamp(-limit, limit)
 
     def after(new: Tensor, old: Tensor, kind: int, probability: float) -> Tensor:
         """Applies zoneout."""
@@ -318,37 +340,51 @@ def _direction(
         rows, position = steps.at(step)
         h_old, c_old = h[:, rows], c[:, rows]
         heard = h_old if mask is None else r(h_old * mask[rows])
-        from_x = product(x[:, position, rows], p["weight_ih"], r)
-        from_h = product(heard, p["weight_hh"], r)
-        if p["norm_ih_weight"] is not None:
-            from_x = _normal(call, from_x, p["norm_ih_weight"], None, eps, r)
-            from_h = _normal(call, from_h, p["norm_hh_weight"], None, eps, r)
-        a = r(from_x + from_h)
-        for name in ("bias_ih", "bias_hh"):
-            a = a if p[name] is None else r(a + p[name][:, None])
-        a_i, *a_f, a_g, a_o = a.chunk(3 if coupled else 4, -1)
-        if p["weight_peephole"] is not None:
-            *first_peepholes, peephole_o = p["weight_peephole"].unbind(1)
-            a_i = r(a_i + r(first_peepholes[0][:, None] * c_old))
-            if not coupled:
-                a_f = [r(a_f[0] + r(first_peepholes[1][:, None] * c_old))]
-        i = sigmoid(a_i, r)
-        forget_bias = options.get("forget_bias", 0.0)
-        f = r(1 - i) if coupled else sigmoid(r(a_f[0] + forget_bias), r)
-        new_c = clipped(r(r(f * c_old) + r(i * tanh(a_g, r))), options.get("cell_clip"))
-        if p["weight_peephole"] is not None:
-            a_o = r(a_o + r(peephole_o[:, None] * new_c))
-        shown = new_c
-        if p["norm_cell_weight"] is not None:
-            shown = _normal(call, new_c, p["norm_cell_weight"], p["norm_cell_bias"], eps, r)
-        new_h = r(sigmoid(a_o, r) * tanh(shown, r))
-        if p["weight_hr"] is not None:
-            new_h = clipped(product(new_h, p["weight_hr"], r), options.get("proj_clip"))
+        new_h, new_c = _cell(call, x[:, position, rows], heard, c_old, p, r)
         new_h = r(after(new_h, h_old, 1, share_h))
         new_c = r(after(new_c, c_old, 2, share_c))
         h, c = h.index_copy(1, rows, new_h), c.index_copy(1, rows, new_c)
         ys.append((rows, position, new_h))
     return recurrent.gathered(ys, h, T), h, c
+
+
+def _cell(
+    call: Call, x: Tensor, h: Tensor, c: Tensor, p: dict[str, Tensor | None], r: Rounding
+) -> tuple[Tensor, Tensor]:
+    """Returns a step's h and c, before zoneout, of the parameters p."""
+    options = call.options
+    eps, coupled = options.get("eps", 1e-5), options.get("coupled", False)
+    from_x = product(x, p["weight_ih"], r)
+    from_h = product(h, p["weight_hh"], r)
+    if p["norm_ih_weight"] is not None:
+        from_x = _normal(call, from_x, p["norm_ih_weight"], None, eps, r)
+        from_h = _normal(call, from_h, p["norm_hh_weight"], None, eps, r)
+    a = r(from_x + from_h)
+    for name in ("bias_ih", "bias_hh"):
+        a = a if p[name] is None else r(a + p[name][:, None])
+    a_i, *a_f, a_g, a_o = a.chunk(3 if coupled else 4, -1)
+    if p["weight_peephole"] is not None:
+        *first_peepholes, peephole_o = p["weight_peephole"].unbind(1)
+        a_i = r(a_i + r(first_peepholes[0][:, None] * c))
+        if not coupled:
+            a_f = [r(a_f[0] + r(first_peepholes[1][:, None] * c))]
+    i = sigmoid(a_i, r)
+    forget_bias = options.get("forget_bias", 0.0)
+    f = r(1 - i) if coupled else sigmoid(r(a_f[0] + forget_bias), r)
+    new_c = _clipped(r(r(f * c) + r(i * tanh(a_g, r))), options.get("cell_clip"))
+    if p["weight_peephole"] is not None:
+        a_o = r(a_o + r(peephole_o[:, None] * new_c))
+    shown = new_c
+    if p["norm_cell_weight"] is not None:
+        shown = _normal(call, new_c, p["norm_cell_weight"], p["norm_cell_bias"], eps, r)
+    new_h = r(sigmoid(a_o, r) * tanh(shown, r))
+    if p["weight_hr"] is not None:
+        new_h = _clipped(product(new_h, p["weight_hr"], r), options.get("proj_clip"))
+    return new_h, new_c
+
+
+def _clipped(x: Tensor, limit: float | None) -> Tensor:
+    return x if limit is None else x.clamp(-limit, limit)
 
 
 def _normal(
