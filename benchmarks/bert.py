@@ -160,14 +160,6 @@ CASES: dict[str, tuple[Inference | Training | Step, ...]] = {
 }
 
 
-def flops(config: BertConfig, lengths: Sequence[int]) -> float:
-    """Operations of a forward over sequences of these lengths, without their padding."""
-    hidden = config.hidden_size
-    weights = hidden * (4 * hidden + 2 * config.intermediate_size)
-    pairs = sum(length**2 for length in lengths)
-    return config.num_hidden_layers * (2 * weights * sum(lengths) + 4 * pairs * hidden)
-
-
 # Inference --------------------------------------------------------------------------------------
 
 
@@ -240,7 +232,13 @@ def read(case: Inference, directory: Path, rounds: int, progress: Progress) -> R
     heading = f"{_NAMES[case.dtype]}, {size}, {sum(lengths) / batch.mask.numel():.0%} valid"
     timings = {variant.variant: variant.timing for variant in variants}
     results = _against(
-        case.targets, "MiniLM-L6", "forward", heading, timings, flops(config, lengths), case.dtype
+        case.targets,
+        "MiniLM-L6",
+        "forward",
+        heading,
+        timings,
+        engines.flops(config, lengths),
+        case.dtype,
     )
     return Read(heading, variants, results)
 
@@ -321,7 +319,7 @@ def train(case: Training, seconds: float) -> list[Result]:
         "forward + backward",
         shape,
         timings,
-        3 * flops(config, lengths.tolist()),
+        3 * engines.flops(config, lengths.tolist()),
         torch.float32,
     )
 
@@ -384,7 +382,7 @@ def step(case: Step, device: str, seconds: float) -> Result:
         ours=timings.pop("fused"),
         peers=timings,
         refused={},
-        work=3 * flops(config, lengths.tolist()),
+        work=3 * engines.flops(config, lengths.tolist()),
         ceiling=ceilings.matrix_rate(case.dtype, device=device),
         at_least=case.at_least,
     )

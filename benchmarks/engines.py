@@ -1,4 +1,4 @@
-"""Other inference engines for BERT on a CPU, with the same weights.
+"""Other inference engines for BERT on a CPU, with the same weights, and the work that it takes.
 
 ONNX Runtime and OpenVINO read an ONNX file, CTranslate2 a file that its own converter writes. Each
 gets torch's thread count, one stream, and otherwise its own defaults.
@@ -12,14 +12,14 @@ import importlib.metadata
 import importlib.util
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from trifuse.models.bert import BertModel
+from trifuse.models.bert import BertConfig, BertModel
 
 Reader = Callable[[Tensor, Tensor], Tensor]
 """From token ids (B, L) and the mask (B, L) of the real ones to hidden states (B, L, hidden_size).
@@ -42,6 +42,19 @@ class Engine(NamedTuple):
     @property
     def version(self) -> str:
         return importlib.metadata.version(self.package)
+
+
+def layer_weights(config: BertConfig) -> int:
+    """Numbers in the weights of all layers' linear layers."""
+    hidden = config.hidden_size
+    return config.num_hidden_layers * hidden * (4 * hidden + 2 * config.intermediate_size)
+
+
+def flops(config: BertConfig, lengths: Sequence[int]) -> float:
+    """Operations of a forward over sequences of these lengths, without their padding."""
+    pairs = sum(length**2 for length in lengths)
+    features = config.num_hidden_layers * config.hidden_size
+    return 2 * layer_weights(config) * sum(lengths) + 4 * pairs * features
 
 
 def load(directory: Path, dtype: torch.dtype, only: str | None = None) -> dict[str, Reader]:

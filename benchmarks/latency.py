@@ -119,13 +119,13 @@ def sentence(directory: Path, tokens: int) -> Tensor:
 
 @contextlib.contextmanager
 def _processes(
-    directory: Path, dtype: torch.dtype, engines: Sequence[str], threads: int
+    directory: Path, dtype: torch.dtype, served: Sequence[str], threads: int
 ) -> Iterator[dict[str, Callable[..., Any]]]:
     """Yield by engine a function that calls another one in the engine's process."""
     spawn = multiprocessing.get_context("spawn")
     with contextlib.ExitStack() as stack:
         calls = {}
-        for name in engines:
+        for name in served:
             pool = ProcessPoolExecutor(
                 1, mp_context=spawn, initializer=_start, initargs=(directory, dtype, name, threads)
             )
@@ -143,8 +143,7 @@ def compare(
 ) -> list[Latency]:
     """Time all engines in turns."""
     config = BertConfig.from_json(directory / "config.json")
-    hidden, layers = config.hidden_size, config.num_hidden_layers
-    weights = layers * hidden * (4 * hidden + 2 * config.intermediate_size)
+    weight_bytes = engines.layer_weights(config) * dtype.itemsize
     copy, multiply = ceilings.copy_rate().value, ceilings.matrix_rate(dtype).value
     found = []
     with _processes(directory, dtype, names(dtype), threads) as calls, progress_bars() as progress:
@@ -159,8 +158,7 @@ def compare(
                 for name, call in calls.items():
                     seconds[name] += call(_time, ids, _CALLS)
                 progress.advance(task)
-            work = 2 * weights * tokens + 4 * layers * hidden * tokens**2
-            ceiling = max(weights * dtype.itemsize / copy, work / multiply)
+            ceiling = max(weight_bytes / copy, engines.flops(config, [tokens]) / multiply)
             found += [Latency(tokens, name, each, ceiling) for name, each in seconds.items()]
     return found
 

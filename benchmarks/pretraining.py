@@ -397,7 +397,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 class Results(NamedTuple):
-    """What the comparison measures."""
+    """The figures of the comparison."""
 
     pretrained: Curves
     tuned: Curves

@@ -11,10 +11,8 @@ import contextlib
 import copy
 import enum
 import functools
-import inspect
 import re
 import sys
-import types
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -34,7 +32,7 @@ from trifuse.nn.linear import freeze as freeze_weight
 from trifuse.nn.linear import thaw
 from trifuse.nn.quantization import Unquantizable
 from trifuse.ops import linear
-from trifuse.recipes import stacks, sublayers
+from trifuse.recipes import code, stacks, sublayers
 
 
 class Swapped(NamedTuple):
@@ -628,7 +626,7 @@ def torch_attention(model: torch_nn.Module) -> Iterator[Left]:
     }
     for path, module in model.named_modules():
         own = module not in of_transformers and not _is_ours_or_torchs(type(module))
-        if own and "scaled_dot_product_attention" in _names_used(type(module)):
+        if own and "scaled_dot_product_attention" in code.names_used(type(module)):
             why = "calls F.scaled_dot_product_attention; run it inside trifuse.attention()"
             yield Left(path, type(module).__name__, why)
 
@@ -638,25 +636,12 @@ def _attends_by_itself(module: torch_nn.Module) -> bool:
     cls = type(module)
     if not _names_attention(module) or _is_ours_or_torchs(cls):
         return False
-    names = _names_used(cls)
+    names = code.names_used(cls)
     return "ALL_ATTENTION_FUNCTIONS" not in names and not names.isdisjoint(_ATTENTION_FORMULAS)
 
 
 def _is_ours_or_torchs(cls: type) -> bool:
     return cls.__module__.split(".")[0] in ("torch", "trifuse")
-
-
-def _names_used(cls: type) -> frozenset[str]:
-    """Return the attributes and global names that the methods of a module's class use."""
-    names: set[str] = set()
-    for base in cls.__mro__:
-        if base is torch_nn.Module:
-            break
-        for value in vars(base).values():
-            function = inspect.unwrap(value) if callable(value) else None
-            if isinstance(function, types.FunctionType):
-                names.update(function.__code__.co_names)
-    return frozenset(names)
 
 
 _ATTENTION_FORMULAS = ("softmax", "scaled_dot_product_attention", "eager_attention_forward")

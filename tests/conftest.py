@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Iterator
 from typing import Any
 
@@ -112,6 +113,18 @@ def torch_multiplies(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leaves products of linear layers to torch, so that reports don't depend on the machine."""
     monkeypatch.setenv("TRIFUSE_LINEAR", "torch")
     monkeypatch.setattr(linear, "_measured", {})
+
+
+@pytest.fixture
+def warned(caplog: pytest.LogCaptureFixture) -> Iterator[list[str]]:
+    """The warnings that trifuse has logged since the list was last cleared."""
+    caplog.set_level(logging.WARNING, "trifuse")
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("trifuse").addHandler(handler)
+    yield said
+    logging.getLogger("trifuse").removeHandler(handler)
 
 
 @pytest.fixture(scope="session")

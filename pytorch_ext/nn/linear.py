@@ -28,6 +28,7 @@ class Linear(nn.Linear):
     """
 
     qconfig = Unquantizable(nn.Linear)
+    frozen = False  # whether the weight is promised not to change: see trifuse.fuse
 
     def forward(self, input: Tensor) -> Tensor:
         """x Wᵀ + b, from (..., in_features) to (..., out_features)."""
@@ -46,6 +47,7 @@ class FrozenLinear(Linear):
             is set or changed.
     """
 
+    frozen = True
     _frozen: FrozenWeight
 
     def forward(self, input: Tensor) -> Tensor:
@@ -175,7 +177,7 @@ def _packed_weight(owner: nn.Module, name: str) -> PackedWeight | None:
     packed = _packed.get(owner)
     if packed is None:
         packed = _packed[owner] = {}
-    trusted, kept = getattr(owner, "frozen", False), packed.get(name)
+    trusted, kept = bool(owner.frozen), packed.get(name)
     if kept is None or isinstance(kept, TrustedWeight) != trusted:
         kept = packed[name] = TrustedWeight() if trusted else PackedWeight()
     return kept

@@ -181,7 +181,7 @@ def find_obstacle(
             continue
         cls = type(module)
         if not (cls in _TOKENWISE or cls.__module__ in known):
-            reason = (why_not or _unknown)(module)
+            reason = why_unknown(cls) if why_not is None else why_not(module)
             if reason is not None:
                 return Obstacle(path, module, reason)
         if why := why_intercepted(module):
@@ -189,8 +189,8 @@ def find_obstacle(
     return None
 
 
-def _unknown(module: nn.Module) -> str:
-    cls = type(module)
+def why_unknown(cls: type) -> str:
+    """Returns why a class is an obstacle if nothing is known of it, worded to follow a name."""
     name = f"{cls.__module__}.{cls.__qualname__}"
     return f"is a {name}, which isn't known to treat tokens one by one"
 

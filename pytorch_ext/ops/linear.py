@@ -95,11 +95,12 @@ def _serves(
         return False
     if torch.compiler.is_compiling():
         return dtype in _measured and _measured[dtype].faster
-    return (
-        not _modes.transform_active()
-        and torch._C._len_torch_dispatch_stack() == 0
-        and choose(dtype).faster
-    )
+    return not _is_watched() and choose(dtype).faster
+
+
+def _is_watched() -> bool:
+    """Returns whether torch.func transforms the call, or a mode of the dispatcher sees it."""
+    return _modes.transform_active() or torch._C._len_torch_dispatch_stack() > 0
 
 
 _AUTOCAST = (torch.float32, torch.bfloat16, torch.float16)
@@ -236,12 +237,7 @@ class PackedWeight:
         sums, cached = torch.ops.trifuse.checksum(weight), self._kept
         kind: _Kind = (weight.shape, weight.dtype, dtype, backends.cpu_capability())
         packed = None
-        if (
-            cached is not None
-            and cached.kind == kind
-            and cached.sums is not None
-            and torch.equal(sums, cached.sums)
-        ):
+        if cached is not None and cached.kind == kind and torch.equal(sums, cached.sums):
             packed = cached.packed
             if packed is not None:
                 return packed
@@ -275,7 +271,7 @@ class TrustedWeight(PackedWeight):
         cached = self._kept
         if cached is None or cached.kind != kind or cached.packed is None:
             packed = torch.ops.trifuse.pack_linear(weight.detach().to(dtype))
-            cached = self._kept = _Kept(None, kind, packed)
+            cached = self._kept = _Kept(torch.empty(0), kind, packed)
         self._trusted = now
         return cached.packed
 
@@ -353,8 +349,7 @@ def _serves_frozen(x: Tensor, weight: FrozenWeight, bias: Tensor | None) -> bool
         and x.layout == torch.strided
         and weight.capability == backends.cpu_capability()
         and not torch.jit.is_tracing()
-        and not _modes.transform_active()
-        and torch._C._len_torch_dispatch_stack() == 0
+        and not _is_watched()
     )
 
 
@@ -368,7 +363,7 @@ class _Kept(NamedTuple):
     :class:`PackedWeight` replaces it as a whole, because threads may share a model.
     """
 
-    sums: Tensor | None  # None for a trusted weight
+    sums: Tensor  # empty for a trusted weight
     kind: _Kind
     packed: Tensor | None
 

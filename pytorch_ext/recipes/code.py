@@ -11,6 +11,8 @@ import types
 from collections.abc import Iterator
 from typing import Any
 
+from torch import nn
+
 _FUTURES = functools.reduce(
     lambda flags, name: flags | getattr(__future__, name).compiler_flag,
     __future__.all_feature_names,
@@ -30,6 +32,19 @@ def methods(cls: type) -> Iterator[tuple[str, types.FunctionType]]:
             seen.add(name)
             if isinstance(value, types.FunctionType) and not name.startswith("__"):
                 yield name, value
+
+
+def names_used(cls: type) -> frozenset[str]:
+    """Return the attributes and global names that the methods of a module's class use."""
+    names: set[str] = set()
+    for base in cls.__mro__:
+        if base is nn.Module:
+            break
+        for value in vars(base).values():
+            function = inspect.unwrap(value) if callable(value) else None
+            if isinstance(function, types.FunctionType):
+                names.update(function.__code__.co_names)
+    return frozenset(names)
 
 
 def parse(function: types.FunctionType) -> ast.FunctionDef | None:

@@ -19,7 +19,6 @@ and if the mask is that of padding, perhaps with a window of equal reach to both
 from __future__ import annotations
 
 import ast
-import copyreg
 import inspect
 from typing import Any, NamedTuple
 
@@ -31,19 +30,6 @@ from trifuse.nn import packing
 from trifuse.nn.packing import Obstacle, PackedSequences
 from trifuse.recipes import code, norms, sublayers, tokenwise
 from trifuse.recipes.tokenwise import ABSENT, MASK
-
-
-class StackType(sublayers.FusedType):
-    """The type of the classes made here. It lets pickle make them again in another process."""
-
-
-def _reduce(cls: StackType) -> Any:
-    if "_trifuse_origin" not in vars(cls):  # another library's subclass of such a class
-        return cls.__qualname__
-    return unpadded_class, (cls.origin.source, cls.origin.parts)
-
-
-copyreg.pickle(StackType, _reduce)
 
 
 class Unpadded(nn.Module):
@@ -311,10 +297,8 @@ def why_none(model: nn.Module) -> str:
 def _masks_made(cls: type) -> set[str]:
     """The functions by which the code of a class makes masks."""
     if cls not in _makers:
-        names = set()
-        if sublayers.is_of_transformers(sublayers.original(cls)):
-            for _, method in code.methods(cls):
-                names.update(inspect.unwrap(method).__code__.co_names)
+        of_transformers = sublayers.is_of_transformers(sublayers.original(cls))
+        names = code.names_used(cls) if of_transformers else frozenset()
         _makers[cls] = {n for n in names if n.startswith("create_") and n.endswith("_mask")}
     return _makers[cls]
 
@@ -444,16 +428,17 @@ def _make(source: Any, parts: tuple[str, ...]) -> Any:
     compiled = code.compile_like(tree, forward)
     if compiled is None:
         return source
+    made_by = unpadded_class, (source, parts)
     fused = isinstance(source, sublayers.FusedType)
-    origin = source.origin if fused else sublayers.Origin(source)
+    origin = source.origin if fused else sublayers.Origin(source, made_by)
     members = {
         "__module__": "trifuse.recipes",
         "__qualname__": source.__qualname__,
         "__doc__": source.__doc__,
         "forward": compiled,
-        "_trifuse_origin": origin._replace(source=source, parts=parts),
+        "_trifuse_origin": origin._replace(source=source, made_by=made_by, parts=parts),
     }
-    unpadded: Any = StackType(source.__name__, (Unpadded, source), members)
+    unpadded: Any = sublayers.FusedType(source.__name__, (Unpadded, source), members)
     _let_record(unpadded)
     return unpadded
 

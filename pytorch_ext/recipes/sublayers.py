@@ -34,9 +34,10 @@ Roles = tuple[tuple[str, str], ...]
 
 
 class Origin(NamedTuple):
-    """What a class was made of."""
+    """The class and the names that a fused class was made from."""
 
     source: type[nn.Module]
+    made_by: tuple[Any, tuple[Any, ...]]  # the function that made it, and its arguments
     roles: Roles = ()
     norms: tuple[str, ...] = ()  # the attributes whose norms take the sum in
     parts: tuple[str, ...] = ()  # of a stack without padding, the submodules with packed tokens
@@ -52,14 +53,14 @@ class FusedType(type):
 
     @property
     def origin(cls) -> Origin:
-        """What the class was made of."""
+        """The class and the names that this class was made from."""
         return cls._trifuse_origin
 
 
 def _reduce(cls: FusedType) -> Any:
     if "_trifuse_origin" not in vars(cls):  # another library's subclass of such a class
         return cls.__qualname__
-    return fused_class, (cls.origin.source, cls.origin.roles)
+    return cls.origin.made_by
 
 
 copyreg.pickle(FusedType, _reduce)
@@ -184,7 +185,7 @@ def _make(source: type[nn.Module], roles: Roles) -> type[nn.Module]:
         "__module__": "trifuse.recipes",
         "__qualname__": source.__qualname__,
         "__doc__": source.__doc__,
-        "_trifuse_origin": Origin(source, roles, found),
+        "_trifuse_origin": Origin(source, (fused_class, (source, roles)), roles, found),
     }
     fused: Any = FusedType(source.__name__, bases, members)
     return fused

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from trifuse.nn import packing
 from trifuse.recipes import code, norms, sublayers
 
 # Arguments that are None wherever tokens are packed: :mod:`trifuse.recipes.stacks` sees to it.
@@ -34,24 +35,23 @@ MASK = "attention_mask"  # the argument in whose place packed sequences come
 def why_not(module: nn.Module) -> str | None:
     """Return why a module of transformers isn't known to treat tokens one by one, or None."""
     cls = type(module)
-    name = f"is a {cls.__module__}.{cls.__qualname__}"
     source = sublayers.original(cls)
     if not sublayers.is_of_transformers(source):
-        return f"{name}, which isn't known to treat tokens one by one"
+        return packing.why_unknown(cls)
     if source.__module__ == "transformers.activations" or norms.is_rms_norm(source):
         return None
     verdict = _examine(module, source)
     if verdict.uses is not None:
-        name = f"is a {source.__module__}.{source.__qualname__}"
-        return f"{name}, which isn't known to treat tokens one by one: it uses {verdict.uses}"
+        return f"{packing.why_unknown(source)}: it uses {verdict.uses}"
     for child, place in verdict.masks:
         if not _takes_mask(module._modules[child], place):
-            return f"{name}, which doesn't pass its mask to {child}, or under another name"
+            name = f"{cls.__module__}.{cls.__qualname__}"
+            return f"is a {name}, which doesn't pass its mask to {child}, or under another name"
     return None
 
 
 class _Verdict(NamedTuple):
-    """What following a class's code has found."""
+    """The result of following the code of a class."""
 
     uses: str | None  # what isn't known to keep tokens apart
     masks: frozenset[tuple[str, int | str | None]]  # each call of a submodule: the mask's place
@@ -80,7 +80,7 @@ def _examine(module: nn.Module, source: type[nn.Module]) -> _Verdict:
 
 
 def _trait(module: nn.Module, name: str) -> Any:
-    """What a verdict may rest on: the value of a constant, the kind of anything else."""
+    """Return what a verdict may rest on: a constant's value, or the kind of anything else."""
     if name in module._modules:  # looked up there, since this happens in each forward
         return None if module._modules[name] is None else nn.Module
     value = vars(module)[name] if name in vars(module) else getattr(module, name, None)
@@ -130,11 +130,11 @@ def _arguments(cls: type[nn.Module]) -> _Arguments:
 
 
 class _Unknown(Exception):  # noqa: N818 - an answer, not an error
-    """What a method uses that isn't known to keep tokens apart."""
+    """A method uses something that isn't known to keep tokens apart; the message names it."""
 
 
 class _Value(NamedTuple):
-    """What is known of a value.
+    """A value in the code, as far as it can be known without running it.
 
     Its kind is one of
 
@@ -536,7 +536,7 @@ class _Reader:
             owner = function.value
             if isinstance(owner, ast.Name) and owner.id == "self":
                 if function.attr in self.methods:
-                    return self.method(function.attr, *self._arguments(node, scope))
+                    return self.method(function.attr, *self._given(node, scope))
                 if self._note(function.attr) is nn.Module:
                     return self._submodule(function.attr, node, scope)
                 raise _Unknown(ast.unparse(function))
@@ -549,14 +549,14 @@ class _Reader:
         known = code.value_of(function, self.globals | vars(builtins))
         return self._known(known, node, scope)
 
-    def _arguments(self, node: ast.Call, scope: _Scope) -> tuple[list[_Value], dict[str, _Value]]:
+    def _given(self, node: ast.Call, scope: _Scope) -> tuple[list[_Value], dict[str, _Value]]:
         if any(isinstance(argument, ast.Starred) for argument in node.args):
             raise _Unknown(ast.unparse(node.func) + " with unknown arguments")
         named = {k.arg: self.value(k.value, scope) for k in node.keywords if k.arg is not None}
         return [self.value(argument, scope) for argument in node.args], named
 
     def _submodule(self, name: str, node: ast.Call, scope: _Scope) -> _Value:
-        values, named = self._arguments(node, scope)
+        values, named = self._given(node, scope)
         places: list[tuple[int | str, _Value]] = [*enumerate(values), *named.items()]
         masks = [place for place, value in places if value.kind == "mask"]
         self.masks.update((name, place) for place in masks or (None,))
@@ -572,7 +572,7 @@ class _Reader:
         return next((value for _, value in places if value.kind == "tokens"), _TOKENS)
 
     def _attention(self, node: ast.Call, scope: _Scope) -> _Value:
-        values, named = self._arguments(node, scope)
+        values, named = self._given(node, scope)
         mask = values[4] if len(values) > 4 else named.pop(MASK, _NONE)
         others = [*values[5:], *named.values()]
         if (
@@ -588,7 +588,7 @@ class _Reader:
         """Follow the call of a function that isn't the module's own."""
         if _is_chunking(function):
             return self._chunked(node, scope)
-        values, named = self._arguments(node, scope)
+        values, named = self._given(node, scope)
         try:
             if function in _QUESTIONS:
                 return _PLAIN
@@ -630,7 +630,7 @@ class _Reader:
             if shape is None:
                 raise _Unknown(ast.unparse(node))
             return _Value("tokens", shape.trailing)
-        values, named = self._arguments(node, scope)
+        values, named = self._given(node, scope)
         constants = [value.held for value in values if value.kind == "constant"]
         if len(constants) < len(values):
             constants = []

@@ -528,7 +528,7 @@ def test_bert_flops_are_those_of_the_products_counted_by_torch() -> None:
     with FlopCounterMode(display=False) as counter:
         for length in (5, 9):
             encoder(torch.randn(1, length, 32))
-    assert bert.flops(config, [5, 9]) == counter.get_total_flops()
+    assert engines.flops(config, [5, 9]) == counter.get_total_flops()
 
 
 def _small_bert() -> tuple[bert.Inference | bert.Training, ...]:

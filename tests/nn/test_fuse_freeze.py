@@ -136,12 +136,20 @@ def test_memory_is_that_of_one_model():
     assert model[0]._frozen.packed.nbytes == 4 * 128 * 128
 
 
+def saved(model: nn.Module) -> nn.Module:
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    loaded: nn.Module = torch.load(file, weights_only=False)
+    return loaded
+
+
 @pytest.mark.parametrize(
     "copied",
     [
         copy.deepcopy,
         lambda model: pickle.loads(pickle.dumps(model)),
-        lambda model: saved(model),
+        saved,
     ],
     ids=["deepcopy", "pickle", "torch.save"],
 )
@@ -150,14 +158,6 @@ def test_copies_keep_the_values(copied):
     frozen(model)
     with torch.no_grad():
         assert torch.equal(copied(model)(x), model(x))
-
-
-def saved(model: nn.Module) -> nn.Module:
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    loaded: nn.Module = torch.load(file, weights_only=False)
-    return loaded
 
 
 def test_a_report_copied_with_its_model_thaws_the_copy():
@@ -196,7 +196,7 @@ def test_another_instruction_set_unpacks():
         _C.set_cpu_capability(before)
 
 
-# What it refuses --------------------------------------------------------------------------------
+# Changes are refused ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

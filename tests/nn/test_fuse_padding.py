@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import logging
 from collections.abc import Iterator
 
 import pytest
@@ -34,18 +33,6 @@ def encoder(**options: bool) -> nn.TransformerEncoder:
     if options:
         layer.self_attn = nn.MultiheadAttention(16, 4, batch_first=True, **options)
     return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).eval()
-
-
-@pytest.fixture
-def warned(caplog) -> list[str]:
-    """Messages logged since the list was last cleared."""
-    caplog.set_level(logging.WARNING, "trifuse")
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("trifuse").addHandler(handler)
-    yield said
-    logging.getLogger("trifuse").removeHandler(handler)
 
 
 @torch.no_grad()

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from model_sizes import GROUPED_QUERIES, SIZES
+from model_sizes import DISTILBERT_SIZES, GROUPED_QUERIES, PADDED_SIZES, SIZES
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -18,37 +18,28 @@ transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.usefixtures("torch_multiplies")
 
 B, L = 3, 10
-PADDED = SIZES | {"max_position_embeddings": 64, "pad_token_id": 0}
 GROUPED = SIZES | GROUPED_QUERIES | {"pad_token_id": 0}
-EMBEDDED = PADDED | {"embedding_size": 16}
-DISTILLED = {
-    "vocab_size": 97,
-    "dim": 32,
-    "n_layers": 2,
-    "n_heads": 4,
-    "hidden_dim": 48,
-    "max_position_embeddings": 64,
-}
+EMBEDDED = PADDED_SIZES | {"embedding_size": 16}
 GPT = {"vocab_size": 97, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
 
 # By model: its configuration, the norms that the recipes fuse, and those that stay torch's: that
 # of embeddings whose sum broadcasts, and those at the beginning of a layer or at the model's end.
 FAMILIES: dict[str, tuple[dict[str, Any], int, int]] = {
-    "Roberta": (PADDED, 5, 0),
-    "XLMRoberta": (PADDED, 5, 0),
-    "Camembert": (PADDED, 5, 0),
+    "Roberta": (PADDED_SIZES, 5, 0),
+    "XLMRoberta": (PADDED_SIZES, 5, 0),
+    "Camembert": (PADDED_SIZES, 5, 0),
     "Electra": (EMBEDDED, 4, 1),
-    "Ernie": (PADDED, 4, 1),
-    "LayoutLM": (PADDED, 5, 0),
-    "MPNet": (PADDED, 5, 0),
-    "DistilBert": (DISTILLED, 4, 1),
+    "Ernie": (PADDED_SIZES, 4, 1),
+    "LayoutLM": (PADDED_SIZES, 5, 0),
+    "MPNet": (PADDED_SIZES, 5, 0),
+    "DistilBert": (DISTILBERT_SIZES, 4, 1),
     "Albert": (EMBEDDED, 4, 1),
     "Llama": (GROUPED, 5, 0),
     "Mistral": (GROUPED, 5, 0),
     "Qwen2": (GROUPED, 5, 0),
     "Qwen3": (GROUPED | {"head_dim": 8}, 9, 0),
     "GPT2": (GPT, 2, 3),
-    "CLIPText": (PADDED | {"eos_token_id": 2}, 2, 3),
+    "CLIPText": (PADDED_SIZES | {"eos_token_id": 2}, 2, 3),
 }
 LENGTHS = torch.tensor([L, 6, 3])[:, None]
 MASKS = {

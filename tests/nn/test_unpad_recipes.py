@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import copy
-import logging
 import pickle
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from model_sizes import GROUPED_QUERIES, SIZES
+from model_sizes import DISTILBERT_SIZES, GROUPED_QUERIES, PADDED_SIZES
 from torch import Tensor, nn
 
 import trifuse
@@ -22,16 +20,7 @@ transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.usefixtures("torch_multiplies")
 
 B, L, LAYERS = 3, 10, 2
-PADDED = SIZES | {"max_position_embeddings": 64, "pad_token_id": 0}
-EMBEDDED = PADDED | {"embedding_size": 32}
-DISTILLED = {
-    "vocab_size": 97,
-    "dim": 32,
-    "n_layers": 2,
-    "n_heads": 4,
-    "hidden_dim": 48,
-    "max_position_embeddings": 64,
-}
+EMBEDDED = PADDED_SIZES | {"embedding_size": 32}
 TRANSLATES = {
     "vocab_size": 97,
     "d_model": 32,
@@ -57,20 +46,20 @@ T5 = {
 
 # By model: its configuration, and what leaves padding out.
 FAMILIES: dict[str, tuple[dict[str, Any], list[str]]] = {
-    "Roberta": (PADDED, ["encoder"]),
-    "XLMRoberta": (PADDED, ["encoder"]),
-    "Camembert": (PADDED, ["encoder"]),
+    "Roberta": (PADDED_SIZES, ["encoder"]),
+    "XLMRoberta": (PADDED_SIZES, ["encoder"]),
+    "Camembert": (PADDED_SIZES, ["encoder"]),
     "Electra": (EMBEDDED | {"embedding_size": 16}, ["encoder"]),
-    "Ernie": (PADDED, ["encoder"]),
-    "Data2VecText": (PADDED, ["encoder"]),
-    "RobertaPreLayerNorm": (PADDED, ["encoder"]),
-    "LayoutLM": (PADDED, ["encoder"]),  # its own mask, 0 and the least number
-    "DistilBert": (DISTILLED, ["transformer"]),
+    "Ernie": (PADDED_SIZES, ["encoder"]),
+    "Data2VecText": (PADDED_SIZES, ["encoder"]),
+    "RobertaPreLayerNorm": (PADDED_SIZES, ["encoder"]),
+    "LayoutLM": (PADDED_SIZES, ["encoder"]),  # its own mask, 0 and the least number
+    "DistilBert": (DISTILBERT_SIZES, ["transformer"]),
     "Albert": (EMBEDDED, ["encoder", "encoder.albert_layer_groups.0"]),
     "MobileBert": (EMBEDDED | {"intra_bottleneck_size": 32}, ["encoder"]),
-    "ModernBert": (PADDED | MARKS | {"local_attention": 4}, [""]),  # layer 1 has a window
-    "NomicBert": (PADDED, [""]),
-    "EuroBert": (PADDED | GROUPED_QUERIES | MARKS, [""]),
+    "ModernBert": (PADDED_SIZES | MARKS | {"local_attention": 4}, [""]),  # layer 1 has a window
+    "NomicBert": (PADDED_SIZES, [""]),
+    "EuroBert": (PADDED_SIZES | GROUPED_QUERIES | MARKS, [""]),
     "Bart": (TRANSLATES, ["encoder"]),
     "MBart": (TRANSLATES, ["encoder"]),
     "Pegasus": (TRANSLATES, ["encoder"]),
@@ -117,16 +106,6 @@ def packed(monkeypatch) -> list[tuple[int, int | None]]:
 
     monkeypatch.setattr(packing, "attend", spy)
     return seen
-
-
-@pytest.fixture
-def warned() -> Iterator[list[str]]:
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("trifuse").addHandler(handler)
-    yield said
-    logging.getLogger("trifuse").removeHandler(handler)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -278,14 +257,14 @@ def test_decoders(packed):
     close(run(model, RIGHT, use_cache=True)[0][RIGHT], wanted[RIGHT])
     assert not packed
     text = {"eos_token_id": 2, "bos_token_id": 1}
-    clip = transformers.CLIPTextModel(transformers.CLIPTextConfig(**PADDED | text))
+    clip = transformers.CLIPTextModel(transformers.CLIPTextConfig(**PADDED_SIZES | text))
     (padded,) = trifuse.fuse(clip, unpad=True).padded
     assert padded.reason == "its attention is causal"  # as the masks that its code makes
 
 
 @pytest.mark.parametrize("name", ["MPNet", "T5Encoder"])
 def test_relative_positions(name, packed):
-    options = T5 if name == "T5Encoder" else PADDED
+    options = T5 if name == "T5Encoder" else PADDED_SIZES
     config = getattr(transformers, f"{name.removesuffix('Encoder')}Config")(**options)
     model = getattr(transformers, f"{name}Model")(config).eval()
     ids = torch.full((B, L), 5)
@@ -313,7 +292,7 @@ def test_compiled(name, packed, warned):
     assert any("because torch.compile can't read its mask" in said for said in warned)
 
 
-# What keeps tokens apart ------------------------------------------------------------------------
+# Code that keeps tokens apart ---------------------------------------------------------------------
 
 
 class Mixer(nn.Module):

@@ -10,6 +10,16 @@ SIZES = {
     "intermediate_size": 48,
 }
 BERT_SIZES = SIZES | {"max_position_embeddings": 24}
+PADDED_SIZES = SIZES | {"max_position_embeddings": 64, "pad_token_id": 0}
+# As DistilBERT's configuration calls them.
+DISTILBERT_SIZES = {
+    "vocab_size": 97,
+    "dim": 32,
+    "n_layers": 2,
+    "n_heads": 4,
+    "hidden_dim": 48,
+    "max_position_embeddings": 64,
+}
 GROUPED_QUERIES = {"num_key_value_heads": 2, "max_position_embeddings": 64}
 TINY_ELMO = {
     "char_embedding_dim": 4,

@@ -39,7 +39,7 @@ class _Heads(NamedTuple):
 
 
 class _Shapes(NamedTuple):
-    """What later decisions depend on."""
+    """The shapes on which later decisions depend."""
 
     longest: tuple[int, int]  # numbers of queries and keys of the longest sequence
     mask: tuple[int, ...]  # (B, H, Lq, Lk), to which a mask is broadcast
