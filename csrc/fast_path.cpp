@@ -98,6 +98,13 @@ bool read(PyObject* object, double& number) {
   return std::isfinite(number);
 }
 
+bool read(PyObject* object, int64_t& number) {
+  if (!PyLong_CheckExact(object)) return false;
+  int overflow;
+  number = PyLong_AsLongLongAndOverflow(object, &overflow);
+  return !overflow;
+}
+
 bool read(PyObject* object, std::optional<double>& number) {
   return object == Py_None || read(object, number.emplace());
 }
@@ -124,8 +131,8 @@ OptionalTensor draw_seed(double dropout_p) {
 // Calling ops ------------------------------------------------------------------------------------
 
 template <class Signature>
-c10::TypedOperatorHandle<Signature> find(const char* op) {
-  return c10::Dispatcher::singleton().findSchemaOrThrow(op, "cpp").template typed<Signature>();
+c10::TypedOperatorHandle<Signature> find(const char* op, const char* overload = "cpp") {
+  return c10::Dispatcher::singleton().findSchemaOrThrow(op, overload).template typed<Signature>();
 }
 
 // Runs an op's kernel: nothing watches, and the caller takes care of derivatives.
@@ -403,6 +410,58 @@ variable_list run(AttentionCall& call) {
   return {out};
 }
 
+// encoder_layer --------------------------------------------------------------------------------
+
+// Reads a tuple of tensors, or of tensors and None.
+template <class Each, class Tensors>
+bool read_tuple(PyObject* object, Tensors& tensors) {
+  if (!PyTuple_CheckExact(object)) return false;
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(object); ++i) {
+    Each each;
+    if (!read(PyTuple_GET_ITEM(object, i), each) || records(each)) return false;
+    tensors.push_back(std::move(each));
+  }
+  return true;
+}
+
+struct EncoderLayerCall {
+  Tensor x;
+  OptionalTensor attn_mask, cu_seqlens;
+  int64_t max_seqlen;
+  std::vector<Tensor> weights;
+  c10::List<OptionalTensor> biases, norms;
+  int64_t num_heads, head_dim, intermediate_size, window_left, window_right;
+  double scale, eps1, eps2;
+  std::optional<c10::string_view> activation;
+  bool norm_first, rms_norm;
+
+  bool read_options(PyObject* tuple) {
+    if (!PyTuple_CheckExact(tuple) || PyTuple_GET_SIZE(tuple) != 11) return false;
+    const auto at = [&](int i) { return PyTuple_GET_ITEM(tuple, i); };
+    if (at(6) != Py_None) {
+      Py_ssize_t size;
+      const char* name = PyUnicode_AsUTF8AndSize(at(6), &size);
+      if (!name) throw python_error();
+      activation.emplace(name, size);
+    }
+    return read(at(0), num_heads) && read(at(1), head_dim) && read(at(2), intermediate_size) &&
+        read(at(3), scale) && read(at(4), window_left) && read(at(5), window_right) &&
+        read(at(7), norm_first) && read(at(8), rms_norm) && read(at(9), eps1) && read(at(10), eps2);
+  }
+
+  Tensor run() const {
+    static const auto op = find<Tensor(
+        const Tensor&, const OptionalTensor&, const OptionalTensor&, int64_t, at::TensorList,
+        const c10::List<OptionalTensor>&, const c10::List<OptionalTensor>&, int64_t, int64_t,
+        int64_t, double, int64_t, int64_t, std::optional<c10::string_view>, bool, bool, double,
+        double)>("trifuse::encoder_layer", "");
+    return run_kernel(
+        op, x, attn_mask, cu_seqlens, max_seqlen, at::TensorList(weights), biases, norms, num_heads,
+        head_dim, intermediate_size, scale, window_left, window_right, activation, norm_first,
+        rms_norm, eps1, eps2);
+  }
+};
+
 // Functions of the module ----------------------------------------------------------------------
 
 PyObject* wrap(variable_list results) {
@@ -419,14 +478,12 @@ PyObject* wrap(variable_list results) {
 
 // Runs a call whose arguments have been read. An op refuses what only it checks, such as the
 // values of lengths, by an error of one of three types; the checks in Python then report it.
-template <class Call>
-PyObject* run_or_decline(Call& call) {
-  if (!call.fits()) Py_RETURN_NONE;
+template <class Run>
+PyObject* run_or_decline(const Run& run) {
   variable_list results;
   try {
     const pybind11::gil_scoped_release no_gil;
-    call.seed = draw_seed(call.dropout_p);
-    results = run(call);
+    results = run();
   } catch (const c10::ValueError&) {
     Py_RETURN_NONE;
   } catch (const c10::TypeError&) {
@@ -435,6 +492,15 @@ PyObject* run_or_decline(Call& call) {
     Py_RETURN_NONE;
   }
   return wrap(std::move(results));
+}
+
+template <class Call>
+PyObject* draw_and_run(Call& call) {
+  if (!call.fits()) Py_RETURN_NONE;
+  return run_or_decline([&] {
+    call.seed = draw_seed(call.dropout_p);
+    return run(call);
+  });
 }
 
 void check_count(Py_ssize_t given, Py_ssize_t expected) {
@@ -453,7 +519,7 @@ PyObject* dropout_add_layer_norm(PyObject*, PyObject* const* args, Py_ssize_t co
       !is_probability(call.dropout_p))
     Py_RETURN_NONE;
   if (!training) call.dropout_p = 0;
-  return run_or_decline(call);
+  return draw_and_run(call);
   END_HANDLE_TH_ERRORS
 }
 
@@ -467,7 +533,22 @@ PyObject* attention(PyObject*, PyObject* const* args, Py_ssize_t count) {
       !read(args[7], call.enable_gqa) || !read(args[8], call.key_lengths) ||
       !read(args[9], call.return_lse))
     Py_RETURN_NONE;
-  return run_or_decline(call);
+  return draw_and_run(call);
+  END_HANDLE_TH_ERRORS
+}
+
+PyObject* encoder_layer(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  HANDLE_TH_ERRORS
+  check_count(count, 8);
+  EncoderLayerCall call;
+  if (!nothing_watches() || !read(args[0], call.x) || !read(args[1], call.attn_mask) ||
+      !read(args[2], call.cu_seqlens) || !read(args[3], call.max_seqlen) ||
+      !read_tuple<Tensor>(args[4], call.weights) ||
+      !read_tuple<OptionalTensor>(args[5], call.biases) ||
+      !read_tuple<OptionalTensor>(args[6], call.norms) || !call.read_options(args[7]) ||
+      records(call.x, call.attn_mask))
+    Py_RETURN_NONE;
+  return run_or_decline([&] { return variable_list{call.run()}; });
   END_HANDLE_TH_ERRORS
 }
 
@@ -479,6 +560,42 @@ PyObject* plain_call(PyObject*, PyObject* const* args, Py_ssize_t count) {
     plain = read(args[i], t);
   }
   return PyBool_FromLong(plain);
+  END_HANDLE_TH_ERRORS
+}
+
+// Returns whether a dictionary has no entry for a key, or an empty one.
+bool lacks(PyObject* dict, PyObject* key) {
+  PyObject* value = PyDict_GetItemWithError(dict, key);
+  if (!value && PyErr_Occurred()) throw python_error();
+  return !value || (PyDict_Check(value) && PyDict_Size(value) == 0);
+}
+
+PyObject* modules_as_planned(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  HANDLE_TH_ERRORS
+  check_count(count, 1);
+  static PyObject* training = PyUnicode_InternFromString("training");
+  static PyObject* watching[] = {
+      PyUnicode_InternFromString("_forward_hooks"),
+      PyUnicode_InternFromString("_forward_pre_hooks"),
+      PyUnicode_InternFromString("_backward_hooks"),
+      PyUnicode_InternFromString("_backward_pre_hooks"),
+      PyUnicode_InternFromString("forward"),
+  };
+  TORCH_CHECK_TYPE(PyTuple_CheckExact(args[0]), "modules: expected a tuple");
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(args[0]); ++i) {
+    PyObject *entry = PyTuple_GET_ITEM(args[0], i), *siblings, *name, *module, *type;
+    if (!PyArg_ParseTuple(entry, "O!OOO", &PyDict_Type, &siblings, &name, &module, &type))
+      throw python_error();
+    PyObject* found = PyDict_GetItemWithError(siblings, name);
+    if (!found && PyErr_Occurred()) throw python_error();
+    if (found != module || reinterpret_cast<PyObject*>(Py_TYPE(module)) != type) Py_RETURN_FALSE;
+    THPObjectPtr own(PyObject_GenericGetDict(module, nullptr));
+    if (!own) throw python_error();
+    if (PyDict_GetItemWithError(own.get(), training) != Py_False) Py_RETURN_FALSE;
+    for (PyObject* key : watching)
+      if (!lacks(own.get(), key)) Py_RETURN_FALSE;
+  }
+  Py_RETURN_TRUE;
   END_HANDLE_TH_ERRORS
 }
 
@@ -496,6 +613,11 @@ void add_fast_paths(pybind11::module_& m) {
        "The results of a plain and valid call, or None for any other"},
       {"dropout_add_layer_norm", function(&dropout_add_layer_norm), METH_FASTCALL,
        "The results of a plain and valid call, or None for any other"},
+      {"encoder_layer", function(&encoder_layer), METH_FASTCALL,
+       "The result of a plain and valid call without gradients, or None for any other"},
+      {"modules_as_planned", function(&modules_as_planned), METH_FASTCALL,
+       "Whether modules, as tuples (siblings, name, module, class), have the name and class that "
+       "they had, evaluate, and run nothing but their class's forward"},
       {"plain_call", function(&plain_call), METH_FASTCALL,
        "Whether a call on these tensors may skip the checks in Python"},
       {}};

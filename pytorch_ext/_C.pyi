@@ -75,6 +75,30 @@ def dropout_add_layer_norm(
 ) -> Tensor | tuple[Tensor, Tensor] | None:
     """Likewise with the arguments of ``trifuse.dropout_add_layer_norm``; nothing may broadcast."""
 
+def encoder_layer(
+    x: object,
+    attn_mask: object,
+    cu_seqlens: object,
+    max_seqlen: object,
+    weights: object,
+    biases: object,
+    norms: object,
+    options: object,
+    /,
+) -> Tensor | None:
+    """The result of a plain and valid call without gradients, or None for any other.
+
+    The arguments are those of ``trifuse.ops.encoder_layer.encoder_layer``; the last is a tuple.
+    """
+
+def modules_as_planned(modules: tuple[tuple[dict[str, Any], str, object, type], ...], /) -> bool:
+    """Whether modules have the name and class that they had, evaluate, and run nothing but their
+    class's ``forward``.
+
+    Args:
+        modules: of each its parent's ``_modules``, its name, itself, and its class.
+    """
+
 def plain_call(*tensors: object) -> bool:
     """Whether a call on these tensors, or None, may skip the checks in Python."""
 

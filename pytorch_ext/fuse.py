@@ -32,7 +32,7 @@ from trifuse.nn.linear import freeze as freeze_weight
 from trifuse.nn.linear import thaw
 from trifuse.nn.quantization import Unquantizable
 from trifuse.ops import linear
-from trifuse.recipes import code, stacks, sublayers
+from trifuse.recipes import code, layers, stacks, sublayers
 
 
 class Swapped(NamedTuple):
@@ -230,7 +230,7 @@ def fuse(model: torch_nn.Module, unpad: bool = False, freeze: bool = False) -> F
     if not isinstance(model, torch_nn.Module):
         raise TypeError(f"model: expected a torch.nn.Module; got {type(model).__name__}")
     report = FuseReport()
-    swaps = _swaps(unpad, report)
+    swaps = _swaps(unpad, freeze, report)
     found = stacks.find(model) if unpad else {}
     for path, module in model.named_modules():
         # Base classes first: a transformers model must select its attention before it can unpad.
@@ -273,7 +273,7 @@ class _Change(NamedTuple):
 _Swap = Callable[[Any], "_Change | None"]
 
 
-def _swaps(unpad: bool, report: FuseReport) -> dict[type, _Swap]:
+def _swaps(unpad: bool, freeze: bool, report: FuseReport) -> dict[type, _Swap]:
     """Map each class to the function that swaps its instances, those of subclasses included."""
     classes: dict[type[torch_nn.Module], type[torch_nn.Module]] = {
         torch_nn.MultiheadAttention: nn.MultiheadAttention,
@@ -299,7 +299,7 @@ def _swaps(unpad: bool, report: FuseReport) -> dict[type, _Swap]:
         torch_nn.TransformerEncoder: functools.partial(_swap_transformer_encoder, unpad=unpad),
         torch_nn.TransformerDecoder: functools.partial(_swap_transformer_decoder, unpad=unpad),
         torch_nn.Dropout: _swap_dropout,
-        torch_nn.Linear: functools.partial(_swap_linear, report=report),
+        torch_nn.Linear: functools.partial(_swap_linear, report=report, freeze=freeze),
         torch_nn.LSTM: functools.partial(_swap_recurrent, target=nn.LSTM, operator="lstm"),
         torch_nn.LSTMCell: functools.partial(_swap_recurrent, target=nn.LSTMCell, operator="lstm"),
         torch_nn.GRU: functools.partial(_swap_recurrent, target=nn.GRU, operator="gru"),
@@ -381,7 +381,7 @@ def _unpad(module: torch_nn.Module, change: _Change | None) -> _Change | None:
     return change._replace(steps=[*change.steps, step])
 
 
-def _swap_linear(module: torch_nn.Linear, report: FuseReport) -> _Change | None:
+def _swap_linear(module: torch_nn.Linear, report: FuseReport, freeze: bool) -> _Change | None:
     if isinstance(module, (nn.Linear, NonDynamicallyQuantizableLinear)):
         return None  # the latter belongs to torch's MultiheadAttention, which never calls it
     if type(module) is torch_nn.Linear and module.weight.device.type != "cpu":
@@ -389,7 +389,8 @@ def _swap_linear(module: torch_nn.Linear, report: FuseReport) -> _Change | None:
     dtype = module.weight.dtype
     choice = linear.choose(dtype)
     report.linear[dtype] = f"{product(choice)}; {choice.reason}"
-    return _retype(module, torch_nn.Linear, nn.Linear) if choice.faster else None
+    wanted = choice.faster or (freeze and linear.can_freeze(dtype))
+    return _retype(module, torch_nn.Linear, nn.Linear) if wanted else None
 
 
 def product(choice: linear.Choice) -> str:
@@ -411,7 +412,7 @@ def _freeze(model: torch_nn.Module, report: FuseReport) -> None:
     for path, module in model.named_modules():
         step: _Step | _Freezing
         if type(module) is nn.MultiheadAttention and not module.frozen:
-            if not linear.choose(module.out_proj.weight.dtype).inference:
+            if not linear.can_freeze(module.out_proj.weight.dtype):
                 continue
             step = _Step(module, "frozen", _Absent.ABSENT, True)
             step.do()
@@ -424,14 +425,32 @@ def _freeze(model: torch_nn.Module, report: FuseReport) -> None:
             continue
         report._steps.append(step)
         report.frozen.append(path)
+    if not report.frozen:
+        return
+    for path, module in model.named_modules():
+        if (change := _swap_frozen_layer(module)) is not None:
+            report.swapped.append(Swapped(path, change.before, change.after))
+            report._steps += change.steps
+
+
+def _swap_frozen_layer(module: torch_nn.Module) -> _Change | None:
+    """Let an encoder layer run as one op; layers of ``torch.nn`` do so by themselves."""
+    source = type(module)
+    target: type[torch_nn.Module] = nn.BertLayer
+    if source is not bert.BertLayer:
+        if issubclass(source, layers.OneOp) or not layers.is_berts(module):
+            return None
+        target = layers.one_op_class(source)
+    with contextlib.suppress(_CannotSwap):
+        return _retype(module, source, target)
+    return None
 
 
 def _why_not_frozen(weight: Tensor, uses: Counter[int]) -> str | None:
     if weight.device.type != "cpu" or weight.numel() == 0:
         return "no product of ours serves it"
-    choice = linear.choose(weight.dtype)
-    if not choice.inference:
-        return f"torch's product serves it; {choice.reason}"
+    if not linear.can_freeze(weight.dtype):
+        return f"torch's product serves it; {linear.choose(weight.dtype).reason}"
     if uses[weight.untyped_storage().data_ptr()] > 1:
         return "its weight is shared"
     return None

@@ -52,7 +52,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPoolingAndCrossAtte
 from transformers.models.bert import modeling_bert
 
 from trifuse._transformers import NAME
-from trifuse.nn import bert, packing
+from trifuse.nn import bert, linear, packing
 from trifuse.nn.dropout_add_layer_norm import add_norm
 from trifuse.nn.linear import is_intercepted, linear_activation
 from trifuse.nn.packing import Obstacle, PackedSequences
@@ -675,9 +675,7 @@ def activation_name(activation: nn.Module) -> Activation | None:
         return "gelu"
     if type(activation) is GELUTanh and isinstance(activation.act, functools.partial):
         return "gelu_tanh"
-    if type(activation) is nn.ReLU:
-        return "relu"
-    return None
+    return linear.activation_name(activation)
 
 
 # Importing this module, if only by unpickling, registers the name.

@@ -17,6 +17,7 @@
 #include "cpu/kernels.h"
 #include "cpu/memory.h"
 #include "cpu/parallel.h"
+#include "cpu/run.h"
 
 namespace trifuse {
 namespace {
@@ -85,6 +86,31 @@ Call make_call(const AttentionArguments& a) {
   return call;
 }
 
+void run_forward(Call& call, const Tensor& out, const Tensor& logsumexp) {
+  call.problem.out = strided(out);
+  call.problem.logsumexp = strided(logsumexp);
+  if (call.used_q < out.size(2)) {
+    out.slice(2, call.used_q).zero_();
+    logsumexp.slice(2, call.used_q).fill_(-std::numeric_limits<double>::infinity());
+  }
+  const AttentionForward kernel = kernels(call.problem.dtype).attention_forward;
+  const AttentionTasks tasks = kernel.tasks(call.problem);
+  // Few queries wait for keys and values, and take longer than their operations.
+  const double operations = call.operations() * (tasks.few_queries ? 8 : 1);
+  parallel_tasks(tasks.count, tasks.related, operations, [&](int64_t task) {
+    kernel.run(call.problem, task);
+  });
+}
+
+}  // namespace
+
+void run_attention(const AttentionArguments& a, const Tensor& out, const Tensor& logsumexp) {
+  Call call = make_call(a);
+  run_forward(call, out, logsumexp);
+}
+
+namespace {
+
 std::tuple<Tensor, Tensor> attention_forward(
     const Tensor& query, const Tensor& key, const Tensor& value, const OptionalTensor& attn_mask,
     const OptionalTensor& key_lengths, const OptionalTensor& cu_seqlens_q,
@@ -98,19 +124,7 @@ std::tuple<Tensor, Tensor> attention_forward(
   Tensor logsumexp = empty(
       {query.size(0), query.size(1), query.size(2)},
       query.options().dtype(accumulation_type(query.scalar_type())));
-  call.problem.out = strided(out);
-  call.problem.logsumexp = strided(logsumexp);
-  if (call.used_q < query.size(2)) {
-    out.slice(2, call.used_q).zero_();
-    logsumexp.slice(2, call.used_q).fill_(-std::numeric_limits<double>::infinity());
-  }
-  const AttentionForward kernel = kernels(call.problem.dtype).attention_forward;
-  const AttentionTasks tasks = kernel.tasks(call.problem);
-  // Few queries wait for keys and values, and take longer than their operations.
-  const double operations = call.operations() * (tasks.few_queries ? 8 : 1);
-  parallel_tasks(tasks.count, tasks.related, operations, [&](int64_t task) {
-    kernel.run(call.problem, task);
-  });
+  run_forward(call, out, logsumexp);
   return {out, logsumexp};
 }
 

@@ -17,6 +17,7 @@
 #include "cpu/kernels.h"
 #include "cpu/memory.h"
 #include "cpu/parallel.h"
+#include "cpu/run.h"
 #include "row_tensor.h"
 
 namespace trifuse {
@@ -51,9 +52,22 @@ double operations(const DropoutAddLayerNormProblem& p, double per_element) {
   return per_element * static_cast<double>(p.rows) * static_cast<double>(p.N);
 }
 
-// Returns whether a result is too large for its next reader to find all of it in a cache. Such a
-// result is written past the caches, which saves reading each line before it is written.
-bool streams(const Tensor& x) { return x.nbytes() >= size_t(8) << 20; }
+// Returns whether a result of so many bytes is too large for its next reader to find all of it in a
+// cache. Such a result is written past the caches, which saves reading each line before it is
+// written.
+bool streams(size_t bytes) { return bytes >= size_t(8) << 20; }
+
+}  // namespace
+
+void run_dropout_add_layer_norm(DropoutAddLayerNormProblem& p, int64_t element_size) {
+  p.stream = streams(p.rows * p.N * element_size);
+  p.rows_per_block = forward_rows(p.rows, p.N);
+  p.blocks = p.N ? (p.rows + p.rows_per_block - 1) / p.rows_per_block : 0;
+  const auto run = kernels().dropout_add_layer_norm_forward.run;
+  parallel_tasks(p.blocks, 1, operations(p, 45), [&](int64_t block) { run(p, block); });
+}
+
+namespace {
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> dropout_add_layer_norm_forward(
     const Tensor& x, const OptionalTensor& residual, const OptionalTensor& weight,
@@ -77,7 +91,6 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> dropout_add_layer_norm_forward(
   p.eps = eps;
   p.rms_norm = rms_norm;
   p.dropout = kernel_dropout(dropout_p, seed);
-  p.stream = streams(x);
 
   const auto row_shape = x.sizes().slice(0, x.dim() - 1);
   const Tensor out = empty(x.sizes(), x.options());
@@ -89,10 +102,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> dropout_add_layer_norm_forward(
   if (prenorm) p.sum = rows_of(sum, held);
   p.mean = mean.data_ptr();
   p.rstd = rstd.data_ptr();
-  p.rows_per_block = forward_rows(p.rows, p.N);
-  p.blocks = p.N ? (p.rows + p.rows_per_block - 1) / p.rows_per_block : 0;
-  const auto run = kernels().dropout_add_layer_norm_forward.run;
-  parallel_tasks(p.blocks, 1, operations(p, 45), [&](int64_t block) { run(p, block); });
+  run_dropout_add_layer_norm(p, x.element_size());
   return {out, sum, mean, rstd};
 }
 
@@ -123,7 +133,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> dropout_add_layer_norm_backwa
   p.eps = eps;
   p.rms_norm = rms_norm;
   p.dropout = kernel_dropout(dropout_p, seed);
-  p.stream = streams(x);
+  p.stream = streams(x.nbytes());
   p.grad_out = rows_of(grad_out, held);
   if (grad_sum) p.grad_sum = rows_of(grad_sum->to(sum_dtype), held);
   p.rows_per_block = backward_rows(p.rows, p.N);

@@ -8,6 +8,7 @@
 #include "cpu/kernels.h"
 #include "cpu/memory.h"
 #include "cpu/parallel.h"
+#include "cpu/run.h"
 
 namespace trifuse {
 namespace {
@@ -15,6 +16,13 @@ namespace {
 int64_t panels(const LinearKernel& kernel, int64_t N) {
   return (N + kernel.panel - 1) / kernel.panel;
 }
+
+int64_t tasks(const LinearProblem& p) {
+  return ((p.M + p.rows_per_task - 1) / p.rows_per_task) *
+      ((p.N + p.columns_per_task - 1) / p.columns_per_task);
+}
+
+}  // namespace
 
 Activation activation_of(std::optional<c10::string_view> name) {
   if (!name) return Activation::None;
@@ -24,6 +32,42 @@ Activation activation_of(std::optional<c10::string_view> name) {
       *name == "gelu_tanh", "activation: expected relu, gelu or gelu_tanh; got ", *name);
   return Activation::GeluTanh;
 }
+
+void check_packed(const LinearProblem& p, const Tensor& packed, at::ScalarType dtype) {
+  const LinearKernel kernel = kernels(p.dtype).linear;
+  check_memory("packed", packed);
+  TORCH_CHECK_VALUE(
+      packed.numel() == panels(kernel, p.N) * kernel.panel_bytes(p.dtype, p.K),
+      "packed: not a weight of ", p.N, " by ", p.K, " ", dtype, " as ", name(capability()),
+      " takes it");
+}
+
+void run_linear(LinearProblem* problems, int64_t count) {
+  const LinearKernel kernel = kernels(problems->dtype).linear;
+  LinearProblem* const end = problems + count;
+  int64_t total;
+  double operations;
+  // A task's rows of x, a whole number of register blocks, stay in the L2 cache while the panels
+  // stream through. There are so many tasks that threads do not wait for the last ones.
+  for (int64_t columns = 8 * kernel.panel;; columns /= 2) {
+    total = 0;
+    operations = 0;
+    for (LinearProblem* p = problems; p < end; ++p) {
+      p->rows_per_task = p->x_row == 1 ? 2 * kernel.panel : 120;
+      p->columns_per_task = columns;
+      total += tasks(*p);
+      operations += 2.0 * static_cast<double>(p->M * p->N) * static_cast<double>(p->K);
+    }
+    if (columns == kernel.panel || total >= int64_t{8} * at::get_num_threads()) break;
+  }
+  parallel_tasks(total, 1, operations, [&](int64_t task) {
+    const LinearProblem* p = problems;
+    for (int64_t of_this; p + 1 < end && task >= (of_this = tasks(*p)); ++p) task -= of_this;
+    kernel.run(*p, task);
+  });
+}
+
+namespace {
 
 // Packs a weight (N, K) into panels. Returns opaque bytes.
 Tensor pack_linear(const Tensor& weight) {
@@ -47,16 +91,6 @@ Tensor pack_linear(const Tensor& weight) {
   return packed;
 }
 
-void check_packed(
-    const LinearKernel& kernel, const LinearProblem& p, const Tensor& packed,
-    at::ScalarType dtype) {
-  check_memory("packed", packed);
-  TORCH_CHECK_VALUE(
-      packed.numel() == panels(kernel, p.N) * kernel.panel_bytes(p.dtype, p.K),
-      "packed: not a weight of ", p.N, " by ", p.K, " ", dtype, " as ", name(capability()),
-      " takes it");
-}
-
 // Returns the weight (N, K) of `dtype` that pack_linear packed.
 Tensor unpack_linear(
     const Tensor& packed, int64_t out_features, int64_t in_features, at::ScalarType dtype) {
@@ -65,7 +99,7 @@ Tensor unpack_linear(
   const LinearKernel kernel = kernels(p.dtype).linear;
   p.N = out_features;
   p.K = in_features;
-  check_packed(kernel, p, packed, dtype);
+  check_packed(p, packed, dtype);
   Tensor weight = empty({p.N, p.K}, packed.options().dtype(dtype));
   p.packed = const_cast<void*>(packed.const_data_ptr());
   p.out = weight.mutable_data_ptr();
@@ -102,14 +136,13 @@ Tensor linear_packed(
     std::optional<c10::string_view> activation) {
   LinearProblem p{};
   p.dtype = kernel_type(x.scalar_type());
-  const LinearKernel kernel = kernels(p.dtype).linear;
   TORCH_CHECK_VALUE(x.dim() == 2, "x: expected 2 dimensions; got shape ", x.sizes());
   check_memory("x", x);
   check_shape("bias", bias, {out_features});
   p.M = x.size(0);
   p.N = out_features;
   p.K = x.size(1);
-  check_packed(kernel, p, packed, x.scalar_type());
+  check_packed(p, packed, x.scalar_type());
   p.x = x.const_data_ptr();
   p.x_row = x.stride(0);
   p.x_column = x.stride(1);
@@ -121,20 +154,7 @@ Tensor linear_packed(
   Tensor out = empty({p.M, p.N}, x.options());
   if (p.M == 0 || p.N == 0) return out;
   p.out = out.mutable_data_ptr();
-
-  // A task's rows of x, a whole number of register blocks, stay in the L2 cache while the panels
-  // stream through. There are so many tasks that threads do not wait for the last ones.
-  p.rows_per_task = p.x_row == 1 ? 2 * kernel.panel : 120;
-  p.columns_per_task = 8 * kernel.panel;
-  const auto tasks = [&] {
-    return ((p.M + p.rows_per_task - 1) / p.rows_per_task) *
-        ((p.N + p.columns_per_task - 1) / p.columns_per_task);
-  };
-  while (p.columns_per_task > kernel.panel && tasks() < int64_t{8} * at::get_num_threads())
-    p.columns_per_task /= 2;
-  parallel_tasks(
-      tasks(), 1, 2.0 * static_cast<double>(p.M * p.N) * static_cast<double>(p.K),
-      [&](int64_t task) { kernel.run(p, task); });
+  run_linear(&p, 1);
   return out;
 }
 

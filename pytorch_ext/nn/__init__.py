@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from trifuse.nn.attention import MultiheadAttention, SoftmaxAttention
-from trifuse.nn.bert import BertEncoder, BertIntermediate, BertModel, BertSelfOutput
+from trifuse.nn.bert import BertEncoder, BertIntermediate, BertLayer, BertModel, BertSelfOutput
 from trifuse.nn.dropout import Dropout
 from trifuse.nn.dropout_add_layer_norm import DropoutAddLayerNorm
 from trifuse.nn.elmo import CharacterEncoder, Highway, ProjectedLSTM
@@ -28,6 +28,7 @@ __all__ = [
     "AddNorm",
     "BertEncoder",
     "BertIntermediate",
+    "BertLayer",
     "BertModel",
     "BertSelfOutput",
     "CharacterEncoder",

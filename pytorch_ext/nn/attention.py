@@ -164,7 +164,7 @@ class MultiheadAttention(nn.MultiheadAttention):
             key_padding_mask = _append_allowed(key_padding_mask, appended)
             attn_mask = _append_allowed(attn_mask, appended)
         is_causal = is_causal and not need_weights and not appended
-        mask = _combine(key_padding_mask, None if is_causal else attn_mask, self.num_heads)
+        mask = combine(key_padding_mask, None if is_causal else attn_mask, self.num_heads)
 
         weights = None
         if need_weights:
@@ -299,7 +299,7 @@ def _append_allowed(mask: Tensor | None, keys: int) -> Tensor | None:
     return None if mask is None else F.pad(mask, (0, keys))
 
 
-def _combine(
+def combine(
     key_padding_mask: Tensor | None, attn_mask: Tensor | None, num_heads: int
 ) -> Tensor | None:
     """Combines the masks into one in which True takes part, broadcastable to (B, H, L, S)."""

@@ -8,12 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from trifuse.models import bert
-from trifuse.nn import packing
+from trifuse.nn import encoder_layer, packing
 from trifuse.nn.attention import SoftmaxAttention
 from trifuse.nn.dropout_add_layer_norm import add_norm
-from trifuse.nn.linear import is_intercepted, linear_activation
+from trifuse.nn.linear import activation_name, is_intercepted, linear_activation
 from trifuse.nn.packing import Obstacle, PackedSequences
-from trifuse.ops.linear import Activation
 
 
 class BertModel(bert.BertModel):
@@ -103,14 +102,48 @@ class BertEncoder(bert.BertEncoder):
         return _why_padded(self)
 
 
+class BertLayer(bert.BertLayer):
+    """The layer; with frozen weights it is one op in inference (trifuse.ops.encoder_layer)."""
+
+    def forward(
+        self, hidden_states: Tensor, mask: Tensor | PackedSequences | None = None
+    ) -> Tensor:
+        """As :meth:`trifuse.models.bert.BertLayer.forward`; also takes packed tokens."""
+        over_heads = mask
+        if isinstance(mask, Tensor) and mask.dim() == 2:
+            over_heads = mask[:, None, None, :]
+        out = encoder_layer.run(self, hidden_states, over_heads, _parts)
+        return cast(Any, super()).forward(hidden_states, mask) if out is None else out
+
+
+def _parts(layer: BertLayer) -> encoder_layer.Parts | None:
+    attention, up = layer.attention.self, layer.intermediate
+    ends = layer.attention.output, layer.output
+    fused = (SoftmaxAttention, BertIntermediate, BertSelfOutput, BertSelfOutput)
+    if tuple(map(type, (attention.attention, up, *ends))) != fused:
+        return None
+    activation = activation_name(up.intermediate_act_fn)
+    if activation is None:
+        return None
+    return encoder_layer.Parts(
+        (attention.query, attention.key, attention.value),
+        ends[0].dense,
+        up.dense,
+        ends[1].dense,
+        (ends[0].LayerNorm, ends[1].LayerNorm),
+        attention.num_attention_heads,
+        None,
+        activation,
+    )
+
+
 class BertIntermediate(bert.BertIntermediate):
     """The widening half of the feed-forward network, with GELU fused into the product."""
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """As :meth:`trifuse.models.bert.BertIntermediate.forward`."""
-        activation = self.intermediate_act_fn
-        if isinstance(activation, nn.GELU) and not is_intercepted(activation):
-            name: Activation = "gelu" if activation.approximate == "none" else "gelu_tanh"
+        name = activation_name(self.intermediate_act_fn)
+        if name is not None and not is_intercepted(self.intermediate_act_fn):
             return linear_activation(self.dense, hidden_states, name)
         return super().forward(hidden_states)
 

@@ -127,6 +127,14 @@ def add_then_norm(
     return dropout_add_layer_norm(x, residual, prenorm=True, **parts)
 
 
+def norm_alone(x: Tensor, norm: nn.Module) -> Tensor:
+    """Returns norm(x), by the operator if the module is torch's own."""
+    if not _is_torch_norm(norm):
+        out: Tensor = norm(x)
+        return out
+    return dropout_add_layer_norm(x, None, norm.weight, norm.bias, 0.0, norm.eps)  # type: ignore
+
+
 def is_fused(dropout: nn.Module, norm: nn.Module) -> bool:
     """Returns whether :func:`add_norm` and :func:`add_then_norm` fuse the two modules."""
     return _torch_parts(dropout, norm) is not None
@@ -138,10 +146,8 @@ def _torch_parts(dropout: nn.Module, norm: nn.Module) -> dict[str, Any] | None:
         not isinstance(dropout, nn.Dropout)
         or type(dropout) not in (nn.Dropout, Dropout)
         or dropout.p >= 1
-        or type(norm) is not nn.LayerNorm
-        or len(norm.normalized_shape) != 1
         or is_intercepted(dropout)
-        or is_intercepted(norm)
+        or not _is_torch_norm(norm)
     ):
         return None
     return {
@@ -151,6 +157,12 @@ def _torch_parts(dropout: nn.Module, norm: nn.Module) -> dict[str, Any] | None:
         "eps": norm.eps,
         "training": dropout.training,
     }
+
+
+def _is_torch_norm(norm: nn.Module) -> bool:
+    return (
+        type(norm) is nn.LayerNorm and len(norm.normalized_shape) == 1 and not is_intercepted(norm)
+    )
 
 
 def same_dtype(x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:

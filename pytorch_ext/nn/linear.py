@@ -152,7 +152,7 @@ def thaw(module: nn.Module, parameter: nn.Parameter) -> None:
 
 def project(owner: nn.Module, name: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Returns x weightᵀ + bias; ``name`` identifies the weight among its owner's weights."""
-    return ops.linear(x, weight, bias, packed=_packed_weight(owner, name))
+    return ops.linear(x, weight, bias, packed=packed_weight(owner, name))
 
 
 def linear_activation(module: nn.Linear, x: Tensor, activation: Activation) -> Tensor:
@@ -166,12 +166,22 @@ def linear_activation(module: nn.Linear, x: Tensor, activation: Activation) -> T
     if type(module) is FrozenLinear:
         return ops.linear_frozen(x, module._frozen, module.bias, activation=activation)
     if type(module) is Linear:
-        packed = _packed_weight(module, "weight")
+        packed = packed_weight(module, "weight")
         return ops.linear(x, module.weight, module.bias, activation=activation, packed=packed)
     return ops.ACTIVATIONS[activation](module(x))
 
 
-def _packed_weight(owner: nn.Module, name: str) -> PackedWeight | None:
+def activation_name(activation: nn.Module) -> Activation | None:
+    """Returns the activation that a module of torch's computes, or None if a product can't."""
+    if type(activation) is nn.ReLU:
+        return "relu"
+    if isinstance(activation, nn.GELU) and type(activation).forward is nn.GELU.forward:
+        return "gelu" if activation.approximate == "none" else "gelu_tanh"
+    return None
+
+
+def packed_weight(owner: nn.Module, name: str) -> PackedWeight | None:
+    """Returns what keeps one of a module's weights packed; None under torch.compile."""
     if torch.compiler.is_compiling():
         return None
     packed = _packed.get(owner)

@@ -19,11 +19,12 @@ import torch
 from torch import Tensor, nn
 
 from trifuse.models import transformer
-from trifuse.nn import attention, dropout_add_layer_norm, linear, packing
+from trifuse.nn import attention, dropout_add_layer_norm, encoder_layer, linear, packing
 from trifuse.nn.attention import MultiheadAttention
-from trifuse.nn.dropout_add_layer_norm import add_norm, add_then_norm
+from trifuse.nn.dropout_add_layer_norm import add_norm, add_then_norm, norm_alone
 from trifuse.nn.linear import is_intercepted, linear_activation
 from trifuse.nn.packing import CrossSequences, Obstacle, PackedSequences
+from trifuse.ops.linear import Activation
 
 
 class _Sum(NamedTuple):
@@ -36,14 +37,14 @@ class _Sum(NamedTuple):
     def norm(self, norm: nn.Module) -> tuple[Tensor, Tensor]:
         """Returns the normalised sum and the sum."""
         if self.update is None:
-            return norm(self.residual), self.residual
+            return norm_alone(self.residual, norm), self.residual
         assert self.dropout is not None
         return add_then_norm(self.update, self.residual, self.dropout, norm)
 
     def last_norm(self, norm: nn.Module) -> Tensor:
         """Returns the normalised sum only."""
         if self.update is None:
-            return norm(self.residual)
+            return norm_alone(self.residual, norm)
         assert self.dropout is not None
         return add_norm(self.update, self.residual, self.dropout, norm)
 
@@ -86,11 +87,39 @@ class TransformerEncoderLayer(nn.TransformerEncoderLayer):
         Raises:
             RuntimeError, ValueError, TypeError: as :meth:`MultiheadAttention.forward` does.
         """
+        if _is_frozen(self):
+            out = self._as_one_op(src, src_mask, src_key_padding_mask, is_causal)
+            if out is not None:
+                return out
         if self.norm_first:
             return self._norm_first(_Sum(src), src_mask, src_key_padding_mask, is_causal).total()
         x = _attend(self.self_attn, src, src, src_mask, src_key_padding_mask, is_causal)
         src = add_norm(x, src, self.dropout1, self.norm1)
         return add_norm(_feed_forward(self, src), src, self.dropout2, self.norm2)
+
+    def _as_one_op(
+        self,
+        src: Tensor,
+        src_mask: Tensor | None,
+        src_key_padding_mask: Tensor | PackedSequences | None,
+        is_causal: bool,
+    ) -> Tensor | None:
+        """Runs as one op (trifuse.ops.encoder_layer); None if the layer must call its parts."""
+        if isinstance(src_key_padding_mask, PackedSequences):
+            return encoder_layer.run(self, src, src_key_padding_mask, _parts, is_causal)
+        padding, L = src_key_padding_mask, src.shape[-2]
+        if (
+            src.dim() != 3
+            or not self.self_attn.batch_first
+            or (src_mask is None and is_causal)
+            or (src_mask is not None and src_mask.shape != (L, L))
+            or (padding is not None and padding.shape != src.shape[:2])
+        ):
+            return None
+        mask = attention.combine(padding, None if is_causal else src_mask, 1)
+        if mask is not None and mask.dim() == 2:
+            mask = mask[None, None]
+        return encoder_layer.run(self, src, mask, _parts, is_causal)
 
     def _norm_first(
         self,
@@ -103,6 +132,36 @@ class TransformerEncoderLayer(nn.TransformerEncoderLayer):
         x = _attend(self.self_attn, x, x, src_mask, src_key_padding_mask, is_causal)
         x, residual = _Sum(residual, x, self.dropout1).norm(self.norm2)
         return _Sum(residual, _feed_forward(self, x), self.dropout2)
+
+
+def _parts(layer: TransformerEncoderLayer) -> encoder_layer.Parts | None:
+    attention = layer.self_attn
+    activation = _ACTIVATIONS.get(layer.activation)
+    if (
+        type(attention) is not MultiheadAttention
+        or attention.in_proj_weight is None
+        or attention.bias_k is not None
+        or attention.add_zero_attn
+        or activation is None
+    ):
+        return None
+    return encoder_layer.Parts(
+        (attention,),
+        attention.out_proj,
+        layer.linear1,
+        layer.linear2,
+        (layer.norm1, layer.norm2),
+        attention.num_heads,
+        None,
+        activation,
+        layer.norm_first,
+    )
+
+
+_ACTIVATIONS: dict[Any, Activation] = {
+    nn.functional.relu: "relu",
+    nn.functional.gelu: "gelu",
+}
 
 
 class TransformerDecoderLayer(nn.TransformerDecoderLayer):
@@ -196,10 +255,8 @@ def _attend(
 def _feed_forward(
     layer: nn.TransformerEncoderLayer | nn.TransformerDecoderLayer, x: Tensor
 ) -> Tensor:
-    if layer.activation is nn.functional.relu:
-        hidden = linear_activation(layer.linear1, x, "relu")
-    elif layer.activation is nn.functional.gelu:
-        hidden = linear_activation(layer.linear1, x, "gelu")
+    if (activation := _ACTIVATIONS.get(layer.activation)) is not None:
+        hidden = linear_activation(layer.linear1, x, activation)
     else:
         hidden = layer.activation(layer.linear1(x))
     out: Tensor = layer.linear2(layer.dropout(hidden))
@@ -570,12 +627,18 @@ def _scatter(stack: Any, tokens: Tensor, packed: PackedSequences, shape: torch.S
     return packing.scatter(tokens, packed, swapped).transpose(0, 1)
 
 
+def _is_frozen(layer: nn.Module) -> bool:
+    """Returns whether a layer can run as one op, which includes its last sum."""
+    return isinstance(layer, TransformerEncoderLayer) and getattr(layer.self_attn, "frozen", False)
+
+
 def _run_layers(layers: nn.ModuleList, x: Tensor, *memory: Tensor, **masks: Any) -> _Sum:
     """Runs all layers of a stack on x. Pre-norm layers leave their last sums uncomputed."""
     chained = all(
         type(layer) in (TransformerEncoderLayer, TransformerDecoderLayer)
         and layer.norm_first
         and not is_intercepted(layer)
+        and not _is_frozen(layer)
         for layer in layers
     )
     result = _Sum(x)

@@ -111,7 +111,7 @@ def scaled_dot_product_attention(
     """
     fast = _fast_path.extension()
     if fast is not None and window is None and softcap is None and sinks is None:
-        _refuse_context_parallel()
+        refuse_context_parallel()
         results: Tensor | tuple[Tensor, Tensor] | None = fast.attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, key_lengths,
             return_lse,
@@ -532,7 +532,7 @@ def _max_seqlen(argument: str, value: int | None, packed: Tensor) -> int:
     return checked
 
 
-def _refuse_context_parallel() -> None:
+def refuse_context_parallel() -> None:
     """Raises where torch's context parallelism has split every sequence between ranks.
 
     It exchanges keys by replacing ``F.scaled_dot_product_attention`` or by a handler in DTensor's
@@ -562,7 +562,7 @@ _CONTEXT_PARALLEL = (
 
 
 def _choose(query: Tensor, value: Tensor) -> backends.Choice:
-    _refuse_context_parallel()
+    refuse_context_parallel()
     head_dim = max(query.shape[3], value.shape[3])
     return backends.choose(backends.Call("attention", query.device.type, query.dtype, head_dim))
 

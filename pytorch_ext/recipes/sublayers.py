@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from trifuse.nn.dropout import Dropout, drop
 from trifuse.nn.dropout_add_layer_norm import same_dtype
-from trifuse.nn.linear import Linear, is_intercepted, linear_activation
+from trifuse.nn.linear import Linear, activation_name, is_intercepted, linear_activation
 from trifuse.ops.dropout_add_layer_norm import dropout_add_layer_norm
 from trifuse.ops.linear import Activation
 from trifuse.recipes import code, norms
@@ -78,7 +78,7 @@ class Fused(nn.Module):
         return add_then_norm(x, residual, dropout, norm, prenorm=True)
 
     def _trifuse_activate(self, x: Tensor, linear: Any, activation: Any) -> Tensor:
-        name = _name_of(activation)
+        name = name_of(activation)
         if name is None or is_intercepted(activation):
             out: Tensor = activation(linear(x))
             return out
@@ -131,17 +131,15 @@ def roles(module: nn.Module) -> Roles:
             found.append((name, "dropout"))
         elif type(child) in (nn.Linear, Linear):
             found.append((name, "linear"))
-        elif _name_of(child) is not None:
+        elif name_of(child) is not None:
             found.append((name, "activation"))
     return tuple(sorted(found))
 
 
-def _name_of(activation: nn.Module) -> Activation | None:
+def name_of(activation: nn.Module) -> Activation | None:
     """The name of an activation that the linear layer's product can apply, or None."""
-    if type(activation) is nn.ReLU:
-        return "relu"
-    if type(activation) is nn.GELU:
-        return "gelu" if activation.approximate == "none" else "gelu_tanh"
+    if (name := activation_name(activation)) is not None:
+        return name
     if type(activation).__module__ == "transformers.activations":
         from trifuse import huggingface
 

@@ -132,6 +132,28 @@ def dropout_calls(dtype: torch.dtype, brief: bool = False) -> Calls:
     yield partial(draw, 0.9)
 
 
+def encoder_layer_calls(dtype: torch.dtype) -> Calls:
+    if dtype not in (torch.float32, torch.bfloat16):
+        return
+    ops, D, H, E, F = torch.ops.trifuse, 33, 3, 7, 50
+
+    def weights(*shapes: tuple[int, int]) -> tuple[list[Tensor], list[Tensor]]:
+        packed = [ops.pack_linear(torch.randn(shape).to(dtype)) for shape in shapes]
+        return packed, [torch.randn(shape[0]).to(dtype) for shape in shapes]
+
+    ends = [(D, H * E), (F, D), (D, F)]
+    norms = [torch.randn(D).to(dtype) for _ in range(4)]
+    for projections in ([(H * E, D)] * 3, [(3 * H * E, D)]):
+        packed = weights(*projections, *ends)
+        for first in (False, True):
+            rest = (*packed, norms, H, E, F, 0.4, -1, -1, "gelu", first, False, 1e-5, 1e-5)
+            x = torch.randn(2, 70, D).to(dtype)
+            keep = torch.rand(2, 1, 1, 70) < 0.7
+            yield partial(ops.encoder_layer, x, keep, None, 0, *rest)
+            starts = torch.tensor([0, 1, 40, 69])
+            yield partial(ops.encoder_layer, x[:1], None, starts, 39, *rest)
+
+
 def linear_calls(dtype: torch.dtype, brief: bool = False) -> Calls:
     ops = torch.ops.trifuse
     sizes = [(1, 1, 1), (7, 129, 33), (130, 65, 200), (245, 257, 129)]
@@ -144,6 +166,7 @@ def linear_calls(dtype: torch.dtype, brief: bool = False) -> Calls:
         yield partial(ops.linear, columns, rows, None, None)
         packed = ops.pack_linear(weight)
         yield partial(ops.linear_packed, x, packed, N, None, None)
+    yield from encoder_layer_calls(dtype)
     large = torch.randn(600, 512).to(dtype)
     yield partial(ops.pack_linear, large)
     yield partial(ops.checksum, large)

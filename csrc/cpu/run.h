@@ -1,0 +1,33 @@
+// Runs forward passes on torch's threads, for the ops of single operators and of whole layers.
+
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/util/string_view.h>
+
+#include <cstdint>
+#include <optional>
+
+#include "attention_tensors.h"
+#include "cpu/linear.h"
+#include "dropout_add_layer_norm.h"
+
+namespace trifuse {
+
+// attention.cpp: fills in out (B, H, Lq, Ev) and logsumexp (B, H, Lq).
+void run_attention(const AttentionArguments&, const Tensor& out, const Tensor& logsumexp);
+
+// dropout_add_layer_norm.cpp: fills in `stream`, `blocks` and `rows_per_block` of a forward problem,
+// and runs it. `element_size` is that of x, in bytes.
+void run_dropout_add_layer_norm(DropoutAddLayerNormProblem&, int64_t element_size);
+
+// linear.cpp: fills in `rows_per_task` and `columns_per_task` of problems with packed weights, and
+// runs all of them at once. They must have one type.
+void run_linear(LinearProblem* problems, int64_t count);
+
+// Checks that `packed` is a weight (N, K) of the problem's sizes and type, as this CPU reads it.
+void check_packed(const LinearProblem&, const Tensor& packed, at::ScalarType dtype);
+
+Activation activation_of(std::optional<c10::string_view> name);
+
+}  // namespace trifuse

@@ -1,0 +1,77 @@
+"""A whole layer of a Transformer's encoder as one op, for inference on a CPU with packed weights.
+
+A layer of a short sentence computes for a hundred microseconds, as long as Python takes to call its
+parts. The op runs the same kernels, and its results have the same bits. It has no derivative: the
+caller falls back to the parts where one is wanted, or where anything watches the call.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from trifuse.ops import _fast_path, _op
+from trifuse.ops.attention import refuse_context_parallel
+from trifuse.ops.linear import Activation
+
+
+class Options(NamedTuple):
+    """What a layer computes, apart from its tensors."""
+
+    num_heads: int
+    head_dim: int
+    intermediate_size: int
+    scale: float  # multiplies q·k
+    window_left: int  # -1: no bound
+    window_right: int
+    activation: Activation | None
+    norm_first: bool  # h = x + sublayer(norm(x)) instead of norm(x + sublayer(x))
+    rms_norm: bool
+    eps1: float
+    eps2: float
+
+
+def encoder_layer(
+    x: Tensor,
+    attn_mask: Tensor | None,
+    cu_seqlens: Tensor | None,
+    max_seqlen: int,
+    weights: tuple[Tensor, ...],
+    biases: tuple[Tensor | None, ...],
+    norms: tuple[Tensor | None, ...],
+    options: Options,
+) -> Tensor | None:
+    """Computes self-attention and feed-forward network, each with its residual and its norm.
+
+    Args:
+        x: (B, L, features), contiguous.
+        attn_mask: as in :func:`trifuse.scaled_dot_product_attention`, with 4 dimensions.
+        cu_seqlens: int32 (N + 1,), where N sequences begin among the L tokens; then B is 1.
+        max_seqlen: the length of the longest of these.
+        weights: packed by ``torch.ops.trifuse.pack_linear``: those of query, key and value, or one
+            for all three; of the attention's output; of the feed-forward network's two products.
+        biases: of each of these.
+        norms: weight and bias of the norm of each sublayer.
+        options: the rest.
+
+    Returns:
+        (B, L, features); None if the call isn't plain (csrc/fast_path.cpp), needs a gradient, or
+        isn't valid.
+    """
+    fast = _fast_path.extension()
+    if fast is None:
+        return None
+    refuse_context_parallel()
+    out: Tensor | None = fast.encoder_layer(
+        x, attn_mask, cu_seqlens, max_seqlen, weights, biases, norms, tuple(options)
+    )
+    return out
+
+
+_op.library.define(
+    "encoder_layer(Tensor x, Tensor? attn_mask, Tensor? cu_seqlens, int max_seqlen, "
+    "Tensor[] weights, Tensor?[] biases, Tensor?[] norms, int num_heads, int head_dim, "
+    "int intermediate_size, float scale, int window_left, int window_right, str? activation, "
+    "bool norm_first, bool rms_norm, float eps1, float eps2) -> Tensor"
+)

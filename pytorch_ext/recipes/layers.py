@@ -1,0 +1,150 @@
+"""Encoder layers of transformers whose code is BERT's, which run as one op with frozen weights.
+
+transformers copies BERT's layer under other names into many families: RoBERTa, XLM-R, ELECTRA,
+CamemBERT, ERNIE. It copies LayoutLM's into others, which is BERT's without what decoders need. A
+layer is recognised if the methods of its modules have the statements of one of the two, in the
+installed version of transformers.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+from typing import Any
+
+from torch import Tensor, nn
+
+from trifuse._transformers import NAME
+from trifuse.nn import encoder_layer
+from trifuse.recipes import code, sublayers
+
+
+class OneOp(nn.Module):
+    """The first base of every such layer; the second is its source.
+
+    Decoders, cross attention, caches, and arguments that BERT's encoder doesn't pass to its layers
+    run as in transformers.
+    """
+
+    def forward(
+        self, hidden_states: Tensor, attention_mask: Any = None, *args: Any, **kwargs: Any
+    ) -> Any:
+        """As the source's own."""
+        module: Any = self
+        attention = module.attention.self
+        # An attention that doesn't say otherwise is causal if it gets no mask.
+        causal = attention_mask is None and getattr(attention, "is_causal", True)
+        if (
+            all(each is None for each in args)
+            and all(
+                v is None or v is False or name in _WITHOUT_EFFECT for name, v in kwargs.items()
+            )
+            and not causal
+            and attention.config._attn_implementation == NAME
+            and not getattr(module, "is_decoder", False)
+            and not module.chunk_size_feed_forward
+        ):
+            out = encoder_layer.run(self, hidden_states, attention_mask, _parts)
+            if out is not None:
+                return out
+        return super().forward(hidden_states, attention_mask, *args, **kwargs)
+
+
+# Arguments of the model that it passes on, and that change nothing in a layer without a cache.
+_WITHOUT_EFFECT = {"output_hidden_states", "return_dict", "use_cache"}
+
+
+# The modules of a layer by their paths: how the names of their classes end, and the methods that
+# make up what they compute.
+_STRUCTURE = {
+    "": ("Layer", ("forward", "feed_forward_chunk")),
+    "attention": ("Attention", ("forward",)),
+    "attention.self": ("SelfAttention", ("forward",)),
+    "attention.output": ("SelfOutput", ("forward",)),
+    "intermediate": ("Intermediate", ("forward",)),
+    "output": ("Output", ("forward",)),
+}
+_MODELS = ("bert", "layoutlm")
+
+
+def is_berts(layer: nn.Module) -> bool:
+    """Whether the code of a layer and of the modules in it is that of BERT's or LayoutLM's."""
+    if not hasattr(layer, "feed_forward_chunk"):
+        return False
+    if not sublayers.is_of_transformers(sublayers.original(type(layer))):
+        return False
+    try:
+        parts = {path: _source(type(layer.get_submodule(path))) for path in _STRUCTURE}
+    except AttributeError:
+        return False
+    return any(_is_like(parts, model) for model in _MODELS)
+
+
+def _is_like(parts: dict[str, type], model: str) -> bool:
+    """Whether the parts of a layer have the code of a model's."""
+    modeling = importlib.import_module(f"transformers.models.{model}.modeling_{model}")
+    layer = next(name for name in vars(modeling) if name.lower() == f"{model}layer")
+    prefix = layer.removesuffix("Layer")
+    for path, (name, methods) in _STRUCTURE.items():
+        like = getattr(modeling, prefix + name)
+        if not all(_same_code(parts[path], like, method) for method in methods):
+            return False
+    # Older versions of transformers return a tuple.
+    body = _body(parts[""], "forward")
+    return body is not None and re.search(r"return \w+$", body) is not None
+
+
+def one_op_class(source: type[nn.Module]) -> type[nn.Module]:
+    """Return the subclass of a layer's class that can run as one op."""
+    if source not in _classes:
+        members = {
+            "__module__": "trifuse.recipes",
+            "__qualname__": source.__qualname__,
+            "__doc__": source.__doc__,
+            "_trifuse_origin": sublayers.Origin(source, (one_op_class, (source,))),
+        }
+        made: Any = sublayers.FusedType(source.__name__, (OneOp, source), members)
+        _classes[source] = made
+    return _classes[source]
+
+
+_classes: dict[type[nn.Module], type[nn.Module]] = {}
+
+
+def _parts(layer: Any) -> encoder_layer.Parts | None:
+    attention = layer.attention.self
+    activation = sublayers.name_of(layer.intermediate.intermediate_act_fn)
+    if activation is None:
+        return None
+    ends = layer.attention.output, layer.output
+    return encoder_layer.Parts(
+        (attention.query, attention.key, attention.value),
+        ends[0].dense,
+        layer.intermediate.dense,
+        ends[1].dense,
+        (ends[0].LayerNorm, ends[1].LayerNorm),
+        attention.num_attention_heads,
+        attention.scaling,
+        activation,
+    )
+
+
+def _source(cls: type) -> type:
+    """The class of transformers that a fused class serves."""
+    cls = sublayers.original(cls)
+    return cls.__mro__[1] if cls.__module__ == "trifuse.huggingface" else cls
+
+
+def _same_code(cls: type, other: type, method: str) -> bool:
+    body = _body(cls, method)
+    return body is not None and body == _body(other, method)
+
+
+def _body(cls: type, method: str) -> str | None:
+    if (cls, method) not in _bodies:
+        function = getattr(cls, method, None)
+        _bodies[cls, method] = None if function is None else code.body(function)
+    return _bodies[cls, method]
+
+
+_bodies: dict[tuple[type, str], str | None] = {}

@@ -1,0 +1,453 @@
+"""Encoder layers with frozen weights as one op: the bits of their parts, and when the parts run."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from fault_cases import ALL, failing, for_each_allocation, in_process, unless_out_of_memory
+from model_sizes import PADDED_SIZES
+from torch import Tensor, nn
+
+import trifuse
+from trifuse.models import bert
+from trifuse.nn import encoder_layer
+from trifuse.ops import encoder_layer as ops
+from trifuse.ops import linear
+
+pytestmark = pytest.mark.skipif(not linear._available(torch.float32), reason="no C++ extension")
+
+DTYPES = [torch.float32, torch.bfloat16]
+B, L, D = 3, 10, 64
+KEEP = torch.arange(L) < torch.tensor([L, 6, 3])[:, None]
+
+
+@pytest.fixture
+def served(monkeypatch) -> list[bool]:
+    """For each call of a layer, whether the op served it."""
+    found: list[bool] = []
+    run = encoder_layer.run
+
+    def watched(*args: Any, **kwargs: Any) -> Tensor | None:
+        out = run(*args, **kwargs)
+        found.append(out is not None)
+        return out
+
+    monkeypatch.setattr(encoder_layer, "run", watched)
+    return found
+
+
+def by_parts(function: Callable[[], Tensor]) -> Tensor:
+    """Returns the result of a call whose layers call their parts."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(encoder_layer, "run", lambda *args, **kwargs: None)
+        return function()
+
+
+def torch_layer(**options: Any) -> nn.TransformerEncoderLayer:
+    torch.manual_seed(0)
+    options = {"batch_first": True} | options
+    layer = nn.TransformerEncoderLayer(D, 4, 96, **options).eval()
+    for parameter in layer.parameters():
+        nn.init.normal_(parameter, std=0.2)
+    return layer
+
+
+def our_bert(**options: Any) -> bert.BertModel:
+    torch.manual_seed(0)
+    sizes = {
+        "vocab_size": 97,
+        "hidden_size": D,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "intermediate_size": 96,
+        "max_position_embeddings": 64,
+    }
+    return bert.BertModel(bert.BertConfig(**sizes | options)).eval()
+
+
+def inputs(dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(B, L, D, generator=torch.Generator().manual_seed(1)).to(dtype)
+
+
+# The same bits ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("norm_first", [False, True])
+@pytest.mark.parametrize("activation", ["relu", "gelu"])
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_layer_of_torchs(cpp_kernel, served, dtype, norm_first, activation, bias):
+    layer = torch_layer(norm_first=norm_first, activation=activation, bias=bias).to(dtype)
+    trifuse.fuse(layer, freeze=True)
+    x = inputs(dtype)
+    causal = nn.Transformer.generate_square_subsequent_mask(L).to(dtype)
+    additive = torch.randn(L, L).to(dtype)
+    for options in (
+        {},
+        {"src_key_padding_mask": ~KEEP},
+        {"src_mask": causal, "is_causal": True},
+        {"src_mask": causal == 0, "src_key_padding_mask": ~KEEP},
+        {"src_mask": additive, "src_key_padding_mask": ~KEEP},
+        {"src_mask": additive, "src_key_padding_mask": torch.zeros(B, L).to(dtype)},
+    ):
+        with torch.no_grad():
+            actual = layer(x, **options)
+            expected = by_parts(lambda options=options: layer(x, **options))
+        assert torch.equal(actual, expected)
+    assert served == [True] * 6
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("unpad", [False, True])
+@pytest.mark.parametrize("hidden_act", ["gelu", "relu", "gelu_new"])
+def test_our_bert(served, dtype, unpad, hidden_act):
+    model = our_bert(hidden_act=hidden_act).to(dtype)
+    trifuse.fuse(model, unpad=unpad, freeze=True)
+    ids = torch.randint(97, (B, L))
+    for keep in (None, KEEP, KEEP[:, None, None]):
+        with torch.no_grad():
+            actual = model(ids, keep).last_hidden_state
+            expected = by_parts(lambda keep=keep: model(ids, keep).last_hidden_state)
+        assert torch.equal(actual, expected)
+    assert served == [True] * 6
+
+
+@pytest.mark.parametrize("norm_first", [False, True])
+@pytest.mark.parametrize("unpad", [False, True])
+def test_a_stack_of_torchs(served, norm_first, unpad):
+    model = nn.TransformerEncoder(torch_layer(norm_first=norm_first), 2, nn.LayerNorm(D)).eval()
+    trifuse.fuse(model, unpad=unpad, freeze=True)
+    with torch.no_grad():
+        actual = model(inputs(), src_key_padding_mask=~KEEP)
+        expected = by_parts(lambda: model(inputs(), src_key_padding_mask=~KEEP))
+    assert torch.equal(actual, expected)
+    assert served == [True] * 2
+
+
+FAMILIES = {
+    "Bert": {},
+    "Roberta": {},
+    "XLMRoberta": {},
+    "Camembert": {},
+    "Electra": {"embedding_size": 16},
+    "Ernie": {},
+    "Data2VecText": {},
+    "LayoutLM": {},
+}
+
+
+def of_transformers(name: str) -> nn.Module:
+    transformers = pytest.importorskip("transformers", minversion="5")
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{name}Config")(**PADDED_SIZES | FAMILIES[name])
+    model: nn.Module = getattr(transformers, f"{name}Model")(config).eval()
+    return model
+
+
+@pytest.mark.parametrize("unpad", [False, True])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_layers_of_transformers(served, name, unpad):
+    model = of_transformers(name)
+    ids = torch.randint(3, 97, (B, L))
+    with torch.no_grad():
+        wanted = [model(ids, attention_mask=keep).last_hidden_state for keep in (None, KEEP.long())]
+        report = trifuse.fuse(model, unpad=unpad, freeze=True)
+        for keep, plain in zip((None, KEEP.long()), wanted, strict=True):
+            run = lambda keep=keep: model(ids, attention_mask=keep).last_hidden_state  # noqa: E731
+            actual = run()
+            assert torch.equal(actual, by_parts(run))
+            real = slice(None) if keep is None else KEEP
+            torch.testing.assert_close(actual[real], plain[real], rtol=1e-4, atol=1e-5)
+        assert served == [True] * 4
+        assert sum(row.after == f"trifuse.recipes.{name}Layer" for row in report.swapped) == 2
+        report.revert()
+        assert torch.equal(model(ids).last_hidden_state, wanted[0])
+
+
+def test_threads_do_not_matter():
+    layer = torch_layer()
+    trifuse.fuse(layer, freeze=True)
+    x, threads = inputs().repeat(1, 20, 1), torch.get_num_threads()
+    found = []
+    with torch.no_grad():
+        for n in (1, 2, 3):
+            torch.set_num_threads(n)
+            found.append(layer(x))
+            assert torch.equal(layer(x[:1]), found[-1][:1])
+    torch.set_num_threads(threads)
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
+
+
+def test_empty_batches():
+    layer = torch_layer()
+    trifuse.fuse(layer, freeze=True)
+    with torch.no_grad():
+        assert layer(torch.randn(0, L, D)).shape == (0, L, D)
+        assert layer(torch.randn(B, 0, D)).shape == (B, 0, D)
+
+
+# When the parts run -------------------------------------------------------------------------------
+
+
+def hooked(layer: nn.Module) -> None:
+    layer.get_submodule("linear2").register_forward_hook(lambda module, args, out: out + 1)
+
+
+def replaced(layer: Any) -> None:
+    layer.linear2 = nn.Linear(96, D)
+
+
+def replaced_forward(layer: Any) -> None:
+    layer.linear1.forward = lambda x: torch.zeros(*x.shape[:-1], 96)
+
+
+def replaced_activation(layer: Any) -> None:
+    layer.norm2 = nn.Sequential(nn.LayerNorm(D), nn.Tanh())
+
+
+def training(layer: Any) -> None:
+    layer.dropout.train()
+    layer.dropout.p = 1.0
+
+
+@pytest.mark.parametrize(
+    "change", [hooked, replaced, replaced_forward, replaced_activation, training]
+)
+def test_a_changed_layer_calls_its_parts(served, change):
+    layer = torch_layer()
+    trifuse.fuse(layer, freeze=True)
+    x = inputs()
+    with torch.no_grad():
+        before = layer(x)
+        change(layer)
+        after = layer(x)
+        assert torch.equal(after, by_parts(lambda: layer(x)))
+    assert served == [True, False]
+    assert not torch.equal(before, after)
+
+
+def test_changes_of_what_is_not_frozen_are_noticed(served):
+    layer = torch_layer()
+    trifuse.fuse(layer, freeze=True)
+    x = inputs()
+
+    def bias(layer: Any) -> None:
+        layer.linear1.bias.data.add_(1)
+
+    def new_bias(layer: Any) -> None:
+        layer.linear2.bias = nn.Parameter(torch.randn(D))
+
+    def norm(layer: Any) -> None:
+        layer.norm1.weight.data = torch.randn(D)
+
+    def eps(layer: Any) -> None:
+        layer.norm2.eps = 0.5
+
+    with torch.no_grad():
+        last = layer(x)
+        for change in (bias, new_bias, norm, eps):
+            change(layer)
+            actual = layer(x)
+            assert torch.equal(actual, by_parts(lambda: layer(x)))
+            assert not torch.equal(actual, last)
+            last = actual
+    assert all(served)
+
+
+def test_hooks_for_all_modules(served):
+    layer = torch_layer()
+    trifuse.fuse(layer, freeze=True)
+    names: list[str] = []
+    hook = nn.modules.module.register_module_forward_hook(
+        lambda module, args, out: names.append(type(module).__name__)
+    )
+    with torch.no_grad():
+        layer(inputs())
+    hook.remove()
+    assert "FrozenLinear" in names
+    assert served == [False]
+
+
+def test_other_ways_to_call(served):
+    layer, plain = torch_layer(), torch_layer()
+    trifuse.fuse(layer, freeze=True)
+    x = inputs()
+    close = torch.testing.assert_close
+    x.requires_grad_()
+    grads = [torch.autograd.grad(each(x).square().sum(), x)[0] for each in (layer, plain)]
+    close(*grads)
+    x.requires_grad_(False)
+    with torch.no_grad():
+        expected = plain(x)
+        assert served == [False]
+        close(layer(x.mT.contiguous().mT), expected)  # not contiguous
+        close(torch.func.vmap(layer)(x[None])[0], expected)
+        compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+        close(compiled(x), expected)
+        close(layer(x[0]), plain(x[:1])[0])  # unbatched
+        with torch.autocast("cpu"):
+            close(layer(x), expected, rtol=0.05, atol=0.1, check_dtype=False)
+        before = linear.backends._C.set_cpu_capability("DEFAULT")
+        try:
+            close(layer(x), expected)
+        finally:
+            linear.backends._C.set_cpu_capability(before)
+        with trifuse.backend("eager"):
+            close(layer(x), expected)
+    assert not any(served)
+    with torch.inference_mode():
+        close(layer(inputs()), expected)
+    assert served[-1]
+    with pytest.raises(RuntimeError, match="attn_mask: expected shape"), torch.no_grad():
+        layer(x, src_mask=torch.ones(1, 1))
+    with pytest.raises(RuntimeError, match="is_causal: expected attn_mask"), torch.no_grad():
+        layer(x, is_causal=True)
+
+
+def test_what_transformers_asks_of_its_layers(served):
+    model = of_transformers("Bert")
+    ids = torch.randint(3, 97, (B, L))
+    with torch.no_grad():
+        plain = model(ids, output_hidden_states=True)
+        trifuse.fuse(model, freeze=True)
+        actual = model(ids, output_hidden_states=True)
+        for ours, theirs in zip(actual.hidden_states, plain.hidden_states, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+        del served[:]
+        model.set_attn_implementation("eager")
+        seen = model(ids, output_attentions=True).attentions
+        assert len(seen) == 2
+        assert served == []
+
+
+def test_copies_plan_anew():
+    layer = torch_layer()
+    trifuse.fuse(layer, freeze=True)
+    x = inputs()
+    with torch.no_grad():
+        expected = layer(x)
+        for twin in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+            assert torch.equal(twin(x), expected)
+            twin.linear2.bias.add_(1)
+            assert not torch.equal(twin(x), expected)
+            assert torch.equal(layer(x), expected)
+
+
+def test_a_pickled_layer_of_transformers():
+    model = of_transformers("Roberta")
+    trifuse.fuse(model, freeze=True)
+    twin = pickle.loads(pickle.dumps(model))
+    ids = torch.randint(3, 97, (B, L))
+    assert type(twin.encoder.layer[0]) is type(model.encoder.layer[0])
+    with torch.no_grad():
+        assert torch.equal(twin(ids).last_hidden_state, model(ids).last_hidden_state)
+
+
+def test_a_plan_keeps_no_layer_alive():
+    layer = torch_layer()
+    trifuse.fuse(layer, freeze=True)
+    with torch.no_grad():
+        layer(inputs())
+    assert layer in encoder_layer._plans
+    gone = weakref.ref(layer)
+    del layer
+    gc.collect()
+    assert gone() is None
+
+
+# The op -------------------------------------------------------------------------------------------
+
+
+def arguments() -> dict[str, Any]:
+    pack = torch.ops.trifuse.pack_linear
+    shapes = [(D, D)] * 4 + [(96, D), (D, 96)]
+    return {
+        "x": inputs(),
+        "attn_mask": None,
+        "cu_seqlens": None,
+        "max_seqlen": 0,
+        "weights": [pack(torch.randn(shape)) for shape in shapes],
+        "biases": [torch.randn(shape[0]) for shape in shapes],
+        "norms": [torch.randn(D) for _ in range(4)],
+        **ops.Options(4, 16, 96, 0.25, -1, -1, "gelu", False, False, 1e-5, 1e-5)._asdict(),
+    }
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"x": torch.randn(L, D)}, "x: expected a contiguous tensor of 3 dimensions"),
+        ({"x": torch.randn(B, D, L).mT}, "x: expected a contiguous tensor"),
+        ({"x": inputs().double()}, "x: expected float32 or bfloat16"),
+        ({"x": torch.randn(B, L, 48)}, "packed: not a weight"),
+        ({"num_heads": 8}, "packed: not a weight"),
+        ({"intermediate_size": 200}, "packed: not a weight"),
+        ({"weights": []}, "weights: expected 4 or 6"),
+        ({"norms": [None] * 3}, "weights: expected 4 or 6"),
+        ({"biases": [torch.randn(9)] + [None] * 5}, "bias: expected shape"),
+        ({"biases": [torch.ones(D, dtype=torch.int32)] + [None] * 5}, "bias: expected"),
+        ({"norms": [torch.randn(9), None, None, None]}, "weight: expected shape"),
+        ({"activation": "tanh"}, "activation: expected relu"),
+        ({"attn_mask": torch.ones(L, L).bool()}, "attn_mask: expected a shape"),
+        ({"attn_mask": torch.ones(1, 1, 3, 3).bool()}, "attn_mask: expected a shape"),
+        ({"cu_seqlens": torch.tensor([0, 4, L])}, "query: expected batch size 1"),
+        (
+            {"x": inputs()[:1], "cu_seqlens": torch.tensor([0, 4, L + 1]), "max_seqlen": L},
+            "cu_seqlens_q: expected 0 first",
+        ),
+    ],
+)  # fmt: skip
+def test_arguments_that_do_not_fit(changes, message):
+    op, given = torch.ops.trifuse.encoder_layer, arguments()
+    op(**given)
+    with pytest.raises((ValueError, TypeError), match=message):
+        op(**given | changes)
+
+
+def each_allocation_fails() -> None:
+    small, large = arguments(), arguments() | {"x": torch.randn(40, 200, D)}
+    run = torch.ops.trifuse.encoder_layer
+    expected = run(**small), run(**large)
+
+    def attempt(number: int) -> int:
+        with failing(number, ALL):
+            result = unless_out_of_memory(lambda: run(**large))
+        made: int = linear.backends._C.counted_allocations()
+        assert (result is None) == (number <= made)
+        assert torch.equal(run(**small), expected[0])
+        assert torch.equal(run(**large), expected[1])
+        return made
+
+    assert for_each_allocation(attempt) >= 2  # the result and the workspace
+
+
+def test_each_allocation_fails():
+    in_process(each_allocation_fails)
+
+
+def test_rms_norm():
+    given = arguments() | {"norms": [torch.randn(D), None, torch.randn(D), None]}
+    given |= {"rms_norm": True, "norm_first": True}
+    out = torch.ops.trifuse.encoder_layer(**given)
+    unpack = torch.ops.trifuse.unpack_linear
+    shapes = [(D, D)] * 4 + [(96, D), (D, 96)]
+    q, k, v, o, up, down = (
+        (unpack(packed, *shape, torch.float32).double(), bias.double())
+        for packed, shape, bias in zip(given["weights"], shapes, given["biases"], strict=True)
+    )
+    x, F = given["x"].double(), nn.functional
+    first, second = given["norms"][0].double(), given["norms"][2].double()
+    normed = F.rms_norm(x, (D,), first, 1e-5)
+    heads = (F.linear(normed, *each).unflatten(-1, (4, 16)).transpose(1, 2) for each in (q, k, v))
+    attended = F.scaled_dot_product_attention(*heads).transpose(1, 2).flatten(-2)
+    hidden = x + F.linear(attended, *o)
+    wide = F.gelu(F.linear(F.rms_norm(hidden, (D,), second, 1e-5), *up))
+    torch.testing.assert_close(out.double(), hidden + F.linear(wide, *down), rtol=1e-4, atol=1e-3)
