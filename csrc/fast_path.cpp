@@ -430,35 +430,38 @@ struct EncoderLayerCall {
   int64_t max_seqlen;
   std::vector<Tensor> weights;
   c10::List<OptionalTensor> biases, norms;
-  int64_t num_heads, head_dim, intermediate_size, window_left, window_right;
-  double scale, eps1, eps2;
+  int64_t num_heads, head_dim, intermediate_size;
+  double scale;
   std::optional<c10::string_view> activation;
   bool norm_first, rms_norm;
+  int64_t window_left, window_right;
+  double eps1, eps2;
 
   bool read_options(PyObject* tuple) {
     if (!PyTuple_CheckExact(tuple) || PyTuple_GET_SIZE(tuple) != 11) return false;
     const auto at = [&](int i) { return PyTuple_GET_ITEM(tuple, i); };
-    if (at(6) != Py_None) {
+    if (at(4) != Py_None) {
       Py_ssize_t size;
-      const char* name = PyUnicode_AsUTF8AndSize(at(6), &size);
+      const char* name = PyUnicode_AsUTF8AndSize(at(4), &size);
       if (!name) throw python_error();
       activation.emplace(name, size);
     }
     return read(at(0), num_heads) && read(at(1), head_dim) && read(at(2), intermediate_size) &&
-        read(at(3), scale) && read(at(4), window_left) && read(at(5), window_right) &&
-        read(at(7), norm_first) && read(at(8), rms_norm) && read(at(9), eps1) && read(at(10), eps2);
+        read(at(3), scale) && read(at(5), norm_first) && read(at(6), rms_norm) &&
+        read(at(7), window_left) && read(at(8), window_right) && read(at(9), eps1) &&
+        read(at(10), eps2);
   }
 
   Tensor run() const {
     static const auto op = find<Tensor(
         const Tensor&, const OptionalTensor&, const OptionalTensor&, int64_t, at::TensorList,
         const c10::List<OptionalTensor>&, const c10::List<OptionalTensor>&, int64_t, int64_t,
-        int64_t, double, int64_t, int64_t, std::optional<c10::string_view>, bool, bool, double,
+        int64_t, double, std::optional<c10::string_view>, bool, bool, int64_t, int64_t, double,
         double)>("trifuse::encoder_layer", "");
     return run_kernel(
         op, x, attn_mask, cu_seqlens, max_seqlen, at::TensorList(weights), biases, norms, num_heads,
-        head_dim, intermediate_size, scale, window_left, window_right, activation, norm_first,
-        rms_norm, eps1, eps2);
+        head_dim, intermediate_size, scale, activation, norm_first, rms_norm, window_left,
+        window_right, eps1, eps2);
   }
 };
 
@@ -583,9 +586,13 @@ PyObject* modules_as_planned(PyObject*, PyObject* const* args, Py_ssize_t count)
   };
   TORCH_CHECK_TYPE(PyTuple_CheckExact(args[0]), "modules: expected a tuple");
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(args[0]); ++i) {
-    PyObject *entry = PyTuple_GET_ITEM(args[0], i), *siblings, *name, *module, *type;
-    if (!PyArg_ParseTuple(entry, "O!OOO", &PyDict_Type, &siblings, &name, &module, &type))
-      throw python_error();
+    PyObject* entry = PyTuple_GET_ITEM(args[0], i);
+    TORCH_CHECK_TYPE(
+        PyTuple_CheckExact(entry) && PyTuple_GET_SIZE(entry) == 4 &&
+            PyDict_Check(PyTuple_GET_ITEM(entry, 0)),
+        "modules: expected tuples (siblings, name, module, class)");
+    PyObject *siblings = PyTuple_GET_ITEM(entry, 0), *name = PyTuple_GET_ITEM(entry, 1),
+             *module = PyTuple_GET_ITEM(entry, 2), *type = PyTuple_GET_ITEM(entry, 3);
     PyObject* found = PyDict_GetItemWithError(siblings, name);
     if (!found && PyErr_Occurred()) throw python_error();
     if (found != module || reinterpret_cast<PyObject*>(Py_TYPE(module)) != type) Py_RETURN_FALSE;

@@ -28,7 +28,7 @@ from trifuse import backends, nn
 from trifuse.models import bert, elmo, transformer
 from trifuse.nn import packing
 from trifuse.nn.dropout_add_layer_norm import is_fused
-from trifuse.nn.linear import freeze as freeze_weight
+from trifuse.nn.linear import freeze as freeze_weights
 from trifuse.nn.linear import thaw
 from trifuse.nn.quantization import Unquantizable
 from trifuse.ops import linear
@@ -409,22 +409,23 @@ def _freeze(model: torch_nn.Module, report: FuseReport) -> None:
         for t in (*module._parameters.values(), *module._buffers.values())
         if t is not None and t.layout == torch.strided
     )
+    chosen: list[nn.Linear] = []
     for path, module in model.named_modules():
-        step: _Step | _Freezing
         if type(module) is nn.MultiheadAttention and not module.frozen:
             if not linear.can_freeze(module.out_proj.weight.dtype):
                 continue
             step = _Step(module, "frozen", _Absent.ABSENT, True)
             step.do()
+            report._steps.append(step)
         elif type(module) is nn.Linear:
             if (why := _why_not_frozen(module.weight, uses)) is not None:
                 report.left.append(Left(path, type(module).__name__, f"not frozen: {why}"))
                 continue
-            step = _Freezing(module, freeze_weight(module))
+            chosen.append(module)
         else:
             continue
-        report._steps.append(step)
         report.frozen.append(path)
+    report._steps += map(_Freezing, chosen, freeze_weights(chosen))
     if not report.frozen:
         return
     for path, module in model.named_modules():

@@ -41,9 +41,9 @@ struct Arguments {
   const OptionalTensors& norms;      // weight and bias of the first norm and of the second
   int64_t num_heads, head_dim, intermediate_size;
   double scale;
-  int64_t window_left, window_right;
   Activation activation;
   bool norm_first, rms_norm;
+  int64_t window_left, window_right;
   double eps[2];
 };
 
@@ -240,18 +240,13 @@ Tensor encoder_layer(
     const Tensor& x, const OptionalTensor& attn_mask, const OptionalTensor& cu_seqlens,
     int64_t max_seqlen, at::TensorList weights, const OptionalTensors& biases,
     const OptionalTensors& norms, int64_t num_heads, int64_t head_dim, int64_t intermediate_size,
-    double scale, int64_t window_left, int64_t window_right,
-    std::optional<c10::string_view> activation, bool norm_first, bool rms_norm, double eps1,
-    double eps2) {
-  const Arguments a{
-      attn_mask,         cu_seqlens,
-      max_seqlen,        weights,
-      biases,            norms,
-      num_heads,         head_dim,
-      intermediate_size, scale,
-      window_left,       window_right,
-      activation_of(activation), norm_first,
-      rms_norm,          {eps1, eps2}};
+    double scale, std::optional<c10::string_view> activation, bool norm_first, bool rms_norm,
+    int64_t window_left, int64_t window_right, double eps1, double eps2) {
+  const Arguments a{attn_mask,         cu_seqlens,  max_seqlen,   weights,
+                    biases,            norms,       num_heads,    head_dim,
+                    intermediate_size, scale,       activation_of(activation),
+                    norm_first,        rms_norm,    window_left,  window_right,
+                    {eps1, eps2}};
   check(x, a);
   if (x.numel() == 0) return empty(x.sizes(), x.options());
   return Layer(x, a).run();

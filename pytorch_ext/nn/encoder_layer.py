@@ -20,8 +20,7 @@ from trifuse import backends
 from trifuse.nn.linear import FrozenLinear, packed_weight
 from trifuse.nn.packing import PackedSequences
 from trifuse.ops import encoder_layer as ops
-from trifuse.ops import linear
-from trifuse.ops.linear import Activation
+from trifuse.ops.linear import Activation, FrozenWeight
 
 
 class Parts(NamedTuple):
@@ -43,11 +42,16 @@ class _Plan(NamedTuple):
     """What each call of a layer checks and reads."""
 
     modules: tuple[tuple[dict[str, Any], str, nn.Module, type], ...]  # see modules_as_planned
-    parts: Parts
-    linears: tuple[nn.Module, ...]
-    biases: tuple[tuple[dict[str, Any], str], ...]  # where parameters are found now
+    attention: Any  # the nn.MultiheadAttention whose weights are packed, or None
+    frozen: tuple[tuple[dict[str, Any], FrozenWeight], ...]  # of other layers, and where each is
+    weights: tuple[Tensor, ...]  # of `frozen`
+    dtype: torch.dtype
+    capability: str | None  # the instruction set that they are packed for
+    biases: tuple[tuple[dict[str, Any], str], ...]  # where parameters are found
     norms: tuple[tuple[dict[str, Any], str], ...]
-    options: ops.Options  # those of the norms are read anew
+    first_norm: nn.LayerNorm
+    last_norm: nn.LayerNorm
+    options: tuple[Any, ...]  # those of ops.Options before the windows
 
 
 # Kept outside the layers, so that plans are neither copied nor saved with them. A plan refers to
@@ -87,7 +91,7 @@ def run(
         or _global._global_backward_hooks
         or _global._global_backward_pre_hooks
         or not backends._C.modules_as_planned(plan.modules)
-        or (weights := _weights(plan, x.dtype)) is None
+        or (weights := _weights(layer, plan)) is None
     ):
         return None
     window, cu_seqlens, longest = -1, None, 0
@@ -95,13 +99,7 @@ def run(
         cu_seqlens, longest = mask.cu_seqlens, mask.max_seqlen
         window = -1 if mask.window is None else mask.window
         mask = None
-    norm1, norm2 = plan.parts.norms
-    options = plan.options._replace(
-        window_left=window,
-        window_right=0 if is_causal else window,
-        eps1=norm1.eps,
-        eps2=norm2.eps,
-    )
+    right = 0 if is_causal else window
     return ops.encoder_layer(
         x,
         mask,
@@ -110,7 +108,7 @@ def run(
         weights,
         tuple([parameters[name] for parameters, name in plan.biases]),
         tuple([parameters[name] for parameters, name in plan.norms]),
-        options,
+        (*plan.options, window, right, plan.first_norm.eps, plan.last_norm.eps),
     )
 
 
@@ -120,11 +118,19 @@ _UNKNOWN: Any = object()
 def _make(layer: nn.Module, parts: Parts | None) -> _Plan | None:
     if parts is None:
         return None
-    joint = len(parts.projections) == 1
-    frozen = (parts.up, parts.down) if joint else (*parts.projections, *parts[1:4])
+    attention: Any = parts.projections[0] if len(parts.projections) == 1 else None
+    linears: list[Any] = [*parts.projections, parts.output, parts.up, parts.down]
+    frozen = linears if attention is None else linears[2:]
     if not all(type(module) is FrozenLinear for module in frozen):
         return None
     if not all(type(n) is nn.LayerNorm and len(n.normalized_shape) == 1 for n in parts.norms):
+        return None
+    weights: list[FrozenWeight] = [module._frozen for module in frozen]
+    dtypes = {weight.dtype for weight in weights}
+    capabilities = {weight.capability for weight in weights}
+    if attention is not None:
+        dtypes |= {attention.in_proj_weight.dtype, attention.out_proj.weight.dtype}
+    if len(dtypes) != 1 or len(capabilities) != 1:
         return None
     modules = tuple(
         (parent._modules, name, module, type(module))
@@ -132,51 +138,47 @@ def _make(layer: nn.Module, parts: Parts | None) -> _Plan | None:
         for name, module in parent._modules.items()
         if module is not None
     )
-    linears: tuple[nn.Module, ...] = (*parts.projections, *parts[1:4])
     biases = tuple(
-        (module._parameters, "in_proj_bias" if module is parts.projections[0] and joint else "bias")
+        (module._parameters, "in_proj_bias" if module is attention else "bias")
         for module in linears
     )
     norms = tuple((norm._parameters, name) for norm in parts.norms for name in ("weight", "bias"))
-    attention: Any = parts.projections[0]
-    features = attention.embed_dim if joint else attention.out_features
+    features = linears[0].out_features if attention is None else attention.embed_dim
     head_dim = features // parts.num_heads
-    options = ops.Options(
-        parts.num_heads,
-        head_dim,
-        parts.up.out_features,  # type: ignore[arg-type]
-        1 / math.sqrt(head_dim) if parts.scale is None else parts.scale,
-        -1,
-        -1,
-        parts.activation,
-        parts.norm_first,
-        False,
-        0.0,
-        0.0,
+    scale = 1 / math.sqrt(head_dim) if parts.scale is None else parts.scale
+    sizes = (parts.num_heads, head_dim, parts.up.out_features)
+    return _Plan(
+        modules,
+        attention,
+        tuple((vars(module), module._frozen) for module in frozen),
+        tuple(weight.packed for weight in weights),
+        dtypes.pop(),
+        capabilities.pop(),
+        biases,
+        norms,
+        parts.norms[0],
+        parts.norms[1],
+        (*sizes, scale, parts.activation, parts.norm_first, False),
     )
-    return _Plan(modules, parts, linears, biases, norms, options)
 
 
-def _weights(plan: _Plan, dtype: torch.dtype) -> tuple[Tensor, ...] | None:
-    """Returns the packed weights; None if one has another dtype, or is for other instructions."""
-    capability = backends.cpu_capability()
-    weights: list[Tensor] = []
-    linears = plan.linears
-    if len(linears) == 4:
-        attention: Any = linears[0]
-        for name, weight in (
-            ("qkv", attention.in_proj_weight),
-            ("out", attention.out_proj.weight),
-        ):
-            found = packed_weight(attention, name)
-            packed = None if found is None else found.get(weight, dtype)
-            if packed is None or weight.dtype != dtype:
-                return None
-            weights.append(packed)
-        linears = linears[2:]
-    for module in linears:
-        frozen: linear.FrozenWeight = vars(module)["_frozen"]
-        if frozen.capability != capability or frozen.dtype != dtype:
+def _weights(layer: nn.Module, plan: _Plan) -> tuple[Tensor, ...] | None:
+    """Returns the packed weights; None if they don't serve, or not any more."""
+    if plan.capability != backends.cpu_capability():
+        return None
+    for attributes, frozen in plan.frozen:
+        if attributes["_frozen"] is not frozen:  # the model was reverted and frozen again
+            del _plans[layer]
             return None
-        weights.append(frozen.packed)
+    if plan.attention is None:
+        return plan.weights
+    weights = list(plan.weights)
+    for i, (name, weight) in enumerate(
+        (("qkv", plan.attention.in_proj_weight), ("out", plan.attention.out_proj.weight))
+    ):
+        kept = packed_weight(plan.attention, name)
+        packed = None if kept is None else kept.get(weight, plan.dtype)
+        if packed is None:
+            return None
+        weights.insert(i, packed)
     return tuple(weights)

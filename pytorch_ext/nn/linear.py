@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -127,13 +127,30 @@ _WRITING = {
 }  # fmt: skip
 
 
-def freeze(module: Linear) -> nn.Parameter:
-    """Makes a :class:`Linear` a :class:`FrozenLinear`.
+def freeze(modules: Sequence[Linear]) -> list[nn.Parameter]:
+    """Makes each :class:`Linear` a :class:`FrozenLinear`.
+
+    Packed weights lie beside each other in blocks of about 64 MiB, so that no more memory than that
+    is taken twice.
 
     Returns:
-        The parameter that was its weight, empty now, for :func:`thaw`.
+        The parameters that were their weights, empty now, for :func:`thaw`.
     """
-    frozen = FrozenWeight(module.weight)
+    parameters: list[nn.Parameter] = []
+    block: list[Linear] = []
+    size = 0
+    for i, module in enumerate(modules):
+        block.append(module)
+        size += module.weight.nbytes
+        following = modules[i + 1].weight if i + 1 < len(modules) else None
+        if following is None or following.dtype != module.weight.dtype or size >= 64 << 20:
+            weights = FrozenWeight.pack_all([each.weight for each in block])
+            parameters += map(_freeze, block, weights)
+            block, size = [], 0
+    return parameters
+
+
+def _freeze(module: Linear, frozen: FrozenWeight) -> nn.Parameter:
     parameter = module._parameters.pop("weight")
     assert parameter is not None
     vars(module)["_frozen"] = frozen

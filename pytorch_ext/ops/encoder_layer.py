@@ -7,7 +7,7 @@ caller falls back to the parts where one is wanted, or where anything watches th
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -23,11 +23,11 @@ class Options(NamedTuple):
     head_dim: int
     intermediate_size: int
     scale: float  # multiplies q·k
-    window_left: int  # -1: no bound
-    window_right: int
     activation: Activation | None
     norm_first: bool  # h = x + sublayer(norm(x)) instead of norm(x + sublayer(x))
     rms_norm: bool
+    window_left: int  # -1: no bound
+    window_right: int
     eps1: float
     eps2: float
 
@@ -40,7 +40,7 @@ def encoder_layer(
     weights: tuple[Tensor, ...],
     biases: tuple[Tensor | None, ...],
     norms: tuple[Tensor | None, ...],
-    options: Options,
+    options: tuple[Any, ...],
 ) -> Tensor | None:
     """Computes self-attention and feed-forward network, each with its residual and its norm.
 
@@ -53,7 +53,7 @@ def encoder_layer(
             for all three; of the attention's output; of the feed-forward network's two products.
         biases: of each of these.
         norms: weight and bias of the norm of each sublayer.
-        options: the rest.
+        options: the values of :class:`Options`.
 
     Returns:
         (B, L, features); None if the call isn't plain (csrc/fast_path.cpp), needs a gradient, or
@@ -64,7 +64,7 @@ def encoder_layer(
         return None
     refuse_context_parallel()
     out: Tensor | None = fast.encoder_layer(
-        x, attn_mask, cu_seqlens, max_seqlen, weights, biases, norms, tuple(options)
+        x, attn_mask, cu_seqlens, max_seqlen, weights, biases, norms, options
     )
     return out
 
@@ -72,6 +72,6 @@ def encoder_layer(
 _op.library.define(
     "encoder_layer(Tensor x, Tensor? attn_mask, Tensor? cu_seqlens, int max_seqlen, "
     "Tensor[] weights, Tensor?[] biases, Tensor?[] norms, int num_heads, int head_dim, "
-    "int intermediate_size, float scale, int window_left, int window_right, str? activation, "
-    "bool norm_first, bool rms_norm, float eps1, float eps2) -> Tensor"
+    "int intermediate_size, float scale, str? activation, bool norm_first, bool rms_norm, "
+    "int window_left, int window_right, float eps1, float eps2) -> Tensor"
 )

@@ -15,7 +15,7 @@ import functools
 import math
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -294,13 +294,17 @@ class FrozenWeight:
     It is pickled and copied as an ordinary tensor, since the packed form depends on the CPU.
     """
 
-    def __init__(self, weight: Tensor) -> None:
-        self._pack(weight.detach())
-
-    def _pack(self, weight: Tensor) -> None:
+    def __init__(self, weight: Tensor, packed: Tensor | None = None) -> None:
+        weight = weight.detach()
         self.shape, self.dtype, self.device = weight.shape, weight.dtype, weight.device
         self.capability = backends.cpu_capability()
-        self.packed = torch.ops.trifuse.pack_linear(weight)
+        self.packed = torch.ops.trifuse.pack_linear(weight) if packed is None else packed
+
+    @classmethod
+    def pack_all(cls, weights: Sequence[Tensor]) -> list[FrozenWeight]:
+        """Packs weights of one dtype into one allocation, which is freed with the last of them."""
+        packed = torch.ops.trifuse.pack_linears([weight.detach() for weight in weights])
+        return [cls(*each) for each in zip(weights, packed, strict=True)]
 
     def unpack(self) -> Tensor:
         """Returns a copy of the weight."""
@@ -316,7 +320,7 @@ class FrozenWeight:
                 "a frozen model needs trifuse's C++ extension to be loaded; "
                 "call revert() of fuse's report before saving it"
             )
-        self._pack(state["weight"])
+        self.__init__(state["weight"])  # type: ignore[misc]
 
 
 def frozen_message(what: str) -> str:
@@ -523,6 +527,7 @@ _sharding.register_single(torch.ops.trifuse.linear.default, _sharding.linear)
 # The product with a packed weight, and the checksums that show whether the weight is unchanged. A
 # trace holds the product only if the weight is frozen: any other may change after the trace.
 _op.library.define("pack_linear(Tensor weight) -> Tensor")
+_op.library.define("pack_linears(Tensor[] weights) -> Tensor[]")
 _op.library.define(
     "unpack_linear(Tensor packed, int out_features, int in_features, ScalarType dtype) -> Tensor"
 )

@@ -31,7 +31,7 @@ class OneOp(nn.Module):
     ) -> Any:
         """As the source's own."""
         module: Any = self
-        attention = module.attention.self
+        attention = self._modules["attention"]._modules["self"]  # type: ignore[union-attr]
         # An attention that doesn't say otherwise is causal if it gets no mask.
         causal = attention_mask is None and getattr(attention, "is_causal", True)
         if (
@@ -40,7 +40,7 @@ class OneOp(nn.Module):
                 v is None or v is False or name in _WITHOUT_EFFECT for name, v in kwargs.items()
             )
             and not causal
-            and attention.config._attn_implementation == NAME
+            and _chosen(attention) == NAME
             and not getattr(module, "is_decoder", False)
             and not module.chunk_size_feed_forward
         ):
@@ -48,6 +48,13 @@ class OneOp(nn.Module):
             if out is not None:
                 return out
         return super().forward(hidden_states, attention_mask, *args, **kwargs)
+
+
+def _chosen(attention: Any) -> Any:
+    """The name of the attention, without what transformers does at each access of a config."""
+    config = vars(attention)["config"]
+    chosen = vars(config).get("_attn_implementation_internal")
+    return config._attn_implementation if chosen is None else chosen
 
 
 # Arguments of the model that it passes on, and that change nothing in a layer without a cache.

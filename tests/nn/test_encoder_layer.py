@@ -377,7 +377,7 @@ def arguments() -> dict[str, Any]:
         "weights": [pack(torch.randn(shape)) for shape in shapes],
         "biases": [torch.randn(shape[0]) for shape in shapes],
         "norms": [torch.randn(D) for _ in range(4)],
-        **ops.Options(4, 16, 96, 0.25, -1, -1, "gelu", False, False, 1e-5, 1e-5)._asdict(),
+        **ops.Options(4, 16, 96, 0.25, "gelu", False, False, -1, -1, 1e-5, 1e-5)._asdict(),
     }
 
 

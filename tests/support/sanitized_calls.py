@@ -146,7 +146,7 @@ def encoder_layer_calls(dtype: torch.dtype) -> Calls:
     for projections in ([(H * E, D)] * 3, [(3 * H * E, D)]):
         packed = weights(*projections, *ends)
         for first in (False, True):
-            rest = (*packed, norms, H, E, F, 0.4, -1, -1, "gelu", first, False, 1e-5, 1e-5)
+            rest = (*packed, norms, H, E, F, 0.4, "gelu", first, False, -1, -1, 1e-5, 1e-5)
             x = torch.randn(2, 70, D).to(dtype)
             keep = torch.rand(2, 1, 1, 70) < 0.7
             yield partial(ops.encoder_layer, x, keep, None, 0, *rest)
