@@ -125,6 +125,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def(
       "cpu_capabilities", &names,
       "Instruction sets that this machine can run, least capable first");
+  m.def("cpu_maker", &cpu_maker, "The CPU's maker: AMD, Intel or other");
   m.def("cpu_capability", [] { return name(capability()); }, "The instruction set in use");
   m.def(
       "set_cpu_capability", [](const std::string& wanted) { return name(set_capability(wanted)); },

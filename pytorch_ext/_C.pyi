@@ -15,6 +15,9 @@ def build_info() -> dict[str, Any]:
     (compute_ is PTX).
     """
 
+def cpu_maker() -> str:
+    """The CPU's maker: "AMD", "Intel" or "other"."""
+
 def cpu_capability() -> str:
     """The instruction set in use."""
 

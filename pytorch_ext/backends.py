@@ -107,6 +107,11 @@ def cpu_capability() -> str | None:
     return None if _C is None else str(_C.cpu_capability())
 
 
+def cpu_maker() -> str | None:
+    """Returns the CPU's maker, "AMD", "Intel" or "other"; None without the extension."""
+    return None if _C is None else str(_C.cpu_maker())
+
+
 def interpreting() -> bool:
     """Returns whether Triton's interpreter runs kernels on CPU tensors, one program at a time."""
     return os.environ.get("TRITON_INTERPRET") == "1"

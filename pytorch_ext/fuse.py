@@ -185,8 +185,8 @@ def fuse(model: torch_nn.Module, unpad: bool = False, freeze: bool = False) -> F
     follow each other, they become one operator; so do a linear layer and its activation, and every
     RMSNorm becomes one: see :mod:`trifuse.recipes`.
 
-    ``torch.nn.Linear`` on a CPU runs on trifuse's matrix product where that is faster. This is
-    measured once per process and dtype, in about 0.3 s: see :mod:`trifuse.ops.linear`.
+    ``torch.nn.Linear`` on a CPU runs on trifuse's matrix product where that is faster, by a table
+    of CPUs: see :mod:`trifuse.ops.linear`.
     ``torch.nn.LSTM``, ``GRU``, ``RNN`` and their cells run fused on a CPU if the extension is
     built, and are not instances of torch's classes while they do: see :mod:`trifuse.nn.lstm`.
     ``torch.nn.Dropout`` on a CPU uses trifuse's random generator instead of torch's: the same seed

@@ -112,7 +112,7 @@ def cpp_kernel(request: pytest.FixtureRequest) -> Iterator[Kernel]:
 def torch_multiplies(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leaves products of linear layers to torch, so that reports don't depend on the machine."""
     monkeypatch.setenv("TRIFUSE_LINEAR", "torch")
-    monkeypatch.setattr(linear, "_measured", {})
+    monkeypatch.setattr(linear, "_chosen", {})
 
 
 @pytest.fixture

@@ -85,6 +85,15 @@ Capability capability([[maybe_unused]] DType dtype) {
   return c;
 }
 
+std::string cpu_maker() {
+#if defined(__x86_64__)
+  __builtin_cpu_init();
+  if (__builtin_cpu_is("amd")) return "AMD";
+  if (__builtin_cpu_is("intel")) return "Intel";
+#endif
+  return "other";
+}
+
 Capability set_capability(const std::string& wanted) { return current().exchange(parse(wanted)); }
 
 }  // namespace trifuse

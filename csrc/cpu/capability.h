@@ -45,6 +45,9 @@ Capability capability();
 // Returns the instruction set whose kernels compute problems of a type.
 Capability capability(DType dtype);
 
+// Returns the CPU's maker: "AMD", "Intel" or "other".
+std::string cpu_maker();
+
 // Selects an instruction set and returns the previous one. Throws std::invalid_argument for a name
 // that is not in capabilities().
 Capability set_capability(const std::string& name);

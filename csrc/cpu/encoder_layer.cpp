@@ -1,8 +1,8 @@
 // torch.ops.trifuse.encoder_layer: a layer of a Transformer's encoder, for inference.
 //
-// The kernels of linear, attention and dropout_add_layer_norm run one after another on pointers into
-// one workspace. A short sentence takes a layer less time than Python and torch's dispatcher need
-// to call its parts. Results are those of the parts, bit for bit.
+// The kernels of linear, attention and dropout_add_layer_norm run one after another on pointers
+// into one workspace. A short sentence takes a layer less time than Python and torch's dispatcher
+// need to call its parts. Results are those of the parts, bit for bit.
 //
 //   norm last:   h = norm1(x + attend(x));          out = norm2(h + feed_forward(h))
 //   norm first:  h = x + attend(norm1(x));          out = h + feed_forward(norm2(h))
@@ -61,6 +61,32 @@ void check(const Tensor& x, const Arguments& a) {
       (count == 4 || count == 6) && a.biases.size() == count && a.norms.size() == 4,
       "weights: expected 4 or 6, as many biases, and 4 vectors of norms; got ", count, ", ",
       a.biases.size(), " and ", a.norms.size());
+  TORCH_CHECK_VALUE(
+      a.num_heads > 0 && a.head_dim > 0 && a.intermediate_size > 0,
+      "num_heads, head_dim, intermediate_size: expected at least 1; got ", a.num_heads, ", ",
+      a.head_dim, ", ", a.intermediate_size);
+  // Before the workspace is sized: weights that fit bound the sizes.
+  const auto check_weight = [&](size_t index, int64_t N, int64_t K) {
+    LinearProblem p{};
+    p.dtype = kernel_type(x.scalar_type());
+    p.N = N;
+    p.K = K;
+    check_packed(p, a.weights[index], x.scalar_type());
+  };
+  const int64_t D = x.size(2), F = a.intermediate_size;
+  TORCH_CHECK_VALUE(
+      a.num_heads <= kMostElements / a.head_dim && F <= kMostElements,
+      "num_heads, head_dim, intermediate_size: expected fewer features; got ", a.num_heads, ", ",
+      a.head_dim, ", ", F);
+  const int64_t HE = a.num_heads * a.head_dim;
+  if (count == 4) {
+    check_weight(0, 3 * HE, D);
+  } else {
+    for (size_t i = 0; i < 3; ++i) check_weight(i, HE, D);
+  }
+  check_weight(count - 3, D, HE);
+  check_weight(count - 2, F, D);
+  check_weight(count - 1, D, F);
 }
 
 // Hands out pieces of a workspace, each aligned to a cache line.
@@ -82,21 +108,14 @@ class Pieces {
   uint8_t* next_;
 };
 
-// One call. Sizes: B sequences of L tokens make R rows; D features, H heads of E features, F features
-// between the two products of the feed-forward network.
+// One call. Sizes: B sequences of L tokens make R rows; D features, H heads of E features, F
+// features between the two products of the feed-forward network.
 class Layer {
  public:
   Layer(const Tensor& x, const Arguments& a)
-      : x_(x),
-        a_(a),
-        B_(x.size(0)),
-        L_(x.size(1)),
-        R_(B_ * L_),
-        D_(x.size(2)),
-        HE_(a.num_heads * a.head_dim),
-        F_(a.intermediate_size),
-        size_(static_cast<int64_t>(x.element_size())),
-        joint_(a.weights.size() == 4),
+      : x_(x), a_(a), B_(x.size(0)), L_(x.size(1)), R_(B_ * L_), D_(x.size(2)),
+        HE_(a.num_heads * a.head_dim), F_(a.intermediate_size),
+        size_(static_cast<int64_t>(x.element_size())), joint_(a.weights.size() == 4),
         pieces_(
             Pieces::rounded(R_ * 3 * HE_ * size_) + Pieces::rounded(R_ * HE_ * size_) +
             3 * Pieces::rounded(R_ * D_ * size_) + Pieces::rounded(R_ * F_ * size_) +
@@ -159,7 +178,6 @@ class Layer {
     p.x = x;
     p.x_row = K;
     p.x_column = 1;
-    check_packed(p, a_.weights[index], x_.scalar_type());
     p.packed = const_cast<void*>(a_.weights[index].const_data_ptr());
     p.bias = vector("bias", a_.biases[index], N);
     p.out = out;
@@ -242,11 +260,23 @@ Tensor encoder_layer(
     const OptionalTensors& norms, int64_t num_heads, int64_t head_dim, int64_t intermediate_size,
     double scale, std::optional<c10::string_view> activation, bool norm_first, bool rms_norm,
     int64_t window_left, int64_t window_right, double eps1, double eps2) {
-  const Arguments a{attn_mask,         cu_seqlens,  max_seqlen,   weights,
-                    biases,            norms,       num_heads,    head_dim,
-                    intermediate_size, scale,       activation_of(activation),
-                    norm_first,        rms_norm,    window_left,  window_right,
-                    {eps1, eps2}};
+  const Arguments a{
+      attn_mask,
+      cu_seqlens,
+      max_seqlen,
+      weights,
+      biases,
+      norms,
+      num_heads,
+      head_dim,
+      intermediate_size,
+      scale,
+      activation_of(activation),
+      norm_first,
+      rms_norm,
+      window_left,
+      window_right,
+      {eps1, eps2}};
   check(x, a);
   if (x.numel() == 0) return empty(x.sizes(), x.options());
   return Layer(x, a).run();

@@ -45,9 +45,8 @@ Activation activation_of(std::optional<c10::string_view> name) {
 void check_packed(const LinearProblem& p, const Tensor& packed, at::ScalarType dtype) {
   check_memory("packed", packed);
   TORCH_CHECK_VALUE(
-      packed.numel() == packed_bytes(p),
-      "packed: not a weight of ", p.N, " by ", p.K, " ", dtype, " as ", name(capability()),
-      " takes it");
+      packed.numel() == packed_bytes(p), "packed: not a weight of ", p.N, " by ", p.K, " ", dtype,
+      " as ", name(capability()), " takes it");
 }
 
 void run_linear(LinearProblem* problems, int64_t count) {

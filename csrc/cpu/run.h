@@ -17,8 +17,8 @@ namespace trifuse {
 // attention.cpp: fills in out (B, H, Lq, Ev) and logsumexp (B, H, Lq).
 void run_attention(const AttentionArguments&, const Tensor& out, const Tensor& logsumexp);
 
-// dropout_add_layer_norm.cpp: fills in `stream`, `blocks` and `rows_per_block` of a forward problem,
-// and runs it. `element_size` is that of x, in bytes.
+// dropout_add_layer_norm.cpp: fills in `stream`, `blocks` and `rows_per_block` of a forward
+// problem, and runs it. `element_size` is that of x, in bytes.
 void run_dropout_add_layer_norm(DropoutAddLayerNormProblem&, int64_t element_size);
 
 // linear.cpp: fills in `rows_per_task` and `columns_per_task` of problems with packed weights, and

@@ -2,11 +2,11 @@
 
 torch multiplies float32 matrices with MKL, which reaches less than half of some CPUs' peak. Here
 the activation is fused into the product, an unchanged weight is packed only once, and results come
-from cached memory (csrc/cpu/memory.h). A short measurement, made once per process and dtype,
-decides whether this product is used; in all other cases (other devices and dtypes, few rows,
-torch.func, tracing) this is ``torch.nn.functional.linear``.
+from cached memory (csrc/cpu/memory.h). A table of CPUs decides whether this product is used; in all
+other cases (other devices and dtypes, few rows, torch.func, tracing) this is
+``torch.nn.functional.linear``.
 
-The environment variable ``TRIFUSE_LINEAR`` decides instead of the measurement: "cpp" or "torch".
+The environment variable ``TRIFUSE_LINEAR`` decides instead of the table: "cpp" or "torch".
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from __future__ import annotations
 import functools
 import math
 import os
-import time
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -100,7 +99,7 @@ def _serves(
     if x.numel() == 0 or weight.numel() == 0:
         return False
     if torch.compiler.is_compiling():
-        return dtype in _measured and _measured[dtype].faster
+        return dtype in _chosen and _chosen[dtype].faster
     return not _is_watched() and (choose(dtype).faster or (trusted and can_freeze(dtype)))
 
 
@@ -127,14 +126,33 @@ class Choice(NamedTuple):
         return self.inference or self.training
 
 
+class Gain(NamedTuple):
+    """torch's time over trifuse's, the least from 64 rows on."""
+
+    inference: float
+    training: float
+
+
+# By dtype, instruction set and the CPU's maker, which decides on torch's speed: MKL, which
+# multiplies float32, takes its fastest kernels on Intel's CPUs alone. The figures are those of
+# ``python -m trifuse.benchmarks linear``. With fewer rows the gain in inference is larger.
+_GAINS: dict[tuple[torch.dtype, str, str], Gain] = {
+    (torch.float32, "AVX2", "AMD"): Gain(1.06, 1.01),
+    (torch.bfloat16, "AVX2", "AMD"): Gain(5.66, 19.9),
+}
+
+
 def choose(dtype: torch.dtype) -> Choice:
-    """Chooses a product for CPU tensors of ``dtype``; the first call may measure."""
-    if dtype not in _measured:
-        _measured[dtype] = _choose(dtype)
-    return _measured[dtype]
+    """Chooses a product for CPU tensors of ``dtype``, by a table of the CPUs that were measured.
+
+    On another CPU trifuse's product serves inference, where the weight is packed once.
+    """
+    if dtype not in _chosen:
+        _chosen[dtype] = _choose(dtype)
+    return _chosen[dtype]
 
 
-_measured: dict[torch.dtype, Choice] = {}
+_chosen: dict[torch.dtype, Choice] = {}
 
 
 def _requested() -> str:
@@ -152,71 +170,41 @@ def _choose(dtype: torch.dtype) -> Choice:
         return Choice(f"no product of ours for {dtype} here")
     if requested == "cpp":
         return Choice("TRIFUSE_LINEAR=cpp", inference=True, training=True)
-    inference, training = measure(dtype)
     name = str(dtype).removeprefix("torch.")
+    capability, maker = _capability(dtype), str(backends.cpu_maker())
+    machine = f"{name} on CPUs of {maker} with {capability}"
+    if capability == "DEFAULT":
+        return Choice(f"ours is portable code; {machine}")
+    gain = _GAINS.get((dtype, capability, maker))
+    if gain is None:
+        return Choice(f"not measured: {machine}", inference=True)
+    inference, training = gain
     return Choice(
-        f"{inference:.1f}× torch's speed in inference, {training:.1f}× in training, {name}",
-        inference > _WORTH,
-        training > _WORTH,
+        f"{inference}× torch's speed in inference, {training}× in training; {machine}",
+        inference > 1,
+        training > 1,
     )
 
 
-# A smaller gain could be noise.
-_WORTH = 1.05
+def _capability(dtype: torch.dtype) -> str:
+    """Returns the instruction set of the kernels for a dtype: csrc/cpu/capability.h."""
+    capability = str(backends.cpu_capability())
+    if dtype == torch.float32 and capability in ("AVX512_BF16", "AMX_BF16"):
+        return "AVX512"
+    return capability
 
 
 def can_freeze(dtype: torch.dtype) -> bool:
-    """Returns whether a frozen weight of ``dtype`` can be served: no measurement is needed, since
-    few rows, for which weights are frozen, take a packed weight less time on any machine."""
+    """Returns whether a frozen weight of ``dtype`` can be served.
+
+    The kind of CPU doesn't matter: weights are frozen for calls of few rows, and for these reading
+    a packed weight takes less time than torch's product.
+    """
     return _requested() != "torch" and _available(dtype)
 
 
 def _available(dtype: torch.dtype) -> bool:
     return backends.cpu_capability() is not None and dtype in (torch.float32, torch.bfloat16)
-
-
-@torch.no_grad()
-def measure(dtype: torch.dtype) -> tuple[float, float]:
-    """Measures the speedup over torch on this machine: in inference, and in a training step.
-
-    Several weights take turns, as a model's layers do, so that none stays in the nearest cache. The
-    best round of each weight counts, because other processes may be running. Takes about 0.3 s.
-    """
-
-    def infer(weight: Tensor, packed: Tensor) -> None:
-        F.linear(x, weight, bias)
-
-    def infer_faster(weight: Tensor, packed: Tensor) -> None:
-        ops.linear_packed(x, packed, weight.shape[0], bias)
-
-    def step(weight: Tensor, packed: Tensor) -> None:
-        out = F.linear(x, weight, bias)
-        torch.mm(out, weight)
-        torch.mm(out.t(), x)
-
-    def step_faster(weight: Tensor, packed: Tensor) -> None:
-        out = ops.linear(x, weight, bias)
-        ops.linear(out, weight.t(), None)
-        ops.linear(out.t(), x.t(), None)
-
-    ops = torch.ops.trifuse
-
-    runs = (infer, infer_faster, step, step_faster)
-    with _modes.without_autocast():
-        # Not random: fuse must not advance the generator.
-        x = torch.ones(512, 768, dtype=dtype, device="cpu")
-        bias = torch.ones(768, dtype=dtype, device="cpu")
-        weights = [torch.ones(768, 768, dtype=dtype, device="cpu") for _ in range(3)]
-        packed = [(weight, ops.pack_linear(weight)) for weight in weights]
-        best = [[math.inf] * len(weights) for _ in runs]
-        for _ in range(5):
-            for i, arguments in enumerate(packed):
-                for times, run in zip(best, runs, strict=True):
-                    start = time.perf_counter()
-                    run(*arguments)
-                    times[i] = min(times[i], time.perf_counter() - start)
-    theirs, ours, their_step, our_step = map(sum, best)
-    return theirs / ours, their_step / our_step
 
 
 # Without gradients ------------------------------------------------------------------------------
@@ -400,7 +388,7 @@ def _infer(
 ) -> Tensor:
     rows = math.prod(x.shape[:-1])
     trusted = isinstance(packed, TrustedWeight)
-    if not (_measured[dtype].inference or trusted):
+    if not (_chosen[dtype].inference or trusted):
         return _torch(x, weight, bias, activation)
     if rows < _ROWS_WORTH_CHECKING and not trusted:
         return _torch(x, weight, bias, activation)
@@ -427,7 +415,7 @@ def _differentiable(
     activation: Activation | None,
     dtype: torch.dtype,
 ) -> Tensor:
-    if not _measured[dtype].training or math.prod(x.shape[:-1]) < _ROWS_WORTH_PACKING:
+    if not _chosen[dtype].training or math.prod(x.shape[:-1]) < _ROWS_WORTH_PACKING:
         return _torch(x, weight, bias, activation)
     bias = None if bias is None else bias.to(dtype)
     rows = x.to(dtype).reshape(-1, x.shape[-1])

@@ -29,6 +29,7 @@ from trifuse.benchmarks import (
     dropout_add_layer_norm,
     engines,
     latency,
+    linear,
     one_row,
     overhead,
     report,
@@ -698,6 +699,21 @@ def test_overhead(
         overhead.CASES[0], {"ours": Timing((5.0, 2.0, 9.0)), "torch": Timing((1.0, 1.0, 1.0))}
     )
     assert outcome.overhead == 4.0
+
+
+@pytest.mark.usefixtures("ceilings_measured_once")
+def test_linear(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every case runs, and computes what torch computes."""
+    monkeypatch.setattr(torch, "set_num_threads", lambda threads: None)
+    monkeypatch.setattr(timing, "alternate", functools.partial(_one_round, timing.alternate))
+    figures = tmp_path / "figures.json"
+    assert linear.main(["--quick", "--json", str(figures)]) == 0
+    assert "bfloat16, training, 64 rows" in capsys.readouterr().out
+    rows = json.loads(figures.read_text())["times"]
+    assert [row["case"] for row in rows] == [case.name for case in linear.CASES]
+    assert linear.Case(torch.float32, 2, True).operations == 6 * 2 * (4 * 768 + 2 * 3072) * 768
 
 
 def _one_round(alternate: Callable[..., Any], functions: Any, **options: Any) -> Any:

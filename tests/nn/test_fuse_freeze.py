@@ -27,7 +27,7 @@ DTYPES = [torch.float32, torch.bfloat16]
 def _ours(monkeypatch) -> None:
     """Makes our product serve, fast or not."""
     monkeypatch.setenv("TRIFUSE_LINEAR", "cpp")
-    monkeypatch.setattr(ops, "_measured", {})
+    monkeypatch.setattr(ops, "_chosen", {})
 
 
 def mlp(dtype: torch.dtype = torch.float32) -> nn.Sequential:

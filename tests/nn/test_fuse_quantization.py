@@ -38,7 +38,7 @@ class Model(nn.Module):
 @pytest.fixture(autouse=True)
 def our_product(monkeypatch) -> Iterator[None]:
     monkeypatch.setenv("TRIFUSE_LINEAR", "cpp")
-    monkeypatch.setattr(linear, "_measured", {})
+    monkeypatch.setattr(linear, "_chosen", {})
     engine = torch.backends.quantized.engine
     engines = [name for name in torch.backends.quantized.supported_engines if name != "none"]
     if not engines:

@@ -32,7 +32,7 @@ FEATURES = (1, 3, 64, 127, 128, 129, 257, 639, 768, 961, 1536, 3072)
 def _ours(monkeypatch) -> None:
     """Makes our product serve every call that it can, fast or not."""
     monkeypatch.setenv("TRIFUSE_LINEAR", "cpp")
-    monkeypatch.setattr(ops, "_measured", {})
+    monkeypatch.setattr(ops, "_chosen", {})
     monkeypatch.setattr(ops, "_ROWS_WORTH_PACKING", 1)
     monkeypatch.setattr(ops, "_ROWS_WORTH_CHECKING", 1)
 
@@ -399,7 +399,7 @@ def test_copies_and_files_hold_no_packed_weight():
 
 def test_few_rows_are_left_to_torch(monkeypatch):
     monkeypatch.undo()
-    monkeypatch.setattr(ops, "_measured", {torch.float32: ops.Choice("test", True, True)})
+    monkeypatch.setattr(ops, "_chosen", {torch.float32: ops.Choice("test", True, True)})
     for rows, packs, products_of_ours in ((15, 0, 0), (16, 1, 2), (63, 1, 2), (64, 2, 3)):
         module = layer(16, 8)
         with products() as names:
@@ -580,24 +580,23 @@ def test_linear_activation_calls_what_is_watched():
 # Choice of a backend ----------------------------------------------------------------------------
 
 
-def test_the_faster_is_taken(monkeypatch):
+@pytest.mark.skipif(ops.backends.cpu_capability() in (None, "DEFAULT"), reason="no product here")
+def test_a_table_of_cpus_chooses(monkeypatch):
     monkeypatch.delenv("TRIFUSE_LINEAR")
-    calls = []
-
-    def measure(dtype: torch.dtype) -> tuple[float, float]:
-        calls.append(dtype)
-        return ratios
-
-    monkeypatch.setattr(ops, "measure", measure)
-    module, x = nn.Sequential(nn.Linear(16, 8), nn.Linear(8, 4)), torch.randn(5, 16)
-    for ratios, inference, training in (
-        ((2.1, 1.6), True, True),
-        ((1.3, 0.9), True, False),
-        ((0.9, 1.6), False, True),
-        ((1.0, 0.5), False, False),
+    monkeypatch.setattr(ops.backends, "cpu_maker", lambda: "Acme")
+    capability = ops._capability(torch.float32)
+    machine = f"float32 on CPUs of Acme with {capability}"
+    module, x = nn.Sequential(nn.Linear(16, 8), nn.Linear(8, 4)), torch.randn(64, 16)
+    for gain, inference, training in (
+        (ops.Gain(2.1, 1.6), True, True),
+        (ops.Gain(1.3, 0.9), True, False),
+        (ops.Gain(0.9, 1.6), False, True),
+        (ops.Gain(1.0, 0.5), False, False),
+        (None, True, False),
     ):
-        monkeypatch.setattr(ops, "_measured", {})
-        calls.clear()
+        table = {} if gain is None else {(torch.float32, capability, "Acme"): gain}
+        monkeypatch.setattr(ops, "_GAINS", table)
+        monkeypatch.setattr(ops, "_chosen", {})
         report = trifuse.fuse(module)
         faster = inference or training
         assert [s.path for s in report.swapped] == (["0", "1"] if faster else [])
@@ -605,11 +604,12 @@ def test_the_faster_is_taken(monkeypatch):
         if inference != training:
             one, other = ("inference", "training") if inference else ("training", "inference")
             product = f"cpp in {one}, torch in {other}"
-        speeds = f"{ratios[0]}× torch's speed in inference, {ratios[1]}× in training"
-        line = f"{product}; {speeds}, float32"
-        assert report.linear == {torch.float32: line}
-        assert line in str(report)
-        assert calls == [torch.float32]  # once
+        why = f"not measured: {machine}"
+        if gain is not None:
+            speeds = f"{gain.inference}× torch's speed in inference, {gain.training}× in training"
+            why = f"{speeds}; {machine}"
+        assert report.linear == {torch.float32: f"{product}; {why}"}
+        assert report.linear[torch.float32] in str(report)
 
         with products() as names, torch.no_grad():
             module(x)
@@ -620,19 +620,28 @@ def test_the_faster_is_taken(monkeypatch):
         report.revert()
 
 
-def test_measuring():
-    state = torch.get_rng_state()
-    for ratio in ops.measure(torch.float32):
-        assert 0.05 < ratio < 50
-    assert torch.equal(torch.get_rng_state(), state)
+def test_portable_code_does_not_replace_torchs(monkeypatch):
+    monkeypatch.delenv("TRIFUSE_LINEAR")
+    monkeypatch.setattr(ops.backends, "cpu_capability", lambda: "DEFAULT")
+    monkeypatch.setattr(ops, "_chosen", {})
+    assert not ops.choose(torch.float32).faster
+
+
+def test_every_cpu_of_the_table_exists():
+    makers, capabilities = {"AMD", "Intel"}, {"AVX2", "AVX512", "AVX512_BF16", "AMX_BF16"}
+    for dtype, capability, maker in ops._GAINS:
+        assert maker in makers
+        assert capability in capabilities
+        assert dtype == torch.bfloat16 or not capability.endswith("BF16")
+    assert ops.backends.cpu_maker() in (*makers, "other", None)
 
 
 def test_asked_for_by_name(monkeypatch):
     assert ops.choose(torch.float32).faster
-    monkeypatch.setattr(ops, "_measured", {})
+    monkeypatch.setattr(ops, "_chosen", {})
     monkeypatch.setenv("TRIFUSE_LINEAR", "torch")
     assert not ops.choose(torch.float32).faster
-    monkeypatch.setattr(ops, "_measured", {})
+    monkeypatch.setattr(ops, "_chosen", {})
     monkeypatch.setenv("TRIFUSE_LINEAR", "mkl")
     with pytest.raises(ValueError, match="TRIFUSE_LINEAR: expected auto, cpp or torch"):
         trifuse.fuse(nn.Linear(2, 2))

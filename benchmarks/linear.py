@@ -1,0 +1,157 @@
+"""Linear layers: trifuse's matrix product against torch's, by the number of rows.
+
+A call goes once through the products of one layer of BERT-base, so that no weight stays in a nearby
+cache: 768 to 768 features four times, 768 to 3072, and back. In inference weights are packed
+beforehand, as a fused model keeps them; training takes the gradients of input and weights too. The
+table in trifuse/ops/linear.py, which chooses the product, follows from these figures.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import statistics
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from rich.table import Table
+from torch import Tensor
+from torch.nn import functional as F
+
+from trifuse.benchmarks import ceilings, command_line, timing
+from trifuse.benchmarks.agreement import check_agreement
+from trifuse.benchmarks.cases import run_selected
+from trifuse.benchmarks.terminal import print_table
+from trifuse.benchmarks.timing import Timing
+
+ROWS = (1, 4, 16, 64, 512)
+LAYERS = ((768, 768),) * 4 + ((768, 3072), (3072, 768))  # in and out features
+
+
+class Case(NamedTuple):
+    dtype: torch.dtype
+    rows: int
+    training: bool
+
+    @property
+    def name(self) -> str:
+        kind = "training" if self.training else "inference"
+        return f"{str(self.dtype).removeprefix('torch.')}, {kind}, {self.rows} rows"
+
+    @property
+    def operations(self) -> float:
+        """Of the products, in each pass over the layers."""
+        products = 3 if self.training else 1
+        return 2.0 * products * self.rows * sum(k * n for k, n in LAYERS)
+
+
+CASES = tuple(
+    Case(dtype, rows, training)
+    for dtype, training, rows in itertools.product(
+        (torch.float32, torch.bfloat16), (False, True), ROWS
+    )
+    if rows >= 64 or not training  # torch's product serves training with fewer
+)
+
+
+class Outcome(NamedTuple):
+    case: Case
+    timings: dict[str, Timing]  # ours and torch's
+    ceiling: float  # operations a second of the matrix rate
+
+    @property
+    def ratio(self) -> float:
+        """torch's time over ours, the median over the rounds."""
+        return statistics.median(self.timings["ours"].ratios(self.timings["torch"]))
+
+    def fraction(self) -> float:
+        return self.case.operations / self.timings["ours"].median / self.ceiling
+
+    def record(self) -> dict[str, Any]:
+        medians = {name: measured.median for name, measured in self.timings.items()}
+        return {"case": self.case.name, **medians, "fraction": self.fraction()}
+
+
+def run(case: Case, seconds: float) -> Outcome:
+    """Time a case.
+
+    Raises:
+        AssertionError: the two don't compute the same.
+    """
+    torch.manual_seed(0)
+    weights = [torch.randn(n, k).div_(k**0.5).to(case.dtype) for k, n in LAYERS]
+    inputs = {k: torch.randn(case.rows, k).to(case.dtype) for k in (768, 3072)}
+    ours = _train_by_ours if case.training else _infer_by_ours
+    theirs = _train if case.training else _infer
+    timed = {"ours": ours(inputs, weights), "torch": theirs(inputs, weights)}
+    check_agreement("torch", timed["ours"](), timed["torch"]())
+    ceiling = ceilings.matrix_rate(case.dtype).value
+    return Outcome(case, timing.alternate(timed, seconds=seconds), ceiling)
+
+
+def _infer(inputs: dict[int, Tensor], weights: Sequence[Tensor]) -> Callable[[], Sequence[Tensor]]:
+    return lambda: [F.linear(inputs[weight.shape[1]], weight) for weight in weights]
+
+
+def _infer_by_ours(
+    inputs: dict[int, Tensor], weights: Sequence[Tensor]
+) -> Callable[[], Sequence[Tensor]]:
+    ops = torch.ops.trifuse
+    packed = ops.pack_linears(weights)
+    return lambda: [
+        ops.linear_packed(inputs[weight.shape[1]], each, weight.shape[0], None)
+        for weight, each in zip(weights, packed, strict=True)
+    ]
+
+
+def _train(inputs: dict[int, Tensor], weights: Sequence[Tensor]) -> Callable[[], Sequence[Tensor]]:
+    def step() -> list[Tensor]:
+        grads = []
+        for weight in weights:
+            x = inputs[weight.shape[1]]
+            out = F.linear(x, weight)
+            grads += [torch.mm(out, weight), torch.mm(out.t(), x)]
+        return grads
+
+    return step
+
+
+def _train_by_ours(
+    inputs: dict[int, Tensor], weights: Sequence[Tensor]
+) -> Callable[[], Sequence[Tensor]]:
+    product = torch.ops.trifuse.linear
+
+    def step() -> list[Tensor]:
+        grads = []
+        for weight in weights:
+            x = inputs[weight.shape[1]]
+            out = product(x, weight, None)
+            grads += [product(out, weight.t(), None), product(out.t(), x.t(), None)]
+        return grads
+
+    return step
+
+
+def table(outcomes: Sequence[Outcome]) -> Table:
+    out = Table("case", "ours", "torch", "torch / ours", "of the matrix rate")
+    for column in out.columns[1:]:
+        column.justify = "right"
+    for outcome in outcomes:
+        medians = (outcome.timings[name].median for name in ("ours", "torch"))
+        columns = [f"{seconds * 1e3:.2f} ms" for seconds in medians]
+        out.add_row(
+            outcome.case.name, *columns, f"{outcome.ratio:.2f}×", f"{outcome.fraction():.0%}"
+        )
+    return out
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the cases and print the table."""
+    parser = command_line.parser("linear", __doc__, devices=("cpu",), plots=False)
+    options = parser.parse_args(argv)
+    call = functools.partial(run, seconds=0.3 if options.quick else 2.0)
+    done = run_selected(options, CASES, lambda case: case.name, call)
+    if done.outcomes:
+        print_table(table(done.outcomes))
+    return bool(done.failed)
