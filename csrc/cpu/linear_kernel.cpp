@@ -95,33 +95,23 @@ void apply_epilogue(
     for (int64_t m = 0; m < rows; ++m) narrow(sums + m * ld, columns, out + m * p.N, 1);
 }
 
-constexpr int64_t kFewRows = 24;
-
-// tile_gemm with a panel's block as B. With few rows the time is that of reading the weight, so a
-// register block then spans as much of the panel's width as the registers allow, and reads runs of
-// memory that are as long. The sums are the same.
+// tile_gemm with a panel's block as B, strip by strip.
 template <class E>
 void panel_gemm(
     int64_t M, int64_t N, int64_t K, const E* a, int64_t a_m, int64_t a_k, const E* block,
     typename Element<E>::Accumulator* c, int64_t ldc,
     Accumulate<typename Element<E>::Accumulator> accumulate) {
-  constexpr int64_t lanes = Vectorized<typename Element<E>::Accumulator>::size();
-  // AVX2 in float32; AVX-512's register blocks span the panel with any number of rows.
-  if constexpr (kRegisterVectors == 2 && kRegisterRows == 6 && kTile == 8 * lanes) {
-    const auto rows = [&]<int MR, int NR>(int64_t m) {
-      for (int64_t n = 0; n < kTile; n += NR * lanes)
-        register_block<MR, NR>(
-            K, a + m * a_m, a_m, a_k, block + n, kTile, c + m * ldc + n, ldc, accumulate);
-    };
-    if (N == kTile && M <= kFewRows) {
-      int64_t m = 0;
-      for (; m + 3 <= M; m += 3) rows.template operator()<3, 4>(m);
-      if (M - m == 2) rows.template operator()<2, 4>(m);
-      if (M - m == 1) rows.template operator()<1, 8>(m);
-      return;
+  constexpr int64_t strip = kStripWidth<E>;
+  for (int64_t n = 0; n < N; n += strip) {
+    const E* b = block + n * K;
+    if constexpr (strip < kTile && kRegisterRows > 2) {
+      if (M == 3 && n + strip <= N) {  // in one pass over the strip
+        register_block<3, kRegisterVectors>(K, a, a_m, a_k, b, strip, c + n, ldc, accumulate);
+        continue;
+      }
     }
+    tile_gemm<E>(M, std::min(strip, N - n), K, a, a_m, a_k, b, strip, c + n, ldc, accumulate);
   }
-  tile_gemm<E>(M, N, K, a, a_m, a_k, block, kTile, c, ldc, accumulate);
 }
 
 template <class Scalar>

@@ -1,9 +1,16 @@
 // Operands of a product too large for a cache, C (M x N) = A (M x K) B (K x N): packs B into panels
 // and prepares blocks of A for tile_gemm. The loops over them are the caller's.
 //
-// B is packed into panels of 64 columns, one after the other; a panel holds B's rows in the order
-// of k. A block of a panel is kBlockDepth rows (32 KB, in float64 64 KB). It stays in the L1 cache
-// beside its parts of A and C, and serves as many rows of A as a caller has ready.
+// B is packed into panels of 64 columns, one after the other, and a panel into blocks of
+// kBlockDepth rows (32 KB, in float64 64 KB), in the order of k. A block stays in the caches beside
+// its parts of A and C, and serves as many rows of A as a caller has ready. It holds strips of
+// columns, as wide as tile_gemm's register block: with few rows of A the time is that of reading B,
+// and hardware fetches ahead what is read from front to back. With AVX-512 the strip is the panel.
+//
+//   panel, K = 256, AVX2 in float32:   strips of 16 columns
+//
+//     k   0 .. 127   | 0 .. 15 | 16 .. 31 | 32 .. 47 | 48 .. 63 |   one block: 4 strips (128, 16)
+//     k 128 .. 255   | 0 .. 15 | 16 .. 31 | 32 .. 47 | 48 .. 63 |
 //
 // Each element of C is the sum, block by block of k, of chains of kBlockDepth multiply-adds. It
 // does not depend on how the product is cut into tasks, or on the number of threads.
@@ -21,6 +28,11 @@ namespace trifuse::TRIFUSE_CAPABILITY {
 template <class E>
 constexpr int64_t kBlockDepth = 128 * kPack<E>;  // values of k in a block
 
+// Columns of a strip. Strip s of a block of `depth` rows begins at element s * kStripWidth * depth.
+template <class E>
+constexpr int64_t kStripWidth = std::min<int64_t>(
+    kTile, kRegisterVectors* Vectorized<typename Element<E>::Accumulator>::size());
+
 // Number of elements of one packed panel.
 template <class E>
 constexpr int64_t panel_size(int64_t K) {
@@ -33,17 +45,27 @@ void pack_panel(
     const Scalar* b, int64_t b_k, int64_t b_n, int64_t K, int64_t columns, Scratch& scratch,
     E* panel) {
   constexpr int64_t buffer_size = left_rows_size<E>(kTile, kBlockDepth<E>);
-  scratch.reset(Scratch::bytes<E>(buffer_size), "a thread that packs a weight");
+  constexpr bool in_strips = kStripWidth<E> < kTile;
+  constexpr int64_t block_size = in_strips ? panel_size<E>(kBlockDepth<E>) : 0;
+  scratch.reset(
+      Scratch::bytes<E>(buffer_size) + Scratch::bytes<E>(block_size),
+      "a thread that packs a weight");
   E* buffer = scratch.take<E>(buffer_size);
+  E* rows = scratch.take<E>(block_size);
   for (int64_t k = 0; k < K; k += kBlockDepth<E>) {
     const int64_t depth = std::min(K - k, kBlockDepth<E>);
     const Scalar* block = b + k * b_k;
     E* target = panel + panel_size<E>(k);
+    E* whole = in_strips ? rows : target;  // (depth, 64)
     if (b_k == 1) {
-      right_transposed<E>(Rows<Scalar>{block, b_n, 1}, columns, depth, 1.0f, buffer, target);
+      right_transposed<E>(Rows<Scalar>{block, b_n, 1}, columns, depth, 1.0f, buffer, whole);
     } else {
-      copy_right_rows<E>(Rows<Scalar>{block, b_k, b_n}, depth, columns, kTile, target);
+      copy_right_rows<E>(Rows<Scalar>{block, b_k, b_n}, depth, columns, kTile, whole);
     }
+    if constexpr (in_strips)
+      for (int64_t n = 0; n < kTile; n += kStripWidth<E>)
+        for (int64_t r = 0; r < elements<E>(depth); ++r, target += kStripWidth<E>)
+          std::copy_n(rows + r * kTile + n, kStripWidth<E>, target);
   }
 }
 
@@ -51,11 +73,17 @@ void pack_panel(
 template <class E, class Scalar>
 void unpack_panel(const E* panel, int64_t K, int64_t columns, Scalar* rows) {
   using Stored = std::conditional_t<kPack<E> == 2, Scalar, E>;
-  const auto* element = reinterpret_cast<const Stored*>(panel);
-  for (int64_t n = 0; n < columns; ++n)
-    for (int64_t k = 0; k < K; ++k)
-      rows[n * K + k] =
-          static_cast<Scalar>(element[(k / kPack<E> * kTile + n) * kPack<E> + k % kPack<E>]);
+  for (int64_t k0 = 0; k0 < K; k0 += kBlockDepth<E>) {
+    const int64_t depth = std::min(K - k0, kBlockDepth<E>);
+    for (int64_t n = 0; n < columns; ++n) {
+      const E* strip =
+          panel + panel_size<E>(k0) + n / kStripWidth<E> * kStripWidth<E> * elements<E>(depth);
+      const auto* element = reinterpret_cast<const Stored*>(strip + n % kStripWidth<E>);
+      for (int64_t k = 0; k < depth; ++k)
+        rows[n * K + k0 + k] =
+            static_cast<Scalar>(element[k / kPack<E> * kStripWidth<E> * kPack<E> + k % kPack<E>]);
+    }
+  }
 }
 
 // A block of A as tile_gemm reads it.
