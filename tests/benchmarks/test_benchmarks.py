@@ -684,36 +684,41 @@ def test_one_row_that_differs_fails(
     assert "differ from torch" in capsys.readouterr().out
 
 
-def test_overhead(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.usefixtures("ceilings_measured_once")
+@pytest.mark.parametrize(
+    ("benchmark", "line"),
+    [
+        (overhead, "attention, dropout, forward + backward"),
+        (linear, "bfloat16, training, 64 rows"),
+    ],
+)
+def test_every_case_runs(
+    benchmark: Any,
+    line: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Every case runs, and computes what torch computes."""
+    """And computes what torch computes."""
     monkeypatch.setattr(torch, "set_num_threads", lambda threads: None)
     monkeypatch.setattr(timing, "alternate", functools.partial(_one_round, timing.alternate))
     figures = tmp_path / "figures.json"
-    assert overhead.main(["--quick", "--json", str(figures)]) == 0
-    assert "attention, dropout, forward + backward" in capsys.readouterr().out
+    assert benchmark.main(["--quick", "--json", str(figures)]) == 0
+    assert line in capsys.readouterr().out
     rows = json.loads(figures.read_text())["times"]
-    assert [row["case"] for row in rows] == [case.name for case in overhead.CASES]
+    assert [row["case"] for row in rows] == [case.name for case in benchmark.CASES]
+
+
+def test_overhead_is_ours_less_torchs() -> None:
     outcome = overhead.Outcome(
         overhead.CASES[0], {"ours": Timing((5.0, 2.0, 9.0)), "torch": Timing((1.0, 1.0, 1.0))}
     )
     assert outcome.overhead == 4.0
 
 
-@pytest.mark.usefixtures("ceilings_measured_once")
-def test_linear(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Every case runs, and computes what torch computes."""
-    monkeypatch.setattr(torch, "set_num_threads", lambda threads: None)
-    monkeypatch.setattr(timing, "alternate", functools.partial(_one_round, timing.alternate))
-    figures = tmp_path / "figures.json"
-    assert linear.main(["--quick", "--json", str(figures)]) == 0
-    assert "bfloat16, training, 64 rows" in capsys.readouterr().out
-    rows = json.loads(figures.read_text())["times"]
-    assert [row["case"] for row in rows] == [case.name for case in linear.CASES]
-    assert linear.Case(torch.float32, 2, True).operations == 6 * 2 * (4 * 768 + 2 * 3072) * 768
+def test_operations_of_linear_layers() -> None:
+    case = linear.Case(torch.float32, 2, training=True)
+    assert case.operations == 6 * 2 * (4 * 768 + 2 * 3072) * 768
 
 
 def _one_round(alternate: Callable[..., Any], functions: Any, **options: Any) -> Any:
