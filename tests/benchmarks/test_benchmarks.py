@@ -686,14 +686,14 @@ def test_one_row_that_differs_fails(
 
 @pytest.mark.usefixtures("ceilings_measured_once")
 @pytest.mark.parametrize(
-    ("benchmark", "line"),
+    ("module", "line"),
     [
         (overhead, "attention, dropout, forward + backward"),
         (linear, "bfloat16, training, 64 rows"),
     ],
 )
 def test_every_case_runs(
-    benchmark: Any,
+    module: Any,
     line: str,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
@@ -703,10 +703,10 @@ def test_every_case_runs(
     monkeypatch.setattr(torch, "set_num_threads", lambda threads: None)
     monkeypatch.setattr(timing, "alternate", functools.partial(_one_round, timing.alternate))
     figures = tmp_path / "figures.json"
-    assert benchmark.main(["--quick", "--json", str(figures)]) == 0
+    assert module.main(["--quick", "--json", str(figures)]) == 0
     assert line in capsys.readouterr().out
     rows = json.loads(figures.read_text())["times"]
-    assert [row["case"] for row in rows] == [case.name for case in benchmark.CASES]
+    assert [row["case"] for row in rows] == [case.name for case in module.CASES]
 
 
 def test_overhead_is_ours_less_torchs() -> None:
