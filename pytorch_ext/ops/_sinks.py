@@ -15,6 +15,8 @@ rule with all other options.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -48,7 +50,10 @@ def join_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]
     # A row without a key is 0 and passes no gradient, whatever its sink and its gradient are.
     share = (of_keys / total).masked_fill(no_key, 0)
     # The product is float32 in 16 bits, and rounded once.
-    scaled = (out * share[..., None]).to(out.dtype)
+    factor = share[..., None].expand(*share.shape, out.shape[-1])
+    if requires_grad(share) and not torch.compiler.is_compiling():
+        factor = _GradientInRows.apply(factor)
+    scaled = (out * factor).to(out.dtype)
     return scaled, (total.log() + highest).masked_fill(nothing, -torch.inf)
 
 
@@ -63,3 +68,29 @@ def _for_each_row(sinks: Tensor, B: int, L: int) -> Tensor:
     each_run = sinks[:, None].expand(H, runs)
     each_row = each_run[..., None].expand(H, runs, _RUN).reshape(H, runs * _RUN)[:, :rows]
     return each_row.reshape(H, B, L).transpose(0, 1)
+
+
+class _GradientInRows(torch.autograd.Function):
+    """The identity, whose gradient is made contiguous.
+
+    torch sums a gradient over features in an order that depends on its layout and on the number of
+    rows; of contiguous rows, each is summed by itself.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad.contiguous()
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor) -> Tensor:
+        return tangent.view_as(tangent)

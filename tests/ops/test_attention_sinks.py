@@ -250,3 +250,21 @@ def test_explain_checks_sinks():
     assert choice.backend == trifuse.explain(attention, query, query, query).backend
     with pytest.raises(trifuse.ArgumentError, match="sinks: expected shape"):
         trifuse.explain(attention, query, query, query, sinks=normal(3))
+
+
+def test_gradients_do_not_depend_on_the_batch():
+    """The upstream gradient's features are its slowest dimension, and its sequences the fastest."""
+    B, H, L, E = 2, 3, 3, 5
+    query, key = torch.randn(B, H, L, 1), torch.randn(B, H, 1, 1)
+    value, sinks, upstream = torch.randn(B, H, 1, E), torch.randn(H), torch.randn(E, H, L, B)
+
+    def grad(n: int) -> torch.Tensor:
+        q = query[:n].clone().requires_grad_()
+        out = trifuse.scaled_dot_product_attention(q, key[:n], value[:n], sinks=sinks)
+        given = upstream[..., :n].contiguous().permute(3, 1, 2, 0)
+        (result,) = torch.autograd.grad(out, q, given)
+        return result
+
+    for _ in range(20):
+        query, upstream = torch.randn_like(query), torch.randn_like(upstream)
+        assert torch.equal(grad(1), grad(B)[:1])
