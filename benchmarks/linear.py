@@ -41,7 +41,7 @@ class Case(NamedTuple):
 
     @property
     def operations(self) -> float:
-        """Of the products, in each pass over the layers."""
+        """The floating-point operations of one call's products."""
         products = 3 if self.training else 1
         return 2.0 * products * self.rows * sum(k * n for k, n in LAYERS)
 

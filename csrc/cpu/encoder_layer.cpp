@@ -74,8 +74,9 @@ void check(const Tensor& x, const Arguments& a) {
     check_packed(p, a.weights[index], x.scalar_type());
   };
   const int64_t D = x.size(2), F = a.intermediate_size;
+  constexpr int64_t kMostFeatures = 1 << 24;  // the bytes of a weight then cannot overflow
   TORCH_CHECK_VALUE(
-      a.num_heads <= kMostElements / a.head_dim && F <= kMostElements,
+      a.num_heads <= kMostFeatures / a.head_dim && F <= kMostFeatures,
       "num_heads, head_dim, intermediate_size: expected fewer features; got ", a.num_heads, ", ",
       a.head_dim, ", ", F);
   const int64_t HE = a.num_heads * a.head_dim;

@@ -39,7 +39,7 @@ class Parts(NamedTuple):
 
 
 class _Plan(NamedTuple):
-    """What each call of a layer checks and reads."""
+    """A plan names the modules and tensors that each call of a layer checks and reads."""
 
     modules: tuple[tuple[dict[str, Any], str, nn.Module, type], ...]  # see modules_as_planned
     attention: Any  # the nn.MultiheadAttention whose weights are packed, or None

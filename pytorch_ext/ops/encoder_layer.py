@@ -17,7 +17,7 @@ from trifuse.ops.linear import Activation
 
 
 class Options(NamedTuple):
-    """What a layer computes, apart from its tensors."""
+    """The options select what a layer computes from its tensors."""
 
     num_heads: int
     head_dim: int

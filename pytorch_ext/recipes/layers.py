@@ -8,6 +8,7 @@ installed version of transformers.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import re
 from typing import Any
@@ -31,7 +32,7 @@ class OneOp(nn.Module):
     ) -> Any:
         """As the source's own."""
         module: Any = self
-        attention = self._modules["attention"]._modules["self"]  # type: ignore[union-attr]
+        attention = _attention(self)
         # An attention that doesn't say otherwise is causal if it gets no mask.
         causal = attention_mask is None and getattr(attention, "is_causal", True)
         if (
@@ -50,11 +51,17 @@ class OneOp(nn.Module):
         return super().forward(hidden_states, attention_mask, *args, **kwargs)
 
 
-def _chosen(attention: Any) -> Any:
+def _attention(layer: nn.Module) -> nn.Module | None:
+    """The self-attention; None if the module that held it has been replaced by another."""
+    holder = layer._modules.get("attention")
+    return None if holder is None else holder._modules.get("self")
+
+
+def _chosen(attention: nn.Module | None) -> Any:
     """The name of the attention, without what transformers does at each access of a config."""
-    config = vars(attention)["config"]
-    chosen = vars(config).get("_attn_implementation_internal")
-    return config._attn_implementation if chosen is None else chosen
+    config = getattr(attention, "__dict__", {}).get("config")
+    chosen = getattr(config, "__dict__", {}).get("_attn_implementation_internal")
+    return getattr(config, "_attn_implementation", None) if chosen is None else chosen
 
 
 # Arguments of the model that it passes on, and that change nothing in a layer without a cache.
@@ -147,11 +154,7 @@ def _same_code(cls: type, other: type, method: str) -> bool:
     return body is not None and body == _body(other, method)
 
 
+@functools.cache
 def _body(cls: type, method: str) -> str | None:
-    if (cls, method) not in _bodies:
-        function = getattr(cls, method, None)
-        _bodies[cls, method] = None if function is None else code.body(function)
-    return _bodies[cls, method]
-
-
-_bodies: dict[tuple[type, str], str | None] = {}
+    function = getattr(cls, method, None)
+    return None if function is None else code.body(function)

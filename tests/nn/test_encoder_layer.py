@@ -328,6 +328,20 @@ def test_what_transformers_asks_of_its_layers(served):
         assert served == []
 
 
+def test_a_replaced_attention_of_transformers_is_called(served):
+    class Twice(nn.Module):
+        def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
+            return 2 * hidden_states, None
+
+    model = of_transformers("Bert")
+    trifuse.fuse(model, freeze=True)
+    layer, x = model.encoder.layer[0], torch.randn(B, L, 32)
+    layer.attention = Twice()
+    with torch.no_grad():
+        torch.testing.assert_close(layer(x), layer.feed_forward_chunk(2 * x))
+    assert served == []
+
+
 def test_copies_plan_anew():
     layer = torch_layer()
     trifuse.fuse(layer, freeze=True)
