@@ -229,12 +229,13 @@ class Task {
       }
       const Scalar* o = s.query_row<Scalar>(p.out, h, i + r);
       const Scalar* g = go.row(r);
-      if (go.column_stride == 1) {
-        delta[r] = dot<T>(o, g, p.Ev);
-      } else {
-        for (int64_t c = 0; c < p.Ev; ++c)
-          delta[r] += static_cast<T>(o[c]) * static_cast<T>(g[c * go.column_stride]);
+      if (go.column_stride != 1) {
+        // Copied, so that the sum has one order in every layout.
+        auto* copy = reinterpret_cast<Scalar*>(row_buffer);
+        for (int64_t c = 0; c < p.Ev; ++c) copy[c] = g[c * go.column_stride];
+        g = copy;
       }
+      delta[r] = dot<T>(o, g, p.Ev);
       if (p.grad_logsumexp.data)
         delta[r] -= s.query_row<T>(p.grad_logsumexp, h, i)[r * p.grad_logsumexp.stride[2]];
       delta[r] = infinite_to_nan(delta[r]);
