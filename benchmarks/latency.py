@@ -2,8 +2,8 @@
 
 transformers' BertModel runs on torch's attention, fused, and fused with frozen weights; ONNX
 Runtime and OpenVINO run the same weights where they are installed. Each runs in a process of its
-own, because the idle threads of one would take the cores of the next, and they take turns. The
-sentences are paragraphs of the language reference, cut to a number of tokens.
+own, and they take turns. The sentences are paragraphs of the language reference, cut to a number of
+tokens.
 
 The ceiling is the larger of two times: the bytes of the layers' weights at the copy rate, and the
 operations at the matrix rate.
@@ -11,11 +11,8 @@ operations at the matrix rate.
 
 from __future__ import annotations
 
-import contextlib
-import multiprocessing
 import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,7 +21,7 @@ from rich.table import Table
 from torch import Tensor
 
 import trifuse
-from trifuse.benchmarks import ceilings, demo, engines
+from trifuse.benchmarks import ceilings, demo, engines, processes
 from trifuse.benchmarks.agreement import check_agreement
 from trifuse.benchmarks.terminal import progress_bars
 from trifuse.models.bert import BertConfig
@@ -60,7 +57,7 @@ class Latency(NamedTuple):
 _reader: engines.Reader
 
 
-def _start(directory: Path, dtype: torch.dtype, name: str, threads: int) -> None:
+def _start(name: str, directory: Path, dtype: torch.dtype, threads: int) -> None:
     global _reader
     torch.set_num_threads(threads)
     _reader = _load(directory, dtype, name)
@@ -117,23 +114,6 @@ def sentence(directory: Path, tokens: int) -> Tensor:
     raise ValueError(f"tokens: no paragraph has {tokens}")
 
 
-@contextlib.contextmanager
-def _processes(
-    directory: Path, dtype: torch.dtype, served: Sequence[str], threads: int
-) -> Iterator[dict[str, Callable[..., Any]]]:
-    """Yield by engine a function that calls another one in the engine's process."""
-    spawn = multiprocessing.get_context("spawn")
-    with contextlib.ExitStack() as stack:
-        calls = {}
-        for name in served:
-            pool = ProcessPoolExecutor(
-                1, mp_context=spawn, initializer=_start, initargs=(directory, dtype, name, threads)
-            )
-            stack.enter_context(pool)
-            calls[name] = lambda *job, pool=pool: pool.submit(*job).result()
-        yield calls
-
-
 def compare(
     directory: Path,
     dtype: torch.dtype,
@@ -146,7 +126,8 @@ def compare(
     weight_bytes = engines.layer_weights(config) * dtype.itemsize
     copy, multiply = ceilings.copy_rate().value, ceilings.matrix_rate(dtype).value
     found = []
-    with _processes(directory, dtype, names(dtype), threads) as calls, progress_bars() as progress:
+    running = processes.each_in_a_process(names(dtype), _start, directory, dtype, threads)
+    with running as calls, progress_bars() as progress:
         task = progress.add_task(f"one sentence, {dtype}", total=len(lengths) * rounds)
         for tokens in lengths:
             ids = sentence(directory, tokens)

@@ -1,0 +1,427 @@
+"""Generation: how fast language models read a prompt and write what follows it.
+
+Two models with random weights. "GPT-2" has 12 layers of 768 features: ours is
+:class:`trifuse.models.transformer.LanguageModel`, with the weights of transformers' GPT-2. "Llama"
+has 2 layers as wide as those of Llama 3 8B: 4096 features, 32 heads over 8 key heads; ours is
+transformers' model, fused. Its vocabulary is cut to 8192 words, so that all engines fit in memory
+side by side.
+
+Every engine reads the same prompts of random words and takes the likeliest word each time; in
+float32 all must write the same words. Each runs in a process of its own, and they take turns. The
+time to the first word is the prompt's; what further words take is decoding's.
+
+The ceiling of a prompt is its operations at the matrix rate. That of decoding is the larger of two
+times: this, and the bytes of the weights and the cache at the copy rate.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from rich.table import Table
+from torch import Tensor
+
+import trifuse
+from trifuse.benchmarks import ceilings, command_line, engines, processes
+from trifuse.benchmarks.cases import run_selected
+from trifuse.benchmarks.terminal import console, print_table
+from trifuse.models import decoding
+from trifuse.models.transformer import LanguageModel, LanguageModelConfig
+
+try:
+    import transformers
+except ImportError:
+    transformers = None
+
+PROMPT, NEW = 128, 32  # words
+OURS = ("fused", "fused, frozen")
+_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
+
+Generator = Callable[[Tensor, int], Tensor]
+"""From prompts (B, L) and a number n to the next n words of each, (B, n)."""
+
+
+class Sizes(NamedTuple):
+    """The sizes of a model."""
+
+    layers: int
+    hidden: int
+    heads: int
+    key_heads: int
+    intermediate: int
+    vocabulary: int
+    gated: bool
+
+    @property
+    def layer_weights(self) -> int:
+        """Numbers in the weights of a layer's linear layers."""
+        keys_and_values = 2 * self.hidden * self.hidden * self.key_heads // self.heads
+        feed_forward = (3 if self.gated else 2) * self.hidden * self.intermediate
+        return 2 * self.hidden * self.hidden + keys_and_values + feed_forward
+
+    def flops(self, batch: int, past: int, words: int) -> float:
+        """Operations of reading further words after ``past`` of them, logits of the last alone."""
+        pairs = words * past + words * (words + 1) / 2
+        weights = words * self.layers * self.layer_weights + self.hidden * self.vocabulary
+        return batch * (2.0 * weights + 4.0 * pairs * self.layers * self.hidden)
+
+    def bytes(self, batch: int, past: int, itemsize: int) -> float:
+        """Bytes that writing one word reads: all weights, and the keys and values of ``past``."""
+        weights = self.layers * self.layer_weights + self.hidden * self.vocabulary
+        cache = 2 * batch * past * self.layers * self.hidden * self.key_heads // self.heads
+        return float(itemsize) * (weights + cache)
+
+
+MODELS = {
+    "GPT-2": Sizes(12, 768, 12, 12, 3072, 50257, gated=False),
+    "Llama": Sizes(2, 4096, 32, 8, 14336, 8192, gated=True),
+}
+
+
+class Case(NamedTuple):
+    model: str
+    dtype: torch.dtype
+    batch: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.model}, {_NAMES[self.dtype]}, batch {self.batch}"
+
+
+CASES = tuple(Case(model, dtype, batch) for model in MODELS for dtype in _NAMES for batch in (1, 8))
+
+
+# The models -------------------------------------------------------------------------------------
+
+
+def write_weights(model: str, sizes: Sizes, directory: Path) -> None:
+    """Save random weights and a vocabulary as transformers does."""
+    torch.manual_seed(0)
+    if model == "GPT-2":
+        config = transformers.GPT2Config(
+            vocab_size=sizes.vocabulary,
+            n_positions=PROMPT + NEW + 1,
+            n_embd=sizes.hidden,
+            n_layer=sizes.layers,
+            n_head=sizes.heads,
+            n_inner=sizes.intermediate,
+            activation_function="gelu",
+            bos_token_id=1,
+            eos_token_id=2,
+        )
+    else:
+        config = transformers.LlamaConfig(
+            vocab_size=sizes.vocabulary,
+            hidden_size=sizes.hidden,
+            intermediate_size=sizes.intermediate,
+            num_hidden_layers=sizes.layers,
+            num_attention_heads=sizes.heads,
+            num_key_value_heads=sizes.key_heads,
+        )
+    with engines.quiet_transformers():
+        transformers.AutoModelForCausalLM.from_config(config).save_pretrained(directory)
+        tokenizers = importlib.import_module("tokenizers")
+        words = {_word(index): index for index in range(sizes.vocabulary)}
+        transformers.PreTrainedTokenizerFast(
+            tokenizer_object=tokenizers.Tokenizer(tokenizers.models.WordLevel(words, _word(0))),
+            unk_token=_word(0),
+            bos_token=_word(1),
+            eos_token=_word(2),
+        ).save_pretrained(directory)
+
+
+def _word(index: int) -> str:
+    return f"word{index}"
+
+
+def language_model(theirs: Any) -> LanguageModel:
+    """Return our model with the weights of transformers' GPT-2.
+
+    Raises:
+        ValueError: its activation is not the exact GELU or ReLU.
+    """
+    config = theirs.config
+    if config.activation_function not in ("gelu", "relu"):
+        raise ValueError(f"activation_function: got {config.activation_function!r}")
+    model = LanguageModel(
+        LanguageModelConfig(
+            vocab_size=config.vocab_size,
+            d_model=config.n_embd,
+            nhead=config.n_head,
+            num_layers=config.n_layer,
+            dim_feedforward=config.n_inner or 4 * config.n_embd,
+            activation=config.activation_function,
+            layer_norm_eps=config.layer_norm_epsilon,
+            max_length=config.n_positions,
+        )
+    )
+    weights = {}
+    for name, value in theirs.transformer.state_dict().items():
+        layer = name.startswith("h.")
+        # GPT-2 stores matrices as (inputs, outputs).
+        matrix = layer and value.dim() == 2
+        for part, ours in _PARTS.items():
+            name = name.replace(part, ours)
+        weights[f"decoder.layers.{name}" if layer else name] = value.t() if matrix else value
+    weights["output.weight"] = weights["embedding.weight"]
+    model.load_state_dict(weights)
+    return model.to(theirs.dtype)
+
+
+_PARTS = {
+    "h.": "",
+    "wte.": "embedding.",
+    "wpe.": "positions.",
+    "ln_f.": "decoder.norm.",
+    "ln_1.": "norm1.",
+    "ln_2.": "norm2.",
+    "attn.c_attn.": "self_attn.in_proj_",
+    "attn.c_proj.": "self_attn.out_proj.",
+    "mlp.c_fc.": "linear1.",
+    "mlp.c_proj.": "linear2.",
+}
+
+
+# A process of an engine -------------------------------------------------------------------------
+
+_generate: Generator
+
+
+def _start(name: str, model: str, directory: Path, dtype: torch.dtype, threads: int) -> None:
+    global _generate
+    torch.set_num_threads(threads)
+    _generate = load(name, model, directory, dtype)
+
+
+def load(name: str, model: str, directory: Path, dtype: torch.dtype) -> Generator:
+    """Load one engine.
+
+    Args:
+        name: one of those that :func:`names` returns.
+        model: "GPT-2" or "Llama".
+        directory: what :func:`write_weights` wrote.
+    """
+    if name == "CTranslate2":
+        return _load_ctranslate2(directory)
+    with engines.quiet_transformers():
+        theirs = transformers.AutoModelForCausalLM.from_pretrained(
+            directory, attn_implementation="sdpa", dtype=dtype
+        ).eval()
+    ours = model == "GPT-2" and name != "transformers"
+    served = language_model(theirs).eval() if ours else theirs
+    if name in OURS:
+        trifuse.fuse(served, freeze=name == "fused, frozen")
+    compiles = name == "torch.compile"
+    if isinstance(served, LanguageModel):
+        if compiles:
+            served.step = torch.compile(served.step, dynamic=True)  # type: ignore[method-assign]
+        return functools.partial(_search, served)
+    if compiles:
+        served.forward = torch.compile(served.forward)
+    # A cache of a fixed size keeps the shapes, so that nothing is compiled again.
+    return functools.partial(_generate_by_transformers, served, "static" if compiles else None)
+
+
+@torch.inference_mode()
+def _search(model: LanguageModel, prompt: Tensor, words: int) -> Tensor:
+    return decoding.greedy_search(model, prompt, max_length=words).tokens
+
+
+@torch.inference_mode()
+def _generate_by_transformers(model: Any, cache: str | None, prompt: Tensor, words: int) -> Tensor:
+    out = model.generate(
+        prompt,
+        attention_mask=torch.ones_like(prompt),
+        max_new_tokens=words,
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=0,
+        cache_implementation=cache,
+    )
+    return out[:, prompt.shape[1] :]
+
+
+def _load_ctranslate2(directory: Path) -> Generator:
+    ctranslate2 = importlib.import_module("ctranslate2")
+    converted = directory / "ctranslate2"
+    if not converted.exists():
+        with engines.quiet_transformers():
+            ctranslate2.converters.TransformersConverter(str(directory)).convert(str(converted))
+    generator = ctranslate2.Generator(
+        str(converted),
+        device="cpu",
+        inter_threads=1,
+        intra_threads=torch.get_num_threads(),
+        compute_type="float32",
+    )
+
+    def generate(prompt: Tensor, words: int) -> Tensor:
+        results = generator.generate_batch(
+            [[_word(index) for index in row] for row in prompt.tolist()],
+            max_length=words,
+            min_length=words,
+            sampling_topk=1,
+            include_prompt_in_result=False,
+        )
+        return torch.tensor([result.sequences_ids[0] for result in results])
+
+    return generate
+
+
+def _written(prompt: Tensor) -> Tensor:
+    return _generate(prompt, NEW)
+
+
+def _time(prompt: Tensor) -> tuple[float, float]:
+    """Return the seconds of the prompt, and of each word after the first."""
+    begin = time.perf_counter()
+    _generate(prompt, 1)
+    first = time.perf_counter()
+    _generate(prompt, 1 + NEW)
+    end = time.perf_counter()
+    return first - begin, (end - first - (first - begin)) / NEW
+
+
+# The comparison ---------------------------------------------------------------------------------
+
+
+def names(case: Case, compiled: bool) -> tuple[str, ...]:
+    """Return the engines that are compared."""
+    found = ["transformers", *OURS]
+    if case.model == "GPT-2":
+        found.insert(1, "eager")
+    if compiled:
+        found.append("torch.compile")
+    served = {engine.name: engine for engine in engines.ENGINES}["CTranslate2"]
+    if served.installed and case.dtype in served.dtypes:
+        found.append(served.name)
+    return tuple(found)
+
+
+class Outcome(NamedTuple):
+    case: Case
+    sizes: Sizes
+    prompt: dict[str, float]  # seconds by engine, medians
+    step: dict[str, float]  # seconds of one word of every text
+    copy_rate: float
+    matrix_rate: float
+
+    def of_ceiling(self, engine: str) -> tuple[float, float]:
+        """Return the fractions that the prompt and decoding reach."""
+        case, sizes = self.case, self.sizes
+        prompt = sizes.flops(case.batch, 0, PROMPT) / self.matrix_rate
+        past = PROMPT + NEW // 2
+        step = max(
+            sizes.bytes(case.batch, past, case.dtype.itemsize) / self.copy_rate,
+            sizes.flops(case.batch, past, 1) / self.matrix_rate,
+        )
+        return prompt / self.prompt[engine], step / self.step[engine]
+
+    def rates(self, engine: str) -> tuple[float, float]:
+        """Return words a second, of the prompt and of decoding."""
+        batch = self.case.batch
+        return batch * PROMPT / self.prompt[engine], batch / self.step[engine]
+
+    def record(self) -> dict[str, Any]:
+        figures = {
+            engine: {
+                "prompt, words a second": self.rates(engine)[0],
+                "decoding, words a second": self.rates(engine)[1],
+                "fractions of the ceilings": self.of_ceiling(engine),
+            }
+            for engine in self.prompt
+        }
+        return {"case": self.case.name, "engines": figures}
+
+
+def run(case: Case, scratch: Path, rounds: int, compiled: bool) -> Outcome:
+    """Time the engines in turns.
+
+    Raises:
+        AssertionError: in float32, an engine writes other words than transformers' model.
+    """
+    directory, sizes = scratch / case.model, MODELS[case.model]
+    if not directory.exists():
+        write_weights(case.model, sizes, directory)
+    prompt = torch.randint(
+        sizes.vocabulary, (case.batch, PROMPT), generator=torch.Generator().manual_seed(case.batch)
+    )
+    served = names(case, compiled)
+    seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in served}
+    job = case.model, directory, case.dtype, torch.get_num_threads()
+    with processes.each_in_a_process(served, _start, *job) as calls:
+        expected = calls[served[0]](_written, prompt)
+        for name in served[1:]:
+            actual = calls[name](_written, prompt)
+            if case.dtype == torch.float32 and not torch.equal(actual, expected):
+                raise AssertionError(f"{name} writes other words than {served[0]}")
+        for _ in range(rounds):
+            for name, call in calls.items():
+                seconds[name].append(call(_time, prompt))
+    prompts, steps = (
+        {name: statistics.median(pair[part] for pair in of) for name, of in seconds.items()}
+        for part in (0, 1)
+    )
+    rates = ceilings.copy_rate().value, ceilings.matrix_rate(case.dtype).value
+    return Outcome(case, sizes, prompts, steps, *rates)
+
+
+def table(outcomes: Sequence[Outcome]) -> Table:
+    """A row for each engine; the last columns compare ours with transformers and CTranslate2."""
+    out = Table("case", "engine", "prompt", "of the ceiling", "decoding", "of the ceiling")
+    peers = ("transformers", "CTranslate2")
+    for peer in peers:
+        out.add_column(f"{peer} / this: prompt, decoding")
+    for column in out.columns[2:]:
+        column.justify = "right"
+    for outcome in outcomes:
+        for engine in outcome.prompt:
+            (prompt, step), fractions = outcome.rates(engine), outcome.of_ceiling(engine)
+            ratios = [
+                f"{outcome.prompt[peer] / outcome.prompt[engine]:.2f}×, "
+                f"{outcome.step[peer] / outcome.step[engine]:.2f}×"
+                if engine in OURS and peer in outcome.prompt
+                else ""
+                for peer in peers
+            ]
+            out.add_row(
+                outcome.case.name,
+                engine,
+                f"{prompt:.0f} words/s",
+                f"{fractions[0]:.0%}",
+                f"{step:.1f} words/s",
+                f"{fractions[1]:.0%}",
+                *ratios,
+            )
+        out.add_section()
+    return out
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the cases and print the table."""
+    parser = command_line.parser("generation", __doc__, devices=("cpu",), plots=False)
+    options = parser.parse_args(argv)
+    if transformers is None:
+        console.print(
+            "transformers is not installed; try: pip install 'trifuse[bench]'", markup=False
+        )
+        return 1
+    with tempfile.TemporaryDirectory() as scratch:
+        call = functools.partial(
+            run,
+            scratch=Path(scratch),
+            rounds=1 if options.quick else 5,
+            compiled=not options.quick,
+        )
+        done = run_selected(options, CASES, lambda case: case.name, call)
+    if done.outcomes:
+        print_table(table(done.outcomes))
+    return bool(done.failed)

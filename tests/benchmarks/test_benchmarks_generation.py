@@ -1,0 +1,104 @@
+"""The benchmark of generation, on models of toy size."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from trifuse.benchmarks import generation
+from trifuse.benchmarks.generation import Case, Outcome, Sizes
+
+pytest.importorskip("transformers")
+
+SMALL = {
+    "GPT-2": Sizes(2, 16, 2, 2, 32, 50, gated=False),
+    "Llama": Sizes(2, 16, 4, 2, 32, 50, gated=True),
+}
+
+
+@pytest.fixture(autouse=True)
+def _toy_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    @contextlib.contextmanager
+    def in_this_process(
+        names: Sequence[str], start: Callable[..., None], *arguments: Any
+    ) -> Iterator[dict[str, Callable[..., Any]]]:
+        def call(name: str, function: Callable[..., Any], *job: Any) -> Any:
+            start(name, *arguments)
+            return function(*job)
+
+        yield {name: lambda *job, name=name: call(name, *job) for name in names}
+
+    monkeypatch.setattr(generation, "MODELS", SMALL)
+    monkeypatch.setattr(generation, "PROMPT", 5)
+    monkeypatch.setattr(generation, "NEW", 3)
+    monkeypatch.setattr(generation.processes, "each_in_a_process", in_this_process)
+
+
+@pytest.mark.parametrize("model", SMALL)
+def test_all_engines_write_the_same_words(model: str, tmp_path: Path) -> None:
+    case = Case(model, torch.float32, 3)
+    outcome = generation.run(case, tmp_path, rounds=1, compiled=False)
+    assert set(outcome.prompt) == set(outcome.step) == set(generation.names(case, False))
+    assert {"transformers", *generation.OURS} <= set(outcome.prompt)
+    assert ("eager" in outcome.prompt) == (model == "GPT-2")
+
+
+def test_other_words_stop_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(name: str, *_: Any) -> generation.Generator:
+        return lambda prompt, words: torch.full((len(prompt), words), int(name == "fused"))
+
+    monkeypatch.setattr(generation, "load", load)
+    with pytest.raises(AssertionError, match=r"^fused writes other words than transformers$"):
+        generation.run(Case("Llama", torch.float32, 1), tmp_path, rounds=1, compiled=False)
+    generation.run(Case("Llama", torch.bfloat16, 1), tmp_path, rounds=1, compiled=False)
+
+
+def test_weights_and_operations_are_those_of_the_model(tmp_path: Path) -> None:
+    import transformers
+
+    for model, sizes in SMALL.items():
+        generation.write_weights(model, sizes, tmp_path / model)
+        theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / model)
+        matrices = [
+            parameter.numel()
+            for name, parameter in theirs.named_parameters()
+            if parameter.dim() == 2 and not any(x in name for x in ("wte", "wpe", "embed", "head"))
+        ]
+        assert sum(matrices) == sizes.layers * sizes.layer_weights
+        read = sizes.bytes(2, 7, 4)
+        cache = 2 * 2 * sizes.layers * sizes.key_heads * 7 * (sizes.hidden // sizes.heads)
+        assert read == 4 * (sum(matrices) + sizes.hidden * sizes.vocabulary + cache)
+        # Words one by one take the operations of all at once, but for the logits of each.
+        steps = sum(sizes.flops(2, past, 1) for past in range(5))
+        assert steps == sizes.flops(2, 0, 5) + 4 * 2 * 2 * sizes.hidden * sizes.vocabulary
+
+
+def test_figures_follow_from_the_times() -> None:
+    sizes = SMALL["Llama"]
+    case = Case("Llama", torch.float32, 2)
+    flops, read = sizes.flops(2, 0, 5), sizes.bytes(2, 6, 4)
+    seconds = {"transformers": 4.0, "fused": 2.0}
+    outcome = Outcome(case, sizes, seconds, {"transformers": 3.0, "fused": 1.0}, read, flops)
+    assert outcome.rates("fused") == (5.0, 2.0)
+    assert outcome.of_ceiling("fused") == (0.5, 1.0)
+    against = generation.table([outcome]).columns[-2]
+    assert list(against.cells) == ["", "2.00×, 3.00×"]
+    assert outcome.record()["engines"]["fused"]["fractions of the ceilings"] == (0.5, 1.0)
+
+
+def test_command_prints_the_table_and_writes_the_figures(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "generation.json"
+    arguments = ["--quick", "--threads", "1", "--cases", "Llama, fp32*1", "--json", str(path)]
+    assert generation.main(arguments) == 0
+    assert "words/s" in capsys.readouterr().out
+    (found,) = json.loads(path.read_text())["times"]
+    assert found["case"] == "Llama, fp32, batch 1"
+    assert {"transformers", *generation.OURS} <= found["engines"].keys()
