@@ -400,21 +400,30 @@ def formula(call: Call, tensors: Tensors, r: Rounding) -> Tensors:
     highest = s.new_full((len(s), rows), -INF).scatter_reduce(
         1, pairs.query.expand_as(s), s.detach(), "amax"
     )
+
+    def exponentials() -> Tensor:
+        return r(torch.exp(r(s) - highest.index_select(1, pairs.query)))
+
+    def total_of(weights: Tensor) -> Tensor:
+        return s.new_zeros(len(s), rows).index_add(1, pairs.query, weights)
+
+    # Two evaluations: a kernel may compute the scores of numerator and denominator separately.
+    e, summed = exponentials(), exponentials()
+    total = total_of(summed)
+    has_pairs = torch.zeros(rows, dtype=torch.bool).index_fill(0, pairs.query, True)
+    some = has_pairs.nonzero()[:, 0]
     sinks = None
     if "sinks" in tensors:  # (replicas, H), a score in each row, without a value
         sinks = tensors["sinks"].repeat_interleave(sizes.total[0], 1)
+        # A sink scales the output of attention without it.
+        lse_of_keys = r(total.index_select(1, some).log() + highest[:, some])
+        share = r(torch.sigmoid(lse_of_keys - sinks.index_select(1, some)))
         highest = torch.maximum(highest, sinks.detach())
-    # Two evaluations: a kernel may compute the scores of numerator and denominator separately.
-    e, summed = (r(torch.exp(r(s) - highest.index_select(1, pairs.query))) for _ in range(2))
-    total = s.new_zeros(len(s), rows).index_add(1, pairs.query, summed)
-    if sinks is not None:
-        total = r(total + r(torch.exp(r(sinks - highest))))
+        summed = exponentials()
     # In the gradient of lse a weight is exp(score - lse), whose two terms err independently.
     apart = torch.exp((r(s) - s).nan_to_num()).detach()
     summed = summed * apart - (summed * (apart - 1)).detach()
-    total_of_lse = s.new_zeros(len(s), rows).index_add(1, pairs.query, summed)
-    has_pairs = torch.zeros(rows, dtype=torch.bool).index_fill(0, pairs.query, True)
-    some = has_pairs.nonzero()[:, 0]
+    total_of_lse = total_of(summed)
     with_lse = some
     if sinks is not None:
         total_of_lse = r(total_of_lse + r(torch.exp(r(sinks - highest))))
@@ -439,6 +448,8 @@ def formula(call: Call, tensors: Tensors, r: Rounding) -> Tensors:
     sums = r(sums.index_select(1, some))
     sums = sums + 0 * sums  # infinite sums become NaN
     quotients = r(sums / r(total.index_select(1, some)[..., None].expand_as(sums)))
+    if sinks is not None:
+        quotients = r(quotients * r(share[..., None].expand_as(sums)))
     out = v.new_zeros(len(v), rows, v.shape[-1]).index_copy(1, some, quotients)
 
     out, lse = (
