@@ -1,4 +1,4 @@
-"""Serve torch's own attention function in code that calls it by name."""
+"""Serve attention in code that calls torch's function, or writes it out."""
 
 from __future__ import annotations
 
@@ -11,19 +11,25 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention as torch_attention
 from torch.overrides import TorchFunctionMode
 
+from trifuse import written_out
 from trifuse.ops._checks import FLOATING
 from trifuse.ops.attention import scaled_dot_product_attention
 
 
 @contextlib.contextmanager
 def attention() -> Iterator[None]:
-    """Let ``F.scaled_dot_product_attention`` run on trifuse's kernels inside the ``with``.
+    """Let attention in other libraries' code run on trifuse's kernels inside the ``with``.
 
-    It serves models that call torch's function themselves, which :func:`trifuse.fuse` cannot swap:
-    timm's vision transformers, nanoGPT and many others. The arguments mean the same, whether the
-    function is called as ``F.scaled_dot_product_attention`` or by a name it was imported under.
+    It serves models that :func:`trifuse.fuse` cannot swap, in two forms:
+
+    - calls of ``F.scaled_dot_product_attention``, also by a name it was imported under: timm's
+      vision transformers, nanoGPT and many others;
+    - attention that is written out, as ``softmax(q @ k.mT * scale + mask) @ v``, with dropout and
+      changes of dtype or of batch and heads between: see :mod:`trifuse.written_out`. Its scores and
+      weights are not computed unless something else uses them.
+
     The context holds for the current thread, may be nested, and may be around a call of a model
-    compiled with ``fullgraph=True``.
+    compiled with ``fullgraph=True``, in which it serves the first form.
 
     Three things differ from torch's function. A row whose keys are all masked gives 0. Dropout
     draws other elements from the same seed. Arguments are checked, and
@@ -57,6 +63,10 @@ class _Attention(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is torch_attention and _serves(*args, **kwargs):
             return scaled_dot_product_attention(*args, **kwargs)
+        if not torch.compiler.is_compiling():
+            deferred = written_out.begin(func, args, kwargs)
+            if deferred is not None:
+                return deferred
         return func(*args, **kwargs)
 
 

@@ -11,7 +11,6 @@ import contextlib
 import copy
 import enum
 import functools
-import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -32,7 +31,7 @@ from trifuse.nn.linear import freeze as freeze_weights
 from trifuse.nn.linear import thaw
 from trifuse.nn.quantization import Unquantizable
 from trifuse.ops import linear
-from trifuse.recipes import code, layers, stacks, sublayers
+from trifuse.recipes import attentions, code, layers, stacks, sublayers
 
 
 class Swapped(NamedTuple):
@@ -237,6 +236,8 @@ def fuse(model: torch_nn.Module, unpad: bool = False, freeze: bool = False) -> F
         chosen = [swaps[cls] for cls in reversed(type(module).__mro__) if cls in swaps]
         if not chosen and sublayers.is_candidate(module):
             chosen.append(_swap_by_recipe)
+        if attentions.writes_out(module):
+            chosen.append(_swap_written_out)
         if isinstance(stack := found.get(module), stacks.Stack):
             chosen.append(functools.partial(_swap_stack, parts=stack.parts))
         for swap in chosen:
@@ -357,6 +358,14 @@ def _swap_by_recipe(module: torch_nn.Module) -> _Change | None:
         return None
     target = sublayers.fused_class(source, sublayers.roles(module))
     return None if target is source else _retype(module, source, target)
+
+
+def _swap_written_out(module: torch_nn.Module) -> _Change | None:
+    """Let an attention that writes its softmax out run inside ``trifuse.attention()``."""
+    source = type(module)
+    if issubclass(source, attentions.WrittenOut) or parametrize.is_parametrized(module):
+        return None
+    return _retype(module, source, attentions.written_out_class(source))
 
 
 def _swap_stack(module: torch_nn.Module, parts: tuple[str, ...]) -> _Change | None:
@@ -530,6 +539,8 @@ def _swap_transformers_attention(model: Any) -> _Change | None:
             if not _holds_attention(part):
                 continue  # a convolutional backbone, for example
             if not part._can_set_attn_implementation():
+                if attentions.all_written_out(part):
+                    return None  # they are served one by one
                 raise _CannotSwap(f"{name} doesn't choose its attention by attn_implementation")
             # "sdpa" has neither caps nor sinks, so models with them don't support it; trifuse has.
             more = getattr(part.config, "attn_logit_softcapping", None) is not None or any(
@@ -576,11 +587,7 @@ def _swap_transformers_bert(module: Any) -> _Change | None:
 
 
 def _holds_attention(model: torch_nn.Module) -> bool:
-    return any(_names_attention(module) for module in model.modules())
-
-
-def _names_attention(module: torch_nn.Module) -> bool:
-    return re.search("atten|attn", type(module).__name__, re.IGNORECASE) is not None
+    return any(attentions.names_attention(type(module)) for module in model.modules())
 
 
 # Reports ----------------------------------------------------------------------------------------
@@ -601,6 +608,8 @@ def notes(model: torch_nn.Module) -> Iterator[Note]:
             is_fused(dropout, norm) for dropout, norm in _ends_of_sublayers(module)
         ) or sublayers.ends_stay_apart(module):
             yield Note(path, "dropout, sum and norm one by one")
+        if (note := attentions.note(module)) is not None:
+            yield Note(path, note)
 
 
 _CALL_WITHOUT_WEIGHTS = (
@@ -654,7 +663,7 @@ def torch_attention(model: torch_nn.Module) -> Iterator[Left]:
 def _attends_by_itself(module: torch_nn.Module) -> bool:
     """Whether a module named as an attention computes it, bypassing ``ALL_ATTENTION_FUNCTIONS``."""
     cls = type(module)
-    if not _names_attention(module) or _is_ours_or_torchs(cls):
+    if not attentions.names_attention(cls) or _is_ours_or_torchs(cls):
         return False
     names = code.names_used(cls)
     return "ALL_ATTENTION_FUNCTIONS" not in names and not names.isdisjoint(_ATTENTION_FORMULAS)

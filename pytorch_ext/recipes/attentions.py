@@ -1,0 +1,104 @@
+"""Attentions of transformers that write their softmax out, recognised by the names in their code.
+
+BLOOM, MPT, Falcon, GPT-Neo, XGLM, MPNet, DeBERTa and RemBERT, for example, don't choose their
+attention by ``attn_implementation``. A subclass of theirs runs the same ``forward`` inside
+``trifuse.attention()``, where what they write out becomes one call.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+
+from trifuse import written_out
+from trifuse.attention_mode import attention
+from trifuse.recipes import code, sublayers
+
+
+class WrittenOut(nn.Module):
+    """The first base of every such attention; the second is its source."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """As the source's own. It runs unfused where the attention weights are asked for."""
+        if torch.compiler.is_compiling() or _wants_weights(args, kwargs):
+            return super().forward(*args, **kwargs)
+        before = written_out.attended()
+        with attention():
+            out = super().forward(*args, **kwargs)
+        _served[self] = written_out.attended() > before
+        return out
+
+
+# Whether the last call of an attention ran as one call of the operator.
+_served: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
+
+
+def note(module: nn.Module) -> str | None:
+    """Return what may not run fused in such an attention; None if all of its last call did."""
+    if not isinstance(module, WrittenOut):
+        return None
+    if module not in _served:
+        return "as far as its products and softmax are recognised when they run"
+    return None if _served[module] else "its last call computed the softmax by its own code"
+
+
+def _wants_weights(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether the attention weights are results: by an argument, or by hooks that record them."""
+    if kwargs.get("output_attentions") or any(arg is True for arg in args):
+        return True
+    capturing = sys.modules.get("transformers.utils.output_capturing")
+    active = getattr(capturing, "_active_collector", None)
+    return active is not None and "attentions" in (active.get() or {})
+
+
+def writes_out(module: nn.Module) -> bool:
+    """Whether a module of transformers is an attention that computes its softmax itself."""
+    cls = sublayers.original(type(module))
+    if not sublayers.is_of_transformers(cls) or not names_attention(cls):
+        return False
+    names = code.names_used(cls)
+    return "ALL_ATTENTION_FUNCTIONS" not in names and "softmax" in names
+
+
+def all_written_out(model: nn.Module) -> bool:
+    """Whether a model has attentions, and all of them compute their softmax themselves."""
+    computing = [
+        module
+        for module in model.modules()
+        if names_attention(sublayers.original(type(module)))
+        and not code.names_used(sublayers.original(type(module))).isdisjoint(_COMPUTING)
+    ]
+    return bool(computing) and all(map(writes_out, computing))
+
+
+_COMPUTING = ("softmax", "ALL_ATTENTION_FUNCTIONS", "scaled_dot_product_attention")
+
+
+def names_attention(cls: type) -> bool:
+    """Whether a class is named as an attention."""
+    return re.search("atten|attn", cls.__name__, re.IGNORECASE) is not None
+
+
+def written_out_class(source: Any) -> type[nn.Module]:
+    """Return the subclass of an attention's class that runs inside ``trifuse.attention()``."""
+    if source not in _classes:
+        made_by = written_out_class, (source,)
+        fused = isinstance(source, sublayers.FusedType)
+        origin = source.origin if fused else sublayers.Origin(source, made_by)
+        members = {
+            "__module__": "trifuse.recipes",
+            "__qualname__": source.__qualname__,
+            "__doc__": source.__doc__,
+            "_trifuse_origin": origin._replace(source=source, made_by=made_by),
+        }
+        made: Any = sublayers.FusedType(source.__name__, (WrittenOut, source), members)
+        _classes[source] = made
+    return _classes[source]
+
+
+_classes: dict[type[nn.Module], type[nn.Module]] = {}

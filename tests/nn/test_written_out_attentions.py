@@ -1,0 +1,179 @@
+"""Families of transformers that write their attention out, fused: they compute what they did."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import trifuse
+
+transformers = pytest.importorskip("transformers")
+
+V, D, HEADS, LAYERS, B, L = 50, 32, 4, 2, 3, 9
+ENCODER = {
+    "vocab_size": V,
+    "hidden_size": D,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": HEADS,
+    "intermediate_size": 2 * D,
+}
+GPT = {"vocab_size": V, "n_layer": LAYERS, "n_head": HEADS}
+FALCON = {key: value for key, value in ENCODER.items() if key != "intermediate_size"}
+DISENTANGLED = {"relative_attention": True, "pos_att_type": ["p2c", "c2p"], "position_buckets": 4}
+CAUSAL = {
+    "Bloom": {**GPT, "hidden_size": D},
+    "Mpt": {"vocab_size": V, "d_model": D, "n_layers": LAYERS, "n_heads": HEADS, "max_seq_len": 32},
+    "Falcon": {**FALCON, "alibi": True},
+    "GPTNeo": {
+        "vocab_size": V,
+        "hidden_size": D,
+        "num_layers": LAYERS,
+        "num_heads": HEADS,
+        "attention_types": [[["global", "local"], 1]],
+        "window_size": 4,
+    },
+    "XGLM": {
+        "vocab_size": V,
+        "d_model": D,
+        "ffn_dim": 2 * D,
+        "num_layers": LAYERS,
+        "attention_heads": HEADS,
+        "layerdrop": 0.0,
+    },
+}
+FAMILIES = {
+    **CAUSAL,
+    "MPNet": ENCODER,
+    "Deberta": {**ENCODER, **DISENTANGLED},
+    "DebertaV2": {**ENCODER, **DISENTANGLED},
+    "RoFormer": {**ENCODER, "embedding_size": D},
+    "RemBert": {**ENCODER, "input_embedding_size": D},
+    "MegatronBert": ENCODER,
+    "ConvBert": {**ENCODER, "embedding_size": D},
+    "Luke": {**ENCODER, "entity_vocab_size": 5, "entity_emb_size": 8},
+    "IBert": ENCODER,
+}
+OTHER_FORMS = {"SqueezeBert": {**ENCODER, "embedding_size": D}}  # its keys are (B, H, E, L)
+
+
+class Attentions(TorchDispatchMode):
+    """Counts calls of the operator, forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += str(func).startswith("trifuse.attention_forward")
+        return func(*args, **(kwargs or {}))
+
+
+def make(family, head=False):
+    sizes = FAMILIES.get(family) or OTHER_FORMS[family]
+    config = getattr(transformers, f"{family}Config")(**sizes)
+    config.pad_token_id, config.eos_token_id = 0, None
+    auto = transformers.AutoModelForCausalLM if head else transformers.AutoModel
+    torch.manual_seed(0)
+    return auto.from_config(config).eval()
+
+
+def batch(padded):
+    ids = torch.randint(5, V, (B, L), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(ids)
+    if padded == "left":
+        mask[0, :4] = 0
+    elif padded == "right":
+        mask[0, -4:] = 0
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def results(model, inputs):
+    """The hidden states of real tokens, and all gradients of a function of theirs."""
+    model.zero_grad()
+    hidden = model(**inputs).last_hidden_state * inputs["attention_mask"][..., None]
+    hidden.sin().sum().backward()
+    grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return hidden.detach(), {name: grad.clone() for name, grad in grads.items()}
+
+
+@pytest.mark.parametrize("padded", ["not", "left", "right"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_fused_model_computes_what_it_did(family, padded):
+    model, inputs = make(family), batch(padded)
+    expected, expected_grads = results(model, inputs)
+    report = trifuse.fuse(model)
+    with Attentions() as attentions:
+        hidden, grads = results(model, inputs)
+    assert attentions.count == LAYERS
+    torch.testing.assert_close(hidden, expected, rtol=1e-4, atol=1e-5)
+    assert grads.keys() == expected_grads.keys()
+    for name, grad in grads.items():
+        torch.testing.assert_close(grad, expected_grads[name], rtol=1e-3, atol=1e-5, msg=name)
+    assert not [left for left in report.left if "attention" in left.reason]
+    report.revert()
+    with Attentions() as attentions:
+        assert torch.equal(results(model, inputs)[0], expected)
+    assert attentions.count == 0
+
+
+@pytest.mark.parametrize("padded", ["not", "left"])
+@pytest.mark.parametrize("family", CAUSAL)
+def test_generation_with_a_cache(family, padded):
+    model, inputs = make(family, head=True), batch(padded)
+    options = {"max_new_tokens": 6, "do_sample": False}
+    with torch.inference_mode():
+        expected = model.generate(**inputs, **options)
+        trifuse.fuse(model)
+        with Attentions() as attentions:
+            assert torch.equal(model.generate(**inputs, **options), expected)
+    assert attentions.count == LAYERS * 6
+
+
+@pytest.mark.parametrize("family", ["Bloom", "MPNet", "DebertaV2", "RemBert"])
+def test_attention_weights_are_returned_where_asked_for(family):
+    model, inputs = make(family), batch("right")
+    expected = model(**inputs, output_attentions=True).attentions
+    trifuse.fuse(model)
+    with Attentions() as attentions:
+        weights = model(**inputs, output_attentions=True).attentions
+    assert attentions.count == 0
+    assert len(weights) == LAYERS
+    for ours, theirs in zip(weights, expected, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_report_says_what_ran():
+    model = make("RemBert")
+    report = trifuse.fuse(model)
+    path = "encoder.layer.0.attention.self"
+    assert (
+        dict(report.notes)[path]
+        == "as far as its products and softmax are recognised when they run"
+    )
+    model(**batch("not"))
+    assert path not in str(trifuse.explain(model)).split("recognised")[0]
+    assert "recognised" not in str(trifuse.explain(model))
+
+
+@pytest.mark.parametrize("family", OTHER_FORMS)
+def test_report_says_that_a_form_was_not_recognised(family):
+    model, inputs = make(family), batch("right")
+    expected = model(**inputs).last_hidden_state
+    trifuse.fuse(model)
+    with Attentions() as attentions:
+        torch.testing.assert_close(model(**inputs).last_hidden_state, expected)
+    assert attentions.count == 0
+    assert "its last call computed the softmax by its own code" in str(trifuse.explain(model))
+
+
+def test_fused_model_can_be_pickled():
+    model, inputs = make("MPNet"), batch("right")
+    trifuse.fuse(model)
+    expected = model(**inputs).last_hidden_state
+    copied = pickle.loads(pickle.dumps(model))
+    with Attentions() as attentions:
+        assert torch.equal(copied(**inputs).last_hidden_state, expected)
+    assert attentions.count == LAYERS

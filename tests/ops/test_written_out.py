@@ -1,0 +1,384 @@
+"""``with trifuse.attention()``: attention that code writes out runs as one call."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import trifuse
+from trifuse.written_out import Deferred
+
+B, H, LQ, LK, E = 2, 4, 5, 7, 8
+LOWEST = torch.finfo(torch.float32).min
+
+
+class Ops(TorchDispatchMode):
+    """Counts the calls of the operator and of torch's softmax."""
+
+    def __init__(self):
+        super().__init__()
+        self.ours = self.softmax = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.ours += str(func).startswith("trifuse.attention_forward")
+        self.softmax += "softmax.default" in str(func)
+        return func(*args, **(kwargs or {}))
+
+
+def tensors(dtype=torch.float32, grad=True):
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((B, H, LQ, E), (B, H, LK, E), (B, H, LK, E))
+    q, k, v = (torch.randn(shape, generator=generator).to(dtype) for shape in shapes)
+    return [t.requires_grad_(grad) for t in (q, k, v)]
+
+
+BIAS = torch.linspace(-1, 1, B * H * LQ * LK).view(B, H, LQ, LK)
+PADDING = torch.arange(LK) < torch.tensor([[LK], [4]])  # (B, LK), True where a token is real
+MASK = torch.where(PADDING, 0.0, LOWEST)[:, None, None]
+CAUSAL = torch.ones(LQ, LK, dtype=torch.bool).tril()
+ALIBI = -torch.rand(B * H, 1, LK, generator=torch.Generator().manual_seed(1))
+
+
+def plain(q, k, v):
+    return F.softmax(torch.matmul(q, k.transpose(-1, -2)) / math.sqrt(E), dim=-1) @ v
+
+
+def masked(q, k, v):
+    scores = q @ k.transpose(-2, -1) * E**-0.5 + MASK
+    return torch.matmul(nn.Softmax(dim=-1)(scores), v)
+
+
+def in_place(q, k, v):
+    scores = torch.matmul(q, k.mT)
+    scores /= math.sqrt(E)
+    scores += BIAS
+    scores = scores.masked_fill_(~CAUSAL, LOWEST)
+    return scores.softmax(-1).matmul(v)
+
+
+def flat_heads(q, k, v):
+    """XGLM's form."""
+    q, k, v = (t.reshape(B * H, -1, E) for t in (q, k, v))
+    scores = torch.bmm(q, k.transpose(1, 2)).view(B, H, LQ, LK) + MASK
+    scores = torch.max(scores, torch.full((), LOWEST)).view(B * H, LQ, LK)
+    return torch.bmm(F.dropout(F.softmax(scores, dim=-1), 0.3, training=False), v).view(B, H, LQ, E)
+
+
+def alibi(q, k, v):
+    """BLOOM's form."""
+    q, k, v = (t.reshape(B * H, -1, E) for t in (q, k, v))
+    scores = ALIBI.baddbmm(batch1=q, batch2=k.transpose(-1, -2), beta=1.0, alpha=0.3)
+    weights = F.softmax(scores.view(B, H, LQ, -1) + MASK, dim=-1, dtype=torch.float32).to(q.dtype)
+    return torch.bmm(weights.view(B * H, LQ, -1), v).view(B, H, LQ, E)
+
+
+def scaled_with_bias(q, k, v):
+    """Falcon's form: the factor also multiplies the bias."""
+    scores = (q @ k.transpose(-1, -2)).to(torch.float32) + ALIBI.view(B, H, 1, LK)
+    scores *= 0.3
+    return (F.softmax(scores + MASK, dim=-1, dtype=v.dtype) @ v).flatten(0, 1).view(B, H, LQ, E)
+
+
+def replaced(q, k, v):
+    """GPT-Neo's form."""
+    scores = torch.where(CAUSAL, torch.matmul(q, k.transpose(-1, -2)), torch.tensor(LOWEST))
+    return torch.matmul(nn.Dropout(0.5).eval()((scores + MASK).softmax(-1)), v)
+
+
+def without_rest(q, k, v):
+    scores = q @ k.mT
+    scores = scores.masked_fill(~CAUSAL, -torch.inf).masked_fill(
+        ~PADDING[:, None, None], -torch.inf
+    )
+    return (scores + BIAS).softmax(dim=3) @ v
+
+
+def by_einsum(q, k, v):
+    scores = torch.einsum("b h i d, b h j d -> b h i j", q, k) * 0.5
+    return torch.einsum("bhij,bhjd->bhid", scores.softmax(-1), v)
+
+
+def one_key_head(q, k, v):
+    """Multi-query attention: all heads share their keys and values."""
+    return ((q @ k[:, :1].mT).mul(0.2).float().softmax(-1).type_as(v)) @ v[:, :1]
+
+
+SPELLINGS = [
+    plain, masked, in_place, flat_heads, alibi, scaled_with_bias, replaced, without_rest, by_einsum,
+    one_key_head,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("spelling", SPELLINGS)
+def test_every_spelling_is_one_call(spelling):
+    inputs = tensors()
+    expected = spelling(*inputs)
+    with Ops() as ops, trifuse.attention():
+        out = spelling(*inputs)
+    assert (ops.ours, ops.softmax) == (1, 0)
+    assert type(out) is torch.Tensor
+    assert out.dtype == expected.dtype
+    torch.testing.assert_close(out, expected)
+    upstream = torch.linspace(-1, 1, out.numel()).view_as(out)
+    for actual, exact in zip(
+        torch.autograd.grad(out, inputs, upstream),
+        torch.autograd.grad(expected, inputs, upstream),
+        strict=True,
+    ):
+        torch.testing.assert_close(actual, exact)
+
+
+def test_gradient_of_a_bias():
+    q, k, v = tensors()
+    bias = BIAS[:1, :, :1].clone().requires_grad_()
+    plain_out = (q @ k.mT + bias).softmax(-1) @ v
+    with trifuse.attention():
+        out = (q @ k.mT + bias).softmax(-1) @ v
+    (expected,) = torch.autograd.grad(plain_out.sin().sum(), bias)
+    (actual,) = torch.autograd.grad(out.sin().sum(), bias)
+    torch.testing.assert_close(actual, expected)
+
+
+def test_dropout_is_the_operators():
+    q, k, v = tensors(grad=False)
+    torch.manual_seed(3)
+    expected = trifuse.scaled_dot_product_attention(q, k, v, dropout_p=0.4, scale=1.0)
+    torch.manual_seed(3)
+    with trifuse.attention():
+        out = F.dropout((q @ k.mT).softmax(-1), 0.4) @ v
+    assert torch.equal(out, expected)
+
+
+def test_scores_in_float32_of_values_in_bfloat16():
+    q, k, v = tensors(torch.bfloat16, grad=False)
+
+    def attend(q, k, v):
+        return ((q.float() @ k.float().mT).softmax(-1).to(v.dtype)) @ v
+
+    with Ops() as ops, trifuse.attention():
+        out = attend(q, k, v)
+    assert ops.ours == 1
+    assert out.dtype == torch.bfloat16
+    exact = attend(q.double(), k.double(), v.double())
+    torch.testing.assert_close(out.double(), exact, rtol=2e-2, atol=2e-2)
+
+
+def test_autocast():
+    q, k, v = tensors()
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = plain(q, k, v)
+        with Ops() as ops, trifuse.attention():
+            out = plain(q, k, v)
+    assert ops.ours == 1
+    assert out.dtype == expected.dtype == torch.bfloat16
+    torch.testing.assert_close(out, expected, rtol=3e-2, atol=3e-2)
+
+
+# Other uses ---------------------------------------------------------------------------------------
+
+
+def other_axis(q, k, v):
+    return (q @ k.mT).softmax(-2) @ v
+
+
+def other_function(q, k, v):
+    scores = q @ k.mT
+    return (scores - scores.amax(-1, keepdim=True)).exp() @ v
+
+
+def changed_weights(q, k, v):
+    return ((q @ k.mT).softmax(-1) * BIAS) @ v
+
+
+def talking_heads(q, k, v):
+    return torch.einsum("bhij,hg->bgij", (q @ k.mT).softmax(-1), torch.eye(H).flip(0)) @ v
+
+
+def high_fill(q, k, v):
+    return (q @ k.mT).masked_fill(~CAUSAL, -1.0).softmax(-1) @ v
+
+
+def scores_alone(q, k, v):
+    return (q @ k.mT * 0.5 + BIAS).relu().sum(-1)
+
+
+def larger_bias(q, k, v):
+    return (q[:1] @ k[:1].mT + BIAS).softmax(-1) @ v
+
+
+def changed_part(q, k, v):
+    scores = q @ k.mT
+    scores[:, 0] = 1.0
+    return scores.softmax(-1) @ v
+
+
+def changed_view(q, k, v):
+    scores = q @ k.mT
+    flat = scores.view(B * H, LQ, LK)
+    scores += BIAS
+    return flat.softmax(-1).view(B, H, LQ, LK) @ v
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        other_axis, other_function, changed_weights, talking_heads, high_fill, scores_alone,
+        larger_bias, changed_part, changed_view,
+    ],
+)  # fmt: skip
+def test_other_code_computes_what_it_did(code):
+    inputs = tensors()
+    expected = code(*inputs)
+    with Ops() as ops, trifuse.attention():
+        out = code(*inputs)
+    assert ops.ours == 0
+    assert torch.equal(out, expected)
+    wanted = inputs[:2] if code is scores_alone else inputs
+    for actual, exact in zip(
+        torch.autograd.grad(out.sum(), wanted),
+        torch.autograd.grad(expected.sum(), wanted),
+        strict=True,
+    ):
+        assert torch.equal(actual, exact)
+
+
+def test_weights_can_be_read_afterwards():
+    q, k, v = tensors()
+    expected = (q @ k.mT).softmax(-1)
+    with trifuse.attention():
+        weights = (q @ k.mT).softmax(-1)
+        weights @ v
+    assert isinstance(weights, Deferred)
+    assert weights.shape == expected.shape
+    assert weights.requires_grad
+    assert torch.equal(copy.deepcopy(weights.detach()), expected)
+    (grad,) = torch.autograd.grad(weights.square().sum(), q)
+    (exact,) = torch.autograd.grad(expected.square().sum(), q)
+    assert torch.equal(grad, exact)
+
+
+def test_weights_read_too_late_raise():
+    q, k, v = tensors(grad=False)
+    with trifuse.attention():
+        weights = (q @ k.mT).softmax(-1)
+        weights @ v
+        k.zero_()
+        with pytest.raises(RuntimeError, match="a tensor that they are made of may have changed"):
+            weights.sum()
+    with torch.inference_mode(), trifuse.attention():
+        q, k, v = (t.clone() for t in (q, k, v))
+        early = (q @ k.mT).softmax(-1)
+        assert early.sum() > 0  # before the product with the values
+        weights = (q @ k.mT).softmax(-1)
+        weights @ v
+        with pytest.raises(RuntimeError, match="output_attentions=True"):
+            weights.sum()
+
+
+def test_logging_without_gradients_keeps_those_of_the_scores():
+    q, k, v = tensors()
+    with trifuse.attention():
+        scores = q @ k.mT
+        with torch.no_grad():
+            largest = scores.max()
+        out = scores.softmax(-1) @ v
+    assert not largest.requires_grad
+    for actual, exact in zip(
+        torch.autograd.grad(out.sum(), (q, k)),
+        torch.autograd.grad(((q @ k.mT).softmax(-1) @ v).sum(), (q, k)),
+        strict=True,
+    ):
+        torch.testing.assert_close(actual, exact)
+
+
+class Rounded(torch.autograd.Function):
+    """Rounding with the gradient of the identity."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.round()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad
+
+
+def test_a_backward_of_its_own_raises_instead_of_losing_the_gradient():
+    q, k, v = tensors()
+    with trifuse.attention():
+        out = Rounded.apply(q @ k.mT).softmax(-1) @ v
+    assert torch.equal(out, (q @ k.mT).round().softmax(-1) @ v)
+    with pytest.raises(RuntimeError, match="a function with a backward of its own"):
+        out.sum().backward()
+    with torch.no_grad(), trifuse.attention():
+        assert torch.equal(Rounded.apply(q @ k.mT), (q @ k.mT).round())
+
+
+def test_contexts_nest_and_end():
+    q, k, v = tensors(grad=False)
+    with trifuse.attention():
+        with Ops() as ops, trifuse.attention():
+            plain(q, k, v)
+        assert ops.ours == 1
+        assert isinstance(q @ k.mT, Deferred)
+    assert type(q @ k.mT) is torch.Tensor
+
+
+def test_transforms_of_functorch_are_left_alone():
+    q, k, v = tensors(grad=False)
+    with trifuse.attention():
+        out = torch.vmap(plain)(q, k, v)
+    torch.testing.assert_close(out, plain(q, k, v))
+
+
+STEPS = {
+    "scale": lambda s: s * 0.7,
+    "divide": lambda s: s / math.sqrt(E),
+    "scale in place": lambda s: s.mul_(-0.5),
+    "bias": lambda s: s + BIAS[:, :1],
+    "bias first": lambda s: BIAS[0, 0, 0] + s,
+    "bias in place": lambda s: s.add_(BIAS),
+    "lowest": lambda s: s.masked_fill(~PADDING[:, None, None], LOWEST),
+    "left out": lambda s: s.masked_fill(~CAUSAL, -torch.inf),
+    "where": lambda s: torch.where(CAUSAL, s, torch.tensor(-1e35)),
+    "relu": torch.relu,
+    "clamp": lambda s: s.clamp(max=1.0),
+    "float": lambda s: s.float(),
+    "double": lambda s: s.to(torch.float64),
+    "reshape": lambda s: s.reshape(B, H, LQ, LK),
+    "flat and back": lambda s: s.view(B * H, LQ, LK).view(B, H, LQ, LK),
+    "softmax": lambda s: F.softmax(s, dim=-1),
+    "dropout": lambda s: F.dropout(s, 0.5, training=False),
+    "contiguous": lambda s: s.contiguous(),
+    "clone": lambda s: s.clone(),
+}
+
+
+@settings(max_examples=150)
+@given(st.lists(st.sampled_from(sorted(STEPS)), max_size=6), st.booleans())
+def test_any_sequence_of_steps_computes_what_it_did(steps, attends):
+    def code(q, k, v):
+        scores = q @ k.mT
+        for step in steps:
+            scores = STEPS[step](scores)
+        return scores.softmax(-1) @ v.to(scores.dtype) if attends else scores * 1
+
+    inputs = tensors()
+    expected = code(*inputs)
+    with trifuse.attention():
+        out = code(*inputs)
+        out = out * 1  # a deferred tensor is computed here at the latest
+    out = out.compute() if isinstance(out, Deferred) else out
+    assert out.dtype == expected.dtype
+    # Rows whose keys are all masked differ: there are none in these masks.
+    torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5, equal_nan=True)
+    if not attends:
+        assert torch.equal(out.nan_to_num(), expected.nan_to_num())
