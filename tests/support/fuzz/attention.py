@@ -417,7 +417,10 @@ def formula(call: Call, tensors: Tensors, r: Rounding) -> Tensors:
         sinks = tensors["sinks"].repeat_interleave(sizes.total[0], 1)
         # A sink scales the output of attention without it.
         lse_of_keys = r(total.index_select(1, some).log() + highest[:, some])
-        share = r(torch.sigmoid(lse_of_keys - sinks.index_select(1, some)))
+        sink = sinks.index_select(1, some)
+        largest = torch.maximum(lse_of_keys, sink).detach()
+        of_keys, of_sink = (r(torch.exp(x - largest)) for x in (lse_of_keys, sink))
+        share = r(of_keys / r(of_keys + of_sink))
         highest = torch.maximum(highest, sinks.detach())
         summed = exponentials()
     # In the gradient of lse a weight is exp(score - lse), whose two terms err independently.
