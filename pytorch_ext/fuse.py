@@ -31,7 +31,7 @@ from trifuse.nn.linear import freeze as freeze_weights
 from trifuse.nn.linear import thaw
 from trifuse.nn.quantization import Unquantizable
 from trifuse.ops import linear
-from trifuse.recipes import attentions, code, layers, stacks, sublayers
+from trifuse.recipes import code, layers, stacks, sublayers, written_out
 
 
 class Swapped(NamedTuple):
@@ -236,7 +236,7 @@ def fuse(model: torch_nn.Module, unpad: bool = False, freeze: bool = False) -> F
         chosen = [swaps[cls] for cls in reversed(type(module).__mro__) if cls in swaps]
         if not chosen and sublayers.is_candidate(module):
             chosen.append(_swap_by_recipe)
-        if attentions.writes_out(module):
+        if written_out.writes_out(module):
             chosen.append(_swap_written_out)
         if isinstance(stack := found.get(module), stacks.Stack):
             chosen.append(functools.partial(_swap_stack, parts=stack.parts))
@@ -363,9 +363,9 @@ def _swap_by_recipe(module: torch_nn.Module) -> _Change | None:
 def _swap_written_out(module: torch_nn.Module) -> _Change | None:
     """Let an attention that writes its softmax out run inside ``trifuse.attention()``."""
     source = type(module)
-    if issubclass(source, attentions.WrittenOut) or parametrize.is_parametrized(module):
+    if issubclass(source, written_out.WrittenOut) or parametrize.is_parametrized(module):
         return None
-    return _retype(module, source, attentions.written_out_class(source))
+    return _retype(module, source, written_out.written_out_class(source))
 
 
 def _swap_stack(module: torch_nn.Module, parts: tuple[str, ...]) -> _Change | None:
@@ -539,7 +539,7 @@ def _swap_transformers_attention(model: Any) -> _Change | None:
             if not _holds_attention(part):
                 continue  # a convolutional backbone, for example
             if not part._can_set_attn_implementation():
-                if attentions.all_written_out(part):
+                if written_out.all_written_out(part):
                     return None  # they are served one by one
                 raise _CannotSwap(f"{name} doesn't choose its attention by attn_implementation")
             # "sdpa" has neither caps nor sinks, so models with them don't support it; trifuse has.
@@ -587,7 +587,7 @@ def _swap_transformers_bert(module: Any) -> _Change | None:
 
 
 def _holds_attention(model: torch_nn.Module) -> bool:
-    return any(attentions.names_attention(type(module)) for module in model.modules())
+    return any(written_out.names_attention(type(module)) for module in model.modules())
 
 
 # Reports ----------------------------------------------------------------------------------------
@@ -608,7 +608,7 @@ def notes(model: torch_nn.Module) -> Iterator[Note]:
             is_fused(dropout, norm) for dropout, norm in _ends_of_sublayers(module)
         ) or sublayers.ends_stay_apart(module):
             yield Note(path, "dropout, sum and norm one by one")
-        if (note := attentions.note(module)) is not None:
+        if (note := written_out.note(module)) is not None:
             yield Note(path, note)
 
 
@@ -663,7 +663,7 @@ def torch_attention(model: torch_nn.Module) -> Iterator[Left]:
 def _attends_by_itself(module: torch_nn.Module) -> bool:
     """Whether a module named as an attention computes it, bypassing ``ALL_ATTENTION_FUNCTIONS``."""
     cls = type(module)
-    if not attentions.names_attention(cls) or _is_ours_or_torchs(cls):
+    if not written_out.names_attention(cls) or _is_ours_or_torchs(cls):
         return False
     names = code.names_used(cls)
     return "ALL_ATTENTION_FUNCTIONS" not in names and not names.isdisjoint(_ATTENTION_FORMULAS)

@@ -4,7 +4,7 @@
 - :mod:`trifuse.recipes.norms` recognises RMSNorm, which every library writes for itself;
 - :mod:`trifuse.recipes.sublayers` finds where a sum meets its norm, and a linear layer its
   activation;
-- :mod:`trifuse.recipes.attentions` finds attentions that write their softmax out;
+- :mod:`trifuse.recipes.written_out` finds attentions that write their softmax out;
 - :mod:`trifuse.recipes.tokenwise` tells which modules treat tokens one by one;
 - :mod:`trifuse.recipes.stacks` lets encoders made of such modules leave out the padding.
 

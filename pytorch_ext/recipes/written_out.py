@@ -15,9 +15,9 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
-from trifuse import written_out
 from trifuse.attention_mode import attention
 from trifuse.recipes import code, sublayers
+from trifuse.written_out import attended
 
 
 class WrittenOut(nn.Module):
@@ -27,10 +27,10 @@ class WrittenOut(nn.Module):
         """As the source's own. It runs unfused where the attention weights are asked for."""
         if torch.compiler.is_compiling() or _wants_weights(args, kwargs):
             return super().forward(*args, **kwargs)
-        before = written_out.attended()
+        before = attended()
         with attention():
             out = super().forward(*args, **kwargs)
-        _served[self] = written_out.attended() > before
+        _served[self] = attended() > before
         return out
 
 
