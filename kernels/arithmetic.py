@@ -38,7 +38,7 @@ def end_run(run, total):
 @triton.jit
 def round_to(values, dtype: tl.constexpr):
     """Rounds to nearest even."""
-    if INTERPRETED and dtype == tl.bfloat16:
+    if INTERPRETED and dtype == tl.bfloat16 and values.dtype != dtype:
         # The interpreter would truncate.
         bits = values.to(tl.int32, bitcast=True)
         rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000

@@ -24,21 +24,24 @@ from trifuse.kernels import gru_reset_first
 from trifuse.kernels.arguments import check_shape
 from trifuse.kernels.arithmetic import dot, round_to
 from trifuse.kernels.recurrent import (
-    Call,
     as_results,
-    check_backward,
     load,
+    load_previous_h,
+    load_state,
     load_weights,
     longest_row,
     make_step,
     make_tile,
+    next_h,
     saved_offsets,
     sigmoid,
-    state_offsets,
     store,
+    store_state,
     tanh,
     token_offsets,
+    zero_steps,
 )
+from trifuse.kernels.without_cells import Call, check_backward
 from trifuse.reference.gru import Parameters, saved_per_unit
 from trifuse.reference.lstm import by_direction, masked
 
@@ -105,15 +108,12 @@ def _cell_forward(v, h, products_ih, out, gates, inputs, tile, at, variant: tl.c
     if gates is not None:
         _store_gates(gates + saved_offsets(tile, at.t, 4 * H), Gates(n, r, z, k), inside, H)
     new = (1.0 - z) * n + z * h.to(dtype)
-    h = tl.where(at.active, round_to(new, h.dtype), h)
-    y = tl.where(at.active, h, 0.0).to(h.dtype)
-    tl.store(out + token_offsets(tile, at.t, variant.D, H), y, tile.exists & (tile.column < H))
-    return h
+    return next_h(new, h, out, tile, at, variant.D, H)
 
 
 @triton.jit
 def _cell_backward(
-    dh, dh_recurrent, grad_out, gates, h0, out, grads, inputs, tile, at, variant: tl.constexpr
+    dh, dh_recurrent, grad_out, gates, h0, out, grads, tile, at, variant: tl.constexpr
 ):
     """Returns the gradients of n, r, z and k, and the gradient of h_{t-1} without its part through
     W_hh. Writes the former.
@@ -125,10 +125,7 @@ def _cell_backward(
     dtype: tl.constexpr = dh.dtype
     inside = at.active & (tile.column < H)
     g = _load_gates(gates + saved_offsets(tile, at.t, 4 * H), inside, H, dtype)
-    h = load(h0 + state_offsets(tile, H), inside & ~at.has_previous, dtype)
-    h += load(
-        out + token_offsets(tile, at.previous_t, variant.D, H), inside & at.has_previous, dtype
-    )
+    h = load_previous_h(h0, out, dtype, tile, at, variant.D, H)
     total = dh + dh_recurrent
     total += load(grad_out + token_offsets(tile, at.t, variant.D, H), inside, dtype)
     total = tl.where(at.active, total, 0.0)
@@ -170,7 +167,7 @@ def gru_forward_step_kernel(
     tile = make_tile(tl.program_id(0), inputs.lengths, T, B, block)
     at = make_step(tile, step, variant.reverse)
     inside = tile.exists & (tile.column < H)
-    h = tl.load(state + state_offsets(tile, H), inside, other=0.0)
+    h = load_state(state, tile, H)
     dtype: tl.constexpr = tl.float64 if h.dtype == tl.float64 else tl.float32
     v = products_hh + (tile.d * B + tile.row) * (3 * H) + tile.column
     v_r = load(v, inside, dtype)
@@ -179,7 +176,7 @@ def gru_forward_step_kernel(
     h = _cell_forward(
         Gates(v_k, v_r, v_z, v_k), h, products_ih, out, gates, inputs, tile, at, variant
     )
-    tl.store(state + state_offsets(tile, H), h, inside)
+    store_state(state, h, tile, H)
 
 
 @triton.jit(do_not_specialize=["T", "B"])
@@ -206,8 +203,7 @@ def gru_forward_sequence_kernel(
     """
     H: tl.constexpr = variant.H
     tile = make_tile(tl.program_id(0), inputs.lengths, T, B, block)
-    inside = tile.exists & (tile.column < H)
-    h = tl.load(state + state_offsets(tile, H), inside, other=0.0)
+    h = load_state(state, tile, H)
     w_r = load_weights(weight_hh, 0, tile, H, 3, block)
     w_z = load_weights(weight_hh, 1, tile, H, 3, block)
     w_k = load_weights(weight_hh, 2, tile, H, 3, block)
@@ -221,11 +217,8 @@ def gru_forward_sequence_kernel(
         h = _cell_forward(
             Gates(v_k, v_r, v_z, v_k), h, products_ih, out, gates, inputs, tile, at, variant
         )
-    no_output = tl.full((block.rows, block.columns), 0.0, h.dtype)
-    for step in range(longest, T):
-        at = make_step(tile, step, variant.reverse)
-        tl.store(out + token_offsets(tile, at.t, variant.D, H), no_output, inside)
-    tl.store(state + state_offsets(tile, H), h, inside)
+    zero_steps(out, longest, tile, 1, H, variant, block)
+    store_state(state, h, tile, H)
 
 
 # Backward ----------------------------------------------------------------------------------------
@@ -261,13 +254,10 @@ def gru_backward_step_kernel(
     tile = make_tile(tl.program_id(0), inputs.lengths, T, B, block)
     at = make_step(tile, step, variant.reverse)
     inside = tile.exists & (tile.column < H)
-    offsets = state_offsets(tile, H)
-    dh = tl.load(grad_state + offsets, inside, other=0.0)
-    dh_recurrent = load(dh_recurrent + offsets, inside, dh.dtype)
-    d, dh = _cell_backward(
-        dh, dh_recurrent, grad_out, gates, h0, out, grads, inputs, tile, at, variant
-    )
-    tl.store(grad_state + offsets, dh, inside)
+    dh = load_state(grad_state, tile, H)
+    recurrent = load_state(dh_recurrent, tile, H).to(dh.dtype)
+    d, dh = _cell_backward(dh, recurrent, grad_out, gates, h0, out, grads, tile, at, variant)
+    store_state(grad_state, dh, tile, H)
     grad_products_hh += (tile.d * B + tile.row) * (3 * H) + tile.column
     store(grad_products_hh, d.r, inside)
     store(grad_products_hh + H, d.z, inside)
@@ -297,27 +287,21 @@ def gru_backward_sequence_kernel(
     H: tl.constexpr = variant.H
     input_dtype: tl.constexpr = weight_hh.dtype.element_ty
     tile = make_tile(tl.program_id(0), inputs.lengths, T, B, block)
-    inside = tile.exists & (tile.column < H)
-    dh = tl.load(grad_state + state_offsets(tile, H), inside, other=0.0)
-    zeros = tl.full((block.rows, block.columns), 0.0, tl.float32)
+    dh = load_state(grad_state, tile, H)
     longest = longest_row(tile)
-    for step in range(longest, T):
-        at = make_step(tile, step, variant.reverse)
-        no_gates = Gates(zeros, zeros, zeros, zeros)
-        _store_gates(grads + token_offsets(tile, at.t, variant.D, 4 * H), no_gates, inside, H)
+    zero_steps(grads, longest, tile, 4, H, variant, block)
     w_r = load_weights(weight_hh, 0, tile, H, 3, block)
     w_z = load_weights(weight_hh, 1, tile, H, 3, block)
     w_k = load_weights(weight_hh, 2, tile, H, 3, block)
+    zeros = tl.full((block.rows, block.columns), 0.0, tl.float32)
     dh_recurrent = zeros
     for back in tl.range(0, longest, num_stages=1):
         at = make_step(tile, longest - 1 - back, variant.reverse)
-        d, dh = _cell_backward(
-            dh, dh_recurrent, grad_out, gates, h0, out, grads, inputs, tile, at, variant
-        )
+        d, dh = _cell_backward(dh, dh_recurrent, grad_out, gates, h0, out, grads, tile, at, variant)
         dh_recurrent = dot(round_to(d.r, input_dtype), w_r, zeros)
         dh_recurrent = dot(round_to(d.z, input_dtype), w_z, dh_recurrent)
         dh_recurrent = dot(round_to(d.k, input_dtype), w_k, dh_recurrent)
-    tl.store(grad_state + state_offsets(tile, H), dh + dh_recurrent, inside)
+    store_state(grad_state, dh + dh_recurrent, tile, H)
 
 
 # Launchers ---------------------------------------------------------------------------------------
@@ -334,25 +318,11 @@ def gru_forward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Implements the op ``gru_forward``. float64 is for checking the formulas."""
     with torch.cuda.device_of(input):
-        if not linear_before_reset:
-            return gru_reset_first.forward(input, h0, parameters, lengths, reverse, save)
-        call = _Call(input, parameters, lengths, reverse)
-        sequences, T, B, D, H = call.sequences, call.T, call.B, call.D, call.H
-        state = sequences.zeros_or_copy(h0, H, sequences.dtype)
-        out = state.new_empty(T, B, D * H)
-        gates = state.new_empty((D, T, B, 4 * H) if save else (0,))
-        saved_gates = gates if save else None
-        products_ih = sequences.products_ih(input.flatten(0, 1))
-        if call.one_launch:
-            sequence = call.prepare(gru_forward_sequence_kernel)
-            sequence(sequences.weight_hh, products_ih, state, out, saved_gates, call.inputs, T, B)
-        else:
-            products_hh, weight_hh = state.new_empty(D, B, 3 * H), sequences.weight_hh.mT
-            cell = call.prepare(gru_forward_step_kernel)
-            for step in range(T):
-                torch.bmm(state, weight_hh, out=products_hh)
-                cell(step, products_hh, products_ih, state, out, saved_gates, call.inputs, T, B)
-    return out, state, gates
+        call = _CALLS[linear_before_reset](input, parameters, lengths, reverse)
+        columns = saved_per_unit(linear_before_reset) * call.H
+        gates = input.new_empty((call.D, call.T, call.B, columns) if save else (0,))
+        out, h_n = call.forward(input, h0, gates if save else None)
+    return out, h_n, gates
 
 
 def gru_backward(
@@ -371,93 +341,21 @@ def gru_backward(
     """Implements the op ``gru_backward``."""
     (T, B, _), D = input.shape, len(reverse)
     check_backward(grad_output, grad_h_n, input, h0, parameters, lengths, output, D=D, gates=3)
+    # As many gates have gradients as were saved.
     columns = saved_per_unit(linear_before_reset) * (output.shape[-1] // D)
     check_shape("gates", gates, (D, T, B, columns))
     with torch.cuda.device_of(input):
-        if linear_before_reset:
-            call = _Call(input, parameters, lengths, reverse)
-            grads, grad_state = _recurrent_gradients(call, grad_output, grad_h_n, h0, output, gates)
-            input_grads = _gradients(call, input, h0, output, grads, grad_state, needs_grad)
-        else:
-            input_grads = gru_reset_first.backward(
-                grad_output, grad_h_n, input, h0, parameters, lengths, output, gates, reverse,
-                needs_grad,
-            )  # fmt: skip
-    return as_results(input, h0, parameters, input_grads)
-
-
-def _recurrent_gradients(
-    call: _Call,
-    grad_output: Tensor,
-    grad_h_n: Tensor | None,
-    h0: Tensor | None,
-    output: Tensor,
-    gates: Tensor,
-) -> tuple[Tensor, Tensor]:
-    """Returns the gradients of n, r, z and k (T, B, D, 4·H), and of h0 (D, B, H)."""
-    sequences, T, B, D, H = call.sequences, call.T, call.B, call.D, call.H
-    grad_output = grad_output.contiguous()
-    h0 = sequences.zeros_or_copy(h0, H, sequences.dtype)
-    grad_state = sequences.zeros_or_copy(grad_h_n, H, sequences.acc_dtype)
-    grads = output.new_empty(T, B, D, 4 * H)
-    if call.one_launch:
-        call.prepare(gru_backward_sequence_kernel)(
-            sequences.weight_hh, grad_output, gates, h0, output, grad_state, grads, call.inputs,
-            T, B,
-        )  # fmt: skip
-        return grads, grad_state
-    dh_recurrent, grad_products_hh = torch.zeros_like(h0), h0.new_empty(D, B, 3 * H)
-    cell = call.prepare(gru_backward_step_kernel)
-    for step in reversed(range(T)):
-        cell(
-            step, dh_recurrent, grad_output, gates, h0, output, grad_state, grads, grad_products_hh,
-            call.inputs, T, B,
-        )  # fmt: skip
-        torch.bmm(grad_products_hh, sequences.weight_hh, out=dh_recurrent)
-    return grads, grad_state.add_(dh_recurrent)
-
-
-def _gradients(
-    call: _Call,
-    input: Tensor,
-    h0: Tensor | None,
-    output: Tensor,
-    grads: Tensor,
-    grad_state: Tensor,
-    needs_grad: Sequence[bool],
-) -> list[Tensor | None]:
-    """Gradients of input, h0 and the parameters, not yet in their dtypes; None if not wanted."""
-    sequences, D, H = call.sequences, call.D, call.H
-    x = masked(input, sequences.valid).flatten(0, 1)
-    h_previous = sequences.previous_h(output, h0)
-    grad_products_ih, grad_products_hh = grads[..., : 3 * H], grads[..., H:]
-    grad_input = None
-    needs_input, needs_h0, *needs_parameters = needs_grad
-    if needs_input:
-        # n, r, z: the order of the gradients.
-        weights = sequences.weight_ih.unflatten(0, (D, 3, H)).roll(1, 1).flatten(1, 2)
-        grad_input = sequences.tokens(grad_products_ih, 0) @ weights[0]
-        for d in range(1, D):
-            grad_input.addmm_(sequences.tokens(grad_products_ih, d), weights[d])
-    results: list[Tensor | None] = [grad_input, grad_state if needs_h0 else None]
-    for d, needs in enumerate(by_direction(Parameters, needs_parameters)):
-        da, dv = sequences.tokens(grad_products_ih, d), sequences.tokens(grad_products_hh, d)
-        results += [
-            _as_in_weights(da.mT @ x) if needs.weight_ih else None,
-            dv.mT @ h_previous[d].flatten(0, 1) if needs.weight_hh else None,
-            _as_in_weights(da.sum(0, dtype=sequences.acc_dtype)) if needs.bias_ih else None,
-            dv.sum(0, dtype=sequences.acc_dtype) if needs.bias_hh else None,
-        ]
-    return results
-
-
-def _as_in_weights(t: Tensor) -> Tensor:
-    """Reorders gates from n, r, z to r, z, n."""
-    return t.unflatten(0, (3, -1)).roll(-1, 0).flatten(0, 1)
+        call = _CALLS[linear_before_reset](input, parameters, lengths, reverse)
+        past = (gates, call.sequences.zeros_or_copy(h0, call.H, input.dtype), output.contiguous())
+        grads, grad_state = call.backward(grad_output, grad_h_n, *past, columns=columns)
+        input_grads = call.gradients(input, h0, output, gates, grads, grad_state, needs_grad)
+    return as_results(input_grads, (input, h0, *parameters), input)
 
 
 class _Call(Call):
     gates = 3
+    forward_kernel = gru_forward_sequence_kernel
+    backward_kernel = gru_backward_sequence_kernel
 
     def bias(self) -> Tensor | None:
         """(D, 4·H): the biases of n, r, z and k."""
@@ -471,3 +369,73 @@ class _Call(Call):
         if bias_hh is not None:
             bias[:, H:] += bias_hh
         return bias
+
+    def forward_steps(
+        self, products_ih: Tensor, state: Tensor, out: Tensor, *gates: Tensor | None
+    ) -> None:
+        products_hh = state.new_empty(self.D, self.B, 3 * self.H)
+        weight_hh = self.sequences.weight_hh.mT
+        cell = self.prepare(gru_forward_step_kernel)
+        for step in range(self.T):
+            torch.bmm(state, weight_hh, out=products_hh)
+            cell(step, products_hh, products_ih, state, out, *gates, self.inputs, self.T, self.B)
+
+    def backward_steps(self, dh_recurrent: Tensor, grad_output: Tensor, *tensors: Tensor) -> None:
+        grad_products_hh = dh_recurrent.new_empty(self.D, self.B, 3 * self.H)
+        cell = self.prepare(gru_backward_step_kernel)
+        for step in reversed(range(self.T)):
+            cell(
+                step, dh_recurrent, grad_output, *tensors, grad_products_hh, self.inputs,
+                self.T, self.B,
+            )  # fmt: skip
+            torch.bmm(grad_products_hh, self.sequences.weight_hh, out=dh_recurrent)
+
+    def gradients(
+        self,
+        input: Tensor,
+        h0: Tensor | None,
+        output: Tensor,
+        gates: Tensor,
+        grads: Tensor,
+        grad_state: Tensor,
+        needs_grad: Sequence[bool],
+    ) -> list[Tensor | None]:
+        """Gradients of input, h0 and the parameters, not yet in their dtypes; None if not wanted.
+
+        Args:
+            grads: (T, B, D, 4·H), those of n, r, z and k; grad_state: (D, B, H), that of h0.
+        """
+        sequences, D, H = self.sequences, self.D, self.H
+        x = masked(input, sequences.valid).flatten(0, 1)
+        h_previous = sequences.previous_h(output, h0)
+        grad_products_ih, grad_products_hh = grads[..., : 3 * H], grads[..., H:]
+        grad_input = None
+        needs_input, needs_h0, *needs_parameters = needs_grad
+        if needs_input:
+            # n, r, z: the order of the gradients.
+            weights = sequences.weight_ih.unflatten(0, (D, 3, H)).roll(1, 1).flatten(1, 2)
+            grad_input = sequences.tokens(grad_products_ih, 0) @ weights[0]
+            for d in range(1, D):
+                grad_input.addmm_(sequences.tokens(grad_products_ih, d), weights[d])
+        results: list[Tensor | None] = [grad_input, grad_state if needs_h0 else None]
+        for d, needs in enumerate(by_direction(Parameters, needs_parameters)):
+            da, dv = sequences.tokens(grad_products_ih, d), sequences.tokens(grad_products_hh, d)
+            results += [
+                _as_in_weights(da.mT @ x) if needs.weight_ih else None,
+                dv.mT @ h_previous[d].flatten(0, 1) if needs.weight_hh else None,
+                _as_in_weights(da.sum(0, dtype=sequences.acc_dtype)) if needs.bias_ih else None,
+                dv.sum(0, dtype=sequences.acc_dtype) if needs.bias_hh else None,
+            ]
+        return results
+
+
+def _as_in_weights(t: Tensor) -> Tensor:
+    """Reorders gates from n, r, z to r, z, n."""
+    return t.unflatten(0, (3, -1)).roll(-1, 0).flatten(0, 1)
+
+
+# By linear_before_reset.
+_CALLS: dict[bool, type[_Call | gru_reset_first.Call]] = {
+    True: _Call,
+    False: gru_reset_first.Call,
+}

@@ -17,21 +17,25 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from trifuse.kernels import without_cells
 from trifuse.kernels.arithmetic import dot, round_to
 from trifuse.kernels.recurrent import (
-    Call,
-    gradients_of_sums,
     load,
+    load_previous_h,
+    load_state,
     load_weights,
     longest_row,
     make_step,
     make_tile,
+    next_h,
     saved_offsets,
     sigmoid,
     state_offsets,
     store,
+    store_state,
     tanh,
     token_offsets,
+    zero_steps,
 )
 from trifuse.reference.lstm import masked
 
@@ -81,20 +85,7 @@ def _cell_forward(v_z, v_n, h, products_ih, out, gates, inputs, tile, at, varian
         store(saved + H, z, inside)
         store(saved + 2 * H, n, inside)
     new = (1.0 - z) * n + z * h.to(z.dtype)
-    h = tl.where(inside, round_to(new, h.dtype), h)
-    y = tl.where(at.active, h, 0.0).to(h.dtype)
-    tl.store(out + token_offsets(tile, at.t, variant.D, H), y, tile.exists & (tile.column < H))
-    return h
-
-
-@triton.jit
-def _load_h(h0, out, dtype: tl.constexpr, tile, at, variant: tl.constexpr):
-    """Loads h_{t-1}, 0 in rows that are not active."""
-    H: tl.constexpr = variant.H
-    inside = at.active & (tile.column < H)
-    h = load(h0 + state_offsets(tile, H), inside & ~at.has_previous, dtype)
-    previous = out + token_offsets(tile, at.previous_t, variant.D, H)
-    return h + load(previous, inside & at.has_previous, dtype)
+    return next_h(new, h, out, tile, at, variant.D, H)
 
 
 @triton.jit
@@ -163,12 +154,12 @@ def gru_reset_step_kernel(
     H: tl.constexpr = variant.H
     tile = make_tile(tl.program_id(0), inputs.lengths, T, B, block)
     at = make_step(tile, step, variant.reverse)
-    inside = tile.exists & (tile.column < H)
-    h = tl.load(state + state_offsets(tile, H), inside, other=0.0)
+    h = load_state(state, tile, H)
     dtype: tl.constexpr = tl.float64 if h.dtype == tl.float64 else tl.float32
+    inside = tile.exists & (tile.column < H)
     v_r = load(products_rz + state_offsets(tile, 2 * H), inside, dtype)
     reset_h = _reset(v_r, h, products_ih, gates, inputs, tile, at, variant)
-    tl.store(reset_state + state_offsets(tile, H), reset_h, inside)
+    store_state(reset_state, reset_h, tile, H)
 
 
 @triton.jit(do_not_specialize=["step", "T", "B"])
@@ -197,14 +188,13 @@ def gru_reset_first_forward_step_kernel(
     H: tl.constexpr = variant.H
     tile = make_tile(tl.program_id(0), inputs.lengths, T, B, block)
     at = make_step(tile, step, variant.reverse)
-    inside = tile.exists & (tile.column < H)
-    offsets = state_offsets(tile, H)
-    h = tl.load(state + offsets, inside, other=0.0)
+    h = load_state(state, tile, H)
     dtype: tl.constexpr = tl.float64 if h.dtype == tl.float64 else tl.float32
+    inside = tile.exists & (tile.column < H)
     v_z = load(products_rz + state_offsets(tile, 2 * H) + H, inside, dtype)
-    v_n = load(products_n + offsets, inside, dtype)
+    v_n = load_state(products_n, tile, H).to(dtype)
     h = _cell_forward(v_z, v_n, h, products_ih, out, gates, inputs, tile, at, variant)
-    tl.store(state + offsets, h, inside)
+    store_state(state, h, tile, H)
 
 
 @triton.jit(do_not_specialize=["T", "B"])
@@ -231,8 +221,7 @@ def gru_reset_first_forward_sequence_kernel(
     """
     H: tl.constexpr = variant.H
     tile = make_tile(tl.program_id(0), inputs.lengths, T, B, block)
-    inside = tile.exists & (tile.column < H)
-    h = tl.load(state + state_offsets(tile, H), inside, other=0.0)
+    h = load_state(state, tile, H)
     w_r = load_weights(weight_hh, 0, tile, H, 3, block)
     w_z = load_weights(weight_hh, 1, tile, H, 3, block)
     w_n = load_weights(weight_hh, 2, tile, H, 3, block)
@@ -245,11 +234,8 @@ def gru_reset_first_forward_sequence_kernel(
         reset_h = _reset(v_r, h, products_ih, gates, inputs, tile, at, variant)
         v_n = dot(reset_h, tl.trans(w_n), zeros)
         h = _cell_forward(v_z, v_n, h, products_ih, out, gates, inputs, tile, at, variant)
-    no_output = tl.full((block.rows, block.columns), 0.0, h.dtype)
-    for step in range(longest, T):
-        at = make_step(tile, step, variant.reverse)
-        tl.store(out + token_offsets(tile, at.t, variant.D, H), no_output, inside)
-    tl.store(state + state_offsets(tile, H), h, inside)
+    zero_steps(out, longest, tile, 1, H, variant, block)
+    store_state(state, h, tile, H)
 
 
 # Backward ----------------------------------------------------------------------------------------
@@ -283,14 +269,12 @@ def gru_reset_first_backward_step_kernel(
     H: tl.constexpr = variant.H
     tile = make_tile(tl.program_id(0), inputs.lengths, T, B, block)
     at = make_step(tile, step, variant.reverse)
-    inside = tile.exists & (tile.column < H)
-    offsets = state_offsets(tile, H)
-    dh = tl.load(grad_state + offsets, inside, other=0.0)
-    recurrent = load(dh_recurrent + offsets, inside, dh.dtype)
-    h = _load_h(h0, out, dh.dtype, tile, at, variant)
+    dh = load_state(grad_state, tile, H)
+    recurrent = load_state(dh_recurrent, tile, H).to(dh.dtype)
+    h = load_previous_h(h0, out, dh.dtype, tile, at, variant.D, H)
     _, dn, dh = _cell_backward(dh, recurrent, h, grad_out, gates, grads, tile, at, variant)
-    tl.store(grad_state + offsets, dh, inside)
-    store(grad_n + offsets, dn, inside)
+    store_state(grad_state, dh, tile, H)
+    store_state(grad_n, dn, tile, H)
 
 
 @triton.jit(do_not_specialize=["step", "T", "B"])
@@ -320,13 +304,12 @@ def gru_reset_backward_step_kernel(
     H: tl.constexpr = variant.H
     tile = make_tile(tl.program_id(0), inputs.lengths, T, B, block)
     at = make_step(tile, step, variant.reverse)
-    inside = tile.exists & (tile.column < H)
-    offsets = state_offsets(tile, H)
-    dh = tl.load(grad_state + offsets, inside, other=0.0)
-    dv = load(grad_reset + offsets, inside, dh.dtype)
-    h = _load_h(h0, out, dh.dtype, tile, at, variant)
+    dh = load_state(grad_state, tile, H)
+    dv = load_state(grad_reset, tile, H).to(dh.dtype)
+    h = load_previous_h(h0, out, dh.dtype, tile, at, variant.D, H)
     dr, dh_reset = _reset_backward(dv, h, gates, grads, tile, at, variant)
-    tl.store(grad_state + offsets, dh + dh_reset, inside)
+    store_state(grad_state, dh + dh_reset, tile, H)
+    inside = tile.exists & (tile.column < H)
     dz = load(grads + token_offsets(tile, at.t, variant.D, 3 * H) + H, inside, dh.dtype)
     grad_rz += state_offsets(tile, 2 * H)
     store(grad_rz, dr, inside)
@@ -356,137 +339,88 @@ def gru_reset_first_backward_sequence_kernel(
     H: tl.constexpr = variant.H
     input_dtype: tl.constexpr = weight_hh.dtype.element_ty
     tile = make_tile(tl.program_id(0), inputs.lengths, T, B, block)
-    inside = tile.exists & (tile.column < H)
-    dh = tl.load(grad_state + state_offsets(tile, H), inside, other=0.0)
-    zeros = tl.full((block.rows, block.columns), 0.0, tl.float32)
+    dh = load_state(grad_state, tile, H)
     longest = longest_row(tile)
-    for step in range(longest, T):
-        at = make_step(tile, step, variant.reverse)
-        pointers = grads + token_offsets(tile, at.t, variant.D, 3 * H)
-        store(pointers, zeros, inside)
-        store(pointers + H, zeros, inside)
-        store(pointers + 2 * H, zeros, inside)
+    zero_steps(grads, longest, tile, 3, H, variant, block)
     w_r = load_weights(weight_hh, 0, tile, H, 3, block)
     w_z = load_weights(weight_hh, 1, tile, H, 3, block)
     w_n = load_weights(weight_hh, 2, tile, H, 3, block)
+    zeros = tl.full((block.rows, block.columns), 0.0, tl.float32)
     dh_recurrent = zeros
     for back in tl.range(0, longest, num_stages=1):
         at = make_step(tile, longest - 1 - back, variant.reverse)
-        h = _load_h(h0, out, dh.dtype, tile, at, variant)
+        h = load_previous_h(h0, out, dh.dtype, tile, at, variant.D, H)
         dz, dn, dh = _cell_backward(dh, dh_recurrent, h, grad_out, gates, grads, tile, at, variant)
         dv = dot(round_to(dn, input_dtype), w_n, zeros)
         dr, dh_reset = _reset_backward(dv, h, gates, grads, tile, at, variant)
         dh += dh_reset
         dh_recurrent = dot(round_to(dr, input_dtype), w_r, zeros)
         dh_recurrent = dot(round_to(dz, input_dtype), w_z, dh_recurrent)
-    tl.store(grad_state + state_offsets(tile, H), dh + dh_recurrent, inside)
+    store_state(grad_state, dh + dh_recurrent, tile, H)
 
 
-# Launchers ---------------------------------------------------------------------------------------
+# Launches ----------------------------------------------------------------------------------------
 
 
-def forward(
-    input: Tensor,
-    h0: Tensor | None,
-    parameters: Sequence[Tensor | None],
-    lengths: Tensor | None,
-    reverse: Sequence[bool],
-    save: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """As the op ``gru_forward`` without ``linear_before_reset``."""
-    call = _Call(input, parameters, lengths, reverse)
-    sequences, T, B, D, H = call.sequences, call.T, call.B, call.D, call.H
-    state = sequences.zeros_or_copy(h0, H, sequences.dtype)
-    out = state.new_empty(T, B, D * H)
-    gates = state.new_empty((D, T, B, 3 * H) if save else (0,))
-    saved_gates = gates if save else None
-    products_ih = sequences.products_ih(input.flatten(0, 1))
-    if call.one_launch:
-        sequence = call.prepare(gru_reset_first_forward_sequence_kernel)
-        sequence(sequences.weight_hh, products_ih, state, out, saved_gates, call.inputs, T, B)
-        return out, state, gates
-    reset_state = torch.empty_like(state)
-    products_rz, products_n = state.new_empty(D, B, 2 * H), torch.empty_like(state)
-    weight_rz, weight_n = (w.mT for w in call.weights())
-    reset = call.prepare(gru_reset_step_kernel)
-    cell = call.prepare(gru_reset_first_forward_step_kernel)
-    for step in range(T):
-        torch.bmm(state, weight_rz, out=products_rz)
-        reset(step, products_rz, products_ih, state, reset_state, saved_gates, call.inputs, T, B)
-        torch.bmm(reset_state, weight_n, out=products_n)
-        cell(step, products_rz, products_n, products_ih, state, out, saved_gates, call.inputs, T, B)
-    return out, state, gates
-
-
-def backward(
-    grad_output: Tensor,
-    grad_h_n: Tensor | None,
-    input: Tensor,
-    h0: Tensor | None,
-    parameters: Sequence[Tensor | None],
-    lengths: Tensor | None,
-    output: Tensor,
-    gates: Tensor,
-    reverse: Sequence[bool],
-    needs_grad: Sequence[bool],
-) -> list[Tensor | None]:
-    """As the op ``gru_backward`` without ``linear_before_reset``, whose tensors have been checked.
-
-    The gradients are not yet in the dtypes of their tensors.
-    """
-    call = _Call(input, parameters, lengths, reverse)
-    sequences, H = call.sequences, call.H
-    grads, grad_state = _recurrent_gradients(call, grad_output, grad_h_n, h0, output, gates)
-    h_previous = sequences.previous_h(output, h0)
-
-    def weight_hh(d: int, da: Tensor) -> Tensor:
-        r = masked(gates[d, :, :, :H], sequences.valid)
-        h, reset_h = h_previous[d].flatten(0, 1), (r * h_previous[d]).flatten(0, 1)
-        return torch.cat([da[:, : 2 * H].mT @ h, da[:, 2 * H :].mT @ reset_h])
-
-    return gradients_of_sums(call, input, grads, grad_state, needs_grad, weight_hh)
-
-
-def _recurrent_gradients(
-    call: _Call,
-    grad_output: Tensor,
-    grad_h_n: Tensor | None,
-    h0: Tensor | None,
-    output: Tensor,
-    gates: Tensor,
-) -> tuple[Tensor, Tensor]:
-    """Returns the gradients of r, z and n (T, B, D, 3·H), and of h0 (D, B, H)."""
-    sequences, T, B, D, H = call.sequences, call.T, call.B, call.D, call.H
-    grad_output, output = grad_output.contiguous(), output.contiguous()
-    h0 = sequences.zeros_or_copy(h0, H, sequences.dtype)
-    grad_state = sequences.zeros_or_copy(grad_h_n, H, sequences.acc_dtype)
-    grads = output.new_empty(T, B, D, 3 * H)
-    if call.one_launch:
-        call.prepare(gru_reset_first_backward_sequence_kernel)(
-            sequences.weight_hh, grad_output, gates, h0, output, grad_state, grads, call.inputs,
-            T, B,
-        )  # fmt: skip
-        return grads, grad_state
-    dh_recurrent, grad_rz = torch.zeros_like(h0), h0.new_empty(D, B, 2 * H)
-    grad_n, grad_reset = torch.empty_like(h0), torch.empty_like(h0)
-    weight_rz, weight_n = call.weights()
-    cell = call.prepare(gru_reset_first_backward_step_kernel)
-    reset = call.prepare(gru_reset_backward_step_kernel)
-    for step in reversed(range(T)):
-        cell(
-            step, dh_recurrent, grad_output, gates, h0, output, grad_state, grads, grad_n,
-            call.inputs, T, B,
-        )  # fmt: skip
-        torch.bmm(grad_n, weight_n, out=grad_reset)
-        reset(step, grad_reset, gates, h0, output, grad_state, grads, grad_rz, call.inputs, T, B)
-        torch.bmm(grad_rz, weight_rz, out=dh_recurrent)
-    return grads, grad_state.add_(dh_recurrent)
-
-
-class _Call(Call):
+class Call(without_cells.Call):
     gates = 3
+    forward_kernel = gru_reset_first_forward_sequence_kernel
+    backward_kernel = gru_reset_first_backward_sequence_kernel
 
     def weights(self) -> tuple[Tensor, Tensor]:
         """Returns W_hh of r and z, (D, 2·H, H), and W_hn, (D, H, H)."""
         weight_hh = self.sequences.weight_hh
         return weight_hh[:, : 2 * self.H], weight_hh[:, 2 * self.H :]
+
+    def forward_steps(
+        self, products_ih: Tensor, state: Tensor, out: Tensor, *gates: Tensor | None
+    ) -> None:
+        inputs, T, B = self.inputs, self.T, self.B
+        reset_state = torch.empty_like(state)
+        products_rz, products_n = state.new_empty(self.D, B, 2 * self.H), torch.empty_like(state)
+        weight_rz, weight_n = (w.mT for w in self.weights())
+        reset = self.prepare(gru_reset_step_kernel)
+        cell = self.prepare(gru_reset_first_forward_step_kernel)
+        for step in range(T):
+            torch.bmm(state, weight_rz, out=products_rz)
+            reset(step, products_rz, products_ih, state, reset_state, *gates, inputs, T, B)
+            torch.bmm(reset_state, weight_n, out=products_n)
+            cell(step, products_rz, products_n, products_ih, state, out, *gates, inputs, T, B)
+
+    def backward_steps(self, dh_recurrent: Tensor, grad_output: Tensor, *tensors: Tensor) -> None:
+        inputs, T, B = self.inputs, self.T, self.B
+        grad_rz = dh_recurrent.new_empty(self.D, B, 2 * self.H)
+        grad_n, grad_reset = torch.empty_like(dh_recurrent), torch.empty_like(dh_recurrent)
+        weight_rz, weight_n = self.weights()
+        cell = self.prepare(gru_reset_first_backward_step_kernel)
+        reset = self.prepare(gru_reset_backward_step_kernel)
+        for step in reversed(range(T)):
+            cell(step, dh_recurrent, grad_output, *tensors, grad_n, inputs, T, B)
+            torch.bmm(grad_n, weight_n, out=grad_reset)
+            reset(step, grad_reset, *tensors, grad_rz, inputs, T, B)
+            torch.bmm(grad_rz, weight_rz, out=dh_recurrent)
+
+    def gradients(
+        self,
+        input: Tensor,
+        h0: Tensor | None,
+        output: Tensor,
+        gates: Tensor,
+        grads: Tensor,
+        grad_state: Tensor,
+        needs_grad: Sequence[bool],
+    ) -> list[Tensor | None]:
+        """Gradients of input, h0 and the parameters, not yet in their dtypes; None if not wanted.
+
+        Args:
+            grads: (T, B, D, 3·H), those of r, z and n; grad_state: (D, B, H), that of h0.
+        """
+        sequences, H = self.sequences, self.H
+        h_previous = sequences.previous_h(output, h0)
+
+        def weight_hh(d: int, da: Tensor) -> Tensor:
+            r = masked(gates[d, :, :, :H], sequences.valid)
+            h, reset_h = h_previous[d].flatten(0, 1), (r * h_previous[d]).flatten(0, 1)
+            return torch.cat([da[:, : 2 * H].mT @ h, da[:, 2 * H :].mT @ reset_h])
+
+        return self.gradients_of_sums(input, grads, grad_state, needs_grad, weight_hh)

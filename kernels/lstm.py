@@ -39,6 +39,7 @@ from trifuse.kernels.lstm_forward import (
 from trifuse.kernels.recurrent import (
     PreparedLaunch,
     Sequences,
+    as_results,
     fits_one_launch,
     sequence_config,
     stack,
@@ -159,11 +160,7 @@ def lstm_backward(
         else:
             projection = _backward_steps(call, grad_output.contiguous(), past, grads, shares)
         input_grads = _gradients(call, x, h_dropped, grads, shares, projection, needs_grad)
-    tensors = (input, h0, c0, *parameters)
-    return [
-        input.new_empty(0) if grad is None or t is None else grad.to(t.dtype).view(t.shape)
-        for grad, t in zip(input_grads, tensors, strict=True)
-    ]
+    return as_results(input_grads, (input, h0, c0, *parameters), input)
 
 
 def _check_backward(

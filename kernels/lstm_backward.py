@@ -45,14 +45,17 @@ from trifuse.kernels.lstm_cell import (
 from trifuse.kernels.recurrent import (
     INF,
     load,
+    load_state,
     longest_row,
     make_step,
     make_tile,
     saved_offsets,
     state_offsets,
     store,
+    store_state,
     tanh,
     token_offsets,
+    zero_steps,
 )
 
 # Number of steps whose vector gradients are summed as one chain.
@@ -250,13 +253,10 @@ def _hidden_backward_step(
     dh_recurrent, grad_out, grads, inputs, tile, at, variant: tl.constexpr, block: tl.constexpr
 ):
     """As ``_hidden_backward``, with dh in memory between steps."""
-    dtype: tl.constexpr = grads.h.dtype.element_ty
-    offsets = state_offsets(tile, variant.R)
-    inside = tile.exists & (tile.column < variant.R)
-    dh = tl.load(grads.h + offsets, inside, other=0.0)
-    dh_recurrent = load(dh_recurrent + offsets, inside, dtype)
-    dh_new, dh = _hidden_backward(dh, dh_recurrent, grad_out, inputs, tile, at, variant, block)
-    tl.store(grads.h + offsets, dh, inside)
+    dh = load_state(grads.h, tile, variant.R)
+    recurrent = load_state(dh_recurrent, tile, variant.R).to(dh.dtype)
+    dh_new, dh = _hidden_backward(dh, recurrent, grad_out, inputs, tile, at, variant, block)
+    store_state(grads.h, dh, tile, variant.R)
     return dh_new
 
 
@@ -291,8 +291,8 @@ def lstm_backward_projection_kernel(
     if variant.proj_clip < INF:
         pointers = clipped_h_pointers(past.saved.clipped, tile, at, variant)
         dq = tl.where(tl.load(pointers, inside, other=1), 0.0, dq)
+    store_state(grad_projected, dq, tile, variant.R)
     written = tile.exists & (tile.column < variant.R)
-    store(grad_projected + state_offsets(tile, variant.R), dq, written)
     store(grad_projected_steps + saved_offsets(tile, at.t, variant.R), dq, written)
 
 
@@ -324,14 +324,13 @@ def lstm_backward_step_kernel(
     at = make_step(tile, step, variant.reverse)
     dtype: tl.constexpr = grads.c.dtype.element_ty
     inside = tile.exists & (tile.column < variant.H)
-    offsets = state_offsets(tile, variant.H)
     if variant.projected:
-        dm = load(grad_hidden + offsets, inside & at.active, dtype)
+        dm = load(grad_hidden + state_offsets(tile, variant.H), inside & at.active, dtype)
     else:
         dm = _hidden_backward_step(grad_hidden, grad_out, grads, inputs, tile, at, variant, block)
-    dc = tl.load(grads.c + offsets, inside, other=0.0)
+    dc = load_state(grads.c, tile, variant.H)
     dv, dc = _cell_backward(dm, dc, past, grads, shares, inputs, tile, at, variant, block)
-    tl.store(grads.c + offsets, dc, inside)
+    store_state(grads.c, dc, tile, variant.H)
     offsets = (tile.d * B + tile.row) * (variant.G * variant.H) + tile.column
     store_gates(grad_products_hh + offsets, dv, inside, variant)
 
@@ -355,22 +354,15 @@ def lstm_backward_sequence_kernel(
     Floor: as in the forward, plus reading the gates.
     """
     tile = make_tile(tl.program_id(0), inputs.lengths, T, B, block)
-    dtype: tl.constexpr = grads.c.dtype.element_ty
     input_dtype: tl.constexpr = weight_hh.dtype.element_ty
-    inside = tile.exists & (tile.column < variant.H)
-    offsets = state_offsets(tile, variant.H)
-    dh = tl.load(grads.h + offsets, inside, other=0.0)
-    dc = tl.load(grads.c + offsets, inside, other=0.0)
-    zeros = tl.full((block.rows, block.columns), 0.0, dtype)
-    no_gates = Gates(zeros, zeros, zeros, zeros)
+    dh = load_state(grads.h, tile, variant.H)
+    dc = load_state(grads.c, tile, variant.H)
     longest = longest_row(tile)
-    for step in range(longest, T):
-        at = make_step(tile, step, variant.reverse)
-        gate_offsets = token_offsets(tile, at.t, variant.D, variant.G * variant.H)
-        store_gates(grads.gates + gate_offsets, no_gates, inside, variant)
-        if inputs.norm_hh is not None:
-            store_gates(grads.products_hh + gate_offsets, no_gates, inside, variant)
+    zero_steps(grads.gates, longest, tile, variant.G, variant.H, variant, block)
+    if inputs.norm_hh is not None:
+        zero_steps(grads.products_hh, longest, tile, variant.G, variant.H, variant, block)
     w = load_gate_weights(weight_hh, tile, variant, block)
+    zeros = tl.full((block.rows, block.columns), 0.0, dc.dtype)
     dh_recurrent = zeros
     for back in tl.range(0, longest, num_stages=1):
         step = longest - 1 - back
@@ -385,9 +377,9 @@ def lstm_backward_sequence_kernel(
         # The thread that reads a share may not be the one that wrote it in the step before.
         tl.debug_barrier()
     if inputs.dropout is not None:
-        dh_recurrent *= tl.load(inputs.dropout + offsets, inside, other=0.0)
-    tl.store(grads.h + offsets, dh + dh_recurrent, inside)
-    tl.store(grads.c + offsets, dc, inside)
+        dh_recurrent *= load_state(inputs.dropout, tile, variant.H)
+    store_state(grads.h, dh + dh_recurrent, tile, variant.H)
+    store_state(grads.c, dc, tile, variant.H)
 
 
 @triton.jit(do_not_specialize=["T", "B"])

@@ -26,14 +26,18 @@ from trifuse.kernels.lstm_cell import (
 from trifuse.kernels.recurrent import (
     INF,
     load,
+    load_state,
     longest_row,
     make_step,
     make_tile,
+    next_h,
     saved_offsets,
     state_offsets,
     store,
+    store_state,
     tanh,
     token_offsets,
+    zero_steps,
 )
 
 # Pieces ------------------------------------------------------------------------------------------
@@ -77,19 +81,14 @@ def _load_products_ih(products_ih, tile, at, variant: tl.constexpr, dtype: tl.co
 def _hidden_forward(h_new, h, out, inputs, tile, at, variant: tl.constexpr, block: tl.constexpr):
     """Returns the next h in its dtype, from h̃ and the last h; writes the output."""
     h_next = zoneout(h_new, h.to(h_new.dtype), inputs, tile, at, False, variant, block)
-    h = tl.where(at.active, round_to(h_next, h.dtype), h)
-    inside = tile.exists & (tile.column < variant.R)
-    y = tl.where(at.active, h, 0.0).to(h.dtype)
-    tl.store(out + token_offsets(tile, at.t, variant.D, variant.R), y, inside)
-    return h
+    return next_h(h_next, h, out, tile, at, variant.D, variant.R)
 
 
 @triton.jit
 def _drop(h, inputs, tile, variant: tl.constexpr):
     """Returns h after the recurrent dropout, as W_hh multiplies it."""
     if inputs.dropout is not None:
-        inside = tile.exists & (tile.column < variant.R)
-        dropout = tl.load(inputs.dropout + state_offsets(tile, variant.R), inside, other=0.0)
+        dropout = load_state(inputs.dropout, tile, variant.R)
         h = round_to(h.to(dropout.dtype) * dropout, h.dtype)
     return h
 
@@ -97,13 +96,11 @@ def _drop(h, inputs, tile, variant: tl.constexpr):
 @triton.jit
 def _hidden_step(h_new, out, state, inputs, tile, at, variant: tl.constexpr, block: tl.constexpr):
     """As ``_hidden_forward``, with h in memory between steps."""
-    offsets = state_offsets(tile, variant.R)
-    inside = tile.exists & (tile.column < variant.R)
-    h = tl.load(state.h + offsets, inside, other=0.0)
+    h = load_state(state.h, tile, variant.R)
     h = _hidden_forward(h_new, h, out, inputs, tile, at, variant, block)
-    tl.store(state.h + offsets, h, inside)
+    store_state(state.h, h, tile, variant.R)
     if state.h_dropped is not None:
-        tl.store(state.h_dropped + offsets, _drop(h, inputs, tile, variant), inside)
+        store_state(state.h_dropped, _drop(h, inputs, tile, variant), tile, variant.R)
 
 
 # Kernels -----------------------------------------------------------------------------------------
@@ -138,15 +135,14 @@ def lstm_forward_step_kernel(
     at = make_step(tile, step, variant.reverse)
     inside = tile.exists & (tile.column < variant.H)
     dtype: tl.constexpr = state.c.dtype.element_ty
-    c_pointers = state.c + state_offsets(tile, variant.H)
-    c = load(c_pointers, inside, dtype)
+    c = load_state(state.c, tile, variant.H)
     offsets = (tile.d * B + tile.row) * (variant.G * variant.H) + tile.column
     v = load_gates(products_hh + offsets, inside, variant, dtype)
     x = _load_products_ih(products_ih, tile, at, variant, dtype)
     m, c = _cell_forward(x, v, c, saved, inputs, tile, at, variant, block)
-    tl.store(c_pointers, c, inside)
+    store_state(state.c, c, tile, variant.H)
     if variant.projected:
-        store(m_out + state_offsets(tile, variant.H), m, inside)
+        store_state(m_out, m, tile, variant.H)
     else:
         _hidden_step(m, out, state, inputs, tile, at, variant, block)
 
@@ -205,10 +201,8 @@ def lstm_forward_sequence_kernel(
     """
     tile = make_tile(tl.program_id(0), inputs.lengths, T, B, block)
     dtype: tl.constexpr = state.c.dtype.element_ty
-    inside = tile.exists & (tile.column < variant.H)
-    offsets = state_offsets(tile, variant.H)
-    h = tl.load(state.h + offsets, inside, other=0.0)
-    c = load(state.c + offsets, inside, dtype)
+    h = load_state(state.h, tile, variant.H)
+    c = load_state(state.c, tile, variant.H)
     w = load_gate_weights(weight_hh, tile, variant, block)
     longest = longest_row(tile)
     for step in tl.range(0, longest, num_stages=1):
@@ -226,12 +220,9 @@ def lstm_forward_sequence_kernel(
         v = Gates(v_i, v_f, v_g, v_o)
         m, c = _cell_forward(x, v, c, saved, inputs, tile, at, variant, block)
         h = _hidden_forward(m, h, out, inputs, tile, at, variant, block)
-    no_output = tl.full((block.rows, block.columns), 0.0, h.dtype)
-    for step in range(longest, T):
-        at = make_step(tile, step, variant.reverse)
-        tl.store(out + token_offsets(tile, at.t, variant.D, variant.R), no_output, inside)
-    tl.store(state.h + offsets, h, inside)
-    tl.store(state.c + offsets, c, inside)
+    zero_steps(out, longest, tile, 1, variant.H, variant, block)
+    store_state(state.h, h, tile, variant.H)
+    store_state(state.c, c, tile, variant.H)
 
 
 @triton.jit(do_not_specialize=["B"])
@@ -251,5 +242,4 @@ def lstm_dropout_kernel(
     tile = make_tile(tl.program_id(0), None, 0, B, block)
     keep = draw_keep(tl.load(seed), tile.d, tile, threshold, block)
     values = keep.to(multipliers.dtype.element_ty) * scale
-    inside = tile.exists & (tile.column < variant.R)
-    tl.store(multipliers + state_offsets(tile, variant.R), values, inside)
+    store_state(multipliers, values, tile, variant.R)

@@ -40,7 +40,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -48,23 +48,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from trifuse.kernels.arguments import check_shape
 from trifuse.kernels.arithmetic import round_to
 from trifuse.kernels.launch import Block, Config, launch
-from trifuse.reference.gru import Parameters
-from trifuse.reference.lstm import by_direction, masked, valid_steps
+from trifuse.reference.lstm import masked, valid_steps
 from trifuse.reference.results import accumulation_dtype
 
 INF = tl.constexpr(math.inf)
-
-
-class Inputs(NamedTuple):
-    """Lengths and biases of an operator whose only state is h; None if the call has none."""
-
-    lengths: Tensor | None  # (B,) int64
-    # (D, H) in an RNN; in a GRU (D, 4, H), of n, r, z and k, or with the reset gate first
-    # (D, 3, H), of r, z and n; float32, or float64 for float64
-    bias: Tensor | None
 
 
 class Tile(NamedTuple):
@@ -193,6 +182,59 @@ def token_offsets(tile, t, D: tl.constexpr, N: tl.constexpr):
 def saved_offsets(tile, t, N: tl.constexpr):
     """Offsets into (D, T, B, N)."""
     return ((tl.cast(tile.d, tl.int64) * tile.T + t) * tile.B + tile.row) * N + tile.column
+
+
+# States and steps --------------------------------------------------------------------------------
+
+
+@triton.jit
+def load_state(state, tile, N: tl.constexpr):
+    """Loads the tile's part of (D, B, N), 0 outside."""
+    return tl.load(state + state_offsets(tile, N), tile.exists & (tile.column < N), other=0.0)
+
+
+@triton.jit
+def store_state(state, values, tile, N: tl.constexpr):
+    """Stores the tile's part of (D, B, N), rounded to its dtype."""
+    store(state + state_offsets(tile, N), values, tile.exists & (tile.column < N))
+
+
+@triton.jit
+def load_previous_h(h0, out, dtype: tl.constexpr, tile, at, D: tl.constexpr, N: tl.constexpr):
+    """Loads h_{t-1} as ``dtype`` from h0 (D, B, N) or the output (T, B, D, N); 0 in rows that are
+    not active."""
+    inside = at.active & (tile.column < N)
+    h = load(h0 + state_offsets(tile, N), inside & ~at.has_previous, dtype)
+    previous = out + token_offsets(tile, at.previous_t, D, N)
+    return h + load(previous, inside & at.has_previous, dtype)
+
+
+@triton.jit
+def next_h(new, h, out, tile, at, D: tl.constexpr, N: tl.constexpr):
+    """Returns the next h in its dtype: ``new``, but in rows that are not active h. Writes the
+    output (T, B, D, N).
+
+    Columns past N stay 0: an infinite h would make them NaN, which the next product would spread.
+    """
+    inside = tile.column < N
+    h = tl.where(at.active & inside, round_to(new, h.dtype), h)
+    y = tl.where(at.active, h, 0.0).to(h.dtype)
+    tl.store(out + token_offsets(tile, at.t, D, N), y, tile.exists & inside)
+    return h
+
+
+@triton.jit
+def zero_steps(
+    tensor, first, tile, G: tl.constexpr, H: tl.constexpr, variant: tl.constexpr,
+    block: tl.constexpr,
+):  # fmt: skip
+    """Writes zeros to (T, B, D, G, H) from step ``first`` on, which no row of the tile has."""
+    zeros = tl.full((block.rows, block.columns), 0.0, tensor.dtype.element_ty)
+    for step in range(first, tile.T):
+        at = make_step(tile, step, variant.reverse)
+        pointers = tensor + token_offsets(tile, at.t, variant.D, G * H)
+        for gate in tl.static_range(G):
+            tl.store(pointers + gate * H, zeros, tile.exists & (tile.column < H))
 
 
 # Configurations ----------------------------------------------------------------------------------
@@ -345,132 +387,11 @@ class PreparedLaunch:
             self.compiled = compiled[self.grid]
 
 
-# Operators whose only state is h -----------------------------------------------------------------
-
-
-class Variant(NamedTuple):
-    """Compile-time parameters of a kernel, besides which tensors are None."""
-
-    H: int
-    D: int  # directions
-    reverse: int  # bit d: direction d reads rows from their ends
-
-
-class Call:
-    """A call of gru or rnn, converted to the kernels' arguments."""
-
-    gates: int  # the number of blocks of H rows in a weight
-    variant: NamedTuple
-
-    def __init__(
-        self,
-        input: Tensor,
-        parameters: Sequence[Tensor | None],
-        lengths: Tensor | None,
-        reverse: Sequence[bool],
-    ) -> None:
-        self.directions = by_direction(Parameters, parameters)
-        self.sequences = sequences = Sequences(
-            input,
-            [p.weight_ih for p in self.directions],
-            [p.weight_hh for p in self.directions],
-            lengths,
-            reverse,
-        )
-        self.T, self.B, self.D = sequences.T, sequences.B, sequences.D
-        self.H = sequences.weight_hh.shape[2]
-        self.one_launch = fits_one_launch(input.device, sequences.dtype, self.H, self.gates)
-        self.variant = Variant(self.H, self.D, sequences.reverse)
-        self.inputs = Inputs(sequences.lengths, self.bias())
-
-    def biases(self) -> tuple[Tensor | None, Tensor | None]:
-        """Returns bias_ih and bias_hh of all directions, (D, gates · H)."""
-        acc_dtype = self.sequences.acc_dtype
-        bias_ih = stack([p.bias_ih for p in self.directions], acc_dtype)
-        return bias_ih, stack([p.bias_hh for p in self.directions], acc_dtype)
-
-    def bias(self) -> Tensor | None:
-        """Returns ``Inputs.bias``: here bias_ih + bias_hh of all directions, (D, gates · H)."""
-        given = [bias for bias in self.biases() if bias is not None]
-        return sum(given[1:], given[0]) if given else None
-
-    def prepare(self, kernel: Any) -> PreparedLaunch:
-        """Returns the launch of a kernel over all units."""
-        config = sequence_config(self.H) if self.one_launch else step_config(self.B, self.H)
-        return PreparedLaunch(kernel, self.sequences.grid(config, self.H), config, self.variant)
-
-
-def check_backward(
-    grad_output: Tensor,
-    grad_h_n: Tensor | None,
-    input: Tensor,
-    h0: Tensor | None,
-    parameters: Sequence[Tensor | None],
-    lengths: Tensor | None,
-    output: Tensor,
-    *,
-    D: int,
-    gates: int,
-) -> None:
-    """Raises ValueError unless the tensors of a backward of gru or rnn still fit one call."""
-    T, B, features = input.shape
-    H = output.shape[-1] // D
-    rows = gates * H
-    shapes: tuple[tuple[int, ...], ...] = ((rows, features), (rows, H), (rows,), (rows,))
-    for direction in by_direction(Parameters, parameters):
-        for name, t, shape in zip(Parameters._fields, direction, shapes, strict=True):
-            check_shape(name, t, shape)
-    check_shape("hx", h0, (D, B, H))
-    check_shape("lengths", lengths, (B,))
-    check_shape("grad_h_n", grad_h_n, (D, B, H))
-    for name, t in (("output", output), ("grad_output", grad_output)):
-        check_shape(name, t, (T, B, D * H))
-
-
-def gradients_of_sums(
-    call: Call,
-    input: Tensor,
-    grads: Tensor,
-    grad_state: Tensor,
-    needs_grad: Sequence[bool],
-    weight_hh: Callable[[int, Tensor], Tensor],
-) -> list[Tensor | None]:
-    """Computes gradients where W_ih x and W_hh's products have the same gradient.
-
-    Args:
-        grads: (T, B, D, gates · H), that gradient; grad_state: (D, B, H), that of h0.
-        weight_hh: (d, da) -> the gradient of weight_hh; da is (T·B, gates · H), d's part of grads.
-
-    Returns:
-        Gradients of input, h0 and the parameters, not yet in their dtypes; None if not wanted.
-    """
-    sequences = call.sequences
-    grad_input = None
-    needs_input, needs_h0, *needs_parameters = needs_grad
-    if needs_input:  # both directions in one product
-        grad_input = grads.flatten(2).flatten(0, 1) @ sequences.weight_ih
-    results: list[Tensor | None] = [grad_input, grad_state if needs_h0 else None]
-    x = masked(input, sequences.valid).flatten(0, 1)
-    for d, needs in enumerate(by_direction(Parameters, needs_parameters)):
-        da = sequences.tokens(grads, d)
-        bias = da.sum(0, dtype=sequences.acc_dtype) if needs.bias_ih or needs.bias_hh else None
-        results += [
-            da.mT @ x if needs.weight_ih else None,
-            weight_hh(d, da) if needs.weight_hh else None,
-            bias if needs.bias_ih else None,
-            bias.clone() if bias is not None and needs.bias_hh else None,
-        ]
-    return results
-
-
 def as_results(
-    input: Tensor,
-    h0: Tensor | None,
-    parameters: Sequence[Tensor | None],
-    grads: Sequence[Tensor | None],
+    grads: Sequence[Tensor | None], tensors: Sequence[Tensor | None], input: Tensor
 ) -> list[Tensor]:
     """Returns gradients in the dtypes and shapes of their tensors; (0,) for one that is None."""
     return [
         input.new_empty(0) if grad is None or t is None else grad.to(t.dtype).view(t.shape)
-        for grad, t in zip(grads, (input, h0, *parameters), strict=True)
+        for grad, t in zip(grads, tensors, strict=True)
     ]

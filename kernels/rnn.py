@@ -20,20 +20,21 @@ from torch import Tensor
 
 from trifuse.kernels.arithmetic import dot, round_to
 from trifuse.kernels.recurrent import (
-    Call,
     as_results,
-    check_backward,
-    gradients_of_sums,
     load,
+    load_state,
     load_weights,
     longest_row,
     make_step,
     make_tile,
-    state_offsets,
+    next_h,
     store,
+    store_state,
     tanh,
     token_offsets,
+    zero_steps,
 )
+from trifuse.kernels.without_cells import Call, check_backward
 
 
 class Variant(NamedTuple):
@@ -61,11 +62,7 @@ def _cell_forward(v, h, products_ih, out, inputs, tile, at, variant: tl.constexp
         new = tl.where(a < 0.0, 0.0, a)  # a NaN stays
     else:
         new = tanh(a)
-    # Columns past H stay 0: an infinite h would make them NaN, which the next product would spread.
-    h = tl.where(inside, round_to(new, h.dtype), h)
-    y = tl.where(at.active, h, 0.0).to(h.dtype)
-    tl.store(out + token_offsets(tile, at.t, variant.D, H), y, tile.exists & (tile.column < H))
-    return h
+    return next_h(new, h, out, tile, at, variant.D, H)
 
 
 @triton.jit
@@ -119,13 +116,11 @@ def rnn_forward_step_kernel(
     H: tl.constexpr = variant.H
     tile = make_tile(tl.program_id(0), inputs.lengths, T, B, block)
     at = make_step(tile, step, variant.reverse)
-    inside = tile.exists & (tile.column < H)
-    offsets = state_offsets(tile, H)
-    h = tl.load(state + offsets, inside, other=0.0)
+    h = load_state(state, tile, H)
     dtype: tl.constexpr = tl.float64 if h.dtype == tl.float64 else tl.float32
-    v = load(products_hh + offsets, inside, dtype)
+    v = load_state(products_hh, tile, H).to(dtype)
     h = _cell_forward(v, h, products_ih, out, inputs, tile, at, variant)
-    tl.store(state + offsets, h, inside)
+    store_state(state, h, tile, H)
 
 
 @triton.jit(do_not_specialize=["T", "B"])
@@ -151,8 +146,7 @@ def rnn_forward_sequence_kernel(
     """
     H: tl.constexpr = variant.H
     tile = make_tile(tl.program_id(0), inputs.lengths, T, B, block)
-    inside = tile.exists & (tile.column < H)
-    h = tl.load(state + state_offsets(tile, H), inside, other=0.0)
+    h = load_state(state, tile, H)
     w = load_weights(weight_hh, 0, tile, H, 1, block)
     longest = longest_row(tile)
     for step in tl.range(0, longest, num_stages=1):
@@ -160,11 +154,8 @@ def rnn_forward_sequence_kernel(
         zeros = tl.full((block.rows, block.columns), 0.0, tl.float32)
         v = dot(h, tl.trans(w), zeros)
         h = _cell_forward(v, h, products_ih, out, inputs, tile, at, variant)
-    no_output = tl.full((block.rows, block.columns), 0.0, h.dtype)
-    for step in range(longest, T):
-        at = make_step(tile, step, variant.reverse)
-        tl.store(out + token_offsets(tile, at.t, variant.D, H), no_output, inside)
-    tl.store(state + state_offsets(tile, H), h, inside)
+    zero_steps(out, longest, tile, 1, H, variant, block)
+    store_state(state, h, tile, H)
 
 
 # Backward ----------------------------------------------------------------------------------------
@@ -196,13 +187,11 @@ def rnn_backward_step_kernel(
     H: tl.constexpr = variant.H
     tile = make_tile(tl.program_id(0), inputs.lengths, T, B, block)
     at = make_step(tile, step, variant.reverse)
-    inside = tile.exists & (tile.column < H)
-    offsets = state_offsets(tile, H)
-    dh = tl.load(grad_state + offsets, inside, other=0.0)
-    recurrent = load(dh_recurrent + offsets, inside, dh.dtype)
+    dh = load_state(grad_state, tile, H)
+    recurrent = load_state(dh_recurrent, tile, H).to(dh.dtype)
     da, dh = _cell_backward(dh, recurrent, grad_out, out, grads, tile, at, variant)
-    tl.store(grad_state + offsets, dh, inside)
-    store(grad_products_hh + offsets, da, inside)
+    store_state(grad_state, dh, tile, H)
+    store_state(grad_products_hh, da, tile, H)
 
 
 @triton.jit(do_not_specialize=["T", "B"])
@@ -226,20 +215,17 @@ def rnn_backward_sequence_kernel(
     H: tl.constexpr = variant.H
     input_dtype: tl.constexpr = weight_hh.dtype.element_ty
     tile = make_tile(tl.program_id(0), inputs.lengths, T, B, block)
-    inside = tile.exists & (tile.column < H)
-    dh = tl.load(grad_state + state_offsets(tile, H), inside, other=0.0)
-    zeros = tl.full((block.rows, block.columns), 0.0, tl.float32)
+    dh = load_state(grad_state, tile, H)
     longest = longest_row(tile)
-    for step in range(longest, T):
-        at = make_step(tile, step, variant.reverse)
-        store(grads + token_offsets(tile, at.t, variant.D, H), zeros, inside)
+    zero_steps(grads, longest, tile, 1, H, variant, block)
     w = load_weights(weight_hh, 0, tile, H, 1, block)
+    zeros = tl.full((block.rows, block.columns), 0.0, tl.float32)
     dh_recurrent = zeros
     for back in tl.range(0, longest, num_stages=1):
         at = make_step(tile, longest - 1 - back, variant.reverse)
         da, dh = _cell_backward(dh, dh_recurrent, grad_out, out, grads, tile, at, variant)
         dh_recurrent = dot(round_to(da, input_dtype), w, zeros)
-    tl.store(grad_state + state_offsets(tile, H), dh + dh_recurrent, inside)
+    store_state(grad_state, dh + dh_recurrent, tile, H)
 
 
 # Launchers ---------------------------------------------------------------------------------------
@@ -255,21 +241,7 @@ def rnn_forward(
 ) -> tuple[Tensor, Tensor]:
     """Implements the op ``rnn_forward``. float64 is for checking the formulas."""
     with torch.cuda.device_of(input):
-        call = _Call(input, parameters, lengths, reverse, relu)
-        sequences, T, B, D, H = call.sequences, call.T, call.B, call.D, call.H
-        state = sequences.zeros_or_copy(h0, H, sequences.dtype)
-        out = state.new_empty(T, B, D * H)
-        products_ih = sequences.products_ih(input.flatten(0, 1))
-        if call.one_launch:
-            sequence = call.prepare(rnn_forward_sequence_kernel)
-            sequence(sequences.weight_hh, products_ih, state, out, call.inputs, T, B)
-        else:
-            products_hh, weight_hh = state.new_empty(D, B, H), sequences.weight_hh.mT
-            cell = call.prepare(rnn_forward_step_kernel)
-            for step in range(T):
-                torch.bmm(state, weight_hh, out=products_hh)
-                cell(step, products_hh, products_ih, state, out, call.inputs, T, B)
-    return out, state
+        return _Call(input, parameters, lengths, reverse, relu).forward(input, h0)
 
 
 def rnn_backward(
@@ -290,42 +262,20 @@ def rnn_backward(
     )
     with torch.cuda.device_of(input):
         call = _Call(input, parameters, lengths, reverse, relu)
-        grads, grad_state = _recurrent_gradients(call, grad_output, grad_h_n, output)
-        h_previous = call.sequences.previous_h(output, h0)
-        input_grads = gradients_of_sums(
-            call, input, grads, grad_state, needs_grad,
-            lambda d, da: da.mT @ h_previous[d].flatten(0, 1),
-        )  # fmt: skip
-    return as_results(input, h0, parameters, input_grads)
-
-
-def _recurrent_gradients(
-    call: _Call, grad_output: Tensor, grad_h_n: Tensor | None, output: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Returns the gradients of a (T, B, D, H), and of h0 (D, B, H)."""
-    sequences, T, B, D, H = call.sequences, call.T, call.B, call.D, call.H
-    grad_output, output = grad_output.contiguous(), output.contiguous()
-    grad_state = sequences.zeros_or_copy(grad_h_n, H, sequences.acc_dtype)
-    grads = output.new_empty(T, B, D, H)
-    if call.one_launch:
-        call.prepare(rnn_backward_sequence_kernel)(
-            sequences.weight_hh, grad_output, output, grad_state, grads, call.inputs, T, B
+        grads, grad_state = call.backward(
+            grad_output, grad_h_n, output.contiguous(), columns=call.H
         )
-        return grads, grad_state
-    dh_recurrent = sequences.zeros_or_copy(None, H, sequences.dtype)
-    grad_products_hh = torch.empty_like(dh_recurrent)
-    cell = call.prepare(rnn_backward_step_kernel)
-    for step in reversed(range(T)):
-        cell(
-            step, dh_recurrent, grad_output, output, grad_state, grads, grad_products_hh,
-            call.inputs, T, B,
-        )  # fmt: skip
-        torch.bmm(grad_products_hh, sequences.weight_hh, out=dh_recurrent)
-    return grads, grad_state.add_(dh_recurrent)
+        h_previous = call.sequences.previous_h(output, h0)
+        input_grads = call.gradients_of_sums(
+            input, grads, grad_state, needs_grad, lambda d, da: da.mT @ h_previous[d].flatten(0, 1)
+        )
+    return as_results(input_grads, (input, h0, *parameters), input)
 
 
 class _Call(Call):
     gates = 1
+    forward_kernel = rnn_forward_sequence_kernel
+    backward_kernel = rnn_backward_sequence_kernel
 
     def __init__(
         self,
@@ -337,3 +287,22 @@ class _Call(Call):
     ) -> None:
         super().__init__(input, parameters, lengths, reverse)
         self.variant = Variant(self.H, self.D, self.sequences.reverse, relu)
+
+    def forward_steps(
+        self, products_ih: Tensor, state: Tensor, out: Tensor, *gates: Tensor | None
+    ) -> None:
+        products_hh, weight_hh = torch.empty_like(state), self.sequences.weight_hh.mT
+        cell = self.prepare(rnn_forward_step_kernel)
+        for step in range(self.T):
+            torch.bmm(state, weight_hh, out=products_hh)
+            cell(step, products_hh, products_ih, state, out, self.inputs, self.T, self.B)
+
+    def backward_steps(self, dh_recurrent: Tensor, grad_output: Tensor, *tensors: Tensor) -> None:
+        grad_products_hh = torch.empty_like(dh_recurrent)
+        cell = self.prepare(rnn_backward_step_kernel)
+        for step in reversed(range(self.T)):
+            cell(
+                step, dh_recurrent, grad_output, *tensors, grad_products_hh, self.inputs,
+                self.T, self.B,
+            )  # fmt: skip
+            torch.bmm(grad_products_hh, self.sequences.weight_hh, out=dh_recurrent)

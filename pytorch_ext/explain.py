@@ -115,7 +115,9 @@ def explain(
     bound = inspect.signature(function).bind(*args, **kwargs)
     bound.apply_defaults()
     taken = inspect.signature(explained.prepare).parameters
-    call = explained.prepare(**{k: v for k, v in bound.arguments.items() if k in taken})
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in taken.values())
+    given = {k: v for k, v in bound.arguments.items() if takes_all or k in taken}
+    call = explained.prepare(**given)
     choice: backends.Choice = call.choice
     return choice._replace(notes=explained.notes(call))
 

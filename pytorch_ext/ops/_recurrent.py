@@ -8,6 +8,7 @@ cells and the marks of clipped elements.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -36,7 +37,7 @@ class Call(NamedTuple):
     is_stochastic: bool = False  # whether it draws random numbers
 
 
-OPERATORS: dict[str, Operator] = {}
+OPERATORS: dict[str, Operator] = {}  # see declare
 
 # The batch dimension of each tensor: see ``Operator.axes``.
 AXES = {
@@ -175,6 +176,38 @@ def state(
     return value
 
 
+def prepare_sequence(
+    check: Callable[..., Call],
+    input: Tensor,
+    hx: Tensor | None,
+    weight_ih: Tensor,
+    weight_hh: Tensor,
+    bias_ih: Tensor | None,
+    bias_hh: Tensor | None,
+    lengths: Tensor | None,
+    batch_first: bool,
+    reverse: bool,
+    **options: Any,
+) -> Call:
+    """Checks the arguments of a sequence in one direction, of an operator whose only state is h.
+
+    Args:
+        check: (input, batch, h0, parameters, lengths, reverse, **options) -> call.
+    """
+    input, batch = sequence(input, _checks.flag("batch_first", batch_first))
+    parameters = [Parameters(weight_ih, weight_hh, bias_ih, bias_hh)]
+    return check(input, batch, hx, parameters, lengths, [reverse], **options)
+
+
+def prepare_cell(
+    check: Callable[..., Call], input: Tensor, hx: Tensor | None, weight_ih: Tensor,
+    weight_hh: Tensor, bias_ih: Tensor | None, bias_hh: Tensor | None, **options: Any,
+) -> Call:  # fmt: skip
+    """As :func:`prepare_sequence`, for one step."""
+    input, batch = one_step(input)
+    return check(input, batch, hx, [Parameters(weight_ih, weight_hh, bias_ih, bias_hh)], **options)
+
+
 def check_without_cells(
     operator: str,
     gates: int,
@@ -183,8 +216,8 @@ def check_without_cells(
     batch: tuple[int, ...],
     h0: Any,
     parameters: Sequence[Any],
-    lengths: Tensor | None,
-    reverse: Sequence[bool],
+    lengths: Tensor | None = None,
+    reverse: Sequence[bool] = (False,),
 ) -> Call:
     """Checks a call of an operator whose only state is h.
 
@@ -333,3 +366,25 @@ def flops(slots: Any, tensors: Any, options: Any) -> int:
     )
     T, B, _ = tensors.input.shape
     return 2 * T * B * weights
+
+
+def declare(name: str, slots: Any, tensors: type[tuple[Any, ...]], **parts: Any) -> Operator:
+    """Declares an operator from its own parts and those that all recurrent operators share.
+
+    Args:
+        slots: the named tuple of one direction's parameters.
+        tensors, parts: see :class:`Operator`.
+    """
+    states = first_parameter(tensors) - 1
+    OPERATORS[name] = Operator(
+        name=name,
+        tensors=tensors,
+        returned=1 + states,
+        differentiable=2 + states,  # the input, the states and the parameters
+        axes=AXES,
+        grad_fake=grad_fake,
+        flops=functools.partial(flops, slots),
+        check=check_lengths,
+        **parts,
+    )
+    return OPERATORS[name]

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from trifuse import backends
-from trifuse.ops import _autograd, _fast_path, _modes
+from trifuse.ops import _autograd, _fast_path, _modes, _op
 from trifuse.ops._recurrent import OPERATORS, Call, first_parameter
 from trifuse.ops._recurrent import run as run_call
 from trifuse.reference.gru import Parameters
@@ -32,6 +32,21 @@ class FastPath(NamedTuple):
 
 
 FAST_PATHS: dict[str, FastPath] = {}
+
+
+def declare(
+    name: str, schema: str, options: dict[int, tuple[Any, ...]], saves: bool = True
+) -> None:
+    """Declares the C++ op of an operator's fast path; without the extension nothing implements it.
+
+    Args:
+        schema: the op's, after its name.
+        others: see :class:`FastPath`.
+    """
+    _op.library.define(f"{name}_plain.cpp{schema}")
+    if backends._C is not None:
+        op = getattr(torch.ops.trifuse, f"{name}_plain").cpp
+        FAST_PATHS[name] = FastPath(op, options, saves)
 
 
 def run(

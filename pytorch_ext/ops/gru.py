@@ -9,16 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trifuse import backends
-from trifuse.ops import (
-    _checks,
-    _explained,
-    _lstm_notes,
-    _op,
-    _operator,
-    _recurrent,
-    _recurrent_fast,
-)
+from trifuse.ops import _checks, _explained, _lstm_notes, _operator, _recurrent, _recurrent_fast
 from trifuse.reference import gru as reference
 from trifuse.reference.gru import SLOTS, Options, Parameters
 from trifuse.reference.lstm import by_direction
@@ -73,8 +64,8 @@ def gru(
         (torch.Size([7, 3, 32]), torch.Size([3, 32]))
     """
     call = _prepare(
-        input, hx, weight_ih, weight_hh, bias_ih, bias_hh, linear_before_reset, lengths,
-        batch_first, reverse,
+        input, hx, weight_ih, weight_hh, bias_ih, bias_hh, lengths, batch_first, reverse,
+        linear_before_reset=linear_before_reset,
     )  # fmt: skip
     return _recurrent.run_sequence(call, input, batch_first)
 
@@ -151,54 +142,14 @@ def layer(
 # Arguments --------------------------------------------------------------------------------------
 
 
-def _prepare(
-    input: Tensor,
-    hx: Tensor | None,
-    weight_ih: Tensor,
-    weight_hh: Tensor,
-    bias_ih: Tensor | None,
-    bias_hh: Tensor | None,
-    linear_before_reset: bool,
-    lengths: Tensor | None,
-    batch_first: bool,
-    reverse: bool,
-) -> _recurrent.Call:
-    input, batch = _recurrent.sequence(input, _checks.flag("batch_first", batch_first))
-    parameters = [Parameters(weight_ih, weight_hh, bias_ih, bias_hh)]
-    return _check(
-        input, batch, hx, parameters, lengths, [reverse], linear_before_reset=linear_before_reset
-    )
-
-
-def _prepare_cell(
-    input: Tensor,
-    hx: Tensor | None,
-    weight_ih: Tensor,
-    weight_hh: Tensor,
-    bias_ih: Tensor | None,
-    bias_hh: Tensor | None,
-    linear_before_reset: bool,
-) -> _recurrent.Call:
-    input, batch = _recurrent.one_step(input)
-    parameters = [Parameters(weight_ih, weight_hh, bias_ih, bias_hh)]
-    return _check(input, batch, hx, parameters, linear_before_reset=linear_before_reset)
-
-
-def _check(
-    input: Tensor,
-    batch: tuple[int, ...],
-    h0: Any,
-    parameters: Sequence[Parameters],
-    lengths: Tensor | None = None,
-    reverse: Sequence[bool] = (False,),
-    *,
-    linear_before_reset: bool,
-) -> _recurrent.Call:
+def _check(*call: Any, linear_before_reset: bool) -> _recurrent.Call:
     flag = _checks.flag("linear_before_reset", linear_before_reset)
-    return _recurrent.check_without_cells(
-        "gru", 3, functools.partial(Options, linear_before_reset=flag), input, batch, h0,
-        parameters, lengths, reverse,
-    )  # fmt: skip
+    options = functools.partial(Options, linear_before_reset=flag)
+    return _recurrent.check_without_cells("gru", 3, options, *call)
+
+
+_prepare = functools.partial(_recurrent.prepare_sequence, _check)
+_prepare_cell = functools.partial(_recurrent.prepare_cell, _check)
 
 
 # The operator -----------------------------------------------------------------------------------
@@ -230,32 +181,25 @@ def _grad_formula(call: _operator.BackwardCall) -> list[Tensor | None]:
     )
 
 
-_recurrent.OPERATORS["gru"] = _operator.Operator(
-    name="gru",
-    tensors=_recurrent.Tensors,
+_recurrent.declare(
+    "gru",
+    Parameters,
+    _recurrent.Tensors,
     options=Options,
     results=reference.Results,
-    returned=2,
-    differentiable=3,
     saved=("output", "gates"),
     saves=True,
-    axes=_recurrent.AXES,
     fake=_fake,
-    grad_fake=_recurrent.grad_fake,
     formula=_formula,
     grad_formula=_grad_formula,
-    flops=functools.partial(_recurrent.flops, Parameters),
-    check=_recurrent.check_lengths,
 )
 
-_op.library.define(
-    "gru_plain.cpp(Tensor input, Tensor? h0, Tensor?[] parameters, bool linear_before_reset, "
-    "bool save) -> (Tensor, Tensor, Tensor)"
+_recurrent_fast.declare(
+    "gru",
+    "(Tensor input, Tensor? h0, Tensor?[] parameters, bool linear_before_reset, bool save) -> "
+    "(Tensor, Tensor, Tensor)",
+    {D * SLOTS: ((False, True)[:D],) for D in (1, 2)},
 )
-if backends._C is not None:
-    _recurrent_fast.FAST_PATHS["gru"] = _recurrent_fast.FastPath(
-        torch.ops.trifuse.gru_plain.cpp, {D * SLOTS: ((False, True)[:D],) for D in (1, 2)}
-    )
 
 _explained.explains(gru, _prepare, _lstm_notes.launch_notes)
 _explained.explains(gru_cell, _prepare_cell, _lstm_notes.launch_notes)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -11,15 +10,7 @@ import torch
 from torch import Tensor
 
 from trifuse import backends
-from trifuse.ops import (
-    _checks,
-    _explained,
-    _lstm_notes,
-    _op,
-    _operator,
-    _recurrent,
-    _recurrent_fast,
-)
+from trifuse.ops import _checks, _explained, _lstm_notes, _operator, _recurrent, _recurrent_fast
 from trifuse.ops._checks import fail
 from trifuse.reference import lstm as reference
 from trifuse.reference.lstm import SLOTS, Options, Parameters, by_direction
@@ -512,35 +503,26 @@ def grad_formula(call: _operator.BackwardCall) -> list[Tensor | None]:
     )
 
 
-OPERATOR = _recurrent.OPERATORS["lstm"] = _operator.Operator(
-    name="lstm",
-    tensors=Tensors,
+OPERATOR = _recurrent.declare(
+    "lstm",
+    Parameters,
+    Tensors,
     options=Options,
     results=reference.Results,
-    returned=3,
-    differentiable=4,
     saved=("output", "gates", "cells", "clipped"),
     saves=True,
-    axes=_recurrent.AXES,
     fake=fake,
     fakes={"cpp": _cpp_fake},
-    grad_fake=_recurrent.grad_fake,
     formula=formula,
     grad_formula=grad_formula,
-    flops=functools.partial(_recurrent.flops, Parameters),
-    check=_recurrent.check_lengths,
 )
 
-_op.library.define(
-    "lstm_plain.cpp(Tensor input, Tensor? h0, Tensor? c0, Tensor?[] parameters, bool save) -> "
-    "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
+_recurrent_fast.declare(
+    "lstm",
+    "(Tensor input, Tensor? h0, Tensor? c0, Tensor?[] parameters, bool save) -> "
+    "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    {D * SLOTS: tuple(Options(reverse=(False, True)[:D])) for D in (1, 2)},
 )
-if backends._C is not None:
-    _recurrent_fast.FAST_PATHS["lstm"] = _recurrent_fast.FastPath(
-        torch.ops.trifuse.lstm_plain.cpp,
-        {D * SLOTS: tuple(Options(reverse=(False, True)[:D])) for D in (1, 2)},
-    )
-
 
 _explained.explains(lstm, _prepare, _lstm_notes.launch_notes)
 _explained.explains(lstm_cell, _prepare_cell, _lstm_notes.launch_notes)

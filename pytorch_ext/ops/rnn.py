@@ -9,16 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trifuse import backends
-from trifuse.ops import (
-    _checks,
-    _explained,
-    _lstm_notes,
-    _op,
-    _operator,
-    _recurrent,
-    _recurrent_fast,
-)
+from trifuse.ops import _checks, _explained, _lstm_notes, _operator, _recurrent, _recurrent_fast
 from trifuse.reference import rnn as reference
 from trifuse.reference.lstm import by_direction
 from trifuse.reference.rnn import SLOTS, Options, Parameters
@@ -70,8 +61,8 @@ def rnn(
         (torch.Size([7, 3, 32]), torch.Size([3, 32]))
     """
     call = _prepare(
-        input, hx, weight_ih, weight_hh, bias_ih, bias_hh, nonlinearity, lengths, batch_first,
-        reverse,
+        input, hx, weight_ih, weight_hh, bias_ih, bias_hh, lengths, batch_first, reverse,
+        nonlinearity=nonlinearity,
     )  # fmt: skip
     return _recurrent.run_sequence(call, input, batch_first)
 
@@ -161,51 +152,13 @@ def is_relu(nonlinearity: Any) -> bool:
     return bool(nonlinearity == "relu")
 
 
-def _prepare(
-    input: Tensor,
-    hx: Tensor | None,
-    weight_ih: Tensor,
-    weight_hh: Tensor,
-    bias_ih: Tensor | None,
-    bias_hh: Tensor | None,
-    nonlinearity: str,
-    lengths: Tensor | None,
-    batch_first: bool,
-    reverse: bool,
-) -> _recurrent.Call:
-    input, batch = _recurrent.sequence(input, _checks.flag("batch_first", batch_first))
-    parameters = [Parameters(weight_ih, weight_hh, bias_ih, bias_hh)]
-    return _check(input, batch, hx, parameters, lengths, [reverse], nonlinearity=nonlinearity)
-
-
-def _prepare_cell(
-    input: Tensor,
-    hx: Tensor | None,
-    weight_ih: Tensor,
-    weight_hh: Tensor,
-    bias_ih: Tensor | None,
-    bias_hh: Tensor | None,
-    nonlinearity: str,
-) -> _recurrent.Call:
-    input, batch = _recurrent.one_step(input)
-    parameters = [Parameters(weight_ih, weight_hh, bias_ih, bias_hh)]
-    return _check(input, batch, hx, parameters, nonlinearity=nonlinearity)
-
-
-def _check(
-    input: Tensor,
-    batch: tuple[int, ...],
-    h0: Any,
-    parameters: Sequence[Parameters],
-    lengths: Tensor | None = None,
-    reverse: Sequence[bool] = (False,),
-    *,
-    nonlinearity: str,
-) -> _recurrent.Call:
+def _check(*call: Any, nonlinearity: str) -> _recurrent.Call:
     options = functools.partial(Options, relu=is_relu(nonlinearity))
-    return _recurrent.check_without_cells(
-        "rnn", 1, options, input, batch, h0, parameters, lengths, reverse
-    )
+    return _recurrent.check_without_cells("rnn", 1, options, *call)
+
+
+_prepare = functools.partial(_recurrent.prepare_sequence, _check)
+_prepare_cell = functools.partial(_recurrent.prepare_cell, _check)
 
 
 # The operator -----------------------------------------------------------------------------------
@@ -232,32 +185,24 @@ def _grad_formula(call: _operator.BackwardCall) -> list[Tensor | None]:
     )
 
 
-_recurrent.OPERATORS["rnn"] = _operator.Operator(
-    name="rnn",
-    tensors=_recurrent.Tensors,
+_recurrent.declare(
+    "rnn",
+    Parameters,
+    _recurrent.Tensors,
     options=Options,
     results=reference.Results,
-    returned=2,
-    differentiable=3,
     saved=("output",),
-    axes=_recurrent.AXES,
     fake=_fake,
-    grad_fake=_recurrent.grad_fake,
     formula=_formula,
     grad_formula=_grad_formula,
-    flops=functools.partial(_recurrent.flops, Parameters),
-    check=_recurrent.check_lengths,
 )
 
-_op.library.define(
-    "rnn_plain.cpp(Tensor input, Tensor? h0, Tensor?[] parameters, bool relu) -> (Tensor, Tensor)"
+_recurrent_fast.declare(
+    "rnn",
+    "(Tensor input, Tensor? h0, Tensor?[] parameters, bool relu) -> (Tensor, Tensor)",
+    {D * SLOTS: ((False, True)[:D],) for D in (1, 2)},
+    saves=False,
 )
-if backends._C is not None:
-    _recurrent_fast.FAST_PATHS["rnn"] = _recurrent_fast.FastPath(
-        torch.ops.trifuse.rnn_plain.cpp,
-        {D * SLOTS: ((False, True)[:D],) for D in (1, 2)},
-        saves=False,
-    )
 
 _explained.explains(rnn, _prepare, _lstm_notes.launch_notes)
 _explained.explains(rnn_cell, _prepare_cell, _lstm_notes.launch_notes)

@@ -32,9 +32,9 @@ def one_launch(triton):
 
 @pytest.fixture
 def step_by_step(triton, monkeypatch):
-    from trifuse.kernels import recurrent
+    from trifuse.kernels import without_cells
 
-    monkeypatch.setattr(recurrent, "fits_one_launch", lambda *args: False)
+    monkeypatch.setattr(without_cells, "fits_one_launch", lambda *args: False)
 
 
 @pytest.fixture(params=SCHEDULES)
