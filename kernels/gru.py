@@ -27,6 +27,7 @@ from trifuse.kernels.recurrent import (
     as_results,
     load,
     load_previous_h,
+    load_product,
     load_state,
     load_weights,
     longest_row,
@@ -36,6 +37,7 @@ from trifuse.kernels.recurrent import (
     saved_offsets,
     sigmoid,
     store,
+    store_product,
     store_state,
     tanh,
     token_offsets,
@@ -166,13 +168,10 @@ def gru_forward_step_kernel(
     H: tl.constexpr = variant.H
     tile = make_tile(tl.program_id(0), inputs.lengths, T, B, block)
     at = make_step(tile, step, variant.reverse)
-    inside = tile.exists & (tile.column < H)
     h = load_state(state, tile, H)
-    dtype: tl.constexpr = tl.float64 if h.dtype == tl.float64 else tl.float32
-    v = products_hh + (tile.d * B + tile.row) * (3 * H) + tile.column
-    v_r = load(v, inside, dtype)
-    v_z = load(v + H, inside, dtype)
-    v_k = load(v + 2 * H, inside, dtype)
+    v_r = load_product(products_hh, 0, tile, 3, H)
+    v_z = load_product(products_hh, 1, tile, 3, H)
+    v_k = load_product(products_hh, 2, tile, 3, H)
     h = _cell_forward(
         Gates(v_k, v_r, v_z, v_k), h, products_ih, out, gates, inputs, tile, at, variant
     )
@@ -253,15 +252,13 @@ def gru_backward_step_kernel(
     H: tl.constexpr = variant.H
     tile = make_tile(tl.program_id(0), inputs.lengths, T, B, block)
     at = make_step(tile, step, variant.reverse)
-    inside = tile.exists & (tile.column < H)
     dh = load_state(grad_state, tile, H)
     recurrent = load_state(dh_recurrent, tile, H).to(dh.dtype)
     d, dh = _cell_backward(dh, recurrent, grad_out, gates, h0, out, grads, tile, at, variant)
     store_state(grad_state, dh, tile, H)
-    grad_products_hh += (tile.d * B + tile.row) * (3 * H) + tile.column
-    store(grad_products_hh, d.r, inside)
-    store(grad_products_hh + H, d.z, inside)
-    store(grad_products_hh + 2 * H, d.k, inside)
+    store_product(grad_products_hh, 0, d.r, tile, 3, H)
+    store_product(grad_products_hh, 1, d.z, tile, 3, H)
+    store_product(grad_products_hh, 2, d.k, tile, 3, H)
 
 
 @triton.jit(do_not_specialize=["T", "B"])
@@ -280,7 +277,7 @@ def gru_backward_sequence_kernel(
     block: tl.constexpr,
 ):
     """All steps, backwards. A program owns block.rows whole rows of one direction and keeps the
-    weights as in the forward; the gradient of h stays in registers.
+    weights as in the forward; dh stays in registers.
 
     Floor: as in the forward, plus reading the gates.
     """
@@ -348,14 +345,15 @@ def gru_backward(
         call = _CALLS[linear_before_reset](input, parameters, lengths, reverse)
         past = (gates, call.sequences.zeros_or_copy(h0, call.H, input.dtype), output.contiguous())
         grads, grad_state = call.backward(grad_output, grad_h_n, *past, columns=columns)
-        input_grads = call.gradients(input, h0, output, gates, grads, grad_state, needs_grad)
+        h_previous = call.sequences.previous_h(output, h0)
+        input_grads = call.gradients(input, h_previous, gates, grads, grad_state, needs_grad)
     return as_results(input_grads, (input, h0, *parameters), input)
 
 
 class _Call(Call):
     gates = 3
-    forward_kernel = gru_forward_sequence_kernel
-    backward_kernel = gru_backward_sequence_kernel
+    forward_kernel, forward_step_kernel = gru_forward_sequence_kernel, gru_forward_step_kernel
+    backward_kernel, backward_step_kernel = gru_backward_sequence_kernel, gru_backward_step_kernel
 
     def bias(self) -> Tensor | None:
         """(D, 4·H): the biases of n, r, z and k."""
@@ -370,44 +368,13 @@ class _Call(Call):
             bias[:, H:] += bias_hh
         return bias
 
-    def forward_steps(
-        self, products_ih: Tensor, state: Tensor, out: Tensor, *gates: Tensor | None
-    ) -> None:
-        products_hh = state.new_empty(self.D, self.B, 3 * self.H)
-        weight_hh = self.sequences.weight_hh.mT
-        cell = self.prepare(gru_forward_step_kernel)
-        for step in range(self.T):
-            torch.bmm(state, weight_hh, out=products_hh)
-            cell(step, products_hh, products_ih, state, out, *gates, self.inputs, self.T, self.B)
-
-    def backward_steps(self, dh_recurrent: Tensor, grad_output: Tensor, *tensors: Tensor) -> None:
-        grad_products_hh = dh_recurrent.new_empty(self.D, self.B, 3 * self.H)
-        cell = self.prepare(gru_backward_step_kernel)
-        for step in reversed(range(self.T)):
-            cell(
-                step, dh_recurrent, grad_output, *tensors, grad_products_hh, self.inputs,
-                self.T, self.B,
-            )  # fmt: skip
-            torch.bmm(grad_products_hh, self.sequences.weight_hh, out=dh_recurrent)
-
     def gradients(
-        self,
-        input: Tensor,
-        h0: Tensor | None,
-        output: Tensor,
-        gates: Tensor,
-        grads: Tensor,
-        grad_state: Tensor,
+        self, input: Tensor, h_previous: Tensor, gates: Tensor, grads: Tensor, grad_state: Tensor,
         needs_grad: Sequence[bool],
-    ) -> list[Tensor | None]:
-        """Gradients of input, h0 and the parameters, not yet in their dtypes; None if not wanted.
-
-        Args:
-            grads: (T, B, D, 4·H), those of n, r, z and k; grad_state: (D, B, H), that of h0.
-        """
+    ) -> list[Tensor | None]:  # fmt: skip
+        """As :meth:`gradients_of_sums`; grads is (T, B, D, 4·H), of n, r, z and k."""
         sequences, D, H = self.sequences, self.D, self.H
         x = masked(input, sequences.valid).flatten(0, 1)
-        h_previous = sequences.previous_h(output, h0)
         grad_products_ih, grad_products_hh = grads[..., : 3 * H], grads[..., H:]
         grad_input = None
         needs_input, needs_h0, *needs_parameters = needs_grad

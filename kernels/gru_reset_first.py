@@ -22,6 +22,7 @@ from trifuse.kernels.arithmetic import dot, round_to
 from trifuse.kernels.recurrent import (
     load,
     load_previous_h,
+    load_product,
     load_state,
     load_weights,
     longest_row,
@@ -30,8 +31,8 @@ from trifuse.kernels.recurrent import (
     next_h,
     saved_offsets,
     sigmoid,
-    state_offsets,
     store,
+    store_product,
     store_state,
     tanh,
     token_offsets,
@@ -155,9 +156,7 @@ def gru_reset_step_kernel(
     tile = make_tile(tl.program_id(0), inputs.lengths, T, B, block)
     at = make_step(tile, step, variant.reverse)
     h = load_state(state, tile, H)
-    dtype: tl.constexpr = tl.float64 if h.dtype == tl.float64 else tl.float32
-    inside = tile.exists & (tile.column < H)
-    v_r = load(products_rz + state_offsets(tile, 2 * H), inside, dtype)
+    v_r = load_product(products_rz, 0, tile, 2, H)
     reset_h = _reset(v_r, h, products_ih, gates, inputs, tile, at, variant)
     store_state(reset_state, reset_h, tile, H)
 
@@ -189,10 +188,8 @@ def gru_reset_first_forward_step_kernel(
     tile = make_tile(tl.program_id(0), inputs.lengths, T, B, block)
     at = make_step(tile, step, variant.reverse)
     h = load_state(state, tile, H)
-    dtype: tl.constexpr = tl.float64 if h.dtype == tl.float64 else tl.float32
-    inside = tile.exists & (tile.column < H)
-    v_z = load(products_rz + state_offsets(tile, 2 * H) + H, inside, dtype)
-    v_n = load_state(products_n, tile, H).to(dtype)
+    v_z = load_product(products_rz, 1, tile, 2, H)
+    v_n = load_product(products_n, 0, tile, 1, H)
     h = _cell_forward(v_z, v_n, h, products_ih, out, gates, inputs, tile, at, variant)
     store_state(state, h, tile, H)
 
@@ -311,9 +308,8 @@ def gru_reset_backward_step_kernel(
     store_state(grad_state, dh + dh_reset, tile, H)
     inside = tile.exists & (tile.column < H)
     dz = load(grads + token_offsets(tile, at.t, variant.D, 3 * H) + H, inside, dh.dtype)
-    grad_rz += state_offsets(tile, 2 * H)
-    store(grad_rz, dr, inside)
-    store(grad_rz + H, dz, inside)
+    store_product(grad_rz, 0, dr, tile, 2, H)
+    store_product(grad_rz, 1, dz, tile, 2, H)
 
 
 @triton.jit(do_not_specialize=["T", "B"])
@@ -331,10 +327,9 @@ def gru_reset_first_backward_sequence_kernel(
     variant: tl.constexpr,
     block: tl.constexpr,
 ):
-    """All steps, backwards. A program owns block.rows whole rows of one direction and keeps the
-    weights as in the forward; the gradient of h stays in registers.
+    """All steps, backwards, on the tiles of the forward; the gradient of h stays in registers.
 
-    Floor: as in the forward, plus reading the gates.
+    Floor: two products a step, as in the forward, and reading the gates.
     """
     H: tl.constexpr = variant.H
     input_dtype: tl.constexpr = weight_hh.dtype.element_ty
@@ -401,22 +396,11 @@ class Call(without_cells.Call):
             torch.bmm(grad_rz, weight_rz, out=dh_recurrent)
 
     def gradients(
-        self,
-        input: Tensor,
-        h0: Tensor | None,
-        output: Tensor,
-        gates: Tensor,
-        grads: Tensor,
-        grad_state: Tensor,
+        self, input: Tensor, h_previous: Tensor, gates: Tensor, grads: Tensor, grad_state: Tensor,
         needs_grad: Sequence[bool],
-    ) -> list[Tensor | None]:
-        """Gradients of input, h0 and the parameters, not yet in their dtypes; None if not wanted.
-
-        Args:
-            grads: (T, B, D, 3·H), those of r, z and n; grad_state: (D, B, H), that of h0.
-        """
+    ) -> list[Tensor | None]:  # fmt: skip
+        """As :meth:`gradients_of_sums`; grads is of r, z and n."""
         sequences, H = self.sequences, self.H
-        h_previous = sequences.previous_h(output, h0)
 
         def weight_hh(d: int, da: Tensor) -> Tensor:
             r = masked(gates[d, :, :, :H], sequences.valid)

@@ -200,6 +200,21 @@ def store_state(state, values, tile, N: tl.constexpr):
 
 
 @triton.jit
+def load_product(products, number, tile, G: tl.constexpr, H: tl.constexpr):
+    """Loads gate ``number`` of products (D, B, G, H) in the accumulation dtype, 0 outside."""
+    dtype: tl.constexpr = tl.float64 if products.dtype.element_ty == tl.float64 else tl.float32
+    pointers = products + state_offsets(tile, G * H) + number * H
+    return load(pointers, tile.exists & (tile.column < H), dtype)
+
+
+@triton.jit
+def store_product(products, number, values, tile, G: tl.constexpr, H: tl.constexpr):
+    """Stores gate ``number`` of (D, B, G, H), rounded to its dtype."""
+    pointers = products + state_offsets(tile, G * H) + number * H
+    store(pointers, values, tile.exists & (tile.column < H))
+
+
+@triton.jit
 def load_previous_h(h0, out, dtype: tl.constexpr, tile, at, D: tl.constexpr, N: tl.constexpr):
     """Loads h_{t-1} as ``dtype`` from h0 (D, B, N) or the output (T, B, D, N); 0 in rows that are
     not active."""

@@ -22,6 +22,7 @@ from trifuse.kernels.arithmetic import dot, round_to
 from trifuse.kernels.recurrent import (
     as_results,
     load,
+    load_product,
     load_state,
     load_weights,
     longest_row,
@@ -117,8 +118,7 @@ def rnn_forward_step_kernel(
     tile = make_tile(tl.program_id(0), inputs.lengths, T, B, block)
     at = make_step(tile, step, variant.reverse)
     h = load_state(state, tile, H)
-    dtype: tl.constexpr = tl.float64 if h.dtype == tl.float64 else tl.float32
-    v = load_state(products_hh, tile, H).to(dtype)
+    v = load_product(products_hh, 0, tile, 1, H)
     h = _cell_forward(v, h, products_ih, out, inputs, tile, at, variant)
     store_state(state, h, tile, H)
 
@@ -207,8 +207,7 @@ def rnn_backward_sequence_kernel(
     variant: tl.constexpr,
     block: tl.constexpr,
 ):
-    """All steps, backwards. A program owns block.rows whole rows of one direction and keeps the
-    weights as in the forward; the gradient of h stays in registers.
+    """All steps, backwards, on the tiles of the forward; the gradient of h stays in registers.
 
     Floor: as in the forward, plus reading the output.
     """
@@ -274,8 +273,8 @@ def rnn_backward(
 
 class _Call(Call):
     gates = 1
-    forward_kernel = rnn_forward_sequence_kernel
-    backward_kernel = rnn_backward_sequence_kernel
+    forward_kernel, forward_step_kernel = rnn_forward_sequence_kernel, rnn_forward_step_kernel
+    backward_kernel, backward_step_kernel = rnn_backward_sequence_kernel, rnn_backward_step_kernel
 
     def __init__(
         self,
@@ -287,22 +286,3 @@ class _Call(Call):
     ) -> None:
         super().__init__(input, parameters, lengths, reverse)
         self.variant = Variant(self.H, self.D, self.sequences.reverse, relu)
-
-    def forward_steps(
-        self, products_ih: Tensor, state: Tensor, out: Tensor, *gates: Tensor | None
-    ) -> None:
-        products_hh, weight_hh = torch.empty_like(state), self.sequences.weight_hh.mT
-        cell = self.prepare(rnn_forward_step_kernel)
-        for step in range(self.T):
-            torch.bmm(state, weight_hh, out=products_hh)
-            cell(step, products_hh, products_ih, state, out, self.inputs, self.T, self.B)
-
-    def backward_steps(self, dh_recurrent: Tensor, grad_output: Tensor, *tensors: Tensor) -> None:
-        grad_products_hh = torch.empty_like(dh_recurrent)
-        cell = self.prepare(rnn_backward_step_kernel)
-        for step in reversed(range(self.T)):
-            cell(
-                step, dh_recurrent, grad_output, *tensors, grad_products_hh, self.inputs,
-                self.T, self.B,
-            )  # fmt: skip
-            torch.bmm(grad_products_hh, self.sequences.weight_hh, out=dh_recurrent)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from trifuse.kernels.arguments import check_shape
@@ -47,9 +48,11 @@ class Call:
 
     gates: int  # the number of blocks of H rows in a weight
     variant: NamedTuple
-    # The kernels of a whole sequence. Their arguments are those of the calls below.
+    # The kernels of a whole sequence and of a step. Their arguments are those of the calls below.
     forward_kernel: Any
     backward_kernel: Any
+    forward_step_kernel: Any
+    backward_step_kernel: Any
 
     def __init__(
         self,
@@ -110,8 +113,16 @@ class Call:
     def forward_steps(
         self, products_ih: Tensor, state: Tensor, out: Tensor, *gates: Tensor | None
     ) -> None:
-        """Launches the forward step by step. ``state`` is h0 and becomes h_n."""
-        raise NotImplementedError
+        """Launches the forward step by step. ``state`` is h0 and becomes h_n.
+
+        A cell with one product a step has one kernel. Others override this method and the next.
+        """
+        products_hh = state.new_empty(self.D, self.B, self.gates * self.H)
+        weight_hh = self.sequences.weight_hh.mT
+        cell = self.prepare(self.forward_step_kernel)
+        for step in range(self.T):
+            torch.bmm(state, weight_hh, out=products_hh)
+            cell(step, products_hh, products_ih, state, out, *gates, self.inputs, self.T, self.B)
 
     def backward(
         self, grad_output: Tensor, grad_h_n: Tensor | None, *past: Tensor, columns: int
@@ -142,7 +153,12 @@ class Call:
                 the first step.
             tensors: past, grad_state and grads of :meth:`backward`.
         """
-        raise NotImplementedError
+        inputs, T, B = self.inputs, self.T, self.B
+        grad_products_hh = dh_recurrent.new_empty(self.D, B, self.gates * self.H)
+        cell = self.prepare(self.backward_step_kernel)
+        for step in reversed(range(T)):
+            cell(step, dh_recurrent, grad_output, *tensors, grad_products_hh, inputs, T, B)
+            torch.bmm(grad_products_hh, self.sequences.weight_hh, out=dh_recurrent)
 
     def gradients_of_sums(
         self,

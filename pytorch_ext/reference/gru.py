@@ -166,16 +166,10 @@ def gru_backward(
         cell = direction.steps(gates[d]).chunk(saved_per_unit(options.linear_before_reset), -1)
         return one_direction(direction, dy, dh, y, *cell)
 
-    tensors = (input, h0, parameters, lengths)
     return gradients(
-        backward,
-        grad_output,
-        grad_h_n,
-        *tensors,
-        options.reverse,
-        output=output,
-        needs_grad=needs_grad,
-    )
+        backward, grad_output, grad_h_n, input, h0, parameters, lengths, options.reverse,
+        output=output, needs_grad=needs_grad,
+    )  # fmt: skip
 
 
 # Directions, in a GRU and in an RNN --------------------------------------------------------------

@@ -114,16 +114,10 @@ def rnn_backward(
     def backward(d: int, direction: Direction, dy: Tensor, dh: Tensor, y: Tensor) -> Gradients:
         return _backward(direction, dy, dh, y, options.relu)
 
-    tensors = (input, h0, parameters, lengths)
     return gradients(
-        backward,
-        grad_output,
-        grad_h_n,
-        *tensors,
-        options.reverse,
-        output=output,
-        needs_grad=needs_grad,
-    )
+        backward, grad_output, grad_h_n, input, h0, parameters, lengths, options.reverse,
+        output=output, needs_grad=needs_grad,
+    )  # fmt: skip
 
 
 def _backward(direction: Direction, dy: Tensor, dh: Tensor, y: Tensor, relu: bool) -> Gradients:

@@ -24,12 +24,14 @@ from lstm_cases import (
     laid_out,
     make,
     record_accuracy,
+    run,
     specification,
     with_exact_products,
 )
 from numerics import Accuracy
 from torch import Tensor
 
+import trifuse
 from trifuse import backends
 from trifuse.reference.lstm import SLOTS
 
@@ -151,6 +153,19 @@ def test_float64(step_by_step, variant):
     actual = launch(step_by_step, case)
     for name, expected in specification(case).items():
         torch.testing.assert_close(actual[name], expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("H", [5, 16])
+def test_an_infinite_state_saturates_gates(kernels, H):
+    """It gives no NaN that the formula lacks, whether or not the units fill a block."""
+    case = make(3, 2, 4, H)
+    case.h0[:, 0, 0] = math.inf
+    actual = launch(kernels, case)
+    with trifuse.backend("eager"):
+        expected = run(case)
+    assert actual["output"].isfinite().all()
+    for name, t in expected.items():
+        assert torch.equal(actual[name].isfinite(), t.isfinite()), name
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

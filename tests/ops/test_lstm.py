@@ -388,6 +388,19 @@ def test_padding_does_not_exist(kernel, what, poison):
     assert results["grad_input"].masked_select(past).eq(0).all()
 
 
+@pytest.mark.parametrize("units", [5, 16, 33])
+def test_an_infinite_state_saturates_gates_as_in_the_formula(kernel, units):
+    """It gives no NaN, whether or not the units fill a block."""
+    case = make(3, 2, 4, units)
+    case.h0[:, 0, 0] = float("inf")
+    actual = run(case)
+    with trifuse.backend("eager"):
+        expected = run(case)
+    for name in ("output", "h_n", "c_n"):
+        assert actual[name].isfinite().all(), name
+        assert expected[name].isfinite().all(), name
+
+
 @pytest.mark.parametrize("recompute", [False, True])
 def test_padding_does_not_exist_in_second_derivatives(backend, recompute):
     case = make(dtype=torch.float64, **VARIANTS["lengths, reverse"])
