@@ -17,6 +17,7 @@ import test_rnn as of_rnn
 import torch
 from attention_cases import assert_equal
 from cuda_code import compile_operator
+from cuda_schedules import CUDA, ONE_LAUNCH, SCHEDULES, STEP_BY_STEP, on_cuda
 from gru_cases import (
     KINDS,
     VARIANTS,
@@ -36,18 +37,12 @@ import trifuse
 from trifuse.ops._operator import SAVE_ALL, SAVE_NOTHING
 
 NAN = float("nan")
-CUDA = Kernel("cuda")
 DTYPES = (torch.float32, torch.bfloat16)
 
-ONE_LAUNCH: dict[str, int] = {}
-STEP_BY_STEP = {"blocks_per_multiprocessor": 0}
 kinds = pytest.mark.parametrize("kind", KINDS)
 # A GRU whose reset gate comes first always runs step by step.
 one_launch_kinds = pytest.mark.parametrize(
     "kind", [kind for kind in KINDS if kind != "reset first"]
-)
-SCHEDULES = pytest.mark.parametrize(
-    "schedule", [ONE_LAUNCH, STEP_BY_STEP], ids=["one launch", "steps"]
 )
 
 library = library_fixture("gru")
@@ -55,11 +50,7 @@ library = library_fixture("gru")
 
 @pytest.fixture(autouse=True)
 def _cuda(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Runs tests on the CUDA kernels, with guarded memory and threads in a random order."""
-    library, schedule = request.getfixturevalue("library"), ONE_LAUNCH
-    if "schedule" in request.fixturenames:
-        schedule = request.getfixturevalue("schedule")
-    with library.device(seed=1, **schedule), CUDA.serving(), library.guarded_memory():
+    with on_cuda(request):
         yield
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from contextlib import nullcontext
 from random import Random
 from typing import Any
 
@@ -16,6 +17,7 @@ import test_lstm_autograd as of_autograd
 import torch
 from attention_cases import assert_equal
 from cuda_code import Code, compile_operator
+from cuda_schedules import CUDA, ONE_LAUNCH, SCHEDULES, STEP_BY_STEP, on_cuda
 from host_build import Library, library_fixture
 from lstm_cases import (
     CLIPS,
@@ -38,7 +40,6 @@ from lstm_cases import (
     with_exact_products,
 )
 from numerics import Accuracy
-from tested_kernels import Kernel
 from torch import Tensor
 
 import trifuse
@@ -47,14 +48,7 @@ from trifuse.ops import lstm_stack
 from trifuse.reference.lstm import SLOTS
 
 NAN = float("nan")
-CUDA = Kernel("cuda")
 DTYPES = (torch.float32, torch.bfloat16)
-
-ONE_LAUNCH: dict[str, int] = {}
-STEP_BY_STEP = {"blocks_per_multiprocessor": 0}
-SCHEDULES = pytest.mark.parametrize(
-    "schedule", [ONE_LAUNCH, STEP_BY_STEP], ids=["one launch", "steps"]
-)
 
 WHOLE_ROWS = "layer norm needs whole rows"  # such calls never fit one launch
 TOO_LONG = f"{WHOLE_ROWS}, too long for shared memory"
@@ -66,14 +60,7 @@ library = library_fixture("lstm")
 
 @pytest.fixture(autouse=True)
 def _cuda(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Runs tests on the CUDA kernels, with guarded memory and threads in a random order."""
-    if "library" not in request.fixturenames:
-        yield
-        return
-    library, schedule = request.getfixturevalue("library"), ONE_LAUNCH
-    if "schedule" in request.fixturenames:
-        schedule = request.getfixturevalue("schedule")
-    with library.device(seed=1, **schedule), CUDA.serving(), library.guarded_memory():
+    with on_cuda(request) if "library" in request.fixturenames else nullcontext():
         yield
 
 
