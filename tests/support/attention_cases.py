@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import math
 import mmap
+from collections.abc import Callable
 from random import Random
 from typing import Any, NamedTuple
 
@@ -405,6 +406,30 @@ def assert_near(actual: Results, expected: Results) -> None:
         if a is not None and e is not None:
             rtol = {torch.float64: 1e-9, torch.float32: 2e-4}.get(a.dtype, 2e-2)
             torch.testing.assert_close(a.double(), e.double(), rtol=rtol, atol=rtol / 10)
+
+
+def check_one_nan(case: Case, where: str, compare: Callable[[Tensor, Tensor, str], None]) -> None:
+    """Checks that one NaN reaches the elements that it reaches in the formula, and no others.
+
+    Args:
+        where: the field of its tensor. Its query and key, of row 1 and head 0, take part together.
+        compare: compares the other elements, with the NaN and without: (actual, expected, name).
+    """
+    taking_part = pairs(case)[1, 0].nonzero()
+    i, j = taking_part[len(taking_part) // 2].tolist()
+    x = getattr(case, where).clone()
+    place = {"key": (1, 0, j, 4), "value": (1, 0, j, 4), "attn_mask": (1, 0, i, j)}
+    x[place.get(where, (1, 0, i, 4) if x.dim() == 4 else (1, 0, i))] = float("nan")
+    poisoned = dataclasses.replace(case, **{where: x})
+    clean, actual = run(case), run(poisoned)
+    with trifuse.backend("eager"):
+        expected = run(poisoned.double())
+    assert any(r.isnan().any() for r in expected)
+    for name, a, c, e in zip(Results._fields, actual, clean, expected, strict=True):
+        if e is None:  # the case has no such tensor
+            continue
+        assert torch.equal(a.isnan(), e.isnan()), name
+        compare(a[~e.isnan()], c[~e.isnan()], name)
 
 
 # Random calls -----------------------------------------------------------------------------------
