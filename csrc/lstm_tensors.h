@@ -5,6 +5,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <array>
+#include <limits>
 #include <optional>
 
 #include "arguments.h"
@@ -27,6 +28,31 @@ enum Slot {
   kLstmSlots,
   kSlotsWithoutOptions = WeightHr  // of a GRU or an RNN
 };
+
+// The options of a call that change its results. Those of an LSTM come in the order of the ops'
+// arguments.
+struct LstmOptions {
+  bool coupled = false;
+  double forget_bias = 0;
+  double cell_clip = std::numeric_limits<double>::infinity();
+  double proj_clip = std::numeric_limits<double>::infinity();
+  double eps = 0, zoneout_h = 0, zoneout_c = 0, recurrent_dropout = 0;
+  bool training = false;
+  bool relu = false;                // the activation of an RNN
+  bool linear_before_reset = true;  // a GRU's: whether its reset gate follows the product with W_hn
+};
+
+inline LstmOptions rnn_options(bool relu) {
+  LstmOptions options;
+  options.relu = relu;
+  return options;
+}
+
+inline LstmOptions gru_options(bool linear_before_reset) {
+  LstmOptions options;
+  options.linear_before_reset = linear_before_reset;
+  return options;
+}
 
 // Returns the number of parameters of one direction or layer.
 constexpr int slots_of(Cell cell) { return cell == Cell::Lstm ? kLstmSlots : kSlotsWithoutOptions; }

@@ -26,29 +26,6 @@ using Parameters = std::vector<OptionalTensor>;
 using ParameterList = c10::List<OptionalTensor>;
 using Flags = c10::List<bool>;
 
-struct LstmOptions {
-  bool coupled = false;
-  double forget_bias = 0;
-  double cell_clip = std::numeric_limits<double>::infinity();
-  double proj_clip = std::numeric_limits<double>::infinity();
-  double eps = 0, zoneout_h = 0, zoneout_c = 0, recurrent_dropout = 0;
-  bool training = false;
-  bool relu = false;                // an RNN's
-  bool linear_before_reset = true;  // a GRU's
-};
-
-LstmOptions activation(bool relu) {
-  LstmOptions options;
-  options.relu = relu;
-  return options;
-}
-
-LstmOptions order_of_reset(bool linear_before_reset) {
-  LstmOptions options;
-  options.linear_before_reset = linear_before_reset;
-  return options;
-}
-
 // A problem, and the tensors that it points into.
 class Call {
  public:
@@ -354,7 +331,7 @@ std::tuple<Tensor, Tensor, Tensor> gru_forward(
     const OptionalTensor& lengths, const Flags& reverse, bool linear_before_reset, int64_t save) {
   Call call(
       Cell::Gru, input, h0, {}, parameters.vec(), lengths, {}, reverse,
-      order_of_reset(linear_before_reset));
+      gru_options(linear_before_reset));
   auto r = forward(call, save ? call.p.saved_gates() : 0, false);
   return {r.output, r.h_n, or_empty(r.gates, call.dtype)};
 }
@@ -362,7 +339,7 @@ std::tuple<Tensor, Tensor, Tensor> gru_forward(
 std::tuple<Tensor, Tensor> rnn_forward(
     const Tensor& input, const OptionalTensor& h0, const ParameterList& parameters,
     const OptionalTensor& lengths, const Flags& reverse, bool relu) {
-  Call call(Cell::Rnn, input, h0, {}, parameters.vec(), lengths, {}, reverse, activation(relu));
+  Call call(Cell::Rnn, input, h0, {}, parameters.vec(), lengths, {}, reverse, rnn_options(relu));
   auto r = forward(call, 0, false);
   return {r.output, r.h_n};
 }
@@ -437,13 +414,13 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> lstm_plain(
 std::tuple<Tensor, Tensor, Tensor> gru_plain(
     const Tensor& input, const OptionalTensor& h0, const ParameterList& parameters,
     bool linear_before_reset, bool save) {
-  auto r = plain(Cell::Gru, input, h0, {}, parameters, save, order_of_reset(linear_before_reset));
+  auto r = plain(Cell::Gru, input, h0, {}, parameters, save, gru_options(linear_before_reset));
   return {r.output, r.h_n, r.gates};
 }
 
 std::tuple<Tensor, Tensor> rnn_plain(
     const Tensor& input, const OptionalTensor& h0, const ParameterList& parameters, bool relu) {
-  auto r = plain(Cell::Rnn, input, h0, {}, parameters, /*save=*/false, activation(relu));
+  auto r = plain(Cell::Rnn, input, h0, {}, parameters, /*save=*/false, rnn_options(relu));
   return {r.output, r.h_n};
 }
 
@@ -563,7 +540,7 @@ std::vector<Tensor> gru_backward(
   check_hidden(parameters.get(WeightHh), 3 * R, R);
   Call call(
       Cell::Gru, input, h0, {}, parameters.vec(), lengths, {}, reverse,
-      order_of_reset(linear_before_reset));
+      gru_options(linear_before_reset));
   call.take_saved(output, gates, {}, {});
   return backward(call, grad_output, grad_h_n, {}, all_of({input, h0}, parameters), needs_grad);
 }
@@ -575,7 +552,7 @@ std::vector<Tensor> rnn_backward(
   check_input(input, output);
   const int64_t R = features(output, reverse);
   check_hidden(parameters.get(WeightHh), R, R);
-  Call call(Cell::Rnn, input, h0, {}, parameters.vec(), lengths, {}, reverse, activation(relu));
+  Call call(Cell::Rnn, input, h0, {}, parameters.vec(), lengths, {}, reverse, rnn_options(relu));
   call.take_saved(output, {}, {}, {});
   return backward(call, grad_output, grad_h_n, {}, all_of({input, h0}, parameters), needs_grad);
 }

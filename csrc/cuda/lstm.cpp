@@ -27,8 +27,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> lstm_forward(
     double recurrent_dropout, bool training, int64_t save) {
   LstmCall call(
       input, parameters, lengths, seed,
-      {reverse, coupled, forget_bias, limit(cell_clip), limit(proj_clip), eps, zoneout_h, zoneout_c,
-       recurrent_dropout, training});
+      {{coupled, forget_bias, limit(cell_clip), limit(proj_clip), eps, zoneout_h, zoneout_c,
+        recurrent_dropout, training},
+       reverse});
   check_lengths(call);
   const LstmResults results = make_results(call, input, call.p.chains, h0, c0, save);
   forward_pass(call, input, results);
@@ -49,15 +50,16 @@ std::vector<Tensor> lstm_backward(
   check_hidden(parameters.get(WeightHh), cells.size(-1) * (coupled ? 3 : 4), output.size(-1) / D);
   LstmCall call(
       input, parameters, lengths, seed,
-      {reverse, coupled, forget_bias, limit(cell_clip), limit(proj_clip), eps, zoneout_h, zoneout_c,
-       recurrent_dropout, training});
+      {{coupled, forget_bias, limit(cell_clip), limit(proj_clip), eps, zoneout_h, zoneout_c,
+        recurrent_dropout, training},
+       reverse});
   const LstmSaved saved{output.split(call.p.R, 2), gates, cells, clipped, {}};
   return backward_pass(call, grad_output, grad_h_n, grad_c_n, input, h0, c0, saved, needs_grad);
 }
 
 // Returns why such a call runs step by step; empty if it is one launch.
 std::string step_by_step(
-    const LstmOptions& o, const Tensor& input, const Parameters& parameters, bool backward) {
+    const ChainOptions& o, const Tensor& input, const Parameters& parameters, bool backward) {
   const OnDeviceOf device(input);
   std::string why;
   const int64_t directions = static_cast<int64_t>(parameters.size()) / slots_of(o.cell);
@@ -67,7 +69,7 @@ std::string step_by_step(
 
 std::string lstm_step_by_step(
     const Tensor& input, const Parameters& parameters, bool coupled, bool backward) {
-  return step_by_step({Flags(), coupled}, input, parameters, backward);
+  return step_by_step({{coupled}, Flags()}, input, parameters, backward);
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> lstm_stack_forward(
@@ -78,8 +80,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> lstm_stack_fo
     double recurrent_dropout, bool training, int64_t save) {
   return stack_forward(
       input, h0, c0, parameters, lengths, seed,
-      {reverse, coupled, forget_bias, limit(cell_clip), limit(proj_clip), eps, zoneout_h, zoneout_c,
-       recurrent_dropout, training},
+      {{coupled, forget_bias, limit(cell_clip), limit(proj_clip), eps, zoneout_h, zoneout_c,
+        recurrent_dropout, training},
+       reverse},
       save);
 }
 
@@ -94,8 +97,9 @@ std::vector<Tensor> lstm_stack_backward(
   return stack_backward(
       grad_output, grad_h_n, grad_c_n, input, h0, c0, parameters, lengths, seed, output, gates,
       cells, clipped, below,
-      {reverse, coupled, forget_bias, limit(cell_clip), limit(proj_clip), eps, zoneout_h, zoneout_c,
-       recurrent_dropout, training},
+      {{coupled, forget_bias, limit(cell_clip), limit(proj_clip), eps, zoneout_h, zoneout_c,
+        recurrent_dropout, training},
+       reverse},
       needs_grad);
 }
 
@@ -103,7 +107,7 @@ std::vector<Tensor> lstm_stack_backward(
 
 LstmResults forward_without_c(
     const Tensor& input, const OptionalTensor& h0, const Parameters& parameters,
-    const OptionalTensor& lengths, const LstmOptions& options, int64_t save) {
+    const OptionalTensor& lengths, const ChainOptions& options, int64_t save) {
   LstmCall call(input, parameters, lengths, {}, options);
   check_lengths(call);
   const LstmResults results = make_results(call, input, call.p.chains, h0, {}, save);
@@ -114,7 +118,7 @@ LstmResults forward_without_c(
 std::vector<Tensor> backward_without_c(
     const Tensor& grad_output, const OptionalTensor& grad_h_n, const Tensor& input,
     const OptionalTensor& h0, const Parameters& parameters, const OptionalTensor& lengths,
-    const Tensor& output, const Tensor& gates, const LstmOptions& options,
+    const Tensor& output, const Tensor& gates, const ChainOptions& options,
     const Flags& needs_grad) {
   check_input(input, output);
   const int64_t R = output.size(-1) / static_cast<int64_t>(options.reverse.size());
@@ -124,33 +128,20 @@ std::vector<Tensor> backward_without_c(
   return backward_pass(call, grad_output, grad_h_n, {}, input, h0, {}, saved, needs_grad);
 }
 
-LstmOptions gru_options(const Flags& reverse, bool linear_before_reset) {
-  LstmOptions options{reverse};
-  options.cell = Cell::Gru;
-  options.reset_first = !linear_before_reset;
-  return options;
-}
-
-LstmOptions rnn_options(const Flags& reverse, bool relu) {
-  LstmOptions options{reverse};
-  options.cell = Cell::Rnn;
-  options.relu = relu;
-  return options;
-}
-
 std::string gru_step_by_step(
     const Tensor& input, const Parameters& parameters, bool linear_before_reset, bool backward) {
-  return step_by_step(gru_options(Flags(), linear_before_reset), input, parameters, backward);
+  return step_by_step(
+      {gru_options(linear_before_reset), Flags(), Cell::Gru}, input, parameters, backward);
 }
 
 std::string rnn_step_by_step(const Tensor& input, const Parameters& parameters, bool backward) {
-  return step_by_step(rnn_options(Flags(), false), input, parameters, backward);
+  return step_by_step({rnn_options(false), Flags(), Cell::Rnn}, input, parameters, backward);
 }
 
 std::tuple<Tensor, Tensor, Tensor> gru_forward(
     const Tensor& input, const OptionalTensor& h0, const Parameters& parameters,
     const OptionalTensor& lengths, const Flags& reverse, bool linear_before_reset, int64_t save) {
-  const LstmOptions options = gru_options(reverse, linear_before_reset);
+  const ChainOptions options{gru_options(linear_before_reset), reverse, Cell::Gru};
   const LstmResults r =
       forward_without_c(input, h0, parameters, lengths, options, save ? kGatesAndCells : kNothing);
   return {r.output, r.h, r.gates};
@@ -163,13 +154,13 @@ std::vector<Tensor> gru_backward(
     const Flags& needs_grad) {
   return backward_without_c(
       grad_output, grad_h_n, input, h0, parameters, lengths, output, gates,
-      gru_options(reverse, linear_before_reset), needs_grad);
+      {gru_options(linear_before_reset), reverse, Cell::Gru}, needs_grad);
 }
 
 std::tuple<Tensor, Tensor> rnn_forward(
     const Tensor& input, const OptionalTensor& h0, const Parameters& parameters,
     const OptionalTensor& lengths, const Flags& reverse, bool relu) {
-  const LstmOptions options = rnn_options(reverse, relu);
+  const ChainOptions options{rnn_options(relu), reverse, Cell::Rnn};
   const LstmResults r = forward_without_c(input, h0, parameters, lengths, options, kNothing);
   return {r.output, r.h};
 }
@@ -179,8 +170,8 @@ std::vector<Tensor> rnn_backward(
     const OptionalTensor& h0, const Parameters& parameters, const OptionalTensor& lengths,
     const Tensor& output, const Flags& reverse, bool relu, const Flags& needs_grad) {
   return backward_without_c(
-      grad_output, grad_h_n, input, h0, parameters, lengths, output, {}, rnn_options(reverse, relu),
-      needs_grad);
+      grad_output, grad_h_n, input, h0, parameters, lengths, output, {},
+      {rnn_options(relu), reverse, Cell::Rnn}, needs_grad);
 }
 
 }  // namespace

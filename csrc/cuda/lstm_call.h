@@ -10,8 +10,6 @@
 #include <ATen/ops/mm.h>
 #include <ATen/ops/zeros.h>
 
-#include <limits>
-
 #include "arguments.h"
 #include "cuda/lstm.h"
 #include "cuda/lstm_packing.h"
@@ -22,30 +20,23 @@ namespace trifuse::cuda {
 
 using Flags = c10::List<bool>;
 
-struct LstmOptions {
+// The options of a call, and what its chains are.
+struct ChainOptions : LstmOptions {
   Flags reverse;  // of each chain
-  bool coupled = false;
-  double forget_bias = 0;
-  double cell_clip = std::numeric_limits<double>::infinity();
-  double proj_clip = std::numeric_limits<double>::infinity();
-  double eps = 0, zoneout_h = 0, zoneout_c = 0, recurrent_dropout = 0;
-  bool training = false;
-  bool layers = false;  // whether the chains are layers of a stack instead of directions
   Cell cell = Cell::Lstm;
-  bool reset_first = false;  // whether a GRU's reset gate precedes the product with W_hn
-  bool relu = false;         // the activation of an RNN
+  bool layers = false;  // whether the chains are layers of a stack instead of directions
 };
 
 inline void* data(const Tensor& t) { return t.defined() ? t.data_ptr() : nullptr; }
 
 // Returns a call with the fields that lstm_fits_sequence reads, except `layers`.
 inline Lstm lstm_sizes(
-    const Tensor& input, const Parameters& parameters, const LstmOptions& o, int64_t chains) {
+    const Tensor& input, const Parameters& parameters, const ChainOptions& o, int64_t chains) {
   Lstm p{};
   const Tensor weight_hh = *parameters.get(WeightHh);
   p.dtype = kernel_type(input.scalar_type());
   p.cell = o.cell;
-  p.reset_first = o.reset_first;
+  p.reset_first = !o.linear_before_reset;
   p.T = input.size(0);
   p.B = input.size(1);
   p.R = weight_hh.size(1);
@@ -73,7 +64,7 @@ class LstmCall {
 
   LstmCall(
       const Tensor& input, const Parameters& parameters, const OptionalTensor& row_lengths,
-      const OptionalTensor& seed, const LstmOptions& o)
+      const OptionalTensor& seed, const ChainOptions& o)
       : device(input), dtype(input.scalar_type()), wide(accumulation_type(dtype)),
         parameters(parameters), options_(input.options()) {
     check_hidden(parameters.get(WeightHh), {}, {});
@@ -182,7 +173,7 @@ class LstmCall {
     check_seed(seed, input);
   }
 
-  void set_options(const LstmOptions& o) {
+  void set_options(const ChainOptions& o) {
     for (int64_t d = 0; d < p.chains; ++d) p.reverse[d] = o.reverse.get(d);
     p.relu = o.relu;
     p.training = o.training;

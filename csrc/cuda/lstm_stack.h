@@ -30,7 +30,7 @@ inline std::tuple<int64_t, std::string> layers_at_once(
     most = 1;
   }
   for (; most > 1; --most) {
-    Lstm p = lstm_sizes(input, parameters, {Flags(), coupled}, most);
+    Lstm p = lstm_sizes(input, parameters, {{coupled}, Flags()}, most);
     p.layers = true;
     if (lstm_fits_sequence(p, backward, &reason)) break;
     why = reason;
@@ -59,7 +59,7 @@ struct LayerGroup {
     return {*part(all.output), *part(all.h),     *part(all.c),
             *part(all.gates),  *part(all.cells), *part(all.clipped)};
   }
-  LstmOptions part(LstmOptions options) const {
+  ChainOptions part(ChainOptions options) const {
     options.reverse = part(options.reverse, 1);
     options.layers = true;
     return options;
@@ -71,7 +71,7 @@ struct LayerGroup {
 inline std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> stack_forward(
     const Tensor& input, const OptionalTensor& h0, const OptionalTensor& c0,
     const Parameters& parameters, const OptionalTensor& lengths, const OptionalTensor& seed,
-    const LstmOptions& options, int64_t save) {
+    const ChainOptions& options, int64_t save) {
   const int64_t L = static_cast<int64_t>(options.reverse.size());
   const int64_t at_once = std::get<0>(layers_at_once(input, parameters, options.coupled, false));
   LstmResults all;
@@ -96,7 +96,7 @@ inline std::vector<Tensor> stack_backward(
     const Tensor& input, const OptionalTensor& h0, const OptionalTensor& c0,
     const Parameters& parameters, const OptionalTensor& lengths, const OptionalTensor& seed,
     const Tensor& output, const Tensor& gates, const Tensor& cells, const Tensor& clipped,
-    const Tensor& below, const LstmOptions& options, const Flags& needs_grad) {
+    const Tensor& below, const ChainOptions& options, const Flags& needs_grad) {
   const int64_t L = static_cast<int64_t>(options.reverse.size());
   check_input(input, output);
   for (int64_t layer = 0; layer < L; ++layer)
