@@ -165,9 +165,7 @@ class _Pass:
             raise _Unpackable(_OTHER_MASK)
         if not keep.flatten().nonzero().squeeze(-1).equal(self.packed.indices):
             raise _Unpackable("its masks differ in their padding")
-        if mask.shape[2] == 1:
-            return self.packed._replace(window=None)
-        return self.packed._replace(window=_window(mask[:, 0], keep))
+        return self.packed._replace(window=_window(mask, keep))
 
     def _tokens(self, name: str, value: Tensor) -> Tensor:
         assert self.packed is not None
@@ -191,8 +189,10 @@ def _padding(mask: Tensor, B: int, L: int) -> Tensor | None:
 
     Args:
         mask: (B, 1, 1, L), boolean, or floating with 0 for real tokens and the least number for
-            others. Or bool (B, 1, L, L), in which every real token sees itself.
+            others. Or int8, with a window: see :mod:`trifuse.huggingface`.
     """
+    if mask.dtype == torch.int8 and mask.shape[1::2] == (1, L) and mask.shape[0] in (1, B):
+        return mask[:, 0, 0].bool().expand(B, L)
     if mask.shape == (B, 1, 1, L):
         if mask.dtype == torch.bool:
             return mask[:, 0, 0]
@@ -200,8 +200,6 @@ def _padding(mask: Tensor, B: int, L: int) -> Tensor | None:
             keep = mask == 0
             if bool((keep | (mask <= torch.finfo(mask.dtype).min)).all()):
                 return keep[:, 0, 0]
-    elif mask.shape == (B, 1, L, L) and mask.dtype == torch.bool:
-        return mask[:, 0].diagonal(dim1=1, dim2=2)
     return None
 
 
@@ -209,32 +207,24 @@ def _window(mask: Tensor, keep: Tensor) -> int | None:
     """Return how far each token sees to either side; None if it sees all of its sequence.
 
     Args:
-        mask: bool (B, L, L), whether a token sees another one.
-        keep: bool (B, L), True where a token is real. Rows of other tokens don't count.
+        mask: the mask, as :func:`_padding` takes it.
+        keep: bool (B, L), True where a token is real.
 
     Raises:
-        _Unpackable: the mask has another form.
+        _Unpackable: there is padding inside a sequence. Packed, the tokens around it would be
+            nearer to each other.
     """
-    positions = torch.arange(mask.shape[-1], device=mask.device)
-    distance = (positions - positions[:, None]).abs()
-    furthest: list[tuple[Tensor, Tensor]] = []
-    for seen, real in zip(mask, keep, strict=True):  # so that no copy of the whole mask is made
-        pairs = real & real[:, None]
-        furthest.append(((distance * (seen & pairs)).max(), (distance * pairs).max()))
-    reach, span = (torch.stack(each).max() for each in zip(*furthest, strict=True))
-    near = distance <= reach
-    same = [
-        ((seen == (near & real)) | ~real[:, None]).all()
-        for seen, real in zip(mask, keep, strict=True)
-    ]
-    if not torch.stack(same).all():
-        raise _Unpackable(_OTHER_MASK)
-    if reach >= span:
+    if mask.dtype != torch.int8:
         return None
-    starts = keep[:, 0] + (keep[:, 1:] & ~keep[:, :-1]).sum(-1)
-    if (starts > 1).any():  # packed, the tokens on both sides of the gap would be nearer
+    reach = mask.shape[2] - 2
+    positions = torch.arange(keep.shape[1], device=keep.device).expand_as(keep)
+    first = positions.masked_fill(~keep, keep.shape[1]).min(-1).values
+    last = positions.masked_fill(~keep, -1).max(-1).values
+    if (last - first).max() <= reach:
+        return None
+    if (last - first >= keep.sum(-1)).any():
         raise _Unpackable("its window reaches over padding inside a sequence")
-    return int(reach)
+    return reach
 
 
 # Recognition --------------------------------------------------------------------------------------
