@@ -198,11 +198,11 @@ def fuse(model: torch_nn.Module, unpad: bool = False, freeze: bool = False) -> F
         model: any module; it is changed, not copied.
         unpad: compute on real tokens only, as a boolean mask marks them, in training too: see
             :mod:`trifuse.nn.packing`. This applies to stacks (``torch.nn.TransformerEncoder`` and
-            ``TransformerDecoder``, and bidirectional encoders of transformers, recognised by their
-            code: see :mod:`trifuse.recipes.stacks`) and to models (both BERTs without the heads on
-            top, ``trifuse.models.transformer``'s with their heads). Padded positions then get 0,
-            and real tokens get the same results. Otherwise padded positions get whatever the
-            layers compute there.
+            ``TransformerDecoder``, and encoders and encoder-decoders of transformers, recognised
+            by their code: see :mod:`trifuse.recipes.stacks`) and to models (both BERTs without the
+            heads on top, ``trifuse.models.transformer``'s with their heads). Padded positions then
+            get 0, and real tokens get the same results. Otherwise padded positions get whatever
+            the layers compute there.
         freeze: pack the weights of linear layers for good, for inference on a CPU. Without it, a
             packed weight is compared with its parameter at every call, so that no change is missed,
             and both are kept. A frozen layer keeps the packed weight alone

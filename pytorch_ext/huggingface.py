@@ -21,8 +21,9 @@ layer's attention (``AttentionInterface``). This module implements both. The mas
 - a mask of a sliding window, (B, 1, reach + 2, S): the padding, repeated without a copy. It is
   uint8 in a causal layer, as above. It is int8 where a query sees keys within the reach to both
   sides of its own position. So the reach is a size, which is known without a wait for a device;
-- a :class:`PackedSequences`, from an encoder that computes on real tokens only to its layers: where
-  each sequence lies in the packed batch, and how far its tokens see.
+- a :class:`PackedSequences`, from a stack that computes on real tokens only to its layers: where
+  each sequence lies in the packed batch, and how far its tokens see. For cross attention, a
+  :class:`CrossSequences`.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ from trifuse._transformers import NAME
 from trifuse.nn import bert, linear, packing
 from trifuse.nn.dropout_add_layer_norm import add_norm
 from trifuse.nn.linear import is_intercepted, linear_activation
-from trifuse.nn.packing import Obstacle, PackedSequences
+from trifuse.nn.packing import CrossSequences, Obstacle, PackedSequences
 from trifuse.ops.attention import scaled_dot_product_attention
 from trifuse.ops.linear import Activation
 from trifuse.recipes import sublayers, tokenwise
@@ -101,7 +102,7 @@ def attention_forward(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | PackedSequences | None,
+    attention_mask: Tensor | PackedSequences | CrossSequences | None,
     dropout: float = 0.0,
     scaling: float | None = None,
     is_causal: bool | None = None,
@@ -121,7 +122,8 @@ def attention_forward(
         dropout: probability of dropping a weight.
         scaling: multiplies q·k. Default: 1/√E.
         is_causal: whether the layer is causal; used only if ``attention_mask`` is None.
-        position_bias: (1 or B, H, Lq, Lk), added to the scores.
+        position_bias: (1 or B, H, Lq, Lk), added to the scores. For packed tokens, Lq and Lk are
+            the lengths of the longest sequences.
         softcap: caps the scaled scores, before anything is added to them.
         s_aux: (H,), attention sinks, transformers' name for the argument ``sinks``.
         **kwargs: other arguments that models pass. Those that are in the mask already, such as
@@ -135,35 +137,32 @@ def attention_forward(
             passes an argument that may be one.
     """
     wanted = _unsupported(module, s_aux, kwargs, attention_mask)
-    if position_bias is not None and isinstance(attention_mask, PackedSequences):
-        wanted = "position_bias of packed tokens"
     if wanted is not None:
         raise ValueError(
             f'attn_implementation="{NAME}" does not support {wanted}; '
             f"use another for {type(module).__name__}"
         )
-    if isinstance(attention_mask, PackedSequences):
+    causal: bool | CausalVariant
+    if isinstance(attention_mask, (PackedSequences, CrossSequences)):
+        causal = getattr(attention_mask, "causal", False)
         out = packing.attend(
             query,
             key,
             value,
             attention_mask,
             dropout,
+            is_causal=_is_causal(module, is_causal) if causal is None else causal,
             scale=scaling,
             softcap=softcap,
             sinks=_sinks(s_aux, query),
+            attn_mask=position_bias,
         )
         return out.transpose(1, 2), None
-    causal: bool | CausalVariant
     window = None
     if attention_mask is None:
         # Under None, a causal layer has as many queries as keys, or a single query at their end, as
         # in decoding: otherwise the mask function returns a mask.
-        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-        causal = causal and query.shape[2] > 1
-        if causal and (config := getattr(module, "config", None)) is not None:
-            # The masks of "eager" are complete, so None means that no key is masked.
-            causal = not _has_eager_masks(type(config))
+        causal = query.shape[2] > 1 and _is_causal(module, is_causal)
     elif attention_mask.dtype in (torch.uint8, torch.int8):
         if attention_mask.shape[2] > 1:
             window = attention_mask.shape[2] - 2
@@ -187,6 +186,15 @@ def attention_forward(
         sinks=_sinks(s_aux, query),
     )
     return out.transpose(1, 2), None
+
+
+def _is_causal(module: nn.Module, is_causal: bool | None) -> bool:
+    """Whether a layer that gets no mask is causal, by itself or by its argument."""
+    causal: bool = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    if causal and (config := getattr(module, "config", None)) is not None:
+        # The masks of "eager" are complete, so None means that no key is masked.
+        causal = not _has_eager_masks(type(config))
+    return causal
 
 
 def _sinks(s_aux: Tensor | None, query: Tensor) -> Tensor | None:
@@ -214,7 +222,7 @@ def _unsupported(
     module: nn.Module,
     s_aux: Tensor | None,
     kwargs: dict[str, Any],
-    mask: Tensor | PackedSequences | None,
+    mask: Tensor | PackedSequences | CrossSequences | None,
 ) -> str | None:
     """The name of an argument that changes the result and isn't served, or None."""
     formula = _formula(type(module))
@@ -372,7 +380,7 @@ def _pattern(mask_function: Callable[..., Any]) -> _Pattern | None:
         return _Pattern(causal=True)
     if torch.compiler.is_compiling() or not _has_code_of(mask_function, masking_utils.and_masks):
         return None
-    parts = inspect.getclosurevars(mask_function).nonlocals["mask_functions"]  # type: ignore[arg-type]
+    parts = inspect.getclosurevars(mask_function).nonlocals["mask_functions"]
     for causal, name, base in _WINDOWS:
         make = getattr(masking_utils, name, None)  # older versions lack one
         known = make is not None and len(parts) == 2 and parts[1] is base
