@@ -236,7 +236,7 @@ def fuse(model: torch_nn.Module, unpad: bool = False, freeze: bool = False) -> F
         chosen = [swaps[cls] for cls in reversed(type(module).__mro__) if cls in swaps]
         if not chosen and sublayers.is_candidate(module):
             chosen.append(_swap_by_recipe)
-        if written_out.writes_out(module):
+        if written_out.writes_out(module) and not sublayers.may_attend(module):
             chosen.append(_swap_written_out)
         if isinstance(stack := found.get(module), stacks.Stack):
             chosen.append(functools.partial(_swap_stack, parts=stack.parts))

@@ -222,9 +222,9 @@ def _padding(mask: Any, shape: torch.Size) -> Tensor | None:
     """Return the real tokens, bool (B, L), by a mask of theirs; None if it has another form.
 
     Args:
-        mask: (B, 1, 1, L), boolean, or floating with 0 for real tokens and the least number for
-            others. Or uint8 or int8, causal or with a window: see :mod:`trifuse.huggingface`. Or
-            None, if all are real.
+        mask: (B, 1, 1, L), or (B, 1, L, L) with equal rows; boolean, or floating with 0 for real
+            tokens and the least number for others. Or uint8 or int8, causal or with a window: see
+            :mod:`trifuse.huggingface`. Or None, if all are real.
         shape: (B, L, features).
     """
     B, L = shape[:2]
@@ -233,13 +233,17 @@ def _padding(mask: Any, shape: torch.Size) -> Tensor | None:
     if mask.dtype in (torch.uint8, torch.int8):
         if mask.shape[1::2] == (1, L) and mask.shape[0] in (1, B):
             return mask[:, 0, 0].bool().expand(B, L)
-    elif mask.shape == (B, 1, 1, L) and mask.dtype == torch.bool:
-        return mask[:, 0, 0]
-    elif mask.shape == (B, 1, 1, L) and mask.is_floating_point():
-        keep = mask == 0
-        if bool((keep | (mask <= torch.finfo(mask.dtype).min)).all()):
-            return keep[:, 0, 0]
-    return None
+        return None
+    if mask.shape not in ((B, 1, 1, L), (B, 1, L, L)):
+        return None
+    row = mask[:, :, :1]
+    if mask.shape[2] > 1 and not (mask == row).all():
+        return None
+    if mask.dtype == torch.bool:
+        return row[:, 0, 0]
+    keep = row == 0
+    known = mask.is_floating_point() and (keep | (row <= torch.finfo(mask.dtype).min)).all()
+    return keep[:, 0, 0] if known else None
 
 
 def _check(mask: Any, side: _Side) -> PackedSequences:
@@ -265,7 +269,7 @@ def _window(mask: Tensor, shape: torch.Size) -> int | None:
             nearer to each other.
     """
     keep = _padding(mask, shape)
-    if keep is None or mask.shape[2] == 1:
+    if keep is None or mask.shape[2] == 1 or mask.dtype not in (torch.uint8, torch.int8):
         return None
     reach = mask.shape[2] - 2
     positions = torch.arange(keep.shape[1], device=keep.device).expand_as(keep)

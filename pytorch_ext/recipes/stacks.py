@@ -70,11 +70,13 @@ _KNOWN = ("trifuse.huggingface",)
 
 
 def has_our_attention(stack: nn.Module) -> bool:
-    """Whether a stack's configuration selects our attention."""
-    return _attention(stack) == NAME
+    """Whether a stack's configuration selects our attention, or its own can be fused."""
+    return _attention(stack) == NAME or any(map(sublayers.may_attend, stack.modules()))
 
 
 def _attention(stack: nn.Module) -> str | None:
+    if any(map(sublayers.attends, stack.modules())):
+        return NAME
     for module in stack.modules():
         config: Any = getattr(module, "config", None)
         if hasattr(config, "_attn_implementation"):

@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 from trifuse.nn import packing
-from trifuse.recipes import code, norms, sublayers
+from trifuse.recipes import attention, code, norms, sublayers
 
 # Arguments that are None wherever tokens are packed: :mod:`trifuse.recipes.stacks` sees to it.
 ABSENT = frozenset({
@@ -76,28 +76,43 @@ class Examiner:
 
     def why_not(self, module: nn.Module) -> str | None:
         """Return why a module of transformers isn't known to treat tokens one by one, or None."""
-        cls = type(module)
-        source = sublayers.original(cls)
-        if not sublayers.is_of_transformers(source):
-            return packing.why_unknown(cls)
-        if source.__module__ == "transformers.activations" or norms.is_rms_norm(source):
-            return None
-        inputs = self.inputs.get(module, _ONLY_A_MASK)
-        if inputs is None:
-            return f"{packing.why_unknown(source)}: its calls differ in their arguments"
-        verdict = _examine(module, source, inputs)
+        verdict = self._verdict(module)
+        if not isinstance(verdict, _Verdict):
+            return verdict
+        unknown = packing.why_unknown(sublayers.original(type(module)))
         if verdict.uses is not None:
-            return f"{packing.why_unknown(source)}: it uses {verdict.uses}"
+            return f"{unknown}: it uses {verdict.uses}"
         for call in verdict.calls:
             for child in call.modules(module):
                 given = _given_to(child, call)
                 if given is None:
-                    name = f"{cls.__module__}.{cls.__qualname__}"
+                    name = f"{type(module).__module__}.{type(module).__qualname__}"
                     passes = f"doesn't pass its mask to {call.name}, or under another name"
                     return f"is a {name}, which {passes}"
                 if self.inputs.setdefault(child, given) != given:
                     self.inputs[child] = None
+                within = self._verdict(child)
+                whole = getattr(within, "returns_tuple", None)
+                if (call[:2], whole) in verdict.results:
+                    return f"{unknown}: it uses a part of what {call.name} returns"
         return None
+
+    def _verdict(self, module: nn.Module) -> _Verdict | str | None:
+        """Follow a module's code; or say why that is in vain, or None if it needn't be followed."""
+        source = sublayers.original(type(module))
+        if not sublayers.is_of_transformers(source):
+            return packing.why_unknown(type(module))
+        if _is_elementary(source):
+            return None
+        inputs = self.inputs.get(module, _ONLY_A_MASK)
+        if inputs is None:
+            return f"{packing.why_unknown(source)}: its calls differ in their arguments"
+        return _examine(module, source, inputs, sublayers.attends(module))
+
+
+def _is_elementary(source: type[nn.Module]) -> bool:
+    """Whether a class of transformers computes an activation or a norm."""
+    return source.__module__ == "transformers.activations" or norms.is_rms_norm(source)
 
 
 def why_not(module: nn.Module) -> str | None:
@@ -125,26 +140,31 @@ class _Verdict(NamedTuple):
 
     uses: str | None  # what isn't known to keep tokens apart
     calls: frozenset[_Call]
+    results: frozenset[tuple[Any, bool]]  # of calls; True: used as a tensor, False: as a tuple
+    returns_tuple: bool | None  # whether it returns a tuple; None: what a submodule returns
     read: dict[str, Any]  # the attributes on which this verdict rests
 
 
-_verdicts: dict[tuple[type, Inputs], list[_Verdict]] = {}
+_verdicts: dict[tuple[type, Inputs, bool], list[_Verdict]] = {}
 
 
-def _examine(module: nn.Module, source: type[nn.Module], inputs: Inputs) -> _Verdict:
-    known = _verdicts.setdefault((source, inputs), [])
+def _examine(module: nn.Module, source: type[nn.Module], inputs: Inputs, attends: bool) -> _Verdict:
+    known = _verdicts.setdefault((source, inputs, attends), [])
     for verdict in known:
         if all(_trait(module, name) == trait for name, trait in verdict.read.items()):
             return verdict
-    reader = _Reader(module, source, dict(inputs))
-    uses = None
+    reader = _Reader(module, source, dict(inputs), attends)
+    uses, returned = None, None
     try:
-        reader.method("forward", None)
+        returned = reader.method("forward", None)
     except _Unknown as unknown:
         uses = str(unknown)
     except (IndexError, TypeError, ValueError):  # code that wouldn't run with what we know of it
         uses = "what can't be followed"
-    verdict = _Verdict(uses, frozenset(reader.calls), reader.read)
+    kind = "results" if returned is None else returned.kind
+    returns_tuple = None if kind == "results" else kind == "tuple"
+    results = frozenset(reader.results)
+    verdict = _Verdict(uses, frozenset(reader.calls), results, returns_tuple, reader.read)
     known.append(verdict)
     return verdict
 
@@ -220,6 +240,8 @@ class _Value(NamedTuple):
     - own: the module's attribute of the name ``held``;
     - module: a submodule in the list of the name ``held``;
     - tuple: ``held`` are the items;
+    - results: of a submodule, tokens or a tuple that begins with them; ``held`` are these tokens,
+      and the name and the place of the submodule;
     - size: the shape of tokens; lead: its first two numbers; shape: those and ``trailing`` others;
     - length: a number that depends on how many tokens there are;
     - attention: transformers' attention interface;
@@ -263,13 +285,15 @@ class _Reader:
     """Follows the methods of one module."""
 
     def __init__(
-        self, module: nn.Module, source: type[nn.Module], inputs: dict[str, _Value]
+        self, module: nn.Module, source: type[nn.Module], inputs: dict[str, _Value], attends: bool
     ) -> None:
         self.module = module
+        self.attends = attends  # whether attention that is written out runs as one operator
         self.inputs = inputs
         self.methods = dict(code.methods(source))
         self.read: dict[str, Any] = {}
         self.calls: set[_Call] = set()
+        self.results: set[tuple[Any, bool]] = set()
         self.depth = 0
         self.globals: dict[str, Any] = {}
 
@@ -293,6 +317,8 @@ class _Reader:
         if tree is None:
             raise _Unknown(f"{function.__name__}, whose code can't be read")
         outer, self.globals = self.globals, function.__globals__
+        if self.attends and skip:
+            sublayers.rewrite_attention(tree, sublayers.roles(self.module), self.globals)
         self.depth += 1
         if self.depth > 8:
             raise _Unknown(f"{function.__name__}, which calls itself")
@@ -350,7 +376,7 @@ class _Reader:
         """Follow statements, which change ``scope``; return whether they leave the function."""
         for statement in body:
             if isinstance(statement, ast.Return):
-                value = _NONE if statement.value is None else self.value(statement.value, scope)
+                value = _NONE if statement.value is None else self.any(statement.value, scope)
                 returned.append(value)
                 return True
             if isinstance(statement, ast.Raise):
@@ -361,7 +387,7 @@ class _Reader:
             elif isinstance(statement, ast.For):
                 self._loop(statement, scope, returned)
             elif isinstance(statement, ast.Assign) and len(statement.targets) == 1:
-                self._assign(statement.targets[0], self.value(statement.value, scope), scope)
+                self._assign(statement.targets[0], self.any(statement.value, scope), scope)
             elif isinstance(statement, ast.AnnAssign) and statement.value is not None:
                 self._assign(statement.target, self.value(statement.value, scope), scope)
             elif isinstance(statement, ast.AugAssign):
@@ -386,7 +412,9 @@ class _Reader:
         going = [each for each, gone in zip(either, left, strict=True) if not gone]
         names = {name for each in going for name in each}
         for name in names:
-            scope[name] = _join([each.get(name, _Value("mixed")) for each in going])
+            found = [each.get(name, _Value("mixed")) for each in going]
+            same = all(value == found[0] for value in found)
+            scope[name] = found[0] if same else _join([self._whole(value) for value in found])
         return not going
 
     def _loop(self, statement: ast.For, scope: _Scope, returned: list[_Value]) -> None:
@@ -419,7 +447,9 @@ class _Reader:
     def _items(self, value: _Value, count: int) -> list[_Value]:
         if value.kind == "tuple" and len(value.held) == count:
             return list(value.held)
-        if value.kind == "tokens":  # the results of a submodule, or a tuple that came in
+        if value.kind == "results":
+            return [self._first(value)] * count
+        if value.kind == "tokens":  # a tuple that came in
             return [value] * count
         if value.kind == "size":
             return [self._length(value, position) for position in range(2)] + [_PLAIN] * (count - 2)
@@ -443,6 +473,24 @@ class _Reader:
         return None
 
     def value(self, node: ast.expr, scope: _Scope) -> _Value:
+        """Return what is known of an expression's value, which isn't a submodule's tuple."""
+        return self._whole(self.any(node, scope))
+
+    def _whole(self, value: _Value) -> _Value:
+        """Return the tokens that a submodule returned, if the value is such."""
+        if value.kind != "results":
+            return value
+        tokens, *call = value.held
+        self.results.add((tuple(call), True))
+        return tokens
+
+    def _first(self, results: _Value) -> _Value:
+        """Return the tokens at the beginning of a tuple that a submodule returned."""
+        tokens, *call = results.held
+        self.results.add((tuple(call), False))
+        return tokens
+
+    def any(self, node: ast.expr, scope: _Scope) -> _Value:
         """Return what is known of an expression's value."""
         follow: Callable[[Any, _Scope], _Value] | None
         follow = getattr(self, f"_{type(node).__name__.lower()}", None)
@@ -468,8 +516,8 @@ class _Reader:
             return _PLAIN
         base = self.value(node.value, scope)
         if base.kind in ("tokens", "heads"):
-            if node.attr == "shape" and (base.kind, base.trailing) == ("tokens", 1):
-                return _Value("size", 0, base.held)
+            if node.attr == "shape" and base.kind == "tokens":
+                return _Value("size", base.trailing, base.held)
             if node.attr not in ("device", "dtype"):
                 raise _Unknown(ast.unparse(node))
         elif base.kind == "own":
@@ -482,11 +530,11 @@ class _Reader:
         return _PLAIN
 
     def _subscript(self, node: ast.Subscript, scope: _Scope) -> _Value:
-        base = self.value(node.value, scope)
+        base = self.any(node.value, scope)
         index = node.slice
         if base.kind == "size":
             text = ast.unparse(index)
-            if text in (":-1", ":2"):
+            if text in (f":-{base.trailing}", ":2"):
                 return _Value("lead", 0, base.held)
             if text in ("-1", "2"):
                 return _PLAIN
@@ -495,9 +543,12 @@ class _Reader:
         elif base.kind == "tuple" and isinstance(index, ast.Constant):
             item: _Value = base.held[index.value]
             return item
-        elif base.kind == "tokens" and isinstance(index, ast.Constant):
-            if isinstance(node.value, ast.Call) and isinstance(index.value, int):
-                return base  # of the results of a submodule
+        elif base.kind == "results":
+            first = self._first(base)
+            if isinstance(index, ast.Constant) and isinstance(index.value, int):
+                return first
+            if ast.unparse(index) == "1:":
+                return _Value("tuple", 0, ())  # its items are unknown, and so can't be used
         elif (
             base.kind in ("tokens", "heads")
             and isinstance(index, ast.Tuple)
@@ -547,6 +598,14 @@ class _Reader:
         kinds = [side.kind for side in sides]
         if isinstance(node.op, ast.Mult) and kinds == ["tuple", "constant"]:
             return sides[0]._replace(held=sides[0].held * sides[1].held)
+        if isinstance(node.op, ast.Add) and kinds == ["tuple", "tuple"]:
+            return sides[0]._replace(held=sides[0].held + sides[1].held)
+        if (
+            isinstance(node.op, ast.Add)
+            and kinds == ["lead", "tuple"]
+            and {item.kind for item in sides[1].held} <= {"constant", "plain", "own"}
+        ):
+            return _Value("shape", len(sides[1].held), sides[0].held)
         if isinstance(node.op, ast.MatMult):
             raise _Unknown(ast.unparse(node))
         return self._combined(sides, node)
@@ -637,6 +696,8 @@ class _Reader:
         if isinstance(function, ast.Attribute):
             owner = function.value
             if isinstance(owner, ast.Name) and owner.id == "self":
+                if function.attr == attention.HELPER:
+                    return self._written_out(node, scope)
                 if function.attr in self.methods:
                     return self.method(function.attr, *self._given(node, scope))
                 if self._note(function.attr) is nn.Module:
@@ -672,6 +733,9 @@ class _Reader:
             ):
                 raise _Unknown(f"self.{name} with a {value.kind}")
         self.calls.add(_Call(name, index, frozenset(special)))
+        children = _Call(name, index, frozenset()).modules(self.module)
+        if all(sublayers.is_of_transformers(sublayers.original(type(c))) for c in children):
+            return _Value("results", 0, (first, name, index))
         return first
 
     def _attention(self, node: ast.Call, scope: _Scope) -> _Value:
@@ -688,6 +752,16 @@ class _Reader:
         ):
             raise _Unknown(f"{ast.unparse(node.func)} with more than packed tokens")
         return _Value("tuple", 0, (_Value("tokens", 2), _PLAIN))
+
+    def _written_out(self, node: ast.Call, scope: _Scope) -> _Value:
+        query, key, value, _, terms, *_ = node.args
+        heads = [self.value(each, scope) for each in (query, key, value)]
+        given = [term for term in self.value(terms, scope).held if term != _NONE]
+        masks = [term for term in given if term == _Value("mask")]
+        biases = [term for term in given if term == _Value("bias")]
+        if heads != [_HEADS] * 3 or len(masks) != 1 or len(masks + biases) != len(given):
+            raise _Unknown("attention with more than packed tokens")
+        return _Value("tuple", 0, (_HEADS, _NONE))
 
     def _known(self, function: Any, node: ast.Call, scope: _Scope) -> _Value:
         """Follow the call of a function that isn't the module's own."""
@@ -759,12 +833,16 @@ class _Reader:
         if name in ("all", "any") and not values:
             return _Value("verdict")
         layout = base.kind, base.trailing
-        if name == "size" and layout == ("tokens", 1):
-            size = _Value("size", 0, base.held)
+        if name == "size" and base.kind == "tokens":
+            size = _Value("size", base.trailing, base.held)
             if not values:
                 return size
-            return _PLAIN if dim in (-1, 2) else self._length(size, dim)
-        if name == "transpose" and sorted(constants) == [1, 2]:
+            return self._length(size, dim) if dim in (0, 1) else _PLAIN
+        if (
+            sorted(constants) == [1, 2]
+            if name == "transpose"
+            else (name == "permute" and constants == [0, 2, 1, 3])
+        ):
             if layout == ("tokens", 2):
                 return _Value("heads", 1, base.held)
             if layout == ("heads", 1):

@@ -51,6 +51,9 @@ FAMILIES: dict[str, tuple[dict[str, Any], list[str]]] = {
     "Esm": (PADDED_SIZES | {"mask_token_id": 4}, ["encoder"]),
     "Esm rotary": (PADDED_SIZES | ROTARY_ESM, ["encoder"]),
     "T5Encoder": (T5_SIZES, ["encoder"]),
+    "MPNet": (PADDED_SIZES, ["encoder"]),  # its attention is written out
+    "Tapas": (PADDED_SIZES, ["encoder"]),
+    "VisualBert": (PADDED_SIZES, ["encoder"]),
 }
 LENGTHS = torch.tensor([L, 6, 3])[:, None]
 RIGHT = torch.arange(L) < LENGTHS
