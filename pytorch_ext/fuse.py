@@ -113,6 +113,7 @@ class FuseReport:
         unpadded: with ``unpad``, the names of the modules that compute on real tokens only.
         padded: with ``unpad``, the modules that compute padding too, and why.
         frozen: with ``freeze``, the names of the modules whose weights were frozen.
+        norms: the norms in modules of transformers that run as before, and why.
     """
 
     swapped: list[Swapped] = field(default_factory=list)
@@ -122,6 +123,7 @@ class FuseReport:
     unpadded: list[str] = field(default_factory=list)
     padded: list[Left] = field(default_factory=list)
     frozen: list[str] = field(default_factory=list)
+    norms: list[Left] = field(default_factory=list)
     _steps: list[_Step | _Freezing] = field(default_factory=list, repr=False)
 
     def revert(self) -> None:
@@ -150,6 +152,11 @@ class FuseReport:
             Swapped(path, module, f"computes padding too: {reason}")
             for path, module, reason in self.padded
         ]
+        # The same norm of all layers is one row.
+        counts = Counter((norm.module, norm.reason) for norm in self.norms)
+        for (norm, reason), count in counts.items():
+            many = "1 norm" if count == 1 else f"{count} norms"
+            rows.append(Swapped(f"({many})", norm, f"as before: {reason}"))
         lines += table(rows)
         lines += [f"  linear layers: {choice}" for choice in self.linear.values()]
         if self.unpadded:
@@ -253,6 +260,7 @@ def fuse(model: torch_nn.Module, unpad: bool = False, freeze: bool = False) -> F
     report.notes += [note for note in notes(model) if note.path in swapped]
     report.left += own_attention(model)
     report.left += torch_attention(model)
+    report.norms += norms_apart(model)
     if unpad:
         _report_padding(model, report)
     if freeze:
@@ -633,6 +641,17 @@ def _ends_of_sublayers(module: Any) -> Iterator[tuple[torch_nn.Module, torch_nn.
                 yield getattr(module, f"dropout{k}"), getattr(module, f"norm{k}")
 
 
+def norms_apart(model: torch_nn.Module) -> Iterator[Left]:
+    """Yield the norms in modules of transformers that no operator serves, and why."""
+    for path, holder in model.named_modules():
+        source = sublayers.original(type(holder))
+        if not sublayers.is_of_transformers(source):
+            continue
+        for name, reason in sublayers.norms_apart(holder):
+            inside = f"{path}.{name}" if path else name
+            yield Left(inside, f"{source.__name__}.{name}", reason)
+
+
 def own_attention(model: torch_nn.Module) -> Iterator[Left]:
     """Yield the attentions of models set to "trifuse" that compute their attention themselves."""
     seen = set()
@@ -685,6 +704,12 @@ def _report_padding(model: torch_nn.Module, report: FuseReport) -> None:
         else:
             report.padded.append(Left(path, type(stack).__name__, str(why)))
             packing.warn_padded(stack, why)
+    refused = {stack: why for stack, why in stacks.find(model).items() if isinstance(why, str)}
+    if found:
+        for path, module in model.named_modules():
+            if (other := refused.get(module)) is not None:
+                report.padded.append(Left(path, type(module).__name__, other))
+                packing.warn_padded(module, other)
     left = {each.path: each.reason for each in reversed(report.left)}  # the first reason counts
     for path, module in _models_of_transformers(model):
         inside = f"{path}." if path else ""

@@ -227,7 +227,8 @@ def _find_loop(tree: ast.FunctionDef) -> _Loop | _Refused | None:
 def _result(loop: ast.For, call: ast.Call) -> str | None:
     """Return the variable that gets the hidden states from a layer's call, or None.
 
-    The code is ``x = call``, or ``x, ... = call``, or ``outputs = call`` and ``x = outputs[0]``.
+    The code is ``x = call``, or ``x, ... = call``, or ``outputs = call`` and ``x = outputs[0]``,
+    the latter perhaps only if they are a tuple.
     """
     assigned = [node for node in ast.walk(loop) if isinstance(node, ast.Assign)]
     targets = [node.targets for node in assigned if node.value is call]
@@ -239,7 +240,8 @@ def _result(loop: ast.For, call: ast.Call) -> str | None:
     if not isinstance(target, ast.Name):
         return None
     first = f"{target.id}[0]"
-    named = [node.targets[0] for node in assigned if ast.unparse(node.value) == first]
+    forms = first, f"{first} if isinstance({target.id}, tuple) else {target.id}"
+    named = [node.targets[0] for node in assigned if ast.unparse(node.value) in forms]
     if len(named) == 1 and isinstance(named[0], ast.Name):
         return named[0].id
     return target.id

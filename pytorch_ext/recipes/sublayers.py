@@ -18,6 +18,7 @@ import ast
 import copy
 import copyreg
 import inspect
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -499,6 +500,22 @@ def original(cls: Any) -> type[nn.Module]:
 def is_of_transformers(cls: type) -> bool:
     """Whether a class is of transformers or of code that it loads."""
     return cls.__module__.split(".")[0] in ("transformers", "transformers_modules")
+
+
+def norms_apart(module: nn.Module) -> Iterator[tuple[str, str]]:
+    """Yield the names of a module's norms that no operator serves, and why."""
+    cls: Any = type(module)
+    taken = cls.origin.norms if isinstance(cls, FusedType) else ()
+    for name, child in module.named_children():
+        kind = type(child)
+        if kind is nn.LayerNorm and name not in taken:
+            yield name, "its code has no sum right before it"
+        elif isinstance(child, nn.RMSNorm) or (
+            kind.__name__.endswith("Norm")
+            and is_of_transformers(kind)
+            and not norms.is_known(child)
+        ):
+            yield name, f"{kind.__name__} isn't a LayerNorm or a known form of RMSNorm"
 
 
 def ends_stay_apart(module: nn.Module) -> bool:

@@ -430,9 +430,9 @@ class _Reader:
             self._assign(target, _PLAIN, scope)
         self._assign(targets[-1], _Value("module", 0, name), scope)
         before = dict(scope)
-        if self.block(statement.body, scope, returned) or any(
-            scope[name] != value for name, value in before.items()
-        ):
+        left = self.block(statement.body, scope, returned)
+        scope.update({name: self._whole(scope[name]) for name in before})
+        if left or any(scope[name] != self._whole(value) for name, value in before.items()):
             raise _Unknown(f"a loop over {ast.unparse(statement.iter)}")
 
     def _assign(self, target: ast.expr, value: _Value, scope: _Scope) -> None:

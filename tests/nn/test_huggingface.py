@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from model_sizes import GPT_SIZES, GROUPED_QUERIES, SIZES
+from model_sizes import GPT_SIZES, GROUPED_QUERIES, SIZES, SPECIAL_TOKENS
 from torch import Tensor, nn
 
 import trifuse
@@ -53,8 +53,7 @@ def gemma3() -> nn.Module:
 
 def modernbert() -> nn.Module:
     """The second layer has a window, to both sides."""
-    marks = {"bos_token_id": 1, "cls_token_id": 1, "eos_token_id": 2, "sep_token_id": 2}
-    config = transformers.ModernBertConfig(**PADDED_SIZES | marks, local_attention=4)
+    config = transformers.ModernBertConfig(**PADDED_SIZES | SPECIAL_TOKENS, local_attention=4)
     return transformers.ModernBertModel(config)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from model_sizes import PADDED_SIZES
+from model_sizes import PADDED_SIZES, SPECIAL_TOKENS
 from torch import Tensor, nn
 
 import trifuse
@@ -28,13 +28,12 @@ TEXTS = [
     "a train left the station before the rain began and came back at night with nobody in it",
     "nobody saw it",
 ]
-MARKS = {"bos_token_id": 1, "cls_token_id": 1, "eos_token_id": 2, "sep_token_id": 2}
 # By model: its configuration, and what leaves padding out.
 MODELS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "Bert": (PADDED_SIZES, ["", ".encoder"]),
     "XLMRoberta": (PADDED_SIZES, [".encoder"]),
     "MPNet": (PADDED_SIZES, [".encoder"]),
-    "ModernBert": (PADDED_SIZES | MARKS | {"local_attention": 4}, [""]),
+    "ModernBert": (PADDED_SIZES | SPECIAL_TOKENS | {"local_attention": 4}, [""]),
 }
 
 

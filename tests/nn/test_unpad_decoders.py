@@ -27,6 +27,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "Pegasus": TRANSLATION_SIZES,
     "M2M100": TRANSLATION_SIZES,
     "PLBart": TRANSLATION_SIZES,
+    "Blenderbot": TRANSLATION_SIZES,
     "BlenderbotSmall": TRANSLATION_SIZES,
     "T5": T5_SIZES,
     "MT5": T5_SIZES,

@@ -12,6 +12,7 @@ from model_sizes import (
     DISTILBERT_SIZES,
     GROUPED_QUERIES,
     PADDED_SIZES,
+    SPECIAL_TOKENS,
     T5_SIZES,
     TRANSLATION_SIZES,
 )
@@ -27,7 +28,6 @@ pytestmark = pytest.mark.usefixtures("torch_multiplies")
 
 B, L, LAYERS = 3, 10, 2
 EMBEDDED = PADDED_SIZES | {"embedding_size": 32}
-MARKS = {"bos_token_id": 1, "cls_token_id": 1, "eos_token_id": 2, "sep_token_id": 2}
 
 ROTARY_ESM = {"mask_token_id": 4, "position_embedding_type": "rotary", "token_dropout": True}
 
@@ -44,9 +44,12 @@ FAMILIES: dict[str, tuple[dict[str, Any], list[str]]] = {
     "DistilBert": (DISTILBERT_SIZES, ["transformer"]),
     "Albert": (EMBEDDED, ["encoder", "encoder.albert_layer_groups.0"]),
     "MobileBert": (EMBEDDED | {"intra_bottleneck_size": 32}, ["encoder"]),
-    "ModernBert": (PADDED_SIZES | MARKS | {"local_attention": 4}, [""]),  # layer 1 has a window
+    "ModernBert": (
+        PADDED_SIZES | SPECIAL_TOKENS | {"local_attention": 4},
+        [""],
+    ),  # layer 1 has a window
     "NomicBert": (PADDED_SIZES, [""]),
-    "EuroBert": (PADDED_SIZES | GROUPED_QUERIES | MARKS, [""]),
+    "EuroBert": (PADDED_SIZES | GROUPED_QUERIES | SPECIAL_TOKENS, [""]),
     "Bart": (TRANSLATION_SIZES, ["encoder", "decoder"]),
     "Esm": (PADDED_SIZES | {"mask_token_id": 4}, ["encoder"]),
     "Esm rotary": (PADDED_SIZES | ROTARY_ESM, ["encoder"]),

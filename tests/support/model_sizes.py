@@ -57,3 +57,32 @@ T5_SIZES = {
     "num_heads": 4,
     "decoder_start_token_id": 0,
 }
+# As ViT's configuration calls them, for images of 16 by 16 pixels.
+VIT_SIZES = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 48,
+    "image_size": 16,
+    "patch_size": 4,
+}
+# As Whisper's configuration calls them, for spectra of 20 frames.
+WHISPER_SIZES = TRANSLATION_SIZES | {
+    "num_mel_bins": 8,
+    "max_source_positions": 10,
+    "max_target_positions": 24,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+# As OPT's configuration calls them.
+OPT_SIZES = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "ffn_dim": 48,
+    "word_embed_proj_dim": 32,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+}
+SPECIAL_TOKENS = {"bos_token_id": 1, "cls_token_id": 1, "eos_token_id": 2, "sep_token_id": 2}
