@@ -154,8 +154,8 @@ class FuseReport:
         ]
         # The same norm of all layers is one row.
         counts = Counter((norm.module, norm.reason) for norm in self.norms)
-        for (norm, reason), count in counts.items():
-            many = "1 norm" if count == 1 else f"{count} norms"
+        for (norm, reason), alike in counts.items():
+            many = "1 norm" if alike == 1 else f"{alike} norms"
             rows.append(Swapped(f"({many})", norm, f"as before: {reason}"))
         lines += table(rows)
         lines += [f"  linear layers: {choice}" for choice in self.linear.values()]

@@ -75,14 +75,15 @@ def has_our_attention(stack: nn.Module) -> bool:
 
 
 def _attention(stack: nn.Module) -> str | None:
-    if any(map(sublayers.attends, stack.modules())):
-        return NAME
+    chosen = None
     for module in stack.modules():
         config: Any = getattr(module, "config", None)
         if hasattr(config, "_attn_implementation"):
-            chosen: str | None = config._attn_implementation
-            return chosen
-    return None
+            chosen = config._attn_implementation
+            break
+    if chosen != NAME and any(map(sublayers.attends, stack.modules())):
+        return NAME
+    return chosen
 
 
 # Recognition --------------------------------------------------------------------------------------

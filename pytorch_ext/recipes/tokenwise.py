@@ -73,6 +73,7 @@ class Examiner:
         self.inputs: dict[nn.Module, Inputs | None] = {
             layer: layer_inputs(_arguments(type(layer)).named, memory) for layer in layers
         }
+        self.verdicts: dict[nn.Module, _Verdict | str | None] = {}
 
     def why_not(self, module: nn.Module) -> str | None:
         """Return why a module of transformers isn't known to treat tokens one by one, or None."""
@@ -84,13 +85,17 @@ class Examiner:
             return f"{unknown}: it uses {verdict.uses}"
         for call in verdict.calls:
             for child in call.modules(module):
-                given = _given_to(child, call)
+                key = call, type(child)
+                if key not in verdict.given:
+                    verdict.given[key] = _given_to(child, call)
+                given = verdict.given[key]
                 if given is None:
                     name = f"{type(module).__module__}.{type(module).__qualname__}"
                     passes = f"doesn't pass its mask to {call.name}, or under another name"
                     return f"is a {name}, which {passes}"
                 if self.inputs.setdefault(child, given) != given:
                     self.inputs[child] = None
+                    self.verdicts.pop(child, None)
                 within = self._verdict(child)
                 whole = getattr(within, "returns_tuple", None)
                 if (call[:2], whole) in verdict.results:
@@ -99,6 +104,11 @@ class Examiner:
 
     def _verdict(self, module: nn.Module) -> _Verdict | str | None:
         """Follow a module's code; or say why that is in vain, or None if it needn't be followed."""
+        if module not in self.verdicts:
+            self.verdicts[module] = self._follow(module)
+        return self.verdicts[module]
+
+    def _follow(self, module: nn.Module) -> _Verdict | str | None:
         source = sublayers.original(type(module))
         if not sublayers.is_of_transformers(source):
             return packing.why_unknown(type(module))
@@ -143,6 +153,7 @@ class _Verdict(NamedTuple):
     results: frozenset[tuple[Any, bool]]  # of calls; True: used as a tensor, False: as a tuple
     returns_tuple: bool | None  # whether it returns a tuple; None: what a submodule returns
     read: dict[str, Any]  # the attributes on which this verdict rests
+    given: dict[tuple[_Call, type], Inputs | None]  # what calls give to submodules of a class
 
 
 _verdicts: dict[tuple[type, Inputs, bool], list[_Verdict]] = {}
@@ -164,7 +175,7 @@ def _examine(module: nn.Module, source: type[nn.Module], inputs: Inputs, attends
     kind = "results" if returned is None else returned.kind
     returns_tuple = None if kind == "results" else kind == "tuple"
     results = frozenset(reader.results)
-    verdict = _Verdict(uses, frozenset(reader.calls), results, returns_tuple, reader.read)
+    verdict = _Verdict(uses, frozenset(reader.calls), results, returns_tuple, reader.read, {})
     known.append(verdict)
     return verdict
 

@@ -263,7 +263,7 @@ def test_a_bias_in_each_layer(packed):
     wanted = run(model, RIGHT)[0]
     (padded,) = trifuse.fuse(model, unpad=True).padded
     assert padded.path == "encoder"
-    assert "UMT5LayerSelfAttention, which isn't known to treat tokens one by one" in padded.reason
+    assert "UMT5Attention, which isn't known to treat tokens one by one" in padded.reason
     close(run(model, RIGHT)[0][RIGHT], wanted[RIGHT])
     assert not packed
 
