@@ -268,6 +268,30 @@ def test_a_bias_in_each_layer(packed):
     assert not packed
 
 
+@pytest.mark.parametrize("stable", [False, True])
+@pytest.mark.parametrize("name", ["Wav2Vec2", "Hubert"])
+def test_speech(name, stable, packed, warned):
+    """Frames of sound, after a convolution over those with their padding."""
+    options = {"conv_dim": (32, 32), "conv_kernel": (3, 3), "conv_stride": (2, 2)}
+    options |= {"num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 2}
+    sizes = {name: size for name, size in PADDED_SIZES.items() if "position" not in name}
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{name}Config")(
+        **sizes | options, feat_extract_norm="layer", do_stable_layer_norm=stable
+    )
+    model = getattr(transformers, f"{name}Model")(config).eval()
+    sound = torch.randn(B, 64)
+    keep = (torch.arange(64) < torch.tensor([64, 40, 20])[:, None]).long()
+    wanted = model(sound, attention_mask=keep)[0]
+    real = model._get_feature_vector_attention_mask(wanted.shape[1], keep).bool()
+    assert trifuse.fuse(model, unpad=True).unpadded == ["encoder"]
+    out = model(sound, attention_mask=keep)[0]
+    close(out[real], wanted[real])
+    assert out[~real].eq(0).all()
+    assert [tokens for tokens, _ in packed] == [int(real.sum())] * LAYERS
+    assert not warned
+
+
 @pytest.mark.parametrize("name", ["Roberta", "ModernBert"])
 def test_compiled(name, packed, warned):
     model = build(name)
