@@ -12,10 +12,6 @@
 - :mod:`trifuse.recipes.stacks` finds encoders and decoders made of such modules, and lets them
   leave out the padding;
 - :mod:`trifuse.recipes.passes` takes a batch through their layers.
-- :mod:`trifuse.recipes.tokenwise` tells which modules treat tokens one by one;
-- :mod:`trifuse.recipes.stacks` finds encoders and decoders made of such modules, and lets them
-  leave out the padding;
-- :mod:`trifuse.recipes.passes` takes a batch through their layers.
 
 No list of model names is involved: a class that nobody has seen before is served if its code has
 one of these forms.

@@ -101,3 +101,9 @@ def test_each_stack_that_computes_padding_is_reported_with_the_reason(warned):
     assert padded == ("decoder.roberta.encoder", "RobertaEncoder", "its attention is causal")
     assert warned == ["RobertaEncoder computes padding too, because its attention is causal"]
     assert "computes padding too: its attention is causal" in str(report)
+
+
+def test_an_attention_that_takes_no_packed_tokens_is_the_reason():
+    report = trifuse.fuse(families.build("MegatronBert"), unpad=True)
+    why = "its attention isn't one that takes packed tokens"
+    assert report.padded == [("", "MegatronBertModel", why)]

@@ -22,7 +22,6 @@ from transformers import PreTrainedModel  # noqa: E402
 from transformers.masking_utils import create_causal_mask  # noqa: E402
 
 from trifuse import huggingface  # noqa: E402
-from trifuse.recipes import sublayers  # noqa: E402
 
 PADDED_SIZES = SIZES | {"pad_token_id": 1}
 BARTS = {
