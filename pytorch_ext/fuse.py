@@ -113,6 +113,7 @@ class FuseReport:
         unpadded: with ``unpad``, the names of the modules that compute on real tokens only.
         padded: with ``unpad``, the modules that compute padding too, and why.
         frozen: with ``freeze``, the names of the modules whose weights were frozen.
+        norms: the norms in modules of transformers that run as before, and why.
     """
 
     swapped: list[Swapped] = field(default_factory=list)
@@ -122,6 +123,7 @@ class FuseReport:
     unpadded: list[str] = field(default_factory=list)
     padded: list[Left] = field(default_factory=list)
     frozen: list[str] = field(default_factory=list)
+    norms: list[Left] = field(default_factory=list)
     _steps: list[_Step | _Freezing] = field(default_factory=list, repr=False)
 
     def revert(self) -> None:
@@ -150,6 +152,11 @@ class FuseReport:
             Swapped(path, module, f"computes padding too: {reason}")
             for path, module, reason in self.padded
         ]
+        # The same norm of all layers is one row.
+        counts = Counter((norm.module, norm.reason) for norm in self.norms)
+        for (norm, reason), alike in counts.items():
+            many = "1 norm" if alike == 1 else f"{alike} norms"
+            rows.append(Swapped(f"({many})", norm, f"as before: {reason}"))
         lines += table(rows)
         lines += [f"  linear layers: {choice}" for choice in self.linear.values()]
         if self.unpadded:
@@ -198,11 +205,11 @@ def fuse(model: torch_nn.Module, unpad: bool = False, freeze: bool = False) -> F
         model: any module; it is changed, not copied.
         unpad: compute on real tokens only, as a boolean mask marks them, in training too: see
             :mod:`trifuse.nn.packing`. This applies to stacks (``torch.nn.TransformerEncoder`` and
-            ``TransformerDecoder``, and bidirectional encoders of transformers, recognised by their
-            code: see :mod:`trifuse.recipes.stacks`) and to models (both BERTs without the heads on
-            top, ``trifuse.models.transformer``'s with their heads). Padded positions then get 0,
-            and real tokens get the same results. Otherwise padded positions get whatever the
-            layers compute there.
+            ``TransformerDecoder``, and encoders and encoder-decoders of transformers, recognised
+            by their code: see :mod:`trifuse.recipes.stacks`) and to models (both BERTs without the
+            heads on top, ``trifuse.models.transformer``'s with their heads). Padded positions then
+            get 0, and real tokens get the same results. Otherwise padded positions get whatever
+            the layers compute there.
         freeze: pack the weights of linear layers for good, for inference on a CPU. Without it, a
             packed weight is compared with its parameter at every call, so that no change is missed,
             and both are kept. A frozen layer keeps the packed weight alone
@@ -236,7 +243,7 @@ def fuse(model: torch_nn.Module, unpad: bool = False, freeze: bool = False) -> F
         chosen = [swaps[cls] for cls in reversed(type(module).__mro__) if cls in swaps]
         if not chosen and sublayers.is_candidate(module):
             chosen.append(_swap_by_recipe)
-        if written_out.writes_out(module):
+        if written_out.writes_out(module) and not sublayers.may_attend(module):
             chosen.append(_swap_written_out)
         if isinstance(stack := found.get(module), stacks.Stack):
             chosen.append(functools.partial(_swap_stack, parts=stack.parts))
@@ -253,6 +260,7 @@ def fuse(model: torch_nn.Module, unpad: bool = False, freeze: bool = False) -> F
     report.notes += [note for note in notes(model) if note.path in swapped]
     report.left += own_attention(model)
     report.left += torch_attention(model)
+    report.norms += norms_apart(model)
     if unpad:
         _report_padding(model, report)
     if freeze:
@@ -633,6 +641,17 @@ def _ends_of_sublayers(module: Any) -> Iterator[tuple[torch_nn.Module, torch_nn.
                 yield getattr(module, f"dropout{k}"), getattr(module, f"norm{k}")
 
 
+def norms_apart(model: torch_nn.Module) -> Iterator[Left]:
+    """Yield the norms in modules of transformers that no operator serves, and why."""
+    for path, holder in model.named_modules():
+        source = sublayers.original(type(holder))
+        if not sublayers.is_of_transformers(source):
+            continue
+        for name, reason in sublayers.norms_apart(holder):
+            inside = f"{path}.{name}" if path else name
+            yield Left(inside, f"{source.__name__}.{name}", reason)
+
+
 def own_attention(model: torch_nn.Module) -> Iterator[Left]:
     """Yield the attentions of models set to "trifuse" that compute their attention themselves."""
     seen = set()
@@ -685,6 +704,12 @@ def _report_padding(model: torch_nn.Module, report: FuseReport) -> None:
         else:
             report.padded.append(Left(path, type(stack).__name__, str(why)))
             packing.warn_padded(stack, why)
+    refused = {stack: why for stack, why in stacks.find(model).items() if isinstance(why, str)}
+    if found:
+        for path, module in model.named_modules():
+            if (other := refused.get(module)) is not None:
+                report.padded.append(Left(path, type(module).__name__, other))
+                packing.warn_padded(module, other)
     left = {each.path: each.reason for each in reversed(report.left)}  # the first reason counts
     for path, module in _models_of_transformers(model):
         inside = f"{path}." if path else ""

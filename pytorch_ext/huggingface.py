@@ -18,8 +18,12 @@ layer's attention (``AttentionInterface``). This module implements both. The mas
 - a uint8 mask: the padding, (B, 1, 1, S), of a causal layer, whose last query is aligned with its
   last key. The dtype marks the causality, so it survives whatever the model does to the tensor on
   the way, and no (B, 1, L, S) mask has to be built;
-- a :class:`PackedSequences`, from an encoder that computes on real tokens only to its layers: where
-  each sequence lies in the packed batch, and how far its tokens see.
+- a mask of a sliding window, (B, 1, reach + 2, S): the padding, repeated without a copy. It is
+  uint8 in a causal layer, as above. It is int8 where a query sees keys within the reach to both
+  sides of its own position. So the reach is a size, which is known without a wait for a device;
+- a :class:`PackedSequences`, from a stack that computes on real tokens only to its layers: where
+  each sequence lies in the packed batch, and how far its tokens see. For cross attention, a
+  :class:`CrossSequences`.
 """
 
 from __future__ import annotations
@@ -55,7 +59,7 @@ from trifuse._transformers import NAME
 from trifuse.nn import bert, linear, packing
 from trifuse.nn.dropout_add_layer_norm import add_norm
 from trifuse.nn.linear import is_intercepted, linear_activation
-from trifuse.nn.packing import Obstacle, PackedSequences
+from trifuse.nn.packing import CrossSequences, Obstacle, PackedSequences
 from trifuse.ops.attention import scaled_dot_product_attention
 from trifuse.ops.linear import Activation
 from trifuse.recipes import sublayers, tokenwise
@@ -98,7 +102,7 @@ def attention_forward(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | PackedSequences | None,
+    attention_mask: Tensor | PackedSequences | CrossSequences | None,
     dropout: float = 0.0,
     scaling: float | None = None,
     is_causal: bool | None = None,
@@ -118,7 +122,8 @@ def attention_forward(
         dropout: probability of dropping a weight.
         scaling: multiplies q·k. Default: 1/√E.
         is_causal: whether the layer is causal; used only if ``attention_mask`` is None.
-        position_bias: (1 or B, H, Lq, Lk), added to the scores.
+        position_bias: (1 or B, H, Lq, Lk), added to the scores. For packed tokens, Lq and Lk are
+            the lengths of the longest sequences.
         softcap: caps the scaled scores, before anything is added to them.
         s_aux: (H,), attention sinks, transformers' name for the argument ``sinks``.
         **kwargs: other arguments that models pass. Those that are in the mask already, such as
@@ -132,37 +137,37 @@ def attention_forward(
             passes an argument that may be one.
     """
     wanted = _unsupported(module, s_aux, kwargs, attention_mask)
-    if position_bias is not None and isinstance(attention_mask, PackedSequences):
-        wanted = "position_bias of packed tokens"
     if wanted is not None:
         raise ValueError(
             f'attn_implementation="{NAME}" does not support {wanted}; '
             f"use another for {type(module).__name__}"
         )
-    if isinstance(attention_mask, PackedSequences):
+    causal: bool | CausalVariant
+    if isinstance(attention_mask, (PackedSequences, CrossSequences)):
+        causal = getattr(attention_mask, "causal", False)
         out = packing.attend(
             query,
             key,
             value,
             attention_mask,
             dropout,
+            is_causal=_is_causal(module, is_causal) if causal is None else causal,
             scale=scaling,
             softcap=softcap,
             sinks=_sinks(s_aux, query),
+            attn_mask=position_bias,
         )
         return out.transpose(1, 2), None
-    causal: bool | CausalVariant
+    window = None
     if attention_mask is None:
         # Under None, a causal layer has as many queries as keys, or a single query at their end, as
         # in decoding: otherwise the mask function returns a mask.
-        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-        causal = causal and query.shape[2] > 1
-        if causal and (config := getattr(module, "config", None)) is not None:
-            # The masks of "eager" are complete, so None means that no key is masked.
-            causal = not _has_eager_masks(type(config))
-    elif attention_mask.dtype == torch.uint8:
-        causal = CausalVariant.LOWER_RIGHT
-        attention_mask = attention_mask.view(torch.bool)
+        causal = query.shape[2] > 1 and _is_causal(module, is_causal)
+    elif attention_mask.dtype in (torch.uint8, torch.int8):
+        if attention_mask.shape[2] > 1:
+            window = attention_mask.shape[2] - 2
+        causal = CausalVariant.LOWER_RIGHT if attention_mask.dtype == torch.uint8 else False
+        attention_mask = attention_mask[:, :, :1].view(torch.bool)
     else:
         causal = False
     if position_bias is not None:
@@ -176,10 +181,20 @@ def attention_forward(
         causal,
         scaling,
         enable_gqa=key.shape[1] != query.shape[1],
+        window=window,
         softcap=softcap,
         sinks=_sinks(s_aux, query),
     )
     return out.transpose(1, 2), None
+
+
+def _is_causal(module: nn.Module, is_causal: bool | None) -> bool:
+    """Whether a layer that gets no mask is causal, by itself or by its argument."""
+    causal: bool = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    if causal and (config := getattr(module, "config", None)) is not None:
+        # The masks of "eager" are complete, so None means that no key is masked.
+        causal = not _has_eager_masks(type(config))
+    return causal
 
 
 def _sinks(s_aux: Tensor | None, query: Tensor) -> Tensor | None:
@@ -207,7 +222,7 @@ def _unsupported(
     module: nn.Module,
     s_aux: Tensor | None,
     kwargs: dict[str, Any],
-    mask: Tensor | PackedSequences | None,
+    mask: Tensor | PackedSequences | CrossSequences | None,
 ) -> str | None:
     """The name of an argument that changes the result and isn't served, or None."""
     formula = _formula(type(module))
@@ -277,9 +292,9 @@ def attention_mask(
 
     A model gets the additive masks of "eager" if some of its layers compute their attention
     themselves, or if it doesn't declare support for "sdpa": its layers may then be marked causal
-    without being so. For other models, padding under full or causal attention is returned as the
-    padding alone. Everything else (sliding windows, chunks, packed sequences, static caches, the
-    caller's own functions) is left to transformers' ``sdpa_mask``.
+    without being so. For other models, padding under full, causal or windowed attention is returned
+    as the padding alone. Everything else (chunks, packed sequences, static caches, the caller's own
+    functions, windows under ``torch.compile``) is left to transformers' ``sdpa_mask``.
 
     Args:
         batch_size, q_length, kv_length: the sizes of the mask.
@@ -322,25 +337,70 @@ def attention_mask(
             raise ValueError(reason)
         if _has_eager_masks(type(config)):
             return eager_mask(**others)
-    if mask_function is bidirectional_mask_function and allow_is_bidirectional_skip:
-        padding = _padding(attention_mask, kv_length, kv_offset)
+    pattern = _pattern(mask_function)
+    if pattern is None:
+        return sdpa_mask(**others)
+    causal, reach = pattern
+    if reach is not None and reach >= max(q_length, kv_length) - 1:
+        reach = None  # the window holds every key
+    padding = _padding(attention_mask, kv_length, kv_offset)
+    starts_together = isinstance(q_offset, int) and q_offset == kv_offset
+    ends_together = isinstance(q_offset, int) and q_offset + q_length == kv_offset + kv_length
+    if not causal and allow_is_bidirectional_skip and reach is None:
         return None if padding is None else padding[:, None, None, :]
-    if (
-        mask_function is causal_mask_function
-        and allow_is_causal_skip
-        and isinstance(q_offset, int)
-        and q_offset + q_length == kv_offset + kv_length
-    ):
-        padding = _padding(attention_mask, kv_length, kv_offset)
-        if padding is not None:
-            return padding[:, None, None, :].view(torch.uint8)
+    if causal and allow_is_causal_skip and ends_together:
         # With None, a layer that can be bidirectional may or may not be causal.
         known = not getattr(config, "use_bidirectional_attention", False)
-        if q_length == 1 or (q_length == kv_length and known):
+        if reach is padding is None and (q_length == 1 or (q_length == kv_length and known)):
             return None
+    elif causal or not allow_is_bidirectional_skip or not starts_together:
+        return sdpa_mask(**others)
+    if padding is None:
         device = kwargs.get("device", "cpu")
-        return torch.ones((1, 1, 1, kv_length), dtype=torch.uint8, device=device)
-    return sdpa_mask(**others)
+        padding = torch.ones((1, kv_length), dtype=torch.bool, device=device)
+    marked = padding[:, None, None, :].view(torch.uint8 if causal else torch.int8)
+    return marked if reach is None else marked.expand(-1, -1, reach + 2, -1)
+
+
+class _Pattern(NamedTuple):
+    """The pairs of a query and a key that a mask lets through, padding aside."""
+
+    causal: bool
+    reach: int | None = None  # how far a query sees, to both sides if not causal; None: no limit
+
+
+def _pattern(mask_function: Callable[..., Any]) -> _Pattern | None:
+    """Recognise a mask function of transformers; return None for others.
+
+    A window is held in the variables of a nested function. ``torch.compile`` can't read these.
+    """
+    if mask_function is bidirectional_mask_function:
+        return _Pattern(causal=False)
+    if mask_function is causal_mask_function:
+        return _Pattern(causal=True)
+    if torch.compiler.is_compiling() or not _has_code_of(mask_function, masking_utils.and_masks):
+        return None
+    parts = inspect.getclosurevars(mask_function).nonlocals["mask_functions"]
+    for causal, name, base in _WINDOWS:
+        make = getattr(masking_utils, name, None)  # older versions lack one
+        known = make is not None and len(parts) == 2 and parts[1] is base
+        if known and _has_code_of(parts[0], make):
+            window = inspect.getclosurevars(parts[0]).nonlocals["sliding_window"]
+            return _Pattern(causal, window - 1 if causal else window)
+    return None
+
+
+# Whether a window is causal, the function that makes it, and the one that it is intersected with.
+_WINDOWS = (
+    (True, "sliding_window_overlay", causal_mask_function),
+    (False, "sliding_window_bidirectional_overlay", bidirectional_mask_function),
+)
+
+
+def _has_code_of(function: Any, maker: Any) -> bool:
+    """Whether a function is one of those that ``maker`` defines and returns."""
+    code = getattr(function, "__code__", None)
+    return code is not None and code in maker.__code__.co_consts
 
 
 _BY_POSITIONS = "cache_position" in inspect.signature(sdpa_mask).parameters

@@ -37,6 +37,7 @@ class PackedSequences(NamedTuple):
     cu_seqlens: Tensor  # int32 (B + 1,): where each sequence begins among the T tokens, then T
     max_seqlen: int
     window: int | None = None  # how far a query reaches to either side; None: without limit
+    causal: bool | None = False  # None: as the layer that attends says
 
 
 class CrossSequences(NamedTuple):
@@ -251,10 +252,12 @@ def attend(
     scale: float | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    attn_mask: Tensor | None = None,
 ) -> Tensor:
     """Applies :func:`trifuse.varlen_attention` to (1, H, T, E) tensors; returns (1, H, T, E).
 
-    Each key head serves as many query heads as there are for each.
+    Each key head serves as many query heads as there are for each. ``attn_mask`` is broadcastable
+    to (B, H, longest queries, longest keys).
     """
     queries, keys = packed if isinstance(packed, CrossSequences) else (packed, packed)
     query, key, value = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
@@ -266,6 +269,7 @@ def attend(
         keys.cu_seqlens,
         max_seqlen_q=queries.max_seqlen,
         max_seqlen_k=keys.max_seqlen,
+        attn_mask=attn_mask,
         dropout_p=dropout_p,
         is_causal=is_causal,
         scale=scale,

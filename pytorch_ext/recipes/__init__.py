@@ -4,9 +4,14 @@
 - :mod:`trifuse.recipes.norms` recognises RMSNorm, which every library writes for itself;
 - :mod:`trifuse.recipes.sublayers` finds where a sum meets its norm, and a linear layer its
   activation;
-- :mod:`trifuse.recipes.written_out` finds attentions that write their softmax out;
+- :mod:`trifuse.recipes.attention` finds the plainest attention that a module writes out, whose call
+  then takes packed tokens too;
+- :mod:`trifuse.recipes.written_out` finds all others that write their softmax out;
+- :mod:`trifuse.recipes.layers` finds layers with BERT's code;
 - :mod:`trifuse.recipes.tokenwise` tells which modules treat tokens one by one;
-- :mod:`trifuse.recipes.stacks` lets encoders made of such modules leave out the padding.
+- :mod:`trifuse.recipes.stacks` finds encoders and decoders made of such modules, and lets them
+  leave out the padding;
+- :mod:`trifuse.recipes.passes` takes a batch through their layers.
 
 No list of model names is involved: a class that nobody has seen before is served if its code has
 one of these forms.

@@ -1,4 +1,4 @@
-"""Encoders of transformers that compute on real tokens only, found by the loop over their layers.
+"""Stacks of transformers that compute on real tokens only, found by the loop over their layers.
 
 Somewhere in its code, an encoder sends its hidden states through its layers, one after another ::
 
@@ -6,14 +6,19 @@ Somewhere in its code, an encoder sends its hidden states through its layers, on
         hidden_states = layer(hidden_states, attention_mask, ...)
     hidden_states = self.final_norm(hidden_states)    # may be missing
 
+Layers may return more than their hidden states. So does a decoder, whose layers also get the hidden
+states of an encoder and the mask of these. It leaves padding out under teacher forcing, when it has
+the whole text and no cache.
+
 Around this loop a few statements are added, and the method is compiled again from its source, into
 a subclass: the call of the first layer packs the real tokens of a padded batch, and after the loop
 they are unpacked, with 0 in the padding. In between, the layers get packed tokens, and
 :class:`PackedSequences` instead of the mask. Other tensors that have one row for each token are
-packed with them: rotary embeddings, for example.
+packed with them: rotary embeddings, for example. A bias of positions is cut to the length of the
+longest sequence.
 
 This is done only if :mod:`trifuse.recipes.tokenwise` finds that the layers treat tokens one by one,
-and if the mask is that of padding, perhaps with a window of equal reach to both sides.
+and if the mask is that of padding, perhaps causal or with a window.
 """
 
 from __future__ import annotations
@@ -22,18 +27,18 @@ import ast
 import inspect
 from typing import Any, NamedTuple
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from trifuse._transformers import NAME
 from trifuse.nn import packing
-from trifuse.nn.packing import Obstacle, PackedSequences
+from trifuse.nn.packing import Obstacle
 from trifuse.recipes import code, norms, sublayers, tokenwise
-from trifuse.recipes.tokenwise import ABSENT, MASK
+from trifuse.recipes.passes import Pass
+from trifuse.recipes.tokenwise import MEMORY, WISHES
 
 
 class Unpadded(nn.Module):
-    """The first base of every encoder that computes on real tokens only; the second is its source.
+    """The first base of every stack that computes on real tokens only; the second is its source.
 
     If the batch is padded, its real tokens are packed into one row, and the output is 0 at padded
     positions. Other attention implementations, other masks than those of padding, caches, and
@@ -42,199 +47,43 @@ class Unpadded(nn.Module):
 
     unpad = True
 
-    def _trifuse_pass(self) -> _Pass:
-        return _Pass(self)
+    def _trifuse_pass(self, *recorded: Any) -> Pass:
+        return Pass(self, any(recorded))
 
-    def why_padded(self) -> Obstacle | str | None:
-        """Why the encoder computes padding in any batch; None if it can leave padding out."""
+    def why_padded(self, memory: bool | None = None) -> Obstacle | str | None:
+        """Return why the stack computes padding in any batch; None if it can leave padding out.
+
+        Args:
+            memory: whether its layers get the hidden states of an encoder. Default: if it is the
+                decoder of an encoder-decoder.
+        """
         if (chosen := _attention(self)) != NAME:
             return f'its attention runs by attn_implementation="{chosen}"'
         cls: Any = type(self)
-        return packing.find_obstacle(self, _KNOWN, cls.origin.parts, tokenwise.why_not)
+        layers, *_ = cls.origin.parts
+        memory = _is_causal(self, layers) if memory is None else memory
+        examiner = tokenwise.Examiner(getattr(self, layers), memory)
+        return packing.find_obstacle(self, _KNOWN, cls.origin.parts, examiner.why_not)
 
 
 _KNOWN = ("trifuse.huggingface",)
 
 
 def has_our_attention(stack: nn.Module) -> bool:
-    """Whether a stack's configuration selects our attention."""
-    return _attention(stack) == NAME
+    """Whether a stack's configuration selects our attention, or its own can be fused."""
+    return _attention(stack) == NAME or any(map(sublayers.may_attend, stack.modules()))
 
 
 def _attention(stack: nn.Module) -> str | None:
+    chosen = None
     for module in stack.modules():
         config: Any = getattr(module, "config", None)
         if hasattr(config, "_attn_implementation"):
-            chosen: str | None = config._attn_implementation
-            return chosen
-    return None
-
-
-# A run of the layers ------------------------------------------------------------------------------
-
-
-class _Pass:
-    """One pass of a batch through the layers of a stack, packed or not."""
-
-    def __init__(self, stack: Unpadded) -> None:
-        self.stack = stack
-        self.begun = False
-        self.packed: PackedSequences | None = None
-        self.shape = torch.Size()
-        self.seen: list[tuple[Tensor, Any]] = []  # the tensors packed so far, and what they became
-
-    def call(self, layer: nn.Module, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Call a layer; the first call packs the batch if that is possible."""
-        first, self.begun = not self.begun, True
-        if first and torch.compiler.is_compiling():
-            if any(isinstance(value, Tensor) for value in (*args, kwargs.get(MASK))):
-                packing.warn_padded(self.stack, "torch.compile can't read its mask")
-        elif first:
-            given = dict(zip(tokenwise.argument_names(layer)[1:], args, strict=False)) | kwargs
-            if (why := self._begin(hidden_states, given.get(MASK))) is not None:
-                packing.warn_padded(self.stack, why)
-        if self.packed is None:
-            return layer(hidden_states, *args, **kwargs)
-        names = tokenwise.argument_names(layer)[1 : len(args) + 1]
-        try:
-            if len(names) < len(args):
-                raise _Unpackable("its layers take unnamed arguments")
-            if not isinstance((dict(zip(names, args, strict=True)) | kwargs).get(MASK), Tensor):
-                raise _Unpackable("not all of its layers get a mask")
-            packed = [self._argument(*each) for each in zip(names, args, strict=True)]
-            options = {name: self._argument(name, value) for name, value in kwargs.items()}
-        except _Unpackable as why:
-            packing.warn_padded(self.stack, str(why))
-            if not first:
-                hidden_states = self.end(hidden_states)
-            self.packed = None
-            return layer(hidden_states, *args, **kwargs)
-        if first:
-            hidden_states = packing.gather(hidden_states, self.packed)
-        return layer(hidden_states, *packed, **options)
-
-    def end(self, hidden_states: Tensor) -> Tensor:
-        """Return what the last layer returned, unpacked."""
-        if self.packed is None:
-            return hidden_states
-        return packing.scatter(hidden_states, self.packed, self.shape)
-
-    def _begin(self, hidden_states: Tensor, mask: Any) -> Obstacle | str | None:
-        """Pack the batch unless that would gain nothing; return why it can't be packed, or None."""
-        if not isinstance(mask, Tensor):  # no padding, or the model has packed the batch itself
-            return None
-        if (why := self.stack.why_padded()) is not None:
-            return why
-        if (why := packing.why_unreadable(mask)) is not None:
-            return why
-        if hidden_states.dim() != 3:
-            return "its hidden states aren't those of a batch of sequences"
-        self.shape = hidden_states.shape
-        keep = _padding(mask, *self.shape[:2])
-        if keep is None:
-            return _OTHER_MASK
-        packed = packing.find(keep)
-        if packed.indices.shape[0] not in (0, keep.numel()):
-            self.packed = packed
-        return None
-
-    def _argument(self, name: str, value: Any) -> Any:
-        """Return a layer's argument for packed tokens."""
-        if value is None or value is False:
-            return value
-        if name in ABSENT or name in _WISHES:
-            raise _Unpackable(f"its layers get {name}")
-        if isinstance(value, (bool, int, float, str)):
-            return value
-        if type(value) in (tuple, list):
-            return type(value)(self._argument(name, item) for item in value)
-        if not isinstance(value, Tensor):
-            raise _Unpackable(f"its layers get {name}")
-        for known, packed in self.seen:
-            if known is value:
-                return packed
-        packed = self._mask(value) if name == MASK else self._tokens(name, value)
-        self.seen.append((value, packed))
-        return packed
-
-    def _mask(self, mask: Tensor) -> PackedSequences:
-        assert self.packed is not None
-        B, L = self.shape[:2]
-        keep = _padding(mask, B, L)
-        if keep is None:
-            raise _Unpackable(_OTHER_MASK)
-        if not keep.flatten().nonzero().squeeze(-1).equal(self.packed.indices):
-            raise _Unpackable("its masks differ in their padding")
-        if mask.shape[2] == 1:
-            return self.packed._replace(window=None)
-        return self.packed._replace(window=_window(mask[:, 0], keep))
-
-    def _tokens(self, name: str, value: Tensor) -> Tensor:
-        assert self.packed is not None
-        B, L = self.shape[:2]
-        ids = value.dim() == 2 and not value.is_floating_point()
-        if not (ids or value.dim() == 3) or value.shape[0] not in (1, B) or value.shape[1] != L:
-            raise _Unpackable(f"its layers get {name} of another shape than the tokens")
-        return packing.gather(value.expand(B, *value.shape[1:]), self.packed)
-
-
-class _Unpackable(Exception):  # noqa: N818 - an answer, not an error
-    """Why a layer can't get packed tokens."""
-
-
-_WISHES = ("output_attentions", "output_hidden_states")
-_OTHER_MASK = "its mask isn't that of padding alone"
-
-
-def _padding(mask: Tensor, B: int, L: int) -> Tensor | None:
-    """Return the real tokens, bool (B, L), by a mask of theirs; None if it has another form.
-
-    Args:
-        mask: (B, 1, 1, L), boolean, or floating with 0 for real tokens and the least number for
-            others. Or bool (B, 1, L, L), in which every real token sees itself.
-    """
-    if mask.shape == (B, 1, 1, L):
-        if mask.dtype == torch.bool:
-            return mask[:, 0, 0]
-        if mask.is_floating_point():
-            keep = mask == 0
-            if bool((keep | (mask <= torch.finfo(mask.dtype).min)).all()):
-                return keep[:, 0, 0]
-    elif mask.shape == (B, 1, L, L) and mask.dtype == torch.bool:
-        return mask[:, 0].diagonal(dim1=1, dim2=2)
-    return None
-
-
-def _window(mask: Tensor, keep: Tensor) -> int | None:
-    """Return how far each token sees to either side; None if it sees all of its sequence.
-
-    Args:
-        mask: bool (B, L, L), whether a token sees another one.
-        keep: bool (B, L), True where a token is real. Rows of other tokens don't count.
-
-    Raises:
-        _Unpackable: the mask has another form.
-    """
-    positions = torch.arange(mask.shape[-1], device=mask.device)
-    distance = (positions - positions[:, None]).abs()
-    furthest: list[tuple[Tensor, Tensor]] = []
-    for seen, real in zip(mask, keep, strict=True):  # so that no copy of the whole mask is made
-        pairs = real & real[:, None]
-        furthest.append(((distance * (seen & pairs)).max(), (distance * pairs).max()))
-    reach, span = (torch.stack(each).max() for each in zip(*furthest, strict=True))
-    near = distance <= reach
-    same = [
-        ((seen == (near & real)) | ~real[:, None]).all()
-        for seen, real in zip(mask, keep, strict=True)
-    ]
-    if not torch.stack(same).all():
-        raise _Unpackable(_OTHER_MASK)
-    if reach >= span:
-        return None
-    starts = keep[:, 0] + (keep[:, 1:] & ~keep[:, :-1]).sum(-1)
-    if (starts > 1).any():  # packed, the tokens on both sides of the gap would be nearer
-        raise _Unpackable("its window reaches over padding inside a sequence")
-    return int(reach)
+            chosen = config._attn_implementation
+            break
+    if chosen != NAME and any(map(sublayers.attends, stack.modules())):
+        return NAME
+    return chosen
 
 
 # Recognition --------------------------------------------------------------------------------------
@@ -266,10 +115,22 @@ def recognise(module: nn.Module) -> Stack | str | None:
         if not isinstance(norm, nn.Module) or not norms.is_known(norm):
             break
         closing.append(name)
-    layers = getattr(module, loop.layers).modules()
-    if any(getattr(each, "is_causal", None) is True for each in layers):
+    parts = (loop.layers, *closing)
+    if _is_causal(module, loop.layers) and not (loop.memory and _is_decoder(module)):
         return _CAUSAL
-    return Stack((loop.layers, *closing))
+    return Stack(parts)
+
+
+def _is_causal(stack: nn.Module, layers: str) -> bool:
+    """Whether an attention of a stack's layers is causal."""
+    inside = getattr(stack, layers).modules()
+    return any(getattr(each, "is_causal", None) is True for each in inside)
+
+
+def _is_decoder(stack: nn.Module) -> bool:
+    """Whether a stack is that of a model with an encoder and a decoder."""
+    config = getattr(stack, "config", None)
+    return getattr(config, "is_encoder_decoder", False) is True
 
 
 def find(model: nn.Module) -> dict[nn.Module, Stack | str]:
@@ -290,7 +151,10 @@ def find(model: nn.Module) -> dict[nn.Module, Stack | str]:
 
 def why_none(model: nn.Module) -> str:
     """Return why a model of transformers holds no stack that can leave padding out."""
-    reasons = (stack for stack in find(model).values() if isinstance(stack, str))
+    found = find(model).values()
+    if any(isinstance(stack, Stack) for stack in found):
+        return "its attention isn't one that takes packed tokens"
+    reasons = (stack for stack in found if isinstance(stack, str))
     return next(reasons, "its code has no loop over layers that is known to do without it")
 
 
@@ -315,6 +179,8 @@ class _Loop(NamedTuple):
     hidden_states: str
     layers: str
     closing: tuple[str, ...]  # the modules that are called on its result, right after it
+    memory: bool  # whether the layers get the hidden states of an encoder
+    recorded: tuple[str, ...]  # the variables that decide whether hidden states are kept
 
 
 class _Refused(NamedTuple):
@@ -340,18 +206,16 @@ def _find_loop(tree: ast.FunctionDef) -> _Loop | _Refused | None:
     at, loop, call, layers = found[0]
     if len(found) > 1:
         return _Refused(layers, "its code calls its layers in several places")
-    result = next(
-        (
-            node.targets[0]
-            for node in ast.walk(loop)
-            if isinstance(node, ast.Assign) and node.value is call and len(node.targets) == 1
-        ),
-        None,
-    )
-    name = result.id if isinstance(result, ast.Name) else None
-    if name is None or not (isinstance(call.args[0], ast.Name) and call.args[0].id == name):
-        return _Refused(layers, "its layers return more than their hidden states")
-    uses = [node for node in ast.walk(loop) if isinstance(node, ast.Name) and node.id == name]
+    name = call.args[0].id if isinstance(call.args[0], ast.Name) else None
+    if name is None or _result(loop, call) != name:
+        return _Refused(layers, "its code doesn't pass hidden states from layer to layer")
+    records = {each.test.id: each for each in ast.walk(loop) if _is_record(each)}  # type: ignore[attr-defined]
+    recorded = [node for each in records.values() for node in ast.walk(each)]
+    uses = [
+        node
+        for node in ast.walk(loop)
+        if isinstance(node, ast.Name) and node.id == name and node not in recorded
+    ]
     leaves = any(isinstance(node, ast.Return) for node in ast.walk(loop))
     if len(uses) != 2 or leaves or loop.orelse:
         return _Refused(layers, "its code uses the hidden states between its layers")
@@ -360,7 +224,38 @@ def _find_loop(tree: ast.FunctionDef) -> _Loop | _Refused | None:
         if (norm := _applied(statement, name)) is None:
             break
         closing.append(norm)
-    return _Loop(at, call, name, layers, tuple(closing))
+    memory = any(isinstance(node, ast.Name) and node.id == MEMORY for node in ast.walk(call))
+    return _Loop(at, call, name, layers, tuple(closing), memory, tuple(records))
+
+
+def _result(loop: ast.For, call: ast.Call) -> str | None:
+    """Return the variable that gets the hidden states from a layer's call, or None.
+
+    The code is ``x = call``, or ``x, ... = call``, or ``outputs = call`` and ``x = outputs[0]``,
+    the latter perhaps only if they are a tuple.
+    """
+    assigned = [node for node in ast.walk(loop) if isinstance(node, ast.Assign)]
+    targets = [node.targets for node in assigned if node.value is call]
+    if len(targets) != 1 or len(targets[0]) != 1:
+        return None
+    (target,) = targets[0]
+    if isinstance(target, ast.Tuple):
+        target = target.elts[0]
+    if not isinstance(target, ast.Name):
+        return None
+    first = f"{target.id}[0]"
+    forms = first, f"{first} if isinstance({target.id}, tuple) else {target.id}"
+    named = [node.targets[0] for node in assigned if ast.unparse(node.value) in forms]
+    if len(named) == 1 and isinstance(named[0], ast.Name):
+        return named[0].id
+    return target.id
+
+
+def _is_record(node: ast.AST) -> bool:
+    """Whether a statement only keeps hidden states or attention weights for the caller."""
+    if not (isinstance(node, ast.If) and isinstance(node.test, ast.Name) and not node.orelse):
+        return False
+    return node.test.id in WISHES and all(isinstance(each, ast.Assign) for each in node.body)
 
 
 def _called_list(call: ast.Call, loop: ast.For) -> str | None:
@@ -417,7 +312,8 @@ def _make(source: Any, parts: tuple[str, ...]) -> Any:
     variable = "_trifuse_pass"
     loop.call.args.insert(0, loop.call.func)
     loop.call.func = ast.Attribute(ast.Name(variable, ast.Load()), "call", ast.Load())
-    begin = ast.parse(f"{variable} = self._trifuse_pass()").body
+    recorded = ", ".join(loop.recorded)
+    begin = ast.parse(f"{variable} = self._trifuse_pass({recorded})").body
     end = ast.parse(f"{loop.hidden_states} = {variable}.end({loop.hidden_states})").body
     for made in (*begin, *end):
         for node in ast.walk(made):

@@ -18,16 +18,18 @@ import ast
 import copy
 import copyreg
 import inspect
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from trifuse.nn.dropout import Dropout, drop
 from trifuse.nn.dropout_add_layer_norm import same_dtype
 from trifuse.nn.linear import Linear, activation_name, is_intercepted, linear_activation
 from trifuse.ops.dropout_add_layer_norm import dropout_add_layer_norm
 from trifuse.ops.linear import Activation
-from trifuse.recipes import code, norms
+from trifuse.recipes import attention, code, norms
 
 # The submodules of a module that take part, by name: "norm", "dropout", "linear", "activation".
 Roles = tuple[tuple[str, str], ...]
@@ -40,6 +42,7 @@ class Origin(NamedTuple):
     made_by: tuple[Any, tuple[Any, ...]]  # the function that made it, and its arguments
     roles: Roles = ()
     norms: tuple[str, ...] = ()  # the attributes whose norms take the sum in
+    attends: bool = False  # whether its attention, written out, runs as one operator
     parts: tuple[str, ...] = ()  # of a stack without padding, the submodules with packed tokens
 
 
@@ -83,6 +86,9 @@ class Fused(nn.Module):
             out: Tensor = activation(linear(x))
             return out
         return linear_activation(linear, x, name)
+
+    def _trifuse_attend(self, *arguments: Any) -> tuple[Tensor, Tensor | None]:
+        return attention.attend(*arguments)
 
 
 def add_then_norm(
@@ -165,6 +171,7 @@ def fused_class(source: type[nn.Module], roles: Roles) -> type[nn.Module]:
 def _make(source: type[nn.Module], roles: Roles) -> type[nn.Module]:
     bases: tuple[type[nn.Module], ...] = (Fused, source)
     found: tuple[str, ...] = ()
+    attends = False
     members: dict[str, Any] = {}
     if norms.is_rms_norm(source):
         bases = (norms.FusedRMSNorm, source)
@@ -173,17 +180,22 @@ def _make(source: type[nn.Module], roles: Roles) -> type[nn.Module]:
         for name, method in code.methods(source):
             if (tree := code.parse(method)) is None:
                 continue
-            rewriter = rewrite(tree, roles, inspect.unwrap(method).__globals__)
-            if rewriter.changes and (made := code.compile_like(tree, method)) is not None:
+            scope = inspect.unwrap(method).__globals__
+            written_out = rewrite_attention(tree, roles, scope)
+            rewriter = rewrite(tree, roles, scope)
+            if not (written_out or rewriter.changes):
+                continue
+            if (made := code.compile_like(tree, method)) is not None:
                 members[name] = made
                 found += tuple(name for name in dict.fromkeys(rewriter.norms) if name)
+                attends = attends or written_out
     if not members:
         return source
     members |= {
         "__module__": "trifuse.recipes",
         "__qualname__": source.__qualname__,
         "__doc__": source.__doc__,
-        "_trifuse_origin": Origin(source, (fused_class, (source, roles)), roles, found),
+        "_trifuse_origin": Origin(source, (fused_class, (source, roles)), roles, found, attends),
     }
     fused: Any = FusedType(source.__name__, bases, members)
     return fused
@@ -196,9 +208,35 @@ def rewrite(tree: ast.FunctionDef, roles: Roles, scope: dict[str, Any]) -> _Rewr
     return rewriter
 
 
+def rewrite_attention(tree: ast.FunctionDef, roles: Roles, scope: dict[str, Any]) -> bool:
+    """Replace attention that is written out in a method; return whether there was any."""
+    return attention.rewrite(tree, {name for name, kind in roles if kind == "dropout"}, scope)
+
+
 def _may_match(roles: Roles) -> bool:
     kinds = {kind for _, kind in roles}
-    return "norm" in kinds or {"linear", "activation"} <= kinds
+    return bool(kinds & {"norm", "dropout"}) or {"linear", "activation"} <= kinds
+
+
+def attends(module: nn.Module) -> bool:
+    """Whether a module's attention, written out in its code, runs as one operator."""
+    cls: Any = type(module)
+    return isinstance(cls, FusedType) and cls.origin.attends
+
+
+def may_attend(module: nn.Module) -> bool:
+    """Whether that is so, or would be if the module were fused."""
+    if attends(module):
+        return True
+    cls: Any = type(module)
+    if (
+        isinstance(cls, FusedType)
+        or not is_candidate(module)
+        or parametrize.is_parametrized(module)
+    ):
+        return False
+    fused: Any = fused_class(cls, roles(module))
+    return "forward" not in vars(module) and fused is not cls and fused.origin.attends
 
 
 class _End(NamedTuple):
@@ -462,6 +500,22 @@ def original(cls: Any) -> type[nn.Module]:
 def is_of_transformers(cls: type) -> bool:
     """Whether a class is of transformers or of code that it loads."""
     return cls.__module__.split(".")[0] in ("transformers", "transformers_modules")
+
+
+def norms_apart(module: nn.Module) -> Iterator[tuple[str, str]]:
+    """Yield the names of a module's norms that no operator serves, and why."""
+    cls: Any = type(module)
+    taken = cls.origin.norms if isinstance(cls, FusedType) else ()
+    for name, child in module.named_children():
+        kind = type(child)
+        if kind is nn.LayerNorm and name not in taken:
+            yield name, "its code has no sum right before it"
+        elif isinstance(child, nn.RMSNorm) or (
+            kind.__name__.endswith("Norm")
+            and is_of_transformers(kind)
+            and not norms.is_known(child)
+        ):
+            yield name, f"{kind.__name__} isn't a LayerNorm or a known form of RMSNorm"
 
 
 def ends_stay_apart(module: nn.Module) -> bool:

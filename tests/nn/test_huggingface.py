@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from model_sizes import GPT_SIZES, GROUPED_QUERIES, SIZES
+from model_sizes import GPT_SIZES, GROUPED_QUERIES, SIZES, SPECIAL_TOKENS
 from torch import Tensor, nn
 
 import trifuse
@@ -49,6 +49,12 @@ def gemma3() -> nn.Module:
         **GROUPED_SIZES, head_dim=8, sliding_window=4, layer_types=kinds
     )
     return transformers.Gemma3ForCausalLM(config)
+
+
+def modernbert() -> nn.Module:
+    """The second layer has a window, to both sides."""
+    config = transformers.ModernBertConfig(**PADDED_SIZES | SPECIAL_TOKENS, local_attention=4)
+    return transformers.ModernBertModel(config)
 
 
 def bert(**options) -> nn.Module:
@@ -142,12 +148,12 @@ def compare(model: nn.Module, run, real: Tensor | None = None) -> None:
 
 @pytest.fixture
 def masks_seen(monkeypatch) -> list[tuple[object, ...]]:
-    """Shape and dtype of the mask in every call of the operator, and whether it is causal."""
+    """Each call's mask, by shape and dtype, whether it is causal, and its window."""
     seen: list[tuple[object, ...]] = []
 
     def spy(query, key, value, mask, dropout_p, is_causal, *rest, **named):
         shape = None if mask is None else (tuple(mask.shape), mask.dtype)
-        seen.append((shape, bool(is_causal)))
+        seen.append((shape, bool(is_causal), named["window"]))
         args = (query, key, value, mask, dropout_p, is_causal, *rest)
         return trifuse.scaled_dot_product_attention(*args, **named)
 
@@ -156,7 +162,7 @@ def masks_seen(monkeypatch) -> list[tuple[object, ...]]:
 
 
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
-@pytest.mark.parametrize("make", [bert, *DECODERS])
+@pytest.mark.parametrize("make", [bert, modernbert, *DECODERS])
 def test_hidden_states(make, mask):
     model = build(make)
     compare(model, lambda m: m(input_ids=ids(), attention_mask=mask)[0], real=mask)
@@ -169,7 +175,7 @@ def test_encoder_decoder(mask):
     compare(model, lambda m: m(input_ids=ids(), attention_mask=mask, decoder_input_ids=ids())[0])
 
 
-@pytest.mark.parametrize("make", [bert, llama, gemma2, gpt_oss, t5])
+@pytest.mark.parametrize("make", [bert, modernbert, llama, mistral, gemma2, gpt_oss, t5])
 def test_gradients(make):
     model, mask = build(make), MASKS["padded right"]
     more = {"decoder_input_ids": ids()} if make is t5 else {}
@@ -244,18 +250,46 @@ def test_padding_travels_as_it_is(masks_seen):
     huggingface.register()
     padded = MASKS["padded right"]
     row = ((3, 1, 1, L), torch.bool)
+    one_row = ((1, 1, 1, L), torch.bool)
     for make, mask, wanted in (
-        (bert, padded, (row, False)),
-        (bert, MASKS["no padding"], (None, False)),
-        (llama, padded, (row, True)),
-        (llama, MASKS["no padding"], (None, True)),
-        (mistral, padded, (((3, 1, L, L), torch.bool), False)),
+        (bert, padded, [(row, False, None)] * 2),
+        (bert, MASKS["no padding"], [(None, False, None)] * 2),
+        (llama, padded, [(row, True, None)] * 2),
+        (llama, MASKS["no padding"], [(None, True, None)] * 2),
+        (mistral, padded, [(row, True, 3)] * 2),
+        (mistral, None, [(one_row, True, 3)] * 2),
+        (gemma3, padded, [(row, True, 3), (row, True, None)]),
+        (modernbert, padded, [(row, False, None), (row, False, 2)]),
+        (modernbert, MASKS["no padding"], [(None, False, None), (one_row, False, 2)]),
     ):
         model = build(make)
         model.set_attn_implementation("trifuse")
         model(input_ids=ids(), attention_mask=mask)
-        assert masks_seen == [wanted] * 2
+        assert masks_seen == wanted
         masks_seen.clear()
+
+
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
+@pytest.mark.parametrize("make", [modernbert, mistral, gpt_oss])
+def test_windows_have_the_bits_of_dense_masks(make, mask, monkeypatch):
+    model = build(make)
+    trifuse.fuse(model)
+    out = model(input_ids=ids(), attention_mask=mask)[0]
+    monkeypatch.setattr(huggingface, "_WINDOWS", ())
+    dense = model(input_ids=ids(), attention_mask=mask)[0]
+    real = slice(None) if mask is None else mask.bool()
+    assert torch.equal(out[real], dense[real])
+
+
+def test_windows_under_compile():
+    """A dense mask takes the place of what a graph can't hold."""
+    model = build(modernbert)
+    trifuse.fuse(model)
+    mask = MASKS["padded left"]
+    with torch.no_grad():
+        wanted = model(input_ids=ids(), attention_mask=mask)[0]
+        got = torch.compile(model, backend="eager")(input_ids=ids(), attention_mask=mask)[0]
+    torch.testing.assert_close(got[mask.bool()], wanted[mask.bool()])
 
 
 def test_padding_is_read_only_where_that_is_free(monkeypatch):
@@ -277,6 +311,7 @@ def test_padding_is_read_only_where_that_is_free(monkeypatch):
 
 
 @pytest.mark.parametrize("skip", [True, False])
+@pytest.mark.parametrize("window", [None, 1, 2, 5, 8])
 @pytest.mark.parametrize("kind", ["causal", "bidirectional"])
 @pytest.mark.parametrize(
     ("q_length", "kv_length", "q_offset", "kv_offset", "given"),
@@ -290,15 +325,18 @@ def test_padding_is_read_only_where_that_is_free(monkeypatch):
     ],
 )
 def test_mask_means_what_transformers_means(
-    q_length, kv_length, q_offset, kv_offset, given, kind, skip
+    q_length, kv_length, q_offset, kv_offset, given, kind, window, skip
 ):
+    function = getattr(masking_utils, f"{kind}_mask_function")
+    if window is not None:
+        function = getattr(masking_utils, f"sliding_window_{kind}_mask_function")(window)
     arguments = {
         "batch_size": 2,
         "q_length": q_length,
         "kv_length": kv_length,
         "q_offset": q_offset,
         "kv_offset": kv_offset,
-        "mask_function": getattr(masking_utils, f"{kind}_mask_function"),
+        "mask_function": function,
     }
     generator = torch.Generator().manual_seed(0)
     padding = torch.rand(2, given, generator=generator) < 0.7
@@ -309,9 +347,12 @@ def test_mask_means_what_transformers_means(
     mask = huggingface.attention_mask(**arguments, attention_mask=padding, **options)
     if not skip:
         assert (mask.shape, mask.dtype) == (wanted.shape, torch.bool)
-    if mask.dtype == torch.uint8:
-        diagonal = torch.arange(q_length)[:, None] + kv_length - q_length
-        mask = mask.bool() & (torch.arange(kv_length) <= diagonal)
+    if mask.dtype in (torch.uint8, torch.int8):
+        causal = mask.dtype == torch.uint8
+        diagonal = torch.arange(q_length)[:, None] + (kv_length - q_length if causal else 0)
+        behind = diagonal - torch.arange(kv_length)
+        reach = mask.shape[2] - 2 if mask.shape[2] > 1 else kv_length
+        mask = mask[:, :, :1].bool() & (behind <= reach) & (behind >= (0 if causal else -reach))
     assert torch.equal(mask.expand_as(wanted), wanted)
 
 

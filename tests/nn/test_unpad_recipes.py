@@ -8,7 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from model_sizes import DISTILBERT_SIZES, GROUPED_QUERIES, PADDED_SIZES
+from model_sizes import (
+    DISTILBERT_SIZES,
+    GROUPED_QUERIES,
+    PADDED_SIZES,
+    SPECIAL_TOKENS,
+    T5_SIZES,
+    TRANSLATION_SIZES,
+)
 from torch import Tensor, nn
 
 import trifuse
@@ -21,28 +28,8 @@ pytestmark = pytest.mark.usefixtures("torch_multiplies")
 
 B, L, LAYERS = 3, 10, 2
 EMBEDDED = PADDED_SIZES | {"embedding_size": 32}
-TRANSLATES = {
-    "vocab_size": 97,
-    "d_model": 32,
-    "encoder_layers": 2,
-    "decoder_layers": 1,
-    "encoder_attention_heads": 4,
-    "decoder_attention_heads": 4,
-    "encoder_ffn_dim": 48,
-    "decoder_ffn_dim": 48,
-    "max_position_embeddings": 64,
-    "pad_token_id": 0,
-    "decoder_start_token_id": 1,
-}
-MARKS = {"bos_token_id": 1, "cls_token_id": 1, "eos_token_id": 2, "sep_token_id": 2}
-T5 = {
-    "vocab_size": 97,
-    "d_model": 32,
-    "d_kv": 8,
-    "d_ff": 48,
-    "num_layers": 2,
-    "num_heads": 4,
-}
+
+ROTARY_ESM = {"mask_token_id": 4, "position_embedding_type": "rotary", "token_dropout": True}
 
 # By model: its configuration, and what leaves padding out.
 FAMILIES: dict[str, tuple[dict[str, Any], list[str]]] = {
@@ -57,12 +44,19 @@ FAMILIES: dict[str, tuple[dict[str, Any], list[str]]] = {
     "DistilBert": (DISTILBERT_SIZES, ["transformer"]),
     "Albert": (EMBEDDED, ["encoder", "encoder.albert_layer_groups.0"]),
     "MobileBert": (EMBEDDED | {"intra_bottleneck_size": 32}, ["encoder"]),
-    "ModernBert": (PADDED_SIZES | MARKS | {"local_attention": 4}, [""]),  # layer 1 has a window
+    "ModernBert": (
+        PADDED_SIZES | SPECIAL_TOKENS | {"local_attention": 4},
+        [""],
+    ),  # layer 1 has a window
     "NomicBert": (PADDED_SIZES, [""]),
-    "EuroBert": (PADDED_SIZES | GROUPED_QUERIES | MARKS, [""]),
-    "Bart": (TRANSLATES, ["encoder"]),
-    "MBart": (TRANSLATES, ["encoder"]),
-    "Pegasus": (TRANSLATES, ["encoder"]),
+    "EuroBert": (PADDED_SIZES | GROUPED_QUERIES | SPECIAL_TOKENS, [""]),
+    "Bart": (TRANSLATION_SIZES, ["encoder", "decoder"]),
+    "Esm": (PADDED_SIZES | {"mask_token_id": 4}, ["encoder"]),
+    "Esm rotary": (PADDED_SIZES | ROTARY_ESM, ["encoder"]),
+    "T5Encoder": (T5_SIZES, ["encoder"]),
+    "MPNet": (PADDED_SIZES, ["encoder"]),  # its attention is written out
+    "Tapas": (PADDED_SIZES, ["encoder"]),
+    "VisualBert": (PADDED_SIZES, ["encoder"]),
 }
 LENGTHS = torch.tensor([L, 6, 3])[:, None]
 RIGHT = torch.arange(L) < LENGTHS
@@ -71,13 +65,14 @@ MASKS = {"padded right": RIGHT, "padded left": RIGHT.flip(1)}
 
 def build(name: str, **options: Any) -> nn.Module:
     torch.manual_seed(0)
-    config = getattr(transformers, f"{name}Config")(**FAMILIES[name][0], **options)
-    return getattr(transformers, f"{name}Model")(config).eval()
+    sizes, family = FAMILIES[name][0], name.split()[0]
+    config = getattr(transformers, f"{family.removesuffix('Encoder')}Config")(**sizes, **options)
+    return getattr(transformers, f"{family}Model")(config).eval()
 
 
 def run(model: nn.Module, keep: Tensor, **options: Any) -> Any:
-    encoder = model.encoder if model.config.is_encoder_decoder else model
-    ids = torch.randint(3, 97, (B, L), generator=torch.Generator().manual_seed(1))
+    ids = torch.randint(5, 97, (B, L), generator=torch.Generator().manual_seed(1))
+    encoder = model.encoder if hasattr(model, "decoder") else model
     return encoder(input_ids=ids, attention_mask=keep.long(), **options)
 
 
@@ -262,22 +257,39 @@ def test_decoders(packed):
     assert padded.reason == "its attention is causal"  # as the masks that its code makes
 
 
-@pytest.mark.parametrize("name", ["MPNet", "T5Encoder"])
-def test_relative_positions(name, packed):
-    options = T5 if name == "T5Encoder" else PADDED_SIZES
-    config = getattr(transformers, f"{name.removesuffix('Encoder')}Config")(**options)
-    model = getattr(transformers, f"{name}Model")(config).eval()
-    ids = torch.full((B, L), 5)
-    wanted = model(input_ids=ids, attention_mask=RIGHT.long())[0]
+def test_a_bias_in_each_layer(packed):
+    """UMT5's layers compute their biases from the lengths of the padded batch."""
+    model = transformers.UMT5EncoderModel(transformers.UMT5Config(**T5_SIZES)).eval()
+    wanted = run(model, RIGHT)[0]
     (padded,) = trifuse.fuse(model, unpad=True).padded
-    assert padded.path == ""
-    reasons = {
-        "MPNet": "MPNetModel doesn't choose its attention by attn_implementation",
-        "T5Encoder": "its layers return more than their hidden states",
-    }
-    assert padded.reason == reasons[name]
-    close(model(input_ids=ids, attention_mask=RIGHT.long())[0][RIGHT], wanted[RIGHT])
+    assert padded.path == "encoder"
+    assert "UMT5Attention, which isn't known to treat tokens one by one" in padded.reason
+    close(run(model, RIGHT)[0][RIGHT], wanted[RIGHT])
     assert not packed
+
+
+@pytest.mark.parametrize("stable", [False, True])
+@pytest.mark.parametrize("name", ["Wav2Vec2", "Hubert"])
+def test_speech(name, stable, packed, warned):
+    """Frames of sound, after a convolution over those with their padding."""
+    options = {"conv_dim": (32, 32), "conv_kernel": (3, 3), "conv_stride": (2, 2)}
+    options |= {"num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 2}
+    sizes = {name: size for name, size in PADDED_SIZES.items() if "position" not in name}
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{name}Config")(
+        **sizes | options, feat_extract_norm="layer", do_stable_layer_norm=stable
+    )
+    model = getattr(transformers, f"{name}Model")(config).eval()
+    sound = torch.randn(B, 64)
+    keep = (torch.arange(64) < torch.tensor([64, 40, 20])[:, None]).long()
+    wanted = model(sound, attention_mask=keep)[0]
+    real = model._get_feature_vector_attention_mask(wanted.shape[1], keep).bool()
+    assert trifuse.fuse(model, unpad=True).unpadded == ["encoder"]
+    out = model(sound, attention_mask=keep)[0]
+    close(out[real], wanted[real])
+    assert out[~real].eq(0).all()
+    assert [tokens for tokens, _ in packed] == [int(real.sum())] * LAYERS
+    assert not warned
 
 
 @pytest.mark.parametrize("name", ["Roberta", "ModernBert"])

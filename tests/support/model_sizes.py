@@ -33,3 +33,56 @@ TINY_ELMO = {
 }
 # As GPT-2's configuration calls them.
 GPT_SIZES = {"vocab_size": 97, "n_embd": 32, "n_layer": 1, "n_head": 4, "n_positions": 64}
+# As BART's configuration calls them.
+TRANSLATION_SIZES = {
+    "vocab_size": 97,
+    "d_model": 32,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 48,
+    "decoder_ffn_dim": 48,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "decoder_start_token_id": 1,
+}
+# As T5's configuration calls them.
+T5_SIZES = {
+    "vocab_size": 97,
+    "d_model": 32,
+    "d_kv": 8,
+    "d_ff": 48,
+    "num_layers": 2,
+    "num_heads": 4,
+    "decoder_start_token_id": 0,
+}
+# As ViT's configuration calls them, for images of 16 by 16 pixels.
+VIT_SIZES = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 48,
+    "image_size": 16,
+    "patch_size": 4,
+}
+# As Whisper's configuration calls them, for spectra of 20 frames.
+WHISPER_SIZES = TRANSLATION_SIZES | {
+    "num_mel_bins": 8,
+    "max_source_positions": 10,
+    "max_target_positions": 24,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+# As OPT's configuration calls them.
+OPT_SIZES = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "ffn_dim": 48,
+    "word_embed_proj_dim": 32,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+}
+SPECIAL_TOKENS = {"bos_token_id": 1, "cls_token_id": 1, "eos_token_id": 2, "sep_token_id": 2}

@@ -522,9 +522,9 @@ def examine_apart(task: tuple[str, str, str], seconds: int) -> Verdict:
     return verdict
 
 
-_HEAD = """# Hugging Face transformers: which models `attn_implementation="trifuse"` serves
+_HEAD = """## Which models `attn_implementation="trifuse"` serves
 
-`python tests/support/scan_transformers.py --page docs/transformers.md` made this page, with
+`python tests/support/scan_transformers.py --page docs/transformers.md` made this section, with
 transformers {version}. The script builds base models of transformers at a tiny size with random
 weights. A model is **right** if its results at real tokens are those of "eager", to within
 {factor} times the error of "eager" in float32. This is checked on whole batches, on batches padded
@@ -567,7 +567,7 @@ scanned with 5.24.0.
 
 
 def page(verdicts: list[Verdict], version: str, total: int) -> str:
-    """Returns the page of the documentation."""
+    """Returns the section of the documentation, the last of its page."""
     order = {"WRONG": 0, "raises": 1, "right": 2, "not tried": 3}
     lines = [
         f"| {v.model_type} | {v.name} | {v.outcome} | {v.detail.replace('|', '/')} |"
@@ -615,7 +615,9 @@ def main(argv: list[str]) -> int:
                 flush=True,
             )
     if arguments.page:
-        arguments.page.write_text(page(verdicts, transformers.__version__, len(models())))
+        section = page(verdicts, transformers.__version__, len(models()))
+        before, _, _ = arguments.page.read_text().partition(section.partition("\n")[0])
+        arguments.page.write_text(before + section)
     counts = {
         o: sum(v.outcome == o for v in verdicts) for o in dict.fromkeys(v.outcome for v in verdicts)
     }

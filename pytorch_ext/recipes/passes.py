@@ -1,0 +1,364 @@
+"""A pass of a batch through the layers of a stack, packed or not.
+
+The calls of the layers go through :class:`Pass`, which gives them packed tokens instead of padded
+ones, :class:`PackedSequences` instead of a mask, and a bias of the longest sequence's length.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from trifuse.nn import packing
+from trifuse.nn.packing import CrossSequences, Obstacle, PackedSequences
+from trifuse.recipes import code, sublayers, tokenwise
+from trifuse.recipes.tokenwise import (
+    ABSENT,
+    BIAS,
+    MASK,
+    MEMORY,
+    MEMORY_BIAS,
+    MEMORY_MASK,
+    WISHES,
+)
+
+
+class _Unpackable(Exception):  # noqa: N818 - an answer, not an error
+    """Why a layer can't get packed tokens."""
+
+
+_OTHER_MASK = "its mask isn't that of padding alone"
+_CACHES = ("cache", "past_key_value", "past_key_values")
+
+
+class _Side(NamedTuple):
+    """The tokens of a batch, packed: those of the stack, or those of a decoder's memory."""
+
+    packed: PackedSequences
+    shape: torch.Size  # (B, L, features), with the padding
+
+
+class Pass:
+    """One pass of a batch through the layers of a stack, packed or not.
+
+    Args:
+        stack: the stack, a module.
+        recorded: whether the stack itself keeps the hidden states of each layer.
+    """
+
+    def __init__(self, stack: Any, recorded: bool) -> None:
+        self.stack = stack
+        self.recorded = recorded
+        self.begun = False
+        self.tokens: _Side | None = None  # None: not packed
+        self.memory: _Side | None = None  # of a decoder
+        self.seen: list[tuple[Tensor, Any]] = []  # the tensors packed so far, and what they became
+        self.made: dict[str, Tensor] = {}  # biases that the layers would have made, by argument
+
+    def call(self, layer: nn.Module, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Call a layer; the first call packs the batch if that is possible."""
+        first, self.begun = not self.begun, True
+        names = tokenwise.argument_names(layer)[1 : len(args) + 1]
+        given = dict(zip(names, args, strict=False)) | kwargs
+        if first and torch.compiler.is_compiling():
+            if any(isinstance(value, Tensor) for value in (*args, kwargs.get(MASK))):
+                packing.warn_padded(self.stack, "torch.compile can't read its mask")
+        elif first and (why := self._begin(hidden_states, given)) is not None:
+            packing.warn_padded(self.stack, why)
+        if self.tokens is None:
+            return layer(hidden_states, *args, **kwargs)
+        try:
+            if len(names) < len(args):
+                raise _Unpackable("its layers take unnamed arguments")
+            packed = {name: self._argument(name, value, layer) for name, value in given.items()}
+            packed |= self._missing(layer, given)
+        except _Unpackable as why:
+            packing.warn_padded(self.stack, str(why))
+            if not first:
+                hidden_states = self.end(hidden_states)
+            self.tokens = None
+            return layer(hidden_states, *args, **kwargs)
+        if first:
+            hidden_states = packing.gather(hidden_states, self.tokens.packed)
+        return layer(hidden_states, *(packed.pop(name) for name in names), **packed)
+
+    def end(self, hidden_states: Tensor) -> Tensor:
+        """Return what the last layer returned, unpacked."""
+        if self.tokens is None:
+            return hidden_states
+        return packing.scatter(hidden_states, self.tokens.packed, self.tokens.shape)
+
+    def _begin(self, hidden_states: Tensor, given: dict[str, Any]) -> Obstacle | str | None:
+        """Pack the batch unless that would gain nothing; return why it can't be packed, or None."""
+        memory = given.get(MEMORY)
+        masks = [given.get(MASK)] if memory is None else [given.get(MASK), given.get(MEMORY_MASK)]
+        tensors = [mask for mask in masks if isinstance(mask, Tensor)]
+        if not tensors or any(isinstance(mask, PackedSequences) for mask in masks):
+            return None  # no padding, or the model has packed the batch itself
+        if memory is not None and hidden_states.shape[1] == 1:
+            return None  # a step of decoding
+        if (why := self.stack.why_padded(memory is not None)) is not None:
+            return why
+        for tensor in tensors:
+            if (why := packing.why_unreadable(tensor)) is not None:
+                return why
+        if self.recorded:
+            return "its hidden states are requested"
+        if hidden_states.dim() != 3:
+            return "its hidden states aren't those of a batch of sequences"
+        sides = []
+        shapes = [x.shape for x in (hidden_states, memory) if x is not None]
+        for shape, mask in zip(shapes, masks, strict=True):
+            keep = _padding(mask, shape)
+            if keep is None:
+                return _OTHER_MASK
+            sides.append(_Side(packing.find(keep), shape))
+        counts = [side.packed.indices.shape[0] for side in sides]
+        if 0 not in counts and counts != [side.shape[:2].numel() for side in sides]:
+            self.tokens, self.memory, *_ = [*sides, None]
+        return None
+
+    # Arguments ----------------------------------------------------------------------------------
+
+    def _argument(self, name: str, value: Any, layer: nn.Module) -> Any:
+        """Return a layer's argument for packed tokens."""
+        assert self.tokens is not None
+        if name == MASK:
+            return self._mask(value)
+        if self.memory is not None:
+            if name == MEMORY:
+                return self._once(value, lambda: self._gathered(name, value, self.memory))
+            if name == MEMORY_MASK:
+                return CrossSequences(self.tokens.packed, _check(value, self.memory))
+            if name == MEMORY_BIAS:
+                return self._bias(name, value, layer)
+        if name == BIAS:
+            return self._bias(name, value, layer)
+        if value is None or value is False:
+            return value
+        if name in _CACHES:
+            raise _Unpackable("its layers get a cache, which use_cache=False would spare them")
+        if name in ABSENT or name in WISHES:
+            raise _Unpackable(f"its layers get {name}")
+        if isinstance(value, (bool, int, float, str)):
+            return value
+        if type(value) in (tuple, list):
+            return type(value)(self._argument(name, item, layer) for item in value)
+        if not isinstance(value, Tensor):
+            raise _Unpackable(f"its layers get {name}")
+        return self._once(value, lambda: self._gathered(name, value, self.tokens))
+
+    def _missing(self, layer: nn.Module, given: dict[str, Any]) -> dict[str, Any]:
+        """Return the biases that a layer takes and doesn't get: it would make them itself."""
+        needed = [MASK] if self.memory is None else [MASK, MEMORY, MEMORY_MASK]
+        if any(name not in given for name in needed):
+            raise _Unpackable("not all of its layers get a mask")
+        biases = [BIAS] if self.memory is None else [BIAS, MEMORY_BIAS]
+        takes = tokenwise.argument_names(layer)
+        return {
+            name: self._bias(name, None, layer)
+            for name in biases
+            if name in takes and name not in given
+        }
+
+    def _once(self, value: Tensor, pack: Callable[[], Any]) -> Any:
+        """Return what a tensor becomes when packed; layers that share it share that."""
+        for known, packed in self.seen:
+            if known is value:
+                return packed
+        packed = pack()
+        self.seen.append((value, packed))
+        return packed
+
+    def _gathered(self, name: str, value: Any, side: _Side | None) -> Tensor:
+        assert side is not None
+        B, L = side.shape[:2]
+        ids = value.dim() == 2 and not value.is_floating_point()
+        if not (ids or value.dim() == 3) or value.shape[0] not in (1, B) or value.shape[1] != L:
+            raise _Unpackable(f"its layers get {name} of another shape than the tokens")
+        return packing.gather(value.expand(B, *value.shape[1:]), side.packed)
+
+    def _mask(self, mask: Any) -> PackedSequences:
+        assert self.tokens is not None
+        if mask is None and self.memory is not None:
+            return _check(None, self.tokens)._replace(causal=None)
+        if not isinstance(mask, Tensor):
+            raise _Unpackable("not all of its layers get a mask")
+        tokens = self.tokens
+        packed: PackedSequences = self._once(
+            mask,
+            lambda: _check(mask, tokens)._replace(
+                window=_window(mask, tokens.shape), causal=mask.dtype == torch.uint8
+            ),
+        )
+        return packed
+
+    def _bias(self, name: str, bias: Any, layer: nn.Module) -> Tensor:
+        """Return what attention adds to the scores: (1 or B, H, longest queries, longest keys)."""
+        queries, keys = self.tokens, self.tokens if name == BIAS else self.memory
+        assert queries is not None
+        assert keys is not None
+        if bias is None:
+            made = _made_by_layer(layer, queries.shape[1]) if name == BIAS else None
+            self.made[name] = _no_bias(layer) if made is None else _cut(made, queries, keys)
+            return self.made[name]
+        if not isinstance(bias, Tensor):
+            raise _Unpackable(f"its layers get {name}")
+        if name in self.made and bias.shape == self.made[name].shape:
+            return bias  # the first layer has returned it
+        packed: Tensor = self._once(bias, lambda: _cut(bias, queries, keys))
+        return packed
+
+
+# Masks ------------------------------------------------------------------------------------------
+
+
+def _padding(mask: Any, shape: torch.Size) -> Tensor | None:
+    """Return the real tokens, bool (B, L), by a mask of theirs; None if it has another form.
+
+    Args:
+        mask: (B, 1, 1, L), or (B, 1, L, L) with equal rows; boolean, or floating with 0 for real
+            tokens and the least number for others. Or uint8 or int8, causal or with a window: see
+            :mod:`trifuse.huggingface`. Or None, if all are real.
+        shape: (B, L, features).
+    """
+    B, L = shape[:2]
+    if mask is None:
+        return torch.ones(B, L, dtype=torch.bool)
+    if mask.dtype in (torch.uint8, torch.int8):
+        if mask.shape[1::2] == (1, L) and mask.shape[0] in (1, B):
+            return mask[:, 0, 0].bool().expand(B, L)
+        return None
+    if mask.shape not in ((B, 1, 1, L), (B, 1, L, L)):
+        return None
+    row = mask[:, :, :1]
+    if mask.shape[2] > 1 and not (mask == row).all():
+        return None
+    if mask.dtype == torch.bool:
+        return row[:, 0, 0]
+    keep = row == 0
+    known = mask.is_floating_point() and (keep | (row <= torch.finfo(mask.dtype).min)).all()
+    return keep[:, 0, 0] if known else None
+
+
+def _check(mask: Any, side: _Side) -> PackedSequences:
+    """Return where the tokens are, if that is where a mask says."""
+    keep = _padding(mask, side.shape)
+    if keep is None:
+        raise _Unpackable(_OTHER_MASK)
+    indices = side.packed.indices
+    if not keep.flatten().nonzero().squeeze(-1).to(indices.device).equal(indices):
+        raise _Unpackable("its masks differ in their padding")
+    return side.packed
+
+
+def _window(mask: Tensor, shape: torch.Size) -> int | None:
+    """Return how far each token sees; None if it sees all of its sequence.
+
+    Args:
+        mask: a mask as :func:`_padding` takes it.
+        shape: (B, L, features).
+
+    Raises:
+        _Unpackable: there is padding inside a sequence. Packed, the tokens around it would be
+            nearer to each other.
+    """
+    keep = _padding(mask, shape)
+    if keep is None or mask.shape[2] == 1 or mask.dtype not in (torch.uint8, torch.int8):
+        return None
+    reach = mask.shape[2] - 2
+    positions = torch.arange(keep.shape[1], device=keep.device).expand_as(keep)
+    first = positions.masked_fill(~keep, keep.shape[1]).amin(-1)
+    last = positions.masked_fill(~keep, -1).amax(-1)
+    if (last - first).max() <= reach:
+        return None
+    if (last - first >= keep.sum(-1)).any():
+        raise _Unpackable("its window reaches over padding inside a sequence")
+    return reach
+
+
+# Biases -----------------------------------------------------------------------------------------
+
+
+def _cut(bias: Tensor, queries: _Side, keys: _Side) -> Tensor:
+    """Return the part of a bias, (1 or B, H, L, S), that real tokens have.
+
+    Its rows and columns are those of the real tokens of each sequence, in order; what is beyond the
+    end of a shorter sequence may be anything.
+    """
+    B = queries.shape[0]
+    if bias.dim() != 4 or bias.shape[0] not in (1, B):
+        raise _Unpackable("its layers get a bias of another shape than the scores")
+    if bias.shape[2:] != (queries.shape[1], keys.shape[1]):
+        raise _Unpackable("its layers get a bias of another shape than the scores")
+    rows, columns = _positions(queries), _positions(keys)
+    if rows is columns is None:
+        return bias[:, :, : queries.packed.max_seqlen, : keys.packed.max_seqlen]
+    rows, columns = (
+        torch.arange(side.packed.max_seqlen, device=bias.device).expand(B, -1) if at is None else at
+        for at, side in ((rows, queries), (columns, keys))
+    )
+    sequences = torch.arange(B, device=bias.device)[:, None, None]
+    bias = bias.expand(B, -1, -1, -1).permute(0, 2, 3, 1)
+    return bias[sequences, rows[:, :, None], columns[:, None]].permute(0, 3, 1, 2)
+
+
+def _positions(side: _Side) -> Tensor | None:
+    """Return where in its padded sequence each real token is, (B, longest), and 0 beyond the end.
+
+    None if all padding is at the end of the sequences.
+    """
+    indices, cu_seqlens, longest = side.packed[:3]
+    B, L = side.shape[:2]
+    sequences = indices.div(L, rounding_mode="floor")
+    places = torch.arange(indices.shape[0], device=indices.device) - cu_seqlens[sequences]
+    if (places == indices % L).all():
+        return None
+    positions = indices.new_zeros(B, longest)
+    positions[sequences, places] = indices % L
+    return positions
+
+
+def _made_by_layer(layer: nn.Module, L: int) -> Tensor | None:
+    """Return the bias of L tokens that a layer makes if it gets none; None if it makes none."""
+    made = None
+    for module in layer.modules():
+        cls: type = sublayers.original(type(module))
+        statement = _without_bias(cls)
+        if statement is None:
+            continue
+        if statement != _without_bias(_t5_attention()):
+            raise _Unpackable("its layers make their biases in a way of their own")
+        attention: Any = module
+        if attention.has_relative_attention_bias:
+            if made is not None:
+                raise _Unpackable("its layers make several biases")
+            made = attention.compute_bias(L, L)
+    return made
+
+
+def _no_bias(layer: nn.Module) -> Tensor:
+    return next(layer.parameters()).new_zeros(1, 1, 1, 1)
+
+
+def _t5_attention() -> type:
+    from transformers.models.t5.modeling_t5 import T5Attention
+
+    return T5Attention
+
+
+@functools.cache
+def _without_bias(cls: type) -> str | None:
+    """Return the code of an attention for the case that it gets no bias; None if it has none."""
+    forward: Any = getattr(cls, "forward", None)
+    if not sublayers.is_of_transformers(cls) or (tree := code.parse(forward)) is None:
+        return None
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and ast.unparse(node.test) == f"{BIAS} is None":
+            return ast.unparse(node)
+    return None

@@ -1,0 +1,109 @@
+"""Families of transformers: the table in the docs, images and speech, and the report's reasons."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+pytest.importorskip("transformers")
+
+import families
+import transformers
+from model_sizes import PADDED_SIZES
+
+import trifuse
+
+pytestmark = pytest.mark.usefixtures("torch_multiplies")
+
+PAGE = Path(__file__).parents[2] / "docs" / "transformers.md"
+OTHERS = ["ViT", "Whisper", "OPT", "Marian", "T5"]
+
+
+def test_the_table_in_the_docs_has_all_families():
+    section = PAGE.read_text().split(families.BEGIN)[1].split(families.END)[0]
+    rows = [line for line in section.splitlines() if line.startswith("| ")][1:]
+    assert [row.split()[1] for row in rows] == list(families.FAMILIES)
+
+
+@pytest.mark.parametrize("name", families.FAMILIES)
+def test_the_table_in_the_docs_is_true(name):
+    assert families.row(name) in PAGE.read_text().splitlines()
+
+
+def run(model: nn.Module, keep: Tensor) -> Tensor:
+    """The results at real tokens, weighted: the sum of a norm's squares has almost no gradient."""
+    out = model(**families.inputs(model, keep))[0]
+    if model.main_input_name == "input_ids" and not model.config.is_encoder_decoder:
+        out = out[keep]
+    return out
+
+
+def gradients(model: nn.Module, keep: Tensor) -> Tensor:
+    model.zero_grad()
+    out = run(model, keep)
+    (out * torch.randn(out.shape, generator=torch.Generator().manual_seed(2))).sum().backward()
+    grads = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+    return grads / grads.abs().max()
+
+
+@pytest.mark.parametrize("left", [False, True], ids=["padded right", "padded left"])
+@pytest.mark.parametrize("unpad", [False, True], ids=["padded", "unpad"])
+@pytest.mark.parametrize("name", OTHERS)
+def test_results_and_gradients(name, unpad, left):
+    keep = families.KEEP.flip(1) if left else families.KEEP
+    model = families.build(name)
+    wanted, grads = run(model, keep), gradients(model, keep)
+    report = trifuse.fuse(model, unpad=unpad)
+    torch.testing.assert_close(run(model, keep), wanted, rtol=1e-5, atol=5e-6)
+    torch.testing.assert_close(gradients(model, keep), grads, rtol=1e-5, atol=5e-6)
+    report.revert()
+    assert torch.equal(run(model, keep), wanted)
+
+
+def test_norms_that_stay_are_reported_with_the_reason():
+    apart = "its code has no sum right before it"
+    report = trifuse.fuse(families.build("ViT"))
+    assert [(norm.path, norm.module, norm.reason) for norm in report.norms] == [
+        ("layernorm", "ViTModel.layernorm", apart),
+        ("layers.0.layernorm_before", "ViTLayer.layernorm_before", apart),
+        ("layers.1.layernorm_before", "ViTLayer.layernorm_before", apart),
+    ]
+    (line,) = (line for line in str(report).splitlines() if "layernorm_before" in line)
+    assert line.split() == [
+        "(2",
+        "norms)",
+        "ViTLayer.layernorm_before",
+        "as",
+        "before:",
+        *apart.split(),
+    ]
+    assert not trifuse.fuse(families.build("Roberta")).norms
+    gemma = trifuse.fuse(families.build("Gemma3Text")).norms
+    assert {norm.reason for norm in gemma} == {
+        "Gemma3RMSNorm isn't a LayerNorm or a known form of RMSNorm"
+    }
+    assert len(gemma) == 13
+
+
+def test_each_stack_that_computes_padding_is_reported_with_the_reason(warned):
+    """The encoder leaves it out, the decoder can't."""
+    halves = [
+        transformers.RobertaConfig(**PADDED_SIZES, is_decoder=decoder, add_cross_attention=decoder)
+        for decoder in (False, True)
+    ]
+    config = transformers.EncoderDecoderConfig.from_encoder_decoder_configs(*halves)
+    report = trifuse.fuse(transformers.EncoderDecoderModel(config), unpad=True)
+    assert report.unpadded == ["encoder.encoder"]
+    (padded,) = report.padded
+    assert padded == ("decoder.roberta.encoder", "RobertaEncoder", "its attention is causal")
+    assert warned == ["RobertaEncoder computes padding too, because its attention is causal"]
+    assert "computes padding too: its attention is causal" in str(report)
+
+
+def test_an_attention_that_takes_no_packed_tokens_is_the_reason():
+    report = trifuse.fuse(families.build("MegatronBert"), unpad=True)
+    why = "its attention isn't one that takes packed tokens"
+    assert report.padded == [("", "MegatronBertModel", why)]

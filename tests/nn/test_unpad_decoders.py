@@ -1,0 +1,225 @@
+"""Encoders and decoders of transformers without their padding, under teacher forcing."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from model_sizes import T5_SIZES, TRANSLATION_SIZES
+from torch import Tensor, nn
+
+import trifuse
+from trifuse.nn import packing
+
+transformers = pytest.importorskip("transformers")
+
+pytestmark = pytest.mark.usefixtures("torch_multiplies")
+
+B, S, L, LAYERS = 3, 10, 7, 2
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "Bart": TRANSLATION_SIZES,
+    "MBart": TRANSLATION_SIZES,
+    "Marian": TRANSLATION_SIZES,
+    "Pegasus": TRANSLATION_SIZES,
+    "M2M100": TRANSLATION_SIZES,
+    "PLBart": TRANSLATION_SIZES,
+    "Blenderbot": TRANSLATION_SIZES,
+    "BlenderbotSmall": TRANSLATION_SIZES,
+    "T5": T5_SIZES,
+    "MT5": T5_SIZES,
+}
+SOURCE = torch.arange(S) < torch.tensor([S, 6, 3])[:, None]
+TARGET = torch.arange(L) < torch.tensor([5, L, 2])[:, None]
+WHOLE = torch.ones(B, L, dtype=torch.bool)
+# Which source tokens and which target tokens are real; None: the model gets no mask.
+MASKS: dict[str, tuple[Tensor | None, Tensor | None]] = {
+    "source": (SOURCE, None),
+    "both": (SOURCE, TARGET),
+    "left": (SOURCE.flip(1), TARGET.flip(1)),
+    "target": (None, TARGET),
+}
+
+
+def build(name: str, **options: Any) -> nn.Module:
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{name}Config")(**FAMILIES[name], **options)
+    return getattr(transformers, f"{name}Model")(config).eval()
+
+
+def run(model: nn.Module, source: Tensor | None, target: Tensor | None, **options: Any) -> Any:
+    generator = torch.Generator().manual_seed(1)
+    return model(
+        input_ids=torch.randint(3, 97, (B, S), generator=generator),
+        decoder_input_ids=torch.randint(3, 97, (B, L), generator=generator),
+        attention_mask=None if source is None else source.long(),
+        decoder_attention_mask=None if target is None else target.long(),
+        **{"use_cache": False} | options,
+    )
+
+
+def real(target: Tensor | None) -> Tensor:
+    return WHOLE if target is None else target
+
+
+def gradients(model: nn.Module, *masks: Tensor | None) -> Tensor:
+    """Gradients by the real tokens; weighted, since a norm's sum has almost no gradient."""
+    model.zero_grad()
+    out = run(model, *masks).last_hidden_state[real(masks[1])]
+    (out * torch.randn(out.shape, generator=torch.Generator().manual_seed(2))).sum().backward()
+    grads = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+    return grads / grads.abs().max()
+
+
+def close(got: Tensor, wanted: Tensor) -> None:
+    torch.testing.assert_close(got, wanted, rtol=1e-5, atol=5e-6)
+
+
+def tokens(mask: Tensor | None, length: int) -> int:
+    return B * length if mask is None else int(mask.sum())
+
+
+@pytest.fixture
+def packed(monkeypatch) -> list[tuple[int, int, bool]]:
+    """The queries and keys of each attention that ran packed, and whether it was causal."""
+    seen: list[tuple[int, int, bool]] = []
+    attend = packing.attend
+
+    def spy(query, key, value, where, dropout_p=0.0, is_causal=False, **named):
+        seen.append((query.shape[2], key.shape[2], is_causal))
+        return attend(query, key, value, where, dropout_p, is_causal, **named)
+
+    monkeypatch.setattr(packing, "attend", spy)
+    return seen
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_teacher_forcing(name, packed, warned):
+    """Results, gradients, the tokens that attend, reports, copies and the way back."""
+    model = build(name)
+    classes = [type(module) for module in model.modules()]
+    wanted = {
+        kind: (run(model, *masks).last_hidden_state, gradients(model, *masks))
+        for kind, masks in MASKS.items()
+    }
+    report = trifuse.fuse(model, unpad=True)
+    assert report.unpadded == trifuse.explain(model).unpadded == ["encoder", "decoder"]
+    assert not report.padded
+    for kind, (source, target) in MASKS.items():
+        packed.clear()
+        out = run(model, source, target)
+        S_real, L_real = tokens(source, S), tokens(target, L)
+        encoder = [] if source is None else [(S_real, S_real, False)] * LAYERS
+        decoder = [(L_real, L_real, True), (L_real, S_real, False)] * LAYERS
+        assert packed == encoder + decoder
+        if source is not None:
+            assert out.encoder_last_hidden_state[~source].eq(0).all()
+        assert out.last_hidden_state[~real(target)].eq(0).all()
+        close(out.last_hidden_state[real(target)], wanted[kind][0][real(target)])
+        close(gradients(model, source, target), wanted[kind][1])
+    assert not trifuse.fuse(model, unpad=True).swapped
+    assert not warned
+    packed.clear()
+    run(model, torch.ones_like(SOURCE), WHOLE)
+    assert not packed  # nothing is padded
+
+    both = MASKS["both"]
+    twin, its_report = pickle.loads(pickle.dumps((model, report)))
+    for each, its in ((twin, its_report), copy.deepcopy((model, report)), (model, report)):
+        packed.clear()
+        out = run(each, *both).last_hidden_state[TARGET]
+        close(out, wanted["both"][0][TARGET])
+        assert len(packed) == 3 * LAYERS
+        its.revert()
+        assert [type(module) for module in each.modules()] == classes
+        assert torch.equal(run(each, *both).last_hidden_state, wanted["both"][0])
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("name", ["Bart", "T5"])
+def test_checkpointing_changes_no_gradient(name, reentrant, packed):
+    model = build(name).train()
+    trifuse.fuse(model, unpad=True)
+    for kind in ("both", "left"):
+        model.gradient_checkpointing_disable()
+        torch.manual_seed(1)
+        wanted = gradients(model, *MASKS[kind])
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        packed.clear()
+        torch.manual_seed(1)
+        close(gradients(model, *MASKS[kind]), wanted)
+        assert len(packed) == 6 * LAYERS  # once more in the backward
+
+
+@pytest.mark.parametrize("name", ["Bart", "T5"])
+def test_loss_with_labels(name, packed, warned):
+    """A model with its head makes the decoder's input from the labels."""
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{name}Config")(**FAMILIES[name])
+    model = getattr(transformers, f"{name}ForConditionalGeneration")(config).eval()
+    ids = torch.randint(3, 97, (B, S), generator=torch.Generator().manual_seed(1))
+    labels = ids[:, :L].masked_fill(~TARGET, -100)
+    arguments = {"input_ids": ids, "attention_mask": SOURCE.long(), "labels": labels}
+    if name == "T5":  # which keeps a cache all the same
+        arguments["use_cache"] = False
+    wanted = model(**arguments).loss
+    trifuse.fuse(model, unpad=True)
+    close(model(**arguments).loss, wanted)
+    assert packed[LAYERS:] == [(B * L, B * L, True), (B * L, int(SOURCE.sum()), False)] * LAYERS
+    assert not warned
+
+
+@pytest.mark.parametrize("name", ["Bart", "T5"])
+def test_generation_decodes_with_its_cache(name, packed, warned):
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{name}Config")(**FAMILIES[name])
+    model = getattr(transformers, f"{name}ForConditionalGeneration")(config).eval()
+    ids = torch.randint(3, 97, (B, S), generator=torch.Generator().manual_seed(1))
+    options = {
+        "attention_mask": SOURCE.long(),
+        "max_new_tokens": 5,
+        "min_new_tokens": 5,
+        "do_sample": False,
+        "num_beams": 2,
+    }
+    wanted = model.generate(ids, **options)
+    trifuse.fuse(model, unpad=True)
+    assert torch.equal(model.generate(ids, **options), wanted)
+    assert packed == [(int(SOURCE.sum()), int(SOURCE.sum()), False)] * LAYERS  # the encoder
+    assert not warned
+
+
+@pytest.mark.parametrize("name", ["Bart", "T5"])
+def test_a_cache_keeps_the_padding_of_the_decoder(name, packed, warned):
+    model = build(name)
+    wanted = run(model, SOURCE, TARGET, use_cache=True)
+    trifuse.fuse(model, unpad=True)
+    got = run(model, SOURCE, TARGET, use_cache=True)
+    close(got.last_hidden_state[TARGET], wanted.last_hidden_state[TARGET])
+    assert len(packed) == LAYERS
+    (said,) = warned
+    assert said.endswith("because its layers get a cache, which use_cache=False would spare them")
+
+
+@pytest.mark.parametrize("name", ["Bart", "T5"])
+def test_hidden_states_of_the_decoder(name, packed, warned):
+    model = build(name)
+    wanted = run(model, SOURCE, TARGET, output_hidden_states=True).decoder_hidden_states
+    trifuse.fuse(model, unpad=True)
+    got = run(model, SOURCE, TARGET, output_hidden_states=True).decoder_hidden_states
+    assert not packed
+    assert all("a hook that records its output" in said for said in warned)
+    for mine, theirs in zip(got, wanted, strict=True):
+        close(mine[TARGET], theirs[TARGET])
+
+
+def test_a_bias_with_padding_inside_sequences(packed):
+    holes = SOURCE & (torch.arange(S) != 1)
+    model = build("T5")
+    wanted = run(model, holes, TARGET).last_hidden_state
+    trifuse.fuse(model, unpad=True)
+    close(run(model, holes, TARGET).last_hidden_state[TARGET], wanted[TARGET])
+    assert len(packed) == 3 * LAYERS

@@ -1,0 +1,174 @@
+"""The table of docs/transformers.md: how much of each family of transformers runs fused.
+
+    python tests/support/families.py docs/transformers.md    # writes the table into the page
+
+Every family is built at a tiny size, with random weights, fused and run. The numbers are counts of
+what the run called; a test compares them with the page.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import transformers
+from model_sizes import (
+    DISTILBERT_SIZES,
+    GPT_SIZES,
+    GROUPED_QUERIES,
+    OPT_SIZES,
+    PADDED_SIZES,
+    SIZES,
+    SPECIAL_TOKENS,
+    T5_SIZES,
+    TRANSLATION_SIZES,
+    VIT_SIZES,
+    WHISPER_SIZES,
+)
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import trifuse
+from trifuse import huggingface
+from trifuse.recipes import sublayers
+
+EMBEDDED = PADDED_SIZES | {"embedding_size": 32}
+GROUPED = SIZES | GROUPED_QUERIES | {"pad_token_id": 0}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "Bert": PADDED_SIZES,
+    "Roberta": PADDED_SIZES,
+    "XLMRoberta": PADDED_SIZES,
+    "Electra": EMBEDDED,
+    "DistilBert": DISTILBERT_SIZES,
+    "Albert": EMBEDDED,
+    "MPNet": PADDED_SIZES,
+    "ModernBert": PADDED_SIZES | SPECIAL_TOKENS | {"local_attention": 4},
+    "Esm": PADDED_SIZES | {"mask_token_id": 4},
+    "LayoutLM": PADDED_SIZES,
+    "Bart": TRANSLATION_SIZES,
+    "MBart": TRANSLATION_SIZES,
+    "Marian": TRANSLATION_SIZES,
+    "Pegasus": TRANSLATION_SIZES,
+    "T5": T5_SIZES,
+    "UMT5": T5_SIZES,
+    "GPT2": GPT_SIZES | {"n_layer": 2},
+    "OPT": OPT_SIZES,
+    "Llama": GROUPED,
+    "Mistral": GROUPED | {"sliding_window": 4},
+    "Qwen3": GROUPED | {"head_dim": 8},
+    "Gemma3Text": GROUPED | {"head_dim": 8, "sliding_window": 4},
+    "ViT": VIT_SIZES,
+    "CLIPText": PADDED_SIZES | {"eos_token_id": 2},
+    "Whisper": WHISPER_SIZES,
+    "MegatronBert": PADDED_SIZES,
+}
+B, L = 3, 10
+KEEP = torch.arange(L) < torch.tensor([L, 6, 3])[:, None]
+
+
+def build(name: str, options: dict[str, Any] | None = None) -> Any:
+    """Returns a tiny model of a family, in evaluation mode."""
+    torch.manual_seed(0)
+    options = FAMILIES[name] if options is None else options
+    config = getattr(transformers, f"{name}Config")(**options)
+    return getattr(transformers, f"{name}Model")(config).eval()
+
+
+def inputs(model: Any, keep: Tensor = KEEP) -> dict[str, Tensor]:
+    """Returns inputs of a model: padded texts, images, or spectra and texts."""
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(5, 97, (B, L), generator=generator)
+    given: dict[str, Any]
+    if model.main_input_name == "pixel_values":
+        return {"pixel_values": torch.randn(B, 3, 16, 16, generator=generator)}
+    if model.main_input_name == "input_features":
+        given = {"input_features": torch.randn(B, 8, 2 * L, generator=generator)}
+    else:
+        given = {"input_ids": ids, "attention_mask": keep.long()}
+    if model.config.is_encoder_decoder:
+        given |= {"decoder_input_ids": ids, "use_cache": False}
+    return given
+
+
+class Calls(TorchDispatchMode):
+    """Counts the calls of torch's norms, or their parts, and of trifuse's operators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = str(func)
+        if name.startswith(("aten.native_layer_norm", "aten.rsqrt")):
+            self.counts["torch's norms"] += 1
+        for operator in ("attention", "dropout_add_layer_norm"):
+            self.counts[operator] += name.startswith(f"trifuse.{operator}")
+        return func(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def activations(counts: Counter[str]) -> Iterator[None]:
+    """Counts the products with an activation."""
+
+    def count(*args: Any) -> Tensor:
+        counts["activations"] += 1
+        return real(*args)
+
+    real = sublayers.linear_activation
+    with (
+        mock.patch.object(sublayers, "linear_activation", count),
+        mock.patch.object(huggingface, "linear_activation", count),
+    ):
+        yield
+
+
+@torch.no_grad()
+def count(model: nn.Module) -> Counter[str]:
+    """Returns how often one run calls each operator."""
+    with Calls() as calls, activations(calls.counts):
+        model(**inputs(model))
+    return calls.counts
+
+
+def row(name: str) -> str:
+    """Returns a family's row of the table."""
+    model = build(name)
+    trifuse.fuse(model)
+    counts = count(model)
+    unpadded = trifuse.fuse(build(name), unpad=True).unpadded
+    ours, torchs = counts["dropout_add_layer_norm"], counts["torch's norms"]
+    stacks = ", ".join(f"`{path}`" if path else "the model" for path in unpadded)
+    return (
+        f"| {name} | {counts['attention']} | {ours} of {ours + torchs} "
+        f"| {counts['activations']} | {stacks or '–'} |"
+    )
+
+
+def table() -> str:
+    """Returns the table."""
+    logging.getLogger("trifuse").setLevel(logging.ERROR)
+    head = (
+        "| family | attentions | norms | activations | without padding |\n|---|---|---|---|---|\n"
+    )
+    return head + "\n".join(map(row, FAMILIES)) + "\n"
+
+
+BEGIN, END = "<!-- families -->\n", "<!-- end of families -->\n"
+
+
+def main(page: Path) -> None:
+    """Writes the table into a page, between its marks."""
+    before, rest = page.read_text().split(BEGIN)
+    _, after = rest.split(END)
+    page.write_text(f"{before}{BEGIN}\n{table()}\n{END}{after}")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
