@@ -482,7 +482,8 @@ def _examine(model: type[PreTrainedModel]) -> _Verdict:
 def _refusal(model: type, what: str) -> str:
     return (
         f'{model.__name__} {what}: attn_implementation="{NAME}" can\'t serve it. Load it with '
-        'attn_implementation="eager". If it is a part of another model, give that one a dict, as '
+        'attn_implementation="eager", and call trifuse.fuse(model), which serves attention that is '
+        "written out. If it is a part of another model, give that one a dict, as "
         f'{{"": "{NAME}", "vision_config": "eager"}}'
     )
 
