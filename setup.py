@@ -420,6 +420,7 @@ if __name__ == "__main__":
         packages=[
             "trifuse",
             "trifuse.benchmarks",
+            "trifuse.compiler",
             "trifuse.kernels",
             "trifuse.models",
             "trifuse.nn",

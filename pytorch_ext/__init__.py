@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trifuse import _transformers, nn
+from trifuse import _dynamo, _transformers, nn
 from trifuse._version import __version__
 from trifuse.attention_mode import attention
 from trifuse.backends import backend
@@ -37,4 +37,5 @@ __all__ = [
     "varlen_attention",
 ]
 
+_dynamo.register_when_imported()
 _transformers.register_when_imported()

@@ -250,6 +250,17 @@ def choose(call: Call) -> Choice:
     return _choose(call, _requested)
 
 
+def has_kernel(call: Call) -> bool:
+    """Returns whether a backend other than the eager formula would serve a call."""
+    names = ORDER if _requested == "auto" else (_requested,)
+    return any(
+        name != "eager"
+        and _WHY_NOT[name](call) is None
+        and (_requested != "auto" or _WHY_NOT_BY_AUTO.get(name, lambda call: None)(call) is None)
+        for name in names
+    )
+
+
 @functools.cache
 def fallback_backend(call: Call, backend: str) -> str:
     """Returns the backend for a call traced on another device: ``backend``, if it can serve it."""

@@ -1,0 +1,285 @@
+"""Finds norms over the last dimension, with the sum before them and the dropout before that."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from trifuse import backends
+from trifuse.compiler.calls import is_last, number, read, same, same_shape, tensor, value
+from trifuse.compiler.rewriter import Refused, Rewriter, require
+from trifuse.ops.dropout_add_layer_norm import dropout_add_layer_norm
+
+
+class Norm(NamedTuple):
+    """A norm that was read from a graph."""
+
+    result: Node
+    nodes: tuple[Node, ...]  # those that only lead from x to the result
+    x: Any
+    weight: Any
+    bias: Any
+    eps: float
+    rms: bool
+
+
+def is_candidate(node: Node) -> bool:
+    """Returns whether a node may compute a norm over the last dimension."""
+    call = read(node)
+    return call is not None and (
+        call.op in ("layer_norm", "rms_norm") or _root_mean_square(node) is not None
+    )
+
+
+def replace(rewriter: Rewriter, node: Node) -> None:
+    """Replaces the norm at ``node``, a candidate, and what of sum and dropout belongs to it.
+
+    Raises:
+        Refused: it has something that the operator does not compute.
+    """
+    reason = Refused("it is no norm over the last dimension")
+    for norm in _norms(node):
+        try:
+            _require_served(norm)
+        except Refused as refused:
+            reason = refused
+            continue
+        for insert in (_with_sum, _alone):
+            try:
+                insert(rewriter, norm)
+                return
+            except Refused as refused:
+                reason = refused
+    raise reason
+
+
+def _require_served(norm: Norm) -> None:
+    x = tensor(norm.x)
+    if x is None or x.dim() == 0:
+        raise Refused("the input is no plain tensor")
+    for vector in (norm.weight, norm.bias):
+        require(vector is None or tensor(vector) is not None, "a parameter is no plain tensor")
+    call = backends.Call("dropout_add_layer_norm", x.device.type, x.dtype)
+    require(backends.has_kernel(call), f"no kernel for {x.dtype} on {x.device.type}")
+
+
+# Norms ------------------------------------------------------------------------------------------
+
+
+def _norms(node: Node) -> Iterator[Norm]:
+    """Yields how a node may be read as a norm, the largest part of the graph first."""
+    call = read(node)
+    assert call is not None
+    if call.op not in ("layer_norm", "rms_norm"):
+        yield from _written_out(node)
+        return
+    x, shape, eps = call.get("input"), call.get("normalized_shape"), call.get("eps")
+    fake, rms = tensor(x), call.op == "rms_norm"
+    if fake is None:
+        return
+    (last, *others) = shape if isinstance(shape, (tuple, list)) else (shape,)
+    if others or not same(value(last), fake.shape[-1]):
+        return
+    if eps is None and rms and fake.dtype in (torch.float32, torch.float64):
+        eps = torch.finfo(fake.dtype).eps
+    eps = number(1e-5 if eps is None and not rms else eps)
+    if eps is not None:
+        yield Norm(node, (), x, call.get("weight"), call.get("bias"), eps, rms)
+
+
+def _written_out(core: Node) -> Iterator[Norm]:
+    """Yields RMSNorms whose quotient is ``core``: with the casts and the weight after it, and with
+    fewer of them."""
+    found = _root_mean_square(core)
+    if found is None:
+        return
+    x, eps, nodes = found
+    fake = tensor(x)
+    assert fake is not None
+    norms, weight, result = [], None, core
+    while True:
+        if value(result).dtype == fake.dtype:
+            norms.append(Norm(result, (*nodes,), x, weight, None, eps, True))
+        if len(result.users) != 1:
+            break
+        (user,) = result.users
+        call = read(user)
+        if call is None or not _keeps(user, fake):
+            break
+        if call.op == "mul" and weight is None and not call.in_place:
+            first, second = call.get("input"), call.get("other")
+            weight = second if first is result else first
+            vector = tensor(weight)
+            if vector is None or not same_shape(vector.shape, fake.shape[-1:]):
+                break
+        elif call.op != "cast":
+            break
+        nodes.append(result)
+        result = user
+    yield from reversed(norms)
+
+
+def _keeps(node: Node, x: Tensor) -> bool:
+    """Returns whether a node has the shape and the device of x, and at least its precision."""
+    fake = tensor(node)
+    return (
+        fake is not None
+        and same_shape(fake.shape, x.shape)
+        and fake.device == x.device
+        and torch.promote_types(fake.dtype, x.dtype) == fake.dtype
+    )
+
+
+def _root_mean_square(node: Node) -> tuple[Node, float, list[Node]] | None:
+    """Reads x / √(mean(x²) + eps): returns x, eps, and the nodes between x and the quotient."""
+    call = read(node)
+    if call is None or call.op not in ("mul", "div") or call.in_place:
+        return None
+    first, second = call.get("input"), call.get("other")
+    pairs = [(first, second)] if call.op == "div" else [(first, second), (second, first)]
+    for numerator, root in pairs:
+        found = _mean_square(root, 0.5 if call.op == "div" else -0.5)
+        if found is None or not isinstance(numerator, Node):
+            continue
+        squared, eps, nodes = found
+        x, above = _without_casts(numerator)
+        other, aside = _without_casts(squared)
+        if x is other and tensor(x) is not None and _keeps(node, value(x)):
+            inner = {node, *nodes}
+            for cast in (*above, *aside):  # those that the rest of the graph uses stay
+                if inner.issuperset(cast.users):
+                    inner.add(cast)
+            return x, eps, list(inner - {node})
+    return None
+
+
+def _mean_square(root: Any, exponent: float) -> tuple[Node, float, list[Node]] | None:
+    """Reads (mean(x²) + eps) to the power of ±½: returns x, eps and the nodes."""
+    call = read(root)
+    if call is None or _power(call, {"sqrt": 0.5, "rsqrt": -0.5}) != exponent:
+        return None
+    total = read(call.get("input"))
+    if total is None or total.op != "add" or total.in_place or number(total.get("alpha", 1)) != 1:
+        return None
+    mean, eps = total.get("input"), number(total.get("other"))
+    if eps is None:
+        mean, eps = total.get("other"), number(total.get("input"))
+    averaged = read(mean)
+    if eps is None or averaged is None or averaged.op != "mean":
+        return None
+    square = averaged.get("input")
+    squared, fake = read(square), tensor(square)
+    if squared is None or fake is None or averaged.get("keepdim") is not True:
+        return None
+    if not is_last(averaged.get("dim"), fake.dim()) or value(mean).dtype != fake.dtype:
+        return None
+    x = squared.get("input")
+    product = squared.op == "mul" and squared.get("other") is x
+    if isinstance(x, Node) and (product or _power(squared, {"square": 2.0}) == 2):
+        return x, eps, [root, call.get("input"), mean, square]
+    return None
+
+
+def _power(call: Any, names: dict[str, float]) -> float | None:
+    """Returns the exponent of a power of a tensor by a number."""
+    return number(call.get("exponent")) if call.op == "pow" else names.get(call.op)
+
+
+def _without_casts(node: Node) -> tuple[Node, list[Node]]:
+    """Returns what a tensor was before casts that kept its precision, and the casts, last first."""
+    casts: list[Node] = []
+    while (call := read(node)) is not None and call.op == "cast":
+        before = call.get("input")
+        fake = tensor(before)
+        if fake is None or not _keeps(node, fake):
+            break
+        casts.append(node)
+        node = before
+    return node, casts
+
+
+# Sum and dropout --------------------------------------------------------------------------------
+
+
+def _with_sum(rewriter: Rewriter, norm: Norm) -> None:
+    """Replaces a norm and the sum that it is of."""
+    call, total = read(norm.x), tensor(norm.x)
+    if call is None or total is None or call.op != "add" or number(call.get("alpha", 1)) != 1:
+        raise Refused("it is no norm of a sum")
+    operands = [call.get("input"), call.get("other")]
+    for operand in operands:
+        fake = tensor(operand)
+        require(fake is not None and fake.dtype == total.dtype, "its sum has several dtypes")
+    # The operator drops x: the operand that was dropped, if either was.
+    operands.sort(key=lambda operand: _dropped(operand, norm.x) is None)
+    x, residual = operands
+    if not same_shape(value(x).shape, total.shape):
+        x, residual = residual, x
+    dropped = _dropped(x, norm.x)
+    inner = {*norm.nodes}
+    given: dict[str, Any] = {}
+    if dropped is not None:
+        inner.add(x)
+        x, given = dropped
+    kept = not {norm.result, *norm.nodes}.issuperset(norm.x.users)
+    at = _place(norm) if kept else norm.result
+    if kept:
+        given["prenorm"] = True
+    else:
+        inner.add(norm.x)
+    with rewriter.inserting(at):
+        out = _call(rewriter, norm, x, residual, given)
+        if kept:
+            results = [rewriter.call(operator.getitem, out, i) for i in range(2)]
+            rewriter.replace([norm.result, norm.x], results, inner)
+        else:
+            rewriter.replace([norm.result], [out], inner)
+
+
+def _place(norm: Norm) -> Node:
+    """Returns the node before which the sum and the norm can both be computed."""
+    if all(node is None or node < norm.x for node in (norm.weight, norm.bias)):
+        return norm.x
+    inner = {norm.result, *norm.nodes}
+    later = all(user > norm.result for user in norm.x.users if user not in inner)
+    require(later, "the sum is used before the norm's parameters are computed")
+    return norm.result
+
+
+def _alone(rewriter: Rewriter, norm: Norm) -> None:
+    """Replaces a norm, and dropout if it is of that."""
+    dropped, only = _dropped(norm.x, norm.result), {norm.result, *norm.nodes}
+    x, inner = norm.x, {*norm.nodes}
+    given: dict[str, Any] = {}
+    if dropped is not None and only.issuperset(norm.x.users):
+        inner.add(norm.x)
+        x, given = dropped
+    with rewriter.inserting(norm.result):
+        out = _call(rewriter, norm, x, None, given)
+        rewriter.replace([norm.result], [out], inner)
+
+
+def _dropped(node: Any, user: Node) -> tuple[Node, dict[str, Any]] | None:
+    """Reads dropout: returns its input, and the operator's arguments for it."""
+    call = read(node)
+    if call is None or call.op != "dropout" or call.get("inplace") or tensor(node) is None:
+        return None
+    p = number(call.get("p", 0.5))
+    training = call.get("training", call.get("train", True))
+    if p is None or not isinstance(training, bool) or len(node.users) != 1:
+        return None
+    return call.get("input"), {"dropout_p": p, "training": True} if training and p else {}
+
+
+def _call(rewriter: Rewriter, norm: Norm, x: Node, residual: Any, given: dict[str, Any]) -> Node:
+    if norm.rms:
+        given["rms_norm"] = True
+    return rewriter.call(
+        dropout_add_layer_norm, x, residual, norm.weight, norm.bias, eps=norm.eps, **given
+    )

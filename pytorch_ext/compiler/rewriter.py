@@ -1,0 +1,259 @@
+"""Replaces calls in a graph of Dynamo by calls that mean the same, or leaves the graph as it is.
+
+A pattern finds nodes and says what computes their results. Whether the exchange is safe does not
+depend on the pattern, and is decided here: nothing else may use what is left out, nothing may
+change a tensor meanwhile, and shapes, dtypes and strides must stay what later code relies on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.fx import Node
+from torch.utils._pytree import tree_leaves
+
+from trifuse.compiler.calls import same, same_shape, tensor, value, writes
+
+
+class Refused(Exception):  # noqa: N818 - it is no error
+    """Nodes look like a pattern, and stay; the message is the reason."""
+
+
+def require(condition: Any, reason: str) -> None:
+    """Raises :class:`Refused` unless the condition holds."""
+    if not condition:
+        raise Refused(reason)
+
+
+class Rewriter:
+    """One graph, and how its nodes are replaced."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self.graph = graph
+        # Dynamo gives backends another mode of fake tensors than the one of the graph's tensors.
+        fakes: Iterator[Any] = filter(lambda fake: fake is not None, map(tensor, graph.nodes))
+        self.fake_mode: Any = next((fake.fake_mode for fake in fakes), None)
+        self._new: list[Node] = []
+        self._at: Node | None = None  # the new nodes are inserted before it
+
+    # New nodes ---------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def inserting(self, at: Node) -> Iterator[None]:
+        """Lets ``call`` insert nodes before ``at``; those that end up unused are erased."""
+        self._new, self._at = [], at
+        try:
+            with self.graph.inserting_before(at), self._modes(at):
+                yield
+        finally:
+            for node in reversed(self._new):
+                if not node.users:
+                    self.graph.erase_node(node)
+            self._new = []
+
+    def call(self, target: Callable[..., Any] | str, *args: Any, **kwargs: Any) -> Node:
+        """Inserts a call of a function, or of a method by its name.
+
+        Raises:
+            Refused: the call raises for tensors of these shapes and dtypes.
+        """
+        kind = "call_method" if isinstance(target, str) else "call_function"
+        node = self.graph.create_node(kind, target, args, kwargs)
+        self._new.append(node)
+        try:
+            node.meta["example_value"] = self._run(node, value)
+        except Exception as error:
+            raise Refused(f"{type(error).__name__}: {error}") from error
+        return node
+
+    def size(self, size: Any) -> int | Node:
+        """Returns a size as an argument: a number, or a node of the graph that has this value.
+
+        Raises:
+            Refused: it depends on the inputs, and no node before the new ones has it.
+        """
+        if not isinstance(size, torch.SymInt):
+            return int(size)
+        for node in self.graph.nodes:
+            if node is self._at:
+                break
+            found = value(node)
+            if isinstance(found, torch.SymInt) and same(found, size):
+                return node
+            if isinstance(found, Tensor):
+                for dim, length in enumerate(found.shape):
+                    if isinstance(length, torch.SymInt) and same(length, size):
+                        return self.call("size", node, dim)
+        raise Refused(f"no node has the size {size}")
+
+    def _run(self, node: Node, lookup: Callable[[Node], Any]) -> Any:
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), lookup)  # type: ignore[misc]
+        from torch._dispatch.python import enable_python_dispatcher
+
+        with self.fake_mode, enable_python_dispatcher():
+            if node.op == "call_method":
+                first, *rest = args
+                return getattr(first, str(node.target))(*rest, **kwargs)
+            return node.target(*args, **kwargs)  # type: ignore[operator]
+
+    @contextlib.contextmanager
+    def _modes(self, at: Node) -> Iterator[None]:
+        """Enters the modes of autocast that the graph has entered before ``at``."""
+        entered: dict[Node, Any] = {}
+        for node in self.graph.nodes:
+            if node is at:
+                break
+            if node.target is torch.amp.autocast_mode._enter_autocast:
+                entered[node] = node.args
+            elif node.target is torch.amp.autocast_mode._exit_autocast:
+                entered.pop(node.args[0], None)
+        with contextlib.ExitStack() as stack:
+            for args in entered.values():
+                stack.enter_context(torch.autocast(*args))
+            yield
+
+    # The exchange ------------------------------------------------------------------------------
+
+    def replace(self, results: Sequence[Node], new: Sequence[Node], inner: Collection[Node]) -> None:
+        """Replaces nodes by new ones, and erases those that led to them.
+
+        Args:
+            results: the nodes whose values the rest of the graph uses.
+            new: for each of them, the node inserted in its place.
+            inner: the nodes that only serve ``results``.
+
+        Raises:
+            Refused: the graph would compute something else. It is as it was then.
+        """
+        matched = {*results, *inner}
+        for node in inner:
+            if not matched.issuperset(node.users):
+                raise Refused(f"{node.name} is used elsewhere")
+        self._check_between(matched)
+        for old, now in zip(results, new, strict=True):
+            self._check_same(old, now)
+        for old, now in zip(results, self._laid_out(results, new), strict=True):
+            now.meta = {**old.meta, **now.meta}
+            old.replace_all_uses_with(now)
+        for node in sorted(matched, reverse=True):
+            self.graph.erase_node(node)
+
+    def _check_between(self, matched: set[Node]) -> None:
+        """Refuses if anything between the first and the last of the nodes changes a tensor or a
+        mode, or if one of them changes a tensor that others see."""
+        last = max(matched)
+        node = min(matched)
+        while node is not last:
+            node = node.next
+            if node in self._new:
+                continue
+            if node not in matched:
+                if writes(node) or _changes_mode(node):
+                    raise Refused(f"{node.name} may change a tensor or a mode meanwhile")
+        for node in matched:
+            if writes(node) and not self._writes_unseen(node):
+                raise Refused(f"{node.name} changes a tensor that is used elsewhere")
+
+    def _writes_unseen(self, node: Node) -> bool:
+        """Returns whether what a node overwrites is used by nothing after it, but by its name."""
+        written = tensor(node.args[0]) if node.args else None
+        if written is None:
+            return False
+        storage = written.untyped_storage()._cdata
+        for other in self.graph.nodes:
+            fake = tensor(other)
+            if other is node or fake is None or fake.untyped_storage()._cdata != storage:
+                continue
+            if other.op in ("placeholder", "get_attr"):
+                return False
+            if other < node and any(user > node for user in other.users):
+                return False
+        return True
+
+    def _check_same(self, old: Node, now: Node) -> None:
+        before, after = tensor(old), tensor(now)
+        require(before is not None and after is not None, f"{old.name} is no plain tensor")
+        assert before is not None and after is not None
+        require(same_shape(before.shape, after.shape), f"{old.name} would have another shape")
+        require(before.dtype == after.dtype, f"{old.name} would be {after.dtype}")
+        require(before.device == after.device, f"{old.name} would be on {after.device}")
+
+    # Strides -----------------------------------------------------------------------------------
+
+    def _laid_out(self, results: Sequence[Node], new: Sequence[Node]) -> Sequence[Node]:
+        """Returns the new nodes, or copies of them if the graph relies on the strides of the old."""
+        other = {
+            old: now
+            for old, now in zip(results, new, strict=True)
+            if not same_strides(value(old), value(now))
+        }
+        if self._absorbed({old: value(now) for old, now in other.items()}):
+            return new
+        return [
+            self._restrided(old, now) if old in other else now
+            for old, now in zip(results, new, strict=True)
+        ]
+
+    def _restrided(self, old: Node, now: Node) -> Node:
+        """Inserts a copy of ``now`` with the strides of ``old``."""
+        before = value(old)
+        order = sorted(range(before.dim()), key=lambda dim: _hint(before.stride(dim)), reverse=True)
+        require(before.permute(order).is_contiguous(), f"the strides of {old.name} are relied on")
+        copy = self.call("contiguous", self.call("permute", now, *order))
+        return self.call("permute", copy, *(order.index(dim) for dim in range(len(order))))
+
+    def _absorbed(self, changed: dict[Node, Any]) -> bool:
+        """Returns whether tensors of other strides change no more than views and copies of them.
+
+        Args:
+            changed: nodes, and their values with other strides.
+        """
+        if not changed:
+            return True
+        node = min(changed)
+        while node.op != "output":
+            node = node.next
+            if not changed.keys() & set(node.all_input_nodes):
+                continue
+            if node.op not in ("call_function", "call_method") or writes(node):
+                return False
+            try:
+                again = self._run(node, lambda each: changed.get(each, value(each)))
+            except Exception:  # such as a view that other strides don't allow
+                return False
+            pairs = list(zip(tree_leaves(value(node)), tree_leaves(again), strict=True))
+            if not all(_same_but_strides(x, y) for x, y in pairs):
+                return False
+            if not all(same_strides(x, y) for x, y in pairs if isinstance(x, Tensor)):
+                changed[node] = again
+        return True
+
+
+def same_strides(a: Tensor, b: Tensor) -> bool:
+    """Returns whether the strides agree in every dimension of more than one element."""
+    return all(
+        same(x, y) or same(size, 1)
+        for x, y, size in zip(a.stride(), b.stride(), a.shape, strict=True)
+    )
+
+
+def _hint(size: Any) -> int:
+    """Returns a size in the call that is traced."""
+    hint = size.node.hint if isinstance(size, torch.SymInt) else size
+    require(hint is not None, "a stride depends on the data")
+    return int(hint)
+
+
+def _same_but_strides(before: Any, after: Any) -> bool:
+    if isinstance(before, Tensor) and isinstance(after, Tensor):
+        return before.dtype == after.dtype and same_shape(before.shape, after.shape)
+    return type(before) is type(after) and same(before, after)
+
+
+def _changes_mode(node: Node) -> bool:
+    """Returns whether a call may be there for its effect, as those are that return nothing."""
+    return node.op == "call_function" and value(node) is None

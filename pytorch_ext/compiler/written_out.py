@@ -1,0 +1,419 @@
+"""Reads attention that is written out, softmax(scale · Q Kᵀ + mask) V, in many spellings.
+
+The walk begins at the product with V and goes back to the product Q Kᵀ. Each step must be one whose
+meaning the operator has; anything else ends it with the reason.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from trifuse.compiler.calls import Call, is_last, number, read, same, same_shape, tensor
+from trifuse.compiler.rewriter import Refused, Rewriter, require
+
+
+class Operand(NamedTuple):
+    """A tensor of a graph, and the order of its dimensions that the operator takes."""
+
+    node: Node
+    order: tuple[int, ...] | None = None  # None: as they are
+
+    @property
+    def shape(self) -> tuple[Any, ...]:
+        fake = tensor(self.node)
+        assert fake is not None
+        sizes = tuple(fake.shape)
+        return sizes if self.order is None else tuple(sizes[i] for i in self.order)
+
+    def insert(self, rewriter: Rewriter) -> Node:
+        """Inserts the permutation, if there is one."""
+        if self.order is None:
+            return self.node
+        return rewriter.call("permute", self.node, *self.order)
+
+
+class Mask(NamedTuple):
+    """A step that leaves out pairs of queries and keys, or adds to their scores."""
+
+    kind: str  # "added", "kept" (boolean, True takes part) or "dropped" (the opposite)
+    node: Node
+    leading: tuple[Any, ...]  # the dimensions of the scores there, without the last two
+
+
+@dataclasses.dataclass(frozen=True)
+class Attention:
+    """Attention that was read from a graph, as far as the walk has come."""
+
+    query: Operand
+    key: Operand
+    leading: tuple[Any, ...]  # the dimensions of Q Kᵀ without the last two
+    nodes: tuple[Node, ...]  # from the first product to the weights
+    scale: float = 1.0
+    masks: tuple[Mask, ...] = ()
+    dropout_p: float = 0.0
+    value: Operand | None = None
+    order: tuple[int, ...] | None = None  # of the result's dimensions
+
+    @property
+    def tensors(self) -> Iterator[Tensor | None]:
+        """Q, K and V."""
+        for operand in (self.query, self.key, self.value):
+            assert operand is not None
+            yield tensor(operand.node)
+
+
+def is_candidate(call: Call) -> bool:
+    """Returns whether a product's first factor comes from a softmax over the last dimension."""
+    return any(_has_softmax(weights) for weights, _, _ in _outer_products(call))
+
+
+def find(call: Call) -> Attention:
+    """Reads the attention whose last product is ``call``, a candidate.
+
+    Raises:
+        Refused: it has something that the operator does not compute.
+    """
+    for weights, value, order in _outer_products(call):
+        if _has_softmax(weights):
+            found = _walk(weights, after_softmax=True)
+            fakes = [tensor(node) for node in (found.query.node, found.key.node, value.node)]
+            require(all(t is not None for t in fakes), "an operand is no plain tensor")
+            dtypes = {t.dtype for t in fakes if t is not None}
+            require(len(dtypes) == 1, "query, key and value have several dtypes")
+            (dtype,) = dtypes
+            for node in found.nodes:
+                fake = tensor(node)
+                require(fake is not None and _holds(fake.dtype, dtype), f"{node.name} is narrower")
+            return dataclasses.replace(found, value=value, order=order)
+    raise Refused("there is no softmax")
+
+
+def _holds(dtype: torch.dtype, operands: torch.dtype) -> bool:
+    """Returns whether an intermediate result is at least as precise as the operands."""
+    return dtype == operands or torch.promote_types(dtype, operands) == dtype
+
+
+# The product with V -----------------------------------------------------------------------------
+
+
+def _outer_products(call: Call) -> Iterator[tuple[Any, Operand, tuple[int, ...] | None]]:
+    """Yields how a product may be read as that of weights and values: both, and the order of the
+    result's dimensions."""
+    if call.op == "matmul":
+        weights, value = call.get("input"), call.get("other")
+        if isinstance(value, Node) and tensor(value) is not None:
+            yield weights, Operand(value), None
+    for (w, weights), (v, value), out in _einsum(call):
+        *batch, q, k = w if len(w) > 1 else "??"
+        (d, *rest) = [letter for letter in v if letter not in (*batch, k)] or "?"
+        if not rest and sorted(v) == sorted([*batch, k, d]) and sorted(out) == sorted(
+            [*batch, q, d]
+        ):
+            computed = [*batch, q, d]
+            yield weights, Operand(value, _order(v, [*batch, k, d])), _order(computed, out)
+
+
+def _einsum(call: Call) -> Iterator[tuple[Any, Any, str]]:
+    """Yields the two operands of an einsum in either order, each with its letters, and the letters
+    of the result."""
+    if call.op != "einsum" or not isinstance(call.get("equation"), str):
+        return
+    left, _, out = call.get("equation").replace(" ", "").partition("->")
+    terms, operands = left.split(","), call.get("operands")
+    letters = [*terms, out]
+    plain = all(term.isalpha() and len(set(term)) == len(term) for term in letters)
+    if not (plain and len(terms) == len(operands) == 2):
+        return
+    pairs = list(zip(terms, operands, strict=True))
+    if any(tensor(node) is None for node in operands):
+        return
+    for first, second in itertools.permutations(pairs):
+        yield first, second, out
+
+
+def _order(letters: Sequence[str], wanted: Sequence[str]) -> tuple[int, ...] | None:
+    order = tuple(letters.index(letter) for letter in wanted)
+    return None if order == tuple(range(len(order))) else order
+
+
+# From the weights to the scores -----------------------------------------------------------------
+
+
+def _has_softmax(node: Any) -> bool:
+    while (call := read(node)) is not None:
+        if call.op == "softmax":
+            fake = tensor(node)
+            return fake is not None and is_last(call.get("dim"), fake.dim())
+        if call.op not in ("dropout", "cast", "view"):
+            return False
+        node = call.get("input")
+    return False
+
+
+def _walk(node: Any, after_softmax: bool = False) -> Attention:
+    """Reads the scores that end at ``node``, or the weights if ``after_softmax``."""
+    call, fake = read(node), tensor(node)
+    if call is None or fake is None:
+        raise Refused(f"{getattr(node, 'name', node)} is no step of attention")
+    if not after_softmax and (product := _inner_product(node, call)) is not None:
+        return product
+    step = _STEPS.get(call.op)
+    if after_softmax and call.op == "softmax":
+        found = _walk(call.get("input"))
+    elif step is not None and (not after_softmax or call.op in ("dropout", "cast", "view")):
+        found = step(node, call, after_softmax)
+    else:
+        raise Refused(f"{node.name} is no step of attention")
+    return dataclasses.replace(found, nodes=(*found.nodes, node))
+
+
+def _inner_product(node: Node, call: Call) -> Attention | None:
+    """Reads Q Kᵀ."""
+    if call.op == "matmul":
+        query, transposed = call.get("input"), call.get("other")
+    elif call.op == "baddbmm":
+        query, transposed = call.get("batch1"), call.get("batch2")
+    else:
+        for (a, query), (b, key), out in _einsum(call):
+            *batch, q, k = out if len(out) > 1 else "??"
+            (e, *rest) = [letter for letter in a if letter not in (*batch, q)] or "?"
+            if not rest and sorted(a) == sorted([*batch, q, e]) and sorted(b) == sorted(
+                [*batch, k, e]
+            ):
+                operands = (
+                    Operand(query, _order(a, [*batch, q, e])),
+                    Operand(key, _order(b, [*batch, k, e])),
+                )
+                return _plain(*operands, node)
+        return None
+    first, second = tensor(query), tensor(transposed)
+    if first is None or second is None or first.dim() != second.dim() or first.dim() < 2:
+        raise Refused(f"{node.name} is no product of queries and keys")
+    found = _plain(Operand(query), _transposed(transposed, second), node)
+    if call.op == "baddbmm":
+        found = dataclasses.replace(found, scale=_constant(call.get("alpha", 1), "alpha"))
+        beta = _constant(call.get("beta", 1), "beta")
+        require(beta in (0, 1), "a mask is scaled")
+        if beta == 1:
+            mask = Mask("added", call.get("input"), found.leading)
+            return dataclasses.replace(found, masks=(mask,))
+    return found
+
+
+def _plain(query: Operand, key: Operand, node: Node) -> Attention:
+    int(query.shape[-1])  # head_dim is the same in all calls, as the kernels and the scale have it
+    fake = tensor(node)
+    assert fake is not None
+    return Attention(query, key, tuple(fake.shape[:-2]), (node,))
+
+
+def _transposed(node: Node, fake: Tensor) -> Operand:
+    """Returns K, given Kᵀ: what was transposed, if that is seen, or else the transpose."""
+    call, rank = read(node), fake.dim()
+    if call is not None and call.op == "transpose":
+        dims = {call.get("dim0"), call.get("dim1")}
+        if dims <= {-1, -2, rank - 1, rank - 2} and len({dim % rank for dim in dims}) == 2:
+            return Operand(call.get("input"))
+    return Operand(node, (*range(rank - 2), rank - 1, rank - 2))
+
+
+# Steps: each reads what precedes a call, and adds what the call does ------------------------------
+
+
+def _constant(argument: Any, name: str) -> float:
+    found = number(argument)
+    if found is None or not math.isfinite(found):
+        raise Refused(f"{name} is no constant")
+    return found
+
+
+def _scaled(node: Node, call: Call, after_softmax: bool) -> Attention:
+    scores, factor = call.get("input"), call.get("other")
+    if call.op == "mul" and tensor(scores) is None:
+        scores, factor = factor, scores
+    found = _walk(scores)  # first: it fixes head_dim, of which the factor is a function
+    by = _constant(factor, f"a factor of {node.name}")
+    if call.op == "div":
+        require(call.get("rounding_mode") is None and by != 0, "it is no plain division")
+        by = 1 / by
+    added = any(mask.kind == "added" for mask in found.masks)
+    require(by == 1 or not found.masks or (by > 0 and not added), "a mask is scaled")
+    return dataclasses.replace(found, scale=found.scale * by)
+
+
+def _added(node: Node, call: Call, after_softmax: bool) -> Attention:
+    require(number(call.get("alpha", 1)) == 1, "a mask is scaled")
+    first, second = call.get("input"), call.get("other")
+    try:
+        scores, mask = first, second
+        found = _walk(scores)
+    except Refused:
+        scores, mask = second, first
+        found = _walk(scores)
+        require(not call.in_place, f"{node.name} changes a mask")
+    return _masked(found, node, scores, "added", mask)
+
+
+def _filled(node: Node, call: Call, after_softmax: bool) -> Attention:
+    scores, kind = call.get("input"), "dropped"
+    if call.op == "masked_fill":
+        mask, fill = call.get("mask"), call.get("value")
+    else:
+        mask, fill, kind = call.get("condition"), call.get("other"), "kept"
+        if number(fill) is None:  # torch.where(mask, -inf, scores)
+            scores, fill, kind = fill, scores, "dropped"
+    require(number(fill) == -math.inf, "scores are filled with a number other than -inf")
+    return _masked(_walk(scores), node, scores, kind, mask)
+
+
+def _masked(found: Attention, node: Node, scores: Any, kind: str, mask: Any) -> Attention:
+    whole, fake = tensor(scores), tensor(mask)
+    if whole is None or fake is None:
+        raise Refused(f"a mask of {node.name} is no plain tensor")
+    out = tensor(node)
+    assert out is not None
+    require(same_shape(out.shape, whole.shape), f"a mask of {node.name} widens the scores")
+    fits = fake.is_floating_point() if kind == "added" else fake.dtype == torch.bool
+    require(fits, f"a mask of {node.name} has dtype {fake.dtype}")
+    step = Mask(kind, mask, tuple(whole.shape[:-2]))
+    return dataclasses.replace(found, masks=(*found.masks, step))
+
+
+def _dropped(node: Node, call: Call, after_softmax: bool) -> Attention:
+    p, training = call.get("p", 0.5), call.get("training", call.get("train", True))
+    found = _walk(call.get("input"), after_softmax)
+    if training is False or number(p) == 0:
+        return found
+    require(after_softmax, "scores are dropped before the softmax")
+    require(training is True and found.dropout_p == 0, f"{node.name} is no plain dropout")
+    return dataclasses.replace(found, dropout_p=_constant(p, "dropout's p"))
+
+
+def _viewed(node: Node, call: Call, after_softmax: bool) -> Attention:
+    """A view, a copy or another dtype: as long as a row of scores stays one."""
+    fake, before = tensor(node), tensor(call.get("input"))
+    rows = fake is not None and before is not None and fake.dim() >= 2 <= before.dim()
+    require(rows and same_shape(fake.shape[-2:], before.shape[-2:]), f"{node.name} cuts rows")  # type: ignore[union-attr]
+    require(fake.device == before.device, f"{node.name} moves scores")  # type: ignore[union-attr]
+    return _walk(call.get("input"), after_softmax)
+
+
+_STEPS: dict[str, Callable[[Node, Call, bool], Attention]] = {
+    "mul": _scaled,
+    "div": _scaled,
+    "add": _added,
+    "masked_fill": _filled,
+    "where": _filled,
+    "dropout": _dropped,
+    "view": _viewed,
+    "cast": _viewed,
+}
+
+
+# The operator's arguments -----------------------------------------------------------------------
+
+
+def arguments(rewriter: Rewriter, found: Attention) -> dict[str, Any]:
+    """Inserts what prepares the operator's arguments, and returns them.
+
+    Raises:
+        Refused: the masks can't be brought to one shape.
+    """
+    assert found.value is not None
+    operands = {"query": found.query, "key": found.key, "value": found.value}
+    leading = _common(found)
+    given: dict[str, Any] = {}
+    for name, operand in operands.items():
+        given[name] = operand.insert(rewriter)
+        shape = operand.shape
+        if not same_shape(shape[:-2], leading) and _reshapes(found):
+            sizes = [rewriter.size(size) for size in (*leading, *shape[-2:])]
+            given[name] = rewriter.call("reshape", given[name], *sizes)
+    mask = _joined(rewriter, found, leading)
+    if mask is not None:
+        given["attn_mask"] = mask
+    if found.dropout_p:
+        given["dropout_p"] = found.dropout_p
+    return {**given, "scale": found.scale}
+
+
+def result(rewriter: Rewriter, found: Attention, out: Node) -> Node:
+    """Inserts what gives the operator's result the shape that the product with V has."""
+    assert found.value is not None
+    fake, weights = tensor(out), tensor(found.nodes[-1])
+    assert fake is not None and weights is not None
+    leading = tuple(weights.shape[:-2])
+    if _reshapes(found) and not same_shape(fake.shape[:-2], leading):
+        sizes = [rewriter.size(size) for size in (*leading, *fake.shape[-2:])]
+        out = rewriter.call("reshape", out, *sizes)
+    return out if found.order is None else rewriter.call("permute", out, *found.order)
+
+
+def _reshapes(found: Attention) -> bool:
+    """Returns whether the scores are viewed with other leading dimensions on their way."""
+    fakes = [tensor(node) for node in found.nodes]
+    return not all(t is not None and same_shape(t.shape[:-2], found.leading) for t in fakes)
+
+
+def _common(found: Attention) -> tuple[Any, ...]:
+    """Returns the leading dimensions in which all masks are combined.
+
+    Where the scores are (batch · heads, Lq, Lk) and a mask is (batch, 1, Lq, Lk), these are batch
+    and heads: the mask needs no copy for each head.
+    """
+    if len(found.leading) < 2:
+        for mask in found.masks:
+            if len(mask.leading) == 2:
+                return mask.leading
+    return found.leading
+
+
+def _joined(rewriter: Rewriter, found: Attention, leading: tuple[Any, ...]) -> Node | None:
+    """Inserts the combination of all masks: boolean, or float with -inf where a pair is left out."""
+    added = kept = None
+    for kind, node, here in found.masks:
+        mask = _brought(rewriter, node, here, leading)
+        if kind == "added":
+            added = mask if added is None else rewriter.call(torch.add, added, mask)
+            continue
+        if kind == "dropped":
+            mask = rewriter.call(torch.logical_not, mask)
+        kept = mask if kept is None else rewriter.call(torch.logical_and, kept, mask)
+    if added is None or kept is None:
+        return kept if added is None else added
+    return rewriter.call(torch.where, kept, added, -math.inf)
+
+
+def _brought(
+    rewriter: Rewriter, mask: Node, here: tuple[Any, ...], leading: tuple[Any, ...]
+) -> Node:
+    """Inserts what brings a mask from the dimensions it was applied in to the common ones.
+
+    The last of the leading dimensions may be the same in both, such as the heads; a mask that is
+    broadcast in them stays so.
+    """
+    if same_shape(here, leading):
+        return mask
+    shared = 0
+    while shared < min(len(here), len(leading)) and same(here[-1 - shared], leading[-1 - shared]):
+        shared += 1
+    fake = tensor(mask)
+    assert fake is not None
+    rest = shared + 2
+    kept = tuple(fake.shape[max(0, fake.dim() - rest) :])
+    if all(same(size, 1) for size in fake.shape[: max(0, fake.dim() - rest)]):
+        if fake.dim() <= rest:
+            return mask
+        return rewriter.call("reshape", mask, *map(rewriter.size, kept))
+    before = [rewriter.size(size) for size in here[: len(here) - shared]]
+    after = [rewriter.size(size) for size in leading[: len(leading) - shared]]
+    whole = rewriter.call("expand", mask, *before, *(-1,) * rest)
+    return rewriter.call("reshape", whole, *after, *map(rewriter.size, kept))
