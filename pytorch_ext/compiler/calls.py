@@ -43,6 +43,7 @@ _SPELLINGS: tuple[tuple[str, str, tuple[Any, ...]], ...] = (
     ("square", "input", (torch.square, "square")),
     ("sqrt", "input", (torch.sqrt, "sqrt")),
     ("rsqrt", "input", (torch.rsqrt, "rsqrt")),
+    ("tanh", "input", (torch.tanh, "tanh")),
     ("mean", "input dim keepdim dtype", (torch.mean, "mean")),
     ("softmax", "input dim dtype", (torch.softmax, "softmax")),
     ("softmax", "input dim _stacklevel dtype", (F.softmax,)),

@@ -38,7 +38,7 @@ class Rewriter:
         fakes: Iterator[Any] = filter(lambda fake: fake is not None, map(tensor, graph.nodes))
         self.fake_mode: Any = next((fake.fake_mode for fake in fakes), None)
         self._new: list[Node] = []
-        self._at: Node | None = None  # the new nodes are inserted before it
+        self._at: Any = None  # the node before which the new ones are inserted
 
     # New nodes ---------------------------------------------------------------------------------
 
@@ -143,30 +143,37 @@ class Rewriter:
             self.graph.erase_node(node)
 
     def _check_between(self, matched: set[Node]) -> None:
-        """Refuses if anything between the first and the last of the nodes changes a tensor or a
-        mode, or if one of them changes a tensor that others see."""
-        last = max(matched)
-        node = min(matched)
+        """Refuses if computing the nodes in one place is not the same as computing each in its own.
+
+        It is not if a mode changes between the first and the last, or if a tensor that one of them
+        reads changes between it and that place; nor if one of them changes a tensor that is used
+        elsewhere.
+        """
+        node, last = min(matched), max(matched)
         while node is not last:
             node = node.next
-            if node in self._new:
+            if node in matched or node in self._new:
                 continue
-            if node not in matched:
-                if writes(node) or _changes_mode(node):
-                    raise Refused(f"{node.name} may change a tensor or a mode meanwhile")
+            require(not _changes_mode(node), f"{node.name} may change a mode meanwhile")
+            if writes(node):
+                moved = matched - {each for each in matched if (each < node) == (self._at < node)}
+                read = {_storage(each) for m in moved for each in m.all_input_nodes}
+                written = _written(node)
+                require(
+                    written is not None and not written & read,
+                    f"{node.name} may change a tensor meanwhile",
+                )
         for node in matched:
             if writes(node) and not self._writes_unseen(node):
                 raise Refused(f"{node.name} changes a tensor that is used elsewhere")
 
     def _writes_unseen(self, node: Node) -> bool:
         """Returns whether what a node overwrites is used by nothing after it, but by its name."""
-        written = tensor(node.args[0]) if node.args else None
+        written = _written(node)
         if written is None:
             return False
-        storage = written.untyped_storage()._cdata
         for other in self.graph.nodes:
-            fake = tensor(other)
-            if other is node or fake is None or fake.untyped_storage()._cdata != storage:
+            if other is node or _storage(other) not in written:
                 continue
             if other.op in ("placeholder", "get_attr"):
                 return False
@@ -254,6 +261,21 @@ def _same_but_strides(before: Any, after: Any) -> bool:
     return type(before) is type(after) and same(before, after)
 
 
+def _storage(node: Node) -> int | None:
+    """Returns what identifies the memory of a node's tensor; views share it."""
+    fake = tensor(node)
+    return None if fake is None else int(fake.untyped_storage()._cdata)
+
+
+def _written(node: Node) -> set[int] | None:
+    """Returns the memory that a call may change, or None if that is unknown."""
+    if isinstance(node.target, torch._ops.OperatorBase) or "out" in node.kwargs:
+        found = {_storage(each) for each in node.all_input_nodes}
+    else:
+        found = {_storage(each) if isinstance(each, Node) else None for each in node.args[:1]}
+    return None if None in found else {each for each in found if each is not None}
+
+
 def _changes_mode(node: Node) -> bool:
-    """Returns whether a call may be there for its effect, as those are that return nothing."""
-    return node.op == "call_function" and value(node) is None
+    """Returns whether a call may change a mode, as some of those do that return nothing."""
+    return node.op == "call_function" and value(node) is None and not writes(node)

@@ -57,6 +57,9 @@ class Attention:
     leading: tuple[Any, ...]  # the dimensions of Q Kᵀ without the last two
     nodes: tuple[Node, ...]  # from the first product to the weights
     scale: float = 1.0
+    factors: tuple[Node, ...] = ()  # tensors that multiply rows of scores
+    capped: bool = False  # by a tanh
+    softcap: float | None = None
     masks: tuple[Mask, ...] = ()
     dropout_p: float = 0.0
     value: Operand | None = None
@@ -240,26 +243,48 @@ def _scaled(node: Node, call: Call, after_softmax: bool) -> Attention:
     if call.op == "mul" and tensor(scores) is None:
         scores, factor = factor, scores
     found = _walk(scores)  # first: it fixes head_dim, of which the factor is a function
+    if tensor(factor) is not None:
+        return _with_factor(found, node, factor)
     by = _constant(factor, f"a factor of {node.name}")
     if call.op == "div":
         require(call.get("rounding_mode") is None and by != 0, "it is no plain division")
         by = 1 / by
+    if found.capped and found.softcap is None and not found.masks:
+        return dataclasses.replace(found, scale=found.scale * by, softcap=by)
     added = any(mask.kind == "added" for mask in found.masks)
     require(by == 1 or not found.masks or (by > 0 and not added), "a mask is scaled")
+    require(by == 1 or not found.capped, "capped scores are scaled")
     return dataclasses.replace(found, scale=found.scale * by)
+
+
+def _with_factor(found: Attention, node: Node, factor: Node) -> Attention:
+    """Reads a factor for each head or query, by which the queries can be multiplied instead."""
+    fake, scores = tensor(factor), tensor(node)
+    assert fake is not None and scores is not None
+    plain = not (found.masks or found.capped) and same_shape(scores.shape[:-2], found.leading)
+    column = fake.dim() == 0 or same(fake.shape[-1], 1)
+    require(plain and column and fake.dtype == scores.dtype, f"a factor of {node.name} is a matrix")
+    return dataclasses.replace(found, factors=(*found.factors, factor))
+
+
+def _capped(node: Node, call: Call, after_softmax: bool) -> Attention:
+    found = _walk(call.get("input"))
+    require(not (found.capped or found.masks), f"{node.name} is no plain softcap")
+    return dataclasses.replace(found, capped=True)
 
 
 def _added(node: Node, call: Call, after_softmax: bool) -> Attention:
     require(number(call.get("alpha", 1)) == 1, "a mask is scaled")
     first, second = call.get("input"), call.get("other")
     try:
-        scores, mask = first, second
-        found = _walk(scores)
-    except Refused:
-        scores, mask = second, first
-        found = _walk(scores)
-        require(not call.in_place, f"{node.name} changes a mask")
-    return _masked(found, node, scores, "added", mask)
+        return _masked(_walk(first), node, first, "added", second)
+    except Refused as reason:
+        if call.in_place:
+            raise
+        try:
+            return _masked(_walk(second), node, second, "added", first)
+        except Refused:
+            raise reason from None
 
 
 def _filled(node: Node, call: Call, after_softmax: bool) -> Attention:
@@ -309,6 +334,7 @@ def _viewed(node: Node, call: Call, after_softmax: bool) -> Attention:
 _STEPS: dict[str, Callable[[Node, Call, bool], Attention]] = {
     "mul": _scaled,
     "div": _scaled,
+    "tanh": _capped,
     "add": _added,
     "masked_fill": _filled,
     "where": _filled,
@@ -333,6 +359,9 @@ def arguments(rewriter: Rewriter, found: Attention) -> dict[str, Any]:
     given: dict[str, Any] = {}
     for name, operand in operands.items():
         given[name] = operand.insert(rewriter)
+        if name == "query":
+            for factor in found.factors:
+                given[name] = rewriter.call(torch.mul, given[name], factor)
         shape = operand.shape
         if not same_shape(shape[:-2], leading) and _reshapes(found):
             sizes = [rewriter.size(size) for size in (*leading, *shape[-2:])]
@@ -342,6 +371,8 @@ def arguments(rewriter: Rewriter, found: Attention) -> dict[str, Any]:
         given["attn_mask"] = mask
     if found.dropout_p:
         given["dropout_p"] = found.dropout_p
+    if found.capped:
+        given["softcap"] = 1.0 if found.softcap is None else found.softcap
     return {**given, "scale": found.scale}
 
 
