@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import functools
 import inspect
+import operator
 import types
+from collections.abc import Sequence
 from typing import Any
 
 import torch.nn.functional as F
@@ -16,8 +18,8 @@ from torch.fx import Node
 
 from trifuse import backends
 from trifuse.compiler import written_out
-from trifuse.compiler.calls import read, tensor
-from trifuse.compiler.rewriter import Rewriter, require
+from trifuse.compiler.calls import plain, read, require
+from trifuse.compiler.rewriter import Rewriter
 from trifuse.ops.attention import scaled_dot_product_attention
 
 
@@ -41,30 +43,30 @@ def replace(rewriter: Rewriter, node: Node) -> None:
         return
     if call.op == "sdpa":
         mask = call.get("attn_mask")
-        require(mask is None or tensor(mask) is not None, "the mask is no plain tensor")
-        _require_kernel(*(tensor(call.get(name)) for name in ("query", "key", "value")))
+        require(mask is None or plain(mask) is not None, "the mask is no tensor")
+        operands = [call.get(name) for name in ("query", "key", "value")]
+        _require_kernel(operands, [plain(each).shape[-1] for each in operands])
         with rewriter.inserting(node):
             new = rewriter.call(scaled_dot_product_attention, *node.args, **node.kwargs)
             rewriter.replace([node], [new], ())
         return
     found = written_out.find(call)
-    _require_kernel(*found.tensors)
+    operands = [each.node for each in found.operands]
+    _require_kernel(operands, [each.shape[-1] for each in found.operands])
     with rewriter.inserting(node):
         arguments = written_out.arguments(rewriter, found)
         new = rewriter.call(scaled_dot_product_attention, **arguments)
         rewriter.replace([node], [written_out.result(rewriter, found, new)], found.nodes)
 
 
-def _require_kernel(*tensors: Tensor | None) -> None:
-    """Refuses what ``auto`` would leave to the eager formula."""
-    sizes = []
-    for t in tensors:
-        require(t is not None and t.dim() >= 2, "an operand is no plain tensor")
-        assert t is not None
-        sizes.append(int(t.shape[-1]))  # a graph for each head_dim, as kernels have
-        last = t
-    call = backends.Call("attention", last.device.type, last.dtype, max(sizes))
-    require(backends.has_kernel(call), f"no kernel for {last.dtype} on {last.device.type}")
+def _require_kernel(operands: Sequence[Any], head_dims: Sequence[Any]) -> None:
+    """Refuses what ``auto`` would leave to the eager formula, and operands of several dtypes."""
+    query, *others = map(plain, operands)
+    require(all(t.dtype == query.dtype for t in others), "query, key and value differ in dtype")
+    require(all(t.dim() >= 2 for t in (query, *others)), "an operand is a vector")
+    largest = max(int(size) for size in head_dims)  # a graph for each, as kernels have
+    call = backends.Call("attention", query.device.type, query.dtype, largest)
+    require(backends.has_kernel(call), f"no kernel for {query.dtype} on {query.device.type}")
 
 
 # Torch's multi-head function --------------------------------------------------------------------
@@ -74,12 +76,13 @@ def _replace_multi_head(rewriter: Rewriter, node: Node) -> None:
     bound = inspect.signature(F.multi_head_attention_forward).bind(*node.args, **node.kwargs)
     bound.apply_defaults()
     require(not bound.arguments["need_weights"], "the attention weights are requested")
-    query, key, value = (tensor(bound.arguments[name]) for name in ("query", "key", "value"))
-    _require_kernel(query, key, value)
+    operands = [bound.arguments[name] for name in ("query", "key", "value")]
+    head_dim = bound.arguments["embed_dim_to_check"] // bound.arguments["num_heads"]
+    _require_kernel(operands, [head_dim])
     with rewriter.inserting(node):
         new = rewriter.call(multi_head_attention, *node.args, **node.kwargs)
         results = list(node.users)  # the choice of the output from the pair that is returned
-        chosen = [rewriter.call(old.target, new, *old.args[1:]) for old in results]  # type: ignore[arg-type]
+        chosen = [rewriter.call(operator.getitem, new, old.args[1]) for old in results]
         rewriter.replace(results, chosen, {node})
 
 

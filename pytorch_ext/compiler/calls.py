@@ -11,6 +11,16 @@ from torch import Tensor
 from torch.fx import Node
 
 
+class Refused(Exception):  # noqa: N818 - it is no error
+    """Nodes look like a pattern, and stay; the message is the reason."""
+
+
+def require(condition: Any, reason: str) -> None:
+    """Raises :class:`Refused` unless the condition holds."""
+    if not condition:
+        raise Refused(reason)
+
+
 class Call(NamedTuple):
     """One operation, however it is spelled.
 
@@ -107,7 +117,7 @@ def writes(node: Node) -> bool:
     """Returns whether a call changes one of its arguments, or may do so."""
     if node.op == "call_method":
         name = str(node.target)
-        return name.endswith("_") and not name.endswith("__") or name == "__setitem__"
+        return (name.endswith("_") and not name.endswith("__")) or name == "__setitem__"
     if node.op != "call_function":
         return False
     target: Any = node.target
@@ -147,6 +157,14 @@ def tensor(node: Any) -> Tensor | None:
     found = value(node) if isinstance(node, Node) else None
     if type(found) is not FakeTensor or found.layout != torch.strided or found.is_nested:
         return None
+    return found
+
+
+def plain(node: Any) -> Tensor:
+    """As :func:`tensor`; raises :class:`Refused` instead of returning None."""
+    found = tensor(node)
+    if found is None:
+        raise Refused(f"{node.name if isinstance(node, Node) else node} is no plain tensor")
     return found
 
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -12,8 +11,19 @@ from torch import Tensor
 from torch.fx import Node
 
 from trifuse import backends
-from trifuse.compiler.calls import is_last, number, read, same, same_shape, tensor, value
-from trifuse.compiler.rewriter import Refused, Rewriter, require
+from trifuse.compiler.calls import (
+    Refused,
+    is_last,
+    number,
+    plain,
+    read,
+    require,
+    same,
+    same_shape,
+    tensor,
+    value,
+)  # fmt: skip
+from trifuse.compiler.rewriter import Rewriter
 from trifuse.ops.dropout_add_layer_norm import dropout_add_layer_norm
 
 
@@ -60,11 +70,9 @@ def replace(rewriter: Rewriter, node: Node) -> None:
 
 
 def _require_served(norm: Norm) -> None:
-    x = tensor(norm.x)
-    if x is None or x.dim() == 0:
-        raise Refused("the input is no plain tensor")
+    x = plain(norm.x)
     for vector in (norm.weight, norm.bias):
-        require(vector is None or tensor(vector) is not None, "a parameter is no plain tensor")
+        require(vector is None or plain(vector) is not None, "a parameter is no tensor")
     call = backends.Call("dropout_add_layer_norm", x.device.type, x.dtype)
     require(backends.has_kernel(call), f"no kernel for {x.dtype} on {x.device.type}")
 
@@ -100,8 +108,7 @@ def _written_out(core: Node) -> Iterator[Norm]:
     if found is None:
         return
     x, eps, nodes = found
-    fake = tensor(x)
-    assert fake is not None
+    fake = value(x)
     norms, weight, result = [], None, core
     while True:
         if value(result).dtype == fake.dtype:
@@ -209,13 +216,12 @@ def _without_casts(node: Node) -> tuple[Node, list[Node]]:
 
 def _with_sum(rewriter: Rewriter, norm: Norm) -> None:
     """Replaces a norm and the sum that it is of."""
-    call, total = read(norm.x), tensor(norm.x)
-    if call is None or total is None or call.op != "add" or number(call.get("alpha", 1)) != 1:
+    call, total = read(norm.x), plain(norm.x)
+    if call is None or call.op != "add" or number(call.get("alpha", 1)) != 1:
         raise Refused("it is no norm of a sum")
     operands = [call.get("input"), call.get("other")]
     for operand in operands:
-        fake = tensor(operand)
-        require(fake is not None and fake.dtype == total.dtype, "its sum has several dtypes")
+        require(plain(operand).dtype == total.dtype, "its sum has several dtypes")
     # The operator drops x: the operand that was dropped, if either was.
     operands.sort(key=lambda operand: _dropped(operand, norm.x) is None)
     x, residual = operands

@@ -11,13 +11,14 @@ from types import ModuleType
 from torch import fx
 from torch.fx import Node
 
-from trifuse.compiler import attention, norms
-from trifuse.compiler.rewriter import Refused, Rewriter
+from trifuse.compiler import attention, linear, norms
+from trifuse.compiler.calls import Refused
+from trifuse.compiler.rewriter import Rewriter
 
 log = logging.getLogger("trifuse")
 
 # By the name of a pattern, the module that finds and replaces it, in the order of the passes.
-_PATTERNS: dict[str, ModuleType] = {"attention": attention, "norm": norms}
+_PATTERNS: dict[str, ModuleType] = {"attention": attention, "norm": norms, "linear": linear}
 
 
 @dataclass
@@ -25,7 +26,7 @@ class RewriteReport:
     """What :func:`rewrite` did. ``print(report)`` shows it as a table.
 
     Attributes:
-        replaced: how many nodes of each pattern ("attention", "norm") became trifuse's.
+        replaced: how many nodes of each pattern ("attention", "norm", "linear") became trifuse's.
         left: the pattern, the node's name and the reason for each that stayed torch's.
     """
 

@@ -16,17 +16,16 @@ from torch import Tensor, fx
 from torch.fx import Node
 from torch.utils._pytree import tree_leaves
 
-from trifuse.compiler.calls import same, same_shape, tensor, value, writes
-
-
-class Refused(Exception):  # noqa: N818 - it is no error
-    """Nodes look like a pattern, and stay; the message is the reason."""
-
-
-def require(condition: Any, reason: str) -> None:
-    """Raises :class:`Refused` unless the condition holds."""
-    if not condition:
-        raise Refused(reason)
+from trifuse.compiler.calls import (
+    Refused,
+    plain,
+    require,
+    same,
+    same_shape,
+    tensor,
+    value,
+    writes,
+)  # fmt: skip
 
 
 class Rewriter:
@@ -91,7 +90,7 @@ class Rewriter:
         raise Refused(f"no node has the size {size}")
 
     def _run(self, node: Node, lookup: Callable[[Node], Any]) -> Any:
-        args, kwargs = fx.node.map_arg((node.args, node.kwargs), lookup)  # type: ignore[misc]
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), lookup)
         from torch._dispatch.python import enable_python_dispatcher
 
         with self.fake_mode, enable_python_dispatcher():
@@ -118,7 +117,9 @@ class Rewriter:
 
     # The exchange ------------------------------------------------------------------------------
 
-    def replace(self, results: Sequence[Node], new: Sequence[Node], inner: Collection[Node]) -> None:
+    def replace(
+        self, results: Sequence[Node], new: Sequence[Node], inner: Collection[Node]
+    ) -> None:
         """Replaces nodes by new ones, and erases those that led to them.
 
         Args:
@@ -130,6 +131,7 @@ class Rewriter:
             Refused: the graph would compute something else. It is as it was then.
         """
         matched = {*results, *inner}
+        _redirect(matched, inner)
         for node in inner:
             if not matched.issuperset(node.users):
                 raise Refused(f"{node.name} is used elsewhere")
@@ -177,14 +179,12 @@ class Rewriter:
                 continue
             if other.op in ("placeholder", "get_attr"):
                 return False
-            if other < node and any(user > node for user in other.users):
+            if other < node and any(user > node for user in other.users if user not in self._new):
                 return False
         return True
 
     def _check_same(self, old: Node, now: Node) -> None:
-        before, after = tensor(old), tensor(now)
-        require(before is not None and after is not None, f"{old.name} is no plain tensor")
-        assert before is not None and after is not None
+        before, after = plain(old), plain(now)
         require(same_shape(before.shape, after.shape), f"{old.name} would have another shape")
         require(before.dtype == after.dtype, f"{old.name} would be {after.dtype}")
         require(before.device == after.device, f"{old.name} would be on {after.device}")
@@ -192,7 +192,7 @@ class Rewriter:
     # Strides -----------------------------------------------------------------------------------
 
     def _laid_out(self, results: Sequence[Node], new: Sequence[Node]) -> Sequence[Node]:
-        """Returns the new nodes, or copies of them if the graph relies on the strides of the old."""
+        """Returns the new nodes, or copies if the graph relies on the strides of the old ones."""
         other = {
             old: now
             for old, now in zip(results, new, strict=True)
@@ -238,6 +238,23 @@ class Rewriter:
             if not all(same_strides(x, y) for x, y in pairs if isinstance(x, Tensor)):
                 changed[node] = again
         return True
+
+
+def _redirect(matched: set[Node], inner: Collection[Node]) -> None:
+    """Lets calls that take only the dtype and device of a tensor take those of an earlier one."""
+    inputs = {each for node in matched for each in node.all_input_nodes} - matched
+    for node in inner:
+        for user in [each for each in node.users if each not in matched]:
+            if user.op == "call_method" and user.target in _TAKES_DTYPE and user.args[0] is node:
+                kind = plain(node).dtype, plain(node).device
+                for other in inputs:
+                    fake = tensor(other)
+                    if fake is not None and other < user and (fake.dtype, fake.device) == kind:
+                        user.args = (other, *user.args[1:])
+                        break
+
+
+_TAKES_DTYPE = ("new_empty", "new_full", "new_ones", "new_tensor", "new_zeros")
 
 
 def same_strides(a: Tensor, b: Tensor) -> bool:

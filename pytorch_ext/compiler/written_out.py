@@ -13,11 +13,21 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 from torch.fx import Node
 
-from trifuse.compiler.calls import Call, is_last, number, read, same, same_shape, tensor
-from trifuse.compiler.rewriter import Refused, Rewriter, require
+from trifuse.compiler.calls import (
+    Call,
+    Refused,
+    is_last,
+    number,
+    plain,
+    read,
+    require,
+    same,
+    same_shape,
+    tensor,
+)  # fmt: skip
+from trifuse.compiler.rewriter import Rewriter
 
 
 class Operand(NamedTuple):
@@ -28,9 +38,7 @@ class Operand(NamedTuple):
 
     @property
     def shape(self) -> tuple[Any, ...]:
-        fake = tensor(self.node)
-        assert fake is not None
-        sizes = tuple(fake.shape)
+        sizes = tuple(plain(self.node).shape)
         return sizes if self.order is None else tuple(sizes[i] for i in self.order)
 
     def insert(self, rewriter: Rewriter) -> Node:
@@ -66,11 +74,10 @@ class Attention:
     order: tuple[int, ...] | None = None  # of the result's dimensions
 
     @property
-    def tensors(self) -> Iterator[Tensor | None]:
+    def operands(self) -> tuple[Operand, Operand, Operand]:
         """Q, K and V."""
-        for operand in (self.query, self.key, self.value):
-            assert operand is not None
-            yield tensor(operand.node)
+        assert self.value is not None
+        return self.query, self.key, self.value
 
 
 def is_candidate(call: Call) -> bool:
@@ -87,14 +94,9 @@ def find(call: Call) -> Attention:
     for weights, value, order in _outer_products(call):
         if _has_softmax(weights):
             found = _walk(weights, after_softmax=True)
-            fakes = [tensor(node) for node in (found.query.node, found.key.node, value.node)]
-            require(all(t is not None for t in fakes), "an operand is no plain tensor")
-            dtypes = {t.dtype for t in fakes if t is not None}
-            require(len(dtypes) == 1, "query, key and value have several dtypes")
-            (dtype,) = dtypes
+            dtype = plain(value.node).dtype
             for node in found.nodes:
-                fake = tensor(node)
-                require(fake is not None and _holds(fake.dtype, dtype), f"{node.name} is narrower")
+                require(_holds(plain(node).dtype, dtype), f"{node.name} is less precise")
             return dataclasses.replace(found, value=value, order=order)
     raise Refused("there is no softmax")
 
@@ -115,13 +117,26 @@ def _outer_products(call: Call) -> Iterator[tuple[Any, Operand, tuple[int, ...] 
         if isinstance(value, Node) and tensor(value) is not None:
             yield weights, Operand(value), None
     for (w, weights), (v, value), out in _einsum(call):
-        *batch, q, k = w if len(w) > 1 else "??"
-        (d, *rest) = [letter for letter in v if letter not in (*batch, k)] or "?"
-        if not rest and sorted(v) == sorted([*batch, k, d]) and sorted(out) == sorted(
-            [*batch, q, d]
-        ):
-            computed = [*batch, q, d]
-            yield weights, Operand(value, _order(v, [*batch, k, d])), _order(computed, out)
+        parts = _parts(w, v, out)
+        if parts is not None:
+            batch, q, d, k = parts
+            batch = [letter for letter in w if letter in batch]  # the scores have this order too
+            if [*w] == [*batch, q, k]:
+                order = _order([*batch, q, d], out)
+                yield weights, Operand(value, _order(v, [*batch, k, d])), order
+
+
+def _parts(first: str, second: str, out: str) -> tuple[list[str], str, str, str] | None:
+    """Returns the letters of a product of matrices: of the batch in the order of ``out``, of the
+    rows of ``first``, of the columns of ``second``, and the one summed over."""
+    batch = [letter for letter in out if letter in first and letter in second]
+    rows = [letter for letter in out if letter not in second]
+    columns = [letter for letter in out if letter not in first]
+    summed = [letter for letter in first if letter not in out]
+    whole = {*first} == {*batch, *rows, *summed} and {*second} == {*batch, *columns, *summed}
+    if not (whole and len(rows) == len(columns) == len(summed) == 1):
+        return None
+    return batch, rows[0], columns[0], summed[0]
 
 
 def _einsum(call: Call) -> Iterator[tuple[Any, Any, str]]:
@@ -186,21 +201,15 @@ def _inner_product(node: Node, call: Call) -> Attention | None:
         query, transposed = call.get("batch1"), call.get("batch2")
     else:
         for (a, query), (b, key), out in _einsum(call):
-            *batch, q, k = out if len(out) > 1 else "??"
-            (e, *rest) = [letter for letter in a if letter not in (*batch, q)] or "?"
-            if not rest and sorted(a) == sorted([*batch, q, e]) and sorted(b) == sorted(
-                [*batch, k, e]
-            ):
-                operands = (
-                    Operand(query, _order(a, [*batch, q, e])),
-                    Operand(key, _order(b, [*batch, k, e])),
-                )
-                return _plain(*operands, node)
+            parts = _parts(a, b, out)
+            if parts is not None and [*out] == [*parts[0], *parts[1:3]]:
+                batch, q, k, e = parts
+                rows, columns = _order(a, [*batch, q, e]), _order(b, [*batch, k, e])
+                return _plain_scores(Operand(query, rows), Operand(key, columns), node)
         return None
-    first, second = tensor(query), tensor(transposed)
-    if first is None or second is None or first.dim() != second.dim() or first.dim() < 2:
-        raise Refused(f"{node.name} is no product of queries and keys")
-    found = _plain(Operand(query), _transposed(transposed, second), node)
+    ranks = plain(query).dim(), plain(transposed).dim()
+    require(ranks[0] == ranks[1] >= 2, f"{node.name} is no product of queries and keys")
+    found = _plain_scores(Operand(query), _transposed(transposed), node)
     if call.op == "baddbmm":
         found = dataclasses.replace(found, scale=_constant(call.get("alpha", 1), "alpha"))
         beta = _constant(call.get("beta", 1), "beta")
@@ -211,16 +220,14 @@ def _inner_product(node: Node, call: Call) -> Attention | None:
     return found
 
 
-def _plain(query: Operand, key: Operand, node: Node) -> Attention:
+def _plain_scores(query: Operand, key: Operand, node: Node) -> Attention:
     int(query.shape[-1])  # head_dim is the same in all calls, as the kernels and the scale have it
-    fake = tensor(node)
-    assert fake is not None
-    return Attention(query, key, tuple(fake.shape[:-2]), (node,))
+    return Attention(query, key, tuple(plain(node).shape[:-2]), (node,))
 
 
-def _transposed(node: Node, fake: Tensor) -> Operand:
+def _transposed(node: Node) -> Operand:
     """Returns K, given Kᵀ: what was transposed, if that is seen, or else the transpose."""
-    call, rank = read(node), fake.dim()
+    call, rank = read(node), plain(node).dim()
     if call is not None and call.op == "transpose":
         dims = {call.get("dim0"), call.get("dim1")}
         if dims <= {-1, -2, rank - 1, rank - 2} and len({dim % rank for dim in dims}) == 2:
@@ -259,11 +266,10 @@ def _scaled(node: Node, call: Call, after_softmax: bool) -> Attention:
 
 def _with_factor(found: Attention, node: Node, factor: Node) -> Attention:
     """Reads a factor for each head or query, by which the queries can be multiplied instead."""
-    fake, scores = tensor(factor), tensor(node)
-    assert fake is not None and scores is not None
-    plain = not (found.masks or found.capped) and same_shape(scores.shape[:-2], found.leading)
+    fake, scores = plain(factor), plain(node)
+    first = not (found.masks or found.capped) and same_shape(scores.shape[:-2], found.leading)
     column = fake.dim() == 0 or same(fake.shape[-1], 1)
-    require(plain and column and fake.dtype == scores.dtype, f"a factor of {node.name} is a matrix")
+    require(first and column and fake.dtype == scores.dtype, f"a factor of {node.name} is a matrix")
     return dataclasses.replace(found, factors=(*found.factors, factor))
 
 
@@ -300,12 +306,8 @@ def _filled(node: Node, call: Call, after_softmax: bool) -> Attention:
 
 
 def _masked(found: Attention, node: Node, scores: Any, kind: str, mask: Any) -> Attention:
-    whole, fake = tensor(scores), tensor(mask)
-    if whole is None or fake is None:
-        raise Refused(f"a mask of {node.name} is no plain tensor")
-    out = tensor(node)
-    assert out is not None
-    require(same_shape(out.shape, whole.shape), f"a mask of {node.name} widens the scores")
+    whole, fake = plain(scores), plain(mask)
+    require(same_shape(plain(node).shape, whole.shape), f"a mask of {node.name} widens the scores")
     fits = fake.is_floating_point() if kind == "added" else fake.dtype == torch.bool
     require(fits, f"a mask of {node.name} has dtype {fake.dtype}")
     step = Mask(kind, mask, tuple(whole.shape[:-2]))
@@ -324,10 +326,10 @@ def _dropped(node: Node, call: Call, after_softmax: bool) -> Attention:
 
 def _viewed(node: Node, call: Call, after_softmax: bool) -> Attention:
     """A view, a copy or another dtype: as long as a row of scores stays one."""
-    fake, before = tensor(node), tensor(call.get("input"))
-    rows = fake is not None and before is not None and fake.dim() >= 2 <= before.dim()
-    require(rows and same_shape(fake.shape[-2:], before.shape[-2:]), f"{node.name} cuts rows")  # type: ignore[union-attr]
-    require(fake.device == before.device, f"{node.name} moves scores")  # type: ignore[union-attr]
+    fake, before = plain(node), plain(call.get("input"))
+    rows = fake.dim() >= 2 <= before.dim() and same_shape(fake.shape[-2:], before.shape[-2:])
+    require(rows, f"{node.name} cuts rows of scores")
+    require(fake.device == before.device, f"{node.name} moves scores")
     return _walk(call.get("input"), after_softmax)
 
 
@@ -353,11 +355,9 @@ def arguments(rewriter: Rewriter, found: Attention) -> dict[str, Any]:
     Raises:
         Refused: the masks can't be brought to one shape.
     """
-    assert found.value is not None
-    operands = {"query": found.query, "key": found.key, "value": found.value}
     leading = _common(found)
     given: dict[str, Any] = {}
-    for name, operand in operands.items():
+    for name, operand in zip(("query", "key", "value"), found.operands, strict=True):
         given[name] = operand.insert(rewriter)
         if name == "query":
             for factor in found.factors:
@@ -378,10 +378,7 @@ def arguments(rewriter: Rewriter, found: Attention) -> dict[str, Any]:
 
 def result(rewriter: Rewriter, found: Attention, out: Node) -> Node:
     """Inserts what gives the operator's result the shape that the product with V has."""
-    assert found.value is not None
-    fake, weights = tensor(out), tensor(found.nodes[-1])
-    assert fake is not None and weights is not None
-    leading = tuple(weights.shape[:-2])
+    fake, leading = plain(out), tuple(plain(found.nodes[-1]).shape[:-2])
     if _reshapes(found) and not same_shape(fake.shape[:-2], leading):
         sizes = [rewriter.size(size) for size in (*leading, *fake.shape[-2:])]
         out = rewriter.call("reshape", out, *sizes)
@@ -390,8 +387,7 @@ def result(rewriter: Rewriter, found: Attention, out: Node) -> Node:
 
 def _reshapes(found: Attention) -> bool:
     """Returns whether the scores are viewed with other leading dimensions on their way."""
-    fakes = [tensor(node) for node in found.nodes]
-    return not all(t is not None and same_shape(t.shape[:-2], found.leading) for t in fakes)
+    return not all(same_shape(plain(node).shape[:-2], found.leading) for node in found.nodes)
 
 
 def _common(found: Attention) -> tuple[Any, ...]:
@@ -408,7 +404,7 @@ def _common(found: Attention) -> tuple[Any, ...]:
 
 
 def _joined(rewriter: Rewriter, found: Attention, leading: tuple[Any, ...]) -> Node | None:
-    """Inserts the combination of all masks: boolean, or float with -inf where a pair is left out."""
+    """Inserts the combination of all masks: boolean, or float with -inf for pairs left out."""
     added = kept = None
     for kind, node, here in found.masks:
         mask = _brought(rewriter, node, here, leading)
@@ -436,9 +432,7 @@ def _brought(
     shared = 0
     while shared < min(len(here), len(leading)) and same(here[-1 - shared], leading[-1 - shared]):
         shared += 1
-    fake = tensor(mask)
-    assert fake is not None
-    rest = shared + 2
+    fake, rest = plain(mask), shared + 2
     kept = tuple(fake.shape[max(0, fake.dim() - rest) :])
     if all(same(size, 1) for size in fake.shape[: max(0, fake.dim() - rest)]):
         if fake.dim() <= rest:

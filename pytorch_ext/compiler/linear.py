@@ -1,0 +1,91 @@
+"""Finds linear layers, with ReLU or GELU after them, where trifuse's product is the faster."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from trifuse.compiler.calls import Refused, plain, read, require, tensor
+from trifuse.compiler.rewriter import Rewriter
+from trifuse.ops.linear import ACTIVATIONS, Activation, choose
+
+
+def is_candidate(node: Node) -> bool:
+    """Returns whether a node is a linear layer of a kind for which trifuse's product is faster.
+
+    In a graph a weight can't be kept packed, so the figures that count are those of training.
+    """
+    call, out = read(node), tensor(node)
+    if call is None or call.op != "linear" or out is None or out.device.type != "cpu":
+        return False
+    return choose(out.dtype).training
+
+
+def replace(rewriter: Rewriter, node: Node) -> None:
+    """Replaces the linear layer at ``node``, a candidate, and the activation after it.
+
+    Raises:
+        Refused: it has something that the operator does not compute, or few rows.
+    """
+    call = read(node)
+    assert call is not None
+    x, weight, bias = call.get("input"), call.get("weight"), call.get("bias")
+    rows, matrix, dtype = plain(x), plain(weight), plain(node).dtype
+    require(bias is None or plain(bias) is not None, "its bias is no tensor")
+    require(matrix.dim() == 2 and matrix.numel() > 0 and rows.dim() >= 1, "its weight is no matrix")
+    require(_many(rows.shape[:-1]), "it has few rows")
+
+    def insert(end: Node, activation: Activation | None) -> None:
+        with rewriter.inserting(end):
+            new = rewriter.call(linear, x, weight, bias, dtype, activation)
+            rewriter.replace([end], [new], {node} - {end})
+
+    end = _activation(node)
+    if end is not None:
+        with contextlib.suppress(Refused):
+            insert(end, _name(end))
+            return
+    insert(node, None)
+
+
+def _many(sizes: torch.Size) -> bool:
+    """Returns whether the call that is traced has as many rows as the figures hold for."""
+    hints = [size.node.hint if isinstance(size, torch.SymInt) else size for size in sizes]
+    return None not in hints and math.prod(hints) >= 64
+
+
+def _activation(node: Node) -> Node | None:
+    """Returns the activation that alone uses a linear layer's result, if one does."""
+    users = list(node.users)
+    return users[0] if len(users) == 1 and _name(users[0]) is not None else None
+
+
+def _name(node: Node | None) -> Activation | None:
+    call = read(node)
+    if call is not None and call.op == "relu":
+        return "relu"
+    if call is not None and call.op == "gelu":
+        names: dict[Any, Activation] = {"none": "gelu", "tanh": "gelu_tanh"}
+        return names.get(call.get("approximate", "none"))
+    return None
+
+
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+    activation: Activation | None = None,
+) -> Tensor:
+    """x Wᵀ + b in ``dtype`` by trifuse's product, and the activation, of which it fuses ReLU."""
+    rows = x.to(dtype).reshape(-1, x.shape[-1])
+    fused = activation if activation == "relu" else None
+    bias = None if bias is None else bias.to(dtype)
+    product = torch.ops.trifuse.linear(rows, weight.to(dtype), bias, fused)
+    out: Tensor = product.view(*x.shape[:-1], weight.shape[0])
+    return out if activation is None or fused else ACTIVATIONS[activation](out)
