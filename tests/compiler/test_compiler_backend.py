@@ -1,0 +1,213 @@
+"""``torch.compile(model, backend="trifuse")``: registration, and graphs that Inductor compiles."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import trifuse
+from trifuse.compiler import RewriteReport, rewrite
+from trifuse.compiler.linear import linear
+from trifuse.ops import linear as linear_ops
+
+ROOT = Path(__file__).parents[2]
+
+
+def kernels_of(call):
+    """Calls a function; returns its result, and the ops of trifuse that ran.
+
+    Compiled code does not run under a mode of the dispatcher.
+    """
+    with torch.profiler.profile() as profile:
+        result = call()
+    return result, {e.key for e in profile.key_averages() if e.key.startswith("trifuse::")}
+
+
+def run(script: str) -> str:
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+@pytest.mark.parametrize("first", ["trifuse", "torch._dynamo"])
+def test_import_registers_the_backend_in_either_order(first):
+    script = f"""
+import {first}, sys
+alone = "torch._dynamo.eval_frame" in sys.modules
+import torch, trifuse
+print(alone, "trifuse" in torch._dynamo.list_backends())
+"""
+    assert run(script) == f"{first == 'torch._dynamo'} True"  # trifuse does not import Dynamo
+
+
+def test_entry_point_registers_the_backend_without_an_import():
+    """torch finds the entry point, loads it, and does not get the name twice."""
+    tomllib = pytest.importorskip("tomllib")
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    value = project["entry-points"]["torch_dynamo_backends"]["trifuse"]
+    module, _, name = value.partition(":")
+    assert callable(getattr(importlib.import_module(module), name))
+    script = f"""
+import importlib.metadata
+import torch._dynamo.backends.registry as registry
+entry = importlib.metadata.EntryPoint("trifuse", {value!r}, "torch_dynamo_backends")
+registry._lazy_import()
+registry._BACKENDS["trifuse"] = entry
+print(registry.lookup_backend("trifuse") is entry.load())
+"""
+    assert run(script) == "True"
+
+
+class Block(nn.Module):
+    """Attention, a sum and a norm: Inductor has little left to compile."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(16)
+
+    def forward(self, x):
+        q = x.view(*x.shape[:2], 2, 8).transpose(1, 2)
+        out = F.scaled_dot_product_attention(q, q, q, is_causal=True)
+        return self.norm(x + out.transpose(1, 2).reshape(x.shape))
+
+
+@pytest.mark.slow
+def test_inductor_trains_one_graph_of_dynamic_shapes():
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    block = Block()
+    compiled = torch.compile(block, backend="trifuse", dynamic=True, fullgraph=True)
+
+    def step(x):
+        out = compiled(x)
+        return out, torch.autograd.grad(out.square().sum(), [x, *block.parameters()])
+
+    for batch, length in ((2, 5), (3, 9)):
+        x = torch.randn(batch, length, 16, requires_grad=True)
+        variables = [x, *block.parameters()]
+        expected = block(x)
+        expected_grads = torch.autograd.grad(expected.square().sum(), variables)
+        step(x)  # compiles
+        (out, grads), ran = kernels_of(lambda: step(x))  # noqa: B023 - called at once
+        torch.testing.assert_close(out, expected)
+        torch.testing.assert_close(grads, expected_grads, rtol=1e-4, atol=1e-5)
+        operators = ("attention", "dropout_add_layer_norm")
+        steps = ("forward", "backward")
+        assert ran == {f"trifuse::{name}_{step}" for name in operators for step in steps}
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+def test_options_are_those_of_inductor():
+    torch._dynamo.reset()
+    compiled = torch.compile(Block(), backend="trifuse", options={"no such option": True})
+    with pytest.raises(Exception, match="no such option"):
+        compiled(torch.randn(1, 2, 16))
+
+
+def test_report_counts_and_gives_reasons(caplog):
+    reports = []
+
+    def backend(graph, inputs):
+        reports.append(rewrite(graph))
+        return graph
+
+    def function(x):
+        return F.layer_norm(F.layer_norm(x, (4,)), (3, 4))
+
+    torch._dynamo.reset()
+    with caplog.at_level(logging.INFO, "trifuse"):
+        torch.compile(function, backend=backend)(torch.randn(3, 4))
+    (report,) = reports
+    assert report.replaced == {"norm": 1}
+    ((pattern, node, reason),) = report.left
+    assert (pattern, reason) == ("norm", "it is no norm over the last dimension")
+    assert str(report) == f"  1 × norm\n  norm {node} stays: {reason}"
+    assert str(report) in caplog.text
+    assert str(RewriteReport()) == "  nothing that trifuse has something for"
+
+
+def test_graph_without_fake_tensors_is_left():
+    graph = torch.fx.symbolic_trace(lambda x: F.layer_norm(x, (4,)))
+    assert rewrite(graph).replaced == {}
+
+
+# Linear layers ----------------------------------------------------------------------------------
+
+
+def test_product_is_that_of_torch():
+    torch.manual_seed(0)
+    x, weight, bias = torch.randn(2, 40, 12), torch.randn(8, 12), torch.randn(8)
+    variables = [t.requires_grad_() for t in (x, weight, bias)]
+    for activation, function in (
+        (None, lambda t: t),
+        ("relu", F.relu),
+        ("gelu", F.gelu),
+        ("gelu_tanh", lambda t: F.gelu(t, approximate="tanh")),
+    ):
+        ours = linear(x, weight, bias, torch.float32, activation)
+        theirs = function(F.linear(x, weight, bias))
+        torch.testing.assert_close(ours, theirs)
+        grads = (torch.autograd.grad(t.square().sum(), variables) for t in (ours, theirs))
+        torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("faster", [True, False])
+def test_linear_layers_are_served_where_the_table_says_so(monkeypatch, faster):
+    choice = linear_ops.Choice("a test", faster, faster)
+    monkeypatch.setattr("trifuse.compiler.linear.choose", lambda dtype: choice)
+    reports = []
+
+    def backend(graph, inputs):
+        reports.append(rewrite(graph))
+        return graph
+
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8), nn.ReLU(inplace=True),
+        nn.Linear(8, 8, bias=False), nn.Tanh(),
+    )  # fmt: skip
+    x = torch.randn(2, 32, 8, requires_grad=True)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend=backend)
+    (out, grad), ran = kernels_of(
+        lambda: (out := compiled(x), *torch.autograd.grad(out.sum(), x)),
+    )
+    assert reports[0].replaced == ({"linear": 3} if faster else {})
+    assert ("trifuse::linear" in ran) == faster
+    torch.testing.assert_close(out, model(x))
+    torch.testing.assert_close(grad, *torch.autograd.grad(model(x).sum(), x))
+
+
+def test_linear_layers_of_few_rows_stay(monkeypatch):
+    choice = linear_ops.Choice("a test", True, True)
+    monkeypatch.setattr("trifuse.compiler.linear.choose", lambda dtype: choice)
+    reports = []
+
+    def backend(graph, inputs):
+        reports.append(rewrite(graph))
+        return graph
+
+    torch._dynamo.reset()
+    torch.compile(nn.Linear(8, 8), backend=backend)(torch.randn(63, 8))
+    assert reports[0].replaced == {}
+    assert [reason for *_, reason in reports[0].left] == ["it has few rows"]
+
+
+def test_kernels_are_found_as_backends_are_chosen():
+    for device, dtype in (("cpu", torch.float32), ("cpu", torch.float64), ("mps", torch.float32)):
+        call = trifuse.backends.Call("attention", device, dtype, 64)
+        for name in ("auto", "eager"):
+            with trifuse.backend(name):
+                expected = trifuse.backends.choose(call).backend != "eager"
+                assert trifuse.backends.has_kernel(call) == expected
+        with trifuse.backend("cuda"):
+            assert not trifuse.backends.has_kernel(call)
