@@ -1,0 +1,73 @@
+"""The benchmark of torch.compile counts, compares and times what it claims to."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from trifuse.benchmarks import compile as benchmark
+
+SMALL = benchmark.Sizes(width=16, heads=2, layers=1, batch=2, length=5)
+
+
+@pytest.fixture(autouse=True)
+def without_inductor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both backends run the graphs as they are: Inductor takes minutes for these models."""
+
+    def compile_without_inductor(model, *, backend):
+        if backend == "trifuse":
+
+            def backend(graph, inputs):
+                benchmark.rewrite(graph)
+                return graph
+
+        elif backend == "inductor":
+            backend = "eager"
+        return compiler(model, backend=backend)
+
+    compiler = torch.compile
+    monkeypatch.setattr(torch, "compile", compile_without_inductor)
+    monkeypatch.setattr(torch, "set_num_threads", lambda threads: None)
+
+
+@pytest.mark.parametrize("model", benchmark.MODELS)
+def test_every_attention_and_norm_is_counted(model: str) -> None:
+    case = benchmark.Case(model, "forward + backward", SMALL)
+    outcome = benchmark.run(case, 0.01)
+    assert outcome.replaced == {"attention": 1, "norm": 3 if "Llama" in model else 2}
+    assert outcome.left == {"attention": 0, "norm": 0}
+    assert set(outcome.timings) == {"trifuse", "inductor", "eager"}
+
+
+def test_command_writes_its_table_and_figures(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = benchmark.Case("Llama, written out", "forward", SMALL)
+    monkeypatch.setattr(benchmark, "CASES", [case])
+    path = tmp_path / "figures.json"
+    assert benchmark.main(["--quick", "--json", str(path)]) == 0
+    assert "1 of 1" in capsys.readouterr().out
+    (row,) = json.loads(path.read_text())["times"]
+    assert row["case"] == "Llama, written out, forward"
+    assert row["ratio"] == row["seconds"]["inductor"] / row["seconds"]["trifuse"]
+
+
+def test_models_that_differ_fail(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = benchmark.Case("BERT, SDPA", "forward", SMALL)
+    monkeypatch.setattr(benchmark, "CASES", [case])
+
+    def wrong(graph):
+        (output,) = (node for node in graph.graph.nodes if node.op == "output")
+        with graph.graph.inserting_before(output):
+            output.args = ((graph.graph.call_method("neg", output.args[0][:1]),),)
+        graph.recompile()
+        return benchmark.RewriteReport()
+
+    monkeypatch.setattr(benchmark, "rewrite", wrong)
+    assert benchmark.main(["--quick"]) == 1
+    assert "we differ from inductor" in capsys.readouterr().out
