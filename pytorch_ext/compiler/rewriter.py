@@ -93,7 +93,14 @@ class Rewriter:
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), lookup)
         from torch._dispatch.python import enable_python_dispatcher
 
-        with self.fake_mode, enable_python_dispatcher():
+        shape_env = self.fake_mode.shape_env
+        # Sizes that depend on the data are new in each run; nothing refers to those of this one.
+        ignored = (
+            contextlib.nullcontext()
+            if shape_env is None
+            else (shape_env.ignore_fresh_unbacked_symbols())
+        )
+        with self.fake_mode, enable_python_dispatcher(), ignored:
             if node.op == "call_method":
                 first, *rest = args
                 return getattr(first, str(node.target))(*rest, **kwargs)
@@ -221,10 +228,13 @@ class Rewriter:
         """
         if not changed:
             return True
-        node = min(changed)
+        node, shares = min(changed), False
         while node.op != "output":
             node = node.next
-            if not changed.keys() & set(node.all_input_nodes):
+            if shares and writes(node):
+                return False
+            read = changed.keys() & set(node.all_input_nodes)
+            if not read:
                 continue
             if node.op not in ("call_function", "call_method") or writes(node):
                 return False
@@ -237,6 +247,11 @@ class Rewriter:
                 return False
             if not all(same_strides(x, y) for x, y in pairs if isinstance(x, Tensor)):
                 changed[node] = again
+            # A reshape may return a view where it returned a copy, or the opposite; then a change
+            # of one tensor shows in other tensors than it did.
+            shares |= any(
+                _shares(value(each), value(node)) != _shares(changed[each], again) for each in read
+            )
         return True
 
 
@@ -278,10 +293,21 @@ def _same_but_strides(before: Any, after: Any) -> bool:
     return type(before) is type(after) and same(before, after)
 
 
+def _shares(whole: Any, part: Any) -> bool:
+    """Returns whether two values have tensors in the same memory."""
+    found, others = ({_memory(t) for t in tree_leaves(x) if isinstance(t, Tensor)}
+                     for x in (whole, part))  # fmt: skip
+    return bool(found & others)
+
+
+def _memory(fake: Tensor) -> int:
+    return int(fake.untyped_storage()._cdata)
+
+
 def _storage(node: Node) -> int | None:
     """Returns what identifies the memory of a node's tensor; views share it."""
     fake = tensor(node)
-    return None if fake is None else int(fake.untyped_storage()._cdata)
+    return None if fake is None else _memory(fake)
 
 
 def _written(node: Node) -> set[int] | None:

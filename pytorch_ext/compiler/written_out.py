@@ -65,7 +65,7 @@ class Attention:
     leading: tuple[Any, ...]  # the dimensions of Q Kᵀ without the last two
     nodes: tuple[Node, ...]  # from the first product to the weights
     scale: float = 1.0
-    factors: tuple[Node, ...] = ()  # tensors that multiply rows of scores
+    factors: tuple[tuple[str, Node], ...] = ()  # "mul" or "div", and a tensor for rows of scores
     capped: bool = False  # by a tanh
     softcap: float | None = None
     masks: tuple[Mask, ...] = ()
@@ -247,14 +247,15 @@ def _constant(argument: Any, name: str) -> float:
 
 def _scaled(node: Node, call: Call, after_softmax: bool) -> Attention:
     scores, factor = call.get("input"), call.get("other")
-    if call.op == "mul" and tensor(scores) is None:
+    require(call.get("rounding_mode") is None, f"{node.name} rounds scores")
+    if call.op == "mul" and not (_is_tensor(scores) and _leads_to_product(scores)):
         scores, factor = factor, scores
     found = _walk(scores)  # first: it fixes head_dim, of which the factor is a function
-    if tensor(factor) is not None:
-        return _with_factor(found, node, factor)
+    if _is_tensor(factor):
+        return _with_factor(found, node, call.op, scores, factor)
     by = _constant(factor, f"a factor of {node.name}")
     if call.op == "div":
-        require(call.get("rounding_mode") is None and by != 0, "it is no plain division")
+        require(by != 0, f"{node.name} divides by 0")
         by = 1 / by
     if found.capped and found.softcap is None and not found.masks:
         return dataclasses.replace(found, scale=found.scale * by, softcap=by)
@@ -264,13 +265,26 @@ def _scaled(node: Node, call: Call, after_softmax: bool) -> Attention:
     return dataclasses.replace(found, scale=found.scale * by)
 
 
-def _with_factor(found: Attention, node: Node, factor: Node) -> Attention:
+def _is_tensor(node: Any) -> bool:
+    return tensor(node) is not None
+
+
+def _leads_to_product(node: Any) -> bool:
+    try:
+        _walk(node)
+    except Refused:
+        return False
+    return True
+
+
+def _with_factor(found: Attention, node: Node, op: str, scores: Node, factor: Node) -> Attention:
     """Reads a factor for each head or query, by which the queries can be multiplied instead."""
-    fake, scores = plain(factor), plain(node)
-    first = not (found.masks or found.capped) and same_shape(scores.shape[:-2], found.leading)
+    fake, before, after = plain(factor), plain(scores), plain(node)
+    first = not (found.masks or found.capped) and same_shape(after.shape[:-2], found.leading)
     column = fake.dim() == 0 or same(fake.shape[-1], 1)
-    require(first and column and fake.dtype == scores.dtype, f"a factor of {node.name} is a matrix")
-    return dataclasses.replace(found, factors=(*found.factors, factor))
+    alike = fake.dtype == after.dtype and same_shape(before.shape, after.shape)
+    require(first and column and alike, f"a factor of {node.name} is a matrix")
+    return dataclasses.replace(found, factors=(*found.factors, (op, factor)))
 
 
 def _capped(node: Node, call: Call, after_softmax: bool) -> Attention:
@@ -360,8 +374,8 @@ def arguments(rewriter: Rewriter, found: Attention) -> dict[str, Any]:
     for name, operand in zip(("query", "key", "value"), found.operands, strict=True):
         given[name] = operand.insert(rewriter)
         if name == "query":
-            for factor in found.factors:
-                given[name] = rewriter.call(torch.mul, given[name], factor)
+            for op, factor in found.factors:
+                given[name] = rewriter.call(getattr(torch, op), given[name], factor)
         shape = operand.shape
         if not same_shape(shape[:-2], leading) and _reshapes(found):
             sizes = [rewriter.size(size) for size in (*leading, *shape[-2:])]

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from trifuse.benchmarks import compile as benchmark
+from trifuse.compiler import RewriteReport
 
 SMALL = benchmark.Sizes(width=16, heads=2, layers=1, batch=2, length=5)
 
@@ -66,7 +67,7 @@ def test_models_that_differ_fail(
         with graph.graph.inserting_before(output):
             output.args = ((graph.graph.call_method("neg", output.args[0][:1]),),)
         graph.recompile()
-        return benchmark.RewriteReport()
+        return RewriteReport()
 
     monkeypatch.setattr(benchmark, "rewrite", wrong)
     assert benchmark.main(["--quick"]) == 1

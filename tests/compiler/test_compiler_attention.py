@@ -86,6 +86,10 @@ SPELLINGS = {
         (F.normalize(q, dim=-1) @ F.normalize(k, dim=-1).mT * BIAS[..., :1, :1].exp() + BIAS)
         .softmax(-1) @ v
     ),
+    "a temperature": lambda q, k, v: ((q @ k.mT) / BIAS[0, 0, :, :1].exp()).softmax(-1) @ v,
+    "a temperature first": lambda q, k, v: (
+        (BIAS[:, :, :1, :1].exp() * (q @ k.mT)).softmax(-1) @ v
+    ),
     "in place": lambda q, k, v: (
         (q @ k.mT).mul_(0.3).add_(BIAS).masked_fill_(~KEPT, -INF).softmax(-1) @ v
     ),
@@ -150,6 +154,10 @@ NEAR_MISSES = {
         lambda q, k, v: ((q @ k.mT).masked_fill(~KEPT, -INF) * -1).nan_to_num(0).softmax(-1) @ v,
         "no step of attention"),
     "a factor for each pair": (lambda q, k, v: (q @ k.mT * BIAS).softmax(-1) @ v, "is a matrix"),
+    "a factor that widens": (
+        lambda q, k, v: (q[:, :, :1] @ k.mT * BIAS[..., :1]).softmax(-1) @ v, "is a matrix"),
+    "a scale that rounds": (
+        lambda q, k, v: torch.div(q @ k.mT, 2.0, rounding_mode="floor").softmax(-1) @ v, "rounds"),
     "dropped scores": (
         lambda q, k, v: F.dropout(q @ k.mT, 1.0).softmax(-1) @ v, "before the softmax"),
     "dropped twice": (dropped_twice, "no plain dropout"),
@@ -200,6 +208,19 @@ def test_masks_built_meanwhile_are_served():
         return (scores + mask).softmax(-1) @ v
 
     check(function, *tensors(), replaced={"attention": 1})
+
+
+def test_a_copy_stays_a_copy():
+    """torch's result must be copied to be flattened, trifuse's need not be."""
+
+    def function(q, k, v):
+        q, k, v = (t.transpose(1, 2).contiguous().transpose(1, 2) for t in (q, k, v))
+        out = (q @ k.mT).softmax(-1) @ v
+        flat = out.transpose(1, 2).reshape(B, L, H * E)
+        flat.add_(1)
+        return flat, out.sum()
+
+    check(function, *(t.detach() for t in tensors()), replaced={"attention": 1})
 
 
 def test_mask_gets_its_gradient():
