@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import trifuse
+import trifuse.compiler
 from trifuse import models
 
 ROOT = Path(__file__).parents[1]
@@ -41,7 +42,7 @@ def examples(page: Path) -> list[tuple[str, str]]:
 
 def public() -> dict[str, Any]:
     """Returns the public functions and classes by name."""
-    spaces = (trifuse, trifuse.nn)
+    spaces = (trifuse, trifuse.compiler, trifuse.nn)
     return {
         f"{space.__name__}.{name}": getattr(space, name)
         for space in spaces

@@ -11,6 +11,7 @@ from rewritten import Rewritten, check
 from torch import nn
 
 import trifuse
+from trifuse.compiler import rewrite
 
 B, H, L, S, E = 2, 3, 5, 7, 8
 INF = math.inf
@@ -318,6 +319,33 @@ def test_the_requested_backend_decides():
     with trifuse.backend("eager"):
         ours = check(F.scaled_dot_product_attention, q, k, v, replaced={})
     assert ours.reasons == ["no kernel for torch.float32 on cpu"]
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_forward_and_backward_drop_the_same(checkpointed):
+    """The result is linear in V, so its product with any gradient is that of V with V's own."""
+    from torch._dynamo.backends.debugging import aot_eager_decomp_partition
+
+    def body(q, k, v):
+        return F.dropout((q @ k.mT).softmax(-1), 0.5) @ v
+
+    def function(q, k, v):
+        if checkpointed:
+            return torch.utils.checkpoint.checkpoint(body, q, k, v, use_reentrant=False)
+        return body(q, k, v)
+
+    def backend(graph, inputs):
+        report = rewrite(graph)
+        assert report.replaced == {"attention": 1}
+        return aot_eager_decomp_partition(graph, inputs)
+
+    torch._dynamo.reset()
+    q, k, v = tensors()
+    out = torch.compile(function, backend=backend)(q, k, v)
+    upstream = torch.randn_like(out)
+    (grad,) = torch.autograd.grad(out, v, upstream)
+    torch.testing.assert_close((out * upstream).sum(), (v * grad).sum())
+    assert not torch.allclose(out, (q @ k.mT).softmax(-1) @ v)
 
 
 def test_checkpointed_bodies_are_served():
