@@ -1,6 +1,6 @@
 """Finds attention in a graph: torch's function, torch's multi-head function, or written out.
 
-written_out.py reads attention that is written out, as softmax(scale · Q Kᵀ + mask) V.
+scores.py reads attention that is written out, as softmax(scale · Q Kᵀ + mask) V.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from trifuse import backends
-from trifuse.compiler import written_out
+from trifuse.compiler import scores
 from trifuse.compiler.calls import plain, read, require
 from trifuse.compiler.rewriter import Rewriter
 from trifuse.ops.attention import scaled_dot_product_attention
@@ -28,7 +28,7 @@ def is_candidate(node: Node) -> bool:
     call = read(node)
     if call is None:
         return node.target is F.multi_head_attention_forward
-    return call.op == "sdpa" or written_out.is_candidate(call)
+    return call.op == "sdpa" or scores.is_candidate(call)
 
 
 def replace(rewriter: Rewriter, node: Node) -> None:
@@ -50,13 +50,13 @@ def replace(rewriter: Rewriter, node: Node) -> None:
             new = rewriter.call(scaled_dot_product_attention, *node.args, **node.kwargs)
             rewriter.replace([node], [new], ())
         return
-    found = written_out.find(call)
+    found = scores.find(call)
     operands = [each.node for each in found.operands]
     _require_kernel(operands, [each.shape[-1] for each in found.operands])
     with rewriter.inserting(node):
-        arguments = written_out.arguments(rewriter, found)
+        arguments = scores.arguments(rewriter, found)
         new = rewriter.call(scaled_dot_product_attention, **arguments)
-        rewriter.replace([node], [written_out.result(rewriter, found, new)], found.nodes)
+        rewriter.replace([node], [scores.result(rewriter, found, new)], found.nodes)
 
 
 def _require_kernel(operands: Sequence[Any], head_dims: Sequence[Any]) -> None:

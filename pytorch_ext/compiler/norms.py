@@ -22,7 +22,7 @@ from trifuse.compiler.calls import (
     same_shape,
     tensor,
     value,
-)  # fmt: skip
+)
 from trifuse.compiler.rewriter import Rewriter
 from trifuse.ops.dropout_add_layer_norm import dropout_add_layer_norm
 

@@ -40,7 +40,7 @@ class RewriteReport:
 
 
 def rewrite(graph: fx.GraphModule) -> RewriteReport:
-    """Replaces attention and norms in a graph by trifuse's operators, in place.
+    """Replaces attention, norms and linear layers of a graph by trifuse's, in place.
 
     ``torch.compile(model, backend="trifuse")`` does this to each graph before Inductor compiles it.
 

@@ -25,7 +25,7 @@ from trifuse.compiler.calls import (
     tensor,
     value,
     writes,
-)  # fmt: skip
+)
 
 
 class Rewriter:

@@ -26,7 +26,7 @@ from trifuse.compiler.calls import (
     same,
     same_shape,
     tensor,
-)  # fmt: skip
+)
 from trifuse.compiler.rewriter import Rewriter
 
 
