@@ -245,7 +245,8 @@ def choose(call: Call) -> Choice:
     Raises:
         RuntimeError: the backend requested by name can't serve the call.
     """
-    if torch.compiler.is_compiling():
+    # Symbolic sizes can't be hashed; not every torch says that it compiles while it runs a graph.
+    if torch.compiler.is_compiling() or isinstance(call.head_dim, torch.SymInt):
         return _choose.__wrapped__(call, _requested)
     return _choose(call, _requested)
 

@@ -96,7 +96,12 @@ def multi_head_attention(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | No
 def _multi_head_attention() -> Any:
     """Returns torch's own function, in which the name of the attention means trifuse's."""
     theirs = F.multi_head_attention_forward
-    names = {**vars(F), "scaled_dot_product_attention": scaled_dot_product_attention}
+    names = {
+        **vars(F),
+        "scaled_dot_product_attention": scaled_dot_product_attention,
+        # AOTAutograd's tensors override torch's functions; for them torch's own would be called.
+        "has_torch_function": lambda tensors: False,
+    }
     ours = types.FunctionType(
         theirs.__code__, names, theirs.__name__, theirs.__defaults__, theirs.__closure__
     )

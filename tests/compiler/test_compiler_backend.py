@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._dynamo.backends.debugging import aot_eager
 
 import trifuse
 from trifuse.compiler import RewriteReport, rewrite
@@ -138,6 +139,48 @@ def test_report_counts_and_gives_reasons(caplog):
 def test_graph_without_fake_tensors_is_left():
     graph = torch.fx.symbolic_trace(lambda x: F.layer_norm(x, (4,)))
     assert rewrite(graph).replaced == {}
+
+
+def test_symbolic_sizes_need_no_torch_that_says_it_compiles(monkeypatch):
+    reports = []
+
+    def backend(graph, inputs):
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.compiler, "is_compiling", lambda: False)
+            reports.append(rewrite(graph))
+            return aot_eager(graph, inputs)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(F.scaled_dot_product_attention, backend=backend, dynamic=True)
+    q, k, v = (torch.randn(2, 3, 5, 8, requires_grad=True) for _ in range(3))
+    torch.testing.assert_close(compiled(q, k, v), F.scaled_dot_product_attention(q, k, v))
+    assert reports[0].replaced == {"attention": 1}
+
+
+@pytest.mark.parametrize("bfloat16", [False, True])
+def test_multi_head_attention_is_traced_to_the_operators(bfloat16):
+    """AOTAutograd traces torch's own code with trifuse's attention inside."""
+
+    def backend(graph, inputs):
+        rewrite(graph)
+        return aot_eager(graph, inputs)
+
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(16, 2, 32, 0.0, batch_first=True)
+    compiled = torch.compile(layer, backend=backend, fullgraph=True)
+    x = torch.randn(2, 6, 16, requires_grad=True)
+    torch._dynamo.reset()
+
+    def step(model):
+        with torch.autocast("cpu", torch.bfloat16, enabled=bfloat16):
+            out = model(x)
+        return out, *torch.autograd.grad(out.float().square().sum(), x)
+
+    step(compiled)  # compiles
+    results, ran = kernels_of(lambda: step(compiled))
+    tolerance = {"rtol": 0.05, "atol": 0.3} if bfloat16 else {"rtol": 1e-4, "atol": 1e-5}
+    torch.testing.assert_close(results, step(layer), **tolerance)
+    assert {"trifuse::attention_forward", "trifuse::attention_backward"} <= ran
 
 
 # Linear layers ----------------------------------------------------------------------------------

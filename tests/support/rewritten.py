@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._dynamo.backends.debugging import aot_eager_decomp_partition
 from torch.utils._pytree import tree_leaves
 
 from trifuse.compiler import RewriteReport, rewrite
@@ -15,12 +16,15 @@ from trifuse.compiler import RewriteReport, rewrite
 class Rewritten:
     """A function as Dynamo traces it and :func:`trifuse.compiler.rewrite` rewrites it.
 
-    The graphs run as they are, without AOTAutograd and Inductor.
+    The graphs run as they are, without AOTAutograd and Inductor; with ``aot``, by AOTAutograd.
     """
 
-    def __init__(self, function: Callable[..., Any], dynamic: bool | None = None) -> None:
+    def __init__(
+        self, function: Callable[..., Any], dynamic: bool | None = None, aot: bool = False
+    ) -> None:
         self.reports: list[RewriteReport] = []
         self.graphs: list[torch.fx.GraphModule] = []
+        self._aot = aot
         torch._dynamo.reset()
         self._compiled = torch.compile(function, backend=self._backend, dynamic=dynamic)
 
@@ -28,7 +32,7 @@ class Rewritten:
         self.reports.append(rewrite(graph))
         graph.graph.lint()
         self.graphs.append(graph)
-        return graph
+        return aot_eager_decomp_partition(graph, inputs) if self._aot else graph
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._compiled(*args, **kwargs)
@@ -80,12 +84,13 @@ def check(
     *args: Any,
     replaced: dict[str, int],
     dynamic: bool | None = None,
+    aot: bool = False,
     **kwargs: Any,
 ) -> Rewritten:
     """Checks what is replaced, and that results, their strides and gradients are eager torch's."""
     parameters = list(function.parameters()) if isinstance(function, nn.Module) else []
     expected, expected_grads = results_and_gradients(function, args, parameters, **kwargs)
-    ours = Rewritten(function, dynamic)
+    ours = Rewritten(function, dynamic, aot)
     actual, grads = results_and_gradients(ours, args, parameters, **kwargs)
     assert ours.replaced == replaced, ours.reports
     torch.testing.assert_close(actual, expected)
