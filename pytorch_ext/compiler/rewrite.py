@@ -35,7 +35,12 @@ class RewriteReport:
 
     def __str__(self) -> str:
         lines = [f"  {count} × {name}" for name, count in self.replaced.items()]
-        lines += [f"  {name} {node} stays: {reason}" for name, node, reason in self.left]
+        alike: dict[tuple[str, str], list[str]] = {}
+        for name, node, reason in self.left:
+            alike.setdefault((name, reason), []).append(node)
+        for (name, reason), (first, *others) in alike.items():
+            nodes = f"{first}, …" if others else first
+            lines.append(f"  {1 + len(others)} × {name} left, because {reason} ({nodes})")
         return "\n".join(lines) or "  nothing that trifuse has something for"
 
 

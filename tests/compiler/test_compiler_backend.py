@@ -131,7 +131,9 @@ def test_report_counts_and_gives_reasons(caplog):
     assert report.replaced == {"norm": 1}
     ((pattern, node, reason),) = report.left
     assert (pattern, reason) == ("norm", "it is no norm over the last dimension")
-    assert str(report) == f"  1 × norm\n  norm {node} stays: {reason}"
+    assert str(report) == f"  1 × norm\n  1 × norm left, because {reason} ({node})"
+    more = RewriteReport(left=[*report.left, ("norm", "another", reason)])
+    assert str(more) == f"  2 × norm left, because {reason} ({node}, …)"
     assert str(report) in caplog.text
     assert str(RewriteReport()) == "  nothing that trifuse has something for"
 
