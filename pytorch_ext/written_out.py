@@ -33,7 +33,7 @@ from trifuse.ops.attention import scaled_dot_product_attention
 
 
 class Form(NamedTuple):
-    """What an attention consists of, as far as it is written.
+    """The parts of an attention, as far as the model has written them.
 
     The leading dimensions are (N,) or (B, H), the finest split that the model has used.
     """
@@ -310,7 +310,7 @@ _PRODUCTS: dict[Any, Callable[..., _Operands | None]] = {
 }
 
 
-# What may follow ----------------------------------------------------------------------------------
+# Steps between the products -----------------------------------------------------------------------
 
 # A rule returns the result of a function of a deferred tensor; None if the function must run.
 _Rule = Callable[[Any, tuple[Any, ...], dict[str, Any]], "Tensor | None"]
@@ -603,7 +603,7 @@ def _augmented(plain: Any) -> _Rule:
         made = _RULES[plain](plain, args, kwargs)
         if not isinstance(made, Deferred) or made.dtype != scores.dtype:
             return None
-        # What the call computes must not refer to the tensor that it now describes.
+        # The call must not refer to the tensor that it now describes.
         before = Deferred.of(scores._form, scores.shape, scores.dtype, scores._call)
         before._versions = scores._versions
         scores._form, scores._call = made._form, (plain, (before, *args[1:]), kwargs)

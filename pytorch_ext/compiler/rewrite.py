@@ -23,7 +23,7 @@ _PATTERNS: dict[str, ModuleType] = {"attention": attention, "norm": norms, "line
 
 @dataclass
 class RewriteReport:
-    """What :func:`rewrite` did. ``print(report)`` shows it as a table.
+    """A report of what :func:`rewrite` did. ``print(report)`` shows it as a table.
 
     Attributes:
         replaced: how many nodes of each pattern ("attention", "norm", "linear") became trifuse's.
