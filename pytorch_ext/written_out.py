@@ -640,7 +640,7 @@ _RULES: dict[Any, _Rule] = {
 _RULES |= {
     augmented: _augmented(plain)
     for name, plain in (("mul", Tensor.mul), ("add", Tensor.add), ("div", Tensor.div))
-    for augmented in _functions(name + "_", f"__i{name}__", f"__itrue{name}ide__")
+    for augmented in _functions(name + "_", f"__i{name}__")
 }
 _RULES[Tensor.__itruediv__] = _augmented(Tensor.div)
 _RULES[Tensor.masked_fill_] = _augmented(Tensor.masked_fill)

@@ -74,7 +74,7 @@ _SPELLINGS: tuple[tuple[str, str, tuple[Any, ...]], ...] = (
     )),
     ("transpose", "input dim0 dim1", (torch.transpose, "transpose", torch.swapaxes, "swapaxes")),
     ("transpose", "input dim0 dim1", (torch.swapdims, "swapdims")),
-    # Of these the values of tensors are compared, not the arguments.
+    # The patterns compare the tensors that these return, and read no arguments.
     ("view", "input", ("view", "reshape", "unflatten", "flatten", "unsqueeze", "squeeze")),
     ("view", "input", (torch.reshape, torch.flatten, torch.unsqueeze, torch.squeeze)),
     ("cast", "input", ("to", "float", "half", "bfloat16", "double", "type_as", "type")),

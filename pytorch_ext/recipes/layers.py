@@ -111,14 +111,8 @@ def _is_like(parts: dict[str, type], model: str) -> bool:
 def one_op_class(source: type[nn.Module]) -> type[nn.Module]:
     """Return the subclass of a layer's class that can run as one op."""
     if source not in _classes:
-        members = {
-            "__module__": "trifuse.recipes",
-            "__qualname__": source.__qualname__,
-            "__doc__": source.__doc__,
-            "_trifuse_origin": sublayers.Origin(source, (one_op_class, (source,))),
-        }
-        made: Any = sublayers.FusedType(source.__name__, (OneOp, source), members)
-        _classes[source] = made
+        origin = sublayers.Origin(source, (one_op_class, (source,)))
+        _classes[source] = sublayers.subclass(OneOp, origin, {})
     return _classes[source]
 
 

@@ -324,17 +324,8 @@ def _make(source: Any, parts: tuple[str, ...]) -> Any:
     compiled = code.compile_like(tree, forward)
     if compiled is None:
         return source
-    made_by = unpadded_class, (source, parts)
-    fused = isinstance(source, sublayers.FusedType)
-    origin = source.origin if fused else sublayers.Origin(source, made_by)
-    members = {
-        "__module__": "trifuse.recipes",
-        "__qualname__": source.__qualname__,
-        "__doc__": source.__doc__,
-        "forward": compiled,
-        "_trifuse_origin": origin._replace(source=source, made_by=made_by, parts=parts),
-    }
-    unpadded: Any = sublayers.FusedType(source.__name__, (Unpadded, source), members)
+    origin = sublayers.origin_of(source, (unpadded_class, (source, parts)))
+    unpadded = sublayers.subclass(Unpadded, origin._replace(parts=parts), {"forward": compiled})
     _let_record(unpadded)
     return unpadded
 

@@ -169,12 +169,12 @@ def fused_class(source: type[nn.Module], roles: Roles) -> type[nn.Module]:
 
 
 def _make(source: type[nn.Module], roles: Roles) -> type[nn.Module]:
-    bases: tuple[type[nn.Module], ...] = (Fused, source)
+    first: type[nn.Module] = Fused
     found: tuple[str, ...] = ()
     attends = False
     members: dict[str, Any] = {}
     if norms.is_rms_norm(source):
-        bases = (norms.FusedRMSNorm, source)
+        first = norms.FusedRMSNorm
         members["forward"] = norms.FusedRMSNorm.forward
     elif _may_match(roles):
         for name, method in code.methods(source):
@@ -191,14 +191,36 @@ def _make(source: type[nn.Module], roles: Roles) -> type[nn.Module]:
                 attends = attends or written_out
     if not members:
         return source
-    members |= {
-        "__module__": "trifuse.recipes",
-        "__qualname__": source.__qualname__,
-        "__doc__": source.__doc__,
-        "_trifuse_origin": Origin(source, (fused_class, (source, roles)), roles, found, attends),
-    }
-    fused: Any = FusedType(source.__name__, bases, members)
-    return fused
+    origin = Origin(source, (fused_class, (source, roles)), roles, found, attends)
+    return subclass(first, origin, members)
+
+
+def subclass(first: type[nn.Module], origin: Origin, members: dict[str, Any]) -> type[nn.Module]:
+    """Return a subclass of a module's class, ``origin.source``, that runs fused.
+
+    Args:
+        first: the first base, whose methods come before those of the source.
+        members: further members of the class.
+    """
+    source = origin.source
+    made: Any = FusedType(
+        source.__name__,
+        (first, source),
+        {
+            "__module__": "trifuse.recipes",
+            "__qualname__": source.__qualname__,
+            "__doc__": source.__doc__,
+            "_trifuse_origin": origin,
+            **members,
+        },
+    )
+    return made
+
+
+def origin_of(source: Any, made_by: tuple[Any, tuple[Any, ...]]) -> Origin:
+    """Return the origin of a subclass; what recipes have found in its source stays known."""
+    origin = source.origin if isinstance(source, FusedType) else Origin(source, made_by)
+    return origin._replace(source=source, made_by=made_by)
 
 
 def rewrite(tree: ast.FunctionDef, roles: Roles, scope: dict[str, Any]) -> _Rewriter:

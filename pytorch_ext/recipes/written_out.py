@@ -87,17 +87,8 @@ def names_attention(cls: type) -> bool:
 def written_out_class(source: Any) -> type[nn.Module]:
     """Return the subclass of an attention's class that runs inside ``trifuse.attention()``."""
     if source not in _classes:
-        made_by = written_out_class, (source,)
-        fused = isinstance(source, sublayers.FusedType)
-        origin = source.origin if fused else sublayers.Origin(source, made_by)
-        members = {
-            "__module__": "trifuse.recipes",
-            "__qualname__": source.__qualname__,
-            "__doc__": source.__doc__,
-            "_trifuse_origin": origin._replace(source=source, made_by=made_by),
-        }
-        made: Any = sublayers.FusedType(source.__name__, (WrittenOut, source), members)
-        _classes[source] = made
+        origin = sublayers.origin_of(source, (written_out_class, (source,)))
+        _classes[source] = sublayers.subclass(WrittenOut, origin, {})
     return _classes[source]
 
 
