@@ -159,19 +159,32 @@ def _load_openvino(directory: Path, scratch: Path, dtype: torch.dtype) -> Reader
     return read
 
 
-def _load_ctranslate2(directory: Path, scratch: Path, dtype: torch.dtype) -> Reader:
+def load_ctranslate2(kind: str, directory: Path, scratch: Path) -> Any:
+    """Convert a model of transformers once, and return CTranslate2's object that runs it.
+
+    Args:
+        kind: "Encoder" or "Generator".
+        directory: the weights and the tokenizer.
+        scratch: where the converted model is kept.
+    """
     ctranslate2 = importlib.import_module("ctranslate2")
-    numpy = importlib.import_module("numpy")
     converted = scratch / "ctranslate2"
-    with quiet_transformers():
-        ctranslate2.converters.TransformersConverter(str(directory)).convert(str(converted))
-    encoder = ctranslate2.Encoder(
+    if not converted.exists():
+        with quiet_transformers():
+            ctranslate2.converters.TransformersConverter(str(directory)).convert(str(converted))
+    return getattr(ctranslate2, kind)(
         str(converted),
         device="cpu",
         inter_threads=1,
         intra_threads=torch.get_num_threads(),
         compute_type="float32",
     )
+
+
+def _load_ctranslate2(directory: Path, scratch: Path, dtype: torch.dtype) -> Reader:
+    ctranslate2 = importlib.import_module("ctranslate2")
+    numpy = importlib.import_module("numpy")
+    encoder = load_ctranslate2("Encoder", directory, scratch)
 
     def read(input_ids: Tensor, mask: Tensor) -> Tensor:
         ids, lengths = (

@@ -250,18 +250,7 @@ def _generate_by_transformers(model: Any, cache: str | None, prompt: Tensor, wor
 
 
 def _load_ctranslate2(directory: Path) -> Generator:
-    ctranslate2 = importlib.import_module("ctranslate2")
-    converted = directory / "ctranslate2"
-    if not converted.exists():
-        with engines.quiet_transformers():
-            ctranslate2.converters.TransformersConverter(str(directory)).convert(str(converted))
-    generator = ctranslate2.Generator(
-        str(converted),
-        device="cpu",
-        inter_threads=1,
-        intra_threads=torch.get_num_threads(),
-        compute_type="float32",
-    )
+    generator = engines.load_ctranslate2("Generator", directory, directory)
 
     def generate(prompt: Tensor, words: int) -> Tensor:
         results = generator.generate_batch(

@@ -38,6 +38,17 @@ def run(script: str) -> str:
     return done.stdout.strip()
 
 
+def reporting():
+    """A list, and a backend that rewrites each graph and appends its report to the list."""
+    reports = []
+
+    def backend(graph, inputs):
+        reports.append(rewrite(graph))
+        return graph
+
+    return reports, backend
+
+
 @pytest.mark.parametrize("first", ["trifuse", "torch._dynamo"])
 def test_import_registers_the_backend_in_either_order(first):
     script = f"""
@@ -115,11 +126,7 @@ def test_options_are_those_of_inductor():
 
 
 def test_report_counts_and_gives_reasons(caplog):
-    reports = []
-
-    def backend(graph, inputs):
-        reports.append(rewrite(graph))
-        return graph
+    reports, backend = reporting()
 
     def function(x):
         return F.layer_norm(F.layer_norm(x, (4,)), (3, 4))
@@ -209,12 +216,7 @@ def test_product_is_that_of_torch():
 def test_linear_layers_are_served_where_the_table_says_so(monkeypatch, faster):
     choice = linear_ops.Choice("a test", faster, faster)
     monkeypatch.setattr("trifuse.compiler.linear.choose", lambda dtype: choice)
-    reports = []
-
-    def backend(graph, inputs):
-        reports.append(rewrite(graph))
-        return graph
-
+    reports, backend = reporting()
     torch.manual_seed(0)
     model = nn.Sequential(
         nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8), nn.ReLU(inplace=True),
@@ -235,12 +237,7 @@ def test_linear_layers_are_served_where_the_table_says_so(monkeypatch, faster):
 def test_linear_layers_of_few_rows_stay(monkeypatch):
     choice = linear_ops.Choice("a test", True, True)
     monkeypatch.setattr("trifuse.compiler.linear.choose", lambda dtype: choice)
-    reports = []
-
-    def backend(graph, inputs):
-        reports.append(rewrite(graph))
-        return graph
-
+    reports, backend = reporting()
     torch._dynamo.reset()
     torch.compile(nn.Linear(8, 8), backend=backend)(torch.randn(63, 8))
     assert reports[0].replaced == {}
