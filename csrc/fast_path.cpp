@@ -436,6 +436,8 @@ struct EncoderLayerCall {
   bool norm_first, rms_norm;
   int64_t window_left, window_right;
   double eps1, eps2;
+  OptionalTensor key_cache, value_cache;
+  int64_t past;
 
   bool read_options(PyObject* tuple) {
     if (!PyTuple_CheckExact(tuple) || PyTuple_GET_SIZE(tuple) != 11) return false;
@@ -457,11 +459,12 @@ struct EncoderLayerCall {
         const Tensor&, const OptionalTensor&, const OptionalTensor&, int64_t, at::TensorList,
         const c10::List<OptionalTensor>&, const c10::List<OptionalTensor>&, int64_t, int64_t,
         int64_t, double, std::optional<c10::string_view>, bool, bool, int64_t, int64_t, double,
-        double)>("trifuse::encoder_layer", "");
+        double, const OptionalTensor&, const OptionalTensor&, int64_t)>(
+        "trifuse::encoder_layer", "");
     return run_kernel(
         op, x, attn_mask, cu_seqlens, max_seqlen, at::TensorList(weights), biases, norms, num_heads,
         head_dim, intermediate_size, scale, activation, norm_first, rms_norm, window_left,
-        window_right, eps1, eps2);
+        window_right, eps1, eps2, key_cache, value_cache, past);
   }
 };
 
@@ -542,14 +545,16 @@ PyObject* attention(PyObject*, PyObject* const* args, Py_ssize_t count) {
 
 PyObject* encoder_layer(PyObject*, PyObject* const* args, Py_ssize_t count) {
   HANDLE_TH_ERRORS
-  check_count(count, 8);
+  check_count(count, 11);
   EncoderLayerCall call;
   if (!nothing_watches() || !read(args[0], call.x) || !read(args[1], call.attn_mask) ||
       !read(args[2], call.cu_seqlens) || !read(args[3], call.max_seqlen) ||
       !read_tuple<Tensor>(args[4], call.weights) ||
       !read_tuple<OptionalTensor>(args[5], call.biases) ||
       !read_tuple<OptionalTensor>(args[6], call.norms) || !call.read_options(args[7]) ||
-      records(call.x, call.attn_mask))
+      !read(args[8], call.key_cache) || !read(args[9], call.value_cache) ||
+      !read(args[10], call.past) ||
+      records(call.x, call.attn_mask, call.key_cache, call.value_cache))
     Py_RETURN_NONE;
   return run_or_decline([&] { return variable_list{call.run()}; });
   END_HANDLE_TH_ERRORS

@@ -291,6 +291,7 @@ def _swaps(unpad: bool, freeze: bool, report: FuseReport) -> dict[type, _Swap]:
         bert.SoftmaxAttention: nn.SoftmaxAttention,
         transformer.SoftmaxAttention: nn.SoftmaxAttention,
         transformer.AddNorm: nn.AddNorm,
+        transformer.Products: nn.Products,
         bert.BertIntermediate: nn.BertIntermediate,
         bert.BertSelfOutput: nn.BertSelfOutput,
         elmo.CharacterEncoder: nn.CharacterEncoder,

@@ -32,7 +32,9 @@ bool machine_has(Capability c) {
 #endif
 }
 
-Capability parse(const std::string& wanted) {
+}  // namespace
+
+Capability capability_named(const std::string& wanted) {
   std::string known;
   for (Capability c : capabilities()) {
     if (name(c) == wanted) return c;
@@ -43,10 +45,12 @@ Capability parse(const std::string& wanted) {
       "'");
 }
 
+namespace {
+
 std::atomic<Capability>& current() {
   static std::atomic<Capability> chosen = [] {
     const char* wanted = std::getenv("TRIFUSE_CPU_CAPABILITY");
-    return wanted && *wanted ? parse(wanted) : capabilities().back();
+    return wanted && *wanted ? capability_named(wanted) : capabilities().back();
   }();
   return chosen;
 }
@@ -77,12 +81,11 @@ std::vector<Capability> capabilities() {
 
 Capability capability() { return current().load(std::memory_order_relaxed); }
 
-Capability capability([[maybe_unused]] DType dtype) {
-  const Capability c = capability();
+Capability capability([[maybe_unused]] DType dtype, Capability in_use) {
 #if defined(__x86_64__)
-  if (dtype != DType::BFloat16) return std::min(c, Capability::AVX512);
+  if (dtype != DType::BFloat16) return std::min(in_use, Capability::AVX512);
 #endif
-  return c;
+  return in_use;
 }
 
 std::string cpu_maker() {
@@ -94,6 +97,8 @@ std::string cpu_maker() {
   return "other";
 }
 
-Capability set_capability(const std::string& wanted) { return current().exchange(parse(wanted)); }
+Capability set_capability(const std::string& wanted) {
+  return current().exchange(capability_named(wanted));
+}
 
 }  // namespace trifuse

@@ -42,14 +42,17 @@ std::vector<Capability> capabilities();
 // Returns the instruction set in use: by default the best, or TRIFUSE_CPU_CAPABILITY's.
 Capability capability();
 
-// Returns the instruction set whose kernels compute problems of a type.
-Capability capability(DType dtype);
+// Returns the instruction set of a name. Throws std::invalid_argument if it isn't in capabilities().
+Capability capability_named(const std::string& name);
+
+// Returns the instruction set whose kernels compute problems of a type, by default while the one in
+// use is.
+Capability capability(DType dtype, Capability in_use = capability());
 
 // Returns the CPU's maker: "AMD", "Intel" or "other".
 std::string cpu_maker();
 
-// Selects an instruction set and returns the previous one. Throws std::invalid_argument for a name
-// that is not in capabilities().
+// Selects an instruction set and returns the previous one. Throws as capability_named does.
 Capability set_capability(const std::string& name);
 
 }  // namespace trifuse

@@ -10,6 +10,9 @@
 //   attend(x) = attention(x Wq + bq, x Wk + bk, x Wv + bv) Wo + bo
 //   feed_forward(h) = activation(h W1 + b1) W2 + b2
 //
+// While decoding, the keys and values of earlier tokens come from a cache, to which those of x are
+// appended.
+//
 // Floor: with few tokens the bytes of the weights over the copy rate, with many the operations of
 // the products.
 
@@ -19,7 +22,9 @@
 #include <ATen/ops/from_blob.h>
 #include <torch/library.h>
 
+#include <cstring>
 #include <optional>
+#include <utility>
 #include <vector>
 
 #include "arguments.h"
@@ -45,6 +50,8 @@ struct Arguments {
   bool norm_first, rms_norm;
   int64_t window_left, window_right;
   double eps[2];
+  const OptionalTensor &key_cache, &value_cache;  // (B, H, S, E), written to
+  int64_t past;                                   // tokens in the cache before the call
 };
 
 void check(const Tensor& x, const Arguments& a) {
@@ -88,6 +95,23 @@ void check(const Tensor& x, const Arguments& a) {
   check_weight(count - 3, D, HE);
   check_weight(count - 2, F, D);
   check_weight(count - 1, D, F);
+  TORCH_CHECK_VALUE(
+      a.key_cache.has_value() == a.value_cache.has_value() && !(a.key_cache && a.cu_seqlens),
+      "key_cache: expected a value_cache beside it, and no cu_seqlens");
+  if (!a.key_cache) return;
+  const int64_t S = a.key_cache->dim() == 4 ? a.key_cache->size(2) : 0;
+  for (const auto& [name, cache] :
+       {std::pair("key_cache", a.key_cache), std::pair("value_cache", a.value_cache)}) {
+    check_memory(name, *cache);
+    check_shape(name, *cache, {x.size(0), a.num_heads, S, a.head_dim});
+    check_type(name, *cache, x.scalar_type(), x);
+    TORCH_CHECK_VALUE(
+        a.head_dim == 1 || cache->stride(3) == 1,
+        name, ": expected contiguous features; got strides ", cache->strides());
+  }
+  TORCH_CHECK_VALUE(
+      a.past >= 0 && a.past <= S - x.size(1), "past: expected a cache with room for ", x.size(1),
+      " more tokens after ", a.past, "; got room for ", S, " in all");
 }
 
 // Hands out pieces of a workspace, each aligned to a cache line.
@@ -206,16 +230,37 @@ class Layer {
       return at::from_blob(data, {B, H, L, E}, {L * row, E, row, 1}, x_.options());
     };
     const int64_t row = joint_ ? 3 * HE_ : HE_;
-    const Tensor query = heads(part(qkv, 0), row), key = heads(part(qkv, 1), row),
-                 value = heads(part(qkv, 2), row), out = heads(attended, HE_);
+    const Tensor query = heads(part(qkv, 0), row), out = heads(attended, HE_);
+    Tensor key = heads(part(qkv, 1), row), value = heads(part(qkv, 2), row);
+    if (a_.key_cache) {
+      key = append(key, *a_.key_cache);
+      value = append(value, *a_.value_cache);
+    }
     const Tensor logsumexp =
         at::from_blob(pieces_.take(R_ * H * kWideSize), {B, H, L}, x_.options().dtype(kWide));
-    const int64_t longest = a_.cu_seqlens ? a_.max_seqlen : L;
+    const bool packed = a_.cu_seqlens.has_value();
+    const int64_t longest = packed ? a_.max_seqlen : L, keys = packed ? longest : key.size(2);
+    const bool lower_right = a_.key_cache.has_value();  // the last query sees all keys
     const OptionalTensor none;
     run_attention(
-        {query, key, value, a_.attn_mask, none, a_.cu_seqlens, a_.cu_seqlens, none, longest,
-         longest, a_.scale, std::nullopt, a_.window_left, a_.window_right, false, 0},
+        {query, key, value, a_.attn_mask, none, a_.cu_seqlens, a_.cu_seqlens, none, longest, keys,
+         a_.scale, std::nullopt, a_.window_left, a_.window_right, lower_right, 0},
         out, logsumexp);
+  }
+
+  // Appends keys or values (B, H, L, E) to a cache, and returns all tokens of it.
+  Tensor append(const Tensor& fresh, const Tensor& cache) const {
+    const auto bytes = static_cast<size_t>(a_.head_dim * size_);
+    const auto row = [&](const Tensor& t, int64_t b, int64_t h, int64_t l) {
+      const int64_t offset = b * t.stride(0) + h * t.stride(1) + l * t.stride(2);
+      return static_cast<char*>(t.mutable_data_ptr()) + offset * size_;
+    };
+    for (int64_t b = 0; b < B_; ++b)
+      for (int64_t h = 0; h < a_.num_heads; ++h)
+        for (int64_t l = 0; l < L_; ++l)
+          std::memcpy(row(cache, b, h, a_.past + l), row(fresh, b, h, l), bytes);
+    cache.unsafeGetTensorImpl()->bump_version();
+    return cache.narrow(2, 0, a_.past + L_);
   }
 
   // out = norm(x + residual); the sum goes to `sum` unless that is null.
@@ -260,7 +305,8 @@ Tensor encoder_layer(
     int64_t max_seqlen, at::TensorList weights, const OptionalTensors& biases,
     const OptionalTensors& norms, int64_t num_heads, int64_t head_dim, int64_t intermediate_size,
     double scale, std::optional<c10::string_view> activation, bool norm_first, bool rms_norm,
-    int64_t window_left, int64_t window_right, double eps1, double eps2) {
+    int64_t window_left, int64_t window_right, double eps1, double eps2,
+    const OptionalTensor& key_cache, const OptionalTensor& value_cache, int64_t past) {
   const Arguments a{
       attn_mask,
       cu_seqlens,
@@ -277,7 +323,10 @@ Tensor encoder_layer(
       rms_norm,
       window_left,
       window_right,
-      {eps1, eps2}};
+      {eps1, eps2},
+      key_cache,
+      value_cache,
+      past};
   check(x, a);
   if (x.numel() == 0) return empty(x.sizes(), x.options());
   return Layer(x, a).run();

@@ -59,14 +59,17 @@ struct DropoutKernel {
 
 // `pack` has one task for each `panel` output features and writes panel_bytes in each; `unpack` is
 // its inverse. `run` has one task for each rows_per_task x columns_per_task of the result;
-// columns_per_task is a multiple of `panel`. `checksum`, over 32-bit words, shows that a packed
-// weight has changed since.
+// columns_per_task is a multiple of `panel`. `run_unpacked`, for few rows, reads the weight as it
+// is stored, and has one task for columns_per_task of all rows; null if the instruction set would
+// add in another order than `run`. `checksum`, over 32-bit words, shows that a packed weight has
+// changed since.
 struct LinearKernel {
   int64_t panel;
   int64_t (*panel_bytes)(DType, int64_t K);
   void (*pack)(const LinearProblem&, int64_t panel);
   void (*unpack)(const LinearProblem&, int64_t panel);
   void (*run)(const LinearProblem&, int64_t task);
+  void (*run_unpacked)(const LinearProblem&, int64_t task);
   uint64_t (*checksum)(const void* data, int64_t words);
 };
 

@@ -1,11 +1,12 @@
-// torch.ops.trifuse.{linear,linear_packed,pack_linear,pack_linears,unpack_linear,checksum}: tensors
-// in and out.
+// torch.ops.trifuse.{linear,linear_packed,linear_unpacked,pack_linear,pack_linears,unpack_linear,
+// checksum}: tensors in and out.
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
 
 #include <algorithm>
+#include <string>
 #include <vector>
 
 #include "arguments.h"
@@ -21,8 +22,8 @@ int64_t panels(const LinearKernel& kernel, int64_t N) {
   return (N + kernel.panel - 1) / kernel.panel;
 }
 
-int64_t packed_bytes(const LinearProblem& p) {
-  const LinearKernel kernel = kernels(p.dtype).linear;
+int64_t packed_bytes(const LinearProblem& p, Capability in_use = capability()) {
+  const LinearKernel kernel = kernels_of(capability(p.dtype, in_use)).linear;
   return panels(kernel, p.N) * kernel.panel_bytes(p.dtype, p.K);
 }
 
@@ -42,11 +43,12 @@ Activation activation_of(std::optional<c10::string_view> name) {
   return Activation::GeluTanh;
 }
 
-void check_packed(const LinearProblem& p, const Tensor& packed, at::ScalarType dtype) {
+void check_packed(
+    const LinearProblem& p, const Tensor& packed, at::ScalarType dtype, Capability in_use) {
   check_memory("packed", packed);
   TORCH_CHECK_VALUE(
-      packed.numel() == packed_bytes(p), "packed: not a weight of ", p.N, " by ", p.K, " ", dtype,
-      " as ", name(capability()), " takes it");
+      packed.numel() == packed_bytes(p, in_use), "packed: not a weight of ", p.N, " by ", p.K, " ",
+      dtype, " as ", name(in_use), " takes it");
 }
 
 void run_linear(LinearProblem* problems, int64_t count) {
@@ -132,15 +134,19 @@ std::vector<Tensor> pack_linears(at::TensorList weights) {
   return packed;
 }
 
-// Returns the weight (N, K) of `dtype` that pack_linear packed.
+// Returns the weight (N, K) of `dtype` that pack_linear packed, while an instruction set of that
+// name was in use. Default: the one that is in use now.
 Tensor unpack_linear(
-    const Tensor& packed, int64_t out_features, int64_t in_features, at::ScalarType dtype) {
+    const Tensor& packed, int64_t out_features, int64_t in_features, at::ScalarType dtype,
+    std::optional<c10::string_view> instruction_set) {
   LinearProblem p{};
   p.dtype = kernel_type(dtype);
-  const LinearKernel kernel = kernels(p.dtype).linear;
+  const Capability in_use =
+      instruction_set ? capability_named(std::string(*instruction_set)) : capability();
+  const LinearKernel kernel = kernels_of(capability(p.dtype, in_use)).linear;
   p.N = out_features;
   p.K = in_features;
-  check_packed(p, packed, dtype);
+  check_packed(p, packed, dtype, in_use);
   Tensor weight = empty({p.N, p.K}, packed.options().dtype(dtype));
   p.packed = const_cast<void*>(packed.const_data_ptr());
   p.out = weight.mutable_data_ptr();
@@ -171,43 +177,94 @@ Tensor checksum(const Tensor& weight) {
   return sums;
 }
 
+// One call of a linear layer of x (M, K): all but the weight.
+class Call {
+ public:
+  Call(
+      const Tensor& x, int64_t out_features, const OptionalTensor& bias,
+      std::optional<c10::string_view> activation) {
+    problem.dtype = kernel_type(x.scalar_type());
+    TORCH_CHECK_VALUE(x.dim() == 2, "x: expected 2 dimensions; got shape ", x.sizes());
+    check_memory("x", x);
+    check_shape("bias", bias, {out_features});
+    problem.M = x.size(0);
+    problem.N = out_features;
+    problem.K = x.size(1);
+    problem.x = x.const_data_ptr();
+    problem.x_row = x.stride(0);
+    problem.x_column = x.stride(1);
+    if (bias) {
+      bias_ = bias->to(accumulation_type(x.scalar_type())).contiguous();
+      problem.bias = bias_.const_data_ptr();
+    }
+    problem.activation = activation_of(activation);
+    out_ = empty({problem.M, problem.N}, x.options());
+    problem.out = out_.mutable_data_ptr();
+  }
+
+  // Runs f(problem), unless the result is empty, and returns the result.
+  template <class F>
+  Tensor run(const F& f) {
+    if (problem.M > 0 && problem.N > 0) f(problem);
+    return out_;
+  }
+
+  LinearProblem problem{};
+
+ private:
+  Tensor bias_, out_;
+};
+
 // Returns the linear layer of x (M, K) with `packed`, a packed weight (N, K).
 Tensor linear_packed(
     const Tensor& x, const Tensor& packed, int64_t out_features, const OptionalTensor& bias,
     std::optional<c10::string_view> activation) {
-  LinearProblem p{};
-  p.dtype = kernel_type(x.scalar_type());
-  TORCH_CHECK_VALUE(x.dim() == 2, "x: expected 2 dimensions; got shape ", x.sizes());
-  check_memory("x", x);
-  check_shape("bias", bias, {out_features});
-  p.M = x.size(0);
-  p.N = out_features;
-  p.K = x.size(1);
-  check_packed(p, packed, x.scalar_type());
-  p.x = x.const_data_ptr();
-  p.x_row = x.stride(0);
-  p.x_column = x.stride(1);
-  p.packed = const_cast<void*>(packed.const_data_ptr());
-  const Tensor wide_bias =
-      bias ? bias->to(accumulation_type(x.scalar_type())).contiguous() : Tensor();
-  if (bias) p.bias = wide_bias.const_data_ptr();
-  p.activation = activation_of(activation);
-  Tensor out = empty({p.M, p.N}, x.options());
-  if (p.M == 0 || p.N == 0) return out;
-  p.out = out.mutable_data_ptr();
-  run_linear(&p, 1);
-  return out;
+  Call call(x, out_features, bias, activation);
+  check_packed(call.problem, packed, x.scalar_type());
+  call.problem.packed = const_cast<void*>(packed.const_data_ptr());
+  return call.run([](LinearProblem& p) { run_linear(&p, 1); });
 }
 
-Tensor linear(
-    const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
-    std::optional<c10::string_view> activation) {
+void check_weight(const Tensor& x, const Tensor& weight) {
   check_type("weight", weight, x.scalar_type(), x);
   TORCH_CHECK_VALUE(
       x.dim() == 2 && weight.dim() == 2 && x.size(1) == weight.size(1),
       "weight: expected shape (out_features, in_features) for x of shape ", x.sizes(), "; got ",
       weight.sizes(), " (was its data exchanged between forward and backward?)");
+}
+
+Tensor linear(
+    const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
+    std::optional<c10::string_view> activation) {
+  check_weight(x, weight);
   return linear_packed(x, pack_linear(weight), weight.size(0), bias, activation);
+}
+
+// The same, to the same bits, without packing the weight. Faster for few rows.
+Tensor linear_unpacked(
+    const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
+    std::optional<c10::string_view> activation) {
+  check_weight(x, weight);
+  check_memory("weight", weight);
+  Call call(x, weight.size(0), bias, activation);
+  const LinearKernel kernel = kernels(call.problem.dtype).linear;
+  if (!kernel.run_unpacked || weight.stride(1) != 1 || weight.size(1) == 0)
+    return linear_packed(x, pack_linear(weight), weight.size(0), bias, activation);
+  call.problem.weight = weight.const_data_ptr();
+  call.problem.weight_row = weight.stride(0);
+  return call.run([&](LinearProblem& p) {
+    // Enough tasks that threads do not wait for the last ones.
+    p.columns_per_task = 4 * kernel.panel;
+    while (p.columns_per_task > kernel.panel &&
+           p.N < int64_t{8} * at::get_num_threads() * p.columns_per_task)
+      p.columns_per_task /= 2;
+    // The time is that of reading the weight.
+    const auto rows = static_cast<double>(std::max<int64_t>(p.M, 8));
+    parallel_tasks(
+        (p.N + p.columns_per_task - 1) / p.columns_per_task, 1,
+        2.0 * rows * static_cast<double>(p.N) * static_cast<double>(p.K),
+        [&](int64_t task) { kernel.run_unpacked(p, task); });
+  });
 }
 
 }  // namespace
@@ -218,6 +275,7 @@ TORCH_LIBRARY_IMPL(trifuse, CPU, m) {
   m.impl("pack_linears", pack_linears);
   m.impl("unpack_linear", unpack_linear);
   m.impl("linear_packed", linear_packed);
+  m.impl("linear_unpacked", linear_unpacked);
   m.impl("checksum", checksum);
 }
 

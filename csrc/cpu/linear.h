@@ -17,7 +17,7 @@ struct LinearProblem {
 
   const void* x;  // (M, K)
   int64_t x_row, x_column;
-  const void* weight;  // (N, K), read by `pack` alone
+  const void* weight;  // (N, K), read by `pack`; and by `run_unpacked`, if weight_column is 1
   int64_t weight_row, weight_column;
   void* packed;                // the weight in the layout that `pack` writes
   const void* bias = nullptr;  // (N,) in the accumulation type, or null

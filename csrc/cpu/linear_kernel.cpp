@@ -6,6 +6,9 @@
 // itself, or for 16-bit types in a float32 buffer. It adds bias and applies the activation to tiles
 // still in a cache.
 //
+// Few rows are multiplied by the weight as it is stored (unpacked_weight.h). Then a task owns
+// columns_per_task features of all rows, and reads as many rows of the weight.
+//
 // Floor: M N K / (lanes x FMA pipes) cycles. Packing a weight takes N K loads and stores, 1 / M of
 // the multiply-adds.
 
@@ -14,6 +17,7 @@
 #include "cpu/kernels.h"
 #include "cpu/packed_operands.h"
 #include "cpu/row.h"
+#include "cpu/unpacked_weight.h"
 
 namespace trifuse::TRIFUSE_CAPABILITY {
 namespace {
@@ -175,6 +179,43 @@ void run(const LinearProblem& p, int64_t task) {
 }
 
 template <class Scalar>
+void run_unpacked(const LinearProblem& p, int64_t task) {
+  using E = ElementOf<Scalar>;
+  using T = typename Element<E>::Accumulator;
+  static thread_local Scratch scratch;
+  const int64_t n0 = task * p.columns_per_task, K = elements<E>(p.K);
+  const int64_t N = std::min(p.N - n0, p.columns_per_task);
+  scratch.reset(
+      Scratch::bytes<E>(left_rows_size<E>(p.M, p.K)) +
+          Scratch::bytes<E>(left_rows_size<E>(kStripRows, p.K)) +
+          Scratch::bytes<T>(p.M * kStripRows),
+      "a thread of linear");
+  E* x_buffer = scratch.take<E>(left_rows_size<E>(p.M, p.K));
+  E* weight_buffer = scratch.take<E>(left_rows_size<E>(kStripRows, p.K));
+  T* sums = scratch.take<T>(p.M * kStripRows);
+  const Operand<E> x = left_rows<E>(
+      Rows<Scalar>{static_cast<const Scalar*>(p.x), p.x_row, p.x_column}, p.M, p.K, x_buffer);
+  const auto* weight = static_cast<const Scalar*>(p.weight) + n0 * p.weight_row;
+  Scalar* out = static_cast<Scalar*>(p.out) + n0;
+  const T* bias = p.bias ? static_cast<const T*>(p.bias) + n0 : nullptr;
+  for (int64_t n = 0; n < N; n += kStripRows) {
+    const int64_t columns = std::min(N - n, kStripRows);
+    const Scalar* rows = weight + n * p.weight_row;
+    const Operand<E> strip =
+        left_rows<E>(Rows<Scalar>{rows, p.weight_row, 1}, columns, p.K, weight_buffer);
+    for (int64_t m = 0; m < p.M; m += kRowsAtOnce)
+      multiply_strip(
+          std::min<int64_t>(p.M - m, kRowsAtOnce), K, x.data + m * x.ld, x.ld, strip.data, strip.ld,
+          columns, rows + columns * p.weight_row, sums + m * kStripRows, kStripRows, false,
+          elements<E>(kBlockDepth<E>));
+    apply_epilogue(p, sums, kStripRows, p.M, columns, bias ? bias + n : nullptr, out + n);
+    if constexpr (std::is_same_v<Scalar, T>)
+      for (int64_t m = 0; m < p.M; ++m)
+        std::copy_n(sums + m * kStripRows, columns, out + m * p.N + n);
+  }
+}
+
+template <class Scalar>
 void pack(const LinearProblem& p, int64_t panel) {
   using E = ElementOf<Scalar>;
   static thread_local Scratch scratch;
@@ -220,8 +261,21 @@ void run_any(const LinearProblem& p, int64_t task) {
   for_type(p.dtype, [&]<class Scalar>() { run<Scalar>(p, task); });
 }
 
+#ifndef TRIFUSE_BRGEMM
+void run_unpacked_any(const LinearProblem& p, int64_t task) {
+  for_type(p.dtype, [&]<class Scalar>() { run_unpacked<Scalar>(p, task); });
+}
+#endif
+
 }  // namespace
 
-LinearKernel linear() { return {kTile, panel_bytes, pack_any, unpack_any, run_any, checksum}; }
+LinearKernel linear() {
+#ifdef TRIFUSE_BRGEMM
+  constexpr auto run_unpacked = nullptr;
+#else
+  constexpr auto run_unpacked = run_unpacked_any;
+#endif
+  return {kTile, panel_bytes, pack_any, unpack_any, run_any, run_unpacked, checksum};
+}
 
 }  // namespace trifuse::TRIFUSE_CAPABILITY

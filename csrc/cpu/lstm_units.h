@@ -19,11 +19,12 @@
 #include "cpu/operand.h"
 #include "cpu/philox.h"
 #include "cpu/row.h"
+#include "cpu/unpacked_weight.h"
 #include "cpu/vector.h"
 
 namespace trifuse::TRIFUSE_CAPABILITY {
 
-constexpr int64_t kUnits = 16;
+constexpr int64_t kUnits = kStripRows;
 
 // The type that states and gates are stored in. A pair is two neighbouring values of a row.
 template <class E>
@@ -307,26 +308,6 @@ inline void for_tiles(const Team& team, int64_t columns, const F& f) {
 
 // Packing -----------------------------------------------------------------------------------------
 
-// target[c * ld + r] = source[r * source_ld + c] for 16 rows. Rows from `rows` on do not exist, and
-// count as 0.
-template <class E>
-TRIFUSE_INLINE inline void transpose_units(
-    const E* source, int64_t source_ld, int64_t rows, int64_t columns, E* target, int64_t ld) {
-  int64_t first = 0;
-  if (rows == kUnits) {
-    constexpr int64_t block = Vectorized<Moved<E>>::size();
-    const auto* from = reinterpret_cast<const Moved<E>*>(source);
-    auto* to = reinterpret_cast<Moved<E>*>(target);
-    for (; first + block <= columns; first += block)
-      for (int64_t r = 0; r < kUnits; r += block)
-        transpose_square(from + r * source_ld + first, source_ld, to + first * ld + r, ld);
-  }
-  for (int64_t c = first; c < columns; ++c) {
-    for (int64_t r = 0; r < rows; ++r) target[c * ld + r] = source[r * source_ld + c];
-    std::fill(target + c * ld + rows, target + c * ld + kUnits, E{});
-  }
-}
-
 // Packs the rows of one panel of a weight (G·H, columns) as B of the forward's products: 16 columns
 // for each block. `row_buffer` holds 16 rows.
 template <class E>
@@ -338,7 +319,7 @@ inline void pack_panel_columns(
   for (int block = 0; block < blocks.count; ++block) {
     const S* rows = weight + (gate[blocks.first + block] * p.H + panel * kUnits) * columns;
     const Operand<E> source = left_rows<E>(Rows<S>{rows, columns, 1}, units, columns, row_buffer);
-    transpose_units(
+    transpose_strip(
         source.data, source.ld, units, elements<E>(columns), target + block * kUnits,
         blocks.width());
   }
@@ -357,67 +338,8 @@ inline void pack_unit_rows(
 
 // Products with unpacked weights ------------------------------------------------------------------
 
-// With up to this many rows of A, packing a panel takes longer than multiplying by it.
-constexpr int kFewRows = 8;
-
-// With 32 registers of 64 bytes, 16 rows of a weight fill half of them.
-constexpr int kUnrolled = Vectorized<float>::size() == kUnits ? kUnits : 1;
-
-// C (M x 16) = or += A (M x K) B for M <= kFewRows. B's first `units` columns are rows of a weight;
-// the others are 0. One vector of each row at a time is transposed and multiplied by all rows of A.
-// Meanwhile as many bytes of `next`, which is read afterwards, are prefetched. The chains are those
-// of `product`, so results have the same bits.
-template <int most = kFewRows, class E>
-inline void product_in_place(
-    int64_t M, int64_t K, const E* a, int64_t a_m, const E* weight, int64_t ld, int64_t units,
-    const void* next, typename Element<E>::Accumulator* c, int64_t ldc, bool add, bool ahead) {
-  if constexpr (most > 1)
-    if (M <= most / 2)
-      return product_in_place<most / 2>(M, K, a, a_m, weight, ld, units, next, c, ldc, add, ahead);
-  using T = typename Element<E>::Accumulator;
-  using U = Units<T>;
-  const E* row[most];  // the last row stands in for missing ones
-  for (int m = 0; m < most; ++m) row[m] = a + std::min<int64_t>(m, M - 1) * a_m;
-  constexpr int64_t kVectorElements = Vectorized<Moved<E>>::size();
-  alignas(64) E transposed[kVectorElements * kUnits];
-  constexpr size_t kCacheLines = sizeof transposed / 64;
-  for (int64_t first = 0; first < K; first += chain_length(ahead)) {
-    const int64_t end = std::min(first + chain_length(ahead), K);
-    U sum[most];
-#pragma GCC unroll 8
-    for (int m = 0; m < most; ++m) sum[m] = U(T(0));
-    const auto multiply_columns = [&](int64_t k, int64_t depth) TRIFUSE_INLINE {
-      transpose_units(weight + k, ld, units, depth, transposed, kUnits);
-#pragma GCC unroll kUnrolled
-      for (int64_t j = 0; j < depth; ++j)
-#pragma GCC unroll 4
-        for (int v = 0; v < U::kVecs; ++v) {
-          const auto column = Element<E>::load(transposed + j * kUnits + v * U::Vec::size());
-#pragma GCC unroll 8
-          for (int m = 0; m < most; ++m)
-            sum[m].v[v] = Element<E>::multiply_add(
-                Element<E>::broadcast(row[m] + k + j), column, sum[m].v[v]);
-        }
-    };
-    int64_t k = first;
-    for (; k + kVectorElements <= end; k += kVectorElements) {
-      const char* fetched = static_cast<const char*>(next) + k * kUnits * sizeof(E);
-      for (size_t line = 0; line < kCacheLines; ++line) __builtin_prefetch(fetched + 64 * line);
-      multiply_columns(k, kVectorElements);
-    }
-    if (k < end) multiply_columns(k, end - k);
-#pragma GCC unroll 8
-    for (int m = 0; m < most; ++m) {
-      if (m == M) break;
-      T* target = c + m * ldc;
-      if (add || first > 0) sum[m] = multiply_add(U::load(target), U(T(1)), sum[m]);
-      sum[m].store(target);
-    }
-  }
-}
-
-// The same with `count` rows of a weight (.., columns) as B's columns. C is written in whole blocks
-// of 16 columns.
+// C (M x count) = A (M x K) B, where B's columns are `count` rows of a weight (.., columns). C is
+// written in whole blocks of 16 columns.
 template <class E>
 inline void product_with_rows(
     const Stored<E>* weight, int64_t count, int64_t columns, E* row_buffer, int64_t M, const E* a,
@@ -427,9 +349,9 @@ inline void product_with_rows(
     const Stored<E>* rows = weight + first * columns;
     const Operand<E> b =
         left_rows<E>(Rows<Stored<E>>{rows, columns, 1}, units, columns, row_buffer);
-    product_in_place(
+    multiply_strip(
         M, elements<E>(columns), a, a_m, b.data, b.ld, units, rows + units * columns, c + first,
-        ldc, false, ahead);
+        ldc, false, chain_length(ahead));
   }
 }
 
@@ -449,9 +371,9 @@ inline void product_with_panel(
     const Operand<E> rows =
         left_rows<E>(Rows<S>{rows_of(block, panel), columns, 1}, units, columns, row_buffer);
     const S* next = block + 1 < blocks.count ? rows_of(block + 1, panel) : rows_of(0, panel + 1);
-    product_in_place(
+    multiply_strip(
         M, elements<E>(columns), a, a_m, rows.data, rows.ld, units, next, c + block * kUnits, ldc,
-        add, ahead);
+        add, chain_length(ahead));
   }
 }
 

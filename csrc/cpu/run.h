@@ -9,6 +9,7 @@
 #include <optional>
 
 #include "attention_tensors.h"
+#include "cpu/capability.h"
 #include "cpu/linear.h"
 #include "dropout_add_layer_norm.h"
 
@@ -25,8 +26,11 @@ void run_dropout_add_layer_norm(DropoutAddLayerNormProblem&, int64_t element_siz
 // runs all of them at once. They must have one type.
 void run_linear(LinearProblem* problems, int64_t count);
 
-// Checks that `packed` is a weight (N, K) of the problem's sizes and type, as this CPU reads it.
-void check_packed(const LinearProblem&, const Tensor& packed, at::ScalarType dtype);
+// Checks that `packed` is a weight (N, K) of the problem's sizes and type, as an instruction set
+// reads it.
+void check_packed(
+    const LinearProblem&, const Tensor& packed, at::ScalarType dtype,
+    Capability in_use = capability());
 
 Activation activation_of(std::optional<c10::string_view> name);
 

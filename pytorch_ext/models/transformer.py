@@ -8,8 +8,8 @@ the sublayers, in GPT (Radford, Narasimhan, Salimans and Sutskever, "Improving L
 Understanding by Generative Pre-Training", 2018).
 
 The layers are torch's own, which :func:`trifuse.fuse` supports. They have no key/value cache, so
-decoding calls their parts step by step. Between the projections it uses two modules without
-parameters, :class:`SoftmaxAttention` and :class:`AddNorm`. Only torch is imported here.
+decoding calls their parts step by step. It does so through three modules without parameters,
+:class:`Products`, :class:`SoftmaxAttention` and :class:`AddNorm`. Only torch is imported here.
 
 Boolean masks are True where a token is real. In the shapes below B is the batch, S the length of
 the source, T the length of the target, L the length of a text, W the beams for each source, N the
@@ -45,6 +45,7 @@ __all__ = [
     "LanguageModel",
     "LanguageModelConfig",
     "LanguageModelOutput",
+    "Products",
     "PromptCache",
     "SinusoidalPositions",
     "SoftmaxAttention",
@@ -157,6 +158,53 @@ def _check_length(what: str, length: int, limit: int) -> None:
         raise ValueError(f"{what}: expected at most max_length={limit} positions; got {length}")
 
 
+class Products(nn.Module):
+    """The products of a layer with its weights while decoding. Holds no parameters."""
+
+    def project(
+        self, attention: nn.MultiheadAttention, x: Tensor, which: Literal["qkv", "kv", "q"]
+    ) -> tuple[Tensor, ...]:
+        """Heads (N, H, n, E) of query, key and value, or of those named, from (N, n, d_model)."""
+        rows = slice(*{"qkv": (0, 3), "kv": (1, 3), "q": (0, 1)}[which])
+        weight, bias = (
+            parameter.unflatten(0, (3, -1))[rows].flatten(0, 1)
+            for parameter in (attention.in_proj_weight, attention.in_proj_bias)
+        )
+        return split_heads(attention, F.linear(x, weight, bias))
+
+    def project_out(self, attention: nn.MultiheadAttention, heads: Tensor) -> Tensor:
+        """The attention's output (N, n, d_model), from the heads (N, H, n, E)."""
+        return attention.out_proj(merge_heads(heads))
+
+    def feed_forward(
+        self, layer: nn.TransformerEncoderLayer | nn.TransformerDecoderLayer, x: Tensor
+    ) -> Tensor:
+        """The feed-forward network of (N, n, d_model), without dropout."""
+        return layer.linear2(layer.activation(layer.linear1(x)))
+
+    def run_stack(
+        self, stack: nn.TransformerEncoder, x: Tensor, past: KeyValueCache
+    ) -> Tensor | None:
+        """The output of a whole causal stack for (N, n, d_model), appended to the cache.
+
+        None if the stack must run by its parts.
+        """
+        return None
+
+
+def split_heads(attention: nn.MultiheadAttention, x: Tensor) -> tuple[Tensor, ...]:
+    """The heads (N, H, n, E) of each d_model features of (N, n, ...)."""
+    return tuple(
+        part.unflatten(-1, (attention.num_heads, -1)).transpose(1, 2)
+        for part in x.split(attention.embed_dim, dim=-1)
+    )
+
+
+def merge_heads(x: Tensor) -> Tensor:
+    """(N, n, H · E), from the heads (N, H, n, E)."""
+    return x.transpose(1, 2).flatten(-2)
+
+
 class SoftmaxAttention(nn.Module):
     """softmax(Q Kᵀ / √E + mask) V, from projected heads, while decoding. Holds no parameters."""
 
@@ -232,6 +280,7 @@ class Transformer(nn.Module):
         )
         self.output = nn.Linear(d_model, config.vocab_size, bias=False)
         self.output.weight = self.embedding.weight
+        self.products = Products()
         self.attention = SoftmaxAttention()
         self.add_norm = AddNorm()
         self._initialise()
@@ -324,8 +373,7 @@ class Transformer(nn.Module):
         memory = self.encode(source, source_mask)
         projected = []
         for layer in self.decoder.layers:
-            attention = layer.multihead_attn
-            projected.append(_in_project(attention, memory, slice(attention.embed_dim, None)))
+            projected.append(self.products.project(layer.multihead_attn, memory, "kv"))
         return DecodingState(KeyValueCache(), projected, source_mask)
 
     def step(self, tokens: Tensor, state: DecodingState) -> Tensor:
@@ -350,18 +398,19 @@ class Transformer(nn.Module):
         self, layer: nn.TransformerDecoderLayer, index: int, state: DecodingState
     ) -> list[Sublayer]:
         def attend_to_past(x: Tensor) -> Tensor:
-            return _attend_to_past(layer.self_attn, self.attention, x, state.past, index)
+            return _attend_to_past(self, layer.self_attn, x, state.past, index)
 
         def attend_to_memory(x: Tensor) -> Tensor:
             # All rows of one source share its keys, so they become further queries of one row.
             key, value = state.memory[index]
             B = key.shape[0]
             queries = x.reshape(B, x.shape[0] // max(B, 1) * x.shape[1], x.shape[-1])
-            (query,) = _in_project(layer.multihead_attn, queries, slice(x.shape[-1]))
-            out = _merge_heads(self.attention(query, key, value, state.memory_mask))
-            return layer.multihead_attn.out_proj(out).view_as(x)
+            (query,) = self.products.project(layer.multihead_attn, queries, "q")
+            out = self.attention(query, key, value, state.memory_mask)
+            return self.products.project_out(layer.multihead_attn, out).view_as(x)
 
-        return [attend_to_past, attend_to_memory, functools.partial(_feed_forward, layer)]
+        feed_forward = functools.partial(self.products.feed_forward, layer)
+        return [attend_to_past, attend_to_memory, feed_forward]
 
     def _embed(self, name: str, tokens: Tensor, start: int = 0) -> Tensor:
         _check_length(name, start + tokens.shape[1], self.config.max_length)
@@ -416,6 +465,7 @@ class LanguageModel(nn.Module):
         )
         self.output = nn.Linear(config.d_model, config.vocab_size, bias=False)
         self.output.weight = self.embedding.weight
+        self.products = Products()
         self.attention = SoftmaxAttention()
         self.add_norm = AddNorm()
         self._initialise()
@@ -535,17 +585,18 @@ class LanguageModel(nn.Module):
 
     def _step(self, tokens: Tensor, past: KeyValueCache) -> Tensor:
         past.expand(len(tokens))
+        x = self._embed(tokens, past.length, past.padding)
+        whole = self.products.run_stack(self.decoder, x, past)
+        if whole is not None:
+            return whole
         sublayers: list[Sublayer] = []
         norms = []
         for index, layer in enumerate(self.decoder.layers):
             sublayers += [
-                functools.partial(
-                    _attend_to_past, layer.self_attn, self.attention, past=past, layer=index
-                ),
-                functools.partial(_feed_forward, layer),
+                functools.partial(_attend_to_past, self, layer.self_attn, past=past, layer=index),
+                functools.partial(self.products.feed_forward, layer),
             ]
             norms += [layer.norm1, layer.norm2]
-        x = self._embed(tokens, past.length, past.padding)
         return _run_sublayers(self.add_norm, x, sublayers, norms, self.decoder.norm)
 
     def _embed(self, tokens: Tensor, start: int = 0, padding: Padding | None = None) -> Tensor:
@@ -752,22 +803,48 @@ class KeyValueCache:
             self._layers.append(new)
             self._lengths.append(key.shape[2])
             return new
-        past, start = self._layers[layer], self._lengths[layer]
-        stop = start + key.shape[2]
-        in_place = not any(x.requires_grad for x in (*past, *new))
-        if past[0].is_inference():
-            in_place &= torch.is_inference_mode_enabled()  # elsewhere torch refuses to change it
-        if not in_place:
+        room = None if key.requires_grad or value.requires_grad else self.reserve(layer, key)
+        if room is None:
+            past, start = self._layers[layer], self._lengths[layer]
             both = [torch.cat((x[:, :, :start], y), 2) for x, y in zip(past, new, strict=True)]
             self._layers[layer] = both[0], both[1]
         else:
-            if past[0].shape[2] < stop:
-                past = _with_room(past[0], start, stop), _with_room(past[1], start, stop)
-                self._layers[layer] = past
+            *past, start = room
             for x, y in zip(past, new, strict=True):
-                x[:, :, start:stop] = y
-        self._lengths[layer] = stop
+                x[:, :, start : start + y.shape[2]] = y
+        self.advance(layer, key.shape[2])
         return self._tokens(layer)
+
+    def reserve(self, layer: int, new: Tensor) -> tuple[Tensor, Tensor, int] | None:
+        """Reserve memory for the keys and values of further tokens.
+
+        Args:
+            layer: the index of the layer; of the first layer without tokens at most.
+            new: any tensor of the shape (N, H, n, E) and the type of the keys of n further tokens.
+
+        Returns:
+            The layer's keys and values, each (N, H, reserved, E), and the number of tokens in them.
+            The caller writes those of the further tokens there and then calls :meth:`advance`. None
+            if the memory must not be written to.
+        """
+        needed = new.shape[2]
+        if layer == len(self._layers):
+            self._layers.append((_with_room(new, 0, needed), _with_room(new, 0, needed)))
+            self._lengths.append(0)
+        past, start = self._layers[layer], self._lengths[layer]
+        needed += start
+        if any(x.requires_grad for x in past):
+            return None
+        if past[0].is_inference() and not torch.is_inference_mode_enabled():
+            return None  # torch refuses to change it
+        if past[0].shape[2] < needed:
+            past = _with_room(past[0], start, needed), _with_room(past[1], start, needed)
+            self._layers[layer] = past
+        return *past, start
+
+    def advance(self, layer: int, new: int) -> None:
+        """Count further tokens of a layer, whose keys and values have been written."""
+        self._lengths[layer] += new
 
     def _tokens(self, layer: int) -> tuple[Tensor, Tensor]:
         key, value = self._layers[layer]
@@ -814,7 +891,7 @@ def _with_room(x: Tensor, length: int, needed: int) -> Tensor:
     must not meet what memory holds by chance.
     """
     N, H, _, E = x.shape
-    larger = x.new_zeros(N, H, max(needed, length + length // 2, 64), E)
+    larger = x.new_zeros(N, H, max(needed + needed // 2, 64), E)
     larger[:, :, :length] = x[:, :, :length]
     return larger
 
@@ -888,37 +965,18 @@ def _run_sublayers(
 
 
 def _attend_to_past(
-    projections: nn.MultiheadAttention,
-    attention: nn.Module,
+    model: Transformer | LanguageModel,
+    attention: nn.MultiheadAttention,
     x: Tensor,
     past: KeyValueCache,
     layer: int,
 ) -> Tensor:
     """Causal self-attention of the newest tokens (N, n, d_model) over all tokens so far."""
-    query, key, value = _in_project(projections, x, slice(None))
+    query, key, value = model.products.project(attention, x, "qkv")
     key, value = past.append(layer, key, value)
     new, total = query.shape[2], key.shape[2]
     mask = past.keys_taking_part(total)
     if new > 1:
         causal = torch.ones(new, total, dtype=torch.bool, device=x.device).tril(total - new)
         mask = causal[None, None] if mask is None else causal & mask[:, None, None]
-    return projections.out_proj(_merge_heads(attention(query, key, value, mask)))
-
-
-def _in_project(projections: nn.MultiheadAttention, x: Tensor, rows: slice) -> tuple[Tensor, ...]:
-    """Query, key and value heads (N, H, n, E), or only those that ``rows`` of the weight select."""
-    weight, bias = projections.in_proj_weight[rows], projections.in_proj_bias[rows]
-    return tuple(
-        part.unflatten(-1, (projections.num_heads, -1)).transpose(1, 2)
-        for part in F.linear(x, weight, bias).split(projections.embed_dim, dim=-1)
-    )
-
-
-def _merge_heads(x: Tensor) -> Tensor:
-    return x.transpose(1, 2).flatten(-2)
-
-
-def _feed_forward(
-    layer: nn.TransformerEncoderLayer | nn.TransformerDecoderLayer, x: Tensor
-) -> Tensor:
-    return layer.linear2(layer.activation(layer.linear1(x)))
+    return model.products.project_out(attention, model.attention(query, key, value, mask))

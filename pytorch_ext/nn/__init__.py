@@ -13,6 +13,7 @@ from trifuse.nn.lstm import LSTM, LSTMCell
 from trifuse.nn.rnn import RNN, RNNCell
 from trifuse.nn.transformer import (
     AddNorm,
+    Products,
     TransformerDecoder,
     TransformerDecoderLayer,
     TransformerEncoder,
@@ -40,6 +41,7 @@ __all__ = [
     "LSTMCell",
     "Linear",
     "MultiheadAttention",
+    "Products",
     "ProjectedLSTM",
     "RNNCell",
     "SoftmaxAttention",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -150,7 +151,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         if isinstance(key_padding_mask, (PackedSequences, CrossSequences)):
             q, k, v = self._heads(query, key, value, batch_first=True)
             out = packing.attend(q, k, v, key_padding_mask, dropout_p, is_causal)
-            return self._project_out(out, batch_first=True), None
+            return self.project_out(out, batch_first=True), None
 
         is_batched = self._check(query, key, value, key_padding_mask, attn_mask, is_causal)
         batch_first = self.batch_first and is_batched
@@ -173,7 +174,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         else:
             out = scaled_dot_product_attention(q, k, v, mask, dropout_p, is_causal)
 
-        out = self._project_out(out, batch_first)
+        out = self.project_out(out, batch_first)
         if weights is not None and average_attn_weights:
             weights = weights.mean(dim=1)
         if not is_batched:
@@ -185,15 +186,12 @@ class MultiheadAttention(nn.MultiheadAttention):
         self, query: Tensor, key: Tensor, value: Tensor, batch_first: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Projects query, key and value, and views each as (B, H, L, E) without a copy."""
-        weight, bias, E = self.in_proj_weight, self.in_proj_bias, self.embed_dim
+        weight, bias = self.in_proj_weight, self.in_proj_bias
         projected: tuple[Tensor, ...]
         if weight is not None and query is key and key is value:
-            projected = project(self, "qkv", query, weight, bias).chunk(3, dim=-1)
+            projected = self.project_in(query, "qkv").chunk(3, dim=-1)
         elif weight is not None and key is value:
-            w_q, w_kv = weight.split((E, 2 * E))
-            b_q, b_kv = (None, None) if bias is None else bias.split((E, 2 * E))
-            q = project(self, "q", query, w_q, b_q)
-            projected = q, *project(self, "kv", key, w_kv, b_kv).chunk(2, dim=-1)
+            projected = self.project_in(query, "q"), *self.project_in(key, "kv").chunk(2, dim=-1)
         else:
             if weight is None:
                 weights = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
@@ -209,7 +207,19 @@ class MultiheadAttention(nn.MultiheadAttention):
         q, k, v = (x.unflatten(-1, (self.num_heads, -1)).permute(order) for x in projected)
         return q, k, v
 
-    def _project_out(self, out: Tensor, batch_first: bool) -> Tensor:
+    def project_in(self, x: Tensor, which: Literal["qkv", "kv", "q"]) -> Tensor:
+        """Projects (..., embed_dim) to query, key and value side by side, or to those named.
+
+        ``in_proj_weight`` holds the weights of all three.
+        """
+        first, last = {"qkv": (0, 3), "kv": (1, 3), "q": (0, 1)}[which]
+        E, weight, bias = self.embed_dim, self.in_proj_weight, self.in_proj_bias
+        if which != "qkv":
+            weight = weight[first * E : last * E]
+            bias = None if bias is None else bias[first * E : last * E]
+        return project(self, which, x, weight, bias)
+
+    def project_out(self, out: Tensor, batch_first: bool) -> Tensor:
         """Joins the heads, (B, H, L, E) to (B, L, H · E) or (L, B, H · E), and projects.
 
         The operator's output has the query's memory order, so that joining the heads is a view.

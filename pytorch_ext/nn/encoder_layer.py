@@ -20,6 +20,7 @@ from trifuse import backends
 from trifuse.nn.linear import FrozenLinear, packed_weight
 from trifuse.nn.packing import PackedSequences
 from trifuse.ops import encoder_layer as ops
+from trifuse.ops.encoder_layer import Cache
 from trifuse.ops.linear import Activation, FrozenWeight
 
 
@@ -65,6 +66,7 @@ def run(
     mask: Tensor | PackedSequences | None,
     describe: Callable[[Any], Parts | None],
     is_causal: bool = False,
+    cache: Cache | None = None,
 ) -> Tensor | None:
     """Computes a layer's output, (B, L, features), as one op.
 
@@ -75,6 +77,7 @@ def run(
             or packed sequences.
         describe: returns a layer's parts; None if the op can't compute it. Called once.
         is_causal: whether a query attends to no key after itself.
+        cache: as in :func:`trifuse.ops.encoder_layer.encoder_layer`.
 
     Returns:
         The output; None if the layer must call its parts.
@@ -109,6 +112,7 @@ def run(
         tuple([parameters[name] for parameters, name in plan.biases]),
         tuple([parameters[name] for parameters, name in plan.norms]),
         (*plan.options, window, right, plan.first_norm.eps, plan.last_norm.eps),
+        cache,
     )
 
 

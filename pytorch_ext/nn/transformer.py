@@ -13,7 +13,7 @@ sublayer; a stack of such layers passes each layer's last sum on uncomputed (``_
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -253,13 +253,13 @@ def _attend(
 
 
 def _feed_forward(
-    layer: nn.TransformerEncoderLayer | nn.TransformerDecoderLayer, x: Tensor
+    layer: nn.TransformerEncoderLayer | nn.TransformerDecoderLayer, x: Tensor, dropout: bool = True
 ) -> Tensor:
     if (activation := _ACTIVATIONS.get(layer.activation)) is not None:
         hidden = linear_activation(layer.linear1, x, activation)
     else:
         hidden = layer.activation(layer.linear1(x))
-    out: Tensor = layer.linear2(layer.dropout(hidden))
+    out: Tensor = layer.linear2(layer.dropout(hidden) if dropout else hidden)
     return out
 
 
@@ -582,6 +582,59 @@ _APPENDS = "an attention in it appends keys (add_bias_kv, add_zero_attn)"
 def _unpacked(x: Tensor, packed: PackedSequences, tokens: Tensor) -> Tensor:
     """Puts packed tokens (1, T, D) in their places among (B, L) tokens: (B, L, D)."""
     return packing.scatter(x, packed, torch.Size((*tokens.shape, x.shape[-1])))
+
+
+class Products(transformer.Products):
+    """The products of a fused layer while decoding.
+
+    An attention of another class than :class:`MultiheadAttention` is projected by torch.
+    """
+
+    def project(
+        self, attention: nn.MultiheadAttention, x: Tensor, which: Literal["qkv", "kv", "q"]
+    ) -> tuple[Tensor, ...]:
+        """As :meth:`trifuse.models.transformer.Products.project`."""
+        if type(attention) is not MultiheadAttention:
+            return super().project(attention, x, which)
+        return transformer.split_heads(attention, attention.project_in(x, which))
+
+    def project_out(self, attention: nn.MultiheadAttention, heads: Tensor) -> Tensor:
+        """As :meth:`trifuse.models.transformer.Products.project_out`."""
+        if type(attention) is not MultiheadAttention:
+            return super().project_out(attention, heads)
+        return attention.project_out(heads, batch_first=True)
+
+    def feed_forward(
+        self, layer: nn.TransformerEncoderLayer | nn.TransformerDecoderLayer, x: Tensor
+    ) -> Tensor:
+        """As :meth:`trifuse.models.transformer.Products.feed_forward`."""
+        return _feed_forward(layer, x, dropout=False)
+
+    def run_stack(
+        self, stack: nn.TransformerEncoder, x: Tensor, past: transformer.KeyValueCache
+    ) -> Tensor | None:
+        """As :meth:`trifuse.models.transformer.Products.run_stack`.
+
+        Serves frozen layers, each by one op.
+        """
+        if not all(_is_frozen(layer) and layer.self_attn.batch_first for layer in stack.layers):
+            return None
+        new, end = x.shape[1], past.length + x.shape[1]
+        mask = past.keys_taking_part(end)
+        mask = None if mask is None else mask[:, None, None]
+        for index, layer in enumerate(stack.layers):
+            heads = x.unflatten(-1, (layer.self_attn.num_heads, -1)).transpose(1, 2)
+            room = past.reserve(index, heads)
+            if room is None:
+                return None
+            cache = encoder_layer.Cache(*room)
+            out = encoder_layer.run(layer, x, mask, _parts, is_causal=new > 1, cache=cache)
+            if out is None:
+                return None
+            x = out
+        for index in range(len(stack.layers)):
+            past.advance(index, new)
+        return x if stack.norm is None else norm_alone(x, stack.norm)
 
 
 class AddNorm(transformer.AddNorm):

@@ -32,6 +32,17 @@ class Options(NamedTuple):
     eps2: float
 
 
+class Cache(NamedTuple):
+    """The keys and values of the tokens before x, with room for more, while decoding."""
+
+    key: Tensor  # (B, num_heads, S, head_dim)
+    value: Tensor
+    past: int  # the number of earlier tokens; those of x follow, and S is at least their sum
+
+
+_NO_CACHE = (None, None, 0)
+
+
 def encoder_layer(
     x: Tensor,
     attn_mask: Tensor | None,
@@ -41,6 +52,7 @@ def encoder_layer(
     biases: tuple[Tensor | None, ...],
     norms: tuple[Tensor | None, ...],
     options: tuple[Any, ...],
+    cache: Cache | None = None,
 ) -> Tensor | None:
     """Computes self-attention and feed-forward network, each with its residual and its norm.
 
@@ -54,6 +66,7 @@ def encoder_layer(
         biases: of each of these.
         norms: weight and bias of the norm of each sublayer.
         options: the values of :class:`Options`.
+        cache: keys and values of earlier tokens, to which those of x are appended.
 
     Returns:
         (B, L, features); None if the call isn't plain (csrc/fast_path.cpp), needs a gradient, or
@@ -64,7 +77,7 @@ def encoder_layer(
         return None
     refuse_context_parallel()
     out: Tensor | None = fast.encoder_layer(
-        x, attn_mask, cu_seqlens, max_seqlen, weights, biases, norms, options
+        x, attn_mask, cu_seqlens, max_seqlen, weights, biases, norms, options, *(cache or _NO_CACHE)
     )
     return out
 
@@ -73,5 +86,6 @@ _op.library.define(
     "encoder_layer(Tensor x, Tensor? attn_mask, Tensor? cu_seqlens, int max_seqlen, "
     "Tensor[] weights, Tensor?[] biases, Tensor?[] norms, int num_heads, int head_dim, "
     "int intermediate_size, float scale, str? activation, bool norm_first, bool rms_norm, "
-    "int window_left, int window_right, float eps1, float eps2) -> Tensor"
+    "int window_left, int window_right, float eps1, float eps2, Tensor(a!)? key_cache=None, "
+    "Tensor(b!)? value_cache=None, int past=0) -> Tensor"
 )

@@ -138,7 +138,9 @@ class Gain(NamedTuple):
 # ``python -m trifuse.benchmarks linear``. With fewer rows the gain in inference is larger.
 _GAINS: dict[tuple[torch.dtype, str, str], Gain] = {
     (torch.float32, "AVX2", "AMD"): Gain(1.1, 1.03),
+    (torch.float32, "AVX512", "AMD"): Gain(2.2, 1.8),
     (torch.bfloat16, "AVX2", "AMD"): Gain(5.66, 19.9),
+    (torch.bfloat16, "AVX512_BF16", "AMD"): Gain(1.02, 0.91),
 }
 
 
@@ -296,7 +298,9 @@ class FrozenWeight:
 
     def unpack(self) -> Tensor:
         """Returns a copy of the weight."""
-        weight: Tensor = torch.ops.trifuse.unpack_linear(self.packed, *self.shape, self.dtype)
+        weight: Tensor = torch.ops.trifuse.unpack_linear(
+            self.packed, *self.shape, self.dtype, self.capability
+        )
         return weight
 
     def __getstate__(self) -> dict[str, Tensor]:
@@ -372,8 +376,8 @@ class _Kept(NamedTuple):
     packed: Tensor | None
 
 
-# The fewest rows for which the product saves more time than it takes to pack the weight, or to
-# check that an already packed weight is unchanged.
+# The fewest rows for which a packed weight saves more time than it takes to pack it, or to check
+# that an already packed weight is unchanged. Fewer rows are multiplied by the weight as it is.
 _ROWS_WORTH_PACKING = 64
 _ROWS_WORTH_CHECKING = 16
 
@@ -391,18 +395,31 @@ def _infer(
     if not (_chosen[dtype].inference or trusted):
         return _torch(x, weight, bias, activation)
     if rows < _ROWS_WORTH_CHECKING and not trusted:
-        return _torch(x, weight, bias, activation)
+        packed = None
+    if packed is None and weight.dtype != dtype:
+        return _torch(x, weight, bias, activation)  # autocast keeps the converted weight
     with _modes.without_autocast():
         found = None if packed is None else packed.get(weight, dtype)
-        if found is None and rows < _ROWS_WORTH_PACKING:
-            return _torch(
-                x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype), activation
-            )
-        if found is None:
-            found = torch.ops.trifuse.pack_linear(weight.to(dtype))
-        flat = x.to(dtype).reshape(rows, x.shape[-1])
-        out = torch.ops.trifuse.linear_packed(flat, found, weight.shape[0], bias, activation)
+        x, bias = x.to(dtype), None if bias is None else bias.to(dtype)
+        few = found is None and rows < _ROWS_WORTH_PACKING
+        if few and not _multiplies_unpacked(dtype):
+            return _torch(x, weight.to(dtype), bias, activation)
+        flat = x.reshape(rows, x.shape[-1])
+        if few:
+            out = torch.ops.trifuse.linear_unpacked(flat, weight.to(dtype), bias, activation)
+        else:
+            if found is None:
+                found = torch.ops.trifuse.pack_linear(weight.to(dtype))
+            out = torch.ops.trifuse.linear_packed(flat, found, weight.shape[0], bias, activation)
     return out.view(*x.shape[:-1], weight.shape[0])
+
+
+def _multiplies_unpacked(dtype: torch.dtype) -> bool:
+    """Returns whether few rows can be multiplied by the weight as it is.
+
+    AMX adds pairs of products, in another order than the other instruction sets.
+    """
+    return _capability(dtype) != "AMX_BF16"
 
 
 # Autograd ---------------------------------------------------------------------------------------
@@ -517,12 +534,14 @@ _sharding.register_single(torch.ops.trifuse.linear.default, _sharding.linear)
 _op.library.define("pack_linear(Tensor weight) -> Tensor")
 _op.library.define("pack_linears(Tensor[] weights) -> Tensor[]")
 _op.library.define(
-    "unpack_linear(Tensor packed, int out_features, int in_features, ScalarType dtype) -> Tensor"
+    "unpack_linear(Tensor packed, int out_features, int in_features, ScalarType dtype, "
+    "str? instruction_set=None) -> Tensor"
 )
 _op.library.define(
     "linear_packed(Tensor x, Tensor packed, int out_features, Tensor? bias, str? activation=None)"
     " -> Tensor"
 )
+_op.library.define(f"linear_unpacked{_SIGNATURE}")
 _op.library.define("checksum(Tensor weight) -> Tensor")
 torch.library.register_fake(
     "trifuse::linear_packed",

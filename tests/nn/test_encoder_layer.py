@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 import trifuse
 from trifuse.models import bert
+from trifuse.models.transformer import KeyValueCache, LanguageModel, LanguageModelConfig
 from trifuse.nn import encoder_layer
 from trifuse.ops import encoder_layer as ops
 from trifuse.ops import linear
@@ -129,6 +130,70 @@ def test_a_stack_of_torchs(served, norm_first, unpad):
         expected = by_parts(lambda: model(inputs(), src_key_padding_mask=~KEEP))
     assert torch.equal(actual, expected)
     assert served == [True] * 2
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("norm_first", [False, True])
+@pytest.mark.parametrize("bias", [True, False])
+def test_decoding_with_a_cache(cpp_kernel, served, dtype, norm_first, bias):
+    model = language_model(norm_first=norm_first)
+    if not bias:
+        for layer in model.decoder.layers:
+            layer.self_attn.in_proj_bias = layer.self_attn.out_proj.bias = layer.norm1.bias = None
+    trifuse.fuse(model.to(dtype), freeze=True)
+    lengths = torch.tensor([L, 6, 3])
+    words = torch.randint(97, (2 * B, 100), generator=torch.Generator().manual_seed(1))
+    past, found = KeyValueCache(), []
+    with torch.no_grad():
+        prompt = model._step(words[:B, :L], past)
+        past.leave_out(lengths)
+        # One word, several, two continuations of each text, and more than a tile of 64 keys.
+        for first, last, rows in ((0, 1, B), (1, 4, B), (4, 5, 2 * B), (5, 90, 2 * B)):
+            found.append(model._step(words[:rows, first:last], past))
+    assert served == [True] * 2 * 5  # layers, and steps
+    for row in range(2 * B):
+        text = row // 2
+        real = words[text, : lengths[text]]
+        # The first two steps had one row for each text.
+        written = torch.cat((words[text, :4], words[row, 4:90]))
+        with torch.no_grad():
+            whole = model.features(torch.cat((real, written))[None])[0]
+        steps = torch.cat([step[row if len(step) == 2 * B else text] for step in found])
+        together = torch.cat((prompt[text, : len(real)], steps))
+        if len(real) == L:
+            assert torch.equal(together, whole)
+        else:  # padding in the cache moves the keys after it to other lanes
+            tolerance = 0.1 if dtype == torch.bfloat16 else 1e-5
+            torch.testing.assert_close(together, whole, rtol=0, atol=tolerance)
+
+
+def language_model(**options: Any) -> LanguageModel:
+    torch.manual_seed(0)
+    config = LanguageModelConfig(97, D, 4, 2, 96, max_length=200, **options)
+    return LanguageModel(config).eval()
+
+
+def test_a_cache_in_inference_mode_serves_there_alone(served):
+    model = language_model()
+    trifuse.fuse(model, freeze=True)
+    with torch.inference_mode():
+        past = model.start(torch.zeros(1, 3, dtype=torch.long))
+        inside = model.step(torch.ones(1, 1, dtype=torch.long), copy.deepcopy(past))
+    with torch.no_grad():
+        outside = model.step(torch.ones(1, 1, dtype=torch.long), past)
+    torch.testing.assert_close(inside, outside)
+    assert served == [True] * 4  # and what runs outside are the parts
+
+
+def test_a_cache_that_gradients_need_stays(served):
+    model = language_model()
+    trifuse.fuse(model, freeze=True)
+    past, word = KeyValueCache(), torch.ones(1, 1, dtype=torch.long)
+    first = model.step(word, past)
+    second = model.step(word, past)
+    assert not any(served)
+    (first + second).sum().backward()
+    assert model.positions.weight.grad[:2].abs().sum(1).all()
 
 
 FAMILIES = {
@@ -395,6 +460,25 @@ def arguments() -> dict[str, Any]:
     }
 
 
+def cache(**changes: Any) -> dict[str, Any]:
+    """Arguments of the op: a cache of 25 tokens, of which 15 are taken."""
+    key_cache, value_cache = (torch.zeros(B, 4, 25, 16) for _ in range(2))
+    return {"key_cache": key_cache, "value_cache": value_cache, "past": 15} | changes
+
+
+def test_a_cache_is_written_to_where_told():
+    given = arguments() | cache()
+    given["key_cache"].fill_(torch.nan)  # what isn't read may be anything
+    given["key_cache"][:, :, :15] = 0
+    versions = [given[name]._version for name in ("key_cache", "value_cache")]
+    out = torch.ops.trifuse.encoder_layer(**given)
+    assert out.isfinite().all()
+    for name, version in zip(("key_cache", "value_cache"), versions, strict=True):
+        assert given[name]._version == version + 1
+        assert given[name][:, :, 15:].isfinite().all()
+        assert (given[name][:, :, :15] == 0).all()
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -421,6 +505,14 @@ def arguments() -> dict[str, Any]:
             {"x": inputs()[:1], "cu_seqlens": torch.tensor([0, 4, L + 1]), "max_seqlen": L},
             "cu_seqlens_q: expected 0 first",
         ),
+        (cache(key_cache=None), "key_cache: expected a value_cache beside it"),
+        (cache(cu_seqlens=torch.tensor([0, L])), "key_cache: .* no cu_seqlens"),
+        (cache(key_cache=torch.zeros(B, 4, 16)), "key_cache: expected shape"),
+        (cache(value_cache=torch.zeros(B, 4, 24, 16)), "value_cache: expected shape"),
+        (cache(value_cache=torch.zeros(B, 4, 16, 25).mT), "value_cache: expected contiguous"),
+        (cache(key_cache=torch.zeros(B, 4, 25, 16).double()), "key_cache: expected"),
+        (cache(past=25 - L + 1), "past: expected a cache with room for 10 more tokens after 16"),
+        (cache(past=-1), "past: expected"),
     ],
 )  # fmt: skip
 def test_arguments_that_do_not_fit(changes, message):

@@ -56,6 +56,20 @@ def test_unpacked_to_the_bit(cpp_kernel, dtype, shape):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+def test_a_weight_reads_right_under_another_instruction_set(cpp_kernels, dtype):
+    model = mlp(dtype)
+    weights = [layer.weight.detach().clone() for layer in (model[0], model[2])]
+    for packing in cpp_kernels:
+        with packing.serving():
+            report = frozen(model)
+        for reading in cpp_kernels:
+            with reading.serving():
+                for layer, weight in zip((model[0], model[2]), weights, strict=True):
+                    assert torch.equal(layer.weight, weight)
+        report.revert()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_the_bits_of_the_packed_product(dtype):
     """Also of a row by itself, which torch's product serves unless the weight is frozen."""
     model, x = mlp(dtype), torch.randn(100, 70, dtype=dtype)

@@ -397,19 +397,84 @@ def test_copies_and_files_hold_no_packed_weight():
         torch.testing.assert_close(infer(twin, x)[-1], wanted)
 
 
-def test_few_rows_are_left_to_torch(monkeypatch):
+def test_few_rows_are_multiplied_by_the_weight_as_it_is(monkeypatch):
     monkeypatch.undo()
     monkeypatch.setattr(ops, "_chosen", {torch.float32: ops.Choice("test", True, True)})
-    for rows, packs, products_of_ours in ((15, 0, 0), (16, 1, 2), (63, 1, 2), (64, 2, 3)):
-        module = layer(16, 8)
+    for rows, packs, packed, unpacked in (
+        (15, 0, 0, 3),
+        (16, 1, 2, 1),
+        (63, 1, 2, 1),
+        (64, 2, 3, 0),
+    ):
+        module, x = layer(16, 8), torch.randn(rows, 16)
         with products() as names:
-            infer(module, torch.randn(rows, 16))
+            out, *later = infer(module, x)
+        for again in later:
+            assert torch.equal(again, out)
         assert names.count("pack_linear") == packs
-        assert names.count("linear_packed") == products_of_ours
+        assert names.count("linear_packed") == packed
+        assert names.count("linear_unpacked") == unpacked
         assert module in trifuse.nn.linear._packed
         with products() as names:
             module(torch.randn(rows, 16)).sum().backward()
         assert names.count("linear") == (2 if rows == 64 else 0)
+
+
+def test_autocast_leaves_few_rows_to_torch(monkeypatch):
+    """It keeps the converted weight between calls."""
+    monkeypatch.undo()
+    monkeypatch.setattr(ops, "_chosen", {torch.bfloat16: ops.Choice("test", True, True)})
+    module, x = layer(16, 8), torch.randn(3, 16)
+    with products() as names, torch.autocast("cpu", torch.bfloat16):
+        out = infer(module, x)[-1]
+        assert torch.equal(out, F.linear(x, module.weight, module.bias))
+    assert not names
+
+
+def test_on_amx_torch_multiplies_few_rows_of_bfloat16(monkeypatch):
+    monkeypatch.undo()
+    monkeypatch.setattr(ops.backends, "cpu_capability", lambda: "AMX_BF16")
+    monkeypatch.setattr(ops, "_chosen", {torch.bfloat16: ops.Choice("test", True, True)})
+    module, x = layer(16, 8, torch.bfloat16), torch.randn(3, 16).bfloat16()
+    with products() as names:
+        out = infer(module, x)[-1]
+    assert torch.equal(out, F.linear(x, module.weight, module.bias))
+    assert not names
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float16, torch.float64], ids=str)
+def test_an_unpacked_weight_gives_the_bits_of_a_packed_one(cpp_kernel, dtype):
+    linear, unpacked = torch.ops.trifuse.linear, torch.ops.trifuse.linear_unpacked
+    for M, N, K in (
+        (1, 1, 1), (1, 16, 128), (2, 17, 129), (3, 15, 7), (4, 64, 256), (5, 100, 31), (7, 33, 300),
+        (8, 16, 768), (9, 130, 257), (15, 48, 64), (17, 5, 2), (1, 700, 130), (3, 4, 0), (0, 4, 3),
+    ):  # fmt: skip
+        x, bias = torch.randn(M, K).to(dtype), torch.randn(N).to(dtype)
+        whole = torch.randn(N, K + 3).to(dtype)
+        for weight in (whole[:, :K], whole[:, :K].contiguous(), whole.t().contiguous().t()[:, :K]):
+            for given, activation in ((bias, None), (None, "relu"), (bias, "gelu")):
+                for rows in (x, x.t().contiguous().t()):
+                    wanted = linear(rows, weight, given, activation)
+                    assert torch.equal(unpacked(rows, weight, given, activation), wanted)
+
+
+def test_unpacked_weights_are_checked(cpp_kernel):
+    unpacked, x = torch.ops.trifuse.linear_unpacked, torch.randn(2, 8)
+    for weight, bias, message in (
+        (torch.randn(4, 9), None, "weight: expected shape"),
+        (torch.randn(8), None, "weight: expected shape"),
+        (torch.randn(4, 8).double(), None, "weight: expected"),
+        (torch.randn(4, 8), torch.randn(5), "bias: expected shape"),
+    ):
+        with pytest.raises((ValueError, TypeError), match=message):
+            unpacked(x, weight, bias)
+
+
+def test_a_nan_in_an_unpacked_weight_stays_in_its_column(cpp_kernel):
+    weight = torch.randn(20, 40)
+    weight[18, 3] = torch.nan
+    out = torch.ops.trifuse.linear_unpacked(torch.randn(3, 40), weight, None)
+    assert out.isnan().any(0).nonzero().flatten().tolist() == [18]
 
 
 # Autograd and the rest of torch -----------------------------------------------------------------

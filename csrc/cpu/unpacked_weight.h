@@ -1,0 +1,116 @@
+// The product of few rows with a weight as torch stores it, C (M x 16) = A (M x K) B, where B's
+// columns are 16 rows of the weight. With few rows, packing a weight would take longer than
+// multiplying by it.
+//
+// The vector of tile_gemm runs along B's rows, which lie a whole row of the weight apart. So one
+// vector of each of the 16 rows is loaded at a time, the square is transposed in registers, and its
+// columns serve all rows of A from the L1 cache:
+//
+//                  k   k+1 ...          16 rows of the weight at a time
+//     row 0        .    .
+//     row 1        .    .      ->    row 0 .. 15 of k   | row 0 .. 15 of k+1   | ...
+//      ...
+//     row 15       .    .
+//
+// An element of C is the same sum of chains as with a packed weight, so it has the same bits.
+//
+// Floor: the bytes of the weight over the rate at which memory is read. For each vector of the
+// weight, transposing takes log2(lanes) shuffles, and M multiply-adds follow.
+
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "cpu/operand.h"
+
+namespace trifuse::TRIFUSE_CAPABILITY {
+
+constexpr int64_t kStripRows = 16;
+
+// The most rows of A that one pass over the weight serves.
+constexpr int kRowsAtOnce = 8;
+
+// target[c * ld + r] = source[r * source_ld + c] for 16 rows. Rows from `rows` on do not exist, and
+// count as 0.
+template <class E>
+TRIFUSE_INLINE inline void transpose_strip(
+    const E* source, int64_t source_ld, int64_t rows, int64_t columns, E* target, int64_t ld) {
+  int64_t first = 0;
+  if (rows == kStripRows) {
+    constexpr int64_t block = Vectorized<Moved<E>>::size();
+    const auto* from = reinterpret_cast<const Moved<E>*>(source);
+    auto* to = reinterpret_cast<Moved<E>*>(target);
+    for (; first + block <= columns; first += block)
+      for (int64_t r = 0; r < kStripRows; r += block)
+        transpose_square(from + r * source_ld + first, source_ld, to + first * ld + r, ld);
+  }
+  for (int64_t c = first; c < columns; ++c) {
+    for (int64_t r = 0; r < rows; ++r) target[c * ld + r] = source[r * source_ld + c];
+    std::fill(target + c * ld + rows, target + c * ld + kStripRows, E{});
+  }
+}
+
+// With 32 registers of 64 bytes, the columns of a square fill half of them.
+constexpr int kUnrolledColumns = Vectorized<float>::size() == kStripRows ? kStripRows : 1;
+
+// C = or += A B for M <= kRowsAtOnce. The first `rows` columns of B are rows of a weight, ld apart;
+// the others are 0. Each chain has `chain` multiply-adds. Meanwhile as many bytes of `next`, which
+// is read afterwards, are prefetched.
+template <int most = kRowsAtOnce, class E>
+inline void multiply_strip(
+    int64_t M, int64_t K, const E* a, int64_t a_m, const E* weight, int64_t ld, int64_t rows,
+    const void* next, typename Element<E>::Accumulator* c, int64_t ldc, bool add, int64_t chain) {
+  if constexpr (most > 1)
+    if (M <= most / 2)
+      return multiply_strip<most / 2>(M, K, a, a_m, weight, ld, rows, next, c, ldc, add, chain);
+  using T = typename Element<E>::Accumulator;
+  using Vec = Vectorized<T>;
+  constexpr int kVectors = kStripRows / Vec::size();
+  const E* row[most];  // the last row stands in for missing ones
+  for (int m = 0; m < most; ++m) row[m] = a + std::min<int64_t>(m, M - 1) * a_m;
+  constexpr int64_t kVectorElements = Vectorized<Moved<E>>::size();
+  alignas(64) E transposed[kVectorElements * kStripRows];
+  constexpr size_t kCacheLines = sizeof transposed / 64;
+  for (int64_t first = 0; first < K; first += chain) {
+    const int64_t end = std::min(first + chain, K);
+    Vec sum[most][kVectors];
+#pragma GCC unroll 8
+    for (auto& of_row : sum)
+#pragma GCC unroll 4
+      for (Vec& x : of_row) x = Vec(T(0));
+    const auto multiply_columns = [&](int64_t k, int64_t depth) TRIFUSE_INLINE {
+      transpose_strip(weight + k, ld, rows, depth, transposed, kStripRows);
+#pragma GCC unroll kUnrolledColumns
+      for (int64_t j = 0; j < depth; ++j)
+#pragma GCC unroll 4
+        for (int v = 0; v < kVectors; ++v) {
+          const auto column = Element<E>::load(transposed + j * kStripRows + v * Vec::size());
+#pragma GCC unroll 8
+          for (int m = 0; m < most; ++m)
+            sum[m][v] = Element<E>::multiply_add(
+                Element<E>::broadcast(row[m] + k + j), column, sum[m][v]);
+        }
+    };
+    int64_t k = first;
+    for (; k + kVectorElements <= end; k += kVectorElements) {
+      const char* fetched = static_cast<const char*>(next) + k * kStripRows * sizeof(E);
+      for (size_t line = 0; line < kCacheLines; ++line) __builtin_prefetch(fetched + 64 * line);
+      multiply_columns(k, kVectorElements);
+    }
+    if (k < end) multiply_columns(k, end - k);
+#pragma GCC unroll 8
+    for (int m = 0; m < most; ++m) {
+      if (m == M) break;
+#pragma GCC unroll 4
+      for (int v = 0; v < kVectors; ++v) {
+        T* target = c + m * ldc + v * Vec::size();
+        // C's former contents are added last, as in tile_gemm.
+        if (add || first > 0) sum[m][v] = at::vec::fmadd(Vec::loadu(target), Vec(T(1)), sum[m][v]);
+        sum[m][v].store(target);
+      }
+    }
+  }
+}
+
+}  // namespace trifuse::TRIFUSE_CAPABILITY
