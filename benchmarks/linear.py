@@ -1,7 +1,7 @@
 """Linear layers: trifuse's matrix product against torch's, by the number of rows.
 
-A call goes once through the products of one layer of BERT-base, so that no weight stays in a nearby
-cache: 768 to 768 features four times, 768 to 3072, and back. In inference weights are packed
+A call goes once through the products of four layers of BERT-base, each with 768 to 768 features
+four times, 768 to 3072, and back. So no weight stays in a cache. In inference weights are packed
 beforehand, as a fused model keeps them, or multiplied as they are, as it does with few rows;
 training takes the gradients of input and weights too. The table in trifuse/ops/linear.py, which
 chooses the product, follows from these figures.
@@ -30,7 +30,7 @@ from trifuse.benchmarks.terminal import print_table
 from trifuse.benchmarks.timing import Timing
 
 ROWS = (1, 4, 16, 64, 512)
-LAYERS = ((768, 768),) * 4 + ((768, 3072), (3072, 768))  # in and out features
+LAYERS = (((768, 768),) * 4 + ((768, 3072), (3072, 768))) * 4  # in and out features
 
 
 class Case(NamedTuple):

@@ -109,6 +109,17 @@ bool read(PyObject* object, std::optional<double>& number) {
   return object == Py_None || read(object, number.emplace());
 }
 
+// The name lives as long as the object.
+bool read(PyObject* object, std::optional<c10::string_view>& name) {
+  if (object == Py_None) return true;
+  if (!PyUnicode_Check(object)) return false;
+  Py_ssize_t size;
+  const char* text = PyUnicode_AsUTF8AndSize(object, &size);
+  if (!text) throw python_error();
+  name.emplace(text, size);
+  return true;
+}
+
 bool is_floating(at::ScalarType type) {
   return type == at::kFloat || type == at::kBFloat16 || type == at::kHalf || type == at::kDouble;
 }
@@ -410,6 +421,38 @@ variable_list run(AttentionCall& call) {
   return {out};
 }
 
+// linear -----------------------------------------------------------------------------------------
+
+// A call of few rows without gradients.
+struct LinearCall {
+  Tensor x, weight;
+  OptionalTensor bias;
+  std::optional<c10::string_view> activation;
+
+  // `limit`: the least number of rows that are not few.
+  bool fits(int64_t limit) const {
+    if (weight.dim() != 2 || x.dim() == 0 || x.size(-1) != weight.size(1) || x.numel() == 0)
+      return false;
+    const at::ScalarType type = x.scalar_type();
+    return (type == at::kFloat || type == at::kBFloat16) && weight.scalar_type() == type &&
+        (!bias || bias->scalar_type() == type) && weight.numel() > 0 &&
+        x.numel() / x.size(-1) < limit && !records(x, weight, bias);
+  }
+
+  Tensor run() const {
+    static const auto op = find<Tensor(
+        const Tensor&, const Tensor&, const OptionalTensor&, std::optional<c10::string_view>)>(
+        "trifuse::linear_unpacked", "");
+    const at::AutoDispatchBelowADInplaceOrView guard;
+    const Tensor rows = x.dim() == 2 ? x : x.reshape({-1, x.size(-1)});
+    Tensor out = op.call(rows, weight, bias, activation);
+    if (x.dim() == 2) return out;
+    std::vector<int64_t> shape = x.sizes().vec();
+    shape.back() = weight.size(0);
+    return out.view(shape);
+  }
+};
+
 // encoder_layer --------------------------------------------------------------------------------
 
 // Reads a tuple of tensors, or of tensors and None.
@@ -442,14 +485,8 @@ struct EncoderLayerCall {
   bool read_options(PyObject* tuple) {
     if (!PyTuple_CheckExact(tuple) || PyTuple_GET_SIZE(tuple) != 11) return false;
     const auto at = [&](int i) { return PyTuple_GET_ITEM(tuple, i); };
-    if (at(4) != Py_None) {
-      Py_ssize_t size;
-      const char* name = PyUnicode_AsUTF8AndSize(at(4), &size);
-      if (!name) throw python_error();
-      activation.emplace(name, size);
-    }
     return read(at(0), num_heads) && read(at(1), head_dim) && read(at(2), intermediate_size) &&
-        read(at(3), scale) && read(at(5), norm_first) && read(at(6), rms_norm) &&
+        read(at(3), scale) && read(at(4), activation) && read(at(5), norm_first) && read(at(6), rms_norm) &&
         read(at(7), window_left) && read(at(8), window_right) && read(at(9), eps1) &&
         read(at(10), eps2);
   }
@@ -543,6 +580,19 @@ PyObject* attention(PyObject*, PyObject* const* args, Py_ssize_t count) {
   END_HANDLE_TH_ERRORS
 }
 
+PyObject* linear(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  HANDLE_TH_ERRORS
+  check_count(count, 5);
+  LinearCall call;
+  int64_t limit;
+  if (!nothing_watches() || !read(args[0], call.x) || !read(args[1], call.weight) ||
+      !read(args[2], call.bias) || !read(args[3], call.activation) || !read(args[4], limit) ||
+      !call.fits(limit))
+    Py_RETURN_NONE;
+  return run_or_decline([&] { return variable_list{call.run()}; });
+  END_HANDLE_TH_ERRORS
+}
+
 PyObject* encoder_layer(PyObject*, PyObject* const* args, Py_ssize_t count) {
   HANDLE_TH_ERRORS
   check_count(count, 11);
@@ -625,6 +675,8 @@ void add_fast_paths(pybind11::module_& m) {
        "The results of a plain and valid call, or None for any other"},
       {"dropout_add_layer_norm", function(&dropout_add_layer_norm), METH_FASTCALL,
        "The results of a plain and valid call, or None for any other"},
+      {"linear", function(&linear), METH_FASTCALL,
+       "The result of a plain and valid call of few rows without gradients, or None for any other"},
       {"encoder_layer", function(&encoder_layer), METH_FASTCALL,
        "The result of a plain and valid call without gradients, or None for any other"},
       {"modules_as_planned", function(&modules_as_planned), METH_FASTCALL,

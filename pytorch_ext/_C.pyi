@@ -78,6 +78,15 @@ def dropout_add_layer_norm(
 ) -> Tensor | tuple[Tensor, Tensor] | None:
     """Likewise with the arguments of ``trifuse.dropout_add_layer_norm``; nothing may broadcast."""
 
+def linear(
+    x: object, weight: object, bias: object, activation: object, limit: object, /
+) -> Tensor | None:
+    """The result of a plain and valid call of few rows without gradients, or None for any other.
+
+    Arguments as in :func:`trifuse.ops.linear.linear`; ``limit`` is the least number of rows that
+    are not few.
+    """
+
 def encoder_layer(
     x: object,
     attn_mask: object,

@@ -170,11 +170,14 @@ class Products(nn.Module):
             parameter.unflatten(0, (3, -1))[rows].flatten(0, 1)
             for parameter in (attention.in_proj_weight, attention.in_proj_bias)
         )
-        return split_heads(attention, F.linear(x, weight, bias))
+        return tuple(
+            part.unflatten(-1, (attention.num_heads, -1)).transpose(1, 2)
+            for part in F.linear(x, weight, bias).split(attention.embed_dim, dim=-1)
+        )
 
     def project_out(self, attention: nn.MultiheadAttention, heads: Tensor) -> Tensor:
         """The attention's output (N, n, d_model), from the heads (N, H, n, E)."""
-        return attention.out_proj(merge_heads(heads))
+        return attention.out_proj(heads.transpose(1, 2).flatten(-2))
 
     def feed_forward(
         self, layer: nn.TransformerEncoderLayer | nn.TransformerDecoderLayer, x: Tensor
@@ -190,19 +193,6 @@ class Products(nn.Module):
         None if the stack must run by its parts.
         """
         return None
-
-
-def split_heads(attention: nn.MultiheadAttention, x: Tensor) -> tuple[Tensor, ...]:
-    """The heads (N, H, n, E) of each d_model features of (N, n, ...)."""
-    return tuple(
-        part.unflatten(-1, (attention.num_heads, -1)).transpose(1, 2)
-        for part in x.split(attention.embed_dim, dim=-1)
-    )
-
-
-def merge_heads(x: Tensor) -> Tensor:
-    """(N, n, H · E), from the heads (N, H, n, E)."""
-    return x.transpose(1, 2).flatten(-2)
 
 
 class SoftmaxAttention(nn.Module):

@@ -187,11 +187,11 @@ class MultiheadAttention(nn.MultiheadAttention):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Projects query, key and value, and views each as (B, H, L, E) without a copy."""
         weight, bias = self.in_proj_weight, self.in_proj_bias
-        projected: tuple[Tensor, ...]
         if weight is not None and query is key and key is value:
-            projected = self.project_in(query, "qkv").chunk(3, dim=-1)
+            q, k, v = self.split_heads(self.project_in(query, "qkv"), batch_first)
         elif weight is not None and key is value:
-            projected = self.project_in(query, "q"), *self.project_in(key, "kv").chunk(2, dim=-1)
+            (q,) = self.split_heads(self.project_in(query, "q"), batch_first)
+            k, v = self.split_heads(self.project_in(key, "kv"), batch_first)
         else:
             if weight is None:
                 weights = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
@@ -200,11 +200,10 @@ class MultiheadAttention(nn.MultiheadAttention):
             biases = (None,) * 3 if bias is None else bias.chunk(3)
             names = ("q", "k", "v")
             inputs = (query, key, value)
-            projected = tuple(
-                project(self, *each) for each in zip(names, inputs, weights, biases, strict=True)
+            (q,), (k,), (v,) = (
+                self.split_heads(project(self, *each), batch_first)
+                for each in zip(names, inputs, weights, biases, strict=True)
             )
-        order = (0, 2, 1, 3) if batch_first else (1, 2, 0, 3)
-        q, k, v = (x.unflatten(-1, (self.num_heads, -1)).permute(order) for x in projected)
         return q, k, v
 
     def project_in(self, x: Tensor, which: Literal["qkv", "kv", "q"]) -> Tensor:
@@ -218,6 +217,12 @@ class MultiheadAttention(nn.MultiheadAttention):
             weight = weight[first * E : last * E]
             bias = None if bias is None else bias[first * E : last * E]
         return project(self, which, x, weight, bias)
+
+    def split_heads(self, x: Tensor, batch_first: bool) -> tuple[Tensor, ...]:
+        """Views each embed_dim features of (B, L, ...), or (L, B, ...), as heads (B, H, L, E)."""
+        order = (2, 0, 3, 1, 4) if batch_first else (2, 1, 3, 0, 4)
+        heads = x.view(*x.shape[:2], -1, self.num_heads, self.head_dim)
+        return heads.permute(order).unbind()
 
     def project_out(self, out: Tensor, batch_first: bool) -> Tensor:
         """Joins the heads, (B, H, L, E) to (B, L, H · E) or (L, B, H · E), and projects.

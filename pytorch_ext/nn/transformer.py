@@ -596,7 +596,7 @@ class Products(transformer.Products):
         """As :meth:`trifuse.models.transformer.Products.project`."""
         if type(attention) is not MultiheadAttention:
             return super().project(attention, x, which)
-        return transformer.split_heads(attention, attention.project_in(x, which))
+        return attention.split_heads(attention.project_in(x, which), batch_first=True)
 
     def project_out(self, attention: nn.MultiheadAttention, heads: Tensor) -> Tensor:
         """As :meth:`trifuse.models.transformer.Products.project_out`."""

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from trifuse import backends
-from trifuse.ops import _autograd, _modes, _op, _sharding
+from trifuse.ops import _autograd, _fast_path, _modes, _op, _sharding
 
 
 def linear(
@@ -46,9 +46,13 @@ def linear(
     Returns:
         (..., out_features).
     """
+    trusted = isinstance(packed, TrustedWeight)
+    if not trusted and (fast := _fast_path.extension()) is not None and _few_rows_are_ours(x.dtype):
+        out: Tensor | None = fast.linear(x, weight, bias, activation, _ROWS_WORTH_CHECKING)
+        if out is not None:
+            return out
     autocast = torch.is_autocast_enabled("cpu")
     dtype = torch.get_autocast_dtype("cpu") if autocast else x.dtype
-    trusted = isinstance(packed, TrustedWeight)
     if not _serves(x, weight, bias, dtype, autocast, trusted):
         return _torch(x, weight, bias, activation)
     needs_grad = torch.is_grad_enabled() and (
@@ -412,6 +416,12 @@ def _infer(
                 found = torch.ops.trifuse.pack_linear(weight.to(dtype))
             out = torch.ops.trifuse.linear_packed(flat, found, weight.shape[0], bias, activation)
     return out.view(*x.shape[:-1], weight.shape[0])
+
+
+def _few_rows_are_ours(dtype: torch.dtype) -> bool:
+    """Returns whether trifuse's product serves few rows; False before the first choice."""
+    choice = _chosen.get(dtype)
+    return choice is not None and choice.inference and _multiplies_unpacked(dtype)
 
 
 def _multiplies_unpacked(dtype: torch.dtype) -> bool:
