@@ -221,7 +221,8 @@ class MultiheadAttention(nn.MultiheadAttention):
     def split_heads(self, x: Tensor, batch_first: bool) -> tuple[Tensor, ...]:
         """Views each embed_dim features of (B, L, ...), or (L, B, ...), as heads (B, H, L, E)."""
         order = (2, 0, 3, 1, 4) if batch_first else (2, 1, 3, 0, 4)
-        heads = x.view(*x.shape[:2], -1, self.num_heads, self.head_dim)
+        count = x.shape[-1] // self.embed_dim
+        heads = x.view(*x.shape[:2], count, self.num_heads, self.head_dim)
         return heads.permute(order).unbind()
 
     def project_out(self, out: Tensor, batch_first: bool) -> Tensor:
