@@ -423,33 +423,52 @@ variable_list run(AttentionCall& call) {
 
 // linear -----------------------------------------------------------------------------------------
 
-// A call of few rows without gradients.
+// A call without gradients, of a weight (N, K) in either form.
 struct LinearCall {
+  using Activation = std::optional<c10::string_view>;
+
   Tensor x, weight;
   OptionalTensor bias;
-  std::optional<c10::string_view> activation;
+  Activation activation;
+  int64_t N, K;
 
-  // `limit`: the least number of rows that are not few.
-  bool fits(int64_t limit) const {
-    if (weight.dim() != 2 || x.dim() == 0 || x.size(-1) != weight.size(1) || x.numel() == 0)
-      return false;
+  bool fits() const {
+    if (x.dim() == 0 || x.size(-1) != K || x.numel() == 0 || N == 0) return false;
     const at::ScalarType type = x.scalar_type();
-    return (type == at::kFloat || type == at::kBFloat16) && weight.scalar_type() == type &&
-        (!bias || bias->scalar_type() == type) && weight.numel() > 0 &&
-        x.numel() / x.size(-1) < limit && !records(x, weight, bias);
+    return (type == at::kFloat || type == at::kBFloat16) &&
+        (!bias || bias->scalar_type() == type) && !records(x, weight, bias);
   }
 
-  Tensor run() const {
-    static const auto op = find<Tensor(
-        const Tensor&, const Tensor&, const OptionalTensor&, std::optional<c10::string_view>)>(
-        "trifuse::linear_unpacked", "");
+  // `limit`: the least number of rows that are not few.
+  bool fits_unpacked(int64_t limit) {
+    if (weight.dim() != 2 || weight.scalar_type() != x.scalar_type()) return false;
+    N = weight.size(0);
+    K = weight.size(1);
+    return fits() && x.numel() / K < limit;
+  }
+
+  Tensor run_unpacked() const {
+    static const auto op =
+        find<Tensor(const Tensor&, const Tensor&, const OptionalTensor&, Activation)>(
+            "trifuse::linear_unpacked", "");
+    return run([&](const Tensor& rows) { return op.call(rows, weight, bias, activation); });
+  }
+
+  Tensor run_packed() const {
+    static const auto op =
+        find<Tensor(const Tensor&, const Tensor&, int64_t, const OptionalTensor&, Activation)>(
+            "trifuse::linear_packed", "");
+    return run([&](const Tensor& rows) { return op.call(rows, weight, N, bias, activation); });
+  }
+
+ private:
+  template <class F>
+  Tensor run(const F& f) const {
     const at::AutoDispatchBelowADInplaceOrView guard;
-    const Tensor rows = x.dim() == 2 ? x : x.reshape({-1, x.size(-1)});
-    Tensor out = op.call(rows, weight, bias, activation);
-    if (x.dim() == 2) return out;
+    if (x.dim() == 2) return f(x);
     std::vector<int64_t> shape = x.sizes().vec();
-    shape.back() = weight.size(0);
-    return out.view(shape);
+    shape.back() = N;
+    return f(x.reshape({-1, K})).view(shape);
   }
 };
 
@@ -587,9 +606,21 @@ PyObject* linear(PyObject*, PyObject* const* args, Py_ssize_t count) {
   int64_t limit;
   if (!nothing_watches() || !read(args[0], call.x) || !read(args[1], call.weight) ||
       !read(args[2], call.bias) || !read(args[3], call.activation) || !read(args[4], limit) ||
-      !call.fits(limit))
+      !call.fits_unpacked(limit))
     Py_RETURN_NONE;
-  return run_or_decline([&] { return variable_list{call.run()}; });
+  return run_or_decline([&] { return variable_list{call.run_unpacked()}; });
+  END_HANDLE_TH_ERRORS
+}
+
+PyObject* linear_packed(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  HANDLE_TH_ERRORS
+  check_count(count, 6);
+  LinearCall call;
+  if (!nothing_watches() || !read(args[0], call.x) || !read(args[1], call.weight) ||
+      !read(args[2], call.N) || !read(args[3], call.K) || !read(args[4], call.bias) ||
+      !read(args[5], call.activation) || !call.fits())
+    Py_RETURN_NONE;
+  return run_or_decline([&] { return variable_list{call.run_packed()}; });
   END_HANDLE_TH_ERRORS
 }
 
@@ -677,6 +708,8 @@ void add_fast_paths(pybind11::module_& m) {
        "The results of a plain and valid call, or None for any other"},
       {"linear", function(&linear), METH_FASTCALL,
        "The result of a plain and valid call of few rows without gradients, or None for any other"},
+      {"linear_packed", function(&linear_packed), METH_FASTCALL,
+       "The result of a plain and valid call without gradients, or None for any other"},
       {"encoder_layer", function(&encoder_layer), METH_FASTCALL,
        "The result of a plain and valid call without gradients, or None for any other"},
       {"modules_as_planned", function(&modules_as_planned), METH_FASTCALL,

@@ -87,6 +87,20 @@ def linear(
     are not few.
     """
 
+def linear_packed(
+    x: object,
+    packed: object,
+    out_features: object,
+    in_features: object,
+    bias: object,
+    activation: object,
+    /,
+) -> Tensor | None:
+    """The result of a plain and valid call without gradients, or None for any other.
+
+    ``packed`` is the packed weight of ``torch.ops.trifuse.linear_packed``, of x's dtype.
+    """
+
 def encoder_layer(
     x: object,
     attn_mask: object,

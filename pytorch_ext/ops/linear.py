@@ -300,6 +300,10 @@ class FrozenWeight:
         packed = torch.ops.trifuse.pack_linears([weight.detach() for weight in weights])
         return [cls(*each) for each in zip(weights, packed, strict=True)]
 
+    def is_readable(self) -> bool:
+        """Returns whether the packed form is that of the instruction set in use."""
+        return self.capability == backends.cpu_capability()
+
     def unpack(self) -> Tensor:
         """Returns a copy of the weight."""
         weight: Tensor = torch.ops.trifuse.unpack_linear(
@@ -336,6 +340,13 @@ def linear_frozen(
     The packed product serves calls of any number of rows that need no gradient, in the weight's own
     dtype. All others, such as those under ``torch.func``, unpack the weight first.
     """
+    fast = _fast_path.extension()
+    if fast is not None and x.dtype == weight.dtype and weight.is_readable():
+        served: Tensor | None = fast.linear_packed(
+            x, weight.packed, *weight.shape, bias, activation
+        )
+        if served is not None:
+            return served
     if not _serves_frozen(x, weight, bias):
         return linear(x, weight.unpack(), bias, activation=activation)
     out: Tensor = torch.ops.trifuse.linear_packed(
@@ -359,7 +370,7 @@ def _serves_frozen(x: Tensor, weight: FrozenWeight, bias: Tensor | None) -> bool
     return (
         all(type(t) in (Tensor, torch.nn.Parameter) and not t.is_nested for t in tensors)
         and x.layout == torch.strided
-        and weight.capability == backends.cpu_capability()
+        and weight.is_readable()
         and not torch.jit.is_tracing()
         and not _is_watched()
     )
