@@ -1,5 +1,4 @@
-// Tiles of the attention kernels: rows of a tensor, copied to shared memory. Also store_zeros, for
-// packed tokens that belong to no sequence.
+// Tiles of the attention kernels: rows of a tensor, copied to shared memory.
 //
 // A block keeps its own rows there throughout. The other side streams through two stages, N rows of
 // keys (or queries) at a time.
@@ -15,6 +14,14 @@ namespace trifuse::cuda {
 constexpr int64_t round_up(int64_t n, int64_t multiple) {
   return (n + multiple - 1) / multiple * multiple;
 }
+
+// The head dims of q and k, and of v and dO, as products read them: multiples of 16.
+struct PaddedDims {
+  int E, Ev;
+
+  __device__ __forceinline__ explicit PaddedDims(const Attention& p)
+      : E(static_cast<int>(round_up(p.E, 16))), Ev(static_cast<int>(round_up(p.Ev, 16))) {}
+};
 
 // A tensor's rows of one head of one sequence.
 template <class Scalar>
@@ -93,14 +100,24 @@ __device__ __forceinline__ void load_tile(
   }
 }
 
-// Zeros packed tokens that belong to no sequence: of rows [first, length), `rows` in every `step`.
-template <class Scalar>
-__device__ __forceinline__ void store_zeros(
-    const Rows<Scalar>& to, int64_t first, int64_t length, int rows, int64_t step) {
-  for (; first < length; first += step)
-    for (int i = threadIdx.x; i < rows * to.columns; i += blockDim.x)
-      if (const int64_t row = first + i / to.columns; row < length)
-        to.data[row * to.stride + i % to.columns * to.column_stride] = narrow<Scalar>(0);
-}
+// The rows that stream past a block's own: of q or k, from which scores are made, and of dO or v.
+// Each of two stages holds a tile of N rows of both.
+template <class Scalar, int N>
+struct StreamedRows {
+  Rows<const Scalar> score_rows, output_rows;
+  int length;
+  Tile<Scalar> stages;
+
+  __device__ __forceinline__ Tile<Scalar> of_scores(int stage) const {
+    return stages.from(2 * stage * N);
+  }
+  __device__ __forceinline__ Tile<Scalar> of_outputs(int stage) const {
+    return stages.from((2 * stage + 1) * N);
+  }
+  __device__ __forceinline__ void load(int first, int stage) const {
+    load_tile(of_scores(stage), score_rows, first, N, length);
+    load_tile(of_outputs(stage), output_rows, first, N, length);
+  }
+};
 
 }  // namespace trifuse::cuda
