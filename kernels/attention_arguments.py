@@ -91,7 +91,7 @@ class Variant(NamedTuple):
     grouped: bool  # query heads share key heads
 
 
-class Block(NamedTuple):
+class AttentionBlock(NamedTuple):
     """Sizes of tiles."""
 
     M: int  # queries

@@ -39,7 +39,7 @@ from trifuse.kernels.attention_pairs import (
 from trifuse.kernels.attention_tiles import (
     INF,
     LOG2E,
-    Tile,
+    HeadTile,
     group_size,
     load_head,
     load_tile,
@@ -121,12 +121,12 @@ def _split_logsumexp(lse, first, head, inputs, sizes, variant: tl.constexpr, blo
     magnitude = tl.where((lse_base == -INF) | is_nan, 0.0, tl.abs(lse_base))
     if tl.max(magnitude, 0) > COARSE_LOGSUMEXP:
         visible = visible_keys(head, inputs, sizes, first, variant, block)
-        query_tile = Tile(head.query, inputs.query.strides, first, head.num_queries)
+        query_tile = HeadTile(head.query, inputs.query.strides, first, head.num_queries)
         query = load_tile(query_tile, block.M, variant.E, variant.BLOCK_E, False)
         _acc, lse_base, row_sum = accumulate_softmax(
             0.0, tl.full((block.M,), -INF, tl.float32), lse_rest, query, query_tile,
             all_blocks(visible), head, inputs, sizes, variant, block,
-            FULL=False, CLEAN=False, VALUES=False,
+            FULL=False, SANITIZE=False, VALUES=False,
         )  # fmt: skip
         lse_rest = tl.log2(tl.where(row_sum == 0.0, 1.0, row_sum))
         lse_base = tl.where(is_nan, float("nan"), lse_base)
@@ -230,16 +230,16 @@ def attention_backward_key_value_kernel(
     if variant.key_lengths:
         num_keys = tl.load(inputs.key_lengths + b).to(tl.int32)
     key_pointer = row_pointer(inputs.key, batch, kv_head, token)
-    key_tile = Tile(key_pointer, inputs.key.strides, first, num_keys)
+    key_tile = HeadTile(key_pointer, inputs.key.strides, first, num_keys)
     value_pointer = row_pointer(inputs.value, batch, kv_head, token)
-    value_tile = Tile(value_pointer, inputs.value.strides, first, num_keys)
+    value_tile = HeadTile(value_pointer, inputs.value.strides, first, num_keys)
     key = load_tile(key_tile, block.N, variant.E, variant.BLOCK_E, False)
     value = load_tile(value_tile, block.N, variant.Ev, variant.BLOCK_EV, False)
     dk = tl.full((block.N, variant.BLOCK_E), 0.0, tl.float32)
     dv = tl.full((block.N, variant.BLOCK_EV), 0.0, tl.float32)
     dk, dv = _accumulate_dk_dv_of_group(
         dk, dv, key, value, key_tile, value_tile, b, kv_head, grad_out, inputs, vectors, sizes,
-        variant, block, CLEAN=False,
+        variant, block, SANITIZE=False,
     )  # fmt: skip
     if variant.selective:
         if any_non_finite(dk) | any_non_finite(dv):
@@ -253,18 +253,20 @@ def attention_backward_key_value_kernel(
             )  # fmt: skip
             dk, dv = _accumulate_dk_dv_of_group(
                 dk, dv, key, value, key_tile, value_tile, b, kv_head, grad_out, inputs, vectors,
-                sizes, variant, block, CLEAN=True,
+                sizes, variant, block, SANITIZE=True,
             )  # fmt: skip
     if variant.key_lengths:
         # Keys past the lengths have weights of 0, but the other factor may have been NaN.
         take_part = (first + tl.arange(0, block.N) < num_keys)[:, None]
         dk = tl.where(take_part, dk, 0.0)
         dv = tl.where(take_part, dv, 0.0)
-    dk_tile = Tile(row_pointer(grad_key, batch, kv_head, token), grad_key.strides, first, stored)
+    dk_tile = HeadTile(
+        row_pointer(grad_key, batch, kv_head, token), grad_key.strides, first, stored
+    )
     dk = infinite_to_nan(dk * sizes.scale)
     store_tile(dk_tile, dk, block.N, variant.E, variant.BLOCK_E)
     dv_pointer = row_pointer(grad_value, batch, kv_head, token)
-    dv_tile = Tile(dv_pointer, grad_value.strides, first, stored)
+    dv_tile = HeadTile(dv_pointer, grad_value.strides, first, stored)
     dv = infinite_to_nan(dv * sizes.keep_scale)
     store_tile(dv_tile, dv, block.N, variant.Ev, variant.BLOCK_EV)
 
@@ -272,7 +274,7 @@ def attention_backward_key_value_kernel(
 @triton.jit
 def _accumulate_dk_dv_of_group(
     dk, dv, key, value, key_tile, value_tile, b, kv_head, grad_out, inputs, vectors, sizes,
-    variant: tl.constexpr, block: tl.constexpr, CLEAN: tl.constexpr,
+    variant: tl.constexpr, block: tl.constexpr, SANITIZE: tl.constexpr,
 ):  # fmt: skip
     """Adds the terms of all query heads that share a key head to dK and dV."""
     for member in range(group_size(sizes, variant)):
@@ -280,19 +282,19 @@ def _accumulate_dk_dv_of_group(
         head = load_head(inputs, sizes, b, h, variant)
         do_pointer = row_pointer(grad_out, head.batch, h, head.first_query)
         visible = visible_queries(head, inputs, sizes, key_tile.first, variant, block)
-        if CLEAN:
+        if SANITIZE:
             dk, dv = _accumulate_dk_dv(
                 dk, dv, key, value, key_tile, value_tile, all_blocks(visible), head, grad_out,
-                do_pointer, inputs, vectors, sizes, variant, block, FULL=False, CLEAN=True,
+                do_pointer, inputs, vectors, sizes, variant, block, FULL=False, SANITIZE=True,
             )  # fmt: skip
         else:
             dk, dv = _accumulate_dk_dv(
                 dk, dv, key, value, key_tile, value_tile, full_blocks(visible), head, grad_out,
-                do_pointer, inputs, vectors, sizes, variant, block, FULL=True, CLEAN=False,
+                do_pointer, inputs, vectors, sizes, variant, block, FULL=True, SANITIZE=False,
             )  # fmt: skip
             dk, dv = _accumulate_dk_dv(
                 dk, dv, key, value, key_tile, value_tile, edge_blocks(visible), head, grad_out,
-                do_pointer, inputs, vectors, sizes, variant, block, FULL=False, CLEAN=False,
+                do_pointer, inputs, vectors, sizes, variant, block, FULL=False, SANITIZE=False,
             )  # fmt: skip
     return dk, dv
 
@@ -300,7 +302,7 @@ def _accumulate_dk_dv_of_group(
 @triton.jit
 def _accumulate_dk_dv(
     dk, dv, key, value, key_tile, value_tile, walk, head, grad_out, do_pointer, inputs, vectors,
-    sizes, variant: tl.constexpr, block: tl.constexpr, FULL: tl.constexpr, CLEAN: tl.constexpr,
+    sizes, variant: tl.constexpr, block: tl.constexpr, FULL: tl.constexpr, SANITIZE: tl.constexpr,
 ):  # fmt: skip
     """Adds the terms of the queries of ``walk`` to dK and dV.
 
@@ -308,28 +310,28 @@ def _accumulate_dk_dv(
     products, straight from registers.
     """
     columns = key_tile.first + tl.arange(0, block.N)[:, None]
-    STAGES: tl.constexpr = 1 if CLEAN else None
+    STAGES: tl.constexpr = 1 if SANITIZE else None
     gap = walk.gap_stop - walk.gap_start
     for step in tl.range(walk.start, walk.stop - gap, block.M, num_stages=STAGES):
         first = step + tl.where(step < walk.gap_start, 0, gap)
         rows = first + tl.arange(0, block.M)[None, :]
         row_values = load_row_values(vectors, head, rows, variant, FULL)
-        query_tile = Tile(head.query, inputs.query.strides, first, head.num_queries)
+        query_tile = HeadTile(head.query, inputs.query.strides, first, head.num_queries)
         query = load_tile(query_tile, block.M, variant.E, variant.BLOCK_E, FULL)
-        if CLEAN and variant.softcap == 0:
+        if SANITIZE and variant.softcap == 0:
             query = zero_non_finite(query)
         products = pair_products(
             key, key_tile, query, query_tile, block.N, block.M, variant.E, variant.BLOCK_E, block
         )
-        if CLEAN and variant.softcap != 0:
+        if SANITIZE and variant.softcap != 0:
             query = zero_non_finite(query)  # after the scores, which the cap makes finite
         keep, bias = keep_and_bias(head, inputs, sizes, rows, columns, variant, FULL)
         p = _weights(products, bias, row_values.lse_base, row_values.lse_rest, sizes, variant)
         if variant.bool_mask or not FULL:
             p = tl.where(keep, p, 0.0)
-        do_tile = Tile(do_pointer, grad_out.strides, first, head.num_queries)
+        do_tile = HeadTile(do_pointer, grad_out.strides, first, head.num_queries)
         do = load_tile(do_tile, block.M, variant.Ev, variant.BLOCK_EV, FULL)
-        if CLEAN:
+        if SANITIZE:
             do = zero_non_finite(do)
         grad_p = pair_products(
             value, value_tile, do, do_tile, block.N, block.M, variant.Ev, variant.BLOCK_EV, block
@@ -392,7 +394,7 @@ def attention_backward_query_kernel(
     if first >= head.num_queries:
         return
     visible = visible_keys(head, inputs, sizes, first, variant, block)
-    query_tile = Tile(head.query, inputs.query.strides, first, head.num_queries)
+    query_tile = HeadTile(head.query, inputs.query.strides, first, head.num_queries)
     do_tile = tile_like_query(grad_out, head, h, first)
     query = load_tile(query_tile, block.M, variant.E, variant.BLOCK_E, False)
     do = load_tile(do_tile, block.M, variant.Ev, variant.BLOCK_EV, False)
@@ -401,11 +403,11 @@ def attention_backward_query_kernel(
     dq = tl.full((block.M, variant.BLOCK_E), 0.0, tl.float32)
     dq = _accumulate_dq(
         dq, query, do, query_tile, do_tile, row_values, full_blocks(visible), head, inputs, sizes,
-        variant, block, FULL=True, CLEAN=False,
+        variant, block, FULL=True, SANITIZE=False,
     )  # fmt: skip
     dq = _accumulate_dq(
         dq, query, do, query_tile, do_tile, row_values, edge_blocks(visible), head, inputs, sizes,
-        variant, block, FULL=False, CLEAN=False,
+        variant, block, FULL=False, SANITIZE=False,
     )  # fmt: skip
     if variant.selective:
         if any_non_finite(dq):
@@ -415,7 +417,7 @@ def attention_backward_query_kernel(
             )  # fmt: skip
             dq = _accumulate_dq(
                 dq, query, do, query_tile, do_tile, row_values, all_blocks(visible), head, inputs,
-                sizes, variant, block, FULL=False, CLEAN=True,
+                sizes, variant, block, FULL=False, SANITIZE=True,
             )  # fmt: skip
     dq_tile = tile_like_query(grad_query, head, h, first)
     dq = infinite_to_nan(dq * sizes.scale)
@@ -425,20 +427,20 @@ def attention_backward_query_kernel(
 @triton.jit
 def _accumulate_dq(
     dq, query, do, query_tile, do_tile, row_values, walk, head, inputs, sizes,
-    variant: tl.constexpr, block: tl.constexpr, FULL: tl.constexpr, CLEAN: tl.constexpr,
+    variant: tl.constexpr, block: tl.constexpr, FULL: tl.constexpr, SANITIZE: tl.constexpr,
 ):  # fmt: skip
     """Adds the terms of the keys of ``walk`` to dQ."""
-    STAGES: tl.constexpr = 1 if CLEAN else None
+    STAGES: tl.constexpr = 1 if SANITIZE else None
     gap = walk.gap_stop - walk.gap_start
     for step in tl.range(walk.start, walk.stop - gap, block.N, num_stages=STAGES):
         first = step + tl.where(step < walk.gap_start, 0, gap)
-        key_tile = Tile(head.key, inputs.key.strides, first, head.num_keys)
+        key_tile = HeadTile(head.key, inputs.key.strides, first, head.num_keys)
         key = load_tile(key_tile, block.N, variant.E, variant.BLOCK_E, FULL)
         ds = grad_scores(
             query, do, key, query_tile, do_tile, key_tile, row_values, head, inputs, sizes, variant,
             block, FULL, CAPPED=False,
         )  # fmt: skip
-        if CLEAN:
+        if SANITIZE:
             key = zero_non_finite(key)  # after the scores, which an infinite key can make -∞
         dq = dot(ds.to(key.dtype), key, dq)
     return dq
@@ -458,7 +460,7 @@ def grad_scores(
     keep, bias = keep_and_bias(head, inputs, sizes, rows, columns, variant, FULL)
     lse_base, lse_rest = row_values.lse_base[:, None], row_values.lse_rest[:, None]
     p = _weights(products, bias, lse_base, lse_rest, sizes, variant)
-    value_tile = Tile(head.value, inputs.value.strides, key_tile.first, head.num_keys)
+    value_tile = HeadTile(head.value, inputs.value.strides, key_tile.first, head.num_keys)
     value = load_tile(value_tile, block.N, variant.Ev, variant.BLOCK_EV, FULL)
     grad_p = pair_products(
         do, do_tile, value, value_tile, block.M, block.N, variant.Ev, variant.BLOCK_EV, block

@@ -26,7 +26,7 @@ from trifuse.kernels.attention_tiles import (
     INF,
     LN2,
     LOG2E,
-    Tile,
+    HeadTile,
     load_head,
     load_tile,
     pair_products,
@@ -75,18 +75,18 @@ def attention_forward_kernel(
     if first >= head.num_queries:
         return
     visible = visible_keys(head, inputs, sizes, first, variant, block)
-    query_tile = Tile(head.query, inputs.query.strides, first, head.num_queries)
+    query_tile = HeadTile(head.query, inputs.query.strides, first, head.num_queries)
     query = load_tile(query_tile, block.M, variant.E, variant.BLOCK_E, False)
     acc = tl.full((block.M, variant.BLOCK_EV), 0.0, tl.float32)
     row_max = tl.full((block.M,), -INF, tl.float32)
     row_sum = tl.full((block.M,), 0.0, tl.float32)
     acc, row_max, row_sum = accumulate_softmax(
         acc, row_max, row_sum, query, query_tile, full_blocks(visible), head, inputs, sizes,
-        variant, block, FULL=True, CLEAN=False, VALUES=True,
+        variant, block, FULL=True, SANITIZE=False, VALUES=True,
     )  # fmt: skip
     acc, row_max, row_sum = accumulate_softmax(
         acc, row_max, row_sum, query, query_tile, edge_blocks(visible), head, inputs, sizes,
-        variant, block, FULL=False, CLEAN=False, VALUES=True,
+        variant, block, FULL=False, SANITIZE=False, VALUES=True,
     )  # fmt: skip
     if variant.selective:
         # ``row_sum`` too: dropout may have removed a NaN from ``acc``.
@@ -98,7 +98,7 @@ def attention_forward_kernel(
             acc, row_max, row_sum = accumulate_softmax(
                 acc, tl.full((block.M,), -INF, tl.float32), tl.zeros_like(row_sum), query,
                 query_tile, all_blocks(visible), head, inputs, sizes, variant, block,
-                FULL=False, CLEAN=True, VALUES=True,
+                FULL=False, SANITIZE=True, VALUES=True,
             )  # fmt: skip
     rows = first + tl.arange(0, block.M)
     # A sum of 0 means no pair, or only scores of -∞. The latter makes the row NaN.
@@ -120,7 +120,7 @@ def attention_forward_kernel(
 @triton.jit
 def accumulate_softmax(
     acc, row_max, row_sum, query, query_tile, walk, head, inputs, sizes, variant: tl.constexpr,
-    block: tl.constexpr, FULL: tl.constexpr, CLEAN: tl.constexpr, VALUES: tl.constexpr,
+    block: tl.constexpr, FULL: tl.constexpr, SANITIZE: tl.constexpr, VALUES: tl.constexpr,
 ):  # fmt: skip
     """Adds the keys of ``walk`` to the softmax of a block of queries.
 
@@ -129,16 +129,16 @@ def accumulate_softmax(
 
     Args:
         FULL: the blocks are full: all their keys exist, and only a mask leaves out pairs.
-        CLEAN: replaces NaN and Inf in values by 0.
+        SANITIZE: replaces NaN and Inf in values by 0.
         VALUES: if false, ``acc`` stays as it is.
     """
     rows = query_rows(head, query_tile.first, block.M, FULL)
-    STAGES: tl.constexpr = 1 if CLEAN else None
+    STAGES: tl.constexpr = 1 if SANITIZE else None
     gap = walk.gap_stop - walk.gap_start
     for step in tl.range(walk.start, walk.stop - gap, block.N, num_stages=STAGES):
         first = step + tl.where(step < walk.gap_start, 0, gap)
         columns = first + tl.arange(0, block.N)[None, :]
-        key_tile = Tile(head.key, inputs.key.strides, first, head.num_keys)
+        key_tile = HeadTile(head.key, inputs.key.strides, first, head.num_keys)
         key = load_tile(key_tile, block.N, variant.E, variant.BLOCK_E, FULL)
         scores = pair_products(
             query, query_tile, key, key_tile, block.M, block.N, variant.E, variant.BLOCK_E, block
@@ -157,20 +157,20 @@ def accumulate_softmax(
         base = tl.where(new_max == -INF, 0.0, new_max)
         if variant.scores_in_nats:
             p = tl.exp2((scores - base[:, None]) * LOG2E)
-            shrink = tl.exp2((row_max - base) * LOG2E)
+            rescale = tl.exp2((row_max - base) * LOG2E)
         else:
             p = tl.exp2(tl.fma(scores, sizes.scale_log2, -base[:, None]))
-            shrink = tl.exp2(row_max - base)
-        row_sum = tl.fma(row_sum, shrink, tl.sum(p, 1))
+            rescale = tl.exp2(row_max - base)
+        row_sum = tl.fma(row_sum, rescale, tl.sum(p, 1))
         row_max = new_max
         if VALUES:
             if variant.dropout:
                 p = tl.where(weights_kept(head, sizes, query_tile.first, first, block), p, 0.0)
-            value_tile = Tile(head.value, inputs.value.strides, first, head.num_keys)
+            value_tile = HeadTile(head.value, inputs.value.strides, first, head.num_keys)
             value = load_tile(value_tile, block.N, variant.Ev, variant.BLOCK_EV, FULL)
-            if CLEAN:
+            if SANITIZE:
                 value = zero_non_finite(value)
-            acc = dot(p.to(value.dtype), value, acc * shrink[:, None])
+            acc = dot(p.to(value.dtype), value, acc * rescale[:, None])
     return acc, row_max, row_sum
 
 

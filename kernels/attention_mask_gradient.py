@@ -12,7 +12,7 @@ from trifuse.kernels.attention_arguments import Sizes
 from trifuse.kernels.attention_backward import grad_scores, load_row_values
 from trifuse.kernels.attention_tiles import (
     INF,
-    Tile,
+    HeadTile,
     load_head,
     load_tile,
     row_pointer,
@@ -158,8 +158,8 @@ def _add_grad_scores(
     if variant.right_bound:
         seen = seen & (first_column <= last + head.diagonal + sizes.window_right)
     if seen:
-        query_tile = Tile(head.query, inputs.query.strides, first, head.num_queries)
-        key_tile = Tile(head.key, inputs.key.strides, first_column, head.num_keys)
+        query_tile = HeadTile(head.query, inputs.query.strides, first, head.num_queries)
+        key_tile = HeadTile(head.key, inputs.key.strides, first_column, head.num_keys)
         do_tile = tile_like_query(grad_out, head, h, first)
         query = load_tile(query_tile, block.M, variant.E, variant.BLOCK_E, False)
         key = load_tile(key_tile, block.N, variant.E, variant.BLOCK_E, False)

@@ -20,7 +20,7 @@ from trifuse.kernels.arithmetic import dot
 from trifuse.kernels.attention_pairs import keep_and_bias, visible_queries
 from trifuse.kernels.attention_tiles import (
     INF,
-    Tile,
+    HeadTile,
     group_size,
     load_head,
     load_tile,
@@ -63,7 +63,7 @@ def sums_of_non_finite_keys(
     for first in tl.range(visible.start, visible.stop, block.N, num_stages=1):
         columns = first + tl.arange(0, block.N)[None, :]
         keep = keep_and_bias(head, inputs, sizes, rows, columns, variant, False)[0]
-        tile = Tile(pointer, tensor.strides, first, head.num_keys)
+        tile = HeadTile(pointer, tensor.strides, first, head.num_keys)
         x = load_tile(tile, block.N, DIM, BLOCK_DIM, False)
         count = _count_non_finite(keep, x, count)
     return tl.where(count > 0.0, INF, 0.0)
@@ -85,7 +85,7 @@ def sums_of_non_finite_queries(
         for first in tl.range(visible.start, visible.stop, block.M, num_stages=1):
             rows = first + tl.arange(0, block.M)[None, :]
             keep = keep_and_bias(head, inputs, sizes, rows, columns, variant, False)[0]
-            tile = Tile(pointer, tensor.strides, first, head.num_queries)
+            tile = HeadTile(pointer, tensor.strides, first, head.num_queries)
             x = load_tile(tile, block.M, DIM, BLOCK_DIM, False)
             count = _count_non_finite(keep, x, count)
     return tl.where(count > 0.0, INF, 0.0)

@@ -36,7 +36,7 @@ class Head(NamedTuple):
     seed: Any
 
 
-class Tile(NamedTuple):
+class HeadTile(NamedTuple):
     """The place of a tile: rows of one head from ``first`` on. The head has ``length`` rows."""
 
     pointer: Any  # to the head's first row
@@ -112,7 +112,7 @@ def row_pointer(tensor, batch, head, row):
 def tile_like_query(tensor, head, h, first):
     """The head's rows from ``first`` on in a tensor of as many rows as query: (B, H, Lq, ·)."""
     pointer = row_pointer(tensor, head.batch, h, head.first_query)
-    return Tile(pointer, tensor.strides, first, head.num_queries)
+    return HeadTile(pointer, tensor.strides, first, head.num_queries)
 
 
 # Loads and stores --------------------------------------------------------------------------------
@@ -146,7 +146,7 @@ def store_zeros(
 ):
     """Writes zeros for packed tokens in [start, stop): ROWS tokens of every ``step``."""
     for first in range(start, stop, step):
-        tile = Tile(row_pointer(tensor, 0, h, 0), tensor.strides, first, stop)
+        tile = HeadTile(row_pointer(tensor, 0, h, 0), tensor.strides, first, stop)
         store_tile(tile, tl.zeros((ROWS, BLOCK_DIM), tl.float32), ROWS, DIM, BLOCK_DIM)
 
 

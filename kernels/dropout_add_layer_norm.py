@@ -93,7 +93,7 @@ class Variant(NamedTuple):
 RUN = tl.constexpr(32)
 
 
-class Tile(NamedTuple):
+class MatrixTile(NamedTuple):
     """A tile of ``Block`` within the matrix. The last tiles reach past the end of the matrix."""
 
     first_row: Any  # int64
@@ -108,10 +108,10 @@ class Tile(NamedTuple):
 
 @triton.jit
 def _tile(first_row, first_column, rows, N: tl.constexpr, block: tl.constexpr):
-    """Returns the Tile whose first element is (first_row, first_column)."""
+    """Returns the MatrixTile whose first element is (first_row, first_column)."""
     row = first_row + tl.arange(0, block.rows)[:, None]
     column = first_column + tl.arange(0, block.columns)[None, :]
-    return Tile(first_row, first_column, row, column, (row < rows) & (column < N))
+    return MatrixTile(first_row, first_column, row, column, (row < rows) & (column < N))
 
 
 @triton.jit
@@ -506,7 +506,7 @@ def dropout_add_layer_norm_forward(
     """Implements the op ``dropout_add_layer_norm_forward``."""
     tensors = (x, residual, weight, bias, x_bias, seed)
     with torch.cuda.device_of(x):
-        call = _Call(*tensors, dropout_p, rms_norm, x_is_sum=False)
+        call = _NormCall(*tensors, dropout_p, rms_norm, x_is_sum=False)
         out = x.new_empty(x.shape)
         total = x.new_empty(x.shape if prenorm else (0,), dtype=sum_dtype)
         mean, rstd = (x.new_empty(x.shape[:-1], dtype=torch.float32) for _ in range(2))
@@ -542,7 +542,7 @@ def dropout_add_layer_norm_backward(
     tensors = (x, residual, weight, bias, x_bias, seed)
     _check_backward(grad_out, grad_sum, tensors, mean, rstd)
     with torch.cuda.device_of(x):
-        call = _Call(*tensors, dropout_p, rms_norm, x_is_sum=prenorm)
+        call = _NormCall(*tensors, dropout_p, rms_norm, x_is_sum=prenorm)
         dy, ds = _as_matrix(grad_out), _as_matrix(grad_sum)
         mean, rstd = mean.contiguous(), rstd.contiguous()
         # A gradient has the dtype of its tensor, or of the output where there is no such tensor.
@@ -624,7 +624,7 @@ def _stages(config: Config, *matrices: Matrix | None) -> int:
     return 2 if bytes_read <= _MAX_PREFETCH else 1
 
 
-class _Call:
+class _NormCall:
     """A call of the operator, converted to the kernels' arguments."""
 
     def __init__(

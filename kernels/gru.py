@@ -43,7 +43,7 @@ from trifuse.kernels.recurrent import (
     token_offsets,
     zero_steps,
 )
-from trifuse.kernels.without_cells import Call, check_backward
+from trifuse.kernels.without_cells import CallWithoutCells, check_backward
 from trifuse.reference.gru import Parameters, saved_per_unit
 from trifuse.reference.lstm import by_direction, masked
 
@@ -350,7 +350,7 @@ def gru_backward(
     return as_results(input_grads, (input, h0, *parameters), input)
 
 
-class _Call(Call):
+class _GruCall(CallWithoutCells):
     gates = 3
     forward_kernel, forward_step_kernel = gru_forward_sequence_kernel, gru_forward_step_kernel
     backward_kernel, backward_step_kernel = gru_backward_sequence_kernel, gru_backward_step_kernel
@@ -402,7 +402,7 @@ def _as_in_weights(t: Tensor) -> Tensor:
 
 
 # By linear_before_reset.
-_CALLS: dict[bool, type[_Call | gru_reset_first.Call]] = {
-    True: _Call,
-    False: gru_reset_first.Call,
+_CALLS: dict[bool, type[_GruCall | gru_reset_first.ResetFirstCall]] = {
+    True: _GruCall,
+    False: gru_reset_first.ResetFirstCall,
 }

@@ -357,7 +357,7 @@ def gru_reset_first_backward_sequence_kernel(
 # Launches ----------------------------------------------------------------------------------------
 
 
-class Call(without_cells.Call):
+class ResetFirstCall(without_cells.CallWithoutCells):
     gates = 3
     forward_kernel = gru_reset_first_forward_sequence_kernel
     backward_kernel = gru_reset_first_backward_sequence_kernel

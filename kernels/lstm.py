@@ -62,7 +62,7 @@ def lstm_forward(
     does not support layer norm."""
     *call_options, save = options
     with torch.cuda.device_of(input):
-        call = _Call(input, parameters, lengths, seed, *call_options)
+        call = _LstmCall(input, parameters, lengths, seed, *call_options)
         variant, inputs, sequences, T, B = call.variant, call.inputs, call.sequences, call.T, call.B
         h = sequences.zeros_or_copy(h0, variant.R, sequences.dtype)
         h_dropped = None if inputs.dropout is None else (h * inputs.dropout).to(sequences.dtype)
@@ -87,7 +87,7 @@ def lstm_forward(
 
 
 def _forward_steps(
-    call: _Call, products_ih: Tensor, state: State, out: Tensor, saved: Saved
+    call: _LstmCall, products_ih: Tensor, state: State, out: Tensor, saved: Saved
 ) -> None:
     """Launches the forward step by step."""
     variant, inputs, T, B = call.variant, call.inputs, call.T, call.B
@@ -134,7 +134,7 @@ def lstm_backward(
         None if recompute else gates, cells, *call_options[:2],
     )  # fmt: skip
     with torch.cuda.device_of(input):
-        call = _Call(input, parameters, lengths, seed, *call_options, recompute=recompute)
+        call = _LstmCall(input, parameters, lengths, seed, *call_options, recompute=recompute)
         variant, sequences = call.variant, call.sequences
         x = masked(input, sequences.valid).flatten(0, 1)
         h_dropped = sequences.previous_h(output, h0)
@@ -200,7 +200,7 @@ def _check_backward(
     check_shape("gates", gates, (D, T, B, G * H))
 
 
-def _products(call: _Call, x: Tensor, h_dropped: Tensor) -> tuple[Tensor, Tensor | None]:
+def _products(call: _LstmCall, x: Tensor, h_dropped: Tensor) -> tuple[Tensor, Tensor | None]:
     """Returns ``Gradients.gates`` and ``Gradients.products_hh``, which hold the products of the
     forward that the steps read, if any."""
     variant, sequences = call.variant, call.sequences
@@ -220,7 +220,7 @@ def _products(call: _Call, x: Tensor, h_dropped: Tensor) -> tuple[Tensor, Tensor
 
 
 def _backward_steps(
-    call: _Call, grad_out: Tensor, past: Past, grads: Gradients, shares: Shares
+    call: _LstmCall, grad_out: Tensor, past: Past, grads: Gradients, shares: Shares
 ) -> tuple[Tensor, Tensor] | None:
     """Launches the backward step by step. With a projection, returns the gradient of W_hr m
     (D, T, B, R) and m (D, T, B, H)."""
@@ -254,7 +254,7 @@ def _backward_steps(
 
 
 def _gradients(
-    call: _Call,
+    call: _LstmCall,
     x: Tensor,
     h_dropped: Tensor,
     grads: Gradients,
@@ -308,9 +308,9 @@ def _add_up(shares: Tensor) -> Tensor:
 
 
 def _normalised_ih_backward(
-    call: _Call, grad: Tensor, products_ih: Tensor
+    call: _LstmCall, grad: Tensor, products_ih: Tensor
 ) -> tuple[Tensor, list[Tensor]]:
-    """Gradients of ``_Call.normalised_ih``: of W_ih x (T, B, D, G·H) and of the gains."""
+    """Gradients of ``_LstmCall.normalised_ih``: of W_ih x (T, B, D, G·H) and of the gains."""
     grad_products_ih, grad_gains = [], []
     for d, gain in enumerate(call.norms):
         x, eps, vectors = products_ih[:, :, d], call.variant.eps, (gain, None, None, None)
@@ -326,7 +326,7 @@ def _normalised_ih_backward(
     return torch.stack(grad_products_ih, 2), grad_gains
 
 
-class _Call:
+class _LstmCall:
     """A call of the operator, converted to the kernels' arguments."""
 
     def __init__(

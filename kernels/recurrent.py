@@ -56,7 +56,7 @@ from trifuse.reference.results import accumulation_dtype
 INF = tl.constexpr(math.inf)
 
 
-class Tile(NamedTuple):
+class UnitTile(NamedTuple):
     """The tile of a program: rows of the batch by units of one direction."""
 
     T: Any
@@ -135,7 +135,7 @@ def load_weights(weight_hh, number, tile, H: tl.constexpr, G: tl.constexpr, bloc
 
 @triton.jit
 def make_tile(block_row, lengths, T, B, block: tl.constexpr):
-    """Returns the program's Tile in row block ``block_row``."""
+    """Returns the program's UnitTile in row block ``block_row``."""
     first_row = block_row * block.rows
     first_column = tl.program_id(1) * block.columns
     row = first_row + tl.arange(0, block.rows)[:, None]
@@ -147,7 +147,7 @@ def make_tile(block_row, lengths, T, B, block: tl.constexpr):
         length = tl.load(lengths + row, mask=exists, other=0).to(tl.int32)
     d = tl.program_id(2)
     row = row.to(tl.int64)
-    return Tile(T, B, d, block_row, first_row, first_column, row, column, exists, length)
+    return UnitTile(T, B, d, block_row, first_row, first_column, row, column, exists, length)
 
 
 @triton.jit

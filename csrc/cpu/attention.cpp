@@ -33,7 +33,7 @@ Tensor empty_like_layout(const Tensor& like, int64_t last, at::ScalarType dtype)
   return empty({B, H, L, last}, options);
 }
 
-struct Call {
+struct AttentionCall {
   AttentionProblem problem{};
   SequenceTensors sequences;
   int64_t used_q, used_k;  // tokens that belong to a sequence
@@ -54,8 +54,8 @@ void check_cu_seqlens(const char* name, const Tensor& cu, int64_t total, int64_t
       total, "; got ", at::IntArrayRef(at, cu.numel()));
 }
 
-Call make_call(const AttentionArguments& a) {
-  Call call;
+AttentionCall make_call(const AttentionArguments& a) {
+  AttentionCall call;
   AttentionProblem& p = call.problem;
   call.sequences = fill_in(p, a);
   call.used_q = p.Lq;
@@ -86,7 +86,7 @@ Call make_call(const AttentionArguments& a) {
   return call;
 }
 
-void run_forward(Call& call, const Tensor& out, const Tensor& logsumexp) {
+void run_forward(AttentionCall& call, const Tensor& out, const Tensor& logsumexp) {
   call.problem.out = strided(out);
   call.problem.logsumexp = strided(logsumexp);
   if (call.used_q < out.size(2)) {
@@ -105,7 +105,7 @@ void run_forward(Call& call, const Tensor& out, const Tensor& logsumexp) {
 }  // namespace
 
 void run_attention(const AttentionArguments& a, const Tensor& out, const Tensor& logsumexp) {
-  Call call = make_call(a);
+  AttentionCall call = make_call(a);
   run_forward(call, out, logsumexp);
 }
 
@@ -117,7 +117,7 @@ std::tuple<Tensor, Tensor> attention_forward(
     const OptionalTensor& cu_seqlens_k, const OptionalTensor& seed, int64_t max_seqlen_q,
     int64_t max_seqlen_k, std::optional<double> scale, std::optional<double> softcap,
     int64_t window_left, int64_t window_right, bool lower_right, double dropout_p) {
-  Call call = make_call(
+  AttentionCall call = make_call(
       {query, key, value, attn_mask, key_lengths, cu_seqlens_q, cu_seqlens_k, seed, max_seqlen_q,
        max_seqlen_k, scale, softcap, window_left, window_right, lower_right, dropout_p});
   Tensor out = empty_like_layout(query, value.size(3), query.scalar_type());
@@ -138,7 +138,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward(
     int64_t window_right, bool lower_right, double dropout_p, std::array<bool, 4> needs_grad) {
   const bool mask_requires_grad = needs_grad[3];
   check_backward_arguments(query, value, grad_out, grad_logsumexp, out, logsumexp);
-  Call call = make_call(
+  AttentionCall call = make_call(
       {query, key, value, attn_mask, key_lengths, cu_seqlens_q, cu_seqlens_k, seed, max_seqlen_q,
        max_seqlen_k, scale, softcap, window_left, window_right, lower_right, dropout_p});
   AttentionProblem& p = call.problem;

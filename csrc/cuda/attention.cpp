@@ -58,13 +58,13 @@ void check_length(const char* name, int64_t length) {
       length <= kMost, name, ": expected sequences of at most ", kMost, " tokens; got ", length);
 }
 
-struct Call {
+struct AttentionCall {
   Attention attention{};
   SequenceTensors sequences;
 };
 
-Call make_call(const AttentionArguments& a) {
-  Call call;
+AttentionCall make_call(const AttentionArguments& a) {
+  AttentionCall call;
   Attention& p = call.attention;
   call.sequences = fill_in(p, a);
   p.total_q = p.Lq;
@@ -98,7 +98,7 @@ std::tuple<Tensor, Tensor> forward(
     int64_t max_seqlen_k, std::optional<double> scale, std::optional<double> softcap,
     int64_t window_left, int64_t window_right, bool lower_right, double dropout_p) {
   const OnDeviceOf device(query);
-  Call call = make_call(
+  AttentionCall call = make_call(
       {query, key, value, attn_mask, key_lengths, cu_seqlens_q, cu_seqlens_k, seed, max_seqlen_q,
        max_seqlen_k, scale, softcap, window_left, window_right, lower_right, dropout_p});
   Attention& p = call.attention;
@@ -132,7 +132,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> backward(
   const bool mask_requires_grad = needs_grad[3];
   check_backward_arguments(query, value, grad_out, grad_logsumexp, out, logsumexp);
   const OnDeviceOf device(query);
-  Call call = make_call(
+  AttentionCall call = make_call(
       {query, key, value, attn_mask, key_lengths, cu_seqlens_q, cu_seqlens_k, seed, max_seqlen_q,
        max_seqlen_k, scale, softcap, window_left, window_right, lower_right, dropout_p});
   if (grad_logsumexp)

@@ -41,11 +41,11 @@ struct Head {
   }
 
   template <class Scalar>
-  __device__ Rows<Scalar> query_rows(const Tensor4& t, int64_t columns) const {
+  __device__ HeadRows<Scalar> query_rows(const Tensor4& t, int64_t columns) const {
     return {t, batch, h, first_query, columns};
   }
   template <class Scalar>
-  __device__ Rows<Scalar> key_rows(const Tensor4& t, int64_t columns) const {
+  __device__ HeadRows<Scalar> key_rows(const Tensor4& t, int64_t columns) const {
     return {t, batch, kv_head, first_key, columns};
   }
   template <int N, class Scalar>
@@ -95,7 +95,8 @@ struct UnusedTokens {
 };
 
 template <class Scalar>
-__device__ __forceinline__ void store_zeros(const Rows<Scalar>& to, const UnusedTokens& unused) {
+__device__ __forceinline__ void store_zeros(
+    const HeadRows<Scalar>& to, const UnusedTokens& unused) {
   for (int64_t first = unused.first; first < unused.total; first += unused.step)
     for (int i = threadIdx.x; i < unused.rows * to.columns; i += blockDim.x)
       if (const int64_t row = first + i / to.columns; row < unused.total)

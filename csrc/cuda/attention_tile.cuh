@@ -25,13 +25,13 @@ struct PaddedDims {
 
 // A tensor's rows of one head of one sequence.
 template <class Scalar>
-struct Rows {
+struct HeadRows {
   Scalar* data;
   int64_t stride, column_stride;
   int columns;
   bool aligned;  // 16 bytes can be moved at once
 
-  __device__ Rows(const Tensor4& t, int64_t batch, int head, int64_t first, int64_t columns)
+  __device__ HeadRows(const Tensor4& t, int64_t batch, int head, int64_t first, int64_t columns)
       : data(
             static_cast<Scalar*>(t.data) + batch * t.stride[0] + head * t.stride[1] +
             first * t.stride[2]),
@@ -45,7 +45,7 @@ struct Rows {
 // Loads 16 bytes of a row from global memory; zeros past the row's end.
 template <class Scalar>
 __device__ __forceinline__ void load_chunk(
-    float (&values)[16 / sizeof(Scalar)], const Rows<const Scalar>& from, int row, int column) {
+    float (&values)[16 / sizeof(Scalar)], const HeadRows<const Scalar>& from, int row, int column) {
   constexpr int kChunk = 16 / sizeof(Scalar);
   const Scalar* source = from.data + row * from.stride + column * from.column_stride;
   Scalar chunk[kChunk];
@@ -80,7 +80,7 @@ struct Tile {
 // after cp_async_wait and a barrier.
 template <class Scalar>
 __device__ __forceinline__ void load_tile(
-    const Tile<Scalar>& to, const Rows<const Scalar>& from, int first, int rows, int length) {
+    const Tile<Scalar>& to, const HeadRows<const Scalar>& from, int first, int rows, int length) {
   constexpr int kChunk = Tile<Scalar>::kChunk;
   const int chunks = to.pitch / kChunk, used = static_cast<int>(round_up(from.columns, 16));
   for (int i = threadIdx.x; i < rows * chunks; i += blockDim.x) {
@@ -104,7 +104,7 @@ __device__ __forceinline__ void load_tile(
 // Each of two stages holds a tile of N rows of both.
 template <class Scalar, int N>
 struct StreamedRows {
-  Rows<const Scalar> score_rows, output_rows;
+  HeadRows<const Scalar> score_rows, output_rows;
   int length;
   Tile<Scalar> stages;
 

@@ -21,7 +21,7 @@ def require(condition: Any, reason: str) -> None:
         raise Refused(reason)
 
 
-class Call(NamedTuple):
+class Operation(NamedTuple):
     """One operation, however it is spelled.
 
     Attributes:
@@ -92,25 +92,25 @@ _IN_PLACE = {
 _FEW_ARGUMENTS = ("view", "cast")
 
 
-def read(node: Any) -> Call | None:
+def read(node: Any) -> Operation | None:
     """Returns the call of a node, or None if it is no node or none of the operations above."""
     if not isinstance(node, Node) or node.op not in ("call_function", "call_method"):
         return None
     if node.target is torch.functional.einsum:
         equation, *operands = node.args
-        return Call("einsum", {"equation": equation, "operands": operands}, False)
+        return Operation("einsum", {"equation": equation, "operands": operands}, False)
     found = _BY_TARGET.get(node.target)
     if found is None:
         return None
     op, names = found
     if op in _FEW_ARGUMENTS:
-        return Call(op, {"input": node.args[0]}, False) if node.args else None
+        return Operation(op, {"input": node.args[0]}, False) if node.args else None
     if len(node.args) > len(names) or not set(node.kwargs) <= set(names):
         return None  # such as Tensor.softmax with names of dimensions, or out=
     args = dict(zip(names, node.args, strict=False)) | node.kwargs
     if node.target in (torch.bmm, "bmm"):
         args["other"] = args.pop("mat2")
-    return Call(op, args, writes(node))
+    return Operation(op, args, writes(node))
 
 
 def writes(node: Node) -> bool:

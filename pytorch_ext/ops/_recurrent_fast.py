@@ -17,7 +17,7 @@ from torch import Tensor
 
 from trifuse import backends
 from trifuse.ops import _autograd, _fast_path, _modes, _op
-from trifuse.ops._recurrent import OPERATORS, Call, first_parameter
+from trifuse.ops._recurrent import OPERATORS, CheckedRecurrent, first_parameter
 from trifuse.ops._recurrent import run as run_call
 from trifuse.reference.gru import Parameters
 from trifuse.reference.lstm import by_direction
@@ -87,7 +87,7 @@ def run(
 
 def run_layer(
     name: str,
-    check: Callable[..., Call],
+    check: Callable[..., CheckedRecurrent],
     input: Tensor,
     h0: Tensor | None,
     parameters: Sequence[Parameters],

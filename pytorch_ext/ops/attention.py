@@ -208,7 +208,7 @@ def varlen_attention(
 # Arguments --------------------------------------------------------------------------------------
 
 
-class _Call(NamedTuple):
+class _CheckedAttention(NamedTuple):
     """A checked call of the forward op, without the seed."""
 
     tensors: _Tensors
@@ -231,7 +231,7 @@ def _prepare(
     window: int | tuple[int | None, int | None] | None,
     softcap: float | None,
     sinks: Tensor | None,
-) -> _Call:
+) -> _CheckedAttention:
     query, key, value, attn_mask = _tensors(query, key, value, attn_mask)
     _checks.flag("enable_gqa", enable_gqa)
     batch_shape = None
@@ -253,7 +253,7 @@ def _prepare(
     if key_lengths is not None:
         key_lengths = _checks.integers("key_lengths", key_lengths, "(B,)", query.shape[0], query)
     dropout_p = _checks.probability("dropout_p", dropout_p)
-    return _Call(
+    return _CheckedAttention(
         _Tensors(query, key, value, attn_mask, key_lengths),
         _Options(Lq, Lk, _scale(scale), _softcap(softcap), *band, dropout_p),
         _choose(query, value),
@@ -278,7 +278,7 @@ def _prepare_varlen(
     window: int | tuple[int | None, int | None] | None,
     softcap: float | None,
     sinks: Tensor | None,
-) -> _Call:
+) -> _CheckedAttention:
     query, key, value, attn_mask = _tensors(query, key, value, attn_mask)
     _checks.flag("enable_gqa", enable_gqa)
     for name, packed in (("query", query), ("key", key), ("value", value)):
@@ -304,7 +304,7 @@ def _prepare_varlen(
         shape4 = (cu_seqlens_q.shape[0] - 1, query.shape[1], max_seqlen_q, max_seqlen_k)
         attn_mask = mask_to_4d(attn_mask, query, shape4)
     dropout_p = _checks.probability("dropout_p", dropout_p)
-    return _Call(
+    return _CheckedAttention(
         _Tensors(query, key, value, attn_mask, None, cu_seqlens_q, cu_seqlens_k),
         _Options(max_seqlen_q, max_seqlen_k, _scale(scale), _softcap(softcap), *band, dropout_p),
         _choose(query, value),
@@ -635,7 +635,7 @@ class _Results(NamedTuple):
     logsumexp: Tensor
 
 
-def _run(call: _Call) -> tuple[Tensor, Tensor]:
+def _run(call: _CheckedAttention) -> tuple[Tensor, Tensor]:
     tensors = call.tensors
     if call.options.dropout_p > 0:
         tensors = tensors._replace(seed=philox.draw_seed(tensors.query))

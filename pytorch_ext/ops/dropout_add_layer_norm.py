@@ -101,7 +101,7 @@ def dropout_add_layer_norm(
 # Arguments --------------------------------------------------------------------------------------
 
 
-class _Call(NamedTuple):
+class _CheckedNorm(NamedTuple):
     """A checked call of the forward op, without the seed."""
 
     tensors: _Tensors
@@ -121,7 +121,7 @@ def _prepare(
     x_bias: Tensor | None,
     rms_norm: bool,
     residual_in_fp32: bool,
-) -> _Call:
+) -> _CheckedNorm:
     x = _checks.tensor("x", x)
     dtype = x.dtype
     if dtype not in _checks.FLOATING:
@@ -151,7 +151,7 @@ def _prepare(
     dropout_p = _checks.probability("dropout_p", dropout_p)
     eps = _checks.epsilon(eps)
     choice = backends.choose(backends.Call("dropout_add_layer_norm", x.device.type, dtype))
-    return _Call(
+    return _CheckedNorm(
         _Tensors(x, residual, weight, bias, x_bias),
         _Options(dropout_p if training else 0.0, eps, rms_norm, prenorm, sum_dtype),
         choice,
@@ -208,7 +208,7 @@ class _Results(NamedTuple):
     rstd: Tensor
 
 
-def _run(call: _Call) -> tuple[Tensor, ...]:
+def _run(call: _CheckedNorm) -> tuple[Tensor, ...]:
     tensors = call.tensors
     if call.options.dropout_p > 0:
         tensors = tensors._replace(seed=philox.draw_seed(tensors.x))

@@ -142,7 +142,7 @@ def layer(
 # Arguments --------------------------------------------------------------------------------------
 
 
-def _check(*call: Any, linear_before_reset: bool) -> _recurrent.Call:
+def _check(*call: Any, linear_before_reset: bool) -> _recurrent.CheckedRecurrent:
     flag = _checks.flag("linear_before_reset", linear_before_reset)
     options = functools.partial(Options, linear_before_reset=flag)
     return _recurrent.check_without_cells("gru", 3, options, *call)

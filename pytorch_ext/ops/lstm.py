@@ -240,7 +240,7 @@ def _prepare(
     recurrent_dropout: float,
     training: bool,
     recompute: bool,
-) -> _recurrent.Call:
+) -> _recurrent.CheckedRecurrent:
     input, batch = _recurrent.sequence(input, _checks.flag("batch_first", batch_first))
     parameters = Parameters(
         weight_ih, weight_hh, bias_ih, bias_hh, weight_hr, weight_peephole, norm_ih_weight,
@@ -263,7 +263,7 @@ def prepare_layer(
     reverse: Sequence[bool],
     recompute: bool,
     **options: Any,
-) -> _recurrent.Call:
+) -> _recurrent.CheckedRecurrent:
     """Checks a call of :func:`layer`."""
     batch = (len(parameters), input.shape[1])
     return check_call(input, batch, (h0, c0), parameters, lengths, reverse, recompute, **options)
@@ -282,7 +282,7 @@ def check_call(
     check_all: Callable[..., list[Any]] = _recurrent.directions,
     coupled: bool = False,
     **numbers: Any,
-) -> _recurrent.Call:
+) -> _recurrent.CheckedRecurrent:
     """Checks a call. ``input`` is (T, B, I); ``batch`` is the shape of the caller's h0 before R.
 
     ``check_all`` applies :func:`check_parameters` to those of each direction or layer. ``coupled``
@@ -297,7 +297,7 @@ def check_call(
         options.training
         and max(options.zoneout_h, options.zoneout_c, options.recurrent_dropout) > 0
     )
-    return _recurrent.Call(
+    return _recurrent.CheckedRecurrent(
         operator,
         input,
         states,
@@ -321,7 +321,7 @@ def _prepare_cell(
     weight_hh: Tensor,
     bias_ih: Tensor | None,
     bias_hh: Tensor | None,
-) -> _recurrent.Call:
+) -> _recurrent.CheckedRecurrent:
     input, batch = _recurrent.one_step(input)
     return check_call(input, batch, hx, [Parameters(weight_ih, weight_hh, bias_ih, bias_hh)])
 

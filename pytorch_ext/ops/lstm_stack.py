@@ -75,7 +75,7 @@ def prepare_stack(
     lengths: Tensor | None,
     recompute: bool,
     **options: Any,
-) -> _recurrent.Call:
+) -> _recurrent.CheckedRecurrent:
     """Checks a call of :func:`stack`."""
     L, B = len(parameters), input.shape[1]
     return lstm.check_call(

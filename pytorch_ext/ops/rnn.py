@@ -152,7 +152,7 @@ def is_relu(nonlinearity: Any) -> bool:
     return bool(nonlinearity == "relu")
 
 
-def _check(*call: Any, nonlinearity: str) -> _recurrent.Call:
+def _check(*call: Any, nonlinearity: str) -> _recurrent.CheckedRecurrent:
     options = functools.partial(Options, relu=is_relu(nonlinearity))
     return _recurrent.check_without_cells("rnn", 1, options, *call)
 

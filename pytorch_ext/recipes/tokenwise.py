@@ -130,7 +130,7 @@ def why_not(module: nn.Module) -> str | None:
     return Examiner(()).why_not(module)
 
 
-class _Call(NamedTuple):
+class _SubmoduleCall(NamedTuple):
     """A call of a submodule, and what it gets."""
 
     name: str
@@ -149,11 +149,13 @@ class _Verdict(NamedTuple):
     """The result of following the code of a class."""
 
     uses: str | None  # what isn't known to keep tokens apart
-    calls: frozenset[_Call]
+    calls: frozenset[_SubmoduleCall]
     results: frozenset[tuple[Any, bool]]  # of calls; True: used as a tensor, False: as a tuple
     returns_tuple: bool | None  # whether it returns a tuple; None: what a submodule returns
     read: dict[str, Any]  # the attributes on which this verdict rests
-    given: dict[tuple[_Call, type], Inputs | None]  # what calls give to submodules of a class
+    given: dict[
+        tuple[_SubmoduleCall, type], Inputs | None
+    ]  # what calls give to submodules of a class
 
 
 _verdicts: dict[tuple[type, Inputs, bool], list[_Verdict]] = {}
@@ -192,7 +194,7 @@ def _trait(module: nn.Module, name: str) -> Any:
     return type(value)
 
 
-def _given_to(child: nn.Module, call: _Call) -> Inputs | None:
+def _given_to(child: nn.Module, call: _SubmoduleCall) -> Inputs | None:
     """Return the inputs of a child in a call; None if it takes a mask that it doesn't get."""
     arguments = _arguments(type(child))
     given: dict[str, _Value] = {}
@@ -303,7 +305,7 @@ class _Reader:
         self.inputs = inputs
         self.methods = dict(code.methods(source))
         self.read: dict[str, Any] = {}
-        self.calls: set[_Call] = set()
+        self.calls: set[_SubmoduleCall] = set()
         self.results: set[tuple[Any, bool]] = set()
         self.depth = 0
         self.globals: dict[str, Any] = {}
@@ -743,8 +745,8 @@ class _Reader:
                 or (place in ABSENT and value != _NONE)
             ):
                 raise _Unknown(f"self.{name} with a {value.kind}")
-        self.calls.add(_Call(name, index, frozenset(special)))
-        children = _Call(name, index, frozenset()).modules(self.module)
+        self.calls.add(_SubmoduleCall(name, index, frozenset(special)))
+        children = _SubmoduleCall(name, index, frozenset()).modules(self.module)
         if all(sublayers.is_of_transformers(sublayers.original(type(c))) for c in children):
             return _Value("results", 0, (first, name, index))
         return first

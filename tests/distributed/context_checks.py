@@ -153,7 +153,7 @@ def balanced_parts_have_equal_work() -> None:
     mesh, size = line(), dist.get_world_size()
     for balanced in (False, True):
         layout = distributed._Layout(mesh, balanced)
-        call = distributed._Call(layout, 1.0, False, None, None, 0, None)
+        call = distributed._SharedArguments(layout, 1.0, False, None, None, 0, None)
         pairs = torch.zeros(1)
         for owner in range(size):
             for block in distributed._blocks(call, owner, 2 * PIECE):
