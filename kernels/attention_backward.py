@@ -68,11 +68,22 @@ def attention_backward_rows_kernel(
     out,  # (B, H, Lq, Ev)
     lse,  # (B, H, Lq) float32, contiguous
     vectors,  # RowVectors, all written, except an lse_base that is lse itself
-    B, H, group, Lq, Lk, total_q, total_k, window_left, window_right, scale, scale_log2, threshold,
+    B,
+    H,
+    group,
+    Lq,
+    Lk,
+    total_q,
+    total_k,
+    window_left,
+    window_right,
+    scale,
+    scale_log2,
+    threshold,
     keep_scale,
     variant: tl.constexpr,
     block: tl.constexpr,
-):  # fmt: skip
+):
     """delta = ∑ dO O - dlse and, with Variant.large_scores, the logsumexp in two parts.
 
     A program owns M queries of one head of one sequence; it reads their rows of ``grad_out`` and
@@ -82,9 +93,20 @@ def attention_backward_rows_kernel(
     Floor: 2 · B · H · Lq · Ev elements of memory.
     """
     sizes = Sizes(
-        B, H, group, Lq, Lk, total_q, total_k, window_left, window_right, scale, scale_log2,
-        threshold, keep_scale,
-    )  # fmt: skip
+        B,
+        H,
+        group,
+        Lq,
+        Lk,
+        total_q,
+        total_k,
+        window_left,
+        window_right,
+        scale,
+        scale_log2,
+        threshold,
+        keep_scale,
+    )
     index, h, b = program_place(tl.cdiv(sizes.Lq, block.M), sizes.H)
     first = index * block.M
     head = load_head(inputs, sizes, b, h, variant)
@@ -124,10 +146,21 @@ def _split_logsumexp(lse, first, head, inputs, sizes, variant: tl.constexpr, blo
         query_tile = HeadTile(head.query, inputs.query.strides, first, head.num_queries)
         query = load_tile(query_tile, block.M, variant.E, variant.BLOCK_E, False)
         _acc, lse_base, row_sum = accumulate_softmax(
-            0.0, tl.full((block.M,), -INF, tl.float32), lse_rest, query, query_tile,
-            all_blocks(visible), head, inputs, sizes, variant, block,
-            FULL=False, SANITIZE=False, VALUES=False,
-        )  # fmt: skip
+            0.0,
+            tl.full((block.M,), -INF, tl.float32),
+            lse_rest,
+            query,
+            query_tile,
+            all_blocks(visible),
+            head,
+            inputs,
+            sizes,
+            variant,
+            block,
+            FULL=False,
+            SANITIZE=False,
+            VALUES=False,
+        )
         lse_rest = tl.log2(tl.where(row_sum == 0.0, 1.0, row_sum))
         lse_base = tl.where(is_nan, float("nan"), lse_base)
     return lse_base, lse_rest
@@ -186,11 +219,22 @@ def attention_backward_key_value_kernel(
     vectors,  # RowVectors
     grad_key,  # (B, Hkv, Lk, E)
     grad_value,  # (B, Hkv, Lk, Ev)
-    B, H, group, Lq, Lk, total_q, total_k, window_left, window_right, scale, scale_log2, threshold,
+    B,
+    H,
+    group,
+    Lq,
+    Lk,
+    total_q,
+    total_k,
+    window_left,
+    window_right,
+    scale,
+    scale_log2,
+    threshold,
     keep_scale,
     variant: tl.constexpr,
     block: tl.constexpr,
-):  # fmt: skip
+):
     """dV_j = ∑_i D_ij P_ij dO_i and dK_j = scale ∑_i dS_ij q_i.
 
     A program owns N keys of one key head of one sequence, and walks through the queries that see
@@ -200,9 +244,20 @@ def attention_backward_key_value_kernel(
     Floor: 4 · pairs · (E + Ev) operations of the matrix unit.
     """
     sizes = Sizes(
-        B, H, group, Lq, Lk, total_q, total_k, window_left, window_right, scale, scale_log2,
-        threshold, keep_scale,
-    )  # fmt: skip
+        B,
+        H,
+        group,
+        Lq,
+        Lk,
+        total_q,
+        total_k,
+        window_left,
+        window_right,
+        scale,
+        scale_log2,
+        threshold,
+        keep_scale,
+    )
     blocks = tl.cdiv(sizes.Lk, block.N)
     # In causal attention the first keys are seen most, so their programs begin first.
     index, kv_head, b = program_place(blocks, sizes.H // sizes.group)
@@ -238,23 +293,65 @@ def attention_backward_key_value_kernel(
     dk = tl.full((block.N, variant.BLOCK_E), 0.0, tl.float32)
     dv = tl.full((block.N, variant.BLOCK_EV), 0.0, tl.float32)
     dk, dv = _accumulate_dk_dv_of_group(
-        dk, dv, key, value, key_tile, value_tile, b, kv_head, grad_out, inputs, vectors, sizes,
-        variant, block, SANITIZE=False,
-    )  # fmt: skip
+        dk,
+        dv,
+        key,
+        value,
+        key_tile,
+        value_tile,
+        b,
+        kv_head,
+        grad_out,
+        inputs,
+        vectors,
+        sizes,
+        variant,
+        block,
+        SANITIZE=False,
+    )
     if variant.selective:
         if any_non_finite(dk) | any_non_finite(dv):
             dk = sums_of_non_finite_queries(
-                inputs.query, first, b, kv_head, inputs, sizes, variant, block, variant.E,
+                inputs.query,
+                first,
+                b,
+                kv_head,
+                inputs,
+                sizes,
+                variant,
+                block,
+                variant.E,
                 variant.BLOCK_E,
-            )  # fmt: skip
+            )
             dv = sums_of_non_finite_queries(
-                grad_out, first, b, kv_head, inputs, sizes, variant, block, variant.Ev,
+                grad_out,
+                first,
+                b,
+                kv_head,
+                inputs,
+                sizes,
+                variant,
+                block,
+                variant.Ev,
                 variant.BLOCK_EV,
-            )  # fmt: skip
+            )
             dk, dv = _accumulate_dk_dv_of_group(
-                dk, dv, key, value, key_tile, value_tile, b, kv_head, grad_out, inputs, vectors,
-                sizes, variant, block, SANITIZE=True,
-            )  # fmt: skip
+                dk,
+                dv,
+                key,
+                value,
+                key_tile,
+                value_tile,
+                b,
+                kv_head,
+                grad_out,
+                inputs,
+                vectors,
+                sizes,
+                variant,
+                block,
+                SANITIZE=True,
+            )
     if variant.key_lengths:
         # Keys past the lengths have weights of 0, but the other factor may have been NaN.
         take_part = (first + tl.arange(0, block.N) < num_keys)[:, None]
@@ -273,9 +370,22 @@ def attention_backward_key_value_kernel(
 
 @triton.jit
 def _accumulate_dk_dv_of_group(
-    dk, dv, key, value, key_tile, value_tile, b, kv_head, grad_out, inputs, vectors, sizes,
-    variant: tl.constexpr, block: tl.constexpr, SANITIZE: tl.constexpr,
-):  # fmt: skip
+    dk,
+    dv,
+    key,
+    value,
+    key_tile,
+    value_tile,
+    b,
+    kv_head,
+    grad_out,
+    inputs,
+    vectors,
+    sizes,
+    variant: tl.constexpr,
+    block: tl.constexpr,
+    SANITIZE: tl.constexpr,
+):
     """Adds the terms of all query heads that share a key head to dK and dV."""
     for member in range(group_size(sizes, variant)):
         h = kv_head * group_size(sizes, variant) + member
@@ -284,26 +394,86 @@ def _accumulate_dk_dv_of_group(
         visible = visible_queries(head, inputs, sizes, key_tile.first, variant, block)
         if SANITIZE:
             dk, dv = _accumulate_dk_dv(
-                dk, dv, key, value, key_tile, value_tile, all_blocks(visible), head, grad_out,
-                do_pointer, inputs, vectors, sizes, variant, block, FULL=False, SANITIZE=True,
-            )  # fmt: skip
+                dk,
+                dv,
+                key,
+                value,
+                key_tile,
+                value_tile,
+                all_blocks(visible),
+                head,
+                grad_out,
+                do_pointer,
+                inputs,
+                vectors,
+                sizes,
+                variant,
+                block,
+                FULL=False,
+                SANITIZE=True,
+            )
         else:
             dk, dv = _accumulate_dk_dv(
-                dk, dv, key, value, key_tile, value_tile, full_blocks(visible), head, grad_out,
-                do_pointer, inputs, vectors, sizes, variant, block, FULL=True, SANITIZE=False,
-            )  # fmt: skip
+                dk,
+                dv,
+                key,
+                value,
+                key_tile,
+                value_tile,
+                full_blocks(visible),
+                head,
+                grad_out,
+                do_pointer,
+                inputs,
+                vectors,
+                sizes,
+                variant,
+                block,
+                FULL=True,
+                SANITIZE=False,
+            )
             dk, dv = _accumulate_dk_dv(
-                dk, dv, key, value, key_tile, value_tile, edge_blocks(visible), head, grad_out,
-                do_pointer, inputs, vectors, sizes, variant, block, FULL=False, SANITIZE=False,
-            )  # fmt: skip
+                dk,
+                dv,
+                key,
+                value,
+                key_tile,
+                value_tile,
+                edge_blocks(visible),
+                head,
+                grad_out,
+                do_pointer,
+                inputs,
+                vectors,
+                sizes,
+                variant,
+                block,
+                FULL=False,
+                SANITIZE=False,
+            )
     return dk, dv
 
 
 @triton.jit
 def _accumulate_dk_dv(
-    dk, dv, key, value, key_tile, value_tile, walk, head, grad_out, do_pointer, inputs, vectors,
-    sizes, variant: tl.constexpr, block: tl.constexpr, FULL: tl.constexpr, SANITIZE: tl.constexpr,
-):  # fmt: skip
+    dk,
+    dv,
+    key,
+    value,
+    key_tile,
+    value_tile,
+    walk,
+    head,
+    grad_out,
+    do_pointer,
+    inputs,
+    vectors,
+    sizes,
+    variant: tl.constexpr,
+    block: tl.constexpr,
+    FULL: tl.constexpr,
+    SANITIZE: tl.constexpr,
+):
     """Adds the terms of the queries of ``walk`` to dK and dV.
 
     Score tiles have a row per key: that way the weights are the left operand of both following
@@ -360,11 +530,22 @@ def attention_backward_query_kernel(
     grad_out,  # (B, H, Lq, Ev)
     vectors,  # RowVectors
     grad_query,  # (B, H, Lq, E)
-    B, H, group, Lq, Lk, total_q, total_k, window_left, window_right, scale, scale_log2, threshold,
+    B,
+    H,
+    group,
+    Lq,
+    Lk,
+    total_q,
+    total_k,
+    window_left,
+    window_right,
+    scale,
+    scale_log2,
+    threshold,
     keep_scale,
     variant: tl.constexpr,
     block: tl.constexpr,
-):  # fmt: skip
+):
     """dQ_i = scale ∑_j dS_ij k_j.
 
     A program owns M queries of one head of one sequence and walks through the keys that they see.
@@ -374,9 +555,20 @@ def attention_backward_query_kernel(
     computed for dK and dV: the price of never splitting a sum between programs.
     """
     sizes = Sizes(
-        B, H, group, Lq, Lk, total_q, total_k, window_left, window_right, scale, scale_log2,
-        threshold, keep_scale,
-    )  # fmt: skip
+        B,
+        H,
+        group,
+        Lq,
+        Lk,
+        total_q,
+        total_k,
+        window_left,
+        window_right,
+        scale,
+        scale_log2,
+        threshold,
+        keep_scale,
+    )
     blocks = tl.cdiv(sizes.Lq, block.M)
     index, h, b = program_place(blocks, sizes.H)
     if variant.right_bound:
@@ -402,23 +594,68 @@ def attention_backward_query_kernel(
     row_values = load_row_values(vectors, head, rows, variant, False)
     dq = tl.full((block.M, variant.BLOCK_E), 0.0, tl.float32)
     dq = _accumulate_dq(
-        dq, query, do, query_tile, do_tile, row_values, full_blocks(visible), head, inputs, sizes,
-        variant, block, FULL=True, SANITIZE=False,
-    )  # fmt: skip
+        dq,
+        query,
+        do,
+        query_tile,
+        do_tile,
+        row_values,
+        full_blocks(visible),
+        head,
+        inputs,
+        sizes,
+        variant,
+        block,
+        FULL=True,
+        SANITIZE=False,
+    )
     dq = _accumulate_dq(
-        dq, query, do, query_tile, do_tile, row_values, edge_blocks(visible), head, inputs, sizes,
-        variant, block, FULL=False, SANITIZE=False,
-    )  # fmt: skip
+        dq,
+        query,
+        do,
+        query_tile,
+        do_tile,
+        row_values,
+        edge_blocks(visible),
+        head,
+        inputs,
+        sizes,
+        variant,
+        block,
+        FULL=False,
+        SANITIZE=False,
+    )
     if variant.selective:
         if any_non_finite(dq):
             dq = sums_of_non_finite_keys(
-                inputs.key, head.key, first, visible, head, inputs, sizes, variant, block,
-                variant.E, variant.BLOCK_E,
-            )  # fmt: skip
+                inputs.key,
+                head.key,
+                first,
+                visible,
+                head,
+                inputs,
+                sizes,
+                variant,
+                block,
+                variant.E,
+                variant.BLOCK_E,
+            )
             dq = _accumulate_dq(
-                dq, query, do, query_tile, do_tile, row_values, all_blocks(visible), head, inputs,
-                sizes, variant, block, FULL=False, SANITIZE=True,
-            )  # fmt: skip
+                dq,
+                query,
+                do,
+                query_tile,
+                do_tile,
+                row_values,
+                all_blocks(visible),
+                head,
+                inputs,
+                sizes,
+                variant,
+                block,
+                FULL=False,
+                SANITIZE=True,
+            )
     dq_tile = tile_like_query(grad_query, head, h, first)
     dq = infinite_to_nan(dq * sizes.scale)
     store_tile(dq_tile, dq, block.M, variant.E, variant.BLOCK_E)
@@ -426,9 +663,21 @@ def attention_backward_query_kernel(
 
 @triton.jit
 def _accumulate_dq(
-    dq, query, do, query_tile, do_tile, row_values, walk, head, inputs, sizes,
-    variant: tl.constexpr, block: tl.constexpr, FULL: tl.constexpr, SANITIZE: tl.constexpr,
-):  # fmt: skip
+    dq,
+    query,
+    do,
+    query_tile,
+    do_tile,
+    row_values,
+    walk,
+    head,
+    inputs,
+    sizes,
+    variant: tl.constexpr,
+    block: tl.constexpr,
+    FULL: tl.constexpr,
+    SANITIZE: tl.constexpr,
+):
     """Adds the terms of the keys of ``walk`` to dQ."""
     STAGES: tl.constexpr = 1 if SANITIZE else None
     gap = walk.gap_stop - walk.gap_start
@@ -437,9 +686,21 @@ def _accumulate_dq(
         key_tile = HeadTile(head.key, inputs.key.strides, first, head.num_keys)
         key = load_tile(key_tile, block.N, variant.E, variant.BLOCK_E, FULL)
         ds = grad_scores(
-            query, do, key, query_tile, do_tile, key_tile, row_values, head, inputs, sizes, variant,
-            block, FULL, CAPPED=False,
-        )  # fmt: skip
+            query,
+            do,
+            key,
+            query_tile,
+            do_tile,
+            key_tile,
+            row_values,
+            head,
+            inputs,
+            sizes,
+            variant,
+            block,
+            FULL,
+            CAPPED=False,
+        )
         if SANITIZE:
             key = zero_non_finite(key)  # after the scores, which an infinite key can make -∞
         dq = dot(ds.to(key.dtype), key, dq)
@@ -448,9 +709,21 @@ def _accumulate_dq(
 
 @triton.jit
 def grad_scores(
-    query, do, key, query_tile, do_tile, key_tile, row_values, head, inputs, sizes,
-    variant: tl.constexpr, block: tl.constexpr, FULL: tl.constexpr, CAPPED: tl.constexpr = True,
-):  # fmt: skip
+    query,
+    do,
+    key,
+    query_tile,
+    do_tile,
+    key_tile,
+    row_values,
+    head,
+    inputs,
+    sizes,
+    variant: tl.constexpr,
+    block: tl.constexpr,
+    FULL: tl.constexpr,
+    CAPPED: tl.constexpr = True,
+):
     """dS (M, N), 0 for pairs that don't take part. CAPPED: of the scores after the cap."""
     rows = query_rows(head, query_tile.first, block.M, FULL)
     columns = key_tile.first + tl.arange(0, block.N)[None, :]

@@ -44,11 +44,22 @@ def attention_forward_kernel(
     inputs,
     out,  # (B, H, Lq, Ev)
     lse,  # (B, H, Lq) float32, contiguous
-    B, H, group, Lq, Lk, total_q, total_k, window_left, window_right, scale, scale_log2, threshold,
+    B,
+    H,
+    group,
+    Lq,
+    Lk,
+    total_q,
+    total_k,
+    window_left,
+    window_right,
+    scale,
+    scale_log2,
+    threshold,
     keep_scale,
     variant: tl.constexpr,
     block: tl.constexpr,
-):  # fmt: skip
+):
     """Computes the output and the logsumexp.
 
     A program owns M queries of one head of one sequence. It reads them once, and the keys and
@@ -59,9 +70,20 @@ def attention_forward_kernel(
     B · H · (Lq · (E + Ev) + Lk · (E + Ev)) elements of memory.
     """
     sizes = Sizes(
-        B, H, group, Lq, Lk, total_q, total_k, window_left, window_right, scale, scale_log2,
-        threshold, keep_scale,
-    )  # fmt: skip
+        B,
+        H,
+        group,
+        Lq,
+        Lk,
+        total_q,
+        total_k,
+        window_left,
+        window_right,
+        scale,
+        scale_log2,
+        threshold,
+        keep_scale,
+    )
     blocks = tl.cdiv(sizes.Lq, block.M)
     index, h, b = program_place(blocks, sizes.H)
     if variant.right_bound:
@@ -81,25 +103,69 @@ def attention_forward_kernel(
     row_max = tl.full((block.M,), -INF, tl.float32)
     row_sum = tl.full((block.M,), 0.0, tl.float32)
     acc, row_max, row_sum = accumulate_softmax(
-        acc, row_max, row_sum, query, query_tile, full_blocks(visible), head, inputs, sizes,
-        variant, block, FULL=True, SANITIZE=False, VALUES=True,
-    )  # fmt: skip
+        acc,
+        row_max,
+        row_sum,
+        query,
+        query_tile,
+        full_blocks(visible),
+        head,
+        inputs,
+        sizes,
+        variant,
+        block,
+        FULL=True,
+        SANITIZE=False,
+        VALUES=True,
+    )
     acc, row_max, row_sum = accumulate_softmax(
-        acc, row_max, row_sum, query, query_tile, edge_blocks(visible), head, inputs, sizes,
-        variant, block, FULL=False, SANITIZE=False, VALUES=True,
-    )  # fmt: skip
+        acc,
+        row_max,
+        row_sum,
+        query,
+        query_tile,
+        edge_blocks(visible),
+        head,
+        inputs,
+        sizes,
+        variant,
+        block,
+        FULL=False,
+        SANITIZE=False,
+        VALUES=True,
+    )
     if variant.selective:
         # ``row_sum`` too: dropout may have removed a NaN from ``acc``.
         if any_non_finite(acc) | any_non_finite(row_sum):
             acc = sums_of_non_finite_keys(
-                inputs.value, head.value, first, visible, head, inputs, sizes, variant, block,
-                variant.Ev, variant.BLOCK_EV,
-            )  # fmt: skip
+                inputs.value,
+                head.value,
+                first,
+                visible,
+                head,
+                inputs,
+                sizes,
+                variant,
+                block,
+                variant.Ev,
+                variant.BLOCK_EV,
+            )
             acc, row_max, row_sum = accumulate_softmax(
-                acc, tl.full((block.M,), -INF, tl.float32), tl.zeros_like(row_sum), query,
-                query_tile, all_blocks(visible), head, inputs, sizes, variant, block,
-                FULL=False, SANITIZE=True, VALUES=True,
-            )  # fmt: skip
+                acc,
+                tl.full((block.M,), -INF, tl.float32),
+                tl.zeros_like(row_sum),
+                query,
+                query_tile,
+                all_blocks(visible),
+                head,
+                inputs,
+                sizes,
+                variant,
+                block,
+                FULL=False,
+                SANITIZE=True,
+                VALUES=True,
+            )
     rows = first + tl.arange(0, block.M)
     # A sum of 0 means no pair, or only scores of -∞. The latter makes the row NaN.
     nothing = (row_sum == 0.0) & (rows < head.num_queries)
@@ -119,9 +185,21 @@ def attention_forward_kernel(
 
 @triton.jit
 def accumulate_softmax(
-    acc, row_max, row_sum, query, query_tile, walk, head, inputs, sizes, variant: tl.constexpr,
-    block: tl.constexpr, FULL: tl.constexpr, SANITIZE: tl.constexpr, VALUES: tl.constexpr,
-):  # fmt: skip
+    acc,
+    row_max,
+    row_sum,
+    query,
+    query_tile,
+    walk,
+    head,
+    inputs,
+    sizes,
+    variant: tl.constexpr,
+    block: tl.constexpr,
+    FULL: tl.constexpr,
+    SANITIZE: tl.constexpr,
+    VALUES: tl.constexpr,
+):
     """Adds the keys of ``walk`` to the softmax of a block of queries.
 
     ``acc`` (M, BLOCK_EV) is ∑ p v and ``row_sum`` (M,) is ∑ p, where p = exp(score - row_max) and

@@ -31,13 +31,24 @@ def attention_backward_mask_kernel(
     vectors,  # RowVectors
     grad_mask,  # (shares, *attn_mask.shape), contiguous
     terms_per_share,
-    B, H, group, Lq, Lk, total_q, total_k, window_left, window_right, scale, scale_log2, threshold,
+    B,
+    H,
+    group,
+    Lq,
+    Lk,
+    total_q,
+    total_k,
+    window_left,
+    window_right,
+    scale,
+    scale_log2,
+    threshold,
     keep_scale,
     shape: tl.constexpr,  # MaskShape
     SEVERAL_RUNS: tl.constexpr,  # a share has more terms than a run
     variant: tl.constexpr,
     block: tl.constexpr,
-):  # fmt: skip
+):
     """The float mask's gradient: dS, summed over the dimensions that the mask is broadcast in.
 
     A program owns a tile of the gradient (a single row if all queries share the mask) and a share
@@ -50,9 +61,20 @@ def attention_backward_mask_kernel(
     Floor: 2 · pairs · (E + Ev) operations of the matrix unit.
     """
     sizes = Sizes(
-        B, H, group, Lq, Lk, total_q, total_k, window_left, window_right, scale, scale_log2,
-        threshold, keep_scale,
-    )  # fmt: skip
+        B,
+        H,
+        group,
+        Lq,
+        Lk,
+        total_q,
+        total_k,
+        window_left,
+        window_right,
+        scale,
+        scale_log2,
+        threshold,
+        keep_scale,
+    )
     row_blocks = tl.cdiv(sizes.Lq, block.M)
     share = _share_of_program(row_blocks, sizes, shape, block)
     # The terms of the sum: blocks of queries fastest, then heads, then sequences.
@@ -88,9 +110,18 @@ def attention_backward_mask_kernel(
             b = rest
         if shape.columns:
             tile_run = _add_grad_scores(
-                tile_run, first, share.first_column, h, b, inputs, grad_out, vectors, sizes,
-                variant, block,
-            )  # fmt: skip
+                tile_run,
+                first,
+                share.first_column,
+                h,
+                b,
+                inputs,
+                grad_out,
+                vectors,
+                sizes,
+                variant,
+                block,
+            )
         else:
             rows_run = _add_grad_lse(
                 rows_run, first, h, b, inputs, grad_lse, vectors, sizes, variant, block
@@ -144,9 +175,18 @@ def _share_of_program(row_blocks, sizes, shape: tl.constexpr, block: tl.constexp
 
 @triton.jit
 def _add_grad_scores(
-    tile_run, first, first_column, h, b, inputs, grad_out, vectors, sizes, variant: tl.constexpr,
+    tile_run,
+    first,
+    first_column,
+    h,
+    b,
+    inputs,
+    grad_out,
+    vectors,
+    sizes,
+    variant: tl.constexpr,
     block: tl.constexpr,
-):  # fmt: skip
+):
     """Adds dS of the block of pairs at ``first`` and ``first_column``, unless it holds no pair."""
     head = load_head(inputs, sizes, b, h, variant)
     rows = first + tl.arange(0, block.M)
@@ -165,17 +205,36 @@ def _add_grad_scores(
         key = load_tile(key_tile, block.N, variant.E, variant.BLOCK_E, False)
         do = load_tile(do_tile, block.M, variant.Ev, variant.BLOCK_EV, False)
         tile_run += grad_scores(
-            query, do, key, query_tile, do_tile, key_tile, row_values, head, inputs, sizes, variant,
-            block, FULL=False,
-        )  # fmt: skip
+            query,
+            do,
+            key,
+            query_tile,
+            do_tile,
+            key_tile,
+            row_values,
+            head,
+            inputs,
+            sizes,
+            variant,
+            block,
+            FULL=False,
+        )
     return tile_run
 
 
 @triton.jit
 def _add_grad_lse(
-    rows_run, first, h, b, inputs, grad_lse, vectors, sizes, variant: tl.constexpr,
+    rows_run,
+    first,
+    h,
+    b,
+    inputs,
+    grad_lse,
+    vectors,
+    sizes,
+    variant: tl.constexpr,
     block: tl.constexpr,
-):  # fmt: skip
+):
     """Adds dlse of the queries at ``first`` that have a pair."""
     head = load_head(inputs, sizes, b, h, variant)
     rows = first + tl.arange(0, block.M)

@@ -54,9 +54,18 @@ def _finite(x):
 
 @triton.jit
 def sums_of_non_finite_keys(
-    tensor, pointer, first_row, visible, head, inputs, sizes, variant: tl.constexpr,
-    block: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr,
-):  # fmt: skip
+    tensor,
+    pointer,
+    first_row,
+    visible,
+    head,
+    inputs,
+    sizes,
+    variant: tl.constexpr,
+    block: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+):
     """(M, BLOCK_DIM): ∞ where a key or value that the query sees is not finite, otherwise 0."""
     rows = first_row + tl.arange(0, block.M)[:, None]
     count = tl.full((block.M, BLOCK_DIM), 0.0, tl.float32)
@@ -71,9 +80,17 @@ def sums_of_non_finite_keys(
 
 @triton.jit
 def sums_of_non_finite_queries(
-    tensor, first_column, b, kv_head, inputs, sizes, variant: tl.constexpr, block: tl.constexpr,
-    DIM: tl.constexpr, BLOCK_DIM: tl.constexpr,
-):  # fmt: skip
+    tensor,
+    first_column,
+    b,
+    kv_head,
+    inputs,
+    sizes,
+    variant: tl.constexpr,
+    block: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+):
     """(N, BLOCK_DIM): ∞ where q or dO of a query that sees the key is not finite, otherwise 0."""
     columns = first_column + tl.arange(0, block.N)[:, None]
     count = tl.full((block.N, BLOCK_DIM), 0.0, tl.float32)

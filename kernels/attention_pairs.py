@@ -141,9 +141,16 @@ def _round_to_blocks(start, full_start, full_stop, stop, BLOCK: tl.constexpr):
 
 @triton.jit
 def _trim(
-    head, inputs, start, stop, first, BLOCK: tl.constexpr, OTHER: tl.constexpr, KEYS: tl.constexpr,
+    head,
+    inputs,
+    start,
+    stop,
+    first,
+    BLOCK: tl.constexpr,
+    OTHER: tl.constexpr,
+    KEYS: tl.constexpr,
     variant: tl.constexpr,
-):  # fmt: skip
+):
     """Cuts the ends that the mask leaves out off [start, stop), for the block at ``first``.
 
     KEYS: the range is of keys and the block of queries; otherwise the reverse. The search reads the
@@ -169,9 +176,15 @@ def _trim(
 
 @triton.jit
 def _mask_keeps(
-    head, inputs, index, first, SIZE: tl.constexpr, OTHER: tl.constexpr, KEYS: tl.constexpr,
+    head,
+    inputs,
+    index,
+    first,
+    SIZE: tl.constexpr,
+    OTHER: tl.constexpr,
+    KEYS: tl.constexpr,
     variant: tl.constexpr,
-):  # fmt: skip
+):
     """(SIZE,): whether the mask keeps each key (or query) for any query (or key) of the block."""
     other = first + tl.arange(0, OTHER)
     if KEYS:

@@ -173,9 +173,16 @@ def _inside(tile, column, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DIM: tl.con
 
 @triton.jit
 def pair_products(
-    a, a_tile, b, b_tile, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DIM: tl.constexpr,
-    BLOCK_DIM: tl.constexpr, block: tl.constexpr,
-):  # fmt: skip
+    a,
+    a_tile,
+    b,
+    b_tile,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+    block: tl.constexpr,
+):
     """Returns a @ bᵀ (ROWS, COLUMNS), at once or in steps of block.K along DIM.
 
     In float32, products run on the ordinary arithmetic units, and the compiler keeps all operands

@@ -513,10 +513,18 @@ def dropout_add_layer_norm_forward(
         config = tile_config(_FORWARD_TILES, call.variant.N)
         launch(
             dropout_add_layer_norm_forward_kernel,
-            (triton.cdiv(call.rows, config.block.rows),), config,
-            call.inputs, call.dropout, _as_matrix(out), _as_matrix(total if prenorm else None),
-            mean, rstd, call.rows, eps, call.variant,
-        )  # fmt: skip
+            (triton.cdiv(call.rows, config.block.rows),),
+            config,
+            call.inputs,
+            call.dropout,
+            _as_matrix(out),
+            _as_matrix(total if prenorm else None),
+            mean,
+            rstd,
+            call.rows,
+            eps,
+            call.variant,
+        )
     return out, total, mean, rstd
 
 
@@ -565,25 +573,52 @@ def dropout_add_layer_norm_backward(
         if chunks > 1:
             statistics = Statistics(torch.empty_like(rstd), torch.empty_like(rstd))
             launch(
-                dropout_add_layer_norm_backward_statistics_kernel, (tiles,), config,
-                dy, call.inputs, call.dropout, mean, rstd, statistics, call.rows, call.variant,
-            )  # fmt: skip
+                dropout_add_layer_norm_backward_statistics_kernel,
+                (tiles,),
+                config,
+                dy,
+                call.inputs,
+                call.dropout,
+                mean,
+                rstd,
+                statistics,
+                call.rows,
+                call.variant,
+            )
         programs = _backward_programs(config, tiles, chunks)
         shares = VectorGradients(
             *(None if t is None else rstd.new_empty((programs, N)) for t in vector_grads)
         )
         stages = _stages(config, dy, ds, call.inputs.x, call.inputs.residual)
         launch(
-            dropout_add_layer_norm_backward_kernel, (programs, chunks), config,
-            dy, ds, call.inputs, call.dropout, mean, rstd, statistics, grad_x, grad_residual,
-            shares, call.rows, call.variant, stages,
-        )  # fmt: skip
+            dropout_add_layer_norm_backward_kernel,
+            (programs, chunks),
+            config,
+            dy,
+            ds,
+            call.inputs,
+            call.dropout,
+            mean,
+            rstd,
+            statistics,
+            grad_x,
+            grad_residual,
+            shares,
+            call.rows,
+            call.variant,
+            stages,
+        )
         if any(t is not None for t in vector_grads):
             grid = (triton.cdiv(N, _SUM.block.columns), len(vector_grads))
             launch(
-                dropout_add_layer_norm_backward_sum_kernel, grid, _SUM,
-                shares, vector_grads, programs, N,
-            )  # fmt: skip
+                dropout_add_layer_norm_backward_sum_kernel,
+                grid,
+                _SUM,
+                shares,
+                vector_grads,
+                programs,
+                N,
+            )
     return results
 
 

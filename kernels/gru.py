@@ -369,9 +369,14 @@ class _GruCall(CallWithoutCells):
         return bias
 
     def gradients(
-        self, input: Tensor, h_previous: Tensor, gates: Tensor, grads: Tensor, grad_state: Tensor,
+        self,
+        input: Tensor,
+        h_previous: Tensor,
+        gates: Tensor,
+        grads: Tensor,
+        grad_state: Tensor,
         needs_grad: Sequence[bool],
-    ) -> list[Tensor | None]:  # fmt: skip
+    ) -> list[Tensor | None]:
         """As :meth:`gradients_of_sums`; grads is (T, B, D, 4·H), of n, r, z and k."""
         sequences, D, H = self.sequences, self.D, self.H
         x = masked(input, sequences.valid).flatten(0, 1)

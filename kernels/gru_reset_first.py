@@ -396,9 +396,14 @@ class ResetFirstCall(without_cells.CallWithoutCells):
             torch.bmm(grad_rz, weight_rz, out=dh_recurrent)
 
     def gradients(
-        self, input: Tensor, h_previous: Tensor, gates: Tensor, grads: Tensor, grad_state: Tensor,
+        self,
+        input: Tensor,
+        h_previous: Tensor,
+        gates: Tensor,
+        grads: Tensor,
+        grad_state: Tensor,
         needs_grad: Sequence[bool],
-    ) -> list[Tensor | None]:  # fmt: skip
+    ) -> list[Tensor | None]:
         """As :meth:`gradients_of_sums`; grads is of r, z and n."""
         sequences, H = self.sequences, self.H
 

@@ -130,9 +130,19 @@ def lstm_backward(
     *call_options, needs_grad = options
     recompute = gates.dim() == 1
     _check_backward(
-        grad_output, grad_h_n, grad_c_n, input, h0, c0, parameters, lengths, output,
-        None if recompute else gates, cells, *call_options[:2],
-    )  # fmt: skip
+        grad_output,
+        grad_h_n,
+        grad_c_n,
+        input,
+        h0,
+        c0,
+        parameters,
+        lengths,
+        output,
+        None if recompute else gates,
+        cells,
+        *call_options[:2],
+    )
     with torch.cuda.device_of(input):
         call = _LstmCall(input, parameters, lengths, seed, *call_options, recompute=recompute)
         variant, sequences = call.variant, call.sequences
@@ -153,9 +163,15 @@ def lstm_backward(
         if call.one_launch:
             sequence = call.prepare(lstm_backward_sequence_kernel, variant.H)
             sequence(
-                sequences.weight_hh, grad_output.contiguous(), past, grads, shares, call.inputs,
-                call.T, call.B,
-            )  # fmt: skip
+                sequences.weight_hh,
+                grad_output.contiguous(),
+                past,
+                grads,
+                shares,
+                call.inputs,
+                call.T,
+                call.B,
+            )
             projection = None
         else:
             projection = _backward_steps(call, grad_output.contiguous(), past, grads, shares)
@@ -183,9 +199,17 @@ def _check_backward(
     R, H = output.shape[-1] // D, cells.shape[-1]
     all_gates = (G * H,)
     shapes: tuple[tuple[int, ...], ...] = (
-        (G * H, features), (G * H, R), all_gates, all_gates, (R, H), (G - 1, H), all_gates,
-        all_gates, (H,), (H,),
-    )  # fmt: skip
+        (G * H, features),
+        (G * H, R),
+        all_gates,
+        all_gates,
+        (R, H),
+        (G - 1, H),
+        all_gates,
+        all_gates,
+        (H,),
+        (H,),
+    )
     for direction in by_direction(Parameters, parameters):
         for name, t, shape in zip(Parameters._fields, direction, shapes, strict=True):
             check_shape(name, t, shape)
@@ -243,9 +267,17 @@ def _backward_steps(
     projection = call.prepare(lstm_backward_projection_kernel, variant.R)
     for step in reversed(range(T)):
         projection(
-            step, dh_recurrent, grad_out, past, grads, grad_projected, grad_projected_steps, inputs,
-            T, B,
-        )  # fmt: skip
+            step,
+            dh_recurrent,
+            grad_out,
+            past,
+            grads,
+            grad_projected,
+            grad_projected_steps,
+            inputs,
+            T,
+            B,
+        )
         torch.bmm(grad_projected, weight_hr, out=dm)
         cell(step, dm, grad_out, past, grads, grad_products_hh, shares, inputs, T, B)
         torch.bmm(grad_products_hh, weight_hh, out=dh_recurrent)
@@ -318,9 +350,20 @@ def _normalised_ih_backward(
             x, None, *vectors, 0.0, eps, False, False, x.dtype
         )
         grad_x, _, grad_gain, *_ = layer_norm.dropout_add_layer_norm_backward(
-            grad[:, :, d], None, x, None, *vectors, mean, rstd, 0.0, eps, False, False, x.dtype,
+            grad[:, :, d],
+            None,
+            x,
+            None,
+            *vectors,
+            mean,
+            rstd,
+            0.0,
+            eps,
+            False,
+            False,
+            x.dtype,
             (True, False, True, False, False),
-        )  # fmt: skip
+        )
         grad_products_ih.append(grad_x)
         grad_gains.append(grad_gain)
     return torch.stack(grad_products_ih, 2), grad_gains

@@ -240,9 +240,14 @@ def next_h(new, h, out, tile, at, D: tl.constexpr, N: tl.constexpr):
 
 @triton.jit
 def zero_steps(
-    tensor, first, tile, G: tl.constexpr, H: tl.constexpr, variant: tl.constexpr,
+    tensor,
+    first,
+    tile,
+    G: tl.constexpr,
+    H: tl.constexpr,
+    variant: tl.constexpr,
     block: tl.constexpr,
-):  # fmt: skip
+):
     """Writes zeros to (T, B, D, G, H) from step ``first`` on, which no row of the tile has."""
     zeros = tl.full((block.rows, block.columns), 0.0, tensor.dtype.element_ty)
     for step in range(first, tile.T):

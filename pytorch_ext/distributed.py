@@ -106,9 +106,17 @@ def ring_attention(
                 'take "ring" or "all_gather"'
             )
         out, lse = _by_heads(
-            query, key, value, layout, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa,
-            key_lengths=key_lengths, window=window, softcap=softcap,
-        )  # fmt: skip
+            query,
+            key,
+            value,
+            layout,
+            is_causal=is_causal,
+            scale=scale,
+            enable_gqa=enable_gqa,
+            key_lengths=key_lengths,
+            window=window,
+            softcap=softcap,
+        )
         return (out, lse) if return_lse else out
     if attn_mask is not None:
         _checks.tensor("attn_mask", attn_mask)
@@ -330,9 +338,17 @@ def _attend(
     if lengths is not None:
         lengths = (lengths - block.first_key).clamp(0, key.shape[2])
     return scaled_dot_product_attention(
-        query, key, value, mask, scale=call.scale, enable_gqa=call.enable_gqa,
-        key_lengths=lengths, window=block.window, softcap=call.softcap, return_lse=True,
-    )  # fmt: skip
+        query,
+        key,
+        value,
+        mask,
+        scale=call.scale,
+        enable_gqa=call.enable_gqa,
+        key_lengths=lengths,
+        window=block.window,
+        softcap=call.softcap,
+        return_lse=True,
+    )
 
 
 def _mask_of(mask: Tensor | None, block: _PairBlock) -> Tensor | None:
@@ -369,14 +385,23 @@ def _weight(lse: Tensor, whole: Tensor) -> Tensor:
 
 
 def _forward_part(
-    call: _SharedArguments, owner: int, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None,
+    call: _SharedArguments,
+    owner: int,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
     total: _Sum,
-) -> None:  # fmt: skip
+) -> None:
     for block in _blocks(call, owner, query.shape[2]):
         out, lse = _attend(
-            call, block, query[:, :, block.rows], key[:, :, block.columns],
-            value[:, :, block.columns], _mask_of(mask, block),
-        )  # fmt: skip
+            call,
+            block,
+            query[:, :, block.rows],
+            key[:, :, block.columns],
+            value[:, :, block.columns],
+            _mask_of(mask, block),
+        )
         total.add(block.rows, out, lse)
 
 
@@ -387,9 +412,16 @@ class _Gradients:
     """
 
     def __init__(
-        self, call: _SharedArguments, needs: Sequence[bool], query: Tensor, mask: Tensor | None,
-        out: Tensor, lse: Tensor, grad_out: Tensor | None, grad_lse: Tensor | None,
-    ) -> None:  # fmt: skip
+        self,
+        call: _SharedArguments,
+        needs: Sequence[bool],
+        query: Tensor,
+        mask: Tensor | None,
+        out: Tensor,
+        lse: Tensor,
+        grad_out: Tensor | None,
+        grad_lse: Tensor | None,
+    ) -> None:
         self.call, self.query, self.mask, self.lse = call, query, mask, lse
         self.wide = accumulation_dtype(query.dtype)
         self.needs = tuple(needs)
@@ -480,9 +512,14 @@ class _Travel:
 
 
 def _finish(
-    ctx: Any, call: _SharedArguments, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None,
+    ctx: Any,
+    call: _SharedArguments,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
     total: _Sum,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:
     """Ends the forward of a Function; returns its results."""
     out, lse = total.results()
     ctx.call = call

@@ -520,9 +520,13 @@ def _swap_recurrent(
 
 
 _RECURRENT = (
-    torch_nn.LSTM, torch_nn.LSTMCell, torch_nn.GRU, torch_nn.GRUCell, torch_nn.RNN,
+    torch_nn.LSTM,
+    torch_nn.LSTMCell,
+    torch_nn.GRU,
+    torch_nn.GRUCell,
+    torch_nn.RNN,
     torch_nn.RNNCell,
-)  # fmt: skip
+)
 
 
 _REGISTRATION = "_trifuse_registration"  # an attribute that is pickled with the model

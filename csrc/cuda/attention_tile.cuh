@@ -75,9 +75,9 @@ struct Tile {
   __device__ __forceinline__ Tile from(int row) const { return {data + row * pitch, pitch}; }
 };
 
-// Loads rows [first, first + rows), by all threads of a block. Rows from `length` on are zeros, and
-// so are columns past the end, up to the multiple of 16 that products read. The tile has arrived
-// after cp_async_wait and a barrier.
+// Loads rows [first, first + rows), by all threads of a block. Rows from `length` on are zeros,
+// and so are columns past the end, up to the multiple of 16 that products read. The tile has
+// arrived after cp_async_wait and a barrier.
 template <class Scalar>
 __device__ __forceinline__ void load_tile(
     const Tile<Scalar>& to, const HeadRows<const Scalar>& from, int first, int rows, int length) {

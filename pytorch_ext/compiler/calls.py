@@ -69,9 +69,11 @@ _SPELLINGS: tuple[tuple[str, str, tuple[Any, ...]], ...] = (
     ("relu", "input inplace", (F.relu,)),
     ("relu", "input", (torch.relu, "relu", "relu_")),
     ("gelu", "input approximate", (F.gelu,)),
-    ("sdpa", "query key value attn_mask dropout_p is_causal scale enable_gqa", (
-        F.scaled_dot_product_attention,
-    )),
+    (
+        "sdpa",
+        "query key value attn_mask dropout_p is_causal scale enable_gqa",
+        (F.scaled_dot_product_attention,),
+    ),
     ("transpose", "input dim0 dim1", (torch.transpose, "transpose", torch.swapaxes, "swapaxes")),
     ("transpose", "input dim0 dim1", (torch.swapdims, "swapdims")),
     # The patterns compare the tensors that these return, and read no arguments.
@@ -79,16 +81,28 @@ _SPELLINGS: tuple[tuple[str, str, tuple[Any, ...]], ...] = (
     ("view", "input", (torch.reshape, torch.flatten, torch.unsqueeze, torch.squeeze)),
     ("cast", "input", ("to", "float", "half", "bfloat16", "double", "type_as", "type")),
     ("cast", "input", ("contiguous", "clone", torch.clone)),
-)  # fmt: skip
+)
 
 _BY_TARGET: dict[Any, tuple[str, list[str]]] = {
     target: (op, names.split()) for op, names, targets in _SPELLINGS for target in targets
 }
 _IN_PLACE = {
-    operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ipow,
-    operator.imatmul, operator.iand, operator.ior, operator.ixor, operator.ifloordiv,
-    operator.imod, operator.ilshift, operator.irshift, operator.setitem, operator.delitem,
-}  # fmt: skip
+    operator.iadd,
+    operator.isub,
+    operator.imul,
+    operator.itruediv,
+    operator.ipow,
+    operator.imatmul,
+    operator.iand,
+    operator.ior,
+    operator.ixor,
+    operator.ifloordiv,
+    operator.imod,
+    operator.ilshift,
+    operator.irshift,
+    operator.setitem,
+    operator.delitem,
+}
 _FEW_ARGUMENTS = ("view", "cast")
 
 

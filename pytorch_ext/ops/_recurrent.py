@@ -158,9 +158,13 @@ def vector(argument: str, value: Any, input: Tensor, shape: tuple[int, ...]) -> 
 
 
 def state(
-    argument: str, value: Any, input: Tensor, batch: tuple[int, ...], columns: int,
+    argument: str,
+    value: Any,
+    input: Tensor,
+    batch: tuple[int, ...],
+    columns: int,
     dtypes: tuple[torch.dtype, ...],
-) -> Tensor | None:  # fmt: skip
+) -> Tensor | None:
     """Checks a state (*batch, columns); returns a (D, B, columns) view. None stays None."""
     if value is None:
         return None
@@ -200,9 +204,15 @@ def prepare_sequence(
 
 
 def prepare_cell(
-    check: Callable[..., CheckedRecurrent], input: Tensor, hx: Tensor | None, weight_ih: Tensor,
-    weight_hh: Tensor, bias_ih: Tensor | None, bias_hh: Tensor | None, **options: Any,
-) -> CheckedRecurrent:  # fmt: skip
+    check: Callable[..., CheckedRecurrent],
+    input: Tensor,
+    hx: Tensor | None,
+    weight_ih: Tensor,
+    weight_hh: Tensor,
+    bias_ih: Tensor | None,
+    bias_hh: Tensor | None,
+    **options: Any,
+) -> CheckedRecurrent:
     """As :func:`prepare_sequence`, for one step."""
     input, batch = one_step(input)
     return check(input, batch, hx, [Parameters(weight_ih, weight_hh, bias_ih, bias_hh)], **options)

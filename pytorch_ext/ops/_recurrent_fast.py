@@ -161,9 +161,16 @@ class _FastPath(torch.autograd.Function):
         others, parameters = tensors[:first], tensors[first:]
         integers = [None] * (len(operator.tensors._fields) - operator.differentiable)
         results = operator.backward[_fast_path.BACKEND](
-            grad_output, *grad_states, *others, parameters, *integers, *saved,
-            *FAST_PATHS[ctx.name].options[len(parameters)], *ctx.options, needs_grad,
-        )  # fmt: skip
+            grad_output,
+            *grad_states,
+            *others,
+            parameters,
+            *integers,
+            *saved,
+            *FAST_PATHS[ctx.name].options[len(parameters)],
+            *ctx.options,
+            needs_grad,
+        )
         return None, *(g if n else None for g, n in zip(results, needs_grad, strict=True))
 
 

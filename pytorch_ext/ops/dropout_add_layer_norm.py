@@ -17,18 +17,34 @@ from trifuse.reference.results import accumulation_dtype
 
 @overload
 def dropout_add_layer_norm(
-    x: Tensor, residual: Tensor | None = None, weight: Tensor | None = None,
-    bias: Tensor | None = None, dropout_p: float = 0.0, eps: float = 1e-5, *,
-    training: bool = False, prenorm: Literal[False] = False, x_bias: Tensor | None = None,
-    rms_norm: bool = False, residual_in_fp32: bool = False,
-) -> Tensor: ...  # fmt: skip
+    x: Tensor,
+    residual: Tensor | None = None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    dropout_p: float = 0.0,
+    eps: float = 1e-5,
+    *,
+    training: bool = False,
+    prenorm: Literal[False] = False,
+    x_bias: Tensor | None = None,
+    rms_norm: bool = False,
+    residual_in_fp32: bool = False,
+) -> Tensor: ...
 @overload
 def dropout_add_layer_norm(
-    x: Tensor, residual: Tensor | None = None, weight: Tensor | None = None,
-    bias: Tensor | None = None, dropout_p: float = 0.0, eps: float = 1e-5, *,
-    training: bool = False, prenorm: Literal[True], x_bias: Tensor | None = None,
-    rms_norm: bool = False, residual_in_fp32: bool = False,
-) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+    x: Tensor,
+    residual: Tensor | None = None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    dropout_p: float = 0.0,
+    eps: float = 1e-5,
+    *,
+    training: bool = False,
+    prenorm: Literal[True],
+    x_bias: Tensor | None = None,
+    rms_norm: bool = False,
+    residual_in_fp32: bool = False,
+) -> tuple[Tensor, Tensor]: ...
 def dropout_add_layer_norm(
     x: Tensor,
     residual: Tensor | None = None,
@@ -91,9 +107,18 @@ def dropout_add_layer_norm(
         if results is not None:
             return results
     call = _prepare(
-        x, residual, weight, bias, dropout_p, eps, training, prenorm, x_bias, rms_norm,
+        x,
+        residual,
+        weight,
+        bias,
+        dropout_p,
+        eps,
+        training,
+        prenorm,
+        x_bias,
+        rms_norm,
         residual_in_fp32,
-    )  # fmt: skip
+    )
     out, total = _run(call)
     return (out, total) if prenorm else out
 
@@ -135,9 +160,11 @@ def _prepare(
             residual = _expand(residual, x)
         sum_dtype = residual.dtype
     for argument, value in (
-        ("training", training), ("prenorm", prenorm), ("rms_norm", rms_norm),
+        ("training", training),
+        ("prenorm", prenorm),
+        ("rms_norm", rms_norm),
         ("residual_in_fp32", residual_in_fp32),
-    ):  # fmt: skip
+    ):
         _checks.flag(argument, value)
     if residual_in_fp32 and dtype != torch.float64:
         sum_dtype = torch.float32

@@ -64,9 +64,17 @@ def gru(
         (torch.Size([7, 3, 32]), torch.Size([3, 32]))
     """
     call = _prepare(
-        input, hx, weight_ih, weight_hh, bias_ih, bias_hh, lengths, batch_first, reverse,
+        input,
+        hx,
+        weight_ih,
+        weight_hh,
+        bias_ih,
+        bias_hh,
+        lengths,
+        batch_first,
+        reverse,
         linear_before_reset=linear_before_reset,
-    )  # fmt: skip
+    )
     return _recurrent.run_sequence(call, input, batch_first)
 
 

@@ -79,9 +79,17 @@ def prepare_stack(
     """Checks a call of :func:`stack`."""
     L, B = len(parameters), input.shape[1]
     return lstm.check_call(
-        input, (L, B), (h0, c0), parameters, lengths, (False,) * L, recompute,
-        operator="lstm_stack", check_all=_check_layers, **options,
-    )  # fmt: skip
+        input,
+        (L, B),
+        (h0, c0),
+        parameters,
+        lengths,
+        (False,) * L,
+        recompute,
+        operator="lstm_stack",
+        check_all=_check_layers,
+        **options,
+    )
 
 
 def _check_layers(

@@ -28,11 +28,21 @@ from trifuse.nn import packing
 from trifuse.recipes import attention, code, norms, sublayers
 
 # Arguments that are None wherever tokens are packed: :mod:`trifuse.recipes.stacks` sees to it.
-ABSENT = frozenset({
-    "cache", "cross_attn_layer_head_mask", "encoder_attention_mask",
-    "encoder_decoder_position_bias", "encoder_hidden_states", "head_mask", "key_value_states",
-    "layer_head_mask", "past_key_value", "past_key_values", "position_bias",
-})  # fmt: skip
+ABSENT = frozenset(
+    {
+        "cache",
+        "cross_attn_layer_head_mask",
+        "encoder_attention_mask",
+        "encoder_decoder_position_bias",
+        "encoder_hidden_states",
+        "head_mask",
+        "key_value_states",
+        "layer_head_mask",
+        "past_key_value",
+        "past_key_values",
+        "position_bias",
+    }
+)
 # Arguments that are false there: the caller wants nothing but the result.
 WISHES = frozenset({"output_attentions", "output_hidden_states"})
 MASK = "attention_mask"  # the argument in whose place packed sequences come
@@ -280,14 +290,34 @@ _NONE = _Value("constant", 0, None)
 _NUMBERS = ("constant", "plain")
 
 _ELEMENTWISE = {
-    nn.functional.dropout, nn.functional.gelu, nn.functional.relu, nn.functional.silu,
-    nn.functional.tanh, nn.functional.sigmoid, torch.clamp, torch.isfinite, torch.isinf,
-    torch.erf, torch.isnan, torch.relu, torch.sigmoid, torch.tanh,
-}  # fmt: skip
+    nn.functional.dropout,
+    nn.functional.gelu,
+    nn.functional.relu,
+    nn.functional.silu,
+    nn.functional.tanh,
+    nn.functional.sigmoid,
+    torch.clamp,
+    torch.isfinite,
+    torch.isinf,
+    torch.erf,
+    torch.isnan,
+    torch.relu,
+    torch.sigmoid,
+    torch.tanh,
+}
 _ELEMENTWISE_METHODS = {
-    "bfloat16", "clamp", "clone", "contiguous", "float", "half", "sigmoid", "tanh",
-    "to", "type", "type_as",
-}  # fmt: skip
+    "bfloat16",
+    "clamp",
+    "clone",
+    "contiguous",
+    "float",
+    "half",
+    "sigmoid",
+    "tanh",
+    "to",
+    "type",
+    "type_as",
+}
 _ARITHMETIC = {bool, float, int, max, min, math.log, math.sqrt}
 _QUESTIONS = {hasattr, isinstance, type, torch.finfo, torch.is_autocast_enabled}
 _GIVEN = ("mask", "bias", "tokens", "heads")  # kinds of what isn't None

@@ -81,9 +81,14 @@ def ring_attention_lengths_softcap_scale() -> None:
     for method, balanced, is_causal in itertools.product(METHODS, (False, True), (False, True)):
         for lengths in ((L, 1), (PIECE + 1, 0)):
             compare(
-                inputs(), method, balanced, is_causal=is_causal, softcap=2.0, scale=0.5,
+                inputs(),
+                method,
+                balanced,
+                is_causal=is_causal,
+                softcap=2.0,
+                scale=0.5,
                 key_lengths=torch.tensor(lengths),
-            )  # fmt: skip
+            )
 
 
 @check

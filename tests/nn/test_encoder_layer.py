@@ -422,7 +422,7 @@ def arguments() -> dict[str, Any]:
             "cu_seqlens_q: expected 0 first",
         ),
     ],
-)  # fmt: skip
+)
 def test_arguments_that_do_not_fit(changes, message):
     op, given = torch.ops.trifuse.encoder_layer, arguments()
     op(**given)
