@@ -337,8 +337,8 @@ def _sizes(tensors: _Tensors, options: _Options) -> Sizes:
         Lk=max_seqlen_k,
         total_q=total_q,
         total_k=total_k,
-        window_left=min(options.window_left, farthest),
-        window_right=min(options.window_right, farthest),
+        left=min(options.window_left, farthest),
+        right=min(options.window_right, farthest),
         scale=ctypes.c_float(scale).value,  # 0 or ∞ outside float32's range
         scale_log2=ctypes.c_float(scale * math.log2(math.e)).value,
         threshold=philox.threshold(options.dropout_p),

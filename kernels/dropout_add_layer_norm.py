@@ -571,20 +571,7 @@ def dropout_add_layer_norm_backward(
         chunks = triton.cdiv(N, config.block.columns)
         statistics = None
         if chunks > 1:
-            statistics = Statistics(torch.empty_like(rstd), torch.empty_like(rstd))
-            launch(
-                dropout_add_layer_norm_backward_statistics_kernel,
-                (tiles,),
-                config,
-                dy,
-                call.inputs,
-                call.dropout,
-                mean,
-                rstd,
-                statistics,
-                call.rows,
-                call.variant,
-            )
+            statistics = _row_statistics(call, config, tiles, dy, mean, rstd)
         programs = _backward_programs(config, tiles, chunks)
         shares = VectorGradients(
             *(None if t is None else rstd.new_empty((programs, N)) for t in vector_grads)
@@ -620,6 +607,27 @@ def dropout_add_layer_norm_backward(
                 N,
             )
     return results
+
+
+def _row_statistics(
+    call: _NormCall, config: Config, tiles: int, dy: Matrix | None, mean: Tensor, rstd: Tensor
+) -> Statistics:
+    """Computes the means over rows that are longer than the backward's tiles."""
+    statistics = Statistics(torch.empty_like(rstd), torch.empty_like(rstd))
+    launch(
+        dropout_add_layer_norm_backward_statistics_kernel,
+        (tiles,),
+        config,
+        dy,
+        call.inputs,
+        call.dropout,
+        mean,
+        rstd,
+        statistics,
+        call.rows,
+        call.variant,
+    )
+    return statistics
 
 
 _NAMES = ("x", "residual", "weight", "bias", "x_bias", "seed")

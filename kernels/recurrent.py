@@ -72,7 +72,7 @@ class UnitTile(NamedTuple):
 
 
 class Step(NamedTuple):
-    """One step of a tile. Fields are (block.rows, 1), but for ``number``."""
+    """One step of a tile. Fields are (block.rows, 1), except ``number``."""
 
     number: Any  # the same for all rows
     t: Any  # int64, the position; past a row's length the step's number, where it writes zeros

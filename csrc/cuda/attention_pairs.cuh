@@ -109,11 +109,12 @@ __device__ __forceinline__ void store_zeros(
 struct Range {
   int first, last;
 
-  // `at` is the row's position among the columns. `before` and `behind` bound the window; -1: none.
-  __device__ Range(int64_t at, int64_t before, int64_t behind, int count) {
-    first = static_cast<int>(before >= 0 ? min(max(at - before, int64_t(0)), int64_t(count)) : 0);
+  // `row` is the row's position among the columns. `before` and `behind` bound the window; -1:
+  // none.
+  __device__ Range(int64_t row, int64_t before, int64_t behind, int count) {
+    first = static_cast<int>(before >= 0 ? min(max(row - before, int64_t(0)), int64_t(count)) : 0);
     last = static_cast<int>(
-        behind >= 0 ? min(max(at + behind + 1, int64_t(0)), int64_t(count)) : count);
+        behind >= 0 ? min(max(row + behind + 1, int64_t(0)), int64_t(count)) : count);
   }
 };
 __device__ __forceinline__ Range visible_keys(const Attention& p, const Head& head, int query) {
@@ -174,8 +175,8 @@ constexpr typename Pairs<N>::Bits low_bits(int count) {
 
 // Returns whether the mask lets a pair take part. `out` is the bit pattern that leaves a pair out.
 template <class Raw>
-__device__ __forceinline__ bool mask_keeps(const Raw* at, Raw out) {
-  return __ldg(at) != out;
+__device__ __forceinline__ bool mask_keeps(const Raw* pair, Raw out) {
+  return __ldg(pair) != out;
 }
 
 // Reads the mask of rows [row, row + 16) and columns [column, column + N) into bits of the thread's

@@ -60,10 +60,9 @@ __global__ __launch_bounds__(kThreads) void backward_step_kernel(
       p, step,
       [&](const Step& at, int64_t unit, int64_t state) {
         const auto loaded = Unit::load_backward(p, at, unit);
-        const auto dh = widen(dh_recurrent[state]);
-        Unit::backward(
-            p, at, unit, loaded, Unit::gradient(p, at, unit, loaded, dh),
-            da + (state - unit) * Unit::kGates);
+        const auto grad = Unit::gradient(p, at, unit, loaded, widen(dh_recurrent[state]));
+        const int64_t first_of_row = state - unit;
+        Unit::backward(p, at, unit, loaded, grad, da + first_of_row * Unit::kGates);
       },
       [&](int64_t state) { Numbers<Scalar, Unit::kGates>{}.store(da, state); });
 }
