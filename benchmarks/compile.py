@@ -175,7 +175,7 @@ def run(case: Case, seconds: float) -> Outcome:
     calls = {name: step(torch.compile(model, backend=name)) for name in ("trifuse", "inductor")}
     calls["eager"] = step(model)
     names = ["output", *(name for name, _ in model.named_parameters())]
-    # The gradient of a key's bias is 0 but for rounding.
+    # The gradient of a key's bias is 0 except for rounding.
     results = {
         name: [t for t, of in zip(call(), names, strict=False) if not of.endswith("bias")]
         for name, call in calls.items()

@@ -406,7 +406,7 @@ def _as_in_weights(t: Tensor) -> Tensor:
     return t.unflatten(0, (3, -1)).roll(-1, 0).flatten(0, 1)
 
 
-# By linear_before_reset.
+# Keyed by linear_before_reset.
 _CALLS: dict[bool, type[_GruCall | gru_reset_first.ResetFirstCall]] = {
     True: _GruCall,
     False: gru_reset_first.ResetFirstCall,

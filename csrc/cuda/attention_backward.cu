@@ -580,8 +580,9 @@ MaskShares mask_shares(const Attention& p) {
     (how.full[d] ? how.tiles : how.terms) *= blocks[d];
     if (how.full[d]) how.size *= sizes[d];
   }
-  const int64_t wanted = std::max<int64_t>(kMaskBlocks / std::max<int64_t>(how.tiles, 1), 1);
-  how.chunk = how.full[3] ? std::max<int64_t>((how.terms + wanted - 1) / wanted, 1) : how.terms;
+  const int64_t most_shares = std::max<int64_t>(kMaskBlocks / std::max<int64_t>(how.tiles, 1), 1);
+  how.chunk =
+      how.full[3] ? std::max<int64_t>((how.terms + most_shares - 1) / most_shares, 1) : how.terms;
   how.shares = how.full[3] ? std::max<int64_t>((how.terms + how.chunk - 1) / how.chunk, 1) : 1;
   return how;
 }
