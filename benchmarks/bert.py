@@ -296,7 +296,7 @@ def train(case: Training, seconds: float) -> list[Result]:
         return [out.detach(), *torch.autograd.grad(out, [x, *parameters], grad_out)]
 
     def compared(step: Callable[[], list[Tensor]]) -> list[Tensor]:
-        # All parameters' gradients as one vector: a key bias's gradient is 0 but for rounding.
+        # All parameters' gradients as one vector: a key bias's gradient is 0 except for rounding.
         out, grad_x, *grads = step()
         return [out[mask], grad_x[mask], torch.cat([grad.flatten() for grad in grads])]
 
@@ -364,7 +364,7 @@ def step(case: Step, device: str, seconds: float) -> Result:
         return forward_backward
 
     def results(name: str) -> list[Tensor]:
-        # All parameters' gradients as one vector: a key bias's gradient is 0 but for rounding.
+        # All parameters' gradients as one vector: a key bias's gradient is 0 except for rounding.
         out, *grads = functions[name]()
         return [out[mask], torch.cat([grad.flatten() for grad in grads])]
 

@@ -71,7 +71,7 @@ def run_all(
 
 
 class Finished(NamedTuple):
-    """What a command measured."""
+    """The results of a command."""
 
     facts: dict[str, Any]  # the machine
     outcomes: list[Any]

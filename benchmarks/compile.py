@@ -55,11 +55,15 @@ class Bert(nn.Module):
     def __init__(self, sizes: Sizes, attention: str) -> None:
         super().__init__()
         config = BertConfig(
-            vocab_size=1, hidden_size=sizes.width, num_hidden_layers=sizes.layers,
-            num_attention_heads=sizes.heads, intermediate_size=4 * sizes.width,
-            hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+            vocab_size=1,
+            hidden_size=sizes.width,
+            num_hidden_layers=sizes.layers,
+            num_attention_heads=sizes.heads,
+            intermediate_size=4 * sizes.width,
+            hidden_dropout_prob=0.0,
+            attention_probs_dropout_prob=0.0,
             attn_implementation=attention,
-        )  # fmt: skip
+        )
         self.encoder = BertModel(config).encoder
 
     def forward(self, x: Tensor) -> Tensor:
@@ -75,13 +79,18 @@ class Decoder(nn.Module):
         E, inner = sizes.width, 8 * sizes.width // 3
         self.heads = sizes.heads
         self.layers: Any = nn.ModuleList(
-            nn.ParameterDict({
-                "norm_1": torch.ones(E), "norm_2": torch.ones(E),
-                "qkv": torch.randn(3 * E, E) / E**0.5, "out": torch.randn(E, E) / E**0.5,
-                "up": torch.randn(2 * inner, E) / E**0.5, "down": torch.randn(E, inner) / E**0.5,
-            })
+            nn.ParameterDict(
+                {
+                    "norm_1": torch.ones(E),
+                    "norm_2": torch.ones(E),
+                    "qkv": torch.randn(3 * E, E) / E**0.5,
+                    "out": torch.randn(E, E) / E**0.5,
+                    "up": torch.randn(2 * inner, E) / E**0.5,
+                    "down": torch.randn(E, inner) / E**0.5,
+                }
+            )
             for _ in range(sizes.layers)
-        )  # fmt: skip
+        )
         self.norm = nn.Parameter(torch.ones(E))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -136,9 +145,12 @@ class Outcome(NamedTuple):
     def record(self) -> dict[str, Any]:
         seconds = {name: timed.median for name, timed in self.timings.items()}
         return {
-            "case": self.case.name, "replaced": self.replaced, "left": self.left,
-            "seconds": seconds, "ratio": self.ratio("inductor"),
-        }  # fmt: skip
+            "case": self.case.name,
+            "replaced": self.replaced,
+            "left": self.left,
+            "seconds": seconds,
+            "ratio": self.ratio("inductor"),
+        }
 
 
 def run(case: Case, seconds: float) -> Outcome:
@@ -163,7 +175,7 @@ def run(case: Case, seconds: float) -> Outcome:
     calls = {name: step(torch.compile(model, backend=name)) for name in ("trifuse", "inductor")}
     calls["eager"] = step(model)
     names = ["output", *(name for name, _ in model.named_parameters())]
-    # The gradient of a key's bias is 0 but for rounding.
+    # The gradient of a key's bias is 0 except for rounding.
     results = {
         name: [t for t, of in zip(call(), names, strict=False) if not of.endswith("bias")]
         for name, call in calls.items()

@@ -30,7 +30,7 @@ import trifuse
 from trifuse.benchmarks import command_line, machine, passes, pictures, timing
 from trifuse.benchmarks.agreement import check_accuracy, check_agreement
 from trifuse.benchmarks.cases import run_selected
-from trifuse.benchmarks.sweep_calls import CALLS, Attention, Call, Norm, Recurrent
+from trifuse.benchmarks.sweep_calls import CALLS, Attention, Norm, Recurrent, SweptCall
 from trifuse.benchmarks.terminal import console, print_table
 from trifuse.benchmarks.timing import Timing
 
@@ -60,7 +60,7 @@ class Precision(NamedTuple):
         return torch.randn(shape).to(self.rounded_to).to(self.computed_in)
 
 
-def make(call: Call, computed_in: torch.dtype | None = None) -> Pair:
+def make(call: SweptCall, computed_in: torch.dtype | None = None) -> Pair:
     """Make the tensors of a call and both functions, from torch's seed."""
     precision = Precision(call.dtype, computed_in or call.dtype)
     if isinstance(call.call, Attention):
@@ -152,7 +152,7 @@ def _recurrent(case: Recurrent, precision: Precision) -> Pair:
 
 
 class Outcome(NamedTuple):
-    call: Call
+    call: SweptCall
     ours: float  # seconds, the median
     torch: float
     ratio: float  # torch's time over ours
@@ -167,7 +167,7 @@ class Outcome(NamedTuple):
         return {"call": self.call.name, "group": self.call.group, **times}
 
 
-def run(call: Call, seconds: float) -> Outcome:
+def run(call: SweptCall, seconds: float) -> Outcome:
     """Time a call.
 
     Raises:

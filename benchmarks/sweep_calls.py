@@ -75,7 +75,7 @@ class Recurrent(NamedTuple):
         )
 
 
-class Call(NamedTuple):
+class SweptCall(NamedTuple):
     model: str
     call: Attention | Norm | Recurrent
     dtype: torch.dtype
@@ -218,7 +218,7 @@ def _recurrent() -> Iterator[_Row]:
 
 
 CALLS = [
-    Call(model, call, dtype, kind)
+    SweptCall(model, call, dtype, kind)
     for (model, call, kind), dtype in itertools.product(
         itertools.chain(_attention(), _norms(), _recurrent()), DTYPES
     )

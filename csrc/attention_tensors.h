@@ -2,6 +2,7 @@
 
 #pragma once
 
+#include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/Tensor.h>
 
 #include <algorithm>
@@ -25,6 +26,20 @@ inline Tensor4 broadcast(const Tensor& t) {
   for (int64_t d = 0; d < t.dim(); ++d)
     if (t.size(d) == 1) result.stride[d] = 0;
   return result;
+}
+
+// Returns an uninitialised (B, H, L, last), made by empty(sizes, options), in memory order (B, L,
+// H) if `like` has that order. empty_like_layout in pytorch_ext/reference/results.py must agree.
+// Autograd must not record the transpose as a view: a view that is returned beside other results
+// could not be changed in place.
+template <class Empty>
+Tensor empty_like_layout(
+    const Tensor& like, int64_t last, at::ScalarType dtype, const Empty& empty) {
+  const at::AutoDispatchBelowADInplaceOrView no_view;
+  const int64_t B = like.size(0), H = like.size(1), L = like.size(2);
+  const auto options = like.options().dtype(dtype);
+  if (like.stride(1) < like.stride(2)) return empty({B, L, H, last}, options).transpose(1, 2);
+  return empty({B, H, L, last}, options);
 }
 
 // The arguments that the forward and the backward share.

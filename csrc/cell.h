@@ -1,4 +1,4 @@
-// The recurrent cells: they share the kernels' code, but for the arithmetic of a unit.
+// The recurrent cells. They share the kernels' code except for the arithmetic of a unit.
 
 #pragma once
 
@@ -8,7 +8,7 @@ namespace trifuse {
 
 enum class Cell { Lstm, Gru, Rnn };
 
-// Returns the number of gates, but for a coupled LSTM, which has 3.
+// Returns the number of gates; a coupled LSTM has only 3 of the 4.
 constexpr int64_t gates_of(Cell cell) { return cell == Cell::Rnn ? 1 : cell == Cell::Gru ? 3 : 4; }
 
 }  // namespace trifuse

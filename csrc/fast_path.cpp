@@ -1,10 +1,10 @@
 // Calls of operators that skip the checks in Python, because they are plain and valid.
 //
-// Checks in Python take longer than a small call computes. A function in this file looks at the
+// Checks in Python take longer than a small call computes. A function in this file reads the
 // caller's arguments. If they are plain and fit each other, it runs the op; otherwise it returns
 // None, and the operator's checks in Python report what is wrong or convert what the op does not
 // take. So each message exists once, in Python. A call is plain if its tensors are dense, on the
-// CPU and of no other class than Tensor and Parameter, and if no mode or transform watches.
+// CPU and of no other class than Tensor and Parameter, and if no mode or transform applies.
 //
 // With gradients a call is one node, a torch::autograd::Function. Its backward runs the backward
 // op. Where that must be differentiated or batched in turn, torch's dispatcher runs the rules that
@@ -48,7 +48,7 @@ using torch::autograd::variable_list;
 
 // Returns whether no mode or transform applies to this thread's calls. Each of them changes the
 // thread's dispatch keys, except modes of __torch_function__.
-bool nothing_watches() {
+bool no_mode_applies() {
   const c10::impl::LocalDispatchKeySet keys = c10::impl::tls_local_dispatch_key_set();
   DispatchKeySet included = keys.included_, excluded = keys.excluded_;
   if (c10::InferenceMode::is_enabled()) {
@@ -146,7 +146,8 @@ c10::TypedOperatorHandle<Signature> find(const char* op, const char* overload = 
   return c10::Dispatcher::singleton().findSchemaOrThrow(op, overload).template typed<Signature>();
 }
 
-// Runs an op's kernel: nothing watches, and the caller takes care of derivatives.
+// Runs an op's kernel, past all modes and transforms: the caller has found that none applies, and
+// handles derivatives.
 template <class Op, class... Args>
 decltype(auto) run_kernel(const Op& op, const Args&... args) {
   const at::AutoDispatchBelowADInplaceOrView guard;
@@ -156,7 +157,7 @@ decltype(auto) run_kernel(const Op& op, const Args&... args) {
 // Runs a backward op, by its kernel alone if no derivative or transform of it is wanted.
 template <class Op, class... Args>
 decltype(auto) run_backward(bool plain, const Op& op, const Args&... args) {
-  if (plain && !at::GradMode::is_enabled() && nothing_watches()) return run_kernel(op, args...);
+  if (plain && !at::GradMode::is_enabled() && no_mode_applies()) return run_kernel(op, args...);
   return op.call(args...);
 }
 
@@ -212,7 +213,7 @@ struct NormCall {
 
   at::ScalarType sum_dtype() const { return residual ? residual->scalar_type() : x.scalar_type(); }
 
-  // A call that this refuses may still be valid, after a conversion.
+  // Some valid calls don't fit: they need a conversion, which Python makes.
   bool fits() const {
     const at::ScalarType dtype = x.scalar_type(), wide = accumulation_type(dtype);
     if (x.dim() == 0 || !is_floating(dtype) || eps < 0) return false;
@@ -316,7 +317,7 @@ struct AttentionCall {
 
   int64_t right() const { return is_causal ? 0 : -1; }
 
-  // A call that this refuses may still be valid, after a broadcast or a conversion.
+  // Some valid calls don't fit: they need a broadcast or a conversion, which Python makes.
   bool fits() const {
     const at::ScalarType dtype = query.scalar_type();
     if (query.dim() != 4 || key.dim() != 4 || value.dim() != 4 || !is_floating(dtype) ||
@@ -538,8 +539,8 @@ PyObject* wrap(variable_list results) {
   return pair.release();
 }
 
-// Runs a call whose arguments have been read. An op refuses what only it checks, such as the
-// values of lengths, by an error of one of three types; the checks in Python then report it.
+// Runs a call whose arguments have been read. Some values, such as those of lengths, are checked by
+// the op alone, which throws one of three types of error; the checks in Python then report it.
 template <class Run>
 PyObject* run_or_decline(const Run& run) {
   variable_list results;
@@ -574,7 +575,7 @@ PyObject* dropout_add_layer_norm(PyObject*, PyObject* const* args, Py_ssize_t co
   check_count(count, 10);
   NormCall call;
   bool training;
-  if (!nothing_watches() || !read(args[0], call.x) || !read(args[1], call.residual) ||
+  if (!no_mode_applies() || !read(args[0], call.x) || !read(args[1], call.residual) ||
       !read(args[2], call.weight) || !read(args[3], call.bias) || !read(args[4], call.dropout_p) ||
       !read(args[5], call.eps) || !read(args[6], training) || !read(args[7], call.prenorm) ||
       !read(args[8], call.x_bias) || !read(args[9], call.rms_norm) ||
@@ -589,7 +590,7 @@ PyObject* attention(PyObject*, PyObject* const* args, Py_ssize_t count) {
   HANDLE_TH_ERRORS
   check_count(count, 10);
   AttentionCall call;
-  if (!nothing_watches() || !read(args[0], call.query) || !read(args[1], call.key) ||
+  if (!no_mode_applies() || !read(args[0], call.query) || !read(args[1], call.key) ||
       !read(args[2], call.value) || !read(args[3], call.mask) || !read(args[4], call.dropout_p) ||
       !read(args[5], call.is_causal) || !read(args[6], call.scale) ||
       !read(args[7], call.enable_gqa) || !read(args[8], call.key_lengths) ||
@@ -628,7 +629,7 @@ PyObject* encoder_layer(PyObject*, PyObject* const* args, Py_ssize_t count) {
   HANDLE_TH_ERRORS
   check_count(count, 11);
   EncoderLayerCall call;
-  if (!nothing_watches() || !read(args[0], call.x) || !read(args[1], call.attn_mask) ||
+  if (!no_mode_applies() || !read(args[0], call.x) || !read(args[1], call.attn_mask) ||
       !read(args[2], call.cu_seqlens) || !read(args[3], call.max_seqlen) ||
       !read_tuple<Tensor>(args[4], call.weights) ||
       !read_tuple<OptionalTensor>(args[5], call.biases) ||
@@ -643,7 +644,7 @@ PyObject* encoder_layer(PyObject*, PyObject* const* args, Py_ssize_t count) {
 
 PyObject* plain_call(PyObject*, PyObject* const* args, Py_ssize_t count) {
   HANDLE_TH_ERRORS
-  bool plain = nothing_watches();
+  bool plain = no_mode_applies();
   for (Py_ssize_t i = 0; i < count && plain; ++i) {
     OptionalTensor t;
     plain = read(args[i], t);

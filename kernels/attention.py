@@ -100,7 +100,7 @@ def attention_forward(
 ) -> tuple[Tensor, Tensor]:
     """Implements the op ``attention_forward``: returns the output and the logsumexp."""
     tensors = _Tensors(query, key, value, attn_mask, key_lengths, cu_seqlens_q, cu_seqlens_k, seed)
-    call = _Call(tensors, _Options(*options))
+    call = _AttentionCall(tensors, _Options(*options))
     out = empty_like_layout(query, value.shape[3])
     lse = query.new_empty(query.shape[:3], dtype=torch.float32)
     call.launch("forward", call.query_grid(tail=True), _strided(out), lse)
@@ -127,7 +127,7 @@ def attention_backward(
     call_options = _Options(*values)
     tensors = _Tensors(query, key, value, attn_mask, key_lengths, cu_seqlens_q, cu_seqlens_k, seed)
     _check_backward(tensors, call_options, grad_out, grad_lse, out, lse)
-    call = _Call(tensors, call_options)
+    call = _AttentionCall(tensors, call_options)
     do = _strided(grad_out)
     dlse = None if grad_lse is None else _strided(grad_lse)
     lse = lse.contiguous()
@@ -149,7 +149,7 @@ def attention_backward(
 
 
 def _mask_gradient(
-    call: _Call, attn_mask: Tensor, do: Strided, dlse: Strided | None, vectors: RowVectors
+    call: _AttentionCall, attn_mask: Tensor, do: Strided, dlse: Strided | None, vectors: RowVectors
 ) -> Tensor:
     """Returns the float mask's gradient. Several programs share a long sum; torch adds them up."""
     if attn_mask.numel() == 0:
@@ -240,7 +240,7 @@ _KERNELS = {
 Grid = Callable[[dict[str, Any]], tuple[int]]
 
 
-class _Call:
+class _AttentionCall:
     """A call of the operator, converted to the kernels' arguments."""
 
     def __init__(self, tensors: _Tensors, options: _Options) -> None:
@@ -337,8 +337,8 @@ def _sizes(tensors: _Tensors, options: _Options) -> Sizes:
         Lk=max_seqlen_k,
         total_q=total_q,
         total_k=total_k,
-        window_left=min(options.window_left, farthest),
-        window_right=min(options.window_right, farthest),
+        left=min(options.window_left, farthest),
+        right=min(options.window_right, farthest),
         scale=ctypes.c_float(scale).value,  # 0 or ∞ outside float32's range
         scale_log2=ctypes.c_float(scale * math.log2(math.e)).value,
         threshold=philox.threshold(options.dropout_p),

@@ -52,8 +52,8 @@ class Sizes(NamedTuple):
     Lk: int
     total_q: int  # rows of the query tensor: Lq unless sequences are packed
     total_k: int
-    window_left: int  # read only with Variant.left_bound
-    window_right: int  # read only with Variant.right_bound
+    left: int  # keys before its own that a query sees; read only with Variant.left_bound
+    right: int  # keys after its own; read only with Variant.right_bound
     scale: float
     scale_log2: float  # scale · log2 e
     threshold: int  # random 16-bit values below it drop a weight
@@ -91,7 +91,7 @@ class Variant(NamedTuple):
     grouped: bool  # query heads share key heads
 
 
-class Block(NamedTuple):
+class AttentionBlock(NamedTuple):
     """Sizes of tiles."""
 
     M: int  # queries

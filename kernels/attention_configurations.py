@@ -7,11 +7,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from trifuse.kernels.attention_arguments import Block
+from trifuse.kernels.attention_arguments import AttentionBlock
 
 
 class Config(NamedTuple):
-    """Sizes of tiles, as in ``Block``, and options of the compiler."""
+    """Sizes of tiles, as in ``AttentionBlock``, and options of the compiler."""
 
     M: int
     N: int
@@ -119,7 +119,7 @@ def launch_options(config: Config) -> dict[str, Any]:
     """Returns a configuration as keyword arguments of a launch."""
     *block, num_warps, num_stages, max_registers = config
     return {
-        "block": Block(*block),
+        "block": AttentionBlock(*block),
         "num_warps": num_warps,
         "num_stages": num_stages,
         "maxnreg": max_registers,

@@ -26,14 +26,17 @@ from trifuse.kernels.attention_tiles import (
     INF,
     LN2,
     LOG2E,
-    Tile,
     load_head,
+    load_operand,
     load_tile,
     pair_products,
     program_place,
     store_tile,
     store_zeros,
     tile_like_query,
+    tile_of_keys,
+    tile_of_queries,
+    tile_of_values,
     weights_kept,
 )
 from trifuse.kernels.recurrent import tanh
@@ -44,11 +47,22 @@ def attention_forward_kernel(
     inputs,
     out,  # (B, H, Lq, Ev)
     lse,  # (B, H, Lq) float32, contiguous
-    B, H, group, Lq, Lk, total_q, total_k, window_left, window_right, scale, scale_log2, threshold,
+    B,
+    H,
+    group,
+    Lq,
+    Lk,
+    total_q,
+    total_k,
+    left,
+    right,
+    scale,
+    scale_log2,
+    threshold,
     keep_scale,
     variant: tl.constexpr,
     block: tl.constexpr,
-):  # fmt: skip
+):
     """Computes the output and the logsumexp.
 
     A program owns M queries of one head of one sequence. It reads them once, and the keys and
@@ -59,9 +73,8 @@ def attention_forward_kernel(
     B · H · (Lq · (E + Ev) + Lk · (E + Ev)) elements of memory.
     """
     sizes = Sizes(
-        B, H, group, Lq, Lk, total_q, total_k, window_left, window_right, scale, scale_log2,
-        threshold, keep_scale,
-    )  # fmt: skip
+        B, H, group, Lq, Lk, total_q, total_k, left, right, scale, scale_log2, threshold, keep_scale
+    )
     blocks = tl.cdiv(sizes.Lq, block.M)
     index, h, b = program_place(blocks, sizes.H)
     if variant.right_bound:
@@ -74,41 +87,40 @@ def attention_forward_kernel(
     head = load_head(inputs, sizes, b, h, variant)
     if first >= head.num_queries:
         return
-    visible = visible_keys(head, inputs, sizes, first, variant, block)
-    query_tile = Tile(head.query, inputs.query.strides, first, head.num_queries)
-    query = load_tile(query_tile, block.M, variant.E, variant.BLOCK_E, False)
+    visible = visible_keys(head, first, variant, block)
+    query_tile = tile_of_queries(head, first)
+    query = load_operand(query_tile, block.M, variant.E, variant.BLOCK_E, False)
     acc = tl.full((block.M, variant.BLOCK_EV), 0.0, tl.float32)
     row_max = tl.full((block.M,), -INF, tl.float32)
     row_sum = tl.full((block.M,), 0.0, tl.float32)
     acc, row_max, row_sum = accumulate_softmax(
-        acc, row_max, row_sum, query, query_tile, full_blocks(visible), head, inputs, sizes,
-        variant, block, FULL=True, CLEAN=False, VALUES=True,
-    )  # fmt: skip
+        acc, row_max, row_sum, query, full_blocks(visible), head, variant, block, FULL=True
+    )
     acc, row_max, row_sum = accumulate_softmax(
-        acc, row_max, row_sum, query, query_tile, edge_blocks(visible), head, inputs, sizes,
-        variant, block, FULL=False, CLEAN=False, VALUES=True,
-    )  # fmt: skip
+        acc, row_max, row_sum, query, edge_blocks(visible), head, variant, block
+    )
     if variant.selective:
         # ``row_sum`` too: dropout may have removed a NaN from ``acc``.
         if any_non_finite(acc) | any_non_finite(row_sum):
+            values = tile_of_values(head, 0)
             acc = sums_of_non_finite_keys(
-                inputs.value, head.value, first, visible, head, inputs, sizes, variant, block,
-                variant.Ev, variant.BLOCK_EV,
-            )  # fmt: skip
+                values, first, visible, head, variant, block, variant.Ev, variant.BLOCK_EV
+            )
+            row_max = tl.full((block.M,), -INF, tl.float32)
+            row_sum = tl.zeros_like(row_sum)
+            walk = all_blocks(visible)
             acc, row_max, row_sum = accumulate_softmax(
-                acc, tl.full((block.M,), -INF, tl.float32), tl.zeros_like(row_sum), query,
-                query_tile, all_blocks(visible), head, inputs, sizes, variant, block,
-                FULL=False, CLEAN=True, VALUES=True,
-            )  # fmt: skip
+                acc, row_max, row_sum, query, walk, head, variant, block, SANITIZE=True
+            )
     rows = first + tl.arange(0, block.M)
     # A sum of 0 means no pair, or only scores of -∞. The latter makes the row NaN.
     nothing = (row_sum == 0.0) & (rows < head.num_queries)
     if tl.max(nothing.to(tl.int32), 0) > 0:
-        have = have_pairs(first, visible, head, inputs, sizes, variant, block)
+        have = have_pairs(first, visible, head, variant, block)
         row_sum = tl.where(nothing & have, float("nan"), row_sum)
     row_sum = tl.where(row_sum == 0.0, 1.0, row_sum)
     result = infinite_to_nan(acc * (sizes.keep_scale / row_sum)[:, None])
-    out_tile = tile_like_query(out, head, h, first)
+    out_tile = tile_like_query(out, head, first)
     store_tile(out_tile, result, block.M, variant.Ev, variant.BLOCK_EV)
     if variant.scores_in_nats:
         logsumexp = tl.fma(tl.log2(row_sum), LN2, row_max)
@@ -119,9 +131,18 @@ def attention_forward_kernel(
 
 @triton.jit
 def accumulate_softmax(
-    acc, row_max, row_sum, query, query_tile, walk, head, inputs, sizes, variant: tl.constexpr,
-    block: tl.constexpr, FULL: tl.constexpr, CLEAN: tl.constexpr, VALUES: tl.constexpr,
-):  # fmt: skip
+    acc,
+    row_max,
+    row_sum,
+    query,
+    walk,
+    head,
+    variant: tl.constexpr,
+    block: tl.constexpr,
+    FULL: tl.constexpr = False,
+    SANITIZE: tl.constexpr = False,
+    VALUES: tl.constexpr = True,
+):
     """Adds the keys of ``walk`` to the softmax of a block of queries.
 
     ``acc`` (M, BLOCK_EV) is ∑ p v and ``row_sum`` (M,) is ∑ p, where p = exp(score - row_max) and
@@ -129,48 +150,45 @@ def accumulate_softmax(
 
     Args:
         FULL: the blocks are full: all their keys exist, and only a mask leaves out pairs.
-        CLEAN: replaces NaN and Inf in values by 0.
+        SANITIZE: replaces NaN and Inf in values by 0.
         VALUES: if false, ``acc`` stays as it is.
     """
-    rows = query_rows(head, query_tile.first, block.M, FULL)
-    STAGES: tl.constexpr = 1 if CLEAN else None
+    rows = query_rows(head, query.place.first, block.M, FULL)
+    STAGES: tl.constexpr = 1 if SANITIZE else None
     gap = walk.gap_stop - walk.gap_start
     for step in tl.range(walk.start, walk.stop - gap, block.N, num_stages=STAGES):
         first = step + tl.where(step < walk.gap_start, 0, gap)
         columns = first + tl.arange(0, block.N)[None, :]
-        key_tile = Tile(head.key, inputs.key.strides, first, head.num_keys)
-        key = load_tile(key_tile, block.N, variant.E, variant.BLOCK_E, FULL)
-        scores = pair_products(
-            query, query_tile, key, key_tile, block.M, block.N, variant.E, variant.BLOCK_E, block
-        )
-        keep, bias = keep_and_bias(head, inputs, sizes, rows, columns, variant, FULL)
+        key = load_operand(tile_of_keys(head, first), block.N, variant.E, variant.BLOCK_E, FULL)
+        scores = pair_products(query, key, block.M, block.N, variant.E, variant.BLOCK_E, block)
+        keep, bias = keep_and_bias(head, rows, columns, variant, FULL)
         if variant.scores_in_nats:
-            scores = scores_in_nats(scores, bias, sizes, variant)
+            scores = scores_in_nats(scores, bias, head.sizes, variant)
         if variant.bool_mask or not FULL:
             scores = tl.where(keep, scores, -INF)
         block_max = tl.max(scores, 1)
         if not variant.scores_in_nats:
             # One product per row instead of one per score.
-            block_max *= sizes.scale_log2
+            block_max *= head.sizes.scale_log2
         new_max = tl.maximum(row_max, block_max)
         # A row without a pair so far has a maximum of -∞; subtracting that would give NaN.
         base = tl.where(new_max == -INF, 0.0, new_max)
         if variant.scores_in_nats:
             p = tl.exp2((scores - base[:, None]) * LOG2E)
-            shrink = tl.exp2((row_max - base) * LOG2E)
+            rescale = tl.exp2((row_max - base) * LOG2E)
         else:
-            p = tl.exp2(tl.fma(scores, sizes.scale_log2, -base[:, None]))
-            shrink = tl.exp2(row_max - base)
-        row_sum = tl.fma(row_sum, shrink, tl.sum(p, 1))
+            p = tl.exp2(tl.fma(scores, head.sizes.scale_log2, -base[:, None]))
+            rescale = tl.exp2(row_max - base)
+        row_sum = tl.fma(row_sum, rescale, tl.sum(p, 1))
         row_max = new_max
         if VALUES:
             if variant.dropout:
-                p = tl.where(weights_kept(head, sizes, query_tile.first, first, block), p, 0.0)
-            value_tile = Tile(head.value, inputs.value.strides, first, head.num_keys)
+                p = tl.where(weights_kept(head, query.place.first, first, block), p, 0.0)
+            value_tile = tile_of_values(head, first)
             value = load_tile(value_tile, block.N, variant.Ev, variant.BLOCK_EV, FULL)
-            if CLEAN:
+            if SANITIZE:
                 value = zero_non_finite(value)
-            acc = dot(p.to(value.dtype), value, acc * shrink[:, None])
+            acc = dot(p.to(value.dtype), value, acc * rescale[:, None])
     return acc, row_max, row_sum
 
 

@@ -12,11 +12,12 @@ from trifuse.kernels.attention_arguments import Sizes
 from trifuse.kernels.attention_backward import grad_scores, load_row_values
 from trifuse.kernels.attention_tiles import (
     INF,
-    Tile,
     load_head,
-    load_tile,
+    load_operand,
     row_pointer,
     tile_like_query,
+    tile_of_keys,
+    tile_of_queries,
 )
 
 # Number of terms of a mask's gradient that are summed as one chain.
@@ -31,13 +32,24 @@ def attention_backward_mask_kernel(
     vectors,  # RowVectors
     grad_mask,  # (shares, *attn_mask.shape), contiguous
     terms_per_share,
-    B, H, group, Lq, Lk, total_q, total_k, window_left, window_right, scale, scale_log2, threshold,
+    B,
+    H,
+    group,
+    Lq,
+    Lk,
+    total_q,
+    total_k,
+    left,
+    right,
+    scale,
+    scale_log2,
+    threshold,
     keep_scale,
     shape: tl.constexpr,  # MaskShape
     SEVERAL_RUNS: tl.constexpr,  # a share has more terms than a run
     variant: tl.constexpr,
     block: tl.constexpr,
-):  # fmt: skip
+):
     """The float mask's gradient: dS, summed over the dimensions that the mask is broadcast in.
 
     A program owns a tile of the gradient (a single row if all queries share the mask) and a share
@@ -50,9 +62,8 @@ def attention_backward_mask_kernel(
     Floor: 2 · pairs · (E + Ev) operations of the matrix unit.
     """
     sizes = Sizes(
-        B, H, group, Lq, Lk, total_q, total_k, window_left, window_right, scale, scale_log2,
-        threshold, keep_scale,
-    )  # fmt: skip
+        B, H, group, Lq, Lk, total_q, total_k, left, right, scale, scale_log2, threshold, keep_scale
+    )
     row_blocks = tl.cdiv(sizes.Lq, block.M)
     share = _share_of_program(row_blocks, sizes, shape, block)
     # The terms of the sum: blocks of queries fastest, then heads, then sequences.
@@ -86,15 +97,13 @@ def attention_backward_mask_kernel(
             b = share.batch
         else:
             b = rest
+        head = load_head(inputs, sizes, b, h, variant)
         if shape.columns:
             tile_run = _add_grad_scores(
-                tile_run, first, share.first_column, h, b, inputs, grad_out, vectors, sizes,
-                variant, block,
-            )  # fmt: skip
-        else:
-            rows_run = _add_grad_lse(
-                rows_run, first, h, b, inputs, grad_lse, vectors, sizes, variant, block
+                tile_run, first, share.first_column, head, grad_out, vectors, variant, block
             )
+        else:
+            rows_run = _add_grad_lse(rows_run, first, head, grad_lse, vectors, variant, block)
         if SEVERAL_RUNS:
             if (term - begin) % RUN == RUN - 1:
                 if shape.columns:
@@ -144,46 +153,46 @@ def _share_of_program(row_blocks, sizes, shape: tl.constexpr, block: tl.constexp
 
 @triton.jit
 def _add_grad_scores(
-    tile_run, first, first_column, h, b, inputs, grad_out, vectors, sizes, variant: tl.constexpr,
+    tile_run,
+    first,
+    first_column,
+    head,
+    grad_out,
+    vectors,
+    variant: tl.constexpr,
     block: tl.constexpr,
-):  # fmt: skip
+):
     """Adds dS of the block of pairs at ``first`` and ``first_column``, unless it holds no pair."""
-    head = load_head(inputs, sizes, b, h, variant)
     rows = first + tl.arange(0, block.M)
     row_values = load_row_values(vectors, head, rows, variant, False)
     last = tl.minimum(first + block.M, head.num_queries) - 1
     seen = (first < head.num_queries) & (first_column < head.num_keys)
     if variant.left_bound:
-        seen = seen & (first_column + block.N > first + head.diagonal - sizes.window_left)
+        seen = seen & (first_column + block.N > first + head.diagonal - head.sizes.left)
     if variant.right_bound:
-        seen = seen & (first_column <= last + head.diagonal + sizes.window_right)
+        seen = seen & (first_column <= last + head.diagonal + head.sizes.right)
     if seen:
-        query_tile = Tile(head.query, inputs.query.strides, first, head.num_queries)
-        key_tile = Tile(head.key, inputs.key.strides, first_column, head.num_keys)
-        do_tile = tile_like_query(grad_out, head, h, first)
-        query = load_tile(query_tile, block.M, variant.E, variant.BLOCK_E, False)
-        key = load_tile(key_tile, block.N, variant.E, variant.BLOCK_E, False)
-        do = load_tile(do_tile, block.M, variant.Ev, variant.BLOCK_EV, False)
-        tile_run += grad_scores(
-            query, do, key, query_tile, do_tile, key_tile, row_values, head, inputs, sizes, variant,
-            block, FULL=False,
-        )  # fmt: skip
+        query_tile = tile_of_queries(head, first)
+        key_tile = tile_of_keys(head, first_column)
+        do_tile = tile_like_query(grad_out, head, first)
+        query = load_operand(query_tile, block.M, variant.E, variant.BLOCK_E, False)
+        key = load_operand(key_tile, block.N, variant.E, variant.BLOCK_E, False)
+        do = load_operand(do_tile, block.M, variant.Ev, variant.BLOCK_EV, False)
+        tile_run += grad_scores(query, do, key, row_values, head, variant, block, FULL=False)
     return tile_run
 
 
 @triton.jit
 def _add_grad_lse(
-    rows_run, first, h, b, inputs, grad_lse, vectors, sizes, variant: tl.constexpr,
-    block: tl.constexpr,
-):  # fmt: skip
+    rows_run, first, head, grad_lse, vectors, variant: tl.constexpr, block: tl.constexpr
+):
     """Adds dlse of the queries at ``first`` that have a pair."""
-    head = load_head(inputs, sizes, b, h, variant)
     rows = first + tl.arange(0, block.M)
     row_values = load_row_values(vectors, head, rows, variant, False)
     exists = rows < head.num_queries
     grad = tl.full((block.M,), 0.0, tl.float32)
     if grad_lse is not None:
-        pointers = row_pointer(grad_lse, head.batch, h, head.first_query)
+        pointers = row_pointer(grad_lse, head.batch, head.h, head.first_query)
         grad = tl.load(pointers + rows.to(tl.int64) * grad_lse.strides[2], exists, other=0.0)
     # lse_base and delta are NaN in rows that a NaN has reached.
     grad = tl.fma(row_values.lse_base + row_values.delta, 0.0, grad)

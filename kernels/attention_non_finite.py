@@ -20,11 +20,11 @@ from trifuse.kernels.arithmetic import dot
 from trifuse.kernels.attention_pairs import keep_and_bias, visible_queries
 from trifuse.kernels.attention_tiles import (
     INF,
-    Tile,
     group_size,
     load_head,
     load_tile,
-    row_pointer,
+    tile_at,
+    tile_like_query,
 )
 
 
@@ -54,39 +54,54 @@ def _finite(x):
 
 @triton.jit
 def sums_of_non_finite_keys(
-    tensor, pointer, first_row, visible, head, inputs, sizes, variant: tl.constexpr,
-    block: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr,
-):  # fmt: skip
-    """(M, BLOCK_DIM): ∞ where a key or value that the query sees is not finite, otherwise 0."""
+    rows_of_head,
+    first_row,
+    visible,
+    head,
+    variant: tl.constexpr,
+    block: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+):
+    """(M, BLOCK_DIM): ∞ where a key or value that the query sees is not finite, otherwise 0.
+
+    ``rows_of_head`` is the HeadTile of all keys or values of the head.
+    """
     rows = first_row + tl.arange(0, block.M)[:, None]
     count = tl.full((block.M, BLOCK_DIM), 0.0, tl.float32)
     for first in tl.range(visible.start, visible.stop, block.N, num_stages=1):
         columns = first + tl.arange(0, block.N)[None, :]
-        keep = keep_and_bias(head, inputs, sizes, rows, columns, variant, False)[0]
-        tile = Tile(pointer, tensor.strides, first, head.num_keys)
-        x = load_tile(tile, block.N, DIM, BLOCK_DIM, False)
+        keep = keep_and_bias(head, rows, columns, variant, False)[0]
+        x = load_tile(tile_at(rows_of_head, first), block.N, DIM, BLOCK_DIM, False)
         count = _count_non_finite(keep, x, count)
     return tl.where(count > 0.0, INF, 0.0)
 
 
 @triton.jit
 def sums_of_non_finite_queries(
-    tensor, first_column, b, kv_head, inputs, sizes, variant: tl.constexpr, block: tl.constexpr,
-    DIM: tl.constexpr, BLOCK_DIM: tl.constexpr,
-):  # fmt: skip
+    tensor,
+    first_column,
+    b,
+    kv_head,
+    inputs,
+    sizes,
+    variant: tl.constexpr,
+    block: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+):
     """(N, BLOCK_DIM): ∞ where q or dO of a query that sees the key is not finite, otherwise 0."""
     columns = first_column + tl.arange(0, block.N)[:, None]
     count = tl.full((block.N, BLOCK_DIM), 0.0, tl.float32)
     for member in range(group_size(sizes, variant)):
         h = kv_head * group_size(sizes, variant) + member
         head = load_head(inputs, sizes, b, h, variant)
-        pointer = row_pointer(tensor, head.batch, h, head.first_query)
-        visible = visible_queries(head, inputs, sizes, first_column, variant, block)
+        rows_of_head = tile_like_query(tensor, head, 0)
+        visible = visible_queries(head, first_column, variant, block)
         for first in tl.range(visible.start, visible.stop, block.M, num_stages=1):
             rows = first + tl.arange(0, block.M)[None, :]
-            keep = keep_and_bias(head, inputs, sizes, rows, columns, variant, False)[0]
-            tile = Tile(pointer, tensor.strides, first, head.num_queries)
-            x = load_tile(tile, block.M, DIM, BLOCK_DIM, False)
+            keep = keep_and_bias(head, rows, columns, variant, False)[0]
+            x = load_tile(tile_at(rows_of_head, first), block.M, DIM, BLOCK_DIM, False)
             count = _count_non_finite(keep, x, count)
     return tl.where(count > 0.0, INF, 0.0)
 

@@ -90,7 +90,7 @@ def all_blocks(visible):
 
 
 @triton.jit
-def visible_keys(head, inputs, sizes, first, variant: tl.constexpr, block: tl.constexpr):
+def visible_keys(head, first, variant: tl.constexpr, block: tl.constexpr):
     """Returns the Visible keys of the block of queries at ``first``."""
     last = tl.minimum(first + block.M, head.num_queries)
     start = 0
@@ -98,19 +98,19 @@ def visible_keys(head, inputs, sizes, first, variant: tl.constexpr, block: tl.co
     full_stop = head.num_keys
     stop = head.num_keys
     if variant.left_bound:
-        start = tl.maximum(first + head.diagonal - sizes.window_left, 0)
-        full_start = tl.maximum(last - 1 + head.diagonal - sizes.window_left, 0)
+        start = tl.maximum(first + head.diagonal - head.sizes.left, 0)
+        full_start = tl.maximum(last - 1 + head.diagonal - head.sizes.left, 0)
     if variant.right_bound:
-        full_stop = first + head.diagonal + sizes.window_right + 1
+        full_stop = first + head.diagonal + head.sizes.right + 1
         full_stop = tl.maximum(tl.minimum(full_stop, head.num_keys), 0)
-        stop = tl.maximum(tl.minimum(last + head.diagonal + sizes.window_right, head.num_keys), 0)
+        stop = tl.maximum(tl.minimum(last + head.diagonal + head.sizes.right, head.num_keys), 0)
     if variant.trim_by_mask:
-        start, stop = _trim(head, inputs, start, stop, first, block.N, block.M, True, variant)
+        start, stop = _trim(head, start, stop, first, block.N, block.M, True, variant)
     return _round_to_blocks(start, full_start, full_stop, stop, block.N)
 
 
 @triton.jit
-def visible_queries(head, inputs, sizes, first, variant: tl.constexpr, block: tl.constexpr):
+def visible_queries(head, first, variant: tl.constexpr, block: tl.constexpr):
     """Returns the Visible queries of the block of keys at ``first``."""
     last = tl.minimum(first + block.N, head.num_keys)
     start = 0
@@ -118,14 +118,14 @@ def visible_queries(head, inputs, sizes, first, variant: tl.constexpr, block: tl
     full_stop = tl.where(first + block.N <= head.num_keys, head.num_queries, 0)
     stop = tl.where(first < head.num_keys, head.num_queries, 0)
     if variant.right_bound:
-        start = tl.maximum(first - head.diagonal - sizes.window_right, 0)
-        full_start = tl.maximum(last - 1 - head.diagonal - sizes.window_right, 0)
+        start = tl.maximum(first - head.diagonal - head.sizes.right, 0)
+        full_start = tl.maximum(last - 1 - head.diagonal - head.sizes.right, 0)
     if variant.left_bound:
-        full_stop = tl.minimum(first - head.diagonal + sizes.window_left + 1, full_stop)
+        full_stop = tl.minimum(first - head.diagonal + head.sizes.left + 1, full_stop)
         full_stop = tl.maximum(full_stop, 0)
-        stop = tl.maximum(tl.minimum(last - head.diagonal + sizes.window_left, stop), 0)
+        stop = tl.maximum(tl.minimum(last - head.diagonal + head.sizes.left, stop), 0)
     if variant.trim_by_mask:
-        start, stop = _trim(head, inputs, start, stop, first, block.M, block.N, False, variant)
+        start, stop = _trim(head, start, stop, first, block.M, block.N, False, variant)
     return _round_to_blocks(start, full_start, full_stop, stop, block.M)
 
 
@@ -141,9 +141,15 @@ def _round_to_blocks(start, full_start, full_stop, stop, BLOCK: tl.constexpr):
 
 @triton.jit
 def _trim(
-    head, inputs, start, stop, first, BLOCK: tl.constexpr, OTHER: tl.constexpr, KEYS: tl.constexpr,
+    head,
+    start,
+    stop,
+    first,
+    BLOCK: tl.constexpr,
+    OTHER: tl.constexpr,
+    KEYS: tl.constexpr,
     variant: tl.constexpr,
-):  # fmt: skip
+):
     """Cuts the ends that the mask leaves out off [start, stop), for the block at ``first``.
 
     KEYS: the range is of keys and the block of queries; otherwise the reverse. The search reads the
@@ -154,7 +160,7 @@ def _trim(
     lowest = stop
     while (at < stop) & (lowest == stop):
         index = at + tl.arange(0, 2 * BLOCK)
-        kept = _mask_keeps(head, inputs, index, first, 2 * BLOCK, OTHER, KEYS, variant)
+        kept = _mask_keeps(head, index, first, 2 * BLOCK, OTHER, KEYS, variant)
         lowest = tl.min(tl.where(kept & (index >= start) & (index < stop), index, stop), 0)
         at += 2 * BLOCK
     at = tl.cdiv(stop, BLOCK) * BLOCK
@@ -162,16 +168,21 @@ def _trim(
     while (at > lowest) & (highest == lowest):
         at -= 2 * BLOCK
         index = at + tl.arange(0, 2 * BLOCK)
-        kept = _mask_keeps(head, inputs, index, first, 2 * BLOCK, OTHER, KEYS, variant)
+        kept = _mask_keeps(head, index, first, 2 * BLOCK, OTHER, KEYS, variant)
         highest = tl.max(tl.where(kept & (index >= lowest) & (index < stop), index + 1, lowest), 0)
     return lowest, highest
 
 
 @triton.jit
 def _mask_keeps(
-    head, inputs, index, first, SIZE: tl.constexpr, OTHER: tl.constexpr, KEYS: tl.constexpr,
+    head,
+    index,
+    first,
+    SIZE: tl.constexpr,
+    OTHER: tl.constexpr,
+    KEYS: tl.constexpr,
     variant: tl.constexpr,
-):  # fmt: skip
+):
     """(SIZE,): whether the mask keeps each key (or query) for any query (or key) of the block."""
     other = first + tl.arange(0, OTHER)
     if KEYS:
@@ -187,8 +198,8 @@ def _mask_keeps(
         fill = 0
     else:
         fill = -INF
-    offsets = rows.to(tl.int64) * inputs.attn_mask.strides[2]
-    offsets += columns.to(tl.int64) * inputs.attn_mask.strides[3]
+    strides = head.inputs.attn_mask.strides
+    offsets = rows.to(tl.int64) * strides[2] + columns.to(tl.int64) * strides[3]
     mask = tl.load(head.mask + offsets, mask=inside, other=fill)
     return tl.max((mask != fill).to(tl.int32), 0 if KEYS else 1) > 0
 
@@ -207,7 +218,7 @@ def query_rows(head, first, M: tl.constexpr, FULL: tl.constexpr):
 
 
 @triton.jit
-def keep_and_bias(head, inputs, sizes, rows, columns, variant: tl.constexpr, FULL: tl.constexpr):
+def keep_and_bias(head, rows, columns, variant: tl.constexpr, FULL: tl.constexpr):
     """Returns which pairs take part, and the float mask. Tiles may have a row per query or per key.
 
     In a full block only the mask decides. With a float mask callers need not select there: its -∞
@@ -216,34 +227,34 @@ def keep_and_bias(head, inputs, sizes, rows, columns, variant: tl.constexpr, FUL
     keep = rows < head.num_queries
     bias = 0.0
     if variant.bool_mask:
-        keep = _load_mask(head, inputs.attn_mask.strides, rows, columns, 0, variant, FULL) != 0
+        keep = _load_mask(head, rows, columns, 0, variant, FULL) != 0
     if variant.float_mask:
-        mask = _load_mask(head, inputs.attn_mask.strides, rows, columns, -INF, variant, FULL)
+        mask = _load_mask(head, rows, columns, -INF, variant, FULL)
         bias = mask.to(tl.float32)
         keep = bias != -INF
     if not FULL:
         keep = keep & (rows < head.num_queries) & (columns < head.num_keys)
         if variant.left_bound:
-            keep = keep & (columns >= rows + (head.diagonal - sizes.window_left))
+            keep = keep & (columns >= rows + (head.diagonal - head.sizes.left))
         if variant.right_bound:
-            keep = keep & (columns <= rows + (head.diagonal + sizes.window_right))
+            keep = keep & (columns <= rows + (head.diagonal + head.sizes.right))
     return keep, bias
 
 
 @triton.jit
-def have_pairs(first_row, visible, head, inputs, sizes, variant: tl.constexpr, block: tl.constexpr):
+def have_pairs(first_row, visible, head, variant: tl.constexpr, block: tl.constexpr):
     """(M,): whether each query has any key."""
     rows = first_row + tl.arange(0, block.M)[:, None]
     found = tl.full((block.M,), 0, tl.int32)
     for first in tl.range(visible.start, visible.stop, block.N, num_stages=1):
         columns = first + tl.arange(0, block.N)[None, :]
-        keep = keep_and_bias(head, inputs, sizes, rows, columns, variant, False)[0]
+        keep = keep_and_bias(head, rows, columns, variant, False)[0]
         found = tl.maximum(found, tl.max(keep.to(tl.int32), 1))
     return found > 0
 
 
 @triton.jit
-def _load_mask(head, strides, rows, columns, fill, variant: tl.constexpr, FULL: tl.constexpr):
+def _load_mask(head, rows, columns, fill, variant: tl.constexpr, FULL: tl.constexpr):
     """Loads the mask at ``rows`` and ``columns``, with size 1 in dimensions where it is broadcast.
 
     Only edge blocks guard the load. If the mask's rows are whole runs, the guard covers whole runs:
@@ -252,6 +263,7 @@ def _load_mask(head, strides, rows, columns, fill, variant: tl.constexpr, FULL: 
     columns_end = head.num_keys
     if variant.mask_runs:
         columns_end = tl.cdiv(head.num_keys, MASK_RUN) * MASK_RUN
+    strides = head.inputs.attn_mask.strides
     row_offsets = rows.to(tl.int64) * strides[2]
     column_offsets = columns.to(tl.int64) * strides[3]
     if variant.mask_rows and variant.mask_columns:

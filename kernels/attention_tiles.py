@@ -20,8 +20,11 @@ INF = tl.constexpr(math.inf)
 
 
 class Head(NamedTuple):
-    """One query head of one sequence: the beginnings and lengths of its tensors."""
+    """One query head of one sequence: the call's arguments, and where its rows lie in them."""
 
+    inputs: Any
+    sizes: Any
+    h: Any
     query: Any  # pointers to the first row
     key: Any
     value: Any
@@ -36,13 +39,20 @@ class Head(NamedTuple):
     seed: Any
 
 
-class Tile(NamedTuple):
+class HeadTile(NamedTuple):
     """The place of a tile: rows of one head from ``first`` on. The head has ``length`` rows."""
 
     pointer: Any  # to the head's first row
     strides: Any
     first: Any
     length: Any
+
+
+class Operand(NamedTuple):
+    """A factor of ``pair_products``: a tile's numbers, and the place to load them from again."""
+
+    place: Any  # a HeadTile
+    data: Any
 
 
 @triton.jit
@@ -82,6 +92,9 @@ def load_head(inputs, sizes, b, h, variant: tl.constexpr):
     else:
         seed = 0
     return Head(
+        inputs=inputs,
+        sizes=sizes,
+        h=h,
         query=row_pointer(inputs.query, batch, h, first_query),
         key=row_pointer(inputs.key, batch, h // sizes.group, first_key),
         value=row_pointer(inputs.value, batch, h // sizes.group, first_key),
@@ -109,10 +122,34 @@ def row_pointer(tensor, batch, head, row):
 
 
 @triton.jit
-def tile_like_query(tensor, head, h, first):
+def tile_at(rows, first):
+    """The HeadTile from row ``first`` on of the head of ``rows``, another HeadTile."""
+    return HeadTile(rows.pointer, rows.strides, first, rows.length)
+
+
+@triton.jit
+def tile_of_queries(head, first):
+    """The HeadTile of the head's queries from ``first`` on."""
+    return HeadTile(head.query, head.inputs.query.strides, first, head.num_queries)
+
+
+@triton.jit
+def tile_of_keys(head, first):
+    """The HeadTile of the head's keys from ``first`` on."""
+    return HeadTile(head.key, head.inputs.key.strides, first, head.num_keys)
+
+
+@triton.jit
+def tile_of_values(head, first):
+    """The HeadTile of the head's values from ``first`` on."""
+    return HeadTile(head.value, head.inputs.value.strides, first, head.num_keys)
+
+
+@triton.jit
+def tile_like_query(tensor, head, first):
     """The head's rows from ``first`` on in a tensor of as many rows as query: (B, H, Lq, ·)."""
-    pointer = row_pointer(tensor, head.batch, h, head.first_query)
-    return Tile(pointer, tensor.strides, first, head.num_queries)
+    pointer = row_pointer(tensor, head.batch, head.h, head.first_query)
+    return HeadTile(pointer, tensor.strides, first, head.num_queries)
 
 
 # Loads and stores --------------------------------------------------------------------------------
@@ -134,6 +171,14 @@ def load_tile(
 
 
 @triton.jit
+def load_operand(
+    place, ROWS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, FULL: tl.constexpr
+):
+    """Loads a tile as an Operand; see ``load_tile``."""
+    return Operand(place, load_tile(place, ROWS, DIM, BLOCK_DIM, FULL))
+
+
+@triton.jit
 def store_tile(tile, x, ROWS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr):
     """Stores x (ROWS, BLOCK_DIM), except past the last row and past DIM."""
     x = x.to(tile.pointer.dtype.element_ty)
@@ -146,7 +191,7 @@ def store_zeros(
 ):
     """Writes zeros for packed tokens in [start, stop): ROWS tokens of every ``step``."""
     for first in range(start, stop, step):
-        tile = Tile(row_pointer(tensor, 0, h, 0), tensor.strides, first, stop)
+        tile = HeadTile(row_pointer(tensor, 0, h, 0), tensor.strides, first, stop)
         store_tile(tile, tl.zeros((ROWS, BLOCK_DIM), tl.float32), ROWS, DIM, BLOCK_DIM)
 
 
@@ -173,31 +218,37 @@ def _inside(tile, column, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DIM: tl.con
 
 @triton.jit
 def pair_products(
-    a, a_tile, b, b_tile, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DIM: tl.constexpr,
-    BLOCK_DIM: tl.constexpr, block: tl.constexpr,
-):  # fmt: skip
-    """Returns a @ bᵀ (ROWS, COLUMNS), at once or in steps of block.K along DIM.
+    a,
+    b,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+    block: tl.constexpr,
+):
+    """Returns a @ bᵀ (ROWS, COLUMNS) of two Operands, at once or in steps of block.K along DIM.
 
     In float32, products run on the ordinary arithmetic units, and the compiler keeps all operands
     of a thread in registers. Steps bound their number, but load both tiles again through the cache.
     """
     products = tl.zeros((ROWS, COLUMNS), tl.float32)
     if block.K == 0 or block.K >= BLOCK_DIM:
-        products = dot(a, tl.trans(b), products)
+        products = dot(a.data, tl.trans(b.data), products)
     else:
         for k in range(0, BLOCK_DIM, block.K):
-            inside = _inside(a_tile, k, ROWS, block.K, DIM)
-            x = tl.load(_pointers(a_tile, k, ROWS, block.K), mask=inside, other=0.0)
-            inside = _inside(b_tile, k, COLUMNS, block.K, DIM)
-            y = tl.load(_pointers(b_tile, k, COLUMNS, block.K), mask=inside, other=0.0)
+            inside = _inside(a.place, k, ROWS, block.K, DIM)
+            x = tl.load(_pointers(a.place, k, ROWS, block.K), mask=inside, other=0.0)
+            inside = _inside(b.place, k, COLUMNS, block.K, DIM)
+            y = tl.load(_pointers(b.place, k, COLUMNS, block.K), mask=inside, other=0.0)
             products = dot(x, tl.trans(y), products)
     return products
 
 
 @triton.jit
-def weights_kept(head, sizes, row, column, block: tl.constexpr):
+def weights_kept(head, row, column, block: tl.constexpr):
     """(M, N): the weights that dropout keeps, in the tile that begins at ``row`` and ``column``."""
-    return dropout_keep(head.seed, head.plane, row, column, sizes.threshold, block.M, block.N)
+    threshold = head.sizes.threshold
+    return dropout_keep(head.seed, head.plane, row, column, threshold, block.M, block.N)
 
 
 @triton.jit

@@ -54,7 +54,14 @@ def dropout(x: Tensor, seed: Tensor, p: float) -> Tensor:
     if x.numel():
         with torch.cuda.device_of(x):
             launch(
-                dropout_kernel, grid, CONFIG,
-                x, out, seed, x.numel(), philox.threshold(p), philox.keep_scale(p),
-            )  # fmt: skip
+                dropout_kernel,
+                grid,
+                CONFIG,
+                x,
+                out,
+                seed,
+                x.numel(),
+                philox.threshold(p),
+                philox.keep_scale(p),
+            )
     return out

@@ -93,7 +93,7 @@ class Variant(NamedTuple):
 RUN = tl.constexpr(32)
 
 
-class Tile(NamedTuple):
+class MatrixTile(NamedTuple):
     """A tile of ``Block`` within the matrix. The last tiles reach past the end of the matrix."""
 
     first_row: Any  # int64
@@ -108,10 +108,10 @@ class Tile(NamedTuple):
 
 @triton.jit
 def _tile(first_row, first_column, rows, N: tl.constexpr, block: tl.constexpr):
-    """Returns the Tile whose first element is (first_row, first_column)."""
+    """Returns the MatrixTile whose first element is (first_row, first_column)."""
     row = first_row + tl.arange(0, block.rows)[:, None]
     column = first_column + tl.arange(0, block.columns)[None, :]
-    return Tile(first_row, first_column, row, column, (row < rows) & (column < N))
+    return MatrixTile(first_row, first_column, row, column, (row < rows) & (column < N))
 
 
 @triton.jit
@@ -506,17 +506,25 @@ def dropout_add_layer_norm_forward(
     """Implements the op ``dropout_add_layer_norm_forward``."""
     tensors = (x, residual, weight, bias, x_bias, seed)
     with torch.cuda.device_of(x):
-        call = _Call(*tensors, dropout_p, rms_norm, x_is_sum=False)
+        call = _NormCall(*tensors, dropout_p, rms_norm, x_is_sum=False)
         out = x.new_empty(x.shape)
         total = x.new_empty(x.shape if prenorm else (0,), dtype=sum_dtype)
         mean, rstd = (x.new_empty(x.shape[:-1], dtype=torch.float32) for _ in range(2))
         config = tile_config(_FORWARD_TILES, call.variant.N)
         launch(
             dropout_add_layer_norm_forward_kernel,
-            (triton.cdiv(call.rows, config.block.rows),), config,
-            call.inputs, call.dropout, _as_matrix(out), _as_matrix(total if prenorm else None),
-            mean, rstd, call.rows, eps, call.variant,
-        )  # fmt: skip
+            (triton.cdiv(call.rows, config.block.rows),),
+            config,
+            call.inputs,
+            call.dropout,
+            _as_matrix(out),
+            _as_matrix(total if prenorm else None),
+            mean,
+            rstd,
+            call.rows,
+            eps,
+            call.variant,
+        )
     return out, total, mean, rstd
 
 
@@ -542,7 +550,7 @@ def dropout_add_layer_norm_backward(
     tensors = (x, residual, weight, bias, x_bias, seed)
     _check_backward(grad_out, grad_sum, tensors, mean, rstd)
     with torch.cuda.device_of(x):
-        call = _Call(*tensors, dropout_p, rms_norm, x_is_sum=prenorm)
+        call = _NormCall(*tensors, dropout_p, rms_norm, x_is_sum=prenorm)
         dy, ds = _as_matrix(grad_out), _as_matrix(grad_sum)
         mean, rstd = mean.contiguous(), rstd.contiguous()
         # A gradient has the dtype of its tensor, or of the output where there is no such tensor.
@@ -563,28 +571,63 @@ def dropout_add_layer_norm_backward(
         chunks = triton.cdiv(N, config.block.columns)
         statistics = None
         if chunks > 1:
-            statistics = Statistics(torch.empty_like(rstd), torch.empty_like(rstd))
-            launch(
-                dropout_add_layer_norm_backward_statistics_kernel, (tiles,), config,
-                dy, call.inputs, call.dropout, mean, rstd, statistics, call.rows, call.variant,
-            )  # fmt: skip
+            statistics = _row_statistics(call, config, tiles, dy, mean, rstd)
         programs = _backward_programs(config, tiles, chunks)
         shares = VectorGradients(
             *(None if t is None else rstd.new_empty((programs, N)) for t in vector_grads)
         )
         stages = _stages(config, dy, ds, call.inputs.x, call.inputs.residual)
         launch(
-            dropout_add_layer_norm_backward_kernel, (programs, chunks), config,
-            dy, ds, call.inputs, call.dropout, mean, rstd, statistics, grad_x, grad_residual,
-            shares, call.rows, call.variant, stages,
-        )  # fmt: skip
+            dropout_add_layer_norm_backward_kernel,
+            (programs, chunks),
+            config,
+            dy,
+            ds,
+            call.inputs,
+            call.dropout,
+            mean,
+            rstd,
+            statistics,
+            grad_x,
+            grad_residual,
+            shares,
+            call.rows,
+            call.variant,
+            stages,
+        )
         if any(t is not None for t in vector_grads):
             grid = (triton.cdiv(N, _SUM.block.columns), len(vector_grads))
             launch(
-                dropout_add_layer_norm_backward_sum_kernel, grid, _SUM,
-                shares, vector_grads, programs, N,
-            )  # fmt: skip
+                dropout_add_layer_norm_backward_sum_kernel,
+                grid,
+                _SUM,
+                shares,
+                vector_grads,
+                programs,
+                N,
+            )
     return results
+
+
+def _row_statistics(
+    call: _NormCall, config: Config, tiles: int, dy: Matrix | None, mean: Tensor, rstd: Tensor
+) -> Statistics:
+    """Computes the means over rows that are longer than the backward's tiles."""
+    statistics = Statistics(torch.empty_like(rstd), torch.empty_like(rstd))
+    launch(
+        dropout_add_layer_norm_backward_statistics_kernel,
+        (tiles,),
+        config,
+        dy,
+        call.inputs,
+        call.dropout,
+        mean,
+        rstd,
+        statistics,
+        call.rows,
+        call.variant,
+    )
+    return statistics
 
 
 _NAMES = ("x", "residual", "weight", "bias", "x_bias", "seed")
@@ -624,7 +667,7 @@ def _stages(config: Config, *matrices: Matrix | None) -> int:
     return 2 if bytes_read <= _MAX_PREFETCH else 1
 
 
-class _Call:
+class _NormCall:
     """A call of the operator, converted to the kernels' arguments."""
 
     def __init__(

@@ -43,7 +43,7 @@ from trifuse.kernels.recurrent import (
     token_offsets,
     zero_steps,
 )
-from trifuse.kernels.without_cells import Call, check_backward
+from trifuse.kernels.without_cells import CallWithoutCells, check_backward
 from trifuse.reference.gru import Parameters, saved_per_unit
 from trifuse.reference.lstm import by_direction, masked
 
@@ -350,7 +350,7 @@ def gru_backward(
     return as_results(input_grads, (input, h0, *parameters), input)
 
 
-class _Call(Call):
+class _GruCall(CallWithoutCells):
     gates = 3
     forward_kernel, forward_step_kernel = gru_forward_sequence_kernel, gru_forward_step_kernel
     backward_kernel, backward_step_kernel = gru_backward_sequence_kernel, gru_backward_step_kernel
@@ -369,9 +369,14 @@ class _Call(Call):
         return bias
 
     def gradients(
-        self, input: Tensor, h_previous: Tensor, gates: Tensor, grads: Tensor, grad_state: Tensor,
+        self,
+        input: Tensor,
+        h_previous: Tensor,
+        gates: Tensor,
+        grads: Tensor,
+        grad_state: Tensor,
         needs_grad: Sequence[bool],
-    ) -> list[Tensor | None]:  # fmt: skip
+    ) -> list[Tensor | None]:
         """As :meth:`gradients_of_sums`; grads is (T, B, D, 4·H), of n, r, z and k."""
         sequences, D, H = self.sequences, self.D, self.H
         x = masked(input, sequences.valid).flatten(0, 1)
@@ -401,8 +406,8 @@ def _as_in_weights(t: Tensor) -> Tensor:
     return t.unflatten(0, (3, -1)).roll(-1, 0).flatten(0, 1)
 
 
-# By linear_before_reset.
-_CALLS: dict[bool, type[_Call | gru_reset_first.Call]] = {
-    True: _Call,
-    False: gru_reset_first.Call,
+# Keyed by linear_before_reset.
+_CALLS: dict[bool, type[_GruCall | gru_reset_first.ResetFirstCall]] = {
+    True: _GruCall,
+    False: gru_reset_first.ResetFirstCall,
 }

@@ -357,7 +357,7 @@ def gru_reset_first_backward_sequence_kernel(
 # Launches ----------------------------------------------------------------------------------------
 
 
-class Call(without_cells.Call):
+class ResetFirstCall(without_cells.CallWithoutCells):
     gates = 3
     forward_kernel = gru_reset_first_forward_sequence_kernel
     backward_kernel = gru_reset_first_backward_sequence_kernel
@@ -396,9 +396,14 @@ class Call(without_cells.Call):
             torch.bmm(grad_rz, weight_rz, out=dh_recurrent)
 
     def gradients(
-        self, input: Tensor, h_previous: Tensor, gates: Tensor, grads: Tensor, grad_state: Tensor,
+        self,
+        input: Tensor,
+        h_previous: Tensor,
+        gates: Tensor,
+        grads: Tensor,
+        grad_state: Tensor,
         needs_grad: Sequence[bool],
-    ) -> list[Tensor | None]:  # fmt: skip
+    ) -> list[Tensor | None]:
         """As :meth:`gradients_of_sums`; grads is of r, z and n."""
         sequences, H = self.sequences, self.H
 

@@ -4,13 +4,13 @@ The launchers take these steps, as far as an operator needs them:
 
 1. Check the tensors (``arguments.py``). A forward's have been checked by its caller; tensors of a
    backward may have been replaced since its forward.
-2. Convert the op's arguments to the kernels': ``_Call`` holds ``inputs``, the tensors that all its
-   kernels read, and ``variant``, the compile-time parameters.
+2. Convert the op's arguments to the kernels': a class such as ``_LstmCall`` holds ``inputs``, the
+   tensors that all its kernels read, and ``variant``, the compile-time parameters.
 3. Allocate the results.
 4. Launch, on the device of the tensors, with a configuration that depends on sizes and dtypes.
 5. Return the results in the op's order.
 
-Attention's tiles have other sizes: see ``_Call.launch`` in ``attention.py``.
+Attention's tiles have other sizes: see ``_AttentionCall.launch`` in ``attention.py``.
 """
 
 from __future__ import annotations

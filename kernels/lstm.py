@@ -62,7 +62,7 @@ def lstm_forward(
     does not support layer norm."""
     *call_options, save = options
     with torch.cuda.device_of(input):
-        call = _Call(input, parameters, lengths, seed, *call_options)
+        call = _LstmCall(input, parameters, lengths, seed, *call_options)
         variant, inputs, sequences, T, B = call.variant, call.inputs, call.sequences, call.T, call.B
         h = sequences.zeros_or_copy(h0, variant.R, sequences.dtype)
         h_dropped = None if inputs.dropout is None else (h * inputs.dropout).to(sequences.dtype)
@@ -87,7 +87,7 @@ def lstm_forward(
 
 
 def _forward_steps(
-    call: _Call, products_ih: Tensor, state: State, out: Tensor, saved: Saved
+    call: _LstmCall, products_ih: Tensor, state: State, out: Tensor, saved: Saved
 ) -> None:
     """Launches the forward step by step."""
     variant, inputs, T, B = call.variant, call.inputs, call.T, call.B
@@ -130,11 +130,21 @@ def lstm_backward(
     *call_options, needs_grad = options
     recompute = gates.dim() == 1
     _check_backward(
-        grad_output, grad_h_n, grad_c_n, input, h0, c0, parameters, lengths, output,
-        None if recompute else gates, cells, *call_options[:2],
-    )  # fmt: skip
+        grad_output,
+        grad_h_n,
+        grad_c_n,
+        input,
+        h0,
+        c0,
+        parameters,
+        lengths,
+        output,
+        None if recompute else gates,
+        cells,
+        *call_options[:2],
+    )
     with torch.cuda.device_of(input):
-        call = _Call(input, parameters, lengths, seed, *call_options, recompute=recompute)
+        call = _LstmCall(input, parameters, lengths, seed, *call_options, recompute=recompute)
         variant, sequences = call.variant, call.sequences
         x = masked(input, sequences.valid).flatten(0, 1)
         h_dropped = sequences.previous_h(output, h0)
@@ -153,9 +163,15 @@ def lstm_backward(
         if call.one_launch:
             sequence = call.prepare(lstm_backward_sequence_kernel, variant.H)
             sequence(
-                sequences.weight_hh, grad_output.contiguous(), past, grads, shares, call.inputs,
-                call.T, call.B,
-            )  # fmt: skip
+                sequences.weight_hh,
+                grad_output.contiguous(),
+                past,
+                grads,
+                shares,
+                call.inputs,
+                call.T,
+                call.B,
+            )
             projection = None
         else:
             projection = _backward_steps(call, grad_output.contiguous(), past, grads, shares)
@@ -183,9 +199,17 @@ def _check_backward(
     R, H = output.shape[-1] // D, cells.shape[-1]
     all_gates = (G * H,)
     shapes: tuple[tuple[int, ...], ...] = (
-        (G * H, features), (G * H, R), all_gates, all_gates, (R, H), (G - 1, H), all_gates,
-        all_gates, (H,), (H,),
-    )  # fmt: skip
+        (G * H, features),
+        (G * H, R),
+        all_gates,
+        all_gates,
+        (R, H),
+        (G - 1, H),
+        all_gates,
+        all_gates,
+        (H,),
+        (H,),
+    )
     for direction in by_direction(Parameters, parameters):
         for name, t, shape in zip(Parameters._fields, direction, shapes, strict=True):
             check_shape(name, t, shape)
@@ -200,7 +224,7 @@ def _check_backward(
     check_shape("gates", gates, (D, T, B, G * H))
 
 
-def _products(call: _Call, x: Tensor, h_dropped: Tensor) -> tuple[Tensor, Tensor | None]:
+def _products(call: _LstmCall, x: Tensor, h_dropped: Tensor) -> tuple[Tensor, Tensor | None]:
     """Returns ``Gradients.gates`` and ``Gradients.products_hh``, which hold the products of the
     forward that the steps read, if any."""
     variant, sequences = call.variant, call.sequences
@@ -220,7 +244,7 @@ def _products(call: _Call, x: Tensor, h_dropped: Tensor) -> tuple[Tensor, Tensor
 
 
 def _backward_steps(
-    call: _Call, grad_out: Tensor, past: Past, grads: Gradients, shares: Shares
+    call: _LstmCall, grad_out: Tensor, past: Past, grads: Gradients, shares: Shares
 ) -> tuple[Tensor, Tensor] | None:
     """Launches the backward step by step. With a projection, returns the gradient of W_hr m
     (D, T, B, R) and m (D, T, B, H)."""
@@ -243,9 +267,17 @@ def _backward_steps(
     projection = call.prepare(lstm_backward_projection_kernel, variant.R)
     for step in reversed(range(T)):
         projection(
-            step, dh_recurrent, grad_out, past, grads, grad_projected, grad_projected_steps, inputs,
-            T, B,
-        )  # fmt: skip
+            step,
+            dh_recurrent,
+            grad_out,
+            past,
+            grads,
+            grad_projected,
+            grad_projected_steps,
+            inputs,
+            T,
+            B,
+        )
         torch.bmm(grad_projected, weight_hr, out=dm)
         cell(step, dm, grad_out, past, grads, grad_products_hh, shares, inputs, T, B)
         torch.bmm(grad_products_hh, weight_hh, out=dh_recurrent)
@@ -254,7 +286,7 @@ def _backward_steps(
 
 
 def _gradients(
-    call: _Call,
+    call: _LstmCall,
     x: Tensor,
     h_dropped: Tensor,
     grads: Gradients,
@@ -308,9 +340,9 @@ def _add_up(shares: Tensor) -> Tensor:
 
 
 def _normalised_ih_backward(
-    call: _Call, grad: Tensor, products_ih: Tensor
+    call: _LstmCall, grad: Tensor, products_ih: Tensor
 ) -> tuple[Tensor, list[Tensor]]:
-    """Gradients of ``_Call.normalised_ih``: of W_ih x (T, B, D, G·H) and of the gains."""
+    """Gradients of ``_LstmCall.normalised_ih``: of W_ih x (T, B, D, G·H) and of the gains."""
     grad_products_ih, grad_gains = [], []
     for d, gain in enumerate(call.norms):
         x, eps, vectors = products_ih[:, :, d], call.variant.eps, (gain, None, None, None)
@@ -318,15 +350,26 @@ def _normalised_ih_backward(
             x, None, *vectors, 0.0, eps, False, False, x.dtype
         )
         grad_x, _, grad_gain, *_ = layer_norm.dropout_add_layer_norm_backward(
-            grad[:, :, d], None, x, None, *vectors, mean, rstd, 0.0, eps, False, False, x.dtype,
+            grad[:, :, d],
+            None,
+            x,
+            None,
+            *vectors,
+            mean,
+            rstd,
+            0.0,
+            eps,
+            False,
+            False,
+            x.dtype,
             (True, False, True, False, False),
-        )  # fmt: skip
+        )
         grad_products_ih.append(grad_x)
         grad_gains.append(grad_gain)
     return torch.stack(grad_products_ih, 2), grad_gains
 
 
-class _Call:
+class _LstmCall:
     """A call of the operator, converted to the kernels' arguments."""
 
     def __init__(

@@ -174,9 +174,14 @@ def load_gate_vectors(vectors, tile, variant: tl.constexpr, dtype: tl.constexpr)
 def draw_keep(seed, plane, tile, threshold: tl.constexpr, block: tl.constexpr):
     """Draws which elements of a tile dropout or zoneout keeps."""
     return dropout_keep(
-        seed, plane, tl.cast(tile.first_row, tl.int32), tile.first_column,
-        tl.full((), threshold, tl.int32), block.rows, block.columns,
-    )  # fmt: skip
+        seed,
+        plane,
+        tl.cast(tile.first_row, tl.int32),
+        tile.first_column,
+        tl.full((), threshold, tl.int32),
+        block.rows,
+        block.columns,
+    )
 
 
 @triton.jit

@@ -56,7 +56,7 @@ from trifuse.reference.results import accumulation_dtype
 INF = tl.constexpr(math.inf)
 
 
-class Tile(NamedTuple):
+class UnitTile(NamedTuple):
     """The tile of a program: rows of the batch by units of one direction."""
 
     T: Any
@@ -72,7 +72,7 @@ class Tile(NamedTuple):
 
 
 class Step(NamedTuple):
-    """One step of a tile. Fields are (block.rows, 1), but for ``number``."""
+    """One step of a tile. Fields are (block.rows, 1), except ``number``."""
 
     number: Any  # the same for all rows
     t: Any  # int64, the position; past a row's length the step's number, where it writes zeros
@@ -135,7 +135,7 @@ def load_weights(weight_hh, number, tile, H: tl.constexpr, G: tl.constexpr, bloc
 
 @triton.jit
 def make_tile(block_row, lengths, T, B, block: tl.constexpr):
-    """Returns the program's Tile in row block ``block_row``."""
+    """Returns the program's UnitTile in row block ``block_row``."""
     first_row = block_row * block.rows
     first_column = tl.program_id(1) * block.columns
     row = first_row + tl.arange(0, block.rows)[:, None]
@@ -147,7 +147,7 @@ def make_tile(block_row, lengths, T, B, block: tl.constexpr):
         length = tl.load(lengths + row, mask=exists, other=0).to(tl.int32)
     d = tl.program_id(2)
     row = row.to(tl.int64)
-    return Tile(T, B, d, block_row, first_row, first_column, row, column, exists, length)
+    return UnitTile(T, B, d, block_row, first_row, first_column, row, column, exists, length)
 
 
 @triton.jit
@@ -240,9 +240,14 @@ def next_h(new, h, out, tile, at, D: tl.constexpr, N: tl.constexpr):
 
 @triton.jit
 def zero_steps(
-    tensor, first, tile, G: tl.constexpr, H: tl.constexpr, variant: tl.constexpr,
+    tensor,
+    first,
+    tile,
+    G: tl.constexpr,
+    H: tl.constexpr,
+    variant: tl.constexpr,
     block: tl.constexpr,
-):  # fmt: skip
+):
     """Writes zeros to (T, B, D, G, H) from step ``first`` on, which no row of the tile has."""
     zeros = tl.full((block.rows, block.columns), 0.0, tensor.dtype.element_ty)
     for step in range(first, tile.T):

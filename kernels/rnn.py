@@ -35,7 +35,7 @@ from trifuse.kernels.recurrent import (
     token_offsets,
     zero_steps,
 )
-from trifuse.kernels.without_cells import Call, check_backward
+from trifuse.kernels.without_cells import CallWithoutCells, check_backward
 
 
 class Variant(NamedTuple):
@@ -240,7 +240,7 @@ def rnn_forward(
 ) -> tuple[Tensor, Tensor]:
     """Implements the op ``rnn_forward``. float64 is for checking the formulas."""
     with torch.cuda.device_of(input):
-        return _Call(input, parameters, lengths, reverse, relu).forward(input, h0)
+        return _RnnCall(input, parameters, lengths, reverse, relu).forward(input, h0)
 
 
 def rnn_backward(
@@ -260,7 +260,7 @@ def rnn_backward(
         grad_output, grad_h_n, input, h0, parameters, lengths, output, D=len(reverse), gates=1
     )
     with torch.cuda.device_of(input):
-        call = _Call(input, parameters, lengths, reverse, relu)
+        call = _RnnCall(input, parameters, lengths, reverse, relu)
         grads, grad_state = call.backward(
             grad_output, grad_h_n, output.contiguous(), columns=call.H
         )
@@ -271,7 +271,7 @@ def rnn_backward(
     return as_results(input_grads, (input, h0, *parameters), input)
 
 
-class _Call(Call):
+class _RnnCall(CallWithoutCells):
     gates = 1
     forward_kernel, forward_step_kernel = rnn_forward_sequence_kernel, rnn_forward_step_kernel
     backward_kernel, backward_step_kernel = rnn_backward_sequence_kernel, rnn_backward_step_kernel

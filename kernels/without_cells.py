@@ -2,7 +2,8 @@
 launches, and gradients that follow from the kernels'.
 
 The head of ``trifuse/kernels/recurrent.py`` describes how the work is spread over launches. Each
-kind of cell has a subclass of :class:`Call` with its kernels and the launches of a step.
+kind of cell has a subclass of :class:`CallWithoutCells` with its kernels and the launches of a
+step.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class Variant(NamedTuple):
     reverse: int  # bit d: direction d reads rows from their ends
 
 
-class Call:
+class CallWithoutCells:
     """A call of gru or rnn, converted to the kernels' arguments."""
 
     gates: int  # the number of blocks of H rows in a weight

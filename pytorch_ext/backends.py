@@ -32,6 +32,7 @@ import torch
 log = logging.getLogger("trifuse")
 
 ORDER = ("cuda", "triton", "cpp", "eager")
+FALLBACK = ORDER[-1]  # serves every call
 
 _UP_TO_FLOAT32 = (torch.float32, torch.bfloat16, torch.float16)
 _UP_TO_FLOAT64 = (*_UP_TO_FLOAT32, torch.float64)
@@ -252,10 +253,10 @@ def choose(call: Call) -> Choice:
 
 
 def has_kernel(call: Call) -> bool:
-    """Returns whether a backend other than the eager formula would serve a call."""
+    """Returns whether a backend other than the fallback would serve a call."""
     names = ORDER if _requested == "auto" else (_requested,)
     return any(
-        name != "eager"
+        name != FALLBACK
         and _WHY_NOT[name](call) is None
         and (_requested != "auto" or _WHY_NOT_BY_AUTO.get(name, lambda call: None)(call) is None)
         for name in names
@@ -284,8 +285,8 @@ def _choose(call: Call, requested: str) -> Choice:
         if why is None:
             break
         refused.append((name, why))
-    if name == "eager" and call.device in ("cpu", "cuda") and not torch.compiler.is_compiling():
+    if name == FALLBACK and call.device in ("cpu", "cuda") and not torch.compiler.is_compiling():
         reasons = "; ".join(f"{other}: {why}" for other, why in refused)
         properties = call.operator, call.device, call.dtype
-        log.warning("%s (%s, %s) → eager, because %s", *properties, reasons)
+        log.warning("%s (%s, %s) → %s, because %s", *properties, name, reasons)
     return Choice(name, tuple(refused))

@@ -106,16 +106,26 @@ def ring_attention(
                 'take "ring" or "all_gather"'
             )
         out, lse = _by_heads(
-            query, key, value, layout, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa,
-            key_lengths=key_lengths, window=window, softcap=softcap,
-        )  # fmt: skip
+            query,
+            key,
+            value,
+            layout,
+            is_causal=is_causal,
+            scale=scale,
+            enable_gqa=enable_gqa,
+            key_lengths=key_lengths,
+            window=window,
+            softcap=softcap,
+        )
         return (out, lse) if return_lse else out
     if attn_mask is not None:
         _checks.tensor("attn_mask", attn_mask)
         attn_mask = mask_to_4d(attn_mask, query, (*query.shape[:3], L))
     if scale is None:
         scale = query.shape[3] ** -0.5
-    call = _Call(layout, scale, enable_gqa, softcap, *_bounds(window, is_causal), key_lengths)
+    call = _SharedArguments(
+        layout, scale, enable_gqa, softcap, *_bounds(window, is_causal), key_lengths
+    )
     whole = _Ring if method == "ring" else _Gathered
     out, lse = whole.apply(call, query, key, value, attn_mask)
     return (out, lse) if return_lse else out
@@ -260,7 +270,7 @@ def _bounds(window: Any, is_causal: bool) -> tuple[int | None, int | None]:
 # Attention to one part of the keys --------------------------------------------------------------
 
 
-class _Call(NamedTuple):
+class _SharedArguments(NamedTuple):
     """The arguments of a call that are the same in every part."""
 
     layout: _Layout
@@ -272,7 +282,7 @@ class _Call(NamedTuple):
     key_lengths: Tensor | None
 
 
-class _Block(NamedTuple):
+class _PairBlock(NamedTuple):
     """Attention of some of the local queries to some of a part's keys."""
 
     rows: slice  # of the local queries
@@ -282,7 +292,7 @@ class _Block(NamedTuple):
     first_key: int  # its position in the whole sequence
 
 
-def _blocks(call: _Call, owner: int, length: int) -> Iterator[_Block]:
+def _blocks(call: _SharedArguments, owner: int, length: int) -> Iterator[_PairBlock]:
     """Yields the blocks that have pairs; ``owner`` is the process that the keys come from.
 
     A block is a piece of the queries against a piece of the keys. In it the diagonal of the whole
@@ -313,22 +323,35 @@ def _blocks(call: _Call, owner: int, length: int) -> Iterator[_Block]:
             first = key_piece * size + skip_keys
             span = columns.stop - columns.start
             mask_columns = slice(first, first + span)
-            yield _Block(rows, columns, mask_columns, (left, right), first)
+            yield _PairBlock(rows, columns, mask_columns, (left, right), first)
 
 
 def _attend(
-    call: _Call, block: _Block, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
+    call: _SharedArguments,
+    block: _PairBlock,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     lengths = call.key_lengths
     if lengths is not None:
         lengths = (lengths - block.first_key).clamp(0, key.shape[2])
     return scaled_dot_product_attention(
-        query, key, value, mask, scale=call.scale, enable_gqa=call.enable_gqa,
-        key_lengths=lengths, window=block.window, softcap=call.softcap, return_lse=True,
-    )  # fmt: skip
+        query,
+        key,
+        value,
+        mask,
+        scale=call.scale,
+        enable_gqa=call.enable_gqa,
+        key_lengths=lengths,
+        window=block.window,
+        softcap=call.softcap,
+        return_lse=True,
+    )
 
 
-def _mask_of(mask: Tensor | None, block: _Block) -> Tensor | None:
+def _mask_of(mask: Tensor | None, block: _PairBlock) -> Tensor | None:
     if mask is None:
         return None
     rows = block.rows if mask.shape[2] > 1 else slice(None)
@@ -362,14 +385,23 @@ def _weight(lse: Tensor, whole: Tensor) -> Tensor:
 
 
 def _forward_part(
-    call: _Call, owner: int, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None,
+    call: _SharedArguments,
+    owner: int,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
     total: _Sum,
-) -> None:  # fmt: skip
+) -> None:
     for block in _blocks(call, owner, query.shape[2]):
         out, lse = _attend(
-            call, block, query[:, :, block.rows], key[:, :, block.columns],
-            value[:, :, block.columns], _mask_of(mask, block),
-        )  # fmt: skip
+            call,
+            block,
+            query[:, :, block.rows],
+            key[:, :, block.columns],
+            value[:, :, block.columns],
+            _mask_of(mask, block),
+        )
         total.add(block.rows, out, lse)
 
 
@@ -380,9 +412,16 @@ class _Gradients:
     """
 
     def __init__(
-        self, call: _Call, needs: Sequence[bool], query: Tensor, mask: Tensor | None,
-        out: Tensor, lse: Tensor, grad_out: Tensor | None, grad_lse: Tensor | None,
-    ) -> None:  # fmt: skip
+        self,
+        call: _SharedArguments,
+        needs: Sequence[bool],
+        query: Tensor,
+        mask: Tensor | None,
+        out: Tensor,
+        lse: Tensor,
+        grad_out: Tensor | None,
+        grad_lse: Tensor | None,
+    ) -> None:
         self.call, self.query, self.mask, self.lse = call, query, mask, lse
         self.wide = accumulation_dtype(query.dtype)
         self.needs = tuple(needs)
@@ -473,9 +512,14 @@ class _Travel:
 
 
 def _finish(
-    ctx: Any, call: _Call, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None,
+    ctx: Any,
+    call: _SharedArguments,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
     total: _Sum,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:
     """Ends the forward of a Function; returns its results."""
     out, lse = total.results()
     ctx.call = call
@@ -498,7 +542,12 @@ class _Ring(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, call: _Call, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
+        ctx: Any,
+        call: _SharedArguments,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         layout, total = call.layout, _Sum(query, value)
         here = [key, value]
@@ -536,7 +585,12 @@ class _Gathered(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, call: _Call, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
+        ctx: Any,
+        call: _SharedArguments,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         total = _Sum(query, value)
         keys, values = (_all_gather(t, call.layout) for t in (key, value))

@@ -515,15 +515,19 @@ def _swap_recurrent(
             raise _CannotSwap("on a GPU, where torch has cuDNN's kernels for it")
         call = backends.Call(operator, weight.device.type, weight.dtype)
         choice = backends.choose(call)
-        if choice.backend == "eager" and choice.refused:  # eager as the fallback, not on request
+        if choice.backend == backends.FALLBACK and choice.refused:  # not on request
             raise _CannotSwap("no fused kernel serves it here")
     return _retype(module, source, target)
 
 
 _RECURRENT = (
-    torch_nn.LSTM, torch_nn.LSTMCell, torch_nn.GRU, torch_nn.GRUCell, torch_nn.RNN,
+    torch_nn.LSTM,
+    torch_nn.LSTMCell,
+    torch_nn.GRU,
+    torch_nn.GRUCell,
+    torch_nn.RNN,
     torch_nn.RNNCell,
-)  # fmt: skip
+)
 
 
 _REGISTRATION = "_trifuse_registration"  # an attribute that is pickled with the model

@@ -233,8 +233,12 @@ def test_report_agrees_with_explain() -> None:
     rows, reasons = report.service()
     assert rows
     assert {row[0] for row in rows} == {
-        "attention", "dropout_add_layer_norm", "lstm", "gru", "rnn",
-    }  # fmt: skip
+        "attention",
+        "dropout_add_layer_norm",
+        "lstm",
+        "gru",
+        "rnn",
+    }
     for operator, device, dtype, chosen, *answers in rows:
         qkv = torch.empty(3, 1, 2, 4, 64, device=device, dtype=getattr(torch, dtype))
         with trifuse.backend("auto"):

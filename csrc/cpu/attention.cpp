@@ -3,7 +3,6 @@
 // Shapes, dtypes and devices have been checked in pytorch_ext/ops/attention.py; the contents of
 // key_lengths and cu_seqlens are checked here, where they are read.
 
-#include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
@@ -22,18 +21,7 @@
 namespace trifuse {
 namespace {
 
-// Returns an uninitialised (B, H, L, last), in memory order (B, L, H) if `like` has that order.
-// empty_like_layout in pytorch_ext/reference/results.py must agree. Autograd must not see the
-// result as a view: a view that is returned beside other results could not be changed in place.
-Tensor empty_like_layout(const Tensor& like, int64_t last, at::ScalarType dtype) {
-  const at::AutoDispatchBelowADInplaceOrView no_view;
-  const int64_t B = like.size(0), H = like.size(1), L = like.size(2);
-  const auto options = like.options().dtype(dtype);
-  if (like.stride(1) < like.stride(2)) return empty({B, L, H, last}, options).transpose(1, 2);
-  return empty({B, H, L, last}, options);
-}
-
-struct Call {
+struct AttentionCall {
   AttentionProblem problem{};
   SequenceTensors sequences;
   int64_t used_q, used_k;  // tokens that belong to a sequence
@@ -46,16 +34,17 @@ struct Call {
 };
 
 void check_cu_seqlens(const char* name, const Tensor& cu, int64_t total, int64_t longest) {
-  const int64_t* at = cu.const_data_ptr<int64_t>();
-  bool ok = at[0] == 0 && at[cu.numel() - 1] <= total;
-  for (int64_t b = 1; b < cu.numel(); ++b) ok &= at[b] >= at[b - 1] && at[b] - at[b - 1] <= longest;
+  const int64_t* starts = cu.const_data_ptr<int64_t>();
+  bool ok = starts[0] == 0 && starts[cu.numel() - 1] <= total;
+  for (int64_t b = 1; b < cu.numel(); ++b)
+    ok &= starts[b] >= starts[b - 1] && starts[b] - starts[b - 1] <= longest;
   TORCH_CHECK_VALUE(
       ok, name, ": expected 0 first, no decrease, no step over ", longest, ", the last at most ",
-      total, "; got ", at::IntArrayRef(at, cu.numel()));
+      total, "; got ", at::IntArrayRef(starts, cu.numel()));
 }
 
-Call make_call(const AttentionArguments& a) {
-  Call call;
+AttentionCall make_call(const AttentionArguments& a) {
+  AttentionCall call;
   AttentionProblem& p = call.problem;
   call.sequences = fill_in(p, a);
   call.used_q = p.Lq;
@@ -86,7 +75,7 @@ Call make_call(const AttentionArguments& a) {
   return call;
 }
 
-void run_forward(Call& call, const Tensor& out, const Tensor& logsumexp) {
+void run_forward(AttentionCall& call, const Tensor& out, const Tensor& logsumexp) {
   call.problem.out = strided(out);
   call.problem.logsumexp = strided(logsumexp);
   if (call.used_q < out.size(2)) {
@@ -105,7 +94,7 @@ void run_forward(Call& call, const Tensor& out, const Tensor& logsumexp) {
 }  // namespace
 
 void run_attention(const AttentionArguments& a, const Tensor& out, const Tensor& logsumexp) {
-  Call call = make_call(a);
+  AttentionCall call = make_call(a);
   run_forward(call, out, logsumexp);
 }
 
@@ -117,10 +106,10 @@ std::tuple<Tensor, Tensor> attention_forward(
     const OptionalTensor& cu_seqlens_k, const OptionalTensor& seed, int64_t max_seqlen_q,
     int64_t max_seqlen_k, std::optional<double> scale, std::optional<double> softcap,
     int64_t window_left, int64_t window_right, bool lower_right, double dropout_p) {
-  Call call = make_call(
+  AttentionCall call = make_call(
       {query, key, value, attn_mask, key_lengths, cu_seqlens_q, cu_seqlens_k, seed, max_seqlen_q,
        max_seqlen_k, scale, softcap, window_left, window_right, lower_right, dropout_p});
-  Tensor out = empty_like_layout(query, value.size(3), query.scalar_type());
+  Tensor out = empty_like_layout(query, value.size(3), query.scalar_type(), empty);
   Tensor logsumexp = empty(
       {query.size(0), query.size(1), query.size(2)},
       query.options().dtype(accumulation_type(query.scalar_type())));
@@ -138,15 +127,15 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward(
     int64_t window_right, bool lower_right, double dropout_p, std::array<bool, 4> needs_grad) {
   const bool mask_requires_grad = needs_grad[3];
   check_backward_arguments(query, value, grad_out, grad_logsumexp, out, logsumexp);
-  Call call = make_call(
+  AttentionCall call = make_call(
       {query, key, value, attn_mask, key_lengths, cu_seqlens_q, cu_seqlens_k, seed, max_seqlen_q,
        max_seqlen_k, scale, softcap, window_left, window_right, lower_right, dropout_p});
   AttentionProblem& p = call.problem;
   const at::ScalarType dtype = query.scalar_type(), wide = accumulation_type(dtype);
 
-  Tensor grad_query = empty_like_layout(query, p.E, dtype);
-  Tensor grad_key = empty_like_layout(key, p.E, dtype);
-  Tensor grad_value = empty_like_layout(value, p.Ev, dtype);
+  Tensor grad_query = empty_like_layout(query, p.E, dtype, empty);
+  Tensor grad_key = empty_like_layout(key, p.E, dtype, empty);
+  Tensor grad_value = empty_like_layout(value, p.Ev, dtype, empty);
   p.grad_out = strided(grad_out);
   // A compiler may have chosen another layout for out.
   const Tensor out_rows = out.stride(3) == 1 ? out : out.contiguous();
@@ -180,7 +169,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward(
   const AttentionBackward kernel = kernels(p.dtype).attention_backward;
   Tensor grad_query_sum = grad_query;
   if (dtype != wide && kernel.key_chunks(p) > 1) {
-    grad_query_sum = empty_like_layout(query, p.E, wide);
+    grad_query_sum = empty_like_layout(query, p.E, wide, empty);
     if (call.used_q < query.size(2)) grad_query_sum.slice(2, call.used_q).zero_();
   }
   p.grad_query_sum = strided(grad_query_sum);

@@ -83,21 +83,62 @@ inline void few_products(
       between(j, c);
       transpose_keys(key.data + j * key.ld + c, key.ld, std::min(L, keys - j), width, transposed);
       for (int64_t r = 0; r < rows; ++r) {
-        float* at = scores + r * kTile + j;
-        Vec sum = c ? Vec::loadu(at) : Vec(0.0f);
+        float* row = scores + r * kTile + j;
+        Vec sum = c ? Vec::loadu(row) : Vec(0.0f);
         for (int64_t k = 0; k < width; ++k)
           sum = Element<E>::multiply_add(
               Element<E>::broadcast(query[r] + c + k), Element<E>::load(transposed + k * L), sum);
-        sum.store(at);
+        sum.store(row);
       }
     }
 }
 
-// The mask of a tile by rows.
+// The mask of a tile by rows: those of queries [0, Lq) of some heads from h0 on.
 struct FewMask {
   uint64_t bits[kFewRows];                   // bit j of word r: row r sees key j
   alignas(64) float bias[kFewRows * kTile];  // [r][j]: the float mask, if there is one
+  int64_t keys;                              // number of keys up to the last one seen, or one more
+  bool full;                                 // whether all rows see all keys
+
+  // Reads the masks of keys [j, j + kTile), one head's after another's into `head`.
+  template <class Scalar>
+  void read(
+      const AttentionProblem& p, const Sequence& s, int64_t h0, int64_t rows, int64_t j,
+      TileMask<float>& head) {
+    const int64_t columns = std::min(kTile, s.keys - j);
+    keys = 0;
+    full = true;
+    for (int64_t r = 0; r < rows; r += s.Lq) {
+      const Cover cover = head.template read<Scalar>(p, s, h0 + r / s.Lq, 0, s.Lq, j, columns);
+      full &= cover == Cover::Full;
+      if (cover != Cover::Empty) keys = std::max(keys, head.keys);
+      for (int64_t i = 0; i < s.Lq; ++i) {
+        uint64_t& row = bits[r + i];
+        row = cover == Cover::Full ? low_bits(columns) : 0;
+        if (cover == Cover::Partial)
+          for (int64_t c = 0; c < columns; ++c) row |= (head.bits[c] >> i & 1) << c;
+        if (has_float_mask(p))
+          for (int64_t c = 0; c < kTile; ++c)
+            bias[(r + i) * kTile + c] = c < columns ? head.bias[c * kTile + i] : 0.0f;
+      }
+    }
+  }
 };
+
+// Sets the weights of keys [j, j + kTile) that dropout drops to 0.
+inline void drop_few_weights(
+    const AttentionProblem& p, const Sequence& s, int64_t h0, int64_t rows, int64_t j,
+    float* weights) {
+  using Vec = Vectorized<float>;
+  for (int64_t r = 0; r < rows; ++r) {
+    const uint64_t plane = s.index * p.heads + h0 + r / s.Lq;
+    const uint64_t kept = dropout_row(p.dropout.seed, plane, r % s.Lq, j, p.dropout.threshold);
+    for (int64_t l = 0; l < kTile; l += Vec::size()) {
+      float* row = weights + r * kTile + l;
+      select(kept >> l, Vec::loadu(row), Vec(0.0f)).store(row);
+    }
+  }
+}
 
 // Whether a call's keys and values are more than the caches beside a core hold. Fetching them ahead
 // then takes a third off the time; if a cache holds them, it adds a tenth.
@@ -151,24 +192,9 @@ void run_few_queries(const AttentionProblem& p, int64_t task) {
   uint64_t seen = 0;  // bit r: row r has a key
   const auto visible = s.visible(p, 0, s.Lq);
   for (int64_t j = visible.first / kTile * kTile; j < visible.last; j += kTile) {
-    int64_t keys = 0;
-    bool full = true;
-    for (int64_t r = 0; r < rows; r += s.Lq) {
-      const int64_t columns = std::min(kTile, s.keys - j), h = h0 + r / s.Lq;
-      const Cover cover = head_mask.template read<Scalar>(p, s, h, 0, s.Lq, j, columns);
-      full &= cover == Cover::Full;
-      if (cover != Cover::Empty) keys = std::max(keys, head_mask.keys);
-      for (int64_t i = 0; i < s.Lq; ++i) {
-        uint64_t& bits = mask.bits[r + i];
-        bits = cover == Cover::Full ? low_bits(columns) : 0;
-        if (cover == Cover::Partial)
-          for (int64_t c = 0; c < columns; ++c) bits |= (head_mask.bits[c] >> i & 1) << c;
-        if (bits) seen |= uint64_t(1) << (r + i);
-        if (has_float_mask(p))
-          for (int64_t c = 0; c < kTile; ++c)
-            mask.bias[(r + i) * kTile + c] = c < columns ? head_mask.bias[c * kTile + i] : 0.0f;
-      }
-    }
+    mask.template read<Scalar>(p, s, h0, rows, j, head_mask);
+    for (int64_t r = 0; r < rows; ++r) seen |= uint64_t(mask.bits[r] != 0) << r;
+    const int64_t keys = mask.keys;
     if (keys == 0) continue;
 
     const auto key_rows = s.key_rows<Scalar>(p.key, kv_head, j);
@@ -187,19 +213,9 @@ void run_few_queries(const AttentionProblem& p, int64_t task) {
     finish_scores(p, mask.bias, scale, rows, round_up(keys, Vectorized<float>::size()), scores);
     softmax.by_rows(scores, mask.bits, rows, keys);
 
-    if (p.dropout.threshold) {
-      using Vec = Vectorized<float>;
-      for (int64_t r = 0; r < rows; ++r) {
-        const uint64_t plane = s.index * p.heads + h0 + r / s.Lq;
-        const uint64_t kept = dropout_row(p.dropout.seed, plane, r % s.Lq, j, p.dropout.threshold);
-        for (int64_t l = 0; l < kTile; l += Vec::size()) {
-          float* at = scores + r * kTile + l;
-          select(kept >> l, Vec::loadu(at), Vec(0.0f)).store(at);
-        }
-      }
-    }
+    if (p.dropout.threshold) drop_few_weights(p, s, h0, rows, j, scores);
 
-    const bool finite = full || all_finite(values, keys, p.Ev);
+    const bool finite = mask.full || all_finite(values, keys, p.Ev);
     const auto value = right_rows(values, keys, p.Ev, value_buffer, !finite);
     const auto weight = pair_columns(scores, rows, weight_buffer);
     tile_gemm(

@@ -75,8 +75,8 @@ void run(const AttentionProblem& p, int64_t task) {
       dropout_tile(p, s, h, i, rows, j, kept);
       for (int64_t c = 0; c < keys; ++c)
         for (int64_t l = 0; l < lanes; l += Vec::size()) {
-          T* at = scores + c * kTile + l;
-          select(kept[c] >> l, Vec::loadu(at), Vec(T(0))).store(at);
+          T* weights = scores + c * kTile + l;
+          select(kept[c] >> l, Vec::loadu(weights), Vec(T(0))).store(weights);
         }
     }
 

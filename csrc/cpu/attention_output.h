@@ -1,4 +1,4 @@
-// What both kernels of the attention forward write.
+// Writes the results of attention's forward: shared by its two kernels.
 
 #pragma once
 
@@ -19,16 +19,16 @@ inline void write_rows(
   T lse[kTile];
   softmax.logsumexp(scale.unit, rows, lse);
   for (int64_t r = 0; r < rows; ++r) {
-    const HeadAndQuery at = place(r);
+    const HeadAndQuery owner = place(r);
     const bool empty = !(seen >> r & 1);
     // A row's softmax is NaN if all its scores are -inf or one of them is +inf.
     if (!empty && !std::isfinite(lse[r])) lse[r] = std::numeric_limits<T>::quiet_NaN();
-    *s.query_row<T>(p.logsumexp, at.h, at.i) = lse[r];
+    *s.query_row<T>(p.logsumexp, owner.h, owner.i) = lse[r];
     const T inverse =
         std::isnan(lse[r]) ? lse[r] : static_cast<T>(p.dropout.scale) / softmax.row_sum[r];
     T* row = out + r * out_ld;
     for (int64_t c = 0; c < p.Ev; ++c) row[c] = empty ? T(0) : infinite_to_nan(row[c] * inverse);
-    narrow(row, p.Ev, s.query_row<Scalar>(p.out, at.h, at.i), p.out.stride[3]);
+    narrow(row, p.Ev, s.query_row<Scalar>(p.out, owner.h, owner.i), p.out.stride[3]);
   }
 }
 

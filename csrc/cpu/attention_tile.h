@@ -129,9 +129,10 @@ struct TileMask {
     if (cut_left || cut_right) {
       full = false;
       for (int64_t c = 0; c < columns; ++c) {
-        const int64_t at = j + c - s.diagonal - i;  // the query aligned with this key
-        if (cut_left) bits[c] &= low_bits(std::clamp<int64_t>(at + p.window_left + 1, 0, rows));
-        if (cut_right) bits[c] &= ~low_bits(std::clamp<int64_t>(at - p.window_right, 0, rows));
+        const int64_t aligned = j + c - s.diagonal - i;  // the query aligned with this key
+        if (cut_left)
+          bits[c] &= low_bits(std::clamp<int64_t>(aligned + p.window_left + 1, 0, rows));
+        if (cut_right) bits[c] &= ~low_bits(std::clamp<int64_t>(aligned - p.window_right, 0, rows));
       }
     }
     if (p.mask_kind != MaskKind::None) {
@@ -229,8 +230,8 @@ inline void finish_scores(
   const auto update = [&](auto new_score) {
     for (int64_t r = 0; r < rows; ++r)
       for (int64_t l = 0; l < lanes; l += Vec::size()) {
-        T* at = scores + r * kTile + l;
-        new_score(Vec::loadu(at), r * kTile + l).store(at);
+        T* row = scores + r * kTile + l;
+        new_score(Vec::loadu(row), r * kTile + l).store(row);
       }
   };
   const Vec factor(scale.product);
@@ -279,9 +280,9 @@ inline Operand<E> pair_rows(const T* source, int64_t columns, int64_t lanes, E* 
 #ifdef __AVX512BF16__
     for (int64_t c = 0; c < columns; c += 2) {
       for (int64_t l = 0; l < lanes; l += 16) {
-        const float* at = source + c * kTile + l;
-        const __m256bh low = _mm512_cvtneps_pbh(_mm512_loadu_ps(at));
-        const __m256bh high = c + 1 < columns ? _mm512_cvtneps_pbh(_mm512_loadu_ps(at + kTile))
+        const float* row = source + c * kTile + l;
+        const __m256bh low = _mm512_cvtneps_pbh(_mm512_loadu_ps(row));
+        const __m256bh high = c + 1 < columns ? _mm512_cvtneps_pbh(_mm512_loadu_ps(row + kTile))
                                               : (__m256bh)_mm256_setzero_si256();
         _mm512_storeu_si512(
             buffer + c / 2 * kTile + l,
@@ -304,10 +305,10 @@ inline Operand<E> pair_columns(const T* source, int64_t columns, E* buffer) {
 #ifdef __AVX512BF16__
     for (int64_t c = 0; c < columns; ++c) {
       for (int64_t l = 0; l < kTile; l += 32) {
-        const float* at = source + c * kTile + l;
+        const float* row = source + c * kTile + l;
         _mm512_storeu_si512(
             buffer + (c * kTile + l) / 2,
-            (__m512i)_mm512_cvtne2ps_pbh(_mm512_loadu_ps(at + 16), _mm512_loadu_ps(at)));
+            (__m512i)_mm512_cvtne2ps_pbh(_mm512_loadu_ps(row + 16), _mm512_loadu_ps(row)));
       }
     }
 #endif

@@ -52,7 +52,7 @@ double operations(const DropoutAddLayerNormProblem& p, double per_element) {
   return per_element * static_cast<double>(p.rows) * static_cast<double>(p.N);
 }
 
-// Returns whether a result of so many bytes is too large for its next reader to find all of it in a
+// Returns whether a result of `bytes` bytes is too large for its next reader to find all of it in a
 // cache. Such a result is written past the caches, which saves reading each line before it is
 // written.
 bool streams(size_t bytes) { return bytes >= size_t(8) << 20; }

@@ -35,9 +35,9 @@ struct ColumnSums {
 
   ColumnSums(const DropoutAddLayerNormProblem& p, int64_t width, bool many_rows, Scratch& scratch)
       : width(width), many_rows(many_rows) {
-    const void* const wanted[3] = {p.grad_weight, p.grad_bias, p.grad_x_bias};
+    const void* const grads[3] = {p.grad_weight, p.grad_bias, p.grad_x_bias};
     for (int v = 0; v < 3; ++v)
-      sums[v] = wanted[v] ? std::fill_n(scratch.take<T>(width), width, T(0)) - width : nullptr;
+      sums[v] = grads[v] ? std::fill_n(scratch.take<T>(width), width, T(0)) - width : nullptr;
     if (many_rows)
       for (double*& total : totals)
         total = std::fill_n(scratch.take<double>(width), width, 0.0) - width;

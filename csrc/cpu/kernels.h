@@ -20,7 +20,8 @@ namespace trifuse {
 // The tasks of attention's forward, in the order of sequences and heads. With few queries each
 // serves all queries of some heads, otherwise a block of queries of one head.
 struct AttentionTasks {
-  int64_t count, related;  // so many neighbours read the same keys
+  int64_t count;
+  int64_t related;  // number of neighbouring tasks that read the same keys
   bool few_queries;
 };
 

@@ -27,7 +27,7 @@ using ParameterList = c10::List<OptionalTensor>;
 using Flags = c10::List<bool>;
 
 // A problem, and the tensors that it points into.
-class Call {
+class LstmCall {
  public:
   LstmProblem p;
   at::ScalarType dtype, wide;  // of the input, and of accumulation
@@ -36,7 +36,7 @@ class Call {
   at::ScalarType stored;
   const bool one_step;  // input (B, I) or (I,), and states likewise
 
-  Call(
+  LstmCall(
       Cell cell, const Tensor& input, const OptionalTensor& h0, const OptionalTensor& c0,
       const Parameters& parameters, const OptionalTensor& lengths, const OptionalTensor& seed,
       const Flags& reverse, const LstmOptions& options)
@@ -267,7 +267,7 @@ struct ForwardResults {
 };
 
 // Runs the forward. It saves `gate_blocks` values of gates, or of products, per unit; 0 for none.
-ForwardResults forward(Call& call, int64_t gate_blocks, bool save_cells) {
+ForwardResults forward(LstmCall& call, int64_t gate_blocks, bool save_cells) {
   LstmProblem& p = call.p;
   const int64_t D = p.directions;
   ForwardResults r;
@@ -312,7 +312,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> lstm_forward(
     const Flags& reverse, bool coupled, double forget_bias, OptionalLimit cell_clip,
     OptionalLimit proj_clip, double eps, double zoneout_h, double zoneout_c,
     double recurrent_dropout, bool training, int64_t save) {
-  Call call(
+  LstmCall call(
       Cell::Lstm, input, h0, c0, parameters.vec(), lengths, seed, reverse,
       {coupled, forget_bias, limit(cell_clip), limit(proj_clip), eps, zoneout_h, zoneout_c,
        recurrent_dropout, training});
@@ -329,7 +329,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> lstm_forward(
 std::tuple<Tensor, Tensor, Tensor> gru_forward(
     const Tensor& input, const OptionalTensor& h0, const ParameterList& parameters,
     const OptionalTensor& lengths, const Flags& reverse, bool linear_before_reset, int64_t save) {
-  Call call(
+  LstmCall call(
       Cell::Gru, input, h0, {}, parameters.vec(), lengths, {}, reverse,
       gru_options(linear_before_reset));
   auto r = forward(call, save ? call.p.saved_gates() : 0, false);
@@ -339,7 +339,8 @@ std::tuple<Tensor, Tensor, Tensor> gru_forward(
 std::tuple<Tensor, Tensor> rnn_forward(
     const Tensor& input, const OptionalTensor& h0, const ParameterList& parameters,
     const OptionalTensor& lengths, const Flags& reverse, bool relu) {
-  Call call(Cell::Rnn, input, h0, {}, parameters.vec(), lengths, {}, reverse, rnn_options(relu));
+  LstmCall call(
+      Cell::Rnn, input, h0, {}, parameters.vec(), lengths, {}, reverse, rnn_options(relu));
   auto r = forward(call, 0, false);
   return {r.output, r.h_n};
 }
@@ -400,7 +401,7 @@ ForwardResults plain(
       is_plain(cell, input, h0, c0, parameters, static_cast<int64_t>(D)), "not a plain call");
   Flags reverse({false});
   if (D == 2) reverse.push_back(true);
-  Call call(cell, input, h0, c0, parameters, {}, {}, reverse, options);
+  LstmCall call(cell, input, h0, c0, parameters, {}, {}, reverse, options);
   return forward(call, save ? call.p.saved_gates() : 0, save && cell == Cell::Lstm);
 }
 
@@ -445,9 +446,9 @@ constexpr GradientOf kGradients[] = {
     {NormCellBias, &LstmDirection::grad_norm_cell_bias, false}};
 
 // Returns the gradients of the input, the states and the parameters, in the order of `given`; those
-// that are not wanted have no elements. Call::take_saved must have been called.
+// that are not wanted have no elements. LstmCall::take_saved must have been called.
 std::vector<Tensor> backward(
-    Call& call, const Tensor& grad_output, const OptionalTensor& grad_h_n,
+    LstmCall& call, const Tensor& grad_output, const OptionalTensor& grad_h_n,
     const OptionalTensor& grad_c_n, const std::vector<OptionalTensor>& given,
     const Flags& needs_grad) {
   LstmProblem& p = call.p;
@@ -521,7 +522,7 @@ std::vector<Tensor> lstm_backward(
   check_input(input, output);
   check_hidden(
       parameters.get(WeightHh), cells.size(-1) * (coupled ? 3 : 4), features(output, reverse));
-  Call call(
+  LstmCall call(
       Cell::Lstm, input, h0, c0, parameters.vec(), lengths, seed, reverse,
       {coupled, forget_bias, limit(cell_clip), limit(proj_clip), eps, zoneout_h, zoneout_c,
        recurrent_dropout, training});
@@ -538,7 +539,7 @@ std::vector<Tensor> gru_backward(
   check_input(input, output);
   const int64_t R = features(output, reverse);
   check_hidden(parameters.get(WeightHh), 3 * R, R);
-  Call call(
+  LstmCall call(
       Cell::Gru, input, h0, {}, parameters.vec(), lengths, {}, reverse,
       gru_options(linear_before_reset));
   call.take_saved(output, gates, {}, {});
@@ -552,7 +553,8 @@ std::vector<Tensor> rnn_backward(
   check_input(input, output);
   const int64_t R = features(output, reverse);
   check_hidden(parameters.get(WeightHh), R, R);
-  Call call(Cell::Rnn, input, h0, {}, parameters.vec(), lengths, {}, reverse, rnn_options(relu));
+  LstmCall call(
+      Cell::Rnn, input, h0, {}, parameters.vec(), lengths, {}, reverse, rnn_options(relu));
   call.take_saved(output, {}, {}, {});
   return backward(call, grad_output, grad_h_n, {}, all_of({input, h0}, parameters), needs_grad);
 }

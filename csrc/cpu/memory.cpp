@@ -60,10 +60,10 @@ size_t cache_limit() {
   return (asked ? std::strtoull(asked, nullptr, 10) : 256) << 20;
 }
 
-struct Block {
+struct MemoryBlock {
   void* data;
   size_t bytes;
-  Block *older, *newer;  // neighbours while the block is kept
+  MemoryBlock *older, *newer;  // neighbours while the block is kept
 };
 
 void* from_system(int64_t bytes, int64_t alignment) {
@@ -84,10 +84,10 @@ class BlockCache {
 
   // Returns the smallest block that fits and is not much too large, or null if there is none. Among
   // equals it takes the last one freed, which may still be in a cache.
-  Block* take(size_t bytes) {
+  MemoryBlock* take(size_t bytes) {
     const std::lock_guard lock(mutex_);
-    Block* best = nullptr;
-    for (Block* block = newest_; block; block = block->older)
+    MemoryBlock* best = nullptr;
+    for (MemoryBlock* block = newest_; block; block = block->older)
       if (block->bytes >= bytes && block->bytes <= bytes + bytes / 4 &&
           (!best || block->bytes < best->bytes))
         best = block;
@@ -95,8 +95,8 @@ class BlockCache {
     return best;
   }
 
-  void add(Block* block) {
-    Block* dropped = nullptr;
+  void add(MemoryBlock* block) {
+    MemoryBlock* dropped = nullptr;
     {
       const std::lock_guard lock(mutex_);
       block->older = newest_;
@@ -105,7 +105,7 @@ class BlockCache {
       newest_ = block;
       bytes_ += block->bytes;
       while (bytes_ > limit_) {  // the least recently freed goes first
-        Block* oldest = oldest_;
+        MemoryBlock* oldest = oldest_;
         remove(oldest);
         oldest->older = dropped;
         dropped = oldest;
@@ -116,7 +116,7 @@ class BlockCache {
 
   // Frees all blocks. Returns false if there were none.
   bool clear() {
-    Block* dropped;
+    MemoryBlock* dropped;
     {
       const std::lock_guard lock(mutex_);
       dropped = std::exchange(newest_, nullptr);
@@ -130,12 +130,12 @@ class BlockCache {
   std::mutex& mutex() { return mutex_; }
 
  private:
-  void remove(Block* block) {
+  void remove(MemoryBlock* block) {
     (block->older ? block->older->newer : oldest_) = block->newer;
     (block->newer ? block->newer->older : newest_) = block->older;
     bytes_ -= block->bytes;
   }
-  static void free_all(Block* block) {
+  static void free_all(MemoryBlock* block) {
     while (block) {
       std::free(block->data);
       std::free(std::exchange(block, block->older));
@@ -144,7 +144,7 @@ class BlockCache {
 
   const size_t limit_ = cache_limit();
   std::mutex mutex_;
-  Block *oldest_ = nullptr, *newest_ = nullptr;
+  MemoryBlock *oldest_ = nullptr, *newest_ = nullptr;
   size_t bytes_ = 0;
 };
 
@@ -163,7 +163,7 @@ class CachingAllocator final : public c10::Allocator {
   c10::DataPtr allocate(size_t bytes) override {
     TORCH_CHECK(bytes <= size_t(INT64_MAX) - kPage, "can't allocate ", bytes, " bytes");
     const size_t rounded = (std::max<size_t>(bytes, 1) + kPage - 1) / kPage * kPage;
-    Block* block = BlockCache::get().take(rounded);
+    MemoryBlock* block = BlockCache::get().take(rounded);
     if (!block) block = make(rounded);
     return {block->data, block, free, c10::Device(c10::DeviceType::CPU)};
   }
@@ -172,9 +172,10 @@ class CachingAllocator final : public c10::Allocator {
   }
 
  private:
-  Block* make(size_t bytes) const {
-    std::unique_ptr<Block, Free> block(
-        static_cast<Block*>(trifuse::allocate(sizeof(Block), alignof(Block), purpose_)));
+  MemoryBlock* make(size_t bytes) const {
+    std::unique_ptr<MemoryBlock, Free> block(
+        static_cast<MemoryBlock*>(
+            trifuse::allocate(sizeof(MemoryBlock), alignof(MemoryBlock), purpose_)));
     block->bytes = bytes;
     block->data = trifuse::allocate(static_cast<int64_t>(bytes), kPage, purpose_);
 #ifdef __linux__
@@ -182,7 +183,7 @@ class CachingAllocator final : public c10::Allocator {
 #endif
     return block.release();
   }
-  static void free(void* block) { BlockCache::get().add(static_cast<Block*>(block)); }
+  static void free(void* block) { BlockCache::get().add(static_cast<MemoryBlock*>(block)); }
 
   const char* const purpose_;
 };

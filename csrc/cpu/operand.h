@@ -73,9 +73,9 @@ struct Rows {
 template <int count, class Scalar>
 TRIFUSE_INLINE inline void prefetch_rows(
     Rows<Scalar> rows, int64_t first, int64_t column) {
-  const Scalar* at = rows.row(first) + column * rows.column_stride;
+  const Scalar* row = rows.row(first) + column * rows.column_stride;
 #pragma GCC unroll 16
-  for (int i = 0; i < count; ++i) __builtin_prefetch(at + i * rows.row_stride, 0, 2);
+  for (int i = 0; i < count; ++i) __builtin_prefetch(row + i * rows.row_stride, 0, 2);
 }
 
 // Conversion --------------------------------------------------------------------------------------

@@ -48,7 +48,7 @@ struct Softmax {
   void by_rows(T* scores, const uint64_t* bits, int64_t rows, int64_t keys) {
     using Vec = Vectorized<T>;
     constexpr int64_t L = Vec::size();
-    alignas(64) T base[kTile], total[kTile];
+    alignas(64) T base[kTile], tile_sum[kTile];
     for (int64_t r = 0; r < rows; ++r) {
       Vec top(-infinity);
       for (int64_t l = 0; l < keys; l += L)
@@ -62,7 +62,7 @@ struct Softmax {
     }
     const int64_t padding = round_up(rows, L) - rows;
     std::fill_n(rescale + rows, padding, T(0));
-    std::fill_n(total + rows, padding, T(0));
+    std::fill_n(tile_sum + rows, padding, T(0));
     for (int64_t r = 0; r < rows; r += L) exp2(Vec::loadu(rescale + r)).store(rescale + r);
     for (int64_t r = 0; r < rows; ++r) {
       T* row = scores + r * kTile;
@@ -70,11 +70,11 @@ struct Softmax {
         const Vec p = exp2((Vec::loadu(row + l) - Vec(base[r])) * Vec(factor));
         select(bits[r] >> l, p, Vec(T(0))).store(row + l);
       }
-      total[r] = 0;
-      for (int64_t j = 0; j < keys; ++j) total[r] += row[j];
+      tile_sum[r] = 0;
+      for (int64_t j = 0; j < keys; ++j) tile_sum[r] += row[j];
     }
     for (int64_t r = 0; r < rows; r += L)
-      at::vec::fmadd(Vec::loadu(row_sum + r), Vec::loadu(rescale + r), Vec::loadu(total + r))
+      at::vec::fmadd(Vec::loadu(row_sum + r), Vec::loadu(rescale + r), Vec::loadu(tile_sum + r))
           .store(row_sum + r);
   }
 
@@ -101,7 +101,7 @@ struct Softmax {
   void columns(T* scores, const uint64_t* bits, int64_t keys, int64_t lane) {
     using Vec = Vectorized<T>;
     constexpr int64_t L = Vec::size();
-    Vec top[V], base[V], total[V];
+    Vec top[V], base[V], tile_sum[V];
 #pragma GCC unroll 8
     for (int v = 0; v < V; ++v) top[v] = Vec(-infinity);
     for (int64_t j = 0; j < keys; ++j) {
@@ -120,23 +120,23 @@ struct Softmax {
       // 0 in place of a missing maximum keeps -inf - -inf out of the exponents.
       base[v] = select(equal_bits(now, -infinity), Vec(T(0)), now);
       exp2((before - base[v]) * Vec(factor)).store(rescale + lane + v * L);
-      total[v] = Vec(T(0));
+      tile_sum[v] = Vec(T(0));
     }
     for (int64_t j = 0; j < keys; ++j) {
 #pragma GCC unroll 8
       for (int v = 0; v < V; ++v) {
-        T* at = scores + j * kTile + lane + v * L;
+        T* row = scores + j * kTile + lane + v * L;
         // The maximum is subtracted first, so that its own weight is exactly 1.
-        Vec p = exp2((Vec::loadu(at) - base[v]) * Vec(factor));
+        Vec p = exp2((Vec::loadu(row) - base[v]) * Vec(factor));
         if constexpr (Partial) p = select(bits[j] >> (lane + v * L), p, Vec(T(0)));
-        total[v] = total[v] + p;
-        p.store(at);
+        tile_sum[v] = tile_sum[v] + p;
+        p.store(row);
       }
     }
 #pragma GCC unroll 8
     for (int v = 0; v < V; ++v) {
-      T* at = row_sum + lane + v * L;
-      at::vec::fmadd(Vec::loadu(at), Vec::loadu(rescale + lane + v * L), total[v]).store(at);
+      T* sum = row_sum + lane + v * L;
+      at::vec::fmadd(Vec::loadu(sum), Vec::loadu(rescale + lane + v * L), tile_sum[v]).store(sum);
     }
   }
 };

@@ -6,7 +6,6 @@
 #include "cuda/attention.h"
 
 #include <ATen/TensorOperators.h>
-#include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/_assert_async.h>
 #include <ATen/ops/empty.h>
@@ -23,15 +22,9 @@
 namespace trifuse::cuda {
 namespace {
 
-// Returns an uninitialised (B, H, L, last), in memory order (B, L, H) if `like` is. Must agree with
-// empty_like_layout in pytorch_ext/reference/results.py. Autograd must not record the transpose as
-// a view: a view returned beside other results cannot be changed in place.
-Tensor empty_like_layout(const Tensor& like, int64_t last) {
-  const at::AutoDispatchBelowADInplaceOrView no_view;
-  const int64_t B = like.size(0), H = like.size(1), L = like.size(2);
-  if (like.stride(1) < like.stride(2))
-    return at::empty({B, L, H, last}, like.options()).transpose(1, 2);
-  return at::empty({B, H, L, last}, like.options());
+// Allocates the results.
+Tensor empty(at::IntArrayRef sizes, const at::TensorOptions& options) {
+  return at::empty(sizes, options);
 }
 
 // Throws unless `ok`; on a GPU the check is asynchronous and the device reports the failure.
@@ -58,13 +51,13 @@ void check_length(const char* name, int64_t length) {
       length <= kMost, name, ": expected sequences of at most ", kMost, " tokens; got ", length);
 }
 
-struct Call {
+struct AttentionCall {
   Attention attention{};
   SequenceTensors sequences;
 };
 
-Call make_call(const AttentionArguments& a) {
-  Call call;
+AttentionCall make_call(const AttentionArguments& a) {
+  AttentionCall call;
   Attention& p = call.attention;
   call.sequences = fill_in(p, a);
   p.total_q = p.Lq;
@@ -98,7 +91,7 @@ std::tuple<Tensor, Tensor> forward(
     int64_t max_seqlen_k, std::optional<double> scale, std::optional<double> softcap,
     int64_t window_left, int64_t window_right, bool lower_right, double dropout_p) {
   const OnDeviceOf device(query);
-  Call call = make_call(
+  AttentionCall call = make_call(
       {query, key, value, attn_mask, key_lengths, cu_seqlens_q, cu_seqlens_k, seed, max_seqlen_q,
        max_seqlen_k, scale, softcap, window_left, window_right, lower_right, dropout_p});
   Attention& p = call.attention;
@@ -112,7 +105,7 @@ std::tuple<Tensor, Tensor> forward(
     check_cu_seqlens("cu_seqlens_q", call.sequences.cu_seqlens_q, p.total_q, max_seqlen_q);
     check_cu_seqlens("cu_seqlens_k", call.sequences.cu_seqlens_k, p.total_k, max_seqlen_k);
   }
-  const Tensor out = empty_like_layout(query, p.Ev);
+  const Tensor out = empty_like_layout(query, p.Ev, query.scalar_type(), empty);
   const Tensor logsumexp =
       at::empty({query.size(0), query.size(1), query.size(2)}, query.options().dtype(at::kFloat));
   p.out = broadcast(out);
@@ -132,7 +125,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> backward(
   const bool mask_requires_grad = needs_grad[3];
   check_backward_arguments(query, value, grad_out, grad_logsumexp, out, logsumexp);
   const OnDeviceOf device(query);
-  Call call = make_call(
+  AttentionCall call = make_call(
       {query, key, value, attn_mask, key_lengths, cu_seqlens_q, cu_seqlens_k, seed, max_seqlen_q,
        max_seqlen_k, scale, softcap, window_left, window_right, lower_right, dropout_p});
   if (grad_logsumexp)
@@ -143,9 +136,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> backward(
   p.grad_out = broadcast(grad_out);
   if (grad_logsumexp) p.grad_logsumexp = broadcast(*grad_logsumexp);
 
-  const Tensor grad_query = empty_like_layout(query, p.E);
-  const Tensor grad_key = empty_like_layout(key, p.E);
-  const Tensor grad_value = empty_like_layout(value, p.Ev);
+  const Tensor grad_query = empty_like_layout(query, p.E, query.scalar_type(), empty);
+  const Tensor grad_key = empty_like_layout(key, p.E, query.scalar_type(), empty);
+  const Tensor grad_value = empty_like_layout(value, p.Ev, query.scalar_type(), empty);
   p.grad_query = broadcast(grad_query);
   p.grad_key = broadcast(grad_key);
   p.grad_value = broadcast(grad_value);

@@ -114,8 +114,7 @@ __device__ __forceinline__ void write_maximum_and_sum(
   const Tile<Scalar> query{reinterpret_cast<Scalar*>(shared_memory()), pitch};
   const auto key_tile = [&](int stage) { return query.from(Shape::kRows + stage * N); };
   const auto keys = head.key_rows<const Scalar>(p.key, p.E);
-  const Range ranges[2] = {
-      visible_keys(p, head, row + fragment_row(0)), visible_keys(p, head, row + fragment_row(2))};
+  const ThreadRanges<false> ranges(p, head, row);
   load_tile(query, head.query_rows<const Scalar>(p.query, p.E), first, Shape::kRows, head.queries);
   cp_async_commit();
   Softmax<Scalar> softmax;
@@ -126,8 +125,7 @@ __device__ __forceinline__ void write_maximum_and_sum(
       [](int) {},
       [&](int column, int stage, const Pairs<N>& pairs) {
         float scores[N / 8][4] = {}, rescale[2];
-        multiply_rows<N>(
-            scores, query.from(16 * warp()), key_tile(stage), static_cast<int>(round_up(p.E, 16)));
+        multiply_rows<N>(scores, query.from(16 * warp()), key_tile(stage), PaddedDims(p).E);
         scale_and_add_mask<N, false, Scalar, true>(scores, p, scale, head, pairs, row, column);
         softmax.template take<N>(scores, pairs, scale, rescale);
       });
@@ -212,12 +210,9 @@ __launch_bounds__(32 * BackwardShape<Scalar, D>::kWarps) void attention_backward
 
   const Tile<Scalar> key{reinterpret_cast<Scalar*>(shared_memory()), D};
   const Tile<Scalar> value = key.from(Shape::kRows), stages = value.from(Shape::kRows);
-  const auto query_tile = [&](int stage) { return stages.from(2 * stage * N); };
-  const auto grad_out_tile = [&](int stage) { return stages.from((2 * stage + 1) * N); };
-  const int depth = static_cast<int>(round_up(p.E, 16)),
-            columns = static_cast<int>(round_up(p.Ev, 16));
+  const PaddedDims dims(p);
   const Scale scale(p);
-  const uint64_t seed = p.dropout.threshold ? *p.seed : 0;
+  const uint64_t seed = dropout_seed(p);
 
   const auto keys = any_head.key_rows<const Scalar>(p.key, p.E);
   const auto values = any_head.key_rows<const Scalar>(p.value, p.Ev);
@@ -233,22 +228,16 @@ __launch_bounds__(32 * BackwardShape<Scalar, D>::kWarps) void attention_backward
     set_to_zero<C>(dv);
     for (int member = 0; member < group; ++member) {
       const Head head(p, index.b, index.h * group + member);
-      const auto queries = head.query_rows<const Scalar>(p.query, p.E);
-      const auto grad_outs = head.query_rows<const Scalar>(p.grad_out, p.Ev);
-      const Range ranges[2] = {
-          visible_queries(p, head, row + fragment_row(0)),
-          visible_queries(p, head, row + fragment_row(2))};
+      const auto queries = head.streamed_queries<N>(p, stages);
+      const ThreadRanges<true> ranges(p, head, row);
       for_tiles<N>(
           visible_to_block<N, true>(p, head, first, Shape::kRows),
           [&](int column) { return find_pairs<N, true>(p, head, ranges, row, column); },
-          [&](int column, int stage) {
-            load_tile(query_tile(stage), queries, column, N, head.queries);
-            load_tile(grad_out_tile(stage), grad_outs, column, N, head.queries);
-          },
+          [&](int column, int stage) { queries.load(column, stage); },
           [&](int stage) {
             if (mode == Mode::Fast) return;
-            prepare_tile(query_tile(stage), N, mode);
-            prepare_tile(grad_out_tile(stage), N, mode);
+            prepare_tile(queries.of_scores(stage), N, mode);
+            prepare_tile(queries.of_outputs(stage), N, mode);
             __syncthreads();
           },
           [&](int column, int stage, const Pairs<N>& pairs) {
@@ -259,13 +248,14 @@ __launch_bounds__(32 * BackwardShape<Scalar, D>::kWarps) void attention_backward
             } else {
               // Constructed first: its loads overlap the products.
               const TileVectors<N, true> per_query(vectors, head, row, column);
-              multiply_rows<N>(weights, key.from(16 * warp()), query_tile(stage), depth);
-              multiply_rows<N>(grad_scores, value.from(16 * warp()), grad_out_tile(stage), columns);
+              multiply_rows<N>(weights, key.from(16 * warp()), queries.of_scores(stage), dims.E);
+              multiply_rows<N>(
+                  grad_scores, value.from(16 * warp()), queries.of_outputs(stage), dims.Ev);
               weights_and_gradients<N, true, Scalar>(
                   weights, grad_scores, p, scale, head, per_query, pairs, seed, row, column);
             }
-            multiply_weights<N, C>(dv, weights, grad_out_tile(stage), first_column, columns);
-            multiply_weights<N, C>(dk, grad_scores, query_tile(stage), first_column, depth);
+            multiply_weights<N, C>(dv, weights, queries.of_outputs(stage), first_column, dims.Ev);
+            multiply_weights<N, C>(dk, grad_scores, queries.of_scores(stage), first_column, dims.E);
           });
     }
     if (mode == Mode::Locate) {
@@ -295,28 +285,19 @@ __launch_bounds__(32 * BackwardShape<Scalar, D>::kWarps) void attention_backward
     const __grid_constant__ Attention p, const QueryVectors vectors) {
   using Shape = BackwardShape<Scalar, D>;
   constexpr int N = Shape::N;
-  BlockIndex index(p.Lq, Shape::kRows, p.heads);
-  if (p.window_right >= 0) index.block = index.blocks - 1 - index.block;
-  if (index.b == p.batch) {
-    store_unused_queries<Scalar>(p, index, Shape::kRows);
-    return;
-  }
+  const auto index = BlockIndex::of_queries(p, Shape::kRows);
+  if (index.b == p.batch) return store_unused_queries<Scalar>(p, index, Shape::kRows);
   const Head head(p, index.b, index.h);
   const int first = index.block * Shape::kRows, row = first + 16 * warp();
   if (first >= head.queries) return;
 
   const Tile<Scalar> query{reinterpret_cast<Scalar*>(shared_memory()), D};
-  const Tile<Scalar> grad_out = query.from(Shape::kRows), stages = grad_out.from(Shape::kRows);
-  const auto key_tile = [&](int stage) { return stages.from(2 * stage * N); };
-  const auto value_tile = [&](int stage) { return stages.from((2 * stage + 1) * N); };
-  const auto keys = head.key_rows<const Scalar>(p.key, p.E);
-  const auto values = head.key_rows<const Scalar>(p.value, p.Ev);
-  const int depth = static_cast<int>(round_up(p.E, 16)),
-            columns = static_cast<int>(round_up(p.Ev, 16));
+  const Tile<Scalar> grad_out = query.from(Shape::kRows);
+  const auto keys = head.streamed_keys<N>(p, grad_out.from(Shape::kRows));
+  const PaddedDims dims(p);
   const Scale scale(p);
-  const uint64_t seed = p.dropout.threshold ? *p.seed : 0;
-  const Range ranges[2] = {
-      visible_keys(p, head, row + fragment_row(0)), visible_keys(p, head, row + fragment_row(2))};
+  const uint64_t seed = dropout_seed(p);
+  const ThreadRanges<false> ranges(p, head, row);
   const Range range = visible_to_block<N, false>(p, head, first, Shape::kRows);
 
   load_tile(query, head.query_rows<const Scalar>(p.query, p.E), first, Shape::kRows, head.queries);
@@ -332,13 +313,10 @@ __launch_bounds__(32 * BackwardShape<Scalar, D>::kWarps) void attention_backward
     set_to_zero<D>(dq);
     for_tiles<N>(
         range, [&](int column) { return find_pairs<N, false>(p, head, ranges, row, column); },
-        [&](int column, int stage) {
-          load_tile(key_tile(stage), keys, column, N, head.keys);
-          load_tile(value_tile(stage), values, column, N, head.keys);
-        },
+        [&](int column, int stage) { keys.load(column, stage); },
         [&](int stage) {
           if (mode == Mode::Fast) return;
-          prepare_tile(key_tile(stage), N, mode);
+          prepare_tile(keys.of_scores(stage), N, mode);
           __syncthreads();
         },
         [&](int column, int stage, const Pairs<N>& pairs) {
@@ -346,12 +324,13 @@ __launch_bounds__(32 * BackwardShape<Scalar, D>::kWarps) void attention_backward
           if (mode == Mode::Locate) {
             set_to_pairs<N>(grad_scores, pairs);
           } else {
-            multiply_rows<N>(weights, query.from(16 * warp()), key_tile(stage), depth);
-            multiply_rows<N>(grad_scores, grad_out.from(16 * warp()), value_tile(stage), columns);
+            multiply_rows<N>(weights, query.from(16 * warp()), keys.of_scores(stage), dims.E);
+            multiply_rows<N>(
+                grad_scores, grad_out.from(16 * warp()), keys.of_outputs(stage), dims.Ev);
             weights_and_gradients<N, false, Scalar>(
                 weights, grad_scores, p, scale, head, per_query, pairs, seed, row, column);
           }
-          multiply_weights<N, D>(dq, grad_scores, key_tile(stage), 0, depth);
+          multiply_weights<N, D>(dq, grad_scores, keys.of_scores(stage), 0, dims.E);
         });
     if (mode == Mode::Locate) reached = ReachedSums<D>(dq);
   } while (next_pass(p, mode, [&] { return __syncthreads_or(any_non_finite<D>(dq)); }));
@@ -481,10 +460,9 @@ __global__ __launch_bounds__(32 * WideShape<Scalar>::kWarps) void attention_back
   const Tile<Scalar> query{reinterpret_cast<Scalar*>(shared_memory()), pitch};
   const Tile<Scalar> grad_out = query.from(Shape::kRows), key = grad_out.from(Shape::kRows);
   const Tile<Scalar> value = key.from(N);
-  const int depth = static_cast<int>(round_up(p.E, 16)),
-            columns = static_cast<int>(round_up(p.Ev, 16));
+  const PaddedDims dims(p);
   const Scale scale(p);
-  const uint64_t seed = p.dropout.threshold ? *p.seed : 0;
+  const uint64_t seed = dropout_seed(p);
   float sums[N / 8][4] = {};
   MaskTotals<Scalar> totals(value.from(N).data);
   for (int64_t term = share * how.chunk; term < min((share + 1) * how.chunk, how.terms); ++term) {
@@ -498,8 +476,7 @@ __global__ __launch_bounds__(32 * WideShape<Scalar>::kWarps) void attention_back
     const int first = block * Shape::kRows, row = first + 16 * warp();
     const Range range = visible_to_block<N, false>(p, head, first, Shape::kRows);
     if (column < range.first || column >= range.last) continue;
-    const Range ranges[2] = {
-        visible_keys(p, head, row + fragment_row(0)), visible_keys(p, head, row + fragment_row(2))};
+    const ThreadRanges<false> ranges(p, head, row);
     const Pairs<N> pairs = find_pairs<N, false>(p, head, ranges, row, column);
     if (!__syncthreads_or(pairs.any)) continue;  // past it, the previous term's tiles are free
     load_tile(
@@ -515,8 +492,8 @@ __global__ __launch_bounds__(32 * WideShape<Scalar>::kWarps) void attention_back
     if (!pairs.any) continue;
     const TileVectors<N, false> per_query(vectors, head, row, column);
     float weights[N / 8][4] = {}, grad_scores[N / 8][4] = {};
-    multiply_rows<N>(weights, query.from(16 * warp()), key, depth);
-    multiply_rows<N>(grad_scores, grad_out.from(16 * warp()), value, columns);
+    multiply_rows<N>(weights, query.from(16 * warp()), key, dims.E);
+    multiply_rows<N>(grad_scores, grad_out.from(16 * warp()), value, dims.Ev);
     weights_and_gradients<N, false, Scalar, false>(
         weights, grad_scores, p, scale, head, per_query, pairs, seed, row, column);
 #pragma unroll
@@ -603,8 +580,9 @@ MaskShares mask_shares(const Attention& p) {
     (how.full[d] ? how.tiles : how.terms) *= blocks[d];
     if (how.full[d]) how.size *= sizes[d];
   }
-  const int64_t wanted = std::max<int64_t>(kMaskBlocks / std::max<int64_t>(how.tiles, 1), 1);
-  how.chunk = how.full[3] ? std::max<int64_t>((how.terms + wanted - 1) / wanted, 1) : how.terms;
+  const int64_t most_shares = std::max<int64_t>(kMaskBlocks / std::max<int64_t>(how.tiles, 1), 1);
+  how.chunk =
+      how.full[3] ? std::max<int64_t>((how.terms + most_shares - 1) / most_shares, 1) : how.terms;
   how.shares = how.full[3] ? std::max<int64_t>((how.terms + how.chunk - 1) / how.chunk, 1) : 1;
   return how;
 }

@@ -25,17 +25,15 @@ void attention_backward_hopper(const Attention& call, const QueryVectors& vector
 template <class Scalar>
 __device__ __forceinline__ void store_unused_keys(
     const Attention& p, const BlockIndex& index, int rows) {
-  const int64_t first = p.cu_seqlens_k[index.b] + index.block * rows;
-  const int64_t step = int64_t(index.blocks) * rows;
-  store_zeros<Scalar>({p.grad_key, 0, index.h, 0, p.E}, first, p.total_k, rows, step);
-  store_zeros<Scalar>({p.grad_value, 0, index.h, 0, p.Ev}, first, p.total_k, rows, step);
+  const UnusedTokens unused(p.cu_seqlens_k, p.total_k, index, rows);
+  store_zeros<Scalar>({p.grad_key, 0, index.h, 0, p.E}, unused);
+  store_zeros<Scalar>({p.grad_value, 0, index.h, 0, p.Ev}, unused);
 }
 template <class Scalar>
 __device__ __forceinline__ void store_unused_queries(
     const Attention& p, const BlockIndex& index, int rows) {
-  const int64_t first = p.cu_seqlens_q[index.b] + index.block * rows;
-  const int64_t step = int64_t(index.blocks) * rows;
-  store_zeros<Scalar>({p.grad_query, 0, index.h, 0, p.E}, first, p.total_q, rows, step);
+  const UnusedTokens unused(p.cu_seqlens_q, p.total_q, index, rows);
+  store_zeros<Scalar>({p.grad_query, 0, index.h, 0, p.E}, unused);
 }
 
 // QueryVectors for the queries of a thread's tile: by row or, with kByKey, where queries are

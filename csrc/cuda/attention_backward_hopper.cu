@@ -349,8 +349,7 @@ template <class Scalar, int D>
 __global__ __launch_bounds__(kThreads, 1) void attention_backward_query_hopper_kernel(
     const __grid_constant__ KernelArguments call) {
   const Attention& p = call.attention;
-  BlockIndex index(p.Lq, kBlockRows, p.heads);
-  if (p.window_right >= 0) index.block = index.blocks - 1 - index.block;  // most keys first
+  const auto index = BlockIndex::of_queries(p, kBlockRows);
   if (index.b == p.batch) return store_unused_queries<Scalar>(p, index, kBlockRows);
   backward<false, Scalar, D>(call, index, Head(p, index.b, 0).queries);
 }

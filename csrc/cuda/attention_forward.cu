@@ -25,28 +25,18 @@ __global__ __launch_bounds__(32 * ForwardShape<Scalar, D>::kWarps) void attentio
     const __grid_constant__ Attention p) {
   using Shape = ForwardShape<Scalar, D>;
   constexpr int N = Shape::N;
-  BlockIndex index(p.Lq, Shape::kRows, p.heads);
-  if (p.window_right >= 0) index.block = index.blocks - 1 - index.block;  // most keys first
-  if (index.b == p.batch) {
-    store_unused_tokens<Scalar>(p, index, Shape::kRows);
-    return;
-  }
+  const auto index = BlockIndex::of_queries(p, Shape::kRows);
+  if (index.b == p.batch) return store_unused_tokens<Scalar>(p, index, Shape::kRows);
   const Head head(p, index.b, index.h);
   const int first = index.block * Shape::kRows, row = first + 16 * warp();
   if (first >= head.queries) return;
 
   const Tile<Scalar> query{reinterpret_cast<Scalar*>(shared_memory()), D};
-  const Tile<Scalar> stages = query.from(Shape::kRows);
-  const auto key_tile = [&](int stage) { return stages.from(2 * stage * N); };
-  const auto value_tile = [&](int stage) { return stages.from((2 * stage + 1) * N); };
-  const auto keys = head.key_rows<const Scalar>(p.key, p.E);
-  const auto values = head.key_rows<const Scalar>(p.value, p.Ev);
-  const int depth = static_cast<int>(round_up(p.E, 16)),
-            columns = static_cast<int>(round_up(p.Ev, 16));
+  const auto keys = head.streamed_keys<N>(p, query.from(Shape::kRows));
+  const PaddedDims dims(p);
   const Scale scale(p);
-  const uint64_t seed = p.dropout.threshold ? *p.seed : 0;
-  const Range ranges[2] = {
-      visible_keys(p, head, row + fragment_row(0)), visible_keys(p, head, row + fragment_row(2))};
+  const uint64_t seed = dropout_seed(p);
+  const ThreadRanges<false> ranges(p, head, row);
   const Range range = visible_to_block<N, false>(p, head, first, Shape::kRows);
 
   load_tile(query, head.query_rows<const Scalar>(p.query, p.E), first, Shape::kRows, head.queries);
@@ -61,20 +51,17 @@ __global__ __launch_bounds__(32 * ForwardShape<Scalar, D>::kWarps) void attentio
     softmax = {};
     for_tiles<N>(
         range, [&](int column) { return find_pairs<N, false>(p, head, ranges, row, column); },
-        [&](int column, int stage) {
-          load_tile(key_tile(stage), keys, column, N, head.keys);
-          load_tile(value_tile(stage), values, column, N, head.keys);
-        },
+        [&](int column, int stage) { keys.load(column, stage); },
         [&](int stage) {
           if (mode == Mode::Fast) return;
-          prepare_tile(value_tile(stage), N, mode);
+          prepare_tile(keys.of_outputs(stage), N, mode);
           __syncthreads();
         },
         [&](int column, int stage, const Pairs<N>& pairs) {
           float weights[N / 8][4] = {};
           float rescale[2] = {1, 1};
           if (mode != Mode::Locate) {
-            multiply_rows<N>(weights, query.from(16 * warp()), key_tile(stage), depth);
+            multiply_rows<N>(weights, query.from(16 * warp()), keys.of_scores(stage), dims.E);
             if (scale.scores_in_nats)
               scale_and_add_mask<N, false, Scalar, true>(
                   weights, p, scale, head, pairs, row, column);
@@ -91,7 +78,7 @@ __global__ __launch_bounds__(32 * ForwardShape<Scalar, D>::kWarps) void attentio
           } else {
             set_to_pairs<N>(weights, pairs);
           }
-          multiply_weights<N, D>(acc, weights, value_tile(stage), 0, columns);
+          multiply_weights<N, D>(acc, weights, keys.of_outputs(stage), 0, dims.Ev);
         });
     if (mode == Mode::Locate) reached = ReachedSums<D>(acc);
   } while (next_pass(p, mode, [&] { return __syncthreads_or(any_non_finite<D>(acc)); }));

@@ -15,11 +15,10 @@ namespace trifuse::cuda {
 template <class Scalar>
 __device__ __forceinline__ void store_unused_tokens(
     const Attention& p, const BlockIndex& index, int rows) {
-  const int64_t first = p.cu_seqlens_q[index.b] + index.block * rows;
-  const int64_t step = int64_t(index.blocks) * rows;
-  store_zeros<Scalar>({p.out, 0, index.h, 0, p.Ev}, first, p.total_q, rows, step);
+  const UnusedTokens unused(p.cu_seqlens_q, p.total_q, index, rows);
+  store_zeros<Scalar>({p.out, 0, index.h, 0, p.Ev}, unused);
   float* lse = static_cast<float*>(p.logsumexp.data) + index.h * p.logsumexp.stride[1];
-  for (int64_t row = first; row < p.total_q; row += step)
+  for (int64_t row = unused.first; row < p.total_q; row += unused.step)
     for (int i = threadIdx.x; i < rows && row + i < p.total_q; i += blockDim.x)
       lse[(row + i) * p.logsumexp.stride[2]] = -kInfinity;
 }

@@ -216,12 +216,8 @@ template <class Scalar, int D>
 __global__ __launch_bounds__(kThreads, 1) void attention_forward_hopper_kernel(
     const __grid_constant__ KernelArguments call) {
   const Attention& p = call.attention;
-  BlockIndex index(p.Lq, kBlockRows, p.heads);
-  if (p.window_right >= 0) index.block = index.blocks - 1 - index.block;  // most keys first
-  if (index.b == p.batch) {
-    store_unused_tokens<Scalar>(p, index, kBlockRows);
-    return;
-  }
+  const auto index = BlockIndex::of_queries(p, kBlockRows);
+  if (index.b == p.batch) return store_unused_tokens<Scalar>(p, index, kBlockRows);
   const Head head(p, index.b, index.h);
   const int first = index.block * kBlockRows, groups = consumers(head.queries - first);
   if (first >= head.queries) return;

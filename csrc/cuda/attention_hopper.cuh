@@ -158,9 +158,7 @@ __device__ __forceinline__ bool write_pairs(
 #pragma unroll 1
   for (int strip = 2 * warp(); strip < 2 * warp() + 2; ++strip) {
     const int row = first + 16 * strip;
-    const Range ranges[2] = {
-        visible_to_row<kByKey>(p, head, row + fragment_row(0)),
-        visible_to_row<kByKey>(p, head, row + fragment_row(2))};
+    const ThreadRanges<kByKey> ranges(p, head, row);
     bool full = true;
 #pragma unroll 1
     for (int part = 0; part < N / 64; ++part) {

@@ -41,12 +41,25 @@ struct Head {
   }
 
   template <class Scalar>
-  __device__ Rows<Scalar> query_rows(const Tensor4& t, int64_t columns) const {
+  __device__ HeadRows<Scalar> query_rows(const Tensor4& t, int64_t columns) const {
     return {t, batch, h, first_query, columns};
   }
   template <class Scalar>
-  __device__ Rows<Scalar> key_rows(const Tensor4& t, int64_t columns) const {
+  __device__ HeadRows<Scalar> key_rows(const Tensor4& t, int64_t columns) const {
     return {t, batch, kv_head, first_key, columns};
+  }
+  template <int N, class Scalar>
+  __device__ StreamedRows<Scalar, N> streamed_queries(
+      const Attention& p, const Tile<Scalar>& stages) const {
+    return {
+        query_rows<const Scalar>(p.query, p.E), query_rows<const Scalar>(p.grad_out, p.Ev), queries,
+        stages};
+  }
+  template <int N, class Scalar>
+  __device__ StreamedRows<Scalar, N> streamed_keys(
+      const Attention& p, const Tile<Scalar>& stages) const {
+    return {
+        key_rows<const Scalar>(p.key, p.E), key_rows<const Scalar>(p.value, p.Ev), keys, stages};
   }
 };
 
@@ -61,7 +74,34 @@ struct BlockIndex {
     h = static_cast<int>(blockIdx.x / blocks % heads);
     b = static_cast<int>(blockIdx.x / blocks / heads);
   }
+  // Blocks of queries. Under a causal bound the last queries see most keys, and start first.
+  __device__ static BlockIndex of_queries(const Attention& p, int rows) {
+    BlockIndex index(p.Lq, rows, p.heads);
+    if (p.window_right >= 0) index.block = index.blocks - 1 - index.block;
+    return index;
+  }
 };
+
+// A block's share of the packed tokens past the last sequence: of tokens [first, total), the first
+// `rows` in every `step`.
+struct UnusedTokens {
+  int64_t first, total, step;
+  int rows;
+
+  __device__ __forceinline__
+  UnusedTokens(const int64_t* cu_seqlens, int64_t total, const BlockIndex& index, int rows)
+      : first(cu_seqlens[index.b] + index.block * rows), total(total),
+        step(int64_t(index.blocks) * rows), rows(rows) {}
+};
+
+template <class Scalar>
+__device__ __forceinline__ void store_zeros(
+    const HeadRows<Scalar>& to, const UnusedTokens& unused) {
+  for (int64_t first = unused.first; first < unused.total; first += unused.step)
+    for (int i = threadIdx.x; i < unused.rows * to.columns; i += blockDim.x)
+      if (const int64_t row = first + i / to.columns; row < unused.total)
+        to.data[row * to.stride + i % to.columns * to.column_stride] = narrow<Scalar>(0);
+}
 
 // Pairs -------------------------------------------------------------------------------------------
 
@@ -69,11 +109,12 @@ struct BlockIndex {
 struct Range {
   int first, last;
 
-  // `at` is the row's position among the columns. `before` and `behind` bound the window; -1: none.
-  __device__ Range(int64_t at, int64_t before, int64_t behind, int count) {
-    first = static_cast<int>(before >= 0 ? min(max(at - before, int64_t(0)), int64_t(count)) : 0);
+  // `row` is the row's position among the columns. `before` and `behind` bound the window; -1:
+  // none.
+  __device__ Range(int64_t row, int64_t before, int64_t behind, int count) {
+    first = static_cast<int>(before >= 0 ? min(max(row - before, int64_t(0)), int64_t(count)) : 0);
     last = static_cast<int>(
-        behind >= 0 ? min(max(at + behind + 1, int64_t(0)), int64_t(count)) : count);
+        behind >= 0 ? min(max(row + behind + 1, int64_t(0)), int64_t(count)) : count);
   }
 };
 __device__ __forceinline__ Range visible_keys(const Attention& p, const Head& head, int query) {
@@ -89,6 +130,16 @@ __device__ __forceinline__ Range visible_to_row(const Attention& p, const Head& 
   if constexpr (kByKey) return visible_queries(p, head, row);
   else return visible_keys(p, head, row);
 }
+
+// The columns that the thread's two rows see, in the tiles of a warp whose rows begin at `row`.
+template <bool kByKey>
+struct ThreadRanges {
+  Range of[2];
+
+  __device__ __forceinline__ ThreadRanges(const Attention& p, const Head& head, int row)
+      : of{visible_to_row<kByKey>(p, head, row + fragment_row(0)),
+           visible_to_row<kByKey>(p, head, row + fragment_row(2))} {}
+};
 
 // Returns the columns that some row of a block sees by position, from a multiple of N on.
 template <int N, bool kByKey>
@@ -124,8 +175,8 @@ constexpr typename Pairs<N>::Bits low_bits(int count) {
 
 // Returns whether the mask lets a pair take part. `out` is the bit pattern that leaves a pair out.
 template <class Raw>
-__device__ __forceinline__ bool mask_keeps(const Raw* at, Raw out) {
-  return __ldg(at) != out;
+__device__ __forceinline__ bool mask_keeps(const Raw* pair, Raw out) {
+  return __ldg(pair) != out;
 }
 
 // Reads the mask of rows [row, row + 16) and columns [column, column + N) into bits of the thread's
@@ -177,19 +228,18 @@ __device__ __forceinline__ void read_mask(
   }
 }
 
-// Returns which pairs of rows [row, row + 16) and columns [column, column + N) take part. `ranges`
-// are the columns that the thread's two rows see by position.
+// Returns which pairs of rows [row, row + 16) and columns [column, column + N) take part.
 template <int N, bool kByKey, int kAhead = 4>
 __device__ __forceinline__ Pairs<N> find_pairs(
-    const Attention& p, const Head& head, const Range (&ranges)[2], int row, int column) {
+    const Attention& p, const Head& head, const ThreadRanges<kByKey>& ranges, int row, int column) {
   using Bits = typename Pairs<N>::Bits;
   Pairs<N> pairs;
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     const bool inside = row + fragment_row(2 * r) < (kByKey ? head.keys : head.queries);
-    pairs.row[r] = inside
-        ? low_bits<N>(min(ranges[r].last - column, N)) & ~low_bits<N>(ranges[r].first - column)
-        : 0;
+    pairs.row[r] = inside ? low_bits<N>(min(ranges.of[r].last - column, N)) &
+            ~low_bits<N>(ranges.of[r].first - column)
+                          : 0;
   }
   if (p.mask_kind != MaskKind::None && __any_sync(kAllLanes, (pairs.row[0] | pairs.row[1]) != 0)) {
     Bits kept[2];
@@ -219,6 +269,10 @@ __device__ __forceinline__ void set_to_pairs(float (&weights)[N / 8][4], const P
   for (int n = 0; n < N / 8; ++n)
 #pragma unroll
     for (int e = 0; e < 4; ++e) weights[n][e] = pairs.test(n, e);
+}
+
+__device__ __forceinline__ uint64_t dropout_seed(const Attention& p) {
+  return p.dropout.threshold ? *p.seed : 0;
 }
 
 // The weights of a warp's tile that dropout keeps.

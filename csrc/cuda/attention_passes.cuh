@@ -106,7 +106,8 @@ __device__ __forceinline__ bool any_non_finite(const float (&sums)[C / 8][4]) {
 template <int C, class Scalar>
 __device__ __forceinline__ void store_rows(
     const float (&sums)[C / 8][4], const float (&factor)[2], const ReachedSums<C>& reached,
-    const Tile<Scalar>& staging, const Rows<Scalar>& to, int first, int length, int first_column) {
+    const Tile<Scalar>& staging, const HeadRows<Scalar>& to, int first, int length,
+    int first_column) {
   constexpr int kChunk = Tile<Scalar>::kChunk;
 #pragma unroll
   for (int n = 0; n < C / 8; ++n)

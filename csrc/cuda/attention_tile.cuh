@@ -1,5 +1,4 @@
-// Tiles of the attention kernels: rows of a tensor, copied to shared memory. Also store_zeros, for
-// packed tokens that belong to no sequence.
+// Tiles of the attention kernels: rows of a tensor, copied to shared memory.
 //
 // A block keeps its own rows there throughout. The other side streams through two stages, N rows of
 // keys (or queries) at a time.
@@ -16,15 +15,23 @@ constexpr int64_t round_up(int64_t n, int64_t multiple) {
   return (n + multiple - 1) / multiple * multiple;
 }
 
+// The head dims of q and k, and of v and dO, as products read them: multiples of 16.
+struct PaddedDims {
+  int E, Ev;
+
+  __device__ __forceinline__ explicit PaddedDims(const Attention& p)
+      : E(static_cast<int>(round_up(p.E, 16))), Ev(static_cast<int>(round_up(p.Ev, 16))) {}
+};
+
 // A tensor's rows of one head of one sequence.
 template <class Scalar>
-struct Rows {
+struct HeadRows {
   Scalar* data;
   int64_t stride, column_stride;
   int columns;
   bool aligned;  // 16 bytes can be moved at once
 
-  __device__ Rows(const Tensor4& t, int64_t batch, int head, int64_t first, int64_t columns)
+  __device__ HeadRows(const Tensor4& t, int64_t batch, int head, int64_t first, int64_t columns)
       : data(
             static_cast<Scalar*>(t.data) + batch * t.stride[0] + head * t.stride[1] +
             first * t.stride[2]),
@@ -38,7 +45,7 @@ struct Rows {
 // Loads 16 bytes of a row from global memory; zeros past the row's end.
 template <class Scalar>
 __device__ __forceinline__ void load_chunk(
-    float (&values)[16 / sizeof(Scalar)], const Rows<const Scalar>& from, int row, int column) {
+    float (&values)[16 / sizeof(Scalar)], const HeadRows<const Scalar>& from, int row, int column) {
   constexpr int kChunk = 16 / sizeof(Scalar);
   const Scalar* source = from.data + row * from.stride + column * from.column_stride;
   Scalar chunk[kChunk];
@@ -68,12 +75,12 @@ struct Tile {
   __device__ __forceinline__ Tile from(int row) const { return {data + row * pitch, pitch}; }
 };
 
-// Loads rows [first, first + rows), by all threads of a block. Rows from `length` on are zeros, and
-// so are columns past the end, up to the multiple of 16 that products read. The tile has arrived
-// after cp_async_wait and a barrier.
+// Loads rows [first, first + rows), by all threads of a block. Rows from `length` on are zeros,
+// and so are columns past the end, up to the multiple of 16 that products read. The tile has
+// arrived after cp_async_wait and a barrier.
 template <class Scalar>
 __device__ __forceinline__ void load_tile(
-    const Tile<Scalar>& to, const Rows<const Scalar>& from, int first, int rows, int length) {
+    const Tile<Scalar>& to, const HeadRows<const Scalar>& from, int first, int rows, int length) {
   constexpr int kChunk = Tile<Scalar>::kChunk;
   const int chunks = to.pitch / kChunk, used = static_cast<int>(round_up(from.columns, 16));
   for (int i = threadIdx.x; i < rows * chunks; i += blockDim.x) {
@@ -93,14 +100,24 @@ __device__ __forceinline__ void load_tile(
   }
 }
 
-// Zeros packed tokens that belong to no sequence: of rows [first, length), `rows` in every `step`.
-template <class Scalar>
-__device__ __forceinline__ void store_zeros(
-    const Rows<Scalar>& to, int64_t first, int64_t length, int rows, int64_t step) {
-  for (; first < length; first += step)
-    for (int i = threadIdx.x; i < rows * to.columns; i += blockDim.x)
-      if (const int64_t row = first + i / to.columns; row < length)
-        to.data[row * to.stride + i % to.columns * to.column_stride] = narrow<Scalar>(0);
-}
+// The rows that stream past a block's own: of q or k, from which scores are made, and of dO or v.
+// Each of two stages holds a tile of N rows of both.
+template <class Scalar, int N>
+struct StreamedRows {
+  HeadRows<const Scalar> score_rows, output_rows;
+  int length;
+  Tile<Scalar> stages;
+
+  __device__ __forceinline__ Tile<Scalar> of_scores(int stage) const {
+    return stages.from(2 * stage * N);
+  }
+  __device__ __forceinline__ Tile<Scalar> of_outputs(int stage) const {
+    return stages.from((2 * stage + 1) * N);
+  }
+  __device__ __forceinline__ void load(int first, int stage) const {
+    load_tile(of_scores(stage), score_rows, first, N, length);
+    load_tile(of_outputs(stage), output_rows, first, N, length);
+  }
+};
 
 }  // namespace trifuse::cuda

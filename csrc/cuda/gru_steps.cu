@@ -17,18 +17,23 @@ namespace {
 
 constexpr int kThreads = 256;
 
-// A thread's unit at a step.
-struct OwnUnit {
-  int64_t row, unit;
-  int d;
-
-  __device__ explicit OwnUnit(const Lstm& p) {
-    const int64_t index = int64_t(blockIdx.x) * kThreads + threadIdx.x;
-    row = index / p.H;
-    unit = index % p.H;
-    d = blockIdx.y;
-  }
-};
+// Calls run(at, unit, state) for the thread's unit, or if its row doesn't have the step,
+// absent(state). `state` is the unit's index in (D, B, H).
+template <class Run, class Absent>
+__device__ __forceinline__ void for_own_unit(
+    const Lstm& p, int64_t step, const Run& run, const Absent& absent) {
+  const int64_t index = int64_t(blockIdx.x) * kThreads + threadIdx.x;
+  const int64_t row = index / p.H, unit = index % p.H;
+  if (row >= p.B) return;
+  const Step at(p, step, row, blockIdx.y);
+  const int64_t state = at.state_offset(p, p.H) + unit;
+  if (at.exists) run(at, unit, state);
+  else absent(state);
+}
+template <class Run>
+__device__ __forceinline__ void for_own_unit(const Lstm& p, int64_t step, const Run& run) {
+  for_own_unit(p, step, run, [](int64_t) {});
+}
 
 // Reads W_ih x and W_hh h of each gate, and in a GRU h. Writes h twice, and a GRU's gates if they
 // are saved.
@@ -36,14 +41,11 @@ template <class Unit>
 __global__ __launch_bounds__(kThreads) void forward_step_kernel(
     const __grid_constant__ Lstm p, int64_t step, const void* from_hidden) {
   using Scalar = Unit::Scalar;
-  const OwnUnit own(p);
-  if (own.row >= p.B) return;
-  const Step at(p, step, own.row, own.d);
-  if (!at.exists) return;
-  const auto loaded = Unit::load(p, at, own.unit);
-  const auto v =
-      Numbers<Scalar, Unit::kGates>::load(from_hidden, at.state_offset(p, p.H) + own.unit);
-  finish_h<Scalar>(p, at, own.unit, Unit::forward(p, at, own.unit, loaded, v.widened()));
+  for_own_unit(p, step, [&](const Step& at, int64_t unit, int64_t state) {
+    const auto loaded = Unit::load(p, at, unit);
+    const auto v = Numbers<Scalar, Unit::kGates>::load(from_hidden, state);
+    finish_h<Scalar>(p, at, unit, Unit::forward(p, at, unit, loaded, v.widened()));
+  });
 }
 
 // Reads what the forward left, 5 numbers a unit in a GRU and 1 in an RNN, and three parts of the
@@ -54,15 +56,15 @@ __global__ __launch_bounds__(kThreads) void backward_step_kernel(
     const __grid_constant__ Lstm p, int64_t step, const typename Unit::Scalar* dh_recurrent,
     typename Unit::Scalar* da) {
   using Scalar = Unit::Scalar;
-  const OwnUnit own(p);
-  if (own.row >= p.B) return;
-  const Step at(p, step, own.row, own.d);
-  const int64_t state = at.state_offset(p, p.H);
-  da += state * Unit::kGates;
-  if (!at.exists) return Numbers<Scalar, Unit::kGates>{}.store(da, own.unit);
-  const auto loaded = Unit::load_backward(p, at, own.unit);
-  const auto dh = widen(dh_recurrent[state + own.unit]);
-  Unit::backward(p, at, own.unit, loaded, Unit::gradient(p, at, own.unit, loaded, dh), da);
+  for_own_unit(
+      p, step,
+      [&](const Step& at, int64_t unit, int64_t state) {
+        const auto loaded = Unit::load_backward(p, at, unit);
+        const auto grad = Unit::gradient(p, at, unit, loaded, widen(dh_recurrent[state]));
+        const int64_t first_of_row = state - unit;
+        Unit::backward(p, at, unit, loaded, grad, da + first_of_row * Unit::kGates);
+      },
+      [&](int64_t state) { Numbers<Scalar, Unit::kGates>{}.store(da, state); });
 }
 
 // The reset gate first ----------------------------------------------------------------------------
@@ -79,20 +81,23 @@ preactivation(const Lstm& p, const Step& at, int64_t unit, int gate, Scalar v) {
   return gate == 2 ? a + bias[3] : a;
 }
 
+// Returns where the gradients of a unit's three gates are written, over W_ih x.
+template <class Scalar>
+__device__ __forceinline__ Scalar* grad_of_input(const Lstm& p, const Step& at, int64_t unit) {
+  return static_cast<Scalar*>(p.from_input) + 3 * (at.token_offset(p, p.H) + unit);
+}
+
 // Reads h, and W_ih x and W_hh h of r. Writes r h, (D, B, H), and r if the gates are saved.
 // `from_hidden` is W_hh h of r and z, (D, B, H, 2).
 template <class Scalar>
 __global__ __launch_bounds__(kThreads) void forward_reset_kernel(
     const __grid_constant__ Lstm p, int64_t step, const Scalar* from_hidden, Scalar* reset_h) {
-  const OwnUnit own(p);
-  if (own.row >= p.B) return;
-  const Step at(p, step, own.row, own.d);
-  if (!at.exists) return;
-  const int64_t state = at.state_offset(p, p.H) + own.unit;
-  const auto r = sigmoid(preactivation(p, at, own.unit, 0, from_hidden[2 * state]));
-  reset_h[state] = narrow<Scalar>(r * widen(static_cast<const Scalar*>(p.h)[state]));
-  if (p.gates)
-    static_cast<Scalar*>(p.gates)[3 * (at.saved_offset(p, p.H) + own.unit)] = narrow<Scalar>(r);
+  for_own_unit(p, step, [&](const Step& at, int64_t unit, int64_t state) {
+    const auto r = sigmoid(preactivation(p, at, unit, 0, from_hidden[2 * state]));
+    reset_h[state] = narrow<Scalar>(r * widen(static_cast<const Scalar*>(p.h)[state]));
+    if (p.gates)
+      static_cast<Scalar*>(p.gates)[3 * (at.saved_offset(p, p.H) + unit)] = narrow<Scalar>(r);
+  });
 }
 
 // Reads h, W_ih x and W_hh h of z, and W_hn (r h), `from_reset_h`, (D, B, H). Writes h twice, and z
@@ -102,20 +107,17 @@ __global__ __launch_bounds__(kThreads) void forward_reset_first_kernel(
     const __grid_constant__ Lstm p, int64_t step, const Scalar* from_hidden,
     const Scalar* from_reset_h) {
   using T = Accumulator<Scalar>;
-  const OwnUnit own(p);
-  if (own.row >= p.B) return;
-  const Step at(p, step, own.row, own.d);
-  if (!at.exists) return;
-  const int64_t state = at.state_offset(p, p.H) + own.unit;
-  const T z = sigmoid(preactivation(p, at, own.unit, 1, from_hidden[2 * state + 1]));
-  const T n = tanh(preactivation(p, at, own.unit, 2, from_reset_h[state]));
-  if (p.gates) {
-    Scalar* const gates = static_cast<Scalar*>(p.gates) + 3 * (at.saved_offset(p, p.H) + own.unit);
-    gates[1] = narrow<Scalar>(z);
-    gates[2] = narrow<Scalar>(n);
-  }
-  const T h = widen(static_cast<const Scalar*>(p.h)[state]);
-  finish_h<Scalar>(p, at, own.unit, (1 - z) * n + z * h);
+  for_own_unit(p, step, [&](const Step& at, int64_t unit, int64_t state) {
+    const T z = sigmoid(preactivation(p, at, unit, 1, from_hidden[2 * state + 1]));
+    const T n = tanh(preactivation(p, at, unit, 2, from_reset_h[state]));
+    if (p.gates) {
+      Scalar* const gates = static_cast<Scalar*>(p.gates) + 3 * (at.saved_offset(p, p.H) + unit);
+      gates[1] = narrow<Scalar>(z);
+      gates[2] = narrow<Scalar>(n);
+    }
+    const T h = widen(static_cast<const Scalar*>(p.h)[state]);
+    finish_h<Scalar>(p, at, unit, (1 - z) * n + z * h);
+  });
 }
 
 // Reads z, n, h before the step and the three parts of the gradient of h. Writes the gradients of z
@@ -125,22 +127,18 @@ template <class Scalar>
 __global__ __launch_bounds__(kThreads) void backward_reset_first_kernel(
     const __grid_constant__ Lstm p, int64_t step, const Scalar* dh_recurrent, Scalar* dn_out) {
   using T = Accumulator<Scalar>;
-  const OwnUnit own(p);
-  if (own.row >= p.B) return;
-  const Step at(p, step, own.row, own.d);
-  if (!at.exists) return;
-  const int64_t state = at.state_offset(p, p.H) + own.unit;
-  const int64_t saved = at.saved_offset(p, p.H) + own.unit;
-  const auto [r, z, n] = Numbers<Scalar, 3>::load(p.gates, saved).widened().of;
-  const T h = widen(static_cast<const Scalar*>(p.h_before)[saved]);
-  const T dh = LoadedGradient<Scalar>::load(p, at, own.unit).total(widen(dh_recurrent[state]));
-  const Scalar dn = narrow<Scalar>(dh * (1 - z) * (1 - n * n));
-  Scalar* const grad =
-      static_cast<Scalar*>(p.from_input) + 3 * (at.token_offset(p, p.H) + own.unit);
-  grad[1] = narrow<Scalar>(dh * (h - n) * z * (1 - z));
-  grad[2] = dn;
-  dn_out[state] = dn;
-  static_cast<T*>(p.grad_h)[state] = dh * z;
+  for_own_unit(p, step, [&](const Step& at, int64_t unit, int64_t state) {
+    const int64_t saved = at.saved_offset(p, p.H) + unit;
+    const auto [r, z, n] = Numbers<Scalar, 3>::load(p.gates, saved).widened().of;
+    const T h = widen(static_cast<const Scalar*>(p.h_before)[saved]);
+    const T dh = LoadedGradient<Scalar>::load(p, at, unit).total(widen(dh_recurrent[state]));
+    const Scalar dn = narrow<Scalar>(dh * (1 - z) * (1 - n * n));
+    Scalar* const grad = grad_of_input<Scalar>(p, at, unit);
+    grad[1] = narrow<Scalar>(dh * (h - n) * z * (1 - z));
+    grad[2] = dn;
+    dn_out[state] = dn;
+    static_cast<T*>(p.grad_h)[state] = dh * z;
+  });
 }
 
 // Reads r, h before the step and the gradient of r h, `d_reset_h`, (D, B, H). Writes the gradient
@@ -150,21 +148,20 @@ template <class Scalar>
 __global__ __launch_bounds__(kThreads) void backward_reset_kernel(
     const __grid_constant__ Lstm p, int64_t step, const Scalar* d_reset_h, Scalar* da) {
   using T = Accumulator<Scalar>;
-  const OwnUnit own(p);
-  if (own.row >= p.B) return;
-  const Step at(p, step, own.row, own.d);
-  const int64_t state = at.state_offset(p, p.H) + own.unit;
-  if (!at.exists) return Numbers<Scalar, 2>{}.store(da, state);
-  const int64_t saved = at.saved_offset(p, p.H) + own.unit;
-  const T r = widen(static_cast<const Scalar*>(p.gates)[3 * saved]);
-  const T h = widen(static_cast<const Scalar*>(p.h_before)[saved]);
-  const T d = widen(d_reset_h[state]);
-  const Scalar dr = narrow<Scalar>(d * h * r * (1 - r));
-  Scalar* const grad =
-      static_cast<Scalar*>(p.from_input) + 3 * (at.token_offset(p, p.H) + own.unit);
-  grad[0] = dr;
-  Numbers<Scalar, 2>{{dr, grad[1]}}.store(da, state);
-  static_cast<T*>(p.grad_h)[state] += d * r;
+  for_own_unit(
+      p, step,
+      [&](const Step& at, int64_t unit, int64_t state) {
+        const int64_t saved = at.saved_offset(p, p.H) + unit;
+        const T r = widen(static_cast<const Scalar*>(p.gates)[3 * saved]);
+        const T h = widen(static_cast<const Scalar*>(p.h_before)[saved]);
+        const T d = widen(d_reset_h[state]);
+        const Scalar dr = narrow<Scalar>(d * h * r * (1 - r));
+        Scalar* const grad = grad_of_input<Scalar>(p, at, unit);
+        grad[0] = dr;
+        Numbers<Scalar, 2>{{dr, grad[1]}}.store(da, state);
+        static_cast<T*>(p.grad_h)[state] += d * r;
+      },
+      [&](int64_t state) { Numbers<Scalar, 2>{}.store(da, state); });
 }
 
 // Launches --------------------------------------------------------------------------------------

@@ -146,7 +146,7 @@ struct LstmUnit {
 
 // The GRU and the RNN -----------------------------------------------------------------------------
 
-// The gradient of h that reaches a unit at a step, but for the part through the next step's
+// The gradient of h that reaches a unit at a step, without the part through the next step's
 // product.
 template <class Scalar, class T = Accumulator<Scalar>>
 struct LoadedGradient {

@@ -21,7 +21,7 @@ def require(condition: Any, reason: str) -> None:
         raise Refused(reason)
 
 
-class Call(NamedTuple):
+class Operation(NamedTuple):
     """One operation, however it is spelled.
 
     Attributes:
@@ -69,9 +69,11 @@ _SPELLINGS: tuple[tuple[str, str, tuple[Any, ...]], ...] = (
     ("relu", "input inplace", (F.relu,)),
     ("relu", "input", (torch.relu, "relu", "relu_")),
     ("gelu", "input approximate", (F.gelu,)),
-    ("sdpa", "query key value attn_mask dropout_p is_causal scale enable_gqa", (
-        F.scaled_dot_product_attention,
-    )),
+    (
+        "sdpa",
+        "query key value attn_mask dropout_p is_causal scale enable_gqa",
+        (F.scaled_dot_product_attention,),
+    ),
     ("transpose", "input dim0 dim1", (torch.transpose, "transpose", torch.swapaxes, "swapaxes")),
     ("transpose", "input dim0 dim1", (torch.swapdims, "swapdims")),
     # The patterns compare the tensors that these return, and read no arguments.
@@ -79,38 +81,50 @@ _SPELLINGS: tuple[tuple[str, str, tuple[Any, ...]], ...] = (
     ("view", "input", (torch.reshape, torch.flatten, torch.unsqueeze, torch.squeeze)),
     ("cast", "input", ("to", "float", "half", "bfloat16", "double", "type_as", "type")),
     ("cast", "input", ("contiguous", "clone", torch.clone)),
-)  # fmt: skip
+)
 
 _BY_TARGET: dict[Any, tuple[str, list[str]]] = {
     target: (op, names.split()) for op, names, targets in _SPELLINGS for target in targets
 }
 _IN_PLACE = {
-    operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ipow,
-    operator.imatmul, operator.iand, operator.ior, operator.ixor, operator.ifloordiv,
-    operator.imod, operator.ilshift, operator.irshift, operator.setitem, operator.delitem,
-}  # fmt: skip
+    operator.iadd,
+    operator.isub,
+    operator.imul,
+    operator.itruediv,
+    operator.ipow,
+    operator.imatmul,
+    operator.iand,
+    operator.ior,
+    operator.ixor,
+    operator.ifloordiv,
+    operator.imod,
+    operator.ilshift,
+    operator.irshift,
+    operator.setitem,
+    operator.delitem,
+}
 _FEW_ARGUMENTS = ("view", "cast")
 
 
-def read(node: Any) -> Call | None:
+def read(node: Any) -> Operation | None:
     """Returns the call of a node, or None if it is no node or none of the operations above."""
     if not isinstance(node, Node) or node.op not in ("call_function", "call_method"):
         return None
     if node.target is torch.functional.einsum:
         equation, *operands = node.args
-        return Call("einsum", {"equation": equation, "operands": operands}, False)
+        return Operation("einsum", {"equation": equation, "operands": operands}, False)
     found = _BY_TARGET.get(node.target)
     if found is None:
         return None
     op, names = found
     if op in _FEW_ARGUMENTS:
-        return Call(op, {"input": node.args[0]}, False) if node.args else None
+        return Operation(op, {"input": node.args[0]}, False) if node.args else None
     if len(node.args) > len(names) or not set(node.kwargs) <= set(names):
         return None  # such as Tensor.softmax with names of dimensions, or out=
     args = dict(zip(names, node.args, strict=False)) | node.kwargs
     if node.target in (torch.bmm, "bmm"):
         args["other"] = args.pop("mat2")
-    return Call(op, args, writes(node))
+    return Operation(op, args, writes(node))
 
 
 def writes(node: Node) -> bool:

@@ -295,8 +295,9 @@ def _same_but_strides(before: Any, after: Any) -> bool:
 
 def _shares(whole: Any, part: Any) -> bool:
     """Returns whether two values have tensors in the same memory."""
-    found, others = ({_memory(t) for t in tree_leaves(x) if isinstance(t, Tensor)}
-                     for x in (whole, part))  # fmt: skip
+    found, others = (
+        {_memory(t) for t in tree_leaves(x) if isinstance(t, Tensor)} for x in (whole, part)
+    )
     return bool(found & others)
 
 

@@ -16,7 +16,7 @@ import torch
 from torch.fx import Node
 
 from trifuse.compiler.calls import (
-    Call,
+    Operation,
     Refused,
     is_last,
     number,
@@ -80,12 +80,12 @@ class Attention:
         return self.query, self.key, self.value
 
 
-def is_candidate(call: Call) -> bool:
+def is_candidate(call: Operation) -> bool:
     """Returns whether a product's first factor comes from a softmax over the last dimension."""
     return any(_has_softmax(weights) for weights, _, _ in _outer_products(call))
 
 
-def find(call: Call) -> Attention:
+def find(call: Operation) -> Attention:
     """Reads the attention whose last product is ``call``, a candidate.
 
     Raises:
@@ -109,7 +109,7 @@ def _holds(dtype: torch.dtype, operands: torch.dtype) -> bool:
 # The product with V -----------------------------------------------------------------------------
 
 
-def _outer_products(call: Call) -> Iterator[tuple[Any, Operand, tuple[int, ...] | None]]:
+def _outer_products(call: Operation) -> Iterator[tuple[Any, Operand, tuple[int, ...] | None]]:
     """Yields how a product may be read as that of weights and values: both, and the order of the
     result's dimensions."""
     if call.op == "matmul":
@@ -139,7 +139,7 @@ def _parts(first: str, second: str, out: str) -> tuple[list[str], str, str, str]
     return batch, rows[0], columns[0], summed[0]
 
 
-def _einsum(call: Call) -> Iterator[tuple[Any, Any, str]]:
+def _einsum(call: Operation) -> Iterator[tuple[Any, Any, str]]:
     """Yields the two operands of an einsum in either order, each with its letters, and the letters
     of the result."""
     if call.op != "einsum" or not isinstance(call.get("equation"), str):
@@ -193,7 +193,7 @@ def _walk(node: Any, after_softmax: bool = False) -> Attention:
     return dataclasses.replace(found, nodes=(*found.nodes, node))
 
 
-def _inner_product(node: Node, call: Call) -> Attention | None:
+def _inner_product(node: Node, call: Operation) -> Attention | None:
     """Reads Q Kᵀ."""
     if call.op == "matmul":
         query, transposed = call.get("input"), call.get("other")
@@ -245,7 +245,7 @@ def _constant(argument: Any, name: str) -> float:
     return found
 
 
-def _scaled(node: Node, call: Call, after_softmax: bool) -> Attention:
+def _scaled(node: Node, call: Operation, after_softmax: bool) -> Attention:
     scores, factor = call.get("input"), call.get("other")
     require(call.get("rounding_mode") is None, f"{node.name} rounds scores")
     if call.op == "mul" and not (_is_tensor(scores) and _leads_to_product(scores)):
@@ -287,13 +287,13 @@ def _with_factor(found: Attention, node: Node, op: str, scores: Node, factor: No
     return dataclasses.replace(found, factors=(*found.factors, (op, factor)))
 
 
-def _capped(node: Node, call: Call, after_softmax: bool) -> Attention:
+def _capped(node: Node, call: Operation, after_softmax: bool) -> Attention:
     found = _walk(call.get("input"))
     require(not (found.capped or found.masks), f"{node.name} is no plain softcap")
     return dataclasses.replace(found, capped=True)
 
 
-def _added(node: Node, call: Call, after_softmax: bool) -> Attention:
+def _added(node: Node, call: Operation, after_softmax: bool) -> Attention:
     require(number(call.get("alpha", 1)) == 1, "a mask is scaled")
     first, second = call.get("input"), call.get("other")
     try:
@@ -307,7 +307,7 @@ def _added(node: Node, call: Call, after_softmax: bool) -> Attention:
             raise reason from None
 
 
-def _filled(node: Node, call: Call, after_softmax: bool) -> Attention:
+def _filled(node: Node, call: Operation, after_softmax: bool) -> Attention:
     scores, kind = call.get("input"), "dropped"
     if call.op == "masked_fill":
         mask, fill = call.get("mask"), call.get("value")
@@ -328,7 +328,7 @@ def _masked(found: Attention, node: Node, scores: Any, kind: str, mask: Any) -> 
     return dataclasses.replace(found, masks=(*found.masks, step))
 
 
-def _dropped(node: Node, call: Call, after_softmax: bool) -> Attention:
+def _dropped(node: Node, call: Operation, after_softmax: bool) -> Attention:
     p, training = call.get("p", 0.5), call.get("training", call.get("train", True))
     found = _walk(call.get("input"), after_softmax)
     if training is False or number(p) == 0:
@@ -338,7 +338,7 @@ def _dropped(node: Node, call: Call, after_softmax: bool) -> Attention:
     return dataclasses.replace(found, dropout_p=_constant(p, "dropout's p"))
 
 
-def _viewed(node: Node, call: Call, after_softmax: bool) -> Attention:
+def _viewed(node: Node, call: Operation, after_softmax: bool) -> Attention:
     """A view, a copy or another dtype: as long as a row of scores stays one."""
     fake, before = plain(node), plain(call.get("input"))
     rows = fake.dim() >= 2 <= before.dim() and same_shape(fake.shape[-2:], before.shape[-2:])
@@ -347,7 +347,7 @@ def _viewed(node: Node, call: Call, after_softmax: bool) -> Attention:
     return _walk(call.get("input"), after_softmax)
 
 
-_STEPS: dict[str, Callable[[Node, Call, bool], Attention]] = {
+_STEPS: dict[str, Callable[[Node, Operation, bool], Attention]] = {
     "mul": _scaled,
     "div": _scaled,
     "tanh": _capped,

@@ -718,7 +718,7 @@ class BiLM(nn.Module):
                     array[block.place] = block.values.detach().to(array)
                 file[name] = array.numpy()
 
-    def _datasets(self) -> Iterator[tuple[str, list[_Block]]]:
+    def _datasets(self) -> Iterator[tuple[str, list[_DatasetPart]]]:
         """Yield each dataset of a weight file: its name, and views of this model's parameters."""
         characters = self.characters
         convolution: Any
@@ -743,12 +743,12 @@ class BiLM(nn.Module):
                 for theirs, ours in enumerate(_TENSORFLOW_GATES):
                     rows = slice(ours * hidden, (ours + 1) * hidden)
                     columns = slice(theirs * hidden, (theirs + 1) * hidden)
-                    bias.append(_Block((columns,), lstm.bias[rows]))
+                    bias.append(_DatasetPart((columns,), lstm.bias[rows]))
                     for part, place in (
                         (lstm.weight_ih, slice(inputs)),
                         (lstm.weight_hh, slice(inputs, inputs + lstm.output_size)),
                     ):
-                        weight.append(_Block((place, columns), part[rows].T))
+                        weight.append(_DatasetPart((place, columns), part[rows].T))
                 yield f"{cell}/W_0", weight
                 yield f"{cell}/B", bias
                 if lstm.weight_hr is not None:
@@ -759,18 +759,18 @@ class BiLM(nn.Module):
 _TENSORFLOW_GATES = (0, 2, 1, 3)
 
 
-class _Block(NamedTuple):
+class _DatasetPart(NamedTuple):
     """A part of a dataset of a weight file, and the view of a parameter that it corresponds to."""
 
     place: tuple[slice, ...]
     values: Tensor
 
 
-def _whole(values: Tensor) -> _Block:
-    return _Block(tuple(map(slice, values.shape)), values)
+def _whole(values: Tensor) -> _DatasetPart:
+    return _DatasetPart(tuple(map(slice, values.shape)), values)
 
 
-def _shape(blocks: Sequence[_Block]) -> tuple[int, ...]:
+def _shape(blocks: Sequence[_DatasetPart]) -> tuple[int, ...]:
     """The shape of the dataset that the blocks fill."""
     stops = ([part.stop for part in block.place] for block in blocks)
     return tuple(map(max, zip(*stops, strict=True)))

@@ -30,10 +30,21 @@ class ProjectedLSTM(elmo.ProjectedLSTM):
         """As :meth:`trifuse.models.elmo.ProjectedLSTM.forward`."""
         state = self._check(x, lengths, state)
         return lstm(
-            x, state, self.weight_ih, self.weight_hh, self.bias, None, self.weight_hr,
-            lengths=lengths, batch_first=True, reverse=self.reverse, cell_clip=self.cell_clip,
-            proj_clip=self.proj_clip, forget_bias=self.forget_bias, recompute=self.recompute,
-        )  # fmt: skip
+            x,
+            state,
+            self.weight_ih,
+            self.weight_hh,
+            self.bias,
+            None,
+            self.weight_hr,
+            lengths=lengths,
+            batch_first=True,
+            reverse=self.reverse,
+            cell_clip=self.cell_clip,
+            proj_clip=self.proj_clip,
+            forget_bias=self.forget_bias,
+            recompute=self.recompute,
+        )
 
 
 class Highway(elmo.Highway):

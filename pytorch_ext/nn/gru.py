@@ -46,9 +46,17 @@ class GRU(RecurrentWithoutCells):
         linear_before_reset: bool = True,
     ) -> None:
         super().__init__(
-            "GRU", input_size, hidden_size, num_layers, bias, batch_first, dropout, bidirectional,
-            device=device, dtype=dtype,
-        )  # fmt: skip
+            "GRU",
+            input_size,
+            hidden_size,
+            num_layers,
+            bias,
+            batch_first,
+            dropout,
+            bidirectional,
+            device=device,
+            dtype=dtype,
+        )
         self.linear_before_reset = _checks.flag("linear_before_reset", linear_before_reset)
 
     def extra_repr(self) -> str:
@@ -60,10 +68,14 @@ class GRU(RecurrentWithoutCells):
         parameters = self._parameters_of(ops.Parameters, k)
         return list(
             ops.layer(
-                x, states[0], parameters, lengths, reverse=self._reverse(),
+                x,
+                states[0],
+                parameters,
+                lengths,
+                reverse=self._reverse(),
                 linear_before_reset=self.linear_before_reset,
             )
-        )  # fmt: skip
+        )
 
 
 class GRUCell(nn.GRUCell):
@@ -100,9 +112,14 @@ class GRUCell(nn.GRUCell):
     def forward(self, input: Tensor, hx: Tensor | None = None) -> Tensor:
         """One step. Shapes as in torch."""
         return ops.gru_cell(
-            input, hx, self.weight_ih, self.weight_hh, self.bias_ih, self.bias_hh,
+            input,
+            hx,
+            self.weight_ih,
+            self.weight_hh,
+            self.bias_ih,
+            self.bias_hh,
             linear_before_reset=self.linear_before_reset,
-        )  # fmt: skip
+        )
 
 
 def _repr_of(module: GRU | GRUCell) -> str:

@@ -121,10 +121,21 @@ def _writes(func: Any) -> bool:
 
 # __set__ sets an attribute, such as ``data``.
 _WRITING = {
-    "__set__", "__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__",
-    "__ifloordiv__", "__imod__", "__ipow__", "__iand__", "__ior__", "__ixor__", "__ilshift__",
+    "__set__",
+    "__setitem__",
+    "__iadd__",
+    "__isub__",
+    "__imul__",
+    "__itruediv__",
+    "__ifloordiv__",
+    "__imod__",
+    "__ipow__",
+    "__iand__",
+    "__ior__",
+    "__ixor__",
+    "__ilshift__",
     "__irshift__",
-}  # fmt: skip
+}
 
 
 def freeze(modules: Sequence[Linear]) -> list[nn.Parameter]:

@@ -206,9 +206,18 @@ class LSTM(Recurrent):
         recompute: bool = False,
     ) -> None:
         super().__init__(
-            "LSTM", input_size, hidden_size, num_layers, bias, batch_first, dropout, bidirectional,
-            proj_size, device, dtype,
-        )  # fmt: skip
+            "LSTM",
+            input_size,
+            hidden_size,
+            num_layers,
+            bias,
+            batch_first,
+            dropout,
+            bidirectional,
+            proj_size,
+            device,
+            dtype,
+        )
         self.cell_clip, self.proj_clip, self.forget_bias = cell_clip, proj_clip, forget_bias
         self.coupled, self.peephole, self.layer_norm = coupled, peephole, layer_norm
         self.eps, self.recompute = eps, recompute
@@ -252,9 +261,17 @@ class LSTM(Recurrent):
 
     def extra_repr(self) -> str:
         names = (
-            "cell_clip", "proj_clip", "forget_bias", "coupled", "peephole", "layer_norm",
-            "zoneout_h", "zoneout_c", "recurrent_dropout", "recompute",
-        )  # fmt: skip
+            "cell_clip",
+            "proj_clip",
+            "forget_bias",
+            "coupled",
+            "peephole",
+            "layer_norm",
+            "zoneout_h",
+            "zoneout_c",
+            "recurrent_dropout",
+            "recompute",
+        )
         given = [f"{n}={getattr(self, n)}" for n in names if getattr(self, n) != getattr(LSTM, n)]
         return ", ".join([super().extra_repr(), *given])
 
@@ -343,9 +360,17 @@ class LSTM(Recurrent):
     def _options(self) -> dict[str, Any]:
         """Returns the options, which all layers share."""
         names = (
-            "recompute", "cell_clip", "proj_clip", "forget_bias", "coupled", "eps", "zoneout_h",
-            "zoneout_c", "recurrent_dropout", "training",
-        )  # fmt: skip
+            "recompute",
+            "cell_clip",
+            "proj_clip",
+            "forget_bias",
+            "coupled",
+            "eps",
+            "zoneout_h",
+            "zoneout_c",
+            "recurrent_dropout",
+            "training",
+        )
         return {name: getattr(self, name) for name in names}
 
     def _parameter_names(self) -> list[str]:

@@ -39,9 +39,17 @@ class RNN(RecurrentWithoutCells):
     ) -> None:
         mode = "RNN_RELU" if ops.is_relu(nonlinearity) else "RNN_TANH"
         super().__init__(
-            mode, input_size, hidden_size, num_layers, bias, batch_first, dropout, bidirectional,
-            device=device, dtype=dtype,
-        )  # fmt: skip
+            mode,
+            input_size,
+            hidden_size,
+            num_layers,
+            bias,
+            batch_first,
+            dropout,
+            bidirectional,
+            device=device,
+            dtype=dtype,
+        )
         self.nonlinearity = nonlinearity
 
     def _layer(
@@ -68,6 +76,11 @@ class RNNCell(nn.RNNCell):
                 also a ``RuntimeError``, as in torch); or as :func:`trifuse.rnn_cell`.
         """
         return ops.rnn_cell(
-            input, hx, self.weight_ih, self.weight_hh, self.bias_ih, self.bias_hh,
+            input,
+            hx,
+            self.weight_ih,
+            self.weight_hh,
+            self.bias_ih,
+            self.bias_hh,
             nonlinearity=self.nonlinearity,
-        )  # fmt: skip
+        )

@@ -205,9 +205,15 @@ class TransformerDecoderLayer(nn.TransformerDecoderLayer):
         """
         if self.norm_first:
             return self._norm_first(
-                _Sum(tgt), memory, tgt_mask, memory_mask, tgt_key_padding_mask,
-                memory_key_padding_mask, tgt_is_causal, memory_is_causal,
-            ).total()  # fmt: skip
+                _Sum(tgt),
+                memory,
+                tgt_mask,
+                memory_mask,
+                tgt_key_padding_mask,
+                memory_key_padding_mask,
+                tgt_is_causal,
+                memory_is_causal,
+            ).total()
         x = _attend(self.self_attn, tgt, tgt, tgt_mask, tgt_key_padding_mask, tgt_is_causal)
         tgt = add_norm(x, tgt, self.dropout1, self.norm1)
         x = _attend(
@@ -246,9 +252,14 @@ def _attend(
     is_causal: bool,
 ) -> Tensor:
     out: Tensor = module(
-        query, memory, memory, attn_mask=mask, key_padding_mask=key_padding_mask,
-        is_causal=is_causal, need_weights=False,
-    )[0]  # fmt: skip
+        query,
+        memory,
+        memory,
+        attn_mask=mask,
+        key_padding_mask=key_padding_mask,
+        is_causal=is_causal,
+        need_weights=False,
+    )[0]
     return out
 
 
@@ -407,16 +418,27 @@ class TransformerDecoder(nn.TransformerDecoder):
         packed = None
         if self.unpad and not (tgt_key_padding_mask is None and memory_key_padding_mask is None):
             packed = self._pack(
-                tgt, memory, tgt_mask, memory_mask, tgt_key_padding_mask, memory_key_padding_mask,
-                tgt_is_causal, memory_is_causal,
-            )  # fmt: skip
+                tgt,
+                memory,
+                tgt_mask,
+                memory_mask,
+                tgt_key_padding_mask,
+                memory_key_padding_mask,
+                tgt_is_causal,
+                memory_is_causal,
+            )
         if packed is None:
             x = _run_layers(
-                self.layers, tgt, memory, tgt_mask=tgt_mask, memory_mask=memory_mask,
+                self.layers,
+                tgt,
+                memory,
+                tgt_mask=tgt_mask,
+                memory_mask=memory_mask,
                 tgt_key_padding_mask=tgt_key_padding_mask,
                 memory_key_padding_mask=memory_key_padding_mask,
-                tgt_is_causal=tgt_is_causal, memory_is_causal=memory_is_causal,
-            )  # fmt: skip
+                tgt_is_causal=tgt_is_causal,
+                memory_is_causal=memory_is_causal,
+            )
             return _end(x, self.norm)
         tokens, memory = _gather(self, tgt, packed.queries), _gather(self, memory, packed.keys)
         tokens = self._run_packed(tokens, memory, packed, tgt_is_causal).total()
@@ -428,10 +450,16 @@ class TransformerDecoder(nn.TransformerDecoder):
     ) -> _Sum:
         """Runs the layers on packed tokens of the target, (1, T, d_model), and of the memory."""
         return _run_layers(
-            self.layers, tokens, memory, tgt_mask=None, memory_mask=None,
-            tgt_key_padding_mask=packed.queries, memory_key_padding_mask=packed,
-            tgt_is_causal=is_causal, memory_is_causal=False,
-        )  # fmt: skip
+            self.layers,
+            tokens,
+            memory,
+            tgt_mask=None,
+            memory_mask=None,
+            tgt_key_padding_mask=packed.queries,
+            memory_key_padding_mask=packed,
+            tgt_is_causal=is_causal,
+            memory_is_causal=False,
+        )
 
     def _pack(
         self,

@@ -25,7 +25,7 @@ _op.library.define(
 )
 
 
-def launch_notes(call: _recurrent.Call) -> tuple[str, ...]:
+def launch_notes(call: _recurrent.CheckedRecurrent) -> tuple[str, ...]:
     """Describes how the CUDA kernels run a call, forward and backward; others have no notes."""
     if call.choice.backend != "cuda":
         return ()
@@ -34,7 +34,7 @@ def launch_notes(call: _recurrent.Call) -> tuple[str, ...]:
     )
 
 
-def _launch_note(call: _recurrent.Call, backward: bool) -> str:
+def _launch_note(call: _recurrent.CheckedRecurrent, backward: bool) -> str:
     ops, options = torch.ops.trifuse, call.options
     parameters, note = call.parameters, ""
     if call.operator == "lstm_stack":

@@ -23,7 +23,7 @@ from trifuse.reference import philox
 from trifuse.reference.gru import Parameters
 
 
-class Call(NamedTuple):
+class CheckedRecurrent(NamedTuple):
     """A checked call: the forward op's arguments, except the seed, and the chosen backend."""
 
     operator: str
@@ -158,9 +158,13 @@ def vector(argument: str, value: Any, input: Tensor, shape: tuple[int, ...]) -> 
 
 
 def state(
-    argument: str, value: Any, input: Tensor, batch: tuple[int, ...], columns: int,
+    argument: str,
+    value: Any,
+    input: Tensor,
+    batch: tuple[int, ...],
+    columns: int,
     dtypes: tuple[torch.dtype, ...],
-) -> Tensor | None:  # fmt: skip
+) -> Tensor | None:
     """Checks a state (*batch, columns); returns a (D, B, columns) view. None stays None."""
     if value is None:
         return None
@@ -177,7 +181,7 @@ def state(
 
 
 def prepare_sequence(
-    check: Callable[..., Call],
+    check: Callable[..., CheckedRecurrent],
     input: Tensor,
     hx: Tensor | None,
     weight_ih: Tensor,
@@ -188,7 +192,7 @@ def prepare_sequence(
     batch_first: bool,
     reverse: bool,
     **options: Any,
-) -> Call:
+) -> CheckedRecurrent:
     """Checks the arguments of a sequence in one direction, of an operator whose only state is h.
 
     Args:
@@ -200,9 +204,15 @@ def prepare_sequence(
 
 
 def prepare_cell(
-    check: Callable[..., Call], input: Tensor, hx: Tensor | None, weight_ih: Tensor,
-    weight_hh: Tensor, bias_ih: Tensor | None, bias_hh: Tensor | None, **options: Any,
-) -> Call:  # fmt: skip
+    check: Callable[..., CheckedRecurrent],
+    input: Tensor,
+    hx: Tensor | None,
+    weight_ih: Tensor,
+    weight_hh: Tensor,
+    bias_ih: Tensor | None,
+    bias_hh: Tensor | None,
+    **options: Any,
+) -> CheckedRecurrent:
     """As :func:`prepare_sequence`, for one step."""
     input, batch = one_step(input)
     return check(input, batch, hx, [Parameters(weight_ih, weight_hh, bias_ih, bias_hh)], **options)
@@ -218,7 +228,7 @@ def check_without_cells(
     parameters: Sequence[Any],
     lengths: Tensor | None = None,
     reverse: Sequence[bool] = (False,),
-) -> Call:
+) -> CheckedRecurrent:
     """Checks a call of an operator whose only state is h.
 
     Args:
@@ -231,7 +241,7 @@ def check_without_cells(
     checked = directions(parameters, reverse, _check_parameters, input, gates)
     H = checked[0].weight_hh.shape[1]
     h0 = state("hx", autocast(h0), input, batch, H, (input.dtype,))
-    return Call(
+    return CheckedRecurrent(
         operator,
         input,
         (h0,),
@@ -277,7 +287,7 @@ def check_lengths(tensors: Any, options: Any) -> None:
 # Calls ------------------------------------------------------------------------------------------
 
 
-def run(call: Call) -> tuple[Tensor, ...]:
+def run(call: CheckedRecurrent) -> tuple[Tensor, ...]:
     """Runs a call; returns the output and the last states."""
     operator = OPERATORS[call.operator]
     seed = philox.draw_seed(call.input) if call.is_stochastic else None
@@ -287,7 +297,7 @@ def run(call: Call) -> tuple[Tensor, ...]:
     return operator(call.choice.backend, tensors, call.options, save)
 
 
-def run_sequence(call: Call, input: Tensor, batch_first: bool) -> tuple[Tensor, Tensor]:
+def run_sequence(call: CheckedRecurrent, input: Tensor, batch_first: bool) -> tuple[Tensor, Tensor]:
     """Runs a call in one direction of an operator whose only state is h.
 
     Returns:
@@ -300,7 +310,11 @@ def run_sequence(call: Call, input: Tensor, batch_first: bool) -> tuple[Tensor, 
 
 
 def run_step(
-    prepare: Callable[..., Call], torchs: Callable[..., Tensor], input: Tensor, hx: Any, *flat: Any
+    prepare: Callable[..., CheckedRecurrent],
+    torchs: Callable[..., Tensor],
+    input: Tensor,
+    hx: Any,
+    *flat: Any,
 ) -> tuple[Any, ...]:
     """Runs one step of an operator whose only state is h.
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from trifuse import backends
 from trifuse.ops import _autograd, _fast_path, _modes, _op
-from trifuse.ops._recurrent import OPERATORS, Call, first_parameter
+from trifuse.ops._recurrent import OPERATORS, CheckedRecurrent, first_parameter
 from trifuse.ops._recurrent import run as run_call
 from trifuse.reference.gru import Parameters
 from trifuse.reference.lstm import by_direction
@@ -87,7 +87,7 @@ def run(
 
 def run_layer(
     name: str,
-    check: Callable[..., Call],
+    check: Callable[..., CheckedRecurrent],
     input: Tensor,
     h0: Tensor | None,
     parameters: Sequence[Parameters],
@@ -161,9 +161,16 @@ class _FastPath(torch.autograd.Function):
         others, parameters = tensors[:first], tensors[first:]
         integers = [None] * (len(operator.tensors._fields) - operator.differentiable)
         results = operator.backward[_fast_path.BACKEND](
-            grad_output, *grad_states, *others, parameters, *integers, *saved,
-            *FAST_PATHS[ctx.name].options[len(parameters)], *ctx.options, needs_grad,
-        )  # fmt: skip
+            grad_output,
+            *grad_states,
+            *others,
+            parameters,
+            *integers,
+            *saved,
+            *FAST_PATHS[ctx.name].options[len(parameters)],
+            *ctx.options,
+            needs_grad,
+        )
         return None, *(g if n else None for g, n in zip(results, needs_grad, strict=True))
 
 

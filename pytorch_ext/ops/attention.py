@@ -24,20 +24,38 @@ if TYPE_CHECKING:
 
 @overload
 def scaled_dot_product_attention(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0, is_causal: bool | CausalVariant = False, scale: float | None = None,
-    enable_gqa: bool = False, *, key_lengths: Tensor | None = None,
-    window: int | tuple[int | None, int | None] | None = None, softcap: float | None = None,
-    sinks: Tensor | None = None, return_lse: Literal[False] = False,
-) -> Tensor: ...  # fmt: skip
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool | CausalVariant = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    key_lengths: Tensor | None = None,
+    window: int | tuple[int | None, int | None] | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    return_lse: Literal[False] = False,
+) -> Tensor: ...
 @overload
 def scaled_dot_product_attention(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0, is_causal: bool | CausalVariant = False, scale: float | None = None,
-    enable_gqa: bool = False, *, key_lengths: Tensor | None = None,
-    window: int | tuple[int | None, int | None] | None = None, softcap: float | None = None,
-    sinks: Tensor | None = None, return_lse: Literal[True],
-) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool | CausalVariant = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    key_lengths: Tensor | None = None,
+    window: int | tuple[int | None, int | None] | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    return_lse: Literal[True],
+) -> tuple[Tensor, Tensor]: ...
 def scaled_dot_product_attention(
     query: Tensor,
     key: Tensor,
@@ -113,16 +131,34 @@ def scaled_dot_product_attention(
     if fast is not None and window is None and softcap is None and sinks is None:
         refuse_context_parallel()
         results: Tensor | tuple[Tensor, Tensor] | None = fast.attention(
-            query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, key_lengths,
+            query,
+            key,
+            value,
+            attn_mask,
+            dropout_p,
+            is_causal,
+            scale,
+            enable_gqa,
+            key_lengths,
             return_lse,
-        )  # fmt: skip
+        )
         if results is not None:
             return results
     _checks.flag("return_lse", return_lse)
     call = _prepare(
-        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, key_lengths, window,
-        softcap, sinks,
-    )  # fmt: skip
+        query,
+        key,
+        value,
+        attn_mask,
+        dropout_p,
+        is_causal,
+        scale,
+        enable_gqa,
+        key_lengths,
+        window,
+        softcap,
+        sinks,
+    )
     out, lse = _run(call)
     if call.batch_shape is not None:
         out = out.reshape(*call.batch_shape, *out.shape[-2:])
@@ -132,22 +168,44 @@ def scaled_dot_product_attention(
 
 @overload
 def varlen_attention(
-    query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor | None = None, max_seqlen_q: int | None = None,
-    max_seqlen_k: int | None = None, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
-    is_causal: bool | CausalVariant = False, scale: float | None = None, enable_gqa: bool = False,
-    *, window: int | tuple[int | None, int | None] | None = None, softcap: float | None = None,
-    sinks: Tensor | None = None, return_lse: Literal[False] = False,
-) -> Tensor: ...  # fmt: skip
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool | CausalVariant = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    window: int | tuple[int | None, int | None] | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    return_lse: Literal[False] = False,
+) -> Tensor: ...
 @overload
 def varlen_attention(
-    query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor | None = None, max_seqlen_q: int | None = None,
-    max_seqlen_k: int | None = None, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
-    is_causal: bool | CausalVariant = False, scale: float | None = None, enable_gqa: bool = False,
-    *, window: int | tuple[int | None, int | None] | None = None, softcap: float | None = None,
-    sinks: Tensor | None = None, return_lse: Literal[True],
-) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool | CausalVariant = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    window: int | tuple[int | None, int | None] | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    return_lse: Literal[True],
+) -> tuple[Tensor, Tensor]: ...
 def varlen_attention(
     query: Tensor,
     key: Tensor,
@@ -197,9 +255,22 @@ def varlen_attention(
     """
     _checks.flag("return_lse", return_lse)
     call = _prepare_varlen(
-        query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, attn_mask,
-        dropout_p, is_causal, scale, enable_gqa, window, softcap, sinks,
-    )  # fmt: skip
+        query,
+        key,
+        value,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        max_seqlen_q,
+        max_seqlen_k,
+        attn_mask,
+        dropout_p,
+        is_causal,
+        scale,
+        enable_gqa,
+        window,
+        softcap,
+        sinks,
+    )
     out, lse = _run(call)
     out, lse = out[0].transpose(0, 1), lse[0].transpose(0, 1)
     return (out, lse) if return_lse else out
@@ -208,7 +279,7 @@ def varlen_attention(
 # Arguments --------------------------------------------------------------------------------------
 
 
-class _Call(NamedTuple):
+class _CheckedAttention(NamedTuple):
     """A checked call of the forward op, without the seed."""
 
     tensors: _Tensors
@@ -231,7 +302,7 @@ def _prepare(
     window: int | tuple[int | None, int | None] | None,
     softcap: float | None,
     sinks: Tensor | None,
-) -> _Call:
+) -> _CheckedAttention:
     query, key, value, attn_mask = _tensors(query, key, value, attn_mask)
     _checks.flag("enable_gqa", enable_gqa)
     batch_shape = None
@@ -253,7 +324,7 @@ def _prepare(
     if key_lengths is not None:
         key_lengths = _checks.integers("key_lengths", key_lengths, "(B,)", query.shape[0], query)
     dropout_p = _checks.probability("dropout_p", dropout_p)
-    return _Call(
+    return _CheckedAttention(
         _Tensors(query, key, value, attn_mask, key_lengths),
         _Options(Lq, Lk, _scale(scale), _softcap(softcap), *band, dropout_p),
         _choose(query, value),
@@ -278,7 +349,7 @@ def _prepare_varlen(
     window: int | tuple[int | None, int | None] | None,
     softcap: float | None,
     sinks: Tensor | None,
-) -> _Call:
+) -> _CheckedAttention:
     query, key, value, attn_mask = _tensors(query, key, value, attn_mask)
     _checks.flag("enable_gqa", enable_gqa)
     for name, packed in (("query", query), ("key", key), ("value", value)):
@@ -304,7 +375,7 @@ def _prepare_varlen(
         shape4 = (cu_seqlens_q.shape[0] - 1, query.shape[1], max_seqlen_q, max_seqlen_k)
         attn_mask = mask_to_4d(attn_mask, query, shape4)
     dropout_p = _checks.probability("dropout_p", dropout_p)
-    return _Call(
+    return _CheckedAttention(
         _Tensors(query, key, value, attn_mask, None, cu_seqlens_q, cu_seqlens_k),
         _Options(max_seqlen_q, max_seqlen_k, _scale(scale), _softcap(softcap), *band, dropout_p),
         _choose(query, value),
@@ -635,7 +706,7 @@ class _Results(NamedTuple):
     logsumexp: Tensor
 
 
-def _run(call: _Call) -> tuple[Tensor, Tensor]:
+def _run(call: _CheckedAttention) -> tuple[Tensor, Tensor]:
     tensors = call.tensors
     if call.options.dropout_p > 0:
         tensors = tensors._replace(seed=philox.draw_seed(tensors.query))

@@ -17,18 +17,34 @@ from trifuse.reference.results import accumulation_dtype
 
 @overload
 def dropout_add_layer_norm(
-    x: Tensor, residual: Tensor | None = None, weight: Tensor | None = None,
-    bias: Tensor | None = None, dropout_p: float = 0.0, eps: float = 1e-5, *,
-    training: bool = False, prenorm: Literal[False] = False, x_bias: Tensor | None = None,
-    rms_norm: bool = False, residual_in_fp32: bool = False,
-) -> Tensor: ...  # fmt: skip
+    x: Tensor,
+    residual: Tensor | None = None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    dropout_p: float = 0.0,
+    eps: float = 1e-5,
+    *,
+    training: bool = False,
+    prenorm: Literal[False] = False,
+    x_bias: Tensor | None = None,
+    rms_norm: bool = False,
+    residual_in_fp32: bool = False,
+) -> Tensor: ...
 @overload
 def dropout_add_layer_norm(
-    x: Tensor, residual: Tensor | None = None, weight: Tensor | None = None,
-    bias: Tensor | None = None, dropout_p: float = 0.0, eps: float = 1e-5, *,
-    training: bool = False, prenorm: Literal[True], x_bias: Tensor | None = None,
-    rms_norm: bool = False, residual_in_fp32: bool = False,
-) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+    x: Tensor,
+    residual: Tensor | None = None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    dropout_p: float = 0.0,
+    eps: float = 1e-5,
+    *,
+    training: bool = False,
+    prenorm: Literal[True],
+    x_bias: Tensor | None = None,
+    rms_norm: bool = False,
+    residual_in_fp32: bool = False,
+) -> tuple[Tensor, Tensor]: ...
 def dropout_add_layer_norm(
     x: Tensor,
     residual: Tensor | None = None,
@@ -91,9 +107,18 @@ def dropout_add_layer_norm(
         if results is not None:
             return results
     call = _prepare(
-        x, residual, weight, bias, dropout_p, eps, training, prenorm, x_bias, rms_norm,
+        x,
+        residual,
+        weight,
+        bias,
+        dropout_p,
+        eps,
+        training,
+        prenorm,
+        x_bias,
+        rms_norm,
         residual_in_fp32,
-    )  # fmt: skip
+    )
     out, total = _run(call)
     return (out, total) if prenorm else out
 
@@ -101,7 +126,7 @@ def dropout_add_layer_norm(
 # Arguments --------------------------------------------------------------------------------------
 
 
-class _Call(NamedTuple):
+class _CheckedNorm(NamedTuple):
     """A checked call of the forward op, without the seed."""
 
     tensors: _Tensors
@@ -121,7 +146,7 @@ def _prepare(
     x_bias: Tensor | None,
     rms_norm: bool,
     residual_in_fp32: bool,
-) -> _Call:
+) -> _CheckedNorm:
     x = _checks.tensor("x", x)
     dtype = x.dtype
     if dtype not in _checks.FLOATING:
@@ -135,9 +160,11 @@ def _prepare(
             residual = _expand(residual, x)
         sum_dtype = residual.dtype
     for argument, value in (
-        ("training", training), ("prenorm", prenorm), ("rms_norm", rms_norm),
+        ("training", training),
+        ("prenorm", prenorm),
+        ("rms_norm", rms_norm),
         ("residual_in_fp32", residual_in_fp32),
-    ):  # fmt: skip
+    ):
         _checks.flag(argument, value)
     if residual_in_fp32 and dtype != torch.float64:
         sum_dtype = torch.float32
@@ -151,7 +178,7 @@ def _prepare(
     dropout_p = _checks.probability("dropout_p", dropout_p)
     eps = _checks.epsilon(eps)
     choice = backends.choose(backends.Call("dropout_add_layer_norm", x.device.type, dtype))
-    return _Call(
+    return _CheckedNorm(
         _Tensors(x, residual, weight, bias, x_bias),
         _Options(dropout_p if training else 0.0, eps, rms_norm, prenorm, sum_dtype),
         choice,
@@ -208,7 +235,7 @@ class _Results(NamedTuple):
     rstd: Tensor
 
 
-def _run(call: _Call) -> tuple[Tensor, ...]:
+def _run(call: _CheckedNorm) -> tuple[Tensor, ...]:
     tensors = call.tensors
     if call.options.dropout_p > 0:
         tensors = tensors._replace(seed=philox.draw_seed(tensors.x))

@@ -64,9 +64,17 @@ def gru(
         (torch.Size([7, 3, 32]), torch.Size([3, 32]))
     """
     call = _prepare(
-        input, hx, weight_ih, weight_hh, bias_ih, bias_hh, lengths, batch_first, reverse,
+        input,
+        hx,
+        weight_ih,
+        weight_hh,
+        bias_ih,
+        bias_hh,
+        lengths,
+        batch_first,
+        reverse,
         linear_before_reset=linear_before_reset,
-    )  # fmt: skip
+    )
     return _recurrent.run_sequence(call, input, batch_first)
 
 
@@ -142,7 +150,7 @@ def layer(
 # Arguments --------------------------------------------------------------------------------------
 
 
-def _check(*call: Any, linear_before_reset: bool) -> _recurrent.Call:
+def _check(*call: Any, linear_before_reset: bool) -> _recurrent.CheckedRecurrent:
     flag = _checks.flag("linear_before_reset", linear_before_reset)
     options = functools.partial(Options, linear_before_reset=flag)
     return _recurrent.check_without_cells("gru", 3, options, *call)

@@ -105,11 +105,32 @@ def lstm(
         (torch.Size([7, 3, 32]), torch.Size([3, 32]), torch.Size([3, 32]))
     """
     call = _prepare(
-        input, hx, weight_ih, weight_hh, bias_ih, bias_hh, weight_hr, lengths, batch_first, reverse,
-        cell_clip, proj_clip, forget_bias, coupled, weight_peephole, norm_ih_weight, norm_hh_weight,
-        norm_cell_weight, norm_cell_bias, eps, zoneout_h, zoneout_c, recurrent_dropout, training,
+        input,
+        hx,
+        weight_ih,
+        weight_hh,
+        bias_ih,
+        bias_hh,
+        weight_hr,
+        lengths,
+        batch_first,
+        reverse,
+        cell_clip,
+        proj_clip,
+        forget_bias,
+        coupled,
+        weight_peephole,
+        norm_ih_weight,
+        norm_hh_weight,
+        norm_cell_weight,
+        norm_cell_bias,
+        eps,
+        zoneout_h,
+        zoneout_c,
+        recurrent_dropout,
+        training,
         recompute,
-    )  # fmt: skip
+    )
     output, h_n, c_n = _recurrent.run(call)
     if input.dim() == 2:
         return output.squeeze(1), (h_n[0, 0], c_n[0, 0])
@@ -206,9 +227,14 @@ def layer(
 
 
 _NO_OPTIONS = {
-    "cell_clip": None, "proj_clip": None, "forget_bias": 0.0, "coupled": False, "zoneout_h": 0.0,
-    "zoneout_c": 0.0, "recurrent_dropout": 0.0,
-}  # fmt: skip
+    "cell_clip": None,
+    "proj_clip": None,
+    "forget_bias": 0.0,
+    "coupled": False,
+    "zoneout_h": 0.0,
+    "zoneout_c": 0.0,
+    "recurrent_dropout": 0.0,
+}
 
 
 # Arguments --------------------------------------------------------------------------------------
@@ -240,18 +266,38 @@ def _prepare(
     recurrent_dropout: float,
     training: bool,
     recompute: bool,
-) -> _recurrent.Call:
+) -> _recurrent.CheckedRecurrent:
     input, batch = _recurrent.sequence(input, _checks.flag("batch_first", batch_first))
     parameters = Parameters(
-        weight_ih, weight_hh, bias_ih, bias_hh, weight_hr, weight_peephole, norm_ih_weight,
-        norm_hh_weight, norm_cell_weight, norm_cell_bias,
-    )  # fmt: skip
+        weight_ih,
+        weight_hh,
+        bias_ih,
+        bias_hh,
+        weight_hr,
+        weight_peephole,
+        norm_ih_weight,
+        norm_hh_weight,
+        norm_cell_weight,
+        norm_cell_bias,
+    )
     return check_call(
-        input, batch, hx, [parameters], lengths, [reverse], recompute, cell_clip=cell_clip,
-        proj_clip=proj_clip, forget_bias=forget_bias, coupled=coupled, eps=eps,
-        zoneout_h=zoneout_h, zoneout_c=zoneout_c, recurrent_dropout=recurrent_dropout,
+        input,
+        batch,
+        hx,
+        [parameters],
+        lengths,
+        [reverse],
+        recompute,
+        cell_clip=cell_clip,
+        proj_clip=proj_clip,
+        forget_bias=forget_bias,
+        coupled=coupled,
+        eps=eps,
+        zoneout_h=zoneout_h,
+        zoneout_c=zoneout_c,
+        recurrent_dropout=recurrent_dropout,
         training=training,
-    )  # fmt: skip
+    )
 
 
 def prepare_layer(
@@ -263,7 +309,7 @@ def prepare_layer(
     reverse: Sequence[bool],
     recompute: bool,
     **options: Any,
-) -> _recurrent.Call:
+) -> _recurrent.CheckedRecurrent:
     """Checks a call of :func:`layer`."""
     batch = (len(parameters), input.shape[1])
     return check_call(input, batch, (h0, c0), parameters, lengths, reverse, recompute, **options)
@@ -282,7 +328,7 @@ def check_call(
     check_all: Callable[..., list[Any]] = _recurrent.directions,
     coupled: bool = False,
     **numbers: Any,
-) -> _recurrent.Call:
+) -> _recurrent.CheckedRecurrent:
     """Checks a call. ``input`` is (T, B, I); ``batch`` is the shape of the caller's h0 before R.
 
     ``check_all`` applies :func:`check_parameters` to those of each direction or layer. ``coupled``
@@ -297,7 +343,7 @@ def check_call(
         options.training
         and max(options.zoneout_h, options.zoneout_c, options.recurrent_dropout) > 0
     )
-    return _recurrent.Call(
+    return _recurrent.CheckedRecurrent(
         operator,
         input,
         states,
@@ -321,7 +367,7 @@ def _prepare_cell(
     weight_hh: Tensor,
     bias_ih: Tensor | None,
     bias_hh: Tensor | None,
-) -> _recurrent.Call:
+) -> _recurrent.CheckedRecurrent:
     input, batch = _recurrent.one_step(input)
     return check_call(input, batch, hx, [Parameters(weight_ih, weight_hh, bias_ih, bias_hh)])
 

@@ -75,13 +75,21 @@ def prepare_stack(
     lengths: Tensor | None,
     recompute: bool,
     **options: Any,
-) -> _recurrent.Call:
+) -> _recurrent.CheckedRecurrent:
     """Checks a call of :func:`stack`."""
     L, B = len(parameters), input.shape[1]
     return lstm.check_call(
-        input, (L, B), (h0, c0), parameters, lengths, (False,) * L, recompute,
-        operator="lstm_stack", check_all=_check_layers, **options,
-    )  # fmt: skip
+        input,
+        (L, B),
+        (h0, c0),
+        parameters,
+        lengths,
+        (False,) * L,
+        recompute,
+        operator="lstm_stack",
+        check_all=_check_layers,
+        **options,
+    )
 
 
 def _check_layers(

@@ -61,9 +61,17 @@ def rnn(
         (torch.Size([7, 3, 32]), torch.Size([3, 32]))
     """
     call = _prepare(
-        input, hx, weight_ih, weight_hh, bias_ih, bias_hh, lengths, batch_first, reverse,
+        input,
+        hx,
+        weight_ih,
+        weight_hh,
+        bias_ih,
+        bias_hh,
+        lengths,
+        batch_first,
+        reverse,
         nonlinearity=nonlinearity,
-    )  # fmt: skip
+    )
     return _recurrent.run_sequence(call, input, batch_first)
 
 
@@ -152,7 +160,7 @@ def is_relu(nonlinearity: Any) -> bool:
     return bool(nonlinearity == "relu")
 
 
-def _check(*call: Any, nonlinearity: str) -> _recurrent.Call:
+def _check(*call: Any, nonlinearity: str) -> _recurrent.CheckedRecurrent:
     options = functools.partial(Options, relu=is_relu(nonlinearity))
     return _recurrent.check_without_cells("rnn", 1, options, *call)
 

@@ -480,9 +480,18 @@ def _terms(total: ast.expr, dropped: str | None) -> tuple[ast.expr, ast.expr] | 
 def _is_simple(test: ast.expr) -> bool:
     """Whether a test reads variables and attributes and calls nothing."""
     allowed = (
-        ast.Compare, ast.BoolOp, ast.UnaryOp, ast.Name, ast.Attribute, ast.Constant, ast.boolop,
-        ast.unaryop, ast.Is, ast.IsNot, ast.expr_context,
-    )  # fmt: skip
+        ast.Compare,
+        ast.BoolOp,
+        ast.UnaryOp,
+        ast.Name,
+        ast.Attribute,
+        ast.Constant,
+        ast.boolop,
+        ast.unaryop,
+        ast.Is,
+        ast.IsNot,
+        ast.expr_context,
+    )
     return all(isinstance(node, allowed) for node in ast.walk(test))
 
 

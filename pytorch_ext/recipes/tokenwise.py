@@ -28,11 +28,21 @@ from trifuse.nn import packing
 from trifuse.recipes import attention, code, norms, sublayers
 
 # Arguments that are None wherever tokens are packed: :mod:`trifuse.recipes.stacks` sees to it.
-ABSENT = frozenset({
-    "cache", "cross_attn_layer_head_mask", "encoder_attention_mask",
-    "encoder_decoder_position_bias", "encoder_hidden_states", "head_mask", "key_value_states",
-    "layer_head_mask", "past_key_value", "past_key_values", "position_bias",
-})  # fmt: skip
+ABSENT = frozenset(
+    {
+        "cache",
+        "cross_attn_layer_head_mask",
+        "encoder_attention_mask",
+        "encoder_decoder_position_bias",
+        "encoder_hidden_states",
+        "head_mask",
+        "key_value_states",
+        "layer_head_mask",
+        "past_key_value",
+        "past_key_values",
+        "position_bias",
+    }
+)
 # Arguments that are false there: the caller wants nothing but the result.
 WISHES = frozenset({"output_attentions", "output_hidden_states"})
 MASK = "attention_mask"  # the argument in whose place packed sequences come
@@ -130,7 +140,7 @@ def why_not(module: nn.Module) -> str | None:
     return Examiner(()).why_not(module)
 
 
-class _Call(NamedTuple):
+class _SubmoduleCall(NamedTuple):
     """A call of a submodule, and what it gets."""
 
     name: str
@@ -149,11 +159,13 @@ class _Verdict(NamedTuple):
     """The result of following the code of a class."""
 
     uses: str | None  # what isn't known to keep tokens apart
-    calls: frozenset[_Call]
+    calls: frozenset[_SubmoduleCall]
     results: frozenset[tuple[Any, bool]]  # of calls; True: used as a tensor, False: as a tuple
     returns_tuple: bool | None  # whether it returns a tuple; None: what a submodule returns
     read: dict[str, Any]  # the attributes on which this verdict rests
-    given: dict[tuple[_Call, type], Inputs | None]  # what calls give to submodules of a class
+    given: dict[
+        tuple[_SubmoduleCall, type], Inputs | None
+    ]  # what calls give to submodules of a class
 
 
 _verdicts: dict[tuple[type, Inputs, bool], list[_Verdict]] = {}
@@ -192,7 +204,7 @@ def _trait(module: nn.Module, name: str) -> Any:
     return type(value)
 
 
-def _given_to(child: nn.Module, call: _Call) -> Inputs | None:
+def _given_to(child: nn.Module, call: _SubmoduleCall) -> Inputs | None:
     """Return the inputs of a child in a call; None if it takes a mask that it doesn't get."""
     arguments = _arguments(type(child))
     given: dict[str, _Value] = {}
@@ -278,14 +290,34 @@ _NONE = _Value("constant", 0, None)
 _NUMBERS = ("constant", "plain")
 
 _ELEMENTWISE = {
-    nn.functional.dropout, nn.functional.gelu, nn.functional.relu, nn.functional.silu,
-    nn.functional.tanh, nn.functional.sigmoid, torch.clamp, torch.isfinite, torch.isinf,
-    torch.erf, torch.isnan, torch.relu, torch.sigmoid, torch.tanh,
-}  # fmt: skip
+    nn.functional.dropout,
+    nn.functional.gelu,
+    nn.functional.relu,
+    nn.functional.silu,
+    nn.functional.tanh,
+    nn.functional.sigmoid,
+    torch.clamp,
+    torch.isfinite,
+    torch.isinf,
+    torch.erf,
+    torch.isnan,
+    torch.relu,
+    torch.sigmoid,
+    torch.tanh,
+}
 _ELEMENTWISE_METHODS = {
-    "bfloat16", "clamp", "clone", "contiguous", "float", "half", "sigmoid", "tanh",
-    "to", "type", "type_as",
-}  # fmt: skip
+    "bfloat16",
+    "clamp",
+    "clone",
+    "contiguous",
+    "float",
+    "half",
+    "sigmoid",
+    "tanh",
+    "to",
+    "type",
+    "type_as",
+}
 _ARITHMETIC = {bool, float, int, max, min, math.log, math.sqrt}
 _QUESTIONS = {hasattr, isinstance, type, torch.finfo, torch.is_autocast_enabled}
 _GIVEN = ("mask", "bias", "tokens", "heads")  # kinds of what isn't None
@@ -303,7 +335,7 @@ class _Reader:
         self.inputs = inputs
         self.methods = dict(code.methods(source))
         self.read: dict[str, Any] = {}
-        self.calls: set[_Call] = set()
+        self.calls: set[_SubmoduleCall] = set()
         self.results: set[tuple[Any, bool]] = set()
         self.depth = 0
         self.globals: dict[str, Any] = {}
@@ -743,8 +775,8 @@ class _Reader:
                 or (place in ABSENT and value != _NONE)
             ):
                 raise _Unknown(f"self.{name} with a {value.kind}")
-        self.calls.add(_Call(name, index, frozenset(special)))
-        children = _Call(name, index, frozenset()).modules(self.module)
+        self.calls.add(_SubmoduleCall(name, index, frozenset(special)))
+        children = _SubmoduleCall(name, index, frozenset()).modules(self.module)
         if all(sublayers.is_of_transformers(sublayers.original(type(c))) for c in children):
             return _Value("results", 0, (first, name, index))
         return first

@@ -97,9 +97,19 @@ def attention(
         q, k = query[part.query], _grouped(key, query)[part.key]
         v = _grouped(value, query)[part.key]
         weights = _weights(
-            q, k, part.mask(attn_mask), key_lengths, seed, scale, softcap, window_left,
-            window_right, lower_right, dropout_p, part.number,
-        )  # fmt: skip
+            q,
+            k,
+            part.mask(attn_mask),
+            key_lengths,
+            seed,
+            scale,
+            softcap,
+            window_left,
+            window_right,
+            lower_right,
+            dropout_p,
+            part.number,
+        )
         dropped = _multiply(weights.probability, weights.multiplier)
         outs.append(_matmul_over_pairs(dropped, weights.keep, v.to(wide)))
         logsumexps.append(weights.logsumexp)
@@ -154,9 +164,19 @@ def attention_backward(
         v = _grouped(value, query)[part.key].to(wide)
         mask = part.mask(attn_mask)
         keep, probability, multiplier, _, slope = _weights(
-            q, k, mask, key_lengths, seed, scale, softcap, window_left, window_right,
-            lower_right, dropout_p, part.number,
-        )  # fmt: skip
+            q,
+            k,
+            mask,
+            key_lengths,
+            seed,
+            scale,
+            softcap,
+            window_left,
+            window_right,
+            lower_right,
+            dropout_p,
+            part.number,
+        )
         grad_p = _multiply(_pair_products(do, v).masked_fill(~keep, 0), multiplier)
         inner = grad_p - (probability * grad_p).sum(-1, keepdim=True)
         if grad_logsumexp is not None:

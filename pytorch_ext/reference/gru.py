@@ -167,9 +167,17 @@ def gru_backward(
         return one_direction(direction, dy, dh, y, *cell)
 
     return gradients(
-        backward, grad_output, grad_h_n, input, h0, parameters, lengths, options.reverse,
-        output=output, needs_grad=needs_grad,
-    )  # fmt: skip
+        backward,
+        grad_output,
+        grad_h_n,
+        input,
+        h0,
+        parameters,
+        lengths,
+        options.reverse,
+        output=output,
+        needs_grad=needs_grad,
+    )
 
 
 # Directions, in a GRU and in an RNN --------------------------------------------------------------
@@ -277,9 +285,15 @@ def gradients(
 
 
 def _backward(
-    direction: Direction, dy: Tensor, dh: Tensor, y: Tensor, r: Tensor, z: Tensor, n: Tensor,
+    direction: Direction,
+    dy: Tensor,
+    dh: Tensor,
+    y: Tensor,
+    r: Tensor,
+    z: Tensor,
+    n: Tensor,
     k: Tensor,
-) -> Gradients:  # fmt: skip
+) -> Gradients:
     """Returns the gradients of one direction, with ``linear_before_reset``.
 
     Args:

@@ -147,9 +147,13 @@ def lstm(
         directions.append((masked(y, direction.valid), h, c, a_t, c_t, clipped_t))
     ys, h_n, c_n, a_n, c_ts, clipped_n = zip(*directions, strict=True)
     return Results(
-        torch.cat(ys, -1).to(input.dtype), torch.stack(h_n).to(input.dtype), torch.stack(c_n),
-        torch.stack(a_n), torch.stack(c_ts), torch.stack(clipped_n),
-    )  # fmt: skip
+        torch.cat(ys, -1).to(input.dtype),
+        torch.stack(h_n).to(input.dtype),
+        torch.stack(c_n),
+        torch.stack(a_n),
+        torch.stack(c_ts),
+        torch.stack(clipped_n),
+    )
 
 
 def lstm_backward(
@@ -243,9 +247,14 @@ class _Direction(NamedTuple):
 
 
 def _directions(
-    input: Tensor, h0: Tensor | None, c0: Tensor | None, parameters: Sequence[Tensor | None],
-    lengths: Tensor | None, seed: Tensor | None, options: Options,
-) -> Iterator[_Direction]:  # fmt: skip
+    input: Tensor,
+    h0: Tensor | None,
+    c0: Tensor | None,
+    parameters: Sequence[Tensor | None],
+    lengths: Tensor | None,
+    seed: Tensor | None,
+    options: Options,
+) -> Iterator[_Direction]:
     (T, B, _), wide = input.shape, accumulation_dtype(input.dtype)
     valid = valid_steps(T, lengths)
     wide_parameters = [None if t is None else t.to(wide) for t in parameters]
@@ -280,9 +289,16 @@ def _directions(
 
 
 def _backward(
-    direction: _Direction, dy: Tensor, dh: Tensor, dc: Tensor, y: Tensor, a: Tensor | None,
-    c_t: Tensor, clipped: Tensor | None, options: Options,
-) -> dict[str, Callable[[], Tensor]]:  # fmt: skip
+    direction: _Direction,
+    dy: Tensor,
+    dh: Tensor,
+    dc: Tensor,
+    y: Tensor,
+    a: Tensor | None,
+    c_t: Tensor,
+    clipped: Tensor | None,
+    options: Options,
+) -> dict[str, Callable[[], Tensor]]:
     """Returns functions that compute the gradients, by the names of arguments and parameters.
 
     Args:
@@ -355,9 +371,16 @@ class _StepGradients(NamedTuple):
 
 
 def _backward_steps(
-    direction: _Direction, dy: Tensor, dh: Tensor, dc: Tensor, cell: _Cell,
-    norm_h: _Normalised | None, norm_c: _Normalised | None, local: _Derivatives, coupled: bool,
-) -> tuple[_StepGradients, Tensor, Tensor]:  # fmt: skip
+    direction: _Direction,
+    dy: Tensor,
+    dh: Tensor,
+    dc: Tensor,
+    cell: _Cell,
+    norm_h: _Normalised | None,
+    norm_c: _Normalised | None,
+    local: _Derivatives,
+    coupled: bool,
+) -> tuple[_StepGradients, Tensor, Tensor]:
     """Returns the gradients of each step, of h0 and of c0; dy, dh and dc as in ``_backward``."""
     p = direction.p
     p_i, p_f, p_o = _peepholes(p, coupled)
@@ -407,9 +430,13 @@ class _Derivatives(NamedTuple):
 
 
 def _derivatives(
-    cell: _Cell, direction: _Direction, h: Tensor, c: Tensor, clipped: Tensor | None,
+    cell: _Cell,
+    direction: _Direction,
+    h: Tensor,
+    c: Tensor,
+    clipped: Tensor | None,
     options: Options,
-) -> _Derivatives:  # fmt: skip
+) -> _Derivatives:
     i, f, g, o, tanh = cell.i, cell.f, cell.g, cell.o, cell.tanh
     unclipped_u, unclipped_q = torch.ones_like(c), torch.ones_like(h)
     if clipped is not None and options.cell_clip is not None:

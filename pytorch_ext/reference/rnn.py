@@ -115,9 +115,17 @@ def rnn_backward(
         return _backward(direction, dy, dh, y, options.relu)
 
     return gradients(
-        backward, grad_output, grad_h_n, input, h0, parameters, lengths, options.reverse,
-        output=output, needs_grad=needs_grad,
-    )  # fmt: skip
+        backward,
+        grad_output,
+        grad_h_n,
+        input,
+        h0,
+        parameters,
+        lengths,
+        options.reverse,
+        output=output,
+        needs_grad=needs_grad,
+    )
 
 
 def _backward(direction: Direction, dy: Tensor, dh: Tensor, y: Tensor, relu: bool) -> Gradients:

@@ -11,7 +11,7 @@ import torch
 
 import trifuse
 from trifuse.benchmarks import sweep, timing
-from trifuse.benchmarks.sweep_calls import CALLS, Attention, Call, Norm, Recurrent
+from trifuse.benchmarks.sweep_calls import CALLS, Attention, Norm, Recurrent, SweptCall
 from trifuse.benchmarks.timing import Timing
 
 _MASKINGS = ("none", "key lengths", "causal", "window", "bias")
@@ -26,12 +26,12 @@ _SMALL = (
 _RANDOM = (Attention(2, 6, 6, 2, 2, 8, "none", 0.1), Norm(3, 20, False, True, 0.1))
 SMALL = [
     *(
-        Call("small", call, dtype, kind)
+        SweptCall("small", call, dtype, kind)
         for call, dtype, kind in itertools.product(
             _SMALL, (torch.float32, torch.bfloat16), ("inference", "training")
         )
     ),
-    *(Call("small", call, torch.float32, "training") for call in _RANDOM),
+    *(SweptCall("small", call, torch.float32, "training") for call in _RANDOM),
 ]
 
 

@@ -219,9 +219,13 @@ def test_linear_layers_are_served_where_the_table_says_so(monkeypatch, faster):
     reports, backend = reporting()
     torch.manual_seed(0)
     model = nn.Sequential(
-        nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8), nn.ReLU(inplace=True),
-        nn.Linear(8, 8, bias=False), nn.Tanh(),
-    )  # fmt: skip
+        nn.Linear(8, 8),
+        nn.GELU(),
+        nn.Linear(8, 8),
+        nn.ReLU(inplace=True),
+        nn.Linear(8, 8, bias=False),
+        nn.Tanh(),
+    )
     x = torch.randn(2, 32, 8, requires_grad=True)
     torch._dynamo.reset()
     compiled = torch.compile(model, backend=backend)

@@ -42,17 +42,21 @@ class GPT(nn.Module):
         super().__init__()
         self.tokens, self.places = nn.Embedding(50, width), nn.Embedding(length, width)
         self.blocks = nn.ModuleList(
-            nn.ModuleDict({
-                "ln_1": nn.LayerNorm(width),
-                "attn": CausalSelfAttention(width, 4, length, dropout, flash),
-                "ln_2": nn.LayerNorm(width, bias=False),
-                "mlp": nn.Sequential(
-                    nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width),
-                    nn.Dropout(dropout),
-                ),
-            })
+            nn.ModuleDict(
+                {
+                    "ln_1": nn.LayerNorm(width),
+                    "attn": CausalSelfAttention(width, 4, length, dropout, flash),
+                    "ln_2": nn.LayerNorm(width, bias=False),
+                    "mlp": nn.Sequential(
+                        nn.Linear(width, 4 * width),
+                        nn.GELU(),
+                        nn.Linear(4 * width, width),
+                        nn.Dropout(dropout),
+                    ),
+                }
+            )
             for _ in range(layers)
-        )  # fmt: skip
+        )
         self.ln_f, self.head = nn.LayerNorm(width), nn.Linear(width, 50, bias=False)
         self.drop = nn.Dropout(dropout)
 
@@ -143,10 +147,20 @@ def test_models_of_transformers_are_served(kind, implementation):
 
     extra, norms = HUGGING_FACE[kind]
     config = AutoConfig.for_model(
-        kind, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        intermediate_size=64, vocab_size=100, max_position_embeddings=64, pad_token_id=0,
-        bos_token_id=1, eos_token_id=2, use_cache=False, **extra,
-    )  # fmt: skip
+        kind,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=64,
+        vocab_size=100,
+        max_position_embeddings=64,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+        use_cache=False,
+        **extra,
+    )
     torch.manual_seed(0)
     model = AutoModel.from_config(config, attn_implementation=implementation).eval()
     mask = torch.ones(2, 7, dtype=torch.long)

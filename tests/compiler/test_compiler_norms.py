@@ -71,9 +71,10 @@ SPELLINGS = {
     "rms_norm without a weight": lambda x, y: powered(x + y),
     "strides of x": lambda x, y: F.layer_norm(x.transpose(0, 1), (N,)).view(-1),
     "a sum of other strides": lambda x, y: F.layer_norm(
-        x.transpose(0, 1) + y.transpose(0, 1), (N,)),
+        x.transpose(0, 1) + y.transpose(0, 1), (N,)
+    ),
     "inactive dropout": lambda x, y: F.layer_norm(F.dropout(x, 0.5, False) + y, (N,)),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("function", SPELLINGS.values(), ids=SPELLINGS.keys())

@@ -81,9 +81,14 @@ def ring_attention_lengths_softcap_scale() -> None:
     for method, balanced, is_causal in itertools.product(METHODS, (False, True), (False, True)):
         for lengths in ((L, 1), (PIECE + 1, 0)):
             compare(
-                inputs(), method, balanced, is_causal=is_causal, softcap=2.0, scale=0.5,
+                inputs(),
+                method,
+                balanced,
+                is_causal=is_causal,
+                softcap=2.0,
+                scale=0.5,
                 key_lengths=torch.tensor(lengths),
-            )  # fmt: skip
+            )
 
 
 @check
@@ -153,7 +158,7 @@ def balanced_parts_have_equal_work() -> None:
     mesh, size = line(), dist.get_world_size()
     for balanced in (False, True):
         layout = distributed._Layout(mesh, balanced)
-        call = distributed._Call(layout, 1.0, False, None, None, 0, None)
+        call = distributed._SharedArguments(layout, 1.0, False, None, None, 0, None)
         pairs = torch.zeros(1)
         for owner in range(size):
             for block in distributed._blocks(call, owner, 2 * PIECE):

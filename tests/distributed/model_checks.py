@@ -30,12 +30,17 @@ def bert() -> BertModel:
     torch.manual_seed(1)
     model = BertModel(
         BertConfig(
-            vocab_size=40, hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
-            intermediate_size=48, max_position_embeddings=8, hidden_dropout_prob=0.0,
+            vocab_size=40,
+            hidden_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            intermediate_size=48,
+            max_position_embeddings=8,
+            hidden_dropout_prob=0.0,
             attention_probs_dropout_prob=0.0,
         ),
         add_pooling_layer=False,  # DDP averages nothing if the loss leaves out a parameter
-    ).double()  # fmt: skip
+    ).double()
     report = trifuse.fuse(model)
     assert report.swapped
     return model
@@ -122,10 +127,15 @@ def huggingface_bert() -> nn.Module:
 
     torch.manual_seed(1)
     config = transformers.BertConfig(
-        vocab_size=40, hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
-        intermediate_size=48, max_position_embeddings=8, hidden_dropout_prob=0.0,
+        vocab_size=40,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        intermediate_size=48,
+        max_position_embeddings=8,
+        hidden_dropout_prob=0.0,
         attention_probs_dropout_prob=0.0,
-    )  # fmt: skip
+    )
     model = transformers.BertModel(config, add_pooling_layer=False).double()
     assert trifuse.fuse(model).swapped
     return model
@@ -154,9 +164,14 @@ def tensor_parallel_llama() -> None:
     def make() -> nn.Module:
         torch.manual_seed(1)
         config = transformers.LlamaConfig(
-            vocab_size=40, hidden_size=32, num_hidden_layers=2, num_attention_heads=8,
-            num_key_value_heads=4, intermediate_size=48, max_position_embeddings=8,
-        )  # fmt: skip
+            vocab_size=40,
+            hidden_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=8,
+            num_key_value_heads=4,
+            intermediate_size=48,
+            max_position_embeddings=8,
+        )
         model = transformers.LlamaModel(config).double()
         assert trifuse.fuse(model).swapped
         return model

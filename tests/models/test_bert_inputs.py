@@ -27,8 +27,10 @@ def test_segments_are_joined_as_the_tokenizers_library_does(rows):
     tokenizer.post_processor = processing
     got = join_segments(
         [[torch.tensor(s, dtype=torch.long) for s in row] for row in rows],
-        cls_id=CLS, sep_id=SEP, pad_id=PAD,
-    )  # fmt: skip
+        cls_id=CLS,
+        sep_id=SEP,
+        pad_id=PAD,
+    )
     for number, row in enumerate(rows):
         expected = tokenizer.encode(*(" ".join(map(str, segment)) for segment in row))
         length = len(expected.ids)

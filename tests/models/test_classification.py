@@ -112,9 +112,17 @@ def test_hugging_face_takes_the_same_token():
     tokens = tokens % (V - 1)
     padded = tokens.masked_fill(~mask, V - 1)
     config = transformers.GPT2Config(
-        vocab_size=V, n_positions=10, n_embd=8, n_layer=0, n_head=2, num_labels=LABELS,
-        pad_token_id=V - 1, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
-    )  # fmt: skip
+        vocab_size=V,
+        n_positions=10,
+        n_embd=8,
+        n_layer=0,
+        n_head=2,
+        num_labels=LABELS,
+        pad_token_id=V - 1,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+    )
     theirs = transformers.GPT2ForSequenceClassification(config).double().eval()
     model = LanguageModelForSequenceClassification(
         LanguageModel(dataclasses.replace(TRANSFORMER, num_layers=1)), LABELS

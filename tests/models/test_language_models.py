@@ -385,10 +385,19 @@ def test_hugging_face_computes_the_same(norm_first):
 def test_weights_saved_before_still_load():
     """A checkpoint of this layout was written before ``norm_first`` was an option."""
     layer = [
-        "self_attn.in_proj_weight", "self_attn.in_proj_bias", "self_attn.out_proj.weight",
-        "self_attn.out_proj.bias", "linear1.weight", "linear1.bias", "linear2.weight",
-        "linear2.bias", "norm1.weight", "norm1.bias", "norm2.weight", "norm2.bias",
-    ]  # fmt: skip
+        "self_attn.in_proj_weight",
+        "self_attn.in_proj_bias",
+        "self_attn.out_proj.weight",
+        "self_attn.out_proj.bias",
+        "linear1.weight",
+        "linear1.bias",
+        "linear2.weight",
+        "linear2.bias",
+        "norm1.weight",
+        "norm1.bias",
+        "norm2.weight",
+        "norm2.bias",
+    ]
     names = ["embedding.weight", "positions.weight"]
     names += [f"decoder.layers.{n}.{name}" for n in range(2) for name in layer]
     names += ["decoder.norm.weight", "decoder.norm.bias", "output.weight"]

@@ -36,8 +36,10 @@ def test_trained_pieces_read_every_text_whole(tokenizer):
         assert "[UNK]" not in encoding.tokens
         assert (encoding.tokens[0], encoding.tokens[-1]) == ("[CLS]", "[SEP]")
         assert tokenizer.decode(encoding.ids).replace(" ", "") == text.replace(" ", "")
-    assert any(len(piece.removeprefix("##")) > 1 and "가" <= piece[-1] <= "힣"
-               for piece in tokenizer.get_vocab())  # fmt: skip
+    assert any(
+        len(piece.removeprefix("##")) > 1 and "가" <= piece[-1] <= "힣"
+        for piece in tokenizer.get_vocab()
+    )
     special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
     assert [tokenizer.id_to_token(n) for n in range(5)] == special
     pair = tokenizer.encode("봄이", "spring")
@@ -101,9 +103,13 @@ def test_elmo_learns_both_scripts():
     sentences = [text.rstrip(".").split() for text in TEXTS]
     vocabulary = {word: 2 + n for n, word in enumerate(sorted({w for s in sentences for w in s}))}
     config = ElmoConfig(
-        char_embedding_dim=8, filters=((1, 8), (3, 24)), n_highway=1, lstm_dim=64,
-        projection_dim=32, dropout=0.0,
-    )  # fmt: skip
+        char_embedding_dim=8,
+        filters=((1, 8), (3, 24)),
+        n_highway=1,
+        lstm_dim=64,
+        projection_dim=32,
+        dropout=0.0,
+    )
     chars = batch_to_char_ids(sentences, config.max_characters_per_token)
     words = {tuple(row.tolist()) for row in chars.flatten(0, 1) if row.any()}
     assert len(words) == len(vocabulary)  # each word has characters of its own

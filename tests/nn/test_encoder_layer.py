@@ -514,7 +514,7 @@ def test_a_cache_is_written_to_where_told():
         (cache(past=25 - L + 1), "past: expected a cache with room for 10 more tokens after 16"),
         (cache(past=-1), "past: expected"),
     ],
-)  # fmt: skip
+)
 def test_arguments_that_do_not_fit(changes, message):
     op, given = torch.ops.trifuse.encoder_layer, arguments()
     op(**given)

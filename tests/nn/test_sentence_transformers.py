@@ -49,9 +49,14 @@ def tokenizer() -> Any:
         single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 1), ("[SEP]", 2)]
     )
     return transformers.PreTrainedTokenizerFast(
-        tokenizer_object=made, pad_token="[PAD]", cls_token="[CLS]", sep_token="[SEP]",
-        unk_token="[UNK]", model_max_length=32, model_input_names=["input_ids", "attention_mask"],
-    )  # fmt: skip
+        tokenizer_object=made,
+        pad_token="[PAD]",
+        cls_token="[CLS]",
+        sep_token="[SEP]",
+        unk_token="[UNK]",
+        model_max_length=32,
+        model_input_names=["input_ids", "attention_mask"],
+    )
 
 
 def encoder(name: str) -> nn.Module:

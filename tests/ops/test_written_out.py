@@ -112,9 +112,17 @@ def one_key_head(q, k, v):
 
 
 SPELLINGS = [
-    plain, masked, in_place, flat_heads, alibi, scaled_with_bias, replaced, without_rest, by_einsum,
+    plain,
+    masked,
+    in_place,
+    flat_heads,
+    alibi,
+    scaled_with_bias,
+    replaced,
+    without_rest,
+    by_einsum,
     one_key_head,
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("spelling", SPELLINGS)
@@ -230,10 +238,17 @@ def changed_view(q, k, v):
 @pytest.mark.parametrize(
     "code",
     [
-        other_axis, other_function, changed_weights, talking_heads, high_fill, scores_alone,
-        larger_bias, changed_part, changed_view,
+        other_axis,
+        other_function,
+        changed_weights,
+        talking_heads,
+        high_fill,
+        scores_alone,
+        larger_bias,
+        changed_part,
+        changed_view,
     ],
-)  # fmt: skip
+)
 def test_other_code_computes_what_it_did(code):
     inputs = tensors()
     expected = code(*inputs)

@@ -68,8 +68,10 @@ def results_and_gradients(
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Runs a function from one seed, and differentiates a weighted sum of its results."""
     torch.manual_seed(1)
-    args = [a.detach().clone().requires_grad_(a.requires_grad) if isinstance(a, Tensor) else a
-            for a in args]  # fmt: skip
+    args = [
+        a.detach().clone().requires_grad_(a.requires_grad) if isinstance(a, Tensor) else a
+        for a in args
+    ]
     results = floats(function(*args, **kwargs))
     wanted = [t for t in (*args, *parameters) if isinstance(t, Tensor) and t.requires_grad]
     if not wanted:

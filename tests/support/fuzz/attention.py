@@ -455,16 +455,18 @@ def formula(call: Call, tensors: Tensors, r: Rounding) -> Tensors:
         quotients = r(quotients * r(share[..., None].expand_as(sums)))
     out = v.new_zeros(len(v), rows, v.shape[-1]).index_copy(1, some, quotients)
 
-    out, lse = (
-        x.unflatten(1, (sizes.H, -1) if rows else (sizes.H, sizes.total[0])) for x in (out, lse)
-    )
+    length = query.shape[-2]
+    return {name: _by_token(x, sizes, packed, length) for name, x in (("out", out), ("lse", lse))}
+
+
+def _by_token(x: Tensor, sizes: Sizes, packed: bool, length: int) -> Tensor:
+    """Reshapes from (1 + replicas, heads · tokens, ...) to the operator's result."""
+    tokens = sizes.total[0]
+    x = x.unflatten(1, (sizes.H, -1) if sizes.H * tokens else (sizes.H, tokens))
     if packed:
-        return {"out": out.transpose(1, 2), "lse": lse.transpose(1, 2)}
-    shape = (sizes.B, sizes.total[0] // max(1, sizes.B)) if sizes.B else (0, query.shape[-2])
-    return {
-        "out": out.unflatten(2, shape).transpose(1, 2),
-        "lse": lse.unflatten(2, shape).transpose(1, 2),
-    }
+        return x.transpose(1, 2)
+    shape = (sizes.B, tokens // max(1, sizes.B)) if sizes.B else (0, length)
+    return x.unflatten(2, shape).transpose(1, 2)
 
 
 class _Product(torch.autograd.Function):
