@@ -12,6 +12,9 @@ batch into batch and heads. The last product is then one call of
 
 Every other use of a deferred tensor computes it first, by the functions that the model called. So
 code of any form gives the results it gave, and only what is recognised runs fused.
+
+The same code serves packed tokens, queries of (1, H, T, E): a :class:`PackedTerm` in place of the
+mask makes the last product a call of :func:`trifuse.varlen_attention`.
 """
 
 from __future__ import annotations
@@ -28,14 +31,20 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves, tree_map
 
+from trifuse.nn import packing
+from trifuse.nn.packing import CrossSequences, PackedSequences
 from trifuse.ops._checks import FLOATING
 from trifuse.ops.attention import scaled_dot_product_attention
+
+Packed = PackedSequences | CrossSequences
 
 
 class Form(NamedTuple):
     """The parts of an attention, as far as the model has written them.
 
-    The leading dimensions are (N,) or (B, H), the finest split that the model has used.
+    The leading dimensions are (N,) or (B, H), the finest split that the model has used. If the
+    tokens are packed, they are (1, H), there is no mask, and the bias has the shape that
+    :func:`trifuse.nn.packing.attend` takes.
     """
 
     query: Tensor  # (..., Lq, E)
@@ -43,6 +52,7 @@ class Form(NamedTuple):
     scale: float = 1.0
     bias: Tensor | None = None  # floating, broadcastable to (..., Lq, Lk)
     mask: Tensor | None = None  # boolean, likewise; False leaves the pair out
+    packed: Packed | None = None  # where each sequence of packed tokens begins
     normalized: bool = False  # whether the softmax was taken
     dropout_p: float = 0.0
 
@@ -52,13 +62,12 @@ class Form(NamedTuple):
 
 
 class Deferred(Tensor):
-    """Scores or weights (..., Lq, Lk) that are not computed yet.
+    """A tensor that is not computed yet.
 
     Raises:
         RuntimeError: it must be computed, but a tensor that it is made of may have changed.
     """
 
-    _form: Form
     _call: tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]  # computes it
     _versions: list[tuple[Tensor, int | None]]  # of the tensors in the call; None: unknown
     _value: Tensor | None
@@ -66,25 +75,25 @@ class Deferred(Tensor):
     _attended: bool  # whether the product with the values was taken
     _recorded: bool  # whether gradients were recorded when it was made
 
-    @staticmethod
-    def of(
-        form: Form, shape: Sequence[int], dtype: torch.dtype, call: tuple[Any, Any, Any]
-    ) -> Deferred:
+    @classmethod
+    def _of(
+        cls,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        device: torch.device,
+        call: tuple[Any, Any, Any],
+    ) -> Any:
         """Return the tensor that a call would compute."""
         leaves = [leaf for leaf in tree_leaves(call[1:]) if isinstance(leaf, Tensor)]
         grad = torch.is_grad_enabled()
         differentiable = grad and any(leaf.requires_grad for leaf in leaves)
-        made: Deferred = Tensor._make_wrapper_subclass(
-            Deferred,
-            torch.Size(shape),
-            dtype=dtype,
-            device=form.query.device,
-            requires_grad=differentiable,
+        made: Any = Tensor._make_wrapper_subclass(
+            cls, torch.Size(shape), dtype=dtype, device=device, requires_grad=differentiable
         )
         if differentiable:
             with torch._C.DisableTorchFunctionSubclass():
                 made.register_hook(_refuse_gradient)
-        made._form, made._call, made._value = form, call, None
+        made._call, made._value = call, None
         made._derived, made._attended, made._recorded = [], False, grad
         made._versions = [
             (leaf, None if leaf.is_inference() else leaf._version)
@@ -148,6 +157,71 @@ class Deferred(Tensor):
         )
 
 
+class Scores(Deferred):
+    """Scores or weights (..., Lq, Lk) that are not computed yet."""
+
+    _form: Form
+
+    @staticmethod
+    def of(
+        form: Form, shape: Sequence[int], dtype: torch.dtype, call: tuple[Any, Any, Any]
+    ) -> Scores:
+        """Return the scores that a call would compute."""
+        made: Scores = Scores._of(shape, dtype, form.query.device, call)
+        made._form = form
+        return made
+
+
+class PackedTerm(Deferred):
+    """A term of the scores of packed tokens, (1, 1 or H, Tq, Tk): a mask or a bias.
+
+    It is -inf for pairs of tokens that don't attend to each other.
+    """
+
+    packed: Packed
+    bias: Tensor | None
+
+    @staticmethod
+    def of(
+        packed: Packed, bias: Tensor | None, dtype: torch.dtype, device: torch.device
+    ) -> PackedTerm:
+        """Return the term for packed tokens.
+
+        Args:
+            packed: where each sequence begins.
+            bias: of the pairs of one sequence, (1 or B, 1 or H, longest queries, longest keys), as
+                :func:`trifuse.nn.packing.attend` takes it. None: 0.
+            dtype: of the term, and of the bias.
+            device: of the tokens.
+        """
+        counts = (each.indices.shape[0] for each in packing.sides(packed))
+        shape = (1, 1 if bias is None else bias.shape[1], *counts)
+        made: PackedTerm = PackedTerm._of(
+            shape, dtype, device, (_dense, (packed, bias, dtype, device), {})
+        )
+        made.packed, made.bias = packed, bias
+        return made
+
+
+def _dense(packed: Packed, bias: Tensor | None, dtype: torch.dtype, device: torch.device) -> Tensor:
+    (queries, rows), (keys, columns) = map(packing.places, packing.sides(packed))
+    side, *_ = packing.sides(packed)
+    takes_part = queries[:, None] == keys
+    distance = columns - rows[:, None]
+    if side.causal:
+        takes_part &= distance <= 0
+    if side.window is not None:
+        takes_part &= distance.abs() <= side.window
+    if bias is None:
+        term = torch.zeros(1, 1, *takes_part.shape, dtype=dtype, device=device)
+    else:
+        whole = bias.expand(side.cu_seqlens.shape[0] - 1, -1, side.max_seqlen, -1)
+        # A row's own sequence has no place for each place of a longer one.
+        columns = columns.clamp(max=whole.shape[-1] - 1)
+        term = whole[queries[:, None], :, rows[:, None], columns].permute(2, 0, 1)[None]
+    return term.masked_fill(~takes_part, -math.inf)
+
+
 _TOO_LATE = (
     "these attention weights were not computed, and a tensor that they are made of may have "
     "changed since; ask for them by output_attentions=True, or call the model without "
@@ -170,7 +244,7 @@ def _still_deferred(args: Iterable[Any]) -> bool:
     """
     grad = torch.is_grad_enabled()
     return all(
-        arg._value is None and arg._recorded == grad for arg in args if isinstance(arg, Deferred)
+        arg._value is None and arg._recorded == grad for arg in args if isinstance(arg, Scores)
     )
 
 
@@ -203,7 +277,7 @@ def _undeferred() -> Iterator[None]:
 # The first product --------------------------------------------------------------------------------
 
 
-def begin(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Deferred | None:
+def begin(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Scores | None:
     """Put off the product of queries and keys; None if a call is not one."""
     if _state.computing or (read := _PRODUCTS.get(func)) is None:
         return None
@@ -221,7 +295,7 @@ def begin(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Deferred 
     dtype = query.dtype
     if torch.is_autocast_enabled(query.device.type):
         dtype = torch.get_autocast_dtype(query.device.type)
-    made = Deferred.of(form, shape, dtype, (func, args, kwargs))
+    made = Scores.of(form, shape, dtype, (func, args, kwargs))
     if bias is not None:
         with_bias = _with_bias(made, bias)
         if with_bias is None:
@@ -316,26 +390,30 @@ _PRODUCTS: dict[Any, Callable[..., _Operands | None]] = {
 _Rule = Callable[[Any, tuple[Any, ...], dict[str, Any]], "Tensor | None"]
 
 
-def _next(scores: Deferred, call: Any, form: Form, dtype: torch.dtype | None = None) -> Deferred:
-    return Deferred.of(form, scores.shape, dtype or scores.dtype, call)
+def _next(scores: Scores, call: Any, form: Form, dtype: torch.dtype | None = None) -> Scores:
+    return Scores.of(form, scores.shape, dtype or scores.dtype, call)
 
 
 def _number(x: Any) -> float | None:
     """The value of a number, or of a tensor that is one and needs no gradient."""
-    if isinstance(x, Deferred):
+    if isinstance(x, Scores):
         return None
     if isinstance(x, Tensor):
         return x.item() if x.dim() == 0 and x.device.type == "cpu" and not x.requires_grad else None
     return float(x) if isinstance(x, (int, float)) and not isinstance(x, bool) else None
 
 
-def _two(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Deferred, Any, bool] | None:
-    """A deferred tensor and the other operand, and whether it comes first; None if both are."""
+def _two(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Scores, Any, bool] | None:
+    """Scores and the other operand, and whether they come first; None if none or both are scores."""
     if len(args) != 2 or kwargs:
         return None
-    first = isinstance(args[0], Deferred)
+    first = isinstance(args[0], Scores)
     scores, other = args if first else args[::-1]
-    return None if isinstance(other, Deferred) else (scores, other, first)
+    return (
+        (scores, other, first)
+        if isinstance(scores, Scores) is not isinstance(other, Scores)
+        else None
+    )
 
 
 def _scale(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
@@ -350,7 +428,7 @@ def _scale(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor |
     form = scores._form
     if form.normalized or not math.isfinite(factor) or factor == 0:
         return None
-    if form.mask is not None and factor < 0:  # -inf would become inf
+    if factor < 0 and not form.mask is form.packed is None:  # -inf would become inf
         return None
     bias = None if form.bias is None else form.bias * factor
     return _next(scores, (func, args, kwargs), form._replace(scale=form.scale * factor, bias=bias))
@@ -361,14 +439,19 @@ def _add(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | N
     if operands is None:
         return None
     scores, bias, _ = operands
-    if scores._form.normalized or not _is_plain(bias) or bias.device != scores.device:
+    if scores._form.normalized:
         return None
-    form = _with_bias(scores, bias)
+    if isinstance(bias, PackedTerm):
+        form = _with_term(scores, bias)
+    elif _is_plain(bias) and bias.device == scores.device:
+        form = _with_bias(scores, bias)
+    else:
+        return None
     dtype = torch.promote_types(scores.dtype, bias.dtype) if bias.dim() else scores.dtype
     return None if form is None else _next(scores, (func, args, kwargs), form, dtype)
 
 
-def _with_bias(scores: Deferred, bias: Tensor) -> Form | None:
+def _with_bias(scores: Scores, bias: Tensor) -> Form | None:
     form = scores._form
     aligned = _align(scores, bias)
     if aligned is None:
@@ -376,9 +459,24 @@ def _with_bias(scores: Deferred, bias: Tensor) -> Form | None:
     return form._replace(bias=aligned if form.bias is None else form.bias + aligned)
 
 
-def _align(scores: Deferred, x: Tensor) -> Tensor | None:
+def _with_term(scores: Scores, term: PackedTerm) -> Form | None:
+    form = scores._form
+    if scores.shape[:2] != form.leading or scores.shape[2:] != term.shape[2:]:
+        return None
+    if form.packed is None:
+        if not form.bias is form.mask is None:
+            return None
+    elif form.packed is not term.packed:
+        return None
+    both = [bias for bias in (form.bias, term.bias) if bias is not None]
+    return form._replace(packed=term.packed, bias=sum(both[1:], both[0]) if both else None)
+
+
+def _align(scores: Scores, x: Tensor) -> Tensor | None:
     """A tensor that broadcasts to the scores, with the form's leading dimensions instead."""
     leading, shape = scores._form.leading, scores.shape
+    if scores._form.packed is not None:
+        return None
     if x.dim() > len(shape) or torch.broadcast_shapes(x.shape, shape) != shape:
         return None
     x = x[(None,) * (len(shape) - x.dim())]
@@ -392,13 +490,13 @@ def _split(x: Tensor, leading: Sequence[int]) -> Tensor:
     return x[None] if x.shape[0] == 1 else x.unflatten(0, tuple(leading))
 
 
-def _masked(scores: Deferred, call: Any, left_out: Any, value: Any) -> Tensor | None:
+def _masked(scores: Scores, call: Any, left_out: Any, value: Any) -> Tensor | None:
     """The scores with a value so low that its weight is 0 where a mask is True."""
     number = _number(value)
     form = scores._form
     if number is None or form.normalized or not isinstance(left_out, Tensor):
         return None
-    if isinstance(left_out, Deferred) or left_out.dtype != torch.bool:
+    if isinstance(left_out, Scores) or left_out.dtype != torch.bool:
         return None
     if (aligned := _align(scores, left_out)) is None:
         return None
@@ -418,7 +516,7 @@ _LOW = -1e30
 
 
 def _masked_fill(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
-    if kwargs or len(args) != 3 or not isinstance(args[0], Deferred):
+    if kwargs or len(args) != 3 or not isinstance(args[0], Scores):
         return None
     return _masked(args[0], (func, args, kwargs), args[1], args[2])
 
@@ -427,7 +525,7 @@ def _where(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor |
     if kwargs or len(args) != 3:
         return None
     condition, chosen, other = args if func is torch.where else (args[1], args[0], args[2])
-    if not isinstance(chosen, Deferred) or not _is_boolean(condition):
+    if not isinstance(chosen, Scores) or not _is_boolean(condition):
         return None
     return _masked(chosen, (func, args, kwargs), ~condition, other)
 
@@ -454,7 +552,7 @@ def _softmax(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor
     given.pop("_stacklevel", None)
     dtype = given.pop("dtype", None)
     dim = given.pop("dim", None)
-    if given or len(rest) > 1 or not isinstance(scores, Deferred) or scores._form.normalized:
+    if given or len(rest) > 1 or not isinstance(scores, Scores) or scores._form.normalized:
         return None
     if dim not in (-1, scores.dim() - 1):
         return None
@@ -468,7 +566,7 @@ def _dropout(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor
     given = {"p": 0.5, "training": True, "inplace": False, **dict(zip(names, args, strict=False))}
     given |= kwargs
     weights, p = given["input"], given["p"]
-    if not isinstance(weights, Deferred) or given["inplace"]:
+    if not isinstance(weights, Scores) or given["inplace"]:
         return None
     form = weights._form
     if not given["training"] or p == 0:
@@ -488,7 +586,7 @@ def _to(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | No
         dtype = kwargs["dtype"]
     elif rest or kwargs:
         return None
-    if not isinstance(scores, Deferred) or dtype not in FLOATING:
+    if not isinstance(scores, Scores) or dtype not in FLOATING:
         return None
     return _next(scores, (func, args, kwargs), scores._form, dtype)
 
@@ -497,7 +595,7 @@ def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | 
     """Batch and heads in one dimension, or apart."""
     scores = args[0]
     sizes = args[1:] if len(args) != 2 or isinstance(args[1], int) else args[1]
-    if kwargs or not isinstance(scores, Deferred) or not isinstance(sizes, (tuple, list)):
+    if kwargs or not isinstance(scores, Scores) or not isinstance(sizes, (tuple, list)):
         return None
     if not all(type(size) is int for size in sizes) or len(sizes) not in (3, 4):
         return None
@@ -519,12 +617,12 @@ def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | 
         )
     elif len(shape) == 4 and shape[:-2] != form.leading:
         return None
-    return Deferred.of(form, shape, scores.dtype, (func, args, kwargs))
+    return Scores.of(form, shape, scores.dtype, (func, args, kwargs))
 
 
 def _same(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
     scores = args[0]
-    return scores if len(args) == 1 and not kwargs and isinstance(scores, Deferred) else None
+    return scores if len(args) == 1 and not kwargs and isinstance(scores, Scores) else None
 
 
 def _attend(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
@@ -542,7 +640,7 @@ def _attend(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor 
     if len(args) != 2 or kwargs:
         return None
     weights, value = args
-    if not isinstance(weights, Deferred) or not weights._form.normalized or not _is_plain(value):
+    if not isinstance(weights, Scores) or not weights._form.normalized or not _is_plain(value):
         return None
     shape = weights.shape
     autocast = torch.is_autocast_enabled(value.device.type)
@@ -580,7 +678,16 @@ def _call(form: Form, value: Tensor, dtype: torch.dtype) -> Tensor:
         bias = None if bias is None else bias[:, None]
     if bias is not None:
         bias = bias[(None,) * (4 - bias.dim())]
-    out = scaled_dot_product_attention(query, key, value, bias, form.dropout_p, scale=form.scale)
+    if form.packed is None:
+        out = scaled_dot_product_attention(
+            query, key, value, bias, form.dropout_p, scale=form.scale
+        )
+    else:
+        side, *_ = packing.sides(form.packed)
+        causal = bool(side.causal)  # what is written out has no causality of its own
+        out = packing.attend(
+            query, key, value, form.packed, form.dropout_p, causal, form.scale, attn_mask=bias
+        )
     out = out if heads else out[:, 0]
     return out if torch.is_autocast_enabled(out.device.type) else out.to(dtype)
 
@@ -588,7 +695,7 @@ def _call(form: Form, value: Tensor, dtype: torch.dtype) -> Tensor:
 def _spend(weights: Any) -> None:
     """Mark weights, and the tensors they were made of, as attended with."""
     for leaf in tree_leaves(weights._call[1:]):
-        if isinstance(leaf, Deferred):
+        if isinstance(leaf, Scores):
             _spend(leaf)
     weights._attended = True
 
@@ -596,17 +703,21 @@ def _spend(weights: Any) -> None:
 def _augmented(plain: Any) -> _Rule:
     """The rule of an operator such as ``*=``, from that of a function out of place."""
 
+    def in_place(before: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        out: Tensor = plain(before, *args, **kwargs)
+        return out.to(before.dtype)
+
     def rule(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
         scores = args[0]
-        if not isinstance(scores, Deferred) or any(each() is not None for each in scores._derived):
+        if not isinstance(scores, Scores) or any(each() is not None for each in scores._derived):
             return None
         made = _RULES[plain](plain, args, kwargs)
-        if not isinstance(made, Deferred) or made.dtype != scores.dtype:
+        if not isinstance(made, Scores):
             return None
         # The call must not refer to the tensor that it now describes.
-        before = Deferred.of(scores._form, scores.shape, scores.dtype, scores._call)
+        before = Scores.of(scores._form, scores.shape, scores.dtype, scores._call)
         before._versions = scores._versions
-        scores._form, scores._call = made._form, (plain, (before, *args[1:]), kwargs)
+        scores._form, scores._call = made._form, (in_place, (before, *args[1:]), kwargs)
         scores._versions = made._versions
         scores._derived = []
         return scores

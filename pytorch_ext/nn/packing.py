@@ -47,6 +47,11 @@ class CrossSequences(NamedTuple):
     keys: PackedSequences
 
 
+def sides(packed: PackedSequences | CrossSequences) -> tuple[PackedSequences, PackedSequences]:
+    """Returns where the query tokens are, and where the key tokens are."""
+    return packed if isinstance(packed, CrossSequences) else (packed, packed)
+
+
 # Modules that treat tokens one by one.
 _TOKENWISE = (
     nn.Dropout,
@@ -231,6 +236,14 @@ def find(keep: Tensor) -> PackedSequences:
     return PackedSequences(indices, cu_seqlens, longest)
 
 
+def places(packed: PackedSequences) -> tuple[Tensor, Tensor]:
+    """Returns of each token, (T,), its sequence, and its place among the tokens of that."""
+    starts = packed.cu_seqlens.long()
+    sequences = torch.repeat_interleave(starts.diff())
+    tokens = torch.arange(packed.indices.shape[0], device=sequences.device)
+    return sequences, tokens - starts[sequences]
+
+
 def gather(padded: Tensor, packed: PackedSequences) -> Tensor:
     """Gathers the real tokens of (B, L) or (B, L, features) into one row, (1, T, ...)."""
     return padded.flatten(0, 1).index_select(0, packed.indices).unsqueeze(0)
@@ -259,7 +272,7 @@ def attend(
     Each key head serves as many query heads as there are for each. ``attn_mask`` is broadcastable
     to (B, H, longest queries, longest keys).
     """
-    queries, keys = packed if isinstance(packed, CrossSequences) else (packed, packed)
+    queries, keys = sides(packed)
     query, key, value = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
     out = varlen_attention(
         query,

@@ -2,7 +2,8 @@
 
 BLOOM, MPT, Falcon, GPT-Neo, XGLM, MPNet, DeBERTa and RemBERT, for example, don't choose their
 attention by ``attn_implementation``. A subclass of theirs runs the same ``forward`` inside
-``trifuse.attention()``, where what they write out becomes one call.
+``trifuse.attention()``, where what they write out becomes one call. With packed tokens it gets a
+:class:`trifuse.written_out.PackedTerm` as its mask, which stands for the mask of all their pairs.
 """
 
 from __future__ import annotations
@@ -13,11 +14,12 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from trifuse.attention_mode import attention
-from trifuse.recipes import code, sublayers
-from trifuse.written_out import attended
+from trifuse.recipes import arguments, code, sublayers
+from trifuse.recipes.arguments import BIAS
+from trifuse.written_out import Packed, PackedTerm, attended
 
 
 class WrittenOut(nn.Module):
@@ -27,6 +29,7 @@ class WrittenOut(nn.Module):
         """As the source's own. It runs unfused where the attention weights are asked for."""
         if torch.compiler.is_compiling() or _wants_weights(args, kwargs):
             return super().forward(*args, **kwargs)
+        args, kwargs = _with_terms(self, args, kwargs)
         before = attended()
         with attention():
             out = super().forward(*args, **kwargs)
@@ -36,6 +39,24 @@ class WrittenOut(nn.Module):
 
 # Whether the last call of an attention ran as one call of the operator.
 _served: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
+
+
+def _with_terms(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments with terms of the scores in place of packed sequences and a bias."""
+    names = arguments.of(module).positional[: len(args)]
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    packed = [value for value in given.values() if isinstance(value, Packed)]
+    if not packed or len(names) < len(args):
+        return args, kwargs
+    tokens = next(value for value in given.values() if isinstance(value, Tensor))
+    for name, value in given.items():
+        if isinstance(value, Packed):
+            given[name] = PackedTerm.of(value, None, tokens.dtype, tokens.device)
+        elif name == BIAS and isinstance(value, Tensor):
+            given[name] = PackedTerm.of(packed[0], value, value.dtype, value.device)
+    return tuple(given.pop(name) for name in names), given
 
 
 def note(module: nn.Module) -> str | None:
@@ -59,24 +80,29 @@ def _wants_weights(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 def writes_out(module: nn.Module) -> bool:
     """Whether a module of transformers is an attention that computes its softmax itself."""
     cls = sublayers.original(type(module))
-    if not sublayers.is_of_transformers(cls) or not names_attention(cls):
-        return False
-    names = code.names_used(cls)
-    return "ALL_ATTENTION_FUNCTIONS" not in names and "softmax" in names
+    return sublayers.is_of_transformers(cls) and computed_by(cls) == "softmax"
 
 
 def all_written_out(model: nn.Module) -> bool:
     """Whether a model has attentions, and all of them compute their softmax themselves."""
-    computing = [
-        module
-        for module in model.modules()
-        if names_attention(sublayers.original(type(module)))
-        and not code.names_used(sublayers.original(type(module))).isdisjoint(_COMPUTING)
-    ]
-    return bool(computing) and all(map(writes_out, computing))
+    kinds = {computed_by(sublayers.original(type(module))) for module in model.modules()} - {None}
+    return kinds == {"softmax"}
 
 
-_COMPUTING = ("softmax", "ALL_ATTENTION_FUNCTIONS", "scaled_dot_product_attention")
+def computed_by(cls: type) -> str | None:
+    """Return by what an attention computes: the first of a few names that its class's code uses.
+
+    They are that of transformers' table of attentions, of the softmax, and of functions that
+    compute the whole attention. None if there is none, or if the class isn't named as an attention.
+    """
+    if not names_attention(cls):
+        return None
+    names = code.names_used(cls)
+    return next((name for name in (INTERFACE, *_BY_ITSELF) if name in names), None)
+
+
+INTERFACE = "ALL_ATTENTION_FUNCTIONS"
+_BY_ITSELF = ("softmax", "scaled_dot_product_attention", "eager_attention_forward")
 
 
 def names_attention(cls: type) -> bool:
