@@ -196,9 +196,8 @@ class PackedTerm(Deferred):
         """
         counts = (each.indices.shape[0] for each in packing.sides(packed))
         shape = (1, 1 if bias is None else bias.shape[1], *counts)
-        made: PackedTerm = PackedTerm._of(
-            shape, dtype, device, (_dense, (packed, bias, dtype, device), {})
-        )
+        call = (_dense, (packed, bias, dtype, device), {})
+        made: PackedTerm = PackedTerm._of(shape, dtype, device, call)
         made.packed, made.bias = packed, bias
         return made
 
@@ -404,7 +403,7 @@ def _number(x: Any) -> float | None:
 
 
 def _two(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Scores, Any, bool] | None:
-    """Scores and the other operand, and whether they come first; None if none or both are scores."""
+    """Scores and the other operand, and whether they come first; None unless one is scores."""
     if len(args) != 2 or kwargs:
         return None
     first = isinstance(args[0], Scores)

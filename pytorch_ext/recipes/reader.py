@@ -98,6 +98,8 @@ class Reader:
         return layouts.join(returned) if returned else layouts.NONE
 
     def _decorator(self, decorator: ast.expr) -> None:
+        if code.value_of(decorator, vars(builtins)) is staticmethod:
+            return
         called = decorator.func if isinstance(decorator, ast.Call) else decorator
         module = getattr(code.value_of(called, self.globals), "__module__", None) or ""
         if not module.startswith(("transformers.utils", "transformers.integrations")):
@@ -142,10 +144,8 @@ class Reader:
         """Follow statements, which change ``scope``; return whether they leave the function."""
         for statement in body:
             if isinstance(statement, ast.Return):
-                value = (
-                    layouts.NONE if statement.value is None else self.any(statement.value, scope)
-                )
-                returned.append(value)
+                value = statement.value
+                returned.append(layouts.NONE if value is None else self.any(value, scope))
                 return True
             if isinstance(statement, ast.Raise):
                 return True
@@ -181,10 +181,9 @@ class Reader:
         names = {name for each in going for name in each}
         for name in names:
             found = [each.get(name, Value("mixed")) for each in going]
-            same = all(value == found[0] for value in found)
-            scope[name] = (
-                found[0] if same else layouts.join([self._whole(value) for value in found])
-            )
+            if any(value != found[0] for value in found):
+                found = [layouts.join([self._whole(value) for value in found])]
+            scope[name] = found[0]
         return not going
 
     def _loop(self, statement: ast.For, scope: Scope, returned: list[Value]) -> None:
@@ -222,9 +221,8 @@ class Reader:
         if value.kind == "tokens":  # a tuple that came in
             return [value] * count
         if value.kind == "size":
-            return [_length(value, position) for position in range(2)] + [layouts.PLAIN] * (
-                count - 2
-            )
+            lengths = [_length(value, position) for position in range(2)]
+            return lengths + [layouts.PLAIN] * (count - 2)
         raise Unknown(f"{count} parts of a {value.kind}")
 
     # Expressions --------------------------------------------------------------------------------
@@ -419,12 +417,8 @@ class Reader:
 
     def _compare(self, node: ast.Compare, scope: Scope) -> Value:
         sides = [self.value(side, scope) for side in (node.left, *node.comparators)]
-        if (
-            len(sides) == 2
-            and isinstance(node.ops[0], (ast.Is, ast.IsNot))
-            and sides[1] == layouts.NONE
-        ):
-            is_none = isinstance(node.ops[0], ast.Is)
+        is_none = isinstance(node.ops[0], ast.Is)
+        if sides[1:] == [layouts.NONE] and (is_none or isinstance(node.ops[0], ast.IsNot)):
             if sides[0].kind == "own":
                 return constant((self._note(sides[0].held) is None) is is_none)
             if sides[0].kind == "constant":
@@ -500,7 +494,10 @@ class Reader:
             self.calls.add(Call(name, index, frozenset(enumerate(values))))
             return values[0]
         places: list[tuple[int | str, Value]] = [*enumerate(values), *named.items()]
-        first = next((value for _, value in places if value.kind == "tokens"), layouts.TOKENS)
+        tensors = [value for _, value in places if value.kind in ("tokens", "heads")]
+        first = tensors[0] if tensors else layouts.TOKENS  # what the submodule returns is like it
+        if first.kind == "heads":
+            raise Unknown(f"self.{name} with heads")
         special = set()
         for place, value in places:
             if value.kind in ("mask", "bias", "heads") or value.held == layouts.OF_MEMORY:

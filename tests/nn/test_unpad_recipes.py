@@ -57,6 +57,10 @@ FAMILIES: dict[str, tuple[dict[str, Any], list[str]]] = {
     "MPNet": (PADDED_SIZES, ["encoder"]),  # its attention is written out
     "Tapas": (PADDED_SIZES, ["encoder"]),
     "VisualBert": (PADDED_SIZES, ["encoder"]),
+    "RemBert": (PADDED_SIZES | {"input_embedding_size": 16}, ["encoder"]),
+    "MegatronBert": (PADDED_SIZES, ["encoder"]),
+    "RoFormer": (EMBEDDED, ["encoder"]),
+    "RoFormer values": (EMBEDDED | {"rotary_value": True}, ["encoder"]),
 }
 LENGTHS = torch.tensor([L, 6, 3])[:, None]
 RIGHT = torch.arange(L) < LENGTHS
