@@ -196,8 +196,8 @@ class PackedTerm(Deferred):
         """
         counts = (each.indices.shape[0] for each in packing.sides(packed))
         shape = (1, 1 if bias is None else bias.shape[1], *counts)
-        call = (_dense, (packed, bias, dtype, device), {})
-        made: PackedTerm = PackedTerm._of(shape, dtype, device, call)
+        arguments = (packed, bias, dtype, device)
+        made: PackedTerm = PackedTerm._of(shape, dtype, device, (_dense, arguments, {}))
         made.packed, made.bias = packed, bias
         return made
 

@@ -467,9 +467,10 @@ class Reader:
             if isinstance(owner, ast.Name) and owner.id == "self":
                 if function.attr in self.methods:
                     return self.method(function.attr, *self._given(node, scope))
-                static = inspect.getattr_static(self.source, function.attr, None)
+                static: Any = inspect.getattr_static(self.source, function.attr, None)
                 if isinstance(static, staticmethod):
-                    return self.function(static.__func__, *self._given(node, scope))
+                    plain: Any = static.__func__
+                    return self.function(plain, *self._given(node, scope))
                 if self._note(function.attr) is nn.Module:
                     return self._submodule(function.attr, None, node, scope)
                 raise Unknown(ast.unparse(function))

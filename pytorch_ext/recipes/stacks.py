@@ -150,10 +150,7 @@ def find(model: nn.Module) -> dict[nn.Module, Stack | str]:
 
 def why_none(model: nn.Module) -> str:
     """Return why a model of transformers holds no stack that can leave padding out."""
-    found = find(model).values()
-    if any(isinstance(stack, Stack) for stack in found):
-        return "its attention isn't one that takes packed tokens"
-    reasons = (stack for stack in found if isinstance(stack, str))
+    reasons = (stack for stack in find(model).values() if isinstance(stack, str))
     return next(reasons, "its code has no loop over layers that is known to do without it")
 
 

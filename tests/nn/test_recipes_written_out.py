@@ -55,6 +55,8 @@ FAMILIES = {
     "ConvBert": {**ENCODER, "embedding_size": D},
     "Luke": {**ENCODER, "entity_vocab_size": 5, "entity_emb_size": 8},
     "IBert": ENCODER,
+    "Tapas": ENCODER,
+    "VisualBert": ENCODER,
 }
 OTHER_FORMS = {"SqueezeBert": {**ENCODER, "embedding_size": D}}  # its keys are (B, H, E, L)
 
@@ -143,6 +145,19 @@ def test_attention_weights_are_returned_where_asked_for(family):
     assert len(weights) == LAYERS
     for ours, theirs in zip(weights, expected, strict=True):
         torch.testing.assert_close(ours, theirs)
+
+
+def test_a_hooked_dropout_is_called():
+    model, inputs = make("VisualBert"), batch("right")
+    trifuse.fuse(model)
+    seen = []
+    dropout = model.encoder.layer[0].attention.self.dropout
+    dropout.register_forward_hook(lambda module, args, out: seen.append(out.sum(-1)))
+    with Attentions() as attentions:
+        model(**inputs)
+    assert attentions.count == LAYERS - 1
+    torch.testing.assert_close(seen, [torch.ones(B, HEADS, L)])
+    assert "its last call computed the softmax by its own code" in str(trifuse.explain(model))
 
 
 def test_report_says_what_ran():
