@@ -28,13 +28,14 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves, tree_map
 
+from trifuse import spellings
 from trifuse.nn import packing
 from trifuse.nn.packing import CrossSequences, PackedSequences
 from trifuse.ops._checks import FLOATING
 from trifuse.ops.attention import scaled_dot_product_attention
+from trifuse.spellings import Call
 
 Packed = PackedSequences | CrossSequences
 
@@ -53,6 +54,7 @@ class Form(NamedTuple):
     bias: Tensor | None = None  # floating, broadcastable to (..., Lq, Lk)
     mask: Tensor | None = None  # boolean, likewise; False leaves the pair out
     packed: Packed | None = None  # where each sequence of packed tokens begins
+    softcap: float | None = None
     normalized: bool = False  # whether the softmax was taken
     dropout_p: float = 0.0
 
@@ -137,11 +139,9 @@ class Deferred(Tensor):
         if func in _METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        if (rule := _RULES.get(func)) is not None and _still_deferred(args):
-            found = rule(func, args, kwargs)
-            if found is not None:
-                return found
-        if func in _IN_PLACE:
+        if (found := _step(func, args, kwargs)) is not None:
+            return found
+        if func in _IN_PLACE or kwargs.get("inplace"):
             for leaf in tree_leaves((args, kwargs)):
                 if isinstance(leaf, Deferred):
                     leaf.settle()
@@ -278,12 +278,11 @@ def _undeferred() -> Iterator[None]:
 
 def begin(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Scores | None:
     """Put off the product of queries and keys; None if a call is not one."""
-    if _state.computing or (read := _PRODUCTS.get(func)) is None:
+    if _state.computing or (call := spellings.read_call(func, args, kwargs)) is None:
         return None
-    operands = read(*args, **kwargs)
-    if operands is None:
+    if (factors := _factors(call)) is None:
         return None
-    query, transposed, scale, bias = operands
+    query, transposed, scale, bias = factors
     if not (_is_plain(query) and _is_plain(transposed) and _fit(query, transposed)):
         return None
     key = transposed.mT
@@ -333,111 +332,125 @@ def _fit(query: Tensor, transposed: Tensor) -> bool:
     )
 
 
-_Operands = tuple[Any, Any, float, "Tensor | None"]
-
-
-def _matmul(query: Any, key: Any, *_: Any, **__: Any) -> _Operands | None:
-    return None if _ or __ else (query, key, 1.0, None)
-
-
-def _baddbmm(
-    bias: Any, batch1: Any, batch2: Any, *, beta: float = 1, alpha: float = 1, **other: Any
-) -> _Operands | None:
-    if other or not (isinstance(beta, (int, float)) and isinstance(alpha, (int, float))):
+def _factors(call: Call) -> tuple[Any, Any, float, Tensor | None] | None:
+    """The queries, the transposed keys, the scale and the bias of a product."""
+    if call.op == "matmul":
+        return call.get("input"), call.get("other"), 1.0, None
+    if call.op == "baddbmm":
+        alpha, beta = (_number(call.get(name, 1)) for name in ("alpha", "beta"))
+        bias = call.get("input")
+        if alpha is None or beta is None or not _is_plain(bias):
+            return None
+        return call.get("batch1"), call.get("batch2"), alpha, bias if beta == 1 else bias * beta
+    product = spellings.inner(call) if call.op == "einsum" else None
+    if product is None or not (_is_plain(product.query) and _is_plain(product.key)):
         return None
-    if not _is_plain(bias):
-        return None
-    return batch1, batch2, float(alpha), bias if beta == 1 else bias * beta
-
-
-def _einsum(equation: Any, *operands: Any) -> _Operands | None:
-    """Read "b h i d, b h j d -> b h i j", and the same with (N, L, E)."""
-    if not (isinstance(equation, str) and len(operands) == 2):
-        return None
-    terms = _terms(equation)
-    if terms is None:
-        return None
-    query, key, scores = terms
-    lead, i, j = scores[:-2], scores[-2], scores[-1]
-    feature = query[-1:]
-    if query != lead + i + feature or key != lead + j + feature or feature in scores:
-        return None
-    return operands[0], operands[1].mT, 1.0, None
-
-
-def _terms(equation: str) -> tuple[str, str, str] | None:
-    """Split an equation of two operands; None if it has another form."""
-    inputs, arrow, result = equation.replace(" ", "").partition("->")
-    operands = inputs.split(",")
-    if not arrow or len(operands) != 2 or not 3 <= len(result) <= 4:
-        return None
-    return operands[0], operands[1], result
-
-
-_PRODUCTS: dict[Any, Callable[..., _Operands | None]] = {
-    **dict.fromkeys(
-        (torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm), _matmul
-    ),
-    **dict.fromkeys((torch.baddbmm, Tensor.baddbmm), _baddbmm),
-    torch.einsum: _einsum,
-}
+    query, key = (
+        factor if order is None else factor.permute(order)
+        for factor, order in zip(product[:2], product.orders, strict=True)
+    )
+    return query, key.mT, 1.0, None
 
 
 # Steps between the products -----------------------------------------------------------------------
 
-# A rule returns the result of a function of a deferred tensor; None if the function must run.
-_Rule = Callable[[Any, tuple[Any, ...], dict[str, Any]], "Tensor | None"]
+_Again = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]  # a function and its arguments
+
+# A rule returns the result of a call that has scores among its arguments; None if it must run.
+_Rule = Callable[[Call, _Again], "Tensor | None"]
 
 
-def _next(scores: Scores, call: Any, form: Form, dtype: torch.dtype | None = None) -> Scores:
-    return Scores.of(form, scores.shape, dtype or scores.dtype, call)
+def _step(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+    call = spellings.read_call(func, args, kwargs)
+    rule = None if call is None else _RULES.get(call.op)
+    if call is None or rule is None or not _still_deferred((*args, *kwargs.values())):
+        return None
+    return (_in_place(rule) if call.in_place else rule)(call, (func, args, kwargs))
+
+
+def _in_place(rule: _Rule) -> _Rule:
+    """The rule of an operator such as ``*=``, from that of the one out of place."""
+
+    def changed(call: Call, again: _Again) -> Tensor | None:
+        func, args, kwargs = again
+        scores = args[0] if args else None
+        if not isinstance(scores, Scores) or any(each() is not None for each in scores._derived):
+            return None
+        made = rule(call, again)
+        if not isinstance(made, Scores):
+            return None
+        # The call must not refer to the tensor that it now describes.
+        before = Scores.of(scores._form, scores.shape, scores.dtype, scores._call)
+        before._versions = scores._versions
+        scores._form, scores._call = made._form, (_on_a_copy, (func, before, *args[1:]), kwargs)
+        scores._versions = made._versions
+        scores._derived = []
+        return scores
+
+    return changed
+
+
+def _on_a_copy(func: Callable[..., Any], before: Tensor, *args: Any, **kwargs: Any) -> Any:
+    return func(before.clone(), *args, **kwargs)
+
+
+def _next(scores: Scores, again: _Again, form: Form, dtype: torch.dtype | None = None) -> Scores:
+    return Scores.of(form, scores.shape, dtype or scores.dtype, again)
 
 
 def _number(x: Any) -> float | None:
     """The value of a number, or of a tensor that is one and needs no gradient."""
-    if isinstance(x, Scores):
+    if isinstance(x, Deferred):
         return None
     if isinstance(x, Tensor):
         return x.item() if x.dim() == 0 and x.device.type == "cpu" and not x.requires_grad else None
     return float(x) if isinstance(x, (int, float)) and not isinstance(x, bool) else None
 
 
-def _two(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Scores, Any, bool] | None:
-    """Scores and the other operand, and whether they come first; None unless one is scores."""
-    if len(args) != 2 or kwargs:
+def _sides(call: Call) -> tuple[Scores, Any] | None:
+    """Scores and the other operand; None if both are scores."""
+    sides = call.get("input"), call.get("other")
+    scores, other = sides if isinstance(sides[0], Scores) else sides[::-1]
+    if isinstance(other, Scores) or not isinstance(scores, Scores):
         return None
-    first = isinstance(args[0], Scores)
-    scores, other = args if first else args[::-1]
-    return (
-        (scores, other, first)
-        if isinstance(scores, Scores) is not isinstance(other, Scores)
-        else None
-    )
+    return scores, other
 
 
-def _scale(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
-    operands = _two(args, kwargs)
-    if operands is None or (factor := _number(operands[1])) is None:
+def _scale(call: Call, again: _Again) -> Tensor | None:
+    sides = _sides(call)
+    if sides is None or (factor := _number(sides[1])) is None:
         return None
-    scores, _, first = operands
-    if func in _DIVISIONS:
-        if not first or factor == 0:
+    scores, form = sides[0], sides[0]._form
+    if call.op == "div":
+        if scores is not call.get("input") or factor == 0 or call.get("rounding_mode") is not None:
             return None
         factor = 1 / factor
-    form = scores._form
     if form.normalized or not math.isfinite(factor) or factor == 0:
         return None
-    if factor < 0 and not form.mask is form.packed is None:  # -inf would become inf
+    # A negative factor would make inf of -inf, and a negative cap.
+    if factor < 0 and not form.mask is form.packed is form.softcap is None:
         return None
     bias = None if form.bias is None else form.bias * factor
-    return _next(scores, (func, args, kwargs), form._replace(scale=form.scale * factor, bias=bias))
+    softcap = None if form.softcap is None else form.softcap * factor
+    form = form._replace(scale=form.scale * factor, bias=bias, softcap=softcap)
+    return _next(scores, again, form)
 
 
-def _add(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
-    operands = _two(args, kwargs)
-    if operands is None:
+def _cap(call: Call, again: _Again) -> Tensor | None:
+    scores = call.get("input")
+    if not isinstance(scores, Scores):
         return None
-    scores, bias, _ = operands
+    form = scores._form
+    if form.normalized or not form.bias is form.mask is form.packed is form.softcap is None:
+        return None
+    return _next(scores, again, form._replace(softcap=1.0))
+
+
+def _add(call: Call, again: _Again) -> Tensor | None:
+    sides = _sides(call)
+    if sides is None or _number(call.get("alpha", 1)) != 1:
+        return None
+    scores, bias = sides
     if scores._form.normalized:
         return None
     if isinstance(bias, PackedTerm):
@@ -447,7 +460,7 @@ def _add(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | N
     else:
         return None
     dtype = torch.promote_types(scores.dtype, bias.dtype) if bias.dim() else scores.dtype
-    return None if form is None else _next(scores, (func, args, kwargs), form, dtype)
+    return None if form is None else _next(scores, again, form, dtype)
 
 
 def _with_bias(scores: Scores, bias: Tensor) -> Form | None:
@@ -489,123 +502,100 @@ def _split(x: Tensor, leading: Sequence[int]) -> Tensor:
     return x[None] if x.shape[0] == 1 else x.unflatten(0, tuple(leading))
 
 
-def _masked(scores: Scores, call: Any, left_out: Any, value: Any) -> Tensor | None:
-    """The scores with a value so low that its weight is 0 where a mask is True."""
-    number = _number(value)
-    form = scores._form
-    if number is None or form.normalized or not isinstance(left_out, Tensor):
+def _fill(call: Call, again: _Again) -> Tensor | None:
+    """Scores with a value so low that its weight is 0, for some pairs."""
+    scores, value = call.get("input"), call.get("value")
+    left_out = call.get("mask")
+    if call.op == "where":
+        condition, value = call.get("condition"), call.get("other")
+        if not _is_boolean(condition):
+            return None
+        scores, value, left_out = (scores, value, ~condition)
+        if isinstance(value, Scores):
+            scores, value, left_out = value, scores, condition
+    if not (isinstance(scores, Scores) and _is_boolean(left_out)):
         return None
-    if isinstance(left_out, Scores) or left_out.dtype != torch.bool:
-        return None
-    if (aligned := _align(scores, left_out)) is None:
+    form, number = scores._form, _number(value)
+    if number is None or form.normalized or (aligned := _align(scores, left_out)) is None:
         return None
     if number == -math.inf:
         takes_part = ~aligned
         mask = takes_part if form.mask is None else form.mask & takes_part
-        return _next(scores, call, form._replace(mask=mask))
+        return _next(scores, again, form._replace(mask=mask))
     if number > _LOW or scores.dtype == torch.float16:
         return None
     # Added to a score of any size, so low a number stays as it is.
     dtype = scores.dtype if form.bias is None else form.bias.dtype
     bias = torch.zeros((), dtype=dtype, device=scores.device) if form.bias is None else form.bias
-    return _next(scores, call, form._replace(bias=bias.masked_fill(aligned, number)))
+    return _next(scores, again, form._replace(bias=bias.masked_fill(aligned, number)))
 
 
 _LOW = -1e30
-
-
-def _masked_fill(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
-    if kwargs or len(args) != 3 or not isinstance(args[0], Scores):
-        return None
-    return _masked(args[0], (func, args, kwargs), args[1], args[2])
-
-
-def _where(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
-    if kwargs or len(args) != 3:
-        return None
-    condition, chosen, other = args if func is torch.where else (args[1], args[0], args[2])
-    if not isinstance(chosen, Scores) or not _is_boolean(condition):
-        return None
-    return _masked(chosen, (func, args, kwargs), ~condition, other)
 
 
 def _is_boolean(x: Any) -> bool:
     return type(x) is Tensor and x.dtype == torch.bool
 
 
-def _no_lower(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+def _no_lower(call: Call, again: _Again) -> Tensor | None:
     """``torch.max(scores, lowest)`` changes scores of -inf alone, and those only in empty rows."""
-    operands = _two(args, kwargs)
-    if operands is None or not isinstance(operands[1], Tensor):
+    sides = _sides(call)
+    if sides is None or not isinstance(sides[1], Tensor):
         return None
-    scores, other, _ = operands
-    number = _number(other)
-    if number is None or number > _LOW or scores._form.normalized or scores._form.mask is not None:
+    scores, number = sides[0], _number(sides[1])
+    form = scores._form
+    if number is None or number > _LOW or form.normalized or not form.mask is form.packed is None:
         return None
-    return _next(scores, (func, args, kwargs), scores._form)
+    return _next(scores, again, form)
 
 
-def _softmax(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
-    scores, rest = args[0], args[1:]
-    given = {**dict(zip(("dim",), rest, strict=False)), **kwargs}
-    given.pop("_stacklevel", None)
-    dtype = given.pop("dtype", None)
-    dim = given.pop("dim", None)
-    if given or len(rest) > 1 or not isinstance(scores, Scores) or scores._form.normalized:
+def _softmax(call: Call, again: _Again) -> Tensor | None:
+    scores, dtype = call.get("input"), call.get("dtype")
+    if not isinstance(scores, Scores) or scores._form.normalized:
         return None
-    if dim not in (-1, scores.dim() - 1):
+    if call.get("dim") not in (-1, scores.dim() - 1):
         return None
     if dtype is None and torch.is_autocast_enabled(scores.device.type):
         dtype = torch.float32
-    return _next(scores, (func, args, kwargs), scores._form._replace(normalized=True), dtype)
+    return _next(scores, again, scores._form._replace(normalized=True), dtype)
 
 
-def _dropout(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
-    names = ("input", "p", "training", "inplace")
-    given = {"p": 0.5, "training": True, "inplace": False, **dict(zip(names, args, strict=False))}
-    given |= kwargs
-    weights, p = given["input"], given["p"]
-    if not isinstance(weights, Scores) or given["inplace"]:
+def _dropout(call: Call, again: _Again) -> Tensor | None:
+    weights, p = call.get("input"), call.get("p", 0.5)
+    if not isinstance(weights, Scores):
         return None
     form = weights._form
-    if not given["training"] or p == 0:
-        return _next(weights, (func, args, kwargs), form)
+    if not call.get("training", call.get("train", True)) or p == 0:
+        return _next(weights, again, form)
     if not form.normalized or form.dropout_p > 0 or not 0 < p < 1:
         return None
-    return _next(weights, (func, args, kwargs), form._replace(dropout_p=p))
+    return _next(weights, again, form._replace(dropout_p=p))
 
 
-def _to(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+def _cast(call: Call, again: _Again) -> Tensor | None:
     """A change of dtype. The operator computes in float32 or wider whatever the dtype."""
-    scores, rest = args[0], args[1:]
-    dtype = _CASTS.get(func)
-    if dtype is None and len(rest) == 1 and not kwargs:
-        dtype = rest[0].dtype if isinstance(rest[0], Tensor) else rest[0]
-    elif dtype is None and not rest and set(kwargs) == {"dtype"}:
-        dtype = kwargs["dtype"]
-    elif rest or kwargs:
+    func, (scores, *rest), kwargs = again
+    if not isinstance(scores, Scores):
         return None
-    if not isinstance(scores, Scores) or dtype not in FLOATING:
+    # What becomes of an empty tensor becomes of any.
+    empty = torch.empty((0,) * scores.dim(), dtype=scores.dtype, device=scores.device)
+    result = func(empty, *_computed(rest), **kwargs)
+    if result is empty:
+        return scores
+    if result.device != scores.device or result.dtype not in FLOATING:
         return None
-    return _next(scores, (func, args, kwargs), scores._form, dtype)
+    return _next(scores, again, scores._form, result.dtype)
 
 
-def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+def _view(call: Call, again: _Again) -> Tensor | None:
     """Batch and heads in one dimension, or apart."""
-    scores = args[0]
-    sizes = args[1:] if len(args) != 2 or isinstance(args[1], int) else args[1]
-    if kwargs or not isinstance(scores, Scores) or not isinstance(sizes, (tuple, list)):
+    func, (scores, *rest), kwargs = again
+    if not isinstance(scores, Scores):
         return None
-    if not all(type(size) is int for size in sizes) or len(sizes) not in (3, 4):
+    result = func(torch.empty(scores.shape, dtype=scores.dtype, device="meta"), *rest, **kwargs)
+    shape, form = result.shape, scores._form
+    if result.dtype != scores.dtype or len(shape) not in (3, 4) or shape[-2:] != scores.shape[-2:]:
         return None
-    known = math.prod(size for size in sizes if size != -1)
-    count = scores.numel()
-    if list(sizes).count(-1) > 1 or known == 0 or count % known:
-        return None
-    shape = torch.Size(count // known if size == -1 else size for size in sizes)
-    if shape.numel() != count or shape[-2:] != scores.shape[-2:]:
-        return None
-    form = scores._form
     if len(shape) == 4 and len(form.leading) == 1:
         leading = shape[:-2]
         form = form._replace(
@@ -616,29 +606,20 @@ def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | 
         )
     elif len(shape) == 4 and shape[:-2] != form.leading:
         return None
-    return Scores.of(form, shape, scores.dtype, (func, args, kwargs))
+    return Scores.of(form, shape, scores.dtype, again)
 
 
-def _same(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
-    scores = args[0]
-    return scores if len(args) == 1 and not kwargs and isinstance(scores, Scores) else None
-
-
-def _attend(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+def _attend(call: Call, again: _Again) -> Tensor | None:
     """The product with the values."""
-    if func is torch.einsum:
-        terms = _terms(args[0]) if len(args) == 3 and isinstance(args[0], str) else None
-        if terms is None:
+    weights, value, result = call.get("input"), call.get("other"), None
+    if call.op == "einsum":
+        for read in spellings.outer(call):
+            if isinstance(read.weights, Scores) and _is_plain(read.value):
+                weights, value, result = read.weights, read.value, read.result
+                value = value if read.order is None else value.permute(read.order)
+                break
+        else:
             return None
-        weights_term, value_term, result = terms
-        j, feature = weights_term[-1:], value_term[-1:]
-        lead = weights_term[:-2]
-        if value_term != lead + j + feature or result != weights_term[:-1] + feature:
-            return None
-        args = args[1:]
-    if len(args) != 2 or kwargs:
-        return None
-    weights, value = args
     if not isinstance(weights, Scores) or not weights._form.normalized or not _is_plain(value):
         return None
     shape = weights.shape
@@ -657,7 +638,8 @@ def _attend(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor 
         out = _call(form, value, weights.dtype)
     _spend(weights)
     _state.attended += 1
-    return out.reshape(*shape[:-1], value.shape[-1])
+    out = out.reshape(*shape[:-1], value.shape[-1])
+    return out if result is None else out.permute(result)
 
 
 def _call(form: Form, value: Tensor, dtype: torch.dtype) -> Tensor:
@@ -679,13 +661,21 @@ def _call(form: Form, value: Tensor, dtype: torch.dtype) -> Tensor:
         bias = bias[(None,) * (4 - bias.dim())]
     if form.packed is None:
         out = scaled_dot_product_attention(
-            query, key, value, bias, form.dropout_p, scale=form.scale
+            query, key, value, bias, form.dropout_p, scale=form.scale, softcap=form.softcap
         )
     else:
         side, *_ = packing.sides(form.packed)
         causal = bool(side.causal)  # what is written out has no causality of its own
         out = packing.attend(
-            query, key, value, form.packed, form.dropout_p, causal, form.scale, attn_mask=bias
+            query,
+            key,
+            value,
+            form.packed,
+            form.dropout_p,
+            causal,
+            form.scale,
+            form.softcap,
+            attn_mask=bias,
         )
     out = out if heads else out[:, 0]
     return out if torch.is_autocast_enabled(out.device.type) else out.to(dtype)
@@ -699,61 +689,21 @@ def _spend(weights: Any) -> None:
     weights._attended = True
 
 
-def _augmented(plain: Any) -> _Rule:
-    """The rule of an operator such as ``*=``, from that of a function out of place."""
-
-    def in_place(before: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        out: Tensor = plain(before, *args, **kwargs)
-        return out.to(before.dtype)
-
-    def rule(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
-        scores = args[0]
-        if not isinstance(scores, Scores) or any(each() is not None for each in scores._derived):
-            return None
-        made = _RULES[plain](plain, args, kwargs)
-        if not isinstance(made, Scores):
-            return None
-        # The call must not refer to the tensor that it now describes.
-        before = Scores.of(scores._form, scores.shape, scores.dtype, scores._call)
-        before._versions = scores._versions
-        scores._form, scores._call = made._form, (in_place, (before, *args[1:]), kwargs)
-        scores._versions = made._versions
-        scores._derived = []
-        return scores
-
-    return rule
-
-
-def _functions(*names: str) -> list[Any]:
-    spaces = (torch, Tensor, F)
-    return [getattr(space, name) for name in names for space in spaces if hasattr(space, name)]
-
-
-_DIVISIONS = set(_functions("div", "true_divide", "divide", "__truediv__", "__div__"))
-_CASTS = {Tensor.float: torch.float32, Tensor.half: torch.float16, Tensor.bfloat16: torch.bfloat16}
-_CASTS[Tensor.double] = torch.float64
-
-_RULES: dict[Any, _Rule] = {
-    **dict.fromkeys(_functions("mul", "multiply", "__mul__", "__rmul__"), _scale),
-    **dict.fromkeys(_DIVISIONS, _scale),
-    **dict.fromkeys(_functions("add", "__add__", "__radd__"), _add),
-    **dict.fromkeys(_functions("masked_fill"), _masked_fill),
-    **dict.fromkeys(_functions("where"), _where),
-    **dict.fromkeys(_functions("max", "maximum"), _no_lower),
-    **dict.fromkeys(_functions("softmax"), _softmax),
-    **dict.fromkeys(_functions("view", "reshape"), _view),
-    **dict.fromkeys(_functions("contiguous"), _same),
-    **dict.fromkeys((*_CASTS, Tensor.to, Tensor.type, Tensor.type_as), _to),
-    **dict.fromkeys(_PRODUCTS, _attend),
-    F.dropout: _dropout,
+_RULES: dict[str, _Rule] = {
+    "mul": _scale,
+    "div": _scale,
+    "tanh": _cap,
+    "add": _add,
+    "masked_fill": _fill,
+    "where": _fill,
+    "max": _no_lower,
+    "softmax": _softmax,
+    "dropout": _dropout,
+    "view": _view,
+    "cast": _cast,
+    "matmul": _attend,
+    "einsum": _attend,
 }
-_RULES |= {
-    augmented: _augmented(plain)
-    for name, plain in (("mul", Tensor.mul), ("add", Tensor.add), ("div", Tensor.div))
-    for augmented in _functions(name + "_", f"__i{name}__")
-}
-_RULES[Tensor.__itruediv__] = _augmented(Tensor.div)
-_RULES[Tensor.masked_fill_] = _augmented(Tensor.masked_fill)
 
 _IN_PLACE = {
     value
@@ -776,6 +726,13 @@ _METADATA = {
             "requires_grad",
         )
     ),
-    *_functions("size", "dim", "numel", "ndimension", "is_floating_point", "element_size"),
+    Tensor.size,
+    Tensor.dim,
+    Tensor.numel,
+    Tensor.ndimension,
+    Tensor.is_floating_point,
+    Tensor.element_size,
     Tensor.__len__,
+    torch.numel,
+    torch.is_floating_point,
 }

@@ -69,6 +69,7 @@ _CASTS = {"bfloat16", "contiguous", "float", "half", "to", "type", "type_as"}
 ELEMENTWISE_METHODS = {"clamp", "clone", "sigmoid", "tanh", *_CASTS}
 _ARITHMETIC = {bool, float, int, max, min, math.log, math.sqrt}
 _QUESTIONS = {hasattr, isinstance, type, torch.finfo, torch.is_autocast_enabled}
+_CAPS = {nn.functional.tanh, torch.tanh}
 _SOFTMAX = {nn.functional.softmax, torch.softmax}
 
 
@@ -153,6 +154,8 @@ def function(called: Any, values: list[Value], named: dict[str, Value]) -> Value
         if called in _ELEMENTWISE:
             if called is nn.functional.dropout and given[0].kind == "weights":
                 return given[0] if elementwise(given[1:]) == PLAIN else None
+            if called in _CAPS and given[0].kind == "scores":
+                return given[0]
             return elementwise(given)
     except TypeError:  # not hashable
         return None
@@ -217,7 +220,7 @@ def method(base: Value, name: str, values: list[Value], named: dict[str, Value])
 def _method_of_scores(
     base: Value, name: str, values: list[Value], named: dict[str, Value]
 ) -> Value | None:
-    if name in _CASTS:
+    if name in _CASTS or (name == "tanh" and base.kind == "scores"):
         return base
     if name == "softmax":
         dim = values[0] if values else named.get("dim")

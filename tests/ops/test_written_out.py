@@ -106,6 +106,27 @@ def by_einsum(q, k, v):
     return torch.einsum("bhij,bhjd->bhid", scores.softmax(-1), v)
 
 
+def by_einsum_of_tokens(q, k, v):
+    """Heads after the tokens, and the factors of the last product in the other order."""
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    scores = torch.einsum("bihd,bjhd->bhij", q, k) * 0.5
+    out = torch.einsum("bjhd,bhij->bihd", v, scores.softmax(-1))
+    return out.transpose(1, 2)
+
+
+def capped(q, k, v):
+    """Gemma 2's form."""
+    scores = torch.matmul(q, k.mT) * 0.6
+    scores = torch.tanh(scores / 2.0) * 2.0
+    return (scores + MASK).softmax(-1) @ v
+
+
+def chosen(q, k, v):
+    scores = torch.where(~CAUSAL, -torch.inf, torch.multiply(q @ k.mT, 0.5))
+    weights = torch.softmax(scores.flatten(0, 1), -1).unflatten(0, (B, H))
+    return torch.matmul(F.dropout(weights, 0.5, False, True).clone(), other=v)
+
+
 def one_key_head(q, k, v):
     """Multi-query attention: all heads share their keys and values."""
     return ((q @ k[:, :1].mT).mul(0.2).float().softmax(-1).type_as(v)) @ v[:, :1]
@@ -113,7 +134,7 @@ def one_key_head(q, k, v):
 
 SPELLINGS = [
     plain, masked, in_place, flat_heads, alibi, scaled_with_bias, replaced, without_rest, by_einsum,
-    one_key_head,
+    by_einsum_of_tokens, capped, chosen, one_key_head,
 ]  # fmt: skip
 
 
@@ -349,11 +370,18 @@ STEPS = {
     "lowest": lambda s: s.masked_fill(~PADDING[:, None, None], LOWEST),
     "left out": lambda s: s.masked_fill(~CAUSAL, -torch.inf),
     "where": lambda s: torch.where(CAUSAL, s, torch.tensor(-1e35)),
+    "cap": lambda s: s.tanh() * 3.0,
+    "subtracted": lambda s: s.add(BIAS, alpha=-1),
+    "divided": lambda s: 1 / s,
+    "floor": lambda s: torch.div(s, 0.3, rounding_mode="floor"),
     "relu": torch.relu,
     "clamp": lambda s: s.clamp(max=1.0),
     "float": lambda s: s.float(),
     "double": lambda s: s.to(torch.float64),
     "reshape": lambda s: s.reshape(B, H, LQ, LK),
+    "dropout in place": lambda s: F.dropout(s, 0.5, False, True),
+    "one more dimension": lambda s: s.unsqueeze(0).squeeze(0),
+    "flattened and back": lambda s: s.flatten(0, 1).unflatten(0, (B, H)),
     "flat and back": lambda s: s.view(B * H, LQ, LK).view(B, H, LQ, LK),
     "softmax": lambda s: F.softmax(s, dim=-1),
     "dropout": lambda s: F.dropout(s, 0.5, training=False),
