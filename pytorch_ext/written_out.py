@@ -19,18 +19,17 @@ mask makes the last product a call of :func:`trifuse.varlen_attention`.
 
 from __future__ import annotations
 
-import contextlib
 import math
 import threading
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 
 from trifuse import spellings
+from trifuse.deferred import Again, Deferred, computed, computing, is_computing
 from trifuse.nn import packing
 from trifuse.nn.packing import CrossSequences, PackedSequences
 from trifuse.ops._checks import FLOATING
@@ -63,116 +62,32 @@ class Form(NamedTuple):
         return self.query.shape[:-2]
 
 
-class Deferred(Tensor):
-    """A tensor that is not computed yet.
+class _Part(Deferred):
+    """A part of an attention."""
 
-    Raises:
-        RuntimeError: it must be computed, but a tensor that it is made of may have changed.
-    """
-
-    _call: tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]  # computes it
-    _versions: list[tuple[Tensor, int | None]]  # of the tensors in the call; None: unknown
-    _value: Tensor | None
-    _derived: list[weakref.ref[Deferred]]
-    _attended: bool  # whether the product with the values was taken
-    _recorded: bool  # whether gradients were recorded when it was made
-
-    @classmethod
-    def _of(
-        cls,
-        shape: Sequence[int],
-        dtype: torch.dtype,
-        device: torch.device,
-        call: tuple[Any, Any, Any],
-    ) -> Any:
-        """Return the tensor that a call would compute."""
-        leaves = [leaf for leaf in tree_leaves(call[1:]) if isinstance(leaf, Tensor)]
-        grad = torch.is_grad_enabled()
-        differentiable = grad and any(leaf.requires_grad for leaf in leaves)
-        made: Any = Tensor._make_wrapper_subclass(
-            cls, torch.Size(shape), dtype=dtype, device=device, requires_grad=differentiable
-        )
-        if differentiable:
-            with torch._C.DisableTorchFunctionSubclass():
-                made.register_hook(_refuse_gradient)
-        made._call, made._value = call, None
-        made._derived, made._attended, made._recorded = [], False, grad
-        made._versions = [
-            (leaf, None if leaf.is_inference() else leaf._version)
-            for leaf in leaves
-            if not isinstance(leaf, Deferred)
-        ]
-        for leaf in leaves:
-            if isinstance(leaf, Deferred):
-                leaf._derived.append(weakref.ref(made))
-        return made
-
-    def compute(self) -> Tensor:
-        """Return the values, as the model's own functions compute them."""
-        if self._value is None:
-            for tensor, version in self._versions:
-                # In inference mode tensors count no changes. Until the product with the values
-                # there is nothing that would make any.
-                if self._attended if version is None else tensor._version != version:
-                    raise RuntimeError(_TOO_LATE)
-            function, args, kwargs = self._call
-            with _undeferred(), torch.set_grad_enabled(self._recorded):
-                self._value = function(*_computed(args), **_computed(kwargs))
-        return self._value
-
-    def settle(self) -> None:
-        """Compute this tensor and all that depend on it, before it is changed in place."""
-        for reference in self._derived:
-            if (derived := reference()) is not None:
-                derived.settle()
-        self.compute()
-
-    @classmethod
-    def __torch_function__(
-        cls,
-        func: Any,
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func in _METADATA:
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **kwargs)
-        if (found := _step(func, args, kwargs)) is not None:
-            return found
-        if func in _IN_PLACE or kwargs.get("inplace"):
-            for leaf in tree_leaves((args, kwargs)):
-                if isinstance(leaf, Deferred):
-                    leaf.settle()
-        return func(*_computed(args), **_computed(kwargs))
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        raise RuntimeError(
-            f"{func} got attention scores that trifuse.attention() has not computed; call this "
-            "part of the model outside of it"
-        )
+    @staticmethod
+    def _step(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+        call = spellings.read_call(func, args, kwargs)
+        rule = None if call is None else _RULES.get(call.op)
+        if call is None or rule is None or not _still_deferred((*args, *kwargs.values())):
+            return None
+        return (_in_place(rule) if call.in_place else rule)(call, (func, args, kwargs))
 
 
-class Scores(Deferred):
+class Scores(_Part):
     """Scores or weights (..., Lq, Lk) that are not computed yet."""
 
     _form: Form
 
     @staticmethod
-    def of(
-        form: Form, shape: Sequence[int], dtype: torch.dtype, call: tuple[Any, Any, Any]
-    ) -> Scores:
+    def of(form: Form, shape: Sequence[int], dtype: torch.dtype, call: Again) -> Scores:
         """Return the scores that a call would compute."""
         made: Scores = Scores._of(shape, dtype, form.query.device, call)
         made._form = form
         return made
 
 
-class PackedTerm(Deferred):
+class PackedTerm(_Part):
     """A term of the scores of packed tokens, (1, 1 or H, Tq, Tk): a mask or a bias.
 
     It is -inf for pairs of tokens that don't attend to each other.
@@ -197,43 +112,9 @@ class PackedTerm(Deferred):
         counts = (each.indices.shape[0] for each in packing.sides(packed))
         shape = (1, 1 if bias is None else bias.shape[1], *counts)
         arguments = (packed, bias, dtype, device)
-        made: PackedTerm = PackedTerm._of(shape, dtype, device, (_dense, arguments, {}))
+        made: PackedTerm = PackedTerm._of(shape, dtype, device, (packing.dense_term, arguments, {}))
         made.packed, made.bias = packed, bias
         return made
-
-
-def _dense(packed: Packed, bias: Tensor | None, dtype: torch.dtype, device: torch.device) -> Tensor:
-    (queries, rows), (keys, columns) = map(packing.places, packing.sides(packed))
-    side, *_ = packing.sides(packed)
-    takes_part = queries[:, None] == keys
-    distance = columns - rows[:, None]
-    if side.causal:
-        takes_part &= distance <= 0
-    if side.window is not None:
-        takes_part &= distance.abs() <= side.window
-    if bias is None:
-        term = torch.zeros(1, 1, *takes_part.shape, dtype=dtype, device=device)
-    else:
-        whole = bias.expand(side.cu_seqlens.shape[0] - 1, -1, side.max_seqlen, -1)
-        # A row's own sequence has no place for each place of a longer one.
-        columns = columns.clamp(max=whole.shape[-1] - 1)
-        term = whole[queries[:, None], :, rows[:, None], columns].permute(2, 0, 1)[None]
-    return term.masked_fill(~takes_part, -math.inf)
-
-
-_TOO_LATE = (
-    "these attention weights were not computed, and a tensor that they are made of may have "
-    "changed since; ask for them by output_attentions=True, or call the model without "
-    "trifuse.attention()"
-)
-
-
-def _refuse_gradient(grad: Tensor) -> Tensor:
-    """Raise. A deferred tensor is in no graph, unless it is the input of a custom function."""
-    raise RuntimeError(
-        "a function with a backward of its own got attention scores that trifuse.attention() has "
-        "not computed; call this part of the model outside of it"
-    )
 
 
 def _still_deferred(args: Iterable[Any]) -> bool:
@@ -247,12 +128,7 @@ def _still_deferred(args: Iterable[Any]) -> bool:
     )
 
 
-def _computed(arguments: Any) -> Any:
-    return tree_map(lambda x: x.compute() if isinstance(x, Deferred) else x, arguments)
-
-
 class _State(threading.local):
-    computing = False  # whether the functions that compute deferred tensors run now
     attended = 0  # number of attentions that became one call
 
 
@@ -264,21 +140,12 @@ def attended() -> int:
     return _state.attended
 
 
-@contextlib.contextmanager
-def _undeferred() -> Iterator[None]:
-    before, _state.computing = _state.computing, True
-    try:
-        yield
-    finally:
-        _state.computing = before
-
-
 # The first product --------------------------------------------------------------------------------
 
 
 def begin(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Scores | None:
     """Put off the product of queries and keys; None if a call is not one."""
-    if _state.computing or (call := spellings.read_call(func, args, kwargs)) is None:
+    if is_computing() or (call := spellings.read_call(func, args, kwargs)) is None:
         return None
     if (factors := _factors(call)) is None:
         return None
@@ -354,24 +221,14 @@ def _factors(call: Call) -> tuple[Any, Any, float, Tensor | None] | None:
 
 # Steps between the products -----------------------------------------------------------------------
 
-_Again = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]  # a function and its arguments
-
 # A rule returns the result of a call that has scores among its arguments; None if it must run.
-_Rule = Callable[[Call, _Again], "Tensor | None"]
-
-
-def _step(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
-    call = spellings.read_call(func, args, kwargs)
-    rule = None if call is None else _RULES.get(call.op)
-    if call is None or rule is None or not _still_deferred((*args, *kwargs.values())):
-        return None
-    return (_in_place(rule) if call.in_place else rule)(call, (func, args, kwargs))
+_Rule = Callable[[Call, Again], "Tensor | None"]
 
 
 def _in_place(rule: _Rule) -> _Rule:
     """The rule of an operator such as ``*=``, from that of the one out of place."""
 
-    def changed(call: Call, again: _Again) -> Tensor | None:
+    def changed(call: Call, again: Again) -> Tensor | None:
         func, args, kwargs = again
         scores = args[0] if args else None
         if not isinstance(scores, Scores) or any(each() is not None for each in scores._derived):
@@ -394,7 +251,7 @@ def _on_a_copy(func: Callable[..., Any], before: Tensor, *args: Any, **kwargs: A
     return func(before.clone(), *args, **kwargs)
 
 
-def _next(scores: Scores, again: _Again, form: Form, dtype: torch.dtype | None = None) -> Scores:
+def _next(scores: Scores, again: Again, form: Form, dtype: torch.dtype | None = None) -> Scores:
     return Scores.of(form, scores.shape, dtype or scores.dtype, again)
 
 
@@ -416,15 +273,17 @@ def _sides(call: Call) -> tuple[Scores, Any] | None:
     return scores, other
 
 
-def _scale(call: Call, again: _Again) -> Tensor | None:
+def _scale(call: Call, again: Again) -> Tensor | None:
     sides = _sides(call)
-    if sides is None or (factor := _number(sides[1])) is None:
+    if sides is None or call.get("rounding_mode") is not None:
         return None
     scores, form = sides[0], sides[0]._form
+    if call.op == "div" and scores is not call.get("input"):
+        return None
+    if (factor := _number(sides[1])) is None:
+        return _scale_rows(scores, sides[1], call, again)
     if call.op == "div":
-        if scores is not call.get("input") or factor == 0 or call.get("rounding_mode") is not None:
-            return None
-        factor = 1 / factor
+        factor = 1 / factor if factor else 0.0
     if form.normalized or not math.isfinite(factor) or factor == 0:
         return None
     # A negative factor would make inf of -inf, and a negative cap.
@@ -436,7 +295,21 @@ def _scale(call: Call, again: _Again) -> Tensor | None:
     return _next(scores, again, form)
 
 
-def _cap(call: Call, again: _Again) -> Tensor | None:
+def _scale_rows(scores: Scores, factor: Any, call: Call, again: Again) -> Tensor | None:
+    """A factor for each head or query, by which the queries can be multiplied instead."""
+    form = scores._form
+    if form.normalized or not form.bias is form.mask is form.softcap is None:
+        return None
+    if not (_is_plain(factor) and factor.dtype == scores.dtype == form.query.dtype):
+        return None
+    aligned = _align(scores, factor) if factor.device == scores.device else None
+    if aligned is None or aligned.shape[-1] != 1:
+        return None
+    query = form.query * aligned if call.op == "mul" else form.query / aligned
+    return _next(scores, again, form._replace(query=query))
+
+
+def _cap(call: Call, again: Again) -> Tensor | None:
     scores = call.get("input")
     if not isinstance(scores, Scores):
         return None
@@ -446,7 +319,7 @@ def _cap(call: Call, again: _Again) -> Tensor | None:
     return _next(scores, again, form._replace(softcap=1.0))
 
 
-def _add(call: Call, again: _Again) -> Tensor | None:
+def _add(call: Call, again: Again) -> Tensor | None:
     sides = _sides(call)
     if sides is None or _number(call.get("alpha", 1)) != 1:
         return None
@@ -473,6 +346,8 @@ def _with_bias(scores: Scores, bias: Tensor) -> Form | None:
 
 def _with_term(scores: Scores, term: PackedTerm) -> Form | None:
     form = scores._form
+    if term._value is not None:  # which may have been changed in place
+        return None
     if scores.shape[:2] != form.leading or scores.shape[2:] != term.shape[2:]:
         return None
     if form.packed is None:
@@ -502,17 +377,15 @@ def _split(x: Tensor, leading: Sequence[int]) -> Tensor:
     return x[None] if x.shape[0] == 1 else x.unflatten(0, tuple(leading))
 
 
-def _fill(call: Call, again: _Again) -> Tensor | None:
+def _fill(call: Call, again: Again) -> Tensor | None:
     """Scores with a value so low that its weight is 0, for some pairs."""
-    scores, value = call.get("input"), call.get("value")
-    left_out = call.get("mask")
+    scores, left_out, value = (call.get(name) for name in ("input", "mask", "value"))
     if call.op == "where":
-        condition, value = call.get("condition"), call.get("other")
-        if not _is_boolean(condition):
-            return None
-        scores, value, left_out = (scores, value, ~condition)
+        left_out, value = call.get("condition"), call.get("other")
         if isinstance(value, Scores):
-            scores, value, left_out = value, scores, condition
+            scores, value = value, scores
+        elif _is_boolean(left_out):
+            left_out = ~left_out
     if not (isinstance(scores, Scores) and _is_boolean(left_out)):
         return None
     form, number = scores._form, _number(value)
@@ -537,7 +410,7 @@ def _is_boolean(x: Any) -> bool:
     return type(x) is Tensor and x.dtype == torch.bool
 
 
-def _no_lower(call: Call, again: _Again) -> Tensor | None:
+def _no_lower(call: Call, again: Again) -> Tensor | None:
     """``torch.max(scores, lowest)`` changes scores of -inf alone, and those only in empty rows."""
     sides = _sides(call)
     if sides is None or not isinstance(sides[1], Tensor):
@@ -549,7 +422,7 @@ def _no_lower(call: Call, again: _Again) -> Tensor | None:
     return _next(scores, again, form)
 
 
-def _softmax(call: Call, again: _Again) -> Tensor | None:
+def _softmax(call: Call, again: Again) -> Tensor | None:
     scores, dtype = call.get("input"), call.get("dtype")
     if not isinstance(scores, Scores) or scores._form.normalized:
         return None
@@ -560,7 +433,7 @@ def _softmax(call: Call, again: _Again) -> Tensor | None:
     return _next(scores, again, scores._form._replace(normalized=True), dtype)
 
 
-def _dropout(call: Call, again: _Again) -> Tensor | None:
+def _dropout(call: Call, again: Again) -> Tensor | None:
     weights, p = call.get("input"), call.get("p", 0.5)
     if not isinstance(weights, Scores):
         return None
@@ -572,14 +445,14 @@ def _dropout(call: Call, again: _Again) -> Tensor | None:
     return _next(weights, again, form._replace(dropout_p=p))
 
 
-def _cast(call: Call, again: _Again) -> Tensor | None:
+def _cast(call: Call, again: Again) -> Tensor | None:
     """A change of dtype. The operator computes in float32 or wider whatever the dtype."""
     func, (scores, *rest), kwargs = again
     if not isinstance(scores, Scores):
         return None
     # What becomes of an empty tensor becomes of any.
     empty = torch.empty((0,) * scores.dim(), dtype=scores.dtype, device=scores.device)
-    result = func(empty, *_computed(rest), **kwargs)
+    result = func(empty, *computed(rest), **kwargs)
     if result is empty:
         return scores
     if result.device != scores.device or result.dtype not in FLOATING:
@@ -587,7 +460,7 @@ def _cast(call: Call, again: _Again) -> Tensor | None:
     return _next(scores, again, scores._form, result.dtype)
 
 
-def _view(call: Call, again: _Again) -> Tensor | None:
+def _view(call: Call, again: Again) -> Tensor | None:
     """Batch and heads in one dimension, or apart."""
     func, (scores, *rest), kwargs = again
     if not isinstance(scores, Scores):
@@ -609,7 +482,7 @@ def _view(call: Call, again: _Again) -> Tensor | None:
     return Scores.of(form, shape, scores.dtype, again)
 
 
-def _attend(call: Call, again: _Again) -> Tensor | None:
+def _attend(call: Call, again: Again) -> Tensor | None:
     """The product with the values."""
     weights, value, result = call.get("input"), call.get("other"), None
     if call.op == "einsum":
@@ -634,7 +507,7 @@ def _attend(call: Call, again: _Again) -> Tensor | None:
     value = value.expand(*shape[:-2], -1, -1)
     if value.shape[:-2] != form.leading:
         value = value.unflatten(0, form.leading) if value.dim() == 3 else value.flatten(0, 1)
-    with _undeferred():
+    with computing():
         out = _call(form, value, weights.dtype)
     _spend(weights)
     _state.attended += 1
@@ -659,24 +532,18 @@ def _call(form: Form, value: Tensor, dtype: torch.dtype) -> Tensor:
         bias = None if bias is None else bias[:, None]
     if bias is not None:
         bias = bias[(None,) * (4 - bias.dim())]
+    options: Any = {
+        "attn_mask": bias,
+        "dropout_p": form.dropout_p,
+        "scale": form.scale,
+        "softcap": form.softcap,
+    }
     if form.packed is None:
-        out = scaled_dot_product_attention(
-            query, key, value, bias, form.dropout_p, scale=form.scale, softcap=form.softcap
-        )
+        out = scaled_dot_product_attention(query, key, value, **options)
     else:
-        side, *_ = packing.sides(form.packed)
-        causal = bool(side.causal)  # what is written out has no causality of its own
-        out = packing.attend(
-            query,
-            key,
-            value,
-            form.packed,
-            form.dropout_p,
-            causal,
-            form.scale,
-            form.softcap,
-            attn_mask=bias,
-        )
+        queries, _ = packing.sides(form.packed)
+        causal = bool(queries.causal)  # None: as the code says, in which a mask is all there is
+        out = packing.attend(query, key, value, form.packed, is_causal=causal, **options)
     out = out if heads else out[:, 0]
     return out if torch.is_autocast_enabled(out.device.type) else out.to(dtype)
 
@@ -703,36 +570,4 @@ _RULES: dict[str, _Rule] = {
     "cast": _cast,
     "matmul": _attend,
     "einsum": _attend,
-}
-
-_IN_PLACE = {
-    value
-    for name, value in vars(torch._C.TensorBase).items()
-    if (name.endswith("_") and not name.endswith("__")) or name.startswith("__i")
-} | {Tensor.__setitem__}
-
-_METADATA = {
-    *(
-        getattr(Tensor, name).__get__
-        for name in (
-            "shape",
-            "dtype",
-            "device",
-            "layout",
-            "ndim",
-            "is_cuda",
-            "is_cpu",
-            "is_nested",
-            "requires_grad",
-        )
-    ),
-    Tensor.size,
-    Tensor.dim,
-    Tensor.numel,
-    Tensor.ndimension,
-    Tensor.is_floating_point,
-    Tensor.element_size,
-    Tensor.__len__,
-    torch.numel,
-    torch.is_floating_point,
 }

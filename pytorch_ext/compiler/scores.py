@@ -66,7 +66,6 @@ class Attention:
     nodes: tuple[Node, ...]  # from the first product to the weights
     scale: float = 1.0
     factors: tuple[tuple[str, Node], ...] = ()  # "mul" or "div", and a tensor for rows of scores
-    capped: bool = False  # by a tanh
     softcap: float | None = None
     masks: tuple[Mask, ...] = ()
     dropout_p: float = 0.0
@@ -163,8 +162,8 @@ def _inner_product(node: Node, call: Call) -> Attention | None:
         product = spellings.inner(call) if call.op == "einsum" else None
         if product is None or tensor(product.query) is None or tensor(product.key) is None:
             return None
-        operands = map(Operand, product[:2], product.orders)
-        return _plain_scores(*operands, node)
+        rows, columns = product.orders
+        return _plain_scores(Operand(product.query, rows), Operand(product.key, columns), node)
     ranks = plain(query).dim(), plain(transposed).dim()
     require(ranks[0] == ranks[1] >= 2, f"{node.name} is no product of queries and keys")
     found = _plain_scores(Operand(query), _transposed(transposed), node)
@@ -215,12 +214,11 @@ def _scaled(node: Node, call: Call, after_softmax: bool) -> Attention:
     if call.op == "div":
         require(by != 0, f"{node.name} divides by 0")
         by = 1 / by
-    if found.capped and found.softcap is None and not found.masks:
-        return dataclasses.replace(found, scale=found.scale * by, softcap=by)
     added = any(mask.kind == "added" for mask in found.masks)
     require(by == 1 or not found.masks or (by > 0 and not added), "a mask is scaled")
-    require(by == 1 or not found.capped, "capped scores are scaled")
-    return dataclasses.replace(found, scale=found.scale * by)
+    require(by > 0 or found.softcap is None, "capped scores change their sign")
+    softcap = None if found.softcap is None else found.softcap * by
+    return dataclasses.replace(found, scale=found.scale * by, softcap=softcap)
 
 
 def _is_tensor(node: Any) -> bool:
@@ -238,7 +236,7 @@ def _leads_to_product(node: Any) -> bool:
 def _with_factor(found: Attention, node: Node, op: str, scores: Node, factor: Node) -> Attention:
     """Reads a factor for each head or query, by which the queries can be multiplied instead."""
     fake, before, after = plain(factor), plain(scores), plain(node)
-    first = not (found.masks or found.capped) and same_shape(after.shape[:-2], found.leading)
+    first = not (found.masks or found.softcap) and same_shape(after.shape[:-2], found.leading)
     column = fake.dim() == 0 or same(fake.shape[-1], 1)
     alike = fake.dtype == after.dtype and same_shape(before.shape, after.shape)
     require(first and column and alike, f"a factor of {node.name} is a matrix")
@@ -247,8 +245,8 @@ def _with_factor(found: Attention, node: Node, op: str, scores: Node, factor: No
 
 def _capped(node: Node, call: Call, after_softmax: bool) -> Attention:
     found = _walk(call.get("input"))
-    require(not (found.capped or found.masks), f"{node.name} is no plain softcap")
-    return dataclasses.replace(found, capped=True)
+    require(not (found.softcap or found.masks), f"{node.name} is no plain softcap")
+    return dataclasses.replace(found, softcap=1.0)
 
 
 def _added(node: Node, call: Call, after_softmax: bool) -> Attention:
@@ -343,8 +341,8 @@ def arguments(rewriter: Rewriter, found: Attention) -> dict[str, Any]:
         given["attn_mask"] = mask
     if found.dropout_p:
         given["dropout_p"] = found.dropout_p
-    if found.capped:
-        given["softcap"] = 1.0 if found.softcap is None else found.softcap
+    if found.softcap is not None:
+        given["softcap"] = found.softcap
     return {**given, "scale": found.scale}
 
 

@@ -292,3 +292,35 @@ def attend(
         sinks=sinks,
     )
     return out.transpose(0, 1).unsqueeze(0)
+
+
+def dense_term(
+    packed: PackedSequences | CrossSequences,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Tensor:
+    """Returns what to add to the scores of all pairs of tokens to attend as :func:`attend` does.
+
+    Args:
+        packed: where each sequence begins.
+        bias: as the mask of :func:`attend`, floating. None: 0.
+        dtype, device: of the result.
+
+    Returns:
+        (1, 1 or H, Tq, Tk): the bias, or -inf for pairs of tokens that don't attend to each other.
+    """
+    queries, keys = sides(packed)
+    (sequence, row), (other, column) = places(queries), places(keys)
+    takes_part = sequence[:, None] == other
+    if queries.causal:
+        takes_part &= column <= row[:, None]
+    if queries.window is not None:
+        takes_part &= (column - row[:, None]).abs() <= queries.window
+    if bias is None:
+        term = torch.zeros(1, 1, *takes_part.shape, dtype=dtype, device=device)
+    else:
+        sizes = queries.cu_seqlens.shape[0] - 1, -1, queries.max_seqlen, keys.max_seqlen
+        pairs = bias.expand(sizes)[sequence[:, None], :, row[:, None], column]
+        term = pairs.permute(2, 0, 1)[None].to(device, dtype)
+    return term.masked_fill(~takes_part.to(device), -torch.inf)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 
+import attention_spellings
 import pytest
 import torch
 import torch.nn.functional as F
@@ -138,9 +139,26 @@ SPELLINGS = [
 ]  # fmt: skip
 
 
+IN_GRAPHS_ALONE = {"masks in two shapes", "one matrix", "many leading dimensions"}
+
+
+@pytest.mark.parametrize("name", attention_spellings.SPELLINGS)
+def test_spellings_that_graphs_serve_are_one_call(name):
+    spelling, inputs = attention_spellings.SPELLINGS[name], attention_spellings.tensors()
+    if name not in IN_GRAPHS_ALONE:
+        check_one_call(spelling, inputs)
+        return
+    expected = spelling(*inputs)
+    with trifuse.attention():
+        assert torch.equal(spelling(*inputs), expected)
+
+
 @pytest.mark.parametrize("spelling", SPELLINGS)
 def test_every_spelling_is_one_call(spelling):
-    inputs = tensors()
+    check_one_call(spelling, tensors())
+
+
+def check_one_call(spelling, inputs):
     expected = spelling(*inputs)
     with Ops() as ops, trifuse.attention():
         out = spelling(*inputs)

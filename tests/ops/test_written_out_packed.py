@@ -214,6 +214,19 @@ def test_terms_of_other_tokens_are_no_masks_of_these(attended):
     torch.testing.assert_close(out, exact, equal_nan=True)
 
 
+def test_a_term_that_was_changed_in_place(attended):
+    packed = PACKED["one side"]
+    q, k, v = tensors(packed)
+    with trifuse.attention():
+        term = PackedTerm.of(packed, None, q.dtype, q.device)
+        term[..., 0] = 2.0
+        out = plain(q, k, v, term)
+    assert not attended
+    dense = mask_of(packed, None)
+    dense[..., 0] = 2.0
+    torch.testing.assert_close(out, plain(q, k, v, dense))
+
+
 def test_scores_in_bfloat16_with_a_bias_in_float32(attended):
     """In place, they stay in bfloat16, as under autocast."""
     packed = PACKED["one side"]
