@@ -16,6 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from trifuse.ops.dropout import dropout
+
 
 class Call(NamedTuple):
     """One operation, however it is spelled.
@@ -63,6 +65,7 @@ _SPELLINGS: tuple[tuple[str, str, tuple[Any, ...]], ...] = (
     ("where", "input condition other", ("where",)),
     ("dropout", "input p training inplace", (F.dropout,)),
     ("dropout", "input p train", (torch.dropout,)),
+    ("dropout", "input p training", (dropout,)),
     ("layer_norm", "input normalized_shape weight bias eps", (F.layer_norm,)),
     ("layer_norm", "input normalized_shape weight bias eps cudnn_enable", (torch.layer_norm,)),
     ("rms_norm", "input normalized_shape weight eps", (F.rms_norm, torch.rms_norm)),

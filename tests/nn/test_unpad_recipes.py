@@ -169,7 +169,7 @@ def test_unpad_can_be_added(packed):
     first.revert()
 
 
-@pytest.mark.parametrize("name", ["DistilBert", "ModernBert", "Bart"])
+@pytest.mark.parametrize("name", ["DistilBert", "ModernBert", "Bart", "MegatronBert", "RoFormer"])
 def test_training(name, packed):
     """Dropout depends on the seed alone; checkpointing changes no gradient."""
     model = build(name).train()

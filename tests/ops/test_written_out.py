@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
 
@@ -186,14 +187,18 @@ def test_gradient_of_a_bias():
     torch.testing.assert_close(actual, expected)
 
 
-def test_dropout_is_the_operators():
-    q, k, v = tensors(grad=False)
+@pytest.mark.parametrize("dropout", [nn.Dropout(0.4), trifuse.nn.Dropout(0.4)])
+def test_dropout_is_the_operators(dropout):
+    q, k, v = tensors()
     torch.manual_seed(3)
     expected = trifuse.scaled_dot_product_attention(q, k, v, dropout_p=0.4, scale=1.0)
     torch.manual_seed(3)
     with trifuse.attention():
-        out = F.dropout((q @ k.mT).softmax(-1), 0.4) @ v
+        out = dropout((q @ k.mT).softmax(-1)) @ v
     assert torch.equal(out, expected)
+    grads = torch.autograd.grad(out.sum(), (q, k, v))
+    for grad, exact in zip(grads, torch.autograd.grad(expected.sum(), (q, k, v)), strict=True):
+        assert torch.equal(grad, exact)
 
 
 def test_scores_in_float32_of_values_in_bfloat16():
@@ -286,6 +291,31 @@ def test_other_code_computes_what_it_did(code):
         torch.autograd.grad(expected.sum(), wanted),
         strict=True,
     ):
+        assert torch.equal(actual, exact)
+
+
+OPERATORS = {
+    "attention": lambda s: trifuse.scaled_dot_product_attention(s, s, s),
+    "attention with a window": lambda s: trifuse.scaled_dot_product_attention(s, s, s, window=2),
+    "norm": lambda s: trifuse.dropout_add_layer_norm(s, None, torch.ones(LK), torch.zeros(LK)),
+    "residual": lambda s: trifuse.dropout_add_layer_norm(BIAS, s, torch.ones(LK), torch.zeros(LK)),
+    "dropout": lambda s: trifuse.nn.Dropout(0.5)(s),
+    "linear": lambda s: trifuse.nn.Linear(LK, 3)(s),
+    "lstm": lambda s: trifuse.nn.LSTM(LK, 3)(s.flatten(0, 1))[0],
+    "gru": lambda s: trifuse.nn.GRU(LK, 3)(s.flatten(0, 1))[0],
+}
+
+
+@pytest.mark.parametrize("operator", OPERATORS.values(), ids=OPERATORS)
+def test_operators_get_the_numbers(operator):
+    q, k, _ = tensors()
+    results = []
+    for context in (trifuse.attention(), contextlib.nullcontext()):
+        torch.manual_seed(4)
+        with context:
+            out = operator(q @ k.mT) * 1
+        results.append((out, *torch.autograd.grad(out.sin().sum(), (q, k))))
+    for actual, exact in zip(*results, strict=True):
         assert torch.equal(actual, exact)
 
 
