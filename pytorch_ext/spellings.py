@@ -45,6 +45,7 @@ _SPELLINGS: tuple[tuple[str, str, tuple[Any, ...]], ...] = (
     ("baddbmm", "input batch1 batch2 beta alpha", (torch.baddbmm, "baddbmm")),
     ("add", "input other alpha", (torch.add, operator.add, operator.iadd, "add", "add_")),
     ("add", "other input", ("__radd__",)),
+    ("sub", "input other alpha", (torch.sub, operator.sub, operator.isub, "sub", "sub_")),
     ("mul", "input other", (torch.mul, torch.multiply, operator.mul, operator.imul)),
     ("mul", "input other", ("mul", "mul_", "multiply")),
     ("mul", "other input", ("__rmul__",)),
@@ -78,6 +79,7 @@ _SPELLINGS: tuple[tuple[str, str, tuple[Any, ...]], ...] = (
     )),
     ("transpose", "input dim0 dim1", (torch.transpose, "transpose", torch.swapaxes, "swapaxes")),
     ("transpose", "input dim0 dim1", (torch.swapdims, "swapdims")),
+    ("expand_as", "input other", ("expand_as",)),
     # These are told by the tensors that they return; only the first of their arguments is read.
     ("view", "input", ("view", "reshape", "unflatten", "flatten", "unsqueeze", "squeeze")),
     ("view", "input", (torch.reshape, torch.flatten, torch.unsqueeze, torch.squeeze)),
@@ -134,6 +136,8 @@ def _read(
         if not args or kwargs:
             return None
         equation, *operands = args
+        if len(operands) == 1 and isinstance(operands[0], (tuple, list)):
+            operands = list(operands[0])
         return Call("einsum", {"equation": equation, "operands": operands})
     found = spellings.get(target)
     if found is None:

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from trifuse import spellings
-from trifuse.deferred import Again, Deferred, computed, computing, is_computing
+from trifuse.deferred import Again, Deferred, computing, is_computing
 from trifuse.nn import packing
 from trifuse.nn.packing import CrossSequences, PackedSequences
 from trifuse.ops._checks import FLOATING
@@ -184,14 +184,18 @@ def _fit(query: Tensor, transposed: Tensor) -> bool:
     """Whether the factors can be queries (..., Lq, E) and keys (..., E, Lk).
 
     Keys that were transposed have their features next to each other. That tells them from values.
+    After convolutions, the tokens of both are next to each other. That tells them from weights and
+    values.
     """
+    rows = transposed.shape[-2] == 1 or transposed.stride(-2) == 1
+    columns = query.shape[-1] > 1 and query.stride(-2) == transposed.stride(-1) == 1
     return (
         query.dim() == transposed.dim()
         and query.dim() in (3, 4)
         and query.dtype == transposed.dtype
         and query.device == transposed.device
         and query.shape[-1] == transposed.shape[-2] > 0
-        and (transposed.stride(-2) == 1 or transposed.shape[-2] == 1)
+        and (rows or columns)
         and all(
             theirs in (1, ours)
             for ours, theirs in zip(query.shape[:-2], transposed.shape[:-2], strict=True)
@@ -326,6 +330,12 @@ def _add(call: Call, again: Again) -> Tensor | None:
     scores, bias = sides
     if scores._form.normalized:
         return None
+    if call.op == "sub":
+        if scores is not call.get("input") or isinstance(bias, PackedTerm):
+            return None
+        bias = -bias
+    if type(bias) in (int, float):
+        bias = torch.tensor(bias, dtype=scores.dtype, device=scores.device)
     if isinstance(bias, PackedTerm):
         form = _with_term(scores, bias)
     elif _is_plain(bias) and bias.device == scores.device:
@@ -447,17 +457,31 @@ def _dropout(call: Call, again: Again) -> Tensor | None:
 
 def _cast(call: Call, again: Again) -> Tensor | None:
     """A change of dtype. The operator computes in float32 or wider whatever the dtype."""
-    func, (scores, *rest), kwargs = again
+    func, args, kwargs = again
+    scores = call.get("input")
     if not isinstance(scores, Scores):
         return None
     # What becomes of an empty tensor becomes of any.
-    empty = torch.empty((0,) * scores.dim(), dtype=scores.dtype, device=scores.device)
-    result = func(empty, *computed(rest), **kwargs)
+    empty, *rest = (_empty(arg) if isinstance(arg, Deferred) else arg for arg in args)
+    result = func(empty, *rest, **kwargs)
     if result is empty:
         return scores
     if result.device != scores.device or result.dtype not in FLOATING:
         return None
     return _next(scores, again, scores._form, result.dtype)
+
+
+def _empty(x: Tensor) -> Tensor:
+    return torch.empty((0,) * x.dim(), dtype=x.dtype, device=x.device)
+
+
+def _expand_as(call: Call, again: Again) -> Tensor | None:
+    """A mask as large as the scores, whose shape is known."""
+    mask, scores = call.get("input"), call.get("other")
+    if isinstance(mask, Deferred) or not isinstance(scores, Scores):
+        return None
+    expanded: Tensor = mask.expand(scores.shape)
+    return expanded
 
 
 def _view(call: Call, again: Again) -> Tensor | None:
@@ -561,11 +585,13 @@ _RULES: dict[str, _Rule] = {
     "div": _scale,
     "tanh": _cap,
     "add": _add,
+    "sub": _add,
     "masked_fill": _fill,
     "where": _fill,
     "max": _no_lower,
     "softmax": _softmax,
     "dropout": _dropout,
+    "expand_as": _expand_as,
     "view": _view,
     "cast": _cast,
     "matmul": _attend,

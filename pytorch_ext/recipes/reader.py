@@ -456,6 +456,13 @@ class Reader:
             if called.kind == "module":
                 return self._submodule(called.held, None, node, scope)
             raise Unknown(ast.unparse(function))
+        if isinstance(function, ast.Call):
+            if code.value_of(function.func, self.globals) is not nn.Softmax or len(node.args) != 1:
+                raise Unknown(ast.unparse(function))
+            values, named = self._given(function, scope)
+            values = [self.value(node.args[0], scope), *values]
+            found = layouts.function(nn.functional.softmax, values, named)
+            return self._known_layout(found, function)
         if isinstance(function, ast.Subscript):
             place = self.value(function.slice, scope)
             name = code.own_list(function.value)

@@ -8,6 +8,7 @@ attention by ``attn_implementation``. A subclass of theirs runs the same ``forwa
 
 from __future__ import annotations
 
+import functools
 import re
 import sys
 from typing import Any
@@ -80,29 +81,35 @@ def _wants_weights(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 def writes_out(module: nn.Module) -> bool:
     """Whether a module of transformers is an attention that computes its softmax itself."""
     cls = sublayers.original(type(module))
-    return sublayers.is_of_transformers(cls) and computed_by(cls) == "softmax"
+    return sublayers.is_of_transformers(cls) and computed_by(cls) == SOFTMAX
 
 
 def all_written_out(model: nn.Module) -> bool:
     """Whether a model has attentions, and all of them compute their softmax themselves."""
     kinds = {computed_by(sublayers.original(type(module))) for module in model.modules()} - {None}
-    return kinds == {"softmax"}
+    return kinds == {SOFTMAX}
 
 
+@functools.cache
 def computed_by(cls: type) -> str | None:
-    """Return by what an attention computes: the first of a few names that its class's code uses.
+    """Return by what an attention computes: ``INTERFACE``, ``SOFTMAX`` or ``FUNCTION``.
 
-    They are that of transformers' table of attentions, of the softmax, and of functions that
-    compute the whole attention. None if there is none, or if the class isn't named as an attention.
+    None if the code of its class has none of these, or if it isn't named as an attention.
     """
-    if not names_attention(cls):
-        return None
-    names = code.names_used(cls)
-    return next((name for name in (INTERFACE, *_BY_ITSELF) if name in names), None)
+    names = code.names_used(cls) if names_attention(cls) else frozenset()
+    return next((kind for name, kind in _KINDS.items() if name in names), None)
 
 
-INTERFACE = "ALL_ATTENTION_FUNCTIONS"
-_BY_ITSELF = ("softmax", "scaled_dot_product_attention", "eager_attention_forward")
+INTERFACE = "transformers' table of attentions"
+SOFTMAX = "a softmax of its own"
+FUNCTION = "a function that computes all of it"
+_KINDS = {
+    "ALL_ATTENTION_FUNCTIONS": INTERFACE,
+    "softmax": SOFTMAX,
+    "Softmax": SOFTMAX,
+    "scaled_dot_product_attention": FUNCTION,
+    "eager_attention_forward": FUNCTION,
+}
 
 
 def names_attention(cls: type) -> bool:

@@ -55,10 +55,14 @@ FAMILIES = {
     "ConvBert": {**ENCODER, "embedding_size": D},
     "Luke": {**ENCODER, "entity_vocab_size": 5, "entity_emb_size": 8},
     "IBert": ENCODER,
+    "SqueezeBert": {**ENCODER, "embedding_size": D},
+    "XLM": {"vocab_size": V, "emb_dim": D, "n_layers": LAYERS, "n_heads": HEADS},
+    "Flaubert": {"vocab_size": V, "emb_dim": D, "n_layers": LAYERS, "n_heads": HEADS},
+    "XLNet": {"vocab_size": V, "d_model": D, "n_layer": LAYERS, "n_head": HEADS, "d_inner": 2 * D},
     "Tapas": ENCODER,
     "VisualBert": ENCODER,
 }
-OTHER_FORMS = {"SqueezeBert": {**ENCODER, "embedding_size": D}}  # its keys are (B, H, E, L)
+OTHER_FORMS = {"Longformer": {**ENCODER, "attention_window": 4}}  # its scores are of windows
 
 
 class Attentions(TorchDispatchMode):

@@ -123,6 +123,31 @@ def capped(q, k, v):
     return (scores + MASK).softmax(-1) @ v
 
 
+def channels_first(q, k, v):
+    """SqueezeBERT's form: convolutions leave the tokens next to each other."""
+    q, k, v = (t.mT.contiguous() for t in (q, k, v))
+    scores = torch.matmul(q.permute(0, 1, 3, 2), k) / math.sqrt(E)
+    return torch.matmul(nn.Softmax(dim=-1)(scores + MASK), v.permute(0, 1, 3, 2))
+
+
+def expanded_mask(q, k, v):
+    """XLM's form."""
+    scores = torch.matmul(q, k.transpose(2, 3))
+    left_out = (~PADDING).view(B, 1, 1, LK).expand_as(scores)
+    scores.masked_fill_(left_out, torch.finfo(scores.dtype).min)
+    weights = F.softmax(scores.float(), dim=-1).type_as(scores)
+    return torch.matmul(F.dropout(weights, p=0.1, training=False), v)
+
+
+def subtracted(q, k, v):
+    """XLNet's form: its masks are subtracted, and terms may be 0."""
+    scores = torch.einsum("ibnd,jbnd->bnij", (q.permute(2, 0, 1, 3), k.permute(2, 0, 1, 3)))
+    scores = (scores + BIAS + 0) * 0.3
+    scores = scores - 65500 * (~PADDING).float()[:, None, None]
+    weights = F.softmax(scores - 1.0, dim=3)
+    return torch.einsum("bnij,jbnd->ibnd", weights, v.permute(2, 0, 1, 3)).permute(1, 2, 0, 3)
+
+
 def chosen(q, k, v):
     scores = torch.where(~CAUSAL, -torch.inf, torch.multiply(q @ k.mT, 0.5))
     weights = torch.softmax(scores.flatten(0, 1), -1).unflatten(0, (B, H))
@@ -136,7 +161,7 @@ def one_key_head(q, k, v):
 
 SPELLINGS = [
     plain, masked, in_place, flat_heads, alibi, scaled_with_bias, replaced, without_rest, by_einsum,
-    by_einsum_of_tokens, capped, chosen, one_key_head,
+    by_einsum_of_tokens, capped, channels_first, expanded_mask, subtracted, chosen, one_key_head,
 ]  # fmt: skip
 
 
@@ -420,6 +445,11 @@ STEPS = {
     "where": lambda s: torch.where(CAUSAL, s, torch.tensor(-1e35)),
     "cap": lambda s: s.tanh() * 3.0,
     "subtracted": lambda s: s.add(BIAS, alpha=-1),
+    "minus": lambda s: s - BIAS,
+    "minus in place": lambda s: s.sub_(BIAS, alpha=2.0),
+    "from": lambda s: 1.5 - s,
+    "a number": lambda s: 2 + s,
+    "type as": lambda s: s.type_as(s),
     "divided": lambda s: 1 / s,
     "floor": lambda s: torch.div(s, 0.3, rounding_mode="floor"),
     "relu": torch.relu,
