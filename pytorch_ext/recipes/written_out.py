@@ -8,7 +8,6 @@ attention by ``attn_implementation``. A subclass of theirs runs the same ``forwa
 
 from __future__ import annotations
 
-import functools
 import re
 import sys
 from typing import Any
@@ -90,14 +89,19 @@ def all_written_out(model: nn.Module) -> bool:
     return kinds == {SOFTMAX}
 
 
-@functools.cache
 def computed_by(cls: type) -> str | None:
     """Return by what an attention computes: ``INTERFACE``, ``SOFTMAX`` or ``FUNCTION``.
 
     None if the code of its class has none of these, or if it isn't named as an attention.
     """
-    names = code.names_used(cls) if names_attention(cls) else frozenset()
-    return next((kind for name, kind in _KINDS.items() if name in names), None)
+    if cls not in _computed_by:
+        names = code.names_used(cls) if names_attention(cls) else frozenset()
+        kinds = (kind for name, kind in _KINDS.items() if name in names)
+        _computed_by[cls] = next(kinds, None)
+    return _computed_by[cls]
+
+
+_computed_by: dict[type, str | None] = {}
 
 
 INTERFACE = "transformers' table of attentions"

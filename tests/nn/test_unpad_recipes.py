@@ -480,7 +480,6 @@ class OwnAttention(nn.Module):
         ("nn.functional.softmax(scores, dim=-1)", "scores.float().softmax(-1).type_as(q)", None),
         ("nn.functional.softmax(scores, dim=-1)", "nn.Softmax(dim=-1)(scores)", None),
         ("nn.functional.softmax(scores, dim=-1)", "nn.Softmax(-2)(scores)", "nn.Softmax(-2)"),
-        ("nn.functional.softmax(scores, dim=-1)", "nn.Tanh()(scores)", "nn.Tanh()"),
         ("self.dropout(probs)", "nn.functional.dropout(probs, 0.1, self.training)", None),
         ("scores / math.sqrt(4)", "attention_mask + scores", None),
         ("k.transpose(-1, -2)", "v.transpose(-1, -2).contiguous()", None),
