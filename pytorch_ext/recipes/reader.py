@@ -1,7 +1,8 @@
 """Follows the code of a module, to find whether it treats tokens one by one.
 
-A :class:`Reader` runs the statements of a method on the layouts of its values (:mod:`.layouts`)
-instead of the values. It raises :class:`Unknown` at whatever isn't known to keep tokens apart.
+A :class:`Reader` runs the statements of a method on the layouts of its values instead of the
+values: see :mod:`trifuse.recipes.layouts`. It raises :class:`Unknown` at whatever isn't known to
+keep tokens apart.
 """
 
 from __future__ import annotations
