@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention as torch_attention
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from trifuse import written_out
 from trifuse.ops._checks import FLOATING
@@ -28,8 +28,8 @@ def attention() -> Iterator[None]:
       changes of dtype or of batch and heads between: see :mod:`trifuse.written_out`. Its scores and
       weights are not computed unless something else uses them.
 
-    The context holds for the current thread, may be nested, and may be around a call of a model
-    compiled with ``fullgraph=True``, in which it serves the first form.
+    The context holds for the current thread, and may be around a call of a model compiled with
+    ``fullgraph=True``, in which it serves the first form. Inside itself it changes nothing.
 
     Three things differ from torch's function. A row whose keys are all masked gives 0. Dropout
     draws other elements from the same seed. Arguments are checked, and
@@ -48,8 +48,16 @@ def attention() -> Iterator[None]:
         ...     out = F.scaled_dot_product_attention(q, q, q, is_causal=True)
         >>> torch.testing.assert_close(out, expected)
     """
+    # Graphs are traced with a context of their own: Dynamo can't read which ones are active.
+    if not torch.compiler.is_compiling() and _is_active():
+        yield
+        return
     with _Attention():
         yield
+
+
+def _is_active() -> bool:
+    return any(isinstance(mode, _Attention) for mode in _get_current_function_mode_stack())
 
 
 class _Attention(TorchFunctionMode):

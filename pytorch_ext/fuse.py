@@ -243,7 +243,7 @@ def fuse(model: torch_nn.Module, unpad: bool = False, freeze: bool = False) -> F
         chosen = [swaps[cls] for cls in reversed(type(module).__mro__) if cls in swaps]
         if not chosen and sublayers.is_candidate(module):
             chosen.append(_swap_by_recipe)
-        if written_out.writes_out(module) and not sublayers.may_attend(module):
+        if written_out.writes_out(module):
             chosen.append(_swap_written_out)
         if isinstance(stack := found.get(module), stacks.Stack):
             chosen.append(functools.partial(_swap_stack, parts=stack.parts))
@@ -687,17 +687,12 @@ def torch_attention(model: torch_nn.Module) -> Iterator[Left]:
 def _attends_by_itself(module: torch_nn.Module) -> bool:
     """Whether a module named as an attention computes it, bypassing ``ALL_ATTENTION_FUNCTIONS``."""
     cls = type(module)
-    if not written_out.names_attention(cls) or _is_ours_or_torchs(cls):
-        return False
-    names = code.names_used(cls)
-    return "ALL_ATTENTION_FUNCTIONS" not in names and not names.isdisjoint(_ATTENTION_FORMULAS)
+    by_itself = written_out.computed_by(cls) not in (None, written_out.INTERFACE)
+    return by_itself and not _is_ours_or_torchs(cls)
 
 
 def _is_ours_or_torchs(cls: type) -> bool:
     return cls.__module__.split(".")[0] in ("torch", "trifuse")
-
-
-_ATTENTION_FORMULAS = ("softmax", "scaled_dot_product_attention", "eager_attention_forward")
 
 
 def _report_padding(model: torch_nn.Module, report: FuseReport) -> None:

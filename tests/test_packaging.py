@@ -293,7 +293,7 @@ FLOORS = {
     "kernels": {"kernels", "reference"},
     "ops": {"_imports", "ops", "backends", "kernels", "reference"},
     "nn": {"nn", "models", "ops", "backends"},
-    "compiler": {"compiler", "ops", "backends"},
+    "compiler": {"compiler", "spellings", "ops", "backends"},
     "models": {"models"},
 }
 

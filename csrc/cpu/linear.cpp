@@ -178,9 +178,9 @@ Tensor checksum(const Tensor& weight) {
 }
 
 // One call of a linear layer of x (M, K): all but the weight.
-class Call {
+class LinearCall {
  public:
-  Call(
+  LinearCall(
       const Tensor& x, int64_t out_features, const OptionalTensor& bias,
       std::optional<c10::string_view> activation) {
     problem.dtype = kernel_type(x.scalar_type());
@@ -219,7 +219,7 @@ class Call {
 Tensor linear_packed(
     const Tensor& x, const Tensor& packed, int64_t out_features, const OptionalTensor& bias,
     std::optional<c10::string_view> activation) {
-  Call call(x, out_features, bias, activation);
+  LinearCall call(x, out_features, bias, activation);
   check_packed(call.problem, packed, x.scalar_type());
   call.problem.packed = const_cast<void*>(packed.const_data_ptr());
   return call.run([](LinearProblem& p) { run_linear(&p, 1); });
@@ -246,7 +246,7 @@ Tensor linear_unpacked(
     std::optional<c10::string_view> activation) {
   check_weight(x, weight);
   check_memory("weight", weight);
-  Call call(x, weight.size(0), bias, activation);
+  LinearCall call(x, weight.size(0), bias, activation);
   const LinearKernel kernel = kernels(call.problem.dtype).linear;
   if (!kernel.run_unpacked || weight.stride(1) != 1 || weight.size(1) == 0)
     return linear_packed(x, pack_linear(weight), weight.size(0), bias, activation);

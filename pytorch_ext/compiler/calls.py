@@ -1,14 +1,16 @@
-"""Reads the calls of a graph of Dynamo, whose code has many spellings of one operation."""
+"""Reads the nodes of a graph of Dynamo: their calls, and what is known of the values."""
 
 from __future__ import annotations
 
 import operator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.fx import Node
+
+from trifuse import spellings
+from trifuse.spellings import Operation
 
 
 class Refused(Exception):  # noqa: N818 - it is no error
@@ -21,110 +23,19 @@ def require(condition: Any, reason: str) -> None:
         raise Refused(reason)
 
 
-class Operation(NamedTuple):
-    """One operation, however it is spelled.
-
-    Attributes:
-        op: its name below, such as "matmul".
-        args: the arguments that were passed, by name.
-        in_place: whether it writes its result over the first argument.
-    """
-
-    op: str
-    args: dict[str, Any]
-    in_place: bool
-
-    def get(self, name: str, default: Any = None) -> Any:
-        """Returns an argument, or ``default`` if the call leaves it out."""
-        return self.args.get(name, default)
-
-
-# The operation, its parameters, and its targets in a graph: functions, and names of methods. An
-# operation occurs once for each order of parameters.
-_SPELLINGS: tuple[tuple[str, str, tuple[Any, ...]], ...] = (
-    ("matmul", "input other", (torch.matmul, operator.matmul, "matmul", "__matmul__")),
-    ("matmul", "input mat2", (torch.bmm, "bmm")),
-    ("baddbmm", "input batch1 batch2 beta alpha", (torch.baddbmm, "baddbmm")),
-    ("add", "input other alpha", (torch.add, operator.add, operator.iadd, "add", "add_")),
-    ("mul", "input other", (torch.mul, torch.multiply, operator.mul, operator.imul, "mul", "mul_")),
-    ("div", "input other rounding_mode", (torch.div, operator.truediv, operator.itruediv)),
-    ("div", "input other rounding_mode", (torch.true_divide, "div", "div_")),
-    ("pow", "input exponent", (torch.pow, operator.pow, operator.ipow, "pow", "pow_")),
-    ("square", "input", (torch.square, "square")),
-    ("sqrt", "input", (torch.sqrt, "sqrt")),
-    ("rsqrt", "input", (torch.rsqrt, "rsqrt")),
-    ("tanh", "input", (torch.tanh, "tanh")),
-    ("mean", "input dim keepdim dtype", (torch.mean, "mean")),
-    ("softmax", "input dim dtype", (torch.softmax, "softmax")),
-    ("softmax", "input dim _stacklevel dtype", (F.softmax,)),
-    ("masked_fill", "input mask value", (torch.masked_fill, "masked_fill", "masked_fill_")),
-    ("where", "condition input other", (torch.where,)),
-    ("where", "input condition other", ("where",)),
-    ("dropout", "input p training inplace", (F.dropout,)),
-    ("dropout", "input p train", (torch.dropout,)),
-    ("layer_norm", "input normalized_shape weight bias eps", (F.layer_norm,)),
-    ("layer_norm", "input normalized_shape weight bias eps cudnn_enable", (torch.layer_norm,)),
-    ("rms_norm", "input normalized_shape weight eps", (F.rms_norm, torch.rms_norm)),
-    ("linear", "input weight bias", (F.linear,)),
-    ("relu", "input inplace", (F.relu,)),
-    ("relu", "input", (torch.relu, "relu", "relu_")),
-    ("gelu", "input approximate", (F.gelu,)),
-    (
-        "sdpa",
-        "query key value attn_mask dropout_p is_causal scale enable_gqa",
-        (F.scaled_dot_product_attention,),
-    ),
-    ("transpose", "input dim0 dim1", (torch.transpose, "transpose", torch.swapaxes, "swapaxes")),
-    ("transpose", "input dim0 dim1", (torch.swapdims, "swapdims")),
-    # The patterns compare the tensors that these return, and read no arguments.
-    ("view", "input", ("view", "reshape", "unflatten", "flatten", "unsqueeze", "squeeze")),
-    ("view", "input", (torch.reshape, torch.flatten, torch.unsqueeze, torch.squeeze)),
-    ("cast", "input", ("to", "float", "half", "bfloat16", "double", "type_as", "type")),
-    ("cast", "input", ("contiguous", "clone", torch.clone)),
-)
-
-_BY_TARGET: dict[Any, tuple[str, list[str]]] = {
-    target: (op, names.split()) for op, names, targets in _SPELLINGS for target in targets
-}
 _IN_PLACE = {
-    operator.iadd,
-    operator.isub,
-    operator.imul,
-    operator.itruediv,
-    operator.ipow,
-    operator.imatmul,
-    operator.iand,
-    operator.ior,
-    operator.ixor,
-    operator.ifloordiv,
-    operator.imod,
-    operator.ilshift,
-    operator.irshift,
-    operator.setitem,
-    operator.delitem,
-}
-_FEW_ARGUMENTS = ("view", "cast")
+    operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ipow,
+    operator.imatmul, operator.iand, operator.ior, operator.ixor, operator.ifloordiv,
+    operator.imod, operator.ilshift, operator.irshift, operator.setitem, operator.delitem,
+}  # fmt: skip
 
 
 def read(node: Any) -> Operation | None:
-    """Returns the call of a node, or None if it is no node or none of the operations above."""
+    """Returns the call of a node; None if it is no node, or no operation of the spellings."""
     if not isinstance(node, Node) or node.op not in ("call_function", "call_method"):
         return None
-    if node.target is torch.functional.einsum:
-        equation, *operands = node.args
-        return Operation("einsum", {"equation": equation, "operands": operands}, False)
-    found = _BY_TARGET.get(node.target)
-    if found is None:
-        return None
-    op, names = found
-    if op in _FEW_ARGUMENTS:
-        return Operation(op, {"input": node.args[0]}, False) if node.args else None
-    if len(node.args) > len(names) or not set(node.kwargs) <= set(names):
-        return None  # such as Tensor.softmax with names of dimensions, or out=
-    args = dict(zip(names, node.args, strict=False)) | node.kwargs
-    if node.target in (torch.bmm, "bmm"):
-        args["other"] = args.pop("mat2")
-    return Operation(op, args, writes(node))
+    call = spellings.read_node(node.target, node.args, dict(node.kwargs))
+    return None if call is None else call._replace(in_place=writes(node))
 
 
 def writes(node: Node) -> bool:
@@ -148,11 +59,8 @@ def writes(node: Node) -> bool:
     name = getattr(target, "__name__", "")
     if name.endswith("_") and not name.endswith("__"):
         return True
-    found = _BY_TARGET.get(target)
-    if found is not None and "inplace" in found[1]:
-        place = found[1].index("inplace")
-        return len(node.args) > place and bool(node.args[place])
-    return False
+    place = spellings.inplace(target)
+    return place is not None and len(node.args) > place and bool(node.args[place])
 
 
 def value(node: Any) -> Any:

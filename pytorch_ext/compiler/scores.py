@@ -7,16 +7,15 @@ meaning the operator has; anything else ends it with the reason.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch.fx import Node
 
+from trifuse import spellings
 from trifuse.compiler.calls import (
-    Operation,
     Refused,
     is_last,
     number,
@@ -28,6 +27,7 @@ from trifuse.compiler.calls import (
     tensor,
 )
 from trifuse.compiler.rewriter import Rewriter
+from trifuse.spellings import Operation
 
 
 class Operand(NamedTuple):
@@ -66,7 +66,6 @@ class Attention:
     nodes: tuple[Node, ...]  # from the first product to the weights
     scale: float = 1.0
     factors: tuple[tuple[str, Node], ...] = ()  # "mul" or "div", and a tensor for rows of scores
-    capped: bool = False  # by a tanh
     softcap: float | None = None
     masks: tuple[Mask, ...] = ()
     dropout_p: float = 0.0
@@ -116,50 +115,10 @@ def _outer_products(call: Operation) -> Iterator[tuple[Any, Operand, tuple[int, 
         weights, value = call.get("input"), call.get("other")
         if isinstance(value, Node) and tensor(value) is not None:
             yield weights, Operand(value), None
-    for (w, weights), (v, value), out in _einsum(call):
-        parts = _parts(w, v, out)
-        if parts is not None:
-            batch, q, d, k = parts
-            batch = [letter for letter in w if letter in batch]  # the scores have this order too
-            if [*w] == [*batch, q, k]:
-                order = _order([*batch, q, d], out)
-                yield weights, Operand(value, _order(v, [*batch, k, d])), order
-
-
-def _parts(first: str, second: str, out: str) -> tuple[list[str], str, str, str] | None:
-    """Returns the letters of a product of matrices: of the batch in the order of ``out``, of the
-    rows of ``first``, of the columns of ``second``, and the one summed over."""
-    batch = [letter for letter in out if letter in first and letter in second]
-    rows = [letter for letter in out if letter not in second]
-    columns = [letter for letter in out if letter not in first]
-    summed = [letter for letter in first if letter not in out]
-    whole = {*first} == {*batch, *rows, *summed} and {*second} == {*batch, *columns, *summed}
-    if not (whole and len(rows) == len(columns) == len(summed) == 1):
-        return None
-    return batch, rows[0], columns[0], summed[0]
-
-
-def _einsum(call: Operation) -> Iterator[tuple[Any, Any, str]]:
-    """Yields the two operands of an einsum in either order, each with its letters, and the letters
-    of the result."""
-    if call.op != "einsum" or not isinstance(call.get("equation"), str):
-        return
-    left, _, out = call.get("equation").replace(" ", "").partition("->")
-    terms, operands = left.split(","), call.get("operands")
-    letters = [*terms, out]
-    plain = all(term.isalpha() and len(set(term)) == len(term) for term in letters)
-    if not (plain and len(terms) == len(operands) == 2):
-        return
-    pairs = list(zip(terms, operands, strict=True))
-    if any(tensor(node) is None for node in operands):
-        return
-    for first, second in itertools.permutations(pairs):
-        yield first, second, out
-
-
-def _order(letters: Sequence[str], wanted: Sequence[str]) -> tuple[int, ...] | None:
-    order = tuple(letters.index(letter) for letter in wanted)
-    return None if order == tuple(range(len(order))) else order
+    elif call.op == "einsum":
+        for read in spellings.outer(call):
+            if tensor(read.weights) is not None and tensor(read.value) is not None:
+                yield read.weights, Operand(read.value, read.order), read.result
 
 
 # From the weights to the scores -----------------------------------------------------------------
@@ -200,13 +159,11 @@ def _inner_product(node: Node, call: Operation) -> Attention | None:
     elif call.op == "baddbmm":
         query, transposed = call.get("batch1"), call.get("batch2")
     else:
-        for (a, query), (b, key), out in _einsum(call):
-            parts = _parts(a, b, out)
-            if parts is not None and [*out] == [*parts[0], *parts[1:3]]:
-                batch, q, k, e = parts
-                rows, columns = _order(a, [*batch, q, e]), _order(b, [*batch, k, e])
-                return _plain_scores(Operand(query, rows), Operand(key, columns), node)
-        return None
+        product = spellings.inner(call) if call.op == "einsum" else None
+        if product is None or tensor(product.query) is None or tensor(product.key) is None:
+            return None
+        rows, columns = product.orders
+        return _plain_scores(Operand(product.query, rows), Operand(product.key, columns), node)
     ranks = plain(query).dim(), plain(transposed).dim()
     require(ranks[0] == ranks[1] >= 2, f"{node.name} is no product of queries and keys")
     found = _plain_scores(Operand(query), _transposed(transposed), node)
@@ -257,12 +214,11 @@ def _scaled(node: Node, call: Operation, after_softmax: bool) -> Attention:
     if call.op == "div":
         require(by != 0, f"{node.name} divides by 0")
         by = 1 / by
-    if found.capped and found.softcap is None and not found.masks:
-        return dataclasses.replace(found, scale=found.scale * by, softcap=by)
     added = any(mask.kind == "added" for mask in found.masks)
     require(by == 1 or not found.masks or (by > 0 and not added), "a mask is scaled")
-    require(by == 1 or not found.capped, "capped scores are scaled")
-    return dataclasses.replace(found, scale=found.scale * by)
+    require(by > 0 or found.softcap is None, "capped scores change their sign")
+    softcap = None if found.softcap is None else found.softcap * by
+    return dataclasses.replace(found, scale=found.scale * by, softcap=softcap)
 
 
 def _is_tensor(node: Any) -> bool:
@@ -280,7 +236,7 @@ def _leads_to_product(node: Any) -> bool:
 def _with_factor(found: Attention, node: Node, op: str, scores: Node, factor: Node) -> Attention:
     """Reads a factor for each head or query, by which the queries can be multiplied instead."""
     fake, before, after = plain(factor), plain(scores), plain(node)
-    first = not (found.masks or found.capped) and same_shape(after.shape[:-2], found.leading)
+    first = not (found.masks or found.softcap) and same_shape(after.shape[:-2], found.leading)
     column = fake.dim() == 0 or same(fake.shape[-1], 1)
     alike = fake.dtype == after.dtype and same_shape(before.shape, after.shape)
     require(first and column and alike, f"a factor of {node.name} is a matrix")
@@ -289,8 +245,8 @@ def _with_factor(found: Attention, node: Node, op: str, scores: Node, factor: No
 
 def _capped(node: Node, call: Operation, after_softmax: bool) -> Attention:
     found = _walk(call.get("input"))
-    require(not (found.capped or found.masks), f"{node.name} is no plain softcap")
-    return dataclasses.replace(found, capped=True)
+    require(not (found.softcap or found.masks), f"{node.name} is no plain softcap")
+    return dataclasses.replace(found, softcap=1.0)
 
 
 def _added(node: Node, call: Operation, after_softmax: bool) -> Attention:
@@ -385,8 +341,8 @@ def arguments(rewriter: Rewriter, found: Attention) -> dict[str, Any]:
         given["attn_mask"] = mask
     if found.dropout_p:
         given["dropout_p"] = found.dropout_p
-    if found.capped:
-        given["softcap"] = 1.0 if found.softcap is None else found.softcap
+    if found.softcap is not None:
+        given["softcap"] = found.softcap
     return {**given, "scale": found.scale}
 
 

@@ -47,6 +47,11 @@ class CrossSequences(NamedTuple):
     keys: PackedSequences
 
 
+def sides(packed: PackedSequences | CrossSequences) -> tuple[PackedSequences, PackedSequences]:
+    """Returns where the query tokens are, and where the key tokens are."""
+    return packed if isinstance(packed, CrossSequences) else (packed, packed)
+
+
 # Modules that treat tokens one by one.
 _TOKENWISE = (
     nn.Dropout,
@@ -231,6 +236,14 @@ def find(keep: Tensor) -> PackedSequences:
     return PackedSequences(indices, cu_seqlens, longest)
 
 
+def places(packed: PackedSequences) -> tuple[Tensor, Tensor]:
+    """Returns of each token, (T,), its sequence, and its place among the tokens of that."""
+    starts = packed.cu_seqlens.long()
+    sequences = torch.repeat_interleave(starts.diff())
+    tokens = torch.arange(packed.indices.shape[0], device=sequences.device)
+    return sequences, tokens - starts[sequences]
+
+
 def gather(padded: Tensor, packed: PackedSequences) -> Tensor:
     """Gathers the real tokens of (B, L) or (B, L, features) into one row, (1, T, ...)."""
     return padded.flatten(0, 1).index_select(0, packed.indices).unsqueeze(0)
@@ -259,7 +272,7 @@ def attend(
     Each key head serves as many query heads as there are for each. ``attn_mask`` is broadcastable
     to (B, H, longest queries, longest keys).
     """
-    queries, keys = packed if isinstance(packed, CrossSequences) else (packed, packed)
+    queries, keys = sides(packed)
     query, key, value = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
     out = varlen_attention(
         query,
@@ -279,3 +292,35 @@ def attend(
         sinks=sinks,
     )
     return out.transpose(0, 1).unsqueeze(0)
+
+
+def dense_term(
+    packed: PackedSequences | CrossSequences,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Tensor:
+    """Returns what to add to the scores of all pairs of tokens to attend as :func:`attend` does.
+
+    Args:
+        packed: where each sequence begins.
+        bias: as the mask of :func:`attend`, floating. None: 0.
+        dtype, device: of the result.
+
+    Returns:
+        (1, 1 or H, Tq, Tk): the bias, or -inf for pairs of tokens that don't attend to each other.
+    """
+    queries, keys = sides(packed)
+    (sequence, row), (other, column) = places(queries), places(keys)
+    takes_part = sequence[:, None] == other
+    if queries.causal:
+        takes_part &= column <= row[:, None]
+    if queries.window is not None:
+        takes_part &= (column - row[:, None]).abs() <= queries.window
+    if bias is None:
+        term = torch.zeros(1, 1, *takes_part.shape, dtype=dtype, device=device)
+    else:
+        sizes = queries.cu_seqlens.shape[0] - 1, -1, queries.max_seqlen, keys.max_seqlen
+        pairs = bias.expand(sizes)[sequence[:, None], :, row[:, None], column]
+        term = pairs.permute(2, 0, 1)[None].to(device, dtype)
+    return term.masked_fill(~takes_part.to(device), -torch.inf)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function
 
 from trifuse.ops._modes import without_autocast
 
@@ -147,8 +148,12 @@ def apply(function: type[torch.autograd.Function], *args: Any) -> Any:
 
     torch's own ``apply`` looks up the arguments' defaults in every call, which takes longer than
     kernels on small tensors, and applies the transforms of ``torch.func`` to the call. Here the
-    dispatcher applies them to the op instead.
+    dispatcher applies them to the op instead. Tensors of classes that override torch's functions
+    override this one.
     """
+    tensors = [arg for arg in args if isinstance(arg, Tensor)]
+    if has_torch_function(tensors):
+        return handle_torch_function(apply, tensors, function, *args)
     if torch._C._are_functorch_transforms_active():
         from torch._functorch.autograd_function import enable_single_level_autograd_function
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from trifuse import backends
 from trifuse.ops import _autograd, _batching, _checks, _modes, _op, _sharding
@@ -37,6 +38,9 @@ def dropout(x: Tensor, p: float = 0.5, training: bool = True) -> Tensor:
         ValueError: p is not in [0, 1] (``trifuse.ArgumentError``).
         RuntimeError: the backend asked for by name can't serve the call.
     """
+    if has_torch_function_unary(x):
+        result: Tensor = handle_torch_function(dropout, (x,), x, p, training)
+        return result
     x = _checks.tensor("x", x)
     if x.dtype not in _checks.FLOATING:
         raise TypeError(f"x: expected float32, bfloat16, float16 or float64; got {x.dtype}")

@@ -4,11 +4,12 @@
 - :mod:`trifuse.recipes.norms` recognises RMSNorm, which every library writes for itself;
 - :mod:`trifuse.recipes.sublayers` finds where a sum meets its norm, and a linear layer its
   activation;
-- :mod:`trifuse.recipes.attention` finds the plainest attention that a module writes out, whose call
-  then takes packed tokens too;
-- :mod:`trifuse.recipes.written_out` finds all others that write their softmax out;
+- :mod:`trifuse.recipes.written_out` finds attentions that write their softmax out;
 - :mod:`trifuse.recipes.layers` finds layers with BERT's code;
-- :mod:`trifuse.recipes.tokenwise` tells which modules treat tokens one by one;
+- :mod:`trifuse.recipes.tokenwise` tells which modules treat tokens one by one:
+  :mod:`trifuse.recipes.reader` follows their code, with the layouts of values that
+  :mod:`trifuse.recipes.layouts` knows;
+- :mod:`trifuse.recipes.arguments` names the arguments of layers that mean the same everywhere;
 - :mod:`trifuse.recipes.stacks` finds encoders and decoders made of such modules, and lets them
   leave out the padding;
 - :mod:`trifuse.recipes.passes` takes a batch through their layers.

@@ -115,3 +115,19 @@ def value_of(expression: ast.expr, scope: dict[str, Any]) -> Any:
     if isinstance(expression, ast.Attribute):
         return getattr(value_of(expression.value, scope), expression.attr, None)
     return None
+
+
+def own_list(iterated: ast.expr) -> str | None:
+    """Match ``self.name``, a part of it such as ``self.name[:n]``, or one of these enumerated."""
+    if (
+        isinstance(iterated, ast.Call)
+        and isinstance(iterated.func, ast.Name)
+        and iterated.func.id == "enumerate"
+        and len(iterated.args) == 1
+    ):
+        iterated = iterated.args[0]
+    if isinstance(iterated, ast.Subscript) and isinstance(iterated.slice, ast.Slice):
+        iterated = iterated.value
+    if isinstance(iterated, ast.Attribute) and isinstance(iterated.value, ast.Name):
+        return iterated.attr if iterated.value.id == "self" else None
+    return None

@@ -16,14 +16,15 @@ from torch import Tensor, nn
 
 from trifuse.nn import packing
 from trifuse.nn.packing import CrossSequences, Obstacle, PackedSequences
-from trifuse.recipes import code, sublayers, tokenwise
-from trifuse.recipes.tokenwise import (
+from trifuse.recipes import arguments, code, sublayers
+from trifuse.recipes.arguments import (
     ABSENT,
     BIAS,
     MASK,
     MEMORY,
     MEMORY_BIAS,
     MEMORY_MASK,
+    ROTARY,
     WISHES,
 )
 
@@ -63,7 +64,7 @@ class Pass:
     def call(self, layer: nn.Module, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Call a layer; the first call packs the batch if that is possible."""
         first, self.begun = not self.begun, True
-        names = tokenwise.argument_names(layer)[1 : len(args) + 1]
+        names = arguments.of(layer).positional[1 : len(args) + 1]
         given = dict(zip(names, args, strict=False)) | kwargs
         if first and torch.compiler.is_compiling():
             if any(isinstance(value, Tensor) for value in (*args, kwargs.get(MASK))):
@@ -117,7 +118,7 @@ class Pass:
             keep = _padding(mask, shape)
             if keep is None:
                 return _OTHER_MASK
-            sides.append(_Side(packing.find(keep), shape))
+            sides.append(_Side(packing.find(keep.to(hidden_states.device)), shape))
         counts = [side.packed.indices.shape[0] for side in sides]
         if 0 not in counts and counts != [side.shape[:2].numel() for side in sides]:
             self.tokens, self.memory, *_ = [*sides, None]
@@ -159,7 +160,7 @@ class Pass:
         if any(name not in given for name in needed):
             raise _Unpackable("not all of its layers get a mask")
         biases = [BIAS] if self.memory is None else [BIAS, MEMORY_BIAS]
-        takes = tokenwise.argument_names(layer)
+        takes = arguments.of(layer).positional
         return {
             name: self._bias(name, None, layer)
             for name in biases
@@ -178,10 +179,20 @@ class Pass:
     def _gathered(self, name: str, value: Any, side: _Side | None) -> Tensor:
         assert side is not None
         B, L = side.shape[:2]
+        if name == ROTARY and value.dim() == 4:
+            apart = packing.gather(self._whole(value.transpose(1, 2), B, L, name), side.packed)
+            return apart.transpose(1, 2)
         ids = value.dim() == 2 and not value.is_floating_point()
-        if not (ids or value.dim() == 3) or value.shape[0] not in (1, B) or value.shape[1] != L:
+        if name == ROTARY or not (ids or value.dim() == 3):
             raise _Unpackable(f"its layers get {name} of another shape than the tokens")
-        return packing.gather(value.expand(B, *value.shape[1:]), side.packed)
+        return packing.gather(self._whole(value, B, L, name), side.packed)
+
+    @staticmethod
+    def _whole(value: Tensor, B: int, L: int, name: str) -> Tensor:
+        """Return (B or 1, L, ...) as (B, L, ...)."""
+        if value.shape[0] not in (1, B) or value.shape[1] != L:
+            raise _Unpackable(f"its layers get {name} of another shape than the tokens")
+        return value.expand(B, *value.shape[1:])
 
     def _mask(self, mask: Any) -> PackedSequences:
         assert self.tokens is not None
@@ -313,10 +324,9 @@ def _positions(side: _Side) -> Tensor | None:
 
     None if all padding is at the end of the sequences.
     """
-    indices, cu_seqlens, longest = side.packed[:3]
+    indices, longest = side.packed.indices, side.packed.max_seqlen
     B, L = side.shape[:2]
-    sequences = indices.div(L, rounding_mode="floor")
-    places = torch.arange(indices.shape[0], device=indices.device) - cu_seqlens[sequences]
+    sequences, places = packing.places(side.packed)
     if (places == indices % L).all():
         return None
     positions = indices.new_zeros(B, longest)

@@ -32,9 +32,9 @@ from torch import nn
 from trifuse._transformers import NAME
 from trifuse.nn import packing
 from trifuse.nn.packing import Obstacle
-from trifuse.recipes import code, norms, sublayers, tokenwise
+from trifuse.recipes import code, norms, sublayers, tokenwise, written_out
+from trifuse.recipes.arguments import MEMORY, WISHES
 from trifuse.recipes.passes import Pass
-from trifuse.recipes.tokenwise import MEMORY, WISHES
 
 
 class Unpadded(nn.Module):
@@ -71,19 +71,18 @@ _KNOWN = ("trifuse.huggingface",)
 
 def has_our_attention(stack: nn.Module) -> bool:
     """Whether a stack's configuration selects our attention, or its own can be fused."""
-    return _attention(stack) == NAME or any(map(sublayers.may_attend, stack.modules()))
+    return _attention(stack) == NAME
 
 
 def _attention(stack: nn.Module) -> str | None:
+    """Return the name of a stack's attention: ours, too, if it is written out."""
     chosen = None
     for module in stack.modules():
         config: Any = getattr(module, "config", None)
         if hasattr(config, "_attn_implementation"):
             chosen = config._attn_implementation
             break
-    if chosen != NAME and any(map(sublayers.attends, stack.modules())):
-        return NAME
-    return chosen
+    return NAME if written_out.all_written_out(stack) else chosen
 
 
 # Recognition --------------------------------------------------------------------------------------
@@ -151,10 +150,7 @@ def find(model: nn.Module) -> dict[nn.Module, Stack | str]:
 
 def why_none(model: nn.Module) -> str:
     """Return why a model of transformers holds no stack that can leave padding out."""
-    found = find(model).values()
-    if any(isinstance(stack, Stack) for stack in found):
-        return "its attention isn't one that takes packed tokens"
-    reasons = (stack for stack in found if isinstance(stack, str))
+    reasons = (stack for stack in find(model).values() if isinstance(stack, str))
     return next(reasons, "its code has no loop over layers that is known to do without it")
 
 
@@ -265,10 +261,10 @@ def _called_list(call: ast.Call, loop: ast.For) -> str | None:
         return None
     called = call.func
     if isinstance(called, ast.Subscript):
-        return tokenwise.own_list(called.value)
+        return code.own_list(called.value)
     target = loop.target.elts[-1] if isinstance(loop.target, ast.Tuple) else loop.target
     if isinstance(called, ast.Name) and isinstance(target, ast.Name) and called.id == target.id:
-        return tokenwise.own_list(loop.iter)
+        return code.own_list(loop.iter)
     return None
 
 

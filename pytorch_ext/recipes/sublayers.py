@@ -22,14 +22,13 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
-from torch.nn.utils import parametrize
 
 from trifuse.nn.dropout import Dropout, drop
 from trifuse.nn.dropout_add_layer_norm import same_dtype
 from trifuse.nn.linear import Linear, activation_name, is_intercepted, linear_activation
 from trifuse.ops.dropout_add_layer_norm import dropout_add_layer_norm
 from trifuse.ops.linear import Activation
-from trifuse.recipes import attention, code, norms
+from trifuse.recipes import code, norms
 
 # The submodules of a module that take part, by name: "norm", "dropout", "linear", "activation".
 Roles = tuple[tuple[str, str], ...]
@@ -42,7 +41,6 @@ class Origin(NamedTuple):
     made_by: tuple[Any, tuple[Any, ...]]  # the function that made it, and its arguments
     roles: Roles = ()
     norms: tuple[str, ...] = ()  # the attributes whose norms take the sum in
-    attends: bool = False  # whether its attention, written out, runs as one operator
     parts: tuple[str, ...] = ()  # of a stack without padding, the submodules with packed tokens
 
 
@@ -86,9 +84,6 @@ class Fused(nn.Module):
             out: Tensor = activation(linear(x))
             return out
         return linear_activation(linear, x, name)
-
-    def _trifuse_attend(self, *arguments: Any) -> tuple[Tensor, Tensor | None]:
-        return attention.attend(*arguments)
 
 
 def add_then_norm(
@@ -171,7 +166,6 @@ def fused_class(source: type[nn.Module], roles: Roles) -> type[nn.Module]:
 def _make(source: type[nn.Module], roles: Roles) -> type[nn.Module]:
     first: type[nn.Module] = Fused
     found: tuple[str, ...] = ()
-    attends = False
     members: dict[str, Any] = {}
     if norms.is_rms_norm(source):
         first = norms.FusedRMSNorm
@@ -180,18 +174,15 @@ def _make(source: type[nn.Module], roles: Roles) -> type[nn.Module]:
         for name, method in code.methods(source):
             if (tree := code.parse(method)) is None:
                 continue
-            scope = inspect.unwrap(method).__globals__
-            written_out = rewrite_attention(tree, roles, scope)
-            rewriter = rewrite(tree, roles, scope)
-            if not (written_out or rewriter.changes):
+            rewriter = rewrite(tree, roles, inspect.unwrap(method).__globals__)
+            if not rewriter.changes:
                 continue
             if (made := code.compile_like(tree, method)) is not None:
                 members[name] = made
                 found += tuple(name for name in dict.fromkeys(rewriter.norms) if name)
-                attends = attends or written_out
     if not members:
         return source
-    origin = Origin(source, (fused_class, (source, roles)), roles, found, attends)
+    origin = Origin(source, (fused_class, (source, roles)), roles, found)
     return subclass(first, origin, members)
 
 
@@ -230,35 +221,9 @@ def rewrite(tree: ast.FunctionDef, roles: Roles, scope: dict[str, Any]) -> _Rewr
     return rewriter
 
 
-def rewrite_attention(tree: ast.FunctionDef, roles: Roles, scope: dict[str, Any]) -> bool:
-    """Replace attention that is written out in a method; return whether there was any."""
-    return attention.rewrite(tree, {name for name, kind in roles if kind == "dropout"}, scope)
-
-
 def _may_match(roles: Roles) -> bool:
     kinds = {kind for _, kind in roles}
-    return bool(kinds & {"norm", "dropout"}) or {"linear", "activation"} <= kinds
-
-
-def attends(module: nn.Module) -> bool:
-    """Whether a module's attention, written out in its code, runs as one operator."""
-    cls: Any = type(module)
-    return isinstance(cls, FusedType) and cls.origin.attends
-
-
-def may_attend(module: nn.Module) -> bool:
-    """Whether that is so, or would be if the module were fused."""
-    if attends(module):
-        return True
-    cls: Any = type(module)
-    if (
-        isinstance(cls, FusedType)
-        or not is_candidate(module)
-        or parametrize.is_parametrized(module)
-    ):
-        return False
-    fused: Any = fused_class(cls, roles(module))
-    return "forward" not in vars(module) and fused is not cls and fused.origin.attends
+    return "norm" in kinds or {"linear", "activation"} <= kinds
 
 
 class _End(NamedTuple):

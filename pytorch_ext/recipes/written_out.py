@@ -2,7 +2,8 @@
 
 BLOOM, MPT, Falcon, GPT-Neo, XGLM, MPNet, DeBERTa and RemBERT, for example, don't choose their
 attention by ``attn_implementation``. A subclass of theirs runs the same ``forward`` inside
-``trifuse.attention()``, where what they write out becomes one call.
+``trifuse.attention()``, where what they write out becomes one call. With packed tokens it gets a
+:class:`trifuse.written_out.PackedTerm` as its mask, which stands for the mask of all their pairs.
 """
 
 from __future__ import annotations
@@ -13,11 +14,12 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from trifuse.attention_mode import attention
-from trifuse.recipes import code, sublayers
-from trifuse.written_out import attended
+from trifuse.recipes import arguments, code, sublayers
+from trifuse.recipes.arguments import BIAS
+from trifuse.written_out import Packed, PackedTerm, attended
 
 
 class WrittenOut(nn.Module):
@@ -27,6 +29,7 @@ class WrittenOut(nn.Module):
         """As the source's own. It runs unfused where the attention weights are asked for."""
         if torch.compiler.is_compiling() or _wants_weights(args, kwargs):
             return super().forward(*args, **kwargs)
+        args, kwargs = _with_terms(self, args, kwargs)
         before = attended()
         with attention():
             out = super().forward(*args, **kwargs)
@@ -36,6 +39,24 @@ class WrittenOut(nn.Module):
 
 # Whether the last call of an attention ran as one call of the operator.
 _served: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
+
+
+def _with_terms(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments with terms of the scores in place of packed sequences and a bias."""
+    names = arguments.of(module).positional[: len(args)]
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    packed = [value for value in given.values() if isinstance(value, Packed)]
+    if not packed or len(names) < len(args):
+        return args, kwargs
+    tokens = next(value for value in given.values() if isinstance(value, Tensor))
+    for name, value in given.items():
+        if isinstance(value, Packed):
+            given[name] = PackedTerm.of(value, None, tokens.dtype, tokens.device)
+        elif name == BIAS and isinstance(value, Tensor):
+            given[name] = PackedTerm.of(packed[0], value, value.dtype, value.device)
+    return tuple(given.pop(name) for name in names), given
 
 
 def note(module: nn.Module) -> str | None:
@@ -59,24 +80,40 @@ def _wants_weights(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 def writes_out(module: nn.Module) -> bool:
     """Whether a module of transformers is an attention that computes its softmax itself."""
     cls = sublayers.original(type(module))
-    if not sublayers.is_of_transformers(cls) or not names_attention(cls):
-        return False
-    names = code.names_used(cls)
-    return "ALL_ATTENTION_FUNCTIONS" not in names and "softmax" in names
+    return sublayers.is_of_transformers(cls) and computed_by(cls) == SOFTMAX
 
 
 def all_written_out(model: nn.Module) -> bool:
     """Whether a model has attentions, and all of them compute their softmax themselves."""
-    computing = [
-        module
-        for module in model.modules()
-        if names_attention(sublayers.original(type(module)))
-        and not code.names_used(sublayers.original(type(module))).isdisjoint(_COMPUTING)
-    ]
-    return bool(computing) and all(map(writes_out, computing))
+    kinds = {computed_by(sublayers.original(type(module))) for module in model.modules()} - {None}
+    return kinds == {SOFTMAX}
 
 
-_COMPUTING = ("softmax", "ALL_ATTENTION_FUNCTIONS", "scaled_dot_product_attention")
+def computed_by(cls: type) -> str | None:
+    """Return by what an attention computes: ``INTERFACE``, ``SOFTMAX`` or ``FUNCTION``.
+
+    None if the code of its class has none of these, or if it isn't named as an attention.
+    """
+    if cls not in _computed_by:
+        names = code.names_used(cls) if names_attention(cls) else frozenset()
+        kinds = (kind for name, kind in _KINDS.items() if name in names)
+        _computed_by[cls] = next(kinds, None)
+    return _computed_by[cls]
+
+
+_computed_by: dict[type, str | None] = {}
+
+
+INTERFACE = "transformers' table of attentions"
+SOFTMAX = "a softmax of its own"
+FUNCTION = "a function that computes all of it"
+_KINDS = {
+    "ALL_ATTENTION_FUNCTIONS": INTERFACE,
+    "softmax": SOFTMAX,
+    "Softmax": SOFTMAX,
+    "scaled_dot_product_attention": FUNCTION,
+    "eager_attention_forward": FUNCTION,
+}
 
 
 def names_attention(cls: type) -> bool:

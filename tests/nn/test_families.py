@@ -103,7 +103,12 @@ def test_each_stack_that_computes_padding_is_reported_with_the_reason(warned):
     assert "computes padding too: its attention is causal" in str(report)
 
 
-def test_an_attention_that_takes_no_packed_tokens_is_the_reason():
-    report = trifuse.fuse(families.build("MegatronBert"), unpad=True)
-    why = "its attention isn't one that takes packed tokens"
-    assert report.padded == [("", "MegatronBertModel", why)]
+def test_an_attention_whose_code_mixes_tokens_is_the_reason():
+    """ConvBERT's attention has a convolution over the tokens beside its softmax."""
+    convbert = families.build("ConvBert", PADDED_SIZES | {"embedding_size": 32})
+    (padded,) = trifuse.fuse(convbert, unpad=True).padded
+    assert padded.path == "encoder"
+    assert padded.reason.endswith(
+        "ConvBertSelfAttention, which isn't known to treat tokens one by one: it uses "
+        "hidden_states.transpose"
+    )

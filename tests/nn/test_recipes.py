@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import pickle
 from typing import Any
 
@@ -13,7 +12,6 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import trifuse
-from trifuse.recipes import attention, sublayers
 
 transformers = pytest.importorskip("transformers")
 
@@ -169,93 +167,3 @@ def test_a_hooked_norm_is_called():
     rows = {row.path: row.runs for row in trifuse.explain(model).modules}
     assert rows["encoder.layer.0.output"] == "fused; dropout, sum and norm one by one"
     assert rows["encoder.layer.1.output"] == "fused"
-
-
-WRITTEN_OUT = ["MPNet", "Tapas", "VisualBert"]
-
-
-@pytest.fixture
-def attended(monkeypatch) -> list[tuple[int, ...]]:
-    """The shape of the queries in each call of the operator by attention that was written out."""
-    seen: list[tuple[int, ...]] = []
-
-    def spy(query, *args, **named):
-        seen.append(tuple(query.shape))
-        return trifuse.scaled_dot_product_attention(query, *args, **named)
-
-    monkeypatch.setattr(attention, "scaled_dot_product_attention", spy)
-    return seen
-
-
-@pytest.mark.parametrize("mask", ["whole", "padded left"])
-@pytest.mark.parametrize("name", WRITTEN_OUT)
-def test_attention_that_is_written_out(name, mask, attended):
-    torch.manual_seed(0)
-    config = getattr(transformers, f"{name}Config")(**PADDED_SIZES)
-    model = getattr(transformers, f"{name}Model")(config).eval()
-    wanted, grads = run(model, MASKS[mask]), gradients(model, MASKS[mask])
-    report = trifuse.fuse(model)
-    assert not report.left
-    torch.testing.assert_close(run(model, MASKS[mask]), wanted, rtol=1e-5, atol=5e-6)
-    assert attended == [(B, 4, L, 8)] * 2
-    torch.testing.assert_close(gradients(model, MASKS[mask]), grads, rtol=1e-5, atol=5e-6)
-    report.revert()
-    assert torch.equal(run(model, MASKS[mask]), wanted)
-
-
-@pytest.mark.parametrize("name", WRITTEN_OUT)
-def test_weights_of_attention_that_is_written_out(name, attended):
-    torch.manual_seed(0)
-    config = getattr(transformers, f"{name}Config")(**PADDED_SIZES)
-    model = getattr(transformers, f"{name}Model")(config).eval()
-    ids = torch.randint(3, 97, (B, L), generator=torch.Generator().manual_seed(1))
-    options = {"attention_mask": MASKS["padded right"], "output_attentions": True}
-    wanted = model(ids, **options)
-    trifuse.fuse(model)
-    got = model(ids, **options)
-    assert not attended
-    assert len(got.attentions) == 2
-    for mine, theirs in zip(got.attentions, wanted.attentions, strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=5e-6)
-    dropout = next(m for m in model.modules() if sublayers.attends(m)).dropout
-    dropout.register_forward_hook(lambda module, args, out: torch.zeros_like(out))
-    model(ids, attention_mask=options["attention_mask"])
-    assert len(attended) == 1  # the layer without a hook
-
-
-# Attention of which a test changes one line.
-ATTENTION = """
-def forward(self, q, k, v, mask, bias=None, output_attentions=False):
-    scores = torch.matmul(q, k.transpose(-1, -2))
-    scores = scores / math.sqrt(8)
-    if mask is not None:
-        scores = scores + mask
-    scores += bias
-    probs = nn.functional.softmax(scores, dim=-1)
-    probs = self.dropout(probs)
-    context = torch.matmul(probs, v)
-    outputs = (context, probs) if output_attentions else (context,)
-    return outputs
-"""
-
-
-@pytest.mark.parametrize(
-    ("line", "other"),
-    [
-        ("", None),
-        ("dim=-1", "dim=-2"),
-        ("scores / math", "scores * math"),
-        ("k.transpose(-1, -2)", "k.transpose(1, 2)"),
-        ("scores += bias", "scores -= bias"),
-        ("if mask is not None", "if bias is not None"),
-        ("matmul(probs, v)", "matmul(scores, v)"),
-        ("else (context,)", "else (context, probs)"),
-        ("return outputs", "return outputs, scores"),
-        (", output_attentions=False", ""),
-    ],
-)
-def test_what_is_no_attention(line, other):
-    code = ATTENTION if other is None else ATTENTION.replace(line, other)
-    tree = ast.parse(code).body[0]
-    assert attention.rewrite(tree, {"dropout"}, {"torch": torch, "nn": nn}) is (other is None)
-    assert (ast.unparse(tree) == ast.unparse(ast.parse(code))) is (other is not None)

@@ -55,8 +55,14 @@ FAMILIES = {
     "ConvBert": {**ENCODER, "embedding_size": D},
     "Luke": {**ENCODER, "entity_vocab_size": 5, "entity_emb_size": 8},
     "IBert": ENCODER,
+    "SqueezeBert": {**ENCODER, "embedding_size": D},
+    "XLM": {"vocab_size": V, "emb_dim": D, "n_layers": LAYERS, "n_heads": HEADS},
+    "Flaubert": {"vocab_size": V, "emb_dim": D, "n_layers": LAYERS, "n_heads": HEADS},
+    "XLNet": {"vocab_size": V, "d_model": D, "n_layer": LAYERS, "n_head": HEADS, "d_inner": 2 * D},
+    "Tapas": ENCODER,
+    "VisualBert": ENCODER,
 }
-OTHER_FORMS = {"SqueezeBert": {**ENCODER, "embedding_size": D}}  # its keys are (B, H, E, L)
+OTHER_FORMS = {"Longformer": {**ENCODER, "attention_window": 4}}  # its scores are of windows
 
 
 class Attentions(TorchDispatchMode):
@@ -119,6 +125,24 @@ def test_fused_model_computes_what_it_did(family, padded):
     assert attentions.count == 0
 
 
+@pytest.mark.parametrize("family", ["Bloom", "MPNet", "DebertaV2", "MegatronBert"])
+def test_training_with_dropout(family):
+    """The operator drops weights; which ones depends on the seed alone."""
+    model, inputs = make(family).train(), batch("right")
+    trifuse.fuse(model)
+    draws = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        with Attentions() as attentions:
+            draws.append(results(model, inputs))
+        assert attentions.count == LAYERS
+    assert torch.equal(draws[0][0], draws[1][0])
+    for name, grad in draws[0][1].items():
+        assert torch.equal(grad, draws[1][1][name])
+    if family != "Bloom":  # which drops nothing by default
+        assert not torch.equal(draws[0][0], draws[2][0])
+
+
 @pytest.mark.parametrize("padded", ["not", "left"])
 @pytest.mark.parametrize("family", CAUSAL)
 def test_generation_with_a_cache(family, padded):
@@ -143,6 +167,19 @@ def test_attention_weights_are_returned_where_asked_for(family):
     assert len(weights) == LAYERS
     for ours, theirs in zip(weights, expected, strict=True):
         torch.testing.assert_close(ours, theirs)
+
+
+def test_a_hooked_dropout_is_called():
+    model, inputs = make("VisualBert"), batch("right")
+    trifuse.fuse(model)
+    seen = []
+    dropout = model.encoder.layer[0].attention.self.dropout
+    dropout.register_forward_hook(lambda module, args, out: seen.append(out.sum(-1)))
+    with Attentions() as attentions:
+        model(**inputs)
+    assert attentions.count == LAYERS - 1
+    torch.testing.assert_close(seen, [torch.ones(B, HEADS, L)])
+    assert "its last call computed the softmax by its own code" in str(trifuse.explain(model))
 
 
 def test_report_says_what_ran():

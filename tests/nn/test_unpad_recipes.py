@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import importlib.util
 import pickle
+import sys
 from typing import Any
 
 import pytest
@@ -57,6 +59,10 @@ FAMILIES: dict[str, tuple[dict[str, Any], list[str]]] = {
     "MPNet": (PADDED_SIZES, ["encoder"]),  # its attention is written out
     "Tapas": (PADDED_SIZES, ["encoder"]),
     "VisualBert": (PADDED_SIZES, ["encoder"]),
+    "RemBert": (PADDED_SIZES | {"input_embedding_size": 16}, ["encoder"]),
+    "MegatronBert": (PADDED_SIZES, ["encoder"]),
+    "RoFormer": (EMBEDDED, ["encoder"]),
+    "RoFormer values": (EMBEDDED | {"rotary_value": True}, ["encoder"]),
 }
 LENGTHS = torch.tensor([L, 6, 3])[:, None]
 RIGHT = torch.arange(L) < LENGTHS
@@ -163,7 +169,7 @@ def test_unpad_can_be_added(packed):
     first.revert()
 
 
-@pytest.mark.parametrize("name", ["DistilBert", "ModernBert", "Bart"])
+@pytest.mark.parametrize("name", ["DistilBert", "ModernBert", "Bart", "MegatronBert", "RoFormer"])
 def test_training(name, packed):
     """Dropout depends on the seed alone; checkpointing changes no gradient."""
     model = build(name).train()
@@ -434,6 +440,75 @@ def test_code_that_keeps_tokens_apart(kind, uses, monkeypatch):
     assert "isn't known" in tokenwise.why_not(module)
     monkeypatch.setattr(kind, "__module__", "transformers_modules.remote")
     why = tokenwise.why_not(module)
+    assert why is None if uses is None else why.endswith(uses)
+
+
+# Attention that is written out, of which a test changes some lines.
+ATTENTION = """
+import math, torch
+from torch import nn
+
+class OwnAttention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.q, self.k, self.v, self.out = (nn.Linear(8, 8) for _ in range(4))
+        self.dropout = nn.Dropout(0.1)
+        self.temperatures = nn.Parameter(torch.ones(2, 1, 1))
+
+    def forward(self, hidden_states, attention_mask=None, position_bias=None):
+        shape = (*hidden_states.shape[:-1], -1, 4)
+        q = self.q(hidden_states).view(shape).transpose(1, 2)
+        k = self.k(hidden_states).view(shape).transpose(1, 2)
+        v = self.v(hidden_states).view(shape).transpose(1, 2)
+        scores = torch.matmul(q, k.transpose(-1, -2))
+        scores = scores / math.sqrt(4)
+        if attention_mask is not None:
+            scores = scores + attention_mask
+        probs = nn.functional.softmax(scores, dim=-1)
+        probs = self.dropout(probs)
+        context = torch.matmul(probs, v)
+        return self.out(context.transpose(1, 2).flatten(2)), probs
+"""
+
+
+@pytest.mark.parametrize(
+    ("line", "other", "uses"),
+    [
+        ("", "", None),
+        ("torch.matmul(q, k.transpose(-1, -2))", "0.5 * (q @ k.mT)", None),
+        ("torch.matmul(q, k.transpose(-1, -2))", "q.matmul(k.permute(0, 1, 3, 2))", None),
+        ("nn.functional.softmax(scores, dim=-1)", "scores.float().softmax(-1).type_as(q)", None),
+        ("nn.functional.softmax(scores, dim=-1)", "nn.Softmax(dim=-1)(scores)", None),
+        ("nn.functional.softmax(scores, dim=-1)", "nn.Softmax(-2)(scores)", "nn.Softmax(-2)"),
+        ("self.dropout(probs)", "nn.functional.dropout(probs, 0.1, self.training)", None),
+        ("scores / math.sqrt(4)", "attention_mask + scores", None),
+        ("k.transpose(-1, -2)", "v.transpose(-1, -2).contiguous()", None),
+        ("k.transpose(-1, -2)", "k.transpose(1, 2)", "torch.matmul"),
+        ("k.transpose(-1, -2)", "k", "torch.matmul"),
+        ("scores / math", "scores * self.temperatures + math", "self.temperatures"),
+        ("scores / math.sqrt(4)", "torch.tanh(scores / 3) * 3", None),
+        ("scores / math.sqrt(4)", "scores.sigmoid()", "scores.sigmoid"),
+        ("scores / math.sqrt(4)", "scores[:, :, :4]", "scores[:, :, :4]"),
+        ("scores + attention_mask", "scores - attention_mask", "scores - attention_mask"),
+        ("scores + attention_mask", "scores", "nn.functional.softmax"),
+        ("dim=-1", "dim=-2", "nn.functional.softmax"),
+        ("self.dropout(probs)", "self.out(probs)", "it calls out on the weights of attention"),
+        ("self.dropout(probs)", "probs * 2", "probs * 2"),
+        ("matmul(probs, v)", "matmul(scores, v)", "torch.matmul"),
+        ("matmul(probs, v)", "matmul(v, probs)", "torch.matmul"),
+    ],
+)
+def test_attention_that_is_written_out(line, other, uses, tmp_path, monkeypatch):
+    name = f"transformers_modules.own_{tmp_path.name}"
+    (tmp_path / "own.py").write_text(ATTENTION.replace(line, other) if line else ATTENTION)
+    spec = importlib.util.spec_from_file_location(name, tmp_path / "own.py")
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, name, module)
+    spec.loader.exec_module(module)
+    attention = module.OwnAttention()
+    assert tokenwise.why_not(attention) is not None  # its parts would run by themselves
+    trifuse.fuse(attention)
+    why = tokenwise.why_not(attention)
     assert why is None if uses is None else why.endswith(uses)
 
 

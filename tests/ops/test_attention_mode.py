@@ -8,6 +8,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention as imported_by_name
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import trifuse
@@ -96,6 +98,18 @@ def test_it_ends_with_the_context_and_nests():
     assert inner.ours()
     assert outer.ours()
     assert not after.ours()
+
+
+def test_a_nested_context_adds_no_mode():
+    def depth():
+        return len(_get_current_function_mode_stack())
+
+    with trifuse.attention(), DeviceContext("cpu"), trifuse.attention():
+        assert depth() == 2
+    assert depth() == 0
+    with pytest.raises(KeyError), trifuse.attention(), trifuse.attention():
+        raise KeyError
+    assert depth() == 0
 
 
 def test_it_ends_with_an_error():

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
 
+import attention_spellings
 import pytest
 import torch
 import torch.nn.functional as F
@@ -106,28 +108,83 @@ def by_einsum(q, k, v):
     return torch.einsum("bhij,bhjd->bhid", scores.softmax(-1), v)
 
 
+def by_einsum_of_tokens(q, k, v):
+    """Heads after the tokens, and the factors of the last product in the other order."""
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    scores = torch.einsum("bihd,bjhd->bhij", q, k) * 0.5
+    out = torch.einsum("bjhd,bhij->bihd", v, scores.softmax(-1))
+    return out.transpose(1, 2)
+
+
+def capped(q, k, v):
+    """Gemma 2's form."""
+    scores = torch.matmul(q, k.mT) * 0.6
+    scores = torch.tanh(scores / 2.0) * 2.0
+    return (scores + MASK).softmax(-1) @ v
+
+
+def channels_first(q, k, v):
+    """SqueezeBERT's form: convolutions leave the tokens next to each other."""
+    q, k, v = (t.mT.contiguous() for t in (q, k, v))
+    scores = torch.matmul(q.permute(0, 1, 3, 2), k) / math.sqrt(E)
+    return torch.matmul(nn.Softmax(dim=-1)(scores + MASK), v.permute(0, 1, 3, 2))
+
+
+def expanded_mask(q, k, v):
+    """XLM's form."""
+    scores = torch.matmul(q, k.transpose(2, 3))
+    left_out = (~PADDING).view(B, 1, 1, LK).expand_as(scores)
+    scores.masked_fill_(left_out, torch.finfo(scores.dtype).min)
+    weights = F.softmax(scores.float(), dim=-1).type_as(scores)
+    return torch.matmul(F.dropout(weights, p=0.1, training=False), v)
+
+
+def subtracted(q, k, v):
+    """XLNet's form: its masks are subtracted, and terms may be 0."""
+    scores = torch.einsum("ibnd,jbnd->bnij", (q.permute(2, 0, 1, 3), k.permute(2, 0, 1, 3)))
+    scores = (scores + BIAS + 0) * 0.3
+    scores = scores - 65500 * (~PADDING).float()[:, None, None]
+    weights = F.softmax(scores - 1.0, dim=3)
+    return torch.einsum("bnij,jbnd->ibnd", weights, v.permute(2, 0, 1, 3)).permute(1, 2, 0, 3)
+
+
+def chosen(q, k, v):
+    scores = torch.where(~CAUSAL, -torch.inf, torch.multiply(q @ k.mT, 0.5))
+    weights = torch.softmax(scores.flatten(0, 1), -1).unflatten(0, (B, H))
+    return torch.matmul(F.dropout(weights, 0.5, False, True).clone(), other=v)
+
+
 def one_key_head(q, k, v):
     """Multi-query attention: all heads share their keys and values."""
     return ((q @ k[:, :1].mT).mul(0.2).float().softmax(-1).type_as(v)) @ v[:, :1]
 
 
 SPELLINGS = [
-    plain,
-    masked,
-    in_place,
-    flat_heads,
-    alibi,
-    scaled_with_bias,
-    replaced,
-    without_rest,
-    by_einsum,
-    one_key_head,
-]
+    plain, masked, in_place, flat_heads, alibi, scaled_with_bias, replaced, without_rest, by_einsum,
+    by_einsum_of_tokens, capped, channels_first, expanded_mask, subtracted, chosen, one_key_head,
+]  # fmt: skip
+
+
+IN_GRAPHS_ALONE = {"masks in two shapes", "one matrix", "many leading dimensions"}
+
+
+@pytest.mark.parametrize("name", attention_spellings.SPELLINGS)
+def test_spellings_that_graphs_serve_are_one_call(name):
+    spelling, inputs = attention_spellings.SPELLINGS[name], attention_spellings.tensors()
+    if name not in IN_GRAPHS_ALONE:
+        check_one_call(spelling, inputs)
+        return
+    expected = spelling(*inputs)
+    with trifuse.attention():
+        assert torch.equal(spelling(*inputs), expected)
 
 
 @pytest.mark.parametrize("spelling", SPELLINGS)
 def test_every_spelling_is_one_call(spelling):
-    inputs = tensors()
+    check_one_call(spelling, tensors())
+
+
+def check_one_call(spelling, inputs):
     expected = spelling(*inputs)
     with Ops() as ops, trifuse.attention():
         out = spelling(*inputs)
@@ -155,14 +212,18 @@ def test_gradient_of_a_bias():
     torch.testing.assert_close(actual, expected)
 
 
-def test_dropout_is_the_operators():
-    q, k, v = tensors(grad=False)
+@pytest.mark.parametrize("dropout", [nn.Dropout(0.4), trifuse.nn.Dropout(0.4)])
+def test_dropout_is_the_operators(dropout):
+    q, k, v = tensors()
     torch.manual_seed(3)
     expected = trifuse.scaled_dot_product_attention(q, k, v, dropout_p=0.4, scale=1.0)
     torch.manual_seed(3)
     with trifuse.attention():
-        out = F.dropout((q @ k.mT).softmax(-1), 0.4) @ v
+        out = dropout((q @ k.mT).softmax(-1)) @ v
     assert torch.equal(out, expected)
+    grads = torch.autograd.grad(out.sum(), (q, k, v))
+    for grad, exact in zip(grads, torch.autograd.grad(expected.sum(), (q, k, v)), strict=True):
+        assert torch.equal(grad, exact)
 
 
 def test_scores_in_float32_of_values_in_bfloat16():
@@ -238,17 +299,10 @@ def changed_view(q, k, v):
 @pytest.mark.parametrize(
     "code",
     [
-        other_axis,
-        other_function,
-        changed_weights,
-        talking_heads,
-        high_fill,
-        scores_alone,
-        larger_bias,
-        changed_part,
-        changed_view,
+        other_axis, other_function, changed_weights, talking_heads, high_fill, scores_alone,
+        larger_bias, changed_part, changed_view,
     ],
-)
+)  # fmt: skip
 def test_other_code_computes_what_it_did(code):
     inputs = tensors()
     expected = code(*inputs)
@@ -262,6 +316,31 @@ def test_other_code_computes_what_it_did(code):
         torch.autograd.grad(expected.sum(), wanted),
         strict=True,
     ):
+        assert torch.equal(actual, exact)
+
+
+OPERATORS = {
+    "attention": lambda s: trifuse.scaled_dot_product_attention(s, s, s),
+    "attention with a window": lambda s: trifuse.scaled_dot_product_attention(s, s, s, window=2),
+    "norm": lambda s: trifuse.dropout_add_layer_norm(s, None, torch.ones(LK), torch.zeros(LK)),
+    "residual": lambda s: trifuse.dropout_add_layer_norm(BIAS, s, torch.ones(LK), torch.zeros(LK)),
+    "dropout": lambda s: trifuse.nn.Dropout(0.5)(s),
+    "linear": lambda s: trifuse.nn.Linear(LK, 3)(s),
+    "lstm": lambda s: trifuse.nn.LSTM(LK, 3)(s.flatten(0, 1))[0],
+    "gru": lambda s: trifuse.nn.GRU(LK, 3)(s.flatten(0, 1))[0],
+}
+
+
+@pytest.mark.parametrize("operator", OPERATORS.values(), ids=OPERATORS)
+def test_operators_get_the_numbers(operator):
+    q, k, _ = tensors()
+    results = []
+    for context in (trifuse.attention(), contextlib.nullcontext()):
+        torch.manual_seed(4)
+        with context:
+            out = operator(q @ k.mT) * 1
+        results.append((out, *torch.autograd.grad(out.sin().sum(), (q, k))))
+    for actual, exact in zip(*results, strict=True):
         assert torch.equal(actual, exact)
 
 
@@ -364,11 +443,23 @@ STEPS = {
     "lowest": lambda s: s.masked_fill(~PADDING[:, None, None], LOWEST),
     "left out": lambda s: s.masked_fill(~CAUSAL, -torch.inf),
     "where": lambda s: torch.where(CAUSAL, s, torch.tensor(-1e35)),
+    "cap": lambda s: s.tanh() * 3.0,
+    "subtracted": lambda s: s.add(BIAS, alpha=-1),
+    "minus": lambda s: s - BIAS,
+    "minus in place": lambda s: s.sub_(BIAS, alpha=2.0),
+    "from": lambda s: 1.5 - s,
+    "a number": lambda s: 2 + s,
+    "type as": lambda s: s.type_as(s),
+    "divided": lambda s: 1 / s,
+    "floor": lambda s: torch.div(s, 0.3, rounding_mode="floor"),
     "relu": torch.relu,
     "clamp": lambda s: s.clamp(max=1.0),
     "float": lambda s: s.float(),
     "double": lambda s: s.to(torch.float64),
     "reshape": lambda s: s.reshape(B, H, LQ, LK),
+    "dropout in place": lambda s: F.dropout(s, 0.5, False, True),
+    "one more dimension": lambda s: s.unsqueeze(0).squeeze(0),
+    "flattened and back": lambda s: s.flatten(0, 1).unflatten(0, (B, H)),
     "flat and back": lambda s: s.view(B * H, LQ, LK).view(B, H, LQ, LK),
     "softmax": lambda s: F.softmax(s, dim=-1),
     "dropout": lambda s: F.dropout(s, 0.5, training=False),

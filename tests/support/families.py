@@ -68,6 +68,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "CLIPText": PADDED_SIZES | {"eos_token_id": 2},
     "Whisper": WHISPER_SIZES,
     "MegatronBert": PADDED_SIZES,
+    "RemBert": PADDED_SIZES | {"input_embedding_size": 16},
+    "RoFormer": EMBEDDED,
 }
 B, L = 3, 10
 KEEP = torch.arange(L) < torch.tensor([L, 6, 3])[:, None]

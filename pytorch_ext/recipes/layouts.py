@@ -1,0 +1,259 @@
+"""Layouts of the values in a module's code: where a value's tokens are, as far as that is known.
+
+Each function here returns the layout of what torch's functions and methods make of layouts, or None
+if they might let tokens meet. Tokens meet in attention alone: in one that is written out, queries
+and keys make scores, to which the mask must be added before their softmax.
+"""
+
+from __future__ import annotations
+
+import ast
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+
+class Value(NamedTuple):
+    """A value in the code, as far as it can be known without running it.
+
+    Its kind is one of
+
+    - tokens: (B, L, ...), with ``trailing`` further dimensions; or a tuple of such;
+    - heads: (B, H, L, E), with ``trailing`` dimensions after the tokens;
+    - keys: (B, H, E, L), transposed heads;
+    - scores: (B, H, L, L) of queries and keys; masked: these with the mask added; weights: the
+      softmax of the latter. ``held`` is what tokens, as below, the queries and the keys are;
+    - mask: the packed sequences;
+    - bias: what is added to the scores of attention;
+    - constant: a Python value, ``held``;
+    - own: the module's attribute of the name ``held``;
+    - module: a submodule in the list of the name ``held``;
+    - tuple: ``held`` are the items;
+    - results: of a submodule, tokens or a tuple that begins with them; ``held`` are these tokens,
+      and the name and the place of the submodule;
+    - size: the shape of tokens; lead: its first two numbers; shape: those and ``trailing`` others;
+    - length: a number that depends on how many tokens there are;
+    - attention: transformers' attention interface;
+    - verdict: whether something holds for all tokens, or for any;
+    - plain: a Python value or a vector over the features;
+    - mixed: one of two that differ.
+
+    Tokens, heads, keys, masks, biases and shapes of the memory are ``held`` as such.
+    """
+
+    kind: str
+    trailing: int = 0
+    held: Any = None
+
+
+OF_MEMORY = "memory"
+TOKENS = Value("tokens", 1)
+HEADS = Value("heads", 1)
+PLAIN = Value("plain")
+LENGTH = Value("length")
+NONE = Value("constant", 0, None)
+NUMBERS = ("constant", "plain")
+SCORES = ("scores", "masked", "weights")
+TENSORS = ("tokens", "heads", "keys", *SCORES)
+GIVEN = ("mask", "bias", *TENSORS)  # kinds of what isn't None
+
+_ELEMENTWISE = {
+    nn.functional.dropout, nn.functional.gelu, nn.functional.relu, nn.functional.silu,
+    nn.functional.tanh, nn.functional.sigmoid, torch.clamp, torch.isfinite, torch.isinf,
+    torch.erf, torch.isnan, torch.relu, torch.sigmoid, torch.tanh,
+}  # fmt: skip
+_CASTS = {"bfloat16", "contiguous", "float", "half", "to", "type", "type_as"}
+ELEMENTWISE_METHODS = {"clamp", "clone", "sigmoid", "tanh", *_CASTS}
+_ARITHMETIC = {bool, float, int, max, min, math.log, math.sqrt}
+_QUESTIONS = {hasattr, isinstance, type, torch.finfo, torch.is_autocast_enabled}
+_CAPS = {nn.functional.tanh, torch.tanh}
+_SOFTMAX = {nn.functional.softmax, torch.softmax}
+
+
+def constant(held: Any) -> Value:
+    """Return the value that is a Python value."""
+    return Value("constant", 0, held)
+
+
+def join(values: Sequence[Value]) -> Value:
+    """Return a value that is one of several."""
+    first = values[0]
+    if all(value == first for value in values):
+        return first
+    if all(value.kind in (*NUMBERS, "own") for value in values):
+        return PLAIN
+    return Value("mixed")
+
+
+def elementwise(values: Sequence[Value]) -> Value | None:
+    """Return the result of a function that computes each element by itself."""
+    tensors = []
+    for value in values:
+        if value.kind in ("tokens", "heads", "length"):
+            tensors.append(LENGTH if value.kind == "length" else value)
+        elif value.kind not in (*NUMBERS, "own"):
+            return None
+    if len(set(tensors)) > 1:
+        return None
+    return tensors[0] if tensors else PLAIN
+
+
+def operation(operator: ast.operator, first: Value, second: Value) -> Value | None:
+    """Return the result of a binary operator of two tensors or numbers."""
+    if isinstance(operator, ast.MatMult):
+        return _product(first, second)
+    if first.kind not in SCORES and second.kind not in SCORES:
+        return elementwise([first, second])
+    scores, other = (first, second) if first.kind in SCORES else (second, first)
+    if scores.kind == "weights":
+        return None
+    if isinstance(operator, ast.Add) and other.kind in ("mask", "bias"):
+        if other.held != scores.held[1]:
+            return None
+        return scores._replace(kind="masked") if other.kind == "mask" else scores
+    scaled = isinstance(operator, ast.Mult) or (isinstance(operator, ast.Div) and scores is first)
+    return scores if scaled and other.kind in (*NUMBERS, "own") else None
+
+
+def _product(first: Value, second: Value) -> Value | None:
+    """Return Q Kᵀ, or the product of weights and V."""
+    if (first.kind, second.kind) == ("heads", "keys") and first.trailing == second.trailing == 1:
+        return Value("scores", 0, (first.held, second.held))
+    if first.kind == "weights" and second == HEADS._replace(held=first.held[1]):
+        return HEADS._replace(held=first.held[0])
+    return None
+
+
+def _softmax(scores: Value, dim: Value | None, others: Sequence[Value]) -> Value | None:
+    if scores.kind != "masked" or dim not in (constant(-1), constant(3)):
+        return None
+    return scores._replace(kind="weights") if all(o.kind in NUMBERS for o in others) else None
+
+
+def is_question(called: Any) -> bool:
+    """Whether a function's answer is the same for any tokens."""
+    return called in _QUESTIONS
+
+
+def function(called: Any, values: list[Value], named: dict[str, Value]) -> Value | None:
+    """Return the result of one of Python's or torch's functions."""
+    given = [*values, *named.values()]
+    try:
+        if called in _QUESTIONS:
+            return PLAIN
+        if called in _ARITHMETIC and all(value.kind in (*NUMBERS, "own") for value in values):
+            return PLAIN
+        if called in _SOFTMAX:
+            first, *rest = values
+            others = dict(named)
+            dim = rest.pop(0) if rest else others.pop("dim", None)
+            return _softmax(first, dim, [*rest, *others.values()])
+        if called in _ELEMENTWISE:
+            if called is nn.functional.dropout and given[0].kind == "weights":
+                return given[0] if elementwise(given[1:]) == PLAIN else None
+            if called in _CAPS and given[0].kind == "scores":
+                return given[0]
+            return elementwise(given)
+    except TypeError:  # not hashable
+        return None
+    if called is torch.matmul and len(given) == 2:
+        return _product(*given)
+    if called is torch.where and values[:1] == [Value("verdict")]:
+        return elementwise(given[1:])
+    if called in (torch.cat, torch.stack) and given[0].kind == "tuple":
+        if given[1:] != [constant(-1)]:
+            return None
+        joined = elementwise(given[0].held)
+        more = 0 if called is torch.cat or joined in (None, PLAIN, LENGTH) else 1
+        return None if joined is None else joined._replace(trailing=joined.trailing + more)
+    return None
+
+
+def method(base: Value, name: str, values: list[Value], named: dict[str, Value]) -> Value | None:
+    """Return the result of a method of tokens, heads, keys or scores; ``view`` is left out."""
+    if base.kind in SCORES:
+        return _method_of_scores(base, name, values, named)
+    constants = [value.held for value in values if value.kind == "constant"]
+    if len(constants) < len(values):
+        constants = []
+    after = 1 if name in ("chunk", "split") else 0
+    dim = constants[after] if len(constants) > after else named.get("dim", NONE).held
+    if name in ELEMENTWISE_METHODS:
+        if base.kind == "keys":
+            return base if name in _CASTS else None
+        return elementwise([base, *values, *named.values()])
+    if name in ("all", "any") and not values:
+        return Value("verdict")
+    if name == "matmul" and len(values) == 1:
+        return _product(base, values[0])
+    if name == "size" and base.kind == "tokens":
+        if not values:
+            return Value("size", base.trailing, base.held)
+        if dim is None:
+            return None
+        dim %= 2 + base.trailing
+        return Value("length", 0, (dim, base.held)) if dim in (0, 1) else PLAIN
+    if name in ("transpose", "permute", "swapaxes"):
+        return _permuted(base, constants if name == "permute" else _swapped(base, constants))
+    layout = base.kind, base.trailing
+    if name == "unsqueeze" and layout == ("tokens", 1):
+        if dim == 1:
+            return Value("heads", 1, base.held)
+        if dim in (2, -2):
+            return Value("tokens", 2, base.held)
+    if name == "flatten" and layout == ("tokens", 2) and constants in ([2], [-2]):
+        return Value("tokens", 1, base.held)
+    if name == "reshape_as" and len(values) == 1:
+        other = values[0]
+        return other if (other.kind, other.held) == (base.kind, base.held) else None
+    if name == "chunk" and dim == -1 and values[:1] and values[0].kind == "constant":
+        return Value("tuple", 0, (base,) * values[0].held)
+    if name == "unbind" and base.kind == "tokens" and dim in range(-base.trailing, 0):
+        # One item stands for any number of them: they are all alike.
+        return base._replace(trailing=base.trailing - 1)
+    return None
+
+
+def _method_of_scores(
+    base: Value, name: str, values: list[Value], named: dict[str, Value]
+) -> Value | None:
+    if name in _CASTS or (name == "tanh" and base.kind == "scores"):
+        return base
+    if name == "softmax":
+        dim = values[0] if values else named.get("dim")
+        others = [*values[1:], *(value for key, value in named.items() if key != "dim")]
+        return _softmax(base, dim, others)
+    return _product(base, values[0]) if name == "matmul" and len(values) == 1 else None
+
+
+_DIMENSIONS = {("tokens", 2): 4, ("heads", 1): 4}
+
+
+def _swapped(base: Value, dims: list[int]) -> list[int]:
+    """Return the order of dimensions after two are exchanged."""
+    count = _DIMENSIONS.get((base.kind, base.trailing), 0)
+    order = list(range(count))
+    if len(dims) == 2 and all(-count <= dim < count for dim in dims):
+        first, second = dims
+        order[first], order[second] = order[second], order[first]
+    return order
+
+
+def transposed(base: Value) -> Value | None:
+    """Return what ``.mT`` makes of a value."""
+    return _permuted(base, _swapped(base, [-1, -2]))
+
+
+def _permuted(base: Value, order: list[int]) -> Value | None:
+    layout = base.kind, base.trailing
+    if order == [0, 2, 1, 3]:
+        if layout == ("tokens", 2):
+            return Value("heads", 1, base.held)
+        if layout == ("heads", 1):
+            return Value("tokens", 2, base.held)
+    if order == [0, 1, 3, 2] and layout == ("heads", 1):
+        return Value("keys", 1, base.held)
+    return None

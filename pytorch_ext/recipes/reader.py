@@ -1,0 +1,640 @@
+"""Follows the code of a module, to find whether it treats tokens one by one.
+
+A :class:`Reader` runs the statements of a method on the layouts of its values instead of the
+values: see :mod:`trifuse.recipes.layouts`. It raises :class:`Unknown` at whatever isn't known to
+keep tokens apart.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import inspect
+import types
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from trifuse.recipes import code, layouts, sublayers
+from trifuse.recipes.arguments import ABSENT, BIAS, MASK, WISHES
+from trifuse.recipes.layouts import Value, constant
+
+
+class Unknown(Exception):  # noqa: N818 - an answer, not an error
+    """A method uses something that isn't known to keep tokens apart; the message names it."""
+
+
+class SubmoduleCall(NamedTuple):
+    """A call of a submodule, and what it gets."""
+
+    name: str
+    at: int | None  # its index in a list of modules; None: the module, or each of the list
+    special: frozenset[tuple[int | str, Value]]  # inputs, by their place among the arguments
+
+    @property
+    def drops_weights(self) -> bool:
+        """Whether the submodule gets the weights of attention, as a dropout does."""
+        return any(value.kind == "weights" for _, value in self.special)
+
+    def modules(self, owner: nn.Module) -> list[nn.Module]:
+        """Return the submodules of ``owner`` that are called."""
+        child: Any = owner._modules[self.name]
+        if not isinstance(child, nn.ModuleList):
+            return [child]
+        return list(child) if self.at is None else [child[self.at]]
+
+
+Scope = dict[str, Value]
+
+
+class Reader:
+    """Follows the methods of one module."""
+
+    def __init__(
+        self, module: nn.Module, source: type[nn.Module], inputs: dict[str, Value], attends: bool
+    ) -> None:
+        self.module = module
+        self.attends = attends  # whether attention that is written out runs as one operator
+        self.inputs = inputs
+        self.source = source
+        self.methods = dict(code.methods(source))
+        self.read: dict[str, Any] = {}
+        self.calls: set[SubmoduleCall] = set()
+        self.results: set[tuple[Any, bool]] = set()
+        self.depth = 0
+        self.globals: dict[str, Any] = {}
+
+    def method(
+        self, name: str, given: list[Value] | None, named: dict[str, Value] | None = None
+    ) -> Value:
+        """Follow a method; its arguments are told by their names unless they are given."""
+        if name not in self.methods:
+            raise Unknown(f"a {name} that can't be read")
+        return self.function(self.methods[name], given, named or {}, skip=1)
+
+    def function(
+        self,
+        function: types.FunctionType,
+        given: list[Value] | None,
+        named: dict[str, Value],
+        skip: int = 0,
+    ) -> Value:
+        tree = code.parse(function)
+        function = inspect.unwrap(function)
+        if tree is None:
+            raise Unknown(f"{function.__name__}, whose code can't be read")
+        outer, self.globals = self.globals, function.__globals__
+        self.depth += 1
+        if self.depth > 8:
+            raise Unknown(f"{function.__name__}, which calls itself")
+        for decorator in tree.decorator_list:
+            self._decorator(decorator)
+        scope = self._parameters(function, given, named, skip)
+        returned: list[Value] = []
+        self.block(tree.body, scope, returned)
+        self.depth -= 1
+        self.globals = outer
+        return layouts.join(returned) if returned else layouts.NONE
+
+    def _decorator(self, decorator: ast.expr) -> None:
+        if code.value_of(decorator, vars(builtins)) is staticmethod:
+            return
+        called = decorator.func if isinstance(decorator, ast.Call) else decorator
+        module = getattr(code.value_of(called, self.globals), "__module__", None) or ""
+        if not module.startswith(("transformers.utils", "transformers.integrations")):
+            raise Unknown(ast.unparse(decorator))
+
+    def _parameters(
+        self,
+        function: types.FunctionType,
+        given: list[Value] | None,
+        named: dict[str, Value],
+        skip: int,
+    ) -> Scope:
+        parameters = list(inspect.signature(function).parameters.values())[skip:]
+        scope: Scope = {}
+        for position, parameter in enumerate(parameters):
+            if parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL):
+                value = layouts.PLAIN
+            elif given is None:
+                value = self._input(parameter.name)
+            elif position < len(given):
+                value = given[position]
+            elif parameter.name in named:
+                value = named[parameter.name]
+            elif isinstance(parameter.default, (bool, int, float, str, types.NoneType)):
+                value = constant(parameter.default)
+            else:
+                value = layouts.PLAIN
+            scope[parameter.name] = value
+        return scope
+
+    def _input(self, name: str) -> Value:
+        """Return an argument of the module by its name."""
+        if name in self.inputs:
+            return self.inputs[name]
+        if name in WISHES:
+            return constant(False)
+        return layouts.NONE if name in ABSENT else layouts.TOKENS
+
+    # Statements ---------------------------------------------------------------------------------
+
+    def block(self, body: list[ast.stmt], scope: Scope, returned: list[Value]) -> bool:
+        """Follow statements, which change ``scope``; return whether they leave the function."""
+        for statement in body:
+            if isinstance(statement, ast.Return):
+                value = statement.value
+                returned.append(layouts.NONE if value is None else self.any(value, scope))
+                return True
+            if isinstance(statement, ast.Raise):
+                return True
+            if isinstance(statement, ast.If):
+                if self._branches(statement, scope, returned):
+                    return True
+            elif isinstance(statement, ast.For):
+                self._loop(statement, scope, returned)
+            elif isinstance(statement, ast.Assign) and len(statement.targets) == 1:
+                self._assign(statement.targets[0], self.any(statement.value, scope), scope)
+            elif isinstance(statement, ast.AnnAssign) and statement.value is not None:
+                self._assign(statement.target, self.value(statement.value, scope), scope)
+            elif isinstance(statement, ast.AugAssign):
+                sides = [self.value(side, scope) for side in (statement.target, statement.value)]
+                self._assign(statement.target, self._operation(statement, *sides), scope)
+            elif isinstance(statement, ast.Expr):
+                if not isinstance(statement.value, ast.Constant) and not _is_message(statement):
+                    self.value(statement.value, scope)
+            elif not isinstance(statement, ast.Pass):
+                raise Unknown(ast.unparse(statement).splitlines()[0])
+        return False
+
+    def _branches(self, statement: ast.If, scope: Scope, returned: list[Value]) -> bool:
+        if isinstance(statement.body[-1], ast.Raise) and not statement.orelse:
+            return False
+        test = self.truth(self.value(statement.test, scope))
+        if test is not None:
+            return self.block(statement.body if test else statement.orelse, scope, returned)
+        either = [dict(scope), dict(scope)]
+        bodies = (statement.body, statement.orelse)
+        left = [self.block(body, each, returned) for body, each in zip(bodies, either, strict=True)]
+        going = [each for each, gone in zip(either, left, strict=True) if not gone]
+        names = {name for each in going for name in each}
+        for name in names:
+            found = [each.get(name, Value("mixed")) for each in going]
+            if any(value != found[0] for value in found):
+                found = [layouts.join([self._whole(value) for value in found])]
+            scope[name] = found[0]
+        return not going
+
+    def _loop(self, statement: ast.For, scope: Scope, returned: list[Value]) -> None:
+        """Follow a loop over the module's own modules; a second round must find the same."""
+        name = code.own_list(statement.iter)
+        if name is None or statement.orelse:
+            raise Unknown(f"a loop over {ast.unparse(statement.iter)}")
+        self._note(name)
+        targets = [statement.target]
+        if isinstance(statement.target, ast.Tuple):
+            targets = statement.target.elts
+        for target in targets:
+            self._assign(target, layouts.PLAIN, scope)
+        self._assign(targets[-1], Value("module", 0, name), scope)
+        before = dict(scope)
+        left = self.block(statement.body, scope, returned)
+        scope.update({name: self._whole(scope[name]) for name in before})
+        if left or any(scope[name] != self._whole(value) for name, value in before.items()):
+            raise Unknown(f"a loop over {ast.unparse(statement.iter)}")
+
+    def _assign(self, target: ast.expr, value: Value, scope: Scope) -> None:
+        if isinstance(target, ast.Name):
+            scope[target.id] = value
+        elif isinstance(target, (ast.Tuple, ast.List)):
+            for one, item in zip(target.elts, self._items(value, len(target.elts)), strict=True):
+                self._assign(one, item, scope)
+        else:
+            raise Unknown(ast.unparse(target))
+
+    def _items(self, value: Value, count: int) -> list[Value]:
+        if value.kind == "tuple" and len(value.held) == count:
+            return list(value.held)
+        if value.kind == "results":
+            return [self._first(value)] * count
+        if value.kind == "tokens":  # a tuple that came in
+            return [value] * count
+        if value.kind == "size":
+            lengths = [_length(value, position) for position in range(2)]
+            return lengths + [layouts.PLAIN] * (count - 2)
+        raise Unknown(f"{count} parts of a {value.kind}")
+
+    # Expressions --------------------------------------------------------------------------------
+
+    def truth(self, value: Value) -> bool | None:
+        """Return the truth of a value, if it is known and not up to the tokens."""
+        if value.kind == "constant":
+            return bool(value.held)
+        if value.kind == "own" and value.held != "training":
+            trait = self._note(value.held)
+            return bool(trait) if trait is None or isinstance(trait, (bool, int, str)) else None
+        # A verdict is one on the whole batch, with its padding or without.
+        if value.kind not in ("own", "plain", "tokens", "heads", "verdict"):
+            raise Unknown(f"a test of a {value.kind}")
+        return None
+
+    def value(self, node: ast.expr, scope: Scope) -> Value:
+        """Return what is known of an expression's value, which isn't a submodule's tuple."""
+        return self._whole(self.any(node, scope))
+
+    def _whole(self, value: Value) -> Value:
+        """Return the tokens that a submodule returned, if the value is such."""
+        if value.kind != "results":
+            return value
+        tokens, *call = value.held
+        self.results.add((tuple(call), True))
+        return tokens
+
+    def _first(self, results: Value) -> Value:
+        """Return the tokens at the beginning of a tuple that a submodule returned."""
+        tokens, *call = results.held
+        self.results.add((tuple(call), False))
+        return tokens
+
+    def any(self, node: ast.expr, scope: Scope) -> Value:
+        """Return what is known of an expression's value."""
+        follow: Callable[[Any, Scope], Value] | None
+        follow = getattr(self, f"_{type(node).__name__.lower()}", None)
+        if follow is None:
+            raise Unknown(ast.unparse(node))
+        return follow(node, scope)
+
+    def _constant(self, node: ast.Constant, scope: Scope) -> Value:
+        return constant(node.value)
+
+    def _name(self, node: ast.Name, scope: Scope) -> Value:
+        value = scope.get(node.id, layouts.PLAIN)
+        if value.kind == "mixed":
+            raise Unknown(f"one of two {node.id}")
+        if node.id not in scope and isinstance(self.globals.get(node.id), torch.Tensor):
+            raise Unknown(node.id)
+        return value
+
+    def _attribute(self, node: ast.Attribute, scope: Scope) -> Value:
+        if isinstance(node.value, ast.Name) and node.value.id == "self":
+            return Value("own", 0, node.attr)
+        if node.attr in ("device", "dtype") and _root(node) == "self":
+            return layouts.PLAIN
+        base = self.value(node.value, scope)
+        if base.kind in layouts.TENSORS:
+            if node.attr == "shape" and base.kind == "tokens":
+                return Value("size", base.trailing, base.held)
+            if node.attr == "mT":
+                return self._known_layout(layouts.transposed(base), node)
+            if node.attr not in ("device", "dtype"):
+                raise Unknown(ast.unparse(node))
+        elif base.kind == "own":
+            held = getattr(getattr(self.module, base.held, None), node.attr, None)
+            self._note(base.held)
+            if isinstance(held, torch.Tensor) and held.dim() > 1:
+                raise Unknown(ast.unparse(node))
+        elif base.kind != "plain":
+            raise Unknown(ast.unparse(node))
+        return layouts.PLAIN
+
+    def _subscript(self, node: ast.Subscript, scope: Scope) -> Value:
+        base = self.any(node.value, scope)
+        index = node.slice
+        if base.kind == "size":
+            text = ast.unparse(index)
+            if text in (f":-{base.trailing}", ":2"):
+                return Value("lead", 0, base.held)
+            if text in ("-1", "2"):
+                return layouts.PLAIN
+            if text in ("0", "1"):
+                return _length(base, int(text))
+        elif base.kind == "tuple" and isinstance(index, ast.Constant):
+            item: Value = base.held[index.value]
+            return item
+        elif base.kind == "results":
+            first = self._first(base)
+            if isinstance(index, ast.Constant) and isinstance(index.value, int):
+                return first
+            if ast.unparse(index) == "1:":
+                return Value("tuple", 0, ())  # its items are unknown, and so can't be used
+        elif (
+            base.kind in ("tokens", "heads")
+            and isinstance(index, ast.Tuple)
+            and len(index.elts) == 2
+            and isinstance(index.elts[0], ast.Constant)
+            and index.elts[0].value is ...
+            and isinstance(index.elts[1], ast.Slice)
+        ):
+            return base  # some of the features
+        raise Unknown(ast.unparse(node))
+
+    def _tuple(self, node: ast.Tuple, scope: Scope) -> Value:
+        if (shape := self._shape(node.elts, scope)) is not None:
+            return shape
+        if any(isinstance(item, ast.Starred) for item in node.elts):
+            raise Unknown(ast.unparse(node))
+        return Value("tuple", 0, tuple(self.value(item, scope) for item in node.elts))
+
+    _list = _tuple
+
+    def _shape(self, nodes: list[ast.expr], scope: Scope) -> Value | None:
+        """Match the numbers of a shape whose first two dimensions are those of the tokens."""
+        if not nodes:
+            return None
+        if isinstance(nodes[0], ast.Starred):
+            first = self.value(nodes[0].value, scope)
+            if first.kind == "shape" and len(nodes) == 1:
+                return first
+            if first.kind != "lead":
+                return None
+            held, rest = first.held, nodes[1:]
+        else:
+            lead = [self.value(node, scope) for node in nodes[:2]]
+            if lead[0].kind == "shape" and len(nodes) == 1:
+                return lead[0]
+            held = lead[0].held[1] if isinstance(lead[0].held, tuple) else None
+            if lead != [Value("length", 0, (position, held)) for position in range(2)]:
+                return None
+            rest = nodes[2:]
+        if any(isinstance(node, ast.Starred) for node in rest):
+            return None
+        kinds = {self.value(node, scope).kind for node in rest}
+        return Value("shape", len(rest), held) if kinds <= {"constant", "plain", "own"} else None
+
+    def _binop(self, node: ast.BinOp, scope: Scope) -> Value:
+        sides = [self.value(side, scope) for side in (node.left, node.right)]
+        kinds = [side.kind for side in sides]
+        if isinstance(node.op, ast.Mult) and kinds == ["tuple", "constant"]:
+            return sides[0]._replace(held=sides[0].held * sides[1].held)
+        if isinstance(node.op, ast.Add) and kinds == ["tuple", "tuple"]:
+            return sides[0]._replace(held=sides[0].held + sides[1].held)
+        if (
+            isinstance(node.op, ast.Add)
+            and kinds == ["lead", "tuple"]
+            and {item.kind for item in sides[1].held} <= {"constant", "plain", "own"}
+        ):
+            return Value("shape", len(sides[1].held), sides[0].held)
+        return self._operation(node, *sides)
+
+    def _operation(self, node: ast.BinOp | ast.AugAssign, first: Value, second: Value) -> Value:
+        self._check_own([first, second])
+        return self._known_layout(layouts.operation(node.op, first, second), node)
+
+    def _check_own(self, values: Iterable[Value]) -> None:
+        """Raise if values have an attribute of the module that isn't alike for all tokens."""
+        for value in values:
+            if value.kind == "own":
+                trait = self._note(value.held)
+                if trait is nn.Module or (isinstance(trait, tuple) and trait[1] > 1):
+                    raise Unknown(f"self.{value.held}")
+
+    def _known_layout(self, value: Value | None, node: ast.AST) -> Value:
+        """Return a value; raise if it isn't known, or is of attention that stays in parts."""
+        if value is None or (value.kind in layouts.SCORES and not self.attends):
+            raise Unknown(ast.unparse(node).splitlines()[0])
+        return value
+
+    def _unaryop(self, node: ast.UnaryOp, scope: Scope) -> Value:
+        value = self.value(node.operand, scope)
+        if isinstance(node.op, ast.Not):
+            truth = self.truth(value)
+            return layouts.PLAIN if truth is None else constant(not truth)
+        if isinstance(node.op, ast.USub) and value.kind == "constant":
+            return value._replace(held=-value.held)
+        self._check_own([value])
+        return self._known_layout(layouts.elementwise([value]), node)
+
+    def _boolop(self, node: ast.BoolOp, scope: Scope) -> Value:
+        decides = isinstance(node.op, ast.Or)
+        known = True
+        for operand in node.values:
+            truth = self.truth(self.value(operand, scope))
+            if truth is decides:
+                return constant(decides)
+            known = known and truth is not None
+        return constant(not decides) if known else layouts.PLAIN
+
+    def _compare(self, node: ast.Compare, scope: Scope) -> Value:
+        sides = [self.value(side, scope) for side in (node.left, *node.comparators)]
+        is_none = isinstance(node.ops[0], ast.Is)
+        if sides[1:] == [layouts.NONE] and (is_none or isinstance(node.ops[0], ast.IsNot)):
+            if sides[0].kind == "own":
+                return constant((self._note(sides[0].held) is None) is is_none)
+            if sides[0].kind == "constant":
+                return constant((sides[0].held is None) is is_none)
+            if sides[0].kind in layouts.GIVEN:
+                return constant(not is_none)
+            return layouts.PLAIN
+        if len(sides) == 2 and isinstance(node.ops[0], (ast.Eq, ast.NotEq)):
+            numbers = [self._number(side) for side in sides]
+            if None not in numbers:
+                same = numbers[0] == numbers[1]
+                return constant(same is isinstance(node.ops[0], ast.Eq))
+        if any(side.kind not in (*layouts.NUMBERS, "own") for side in sides):
+            raise Unknown(ast.unparse(node))
+        return layouts.PLAIN
+
+    def _number(self, value: Value) -> Any:
+        if value.kind == "own" and value.held != "training":
+            trait = self._note(value.held)
+            return trait if isinstance(trait, (bool, int, str)) else None
+        return value.held if value.kind == "constant" else None
+
+    def _ifexp(self, node: ast.IfExp, scope: Scope) -> Value:
+        test = self.truth(self.value(node.test, scope))
+        if test is not None:
+            return self.value(node.body if test else node.orelse, scope)
+        return layouts.join([self.value(node.body, scope), self.value(node.orelse, scope)])
+
+    def _call(self, node: ast.Call, scope: Scope) -> Value:
+        function = node.func
+        if isinstance(function, ast.Name) and function.id in scope:
+            called = scope[function.id]
+            if called.kind == "attention":
+                return self._attention(node, scope)
+            if called.kind == "module":
+                return self._submodule(called.held, None, node, scope)
+            raise Unknown(ast.unparse(function))
+        if isinstance(function, ast.Call):
+            if code.value_of(function.func, self.globals) is not nn.Softmax or len(node.args) != 1:
+                raise Unknown(ast.unparse(function))
+            values, named = self._given(function, scope)
+            values = [self.value(node.args[0], scope), *values]
+            found = layouts.function(nn.functional.softmax, values, named)
+            return self._known_layout(found, function)
+        if isinstance(function, ast.Subscript):
+            place = self.value(function.slice, scope)
+            name = code.own_list(function.value)
+            if name is None or place.kind != "constant" or self._note(name) is not nn.Module:
+                raise Unknown(ast.unparse(function))
+            return self._submodule(name, place.held, node, scope)
+        if isinstance(function, ast.Attribute):
+            owner = function.value
+            if isinstance(owner, ast.Name) and owner.id == "self":
+                if function.attr in self.methods:
+                    return self.method(function.attr, *self._given(node, scope))
+                static: Any = inspect.getattr_static(self.source, function.attr, None)
+                if isinstance(static, staticmethod):
+                    plain: Any = static.__func__
+                    return self.function(plain, *self._given(node, scope))
+                if self._note(function.attr) is nn.Module:
+                    return self._submodule(function.attr, None, node, scope)
+                raise Unknown(ast.unparse(function))
+            known = None if _root(owner) in scope else code.value_of(function, self.globals)
+            if known is not None:
+                if function.attr == "get_interface" and _is_attention_table(owner, self.globals):
+                    return Value("attention")
+                return self._known(known, node, scope)
+            return self._method_of_value(function, node, scope)
+        known = code.value_of(function, self.globals | vars(builtins))
+        return self._known(known, node, scope)
+
+    def _given(self, node: ast.Call, scope: Scope) -> tuple[list[Value], dict[str, Value]]:
+        if any(isinstance(argument, ast.Starred) for argument in node.args):
+            raise Unknown(ast.unparse(node.func) + " with unknown arguments")
+        named = {k.arg: self.value(k.value, scope) for k in node.keywords if k.arg is not None}
+        return [self.value(argument, scope) for argument in node.args], named
+
+    def _submodule(self, name: str, index: int | None, node: ast.Call, scope: Scope) -> Value:
+        values, named = self._given(node, scope)
+        if [value.kind for value in values] == ["weights"] and not named:
+            self.calls.add(SubmoduleCall(name, index, frozenset(enumerate(values))))
+            return values[0]
+        places: list[tuple[int | str, Value]] = [*enumerate(values), *named.items()]
+        tensors = [value for _, value in places if value.kind in ("tokens", "heads")]
+        first = tensors[0] if tensors else layouts.TOKENS  # what the submodule returns is like it
+        if first.kind == "heads":
+            raise Unknown(f"self.{name} with heads")
+        special = set()
+        for place, value in places:
+            if value.kind in ("mask", "bias", "heads") or value.held == layouts.OF_MEMORY:
+                special.add((place, value))
+            elif (
+                value.kind not in ("tokens", "plain", "own", "constant", "tuple")
+                or (value.kind == "tuple" and any(item != layouts.TOKENS for item in value.held))
+                or (place in ABSENT and value != layouts.NONE)
+            ):
+                raise Unknown(f"self.{name} with a {value.kind}")
+        self.calls.add(SubmoduleCall(name, index, frozenset(special)))
+        children = SubmoduleCall(name, index, frozenset()).modules(self.module)
+        if all(sublayers.is_of_transformers(sublayers.original(type(c))) for c in children):
+            return Value("results", 0, (first, name, index))
+        return first
+
+    def _attention(self, node: ast.Call, scope: Scope) -> Value:
+        values, named = self._given(node, scope)
+        mask = values[4] if len(values) > 4 else named.pop(MASK, layouts.NONE)
+        bias = named.pop(BIAS, layouts.NONE)
+        others = [*values[5:], *named.values()]
+        keys = layouts.HEADS._replace(held=mask.held)
+        if (
+            values[1:4] != [layouts.HEADS, keys, keys]
+            or mask.kind != "mask"
+            or bias not in (layouts.NONE, Value("bias", 0, mask.held))
+            or any(value.kind not in ("plain", "own", "constant") for value in others)
+        ):
+            raise Unknown(f"{ast.unparse(node.func)} with more than packed tokens")
+        return Value("tuple", 0, (Value("tokens", 2), layouts.PLAIN))
+
+    def _known(self, function: Any, node: ast.Call, scope: Scope) -> Value:
+        """Follow the call of a function that isn't the module's own."""
+        if _is_chunking(function):
+            return self._chunked(node, scope)
+        if function is isinstance:
+            return self._instance(node, scope)
+        values, named = self._given(node, scope)
+        found = layouts.function(function, values, named)
+        if found is not None:
+            if not layouts.is_question(function):
+                self._check_own([*values, *named.values()])
+            return self._known_layout(found, node)
+        if isinstance(function, types.FunctionType):
+            library = function.__module__.split(".")[0]
+            if library in ("transformers", "transformers_modules"):
+                return self.function(function, values, named)
+        raise Unknown(ast.unparse(node.func))
+
+    def _instance(self, node: ast.Call, scope: Scope) -> Value:
+        """Follow ``isinstance``, whose answer is known for None and other constants."""
+        if _root(node.args[0]) != "self":
+            value = self.value(node.args[0], scope)
+            kind = code.value_of(node.args[1], self.globals)
+            if value.kind == "constant" and isinstance(kind, type):
+                return constant(isinstance(value.held, kind))
+        return layouts.PLAIN
+
+    def _chunked(self, node: ast.Call, scope: Scope) -> Value:
+        """Follow transformers' ``apply_chunking_to_forward`` where it makes no chunks."""
+        function, size, *_ = node.args
+        name = function.attr if isinstance(function, ast.Attribute) else ""
+        if self._number(self.value(size, scope)) != 0 or name not in self.methods:
+            raise Unknown(f"{ast.unparse(node.func)}, which chunks the tokens")
+        return self.method(name, [self.value(argument, scope) for argument in node.args[3:]])
+
+    def _method_of_value(self, function: ast.Attribute, node: ast.Call, scope: Scope) -> Value:
+        base = self.value(function.value, scope)
+        name = function.attr
+        if base.kind in ("plain", "own"):
+            if base.kind == "own" or name not in ("get", "pop", *layouts.ELEMENTWISE_METHODS):
+                raise Unknown(ast.unparse(function))
+            return layouts.PLAIN
+        if base.kind not in layouts.TENSORS:
+            raise Unknown(ast.unparse(function))
+        if name in ("view", "reshape") and base.kind == "tokens":
+            shape = self._shape(node.args, scope)
+            if shape is None or shape.held != base.held:
+                raise Unknown(ast.unparse(node))
+            return base._replace(trailing=shape.trailing)
+        values, named = self._given(node, scope)
+        self._check_own([*values, *named.values()])
+        return self._known_layout(layouts.method(base, name, values, named), function)
+
+    def _note(self, name: str) -> Any:
+        """Return the trait of an attribute, on which the verdict rests from now on."""
+        self.read[name] = trait_of(self.module, name)
+        return self.read[name]
+
+
+def _root(node: ast.expr) -> str | None:
+    """The name at the beginning of a dotted name; None for other code."""
+    while isinstance(node, ast.Attribute):
+        node = node.value
+    return node.id if isinstance(node, ast.Name) else None
+
+
+def _length(size: Value, position: int) -> Value:
+    return Value("length", 0, (position, size.held))
+
+
+def _is_message(statement: ast.Expr) -> bool:
+    """Whether a statement logs or warns."""
+    call = statement.value
+    if not (isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute)):
+        return False
+    return isinstance(call.func.value, ast.Name) and call.func.value.id in ("logger", "warnings")
+
+
+def _is_attention_table(node: ast.expr, scope: dict[str, Any]) -> bool:
+    from transformers import AttentionInterface
+
+    return isinstance(code.value_of(node, scope), AttentionInterface)
+
+
+def _is_chunking(function: Any) -> bool:
+    from transformers import pytorch_utils
+
+    return function is pytorch_utils.apply_chunking_to_forward
+
+
+def trait_of(module: nn.Module, name: str) -> Any:
+    """Return what a verdict may rest on: a constant's value, or the kind of anything else."""
+    if name in module._modules:  # looked up there, since this happens in each forward
+        return None if module._modules[name] is None else nn.Module
+    value = vars(module)[name] if name in vars(module) else getattr(module, name, None)
+    if value is None or isinstance(value, (bool, int, str)):
+        return value
+    if isinstance(value, torch.Tensor):
+        return torch.Tensor, value.dim()
+    return type(value)

@@ -1,0 +1,235 @@
+"""One name for each operation that torch code spells in many ways.
+
+A product is ``torch.matmul(a, b)``, ``a @ b``, ``a.matmul(b)`` or an einsum. :func:`read_call`
+reads the calls of functions, as torch's function modes see them; :func:`read_node` those in a graph
+of Dynamo, where methods go by their names. Both give the operation, and its arguments by name.
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from trifuse.ops.dropout import dropout
+
+
+class Operation(NamedTuple):
+    """One operation, however it is spelled.
+
+    Attributes:
+        op: its name below, such as "matmul".
+        args: the arguments that were passed, by name.
+        in_place: whether it writes its result over the first argument.
+    """
+
+    op: str
+    args: dict[str, Any]
+    in_place: bool = False
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """Returns an argument, or ``default`` if the call leaves it out."""
+        return self.args.get(name, default)
+
+
+# The operation, its parameters, and its spellings: functions, Python's operators, and names of
+# methods. An operation occurs once for each order of parameters.
+_SPELLINGS: tuple[tuple[str, str, tuple[Any, ...]], ...] = (
+    ("matmul", "input other", (torch.matmul, operator.matmul, "matmul", "__matmul__")),
+    ("matmul", "input mat2", (torch.bmm, "bmm")),
+    ("baddbmm", "input batch1 batch2 beta alpha", (torch.baddbmm, "baddbmm")),
+    ("add", "input other alpha", (torch.add, operator.add, operator.iadd, "add", "add_")),
+    ("add", "other input", ("__radd__",)),
+    ("sub", "input other alpha", (torch.sub, operator.sub, operator.isub, "sub", "sub_")),
+    ("mul", "input other", (torch.mul, torch.multiply, operator.mul, operator.imul)),
+    ("mul", "input other", ("mul", "mul_", "multiply")),
+    ("mul", "other input", ("__rmul__",)),
+    ("div", "input other rounding_mode", (torch.div, operator.truediv, operator.itruediv)),
+    ("div", "input other rounding_mode", (torch.true_divide, torch.divide)),
+    ("div", "input other rounding_mode", ("div", "div_", "true_divide", "divide")),
+    ("pow", "input exponent", (torch.pow, operator.pow, operator.ipow, "pow", "pow_")),
+    ("square", "input", (torch.square, "square")),
+    ("sqrt", "input", (torch.sqrt, "sqrt")),
+    ("rsqrt", "input", (torch.rsqrt, "rsqrt")),
+    ("tanh", "input", (torch.tanh, "tanh")),
+    ("max", "input other", (torch.max, torch.maximum, "max", "maximum")),
+    ("mean", "input dim keepdim dtype", (torch.mean, "mean")),
+    ("softmax", "input dim dtype", (torch.softmax, "softmax")),
+    ("softmax", "input dim _stacklevel dtype", (F.softmax,)),
+    ("masked_fill", "input mask value", (torch.masked_fill, "masked_fill", "masked_fill_")),
+    ("where", "condition input other", (torch.where,)),
+    ("where", "input condition other", ("where",)),
+    ("dropout", "input p training inplace", (F.dropout,)),
+    ("dropout", "input p train", (torch.dropout,)),
+    ("dropout", "input p training", (dropout,)),
+    ("layer_norm", "input normalized_shape weight bias eps", (F.layer_norm,)),
+    ("layer_norm", "input normalized_shape weight bias eps cudnn_enable", (torch.layer_norm,)),
+    ("rms_norm", "input normalized_shape weight eps", (F.rms_norm, torch.rms_norm)),
+    ("linear", "input weight bias", (F.linear,)),
+    ("relu", "input inplace", (F.relu,)),
+    ("relu", "input", (torch.relu, "relu", "relu_")),
+    ("gelu", "input approximate", (F.gelu,)),
+    ("sdpa", "query key value attn_mask dropout_p is_causal scale enable_gqa", (
+        F.scaled_dot_product_attention,
+    )),
+    ("transpose", "input dim0 dim1", (torch.transpose, "transpose", torch.swapaxes, "swapaxes")),
+    ("transpose", "input dim0 dim1", (torch.swapdims, "swapdims")),
+    ("expand_as", "input other", ("expand_as",)),
+    # These are told by the tensors that they return; only the first of their arguments is read.
+    ("view", "input", ("view", "reshape", "unflatten", "flatten", "unsqueeze", "squeeze")),
+    ("view", "input", (torch.reshape, torch.flatten, torch.unsqueeze, torch.squeeze)),
+    ("cast", "input", ("to", "float", "half", "bfloat16", "double", "type_as", "type")),
+    ("cast", "input", ("contiguous", "clone", torch.clone)),
+)  # fmt: skip
+_TOLD_BY_RESULT = ("view", "cast")
+
+_Entry = tuple[str, list[str]]
+_OF_NODES: dict[Any, _Entry] = {
+    spelling: (op, names.split()) for op, names, spellings in _SPELLINGS for spelling in spellings
+}
+
+
+def _functions(spelling: Any) -> Iterator[Any]:
+    """Yields what torch passes to ``__torch_function__`` for a spelling."""
+    if isinstance(spelling, str):
+        yield getattr(Tensor, spelling)
+    elif getattr(spelling, "__module__", None) == "_operator":
+        yield getattr(Tensor, f"__{spelling.__name__}__")
+    else:
+        yield spelling
+
+
+_OF_FUNCTIONS: dict[Any, _Entry] = {
+    function: entry for spelling, entry in _OF_NODES.items() for function in _functions(spelling)
+}
+
+
+def read_node(target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Operation | None:
+    """Returns the call of a graph's node; None if it is none of the operations above.
+
+    Args:
+        target: a function, or the name of a method.
+        args, kwargs: its arguments.
+    """
+    return _read(_OF_NODES, target, args, kwargs)
+
+
+def read_call(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Operation | None:
+    """Returns the call of a function, as a function mode sees it; None as :func:`read_node`."""
+    call = _read(_OF_FUNCTIONS, function, args, kwargs)
+    if call is None:
+        return None
+    name = getattr(function, "__name__", "")
+    augmented = name.startswith("__i") or (name.endswith("_") and not name.endswith("__"))
+    return call._replace(in_place=augmented or bool(call.get("inplace")))
+
+
+def _read(
+    spellings: dict[Any, _Entry], target: Any, args: Sequence[Any], kwargs: dict[str, Any]
+) -> Operation | None:
+    if target is torch.functional.einsum:
+        if not args or kwargs:
+            return None
+        equation, *operands = args
+        if len(operands) == 1 and isinstance(operands[0], (tuple, list)):
+            operands = list(operands[0])
+        return Operation("einsum", {"equation": equation, "operands": operands})
+    found = spellings.get(target)
+    if found is None:
+        return None
+    op, names = found
+    if op in _TOLD_BY_RESULT:
+        return Operation(op, {"input": args[0]}) if args else None
+    if len(args) > len(names) or not set(kwargs) <= set(names):
+        return None  # such as Tensor.softmax with names of dimensions, or out=
+    given = dict(zip(names, args, strict=False)) | kwargs
+    if "mat2" in given:
+        given["other"] = given.pop("mat2")
+    return Operation(op, given)
+
+
+def inplace(target: Any) -> int | None:
+    """Returns at which place a function takes ``inplace``; None if it doesn't."""
+    found = _OF_NODES.get(target)
+    return found[1].index("inplace") if found is not None and "inplace" in found[1] else None
+
+
+# Products written as an einsum --------------------------------------------------------------------
+
+Order = tuple[int, ...]  # of a tensor's dimensions
+
+
+class Inner(NamedTuple):
+    """Q Kᵀ: the factors, and the orders in which their dimensions are (..., L, E)."""
+
+    query: Any
+    key: Any
+    orders: tuple[Order | None, Order | None]  # None: as they are
+
+
+class Outer(NamedTuple):
+    """The product of weights and V, and the orders of the dimensions of V and of the result."""
+
+    weights: Any
+    value: Any
+    order: Order | None  # in which V is (..., Lk, Ev)
+    result: Order | None  # of (..., Lq, Ev), in which it is the einsum's result
+
+
+def inner(einsum: Operation) -> Inner | None:
+    """Returns how an einsum reads as Q Kᵀ, with the scores (..., Lq, Lk)."""
+    for (a, query), (b, key), out in _pairs(einsum):
+        parts = _parts(a, b, out)
+        if parts is not None and [*out] == [*parts[0], *parts[1:3]]:
+            batch, q, k, e = parts
+            return Inner(query, key, (_order(a, [*batch, q, e]), _order(b, [*batch, k, e])))
+    return None
+
+
+def outer(einsum: Operation) -> Iterator[Outer]:
+    """Yields how an einsum may read as the product of weights (..., Lq, Lk) and V."""
+    for (w, weights), (v, value), out in _pairs(einsum):
+        parts = _parts(w, v, out)
+        if parts is not None:
+            batch, q, d, k = parts
+            batch = [letter for letter in w if letter in batch]  # the scores have this order too
+            if [*w] == [*batch, q, k]:
+                yield Outer(weights, value, _order(v, [*batch, k, d]), _order([*batch, q, d], out))
+
+
+def _pairs(einsum: Operation) -> Iterator[tuple[Any, Any, str]]:
+    """Yields the two operands of an einsum in either order, each with its letters, and the letters
+    of the result."""
+    equation, operands = einsum.get("equation"), einsum.get("operands")
+    if not isinstance(equation, str):
+        return
+    left, _, out = equation.replace(" ", "").partition("->")
+    terms = left.split(",")
+    plain = all(term.isalpha() and len(set(term)) == len(term) for term in (*terms, out))
+    if not (plain and len(terms) == len(operands) == 2):
+        return
+    for first, second in itertools.permutations(zip(terms, operands, strict=True)):
+        yield first, second, out
+
+
+def _parts(first: str, second: str, out: str) -> tuple[list[str], str, str, str] | None:
+    """Returns the letters of a product of matrices: of the batch in the order of ``out``, of the
+    rows of ``first``, of the columns of ``second``, and the one summed over."""
+    batch = [letter for letter in out if letter in first and letter in second]
+    rows = [letter for letter in out if letter not in second]
+    columns = [letter for letter in out if letter not in first]
+    summed = [letter for letter in first if letter not in out]
+    whole = {*first} == {*batch, *rows, *summed} and {*second} == {*batch, *columns, *summed}
+    if not (whole and len(rows) == len(columns) == len(summed) == 1):
+        return None
+    return batch, rows[0], columns[0], summed[0]
+
+
+def _order(letters: Sequence[str], wanted: Sequence[str]) -> Order | None:
+    order = tuple(letters.index(letter) for letter in wanted)
+    return None if order == tuple(range(len(order))) else order
