@@ -506,9 +506,9 @@ struct EncoderLayerCall {
     if (!PyTuple_CheckExact(tuple) || PyTuple_GET_SIZE(tuple) != 11) return false;
     const auto at = [&](int i) { return PyTuple_GET_ITEM(tuple, i); };
     return read(at(0), num_heads) && read(at(1), head_dim) && read(at(2), intermediate_size) &&
-        read(at(3), scale) && read(at(4), activation) && read(at(5), norm_first) && read(at(6), rms_norm) &&
-        read(at(7), window_left) && read(at(8), window_right) && read(at(9), eps1) &&
-        read(at(10), eps2);
+        read(at(3), scale) && read(at(4), activation) && read(at(5), norm_first) &&
+        read(at(6), rms_norm) && read(at(7), window_left) && read(at(8), window_right) &&
+        read(at(9), eps1) && read(at(10), eps2);
   }
 
   Tensor run() const {
@@ -605,7 +605,7 @@ PyObject* linear(PyObject*, PyObject* const* args, Py_ssize_t count) {
   check_count(count, 5);
   LinearCall call;
   int64_t limit;
-  if (!nothing_watches() || !read(args[0], call.x) || !read(args[1], call.weight) ||
+  if (!no_mode_applies() || !read(args[0], call.x) || !read(args[1], call.weight) ||
       !read(args[2], call.bias) || !read(args[3], call.activation) || !read(args[4], limit) ||
       !call.fits_unpacked(limit))
     Py_RETURN_NONE;
@@ -617,7 +617,7 @@ PyObject* linear_packed(PyObject*, PyObject* const* args, Py_ssize_t count) {
   HANDLE_TH_ERRORS
   check_count(count, 6);
   LinearCall call;
-  if (!nothing_watches() || !read(args[0], call.x) || !read(args[1], call.weight) ||
+  if (!no_mode_applies() || !read(args[0], call.x) || !read(args[1], call.weight) ||
       !read(args[2], call.N) || !read(args[3], call.K) || !read(args[4], call.bias) ||
       !read(args[5], call.activation) || !call.fits())
     Py_RETURN_NONE;

@@ -42,7 +42,8 @@ std::vector<Capability> capabilities();
 // Returns the instruction set in use: by default the best, or TRIFUSE_CPU_CAPABILITY's.
 Capability capability();
 
-// Returns the instruction set of a name. Throws std::invalid_argument if it isn't in capabilities().
+// Returns the instruction set of a name. Throws std::invalid_argument if it isn't in
+// capabilities().
 Capability capability_named(const std::string& name);
 
 // Returns the instruction set whose kernels compute problems of a type, by default while the one in

@@ -106,8 +106,8 @@ void check(const Tensor& x, const Arguments& a) {
     check_shape(name, *cache, {x.size(0), a.num_heads, S, a.head_dim});
     check_type(name, *cache, x.scalar_type(), x);
     TORCH_CHECK_VALUE(
-        a.head_dim == 1 || cache->stride(3) == 1,
-        name, ": expected contiguous features; got strides ", cache->strides());
+        a.head_dim == 1 || cache->stride(3) == 1, name,
+        ": expected contiguous features; got strides ", cache->strides());
   }
   TORCH_CHECK_VALUE(
       a.past >= 0 && a.past <= S - x.size(1), "past: expected a cache with room for ", x.size(1),

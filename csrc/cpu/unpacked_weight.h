@@ -88,8 +88,8 @@ inline void multiply_strip(
           const auto column = Element<E>::load(transposed + j * kStripRows + v * Vec::size());
 #pragma GCC unroll 8
           for (int m = 0; m < most; ++m)
-            sum[m][v] = Element<E>::multiply_add(
-                Element<E>::broadcast(row[m] + k + j), column, sum[m][v]);
+            sum[m][v] =
+                Element<E>::multiply_add(Element<E>::broadcast(row[m] + k + j), column, sum[m][v]);
         }
     };
     int64_t k = first;
