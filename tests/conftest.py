@@ -11,6 +11,7 @@ import environment  # noqa: F401 - before torch
 import hypothesis
 import pytest
 import torch
+from covering import selected
 from tested_kernels import BACKENDS, CPP_KERNELS, KERNELS, Kernel
 
 import trifuse
@@ -32,6 +33,22 @@ hypothesis.settings.register_profile(
 )
 hypothesis.settings.register_profile("thorough", max_examples=1000, **_COMMON)
 hypothesis.settings.load_profile("default")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--exhaustive",
+        action="store_true",
+        help="run every combination of parameters, also of tests marked as covering",
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("exhaustive"):
+        return
+    kept = selected(items)
+    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+    items[:] = [item for item in items if item in kept]
 
 
 @pytest.fixture(autouse=True)
