@@ -133,6 +133,7 @@ def test_gradcheck(backend, what):
 
 
 @pytest.mark.parametrize("what", DIFFERENTIABLE)
+@pytest.mark.covering(1)
 def test_gradgradcheck(backend, what):
     call, args = DIFFERENTIABLE[what]()
     call = finite_rows(seeded(call))
@@ -235,6 +236,7 @@ def test_func_derivative_of_the_mask(backend):
 
 
 @pytest.mark.parametrize("what", DIFFERENTIABLE)
+@pytest.mark.covering(1)
 def test_forward_mode(backend, what):
     call, args = DIFFERENTIABLE[what]()
     check_forward_mode(finite_rows(seeded(call)), args, draws="dropout" in what)
@@ -258,6 +260,7 @@ def batched(x: Tensor, dim: int, seed: int = 20) -> Tensor:
     ids=str,
 )
 @pytest.mark.parametrize("kind", ["no", "bool", "float", "batched float", "batched bool"])
+@pytest.mark.covering
 def test_vmap(backend, in_dims, kind):
     """Output, logsumexp and every gradient, with each argument batched or shared."""
     args = [
@@ -403,6 +406,7 @@ def op_arguments() -> dict[str, tuple[Any, ...]]:
 
 
 @pytest.mark.parametrize("what", op_arguments())
+@pytest.mark.covering(1)
 def test_opcheck(backend, what):
     args = op_arguments()[what]
     forward = getattr(torch.ops.trifuse.attention_forward, backend)
@@ -466,6 +470,7 @@ def model_inputs(batch: int = B, Lq: int = Lq, Lk: int = Lk) -> list[Tensor]:
 
 @pytest.mark.usefixtures("fresh_dynamo")
 @pytest.mark.parametrize("what", TRACED)
+@pytest.mark.covering(1)
 def test_compile(backend, what):
     function = functools.partial(model, **TRACED[what])
     check_compile(function, model_inputs)
@@ -505,6 +510,7 @@ def test_compile_dynamic_shapes(backend):
 
 @pytest.mark.usefixtures("fresh_dynamo")
 @pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs a compiler")
+@pytest.mark.covering(0)
 def test_compile_with_inductor(backend):
     """Forward and backward through generated code, which relies on the fakes' strides."""
     mask = float_mask(1, H, Lq, Lk).float()

@@ -117,6 +117,7 @@ def assert_alike(actual: Results, expected: Results, dtype: torch.dtype) -> None
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("structure", CAPPED)
+@pytest.mark.covering
 def test_infinities_that_take_part(kernel, structure, place, dtype):
     if place == "attn_mask" and structure != "float mask":
         pytest.skip("only a float mask holds one")

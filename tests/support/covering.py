@@ -1,10 +1,12 @@
-"""Chooses some of a test's combinations of parameters, so that each value, or each pair of values,
-occurs.
+"""Selects combinations of a test's parameters.
 
-``@pytest.mark.covering`` on a test reduces its grid to pairs: for any two of its parameters, each
-combination of their values runs, with some value of every other parameter.
-``@pytest.mark.covering(1)`` reduces it to values: each value of each parameter runs at least once.
-``pytest --exhaustive`` runs all combinations.
+A test marked as covering runs only some combinations of its parameters:
+
+- ``@pytest.mark.covering``: any two values of two parameters meet in some combination;
+- ``@pytest.mark.covering(1)``: each value of each parameter occurs in some combination;
+- ``@pytest.mark.covering(0)``: one combination, the last.
+
+``pytest --exhaustive`` runs all. Parameters are those of the test and of its fixtures.
 """
 
 from __future__ import annotations
@@ -19,25 +21,26 @@ Combination = tuple[Hashable, ...]  # one value for each parameter
 
 
 def covering(grid: Sequence[Combination], strength: int) -> list[int]:
-    """Returns the positions in ``grid`` of a small selection that has every tuple of ``strength``
-    values which occurs together somewhere in the grid.
+    """Returns the positions of a small selection from a grid: any ``strength`` values that meet in
+    some combination of the grid also meet in one of the selection.
 
-    Takes in turn the combination with the most tuples that are still missing; of equals, the one
-    whose values were taken least often, so that each value meets many others.
+    Each step takes the combination with most meetings that are still missing; of equals, one whose
+    values were taken least often, so that each value meets many others; of these, the last, because
+    the best kernels come last.
     """
 
-    def tuples(combination: Combination) -> set[Hashable]:
+    def meetings(combination: Combination) -> set[Hashable]:
         size = min(strength, len(combination))
         return set(itertools.combinations(enumerate(combination), size))
 
-    has = [tuples(combination) for combination in grid]
+    has = [meetings(combination) for combination in grid]
     missing = set().union(*has)
     taken: Counter[Hashable] = Counter()
     chosen = []
     while missing:
         best = max(
             range(len(grid)),
-            key=lambda i: (len(has[i] & missing), -sum(taken[v] for v in enumerate(grid[i]))),
+            key=lambda i: (len(has[i] & missing), -sum(taken[v] for v in enumerate(grid[i])), i),
         )
         chosen.append(best)
         missing -= has[best]
@@ -48,15 +51,17 @@ def covering(grid: Sequence[Combination], strength: int) -> list[int]:
 def selected(items: Iterable[pytest.Item]) -> set[pytest.Item]:
     """Returns the items that run without ``--exhaustive``."""
     grids: dict[str, list[pytest.Item]] = {}
-    for item in items:
-        grids.setdefault(item.nodeid.partition("[")[0], []).append(item)
     kept: set[pytest.Item] = set()
+    for item in items:
+        if item.get_closest_marker("covering") is None:
+            kept.add(item)
+        else:
+            grids.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for grid in grids.values():
         marker = grid[0].get_closest_marker("covering")
-        if marker is None:
-            kept.update(grid)
-            continue
+        assert marker is not None
         (strength,) = marker.args or (2,)
+        # Values need not be hashable; their positions stand for them.
         combinations = [tuple(item.callspec.indices.values()) for item in grid]  # type: ignore[attr-defined]
         kept.update(grid[i] for i in covering(combinations, strength))
     return kept
