@@ -296,12 +296,11 @@ BUDGET = {
 
 
 @pytest.fixture(scope="module")
-def code() -> list[Code]:
-    return compile_operator("dropout_add_layer_norm")
+def code(request) -> list[Code]:
+    return compile_operator("dropout_add_layer_norm", request.config)
 
 
 def test_compiled_kernels_keep_to_their_budget(code):
-    assert {c.architecture for c in code} == {"80", "90"}
     assert {c.kernel.partition("<")[0] for c in code} == set(BUDGET)
     for c in code:
         name, _, arguments = c.kernel.partition("<")

@@ -721,8 +721,8 @@ BUDGET = {
 
 
 @pytest.fixture(scope="module")
-def compiled() -> list[Code]:
-    return compile_operator("lstm")
+def compiled(request) -> list[Code]:
+    return compile_operator("lstm", request.config)
 
 
 def test_compiled_kernels_keep_to_their_budget(compiled):

@@ -14,6 +14,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
+from typing import Any
 
 import pytest
 
@@ -61,7 +62,19 @@ def selected(items: Iterable[pytest.Item]) -> set[pytest.Item]:
         marker = grid[0].get_closest_marker("covering")
         assert marker is not None
         (strength,) = marker.args or (2,)
-        # Values need not be hashable; their positions stand for them.
-        combinations = [tuple(item.callspec.indices.values()) for item in grid]  # type: ignore[attr-defined]
+        # Values need not be hashable, but all combinations have the same objects.
+        combinations = [
+            tuple(map(id, item.callspec.params.values()))  # type: ignore[attr-defined]
+            for item in grid
+        ]
         kept.update(grid[i] for i in covering(combinations, strength))
     return kept
+
+
+def selected_parameters(request: pytest.FixtureRequest, test: str) -> list[dict[str, Any]]:
+    """Returns the parameters of a module's test that run, for a fixture that serves all of them."""
+    return [
+        item.callspec.params
+        for item in request.session.items
+        if item.path == request.path and item.nodeid.partition("[")[0].endswith(f"::{test}")
+    ]

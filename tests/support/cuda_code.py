@@ -23,15 +23,15 @@ ROOT = Path(__file__).parents[2]
 BUILD = ROOT / "build/cuda_code"
 
 
-def target(source: Path) -> str:
-    """Returns nvcc's flag for the architectures of a source, as in setup.py.
+def target(source: Path, exhaustive: bool) -> str:
+    """Returns nvcc's flag for the architectures of a source: sm_80, and sm_90 too if exhaustive.
 
-    One pass of the compiler's front end serves sm_80 and sm_90. Sources for Hopper GPUs compile for
-    no other.
+    As in setup.py, one pass of the compiler's front end serves both. Sources for Hopper GPUs
+    compile for no other.
     """
     if source.stem.endswith("_hopper"):
         return "-gencode=arch=compute_90a,code=sm_90a"
-    return "-gencode=arch=compute_80,code=[sm_80,sm_90]"
+    return f"-gencode=arch=compute_80,code=[{'sm_80,sm_90' if exhaustive else 'sm_80'}]"
 
 
 class Code(NamedTuple):
@@ -59,8 +59,9 @@ def _is_fresh(target: Path) -> bool:
     return all(path.exists() and path.stat().st_mtime < made for path in inputs)
 
 
-def compile_operator(operator: str) -> list[Code]:
-    """Compiles every kernel of csrc/cuda/<operator>*.cu for the architectures of its source."""
+def compile_operator(operator: str, config: pytest.Config) -> list[Code]:
+    """Compiles every kernel of csrc/cuda/<operator>*.cu for the architectures of its source; for
+    all of them with ``--exhaustive``."""
     nvcc = shutil.which("nvcc")
     if nvcc is None:
         pytest.skip("no nvcc here")
@@ -71,14 +72,15 @@ def compile_operator(operator: str) -> list[Code]:
     versions = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True)
     # Whatever else the result depends on: compilers, flags, and this file, which reads the report.
     rest = " ".join([versions.stdout, tool, triton.__version__, *flags, Path(__file__).read_text()])
-    digest = hashlib.sha256(rest.encode()).hexdigest()[:16]
 
     def compile_one(source: Path) -> list[Code]:
+        architectures = target(source, config.getoption("exhaustive"))
+        digest = hashlib.sha256((rest + architectures).encode()).hexdigest()[:16]
         found = BUILD / f"{source.stem}.{digest}.json"
         fatbin = found.with_suffix(".fatbin")
         with FileLock(found.with_suffix(".lock")):  # another test worker may be compiling it
             if not _is_fresh(found):
-                command = [nvcc, *flags, target(source), f"-I{ROOT / 'csrc'}", str(source)]
+                command = [nvcc, *flags, architectures, f"-I{ROOT / 'csrc'}", str(source)]
                 command += ["-MMD", "-MF", str(found.with_suffix(".d")), "-o", str(fatbin)]
                 done = subprocess.run(command, capture_output=True, text=True)
                 assert done.returncode == 0, f"{source.name}: {done.stderr[-4000:]}"
