@@ -87,7 +87,7 @@ def fits(case: Case) -> bool:
 @kinds
 @SCHEDULES
 @pytest.mark.parametrize("what", VARIANTS)
-@pytest.mark.covering(1)
+@pytest.mark.covering
 def test_variants(library, what, schedule, kind):
     before = count_sequences(library, kind)
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
