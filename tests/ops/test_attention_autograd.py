@@ -495,6 +495,7 @@ def inputs_and_sinks(*sizes: int) -> list[Tensor]:
 
 
 @pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.covering(0)
 def test_compile_sinks(backend):
     """With their gradient, in one graph for every batch and length."""
     check_compile(model_with_sinks, inputs_and_sinks)
@@ -503,6 +504,7 @@ def test_compile_sinks(backend):
 
 
 @pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.covering(0)
 def test_compile_dynamic_shapes(backend):
     """One graph serves every batch and length."""
     check_one_graph(model, (model_inputs(*s) for s in ((3, 5, 7), (8, 9, 11), (5, 10, 13))))
@@ -524,6 +526,7 @@ class Module(nn.Module):
 
 
 @pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.covering(1)
 def test_export(backend, strict):
     """With a dynamic batch and lengths. The exported program calls the op by name."""
     args = (*(x.detach() for x in model_inputs()), torch.tensor([3, 1]))

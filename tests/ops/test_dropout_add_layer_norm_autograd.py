@@ -423,6 +423,7 @@ def test_compile(served, what):
 
 
 @pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.covering(0)
 def test_compile_dynamic_shapes(backend):
     """One graph serves every batch, length and width."""
     function = functools.partial(model, prenorm=True, **DROPOUT)

@@ -586,6 +586,7 @@ def test_compile_two_directions_with_lengths(backend):
 
 
 @pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.covering(0)
 def test_compile_dynamic_shapes(backend):
     """Length, batch and widths all vary."""
     sizes = ((3, 5, 7, 9), (8, 9, 11, 6), (5, 10, 13, 4))
@@ -607,6 +608,7 @@ class Module(torch.nn.Module):
 
 
 @pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.covering(1)
 def test_export(served, strict):
     """With dynamic batch and length; exported programs hold the op by name."""
     length, batch = (torch.export.Dim(name, min=2, max=64) for name in ("length", "batch"))
