@@ -11,14 +11,15 @@ import environment  # noqa: F401 - before torch
 import hypothesis
 import pytest
 import torch
+from covering import selected
 from tested_kernels import BACKENDS, CPP_KERNELS, KERNELS, Kernel
 
 import trifuse
 from trifuse import backends
 from trifuse.ops import linear
 
-# The same examples on every run, so that only a change can make a test fail.
-# `pytest --hypothesis-profile=thorough` draws new ones, and many more.
+# The same examples on every run, so that only a change can make a test fail; more of them with
+# --exhaustive. `pytest --hypothesis-profile=thorough` draws new ones, and many more.
 _COMMON: dict[str, Any] = {
     "deadline": None,
     "suppress_health_check": [
@@ -27,11 +28,33 @@ _COMMON: dict[str, Any] = {
         hypothesis.HealthCheck.too_slow,
     ],
 }
-hypothesis.settings.register_profile(
-    "default", max_examples=100, derandomize=True, database=None, **_COMMON
-)
+for _name, _examples in (("default", 60), ("exhaustive", 100)):
+    hypothesis.settings.register_profile(
+        _name, max_examples=_examples, derandomize=True, database=None, **_COMMON
+    )
 hypothesis.settings.register_profile("thorough", max_examples=1000, **_COMMON)
 hypothesis.settings.load_profile("default")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--exhaustive",
+        action="store_true",
+        help="run every combination of parameters, and more examples",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("exhaustive") and not config.getoption("--hypothesis-profile", None):
+        hypothesis.settings.load_profile("exhaustive")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("exhaustive"):
+        return
+    kept = selected(items)
+    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+    items[:] = [item for item in items if item in kept]
 
 
 @pytest.fixture(autouse=True)

@@ -235,15 +235,17 @@ def test_memory_is_that_of_a_step(whole):
     """A step that saves less for its backward needs less memory."""
     case = elmo.Case("wide", wide, 24)
     gates = 4 * 24 * max(len(x.words) + 2 for x in whole.train[:24]) * 4 * 512 * 4
-    # Memory that malloc keeps can add to a reading, so the least of two counts.
-    readings = [elmo.measure_memory(case, whole, "cpu", "auto", 1) for _ in range(2)]
-    eager, fused, recompute = (
-        min(getattr(memory, step) for memory in readings)
-        for step in ("eager", "fused", "recompute")
-    )
-    assert eager > fused > gates
-    assert fused - recompute > gates / 3  # each layer recomputes its own gates
-    assert all(memory.time_of_recompute > 0 for memory in readings)
+    least = [math.inf] * 3
+    # Memory that malloc keeps can add to a reading, so the least of two counts if one is off.
+    for _ in range(2):
+        memory = elmo.measure_memory(case, whole, "cpu", "auto", 1)
+        assert memory.time_of_recompute > 0
+        least = list(map(min, least, (memory.eager, memory.fused, memory.recompute)))
+        eager, fused, recompute = least
+        # Each layer recomputes its own gates.
+        if eager > fused > gates and fused - recompute > gates / 3:
+            return
+    pytest.fail(f"MiB: {[size / 2**20 for size in least]}, gates {gates / 2**20}")
 
 
 def test_cases_are_chosen_by_name():

@@ -128,6 +128,7 @@ def test_both_learn_alike(attention):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("attention", ["additive", "dot"])
+@pytest.mark.covering(0)
 def test_dates_are_learnt(attention):
     task = seq2seq.task(attention)
     trained = transformer.train(task, 200, device="cpu", fused=True)

@@ -154,6 +154,7 @@ LONG: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("options", LONG)
 @pytest.mark.parametrize(("E", "Ev"), [(64, 64), (128, 40), (72, 256)])
+@pytest.mark.covering(1)
 def test_tiles_follow_each_other_through_the_forward_s_stages(options, E, Ev):
     """The first block has two consumers, the second block one."""
     dropout_p = 0.1 if E == 128 else 0.0
@@ -162,6 +163,7 @@ def test_tiles_follow_each_other_through_the_forward_s_stages(options, E, Ev):
 
 @pytest.mark.parametrize("options", LONG)
 @pytest.mark.parametrize(("E", "Ev"), [(64, 64), (128, 40)])
+@pytest.mark.covering(1)
 def test_tiles_follow_each_other_through_the_backward_s_stages(library, options, E, Ev):
     """Tiles of queries come from two heads, one after the other."""
     changed = {"lengths": {"key_lengths": torch.tensor([299])}}
@@ -259,12 +261,11 @@ def test_bits_do_not_depend_on_the_order_of_threads(library, E, poisoned):
     for call in (case, dataclasses.replace(case, **{poisoned: x})):
         with library.device(compute_capability=90):
             expected = of_call(call)
-        for seed in range(2, 4):
-            with library.device(seed=seed, compute_capability=90):
-                results = of_call(call)
-            for a, e in zip(results, expected, strict=True):
-                if a is not None:
-                    assert_equal(a, e)
+        with library.device(seed=2, compute_capability=90):
+            results = of_call(call)
+        for a, e in zip(results, expected, strict=True):
+            if a is not None:
+                assert_equal(a, e)
 
 
 # Calls that it serves ----------------------------------------------------------------------------

@@ -296,12 +296,11 @@ BUDGET = {
 
 
 @pytest.fixture(scope="module")
-def code() -> list[Code]:
-    return compile_operator("dropout_add_layer_norm")
+def code(request) -> list[Code]:
+    return compile_operator("dropout_add_layer_norm", request.config)
 
 
 def test_compiled_kernels_keep_to_their_budget(code):
-    assert {c.architecture for c in code} == {"80", "90a"}
     assert {c.kernel.partition("<")[0] for c in code} == set(BUDGET)
     for c in code:
         name, _, arguments = c.kernel.partition("<")
@@ -330,4 +329,5 @@ def test_rows_move_16_bytes_at_a_time(code):
         assert c.count(r"STG\.\S*") - c.count(r"STG\.E\.128\S*") <= 2, c.kernel
         checked += 1
     usual, others = 4 * 4 + 5 * 2, 2 + 1 + 2 + 1  # instances per type
-    assert checked == 2 * (2 * usual + 3 * others)
+    architectures = {c.architecture for c in code}
+    assert checked == len(architectures) * (2 * usual + 3 * others)

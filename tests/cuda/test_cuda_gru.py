@@ -87,6 +87,7 @@ def fits(case: Case) -> bool:
 @kinds
 @SCHEDULES
 @pytest.mark.parametrize("what", VARIANTS)
+@pytest.mark.covering
 def test_variants(library, what, schedule, kind):
     before = count_sequences(library, kind)
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
@@ -435,8 +436,8 @@ BUDGET = {
 }
 
 
-def test_compiled_kernels_keep_to_their_budget():
-    compiled = compile_operator("gru")
+def test_compiled_kernels_keep_to_their_budget(request):
+    compiled = compile_operator("gru", request.config)
     assert {code.kernel.partition("<")[0] for code in compiled} == BUDGET.keys()
     for code in compiled:
         registers, stack = BUDGET[code.kernel.partition("<")[0]]

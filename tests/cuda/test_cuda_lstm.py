@@ -415,6 +415,7 @@ def test_stacks(library, stack):
 
 @stacks
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.covering(1)
 def test_side_by_side_gives_the_bits_of_one_after_the_other(library, stack, dtype):
     """One after the other, each layer has as many multiprocessors as it has side by side."""
     options = {"lengths": [(5 * b) % 34 for b in range(18)], **STACKS[stack]}
@@ -609,6 +610,7 @@ def test_vmap_of_a_stack(library, batched):
 
 @pytest.mark.parametrize("save", [0, 1, 2])
 @pytest.mark.parametrize("T", [2, 33])
+@pytest.mark.covering(1)
 def test_opcheck_of_a_stack(library, T, save):
     case = make_stack(T, 2, projection=3, **CLIPS)
     parameters = [t for p in case.parameters for t in p]
@@ -719,8 +721,8 @@ BUDGET = {
 
 
 @pytest.fixture(scope="module")
-def compiled() -> list[Code]:
-    return compile_operator("lstm")
+def compiled(request) -> list[Code]:
+    return compile_operator("lstm", request.config)
 
 
 def test_compiled_kernels_keep_to_their_budget(compiled):

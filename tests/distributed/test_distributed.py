@@ -9,6 +9,7 @@ import sys
 import processes
 import pytest
 import torch
+from covering import selected_parameters
 
 pytestmark = pytest.mark.skipif(
     not torch.distributed.is_available(), reason="torch has no distributed"
@@ -16,16 +17,21 @@ pytestmark = pytest.mark.skipif(
 
 
 @pytest.fixture(scope="module")
-def errors(tmp_path_factory: pytest.TempPathFactory):
+def errors(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory):
+    """Returns a function: the errors of all selected checks in so many processes."""
+
     @functools.cache
     def of(size: int) -> dict[str, list[str]]:
-        return processes.run(size, tmp_path_factory.mktemp(f"processes{size}"))
+        chosen = selected_parameters(request, "test_check_passes_in_every_process")
+        names = [each["name"] for each in chosen if each["size"] == size]
+        return processes.run(size, tmp_path_factory.mktemp(f"processes{size}"), names)
 
     return of
 
 
 @pytest.mark.parametrize("size", processes.SIZES)
 @pytest.mark.parametrize("name", processes.names())
+@pytest.mark.covering(1)
 def test_check_passes_in_every_process(name, size, errors):
     found = errors(size)[name]
     assert not found, "\n".join(found)

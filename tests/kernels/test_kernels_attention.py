@@ -32,7 +32,7 @@ from attention_cases import (
     run,
     run_packed,
 )
-from budgets import check_budget, compile_calls
+from budgets import check_budget, compile_calls, selected_calls
 from numerics import LAYOUTS, Accuracy, lay_out
 from test_attention import test_gradient_of_a_mask_without_elements  # noqa: F401 - collected here
 from test_attention_infinities import *  # noqa: F403 - collected here, with this file's kernel
@@ -457,26 +457,32 @@ BATCHES = [
 ]
 
 
+CALLS = list(dict.fromkeys(call[1:] for call in BUDGET))  # on either architecture
+
+
 @pytest.fixture(scope="module")
-def usages() -> dict[tuple[Any, ...], list[Any]]:
+def usages(request) -> dict[tuple[Any, ...], list[Any]]:
     """Returns, by call, its kernels, their resources and the matrix unit that they use."""
-    calls = [(*call, tuple(of)) for call, of in BUDGET.items()]
+    calls = [(*call, tuple(BUDGET[call])) for call in selected_calls(request, CALLS)]
     found = compile_calls("compile_attention.py", calls + BATCHES)
     return {call[:4] if call in calls else call: kernels for call, kernels in found.items()}
 
 
-@pytest.mark.parametrize(
-    "call", BUDGET, ids=lambda call: f"sm_{call[0]} {' '.join(map(str, call[1:]))}"
-)
-def test_compiled_kernels_keep_to_their_budget(usages, call):
-    check_budget(usages[call], BUDGET[call], SLACK)
+@pytest.mark.parametrize("architecture", [80, 90])
+@pytest.mark.parametrize("call", CALLS, ids=lambda call: " ".join(map(str, call)))
+@pytest.mark.covering(1)
+def test_compiled_kernels_keep_to_their_budget(usages, architecture, call):
+    check_budget(usages[(architecture, *call)], BUDGET[(architecture, *call)], SLACK)
 
 
-@pytest.mark.parametrize(("architecture", "instruction"), [(80, "HMMA"), (90, "HGMMA")])
-def test_matrix_products_run_on_the_unit_meant_for_them(usages, architecture, instruction):
-    for head_dim, options in ((64, "plain"), (256, "causal")):
-        for kernel, *_, matrix in usages[architecture, "bf16", head_dim, options]:
-            assert matrix == instruction, kernel
+def test_matrix_products_run_on_the_unit_meant_for_them(usages):
+    units = {
+        (architecture, matrix)
+        for (architecture, dtype, _, options, *_), kernels in usages.items()
+        for name, *_, matrix in kernels
+        if dtype == "bf16" and options in ("plain", "causal")
+    }
+    assert units == {(80, "HMMA"), (90, "HGMMA")}
 
 
 def test_one_compilation_serves_every_batch(usages):

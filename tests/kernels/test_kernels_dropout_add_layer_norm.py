@@ -7,13 +7,14 @@ a tile make the tiles smaller.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from random import Random
 from typing import Any
 
 import pytest
 import torch
 from attention_cases import normal
-from budgets import check_budget, compile_calls, for_each_architecture
+from budgets import check_budget, compile_calls, selected_calls
 from dropout_add_layer_norm_cases import (
     Case,
     assert_same_bits,
@@ -284,26 +285,25 @@ BATCHES = [(90, "fp32", 768, 0.1, False, False, rows) for rows in (1, 37, 4096)]
 
 
 @pytest.fixture(scope="module")
-def usages() -> dict[tuple[Any, ...], list[Any]]:
+def usages(request) -> dict[tuple[Any, ...], list[Any]]:
     """Returns, by call, the kernels of its forward and backward and the resources of each."""
     return compile_calls(
-        "compile_dropout_add_layer_norm.py", for_each_architecture(BUDGET) + BATCHES
+        "compile_dropout_add_layer_norm.py", selected_calls(request, BUDGET) + BATCHES
     )
 
 
 @pytest.mark.parametrize("architecture", [80, 90])
 @pytest.mark.parametrize("call", BUDGET, ids=lambda call: " ".join(map(str, call)))
+@pytest.mark.covering(1)
 def test_compiled_kernels_keep_to_their_budget(usages, architecture, call):
     check_budget(usages[(architecture, *call)], BUDGET[call])
 
 
-@pytest.mark.parametrize("architecture", [80, 90])
-@pytest.mark.parametrize("call", BUDGET, ids=lambda call: " ".join(map(str, call)))
-def test_matrices_move_16_bytes_at_a_time(usages, architecture, call):
+def test_matrices_move_16_bytes_at_a_time(usages):
     """Except the seed (8 bytes), row statistics (4 bytes) and gradients of vectors. The backward
     has its loads twice: it prefetches a tile before the loop."""
     most = {"forward": 2, "backward_statistics": 3, "backward": 10, "backward_sum": 0}
-    for name, _, _, _, loads, stores, _ in usages[(architecture, *call)]:
+    for name, _, _, _, loads, stores, _ in itertools.chain(*usages.values()):
         assert loads["128"] > 0
         others = sum(loads.values()) - loads["128"]
         assert others <= most[name], (name, loads)

@@ -7,7 +7,7 @@ from typing import Any
 import gru_cases
 import pytest
 import torch
-from budgets import check_budget, compile_calls, for_each_architecture
+from budgets import check_budget, compile_calls, selected_calls
 from gru_cases import KINDS, Case, Results, record_accuracy, run, specification
 from lstm_cases import assert_same_bits, lay_out_any
 from numerics import Accuracy
@@ -237,11 +237,12 @@ BUDGET: dict[tuple[Any, ...], dict[str, tuple[int, int, int]]] = {
 
 
 @pytest.fixture(scope="module")
-def usages() -> dict[tuple[Any, ...], list[Any]]:
-    return compile_calls("compile_lstm.py", for_each_architecture(BUDGET))
+def usages(request) -> dict[tuple[Any, ...], list[Any]]:
+    return compile_calls("compile_lstm.py", selected_calls(request, BUDGET))
 
 
 @pytest.mark.parametrize("architecture", [80, 90])
 @pytest.mark.parametrize("call", BUDGET, ids=lambda call: " ".join(map(str, call)))
+@pytest.mark.covering(1)
 def test_compiled_kernels_keep_to_their_budget(usages, architecture, call):
     check_budget(usages[(architecture, *call)], BUDGET[call])

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from budgets import check_budget, compile_calls, for_each_architecture
+from budgets import check_budget, compile_calls, selected_calls
 from lstm_cases import (
     DRAWN,
     EVERYTHING,
@@ -376,23 +376,28 @@ BATCHES = [(90, "bf16", 512, "projected", B) for B in (4, 37)]
 
 
 @pytest.fixture(scope="module")
-def usages() -> dict[tuple[Any, ...], list[Any]]:
+def usages(request) -> dict[tuple[Any, ...], list[Any]]:
     """Returns, by call, the kernels of its forward and backward and the resources of each."""
-    return compile_calls("compile_lstm.py", for_each_architecture(BUDGET) + BATCHES)
+    return compile_calls("compile_lstm.py", selected_calls(request, BUDGET) + BATCHES)
 
 
 @pytest.mark.parametrize("architecture", [80, 90])
 @pytest.mark.parametrize("call", BUDGET, ids=lambda call: " ".join(map(str, call)))
+@pytest.mark.covering(1)
 def test_compiled_kernels_keep_to_their_budget(usages, architecture, call):
     check_budget(usages[(architecture, *call)], BUDGET[call])
 
 
-@pytest.mark.parametrize("architecture", [80, 90])
-def test_products_of_a_whole_sequence_run_on_the_matrix_unit(usages, architecture):
+def test_products_of_a_whole_sequence_run_on_the_matrix_unit(usages):
     """Except in float32, whose factors the matrix unit would round."""
-    for call, expected in (("bf16", 128, "plain"), True), (("fp32", 32, "all"), False):
-        for name, _, _, _, matrix, _ in usages[(architecture, *call)]:
-            assert matrix == (expected and name.endswith("sequence"))
+    sequences = [
+        (dtype, matrix)
+        for (_, dtype, *_), kernels in usages.items()
+        for name, _, _, _, matrix, _ in kernels
+        if name.endswith("sequence")
+    ]
+    assert {dtype for dtype, _ in sequences} == {"bf16", "fp32"}
+    assert all(matrix == (dtype == "bf16") for dtype, matrix in sequences)
 
 
 def test_one_compilation_serves_every_batch(usages):

@@ -133,6 +133,7 @@ def test_gradcheck(backend, what):
 
 
 @pytest.mark.parametrize("what", DIFFERENTIABLE)
+@pytest.mark.covering(1)
 def test_gradgradcheck(backend, what):
     call, args = DIFFERENTIABLE[what]()
     call = finite_rows(seeded(call))
@@ -235,6 +236,7 @@ def test_func_derivative_of_the_mask(backend):
 
 
 @pytest.mark.parametrize("what", DIFFERENTIABLE)
+@pytest.mark.covering(1)
 def test_forward_mode(backend, what):
     call, args = DIFFERENTIABLE[what]()
     check_forward_mode(finite_rows(seeded(call)), args, draws="dropout" in what)
@@ -258,6 +260,7 @@ def batched(x: Tensor, dim: int, seed: int = 20) -> Tensor:
     ids=str,
 )
 @pytest.mark.parametrize("kind", ["no", "bool", "float", "batched float", "batched bool"])
+@pytest.mark.covering
 def test_vmap(backend, in_dims, kind):
     """Output, logsumexp and every gradient, with each argument batched or shared."""
     args = [
@@ -403,6 +406,7 @@ def op_arguments() -> dict[str, tuple[Any, ...]]:
 
 
 @pytest.mark.parametrize("what", op_arguments())
+@pytest.mark.covering(1)
 def test_opcheck(backend, what):
     args = op_arguments()[what]
     forward = getattr(torch.ops.trifuse.attention_forward, backend)
@@ -466,6 +470,7 @@ def model_inputs(batch: int = B, Lq: int = Lq, Lk: int = Lk) -> list[Tensor]:
 
 @pytest.mark.usefixtures("fresh_dynamo")
 @pytest.mark.parametrize("what", TRACED)
+@pytest.mark.covering(1)
 def test_compile(backend, what):
     function = functools.partial(model, **TRACED[what])
     check_compile(function, model_inputs)
@@ -490,6 +495,7 @@ def inputs_and_sinks(*sizes: int) -> list[Tensor]:
 
 
 @pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.covering(0)
 def test_compile_sinks(backend):
     """With their gradient, in one graph for every batch and length."""
     check_compile(model_with_sinks, inputs_and_sinks)
@@ -498,6 +504,7 @@ def test_compile_sinks(backend):
 
 
 @pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.covering(0)
 def test_compile_dynamic_shapes(backend):
     """One graph serves every batch and length."""
     check_one_graph(model, (model_inputs(*s) for s in ((3, 5, 7), (8, 9, 11), (5, 10, 13))))
@@ -505,6 +512,7 @@ def test_compile_dynamic_shapes(backend):
 
 @pytest.mark.usefixtures("fresh_dynamo")
 @pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs a compiler")
+@pytest.mark.covering(0)
 def test_compile_with_inductor(backend):
     """Forward and backward through generated code, which relies on the fakes' strides."""
     mask = float_mask(1, H, Lq, Lk).float()
@@ -518,6 +526,7 @@ class Module(nn.Module):
 
 
 @pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.covering(1)
 def test_export(backend, strict):
     """With a dynamic batch and lengths. The exported program calls the op by name."""
     args = (*(x.detach() for x in model_inputs()), torch.tensor([3, 1]))

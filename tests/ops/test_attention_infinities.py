@@ -117,6 +117,7 @@ def assert_alike(actual: Results, expected: Results, dtype: torch.dtype) -> None
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("structure", CAPPED)
+@pytest.mark.covering
 def test_infinities_that_take_part(kernel, structure, place, dtype):
     if place == "attn_mask" and structure != "float mask":
         pytest.skip("only a float mask holds one")
@@ -222,6 +223,7 @@ WIDE = (sys.maxsize, 2**31, 2**32 + 1, 2**63, 2**100, (2**40, None), (None, sys.
 @pytest.mark.parametrize("window", WIDE, ids=str)
 @pytest.mark.parametrize("variant", [False, True, CausalVariant.LOWER_RIGHT], ids=str)
 @pytest.mark.parametrize("sizes", [(70, 45), (37, 66)], ids=str)
+@pytest.mark.covering
 def test_windows_wider_than_numbers(kernel, window, variant, sizes):
     case = make(B=1, H=1, Lq=sizes[0], Lk=sizes[1], is_causal=variant)
     wide = dataclasses.replace(case, options={**case.options, "window": window})

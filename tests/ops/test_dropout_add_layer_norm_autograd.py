@@ -233,6 +233,7 @@ def test_func_derivatives(backend, prenorm):
 
 
 @pytest.mark.parametrize("what", DIFFERENTIABLE)
+@pytest.mark.covering(1)
 def test_forward_mode(backend, what):
     call, args = DIFFERENTIABLE[what]()
     check_forward_mode(seeded(call), args, draws="dropout" in what)
@@ -365,6 +366,7 @@ def backward_arguments(args: tuple[Any, ...], results: list[Tensor]) -> Iterator
 
 
 @pytest.mark.parametrize("what", op_arguments())
+@pytest.mark.covering(1)
 def test_opcheck(served, what):
     args = op_arguments()[what]
     forward = getattr(torch.ops.trifuse.dropout_add_layer_norm_forward, served)
@@ -414,12 +416,14 @@ def model_inputs(batch: int = 2, length: int = 3, width: int = N) -> list[Tensor
 
 @pytest.mark.usefixtures("fresh_dynamo")
 @pytest.mark.parametrize("what", TRACED)
+@pytest.mark.covering(1)
 def test_compile(served, what):
     function = functools.partial(model, **TRACED[what])
     check_compile(function, model_inputs)
 
 
 @pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.covering(0)
 def test_compile_dynamic_shapes(backend):
     """One graph serves every batch, length and width."""
     function = functools.partial(model, prenorm=True, **DROPOUT)
@@ -429,6 +433,7 @@ def test_compile_dynamic_shapes(backend):
 
 @pytest.mark.usefixtures("fresh_dynamo")
 @pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs a compiler")
+@pytest.mark.covering(0)
 def test_compile_with_inductor(backend):
     """Forward and backward through generated code, which relies on the fakes' strides."""
     function = functools.partial(model, prenorm=True, **DROPOUT)

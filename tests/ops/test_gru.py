@@ -253,6 +253,7 @@ def call_of(case: Case) -> tuple[Callable[..., Any], list[Tensor]]:
 
 @kinds
 @pytest.mark.parametrize("what", VARIANTS)
+@pytest.mark.covering
 def test_gradcheck(backend, what, kind):
     options = VARIANTS[what] | ({"lengths": (3, 1)} if "lengths" in VARIANTS[what] else {})
     call, args = call_of(Case(3, 2, 2, 3, kind=kind, dtype=torch.float64, **options))
@@ -262,6 +263,7 @@ def test_gradcheck(backend, what, kind):
 
 @kinds
 @pytest.mark.parametrize("what", ["plain", "two directions, lengths"])
+@pytest.mark.covering(1)
 def test_opcheck(served, what, kind):
     # Full lengths: past a row's length gates are uninitialised, and opcheck would compare them.
     full = {"lengths": (5, 5, 5)} if "lengths" in VARIANTS[what] else {}
@@ -292,6 +294,7 @@ def test_opcheck(served, what, kind):
 @pytest.mark.parametrize(
     "batched", [{"input": 0}, {"h0": 1}, {"input": 1, "weight_hh": 0}], ids=str
 )
+@pytest.mark.covering(1)
 def test_vmap(served, batched, kind):
     case = Case(3, 2, 4, 5, kind=kind, lengths=(3, 1))
     call, args = call_of(case)
@@ -310,6 +313,7 @@ def test_vmap(served, batched, kind):
 
 
 @kinds
+@pytest.mark.covering(1)
 def test_compile(served, kind):
     torch._dynamo.reset()
     case = Case(kind=kind, **VARIANTS["lengths"])

@@ -76,6 +76,7 @@ PER_ROW = ("output", "h_n", "c_n", "grad_input", "grad_h0", "grad_c0")
 
 @pytest.mark.parametrize("what", VARIANTS)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.covering
 def test_variants(kernel, what, dtype):
     case = make(**VARIANTS[what], dtype=dtype)
     assert_near(run(case), specification(case))
@@ -354,6 +355,7 @@ def test_results_are_nobody_elses_memory(kernel):
 @pytest.mark.parametrize("what", ["plain", "everything in evaluation", "layer norm", "coupled"])
 @pytest.mark.parametrize("reverse", [(False,), (True,), (False, True)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.covering
 def test_ragged_is_a_loop_over_sequences(cpp_kernel, what, reverse, dtype):
     """Bit for bit, each sequence alone and at its own length."""
     lengths = (4, 0, 6, 1, 6, 2)
@@ -526,6 +528,7 @@ def test_a_ragged_sequence_cut_in_two(cpp_kernel):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("what", ["plain", "projection", "coupled", "layer norm"])
+@pytest.mark.covering
 def test_one_step_of_few_rows(cpp_kernel, what, dtype):
     """Few rows read weights unpacked, in whole and partial blocks; the bits stay the same."""
     for I, H in ((5, 19), (150, 48), (33, 147)):  # noqa: E741

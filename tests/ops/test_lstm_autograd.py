@@ -300,6 +300,7 @@ def test_gradients_pass_where_c_is_at_its_clip(served, dtype, options):
     "options", [{}, {"recompute": True}, {"zoneout_h": 0.25}, {"lengths": (2,)}], ids=str
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.covering
 def test_gradients_pass_where_a_projection_is_at_its_clip(served, dtype, options):
     """m is 1 in its first unit and 0 in the others, so q is the first column of W_hr.
 
@@ -399,6 +400,7 @@ SAMPLES = 3
     ids=str,
 )
 @pytest.mark.parametrize("what", ["plain", "lengths", "both clips"])
+@pytest.mark.covering(1)
 def test_vmap(backend, what, batched):
     """vmap of results and of every gradient, with each argument batched or shared."""
     assert_vmap_is_a_loop(small(what), batched)
@@ -498,6 +500,7 @@ def backward_arguments(args: tuple[Any, ...], results: Any) -> Iterator[tuple[An
         ("everything", SAVE_ALL),
     ],
 )
+@pytest.mark.covering(1)
 def test_opcheck(backend, what, save):
     opcheck(backend, what, save)
 
@@ -583,6 +586,7 @@ def test_compile_two_directions_with_lengths(backend):
 
 
 @pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.covering(0)
 def test_compile_dynamic_shapes(backend):
     """Length, batch and widths all vary."""
     sizes = ((3, 5, 7, 9), (8, 9, 11, 6), (5, 10, 13, 4))
@@ -591,6 +595,7 @@ def test_compile_dynamic_shapes(backend):
 
 @pytest.mark.usefixtures("fresh_dynamo")
 @pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs a compiler")
+@pytest.mark.covering(0)
 def test_compile_with_inductor(backend):
     """Forward and backward through generated code, which relies on the fakes' strides."""
     compiled = torch.compile(model, fullgraph=True, options={"fallback_random": True})
@@ -603,6 +608,7 @@ class Module(torch.nn.Module):
 
 
 @pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.covering(1)
 def test_export(served, strict):
     """With dynamic batch and length; exported programs hold the op by name."""
     length, batch = (torch.export.Dim(name, min=2, max=64) for name in ("length", "batch"))

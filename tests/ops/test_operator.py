@@ -120,6 +120,7 @@ def seeded(function: Callable[..., Any], *args: Any) -> Any:
 
 @every_operator
 @pytest.mark.parametrize("requires_grad", [False, True])
+@pytest.mark.covering(1)
 def test_compiled(backend, operator, requires_grad):
     """Models pass the same tensor more than once; with and without gradients."""
     call, x = model(operator).requires_grad_(requires_grad), sample().requires_grad_(requires_grad)
@@ -147,6 +148,7 @@ TRANSFORMS: dict[str, Callable[[Callable[[Tensor], Tensor]], Callable[[Tensor], 
 
 @every_operator
 @pytest.mark.parametrize("transform", TRANSFORMS)
+@pytest.mark.covering(1)
 def test_transforms_inside_what_is_compiled(operator, transform):
     call = TRANSFORMS[transform](model(operator).requires_grad_(False))
     actual, expected = (seeded(function, sample()) for function in (compiled(call), call))
@@ -168,6 +170,7 @@ def test_a_gradient_taken_inside_has_a_gradient_outside(operator):
 
 
 @every_operator
+@pytest.mark.covering(1)
 def test_torch_func(backend, operator):
     """Against autograd's jacobian and hessian, which run the kernels one call at a time."""
     call, x = model(operator).requires_grad_(False), sample()
@@ -189,6 +192,7 @@ def test_torch_func(backend, operator):
 
 
 @operators
+@pytest.mark.covering(1)
 def test_many_gradients_at_once(backend, operator):
     """``autograd.grad(is_grads_batched=True)``, in first and second derivatives."""
     call, x = model(operator), sample().requires_grad_()
@@ -216,6 +220,7 @@ def test_many_gradients_at_once(backend, operator):
 
 @every_operator
 @pytest.mark.parametrize("order", [0, 1, 2])
+@pytest.mark.covering(1)
 def test_vmap_over_derivatives(backend, operator, order):
     call = model(operator).requires_grad_(False)
     for _ in range(order):
@@ -245,6 +250,7 @@ def ops_in(program: torch.export.ExportedProgram) -> set[str]:
 
 @every_operator
 @pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.covering(1)
 def test_an_exported_program_can_be_trained(backend, operator, strict):
     original, program = exported(operator, strict=strict)
     module, grads = program.module(), []
@@ -255,6 +261,7 @@ def test_an_exported_program_can_be_trained(backend, operator, strict):
 
 
 @every_operator
+@pytest.mark.covering(1)
 def test_decompositions_leave_no_op_of_ours(backend, operator):
     original, program = exported(operator)
     assert operator == "linear" or ops_in(program)
@@ -337,7 +344,8 @@ torch.testing.assert_close(model(x), y)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("operator", ["lstm, options", "attention, causal and lengths"])
+@pytest.mark.parametrize("operator", ["attention, causal and lengths", "lstm, options"])
+@pytest.mark.covering(0)
 def test_a_package_of_aotinductor_loads_in_another_process(operator, tmp_path):
     with torch.no_grad():
         original, program = exported(operator, torch.float32)

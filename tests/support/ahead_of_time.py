@@ -6,6 +6,7 @@ module before any kernel, in a separate process.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
@@ -72,6 +73,7 @@ def compile_launches(
     return [_disassemble(kernel) for kernel in compiled]
 
 
+@functools.cache  # one kernel may serve several launches
 def _disassemble(kernel: Any) -> Code:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])

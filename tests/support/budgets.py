@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from covering import selected_parameters
 
 Budget = dict[str, tuple[int, int, int]]
 
@@ -22,8 +23,15 @@ BUDGETED = "3.9."
 ARCHITECTURES = (80, 90)
 
 
-def for_each_architecture(calls: Iterable[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
-    return [(architecture, *call) for call in calls for architecture in ARCHITECTURES]
+def selected_calls(
+    request: pytest.FixtureRequest, calls: Iterable[tuple[Any, ...]]
+) -> list[tuple[Any, ...]]:
+    """Returns the calls whose budgets are checked, beginning with the architecture; all if none
+    is, because then another test of the module runs alone."""
+    chosen = selected_parameters(request, "test_compiled_kernels_keep_to_their_budget")
+    return [(each["architecture"], *each["call"]) for each in chosen] or [
+        (architecture, *call) for call in calls for architecture in ARCHITECTURES
+    ]
 
 
 def compile_calls(

@@ -21,18 +21,23 @@ from filelock import FileLock
 
 ROOT = Path(__file__).parents[2]
 BUILD = ROOT / "build/cuda_code"
-ARCHITECTURES = ("80", "90a")
 
 
-def architectures(source: Path) -> tuple[str, ...]:
-    """Returns the architectures of a source; sources for Hopper GPUs compile for no other."""
-    return ("90a",) if source.stem.endswith("_hopper") else ARCHITECTURES
+def target(source: Path, exhaustive: bool) -> str:
+    """Returns nvcc's flag for the architectures of a source: sm_80, and sm_90 too if exhaustive.
+
+    As in setup.py, one pass of the compiler's front end serves both. Sources for Hopper GPUs
+    compile for no other.
+    """
+    if source.stem.endswith("_hopper"):
+        return "-gencode=arch=compute_90a,code=sm_90a"
+    return f"-gencode=arch=compute_80,code=[{'sm_80,sm_90' if exhaustive else 'sm_80'}]"
 
 
 class Code(NamedTuple):
     """One kernel compiled for one architecture."""
 
-    architecture: str
+    architecture: str  # 80, 90, 90a
     kernel: str  # without namespaces and arguments: backward_kernel<float, true, 512>
     registers: int  # per thread
     stack: int  # bytes per thread, nearly all of them spills
@@ -54,50 +59,59 @@ def _is_fresh(target: Path) -> bool:
     return all(path.exists() and path.stat().st_mtime < made for path in inputs)
 
 
-def compile_operator(operator: str) -> list[Code]:
-    """Compiles every kernel of csrc/cuda/<operator>*.cu for each architecture of its source."""
+def compile_operator(operator: str, config: pytest.Config) -> list[Code]:
+    """Compiles every kernel of csrc/cuda/<operator>*.cu for the architectures of its source; for
+    all of them with ``--exhaustive``."""
     nvcc = shutil.which("nvcc")
     if nvcc is None:
         pytest.skip("no nvcc here")
     triton = pytest.importorskip("triton", reason="which brings cuobjdump")
     tool = triton.knobs.nvidia.cuobjdump.path
     BUILD.mkdir(parents=True, exist_ok=True)
-    flags = ["-std=c++20", "-O3", "--expt-relaxed-constexpr", "-Werror=all-warnings", "-cubin"]
+    flags = ["-std=c++20", "-O3", "--expt-relaxed-constexpr", "-Werror=all-warnings", "-fatbin"]
     versions = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True)
     # Whatever else the result depends on: compilers, flags, and this file, which reads the report.
     rest = " ".join([versions.stdout, tool, triton.__version__, *flags, Path(__file__).read_text()])
-    digest = hashlib.sha256(rest.encode()).hexdigest()[:16]
 
-    def compile_one(job_of: tuple[Path, str]) -> list[Code]:
-        source, architecture = job_of
-        found = BUILD / f"{source.stem}.{architecture}.{digest}.json"
-        cubin = found.with_suffix(".cubin")
+    def compile_one(source: Path) -> list[Code]:
+        architectures = target(source, config.getoption("exhaustive"))
+        digest = hashlib.sha256((rest + architectures).encode()).hexdigest()[:16]
+        found = BUILD / f"{source.stem}.{digest}.json"
+        fatbin = found.with_suffix(".fatbin")
         with FileLock(found.with_suffix(".lock")):  # another test worker may be compiling it
             if not _is_fresh(found):
-                target = f"-gencode=arch=compute_{architecture},code=sm_{architecture}"
-                command = [nvcc, *flags, target, f"-I{ROOT / 'csrc'}", str(source)]
-                command += ["-MMD", "-MF", str(found.with_suffix(".d")), "-o", str(cubin)]
+                command = [nvcc, *flags, architectures, f"-I{ROOT / 'csrc'}", str(source)]
+                command += ["-MMD", "-MF", str(found.with_suffix(".d")), "-o", str(fatbin)]
                 done = subprocess.run(command, capture_output=True, text=True)
                 assert done.returncode == 0, f"{source.name}: {done.stderr[-4000:]}"
                 # Serialised products of a warpgroup are reported as a note, not as a warning.
                 assert "Performance Loss" not in done.stdout + done.stderr, done.stderr[-4000:]
                 try:
-                    command = [tool, "--dump-resource-usage", "--dump-sass", str(cubin)]
+                    command = [tool, "--dump-resource-usage", "--dump-sass", str(fatbin)]
                     done = subprocess.run(command, capture_output=True, text=True, check=True)
                 finally:
-                    cubin.unlink()
-                found.write_text(json.dumps(_read(done.stdout, architecture)))
+                    fatbin.unlink()
+                found.write_text(json.dumps(_read(done.stdout)))
             return [Code(*code) for code in json.loads(found.read_text())]
 
     sources = sorted((ROOT / "csrc/cuda").glob(f"{operator}*.cu"))
     assert sources, operator
-    jobs = [(source, architecture) for source in sources for architecture in architectures(source)]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        return [code for codes in pool.map(compile_one, jobs) for code in codes]
+        return [code for codes in pool.map(compile_one, sources) for code in codes]
 
 
-def _read(report: str, architecture: str) -> list[Code]:
-    """Reads cuobjdump's report: the resources of all functions, then the instructions of each."""
+def _read(report: str) -> list[Code]:
+    """Reads cuobjdump's report, which has a part for each architecture."""
+    _, *parts = re.split(r"^arch = sm_(\w+)$", report, flags=re.MULTILINE)
+    return [
+        code
+        for architecture, part in zip(parts[::2], parts[1::2], strict=True)
+        for code in _read_architecture(architecture, part)
+    ]
+
+
+def _read_architecture(architecture: str, report: str) -> list[Code]:
+    """Reads the resources of all functions, then the instructions of each."""
     sass = {}
     for part in re.split(r"^\s*Function : ", report, flags=re.MULTILINE)[1:]:
         name, _, instructions = part.partition("\n")
