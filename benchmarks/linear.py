@@ -1,10 +1,10 @@
 """Linear layers: trifuse's matrix product against torch's, by the number of rows.
 
-A call goes once through the products of four layers of BERT-base, each with 768 to 768 features
-four times, 768 to 3072, and back. So no weight stays in a cache. In inference weights are packed
-beforehand, as a fused model keeps them, or multiplied as they are, as it does with few rows;
-training takes the gradients of input and weights too. The table in trifuse/ops/linear.py, which
-chooses the product, follows from these figures.
+A call goes through the products of a layer of BERT-base: 768 to 768 features four times, 768 to
+3072, and back; in inference through four layers, so that no weight stays in a cache. There weights
+are packed beforehand, as a fused model keeps them, or multiplied as they are, as it does with few
+rows. Training takes the gradients of input and weights too. The table in trifuse/ops/linear.py,
+which chooses the product, follows from these figures.
 
 The ceiling is the larger of two times: the operations at the matrix rate, and in inference the
 bytes of the weights at the copy rate.
@@ -30,7 +30,7 @@ from trifuse.benchmarks.terminal import print_table
 from trifuse.benchmarks.timing import Timing
 
 ROWS = (1, 4, 16, 64, 512)
-LAYERS = (((768, 768),) * 4 + ((768, 3072), (3072, 768))) * 4  # in and out features
+LAYER = ((768, 768),) * 4 + ((768, 3072), (3072, 768))  # in and out features
 
 
 class Case(NamedTuple):
@@ -44,10 +44,20 @@ class Case(NamedTuple):
         return f"{str(self.dtype).removeprefix('torch.')}, {kind}, {self.rows} rows"
 
     @property
+    def products(self) -> tuple[tuple[int, int], ...]:
+        """In and out features of a call's products."""
+        return LAYER * (1 if self.training else 4)
+
+    @property
+    def weights(self) -> int:
+        """How many numbers the weights hold."""
+        return sum(k * n for k, n in self.products)
+
+    @property
     def operations(self) -> float:
         """The floating-point operations of one call's products."""
         products = 3 if self.training else 1
-        return 2.0 * products * self.rows * _WEIGHTS
+        return 2.0 * products * self.rows * self.weights
 
     @property
     def unpacked(self) -> bool:
@@ -59,10 +69,7 @@ class Case(NamedTuple):
         computing = self.operations / ceilings.matrix_rate(self.dtype).value
         if self.training:
             return computing
-        return max(computing, _WEIGHTS * self.dtype.itemsize / ceilings.copy_rate().value)
-
-
-_WEIGHTS = sum(k * n for k, n in LAYERS)
+        return max(computing, self.weights * self.dtype.itemsize / ceilings.copy_rate().value)
 
 
 CASES = tuple(
@@ -99,7 +106,7 @@ def run(case: Case, seconds: float) -> Outcome:
         AssertionError: the two don't compute the same.
     """
     torch.manual_seed(0)
-    weights = [torch.randn(n, k).div_(k**0.5).to(case.dtype) for k, n in LAYERS]
+    weights = [torch.randn(n, k).div_(k**0.5).to(case.dtype) for k, n in case.products]
     inputs = {k: torch.randn(case.rows, k).to(case.dtype) for k in (768, 3072)}
     ours = _train_by_ours if case.training else _infer_by_ours
     theirs = _train if case.training else _infer
