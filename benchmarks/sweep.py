@@ -276,7 +276,8 @@ def plot(path: Path, title: str, outcomes: Sequence[Outcome]) -> None:
     axes.set_xlabel("torch's time in milliseconds", fontsize=9)
     axes.set_ylabel("times as fast as torch", fontsize=9)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, fontsize=8)
+    above = {"loc": "lower left", "bbox_to_anchor": (0, 1), "ncols": 2}
+    axes.legend(frameon=False, fontsize=8, **above)
     pictures.add_caption(figure, title)
     pictures.save(figure, path)
     pyplot.close(figure)
@@ -311,7 +312,7 @@ def _show(outcomes: Sequence[Outcome]) -> None:
     long = [outcome for outcome in outcomes if not outcome.is_short]
     if short:
         worst = sorted(short, key=lambda outcome: -outcome.over)[:10]
-        title = f"{len(short)} calls take torch less than 20 µs; ours take longest, compared, in"
+        title = f"of {len(short)} calls that take torch less than 20 µs, ours furthest behind"
         print_table(table(title, worst))
     if long:
         worst = sorted(long, key=lambda outcome: outcome.ratio)[:10]

@@ -197,15 +197,6 @@ class Arena {
   int64_t used_ = 0;
 };
 
-// True if brgemm computes the products (tile_gemm.h).
-#ifdef TRIFUSE_BRGEMM
-template <class E>
-constexpr bool kUsesBrgemm = kPack<E> == 2;
-#else
-template <class E>
-constexpr bool kUsesBrgemm = false;
-#endif
-
 // C (M x N) = or += A (M x K) B (K x N), in chains of multiply-adds: all rows of A are multiplied
 // by one block of B, which fits the L1 cache, before the next. K counts elements; a pair is one.
 //

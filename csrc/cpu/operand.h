@@ -59,6 +59,15 @@ auto for_type([[maybe_unused]] DType dtype, const F& f) {
 template <class E>
 constexpr int64_t kPack = std::is_same_v<E, BFloat16Pair> ? 2 : 1;  // values of k in an element
 
+// True if brgemm computes the products (tile_gemm.h).
+#ifdef TRIFUSE_BRGEMM
+template <class E>
+constexpr bool kUsesBrgemm = kPack<E> == 2;
+#else
+template <class E>
+constexpr bool kUsesBrgemm = false;
+#endif
+
 // Rows of a strided matrix: value (r, c) is at data + r * row_stride + c * column_stride.
 template <class Scalar>
 struct Rows {
