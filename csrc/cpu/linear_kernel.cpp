@@ -133,7 +133,7 @@ void panel_gemm(
       }
     }
     if constexpr (strip == kTile && !kUsesBrgemm<E>) {
-      if (M <= 2 * kRegisterRows && N == strip) {
+      if (M <= int64_t{2} * kRegisterRows && N == strip) {
         const int64_t first = M <= kRegisterRows ? M : (M + 1) / 2;
         few_rows<kRegisterRows>(first, K, a, a_m, a_k, b, c, ldc, accumulate);
         if (first < M)

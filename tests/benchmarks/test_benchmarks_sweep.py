@@ -48,7 +48,10 @@ def one_round(monkeypatch):
 
 @pytest.mark.parametrize(
     ("short", "table"),
-    [(math.inf, "calls that take torch less than"), (0.0, "the lowest ratios of torch's time to ours")],
+    [
+        (math.inf, "that take torch less than"),
+        (0.0, "the lowest ratios of torch's time to ours"),
+    ],
 )
 def test_every_kind_of_call_computes_what_torch_does(
     one_round, monkeypatch, tmp_path, capsys, short, table
