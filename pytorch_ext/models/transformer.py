@@ -799,8 +799,8 @@ class KeyValueCache:
             both = [torch.cat((x[:, :, :start], y), 2) for x, y in zip(past, new, strict=True)]
             self._layers[layer] = both[0], both[1]
         else:
-            *past, start = room
-            for x, y in zip(past, new, strict=True):
+            *reserved, start = room
+            for x, y in zip(reserved, new, strict=True):
                 x[:, :, start : start + y.shape[2]] = y
         self.advance(layer, key.shape[2])
         return self._tokens(layer)

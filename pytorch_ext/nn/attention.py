@@ -212,7 +212,9 @@ class MultiheadAttention(nn.MultiheadAttention):
         ``in_proj_weight`` holds the weights of all three.
         """
         first, last = {"qkv": (0, 3), "kv": (1, 3), "q": (0, 1)}[which]
-        E, weight, bias = self.embed_dim, self.in_proj_weight, self.in_proj_bias
+        E = self.embed_dim
+        weight: Tensor = self.in_proj_weight
+        bias: Tensor | None = self.in_proj_bias
         if which != "qkv":
             weight = weight[first * E : last * E]
             bias = None if bias is None else bias[first * E : last * E]
