@@ -461,7 +461,7 @@ def _cast(call: Operation, again: Again) -> Tensor | None:
     scores = call.get("input")
     if not isinstance(scores, Scores):
         return None
-    # What becomes of an empty tensor becomes of any.
+    # The call on an empty tensor shows which dtype and device it gives, without computing scores.
     empty, *rest = (_empty(arg) if isinstance(arg, Deferred) else arg for arg in args)
     result = func(empty, *rest, **kwargs)
     if result is empty:

@@ -246,10 +246,10 @@ Tensor linear_unpacked(
     std::optional<c10::string_view> activation) {
   check_weight(x, weight);
   check_memory("weight", weight);
-  LinearCall call(x, weight.size(0), bias, activation);
-  const LinearKernel kernel = kernels(call.problem.dtype).linear;
+  const LinearKernel kernel = kernels(kernel_type(x.scalar_type())).linear;
   if (!kernel.run_unpacked || weight.stride(1) != 1 || weight.size(1) == 0)
     return linear_packed(x, pack_linear(weight), weight.size(0), bias, activation);
+  LinearCall call(x, weight.size(0), bias, activation);
   call.problem.weight = weight.const_data_ptr();
   call.problem.weight_row = weight.stride(0);
   return call.run([&](LinearProblem& p) {

@@ -719,7 +719,7 @@ def test_overhead_is_ours_less_torchs() -> None:
 def test_operations_of_linear_layers() -> None:
     case = linear.Case(torch.float32, 2, training=True)
     assert case.operations == 6 * 2 * (4 * 768 + 2 * 3072) * 768
-    # Of four layers in inference.
+    # Inference goes through four layers.
     inferring = case._replace(training=False)
     assert inferring.operations == 4 * 2 * 2 * (4 * 768 + 2 * 3072) * 768
 
