@@ -256,7 +256,7 @@ class Task {
       const int64_t keys = mask->keys;
       const auto k = left_rows<E>(s.key_rows<Scalar>(p.key, kv_head, j), keys, p.E, row_buffer);
       tile_scores(p, *mask, scale, k, query_t, keys, lanes, scores);
-      softmax.template tile<true>(scores, mask->bits, keys, lanes);
+      tile_softmax(softmax, *mask, Cover::Partial, keys, lanes, scores);
     }
     double log2_sum[kTile];
     softmax.log2_sum(log2_sum);
@@ -278,9 +278,8 @@ class Task {
 
     const Operand<E> key_tile{key.data + at * key.ld, key.ld};
     tile_scores(p, *mask, scale, key_tile, query_t, keys, lanes, scores, slope);
-    tile_gemm(
-        keys, lanes, elements<E>(p.Ev), value.data + at * value.ld, value.ld, 1, grad_out_t, kTile,
-        products, kTile);
+    const Operand<E> value_tile{value.data + at * value.ld, value.ld};
+    product_by_keys(*mask, value_tile, grad_out_t, elements<E>(p.Ev), keys, lanes, products);
     if (p.dropout.threshold) dropout_tile(p, s, h, i, rows, j, kept);
     const auto gradients = [&]<bool Partial, bool Dropout>() {
       gradient_tile<Partial, Dropout>(
@@ -321,17 +320,14 @@ class Task {
       go_rows = right_rows(go, rows, p.Ev, finite_buffer[1], true);
       k_rows = right_rows(k, keys, p.E, finite_buffer[2], true);
     }
+    const int64_t K = elements<E>(rows);
     const auto weight = pair_columns(scores, keys, pair_buffer);
-    tile_gemm(
-        keys, p.Ev, elements<E>(rows), weight.data, weight.ld, 1, go_rows.data, go_rows.ld, dv,
-        ev_ld, {true});
+    add_product(mask->by_key(), keys, p.Ev, K, weight, false, go_rows, dv, ev_ld);
     const auto ds = pair_columns(products, keys, pair_buffer);
-    tile_gemm(
-        keys, p.E, elements<E>(rows), ds.data, ds.ld, 1, q_rows.data, q_rows.ld, dk, e_ld, {true});
+    add_product(mask->by_key(), keys, p.E, K, ds, false, q_rows, dk, e_ld);
     const auto ds_t = pair_rows(products, keys, lanes, pair_buffer);
-    tile_gemm(
-        rows, p.E, elements<E>(keys), ds_t.data, 1, ds_t.ld, k_rows.data, k_rows.ld, grad_query,
-        e_ld, {true});
+    add_product(
+        mask->by_query(), rows, p.E, elements<E>(keys), ds_t, true, k_rows, grad_query, e_ld);
     if (!finite) {
       uint64_t keys_of[kTile];  // bit j of word i: query i sees key j
       std::copy_n(mask->bits, keys, keys_of);

@@ -67,8 +67,7 @@ void run(const AttentionProblem& p, int64_t task) {
     const auto values = s.key_rows<Scalar>(p.value, kv_head, j);
     const auto key = left_rows<E>(s.key_rows<Scalar>(p.key, kv_head, j), keys, p.E, row_buffer);
     tile_scores(p, mask, scale, key, query_t, keys, lanes, scores);
-    if (cover == Cover::Full) softmax.template tile<false>(scores, mask.bits, keys, lanes);
-    else softmax.template tile<true>(scores, mask.bits, keys, lanes);
+    tile_softmax(softmax, mask, cover, keys, lanes, scores);
 
     if (p.dropout.threshold) {
       uint64_t kept[kTile];
@@ -84,9 +83,9 @@ void run(const AttentionProblem& p, int64_t task) {
     const bool finite = cover == Cover::Full || all_finite(values, keys, p.Ev);
     const auto value = right_rows(values, keys, p.Ev, value_buffer, !finite);
     const auto weight = pair_rows(scores, keys, lanes, weight_buffer);
-    tile_gemm(
-        rows, p.Ev, elements<E>(keys), weight.data, 1, weight.ld, value.data, value.ld, out, out_ld,
-        {true, softmax.rescale});
+    add_product(
+        mask.by_query(), rows, p.Ev, elements<E>(keys), weight, true, value, out, out_ld,
+        softmax.rescale);
     if (!finite)
       spread_nan(values, keys, p.Ev, out, out_ld, [&](int64_t j) { return mask.bits[j]; });
   }

@@ -107,12 +107,29 @@ struct Scale {
 
 enum class Cover { Empty, Partial, Full };
 
+// Part of a tile's keys or queries: [first, last).
+struct Part {
+  int64_t first, last;
+};
+
+// The pairs that a window leaves of a tile form a staircase, for example under a causal mask:
+//
+//            queries
+//     keys   # # # #     Its steps are 16 keys or 16 queries wide. Products and the softmax
+//            . # # #     compute only the parts of a step that hold a pair: 10 of 16 squares
+//            . . # #     here. What they leave out would add exact zeros.
+//            . . . #
+constexpr int64_t kStep = 16, kSteps = kTile / kStep;
+
 // The pairs of a tile that take part, and their float mask.
 template <class T>
 struct TileMask {
   uint64_t bits[kTile];               // bit i of word j: query i sees key j
   int64_t keys;                       // number of keys up to the last one seen, or one more
   alignas(64) T bias[kTile * kTile];  // [j][i]: the float mask, if there is one
+  bool stepped;                       // whether the window cuts off pairs; then:
+  Part queries_of[kSteps];            // the queries that see one of 16 keys, in whole steps
+  Part keys_of[kSteps];               // the keys that one of 16 queries sees, in pairs
 
   // Describes queries [i, i + rows) and keys [j, j + columns) of head h.
   template <class Scalar>
@@ -126,8 +143,10 @@ struct TileMask {
     const bool cut_left = p.window_left >= 0 && j < i + rows - 1 + s.diagonal - p.window_left;
     const bool cut_right = p.window_right >= 0 && j + columns - 1 > i + s.diagonal + p.window_right;
     std::fill_n(bits, columns, all);
-    if (cut_left || cut_right) {
+    stepped = cut_left || cut_right;
+    if (stepped) {
       full = false;
+      find_steps(p, j - s.diagonal - i, cut_left, cut_right);
       for (int64_t c = 0; c < columns; ++c) {
         const int64_t aligned = j + c - s.diagonal - i;  // the query aligned with this key
         if (cut_left)
@@ -154,6 +173,10 @@ struct TileMask {
     return keys > 0 ? Cover::Partial : Cover::Empty;
   }
 
+  // Return the parts of all steps of keys, and of queries; null if the tile is not stepped.
+  const Part* by_key() const { return stepped ? queries_of : nullptr; }
+  const Part* by_query() const { return stepped ? keys_of : nullptr; }
+
   // Returns the bits of the queries that see any of the tile's keys.
   uint64_t queries() const {
     uint64_t result = 0;
@@ -162,6 +185,20 @@ struct TileMask {
   }
 
  private:
+  // Sets the parts of all steps. Key c is aligned with query c + `shift` of the tile.
+  void find_steps(const AttentionProblem& p, int64_t shift, bool cut_left, bool cut_right) {
+    const auto within = [](int64_t x) { return std::clamp<int64_t>(x, 0, kTile); };
+    for (int64_t step = 0; step < kSteps; ++step) {
+      const int64_t first = step * kStep, last = first + kStep - 1;
+      queries_of[step] = {
+          cut_right ? within(first + shift - p.window_right) / kStep * kStep : 0,
+          cut_left ? round_up(within(last + shift + p.window_left + 1), kStep) : kTile};
+      keys_of[step] = {
+          cut_left ? within(first - shift - p.window_left) / 2 * 2 : 0,
+          cut_right ? round_up(within(last - shift + p.window_right + 1), 2) : kTile};
+    }
+  }
+
   void read_bool_mask(
       const uint8_t* mask, const AttentionProblem& p, int64_t rows, int64_t columns) {
     const int64_t si = p.mask.stride[2], sj = p.mask.stride[3];
@@ -250,13 +287,69 @@ inline void finish_scores(
   }
 }
 
+// Computes the product [key][query] of keys, or values, with `queries` (K, 64). Where a tile is
+// stepped, elements without a pair keep what they held.
+template <class E, class T = AccumulatorOf<E>>
+inline void product_by_keys(
+    const TileMask<T>& mask, Operand<E> rows, const E* queries, int64_t K, int64_t keys,
+    int64_t lanes, T* product) {
+  if (kUsesBrgemm<E> || !mask.stepped)
+    return tile_gemm(keys, lanes, K, rows.data, rows.ld, 1, queries, kTile, product, kTile);
+  for (int64_t c = 0; c < keys; c += kStep) {
+    const Part part = mask.queries_of[c / kStep];
+    const int64_t width = std::min(part.last, lanes) - part.first;
+    if (width > 0)
+      tile_gemm(
+          std::min(kStep, keys - c), width, K, rows.data + c * rows.ld, rows.ld, 1,
+          queries + part.first, kTile, product + c * kTile + part.first, kTile);
+  }
+}
+
+// Adds A (M x K) B (K x N) to C. Along k are the pairs of A's rows; parts[m / 16] holds all pairs
+// of 16 of them, unless it is null.
+template <class E, class T = AccumulatorOf<E>>
+inline void add_product(
+    const Part* parts, int64_t M, int64_t N, int64_t K, Operand<E> a, bool a_by_columns,
+    Operand<E> b, T* c, int64_t ldc, const T* scale = nullptr) {
+  const int64_t a_m = a_by_columns ? 1 : a.ld, a_k = a_by_columns ? a.ld : 1;
+  if (kUsesBrgemm<E> || !parts)
+    return tile_gemm(M, N, K, a.data, a_m, a_k, b.data, b.ld, c, ldc, {true, scale});
+  for (int64_t m = 0; m < M; m += kStep) {
+    const Part part = parts[m / kStep];
+    const int64_t k = part.first / kPack<E>, depth = std::min(elements<E>(part.last), K) - k;
+    if (depth > 0)
+      tile_gemm(
+          std::min(kStep, M - m), N, depth, a.data + m * a_m + k * a_k, a_m, a_k,
+          b.data + k * b.ld, b.ld, c + m * ldc, ldc, {true, scale ? scale + m : nullptr});
+  }
+}
+
 // Computes a tile's scores [key][query].
 template <class E, class T = AccumulatorOf<E>>
 inline void tile_scores(
     const AttentionProblem& p, const TileMask<T>& mask, const Scale<T>& scale, Operand<E> key,
     const E* query_t, int64_t keys, int64_t lanes, T* scores, T* slope = nullptr) {
-  tile_gemm(keys, lanes, elements<E>(p.E), key.data, key.ld, 1, query_t, kTile, scores, kTile);
+  product_by_keys(mask, key, query_t, elements<E>(p.E), keys, lanes, scores);
   finish_scores(p, mask.bias, scale, keys, lanes, scores, slope);
+}
+
+// Turns a tile's scores into weights. A row's maximum and sum do not change where it has no pair.
+template <class T>
+inline void tile_softmax(
+    Softmax<T>& softmax, const TileMask<T>& mask, Cover cover, int64_t keys, int64_t lanes,
+    T* scores) {
+  if (cover == Cover::Full) {
+    softmax.template tile<false>(scores, mask.bits, 0, keys, 0, lanes);
+  } else if (!mask.stepped) {
+    softmax.template tile<true>(scores, mask.bits, 0, keys, 0, lanes);
+  } else {
+    for (int64_t lane = 0; lane < lanes; lane += kStep) {
+      const Part part = mask.keys_of[lane / kStep];
+      softmax.template tile<true>(
+          scores, mask.bits, part.first, std::min(part.last, keys), lane,
+          std::min(lane + kStep, lanes));
+    }
+  }
 }
 
 // Sets bit i of bits[j] if dropout keeps the pair of query i and key j.
@@ -278,17 +371,19 @@ inline Operand<E> pair_rows(const T* source, int64_t columns, int64_t lanes, E* 
     return {source, kTile};
   } else {
 #ifdef __AVX512BF16__
+    // The lower half of a rounded vector is row c, the upper half row c + 1: interleaved in 16-bit
+    // steps.
+    const __m512i order = _mm512_set_epi16(
+        31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21, 5, 20, 4,
+        19, 3, 18, 2, 17, 1, 16, 0);
     for (int64_t c = 0; c < columns; c += 2) {
       for (int64_t l = 0; l < lanes; l += 16) {
         const float* row = source + c * kTile + l;
-        const __m256bh low = _mm512_cvtneps_pbh(_mm512_loadu_ps(row));
-        const __m256bh high = c + 1 < columns ? _mm512_cvtneps_pbh(_mm512_loadu_ps(row + kTile))
-                                              : (__m256bh)_mm256_setzero_si256();
+        const __m512 low = _mm512_loadu_ps(row);
+        const __m512 high = c + 1 < columns ? _mm512_loadu_ps(row + kTile) : _mm512_setzero_ps();
         _mm512_storeu_si512(
             buffer + c / 2 * kTile + l,
-            _mm512_or_si512(
-                _mm512_cvtepu16_epi32((__m256i)low),
-                _mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)high), 16)));
+            _mm512_permutexvar_epi16(order, (__m512i)_mm512_cvtne2ps_pbh(high, low)));
       }
     }
 #endif

@@ -19,6 +19,7 @@
 #include <tuple>
 #include <type_traits>
 
+#include "cpu/row.h"
 #include "cpu/scratch.h"
 #include "cpu/tile_gemm.h"
 #include "cpu/vector.h"
@@ -147,21 +148,21 @@ inline T dot(const Scalar* x, const Scalar* y, int64_t n) {
 template <class Scalar>
 inline bool all_finite(Rows<Scalar> rows, int64_t n, int64_t columns) {
   using T = std::conditional_t<std::is_same_v<Scalar, double>, double, float>;
+  auto sum = Strip<T>::full(0);
   for (int64_t r = 0; r < n; ++r) {
     const Scalar* row = rows.row(r);
-    T sum = 0;
     if (rows.column_stride == 1) {
-#pragma omp simd reduction(+ : sum)
-      for (int64_t c = 0; c < columns; ++c) sum += static_cast<T>(row[c]) - static_cast<T>(row[c]);
+      for_strips(
+          columns, [&](int64_t c, auto count) TRIFUSE_INLINE {
+            const auto x = Strip<T>::load(row + c, count);
+            sum = sum + (x - x);
+          });
     } else {
-      for (int64_t c = 0; c < columns; ++c) {
-        const T x = static_cast<T>(row[c * rows.column_stride]);
-        sum += x - x;
-      }
+      for (int64_t c = 0; c < columns; ++c)
+        if (!std::isfinite(static_cast<double>(row[c * rows.column_stride]))) return false;
     }
-    if (!(sum == 0)) return false;
   }
-  return true;
+  return sum.total() == 0;
 }
 
 // target[c][r] = source[r][c] for a square of a vector's size. Flattened, because the compiler

@@ -33,14 +33,16 @@ struct Softmax {
     std::fill_n(row_sum, kTile, T(0));
   }
 
-  // Turns a tile's scores [key][query] into weights in place. If Partial, only pairs in `bits` take
-  // part.
+  // Turns a tile's scores [key][query] into weights in place, for keys [first, last) and lanes
+  // [lane, last_lane). If Partial, only pairs in `bits` take part.
   template <bool Partial>
-  void tile(T* scores, const uint64_t* bits, int64_t keys, int64_t lanes) {
+  void tile(
+      T* scores, const uint64_t* bits, int64_t first, int64_t last, int64_t lane,
+      int64_t last_lane) {
     constexpr int64_t L = Vectorized<T>::size();
-    int64_t lane = 0;
-    for (; lane + 4 * L <= lanes; lane += 4 * L) columns<4, Partial>(scores, bits, keys, lane);
-    for (; lane < lanes; lane += L) columns<1, Partial>(scores, bits, keys, lane);
+    for (; lane + 4 * L <= last_lane; lane += 4 * L)
+      columns<4, Partial>(scores, bits, first, last, lane);
+    for (; lane < last_lane; lane += L) columns<1, Partial>(scores, bits, first, last, lane);
   }
 
   // As `tile`, for at most kTile rows of scores [row][key] whose vectors run over keys. Bit j of
@@ -98,13 +100,13 @@ struct Softmax {
  private:
   // V vectors of queries at a time: independent chains keep the pipes busy.
   template <int V, bool Partial>
-  void columns(T* scores, const uint64_t* bits, int64_t keys, int64_t lane) {
+  void columns(T* scores, const uint64_t* bits, int64_t first, int64_t last, int64_t lane) {
     using Vec = Vectorized<T>;
     constexpr int64_t L = Vec::size();
     Vec top[V], base[V], tile_sum[V];
 #pragma GCC unroll 8
     for (int v = 0; v < V; ++v) top[v] = Vec(-infinity);
-    for (int64_t j = 0; j < keys; ++j) {
+    for (int64_t j = first; j < last; ++j) {
 #pragma GCC unroll 8
       for (int v = 0; v < V; ++v) {
         Vec x = Vec::loadu(scores + j * kTile + lane + v * L);
@@ -122,7 +124,7 @@ struct Softmax {
       exp2((before - base[v]) * Vec(factor)).store(rescale + lane + v * L);
       tile_sum[v] = Vec(T(0));
     }
-    for (int64_t j = 0; j < keys; ++j) {
+    for (int64_t j = first; j < last; ++j) {
 #pragma GCC unroll 8
       for (int v = 0; v < V; ++v) {
         T* row = scores + j * kTile + lane + v * L;

@@ -329,6 +329,44 @@ inline uint64_t at_least_bits(const uint64_t word[16], uint16_t threshold) {
 
 // Transposes a 64 x 64 bit matrix in place: bit i of word j and bit j of word i change places.
 inline void transpose_bits(uint64_t word[64]) {
+#if defined(CPU_CAPABILITY_AVX512)
+  // Takes t where `mask` has ones, w elsewhere.
+  const auto mix = [](__m512i mask, __m512i t, __m512i w) {
+    return _mm512_ternarylogic_epi64(mask, t, w, 0xCA);
+  };
+  const auto masks = [](uint64_t mask) { return _mm512_set1_epi64(static_cast<int64_t>(mask)); };
+  __m512i row[8];
+  for (int v = 0; v < 8; ++v) row[v] = _mm512_loadu_si512(word + 8 * v);
+  // Words 32, 16 and 8 apart lie in different vectors.
+  const auto between = [&]<int size>(uint64_t mask) TRIFUSE_INLINE {
+    for (int v = 0; v < 8; ++v) {
+      constexpr int step = size / 8;
+      if (v & step) continue;
+      const __m512i low = row[v], high = row[v + step];
+      row[v] = mix(masks(mask << size), _mm512_slli_epi64(high, size), low);
+      row[v + step] = mix(masks(mask), _mm512_srli_epi64(low, size), high);
+    }
+  };
+  between.template operator()<32>(0x00000000FFFFFFFF);
+  between.template operator()<16>(0x0000FFFF0000FFFF);
+  between.template operator()<8>(0x00FF00FF00FF00FF);
+  // Closer words are lanes of one vector. A rotation moves a lane's bits up if it is the lower of
+  // its pair, and down if it is the upper.
+  const auto within = [&](int size, uint64_t mask, __m512i order) TRIFUSE_INLINE {
+    alignas(64) uint64_t turn[8], taken[8];
+    for (int k = 0; k < 8; ++k) {
+      turn[k] = k & size ? 64 - size : size;
+      taken[k] = k & size ? mask : mask << size;
+    }
+    const __m512i turns = _mm512_load_si512(turn), takes = _mm512_load_si512(taken);
+    for (auto& x : row)
+      x = mix(takes, _mm512_rolv_epi64(_mm512_permutexvar_epi64(order, x), turns), x);
+  };
+  within(4, 0x0F0F0F0F0F0F0F0F, _mm512_setr_epi64(4, 5, 6, 7, 0, 1, 2, 3));
+  within(2, 0x3333333333333333, _mm512_setr_epi64(2, 3, 0, 1, 6, 7, 4, 5));
+  within(1, 0x5555555555555555, _mm512_setr_epi64(1, 0, 3, 2, 5, 4, 7, 6));
+  for (int v = 0; v < 8; ++v) _mm512_storeu_si512(word + 8 * v, row[v]);
+#else
   uint64_t mask = 0x00000000FFFFFFFF;
   for (int size = 32; size; size >>= 1, mask ^= mask << size) {
     for (int block = 0; block < 64; block += 2 * size) {
@@ -339,6 +377,7 @@ inline void transpose_bits(uint64_t word[64]) {
       }
     }
   }
+#endif
 }
 
 }  // namespace trifuse::TRIFUSE_CAPABILITY
