@@ -72,7 +72,7 @@ LENGTH = 50  # tokens of a passage, BEGIN and END included
 LEAST = 12  # words of a passage
 LABELLED = 16  # passages of each class
 BATCH_SIZE = 24
-LEARNING_RATES = (5e-4, 2e-3)  # of the classifiers
+LEARNING_RATES = (5e-4, 2e-3, 8e-3)  # of the classifiers
 LM_WEIGHT = 0.5  # GPT's
 CURVE_STEPS = 60  # of training without dropout
 TOO_SHORT = "--quick is too short to learn, so it shows no accuracies."
@@ -435,7 +435,7 @@ def plot(path: Path, rows: Sequence[Row], title: str, caption: str, hidden: bool
     figure = Figure(figsize=(7.5, 1.2 + 0.34 * len(rows)), layout="constrained")
     pictures.add_caption(figure, caption)
     axes = figure.subplots()
-    axes.set_title(TOO_SHORT if hidden else title, fontsize=9, loc="left")
+    figure.suptitle(TOO_SHORT if hidden else title, x=0.01, ha="left", fontsize=9)
     if not hidden:
         shares = [[100 * each.test for each in row.accuracies] for row in rows]
         colors = ["#d1603d" if row.start.startswith("pretrained") else "#b8bec7" for row in rows]

@@ -500,7 +500,13 @@ struct EncoderLayerCall {
   int64_t window_left, window_right;
   double eps1, eps2;
   OptionalTensor key_cache, value_cache;
-  int64_t past;
+  int64_t past = 0;
+
+  // Reads what makes a layer: weights, biases, norms and options.
+  bool read_layer(PyObject* const* parts) {
+    return read_tuple<Tensor>(parts[0], weights) && read_tuple<OptionalTensor>(parts[1], biases) &&
+        read_tuple<OptionalTensor>(parts[2], norms) && read_options(parts[3]);
+  }
 
   bool read_options(PyObject* tuple) {
     if (!PyTuple_CheckExact(tuple) || PyTuple_GET_SIZE(tuple) != 11) return false;
@@ -631,14 +637,47 @@ PyObject* encoder_layer(PyObject*, PyObject* const* args, Py_ssize_t count) {
   EncoderLayerCall call;
   if (!no_mode_applies() || !read(args[0], call.x) || !read(args[1], call.attn_mask) ||
       !read(args[2], call.cu_seqlens) || !read(args[3], call.max_seqlen) ||
-      !read_tuple<Tensor>(args[4], call.weights) ||
-      !read_tuple<OptionalTensor>(args[5], call.biases) ||
-      !read_tuple<OptionalTensor>(args[6], call.norms) || !call.read_options(args[7]) ||
-      !read(args[8], call.key_cache) || !read(args[9], call.value_cache) ||
+      !call.read_layer(args + 4) || !read(args[8], call.key_cache) || !read(args[9], call.value_cache) ||
       !read(args[10], call.past) ||
       records(call.x, call.attn_mask, call.key_cache, call.value_cache))
     Py_RETURN_NONE;
   return run_or_decline([&] { return variable_list{call.run()}; });
+  END_HANDLE_TH_ERRORS
+}
+
+PyObject* encoder_layers(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  HANDLE_TH_ERRORS
+  check_count(count, 5);
+  EncoderLayerCall first;
+  if (!no_mode_applies() || !read(args[0], first.x) || !read(args[1], first.attn_mask) ||
+      !read(args[2], first.cu_seqlens) || !read(args[3], first.max_seqlen) ||
+      records(first.x, first.attn_mask))
+    Py_RETURN_NONE;
+  TORCH_CHECK_TYPE(PyTuple_CheckExact(args[4]), "layers: expected a tuple");
+  std::vector<EncoderLayerCall> calls;
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(args[4]); ++i) {
+    PyObject* layer = PyTuple_GET_ITEM(args[4], i);
+    TORCH_CHECK_TYPE(
+        PyTuple_CheckExact(layer) && PyTuple_GET_SIZE(layer) == 4,
+        "layers: expected tuples (weights, biases, norms, options)");
+    PyObject* const parts[] = {
+        PyTuple_GET_ITEM(layer, 0), PyTuple_GET_ITEM(layer, 1), PyTuple_GET_ITEM(layer, 2),
+        PyTuple_GET_ITEM(layer, 3)};
+    EncoderLayerCall call;
+    call.attn_mask = first.attn_mask;
+    call.cu_seqlens = first.cu_seqlens;
+    call.max_seqlen = first.max_seqlen;
+    if (!call.read_layer(parts)) Py_RETURN_NONE;
+    calls.push_back(std::move(call));
+  }
+  return run_or_decline([&] {
+    Tensor x = first.x;
+    for (EncoderLayerCall& call : calls) {
+      call.x = std::move(x);
+      x = call.run();
+    }
+    return variable_list{x};
+  });
   END_HANDLE_TH_ERRORS
 }
 
@@ -660,34 +699,69 @@ bool lacks(PyObject* dict, PyObject* key) {
   return !value || (PyDict_Check(value) && PyDict_Size(value) == 0);
 }
 
+// Between two calls the weights of a model have passed through the caches, so each module is read
+// from memory. The passes over all of them let these reads overlap.
 PyObject* modules_as_planned(PyObject*, PyObject* const* args, Py_ssize_t count) {
   HANDLE_TH_ERRORS
   check_count(count, 1);
   static PyObject* training = PyUnicode_InternFromString("training");
+  // Backward hooks do not matter: no gradient is recorded.
   static PyObject* watching[] = {
       PyUnicode_InternFromString("_forward_hooks"),
       PyUnicode_InternFromString("_forward_pre_hooks"),
-      PyUnicode_InternFromString("_backward_hooks"),
-      PyUnicode_InternFromString("_backward_pre_hooks"),
       PyUnicode_InternFromString("forward"),
   };
   TORCH_CHECK_TYPE(PyTuple_CheckExact(args[0]), "modules: expected a tuple");
-  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(args[0]); ++i) {
+  struct Entry {
+    PyObject *siblings, *name, *module, *type;
+    THPObjectPtr own;  // the module's attributes
+  };
+  std::vector<Entry> entries(PyTuple_GET_SIZE(args[0]));
+  for (size_t i = 0; i < entries.size(); ++i) {
     PyObject* entry = PyTuple_GET_ITEM(args[0], i);
     TORCH_CHECK_TYPE(
         PyTuple_CheckExact(entry) && PyTuple_GET_SIZE(entry) == 4 &&
             PyDict_Check(PyTuple_GET_ITEM(entry, 0)),
         "modules: expected tuples (siblings, name, module, class)");
-    PyObject *siblings = PyTuple_GET_ITEM(entry, 0), *name = PyTuple_GET_ITEM(entry, 1),
-             *module = PyTuple_GET_ITEM(entry, 2), *type = PyTuple_GET_ITEM(entry, 3);
-    PyObject* found = PyDict_GetItemWithError(siblings, name);
+    Entry& e = entries[i];
+    e.siblings = PyTuple_GET_ITEM(entry, 0);
+    e.name = PyTuple_GET_ITEM(entry, 1);
+    e.module = PyTuple_GET_ITEM(entry, 2);
+    e.type = PyTuple_GET_ITEM(entry, 3);
+    __builtin_prefetch(e.module);
+  }
+  for (Entry& e : entries) {
+    PyObject* found = PyDict_GetItemWithError(e.siblings, e.name);
     if (!found && PyErr_Occurred()) throw python_error();
-    if (found != module || reinterpret_cast<PyObject*>(Py_TYPE(module)) != type) Py_RETURN_FALSE;
-    THPObjectPtr own(PyObject_GenericGetDict(module, nullptr));
-    if (!own) throw python_error();
-    if (PyDict_GetItemWithError(own.get(), training) != Py_False) Py_RETURN_FALSE;
+    if (found != e.module || reinterpret_cast<PyObject*>(Py_TYPE(e.module)) != e.type)
+      Py_RETURN_FALSE;
+    e.own = PyObject_GenericGetDict(e.module, nullptr);
+    if (!e.own) throw python_error();
+    __builtin_prefetch(e.own.get());
+  }
+  for (Entry& e : entries) {
+    if (PyDict_GetItemWithError(e.own.get(), training) != Py_False) Py_RETURN_FALSE;
     for (PyObject* key : watching)
-      if (!lacks(own.get(), key)) Py_RETURN_FALSE;
+      if (!lacks(e.own.get(), key)) Py_RETURN_FALSE;
+  }
+  Py_RETURN_TRUE;
+  END_HANDLE_TH_ERRORS
+}
+
+PyObject* values_as_planned(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  HANDLE_TH_ERRORS
+  check_count(count, 1);
+  TORCH_CHECK_TYPE(PyTuple_CheckExact(args[0]), "values: expected a tuple");
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(args[0]); ++i) {
+    PyObject* entry = PyTuple_GET_ITEM(args[0], i);
+    TORCH_CHECK_TYPE(
+        PyTuple_CheckExact(entry) && PyTuple_GET_SIZE(entry) == 3 &&
+            PyDict_Check(PyTuple_GET_ITEM(entry, 0)),
+        "values: expected tuples (dictionary, key, value)");
+    PyObject* found =
+        PyDict_GetItemWithError(PyTuple_GET_ITEM(entry, 0), PyTuple_GET_ITEM(entry, 1));
+    if (!found && PyErr_Occurred()) throw python_error();
+    if (found != PyTuple_GET_ITEM(entry, 2)) Py_RETURN_FALSE;
   }
   Py_RETURN_TRUE;
   END_HANDLE_TH_ERRORS
@@ -713,9 +787,13 @@ void add_fast_paths(pybind11::module_& m) {
        "The result of a plain and valid call without gradients, or None for any other"},
       {"encoder_layer", function(&encoder_layer), METH_FASTCALL,
        "The result of a plain and valid call without gradients, or None for any other"},
+      {"encoder_layers", function(&encoder_layers), METH_FASTCALL,
+       "The result of layers one after another, or None as encoder_layer"},
       {"modules_as_planned", function(&modules_as_planned), METH_FASTCALL,
        "Whether modules, as tuples (siblings, name, module, class), have the name and class that "
        "they had, evaluate, and run nothing but their class's forward"},
+      {"values_as_planned", function(&values_as_planned), METH_FASTCALL,
+       "Whether dictionaries, as tuples (dictionary, key, value), have these very values"},
       {"plain_call", function(&plain_call), METH_FASTCALL,
        "Whether a call on these tensors may skip the checks in Python"},
       {}};

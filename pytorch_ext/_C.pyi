@@ -117,6 +117,7 @@ def encoder_layer(
     The arguments are those of ``trifuse.ops.encoder_layer.encoder_layer``; the last is a tuple.
     """
 
+def values_as_planned(values: tuple[tuple[dict[str, Any], str, object], ...], /) -> bool: ...
 def modules_as_planned(modules: tuple[tuple[dict[str, Any], str, object, type], ...], /) -> bool:
     """Whether modules have the name and class that they had, evaluate, and run nothing but their
     class's ``forward``.

@@ -446,20 +446,29 @@ def _freeze(model: torch_nn.Module, report: FuseReport) -> None:
     report._steps += map(_Freezing, chosen, freeze_weights(chosen))
     if not report.frozen:
         return
-    for path, module in model.named_modules():
+    inside_out = reversed(list(model.named_modules()))  # an encoder after its layers
+    for path, module in inside_out:
         if (change := _swap_frozen_layer(module)) is not None:
             report.swapped.append(Swapped(path, change.before, change.after))
             report._steps += change.steps
 
 
 def _swap_frozen_layer(module: torch_nn.Module) -> _Change | None:
-    """Let an encoder layer run as one op; layers of ``torch.nn`` do so by themselves."""
+    """Let an encoder layer run as one op, and an encoder's layers in one call.
+
+    Those of ``torch.nn`` do so by themselves.
+    """
     source = type(module)
     target: type[torch_nn.Module] = nn.BertLayer
     if source is not bert.BertLayer:
-        if issubclass(source, layers.OneOp) or not layers.is_berts(module):
+        if issubclass(source, (layers.OneOp, layers.OneCall)) or hasattr(source, "why_padded"):
+            return None  # a stack that leaves padding out calls its layers itself
+        if layers.is_berts(module):
+            target = layers.one_op_class(source)
+        elif layers.is_berts_encoder(module):
+            target = layers.one_call_class(source)
+        else:
             return None
-        target = layers.one_op_class(source)
     with contextlib.suppress(_CannotSwap):
         return _retype(module, source, target)
     return None

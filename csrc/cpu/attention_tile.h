@@ -127,7 +127,7 @@ struct TileMask {
   uint64_t bits[kTile];               // bit i of word j: query i sees key j
   int64_t keys;                       // number of keys up to the last one seen, or one more
   alignas(64) T bias[kTile * kTile];  // [j][i]: the float mask, if there is one
-  bool stepped;                       // whether the window cuts off pairs; then:
+  bool stepped;                       // whether the pairs are a staircase; then:
   Part queries_of[kSteps];            // the queries that see one of 16 keys, in whole steps
   Part keys_of[kSteps];               // the keys that one of 16 queries sees, in pairs
 
@@ -143,10 +143,11 @@ struct TileMask {
     const bool cut_left = p.window_left >= 0 && j < i + rows - 1 + s.diagonal - p.window_left;
     const bool cut_right = p.window_right >= 0 && j + columns - 1 > i + s.diagonal + p.window_right;
     std::fill_n(bits, columns, all);
-    stepped = cut_left || cut_right;
-    if (stepped) {
+    // brgemm takes longer for many small products than for what they leave out.
+    stepped = (cut_left || cut_right) && !kUsesBrgemm<typename Compute<Scalar>::Element>;
+    if (stepped) find_steps(p, j - s.diagonal - i, cut_left, cut_right);
+    if (cut_left || cut_right) {
       full = false;
-      find_steps(p, j - s.diagonal - i, cut_left, cut_right);
       for (int64_t c = 0; c < columns; ++c) {
         const int64_t aligned = j + c - s.diagonal - i;  // the query aligned with this key
         if (cut_left)
@@ -293,7 +294,7 @@ template <class E, class T = AccumulatorOf<E>>
 inline void product_by_keys(
     const TileMask<T>& mask, Operand<E> rows, const E* queries, int64_t K, int64_t keys,
     int64_t lanes, T* product) {
-  if (kUsesBrgemm<E> || !mask.stepped)
+  if (!mask.stepped)
     return tile_gemm(keys, lanes, K, rows.data, rows.ld, 1, queries, kTile, product, kTile);
   for (int64_t c = 0; c < keys; c += kStep) {
     const Part part = mask.queries_of[c / kStep];
@@ -312,7 +313,7 @@ inline void add_product(
     const Part* parts, int64_t M, int64_t N, int64_t K, Operand<E> a, bool a_by_columns,
     Operand<E> b, T* c, int64_t ldc, const T* scale = nullptr) {
   const int64_t a_m = a_by_columns ? 1 : a.ld, a_k = a_by_columns ? a.ld : 1;
-  if (kUsesBrgemm<E> || !parts)
+  if (!parts)
     return tile_gemm(M, N, K, a.data, a_m, a_k, b.data, b.ld, c, ldc, {true, scale});
   for (int64_t m = 0; m < M; m += kStep) {
     const Part part = parts[m / kStep];

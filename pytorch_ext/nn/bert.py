@@ -88,14 +88,27 @@ class BertEncoder(bert.BertEncoder):
                 packed = _pack(self, mask)
             else:
                 packing.warn_padded(self, "its mask isn't boolean and (B, L)")
-        layers = cast(Any, super()).forward  # they take packed tokens, with fused attention
         if packed is None:
-            return layers(hidden_states, mask, outputs)
+            return self._run(hidden_states, mask, outputs)
         rows: list[Tensor] | None = None if outputs is None else []
-        last = layers(packing.gather(hidden_states, packed), packed, rows)
+        last = self._run(packing.gather(hidden_states, packed), packed, rows)
         if outputs is not None and rows is not None:
             outputs += (packing.scatter(row, packed, hidden_states.shape) for row in rows)
         return packing.scatter(last, packed, hidden_states.shape)
+
+    def _run(
+        self,
+        hidden_states: Tensor,
+        mask: Tensor | PackedSequences | None,
+        outputs: list[Tensor] | None,
+    ) -> Tensor:
+        """Runs the layers, in one call if they are frozen and only the last output is wanted."""
+        if outputs is None:
+            out = encoder_layer.run_all(self.layer, hidden_states, _over_heads(mask), _parts)
+            if out is not None:
+                return out
+        # The layers take packed tokens, with fused attention.
+        return cast(Any, super()).forward(hidden_states, mask, outputs)
 
     def why_padded(self) -> Obstacle | str | None:
         """Returns why padding is computed whatever the batch, or None if it is skipped."""
@@ -109,14 +122,19 @@ class BertLayer(bert.BertLayer):
         self, hidden_states: Tensor, mask: Tensor | PackedSequences | None = None
     ) -> Tensor:
         """As :meth:`trifuse.models.bert.BertLayer.forward`; also takes packed tokens."""
-        over_heads = mask
-        if isinstance(mask, Tensor) and mask.dim() == 2:
-            over_heads = mask[:, None, None, :]
-        out = encoder_layer.run(self, hidden_states, over_heads, _parts)
+        out = encoder_layer.run(self, hidden_states, _over_heads(mask), _parts)
         return cast(Any, super()).forward(hidden_states, mask) if out is None else out
 
 
-def _parts(layer: BertLayer) -> encoder_layer.Parts | None:
+def _over_heads(mask: Tensor | PackedSequences | None) -> Tensor | PackedSequences | None:
+    if isinstance(mask, Tensor) and mask.dim() == 2:
+        return mask[:, None, None, :]
+    return mask
+
+
+def _parts(layer: nn.Module) -> encoder_layer.Parts | None:
+    if type(layer) is not BertLayer:
+        return None
     attention, up = layer.attention.self, layer.intermediate
     ends = layer.attention.output, layer.output
     fused = (SoftmaxAttention, BertIntermediate, BertSelfOutput, BertSelfOutput)

@@ -2,7 +2,8 @@
 
 A layer is described by its :class:`Parts`. Before each call it is checked that the layer still
 consists of these modules, that none of them trains or has hooks, and that nothing watches the call.
-Otherwise the layer calls its parts, as if it were not frozen.
+Otherwise the layer calls its parts, as if it were not frozen. Layers that follow one another run in
+one call: with one sentence, Python takes longer between two layers than one of its products.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as _global  # hooks on all modules
 
 from trifuse import backends
+from trifuse.backends import _C
 from trifuse.nn.linear import FrozenLinear, packed_weight
 from trifuse.nn.packing import PackedSequences
 from trifuse.ops import encoder_layer as ops
@@ -37,27 +39,50 @@ class Parts(NamedTuple):
     scale: float | None  # multiplies q·k; None: 1/√head_dim
     activation: Activation | None
     norm_first: bool = False
+    # Whether the layer computes something else, such as causal attention, if it gets no mask.
+    needs_mask: bool = False
+    # Objects and the names of further attributes of theirs that this description follows from.
+    attributes: tuple[tuple[Any, str], ...] = ()
+
+
+# The modules beside it, its name among them, the module and its class: see modules_as_planned.
+_Module = tuple[dict[str, Any], str, nn.Module, type]
+# A dictionary, a key, and the value that it has: see values_as_planned.
+_Value = tuple[dict[str, Any], str, Any]
+# Weights, biases, norms and options of a layer, as the op takes them.
+_Arguments = tuple[Any, ...]
 
 
 class _Plan(NamedTuple):
-    """A plan names the modules and tensors that each call of a layer checks and reads."""
+    """A plan holds what a call passes to the op, and names what each call checks before."""
 
-    modules: tuple[tuple[dict[str, Any], str, nn.Module, type], ...]  # see modules_as_planned
+    modules: tuple[_Module, ...]
+    values: tuple[_Value, ...]  # parameters, packed weights, options: a change makes a new plan
     attention: Any  # the nn.MultiheadAttention whose weights are packed, or None
-    frozen: tuple[tuple[dict[str, Any], FrozenWeight], ...]  # of other layers, and where each is
-    weights: tuple[Tensor, ...]  # of `frozen`
+    weights: tuple[Tensor, ...]  # of the other layers
     dtype: torch.dtype
     capability: str | None  # the instruction set that they are packed for
-    biases: tuple[tuple[dict[str, Any], str], ...]  # where parameters are found
-    norms: tuple[tuple[dict[str, Any], str], ...]
-    first_norm: nn.LayerNorm
-    last_norm: nn.LayerNorm
+    biases: tuple[Tensor | None, ...]
+    norms: tuple[Tensor | None, ...]
     options: tuple[Any, ...]  # those of ops.Options before the windows
+    eps: tuple[float, float]
+    needs_mask: bool
+
+
+class _Stack(NamedTuple):
+    """The plans of layers that follow one another."""
+
+    modules: tuple[_Module, ...]  # the layers too
+    values: tuple[_Value, ...]
+    plans: tuple[_Plan, ...]
+    made: dict[tuple[int, bool], tuple[_Arguments, ...]]  # by window and is_causal
 
 
 # Kept outside the layers, so that plans are neither copied nor saved with them. A plan refers to
-# the modules in a layer, but not to the layer, and so does not keep it alive.
-_plans: WeakKeyDictionary[nn.Module, _Plan | None] = WeakKeyDictionary()
+# the modules in a layer, or in a list of layers, but not to that itself, and so does not keep it
+# alive.
+_plans: WeakKeyDictionary[nn.Module, _Plan] = WeakKeyDictionary()
+_stacks: WeakKeyDictionary[nn.ModuleList, _Stack] = WeakKeyDictionary()
 
 
 def run(
@@ -75,48 +100,122 @@ def run(
         x: (B, L, features).
         mask: None; 4-dimensional as ``attn_mask`` of :func:`trifuse.scaled_dot_product_attention`;
             or packed sequences.
-        describe: returns a layer's parts; None if the op can't compute it. Called once.
+        describe: returns a layer's parts; None if the op can't compute it. Called for a new layer
+            and after a change.
         is_causal: whether a query attends to no key after itself.
         cache: as in :func:`trifuse.ops.encoder_layer.encoder_layer`.
 
     Returns:
         The output; None if the layer must call its parts.
     """
-    if torch.compiler.is_compiling() or backends._C is None:
+    if not _may_run():
         return None
-    plan = _plans.get(layer, _UNKNOWN)
-    if plan is _UNKNOWN:
-        plan = _plans[layer] = _make(layer, describe(layer))
+    plan = _plan_of(layer, describe)
+    if plan is None or not _serves(plan, mask) or not _C.modules_as_planned(plan.modules):
+        return None
+    tokens = _tokens(mask)
+    arguments = _arguments(plan, tokens.window, is_causal)
+    if arguments is None:
+        return None
+    return ops.encoder_layer(x, *tokens[:3], *arguments, cache)
+
+
+def run_all(
+    layers: nn.ModuleList,
+    x: Tensor,
+    mask: Tensor | PackedSequences | None,
+    describe: Callable[[Any], Parts | None],
+    is_causal: bool = False,
+) -> Tensor | None:
+    """Computes the output of layers that follow one another, (B, L, features), in one call.
+
+    Args:
+        layers: the layers.
+        x, mask, describe, is_causal: as :func:`run` takes them, for each layer.
+
+    Returns:
+        The output of the last layer; None if the layers must be called one by one.
+    """
+    if not _may_run():
+        return None
+    stack = _stack_of(layers, describe)
     if (
-        plan is None
+        stack is None
+        or not all(_serves(plan, mask) for plan in stack.plans)
+        or not _C.modules_as_planned(stack.modules)
+    ):
+        return None
+    tokens = _tokens(mask)
+    arguments = stack.made.get((tokens.window, is_causal))
+    if arguments is None:
+        made = [_arguments(plan, tokens.window, is_causal) for plan in stack.plans]
+        arguments = tuple([each for each in made if each is not None])
+        if len(arguments) < len(made):
+            return None
+        if all(plan.attention is None for plan in stack.plans):
+            stack.made[tokens.window, is_causal] = arguments
+    return ops.encoder_layers(x, *tokens[:3], arguments)
+
+
+def _may_run() -> bool:
+    """Whether the extension is there, and no hook of all modules and no compiler watches."""
+    return not (
+        _C is None
+        or torch.compiler.is_compiling()
         or _global._global_forward_hooks
         or _global._global_forward_pre_hooks
         or _global._global_backward_hooks
         or _global._global_backward_pre_hooks
-        or not backends._C.modules_as_planned(plan.modules)
-        or (weights := _weights(layer, plan)) is None
-    ):
-        return None
-    window, cu_seqlens, longest = -1, None, 0
-    if isinstance(mask, PackedSequences):
-        cu_seqlens, longest = mask.cu_seqlens, mask.max_seqlen
-        window = -1 if mask.window is None else mask.window
-        mask = None
-    right = 0 if is_causal else window
-    return ops.encoder_layer(
-        x,
-        mask,
-        cu_seqlens,
-        longest,
-        weights,
-        tuple([parameters[name] for parameters, name in plan.biases]),
-        tuple([parameters[name] for parameters, name in plan.norms]),
-        (*plan.options, window, right, plan.first_norm.eps, plan.last_norm.eps),
-        cache,
     )
 
 
-_UNKNOWN: Any = object()
+def _serves(plan: _Plan, mask: Any) -> bool:
+    return plan.capability == backends.cpu_capability() and not (plan.needs_mask and mask is None)
+
+
+class _Tokens(NamedTuple):
+    """What a mask says of the tokens, in the terms of the op."""
+
+    mask: Tensor | None
+    cu_seqlens: Tensor | None
+    longest: int
+    window: int
+
+
+def _tokens(mask: Tensor | PackedSequences | None) -> _Tokens:
+    if isinstance(mask, PackedSequences):
+        window = -1 if mask.window is None else mask.window
+        return _Tokens(None, mask.cu_seqlens, mask.max_seqlen, window)
+    return _Tokens(mask, None, 0, -1)
+
+
+# Plans --------------------------------------------------------------------------------------------
+
+
+def _plan_of(layer: nn.Module, describe: Callable[[Any], Parts | None]) -> _Plan | None:
+    plan = _plans.get(layer)
+    if plan is None or not _C.values_as_planned(plan.values):
+        plan = _make(layer, describe(layer))
+        if plan is not None:
+            _plans[layer] = plan
+    return plan
+
+
+def _stack_of(layers: nn.ModuleList, describe: Callable[[Any], Parts | None]) -> _Stack | None:
+    own: Any = layers._modules
+    stack = _stacks.get(layers)
+    if stack is not None and len(stack.plans) == len(own) and _C.values_as_planned(stack.values):
+        return stack
+    plans = []
+    for layer in own.values():
+        if (plan := _plan_of(layer, describe)) is None:
+            return None
+        plans.append(plan)
+    modules = [(own, name, layer, type(layer)) for name, layer in own.items()]
+    modules += [entry for plan in plans for entry in plan.modules]
+    values = tuple(entry for plan in plans for entry in plan.values)
+    stack = _stacks[layers] = _Stack(tuple(modules), values, tuple(plans), {})
+    return stack
 
 
 def _make(layer: nn.Module, parts: Parts | None) -> _Plan | None:
@@ -142,40 +241,46 @@ def _make(layer: nn.Module, parts: Parts | None) -> _Plan | None:
         for name, module in parent._modules.items()
         if module is not None
     )
-    biases = tuple(
+    biases = [
         (module._parameters, "in_proj_bias" if module is attention else "bias")
         for module in linears
-    )
-    norms = tuple((norm._parameters, name) for norm in parts.norms for name in ("weight", "bias"))
+    ]
+    norms = [(norm._parameters, name) for norm in parts.norms for name in ("weight", "bias")]
     features = linears[0].out_features if attention is None else attention.embed_dim
     head_dim = features // parts.num_heads
     scale = 1 / math.sqrt(head_dim) if parts.scale is None else parts.scale
     sizes = (parts.num_heads, head_dim, parts.up.out_features)
+    attributes: list[tuple[Any, str]] = [
+        *((module, "_frozen") for module in frozen),
+        *((norm, "eps") for norm in parts.norms),
+        *parts.attributes,
+    ]
+    followed = [*biases, *norms, *((vars(owner), name) for owner, name in attributes)]
     return _Plan(
         modules,
+        tuple((values, name, values[name]) for values, name in followed),
         attention,
-        tuple((vars(module), module._frozen) for module in frozen),
         tuple(weight.packed for weight in weights),
         dtypes.pop(),
         capabilities.pop(),
-        biases,
-        norms,
-        parts.norms[0],
-        parts.norms[1],
+        tuple(parameters[name] for parameters, name in biases),
+        tuple(parameters[name] for parameters, name in norms),
         (*sizes, scale, parts.activation, parts.norm_first, False),
+        (parts.norms[0].eps, parts.norms[1].eps),
+        parts.needs_mask,
     )
 
 
-def _weights(layer: nn.Module, plan: _Plan) -> tuple[Tensor, ...] | None:
-    """Returns the packed weights; None if they don't serve, or not any more."""
-    if plan.capability != backends.cpu_capability():
+def _arguments(plan: _Plan, window: int, is_causal: bool) -> _Arguments | None:
+    """Returns a layer's arguments; None if its attention has no packed weights."""
+    weights = plan.weights if plan.attention is None else _with_attention(plan)
+    if weights is None:
         return None
-    for attributes, frozen in plan.frozen:
-        if attributes["_frozen"] is not frozen:  # the model was reverted and frozen again
-            del _plans[layer]
-            return None
-    if plan.attention is None:
-        return plan.weights
+    options = (*plan.options, window, 0 if is_causal else window, *plan.eps)
+    return weights, plan.biases, plan.norms, options
+
+
+def _with_attention(plan: _Plan) -> tuple[Tensor, ...] | None:
     weights = list(plan.weights)
     for i, (name, weight) in enumerate(
         (("qkv", plan.attention.in_proj_weight), ("out", plan.attention.out_proj.weight))

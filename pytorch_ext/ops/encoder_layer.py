@@ -82,6 +82,30 @@ def encoder_layer(
     return out
 
 
+def encoder_layers(
+    x: Tensor,
+    attn_mask: Tensor | None,
+    cu_seqlens: Tensor | None,
+    max_seqlen: int,
+    layers: tuple[tuple[Any, ...], ...],
+) -> Tensor | None:
+    """Computes layers one after another, each with the same mask, as :func:`encoder_layer` does.
+
+    Args:
+        x, attn_mask, cu_seqlens, max_seqlen: as there.
+        layers: weights, biases, norms and options of each layer, as there.
+
+    Returns:
+        As there.
+    """
+    fast = _fast_path.extension()
+    if fast is None:
+        return None
+    refuse_context_parallel()
+    out: Tensor | None = fast.encoder_layers(x, attn_mask, cu_seqlens, max_seqlen, layers)
+    return out
+
+
 _op.library.define(
     "encoder_layer(Tensor x, Tensor? attn_mask, Tensor? cu_seqlens, int max_seqlen, "
     "Tensor[] weights, Tensor?[] biases, Tensor?[] norms, int num_heads, int head_dim, "

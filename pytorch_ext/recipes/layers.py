@@ -1,5 +1,7 @@
 """Encoder layers of transformers whose code is BERT's, which run as one op with frozen weights.
 
+So do all layers of an encoder, one after another, in one call.
+
 transformers copies BERT's layer under other names into many families: RoBERTa, XLM-R, ELECTRA,
 CamemBERT, ERNIE. It copies LayoutLM's into others, which is BERT's without what decoders need. A
 layer is recognised if the methods of its modules have the statements of one of the two, in the
@@ -10,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import inspect
 import re
 from typing import Any
 
@@ -31,27 +34,53 @@ class OneOp(nn.Module):
         self, hidden_states: Tensor, attention_mask: Any = None, *args: Any, **kwargs: Any
     ) -> Any:
         """As the source's own."""
-        module: Any = self
-        attention = _attention(self)
-        # An attention that doesn't say otherwise is causal if it gets no mask.
-        causal = attention_mask is None and getattr(attention, "is_causal", True)
-        if (
-            all(each is None for each in args)
-            and all(
-                v is None or v is False or name in _WITHOUT_EFFECT for name, v in kwargs.items()
-            )
-            and not causal
-            and _chosen(attention) == NAME
-            and not getattr(module, "is_decoder", False)
-            and not module.chunk_size_feed_forward
-        ):
+        if _are_plain(args, kwargs):
             out = encoder_layer.run(self, hidden_states, attention_mask, _parts)
             if out is not None:
                 return out
         return super().forward(hidden_states, attention_mask, *args, **kwargs)
 
 
-def _attention(layer: nn.Module) -> nn.Module | None:
+class OneCall(nn.Module):
+    """The first base of every encoder whose layers run in one call; the second is its source."""
+
+    def forward(
+        self, hidden_states: Tensor, attention_mask: Any = None, *args: Any, **kwargs: Any
+    ) -> Any:
+        """As the source's own."""
+        cls: Any = type(self)
+        out = run_all(self, hidden_states, attention_mask, *args, **kwargs)
+        if out is not None:
+            return cls._trifuse_result(last_hidden_state=out)
+        return super().forward(hidden_states, attention_mask, *args, **kwargs)
+
+
+def run_all(
+    encoder: Any, hidden_states: Tensor, attention_mask: Any = None, *args: Any, **kwargs: Any
+) -> Tensor | None:
+    """Return what the layers of an encoder make of the arguments of the first; None if they can't.
+
+    Args:
+        encoder: a module with BERT's layers as its ``layer``.
+        hidden_states, attention_mask, args, kwargs: as its layers take them.
+    """
+    if not _are_plain(args, kwargs):
+        return None
+    return encoder_layer.run_all(encoder._modules["layer"], hidden_states, attention_mask, _parts)
+
+
+def _are_plain(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether further arguments of a layer, or of an encoder, leave the layer as it is."""
+    for value in args:
+        if value is not None:
+            return False
+    for name, value in kwargs.items():
+        if not (value is None or value is False or name in _WITHOUT_EFFECT):
+            return False
+    return True
+
+
+def _attention(layer: nn.Module) -> Any:
     """The self-attention; None if the module that held it has been replaced by another."""
     holder = layer._modules.get("attention")
     return None if holder is None else holder._modules.get("self")
@@ -108,6 +137,41 @@ def _is_like(parts: dict[str, type], model: str) -> bool:
     return body is not None and re.search(r"return \w+$", body) is not None
 
 
+def is_berts_encoder(encoder: nn.Module) -> bool:
+    """Whether the code of an encoder is BERT's or LayoutLM's, and its layers run as one op."""
+    layers = encoder._modules.get("layer")
+    if not isinstance(layers, nn.ModuleList) or not all(isinstance(each, OneOp) for each in layers):
+        return False
+    return _has_berts_loop(sublayers.original(type(encoder)))
+
+
+@functools.cache
+def _has_berts_loop(cls: type) -> bool:
+    """Whether all that an encoder's class does is to call its layers one after another."""
+    if not sublayers.is_of_transformers(cls):
+        return False
+    return any(_same_code(cls, _encoder(model), "forward") for model in _MODELS)
+
+
+def _encoder(model: str) -> type:
+    modeling = importlib.import_module(f"transformers.models.{model}.modeling_{model}")
+    name = next(name for name in vars(modeling) if name.lower() == f"{model}encoder")
+    found: type = getattr(modeling, name)
+    return found
+
+
+def one_call_class(source: type[nn.Module]) -> type[nn.Module]:
+    """Return the subclass of an encoder's class whose layers can run in one call."""
+    if source not in _classes:
+        origin = sublayers.Origin(source, (one_call_class, (source,)))
+        forward: Any = inspect.unwrap(source.forward)
+        # The last statement returns an object of this class, by its name.
+        name = code.parse(forward).body[-1].value.func.id
+        members = {"_trifuse_result": forward.__globals__[name]}
+        _classes[source] = sublayers.subclass(OneCall, origin, members)
+    return _classes[source]
+
+
 def one_op_class(source: type[nn.Module]) -> type[nn.Module]:
     """Return the subclass of a layer's class that can run as one op."""
     if source not in _classes:
@@ -120,11 +184,24 @@ _classes: dict[type[nn.Module], type[nn.Module]] = {}
 
 
 def _parts(layer: Any) -> encoder_layer.Parts | None:
-    attention = layer.attention.self
+    attention = _attention(layer)
+    if (
+        attention is None
+        or _chosen(attention) != NAME
+        or getattr(layer, "is_decoder", False)
+        or layer.chunk_size_feed_forward
+    ):
+        return None
     activation = sublayers.name_of(layer.intermediate.intermediate_act_fn)
     if activation is None:
         return None
     ends = layer.attention.output, layer.output
+    owned = (
+        (attention.config, "_attn_implementation_internal"),
+        (attention, "is_causal"),
+        (layer, "is_decoder"),
+        (layer, "chunk_size_feed_forward"),
+    )
     return encoder_layer.Parts(
         (attention.query, attention.key, attention.value),
         ends[0].dense,
@@ -134,6 +211,9 @@ def _parts(layer: Any) -> encoder_layer.Parts | None:
         attention.num_attention_heads,
         attention.scaling,
         activation,
+        # An attention that doesn't say otherwise is causal if it gets no mask.
+        needs_mask=getattr(attention, "is_causal", True),
+        attributes=tuple((owner, name) for owner, name in owned if name in vars(owner)),
     )
 
 

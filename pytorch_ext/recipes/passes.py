@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from trifuse.nn import packing
 from trifuse.nn.packing import CrossSequences, Obstacle, PackedSequences
-from trifuse.recipes import arguments, code, sublayers
+from trifuse.recipes import arguments, code, layers, sublayers
 from trifuse.recipes.arguments import (
     ABSENT,
     BIAS,
@@ -56,13 +56,19 @@ class Pass:
         self.stack = stack
         self.recorded = recorded
         self.begun = False
+        self.ended = False  # the first call has run all layers
         self.tokens: _Side | None = None  # None: not packed
         self.memory: _Side | None = None  # of a decoder
         self.seen: list[tuple[Tensor, Any]] = []  # the tensors packed so far, and what they became
         self.made: dict[str, Tensor] = {}  # biases that the layers would have made, by argument
 
     def call(self, layer: nn.Module, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Call a layer; the first call packs the batch if that is possible."""
+        """Call a layer; the first call packs the batch if that is possible.
+
+        If the layers can run in one call, the first one does so, and the others return its result.
+        """
+        if self.ended:
+            return hidden_states
         first, self.begun = not self.begun, True
         names = arguments.of(layer).positional[1 : len(args) + 1]
         given = dict(zip(names, args, strict=False)) | kwargs
@@ -72,7 +78,7 @@ class Pass:
         elif first and (why := self._begin(hidden_states, given)) is not None:
             packing.warn_padded(self.stack, why)
         if self.tokens is None:
-            return layer(hidden_states, *args, **kwargs)
+            return self._run(layer, first, hidden_states, *args, **kwargs)
         try:
             if len(names) < len(args):
                 raise _Unpackable("its layers take unnamed arguments")
@@ -86,7 +92,17 @@ class Pass:
             return layer(hidden_states, *args, **kwargs)
         if first:
             hidden_states = packing.gather(hidden_states, self.tokens.packed)
-        return layer(hidden_states, *(packed.pop(name) for name in names), **packed)
+        return self._run(
+            layer, first, hidden_states, *(packed.pop(name) for name in names), **packed
+        )
+
+    def _run(self, layer: nn.Module, first: bool, *args: Any, **kwargs: Any) -> Any:
+        if first and not self.recorded and layers.is_berts_encoder(self.stack):
+            out = layers.run_all(self.stack, *args, **kwargs)
+            if out is not None:
+                self.ended = True
+                return out
+        return layer(*args, **kwargs)
 
     def end(self, hidden_states: Tensor) -> Tensor:
         """Return what the last layer returned, unpacked."""

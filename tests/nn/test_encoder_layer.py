@@ -31,16 +31,23 @@ KEEP = torch.arange(L) < torch.tensor([L, 6, 3])[:, None]
 
 @pytest.fixture
 def served(monkeypatch) -> list[bool]:
-    """For each call of a layer, whether the op served it."""
+    """For each call of a layer, alone or with others, whether the op served it."""
     found: list[bool] = []
-    run = encoder_layer.run
+    run, run_all = encoder_layer.run, encoder_layer.run_all
 
     def watched(*args: Any, **kwargs: Any) -> Tensor | None:
         out = run(*args, **kwargs)
         found.append(out is not None)
         return out
 
+    def all_watched(layers: nn.ModuleList, *args: Any, **kwargs: Any) -> Tensor | None:
+        out = run_all(layers, *args, **kwargs)
+        if out is not None:
+            found.extend([True] * len(layers))
+        return out
+
     monkeypatch.setattr(encoder_layer, "run", watched)
+    monkeypatch.setattr(encoder_layer, "run_all", all_watched)
     return found
 
 
@@ -48,6 +55,7 @@ def by_parts(function: Callable[[], Tensor]) -> Tensor:
     """Returns the result of a call whose layers call their parts."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(encoder_layer, "run", lambda *args, **kwargs: None)
+        patch.setattr(encoder_layer, "run_all", lambda *args, **kwargs: None)
         return function()
 
 
@@ -404,7 +412,83 @@ def test_a_replaced_attention_of_transformers_is_called(served):
     layer.attention = Twice()
     with torch.no_grad():
         torch.testing.assert_close(layer(x), layer.feed_forward_chunk(2 * x))
-    assert served == []
+    assert not any(served)
+
+
+@pytest.fixture
+def calls(monkeypatch) -> list[int]:
+    """The number of layers in each call of several, and 1 for each of one."""
+    found: list[int] = []
+    one, several = ops.encoder_layer, ops.encoder_layers
+
+    def watched(*args: Any) -> Tensor | None:
+        found.append(1)
+        return one(*args)
+
+    def all_watched(*args: Any) -> Tensor | None:
+        found.append(len(args[-1]))
+        return several(*args)
+
+    monkeypatch.setattr(ops, "encoder_layer", watched)
+    monkeypatch.setattr(ops, "encoder_layers", all_watched)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "unpad"),
+    [("Bert", False), ("Bert", True), ("Roberta", True), ("LayoutLM", False), ("ours", True)],
+)
+def test_layers_run_in_one_call(calls, name, unpad):
+    model: Any = our_bert() if name == "ours" else of_transformers(name)
+    trifuse.fuse(model, unpad=unpad, freeze=True)
+    encoder, ids = model.encoder, torch.randint(3, 97, (B, L))
+
+    def run() -> Tensor:
+        for keep in (None, KEEP if name == "ours" else KEEP.long()):
+            out: Tensor = model(ids, attention_mask=keep).last_hidden_state
+            assert torch.equal(
+                out, by_parts(lambda keep=keep: model(ids, attention_mask=keep).last_hidden_state)
+            )
+        return out
+
+    def run_in(*expected: int) -> Tensor:
+        del calls[:]
+        out = run()
+        assert calls == list(expected)
+        return out
+
+    with torch.no_grad():
+        first = run_in(2, 2)
+        handle = encoder.layer[1].register_forward_hook(lambda module, args, out: out + 1)
+        assert not torch.equal(run_in(1, 1, 1, 1), first)  # a layer's own hook
+        handle.remove()
+        within = next(each for each in encoder.layer[1].modules() if type(each) is nn.LayerNorm)
+        handle = within.register_forward_hook(lambda module, args, out: out + 1)
+        assert not torch.equal(run_in(1, 1), first)
+        handle.remove()
+        norm: Any = within
+        kept, norm.eps = norm.eps, 1.0
+        assert not torch.equal(run_in(2, 2), first)
+        norm.eps = kept
+        assert torch.equal(run_in(2, 2), first)
+        bias, norm.bias = norm.bias, nn.Parameter(torch.ones_like(norm.bias))
+        assert not torch.equal(run_in(2, 2), first)
+        norm.bias = bias
+        last = encoder.layer[1]
+        encoder.layer[1] = encoder.layer[0]
+        assert not torch.equal(run_in(2, 2), first)
+        encoder.layer[1] = last
+        encoder.layer.append(last)
+        assert not torch.equal(run_in(3, 3), first)
+        del encoder.layer[2]
+        assert torch.equal(run_in(2, 2), first)
+    assert model(ids).last_hidden_state.requires_grad
+    if name != "ours":
+        with torch.no_grad():
+            model.set_attn_implementation("sdpa")
+            model(ids)
+            model.set_attn_implementation("trifuse")
+            assert torch.equal(run_in(2, 2), first)
 
 
 def test_copies_plan_anew():
