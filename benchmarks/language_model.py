@@ -215,15 +215,15 @@ def plot(path: Path, learnt: Sequence[Learnt], titles: Sequence[str], caption: s
     )
     pictures.add_caption(figure, caption)
     names = [result.curves.task for result in learnt]
-    for axes, title, field in zip(
-        figure.subplots(1, 2, sharex=True), titles, ("equal_tokens", "equal_time"), strict=True
-    ):
+    means: list[float] = []
+    panels = figure.subplots(1, 2, sharex=True)
+    for axes, title, field in zip(panels, titles, ("equal_tokens", "equal_time"), strict=True):
         values = [[math.exp(loss) for loss in getattr(result, field)] for result in learnt]
-        means = pictures.draw_means(axes, names, values, "{:.2f}")
+        means += pictures.draw_means(axes, names, values, "{:.2f}")
         axes.set_title(title, fontsize=9, loc="left")
-        axes.set_xlim(0, 1.25 * max(means))
         axes.invert_yaxis()
         pictures.leave_bars(axes)
+    panels[0].set_xlim(0, 1.25 * max(means))
     pictures.save(figure, path)
 
 
