@@ -637,8 +637,8 @@ PyObject* encoder_layer(PyObject*, PyObject* const* args, Py_ssize_t count) {
   EncoderLayerCall call;
   if (!no_mode_applies() || !read(args[0], call.x) || !read(args[1], call.attn_mask) ||
       !read(args[2], call.cu_seqlens) || !read(args[3], call.max_seqlen) ||
-      !call.read_layer(args + 4) || !read(args[8], call.key_cache) || !read(args[9], call.value_cache) ||
-      !read(args[10], call.past) ||
+      !call.read_layer(args + 4) || !read(args[8], call.key_cache) ||
+      !read(args[9], call.value_cache) || !read(args[10], call.past) ||
       records(call.x, call.attn_mask, call.key_cache, call.value_cache))
     Py_RETURN_NONE;
   return run_or_decline([&] { return variable_list{call.run()}; });

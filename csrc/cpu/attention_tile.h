@@ -313,15 +313,14 @@ inline void add_product(
     const Part* parts, int64_t M, int64_t N, int64_t K, Operand<E> a, bool a_by_columns,
     Operand<E> b, T* c, int64_t ldc, const T* scale = nullptr) {
   const int64_t a_m = a_by_columns ? 1 : a.ld, a_k = a_by_columns ? a.ld : 1;
-  if (!parts)
-    return tile_gemm(M, N, K, a.data, a_m, a_k, b.data, b.ld, c, ldc, {true, scale});
+  if (!parts) return tile_gemm(M, N, K, a.data, a_m, a_k, b.data, b.ld, c, ldc, {true, scale});
   for (int64_t m = 0; m < M; m += kStep) {
     const Part part = parts[m / kStep];
     const int64_t k = part.first / kPack<E>, depth = std::min(elements<E>(part.last), K) - k;
     if (depth > 0)
       tile_gemm(
-          std::min(kStep, M - m), N, depth, a.data + m * a_m + k * a_k, a_m, a_k,
-          b.data + k * b.ld, b.ld, c + m * ldc, ldc, {true, scale ? scale + m : nullptr});
+          std::min(kStep, M - m), N, depth, a.data + m * a_m + k * a_k, a_m, a_k, b.data + k * b.ld,
+          b.ld, c + m * ldc, ldc, {true, scale ? scale + m : nullptr});
   }
 }
 

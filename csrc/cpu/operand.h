@@ -152,11 +152,10 @@ inline bool all_finite(Rows<Scalar> rows, int64_t n, int64_t columns) {
   for (int64_t r = 0; r < n; ++r) {
     const Scalar* row = rows.row(r);
     if (rows.column_stride == 1) {
-      for_strips(
-          columns, [&](int64_t c, auto count) TRIFUSE_INLINE {
-            const auto x = Strip<T>::load(row + c, count);
-            sum = sum + (x - x);
-          });
+      for_strips(columns, [&](int64_t c, auto count) TRIFUSE_INLINE {
+        const auto x = Strip<T>::load(row + c, count);
+        sum = sum + (x - x);
+      });
     } else {
       for (int64_t c = 0; c < columns; ++c)
         if (!std::isfinite(static_cast<double>(row[c * rows.column_stride]))) return false;

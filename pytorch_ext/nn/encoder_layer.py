@@ -50,7 +50,9 @@ _Module = tuple[dict[str, Any], str, nn.Module, type]
 # A dictionary, a key, and the value that it has: see values_as_planned.
 _Value = tuple[dict[str, Any], str, Any]
 # Weights, biases, norms and options of a layer, as the op takes them.
-_Arguments = tuple[Any, ...]
+_Arguments = tuple[
+    tuple[Tensor, ...], tuple[Tensor | None, ...], tuple[Tensor | None, ...], tuple[Any, ...]
+]
 
 
 class _Plan(NamedTuple):
@@ -117,7 +119,7 @@ def run(
     arguments = _arguments(plan, tokens.window, is_causal)
     if arguments is None:
         return None
-    return ops.encoder_layer(x, *tokens[:3], *arguments, cache)
+    return ops.encoder_layer(x, tokens.mask, tokens.cu_seqlens, tokens.longest, *arguments, cache)
 
 
 def run_all(
@@ -154,7 +156,7 @@ def run_all(
             return None
         if all(plan.attention is None for plan in stack.plans):
             stack.made[tokens.window, is_causal] = arguments
-    return ops.encoder_layers(x, *tokens[:3], arguments)
+    return ops.encoder_layers(x, tokens.mask, tokens.cu_seqlens, tokens.longest, arguments)
 
 
 def _may_run() -> bool:

@@ -142,7 +142,8 @@ def is_berts_encoder(encoder: nn.Module) -> bool:
     layers = encoder._modules.get("layer")
     if not isinstance(layers, nn.ModuleList) or not all(isinstance(each, OneOp) for each in layers):
         return False
-    return _has_berts_loop(sublayers.original(type(encoder)))
+    cls: Any = sublayers.original(type(encoder))
+    return _has_berts_loop(cls)
 
 
 @functools.cache
@@ -165,9 +166,9 @@ def one_call_class(source: type[nn.Module]) -> type[nn.Module]:
     if source not in _classes:
         origin = sublayers.Origin(source, (one_call_class, (source,)))
         forward: Any = inspect.unwrap(source.forward)
+        tree: Any = code.parse(forward)
         # The last statement returns an object of this class, by its name.
-        name = code.parse(forward).body[-1].value.func.id
-        members = {"_trifuse_result": forward.__globals__[name]}
+        members = {"_trifuse_result": forward.__globals__[tree.body[-1].value.func.id]}
         _classes[source] = sublayers.subclass(OneCall, origin, members)
     return _classes[source]
 
