@@ -137,6 +137,24 @@ def test_alone_in_a_batch_and_padded_further(cpp_kernel, dtype, options, poison)
         assert results.grad_value[:, :, 75:].eq(0).all()
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.covering
+@pytest.mark.parametrize("causal", [False, CausalVariant.UPPER_LEFT, CausalVariant.LOWER_RIGHT])
+@pytest.mark.parametrize("window", [None, (0, 0), (15, 16), (40, 1), (7, 90)])
+@pytest.mark.parametrize("options", [{}, {"dropout_p": 0.2}, {"softcap": 3.0}], ids=str)
+def test_a_window_has_the_bits_of_a_dense_mask(cpp_kernel, dtype, causal, window, options):
+    """A kernel leaves out what a window cuts off a tile, but computes all of a masked tile."""
+    Lq, Lk = 130, 151
+    distance = torch.arange(Lk) - torch.arange(Lq)[:, None]
+    if causal is CausalVariant.LOWER_RIGHT:
+        distance -= Lk - Lq
+    left, right = window or (Lk, Lk)
+    visible = (distance >= -left) & (distance <= (min(right, 0) if causal else right))
+    sizes = {"Lq": Lq, "Lk": Lk, "E": 40, "dtype": dtype, **options}
+    expected = run(make(mask=visible[None, None], **sizes))
+    assert_same_bits(run(make(is_causal=causal, window=window, **sizes)), expected)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("causal", [False, True, CausalVariant.LOWER_RIGHT])
 def test_alone_in_a_pack(cpp_kernel, dtype, causal):
