@@ -112,7 +112,9 @@ void few_rows(
       K, a, a_m, a_k, strip, kStripWidth<E>, c, ldc, accumulate);
 }
 
-// tile_gemm with a panel's block as B, strip by strip.
+constexpr int64_t kFewRows = int64_t{2} * kRegisterRows;
+
+// tile_gemm with a panel's block as B, strip by strip. `few` says that B serves these rows alone.
 //
 // With few rows the time is that of reading B. With AVX-512 it is read fastest in few passes that
 // prefetch: on Zen 5, 8 rows of 4096 features read 62 GB/s, and 33 GB/s by tile_gemm. AVX2's strips
@@ -122,7 +124,7 @@ template <class E>
 void panel_gemm(
     int64_t M, int64_t N, int64_t K, const E* a, int64_t a_m, int64_t a_k, const E* block,
     typename Element<E>::Accumulator* c, int64_t ldc,
-    Accumulate<typename Element<E>::Accumulator> accumulate) {
+    Accumulate<typename Element<E>::Accumulator> accumulate, [[maybe_unused]] bool few) {
   constexpr int64_t strip = kStripWidth<E>;
   for (int64_t n = 0; n < N; n += strip) {
     const E* b = block + n * K;
@@ -133,7 +135,7 @@ void panel_gemm(
       }
     }
     if constexpr (strip == kTile && !kUsesBrgemm<E>) {
-      if (M <= int64_t{2} * kRegisterRows && N == strip) {
+      if (few && N == strip) {
         const int64_t first = M <= kRegisterRows ? M : (M + 1) / 2;
         few_rows<kRegisterRows>(first, K, a, a_m, a_k, b, c, ldc, accumulate);
         if (first < M)
@@ -191,7 +193,7 @@ void run(const LinearProblem& p, int64_t task) {
           T* tile = sums + (m + r) * ld + n;
           panel_gemm<E>(
               step, columns, elements<E>(depth), left.data + r * left.m, left.m, left.k, block,
-              tile, ld, {k > 0});
+              tile, ld, {k > 0}, M <= kFewRows);
           if (last)
             apply_epilogue(
                 p, tile, ld, step, columns, bias ? bias + n : nullptr, out + (m + r) * p.N + n);

@@ -137,8 +137,8 @@ def test_alone_in_a_batch_and_padded_further(cpp_kernel, dtype, options, poison)
         assert results.grad_value[:, :, 75:].eq(0).all()
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.covering
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("causal", [False, CausalVariant.UPPER_LEFT, CausalVariant.LOWER_RIGHT])
 @pytest.mark.parametrize("window", [None, (0, 0), (15, 16), (40, 1), (7, 90)])
 @pytest.mark.parametrize("options", [{}, {"dropout_p": 0.2}, {"softcap": 3.0}], ids=str)
