@@ -228,6 +228,8 @@ BUDGET: dict[str, dict[tuple[bool, int], tuple[int, int]]] = {
     "attention_backward_mask_kernel": {(True, 0): (128, 8), (False, 0): (112, 8)},
     "attention_backward_row_mask_kernel": {(False, 0): (32, 0)},
     "attention_backward_mask_sum_kernel": {(False, 0): (32, 0)},
+    "attention_backward_band_kernel": {(True, 0): (128, 0), (False, 0): (112, 0)},
+    "attention_backward_band_sum_kernel": {(True, 0): (48, 0), (False, 0): (120, 0)},
 }  # fmt: skip
 
 
@@ -271,7 +273,7 @@ def test_tiles_are_copied_and_multiplied_by_the_instructions_meant_for_it(code):
     """cp.async, and in 16 bits ldmatrix and the tensor cores."""
     for c in code:
         name, (tensor_core, _) = _kind(c)
-        if name.endswith(("hopper_kernel", "row_mask_kernel", "mask_sum_kernel")):
+        if name.endswith(("hopper_kernel", "row_mask_kernel", "sum_kernel")):
             continue
         assert c.sass.count("LDGSTS.E.BYPASS.128") >= 2, c[:4]
         assert (c.sass.count("HMMA.16816") >= 8) == tensor_core, c[:4]

@@ -474,6 +474,7 @@ BUDGET: dict[tuple[int, str, int, str], dict[str, tuple[int, int, int]]] = {
         "forward": (255, 0, 68), "key_value": (255, 40, 88), "query": (255, 0, 80),
     },
     (80, "fp32", 64, "causal dropout"): {"forward": (184, 0, 32)},
+    (80, "bf16", 64, "relative bias"): {"forward": (255, 0, 64), "relative_bias": (255, 24, 16)},
     (90, "bf16", 64, "plain"): {
         "forward": (128, 8, 64), "key_value": (224, 0, 81), "query": (160, 0, 80),
     },
@@ -488,6 +489,7 @@ BUDGET: dict[tuple[int, str, int, str], dict[str, tuple[int, int, int]]] = {
         "forward": (255, 432, 192), "key_value": (255, 520, 129), "query": (255, 256, 192),
     },
     (90, "fp32", 64, "causal dropout"): {"forward": (184, 0, 32)},
+    (90, "bf16", 64, "relative bias"): {"forward": (232, 0, 128), "relative_bias": (136, 0, 24)},
 }  # fmt: skip
 SLACK = (8, 32, 8)  # for other versions of the compiler
 BATCHES = [
